@@ -15,10 +15,10 @@
  *     messages --------- tmpl_render (10) -> prompt text
  *     text ------------- tok_encode (6) --> ids
  *     ids -------------- eng_submit (22) -> inbox -> sched_submit (16): a request of n samples in the queue
- *         +-> sched_plan (16) ----------> which tokens of which sequences go into the next step; pages from kv_open (14),
+ *         +-> sched_plan (16) ----------> which tokens of which sequences go into the next step; pages from kv_alloc_seq (14),
  *         |                               lengths guessed by pred (15)
  *         |   batch_build (17) ---------> toka_step: T rows as integers, shared prefixes as spans of their own
- *         |   batch_split (17) ---------> its parts, where the model is cut into stages
+ *         |   batch_make_micros (17) ---------> its parts, where the model is cut into stages
  *         |   model_post (21) ----------> every rank, on a thread of its own, runs rank_step: embed, then L times
  *         |       over toka_backend        {norm_qkv_rope_kv, attention, out_residual, norm_mlp_residual}, then
  *         |       (20 is the CPU's)        norm_logits_sample: the table of toka.h, which calls samp_row (18) on
@@ -39,7 +39,7 @@
  *     eng_submit --(eng_check fails)--> refused: an error, nothing was touched
  *         |  eng_take, sched_submit
  *         v
- *       queued ---sched_admit---> prefill ---sched_feed_prefill---> decode ---eng_deliver, sched_commit---> stop, length
+ *       queued ---sched_admit---> prefill ---sched_plan_prefill---> decode ---eng_deliver, sched_commit---> stop, length
  *                                  ^   |                             |
  *                                  |   +------sched_preempt----------+      pages run out: the newest waits
  *                                  +---------- parked <--------------+      with its tokens, and goes on later
@@ -8806,14 +8806,14 @@ static int mf_open(mf_model **out, const char *model, const char *models_file,
  *
  * One page is always in exactly one of three places:
  *
- *      free    --kv_open, kv_grow-->    held (ref > 0)    --kv_close: not in the tree, or never computed-->    free
- *      cached  --kv_open: matched-->    held              --kv_close: in the tree and ready-->                 cached
- *      cached  --kv_take: the free list is empty, the longest unused leaf goes--> held by another
+ *      free    --kv_alloc_seq, kv_append_page-->    held (ref > 0)    --kv_free_seq: not in the tree, or never computed-->    free
+ *      cached  --kv_alloc_seq: matched-->    held              --kv_free_seq: in the tree and ready-->                 cached
+ *      cached  --kv_alloc_page: the free list is empty, the longest unused leaf goes--> held by another
  *
- * In the tree: the full pages of a prompt at kv_open, before anything is computed (n samples share at once); a page
- * filled by generation at kv_fill. `ready` says that a step which computes the page's K and V has been planned. Steps
+ * In the tree: the full pages of a prompt at kv_alloc_seq, before anything is computed (n samples share at once); a page
+ * filled by generation at kv_cache_full_page. `ready` says that a step which computes the page's K and V has been planned. Steps
  * run in the order in which they are planned, so whoever plans a later row may read it. Nobody needs to remember who
- * computes a page: a sequence in prefill skips pages that became ready (kv_skip) and computes the first that is not, so
+ * computes a page: a sequence in prefill skips pages that became ready (kv_skip_computed) and computes the first that is not, so
  * any other holder may vanish.
  *
  * Rows are also kept in an order in which the holders of every page lie side by side, with the number of pages that
@@ -8821,275 +8821,275 @@ static int mf_open(mf_model **out, const char *model, const char *models_file,
  *
  * What always holds (kv_check of test/state.h): ref = number of rows with the page; a held or ready page's parent is held or ready
  * too; a page is in the LRU list if it is in the tree, unheld and without children; an unheld page of the tree is ready.
- * Nothing is allocated after kv_init. Cost: O(pages of the row) for kv_open and kv_close, O(1) for the rest.
+ * Nothing is allocated after kv_init. Cost: O(pages of the row) for kv_alloc_seq and kv_free_seq, O(1) for the rest.
  * =========================================================================== */
 
-#define KV_OFF (-1) /* as parent: not in the tree */
+#define KV_NOT_IN_TREE (-1) /* as parent: not in the tree */
 
 typedef struct kv_page {
     uint64_t hash;  /* of all tokens from the root to the end of this page; while in the tree */
-    int64_t tick;   /* when its last holder let go */
+    int64_t unref_tick;   /* when its last holder let go */
     int ref;        /* rows that have it */
-    int parent;     /* page, kv.root, or KV_OFF */
+    int parent;     /* page, kv.root, or KV_NOT_IN_TREE */
     int n_children; /* in the tree, held or not */
-    int chain;      /* next page of the same hash bucket, -1 ends */
+    int hash_next;      /* next page of the same hash bucket, -1 ends */
     int older, newer; /* LRU list, while an unheld leaf */
-    int last;       /* last row of the order that has it, while held and in the tree */
-    bool ready;
+    int last_holder;       /* last row of the order that has it, while held and in the tree */
+    bool computed;
 } kv_page;
 
 typedef struct kv_seq {
     int prev, next; /* the order */
-    int lcp;        /* leading pages in common with prev */
-    int n_pages, n_tree;
-    bool stray;     /* no page of this row enters any more: it is alone, or an equal page stood in the tree, not ready */
+    int n_common_pages;        /* leading pages in common with prev */
+    int n_pages, n_tree_pages;
+    bool not_cacheable;     /* no page of this row enters any more: it is alone, or an equal page stood in the tree, not ready */
 } kv_seq;
 
 typedef struct kv_cache {
     int B, n_pages, n_seqs;
-    int cap, stride;   /* most pages of a row; ints from one row to the next */
+    int max_pages, table_stride;   /* most pages of a row; ints from one row to the next */
     int root;          /* = n_pages: pages[root] is the root of the tree and both ends of the LRU list */
     kv_page *pages;    /* [n_pages + 1] */
     int32_t *tokens;   /* [n_pages][B] of the pages in the tree */
-    int *bucket;       /* [n_bucket] hash table: first page or -1 */
-    uint64_t n_bucket; /* power of two */
+    int *buckets;       /* [n_bucket] hash table: first page or -1 */
+    uint64_t n_buckets; /* power of two */
     int *free_list;    /* stack */
     int n_free, n_cached;
     kv_seq *seqs;      /* [n_seqs + 1]; the last one is both ends of the order */
-    int *table;        /* [n_seqs][stride] */
+    int *block_tables;        /* [n_seqs][stride] */
     int64_t tick;
 } kv_cache;
 
-static void kv_free(kv_cache *k) {
-    free(k->pages), free(k->tokens), free(k->bucket), free(k->free_list), free(k->seqs), free(k->table);
-    *k = (kv_cache){0};
+static void kv_free(kv_cache *cache) {
+    free(cache->pages), free(cache->tokens), free(cache->buckets), free(cache->free_list), free(cache->seqs), free(cache->block_tables);
+    *cache = (kv_cache){0};
 }
 
 /* False: so much memory there is not; nothing is held then. */
-static bool kv_init(kv_cache *k, int B, int n_pages, int n_seqs, int max_len) {
-    *k = (kv_cache){.B = B, .n_pages = n_pages, .n_seqs = n_seqs, .cap = (max_len + B - 1) / B, .root = n_pages};
-    for (k->n_bucket = 16; k->n_bucket < (uint64_t)n_pages * 2; k->n_bucket *= 2) {}
-    k->stride = (k->cap + 15) / 16 * 16 | 16; /* an odd number of cache lines: columns spread over all cache sets */
-    k->pages = mem_try((size_t)n_pages + 1, sizeof *k->pages);
-    k->tokens = mem_try((size_t)n_pages * (size_t)B, sizeof *k->tokens);
-    k->bucket = mem_try(k->n_bucket, sizeof *k->bucket);
-    k->free_list = mem_try((size_t)n_pages, sizeof *k->free_list);
-    k->seqs = mem_try((size_t)n_seqs + 1, sizeof *k->seqs);
-    k->table = mem_try((size_t)n_seqs * (size_t)k->stride, sizeof *k->table);
-    if (!k->pages || !k->tokens || !k->bucket || !k->free_list || !k->seqs || !k->table) return kv_free(k), false;
-    for (uint64_t i = 0; i < k->n_bucket; i++) k->bucket[i] = -1;
-    for (int p = n_pages - 1; p >= 0; p--) k->pages[p].parent = KV_OFF, k->free_list[k->n_free++] = p;
-    k->pages[k->root] = (kv_page){.hash = 1, .parent = KV_OFF, .older = k->root, .newer = k->root, .ready = true};
-    k->seqs[n_seqs].prev = k->seqs[n_seqs].next = n_seqs;
+static bool kv_init(kv_cache *cache, int B, int n_pages, int n_seqs, int max_len) {
+    *cache = (kv_cache){.B = B, .n_pages = n_pages, .n_seqs = n_seqs, .max_pages = (max_len + B - 1) / B, .root = n_pages};
+    for (cache->n_buckets = 16; cache->n_buckets < (uint64_t)n_pages * 2; cache->n_buckets *= 2) {}
+    cache->table_stride = (cache->max_pages + 15) / 16 * 16 | 16; /* an odd number of cache lines: columns spread over all cache sets */
+    cache->pages = mem_try((size_t)n_pages + 1, sizeof *cache->pages);
+    cache->tokens = mem_try((size_t)n_pages * (size_t)B, sizeof *cache->tokens);
+    cache->buckets = mem_try(cache->n_buckets, sizeof *cache->buckets);
+    cache->free_list = mem_try((size_t)n_pages, sizeof *cache->free_list);
+    cache->seqs = mem_try((size_t)n_seqs + 1, sizeof *cache->seqs);
+    cache->block_tables = mem_try((size_t)n_seqs * (size_t)cache->table_stride, sizeof *cache->block_tables);
+    if (!cache->pages || !cache->tokens || !cache->buckets || !cache->free_list || !cache->seqs || !cache->block_tables) return kv_free(cache), false;
+    for (uint64_t i = 0; i < cache->n_buckets; i++) cache->buckets[i] = -1;
+    for (int page = n_pages - 1; page >= 0; page--) cache->pages[page].parent = KV_NOT_IN_TREE, cache->free_list[cache->n_free++] = page;
+    cache->pages[cache->root] = (kv_page){.hash = 1, .parent = KV_NOT_IN_TREE, .older = cache->root, .newer = cache->root, .computed = true};
+    cache->seqs[n_seqs].prev = cache->seqs[n_seqs].next = n_seqs;
     return true;
 }
 
-static int *kv_row(const kv_cache *k, int q) { return k->table + (size_t)q * (size_t)k->stride; }
+static int *kv_block_table(const kv_cache *cache, int seq) { return cache->block_tables + (size_t)seq * (size_t)cache->table_stride; }
 
-/* Pages that kv_take can still give. Every cached page can be had: what hangs below an unheld page is unheld. */
-static int kv_room(const kv_cache *k) { return k->n_free + k->n_cached; }
+/* Pages that kv_alloc_page can still give. Every cached page can be had: what hangs below an unheld page is unheld. */
+static int kv_n_available(const kv_cache *cache) { return cache->n_free + cache->n_cached; }
 
-static int kv_pages_for(const kv_cache *k, int n_tokens) { return (n_tokens + k->B - 1) / k->B; }
+static int kv_pages_for(const kv_cache *cache, int n_tokens) { return (n_tokens + cache->B - 1) / cache->B; }
 
 /* ---- LRU list of unheld leaves: pages[root].newer is the oldest ---- */
 
-static void kv_lru_put(kv_cache *k, int p, int after) {
-    kv_page *g = k->pages;
-    g[p].older = after, g[p].newer = g[after].newer;
-    g[g[p].newer].older = p, g[after].newer = p;
+static void kv_lru_add(kv_cache *cache, int page, int after) {
+    kv_page *pages = cache->pages;
+    pages[page].older = after, pages[page].newer = pages[after].newer;
+    pages[pages[page].newer].older = page, pages[after].newer = page;
 }
 
-static void kv_lru_cut(kv_cache *k, int p) {
-    kv_page *g = k->pages;
-    g[g[p].older].newer = g[p].newer, g[g[p].newer].older = g[p].older;
+static void kv_lru_remove(kv_cache *cache, int page) {
+    kv_page *pages = cache->pages;
+    pages[pages[page].older].newer = pages[page].newer, pages[pages[page].newer].older = pages[page].older;
 }
 
 /* ---- Tree ---- */
 
-static uint64_t kv_hash(const kv_cache *k, uint64_t parent_hash, const int32_t *tokens) {
-    uint64_t h = (parent_hash ^ hash_bytes(tokens, (size_t)k->B * sizeof *tokens)) * 0x9E3779B97F4A7C15u;
-    return h ^ h >> 32;
+static uint64_t kv_hash(const kv_cache *cache, uint64_t parent_hash, const int32_t *tokens) {
+    uint64_t hash = (parent_hash ^ hash_bytes(tokens, (size_t)cache->B * sizeof *tokens)) * 0x9E3779B97F4A7C15u;
+    return hash ^ hash >> 32;
 }
 
 /* The page below `parent` with these B tokens, or -1. */
-static int kv_child(const kv_cache *k, int parent, uint64_t hash, const int32_t *tokens) {
-    int p = k->bucket[hash & (k->n_bucket - 1)];
-    for (; p >= 0; p = k->pages[p].chain)
-        if (k->pages[p].hash == hash && k->pages[p].parent == parent &&
-            !memcmp(k->tokens + (size_t)p * (size_t)k->B, tokens, (size_t)k->B * sizeof *tokens))
-            return p;
+static int kv_find_child(const kv_cache *cache, int parent, uint64_t hash, const int32_t *tokens) {
+    int page = cache->buckets[hash & (cache->n_buckets - 1)];
+    for (; page >= 0; page = cache->pages[page].hash_next)
+        if (cache->pages[page].hash == hash && cache->pages[page].parent == parent &&
+            !memcmp(cache->tokens + (size_t)page * (size_t)cache->B, tokens, (size_t)cache->B * sizeof *tokens))
+            return page;
     return -1;
 }
 
-static void kv_enter(kv_cache *k, int p, int parent, uint64_t hash, const int32_t *tokens) {
-    int *head = &k->bucket[hash & (k->n_bucket - 1)];
-    k->pages[p].parent = parent, k->pages[p].hash = hash, k->pages[p].chain = *head, k->pages[p].last = -1;
-    *head = p;
-    k->pages[parent].n_children++;
-    memcpy(k->tokens + (size_t)p * (size_t)k->B, tokens, (size_t)k->B * sizeof *tokens);
+static void kv_tree_insert(kv_cache *cache, int page, int parent, uint64_t hash, const int32_t *tokens) {
+    int *head = &cache->buckets[hash & (cache->n_buckets - 1)];
+    cache->pages[page].parent = parent, cache->pages[page].hash = hash, cache->pages[page].hash_next = *head, cache->pages[page].last_holder = -1;
+    *head = page;
+    cache->pages[parent].n_children++;
+    memcpy(cache->tokens + (size_t)page * (size_t)cache->B, tokens, (size_t)cache->B * sizeof *tokens);
 }
 
 /* Takes a page without children out of the tree. Its parent may become an unheld leaf: it goes next, unless somebody
  * let go of it after p was let go. */
-static void kv_leave(kv_cache *k, int p) {
-    kv_page *g = k->pages;
-    int parent = g[p].parent, *at = &k->bucket[g[p].hash & (k->n_bucket - 1)];
-    while (*at != p) at = &g[*at].chain;
-    *at = g[p].chain;
-    g[p].parent = KV_OFF, g[p].ready = false;
-    if (--g[parent].n_children || parent == k->root || g[parent].ref) return;
-    kv_lru_put(k, parent, g[parent].tick > g[p].tick ? g[k->root].older : k->root);
+static void kv_tree_remove(kv_cache *cache, int page) {
+    kv_page *pages = cache->pages;
+    int parent = pages[page].parent, *link = &cache->buckets[pages[page].hash & (cache->n_buckets - 1)];
+    while (*link != page) link = &pages[*link].hash_next;
+    *link = pages[page].hash_next;
+    pages[page].parent = KV_NOT_IN_TREE, pages[page].computed = false;
+    if (--pages[parent].n_children || parent == cache->root || pages[parent].ref) return;
+    kv_lru_add(cache, parent, pages[parent].unref_tick > pages[page].unref_tick ? pages[cache->root].older : cache->root);
 }
 
 /* ---- One page: held, let go, taken ---- */
 
-static void kv_hold(kv_cache *k, int p) {
-    if (k->pages[p].ref++) return;
-    k->n_cached--;
-    if (!k->pages[p].n_children) kv_lru_cut(k, p);
+static void kv_ref(kv_cache *cache, int page) {
+    if (cache->pages[page].ref++) return;
+    cache->n_cached--;
+    if (!cache->pages[page].n_children) kv_lru_remove(cache, page);
 }
 
-static void kv_drop(kv_cache *k, int p) {
-    kv_page *g = &k->pages[p];
-    assert(g->ref > 0);
-    if (--g->ref) return;
-    g->tick = k->tick;
-    if (g->parent != KV_OFF && g->ready) { /* stays as cache */
-        k->n_cached++;
-        if (!g->n_children) kv_lru_put(k, p, k->pages[k->root].older);
+static void kv_unref(kv_cache *cache, int page) {
+    kv_page *node = &cache->pages[page];
+    assert(node->ref > 0);
+    if (--node->ref) return;
+    node->unref_tick = cache->tick;
+    if (node->parent != KV_NOT_IN_TREE && node->computed) { /* stays as cache */
+        cache->n_cached++;
+        if (!node->n_children) kv_lru_add(cache, page, cache->pages[cache->root].older);
         return;
     }
-    if (g->parent != KV_OFF) kv_leave(k, p); /* nobody will compute it now */
-    k->free_list[k->n_free++] = p;
+    if (node->parent != KV_NOT_IN_TREE) kv_tree_remove(cache, page); /* nobody will compute it now */
+    cache->free_list[cache->n_free++] = page;
 }
 
-/* A page of nobody, now held once and not in the tree. The caller made sure of kv_room. */
-static int kv_take(kv_cache *k) {
-    int p;
-    if (k->n_free) p = k->free_list[--k->n_free];
+/* A page of nobody, now held once and not in the tree. The caller made sure of kv_n_available. */
+static int kv_alloc_page(kv_cache *cache) {
+    int page;
+    if (cache->n_free) page = cache->free_list[--cache->n_free];
     else {
-        p = k->pages[k->root].newer;
-        assert(p != k->root);
-        kv_lru_cut(k, p);
-        kv_leave(k, p);
-        k->n_cached--;
+        page = cache->pages[cache->root].newer;
+        assert(page != cache->root);
+        kv_lru_remove(cache, page);
+        kv_tree_remove(cache, page);
+        cache->n_cached--;
     }
-    k->pages[p].ref = 1, k->pages[p].ready = false;
-    return p;
+    cache->pages[page].ref = 1, cache->pages[page].computed = false;
+    return page;
 }
 
 /* ---- The order of rows ----
  * A new row goes behind the last row that has its deepest shared page P. That is the end of P's stretch and of no
  * stretch that P's does not lie in, so no stretch is torn, and the row behind keeps its lcp: it does not have P. */
 
-static void kv_order_join(kv_cache *k, int q) {
-    kv_seq *s = k->seqs;
-    kv_page *g = k->pages;
-    int *row = kv_row(k, q), shared = s[q].n_tree;
-    while (shared && g[row[shared - 1]].ref == 1) g[row[--shared]].last = q;
-    int a = shared ? g[row[shared - 1]].last : s[k->n_seqs].prev;
-    for (int i = shared - 1; i >= 0 && g[row[i]].last == a; i--) g[row[i]].last = q;
-    s[q].lcp = shared, s[q].prev = a, s[q].next = s[a].next;
-    s[s[a].next].prev = q, s[a].next = q;
+static void kv_order_insert(kv_cache *cache, int seq) {
+    kv_seq *seqs = cache->seqs;
+    kv_page *pages = cache->pages;
+    int *table = kv_block_table(cache, seq), n_shared = seqs[seq].n_tree_pages;
+    while (n_shared && pages[table[n_shared - 1]].ref == 1) pages[table[--n_shared]].last_holder = seq;
+    int prev = n_shared ? pages[table[n_shared - 1]].last_holder : seqs[cache->n_seqs].prev;
+    for (int i = n_shared - 1; i >= 0 && pages[table[i]].last_holder == prev; i--) pages[table[i]].last_holder = seq;
+    seqs[seq].n_common_pages = n_shared, seqs[seq].prev = prev, seqs[seq].next = seqs[prev].next;
+    seqs[seqs[prev].next].prev = seq, seqs[prev].next = seq;
 }
 
-static void kv_order_leave(kv_cache *k, int q) {
-    kv_seq *s = k->seqs;
-    int *row = kv_row(k, q), a = s[q].prev, b = s[q].next;
-    for (int i = s[q].n_tree - 1; i >= 0 && k->pages[row[i]].last == q; i--) k->pages[row[i]].last = i < s[q].lcp ? a : -1;
-    s[b].lcp = MIN(s[b].lcp, s[q].lcp);
-    s[a].next = b, s[b].prev = a;
+static void kv_order_remove(kv_cache *cache, int seq) {
+    kv_seq *seqs = cache->seqs;
+    int *table = kv_block_table(cache, seq), prev = seqs[seq].prev, next = seqs[seq].next;
+    for (int i = seqs[seq].n_tree_pages - 1; i >= 0 && cache->pages[table[i]].last_holder == seq; i--) cache->pages[table[i]].last_holder = i < seqs[seq].n_common_pages ? prev : -1;
+    seqs[next].n_common_pages = MIN(seqs[next].n_common_pages, seqs[seq].n_common_pages);
+    seqs[prev].next = next, seqs[next].prev = prev;
 }
 
 /* ---- Rows ---- */
 
 /* Leading pages of the tree that hold tokens[0..]; the last token never counts, its row must be computed for its
  * logits. Writes them to `row`, that of a sequence which is not open, if not NULL; holds nothing. */
-static int kv_match(const kv_cache *k, int *row, const int32_t *tokens, int n) {
-    int m = 0, at = k->root;
-    uint64_t h = k->pages[at].hash;
-    for (; (m + 1) * k->B < n; m++) {
-        h = kv_hash(k, h, tokens + (size_t)m * (size_t)k->B);
-        at = kv_child(k, at, h, tokens + (size_t)m * (size_t)k->B);
-        if (at < 0) break;
-        if (row) row[m] = at;
+static int kv_match_prefix(const kv_cache *cache, int *table, const int32_t *tokens, int n_tokens) {
+    int n_matched = 0, page = cache->root;
+    uint64_t hash = cache->pages[page].hash;
+    for (; (n_matched + 1) * cache->B < n_tokens; n_matched++) {
+        hash = kv_hash(cache, hash, tokens + (size_t)n_matched * (size_t)cache->B);
+        page = kv_find_child(cache, page, hash, tokens + (size_t)n_matched * (size_t)cache->B);
+        if (page < 0) break;
+        if (table) table[n_matched] = page;
     }
-    return m;
+    return n_matched;
 }
 
-/* Opens row q for n tokens of which kv_match found m pages. Takes the rest, ceil(n/B) - m pages, and enters all full pages
- * before the last token; or, alone (with m = 0), none, now or later. Needs kv_room >= the pages to take + the matched pages
+/* Opens row q for n tokens of which kv_match_prefix found m pages. Takes the rest, ceil(n/B) - m pages, and enters all full pages
+ * before the last token; or, alone (with m = 0), none, now or later. Needs kv_n_available >= the pages to take + the matched pages
  * that nobody holds. */
-static void kv_open(kv_cache *k, int q, const int32_t *tokens, int n, int m, bool alone) {
-    int *row = kv_row(k, q), n_pages = kv_pages_for(k, n), n_tree = alone ? 0 : (n - 1) / k->B;
-    for (int i = 0; i < m; i++) kv_hold(k, row[i]);
-    for (int i = m; i < n_pages; i++) row[i] = kv_take(k);
-    for (int i = m; i < n_tree; i++) {
-        const int32_t *t = tokens + (size_t)i * (size_t)k->B;
-        int parent = i ? row[i - 1] : k->root;
-        kv_enter(k, row[i], parent, kv_hash(k, k->pages[parent].hash, t), t);
+static void kv_alloc_seq(kv_cache *cache, int seq, const int32_t *tokens, int n_tokens, int n_matched, bool unshared) {
+    int *table = kv_block_table(cache, seq), n_pages = kv_pages_for(cache, n_tokens), n_tree_pages = unshared ? 0 : (n_tokens - 1) / cache->B;
+    for (int i = 0; i < n_matched; i++) kv_ref(cache, table[i]);
+    for (int i = n_matched; i < n_pages; i++) table[i] = kv_alloc_page(cache);
+    for (int i = n_matched; i < n_tree_pages; i++) {
+        const int32_t *page_tokens = tokens + (size_t)i * (size_t)cache->B;
+        int parent = i ? table[i - 1] : cache->root;
+        kv_tree_insert(cache, table[i], parent, kv_hash(cache, cache->pages[parent].hash, page_tokens), page_tokens);
     }
-    k->seqs[q].n_pages = n_pages, k->seqs[q].n_tree = n_tree, k->seqs[q].stray = alone;
-    kv_order_join(k, q);
+    cache->seqs[seq].n_pages = n_pages, cache->seqs[seq].n_tree_pages = n_tree_pages, cache->seqs[seq].not_cacheable = unshared;
+    kv_order_insert(cache, seq);
 }
 
-/* One more page at the end of row q; returns it. Needs kv_room. */
-static int kv_grow(kv_cache *k, int q) {
-    assert(k->seqs[q].n_pages < k->cap);
-    return kv_row(k, q)[k->seqs[q].n_pages++] = kv_take(k);
+/* One more page at the end of row q; returns it. Needs kv_n_available. */
+static int kv_append_page(kv_cache *cache, int seq) {
+    assert(cache->seqs[seq].n_pages < cache->max_pages);
+    return kv_block_table(cache, seq)[cache->seqs[seq].n_pages++] = kv_alloc_page(cache);
 }
 
-static void kv_close(kv_cache *k, int q) {
-    int *row = kv_row(k, q);
-    kv_order_leave(k, q);
-    k->tick++;
-    for (int i = k->seqs[q].n_pages - 1; i >= 0; i--) kv_drop(k, row[i]);
-    k->seqs[q].n_pages = k->seqs[q].n_tree = 0;
+static void kv_free_seq(kv_cache *cache, int seq) {
+    int *table = kv_block_table(cache, seq);
+    kv_order_remove(cache, seq);
+    cache->tick++;
+    for (int i = cache->seqs[seq].n_pages - 1; i >= 0; i--) kv_unref(cache, table[i]);
+    cache->seqs[seq].n_pages = cache->seqs[seq].n_tree_pages = 0;
 }
 
 /* Positions from `from` on that q need not compute: the pages that became ready meanwhile. */
-static int kv_skip(const kv_cache *k, int q, int from) {
-    const int *row = kv_row(k, q);
-    int i = from / k->B;
-    while (i < k->seqs[q].n_tree && k->pages[row[i]].ready) from = ++i * k->B;
+static int kv_skip_computed(const kv_cache *cache, int seq, int from) {
+    const int *table = kv_block_table(cache, seq);
+    int i = from / cache->B;
+    while (i < cache->seqs[seq].n_tree_pages && cache->pages[table[i]].computed) from = ++i * cache->B;
     return from;
 }
 
 /* A step that computes positions from .. to-1 of q has been planned. */
-static void kv_computed(kv_cache *k, int q, int from, int to) {
-    const int *row = kv_row(k, q);
-    for (int i = from / k->B; i < MIN(to / k->B, k->seqs[q].n_tree); i++) k->pages[row[i]].ready = true;
+static void kv_mark_computed(kv_cache *cache, int seq, int from, int to) {
+    const int *table = kv_block_table(cache, seq);
+    for (int i = from / cache->B; i < MIN(to / cache->B, cache->seqs[seq].n_tree_pages); i++) cache->pages[table[i]].computed = true;
 }
 
-enum kv_filled { KV_ENTERED, KV_SWAPPED, KV_STRAY };
+enum kv_insert_result { KV_INSERTED, KV_DEDUPLICATED, KV_NOT_CACHEABLE };
 
 /* The B tokens of row q's first page outside the tree are known and computed: it enters. If an equal page is there and
  * ready, q holds that one from now on and its own becomes free (steps planned so far are done with it before any that a
  * new owner plans). */
-static enum kv_filled kv_fill(kv_cache *k, int q, const int32_t *tokens) {
-    kv_seq *s = &k->seqs[q];
-    int *row = kv_row(k, q), i = s->n_tree, parent = i ? row[i - 1] : k->root;
-    const int32_t *t = tokens + (size_t)i * (size_t)k->B;
-    uint64_t h = kv_hash(k, k->pages[parent].hash, t);
-    int twin = kv_child(k, parent, h, t);
-    assert(i < s->n_pages && !s->stray);
-    if (twin < 0) {
-        kv_enter(k, row[i], parent, h, t);
-        k->pages[row[i]].ready = true, k->pages[row[i]].last = q;
-        s->n_tree++;
-        return KV_ENTERED;
+static enum kv_insert_result kv_cache_full_page(kv_cache *cache, int seq, const int32_t *tokens) {
+    kv_seq *sequence = &cache->seqs[seq];
+    int *table = kv_block_table(cache, seq), i = sequence->n_tree_pages, parent = i ? table[i - 1] : cache->root;
+    const int32_t *page_tokens = tokens + (size_t)i * (size_t)cache->B;
+    uint64_t hash = kv_hash(cache, cache->pages[parent].hash, page_tokens);
+    int duplicate = kv_find_child(cache, parent, hash, page_tokens);
+    assert(i < sequence->n_pages && !sequence->not_cacheable);
+    if (duplicate < 0) {
+        kv_tree_insert(cache, table[i], parent, hash, page_tokens);
+        cache->pages[table[i]].computed = true, cache->pages[table[i]].last_holder = seq;
+        sequence->n_tree_pages++;
+        return KV_INSERTED;
     }
-    if (!k->pages[twin].ready) {
-        s->stray = true;
-        return KV_STRAY;
+    if (!cache->pages[duplicate].computed) {
+        sequence->not_cacheable = true;
+        return KV_NOT_CACHEABLE;
     }
-    kv_order_leave(k, q);
-    kv_hold(k, twin);
-    kv_drop(k, row[i]);
-    row[i] = twin;
-    s->n_tree++;
-    kv_order_join(k, q);
-    return KV_SWAPPED;
+    kv_order_remove(cache, seq);
+    kv_ref(cache, duplicate);
+    kv_unref(cache, table[i]);
+    table[i] = duplicate;
+    sequence->n_tree_pages++;
+    kv_order_insert(cache, seq);
+    return KV_DEDUPLICATED;
 }
 
 /* ===========================================================================
@@ -9103,8 +9103,8 @@ static enum kv_filled kv_fill(kv_cache *k, int q, const int32_t *tokens) {
  * which end first, do not make the rest look short; those cut off by max_tokens or cancelled count as reached, not as ended.
  *
  * A class is a set of requests whose lengths are alike: the samples of one prompt, or requests given the same key. Its
- * hazards are drawn toward those of all classes together as if PRED_OF_ALL more sequences had been seen, and those
- * toward a fixed prior as if PRED_OF_PRIOR had. The prior has survival (1 + c/192)^-2: mean 192 without limit, 162 of
+ * hazards are drawn toward those of all classes together as if PRED_WEIGHT_ALL more sequences had been seen, and those
+ * toward a fixed prior as if PRED_WEIGHT_PRIOR had. The prior has survival (1 + c/192)^-2: mean 192 without limit, 162 of
  * 1,024, 15 of 16, and the longer an output is the longer it may still get, so that a cold start runs most of the batch
  * but does not trust in short answers.
  *
@@ -9117,97 +9117,97 @@ static enum kv_filled kv_fill(kv_cache *k, int q, const int32_t *tokens) {
  * give equal answers everywhere.
  * =========================================================================== */
 
-enum { PRED_N = 64, PRED_WAYS = 4 };
-#define PRED_OF_ALL 8.0
-#define PRED_OF_PRIOR 8.0
+enum { PRED_BUCKETS = 64, PRED_WAYS = 4 };
+#define PRED_WEIGHT_ALL 8.0
+#define PRED_WEIGHT_PRIOR 8.0
 
 typedef struct pred_table {
-    float at_risk[PRED_N], ended[PRED_N];
-    float survival[PRED_N + 1]; /* at the lower edge of each bucket, made from the counts by pred_refresh */
-    int64_t n_events, n_fresh;  /* events counted; n_events when survival was made */
+    float at_risk[PRED_BUCKETS], ended[PRED_BUCKETS];
+    float survival[PRED_BUCKETS + 1]; /* at the lower edge of each bucket, made from the counts by pred_refresh */
+    int64_t n_events, n_refreshed;  /* events counted; n_events when survival was made */
 } pred_table;
 
 typedef struct pred_class { /* key 0: an empty place */
     uint64_t key;
-    int64_t used;  /* tick of the last use */
-    uint32_t turn; /* which class has this place: a handle of an earlier one is stale */
-    pred_table t;
+    int64_t last_used;  /* tick of the last use */
+    uint32_t generation; /* which class has this place: a handle of an earlier one is stale */
+    pred_table table;
 } pred_class;
 
-typedef struct pred_of { /* handle of a class: place and turn; place -1: only the table of all */
-    int place;
-    uint32_t turn;
-} pred_of;
+typedef struct pred_handle { /* handle of a class: place and turn; place -1: only the table of all */
+    int entry;
+    uint32_t generation;
+} pred_handle;
 
 typedef struct pred {
-    int edge[PRED_N + 1]; /* bucket i holds lengths edge[i]+1 .. edge[i+1] */
-    float prior[PRED_N];  /* hazard of each bucket */
+    int edge[PRED_BUCKETS + 1]; /* bucket i holds lengths edge[i]+1 .. edge[i+1] */
+    float prior[PRED_BUCKETS];  /* hazard of each bucket */
     pred_table all;
-    int n_places;         /* a multiple of PRED_WAYS */
+    int n_entries;         /* a multiple of PRED_WAYS */
     pred_class *classes;  /* [n_places] sets of PRED_WAYS; in its set the least recently used makes room */
-    double memory;        /* starts after which the old ones weigh half */
+    double half_life;        /* starts after which the old ones weigh half */
     int64_t tick;
 } pred;
 
-static void pred_refresh(const pred *p, pred_table *t, const pred_table *all) {
-    double s = 1;
-    for (int i = 0; i < PRED_N; i++) {
-        double prior = p->prior[i], weight = PRED_OF_PRIOR;
+static void pred_refresh(const pred *predictor, pred_table *table, const pred_table *all) {
+    double survival = 1;
+    for (int i = 0; i < PRED_BUCKETS; i++) {
+        double prior = predictor->prior[i], weight = PRED_WEIGHT_PRIOR;
         if (all) {
-            prior = ((double)all->ended[i] + PRED_OF_PRIOR * prior) / ((double)all->at_risk[i] + PRED_OF_PRIOR);
-            weight = PRED_OF_ALL;
+            prior = ((double)all->ended[i] + PRED_WEIGHT_PRIOR * prior) / ((double)all->at_risk[i] + PRED_WEIGHT_PRIOR);
+            weight = PRED_WEIGHT_ALL;
         }
-        double h = ((double)t->ended[i] + weight * prior) / ((double)t->at_risk[i] + weight);
-        double after = s * (1 - MAX(0.0, MIN(h, 0.98)));
-        t->survival[i] = (float)s;
-        s = MAX(after, 1e-30);
+        double hazard = ((double)table->ended[i] + weight * prior) / ((double)table->at_risk[i] + weight);
+        double next = survival * (1 - MAX(0.0, MIN(hazard, 0.98)));
+        table->survival[i] = (float)survival;
+        survival = MAX(next, 1e-30);
     }
-    t->survival[PRED_N] = (float)s;
-    t->n_fresh = t->n_events;
+    table->survival[PRED_BUCKETS] = (float)survival;
+    table->n_refreshed = table->n_events;
 }
 
 /* n_classes: about as many as there are classes in use at a time. n_running: sequences at a time, sets how far back it
  * looks. */
-static void pred_init(pred *p, int n_classes, int n_running) {
-    *p = (pred){.n_places = (n_classes + PRED_WAYS - 1) / PRED_WAYS * PRED_WAYS, .memory = MAX(4096.0, 8.0 * n_running)};
-    for (int i = 0; i < PRED_N; i++) p->edge[i + 1] = p->edge[i] + MAX(1, p->edge[i] / 4);
-    p->edge[PRED_N] = INT_MAX / 2; /* the last bucket has all the rest: no sequence is that long (chapter 16) */
-    for (int i = 0; i < PRED_N; i++) {
-        double a = 1 + p->edge[i] / 192.0, b = 1 + p->edge[i + 1] / 192.0;
-        p->prior[i] = (float)(1 - a * a / (b * b));
+static void pred_init(pred *predictor, int n_classes, int n_running) {
+    *predictor = (pred){.n_entries = (n_classes + PRED_WAYS - 1) / PRED_WAYS * PRED_WAYS, .half_life = MAX(4096.0, 8.0 * n_running)};
+    for (int i = 0; i < PRED_BUCKETS; i++) predictor->edge[i + 1] = predictor->edge[i] + MAX(1, predictor->edge[i] / 4);
+    predictor->edge[PRED_BUCKETS] = INT_MAX / 2; /* the last bucket has all the rest: no sequence is that long (chapter 16) */
+    for (int i = 0; i < PRED_BUCKETS; i++) {
+        double lower = 1 + predictor->edge[i] / 192.0, upper = 1 + predictor->edge[i + 1] / 192.0;
+        predictor->prior[i] = (float)(1 - lower * lower / (upper * upper));
     }
-    p->classes = mem_zalloc((size_t)p->n_places * sizeof *p->classes);
-    pred_refresh(p, &p->all, NULL);
+    predictor->classes = mem_zalloc((size_t)predictor->n_entries * sizeof *predictor->classes);
+    pred_refresh(predictor, &predictor->all, NULL);
 }
 
-static void pred_free(pred *p) { free(p->classes); }
+static void pred_free(pred *predictor) { free(predictor->classes); }
 
-static pred_table *pred_table_of(pred *p, pred_of c) {
-    return c.place >= 0 && p->classes[c.place].turn == c.turn ? &p->classes[c.place].t : NULL;
+static pred_table *pred_class_table(pred *predictor, pred_handle handle) {
+    return handle.entry >= 0 && predictor->classes[handle.entry].generation == handle.generation ? &predictor->classes[handle.entry].table : NULL;
 }
 
 /* The class of a key, made if it is new; key 0 has none. */
-static pred_of pred_find(pred *p, uint64_t key) {
-    if (!key) return (pred_of){-1, 0};
-    uint64_t set = hash_bytes(&key, sizeof key) % (uint64_t)(p->n_places / PRED_WAYS);
-    int first = (int)set * PRED_WAYS, at = first;
+static pred_handle pred_find_class(pred *predictor, uint64_t key) {
+    if (!key) return (pred_handle){-1, 0};
+    uint64_t set = hash_bytes(&key, sizeof key) % (uint64_t)(predictor->n_entries / PRED_WAYS);
+    int first = (int)set * PRED_WAYS, oldest = first;
     for (int i = first; i < first + PRED_WAYS; i++) {
-        if (p->classes[i].key == key) {
-            p->classes[i].used = ++p->tick;
-            return (pred_of){i, p->classes[i].turn};
+        if (predictor->classes[i].key == key) {
+            predictor->classes[i].last_used = ++predictor->tick;
+            return (pred_handle){i, predictor->classes[i].generation};
         }
-        if (p->classes[i].used < p->classes[at].used) at = i;
+        if (predictor->classes[i].last_used < predictor->classes[oldest].last_used) oldest = i;
     }
-    p->classes[at] = (pred_class){.key = key, .used = ++p->tick, .turn = p->classes[at].turn + 1};
-    pred_refresh(p, &p->classes[at].t, &p->all);
-    return (pred_of){at, p->classes[at].turn};
+    predictor->classes[oldest] = (pred_class){.key = key, .last_used = ++predictor->tick, .generation = predictor->classes[oldest].generation + 1};
+    pred_refresh(predictor, &predictor->classes[oldest].table, &predictor->all);
+    return (pred_handle){oldest, predictor->classes[oldest].generation};
 }
 
-static int pred_bucket(const pred *p, int length) { /* edge[i] <= length < edge[i+1] */
-    int lo = 0, hi = PRED_N;
+static int pred_bucket(const pred *predictor, int length) { /* edge[i] <= length < edge[i+1] */
+    int lo = 0, hi = PRED_BUCKETS;
     while (hi - lo > 1) {
         int mid = (lo + hi) / 2;
-        if (p->edge[mid] <= length) lo = mid;
+        if (predictor->edge[mid] <= length) lo = mid;
         else hi = mid;
     }
     return lo;
@@ -9215,68 +9215,68 @@ static int pred_bucket(const pred *p, int length) { /* edge[i] <= length < edge[
 
 /* ---- What happened ---- */
 
-static void pred_halve(pred_table *t) { /* and what was counted, by which pred_is_old goes */
-    for (int i = 0; i < PRED_N; i++) t->at_risk[i] /= 2, t->ended[i] /= 2;
-    t->n_events /= 2, t->n_fresh /= 2;
+static void pred_halve(pred_table *table) { /* and what was counted, by which pred_is_stale goes */
+    for (int i = 0; i < PRED_BUCKETS; i++) table->at_risk[i] /= 2, table->ended[i] /= 2;
+    table->n_events /= 2, table->n_refreshed /= 2;
 }
 
 /* A sequence has edge[bucket] tokens and goes on; call it for bucket 0 when it starts. */
-static void pred_reach(pred *p, pred_of c, int bucket) {
-    pred_table *t = pred_table_of(p, c);
-    p->all.at_risk[bucket]++, p->all.n_events++;
-    if (t) t->at_risk[bucket]++, t->n_events++;
+static void pred_count_reached(pred *predictor, pred_handle handle, int bucket) {
+    pred_table *table = pred_class_table(predictor, handle);
+    predictor->all.at_risk[bucket]++, predictor->all.n_events++;
+    if (table) table->at_risk[bucket]++, table->n_events++;
     if (bucket) return;
-    if (p->all.at_risk[0] > p->memory) pred_halve(&p->all);
-    if (t && t->at_risk[0] > p->memory) pred_halve(t);
+    if (predictor->all.at_risk[0] > predictor->half_life) pred_halve(&predictor->all);
+    if (table && table->at_risk[0] > predictor->half_life) pred_halve(table);
 }
 
 /* Where it was halved since it counted that a sequence reached the bucket, less than all of that is left to take back. */
-static void pred_leave(pred_table *t, int bucket, float unseen, bool cut) {
-    t->ended[bucket] += !cut, t->at_risk[bucket] = MAX(t->at_risk[bucket] - unseen, 0.0f), t->n_events++;
+static void pred_table_count_end(pred_table *table, int bucket, float unobserved, bool truncated) {
+    table->ended[bucket] += !truncated, table->at_risk[bucket] = MAX(table->at_risk[bucket] - unobserved, 0.0f), table->n_events++;
 }
 
 /* A sequence that reached `bucket` is gone with `length` tokens: ended by itself, or cut off (max_tokens, cancelled). */
-static void pred_end(pred *p, pred_of c, int bucket, int length, bool cut) {
-    pred_table *t = pred_table_of(p, c);
-    float width = (float)(p->edge[bucket + 1] - p->edge[bucket]);
-    float unseen = cut ? 1 - (float)(length - p->edge[bucket]) / width : 0; /* part of the bucket it was not watched in */
-    pred_leave(&p->all, bucket, unseen, cut);
-    if (t) pred_leave(t, bucket, unseen, cut);
+static void pred_count_end(pred *predictor, pred_handle handle, int bucket, int length, bool truncated) {
+    pred_table *table = pred_class_table(predictor, handle);
+    float width = (float)(predictor->edge[bucket + 1] - predictor->edge[bucket]);
+    float unobserved = truncated ? 1 - (float)(length - predictor->edge[bucket]) / width : 0; /* part of the bucket it was not watched in */
+    pred_table_count_end(&predictor->all, bucket, unobserved, truncated);
+    if (table) pred_table_count_end(table, bucket, unobserved, truncated);
 }
 
 /* ---- The question ---- */
 
 /* Survival is remade when the counts have changed by a part that matters. */
-static bool pred_is_old(const pred_table *t) { return (t->n_events - t->n_fresh) > t->n_fresh / 16 + 16; }
+static bool pred_is_stale(const pred_table *table) { return (table->n_events - table->n_refreshed) > table->n_refreshed / 16 + 16; }
 
 /* Brings the survival of class c up to date and returns its table. */
-static const pred_table *pred_fresh(pred *p, pred_of c) {
-    pred_table *t = pred_table_of(p, c);
-    if (pred_is_old(&p->all)) pred_refresh(p, &p->all, NULL);
-    if (t && pred_is_old(t)) pred_refresh(p, t, &p->all);
-    return t ? t : &p->all;
+static const pred_table *pred_current_table(pred *predictor, pred_handle handle) {
+    pred_table *table = pred_class_table(predictor, handle);
+    if (pred_is_stale(&predictor->all)) pred_refresh(predictor, &predictor->all, NULL);
+    if (table && pred_is_stale(table)) pred_refresh(predictor, table, &predictor->all);
+    return table ? table : &predictor->all;
 }
 
 /* Share of the sequences of class c that get longer than `length`. */
-static double pred_survival(pred *p, pred_of c, int length) {
-    const pred_table *t = pred_fresh(p, c);
-    int i = pred_bucket(p, length);
-    double part = (double)(length - p->edge[i]) / (p->edge[i + 1] - p->edge[i]);
-    return (double)t->survival[i] + (double)(t->survival[i + 1] - t->survival[i]) * part;
+static double pred_survival(pred *predictor, pred_handle handle, int length) {
+    const pred_table *table = pred_current_table(predictor, handle);
+    int i = pred_bucket(predictor, length);
+    double fraction = (double)(length - predictor->edge[i]) / (predictor->edge[i + 1] - predictor->edge[i]);
+    return (double)table->survival[i] + (double)(table->survival[i + 1] - table->survival[i]) * fraction;
 }
 
 /* The length that a share `luck` (0 to 1) of class c gets past: the inverse of pred_survival, at least 1. */
-static int pred_length(pred *p, pred_of c, double luck) {
-    const pred_table *t = pred_fresh(p, c);
-    int lo = 0, hi = PRED_N;
+static int pred_length(pred *predictor, pred_handle handle, double quantile) {
+    const pred_table *table = pred_current_table(predictor, handle);
+    int lo = 0, hi = PRED_BUCKETS;
     while (hi - lo > 1) {
         int mid = (lo + hi) / 2;
-        if ((double)t->survival[mid] > luck) lo = mid;
+        if ((double)table->survival[mid] > quantile) lo = mid;
         else hi = mid;
     }
-    double a = (double)t->survival[lo], b = (double)t->survival[lo + 1];
-    double part = a > b ? MIN(MAX((a - luck) / (a - b), 0.0), 1.0) : 1.0;
-    return p->edge[lo] + (int)MAX(1.0, part * (p->edge[lo + 1] - p->edge[lo]) + 0.5);
+    double upper = (double)table->survival[lo], lower = (double)table->survival[lo + 1];
+    double fraction = upper > lower ? MIN(MAX((upper - quantile) / (upper - lower), 0.0), 1.0) : 1.0;
+    return predictor->edge[lo] + (int)MAX(1.0, fraction * (predictor->edge[lo + 1] - predictor->edge[lo]) + 0.5);
 }
 
 /* ===========================================================================
@@ -9287,22 +9287,22 @@ static int pred_length(pred *p, pred_of c, double luck) {
  * A request waits in a queue until all its n samples have started; a sample that started is a sequence, in a slot q
  * which it keeps to its end.
  *
- *     sched_submit --> [queued] --sched_admit--> [prefill] --sched_feed_prefill--> [decode] --sched_commit--> done
+ *     sched_submit --> [queued] --sched_admit--> [prefill] --sched_plan_prefill--> [decode] --sched_commit--> done
  *                                    ^               |          last chunk            |    ended, or at its limit
  *                                    +---[parked]<---+---------sched_preempt----------+
  *                                        keeps its tokens, loses its pages
  *     sched_cancel: from any state to done
  *
- * Queue order: a request that came in step a with priority p counts as if it had come in step a - p * SCHED_PRIORITY;
+ * Queue order: a request that came in step a with priority p counts as if it had come in step a - p * SCHED_PRIORITY_STEPS;
  * equal ones are first come first served, parked sequences before fresh ones. A priority is a head start, not a rank:
  * nothing waits forever.
  *
  * The whole future. Each sequence has an expected length (chapter 15) and, since a sequence in decode computes one
  * position a step, a line: position x is computed in step base + x. So its pages are known for every later step: page k
  * is taken in step base + k*B and all go in step end = base + expected length - 1 (the last token is never fed). A page
- * of the tree is held until the latest end of its holders, and counted once. The calendar holds the sum for every step
+ * of the tree is held until the latest end of its holders, and counted once. The page_forecast holds the sum for every step
  * from now on as a segment tree (change from a step on, greatest of all). The head of the queue is admitted while the greatest
- * stays within the pool, less a part for the error of the guesses (sched_slack).
+ * stays within the pool, less a part for the error of the guesses (sched_reserve).
  *
  *     pages |          ____            each sequence: a staircase up, one drop at its end
  *      pool |- - - ___/- - \- - -
@@ -9319,18 +9319,18 @@ static int pred_length(pred *p, pred_of c, double luck) {
  * tokens before them (waits: penalties, bad words); its sequences rest in a step that comes before their last token did.
  *
  * Copies. Whole pages of a prompt are shared, by the tree; what is behind them lies in a page that each sample goes on in. One
- * computes that tail; others with the same tokens, of its request or not, begin with a copy of its page (sched.copies, of pages
+ * computes that tail; others with the same tokens, of its request or not, begin with a copy of its page (scheduler.copies, of pages
  * that earlier steps computed) and compute only the last token. Who would have to compute what another is just computing waits a
  * step.
  *
- * What always holds (sched_check of test/state.h): the calendar at `now` is the number of held pages, and at every later step what
+ * What always holds (sched_check of test/state.h): the page_forecast at `now` is the number of held pages, and at every later step what
  * a simulation of all sequences finds; slots, lists and counts agree. Nothing is allocated in sched_plan and
  * sched_commit: token buffers are taken in sched_submit. Cost: O(running) a step with a small constant, O(pages * log)
  * for one sequence's start or end. It does not know texts, stop strings, sampling or devices: the engine (chapter 22)
  * says when a sequence ended.
  * =========================================================================== */
 
-enum { SCHED_PRIORITY = 1024, /* steps of head start for one level of priority */
+enum { SCHED_PRIORITY_STEPS = 1024, /* steps of head start for one level of priority */
        SCHED_TAIL_WAYS = 4 }; /* prompts whose tails the table tells apart where their hashes are equal */
 
 /* ---- Pairing heap (Fredman et al., 1986) ----
@@ -9339,82 +9339,82 @@ enum { SCHED_PRIORITY = 1024, /* steps of head start for one level of priority *
 
 typedef struct heap_node {
     int64_t key;
-    uint32_t tie;
+    uint32_t tie_break;
     int child, next, prev; /* prev: the one before among the siblings, or the parent */
 } heap_node;
 
-static bool heap_above(const heap_node *h, int a, int b) {
-    return h[a].key != h[b].key ? h[a].key > h[b].key : (int32_t)(h[a].tie - h[b].tie) > 0;
+static bool heap_is_above(const heap_node *nodes, int a, int b) {
+    return nodes[a].key != nodes[b].key ? nodes[a].key > nodes[b].key : (int32_t)(nodes[a].tie_break - nodes[b].tie_break) > 0;
 }
 
-static int heap_meld(heap_node *h, int a, int b) { /* two tops */
+static int heap_meld(heap_node *nodes, int a, int b) { /* two tops */
     if (a < 0 || b < 0) return a < 0 ? b : a;
-    if (heap_above(h, b, a)) {
-        int t = a;
-        a = b, b = t;
+    if (heap_is_above(nodes, b, a)) {
+        int swap = a;
+        a = b, b = swap;
     }
-    h[b].next = h[a].child, h[b].prev = a;
-    if (h[a].child >= 0) h[h[a].child].prev = b;
-    h[a].child = b, h[a].next = h[a].prev = -1;
+    nodes[b].next = nodes[a].child, nodes[b].prev = a;
+    if (nodes[a].child >= 0) nodes[nodes[a].child].prev = b;
+    nodes[a].child = b, nodes[a].next = nodes[a].prev = -1;
     return a;
 }
 
-static int heap_meld_all(heap_node *h, int first) { /* siblings in pairs, then the pairs from the last to the first */
+static int heap_meld_all(heap_node *nodes, int siblings) { /* siblings in pairs, then the pairs from the last to the first */
     int pairs = -1, top = -1;
-    while (first >= 0) {
-        int a = first, b = h[a].next;
-        first = b >= 0 ? h[b].next : -1;
-        h[a].next = h[a].prev = -1;
-        if (b >= 0) h[b].next = h[b].prev = -1;
-        a = heap_meld(h, a, b);
-        h[a].next = pairs, pairs = a;
+    while (siblings >= 0) {
+        int left = siblings, right = nodes[left].next;
+        siblings = right >= 0 ? nodes[right].next : -1;
+        nodes[left].next = nodes[left].prev = -1;
+        if (right >= 0) nodes[right].next = nodes[right].prev = -1;
+        left = heap_meld(nodes, left, right);
+        nodes[left].next = pairs, pairs = left;
     }
     while (pairs >= 0) {
-        int next = h[pairs].next;
-        h[pairs].next = -1;
-        top = heap_meld(h, top, pairs);
+        int next = nodes[pairs].next;
+        nodes[pairs].next = -1;
+        top = heap_meld(nodes, top, pairs);
         pairs = next;
     }
     return top;
 }
 
-static void heap_put(heap_node *h, int *top, int x, int64_t key, uint32_t tie) {
-    h[x] = (heap_node){.key = key, .tie = tie, .child = -1, .next = -1, .prev = -1};
-    *top = heap_meld(h, *top, x);
+static void heap_insert(heap_node *nodes, int *top, int node, int64_t key, uint32_t tie_break) {
+    nodes[node] = (heap_node){.key = key, .tie_break = tie_break, .child = -1, .next = -1, .prev = -1};
+    *top = heap_meld(nodes, *top, node);
 }
 
-static void heap_cut(heap_node *h, int x) { /* x with all below it leaves its siblings */
-    if (h[h[x].prev].child == x) h[h[x].prev].child = h[x].next;
-    else h[h[x].prev].next = h[x].next;
-    if (h[x].next >= 0) h[h[x].next].prev = h[x].prev;
-    h[x].next = h[x].prev = -1;
+static void heap_detach(heap_node *nodes, int node) { /* x with all below it leaves its siblings */
+    if (nodes[nodes[node].prev].child == node) nodes[nodes[node].prev].child = nodes[node].next;
+    else nodes[nodes[node].prev].next = nodes[node].next;
+    if (nodes[node].next >= 0) nodes[nodes[node].next].prev = nodes[node].prev;
+    nodes[node].next = nodes[node].prev = -1;
 }
 
-static void heap_remove(heap_node *h, int *top, int x) {
-    if (*top != x) heap_cut(h, x);
-    int rest = heap_meld_all(h, h[x].child);
-    *top = *top == x ? rest : heap_meld(h, *top, rest);
+static void heap_remove(heap_node *nodes, int *top, int node) {
+    if (*top != node) heap_detach(nodes, node);
+    int rest = heap_meld_all(nodes, nodes[node].child);
+    *top = *top == node ? rest : heap_meld(nodes, *top, rest);
 }
 
-static void heap_rekey(heap_node *h, int *top, int x, int64_t key) {
-    if (key >= h[x].key) {
-        h[x].key = key;
-        if (*top == x) return;
-        heap_cut(h, x);
-        *top = heap_meld(h, *top, x);
+static void heap_rekey(heap_node *nodes, int *top, int node, int64_t key) {
+    if (key >= nodes[node].key) {
+        nodes[node].key = key;
+        if (*top == node) return;
+        heap_detach(nodes, node);
+        *top = heap_meld(nodes, *top, node);
     } else {
-        heap_remove(h, top, x);
-        heap_put(h, top, x, key, h[x].tie);
+        heap_remove(nodes, top, node);
+        heap_insert(nodes, top, node, key, nodes[node].tie_break);
     }
 }
 
-static void heap_replace(heap_node *h, int *top, int x, int y) { /* y takes x's place, key and tie */
-    h[y] = h[x];
-    if (h[y].child >= 0) h[h[y].child].prev = y;
-    if (h[y].next >= 0) h[h[y].next].prev = y;
-    if (*top == x) *top = y;
-    else if (h[h[y].prev].child == x) h[h[y].prev].child = y;
-    else h[h[y].prev].next = y;
+static void heap_replace(heap_node *nodes, int *top, int node, int replacement) { /* y takes x's place, key and tie */
+    nodes[replacement] = nodes[node];
+    if (nodes[replacement].child >= 0) nodes[nodes[replacement].child].prev = replacement;
+    if (nodes[replacement].next >= 0) nodes[nodes[replacement].next].prev = replacement;
+    if (*top == node) *top = replacement;
+    else if (nodes[nodes[replacement].prev].child == node) nodes[nodes[replacement].prev].child = replacement;
+    else nodes[nodes[replacement].prev].next = replacement;
 }
 
 /* ---- Calendar: pages held in each step of [now, now + n) ----
@@ -9422,57 +9422,57 @@ static void heap_replace(heap_node *h, int *top, int x, int y) { /* y takes x's 
  * greatest sum of a beginning. A change is one leaf; nodes above it are stale until the peak is asked for, and made once for
  * all the changes below them. */
 
-enum { CAL_STALE = -1 };
+enum { FORECAST_STALE = -1 };
 
-typedef struct cal_node {
+typedef struct forecast_node {
     int sum;  /* of the changes below */
-    int most; /* the greatest sum of the first k of them, k >= 0, or CAL_STALE; then all above are stale too */
-} cal_node;
+    int max_prefix; /* the greatest sum of the first k of them, k >= 0, or FORECAST_STALE; then all above are stale too */
+} forecast_node;
 
-typedef struct calendar {
+typedef struct page_forecast {
     int64_t now;
-    int n;        /* power of two; the change of step t in now + 1 .. now + n is leaf t mod n */
+    int n_steps;        /* power of two; the change of step t in now + 1 .. now + n is leaf t mod n */
     int held;     /* now */
-    cal_node *at; /* [2n] 1: the root; the children of i are 2i and 2i + 1 */
-} calendar;
+    forecast_node *nodes; /* [2n] 1: the root; the children of i are 2i and 2i + 1 */
+} page_forecast;
 
 /* v pages more from step t on. */
-static void cal_change(calendar *c, int64_t t, int v) {
-    if (t <= c->now) {
-        c->held += v;
+static void forecast_change(page_forecast *forecast, int64_t step, int n_pages) {
+    if (step <= forecast->now) {
+        forecast->held += n_pages;
         return;
     }
-    assert(t - c->now <= c->n);
-    int i = (int)(t & (c->n - 1)) + c->n;
-    c->at[i].sum += v, c->at[i].most = MAX(c->at[i].sum, 0);
-    while ((i >>= 1) && c->at[i].most != CAL_STALE) c->at[i].most = CAL_STALE;
+    assert(step - forecast->now <= forecast->n_steps);
+    int node = (int)(step & (forecast->n_steps - 1)) + forecast->n_steps;
+    forecast->nodes[node].sum += n_pages, forecast->nodes[node].max_prefix = MAX(forecast->nodes[node].sum, 0);
+    while ((node >>= 1) && forecast->nodes[node].max_prefix != FORECAST_STALE) forecast->nodes[node].max_prefix = FORECAST_STALE;
 }
 
 /* v more pages in steps from .. to-1; where `to` comes first, v fewer in to .. from-1. */
-static void cal_add(calendar *c, int64_t from, int64_t to, int v) { cal_change(c, from, v), cal_change(c, to, -v); }
+static void forecast_add(page_forecast *forecast, int64_t from, int64_t to, int n_pages) { forecast_change(forecast, from, n_pages), forecast_change(forecast, to, -n_pages); }
 
-static cal_node cal_join(cal_node a, cal_node b) { return (cal_node){a.sum + b.sum, MAX(a.most, a.sum + b.most)}; }
+static forecast_node forecast_join(forecast_node a, forecast_node b) { return (forecast_node){a.sum + b.sum, MAX(a.max_prefix, a.sum + b.max_prefix)}; }
 
-static cal_node cal_fresh(const calendar *c, int i) {
-    if (c->at[i].most == CAL_STALE) c->at[i] = cal_join(cal_fresh(c, 2 * i), cal_fresh(c, 2 * i + 1));
-    return c->at[i];
+static forecast_node forecast_refresh(const page_forecast *forecast, int node) {
+    if (forecast->nodes[node].max_prefix == FORECAST_STALE) forecast->nodes[node] = forecast_join(forecast_refresh(forecast, 2 * node), forecast_refresh(forecast, 2 * node + 1));
+    return forecast->nodes[node];
 }
 
-static int cal_peak(const calendar *c) {
-    int i = (int)((c->now + 1) & (c->n - 1)) + c->n;
-    cal_fresh(c, 1);
-    cal_node soon = c->at[i], late = {0, 0}; /* leaves from that of now + 1 to the last; those before it, which come later */
-    for (; i > 1; i >>= 1) {
-        if (i & 1) late = cal_join(c->at[i - 1], late);
-        else soon = cal_join(soon, c->at[i + 1]);
+static int forecast_peak(const page_forecast *forecast) {
+    int node = (int)((forecast->now + 1) & (forecast->n_steps - 1)) + forecast->n_steps;
+    forecast_refresh(forecast, 1);
+    forecast_node soon = forecast->nodes[node], late = {0, 0}; /* leaves from that of now + 1 to the last; those before it, which come later */
+    for (; node > 1; node >>= 1) {
+        if (node & 1) late = forecast_join(forecast->nodes[node - 1], late);
+        else soon = forecast_join(soon, forecast->nodes[node + 1]);
     }
-    return c->held + cal_join(soon, late).most;
+    return forecast->held + forecast_join(soon, late).max_prefix;
 }
 
-static void cal_step(calendar *c) { /* its change has come; the leaf is free for step now + n */
-    int v = c->at[((c->now + 1) & (c->n - 1)) + c->n].sum;
-    if (v) cal_add(c, c->now, c->now + 1, v);
-    c->now++;
+static void forecast_advance(page_forecast *forecast) { /* its change has come; the leaf is free for step now + n */
+    int n_pages = forecast->nodes[((forecast->now + 1) & (forecast->n_steps - 1)) + forecast->n_steps].sum;
+    if (n_pages) forecast_add(forecast, forecast->now, forecast->now + 1, n_pages);
+    forecast->now++;
 }
 
 /* ---- Types ---- */
@@ -9491,257 +9491,257 @@ typedef struct sched_job { /* what a request asks of the scheduler */
     int n;                 /* samples */
     int max_tokens;        /* output tokens, at least 1 */
     int min_tokens;        /* the first so many tokens end no sample, but at max_tokens */
-    bool exact;            /* every sample has max_tokens unless cancelled (ignore_eos and no stop) */
-    bool waits;            /* no run-ahead: a token is drawn only when those before it are known */
+    bool fixed_len;            /* every sample has max_tokens unless cancelled (ignore_eos and no stop) */
+    bool no_run_ahead;            /* no run-ahead: a token is drawn only when those before it are known */
     int priority;          /* higher goes earlier */
-    int n_alone;           /* the first so many samples find and share no pages: they compute every position */
+    int n_unshared;           /* the first so many samples find and share no pages: they compute every position */
     uint64_t class_key;    /* requests with equal keys have outputs of like length; 0: a class of its own if n > 1 */
 } sched_job;
 
 typedef struct sched_request {
     int32_t *prompt; /* owned; NULL: this id is free */
     int n_prompt, n, max_tokens, min_tokens;
-    bool exact, waits;
-    int n_alone;           /* as in sched_job */
+    bool fixed_len, no_run_ahead;
+    int n_unshared;           /* as in sched_job */
     int n_started, n_live; /* samples that ever ran; of them not ended */
-    int first;             /* its live sequences, linked by sibling */
-    int64_t key;           /* order of the queue, smaller first */
+    int first_seq;             /* its live sequences, linked by sibling */
+    int64_t queue_key;           /* order of the queue, smaller first */
     uint64_t class_key;
     int next_free;
 } sched_request;
 
-enum sched_state { SCHED_FREE, SCHED_PREFILL, SCHED_DECODE, SCHED_PARKED };
+enum sched_state { SCHED_FREE, SCHED_PREFILL, SCHED_DECODE, SCHED_PREEMPTED };
 
 typedef struct sched_seq { /* what every step touches comes first: one cache line of 64 bytes */
     _Alignas(64) uint8_t state;
-    bool yields;       /* this step: its last row gives a token */
-    bool is_chunk;     /* this step: its rows are of a prompt (or of what was parked), not its newest token */
-    bool waits;        /* as in sched_job */
+    bool is_sampled;       /* this step: its last row gives a token */
+    bool is_prefill;     /* this step: its rows are of a prompt (or of what was parked), not its newest token */
+    bool no_run_ahead;        /* as in sched_job */
     int from, n_rows;  /* this step: positions from .. from+n_rows-1 */
-    int n_cached;      /* positions whose K and V are planned */
+    int n_computed;      /* positions whose K and V are planned */
     int n_planned;     /* tokens known or under way */
     int n_known;
     int limit;         /* prompt + max_tokens */
-    uint32_t ticket;   /* changes when it is parked or ends: results with another one are late */
-    int64_t end;       /* the step in which its pages are expected to go */
+    uint32_t generation;   /* changes when it is parked or ends: results with another one are late */
+    int64_t end_step;       /* the step in which its pages are expected to go */
     int32_t *tokens;   /* [limit] prompt, then output */
-    int next_edge;     /* tokens with which it reaches the next bucket of chapter 15 */
-    int next_fill;     /* tokens, known and cached, with which its next page may enter the tree */
-    int page;          /* in decode: the page of position n_cached - 1 */
+    int next_bucket_at;     /* tokens with which it reaches the next bucket of chapter 15 */
+    int next_full_page_at;     /* tokens, known and cached, with which its next page may enter the tree */
+    int last_page;          /* in decode: the page of position n_cached - 1 */
     int n_prompt;
 
     int request, sample;
-    int n_found;       /* positions found in the tree when it first started */
-    bool again;        /* it was parked: its prompt is counted already */
-    int expect;        /* tokens it will have, prompt and output; end = base + expect - 1 */
-    int64_t base;      /* position x is computed in step base + x */
-    double luck;       /* share of its class that gets longer than it is expected to get; 0: not drawn */
-    pred_of class;
-    int bucket;
-    uint32_t started;  /* number of its last admission */
-    int sibling_prev, sibling;      /* live sequences of its request; -1 ends */
-    int todo;          /* in prefill: tokens counted in sched.backlog */
-    int tail, heir;    /* its places in sched.tails begin there, who took the last copy from it; -1: nowhere, nobody */
-    int64_t mark;      /* in prefill: tokens put into the backlog up to its own */
-    uint32_t alike;    /* sequences with the same number have the same prompt; 0: not known */
+    int n_prefix_hits;       /* positions found in the tree when it first started */
+    bool was_preempted;        /* it was parked: its prompt is counted already */
+    int expected_len;        /* tokens it will have, prompt and output; end = base + expect - 1 */
+    int64_t base_step;      /* position x is computed in step base + x */
+    double quantile;       /* share of its class that gets longer than it is expected to get; 0: not drawn */
+    pred_handle length_class;
+    int length_bucket;
+    uint32_t admission;  /* number of its last admission */
+    int sibling_prev, sibling_next;      /* live sequences of its request; -1 ends */
+    int backlog_share;          /* in prefill: tokens counted in scheduler.backlog */
+    int tail_bucket, next_tail_source;    /* its places in scheduler.tails begin there, who took the last copy from it; -1: nowhere, nobody */
+    int64_t backlog_mark;      /* in prefill: tokens put into the backlog up to its own */
+    uint32_t prompt_group;    /* sequences with the same number have the same prompt; 0: not known */
     int prefill_prev, prefill_next; /* first come first served; ends at max_seqs */
 } sched_seq;
 
-struct sched_spare { /* a free token buffer: its first bytes link it */
-    struct sched_spare *next;
+struct sched_free_buffer { /* a free token buffer: its first bytes link it */
+    struct sched_free_buffer *next;
 };
 
-typedef struct sched {
-    sched_config c;
+typedef struct scheduler {
+    sched_config config;
     kv_cache kv;
-    pred pred;
-    calendar cal;
+    pred predictor;
+    page_forecast forecast;
     int64_t now;             /* = cal.now: the step planned last */
     sched_seq *seqs;         /* [max_seqs + 1]; the last is both ends of the prefill list */
-    int *free_slots;
-    int n_slots_free, n_running, n_decode;
+    int *free_seqs;
+    int n_seqs_free, n_running, n_decode;
     toka_copy *copies;       /* [max_seqs] that the step planned last begins with */
-    int *tails;              /* [n_tails][SCHED_TAIL_WAYS] by hash of all tokens: who was fed what is behind the pages in the tree;
+    int *tail_table;              /* [n_tails][SCHED_TAIL_WAYS] by hash of all tokens: who was fed what is behind the pages in the tree;
                                 -1, or stale */
-    int n_tails;             /* power of two */
-    int n_copies, n_fed;
-    int *fed;                /* [max_seqs] who gets rows of a prompt in the step planned last, in that order: one that skips pages
+    int n_tail_buckets;             /* power of two */
+    int n_copies, n_prefill_seqs;
+    int *prefill_seqs;                /* [max_seqs] who gets rows of a prompt in the step planned last, in that order: one that skips pages
                                 which are computed in this very step comes behind who computes them */
-    int64_t guess2;          /* sum of sched_guess2 over running sequences */
-    int64_t backlog, backlog_in; /* tokens still to prefill; all ever put in */
-    heap_node *ends;         /* [n_pages + max_seqs]: pages of the tree and sequences (n_pages + q), by end */
-    int *holders;            /* [n_pages] heap of what hangs on a page: child pages, sequences whose last tree page it is */
-    heap_node *line;         /* [max_seqs]: parked sequences in queue order, running ones newest first */
-    int parked, newest;
+    int64_t sum_guess_squared;          /* sum of sched_guess_squared over running sequences */
+    int64_t backlog, backlog_added; /* tokens still to prefill; all ever put in */
+    heap_node *end_nodes;         /* [n_pages + max_seqs]: pages of the tree and sequences (n_pages + q), by end */
+    int *page_users;            /* [n_pages] heap of what hangs on a page: child pages, sequences whose last tree page it is */
+    heap_node *seq_nodes;         /* [max_seqs]: parked sequences in queue order, running ones newest first */
+    int first_preempted, newest;
     sched_request *requests; /* grows in sched_submit */
-    heap_node *queue;        /* [cap_requests] */
-    int n_requests, cap_requests, free_request, queued;
-    int n_waiting;           /* samples never started */
+    heap_node *queue_nodes;        /* [cap_requests] */
+    int n_requests, cap_requests, free_request, first_queued;
+    int n_unstarted;           /* samples never started */
     int64_t arrival_step;
     int n_arrived;           /* in this step */
-    uint32_t n_started, spread;
-    uint64_t own_class;      /* last key given to a request without one */
-    struct sched_spare *spare[32]; /* [c]: free buffers of 2^c tokens */
-    int n_buffers[32], demand[32];
-    uint64_t epoch, failed_epoch; /* changes with every start and end; when the head did not fit */
+    uint32_t n_started, quantile_counter;
+    uint64_t last_own_class;      /* last key given to a request without one */
+    struct sched_free_buffer *free_buffers[32]; /* [c]: free buffers of 2^c tokens */
+    int n_buffers[32], buffer_demand[32];
+    uint64_t change_count, failed_change_count; /* changes with every start and end; when the head did not fit */
     int64_t failed_step;
     int64_t n_preempted, n_repredicted; /* since open ... */
     int64_t n_prompt_tokens, n_prompt_hits; /* ... of all that started, each once; of these, those it need not compute */
-} sched;
+} scheduler;
 
 /* ---- Token buffers ---- */
 
 static int sched_buffer_class(int n_tokens) {
-    int c = 2; /* a buffer holds at least a pointer */
-    while ((int64_t)1 << c < n_tokens) c++;
-    return c;
+    int size_class = 2; /* a buffer holds at least a pointer */
+    while ((int64_t)1 << size_class < n_tokens) size_class++;
+    return size_class;
 }
 
-static void sched_buffer_give(sched *s, void *buffer, int c) {
-    struct sched_spare *b = buffer;
-    b->next = s->spare[c], s->spare[c] = b;
+static void sched_buffer_free(scheduler *sched, void *buffer, int size_class) {
+    struct sched_free_buffer *free_buffer = buffer;
+    free_buffer->next = sched->free_buffers[size_class], sched->free_buffers[size_class] = free_buffer;
 }
 
-static void *sched_buffer_take(sched *s, int c) {
-    struct sched_spare *b = s->spare[c];
-    s->spare[c] = b->next;
-    return b;
+static void *sched_buffer_alloc(scheduler *sched, int size_class) {
+    struct sched_free_buffer *free_buffer = sched->free_buffers[size_class];
+    sched->free_buffers[size_class] = free_buffer->next;
+    return free_buffer;
 }
 
 /* n more samples of this size are wanted: as many buffers as can be in use at a time. */
-static void sched_buffer_reserve(sched *s, int c, int n) {
-    s->demand[c] += n;
-    for (; s->n_buffers[c] < MIN(s->c.max_seqs, s->demand[c]); s->n_buffers[c]++)
-        sched_buffer_give(s, mem_alloc(sizeof(int32_t) << c), c);
+static void sched_buffer_reserve(scheduler *sched, int size_class, int n) {
+    sched->buffer_demand[size_class] += n;
+    for (; sched->n_buffers[size_class] < MIN(sched->config.max_seqs, sched->buffer_demand[size_class]); sched->n_buffers[size_class]++)
+        sched_buffer_free(sched, mem_alloc(sizeof(int32_t) << size_class), size_class);
 }
 
 /* ---- Open and close ---- */
 
-static void sched_free(sched *s) {
-    for (int q = 0; q < s->c.max_seqs; q++) free(s->seqs[q].tokens);
-    for (int r = 0; r < s->n_requests; r++) free(s->requests[r].prompt);
-    for (int i = 0; i < COUNT(s->spare); i++)
-        while (s->spare[i]) free(sched_buffer_take(s, i));
-    kv_free(&s->kv), pred_free(&s->pred);
-    free(s->cal.at), free(s->seqs), free(s->line), free(s->free_slots), free(s->copies), free(s->tails);
-    free(s->ends), free(s->holders), free(s->requests), free(s->queue), free(s->fed);
-    *s = (sched){0};
+static void sched_free(scheduler *sched) {
+    for (int seq = 0; seq < sched->config.max_seqs; seq++) free(sched->seqs[seq].tokens);
+    for (int id = 0; id < sched->n_requests; id++) free(sched->requests[id].prompt);
+    for (int i = 0; i < COUNT(sched->free_buffers); i++)
+        while (sched->free_buffers[i]) free(sched_buffer_alloc(sched, i));
+    kv_free(&sched->kv), pred_free(&sched->predictor);
+    free(sched->forecast.nodes), free(sched->seqs), free(sched->seq_nodes), free(sched->free_seqs), free(sched->copies), free(sched->tail_table);
+    free(sched->end_nodes), free(sched->page_users), free(sched->requests), free(sched->queue_nodes), free(sched->prefill_seqs);
+    *sched = (scheduler){0};
 }
 
 /* Samples whose pages were taken for others; they keep their slots. */
-static int sched_n_parked(const sched *s) { return s->c.max_seqs - s->n_slots_free - s->n_running; }
+static int sched_n_preempted(const scheduler *sched) { return sched->config.max_seqs - sched->n_seqs_free - sched->n_running; }
 
 /* Fails when there is not the memory for so many pages and sequences of such a length; nothing is held then. */
-static int sched_init(sched *s, const sched_config *c, toka_err *e) {
-    assert(c->max_tokens >= c->max_seqs && c->max_len > 1);
-    size_t np = (size_t)c->n_pages, ns = (size_t)c->max_seqs;
-    *s = (sched){.c = *c, .parked = -1, .newest = -1, .free_request = -1, .queued = -1};
-    bool fits = c->max_len < 1 << 29 /* the calendar counts in int */ &&
-                kv_init(&s->kv, c->B, c->n_pages, c->max_seqs, c->max_len);
-    pred_init(&s->pred, c->n_classes, c->max_seqs);
-    for (s->cal.n = 4; fits && s->cal.n < 2 * c->max_len + 2; s->cal.n *= 2) {} /* as long a prefill delay as a sequence */
-    s->cal.at = fits ? mem_try((size_t)s->cal.n * 2, sizeof *s->cal.at) : NULL;
+static int sched_init(scheduler *sched, const sched_config *config, toka_err *e) {
+    assert(config->max_tokens >= config->max_seqs && config->max_len > 1);
+    size_t n_pages = (size_t)config->n_pages, n_seqs = (size_t)config->max_seqs;
+    *sched = (scheduler){.config = *config, .first_preempted = -1, .newest = -1, .free_request = -1, .first_queued = -1};
+    bool fits = config->max_len < 1 << 29 /* the page_forecast counts in int */ &&
+                kv_init(&sched->kv, config->B, config->n_pages, config->max_seqs, config->max_len);
+    pred_init(&sched->predictor, config->n_classes, config->max_seqs);
+    for (sched->forecast.n_steps = 4; fits && sched->forecast.n_steps < 2 * config->max_len + 2; sched->forecast.n_steps *= 2) {} /* as long a prefill delay as a sequence */
+    sched->forecast.nodes = fits ? mem_try((size_t)sched->forecast.n_steps * 2, sizeof *sched->forecast.nodes) : NULL;
     static_assert(offsetof(sched_seq, request) == 64, "one cache line");
-    s->seqs = mem_check(aligned_alloc(64, (ns + 1) * sizeof *s->seqs));
-    memset(s->seqs, 0, (ns + 1) * sizeof *s->seqs);
-    s->line = mem_zalloc(ns * sizeof *s->line);
-    s->free_slots = mem_alloc(ns * sizeof(int)), s->copies = mem_alloc(ns * sizeof *s->copies);
-    s->fed = mem_alloc(ns * sizeof *s->fed);
-    s->ends = mem_try(np + ns, sizeof *s->ends), s->holders = mem_try(np, sizeof *s->holders);
-    for (s->n_tails = 1; s->n_tails < c->max_seqs;) s->n_tails *= 2;
-    s->tails = mem_alloc((size_t)s->n_tails * SCHED_TAIL_WAYS * sizeof *s->tails);
-    if (!s->cal.at || !s->ends || !s->holders) {
-        sched_free(s);
-        return fail(e, TOKA_E_MEMORY, "no memory for the tables of %d pages of KV and %d sequences of up to %d tokens", c->n_pages,
-                    c->max_seqs, c->max_len);
+    sched->seqs = mem_check(aligned_alloc(64, (n_seqs + 1) * sizeof *sched->seqs));
+    memset(sched->seqs, 0, (n_seqs + 1) * sizeof *sched->seqs);
+    sched->seq_nodes = mem_zalloc(n_seqs * sizeof *sched->seq_nodes);
+    sched->free_seqs = mem_alloc(n_seqs * sizeof(int)), sched->copies = mem_alloc(n_seqs * sizeof *sched->copies);
+    sched->prefill_seqs = mem_alloc(n_seqs * sizeof *sched->prefill_seqs);
+    sched->end_nodes = mem_try(n_pages + n_seqs, sizeof *sched->end_nodes), sched->page_users = mem_try(n_pages, sizeof *sched->page_users);
+    for (sched->n_tail_buckets = 1; sched->n_tail_buckets < config->max_seqs;) sched->n_tail_buckets *= 2;
+    sched->tail_table = mem_alloc((size_t)sched->n_tail_buckets * SCHED_TAIL_WAYS * sizeof *sched->tail_table);
+    if (!sched->forecast.nodes || !sched->end_nodes || !sched->page_users) {
+        sched_free(sched);
+        return fail(e, TOKA_E_MEMORY, "no memory for the tables of %d pages of KV and %d sequences of up to %d tokens", config->n_pages,
+                    config->max_seqs, config->max_len);
     }
-    for (int p = 0; p < c->n_pages; p++) s->holders[p] = -1;
-    for (int i = 0; i < s->n_tails * SCHED_TAIL_WAYS; i++) s->tails[i] = -1;
-    for (int q = c->max_seqs - 1; q >= 0; q--) s->free_slots[s->n_slots_free++] = q;
-    s->seqs[c->max_seqs].prefill_prev = s->seqs[c->max_seqs].prefill_next = c->max_seqs;
+    for (int page = 0; page < config->n_pages; page++) sched->page_users[page] = -1;
+    for (int i = 0; i < sched->n_tail_buckets * SCHED_TAIL_WAYS; i++) sched->tail_table[i] = -1;
+    for (int seq = config->max_seqs - 1; seq >= 0; seq--) sched->free_seqs[sched->n_seqs_free++] = seq;
+    sched->seqs[config->max_seqs].prefill_prev = sched->seqs[config->max_seqs].prefill_next = config->max_seqs;
     return 0;
 }
 
-/* ---- The future of one sequence in the calendar ---- */
+/* ---- The future of one sequence in the page_forecast ---- */
 
-static int sched_tail(const sched *s, int q) { /* its last page in the tree, or -1 */
-    int n = s->kv.seqs[q].n_tree;
-    return n ? kv_row(&s->kv, q)[n - 1] : -1;
+static int sched_last_tree_page(const scheduler *sched, int seq) { /* its last page in the tree, or -1 */
+    int n = sched->kv.seqs[seq].n_tree_pages;
+    return n ? kv_block_table(&sched->kv, seq)[n - 1] : -1;
 }
 
 /* Adds (sign 1) or takes back (-1) what q alone accounts for: n_held own pages until its end, and the pages from number
  * `next` on that it will take. */
-static void sched_own(sched *s, int q, int n_held, int next, int sign) {
-    const sched_seq *x = &s->seqs[q];
-    int n_pages = kv_pages_for(&s->kv, MIN(x->expect, x->limit) - 1);
-    for (int k = next; k < n_pages; k++) cal_change(&s->cal, x->base + (int64_t)k * s->c.B, sign);
-    cal_add(&s->cal, s->now, x->end, sign * n_held);
-    cal_change(&s->cal, x->end, -sign * MAX(n_pages - next, 0));
+static void sched_forecast_own(scheduler *sched, int seq, int n_held, int next_page, int sign) {
+    const sched_seq *sequence = &sched->seqs[seq];
+    int n_pages = kv_pages_for(&sched->kv, MIN(sequence->expected_len, sequence->limit) - 1);
+    for (int page = next_page; page < n_pages; page++) forecast_change(&sched->forecast, sequence->base_step + (int64_t)page * sched->config.B, sign);
+    forecast_add(&sched->forecast, sched->now, sequence->end_step, sign * n_held);
+    forecast_change(&sched->forecast, sequence->end_step, -sign * MAX(n_pages - next_page, 0));
 }
 
-static void sched_own_now(sched *s, int q, int sign) {
-    const kv_seq *k = &s->kv.seqs[q];
-    sched_own(s, q, k->n_pages - k->n_tree, k->n_pages, sign);
+static void sched_forecast_own_now(scheduler *sched, int seq, int sign) {
+    const kv_seq *held = &sched->kv.seqs[seq];
+    sched_forecast_own(sched, seq, held->n_pages - held->n_tree_pages, held->n_pages, sign);
 }
 
-/* What hangs on page p has changed: brings its end and those above it up to date, in the calendar too if `account`. A
+/* What hangs on page p has changed: brings its end and those above it up to date, in the page_forecast too if `account`. A
  * page's end is ends[p].key, 0 while nobody holds it. */
-static void sched_lift(sched *s, int p, bool account) {
-    int64_t was = 0, is = 0; /* n pages go from end `was` to end `is` */
-    int n = 0;
-    while (p >= 0) {
-        int64_t old = s->ends[p].key, new = s->holders[p] >= 0 ? s->ends[s->holders[p]].key : 0;
-        if (old == new) break;
-        if (n && account && (old != was || new != is)) {
-            cal_add(&s->cal, was, is, n);
-            n = 0;
+static void sched_update_page_end(scheduler *sched, int page, bool update_forecast) {
+    int64_t from_end = 0, to_end = 0; /* n pages go from end `was` to end `is` */
+    int n_pages = 0;
+    while (page >= 0) {
+        int64_t old_end = sched->end_nodes[page].key, new_end = sched->page_users[page] >= 0 ? sched->end_nodes[sched->page_users[page]].key : 0;
+        if (old_end == new_end) break;
+        if (n_pages && update_forecast && (old_end != from_end || new_end != to_end)) {
+            forecast_add(&sched->forecast, from_end, to_end, n_pages);
+            n_pages = 0;
         }
-        was = old, is = new, n++;
-        int parent = s->kv.pages[p].parent;
-        if (parent == s->kv.root) {
-            s->ends[p].key = new;
+        from_end = old_end, to_end = new_end, n_pages++;
+        int parent = sched->kv.pages[page].parent;
+        if (parent == sched->kv.root) {
+            sched->end_nodes[page].key = new_end;
             break;
         }
-        if (!old) heap_put(s->ends, &s->holders[parent], p, new, 0);
-        else if (!new) heap_remove(s->ends, &s->holders[parent], p), s->ends[p].key = 0;
-        else heap_rekey(s->ends, &s->holders[parent], p, new);
-        p = parent;
+        if (!old_end) heap_insert(sched->end_nodes, &sched->page_users[parent], page, new_end, 0);
+        else if (!new_end) heap_remove(sched->end_nodes, &sched->page_users[parent], page), sched->end_nodes[page].key = 0;
+        else heap_rekey(sched->end_nodes, &sched->page_users[parent], page, new_end);
+        page = parent;
     }
-    if (n && account) cal_add(&s->cal, was, is, n);
+    if (n_pages && update_forecast) forecast_add(&sched->forecast, from_end, to_end, n_pages);
 }
 
-static void sched_attach(sched *s, int q, bool account) {
-    int tail = sched_tail(s, q);
-    if (tail < 0) return;
-    heap_put(s->ends, &s->holders[tail], s->c.n_pages + q, s->seqs[q].end, 0);
-    sched_lift(s, tail, account);
+static void sched_add_page_user(scheduler *sched, int seq, bool update_forecast) {
+    int tree_page = sched_last_tree_page(sched, seq);
+    if (tree_page < 0) return;
+    heap_insert(sched->end_nodes, &sched->page_users[tree_page], sched->config.n_pages + seq, sched->seqs[seq].end_step, 0);
+    sched_update_page_end(sched, tree_page, update_forecast);
 }
 
-static void sched_detach(sched *s, int q, int tail) {
-    if (tail < 0) return;
-    heap_remove(s->ends, &s->holders[tail], s->c.n_pages + q);
-    sched_lift(s, tail, true);
+static void sched_remove_page_user(scheduler *sched, int seq, int tree_page) {
+    if (tree_page < 0) return;
+    heap_remove(sched->end_nodes, &sched->page_users[tree_page], sched->config.n_pages + seq);
+    sched_update_page_end(sched, tree_page, true);
 }
 
 /* Output pages expected of a sequence, squared; 0 if its length is fixed. */
-static int64_t sched_guess2(const sched *s, const sched_seq *x) {
-    int64_t n = s->requests[x->request].exact ? 0 : kv_pages_for(&s->kv, x->expect - x->n_prompt);
-    return n * n;
+static int64_t sched_guess_squared(const scheduler *sched, const sched_seq *sequence) {
+    int64_t n_pages = sched->requests[sequence->request].fixed_len ? 0 : kv_pages_for(&sched->kv, sequence->expected_len - sequence->n_prompt);
+    return n_pages * n_pages;
 }
 
-/* Its line and expected length are now these. The end lies after this step, and within the calendar. */
-static void sched_move(sched *s, int q, int64_t base, int expect) {
-    sched_seq *x = &s->seqs[q];
-    int tail = sched_tail(s, q);
-    sched_own_now(s, q, -1);
-    s->guess2 -= sched_guess2(s, x);
-    x->base = base, x->expect = expect;
-    x->end = base + expect - 1;
-    s->guess2 += sched_guess2(s, x), s->epoch++;
-    sched_own_now(s, q, 1);
-    if (tail >= 0) {
-        heap_rekey(s->ends, &s->holders[tail], s->c.n_pages + q, x->end);
-        sched_lift(s, tail, true);
+/* Its line and expected length are now these. The end lies after this step, and within the page_forecast. */
+static void sched_set_forecast(scheduler *sched, int seq, int64_t base_step, int expected_len) {
+    sched_seq *sequence = &sched->seqs[seq];
+    int tree_page = sched_last_tree_page(sched, seq);
+    sched_forecast_own_now(sched, seq, -1);
+    sched->sum_guess_squared -= sched_guess_squared(sched, sequence);
+    sequence->base_step = base_step, sequence->expected_len = expected_len;
+    sequence->end_step = base_step + expected_len - 1;
+    sched->sum_guess_squared += sched_guess_squared(sched, sequence), sched->change_count++;
+    sched_forecast_own_now(sched, seq, 1);
+    if (tree_page >= 0) {
+        heap_rekey(sched->end_nodes, &sched->page_users[tree_page], sched->config.n_pages + seq, sequence->end_step);
+        sched_update_page_end(sched, tree_page, true);
     }
 }
 
@@ -9749,450 +9749,450 @@ static void sched_move(sched *s, int q, int64_t base, int expect) {
  * its luck; if it outlived that, or has none yet, it draws again from the lengths above n. The draws of all sequences
  * together are evenly spread (multiples of the golden section), so that also few of them stand for the whole
  * distribution. */
-static int sched_expect(sched *s, sched_seq *x, int n) {
-    const sched_request *r = &s->requests[x->request];
-    int have = MAX(n - x->n_prompt, r->min_tokens), most = x->limit - x->n_prompt;
-    if (r->exact || have >= most - 1) return MAX(x->limit, n + 1);
-    int length = x->luck > 0 ? pred_length(&s->pred, x->class, x->luck) : 0;
-    if (length <= have) {
-        s->spread += 0x9E3779B9u;
-        x->luck = pred_survival(&s->pred, x->class, have) * ((double)s->spread + 0.5) / 4294967296.0;
-        length = MAX(pred_length(&s->pred, x->class, x->luck), have + 1);
+static int sched_expected_len(scheduler *sched, sched_seq *sequence, int n_now) {
+    const sched_request *request = &sched->requests[sequence->request];
+    int n_output = MAX(n_now - sequence->n_prompt, request->min_tokens), max_output = sequence->limit - sequence->n_prompt;
+    if (request->fixed_len || n_output >= max_output - 1) return MAX(sequence->limit, n_now + 1);
+    int length = sequence->quantile > 0 ? pred_length(&sched->predictor, sequence->length_class, sequence->quantile) : 0;
+    if (length <= n_output) {
+        sched->quantile_counter += 0x9E3779B9u;
+        sequence->quantile = pred_survival(&sched->predictor, sequence->length_class, n_output) * ((double)sched->quantile_counter + 0.5) / 4294967296.0;
+        length = MAX(pred_length(&sched->predictor, sequence->length_class, sequence->quantile), n_output + 1);
     }
-    return x->n_prompt + MIN(length, most);
+    return sequence->n_prompt + MIN(length, max_output);
 }
 
 /* ---- Submit ---- */
 
-static int sched_new_request(sched *s) {
-    int r = s->free_request;
-    if (r >= 0) {
-        s->free_request = s->requests[r].next_free;
-        return r;
+static int sched_new_request(scheduler *sched) {
+    int id = sched->free_request;
+    if (id >= 0) {
+        sched->free_request = sched->requests[id].next_free;
+        return id;
     }
-    if (s->n_requests == s->cap_requests) {
-        s->cap_requests = MAX(64, s->cap_requests * 2);
-        s->requests = mem_realloc(s->requests, (size_t)s->cap_requests * sizeof *s->requests);
-        s->queue = mem_realloc(s->queue, (size_t)s->cap_requests * sizeof *s->queue);
+    if (sched->n_requests == sched->cap_requests) {
+        sched->cap_requests = MAX(64, sched->cap_requests * 2);
+        sched->requests = mem_realloc(sched->requests, (size_t)sched->cap_requests * sizeof *sched->requests);
+        sched->queue_nodes = mem_realloc(sched->queue_nodes, (size_t)sched->cap_requests * sizeof *sched->queue_nodes);
     }
-    return s->n_requests++;
+    return sched->n_requests++;
 }
 
 /* Queues a request. Returns its id (>= 0, used again after its last sample ended) or an error code. */
-static int sched_submit(sched *s, const sched_job *j, toka_err *e) {
-    if (j->n_prompt < 1) return fail(e, TOKA_E_USE, "the prompt has no tokens");
-    if (j->n < 1) return fail(e, TOKA_E_USE, "n is %d, at least 1 sample is needed", j->n);
-    if (j->max_tokens < 1) return fail(e, TOKA_E_USE, "max_tokens is %d, at least 1 is needed", j->max_tokens);
-    int64_t len = (int64_t)j->n_prompt + j->max_tokens, held = (len - 1 + s->c.B - 1) / s->c.B;
-    if (len > s->c.max_len)
+static int sched_submit(scheduler *sched, const sched_job *job, toka_err *e) {
+    if (job->n_prompt < 1) return fail(e, TOKA_E_USE, "the prompt has no tokens");
+    if (job->n < 1) return fail(e, TOKA_E_USE, "n is %d, at least 1 sample is needed", job->n);
+    if (job->max_tokens < 1) return fail(e, TOKA_E_USE, "max_tokens is %d, at least 1 is needed", job->max_tokens);
+    int64_t length = (int64_t)job->n_prompt + job->max_tokens, n_pages = (length - 1 + sched->config.B - 1) / sched->config.B;
+    if (length > sched->config.max_len)
         return fail(e, TOKA_E_USE, "the prompt has %d tokens and max_tokens is %d, together at most %d fit (max_model_len)",
-                    j->n_prompt, j->max_tokens, s->c.max_len);
-    if (held > s->c.n_pages)
+                    job->n_prompt, job->max_tokens, sched->config.max_len);
+    if (n_pages > sched->config.n_pages)
         return fail(e, TOKA_E_USE, "the prompt has %d tokens and max_tokens is %d, the KV cache holds %lld tokens",
-                    j->n_prompt, j->max_tokens, (long long)s->c.n_pages * s->c.B);
-    if (j->n > INT_MAX / 2 - s->n_waiting) return fail(e, TOKA_E_USE, "n is %d, too many samples are waiting", j->n);
-    int id = sched_new_request(s), priority = MAX(-1000000, MIN(j->priority, 1000000));
-    if (s->arrival_step != s->now) s->arrival_step = s->now, s->n_arrived = 0;
-    sched_request *r = &s->requests[id];
-    *r = (sched_request){.prompt = mem_alloc((size_t)j->n_prompt * sizeof(int32_t)), .n_prompt = j->n_prompt, .n = j->n,
-                         .max_tokens = j->max_tokens, .min_tokens = MIN(j->min_tokens, j->max_tokens), .exact = j->exact,
-                         .waits = j->waits, .n_alone = j->n_alone, .first = -1, .class_key = j->class_key};
-    memcpy(r->prompt, j->prompt, (size_t)j->n_prompt * sizeof(int32_t));
-    if (!r->class_key && j->n > 1) r->class_key = ++s->own_class | (uint64_t)1 << 63;
-    r->key = (s->now - (int64_t)priority * SCHED_PRIORITY) * (1 << 24) + MIN(s->n_arrived, (1 << 24) - 1);
-    s->n_arrived++, s->n_waiting += j->n;
-    heap_put(s->queue, &s->queued, id, -r->key, 0);
-    sched_buffer_reserve(s, sched_buffer_class((int)len), j->n);
-    s->epoch++;
+                    job->n_prompt, job->max_tokens, (long long)sched->config.n_pages * sched->config.B);
+    if (job->n > INT_MAX / 2 - sched->n_unstarted) return fail(e, TOKA_E_USE, "n is %d, too many samples are waiting", job->n);
+    int id = sched_new_request(sched), priority = MAX(-1000000, MIN(job->priority, 1000000));
+    if (sched->arrival_step != sched->now) sched->arrival_step = sched->now, sched->n_arrived = 0;
+    sched_request *request = &sched->requests[id];
+    *request = (sched_request){.prompt = mem_alloc((size_t)job->n_prompt * sizeof(int32_t)), .n_prompt = job->n_prompt, .n = job->n,
+                         .max_tokens = job->max_tokens, .min_tokens = MIN(job->min_tokens, job->max_tokens), .fixed_len = job->fixed_len,
+                         .no_run_ahead = job->no_run_ahead, .n_unshared = job->n_unshared, .first_seq = -1, .class_key = job->class_key};
+    memcpy(request->prompt, job->prompt, (size_t)job->n_prompt * sizeof(int32_t));
+    if (!request->class_key && job->n > 1) request->class_key = ++sched->last_own_class | (uint64_t)1 << 63;
+    request->queue_key = (sched->now - (int64_t)priority * SCHED_PRIORITY_STEPS) * (1 << 24) + MIN(sched->n_arrived, (1 << 24) - 1);
+    sched->n_arrived++, sched->n_unstarted += job->n;
+    heap_insert(sched->queue_nodes, &sched->first_queued, id, -request->queue_key, 0);
+    sched_buffer_reserve(sched, sched_buffer_class((int)length), job->n);
+    sched->change_count++;
     return id;
 }
 
 /* ---- Ends ---- */
 
-static void sched_prefill_leave(sched *s, int q) {
-    sched_seq *x = &s->seqs[q];
-    s->seqs[x->prefill_prev].prefill_next = x->prefill_next;
-    s->seqs[x->prefill_next].prefill_prev = x->prefill_prev;
-    s->backlog -= x->todo;
-    x->todo = 0;
+static void sched_prefill_remove(scheduler *sched, int seq) {
+    sched_seq *sequence = &sched->seqs[seq];
+    sched->seqs[sequence->prefill_prev].prefill_next = sequence->prefill_next;
+    sched->seqs[sequence->prefill_next].prefill_prev = sequence->prefill_prev;
+    sched->backlog -= sequence->backlog_share;
+    sequence->backlog_share = 0;
 }
 
 /* A running sequence gives its pages and its future back. */
-static void sched_stop(sched *s, int q) {
-    sched_seq *x = &s->seqs[q];
-    if (x->state == SCHED_PREFILL) sched_prefill_leave(s, q);
-    else s->n_decode--;
-    for (int i = x->tail; x->tail >= 0 && i < x->tail + SCHED_TAIL_WAYS; i++)
-        if (s->tails[i] == q) s->tails[i] = x->heir;
-    x->tail = -1; /* whose heir it is puts it there no more */
-    heap_remove(s->line, &s->newest, q);
-    sched_own_now(s, q, -1);
-    sched_detach(s, q, sched_tail(s, q));
-    kv_close(&s->kv, q);
-    x->n_cached = x->n_rows = 0, x->n_planned = x->n_known;
-    x->ticket++, s->n_running--, s->epoch++;
-    s->guess2 -= sched_guess2(s, x);
+static void sched_stop(scheduler *sched, int seq) {
+    sched_seq *sequence = &sched->seqs[seq];
+    if (sequence->state == SCHED_PREFILL) sched_prefill_remove(sched, seq);
+    else sched->n_decode--;
+    for (int i = sequence->tail_bucket; sequence->tail_bucket >= 0 && i < sequence->tail_bucket + SCHED_TAIL_WAYS; i++)
+        if (sched->tail_table[i] == seq) sched->tail_table[i] = sequence->next_tail_source;
+    sequence->tail_bucket = -1; /* whose heir it is puts it there no more */
+    heap_remove(sched->seq_nodes, &sched->newest, seq);
+    sched_forecast_own_now(sched, seq, -1);
+    sched_remove_page_user(sched, seq, sched_last_tree_page(sched, seq));
+    kv_free_seq(&sched->kv, seq);
+    sequence->n_computed = sequence->n_rows = 0, sequence->n_planned = sequence->n_known;
+    sequence->generation++, sched->n_running--, sched->change_count++;
+    sched->sum_guess_squared -= sched_guess_squared(sched, sequence);
 }
 
-static void sched_drop_request(sched *s, int id) {
-    sched_request *r = &s->requests[id];
-    free(r->prompt);
-    *r = (sched_request){.next_free = s->free_request};
-    s->free_request = id;
+static void sched_free_request(scheduler *sched, int id) {
+    sched_request *request = &sched->requests[id];
+    free(request->prompt);
+    *request = (sched_request){.next_free = sched->free_request};
+    sched->free_request = id;
 }
 
 /* The sequence is over. cut: not by itself. */
-static void sched_end(sched *s, int q, bool cut) {
-    sched_seq *x = &s->seqs[q];
-    sched_request *r = &s->requests[x->request];
-    int c = sched_buffer_class(x->limit);
-    if (x->state == SCHED_PARKED) heap_remove(s->line, &s->parked, q), x->ticket++, s->epoch++;
-    else sched_stop(s, q);
-    if (!r->exact) pred_end(&s->pred, x->class, x->bucket, x->n_known - x->n_prompt, cut);
-    sched_buffer_give(s, x->tokens, c);
-    s->demand[c]--;
-    x->tokens = NULL, x->state = SCHED_FREE;
-    s->free_slots[s->n_slots_free++] = q;
-    if (x->sibling_prev >= 0) s->seqs[x->sibling_prev].sibling = x->sibling;
-    else r->first = x->sibling;
-    if (x->sibling >= 0) s->seqs[x->sibling].sibling_prev = x->sibling_prev;
-    if (!--r->n_live && r->n_started == r->n) sched_drop_request(s, x->request);
+static void sched_end(scheduler *sched, int seq, bool truncated) {
+    sched_seq *sequence = &sched->seqs[seq];
+    sched_request *request = &sched->requests[sequence->request];
+    int size_class = sched_buffer_class(sequence->limit);
+    if (sequence->state == SCHED_PREEMPTED) heap_remove(sched->seq_nodes, &sched->first_preempted, seq), sequence->generation++, sched->change_count++;
+    else sched_stop(sched, seq);
+    if (!request->fixed_len) pred_count_end(&sched->predictor, sequence->length_class, sequence->length_bucket, sequence->n_known - sequence->n_prompt, truncated);
+    sched_buffer_free(sched, sequence->tokens, size_class);
+    sched->buffer_demand[size_class]--;
+    sequence->tokens = NULL, sequence->state = SCHED_FREE;
+    sched->free_seqs[sched->n_seqs_free++] = seq;
+    if (sequence->sibling_prev >= 0) sched->seqs[sequence->sibling_prev].sibling_next = sequence->sibling_next;
+    else request->first_seq = sequence->sibling_next;
+    if (sequence->sibling_next >= 0) sched->seqs[sequence->sibling_next].sibling_prev = sequence->sibling_prev;
+    if (!--request->n_live && request->n_started == request->n) sched_free_request(sched, sequence->request);
 }
 
 /* Ends a request in whatever state its samples are. Its id is free after this. */
-static void sched_cancel(sched *s, int id) {
-    sched_request *r = &s->requests[id];
-    assert(r->prompt);
-    int waiting = r->n - r->n_started;
-    if (waiting) {
-        heap_remove(s->queue, &s->queued, id);
-        s->n_waiting -= waiting, s->demand[sched_buffer_class(r->n_prompt + r->max_tokens)] -= waiting;
-        r->n = r->n_started, s->epoch++;
+static void sched_cancel(scheduler *sched, int id) {
+    sched_request *request = &sched->requests[id];
+    assert(request->prompt);
+    int n_waiting = request->n - request->n_started;
+    if (n_waiting) {
+        heap_remove(sched->queue_nodes, &sched->first_queued, id);
+        sched->n_unstarted -= n_waiting, sched->buffer_demand[sched_buffer_class(request->n_prompt + request->max_tokens)] -= n_waiting;
+        request->n = request->n_started, sched->change_count++;
     }
-    if (!r->n_live) sched_drop_request(s, id);
+    if (!request->n_live) sched_free_request(sched, id);
     else
-        for (int q = r->first, n = r->n_live; n--;) {
-            int next = s->seqs[q].sibling;
-            sched_end(s, q, true);
-            q = next;
+        for (int seq = request->first_seq, n_left = request->n_live; n_left--;) {
+            int next_seq = sched->seqs[seq].sibling_next;
+            sched_end(sched, seq, true);
+            seq = next_seq;
         }
 }
 
 /* ---- Admission ---- */
 
 /* Steps until a backlog of so many tokens is prefilled, this one counted. */
-static int64_t sched_prefill_steps(const sched *s, int64_t tokens) {
-    int64_t rate = MAX(1, s->c.max_tokens - s->n_decode);
-    return MAX(1, MIN((tokens + rate - 1) / rate, (int64_t)s->c.max_len));
+static int64_t sched_prefill_steps(const scheduler *sched, int64_t tokens) {
+    int64_t rate = MAX(1, sched->config.max_tokens - sched->n_decode);
+    return MAX(1, MIN((tokens + rate - 1) / rate, (int64_t)sched->config.max_len));
 }
 
 /* Pages kept back because lengths are guesses. The error of a guess is about the guess itself, and that of the sum of
  * many the root of their squares; half of it makes preemption rare. A sixteenth of the pool at most: preemption is
  * cheap enough. */
-static int sched_slack(const sched *s) { return (int)MIN(sqrt((double)s->guess2) / 2, (double)(s->c.n_pages / 16)); }
+static int sched_reserve(const scheduler *sched) { return (int)MIN(sqrt((double)sched->sum_guess_squared) / 2, (double)(sched->config.n_pages / 16)); }
 
-/* Would the pool hold q's whole future beside the others'? m pages of its row were found in the tree. The calendar is
+/* Would the pool hold q's whole future beside the others'? m pages of its row were found in the tree. The page_forecast is
  * left as it was unless it fits; then it already has q. */
-static bool sched_fits(sched *s, int q, int n, int m) {
-    const int *row = kv_row(&s->kv, q);
-    int64_t end = s->seqs[q].end;
-    int n_pages = kv_pages_for(&s->kv, n), held = m; /* leading pages of the row that somebody holds */
-    while (held && s->kv.pages[row[held - 1]].ref == 0) held--;
-    if (n_pages - held > kv_room(&s->kv)) return false;
+static bool sched_fits(scheduler *sched, int seq, int n_tokens, int n_matched) {
+    const int *table = kv_block_table(&sched->kv, seq);
+    int64_t end_step = sched->seqs[seq].end_step;
+    int n_pages = kv_pages_for(&sched->kv, n_tokens), n_held = n_matched; /* leading pages of the row that somebody holds */
+    while (n_held && sched->kv.pages[table[n_held - 1]].ref == 0) n_held--;
+    if (n_pages - n_held > kv_n_available(&sched->kv)) return false;
     for (int sign = 1;; sign = -1) {
-        sched_own(s, q, n_pages - held, n_pages, sign);
-        for (int i = held; i-- && s->ends[row[i]].key < end;) cal_add(&s->cal, s->ends[row[i]].key, end, sign);
+        sched_forecast_own(sched, seq, n_pages - n_held, n_pages, sign);
+        for (int i = n_held; i-- && sched->end_nodes[table[i]].key < end_step;) forecast_add(&sched->forecast, sched->end_nodes[table[i]].key, end_step, sign);
         if (sign < 0) return false;
-        if (cal_peak(&s->cal) <= s->c.n_pages - sched_slack(s)) return true;
+        if (forecast_peak(&sched->forecast) <= sched->config.n_pages - sched_reserve(sched)) return true;
     }
 }
 
-static bool sched_alone(const sched *s, const sched_seq *x) { return x->sample < s->requests[x->request].n_alone; }
+static bool sched_is_unshared(const scheduler *sched, const sched_seq *sequence) { return sequence->sample < sched->requests[sequence->request].n_unshared; }
 
-static void sched_start(sched *s, int q, int n, int m) {
-    sched_seq *x = &s->seqs[q];
-    kv_open(&s->kv, q, x->tokens, n, m, sched_alone(s, x));
-    sched_attach(s, q, false);
-    x->state = SCHED_PREFILL;
-    x->tail = x->heir = -1, x->alike = 0;
-    x->started = ++s->n_started;
-    x->n_cached = 0, x->n_planned = n, x->next_fill = (s->kv.seqs[q].n_tree + 1) * s->c.B;
-    x->todo = n - m * s->c.B, s->backlog += x->todo, s->backlog_in += x->todo, x->mark = s->backlog_in;
-    x->prefill_next = s->c.max_seqs, x->prefill_prev = s->seqs[s->c.max_seqs].prefill_prev;
-    s->seqs[x->prefill_prev].prefill_next = q, s->seqs[s->c.max_seqs].prefill_prev = q;
-    heap_put(s->line, &s->newest, q, s->requests[x->request].key, x->started);
-    s->n_running++, s->epoch++;
-    s->guess2 += sched_guess2(s, x);
-    if (!x->again) s->n_prompt_tokens += n, s->n_prompt_hits += m * s->c.B;
+static void sched_start(scheduler *sched, int seq, int n_tokens, int n_matched) {
+    sched_seq *sequence = &sched->seqs[seq];
+    kv_alloc_seq(&sched->kv, seq, sequence->tokens, n_tokens, n_matched, sched_is_unshared(sched, sequence));
+    sched_add_page_user(sched, seq, false);
+    sequence->state = SCHED_PREFILL;
+    sequence->tail_bucket = sequence->next_tail_source = -1, sequence->prompt_group = 0;
+    sequence->admission = ++sched->n_started;
+    sequence->n_computed = 0, sequence->n_planned = n_tokens, sequence->next_full_page_at = (sched->kv.seqs[seq].n_tree_pages + 1) * sched->config.B;
+    sequence->backlog_share = n_tokens - n_matched * sched->config.B, sched->backlog += sequence->backlog_share, sched->backlog_added += sequence->backlog_share, sequence->backlog_mark = sched->backlog_added;
+    sequence->prefill_next = sched->config.max_seqs, sequence->prefill_prev = sched->seqs[sched->config.max_seqs].prefill_prev;
+    sched->seqs[sequence->prefill_prev].prefill_next = seq, sched->seqs[sched->config.max_seqs].prefill_prev = seq;
+    heap_insert(sched->seq_nodes, &sched->newest, seq, sched->requests[sequence->request].queue_key, sequence->admission);
+    sched->n_running++, sched->change_count++;
+    sched->sum_guess_squared += sched_guess_squared(sched, sequence);
+    if (!sequence->was_preempted) sched->n_prompt_tokens += n_tokens, sched->n_prompt_hits += n_matched * sched->config.B;
 }
 
 /* Where q's line would lie if it started now, with m pages found. */
-static void sched_aim(sched *s, int q, int n, int m) {
-    sched_seq *x = &s->seqs[q];
-    x->expect = sched_expect(s, x, n);
-    x->base = s->now + sched_prefill_steps(s, s->backlog + n - (int64_t)m * s->c.B) - n;
-    x->end = x->base + x->expect - 1;
+static void sched_init_forecast(scheduler *sched, int seq, int n_tokens, int n_matched) {
+    sched_seq *sequence = &sched->seqs[seq];
+    sequence->expected_len = sched_expected_len(sched, sequence, n_tokens);
+    sequence->base_step = sched->now + sched_prefill_steps(sched, sched->backlog + n_tokens - (int64_t)n_matched * sched->config.B) - n_tokens;
+    sequence->end_step = sequence->base_step + sequence->expected_len - 1;
 }
 
-static bool sched_admit_parked(sched *s, int q) {
-    sched_seq *x = &s->seqs[q];
-    int n = x->n_known, m = sched_alone(s, x) ? 0 : kv_match(&s->kv, kv_row(&s->kv, q), x->tokens, n);
-    sched_aim(s, q, n, m);
-    if (!sched_fits(s, q, n, m)) return false;
-    heap_remove(s->line, &s->parked, q);
-    sched_start(s, q, n, m);
+static bool sched_admit_preempted(scheduler *sched, int seq) {
+    sched_seq *sequence = &sched->seqs[seq];
+    int n_tokens = sequence->n_known, n_matched = sched_is_unshared(sched, sequence) ? 0 : kv_match_prefix(&sched->kv, kv_block_table(&sched->kv, seq), sequence->tokens, n_tokens);
+    sched_init_forecast(sched, seq, n_tokens, n_matched);
+    if (!sched_fits(sched, seq, n_tokens, n_matched)) return false;
+    heap_remove(sched->seq_nodes, &sched->first_preempted, seq);
+    sched_start(sched, seq, n_tokens, n_matched);
     return true;
 }
 
-static bool sched_admit_fresh(sched *s, int id) {
-    if (!s->n_slots_free) return false;
-    sched_request *r = &s->requests[id];
-    int q = s->free_slots[s->n_slots_free - 1], n = r->n_prompt;
-    int m = r->n_started < r->n_alone ? 0 : kv_match(&s->kv, kv_row(&s->kv, q), r->prompt, n);
-    sched_seq *x = &s->seqs[q];
-    *x = (sched_seq){.request = id, .sample = r->n_started, .waits = r->waits, .n_prompt = n, .n_known = n, .n_found = m * s->c.B,
-                     .limit = n + r->max_tokens, .ticket = x->ticket, .class = {-1, 0}, .next_edge = n + s->pred.edge[1],
-                     .sibling = r->first, .sibling_prev = -1};
-    if (!r->exact) x->class = pred_find(&s->pred, r->class_key);
-    sched_aim(s, q, n, m);
-    if (!sched_fits(s, q, n, m)) return false;
-    s->n_slots_free--;
-    x->tokens = sched_buffer_take(s, sched_buffer_class(x->limit));
-    memcpy(x->tokens, r->prompt, (size_t)n * sizeof(int32_t));
-    if (r->first >= 0) s->seqs[r->first].sibling_prev = q;
-    r->first = q, r->n_live++;
-    if (++r->n_started == r->n) heap_remove(s->queue, &s->queued, id);
-    s->n_waiting--;
-    if (!r->exact) pred_reach(&s->pred, x->class, 0);
-    sched_start(s, q, n, m);
+static bool sched_admit_new(scheduler *sched, int id) {
+    if (!sched->n_seqs_free) return false;
+    sched_request *request = &sched->requests[id];
+    int seq = sched->free_seqs[sched->n_seqs_free - 1], n_tokens = request->n_prompt;
+    int n_matched = request->n_started < request->n_unshared ? 0 : kv_match_prefix(&sched->kv, kv_block_table(&sched->kv, seq), request->prompt, n_tokens);
+    sched_seq *sequence = &sched->seqs[seq];
+    *sequence = (sched_seq){.request = id, .sample = request->n_started, .no_run_ahead = request->no_run_ahead, .n_prompt = n_tokens, .n_known = n_tokens, .n_prefix_hits = n_matched * sched->config.B,
+                     .limit = n_tokens + request->max_tokens, .generation = sequence->generation, .length_class = {-1, 0}, .next_bucket_at = n_tokens + sched->predictor.edge[1],
+                     .sibling_next = request->first_seq, .sibling_prev = -1};
+    if (!request->fixed_len) sequence->length_class = pred_find_class(&sched->predictor, request->class_key);
+    sched_init_forecast(sched, seq, n_tokens, n_matched);
+    if (!sched_fits(sched, seq, n_tokens, n_matched)) return false;
+    sched->n_seqs_free--;
+    sequence->tokens = sched_buffer_alloc(sched, sched_buffer_class(sequence->limit));
+    memcpy(sequence->tokens, request->prompt, (size_t)n_tokens * sizeof(int32_t));
+    if (request->first_seq >= 0) sched->seqs[request->first_seq].sibling_prev = seq;
+    request->first_seq = seq, request->n_live++;
+    if (++request->n_started == request->n) heap_remove(sched->queue_nodes, &sched->first_queued, id);
+    sched->n_unstarted--;
+    if (!request->fixed_len) pred_count_reached(&sched->predictor, sequence->length_class, 0);
+    sched_start(sched, seq, n_tokens, n_matched);
     return true;
 }
 
 /* Starts sequences from the head of the queue while they fit. No more than two steps of prefill are taken in: more
  * would only hold pages. A head that did not fit is tried again when something started or ended, or after some steps. */
-static void sched_admit(sched *s) {
-    if (s->epoch == s->failed_epoch && s->now < s->failed_step + 16) return;
-    while ((s->parked >= 0 || s->queued >= 0) && s->backlog < 2 * (int64_t)s->c.max_tokens) {
-        bool parked = s->parked >= 0 && (s->queued < 0 || !s->n_slots_free || /* it has a slot */
-                                         s->line[s->parked].key >= s->queue[s->queued].key);
-        if (parked ? sched_admit_parked(s, s->parked) : sched_admit_fresh(s, s->queued)) continue;
-        assert(s->n_running || !s->n_slots_free); /* alone, every request fits */
-        s->failed_epoch = s->epoch, s->failed_step = s->now;
+static void sched_admit(scheduler *sched) {
+    if (sched->change_count == sched->failed_change_count && sched->now < sched->failed_step + 16) return;
+    while ((sched->first_preempted >= 0 || sched->first_queued >= 0) && sched->backlog < 2 * (int64_t)sched->config.max_tokens) {
+        bool preempted = sched->first_preempted >= 0 && (sched->first_queued < 0 || !sched->n_seqs_free || /* it has a slot */
+                                         sched->seq_nodes[sched->first_preempted].key >= sched->queue_nodes[sched->first_queued].key);
+        if (preempted ? sched_admit_preempted(sched, sched->first_preempted) : sched_admit_new(sched, sched->first_queued)) continue;
+        assert(sched->n_running || !sched->n_seqs_free); /* alone, every request fits */
+        sched->failed_change_count = sched->change_count, sched->failed_step = sched->now;
         return;
     }
 }
 
-static void sched_preempt(sched *s) { /* parks the newest */
-    int q = s->newest;
-    sched_stop(s, q);
-    s->seqs[q].state = SCHED_PARKED, s->seqs[q].again = true;
-    heap_put(s->line, &s->parked, q, -s->requests[s->seqs[q].request].key, -s->seqs[q].started);
-    s->n_preempted++;
+static void sched_preempt(scheduler *sched) { /* parks the newest */
+    int seq = sched->newest;
+    sched_stop(sched, seq);
+    sched->seqs[seq].state = SCHED_PREEMPTED, sched->seqs[seq].was_preempted = true;
+    heap_insert(sched->seq_nodes, &sched->first_preempted, seq, -sched->requests[sched->seqs[seq].request].queue_key, -sched->seqs[seq].admission);
+    sched->n_preempted++;
 }
 
 /* ---- One step ---- */
 
-static bool sched_rests(const sched_seq *x) { return x->waits && x->n_known < x->n_planned; }
+static bool sched_must_wait(const sched_seq *sequence) { return sequence->no_run_ahead && sequence->n_known < sequence->n_planned; }
 
-static bool sched_needs_page(const sched *s, const sched_seq *x) {
-    return x->state == SCHED_DECODE && x->n_planned < x->limit && x->n_cached % s->c.B == 0 && !sched_rests(x);
+static bool sched_needs_page(const scheduler *sched, const sched_seq *sequence) {
+    return sequence->state == SCHED_DECODE && sequence->n_planned < sequence->limit && sequence->n_computed % sched->config.B == 0 && !sched_must_wait(sequence);
 }
 
 /* Writes the future anew where time has shown it wrong: a sequence at its expected end, a prefill that should be over.
  * Returns the number of pages that decoding sequences need for this step. */
-static int sched_review(sched *s) {
-    int need = 0;
-    for (int q = 0; q < s->c.max_seqs; q++) {
-        sched_seq *x = &s->seqs[q];
-        if (x->state != SCHED_PREFILL && x->state != SCHED_DECODE) continue;
-        x->n_rows = 0, x->yields = false;
-        int64_t base = x->base;
-        if (x->state == SCHED_PREFILL && base + x->n_known <= s->now) { /* its last row was to be computed before now */
-            int64_t ahead = MAX(x->mark - (s->backlog_in - s->backlog), (int64_t)x->todo);
-            base = s->now + sched_prefill_steps(s, ahead) - x->n_known;
+static int sched_correct_forecast(scheduler *sched) {
+    int n_needed = 0;
+    for (int seq = 0; seq < sched->config.max_seqs; seq++) {
+        sched_seq *sequence = &sched->seqs[seq];
+        if (sequence->state != SCHED_PREFILL && sequence->state != SCHED_DECODE) continue;
+        sequence->n_rows = 0, sequence->is_sampled = false;
+        int64_t base_step = sequence->base_step;
+        if (sequence->state == SCHED_PREFILL && base_step + sequence->n_known <= sched->now) { /* its last row was to be computed before now */
+            int64_t tokens_ahead = MAX(sequence->backlog_mark - (sched->backlog_added - sched->backlog), (int64_t)sequence->backlog_share);
+            base_step = sched->now + sched_prefill_steps(sched, tokens_ahead) - sequence->n_known;
         }
-        if (base != x->base || x->end <= s->now) {
-            int least = (int)(s->now + 2 - base); /* tokens of which the last is not fed before the next step */
-            int expect = x->end <= s->now ? sched_expect(s, x, MIN(x->n_planned, x->limit - 1)) : x->expect;
-            sched_move(s, q, base, MAX(expect, least));
-            s->n_repredicted++;
+        if (base_step != sequence->base_step || sequence->end_step <= sched->now) {
+            int min_len = (int)(sched->now + 2 - base_step); /* tokens of which the last is not fed before the next step */
+            int expected_len = sequence->end_step <= sched->now ? sched_expected_len(sched, sequence, MIN(sequence->n_planned, sequence->limit - 1)) : sequence->expected_len;
+            sched_set_forecast(sched, seq, base_step, MAX(expected_len, min_len));
+            sched->n_repredicted++;
         }
-        need += sched_needs_page(s, x);
+        n_needed += sched_needs_page(sched, sequence);
     }
-    return need;
+    return n_needed;
 }
 
 /* A sequence in decode took a page: has what is expected of it moved by much? */
-static void sched_reconsider(sched *s, int q) {
-    sched_seq *x = &s->seqs[q];
-    int expect = sched_expect(s, x, x->n_planned), by = abs(expect - x->expect);
-    if (by <= s->c.B || by <= (x->expect - x->n_planned) / 4) return;
-    expect = MAX(expect, (int)(s->now + 2 - x->base));
-    if (expect == x->expect) return;
-    sched_move(s, q, x->base, expect);
-    s->n_repredicted++;
+static void sched_recheck_len(scheduler *sched, int seq) {
+    sched_seq *sequence = &sched->seqs[seq];
+    int expected_len = sched_expected_len(sched, sequence, sequence->n_planned), change = abs(expected_len - sequence->expected_len);
+    if (change <= sched->config.B || change <= (sequence->expected_len - sequence->n_planned) / 4) return;
+    expected_len = MAX(expected_len, (int)(sched->now + 2 - sequence->base_step));
+    if (expected_len == sequence->expected_len) return;
+    sched_set_forecast(sched, seq, sequence->base_step, expected_len);
+    sched->n_repredicted++;
 }
 
-static int sched_feed_decode(sched *s) {
-    int n = 0;
-    for (int q = 0; q < s->c.max_seqs; q++) {
-        sched_seq *x = &s->seqs[q];
-        if (x->state != SCHED_DECODE || x->n_planned >= x->limit) continue;
-        if (sched_rests(x)) {
-            sched_move(s, q, x->base + 1, x->expect); /* all of its future comes a step later */
+static int sched_plan_decode(scheduler *sched) {
+    int n_rows = 0;
+    for (int seq = 0; seq < sched->config.max_seqs; seq++) {
+        sched_seq *sequence = &sched->seqs[seq];
+        if (sequence->state != SCHED_DECODE || sequence->n_planned >= sequence->limit) continue;
+        if (sched_must_wait(sequence)) {
+            sched_set_forecast(sched, seq, sequence->base_step + 1, sequence->expected_len); /* all of its future comes a step later */
             continue;
         }
-        if (sched_needs_page(s, x)) {
-            x->page = kv_grow(&s->kv, q);
-            if (!s->requests[x->request].exact) sched_reconsider(s, q);
+        if (sched_needs_page(sched, sequence)) {
+            sequence->last_page = kv_append_page(&sched->kv, seq);
+            if (!sched->requests[sequence->request].fixed_len) sched_recheck_len(sched, seq);
         }
-        x->from = x->n_cached++, x->n_rows = 1, x->yields = true, x->is_chunk = false;
-        x->n_planned++, n++;
+        sequence->from = sequence->n_computed++, sequence->n_rows = 1, sequence->is_sampled = true, sequence->is_prefill = false;
+        sequence->n_planned++, n_rows++;
     }
-    return n;
+    return n_rows;
 }
 
-/* Where in sched.tails they are who have q's tokens, of which `at` pages are in the tree. */
-static int sched_tail_places(const sched *s, int q, int at) {
-    const sched_seq *x = &s->seqs[q];
-    size_t first = (size_t)at * (size_t)s->c.B;
-    int above = at ? kv_row(&s->kv, q)[at - 1] : s->kv.root;
-    uint64_t h = s->kv.pages[above].hash ^ hash_bytes(x->tokens + first, ((size_t)x->n_known - first) * sizeof *x->tokens);
-    return (int)((h * 0x9E3779B97F4A7C15u) >> 32 & (uint64_t)(s->n_tails - 1)) * SCHED_TAIL_WAYS;
+/* Where in scheduler.tails they are who have q's tokens, of which `at` pages are in the tree. */
+static int sched_tail_bucket(const scheduler *sched, int seq, int n_tree_pages) {
+    const sched_seq *sequence = &sched->seqs[seq];
+    size_t first_tok = (size_t)n_tree_pages * (size_t)sched->config.B;
+    int parent = n_tree_pages ? kv_block_table(&sched->kv, seq)[n_tree_pages - 1] : sched->kv.root;
+    uint64_t hash = sched->kv.pages[parent].hash ^ hash_bytes(sequence->tokens + first_tok, ((size_t)sequence->n_known - first_tok) * sizeof *sequence->tokens);
+    return (int)((hash * 0x9E3779B97F4A7C15u) >> 32 & (uint64_t)(sched->n_tail_buckets - 1)) * SCHED_TAIL_WAYS;
 }
 
 /* Was y fed q's tokens, which lie on the same `at` pages of the tree and behind them? */
-static bool sched_is_twin(const sched *s, const sched_seq *x, int q, int twin, int at) {
-    const sched_seq *y = &s->seqs[twin];
-    if ((y->state != SCHED_PREFILL && y->state != SCHED_DECODE) || y->n_known < x->n_known || y->n_cached < x->n_known - 1)
+static bool sched_has_same_tail(const scheduler *sched, const sched_seq *sequence, int seq, int source, int n_tree_pages) {
+    const sched_seq *other = &sched->seqs[source];
+    if ((other->state != SCHED_PREFILL && other->state != SCHED_DECODE) || other->n_known < sequence->n_known || other->n_computed < sequence->n_known - 1)
         return false;
-    if (at && (s->kv.seqs[twin].n_pages <= at || kv_row(&s->kv, twin)[at - 1] != kv_row(&s->kv, q)[at - 1])) return false;
-    size_t first = (size_t)at * (size_t)s->c.B;
-    return !memcmp(y->tokens + first, x->tokens + first, ((size_t)x->n_known - first) * sizeof *x->tokens);
+    if (n_tree_pages && (sched->kv.seqs[source].n_pages <= n_tree_pages || kv_block_table(&sched->kv, source)[n_tree_pages - 1] != kv_block_table(&sched->kv, seq)[n_tree_pages - 1])) return false;
+    size_t first_tok = (size_t)n_tree_pages * (size_t)sched->config.B;
+    return !memcmp(other->tokens + first_tok, sequence->tokens + first_tok, ((size_t)sequence->n_known - first_tok) * sizeof *sequence->tokens);
 }
 
-static int sched_tail_twin(const sched *s, int q, int at) { /* one of those, or -1 */
-    const sched_seq *x = &s->seqs[q];
-    for (int i = x->tail; i < x->tail + SCHED_TAIL_WAYS; i++)
-        if (s->tails[i] >= 0 && s->tails[i] != q && sched_is_twin(s, x, q, s->tails[i], at)) return s->tails[i];
+static int sched_find_tail_source(const scheduler *sched, int seq, int n_tree_pages) { /* one of those, or -1 */
+    const sched_seq *sequence = &sched->seqs[seq];
+    for (int i = sequence->tail_bucket; i < sequence->tail_bucket + SCHED_TAIL_WAYS; i++)
+        if (sched->tail_table[i] >= 0 && sched->tail_table[i] != seq && sched_has_same_tail(sched, sequence, seq, sched->tail_table[i], n_tree_pages)) return sched->tail_table[i];
     return -1;
 }
 
-static void sched_tail_keep(sched *s, int q) { /* in the place of one that is stale, if there is one */
-    int first = s->seqs[q].tail, i = first;
-    while (i < first + SCHED_TAIL_WAYS && s->tails[i] >= 0 && s->tails[i] != q && s->seqs[s->tails[i]].tail == first) i++;
-    s->tails[i < first + SCHED_TAIL_WAYS ? i : first + q % SCHED_TAIL_WAYS] = q;
+static void sched_tail_table_put(scheduler *sched, int seq) { /* in the place of one that is stale, if there is one */
+    int first = sched->seqs[seq].tail_bucket, i = first;
+    while (i < first + SCHED_TAIL_WAYS && sched->tail_table[i] >= 0 && sched->tail_table[i] != seq && sched->seqs[sched->tail_table[i]].tail_bucket == first) i++;
+    sched->tail_table[i < first + SCHED_TAIL_WAYS ? i : first + seq % SCHED_TAIL_WAYS] = seq;
 }
 
 /* q, whose rows begin at x->from: where only what is behind its pages in the tree is left to compute, and another sequence has it,
  * it takes a copy of that, all but the last token. False: the other computes it in this very step, q is better off waiting for
  * that. */
-static bool sched_copy_tail(sched *s, int q) {
-    sched_seq *x = &s->seqs[q];
-    int at = s->kv.seqs[q].n_tree;
-    if (x->from != at * s->c.B || sched_alone(s, x)) return true;
-    if (x->tail < 0) x->tail = sched_tail_places(s, q, at);
-    int twin = x->n_known - x->from > 1 ? sched_tail_twin(s, q, at) : -1;
-    if (twin < 0) {
-        sched_tail_keep(s, q);
-        x->alike = x->started;
+static bool sched_copy_tail(scheduler *sched, int seq) {
+    sched_seq *sequence = &sched->seqs[seq];
+    int n_tree_pages = sched->kv.seqs[seq].n_tree_pages;
+    if (sequence->from != n_tree_pages * sched->config.B || sched_is_unshared(sched, sequence)) return true;
+    if (sequence->tail_bucket < 0) sequence->tail_bucket = sched_tail_bucket(sched, seq, n_tree_pages);
+    int source = sequence->n_known - sequence->from > 1 ? sched_find_tail_source(sched, seq, n_tree_pages) : -1;
+    if (source < 0) {
+        sched_tail_table_put(sched, seq);
+        sequence->prompt_group = sequence->admission;
         return true;
     }
-    if (s->seqs[twin].is_chunk && s->seqs[twin].n_rows) {
-        s->backlog -= x->todo - 1, x->todo = 1; /* all that it will compute */
+    if (sched->seqs[source].is_prefill && sched->seqs[source].n_rows) {
+        sched->backlog -= sequence->backlog_share - 1, sequence->backlog_share = 1; /* all that it will compute */
         return false;
     }
-    s->seqs[twin].heir = q;
-    x->alike = s->seqs[twin].n_prompt == x->n_prompt ? s->seqs[twin].alike : x->started;
-    s->copies[s->n_copies++] = (toka_copy){kv_row(&s->kv, twin)[at], kv_row(&s->kv, q)[at]};
-    if (!x->again) s->n_prompt_hits += x->n_known - 1 - x->from;
-    x->from = x->n_known - 1;
+    sched->seqs[source].next_tail_source = seq;
+    sequence->prompt_group = sched->seqs[source].n_prompt == sequence->n_prompt ? sched->seqs[source].prompt_group : sequence->admission;
+    sched->copies[sched->n_copies++] = (toka_copy){kv_block_table(&sched->kv, source)[n_tree_pages], kv_block_table(&sched->kv, seq)[n_tree_pages]};
+    if (!sequence->was_preempted) sched->n_prompt_hits += sequence->n_known - 1 - sequence->from;
+    sequence->from = sequence->n_known - 1;
     return true;
 }
 
 /* Hands the rest of the step's tokens to the sequences in prefill, first come first served. */
-static int sched_feed_prefill(sched *s, int budget) {
-    int n_fed = 0;
-    for (int q = s->seqs[s->c.max_seqs].prefill_next, next; q != s->c.max_seqs && n_fed < budget; q = next) {
-        sched_seq *x = &s->seqs[q];
-        next = x->prefill_next;
-        x->from = kv_skip(&s->kv, q, x->n_cached);
-        if (!sched_copy_tail(s, q)) continue;
-        x->n_rows = MIN(x->n_known - x->from, budget - n_fed);
-        x->is_chunk = true, x->yields = false;
-        x->n_cached = x->from + x->n_rows, n_fed += x->n_rows;
-        s->fed[s->n_fed++] = q;
-        kv_computed(&s->kv, q, x->from, x->n_cached);
-        int left = MIN(x->todo, x->n_known - x->n_cached);
-        s->backlog -= x->todo - left, x->todo = left;
-        if (x->n_cached < x->n_known) continue;
-        sched_prefill_leave(s, q);
-        x->state = SCHED_DECODE, x->yields = true, x->n_planned++, s->n_decode++;
-        x->page = kv_row(&s->kv, q)[s->kv.seqs[q].n_pages - 1];
-        int64_t base = s->now + 1 - x->n_known;
-        if (base != x->base) sched_move(s, q, base, x->expect);
+static int sched_plan_prefill(scheduler *sched, int budget) {
+    int n_rows = 0;
+    for (int seq = sched->seqs[sched->config.max_seqs].prefill_next, next_seq; seq != sched->config.max_seqs && n_rows < budget; seq = next_seq) {
+        sched_seq *sequence = &sched->seqs[seq];
+        next_seq = sequence->prefill_next;
+        sequence->from = kv_skip_computed(&sched->kv, seq, sequence->n_computed);
+        if (!sched_copy_tail(sched, seq)) continue;
+        sequence->n_rows = MIN(sequence->n_known - sequence->from, budget - n_rows);
+        sequence->is_prefill = true, sequence->is_sampled = false;
+        sequence->n_computed = sequence->from + sequence->n_rows, n_rows += sequence->n_rows;
+        sched->prefill_seqs[sched->n_prefill_seqs++] = seq;
+        kv_mark_computed(&sched->kv, seq, sequence->from, sequence->n_computed);
+        int n_left = MIN(sequence->backlog_share, sequence->n_known - sequence->n_computed);
+        sched->backlog -= sequence->backlog_share - n_left, sequence->backlog_share = n_left;
+        if (sequence->n_computed < sequence->n_known) continue;
+        sched_prefill_remove(sched, seq);
+        sequence->state = SCHED_DECODE, sequence->is_sampled = true, sequence->n_planned++, sched->n_decode++;
+        sequence->last_page = kv_block_table(&sched->kv, seq)[sched->kv.seqs[seq].n_pages - 1];
+        int64_t base_step = sched->now + 1 - sequence->n_known;
+        if (base_step != sequence->base_step) sched_set_forecast(sched, seq, base_step, sequence->expected_len);
     }
-    return n_fed;
+    return n_rows;
 }
 
 /* Plans the next step. Returns its number of rows; 0: nothing can run until something is submitted or committed. */
-static int sched_plan(sched *s) {
-    cal_step(&s->cal), s->now++, s->n_copies = s->n_fed = 0;
-    int need = sched_review(s);
-    while (need > kv_room(&s->kv)) {
-        need -= sched_needs_page(s, &s->seqs[s->newest]);
-        sched_preempt(s);
+static int sched_plan(scheduler *sched) {
+    forecast_advance(&sched->forecast), sched->now++, sched->n_copies = sched->n_prefill_seqs = 0;
+    int n_needed = sched_correct_forecast(sched);
+    while (n_needed > kv_n_available(&sched->kv)) {
+        n_needed -= sched_needs_page(sched, &sched->seqs[sched->newest]);
+        sched_preempt(sched);
     }
-    int n = sched_feed_decode(s);
-    sched_admit(s);
-    return n + sched_feed_prefill(s, s->c.max_tokens - n);
+    int n_rows = sched_plan_decode(sched);
+    sched_admit(sched);
+    return n_rows + sched_plan_prefill(sched, sched->config.max_tokens - n_rows);
 }
 
 /* ---- Commit ---- */
 
 /* Full pages of known tokens enter the tree. */
-static void sched_fill(sched *s, int q) {
-    sched_seq *x = &s->seqs[q];
-    const kv_seq *k = &s->kv.seqs[q];
-    while (!k->stray && (k->n_tree + 1) * s->c.B <= MIN(x->n_known, x->n_cached)) {
-        int tail = sched_tail(s, q), node = s->c.n_pages + q;
-        enum kv_filled how = kv_fill(&s->kv, q, x->tokens);
-        if (how == KV_STRAY) break;
-        int page = sched_tail(s, q);
-        if (how == KV_ENTERED) { /* the page takes the sequence's place, at the same end: the calendar stays */
-            s->ends[page].key = x->end;
-            if (tail >= 0) heap_replace(s->ends, &s->holders[tail], node, page);
-            heap_put(s->ends, &s->holders[page], node, x->end, 0);
+static void sched_cache_full_pages(scheduler *sched, int seq) {
+    sched_seq *sequence = &sched->seqs[seq];
+    const kv_seq *held = &sched->kv.seqs[seq];
+    while (!held->not_cacheable && (held->n_tree_pages + 1) * sched->config.B <= MIN(sequence->n_known, sequence->n_computed)) {
+        int tree_page = sched_last_tree_page(sched, seq), node = sched->config.n_pages + seq;
+        enum kv_insert_result result = kv_cache_full_page(&sched->kv, seq, sequence->tokens);
+        if (result == KV_NOT_CACHEABLE) break;
+        int page = sched_last_tree_page(sched, seq);
+        if (result == KV_INSERTED) { /* the page takes the sequence's place, at the same end: the page_forecast stays */
+            sched->end_nodes[page].key = sequence->end_step;
+            if (tree_page >= 0) heap_replace(sched->end_nodes, &sched->page_users[tree_page], node, page);
+            heap_insert(sched->end_nodes, &sched->page_users[page], node, sequence->end_step, 0);
         } else { /* one page less of its own, one more holder of the twin */
-            cal_add(&s->cal, s->now, x->end, -1);
-            if (tail >= 0) heap_remove(s->ends, &s->holders[tail], node); /* below its end there is the twin's now */
-            sched_attach(s, q, true);
-            x->page = kv_row(&s->kv, q)[k->n_pages - 1];
+            forecast_add(&sched->forecast, sched->now, sequence->end_step, -1);
+            if (tree_page >= 0) heap_remove(sched->end_nodes, &sched->page_users[tree_page], node); /* below its end there is the twin's now */
+            sched_add_page_user(sched, seq, true);
+            sequence->last_page = kv_block_table(&sched->kv, seq)[held->n_pages - 1];
         }
     }
-    x->next_fill = k->stray ? INT_MAX : (k->n_tree + 1) * s->c.B;
+    sequence->next_full_page_at = held->not_cacheable ? INT_MAX : (held->n_tree_pages + 1) * sched->config.B;
 }
 
-enum sched_result { SCHED_LATE, SCHED_ON, SCHED_DONE };
+enum sched_result { SCHED_STALE, SCHED_CONTINUES, SCHED_DONE };
 
-/* The token that a row of q yielded. ended: it is the last one (end id, stop); the limit is seen here. SCHED_LATE: the
+/* The token that a row of q yielded. ended: it is the last one (end id, stop); the limit is seen here. SCHED_STALE: the
  * sequence that was planned is not there any more, the token means nothing. SCHED_DONE: q is free now. */
-static enum sched_result sched_commit(sched *s, int q, uint32_t ticket, int32_t token, bool ended) {
-    sched_seq *x = &s->seqs[q];
-    if (x->ticket != ticket || x->state != SCHED_DECODE) return SCHED_LATE;
-    assert(x->n_known < x->n_planned);
-    x->tokens[x->n_known++] = token;
-    if (ended || x->n_known == x->limit) {
-        sched_fill(s, q);
-        sched_end(s, q, !ended);
+static enum sched_result sched_commit(scheduler *sched, int seq, uint32_t generation, int32_t token, bool ended) {
+    sched_seq *sequence = &sched->seqs[seq];
+    if (sequence->generation != generation || sequence->state != SCHED_DECODE) return SCHED_STALE;
+    assert(sequence->n_known < sequence->n_planned);
+    sequence->tokens[sequence->n_known++] = token;
+    if (ended || sequence->n_known == sequence->limit) {
+        sched_cache_full_pages(sched, seq);
+        sched_end(sched, seq, !ended);
         return SCHED_DONE;
     }
-    if (x->n_known == x->next_edge) {
-        if (!s->requests[x->request].exact) pred_reach(&s->pred, x->class, x->bucket + 1);
-        x->next_edge = x->n_prompt + s->pred.edge[++x->bucket + 1];
+    if (sequence->n_known == sequence->next_bucket_at) {
+        if (!sched->requests[sequence->request].fixed_len) pred_count_reached(&sched->predictor, sequence->length_class, sequence->length_bucket + 1);
+        sequence->next_bucket_at = sequence->n_prompt + sched->predictor.edge[++sequence->length_bucket + 1];
     }
-    if (x->n_known >= x->next_fill) sched_fill(s, q);
-    return SCHED_ON;
+    if (sequence->n_known >= sequence->next_full_page_at) sched_cache_full_pages(sched, seq);
+    return SCHED_CONTINUES;
 }
 
 /* ===========================================================================
@@ -10224,7 +10224,7 @@ static enum sched_result sched_commit(sched *s, int q, uint32_t ticket, int32_t 
  * A step that was built owes nothing to the scheduler: the pages that its spans read are copied, those of a shared span
  * once, those of each own span behind them. So any number of steps can be on their way while the next is planned.
  *
- * For stages of a pipeline a step is cut into parts, each a toka_step by itself (batch_split), that run one behind the other
+ * For stages of a pipeline a step is cut into parts, each a toka_step by itself (batch_make_micros), that run one behind the other
  * on every stage. A sequence that draws in part k cannot be fed again before part k has gone through all stages, so a stage
  * idles unless so many parts as there are stages lie between. Hence lanes: a sequence in decode has its rows in the same part
  * of every step, and begins in that in which its prompt ended. Prompts fill the lanes up to one level of cost, which spreads
@@ -10235,193 +10235,193 @@ static enum sched_result sched_commit(sched *s, int q, uint32_t ticket, int32_t 
  *      step N + 1  [ a b c | prompts ][ d e f | prompts ][ g h | prompts   ]
  *
  * So with one part more than there are stages what a part needs is one part's time old; with as many it has just been drawn. The
- * one more costs another reading of the weights, nothing where a part has rows enough (BATCH_FREE_ROWS).
+ * one more costs another reading of the weights, nothing where a part has rows enough (BATCH_COMPUTE_BOUND_ROWS).
  *
  * A row may only see K and V of earlier steps, of its own part and of parts before it. Only prompts see what this very step
  * computes, and they fill the lanes in the order in which the scheduler fed them; one may go on in the next lane.
  *
  * What always holds: for each row the spans cover positions 0 .. p exactly once, in rising kv0. No allocation after
- * batch_init, batch_step_init and batch_parts_init. Cost: O(rows + parts * running sequences + pages of their spans), and for
- * batch_split O(rows + parts * spans).
+ * batch_init, batch_step_init and batch_micros_init. Cost: O(rows + parts * running sequences + pages of their spans), and for
+ * batch_make_micros O(rows + parts * spans).
  * =========================================================================== */
 
 typedef struct batch_cost { /* of a backend's attention, in tokens of K and V read for one row */
     int merge_tok; /* merging one more partial result into a row */
     int span_tok;  /* one more span */
     int tile_rows; /* rows that one read of K and V serves */
-    int cut_tok;   /* a span may begin within a page, at a multiple of this; 0: no */
+    int span_align_tok;   /* a span may begin within a page, at a multiple of this; 0: no */
 } batch_cost;
 
-typedef struct batch_out { /* a row that yields a token, and for whom: what sched_commit wants to know */
-    int row, q;
-    uint32_t ticket;
-} batch_out;
+typedef struct batch_sample { /* a row that yields a token, and for whom: what sched_commit wants to know */
+    int row, seq;
+    uint32_t generation;
+} batch_sample;
 
-enum { BATCH_MAX_PARTS = 16,
-       BATCH_FREE_ROWS = 128 }; /* so many rows may take longer than reading the weights; of fewer, one part less is faster */
+enum { BATCH_MAX_MICROS = 16,
+       BATCH_COMPUTE_BOUND_ROWS = 128 }; /* so many rows may take longer than reading the weights; of fewer, one part less is faster */
 
-typedef struct batch_weight { /* what the parts of a step are balanced by */
+typedef struct batch_work { /* what the parts of a step are balanced by */
     int64_t row, pair, read; /* a row in one layer; a position that it sees; in a row of its own, which reads that for itself */
-} batch_weight;
+} batch_work;
 
 /* A step as it was built, valid until its owner builds another one into it. Its first n_spans - n_seq spans are shared ones,
  * then each sequence has one of its own; one whose rows are in several parts stands there several times. */
 typedef struct batch_step {
     toka_step step;            /* all but out, n_out and logits, which are the engine's */
-    int32_t *ids, *pos, *slot; /* [max_tokens] */
+    int32_t *ids, *pos, *kv_slot; /* [max_tokens] */
     int32_t *pages;            /* [max_entries][most pages of one + 1] if own spans read all, and of each group one twice */
     toka_span *spans;          /* [2 * max_entries] */
-    batch_out *outs;           /* [max_seqs] */
-    int *seq;                  /* [max_entries] slots of the sequences with rows, part by part in their order */
-    int *row0;                 /* [max_entries + 1] first row of each; T */
+    batch_sample *samples;           /* [max_seqs] */
+    int *chunk_seq;                  /* [max_entries] slots of the sequences with rows, part by part in their order */
+    int *chunk_row0;                 /* [max_entries + 1] first row of each; T */
     toka_copy *copies;         /* [max_seqs] */
-    int n_pages, n_out, n_seq, n_parts;
-    int seq0[BATCH_MAX_PARTS + 1]; /* [n_parts + 1] first entry of seq in each part; n_seq */
+    int n_pages, n_samples, n_chunks, n_micros;
+    int micro_chunk0[BATCH_MAX_MICROS + 1]; /* [n_parts + 1] first entry of seq in each part; n_seq */
 } batch_step;
 
-enum { BATCH_AHEAD = 8 }; /* sequences, and their rows of pages, lie far apart: they are asked for so many turns early */
+enum { BATCH_PREFETCH = 8 }; /* sequences, and their rows of pages, lie far apart: they are asked for so many turns early */
 
 typedef struct batch_node { /* a run of rows with its shared tokens, while the tree is built */
-    int lcp, row0, rows;
-    int reads; /* of these, if each child reads them by itself */
+    int n_common_tok, row0, n_rows;
+    int n_reads; /* of these, if each child reads them by itself */
     int parent;
-    int cover; /* leading tokens that shared spans cover, this node's included */
-    int q;     /* one that has them */
+    int covered_tok; /* leading tokens that shared spans cover, this node's included */
+    int seq;     /* one that has them */
 } batch_node;
 
-typedef struct batch_item { /* rows that a sequence has in one part */
-    int q, from, n_rows, lane;
-    int lcp; /* leading pages that all its rows and those of the item before it in this lane see */
-} batch_item;
+typedef struct batch_chunk { /* rows that a sequence has in one part */
+    int seq, from, n_rows, micro;
+    int n_common_pages; /* leading pages that all its rows and those of the item before it in this lane see */
+} batch_chunk;
 
-typedef struct batch_part { /* rows row0 .. row0+T-1 of a step */
+typedef struct batch_micro { /* rows row0 .. row0+T-1 of a step */
     toka_step step; /* its arrays are views of the whole step's; spans and out are copies with rows counted from row0 */
-    int row0, out0; /* out0: rows of out in the parts before it */
-} batch_part;
+    int row0, sample0; /* out0: rows of out in the parts before it */
+} batch_micro;
 
-typedef struct batch_parts {
-    batch_part part[BATCH_MAX_PARTS]; /* [n] */
+typedef struct batch_micros {
+    batch_micro micro[BATCH_MAX_MICROS]; /* [n] */
     int n;
     toka_span *spans;
-    toka_sample_row *out; /* [max_tokens] part by part */
-    int *pick;         /* [max_tokens] the whole step's out row i is number pick[i] there, and so is what was picked for it */
-} batch_parts;
+    toka_sample_row *sample_rows; /* [max_tokens] part by part */
+    int *sample_at;         /* [max_tokens] the whole step's out row i is number pick[i] there, and so is what was picked for it */
+} batch_micros;
 
-typedef struct batch { /* what building a step takes: the tree of this one, and who drew what in those before */
+typedef struct batch_builder { /* what building a step takes: the tree of this one, and who drew what in those before */
     batch_cost cost;
-    int *seq_node;             /* [max_entries] the node that each sequence of the step hangs on */
+    int *chunk_node;             /* [max_entries] the node that each sequence of the step hangs on */
     int n_nodes, n_closed, depth;
     batch_node *nodes;         /* [max_entries + 1] 0: the root, no page */
     int *stack, *closed;       /* [max_entries + 1] open nodes; nodes in the order in which they were closed, children first */
-    int stages, free_rows;     /* parts are wanted for so many stages; 1: a step is its only part. BATCH_FREE_ROWS or fewer */
-    batch_weight weight;
-    int n_lanes, n_items;      /* of this step; before it is built, of the one before */
-    uint8_t *lane;             /* [max_seqs] of a sequence in decode its lane, of one with a chunk in this step its last row's */
-    int cut_q[BATCH_MAX_PARTS]; /* [n_lanes] whose chunk goes on in the next lane, -1: nobody's */
-    int cut_at[BATCH_MAX_PARTS]; /* from which position */
-    batch_item *items;         /* [max_entries] in the order of chapter 14 */
-    int *sorted;               /* [max_entries] the same lane by lane */
-    int64_t number, *sampled;  /* of the part numbered last; [max_seqs] of that which drew the slot's last token */
-} batch;
+    int n_stages, compute_bound_rows;     /* parts are wanted for so many stages; 1: a step is its only part. BATCH_COMPUTE_BOUND_ROWS or fewer */
+    batch_work work;
+    int n_micros, n_chunks;      /* of this step; before it is built, of the one before */
+    uint8_t *seq_micro;             /* [max_seqs] of a sequence in decode its lane, of one with a chunk in this step its last row's */
+    int continued_seq[BATCH_MAX_MICROS]; /* [n_lanes] whose chunk goes on in the next lane, -1: nobody's */
+    int continued_from[BATCH_MAX_MICROS]; /* from which position */
+    batch_chunk *chunks;         /* [max_entries] in the order of chapter 14 */
+    int *sorted_chunks;               /* [max_entries] the same lane by lane */
+    int64_t last_number, *sampled_in;  /* of the part numbered last; [max_seqs] of that which drew the slot's last token */
+} batch_builder;
 
-static void batch_step_free(batch_step *d) {
-    free(d->ids), free(d->pos), free(d->slot), free(d->pages), free(d->spans), free(d->outs), free(d->seq), free(d->row0);
-    free(d->copies);
-    *d = (batch_step){0};
+static void batch_step_free(batch_step *built) {
+    free(built->ids), free(built->pos), free(built->kv_slot), free(built->pages), free(built->spans), free(built->samples), free(built->chunk_seq), free(built->chunk_row0);
+    free(built->copies);
+    *built = (batch_step){0};
 }
 
 /* Sequences with rows in one part of a step: prompts go on in the next lane at its end only. */
-static int batch_max_entries(const sched *s) { return s->c.max_seqs + BATCH_MAX_PARTS; }
+static int batch_max_chunks(const scheduler *sched) { return sched->config.max_seqs + BATCH_MAX_MICROS; }
 
 /* Fails when there is not the memory for the pages of so many sequences of such a length; nothing is held then. */
-static int batch_step_init(batch_step *d, const sched *s, toka_err *e) {
-    size_t ns = (size_t)batch_max_entries(s), nt = (size_t)s->c.max_tokens, n_pages = ns * ((size_t)s->kv.cap + 1);
-    *d = (batch_step){.pages = n_pages <= INT_MAX ? mem_try(n_pages, sizeof *d->pages) : NULL}; /* touched as far as spans need */
-    if (!d->pages)
+static int batch_step_init(batch_step *built, const scheduler *sched, toka_err *e) {
+    size_t max_chunks = (size_t)batch_max_chunks(sched), max_tokens = (size_t)sched->config.max_tokens, n_pages = max_chunks * ((size_t)sched->kv.max_pages + 1);
+    *built = (batch_step){.pages = n_pages <= INT_MAX ? mem_try(n_pages, sizeof *built->pages) : NULL}; /* touched as far as spans need */
+    if (!built->pages)
         return fail(e, TOKA_E_MEMORY, "no memory for the pages that a step of %d sequences of up to %d tokens reads",
-                    s->c.max_seqs, s->c.max_len);
-    d->ids = mem_alloc(nt * sizeof *d->ids), d->pos = mem_alloc(nt * sizeof *d->pos), d->slot = mem_alloc(nt * sizeof *d->slot);
-    d->spans = mem_alloc(2 * ns * sizeof *d->spans), d->outs = mem_alloc(ns * sizeof *d->outs);
-    d->seq = mem_alloc(ns * sizeof *d->seq), d->row0 = mem_alloc((ns + 1) * sizeof *d->row0);
-    d->copies = mem_alloc(ns * sizeof *d->copies);
+                    sched->config.max_seqs, sched->config.max_len);
+    built->ids = mem_alloc(max_tokens * sizeof *built->ids), built->pos = mem_alloc(max_tokens * sizeof *built->pos), built->kv_slot = mem_alloc(max_tokens * sizeof *built->kv_slot);
+    built->spans = mem_alloc(2 * max_chunks * sizeof *built->spans), built->samples = mem_alloc(max_chunks * sizeof *built->samples);
+    built->chunk_seq = mem_alloc(max_chunks * sizeof *built->chunk_seq), built->chunk_row0 = mem_alloc((max_chunks + 1) * sizeof *built->chunk_row0);
+    built->copies = mem_alloc(max_chunks * sizeof *built->copies);
     return 0;
 }
 
-static void batch_free(batch *b) {
-    free(b->seq_node), free(b->nodes), free(b->stack), free(b->closed);
-    free(b->sampled), free(b->lane), free(b->items), free(b->sorted);
-    *b = (batch){0};
+static void batch_free(batch_builder *builder) {
+    free(builder->chunk_node), free(builder->nodes), free(builder->stack), free(builder->closed);
+    free(builder->sampled_in), free(builder->seq_micro), free(builder->chunks), free(builder->sorted_chunks);
+    *builder = (batch_builder){0};
 }
 
-static void batch_init(batch *b, const sched *s, batch_cost cost) {
-    size_t ns = (size_t)s->c.max_seqs, ne = (size_t)batch_max_entries(s);
+static void batch_init(batch_builder *builder, const scheduler *sched, batch_cost cost) {
+    size_t max_seqs = (size_t)sched->config.max_seqs, max_chunks = (size_t)batch_max_chunks(sched);
     assert(cost.tile_rows > 0);
-    *b = (batch){.cost = cost, .stages = 1, .free_rows = BATCH_FREE_ROWS};
-    b->seq_node = mem_alloc(ne * sizeof *b->seq_node), b->nodes = mem_alloc((ne + 1) * sizeof *b->nodes);
-    b->stack = mem_alloc((ne + 1) * sizeof *b->stack), b->closed = mem_alloc((ne + 1) * sizeof *b->closed);
-    b->sampled = mem_zalloc(ns * sizeof *b->sampled);
-    b->lane = mem_zalloc(ns), b->items = mem_alloc(ne * sizeof *b->items), b->sorted = mem_alloc(ne * sizeof *b->sorted);
+    *builder = (batch_builder){.cost = cost, .n_stages = 1, .compute_bound_rows = BATCH_COMPUTE_BOUND_ROWS};
+    builder->chunk_node = mem_alloc(max_chunks * sizeof *builder->chunk_node), builder->nodes = mem_alloc((max_chunks + 1) * sizeof *builder->nodes);
+    builder->stack = mem_alloc((max_chunks + 1) * sizeof *builder->stack), builder->closed = mem_alloc((max_chunks + 1) * sizeof *builder->closed);
+    builder->sampled_in = mem_zalloc(max_seqs * sizeof *builder->sampled_in);
+    builder->seq_micro = mem_zalloc(max_seqs), builder->chunks = mem_alloc(max_chunks * sizeof *builder->chunks), builder->sorted_chunks = mem_alloc(max_chunks * sizeof *builder->sorted_chunks);
 }
 
 /* ---- Rows ---- */
 
 /* The rows of an item, behind those that d has. */
-static void batch_rows(batch_step *d, const sched *s, const batch_item *it) {
-    const sched_seq *x = &s->seqs[it->q];
-    const int *row = kv_row(&s->kv, it->q);
-    int B = s->c.B, t = d->step.T, i = it->from / B, offset = it->from - i * B, end = it->from + it->n_rows;
-    for (int p = it->from; p < end; p++, t++, offset++) {
-        if (offset == B) offset = 0, i++;
-        int page = x->is_chunk ? row[i] : x->page; /* its row of pages may not be in the cache yet */
-        d->ids[t] = p < x->n_known ? x->tokens[p] : -1 - it->q;
-        d->pos[t] = p;
-        d->slot[t] = page * B + offset;
+static void batch_add_rows(batch_step *built, const scheduler *sched, const batch_chunk *chunk) {
+    const sched_seq *sequence = &sched->seqs[chunk->seq];
+    const int *table = kv_block_table(&sched->kv, chunk->seq);
+    int B = sched->config.B, row = built->step.T, page_index = chunk->from / B, offset = chunk->from - page_index * B, end = chunk->from + chunk->n_rows;
+    for (int pos = chunk->from; pos < end; pos++, row++, offset++) {
+        if (offset == B) offset = 0, page_index++;
+        int page = sequence->is_prefill ? table[page_index] : sequence->last_page; /* its row of pages may not be in the cache yet */
+        built->ids[row] = pos < sequence->n_known ? sequence->tokens[pos] : -1 - chunk->seq;
+        built->pos[row] = pos;
+        built->kv_slot[row] = page * B + offset;
     }
-    d->step.T = t;
-    if (x->yields && end == x->from + x->n_rows) d->outs[d->n_out++] = (batch_out){t - 1, it->q, x->ticket};
+    built->step.T = row;
+    if (sequence->is_sampled && end == sequence->from + sequence->n_rows) built->samples[built->n_samples++] = (batch_sample){row - 1, chunk->seq, sequence->generation};
 }
 
 /* ---- Lanes ---- */
 
-static int64_t batch_row_cost(batch_weight w, int pos) { return w.row + w.pair * (pos + 1); }
-static int64_t batch_decode_cost(batch_weight w, const sched_seq *x) {
-    return batch_row_cost(w, x->from) + w.read * (x->from + 1);
+static int64_t batch_row_cost(batch_work work, int pos) { return work.row + work.pair * (pos + 1); }
+static int64_t batch_decode_cost(batch_work work, const sched_seq *sequence) {
+    return batch_row_cost(work, sequence->from) + work.read * (sequence->from + 1);
 }
 
 /* Up to which cost lanes are filled when `more` is to be spread over them: none that is above it gets any. */
-static int64_t batch_level(const int64_t *cost, int n, int64_t more) {
+static int64_t batch_water_level(const int64_t *cost, int n_micros, int64_t to_add) {
     for (int64_t level = INT64_MAX;;) {
-        int64_t sum = more;
-        int m = 0;
-        for (int k = 0; k < n; k++)
-            if (cost[k] <= level) sum += cost[k], m++;
-        if ((sum + m - 1) / m >= level) return level;
-        level = (sum + m - 1) / m;
+        int64_t sum = to_add;
+        int n_below = 0;
+        for (int micro = 0; micro < n_micros; micro++)
+            if (cost[micro] <= level) sum += cost[micro], n_below++;
+        if ((sum + n_below - 1) / n_below >= level) return level;
+        level = (sum + n_below - 1) / n_below;
     }
 }
 
 /* Costs of the lanes and, in *more, of all chunks. Returns the rows of the step. */
-static int batch_weigh(batch *b, const sched *s, int64_t *cost, int64_t *more) {
-    int rows = 0;
-    memset(cost, 0, BATCH_MAX_PARTS * sizeof *cost), *more = 0;
-    for (int q = 0; q < s->c.max_seqs; q++) {
-        const sched_seq *x = &s->seqs[q];
-        if (!x->n_rows) continue;
-        rows += x->n_rows;
-        if (!x->is_chunk) cost[b->lane[q]] += batch_decode_cost(b->weight, x);
-        for (int p = x->from; x->is_chunk && p < x->from + x->n_rows; p++) *more += batch_row_cost(b->weight, p);
+static int batch_micro_costs(batch_builder *builder, const scheduler *sched, int64_t *cost, int64_t *prefill_cost) {
+    int n_rows = 0;
+    memset(cost, 0, BATCH_MAX_MICROS * sizeof *cost), *prefill_cost = 0;
+    for (int seq = 0; seq < sched->config.max_seqs; seq++) {
+        const sched_seq *sequence = &sched->seqs[seq];
+        if (!sequence->n_rows) continue;
+        n_rows += sequence->n_rows;
+        if (!sequence->is_prefill) cost[builder->seq_micro[seq]] += batch_decode_cost(builder->work, sequence);
+        for (int pos = sequence->from; sequence->is_prefill && pos < sequence->from + sequence->n_rows; pos++) *prefill_cost += batch_row_cost(builder->work, pos);
     }
-    return rows;
+    return n_rows;
 }
 
 /* What lanes above the mean have too much goes to those beside them: how much of lane k to the next and to the one before. */
-static void batch_flows(int64_t *cost, int n, int64_t mean, int64_t *next, int64_t *before) {
-    int64_t own[BATCH_MAX_PARTS];
-    for (int k = 0; k < n; k++) own[k] = cost[k], next[k] = before[k] = 0;
-    for (int k = 0; k < n - 1; k++) next[k] = MAX(0, MIN(cost[k] - mean, own[k])), cost[k] -= next[k], cost[k + 1] += next[k];
-    for (int k = n - 1; k > 0; k--) {
-        before[k] = MAX(0, MIN(cost[k] - mean, own[k] - next[k]));
-        cost[k] -= before[k], cost[k - 1] += before[k];
+static void batch_balance_flows(int64_t *cost, int n_micros, int64_t mean, int64_t *to_next, int64_t *to_prev) {
+    int64_t original[BATCH_MAX_MICROS];
+    for (int micro = 0; micro < n_micros; micro++) original[micro] = cost[micro], to_next[micro] = to_prev[micro] = 0;
+    for (int micro = 0; micro < n_micros - 1; micro++) to_next[micro] = MAX(0, MIN(cost[micro] - mean, original[micro])), cost[micro] -= to_next[micro], cost[micro + 1] += to_next[micro];
+    for (int micro = n_micros - 1; micro > 0; micro--) {
+        to_prev[micro] = MAX(0, MIN(cost[micro] - mean, original[micro] - to_next[micro]));
+        cost[micro] -= to_prev[micro], cost[micro - 1] += to_prev[micro];
     }
 }
 
@@ -10429,284 +10429,284 @@ static void batch_flows(int64_t *cost, int n, int64_t mean, int64_t *next, int64
  * lane in which that cannot have gone through all stages is entered only to be rid of an eighth too much: that costs the first
  * stage one part's time, once. Where there are fewer lanes than stages the first stage waits for every part, and they stay where
  * they are. Returns in cost what the lanes have then. */
-static void batch_even(batch *b, const sched *s, int n, int n_before, int64_t mean, int64_t *cost) {
-    int64_t next[BATCH_MAX_PARTS], before[BATCH_MAX_PARTS];
-    bool pays[BATCH_MAX_PARTS];
-    batch_flows(cost, n, mean, next, before);
-    for (int k = 0; k < n; k++) pays[k] = before[k] > mean / 8, cost[k] = 0;
-    for (int q = s->kv.seqs[s->c.max_seqs].next; q != s->c.max_seqs; q = s->kv.seqs[q].next) {
-        const sched_seq *x = &s->seqs[q];
-        if (!x->n_rows || x->is_chunk) continue;
-        const int least = b->lane[q] + MIN(b->stages - n_before, 0);
-        const int64_t c = batch_decode_cost(b->weight, x);
-        int k = MIN((int)b->lane[q], n - 1);
-        if (next[k] >= c) next[k++] -= c;
-        else if (before[k] >= c && (k > least || pays[k])) before[k--] -= c;
-        b->lane[q] = (uint8_t)k, cost[k] += c;
+static void batch_rebalance_decode(batch_builder *builder, const scheduler *sched, int n_micros, int n_micros_before, int64_t mean, int64_t *cost) {
+    int64_t to_next[BATCH_MAX_MICROS], to_prev[BATCH_MAX_MICROS];
+    bool worth_it[BATCH_MAX_MICROS];
+    batch_balance_flows(cost, n_micros, mean, to_next, to_prev);
+    for (int micro = 0; micro < n_micros; micro++) worth_it[micro] = to_prev[micro] > mean / 8, cost[micro] = 0;
+    for (int seq = sched->kv.seqs[sched->config.max_seqs].next; seq != sched->config.max_seqs; seq = sched->kv.seqs[seq].next) {
+        const sched_seq *sequence = &sched->seqs[seq];
+        if (!sequence->n_rows || sequence->is_prefill) continue;
+        const int min_micro = builder->seq_micro[seq] + MIN(builder->n_stages - n_micros_before, 0);
+        const int64_t row_cost = batch_decode_cost(builder->work, sequence);
+        int micro = MIN((int)builder->seq_micro[seq], n_micros - 1);
+        if (to_next[micro] >= row_cost) to_next[micro++] -= row_cost;
+        else if (to_prev[micro] >= row_cost && (micro > min_micro || worth_it[micro])) to_prev[micro--] -= row_cost;
+        builder->seq_micro[seq] = (uint8_t)micro, cost[micro] += row_cost;
     }
 }
 
 /* Chunks, which cost `more` in all, fill the lanes up to one level, in the order in which they were fed. */
-static void batch_fill(batch *b, const sched *s, int n, int64_t more, int64_t *cost) {
-    int64_t level = batch_level(cost, n, more);
-    int k = 0;
-    for (int i = 0; i < s->n_fed; i++) {
-        const int q = s->fed[i];
-        const sched_seq *x = &s->seqs[q];
-        for (int p = x->from; p < x->from + x->n_rows; p++) {
-            const int64_t c = batch_row_cost(b->weight, p);
-            while (k < n - 1 && cost[k] + c / 2 > level) {
-                if (p > x->from) b->cut_q[k] = q, b->cut_at[k] = p;
-                k++, level = batch_level(cost + k, n - k, more);
+static void batch_place_prefill(batch_builder *builder, const scheduler *sched, int n_micros, int64_t prefill_cost, int64_t *cost) {
+    int64_t level = batch_water_level(cost, n_micros, prefill_cost);
+    int micro = 0;
+    for (int i = 0; i < sched->n_prefill_seqs; i++) {
+        const int seq = sched->prefill_seqs[i];
+        const sched_seq *sequence = &sched->seqs[seq];
+        for (int pos = sequence->from; pos < sequence->from + sequence->n_rows; pos++) {
+            const int64_t row_cost = batch_row_cost(builder->work, pos);
+            while (micro < n_micros - 1 && cost[micro] + row_cost / 2 > level) {
+                if (pos > sequence->from) builder->continued_seq[micro] = seq, builder->continued_from[micro] = pos;
+                micro++, level = batch_water_level(cost + micro, n_micros - micro, prefill_cost);
             }
-            cost[k] += c, more -= c;
+            cost[micro] += row_cost, prefill_cost -= row_cost;
         }
-        b->lane[q] = (uint8_t)k;
+        builder->seq_micro[seq] = (uint8_t)micro;
     }
 }
 
 /* Decides which rows of the step go into which lane. */
-static void batch_lanes(batch *b, const sched *s) {
-    int64_t cost[BATCH_MAX_PARTS], more, all;
-    const int n_before = b->n_lanes;
-    b->n_lanes = 1, b->cut_q[0] = -1;
-    if (b->stages == 1) return;
-    const int rows = batch_weigh(b, s, cost, &more);
-    const int n = MIN(MIN(b->stages + (rows >= (b->stages + 1) * b->free_rows), BATCH_MAX_PARTS), MAX(rows, 1));
-    all = more;
-    for (int k = 0; k < BATCH_MAX_PARTS; k++) all += cost[k];
-    for (int k = n; k < BATCH_MAX_PARTS; k++) cost[n - 1] += cost[k];
-    batch_even(b, s, n, n_before, all / n, cost);
-    for (int k = 0; k < n; k++) b->cut_q[k] = -1;
-    batch_fill(b, s, n, more, cost);
-    b->n_lanes = n;
+static void batch_assign_micros(batch_builder *builder, const scheduler *sched) {
+    int64_t cost[BATCH_MAX_MICROS], prefill_cost, total;
+    const int n_micros_before = builder->n_micros;
+    builder->n_micros = 1, builder->continued_seq[0] = -1;
+    if (builder->n_stages == 1) return;
+    const int n_rows = batch_micro_costs(builder, sched, cost, &prefill_cost);
+    const int n_micros = MIN(MIN(builder->n_stages + (n_rows >= (builder->n_stages + 1) * builder->compute_bound_rows), BATCH_MAX_MICROS), MAX(n_rows, 1));
+    total = prefill_cost;
+    for (int micro = 0; micro < BATCH_MAX_MICROS; micro++) total += cost[micro];
+    for (int micro = n_micros; micro < BATCH_MAX_MICROS; micro++) cost[n_micros - 1] += cost[micro];
+    batch_rebalance_decode(builder, sched, n_micros, n_micros_before, total / n_micros, cost);
+    for (int micro = 0; micro < n_micros; micro++) builder->continued_seq[micro] = -1;
+    batch_place_prefill(builder, sched, n_micros, prefill_cost, cost);
+    builder->n_micros = n_micros;
 }
 
 /* ---- Items ---- */
 
 /* What q has in this step: one item for each lane. since: [n_lanes] leading pages in common with the last item of each. */
-static void batch_put(batch *b, const sched *s, int q, int *since) {
-    const sched_seq *x = &s->seqs[q];
-    int k = b->lane[q], from = x->from, end = x->from + x->n_rows;
-    while (k > 0 && b->cut_q[k - 1] == q) k--;
-    for (; from < end; k++) {
-        const int to = b->cut_q[k] == q ? b->cut_at[k] : end, first = from / s->c.B;
+static void batch_chunks_of_seq(batch_builder *builder, const scheduler *sched, int seq, int *common_pages) {
+    const sched_seq *sequence = &sched->seqs[seq];
+    int micro = builder->seq_micro[seq], from = sequence->from, end = sequence->from + sequence->n_rows;
+    while (micro > 0 && builder->continued_seq[micro - 1] == seq) micro--;
+    for (; from < end; micro++) {
+        const int to = builder->continued_seq[micro] == seq ? builder->continued_from[micro] : end, first_page = from / sched->config.B;
         if (to == from) continue; /* a lane that was full */
-        b->items[b->n_items++] = (batch_item){q, from, to - from, k, MIN(since[k], first)};
-        since[k] = first, from = to;
+        builder->chunks[builder->n_chunks++] = (batch_chunk){seq, from, to - from, micro, MIN(common_pages[micro], first_page)};
+        common_pages[micro] = first_page, from = to;
     }
 }
 
 /* All items in the order of chapter 14, which is nearly that of the step before. */
-static void batch_items(batch *b, const sched *s) {
-    const kv_seq *k = s->kv.seqs;
-    const int n_before = b->n_items;
-    int since[BATCH_MAX_PARTS] = {0};
-    b->n_items = 0;
-    for (int q = k[s->c.max_seqs].next; q != s->c.max_seqs; q = k[q].next) {
-        const int far = b->n_items + BATCH_AHEAD;
-        if (far < n_before) __builtin_prefetch(&s->seqs[b->items[far].q]), __builtin_prefetch(&k[b->items[far].q]);
-        for (int i = 0; i < b->n_lanes; i++) since[i] = MIN(since[i], k[q].lcp); /* only pages before all rows of both */
-        if (s->seqs[q].n_rows) batch_put(b, s, q, since);
+static void batch_collect_chunks(batch_builder *builder, const scheduler *sched) {
+    const kv_seq *order = sched->kv.seqs;
+    const int n_chunks_before = builder->n_chunks;
+    int common_pages[BATCH_MAX_MICROS] = {0};
+    builder->n_chunks = 0;
+    for (int seq = order[sched->config.max_seqs].next; seq != sched->config.max_seqs; seq = order[seq].next) {
+        const int ahead = builder->n_chunks + BATCH_PREFETCH;
+        if (ahead < n_chunks_before) __builtin_prefetch(&sched->seqs[builder->chunks[ahead].seq]), __builtin_prefetch(&order[builder->chunks[ahead].seq]);
+        for (int i = 0; i < builder->n_micros; i++) common_pages[i] = MIN(common_pages[i], order[seq].n_common_pages); /* only pages before all rows of both */
+        if (sched->seqs[seq].n_rows) batch_chunks_of_seq(builder, sched, seq, common_pages);
     }
 }
 
 /* Numbers of the items lane by lane, in their order. Lanes without any are left out. */
-static void batch_sort(batch *b, batch_step *d) {
-    int at[BATCH_MAX_PARTS + 1] = {0};
-    for (int i = 0; i < b->n_items; i++) at[b->items[i].lane + 1]++;
-    d->n_parts = 0;
-    for (int k = 0; k < b->n_lanes; k++) {
-        if (at[k + 1]) d->seq0[d->n_parts++] = at[k];
-        at[k + 1] += at[k];
+static void batch_sort_chunks(batch_builder *builder, batch_step *built) {
+    int first[BATCH_MAX_MICROS + 1] = {0};
+    for (int i = 0; i < builder->n_chunks; i++) first[builder->chunks[i].micro + 1]++;
+    built->n_micros = 0;
+    for (int micro = 0; micro < builder->n_micros; micro++) {
+        if (first[micro + 1]) built->micro_chunk0[built->n_micros++] = first[micro];
+        first[micro + 1] += first[micro];
     }
-    d->seq0[d->n_parts] = b->n_items;
-    for (int i = 0; i < b->n_items; i++) b->sorted[at[b->items[i].lane]++] = i;
+    built->micro_chunk0[built->n_micros] = builder->n_chunks;
+    for (int i = 0; i < builder->n_chunks; i++) builder->sorted_chunks[first[builder->chunks[i].micro]++] = i;
 }
 
 /* ---- The tree of intervals ---- */
 
-static int batch_reads(const batch *b, int rows) { return (rows + b->cost.tile_rows - 1) / b->cost.tile_rows; }
+static int batch_tile_reads(const batch_builder *builder, int n_rows) { return (n_rows + builder->cost.tile_rows - 1) / builder->cost.tile_rows; }
 
 /* A run of rows that is complete hangs below node `parent`. */
-static void batch_hang(batch *b, int parent, int row0, int rows, int q) {
-    batch_node *n = &b->nodes[parent];
-    if (!n->rows) n->row0 = row0, n->q = q;
-    n->rows += rows, n->reads += batch_reads(b, rows);
+static void batch_attach(batch_builder *builder, int parent, int row0, int n_rows, int seq) {
+    batch_node *node = &builder->nodes[parent];
+    if (!node->n_rows) node->row0 = row0, node->seq = seq;
+    node->n_rows += n_rows, node->n_reads += batch_tile_reads(builder, n_rows);
 }
 
 /* Leading tokens before all rows of both that an item has in common with the one before it. */
-static int batch_common(const batch *b, const batch_step *d, const sched *s, const batch_item *it) {
-    const int e = d->n_seq - 1, cut = b->cost.cut_tok;
-    const sched_seq *x = &s->seqs[it->q], *y = &s->seqs[d->seq[e]];
-    int prompt = x->n_prompt - 1; /* the last token of which is the first row of every sample */
-    bool alike = x->request == y->request || (x->alike && x->alike == y->alike);
-    bool past = alike && MIN(it->from, d->pos[d->row0[e]]) >= prompt;
-    bool tail = cut && past && !sched_alone(s, x) && !sched_alone(s, y) && it->lcp == prompt / s->c.B;
-    return tail ? prompt / cut * cut : it->lcp * s->c.B;
+static int batch_common_tok(const batch_builder *builder, const batch_step *built, const scheduler *sched, const batch_chunk *chunk) {
+    const int last = built->n_chunks - 1, align_tok = builder->cost.span_align_tok;
+    const sched_seq *sequence = &sched->seqs[chunk->seq], *other = &sched->seqs[built->chunk_seq[last]];
+    int prompt_tok = sequence->n_prompt - 1; /* the last token of which is the first row of every sample */
+    bool same_prompt = sequence->request == other->request || (sequence->prompt_group && sequence->prompt_group == other->prompt_group);
+    bool past_prompt = same_prompt && MIN(chunk->from, built->pos[built->chunk_row0[last]]) >= prompt_tok;
+    bool shares_tail = align_tok && past_prompt && !sched_is_unshared(sched, sequence) && !sched_is_unshared(sched, other) && chunk->n_common_pages == prompt_tok / sched->config.B;
+    return shares_tail ? prompt_tok / align_tok * align_tok : chunk->n_common_pages * sched->config.B;
 }
 
 /* The next sequence has l tokens in common with the last one of d, so every run with more is complete. The run that ends
  * with it (first it alone, then the nodes that close) is hung below what is left open. */
-static void batch_next(batch *b, const batch_step *d, int l) {
-    int child = -1, e = d->n_seq - 1, q = d->seq[e], row0 = d->row0[e], rows = d->step.T - row0;
+static void batch_close_nodes(batch_builder *builder, const batch_step *built, int n_common_tok) {
+    int child = -1, chunk = built->n_chunks - 1, seq = built->chunk_seq[chunk], row0 = built->chunk_row0[chunk], n_rows = built->step.T - row0;
     for (;;) {
-        int top = b->stack[b->depth - 1];
-        if (b->nodes[top].lcp < l) {
-            top = ++b->n_nodes;
-            b->nodes[top] = (batch_node){.lcp = l};
-            b->stack[b->depth++] = top;
+        int top = builder->stack[builder->depth - 1];
+        if (builder->nodes[top].n_common_tok < n_common_tok) {
+            top = ++builder->n_nodes;
+            builder->nodes[top] = (batch_node){.n_common_tok = n_common_tok};
+            builder->stack[builder->depth++] = top;
         }
-        batch_hang(b, top, row0, rows, q);
-        if (child < 0) b->seq_node[e] = top;
-        else b->nodes[child].parent = top;
-        if (b->nodes[top].lcp == l) return;
-        b->depth--;
-        b->closed[b->n_closed++] = child = top;
-        row0 = b->nodes[top].row0, rows = b->nodes[top].rows;
+        batch_attach(builder, top, row0, n_rows, seq);
+        if (child < 0) builder->chunk_node[chunk] = top;
+        else builder->nodes[child].parent = top;
+        if (builder->nodes[top].n_common_tok == n_common_tok) return;
+        builder->depth--;
+        builder->closed[builder->n_closed++] = child = top;
+        row0 = builder->nodes[top].row0, n_rows = builder->nodes[top].n_rows;
     }
 }
 
 /* ---- Spans ---- */
 
 /* A span over n_rows rows, over positions from .. to-1 of q. */
-static void batch_span(batch_step *d, const sched *s, int row0, int n_rows, int q, int from, int to) {
-    int first = from / s->c.B, n = kv_pages_for(&s->kv, to) - first;
-    memcpy(d->pages + d->n_pages, kv_row(&s->kv, q) + first, (size_t)n * sizeof *d->pages);
-    d->spans[d->step.n_spans++] = (toka_span){row0, n_rows, d->n_pages, from, to - from};
-    d->n_pages += n;
+static void batch_add_span(batch_step *built, const scheduler *sched, int row0, int n_rows, int seq, int from, int to) {
+    int first_page = from / sched->config.B, n_pages = kv_pages_for(&sched->kv, to) - first_page;
+    memcpy(built->pages + built->n_pages, kv_block_table(&sched->kv, seq) + first_page, (size_t)n_pages * sizeof *built->pages);
+    built->spans[built->step.n_spans++] = (toka_span){row0, n_rows, built->n_pages, from, to - from};
+    built->n_pages += n_pages;
 }
 
 /* Every sequence's own span, over what no shared one covers. */
-static void batch_own_spans(const batch *b, batch_step *d, const sched *s) {
-    for (int e = 0, far = BATCH_AHEAD; e < d->n_seq; e++, far++) {
-        if (far < d->n_seq) __builtin_prefetch(kv_row(&s->kv, d->seq[far]) + b->nodes[b->seq_node[far]].cover / s->c.B);
-        int row0 = d->row0[e], end = d->row0[e + 1];
-        batch_span(d, s, row0, end - row0, d->seq[e], b->nodes[b->seq_node[e]].cover, d->pos[end - 1] + 1);
+static void batch_own_spans(const batch_builder *builder, batch_step *built, const scheduler *sched) {
+    for (int chunk = 0, ahead = BATCH_PREFETCH; chunk < built->n_chunks; chunk++, ahead++) {
+        if (ahead < built->n_chunks) __builtin_prefetch(kv_block_table(&sched->kv, built->chunk_seq[ahead]) + builder->nodes[builder->chunk_node[ahead]].covered_tok / sched->config.B);
+        int row0 = built->chunk_row0[chunk], end = built->chunk_row0[chunk + 1];
+        batch_add_span(built, sched, row0, end - row0, built->chunk_seq[chunk], builder->nodes[builder->chunk_node[chunk]].covered_tok, built->pos[end - 1] + 1);
     }
 }
 
 /* Decides from the top which nodes get a span; then every sequence its own. */
-static void batch_spans(batch *b, batch_step *d, const sched *s) {
-    const batch_cost *c = &b->cost;
-    for (int i = b->n_closed - 1; i >= 0; i--) {
-        batch_node *n = &b->nodes[b->closed[i]];
-        n->cover = b->nodes[n->parent].cover;
-        int64_t saved = (int64_t)(n->reads - batch_reads(b, n->rows)) * (n->lcp - n->cover);
-        if (saved <= (int64_t)c->merge_tok * n->rows + c->span_tok) continue;
-        batch_span(d, s, n->row0, n->rows, n->q, n->cover, n->lcp);
-        n->cover = n->lcp;
+static void batch_choose_spans(batch_builder *builder, batch_step *built, const scheduler *sched) {
+    const batch_cost *cost = &builder->cost;
+    for (int i = builder->n_closed - 1; i >= 0; i--) {
+        batch_node *node = &builder->nodes[builder->closed[i]];
+        node->covered_tok = builder->nodes[node->parent].covered_tok;
+        int64_t saved = (int64_t)(node->n_reads - batch_tile_reads(builder, node->n_rows)) * (node->n_common_tok - node->covered_tok);
+        if (saved <= (int64_t)cost->merge_tok * node->n_rows + cost->span_tok) continue;
+        batch_add_span(built, sched, node->row0, node->n_rows, node->seq, node->covered_tok, node->n_common_tok);
+        node->covered_tok = node->n_common_tok;
     }
-    batch_own_spans(b, d, s);
+    batch_own_spans(builder, built, sched);
 }
 
 /* ---- A step ---- */
 
-static void batch_begin(batch *b, batch_step *d) {
-    d->step = (toka_step){.ids = d->ids, .pos = d->pos, .kv_slot = d->slot, .pages = d->pages, .spans = d->spans};
-    d->n_seq = d->n_out = d->n_pages = d->row0[0] = b->n_nodes = b->n_closed = 0, b->depth = 1, b->stack[0] = 0;
-    b->nodes[0] = (batch_node){0};
+static void batch_begin(batch_builder *builder, batch_step *built) {
+    built->step = (toka_step){.ids = built->ids, .pos = built->pos, .kv_slot = built->kv_slot, .pages = built->pages, .spans = built->spans};
+    built->n_chunks = built->n_samples = built->n_pages = built->chunk_row0[0] = builder->n_nodes = builder->n_closed = 0, builder->depth = 1, builder->stack[0] = 0;
+    builder->nodes[0] = (batch_node){0};
 }
 
 /* The rows of an item, behind those that d has. apart: they share no spans with these. */
-static void batch_add(batch *b, batch_step *d, const sched *s, const batch_item *it, bool apart) {
-    if (d->n_seq) batch_next(b, d, apart ? 0 : batch_common(b, d, s, it));
-    batch_rows(d, s, it);
-    d->seq[d->n_seq++] = it->q, d->row0[d->n_seq] = d->step.T;
+static void batch_append_chunk(batch_builder *builder, batch_step *built, const scheduler *sched, const batch_chunk *chunk, bool new_micro) {
+    if (built->n_chunks) batch_close_nodes(builder, built, new_micro ? 0 : batch_common_tok(builder, built, sched, chunk));
+    batch_add_rows(built, sched, chunk);
+    built->chunk_seq[built->n_chunks++] = chunk->seq, built->chunk_row0[built->n_chunks] = built->step.T;
 }
 
 /* Builds the step that sched_plan just planned. */
-static void batch_build(batch *b, batch_step *d, const sched *s) {
-    batch_begin(b, d);
-    batch_lanes(b, s);
-    batch_items(b, s);
-    batch_sort(b, d);
-    for (int i = 0, part = 0; i < b->n_items; i++) {
-        const bool apart = i == d->seq0[part];
-        part += apart;
-        batch_add(b, d, s, &b->items[b->sorted[i]], apart);
+static void batch_build(batch_builder *builder, batch_step *built, const scheduler *sched) {
+    batch_begin(builder, built);
+    batch_assign_micros(builder, sched);
+    batch_collect_chunks(builder, sched);
+    batch_sort_chunks(builder, built);
+    for (int i = 0, micro = 0; i < builder->n_chunks; i++) {
+        const bool new_micro = i == built->micro_chunk0[micro];
+        micro += new_micro;
+        batch_append_chunk(builder, built, sched, &builder->chunks[builder->sorted_chunks[i]], new_micro);
     }
-    if (d->n_seq) batch_next(b, d, 0);
-    d->step.n_copies = s->n_copies, d->step.copies = d->copies;
-    memcpy(d->copies, s->copies, (size_t)s->n_copies * sizeof *d->copies);
-    batch_spans(b, d, s);
+    if (built->n_chunks) batch_close_nodes(builder, built, 0);
+    built->step.n_copies = sched->n_copies, built->step.copies = built->copies;
+    memcpy(built->copies, sched->copies, (size_t)sched->n_copies * sizeof *built->copies);
+    batch_choose_spans(builder, built, sched);
 }
 
 /* ---- Parts ---- */
 
-static void batch_parts_free(batch_parts *p) {
-    free(p->spans), free(p->out), free(p->pick);
-    *p = (batch_parts){0};
+static void batch_micros_free(batch_micros *micros) {
+    free(micros->spans), free(micros->sample_rows), free(micros->sample_at);
+    *micros = (batch_micros){0};
 }
 
 /* Fails when there is not the memory for the spans of so many sequences; nothing is held then. */
-static int batch_parts_init(batch_parts *p, const sched *s, toka_err *e) {
-    size_t ne = (size_t)batch_max_entries(s), nt = (size_t)s->c.max_tokens;
-    *p = (batch_parts){.spans = mem_try(2 * ne, sizeof *p->spans)};
-    if (!p->spans) return fail(e, TOKA_E_MEMORY, "no memory for the parts of a step of %d sequences", s->c.max_seqs);
-    p->out = mem_alloc(nt * sizeof *p->out), p->pick = mem_alloc(nt * sizeof *p->pick);
+static int batch_micros_init(batch_micros *micros, const scheduler *sched, toka_err *e) {
+    size_t max_chunks = (size_t)batch_max_chunks(sched), max_tokens = (size_t)sched->config.max_tokens;
+    *micros = (batch_micros){.spans = mem_try(2 * max_chunks, sizeof *micros->spans)};
+    if (!micros->spans) return fail(e, TOKA_E_MEMORY, "no memory for the parts of a step of %d sequences", sched->config.max_seqs);
+    micros->sample_rows = mem_alloc(max_tokens * sizeof *micros->sample_rows), micros->sample_at = mem_alloc(max_tokens * sizeof *micros->sample_at);
     return 0;
 }
 
 /* The part of entries e .. end-1 of the step's; its spans go to `spans`. */
-static batch_part batch_part_of(const batch_step *d, toka_span *spans, int e, int end) {
-    const toka_step *s = &d->step;
-    const toka_span *own = s->spans + s->n_spans - d->n_seq;
-    const int row0 = d->row0[e], row_end = d->row0[end];
-    batch_part p = {.row0 = row0};
-    p.step = (toka_step){.T = row_end - row0, .ids = s->ids + row0, .pos = s->pos + row0, .kv_slot = s->kv_slot + row0,
-                         .pages = s->pages, .spans = spans};
-    for (const toka_span *sp = s->spans; sp < own; sp++)
-        if (sp->row0 >= row0 && sp->row0 < row_end) spans[p.step.n_spans++] = *sp;
-    memcpy(spans + p.step.n_spans, own + e, (size_t)(end - e) * sizeof *spans), p.step.n_spans += end - e;
-    for (int i = 0; i < p.step.n_spans; i++) spans[i].row0 -= row0;
-    return p;
+static batch_micro batch_make_micro(const batch_step *built, toka_span *spans, int chunk, int chunk_end) {
+    const toka_step *step = &built->step;
+    const toka_span *own_spans = step->spans + step->n_spans - built->n_chunks;
+    const int row0 = built->chunk_row0[chunk], row_end = built->chunk_row0[chunk_end];
+    batch_micro micro = {.row0 = row0};
+    micro.step = (toka_step){.T = row_end - row0, .ids = step->ids + row0, .pos = step->pos + row0, .kv_slot = step->kv_slot + row0,
+                         .pages = step->pages, .spans = spans};
+    for (const toka_span *span = step->spans; span < own_spans; span++)
+        if (span->row0 >= row0 && span->row0 < row_end) spans[micro.step.n_spans++] = *span;
+    memcpy(spans + micro.step.n_spans, own_spans + chunk, (size_t)(chunk_end - chunk) * sizeof *spans), micro.step.n_spans += chunk_end - chunk;
+    for (int i = 0; i < micro.step.n_spans; i++) spans[i].row0 -= row0;
+    return micro;
 }
 
 /* The part with this row; k: one that it may be in or behind. */
-static int batch_find(const batch_parts *p, int row, int k) {
-    if (row < p->part[k].row0) k = 0;
-    while (k + 1 < p->n && row >= p->part[k + 1].row0) k++;
-    return k;
+static int batch_find_micro(const batch_micros *micros, int row, int micro) {
+    if (row < micros->micro[micro].row0) micro = 0;
+    while (micro + 1 < micros->n && row >= micros->micro[micro + 1].row0) micro++;
+    return micro;
 }
 
-static void batch_part_outs(batch_parts *p, const toka_step *s) {
-    int n = 0;
-    for (int i = 0, k = 0; i < s->n_samples; i++) k = batch_find(p, s->samples[i].row, k), p->part[k].step.n_samples++;
-    for (int k = 0; k < p->n; n += p->part[k++].step.n_samples) p->part[k].out0 = n, p->part[k].step.samples = p->out + n;
-    for (int k = 0; k < p->n; k++) p->part[k].step.n_samples = 0;
-    for (int i = 0, k = 0; i < s->n_samples; i++) {
-        k = batch_find(p, s->samples[i].row, k);
-        batch_part *a = &p->part[k];
-        p->pick[i] = a->out0 + a->step.n_samples++;
-        p->out[p->pick[i]] = s->samples[i], p->out[p->pick[i]].row -= a->row0;
+static void batch_micro_samples(batch_micros *micros, const toka_step *step) {
+    int n_samples = 0;
+    for (int i = 0, micro = 0; i < step->n_samples; i++) micro = batch_find_micro(micros, step->samples[i].row, micro), micros->micro[micro].step.n_samples++;
+    for (int micro = 0; micro < micros->n; n_samples += micros->micro[micro++].step.n_samples) micros->micro[micro].sample0 = n_samples, micros->micro[micro].step.samples = micros->sample_rows + n_samples;
+    for (int micro = 0; micro < micros->n; micro++) micros->micro[micro].step.n_samples = 0;
+    for (int i = 0, micro = 0; i < step->n_samples; i++) {
+        micro = batch_find_micro(micros, step->samples[i].row, micro);
+        batch_micro *dest = &micros->micro[micro];
+        micros->sample_at[i] = dest->sample0 + dest->step.n_samples++;
+        micros->sample_rows[micros->sample_at[i]] = step->samples[i], micros->sample_rows[micros->sample_at[i]].row -= dest->row0;
     }
 }
 
 /* Numbers the parts on from those of the steps before; what each needs is the last one that drew a token it is fed. */
-static void batch_number(batch *b, batch_parts *p, const batch_step *d) {
-    for (int k = 0; k < p->n; k++) {
-        toka_step *a = &p->part[k].step;
-        a->number = ++b->number;
-        for (int t = 0; t < a->T; t++)
-            if (a->ids[t] < 0) a->needs_step = MAX(a->needs_step, b->sampled[-1 - a->ids[t]]);
+static void batch_number_micros(batch_builder *builder, batch_micros *micros, const batch_step *built) {
+    for (int micro = 0; micro < micros->n; micro++) {
+        toka_step *step = &micros->micro[micro].step;
+        step->number = ++builder->last_number;
+        for (int row = 0; row < step->T; row++)
+            if (step->ids[row] < 0) step->needs_step = MAX(step->needs_step, builder->sampled_in[-1 - step->ids[row]]);
     }
-    for (int i = 0, k = 0; i < d->n_out; i++) {
-        k = batch_find(p, d->outs[i].row, k);
-        b->sampled[d->outs[i].q] = p->part[k].step.number;
+    for (int i = 0, micro = 0; i < built->n_samples; i++) {
+        micro = batch_find_micro(micros, built->samples[i].row, micro);
+        builder->sampled_in[built->samples[i].seq] = micros->micro[micro].step.number;
     }
 }
 
 /* Cuts a step, whose out rows the engine has filled in by now, into its parts; to be called once for every step that has rows, in
  * the order in which they were built. The parts have no logits. They point into d, which stays as it is while they run. */
-static void batch_split(batch *b, batch_parts *p, const batch_step *d) {
+static void batch_make_micros(batch_builder *builder, batch_micros *micros, const batch_step *built) {
     int n_spans = 0;
-    p->n = d->n_parts;
-    for (int k = 0; k < p->n; n_spans += p->part[k++].step.n_spans)
-        p->part[k] = batch_part_of(d, p->spans + n_spans, d->seq0[k], d->seq0[k + 1]);
-    p->part[0].step.n_copies = d->step.n_copies, p->part[0].step.copies = d->step.copies;
-    batch_part_outs(p, &d->step);
-    batch_number(b, p, d);
+    micros->n = built->n_micros;
+    for (int micro = 0; micro < micros->n; n_spans += micros->micro[micro++].step.n_spans)
+        micros->micro[micro] = batch_make_micro(built, micros->spans + n_spans, built->micro_chunk0[micro], built->micro_chunk0[micro + 1]);
+    micros->micro[0].step.n_copies = built->step.n_copies, micros->micro[0].step.copies = built->step.copies;
+    batch_micro_samples(micros, &built->step);
+    batch_number_micros(builder, micros, built);
 }
 
 /* ===========================================================================
@@ -13690,7 +13690,7 @@ typedef struct eng_place { /* a row whose logits say how likely token number `at
 
 typedef struct eng_flight { /* a step from its plan to its commit: all that it reads is its own or of requests that wait for it */
     batch_step b;
-    batch_parts parts;    /* of it, where there are stages */
+    batch_micros parts;    /* of it, where there are stages */
     toka_sample_row *out;    /* [max_tokens] the rows that yield a token, then those of scores */
     toka_sample_result *picks;     /* [max_tokens] as the parts' rows */
     eng_request **whose;  /* [max_tokens] */
@@ -13711,8 +13711,8 @@ typedef struct eng_timing { /* of a step that was committed */
 typedef struct eng_replica {
     struct eng *g;
     model_run m;
-    sched s;
-    batch b;
+    scheduler s;
+    batch_builder b;
     eng_flight flights[ENG_MAX_AHEAD]; /* a ring: n_flying from number `first` on */
     int n_ahead, first, n_flying;
     eng_slot *slots;          /* [max_seqs] */
@@ -13804,10 +13804,10 @@ static int eng_size(toka_shape *shape, int asked_len, int64_t asked_kv, int64_t 
     return 0;
 }
 
-static int eng_flight_init(eng_flight *f, const sched *s, bool stages, toka_err *e) {
-    size_t n = (size_t)s->c.max_tokens;
+static int eng_flight_init(eng_flight *f, const scheduler *s, bool stages, toka_err *e) {
+    size_t n = (size_t)s->config.max_tokens;
     int code = batch_step_init(&f->b, s, e);
-    if (!code && stages) code = batch_parts_init(&f->parts, s, e);
+    if (!code && stages) code = batch_micros_init(&f->parts, s, e);
     if (code) return code;
     f->out = mem_alloc(n * sizeof *f->out), f->picks = mem_alloc(n * sizeof *f->picks);
     f->whose = mem_alloc(n * sizeof *f->whose), f->places = mem_alloc(n * sizeof *f->places);
@@ -13817,7 +13817,7 @@ static int eng_flight_init(eng_flight *f, const sched *s, bool stages, toka_err 
 static void eng_replica_free(eng_replica *p) {
     for (int i = 0; i < p->n_ahead; i++) {
         eng_flight *f = &p->flights[i];
-        batch_step_free(&f->b), batch_parts_free(&f->parts), ids_free(&f->known);
+        batch_step_free(&f->b), batch_micros_free(&f->parts), ids_free(&f->known);
         free(f->out), free(f->picks), free(f->whose), free(f->places);
     }
     batch_free(&p->b), sched_free(&p->s);
@@ -13826,9 +13826,9 @@ static void eng_replica_free(eng_replica *p) {
 
 /* What rows cost in a layer, in multiply-adds. A position that a row reads for itself is counted as what a GPU computes in the
  * time that K and V of it take to come: 100 for each byte. */
-static batch_weight eng_weight(const toka_shape *s) {
+static batch_work eng_weight(const toka_shape *s) {
     const int64_t HD = (int64_t)s->H * s->D, KD = (int64_t)s->K * s->D;
-    return (batch_weight){.row = s->E * (2 * HD + 2 * KD + 3 * (int64_t)s->F), .pair = 2 * HD, .read = 100 * 4 * KD};
+    return (batch_work){.row = s->E * (2 * HD + 2 * KD + 3 * (int64_t)s->F), .pair = 2 * HD, .read = 100 * 4 * KD};
 }
 
 /* All but the devices, which are still being opened. */
@@ -13839,7 +13839,7 @@ static int eng_replica_init(eng_replica *p, const sched_config *c, toka_err *e) 
     int code = sched_init(&p->s, c, e);
     if (!code) {
         batch_init(&p->b, &p->s, (batch_cost){be->merge_tok, be->span_tok, be->tile_rows, be->span_align_tok});
-        p->b.stages = p->m.pp, p->b.weight = eng_weight(&p->g->files->shape);
+        p->b.n_stages = p->m.pp, p->b.work = eng_weight(&p->g->files->shape);
     }
     for (int i = 0; i < p->n_ahead && !code; i++) code = eng_flight_init(&p->flights[i], &p->s, p->m.pp > 1, e);
     return code;
@@ -13905,7 +13905,7 @@ static int eng_rehearse(eng_replica *p, const toka_shape *shape, const sched_con
     toka_sample_result *picks = mem_alloc((size_t)c->max_seqs * sizeof *picks);
     all->request = toka_request_default();
     all->s = (toka_step){.T = T, .n_spans = n_seqs, .n_samples = c->max_seqs, .ids = id, .pos = pos, .kv_slot = slot, .pages = pages,
-                         .spans = spans, .samples = out, .number = ++p->b.number};
+                         .spans = spans, .samples = out, .number = ++p->b.last_number};
     for (int i = 0; i < n_seqs * seq_pages; i++) pages[i] = i % c->n_pages;
     for (int i = 0; i < n_seqs; i++)
         spans[i] = (toka_span){i * len, MIN(len, T - i * len), i * seq_pages, 0, MIN(len, T - i * len)};
@@ -14145,7 +14145,7 @@ static void eng_finish(eng *g, eng_request *r) {
 static void eng_end_all(eng *g, eng_request *r, toka_finish how) {
     eng_replica *p = r->home;
     if (p) {
-        for (int q = p->s.requests[r->sched_id].first; q >= 0; q = p->s.seqs[q].sibling) eng_slot_close(p, q);
+        for (int q = p->s.requests[r->sched_id].first_seq; q >= 0; q = p->s.seqs[q].sibling_next) eng_slot_close(p, q);
         sched_cancel(&p->s, r->sched_id);
     }
     int left = r->n_live;
@@ -14163,7 +14163,7 @@ static void eng_end_all(eng *g, eng_request *r, toka_finish how) {
 /* Tokens that a sample of r will yet have, as far as p has seen such. */
 static double eng_expect(eng_replica *p, const eng_request *r) {
     bool exact = r->score_only || (!r->ends.n && !r->sampling.n_stop);
-    return exact ? r->sampling.max_tokens : MIN(r->sampling.max_tokens, pred_length(&p->s.pred, (pred_of){-1, 0}, 0.5));
+    return exact ? r->sampling.max_tokens : MIN(r->sampling.max_tokens, pred_length(&p->s.predictor, (pred_handle){-1, 0}, 0.5));
 }
 
 static int eng_alone(const eng *g, const eng_request *r) { /* samples that share no pages */
@@ -14176,7 +14176,7 @@ static void eng_route(eng *g, eng_request *r) {
     int alone = eng_alone(g, r);
     for (int i = 0; i < g->n_replicas; i++) {
         eng_replica *p = &g->replicas[i];
-        int found = g->n_replicas > 1 && alone < r->n ? kv_match(&p->s.kv, NULL, r->prompt, r->n_prompt) * p->s.c.B : 0;
+        int found = g->n_replicas > 1 && alone < r->n ? kv_match_prefix(&p->s.kv, NULL, r->prompt, r->n_prompt) * p->s.config.B : 0;
         double prompt = alone * (double)r->n_prompt + (alone < r->n ? r->n_prompt - found : 0);
         double work = r->n * eng_expect(p, r) + prompt;
         if (p->work + work >= least) continue;
@@ -14194,8 +14194,8 @@ static void eng_enter(eng *g, eng_request *r) {
     int n_fed = r->score_only && r->n_prompt > 1 ? r->n_prompt - 1 : r->n_prompt; /* nothing comes behind the last token */
     r->sched_id = sched_submit(&p->s, &(sched_job){.prompt = r->prompt, .n_prompt = n_fed, .n = r->n, .max_tokens = s->max_tokens,
                                                    .min_tokens = s->min_tokens,
-                                                   .exact = r->score_only || (!r->ends.n && !s->n_stop),
-                                                   .waits = samp_needs_history(s), .n_alone = eng_alone(g, r),
+                                                   .fixed_len = r->score_only || (!r->ends.n && !s->n_stop),
+                                                   .no_run_ahead = samp_needs_history(s), .n_unshared = eng_alone(g, r),
                                                    .priority = r->priority, .class_key = r->class_key}, &e);
     assert(r->sched_id >= 0); /* eng_check looked at the same limits */
     if (r->sched_id >= p->cap_by_sched) {
@@ -14265,7 +14265,7 @@ static void eng_know(eng *g, eng_flight *f, const eng_request *r, const sched_se
 
 static void eng_place_known(eng_flight *f) {
     const int32_t *at = f->known.p;
-    for (int i = 0; i < f->b.n_out; i++) {
+    for (int i = 0; i < f->b.n_samples; i++) {
         toka_sample_row *row = &f->out[i];
         if (row->forced_id < 0 && samp_has_bad(row->sampling)) {
             row->forbidden = at;
@@ -14281,13 +14281,13 @@ static void eng_place_known(eng_flight *f) {
  * what it yields is a token of the sample, or, if the sample is none, forced to be the prompt's last. */
 static int eng_places(eng_replica *p, eng_flight *f, int n) {
     f->n_places = 0;
-    for (int k = 0; k < f->b.n_seq; k++) {
-        const sched_seq *x = &p->s.seqs[f->b.seq[k]];
+    for (int k = 0; k < f->b.n_chunks; k++) {
+        const sched_seq *x = &p->s.seqs[f->b.chunk_seq[k]];
         eng_request *r = p->by_sched[x->request];
-        if (!r->scores || x->sample || !x->is_chunk) continue;
-        const int row0 = f->b.row0[k], from = f->b.pos[row0], end = MIN(from + f->b.row0[k + 1] - row0, x->n_prompt - 1);
+        if (!r->scores || x->sample || !x->is_prefill) continue;
+        const int row0 = f->b.chunk_row0[k], from = f->b.pos[row0], end = MIN(from + f->b.chunk_row0[k + 1] - row0, x->n_prompt - 1);
         for (int at = MAX(from, r->n_scored - 1); at < end; at++) {
-            f->places[f->n_places++] = (eng_place){f->b.seq[k], at + 1, x->ticket};
+            f->places[f->n_places++] = (eng_place){f->b.chunk_seq[k], at + 1, x->generation};
             f->whose[n] = r, r->n_flying++;
             f->out[n++] = (toka_sample_row){.row = row0 + at - from, .seq = -1, .forced_id = r->prompt[at + 1],
                                          .ranked = r->ranked, .sampling = &r->scoring};
@@ -14299,12 +14299,12 @@ static int eng_places(eng_replica *p, eng_flight *f, int n) {
 /* The rows whose logits are wanted, from the batch's list of rows that yield a token. */
 static void eng_rows(eng_replica *p, eng_flight *f) {
     f->known.n = 0;
-    for (int i = 0; i < f->b.n_out; i++) {
-        const batch_out *o = &f->b.outs[i];
-        const sched_seq *x = &p->s.seqs[o->q];
+    for (int i = 0; i < f->b.n_samples; i++) {
+        const batch_sample *o = &f->b.samples[i];
+        const sched_seq *x = &p->s.seqs[o->seq];
         eng_request *r = p->by_sched[x->request];
         f->out[i] = (toka_sample_row){.row = o->row,
-                                   .seq = o->q,
+                                   .seq = o->seq,
                                    .forced_id = r->score_only ? r->prompt[r->n_prompt - 1] : -1,
                                    .ranked = r->score_only && r->ranked,
                                    .sample = (uint32_t)x->sample,
@@ -14315,7 +14315,7 @@ static void eng_rows(eng_replica *p, eng_flight *f) {
         if (!r->score_only) eng_know(p->g, f, r, x, &f->out[i]);
     }
     eng_place_known(f);
-    f->b.step.samples = f->out, f->b.step.n_samples = eng_places(p, f, f->b.n_out);
+    f->b.step.samples = f->out, f->b.step.n_samples = eng_places(p, f, f->b.n_samples);
 }
 
 /* Text of a new token (-1: none, the text ends) into g->text, held back while it may begin a stop
@@ -14358,8 +14358,8 @@ static bool eng_deliver_prompt(eng_request *r, int at, const toka_sample_result 
 
 /* Does an event of r's come right behind that of yielding row i? */
 static bool eng_more(const eng_replica *p, const eng_flight *f, const eng_request *r, int i) {
-    for (i++; i < f->b.n_out; i++)
-        if (p->s.seqs[f->b.outs[i].q].ticket == f->b.outs[i].ticket) return f->whose[i] == r;
+    for (i++; i < f->b.n_samples; i++)
+        if (p->s.seqs[f->b.samples[i].seq].generation == f->b.samples[i].generation) return f->whose[i] == r;
     return false;
 }
 
@@ -14394,7 +14394,7 @@ static bool eng_deliver(eng_replica *p, eng_request *r, int q, const toka_sample
                      .finish = *ended ? TOKA_STOP : full ? TOKA_LENGTH : TOKA_RUNNING,
                      .stop_id = is_end ? pick->id : -1,
                      .stop_text = stopped ? p->slots[q].stop.which : -1,
-                     .n_cached = x->n_found,
+                     .n_cached = x->n_prefix_hits,
                      .more = more};
     if (ev.finish != TOKA_RUNNING) bit_set(r->ended, x->sample), eng_sample_over(p, r), eng_slot_close(p, q);
     r->usage.output_tokens += !none;
@@ -14403,38 +14403,38 @@ static bool eng_deliver(eng_replica *p, eng_request *r, int q, const toka_sample
 }
 
 /* What came of row i of a step's out. */
-static const toka_sample_result *eng_pick(const eng_flight *f, int i) { return &f->picks[f->parts.n ? f->parts.pick[i] : i]; }
+static const toka_sample_result *eng_pick(const eng_flight *f, int i) { return &f->picks[f->parts.n ? f->parts.sample_at[i] : i]; }
 
 static void eng_commit_places(eng_replica *p, const eng_flight *f) {
     for (int i = 0; i < f->n_places; i++) {
         const eng_place *at = &f->places[i];
-        if (p->s.seqs[at->q].ticket != at->ticket) continue; /* it ended meanwhile, or in this very loop by a callback */
-        eng_request *r = f->whose[f->b.n_out + i];
+        if (p->s.seqs[at->q].generation != at->ticket) continue; /* it ended meanwhile, or in this very loop by a callback */
+        eng_request *r = f->whose[f->b.n_samples + i];
         bool more = i + 1 < f->n_places && f->places[i + 1].q == at->q;
-        if (!eng_deliver_prompt(r, at->at, eng_pick(f, f->b.n_out + i), more, TOKA_RUNNING)) eng_end_all(p->g, r, TOKA_CANCELLED);
+        if (!eng_deliver_prompt(r, at->at, eng_pick(f, f->b.n_samples + i), more, TOKA_RUNNING)) eng_end_all(p->g, r, TOKA_CANCELLED);
     }
 }
 
 static void eng_commit(eng_replica *p, const eng_flight *f) {
     eng_commit_places(p, f);
-    for (int i = 0; i < f->b.n_out; i++) {
-        const batch_out o = f->b.outs[i];
-        if (p->s.seqs[o.q].ticket != o.ticket) continue;
+    for (int i = 0; i < f->b.n_samples; i++) {
+        const batch_sample o = f->b.samples[i];
+        if (p->s.seqs[o.seq].generation != o.generation) continue;
         eng_request *r = f->whose[i];
         bool ended = true, more = true;
         /* a prompt of one token has no place but this */
-        if (r->scores && !r->score_only && !r->n_scored && !p->s.seqs[o.q].sample &&
+        if (r->scores && !r->score_only && !r->n_scored && !p->s.seqs[o.seq].sample &&
             !eng_deliver_prompt(r, 0, NULL, true, TOKA_RUNNING)) {
             eng_end_all(p->g, r, TOKA_CANCELLED);
             continue;
         }
         if (!r->score_only) {
-            more = eng_deliver(p, r, o.q, &f->out[i], eng_pick(f, i), eng_more(p, f, r, i), &ended);
+            more = eng_deliver(p, r, o.seq, &f->out[i], eng_pick(f, i), eng_more(p, f, r, i), &ended);
         } else {
             bit_set(r->ended, 0), eng_sample_over(p, r);
             eng_deliver_prompt(r, r->n_prompt - 1, eng_pick(f, i), false, TOKA_LENGTH);
         }
-        sched_commit(&p->s, o.q, o.ticket, eng_pick(f, i)->id, ended);
+        sched_commit(&p->s, o.seq, o.generation, eng_pick(f, i)->id, ended);
         if (!r->n_live) eng_finish(p->g, r);
         else if (!more) eng_end_all(p->g, r, TOKA_CANCELLED);
     }
@@ -14444,7 +14444,7 @@ static void eng_commit(eng_replica *p, const eng_flight *f) {
 static void eng_count_spans(eng *g, const batch_step *b) {
     for (int i = 0; i < b->step.n_spans; i++) {
         const int64_t n = b->spans[i].n_rows;
-        const bool own = i >= b->step.n_spans - b->n_seq; /* its last row sees all of it, each before one position less */
+        const bool own = i >= b->step.n_spans - b->n_chunks; /* its last row sees all of it, each before one position less */
         const int64_t pairs = n * b->spans[i].n_kv - (own ? n * (n - 1) / 2 : 0);
         g->stats.attended += pairs;
         if (!own) g->stats.attended_shared += pairs;
@@ -14459,10 +14459,10 @@ static void eng_show(eng *g) {
     for (int i = 0; i < g->n_replicas; i++) {
         eng_replica *p = &g->replicas[i];
         s->run_s += model_busy(&p->m) / g->n_replicas;
-        s->running += p->s.n_running, s->waiting += p->s.n_waiting + sched_n_parked(&p->s);
+        s->running += p->s.n_running, s->waiting += p->s.n_unstarted + sched_n_preempted(&p->s);
         s->prompt_tokens += p->s.n_prompt_tokens, s->prompt_tokens_shared += p->s.n_prompt_hits;
         s->preemptions += p->s.n_preempted;
-        s->kv_pages_used += p->s.c.n_pages - kv_room(&p->s.kv);
+        s->kv_pages_used += p->s.config.n_pages - kv_n_available(&p->s.kv);
     }
     pthread_mutex_lock(&g->lock);
     g->shown = *s;
@@ -14521,10 +14521,10 @@ static void eng_post(eng_replica *p, eng_flight *f) {
         f->first = f->number = model_post(&p->m, &f->b.step, f->picks);
         return;
     }
-    batch_split(&p->b, &f->parts, &f->b);
+    batch_make_micros(&p->b, &f->parts, &f->b);
     for (int i = 0; i < f->parts.n; i++) {
-        const batch_part *part = &f->parts.part[i];
-        f->number = model_post(&p->m, &part->step, f->picks + part->out0);
+        const batch_micro *part = &f->parts.micro[i];
+        f->number = model_post(&p->m, &part->step, f->picks + part->sample0);
         if (!i) f->first = f->number;
     }
 }
@@ -14547,8 +14547,8 @@ static bool eng_plan(eng_replica *p) {
 
 /* The tokens that a step brings, also those of samples that a callback will end while it is committed. */
 static void eng_count_picks(eng_replica *p, const eng_flight *f) {
-    for (int i = 0; i < f->b.n_out; i++)
-        p->g->stats.output_tokens += p->s.seqs[f->b.outs[i].q].ticket == f->b.outs[i].ticket && !f->whose[i]->score_only;
+    for (int i = 0; i < f->b.n_samples; i++)
+        p->g->stats.output_tokens += p->s.seqs[f->b.samples[i].seq].generation == f->b.samples[i].generation && !f->whose[i]->score_only;
 }
 
 static void eng_tell(eng_replica *p, const eng_flight *f, double commit_s) {
@@ -23541,13 +23541,13 @@ enum { RUN_PLAN_LAG = 2, RUN_PLAN_PROMPTS = 128, RUN_PLAN_SAMPLES = 1024, RUN_PL
        RUN_PLAN_MEAN = 150, RUN_PLAN_MAX = 1024, RUN_PLAN_SEQS = 8192, RUN_PLAN_START = 10, RUN_PLAN_STEPS = 1000 };
 
 typedef struct run_plan_late { /* rows whose tokens are still on their way */
-    batch_out *out; /* [RUN_PLAN_SEQS] */
+    batch_sample *out; /* [RUN_PLAN_SEQS] */
     int n;
 } run_plan_late;
 
 typedef struct run_plan {
-    sched s;
-    batch b;
+    scheduler s;
+    batch_builder b;
     batch_step built;
     run_plan_late late[RUN_PLAN_LAG];
     int *length;       /* [RUN_PLAN_SEQS] of the sequence in each slot, drawn when it starts */
@@ -23598,16 +23598,16 @@ static void run_plan_step(run_plan *t, int step) {
     double t2 = run_cpu_now();
     run_plan_late *l = &t->late[step % RUN_PLAN_LAG]; /* what was planned then comes back, the new takes its place */
     for (int i = 0; i < l->n; i++) {
-        batch_out o = l->out[i];
-        const sched_seq *x = &t->s.seqs[o.q];
-        if (x->ticket != o.ticket) continue;
-        if (t->started[o.q] != x->ticket + 1) t->started[o.q] = x->ticket + 1, t->length[o.q] = run_plan_length(t);
+        batch_sample o = l->out[i];
+        const sched_seq *x = &t->s.seqs[o.seq];
+        if (x->generation != o.generation) continue;
+        if (t->started[o.seq] != x->generation + 1) t->started[o.seq] = x->generation + 1, t->length[o.seq] = run_plan_length(t);
         int n = x->n_known - x->n_prompt + 1;
-        int32_t token = (int32_t)((t->rng + (uint64_t)o.q * 0x9E3779B9u + (uint64_t)n) % 100000);
-        sched_commit(&t->s, o.q, o.ticket, token, n >= t->length[o.q]);
+        int32_t token = (int32_t)((t->rng + (uint64_t)o.seq * 0x9E3779B9u + (uint64_t)n) % 100000);
+        sched_commit(&t->s, o.seq, o.generation, token, n >= t->length[o.seq]);
     }
-    l->n = t->built.n_out;
-    memcpy(l->out, t->built.outs, (size_t)l->n * sizeof *l->out);
+    l->n = t->built.n_samples;
+    memcpy(l->out, t->built.samples, (size_t)l->n * sizeof *l->out);
     t->plan_s += t1 - t0, t->build_s += t2 - t1, t->commit_s += run_cpu_now() - t2;
 }
 
@@ -23619,7 +23619,7 @@ static int run_plan_open(run_plan *t, int n_pages, toka_err *e) {
     if (!code) batch_init(&t->b, &t->s, (batch_cost){.merge_tok = 4, .span_tok = 64, .tile_rows = 64});
     if (!code) code = batch_step_init(&t->built, &t->s, e);
     t->length = mem_zalloc(RUN_PLAN_SEQS * sizeof(int)), t->started = mem_zalloc(RUN_PLAN_SEQS * sizeof(uint32_t));
-    for (int i = 0; i < RUN_PLAN_LAG; i++) t->late[i].out = mem_alloc(RUN_PLAN_SEQS * sizeof(batch_out));
+    for (int i = 0; i < RUN_PLAN_LAG; i++) t->late[i].out = mem_alloc(RUN_PLAN_SEQS * sizeof(batch_sample));
     return code;
 }
 
@@ -23641,7 +23641,7 @@ static int run_plan_measure(run_plan_case *c, atomic_int *interrupted, toka_err 
     int code = run_plan_open(&t, c->n_pages, e);
     for (int i = 0; i < RUN_PLAN_PROMPTS && !code; i++) code = run_plan_submit(&t, i, RUN_PLAN_SAMPLES, e);
     for (int i = 0; i < c->extra && !code; i++) code = run_plan_submit(&t, RUN_PLAN_PROMPTS + i, 1, e);
-    for (int i = 0; i < RUN_PLAN_START + RUN_PLAN_STEPS && t.s.n_waiting && !code && !*interrupted; i++) {
+    for (int i = 0; i < RUN_PLAN_START + RUN_PLAN_STEPS && t.s.n_unstarted && !code && !*interrupted; i++) {
         if (i == RUN_PLAN_START) t.plan_s = t.build_s = t.commit_s = 0;
         double t0 = run_cpu_now();
         run_plan_step(&t, i);

@@ -79,7 +79,7 @@ static void fixture(const char *name) {
     float *got = mem_alloc((size_t)m->s.n_samples * V * sizeof(float)), *want = mem_alloc((size_t)m->s.n_samples * V * sizeof(float));
     memset(got, 0xFF, (size_t)m->s.n_samples * V * sizeof(float));
     m->s.logits = got;
-    bool ran = g->replicas[0].s.c.n_pages >= 251 && model_step(&g->replicas[0].m, &m->s, g->replicas[0].flights[0].picks, &e) == 0;
+    bool ran = g->replicas[0].s.config.n_pages >= 251 && model_step(&g->replicas[0].m, &m->s, g->replicas[0].flights[0].picks, &e) == 0;
     JSON_EACH(it, cases) {
         int n_at = int_array(json_get(it, "logit_positions"), at, 8);
         memcpy(want + (size_t)n_rows * V, bin.p + json_int(json_get(it, "logits_offset"), 0), (size_t)n_at * V * 4);

@@ -7,9 +7,9 @@
     python3 test/rename.py --check NAMES.tsv  only says what would fail
 
 A row is OLD <tab> NEW; what follows a second tab is a remark. OLD is one of
-    kv_match          a function, a type, a macro, an enumerator or a variable of file scope
+    kv_match_prefix          a function, a type, a macro, an enumerator or a variable of file scope
     kv_cache.tail     a field of a struct or union
-    kv_match:p        a parameter or a variable of a function, all of that name in it
+    kv_match_prefix:p        a parameter or a variable of a function, all of that name in it
 A name of file scope changes in comments and documents too; fields and variables change in the code alone, since
 a word in a comment does not say which of them it means.
 

@@ -2,10 +2,10 @@
 
 typedef struct bt {
     smt m;
-    batch b;
+    batch_builder b;
     batch_step built, last;              /* this step; the one before, which is still on its way */
     uint64_t last_hash;
-    batch_parts parts;
+    batch_micros parts;
     toka_sample_row *out;                   /* of the step: those that yield, and some more */
     uint64_t rng;
     int *drawn, n_drawn;                 /* slot of every draw so far, and number of its part */
@@ -14,31 +14,31 @@ typedef struct bt {
     int64_t n_within;                    /* spans that begin within a page */
 } bt;
 
-static int bt_groups(const bt *t) { return t->built.step.n_spans - t->built.n_seq; } /* shared spans of the step */
+static int bt_groups(const bt *t) { return t->built.step.n_spans - t->built.n_chunks; } /* shared spans of the step */
 static int bt_span_pages(const toka_span *sp, int B) { return (sp->kv0 + sp->n_kv + B - 1) / B - sp->kv0 / B; }
 
 /* Every row's spans: from 0 to its position without a gap, in rising order, and right content in every slot they name. row_q:
  * the slot of each row. Returns how many rows are under more than two spans. */
 static int bt_check_spans(bt *t, const toka_step *st, const int *row_q, const uint64_t *mem, int32_t *device) {
-    const sched *s = &t->m.s;
+    const scheduler *s = &t->m.s;
     int *upto = mem_zalloc((size_t)st->T * sizeof *upto), *n_spans = mem_zalloc((size_t)st->T * sizeof *n_spans), n_nested = 0;
     for (int i = 0; i < st->n_spans && !check_failed; i++) {
         toka_span sp = st->spans[i];
         CHECK(sp.n_rows > 0 && sp.n_kv > 0 && sp.row0 >= 0 && sp.row0 + sp.n_rows <= st->T);
-        t->kv_read += sp.n_kv, t->n_within += sp.kv0 % s->c.B != 0;
+        t->kv_read += sp.n_kv, t->n_within += sp.kv0 % s->config.B != 0;
         for (int r = sp.row0; r < sp.row0 + sp.n_rows; r++) {
             CHECK(upto[r] == sp.kv0);
             for (int p = sp.kv0; p < sp.kv0 + sp.n_kv && p <= st->pos[r]; p++) {
-                int slot = st->pages[sp.page0 + p / s->c.B - sp.kv0 / s->c.B] * s->c.B + p % s->c.B;
-                CHECK(mem[slot] == smt_hash(device + (size_t)row_q[r] * (size_t)s->c.max_len, p + 1));
+                int slot = st->pages[sp.page0 + p / s->config.B - sp.kv0 / s->config.B] * s->config.B + p % s->config.B;
+                CHECK(mem[slot] == smt_hash(device + (size_t)row_q[r] * (size_t)s->config.max_len, p + 1));
             }
             upto[r] = MIN(sp.kv0 + sp.n_kv, st->pos[r] + 1), n_spans[r]++;
         }
     }
     for (int r = 0; r < st->T && !check_failed; r++) {
         CHECK(upto[r] == st->pos[r] + 1);
-        CHECK(st->kv_slot[r] == kv_row(&s->kv, row_q[r])[st->pos[r] / s->c.B] * s->c.B + st->pos[r] % s->c.B);
-        int32_t id = device[(size_t)row_q[r] * (size_t)s->c.max_len + (size_t)st->pos[r]];
+        CHECK(st->kv_slot[r] == kv_block_table(&s->kv, row_q[r])[st->pos[r] / s->config.B] * s->config.B + st->pos[r] % s->config.B);
+        int32_t id = device[(size_t)row_q[r] * (size_t)s->config.max_len + (size_t)st->pos[r]];
         CHECK(st->ids[r] == id || (st->ids[r] == -1 - row_q[r] && st->pos[r] >= s->seqs[row_q[r]].n_known));
         n_nested += n_spans[r] > 2;
     }
@@ -50,11 +50,11 @@ static int bt_check_spans(bt *t, const toka_step *st, const int *row_q, const ui
 static int *bt_row_q(bt *t) {
     const batch_step *d = &t->built;
     int *row_q = mem_alloc((size_t)d->step.T * sizeof *row_q), row = 0;
-    for (int e = 0; e < d->n_seq; e++) {
-        CHECK(d->row0[e] == row && d->row0[e + 1] > row);
-        while (row < d->row0[e + 1]) row_q[row++] = d->seq[e];
+    for (int e = 0; e < d->n_chunks; e++) {
+        CHECK(d->chunk_row0[e] == row && d->chunk_row0[e + 1] > row);
+        while (row < d->chunk_row0[e + 1]) row_q[row++] = d->chunk_seq[e];
     }
-    CHECK(row == d->step.T && d->row0[d->n_seq] == row);
+    CHECK(row == d->step.T && d->chunk_row0[d->n_chunks] == row);
     return row_q;
 }
 
@@ -63,15 +63,15 @@ static int *bt_row_q(bt *t) {
 /* Parts run one behind the other; each sees only what is written by then. */
 static void bt_check_order(const bt *t, const int *row_q) {
     const toka_step *st = &t->built.step;
-    int B = t->m.s.c.B;
-    char *missing = mem_zalloc((size_t)t->m.s.c.n_pages * (size_t)B);
+    int B = t->m.s.config.B;
+    char *missing = mem_zalloc((size_t)t->m.s.config.n_pages * (size_t)B);
     for (int r = 0; r < st->T; r++) missing[st->kv_slot[r]] = 1;
     for (int k = 0; k < t->parts.n && !check_failed; k++) {
-        const batch_part *a = &t->parts.part[k];
+        const batch_micro *a = &t->parts.micro[k];
         for (int r = 0; r < a->step.T; r++) missing[a->step.kv_slot[r]] = 0;
         for (int r = 0; r < a->step.T; r++)
             for (int p = 0; p <= a->step.pos[r]; p++)
-                CHECK(!missing[kv_row(&t->m.s.kv, row_q[a->row0 + r])[p / B] * B + p % B]);
+                CHECK(!missing[kv_block_table(&t->m.s.kv, row_q[a->row0 + r])[p / B] * B + p % B]);
     }
     free(missing);
 }
@@ -79,29 +79,29 @@ static void bt_check_order(const bt *t, const int *row_q) {
 /* Prompts fill the lanes like water: no part with rows of one is above another by more than what whole rows make of it. */
 static void bt_check_balance(const bt *t, const int *row_q) {
     int64_t most = 0, highest = 0, lowest = INT64_MAX;
-    const batch_weight w = t->b.weight;
+    const batch_work w = t->b.work;
     for (int k = 0; k < t->parts.n; k++) {
-        const batch_part *a = &t->parts.part[k];
+        const batch_micro *a = &t->parts.micro[k];
         int64_t cost = 0;
         bool fed = false;
         for (int r = 0; r < a->step.T; r++) {
-            const bool chunk = t->m.s.seqs[row_q[a->row0 + r]].is_chunk;
+            const bool chunk = t->m.s.seqs[row_q[a->row0 + r]].is_prefill;
             int64_t c = w.row + (w.pair + (chunk ? 0 : w.read)) * (a->step.pos[r] + 1);
             cost += c, most = MAX(most, c), fed |= chunk;
         }
         lowest = MIN(lowest, cost);
         if (fed) highest = MAX(highest, cost);
     }
-    CHECK(t->parts.n >= 1 && t->parts.n <= t->b.stages + (t->b.stages > 1));
+    CHECK(t->parts.n >= 1 && t->parts.n <= t->b.n_stages + (t->b.n_stages > 1));
     CHECK_MSG(highest <= lowest + t->parts.n * (most + 1), "%lld beside %lld, rows of up to %lld", (long long)highest, (long long)lowest,
               (long long)most);
 }
 
-static void bt_check_outs(const bt *t, const batch_part *a) {
+static void bt_check_outs(const bt *t, const batch_micro *a) {
     const toka_step *st = &t->built.step;
     int n = 0;
     for (int i = 0; i < st->n_samples; i++) {
-        int k = t->parts.pick[i] - a->out0, row = st->samples[i].row - a->row0;
+        int k = t->parts.sample_at[i] - a->sample0, row = st->samples[i].row - a->row0;
         CHECK((k >= 0 && k < a->step.n_samples) == (row >= 0 && row < a->step.T));
         if (k < 0 || k >= a->step.n_samples) continue;
         CHECK(a->step.samples[k].row == row && a->step.samples[k].seq == st->samples[i].seq && a->step.samples[k].position == st->samples[i].position);
@@ -111,7 +111,7 @@ static void bt_check_outs(const bt *t, const batch_part *a) {
 }
 
 /* The number of the part that drew the tokens which this one is fed, the last of them; looked up in the log of all draws. */
-static void bt_check_needs(bt *t, const batch_part *a) {
+static void bt_check_needs(bt *t, const batch_micro *a) {
     int64_t needs = 0;
     for (int r = 0; r < a->step.T; r++)
         for (int i = t->n_drawn - 1; i >= 0 && a->step.ids[r] < 0; i--)
@@ -119,7 +119,7 @@ static void bt_check_needs(bt *t, const batch_part *a) {
                 needs = MAX(needs, (int64_t)t->drawn[2 * i + 1]);
                 break;
             }
-    CHECK(a->step.needs_step == needs && (!needs || needs < t->parts.part[0].step.number));
+    CHECK(a->step.needs_step == needs && (!needs || needs < t->parts.micro[0].step.number));
     t->n_needs += needs > 0;
 }
 
@@ -127,30 +127,30 @@ static void bt_check_parts(bt *t, const int *row_q, const uint64_t *mem, int32_t
     const batch_step *d = &t->built;
     int row = 0;
     int64_t number = t->n_parts;
-    batch_split(&t->b, &t->parts, d);
+    batch_make_micros(&t->b, &t->parts, d);
     for (int k = 0; k < t->parts.n && !check_failed; k++) {
-        const batch_part *a = &t->parts.part[k];
+        const batch_micro *a = &t->parts.micro[k];
         int end = row + a->step.T;
         CHECK(a->row0 == row && a->step.T > 0 && end <= d->step.T && a->step.number == ++number);
         CHECK(!memcmp(a->step.ids, d->ids + row, (size_t)a->step.T * sizeof *d->ids));
-        CHECK(d->seq[d->seq0[k]] == row_q[row] && d->seq[d->seq0[k + 1] - 1] == row_q[end - 1] && d->row0[d->seq0[k + 1]] == end);
+        CHECK(d->chunk_seq[d->micro_chunk0[k]] == row_q[row] && d->chunk_seq[d->micro_chunk0[k + 1] - 1] == row_q[end - 1] && d->chunk_row0[d->micro_chunk0[k + 1]] == end);
         bt_check_spans(t, &a->step, row_q + row, mem, device);
         bt_check_outs(t, a), bt_check_needs(t, a);
         row = end;
     }
-    for (int e = 0; e < d->n_seq; e++) {
-        const sched_seq *x = &t->m.s.seqs[d->seq[e]];
-        t->n_halves += d->pos[d->row0[e + 1] - 1] + 1 < x->from + x->n_rows;
+    for (int e = 0; e < d->n_chunks; e++) {
+        const sched_seq *x = &t->m.s.seqs[d->chunk_seq[e]];
+        t->n_halves += d->pos[d->chunk_row0[e + 1] - 1] + 1 < x->from + x->n_rows;
     }
     CHECK(row == d->step.T);
     bt_check_order(t, row_q), bt_check_balance(t, row_q);
     t->n_parts = number;
-    for (int i = 0; i < d->n_out; i++)
+    for (int i = 0; i < d->n_samples; i++)
         for (int k = 0; k < t->parts.n; k++) {
-            int r = d->outs[i].row - t->parts.part[k].row0;
-            if (r < 0 || r >= t->parts.part[k].step.T) continue;
+            int r = d->samples[i].row - t->parts.micro[k].row0;
+            if (r < 0 || r >= t->parts.micro[k].step.T) continue;
             t->drawn = mem_realloc(t->drawn, (size_t)(t->n_drawn + 1) * 2 * sizeof *t->drawn);
-            t->drawn[2 * t->n_drawn] = d->outs[i].q, t->drawn[2 * t->n_drawn++ + 1] = (int)t->parts.part[k].step.number;
+            t->drawn[2 * t->n_drawn] = d->samples[i].seq, t->drawn[2 * t->n_drawn++ + 1] = (int)t->parts.micro[k].step.number;
         }
 }
 
@@ -158,8 +158,8 @@ static void bt_check_parts(bt *t, const int *row_q, const uint64_t *mem, int32_t
 static void bt_out_rows(bt *t) {
     batch_step *d = &t->built;
     int n = 0;
-    for (; n < d->n_out; n++) t->out[n] = (toka_sample_row){.row = d->outs[n].row, .seq = d->outs[n].q, .position = (uint32_t)n};
-    for (int r = 0; r < d->step.T && n < t->m.s.c.max_tokens; r++)
+    for (; n < d->n_samples; n++) t->out[n] = (toka_sample_row){.row = d->samples[n].row, .seq = d->samples[n].seq, .position = (uint32_t)n};
+    for (int r = 0; r < d->step.T && n < t->m.s.config.max_tokens; r++)
         if (rnd(&t->rng) % 4 == 0) t->out[n] = (toka_sample_row){.row = r, .seq = -1, .position = (uint32_t)n}, n++;
     d->step.samples = t->out, d->step.n_samples = n;
 }
@@ -174,7 +174,7 @@ static uint64_t bt_hash(const batch_step *d, int B) {
     uint64_t h = hash_bytes(st->ids, T) + hash_bytes(st->pos, T) * 3 + hash_bytes(st->kv_slot, T) * 5;
     h += hash_bytes(st->spans, (size_t)st->n_spans * sizeof *st->spans) * 7;
     h += hash_bytes(st->pages, (size_t)n_pages * sizeof *st->pages) * 9;
-    return h + hash_bytes(d->outs, (size_t)d->n_out * sizeof *d->outs) * 11 + hash_bytes(d->seq, (size_t)d->n_seq * sizeof *d->seq);
+    return h + hash_bytes(d->samples, (size_t)d->n_samples * sizeof *d->samples) * 11 + hash_bytes(d->chunk_seq, (size_t)d->n_chunks * sizeof *d->chunk_seq);
 }
 
 static void bt_on_run(void *user, const uint64_t *mem, int32_t *device) {
@@ -182,8 +182,8 @@ static void bt_on_run(void *user, const uint64_t *mem, int32_t *device) {
     batch_step turn = t->last;
     t->last = t->built, t->built = turn;
     batch_build(&t->b, &t->built, &t->m.s);
-    CHECK(!t->last.step.T || bt_hash(&t->last, t->m.s.c.B) == t->last_hash); /* whatever was committed, planned and built since */
-    t->last_hash = bt_hash(&t->built, t->m.s.c.B);
+    CHECK(!t->last.step.T || bt_hash(&t->last, t->m.s.config.B) == t->last_hash); /* whatever was committed, planned and built since */
+    t->last_hash = bt_hash(&t->built, t->m.s.config.B);
     int *row_q = bt_row_q(t);
     t->n_nested += bt_check_spans(t, &t->built.step, row_q, mem, device);
     t->n_shared += bt_groups(t);
@@ -193,22 +193,22 @@ static void bt_on_run(void *user, const uint64_t *mem, int32_t *device) {
     t->kv_read = kv_read;
     free(row_q);
     int n_yield = 0;
-    for (int q = 0; q < t->m.s.c.max_seqs; q++) n_yield += t->m.s.seqs[q].n_rows && t->m.s.seqs[q].yields;
-    CHECK(n_yield == t->built.n_out);
-    for (int i = 0; i < t->built.n_out; i++) {
-        const sched_seq *x = &t->m.s.seqs[t->built.outs[i].q];
-        CHECK(x->yields && x->ticket == t->built.outs[i].ticket && t->built.pos[t->built.outs[i].row] == x->from + x->n_rows - 1);
+    for (int q = 0; q < t->m.s.config.max_seqs; q++) n_yield += t->m.s.seqs[q].n_rows && t->m.s.seqs[q].is_sampled;
+    CHECK(n_yield == t->built.n_samples);
+    for (int i = 0; i < t->built.n_samples; i++) {
+        const sched_seq *x = &t->m.s.seqs[t->built.samples[i].seq];
+        CHECK(x->is_sampled && x->generation == t->built.samples[i].generation && t->built.pos[t->built.samples[i].row] == x->from + x->n_rows - 1);
     }
 }
 
 static bt *bt_open(sched_config c, batch_cost cost, int vocab, int end_one_in, int lag, int stages) {
-    static const batch_weight weights[] = {{1, 0, 0}, {1000, 1, 5}, {3, 7, 0}, {1, 1, 20}};
+    static const batch_work weights[] = {{1, 0, 0}, {1000, 1, 5}, {3, 7, 0}, {1, 1, 20}};
     bt *t = mem_zalloc(sizeof *t);
     toka_err e;
     smt_open(&t->m, c, vocab, end_one_in, lag);
-    CHECK(!batch_step_init(&t->built, &t->m.s, &e) && !batch_step_init(&t->last, &t->m.s, &e) && !batch_parts_init(&t->parts, &t->m.s, &e));
+    CHECK(!batch_step_init(&t->built, &t->m.s, &e) && !batch_step_init(&t->last, &t->m.s, &e) && !batch_micros_init(&t->parts, &t->m.s, &e));
     batch_init(&t->b, &t->m.s, cost);
-    t->b.stages = stages, t->b.free_rows = stages, t->b.weight = weights[(stages + lag) % COUNT(weights)];
+    t->b.n_stages = stages, t->b.compute_bound_rows = stages, t->b.work = weights[(stages + lag) % COUNT(weights)];
     t->out = mem_alloc((size_t)c.max_tokens * sizeof *t->out), t->rng = 7;
     t->m.on_run = bt_on_run, t->m.on_run_user = t;
     return t;
@@ -216,7 +216,7 @@ static bt *bt_open(sched_config c, batch_cost cost, int vocab, int end_one_in, i
 
 static void bt_close(bt *t) {
     free(t->out), free(t->drawn);
-    batch_free(&t->b), batch_step_free(&t->built), batch_step_free(&t->last), batch_parts_free(&t->parts), smt_close(&t->m);
+    batch_free(&t->b), batch_step_free(&t->built), batch_step_free(&t->last), batch_micros_free(&t->parts), smt_close(&t->m);
     free(t);
 }
 
@@ -229,7 +229,7 @@ static void bt_random(void) {
         bt *t = bt_open(c, costs[seed % 4], 2, 30, (int)(seed % 3), seed / 4 % 2 ? 1 : 2 + (int)(seed / 8 % 5));
         for (int i = 0; i < 80 && !check_failed; i++) {
             int n_prompt = 1 + (int)(rnd(&rng) % 12), max_tokens = 1 + (int)(rnd(&rng) % 12);
-            if (t->m.s.n_waiting < 20) smt_submit(&t->m, &rng, n_prompt, 1 + (int)(rnd(&rng) % 4), max_tokens, 0);
+            if (t->m.s.n_unstarted < 20) smt_submit(&t->m, &rng, n_prompt, 1 + (int)(rnd(&rng) % 4), max_tokens, 0);
             if (rnd(&rng) % 16 == 0 && t->m.s.newest >= 0) sched_cancel(&t->m.s, t->m.s.seqs[t->m.s.newest].request);
             if (rnd(&rng) % 8 == 0 && t->m.s.newest >= 0) sched_preempt(&t->m.s);
             smt_step(&t->m, false);
@@ -252,12 +252,12 @@ static void bt_each_page_once(void) {
     for (int i = 0; i < 19 && !check_failed; i++) {
         t->kv_read = 0;
         smt_step(&t->m, false);
-        if (t->m.s.n_fed) continue;
+        if (t->m.s.n_prefill_seqs) continue;
         int want = 0;
         char *seen = mem_zalloc(300);
-        for (int e = 0; e < t->built.n_seq; e++)
+        for (int e = 0; e < t->built.n_chunks; e++)
             for (int k = 0, from = t->built.pos[e]; k <= from / 2; k++) { /* one row each; the last page may be half full */
-                int page = kv_row(&t->m.s.kv, t->built.seq[e])[k];
+                int page = kv_block_table(&t->m.s.kv, t->built.chunk_seq[e])[k];
                 if (!seen[page] || k == from / 2) want += k == from / 2 ? from % 2 + 1 : 2;
                 seen[page] = 1;
             }
@@ -278,7 +278,7 @@ static void bt_random_families(void) {
         for (int wave = 0; wave < 12 && !check_failed; wave++) {
             int32_t prompt[23];
             for (int i = 0; i < 23; i++) prompt[i] = 100 + wave;
-            while (t->m.s.n_waiting) sched_cancel(&t->m.s, t->m.s.queued);
+            while (t->m.s.n_unstarted) sched_cancel(&t->m.s, t->m.s.first_queued);
             for (int q = 0; q < 12; q++) {
                 const sched_seq *x = &t->m.s.seqs[q];
                 if (x->state == SCHED_PREFILL || (x->state != SCHED_FREE && rnd(&rng) % 2)) sched_cancel(&t->m.s, x->request);
@@ -310,7 +310,7 @@ static void bt_random_families(void) {
  * u and x, computes it in the step in which u computes page 1. So it must be in a part before u and x, though it stands behind them. */
 static void bt_third_writer(void) {
     bt *t = bt_open((sched_config){2, 100, 8, 24, 64, 8}, (batch_cost){0, 0, 1 << 20, 0}, 1000, 1 << 30, 0, 5);
-    sched *s = &t->m.s;
+    scheduler *s = &t->m.s;
     toka_err e;
     int32_t z[25] = {9}, a[7] = {1, 1, 2, 2, 3, 3, 3}, v[7] = {1, 1, 5, 5, 5, 5, 5}, u[7] = {1, 1, 2, 2, 6, 6, 6}, x[7] = {1, 1, 2, 2, 7, 7, 7};
     sched_submit(s, &(sched_job){.prompt = z, .n_prompt = 25, .n = 1, .max_tokens = 9}, &e); /* takes the whole first step */
@@ -342,7 +342,7 @@ static void bt_levels(void) {
             sched_submit(&t->m.s, &(sched_job){.prompt = prompt, .n_prompt = 300, .n = 16, .max_tokens = 40}, &e);
         }
         for (int i = 0; i < 3; i++) smt_step(&t->m, i == 2); /* no page is filled by generation yet */
-        CHECK(t->built.n_seq == 32);
+        CHECK(t->built.n_chunks == 32);
         CHECK_MSG(bt_groups(t) == cases[k].n_spans, "case %d: %d groups", k, bt_groups(t));
         if (k == 0) CHECK(t->built.step.spans[0].n_rows == 32 && t->built.step.spans[0].n_kv == 96);
         if (k == 0) CHECK(t->built.step.spans[1].n_rows == 16 && t->built.step.spans[1].n_kv == 192);
@@ -359,9 +359,9 @@ static void bt_alone(void) {
         bt *t = bt_open((sched_config){16, 400, 64, 2048, 400, 8}, (batch_cost){0, 0, 1 << 20, 1}, 1000, 1 << 30, 0, 1);
         int32_t prompt[10] = {1, 2, 3};
         toka_err e;
-        sched_submit(&t->m.s, &(sched_job){.prompt = prompt, .n_prompt = 10, .n = 8, .max_tokens = 40, .n_alone = alone * 8}, &e);
+        sched_submit(&t->m.s, &(sched_job){.prompt = prompt, .n_prompt = 10, .n = 8, .max_tokens = 40, .n_unshared = alone * 8}, &e);
         for (int i = 0; i < 3; i++) smt_step(&t->m, false);
-        CHECK_MSG(t->built.n_seq == 8 && bt_groups(t) == !alone, "alone %d: %d groups", alone, bt_groups(t));
+        CHECK_MSG(t->built.n_chunks == 8 && bt_groups(t) == !alone, "alone %d: %d groups", alone, bt_groups(t));
         bt_close(t);
     }
 }
@@ -375,7 +375,7 @@ static void bt_alike(void) {
         sched_submit(&t->m.s, &(sched_job){.prompt = prompt, .n_prompt = 28, .n = 1, .max_tokens = 40}, &e);
     }
     for (int i = 0; i < 4; i++) smt_step(&t->m, false);
-    CHECK_MSG(t->built.n_seq == 24 && bt_groups(t) == 4, "%d groups", bt_groups(t)); /* the first page and three tails */
+    CHECK_MSG(t->built.n_chunks == 24 && bt_groups(t) == 4, "%d groups", bt_groups(t)); /* the first page and three tails */
     bt_close(t);
 }
 

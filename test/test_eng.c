@@ -108,7 +108,7 @@ static void eng_check_logits(toka *t, const char *name, const json *cases, const
     }
     float *logits = mem_alloc((size_t)s.n_samples * V * sizeof(float)), *want = mem_alloc((size_t)V * sizeof(float)), *row = logits;
     s.logits = logits;
-    CHECK(g->replicas[0].s.c.n_pages >= 251 && model_step(&g->replicas[0].m, &s, g->replicas[0].flights[0].picks, &e) == 0);
+    CHECK(g->replicas[0].s.config.n_pages >= 251 && model_step(&g->replicas[0].m, &s, g->replicas[0].flights[0].picks, &e) == 0);
     int n_case = 0;
     JSON_EACH(it, cases) {
         const char *gold = bin + json_int(json_get(it, "logits_offset"), 0);
@@ -443,7 +443,7 @@ static void test_request_errors(void) {
     CHECK(toka_generate(t, &r, eng_collect, g, NULL, &e) == TOKA_E_CANCELLED && g->n_events == 9);
     CHECK(g->n_ended == 6 && g->n_cancelled == 6);
     eng_got_free(g);
-    CHECK(kv_room(&t->engine->replicas[0].s.kv) == t->engine->replicas[0].s.c.n_pages && !t->engine->n_busy && !sched_check(&t->engine->replicas[0].s));
+    CHECK(kv_n_available(&t->engine->replicas[0].s.kv) == t->engine->replicas[0].s.config.n_pages && !t->engine->n_busy && !sched_check(&t->engine->replicas[0].s));
     g = eng_ask(t, NULL, wrong, 1, 2, &s, &code, &e);
     CHECK(code == 0 && g->n_ended == 2);
     eng_got_free(g);
@@ -603,7 +603,7 @@ static void test_submit_cancel(void) {
         CHECK_MSG(count[i][0] == SAMPLES, "request %d: %d ends", i, count[i][0]);
         CHECK(count[i][1] == SAMPLES || count[i][2] == TOKENS * SAMPLES || count[i][1] > 0);
     }
-    CHECK(kv_room(&t->engine->replicas[0].s.kv) == t->engine->replicas[0].s.c.n_pages && !sched_check(&t->engine->replicas[0].s));
+    CHECK(kv_n_available(&t->engine->replicas[0].s.kv) == t->engine->replicas[0].s.config.n_pages && !sched_check(&t->engine->replicas[0].s));
     toka_close(t);
 }
 
@@ -907,7 +907,7 @@ static void test_ahead(void) {
         preempted += toka_get_stats(t).preemptions;
         for (int i = 0; i < t->engine->n_replicas; i++) {
             const eng_replica *p = &t->engine->replicas[i];
-            CHECK(!sched_check(&p->s) && kv_room(&p->s.kv) == p->s.c.n_pages && !p->n_live && !p->n_flying && fabs(p->work) < 1e-3);
+            CHECK(!sched_check(&p->s) && kv_n_available(&p->s.kv) == p->s.config.n_pages && !p->n_live && !p->n_flying && fabs(p->work) < 1e-3);
             CHECK(p->s.n_prompt_tokens > 0); /* each had a part of the work */
         }
         CHECK(!t->engine->n_busy && !t->engine->n_samples);
@@ -1107,7 +1107,7 @@ static void test_prompt_logprobs(void) {
                 CHECK(!toka_run(t, 0, &e) && count[0] == 6);
                 eng_places_free(g);
             }
-        CHECK(!sched_check(&t->engine->replicas[0].s) && kv_room(&t->engine->replicas[0].s.kv) == t->engine->replicas[0].s.c.n_pages);
+        CHECK(!sched_check(&t->engine->replicas[0].s) && kv_n_available(&t->engine->replicas[0].s.kv) == t->engine->replicas[0].s.config.n_pages);
         if (k) eng_check_parked_places(t, v, (int)n, want);
         toka_close(t);
     }
@@ -1143,7 +1143,7 @@ static void test_score_edges(void) {
     toka_request r = toka_request_default();
     r.ids = long_text, r.n_ids = 3, r.n = 0;
     CHECK(toka_generate(t, &r, NULL, NULL, NULL, &e) == TOKA_E_USE && strstr(e.msg, "n is 0"));
-    CHECK(!sched_check(&t->engine->replicas[0].s) && kv_room(&t->engine->replicas[0].s.kv) == t->engine->replicas[0].s.c.n_pages);
+    CHECK(!sched_check(&t->engine->replicas[0].s) && kv_n_available(&t->engine->replicas[0].s.kv) == t->engine->replicas[0].s.config.n_pages);
     free(long_text), free(lp);
     toka_close(t);
 }

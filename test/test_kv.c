@@ -8,10 +8,10 @@
 
 /* Opens row q for n tokens if there is room; the number of pages found, or -1. */
 static int kvt_open(kv_cache *k, bool *open, int q, const int32_t *tokens, int n) {
-    int m = kv_match(k, kv_row(k, q), tokens, n), need = kv_pages_for(k, n) - m;
-    for (int i = 0; i < m; i++) need += !k->pages[kv_row(k, q)[i]].ref;
-    if (need > kv_room(k)) return -1;
-    kv_open(k, q, tokens, n, m, false);
+    int m = kv_match_prefix(k, kv_block_table(k, q), tokens, n), need = kv_pages_for(k, n) - m;
+    for (int i = 0; i < m; i++) need += !k->pages[kv_block_table(k, q)[i]].ref;
+    if (need > kv_n_available(k)) return -1;
+    kv_alloc_seq(k, q, tokens, n, m, false);
     open[q] = true;
     return m;
 }
@@ -23,21 +23,21 @@ static void kvt_share_at_once(void) {
     CHECK(kv_init(&k, 2, 8, 4, 16));
     CHECK(kvt_open(&k, open, 0, a, 9) == 0);
     CHECK(kvt_open(&k, open, 1, a, 9) == 4); /* nothing computed yet, shared all the same */
-    CHECK(kv_room(&k) == 8 - 6);
+    CHECK(kv_n_available(&k) == 8 - 6);
     CHECK(kvt_open(&k, open, 2, a, 8) == 3); /* a page with the last token is never shared */
-    CHECK(k.seqs[2].n_pages == 4 && k.seqs[2].n_tree == 3);
+    CHECK(k.seqs[2].n_pages == 4 && k.seqs[2].n_tree_pages == 3);
     KV_OK(&k, open);
-    CHECK(kv_skip(&k, 1, 0) == 0);
-    kv_computed(&k, 0, 0, 5); /* two pages and a half */
-    CHECK(kv_skip(&k, 1, 0) == 4 && kv_skip(&k, 1, 1) == 4);
+    CHECK(kv_skip_computed(&k, 1, 0) == 0);
+    kv_mark_computed(&k, 0, 0, 5); /* two pages and a half */
+    CHECK(kv_skip_computed(&k, 1, 0) == 4 && kv_skip_computed(&k, 1, 1) == 4);
     KV_OK(&k, open);
-    kv_close(&k, 0), open[0] = false; /* mid-prefill; 1 and 2 go on from there */
+    kv_free_seq(&k, 0), open[0] = false; /* mid-prefill; 1 and 2 go on from there */
     KV_OK(&k, open);
-    kv_computed(&k, 1, 4, 9);
-    CHECK(kv_skip(&k, 2, 4) == 6);
-    kv_close(&k, 1), kv_close(&k, 2), open[1] = open[2] = false;
+    kv_mark_computed(&k, 1, 4, 9);
+    CHECK(kv_skip_computed(&k, 2, 4) == 6);
+    kv_free_seq(&k, 1), kv_free_seq(&k, 2), open[1] = open[2] = false;
     KV_OK(&k, open);
-    CHECK(kv_room(&k) == 8 && k.n_cached == 4);
+    CHECK(kv_n_available(&k) == 8 && k.n_cached == 4);
     CHECK(kvt_open(&k, open, 0, a, 9) == 4);
     kv_free(&k);
 }
@@ -48,8 +48,8 @@ static void kvt_never_computed(void) { /* pages that nobody computed do not stay
     int32_t a[9] = {1, 2, 3, 4, 5, 6, 7, 8, 9};
     CHECK(kv_init(&k, 2, 5, 2, 16));
     kvt_open(&k, open, 0, a, 9);
-    kv_computed(&k, 0, 0, 4);
-    kv_close(&k, 0), open[0] = false;
+    kv_mark_computed(&k, 0, 0, 4);
+    kv_free_seq(&k, 0), open[0] = false;
     CHECK(k.n_cached == 2 && k.n_free == 3);
     CHECK(kvt_open(&k, open, 0, a, 9) == 2);
     KV_OK(&k, open);
@@ -61,13 +61,13 @@ static void kvt_evict_in_order(void) {
     bool open[3] = {0};
     int32_t a[5] = {1, 1, 2, 2, 0}, b[5] = {1, 1, 3, 3, 0}, c[9] = {9, 9, 8, 8, 7, 7, 6, 6, 0};
     CHECK(kv_init(&k, 2, 5, 3, 16));
-    kvt_open(&k, open, 0, a, 5), kv_computed(&k, 0, 0, 5), kv_close(&k, 0);
-    kvt_open(&k, open, 0, b, 5), kv_computed(&k, 0, 0, 5), kv_close(&k, 0), open[0] = false;
+    kvt_open(&k, open, 0, a, 5), kv_mark_computed(&k, 0, 0, 5), kv_free_seq(&k, 0);
+    kvt_open(&k, open, 0, b, 5), kv_mark_computed(&k, 0, 0, 5), kv_free_seq(&k, 0), open[0] = false;
     CHECK(k.n_cached == 3);
     CHECK(kvt_open(&k, open, 0, c, 5) == 0); /* takes the two free pages and the oldest leaf: 2 2 */
-    CHECK(k.n_cached == 2 && kv_match(&k, kv_row(&k, 1), a, 5) == 1 && kv_match(&k, NULL, b, 5) == 2);
+    CHECK(k.n_cached == 2 && kv_match_prefix(&k, kv_block_table(&k, 1), a, 5) == 1 && kv_match_prefix(&k, NULL, b, 5) == 2);
     KV_OK(&k, open);
-    kv_close(&k, 0), open[0] = false;
+    kv_free_seq(&k, 0), open[0] = false;
     CHECK(kvt_open(&k, open, 0, c, 9) == 0 && k.n_cached == 0); /* never computed: nothing of c was kept */
     CHECK(kvt_open(&k, open, 1, a, 2) == -1);
     KV_OK(&k, open);
@@ -79,14 +79,14 @@ static void kvt_twins(void) { /* a page filled by two rows alike is one page aft
     bool open[4] = {0};
     int32_t a[6] = {1, 2, 3, 4, 5, 6};
     CHECK(kv_init(&k, 2, 12, 4, 16));
-    for (int q = 0; q < 3; q++) kvt_open(&k, open, q, a, 4), kv_computed(&k, q, 0, 4);
-    CHECK(kv_room(&k) == 12 - 4);
-    CHECK(kv_fill(&k, 0, a) == KV_ENTERED && kv_fill(&k, 1, a) == KV_SWAPPED && kv_fill(&k, 2, a) == KV_SWAPPED);
-    CHECK(kv_room(&k) == 12 - 2);
+    for (int q = 0; q < 3; q++) kvt_open(&k, open, q, a, 4), kv_mark_computed(&k, q, 0, 4);
+    CHECK(kv_n_available(&k) == 12 - 4);
+    CHECK(kv_cache_full_page(&k, 0, a) == KV_INSERTED && kv_cache_full_page(&k, 1, a) == KV_DEDUPLICATED && kv_cache_full_page(&k, 2, a) == KV_DEDUPLICATED);
+    CHECK(kv_n_available(&k) == 12 - 2);
     KV_OK(&k, open);
-    kv_grow(&k, 0);
+    kv_append_page(&k, 0);
     CHECK(kvt_open(&k, open, 3, (int32_t[]){1, 2, 3, 4, 5, 6, 7}, 7) == 2); /* its page 5 6 is in the tree, not ready */
-    CHECK(kv_fill(&k, 0, a) == KV_STRAY && k.seqs[0].stray);
+    CHECK(kv_cache_full_page(&k, 0, a) == KV_NOT_CACHEABLE && k.seqs[0].not_cacheable);
     KV_OK(&k, open);
     kv_free(&k);
 }
@@ -106,16 +106,16 @@ static uint64_t kvt_hash(const int32_t *t, int n) { return hash_bytes(t, (size_t
 static bool kvt_content_ok(const kvt *m) {
     for (int q = 0; q < m->k.n_seqs; q++)
         for (int i = 0; m->open[q] && i < m->done[q]; i++)
-            if (m->mem[kv_row(&m->k, q)[i / m->k.B] * m->k.B + i % m->k.B] != kvt_hash(m->tokens[q], i + 1)) return false;
+            if (m->mem[kv_block_table(&m->k, q)[i / m->k.B] * m->k.B + i % m->k.B] != kvt_hash(m->tokens[q], i + 1)) return false;
     return true;
 }
 
 static void kvt_compute(kvt *m, int q, int to) {
-    m->done[q] = MIN(kv_skip(&m->k, q, m->done[q]), m->n[q]);
+    m->done[q] = MIN(kv_skip_computed(&m->k, q, m->done[q]), m->n[q]);
     int from = m->done[q];
     for (int i = from; i < to; i++)
-        m->mem[kv_row(&m->k, q)[i / m->k.B] * m->k.B + i % m->k.B] = kvt_hash(m->tokens[q], i + 1);
-    if (to > from) kv_computed(&m->k, q, from, to), m->done[q] = to;
+        m->mem[kv_block_table(&m->k, q)[i / m->k.B] * m->k.B + i % m->k.B] = kvt_hash(m->tokens[q], i + 1);
+    if (to > from) kv_mark_computed(&m->k, q, from, to), m->done[q] = to;
 }
 
 static void kvt_random(int B, int n_pages, int n_seqs, int max_len, uint64_t seed, int n_ops) {
@@ -130,26 +130,26 @@ static void kvt_random(int B, int n_pages, int n_seqs, int max_len, uint64_t see
             m->n[q] = n;
             kvt_open(&m->k, m->open, q, m->tokens[q], n);
             m->done[q] = 0;
-        } else if (what == 0) kv_close(&m->k, q), m->open[q] = false; /* end, cancel or preempt in any state */
+        } else if (what == 0) kv_free_seq(&m->k, q), m->open[q] = false; /* end, cancel or preempt in any state */
         else if (m->done[q] < m->n[q]) { /* prefill by chunks */
             kvt_compute(m, q, m->done[q] + 1 + (int)(rnd(&rng) % (uint64_t)(m->n[q] - m->done[q])));
         } else if (m->n[q] < max_len) { /* one token more */
             if (m->n[q] == m->k.seqs[q].n_pages * B) {
-                if (!kv_room(&m->k)) continue;
-                kv_grow(&m->k, q);
+                if (!kv_n_available(&m->k)) continue;
+                kv_append_page(&m->k, q);
             }
             m->tokens[q][m->n[q]++] = (int32_t)(rnd(&rng) % 8 ? 1 : 2);
             kvt_compute(m, q, m->n[q]);
         }
-        while (m->open[q] && !m->k.seqs[q].stray && (m->k.seqs[q].n_tree + 1) * B <= m->done[q] && m->done[q] == m->n[q])
-            kv_fill(&m->k, q, m->tokens[q]);
+        while (m->open[q] && !m->k.seqs[q].not_cacheable && (m->k.seqs[q].n_tree_pages + 1) * B <= m->done[q] && m->done[q] == m->n[q])
+            kv_cache_full_page(&m->k, q, m->tokens[q]);
         const char *bad = kv_check(&m->k, m->open);
         if (!bad && !kvt_content_ok(m)) bad = "wrong content";
         CHECK_MSG(!bad, "%s (B %d, %d pages, seed %llu, op %d)", bad, B, n_pages, (unsigned long long)before, op);
     }
     for (int q = 0; q < n_seqs; q++)
-        if (m->open[q]) kv_close(&m->k, q);
-    CHECK(kv_room(&m->k) == n_pages);
+        if (m->open[q]) kv_free_seq(&m->k, q);
+    CHECK(kv_n_available(&m->k) == n_pages);
     kv_free(&m->k);
     free(m);
 }

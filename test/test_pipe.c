@@ -9,7 +9,7 @@ typedef struct pipe_model { /* seconds */
     int layers[PIPE_STAGES];
     double weights, row, seen, read; /* of a layer: reading its weights; a row; a position that a row of a prompt sees; that a decode reads */
     double head, draw, hop;          /* the last stage's: reading the head, a row drawn; from a stage to the next, or back to the first */
-    batch_weight weight;
+    batch_work weight;
     double host, host_row;           /* committing and planning, launching the first part; for each row that draws */
 } pipe_model;
 
@@ -24,10 +24,10 @@ typedef struct pipe_idle { /* shares of the time */
 } pipe_idle;
 
 typedef struct pipe_sim {
-    sched s;
-    batch b;
+    scheduler s;
+    batch_builder b;
     batch_step step[PIPE_AHEAD];
-    batch_parts parts;
+    batch_micros parts;
     toka_sample_row *out;
     double *drawn;             /* [PIPE_PARTS] when the draws of a part are back at the first stage */
     double free_at[PIPE_STAGES];
@@ -46,7 +46,7 @@ static double pipe_part_s(const pipe_model *m, const toka_step *a, int stage) {
 static double pipe_run(pipe_sim *p, const pipe_model *m, double now) {
     double done = 0;
     for (int k = 0; k < p->parts.n; k++) {
-        const toka_step *a = &p->parts.part[k].step;
+        const toka_step *a = &p->parts.micro[k].step;
         double at = a->needs_step ? fmax(now, p->drawn[a->needs_step % PIPE_PARTS]) : now;
         p->n_parts++, p->n_near += a->needs_step && a->number - a->needs_step < m->stages;
         for (int i = 0; i < m->stages; i++) {
@@ -60,8 +60,8 @@ static double pipe_run(pipe_sim *p, const pipe_model *m, double now) {
 }
 
 static void pipe_out_rows(pipe_sim *p, batch_step *d) {
-    for (int i = 0; i < d->n_out; i++) p->out[i] = (toka_sample_row){.row = d->outs[i].row, .seq = d->outs[i].q};
-    d->step.samples = p->out, d->step.n_samples = d->n_out;
+    for (int i = 0; i < d->n_samples; i++) p->out[i] = (toka_sample_row){.row = d->samples[i].row, .seq = d->samples[i].seq};
+    d->step.samples = p->out, d->step.n_samples = d->n_samples;
 }
 
 static void pipe_submit(pipe_sim *p, const pipe_load *l, uint64_t *seed) {
@@ -70,7 +70,7 @@ static void pipe_submit(pipe_sim *p, const pipe_load *l, uint64_t *seed) {
     for (int i = 0; i < l->n_requests; i++) {
         const int n = rnd_int(seed, l->in_from, l->in_to), out = rnd_int(seed, l->out_from, l->out_to);
         for (int k = 0; k < n; k++) prompt[k] = rnd_int(seed, 0, 100000);
-        CHECK(sched_submit(&p->s, &(sched_job){.prompt = prompt, .n_prompt = n, .n = l->n, .max_tokens = out, .exact = true}, &e) >= 0);
+        CHECK(sched_submit(&p->s, &(sched_job){.prompt = prompt, .n_prompt = n, .n = l->n, .max_tokens = out, .fixed_len = true}, &e) >= 0);
     }
     free(prompt);
 }
@@ -96,17 +96,17 @@ static pipe_idle pipe_idles(const pipe_sim *p, const pipe_model *m, const char *
 
 static void pipe_close(pipe_sim *p) {
     for (int i = 0; i < PIPE_AHEAD; i++) batch_step_free(&p->step[i]);
-    batch_free(&p->b), batch_parts_free(&p->parts), sched_free(&p->s), free(p->out), free(p->drawn), free(p);
+    batch_free(&p->b), batch_micros_free(&p->parts), sched_free(&p->s), free(p->out), free(p->drawn), free(p);
 }
 
 static pipe_sim *pipe_open(const pipe_model *m, const pipe_load *l) {
     pipe_sim *p = mem_zalloc(sizeof *p);
     sched_config c = {64, 1 << 14, l->max_seqs, l->max_tokens, 2048, 8};
     toka_err e;
-    CHECK(!sched_init(&p->s, &c, &e) && !batch_parts_init(&p->parts, &p->s, &e));
+    CHECK(!sched_init(&p->s, &c, &e) && !batch_micros_init(&p->parts, &p->s, &e));
     batch_init(&p->b, &p->s, (batch_cost){8, 512, 32, 8});
     for (int i = 0; i < PIPE_AHEAD; i++) CHECK(!batch_step_init(&p->step[i], &p->s, &e));
-    p->b.stages = m->stages, p->b.weight = m->weight;
+    p->b.n_stages = m->stages, p->b.work = m->weight;
     p->out = mem_alloc((size_t)c.max_tokens * sizeof *p->out), p->drawn = mem_zalloc(PIPE_PARTS * sizeof *p->drawn);
     return p;
 }
@@ -121,17 +121,17 @@ static void pipe_case(const pipe_model *m, const pipe_load *l) {
     pipe_submit(p, l, &seed);
     for (int64_t i = 0;; i++) {
         batch_step *d = &p->step[i % PIPE_AHEAD];
-        const double now = done[i % PIPE_AHEAD] + m->host + m->host_row * d->n_out; /* the step that had this place is committed then */
-        for (int k = 0; k < d->n_out; k++) sched_commit(&p->s, d->outs[k].q, d->outs[k].ticket, 7, false);
+        const double now = done[i % PIPE_AHEAD] + m->host + m->host_row * d->n_samples; /* the step that had this place is committed then */
+        for (int k = 0; k < d->n_samples; k++) sched_commit(&p->s, d->samples[k].seq, d->samples[k].generation, 7, false);
         const int rows = sched_plan(&p->s);
         most = MAX(most, p->s.n_running);
         if (phase == 0 && i == 8) phase = 1, pipe_mark(p, m);
-        if (phase == 1 && !p->s.n_waiting) phase = 2, mixed = pipe_idles(p, m, l->name);
-        if (phase == 2 && !p->s.n_fed) phase = 3, pipe_mark(p, m);
+        if (phase == 1 && !p->s.n_unstarted) phase = 2, mixed = pipe_idles(p, m, l->name);
+        if (phase == 2 && !p->s.n_prefill_seqs) phase = 3, pipe_mark(p, m);
         if (!rows || p->s.n_running < most / 10) break;
         batch_build(&p->b, d, &p->s);
         pipe_out_rows(p, d);
-        batch_split(&p->b, &p->parts, d);
+        batch_make_micros(&p->b, &p->parts, d);
         done[i % PIPE_AHEAD] = pipe_run(p, m, now);
     }
     if (phase == 3) later = pipe_idles(p, m, "  then only answers");

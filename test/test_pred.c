@@ -6,7 +6,7 @@ static int prt_lognormal(uint64_t *rng, double mean, double sigma, int max) {
 }
 
 /* Mean of the lengths drawn for a sequence that has c tokens and ends at max at the latest. */
-static int prt_expect(pred *p, pred_of class, int c, int max) {
+static int prt_expect(pred *p, pred_handle class, int c, int max) {
     double sum = 0;
     for (int i = 0; i < 1000; i++) {
         int x = pred_length(p, class, pred_survival(p, class, c) * (i + 0.5) / 1000);
@@ -17,16 +17,16 @@ static int prt_expect(pred *p, pred_of class, int c, int max) {
 }
 
 /* One whole sequence of this length, watched until `watched`. */
-static void prt_feed(pred *p, pred_of c, int length, int watched) {
+static void prt_feed(pred *p, pred_handle c, int length, int watched) {
     int bucket = 0, n = MIN(length, watched);
-    pred_reach(p, c, 0);
-    while (p->edge[bucket + 1] < n || (p->edge[bucket + 1] == n && n < length)) pred_reach(p, c, ++bucket);
-    pred_end(p, c, bucket, n, n < length);
+    pred_count_reached(p, c, 0);
+    while (p->edge[bucket + 1] < n || (p->edge[bucket + 1] == n && n < length)) pred_count_reached(p, c, ++bucket);
+    pred_count_end(p, c, bucket, n, n < length);
 }
 
 static void prt_cold(void) {
     pred p;
-    pred_of none = {-1, 0};
+    pred_handle none = {-1, 0};
     pred_init(&p, 64, 8192);
     int e = prt_expect(&p, none, 0, 1024);
     CHECK_MSG(e > 150 && e < 175, "%d", e);
@@ -51,12 +51,12 @@ static void prt_learns(void) {
     int from[4] = {0, 50, 150, 400}, n[4] = {0};
     for (int i = 0; i < 40000; i++) {
         int x = prt_lognormal(&rng, 150, 0.7, 1024);
-        prt_feed(&p, (pred_of){-1, 0}, x, 1024);
+        prt_feed(&p, (pred_handle){-1, 0}, x, 1024);
         for (int k = 0; k < 4; k++)
             if (x > from[k]) sum[k] += x, n[k]++;
     }
     for (int k = 0; k < 4; k++) {
-        double truth = sum[k] / n[k], e = prt_expect(&p, (pred_of){-1, 0}, from[k], 1024);
+        double truth = sum[k] / n[k], e = prt_expect(&p, (pred_handle){-1, 0}, from[k], 1024);
         CHECK_MSG(fabs(e - truth) < 0.04 * truth, "after %d: %g, true %g", from[k], e, truth);
     }
     pred_free(&p);
@@ -64,16 +64,16 @@ static void prt_learns(void) {
 
 /* However much was seen before: when answers grow from 30 to 1,000 tokens, it takes less than one memory of them to learn it. */
 static void prt_learns_late(void) {
-    const pred_of all = {-1, 0};
+    const pred_handle all = {-1, 0};
     for (int before = 10000; before <= 1000000; before *= 10) {
         uint64_t rng = 11;
         int n = 0;
         pred p;
         pred_init(&p, 64, 64);
         for (int i = 0; i < before; i++) prt_feed(&p, all, 20 + (int)(rnd(&rng) % 40), 4096);
-        for (; n < p.memory * 4 && pred_length(&p, all, pred_survival(&p, all, 0) * 0.5) < 700; n++)
+        for (; n < p.half_life * 4 && pred_length(&p, all, pred_survival(&p, all, 0) * 0.5) < 700; n++)
             prt_feed(&p, all, 900 + (int)(rnd(&rng) % 200), 4096);
-        CHECK_MSG(n <= p.memory * 2 / 3, "behind %d: after %d, memory %d", before, n, (int)p.memory);
+        CHECK_MSG(n <= p.half_life * 2 / 3, "behind %d: after %d, memory %d", before, n, (int)p.half_life);
         pred_free(&p);
     }
 }
@@ -87,9 +87,9 @@ static void prt_censored(void) {
     for (int i = 0; i < 40000; i++) {
         int x = prt_lognormal(&rng, 150, 0.7, 4096);
         sum += x;
-        prt_feed(&p, (pred_of){-1, 0}, x, rnd(&rng) % 2 ? 4096 : 1 + (int)(rnd(&rng) % 200));
+        prt_feed(&p, (pred_handle){-1, 0}, x, rnd(&rng) % 2 ? 4096 : 1 + (int)(rnd(&rng) % 200));
     }
-    double e = prt_expect(&p, (pred_of){-1, 0}, 0, 4096), truth = sum / 40000;
+    double e = prt_expect(&p, (pred_handle){-1, 0}, 0, 4096), truth = sum / 40000;
     CHECK_MSG(fabs(e - truth) < 0.05 * truth, "%g, true %g", e, truth);
     pred_free(&p);
 }
@@ -104,11 +104,11 @@ static void prt_survivors(void) {
     for (int i = 0; i < 1000; i++) {
         int x = prt_lognormal(&rng, 150, 0.7, 1024), bucket = 0;
         all += x;
-        pred_reach(&p, (pred_of){-1, 0}, 0);
-        while (p.edge[bucket + 1] < MIN(x, 60)) pred_reach(&p, (pred_of){-1, 0}, ++bucket);
-        if (x <= 60) pred_end(&p, (pred_of){-1, 0}, bucket, x, false), ended += x, n_ended++;
+        pred_count_reached(&p, (pred_handle){-1, 0}, 0);
+        while (p.edge[bucket + 1] < MIN(x, 60)) pred_count_reached(&p, (pred_handle){-1, 0}, ++bucket);
+        if (x <= 60) pred_count_end(&p, (pred_handle){-1, 0}, bucket, x, false), ended += x, n_ended++;
     }
-    double e = prt_expect(&p, (pred_of){-1, 0}, 0, 1024), truth = all / 1000;
+    double e = prt_expect(&p, (pred_handle){-1, 0}, 0, 1024), truth = all / 1000;
     CHECK_MSG(n_ended > 50 && ended / n_ended < 60, "%d", n_ended);
     CHECK_MSG(e > 0.8 * truth && e < 2 * truth, "%g, true %g", e, truth);
     pred_free(&p);
@@ -119,26 +119,26 @@ static void prt_classes(void) {
     pred p;
     pred_init(&p, 64, 64);
     for (int i = 0; i < 3000; i++) {
-        prt_feed(&p, pred_find(&p, 1), prt_lognormal(&rng, 60, 0.4, 1024), 1024);
-        prt_feed(&p, pred_find(&p, 2), prt_lognormal(&rng, 300, 0.4, 1024), 1024);
+        prt_feed(&p, pred_find_class(&p, 1), prt_lognormal(&rng, 60, 0.4, 1024), 1024);
+        prt_feed(&p, pred_find_class(&p, 2), prt_lognormal(&rng, 300, 0.4, 1024), 1024);
     }
-    int a = prt_expect(&p, pred_find(&p, 1), 0, 1024), b = prt_expect(&p, pred_find(&p, 2), 0, 1024);
-    int all = prt_expect(&p, (pred_of){-1, 0}, 0, 1024), fresh = prt_expect(&p, pred_find(&p, 3), 0, 1024);
+    int a = prt_expect(&p, pred_find_class(&p, 1), 0, 1024), b = prt_expect(&p, pred_find_class(&p, 2), 0, 1024);
+    int all = prt_expect(&p, (pred_handle){-1, 0}, 0, 1024), fresh = prt_expect(&p, pred_find_class(&p, 3), 0, 1024);
     CHECK_MSG(abs(a - 60) <= 4 && abs(b - 300) <= 15, "%d %d", a, b);
     CHECK_MSG(abs(all - 180) < 18 && abs(fresh - all) <= 6, "%d %d", all, fresh);
-    for (int i = 0; i < 30; i++) prt_feed(&p, pred_find(&p, 3), 20, 1024); /* 30 samples tell already */
-    CHECK(prt_expect(&p, pred_find(&p, 3), 0, 1024) < all / 2);
+    for (int i = 0; i < 30; i++) prt_feed(&p, pred_find_class(&p, 3), 20, 1024); /* 30 samples tell already */
+    CHECK(prt_expect(&p, pred_find_class(&p, 3), 0, 1024) < all / 2);
     pred_free(&p);
 }
 
 static void prt_many_classes(void) { /* more classes than places: handles of those that had to go are stale, nothing else */
     pred p;
     pred_init(&p, 8, 64);
-    pred_of first = pred_find(&p, 1000);
+    pred_handle first = pred_find_class(&p, 1000);
     prt_feed(&p, first, 5, 10);
-    for (uint64_t key = 1; key < 200; key++) prt_feed(&p, pred_find(&p, key), 5, 10);
-    CHECK(!pred_table_of(&p, first));
-    pred_reach(&p, first, 0), pred_end(&p, first, 0, 1, false);
+    for (uint64_t key = 1; key < 200; key++) prt_feed(&p, pred_find_class(&p, key), 5, 10);
+    CHECK(!pred_class_table(&p, first));
+    pred_count_reached(&p, first, 0), pred_count_end(&p, first, 0, 1, false);
     CHECK(prt_expect(&p, first, 0, 100) < 40); /* as all */
     pred_free(&p);
 }
@@ -146,14 +146,14 @@ static void prt_many_classes(void) { /* more classes than places: handles of tho
 /* Long ones that are all cancelled after the table was halved: where they were, nothing is known; not that nobody ends there. */
 static void prt_halved(void) {
     enum { LONG = 1000, BUCKET = 30 };
-    const pred_of none = {-1, 0};
+    const pred_handle none = {-1, 0};
     pred p;
     pred_init(&p, 8, 64);
     for (int i = 0; i < LONG; i++)
-        for (int b = 0; b <= BUCKET; b++) pred_reach(&p, none, b);
+        for (int b = 0; b <= BUCKET; b++) pred_count_reached(&p, none, b);
     while (p.all.at_risk[BUCKET] > LONG / 5) prt_feed(&p, none, 3, 1024);
-    for (int i = 0; i < LONG; i++) pred_end(&p, none, BUCKET, p.edge[BUCKET], true);
-    const pred_table *t = pred_fresh(&p, none);
+    for (int i = 0; i < LONG; i++) pred_count_end(&p, none, BUCKET, p.edge[BUCKET], true);
+    const pred_table *t = pred_current_table(&p, none);
     CHECK_MSG(t->at_risk[BUCKET] == 0, "%g", t->at_risk[BUCKET]);
     CHECK_MSG(fabs(t->survival[BUCKET + 1] / t->survival[BUCKET] - (1 - p.prior[BUCKET])) < 1e-3, "%g", t->survival[BUCKET + 1] / t->survival[BUCKET]);
     pred_free(&p);

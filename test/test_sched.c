@@ -13,7 +13,7 @@ typedef struct smt_result { /* a token under way */
 } smt_result;
 
 typedef struct smt {
-    sched s;
+    scheduler s;
     void (*on_run)(void *, const uint64_t *mem, int32_t *device); /* for test_batch.c: rows are written ... */
     void *on_run_user;
     int vocab, end_one_in; /* tokens 0 .. vocab-1; a sequence ends by itself with chance 1 / end_one_in per token */
@@ -51,12 +51,12 @@ static void smt_close(smt *m) {
     free(m->mem), free(m->written), free(m->device), free(m->late);
 }
 
-static int32_t *smt_device(smt *m, int q) { return m->device + (size_t)q * (size_t)m->s.c.max_len; }
+static int32_t *smt_device(smt *m, int q) { return m->device + (size_t)q * (size_t)m->s.config.max_len; }
 
 /* The copies that the planned step begins with. */
 static void smt_copy(smt *m) {
-    const sched *s = &m->s;
-    size_t B = (size_t)s->c.B;
+    const scheduler *s = &m->s;
+    size_t B = (size_t)s->config.B;
     for (int i = 0; i < s->n_copies; i++) {
         toka_copy c = s->copies[i];
         for (int k = 0; k < s->n_copies; k++) CHECK(s->copies[k].from != c.to && (k == i || s->copies[k].to != c.to));
@@ -67,46 +67,46 @@ static void smt_copy(smt *m) {
 
 /* Runs the planned step: all rows write, then all rows read, as attention does. */
 static void smt_run(smt *m, int n_rows) {
-    sched *s = &m->s;
-    int B = s->c.B, rows = 0;
-    memset(m->written, 0, (size_t)s->c.n_pages * (size_t)B);
+    scheduler *s = &m->s;
+    int B = s->config.B, rows = 0;
+    memset(m->written, 0, (size_t)s->config.n_pages * (size_t)B);
     smt_copy(m);
-    for (int q = 0; q < s->c.max_seqs; q++) {
+    for (int q = 0; q < s->config.max_seqs; q++) {
         sched_seq *x = &s->seqs[q];
         if (x->state == SCHED_FREE || !x->n_rows) continue;
         int32_t *t = smt_device(m, q);
         memcpy(t, x->tokens, (size_t)MIN(x->n_known, x->from + x->n_rows) * sizeof *t);
         for (int p = x->from; p < x->from + x->n_rows; p++, rows++) {
-            int slot = kv_row(&s->kv, q)[p / B] * B + p % B;
+            int slot = kv_block_table(&s->kv, q)[p / B] * B + p % B;
             CHECK(!m->written[slot]); /* no two rows of a step write one slot */
             m->written[slot] = 1, m->mem[slot] = smt_hash(t, p + 1);
         }
     }
-    CHECK(rows == n_rows && rows <= s->c.max_tokens);
+    CHECK(rows == n_rows && rows <= s->config.max_tokens);
     if (m->on_run) m->on_run(m->on_run_user, m->mem, m->device); /* ... and not yet sampled */
-    for (int q = 0; q < s->c.max_seqs && !check_failed; q++) {
+    for (int q = 0; q < s->config.max_seqs && !check_failed; q++) {
         sched_seq *x = &s->seqs[q];
         if (x->state == SCHED_FREE || !x->n_rows) continue;
         int32_t *t = smt_device(m, q);
         int n = x->from + x->n_rows;
-        for (int p = 0; p < n; p++) CHECK(m->mem[kv_row(&s->kv, q)[p / B] * B + p % B] == smt_hash(t, p + 1));
-        if (!x->yields) continue;
-        CHECK(!x->waits || x->n_known == n);
+        for (int p = 0; p < n; p++) CHECK(m->mem[kv_block_table(&s->kv, q)[p / B] * B + p % B] == smt_hash(t, p + 1));
+        if (!x->is_sampled) continue;
+        CHECK(!x->no_run_ahead || x->n_known == n);
         bool end;
         t[n] = smt_draw(m, t, n, x->sample, &end);
-        m->late[m->n_late++] = (smt_result){q, m->step, x->ticket, t[n]};
+        m->late[m->n_late++] = (smt_result){q, m->step, x->generation, t[n]};
     }
 }
 
 /* Commits what is due, checks outputs of those that end. */
 static void smt_results(smt *m) {
-    sched *s = &m->s;
+    scheduler *s = &m->s;
     int n = 0;
     for (; n < m->n_late && m->late[n].step + m->lag <= m->step; n++) {
         smt_result r = m->late[n];
         sched_seq *x = &s->seqs[r.q];
         bool end = false;
-        if (x->ticket == r.ticket) {
+        if (x->generation == r.ticket) {
             int32_t want = smt_draw(m, x->tokens, x->n_known, x->sample, &end);
             CHECK(want == r.token);
             m->n_tokens++;
@@ -120,16 +120,16 @@ static void smt_results(smt *m) {
 /* Pages held in step t, found by walking: every sequence that still lives holds the pages it has now, shared ones once, and
  * those it will have taken by then. */
 static int smt_future(const smt *m, int64_t t, char *seen) {
-    const sched *s = &m->s;
+    const scheduler *s = &m->s;
     int n = 0;
-    memset(seen, 0, (size_t)s->c.n_pages);
-    for (int q = 0; q < s->c.max_seqs; q++) {
+    memset(seen, 0, (size_t)s->config.n_pages);
+    for (int q = 0; q < s->config.max_seqs; q++) {
         const sched_seq *x = &s->seqs[q];
-        if ((x->state != SCHED_PREFILL && x->state != SCHED_DECODE) || x->end <= t) continue;
-        const int *row = kv_row(&s->kv, q);
+        if ((x->state != SCHED_PREFILL && x->state != SCHED_DECODE) || x->end_step <= t) continue;
+        const int *row = kv_block_table(&s->kv, q);
         int have = s->kv.seqs[q].n_pages;
         for (int i = 0; i < have; i++) n += !seen[row[i]], seen[row[i]] = 1;
-        for (int64_t p = (int64_t)have * s->c.B; p < MIN(x->expect, x->limit) - 1; p += s->c.B) n += x->base + p <= t;
+        for (int64_t p = (int64_t)have * s->config.B; p < MIN(x->expected_len, x->limit) - 1; p += s->config.B) n += x->base_step + p <= t;
     }
     return n;
 }
@@ -138,12 +138,12 @@ static void smt_check(smt *m, bool future) {
     const char *bad = sched_check(&m->s);
     CHECK_MSG(!bad, "%s, step %d", bad, m->step);
     if (!future) return;
-    char *seen = mem_alloc((size_t)m->s.c.n_pages);
-    const calendar *c = &m->s.cal;
-    for (int t = 0, held = c->held, peak = 0; t < c->n && !check_failed; t++) {
-        held += t ? c->at[((c->now + t) & (c->n - 1)) + c->n].sum : 0, peak = MAX(peak, held);
+    char *seen = mem_alloc((size_t)m->s.config.n_pages);
+    const page_forecast *c = &m->s.forecast;
+    for (int t = 0, held = c->held, peak = 0; t < c->n_steps && !check_failed; t++) {
+        held += t ? c->nodes[((c->now + t) & (c->n_steps - 1)) + c->n_steps].sum : 0, peak = MAX(peak, held);
         CHECK(held == smt_future(m, c->now + t, seen));
-        CHECK(t < c->n - 1 || peak == cal_peak(c));
+        CHECK(t < c->n_steps - 1 || peak == forecast_peak(c));
     }
     free(seen);
 }
@@ -164,13 +164,13 @@ static int smt_submit(smt *m, uint64_t *rng, int n_prompt, int n, int max_tokens
     for (int i = 0; i < n_prompt; i++) prompt[i] = rnd(rng) % 6 ? 1 : 2;
     sched_job job = {.prompt = prompt, .n_prompt = n_prompt, .n = n, .max_tokens = max_tokens, .priority = priority};
     uint64_t dice = rnd(rng) % 16;
-    job.n_alone = dice == 0 ? n : dice == 1, job.waits = dice % 4 == 3;
+    job.n_unshared = dice == 0 ? n : dice == 1, job.no_run_ahead = dice % 4 == 3;
     int id = sched_submit(&m->s, &job, &e);
     CHECK_MSG(id >= 0, "%s", e.msg);
     return id;
 }
 
-/* Random requests, ends early and late, preemptions and cancels, in pools where nothing fits well. The calendar is compared
+/* Random requests, ends early and late, preemptions and cancels, in pools where nothing fits well. The page_forecast is compared
  * with the step-by-step simulation at every step of its horizon, after every plan. */
 static int64_t smt_random(sched_config c, int lag, uint64_t seed, int n_steps) {
     smt m;
@@ -179,7 +179,7 @@ static int64_t smt_random(sched_config c, int lag, uint64_t seed, int n_steps) {
     int alive[64], n_alive = 0;
     int longest = MIN(c.max_len, c.n_pages * c.B + 1);
     for (int i = 0; i < n_steps && !check_failed; i++) {
-        for (int k = (int)(rnd(&rng) % 3); k-- && m.s.n_waiting < 40;) {
+        for (int k = (int)(rnd(&rng) % 3); k-- && m.s.n_unstarted < 40;) {
             int n_prompt = 1 + (int)(rnd(&rng) % (uint64_t)(longest - 1));
             int max_tokens = 1 + (int)(rnd(&rng) % (uint64_t)(longest - n_prompt));
             int id = smt_submit(&m, &rng, n_prompt, 1 + (int)(rnd(&rng) % 5), max_tokens, rnd(&rng) % 8 ? 0 : 2);
@@ -192,9 +192,9 @@ static int64_t smt_random(sched_config c, int lag, uint64_t seed, int n_steps) {
         }
         smt_step(&m, true);
     }
-    for (int i = 0; i < 20000 && m.s.n_waiting + c.max_seqs > m.s.n_slots_free && !check_failed; i++) smt_step(&m, i < 10);
-    CHECK(m.s.n_slots_free == c.max_seqs && m.s.queued < 0 && !m.s.n_waiting);
-    CHECK(kv_room(&m.s.kv) == c.n_pages && cal_peak(&m.s.cal) == 0);
+    for (int i = 0; i < 20000 && m.s.n_unstarted + c.max_seqs > m.s.n_seqs_free && !check_failed; i++) smt_step(&m, i < 10);
+    CHECK(m.s.n_seqs_free == c.max_seqs && m.s.first_queued < 0 && !m.s.n_unstarted);
+    CHECK(kv_n_available(&m.s.kv) == c.n_pages && forecast_peak(&m.s.forecast) == 0);
     int64_t n = m.s.n_preempted;
     if (check_failed) printf("seed %llu\n", (unsigned long long)seed);
     smt_close(&m);
@@ -223,8 +223,8 @@ static void smt_thousands_of_preemptions(void) { /* no token is lost or differen
     for (int i = 0; i < 1500; i++) smt_submit(&m, &rng, 4, 1, 50, 0);
     for (int i = 0; i < 200000 && m.n_done < 1500 && !check_failed; i++) {
         for (int k = 0; k < 300; k++) { /* lies: whatever length is reached, it ends soon */
-            pred_reach(&m.s.pred, (pred_of){-1, 0}, k % 16);
-            pred_end(&m.s.pred, (pred_of){-1, 0}, k % 16, m.s.pred.edge[k % 16] + 1, false);
+            pred_count_reached(&m.s.predictor, (pred_handle){-1, 0}, k % 16);
+            pred_count_end(&m.s.predictor, (pred_handle){-1, 0}, k % 16, m.s.predictor.edge[k % 16] + 1, false);
         }
         smt_step(&m, i % 97 == 0);
     }
@@ -245,13 +245,13 @@ static void smt_exact_future(void) {
         int32_t prompt[20];
         int n = 1 + (int)(rnd(&rng) % 20);
         for (int k = 0; k < n; k++) prompt[k] = (int32_t)(rnd(&rng) % 2);
-        sched_job job = {.prompt = prompt, .n_prompt = n, .n = 1, .max_tokens = 1 + (int)(rnd(&rng) % 40), .exact = true};
+        sched_job job = {.prompt = prompt, .n_prompt = n, .n = 1, .max_tokens = 1 + (int)(rnd(&rng) % 40), .fixed_len = true};
         CHECK(sched_submit(&m.s, &job, &e) >= 0);
     }
     for (; m.n_done < 300 && steps < 10000 && !check_failed; steps++) {
         smt_step(&m, true);
-        if (m.s.queued >= 0) held += 60 - kv_room(&m.s.kv);
-        CHECK(cal_peak(&m.s.cal) <= 60);
+        if (m.s.first_queued >= 0) held += 60 - kv_n_available(&m.s.kv);
+        CHECK(forecast_peak(&m.s.forecast) <= 60);
     }
     CHECK(m.n_done == 300 && m.s.n_preempted == 0 && m.s.n_repredicted == 0);
     CHECK_MSG(held > steps * 60 / 2, "%d of %d", (int)(held / steps), 60);
@@ -273,14 +273,14 @@ static void smt_order(void) { /* first come first served; priority is a head sta
     }
     CHECK(n == 3 && order[0] == c && order[1] == a && order[2] == b);
     int old = smt_submit(&m, &rng, 4, 1, 4, 0), waited = 0; /* against a stream of more important ones */
-    for (; waited < 20 * SCHED_PRIORITY && m.s.requests[old].prompt; waited++) {
-        if (m.s.n_waiting < 4) smt_submit(&m, &rng, 4, 1, 4, 3);
+    for (; waited < 20 * SCHED_PRIORITY_STEPS && m.s.requests[old].prompt; waited++) {
+        if (m.s.n_unstarted < 4) smt_submit(&m, &rng, 4, 1, 4, 3);
         sched_plan(&m.s);
         m.step++;
         smt_run(&m, (m.s.seqs[0].state != SCHED_FREE) * m.s.seqs[0].n_rows);
         smt_results(&m);
     }
-    CHECK_MSG(waited > 2 * SCHED_PRIORITY && waited < 4 * SCHED_PRIORITY, "%d", waited);
+    CHECK_MSG(waited > 2 * SCHED_PRIORITY_STEPS && waited < 4 * SCHED_PRIORITY_STEPS, "%d", waited);
     smt_close(&m);
 }
 
@@ -301,20 +301,20 @@ static void smt_cancel_states(void) {
     CHECK(m.s.n_decode > 0);
     sched_cancel(&m.s, a); /* decode, prefill and two still queued; tokens are under way */
     smt_check(&m, false);
-    CHECK(m.s.n_slots_free == 4 && m.s.n_waiting == 0 && kv_room(&m.s.kv) == 40 && cal_peak(&m.s.cal) == 0);
+    CHECK(m.s.n_seqs_free == 4 && m.s.n_unstarted == 0 && kv_n_available(&m.s.kv) == 40 && forecast_peak(&m.s.forecast) == 0);
     int c = smt_submit(&m, &rng, 20, 4, 8, 0);
     while (m.s.requests[c].prompt && !check_failed) smt_step(&m, true);
     smt_close(&m);
 }
 
-static int smt_try(sched *s, int n_prompt, int n, int max_tokens) {
+static int smt_try(scheduler *s, int n_prompt, int n, int max_tokens) {
     toka_err e;
     int32_t p[8] = {0};
     return sched_submit(s, &(sched_job){.prompt = p, .n_prompt = n_prompt, .n = n, .max_tokens = max_tokens}, &e);
 }
 
 static void smt_refused(void) {
-    sched s;
+    scheduler s;
     toka_err e;
     CHECK(!sched_init(&s, &(sched_config){2, 5, 3, 8, 16, 8}, &e));
     CHECK(smt_try(&s, 0, 1, 1) == TOKA_E_USE && smt_try(&s, 1, 0, 1) == TOKA_E_USE && smt_try(&s, 1, 1, 0) == TOKA_E_USE);
@@ -326,7 +326,7 @@ static void smt_refused(void) {
 }
 
 static void smt_no_memory(void) { /* 1 TB for rows of pages */
-    sched s;
+    scheduler s;
     toka_err e;
     sched_config c = {16, 100, 65536, 65536, 1 << 26, 8};
     CHECK(sched_init(&s, &c, &e) == TOKA_E_MEMORY && strstr(e.msg, "65536 sequences of up to 67108864 tokens"));
@@ -344,7 +344,7 @@ static void smt_repeats(void) { /* n samples of one prompt, twice, at page borde
             uint64_t same = rng;
             int64_t hits = m.s.n_prompt_hits, done = m.n_done;
             int id = smt_submit(&m, &same, n_prompt, 32, 6, 0);
-            m.s.requests[id].n_alone = 0;
+            m.s.requests[id].n_unshared = 0;
             for (int i = 0; i < 100 && m.n_done < done + 32; i++) smt_step(&m, true);
             CHECK(m.n_done == done + 32 && m.s.n_preempted == 0);
             int64_t most = (n_prompt - 1) / 2 * 2 * again + (n_prompt - 1) * 31, found = m.s.n_prompt_hits - hits;
@@ -361,7 +361,7 @@ static void smt_parked_in_chunks(void) {
     uint64_t rng = 3;
     smt_open(&m, (sched_config){2, 40, 2, 4, 60, 16}, 50, 1 << 30, 1);
     int id = smt_submit(&m, &rng, 9, 1, 12, 0);
-    m.s.requests[id].n_alone = 1; /* nothing is found again */
+    m.s.requests[id].n_unshared = 1; /* nothing is found again */
     for (int i = 0; m.n_done == 0 && i < 200 && !check_failed; i++) {
         CHECK(i != 6 || m.s.n_decode == 1);
         if (i == 6) sched_preempt(&m.s);
@@ -387,7 +387,7 @@ static void smt_parked_hold_all_slots(void) {
 }
 
 static void smt_cold_start(void) { /* the monkeys shape, nothing known yet: the batch is full after a few steps */
-    sched s;
+    scheduler s;
     toka_err e;
     int32_t prompt[715];
     CHECK(!sched_init(&s, &(sched_config){16, 1572864 / 16, 8192, 32768, 2048, 256}, &e));
@@ -403,14 +403,14 @@ static void smt_cold_start(void) { /* the monkeys shape, nothing known yet: the 
 /* Many prompts that part behind the same page, each asked for many times: one computes a tail, all others copy it a step later. */
 static void smt_tails_of_many_prompts(void) {
     enum { PROMPTS = 60, TIMES = 12, N = PROMPTS * TIMES };
-    sched s;
+    scheduler s;
     toka_err e;
     int32_t prompt[40];
     int64_t n_copies = 0;
     CHECK(!sched_init(&s, &(sched_config){16, 8 * N, N, 8 * N, 256, 16}, &e));
     for (int i = 0; i < N; i++) {
         for (int k = 0; k < 40; k++) prompt[k] = k < 32 ? k : 1000 + 8 * (i / TIMES) + k;
-        CHECK(sched_submit(&s, &(sched_job){.prompt = prompt, .n_prompt = 40, .n = 1, .max_tokens = 64, .exact = true}, &e) >= 0);
+        CHECK(sched_submit(&s, &(sched_job){.prompt = prompt, .n_prompt = 40, .n = 1, .max_tokens = 64, .fixed_len = true}, &e) >= 0);
     }
     for (int i = 0; i < 8 && s.n_decode < N; i++) {
         sched_plan(&s);
@@ -425,18 +425,18 @@ static void smt_tails_of_many_prompts(void) {
 /* One answer that is longer than all lengths that buckets of their own tell apart. */
 static void smt_longest_answer(void) {
     enum { N = 2000000 };
-    sched s;
+    scheduler s;
     toka_err e;
     const int32_t prompt = 1;
     CHECK(!sched_init(&s, &(sched_config){1 << 14, N / (1 << 14) + 1, 1, 1, N + 1, 4}, &e));
     CHECK(sched_submit(&s, &(sched_job){.prompt = &prompt, .n_prompt = 1, .n = 1, .max_tokens = N, .class_key = 5}, &e) == 0);
     for (int i = 1; i <= N && !check_failed; i++) {
         CHECK(sched_plan(&s) == 1);
-        CHECK(sched_commit(&s, 0, s.seqs[0].ticket, i, i == N) == (i == N ? SCHED_DONE : SCHED_ON));
-        CHECK(s.seqs[0].bucket < PRED_N);
+        CHECK(sched_commit(&s, 0, s.seqs[0].generation, i, i == N) == (i == N ? SCHED_DONE : SCHED_CONTINUES));
+        CHECK(s.seqs[0].length_bucket < PRED_BUCKETS);
     }
-    CHECK(s.pred.all.at_risk[PRED_N - 1] == 1 && s.pred.all.ended[PRED_N - 1] == 1 && s.pred.all.ended[0] == 0);
-    CHECK(pred_survival(&s.pred, (pred_of){-1, 0}, 1 << 29) > 0);
+    CHECK(s.predictor.all.at_risk[PRED_BUCKETS - 1] == 1 && s.predictor.all.ended[PRED_BUCKETS - 1] == 1 && s.predictor.all.ended[0] == 0);
+    CHECK(pred_survival(&s.predictor, (pred_handle){-1, 0}, 1 << 29) > 0);
     sched_free(&s);
 }
 
