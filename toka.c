@@ -10723,7 +10723,7 @@ static void batch_make_micros(batch_builder *builder, batch_micros *micros, cons
  *                 reaches p; of tied ids the lowest stay), then min-p (probability >= min_p * the best one's)
  *   5. draw       the inverse of the cumulative distribution in order of ids, at one uniform number of 53 bits
  * Every filter of step 4 keeps the head of one and the same order (logit falling, id rising), so what they leave is
- * described by a single samp_cut, and no list of candidates and no sort is needed.
+ * described by a single samp_threshold, and no list of candidates and no sort is needed.
  *
  * What always holds:
  *   - The pick is a pure function of (logits, parameters, history, seed, sample, position). Step 5 takes its number from
@@ -10744,15 +10744,15 @@ static void batch_make_micros(batch_builder *builder, batch_micros *micros, cons
 
 #define SAMP_MAX_STOPS 256       /* stop strings of one request */
 #define SAMP_MAX_STOP_BYTES 4096 /* of one stop string; ids of one bad word */
-#define SAMP_MAX_BAD 4096        /* bad words of one request, as ids */
-#define SAMP_MAX_WORDS 2048      /* and as texts ... */
-#define SAMP_MAX_WORD_BYTES 32768 /* ... of so many bytes in all */
-#define SAMP_MAX_TAILS (1 << 18) /* ways in which a vocabulary ends them */
+#define SAMP_MAX_BAD_SEQS 4096        /* bad words of one request, as ids */
+#define SAMP_MAX_BAD_TEXTS 2048      /* and as texts ... */
+#define SAMP_MAX_BAD_BYTES 32768 /* ... of so many bytes in all */
+#define SAMP_MAX_SUFFIXES (1 << 18) /* ways in which a vocabulary ends them */
 #define SAMP_MIN_REPETITION 0.01f /* repetition penalties: beyond, x/r - f*count would not tell what x was */
 #define SAMP_MAX_REPETITION 100.0
 #define SAMP_MIN_BIAS (-100.0)
 #define SAMP_MAX_BIAS 100.0
-#define SAMP_WINDOW 16384        /* ids looked at together where a row needs a counter per id */
+#define SAMP_ID_RANGE 16384        /* ids looked at together where a row needs a counter per id */
 #define SAMP_BLOCKS 512          /* partial sums of a row, for the draw */
 #define SAMP_LANES 16            /* independent sums side by side, so that a compiler can use vectors */
 
@@ -10773,39 +10773,39 @@ static int samp_check_list(const char *name, const int32_t *id, int n, int V, to
     return samp_check_ids(name, id, n, V, e);
 }
 
-static int samp_check_stops(const toka_sampling *s, toka_err *e) {
-    if (s->n_stop < 0 || s->n_stop > SAMP_MAX_STOPS)
-        return fail(e, TOKA_E_USE, "stop: %d texts, expected at most %d", s->n_stop, SAMP_MAX_STOPS);
-    if (s->n_stop && !s->stop) return fail(e, TOKA_E_USE, "stop: no strings given, expected %d", s->n_stop);
-    for (int i = 0; i < s->n_stop; i++) {
-        size_t n = s->stop[i] ? strlen(s->stop[i]) : 0;
-        if (!n || n > SAMP_MAX_STOP_BYTES)
-            return fail(e, TOKA_E_USE, "stop[%d]: %zu bytes, expected 1 to %d", i, n, SAMP_MAX_STOP_BYTES);
-        for (const char *p = s->stop[i], *end = p + n; p < end;) {
-            int step = utf8_len(p, end);
-            if (!step) return fail(e, TOKA_E_USE, "stop[%d]: byte %d is not valid UTF-8", i, (int)(p - s->stop[i]));
-            p += step;
+static int samp_check_stops(const toka_sampling *sampling, toka_err *e) {
+    if (sampling->n_stop < 0 || sampling->n_stop > SAMP_MAX_STOPS)
+        return fail(e, TOKA_E_USE, "stop: %d texts, expected at most %d", sampling->n_stop, SAMP_MAX_STOPS);
+    if (sampling->n_stop && !sampling->stop) return fail(e, TOKA_E_USE, "stop: no strings given, expected %d", sampling->n_stop);
+    for (int i = 0; i < sampling->n_stop; i++) {
+        size_t n_bytes = sampling->stop[i] ? strlen(sampling->stop[i]) : 0;
+        if (!n_bytes || n_bytes > SAMP_MAX_STOP_BYTES)
+            return fail(e, TOKA_E_USE, "stop[%d]: %zu bytes, expected 1 to %d", i, n_bytes, SAMP_MAX_STOP_BYTES);
+        for (const char *at = sampling->stop[i], *end = at + n_bytes; at < end;) {
+            int char_bytes = utf8_len(at, end);
+            if (!char_bytes) return fail(e, TOKA_E_USE, "stop[%d]: byte %d is not valid UTF-8", i, (int)(at - sampling->stop[i]));
+            at += char_bytes;
         }
     }
     return 0;
 }
 
-static int samp_check_bad(const toka_sampling *s, int V, toka_err *e) {
-    int n = 0;
-    if (s->n_bad < 0 || s->n_bad > SAMP_MAX_BAD)
-        return fail(e, TOKA_E_USE, "bad_words: %d sequences of ids, expected at most %d", s->n_bad, SAMP_MAX_BAD);
-    if (s->n_bad && !s->bad_lengths) return fail(e, TOKA_E_USE, "bad_words: no lengths given, expected %d", s->n_bad);
-    for (int i = 0; i < s->n_bad; n += s->bad_lengths[i++])
-        if (s->bad_lengths[i] < 1 || s->bad_lengths[i] > SAMP_MAX_STOP_BYTES)
-            return fail(e, TOKA_E_USE, "bad_words[%d]: %d ids, expected 1 to %d", i, s->bad_lengths[i], SAMP_MAX_STOP_BYTES);
-    return samp_check_ids("bad_words", s->bad_ids, n, V, e);
+static int samp_check_bad_ids(const toka_sampling *sampling, int V, toka_err *e) {
+    int n_ids = 0;
+    if (sampling->n_bad < 0 || sampling->n_bad > SAMP_MAX_BAD_SEQS)
+        return fail(e, TOKA_E_USE, "bad_words: %d sequences of ids, expected at most %d", sampling->n_bad, SAMP_MAX_BAD_SEQS);
+    if (sampling->n_bad && !sampling->bad_lengths) return fail(e, TOKA_E_USE, "bad_words: no lengths given, expected %d", sampling->n_bad);
+    for (int i = 0; i < sampling->n_bad; n_ids += sampling->bad_lengths[i++])
+        if (sampling->bad_lengths[i] < 1 || sampling->bad_lengths[i] > SAMP_MAX_STOP_BYTES)
+            return fail(e, TOKA_E_USE, "bad_words[%d]: %d ids, expected 1 to %d", i, sampling->bad_lengths[i], SAMP_MAX_STOP_BYTES);
+    return samp_check_ids("bad_words", sampling->bad_ids, n_ids, V, e);
 }
 
 /* The ranges are OpenAI's and vLLM's, but for repetition_penalty, which is any number more than 0
  * there. */
 static const struct samp_range {
     const char *name;
-    size_t at; /* of a float in toka_sampling */
+    size_t offset; /* of a float in toka_sampling */
     double low, high;
     bool open_low;
 } samp_ranges[] = {
@@ -10822,62 +10822,62 @@ static const struct samp_range {
  * message would say so. */
 static int samp_check_number(const char *name, double v, toka_err *e) {
     for (int i = 0; i < COUNT(samp_ranges); i++) {
-        const struct samp_range *r = &samp_ranges[i];
-        if (!strcmp(name, r->name)) return check_range(name, v, r->low, r->high, r->open_low, e);
+        const struct samp_range *range = &samp_ranges[i];
+        if (!strcmp(name, range->name)) return check_range(name, v, range->low, range->high, range->open_low, e);
     }
     return 0;
 }
 
 /* A number that is more than 0 stays so. */
-static float samp_float(double v) { return v > 0 ? MAX((float)v, FLT_MIN) : (float)v; }
+static float samp_to_float(double v) { return v > 0 ? MAX((float)v, FLT_MIN) : (float)v; }
 
 /* Of max_tokens and min_tokens that contradict each other, one that is a default gives way. */
-static void samp_give_way(toka_sampling *s, bool max_is_default, bool min_is_default) {
-    if (s->max_tokens < 1 || s->min_tokens <= s->max_tokens) return;
-    if (max_is_default) s->max_tokens = s->min_tokens;
-    else if (min_is_default) s->min_tokens = s->max_tokens;
+static void samp_fix_min_max(toka_sampling *sampling, bool max_is_default, bool min_is_default) {
+    if (sampling->max_tokens < 1 || sampling->min_tokens <= sampling->max_tokens) return;
+    if (max_is_default) sampling->max_tokens = sampling->min_tokens;
+    else if (min_is_default) sampling->min_tokens = sampling->max_tokens;
 }
 
 /* Checks ranges; V: vocabulary. The message names field, value and what is allowed. */
-static int samp_check(const toka_sampling *s, int V, toka_err *e) {
+static int samp_check(const toka_sampling *sampling, int V, toka_err *e) {
     for (int i = 0; i < COUNT(samp_ranges); i++) {
-        const float *v = (const float *)(const void *)((const char *)s + samp_ranges[i].at);
-        if (samp_check_number(samp_ranges[i].name, *v, e)) return e->code;
+        const float *value = (const float *)(const void *)((const char *)sampling + samp_ranges[i].offset);
+        if (samp_check_number(samp_ranges[i].name, *value, e)) return e->code;
     }
-    if (check_int("top_k", s->top_k, -1, INT_MAX, e)) return e->code;
-    if (check_int("max_tokens", s->max_tokens, 0, INT_MAX, e)) return e->code;
-    if (check_int("min_tokens", s->min_tokens, 0, s->max_tokens ? s->max_tokens : INT_MAX, e)) return e->code;
-    if (check_int("logprobs", s->logprobs, TOKA_NO_LOGPROBS, TOKA_MAX_LOGPROBS, e)) return e->code;
-    if (samp_check_list("stop_token_ids", s->stop_ids, s->n_stop_ids, V, e)) return e->code;
-    if (samp_check_list("allowed_token_ids", s->allowed_ids, s->n_allowed, V, e)) return e->code;
-    if (samp_check_list("logit_bias", s->bias_ids, s->n_bias, V, e)) return e->code;
-    if (s->n_bias && !s->bias_values) return fail(e, TOKA_E_USE, "logit_bias: no values given, expected %d", s->n_bias);
-    for (int i = 0; i < s->n_bias; i++)
-        if (check_range("logit_bias", s->bias_values[i], SAMP_MIN_BIAS, SAMP_MAX_BIAS, false, e))
+    if (check_int("top_k", sampling->top_k, -1, INT_MAX, e)) return e->code;
+    if (check_int("max_tokens", sampling->max_tokens, 0, INT_MAX, e)) return e->code;
+    if (check_int("min_tokens", sampling->min_tokens, 0, sampling->max_tokens ? sampling->max_tokens : INT_MAX, e)) return e->code;
+    if (check_int("logprobs", sampling->logprobs, TOKA_NO_LOGPROBS, TOKA_MAX_LOGPROBS, e)) return e->code;
+    if (samp_check_list("stop_token_ids", sampling->stop_ids, sampling->n_stop_ids, V, e)) return e->code;
+    if (samp_check_list("allowed_token_ids", sampling->allowed_ids, sampling->n_allowed, V, e)) return e->code;
+    if (samp_check_list("logit_bias", sampling->bias_ids, sampling->n_bias, V, e)) return e->code;
+    if (sampling->n_bias && !sampling->bias_values) return fail(e, TOKA_E_USE, "logit_bias: no values given, expected %d", sampling->n_bias);
+    for (int i = 0; i < sampling->n_bias; i++)
+        if (check_range("logit_bias", sampling->bias_values[i], SAMP_MIN_BIAS, SAMP_MAX_BIAS, false, e))
             return e->code;
-    return samp_check_bad(s, V, e) ? e->code : samp_check_stops(s, e);
+    return samp_check_bad_ids(sampling, V, e) ? e->code : samp_check_stops(sampling, e);
 }
 
 /* ---- Random numbers ---- */
 
 /* Philox4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3; SC 2011): ten rounds that mix a
  * counter of four words under a key of two. */
-static void samp_philox(uint32_t c[4], uint32_t k0, uint32_t k1) {
+static void samp_philox(uint32_t counter[4], uint32_t k0, uint32_t k1) {
     for (int round = 0; round < 10; round++) {
-        uint64_t a = (uint64_t)0xD2511F53u * c[0], b = (uint64_t)0xCD9E8D57u * c[2];
-        c[0] = (uint32_t)(b >> 32) ^ c[1] ^ k0;
-        c[2] = (uint32_t)(a >> 32) ^ c[3] ^ k1;
-        c[1] = (uint32_t)b;
-        c[3] = (uint32_t)a;
+        uint64_t a = (uint64_t)0xD2511F53u * counter[0], b = (uint64_t)0xCD9E8D57u * counter[2];
+        counter[0] = (uint32_t)(b >> 32) ^ counter[1] ^ k0;
+        counter[2] = (uint32_t)(a >> 32) ^ counter[3] ^ k1;
+        counter[1] = (uint32_t)b;
+        counter[3] = (uint32_t)a;
         k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
     }
 }
 
 /* 64 random bits, for ever the same for the same arguments. lane: independent numbers for one token; the draw takes 0. */
-static uint64_t samp_random(uint64_t seed, uint32_t sample, uint32_t position, uint32_t lane) {
-    uint32_t c[4] = {sample, position, lane, 0};
-    samp_philox(c, (uint32_t)seed, (uint32_t)(seed >> 32));
-    return (uint64_t)c[1] << 32 | c[0];
+static uint64_t samp_random(uint64_t seed, uint32_t sample, uint32_t position, uint32_t stream) {
+    uint32_t counter[4] = {sample, position, stream, 0};
+    samp_philox(counter, (uint32_t)seed, (uint32_t)(seed >> 32));
+    return (uint64_t)counter[1] << 32 | counter[0];
 }
 
 /* ---- Exponentials and sums of a row ---- */
@@ -10887,30 +10887,30 @@ static uint64_t samp_random(uint64_t seed, uint32_t sample, uint32_t position, u
  * (gcc wants -fno-trapping-math for that). */
 static inline double samp_exp(double d) {
     const double round = 0x1.8p52; /* adding it leaves the nearest integer in the low mantissa bits */
-    double at = d > -700 ? d : -700;
-    double shifted = at * 1.4426950408889634 + round, n = shifted - round;
-    double r = (at - n * 0x1.62e42fefa0000p-1) - n * 0x1.cf79abc9e3b3ap-40; /* ln2 in two parts, n * first exact */
-    double p = 1.0 / 3628800;
-    p = p * r + 1.0 / 362880, p = p * r + 1.0 / 40320, p = p * r + 1.0 / 5040, p = p * r + 1.0 / 720;
-    p = p * r + 1.0 / 120, p = p * r + 1.0 / 24, p = p * r + 1.0 / 6, p = p * r + 0.5, p = p * r + 1, p = p * r + 1;
-    uint64_t bits, add;
-    memcpy(&bits, &p, 8), memcpy(&add, &shifted, 8);
-    bits += add << 52;
-    memcpy(&p, &bits, 8);
-    p -= 0x1p-1000; /* nothing beside a p that matters; what is below becomes exactly 0 */
-    return p > 0 ? p : 0;
+    double clamped = d > -700 ? d : -700;
+    double shifted = clamped * 1.4426950408889634 + round, n = shifted - round;
+    double r = (clamped - n * 0x1.62e42fefa0000p-1) - n * 0x1.cf79abc9e3b3ap-40; /* ln2 in two parts, n * first exact */
+    double poly = 1.0 / 3628800;
+    poly = poly * r + 1.0 / 362880, poly = poly * r + 1.0 / 40320, poly = poly * r + 1.0 / 5040, poly = poly * r + 1.0 / 720;
+    poly = poly * r + 1.0 / 120, poly = poly * r + 1.0 / 24, poly = poly * r + 1.0 / 6, poly = poly * r + 0.5, poly = poly * r + 1, poly = poly * r + 1;
+    uint64_t bits, exponent;
+    memcpy(&bits, &poly, 8), memcpy(&exponent, &shifted, 8);
+    bits += exponent << 52;
+    memcpy(&poly, &bits, 8);
+    poly -= 0x1p-1000; /* nothing beside a p that matters; what is below becomes exactly 0 */
+    return poly > 0 ? poly : 0;
 }
 
 /* Sum of e^((x - max) * scale) over x[0 .. n-1]: exponentials into a small array, then SAMP_LANES sums side by side. */
-static double samp_sum(const float *x, int n, double max, double scale) {
-    double w[16 * SAMP_LANES], lane[SAMP_LANES] = {0}, sum = 0;
+static double samp_sum(const float *x, int count, double max, double scale) {
+    double exps[16 * SAMP_LANES], lane[SAMP_LANES] = {0}, sum = 0;
     int i = 0;
-    for (; i + COUNT(w) <= n; i += COUNT(w)) {
-        for (int j = 0; j < COUNT(w); j++) w[j] = samp_exp((x[i + j] - max) * scale);
-        for (int j = 0; j < COUNT(w); j += SAMP_LANES)
-            for (int k = 0; k < SAMP_LANES; k++) lane[k] += w[j + k];
+    for (; i + COUNT(exps) <= count; i += COUNT(exps)) {
+        for (int j = 0; j < COUNT(exps); j++) exps[j] = samp_exp((x[i + j] - max) * scale);
+        for (int j = 0; j < COUNT(exps); j += SAMP_LANES)
+            for (int k = 0; k < SAMP_LANES; k++) lane[k] += exps[j + k];
     }
-    for (; i < n; i++) sum += samp_exp((x[i] - max) * scale);
+    for (; i < count; i++) sum += samp_exp((x[i] - max) * scale);
     for (int k = 0; k < SAMP_LANES; k++) sum += lane[k];
     return sum;
 }
@@ -10931,30 +10931,30 @@ static inline float samp_clean(float x) { /* NaN: -inf, +inf: FLT_MAX, so that d
     return x >= -FLT_MAX ? x : -INFINITY;
 }
 
-typedef struct samp_norm { /* log-sum-exp of a row as max + log_sum: kept apart, a huge maximum does not swallow the rest */
+typedef struct samp_lse { /* log-sum-exp of a row as max + log_sum: kept apart, a huge maximum does not swallow the rest */
     double max, log_sum;
-} samp_norm;
+} samp_lse;
 
-static float samp_logprob(double x, samp_norm norm) {
-    return x == -INFINITY ? -INFINITY : (float)(x - norm.max - norm.log_sum);
+static float samp_logprob(double x, samp_lse lse) {
+    return x == -INFINITY ? -INFINITY : (float)(x - lse.max - lse.log_sum);
 }
 
 /* The n best ids by logit, best first, of equal ones the lowest first. A logit that is not better than the n-th costs one
  * comparison. */
-static void samp_top(const float *x, int V, int n, samp_norm norm, toka_sample_result *pick) {
-    int have = 0;
-    float *best = pick->top_logprobs; /* holds logits until the end */
+static void samp_top_logprobs(const float *x, int V, int n, samp_lse lse, toka_sample_result *result) {
+    int n_found = 0;
+    float *best = result->top_logprobs; /* holds logits until the end */
     for (int id = 0; id < V; id++) {
-        if (have == n && !(x[id] > best[n - 1])) continue;
-        int at = have < n ? have++ : n - 1;
-        for (; at > 0 && x[id] > best[at - 1]; at--) best[at] = best[at - 1], pick->top_ids[at] = pick->top_ids[at - 1];
-        best[at] = x[id], pick->top_ids[at] = id;
+        if (n_found == n && !(x[id] > best[n - 1])) continue;
+        int at = n_found < n ? n_found++ : n - 1;
+        for (; at > 0 && x[id] > best[at - 1]; at--) best[at] = best[at - 1], result->top_ids[at] = result->top_ids[at - 1];
+        best[at] = x[id], result->top_ids[at] = id;
     }
-    for (int i = 0; i < n; i++) best[i] = samp_logprob(best[i], norm);
-    pick->n_top = n;
+    for (int i = 0; i < n; i++) best[i] = samp_logprob(best[i], lse);
+    result->n_top = n;
 }
 
-/* Where id stands among all ids: 1 is the best. The order is that of samp_top. */
+/* Where id stands among all ids: 1 is the best. The order is that of samp_top_logprobs. */
 static int samp_rank(const float *x, int V, int32_t id) {
     int rank = 1;
     for (int i = 0; i < V; i++) rank += x[i] > x[id] || (x[i] == x[id] && i < id);
@@ -10964,92 +10964,92 @@ static int samp_rank(const float *x, int V, int32_t id) {
 /* ---- Step 2: bias, masks, penalties ---- */
 
 /* Everything but allowed_ids becomes -inf, whatever order the list has: a window of the vocabulary at a time is marked. */
-static void samp_allow(const toka_sampling *s, float *x, int V) {
-    for (int from = 0; from < V; from += SAMP_WINDOW) {
-        bool allowed[SAMP_WINDOW];
-        int n = MIN(SAMP_WINDOW, V - from);
-        memset(allowed, 0, (size_t)n);
-        for (int i = 0; i < s->n_allowed; i++) {
-            uint32_t at = (uint32_t)s->allowed_ids[i] - (uint32_t)from;
-            if (at < (uint32_t)n) allowed[at] = true;
+static void samp_apply_allowed(const toka_sampling *sampling, float *x, int V) {
+    for (int first_id = 0; first_id < V; first_id += SAMP_ID_RANGE) {
+        bool allowed[SAMP_ID_RANGE];
+        int n_ids = MIN(SAMP_ID_RANGE, V - first_id);
+        memset(allowed, 0, (size_t)n_ids);
+        for (int i = 0; i < sampling->n_allowed; i++) {
+            uint32_t index = (uint32_t)sampling->allowed_ids[i] - (uint32_t)first_id;
+            if (index < (uint32_t)n_ids) allowed[index] = true;
         }
-        for (int i = 0; i < n; i++)
-            if (!allowed[i]) x[from + i] = -INFINITY;
+        for (int i = 0; i < n_ids; i++)
+            if (!allowed[i]) x[first_id + i] = -INFINITY;
     }
 }
 
-#define SAMP_SEEN 0x80000000u /* beside a count: the id is in the history */
+#define SAMP_IN_HISTORY 0x80000000u /* beside a count: the id is in the history */
 
-static float samp_penalty(const toka_sampling *s, float x, int count) { /* count: occurrences in the output */
-    float r = s->repetition_penalty;
+static float samp_penalty(const toka_sampling *sampling, float x, int count) { /* count: occurrences in the output */
+    float r = sampling->repetition_penalty;
     x = x < 0 ? x * r : x / r;
-    x -= s->frequency_penalty * (float)count;
-    if (count) x -= s->presence_penalty;
+    x -= sampling->frequency_penalty * (float)count;
+    if (count) x -= sampling->presence_penalty;
     return samp_clean(x);
 }
 
 /* Applies the penalties once to each id of the history. The counts of one window of the vocabulary fit on the stack; the
- * history is read once per window, and again to use each count and clear it. Cost: n_history * V / SAMP_WINDOW. */
-static void samp_penalties(const toka_sample_row *row, float *x, int V) {
-    const toka_sampling *s = row->sampling;
-    uint32_t counts[SAMP_WINDOW]; /* SAMP_SEEN + occurrences in the output; all 0 between windows */
-    int first = s->repetition_penalty == 1 ? row->n_prompt : 0;
-    memset(counts, 0, (size_t)MIN(SAMP_WINDOW, V) * sizeof *counts);
-    for (int from = 0; from < V; from += SAMP_WINDOW) {
-        uint32_t n = (uint32_t)MIN(SAMP_WINDOW, V - from);
-        for (int i = first; i < row->n_history; i++) {
-            uint32_t at = (uint32_t)row->history[i] - (uint32_t)from;
-            if (at < n) counts[at] = (counts[at] | SAMP_SEEN) + (i >= row->n_prompt);
+ * history is read once per window, and again to use each count and clear it. Cost: n_history * V / SAMP_ID_RANGE. */
+static void samp_apply_penalties(const toka_sample_row *row, float *x, int V) {
+    const toka_sampling *sampling = row->sampling;
+    uint32_t counts[SAMP_ID_RANGE]; /* SAMP_IN_HISTORY + occurrences in the output; all 0 between windows */
+    int first_token = sampling->repetition_penalty == 1 ? row->n_prompt : 0;
+    memset(counts, 0, (size_t)MIN(SAMP_ID_RANGE, V) * sizeof *counts);
+    for (int first_id = 0; first_id < V; first_id += SAMP_ID_RANGE) {
+        uint32_t n_ids = (uint32_t)MIN(SAMP_ID_RANGE, V - first_id);
+        for (int i = first_token; i < row->n_history; i++) {
+            uint32_t index = (uint32_t)row->history[i] - (uint32_t)first_id;
+            if (index < n_ids) counts[index] = (counts[index] | SAMP_IN_HISTORY) + (i >= row->n_prompt);
         }
-        for (int i = first; i < row->n_history; i++) {
-            uint32_t at = (uint32_t)row->history[i] - (uint32_t)from;
-            if (at >= n || !counts[at]) continue;
-            x[from + (int)at] = samp_penalty(s, x[from + (int)at], (int)(counts[at] & ~SAMP_SEEN));
-            counts[at] = 0;
+        for (int i = first_token; i < row->n_history; i++) {
+            uint32_t index = (uint32_t)row->history[i] - (uint32_t)first_id;
+            if (index >= n_ids || !counts[index]) continue;
+            x[first_id + (int)index] = samp_penalty(sampling, x[first_id + (int)index], (int)(counts[index] & ~SAMP_IN_HISTORY));
+            counts[index] = 0;
         }
     }
 }
 
-static bool samp_has_penalties(const toka_sampling *s) {
-    return s->repetition_penalty != 1 || s->frequency_penalty != 0 || s->presence_penalty != 0;
+static bool samp_has_penalties(const toka_sampling *sampling) {
+    return sampling->repetition_penalty != 1 || sampling->frequency_penalty != 0 || sampling->presence_penalty != 0;
 }
 
-static bool samp_has_bad(const toka_sampling *s) { return s->n_bad || s->bad_words; }
+static bool samp_has_bad_words(const toka_sampling *sampling) { return sampling->n_bad || sampling->bad_words; }
 
 /* Does what may be drawn depend on which tokens were drawn before? */
-static bool samp_needs_history(const toka_sampling *s) {
-    return samp_has_penalties(s) || samp_has_bad(s);
+static bool samp_needs_history(const toka_sampling *sampling) {
+    return samp_has_penalties(sampling) || samp_has_bad_words(sampling);
 }
 
 static void samp_adjust(const toka_sample_row *row, float *x, int V) {
-    const toka_sampling *s = row->sampling;
-    for (int i = 0; i < s->n_bias; i++) { /* an id named twice gets both */
-        float *at = &x[s->bias_ids[i]];
-        *at = samp_clean(*at + s->bias_values[i]);
+    const toka_sampling *sampling = row->sampling;
+    for (int i = 0; i < sampling->n_bias; i++) { /* an id named twice gets both */
+        float *logit = &x[sampling->bias_ids[i]];
+        *logit = samp_clean(*logit + sampling->bias_values[i]);
     }
-    if (s->n_allowed) samp_allow(s, x, V);
+    if (sampling->n_allowed) samp_apply_allowed(sampling, x, V);
     for (int i = 0; i < row->n_forbidden; i++) /* a model's end ids may lie outside its vocabulary */
         if ((uint32_t)row->forbidden[i] < (uint32_t)V) x[row->forbidden[i]] = -INFINITY;
-    if (samp_has_penalties(s)) samp_penalties(row, x, V);
+    if (samp_has_penalties(sampling)) samp_apply_penalties(row, x, V);
 }
 
 /* The raw logit that samp_adjust made into x at id: its steps backwards. Never above the raw maximum. */
 static double samp_unadjust(const toka_sample_row *row, int32_t id, double x, double raw_max) {
-    const toka_sampling *s = row->sampling;
-    if (samp_has_penalties(s)) {
+    const toka_sampling *sampling = row->sampling;
+    if (samp_has_penalties(sampling)) {
         int count = 0;
         bool seen = false;
         for (int i = 0; i < row->n_history; i++)
             if (row->history[i] == id) seen = true, count += i >= row->n_prompt;
-        if (count) x += (double)s->frequency_penalty * count + s->presence_penalty;
-        if (seen) x = x < 0 ? x / s->repetition_penalty : x * s->repetition_penalty;
+        if (count) x += (double)sampling->frequency_penalty * count + sampling->presence_penalty;
+        if (seen) x = x < 0 ? x / sampling->repetition_penalty : x * sampling->repetition_penalty;
     }
-    for (int i = 0; i < s->n_bias; i++)
-        if (s->bias_ids[i] == id) x -= s->bias_values[i];
+    for (int i = 0; i < sampling->n_bias; i++)
+        if (sampling->bias_ids[i] == id) x -= sampling->bias_values[i];
     return MIN(x, raw_max);
 }
 
-static bool samp_listed(const int32_t *list, int n, int32_t id) {
+static bool samp_is_listed(const int32_t *list, int n, int32_t id) {
     for (int i = 0; i < n; i++)
         if (list[i] == id) return true;
     return false;
@@ -11058,41 +11058,41 @@ static bool samp_listed(const int32_t *list, int n, int32_t id) {
 /* ---- Step 4: the cut ---- */
 
 /* Which ids of a row may be drawn: logits above `at`, and of those equal to it the ids up to last_tied. */
-typedef struct samp_cut {
-    float at;
+typedef struct samp_threshold {
+    float min_logit;
     int last_tied;
-} samp_cut;
+} samp_threshold;
 
 /* A row as a distribution: the weight of id is e^((x[id] - max) * scale), 0 where the cut leaves it out. */
 typedef struct samp_dist {
     const float *x; /* [V] adjusted logits, none NaN or +inf */
     int V;
     double max, scale; /* highest logit, 1 / temperature */
-    samp_cut cut;
+    samp_threshold threshold;
 } samp_dist;
 
-static inline bool samp_kept(const samp_dist *d, int id) {
-    return d->x[id] > d->cut.at || (d->x[id] == d->cut.at && id <= d->cut.last_tied);
+static inline bool samp_is_kept(const samp_dist *dist, int id) {
+    return dist->x[id] > dist->threshold.min_logit || (dist->x[id] == dist->threshold.min_logit && id <= dist->threshold.last_tied);
 }
-static inline double samp_weight(const samp_dist *d, float x) { return samp_exp((x - d->max) * d->scale); }
+static inline double samp_weight(const samp_dist *dist, float x) { return samp_exp((x - dist->max) * dist->scale); }
 
 /* Total weight of the ids from .. to-1. */
-static double samp_block_sum(const samp_dist *d, int from, int to) {
-    if (d->cut.at == -INFINITY) return samp_sum(d->x + from, to - from, d->max, d->scale);
+static double samp_sum_kept(const samp_dist *dist, int from, int to) {
+    if (dist->threshold.min_logit == -INFINITY) return samp_sum(dist->x + from, to - from, dist->max, dist->scale);
     double sum = 0;
     for (int id = from; id < to; id++)
-        if (samp_kept(d, id)) sum += samp_weight(d, d->x[id]);
+        if (samp_is_kept(dist, id)) sum += samp_weight(dist, dist->x[id]);
     return sum;
 }
 
 /* Order-preserving map of floats to integers and back (-0 counts as +0). */
-static inline uint32_t samp_key(float x) {
+static inline uint32_t samp_logit_to_key(float x) {
     uint32_t u;
     x += 0.0f;
     memcpy(&u, &x, 4);
     return u & 0x80000000u ? ~u : u | 0x80000000u;
 }
-static float samp_unkey(uint32_t key) {
+static float samp_key_to_logit(uint32_t key) {
     uint32_t u = key & 0x80000000u ? key & 0x7fffffffu : ~key;
     float x;
     memcpy(&x, &u, 4);
@@ -11102,141 +11102,141 @@ static float samp_unkey(uint32_t key) {
 /* Goes through the kept ids from the highest logit down, adding up 1 for each (by_count) or its weight, and returns the
  * logit at which the sum reaches `want`; *above is the sum before the first id of that logit. A radix search: each of four
  * passes over the row fixes 8 bits of the logit's key by a histogram of the ids that agree in the bits before. */
-static float samp_reach(const samp_dist *d, bool by_count, double want, double *above) {
-    uint32_t found = 0, known = 0; /* the key's bits found so far, and a mask of them */
-    *above = 0;
+static float samp_find_threshold(const samp_dist *dist, bool by_count, double target, double *sum_above) {
+    uint32_t prefix = 0, prefix_mask = 0; /* the key's bits found so far, and a mask of them */
+    *sum_above = 0;
     for (int shift = 24; shift >= 0; shift -= 8) {
         double bins[256] = {0};
-        for (int id = 0; id < d->V; id++) {
-            if (!samp_kept(d, id)) continue;
-            uint32_t key = samp_key(d->x[id]);
-            if ((key & known) != found) continue;
-            bins[key >> shift & 255] += by_count ? 1 : samp_weight(d, d->x[id]);
+        for (int id = 0; id < dist->V; id++) {
+            if (!samp_is_kept(dist, id)) continue;
+            uint32_t key = samp_logit_to_key(dist->x[id]);
+            if ((key & prefix_mask) != prefix) continue;
+            bins[key >> shift & 255] += by_count ? 1 : samp_weight(dist, dist->x[id]);
         }
         int bin = -1; /* in the end the first, from the top, that reaches; if none does by rounding, the lowest in use */
-        double before = 0, passed = *above;
-        for (int b = 255; b >= 0 && (bin < 0 || passed < want); b--) {
-            if (bins[b] == 0) continue;
-            bin = b, before = passed, passed += bins[b];
+        double sum_before = 0, sum = *sum_above;
+        for (int i = 255; i >= 0 && (bin < 0 || sum < target); i--) {
+            if (bins[i] == 0) continue;
+            bin = i, sum_before = sum, sum += bins[i];
         }
         assert(bin >= 0);
-        *above = before;
-        found |= (uint32_t)bin << shift, known |= 255u << shift;
+        *sum_above = sum_before;
+        prefix |= (uint32_t)bin << shift, prefix_mask |= 255u << shift;
     }
-    return samp_unkey(found);
+    return samp_key_to_logit(prefix);
 }
 
-static void samp_top_k(samp_dist *d, int k) {
-    double above;
-    d->cut = (samp_cut){samp_reach(d, true, k, &above), INT_MAX};
+static void samp_top_k(samp_dist *dist, int k) {
+    double sum_above;
+    dist->threshold = (samp_threshold){samp_find_threshold(dist, true, k, &sum_above), INT_MAX};
 }
 
 /* Keeps what has at least min_p times the weight of the best, which is 1. */
-static void samp_min_p(samp_dist *d, double min_p) {
-    double lowest = d->max + log(min_p) / d->scale; /* weight >= min_p means x >= lowest */
-    float at = (float)MAX(lowest, -FLT_MAX);
-    if (at < lowest) at = nextafterf(at, INFINITY);
-    if (at > d->cut.at) d->cut = (samp_cut){at, INT_MAX};
+static void samp_min_p(samp_dist *dist, double min_p) {
+    double min_logit = dist->max + log(min_p) / dist->scale; /* weight >= min_p means x >= lowest */
+    float limit = (float)MAX(min_logit, -FLT_MAX);
+    if (limit < min_logit) limit = nextafterf(limit, INFINITY);
+    if (limit > dist->threshold.min_logit) dist->threshold = (samp_threshold){limit, INT_MAX};
 }
 
 /* Hugging Face removes, from the lowest probability up, what adds up to at most 1 - p; in other words an id stays if those
  * before it, from the highest down, add up to less than p. All weights up to a V-th of what may go can go at once, since V
  * of them would not be too much: that leaves the search few ids. */
-static void samp_top_p(samp_dist *d, double p) {
-    double above, total = samp_block_sum(d, 0, d->V);
-    samp_min_p(d, MIN(1.0, (1 - p) * total / d->V));
-    float at = samp_reach(d, false, p * total, &above);
-    double tied = MAX(1.0, ceil((p * total - above) / samp_weight(d, at))); /* how many ids with this logit stay */
-    int last = -1;
-    for (int id = 0; id < d->V && tied > 0; id++)
-        if (d->x[id] == at) last = id, tied--;
-    d->cut = (samp_cut){at, last};
+static void samp_top_p(samp_dist *dist, double p) {
+    double sum_above, total = samp_sum_kept(dist, 0, dist->V);
+    samp_min_p(dist, MIN(1.0, (1 - p) * total / dist->V));
+    float logit = samp_find_threshold(dist, false, p * total, &sum_above);
+    double n_tied = MAX(1.0, ceil((p * total - sum_above) / samp_weight(dist, logit))); /* how many ids with this logit stay */
+    int last_id = -1;
+    for (int id = 0; id < dist->V && n_tied > 0; id++)
+        if (dist->x[id] == logit) last_id = id, n_tied--;
+    dist->threshold = (samp_threshold){logit, last_id};
 }
 
-static void samp_truncate(samp_dist *d, const toka_sampling *s) {
-    if (s->top_k > 0 && s->top_k < d->V) samp_top_k(d, s->top_k);
-    if (s->top_p < 1) samp_top_p(d, s->top_p);
-    if (s->min_p > 0) samp_min_p(d, s->min_p);
+static void samp_truncate(samp_dist *dist, const toka_sampling *sampling) {
+    if (sampling->top_k > 0 && sampling->top_k < dist->V) samp_top_k(dist, sampling->top_k);
+    if (sampling->top_p < 1) samp_top_p(dist, sampling->top_p);
+    if (sampling->min_p > 0) samp_min_p(dist, sampling->min_p);
 }
 
 /* ---- Step 5: the draw ---- */
 
 /* The id at which the cumulative weight passes u times the total, u in [0,1): by sums of blocks, then within one block. */
-static int32_t samp_draw(const samp_dist *d, double u, double *total) {
+static int32_t samp_draw(const samp_dist *dist, double uniform, double *total) {
     double sums[SAMP_BLOCKS], sum = 0;
-    int block = MAX(1024, (d->V + SAMP_BLOCKS - 1) / SAMP_BLOCKS), n = (d->V + block - 1) / block, b;
-    for (int i = 0; i < n; i++) sum += sums[i] = samp_block_sum(d, i * block, MIN(d->V, (i + 1) * block));
+    int block_ids = MAX(1024, (dist->V + SAMP_BLOCKS - 1) / SAMP_BLOCKS), n_blocks = (dist->V + block_ids - 1) / block_ids, block;
+    for (int i = 0; i < n_blocks; i++) sum += sums[i] = samp_sum_kept(dist, i * block_ids, MIN(dist->V, (i + 1) * block_ids));
     *total = sum;
-    double target = u * sum, passed = 0;
-    int last = 0; /* the last block with weight; rounding can carry the search past the total */
-    for (b = 0; b < n; b++) {
-        if (sums[b] > 0) last = b;
-        if (passed + sums[b] > target) break;
-        passed += sums[b];
+    double target = uniform * sum, cumulative = 0;
+    int last_block = 0; /* the last block with weight; rounding can carry the search past the total */
+    for (block = 0; block < n_blocks; block++) {
+        if (sums[block] > 0) last_block = block;
+        if (cumulative + sums[block] > target) break;
+        cumulative += sums[block];
     }
-    if (b == n) b = last;
+    if (block == n_blocks) block = last_block;
     int32_t id = -1;
-    for (int i = b * block; i < MIN(d->V, (b + 1) * block); i++) {
-        double w = samp_kept(d, i) ? samp_weight(d, d->x[i]) : 0;
-        if (w == 0) continue;
-        id = i, passed += w;
-        if (passed > target) break;
+    for (int i = block * block_ids; i < MIN(dist->V, (block + 1) * block_ids); i++) {
+        double weight = samp_is_kept(dist, i) ? samp_weight(dist, dist->x[i]) : 0;
+        if (weight == 0) continue;
+        id = i, cumulative += weight;
+        if (cumulative > target) break;
     }
     return id;
 }
 
 /* Steps 3 to 5 over adjusted logits with a finite maximum. */
 static int32_t samp_choose(const toka_sample_row *row, const float *x, int V, float max, float *sampled_logprob) {
-    const toka_sampling *s = row->sampling;
+    const toka_sampling *sampling = row->sampling;
     *sampled_logprob = 0;
-    if (s->temperature == 0) {
+    if (sampling->temperature == 0) {
         int32_t id = 0;
         while (x[id] != max) id++;
         return id;
     }
-    samp_dist d = {.x = x, .V = V, .max = max, .scale = 1 / (double)s->temperature, .cut = {-INFINITY, -1}};
-    samp_truncate(&d, s);
-    double u = (double)(samp_random(s->seed, row->sample, row->position, 0) >> 11) * 0x1p-53, total;
-    int32_t id = samp_draw(&d, u, &total);
-    *sampled_logprob = (float)((x[id] - d.max) * d.scale - log(total));
+    samp_dist dist = {.x = x, .V = V, .max = max, .scale = 1 / (double)sampling->temperature, .threshold = {-INFINITY, -1}};
+    samp_truncate(&dist, sampling);
+    double uniform = (double)(samp_random(sampling->seed, row->sample, row->position, 0) >> 11) * 0x1p-53, total;
+    int32_t id = samp_draw(&dist, uniform, &total);
+    *sampled_logprob = (float)((x[id] - dist.max) * dist.scale - log(total));
     return id;
 }
 
 /* From a row of raw logits [V] to a pick. The logits are overwritten. See the chapter's head. */
-static void samp_row(const toka_sample_row *row, float *logits, int V, toka_sample_result *pick) {
-    const toka_sampling *s = row->sampling;
-    assert(V > 0 && row->forced_id < V && (s || row->forced_id >= 0));
-    assert(!row->ranked || (s && row->forced_id >= 0));
+static void samp_row(const toka_sample_row *row, float *logits, int V, toka_sample_result *result) {
+    const toka_sampling *sampling = row->sampling;
+    assert(V > 0 && row->forced_id < V && (sampling || row->forced_id >= 0));
+    assert(!row->ranked || (sampling && row->forced_id >= 0));
     for (int i = 0; i < V; i++) logits[i] = samp_clean(logits[i]);
-    const bool wanted = toka_wants_logprob(row);
-    samp_norm norm = {.max = wanted ? samp_max(logits, V) : -INFINITY};
-    if (norm.max > -INFINITY) norm.log_sum = log(samp_sum(logits, V, norm.max, 1));
-    pick->n_top = 0, pick->rank = row->ranked ? samp_rank(logits, V, row->forced_id) : 0;
-    if (s && s->logprobs > 0) samp_top(logits, V, MIN(MIN(s->logprobs, TOKA_MAX_LOGPROBS), V), norm, pick);
+    const bool want_logprob = toka_wants_logprob(row);
+    samp_lse lse = {.max = want_logprob ? samp_max(logits, V) : -INFINITY};
+    if (lse.max > -INFINITY) lse.log_sum = log(samp_sum(logits, V, lse.max, 1));
+    result->n_top = 0, result->rank = row->ranked ? samp_rank(logits, V, row->forced_id) : 0;
+    if (sampling && sampling->logprobs > 0) samp_top_logprobs(logits, V, MIN(MIN(sampling->logprobs, TOKA_MAX_LOGPROBS), V), lse, result);
     if (row->forced_id >= 0) {
-        pick->id = row->forced_id;
-        pick->logprob = pick->sampled_logprob = samp_logprob(logits[row->forced_id], norm);
+        result->id = row->forced_id;
+        result->logprob = result->sampled_logprob = samp_logprob(logits[row->forced_id], lse);
         return;
     }
     samp_adjust(row, logits, V);
     float max = samp_max(logits, V);
-    pick->sampled_logprob = 0;
-    pick->id = max == -INFINITY ? toka_fallback_id(row, V) : samp_choose(row, logits, V, max, &pick->sampled_logprob);
-    pick->logprob = wanted ? samp_logprob(samp_unadjust(row, pick->id, logits[pick->id], norm.max), norm) : NAN;
-    for (int i = 0; i < pick->n_top; i++) /* the same figure in both places, also where undoing costs a rounding */
-        if (pick->top_ids[i] == pick->id) pick->logprob = pick->top_logprobs[i];
+    result->sampled_logprob = 0;
+    result->id = max == -INFINITY ? toka_fallback_id(row, V) : samp_choose(row, logits, V, max, &result->sampled_logprob);
+    result->logprob = want_logprob ? samp_logprob(samp_unadjust(row, result->id, logits[result->id], lse.max), lse) : NAN;
+    for (int i = 0; i < result->n_top; i++) /* the same figure in both places, also where undoing costs a rounding */
+        if (result->top_ids[i] == result->id) result->logprob = result->top_logprobs[i];
 }
 
 /* ---- Bad words ---- */
 
 /* Appends to out the last ids of the bad words that one more id would complete: the words of one id, and those whose other ids
  * the output ends in. */
-static void samp_bad_ids(const toka_sampling *s, const int32_t *output, int n_output, ids *out) {
-    const int32_t *word = s->bad_ids;
-    for (int i = 0; i < s->n_bad; word += s->bad_lengths[i++]) {
-        int before = s->bad_lengths[i] - 1;
-        if (before > n_output || memcmp(word, output + n_output - before, (size_t)before * sizeof *word)) continue;
-        ids_push(out, word[before]);
+static void samp_bad_by_ids(const toka_sampling *sampling, const int32_t *output, int n_output, ids *out) {
+    const int32_t *word = sampling->bad_ids;
+    for (int i = 0; i < sampling->n_bad; word += sampling->bad_lengths[i++]) {
+        int n_before = sampling->bad_lengths[i] - 1;
+        if (n_before > n_output || memcmp(word, output + n_output - n_before, (size_t)n_before * sizeof *word)) continue;
+        ids_push(out, word[n_before]);
     }
 }
 
@@ -11244,262 +11244,262 @@ static void samp_bad_ids(const toka_sampling *s, const int32_t *output, int n_ou
  *   always   ids of tokens that have a whole word in them
  *   tails    ids of tokens that begin with the end of a word: they complete it where the output
  *            ends in the word's first `at` bytes
- * A word begins and ends at a token's border, or where samp_is_edge says so. A longer word that has
+ * A word begins and ends at a token's border, or where samp_is_word_edge says so. A longer word that has
  * the bad word in it may come as one token. In pieces it may come if no piece begins with the bad
  * word's first letter, as where the word is forbidden as a list of ids. */
-typedef struct samp_tail {
+typedef struct samp_suffix {
     int32_t id;
-    int word, at;
-} samp_tail;
+    int word_index, offset;
+} samp_suffix;
 
-typedef struct samp_tails { /* in the order of a byte near `at` of their words */
-    samp_tail *tail;
-    int first[257]; /* of each byte */
-} samp_tails;
+typedef struct samp_suffix_table { /* in the order of a byte near `at` of their words */
+    samp_suffix *entries;
+    int first_of_byte[257]; /* of each byte */
+} samp_suffix_table;
 
 struct toka_words {
     atomic_int refs; /* of callers and requests */
-    const tok *t;
-    str *word;       /* [n] as tokens spell them */
-    int n;
-    size_t longest;  /* bytes */
-    ids always;      /* rising */
-    samp_tails tails; /* by the byte before `at`, in which the output must end */
-    arena a;
+    const tok *tokenizer;
+    str *words;       /* [n] as tokens spell them */
+    int n_words;
+    size_t max_bytes;  /* bytes */
+    ids whole_ids;      /* rising */
+    samp_suffix_table suffixes; /* by the byte before `at`, in which the output must end */
+    arena memory;
 };
 
 /* Letters of scripts that put spaces between words, and digits. */
-static bool samp_in_word(const uni *u, const char *p, const char *end) {
+static bool samp_is_word_char(const uni *u, const char *p, const char *end) {
     int n;
     if (p >= end || !utf8_len(p, end) || tok_is_cjk(p, end, &n)) return false;
     return tok_set(u, p, end, &n) & (UNI_LETTER | UNI_NUMBER | UNI_MARK);
 }
 
 /* Does a word begin or end before byte `at` of text? */
-static bool samp_is_edge(const uni *u, str text, size_t at) {
+static bool samp_is_word_edge(const uni *u, str text, size_t at) {
     const char *here = text.p + at, *before = here;
     while (before > text.p && here - before < 4)
         if (((unsigned char)*--before & 0xC0) != 0x80) break;
-    return !samp_in_word(u, before, here) || !samp_in_word(u, here, text.p + text.n);
+    return !samp_is_word_char(u, before, here) || !samp_is_word_char(u, here, text.p + text.n);
 }
 
 /* Has text the word w at byte p, as a word? */
-static bool samp_has_word(const uni *u, str text, size_t p, str w) {
-    if (text.n - p < w.n || memcmp(text.p + p, w.p, w.n)) return false;
-    return samp_is_edge(u, text, p) && samp_is_edge(u, text, p + w.n);
+static bool samp_is_word_at(const uni *u, str text, size_t at, str word) {
+    if (text.n - at < word.n || memcmp(text.p + at, word.p, word.n)) return false;
+    return samp_is_word_edge(u, text, at) && samp_is_word_edge(u, text, at + word.n);
 }
 
 /* A word as tokens spell it, without the spaces before it. */
-static int samp_spell(toka_words *w, int i, const char *word, toka_err *e) {
-    ids list = {0};
+static int samp_spell_word(toka_words *words, int index, const char *word, toka_err *e) {
+    ids tokens = {0};
     buf text = {0};
     while (*word == ' ') word++;
-    int code = tok_encode(w->t, str_c(word), TOKA_PARSE_SPECIAL, &list, e);
-    for (size_t k = 0; k < list.n; k++) tok_bytes(w->t, list.p[k], &text);
-    str s = buf_view(&text);
-    while (s.n && s.p[0] == ' ') s = str_sub(s, 1, s.n);
-    if (!code && !s.n) code = fail(e, TOKA_E_USE, "bad_words[%d]: a word without tokens", i);
-    w->word[i] = arena_str(&w->a, s), w->longest = MAX(w->longest, s.n);
-    ids_free(&list), buf_free(&text);
+    int code = tok_encode(words->tokenizer, str_c(word), TOKA_PARSE_SPECIAL, &tokens, e);
+    for (size_t k = 0; k < tokens.n; k++) tok_bytes(words->tokenizer, tokens.p[k], &text);
+    str spelling = buf_view(&text);
+    while (spelling.n && spelling.p[0] == ' ') spelling = str_sub(spelling, 1, spelling.n);
+    if (!code && !spelling.n) code = fail(e, TOKA_E_USE, "bad_words[%d]: a word without tokens", index);
+    words->words[index] = arena_str(&words->memory, spelling), words->max_bytes = MAX(words->max_bytes, spelling.n);
+    ids_free(&tokens), buf_free(&text);
     return code;
 }
 
-static unsigned char samp_tail_byte(const toka_words *w, const samp_tail *tail, int shift) {
-    return (unsigned char)w->word[tail->word].p[tail->at + shift];
+static unsigned char samp_suffix_byte(const toka_words *words, const samp_suffix *suffix, int shift) {
+    return (unsigned char)words->words[suffix->word_index].p[suffix->offset + shift];
 }
 
-/* A stable sort of samp_tail [] by byte at + shift of each tail's word. */
-static void samp_sort_tails(toka_words *w, samp_tails *to, const buf *tails, int shift) {
-    const samp_tail *from = (const samp_tail *)(const void *)tails->p;
-    const int n = (int)(tails->n / sizeof *from);
+/* A stable sort of samp_suffix [] by byte at + shift of each tail's word. */
+static void samp_sort_suffixes(toka_words *words, samp_suffix_table *table, const buf *list, int shift) {
+    const samp_suffix *suffixes = (const samp_suffix *)(const void *)list->p;
+    const int n_suffixes = (int)(list->n / sizeof *suffixes);
     int next[257] = {0};
-    to->tail = arena_alloc(&w->a, (size_t)n * sizeof *from);
-    for (int k = 0; k < n; k++) next[samp_tail_byte(w, &from[k], shift) + 1]++;
+    table->entries = arena_alloc(&words->memory, (size_t)n_suffixes * sizeof *suffixes);
+    for (int k = 0; k < n_suffixes; k++) next[samp_suffix_byte(words, &suffixes[k], shift) + 1]++;
     for (int c = 0; c < 256; c++) next[c + 1] += next[c];
-    memcpy(to->first, next, sizeof next);
-    for (int k = 0; k < n; k++) to->tail[next[samp_tail_byte(w, &from[k], shift)]++] = from[k];
+    memcpy(table->first_of_byte, next, sizeof next);
+    for (int k = 0; k < n_suffixes; k++) table->entries[next[samp_suffix_byte(words, &suffixes[k], shift)]++] = suffixes[k];
 }
 
-static void samp_put_tail(buf *tails, int32_t id, int word, int at) {
-    buf_put(tails, &(samp_tail){id, word, at}, sizeof(samp_tail));
+static void samp_push_suffix(buf *list, int32_t id, int word_index, int offset) {
+    buf_put(list, &(samp_suffix){id, word_index, offset}, sizeof(samp_suffix));
 }
 
 /* All places within words where a token may begin, by the byte there; of each byte the beginnings
  * of words come first. */
-static void samp_starts(toka_words *w, samp_tails *starts) {
-    buf all = {0};
-    for (int i = 0; i < w->n; i++) samp_put_tail(&all, 0, i, 0);
-    for (int i = 0; i < w->n; i++)
-        for (int at = 1; at < (int)w->word[i].n; at++) samp_put_tail(&all, 0, i, at);
-    samp_sort_tails(w, starts, &all, 0);
-    buf_free(&all);
+static void samp_collect_suffixes(toka_words *words, samp_suffix_table *table) {
+    buf list = {0};
+    for (int i = 0; i < words->n_words; i++) samp_push_suffix(&list, 0, i, 0);
+    for (int i = 0; i < words->n_words; i++)
+        for (int offset = 1; offset < (int)words->words[i].n; offset++) samp_push_suffix(&list, 0, i, offset);
+    samp_sort_suffixes(words, table, &list, 0);
+    buf_free(&list);
 }
 
 /* A special token is but the word that it is as a whole: else `end` would forbid <|im_end|>. */
-static bool samp_is_any(const toka_words *w, str text) {
-    for (int i = 0; i < w->n; i++)
-        if (str_eq(w->word[i], text)) return true;
+static bool samp_is_one_word(const toka_words *words, str text) {
+    for (int i = 0; i < words->n_words; i++)
+        if (str_eq(words->words[i], text)) return true;
     return false;
 }
 
-static bool samp_has_any(const toka_words *w, const samp_tails *starts, str text) {
-    for (size_t p = 0; p < text.n; p++) {
-        const unsigned char c = (unsigned char)text.p[p];
-        for (int k = starts->first[c]; k < starts->first[c + 1] && !starts->tail[k].at; k++)
-            if (samp_has_word(&w->t->uni, text, p, w->word[starts->tail[k].word])) return true;
+static bool samp_contains_word(const toka_words *words, const samp_suffix_table *starts, str text) {
+    for (size_t at = 0; at < text.n; at++) {
+        const unsigned char first_byte = (unsigned char)text.p[at];
+        for (int k = starts->first_of_byte[first_byte]; k < starts->first_of_byte[first_byte + 1] && !starts->entries[k].offset; k++)
+            if (samp_is_word_at(&words->tokenizer->uni, text, at, words->words[starts->entries[k].word_index])) return true;
     }
     return false;
 }
 
 /* What token id does to the words. */
-static int samp_look_up(toka_words *w, const samp_tails *starts, int32_t id, str text, buf *tails,
+static int samp_index_token(toka_words *words, const samp_suffix_table *starts, int32_t id, str text, buf *suffixes,
                         toka_err *e) {
-    const bool special = w->t->flag[id] & TOK_SPECIAL;
+    const bool special = words->tokenizer->flag[id] & TOK_SPECIAL;
     if (!text.n) return 0;
-    if (special ? samp_is_any(w, text) : samp_has_any(w, starts, text)) ids_push(&w->always, id);
-    if (special || (w->always.n && w->always.p[w->always.n - 1] == id)) return 0;
-    const unsigned char c = (unsigned char)text.p[0];
-    for (int k = starts->first[c]; k < starts->first[c + 1]; k++) {
-        const samp_tail *s = &starts->tail[k];
-        const str word = w->word[s->word], tail = str_sub(word, (size_t)s->at, word.n);
-        if (!s->at || !samp_has_word(&w->t->uni, text, 0, tail)) continue;
-        if (tails->n / sizeof *s == SAMP_MAX_TAILS)
+    if (special ? samp_is_one_word(words, text) : samp_contains_word(words, starts, text)) ids_push(&words->whole_ids, id);
+    if (special || (words->whole_ids.n && words->whole_ids.p[words->whole_ids.n - 1] == id)) return 0;
+    const unsigned char first_byte = (unsigned char)text.p[0];
+    for (int k = starts->first_of_byte[first_byte]; k < starts->first_of_byte[first_byte + 1]; k++) {
+        const samp_suffix *start = &starts->entries[k];
+        const str word = words->words[start->word_index], suffix = str_sub(word, (size_t)start->offset, word.n);
+        if (!start->offset || !samp_is_word_at(&words->tokenizer->uni, text, 0, suffix)) continue;
+        if (suffixes->n / sizeof *start == SAMP_MAX_SUFFIXES)
             return fail(e, TOKA_E_USE, "bad_words: more than %d tokens of the vocabulary end them",
-                        SAMP_MAX_TAILS);
-        samp_put_tail(tails, id, s->word, s->at);
+                        SAMP_MAX_SUFFIXES);
+        samp_push_suffix(suffixes, id, start->word_index, start->offset);
     }
     return 0;
 }
 
-static void samp_words_del(toka_words *w) {
-    if (!w || atomic_fetch_sub(&w->refs, 1) > 1) return;
-    arena a = w->a;
-    ids_free(&w->always), arena_free(&a);
-    free(w);
+static void samp_words_del(toka_words *words) {
+    if (!words || atomic_fetch_sub(&words->refs, 1) > 1) return;
+    arena memory = words->memory;
+    ids_free(&words->whole_ids), arena_free(&memory);
+    free(words);
 }
 
-static int samp_words_fill(toka_words *w, const char *const *words, toka_err *e) {
-    buf text = {0}, tails = {0};
-    samp_tails starts;
+static int samp_words_build(toka_words *words, const char *const *texts, toka_err *e) {
+    buf text = {0}, suffixes = {0};
+    samp_suffix_table starts;
     int code = 0;
-    for (int i = 0; i < w->n && !code; i++) code = samp_spell(w, i, words[i], e);
-    if (!code) samp_starts(w, &starts);
-    for (int32_t id = 0; id < w->t->n_ids && !code; id++) {
-        buf_clear(&text), tok_bytes(w->t, id, &text);
-        code = samp_look_up(w, &starts, id, buf_view(&text), &tails, e);
+    for (int i = 0; i < words->n_words && !code; i++) code = samp_spell_word(words, i, texts[i], e);
+    if (!code) samp_collect_suffixes(words, &starts);
+    for (int32_t id = 0; id < words->tokenizer->n_ids && !code; id++) {
+        buf_clear(&text), tok_bytes(words->tokenizer, id, &text);
+        code = samp_index_token(words, &starts, id, buf_view(&text), &suffixes, e);
     }
-    if (!code) samp_sort_tails(w, &w->tails, &tails, -1);
-    buf_free(&text), buf_free(&tails);
+    if (!code) samp_sort_suffixes(words, &words->suffixes, &suffixes, -1);
+    buf_free(&text), buf_free(&suffixes);
     return code;
 }
 
-static int samp_words_new(toka_words **out, const tok *t, const char *const *words, int n,
+static int samp_words_new(toka_words **out, const tok *tokenizer, const char *const *texts, int n_words,
                           toka_err *e) {
     size_t bytes = 0;
     *out = NULL;
-    if (n < 1 || n > SAMP_MAX_WORDS)
-        return fail(e, TOKA_E_USE, "bad_words: %d words, expected 1 to %d", n, SAMP_MAX_WORDS);
-    for (int i = 0; i < n; i++) bytes += strlen(words[i]);
-    if (bytes > SAMP_MAX_WORD_BYTES)
+    if (n_words < 1 || n_words > SAMP_MAX_BAD_TEXTS)
+        return fail(e, TOKA_E_USE, "bad_words: %d words, expected 1 to %d", n_words, SAMP_MAX_BAD_TEXTS);
+    for (int i = 0; i < n_words; i++) bytes += strlen(texts[i]);
+    if (bytes > SAMP_MAX_BAD_BYTES)
         return fail(e, TOKA_E_USE, "bad_words: %zu bytes, expected at most %d in all", bytes,
-                    SAMP_MAX_WORD_BYTES);
-    toka_words *w = mem_zalloc(sizeof *w);
-    atomic_init(&w->refs, 1);
-    w->t = t, w->n = n, w->word = arena_alloc(&w->a, (size_t)n * sizeof *w->word);
-    int code = samp_words_fill(w, words, e);
-    if (code) samp_words_del(w);
-    else *out = w;
+                    SAMP_MAX_BAD_BYTES);
+    toka_words *words = mem_zalloc(sizeof *words);
+    atomic_init(&words->refs, 1);
+    words->tokenizer = tokenizer, words->n_words = n_words, words->words = arena_alloc(&words->memory, (size_t)n_words * sizeof *words->words);
+    int code = samp_words_build(words, texts, e);
+    if (code) samp_words_del(words);
+    else *out = words;
     return code;
 }
 
 /* The bytes that a reader sees of an id. */
-static void samp_shown(const tok *t, int32_t id, bool keep_special, buf *text) {
-    const bool skipped = id < t->n_ids && t->flag[id] & TOK_SKIPPED;
-    if (keep_special || !skipped) tok_bytes(t, id, text);
+static void samp_put_visible(const tok *tokenizer, int32_t id, bool keep_special, buf *text) {
+    const bool skipped = id < tokenizer->n_ids && tokenizer->flag[id] & TOK_SKIPPED;
+    if (keep_special || !skipped) tok_bytes(tokenizer, id, text);
 }
 
 /* The end of an output's text: as many bytes as a word can begin in, and a character before them.
  * edges: 1 where a token begins. */
-static void samp_end_of(const toka_words *w, const int32_t *output, int n, bool keep_special,
+static void samp_output_end(const toka_words *words, const int32_t *output, int n_output, bool keep_special,
                         buf *text, buf *edges) {
-    int from = n;
+    int from = n_output;
     buf_clear(text), buf_clear(edges);
-    while (from > 0 && text->n < w->longest + 4)
-        samp_shown(w->t, output[--from], keep_special, text);
+    while (from > 0 && text->n < words->max_bytes + 4)
+        samp_put_visible(words->tokenizer, output[--from], keep_special, text);
     buf_clear(text);
-    for (; from < n; from++) {
-        samp_shown(w->t, output[from], keep_special, text);
+    for (; from < n_output; from++) {
+        samp_put_visible(words->tokenizer, output[from], keep_special, text);
         for (bool first = true; edges->n < text->n; first = false) buf_char(edges, first);
     }
 }
 
 /* Appends to out the ids that would complete a word behind this output. text, edges: scratch. */
-static void samp_word_ids(const toka_words *w, const int32_t *output, int n, bool keep_special,
+static void samp_bad_by_texts(const toka_words *words, const int32_t *output, int n_output, bool keep_special,
                           buf *text, buf *edges, ids *out) {
-    ids_reserve(out, w->always.n);
-    for (size_t i = 0; i < w->always.n; i++) ids_push(out, w->always.p[i]);
-    samp_end_of(w, output, n, keep_special, text, edges);
+    ids_reserve(out, words->whole_ids.n);
+    for (size_t i = 0; i < words->whole_ids.n; i++) ids_push(out, words->whole_ids.p[i]);
+    samp_output_end(words, output, n_output, keep_special, text, edges);
     if (!text->n) return;
-    const str end = buf_view(text);
-    const unsigned char last = (unsigned char)end.p[end.n - 1];
-    for (int k = w->tails.first[last]; k < w->tails.first[last + 1]; k++) {
-        const samp_tail *tail = &w->tails.tail[k];
-        const size_t at = (size_t)tail->at, begin = end.n - at;
-        if (at > end.n || memcmp(end.p + begin, w->word[tail->word].p, at)) continue;
-        if (edges->p[begin] || samp_is_edge(&w->t->uni, end, begin)) ids_push(out, tail->id);
+    const str text_end = buf_view(text);
+    const unsigned char last_byte = (unsigned char)text_end.p[text_end.n - 1];
+    for (int k = words->suffixes.first_of_byte[last_byte]; k < words->suffixes.first_of_byte[last_byte + 1]; k++) {
+        const samp_suffix *suffix = &words->suffixes.entries[k];
+        const size_t n_before = (size_t)suffix->offset, word_start = text_end.n - n_before;
+        if (n_before > text_end.n || memcmp(text_end.p + word_start, words->words[suffix->word_index].p, n_before)) continue;
+        if (edges->p[word_start] || samp_is_word_edge(&words->tokenizer->uni, text_end, word_start)) ids_push(out, suffix->id);
     }
 }
 
 /* ---- Is anything left to draw? ---- */
 
-enum { SAMP_BY_MIN, SAMP_BY_WORDS, SAMP_BY_BIAS, SAMP_BANS }; /* what forbids ids from the start */
+enum { SAMP_BAN_MIN_TOKENS, SAMP_BAN_BAD_WORDS, SAMP_BAN_BIAS, SAMP_N_BANS }; /* what forbids ids from the start */
 
 /* The ids that may not be drawn as the first one, by what forbids them; n: how many there are up to
  * the end of each. A bias of -100 is a ban here, as OpenAI has it. */
-static void samp_banned(const toka_sampling *s, const int32_t *ends, int n_ends, ids *out,
-                        size_t n[SAMP_BANS]) {
-    const toka_words *w = s->bad_words;
-    for (int i = 0; i < n_ends && s->min_tokens; i++) ids_push(out, ends[i]);
-    n[SAMP_BY_MIN] = out->n;
-    samp_bad_ids(s, &(int32_t){0}, 0, out);
-    for (size_t i = 0; w && i < w->always.n; i++) ids_push(out, w->always.p[i]);
-    n[SAMP_BY_WORDS] = out->n;
-    for (int i = 0; i < s->n_bias; i++)
-        if (s->bias_values[i] <= (float)SAMP_MIN_BIAS) ids_push(out, s->bias_ids[i]);
-    n[SAMP_BY_BIAS] = out->n;
+static void samp_collect_banned(const toka_sampling *sampling, const int32_t *ends, int n_ends, ids *out,
+                        size_t n_upto[SAMP_N_BANS]) {
+    const toka_words *words = sampling->bad_words;
+    for (int i = 0; i < n_ends && sampling->min_tokens; i++) ids_push(out, ends[i]);
+    n_upto[SAMP_BAN_MIN_TOKENS] = out->n;
+    samp_bad_by_ids(sampling, &(int32_t){0}, 0, out);
+    for (size_t i = 0; words && i < words->whole_ids.n; i++) ids_push(out, words->whole_ids.p[i]);
+    n_upto[SAMP_BAN_BAD_WORDS] = out->n;
+    for (int i = 0; i < sampling->n_bias; i++)
+        if (sampling->bias_values[i] <= (float)SAMP_MIN_BIAS) ids_push(out, sampling->bias_ids[i]);
+    n_upto[SAMP_BAN_BIAS] = out->n;
 }
 
 /* May any id be drawn that is not on the list? */
-static bool samp_is_left(const toka_sampling *s, const ids *banned, int V) {
-    bool left = false;
-    if (!banned->n || (!s->n_allowed && banned->n < (size_t)V)) return true;
+static bool samp_any_left(const toka_sampling *sampling, const ids *banned, int V) {
+    bool any_left = false;
+    if (!banned->n || (!sampling->n_allowed && banned->n < (size_t)V)) return true;
     bool *is_banned = mem_zalloc((size_t)V);
     for (size_t i = 0; i < banned->n; i++) /* a model's end ids may lie outside its vocabulary */
         if (banned->p[i] < V) is_banned[banned->p[i]] = true;
-    for (int i = 0; i < s->n_allowed; i++) left |= !is_banned[s->allowed_ids[i]];
-    for (int i = 0; i < V && !s->n_allowed; i++) left |= !is_banned[i];
+    for (int i = 0; i < sampling->n_allowed; i++) any_left |= !is_banned[sampling->allowed_ids[i]];
+    for (int i = 0; i < V && !sampling->n_allowed; i++) any_left |= !is_banned[i];
     free(is_banned);
-    return left;
+    return any_left;
 }
 
 /* Refuses what forbids every id that is allowed, as far as that is known before the first draw.
  * ends: ids that end a sample. */
-static int samp_check_left(const toka_sampling *s, const int32_t *ends, int n_ends, int V,
+static int samp_check_any_left(const toka_sampling *sampling, const int32_t *ends, int n_ends, int V,
                            toka_err *e) {
-    static const char *const names[SAMP_BANS] = {"min_tokens", "bad_words", "logit_bias"};
-    size_t n[SAMP_BANS];
+    static const char *const names[SAMP_N_BANS] = {"min_tokens", "bad_words", "logit_bias"};
+    size_t n_upto[SAMP_N_BANS];
     ids banned = {0};
-    samp_banned(s, ends, n_ends, &banned, n);
-    bool left = samp_is_left(s, &banned, V);
+    samp_collect_banned(sampling, ends, n_ends, &banned, n_upto);
+    bool any_left = samp_any_left(sampling, &banned, V);
     ids_free(&banned);
-    if (left) return 0;
-    buf by = {0};
-    int n_by = 0;
-    for (int i = 0; i < SAMP_BANS; i++)
-        if (n[i] > (i ? n[i - 1] : 0)) buf_printf(&by, "%s%s", n_by++ ? " and " : "", names[i]);
+    if (any_left) return 0;
+    buf reasons = {0};
+    int n_reasons = 0;
+    for (int i = 0; i < SAMP_N_BANS; i++)
+        if (n_upto[i] > (i ? n_upto[i - 1] : 0)) buf_printf(&reasons, "%s%s", n_reasons++ ? " and " : "", names[i]);
     int code = fail(e, TOKA_E_USE, "%s: nothing is left to draw, as %s forbid%s all of these ids",
-                    s->n_allowed ? "allowed_token_ids" : by.p, by.p, n_by > 1 ? "" : "s");
-    buf_free(&by);
+                    sampling->n_allowed ? "allowed_token_ids" : reasons.p, reasons.p, n_reasons > 1 ? "" : "s");
+    buf_free(&reasons);
     return code;
 }
 
@@ -11510,63 +11510,63 @@ static int samp_check_left(const toka_sampling *s, const int32_t *ends, int n_en
  * become a stop string is held back: the longest end of the text that is the beginning of one, found by Knuth-Morris-Pratt
  * for each string side by side. A byte costs O(n_stop). Stop strings are whole characters (samp_check), so text is never
  * held back or ended inside a character. */
-typedef struct stop_one {
+typedef struct stop_matcher {
     str text;
     int index;   /* in the list given to stop_init */
-    int *back;   /* [text.n + 1] back[i]: length of the longest proper end of text[0..i) that is also its beginning */
-    int matched; /* bytes of `text` that the text seen so far ends in, less than text.n */
-} stop_one;
+    int *fallback;   /* [text.n + 1] back[i]: length of the longest proper end of text[0..i) that is also its beginning */
+    int n_matched; /* bytes of `text` that the text seen so far ends in, less than text.n */
+} stop_matcher;
 
-typedef struct stop_scan {
-    stop_one *stops; /* [n_stops], one allocation with their tables */
+typedef struct stop_scanner {
+    stop_matcher *stops; /* [n_stops], one allocation with their tables */
     int n_stops;
-    int which; /* of the stop string that ended it: its index in the list given to stop_init */
+    int matched_index; /* of the stop string that ended it: its index in the list given to stop_init */
     bool include_stop, ended;
-    bool open;         /* the text ends in the beginning of a stop string */
-    uint64_t first[4]; /* a bit for each byte that begins one: while not open, others need no look */
+    bool partial;         /* the text ends in the beginning of a stop string */
+    uint64_t first_bytes[4]; /* a bit for each byte that begins one: while not open, others need no look */
     buf held; /* text not yet given out: its end of max(matched) bytes is the beginning of a stop string */
-} stop_scan;
+} stop_scanner;
 
 /* Prefix function: a beginning grows by a byte, or falls back to the next shorter beginning. */
-static int stop_advance(const stop_one *one, int matched, char c) {
-    while (matched > 0 && one->text.p[matched] != c) matched = one->back[matched];
-    return matched + (one->text.p[matched] == c);
+static int stop_advance(const stop_matcher *matcher, int n_matched, char c) {
+    while (n_matched > 0 && matcher->text.p[n_matched] != c) n_matched = matcher->fallback[n_matched];
+    return n_matched + (matcher->text.p[n_matched] == c);
 }
 
 /* `stop` is borrowed until stop_free. Empty strings are left out. */
-static void stop_init(stop_scan *s, const char *const *stop, int n_stop, bool include_stop) {
-    size_t ints = 0;
-    for (int i = 0; i < n_stop; i++) ints += strlen(stop[i]) + 1;
-    *s = (stop_scan){.include_stop = include_stop, .which = -1};
+static void stop_init(stop_scanner *scanner, const char *const *stop, int n_stop, bool include_stop) {
+    size_t n_ints = 0;
+    for (int i = 0; i < n_stop; i++) n_ints += strlen(stop[i]) + 1;
+    *scanner = (stop_scanner){.include_stop = include_stop, .matched_index = -1};
     if (!n_stop) return;
-    s->stops = mem_zalloc((size_t)n_stop * sizeof *s->stops + ints * sizeof(int));
-    int *back = (int *)(s->stops + n_stop);
+    scanner->stops = mem_zalloc((size_t)n_stop * sizeof *scanner->stops + n_ints * sizeof(int));
+    int *fallback = (int *)(scanner->stops + n_stop);
     for (int i = 0; i < n_stop; i++) {
         str text = str_c(stop[i]);
         if (!text.n) continue;
-        stop_one *one = &s->stops[s->n_stops++];
-        *one = (stop_one){.text = text, .index = i, .back = back};
-        s->first[(unsigned char)*text.p >> 6] |= (uint64_t)1 << (*text.p & 63);
-        back += text.n + 1;
-        for (size_t b = 1; b < text.n; b++) one->back[b + 1] = stop_advance(one, one->back[b], text.p[b]);
+        stop_matcher *matcher = &scanner->stops[scanner->n_stops++];
+        *matcher = (stop_matcher){.text = text, .index = i, .fallback = fallback};
+        scanner->first_bytes[(unsigned char)*text.p >> 6] |= (uint64_t)1 << (*text.p & 63);
+        fallback += text.n + 1;
+        for (size_t length = 1; length < text.n; length++) matcher->fallback[length + 1] = stop_advance(matcher, matcher->fallback[length], text.p[length]);
     }
 }
 
 /* One byte. Returns the length of the longest stop string that it completes, or 0; s->which says which one. */
-static size_t stop_byte(stop_scan *s, char c) {
+static size_t stop_put_byte(stop_scanner *scanner, char c) {
     size_t longest = 0;
-    bool open = false;
-    if (!s->open && !(s->first[(unsigned char)c >> 6] >> (c & 63) & 1)) return 0;
-    for (int i = 0; i < s->n_stops; i++) {
-        stop_one *one = &s->stops[i];
-        one->matched = stop_advance(one, one->matched, c);
-        if ((size_t)one->matched == one->text.n) {
-            if (one->text.n > longest) longest = one->text.n, s->which = one->index;
-            one->matched = one->back[one->matched];
+    bool partial = false;
+    if (!scanner->partial && !(scanner->first_bytes[(unsigned char)c >> 6] >> (c & 63) & 1)) return 0;
+    for (int i = 0; i < scanner->n_stops; i++) {
+        stop_matcher *matcher = &scanner->stops[i];
+        matcher->n_matched = stop_advance(matcher, matcher->n_matched, c);
+        if ((size_t)matcher->n_matched == matcher->text.n) {
+            if (matcher->text.n > longest) longest = matcher->text.n, scanner->matched_index = matcher->index;
+            matcher->n_matched = matcher->fallback[matcher->n_matched];
         }
-        open |= one->matched > 0;
+        partial |= matcher->n_matched > 0;
     }
-    s->open = open;
+    scanner->partial = partial;
     return longest;
 }
 
@@ -11574,41 +11574,41 @@ static size_t stop_byte(stop_scan *s, char c) {
  * before it (with include_stop it too) and nothing behind it; later calls add nothing and return true again.
  * armed false (one of the first min_tokens): a stop string whose last byte is in this piece is
  * ordinary text; one that begins in this piece and ends in an armed one counts. */
-static bool stop_put(stop_scan *s, str text, bool armed, buf *out) {
-    if (s->ended) return true;
+static bool stop_put(stop_scanner *scanner, str text, bool may_stop, buf *out) {
+    if (scanner->ended) return true;
     for (size_t i = 0; i < text.n; i++) {
-        size_t n = stop_byte(s, text.p[i]);
-        if (!n || !armed) continue;
-        buf_put(&s->held, text.p, i + 1);
-        buf_put(out, s->held.p, s->held.n - (s->include_stop ? 0 : n));
-        buf_clear(&s->held);
-        return s->ended = true;
+        size_t stop_bytes = stop_put_byte(scanner, text.p[i]);
+        if (!stop_bytes || !may_stop) continue;
+        buf_put(&scanner->held, text.p, i + 1);
+        buf_put(out, scanner->held.p, scanner->held.n - (scanner->include_stop ? 0 : stop_bytes));
+        buf_clear(&scanner->held);
+        return scanner->ended = true;
     }
-    size_t keep = 0;
-    for (int i = 0; i < s->n_stops && s->open; i++) keep = MAX(keep, (size_t)s->stops[i].matched);
-    if (!keep && !s->held.n) {
+    size_t n_held = 0;
+    for (int i = 0; i < scanner->n_stops && scanner->partial; i++) n_held = MAX(n_held, (size_t)scanner->stops[i].n_matched);
+    if (!n_held && !scanner->held.n) {
         buf_str(out, text);
         return false;
     }
-    buf_str(&s->held, text);
-    size_t certain = s->held.n - keep;
-    buf_put(out, s->held.p, certain);
-    if (keep) memmove(s->held.p, s->held.p + certain, keep);
-    s->held.n = keep;
+    buf_str(&scanner->held, text);
+    size_t n_certain = scanner->held.n - n_held;
+    buf_put(out, scanner->held.p, n_certain);
+    if (n_held) memmove(scanner->held.p, scanner->held.p + n_certain, n_held);
+    scanner->held.n = n_held;
     return false;
 }
 
 /* The end of the text: what was held back comes out. */
-static void stop_end(stop_scan *s, buf *out) {
-    buf_str(out, buf_view(&s->held));
-    buf_clear(&s->held);
-    s->ended = true;
+static void stop_end(stop_scanner *scanner, buf *out) {
+    buf_str(out, buf_view(&scanner->held));
+    buf_clear(&scanner->held);
+    scanner->ended = true;
 }
 
-static void stop_free(stop_scan *s) {
-    free(s->stops);
-    buf_free(&s->held);
-    *s = (stop_scan){0};
+static void stop_free(stop_scanner *scanner) {
+    free(scanner->stops);
+    buf_free(&scanner->held);
+    *scanner = (stop_scanner){0};
 }
 
 /* ===========================================================================
@@ -11642,26 +11642,26 @@ static void stop_free(stop_scan *s) {
  * =========================================================================== */
 
 enum {
-    CPU_BLOCK = 1024,         /* largest k per block of a product; a multiple of 16 as all of them */
-    CPU_PANEL = 64,           /* rows of a weight that are unpacked together: up to 256 KB of float32, second cache level */
+    CPU_MAX_K_BLOCK = 1024,         /* largest k per block of a product; a multiple of 16 as all of them */
+    CPU_PANEL_ROWS = 64,           /* rows of a weight that are unpacked together: up to 256 KB of float32, second cache level */
     /* floats from row to row; not a power of two, else all rows fall into the same cache sets */
-    CPU_PANEL_LD = CPU_BLOCK + 16,
-    CPU_DIRECT = 12,          /* up to this many rows of x, w is unpacked in registers each time */
-    CPU_SMALL = 60000,        /* multiply-adds below which waking a second thread costs more than it gives */
-    CPU_SPIN = 2000           /* looks at the pool's state before a thread sleeps; some 50 us */
+    CPU_PANEL_LD = CPU_MAX_K_BLOCK + 16,
+    CPU_DIRECT_ROWS = 12,          /* up to this many rows of x, w is unpacked in registers each time */
+    CPU_SERIAL_COST = 60000,        /* multiply-adds below which waking a second thread costs more than it gives */
+    CPU_SPINS = 2000           /* looks at the pool's state before a thread sleeps; some 50 us */
 };
 
 /* Unrolls a loop of constant count wholly, so that its array of vectors becomes registers. */
 #ifdef __clang__
 #define CPU_UNROLL _Pragma("clang loop unroll(full)")
-#define CPU_TWICE _Pragma("clang loop unroll_count(2)")
+#define CPU_UNROLL2 _Pragma("clang loop unroll_count(2)")
 #else
 #define CPU_UNROLL _Pragma("GCC unroll 8")
-#define CPU_TWICE _Pragma("GCC unroll 2")
+#define CPU_UNROLL2 _Pragma("GCC unroll 2")
 #endif
 #define CPU_INLINE __attribute__((always_inline)) static inline
 
-static int cpu_up16(int n) { return (n + 15) & ~15; }
+static int cpu_round_up16(int n) { return (n + 15) & ~15; }
 
 /* ---- Kernels: what they take -------------------------------------------------------------------------------- */
 
@@ -11670,51 +11670,51 @@ typedef struct cpu_tile {
     const float *x; /* [m][k], rows ldx floats apart */
     const char *w;  /* [n][k] of some dtype, rows w_step bytes apart */
     float *y;       /* [m][n], rows ldy floats apart */
-    size_t ldx, w_step, ldy;
+    size_t ldx, w_row_bytes, ldy;
     int m, n, k; /* k: a multiple of 16 */
     bool add;    /* y += instead of y = */
-    bool ahead;  /* w comes from memory and these are its first readers: see cpu_tile_ahead */
+    bool prefetch;  /* w comes from memory and these are its first readers: see cpu_tile_prefetch */
 } cpu_tile;
 
 /* c[r][j] (+)= sum over k, in rising order, of a[r][k] b[k][j]. The two products of attention. */
-typedef struct cpu_outer {
+typedef struct cpu_small_gemm_args {
     const float *a, *b;
     float *c;
     size_t lda, ldb, ldc; /* floats from row to row */
     int rows, k, n;       /* n: a multiple of 16 */
     bool add;
-} cpu_outer;
+} cpu_small_gemm_args;
 
 /* One row's running softmax: acc / sum is the output so far, both relative to exp(best). */
 typedef struct cpu_softmax {
     float *acc; /* [Dp] */
-    float best, sum;
+    float max, sum;
 } cpu_softmax;
 
 /* The kernels of one instruction set. */
 typedef struct cpu_kernels {
     const char *name;
-    int rows;  /* rows of x in the largest tile */
-    int block; /* k per block of a product: rows + 4 rows of it stay in the first cache levels; at most CPU_BLOCK */
+    int tile_rows;  /* rows of x in the largest tile */
+    int k_block; /* k per block of a product: rows + 4 rows of it stay in the first cache levels; at most CPU_MAX_K_BLOCK */
     void (*tile[3])(const cpu_tile *t);                                             /* by toka_dtype */
-    void (*unpack)(float *to, const void *from, toka_dtype type, int n);            /* n elements to float32 */
-    void (*outer)(const cpu_outer *o);
-    void (*soften)(cpu_softmax *st, float *s, int n, int from, int to, int dp); /* cpu_soften in this set's encoding */
+    void (*convert)(float *to, const void *from, toka_dtype type, int n);            /* n elements to float32 */
+    void (*small_gemm)(const cpu_small_gemm_args *o);
+    void (*online_softmax)(cpu_softmax *st, float *s, int n, int from, int to, int dp); /* cpu_online_softmax in this set's encoding */
 } cpu_kernels;
 
 /* ---- Scalars and bodies shared by the instruction sets ---- */
 
-static float cpu_bits(uint32_t u) {
+static float cpu_bits_to_f32(uint32_t u) {
     float f;
     memcpy(&f, &u, 4);
     return f;
 }
 
-static float cpu_half(uint16_t h) { /* f16 to float32, exact, as cpu_halves_c */
-    uint32_t rest = (uint32_t)(h & 0x7FFF) << 13, top = rest >= 0x0F800000 ? 0x7F800000 : 0;
-    float f = cpu_bits(rest) * 0x1p112f;
-    memcpy(&rest, &f, 4);
-    return cpu_bits(rest | top | (uint32_t)(h & 0x8000) << 16);
+static float cpu_f16_to_f32(uint16_t h) { /* f16 to float32, exact, as cpu_f16_to_f32_c */
+    uint32_t bits = (uint32_t)(h & 0x7FFF) << 13, exponent = bits >= 0x0F800000 ? 0x7F800000 : 0;
+    float f = cpu_bits_to_f32(bits) * 0x1p112f;
+    memcpy(&bits, &f, 4);
+    return cpu_bits_to_f32(bits | exponent | (uint32_t)(h & 0x8000) << 16);
 }
 
 static float cpu_element(const void *p, toka_dtype type, size_t i) {
@@ -11722,169 +11722,169 @@ static float cpu_element(const void *p, toka_dtype type, size_t i) {
     float f;
     if (type == TOKA_F32) return memcpy(&f, (const char *)p + 4 * i, 4), f;
     memcpy(&h, (const char *)p + 2 * i, 2);
-    return type == TOKA_BF16 ? cpu_bits((uint32_t)h << 16) : cpu_half(h);
+    return type == TOKA_BF16 ? cpu_bits_to_f32((uint32_t)h << 16) : cpu_f16_to_f32(h);
 }
 
 static size_t cpu_dtype_bytes(toka_dtype type) { return type == TOKA_F32 ? 4 : 2; }
 
 /* ---- Vectors of 4 lanes, as GCC and Clang spell them for any machine ---- */
 
-typedef float cpu_v4 __attribute__((vector_size(16)));
-typedef uint32_t cpu_u4 __attribute__((vector_size(16)));
-typedef int32_t cpu_i4 __attribute__((vector_size(16))); /* -1 or 0 a lane: what a comparison gives */
-typedef uint16_t cpu_h4 __attribute__((vector_size(8)));
+typedef float cpu_f32x4 __attribute__((vector_size(16)));
+typedef uint32_t cpu_u32x4 __attribute__((vector_size(16)));
+typedef int32_t cpu_i32x4 __attribute__((vector_size(16))); /* -1 or 0 a lane: what a comparison gives */
+typedef uint16_t cpu_u16x4 __attribute__((vector_size(8)));
 
-CPU_INLINE cpu_v4 cpu_get4(const float *p) {
-    cpu_v4 v;
+CPU_INLINE cpu_f32x4 cpu_load4(const float *p) {
+    cpu_f32x4 v;
     memcpy(&v, p, sizeof v);
     return v;
 }
-CPU_INLINE void cpu_set4(float *p, cpu_v4 v) { memcpy(p, &v, sizeof v); }
-CPU_INLINE cpu_v4 cpu_all4(float x) { return (cpu_v4){x, x, x, x}; }
-CPU_INLINE cpu_v4 cpu_where4(cpu_i4 mask, cpu_v4 yes, cpu_v4 no) {
-    return (cpu_v4)((mask & (cpu_i4)yes) | (~mask & (cpu_i4)no));
+CPU_INLINE void cpu_store4(float *p, cpu_f32x4 v) { memcpy(p, &v, sizeof v); }
+CPU_INLINE cpu_f32x4 cpu_splat4(float x) { return (cpu_f32x4){x, x, x, x}; }
+CPU_INLINE cpu_f32x4 cpu_select4(cpu_i32x4 mask, cpu_f32x4 yes, cpu_f32x4 no) {
+    return (cpu_f32x4)((mask & (cpu_i32x4)yes) | (~mask & (cpu_i32x4)no));
 }
-CPU_INLINE cpu_v4 cpu_max4(cpu_v4 a, cpu_v4 b) { return cpu_where4(a > b, a, b); }
+CPU_INLINE cpu_f32x4 cpu_max4(cpu_f32x4 a, cpu_f32x4 b) { return cpu_select4(a > b, a, b); }
 
 /* exp, relative error below 3e-7; exactly 0 below -87 and exactly 1 at 0. x = n ln 2 + r with |r| <= ln 2 / 2, Taylor to
  * the 7th power in r (the 8th is 5e-9), n into the exponent. */
-CPU_INLINE cpu_v4 cpu_exp4(cpu_v4 x) {
-    cpu_v4 y = cpu_where4(x < -87.0f, cpu_all4(-87), x);
-    y = cpu_where4(y > 88.0f, cpu_all4(88), y);
-    cpu_v4 shifted = y * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: the integer part lands in the low bits */
-    cpu_v4 n = shifted - 12582912.0f;
-    cpu_v4 r = y - n * 0.693359375f; /* ln 2 in two parts, the first with few bits */
+CPU_INLINE cpu_f32x4 cpu_exp4(cpu_f32x4 x) {
+    cpu_f32x4 clamped = cpu_select4(x < -87.0f, cpu_splat4(-87), x);
+    clamped = cpu_select4(clamped > 88.0f, cpu_splat4(88), clamped);
+    cpu_f32x4 shifted = clamped * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: the integer part lands in the low bits */
+    cpu_f32x4 n = shifted - 12582912.0f;
+    cpu_f32x4 r = clamped - n * 0.693359375f; /* ln 2 in two parts, the first with few bits */
     r = r - n * -2.12194440e-4f;
-    cpu_v4 p = r * (1.0f / 5040) + 1.0f / 720;
-    p = p * r + 1.0f / 120;
-    p = p * r + 1.0f / 24;
-    p = p * r + 1.0f / 6;
-    p = p * r + 0.5f;
-    p = p * r + 1.0f;
-    p = p * r + 1.0f;
-    cpu_u4 power = ((cpu_u4)shifted - 0x4B400000u + 127u) << 23;
-    return cpu_where4(x < -87.0f, cpu_all4(0), p * (cpu_v4)power);
+    cpu_f32x4 poly = r * (1.0f / 5040) + 1.0f / 720;
+    poly = poly * r + 1.0f / 120;
+    poly = poly * r + 1.0f / 24;
+    poly = poly * r + 1.0f / 6;
+    poly = poly * r + 0.5f;
+    poly = poly * r + 1.0f;
+    poly = poly * r + 1.0f;
+    cpu_u32x4 power = ((cpu_u32x4)shifted - 0x4B400000u + 127u) << 23;
+    return cpu_select4(x < -87.0f, cpu_splat4(0), poly * (cpu_f32x4)power);
 }
 
 static void cpu_swiglu(float *gate, const float *up, int n) { /* gate = silu(gate) * up; n a multiple of 4 */
     for (int i = 0; i < n; i += 4) {
-        cpu_v4 g = cpu_get4(gate + i);
-        cpu_set4(gate + i, g / (1.0f + cpu_exp4(-g)) * cpu_get4(up + i));
+        cpu_f32x4 g = cpu_load4(gate + i);
+        cpu_store4(gate + i, g / (1.0f + cpu_exp4(-g)) * cpu_load4(up + i));
     }
 }
 
 /* Merges one page of scores s[n] into a row's running softmax; only positions from <= j < to are seen. Leaves in s the
  * probabilities (relative to the new best) for the product with V, 0 where unseen. n and dp are multiples of 16. */
-CPU_INLINE void cpu_soften(cpu_softmax *st, float *s, int n, int from, int to, int dp) {
-    cpu_v4 lane[4];
+CPU_INLINE void cpu_online_softmax(cpu_softmax *softmax, float *scores, int n, int from, int to, int d_pad) {
+    cpu_f32x4 lane[4];
     if (from >= to) {
-        memset(s, 0, (size_t)n * sizeof *s);
+        memset(scores, 0, (size_t)n * sizeof *scores);
         return;
     }
-    for (int j = 0; j < from; j++) s[j] = -INFINITY;
-    for (int j = to; j < n; j++) s[j] = -INFINITY;
-    CPU_UNROLL for (int i = 0; i < 4; i++) lane[i] = cpu_get4(s + 4 * i);
+    for (int j = 0; j < from; j++) scores[j] = -INFINITY;
+    for (int j = to; j < n; j++) scores[j] = -INFINITY;
+    CPU_UNROLL for (int i = 0; i < 4; i++) lane[i] = cpu_load4(scores + 4 * i);
     for (int j = 16; j < n; j += 16)
-        CPU_UNROLL for (int i = 0; i < 4; i++) lane[i] = cpu_max4(lane[i], cpu_get4(s + j + 4 * i));
-    cpu_v4 m = cpu_max4(cpu_max4(lane[0], lane[1]), cpu_max4(lane[2], lane[3]));
-    float best = MAX(MAX(m[0], m[1]), MAX(m[2], m[3]));
-    if (best > st->best) {
-        cpu_v4 shrink = cpu_exp4(cpu_all4(st->best - best)); /* 0 at the first page, where st->best is -infinity */
-        st->best = best;
-        st->sum *= shrink[0];
-        for (int j = 0; j < dp; j += 4) cpu_set4(st->acc + j, cpu_get4(st->acc + j) * shrink);
+        CPU_UNROLL for (int i = 0; i < 4; i++) lane[i] = cpu_max4(lane[i], cpu_load4(scores + j + 4 * i));
+    cpu_f32x4 lanes = cpu_max4(cpu_max4(lane[0], lane[1]), cpu_max4(lane[2], lane[3]));
+    float max = MAX(MAX(lanes[0], lanes[1]), MAX(lanes[2], lanes[3]));
+    if (max > softmax->max) {
+        cpu_f32x4 rescale = cpu_exp4(cpu_splat4(softmax->max - max)); /* 0 at the first page, where st->best is -infinity */
+        softmax->max = max;
+        softmax->sum *= rescale[0];
+        for (int j = 0; j < d_pad; j += 4) cpu_store4(softmax->acc + j, cpu_load4(softmax->acc + j) * rescale);
     }
-    CPU_UNROLL for (int i = 0; i < 4; i++) lane[i] = cpu_all4(0);
+    CPU_UNROLL for (int i = 0; i < 4; i++) lane[i] = cpu_splat4(0);
     for (int j = 0; j < n; j += 16)
         CPU_UNROLL for (int i = 0; i < 4; i++) {
-            cpu_v4 e = cpu_exp4(cpu_get4(s + j + 4 * i) - st->best);
-            cpu_set4(s + j + 4 * i, e);
-            lane[i] += e;
+            cpu_f32x4 prob = cpu_exp4(cpu_load4(scores + j + 4 * i) - softmax->max);
+            cpu_store4(scores + j + 4 * i, prob);
+            lane[i] += prob;
         }
-    m = (lane[0] + lane[1]) + (lane[2] + lane[3]);
-    st->sum += (m[0] + m[2]) + (m[1] + m[3]);
+    lanes = (lane[0] + lane[1]) + (lane[2] + lane[3]);
+    softmax->sum += (lanes[0] + lanes[2]) + (lanes[1] + lanes[3]);
 }
 
 /* ---- What the tiles of all instruction sets share ---- */
 
 /* Row j of a tile's weights; rows behind the last repeat it, their results are not written. */
-CPU_INLINE const char *cpu_tile_row(const cpu_tile *t, int j) { return t->w + (size_t)MIN(j, t->n - 1) * t->w_step; }
+CPU_INLINE const char *cpu_tile_weight_row(const cpu_tile *tile, int index) { return tile->w + (size_t)MIN(index, tile->n - 1) * tile->w_row_bytes; }
 
 /* A few rows of x read every weight once, from memory: asks for the same place in the next n rows, which come next, into
  * the second cache level; once per line of 64 bytes. Without it the units that add wait for memory and memory for them
  * (one row of x: reading alone 23 GB/s of one core, with the sums 16, with this 22; EPYC Zen 4, 2026-11). */
-CPU_INLINE void cpu_tile_ahead(const cpu_tile *t, const char *const *w, const int n, toka_dtype type, int k) {
-    const int line = type == TOKA_F32 ? 16 : 32; /* elements of 64 bytes */
-    size_t ahead = t->w_step <= 32768 ? (size_t)n * t->w_step : 1024;
-    if (t->ahead && k % line == 0)
-        CPU_UNROLL for (int j = 0; j < n; j++) __builtin_prefetch(w[j] + (size_t)k * (64 / (size_t)line) + ahead, 0, 2);
+CPU_INLINE void cpu_tile_prefetch(const cpu_tile *tile, const char *const *w_rows, const int n, toka_dtype type, int k) {
+    const int line_elems = type == TOKA_F32 ? 16 : 32; /* elements of 64 bytes */
+    size_t distance = tile->w_row_bytes <= 32768 ? (size_t)n * tile->w_row_bytes : 1024;
+    if (tile->prefetch && k % line_elems == 0)
+        CPU_UNROLL for (int j = 0; j < n; j++) __builtin_prefetch(w_rows[j] + (size_t)k * (64 / (size_t)line_elems) + distance, 0, 2);
 }
 
 /* ---- Portable kernels: 4 lanes ---- */
 
 /* f16 to float32: exponent and mantissa moved into place are 2^112 too small, also where the number is subnormal. Infinity
  * and NaN get their exponent back. */
-CPU_INLINE cpu_v4 cpu_halves_c(cpu_u4 h) {
-    cpu_u4 rest = (h & 0x7FFF) << 13, top = (cpu_u4)(rest >= 0x0F800000) & 0x7F800000;
-    return (cpu_v4)((cpu_u4)((cpu_v4)rest * 0x1p112f) | top | (h & 0x8000) << 16);
+CPU_INLINE cpu_f32x4 cpu_f16_to_f32_c(cpu_u32x4 h) {
+    cpu_u32x4 bits = (h & 0x7FFF) << 13, exponent = (cpu_u32x4)(bits >= 0x0F800000) & 0x7F800000;
+    return (cpu_f32x4)((cpu_u32x4)((cpu_f32x4)bits * 0x1p112f) | exponent | (h & 0x8000) << 16);
 }
 
-CPU_INLINE cpu_v4 cpu_load_c(const void *p, toka_dtype type, int k) {
-    cpu_v4 v;
-    cpu_h4 h;
+CPU_INLINE cpu_f32x4 cpu_load_c(const void *p, toka_dtype type, int k) {
+    cpu_f32x4 v;
+    cpu_u16x4 h;
     if (type == TOKA_F32) return memcpy(&v, (const char *)p + 4 * (size_t)k, sizeof v), v;
     memcpy(&h, (const char *)p + 2 * (size_t)k, sizeof h);
-    cpu_u4 u = __builtin_convertvector(h, cpu_u4);
-    return type == TOKA_F16 ? cpu_halves_c(u) : (cpu_v4)(u << 16);
+    cpu_u32x4 u = __builtin_convertvector(h, cpu_u32x4);
+    return type == TOKA_F16 ? cpu_f16_to_f32_c(u) : (cpu_f32x4)(u << 16);
 }
 
-CPU_INLINE void cpu_tile_body_c(const cpu_tile *t, const int m, const int n, const toka_dtype type) {
-    cpu_v4 acc[2][8] = {0};
-    const char *w[8];
-    CPU_UNROLL for (int j = 0; j < n; j++) w[j] = cpu_tile_row(t, j);
-    for (int k = 0; k < t->k; k += 4) {
-        cpu_v4 a[2];
-        cpu_tile_ahead(t, w, n, type, k);
-        CPU_UNROLL for (int i = 0; i < m; i++) a[i] = cpu_load_c(t->x + (size_t)i * t->ldx, TOKA_F32, k);
+CPU_INLINE void cpu_tile_body_c(const cpu_tile *tile, const int m, const int n, const toka_dtype type) {
+    cpu_f32x4 acc[2][8] = {0};
+    const char *w_rows[8];
+    CPU_UNROLL for (int j = 0; j < n; j++) w_rows[j] = cpu_tile_weight_row(tile, j);
+    for (int k = 0; k < tile->k; k += 4) {
+        cpu_f32x4 a[2];
+        cpu_tile_prefetch(tile, w_rows, n, type, k);
+        CPU_UNROLL for (int i = 0; i < m; i++) a[i] = cpu_load_c(tile->x + (size_t)i * tile->ldx, TOKA_F32, k);
         CPU_UNROLL for (int j = 0; j < n; j++) {
-            cpu_v4 b = cpu_load_c(w[j], type, k);
+            cpu_f32x4 b = cpu_load_c(w_rows[j], type, k);
             CPU_UNROLL for (int i = 0; i < m; i++) acc[i][j] += a[i] * b;
         }
     }
     for (int i = 0; i < m; i++)
-        for (int j = 0; j < t->n; j++) {
-            float *y = t->y + (size_t)i * t->ldy + j, sum = (acc[i][j][0] + acc[i][j][2]) + (acc[i][j][1] + acc[i][j][3]);
-            *y = t->add ? *y + sum : sum;
+        for (int j = 0; j < tile->n; j++) {
+            float *y = tile->y + (size_t)i * tile->ldy + j, sum = (acc[i][j][0] + acc[i][j][2]) + (acc[i][j][1] + acc[i][j][3]);
+            *y = tile->add ? *y + sum : sum;
         }
 }
-CPU_INLINE void cpu_tile_c(const cpu_tile *t, const toka_dtype type) {
-    if (t->m == 1 && t->n > 4) cpu_tile_body_c(t, 1, 8, type);
-    else if (t->m == 1) cpu_tile_body_c(t, 1, 4, type);
-    else cpu_tile_body_c(t, 2, 4, type);
+CPU_INLINE void cpu_tile_c(const cpu_tile *tile, const toka_dtype type) {
+    if (tile->m == 1 && tile->n > 4) cpu_tile_body_c(tile, 1, 8, type);
+    else if (tile->m == 1) cpu_tile_body_c(tile, 1, 4, type);
+    else cpu_tile_body_c(tile, 2, 4, type);
 }
-static void cpu_tile_bf16_c(const cpu_tile *t) { cpu_tile_c(t, TOKA_BF16); }
-static void cpu_tile_f16_c(const cpu_tile *t) { cpu_tile_c(t, TOKA_F16); }
-static void cpu_tile_f32_c(const cpu_tile *t) { cpu_tile_c(t, TOKA_F32); }
+static void cpu_tile_bf16_c(const cpu_tile *tile) { cpu_tile_c(tile, TOKA_BF16); }
+static void cpu_tile_f16_c(const cpu_tile *tile) { cpu_tile_c(tile, TOKA_F16); }
+static void cpu_tile_f32_c(const cpu_tile *tile) { cpu_tile_c(tile, TOKA_F32); }
 
-static void cpu_unpack_c(float *to, const void *from, toka_dtype type, int n) {
+static void cpu_convert_c(float *to, const void *from, toka_dtype type, int n) {
     int i = 0;
     for (; i + 4 <= n; i += 4) {
-        cpu_v4 v = cpu_load_c(from, type, i);
+        cpu_f32x4 v = cpu_load_c(from, type, i);
         memcpy(to + i, &v, sizeof v);
     }
     for (; i < n; i++) to[i] = cpu_element(from, type, (size_t)i);
 }
 
-static void cpu_soften_c(cpu_softmax *st, float *s, int n, int from, int to, int dp) { cpu_soften(st, s, n, from, to, dp); }
+static void cpu_online_softmax_c(cpu_softmax *softmax, float *scores, int n, int from, int to, int d_pad) { cpu_online_softmax(softmax, scores, n, from, to, d_pad); }
 
-static void cpu_outer_c(const cpu_outer *o) {
-    for (int r = 0; r < o->rows; r++)
-        for (int j = 0; j < o->n; j += 16) {
-            const float *a = o->a + (size_t)r * o->lda, *b = o->b + j;
-            cpu_v4 acc[4] = {0};
-            float *c = o->c + (size_t)r * o->ldc + j;
-            if (o->add) memcpy(acc, c, sizeof acc);
-            for (int k = 0; k < o->k; k++, b += o->ldb)
+static void cpu_small_gemm_c(const cpu_small_gemm_args *args) {
+    for (int row = 0; row < args->rows; row++)
+        for (int j = 0; j < args->n; j += 16) {
+            const float *a = args->a + (size_t)row * args->lda, *b = args->b + j;
+            cpu_f32x4 acc[4] = {0};
+            float *c = args->c + (size_t)row * args->ldc + j;
+            if (args->add) memcpy(acc, c, sizeof acc);
+            for (int k = 0; k < args->k; k++, b += args->ldb)
                 CPU_UNROLL for (int i = 0; i < 4; i++) acc[i] += a[k] * cpu_load_c(b, TOKA_F32, 4 * i);
             memcpy(c, acc, sizeof acc);
         }
@@ -11911,84 +11911,84 @@ CPU_AVX2 CPU_INLINE __m128 cpu_sum4_avx2(__m256 a, __m256 b, __m256 c, __m256 d)
 }
 
 /* Writes or adds four results, or the first n of them. */
-CPU_AVX2 CPU_INLINE void cpu_put4_avx2(float *y, __m128 v, int n, bool add) {
+CPU_AVX2 CPU_INLINE void cpu_store4_avx2(float *y, __m128 v, int n, bool add) {
     if (n >= 4) {
         _mm_storeu_ps(y, add ? _mm_add_ps(_mm_loadu_ps(y), v) : v);
         return;
     }
-    float part[4];
-    _mm_storeu_ps(part, v);
-    for (int i = 0; i < n; i++) y[i] = add ? y[i] + part[i] : part[i];
+    float values[4];
+    _mm_storeu_ps(values, v);
+    for (int i = 0; i < n; i++) y[i] = add ? y[i] + values[i] : values[i];
 }
 
-CPU_AVX2 CPU_INLINE void cpu_tile_body_avx2(const cpu_tile *t, const int m, const int n, const toka_dtype type) {
-    const char *w[8];
+CPU_AVX2 CPU_INLINE void cpu_tile_body_avx2(const cpu_tile *tile, const int m, const int n, const toka_dtype type) {
+    const char *w_rows[8];
     __m256 acc[3][8], a[3];
-    CPU_UNROLL for (int j = 0; j < n; j++) w[j] = cpu_tile_row(t, j);
+    CPU_UNROLL for (int j = 0; j < n; j++) w_rows[j] = cpu_tile_weight_row(tile, j);
     CPU_UNROLL for (int i = 0; i < m; i++)
         CPU_UNROLL for (int j = 0; j < n; j++) acc[i][j] = _mm256_setzero_ps();
-    for (int k = 0; k < t->k; k += 8) {
-        cpu_tile_ahead(t, w, n, type, k);
-        CPU_UNROLL for (int i = 0; i < m; i++) a[i] = _mm256_loadu_ps(t->x + (size_t)i * t->ldx + k);
+    for (int k = 0; k < tile->k; k += 8) {
+        cpu_tile_prefetch(tile, w_rows, n, type, k);
+        CPU_UNROLL for (int i = 0; i < m; i++) a[i] = _mm256_loadu_ps(tile->x + (size_t)i * tile->ldx + k);
         CPU_UNROLL for (int j = 0; j < n; j++) { /* 12 sums, 3 of x and 1 weight: 16 registers */
-            __m256 b = cpu_load_avx2(w[j], type, k);
+            __m256 b = cpu_load_avx2(w_rows[j], type, k);
             CPU_UNROLL for (int i = 0; i < m; i++) acc[i][j] = _mm256_fmadd_ps(a[i], b, acc[i][j]);
         }
     }
     CPU_UNROLL for (int i = 0; i < m; i++)
         CPU_UNROLL for (int j = 0; j < n; j += 4)
-            cpu_put4_avx2(t->y + (size_t)i * t->ldy + j, cpu_sum4_avx2(acc[i][j], acc[i][j + 1], acc[i][j + 2],
+            cpu_store4_avx2(tile->y + (size_t)i * tile->ldy + j, cpu_sum4_avx2(acc[i][j], acc[i][j + 1], acc[i][j + 2],
                                                                        acc[i][j + 3]),
-                          t->n - j, t->add);
+                          tile->n - j, tile->add);
 }
-CPU_AVX2 CPU_INLINE void cpu_tile_avx2(const cpu_tile *t, const toka_dtype type) {
-    if (t->m == 1 && t->n > 4) cpu_tile_body_avx2(t, 1, 8, type);
-    else if (t->m == 1) cpu_tile_body_avx2(t, 1, 4, type);
-    else if (t->m == 2) cpu_tile_body_avx2(t, 2, 4, type);
-    else cpu_tile_body_avx2(t, 3, 4, type);
+CPU_AVX2 CPU_INLINE void cpu_tile_avx2(const cpu_tile *tile, const toka_dtype type) {
+    if (tile->m == 1 && tile->n > 4) cpu_tile_body_avx2(tile, 1, 8, type);
+    else if (tile->m == 1) cpu_tile_body_avx2(tile, 1, 4, type);
+    else if (tile->m == 2) cpu_tile_body_avx2(tile, 2, 4, type);
+    else cpu_tile_body_avx2(tile, 3, 4, type);
 }
-CPU_AVX2 static void cpu_tile_bf16_avx2(const cpu_tile *t) { cpu_tile_avx2(t, TOKA_BF16); }
-CPU_AVX2 static void cpu_tile_f16_avx2(const cpu_tile *t) { cpu_tile_avx2(t, TOKA_F16); }
-CPU_AVX2 static void cpu_tile_f32_avx2(const cpu_tile *t) { cpu_tile_avx2(t, TOKA_F32); }
+CPU_AVX2 static void cpu_tile_bf16_avx2(const cpu_tile *tile) { cpu_tile_avx2(tile, TOKA_BF16); }
+CPU_AVX2 static void cpu_tile_f16_avx2(const cpu_tile *tile) { cpu_tile_avx2(tile, TOKA_F16); }
+CPU_AVX2 static void cpu_tile_f32_avx2(const cpu_tile *tile) { cpu_tile_avx2(tile, TOKA_F32); }
 
-CPU_AVX2 static void cpu_unpack_avx2(float *to, const void *from, toka_dtype type, int n) {
+CPU_AVX2 static void cpu_convert_avx2(float *to, const void *from, toka_dtype type, int n) {
     int i = 0;
     for (; i + 8 <= n; i += 8) _mm256_storeu_ps(to + i, cpu_load_avx2(from, type, i));
     for (; i < n; i++) to[i] = cpu_element(from, type, (size_t)i);
 }
 
 /* rows x 16 results in registers over all of k */
-CPU_AVX2 CPU_INLINE void cpu_outer_body_avx2(const cpu_outer *o, const int rows, int r, int j) {
-    const float *a = o->a + (size_t)r * o->lda, *b = o->b + j;
-    float *c = o->c + (size_t)r * o->ldc + j;
+CPU_AVX2 CPU_INLINE void cpu_small_gemm_body_avx2(const cpu_small_gemm_args *args, const int rows, int row0, int col0) {
+    const float *a = args->a + (size_t)row0 * args->lda, *b = args->b + col0;
+    float *c = args->c + (size_t)row0 * args->ldc + col0;
     __m256 lo[4], hi[4];
     CPU_UNROLL for (int i = 0; i < rows; i++) {
-        lo[i] = o->add ? _mm256_loadu_ps(c + (size_t)i * o->ldc) : _mm256_setzero_ps();
-        hi[i] = o->add ? _mm256_loadu_ps(c + (size_t)i * o->ldc + 8) : _mm256_setzero_ps();
+        lo[i] = args->add ? _mm256_loadu_ps(c + (size_t)i * args->ldc) : _mm256_setzero_ps();
+        hi[i] = args->add ? _mm256_loadu_ps(c + (size_t)i * args->ldc + 8) : _mm256_setzero_ps();
     }
-    for (int k = 0; k < o->k; k++, b += o->ldb) {
-        __m256 y = _mm256_loadu_ps(b), z = _mm256_loadu_ps(b + 8);
+    for (int k = 0; k < args->k; k++, b += args->ldb) {
+        __m256 b_lo = _mm256_loadu_ps(b), b_hi = _mm256_loadu_ps(b + 8);
         CPU_UNROLL for (int i = 0; i < rows; i++) {
-            __m256 x = _mm256_broadcast_ss(a + (size_t)i * o->lda + k);
-            lo[i] = _mm256_fmadd_ps(x, y, lo[i]);
-            hi[i] = _mm256_fmadd_ps(x, z, hi[i]);
+            __m256 a_all = _mm256_broadcast_ss(a + (size_t)i * args->lda + k);
+            lo[i] = _mm256_fmadd_ps(a_all, b_lo, lo[i]);
+            hi[i] = _mm256_fmadd_ps(a_all, b_hi, hi[i]);
         }
     }
     CPU_UNROLL for (int i = 0; i < rows; i++) {
-        _mm256_storeu_ps(c + (size_t)i * o->ldc, lo[i]);
-        _mm256_storeu_ps(c + (size_t)i * o->ldc + 8, hi[i]);
+        _mm256_storeu_ps(c + (size_t)i * args->ldc, lo[i]);
+        _mm256_storeu_ps(c + (size_t)i * args->ldc + 8, hi[i]);
     }
 }
-CPU_AVX2 static void cpu_soften_avx2(cpu_softmax *st, float *s, int n, int from, int to, int dp) {
-    cpu_soften(st, s, n, from, to, dp);
+CPU_AVX2 static void cpu_online_softmax_avx2(cpu_softmax *softmax, float *scores, int n, int from, int to, int d_pad) {
+    cpu_online_softmax(softmax, scores, n, from, to, d_pad);
 }
 
-CPU_AVX2 static void cpu_outer_avx2(const cpu_outer *o) {
-    for (int j = 0; j < o->n; j += 16) {
-        int r = 0;
-        for (; r + 4 <= o->rows; r += 4) cpu_outer_body_avx2(o, 4, r, j);
-        for (; r + 2 <= o->rows; r += 2) cpu_outer_body_avx2(o, 2, r, j);
-        if (r < o->rows) cpu_outer_body_avx2(o, 1, r, j);
+CPU_AVX2 static void cpu_small_gemm_avx2(const cpu_small_gemm_args *args) {
+    for (int j = 0; j < args->n; j += 16) {
+        int row = 0;
+        for (; row + 4 <= args->rows; row += 4) cpu_small_gemm_body_avx2(args, 4, row, j);
+        for (; row + 2 <= args->rows; row += 2) cpu_small_gemm_body_avx2(args, 2, row, j);
+        if (row < args->rows) cpu_small_gemm_body_avx2(args, 1, row, j);
     }
 }
 
@@ -12003,109 +12003,109 @@ CPU_AVX512 CPU_INLINE __m512 cpu_load_avx512(const void *p, toka_dtype type, int
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
 }
 
-CPU_AVX512 CPU_INLINE __m256 cpu_fold_avx512(__m512 v) { /* lanes j and j+8 */
+CPU_AVX512 CPU_INLINE __m256 cpu_add_halves_avx512(__m512 v) { /* lanes j and j+8 */
     return _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
 }
 
-CPU_AVX512 CPU_INLINE void cpu_tile_body_avx512(const cpu_tile *t, const int m, const int n, const toka_dtype type) {
-    const char *w[8];
+CPU_AVX512 CPU_INLINE void cpu_tile_body_avx512(const cpu_tile *tile, const int m, const int n, const toka_dtype type) {
+    const char *w_rows[8];
     __m512 acc[6][8], b[8];
-    CPU_UNROLL for (int j = 0; j < n; j++) w[j] = cpu_tile_row(t, j);
+    CPU_UNROLL for (int j = 0; j < n; j++) w_rows[j] = cpu_tile_weight_row(tile, j);
     CPU_UNROLL for (int i = 0; i < m; i++)
         CPU_UNROLL for (int j = 0; j < n; j++) acc[i][j] = _mm512_setzero_ps();
-    CPU_TWICE for (int k = 0; k < t->k; k += 16) {
-        cpu_tile_ahead(t, w, n, type, k);
-        CPU_UNROLL for (int j = 0; j < n; j++) b[j] = cpu_load_avx512(w[j], type, k);
+    CPU_UNROLL2 for (int k = 0; k < tile->k; k += 16) {
+        cpu_tile_prefetch(tile, w_rows, n, type, k);
+        CPU_UNROLL for (int j = 0; j < n; j++) b[j] = cpu_load_avx512(w_rows[j], type, k);
         CPU_UNROLL for (int i = 0; i < m; i++) {
-            __m512 a = _mm512_loadu_ps(t->x + (size_t)i * t->ldx + k);
+            __m512 a = _mm512_loadu_ps(tile->x + (size_t)i * tile->ldx + k);
             CPU_UNROLL for (int j = 0; j < n; j++) acc[i][j] = _mm512_fmadd_ps(a, b[j], acc[i][j]);
         }
     }
     CPU_UNROLL for (int i = 0; i < m; i++)
         CPU_UNROLL for (int j = 0; j < n; j += 4) {
-            __m128 sum = cpu_sum4_avx2(cpu_fold_avx512(acc[i][j]), cpu_fold_avx512(acc[i][j + 1]),
-                                       cpu_fold_avx512(acc[i][j + 2]),
-                                       cpu_fold_avx512(acc[i][j + 3]));
-            cpu_put4_avx2(t->y + (size_t)i * t->ldy + j, sum, t->n - j, t->add);
+            __m128 sum = cpu_sum4_avx2(cpu_add_halves_avx512(acc[i][j]), cpu_add_halves_avx512(acc[i][j + 1]),
+                                       cpu_add_halves_avx512(acc[i][j + 2]),
+                                       cpu_add_halves_avx512(acc[i][j + 3]));
+            cpu_store4_avx2(tile->y + (size_t)i * tile->ldy + j, sum, tile->n - j, tile->add);
         }
 }
-CPU_AVX512 CPU_INLINE void cpu_tile_avx512(const cpu_tile *t, const toka_dtype type) {
-    switch (t->m) {
+CPU_AVX512 CPU_INLINE void cpu_tile_avx512(const cpu_tile *tile, const toka_dtype type) {
+    switch (tile->m) {
     case 1:
-        if (t->n > 4) cpu_tile_body_avx512(t, 1, 8, type);
-        else cpu_tile_body_avx512(t, 1, 4, type);
+        if (tile->n > 4) cpu_tile_body_avx512(tile, 1, 8, type);
+        else cpu_tile_body_avx512(tile, 1, 4, type);
         break;
-    case 2: cpu_tile_body_avx512(t, 2, 4, type); break;
-    case 3: cpu_tile_body_avx512(t, 3, 4, type); break;
-    case 4: cpu_tile_body_avx512(t, 4, 4, type); break;
-    case 5: cpu_tile_body_avx512(t, 5, 4, type); break;
-    default: cpu_tile_body_avx512(t, 6, 4, type);
+    case 2: cpu_tile_body_avx512(tile, 2, 4, type); break;
+    case 3: cpu_tile_body_avx512(tile, 3, 4, type); break;
+    case 4: cpu_tile_body_avx512(tile, 4, 4, type); break;
+    case 5: cpu_tile_body_avx512(tile, 5, 4, type); break;
+    default: cpu_tile_body_avx512(tile, 6, 4, type);
     }
 }
-CPU_AVX512 static void cpu_tile_bf16_avx512(const cpu_tile *t) { cpu_tile_avx512(t, TOKA_BF16); }
-CPU_AVX512 static void cpu_tile_f16_avx512(const cpu_tile *t) { cpu_tile_avx512(t, TOKA_F16); }
-CPU_AVX512 static void cpu_tile_f32_avx512(const cpu_tile *t) { cpu_tile_avx512(t, TOKA_F32); }
+CPU_AVX512 static void cpu_tile_bf16_avx512(const cpu_tile *tile) { cpu_tile_avx512(tile, TOKA_BF16); }
+CPU_AVX512 static void cpu_tile_f16_avx512(const cpu_tile *tile) { cpu_tile_avx512(tile, TOKA_F16); }
+CPU_AVX512 static void cpu_tile_f32_avx512(const cpu_tile *tile) { cpu_tile_avx512(tile, TOKA_F32); }
 
-CPU_AVX512 static void cpu_unpack_avx512(float *to, const void *from, toka_dtype type, int n) {
+CPU_AVX512 static void cpu_convert_avx512(float *to, const void *from, toka_dtype type, int n) {
     int i = 0;
     for (; i + 16 <= n; i += 16) _mm512_storeu_ps(to + i, cpu_load_avx512(from, type, i));
     for (; i < n; i++) to[i] = cpu_element(from, type, (size_t)i);
 }
 
 /* rows x 16 or 32 results in registers over all of k */
-CPU_AVX512 CPU_INLINE void cpu_outer_body_avx512(const cpu_outer *o, const int rows, const bool two, int r, int j) {
-    const float *a = o->a + (size_t)r * o->lda, *b = o->b + j;
-    float *c = o->c + (size_t)r * o->ldc + j;
+CPU_AVX512 CPU_INLINE void cpu_small_gemm_body_avx512(const cpu_small_gemm_args *args, const int rows, const bool wide, int row0, int col0) {
+    const float *a = args->a + (size_t)row0 * args->lda, *b = args->b + col0;
+    float *c = args->c + (size_t)row0 * args->ldc + col0;
     __m512 lo[8], hi[8];
     CPU_UNROLL for (int i = 0; i < rows; i++) {
-        lo[i] = o->add ? _mm512_loadu_ps(c + (size_t)i * o->ldc) : _mm512_setzero_ps();
-        if (two) hi[i] = o->add ? _mm512_loadu_ps(c + (size_t)i * o->ldc + 16) : _mm512_setzero_ps();
+        lo[i] = args->add ? _mm512_loadu_ps(c + (size_t)i * args->ldc) : _mm512_setzero_ps();
+        if (wide) hi[i] = args->add ? _mm512_loadu_ps(c + (size_t)i * args->ldc + 16) : _mm512_setzero_ps();
     }
-    for (int k = 0; k < o->k; k++, b += o->ldb) {
-        __m512 y = _mm512_loadu_ps(b), z = two ? _mm512_loadu_ps(b + 16) : y;
+    for (int k = 0; k < args->k; k++, b += args->ldb) {
+        __m512 b_lo = _mm512_loadu_ps(b), b_hi = wide ? _mm512_loadu_ps(b + 16) : b_lo;
         CPU_UNROLL for (int i = 0; i < rows; i++) {
-            __m512 x = _mm512_set1_ps(a[(size_t)i * o->lda + k]);
-            lo[i] = _mm512_fmadd_ps(x, y, lo[i]);
-            if (two) hi[i] = _mm512_fmadd_ps(x, z, hi[i]);
+            __m512 a_all = _mm512_set1_ps(a[(size_t)i * args->lda + k]);
+            lo[i] = _mm512_fmadd_ps(a_all, b_lo, lo[i]);
+            if (wide) hi[i] = _mm512_fmadd_ps(a_all, b_hi, hi[i]);
         }
     }
     CPU_UNROLL for (int i = 0; i < rows; i++) {
-        _mm512_storeu_ps(c + (size_t)i * o->ldc, lo[i]);
-        if (two) _mm512_storeu_ps(c + (size_t)i * o->ldc + 16, hi[i]);
+        _mm512_storeu_ps(c + (size_t)i * args->ldc, lo[i]);
+        if (wide) _mm512_storeu_ps(c + (size_t)i * args->ldc + 16, hi[i]);
     }
 }
-CPU_AVX512 CPU_INLINE void cpu_outer_rows_avx512(const cpu_outer *o, const bool two, int j) {
-    int r = 0;
-    for (; r + 8 <= o->rows; r += 8) cpu_outer_body_avx512(o, 8, two, r, j);
-    for (; r + 4 <= o->rows; r += 4) cpu_outer_body_avx512(o, 4, two, r, j);
-    for (; r + 2 <= o->rows; r += 2) cpu_outer_body_avx512(o, 2, two, r, j);
-    if (r < o->rows) cpu_outer_body_avx512(o, 1, two, r, j);
+CPU_AVX512 CPU_INLINE void cpu_small_gemm_rows_avx512(const cpu_small_gemm_args *args, const bool wide, int j) {
+    int row = 0;
+    for (; row + 8 <= args->rows; row += 8) cpu_small_gemm_body_avx512(args, 8, wide, row, j);
+    for (; row + 4 <= args->rows; row += 4) cpu_small_gemm_body_avx512(args, 4, wide, row, j);
+    for (; row + 2 <= args->rows; row += 2) cpu_small_gemm_body_avx512(args, 2, wide, row, j);
+    if (row < args->rows) cpu_small_gemm_body_avx512(args, 1, wide, row, j);
 }
-CPU_AVX512 static void cpu_soften_avx512(cpu_softmax *st, float *s, int n, int from, int to, int dp) {
-    cpu_soften(st, s, n, from, to, dp);
+CPU_AVX512 static void cpu_online_softmax_avx512(cpu_softmax *softmax, float *scores, int n, int from, int to, int d_pad) {
+    cpu_online_softmax(softmax, scores, n, from, to, d_pad);
 }
 
-CPU_AVX512 static void cpu_outer_avx512(const cpu_outer *o) {
+CPU_AVX512 static void cpu_small_gemm_avx512(const cpu_small_gemm_args *args) {
     int j = 0;
-    for (; j + 32 <= o->n; j += 32) cpu_outer_rows_avx512(o, true, j);
-    if (j < o->n) cpu_outer_rows_avx512(o, false, j);
+    for (; j + 32 <= args->n; j += 32) cpu_small_gemm_rows_avx512(args, true, j);
+    if (j < args->n) cpu_small_gemm_rows_avx512(args, false, j);
 }
 
 #endif
 
 /* ---- The instruction sets, and the choice ---- */
 
-static const cpu_kernels cpu_sets[] = {
-    {"portable C", 2, 512, {cpu_tile_bf16_c, cpu_tile_f16_c, cpu_tile_f32_c}, cpu_unpack_c, cpu_outer_c, cpu_soften_c},
+static const cpu_kernels cpu_kernel_sets[] = {
+    {"portable C", 2, 512, {cpu_tile_bf16_c, cpu_tile_f16_c, cpu_tile_f32_c}, cpu_convert_c, cpu_small_gemm_c, cpu_online_softmax_c},
 #ifdef __x86_64__
-    {"AVX2", 3, 512, {cpu_tile_bf16_avx2, cpu_tile_f16_avx2, cpu_tile_f32_avx2}, cpu_unpack_avx2, cpu_outer_avx2,
-     cpu_soften_avx2},
-    {"AVX-512", 6, 1024, {cpu_tile_bf16_avx512, cpu_tile_f16_avx512, cpu_tile_f32_avx512}, cpu_unpack_avx512,
-     cpu_outer_avx512, cpu_soften_avx512},
+    {"AVX2", 3, 512, {cpu_tile_bf16_avx2, cpu_tile_f16_avx2, cpu_tile_f32_avx2}, cpu_convert_avx2, cpu_small_gemm_avx2,
+     cpu_online_softmax_avx2},
+    {"AVX-512", 6, 1024, {cpu_tile_bf16_avx512, cpu_tile_f16_avx512, cpu_tile_f32_avx512}, cpu_convert_avx512,
+     cpu_small_gemm_avx512, cpu_online_softmax_avx512},
 #endif
 };
 
-static int cpu_n_sets(void) { /* cpu_sets[0 .. this-1] run on this machine, the last is the fastest */
+static int cpu_n_kernel_sets(void) { /* cpu_kernel_sets[0 .. this-1] run on this machine, the last is the fastest */
 #ifdef __x86_64__
     bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); /* every such CPU converts f16 too */
     if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -12122,18 +12122,18 @@ static int cpu_n_sets(void) { /* cpu_sets[0 .. this-1] run on this machine, the 
  * until none is left. A thread that the system has put aside simply does not join, and nobody waits for it; so more
  * threads than cores cost little. `state` holds: round number << 16 | open << 15 | threads inside. */
 
-typedef void cpu_work(void *arg, int thread, int item);
+typedef void cpu_item_fn(void *arg, int thread, int item);
 
 typedef struct cpu_pool {
-    int n;         /* threads with the caller */
-    int64_t small; /* cost below which a round stays on the caller; tests set 0 */
+    int n_threads;         /* threads with the caller */
+    int64_t serial_cost; /* cost below which a round stays on the caller; tests set 0 */
     pthread_t *threads;
     _Atomic uint64_t state;
-    atomic_int next; /* item to take */
-    atomic_int sleepers;
+    atomic_int next_item; /* item to take */
+    atomic_int n_sleeping;
     atomic_bool quit;
     int n_items; /* of the open round; these three are written while nobody is inside */
-    cpu_work *work;
+    cpu_item_fn *item_fn;
     void *arg;
     pthread_mutex_t lock; /* guards the wait on `wake` */
     pthread_cond_t wake;
@@ -12145,7 +12145,7 @@ typedef struct cpu_worker {
     int thread;
 } cpu_worker;
 
-#define CPU_OPEN ((uint64_t)1 << 15)
+#define CPU_ROUND_OPEN ((uint64_t)1 << 15)
 
 static void cpu_pause(void) {
 #ifdef __x86_64__
@@ -12153,86 +12153,86 @@ static void cpu_pause(void) {
 #endif
 }
 
-static void cpu_take_items(cpu_pool *p, int thread) {
-    for (int i; (i = atomic_fetch_add(&p->next, 1)) < p->n_items;) p->work(p->arg, thread, i);
+static void cpu_run_items(cpu_pool *pool, int thread) {
+    for (int item; (item = atomic_fetch_add(&pool->next_item, 1)) < pool->n_items;) pool->item_fn(pool->arg, thread, item);
 }
 
 /* Waits until a round other than `seen` was posted; spins, then sleeps. */
-static void cpu_await(cpu_pool *p, uint64_t seen) {
-    for (int i = 0; i < CPU_SPIN; i++) {
-        if (atomic_load(&p->state) >> 16 != seen || atomic_load(&p->quit)) return;
+static void cpu_await_round(cpu_pool *pool, uint64_t last_round) {
+    for (int i = 0; i < CPU_SPINS; i++) {
+        if (atomic_load(&pool->state) >> 16 != last_round || atomic_load(&pool->quit)) return;
         cpu_pause();
     }
-    pthread_mutex_lock(&p->lock);
-    atomic_fetch_add(&p->sleepers, 1); /* before looking again: the poster changes state first, then looks for sleepers */
-    while (atomic_load(&p->state) >> 16 == seen && !atomic_load(&p->quit)) pthread_cond_wait(&p->wake, &p->lock);
-    atomic_fetch_sub(&p->sleepers, 1);
-    pthread_mutex_unlock(&p->lock);
+    pthread_mutex_lock(&pool->lock);
+    atomic_fetch_add(&pool->n_sleeping, 1); /* before looking again: the poster changes state first, then looks for sleepers */
+    while (atomic_load(&pool->state) >> 16 == last_round && !atomic_load(&pool->quit)) pthread_cond_wait(&pool->wake, &pool->lock);
+    atomic_fetch_sub(&pool->n_sleeping, 1);
+    pthread_mutex_unlock(&pool->lock);
 }
 
-static void *cpu_thread(void *arg) {
-    cpu_worker w = *(cpu_worker *)arg;
-    cpu_pool *p = w.pool;
+static void *cpu_worker_main(void *arg) {
+    cpu_worker worker = *(cpu_worker *)arg;
+    cpu_pool *pool = worker.pool;
     free(arg);
-    for (uint64_t seen = 0; !atomic_load(&p->quit);) {
-        cpu_await(p, seen);
-        uint64_t state = atomic_load(&p->state);
-        seen = state >> 16;
-        while (state & CPU_OPEN && !atomic_compare_exchange_weak(&p->state, &state, state + 1)) {}
-        if (!(state & CPU_OPEN)) continue;
-        seen = state >> 16;
-        cpu_take_items(p, w.thread);
-        atomic_fetch_sub(&p->state, 1);
+    for (uint64_t last_round = 0; !atomic_load(&pool->quit);) {
+        cpu_await_round(pool, last_round);
+        uint64_t state = atomic_load(&pool->state);
+        last_round = state >> 16;
+        while (state & CPU_ROUND_OPEN && !atomic_compare_exchange_weak(&pool->state, &state, state + 1)) {}
+        if (!(state & CPU_ROUND_OPEN)) continue;
+        last_round = state >> 16;
+        cpu_run_items(pool, worker.thread);
+        atomic_fetch_sub(&pool->state, 1);
     }
     return NULL;
 }
 
 /* Runs work(arg, thread, 0 .. n_items-1) and returns when all is done. cost: multiply-adds of it all, roughly. */
-static void cpu_run(cpu_pool *p, cpu_work *work, void *arg, int n_items, int64_t cost) {
-    if (p->progress) atomic_fetch_add(p->progress, 1);
-    if (p->n == 1 || n_items <= 1 || cost < p->small) {
-        for (int i = 0; i < n_items; i++) work(arg, 0, i);
+static void cpu_parallel_for(cpu_pool *pool, cpu_item_fn *item_fn, void *arg, int n_items, int64_t cost) {
+    if (pool->progress) atomic_fetch_add(pool->progress, 1);
+    if (pool->n_threads == 1 || n_items <= 1 || cost < pool->serial_cost) {
+        for (int i = 0; i < n_items; i++) item_fn(arg, 0, i);
         return;
     }
-    p->work = work, p->arg = arg, p->n_items = n_items;
-    atomic_store(&p->next, 0);
-    uint64_t round = (atomic_load(&p->state) >> 16) + 1;
-    atomic_store(&p->state, round << 16 | CPU_OPEN);
-    if (atomic_load(&p->sleepers)) {
-        pthread_mutex_lock(&p->lock);
-        pthread_cond_broadcast(&p->wake);
-        pthread_mutex_unlock(&p->lock);
+    pool->item_fn = item_fn, pool->arg = arg, pool->n_items = n_items;
+    atomic_store(&pool->next_item, 0);
+    uint64_t round = (atomic_load(&pool->state) >> 16) + 1;
+    atomic_store(&pool->state, round << 16 | CPU_ROUND_OPEN);
+    if (atomic_load(&pool->n_sleeping)) {
+        pthread_mutex_lock(&pool->lock);
+        pthread_cond_broadcast(&pool->wake);
+        pthread_mutex_unlock(&pool->lock);
     }
-    cpu_take_items(p, 0);
-    atomic_fetch_and(&p->state, ~CPU_OPEN);
-    for (int spin = 0; atomic_load(&p->state) & (CPU_OPEN - 1); spin++)
-        if (spin < CPU_SPIN) cpu_pause();
+    cpu_run_items(pool, 0);
+    atomic_fetch_and(&pool->state, ~CPU_ROUND_OPEN);
+    for (int spin = 0; atomic_load(&pool->state) & (CPU_ROUND_OPEN - 1); spin++)
+        if (spin < CPU_SPINS) cpu_pause();
         else sched_yield();
 }
 
-static void cpu_pool_close(cpu_pool *p) {
-    pthread_mutex_lock(&p->lock);
-    atomic_store(&p->quit, true);
-    pthread_cond_broadcast(&p->wake);
-    pthread_mutex_unlock(&p->lock);
-    for (int i = 0; i < p->n - 1; i++) pthread_join(p->threads[i], NULL);
-    free(p->threads);
-    pthread_cond_destroy(&p->wake);
-    pthread_mutex_destroy(&p->lock);
+static void cpu_pool_close(cpu_pool *pool) {
+    pthread_mutex_lock(&pool->lock);
+    atomic_store(&pool->quit, true);
+    pthread_cond_broadcast(&pool->wake);
+    pthread_mutex_unlock(&pool->lock);
+    for (int i = 0; i < pool->n_threads - 1; i++) pthread_join(pool->threads[i], NULL);
+    free(pool->threads);
+    pthread_cond_destroy(&pool->wake);
+    pthread_mutex_destroy(&pool->lock);
 }
 
-static int cpu_pool_open(cpu_pool *p, int n, toka_err *e) {
-    *p = (cpu_pool){.n = 1, .small = CPU_SMALL, .threads = mem_zalloc((size_t)n * sizeof *p->threads)};
-    pthread_mutex_init(&p->lock, NULL);
-    pthread_cond_init(&p->wake, NULL);
-    for (; p->n < n; p->n++) {
-        cpu_worker *w = mem_alloc(sizeof *w);
-        *w = (cpu_worker){p, p->n};
-        int err = pthread_create(&p->threads[p->n - 1], NULL, cpu_thread, w);
+static int cpu_pool_open(cpu_pool *pool, int n_threads, toka_err *e) {
+    *pool = (cpu_pool){.n_threads = 1, .serial_cost = CPU_SERIAL_COST, .threads = mem_zalloc((size_t)n_threads * sizeof *pool->threads)};
+    pthread_mutex_init(&pool->lock, NULL);
+    pthread_cond_init(&pool->wake, NULL);
+    for (; pool->n_threads < n_threads; pool->n_threads++) {
+        cpu_worker *worker = mem_alloc(sizeof *worker);
+        *worker = (cpu_worker){pool, pool->n_threads};
+        int err = pthread_create(&pool->threads[pool->n_threads - 1], NULL, cpu_worker_main, worker);
         if (!err) continue;
-        free(w);
-        cpu_pool_close(p);
-        return fail(e, TOKA_E_DEVICE, "CPU backend: cannot start thread %d of %d: %s", p->n + 1, n, strerror(err));
+        free(worker);
+        cpu_pool_close(pool);
+        return fail(e, TOKA_E_DEVICE, "CPU backend: cannot start thread %d of %d: %s", pool->n_threads + 1, n_threads, strerror(err));
     }
     return 0;
 }
@@ -12240,88 +12240,88 @@ static int cpu_pool_open(cpu_pool *p, int n, toka_err *e) {
 /* ---- Products with weights ---- */
 
 /* y[j][t][n] (+)= x[t] . w[j][n] for up to three weights that take the same x. */
-typedef struct cpu_product {
+typedef struct cpu_gemm_args {
     const cpu_kernels *kernels;
     cpu_pool *pool;
-    float *panels; /* [pool.n][panel_n] a panel of weights per thread, [CPU_PANEL][CPU_PANEL_LD] */
-    size_t panel_n;
+    float *panels; /* [pool.n][panel_n] a panel of weights per thread, [CPU_PANEL_ROWS][CPU_PANEL_LD] */
+    size_t panel_floats;
     const float *x; /* [T][ldx], zeros behind a row up to a multiple of 16 */
     size_t ldx;
-    int T, n_w;
-    const toka_tensor *w[3];
+    int T, n_weights;
+    const toka_tensor *weights[3];
     float *y[3];
     size_t ldy[3];
     bool add;
-    int columns; /* of y per item; the items of the weights follow each other */
-} cpu_product;
+    int item_columns; /* of y per item; the items of the weights follow each other */
+} cpu_gemm_args;
 
 /* Columns n0 .. n1-1 straight from the weight as it lies in memory; needs cols % 16 == 0. */
-static void cpu_product_direct(const cpu_product *p, int j, int n0, int n1) {
-    const toka_tensor *w = p->w[j];
-    const cpu_kernels *kn = p->kernels;
-    size_t size = cpu_dtype_bytes(w->dtype), row = size * (size_t)w->stride;
-    cpu_tile t = {.ldx = p->ldx, .w_step = row, .ldy = p->ldy[j]};
-    int columns = p->T == 1 ? 8 : 4;
-    for (int n = n0; n < n1; n += columns)
-        for (int k = 0; k < w->cols; k += kn->block)
-            for (int m = 0; m < p->T; m += kn->rows) {
-                t.x = p->x + (size_t)m * p->ldx + k;
-                t.w = (const char *)w->data + (size_t)n * row + size * (size_t)k;
-                t.y = p->y[j] + (size_t)m * p->ldy[j] + n;
-                t.m = MIN(kn->rows, p->T - m), t.n = MIN(columns, n1 - n), t.k = MIN(kn->block, w->cols - k);
-                t.add = p->add || k, t.ahead = m == 0;
-                kn->tile[w->dtype](&t);
+static void cpu_gemm_direct(const cpu_gemm_args *args, int index, int n0, int n1) {
+    const toka_tensor *weight = args->weights[index];
+    const cpu_kernels *kernels = args->kernels;
+    size_t elem_bytes = cpu_dtype_bytes(weight->dtype), row_bytes = elem_bytes * (size_t)weight->stride;
+    cpu_tile tile = {.ldx = args->ldx, .w_row_bytes = row_bytes, .ldy = args->ldy[index]};
+    int tile_columns = args->T == 1 ? 8 : 4;
+    for (int n = n0; n < n1; n += tile_columns)
+        for (int k = 0; k < weight->cols; k += kernels->k_block)
+            for (int m = 0; m < args->T; m += kernels->tile_rows) {
+                tile.x = args->x + (size_t)m * args->ldx + k;
+                tile.w = (const char *)weight->data + (size_t)n * row_bytes + elem_bytes * (size_t)k;
+                tile.y = args->y[index] + (size_t)m * args->ldy[index] + n;
+                tile.m = MIN(kernels->tile_rows, args->T - m), tile.n = MIN(tile_columns, n1 - n), tile.k = MIN(kernels->k_block, weight->cols - k);
+                tile.add = args->add || k, tile.prefetch = m == 0;
+                kernels->tile[weight->dtype](&tile);
             }
 }
 
 /* The same through a panel: [n1-n0][one block of k] unpacked to float32, then all rows of x over it. A tile of x (6 rows
  * of a block) stays in the first cache level while the panel goes by from the second. */
-static void cpu_product_panel(const cpu_product *p, int j, int n0, int n1, float *panel) {
-    const toka_tensor *w = p->w[j];
-    const cpu_kernels *kn = p->kernels;
-    size_t size = cpu_dtype_bytes(w->dtype);
-    cpu_tile t = {.ldx = p->ldx, .w_step = CPU_PANEL_LD * sizeof *panel, .ldy = p->ldy[j]};
-    for (int k = 0; k < w->cols; k += kn->block) {
-        int block = MIN(kn->block, w->cols - k);
-        t.k = cpu_up16(block), t.add = p->add || k;
+static void cpu_gemm_panel(const cpu_gemm_args *args, int index, int n0, int n1, float *panel) {
+    const toka_tensor *weight = args->weights[index];
+    const cpu_kernels *kernels = args->kernels;
+    size_t elem_bytes = cpu_dtype_bytes(weight->dtype);
+    cpu_tile tile = {.ldx = args->ldx, .w_row_bytes = CPU_PANEL_LD * sizeof *panel, .ldy = args->ldy[index]};
+    for (int k = 0; k < weight->cols; k += kernels->k_block) {
+        int k_len = MIN(kernels->k_block, weight->cols - k);
+        tile.k = cpu_round_up16(k_len), tile.add = args->add || k;
         for (int n = n0; n < n1; n++) {
-            float *to = panel + (size_t)(n - n0) * CPU_PANEL_LD;
-            kn->unpack(to, (const char *)w->data + size * ((size_t)n * (size_t)w->stride + (size_t)k), w->dtype, block);
-            memset(to + block, 0, (size_t)(t.k - block) * sizeof *to);
+            float *row = panel + (size_t)(n - n0) * CPU_PANEL_LD;
+            kernels->convert(row, (const char *)weight->data + elem_bytes * ((size_t)n * (size_t)weight->stride + (size_t)k), weight->dtype, k_len);
+            memset(row + k_len, 0, (size_t)(tile.k - k_len) * sizeof *row);
         }
-        for (int m = 0; m < p->T; m += kn->rows)
+        for (int m = 0; m < args->T; m += kernels->tile_rows)
             for (int n = n0; n < n1; n += 4) {
-                t.x = p->x + (size_t)m * p->ldx + k;
-                t.w = (const char *)(panel + (size_t)(n - n0) * CPU_PANEL_LD);
-                t.y = p->y[j] + (size_t)m * p->ldy[j] + n;
-                t.m = MIN(kn->rows, p->T - m), t.n = MIN(4, n1 - n);
-                kn->tile[TOKA_F32](&t);
+                tile.x = args->x + (size_t)m * args->ldx + k;
+                tile.w = (const char *)(panel + (size_t)(n - n0) * CPU_PANEL_LD);
+                tile.y = args->y[index] + (size_t)m * args->ldy[index] + n;
+                tile.m = MIN(kernels->tile_rows, args->T - m), tile.n = MIN(4, n1 - n);
+                kernels->tile[TOKA_F32](&tile);
             }
     }
 }
 
-static void cpu_product_item(void *arg, int thread, int item) {
-    const cpu_product *p = arg;
-    int j = 0, items;
-    for (; item >= (items = (p->w[j]->rows + p->columns - 1) / p->columns); j++) item -= items;
-    int n0 = item * p->columns, n1 = MIN(n0 + p->columns, p->w[j]->rows);
-    if (p->T <= CPU_DIRECT && p->w[j]->cols % 16 == 0) cpu_product_direct(p, j, n0, n1);
-    else cpu_product_panel(p, j, n0, n1, p->panels + (size_t)thread * p->panel_n);
+static void cpu_gemm_item(void *arg, int thread, int item) {
+    const cpu_gemm_args *args = arg;
+    int index = 0, n_items;
+    for (; item >= (n_items = (args->weights[index]->rows + args->item_columns - 1) / args->item_columns); index++) item -= n_items;
+    int n0 = item * args->item_columns, n1 = MIN(n0 + args->item_columns, args->weights[index]->rows);
+    if (args->T <= CPU_DIRECT_ROWS && args->weights[index]->cols % 16 == 0) cpu_gemm_direct(args, index, n0, n1);
+    else cpu_gemm_panel(args, index, n0, n1, args->panels + (size_t)thread * args->panel_floats);
 }
 
-static void cpu_product_run(cpu_product *p) {
-    int rows = 0, items = 0;
-    for (int j = 0; j < p->n_w; j++) rows += p->w[j]->rows;
-    int share = rows / (8 * p->pool->n) & ~3; /* a few items a thread, so that all end at about the same time */
-    p->columns = MIN(MAX(share, 8), CPU_PANEL);
-    for (int j = 0; j < p->n_w; j++) items += (p->w[j]->rows + p->columns - 1) / p->columns;
-    cpu_run(p->pool, cpu_product_item, p, items, (int64_t)p->T * rows * p->w[0]->cols);
+static void cpu_gemm_run(cpu_gemm_args *args) {
+    int n_columns = 0, n_items = 0;
+    for (int j = 0; j < args->n_weights; j++) n_columns += args->weights[j]->rows;
+    int item_columns = n_columns / (8 * args->pool->n_threads) & ~3; /* a few items a thread, so that all end at about the same time */
+    args->item_columns = MIN(MAX(item_columns, 8), CPU_PANEL_ROWS);
+    for (int j = 0; j < args->n_weights; j++) n_items += (args->weights[j]->rows + args->item_columns - 1) / args->item_columns;
+    cpu_parallel_for(args->pool, cpu_gemm_item, args, n_items, (int64_t)args->T * n_columns * args->weights[0]->cols);
 }
 
 /* ---- RMSNorm ---- */
 
 /* y = x * rsqrt(mean(x^2) + eps) * w; zeros behind y up to a multiple of 16 if pad. y may be x. */
-static void cpu_rmsnorm(float *y, const float *x, const float *w, int n, float eps, bool pad) {
+static void cpu_rmsnorm(float *y, const float *x, const float *weight, int n, float eps, bool pad) {
     float lane[16] = {0}, sum = 0;
     int i = 0;
     for (; i + 16 <= n; i += 16)
@@ -12329,8 +12329,8 @@ static void cpu_rmsnorm(float *y, const float *x, const float *w, int n, float e
     for (; i < n; i++) lane[i % 16] += x[i] * x[i];
     for (int j = 0; j < 16; j++) sum += lane[j];
     float scale = 1.0f / sqrtf(sum / (float)n + eps);
-    for (i = 0; i < n; i++) y[i] = x[i] * scale * w[i];
-    if (pad) memset(y + n, 0, (size_t)(cpu_up16(n) - n) * sizeof *y);
+    for (i = 0; i < n; i++) y[i] = x[i] * scale * weight[i];
+    if (pad) memset(y + n, 0, (size_t)(cpu_round_up16(n) - n) * sizeof *y);
 }
 
 /* ===========================================================================
@@ -12354,23 +12354,23 @@ static void cpu_rmsnorm(float *y, const float *x, const float *w, int n, float e
  * =========================================================================== */
 
 enum {
-    CPU_CHUNK = 512,          /* tokens that go through one op's scratch at once */
-    CPU_OUT_CHUNK = 64,       /* rows of logits held at once */
-    CPU_SCRATCH = 128 << 20,  /* bytes that chunks are cut down to */
-    CPU_HEAD = 256,           /* largest D */
-    CPU_QUERIES = 32,         /* query rows (token, head of one kv head) that share one pass over K and V */
-    CPU_THREADS = 1024,       /* most threads */
-    CPU_RANKS = 64,           /* most ranks of a group */
-    CPU_LINK = 4              /* steps that a stage may be ahead of the next */
+    CPU_SCRATCH_ROWS = 512,          /* tokens that go through one op's scratch at once */
+    CPU_SCRATCH_SAMPLES = 64,       /* rows of logits held at once */
+    CPU_SCRATCH_BYTES = 128 << 20,  /* bytes that chunks are cut down to */
+    CPU_MAX_HEAD_SIZE = 256,           /* largest D */
+    CPU_QUERY_ROWS = 32,         /* query rows (token, head of one kv head) that share one pass over K and V */
+    CPU_MAX_THREADS = 1024,       /* most threads */
+    CPU_MAX_RANKS = 64,           /* most ranks of a group */
+    CPU_CHANNEL_BUFFERS = 4              /* steps that a stage may be ahead of the next */
 };
-#define CPU_PATIENCE 30.0 /* seconds in which no rank gets on, until who waits gives up */
+#define CPU_WATCHDOG_S 30.0 /* seconds in which no rank gets on, until who waits gives up */
 
 /* ---- The device ---- */
 
-typedef struct cpu_block { /* memory mapped zero; what is never touched costs nothing */
-    void *p;
+typedef struct cpu_mapping { /* memory mapped zero; what is never touched costs nothing */
+    void *memory;
     size_t bytes;
-} cpu_block;
+} cpu_mapping;
 
 struct toka_device {
     const toka_shape *shape;
@@ -12378,49 +12378,49 @@ struct toka_device {
     toka_device_options options;
     const cpu_kernels *kernels; /* tests set another one */
     cpu_pool pool;
-    int chunk, out_chunk; /* tokens, rows of logits that scratch holds */
-    int bp, dp;           /* B and D rounded up to 16 */
-    int queries;          /* query rows of attention's scratch */
-    int ldx, ldf;         /* floats from row to row of x and gate: past a multiple of 16, no power of two */
-    size_t page_k, page_v; /* floats of a page of one layer: [K][D][Bp], [K][B][Dp] */
-    float *kv_k, *kv_v;    /* [L][n_pages][K][D][Bp], [L][n_pages][K][B][Dp] */
+    int scratch_rows, scratch_samples; /* tokens, rows of logits that scratch holds */
+    int B_pad, D_pad;           /* B and D rounded up to 16 */
+    int max_queries;          /* query rows of attention's scratch */
+    int ldx, ld_mlp;         /* floats from row to row of x and gate: past a multiple of 16, no power of two */
+    size_t k_page_floats, v_page_floats; /* floats of a page of one layer: [K][D][Bp], [K][B][Dp] */
+    float *k_cache, *v_cache;    /* [L][n_pages][K][D][Bp], [L][n_pages][K][B][Dp] */
     float *x;              /* [chunk][ldx] inputs of products; each row has zeros up to the next multiple of 16 */
     float *k, *v;          /* [chunk][K*D] */
     float *gate, *up;      /* [chunk][ldf]; columns behind F stay zero */
     float *logits;         /* [out_chunk][V_all]; with tp ranks the stage's, in which each fills its V columns */
-    int32_t *last;         /* [n_slots] the token drawn last for each slot */
-    float *vec;            /* norm weights and biases of the running op in float32, [6][max(E, H*D)] */
+    int32_t *last_tokens;         /* [n_slots] the token drawn last for each slot */
+    float *vectors;            /* norm weights and biases of the running op in float32, [6][max(E, H*D)] */
     float *scratch;        /* per thread [scratch_n]: a panel of weights, or attention's rows */
-    size_t scratch_n;
-    cpu_block blocks[32]; /* all of the above and what alloc handed out */
-    int n_blocks;
-    size_t n_bytes; /* of all blocks */
+    size_t scratch_floats;
+    cpu_mapping mappings[32]; /* all of the above and what alloc handed out */
+    int n_mappings;
+    size_t mapped_bytes; /* of all blocks */
     toka_err error; /* the first failure; code 0: none */
-    int fault_in, stall_in; /* debugging: so many steps from now one fails, or never returns; 0: none */
-    char about[96];
+    int steps_to_fault, steps_to_stall; /* debugging: so many steps from now one fails, or never returns; 0: none */
+    char description[96];
     toka_group *group; /* NULL: alone */
     struct cpu_rank *rank; /* this one's place in it */
-    struct cpu_stage *stage;
+    struct cpu_tp_group *tp_group;
 };
 
-static void *cpu_zalloc(toka_device *d, size_t n, size_t size) { /* n * size bytes of zeros; NULL latches the failure */
-    size_t bytes, ram = (size_t)os_ram_bytes(), left = ram - MIN(d->n_bytes, ram);
-    void *p = MAP_FAILED;
+static void *cpu_zalloc(toka_device *dev, size_t count, size_t size) { /* n * size bytes of zeros; NULL latches the failure */
+    size_t bytes, ram = (size_t)os_ram_bytes(), available = ram - MIN(dev->mapped_bytes, ram);
+    void *memory = MAP_FAILED;
     /* what is mapped and never touched costs nothing, but what the machine could never hold is a mistake */
-    if (!__builtin_mul_overflow(n, size, &bytes) && bytes <= left && d->n_blocks < COUNT(d->blocks))
-        p = mmap(NULL, MAX(bytes, (size_t)1), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (p == MAP_FAILED) {
-        if (!d->error.code)
-            fail(&d->error, TOKA_E_MEMORY, "CPU backend: no memory for %.0f MB beside %zu MB; the machine has %zu MB",
-                 (double)n * (double)size / (1 << 20), d->n_bytes >> 20, ram >> 20);
+    if (!__builtin_mul_overflow(count, size, &bytes) && bytes <= available && dev->n_mappings < COUNT(dev->mappings))
+        memory = mmap(NULL, MAX(bytes, (size_t)1), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) {
+        if (!dev->error.code)
+            fail(&dev->error, TOKA_E_MEMORY, "CPU backend: no memory for %.0f MB beside %zu MB; the machine has %zu MB",
+                 (double)count * (double)size / (1 << 20), dev->mapped_bytes >> 20, ram >> 20);
         return NULL;
     }
-    d->blocks[d->n_blocks++] = (cpu_block){p, MAX(bytes, (size_t)1)};
-    d->n_bytes += bytes;
-    return p;
+    dev->mappings[dev->n_mappings++] = (cpu_mapping){memory, MAX(bytes, (size_t)1)};
+    dev->mapped_bytes += bytes;
+    return memory;
 }
 
-static float *cpu_at(toka_dev_ptr a) { return (float *)(uintptr_t)a.at; }
+static float *cpu_ptr(toka_dev_ptr a) { return (float *)(uintptr_t)a.at; }
 
 /* ---- Ranks ----
  * A group is the ranks of one model: stages x tp ranks, each a device with a thread of its own. All that they share is here. All
@@ -12437,808 +12437,808 @@ static float *cpu_at(toka_dev_ptr a) { return (float *)(uintptr_t)a.at; }
  * last[] is one table for all stages. A token of slot q that step k drew is read by a later step j; the next draw for q that
  * could overwrite it is of step j or later, and by then all first ranks have embedded j (the step came through them). */
 
-enum cpu_wait { CPU_RUNS, CPU_WAITS_STAGE, CPU_WAITS_BEFORE, CPU_WAITS_NEXT, CPU_WAITS_DRAWN }; /* whom a rank waits for */
+enum cpu_wait_reason { CPU_WAIT_NONE, CPU_WAIT_BARRIER, CPU_WAIT_PREV_STAGE, CPU_WAIT_NEXT_STAGE, CPU_WAIT_SAMPLED }; /* whom a rank waits for */
 
 typedef struct cpu_rank { /* what others look at when nobody gets on */
-    bool taken;                 /* a device has this place, or had it */
+    bool joined;                 /* a device has this place, or had it */
     const char *_Atomic op;     /* that it is in, or was in last; NULL: none yet */
-    atomic_int waits;           /* enum cpu_wait */
-    _Atomic int64_t n_meetings; /* that it came to */
+    atomic_int waits_for;           /* enum cpu_wait_reason */
+    _Atomic int64_t n_barriers; /* that it came to */
 } cpu_rank;
 
-typedef struct cpu_stage {
-    _Atomic int64_t came, left;
-    float *x[CPU_RANKS]; /* what each tp rank brought to the meeting, [rows][E] */
+typedef struct cpu_tp_group {
+    _Atomic int64_t n_arrived, n_departed;
+    float *x[CPU_MAX_RANKS]; /* what each tp rank brought to the meeting, [rows][E] */
     float *logits;       /* [out_chunk][V_all], in the last stage with tp ranks */
-    toka_sample_result *picks;    /* [out_chunk] */
-    float *wanted;       /* where the meeting's raw logits go, or NULL */
-} cpu_stage;
+    toka_sample_result *results;    /* [out_chunk] */
+    float *raw_logits;       /* where the meeting's raw logits go, or NULL */
+} cpu_tp_group;
 
-typedef struct cpu_link { /* from a rank to the same tp rank of the next stage */
-    _Atomic int64_t sent, taken;
-    float *ring; /* [CPU_LINK][max_tokens][E] */
-    int rows[CPU_LINK];
-} cpu_link;
+typedef struct cpu_channel { /* from a rank to the same tp rank of the next stage */
+    _Atomic int64_t n_sent, n_received;
+    float *buffers; /* [CPU_CHANNEL_BUFFERS][max_tokens][E] */
+    int n_rows[CPU_CHANNEL_BUFFERS];
+} cpu_channel;
 
 struct toka_group {
     int tp_size, pp_size;
-    double patience;           /* CPU_PATIENCE; tests have less */
-    double quiet;              /* cpu_group_watch's: seconds without progress, */
-    uint64_t seen;             /* since this one */
-    cpu_rank ranks[CPU_RANKS]; /* [pp][tp] */
-    cpu_link links[CPU_RANKS]; /* [pp][tp] */
-    cpu_stage stages[CPU_RANKS];
-    int32_t *last;             /* [n_slots] with stages: the token drawn last for each slot */
-    int n_slots;
-    _Atomic int64_t drawn;
+    double watchdog_s;           /* CPU_WATCHDOG_S; tests have less */
+    double stalled_s;              /* cpu_group_watchdog's: seconds without progress, */
+    uint64_t last_progress;             /* since this one */
+    cpu_rank ranks[CPU_MAX_RANKS]; /* [pp][tp] */
+    cpu_channel channels[CPU_MAX_RANKS]; /* [pp][tp] */
+    cpu_tp_group tp_groups[CPU_MAX_RANKS];
+    int32_t *last_tokens;             /* [n_slots] with stages: the token drawn last for each slot */
+    int n_seqs;
+    _Atomic int64_t last_sampled_step;
     _Atomic uint64_t progress; /* changes while anybody gets on */
     atomic_bool broken;
     pthread_mutex_t lock;      /* guards what is set at open, rises of the counts, broken, error, sleepers */
     pthread_cond_t changed;
-    int sleepers;
+    int n_sleeping;
     toka_err error;            /* why it is broken; code 0: it was told to end */
 };
 
-static void cpu_group_close(toka_group *g) {
-    if (!g) return;
-    for (int i = 0; i < g->tp_size * g->pp_size; i++) free(g->links[i].ring);
-    for (int i = 0; i < g->pp_size; i++) free(g->stages[i].logits), free(g->stages[i].picks);
-    free(g->last);
-    pthread_cond_destroy(&g->changed);
-    pthread_mutex_destroy(&g->lock);
-    free(g);
+static void cpu_group_close(toka_group *group) {
+    if (!group) return;
+    for (int i = 0; i < group->tp_size * group->pp_size; i++) free(group->channels[i].buffers);
+    for (int i = 0; i < group->pp_size; i++) free(group->tp_groups[i].logits), free(group->tp_groups[i].results);
+    free(group->last_tokens);
+    pthread_cond_destroy(&group->changed);
+    pthread_mutex_destroy(&group->lock);
+    free(group);
 }
 
 static int cpu_group_open(toka_group **out, int tp_size, int pp_size, toka_err *e) {
-    const char *patience = getenv("TOKA_DEBUG_PATIENCE");
-    if (tp_size < 1 || pp_size < 1 || tp_size > CPU_RANKS / pp_size)
+    const char *timeout = getenv("TOKA_DEBUG_PATIENCE");
+    if (tp_size < 1 || pp_size < 1 || tp_size > CPU_MAX_RANKS / pp_size)
         return fail(e, TOKA_E_USE, "CPU backend: %d stages of %d tensor ranks, expected 1 to %d ranks", pp_size, tp_size,
-                    CPU_RANKS);
-    toka_group *g = *out = mem_zalloc(sizeof *g);
-    g->tp_size = tp_size, g->pp_size = pp_size, g->patience = patience && atof(patience) > 0 ? atof(patience) : CPU_PATIENCE;
-    pthread_mutex_init(&g->lock, NULL), os_cond_init(&g->changed);
+                    CPU_MAX_RANKS);
+    toka_group *group = *out = mem_zalloc(sizeof *group);
+    group->tp_size = tp_size, group->pp_size = pp_size, group->watchdog_s = timeout && atof(timeout) > 0 ? atof(timeout) : CPU_WATCHDOG_S;
+    pthread_mutex_init(&group->lock, NULL), os_cond_init(&group->changed);
     return 0;
 }
 
-static void cpu_group_break(toka_group *g) { /* with the lock held */
-    atomic_store(&g->broken, true);
-    pthread_cond_broadcast(&g->changed);
+static void cpu_group_break(toka_group *group) { /* with the lock held */
+    atomic_store(&group->broken, true);
+    pthread_cond_broadcast(&group->changed);
 }
 
-static void cpu_group_abort(toka_group *g) {
-    pthread_mutex_lock(&g->lock);
-    cpu_group_break(g);
-    pthread_mutex_unlock(&g->lock);
+static void cpu_group_abort(toka_group *group) {
+    pthread_mutex_lock(&group->lock);
+    cpu_group_break(group);
+    pthread_mutex_unlock(&group->lock);
 }
 
-static void cpu_rank_name(const toka_group *g, int i, char z[64]) {
-    snprintf(z, 64, "rank %d (stage %d, tensor rank %d)", i, i / g->tp_size, i % g->tp_size);
+static void cpu_rank_name(const toka_group *group, int rank, char name[64]) {
+    snprintf(name, 64, "rank %d (stage %d, tensor rank %d)", rank, rank / group->tp_size, rank % group->tp_size);
 }
 
 /* Whom rank i waits for; itself if that is none in particular. */
-static int cpu_rank_ahead(toka_group *g, int i) {
-    const int tp = g->tp_size, first = i / tp * tp;
-    switch (atomic_load(&g->ranks[i].waits)) {
-    case CPU_WAITS_BEFORE: return i - tp;
-    case CPU_WAITS_NEXT: return i + tp;
-    case CPU_WAITS_DRAWN: return (g->pp_size - 1) * tp;
+static int cpu_rank_blocker(toka_group *group, int rank) {
+    const int tp_size = group->tp_size, first_rank = rank / tp_size * tp_size;
+    switch (atomic_load(&group->ranks[rank].waits_for)) {
+    case CPU_WAIT_PREV_STAGE: return rank - tp_size;
+    case CPU_WAIT_NEXT_STAGE: return rank + tp_size;
+    case CPU_WAIT_SAMPLED: return (group->pp_size - 1) * tp_size;
     }
-    for (int q = first; q < first + tp; q++)
-        if (atomic_load(&g->ranks[q].n_meetings) < atomic_load(&g->ranks[i].n_meetings)) return q;
-    return i;
+    for (int other = first_rank; other < first_rank + tp_size; other++)
+        if (atomic_load(&group->ranks[other].n_barriers) < atomic_load(&group->ranks[rank].n_barriers)) return other;
+    return rank;
 }
 
 /* Nobody got on for too long, as rank `me` saw. To blame is who waits for nobody, at the end of the chain of those who wait. With
  * the lock held. */
-static void cpu_group_blame(toka_group *g, int me) {
-    const int n = g->tp_size * g->pp_size;
-    int who = me;
-    char name[64], mine[64];
-    for (int i = 0; i < n && atomic_load(&g->ranks[who].waits); i++) who = cpu_rank_ahead(g, who);
-    const char *op = atomic_load(&g->ranks[who].op), *my_op = atomic_load(&g->ranks[me].op);
-    cpu_rank_name(g, who, name), cpu_rank_name(g, me, mine);
-    if (atomic_load(&g->ranks[who].waits))
-        fail(&g->error, TOKA_E_DEVICE, "CPU backend: all ranks have waited for each other for %g s, %s in %s", g->patience, mine,
+static void cpu_group_diagnose(toka_group *group, int me) {
+    const int n_ranks = group->tp_size * group->pp_size;
+    int suspect = me;
+    char name[64], my_name[64];
+    for (int i = 0; i < n_ranks && atomic_load(&group->ranks[suspect].waits_for); i++) suspect = cpu_rank_blocker(group, suspect);
+    const char *op = atomic_load(&group->ranks[suspect].op), *my_op = atomic_load(&group->ranks[me].op);
+    cpu_rank_name(group, suspect, name), cpu_rank_name(group, me, my_name);
+    if (atomic_load(&group->ranks[suspect].waits_for))
+        fail(&group->error, TOKA_E_DEVICE, "CPU backend: all ranks have waited for each other for %g s, %s in %s", group->watchdog_s, my_name,
              my_op);
-    else if (who == me)
-        fail(&g->error, TOKA_E_DEVICE, "CPU backend: %s has not moved for %g s, last seen in %s", name, g->patience,
+    else if (suspect == me)
+        fail(&group->error, TOKA_E_DEVICE, "CPU backend: %s has not moved for %g s, last seen in %s", name, group->watchdog_s,
              op ? op : "no op");
     else
-        fail(&g->error, TOKA_E_DEVICE, "CPU backend: %s has not moved for %g s, last seen in %s; %s waits for it in %s", name,
-             g->patience, op ? op : "no op", mine, my_op);
-    cpu_group_break(g);
+        fail(&group->error, TOKA_E_DEVICE, "CPU backend: %s has not moved for %g s, last seen in %s; %s waits for it in %s", name,
+             group->watchdog_s, op ? op : "no op", my_name, my_op);
+    cpu_group_break(group);
 }
 
-static int cpu_group_watch(toka_group *g, int who, double slept, toka_err *e) {
-    const uint64_t now = atomic_load(&g->progress);
+static int cpu_group_watchdog(toka_group *group, int rank, double waited_s, toka_err *e) {
+    const uint64_t progress = atomic_load(&group->progress);
     int code = 0;
-    g->quiet = now == g->seen ? g->quiet + slept : 0, g->seen = now;
-    if (g->quiet < g->patience) return 0;
-    pthread_mutex_lock(&g->lock);
-    if (!atomic_load(&g->broken)) cpu_group_blame(g, who), *e = g->error, code = e->code;
-    pthread_mutex_unlock(&g->lock);
+    group->stalled_s = progress == group->last_progress ? group->stalled_s + waited_s : 0, group->last_progress = progress;
+    if (group->stalled_s < group->watchdog_s) return 0;
+    pthread_mutex_lock(&group->lock);
+    if (!atomic_load(&group->broken)) cpu_group_diagnose(group, rank), *e = group->error, code = e->code;
+    pthread_mutex_unlock(&group->lock);
     return code;
 }
 
 /* Sleeps until something changed or a part of the patience is over; `quiet` adds up seconds without progress. They are counted in
  * naps, not by the clock: a process that was stopped for a while has lost no patience. With the lock held. */
-static void cpu_group_nap(toka_group *g, uint64_t *seen, double *quiet) {
-    const double nap = MIN(0.1, g->patience / 8);
-    g->sleepers++;
-    bool slept = !os_cond_wait(&g->changed, &g->lock, nap);
-    g->sleepers--;
-    uint64_t now = atomic_load(&g->progress);
-    *quiet = now == *seen ? *quiet + (slept ? nap : 0) : 0;
-    *seen = now;
+static void cpu_group_sleep(toka_group *group, uint64_t *last_progress, double *stalled_s) {
+    const double interval_s = MIN(0.1, group->watchdog_s / 8);
+    group->n_sleeping++;
+    bool timed_out = !os_cond_wait(&group->changed, &group->lock, interval_s);
+    group->n_sleeping--;
+    uint64_t progress = atomic_load(&group->progress);
+    *stalled_s = progress == *last_progress ? *stalled_s + (timed_out ? interval_s : 0) : 0;
+    *last_progress = progress;
 }
 
 /* Waits until *count has come to `want`. False: it has not, and the group is broken. */
-static bool cpu_group_wait(toka_device *d, enum cpu_wait whom, _Atomic int64_t *count, int64_t want) {
-    toka_group *g = d->group;
-    for (int i = 0; i < CPU_SPIN && atomic_load(count) < want && !atomic_load(&g->broken); i++) cpu_pause();
-    if (atomic_load(count) >= want) return true;
-    double quiet = 0;
-    uint64_t seen = 0;
-    pthread_mutex_lock(&g->lock);
-    atomic_store(&d->rank->waits, whom);
-    while (atomic_load(count) < want && !atomic_load(&g->broken)) {
-        cpu_group_nap(g, &seen, &quiet);
-        if (quiet >= g->patience && atomic_load(count) < want && !atomic_load(&g->broken)) /* the first verdict stays */
-            cpu_group_blame(g, (int)(d->rank - g->ranks));
+static bool cpu_group_wait(toka_device *dev, enum cpu_wait_reason reason, _Atomic int64_t *counter, int64_t target) {
+    toka_group *group = dev->group;
+    for (int i = 0; i < CPU_SPINS && atomic_load(counter) < target && !atomic_load(&group->broken); i++) cpu_pause();
+    if (atomic_load(counter) >= target) return true;
+    double stalled_s = 0;
+    uint64_t last_progress = 0;
+    pthread_mutex_lock(&group->lock);
+    atomic_store(&dev->rank->waits_for, reason);
+    while (atomic_load(counter) < target && !atomic_load(&group->broken)) {
+        cpu_group_sleep(group, &last_progress, &stalled_s);
+        if (stalled_s >= group->watchdog_s && atomic_load(counter) < target && !atomic_load(&group->broken)) /* the first verdict stays */
+            cpu_group_diagnose(group, (int)(dev->rank - group->ranks));
     }
-    atomic_store(&d->rank->waits, CPU_RUNS);
-    bool there = atomic_load(count) >= want;
-    pthread_mutex_unlock(&g->lock);
-    return there;
+    atomic_store(&dev->rank->waits_for, CPU_WAIT_NONE);
+    bool reached = atomic_load(counter) >= target;
+    pthread_mutex_unlock(&group->lock);
+    return reached;
 }
 
 /* Raises a count, unless the group is broken and it is not one that must rise all the same. */
-static void cpu_group_raise(toka_group *g, _Atomic int64_t *count, int64_t by, bool always) {
-    pthread_mutex_lock(&g->lock);
-    if (always || !atomic_load(&g->broken)) {
-        atomic_fetch_add(count, by), atomic_fetch_add(&g->progress, 1);
-        if (g->sleepers) pthread_cond_broadcast(&g->changed);
+static void cpu_group_advance(toka_group *group, _Atomic int64_t *counter, int64_t by, bool always) {
+    pthread_mutex_lock(&group->lock);
+    if (always || !atomic_load(&group->broken)) {
+        atomic_fetch_add(counter, by), atomic_fetch_add(&group->progress, 1);
+        if (group->n_sleeping) pthread_cond_broadcast(&group->changed);
     }
-    pthread_mutex_unlock(&g->lock);
+    pthread_mutex_unlock(&group->lock);
 }
 
 /* Every op begins here. False: the group is broken and there is nothing to do. */
-static bool cpu_enter(toka_device *d, const char *op) {
-    if (!d->group) return true;
-    if (atomic_load(&d->group->broken)) return false;
-    atomic_store(&d->rank->op, op);
-    atomic_fetch_add(&d->group->progress, 1);
+static bool cpu_op_begin(toka_device *dev, const char *op) {
+    if (!dev->group) return true;
+    if (atomic_load(&dev->group->broken)) return false;
+    atomic_store(&dev->rank->op, op);
+    atomic_fetch_add(&dev->group->progress, 1);
     return true;
 }
 
-/* A meeting of the stage's tp ranks. True: all are in it, and all will come to cpu_meet_end. */
-static bool cpu_meet(toka_device *d) {
-    const int64_t n = atomic_fetch_add(&d->rank->n_meetings, 1) + 1;
-    cpu_group_raise(d->group, &d->stage->came, 1, false);
-    return cpu_group_wait(d, CPU_WAITS_STAGE, &d->stage->came, n * d->group->tp_size);
+/* A meeting of the stage's tp ranks. True: all are in it, and all will come to cpu_barrier_leave. */
+static bool cpu_barrier_enter(toka_device *dev) {
+    const int64_t number = atomic_fetch_add(&dev->rank->n_barriers, 1) + 1;
+    cpu_group_advance(dev->group, &dev->tp_group->n_arrived, 1, false);
+    return cpu_group_wait(dev, CPU_WAIT_BARRIER, &dev->tp_group->n_arrived, number * dev->group->tp_size);
 }
 
 /* Nobody in a meeting waits for anything but its end, so this ends also where the group is broken. */
-static void cpu_meet_end(toka_device *d) {
-    const int64_t all = atomic_load(&d->rank->n_meetings) * d->group->tp_size;
-    cpu_group_raise(d->group, &d->stage->left, 1, true);
-    while (!cpu_group_wait(d, CPU_WAITS_STAGE, &d->stage->left, all)) sched_yield();
+static void cpu_barrier_leave(toka_device *dev) {
+    const int64_t target = atomic_load(&dev->rank->n_barriers) * dev->group->tp_size;
+    cpu_group_advance(dev->group, &dev->tp_group->n_departed, 1, true);
+    while (!cpu_group_wait(dev, CPU_WAIT_BARRIER, &dev->tp_group->n_departed, target)) sched_yield();
 }
 
 /* What the devices of the group share is taken by the first that needs it. With the lock held. */
-static int cpu_group_memory(toka_device *d, toka_err *e) {
-    toka_group *g = d->group;
-    const toka_device_options *o = &d->options;
-    const bool last = o->pp_rank == g->pp_size - 1;
-    bool there = true;
-    if (!last) {
-        cpu_link *l = &g->links[d->rank - g->ranks];
-        there = (l->ring = mem_try((size_t)CPU_LINK * (size_t)o->max_tokens, (size_t)d->shape->E * sizeof *l->ring)) != NULL;
+static int cpu_group_alloc(toka_device *dev, toka_err *e) {
+    toka_group *group = dev->group;
+    const toka_device_options *options = &dev->options;
+    const bool is_last = options->pp_rank == group->pp_size - 1;
+    bool ok = true;
+    if (!is_last) {
+        cpu_channel *channel = &group->channels[dev->rank - group->ranks];
+        ok = (channel->buffers = mem_try((size_t)CPU_CHANNEL_BUFFERS * (size_t)options->max_tokens, (size_t)dev->shape->E * sizeof *channel->buffers)) != NULL;
     }
-    if (last && g->tp_size > 1) {
-        cpu_stage *st = d->stage;
-        if (!st->logits) st->logits = mem_try((size_t)d->out_chunk, (size_t)d->shape->V_all * sizeof *st->logits);
-        if (!st->picks) st->picks = mem_try((size_t)d->out_chunk, sizeof *st->picks);
-        there = there && st->logits && st->picks;
-        d->logits = st->logits;
+    if (is_last && group->tp_size > 1) {
+        cpu_tp_group *tp_group = dev->tp_group;
+        if (!tp_group->logits) tp_group->logits = mem_try((size_t)dev->scratch_samples, (size_t)dev->shape->V_all * sizeof *tp_group->logits);
+        if (!tp_group->results) tp_group->results = mem_try((size_t)dev->scratch_samples, sizeof *tp_group->results);
+        ok = ok && tp_group->logits && tp_group->results;
+        dev->logits = tp_group->logits;
     }
-    if (g->pp_size > 1) {
-        if (!g->last) g->last = mem_try((size_t)o->n_seqs, sizeof *g->last), g->n_slots = o->n_seqs;
-        there = there && g->last;
-        d->last = g->last;
+    if (group->pp_size > 1) {
+        if (!group->last_tokens) group->last_tokens = mem_try((size_t)options->n_seqs, sizeof *group->last_tokens), group->n_seqs = options->n_seqs;
+        ok = ok && group->last_tokens;
+        dev->last_tokens = group->last_tokens;
     }
-    return there ? 0 : fail(e, TOKA_E_MEMORY, "CPU backend: no memory for what the ranks share");
+    return ok ? 0 : fail(e, TOKA_E_MEMORY, "CPU backend: no memory for what the ranks share");
 }
 
 /* Takes the device's place in its group. */
-static int cpu_group_join(toka_device *d, toka_err *e) {
-    toka_group *g = d->group;
-    const int i = d->options.pp_rank * g->tp_size + d->options.tp_rank;
+static int cpu_group_join(toka_device *dev, toka_err *e) {
+    toka_group *group = dev->group;
+    const int rank = dev->options.pp_rank * group->tp_size + dev->options.tp_rank;
     int code;
     char name[64];
-    pthread_mutex_lock(&g->lock);
-    d->rank = &g->ranks[i], d->stage = &g->stages[d->options.pp_rank];
-    cpu_rank_name(g, i, name);
-    if (d->rank->taken) code = fail(e, TOKA_E_USE, "CPU backend: %s has been there before", name);
-    else if (g->last && g->n_slots != d->options.n_seqs)
-        code = fail(e, TOKA_E_USE, "CPU backend: %s has %d slots, expected %d as another rank", name, d->options.n_seqs,
-                    g->n_slots);
-    else code = cpu_group_memory(d, e);
-    if (!code) d->rank->taken = true;
-    pthread_mutex_unlock(&g->lock);
+    pthread_mutex_lock(&group->lock);
+    dev->rank = &group->ranks[rank], dev->tp_group = &group->tp_groups[dev->options.pp_rank];
+    cpu_rank_name(group, rank, name);
+    if (dev->rank->joined) code = fail(e, TOKA_E_USE, "CPU backend: %s has been there before", name);
+    else if (group->last_tokens && group->n_seqs != dev->options.n_seqs)
+        code = fail(e, TOKA_E_USE, "CPU backend: %s has %d slots, expected %d as another rank", name, dev->options.n_seqs,
+                    group->n_seqs);
+    else code = cpu_group_alloc(dev, e);
+    if (!code) dev->rank->joined = true;
+    pthread_mutex_unlock(&group->lock);
     return code;
 }
 
 /* ---- Ops: all_reduce, send, receive ---- */
 
-typedef struct cpu_reduce {
+typedef struct cpu_reduce_job {
     float **x; /* [tp] each rank's [rows][E] */
     int tp_size, E;
-    int from, to; /* this rank sums these columns of every row */
-} cpu_reduce;
+    int col0, col1; /* this rank sums these columns of every row */
+} cpu_reduce_job;
 
 static void cpu_reduce_item(void *arg, int thread, int row) {
-    const cpu_reduce *r = arg;
+    const cpu_reduce_job *job = arg;
     (void)thread;
-    for (int c = r->from; c < r->to; c += 64) {
+    for (int col = job->col0; col < job->col1; col += 64) {
         float sum[64];
-        const size_t at = (size_t)row * (size_t)r->E + (size_t)c, n = (size_t)MIN(64, r->to - c);
-        memcpy(sum, r->x[0] + at, n * sizeof *sum);
-        for (int q = 1; q < r->tp_size; q++)
-            for (size_t i = 0; i < n; i++) sum[i] += r->x[q][at + i];
-        for (int q = 0; q < r->tp_size; q++) memcpy(r->x[q] + at, sum, n * sizeof *sum);
+        const size_t offset = (size_t)row * (size_t)job->E + (size_t)col, n_cols = (size_t)MIN(64, job->col1 - col);
+        memcpy(sum, job->x[0] + offset, n_cols * sizeof *sum);
+        for (int rank = 1; rank < job->tp_size; rank++)
+            for (size_t i = 0; i < n_cols; i++) sum[i] += job->x[rank][offset + i];
+        for (int rank = 0; rank < job->tp_size; rank++) memcpy(job->x[rank] + offset, sum, n_cols * sizeof *sum);
     }
 }
 
-static void cpu_all_reduce(toka_device *d, toka_dev_ptr x, int rows) {
-    toka_group *g = d->group;
-    if (!g || g->tp_size == 1 || !cpu_enter(d, "all_reduce")) return;
-    const int E = d->shape->E, r = d->options.tp_rank;
-    d->stage->x[r] = cpu_at(x);
-    if (!cpu_meet(d)) return;
-    cpu_reduce job = {d->stage->x, g->tp_size, E, (int)((int64_t)E * r / g->tp_size), (int)((int64_t)E * (r + 1) / g->tp_size)};
-    cpu_run(&d->pool, cpu_reduce_item, &job, rows, (int64_t)rows * E);
-    cpu_meet_end(d);
+static void cpu_all_reduce(toka_device *dev, toka_dev_ptr x, int rows) {
+    toka_group *group = dev->group;
+    if (!group || group->tp_size == 1 || !cpu_op_begin(dev, "all_reduce")) return;
+    const int E = dev->shape->E, rank = dev->options.tp_rank;
+    dev->tp_group->x[rank] = cpu_ptr(x);
+    if (!cpu_barrier_enter(dev)) return;
+    cpu_reduce_job job = {dev->tp_group->x, group->tp_size, E, (int)((int64_t)E * rank / group->tp_size), (int)((int64_t)E * (rank + 1) / group->tp_size)};
+    cpu_parallel_for(&dev->pool, cpu_reduce_item, &job, rows, (int64_t)rows * E);
+    cpu_barrier_leave(dev);
 }
 
-static float *cpu_link_at(const toka_device *d, cpu_link *l, int64_t i) { /* place of message i in the ring */
-    return l->ring + (size_t)(i % CPU_LINK) * (size_t)d->options.max_tokens * (size_t)d->shape->E;
+static float *cpu_channel_buffer(const toka_device *dev, cpu_channel *channel, int64_t message) { /* place of message i in the ring */
+    return channel->buffers + (size_t)(message % CPU_CHANNEL_BUFFERS) * (size_t)dev->options.max_tokens * (size_t)dev->shape->E;
 }
 
-static void cpu_send(toka_device *d, toka_dev_ptr x, int rows) {
-    if (!cpu_enter(d, "send")) return;
-    cpu_link *l = &d->group->links[d->rank - d->group->ranks];
-    const int64_t i = atomic_load(&l->sent);
-    if (!cpu_group_wait(d, CPU_WAITS_NEXT, &l->taken, i + 1 - CPU_LINK)) return;
-    memcpy(cpu_link_at(d, l, i), cpu_at(x), (size_t)rows * (size_t)d->shape->E * sizeof(float));
-    l->rows[i % CPU_LINK] = rows;
-    cpu_group_raise(d->group, &l->sent, 1, false);
+static void cpu_send(toka_device *dev, toka_dev_ptr x, int rows) {
+    if (!cpu_op_begin(dev, "send")) return;
+    cpu_channel *channel = &dev->group->channels[dev->rank - dev->group->ranks];
+    const int64_t message = atomic_load(&channel->n_sent);
+    if (!cpu_group_wait(dev, CPU_WAIT_NEXT_STAGE, &channel->n_received, message + 1 - CPU_CHANNEL_BUFFERS)) return;
+    memcpy(cpu_channel_buffer(dev, channel, message), cpu_ptr(x), (size_t)rows * (size_t)dev->shape->E * sizeof(float));
+    channel->n_rows[message % CPU_CHANNEL_BUFFERS] = rows;
+    cpu_group_advance(dev->group, &channel->n_sent, 1, false);
 }
 
 /* The number in a variable of the environment that breaks a device with this place: "N", for the first stage, or "N@R". */
-static int cpu_debug(const char *name, const toka_device_options *o) {
-    const char *value = getenv(name), *at = value ? strchr(value, '@') : NULL;
-    if (!value || (at ? atoi(at + 1) != o->pp_rank * o->tp_size + o->tp_rank : o->pp_rank > 0)) return 0;
+static int cpu_debug_option(const char *name, const toka_device_options *options) {
+    const char *value = getenv(name), *rank_at = value ? strchr(value, '@') : NULL;
+    if (!value || (rank_at ? atoi(rank_at + 1) != options->pp_rank * options->tp_size + options->tp_rank : options->pp_rank > 0)) return 0;
     return atoi(value);
 }
 
 /* A device that breaks, for the tests of what happens then. */
-static void cpu_break(toka_device *d) {
-    if (d->fault_in && !--d->fault_in) {
+static void cpu_inject_fault(toka_device *dev) {
+    if (dev->steps_to_fault && !--dev->steps_to_fault) {
         char name[64], where[120] = "a step failed";
-        if (d->group) {
-            cpu_rank_name(d->group, (int)(d->rank - d->group->ranks), name);
-            snprintf(where, sizeof where, "%s: a step failed in %s", name, atomic_load(&d->rank->op));
+        if (dev->group) {
+            cpu_rank_name(dev->group, (int)(dev->rank - dev->group->ranks), name);
+            snprintf(where, sizeof where, "%s: a step failed in %s", name, atomic_load(&dev->rank->op));
         }
-        fail(&d->error, TOKA_E_DEVICE, "CPU backend: %s, as TOKA_DEBUG_FAULT wants it", where);
+        fail(&dev->error, TOKA_E_DEVICE, "CPU backend: %s, as TOKA_DEBUG_FAULT wants it", where);
     }
-    if (d->stall_in && !--d->stall_in)
+    if (dev->steps_to_stall && !--dev->steps_to_stall)
         for (;;) pause();
 }
 
 /* Begins the step, but for the first stage's. */
-static void cpu_receive(toka_device *d, toka_dev_ptr x, int rows) {
-    if (!cpu_enter(d, "receive")) return;
-    cpu_link *l = &d->group->links[d->rank - d->group->ranks - d->group->tp_size];
-    const int64_t i = atomic_load(&l->taken);
-    if (!cpu_group_wait(d, CPU_WAITS_BEFORE, &l->sent, i + 1)) return;
-    cpu_break(d);
-    assert(l->rows[i % CPU_LINK] == rows);
-    memcpy(cpu_at(x), cpu_link_at(d, l, i), (size_t)rows * (size_t)d->shape->E * sizeof(float));
-    cpu_group_raise(d->group, &l->taken, 1, false);
+static void cpu_receive(toka_device *dev, toka_dev_ptr x, int rows) {
+    if (!cpu_op_begin(dev, "receive")) return;
+    cpu_channel *channel = &dev->group->channels[dev->rank - dev->group->ranks - dev->group->tp_size];
+    const int64_t message = atomic_load(&channel->n_received);
+    if (!cpu_group_wait(dev, CPU_WAIT_PREV_STAGE, &channel->n_sent, message + 1)) return;
+    cpu_inject_fault(dev);
+    assert(channel->n_rows[message % CPU_CHANNEL_BUFFERS] == rows);
+    memcpy(cpu_ptr(x), cpu_channel_buffer(dev, channel, message), (size_t)rows * (size_t)dev->shape->E * sizeof(float));
+    cpu_group_advance(dev->group, &channel->n_received, 1, false);
 }
 
 /* A vector weight in float32 in place `i` of the op's scratch; NULL if the tensor is absent. */
-static const float *cpu_vec(toka_device *d, int i, const toka_tensor *t) {
-    float *to = d->vec + (size_t)i * (size_t)MAX(d->shape->E, d->shape->H * d->shape->D);
-    if (!t->rows) return NULL;
-    d->kernels->unpack(to, t->data, t->dtype, t->cols);
+static const float *cpu_vector_f32(toka_device *dev, int index, const toka_tensor *tensor) {
+    float *to = dev->vectors + (size_t)index * (size_t)MAX(dev->shape->E, dev->shape->H * dev->shape->D);
+    if (!tensor->rows) return NULL;
+    dev->kernels->convert(to, tensor->data, tensor->dtype, tensor->cols);
     return to;
 }
 
 /* ---- Norms ---- */
 
-typedef struct cpu_norm { /* rows to d->x, normed, or just copied where w is NULL */
-    toka_device *d;
-    const float *from, *w;
-    const toka_sample_row *rows; /* NULL: row t is row t */
+typedef struct cpu_norm_job { /* rows to d->x, normed, or just copied where w is NULL */
+    toka_device *dev;
+    const float *from, *weight;
+    const toka_sample_row *samples; /* NULL: row t is row t */
     int width;
-} cpu_norm;
+} cpu_norm_job;
 
-static void cpu_norm_item(void *arg, int thread, int t) {
-    const cpu_norm *n = arg;
+static void cpu_norm_item(void *arg, int thread, int row) {
+    const cpu_norm_job *job = arg;
     (void)thread;
-    const float *from = n->from + (size_t)(n->rows ? n->rows[t].row : t) * (size_t)n->width;
-    float *to = n->d->x + (size_t)t * (size_t)n->d->ldx;
-    if (n->w) {
-        cpu_rmsnorm(to, from, n->w, n->width, n->d->shape->eps, true);
+    const float *from = job->from + (size_t)(job->samples ? job->samples[row].row : row) * (size_t)job->width;
+    float *to = job->dev->x + (size_t)row * (size_t)job->dev->ldx;
+    if (job->weight) {
+        cpu_rmsnorm(to, from, job->weight, job->width, job->dev->shape->eps, true);
         return;
     }
-    memcpy(to, from, (size_t)n->width * sizeof *to);
-    memset(to + n->width, 0, (size_t)(cpu_up16(n->width) - n->width) * sizeof *to);
+    memcpy(to, from, (size_t)job->width * sizeof *to);
+    memset(to + job->width, 0, (size_t)(cpu_round_up16(job->width) - job->width) * sizeof *to);
 }
-static void cpu_norm_run(cpu_norm n, int rows) { cpu_run(&n.d->pool, cpu_norm_item, &n, rows, (int64_t)rows * n.width); }
+static void cpu_norm_run(cpu_norm_job job, int rows) { cpu_parallel_for(&job.dev->pool, cpu_norm_item, &job, rows, (int64_t)rows * job.width); }
 
 /* ---- Products ---- */
 
 /* A product with this device's kernels, threads and scratch, which p leaves open. */
-static void cpu_multiply(toka_device *d, cpu_product p) {
-    p.kernels = d->kernels, p.pool = &d->pool, p.panels = d->scratch, p.panel_n = d->scratch_n;
-    cpu_product_run(&p);
+static void cpu_gemm(toka_device *dev, cpu_gemm_args args) {
+    args.kernels = dev->kernels, args.pool = &dev->pool, args.panels = dev->scratch, args.panel_floats = dev->scratch_floats;
+    cpu_gemm_run(&args);
 }
 
 /* ---- Op: copy_pages ---- */
 
-static void cpu_copy_pages(toka_device *d, const toka_step *s) {
-    if (!cpu_enter(d, "copy_pages")) return;
-    for (int layer = 0; layer < d->shape->L; layer++)
-        for (int i = 0; i < s->n_copies; i++) {
-            size_t first = (size_t)layer * (size_t)d->options.n_pages, from = first + (size_t)s->copies[i].from;
-            size_t to = first + (size_t)s->copies[i].to;
-            memcpy(d->kv_k + to * d->page_k, d->kv_k + from * d->page_k, d->page_k * sizeof *d->kv_k);
-            memcpy(d->kv_v + to * d->page_v, d->kv_v + from * d->page_v, d->page_v * sizeof *d->kv_v);
+static void cpu_copy_pages(toka_device *dev, const toka_step *step) {
+    if (!cpu_op_begin(dev, "copy_pages")) return;
+    for (int layer = 0; layer < dev->shape->L; layer++)
+        for (int i = 0; i < step->n_copies; i++) {
+            size_t first = (size_t)layer * (size_t)dev->options.n_pages, from = first + (size_t)step->copies[i].from;
+            size_t to = first + (size_t)step->copies[i].to;
+            memcpy(dev->k_cache + to * dev->k_page_floats, dev->k_cache + from * dev->k_page_floats, dev->k_page_floats * sizeof *dev->k_cache);
+            memcpy(dev->v_cache + to * dev->v_page_floats, dev->v_cache + from * dev->v_page_floats, dev->v_page_floats * sizeof *dev->v_cache);
         }
 }
 
 /* ---- Op: embed ---- */
 
 /* Begins the step. */
-static void cpu_embed(toka_device *d, const toka_step *s, toka_dev_ptr x) {
-    const toka_tensor *w = &d->weights->embed;
-    size_t E = (size_t)d->shape->E, row = (size_t)w->stride * cpu_dtype_bytes(w->dtype);
-    assert(s->T <= d->options.max_tokens);
-    if (!cpu_enter(d, "embed")) return;
-    if (d->group && d->group->pp_size > 1 && !cpu_group_wait(d, CPU_WAITS_DRAWN, &d->group->drawn, s->needs_step)) return;
-    cpu_break(d);
-    for (int t = 0; t < s->T; t++) {
-        assert(s->ids[t] >= -d->options.n_seqs);
-        int32_t id = s->ids[t] >= 0 ? s->ids[t] : d->last[-1 - s->ids[t]];
-        float *to = cpu_at(x) + (size_t)t * E;
-        assert(id >= 0 && id < d->shape->V_all);
-        id -= d->shape->v0;
-        if (id >= 0 && id < w->rows) d->kernels->unpack(to, (const char *)w->data + (size_t)id * row, w->dtype, (int)E);
+static void cpu_embed(toka_device *dev, const toka_step *step, toka_dev_ptr x) {
+    const toka_tensor *weight = &dev->weights->embed;
+    size_t E = (size_t)dev->shape->E, row_bytes = (size_t)weight->stride * cpu_dtype_bytes(weight->dtype);
+    assert(step->T <= dev->options.max_tokens);
+    if (!cpu_op_begin(dev, "embed")) return;
+    if (dev->group && dev->group->pp_size > 1 && !cpu_group_wait(dev, CPU_WAIT_SAMPLED, &dev->group->last_sampled_step, step->needs_step)) return;
+    cpu_inject_fault(dev);
+    for (int t = 0; t < step->T; t++) {
+        assert(step->ids[t] >= -dev->options.n_seqs);
+        int32_t id = step->ids[t] >= 0 ? step->ids[t] : dev->last_tokens[-1 - step->ids[t]];
+        float *to = cpu_ptr(x) + (size_t)t * E;
+        assert(id >= 0 && id < dev->shape->V_all);
+        id -= dev->shape->v0;
+        if (id >= 0 && id < weight->rows) dev->kernels->convert(to, (const char *)weight->data + (size_t)id * row_bytes, weight->dtype, (int)E);
         else memset(to, 0, E * sizeof *to);
     }
 }
 
 /* ---- Op: norm_qkv_rope_kv ---- */
 
-typedef struct cpu_rope { /* behind the products: bias, norm over heads, rotation, K and V into their pages */
-    toka_device *d;
-    const toka_step *s;
+typedef struct cpu_rope_job { /* behind the products: bias, norm over heads, rotation, K and V into their pages */
+    toka_device *dev;
+    const toka_step *step;
     int layer, t0; /* first token of the chunk */
     float *q;      /* [chunk][H][D] */
     const float *q_bias, *k_bias, *v_bias, *q_norm, *k_norm; /* NULL: none */
-} cpu_rope;
+} cpu_rope_job;
 
 /* One head: bias, norm, then the pair (i, i + D/2) turned by position * rope_freq[i]. */
-static void cpu_rope_head(const toka_shape *sh, float *x, const float *bias, const float *norm, const float *cosine,
+static void cpu_rope_head(const toka_shape *shape, float *x, const float *bias, const float *norm, const float *cosine,
                           const float *sine) {
-    int half = sh->D / 2;
+    int half = shape->D / 2;
     if (bias)
-        for (int i = 0; i < sh->D; i++) x[i] += bias[i];
-    if (norm) cpu_rmsnorm(x, x, norm, sh->D, sh->eps, false);
+        for (int i = 0; i < shape->D; i++) x[i] += bias[i];
+    if (norm) cpu_rmsnorm(x, x, norm, shape->D, shape->eps, false);
     for (int i = 0; i < half; i++) {
-        float a = x[i], b = x[i + half];
-        x[i] = a * cosine[i] - b * sine[i];
-        x[i + half] = b * cosine[i] + a * sine[i];
+        float first = x[i], second = x[i + half];
+        x[i] = first * cosine[i] - second * sine[i];
+        x[i + half] = second * cosine[i] + first * sine[i];
     }
 }
 
 static void cpu_rope_item(void *arg, int thread, int i) {
-    const cpu_rope *r = arg;
-    const toka_device *d = r->d;
-    const toka_shape *sh = d->shape;
+    const cpu_rope_job *job = arg;
+    const toka_device *dev = job->dev;
+    const toka_shape *shape = dev->shape;
     (void)thread;
-    size_t D = (size_t)sh->D, B = (size_t)sh->B, K = (size_t)sh->K, t = (size_t)i;
-    float cosine[CPU_HEAD / 2], sine[CPU_HEAD / 2];
-    for (int f = 0; f < sh->D / 2; f++) {
-        float angle = (float)r->s->pos[r->t0 + i] * sh->rope_freq[f];
-        cosine[f] = cosf(angle) * sh->rope_scale, sine[f] = sinf(angle) * sh->rope_scale;
+    size_t D = (size_t)shape->D, B = (size_t)shape->B, K = (size_t)shape->K, t = (size_t)i;
+    float cosine[CPU_MAX_HEAD_SIZE / 2], sine[CPU_MAX_HEAD_SIZE / 2];
+    for (int freq = 0; freq < shape->D / 2; freq++) {
+        float angle = (float)job->step->pos[job->t0 + i] * shape->rope_freq[freq];
+        cosine[freq] = cosf(angle) * shape->rope_scale, sine[freq] = sinf(angle) * shape->rope_scale;
     }
-    for (size_t h = 0; h < (size_t)sh->H; h++)
-        cpu_rope_head(sh, r->q + (t * (size_t)sh->H + h) * D, r->q_bias ? r->q_bias + h * D : NULL, r->q_norm, cosine,
+    for (size_t head = 0; head < (size_t)shape->H; head++)
+        cpu_rope_head(shape, job->q + (t * (size_t)shape->H + head) * D, job->q_bias ? job->q_bias + head * D : NULL, job->q_norm, cosine,
                       sine);
-    int slot = r->s->kv_slot[r->t0 + i];
-    assert(slot >= 0 && slot / sh->B < d->options.n_pages);
-    size_t page = (size_t)r->layer * (size_t)d->options.n_pages + (size_t)slot / B, at = (size_t)slot % B;
-    for (size_t h = 0; h < K; h++) {
-        float *k = d->k + (t * K + h) * D, *v = d->v + (t * K + h) * D;
-        cpu_rope_head(sh, k, r->k_bias ? r->k_bias + h * D : NULL, r->k_norm, cosine, sine);
-        float *to_k = d->kv_k + page * d->page_k + h * D * (size_t)d->bp + at;
-        float *to_v = d->kv_v + page * d->page_v + (h * B + at) * (size_t)d->dp;
+    int kv_slot = job->step->kv_slot[job->t0 + i];
+    assert(kv_slot >= 0 && kv_slot / shape->B < dev->options.n_pages);
+    size_t page = (size_t)job->layer * (size_t)dev->options.n_pages + (size_t)kv_slot / B, offset = (size_t)kv_slot % B;
+    for (size_t head = 0; head < K; head++) {
+        float *k = dev->k + (t * K + head) * D, *v = dev->v + (t * K + head) * D;
+        cpu_rope_head(shape, k, job->k_bias ? job->k_bias + head * D : NULL, job->k_norm, cosine, sine);
+        float *to_k = dev->k_cache + page * dev->k_page_floats + head * D * (size_t)dev->B_pad + offset;
+        float *to_v = dev->v_cache + page * dev->v_page_floats + (head * B + offset) * (size_t)dev->D_pad;
         for (size_t j = 0; j < D; j++) {
-            to_k[j * (size_t)d->bp] = k[j];
-            to_v[j] = v[j] + (r->v_bias ? r->v_bias[h * D + j] : 0);
+            to_k[j * (size_t)dev->B_pad] = k[j];
+            to_v[j] = v[j] + (job->v_bias ? job->v_bias[head * D + j] : 0);
         }
     }
 }
 
-static void cpu_norm_qkv_rope_kv(toka_device *d, const toka_step *s, int layer, toka_dev_ptr x, toka_dev_ptr q) {
-    const toka_shape *sh = d->shape;
-    const toka_layer *l = &d->weights->layers[layer];
-    size_t E = (size_t)sh->E, HD = (size_t)(sh->H * sh->D), KD = (size_t)(sh->K * sh->D);
-    if (!cpu_enter(d, "norm_qkv_rope_kv")) return;
-    const float *norm = cpu_vec(d, 0, &l->attn_norm);
-    cpu_rope r = {.d = d, .s = s, .layer = layer, .q_bias = cpu_vec(d, 1, &l->q_bias), .k_bias = cpu_vec(d, 2, &l->k_bias),
-                  .v_bias = cpu_vec(d, 3, &l->v_bias), .q_norm = cpu_vec(d, 4, &l->q_norm),
-                  .k_norm = cpu_vec(d, 5, &l->k_norm)};
-    for (int t0 = 0; t0 < s->T; t0 += d->chunk) {
-        int n = MIN(d->chunk, s->T - t0);
-        r.t0 = t0, r.q = cpu_at(q) + (size_t)t0 * HD;
-        cpu_norm_run((cpu_norm){d, cpu_at(x) + (size_t)t0 * E, norm, NULL, sh->E}, n);
-        cpu_product p = {.x = d->x, .ldx = (size_t)d->ldx, .T = n, .n_w = 3, .w = {&l->q, &l->k, &l->v},
-                         .y = {r.q, d->k, d->v}, .ldy = {HD, KD, KD}};
-        cpu_multiply(d, p);
-        cpu_run(&d->pool, cpu_rope_item, &r, n, (int64_t)n * (int64_t)(HD + 2 * KD) * 4);
+static void cpu_norm_qkv_rope_kv(toka_device *dev, const toka_step *step, int layer, toka_dev_ptr x, toka_dev_ptr q) {
+    const toka_shape *shape = dev->shape;
+    const toka_layer *weights = &dev->weights->layers[layer];
+    size_t E = (size_t)shape->E, HD = (size_t)(shape->H * shape->D), KD = (size_t)(shape->K * shape->D);
+    if (!cpu_op_begin(dev, "norm_qkv_rope_kv")) return;
+    const float *norm = cpu_vector_f32(dev, 0, &weights->attn_norm);
+    cpu_rope_job rope = {.dev = dev, .step = step, .layer = layer, .q_bias = cpu_vector_f32(dev, 1, &weights->q_bias), .k_bias = cpu_vector_f32(dev, 2, &weights->k_bias),
+                  .v_bias = cpu_vector_f32(dev, 3, &weights->v_bias), .q_norm = cpu_vector_f32(dev, 4, &weights->q_norm),
+                  .k_norm = cpu_vector_f32(dev, 5, &weights->k_norm)};
+    for (int t0 = 0; t0 < step->T; t0 += dev->scratch_rows) {
+        int n_rows = MIN(dev->scratch_rows, step->T - t0);
+        rope.t0 = t0, rope.q = cpu_ptr(q) + (size_t)t0 * HD;
+        cpu_norm_run((cpu_norm_job){dev, cpu_ptr(x) + (size_t)t0 * E, norm, NULL, shape->E}, n_rows);
+        cpu_gemm_args args = {.x = dev->x, .ldx = (size_t)dev->ldx, .T = n_rows, .n_weights = 3, .weights = {&weights->q, &weights->k, &weights->v},
+                         .y = {rope.q, dev->k, dev->v}, .ldy = {HD, KD, KD}};
+        cpu_gemm(dev, args);
+        cpu_parallel_for(&dev->pool, cpu_rope_item, &rope, n_rows, (int64_t)n_rows * (int64_t)(HD + 2 * KD) * 4);
     }
 }
 
 /* ---- Op: attention ---- */
 
 typedef struct cpu_attention_job {
-    toka_device *d;
-    const toka_step *s;
-    int layer, tokens, heads; /* tokens and kv heads of an item */
+    toka_device *dev;
+    const toka_step *step;
+    int layer, item_tokens, item_heads; /* tokens and kv heads of an item */
     const float *q;
     float *o;
 } cpu_attention_job;
 
 /* Query rows that pass over K and V together: tokens r0 .. r1-1, and for each the G heads of kv head h. All in thread
  * scratch. */
-typedef struct cpu_rows {
-    int r0, r1, h, G;
+typedef struct cpu_query_rows {
+    int row0, row1, kv_head, heads_per_kv;
     float *q;         /* [r1-r0][G][D], times 1/sqrt(D) */
     float *scores;    /* [(r1-r0)*G][Bp] */
-    cpu_softmax *st;  /* [(r1-r0)*G] */
+    cpu_softmax *softmax;  /* [(r1-r0)*G] */
     float *acc;       /* [(r1-r0)*G][Dp] */
-} cpu_rows;
+} cpu_query_rows;
 
 /* Tokens a .. b-1 of the rows see the page whose first kv position is kv, as far as `end`. */
-static void cpu_attend_page(const cpu_attention_job *a, cpu_rows *w, int t0, int t1, int32_t page, int kv, int end) {
-    const toka_device *d = a->d;
-    const toka_shape *sh = d->shape;
-    int window = d->weights->layers[a->layer].window, n = MIN(sh->B, end - kv);
-    size_t D = (size_t)sh->D, at = (size_t)a->layer * (size_t)d->options.n_pages + (size_t)page;
-    size_t first = (size_t)((t0 - w->r0) * w->G);
-    assert(page >= 0 && page < d->options.n_pages);
-    cpu_outer qk = {.a = w->q + first * D, .lda = D, .b = d->kv_k + at * d->page_k + (size_t)w->h * D * (size_t)d->bp,
-                    .ldb = (size_t)d->bp, .c = w->scores, .ldc = (size_t)d->bp, .rows = (t1 - t0) * w->G, .k = sh->D,
-                    .n = d->bp};
-    d->kernels->outer(&qk);
+static void cpu_attend_page(const cpu_attention_job *job, cpu_query_rows *rows, int t0, int t1, int32_t page, int kv, int kv_end) {
+    const toka_device *dev = job->dev;
+    const toka_shape *shape = dev->shape;
+    int window = dev->weights->layers[job->layer].window, n_kv = MIN(shape->B, kv_end - kv);
+    size_t D = (size_t)shape->D, page_index = (size_t)job->layer * (size_t)dev->options.n_pages + (size_t)page;
+    size_t first_query = (size_t)((t0 - rows->row0) * rows->heads_per_kv);
+    assert(page >= 0 && page < dev->options.n_pages);
+    cpu_small_gemm_args qk = {.a = rows->q + first_query * D, .lda = D, .b = dev->k_cache + page_index * dev->k_page_floats + (size_t)rows->kv_head * D * (size_t)dev->B_pad,
+                    .ldb = (size_t)dev->B_pad, .c = rows->scores, .ldc = (size_t)dev->B_pad, .rows = (t1 - t0) * rows->heads_per_kv, .k = shape->D,
+                    .n = dev->B_pad};
+    dev->kernels->small_gemm(&qk);
     for (int t = t0; t < t1; t++) {
-        int pos = a->s->pos[t], to = MIN(n, pos + 1 - kv), from = window ? MAX(0, pos - window + 1 - kv) : 0;
-        for (int g = 0; g < w->G; g++)
-            d->kernels->soften(&w->st[(t - w->r0) * w->G + g], w->scores + (size_t)((t - t0) * w->G + g) * (size_t)d->bp,
-                               d->bp,
-                               from, to, d->dp);
+        int pos = job->step->pos[t], to = MIN(n_kv, pos + 1 - kv), from = window ? MAX(0, pos - window + 1 - kv) : 0;
+        for (int head = 0; head < rows->heads_per_kv; head++)
+            dev->kernels->online_softmax(&rows->softmax[(t - rows->row0) * rows->heads_per_kv + head], rows->scores + (size_t)((t - t0) * rows->heads_per_kv + head) * (size_t)dev->B_pad,
+                               dev->B_pad,
+                               from, to, dev->D_pad);
     }
-    cpu_outer pv = {.a = w->scores, .lda = (size_t)d->bp, .ldb = (size_t)d->dp,
-                    .b = d->kv_v + at * d->page_v + (size_t)(w->h * sh->B) * (size_t)d->dp,
-                    .c = w->acc + first * (size_t)d->dp,
-                    .ldc = (size_t)d->dp, .rows = qk.rows, .k = n, .n = d->dp, .add = true};
-    d->kernels->outer(&pv);
+    cpu_small_gemm_args pv = {.a = rows->scores, .lda = (size_t)dev->B_pad, .ldb = (size_t)dev->D_pad,
+                    .b = dev->v_cache + page_index * dev->v_page_floats + (size_t)(rows->kv_head * shape->B) * (size_t)dev->D_pad,
+                    .c = rows->acc + first_query * (size_t)dev->D_pad,
+                    .ldc = (size_t)dev->D_pad, .rows = qk.rows, .k = n_kv, .n = dev->D_pad, .add = true};
+    dev->kernels->small_gemm(&pv);
 }
 
-static void cpu_attend_span(const cpu_attention_job *a, cpu_rows *w, const toka_span *sp) {
-    int t0 = MAX(w->r0, sp->row0), t1 = MIN(w->r1, sp->row0 + sp->n_rows), B = a->d->shape->B;
-    int window = a->d->weights->layers[a->layer].window, high = -1, low = INT_MAX;
-    for (int t = t0; t < t1; t++) high = MAX(high, a->s->pos[t]), low = MIN(low, a->s->pos[t]);
-    int end = MIN(sp->kv0 + sp->n_kv, high + 1), kv = sp->kv0;
+static void cpu_attend_span(const cpu_attention_job *job, cpu_query_rows *rows, const toka_span *span) {
+    int t0 = MAX(rows->row0, span->row0), t1 = MIN(rows->row1, span->row0 + span->n_rows), B = job->dev->shape->B;
+    int window = job->dev->weights->layers[job->layer].window, max_pos = -1, min_pos = INT_MAX;
+    for (int t = t0; t < t1; t++) max_pos = MAX(max_pos, job->step->pos[t]), min_pos = MIN(min_pos, job->step->pos[t]);
+    int kv_end = MIN(span->kv0 + span->n_kv, max_pos + 1), kv = span->kv0;
     /* pages that no row of these sees any more */
-    if (window && low - window + 1 > kv) kv += (low - window + 1 - kv) / B * B;
-    for (; kv < end; kv += B) cpu_attend_page(a, w, t0, t1, a->s->pages[sp->page0 + (kv - sp->kv0) / B], kv, end);
+    if (window && min_pos - window + 1 > kv) kv += (min_pos - window + 1 - kv) / B * B;
+    for (; kv < kv_end; kv += B) cpu_attend_page(job, rows, t0, t1, job->step->pages[span->page0 + (kv - span->kv0) / B], kv, kv_end);
 }
 
-static void cpu_attend(const cpu_attention_job *a, cpu_rows *w) {
-    const toka_shape *sh = a->d->shape;
-    size_t D = (size_t)sh->D, H = (size_t)sh->H, dp = (size_t)a->d->dp;
-    int n = (w->r1 - w->r0) * w->G;
-    float scale = 1.0f / sqrtf((float)sh->D);
-    memset(w->acc, 0, (size_t)n * dp * sizeof *w->acc);
-    for (int i = 0; i < n; i++) {
-        const float *q = a->q + ((size_t)(w->r0 + i / w->G) * H + (size_t)(w->h * w->G + i % w->G)) * D;
-        for (size_t j = 0; j < D; j++) w->q[(size_t)i * D + j] = q[j] * scale;
-        w->st[i] = (cpu_softmax){w->acc + (size_t)i * dp, -INFINITY, 0};
+static void cpu_attend(const cpu_attention_job *job, cpu_query_rows *rows) {
+    const toka_shape *shape = job->dev->shape;
+    size_t D = (size_t)shape->D, H = (size_t)shape->H, d_pad = (size_t)job->dev->D_pad;
+    int n_queries = (rows->row1 - rows->row0) * rows->heads_per_kv;
+    float scale = 1.0f / sqrtf((float)shape->D);
+    memset(rows->acc, 0, (size_t)n_queries * d_pad * sizeof *rows->acc);
+    for (int i = 0; i < n_queries; i++) {
+        const float *q = job->q + ((size_t)(rows->row0 + i / rows->heads_per_kv) * H + (size_t)(rows->kv_head * rows->heads_per_kv + i % rows->heads_per_kv)) * D;
+        for (size_t j = 0; j < D; j++) rows->q[(size_t)i * D + j] = q[j] * scale;
+        rows->softmax[i] = (cpu_softmax){rows->acc + (size_t)i * d_pad, -INFINITY, 0};
     }
-    for (int i = 0; i < a->s->n_spans; i++) {
-        const toka_span *sp = &a->s->spans[i];
-        if (sp->row0 < w->r1 && sp->row0 + sp->n_rows > w->r0) cpu_attend_span(a, w, sp);
+    for (int i = 0; i < job->step->n_spans; i++) {
+        const toka_span *span = &job->step->spans[i];
+        if (span->row0 < rows->row1 && span->row0 + span->n_rows > rows->row0) cpu_attend_span(job, rows, span);
     }
-    for (int i = 0; i < n; i++) {
-        float *o = a->o + ((size_t)(w->r0 + i / w->G) * H + (size_t)(w->h * w->G + i % w->G)) * D;
-        for (size_t j = 0; j < D; j++) o[j] = w->st[i].acc[j] / w->st[i].sum;
+    for (int i = 0; i < n_queries; i++) {
+        float *o = job->o + ((size_t)(rows->row0 + i / rows->heads_per_kv) * H + (size_t)(rows->kv_head * rows->heads_per_kv + i % rows->heads_per_kv)) * D;
+        for (size_t j = 0; j < D; j++) o[j] = rows->softmax[i].acc[j] / rows->softmax[i].sum;
     }
 }
 
 static void cpu_attention_item(void *arg, int thread, int item) {
-    const cpu_attention_job *a = arg;
-    const toka_device *d = a->d;
-    const toka_shape *sh = d->shape;
-    int groups = (sh->K + a->heads - 1) / a->heads, r0 = item / groups * a->tokens, h0 = item % groups * a->heads;
-    float *at = d->scratch + (size_t)thread * d->scratch_n;
-    size_t n = (size_t)d->queries;
-    cpu_rows w = {.r0 = r0, .r1 = MIN(r0 + a->tokens, a->s->T), .G = sh->H / sh->K, .scores = at,
-                  .acc = at + n * (size_t)d->bp,
-                  .q = at + n * (size_t)(d->bp + d->dp)};
-    w.st = (cpu_softmax *)(void *)(at + n * (size_t)(d->bp + 2 * d->dp));
-    for (w.h = h0; w.h < MIN(h0 + a->heads, sh->K); w.h++) cpu_attend(a, &w);
+    const cpu_attention_job *job = arg;
+    const toka_device *dev = job->dev;
+    const toka_shape *shape = dev->shape;
+    int head_items = (shape->K + job->item_heads - 1) / job->item_heads, row0 = item / head_items * job->item_tokens, head0 = item % head_items * job->item_heads;
+    float *scratch = dev->scratch + (size_t)thread * dev->scratch_floats;
+    size_t max_queries = (size_t)dev->max_queries;
+    cpu_query_rows rows = {.row0 = row0, .row1 = MIN(row0 + job->item_tokens, job->step->T), .heads_per_kv = shape->H / shape->K, .scores = scratch,
+                  .acc = scratch + max_queries * (size_t)dev->B_pad,
+                  .q = scratch + max_queries * (size_t)(dev->B_pad + dev->D_pad)};
+    rows.softmax = (cpu_softmax *)(void *)(scratch + max_queries * (size_t)(dev->B_pad + 2 * dev->D_pad));
+    for (rows.kv_head = head0; rows.kv_head < MIN(head0 + job->item_heads, shape->K); rows.kv_head++) cpu_attend(job, &rows);
 }
 
-static void cpu_attention(toka_device *d, const toka_step *s, int layer, toka_dev_ptr q, toka_dev_ptr o) {
-    const toka_shape *sh = d->shape;
-    if (!cpu_enter(d, "attention")) return;
-    int G = sh->H / sh->K, want = 4 * d->pool.n; /* items, so that threads end together */
-    int most = MAX(1, CPU_QUERIES / G), tokens = (int)((int64_t)s->T * sh->K / want);
-    cpu_attention_job a = {.d = d, .s = s, .layer = layer, .tokens = MIN(MAX(tokens, 1), most), .q = cpu_at(q),
-                           .o = cpu_at(o)};
-    int blocks = (s->T + a.tokens - 1) / a.tokens;
-    a.heads = blocks >= want ? sh->K : 1; /* all heads in one item: the spans are searched once */
-    int64_t seen = 0;
-    for (int i = 0; i < s->n_spans; i++) seen += (int64_t)s->spans[i].n_rows * s->spans[i].n_kv;
-    cpu_run(&d->pool, cpu_attention_item, &a, blocks * ((sh->K + a.heads - 1) / a.heads), seen * sh->H * sh->D * 2);
+static void cpu_attention(toka_device *dev, const toka_step *step, int layer, toka_dev_ptr q, toka_dev_ptr o) {
+    const toka_shape *shape = dev->shape;
+    if (!cpu_op_begin(dev, "attention")) return;
+    int heads_per_kv = shape->H / shape->K, min_items = 4 * dev->pool.n_threads; /* items, so that threads end together */
+    int max_tokens = MAX(1, CPU_QUERY_ROWS / heads_per_kv), share = (int)((int64_t)step->T * shape->K / min_items);
+    cpu_attention_job job = {.dev = dev, .step = step, .layer = layer, .item_tokens = MIN(MAX(share, 1), max_tokens), .q = cpu_ptr(q),
+                           .o = cpu_ptr(o)};
+    int token_items = (step->T + job.item_tokens - 1) / job.item_tokens;
+    job.item_heads = token_items >= min_items ? shape->K : 1; /* all heads in one item: the spans are searched once */
+    int64_t n_pairs = 0;
+    for (int i = 0; i < step->n_spans; i++) n_pairs += (int64_t)step->spans[i].n_rows * step->spans[i].n_kv;
+    cpu_parallel_for(&dev->pool, cpu_attention_item, &job, token_items * ((shape->K + job.item_heads - 1) / job.item_heads), n_pairs * shape->H * shape->D * 2);
 }
 
 /* ---- Op: out_residual ---- */
 
-static void cpu_out_residual(toka_device *d, const toka_step *s, int layer, toka_dev_ptr o, toka_dev_ptr x) {
-    const toka_layer *l = &d->weights->layers[layer];
-    int HD = d->shape->H * d->shape->D, E = d->shape->E;
-    if (!cpu_enter(d, "out_residual")) return;
-    const bool first = d->options.tp_rank == 0; /* of those whose results are added up, one has the old x and the bias */
-    const float *bias = first ? cpu_vec(d, 0, &l->o_bias) : NULL;
-    for (int t0 = 0; t0 < s->T; t0 += d->chunk) {
-        int n = MIN(d->chunk, s->T - t0);
-        float *y = cpu_at(x) + (size_t)t0 * (size_t)E;
-        cpu_norm_run((cpu_norm){d, cpu_at(o) + (size_t)t0 * (size_t)HD, NULL, NULL, HD}, n);
-        cpu_product p = {.x = d->x, .ldx = (size_t)d->ldx, .T = n, .n_w = 1, .w = {&l->o}, .y = {y},
+static void cpu_out_residual(toka_device *dev, const toka_step *step, int layer, toka_dev_ptr o, toka_dev_ptr x) {
+    const toka_layer *weights = &dev->weights->layers[layer];
+    int HD = dev->shape->H * dev->shape->D, E = dev->shape->E;
+    if (!cpu_op_begin(dev, "out_residual")) return;
+    const bool is_first_rank = dev->options.tp_rank == 0; /* of those whose results are added up, one has the old x and the bias */
+    const float *bias = is_first_rank ? cpu_vector_f32(dev, 0, &weights->o_bias) : NULL;
+    for (int t0 = 0; t0 < step->T; t0 += dev->scratch_rows) {
+        int n_rows = MIN(dev->scratch_rows, step->T - t0);
+        float *y = cpu_ptr(x) + (size_t)t0 * (size_t)E;
+        cpu_norm_run((cpu_norm_job){dev, cpu_ptr(o) + (size_t)t0 * (size_t)HD, NULL, NULL, HD}, n_rows);
+        cpu_gemm_args args = {.x = dev->x, .ldx = (size_t)dev->ldx, .T = n_rows, .n_weights = 1, .weights = {&weights->o}, .y = {y},
                          .ldy = {(size_t)E},
-                         .add = first};
-        cpu_multiply(d, p);
-        for (int i = 0; bias && i < n * E; i++) y[i] += bias[i % E];
+                         .add = is_first_rank};
+        cpu_gemm(dev, args);
+        for (int i = 0; bias && i < n_rows * E; i++) y[i] += bias[i % E];
     }
 }
 
 /* ---- Op: norm_mlp_residual ---- */
 
-static void cpu_swiglu_item(void *arg, int thread, int t) {
-    toka_device *d = arg;
+static void cpu_swiglu_item(void *arg, int thread, int row) {
+    toka_device *dev = arg;
     (void)thread;
-    size_t at = (size_t)t * (size_t)d->ldf;
-    cpu_swiglu(d->gate + at, d->up + at, cpu_up16(d->shape->F));
+    size_t offset = (size_t)row * (size_t)dev->ld_mlp;
+    cpu_swiglu(dev->gate + offset, dev->up + offset, cpu_round_up16(dev->shape->F));
 }
 
-static void cpu_norm_mlp_residual(toka_device *d, const toka_step *s, int layer, toka_dev_ptr x) {
-    const toka_layer *l = &d->weights->layers[layer];
-    size_t E = (size_t)d->shape->E, ldf = (size_t)d->ldf;
-    if (!cpu_enter(d, "norm_mlp_residual")) return;
-    const float *norm = cpu_vec(d, 0, &l->mlp_norm);
-    for (int t0 = 0; t0 < s->T; t0 += d->chunk) {
-        int n = MIN(d->chunk, s->T - t0);
-        float *y = cpu_at(x) + (size_t)t0 * E;
-        cpu_norm_run((cpu_norm){d, y, norm, NULL, d->shape->E}, n);
-        cpu_product in = {.x = d->x, .ldx = (size_t)d->ldx, .T = n, .n_w = 2, .w = {&l->gate, &l->up},
-                          .y = {d->gate, d->up}, .ldy = {ldf, ldf}};
-        cpu_multiply(d, in);
-        cpu_run(&d->pool, cpu_swiglu_item, d, n, (int64_t)n * d->shape->F * 8);
-        cpu_product out = {.x = d->gate, .ldx = ldf, .T = n, .n_w = 1, .w = {&l->down}, .y = {y}, .ldy = {E},
-                           .add = d->options.tp_rank == 0};
-        cpu_multiply(d, out);
+static void cpu_norm_mlp_residual(toka_device *dev, const toka_step *step, int layer, toka_dev_ptr x) {
+    const toka_layer *weights = &dev->weights->layers[layer];
+    size_t E = (size_t)dev->shape->E, ld_mlp = (size_t)dev->ld_mlp;
+    if (!cpu_op_begin(dev, "norm_mlp_residual")) return;
+    const float *norm = cpu_vector_f32(dev, 0, &weights->mlp_norm);
+    for (int t0 = 0; t0 < step->T; t0 += dev->scratch_rows) {
+        int n_rows = MIN(dev->scratch_rows, step->T - t0);
+        float *y = cpu_ptr(x) + (size_t)t0 * E;
+        cpu_norm_run((cpu_norm_job){dev, y, norm, NULL, dev->shape->E}, n_rows);
+        cpu_gemm_args gate_up = {.x = dev->x, .ldx = (size_t)dev->ldx, .T = n_rows, .n_weights = 2, .weights = {&weights->gate, &weights->up},
+                          .y = {dev->gate, dev->up}, .ldy = {ld_mlp, ld_mlp}};
+        cpu_gemm(dev, gate_up);
+        cpu_parallel_for(&dev->pool, cpu_swiglu_item, dev, n_rows, (int64_t)n_rows * dev->shape->F * 8);
+        cpu_gemm_args down = {.x = dev->gate, .ldx = ld_mlp, .T = n_rows, .n_weights = 1, .weights = {&weights->down}, .y = {y}, .ldy = {E},
+                           .add = dev->options.tp_rank == 0};
+        cpu_gemm(dev, down);
     }
 }
 
 /* ---- Op: norm_logits_sample ---- */
 
-typedef struct cpu_pick_job {
-    toka_device *d;
-    const toka_sample_row *rows;
-    toka_sample_result *picks;
-    float *logits, *wanted; /* [n][V_all]; wanted: raw logits for the step, or NULL */
-    int first, step;        /* item i is row first + i * step */
-} cpu_pick_job;
+typedef struct cpu_sample_job {
+    toka_device *dev;
+    const toka_sample_row *samples;
+    toka_sample_result *results;
+    float *logits, *raw_logits; /* [n][V_all]; wanted: raw logits for the step, or NULL */
+    int first, stride;        /* item i is row first + i * step */
+} cpu_sample_job;
 
-static void cpu_pick_item(void *arg, int thread, int i) {
-    const cpu_pick_job *p = arg;
+static void cpu_sample_item(void *arg, int thread, int i) {
+    const cpu_sample_job *job = arg;
     (void)thread;
-    const int V = p->d->shape->V_all, row = p->first + i * p->step;
-    float *logits = p->logits + (size_t)row * (size_t)V;
-    if (p->wanted) memcpy(p->wanted + (size_t)row * (size_t)V, logits, (size_t)V * sizeof *logits);
-    samp_row(&p->rows[row], logits, V, &p->picks[row]);
+    const int V = job->dev->shape->V_all, sample = job->first + i * job->stride;
+    float *logits = job->logits + (size_t)sample * (size_t)V;
+    if (job->raw_logits) memcpy(job->raw_logits + (size_t)sample * (size_t)V, logits, (size_t)V * sizeof *logits);
+    samp_row(&job->samples[sample], logits, V, &job->results[sample]);
 }
 
-static void cpu_pick_run(cpu_pick_job *job, int n) {
-    const int items = (n - job->first + job->step - 1) / job->step;
-    cpu_run(&job->d->pool, cpu_pick_item, job, items, (int64_t)items * job->d->shape->V_all * 8);
+static void cpu_sample_run(cpu_sample_job *job, int n_samples) {
+    const int items = (n_samples - job->first + job->stride - 1) / job->stride;
+    cpu_parallel_for(&job->dev->pool, cpu_sample_item, job, items, (int64_t)items * job->dev->shape->V_all * 8);
 }
 
 /* Picks for n rows whose logits are there, or with tp ranks each rank's columns of them: each then takes some of the rows. */
-static void cpu_pick_rows(toka_device *d, const toka_sample_row *rows, int n, float *wanted, toka_sample_result *picks) {
-    cpu_pick_job job = {d, rows, picks, d->logits, wanted, 0, 1};
-    cpu_stage *stage = d->stage;
-    if (!d->group || d->group->tp_size == 1) {
-        cpu_pick_run(&job, n);
+static void cpu_sample_rows(toka_device *dev, const toka_sample_row *samples, int n_samples, float *raw_logits, toka_sample_result *results) {
+    cpu_sample_job job = {dev, samples, results, dev->logits, raw_logits, 0, 1};
+    cpu_tp_group *tp_group = dev->tp_group;
+    if (!dev->group || dev->group->tp_size == 1) {
+        cpu_sample_run(&job, n_samples);
         return;
     }
-    if (d->options.tp_rank == 0) stage->wanted = wanted;
-    if (!cpu_meet(d)) return;
-    job.picks = stage->picks, job.wanted = stage->wanted, job.first = d->options.tp_rank, job.step = d->group->tp_size;
-    cpu_pick_run(&job, n);
-    cpu_meet_end(d);
-    memcpy(picks, stage->picks, (size_t)n * sizeof *picks); /* nobody writes there before the next meeting */
+    if (dev->options.tp_rank == 0) tp_group->raw_logits = raw_logits;
+    if (!cpu_barrier_enter(dev)) return;
+    job.results = tp_group->results, job.raw_logits = tp_group->raw_logits, job.first = dev->options.tp_rank, job.stride = dev->group->tp_size;
+    cpu_sample_run(&job, n_samples);
+    cpu_barrier_leave(dev);
+    memcpy(results, tp_group->results, (size_t)n_samples * sizeof *results); /* nobody writes there before the next meeting */
 }
 
 /* The drawn ids become the last tokens of their slots; with stages tp rank 0 of the last stage tells the first. */
-static void cpu_keep_drawn(toka_device *d, const toka_step *s, const toka_sample_result *picks) {
-    toka_group *g = d->group;
-    const bool staged = g && g->pp_size > 1;
-    if (g && (atomic_load(&g->broken) || (staged && d->options.tp_rank))) return;
-    for (int i = 0; i < s->n_samples; i++)
-        if (s->samples[i].seq >= 0 && s->samples[i].seq < d->options.n_seqs) d->last[s->samples[i].seq] = picks[i].id;
-    assert(!staged || s->number > atomic_load(&g->drawn));
-    if (staged) cpu_group_raise(g, &g->drawn, s->number - atomic_load(&g->drawn), false);
+static void cpu_store_last_tokens(toka_device *dev, const toka_step *step, const toka_sample_result *results) {
+    toka_group *group = dev->group;
+    const bool staged = group && group->pp_size > 1;
+    if (group && (atomic_load(&group->broken) || (staged && dev->options.tp_rank))) return;
+    for (int i = 0; i < step->n_samples; i++)
+        if (step->samples[i].seq >= 0 && step->samples[i].seq < dev->options.n_seqs) dev->last_tokens[step->samples[i].seq] = results[i].id;
+    assert(!staged || step->number > atomic_load(&group->last_sampled_step));
+    if (staged) cpu_group_advance(group, &group->last_sampled_step, step->number - atomic_load(&group->last_sampled_step), false);
 }
 
-static void cpu_norm_logits_sample(toka_device *d, const toka_step *s, toka_dev_ptr x, toka_sample_result *picks) {
-    const toka_shape *sh = d->shape;
-    size_t V = (size_t)sh->V_all;
-    if (!cpu_enter(d, "norm_logits_sample")) return;
-    const float *norm = cpu_vec(d, 0, &d->weights->norm);
-    for (int i0 = 0; i0 < s->n_samples; i0 += d->out_chunk) {
-        int n = MIN(d->out_chunk, s->n_samples - i0);
-        for (int i = i0; i < i0 + n; i++) assert(s->samples[i].row >= 0 && s->samples[i].row < s->T);
-        cpu_norm_run((cpu_norm){d, cpu_at(x), norm, s->samples + i0, sh->E}, n);
-        cpu_product p = {.x = d->x, .ldx = (size_t)d->ldx, .T = n, .n_w = 1, .w = {&d->weights->lm_head},
-                         .y = {d->logits + sh->v0}, .ldy = {V}};
-        cpu_multiply(d, p);
-        cpu_pick_rows(d, s->samples + i0, n, s->logits ? s->logits + (size_t)i0 * V : NULL, picks + i0);
+static void cpu_norm_logits_sample(toka_device *dev, const toka_step *step, toka_dev_ptr x, toka_sample_result *results) {
+    const toka_shape *shape = dev->shape;
+    size_t V = (size_t)shape->V_all;
+    if (!cpu_op_begin(dev, "norm_logits_sample")) return;
+    const float *norm = cpu_vector_f32(dev, 0, &dev->weights->norm);
+    for (int sample0 = 0; sample0 < step->n_samples; sample0 += dev->scratch_samples) {
+        int n_samples = MIN(dev->scratch_samples, step->n_samples - sample0);
+        for (int i = sample0; i < sample0 + n_samples; i++) assert(step->samples[i].row >= 0 && step->samples[i].row < step->T);
+        cpu_norm_run((cpu_norm_job){dev, cpu_ptr(x), norm, step->samples + sample0, shape->E}, n_samples);
+        cpu_gemm_args args = {.x = dev->x, .ldx = (size_t)dev->ldx, .T = n_samples, .n_weights = 1, .weights = {&dev->weights->lm_head},
+                         .y = {dev->logits + shape->v0}, .ldy = {V}};
+        cpu_gemm(dev, args);
+        cpu_sample_rows(dev, step->samples + sample0, n_samples, step->logits ? step->logits + (size_t)sample0 * V : NULL, results + sample0);
     }
-    cpu_keep_drawn(d, s, picks);
+    cpu_store_last_tokens(dev, step, results);
 }
 
 /* ---- Open, close, memory ---- */
 
-static void cpu_close(toka_device *d) {
-    if (!d) return;
-    cpu_pool_close(&d->pool);
-    for (int i = 0; i < d->n_blocks; i++) munmap(d->blocks[i].p, d->blocks[i].bytes);
-    free(d);
+static void cpu_close(toka_device *dev) {
+    if (!dev) return;
+    cpu_pool_close(&dev->pool);
+    for (int i = 0; i < dev->n_mappings; i++) munmap(dev->mappings[i].memory, dev->mappings[i].bytes);
+    free(dev);
 }
 
-static int cpu_check(const toka_device_options *o, const toka_shape *s, toka_err *e) {
-    if (s->L < 1 || s->H < 1 || s->K < 1 || s->E < 1 || s->F < 1 || s->V < 1 || s->B < 1 || s->H % s->K)
+static int cpu_check_options(const toka_device_options *options, const toka_shape *shape, toka_err *e) {
+    if (shape->L < 1 || shape->H < 1 || shape->K < 1 || shape->E < 1 || shape->F < 1 || shape->V < 1 || shape->B < 1 || shape->H % shape->K)
         return fail(e, TOKA_E_INPUT,
                     "CPU backend: layers %d, heads %d, kv heads %d, width %d, mlp width %d, vocabulary %d, page "
-                    "%d: all must be positive and kv heads divide heads", s->L, s->H, s->K, s->E, s->F, s->V, s->B);
-    if (s->D < 2 || s->D > CPU_HEAD || s->D % 2)
-        return fail(e, TOKA_E_INPUT, "CPU backend: head size %d, expected an even number up to %d", s->D, CPU_HEAD);
-    if (s->H > INT_MAX / s->D) return fail(e, TOKA_E_INPUT, "CPU backend: %d heads of size %d are too many", s->H, s->D);
-    if (s->v0 < 0 || s->v0 > s->V_all - s->V)
-        return fail(e, TOKA_E_INPUT, "CPU backend: %d ids from %d on, the vocabulary has %d", s->V, s->v0, s->V_all);
-    if (o->max_tokens < 1 || o->max_samples < 1 || o->n_pages < 1 || o->n_pages > INT_MAX / s->B || o->n_threads < 0 ||
-        o->n_threads > CPU_THREADS || o->n_seqs < 0)
+                    "%d: all must be positive and kv heads divide heads", shape->L, shape->H, shape->K, shape->E, shape->F, shape->V, shape->B);
+    if (shape->D < 2 || shape->D > CPU_MAX_HEAD_SIZE || shape->D % 2)
+        return fail(e, TOKA_E_INPUT, "CPU backend: head size %d, expected an even number up to %d", shape->D, CPU_MAX_HEAD_SIZE);
+    if (shape->H > INT_MAX / shape->D) return fail(e, TOKA_E_INPUT, "CPU backend: %d heads of size %d are too many", shape->H, shape->D);
+    if (shape->v0 < 0 || shape->v0 > shape->V_all - shape->V)
+        return fail(e, TOKA_E_INPUT, "CPU backend: %d ids from %d on, the vocabulary has %d", shape->V, shape->v0, shape->V_all);
+    if (options->max_tokens < 1 || options->max_samples < 1 || options->n_pages < 1 || options->n_pages > INT_MAX / shape->B || options->n_threads < 0 ||
+        options->n_threads > CPU_MAX_THREADS || options->n_seqs < 0)
         return fail(e, TOKA_E_USE, "CPU backend: %d tokens and %d outputs a step, %d pages, %d threads: out of range",
-                    o->max_tokens, o->max_samples, o->n_pages, o->n_threads);
-    const int tp = o->group ? o->group->tp_size : 1, pp = o->group ? o->group->pp_size : 1;
-    if (MAX(o->tp_size, 1) != tp || MAX(o->pp_size, 1) != pp || o->tp_rank < 0 || o->tp_rank >= tp || o->pp_rank < 0 ||
-        o->pp_rank >= pp)
+                    options->max_tokens, options->max_samples, options->n_pages, options->n_threads);
+    const int tp_size = options->group ? options->group->tp_size : 1, pp_size = options->group ? options->group->pp_size : 1;
+    if (MAX(options->tp_size, 1) != tp_size || MAX(options->pp_size, 1) != pp_size || options->tp_rank < 0 || options->tp_rank >= tp_size || options->pp_rank < 0 ||
+        options->pp_rank >= pp_size)
         return fail(e, TOKA_E_USE, "CPU backend: stage %d of %d, tensor rank %d of %d, expected a place among %d stages of %d "
-                    "tensor ranks", o->pp_rank, o->pp_size, o->tp_rank, o->tp_size, pp, tp);
+                    "tensor ranks", options->pp_rank, options->pp_size, options->tp_rank, options->tp_size, pp_size, tp_size);
     return 0;
 }
 
 /* Cuts the chunks to the scratch budget, then takes all memory. */
-static void cpu_take_memory(toka_device *d) {
-    const toka_shape *s = d->shape;
-    size_t KD = (size_t)(s->K * s->D), pages = (size_t)d->options.n_pages, D = (size_t)s->D;
-    d->ldx = cpu_up16(MAX(s->E, s->H * s->D)) + 16, d->ldf = cpu_up16(s->F) + 16;
-    size_t token = ((size_t)d->ldx + 2 * KD + 2 * (size_t)d->ldf) * sizeof(float);
-    d->chunk = (int)MIN((size_t)MIN(d->options.max_tokens, CPU_CHUNK), MAX(CPU_SCRATCH / token, 1));
-    d->out_chunk = (int)MIN((size_t)MIN(d->options.max_samples, CPU_OUT_CHUNK), MAX(CPU_SCRATCH / 2 / ((size_t)s->V_all * 4), 1));
-    d->bp = cpu_up16(s->B), d->dp = cpu_up16(s->D);
-    d->page_k = (size_t)s->K * D * (size_t)d->bp, d->page_v = (size_t)(s->K * s->B) * (size_t)d->dp;
-    d->queries = MAX(CPU_QUERIES, s->H / s->K);
-    size_t rows = (size_t)d->queries * ((size_t)(d->bp + 2 * d->dp) + sizeof(cpu_softmax) / sizeof(float));
-    d->scratch_n = (MAX((size_t)CPU_PANEL * CPU_PANEL_LD, rows) + 15) & ~(size_t)15;
-    size_t chunk = (size_t)d->chunk;
-    d->kv_k = cpu_zalloc(d, (size_t)s->L * pages, d->page_k * sizeof(float));
-    d->kv_v = cpu_zalloc(d, (size_t)s->L * pages, d->page_v * sizeof(float));
-    d->x = cpu_zalloc(d, (size_t)MAX(d->chunk, d->out_chunk), (size_t)d->ldx * sizeof(float));
-    d->k = cpu_zalloc(d, chunk, KD * sizeof(float));
-    d->v = cpu_zalloc(d, chunk, KD * sizeof(float));
-    d->gate = cpu_zalloc(d, chunk, (size_t)d->ldf * sizeof(float));
-    d->up = cpu_zalloc(d, chunk, (size_t)d->ldf * sizeof(float));
-    const bool alone = !d->group || d->group->tp_size == 1, last = !d->group || d->options.pp_rank == d->group->pp_size - 1;
-    if (alone && last) d->logits = cpu_zalloc(d, (size_t)d->out_chunk, (size_t)s->V_all * sizeof(float));
-    if (!d->group || d->group->pp_size == 1) d->last = cpu_zalloc(d, (size_t)d->options.n_seqs, sizeof(int32_t));
-    d->vec = cpu_zalloc(d, 6, (size_t)MAX(s->E, s->H * s->D) * sizeof(float));
-    d->scratch = cpu_zalloc(d, (size_t)d->pool.n, d->scratch_n * sizeof(float));
+static void cpu_alloc_buffers(toka_device *dev) {
+    const toka_shape *shape = dev->shape;
+    size_t KD = (size_t)(shape->K * shape->D), n_pages = (size_t)dev->options.n_pages, D = (size_t)shape->D;
+    dev->ldx = cpu_round_up16(MAX(shape->E, shape->H * shape->D)) + 16, dev->ld_mlp = cpu_round_up16(shape->F) + 16;
+    size_t token_bytes = ((size_t)dev->ldx + 2 * KD + 2 * (size_t)dev->ld_mlp) * sizeof(float);
+    dev->scratch_rows = (int)MIN((size_t)MIN(dev->options.max_tokens, CPU_SCRATCH_ROWS), MAX(CPU_SCRATCH_BYTES / token_bytes, 1));
+    dev->scratch_samples = (int)MIN((size_t)MIN(dev->options.max_samples, CPU_SCRATCH_SAMPLES), MAX(CPU_SCRATCH_BYTES / 2 / ((size_t)shape->V_all * 4), 1));
+    dev->B_pad = cpu_round_up16(shape->B), dev->D_pad = cpu_round_up16(shape->D);
+    dev->k_page_floats = (size_t)shape->K * D * (size_t)dev->B_pad, dev->v_page_floats = (size_t)(shape->K * shape->B) * (size_t)dev->D_pad;
+    dev->max_queries = MAX(CPU_QUERY_ROWS, shape->H / shape->K);
+    size_t query_floats = (size_t)dev->max_queries * ((size_t)(dev->B_pad + 2 * dev->D_pad) + sizeof(cpu_softmax) / sizeof(float));
+    dev->scratch_floats = (MAX((size_t)CPU_PANEL_ROWS * CPU_PANEL_LD, query_floats) + 15) & ~(size_t)15;
+    size_t max_rows = (size_t)dev->scratch_rows;
+    dev->k_cache = cpu_zalloc(dev, (size_t)shape->L * n_pages, dev->k_page_floats * sizeof(float));
+    dev->v_cache = cpu_zalloc(dev, (size_t)shape->L * n_pages, dev->v_page_floats * sizeof(float));
+    dev->x = cpu_zalloc(dev, (size_t)MAX(dev->scratch_rows, dev->scratch_samples), (size_t)dev->ldx * sizeof(float));
+    dev->k = cpu_zalloc(dev, max_rows, KD * sizeof(float));
+    dev->v = cpu_zalloc(dev, max_rows, KD * sizeof(float));
+    dev->gate = cpu_zalloc(dev, max_rows, (size_t)dev->ld_mlp * sizeof(float));
+    dev->up = cpu_zalloc(dev, max_rows, (size_t)dev->ld_mlp * sizeof(float));
+    const bool no_tp = !dev->group || dev->group->tp_size == 1, is_last = !dev->group || dev->options.pp_rank == dev->group->pp_size - 1;
+    if (no_tp && is_last) dev->logits = cpu_zalloc(dev, (size_t)dev->scratch_samples, (size_t)shape->V_all * sizeof(float));
+    if (!dev->group || dev->group->pp_size == 1) dev->last_tokens = cpu_zalloc(dev, (size_t)dev->options.n_seqs, sizeof(int32_t));
+    dev->vectors = cpu_zalloc(dev, 6, (size_t)MAX(shape->E, shape->H * shape->D) * sizeof(float));
+    dev->scratch = cpu_zalloc(dev, (size_t)dev->pool.n_threads, dev->scratch_floats * sizeof(float));
 }
 
-static int cpu_open(toka_device **out, const toka_device_options *o, const toka_shape *shape, const toka_weights *weights,
+static int cpu_open(toka_device **out, const toka_device_options *options, const toka_shape *shape, const toka_weights *weights,
                     toka_err *e) {
-    if (cpu_check(o, shape, e)) return e->code;
-    toka_device *d = mem_zalloc(sizeof *d);
-    const int n_threads = o->n_threads ? o->n_threads : os_n_cores();
-    *d = (toka_device){.shape = shape, .weights = weights, .options = *o, .kernels = &cpu_sets[cpu_n_sets() - 1],
-                       .group = o->group, .fault_in = cpu_debug("TOKA_DEBUG_FAULT", o),
-                       .stall_in = cpu_debug("TOKA_DEBUG_STALL", o)};
-    if (cpu_pool_open(&d->pool, MAX(n_threads / MAX(o->n_devices, 1), 1), e)) {
-        free(d);
+    if (cpu_check_options(options, shape, e)) return e->code;
+    toka_device *dev = mem_zalloc(sizeof *dev);
+    const int n_threads = options->n_threads ? options->n_threads : os_n_cores();
+    *dev = (toka_device){.shape = shape, .weights = weights, .options = *options, .kernels = &cpu_kernel_sets[cpu_n_kernel_sets() - 1],
+                       .group = options->group, .steps_to_fault = cpu_debug_option("TOKA_DEBUG_FAULT", options),
+                       .steps_to_stall = cpu_debug_option("TOKA_DEBUG_STALL", options)};
+    if (cpu_pool_open(&dev->pool, MAX(n_threads / MAX(options->n_devices, 1), 1), e)) {
+        free(dev);
         return e->code;
     }
-    if (d->group) d->pool.progress = &d->group->progress;
-    cpu_take_memory(d);
-    snprintf(d->about, sizeof d->about, "CPU, %s, %d thread%s", d->kernels->name, d->pool.n, d->pool.n > 1 ? "s" : "");
-    if (!d->error.code && d->group) cpu_group_join(d, &d->error);
-    if (d->error.code) {
-        *e = d->error;
-        cpu_close(d);
+    if (dev->group) dev->pool.progress = &dev->group->progress;
+    cpu_alloc_buffers(dev);
+    snprintf(dev->description, sizeof dev->description, "CPU, %s, %d thread%s", dev->kernels->name, dev->pool.n_threads, dev->pool.n_threads > 1 ? "s" : "");
+    if (!dev->error.code && dev->group) cpu_group_join(dev, &dev->error);
+    if (dev->error.code) {
+        *e = dev->error;
+        cpu_close(dev);
         return e->code;
     }
-    *out = d;
+    *out = dev;
     return 0;
 }
 
 static int cpu_probe(int i, char *line, size_t bytes) {
     int n = os_n_cores();
-    snprintf(line, bytes, "%s kernels, %d core%s, %.0f GB", cpu_sets[cpu_n_sets() - 1].name, n, n > 1 ? "s" : "",
+    snprintf(line, bytes, "%s kernels, %d core%s, %.0f GB", cpu_kernel_sets[cpu_n_kernel_sets() - 1].name, n, n > 1 ? "s" : "",
              (double)os_ram_bytes() / 1e9);
     return i == 0;
 }
 
-static int64_t cpu_kv_bytes(const toka_shape *shape, const toka_weights *weights, const toka_device_options *o) {
+static int64_t cpu_kv_bytes(const toka_shape *shape, const toka_weights *weights, const toka_device_options *options) {
     (void)shape, (void)weights;
-    return os_ram_bytes() / 4 / MAX(o->n_devices, 1);
+    return os_ram_bytes() / 4 / MAX(options->n_devices, 1);
 }
 
-static const char *cpu_describe(const toka_device *d) { return d->about; }
+static const char *cpu_describe(const toka_device *dev) { return dev->description; }
 
 /* The group's failure becomes the device's. */
-static void cpu_latch_group(toka_device *d) {
-    toka_group *g = d->group;
-    const char *op = atomic_load(&d->rank->op);
+static void cpu_latch_group_error(toka_device *dev) {
+    toka_group *group = dev->group;
+    const char *op = atomic_load(&dev->rank->op);
     char name[64];
-    pthread_mutex_lock(&g->lock);
-    cpu_rank_name(g, (int)(d->rank - g->ranks), name);
-    if (g->error.code) d->error = g->error;
-    else fail(&d->error, TOKA_E_DEVICE, "CPU backend: the ranks were told to end; %s was in %s", name, op ? op : "no op");
-    pthread_mutex_unlock(&g->lock);
+    pthread_mutex_lock(&group->lock);
+    cpu_rank_name(group, (int)(dev->rank - group->ranks), name);
+    if (group->error.code) dev->error = group->error;
+    else fail(&dev->error, TOKA_E_DEVICE, "CPU backend: the ranks were told to end; %s was in %s", name, op ? op : "no op");
+    pthread_mutex_unlock(&group->lock);
 }
 
-static int cpu_status(toka_device *d, toka_err *e) {
-    if (!d->error.code && d->group && atomic_load(&d->group->broken)) cpu_latch_group(d);
-    if (d->error.code) *e = d->error;
-    return d->error.code;
+static int cpu_status(toka_device *dev, toka_err *e) {
+    if (!dev->error.code && dev->group && atomic_load(&dev->group->broken)) cpu_latch_group_error(dev);
+    if (dev->error.code) *e = dev->error;
+    return dev->error.code;
 }
 
-static toka_dev_ptr cpu_alloc(toka_device *d, size_t bytes) { return (toka_dev_ptr){(uintptr_t)cpu_zalloc(d, bytes, 1)}; }
-static void cpu_upload(toka_device *d, toka_dev_ptr to, const void *from, size_t bytes) {
-    (void)d;
-    memcpy(cpu_at(to), from, bytes);
+static toka_dev_ptr cpu_alloc(toka_device *dev, size_t bytes) { return (toka_dev_ptr){(uintptr_t)cpu_zalloc(dev, bytes, 1)}; }
+static void cpu_upload(toka_device *dev, toka_dev_ptr to, const void *from, size_t bytes) {
+    (void)dev;
+    memcpy(cpu_ptr(to), from, bytes);
 }
-static void cpu_download(toka_device *d, void *to, toka_dev_ptr from, size_t bytes) {
-    (void)d;
-    memcpy(to, cpu_at(from), bytes);
+static void cpu_download(toka_device *dev, void *to, toka_dev_ptr from, size_t bytes) {
+    (void)dev;
+    memcpy(to, cpu_ptr(from), bytes);
 }
 
 const toka_backend toka_cpu = {
@@ -13255,7 +13255,7 @@ const toka_backend toka_cpu = {
     .group_open = cpu_group_open,
     .group_close = cpu_group_close,
     .group_abort = cpu_group_abort,
-    .group_watchdog = cpu_group_watch,
+    .group_watchdog = cpu_group_watchdog,
     .all_reduce = cpu_all_reduce,
     .send = cpu_send,
     .receive = cpu_receive,
@@ -13679,7 +13679,7 @@ typedef struct eng_request { /* from eng_submit until its last event */
 
 typedef struct eng_slot { /* of a scheduler's slot: what turns its ids into text */
     bool open;
-    stop_scan stop;
+    stop_scanner stop;
     tok_stream stream;
 } eng_slot;
 
@@ -14042,7 +14042,7 @@ static int eng_check_left(const mf_model *files, const toka_request *r, toka_err
     ids ends = {0};
     if (!r->n) return 0;
     eng_ends(files, &r->sampling, &ends);
-    int code = samp_check_left(&r->sampling, ends.p, (int)ends.n, files->shape.V, e);
+    int code = samp_check_any_left(&r->sampling, ends.p, (int)ends.n, files->shape.V, e);
     ids_free(&ends);
     return code;
 }
@@ -14057,7 +14057,7 @@ static int eng_check(const mf_model *files, const tok *words, int max_len, const
     if (code || (code = samp_check(s, V, e)) || (code = eng_check_left(files, r, e))) return code;
     if (r->n < !r->prompt_logprobs || r->n > ENG_MAX_N) return fail(e, TOKA_E_USE, "n is %d, expected 1 to %d", r->n, ENG_MAX_N);
     if (check_int("prompt_logprobs", r->prompt_top, 0, TOKA_MAX_LOGPROBS, e)) return e->code;
-    if (s->bad_words && s->bad_words->t != words)
+    if (s->bad_words && s->bad_words->tokenizer != words)
         return fail(e, TOKA_E_USE, "bad_words were made for another model");
     if (s->n_stop && !words)
         return fail(e, TOKA_E_USE, "stop strings need a tokenizer, this model has none");
@@ -14250,11 +14250,11 @@ static void eng_know(eng *g, eng_flight *f, const eng_request *r, const sched_se
     const size_t from = k->n;
     bool early = x->n_planned - 1 - x->n_prompt < s->min_tokens;
     row->forbidden = r->ends.p, row->n_forbidden = early ? (int)r->ends.n : 0;
-    if (samp_has_bad(s)) {
+    if (samp_has_bad_words(s)) {
         for (int i = 0; i < row->n_forbidden; i++) ids_push(k, r->ends.p[i]);
-        samp_bad_ids(s, output, n_output, k);
+        samp_bad_by_ids(s, output, n_output, k);
         if (s->bad_words)
-            samp_word_ids(s->bad_words, output, n_output, r->keep_special, &g->text, &g->piece, k);
+            samp_bad_by_texts(s->bad_words, output, n_output, r->keep_special, &g->text, &g->piece, k);
         row->n_forbidden = (int)(k->n - from);
     }
     if (!samp_has_penalties(s)) return;
@@ -14267,7 +14267,7 @@ static void eng_place_known(eng_flight *f) {
     const int32_t *at = f->known.p;
     for (int i = 0; i < f->b.n_samples; i++) {
         toka_sample_row *row = &f->out[i];
-        if (row->forced_id < 0 && samp_has_bad(row->sampling)) {
+        if (row->forced_id < 0 && samp_has_bad_words(row->sampling)) {
             row->forbidden = at;
             at += row->n_forbidden;
         }
@@ -14378,8 +14378,8 @@ static bool eng_deliver(eng_replica *p, eng_request *r, int q, const toka_sample
     int n_before = x->n_known - x->n_prompt;
     bool armed = n_before >= s->min_tokens; /* behind the first min_tokens */
     bool full = x->n_known + 1 == x->limit;
-    bool none = samp_listed(row->forbidden, row->n_forbidden, pick->id);
-    bool is_end = !none && armed && samp_listed(r->ends.p, (int)r->ends.n, pick->id);
+    bool none = samp_is_listed(row->forbidden, row->n_forbidden, pick->id);
+    bool is_end = !none && armed && samp_is_listed(r->ends.p, (int)r->ends.n, pick->id);
     bool stopped = eng_text(p, q, r, none ? -1 : pick->id, is_end, armed, full || none);
     *ended = is_end || stopped || none;
     toka_event ev = {.sample = x->sample,
@@ -14393,7 +14393,7 @@ static bool eng_deliver(eng_replica *p, eng_request *r, int q, const toka_sample
                      .text_bytes = g->text.n,
                      .finish = *ended ? TOKA_STOP : full ? TOKA_LENGTH : TOKA_RUNNING,
                      .stop_id = is_end ? pick->id : -1,
-                     .stop_text = stopped ? p->slots[q].stop.which : -1,
+                     .stop_text = stopped ? p->slots[q].stop.matched_index : -1,
                      .n_cached = x->n_prefix_hits,
                      .more = more};
     if (ev.finish != TOKA_RUNNING) bit_set(r->ended, x->sample), eng_sample_over(p, r), eng_slot_close(p, q);
@@ -14836,7 +14836,7 @@ static int pub_open_tokenizer(toka *t, toka_err *e) {
     if (!code && f->add_bos >= 0) code = tok_surround(t->tok, false, f->add_bos ? f->bos_token : NULL, e);
     if (!code && f->add_eos >= 0) code = tok_surround(t->tok, true, f->add_eos ? f->eos_token : NULL, e);
     int32_t id = !code && f->eos_token ? tok_id(t->tok, str_c(f->eos_token)) : -1;
-    if (id < 0 || id >= c->shape.V || samp_listed(c->eos_ids, c->n_eos_ids, id)) return code;
+    if (id < 0 || id >= c->shape.V || samp_is_listed(c->eos_ids, c->n_eos_ids, id)) return code;
     int32_t *all = arena_alloc(&f->a, (size_t)(c->n_eos_ids + 1) * sizeof *all);
     if (c->n_eos_ids) memcpy(all, c->eos_ids, (size_t)c->n_eos_ids * sizeof *all);
     all[c->n_eos_ids++] = id, c->eos_ids = all;
@@ -16035,7 +16035,7 @@ static int api_read_field(api_call *c, const api_field *f, const json *v, api_bo
     switch (f->kind) {
     case API_NUMBER:
         if (samp_check_number(f->name, json_num(v, 0), e)) return e->code;
-        *(float *)at = samp_float(json_num(v, 0));
+        *(float *)at = samp_to_float(json_num(v, 0));
         return 0;
     case API_WHOLE: return api_read_whole(c->m, f, v, at, e);
     case API_BOOL: *(int *)at = v->type == JSON_TRUE; return 0;
@@ -16251,7 +16251,7 @@ static int api_sampling(api_call *c, const api_body *b, toka_request *q, toka_er
     const bool has_min = b->min_tokens >= 0, usual_16 = !c->m->base.sampling.max_tokens;
     const bool default_max = !b->has_max && !(usual_16 && has_min);
     if (has_min) s->min_tokens = (int)b->min_tokens;
-    samp_give_way(s, default_max, !has_min);
+    samp_fix_min_max(s, default_max, !has_min);
     s->seed = b->has_seed ? (uint64_t)b->seed : api_seed(s->seed, c->serial);
     /* In a body a lower priority is earlier, as in vLLM; in toka_request a higher one is. */
     q->priority = (int)MAX(MIN(q->priority - b->priority, (int64_t)INT_MAX), (int64_t)-INT_MAX);
@@ -17026,7 +17026,7 @@ static void api_put_finish(const api_call *c, const api_choice *x, const api_par
     if (!c->m->live) return;
     json_put_key(b, "stop_reason");
     bool asked = ended && x->stop_id >= 0 &&
-                 samp_listed(p->q.sampling.stop_ids, p->q.sampling.n_stop_ids, x->stop_id);
+                 samp_is_listed(p->q.sampling.stop_ids, p->q.sampling.n_stop_ids, x->stop_id);
     if (ended && x->stop_text >= 0) json_put_str(b, str_c(p->q.sampling.stop[x->stop_text]));
     else if (asked) json_put_int(b, x->stop_id);
     else if (ended && x->finish == TOKA_STOP && x->stop_id < 0)
@@ -18763,7 +18763,7 @@ static double run_probe_rate(const eng *g, size_t bytes) {
     int n = 0, started = 1;
     for (int i = 0; i < g->n_replicas; i++)
         for (int k = 0; k < g->replicas[i].m.n_ranks; k++)
-            n += g->replicas[i].m.ranks[k].dev->pool.n;
+            n += g->replicas[i].m.ranks[k].dev->pool.n_threads;
     n = MIN(n, MIN(os_n_cores(), RUN_PROBE_THREADS));
     uint64_t *p = bytes ? mem_alloc(words * sizeof *p) : NULL;
     double rate = 0;
@@ -25899,17 +25899,17 @@ static int cli_read_prompt(const cli *c, buf *out, toka_err *e) {
 static void cli_sampling(const cli *c, const toka *t, toka_request *r) {
     toka_sampling *s = &r->sampling;
     toka_request_model_defaults(t, r);
-    if (!isnan(c->temperature)) s->temperature = samp_float(c->temperature);
-    if (!isnan(c->top_p)) s->top_p = samp_float(c->top_p);
-    if (!isnan(c->min_p)) s->min_p = samp_float(c->min_p);
-    if (!isnan(c->repetition_penalty)) s->repetition_penalty = samp_float(c->repetition_penalty);
-    if (!isnan(c->presence_penalty)) s->presence_penalty = samp_float(c->presence_penalty);
-    if (!isnan(c->frequency_penalty)) s->frequency_penalty = samp_float(c->frequency_penalty);
+    if (!isnan(c->temperature)) s->temperature = samp_to_float(c->temperature);
+    if (!isnan(c->top_p)) s->top_p = samp_to_float(c->top_p);
+    if (!isnan(c->min_p)) s->min_p = samp_to_float(c->min_p);
+    if (!isnan(c->repetition_penalty)) s->repetition_penalty = samp_to_float(c->repetition_penalty);
+    if (!isnan(c->presence_penalty)) s->presence_penalty = samp_to_float(c->presence_penalty);
+    if (!isnan(c->frequency_penalty)) s->frequency_penalty = samp_to_float(c->frequency_penalty);
     if (c->top_k != INT_MIN) s->top_k = c->top_k;
     s->seed = (uint64_t)c->seed;
     if (c->max_tokens != INT_MIN) s->max_tokens = c->max_tokens;
     if (c->min_tokens != INT_MIN) s->min_tokens = c->min_tokens;
-    samp_give_way(s, c->max_tokens == INT_MIN, c->min_tokens == INT_MIN);
+    samp_fix_min_max(s, c->max_tokens == INT_MIN, c->min_tokens == INT_MIN);
     s->ignore_eos = c->ignore_eos;
     s->include_stop = c->include_stop;
     s->logprobs = c->logprobs >= 0 ? c->logprobs : c->json ? 0 : TOKA_NO_LOGPROBS;

@@ -6221,7 +6221,7 @@ struct samp_plan {
     bool whole_blocks;       /* the ranks' ids begin at blocks, so each rank can make the parts of its own */
     samp_part *merged;       /* with tensor ranks: [part_rows] what the rank's own ids come to */
     size_t exchange;         /* where in the inbox the others' are */
-    uint32_t *reached;       /* [part_rows] samp_key of the highest key of the row so far; 0, none, between launches of the head */
+    uint32_t *reached;       /* [part_rows] samp_logit_to_key of the highest key of the row so far; 0, none, between launches of the head */
     samp_result *far_results; /* [max_out] on the device */
     samp_best *tops;         /* [max_out] */
     stage lists;             /* of one that is launched: filters, and as many of their lists as there is room for */
@@ -6259,11 +6259,11 @@ __device__ static inline float samp_log2_exponential(uint32_t word) {
 }
 
 /* Order-preserving map of floats to integers and back (-0 counts as +0). */
-__device__ static inline uint32_t samp_key(float x) {
+__device__ static inline uint32_t samp_logit_to_key(float x) {
     uint32_t u = __float_as_uint(x + 0.0f);
     return u & 0x80000000u ? ~u : u | 0x80000000u;
 }
-__device__ static inline float samp_unkey(uint32_t key) {
+__device__ static inline float samp_key_to_logit(uint32_t key) {
     return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }
 
@@ -6628,7 +6628,7 @@ struct epi_sample {
         return samp_ask{.u = how.x, .scale = __uint_as_float(how.y), .forced = (int)how.z};
     }
     __device__ static inline float reached(int row, const gemm_tile &t, const params &p) {
-        return samp_unkey(__ldcg(p.reached + min(row, t.M - 1)));
+        return samp_key_to_logit(__ldcg(p.reached + min(row, t.M - 1)));
     }
     /* One of this thread's two rows is put out. */
     __device__ static inline void put(const float (&v)[SAMP_OWN], int row, const gemm_tile &t, const params &p, const samp_ask &a,
@@ -6642,7 +6642,7 @@ struct epi_sample {
         }
         if (g == 0 && part.id != INT_MAX && a.forced < 0) {
             float reached = a.scale > 0 ? part.max * a.scale + part.key : part.max * SAMP_LOG2E;
-            if (!(reached <= before)) atomicMax(p.reached + row, samp_key(reached));
+            if (!(reached <= before)) atomicMax(p.reached + row, samp_logit_to_key(reached));
         }
         float2 piece = g == 0   ? float2{part.max, part.key}
                        : g == 1 ? float2{__int_as_float(part.id), part.x} : float2{part.sum, part.raw_sum};
@@ -6833,7 +6833,7 @@ typedef struct samp_dist { /* a row as a distribution */
     int last;             /* ... and of those equal to it the ids up to this */
 } samp_dist;
 
-__device__ static inline bool samp_kept(const samp_dist &r, float x, int id) { return x > r.at || (x == r.at && id <= r.last); }
+__device__ static inline bool samp_is_kept(const samp_dist &r, float x, int id) { return x > r.at || (x == r.at && id <= r.last); }
 __device__ static inline samp_mass samp_mass_of(const samp_dist &r, float x) {
     return (samp_mass)(ex2(__fmul_rn(__fsub_rn(x, r.max), r.scale)) * SAMP_ONE);
 }
@@ -6930,8 +6930,8 @@ __device__ static inline bool samp_gather_and(samp_dist &r, uint32_t low, uint32
     int lane = (int)threadIdx.x % 32;
     if (!above && samp_has(r, low, high)) return true;
     if (threadIdx.x == 0) n = 0;
-    samp_look_at(r, samp_unkey(low)); /* its barriers are those of n, too */
-    float least = samp_unkey(low), most = samp_unkey(high);
+    samp_look_at(r, samp_key_to_logit(low)); /* its barriers are those of n, too */
+    float least = samp_key_to_logit(low), most = samp_key_to_logit(high);
     samp_sweep_4(r, [&](const float4 (&p)[SAMP_AT_ONCE], const int (&id)[SAMP_AT_ONCE]) {
         uint32_t own = 0; /* a bit for each logit */
         int at = 0;
@@ -6941,7 +6941,7 @@ __device__ static inline bool samp_gather_and(samp_dist &r, uint32_t low, uint32
             const float x[4] = {p[k].x, p[k].y, p[k].z, p[k].w};
 #pragma unroll
             for (int c = 0; c < 4; c++) {
-                if (id[k] + c < r.V && x[c] >= least && x[c] <= most && samp_kept(r, x[c], id[k] + c)) own |= 1u << (4 * k + c);
+                if (id[k] + c < r.V && x[c] >= least && x[c] <= most && samp_is_kept(r, x[c], id[k] + c)) own |= 1u << (4 * k + c);
                 if (above && id[k] + c < r.V && x[c] > most) each(x[c]);
             }
         }
@@ -6976,7 +6976,7 @@ __device__ static bool samp_gather(samp_dist &r, uint32_t low, uint32_t high) {
 }
 /* Is all that is kept gathered? */
 __device__ static inline bool samp_has_kept(const samp_dist &r) {
-    return samp_has(r, samp_key(r.at), samp_key(r.max));
+    return samp_has(r, samp_logit_to_key(r.at), samp_logit_to_key(r.max));
 }
 
 /* A range of keys in `last` + 1 parts, numbered from above: of as many keys each or, of floats, as wide. */
@@ -6989,7 +6989,7 @@ __device__ static inline uint32_t samp_wide_part(const samp_parts &s, float x) {
     return (uint32_t)fminf(__fmul_rn(__fsub_rn(s.top, x), s.per), (float)s.last);
 }
 __device__ static inline uint32_t samp_part_of(const samp_parts &s, uint32_t key) {
-    return s.per > 0 ? samp_wide_part(s, samp_unkey(key)) : (uint32_t)s.last - (key - s.from >> s.shift);
+    return s.per > 0 ? samp_wide_part(s, samp_key_to_logit(key)) : (uint32_t)s.last - (key - s.from >> s.shift);
 }
 /* The lowest key of low .. high whose part is `part` or lower in number; high's is. */
 __device__ static inline uint32_t samp_part_from(const samp_parts &s, uint32_t low, uint32_t high, uint32_t part) {
@@ -7014,8 +7014,8 @@ __device__ static inline void samp_narrow(uint32_t *low, uint32_t *high, samp_ma
     __shared__ samp_mass before;
     uint32_t from = *low, to = *high, t = threadIdx.x;
     int lane = (int)t % 32;
-    float extent = samp_unkey(to) - samp_unkey(from);
-    samp_parts parts = {from, max(0, 24 - __clz((int)(to - from))), FILTER_THREADS - 1, samp_unkey(to), 0};
+    float extent = samp_key_to_logit(to) - samp_key_to_logit(from);
+    samp_parts parts = {from, max(0, 24 - __clz((int)(to - from))), FILTER_THREADS - 1, samp_key_to_logit(to), 0};
     if (wide && extent > 1e-30f && extent < 1e30f) parts.per = FILTER_THREADS / extent;
     bins[0][t] = bins[1][t] = bins[2][t] = bins[3][t] = 0;
     if (t == 0) found = -1, before = 0;
@@ -7073,17 +7073,17 @@ __device__ static inline uint32_t samp_search(uint32_t low, uint32_t high, samp_
 /* A bound of the k-th highest logit from below: the k-th highest of the blocks' maxima, or less by up to 2^16 keys, a 128th: the
  * search is stopped there, after two steps. */
 __device__ static float samp_bound(const samp_dist &r, int k, samp_mass *scratch) {
-    uint32_t low = samp_key(-INFINITY), high = samp_key(r.max);
+    uint32_t low = samp_logit_to_key(-INFINITY), high = samp_logit_to_key(r.max);
     samp_mass over = 0;
     if (k > r.n_blocks) return -INFINITY;
     while (high - low > 0xffff)
         samp_narrow(&low, &high, (samp_mass)k, &over, scratch, false, [&](auto add) {
-            for (int i = (int)threadIdx.x; i < r.n_blocks; i += FILTER_THREADS) add(samp_key(r.maxes[i]), 1);
+            for (int i = (int)threadIdx.x; i < r.n_blocks; i += FILTER_THREADS) add(samp_logit_to_key(r.maxes[i]), 1);
         });
-    return samp_unkey(low);
+    return samp_key_to_logit(low);
 }
 
-/* The end of samp_reach, where no more than an id a thread is gathered: each adds up what lies above its own. *over: what lies
+/* The end of samp_find_threshold, where no more than an id a thread is gathered: each adds up what lies above its own. *over: what lies
  * above low .. high. */
 __device__ static float samp_rank(const samp_dist &r, bool by_count, uint32_t low, uint32_t high, samp_mass want,
                                   samp_mass *over) {
@@ -7091,10 +7091,10 @@ __device__ static float samp_rank(const samp_dist &r, bool by_count, uint32_t lo
     __shared__ float found;
     int t = (int)threadIdx.x;
     float x = t < r.n_near ? r.near[t] : 0;
-    bool in = t < r.n_near && samp_kept(r, x, r.near_ids[t]) && samp_key(x) >= low && samp_key(x) <= high, lowest = true;
+    bool in = t < r.n_near && samp_is_kept(r, x, r.near_ids[t]) && samp_logit_to_key(x) >= low && samp_logit_to_key(x) <= high, lowest = true;
     samp_mass own = in ? by_count ? 1 : samp_mass_of(r, x) : 0, above = *over, same = 0;
     mass[t] = own;
-    if (t == 0) found = samp_unkey(low), before = *over;
+    if (t == 0) found = samp_key_to_logit(low), before = *over;
     __syncthreads();
     bool first = own;
     for (int i = 0; i < r.n_near && own; i++) {
@@ -7119,7 +7119,7 @@ __device__ static bool samp_tally(samp_dist &r, uint32_t *low, uint32_t *high, s
     __shared__ float sums[2][WARPS];
     __shared__ int first, last;
     const int t = (int)threadIdx.x, lane = t % 32;
-    const float least = samp_unkey(*low), top = samp_unkey(*high), extent = top - least;
+    const float least = samp_key_to_logit(*low), top = samp_key_to_logit(*high), extent = top - least;
     if (!(extent > 1e-30f && extent < 1e30f && extent * r.scale < 64)) return false;
     uint32_t *bins = (uint32_t *)r.near; /* nothing is gathered */
     const samp_parts parts = {0, 0, FILTER_BINS - 1, top, FILTER_BINS / extent};
@@ -7176,8 +7176,8 @@ __device__ static bool samp_tally(samp_dist &r, uint32_t *low, uint32_t *high, s
 
 /* From the highest logit down to `floor`, adds up 1 for each kept id (by_count) or its weight; returns the logit at which the sum
  * reaches `want` (the lowest of them if it never does), *over: the sum before the first id of that logit. */
-__device__ static float samp_reach(samp_dist &r, bool by_count, samp_mass want, float floor, samp_mass *over, samp_mass *scratch) {
-    uint32_t low = samp_key(floor), high = samp_key(r.max);
+__device__ static float samp_find_threshold(samp_dist &r, bool by_count, samp_mass want, float floor, samp_mass *over, samp_mass *scratch) {
+    uint32_t low = samp_logit_to_key(floor), high = samp_logit_to_key(r.max);
     bool fits = false;
     *over = 0;
     for (bool first = true; low < high; first = false) {
@@ -7192,15 +7192,15 @@ __device__ static float samp_reach(samp_dist &r, bool by_count, samp_mass want, 
         if (fits && r.n_near <= FILTER_THREADS) return samp_rank(r, by_count, low, high, want, over);
         samp_narrow(&low, &high, want, over, scratch, first, [&](auto add) {
             samp_each(r, [&](float x, int id) {
-                if (samp_kept(r, x, id)) add(samp_key(x), by_count ? 1 : samp_mass_of(r, x));
+                if (samp_is_kept(r, x, id)) add(samp_logit_to_key(x), by_count ? 1 : samp_mass_of(r, x));
             });
         });
     }
     samp_gather(r, low, high); /* all of that logit are there for samp_nth, or their blocks listed */
-    return samp_unkey(low);
+    return samp_key_to_logit(low);
 }
 
-/* The *n-th id, counted from 1, among those with logit `at`, which samp_reach has found; INT_MAX if there are not more than *n,
+/* The *n-th id, counted from 1, among those with logit `at`, which samp_find_threshold has found; INT_MAX if there are not more than *n,
  * which becomes their number. */
 __device__ static int samp_nth(const samp_dist &r, float at, samp_mass *n, samp_mass *scratch) {
     samp_mass count = 0, over = 0;
@@ -7215,20 +7215,20 @@ __device__ static int samp_nth(const samp_dist &r, float at, samp_mass *n, samp_
 }
 
 /* The n best ids by logit, best first, of equal ones the lowest first. -inf counts too. */
-__device__ static void samp_top(samp_dist r, int n, float log_sum, samp_best *best, samp_mass *scratch) {
+__device__ static void samp_top_logprobs(samp_dist r, int n, float log_sum, samp_best *best, samp_mass *scratch) {
     __shared__ float x[TOKA_MAX_LOGPROBS];
     __shared__ int ids[TOKA_MAX_LOGPROBS], have;
     samp_mass over;
     r.at = -INFINITY, r.last = INT_MAX;
-    float at = samp_reach(r, true, (samp_mass)n, samp_bound(r, n, scratch), &over, scratch);
+    float at = samp_find_threshold(r, true, (samp_mass)n, samp_bound(r, n, scratch), &over, scratch);
     samp_mass more = (samp_mass)n - over;
     int last = samp_nth(r, at, &more, scratch);
     if (threadIdx.x == 0) have = 0;
-    samp_gather(r, samp_key(at), samp_key(r.max));
+    samp_gather(r, samp_logit_to_key(at), samp_logit_to_key(r.max));
     r.at = at, r.last = last;
     __syncthreads();
     samp_each(r, [&](float v, int id) {
-        if (!samp_kept(r, v, id)) return;
+        if (!samp_is_kept(r, v, id)) return;
         int i = atomicAdd(&have, 1); /* n of them, in any order */
         x[i] = v, ids[i] = id;
     });
@@ -7243,7 +7243,7 @@ __device__ static void samp_top(samp_dist r, int n, float log_sum, samp_best *be
     __syncthreads();
 }
 
-/* Where id stands among all ids: 1 is the best. The order is that of samp_top. */
+/* Where id stands among all ids: 1 is the best. The order is that of samp_top_logprobs. */
 __device__ static int samp_rank(samp_dist r, int id, samp_mass *scratch) {
     const float at = samp_clean(r.x[id]);
     samp_mass before = 0;
@@ -7271,7 +7271,7 @@ __device__ static void samp_bias(const samp_filter &f, float *x, int *touched) {
 }
 
 /* Everything but allowed ids becomes -inf. bits: [FILTER_WINDOW], a bit per id. */
-__device__ static void samp_allow(const samp_filter &f, float *x, int V, uint32_t *bits) {
+__device__ static void samp_apply_allowed(const samp_filter &f, float *x, int V, uint32_t *bits) {
     for (int from = 0; from < V; from += 32 * FILTER_WINDOW) {
         int n = min(32 * FILTER_WINDOW, V - from);
         for (int i = (int)threadIdx.x; i < FILTER_WINDOW; i += FILTER_THREADS) bits[i] = 0;
@@ -7315,7 +7315,7 @@ __device__ static void samp_penalties_few(const samp_filter &f, float *x, int V,
 }
 
 /* The same for any history: counts of a window of the vocabulary at a time. Bit 31: the id is there. */
-__device__ static void samp_penalties(const samp_filter &f, float *x, int V, uint32_t *counts, int *touched) {
+__device__ static void samp_apply_penalties(const samp_filter &f, float *x, int V, uint32_t *counts, int *touched) {
     for (int from = 0; from < V; from += FILTER_WINDOW) {
         int n = min((int)FILTER_WINDOW, V - from);
         for (int i = (int)threadIdx.x; i < n; i += FILTER_THREADS) counts[i] = 0;
@@ -7356,7 +7356,7 @@ __device__ static void samp_survey(samp_dist &r, const int *touched, bool sums, 
                 const float y = i % 4 == 0 ? v.x : i % 4 == 1 ? v.y : i % 4 == 2 ? v.z : v.w;
                 x[i] = id + i / 4 * 128 + i % 4 < r.V ? samp_clean(y) : -INFINITY, highest = fmaxf(highest, x[i]);
             }
-            highest = samp_unkey(__reduce_max_sync(~0u, samp_key(highest)));
+            highest = samp_key_to_logit(__reduce_max_sync(~0u, samp_logit_to_key(highest)));
             if (lane == 0) r.maxes[b] = highest;
             if (!sums) continue;
 #pragma unroll
@@ -7380,11 +7380,11 @@ __device__ static void samp_adjust(samp_dist &r, const samp_filter &f, float *x,
     __syncthreads();
     if (threadIdx.x < 32) samp_bias(f, x, touched);
     __syncthreads();
-    if (f.n_allowed) samp_allow(f, x, r.V, window);
+    if (f.n_allowed) samp_apply_allowed(f, x, r.V, window);
     for (int i = (int)threadIdx.x; i < f.n_forbidden; i += FILTER_THREADS) /* end ids may lie outside the vocabulary */
         if (f.forbidden[i] >= 0 && f.forbidden[i] < r.V) x[f.forbidden[i]] = -INFINITY, touched[f.forbidden[i] / SAMP_BLOCK] = 1;
     __syncthreads();
-    if (f.n_history > FILTER_WINDOW / 4) samp_penalties(f, x, r.V, window, touched);
+    if (f.n_history > FILTER_WINDOW / 4) samp_apply_penalties(f, x, r.V, window, touched);
     else if (f.n_history) samp_penalties_few(f, x, r.V, window, touched);
     samp_survey(r, touched, sums, scratch);
 }
@@ -7406,7 +7406,7 @@ __device__ static samp_mass samp_total(const samp_dist &r, samp_mass *scratch) {
 /* The same of what is kept, of which all is gathered, or its blocks are listed. */
 __device__ static samp_mass samp_kept_mass(const samp_dist &r, samp_mass *scratch) {
     samp_mass sum = 0;
-    samp_each(r, [&](float x, int id) { sum += samp_kept(r, x, id) ? samp_mass_of(r, x) : 0; });
+    samp_each(r, [&](float x, int id) { sum += samp_is_kept(r, x, id) ? samp_mass_of(r, x) : 0; });
     return samp_all(sum, scratch);
 }
 
@@ -7416,7 +7416,7 @@ __device__ static samp_mass samp_kept_mass(const samp_dist &r, samp_mass *scratc
 __device__ static float samp_floor(samp_dist &r, samp_mass want, samp_mass *scratch) {
     for (int k = 32; k < r.n_blocks && !samp_has_kept(r); k *= 8) {
         float at = samp_bound(r, k, scratch);
-        if (at <= r.at || !samp_gather(r, samp_key(at), samp_key(r.max))) break;
+        if (at <= r.at || !samp_gather(r, samp_logit_to_key(at), samp_logit_to_key(r.max))) break;
         samp_mass sum = samp_kept_mass(r, scratch);
         if (sum >= want) return at;
         if (sum < want / 16) break;
@@ -7435,7 +7435,7 @@ __device__ static samp_mass samp_top_p(samp_dist &r, const samp_filter &f, samp_
         samp_min_p(r, small < 1 ? f.temperature * log(small) : 0);
         at = r.at;
     }
-    at = samp_reach(r, false, want, at, &over, scratch);
+    at = samp_find_threshold(r, false, want, at, &over, scratch);
     samp_mass each = samp_mass_of(r, at), more = want > over ? want - over : 1;
     more = each ? (more + each - 1) / each : 1;
     r.last = samp_nth(r, at, &more, scratch), r.at = at;
@@ -7447,9 +7447,9 @@ __device__ static samp_mass samp_truncate(samp_dist &r, const samp_filter &f, fl
     const bool cuts = f.top_k > 0 || f.min_p_drop > -INFINITY;
     samp_mass total = (samp_mass)(sum * SAMP_ONE), over;
     if (f.top_k > 0) {
-        float at = samp_reach(r, true, (samp_mass)f.top_k, samp_bound(r, f.top_k, scratch), &over, scratch);
+        float at = samp_find_threshold(r, true, (samp_mass)f.top_k, samp_bound(r, f.top_k, scratch), &over, scratch);
         r.at = at, r.last = INT_MAX, total = 0;
-        if (f.top_p < 1) samp_gather(r, samp_key(r.at), samp_key(r.max)), total = samp_kept_mass(r, scratch);
+        if (f.top_p < 1) samp_gather(r, samp_logit_to_key(r.at), samp_logit_to_key(r.max)), total = samp_kept_mass(r, scratch);
     } else if (sum == 0 && (f.top_p < 1 || !cuts)) total = samp_total(r, scratch);
     if (f.top_p < 1) total = samp_top_p(r, f, total, scratch);
     if (f.min_p_drop > -INFINITY) {
@@ -7559,7 +7559,7 @@ __device__ static samp_part samp_draw_of(const samp_dist &r, const samp_ask &a, 
 #pragma unroll
         for (int k = 0; k < 8; k++) {
             int id = block * SAMP_BLOCK + first + samp_column(k);
-            if (id >= r.V || !samp_kept(r, v[k], id)) v[k] = -INFINITY;
+            if (id >= r.V || !samp_is_kept(r, v[k], id)) v[k] = -INFINITY;
         }
         p = samp_merge(p, samp_block_of_warp(v, a, samp_noise(a, block, g), id0), a);
     }
@@ -7592,7 +7592,7 @@ __device__ static inline samp_part samp_draw(samp_dist &r, const samp_ask &a, bo
             r.sums[block] = bound;
             if (!(bound <= highest) || i < FILTER_THREADS) highest = bound, best = block;
         }
-        const uint32_t key = samp_key(highest), top = __reduce_max_sync(~0u, lane * WARPS + t / 32 < n ? key : 0);
+        const uint32_t key = samp_logit_to_key(highest), top = __reduce_max_sync(~0u, lane * WARPS + t / 32 < n ? key : 0);
         if (lane == __ffs((int)__ballot_sync(~0u, key == top)) - 1) first[t / 32] = best, r.sums[best] = -INFINITY;
         __syncthreads();
         r.list = first, r.n_list = WARPS;
@@ -7661,7 +7661,7 @@ __global__ static void __launch_bounds__(FILTER_THREADS, FILTER_BLOCKS)
     float raw_max = p.max, raw_log_sum = logf(p.raw_sum);
     samp_dist r = {x, maxes, sums, (int *)(sums + s.n_blocks), (float *)window, (int *)window + FILTER_NEAR, s.V, s.n_blocks, 0,
                    -1, 0, 0, p.max, samp_scale(a), -INFINITY, -1};
-    if (f.n_top) samp_top(r, f.n_top, raw_log_sum, s.tops + f.best, scratch);
+    if (f.n_top) samp_top_logprobs(r, f.n_top, raw_log_sum, s.tops + f.best, scratch);
     const int rank = f.ranked ? samp_rank(r, a.forced, scratch) : 0;
     bool adjusted = a.forced < 0 && (f.n_bias || f.n_allowed || f.n_forbidden || f.n_history);
     bool draws = a.forced < 0 && a.scale > 0, cut = draws && (f.top_k > 0 || f.top_p < 1 || f.min_p_drop > -INFINITY);

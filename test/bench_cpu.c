@@ -118,7 +118,7 @@ static void read_item(void *arg, int thread, int item) { /* reads 1 MB */
 }
 static double bench_read(bench *b) {
     double t0 = bench_now();
-    cpu_run(&b->d->pool, read_item, b, (int)(b->n_bytes >> 20), INT64_MAX);
+    cpu_parallel_for(&b->d->pool, read_item, b, (int)(b->n_bytes >> 20), INT64_MAX);
     return bench_now() - t0;
 }
 
@@ -126,7 +126,7 @@ enum { FMA_ROUNDS = 1000000 };
 
 /* Independent chains of multiply-adds, as many as registers or latency ask for; 8 * FMA_ROUNDS in all. */
 static void fma_c(void) {
-    cpu_v4 a[14], m = {0.999f, 0.999f, 0.999f, 0.999f};
+    cpu_f32x4 a[14], m = {0.999f, 0.999f, 0.999f, 0.999f};
     for (int i = 0; i < 14; i++) a[i] = m * (float)i;
     for (int k = 0; k < FMA_ROUNDS * 8 / 14; k++)
         _Pragma("GCC unroll 14") for (int i = 0; i < 14; i++) a[i] = a[i] * m + m;
@@ -157,9 +157,9 @@ static void fma_item(void *arg, int thread, int item) {
     fma_loops[*(int *)arg]();
 }
 static double bench_peak(bench *b, int set) { /* multiply-adds a second */
-    int items = 4 * b->d->pool.n, lanes = 4 << set;
+    int items = 4 * b->d->pool.n_threads, lanes = 4 << set;
     double t0 = bench_now();
-    cpu_run(&b->d->pool, fma_item, &set, items, INT64_MAX);
+    cpu_parallel_for(&b->d->pool, fma_item, &set, items, INT64_MAX);
     return (double)items * FMA_ROUNDS * 8 * lanes / (bench_now() - t0);
 }
 
@@ -189,7 +189,7 @@ static double bench_share(bench *b, int mode) {
 
 static void bench_run(int threads, int set, int type) {
     static bench b;
-    bench_open(&b, (toka_dtype)type, threads, &cpu_sets[set]);
+    bench_open(&b, (toka_dtype)type, threads, &cpu_kernel_sets[set]);
     const toka_shape *s = &bench_shape;
     double read = 1e9, decode = 1e9, prefill = 1e9, peak = 0;
     double layer = (double)s->E * (2.0 * s->H * s->D + 2.0 * s->K * s->D + 3.0 * s->F);
@@ -204,12 +204,12 @@ static void bench_run(int threads, int set, int type) {
     }
     double products = BENCH_PREFILL * layer * s->L + (double)s->E * s->V; /* without attention */
     printf("%-10s %-4s %d threads: decode %6.2f GB/s of %6.2f read: %5.1f %%; prefill %6.1f GFLOP/s of %6.1f: %5.1f %%",
-           cpu_sets[set].name,
-           bench_types[type], b.d->pool.n, (double)b.n_bytes / decode / 1e9,
+           cpu_kernel_sets[set].name,
+           bench_types[type], b.d->pool.n_threads, (double)b.n_bytes / decode / 1e9,
                (double)b.n_bytes / read / 1e9,
            100 * read / decode, 2 * products / prefill / 1e9, 2 * peak / 1e9, 100 * products / prefill / peak);
     if (type == 0) {
-        for (size_t i = 0; i < b.d->page_k * (size_t)b.d->options.n_pages; i++) b.d->kv_k[i] = 0.01f, b.d->kv_v[i] = 0.01f;
+        for (size_t i = 0; i < b.d->k_page_floats * (size_t)b.d->options.n_pages; i++) b.d->k_cache[i] = 0.01f, b.d->v_cache[i] = 0.01f;
         double one = bench_share(&b, 0), same = bench_share(&b, 1), own = bench_share(&b, 2);
         double work = 2.0 * BENCH_ROWS * s->H * BENCH_PREFIX * s->D;
         printf("; 256 x 1008: shared %.2f ms (%.0f %% of peak), span each %.2f, copies %.2f", 1e3 * one,
@@ -226,7 +226,7 @@ int main(int argc, char **argv) {
     bench_shape.rope_freq = bench_freq;
     if (threads == 1) bench_clock = CLOCK_THREAD_CPUTIME_ID;
     setvbuf(stdout, NULL, _IOLBF, 0);
-    for (int set = cpu_n_sets() - 1; set >= 0; set--)
+    for (int set = cpu_n_kernel_sets() - 1; set >= 0; set--)
         for (int type = 0; type < 3; type++)
             if ((argc < 3 || atoi(argv[2]) == set) && (argc < 4 || !strcmp(argv[3], bench_types[type])))
                 bench_run(threads, set, type);

@@ -235,7 +235,7 @@ MUTANTS = [
 
     # ---- Sampling ----
     *group("samp_filter_kernel", "samp small", "V \\d+, case \\d+",
-           ("one more than top-k", "samp_reach(r, true, `(samp_mass)f.top_k`, samp_bound(r", "(samp_mass)f.top_k + 1"),
+           ("one more than top-k", "samp_find_threshold(r, true, `(samp_mass)f.top_k`, samp_bound(r", "(samp_mass)f.top_k + 1"),
            ("the last id that a filter keeps", "return x > r.at || (x == r.at && `id <= r.last`); }", "id < r.last"),
            ("a block whose best is the cut itself", "{ return `r.maxes[block] >= at`; });", "r.maxes[block] > at"),
            ("presence of prompt ids", "if (`count > 0`) v = __fsub_rn(v, f.presence);", "count >= 0"),
@@ -251,7 +251,7 @@ MUTANTS = [
            ("what lies above the counted range", "*over = `samp_all(own, scratch)`;", "0"),
            ("counted ids have their part's upper weight at least", "to[1] += n * ex2(`at - step`) * (1 - slack);", "at"),
            ("all counted ids in their part's highest", "bins[`samp_wide_part(parts, x)`], 1u)", "0"),
-           ("what is gathered of a range for all that is kept", "samp_has(r, samp_key(r.at), `samp_key(r.max)`);", "r.near_high"),
+           ("what is gathered of a range for all that is kept", "samp_has(r, samp_logit_to_key(r.at), `samp_logit_to_key(r.max)`);", "r.near_high"),
            ("a block's key bound by its lowest noise", "samp_log2_exponential(`min(min(c[0], c[1]), min(c[2], c[3]))`)",
             "max(max(c[0], c[1]), max(c[2], c[3]))"),
            ("eight blocks are enough", "return `!(r.sums[block] < enough)`; });", "false", "(cut row|wide) \\d+, sampling \\d+"),

@@ -230,7 +230,7 @@ static int logits_of(toka *t, const answers *w, int kind, int copies, float **lo
 static double group_weight(const samp_dist *d, int b, int g) {
     double sum = 0;
     for (int id = 256 * b; id < MIN(256 * (b + 1), d->V); id++)
-        if (id / 2 % 4 == g && samp_kept(d, id)) sum += samp_weight(d, d->x[id]);
+        if (id / 2 % 4 == g && samp_is_kept(d, id)) sum += samp_weight(d, d->x[id]);
     return log2(sum);
 }
 
@@ -242,7 +242,7 @@ static int32_t gpu_draw(const toka_sample_row *row, float *x, int V) {
     int32_t id = -1;
     for (int i = 0; i < V; i++) x[i] = samp_clean(x[i]);
     samp_adjust(row, x, V);
-    samp_dist d = {.x = x, .V = V, .max = samp_max(x, V), .scale = 1 / (double)MAX(s->temperature, 1e-9f), .cut = {-INFINITY, -1}};
+    samp_dist d = {.x = x, .V = V, .max = samp_max(x, V), .scale = 1 / (double)MAX(s->temperature, 1e-9f), .threshold = {-INFINITY, -1}};
     for (int i = 0; i < V && s->temperature == 0; i++)
         if (x[i] == (float)d.max) return i;
     samp_truncate(&d, s);
@@ -257,7 +257,7 @@ static int32_t gpu_draw(const toka_sample_row *row, float *x, int V) {
     const uint32_t word = (uint32_t)samp_random(s->seed, row->sample, row->position, 0);
     const double u = (word + 0.5) * 0x1p-32 * exp2(group_weight(&d, block, group));
     for (int i = 256 * block; i < MIN(256 * (block + 1), V) && passed <= u; i++)
-        if (i / 2 % 4 == group && samp_kept(&d, i)) id = i, passed += samp_weight(&d, x[i]);
+        if (i / 2 % 4 == group && samp_is_kept(&d, i)) id = i, passed += samp_weight(&d, x[i]);
     return id;
 }
 

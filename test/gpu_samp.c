@@ -33,7 +33,7 @@ void toka_test_distribution(const toka_sample_row *row, float *logits, int V, do
         return;
     }
     samp_truncate(&d, s);
-    for (int i = 0; i < V; i++) total += p[i] = samp_kept(&d, i) ? samp_weight(&d, logits[i]) : 0;
+    for (int i = 0; i < V; i++) total += p[i] = samp_is_kept(&d, i) ? samp_weight(&d, logits[i]) : 0;
     for (int i = 0; i < V; i++) p[i] /= total;
 }
 

@@ -305,30 +305,30 @@ static void test_api_bad_words(void) {
     api_call c = {.serial = {1, 2}};
     CHECK(!api_parse(&m, API_COMPLETIONS, STR("{\"prompt\":[[5],[6]],\"bad_words\":[\" apples\",\"each of the\"]}"), &c, &e));
     const toka_words *w = c.parts[1].q.sampling.bad_words;
-    CHECK(w && w == c.parts[0].q.sampling.bad_words && w->n == 2 && str_is(w->word[0], "apples") && str_is(w->word[1], "each of the"));
+    CHECK(w && w == c.parts[0].q.sampling.bad_words && w->n_words == 2 && str_is(w->words[0], "apples") && str_is(w->words[1], "each of the"));
     api_free(&c);
     c = (api_call){.serial = {1, 2}}; /* a special token is the token, not its letters */
     CHECK(!api_parse(&m, API_COMPLETIONS, STR("{\"prompt\":\"Tom\",\"bad_words\":[\"<|im_end|>\"]}"), &c, &e));
     const int32_t end = tok_id(m.t->tok, STR("<|im_end|>"));
     w = c.parts[0].q.sampling.bad_words;
-    CHECK(end >= 0 && w && w->always.n == 1 && w->always.p[0] == end);
+    CHECK(end >= 0 && w && w->whole_ids.n == 1 && w->whole_ids.p[0] == end);
     api_free(&c);
     c = (api_call){.serial = {1, 2}}; /* whose letters are no words */
     CHECK(!api_parse(&m, API_COMPLETIONS, STR("{\"prompt\":\"Tom\",\"bad_words\":[\"end\",\"im\",\"text\"]}"), &c, &e));
     w = c.parts[0].q.sampling.bad_words;
-    CHECK(w->always.n > 1);
-    for (size_t i = 0; i < w->always.n; i++) CHECK(!(m.t->tok->flag[w->always.p[i]] & TOK_SPECIAL));
+    CHECK(w->whole_ids.n > 1);
+    for (size_t i = 0; i < w->whole_ids.n; i++) CHECK(!(m.t->tok->flag[w->whole_ids.p[i]] & TOK_SPECIAL));
     api_free(&c);
     CHECK(!api_refuse_value(&m, API_COMPLETIONS, "bad_words", "[]").status);
     CHECK(!strcmp(api_refuse_value(&m, API_CHAT, "bad_words", "[\"a\",\"  \"]").message, "bad_words[1]: a word without tokens"));
     CHECK(!strcmp(api_refuse_value(&m, API_CHAT, "bad_words", "[\"a\\u0000b\"]").message, "bad_words: expected a list of texts"));
     buf b = {0};
     buf_c(&b, "[\"a\"");
-    for (int i = 0; i < SAMP_MAX_WORDS; i++) buf_c(&b, ",\"a\"");
+    for (int i = 0; i < SAMP_MAX_BAD_TEXTS; i++) buf_c(&b, ",\"a\"");
     buf_c(&b, "]");
     CHECK(!strcmp(api_refuse_value(&m, API_CHAT, "bad_words", b.p).message, "bad_words: 2049 words, expected 1 to 2048"));
     buf_clear(&b), buf_c(&b, "[\"");
-    for (int i = 0; i <= SAMP_MAX_WORD_BYTES; i++) buf_char(&b, 'a');
+    for (int i = 0; i <= SAMP_MAX_BAD_BYTES; i++) buf_char(&b, 'a');
     buf_c(&b, "\"]");
     CHECK(!strcmp(api_refuse_value(&m, API_CHAT, "bad_words", b.p).message, "bad_words: 32769 bytes, expected at most 32768 in all"));
     buf_free(&b);

@@ -162,12 +162,12 @@ static void world_device(cpu_world *w, const cpu_kernels *kernels, int threads, 
         CHECK_MSG(0, "%s", e.msg);
         abort();
     }
-    w->d->pool.small = 0;
-    w->d->kernels = kernels, w->d->chunk = MIN(w->d->chunk, chunk);
-    w->d->out_chunk = MIN(w->d->out_chunk, MAX(1, chunk / 2));
+    w->d->pool.serial_cost = 0;
+    w->d->kernels = kernels, w->d->scratch_rows = MIN(w->d->scratch_rows, chunk);
+    w->d->scratch_samples = MIN(w->d->scratch_samples, MAX(1, chunk / 2));
     size_t pages = 2 * CPU_PAGES;
-    for (size_t i = 0; i < pages * w->d->page_k; i++) w->d->kv_k[i] = NAN;
-    for (size_t i = 0; i < pages * w->d->page_v; i++) w->d->kv_v[i] = NAN;
+    for (size_t i = 0; i < pages * w->d->k_page_floats; i++) w->d->k_cache[i] = NAN;
+    for (size_t i = 0; i < pages * w->d->v_page_floats; i++) w->d->v_cache[i] = NAN;
     for (int i = 0; i < CPU_PAGES; i++) {
         int j = rnd_int(&w->seed, 0, i);
         deck[i] = deck[j], deck[j] = i;
@@ -225,7 +225,7 @@ static toka_dev_ptr guarded(toka_device *d, size_t n) {
     return (toka_dev_ptr){(uintptr_t)(p + CPU_GUARD)};
 }
 static void guarded_free(toka_dev_ptr a, size_t n) { /* and checks that the guards are whole */
-    float *p = cpu_at(a);
+    float *p = cpu_ptr(a);
     for (int i = 1; i <= CPU_GUARD; i++) CHECK(isnan(p[-i]) && isnan(p[n + (size_t)i - 1]));
     free(p - CPU_GUARD);
 }
@@ -253,7 +253,7 @@ static void check_embed(cpu_world *w) {
         want[i] = ref_element(&w->c->w.embed,
                               (size_t)w->ids[i / (size_t)w->c->sh.E] * (size_t)w->c->sh.E + i % (size_t)w->c->sh.E);
     toka_cpu.embed(w->d, &w->step, x);
-    CHECK(rel_error(cpu_at(x), want, n) == 0);
+    CHECK(rel_error(cpu_ptr(x), want, n) == 0);
     guarded_free(x, n), free(want);
 }
 
@@ -265,7 +265,7 @@ static void check_qkv(cpu_world *w, int layer, cpu_ref *ref) {
     size_t nx = (size_t)w->T * (size_t)s->E, nq = (size_t)w->T * (size_t)HD;
     toka_dev_ptr x = guarded(w->d, nx), q = guarded(w->d, nq);
     double *xd = mem_alloc(nx * sizeof *xd), *qd = mem_alloc(nq * sizeof *qd);
-    for (size_t i = 0; i < nx; i++) xd[i] = cpu_at(x)[i] = (float)rnd_normal(&w->seed);
+    for (size_t i = 0; i < nx; i++) xd[i] = cpu_ptr(x)[i] = (float)rnd_normal(&w->seed);
     toka_cpu.norm_qkv_rope_kv(w->d, &w->step, layer, x, q);
     float got[2][256];
     for (int t = 0; t < w->T; t++) {
@@ -277,14 +277,14 @@ static void check_qkv(cpu_world *w, int layer, cpu_ref *ref) {
         int page = layer * CPU_PAGES + w->slot[t] / s->B, off = w->slot[t] % s->B;
         for (int h = 0; h < s->K; h++) {
             for (int i = 0; i < s->D; i++) {
-                got[0][i] = w->d->kv_k[(size_t)page * w->d->page_k + (size_t)((h * s->D + i) * w->d->bp + off)];
-                got[1][i] = w->d->kv_v[(size_t)page * w->d->page_v + (size_t)((h * s->B + off) * w->d->dp + i)];
+                got[0][i] = w->d->k_cache[(size_t)page * w->d->k_page_floats + (size_t)((h * s->D + i) * w->d->B_pad + off)];
+                got[1][i] = w->d->v_cache[(size_t)page * w->d->v_page_floats + (size_t)((h * s->B + off) * w->d->D_pad + i)];
             }
             CHECK(rel_error(got[0], ref->k + at + h * s->D, (size_t)s->D) < 1e-5);
             CHECK(rel_error(got[1], ref->v + at + h * s->D, (size_t)s->D) < 1e-5);
         }
     }
-    double err = rel_error(cpu_at(q), qd, nq);
+    double err = rel_error(cpu_ptr(q), qd, nq);
     CHECK_MSG(err < 2e-6, "%g", err);
     guarded_free(x, nx), guarded_free(q, nq), free(xd), free(qd);
 }
@@ -295,11 +295,11 @@ static void check_attention(cpu_world *w, int layer, const cpu_ref *ref) {
     int window = w->c->layers[layer].window;
     toka_dev_ptr q = guarded(w->d, n), o = guarded(w->d, n);
     double *want = mem_zalloc(n * sizeof *want), p[CPU_LEN];
-    for (size_t i = 0; i < n; i++) cpu_at(q)[i] = (float)rnd_normal(&w->seed);
+    for (size_t i = 0; i < n; i++) cpu_ptr(q)[i] = (float)rnd_normal(&w->seed);
     toka_cpu.attention(w->d, &w->step, layer, q, o);
     for (int t = 0; t < w->T; t++)
         for (int h = 0; h < s->H; h++) {
-            const float *qh = cpu_at(q) + (t * s->H + h) * s->D;
+            const float *qh = cpu_ptr(q) + (t * s->H + h) * s->D;
             double *oh = want + (t * s->H + h) * s->D, best = -INFINITY, sum = 0;
             size_t at = (size_t)((w->seq[t] * CPU_LEN * s->K + h / (s->H / s->K)) * s->D), step = (size_t)(s->K * s->D);
             int from = window ? MAX(0, w->pos[t] - window + 1) : 0;
@@ -316,7 +316,7 @@ static void check_attention(cpu_world *w, int layer, const cpu_ref *ref) {
                 for (int i = 0; i < s->D; i++) oh[i] += p[j] / sum * ref->v[src + (size_t)j * step + (size_t)i];
             }
         }
-    double err = rel_error(cpu_at(o), want, n);
+    double err = rel_error(cpu_ptr(o), want, n);
     CHECK_MSG(err < 3e-6, "%g: T %d, layer %d, spans %d", err, w->T, layer, w->n_spans);
     guarded_free(q, n), guarded_free(o, n), free(want);
 }
@@ -329,16 +329,16 @@ static void check_out_residual(cpu_world *w, int layer) {
     toka_dev_ptr x = guarded(w->d, nx), o = guarded(w->d, no);
     double *want = mem_alloc(nx * sizeof *want), *in = mem_alloc((size_t)HD * sizeof *in),
         *y = mem_alloc((size_t)s->E * sizeof *y);
-    for (size_t i = 0; i < nx; i++) want[i] = cpu_at(x)[i] = (float)rnd_normal(&w->seed);
-    for (size_t i = 0; i < no; i++) cpu_at(o)[i] = (float)rnd_normal(&w->seed);
+    for (size_t i = 0; i < nx; i++) want[i] = cpu_ptr(x)[i] = (float)rnd_normal(&w->seed);
+    for (size_t i = 0; i < no; i++) cpu_ptr(o)[i] = (float)rnd_normal(&w->seed);
     toka_cpu.out_residual(w->d, &w->step, layer, o, x);
     for (int t = 0; t < w->T; t++) {
-        for (int i = 0; i < HD; i++) in[i] = cpu_at(o)[t * HD + i];
+        for (int i = 0; i < HD; i++) in[i] = cpu_ptr(o)[t * HD + i];
         ref_matvec(y, in, &l->o);
         for (int i = 0; i < s->E; i++)
             want[t * s->E + i] += y[i] + (l->o_bias.rows ? ref_element(&l->o_bias, (size_t)i) : 0);
     }
-    CHECK(rel_error(cpu_at(x), want, nx) < 1e-6);
+    CHECK(rel_error(cpu_ptr(x), want, nx) < 1e-6);
     guarded_free(x, nx), guarded_free(o, no), free(want), free(in), free(y);
 }
 
@@ -349,7 +349,7 @@ static void check_mlp(cpu_world *w, int layer) {
     toka_dev_ptr x = guarded(w->d, nx);
     double *want = mem_alloc(nx * sizeof *want), *in = mem_alloc((size_t)s->E * sizeof *in);
     double *g = mem_alloc((size_t)s->F * sizeof *g), *u = mem_alloc((size_t)s->F * sizeof *u);
-    for (size_t i = 0; i < nx; i++) want[i] = cpu_at(x)[i] = (float)rnd_normal(&w->seed);
+    for (size_t i = 0; i < nx; i++) want[i] = cpu_ptr(x)[i] = (float)rnd_normal(&w->seed);
     toka_cpu.norm_mlp_residual(w->d, &w->step, layer, x);
     for (int t = 0; t < w->T; t++) {
         double *row = want + t * s->E;
@@ -359,7 +359,7 @@ static void check_mlp(cpu_world *w, int layer) {
         ref_matvec(in, g, &l->down);
         for (int i = 0; i < s->E; i++) row[i] += in[i];
     }
-    CHECK(rel_error(cpu_at(x), want, nx) < 1e-6);
+    CHECK(rel_error(cpu_ptr(x), want, nx) < 1e-6);
     guarded_free(x, nx), free(want), free(in), free(g), free(u);
 }
 
@@ -371,20 +371,20 @@ static void check_logits(cpu_world *w) {
     toka_sample_row rows[40];
     toka_sample_result picks[41];
     double *in = mem_alloc((size_t)s->E * sizeof *in), *y = mem_alloc((size_t)s->V * sizeof *y);
-    for (size_t i = 0; i < nx; i++) cpu_at(x)[i] = (float)rnd_normal(&w->seed);
+    for (size_t i = 0; i < nx; i++) cpu_ptr(x)[i] = (float)rnd_normal(&w->seed);
     for (int i = 0; i < n_out; i++)
         rows[i] = (toka_sample_row){.row = rnd_int(&w->seed, 0, w->T - 1), .forced_id = rnd_int(&w->seed, 0, s->V - 1)};
     memset(picks, 0x5A, sizeof picks);
-    w->step.n_samples = n_out, w->step.samples = rows, w->step.logits = cpu_at(logits);
+    w->step.n_samples = n_out, w->step.samples = rows, w->step.logits = cpu_ptr(logits);
     toka_cpu.norm_logits_sample(w->d, &w->step, x, picks);
     for (int i = 0; i < n_out; i++) {
         double best = -INFINITY, sum = 0;
-        for (int j = 0; j < s->E; j++) in[j] = cpu_at(x)[rows[i].row * s->E + j];
+        for (int j = 0; j < s->E; j++) in[j] = cpu_ptr(x)[rows[i].row * s->E + j];
         ref_norm(in, in, &w->c->w.norm, s->E, s->eps);
         ref_matvec(y, in, &w->c->w.lm_head);
         for (int j = 0; j < s->V; j++) best = MAX(best, y[j]);
         for (int j = 0; j < s->V; j++) sum += exp(y[j] - best);
-        CHECK(rel_error(cpu_at(logits) + i * s->V, y, (size_t)s->V) < 1e-6);
+        CHECK(rel_error(cpu_ptr(logits) + i * s->V, y, (size_t)s->V) < 1e-6);
         CHECK(picks[i].id == rows[i].forced_id);
         CHECK(fabs(picks[i].logprob - (y[picks[i].id] - best - log(sum))) < 1e-4);
     }
@@ -401,7 +401,7 @@ static void check_ops(cpu_sizes z, int set, int threads, uint64_t seed) {
     w->c = &c, w->seed = seed * 77 + 1, w->n_seq = rnd_int(&w->seed, 1, 5);
     w->shared = rnd_int(&w->seed, 0, 20 / z.B) * z.B;
     for (int s = 0; s < w->n_seq; s++) w->len[s] = w->shared + rnd_int(&w->seed, 2, 24);
-    world_device(w, &cpu_sets[set], threads, rnd_int(&w->seed, 0, 1) ? 5 : 512);
+    world_device(w, &cpu_kernel_sets[set], threads, rnd_int(&w->seed, 0, 1) ? 5 : 512);
     for (int s = 0; s < w->n_seq; s++)
         for (int p = 0; p < w->len[s]; p++) w->token[s][p] = rnd_int(&w->seed, 0, z.V - 1);
     int start[CPU_SEQS], mid[CPU_SEQS];
@@ -435,7 +435,7 @@ static void check_ops(cpu_sizes z, int set, int threads, uint64_t seed) {
 static void test_cpu_ops(void) {
     static const int heads[][2] = {{1, 1}, {3, 1}, {7, 1}, {6, 2}, {4, 4}}, sizes[] = {8, 64, 80, 96, 128};
     uint64_t seed = 1;
-    for (int set = 0; set < cpu_n_sets(); set++)
+    for (int set = 0; set < cpu_n_kernel_sets(); set++)
         for (int type = 0; type < 3; type++)
             for (int i = 0; i < 5; i++, seed++) {
                 cpu_sizes z = {.H = heads[i][0], .K = heads[i][1], .D = sizes[(i + type + set) % 5], .E = i % 2 ? 72 : 48,
@@ -443,7 +443,7 @@ static void test_cpu_ops(void) {
                                .extras = i & 1, .window = (int[]){0, 1, 7, 30}[seed % 4]};
                 int before = check_failed;
                 check_ops(z, set, 1 + (int)(seed % 3), seed);
-                CHECK_MSG(check_failed == before, "%s, dtype %d, H %d K %d D %d B %d, seed %d", cpu_sets[set].name, type,
+                CHECK_MSG(check_failed == before, "%s, dtype %d, H %d K %d D %d B %d, seed %d", cpu_kernel_sets[set].name, type,
                           z.H, z.K,
                           z.D, z.B, (int)seed);
             }
@@ -451,7 +451,7 @@ static void test_cpu_ops(void) {
 
 /* Wide enough that a product has several blocks of k and a tile of every height is used. */
 static void test_cpu_wide(void) {
-    for (int set = 0; set < cpu_n_sets(); set++) {
+    for (int set = 0; set < cpu_n_kernel_sets(); set++) {
         cpu_sizes z = {.H = 2, .K = 1, .D = 16, .E = 528, .F = 1100, .V = 30, .B = 16, .type = (toka_dtype)(set % 3)};
         check_ops(z, set, 2, (uint64_t)(90 + set));
     }
@@ -461,22 +461,22 @@ static void test_cpu_unpack(void) {
     uint16_t all[65536];
     float *got = mem_alloc(65536 * sizeof *got);
     for (int i = 0; i < 65536; i++) all[i] = (uint16_t)i;
-    for (int set = 0; set < cpu_n_sets(); set++)
+    for (int set = 0; set < cpu_n_kernel_sets(); set++)
         for (int type = TOKA_BF16; type <= TOKA_F16; type++)
             for (int off = 0; off < 3; off++) {
                 int n = 65536 - off - 7, wrong = 0;
                 toka_tensor t = {all + off, (toka_dtype)type, 1, n, n};
-                cpu_sets[set].unpack(got, all + off, t.dtype, n);
+                cpu_kernel_sets[set].convert(got, all + off, t.dtype, n);
                 for (int i = 0; i < n; i++) {
                     double want = ref_element(&t, (size_t)i);
                     wrong += !(got[i] == want || (isnan(got[i]) && isnan(want)));
                 }
-                CHECK_MSG(!wrong, "%s type %d: %d wrong", cpu_sets[set].name, type, wrong);
+                CHECK_MSG(!wrong, "%s type %d: %d wrong", cpu_kernel_sets[set].name, type, wrong);
             }
     free(got);
 }
 
-static float exp_of(float x) { return cpu_exp4(cpu_all4(x))[3]; }
+static float exp_of(float x) { return cpu_exp4(cpu_splat4(x))[3]; }
 static void test_cpu_exp(void) {
     double worst = 0;
     for (double x = -87; x <= 88; x += 1e-4) worst = MAX(worst, fabs(exp_of((float)x) / exp((float)x) - 1));
@@ -541,15 +541,15 @@ static void check_invariance(int set, cpu_sizes z, uint64_t seed) {
     }
     size_t n = (size_t)(CPU_SEQS * CPU_LEN * z.V);
     float *first = mem_zalloc(n * sizeof *first), *again = mem_zalloc(n * sizeof *again);
-    world_device(w, &cpu_sets[set], 1, 512);
+    world_device(w, &cpu_kernel_sets[set], 1, 512);
     run_world(w, first, 0);
     for (int turn = 0; turn < 6; turn++) {
         memset(again, 0, n * sizeof *again);
-        world_device(w, &cpu_sets[set], 1 + turn % 3, turn % 2 ? 3 : 512);
+        world_device(w, &cpu_kernel_sets[set], 1 + turn % 3, turn % 2 ? 3 : 512);
         run_world(w, again, (int[]){1, 2, 5, 20, 40, 7}[turn]);
         size_t differ = 0;
         for (size_t i = 0; i < n; i++) differ += memcmp(&first[i], &again[i], sizeof *first) != 0;
-        CHECK_MSG(!differ, "%s, dtype %d, B %d, turn %d: %zu of %zu logits differ", cpu_sets[set].name, (int)z.type, z.B,
+        CHECK_MSG(!differ, "%s, dtype %d, B %d, turn %d: %zu of %zu logits differ", cpu_kernel_sets[set].name, (int)z.type, z.B,
                   turn,
                   differ, n);
     }
@@ -559,7 +559,7 @@ static void check_invariance(int set, cpu_sizes z, uint64_t seed) {
 }
 
 static void test_cpu_invariance(void) {
-    for (int set = 0; set < cpu_n_sets(); set++)
+    for (int set = 0; set < cpu_n_kernel_sets(); set++)
         for (int i = 0; i < 4; i++) {
             cpu_sizes z = {.H = (int[]){8, 7, 3, 4}[i], .K = (int[]){2, 1, 3, 1}[i], .D = (int[]){8, 64, 20, 80}[i],
                            .E = (int[]){64, 560, 72, 128}[i], .F = (int[]){96, 100, 600, 128}[i], .V = 37,
@@ -581,9 +581,9 @@ static void test_cpu_pool(void) {
         toka_err e;
         atomic_int hits[50] = {0};
         CHECK(cpu_pool_open(&p, n, &e) == 0);
-        for (int round = 0; round < 3000; round++) cpu_run(&p, count_item, hits, 1 + round % 50, INT64_MAX);
+        for (int round = 0; round < 3000; round++) cpu_parallel_for(&p, count_item, hits, 1 + round % 50, INT64_MAX);
         if (n == 4) usleep(20000); /* let them fall asleep */
-        cpu_run(&p, count_item, hits, 50, INT64_MAX);
+        cpu_parallel_for(&p, count_item, hits, 50, INT64_MAX);
         cpu_pool_close(&p);
         for (int i = 0; i < 50; i++) CHECK(hits[i] == 3000 - 60 * i + 1);
     }

@@ -1034,7 +1034,7 @@ static int eng_on_place(void *user, const toka_event *ev) {
     ids_push(&g->id, ev->id);
     g->logprob[g->n] = ev->logprob, g->top0[g->n] = ev->n_top ? ev->top_logprobs[0] : 0;
     if (g->n) g->n_top = ev->n_top;
-    bool ranked = ev->rank <= ev->n_top ? ev->rank > 0 && ev->top_ids[ev->rank - 1] == ev->id : !samp_listed(ev->top_ids, ev->n_top, ev->id);
+    bool ranked = ev->rank <= ev->n_top ? ev->rank > 0 && ev->top_ids[ev->rank - 1] == ev->id : !samp_is_listed(ev->top_ids, ev->n_top, ev->id);
     g->n_ranks_wrong += g->n && g->ranks ? !ranked : ev->rank != 0;
     g->n++;
     return g->n == g->cancel_at;
@@ -1469,7 +1469,7 @@ static void test_bad_texts(void) {
             eng_got *g = eng_ask_problem(t, str_c(eng_problem), k == 3 ? 8 : 1, &s);
             for (int i = 0; i < (k == 3 ? 8 : 1); i++)
                 for (size_t p = 0; p < g->text[i].n; p++)
-                    CHECK_MSG(!samp_has_word(&t->tok->uni, buf_view(&g->text[i]), p, str_c(word + 1)), "'%s' is in '%s'", word, g->text[i].p);
+                    CHECK_MSG(!samp_is_word_at(&t->tok->uni, buf_view(&g->text[i]), p, str_c(word + 1)), "'%s' is in '%s'", word, g->text[i].p);
             eng_got_free(g), toka_words_del(s.bad_words);
         }
     }

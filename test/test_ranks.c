@@ -308,7 +308,7 @@ static void rk_rank_open(rk_rank *r, const rk_world *w, toka_group *g) {
     size_t heads = (size_t)(RK_ROWS * r->sh.H * r->sh.D) * sizeof(float);
     r->x = toka_cpu.alloc(r->d, (size_t)(RK_ROWS * w->sh.E) * sizeof(float));
     r->q = toka_cpu.alloc(r->d, heads), r->o = toka_cpu.alloc(r->d, heads);
-    r->d->pool.small = 0, r->d->chunk = MIN(r->d->chunk, 7), r->d->out_chunk = 2; /* small, so that all loops go round */
+    r->d->pool.serial_cost = 0, r->d->scratch_rows = MIN(r->d->scratch_rows, 7), r->d->scratch_samples = 2; /* small, so that all loops go round */
 }
 
 static void rk_run_alone(rk_world *w) {
@@ -462,7 +462,7 @@ static void rk_check_lost(rk_world *w, const rk_lost *l) {
     const int n = l->tp * l->pp;
     for (int i = 0; i < RK_STEPS; i++) rk_build(w, i, l->by_slot, &w->step[i]);
     CHECK(toka_cpu.group_open(&g, l->tp, l->pp, &e) == 0);
-    g->patience = 2; /* long enough for a busy machine to let every thread move */
+    g->watchdog_s = 2; /* long enough for a busy machine to let every thread move */
     for (int i = 0; i < n; i++) ranks[i].away_after = i == l->who ? l->after : -1;
     double t0 = os_now();
     rk_start(w, l->tp, l->pp, g, ranks, &a);
@@ -540,7 +540,7 @@ static void test_ranks_slow(void) {
     toka_err e;
     arena a = {0};
     CHECK(toka_cpu.group_open(&g, 2, 2, &e) == 0);
-    g->patience = 1;
+    g->watchdog_s = 1;
     for (int i = 0; i < 4; i++) ranks[i].away_after = -1;
     ranks[1].nap_us = 15000;
     double t0 = os_now();
@@ -549,7 +549,7 @@ static void test_ranks_slow(void) {
         pthread_join(ranks[i].thread, NULL);
         CHECK_MSG(!ranks[i].error.code, "%s", ranks[i].error.msg);
     }
-    CHECK(os_now() - t0 > 2 * g->patience);
+    CHECK(os_now() - t0 > 2 * g->watchdog_s);
     rk_compare(w, 2, 2, "slow");
     toka_cpu.group_close(g);
     arena_free(&a);
@@ -573,7 +573,7 @@ static void test_ranks_abort(void) {
         double t0 = os_now();
         toka_cpu.group_abort(g);
         for (int i = 0; i < 4; i++) pthread_join(ranks[i].thread, NULL);
-        CHECK(os_now() - t0 < CPU_PATIENCE / 2); /* nobody sat it out */
+        CHECK(os_now() - t0 < CPU_WATCHDOG_S / 2); /* nobody sat it out */
         for (int i = 0; i < 4; i++) {
             char want[64];
             snprintf(want, sizeof want, "told to end; rank %d (stage %d, tensor rank %d) was in ", i, i / 2, i % 2);

@@ -227,10 +227,10 @@ static void test_samp_exp(void) {
     CHECK(samp_exp(-700.1) == 0 && samp_exp(-1e300) == 0 && samp_exp(-INFINITY) == 0 && samp_exp(-692) > 0);
     float x[] = {-INFINITY, -FLT_MAX, -2.5f, -1e-45f, 0, 1e-45f, 3, FLT_MAX};
     for (int i = 0; i < COUNT(x); i++) {
-        CHECK(samp_unkey(samp_key(x[i])) == x[i]);
-        CHECK(i == 0 || samp_key(x[i - 1]) < samp_key(x[i]));
+        CHECK(samp_key_to_logit(samp_logit_to_key(x[i])) == x[i]);
+        CHECK(i == 0 || samp_logit_to_key(x[i - 1]) < samp_logit_to_key(x[i]));
     }
-    CHECK(samp_key(-0.0f) == samp_key(0.0f));
+    CHECK(samp_logit_to_key(-0.0f) == samp_logit_to_key(0.0f));
 }
 
 /* ---- Against the naive sampler ---- */
@@ -279,14 +279,14 @@ static bool check_case(const samp_case *c, uint64_t seed) {
         samp_dist d = {x, c->V, samp_max(x, c->V), 1 / (double)c->s.temperature, {-INFINITY, -1}};
         samp_truncate(&d, &c->s);
         int wrong = 0;
-        for (int i = 0; i < c->V; i++) wrong += samp_kept(&d, i) != (r.keep[i] && x[i] > -INFINITY);
+        for (int i = 0; i < c->V; i++) wrong += samp_is_kept(&d, i) != (r.keep[i] && x[i] > -INFINITY);
         for (int i = 0; i < c->V; i++) wrong += x[i] != r.adjusted[i];
         CHECK_MSG(!wrong, "seed %llu: %d ids of %d", (unsigned long long)seed, wrong, c->V);
         free(x);
     }
     for (int id = 0, n = 0; r.nothing && id < c->V; id++) { /* the lowest id that may be drawn, if any may */
-        bool may = !c->s.n_allowed || samp_listed(c->s.allowed_ids, c->s.n_allowed, id);
-        if (may && !samp_listed(c->row.forbidden, c->row.n_forbidden, id) && !n++) CHECK(pick.id == id);
+        bool may = !c->s.n_allowed || samp_is_listed(c->s.allowed_ids, c->s.n_allowed, id);
+        if (may && !samp_is_listed(c->row.forbidden, c->row.n_forbidden, id) && !n++) CHECK(pick.id == id);
     }
     bool sure = !r.unsure;
     ref_free(&r);
@@ -307,7 +307,7 @@ static void test_samp_naive(void) {
 }
 
 static void test_samp_large(void) { /* several windows, blocks of any size; a vocabulary over SAMP_BLOCKS * 1024 */
-    static const int sizes[] = {SAMP_WINDOW, SAMP_WINDOW + 1, 151936, 151936, 200019, 600001};
+    static const int sizes[] = {SAMP_ID_RANGE, SAMP_ID_RANGE + 1, 151936, 151936, 200019, 600001};
     for (int i = 0; i < COUNT(sizes); i++) {
         uint64_t s = 99 + (uint64_t)i;
         samp_case c = random_case(&s, sizes[i]);
@@ -725,7 +725,7 @@ static size_t naive_certain(str text, size_t n, const char *const *stop, int n_s
 
 /* One text in random pieces; pieces that begin before armed_from are not armed (armed_from is moved to a border). */
 static void check_stop(str text, const char *const *stop, int n_stop, bool include, uint64_t *s) {
-    stop_scan scan;
+    stop_scanner scan;
     buf out = {0};
     size_t at = 0, armed_from = rnd(s) % 2 ? 0 : rnd(s) % (text.n + 1), piece_max = 1 + rnd(s) % 5;
     size_t cuts[256], n_cuts = 0;
@@ -791,7 +791,7 @@ static void test_stop_cases(void) {
     for (int i = 0; i < COUNT(cases); i++)
         for (int include = 0; include < 2; include++)
             for (size_t piece = 1; piece < 9; piece++) {
-                stop_scan scan;
+                stop_scanner scan;
                 buf out = {0};
                 int n_stop = 0;
                 while (n_stop < 3 && cases[i].stop[n_stop]) n_stop++;
@@ -809,7 +809,7 @@ static void test_stop_cases(void) {
 
 static void test_stop_armed(void) {
     static const char *const stop[] = {"ab"};
-    stop_scan scan;
+    stop_scanner scan;
     buf out = {0};
     stop_init(&scan, stop, 1, false);
     CHECK(!stop_put(&scan, STR("1ab2"), false, &out) && str_is(buf_view(&out), "1ab2")); /* too early: ordinary text */
