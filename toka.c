@@ -37,15 +37,15 @@
  * THE LIFE OF A REQUEST. States are those of its samples; each arrow names the function that performs it.
  *
  *     eng_submit --(eng_check fails)--> refused: an error, nothing was touched
- *         |  eng_take, sched_submit
+ *         |  eng_drain_inbox, sched_submit
  *         v
  *       queued ---sched_admit---> prefill ---sched_plan_prefill---> decode ---eng_deliver, sched_commit---> stop, length
  *                                  ^   |                             |
  *                                  |   +------sched_preempt----------+      pages run out: the newest waits
  *                                  +---------- parked <--------------+      with its tokens, and goes on later
  *
- *     cancelled  from any state: toka_cancel, a callback that returned not 0, toka_close (eng_end_all)
- *     failed     from any state: the device failed (eng_break)
+ *     cancelled  from any state: toka_cancel, a callback that returned not 0, toka_close (eng_end_request)
+ *     failed     from any state: the device failed (eng_fail)
  *
  * WHO OWNS WHAT.
  *   model   mf_model, tok, tmpl: immutable after toka_open, read by any thread
@@ -197,8 +197,8 @@ typedef struct arena { /* many small allocations freed in one call; blocks are c
  * the nodes. */
 typedef struct json {
     uint8_t type;     /* enum json_type */
-    uint8_t exact;    /* JSON_NUMBER: written as an integer that fits int64; .i holds it */
-    uint8_t big;      /* JSON_NUMBER: written as an integer that does not; .s and .n have its text */
+    uint8_t is_int;    /* JSON_NUMBER: written as an integer that fits int64; .i holds it */
+    uint8_t is_big_int;      /* JSON_NUMBER: written as an integer that does not; .s and .n have its text */
     uint32_t n;       /* string, big number: bytes; array: elements; object: members */
     union {
         const char *s; /* string, big number */
@@ -231,25 +231,25 @@ static void *mem_check(void *p) {
 }
 
 enum { MEM_SPARE_BYTES = 40 << 20, /* so large that it goes back to the system when it is freed */
-       MEM_WAITS = 1000 };
+       MEM_MAX_RETRIES = 1000 };
 static void *_Atomic mem_spare; /* what a server keeps aside */
-static atomic_bool mem_spared;  /* this program keeps some */
+static atomic_bool mem_keeps_spare;  /* this program keeps some */
 
 /* Makes sure that there is spare memory. False: the system has none to keep aside now. */
 static bool mem_keep_spare(void) {
-    mem_spared = true;
+    mem_keeps_spare = true;
     if (mem_spare) return true;
     void *none = NULL, *more = malloc(MEM_SPARE_BYTES);
     if (!atomic_compare_exchange_strong(&mem_spare, &none, more)) free(more);
     return mem_spare != NULL;
 }
 
-static bool mem_is_short(void) { return mem_spared && !mem_spare; } /* the spare memory is in use */
+static bool mem_is_low(void) { return mem_keeps_spare && !mem_spare; } /* the spare memory is in use */
 
 /* An allocation failed `tries` times before. True: try again. Others give memory back meanwhile. */
-static bool mem_again(int tries) {
-    void *spare = mem_spared ? atomic_exchange(&mem_spare, NULL) : NULL;
-    if (!mem_spared || tries == MEM_WAITS) return false;
+static bool mem_wait_retry(int tries) {
+    void *spare = mem_keeps_spare ? atomic_exchange(&mem_spare, NULL) : NULL;
+    if (!mem_keeps_spare || tries == MEM_MAX_RETRIES) return false;
     if (spare) free(spare);
     else nanosleep(&(struct timespec){.tv_nsec = 10000000}, NULL);
     return true;
@@ -257,40 +257,40 @@ static bool mem_again(int tries) {
 
 static void *mem_alloc(size_t n) {
     void *p = malloc(n ? n : 1);
-    for (int i = 0; !p && mem_again(i); i++) p = malloc(n ? n : 1);
+    for (int i = 0; !p && mem_wait_retry(i); i++) p = malloc(n ? n : 1);
     return mem_check(p);
 }
 static void *mem_zalloc(size_t n) {
     void *p = calloc(n ? n : 1, 1);
-    for (int i = 0; !p && mem_again(i); i++) p = calloc(n ? n : 1, 1);
+    for (int i = 0; !p && mem_wait_retry(i); i++) p = calloc(n ? n : 1, 1);
     return mem_check(p);
 }
 static void *mem_realloc(void *old, size_t n) {
     for (int i = 0;; i++) {
         void *p = realloc(old, n ? n : 1);
-        if (p || !mem_again(i)) return mem_check(p);
+        if (p || !mem_wait_retry(i)) return mem_check(p);
     }
 }
 /* Would the system give n bytes now? For work of a size that a client chose, before it begins. */
-static bool mem_has(size_t n) {
+static bool mem_is_available(size_t n) {
     void *volatile p = malloc(n); /* volatile: a compiler may leave out memory that nobody uses */
     free(p);
     return p != NULL;
 }
 /* n * size bytes of zeros, for a size that a flag chose; NULL: so much memory there is not. */
-static void *mem_try(size_t n, size_t size) { return calloc(MAX(n, (size_t)1), size); }
+static void *mem_try_zalloc(size_t n, size_t size) { return calloc(MAX(n, (size_t)1), size); }
 
 /* Fills *e and returns its code, so that `return fail(e, ...)` is the only error line a function needs. */
 __attribute__((format(printf, 3, 4))) static int fail(toka_err *e, int code, const char *fmt, ...) {
-    va_list ap;
-    va_start(ap, fmt);
+    va_list args;
+    va_start(args, fmt);
     e->code = code;
-    vsnprintf(e->msg, sizeof e->msg, fmt, ap);
-    va_end(ap);
-    for (unsigned char *c = (unsigned char *)e->msg; *c; c++) { /* a name out of a hostile file must not steer a terminal */
-        bool c1 = c[0] == 0xC2 && c[1] >= 0x80 && c[1] < 0xA0; /* U+0080 .. U+009F, as two bytes */
-        if (c1) *c++ = '?';
-        if (c1 || *c < 0x20 || *c == 0x7F) *c = '?';
+    vsnprintf(e->msg, sizeof e->msg, fmt, args);
+    va_end(args);
+    for (unsigned char *byte = (unsigned char *)e->msg; *byte; byte++) { /* a name out of a hostile file must not steer a terminal */
+        bool c1 = byte[0] == 0xC2 && byte[1] >= 0x80 && byte[1] < 0xA0; /* U+0080 .. U+009F, as two bytes */
+        if (c1) *byte++ = '?';
+        if (c1 || *byte < 0x20 || *byte == 0x7F) *byte = '?';
     }
     return code;
 }
@@ -333,11 +333,11 @@ static ptrdiff_t str_find(str s, str needle, size_t from) {
 }
 
 /* Cuts the text up to the next `sep` off *rest, with it; false where nothing is left. */
-static bool str_next(str *rest, char sep, str *part) {
+static bool str_split_next(str *rest, char sep, str *piece) {
     const char *at = rest->n ? memchr(rest->p, sep, rest->n) : NULL;
     size_t n = at ? (size_t)(at - rest->p) : rest->n;
     if (!rest->n) return false;
-    *part = str_sub(*rest, 0, n), *rest = str_sub(*rest, MIN(n + 1, rest->n), rest->n);
+    *piece = str_sub(*rest, 0, n), *rest = str_sub(*rest, MIN(n + 1, rest->n), rest->n);
     return true;
 }
 
@@ -353,68 +353,68 @@ static uint64_t hash_mix(uint64_t z) {
 }
 
 /* 64-bit hash of bytes, for tables in memory only (not stable across versions, not against attackers). */
-static uint64_t hash_bytes(const void *p, size_t n) {
-    const unsigned char *s = p;
-    uint64_t h = 0x9E3779B97F4A7C15u ^ n;
-    for (; n >= 8; s += 8, n -= 8) {
-        uint64_t w;
-        memcpy(&w, s, 8);
-        h = (h ^ w) * 0xFF51AFD7ED558CCDu;
-        h ^= h >> 32;
+static uint64_t hash_bytes(const void *data, size_t n_bytes) {
+    const unsigned char *bytes = data;
+    uint64_t hash = 0x9E3779B97F4A7C15u ^ n_bytes;
+    for (; n_bytes >= 8; bytes += 8, n_bytes -= 8) {
+        uint64_t word;
+        memcpy(&word, bytes, 8);
+        hash = (hash ^ word) * 0xFF51AFD7ED558CCDu;
+        hash ^= hash >> 32;
     }
-    for (; n; s++, n--) h = (h ^ *s) * 0x100000001B3u;
-    h ^= h >> 29;
-    h *= 0xC4CEB9FE1A85EC53u;
-    return h ^ h >> 32;
+    for (; n_bytes; bytes++, n_bytes--) hash = (hash ^ *bytes) * 0x100000001B3u;
+    hash ^= hash >> 29;
+    hash *= 0xC4CEB9FE1A85EC53u;
+    return hash ^ hash >> 32;
 }
 
 /* ---- A name that was meant ---- */
 
-enum { NEAR_BYTES = 64 }; /* of a name; longer ones are like no other */
+enum { SUGGEST_MAX_BYTES = 64 }; /* of a name; longer ones are like no other */
 
-typedef struct near_name {
+typedef struct suggestion {
     str typed;
     const char *best; /* the candidate most like it so far; NULL: none is */
     int distance;
-} near_name;
+} suggestion;
 
-static char near_char(char c) { return c == '_' ? '-' : (char)tolower((unsigned char)c); }
+static char suggest_fold_char(char c) { return c == '_' ? '-' : (char)tolower((unsigned char)c); }
 
 /* Edit distance (Damerau 1964) of two names, capitals and _ aside: insertions, deletions, changes,
  * and swaps of neighbours. last[i] and row[i]: of the first i bytes of a and the first k of b. */
-static int near_distance(str a, str b) {
-    int rows[3][NEAR_BYTES + 1], *before = rows[0], *last = rows[1], *row = rows[2];
-    if (a.n > NEAR_BYTES || b.n > NEAR_BYTES) return INT_MAX;
-    for (size_t i = 0; i <= a.n; i++) last[i] = before[i] = (int)i;
-    for (size_t k = 0; k < b.n; k++) {
-        row[0] = (int)k + 1;
+static int suggest_distance(str a, str b) {
+    int rows[3][SUGGEST_MAX_BYTES + 1], *diagonal = rows[0], *last = rows[1], *row = rows[2];
+    if (a.n > SUGGEST_MAX_BYTES || b.n > SUGGEST_MAX_BYTES) return INT_MAX;
+    for (size_t i = 0; i <= a.n; i++) last[i] = diagonal[i] = (int)i;
+    for (size_t j = 0; j < b.n; j++) {
+        row[0] = (int)j + 1;
         for (size_t i = 0; i < a.n; i++) {
-            const char x = near_char(a.p[i]), y = near_char(b.p[k]);
+            const char x = suggest_fold_char(a.p[i]), y = suggest_fold_char(b.p[j]);
             row[i + 1] = MIN(last[i] + (x != y), MIN(row[i], last[i + 1]) + 1);
-            const bool swap = i && k && x == near_char(b.p[k - 1]) && y == near_char(a.p[i - 1]);
-            if (swap) row[i + 1] = MIN(row[i + 1], before[i - 1] + 1);
+            const bool swap = i && j && x == suggest_fold_char(b.p[j - 1]) && y == suggest_fold_char(a.p[i - 1]);
+            if (swap) row[i + 1] = MIN(row[i + 1], diagonal[i - 1] + 1);
         }
-        int *oldest = before;
-        before = last, last = row, row = oldest;
+        int *oldest = diagonal;
+        diagonal = last, last = row, row = oldest;
     }
     return last[a.n];
 }
 
 /* Takes a candidate that is more like the name than those before. A third of the name may differ,
  * or one name begins the other. */
-static void near_try(near_name *near, const char *candidate) {
+static void suggest_try(suggestion *near, const char *candidate) {
     const str typed = near->typed, name = str_c(candidate);
     const size_t shorter = MIN(typed.n, name.n);
-    const int most = (int)(typed.n + 2) / 3;
-    int distance = near_distance(typed, name);
-    const bool begins = shorter >= 3 && !strncasecmp(typed.p, candidate, shorter);
-    if (distance > most && begins && MAX(typed.n, name.n) <= 4 * shorter) distance = most;
-    if (typed.n < 2 || distance > most || (near->best && distance >= near->distance)) return;
+    const int max_distance = (int)(typed.n + 2) / 3;
+    int distance = suggest_distance(typed, name);
+    const bool is_prefix = shorter >= 3 && !strncasecmp(typed.p, candidate, shorter);
+    if (distance > max_distance && is_prefix && MAX(typed.n, name.n) <= 4 * shorter) distance = max_distance;
+    if (typed.n < 2 || distance > max_distance || (near->best && distance >= near->distance)) return;
     near->best = candidate, near->distance = distance;
 }
 
 /* Adds the nearest name, if there is one, to the error in e. head: text before the name. */
-static int near_fail(const near_name *near, const char *head, toka_err *e) {
+static int suggest_fail(const suggestion *near, const char *head, toka_err *e) {
     const size_t n = strlen(e->msg);
     if (near->best) snprintf(e->msg + n, sizeof e->msg - n, "; did you mean %s%s?", head, near->best);
     return e->code;
@@ -423,18 +423,18 @@ static int near_fail(const near_name *near, const char *head, toka_err *e) {
 /* ---- Buffers ---- */
 
 /* The next capacity, with room for so much more; 0: there is room. */
-static size_t buf_grown(const buf *b, size_t more) {
+static size_t buf_next_cap(const buf *b, size_t more) {
     size_t cap = b->cap + b->cap / 2;
     if (b->cap - b->n > more) return 0; /* one byte is kept for the NUL */
     return MAX(MAX(cap, b->n + more + 1), (size_t)64);
 }
 static void buf_reserve(buf *b, size_t more) {
-    const size_t cap = buf_grown(b, more);
+    const size_t cap = buf_next_cap(b, more);
     if (cap) b->p = mem_realloc(b->p, cap), b->cap = cap;
 }
 /* The same for a size that a client chose. False: the allocation failed, the buffer is as before. */
 static bool buf_try_reserve(buf *b, size_t more) {
-    const size_t cap = buf_grown(b, more);
+    const size_t cap = buf_next_cap(b, more);
     char *p = cap ? realloc(b->p, cap) : b->p;
     if (cap && p) b->p = p, b->cap = cap;
     return p != NULL || !cap;
@@ -452,12 +452,12 @@ static void buf_str(buf *b, str s) { buf_put(b, s.p, s.n); }
 static void buf_c(buf *b, const char *z) { buf_put(b, z, strlen(z)); }
 static void buf_char(buf *b, char c) { buf_put(b, &c, 1); }
 static void buf_int(buf *b, int64_t i) { /* as %lld */
-    char z[20], *at = z + sizeof z; /* the lowest number has 19 digits and a sign */
-    uint64_t n = i < 0 ? -(uint64_t)i : (uint64_t)i;
-    do *--at = (char)('0' + n % 10);
-    while (n /= 10);
-    if (i < 0) *--at = '-';
-    buf_put(b, at, (size_t)(z + sizeof z - at));
+    char digits[20], *first = digits + sizeof digits; /* the lowest number has 19 digits and a sign */
+    uint64_t rest = i < 0 ? -(uint64_t)i : (uint64_t)i;
+    do *--first = (char)('0' + rest % 10);
+    while (rest /= 10);
+    if (i < 0) *--first = '-';
+    buf_put(b, first, (size_t)(digits + sizeof digits - first));
 }
 static str buf_view(const buf *b) { return (str){b->p ? b->p : "", b->n}; }
 static void buf_clear(buf *b) { b->n = 0; }
@@ -465,16 +465,16 @@ static void buf_free(buf *b) {
     free(b->p);
     *b = (buf){0};
 }
-__attribute__((format(printf, 2, 3))) static void buf_printf(buf *b, const char *fmt, ...) {
-    va_list ap, again;
+__attribute__((format(printf, 2, 3))) static void buf_printf(buf *out, const char *fmt, ...) {
+    va_list ap, args;
     va_start(ap, fmt);
-    va_copy(again, ap);
-    int n = vsnprintf(NULL, 0, fmt, ap);
+    va_copy(args, ap);
+    int n_bytes = vsnprintf(NULL, 0, fmt, ap);
     va_end(ap);
-    buf_reserve(b, (size_t)n + 1);
-    vsnprintf(b->p + b->n, (size_t)n + 1, fmt, again);
-    va_end(again);
-    b->n += (size_t)n;
+    buf_reserve(out, (size_t)n_bytes + 1);
+    vsnprintf(out->p + out->n, (size_t)n_bytes + 1, fmt, args);
+    va_end(args);
+    out->n += (size_t)n_bytes;
 }
 
 static void ids_reserve(ids *v, size_t more) {
@@ -506,31 +506,31 @@ struct arena_block {
 };
 
 /* Takes a block that was allocated apart, all of it used; the newest keeps its room. */
-static void arena_take(arena *a, struct arena_block *b) {
-    if (!a->blocks) a->used = b->cap;
-    struct arena_block **place = a->blocks ? &a->blocks->older : &a->blocks;
-    b->older = *place, *place = b;
+static void arena_adopt_block(arena *a, struct arena_block *block) {
+    if (!a->blocks) a->used = block->cap;
+    struct arena_block **link = a->blocks ? &a->blocks->older : &a->blocks;
+    block->older = *link, *link = block;
 }
 
 /* A first block of n bytes, for an arena of which it is known what it will hold. */
-static void arena_begin(arena *a, size_t n) {
+static void arena_reserve_first(arena *a, size_t n) {
     assert(!a->blocks);
     a->blocks = mem_alloc(sizeof *a->blocks + n);
     *a->blocks = (struct arena_block){.cap = n};
 }
 
-static void *arena_alloc(arena *a, size_t n) {
-    size_t at = (a->used + 15) & ~(size_t)15;
-    if (!a->blocks || n > a->blocks->cap || at > a->blocks->cap - n) {
+static void *arena_alloc(arena *a, size_t n_bytes) {
+    size_t offset = (a->used + 15) & ~(size_t)15;
+    if (!a->blocks || n_bytes > a->blocks->cap || offset > a->blocks->cap - n_bytes) {
         size_t cap = a->blocks ? MIN(a->blocks->cap * 2, (size_t)1 << 20) : 4096;
-        if (cap < n) cap = n;
-        struct arena_block *b = mem_alloc(sizeof *b + cap);
-        *b = (struct arena_block){.older = a->blocks, .cap = cap};
-        a->blocks = b;
-        at = 0;
+        if (cap < n_bytes) cap = n_bytes;
+        struct arena_block *block = mem_alloc(sizeof *block + cap);
+        *block = (struct arena_block){.older = a->blocks, .cap = cap};
+        a->blocks = block;
+        offset = 0;
     }
-    a->used = at + n;
-    return a->blocks->bytes + at;
+    a->used = offset + n_bytes;
+    return a->blocks->bytes + offset;
 }
 static void *arena_zalloc(arena *a, size_t n) { return memset(arena_alloc(a, n), 0, n); }
 static void *arena_copy(arena *a, const void *p, size_t n) { return n ? memcpy(arena_alloc(a, n), p, n) : NULL; }
@@ -562,7 +562,7 @@ static double os_now(void) { /* seconds on a clock that never steps back */
 
 /* The program was told to end, by a signal: a device that then takes so many seconds more for its step is given up. 0: it was
  * not. */
-static atomic_int os_ends_in;
+static atomic_int os_stop_timeout_s;
 
 static int os_n_cores(void) { /* cores this process may use */
     cpu_set_t set;
@@ -575,25 +575,25 @@ static int64_t os_ram_bytes(void) { /* memory that this process may take: the ma
     int64_t bytes = (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGE_SIZE);
     struct rlimit limit;
     if (getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY) bytes = MIN(bytes, (int64_t)limit.rlim_cur);
-    FILE *f = fopen("/sys/fs/cgroup/memory.max", "re");
+    FILE *file = fopen("/sys/fs/cgroup/memory.max", "re");
     long long max;
-    if (f && fscanf(f, "%lld", &max) == 1 && max > 0) bytes = MIN(bytes, (int64_t)max); /* "max": no limit */
-    if (f) fclose(f);
+    if (file && fscanf(file, "%lld", &max) == 1 && max > 0) bytes = MIN(bytes, (int64_t)max); /* "max": no limit */
+    if (file) fclose(file);
     return bytes;
 }
 
 /* Memory that this process may yet take of that. */
-static int64_t os_room_bytes(void) {
-    const int64_t page = sysconf(_SC_PAGE_SIZE);
+static int64_t os_available_bytes(void) {
+    const int64_t page_bytes = sysconf(_SC_PAGE_SIZE);
     long long mapped = 0, resident = 0;
     struct rlimit limit;
-    FILE *f = fopen("/proc/self/statm", "re");
-    if (f && fscanf(f, "%lld %lld", &mapped, &resident) != 2) mapped = resident = 0;
-    if (f) fclose(f);
-    int64_t room = os_ram_bytes() - resident * page;
+    FILE *file = fopen("/proc/self/statm", "re");
+    if (file && fscanf(file, "%lld %lld", &mapped, &resident) != 2) mapped = resident = 0;
+    if (file) fclose(file);
+    int64_t available = os_ram_bytes() - resident * page_bytes;
     if (getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY)
-        room = MIN(room, (int64_t)limit.rlim_cur - mapped * page); /* it counts untouched pages, too */
-    return MAX(room, (int64_t)0);
+        available = MIN(available, (int64_t)limit.rlim_cur - mapped * page_bytes); /* it counts untouched pages, too */
+    return MAX(available, (int64_t)0);
 }
 
 /* Keeps the heap small; to be called before threads start.
@@ -632,28 +632,28 @@ static bool os_cond_wait(pthread_cond_t *c, pthread_mutex_t *lock, double second
 
 /* Did an open or a write fail for room on the disk, or an open for something else that the system is short of, whatever the path?
  * It may be there later. */
-static bool os_is_full(int err) { return err == ENOSPC || err == EDQUOT; }
-static bool os_is_short(int err) { return err == EMFILE || err == ENFILE || err == ENOMEM || os_is_full(err); }
+static bool os_is_disk_full(int err) { return err == ENOSPC || err == EDQUOT; }
+static bool os_is_resource_error(int err) { return err == EMFILE || err == ENFILE || err == ENOMEM || os_is_disk_full(err); }
 
 /* Maps a whole regular file read-only. An empty file gives {"",0}. Undo with os_unmap. A path that leads nowhere is
  * TOKA_E_INPUT: it came from a user or a file. TOKA_E_IO is left to what the system itself could not do. */
 static int os_map(const char *path, str *out, toka_err *e) {
     int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* a FIFO in a file's place must not hang */
-    struct stat st;
+    struct stat info;
     if (fd < 0) {
-        bool system = errno == EIO || os_is_short(errno);
+        bool system = errno == EIO || os_is_resource_error(errno);
         return fail(e, system ? TOKA_E_IO : TOKA_E_INPUT, "%s: %s", path, strerror(errno));
     }
-    if (fstat(fd, &st) != 0 || !S_ISREG(st.st_mode)) {
+    if (fstat(fd, &info) != 0 || !S_ISREG(info.st_mode)) {
         close(fd);
         return fail(e, TOKA_E_INPUT, "%s: not a regular file", path);
     }
     *out = STR("");
-    void *p = st.st_size ? mmap(NULL, (size_t)st.st_size, PROT_READ, MAP_PRIVATE, fd, 0) : NULL;
+    void *data = info.st_size ? mmap(NULL, (size_t)info.st_size, PROT_READ, MAP_PRIVATE, fd, 0) : NULL;
     int err = errno;
     close(fd);
-    if (p == MAP_FAILED) return fail(e, TOKA_E_IO, "%s: cannot map %lld bytes: %s", path, (long long)st.st_size, strerror(err));
-    if (p) *out = (str){p, (size_t)st.st_size};
+    if (data == MAP_FAILED) return fail(e, TOKA_E_IO, "%s: cannot map %lld bytes: %s", path, (long long)info.st_size, strerror(err));
+    if (data) *out = (str){data, (size_t)info.st_size};
     return 0;
 }
 static void os_unmap(str map) {
@@ -670,15 +670,15 @@ static bool os_is_file(const char *path) {
 }
 
 /* Appends all of a file descriptor (a pipe, a terminal, a file) to b; at most `limit` bytes. */
-static int os_read_all(int fd, const char *name, size_t limit, buf *b, toka_err *e) {
+static int os_read_all(int fd, const char *name, size_t limit, buf *out, toka_err *e) {
     for (;;) {
-        buf_reserve(b, 65536);
-        ssize_t n = read(fd, b->p + b->n, 65536);
-        if (n < 0 && errno == EINTR) return fail(e, TOKA_E_CANCELLED, "%s: interrupted", name);
-        if (n < 0) return fail(e, errno == EISDIR ? TOKA_E_INPUT : TOKA_E_IO, "%s: %s", name, strerror(errno));
-        b->p[b->n += (size_t)n] = 0;
-        if (n == 0) return 0;
-        if (b->n > limit) return fail(e, TOKA_E_INPUT, "%s: more than %zu bytes", name, limit);
+        buf_reserve(out, 65536);
+        ssize_t n_read = read(fd, out->p + out->n, 65536);
+        if (n_read < 0 && errno == EINTR) return fail(e, TOKA_E_CANCELLED, "%s: interrupted", name);
+        if (n_read < 0) return fail(e, errno == EISDIR ? TOKA_E_INPUT : TOKA_E_IO, "%s: %s", name, strerror(errno));
+        out->p[out->n += (size_t)n_read] = 0;
+        if (n_read == 0) return 0;
+        if (out->n > limit) return fail(e, TOKA_E_INPUT, "%s: more than %zu bytes", name, limit);
     }
 }
 
@@ -907,9 +907,9 @@ static bool json_number(json_reader *r) {
     const double f = exact && !big ? 0 : json_strtod(text);
     if (!isfinite(f) && !r->python) return r->p = s, json_fail(r, "number out of range");
     json *v = json_node(r, JSON_NUMBER);
-    v->exact = exact && !big, v->big = exact && big;
-    if (v->exact) v->i = (int64_t)(neg ? 0 - u : u);
-    else if (v->big) v->s = s, v->n = (uint32_t)text.n;
+    v->is_int = exact && !big, v->is_big_int = exact && big;
+    if (v->is_int) v->i = (int64_t)(neg ? 0 - u : u);
+    else if (v->is_big_int) v->s = s, v->n = (uint32_t)text.n;
     else v->f = f;
     return true;
 }
@@ -1034,7 +1034,7 @@ static const json *json_parse_as(arena *a, str text, json_limits limits, bool py
     }
     if (!json_document(&r)) return free(r.block), NULL;
     json_resize(&r, r.n);
-    arena_take(a, r.block);
+    arena_adopt_block(a, r.block);
     return r.nodes;
 }
 
@@ -1062,18 +1062,18 @@ static const json *json_next(const json *v) { return v + (v->type >= JSON_ARRAY 
 
 static str json_str(const json *v) { return json_is(v, JSON_STRING) ? (str){v->s, v->n} : (str){"", 0}; }
 static bool json_true(const json *v) { return json_is(v, JSON_TRUE); }
-static str json_digits(const json *v) { return v->big ? (str){v->s, v->n} : (str){"", 0}; } /* a big number's text */
+static str json_digits(const json *v) { return v->is_big_int ? (str){v->s, v->n} : (str){"", 0}; } /* a big number's text */
 static double json_num(const json *v, double otherwise) {
     if (!json_is(v, JSON_NUMBER)) return otherwise;
-    return v->exact ? (double)v->i : v->big ? json_strtod(json_digits(v)) : v->f;
+    return v->is_int ? (double)v->i : v->is_big_int ? json_strtod(json_digits(v)) : v->f;
 }
 /* A whole number, which may be written as 3.0. */
 static bool json_whole(const json *v, int64_t *out) {
-    if (!json_is(v, JSON_NUMBER) || v->big || (!v->exact && !(v->f == floor(v->f) && fabs(v->f) < 0x1p53))) return false;
-    *out = v->exact ? v->i : (int64_t)v->f;
+    if (!json_is(v, JSON_NUMBER) || v->is_big_int || (!v->is_int && !(v->f == floor(v->f) && fabs(v->f) < 0x1p53))) return false;
+    *out = v->is_int ? v->i : (int64_t)v->f;
     return true;
 }
-static int64_t json_int(const json *v, int64_t otherwise) { return json_is(v, JSON_NUMBER) && v->exact ? v->i : otherwise; }
+static int64_t json_int(const json *v, int64_t otherwise) { return json_is(v, JSON_NUMBER) && v->is_int ? v->i : otherwise; }
 
 static const json *json_get(const json *object, const char *name) {
     const json *found = NULL;
@@ -1198,10 +1198,10 @@ static void json_put_value(buf *b, const json *v) {
     case JSON_TRUE: json_put_bool(b, true); break;
     case JSON_STRING: json_put_str(b, json_str(v)); break;
     case JSON_NUMBER:
-        if (v->exact) json_put_int(b, v->i);
-        else if (v->big) json_comma(b), buf_str(b, json_digits(v));
+        if (v->is_int) json_put_int(b, v->i);
+        else if (v->is_big_int) json_comma(b), buf_str(b, json_digits(v));
         else json_put_num(b, v->f, false);
-        if (!v->exact && !v->big && isfinite(v->f) && !strpbrk(b->p + from, ".e"))
+        if (!v->is_int && !v->is_big_int && isfinite(v->f) && !strpbrk(b->p + from, ".e"))
             buf_c(b, ".0"); /* 1.0 stays what was not an integer */
         break;
     case JSON_ARRAY:
@@ -4887,7 +4887,7 @@ static bool tmpl_from_json(tmpl_run *r, const json *v, tval *out) {
     switch (v->type) {
     case JSON_NULL: *out = tv_none(); break;
     case JSON_FALSE: case JSON_TRUE: *out = tv_bool(v->type == JSON_TRUE); break;
-    case JSON_NUMBER: *out = v->exact ? tv_int(v->i) : v->big ? tv_big(json_digits(v)) : tv_float(v->f); break;
+    case JSON_NUMBER: *out = v->is_int ? tv_int(v->i) : v->is_big_int ? tv_big(json_digits(v)) : tv_float(v->f); break;
     case JSON_STRING: *out = tv_str(json_str(v)); break;
     case JSON_ARRAY:
         ok = ok && l;
@@ -5501,7 +5501,7 @@ static bool tmpl_parse_number(tmpl_run *r, str s, tval *out) {
         if (c == '.' && behind && !before) buf_char(&b, '0');
     }
     const json *number = json_parse(&a, buf_view(&b), json_trusted, &e);
-    if (json_is(number, JSON_NUMBER)) *out = number->exact ? tv_int(number->i) : tv_float(json_num(number, 0));
+    if (json_is(number, JSON_NUMBER)) *out = number->is_int ? tv_int(number->i) : tv_float(json_num(number, 0));
     arena_free(&a), buf_free(&b);
     return true;
 }
@@ -6653,7 +6653,7 @@ typedef struct mf_stamp { /* the state of a weight file just before it was mappe
     struct stat st;
 } mf_stamp;
 
-/* A model's files. Immutable after mf_open, except that pub_open_tokenizer may add an end id. */
+/* A model's files. Immutable after mf_open, except that lib_open_tokenizer may add an end id. */
 typedef struct mf_model {
     arena a;              /* owns everything below that is neither mapped nor marked as heap */
     char *name;           /* the folder's last path part, the hub id or the name in models.txt */
@@ -6767,7 +6767,7 @@ typedef struct mf_reader {
 static const char *mf_show(const json *v, char z[80]) {
     if (!v) snprintf(z, 80, "missing");
     else if (v->type == JSON_STRING) snprintf(z, 80, "\"%.*s\"", (int)MIN(v->n, 60u), v->s);
-    else if (v->type == JSON_NUMBER && v->exact) snprintf(z, 80, "%lld", (long long)v->i);
+    else if (v->type == JSON_NUMBER && v->is_int) snprintf(z, 80, "%lld", (long long)v->i);
     else if (v->type == JSON_NUMBER) snprintf(z, 80, "%g", json_num(v, 0));
     else
         snprintf(z, 80, "%s",
@@ -7112,7 +7112,7 @@ static void mf_read_ids(mf_reader *r, const char *name, int V, arena *a, int32_t
     for (size_t i = 0; i < most; i++) {
         /* Each number is one node, so element i is v + 1 + i; the loop ends at anything else. */
         const json *it = v->type == JSON_ARRAY ? v + 1 + i : v;
-        if (it->type != JSON_NUMBER || !it->exact) {
+        if (it->type != JSON_NUMBER || !it->is_int) {
             mf_bad(r, name, it, "a token id or a list of them");
             return;
         }
@@ -7696,7 +7696,7 @@ static bool st_shape(const json *shape, st_tensor *t, uint64_t *bits) {
     if (!json_is(shape, JSON_ARRAY)) return false;
     bool empty = false, over = false;
     JSON_EACH(it, shape) {
-        if (it->type != JSON_NUMBER || !it->exact || it->i < 0) return false;
+        if (it->type != JSON_NUMBER || !it->is_int || it->i < 0) return false;
         if (t->n_dims < COUNT(t->dims)) t->dims[t->n_dims] = it->i;
         t->n_dims++;
         empty = empty || it->i == 0;
@@ -8232,7 +8232,7 @@ static int mf_numbers(str s, double *out, int most) {
     arena a = {0};
     toka_err e;
     bool good = !str_ends(s, STR(","));
-    for (str word; good && str_next(&s, ',', &word); n++) {
+    for (str word; good && str_split_next(&s, ',', &word); n++) {
         const json *v = n < most ? json_parse(&a, word, json_trusted, &e) : NULL;
         good = v && (out[n] = json_num(v, -1)) >= 0;
     }
@@ -8272,7 +8272,7 @@ static bool mf_known_extras(str s, mf_config *c, double *window) {
     static const char *const names[] = {"qkv_bias", "o_bias", "qk_norm"};
     *window = 0;
     if (str_is(s, "-")) return true;
-    for (str word; str_next(&s, ',', &word);) {
+    for (str word; str_split_next(&s, ',', &word);) {
         int i = 0;
         while (i < COUNT(names) && !str_is(word, names[i])) i++;
         if (i < COUNT(names)) c->features |= 1u << i;
@@ -8354,7 +8354,7 @@ static int mf_models_parse(str text, arena *a, mf_known **list, int *n, toka_err
     *n = 0;
     *e = (toka_err){0};
     str s, col[MF_N_COLS];
-    for (size_t line = 1; str_next(&text, '\n', &s); line++) {
+    for (size_t line = 1; str_split_next(&text, '\n', &s); line++) {
         ptrdiff_t comment = str_find(s, STR("#"), 0);
         if (comment >= 0) s.n = (size_t)comment;
         int n_cols = mf_split(s, col);
@@ -8521,11 +8521,11 @@ static int mf_find(mf_model *m, const char *model, const char *models_file, toka
             return mf_find_hub(m->hub_id, m->name, &m->folder, &m->a, e);
         }
     if (!n) return fail(e, TOKA_E_USE, "%s: no such folder, and %s", model, mf_no_models);
-    near_name near = {.typed = s};
-    for (int i = 0; i < n; i++) near_try(&near, known[i].name);
+    suggestion near = {.typed = s};
+    for (int i = 0; i < n; i++) suggest_try(&near, known[i].name);
     fail(e, TOKA_E_USE, "%s: no such folder, and no such name in models.txt (see: toka models)",
          model);
-    return near_fail(&near, "", e);
+    return suggest_fail(&near, "", e);
 }
 
 /* ---- Opening ---- */
@@ -8870,12 +8870,12 @@ static bool kv_init(kv_cache *cache, int B, int n_pages, int n_seqs, int max_len
     *cache = (kv_cache){.B = B, .n_pages = n_pages, .n_seqs = n_seqs, .max_pages = (max_len + B - 1) / B, .root = n_pages};
     for (cache->n_buckets = 16; cache->n_buckets < (uint64_t)n_pages * 2; cache->n_buckets *= 2) {}
     cache->table_stride = (cache->max_pages + 15) / 16 * 16 | 16; /* an odd number of cache lines: columns spread over all cache sets */
-    cache->pages = mem_try((size_t)n_pages + 1, sizeof *cache->pages);
-    cache->tokens = mem_try((size_t)n_pages * (size_t)B, sizeof *cache->tokens);
-    cache->buckets = mem_try(cache->n_buckets, sizeof *cache->buckets);
-    cache->free_list = mem_try((size_t)n_pages, sizeof *cache->free_list);
-    cache->seqs = mem_try((size_t)n_seqs + 1, sizeof *cache->seqs);
-    cache->block_tables = mem_try((size_t)n_seqs * (size_t)cache->table_stride, sizeof *cache->block_tables);
+    cache->pages = mem_try_zalloc((size_t)n_pages + 1, sizeof *cache->pages);
+    cache->tokens = mem_try_zalloc((size_t)n_pages * (size_t)B, sizeof *cache->tokens);
+    cache->buckets = mem_try_zalloc(cache->n_buckets, sizeof *cache->buckets);
+    cache->free_list = mem_try_zalloc((size_t)n_pages, sizeof *cache->free_list);
+    cache->seqs = mem_try_zalloc((size_t)n_seqs + 1, sizeof *cache->seqs);
+    cache->block_tables = mem_try_zalloc((size_t)n_seqs * (size_t)cache->table_stride, sizeof *cache->block_tables);
     if (!cache->pages || !cache->tokens || !cache->buckets || !cache->free_list || !cache->seqs || !cache->block_tables) return kv_free(cache), false;
     for (uint64_t i = 0; i < cache->n_buckets; i++) cache->buckets[i] = -1;
     for (int page = n_pages - 1; page >= 0; page--) cache->pages[page].parent = KV_NOT_IN_TREE, cache->free_list[cache->n_free++] = page;
@@ -9640,14 +9640,14 @@ static int sched_init(scheduler *sched, const sched_config *config, toka_err *e)
                 kv_init(&sched->kv, config->B, config->n_pages, config->max_seqs, config->max_len);
     pred_init(&sched->predictor, config->n_classes, config->max_seqs);
     for (sched->forecast.n_steps = 4; fits && sched->forecast.n_steps < 2 * config->max_len + 2; sched->forecast.n_steps *= 2) {} /* as long a prefill delay as a sequence */
-    sched->forecast.nodes = fits ? mem_try((size_t)sched->forecast.n_steps * 2, sizeof *sched->forecast.nodes) : NULL;
+    sched->forecast.nodes = fits ? mem_try_zalloc((size_t)sched->forecast.n_steps * 2, sizeof *sched->forecast.nodes) : NULL;
     static_assert(offsetof(sched_seq, request) == 64, "one cache line");
     sched->seqs = mem_check(aligned_alloc(64, (n_seqs + 1) * sizeof *sched->seqs));
     memset(sched->seqs, 0, (n_seqs + 1) * sizeof *sched->seqs);
     sched->seq_nodes = mem_zalloc(n_seqs * sizeof *sched->seq_nodes);
     sched->free_seqs = mem_alloc(n_seqs * sizeof(int)), sched->copies = mem_alloc(n_seqs * sizeof *sched->copies);
     sched->prefill_seqs = mem_alloc(n_seqs * sizeof *sched->prefill_seqs);
-    sched->end_nodes = mem_try(n_pages + n_seqs, sizeof *sched->end_nodes), sched->page_users = mem_try(n_pages, sizeof *sched->page_users);
+    sched->end_nodes = mem_try_zalloc(n_pages + n_seqs, sizeof *sched->end_nodes), sched->page_users = mem_try_zalloc(n_pages, sizeof *sched->page_users);
     for (sched->n_tail_buckets = 1; sched->n_tail_buckets < config->max_seqs;) sched->n_tail_buckets *= 2;
     sched->tail_table = mem_alloc((size_t)sched->n_tail_buckets * SCHED_TAIL_WAYS * sizeof *sched->tail_table);
     if (!sched->forecast.nodes || !sched->end_nodes || !sched->page_users) {
@@ -10336,7 +10336,7 @@ static int batch_max_chunks(const scheduler *sched) { return sched->config.max_s
 /* Fails when there is not the memory for the pages of so many sequences of such a length; nothing is held then. */
 static int batch_step_init(batch_step *built, const scheduler *sched, toka_err *e) {
     size_t max_chunks = (size_t)batch_max_chunks(sched), max_tokens = (size_t)sched->config.max_tokens, n_pages = max_chunks * ((size_t)sched->kv.max_pages + 1);
-    *built = (batch_step){.pages = n_pages <= INT_MAX ? mem_try(n_pages, sizeof *built->pages) : NULL}; /* touched as far as spans need */
+    *built = (batch_step){.pages = n_pages <= INT_MAX ? mem_try_zalloc(n_pages, sizeof *built->pages) : NULL}; /* touched as far as spans need */
     if (!built->pages)
         return fail(e, TOKA_E_MEMORY, "no memory for the pages that a step of %d sequences of up to %d tokens reads",
                     sched->config.max_seqs, sched->config.max_len);
@@ -10642,7 +10642,7 @@ static void batch_micros_free(batch_micros *micros) {
 /* Fails when there is not the memory for the spans of so many sequences; nothing is held then. */
 static int batch_micros_init(batch_micros *micros, const scheduler *sched, toka_err *e) {
     size_t max_chunks = (size_t)batch_max_chunks(sched), max_tokens = (size_t)sched->config.max_tokens;
-    *micros = (batch_micros){.spans = mem_try(2 * max_chunks, sizeof *micros->spans)};
+    *micros = (batch_micros){.spans = mem_try_zalloc(2 * max_chunks, sizeof *micros->spans)};
     if (!micros->spans) return fail(e, TOKA_E_MEMORY, "no memory for the parts of a step of %d sequences", sched->config.max_seqs);
     micros->sample_rows = mem_alloc(max_tokens * sizeof *micros->sample_rows), micros->sample_at = mem_alloc(max_tokens * sizeof *micros->sample_at);
     return 0;
@@ -12633,17 +12633,17 @@ static int cpu_group_alloc(toka_device *dev, toka_err *e) {
     bool ok = true;
     if (!is_last) {
         cpu_channel *channel = &group->channels[dev->rank - group->ranks];
-        ok = (channel->buffers = mem_try((size_t)CPU_CHANNEL_BUFFERS * (size_t)options->max_tokens, (size_t)dev->shape->E * sizeof *channel->buffers)) != NULL;
+        ok = (channel->buffers = mem_try_zalloc((size_t)CPU_CHANNEL_BUFFERS * (size_t)options->max_tokens, (size_t)dev->shape->E * sizeof *channel->buffers)) != NULL;
     }
     if (is_last && group->tp_size > 1) {
         cpu_tp_group *tp_group = dev->tp_group;
-        if (!tp_group->logits) tp_group->logits = mem_try((size_t)dev->scratch_samples, (size_t)dev->shape->V_all * sizeof *tp_group->logits);
-        if (!tp_group->results) tp_group->results = mem_try((size_t)dev->scratch_samples, sizeof *tp_group->results);
+        if (!tp_group->logits) tp_group->logits = mem_try_zalloc((size_t)dev->scratch_samples, (size_t)dev->shape->V_all * sizeof *tp_group->logits);
+        if (!tp_group->results) tp_group->results = mem_try_zalloc((size_t)dev->scratch_samples, sizeof *tp_group->results);
         ok = ok && tp_group->logits && tp_group->results;
         dev->logits = tp_group->logits;
     }
     if (group->pp_size > 1) {
-        if (!group->last_tokens) group->last_tokens = mem_try((size_t)options->n_seqs, sizeof *group->last_tokens), group->n_seqs = options->n_seqs;
+        if (!group->last_tokens) group->last_tokens = mem_try_zalloc((size_t)options->n_seqs, sizeof *group->last_tokens), group->n_seqs = options->n_seqs;
         ok = ok && group->last_tokens;
         dev->last_tokens = group->last_tokens;
     }
@@ -13298,331 +13298,331 @@ const toka_backend toka_cpu = {
  * =========================================================================== */
 
 enum {
-    MODEL_RING = 64,  /* steps under way at most */
-    MODEL_GRACE_S = 5 /* for ranks to come back after a failure */
+    MODEL_RING_STEPS = 64,  /* steps under way at most */
+    MODEL_HANG_TIMEOUT_S = 5 /* for ranks to come back after a failure */
 };
-#define MODEL_NAP_S 0.25 /* so often who waits looks whether ranks get on */
+#define MODEL_POLL_S 0.25 /* so often who waits looks whether ranks get on */
 
 typedef struct model_job { /* a step and where its picks go */
-    const toka_step *s;
-    toka_sample_result *picks;
-    double begin, end; /* when the first rank's device ran it: seconds by its own clock, or the host's where it has none */
+    const toka_step *step;
+    toka_sample_result *results;
+    double begin_s, end_s; /* when the first rank's device ran it: seconds by its own clock, or the host's where it has none */
     double launch_s;   /* that rank's thread called its ops */
 } model_job;
 
-typedef struct model_bell { /* of all models that one thread waits for */
+typedef struct model_notifier { /* of all models that one thread waits for */
     pthread_mutex_t lock;
-    pthread_cond_t done; /* some rank ran a step, or opened its device */
-    double grace;        /* the waiting thread's: seconds that are left for ranks to come back after a failure */
-} model_bell;
+    pthread_cond_t changed; /* some rank ran a step, or opened its device */
+    double hang_left_s;        /* the waiting thread's: seconds that are left for ranks to come back after a failure */
+} model_notifier;
 
 typedef struct model_rank {
-    struct model_run *m;
+    struct model_grid *model;
     toka_device_options options;
     toka_shape shape;
     toka_weights weights;
-    toka_device *dev;
+    toka_device *device;
     toka_dev_ptr x, q, o;  /* [T][E], [T][H][D], [T][H][D]: activations of one step */
-    toka_sample_result *unread; /* [max_out] picks of a rank that nobody asks for them */
+    toka_sample_result *discarded; /* [max_out] picks of a rank that nobody asks for them */
     pthread_t thread;
-    int64_t launched, begun; /* steps; those behind a failure are launched, but not begun */
-    double t_busy;     /* since then a step is launched and not finished, or counted up to then */
-    int64_t done;      /* under the lock: steps finished, or skipped behind a failure */
+    int64_t n_launched, n_begun; /* steps; those behind a failure are launched, but not begun */
+    double busy_since;     /* since then a step is launched and not finished, or counted up to then */
+    int64_t n_done;      /* under the lock: steps finished, or skipped behind a failure */
     double busy_s;     /* under the lock: time with a step launched and not finished */
     toka_times times;  /* under the lock: the device's own view, where it has one */
 } model_rank;
 
-typedef struct model_run {
-    const toka_backend *be;
+typedef struct model_grid {
+    const toka_backend *backend;
     toka_group *group; /* of more than one device, or NULL */
     model_rank *ranks; /* [pp][tp] */
     int tp, pp, n_ranks, n_started, n_open; /* n_open: of those started, tried to open their device */
-    arena a;             /* of the ranks' weights */
-    model_bell *bell;    /* its lock guards all that follows, and `done` and busy_s of the ranks */
-    pthread_cond_t to_do;
-    model_job ring[MODEL_RING];
-    int64_t posted, awaited; /* awaited: somebody waits for the steps up to this one */
+    arena memory;             /* of the ranks' weights */
+    model_notifier *notifier;    /* its lock guards all that follows, and `done` and busy_s of the ranks */
+    pthread_cond_t work_ready;
+    model_job ring[MODEL_RING_STEPS];
+    int64_t n_posted, wanted_step; /* awaited: somebody waits for the steps up to this one */
     bool closing;
-    double t_watched; /* the waiting thread's, as all below */
-    int64_t watched;  /* the step it waits for, */
-    double late_s;    /* and for how long since the program was told to end */
-    bool lost;
-    toka_err broken; /* code 0: all devices work */
-} model_run;
+    double last_check; /* the waiting thread's, as all below */
+    int64_t watched_step;  /* the step it waits for, */
+    double stop_wait_s;    /* and for how long since the program was told to end */
+    bool hung;
+    toka_err error; /* code 0: all devices work */
+} model_grid;
 
-static void rank_sum(model_rank *r, int rows) {
-    if (r->m->tp > 1) r->m->be->all_reduce(r->dev, r->x, rows);
+static void rank_all_reduce(model_rank *rank, int n_rows) {
+    if (rank->model->tp > 1) rank->model->backend->all_reduce(rank->device, rank->x, n_rows);
 }
 
-static void rank_step(model_rank *r, const toka_step *s, toka_sample_result *picks) {
-    const toka_backend *be = r->m->be;
-    if (be->begin) be->begin(r->dev, s);
-    if (s->n_copies) be->copy_pages(r->dev, s);
-    if (r->options.pp_rank == 0) be->embed(r->dev, s, r->x), rank_sum(r, s->T);
-    else be->receive(r->dev, r->x, s->T);
-    for (int layer = 0; layer < r->shape.L; layer++) {
-        be->norm_qkv_rope_kv(r->dev, s, layer, r->x, r->q);
-        be->attention(r->dev, s, layer, r->q, r->o);
-        be->out_residual(r->dev, s, layer, r->o, r->x), rank_sum(r, s->T);
-        be->norm_mlp_residual(r->dev, s, layer, r->x), rank_sum(r, s->T);
+static void rank_step(model_rank *rank, const toka_step *step, toka_sample_result *results) {
+    const toka_backend *backend = rank->model->backend;
+    if (backend->begin) backend->begin(rank->device, step);
+    if (step->n_copies) backend->copy_pages(rank->device, step);
+    if (rank->options.pp_rank == 0) backend->embed(rank->device, step, rank->x), rank_all_reduce(rank, step->T);
+    else backend->receive(rank->device, rank->x, step->T);
+    for (int layer = 0; layer < rank->shape.L; layer++) {
+        backend->norm_qkv_rope_kv(rank->device, step, layer, rank->x, rank->q);
+        backend->attention(rank->device, step, layer, rank->q, rank->o);
+        backend->out_residual(rank->device, step, layer, rank->o, rank->x), rank_all_reduce(rank, step->T);
+        backend->norm_mlp_residual(rank->device, step, layer, rank->x), rank_all_reduce(rank, step->T);
     }
-    if (r->options.pp_rank < r->m->pp - 1) be->send(r->dev, r->x, s->T);
-    else if (s->n_samples) be->norm_logits_sample(r->dev, s, r->x, r->options.tp_rank ? r->unread : picks);
-    if (be->end) be->end(r->dev, s);
+    if (rank->options.pp_rank < rank->model->pp - 1) backend->send(rank->device, rank->x, step->T);
+    else if (step->n_samples) backend->norm_logits_sample(rank->device, step, rank->x, rank->options.tp_rank ? rank->discarded : results);
+    if (backend->end) backend->end(rank->device, step);
 }
 
-static int rank_open(model_rank *r, toka_err *e) {
-    const toka_backend *be = r->m->be;
-    const toka_shape *s = &r->shape;
-    int code = be->open(&r->dev, &r->options, s, &r->weights, e);
+static int rank_open(model_rank *rank, toka_err *e) {
+    const toka_backend *backend = rank->model->backend;
+    const toka_shape *shape = &rank->shape;
+    int code = backend->open(&rank->device, &rank->options, shape, &rank->weights, e);
     if (code) return code;
-    size_t tokens = (size_t)r->options.max_tokens, heads = tokens * (size_t)s->H * (size_t)s->D * be->activation_bytes;
-    r->x = be->alloc(r->dev, tokens * (size_t)((s->E + 7) / 8 * 8) * be->activation_bytes);
-    r->q = be->alloc(r->dev, heads);
-    r->o = be->alloc(r->dev, heads);
-    if (r->options.tp_rank) r->unread = mem_alloc((size_t)r->options.max_samples * sizeof *r->unread);
-    for (const toka_step *graph; be->capture && (graph = be->capture(r->dev));) rank_step(r, graph, NULL);
-    return be->status(r->dev, e);
+    size_t n_tokens = (size_t)rank->options.max_tokens, head_bytes = n_tokens * (size_t)shape->H * (size_t)shape->D * backend->activation_bytes;
+    rank->x = backend->alloc(rank->device, n_tokens * (size_t)((shape->E + 7) / 8 * 8) * backend->activation_bytes);
+    rank->q = backend->alloc(rank->device, head_bytes);
+    rank->o = backend->alloc(rank->device, head_bytes);
+    if (rank->options.tp_rank) rank->discarded = mem_alloc((size_t)rank->options.max_samples * sizeof *rank->discarded);
+    for (const toka_step *captured; backend->capture && (captured = backend->capture(rank->device));) rank_step(rank, captured, NULL);
+    return backend->status(rank->device, e);
 }
 
 /* Tells the others that this rank has come so far; with the lock held. */
-static void rank_report(model_rank *r, int code, const toka_err *e) {
-    model_run *m = r->m;
-    if (code && !m->broken.code) {
-        m->broken = *e;
-        if (m->group) m->be->group_abort(m->group);
+static void rank_notify(model_rank *rank, int code, const toka_err *e) {
+    model_grid *model = rank->model;
+    if (code && !model->error.code) {
+        model->error = *e;
+        if (model->group) model->backend->group_abort(model->group);
     }
-    pthread_cond_broadcast(&m->bell->done);
+    pthread_cond_broadcast(&model->notifier->changed);
 }
 
 /* Launches the next posted step, or skips it behind a failure; with the lock held, which it lets go of. */
-static void rank_launch(model_rank *r) {
-    model_run *m = r->m;
-    const model_job job = m->ring[r->launched % MODEL_RING];
-    const bool skip = m->broken.code != 0;
+static void rank_launch(model_rank *rank) {
+    model_grid *model = rank->model;
+    const model_job job = model->ring[rank->n_launched % MODEL_RING_STEPS];
+    const bool skipped = model->error.code != 0;
     const double now = os_now();
     toka_err e;
-    pthread_mutex_unlock(&m->bell->lock);
-    if (r->launched == r->done) r->t_busy = now;
-    if (!skip) rank_step(r, job.s, job.picks), r->begun++;
-    const int code = skip ? 0 : m->be->status(r->dev, &e);
+    pthread_mutex_unlock(&model->notifier->lock);
+    if (rank->n_launched == rank->n_done) rank->busy_since = now;
+    if (!skipped) rank_step(rank, job.step, job.results), rank->n_begun++;
+    const int code = skipped ? 0 : model->backend->status(rank->device, &e);
     const double launch_s = os_now() - now;
-    pthread_mutex_lock(&m->bell->lock);
-    if (r == m->ranks) m->ring[r->launched % MODEL_RING].begin = now, m->ring[r->launched % MODEL_RING].launch_s = launch_s;
-    r->launched++;
-    if (code) rank_report(r, code, &e);
+    pthread_mutex_lock(&model->notifier->lock);
+    if (rank == model->ranks) model->ring[rank->n_launched % MODEL_RING_STEPS].begin_s = now, model->ring[rank->n_launched % MODEL_RING_STEPS].launch_s = launch_s;
+    rank->n_launched++;
+    if (code) rank_notify(rank, code, &e);
 }
 
 /* Waits for the oldest step that was launched; with the lock held, which it lets go of. */
-static void rank_finish(model_rank *r) {
-    model_run *m = r->m;
-    const model_job job = m->ring[r->done % MODEL_RING];
-    const bool under_way = m->be->finish && r->done < r->begun, timed = under_way && m->be->times;
+static void rank_finish(model_rank *rank) {
+    model_grid *model = rank->model;
+    const model_job job = model->ring[rank->n_done % MODEL_RING_STEPS];
+    const bool in_flight = model->backend->finish && rank->n_done < rank->n_begun, timed = in_flight && model->backend->times;
     toka_times times;
     toka_err e;
-    pthread_mutex_unlock(&m->bell->lock);
-    if (under_way) m->be->finish(r->dev, job.s);
-    const int code = under_way ? m->be->status(r->dev, &e) : 0;
-    if (timed) m->be->times(r->dev, &times);
+    pthread_mutex_unlock(&model->notifier->lock);
+    if (in_flight) model->backend->finish(rank->device, job.step);
+    const int code = in_flight ? model->backend->status(rank->device, &e) : 0;
+    if (timed) model->backend->times(rank->device, &times);
     const double now = os_now();
-    pthread_mutex_lock(&m->bell->lock);
-    model_job *done = &m->ring[r->done % MODEL_RING];
-    if (timed) r->times = times;
-    if (r == m->ranks) done->begin = timed ? times.begin_s : done->begin, done->end = timed ? times.end_s : now;
-    r->busy_s += now - r->t_busy, r->t_busy = now, r->done++;
-    rank_report(r, code, &e);
+    pthread_mutex_lock(&model->notifier->lock);
+    model_job *ring_job = &model->ring[rank->n_done % MODEL_RING_STEPS];
+    if (timed) rank->times = times;
+    if (rank == model->ranks) ring_job->begin_s = timed ? times.begin_s : ring_job->begin_s, ring_job->end_s = timed ? times.end_s : now;
+    rank->busy_s += now - rank->busy_since, rank->busy_since = now, rank->n_done++;
+    rank_notify(rank, code, &e);
 }
 
 /* Launches as far ahead as the device works on its own; waits for a step when it is wanted, or nothing more can be launched. */
-static void *rank_run(void *arg) {
-    model_rank *r = arg;
-    model_run *m = r->m;
+static void *rank_thread(void *arg) {
+    model_rank *rank = arg;
+    model_grid *model = rank->model;
     toka_err e;
-    int code = rank_open(r, &e);
-    pthread_mutex_lock(&m->bell->lock);
-    m->n_open++;
-    rank_report(r, code, &e);
+    int code = rank_open(rank, &e);
+    pthread_mutex_lock(&model->notifier->lock);
+    model->n_open++;
+    rank_notify(rank, code, &e);
     for (;;) {
-        const int64_t flying = r->launched - r->done, most = m->be->finish ? m->be->n_ahead : 1;
-        if (r->launched < m->posted && flying < most) rank_launch(r);
-        else if (flying && (flying == most || m->awaited > r->done || m->closing)) rank_finish(r);
-        else if (m->closing) break;
-        else pthread_cond_wait(&m->to_do, &m->bell->lock);
+        const int64_t n_in_flight = rank->n_launched - rank->n_done, max_in_flight = model->backend->finish ? model->backend->n_ahead : 1;
+        if (rank->n_launched < model->n_posted && n_in_flight < max_in_flight) rank_launch(rank);
+        else if (n_in_flight && (n_in_flight == max_in_flight || model->wanted_step > rank->n_done || model->closing)) rank_finish(rank);
+        else if (model->closing) break;
+        else pthread_cond_wait(&model->work_ready, &model->notifier->lock);
     }
-    pthread_mutex_unlock(&m->bell->lock);
-    if (r->dev) m->be->close(r->dev);
+    pthread_mutex_unlock(&model->notifier->lock);
+    if (rank->device) model->backend->close(rank->device);
     return NULL;
 }
 
 /* Ends the ranks when they have run what was posted. False: one is lost, and all stays as it is. */
-static bool model_close(model_run *m) {
-    if (m->n_started) {
-        if (m->n_started < m->n_ranks) m->be->group_abort(m->group); /* nobody waits for those that never came */
-        pthread_mutex_lock(&m->bell->lock);
-        m->closing = true;
-        pthread_cond_broadcast(&m->to_do);
-        pthread_mutex_unlock(&m->bell->lock);
-        for (int i = 0; i < m->n_started; i++)
-            if (m->lost) pthread_detach(m->ranks[i].thread);
-            else pthread_join(m->ranks[i].thread, NULL);
-        if (m->lost) return false;
-        pthread_cond_destroy(&m->to_do);
+static bool model_close(model_grid *model) {
+    if (model->n_started) {
+        if (model->n_started < model->n_ranks) model->backend->group_abort(model->group); /* nobody waits for those that never came */
+        pthread_mutex_lock(&model->notifier->lock);
+        model->closing = true;
+        pthread_cond_broadcast(&model->work_ready);
+        pthread_mutex_unlock(&model->notifier->lock);
+        for (int i = 0; i < model->n_started; i++)
+            if (model->hung) pthread_detach(model->ranks[i].thread);
+            else pthread_join(model->ranks[i].thread, NULL);
+        if (model->hung) return false;
+        pthread_cond_destroy(&model->work_ready);
     }
-    if (m->group) m->be->group_close(m->group);
-    for (int i = 0; i < m->n_ranks; i++) free(m->ranks[i].unread);
-    arena_free(&m->a);
-    free(m->ranks);
-    *m = (model_run){0};
+    if (model->group) model->backend->group_close(model->group);
+    for (int i = 0; i < model->n_ranks; i++) free(model->ranks[i].discarded);
+    arena_free(&model->memory);
+    free(model->ranks);
+    *model = (model_grid){0};
     return true;
 }
 
 /* Cuts a model into its ranks, which are started later. */
-static int model_cut(model_run *m, const toka_backend *be, const toka_shape *shape, const toka_weights *weights, int tp, int pp,
+static int model_shard(model_grid *model, const toka_backend *backend, const toka_shape *shape, const toka_weights *weights, int tp, int pp,
                      toka_err *e) {
-    *m = (model_run){.be = be, .tp = tp, .pp = pp, .n_ranks = tp * pp, .ranks = mem_zalloc((size_t)(tp * pp) * sizeof *m->ranks)};
-    for (int i = 0; i < m->n_ranks; i++) {
-        model_rank *r = &m->ranks[i];
-        mf_rank at = {.tp_rank = i % tp, .tp_size = tp, .pp_rank = i / tp, .pp_size = pp};
-        r->m = m, r->options = (toka_device_options){.tp_rank = at.tp_rank, .tp_size = tp, .pp_rank = at.pp_rank, .pp_size = pp};
-        if (mf_shard(shape, weights, &at, &m->a, &r->shape, &r->weights, e)) return e->code;
+    *model = (model_grid){.backend = backend, .tp = tp, .pp = pp, .n_ranks = tp * pp, .ranks = mem_zalloc((size_t)(tp * pp) * sizeof *model->ranks)};
+    for (int i = 0; i < model->n_ranks; i++) {
+        model_rank *rank = &model->ranks[i];
+        mf_rank place = {.tp_rank = i % tp, .tp_size = tp, .pp_rank = i / tp, .pp_size = pp};
+        rank->model = model, rank->options = (toka_device_options){.tp_rank = place.tp_rank, .tp_size = tp, .pp_rank = place.pp_rank, .pp_size = pp};
+        if (mf_shard(shape, weights, &place, &model->memory, &rank->shape, &rank->weights, e)) return e->code;
     }
     return 0;
 }
 
-/* Starts the ranks, which open their devices side by side; model_ready waits for them. o: all but the place in the group; the
+/* Starts the ranks, which open their devices side by side; model_wait_open waits for them. o: all but the place in the group; the
  * first rank's index. */
-static int model_start(model_run *m, model_bell *bell, const toka_device_options *o, int max_len, toka_err *e) {
-    m->bell = bell;
-    if (MAX(m->n_ranks, o->n_devices) > 1 && m->be->group_open(&m->group, m->tp, m->pp, e)) return e->code;
-    pthread_cond_init(&m->to_do, NULL);
-    for (int i = 0; i < m->n_ranks; i++) {
-        model_rank *r = &m->ranks[i];
-        toka_device_options place = r->options;
-        r->shape.max_len = max_len, r->options = *o, r->options.group = m->group;
-        r->options.tp_rank = place.tp_rank, r->options.tp_size = m->tp;
-        r->options.pp_rank = place.pp_rank, r->options.pp_size = m->pp;
-        r->options.index += i;
-        if (r->options.index) r->options.progress = NULL;
-        if (os_thread(&r->thread, rank_run, r, e)) return e->code;
-        m->n_started++;
+static int model_start(model_grid *model, model_notifier *notifier, const toka_device_options *options, int max_len, toka_err *e) {
+    model->notifier = notifier;
+    if (MAX(model->n_ranks, options->n_devices) > 1 && model->backend->group_open(&model->group, model->tp, model->pp, e)) return e->code;
+    pthread_cond_init(&model->work_ready, NULL);
+    for (int i = 0; i < model->n_ranks; i++) {
+        model_rank *rank = &model->ranks[i];
+        toka_device_options place = rank->options;
+        rank->shape.max_len = max_len, rank->options = *options, rank->options.group = model->group;
+        rank->options.tp_rank = place.tp_rank, rank->options.tp_size = model->tp;
+        rank->options.pp_rank = place.pp_rank, rank->options.pp_size = model->pp;
+        rank->options.index += i;
+        if (rank->options.index) rank->options.progress = NULL;
+        if (os_thread(&rank->thread, rank_thread, rank, e)) return e->code;
+        model->n_started++;
     }
     return 0;
 }
 
-static int model_ready(model_run *m, toka_err *e) {
-    pthread_mutex_lock(&m->bell->lock);
-    while (m->n_open < m->n_started) pthread_cond_wait(&m->bell->done, &m->bell->lock);
-    int code = m->broken.code;
-    if (code) *e = m->broken;
-    pthread_mutex_unlock(&m->bell->lock);
+static int model_wait_open(model_grid *model, toka_err *e) {
+    pthread_mutex_lock(&model->notifier->lock);
+    while (model->n_open < model->n_started) pthread_cond_wait(&model->notifier->changed, &model->notifier->lock);
+    int code = model->error.code;
+    if (code) *e = model->error;
+    pthread_mutex_unlock(&model->notifier->lock);
     return code;
 }
 
 /* Queues a step for all ranks. Returns its number, 1, 2, 3 ... picks: [s->n_out], filled when model_wait returns 0. */
-static int64_t model_post(model_run *m, const toka_step *s, toka_sample_result *picks) {
-    pthread_mutex_lock(&m->bell->lock);
-    for (int i = 0; i < m->n_ranks; i++) assert(m->posted - m->ranks[i].done < MODEL_RING);
-    m->ring[m->posted % MODEL_RING] = (model_job){.s = s, .picks = picks};
-    int64_t number = ++m->posted;
-    pthread_cond_broadcast(&m->to_do);
-    pthread_mutex_unlock(&m->bell->lock);
+static int64_t model_post(model_grid *model, const toka_step *step, toka_sample_result *results) {
+    pthread_mutex_lock(&model->notifier->lock);
+    for (int i = 0; i < model->n_ranks; i++) assert(model->n_posted - model->ranks[i].n_done < MODEL_RING_STEPS);
+    model->ring[model->n_posted % MODEL_RING_STEPS] = (model_job){.step = step, .results = results};
+    int64_t number = ++model->n_posted;
+    pthread_cond_broadcast(&model->work_ready);
+    pthread_mutex_unlock(&model->notifier->lock);
     return number;
 }
 
 /* With the bell's lock held: somebody waits for step `number`. */
-static void model_want(model_run *m, int64_t number) {
-    if (m->awaited >= number) return;
-    m->awaited = number;
-    pthread_cond_broadcast(&m->to_do);
+static void model_set_wanted(model_grid *model, int64_t number) {
+    if (model->wanted_step >= number) return;
+    model->wanted_step = number;
+    pthread_cond_broadcast(&model->work_ready);
 }
 
 /* With the bell's lock held: no rank needs step `number`, and those before it, any more. */
-static bool model_is_done(const model_run *m, int64_t number) {
-    for (int i = 0; i < m->n_ranks; i++)
-        if (m->ranks[i].done < number) return false;
+static bool model_is_done(const model_grid *model, int64_t number) {
+    for (int i = 0; i < model->n_ranks; i++)
+        if (model->ranks[i].n_done < number) return false;
     return true;
 }
 
 /* With the bell's lock held: looks after ranks that have step `number` to do. Where a group does not get on, the rank to blame is
  * a failure, also when the others are done and none of them waits for it. A device that is the only one is waited for, however
  * long, but by a program that was told to end. */
-static void model_watch(model_run *m, int64_t number) {
-    const double now = os_now(), slept = MIN(now - m->t_watched, MODEL_NAP_S); /* a process that was stopped loses no patience */
-    const int ends_in = atomic_load(&os_ends_in);
-    int who = 0, code = 0;
+static void model_watchdog(model_grid *model, int64_t number) {
+    const double now = os_now(), slept = MIN(now - model->last_check, MODEL_POLL_S); /* a process that was stopped loses no patience */
+    const int stop_timeout_s = atomic_load(&os_stop_timeout_s);
+    int unfinished = 0, code = 0;
     toka_err e;
-    m->t_watched = now;
-    if (m->watched != number) m->watched = number, m->late_s = 0;
-    if (m->broken.code || model_is_done(m, number)) return;
-    while (m->ranks[who].done >= number) who++;
-    if (m->group) code = m->be->group_watchdog(m->group, who, slept, &e);
-    else if (ends_in && (m->late_s += slept) > ends_in)
-        code = fail(&e, TOKA_E_DEVICE, "the device has not ended its step in %d s since the program was told to end", ends_in);
-    if (code) rank_report(&m->ranks[who], code, &e);
+    model->last_check = now;
+    if (model->watched_step != number) model->watched_step = number, model->stop_wait_s = 0;
+    if (model->error.code || model_is_done(model, number)) return;
+    while (model->ranks[unfinished].n_done >= number) unfinished++;
+    if (model->group) code = model->backend->group_watchdog(model->group, unfinished, slept, &e);
+    else if (stop_timeout_s && (model->stop_wait_s += slept) > stop_timeout_s)
+        code = fail(&e, TOKA_E_DEVICE, "the device has not ended its step in %d s since the program was told to end", stop_timeout_s);
+    if (code) rank_notify(&model->ranks[unfinished], code, &e);
 }
 
 /* With the bell's lock held: until some rank has done something, or for a moment. */
-static void model_nap(model_bell *bell) { os_cond_wait(&bell->done, &bell->lock, MODEL_NAP_S); }
+static void model_poll(model_notifier *notifier) { os_cond_wait(&notifier->changed, &notifier->lock, MODEL_POLL_S); }
 
 /* Waits until model_is_done. */
-static int model_wait(model_run *m, int64_t number, toka_err *e) {
-    model_bell *bell = m->bell;
-    pthread_mutex_lock(&bell->lock);
-    model_want(m, number);
-    while (!model_is_done(m, number) && !m->broken.code) model_nap(bell), model_watch(m, number);
-    for (double t = os_now(); !model_is_done(m, number) && !m->lost; t = os_now()) {
-        model_nap(bell);
-        bell->grace -= MIN(os_now() - t, MODEL_NAP_S);
-        m->lost = bell->grace <= 0 && !model_is_done(m, number);
+static int model_wait(model_grid *model, int64_t number, toka_err *e) {
+    model_notifier *notifier = model->notifier;
+    pthread_mutex_lock(&notifier->lock);
+    model_set_wanted(model, number);
+    while (!model_is_done(model, number) && !model->error.code) model_poll(notifier), model_watchdog(model, number);
+    for (double began = os_now(); !model_is_done(model, number) && !model->hung; began = os_now()) {
+        model_poll(notifier);
+        notifier->hang_left_s -= MIN(os_now() - began, MODEL_POLL_S);
+        model->hung = notifier->hang_left_s <= 0 && !model_is_done(model, number);
     }
-    int code = m->broken.code;
-    if (code) *e = m->broken;
-    pthread_mutex_unlock(&bell->lock);
+    int code = model->error.code;
+    if (code) *e = model->error;
+    pthread_mutex_unlock(&notifier->lock);
     return code;
 }
 
 /* One forward step, waited for. */
-static int model_step(model_run *m, const toka_step *s, toka_sample_result *picks, toka_err *e) {
-    return model_wait(m, model_post(m, s, picks), e);
+static int model_run_step(model_grid *model, const toka_step *step, toka_sample_result *results, toka_err *e) {
+    return model_wait(model, model_post(model, step, results), e);
 }
 
 /* When the first rank's device ran the steps from number `first` to `last`, which are done, and how long they took to launch. */
-static void model_when(model_run *m, int64_t first, int64_t last, double *begin, double *end, double *launch_s) {
-    pthread_mutex_lock(&m->bell->lock);
-    *begin = m->ring[(first - 1) % MODEL_RING].begin, *end = m->ring[(last - 1) % MODEL_RING].end, *launch_s = 0;
-    for (int64_t i = first; i <= last; i++) *launch_s += m->ring[(i - 1) % MODEL_RING].launch_s;
-    pthread_mutex_unlock(&m->bell->lock);
+static void model_step_times(model_grid *model, int64_t first, int64_t last, double *begin_s, double *end_s, double *launch_s) {
+    pthread_mutex_lock(&model->notifier->lock);
+    *begin_s = model->ring[(first - 1) % MODEL_RING_STEPS].begin_s, *end_s = model->ring[(last - 1) % MODEL_RING_STEPS].end_s, *launch_s = 0;
+    for (int64_t i = first; i <= last; i++) *launch_s += model->ring[(i - 1) % MODEL_RING_STEPS].launch_s;
+    pthread_mutex_unlock(&model->notifier->lock);
 }
 
 /* A rank's device's own view. False: it has none. */
-static bool model_times(model_run *m, int rank, toka_times *times) {
-    pthread_mutex_lock(&m->bell->lock);
-    *times = m->ranks[rank].times;
-    pthread_mutex_unlock(&m->bell->lock);
+static bool model_device_times(model_grid *model, int rank, toka_times *times) {
+    pthread_mutex_lock(&model->notifier->lock);
+    *times = model->ranks[rank].times;
+    pthread_mutex_unlock(&model->notifier->lock);
     return times->steps > 0;
 }
 
 /* Seconds in which the first rank had a step to do. */
-static double model_busy(model_run *m) {
-    pthread_mutex_lock(&m->bell->lock);
-    double busy = m->ranks[0].busy_s;
-    pthread_mutex_unlock(&m->bell->lock);
-    return busy;
+static double model_busy_s(model_grid *model) {
+    pthread_mutex_lock(&model->notifier->lock);
+    double busy_s = model->ranks[0].busy_s;
+    pthread_mutex_unlock(&model->notifier->lock);
+    return busy_s;
 }
 
 /* ===========================================================================
  * MARK: 22. Engine [os]
  * Requests to steps to events. Any thread submits and cancels; one thread at a time drives:
  *
- *     eng_submit --> inbox --eng_take--> sched_submit (16)          any thread | the driver from here on
- *         +-> sched_plan (16) --> batch_build (17) --> eng_rows --> model_post (21) ... model_wait --> eng_commit --+
+ *     eng_submit --> inbox --eng_drain_inbox--> sched_submit (16)          any thread | the driver from here on
+ *         +-> sched_plan (16) --> batch_build (17) --> eng_make_sample_rows --> model_post (21) ... model_wait --> eng_commit --+
  *         +---------------------------------------------------------------------------------------------------------+
  *
  * The driver is whoever needs a result: a thread in eng_drive runs steps until what it waits for is done, and the next one that
  * waits takes over. Callbacks run on the driving thread, between steps.
  *
  * Run-ahead. While the ranks (21) run a step, the driver plans the next: up to n_ahead steps fly, from their plan to their commit,
- * each with arrays of its own (eng_flight). A step plans on the tokens of those before it, which only the device knows yet. What a
+ * each with arrays of its own (eng_inflight). A step plans on the tokens of those before it, which only the device knows yet. What a
  * sample that meanwhile ended, was parked or cancelled would still have drawn is thrown away; no result depends on n_ahead.
  *
  * Replicas. Each has the whole model on ranks of its own, its own pages and its own scheduler. A request goes to the one that
@@ -13640,114 +13640,114 @@ static double model_busy(model_run *m) {
 #define ENG_MAX_N (1 << 20)       /* samples of one request */
 #define ENG_MAX_SAMPLES (1 << 28) /* of all requests under way */
 #define ENG_MAX_AHEAD 4
-#define ENG_MAX_SPLIT 64 /* replicas, stages, tensor ranks */
+#define ENG_MAX_PARALLEL 64 /* replicas, stages, tensor ranks */
 
 typedef struct eng_waiter { /* a thread in eng_generate */
     pthread_cond_t wake; /* its request has ended, or it may be the one to drive */
     bool done;           /* its request has ended */
-    struct eng_waiter *next, *before; /* in eng.waiters */
+    struct eng_waiter *next, *prev; /* in eng.waiters */
 } eng_waiter;
 
 typedef struct eng_request { /* from eng_submit until its last event */
     int64_t id;
-    struct eng_replica *home; /* NULL: still in the inbox */
+    struct eng_replica *replica; /* NULL: still in the inbox */
     int sched_id;
-    double work, work_each; /* tokens that it counts for at home, in all and for a sample; what ended does not count */
-    arena a;      /* all that follows by pointer */
+    double work, work_per_sample; /* tokens that it counts for at home, in all and for a sample; what ended does not count */
+    arena memory;      /* all that follows by pointer */
     int32_t *prompt;
-    int n_prompt, n, n_live;
-    int n_flying; /* rows of steps that fly and point to this request */
-    bool over;    /* it had its last event */
-    bool kept;    /* a lost rank may still look at it: it is never freed */
+    int n_prompt, n_samples, n_live;
+    int n_in_flight; /* rows of steps that fly and point to this request */
+    bool finished;    /* it had its last event */
+    bool leaked;    /* a lost rank may still look at it: it is never freed */
     uint8_t *ended; /* [n] bits */
-    toka_sampling sampling, scoring; /* scoring: of the prompt's places, only logprobs counts */
-    bool scores;     /* the prompt's tokens are wanted, by sample 0, which computes them all */
-    bool ranked;     /* with their ranks */
+    toka_sampling sampling, prompt_sampling; /* scoring: of the prompt's places, only logprobs counts */
+    bool prompt_logprobs;     /* the prompt's tokens are wanted, by sample 0, which computes them all */
+    bool prompt_ranks;     /* with their ranks */
     bool score_only; /* and nothing else: n is 1 here, its sample draws nothing and has events of TOKA_PROMPT */
     bool ids_only, keep_special;
     int n_scored;    /* tokens of the prompt whose events went out */
     int priority;
     uint64_t class_key;
-    ids ends; /* ids that end a sample; owned */
-    toka_event_fn *fn;
+    ids end_ids; /* ids that end a sample; owned */
+    toka_event_fn *callback;
     void *user;
     toka_usage usage;
-    double t_submit, t_first; /* 0: no token yet */
+    double submit_time, first_token_time; /* 0: no token yet */
     eng_waiter *waiter;       /* told behind the last event, if not NULL */
     struct eng_request *next; /* in the inbox */
 } eng_request;
 
-typedef struct eng_slot { /* of a scheduler's slot: what turns its ids into text */
+typedef struct eng_detokenizer { /* of a scheduler's slot: what turns its ids into text */
     bool open;
     stop_scanner stop;
     tok_stream stream;
-} eng_slot;
+} eng_detokenizer;
 
-typedef struct eng_place { /* a row whose logits say how likely token number `at` of a prompt was */
-    int q, at;
-    uint32_t ticket;
-} eng_place;
+typedef struct eng_prompt_row { /* a row whose logits say how likely token number `at` of a prompt was */
+    int seq, token_index;
+    uint32_t generation;
+} eng_prompt_row;
 
-typedef struct eng_flight { /* a step from its plan to its commit: all that it reads is its own or of requests that wait for it */
-    batch_step b;
-    batch_micros parts;    /* of it, where there are stages */
-    toka_sample_row *out;    /* [max_tokens] the rows that yield a token, then those of scores */
-    toka_sample_result *picks;     /* [max_tokens] as the parts' rows */
-    eng_request **whose;  /* [max_tokens] */
-    eng_place *places;    /* [max_tokens] */
-    int n_places;
-    ids known;            /* for rows with penalties or bad words: copies of their tokens, and ids that they may not draw */
-    int64_t first, number; /* model_post's, of the first part and of the last */
+typedef struct eng_inflight { /* a step from its plan to its commit: all that it reads is its own or of requests that wait for it */
+    batch_step batch;
+    batch_micros micros;    /* of it, where there are stages */
+    toka_sample_row *sample_rows;    /* [max_tokens] the rows that yield a token, then those of scores */
+    toka_sample_result *results;     /* [max_tokens] as the parts' rows */
+    eng_request **row_requests;  /* [max_tokens] */
+    eng_prompt_row *prompt_rows;    /* [max_tokens] */
+    int n_prompt_rows;
+    ids row_ids;            /* for rows with penalties or bad words: copies of their tokens, and ids that they may not draw */
+    int64_t first_number, last_number; /* model_post's, of the first part and of the last */
     double plan_s;
-} eng_flight;
+} eng_inflight;
 
 typedef struct eng_timing { /* of a step that was committed */
     int64_t number; /* 1, 2, 3 ... over all replicas */
-    int replica, rows, out;
-    double begin, end, launch_s; /* seconds, see model_job */
+    int replica, n_rows, n_samples;
+    double begin_s, end_s, launch_s; /* seconds, see model_job */
     double plan_s, commit_s;     /* of the driver */
 } eng_timing;
 
 typedef struct eng_replica {
-    struct eng *g;
-    model_run m;
-    scheduler s;
-    batch_builder b;
-    eng_flight flights[ENG_MAX_AHEAD]; /* a ring: n_flying from number `first` on */
-    int n_ahead, first, n_flying;
-    eng_slot *slots;          /* [max_seqs] */
-    eng_request **by_sched;   /* [cap_by_sched] of the scheduler's request ids */
-    int64_t *id_by_sched;     /* [cap_by_sched] their ids, 0: none; side by side, as each cancel looks through all */
-    int cap_by_sched, n_live; /* requests that the scheduler has */
+    struct eng *engine;
+    model_grid model;
+    scheduler sched;
+    batch_builder builder;
+    eng_inflight inflight[ENG_MAX_AHEAD]; /* a ring: n_flying from number `first` on */
+    int n_ahead, oldest, n_in_flight;
+    eng_detokenizer *detokenizers;          /* [max_seqs] */
+    eng_request **requests;   /* [cap_by_sched] of the scheduler's request ids */
+    int64_t *request_ids;     /* [cap_by_sched] their ids, 0: none; side by side, as each cancel looks through all */
+    int cap_requests, n_requests; /* requests that the scheduler has */
     double work;              /* of them */
 } eng_replica;
 
-typedef struct eng_start { /* what opening is at, and what each phase took; one thread at a time */
-    const char *what[6];
-    double s[6], since; /* seconds; since: os_now() where the last phase began */
-    int n;
+typedef struct eng_startup { /* what opening is at, and what each phase took; one thread at a time */
+    const char *phases[6];
+    double phase_s[6], phase_began; /* seconds; since: os_now() where the last phase began */
+    int n_phases;
     void (*progress)(void *user, const char *what, double done); /* or NULL */
     void *user;
-} eng_start;
+} eng_startup;
 
 typedef struct eng { /* pools are sized at open and never grow */
-    const toka_backend *be;
+    const toka_backend *backend;
     const mf_model *files;
     const tok *tok; /* NULL: events carry no text */
     int max_len, max_seqs; /* max_seqs: of all replicas */
-    bool no_sharing; /* every sample has pages and spans of its own */
-    bool lost;       /* it failed to open, and a rank that did not come back has it */
-    eng_start start;
+    bool no_prefix_sharing; /* every sample has pages and spans of its own */
+    bool hung;       /* it failed to open, and a rank that did not come back has it */
+    eng_startup startup;
     eng_replica *replicas;
-    int n_replicas, n_busy;   /* n_busy: requests and steps that they have */
-    int turn;                 /* the replica whose step is committed first, if it is done */
-    model_bell bell;
-    bool called;              /* under the bell's lock: something was submitted since eng_take, maybe for an idle replica */
-    buf piece, text;          /* text of one token; text that became certain */
+    int n_replicas, n_active;   /* n_busy: requests and steps that they have */
+    int next_replica;                 /* the replica whose step is committed first, if it is done */
+    model_notifier notifier;
+    bool has_new_work;              /* under the bell's lock: something was submitted since eng_drain_inbox, maybe for an idle replica */
+    buf token_text, new_text;          /* text of one token; text that became certain */
     toka_stats stats;         /* the driver's */
     /* told of each step, by the driver; or NULL. Set before there are requests */
-    void (*watch)(void *user, const eng_timing *step);
-    void *watch_user;
+    void (*on_step)(void *user, const eng_timing *step);
+    void *on_step_user;
 
     pthread_mutex_t lock;
     pthread_cond_t wake;      /* of toka_run's: something was submitted, cancelled, or nobody drives any more */
@@ -13755,25 +13755,25 @@ typedef struct eng { /* pools are sized at open and never grow */
     eng_request *inbox, **inbox_end;
     int64_t *cancels;
     int n_cancels, cap_cancels;
-    int64_t next_id, n_samples; /* n_samples: of all requests not finished */
-    bool driven, stopping;
-    toka_err broken;          /* why nothing more is taken: the device failed, or it is being closed; code 0: it is taken */
-    toka_stats shown;         /* copy of stats after each step */
+    int64_t last_id, n_samples; /* n_samples: of all requests not finished */
+    bool has_driver, stopping;
+    toka_err error;          /* why nothing more is taken: the device failed, or it is being closed; code 0: it is taken */
+    toka_stats published;         /* copy of stats after each step */
 } eng;
 
 /* ---- Open and close ---- */
 
 /* A toka_device_options' progress: a phase that has another name than the one before ends that one. */
-static void eng_phase(void *start, const char *what, double done) {
-    eng_start *p = start;
+static void eng_on_progress(void *user, const char *phase, double done) {
+    eng_startup *startup = user;
     const double now = os_now();
-    if (!p->n || strcmp(p->what[p->n - 1], what)) {
-        assert(p->n < COUNT(p->what));
-        if (p->n) p->s[p->n - 1] = now - p->since;
-        p->what[p->n++] = what, p->since = now;
+    if (!startup->n_phases || strcmp(startup->phases[startup->n_phases - 1], phase)) {
+        assert(startup->n_phases < COUNT(startup->phases));
+        if (startup->n_phases) startup->phase_s[startup->n_phases - 1] = now - startup->phase_began;
+        startup->phases[startup->n_phases++] = phase, startup->phase_began = now;
     }
-    if (done >= 1) p->s[p->n - 1] = now - p->since;
-    if (p->progress) p->progress(p->user, what, done);
+    if (done >= 1) startup->phase_s[startup->n_phases - 1] = now - startup->phase_began;
+    if (startup->progress) startup->progress(startup->user, phase, done);
 }
 
 /* Tokens that so many sequences hold at full length, each in whole pages. */
@@ -13782,18 +13782,18 @@ static int64_t eng_full_tokens(int max_seqs, int max_len, int page_tok) {
 }
 
 /* Tokens of KV to hold: every sequence at full length if that is small, else what the device has room for. */
-static int64_t eng_kv_tokens(const toka_shape *s, int max_seqs, const toka_backend *be, int64_t room_bytes) {
-    int64_t per_token = (int64_t)2 * s->L * s->K * s->D * (int64_t)be->activation_bytes;
-    return MIN(eng_full_tokens(max_seqs, s->max_len, be->page_tok), MAX(room_bytes, 0) / per_token);
+static int64_t eng_kv_tokens(const toka_shape *shape, int max_seqs, const toka_backend *backend, int64_t free_bytes) {
+    int64_t per_token = (int64_t)2 * shape->L * shape->K * shape->D * (int64_t)backend->activation_bytes;
+    return MIN(eng_full_tokens(max_seqs, shape->max_len, backend->page_tok), MAX(free_bytes, 0) / per_token);
 }
 
 /* Sets shape->max_len and the number of pages, or fails when the length asked for does not fit. asked_kv 0: as memory allows;
  * room: tokens for which the devices have memory. */
-static int eng_size(toka_shape *shape, int asked_len, int64_t asked_kv, int64_t room, int *n_pages, toka_err *e) {
+static int eng_size_kv(toka_shape *shape, int asked_len, int64_t asked_kv, int64_t capacity, int *n_pages, toka_err *e) {
     if (asked_len > shape->max_len || asked_len == 1)
         return fail(e, TOKA_E_USE, "max_model_len: %d, expected 2 to %d, the model's own limit", asked_len, shape->max_len);
     if (asked_len) shape->max_len = asked_len;
-    int64_t n_kv = asked_kv ? asked_kv : room;
+    int64_t n_kv = asked_kv ? asked_kv : capacity;
     if (asked_len && n_kv < asked_len)
         return fail(e, asked_kv ? TOKA_E_USE : TOKA_E_MEMORY, "--max-model-len %d: %s %lld tokens of this model's KV cache",
                     asked_len, asked_kv ? "--kv-tokens asks for" : "memory holds", (long long)n_kv);
@@ -13804,433 +13804,433 @@ static int eng_size(toka_shape *shape, int asked_len, int64_t asked_kv, int64_t 
     return 0;
 }
 
-static int eng_flight_init(eng_flight *f, const scheduler *s, bool stages, toka_err *e) {
-    size_t n = (size_t)s->config.max_tokens;
-    int code = batch_step_init(&f->b, s, e);
-    if (!code && stages) code = batch_micros_init(&f->parts, s, e);
+static int eng_inflight_init(eng_inflight *inflight, const scheduler *s, bool stages, toka_err *e) {
+    size_t max_rows = (size_t)s->config.max_tokens;
+    int code = batch_step_init(&inflight->batch, s, e);
+    if (!code && stages) code = batch_micros_init(&inflight->micros, s, e);
     if (code) return code;
-    f->out = mem_alloc(n * sizeof *f->out), f->picks = mem_alloc(n * sizeof *f->picks);
-    f->whose = mem_alloc(n * sizeof *f->whose), f->places = mem_alloc(n * sizeof *f->places);
+    inflight->sample_rows = mem_alloc(max_rows * sizeof *inflight->sample_rows), inflight->results = mem_alloc(max_rows * sizeof *inflight->results);
+    inflight->row_requests = mem_alloc(max_rows * sizeof *inflight->row_requests), inflight->prompt_rows = mem_alloc(max_rows * sizeof *inflight->prompt_rows);
     return 0;
 }
 
-static void eng_replica_free(eng_replica *p) {
-    for (int i = 0; i < p->n_ahead; i++) {
-        eng_flight *f = &p->flights[i];
-        batch_step_free(&f->b), batch_micros_free(&f->parts), ids_free(&f->known);
-        free(f->out), free(f->picks), free(f->whose), free(f->places);
+static void eng_replica_free(eng_replica *replica) {
+    for (int i = 0; i < replica->n_ahead; i++) {
+        eng_inflight *inflight = &replica->inflight[i];
+        batch_step_free(&inflight->batch), batch_micros_free(&inflight->micros), ids_free(&inflight->row_ids);
+        free(inflight->sample_rows), free(inflight->results), free(inflight->row_requests), free(inflight->prompt_rows);
     }
-    batch_free(&p->b), sched_free(&p->s);
-    free(p->slots), free(p->by_sched), free(p->id_by_sched);
+    batch_free(&replica->builder), sched_free(&replica->sched);
+    free(replica->detokenizers), free(replica->requests), free(replica->request_ids);
 }
 
 /* What rows cost in a layer, in multiply-adds. A position that a row reads for itself is counted as what a GPU computes in the
  * time that K and V of it take to come: 100 for each byte. */
-static batch_work eng_weight(const toka_shape *s) {
-    const int64_t HD = (int64_t)s->H * s->D, KD = (int64_t)s->K * s->D;
-    return (batch_work){.row = s->E * (2 * HD + 2 * KD + 3 * (int64_t)s->F), .pair = 2 * HD, .read = 100 * 4 * KD};
+static batch_work eng_batch_work(const toka_shape *shape) {
+    const int64_t HD = (int64_t)shape->H * shape->D, KD = (int64_t)shape->K * shape->D;
+    return (batch_work){.row = shape->E * (2 * HD + 2 * KD + 3 * (int64_t)shape->F), .pair = 2 * HD, .read = 100 * 4 * KD};
 }
 
 /* All but the devices, which are still being opened. */
-static int eng_replica_init(eng_replica *p, const sched_config *c, toka_err *e) {
-    const toka_backend *be = p->g->be;
-    p->n_ahead = MAX(be->n_ahead, p->m.pp > 1 ? 2 : 1); /* stages have work while one step is committed */
-    p->slots = mem_zalloc((size_t)c->max_seqs * sizeof *p->slots);
-    int code = sched_init(&p->s, c, e);
+static int eng_replica_init(eng_replica *replica, const sched_config *config, toka_err *e) {
+    const toka_backend *backend = replica->engine->backend;
+    replica->n_ahead = MAX(backend->n_ahead, replica->model.pp > 1 ? 2 : 1); /* stages have work while one step is committed */
+    replica->detokenizers = mem_zalloc((size_t)config->max_seqs * sizeof *replica->detokenizers);
+    int code = sched_init(&replica->sched, config, e);
     if (!code) {
-        batch_init(&p->b, &p->s, (batch_cost){be->merge_tok, be->span_tok, be->tile_rows, be->span_align_tok});
-        p->b.n_stages = p->m.pp, p->b.work = eng_weight(&p->g->files->shape);
+        batch_init(&replica->builder, &replica->sched, (batch_cost){backend->merge_tok, backend->span_tok, backend->tile_rows, backend->span_align_tok});
+        replica->builder.n_stages = replica->model.pp, replica->builder.work = eng_batch_work(&replica->engine->files->shape);
     }
-    for (int i = 0; i < p->n_ahead && !code; i++) code = eng_flight_init(&p->flights[i], &p->s, p->m.pp > 1, e);
+    for (int i = 0; i < replica->n_ahead && !code; i++) code = eng_inflight_init(&replica->inflight[i], &replica->sched, replica->model.pp > 1, e);
     return code;
 }
 
 /* Also of an engine that was opened half way. False: a rank is lost, and what it may look at stays. */
-static bool eng_close_ranks(eng *g) {
-    bool all = true;
-    for (int i = 0; i < g->n_replicas; i++) all &= model_close(&g->replicas[i].m);
-    return all;
+static bool eng_close_ranks(eng *engine) {
+    bool all_closed = true;
+    for (int i = 0; i < engine->n_replicas; i++) all_closed &= model_close(&engine->replicas[i].model);
+    return all_closed;
 }
 
-static void eng_free(eng *g) { /* its ranks are closed */
-    for (int i = 0; i < g->n_replicas; i++) eng_replica_free(&g->replicas[i]);
-    free(g->replicas), free(g->cancels);
-    buf_free(&g->piece), buf_free(&g->text);
-    pthread_mutex_destroy(&g->lock), pthread_cond_destroy(&g->wake);
-    pthread_mutex_destroy(&g->bell.lock), pthread_cond_destroy(&g->bell.done);
-    free(g);
+static void eng_free(eng *engine) { /* its ranks are closed */
+    for (int i = 0; i < engine->n_replicas; i++) eng_replica_free(&engine->replicas[i]);
+    free(engine->replicas), free(engine->cancels);
+    buf_free(&engine->token_text), buf_free(&engine->new_text);
+    pthread_mutex_destroy(&engine->lock), pthread_cond_destroy(&engine->wake);
+    pthread_mutex_destroy(&engine->notifier.lock), pthread_cond_destroy(&engine->notifier.changed);
+    free(engine);
 }
 
 /* Tokens of KV for which every rank of every replica has room. */
-static int64_t eng_room(const eng *g, toka_device_options d, int max_len, int max_seqs) {
-    int64_t least = INT64_MAX;
-    for (d.index = 0; d.index < d.n_devices; d.index++) {
-        const model_run *m = &g->replicas[d.index / (d.n_devices / g->n_replicas)].m;
-        const model_rank *r = &m->ranks[d.index % m->n_ranks];
-        toka_shape s = r->shape;
-        s.max_len = max_len;
-        d.tp_size = m->tp, d.pp_size = m->pp, d.tp_rank = r->options.tp_rank, d.pp_rank = r->options.pp_rank;
-        int64_t n = eng_kv_tokens(&s, max_seqs, m->be, m->be->kv_bytes(&s, &r->weights, &d));
-        least = MIN(least, n);
+static int64_t eng_kv_capacity(const eng *engine, toka_device_options options, int max_len, int max_seqs) {
+    int64_t capacity = INT64_MAX;
+    for (options.index = 0; options.index < options.n_devices; options.index++) {
+        const model_grid *model = &engine->replicas[options.index / (options.n_devices / engine->n_replicas)].model;
+        const model_rank *rank = &model->ranks[options.index % model->n_ranks];
+        toka_shape shape = rank->shape;
+        shape.max_len = max_len;
+        options.tp_size = model->tp, options.pp_size = model->pp, options.tp_rank = rank->options.tp_rank, options.pp_rank = rank->options.pp_rank;
+        int64_t n_tokens = eng_kv_tokens(&shape, max_seqs, model->backend, model->backend->kv_bytes(&shape, &rank->weights, &options));
+        capacity = MIN(capacity, n_tokens);
     }
-    return least;
+    return capacity;
 }
 
-static eng *eng_new(const toka_backend *be, const mf_model *files, const tok *words, const toka_options *o) {
-    eng *g = mem_zalloc(sizeof *g);
-    g->be = be, g->files = files, g->tok = words, g->no_sharing = o->no_prefix_caching;
-    g->inbox_end = &g->inbox;
-    pthread_mutex_init(&g->lock, NULL), pthread_cond_init(&g->wake, NULL);
-    pthread_mutex_init(&g->bell.lock, NULL), os_cond_init(&g->bell.done);
-    g->bell.grace = MODEL_GRACE_S;
-    g->start.progress = o->progress, g->start.user = o->progress_user;
-    g->n_replicas = MAX(o->data_parallel_size, 1);
-    g->replicas = mem_zalloc((size_t)g->n_replicas * sizeof *g->replicas);
-    return g;
+static eng *eng_new(const toka_backend *backend, const mf_model *files, const tok *tokenizer, const toka_options *options) {
+    eng *engine = mem_zalloc(sizeof *engine);
+    engine->backend = backend, engine->files = files, engine->tok = tokenizer, engine->no_prefix_sharing = options->no_prefix_caching;
+    engine->inbox_end = &engine->inbox;
+    pthread_mutex_init(&engine->lock, NULL), pthread_cond_init(&engine->wake, NULL);
+    pthread_mutex_init(&engine->notifier.lock, NULL), os_cond_init(&engine->notifier.changed);
+    engine->notifier.hang_left_s = MODEL_HANG_TIMEOUT_S;
+    engine->startup.progress = options->progress, engine->startup.user = options->progress_user;
+    engine->n_replicas = MAX(options->data_parallel_size, 1);
+    engine->replicas = mem_zalloc((size_t)engine->n_replicas * sizeof *engine->replicas);
+    return engine;
 }
 
 /* The largest step there can be, once, on made-up tokens: proves that it fits and that every part of it runs before the first
  * request comes, and loads the code. What it leaves in the pages is nobody's. */
-static int eng_rehearse(eng_replica *p, const toka_shape *shape, const sched_config *c, toka_err *e) {
-    const int T = c->max_tokens, B = shape->B, len = MIN(T, shape->max_len), n_seqs = (T + len - 1) / len;
-    const int seq_pages = (len + B - 1) / B;
+static int eng_warm_up(eng_replica *replica, const toka_shape *shape, const sched_config *config, toka_err *e) {
+    const int T = config->max_tokens, B = shape->B, seq_len = MIN(T, shape->max_len), n_seqs = (T + seq_len - 1) / seq_len;
+    const int seq_pages = (seq_len + B - 1) / B;
     struct {
         toka_request request;
-        toka_step s;
-    } *all = mem_zalloc(sizeof *all);
-    int32_t *id = mem_zalloc((size_t)T * 3 * sizeof *id), *pos = id + T, *slot = pos + T;
+        toka_step step;
+    } *dummy = mem_zalloc(sizeof *dummy);
+    int32_t *token_ids = mem_zalloc((size_t)T * 3 * sizeof *token_ids), *pos = token_ids + T, *kv_slots = pos + T;
     int32_t *pages = mem_alloc((size_t)n_seqs * (size_t)seq_pages * sizeof *pages);
     toka_span *spans = mem_alloc((size_t)n_seqs * sizeof *spans);
-    toka_sample_row *out = mem_zalloc((size_t)c->max_seqs * sizeof *out);
-    toka_sample_result *picks = mem_alloc((size_t)c->max_seqs * sizeof *picks);
-    all->request = toka_request_default();
-    all->s = (toka_step){.T = T, .n_spans = n_seqs, .n_samples = c->max_seqs, .ids = id, .pos = pos, .kv_slot = slot, .pages = pages,
-                         .spans = spans, .samples = out, .number = ++p->b.last_number};
-    for (int i = 0; i < n_seqs * seq_pages; i++) pages[i] = i % c->n_pages;
+    toka_sample_row *sample_rows = mem_zalloc((size_t)config->max_seqs * sizeof *sample_rows);
+    toka_sample_result *results = mem_alloc((size_t)config->max_seqs * sizeof *results);
+    dummy->request = toka_request_default();
+    dummy->step = (toka_step){.T = T, .n_spans = n_seqs, .n_samples = config->max_seqs, .ids = token_ids, .pos = pos, .kv_slot = kv_slots, .pages = pages,
+                         .spans = spans, .samples = sample_rows, .number = ++replica->builder.last_number};
+    for (int i = 0; i < n_seqs * seq_pages; i++) pages[i] = i % config->n_pages;
     for (int i = 0; i < n_seqs; i++)
-        spans[i] = (toka_span){i * len, MIN(len, T - i * len), i * seq_pages, 0, MIN(len, T - i * len)};
-    for (int i = 0; i < T; i++) pos[i] = i % len, slot[i] = pages[i / len * seq_pages + pos[i] / B] * B + pos[i] % B;
-    for (int i = 0; i < c->max_seqs; i++)
-        out[i] = (toka_sample_row){.row = i, .seq = -1, .forced_id = -1, .sample = (uint32_t)i, .sampling = &all->request.sampling};
-    int code = model_step(&p->m, &all->s, picks, e);
-    if (!p->m.lost) free(id), free(pages), free(spans), free(out), free(picks), free(all); /* else it may still look at them */
+        spans[i] = (toka_span){i * seq_len, MIN(seq_len, T - i * seq_len), i * seq_pages, 0, MIN(seq_len, T - i * seq_len)};
+    for (int i = 0; i < T; i++) pos[i] = i % seq_len, kv_slots[i] = pages[i / seq_len * seq_pages + pos[i] / B] * B + pos[i] % B;
+    for (int i = 0; i < config->max_seqs; i++)
+        sample_rows[i] = (toka_sample_row){.row = i, .seq = -1, .forced_id = -1, .sample = (uint32_t)i, .sampling = &dummy->request.sampling};
+    int code = model_run_step(&replica->model, &dummy->step, results, e);
+    if (!replica->model.hung) free(token_ids), free(pages), free(spans), free(sample_rows), free(results), free(dummy); /* else it may still look at them */
     return code;
 }
 
 /* Cuts the model, sizes the KV cache, opens all devices. */
-static int eng_open_replicas(eng *g, toka_shape *shape, const toka_options *o, sched_config *c, toka_err *e) {
-    const int tp = MAX(o->tensor_parallel_size, 1), pp = MAX(o->pipeline_parallel_size, 1), n_devices = tp * pp * g->n_replicas;
-    toka_device_options d = {.n_threads = o->n_threads, .max_tokens = c->max_tokens, .max_samples = c->max_tokens,
-                             .n_seqs = c->max_seqs, .n_devices = n_devices,
-                             .memory_utilization = o->gpu_memory_utilization, .eager = o->enforce_eager,
-                             .progress = o->progress, .user = o->progress_user};
+static int eng_open_replicas(eng *engine, toka_shape *shape, const toka_options *options, sched_config *config, toka_err *e) {
+    const int tp = MAX(options->tensor_parallel_size, 1), pp = MAX(options->pipeline_parallel_size, 1), n_devices = tp * pp * engine->n_replicas;
+    toka_device_options device = {.n_threads = options->n_threads, .max_tokens = config->max_tokens, .max_samples = config->max_tokens,
+                             .n_seqs = config->max_seqs, .n_devices = n_devices,
+                             .memory_utilization = options->gpu_memory_utilization, .eager = options->enforce_eager,
+                             .progress = options->progress, .user = options->progress_user};
     int code = 0;
-    if (g->be->count && n_devices > g->be->count())
+    if (engine->backend->count && n_devices > engine->backend->count())
         return fail(e, TOKA_E_DEVICE, "%d replica%s of %d stage%s of %d tensor rank%s: %d GPUs are needed, this process sees %d",
-                    g->n_replicas, g->n_replicas > 1 ? "s" : "", pp, pp > 1 ? "s" : "", tp, tp > 1 ? "s" : "", n_devices,
-                    g->be->count());
-    for (int i = 0; i < g->n_replicas && !code; i++)
-        code = model_cut(&g->replicas[i].m, g->be, shape, &g->files->weights, tp, pp, e);
+                    engine->n_replicas, engine->n_replicas > 1 ? "s" : "", pp, pp > 1 ? "s" : "", tp, tp > 1 ? "s" : "", n_devices,
+                    engine->backend->count());
+    for (int i = 0; i < engine->n_replicas && !code; i++)
+        code = model_shard(&engine->replicas[i].model, engine->backend, shape, &engine->files->weights, tp, pp, e);
     if (code) return code;
-    d.progress = eng_phase, d.user = &g->start;
-    eng_phase(&g->start, "opening the device", 0);
-    int64_t room = o->kv_tokens ? 0 : eng_room(g, d, o->max_model_len ? o->max_model_len : shape->max_len, c->max_seqs);
-    if ((code = eng_size(shape, o->max_model_len, o->kv_tokens, room, &c->n_pages, e))) return code;
-    d.n_pages = c->n_pages, c->max_len = shape->max_len;
-    for (int i = 0; i < g->n_replicas && !code; i++) {
-        eng_replica *p = &g->replicas[i];
-        p->g = g, d.index = i * tp * pp;
-        code = model_start(&p->m, &g->bell, &d, shape->max_len, e);
+    device.progress = eng_on_progress, device.user = &engine->startup;
+    eng_on_progress(&engine->startup, "opening the device", 0);
+    int64_t capacity = options->kv_tokens ? 0 : eng_kv_capacity(engine, device, options->max_model_len ? options->max_model_len : shape->max_len, config->max_seqs);
+    if ((code = eng_size_kv(shape, options->max_model_len, options->kv_tokens, capacity, &config->n_pages, e))) return code;
+    device.n_pages = config->n_pages, config->max_len = shape->max_len;
+    for (int i = 0; i < engine->n_replicas && !code; i++) {
+        eng_replica *replica = &engine->replicas[i];
+        replica->engine = engine, device.index = i * tp * pp;
+        code = model_start(&replica->model, &engine->notifier, &device, shape->max_len, e);
     }
     /* The tables are filled while the devices open. Not those of a cache that somebody asked for: one that no device can hold has
      * tables that fill the machine's memory, so the devices are heard first. */
-    for (int i = 0; i < g->n_replicas && !code && o->kv_tokens; i++) code = model_ready(&g->replicas[i].m, e);
-    for (int i = 0; i < g->n_replicas && !code; i++) code = eng_replica_init(&g->replicas[i], c, e);
-    for (int i = 0; i < g->n_replicas && !code; i++) code = model_ready(&g->replicas[i].m, e);
-    if (!code && g->be->warm_up) eng_phase(&g->start, "the largest step", 0);
-    for (int i = 0; i < g->n_replicas && !code && g->be->warm_up; i++) code = eng_rehearse(&g->replicas[i], shape, c, e);
+    for (int i = 0; i < engine->n_replicas && !code && options->kv_tokens; i++) code = model_wait_open(&engine->replicas[i].model, e);
+    for (int i = 0; i < engine->n_replicas && !code; i++) code = eng_replica_init(&engine->replicas[i], config, e);
+    for (int i = 0; i < engine->n_replicas && !code; i++) code = model_wait_open(&engine->replicas[i].model, e);
+    if (!code && engine->backend->warm_up) eng_on_progress(&engine->startup, "the largest step", 0);
+    for (int i = 0; i < engine->n_replicas && !code && engine->backend->warm_up; i++) code = eng_warm_up(&engine->replicas[i], shape, config, e);
     return code;
 }
 
 /* shape: the model's, with B and max_len still to be set here; it must outlive the engine. Where it fails and a rank is lost, *out
  * is an engine all the same, which eng_close tells so. */
-static int eng_open(eng **out, const toka_backend *be, const mf_model *files, toka_shape *shape, const tok *words,
-                    const toka_options *o, toka_err *e) {
-    int max_tokens = o->max_num_batched_tokens ? o->max_num_batched_tokens : MAX(be->default_tokens, o->max_num_seqs);
-    int max_seqs = o->max_num_seqs ? o->max_num_seqs : MIN(be->default_seqs, max_tokens);
+static int eng_open(eng **out, const toka_backend *backend, const mf_model *files, toka_shape *shape, const tok *tokenizer,
+                    const toka_options *options, toka_err *e) {
+    int max_tokens = options->max_num_batched_tokens ? options->max_num_batched_tokens : MAX(backend->default_tokens, options->max_num_seqs);
+    int max_seqs = options->max_num_seqs ? options->max_num_seqs : MIN(backend->default_seqs, max_tokens);
     if (max_seqs > max_tokens) /* every running sample may want a row of the step */
         return fail(e, TOKA_E_USE, "max_num_batched_tokens: %d, expected at least max_num_seqs, %d", max_tokens, max_seqs);
-    shape->B = be->page_tok;
-    sched_config c = {.B = shape->B, .max_seqs = max_seqs, .max_tokens = max_tokens, .n_classes = 4096};
-    eng *g = eng_new(be, files, words, o);
-    int code = eng_open_replicas(g, shape, o, &c, e);
-    const bool lost = code && !eng_close_ranks(g); /* behind it none tells of a phase any more */
-    if (g->start.n && !lost) eng_phase(&g->start, g->start.what[g->start.n - 1], 1);
+    shape->B = backend->page_tok;
+    sched_config config = {.B = shape->B, .max_seqs = max_seqs, .max_tokens = max_tokens, .n_classes = 4096};
+    eng *engine = eng_new(backend, files, tokenizer, options);
+    int code = eng_open_replicas(engine, shape, options, &config, e);
+    const bool hung = code && !eng_close_ranks(engine); /* behind it none tells of a phase any more */
+    if (engine->startup.n_phases && !hung) eng_on_progress(&engine->startup, engine->startup.phases[engine->startup.n_phases - 1], 1);
     if (code) {
-        if (!lost) eng_free(g);
-        else g->lost = true, *out = g;
+        if (!hung) eng_free(engine);
+        else engine->hung = true, *out = engine;
         return code;
     }
-    g->max_len = shape->max_len, g->max_seqs = g->n_replicas * max_seqs, g->stats.kv_pages = g->n_replicas * c.n_pages;
-    g->shown = g->stats;
-    *out = g;
+    engine->max_len = shape->max_len, engine->max_seqs = engine->n_replicas * max_seqs, engine->stats.kv_pages = engine->n_replicas * config.n_pages;
+    engine->published = engine->stats;
+    *out = engine;
     return 0;
 }
 
 /* ---- Submit and cancel: any thread ---- */
 
-static void eng_request_free(eng_request *r) {
-    if (r->kept) return;
-    ids_free(&r->ends), samp_words_del(r->sampling.bad_words);
-    arena a = r->a;
-    arena_free(&a);
-    free(r);
+static void eng_request_free(eng_request *request) {
+    if (request->leaked) return;
+    ids_free(&request->end_ids), samp_words_del(request->sampling.bad_words);
+    arena memory = request->memory;
+    arena_free(&memory);
+    free(request);
 }
 
 /* Appends the ids that end a sample. */
-static void eng_ends(const mf_model *files, const toka_sampling *s, ids *out) {
-    const mf_config *c = &files->config;
-    for (int i = 0; i < c->n_eos_ids && !s->ignore_eos; i++) ids_push(out, c->eos_ids[i]);
-    for (int i = 0; i < s->n_stop_ids; i++) ids_push(out, s->stop_ids[i]);
+static void eng_add_end_ids(const mf_model *files, const toka_sampling *sampling, ids *out) {
+    const mf_config *config = &files->config;
+    for (int i = 0; i < config->n_eos_ids && !sampling->ignore_eos; i++) ids_push(out, config->eos_ids[i]);
+    for (int i = 0; i < sampling->n_stop_ids; i++) ids_push(out, sampling->stop_ids[i]);
 }
 
 /* A copy of the request that owns all it points to, and has a share in its bad words. */
-static eng_request *eng_request_new(const eng *g, const toka_request *r, const int32_t *prompt, int n_prompt) {
-    eng_request *q = mem_zalloc(sizeof *q);
-    toka_sampling *s = &q->sampling;
-    arena *a = &q->a;
-    *s = r->sampling;
-    q->n_prompt = n_prompt, q->n = q->n_live = MAX(r->n, 1), q->priority = r->priority;
-    q->class_key = r->length_class, q->ids_only = r->ids_only, q->keep_special = r->keep_special;
-    q->scores = r->prompt_logprobs, q->score_only = !r->n, q->scoring.logprobs = r->prompt_top;
-    q->ranked = r->prompt_ranks;
-    arena_begin(a, 64 + (size_t)n_prompt * sizeof *prompt + bit_bytes(q->n)); /* most have nothing more, and a million may wait */
-    q->prompt = arena_copy(a, prompt, (size_t)n_prompt * sizeof *prompt);
-    q->ended = arena_zalloc(a, bit_bytes(q->n));
-    s->stop_ids = arena_copy(a, s->stop_ids, (size_t)s->n_stop_ids * sizeof *s->stop_ids);
-    s->bias_ids = arena_copy(a, s->bias_ids, (size_t)s->n_bias * sizeof *s->bias_ids);
-    s->bias_values = arena_copy(a, s->bias_values, (size_t)s->n_bias * sizeof *s->bias_values);
-    s->allowed_ids = arena_copy(a, s->allowed_ids, (size_t)s->n_allowed * sizeof *s->allowed_ids);
+static eng_request *eng_request_new(const eng *engine, const toka_request *params, const int32_t *prompt, int n_prompt) {
+    eng_request *request = mem_zalloc(sizeof *request);
+    toka_sampling *sampling = &request->sampling;
+    arena *memory = &request->memory;
+    *sampling = params->sampling;
+    request->n_prompt = n_prompt, request->n_samples = request->n_live = MAX(params->n, 1), request->priority = params->priority;
+    request->class_key = params->length_class, request->ids_only = params->ids_only, request->keep_special = params->keep_special;
+    request->prompt_logprobs = params->prompt_logprobs, request->score_only = !params->n, request->prompt_sampling.logprobs = params->prompt_top;
+    request->prompt_ranks = params->prompt_ranks;
+    arena_reserve_first(memory, 64 + (size_t)n_prompt * sizeof *prompt + bit_bytes(request->n_samples)); /* most have nothing more, and a million may wait */
+    request->prompt = arena_copy(memory, prompt, (size_t)n_prompt * sizeof *prompt);
+    request->ended = arena_zalloc(memory, bit_bytes(request->n_samples));
+    sampling->stop_ids = arena_copy(memory, sampling->stop_ids, (size_t)sampling->n_stop_ids * sizeof *sampling->stop_ids);
+    sampling->bias_ids = arena_copy(memory, sampling->bias_ids, (size_t)sampling->n_bias * sizeof *sampling->bias_ids);
+    sampling->bias_values = arena_copy(memory, sampling->bias_values, (size_t)sampling->n_bias * sizeof *sampling->bias_values);
+    sampling->allowed_ids = arena_copy(memory, sampling->allowed_ids, (size_t)sampling->n_allowed * sizeof *sampling->allowed_ids);
     int n_bad_ids = 0;
-    for (int i = 0; i < s->n_bad; i++) n_bad_ids += s->bad_lengths[i];
-    s->bad_ids = arena_copy(a, s->bad_ids, (size_t)n_bad_ids * sizeof *s->bad_ids);
-    s->bad_lengths = arena_copy(a, s->bad_lengths, (size_t)s->n_bad * sizeof *s->bad_lengths);
-    const char **stop = s->n_stop ? arena_alloc(a, (size_t)s->n_stop * sizeof *stop) : NULL;
-    for (int i = 0; i < s->n_stop; i++) stop[i] = arena_cstr(a, str_c(s->stop[i]));
-    s->stop = stop;
-    if (!s->max_tokens || s->max_tokens > g->max_len - n_prompt) s->max_tokens = g->max_len - n_prompt;
-    if (q->score_only) s->max_tokens = 1, s->n_stop = 0;
-    if (s->bad_words) atomic_fetch_add(&s->bad_words->refs, 1);
-    eng_ends(g->files, s, &q->ends);
-    q->t_submit = os_now();
-    q->usage.prompt_tokens = n_prompt;
-    return q;
+    for (int i = 0; i < sampling->n_bad; i++) n_bad_ids += sampling->bad_lengths[i];
+    sampling->bad_ids = arena_copy(memory, sampling->bad_ids, (size_t)n_bad_ids * sizeof *sampling->bad_ids);
+    sampling->bad_lengths = arena_copy(memory, sampling->bad_lengths, (size_t)sampling->n_bad * sizeof *sampling->bad_lengths);
+    const char **stop = sampling->n_stop ? arena_alloc(memory, (size_t)sampling->n_stop * sizeof *stop) : NULL;
+    for (int i = 0; i < sampling->n_stop; i++) stop[i] = arena_cstr(memory, str_c(sampling->stop[i]));
+    sampling->stop = stop;
+    if (!sampling->max_tokens || sampling->max_tokens > engine->max_len - n_prompt) sampling->max_tokens = engine->max_len - n_prompt;
+    if (request->score_only) sampling->max_tokens = 1, sampling->n_stop = 0;
+    if (sampling->bad_words) atomic_fetch_add(&sampling->bad_words->refs, 1);
+    eng_add_end_ids(engine->files, sampling, &request->end_ids);
+    request->submit_time = os_now();
+    request->usage.prompt_tokens = n_prompt;
+    return request;
 }
 
-static int eng_check_prompt(int V, int max_len, const int32_t *prompt, size_t n, int need, toka_err *e) {
-    if (!n) return fail(e, TOKA_E_USE, "the prompt has no tokens");
-    if (n > (size_t)(max_len - need))
-        return fail(e, TOKA_E_USE, "the prompt has %zu tokens; at most %d fit (max_model_len %d)", n, max_len - need, max_len);
-    for (size_t i = 0; i < n; i++)
+static int eng_check_prompt(int V, int max_len, const int32_t *prompt, size_t n_prompt, int n_reserved, toka_err *e) {
+    if (!n_prompt) return fail(e, TOKA_E_USE, "the prompt has no tokens");
+    if (n_prompt > (size_t)(max_len - n_reserved))
+        return fail(e, TOKA_E_USE, "the prompt has %zu tokens; at most %d fit (max_model_len %d)", n_prompt, max_len - n_reserved, max_len);
+    for (size_t i = 0; i < n_prompt; i++)
         if (prompt[i] < 0 || prompt[i] >= V)
             return fail(e, TOKA_E_USE, "token %zu of the prompt is %d, the vocabulary has %d", i, (int)prompt[i], V);
     return 0;
 }
 
 /* Can anything be drawn at all? */
-static int eng_check_left(const mf_model *files, const toka_request *r, toka_err *e) {
-    ids ends = {0};
-    if (!r->n) return 0;
-    eng_ends(files, &r->sampling, &ends);
-    int code = samp_check_any_left(&r->sampling, ends.p, (int)ends.n, files->shape.V, e);
-    ids_free(&ends);
+static int eng_check_drawable(const mf_model *files, const toka_request *params, toka_err *e) {
+    ids end_ids = {0};
+    if (!params->n) return 0;
+    eng_add_end_ids(files, &params->sampling, &end_ids);
+    int code = samp_check_any_left(&params->sampling, end_ids.p, (int)end_ids.n, files->shape.V, e);
+    ids_free(&end_ids);
     return code;
 }
 
 /* All that can be wrong with a request itself, for sequences of max_len tokens. words: the model's
  * tokenizer, or NULL. */
-static int eng_check(const mf_model *files, const tok *words, int max_len, const toka_request *r,
+static int eng_check(const mf_model *files, const tok *tokenizer, int max_len, const toka_request *params,
                      const int32_t *prompt, size_t n_prompt, toka_err *e) {
-    const toka_sampling *s = &r->sampling;
+    const toka_sampling *sampling = &params->sampling;
     const int V = files->shape.V;
-    int code = eng_check_prompt(V, max_len, prompt, n_prompt, r->n != 0, e);
-    if (code || (code = samp_check(s, V, e)) || (code = eng_check_left(files, r, e))) return code;
-    if (r->n < !r->prompt_logprobs || r->n > ENG_MAX_N) return fail(e, TOKA_E_USE, "n is %d, expected 1 to %d", r->n, ENG_MAX_N);
-    if (check_int("prompt_logprobs", r->prompt_top, 0, TOKA_MAX_LOGPROBS, e)) return e->code;
-    if (s->bad_words && s->bad_words->tokenizer != words)
+    int code = eng_check_prompt(V, max_len, prompt, n_prompt, params->n != 0, e);
+    if (code || (code = samp_check(sampling, V, e)) || (code = eng_check_drawable(files, params, e))) return code;
+    if (params->n < !params->prompt_logprobs || params->n > ENG_MAX_N) return fail(e, TOKA_E_USE, "n is %d, expected 1 to %d", params->n, ENG_MAX_N);
+    if (check_int("prompt_logprobs", params->prompt_top, 0, TOKA_MAX_LOGPROBS, e)) return e->code;
+    if (sampling->bad_words && sampling->bad_words->tokenizer != tokenizer)
         return fail(e, TOKA_E_USE, "bad_words were made for another model");
-    if (s->n_stop && !words)
+    if (sampling->n_stop && !tokenizer)
         return fail(e, TOKA_E_USE, "stop strings need a tokenizer, this model has none");
     return 0;
 }
 
 /* The driver, who may wait for one replica's step, is told that another may have something to do now. */
-static void eng_call(eng *g, bool called) {
-    if (g->n_replicas == 1) return;
-    pthread_mutex_lock(&g->bell.lock);
-    g->called = called;
-    if (called) pthread_cond_broadcast(&g->bell.done);
-    pthread_mutex_unlock(&g->bell.lock);
+static void eng_set_new_work(eng *engine, bool has_new_work) {
+    if (engine->n_replicas == 1) return;
+    pthread_mutex_lock(&engine->notifier.lock);
+    engine->has_new_work = has_new_work;
+    if (has_new_work) pthread_cond_broadcast(&engine->notifier.changed);
+    pthread_mutex_unlock(&engine->notifier.lock);
 }
 
 /* Queues a request; everything is copied. waiter: who frees it behind its last event, or NULL. */
-static int eng_submit(eng *g, const toka_request *r, const int32_t *prompt, size_t n_prompt, toka_event_fn *fn, void *user,
+static int eng_submit(eng *engine, const toka_request *params, const int32_t *prompt, size_t n_prompt, toka_event_fn *callback, void *user,
                       eng_request **out, eng_waiter *waiter, int64_t *id, toka_err *e) {
-    int code = eng_check(g->files, g->tok, g->max_len, r, prompt, n_prompt, e);
+    int code = eng_check(engine->files, engine->tok, engine->max_len, params, prompt, n_prompt, e);
     if (code) return code;
-    eng_request *q = eng_request_new(g, r, prompt, (int)n_prompt);
-    q->fn = fn, q->user = user, q->waiter = waiter;
-    pthread_mutex_lock(&g->lock);
-    if ((code = g->broken.code)) *e = g->broken;
-    else if (g->n_samples + q->n > ENG_MAX_SAMPLES)
-        code = fail(e, TOKA_E_USE, "%lld samples are waiting or running, at most %d may be", (long long)g->n_samples,
+    eng_request *request = eng_request_new(engine, params, prompt, (int)n_prompt);
+    request->callback = callback, request->user = user, request->waiter = waiter;
+    pthread_mutex_lock(&engine->lock);
+    if ((code = engine->error.code)) *e = engine->error;
+    else if (engine->n_samples + request->n_samples > ENG_MAX_SAMPLES)
+        code = fail(e, TOKA_E_USE, "%lld samples are waiting or running, at most %d may be", (long long)engine->n_samples,
                     ENG_MAX_SAMPLES);
     else {
-        q->id = *id = ++g->next_id;
-        g->n_samples += q->n;
-        *g->inbox_end = q, g->inbox_end = &q->next;
-        g->shown.waiting += q->n;
-        pthread_cond_broadcast(&g->wake);
+        request->id = *id = ++engine->last_id;
+        engine->n_samples += request->n_samples;
+        *engine->inbox_end = request, engine->inbox_end = &request->next;
+        engine->published.waiting += request->n_samples;
+        pthread_cond_broadcast(&engine->wake);
     }
-    pthread_mutex_unlock(&g->lock);
-    if (code) eng_request_free(q);
-    else if (out) *out = q;
-    if (!code) eng_call(g, true);
+    pthread_mutex_unlock(&engine->lock);
+    if (code) eng_request_free(request);
+    else if (out) *out = request;
+    if (!code) eng_set_new_work(engine, true);
     return code;
 }
 
-static void eng_cancel(eng *g, int64_t id) {
-    pthread_mutex_lock(&g->lock);
-    if (id > 0 && id <= g->next_id && g->n_samples) {
-        if (g->n_cancels == g->cap_cancels) {
-            g->cap_cancels = MAX(16, 2 * g->cap_cancels);
-            g->cancels = mem_realloc(g->cancels, (size_t)g->cap_cancels * sizeof *g->cancels);
+static void eng_cancel(eng *engine, int64_t id) {
+    pthread_mutex_lock(&engine->lock);
+    if (id > 0 && id <= engine->last_id && engine->n_samples) {
+        if (engine->n_cancels == engine->cap_cancels) {
+            engine->cap_cancels = MAX(16, 2 * engine->cap_cancels);
+            engine->cancels = mem_realloc(engine->cancels, (size_t)engine->cap_cancels * sizeof *engine->cancels);
         }
-        g->cancels[g->n_cancels++] = id;
+        engine->cancels[engine->n_cancels++] = id;
     }
-    pthread_cond_broadcast(&g->wake);
-    pthread_mutex_unlock(&g->lock);
+    pthread_cond_broadcast(&engine->wake);
+    pthread_mutex_unlock(&engine->lock);
 }
 
 /* ---- Ends ---- */
 
-static void eng_slot_close(eng_replica *p, int q) {
-    eng_slot *slot = &p->slots[q];
-    if (!slot->open) return;
-    stop_free(&slot->stop);
-    if (p->g->tok) tok_stream_free(&slot->stream);
-    *slot = (eng_slot){0};
+static void eng_detokenizer_close(eng_replica *replica, int seq) {
+    eng_detokenizer *detokenizer = &replica->detokenizers[seq];
+    if (!detokenizer->open) return;
+    stop_free(&detokenizer->stop);
+    if (replica->engine->tok) tok_stream_free(&detokenizer->stream);
+    *detokenizer = (eng_detokenizer){0};
 }
 
 /* Nothing points to r any more. */
-static void eng_release(eng *g, eng_request *r) {
-    eng_waiter *w = r->waiter; /* frees r, maybe as soon as the lock is free */
-    pthread_mutex_lock(&g->lock);
-    g->n_samples -= r->n, g->shown.requests_done = g->stats.requests_done;
-    if (w) w->done = true, pthread_cond_signal(&w->wake);
-    pthread_mutex_unlock(&g->lock);
-    if (!w) eng_request_free(r);
+static void eng_release(eng *engine, eng_request *request) {
+    eng_waiter *waiter = request->waiter; /* frees r, maybe as soon as the lock is free */
+    pthread_mutex_lock(&engine->lock);
+    engine->n_samples -= request->n_samples, engine->published.requests_done = engine->stats.requests_done;
+    if (waiter) waiter->done = true, pthread_cond_signal(&waiter->wake);
+    pthread_mutex_unlock(&engine->lock);
+    if (!waiter) eng_request_free(request);
 }
 
 /* All events of r were delivered. */
-static void eng_finish(eng *g, eng_request *r) {
-    eng_replica *p = r->home;
-    if (p) p->by_sched[r->sched_id] = NULL, p->id_by_sched[r->sched_id] = 0, p->work -= r->work, p->n_live--, g->n_busy--;
-    g->stats.requests_done++;
-    r->over = true;
-    if (!r->n_flying) eng_release(g, r);
+static void eng_finish_request(eng *engine, eng_request *request) {
+    eng_replica *replica = request->replica;
+    if (replica) replica->requests[request->sched_id] = NULL, replica->request_ids[request->sched_id] = 0, replica->work -= request->work, replica->n_requests--, engine->n_active--;
+    engine->stats.requests_done++;
+    request->finished = true;
+    if (!request->n_in_flight) eng_release(engine, request);
 }
 
 /* Ends every sample that has not ended: cancelled, or failed with the device. */
-static void eng_end_all(eng *g, eng_request *r, toka_finish how) {
-    eng_replica *p = r->home;
-    if (p) {
-        for (int q = p->s.requests[r->sched_id].first_seq; q >= 0; q = p->s.seqs[q].sibling_next) eng_slot_close(p, q);
-        sched_cancel(&p->s, r->sched_id);
+static void eng_end_request(eng *engine, eng_request *request, toka_finish reason) {
+    eng_replica *replica = request->replica;
+    if (replica) {
+        for (int seq = replica->sched.requests[request->sched_id].first_seq; seq >= 0; seq = replica->sched.seqs[seq].sibling_next) eng_detokenizer_close(replica, seq);
+        sched_cancel(&replica->sched, request->sched_id);
     }
-    int left = r->n_live;
-    toka_event ev = {.id = -1, .text = r->ids_only ? NULL : "", .finish = how, .stop_id = -1, .stop_text = -1};
-    for (int i = 0; i < r->n && r->fn; i++) {
-        if (bit_get(r->ended, i)) continue;
-        ev.sample = r->score_only ? TOKA_PROMPT : i, ev.more = --left > 0;
-        r->fn(r->user, &ev);
+    int n_left = request->n_live;
+    toka_event event = {.id = -1, .text = request->ids_only ? NULL : "", .finish = reason, .stop_id = -1, .stop_text = -1};
+    for (int i = 0; i < request->n_samples && request->callback; i++) {
+        if (bit_get(request->ended, i)) continue;
+        event.sample = request->score_only ? TOKA_PROMPT : i, event.more = --n_left > 0;
+        request->callback(request->user, &event);
     }
-    eng_finish(g, r);
+    eng_finish_request(engine, request);
 }
 
 /* ---- Take: the inbox to the scheduler ---- */
 
 /* Tokens that a sample of r will yet have, as far as p has seen such. */
-static double eng_expect(eng_replica *p, const eng_request *r) {
-    bool exact = r->score_only || (!r->ends.n && !r->sampling.n_stop);
-    return exact ? r->sampling.max_tokens : MIN(r->sampling.max_tokens, pred_length(&p->s.predictor, (pred_handle){-1, 0}, 0.5));
+static double eng_expected_tokens(eng_replica *replica, const eng_request *request) {
+    bool fixed_len = request->score_only || (!request->end_ids.n && !request->sampling.n_stop);
+    return fixed_len ? request->sampling.max_tokens : MIN(request->sampling.max_tokens, pred_length(&replica->sched.predictor, (pred_handle){-1, 0}, 0.5));
 }
 
-static int eng_alone(const eng *g, const eng_request *r) { /* samples that share no pages */
-    return g->no_sharing ? r->n : r->scores;
+static int eng_n_unshared(const eng *engine, const eng_request *request) { /* samples that share no pages */
+    return engine->no_prefix_sharing ? request->n_samples : request->prompt_logprobs;
 }
 
 /* Chooses a home for r and counts its work there. */
-static void eng_route(eng *g, eng_request *r) {
-    double least = INFINITY;
-    int alone = eng_alone(g, r);
-    for (int i = 0; i < g->n_replicas; i++) {
-        eng_replica *p = &g->replicas[i];
-        int found = g->n_replicas > 1 && alone < r->n ? kv_match_prefix(&p->s.kv, NULL, r->prompt, r->n_prompt) * p->s.config.B : 0;
-        double prompt = alone * (double)r->n_prompt + (alone < r->n ? r->n_prompt - found : 0);
-        double work = r->n * eng_expect(p, r) + prompt;
-        if (p->work + work >= least) continue;
-        least = p->work + work;
-        r->home = p, r->work = work, r->work_each = work / r->n;
+static void eng_route(eng *engine, eng_request *request) {
+    double least_work = INFINITY;
+    int n_unshared = eng_n_unshared(engine, request);
+    for (int i = 0; i < engine->n_replicas; i++) {
+        eng_replica *replica = &engine->replicas[i];
+        int n_hits = engine->n_replicas > 1 && n_unshared < request->n_samples ? kv_match_prefix(&replica->sched.kv, NULL, request->prompt, request->n_prompt) * replica->sched.config.B : 0;
+        double prompt_work = n_unshared * (double)request->n_prompt + (n_unshared < request->n_samples ? request->n_prompt - n_hits : 0);
+        double work = request->n_samples * eng_expected_tokens(replica, request) + prompt_work;
+        if (replica->work + work >= least_work) continue;
+        least_work = replica->work + work;
+        request->replica = replica, request->work = work, request->work_per_sample = work / request->n_samples;
     }
-    r->home->work += r->work, r->home->n_live++, g->n_busy++;
+    request->replica->work += request->work, request->replica->n_requests++, engine->n_active++;
 }
 
-static void eng_enter(eng *g, eng_request *r) {
-    const toka_sampling *s = &r->sampling;
+static void eng_add_request(eng *engine, eng_request *request) {
+    const toka_sampling *sampling = &request->sampling;
     toka_err e;
-    eng_route(g, r);
-    eng_replica *p = r->home;
-    int n_fed = r->score_only && r->n_prompt > 1 ? r->n_prompt - 1 : r->n_prompt; /* nothing comes behind the last token */
-    r->sched_id = sched_submit(&p->s, &(sched_job){.prompt = r->prompt, .n_prompt = n_fed, .n = r->n, .max_tokens = s->max_tokens,
-                                                   .min_tokens = s->min_tokens,
-                                                   .fixed_len = r->score_only || (!r->ends.n && !s->n_stop),
-                                                   .no_run_ahead = samp_needs_history(s), .n_unshared = eng_alone(g, r),
-                                                   .priority = r->priority, .class_key = r->class_key}, &e);
-    assert(r->sched_id >= 0); /* eng_check looked at the same limits */
-    if (r->sched_id >= p->cap_by_sched) {
-        int cap = MAX(64, 2 * (r->sched_id + 1));
-        p->by_sched = mem_realloc(p->by_sched, (size_t)cap * sizeof *p->by_sched);
-        p->id_by_sched = mem_realloc(p->id_by_sched, (size_t)cap * sizeof *p->id_by_sched);
-        memset(p->by_sched + p->cap_by_sched, 0, (size_t)(cap - p->cap_by_sched) * sizeof *p->by_sched);
-        memset(p->id_by_sched + p->cap_by_sched, 0, (size_t)(cap - p->cap_by_sched) * sizeof *p->id_by_sched);
-        p->cap_by_sched = cap;
+    eng_route(engine, request);
+    eng_replica *replica = request->replica;
+    int n_prefill = request->score_only && request->n_prompt > 1 ? request->n_prompt - 1 : request->n_prompt; /* nothing comes behind the last token */
+    request->sched_id = sched_submit(&replica->sched, &(sched_job){.prompt = request->prompt, .n_prompt = n_prefill, .n = request->n_samples, .max_tokens = sampling->max_tokens,
+                                                   .min_tokens = sampling->min_tokens,
+                                                   .fixed_len = request->score_only || (!request->end_ids.n && !sampling->n_stop),
+                                                   .no_run_ahead = samp_needs_history(sampling), .n_unshared = eng_n_unshared(engine, request),
+                                                   .priority = request->priority, .class_key = request->class_key}, &e);
+    assert(request->sched_id >= 0); /* eng_check looked at the same limits */
+    if (request->sched_id >= replica->cap_requests) {
+        int new_cap = MAX(64, 2 * (request->sched_id + 1));
+        replica->requests = mem_realloc(replica->requests, (size_t)new_cap * sizeof *replica->requests);
+        replica->request_ids = mem_realloc(replica->request_ids, (size_t)new_cap * sizeof *replica->request_ids);
+        memset(replica->requests + replica->cap_requests, 0, (size_t)(new_cap - replica->cap_requests) * sizeof *replica->requests);
+        memset(replica->request_ids + replica->cap_requests, 0, (size_t)(new_cap - replica->cap_requests) * sizeof *replica->request_ids);
+        replica->cap_requests = new_cap;
     }
-    p->by_sched[r->sched_id] = r, p->id_by_sched[r->sched_id] = r->id;
+    replica->requests[request->sched_id] = request, replica->request_ids[request->sched_id] = request->id;
 }
 
-static int eng_by_id(const void *a, const void *b) {
+static int eng_compare_ids(const void *a, const void *b) {
     int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;
     return (x > y) - (x < y);
 }
 
-static void eng_take(eng *g) {
-    eng_call(g, false);
-    pthread_mutex_lock(&g->lock);
-    eng_request *r = g->inbox;
-    int64_t *cancels = g->cancels;
-    size_t n_cancels = (size_t)g->n_cancels;
-    g->inbox = NULL, g->inbox_end = &g->inbox;
-    g->cancels = NULL, g->n_cancels = g->cap_cancels = 0;
-    pthread_mutex_unlock(&g->lock);
-    for (eng_request *next; r; r = next) next = r->next, eng_enter(g, r);
-    if (n_cancels) qsort(cancels, n_cancels, sizeof *cancels, eng_by_id);
-    for (int i = 0; i < g->n_replicas && n_cancels; i++) {
-        eng_replica *p = &g->replicas[i];
-        for (int k = 0; k < p->cap_by_sched; k++) {
-            const int64_t *id = &p->id_by_sched[k];
+static void eng_drain_inbox(eng *engine) {
+    eng_set_new_work(engine, false);
+    pthread_mutex_lock(&engine->lock);
+    eng_request *request = engine->inbox;
+    int64_t *cancels = engine->cancels;
+    size_t n_cancels = (size_t)engine->n_cancels;
+    engine->inbox = NULL, engine->inbox_end = &engine->inbox;
+    engine->cancels = NULL, engine->n_cancels = engine->cap_cancels = 0;
+    pthread_mutex_unlock(&engine->lock);
+    for (eng_request *next; request; request = next) next = request->next, eng_add_request(engine, request);
+    if (n_cancels) qsort(cancels, n_cancels, sizeof *cancels, eng_compare_ids);
+    for (int i = 0; i < engine->n_replicas && n_cancels; i++) {
+        eng_replica *replica = &engine->replicas[i];
+        for (int j = 0; j < replica->cap_requests; j++) {
+            const int64_t *id = &replica->request_ids[j];
             if (*id < cancels[0] || *id > cancels[n_cancels - 1]) continue;
-            if (bsearch(id, cancels, n_cancels, sizeof *cancels, eng_by_id)) eng_end_all(g, p->by_sched[k], TOKA_CANCELLED);
+            if (bsearch(id, cancels, n_cancels, sizeof *cancels, eng_compare_ids)) eng_end_request(engine, replica->requests[j], TOKA_CANCELLED);
         }
     }
     free(cancels);
@@ -14240,483 +14240,483 @@ static void eng_take(eng *g) {
 
 /* What a row looks at beside its logits: ids that end sequence x too early, those that complete a
  * bad word, and, for penalties, all its tokens. The last two are appended to f->known, which may
- * move: eng_place_known sets the row's pointers to them. */
-static void eng_know(eng *g, eng_flight *f, const eng_request *r, const sched_seq *x,
+ * move: eng_set_row_ids sets the row's pointers to them. */
+static void eng_add_row_ids(eng *engine, eng_inflight *inflight, const eng_request *request, const sched_seq *sequence,
                      toka_sample_row *row) {
-    ids *k = &f->known;
-    const toka_sampling *s = &r->sampling;
-    const int32_t *output = x->tokens + x->n_prompt;
-    const int n_output = x->n_known - x->n_prompt;
-    const size_t from = k->n;
-    bool early = x->n_planned - 1 - x->n_prompt < s->min_tokens;
-    row->forbidden = r->ends.p, row->n_forbidden = early ? (int)r->ends.n : 0;
-    if (samp_has_bad_words(s)) {
-        for (int i = 0; i < row->n_forbidden; i++) ids_push(k, r->ends.p[i]);
-        samp_bad_by_ids(s, output, n_output, k);
-        if (s->bad_words)
-            samp_bad_by_texts(s->bad_words, output, n_output, r->keep_special, &g->text, &g->piece, k);
-        row->n_forbidden = (int)(k->n - from);
+    ids *row_ids = &inflight->row_ids;
+    const toka_sampling *sampling = &request->sampling;
+    const int32_t *output = sequence->tokens + sequence->n_prompt;
+    const int n_output = sequence->n_known - sequence->n_prompt;
+    const size_t first = row_ids->n;
+    bool before_min = sequence->n_planned - 1 - sequence->n_prompt < sampling->min_tokens;
+    row->forbidden = request->end_ids.p, row->n_forbidden = before_min ? (int)request->end_ids.n : 0;
+    if (samp_has_bad_words(sampling)) {
+        for (int i = 0; i < row->n_forbidden; i++) ids_push(row_ids, request->end_ids.p[i]);
+        samp_bad_by_ids(sampling, output, n_output, row_ids);
+        if (sampling->bad_words)
+            samp_bad_by_texts(sampling->bad_words, output, n_output, request->keep_special, &engine->new_text, &engine->token_text, row_ids);
+        row->n_forbidden = (int)(row_ids->n - first);
     }
-    if (!samp_has_penalties(s)) return;
-    ids_reserve(k, (size_t)x->n_known);
-    memcpy(k->p + k->n, x->tokens, (size_t)x->n_known * sizeof *k->p);
-    row->n_history = x->n_known, k->n += (size_t)x->n_known;
+    if (!samp_has_penalties(sampling)) return;
+    ids_reserve(row_ids, (size_t)sequence->n_known);
+    memcpy(row_ids->p + row_ids->n, sequence->tokens, (size_t)sequence->n_known * sizeof *row_ids->p);
+    row->n_history = sequence->n_known, row_ids->n += (size_t)sequence->n_known;
 }
 
-static void eng_place_known(eng_flight *f) {
-    const int32_t *at = f->known.p;
-    for (int i = 0; i < f->b.n_samples; i++) {
-        toka_sample_row *row = &f->out[i];
+static void eng_set_row_ids(eng_inflight *inflight) {
+    const int32_t *next = inflight->row_ids.p;
+    for (int i = 0; i < inflight->batch.n_samples; i++) {
+        toka_sample_row *row = &inflight->sample_rows[i];
         if (row->forced_id < 0 && samp_has_bad_words(row->sampling)) {
-            row->forbidden = at;
-            at += row->n_forbidden;
+            row->forbidden = next;
+            next += row->n_forbidden;
         }
         if (!row->n_history) continue;
-        row->history = at;
-        at += row->n_history;
+        row->history = next;
+        next += row->n_history;
     }
 }
 
 /* The rows of prompts whose logits are wanted, behind the first n rows of f->out. The last row of a prompt is not among them:
  * what it yields is a token of the sample, or, if the sample is none, forced to be the prompt's last. */
-static int eng_places(eng_replica *p, eng_flight *f, int n) {
-    f->n_places = 0;
-    for (int k = 0; k < f->b.n_chunks; k++) {
-        const sched_seq *x = &p->s.seqs[f->b.chunk_seq[k]];
-        eng_request *r = p->by_sched[x->request];
-        if (!r->scores || x->sample || !x->is_prefill) continue;
-        const int row0 = f->b.chunk_row0[k], from = f->b.pos[row0], end = MIN(from + f->b.chunk_row0[k + 1] - row0, x->n_prompt - 1);
-        for (int at = MAX(from, r->n_scored - 1); at < end; at++) {
-            f->places[f->n_places++] = (eng_place){f->b.chunk_seq[k], at + 1, x->generation};
-            f->whose[n] = r, r->n_flying++;
-            f->out[n++] = (toka_sample_row){.row = row0 + at - from, .seq = -1, .forced_id = r->prompt[at + 1],
-                                         .ranked = r->ranked, .sampling = &r->scoring};
+static int eng_add_prompt_rows(eng_replica *replica, eng_inflight *inflight, int n_rows) {
+    inflight->n_prompt_rows = 0;
+    for (int chunk = 0; chunk < inflight->batch.n_chunks; chunk++) {
+        const sched_seq *sequence = &replica->sched.seqs[inflight->batch.chunk_seq[chunk]];
+        eng_request *request = replica->requests[sequence->request];
+        if (!request->prompt_logprobs || sequence->sample || !sequence->is_prefill) continue;
+        const int row0 = inflight->batch.chunk_row0[chunk], first_pos = inflight->batch.pos[row0], end_pos = MIN(first_pos + inflight->batch.chunk_row0[chunk + 1] - row0, sequence->n_prompt - 1);
+        for (int pos = MAX(first_pos, request->n_scored - 1); pos < end_pos; pos++) {
+            inflight->prompt_rows[inflight->n_prompt_rows++] = (eng_prompt_row){inflight->batch.chunk_seq[chunk], pos + 1, sequence->generation};
+            inflight->row_requests[n_rows] = request, request->n_in_flight++;
+            inflight->sample_rows[n_rows++] = (toka_sample_row){.row = row0 + pos - first_pos, .seq = -1, .forced_id = request->prompt[pos + 1],
+                                         .ranked = request->prompt_ranks, .sampling = &request->prompt_sampling};
         }
     }
-    return n;
+    return n_rows;
 }
 
 /* The rows whose logits are wanted, from the batch's list of rows that yield a token. */
-static void eng_rows(eng_replica *p, eng_flight *f) {
-    f->known.n = 0;
-    for (int i = 0; i < f->b.n_samples; i++) {
-        const batch_sample *o = &f->b.samples[i];
-        const sched_seq *x = &p->s.seqs[o->seq];
-        eng_request *r = p->by_sched[x->request];
-        f->out[i] = (toka_sample_row){.row = o->row,
-                                   .seq = o->seq,
-                                   .forced_id = r->score_only ? r->prompt[r->n_prompt - 1] : -1,
-                                   .ranked = r->score_only && r->ranked,
-                                   .sample = (uint32_t)x->sample,
-                                   .position = (uint32_t)x->n_planned - 1,
-                                   .sampling = r->score_only ? &r->scoring : &r->sampling,
-                                   .n_prompt = x->n_prompt};
-        f->whose[i] = r, r->n_flying++;
-        if (!r->score_only) eng_know(p->g, f, r, x, &f->out[i]);
+static void eng_make_sample_rows(eng_replica *replica, eng_inflight *inflight) {
+    inflight->row_ids.n = 0;
+    for (int i = 0; i < inflight->batch.n_samples; i++) {
+        const batch_sample *sample = &inflight->batch.samples[i];
+        const sched_seq *sequence = &replica->sched.seqs[sample->seq];
+        eng_request *request = replica->requests[sequence->request];
+        inflight->sample_rows[i] = (toka_sample_row){.row = sample->row,
+                                   .seq = sample->seq,
+                                   .forced_id = request->score_only ? request->prompt[request->n_prompt - 1] : -1,
+                                   .ranked = request->score_only && request->prompt_ranks,
+                                   .sample = (uint32_t)sequence->sample,
+                                   .position = (uint32_t)sequence->n_planned - 1,
+                                   .sampling = request->score_only ? &request->prompt_sampling : &request->sampling,
+                                   .n_prompt = sequence->n_prompt};
+        inflight->row_requests[i] = request, request->n_in_flight++;
+        if (!request->score_only) eng_add_row_ids(replica->engine, inflight, request, sequence, &inflight->sample_rows[i]);
     }
-    eng_place_known(f);
-    f->b.step.samples = f->out, f->b.step.n_samples = eng_places(p, f, f->b.n_samples);
+    eng_set_row_ids(inflight);
+    inflight->batch.step.samples = inflight->sample_rows, inflight->batch.step.n_samples = eng_add_prompt_rows(replica, inflight, inflight->batch.n_samples);
 }
 
 /* Text of a new token (-1: none, the text ends) into g->text, held back while it may begin a stop
  * string. True: a stop string is complete. */
-static bool eng_text(eng_replica *p, int q, const eng_request *r, int32_t id, bool is_end, bool armed, bool last) {
-    eng *g = p->g;
-    eng_slot *slot = &p->slots[q];
-    buf_clear(&g->text), buf_clear(&g->piece);
-    if (!g->tok || (r->ids_only && !r->sampling.n_stop)) return false;
-    if (!slot->open) {
-        stop_init(&slot->stop, r->sampling.stop, r->sampling.n_stop, r->sampling.include_stop);
-        tok_stream_init(&slot->stream, g->tok, r->keep_special ? 0 : TOKA_SKIP_SPECIAL);
-        tok_stream_follow(&slot->stream, r->prompt[r->n_prompt - 1]);
-        slot->open = true;
+static bool eng_detokenize(eng_replica *replica, int seq, const eng_request *request, int32_t id, bool is_end, bool may_stop, bool is_last) {
+    eng *engine = replica->engine;
+    eng_detokenizer *detokenizer = &replica->detokenizers[seq];
+    buf_clear(&engine->new_text), buf_clear(&engine->token_text);
+    if (!engine->tok || (request->ids_only && !request->sampling.n_stop)) return false;
+    if (!detokenizer->open) {
+        stop_init(&detokenizer->stop, request->sampling.stop, request->sampling.n_stop, request->sampling.include_stop);
+        tok_stream_init(&detokenizer->stream, engine->tok, request->keep_special ? 0 : TOKA_SKIP_SPECIAL);
+        tok_stream_follow(&detokenizer->stream, request->prompt[request->n_prompt - 1]);
+        detokenizer->open = true;
     }
-    if (id >= 0 && (!is_end || r->sampling.include_stop))
-        tok_stream_put(&slot->stream, id, &g->piece);
-    if (last || is_end) tok_stream_end(&slot->stream, &g->piece);
-    bool stopped = stop_put(&slot->stop, buf_view(&g->piece), armed, &g->text);
-    if (!stopped && (last || is_end)) stop_end(&slot->stop, &g->text);
+    if (id >= 0 && (!is_end || request->sampling.include_stop))
+        tok_stream_put(&detokenizer->stream, id, &engine->token_text);
+    if (is_last || is_end) tok_stream_end(&detokenizer->stream, &engine->token_text);
+    bool stopped = stop_put(&detokenizer->stop, buf_view(&engine->token_text), may_stop, &engine->new_text);
+    if (!stopped && (is_last || is_end)) stop_end(&detokenizer->stop, &engine->new_text);
     return stopped;
 }
 
 /* The event for token number `at` of a prompt; before the second one that of the first, which has no logits. The last of a
  * request without samples ends it. False: the callback wants no more. */
-static bool eng_deliver_prompt(eng_request *r, int at, const toka_sample_result *pick, bool more, toka_finish finish) {
-    toka_event ev = {.sample = TOKA_PROMPT, .id = r->prompt[0], .stop_id = -1, .stop_text = -1, .more = 1};
+static bool eng_deliver_prompt(eng_request *request, int token_index, const toka_sample_result *result, bool more, toka_finish finish) {
+    toka_event event = {.sample = TOKA_PROMPT, .id = request->prompt[0], .stop_id = -1, .stop_text = -1, .more = 1};
     bool go_on = true;
-    if (at == 1) go_on = !r->fn || !r->fn(r->user, &ev);
-    if (at > 0) {
-        ev.id = pick->id, ev.logprob = pick->logprob, ev.sampled_logprob = pick->sampled_logprob;
-        ev.rank = pick->rank;
-        ev.n_top = pick->n_top, ev.top_ids = pick->top_ids, ev.top_logprobs = pick->top_logprobs;
+    if (token_index == 1) go_on = !request->callback || !request->callback(request->user, &event);
+    if (token_index > 0) {
+        event.id = result->id, event.logprob = result->logprob, event.sampled_logprob = result->sampled_logprob;
+        event.rank = result->rank;
+        event.n_top = result->n_top, event.top_ids = result->top_ids, event.top_logprobs = result->top_logprobs;
     }
-    ev.more = more, ev.finish = finish;
-    r->n_scored = at + 1;
+    event.more = more, event.finish = finish;
+    request->n_scored = token_index + 1;
     if (!go_on && finish == TOKA_RUNNING) return false;
-    return !r->fn || !r->fn(r->user, &ev);
+    return !request->callback || !request->callback(request->user, &event);
 }
 
 /* Does an event of r's come right behind that of yielding row i? */
-static bool eng_more(const eng_replica *p, const eng_flight *f, const eng_request *r, int i) {
-    for (i++; i < f->b.n_samples; i++)
-        if (p->s.seqs[f->b.samples[i].seq].generation == f->b.samples[i].generation) return f->whose[i] == r;
+static bool eng_has_more(const eng_replica *replica, const eng_inflight *inflight, const eng_request *request, int i) {
+    for (i++; i < inflight->batch.n_samples; i++)
+        if (replica->sched.seqs[inflight->batch.samples[i].seq].generation == inflight->batch.samples[i].generation) return inflight->row_requests[i] == request;
     return false;
 }
 
-static void eng_sample_over(eng_replica *p, eng_request *r) {
-    r->n_live--, r->work -= r->work_each, p->work -= r->work_each;
+static void eng_count_sample_end(eng_replica *replica, eng_request *request) {
+    request->n_live--, request->work -= request->work_per_sample, replica->work -= request->work_per_sample;
 }
 
 /* One pick becomes a token of its sequence and an event. Where all that was allowed was forbidden,
  * the pick is a forbidden id: the sample ends without it. False: the callback wants no more of this
  * request. */
-static bool eng_deliver(eng_replica *p, eng_request *r, int q, const toka_sample_row *row,
-                        const toka_sample_result *pick, bool more, bool *ended) {
-    eng *g = p->g;
-    const sched_seq *x = &p->s.seqs[q];
-    const toka_sampling *s = &r->sampling;
-    int n_before = x->n_known - x->n_prompt;
-    bool armed = n_before >= s->min_tokens; /* behind the first min_tokens */
-    bool full = x->n_known + 1 == x->limit;
-    bool none = samp_is_listed(row->forbidden, row->n_forbidden, pick->id);
-    bool is_end = !none && armed && samp_is_listed(r->ends.p, (int)r->ends.n, pick->id);
-    bool stopped = eng_text(p, q, r, none ? -1 : pick->id, is_end, armed, full || none);
-    *ended = is_end || stopped || none;
-    toka_event ev = {.sample = x->sample,
-                     .id = none ? -1 : pick->id,
-                     .logprob = pick->logprob,
-                     .sampled_logprob = pick->sampled_logprob,
-                     .n_top = none ? 0 : pick->n_top,
-                     .top_ids = pick->top_ids,
-                     .top_logprobs = pick->top_logprobs,
-                     .text = r->ids_only && !s->n_stop ? NULL : buf_view(&g->text).p,
-                     .text_bytes = g->text.n,
-                     .finish = *ended ? TOKA_STOP : full ? TOKA_LENGTH : TOKA_RUNNING,
-                     .stop_id = is_end ? pick->id : -1,
-                     .stop_text = stopped ? p->slots[q].stop.matched_index : -1,
-                     .n_cached = x->n_prefix_hits,
+static bool eng_deliver(eng_replica *replica, eng_request *request, int seq, const toka_sample_row *sample_row,
+                        const toka_sample_result *result, bool more, bool *ended) {
+    eng *engine = replica->engine;
+    const sched_seq *sequence = &replica->sched.seqs[seq];
+    const toka_sampling *sampling = &request->sampling;
+    int n_before = sequence->n_known - sequence->n_prompt;
+    bool may_stop = n_before >= sampling->min_tokens; /* behind the first min_tokens */
+    bool at_limit = sequence->n_known + 1 == sequence->limit;
+    bool none_left = samp_is_listed(sample_row->forbidden, sample_row->n_forbidden, result->id);
+    bool is_end = !none_left && may_stop && samp_is_listed(request->end_ids.p, (int)request->end_ids.n, result->id);
+    bool stopped = eng_detokenize(replica, seq, request, none_left ? -1 : result->id, is_end, may_stop, at_limit || none_left);
+    *ended = is_end || stopped || none_left;
+    toka_event event = {.sample = sequence->sample,
+                     .id = none_left ? -1 : result->id,
+                     .logprob = result->logprob,
+                     .sampled_logprob = result->sampled_logprob,
+                     .n_top = none_left ? 0 : result->n_top,
+                     .top_ids = result->top_ids,
+                     .top_logprobs = result->top_logprobs,
+                     .text = request->ids_only && !sampling->n_stop ? NULL : buf_view(&engine->new_text).p,
+                     .text_bytes = engine->new_text.n,
+                     .finish = *ended ? TOKA_STOP : at_limit ? TOKA_LENGTH : TOKA_RUNNING,
+                     .stop_id = is_end ? result->id : -1,
+                     .stop_text = stopped ? replica->detokenizers[seq].stop.matched_index : -1,
+                     .n_cached = sequence->n_prefix_hits,
                      .more = more};
-    if (ev.finish != TOKA_RUNNING) bit_set(r->ended, x->sample), eng_sample_over(p, r), eng_slot_close(p, q);
-    r->usage.output_tokens += !none;
-    if (!r->t_first) r->t_first = os_now();
-    return !r->fn || !r->fn(r->user, &ev);
+    if (event.finish != TOKA_RUNNING) bit_set(request->ended, sequence->sample), eng_count_sample_end(replica, request), eng_detokenizer_close(replica, seq);
+    request->usage.output_tokens += !none_left;
+    if (!request->first_token_time) request->first_token_time = os_now();
+    return !request->callback || !request->callback(request->user, &event);
 }
 
 /* What came of row i of a step's out. */
-static const toka_sample_result *eng_pick(const eng_flight *f, int i) { return &f->picks[f->parts.n ? f->parts.sample_at[i] : i]; }
+static const toka_sample_result *eng_result(const eng_inflight *inflight, int i) { return &inflight->results[inflight->micros.n ? inflight->micros.sample_at[i] : i]; }
 
-static void eng_commit_places(eng_replica *p, const eng_flight *f) {
-    for (int i = 0; i < f->n_places; i++) {
-        const eng_place *at = &f->places[i];
-        if (p->s.seqs[at->q].generation != at->ticket) continue; /* it ended meanwhile, or in this very loop by a callback */
-        eng_request *r = f->whose[f->b.n_samples + i];
-        bool more = i + 1 < f->n_places && f->places[i + 1].q == at->q;
-        if (!eng_deliver_prompt(r, at->at, eng_pick(f, f->b.n_samples + i), more, TOKA_RUNNING)) eng_end_all(p->g, r, TOKA_CANCELLED);
+static void eng_commit_prompt_rows(eng_replica *replica, const eng_inflight *inflight) {
+    for (int i = 0; i < inflight->n_prompt_rows; i++) {
+        const eng_prompt_row *prompt_row = &inflight->prompt_rows[i];
+        if (replica->sched.seqs[prompt_row->seq].generation != prompt_row->generation) continue; /* it ended meanwhile, or in this very loop by a callback */
+        eng_request *request = inflight->row_requests[inflight->batch.n_samples + i];
+        bool more = i + 1 < inflight->n_prompt_rows && inflight->prompt_rows[i + 1].seq == prompt_row->seq;
+        if (!eng_deliver_prompt(request, prompt_row->token_index, eng_result(inflight, inflight->batch.n_samples + i), more, TOKA_RUNNING)) eng_end_request(replica->engine, request, TOKA_CANCELLED);
     }
 }
 
-static void eng_commit(eng_replica *p, const eng_flight *f) {
-    eng_commit_places(p, f);
-    for (int i = 0; i < f->b.n_samples; i++) {
-        const batch_sample o = f->b.samples[i];
-        if (p->s.seqs[o.seq].generation != o.generation) continue;
-        eng_request *r = f->whose[i];
-        bool ended = true, more = true;
+static void eng_commit(eng_replica *replica, const eng_inflight *inflight) {
+    eng_commit_prompt_rows(replica, inflight);
+    for (int i = 0; i < inflight->batch.n_samples; i++) {
+        const batch_sample sample = inflight->batch.samples[i];
+        if (replica->sched.seqs[sample.seq].generation != sample.generation) continue;
+        eng_request *request = inflight->row_requests[i];
+        bool ended = true, wants_more = true;
         /* a prompt of one token has no place but this */
-        if (r->scores && !r->score_only && !r->n_scored && !p->s.seqs[o.seq].sample &&
-            !eng_deliver_prompt(r, 0, NULL, true, TOKA_RUNNING)) {
-            eng_end_all(p->g, r, TOKA_CANCELLED);
+        if (request->prompt_logprobs && !request->score_only && !request->n_scored && !replica->sched.seqs[sample.seq].sample &&
+            !eng_deliver_prompt(request, 0, NULL, true, TOKA_RUNNING)) {
+            eng_end_request(replica->engine, request, TOKA_CANCELLED);
             continue;
         }
-        if (!r->score_only) {
-            more = eng_deliver(p, r, o.seq, &f->out[i], eng_pick(f, i), eng_more(p, f, r, i), &ended);
+        if (!request->score_only) {
+            wants_more = eng_deliver(replica, request, sample.seq, &inflight->sample_rows[i], eng_result(inflight, i), eng_has_more(replica, inflight, request, i), &ended);
         } else {
-            bit_set(r->ended, 0), eng_sample_over(p, r);
-            eng_deliver_prompt(r, r->n_prompt - 1, eng_pick(f, i), false, TOKA_LENGTH);
+            bit_set(request->ended, 0), eng_count_sample_end(replica, request);
+            eng_deliver_prompt(request, request->n_prompt - 1, eng_result(inflight, i), false, TOKA_LENGTH);
         }
-        sched_commit(&p->s, o.seq, o.generation, eng_pick(f, i)->id, ended);
-        if (!r->n_live) eng_finish(p->g, r);
-        else if (!more) eng_end_all(p->g, r, TOKA_CANCELLED);
+        sched_commit(&replica->sched, sample.seq, sample.generation, eng_result(inflight, i)->id, ended);
+        if (!request->n_live) eng_finish_request(replica->engine, request);
+        else if (!wants_more) eng_end_request(replica->engine, request, TOKA_CANCELLED);
     }
 }
 
 /* What the rows of a step attend to, all and in spans that several sequences share (the first of the batch). */
-static void eng_count_spans(eng *g, const batch_step *b) {
-    for (int i = 0; i < b->step.n_spans; i++) {
-        const int64_t n = b->spans[i].n_rows;
-        const bool own = i >= b->step.n_spans - b->n_chunks; /* its last row sees all of it, each before one position less */
-        const int64_t pairs = n * b->spans[i].n_kv - (own ? n * (n - 1) / 2 : 0);
-        g->stats.attended += pairs;
-        if (!own) g->stats.attended_shared += pairs;
+static void eng_count_attended(eng *engine, const batch_step *built) {
+    for (int i = 0; i < built->step.n_spans; i++) {
+        const int64_t n_rows = built->spans[i].n_rows;
+        const bool is_own = i >= built->step.n_spans - built->n_chunks; /* its last row sees all of it, each before one position less */
+        const int64_t pairs = n_rows * built->spans[i].n_kv - (is_own ? n_rows * (n_rows - 1) / 2 : 0);
+        engine->stats.attended += pairs;
+        if (!is_own) engine->stats.attended_shared += pairs;
     }
 }
 
 /* Brings the statistics that others see up to date. */
-static void eng_show(eng *g) {
-    toka_stats *s = &g->stats;
-    s->run_s = 0, s->running = s->waiting = 0, s->prompt_tokens = s->prompt_tokens_shared = s->preemptions = 0;
-    s->kv_pages_used = 0;
-    for (int i = 0; i < g->n_replicas; i++) {
-        eng_replica *p = &g->replicas[i];
-        s->run_s += model_busy(&p->m) / g->n_replicas;
-        s->running += p->s.n_running, s->waiting += p->s.n_unstarted + sched_n_preempted(&p->s);
-        s->prompt_tokens += p->s.n_prompt_tokens, s->prompt_tokens_shared += p->s.n_prompt_hits;
-        s->preemptions += p->s.n_preempted;
-        s->kv_pages_used += p->s.config.n_pages - kv_n_available(&p->s.kv);
+static void eng_publish_stats(eng *engine) {
+    toka_stats *stats = &engine->stats;
+    stats->run_s = 0, stats->running = stats->waiting = 0, stats->prompt_tokens = stats->prompt_tokens_shared = stats->preemptions = 0;
+    stats->kv_pages_used = 0;
+    for (int i = 0; i < engine->n_replicas; i++) {
+        eng_replica *replica = &engine->replicas[i];
+        stats->run_s += model_busy_s(&replica->model) / engine->n_replicas;
+        stats->running += replica->sched.n_running, stats->waiting += replica->sched.n_unstarted + sched_n_preempted(&replica->sched);
+        stats->prompt_tokens += replica->sched.n_prompt_tokens, stats->prompt_tokens_shared += replica->sched.n_prompt_hits;
+        stats->preemptions += replica->sched.n_preempted;
+        stats->kv_pages_used += replica->sched.config.n_pages - kv_n_available(&replica->sched.kv);
     }
-    pthread_mutex_lock(&g->lock);
-    g->shown = *s;
-    for (const eng_request *r = g->inbox; r; r = r->next) g->shown.waiting += r->n;
-    pthread_mutex_unlock(&g->lock);
+    pthread_mutex_lock(&engine->lock);
+    engine->published = *stats;
+    for (const eng_request *request = engine->inbox; request; request = request->next) engine->published.waiting += request->n_samples;
+    pthread_mutex_unlock(&engine->lock);
 }
 
 /* The oldest step has come down: its rows let go of their requests. */
-static void eng_land(eng_replica *p) {
-    eng_flight *f = &p->flights[p->first];
-    for (int i = 0; i < f->b.step.n_samples; i++) {
-        eng_request *r = f->whose[i];
-        r->kept |= p->m.lost;
-        if (!--r->n_flying && r->over) eng_release(p->g, r);
+static void eng_retire_oldest(eng_replica *replica) {
+    eng_inflight *inflight = &replica->inflight[replica->oldest];
+    for (int i = 0; i < inflight->batch.step.n_samples; i++) {
+        eng_request *request = inflight->row_requests[i];
+        request->leaked |= replica->model.hung;
+        if (!--request->n_in_flight && request->finished) eng_release(replica->engine, request);
     }
-    p->first = (p->first + 1) % p->n_ahead, p->n_flying--, p->g->n_busy--;
+    replica->oldest = (replica->oldest + 1) % replica->n_ahead, replica->n_in_flight--, replica->engine->n_active--;
 }
 
 /* Ends all that is under way. What steps that fly will bring means nothing any more. */
-static void eng_end_everything(eng *g, toka_finish how) {
+static void eng_end_all_requests(eng *engine, toka_finish reason) {
     toka_err e;
-    eng_take(g);
-    for (int i = 0; i < g->n_replicas; i++) {
-        eng_replica *p = &g->replicas[i];
-        for (; p->n_flying; eng_land(p)) model_wait(&p->m, p->flights[p->first].number, &e);
-        for (int k = 0; k < p->cap_by_sched; k++)
-            if (p->by_sched[k]) eng_end_all(g, p->by_sched[k], how);
+    eng_drain_inbox(engine);
+    for (int i = 0; i < engine->n_replicas; i++) {
+        eng_replica *replica = &engine->replicas[i];
+        for (; replica->n_in_flight; eng_retire_oldest(replica)) model_wait(&replica->model, replica->inflight[replica->oldest].last_number, &e);
+        for (int j = 0; j < replica->cap_requests; j++)
+            if (replica->requests[j]) eng_end_request(engine, replica->requests[j], reason);
     }
 }
 
 /* A device that failed fails every request; nothing more is taken. */
-static void eng_break(eng *g, const toka_err *e) {
-    pthread_mutex_lock(&g->lock);
-    g->broken = *e;
-    pthread_mutex_unlock(&g->lock);
-    eng_end_everything(g, TOKA_FAILED);
-    eng_show(g);
+static void eng_fail(eng *engine, const toka_err *e) {
+    pthread_mutex_lock(&engine->lock);
+    engine->error = *e;
+    pthread_mutex_unlock(&engine->lock);
+    eng_end_all_requests(engine, TOKA_FAILED);
+    eng_publish_stats(engine);
 }
 
 /* What is under way gets its last events, TOKA_CANCELLED, on this thread; a callback that submits then is refused. False: a rank
  * is lost, which may look at the weights. */
-static bool eng_close(eng *g) {
-    if (!g || g->lost) return !g;
-    pthread_mutex_lock(&g->lock);
-    if (!g->broken.code) fail(&g->broken, TOKA_E_CANCELLED, "the model is being closed");
-    pthread_mutex_unlock(&g->lock);
-    eng_end_everything(g, TOKA_CANCELLED);
-    if (!eng_close_ranks(g)) return false;
-    eng_free(g);
+static bool eng_close(eng *engine) {
+    if (!engine || engine->hung) return !engine;
+    pthread_mutex_lock(&engine->lock);
+    if (!engine->error.code) fail(&engine->error, TOKA_E_CANCELLED, "the model is being closed");
+    pthread_mutex_unlock(&engine->lock);
+    eng_end_all_requests(engine, TOKA_CANCELLED);
+    if (!eng_close_ranks(engine)) return false;
+    eng_free(engine);
     return true;
 }
 
 /* Posts a step; for stages in parts. */
-static void eng_post(eng_replica *p, eng_flight *f) {
-    if (p->m.pp == 1) {
-        f->first = f->number = model_post(&p->m, &f->b.step, f->picks);
+static void eng_post_step(eng_replica *replica, eng_inflight *inflight) {
+    if (replica->model.pp == 1) {
+        inflight->first_number = inflight->last_number = model_post(&replica->model, &inflight->batch.step, inflight->results);
         return;
     }
-    batch_make_micros(&p->b, &f->parts, &f->b);
-    for (int i = 0; i < f->parts.n; i++) {
-        const batch_micro *part = &f->parts.micro[i];
-        f->number = model_post(&p->m, &part->step, f->picks + part->sample0);
-        if (!i) f->first = f->number;
+    batch_make_micros(&replica->builder, &inflight->micros, &inflight->batch);
+    for (int i = 0; i < inflight->micros.n; i++) {
+        const batch_micro *micro = &inflight->micros.micro[i];
+        inflight->last_number = model_post(&replica->model, &micro->step, inflight->results + micro->sample0);
+        if (!i) inflight->first_number = inflight->last_number;
     }
 }
 
 /* Plans a step and posts it. False: nothing can run before a step that flies has landed. */
-static bool eng_plan(eng_replica *p) {
-    eng_flight *f = &p->flights[(p->first + p->n_flying) % p->n_ahead];
-    double t0 = os_now();
-    int rows = sched_plan(&p->s);
-    if (rows) {
-        batch_build(&p->b, &f->b, &p->s);
-        eng_rows(p, f);
-        eng_post(p, f);
-        p->n_flying++, p->g->n_busy++;
-        eng_count_spans(p->g, &f->b);
+static bool eng_plan_step(eng_replica *replica) {
+    eng_inflight *inflight = &replica->inflight[(replica->oldest + replica->n_in_flight) % replica->n_ahead];
+    double began = os_now();
+    int n_rows = sched_plan(&replica->sched);
+    if (n_rows) {
+        batch_build(&replica->builder, &inflight->batch, &replica->sched);
+        eng_make_sample_rows(replica, inflight);
+        eng_post_step(replica, inflight);
+        replica->n_in_flight++, replica->engine->n_active++;
+        eng_count_attended(replica->engine, &inflight->batch);
     }
-    f->plan_s = os_now() - t0, p->g->stats.plan_s += f->plan_s;
-    return rows > 0;
+    inflight->plan_s = os_now() - began, replica->engine->stats.plan_s += inflight->plan_s;
+    return n_rows > 0;
 }
 
 /* The tokens that a step brings, also those of samples that a callback will end while it is committed. */
-static void eng_count_picks(eng_replica *p, const eng_flight *f) {
-    for (int i = 0; i < f->b.n_samples; i++)
-        p->g->stats.output_tokens += p->s.seqs[f->b.samples[i].seq].generation == f->b.samples[i].generation && !f->whose[i]->score_only;
+static void eng_count_output(eng_replica *replica, const eng_inflight *inflight) {
+    for (int i = 0; i < inflight->batch.n_samples; i++)
+        replica->engine->stats.output_tokens += replica->sched.seqs[inflight->batch.samples[i].seq].generation == inflight->batch.samples[i].generation && !inflight->row_requests[i]->score_only;
 }
 
-static void eng_tell(eng_replica *p, const eng_flight *f, double commit_s) {
-    eng *g = p->g;
-    eng_timing t = {.number = g->stats.steps, .replica = (int)(p - g->replicas), .rows = f->b.step.T, .out = f->b.step.n_samples,
-                    .plan_s = f->plan_s, .commit_s = commit_s};
-    model_when(&p->m, f->first, f->number, &t.begin, &t.end, &t.launch_s);
-    g->watch(g->watch_user, &t);
+static void eng_report_step(eng_replica *replica, const eng_inflight *inflight, double commit_s) {
+    eng *engine = replica->engine;
+    eng_timing timing = {.number = engine->stats.steps, .replica = (int)(replica - engine->replicas), .n_rows = inflight->batch.step.T, .n_samples = inflight->batch.step.n_samples,
+                    .plan_s = inflight->plan_s, .commit_s = commit_s};
+    model_step_times(&replica->model, inflight->first_number, inflight->last_number, &timing.begin_s, &timing.end_s, &timing.launch_s);
+    engine->on_step(engine->on_step_user, &timing);
 }
 
 /* Commits the oldest step, which is done. */
-static void eng_fetch(eng_replica *p) {
-    eng *g = p->g;
-    const eng_flight *f = &p->flights[p->first];
+static void eng_commit_oldest(eng_replica *replica) {
+    eng *engine = replica->engine;
+    const eng_inflight *inflight = &replica->inflight[replica->oldest];
     toka_err e;
-    if (model_wait(&p->m, f->number, &e)) {
-        toka_err whole = e;
-        if (g->n_replicas > 1) fail(&whole, e.code, "replica %d: %.450s", (int)(p - g->replicas), e.msg);
-        eng_break(g, &whole);
+    if (model_wait(&replica->model, inflight->last_number, &e)) {
+        toka_err full_error = e;
+        if (engine->n_replicas > 1) fail(&full_error, e.code, "replica %d: %.450s", (int)(replica - engine->replicas), e.msg);
+        eng_fail(engine, &full_error);
         return;
     }
-    double t0 = os_now();
-    g->stats.steps++, g->stats.rows += f->b.step.T;
-    eng_count_picks(p, f);
-    eng_show(g); /* before its events: who has a token finds it counted */
-    eng_commit(p, f);
-    eng_land(p);
-    const double commit_s = os_now() - t0;
-    g->stats.commit_s += commit_s;
-    if (g->watch) eng_tell(p, f, commit_s);
-    eng_show(g);
+    double began = os_now();
+    engine->stats.steps++, engine->stats.rows += inflight->batch.step.T;
+    eng_count_output(replica, inflight);
+    eng_publish_stats(engine); /* before its events: who has a token finds it counted */
+    eng_commit(replica, inflight);
+    eng_retire_oldest(replica);
+    const double commit_s = os_now() - began;
+    engine->stats.commit_s += commit_s;
+    if (engine->on_step) eng_report_step(replica, inflight, commit_s);
+    eng_publish_stats(engine);
 }
 
 /* A replica whose oldest step is done, or fails; waits for one if steps fly. NULL: none do, or a request came and a replica is
  * idle. They take turns: one whose steps are always done first does not keep the others waiting. */
-static eng_replica *eng_landing(eng *g) {
+static eng_replica *eng_wait_done_step(eng *engine) {
     eng_replica *found = NULL;
-    bool flying = true;
-    pthread_mutex_lock(&g->bell.lock);
-    while (!found && flying) {
-        bool idle = false;
-        flying = false;
-        for (int i = 0; i < g->n_replicas && !found; i++) {
-            eng_replica *p = &g->replicas[(g->turn + i) % g->n_replicas];
-            idle |= !p->n_flying;
-            if (!p->n_flying) continue;
-            const int64_t number = p->flights[p->first].number;
-            flying = true;
-            model_want(&p->m, number), model_watch(&p->m, number);
-            if (model_is_done(&p->m, number) || p->m.broken.code) found = p;
+    bool any_in_flight = true;
+    pthread_mutex_lock(&engine->notifier.lock);
+    while (!found && any_in_flight) {
+        bool any_idle = false;
+        any_in_flight = false;
+        for (int i = 0; i < engine->n_replicas && !found; i++) {
+            eng_replica *replica = &engine->replicas[(engine->next_replica + i) % engine->n_replicas];
+            any_idle |= !replica->n_in_flight;
+            if (!replica->n_in_flight) continue;
+            const int64_t number = replica->inflight[replica->oldest].last_number;
+            any_in_flight = true;
+            model_set_wanted(&replica->model, number), model_watchdog(&replica->model, number);
+            if (model_is_done(&replica->model, number) || replica->model.error.code) found = replica;
         }
-        if (!found && idle && g->called) break;
-        if (!found && flying) model_nap(&g->bell);
+        if (!found && any_idle && engine->has_new_work) break;
+        if (!found && any_in_flight) model_poll(&engine->notifier);
     }
-    pthread_mutex_unlock(&g->bell.lock);
-    if (found) g->turn = (int)(found - g->replicas + 1) % g->n_replicas;
+    pthread_mutex_unlock(&engine->notifier.lock);
+    if (found) engine->next_replica = (int)(found - engine->replicas + 1) % engine->n_replicas;
     return found;
 }
 
 /* Fills the replicas with steps, then commits one. */
-static void eng_step(eng *g) {
-    eng_take(g);
-    for (int i = 0; i < g->n_replicas; i++)
-        for (eng_replica *p = &g->replicas[i]; p->n_live && p->n_flying < p->n_ahead && eng_plan(p);) {}
-    eng_replica *p = eng_landing(g);
-    if (p) eng_fetch(p);
-    else eng_show(g); /* all that was there was cancelled, or there is more to plan */
+static void eng_step(eng *engine) {
+    eng_drain_inbox(engine);
+    for (int i = 0; i < engine->n_replicas; i++)
+        for (eng_replica *replica = &engine->replicas[i]; replica->n_requests && replica->n_in_flight < replica->n_ahead && eng_plan_step(replica);) {}
+    eng_replica *replica = eng_wait_done_step(engine);
+    if (replica) eng_commit_oldest(replica);
+    else eng_publish_stats(engine); /* all that was there was cancelled, or there is more to plan */
 }
 
 /* ---- Drive ---- */
 
 /* Sleeps until woken; the lock is held. Each of many threads in eng_generate is woken by itself: all of them at each step would take
  * longer than the step. */
-static void eng_sleep(eng *g, eng_waiter *w) {
-    if (!w) {
-        pthread_cond_wait(&g->wake, &g->lock);
+static void eng_sleep(eng *engine, eng_waiter *waiter) {
+    if (!waiter) {
+        pthread_cond_wait(&engine->wake, &engine->lock);
         return;
     }
-    w->before = NULL, w->next = g->waiters;
-    if (w->next) w->next->before = w;
-    g->waiters = w;
-    pthread_cond_wait(&w->wake, &g->lock);
-    *(w->before ? &w->before->next : &g->waiters) = w->next;
-    if (w->next) w->next->before = w->before;
+    waiter->prev = NULL, waiter->next = engine->waiters;
+    if (waiter->next) waiter->next->prev = waiter;
+    engine->waiters = waiter;
+    pthread_cond_wait(&waiter->wake, &engine->lock);
+    *(waiter->prev ? &waiter->prev->next : &engine->waiters) = waiter->next;
+    if (waiter->next) waiter->next->prev = waiter->prev;
 }
 
-static bool eng_is_idle(const eng *g) { return !g->n_busy && !g->inbox && !g->n_cancels; } /* nobody drives */
+static bool eng_is_idle(const eng *engine) { return !engine->n_active && !engine->inbox && !engine->n_cancels; } /* nobody drives */
 
 /* Nobody drives: one of those who sleep shall, or those who run steps until nothing is left shall see that nothing is. */
-static void eng_pass_on(eng *g) {
-    if (g->waiters) pthread_cond_signal(&g->waiters->wake);
-    pthread_cond_broadcast(&g->wake);
+static void eng_wake_next_driver(eng *engine) {
+    if (engine->waiters) pthread_cond_signal(&engine->waiters->wake);
+    pthread_cond_broadcast(&engine->wake);
 }
 
 /* Runs steps until `mine` (if not NULL) is done; or, forever, until eng_stop; or until nothing is left. While another thread drives,
  * waits. Nobody leaves a broken engine before the driver has delivered the last event. Ctrl-C cancels `mine`, whose callback may not
  * be asked for long: a prompt has no events until its first token. */
-static int eng_drive(eng *g, const eng_request *mine, bool forever, toka_err *e) {
+static int eng_drive(eng *engine, const eng_request *mine, bool forever, toka_err *e) {
     bool cancelled = false;
-    pthread_mutex_lock(&g->lock);
+    pthread_mutex_lock(&engine->lock);
     while (!(mine && mine->waiter->done)) {
-        const bool idle = !g->driven && eng_is_idle(g);
-        if (!mine && forever && g->stopping && !g->broken.code) break; /* whoever drives goes on */
-        if (!mine && !g->driven && (g->broken.code || (!forever && idle))) break;
-        if (g->driven || idle) {
-            eng_sleep(g, mine ? mine->waiter : NULL);
+        const bool idle = !engine->has_driver && eng_is_idle(engine);
+        if (!mine && forever && engine->stopping && !engine->error.code) break; /* whoever drives goes on */
+        if (!mine && !engine->has_driver && (engine->error.code || (!forever && idle))) break;
+        if (engine->has_driver || idle) {
+            eng_sleep(engine, mine ? mine->waiter : NULL);
             continue;
         }
-        g->driven = true;
-        pthread_mutex_unlock(&g->lock);
-        if (mine && !cancelled && atomic_load(&os_ends_in)) cancelled = true, eng_cancel(g, mine->id);
-        eng_step(g);
-        pthread_mutex_lock(&g->lock);
-        g->driven = false;
-        if (eng_is_idle(g)) eng_pass_on(g);
+        engine->has_driver = true;
+        pthread_mutex_unlock(&engine->lock);
+        if (mine && !cancelled && atomic_load(&os_stop_timeout_s)) cancelled = true, eng_cancel(engine, mine->id);
+        eng_step(engine);
+        pthread_mutex_lock(&engine->lock);
+        engine->has_driver = false;
+        if (eng_is_idle(engine)) eng_wake_next_driver(engine);
     }
-    if (!g->driven) eng_pass_on(g);
-    int code = g->broken.code;
-    if (code) *e = g->broken;
-    pthread_mutex_unlock(&g->lock);
+    if (!engine->has_driver) eng_wake_next_driver(engine);
+    int code = engine->error.code;
+    if (code) *e = engine->error;
+    pthread_mutex_unlock(&engine->lock);
     return code;
 }
 
-static void eng_stop(eng *g) {
-    pthread_mutex_lock(&g->lock);
-    g->stopping = true;
-    pthread_cond_broadcast(&g->wake);
-    pthread_mutex_unlock(&g->lock);
+static void eng_stop(eng *engine) {
+    pthread_mutex_lock(&engine->lock);
+    engine->stopping = true;
+    pthread_cond_broadcast(&engine->wake);
+    pthread_mutex_unlock(&engine->lock);
 }
 
 /* Runs one request to its end. usage is filled also when it fails or is cancelled. */
-static int eng_generate(eng *g, const toka_request *r, const int32_t *prompt, size_t n_prompt, toka_event_fn *fn, void *user,
+static int eng_generate(eng *engine, const toka_request *params, const int32_t *prompt, size_t n_prompt, toka_event_fn *callback, void *user,
                         toka_usage *usage, toka_err *e) {
-    eng_request *q;
-    eng_waiter w = {.wake = PTHREAD_COND_INITIALIZER};
+    eng_request *request;
+    eng_waiter waiter = {.wake = PTHREAD_COND_INITIALIZER};
     int64_t id;
-    int code = eng_submit(g, r, prompt, n_prompt, fn, user, &q, &w, &id, e);
+    int code = eng_submit(engine, params, prompt, n_prompt, callback, user, &request, &waiter, &id, e);
     if (code) return code;
-    code = eng_drive(g, q, false, e);
-    assert(w.done);
-    pthread_cond_destroy(&w.wake);
-    *usage = q->usage;
+    code = eng_drive(engine, request, false, e);
+    assert(waiter.done);
+    pthread_cond_destroy(&waiter.wake);
+    *usage = request->usage;
     double now = os_now();
-    usage->prefill_s = (q->t_first ? q->t_first : now) - q->t_submit, usage->decode_s = q->t_first ? now - q->t_first : 0;
-    const bool whole = !q->n_live;
-    eng_request_free(q);
-    if (whole) return 0; /* also where a step behind its last one failed */
+    usage->prefill_s = (request->first_token_time ? request->first_token_time : now) - request->submit_time, usage->decode_s = request->first_token_time ? now - request->first_token_time : 0;
+    const bool complete = !request->n_live;
+    eng_request_free(request);
+    if (complete) return 0; /* also where a step behind its last one failed */
     return code ? code : fail(e, TOKA_E_CANCELLED, "cancelled");
 }
 
 /* ---- Score ---- */
 
-typedef struct eng_scored {
+typedef struct eng_scores {
     float *logprobs;
-    size_t n;
-} eng_scored;
+    size_t n_logprobs;
+} eng_scores;
 
-static int eng_on_score(void *user, const toka_event *ev) {
-    eng_scored *s = user;
-    if (ev->id >= 0) s->logprobs[s->n++] = ev->logprob;
-    return atomic_load(&os_ends_in); /* Ctrl-C */
+static int eng_on_score(void *user, const toka_event *event) {
+    eng_scores *scores = user;
+    if (event->id >= 0) scores->logprobs[scores->n_logprobs++] = event->logprob;
+    return atomic_load(&os_stop_timeout_s); /* Ctrl-C */
 }
 
-static int eng_score(eng *g, const int32_t *tokens, size_t n, float *logprobs, toka_err *e) {
-    toka_request r = {.n = 0, .prompt_logprobs = 1, .sampling = {.top_p = 1, .repetition_penalty = 1}};
-    eng_scored s = {logprobs, 0};
+static int eng_score(eng *engine, const int32_t *tokens, size_t n_tokens, float *logprobs, toka_err *e) {
+    toka_request params = {.n = 0, .prompt_logprobs = 1, .sampling = {.top_p = 1, .repetition_penalty = 1}};
+    eng_scores scores = {logprobs, 0};
     toka_usage unused;
-    return eng_generate(g, &r, tokens, n, eng_on_score, &s, &unused, e);
+    return eng_generate(engine, &params, tokens, n_tokens, eng_on_score, &scores, &unused, e);
 }
 
 /* ===========================================================================
@@ -14729,9 +14729,9 @@ struct toka {
     mf_model *files;
     toka_shape shape; /* the model's, with B and max_len as the engine set them */
     tok *tok;         /* NULL: the folder has no tokenizer.json */
-    tmpl *chat;       /* NULL: no chat template */
-    tmpl *tool_chat;  /* the model's template for chats with tools, NULL: it has none of its own */
-    double find_s, files_s;          /* seconds that finding a device and reading files (not yet the weights) took */
+    tmpl *chat_template;       /* NULL: no chat template */
+    tmpl *tool_template;  /* the model's template for chats with tools, NULL: it has none of its own */
+    double probe_s, files_s;          /* seconds that finding a device and reading files (not yet the weights) took */
     toka_err chat_error, tool_error; /* why the model's own templates could not be parsed; code 0: they could, or there is none */
     eng *engine;
 };
@@ -14762,39 +14762,39 @@ toka_options toka_options_default(void) {
     return (toka_options){.device = "auto", .tensor_parallel_size = 1, .pipeline_parallel_size = 1, .data_parallel_size = 1};
 }
 
-enum { PUB_TEMPLATE_BYTES = 16 << 20 };
+enum { LIB_TEMPLATE_BYTES = 16 << 20 };
 
 /* Parses the templates of f: default for chats, tool_use for those with tools. Failures only matter
  * to chats. */
-static void pub_parse_templates(toka *t, const mf_model *f) {
-    const str chat = mf_template_named(f, "default"), tools = mf_template_named(f, "tool_use");
+static void lib_parse_templates(toka *t, const mf_model *files) {
+    const str chat_template = mf_template_named(files, "default"), tool_template = mf_template_named(files, "tool_use");
     buf names = {0};
-    for (int i = 0; i < f->n_templates; i++)
-        buf_printf(&names, i ? ", %.*s" : "%.*s", STRF(f->templates[i].name));
-    if (chat.n) tmpl_parse(&t->chat, chat, &t->chat_error);
-    else if (f->n_templates)
+    for (int i = 0; i < files->n_templates; i++)
+        buf_printf(&names, i ? ", %.*s" : "%.*s", STRF(files->templates[i].name));
+    if (chat_template.n) tmpl_parse(&t->chat_template, chat_template, &t->chat_error);
+    else if (files->n_templates)
         fail(&t->chat_error, TOKA_E_INPUT,
              "none of its templates is named default, and --chat-template names none: %.200s",
              names.p);
-    if (tools.n) tmpl_parse(&t->tool_chat, tools, &t->tool_error);
+    if (tool_template.n) tmpl_parse(&t->tool_template, tool_template, &t->tool_error);
     buf_free(&names);
 }
 
 /* Parses a template file: Jinja, or a JSON file (by its name) that has chat_template in it, such as
  * a tokenizer_config.json. `names` gets the special tokens of the latter, for a template without a
  * model. */
-static int pub_template_file(toka *t, const char *file, mf_model *names, toka_err *e) {
+static int lib_parse_template_file(toka *t, const char *file, mf_model *files, toka_err *e) {
     buf text = {0};
     int fd = open(file, O_RDONLY | O_CLOEXEC); /* a pipe, too */
-    if (fd < 0) return fail(e, os_is_short(errno) ? TOKA_E_IO : TOKA_E_INPUT, "%s: %s", file, strerror(errno));
-    int code = os_read_all(fd, file, PUB_TEMPLATE_BYTES, &text, e);
+    if (fd < 0) return fail(e, os_is_resource_error(errno) ? TOKA_E_IO : TOKA_E_INPUT, "%s: %s", file, strerror(errno));
+    int code = os_read_all(fd, file, LIB_TEMPLATE_BYTES, &text, e);
     const str source = buf_view(&text);
     close(fd);
-    bool config = str_ends(str_c(file), STR(".json"));
-    if (!code && !config) code = tmpl_parse(&t->chat, source, e);
-    else if (!code && !(code = mf_tokenizer_config_parse(source, file, &names->a, names, e))) {
-        pub_parse_templates(t, names);
-        if (!names->n_templates)
+    bool is_json = str_ends(str_c(file), STR(".json"));
+    if (!code && !is_json) code = tmpl_parse(&t->chat_template, source, e);
+    else if (!code && !(code = mf_tokenizer_config_parse(source, file, &files->a, files, e))) {
+        lib_parse_templates(t, files);
+        if (!files->n_templates)
             code = fail(e, TOKA_E_INPUT, "%s: there is no chat_template in it", file);
         else if (t->chat_error.code)
             code = fail(e, TOKA_E_INPUT, "%s: %.400s", file, t->chat_error.msg);
@@ -14805,52 +14805,52 @@ static int pub_template_file(toka *t, const char *file, mf_model *names, toka_er
 
 /* The chat template: a file of the user's, the one of the model's that the user names, or those
  * that the model goes by. The model's may be beyond us: that only matters to chats. */
-static int pub_open_template(toka *t, const char *wanted, toka_err *e) {
-    mf_model names = {0}; /* the model's own names count */
+static int lib_open_template(toka *t, const char *wanted, toka_err *e) {
+    mf_model files = {0}; /* the model's own names count */
     const str own = wanted && access(wanted, F_OK) ? mf_template_named(t->files, wanted) : STR("");
-    if (own.n) return tmpl_parse(&t->chat, own, e);
-    if (!wanted) return pub_parse_templates(t, t->files), 0;
-    int code = pub_template_file(t, wanted, &names, e);
-    arena_free(&names.a);
+    if (own.n) return tmpl_parse(&t->chat_template, own, e);
+    if (!wanted) return lib_parse_templates(t, t->files), 0;
+    int code = lib_parse_template_file(t, wanted, &files, e);
+    arena_free(&files.a);
     return code;
 }
 
-static int pub_no_template(const toka *t, toka_err *e) {
+static int lib_fail_no_template(const toka *t, toka_err *e) {
     if (t->chat_error.code)
         return fail(e, TOKA_E_INPUT, "the chat template of %s cannot be used: %.350s", t->files->name, t->chat_error.msg);
     return fail(e, TOKA_E_USE, "%s has no chat template: give one with --chat-template, or complete text (--raw, /v1/completions)",
                 t->files->name);
 }
 
-static int pub_need_template(const toka *t, toka_err *e) {
-    return t->chat || t->tool_chat ? 0 : pub_no_template(t, e);
+static int lib_require_template(const toka *t, toka_err *e) {
+    return t->chat_template || t->tool_template ? 0 : lib_fail_no_template(t, e);
 }
 
 /* The tokenizer, where the model has one, and what tokenizer_config.json says of it: what stands around texts, and the token that
  * ends an answer, beside those that end it by the other files, as in vLLM. */
-static int pub_open_tokenizer(toka *t, toka_err *e) {
-    mf_model *f = t->files;
-    mf_config *c = &f->config;
-    if (!f->tokenizer_json.n) return 0;
-    int code = tok_load(&t->tok, f->tokenizer_json, f->more_tokens, e);
-    if (!code && f->add_bos >= 0) code = tok_surround(t->tok, false, f->add_bos ? f->bos_token : NULL, e);
-    if (!code && f->add_eos >= 0) code = tok_surround(t->tok, true, f->add_eos ? f->eos_token : NULL, e);
-    int32_t id = !code && f->eos_token ? tok_id(t->tok, str_c(f->eos_token)) : -1;
-    if (id < 0 || id >= c->shape.V || samp_is_listed(c->eos_ids, c->n_eos_ids, id)) return code;
-    int32_t *all = arena_alloc(&f->a, (size_t)(c->n_eos_ids + 1) * sizeof *all);
-    if (c->n_eos_ids) memcpy(all, c->eos_ids, (size_t)c->n_eos_ids * sizeof *all);
-    all[c->n_eos_ids++] = id, c->eos_ids = all;
+static int lib_open_tokenizer(toka *t, toka_err *e) {
+    mf_model *files = t->files;
+    mf_config *config = &files->config;
+    if (!files->tokenizer_json.n) return 0;
+    int code = tok_load(&t->tok, files->tokenizer_json, files->more_tokens, e);
+    if (!code && files->add_bos >= 0) code = tok_surround(t->tok, false, files->add_bos ? files->bos_token : NULL, e);
+    if (!code && files->add_eos >= 0) code = tok_surround(t->tok, true, files->add_eos ? files->eos_token : NULL, e);
+    int32_t id = !code && files->eos_token ? tok_id(t->tok, str_c(files->eos_token)) : -1;
+    if (id < 0 || id >= config->shape.V || samp_is_listed(config->eos_ids, config->n_eos_ids, id)) return code;
+    int32_t *eos_ids = arena_alloc(&files->a, (size_t)(config->n_eos_ids + 1) * sizeof *eos_ids);
+    if (config->n_eos_ids) memcpy(eos_ids, config->eos_ids, (size_t)config->n_eos_ids * sizeof *eos_ids);
+    eos_ids[config->n_eos_ids++] = id, config->eos_ids = eos_ids;
     return 0;
 }
 
 /* The text half of a model: files, tokenizer, template; its weights only if asked for. Takes no memory for running. */
-static int pub_open_text(toka **out, const toka_options *o, bool weights, toka_err *e) {
+static int lib_open_text(toka **out, const toka_options *options, bool weights, toka_err *e) {
     toka *t = mem_zalloc(sizeof *t);
-    const mf_embedded *embedded = o->model ? NULL : embedded_model;
-    int code = weights ? mf_open(&t->files, o->model, o->models_file, embedded, e)
-                       : mf_open_text(&t->files, o->model, o->models_file, embedded, false, e);
-    if (!code) code = pub_open_tokenizer(t, e);
-    if (!code) code = pub_open_template(t, o->chat_template, e);
+    const mf_embedded *embedded = options->model ? NULL : embedded_model;
+    int code = weights ? mf_open(&t->files, options->model, options->models_file, embedded, e)
+                       : mf_open_text(&t->files, options->model, options->models_file, embedded, false, e);
+    if (!code) code = lib_open_tokenizer(t, e);
+    if (!code) code = lib_open_template(t, options->chat_template, e);
     if (code) {
         toka_close(t);
         return code;
@@ -14861,83 +14861,83 @@ static int pub_open_text(toka **out, const toka_options *o, bool weights, toka_e
 }
 
 #ifdef TOKA_WITH_CUDA
-static const toka_backend *const pub_backends[] = {&toka_cuda, &toka_cpu};
-static const char pub_devices[] = "cuda and cpu";
+static const toka_backend *const lib_backends[] = {&toka_cuda, &toka_cpu};
+static const char lib_device_names[] = "cuda and cpu";
 #else
-static const toka_backend *const pub_backends[] = {&toka_cpu};
-static const char pub_devices[] = "cpu";
+static const toka_backend *const lib_backends[] = {&toka_cpu};
+static const char lib_device_names[] = "cpu";
 #endif
 
 /* "auto" is the first that has a device, in the end the CPU; NULL: this build does not know the name. */
-static const toka_backend *pub_backend(const char *device) {
+static const toka_backend *lib_find_backend(const char *device) {
     char line[200];
     if (!device || !strcmp(device, "auto")) {
-        for (int i = 0; i < COUNT(pub_backends) - 1; i++)
-            if (pub_backends[i]->probe(0, line, sizeof line)) return pub_backends[i];
-        return pub_backends[COUNT(pub_backends) - 1];
+        for (int i = 0; i < COUNT(lib_backends) - 1; i++)
+            if (lib_backends[i]->probe(0, line, sizeof line)) return lib_backends[i];
+        return lib_backends[COUNT(lib_backends) - 1];
     }
-    for (int i = 0; i < COUNT(pub_backends); i++)
-        if (!strcmp(device, pub_backends[i]->name)) return pub_backends[i];
+    for (int i = 0; i < COUNT(lib_backends); i++)
+        if (!strcmp(device, lib_backends[i]->name)) return lib_backends[i];
     return NULL;
 }
 
-static int pub_no_device(const char *device, toka_err *e) {
+static int lib_fail_no_device(const char *device, toka_err *e) {
     static const char *const names[] = {"auto", "cpu", "cuda"};
-    near_name near = {.typed = str_c(device)};
-    for (int i = 0; i < COUNT(names); i++) near_try(&near, names[i]);
-    fail(e, TOKA_E_USE, "device %s: this build has auto, %s", device, pub_devices);
+    suggestion near = {.typed = str_c(device)};
+    for (int i = 0; i < COUNT(names); i++) suggest_try(&near, names[i]);
+    fail(e, TOKA_E_USE, "device %s: this build has auto, %s", device, lib_device_names);
     if (!near.distance) return e->code; /* a right name, but not of this build; or none is near */
-    return near_fail(&near, "", e);
+    return suggest_fail(&near, "", e);
 }
 
-static int pub_check_options(const toka_options *o, toka_err *e) {
-    if (!o->model && !embedded_model) return fail(e, TOKA_E_USE, "no model given, and none is embedded in this build");
+static int lib_check_options(const toka_options *options, toka_err *e) {
+    if (!options->model && !embedded_model) return fail(e, TOKA_E_USE, "no model given, and none is embedded in this build");
     char line[200];
-    const toka_backend *be = pub_backend(o->device);
-    if (!be) return pub_no_device(o->device, e);
-    if (!be->probe(0, line, sizeof line)) return fail(e, TOKA_E_DEVICE, "device %s: %s", be->name, line);
-    if (check_int("threads", o->n_threads, 0, 1024, e)) return e->code;
-    if (check_int("max_model_len", o->max_model_len, 0, INT_MAX, e)) return e->code;
-    if (check_int("max_num_seqs", o->max_num_seqs, 0, 65536, e)) return e->code;
-    if (check_int("max_num_batched_tokens", o->max_num_batched_tokens, 0, 65536, e)) return e->code;
-    if (check_int("kv_tokens", o->kv_tokens, 0, INT64_MAX, e)) return e->code;
-    if (check_int("data_parallel_size", o->data_parallel_size, 0, ENG_MAX_SPLIT, e)) return e->code;
-    if (check_int("tensor_parallel_size", o->tensor_parallel_size, 0, ENG_MAX_SPLIT, e)) return e->code;
-    if (check_int("pipeline_parallel_size", o->pipeline_parallel_size, 0, ENG_MAX_SPLIT, e)) return e->code;
-    return check_range("gpu_memory_utilization", o->gpu_memory_utilization, 0, 1, false, e);
+    const toka_backend *backend = lib_find_backend(options->device);
+    if (!backend) return lib_fail_no_device(options->device, e);
+    if (!backend->probe(0, line, sizeof line)) return fail(e, TOKA_E_DEVICE, "device %s: %s", backend->name, line);
+    if (check_int("threads", options->n_threads, 0, 1024, e)) return e->code;
+    if (check_int("max_model_len", options->max_model_len, 0, INT_MAX, e)) return e->code;
+    if (check_int("max_num_seqs", options->max_num_seqs, 0, 65536, e)) return e->code;
+    if (check_int("max_num_batched_tokens", options->max_num_batched_tokens, 0, 65536, e)) return e->code;
+    if (check_int("kv_tokens", options->kv_tokens, 0, INT64_MAX, e)) return e->code;
+    if (check_int("data_parallel_size", options->data_parallel_size, 0, ENG_MAX_PARALLEL, e)) return e->code;
+    if (check_int("tensor_parallel_size", options->tensor_parallel_size, 0, ENG_MAX_PARALLEL, e)) return e->code;
+    if (check_int("pipeline_parallel_size", options->pipeline_parallel_size, 0, ENG_MAX_PARALLEL, e)) return e->code;
+    return check_range("gpu_memory_utilization", options->gpu_memory_utilization, 0, 1, false, e);
 }
 
 /* The limits of chapter 18 hold for what generation_config.json says, too. */
-static int pub_check_defaults(const toka *t, toka_err *e) {
-    toka_request r = toka_request_default();
+static int lib_check_defaults(const toka *t, toka_err *e) {
+    toka_request params = toka_request_default();
     toka_err why;
-    toka_request_model_defaults(t, &r);
-    if (!samp_check(&r.sampling, t->shape.V, &why)) return 0;
+    toka_request_model_defaults(t, &params);
+    if (!samp_check(&params.sampling, t->shape.V, &why)) return 0;
     return fail(e, TOKA_E_INPUT, "generation_config.json: %.440s", why.msg);
 }
 
 /* Weights read while a download, for one, writes them are neither the old ones nor the new. */
-static int pub_check_files(const toka *t, toka_err *e) {
+static int lib_check_files(const toka *t, toka_err *e) {
     const char *path = mf_overwritten(t->files);
     return path ? fail(e, TOKA_E_INPUT, "%.400s: it was written to while it was read", path) : 0;
 }
 
 /* A weight file that was written to and that steps read; NULL: none. Any thread. */
-static const char *pub_overwritten(const toka *t) {
-    return t->engine->be->reads_files ? mf_overwritten(t->files) : NULL;
+static const char *lib_overwritten_file(const toka *t) {
+    return t->engine->backend->reads_files ? mf_overwritten(t->files) : NULL;
 }
 
-int toka_open(toka **out, const toka_options *o, toka_err *e) {
+int toka_open(toka **out, const toka_options *options, toka_err *e) {
     toka *t;
     const double began = os_now();
     *out = NULL;
-    int code = pub_check_options(o, e);
+    int code = lib_check_options(options, e);
     const double found = os_now();
-    if (code || (code = pub_open_text(&t, o, true, e))) return code;
-    t->find_s = found - began, t->files_s = os_now() - found;
-    if ((code = pub_check_defaults(t, e)) ||
-        (code = eng_open(&t->engine, pub_backend(o->device), t->files, &t->shape, t->tok, o, e)) ||
-        (code = pub_check_files(t, e))) {
+    if (code || (code = lib_open_text(&t, options, true, e))) return code;
+    t->probe_s = found - began, t->files_s = os_now() - found;
+    if ((code = lib_check_defaults(t, e)) ||
+        (code = eng_open(&t->engine, lib_find_backend(options->device), t->files, &t->shape, t->tok, options, e)) ||
+        (code = lib_check_files(t, e))) {
         toka_close(t);
         return code;
     }
@@ -14948,175 +14948,175 @@ int toka_open(toka **out, const toka_options *o, toka_err *e) {
 void toka_close(toka *t) {
     if (!t) return;
     bool done = eng_close(t->engine);
-    tmpl_del(t->chat), tmpl_del(t->tool_chat);
+    tmpl_del(t->chat_template), tmpl_del(t->tool_template);
     tok_del(t->tok);
     if (t->files && done) mf_close(t->files);
     free(t);
 }
 
 toka_info toka_get_info(const toka *t) {
-    const toka_shape *s = &t->shape;
-    const mf_config *c = &t->files->config;
+    const toka_shape *shape = &t->shape;
+    const mf_config *config = &t->files->config;
     return (toka_info){.model_name = t->files->name,
-                       .architecture = c->arch->name,
-                       .device = t->engine ? t->engine->be->describe(t->engine->replicas[0].m.ranks[0].dev) : "none",
+                       .architecture = config->arch->name,
+                       .device = t->engine ? t->engine->backend->describe(t->engine->replicas[0].model.ranks[0].device) : "none",
                        .n_parameters = t->files->n_parameters,
-                       .n_layers = s->L,
-                       .n_heads = s->H,
-                       .n_kv_heads = s->K,
-                       .head_size = s->D,
-                       .width = s->E,
-                       .mlp_width = s->F,
-                       .vocab_size = s->V,
-                       .max_model_len = s->max_len,
-                       .bos_id = c->bos_id,
-                       .eos_id = c->n_eos_ids ? c->eos_ids[0] : -1,
-                       .has_chat_template = t->chat != NULL};
+                       .n_layers = shape->L,
+                       .n_heads = shape->H,
+                       .n_kv_heads = shape->K,
+                       .head_size = shape->D,
+                       .width = shape->E,
+                       .mlp_width = shape->F,
+                       .vocab_size = shape->V,
+                       .max_model_len = shape->max_len,
+                       .bos_id = config->bos_id,
+                       .eos_id = config->n_eos_ids ? config->eos_ids[0] : -1,
+                       .has_chat_template = t->chat_template != NULL};
 }
 
 /* "opened in 1.23 s: finding the device 0.10, reading files 0.05, ..." */
-static void pub_put_start(const toka *t, buf *b) {
-    const eng_start *p = &t->engine->start;
-    double all = t->find_s + t->files_s;
-    for (int i = 0; i < p->n; i++) all += p->s[i];
-    buf_printf(b, "opened in %.2f s: finding the device %.2f, reading files %.2f", all, t->find_s, t->files_s);
-    for (int i = 0; i < p->n; i++) buf_printf(b, ", %s %.2f", p->what[i], p->s[i]);
+static void lib_put_startup(const toka *t, buf *out) {
+    const eng_startup *startup = &t->engine->startup;
+    double total_s = t->probe_s + t->files_s;
+    for (int i = 0; i < startup->n_phases; i++) total_s += startup->phase_s[i];
+    buf_printf(out, "opened in %.2f s: finding the device %.2f, reading files %.2f", total_s, t->probe_s, t->files_s);
+    for (int i = 0; i < startup->n_phases; i++) buf_printf(out, ", %s %.2f", startup->phases[i], startup->phase_s[i]);
 }
 
-static int pub_need_tokenizer(const toka *t, toka_err *e) {
+static int lib_require_tokenizer(const toka *t, toka_err *e) {
     if (t->tok) return 0;
-    const mf_model *m = t->files;
+    const mf_model *files = t->files;
     return fail(e, TOKA_E_INPUT, "%s: there is no tokenizer.json, so text cannot be read or written; use token ids",
-                m->folder ? m->folder : m->name);
+                files->folder ? files->folder : files->name);
 }
 
 int toka_encode(const toka *t, const char *text, size_t text_bytes, int flags, int32_t **out, size_t *n_ids, toka_err *e) {
-    ids v = {0};
-    int code = pub_need_tokenizer(t, e);
-    if (!code) code = tok_encode(t->tok, (str){text, text_bytes}, flags, &v, e);
+    ids tokens = {0};
+    int code = lib_require_tokenizer(t, e);
+    if (!code) code = tok_encode(t->tok, (str){text, text_bytes}, flags, &tokens, e);
     if (code) {
-        ids_free(&v);
+        ids_free(&tokens);
         return code;
     }
-    ids_reserve(&v, 1); /* never NULL */
-    *out = v.p;
-    *n_ids = v.n;
+    ids_reserve(&tokens, 1); /* never NULL */
+    *out = tokens.p;
+    *n_ids = tokens.n;
     return 0;
 }
 
-static int pub_give(buf *b, int code, char **text, size_t *text_bytes) { /* to the caller, unless it failed */
-    buf_put(b, "", 0); /* never NULL */
-    if (code) buf_free(b);
-    else *text = b->p, *text_bytes = b->n;
+static int lib_return_text(buf *out, int code, char **text, size_t *text_bytes) { /* to the caller, unless it failed */
+    buf_put(out, "", 0); /* never NULL */
+    if (code) buf_free(out);
+    else *text = out->p, *text_bytes = out->n;
     return code;
 }
 
 int toka_decode(const toka *t, const int32_t *in, size_t n_ids, int flags, char **text, size_t *text_bytes, toka_err *e) {
     buf b = {0};
-    int code = pub_need_tokenizer(t, e);
+    int code = lib_require_tokenizer(t, e);
     if (!code) code = tok_decode(t->tok, in, n_ids, flags, &b, e);
-    return pub_give(&b, code, text, text_bytes);
+    return lib_return_text(&b, code, text, text_bytes);
 }
 
 /* "YYYY-MM-DD hh:mm:ss" or NULL for the local time now. */
-static int pub_parse_now(const char *now, tmpl_time *out, toka_err *e) {
+static int lib_parse_now(const char *now, tmpl_time *out, toka_err *e) {
     struct tm tm = {0};
     char extra;
     if (!now) {
         time_t clock = time(NULL);
         localtime_r(&clock, &tm);
     } else {
-        int n = sscanf(now, "%4d-%2d-%2d %2d:%2d:%2d%c", &tm.tm_year, &tm.tm_mon, &tm.tm_mday, &tm.tm_hour, &tm.tm_min, &tm.tm_sec,
+        int n_read = sscanf(now, "%4d-%2d-%2d %2d:%2d:%2d%c", &tm.tm_year, &tm.tm_mon, &tm.tm_mday, &tm.tm_hour, &tm.tm_min, &tm.tm_sec,
                        &extra);
-        struct tm want = tm;
+        struct tm typed = tm;
         tm.tm_year -= 1900, tm.tm_mon -= 1;
-        struct tm made = tm;
-        made.tm_isdst = -1;
-        timegm(&made); /* brings what is out of range into range */
-        if (n != 6 || want.tm_year < 1900 || want.tm_year > 9999 || made.tm_mday != tm.tm_mday ||
-            made.tm_mon != tm.tm_mon || made.tm_hour != tm.tm_hour || made.tm_sec != tm.tm_sec)
+        struct tm normalized = tm;
+        normalized.tm_isdst = -1;
+        timegm(&normalized); /* brings what is out of range into range */
+        if (n_read != 6 || typed.tm_year < 1900 || typed.tm_year > 9999 || normalized.tm_mday != tm.tm_mday ||
+            normalized.tm_mon != tm.tm_mon || normalized.tm_hour != tm.tm_hour || normalized.tm_sec != tm.tm_sec)
             return fail(e, TOKA_E_USE, "now: '%s', expected 'YYYY-MM-DD hh:mm:ss'", now);
-        tm = made; /* with weekday and day of the year */
+        tm = normalized; /* with weekday and day of the year */
     }
     *out = (tmpl_time){tm.tm_year, tm.tm_mon, tm.tm_mday, tm.tm_hour, tm.tm_min, tm.tm_sec, tm.tm_wday, tm.tm_yday};
     return 0;
 }
 
-static void pub_put_token_variable(buf *b, const char *name, const char *value) {
+static void lib_put_token_variable(buf *out, const char *name, const char *value) {
     if (!value) return;
-    json_put_key(b, name);
-    json_put_str(b, str_c(value));
+    json_put_key(out, name);
+    json_put_str(out, str_c(value));
 }
 
 /* The caller's object behind what apply_chat_template always passes and the model's own variables (of equal names the last, the
  * caller's, wins). */
-static int pub_template_context(const mf_model *files, str context, json_limits limits, arena *a, buf *text, const json **out,
+static int lib_template_context(const mf_model *files, str context, json_limits limits, arena *memory, buf *text, const json **out,
                                 toka_err *e) {
-    arena own = {0};
-    const json *v = json_parse(&own, str_skip_bom(context), limits, e);
-    const bool object = json_is(v, JSON_OBJECT), any = object && v->n;
-    arena_free(&own);
-    if (!v) return e->code;
-    if (!object) return fail(e, TOKA_E_USE, "the template's input must be a JSON object");
+    arena scratch = {0};
+    const json *value = json_parse(&scratch, str_skip_bom(context), limits, e);
+    const bool is_object = json_is(value, JSON_OBJECT), has_members = is_object && value->n;
+    arena_free(&scratch);
+    if (!value) return e->code;
+    if (!is_object) return fail(e, TOKA_E_USE, "the template's input must be a JSON object");
     json_put_open(text, '{');
     json_put_key(text, "tools"), json_put_null(text);
     json_put_key(text, "documents"), json_put_null(text);
     json_put_key(text, "add_generation_prompt"), json_put_bool(text, false);
-    pub_put_token_variable(text, "bos_token", files->bos_token);
-    pub_put_token_variable(text, "eos_token", files->eos_token);
-    pub_put_token_variable(text, "pad_token", files->pad_token);
-    pub_put_token_variable(text, "unk_token", files->unk_token);
-    if (any) json_comma(text);
+    lib_put_token_variable(text, "bos_token", files->bos_token);
+    lib_put_token_variable(text, "eos_token", files->eos_token);
+    lib_put_token_variable(text, "pad_token", files->pad_token);
+    lib_put_token_variable(text, "unk_token", files->unk_token);
+    if (has_members) json_comma(text);
     limits.max_bytes += text->n; /* what is not the caller's */
-    size_t open = (size_t)str_find(context, STR("{"), 0) + 1;
-    buf_str(text, str_sub(context, open, context.n));
-    *out = json_parse(a, buf_view(text), limits, e);
+    size_t brace = (size_t)str_find(context, STR("{"), 0) + 1;
+    buf_str(text, str_sub(context, brace, context.n));
+    *out = json_parse(memory, buf_view(text), limits, e);
     return *out ? 0 : e->code;
 }
 
 /* Whether a chat with these tools (NULL: none) has a template of its own, as in transformers: for
  * an empty list, too. */
-static bool pub_by_tools(const toka *t, const json *tools) {
-    return (t->tool_chat || t->tool_error.code) && tools && tools->type != JSON_NULL;
+static bool lib_uses_tool_template(const toka *t, const json *tools) {
+    return (t->tool_template || t->tool_error.code) && tools && tools->type != JSON_NULL;
 }
 
 /* The template that renders a chat with these tools. It may have none, or none that can be used. */
-static const tmpl *pub_chat_template(const toka *t, const json *tools) {
-    return pub_by_tools(t, tools) ? t->tool_chat : t->chat;
+static const tmpl *lib_chat_template(const toka *t, const json *tools) {
+    return lib_uses_tool_template(t, tools) ? t->tool_template : t->chat_template;
 }
 
 /* Renders by the templates of t, with the names of special tokens in files. */
-static int pub_render(const toka *t, const mf_model *files, str context, json_limits limits,
+static int lib_render(const toka *t, const mf_model *files, str context, json_limits limits,
                       const char *now, buf *out, toka_err *e) {
-    arena a = {0};
+    arena memory = {0};
     buf text = {0};
     tmpl_time time = {0};
     const json *root = NULL;
-    int code = pub_parse_now(now, &time, e);
-    if (!code) code = pub_template_context(files, context, limits, &a, &text, &root, e);
+    int code = lib_parse_now(now, &time, e);
+    if (!code) code = lib_template_context(files, context, limits, &memory, &text, &root, e);
     const json *tools = code ? NULL : json_get(root, "tools");
-    const tmpl *chat = pub_chat_template(t, tools);
-    if (!code && !chat && !pub_by_tools(t, tools)) code = pub_no_template(t, e);
-    else if (!code && !chat)
+    const tmpl *chosen = lib_chat_template(t, tools);
+    if (!code && !chosen && !lib_uses_tool_template(t, tools)) code = lib_fail_no_template(t, e);
+    else if (!code && !chosen)
         code = fail(e, TOKA_E_INPUT, "the tool_use template of %s cannot be used: %.350s", files->name, t->tool_error.msg);
-    if (!code) code = tmpl_render(chat, root, time, tmpl_default_limits, out, e);
+    if (!code) code = tmpl_render(chosen, root, time, tmpl_default_limits, out, e);
     buf_free(&text);
-    arena_free(&a);
+    arena_free(&memory);
     return code;
 }
 
 int toka_apply_chat_template(const toka *t, const char *context, size_t context_bytes, const char *now, char **text,
                              size_t *text_bytes, toka_err *e) {
     buf b = {0};
-    int code = pub_need_template(t, e);
+    int code = lib_require_template(t, e);
     const str in = {context, context_bytes};
-    if (!code) code = pub_render(t, t->files, in, json_trusted, now, &b, e);
-    return pub_give(&b, code, text, text_bytes);
+    if (!code) code = lib_render(t, t->files, in, json_trusted, now, &b, e);
+    return lib_return_text(&b, code, text, text_bytes);
 }
 
 int toka_words_new(toka_words **out, const toka *t, const char *const *words, int n, toka_err *e) {
     *out = NULL;
-    return pub_need_tokenizer(t, e) ? e->code : samp_words_new(out, t->tok, words, n, e);
+    return lib_require_tokenizer(t, e) ? e->code : samp_words_new(out, t->tok, words, n, e);
 }
 
 void toka_words_del(toka_words *w) { samp_words_del(w); }
@@ -15173,7 +15173,7 @@ void toka_stop(toka *t) { eng_stop(t->engine); }
 
 toka_stats toka_get_stats(toka *t) {
     pthread_mutex_lock(&t->engine->lock);
-    toka_stats s = t->engine->shown;
+    toka_stats s = t->engine->published;
     pthread_mutex_unlock(&t->engine->lock);
     return s;
 }
@@ -15261,7 +15261,7 @@ static str http_trim(str s) {
 
 /* The next element of a comma-separated list, trimmed. Returns false at the end of the list. */
 static bool http_next(str *list, str *element) {
-    return str_next(list, ',', element) && (*element = http_trim(*element), true);
+    return str_split_next(list, ',', element) && (*element = http_trim(*element), true);
 }
 
 /* Appends s with each %xx decoded. plus: '+' becomes a space, as in queries. Returns false for a
@@ -15303,7 +15303,7 @@ static int http_count(const http_request *r, const char *lower) {
 /* Appends the decoded value of a query field. Returns false if the field is absent or badly
  * encoded. */
 static bool http_query(const http_request *r, const char *name, buf *out) {
-    for (str rest = r->query, field; str_next(&rest, '&', &field);) {
+    for (str rest = r->query, field; str_split_next(&rest, '&', &field);) {
         ptrdiff_t eq = str_find(field, STR("="), 0);
         if (str_is(str_sub(field, 0, eq < 0 ? field.n : (size_t)eq), name))
             return http_decode(eq < 0 ? STR("") : str_sub(field, (size_t)eq + 1, field.n), true,
@@ -16197,7 +16197,7 @@ static int api_bad_words(api_call *c, const json *v, toka_sampling *s, toka_err 
     int n = 0;
     if (v) s->n_bad = 0; /* the words of the body replace those of the model */
     if (!v || !v->n) return 0;
-    if (pub_need_tokenizer(c->m->t, e)) return e->code;
+    if (lib_require_tokenizer(c->m->t, e)) return e->code;
     const char **words = arena_alloc(&c->a, (size_t)v->n * sizeof *words);
     JSON_EACH(it, v) {
         if (it->type != JSON_STRING || memchr(it->s, 0, it->n))
@@ -16436,13 +16436,13 @@ static int api_context(api_call *c, const api_body *body, buf *b, toka_err *e) {
     bool none = str_is(json_str(body->tool_choice), "none");
     bool automatic = str_is(json_str(body->tool_choice), "auto");
     const json *messages = body->messages, *tools = none ? NULL : body->tools;
-    if (tools && !tools->n && !pub_by_tools(c->m->t, tools)) tools = NULL;
+    if (tools && !tools->n && !lib_uses_tool_template(c->m->t, tools)) tools = NULL;
     if (body->tool_choice && !none && !automatic)
         return API_UNSUPPORTED(c, "tool_choice is not supported, but for none and auto");
     if (!messages || !messages->n) return API_BAD("messages: expected a list of messages");
     json_put_open(b, '{');
     json_put_key(b, "messages"), json_put_open(b, '[');
-    const tmpl *chat = pub_chat_template(c->m->t, tools);
+    const tmpl *chat = lib_chat_template(c->m->t, tools);
     JSON_EACH(m, messages)
         if ((code = api_put_message(c, m, chat && chat->walks_content, b, e))) return code;
     json_put_close(b, ']');
@@ -16463,14 +16463,14 @@ static int api_encode(api_call *c, const api_body *b, const json *prompt, ids *o
     buf context = {0}, rendered = {0};
     int code = 0, special = b->special >= 0 ? b->special : prompt != NULL;
     if (json_is(prompt, JSON_ARRAY)) return api_id_list(c->m, prompt, "prompt", out, e);
-    if (pub_need_tokenizer(c->m->t, e)) return e->code;
+    if (lib_require_tokenizer(c->m->t, e)) return e->code;
     if (!prompt) {
         code = api_context(c, b, &context, e);
-        if (!code) code = pub_need_template(c->m->t, e);
+        if (!code) code = lib_require_template(c->m->t, e);
         /* May be deeper and larger than the body: the arguments of tool calls are values now. */
         const json_limits limits = {json_trusted.depth, 2 * c->m->limits.max_bytes};
         const str in = buf_view(&context);
-        if (!code) code = pub_render(c->m->t, c->m->t->files, in, limits, c->m->now, &rendered, e);
+        if (!code) code = lib_render(c->m->t, c->m->t->files, in, limits, c->m->now, &rendered, e);
     } else if (prompt->type != JSON_STRING) {
         code = API_BAD("prompt: expected a text, token ids, or a list of either");
     }
@@ -17400,7 +17400,7 @@ static int api_detokenize(api_call *c, const api_body *b, buf *out, toka_err *e)
     int code = b->tokens ? 0 : API_BAD("tokens: missing");
     if (!code) code = api_id_list(c->m, b->tokens, "tokens", &v, e);
     size_t bytes = 0; /* limits the answer: an id of two bytes may be a text of hundreds of bytes */
-    if (!code) code = pub_need_tokenizer(c->m->t, e);
+    if (!code) code = lib_require_tokenizer(c->m->t, e);
     for (size_t i = 0; i < v.n && !code; i++)
         bytes += v.p[i] < c->m->t->tok->n_ids ? c->m->t->tok->text[v.p[i]].n : 0;
     if (bytes > c->m->limits.max_bytes)
@@ -17684,7 +17684,7 @@ static bool run_patience(const run_input *r, int tries) {
 }
 
 static bool run_has_memory(const run_input *r, size_t bytes) {
-    for (int i = 0; !mem_has(bytes); i++)
+    for (int i = 0; !mem_is_available(bytes); i++)
         if (!run_patience(r, i)) return false;
     return true;
 }
@@ -17759,7 +17759,7 @@ static void run_identify(const json *root, int64_t number, buf *id) {
     if (!v && !run_is_long(root)) v = json_get(root, "id");
     buf_clear(id);
     if (json_is(v, JSON_STRING)) buf_str(id, json_str(v));
-    else if (json_is(v, JSON_NUMBER) && v->exact) buf_printf(id, "%lld", (long long)v->i);
+    else if (json_is(v, JSON_NUMBER) && v->is_int) buf_printf(id, "%lld", (long long)v->i);
     else buf_printf(id, "line-%lld", (long long)number);
 }
 
@@ -17777,7 +17777,7 @@ static uint64_t run_hash_value(const json *v) {
         bits = (uint64_t)whole;
     } else if (v->type == JSON_NUMBER) {
         memcpy(&bits, &number, sizeof bits);
-        if (v->big) bits = run_fold(run_hash(json_digits(v)));
+        if (v->is_big_int) bits = run_fold(run_hash(json_digits(v)));
     } else if (v->type == JSON_ARRAY) {
         JSON_EACH(it, v) h = hash_mix(h + run_hash_value(it));
     } else if (v->type == JSON_OBJECT) {
@@ -17979,7 +17979,7 @@ static void run_stop(run_state *r, const toka_err *e) {
 static bool run_device_failed(run_state *r, toka_err *e) {
     eng *g = r->t->engine;
     pthread_mutex_lock(&g->lock);
-    *e = g->broken;
+    *e = g->error;
     pthread_mutex_unlock(&g->lock);
     return e->code != 0;
 }
@@ -18179,7 +18179,7 @@ static void run_progress(run_state *r, bool terminal) {
  * check itself. */
 static int run_check_files(run_state *r, toka_err *e) {
     if (r->o->model || os_now() - r->t_files < 2) return 0;
-    const char *path = pub_overwritten(r->t);
+    const char *path = lib_overwritten_file(r->t);
     r->t_files = os_now();
     if (!path) return 0;
     return fail(e, TOKA_E_IO,
@@ -18219,7 +18219,7 @@ static int run_write_all(run_state *r, run_sink *to, str s, toka_err *e) {
         if (n < 0 && (errno == EINTR || errno == EAGAIN)) continue;
         if (n < 0) {
             int why = errno;
-            bool waits = r->o->patient && os_is_full(why);
+            bool waits = r->o->patient && os_is_disk_full(why);
             if (waits && run_wait_for_disk(r, to->path, why)) continue;
             /* remove the torn line; if this fails, the next run cuts it */
             if (at && to->is_file && ftruncate(to->fd, to->bytes)) errno = why;
@@ -18558,7 +18558,7 @@ static const char *run_shown(const run_options *o, const char *path) {
 /* Fails with errno. EINTR: Ctrl-C, while open() waited for the other end of a named pipe. */
 static int run_cannot_open(const char *path, toka_err *e) {
     if (errno == EISDIR) return fail(e, TOKA_E_INPUT, "%s is a directory, expected a file", path);
-    int code = errno == EINTR ? TOKA_E_CANCELLED : os_is_short(errno) ? TOKA_E_IO : TOKA_E_INPUT;
+    int code = errno == EINTR ? TOKA_E_CANCELLED : os_is_resource_error(errno) ? TOKA_E_IO : TOKA_E_INPUT;
     return fail(e, code, "%s: %s", path, strerror(errno));
 }
 
@@ -18759,11 +18759,11 @@ static double run_probe_rate(const eng *g, size_t bytes) {
     run_probe w[RUN_PROBE_THREADS] = {{0}};
     pthread_t thread[RUN_PROBE_THREADS];
     size_t words = MIN(bytes, (size_t)256 << 20) / sizeof(uint64_t);
-    toka_device *d = g->replicas->m.ranks->dev;
+    toka_device *d = g->replicas->model.ranks->device;
     int n = 0, started = 1;
     for (int i = 0; i < g->n_replicas; i++)
-        for (int k = 0; k < g->replicas[i].m.n_ranks; k++)
-            n += g->replicas[i].m.ranks[k].dev->pool.n_threads;
+        for (int k = 0; k < g->replicas[i].model.n_ranks; k++)
+            n += g->replicas[i].model.ranks[k].device->pool.n_threads;
     n = MIN(n, MIN(os_n_cores(), RUN_PROBE_THREADS));
     uint64_t *p = bytes ? mem_alloc(words * sizeof *p) : NULL;
     double rate = 0;
@@ -18830,9 +18830,9 @@ static const run_gpu *run_gpu_of(const char *about) {
 static toka_memory run_most_memory(const toka *t) {
     const eng *g = t->engine;
     toka_memory most = {0}, m;
-    for (int i = 0; i < g->n_replicas && g->be->memory; i++)
-        for (int rank = 0; rank < g->replicas[i].m.n_ranks; rank++) {
-            g->be->memory(g->replicas[i].m.ranks[rank].dev, &m);
+    for (int i = 0; i < g->n_replicas && g->backend->memory; i++)
+        for (int rank = 0; rank < g->replicas[i].model.n_ranks; rank++) {
+            g->backend->memory(g->replicas[i].model.ranks[rank].device, &m);
             most.weights = MAX(most.weights, m.weights);
             most.kv = MAX(most.kv, m.kv);
             most.other = MAX(most.other, m.other);
@@ -18842,7 +18842,7 @@ static toka_memory run_most_memory(const toka *t) {
 
 /* Warns once if weight files were written to while they are in use. */
 static void run_say_overwritten(const toka *t, bool *said) {
-    const char *path = *said ? NULL : pub_overwritten(t);
+    const char *path = *said ? NULL : lib_overwritten_file(t);
     if (!path) return;
     *said = true;
     fprintf(stderr,
@@ -18915,9 +18915,9 @@ static void run_report_parts(toka_times *d) {
     }
 }
 
-static void run_report_rank(run_report *p, model_run *m, int replica, int rank) {
+static void run_report_rank(run_report *p, model_grid *m, int replica, int rank) {
     toka_times d;
-    if (p->n_ranks == RUN_RANKS || !model_times(m, rank, &d)) return;
+    if (p->n_ranks == RUN_RANKS || !model_device_times(m, rank, &d)) return;
     run_report_parts(&d);
     const double apart = d.busy_s + d.idle_s;
     p->ranks[p->n_ranks++] = (run_rank){replica, rank / m->tp, rank % m->tp,
@@ -18929,13 +18929,13 @@ static void run_report_rank(run_report *p, model_run *m, int replica, int rank) 
 
 static void run_report_device(run_report *p, toka *t) {
     const eng *g = t->engine;
-    const model_run *m = &g->replicas[0].m;
+    const model_grid *m = &g->replicas[0].model;
     for (int i = 0; i < g->n_replicas; i++)
-        for (int rank = 0; rank < g->replicas[i].m.n_ranks; rank++)
-            run_report_rank(p, &g->replicas[i].m, i, rank);
+        for (int rank = 0; rank < g->replicas[i].model.n_ranks; rank++)
+            run_report_rank(p, &g->replicas[i].model, i, rank);
     if (!p->n_ranks) return;
     p->timed = true;
-    p->about = m->be->describe(m->ranks[0].dev);
+    p->about = m->backend->describe(m->ranks[0].device);
     p->gpu = run_gpu_of(p->about);
     p->run = p->device.busy_s / p->elapsed_s;
 }
@@ -19057,7 +19057,7 @@ static run_report run_report_make(toka *t, double elapsed_s) {
         p.read_gbs = 1e-9 * bytes * (double)s->steps / s->run_s;
         p.gflops = 2e-9 * (body * (double)s->rows + head * (double)s->output_tokens) / s->run_s;
     }
-    if (t->engine->be == &toka_cpu && s->steps) {
+    if (t->engine->backend == &toka_cpu && s->steps) {
         p.most_gbs = 1e-9 * run_probe_rate(t->engine, files->weight_bytes);
         p.most_gflops = 1e-9 * run_probe_rate(t->engine, 0);
         p.ceiling = MAX(p.read_gbs / p.most_gbs, p.gflops / p.most_gflops);
@@ -19164,7 +19164,7 @@ static int run_lines(run_state *r, toka_err *e) {
 }
 
 static void run_init(run_state *r, toka *t, const run_options *o) {
-    *r = (run_state){.o = o, .t = t, .t0 = os_now(), .most_held = os_room_bytes() / 4};
+    *r = (run_state){.o = o, .t = t, .t0 = os_now(), .most_held = os_available_bytes() / 4};
     r->t_shown = r->t_files = r->t0;
     r->queue_end = &r->queue;
     run_models(r);
@@ -19470,7 +19470,7 @@ static size_t fb_form_scan(fb_form *f, str in, str *data, enum fb_form_event *ev
  * no name. */
 static bool fb_form_headers(fb_form *f) {
     static const char disposition[] = "content-disposition:";
-    for (str rest = buf_view(&f->head), line; str_next(&rest, '\n', &line);) {
+    for (str rest = buf_view(&f->head), line; str_split_next(&rest, '\n', &line);) {
         if (line.n < sizeof disposition - 1 ||
             strncasecmp(line.p, disposition, sizeof disposition - 1))
             continue;
@@ -19671,7 +19671,7 @@ static int fb_save(fb_store *s, const fb_id *id, str record) {
     if (fd >= 0) close(fd);
     if (good) return 0;
     unlinkat(s->dir, part, 0);
-    s->full |= os_is_full(why);
+    s->full |= os_is_disk_full(why);
     return why;
 }
 
@@ -19889,7 +19889,7 @@ static int fb_take_folder(fb_store *s, toka_err *e) {
 /* Calls fb_take_folder when the folder is first needed. Its error is kept and returned to all
  * later callers, except that a full disk is tried again. With store.lock held. */
 static int fb_attach(fb_store *s, toka_err *e) {
-    if (!s->started && (!s->why.code || os_is_full(s->why_not))) {
+    if (!s->started && (!s->why.code || os_is_disk_full(s->why_not))) {
         s->why_not = 0;
         s->why.code = fb_take_folder(s, e);
         if (s->why.code && s->o.dir) s->why = *e;
@@ -20025,7 +20025,7 @@ static int fb_validate(fb_store *s, fb_batch *b, buf *errors, toka_err *why) {
     int n_errors = 0, got = 0;
     int64_t total = 0;
     int fd = openat(s->dir, b->input.z, O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
-    if (fd < 0 && os_is_short(errno))
+    if (fd < 0 && os_is_resource_error(errno))
         return fail(why, TOKA_E_IO, "%s: %s", b->input.z, strerror(errno));
     if (fd < 0 && errno == ENOENT)
         fb_put_error(errors, "file_not_found", 0, "input_file_id", "the input file is gone");
@@ -20097,7 +20097,7 @@ static bool fb_publish(fb_store *s, const fb_batch *b, const fb_id *id, const ch
     if (fd >= 0) close(fd);
     if (fstatat(s->dir, id->z, &st, AT_SYMLINK_NOFOLLOW)) return errno == ENOENT; /* no output */
     if (!kept) {
-        s->full |= os_is_full(why);
+        s->full |= os_is_disk_full(why);
         fb_tell(b, id->z, strerror(why));
     }
     if (kept && !st.st_size) unlinkat(s->dir, id->z, 0);
@@ -20264,8 +20264,8 @@ static void fb_error(http_reply *reply, int status, const char *param, const cha
 /* Answers with an error of the system: no room, no permission, or something that may work later.
  * Clients do not learn where the files are. */
 static void fb_cannot(http_reply *reply, int why) {
-    bool unable = os_is_full(why) || why == EFBIG || why == EROFS || why == EACCES || why == EPERM;
-    int status = unable ? 507 : os_is_short(why) ? 503 : 500;
+    bool unable = os_is_disk_full(why) || why == EFBIG || why == EROFS || why == EACCES || why == EPERM;
+    int status = unable ? 507 : os_is_resource_error(why) ? 503 : 500;
     fb_error(reply, status, NULL, "the server's files: %s", strerror(why));
     if (status == 503) buf_c(&reply->headers, "Retry-After: 1\r\n");
 }
@@ -20726,7 +20726,7 @@ static void fb_handle(fb_store *s, const http_request *r, str body, http_reply *
         return;
     }
     pthread_mutex_lock(&s->lock);
-    if (s->why.code && !os_is_full(s->why_not)) fb_no_folder(s, reply);
+    if (s->why.code && !os_is_disk_full(s->why_not)) fb_no_folder(s, reply);
     else if (body.n > FB_BODY_BYTES) fb_error(reply, 413, NULL, "the body is longer than 1 MiB");
     else if (rest.n && files) fb_route_file(s, r, id, verb, reply);
     else if (rest.n) fb_route_batch(s, r, id, verb, reply);
@@ -21263,12 +21263,12 @@ static void srv_put_metrics(buf *b, const srv_metrics *m, const toka_stats *t, s
 static bool srv_hold(srv *s, int64_t *mine, size_t bytes) {
     const int64_t more = (int64_t)bytes - *mine, held = atomic_fetch_add(&s->held, more) + more;
     *mine += more;
-    return bytes <= SRV_SMALL_BYTES || (!mem_is_short() && (int64_t)bytes <= s->room - held);
+    return bytes <= SRV_SMALL_BYTES || (!mem_is_low() && (int64_t)bytes <= s->room - held);
 }
 
 /* The same for memory that a worker is about to need: checks also that the system has it now. */
 static bool srv_can_work(srv_call *c, size_t bytes) {
-    return srv_hold(c->s, &c->work_held, bytes) && (bytes <= SRV_PIECE_BYTES || mem_has(bytes));
+    return srv_hold(c->s, &c->work_held, bytes) && (bytes <= SRV_PIECE_BYTES || mem_is_available(bytes));
 }
 
 static void srv_free_body(srv_call *c) {
@@ -23080,7 +23080,7 @@ static void srv_init_model(srv *s) {
     s->info = toka_get_info(s->t);
     s->name = o->n_names ? o->names[0] : s->info.model_name;
     snprintf(s->fingerprint, sizeof s->fingerprint, "toka-%s-%s", TOKA_VERSION,
-             s->t->engine->be->name);
+             s->t->engine->backend->name);
     toka_request base = toka_request_default();
     if (o->model_defaults) toka_request_model_defaults(s->t, &base);
     s->model = (api_model){.t = s->t,
@@ -23107,7 +23107,7 @@ static int srv_load(srv *s, toka_err *e) {
     int code = toka_open(&s->t, &s->o->open, e);
     if (code) return code;
     srv_init_model(s);
-    s->room = MAX(os_room_bytes() / 2, (int64_t)SRV_LEAST_ROOM);
+    s->room = MAX(os_available_bytes() / 2, (int64_t)SRV_LEAST_ROOM);
     run_say_start(s->t, s->name, os_now() - t0);
     srv_say_defaults(s);
     fb_options fb = {.dir = s->o->files_dir, .t = s->t, .m = &s->model};
@@ -23125,7 +23125,7 @@ static void *srv_engine(void *arg) { /* opens the model, then drives it until to
     int code = srv_load(s, &s->e);
     if (!code) {
         buf line = {0};
-        pub_put_start(s->t, &line);
+        lib_put_startup(s->t, &line);
         fprintf(stderr, "toka: %s\ntoka: ready\n", line.p);
         buf_free(&line);
         s->phase = SRV_READY;
@@ -23298,18 +23298,18 @@ static int run_find_known(const char *models_file, const char *model, arena *a, 
 static int run_dummy_unknown(const toka_options *o, arena *a, toka_err *e) {
     mf_known *known;
     int n;
-    near_name near = {.typed = str_c(o->model)};
+    suggestion near = {.typed = str_c(o->model)};
     if (mf_models_open(o->models_file, a, &known, &n, e)) return e->code;
     if (!n) return fail(e, TOKA_E_USE, "%s: %s", o->model, mf_no_models);
-    for (int i = 0; i < n; i++) near_try(&near, known[i].name);
+    for (int i = 0; i < n; i++) suggest_try(&near, known[i].name);
     fail(e, TOKA_E_USE, "%s: not a name of models.txt, which --dummy-weights needs", o->model);
-    return near_fail(&near, "", e);
+    return suggest_fail(&near, "", e);
 }
 
 /* A toka without any file: shapes of models.txt, random weights, no tokenizer. */
 static int run_dummy_open(toka **out, const toka_options *o, toka_err *e) {
     const mf_known *found = NULL;
-    int n_known, code = pub_check_options(o, e);
+    int n_known, code = lib_check_options(o, e);
     if (code) return code;
     if (!o->model) return fail(e, TOKA_E_USE, "--dummy-weights needs -m NAME, a name of models.txt");
     toka *t = mem_zalloc(sizeof *t);
@@ -23322,7 +23322,7 @@ static int run_dummy_open(toka **out, const toka_options *o, toka_err *e) {
         m->name = found->name, m->config = found->config, m->shape = t->shape = found->config.shape;
         code = run_dummy_weights(m, e);
     }
-    if (!code) code = eng_open(&t->engine, pub_backend(o->device), m, &t->shape, NULL, o, e);
+    if (!code) code = eng_open(&t->engine, lib_find_backend(o->device), m, &t->shape, NULL, o, e);
     if (code) toka_close(t), t = NULL;
     *out = t;
     return code;
@@ -23398,7 +23398,7 @@ static int run_bench_line(void *user, const json *root, int64_t number, toka_err
     if (json_is(prompt, JSON_ARRAY)) {
         JSON_EACH(it, prompt) ids_push(&b->tokens, (int32_t)MAX(-1, MIN(json_int(it, -1), INT32_MAX)));
     } else if (json_is(text, JSON_STRING)) {
-        if (pub_need_tokenizer(b->t, e) ||
+        if (lib_require_tokenizer(b->t, e) ||
             tok_encode(b->t->tok, json_str(text), TOKA_ADD_SPECIAL | TOKA_PARSE_SPECIAL, &b->tokens, e)) return e->code;
     }
     int64_t n = (int64_t)(b->tokens.n - first);
@@ -23481,8 +23481,8 @@ static void run_bench_print(const run_bench_state *b, const run_report *p) {
 /* ---- The timeline: a line for each step, so that it shows when the device waited for the host ---- */
 
 static void run_timeline_step(void *user, const eng_timing *t) {
-    fprintf(user, "%lld,%d,%d,%d,%.1f,%.1f,%.1f,%.1f,%.1f\n", (long long)t->number, t->replica, t->rows, t->out, 1e6 * t->begin,
-            1e6 * t->end, 1e6 * t->plan_s, 1e6 * t->launch_s, 1e6 * t->commit_s);
+    fprintf(user, "%lld,%d,%d,%d,%.1f,%.1f,%.1f,%.1f,%.1f\n", (long long)t->number, t->replica, t->n_rows, t->n_samples, 1e6 * t->begin_s,
+            1e6 * t->end_s, 1e6 * t->plan_s, 1e6 * t->launch_s, 1e6 * t->commit_s);
 }
 
 /* What is there is written over; never the dataset. */
@@ -23494,10 +23494,10 @@ static int run_timeline_open(toka *t, const run_bench_options *o, FILE **file, t
         return fail(e, TOKA_E_USE, "--timeline: %s is the dataset", path);
     *file = path ? fopen(path, "w") : NULL;
     if (path && !*file)
-        return fail(e, os_is_short(errno) ? TOKA_E_IO : TOKA_E_INPUT, "--timeline: %s: %s", path, strerror(errno));
+        return fail(e, os_is_resource_error(errno) ? TOKA_E_IO : TOKA_E_INPUT, "--timeline: %s: %s", path, strerror(errno));
     if (!path) return 0;
     fputs("step,replica,rows,outputs,begin_us,end_us,plan_us,launch_us,commit_us\n", *file);
-    t->engine->watch = run_timeline_step, t->engine->watch_user = *file;
+    t->engine->on_step = run_timeline_step, t->engine->on_step_user = *file;
     return 0;
 }
 
@@ -23716,7 +23716,7 @@ static int run_bench_plan(bool as_json, atomic_int *interrupted, toka_err *e) {
  * NVLS off, 1 to 134 MB) come out within 20 %. What keeps a real run below: no op meets its roofline, host time and bubbles are
  * left out, and lengths vary. */
 
-enum { PLAN_MOST_GPUS = ENG_MAX_SPLIT, /* what is recommended must be taken */
+enum { PLAN_MOST_GPUS = ENG_MAX_PARALLEL, /* what is recommended must be taken */
        PLAN_INPUT = 715, PLAN_OUTPUT = 150 }; /* of a workload that nobody describes: GSM8K, or what the model's length leaves */
 #define PLAN_LATENCY 40e-6         /* seconds of one all-reduce or send */
 #define PLAN_CONTEXT_BYTES 0x1p29  /* of a GPU's memory that are gone before the program asks what is free */
@@ -24048,7 +24048,7 @@ static void plan_put_today(const plan_ask *a, buf *b) {
     else if (a->gpus > 1)
         buf_printf(b, "runs such splits over the GPUs of one host; four H200 are the most that it was measured on");
     else
-        buf_printf(b, "runs this%s", pub_backend("cuda") ? "" : ", built with the GPU half, which this build is without");
+        buf_printf(b, "runs this%s", lib_find_backend("cuda") ? "" : ", built with the GPU half, which this build is without");
 }
 
 static void plan_put_head(const plan_ask *a, const char *name, buf *b) {
@@ -25494,7 +25494,7 @@ static atomic_int cli_patience_s = 10; /* shutdown timeout in seconds: how long 
 static void cli_on_signal(int sig) {
     if (sig == SIGHUP && cli_interrupted) return;
     if (cli_interrupted++) _exit(130);
-    os_ends_in = cli_patience_s;
+    os_stop_timeout_s = cli_patience_s;
 }
 
 /* Handler of SIGBUS. Weights are read from the mapped file. If the file is truncated meanwhile or
@@ -25733,14 +25733,14 @@ static const cli_flag *cli_find(const char *arg, size_t n) {
 
 /* Returns the error for an unknown flag, with the most similar flag of the command. */
 static int cli_no_flag(str arg, unsigned command, toka_err *e) {
-    near_name near = {.typed = arg};
+    suggestion near = {.typed = arg};
     while (near.typed.n && *near.typed.p == '-') near.typed = str_sub(near.typed, 1, near.typed.n);
     for (int i = 0; i < COUNT(cli_flags); i++)
         if (cli_flags[i].name && (cli_flags[i].commands & command))
-            near_try(&near, cli_flags[i].name);
+            suggest_try(&near, cli_flags[i].name);
     fail(e, TOKA_E_USE, "%.*s: unknown flag%s", STRF(arg),
          near.best ? "" : "; see toka --help-all");
-    return near_fail(&near, "--", e);
+    return suggest_fail(&near, "--", e);
 }
 
 /* A flag on the command line has precedence over the environment. Clears the values from the
@@ -25928,10 +25928,10 @@ static void cli_put_message(buf *b, const char *role, str content) {
  * the text of the prompt. */
 static int cli_render(const cli *c, const toka *t, const buf *messages, buf *out, toka_err *e) {
     buf b = {0};
-    if (pub_need_template(t, e)) return e->code;
+    if (lib_require_template(t, e)) return e->code;
     buf_printf(&b, "{\"messages\":[%s],\"add_generation_prompt\":true}", messages->p);
     buf_clear(out);
-    int code = pub_render(t, t->files, buf_view(&b), json_trusted, c->now, out, e);
+    int code = lib_render(t, t->files, buf_view(&b), json_trusted, c->now, out, e);
     buf_free(&b);
     return code;
 }
@@ -26053,7 +26053,7 @@ static int cli_chat(const cli *c, toka *t, toka_err *e) {
     buf line = {0}, messages = {0}, prompt = {0}, answer = {0};
     bool terminal = isatty(0), more = true, answered = false, said = false;
     int code = 0, refused = 0;
-    if (pub_need_template(t, e)) return e->code; /* now, not after the user has typed a line */
+    if (lib_require_template(t, e)) return e->code; /* now, not after the user has typed a line */
     if (c->system) cli_put_message(&messages, "system", str_c(c->system));
     if (c->prompt) buf_c(&line, c->prompt);
     while (!cli_interrupted) {
@@ -26085,7 +26085,7 @@ static int cli_chat(const cli *c, toka *t, toka_err *e) {
 /* Completes one prompt, through the chat template if the model has one and --raw is not given. */
 static int cli_run_prompt(const cli *c, toka *t, toka_err *e) {
     buf text = {0}, messages = {0}, prompt = {0};
-    bool templated = (t->chat || t->chat_error.code) && !c->raw, said = false;
+    bool templated = (t->chat_template || t->chat_error.code) && !c->raw, said = false;
     int code = cli_read_prompt(c, &text, e);
     if (!code && c->raw && c->system)
         code = fail(e, TOKA_E_USE, "--system needs the chat template, --raw leaves it out");
@@ -26112,8 +26112,8 @@ static int cli_run_prompt(const cli *c, toka *t, toka_err *e) {
 static void cli_note_device(const cli *c) {
     char line[200];
     bool any = !c->open.device || !strcmp(c->open.device, "auto");
-    if (any && !c->quiet && COUNT(pub_backends) > 1 &&
-        !pub_backends[0]->probe(0, line, sizeof line))
+    if (any && !c->quiet && COUNT(lib_backends) > 1 &&
+        !lib_backends[0]->probe(0, line, sizeof line))
         fprintf(stderr, "toka: no GPU (%s); using the CPU\n", line);
 }
 
@@ -26129,7 +26129,7 @@ static int cli_open(const cli *c, toka **t, toka_err *e) {
     if (code) return code;
     cli_note_device(c);
     if (c->verbose) {
-        pub_put_start(*t, &line);
+        lib_put_startup(*t, &line);
         run_say_start(*t, (*t)->files->name, os_now() - t0);
         fprintf(stderr, "toka: %s\n", line.p);
     }
@@ -26174,9 +26174,9 @@ static int cli_tokenize(const cli *c, toka_err *e) {
     buf in = {0}, out = {0};
     ids v = {0};
     toka *t = NULL;
-    int code = pub_check_options(&c->open, e);
-    if (!code) code = pub_open_text(&t, &c->open, false, e);
-    if (!code) code = pub_need_tokenizer(t, e);
+    int code = lib_check_options(&c->open, e);
+    if (!code) code = lib_open_text(&t, &c->open, false, e);
+    if (!code) code = lib_require_tokenizer(t, e);
     if (!code) code = cli_read_prompt(c, &in, e);
     if (!code && c->decode) {
         code = cli_parse_ids(buf_view(&in), &v, e);
@@ -26200,17 +26200,17 @@ static int cli_template(const cli *c, toka_err *e) {
     mf_model names = {0};
     toka alone = {.files = &names};
     bool needs_model = c->open.model || !c->open.chat_template; /* a template FILE needs none */
-    int code = needs_model ? pub_check_options(&c->open, e)
-                           : pub_template_file(&alone, c->open.chat_template, &names, e);
-    if (!code && needs_model) code = pub_open_text(&t, &c->open, false, e);
-    if (!code && needs_model) code = pub_need_template(t, e);
+    int code = needs_model ? lib_check_options(&c->open, e)
+                           : lib_parse_template_file(&alone, c->open.chat_template, &names, e);
+    if (!code && needs_model) code = lib_open_text(&t, &c->open, false, e);
+    if (!code && needs_model) code = lib_require_template(t, e);
     if (!code) code = cli_read_prompt(c, &in, e);
     const toka *by = t ? t : &alone;
-    if (!code) code = pub_render(by, by->files, buf_view(&in), json_trusted, c->now, &out, e);
+    if (!code) code = lib_render(by, by->files, buf_view(&in), json_trusted, c->now, &out, e);
     if (!code) code = cli_write(buf_view(&out), e);
     buf_free(&in), buf_free(&out);
     arena_free(&names.a);
-    tmpl_del(alone.chat), tmpl_del(alone.tool_chat);
+    tmpl_del(alone.chat_template), tmpl_del(alone.tool_template);
     toka_close(t);
     return code;
 }
@@ -26407,7 +26407,7 @@ static void run_ops_row(void *user, const toka_bench_row *r) {
 
 static int run_bench_ops(bool as_json, toka_err *e) {
     char line[200];
-    const toka_backend *be = pub_backends[0];
+    const toka_backend *be = lib_backends[0];
     if (!be->bench)
         return fail(e, TOKA_E_USE,
                     "toka bench ops needs a build with the GPU half (nvcc, toka_kernels.cu)");
@@ -26453,8 +26453,8 @@ static int cli_devices(const cli *c, toka_err *e) {
     buf b = {0};
     char line[200];
     (void)c;
-    for (int i = 0; i < COUNT(pub_backends); i++) {
-        const toka_backend *be = pub_backends[i];
+    for (int i = 0; i < COUNT(lib_backends); i++) {
+        const toka_backend *be = lib_backends[i];
         int n = 0;
         for (; be->probe(n, line, sizeof line); n++)
             if (n || be->probe(1, (char[200]){0}, 200))
@@ -26489,7 +26489,7 @@ static int cli_read_keys(const char *path, arena *a, const char **keys, int *n, 
     str text;
     int code = os_map(path, &text, e), before = *n;
     if (code) return code;
-    for (str rest = str_skip_bom(text), line; !code && str_next(&rest, '\n', &line);) {
+    for (str rest = str_skip_bom(text), line; !code && str_split_next(&rest, '\n', &line);) {
         line = cli_trim_key(line);
         if (!line.n || line.p[0] == '#') continue;
         if (*n == CLI_MAX_KEYS)
@@ -26541,7 +26541,7 @@ static int cli_serve(const cli *c, toka_err *e) {
     srv_options o = c->serve;
     arena a = {0};
     int code = cli_check_serve(c, &o, e);
-    if (!code) code = pub_check_options(&c->open, e);
+    if (!code) code = lib_check_options(&c->open, e);
     const char **keys = arena_alloc(&a, CLI_MAX_KEYS * sizeof *keys);
     if (!code) code = cli_take_keys(c, &a, keys, &o.n_keys, e);
     if (!code && c->api_key_file) code = cli_read_keys(c->api_key_file, &a, keys, &o.n_keys, e);
@@ -26568,9 +26568,9 @@ static int cli_version(toka_err *e) {
     buf b = {0};
     char line[200];
     buf_printf(&b, "toka %s (device:", TOKA_VERSION);
-    for (int i = 0; i < COUNT(pub_backends); i++)
-        buf_printf(&b, "%s %s%s", i ? "," : "", pub_backends[i]->name,
-                   pub_backends[i]->probe(0, line, sizeof line) ? "" : " (none found)");
+    for (int i = 0; i < COUNT(lib_backends); i++)
+        buf_printf(&b, "%s %s%s", i ? "," : "", lib_backends[i]->name,
+                   lib_backends[i]->probe(0, line, sizeof line) ? "" : " (none found)");
     buf_printf(&b, "%s)\n", embedded_model ? "; with the embedded model" : "");
     int code = cli_write(buf_view(&b), e);
     buf_free(&b);
@@ -26579,11 +26579,11 @@ static int cli_version(toka_err *e) {
 
 /* In the library 0 means the default of these sizes; on the command line it is an error. */
 static int cli_check_split(const toka_options *o, toka_err *e) {
-    if (check_int("--tensor-parallel-size", o->tensor_parallel_size, 1, ENG_MAX_SPLIT, e))
+    if (check_int("--tensor-parallel-size", o->tensor_parallel_size, 1, ENG_MAX_PARALLEL, e))
         return e->code;
-    if (check_int("--pipeline-parallel-size", o->pipeline_parallel_size, 1, ENG_MAX_SPLIT, e))
+    if (check_int("--pipeline-parallel-size", o->pipeline_parallel_size, 1, ENG_MAX_PARALLEL, e))
         return e->code;
-    return check_int("--data-parallel-size", o->data_parallel_size, 1, ENG_MAX_SPLIT, e);
+    return check_int("--data-parallel-size", o->data_parallel_size, 1, ENG_MAX_PARALLEL, e);
 }
 
 /* Returns an error, before a model is loaded, if a flag that takes a file names a directory. */
@@ -26627,15 +26627,15 @@ static const cli_command *cli_find_command(const char *first, const char *second
 /* Returns the error for an unknown command, with the most similar one. */
 static int cli_no_command(const char *first, const char *second, toka_err *e) {
     const bool bench = !strcmp(first, "bench");
-    near_name near = {.typed = str_c(bench ? second : first)};
-    if (!bench) near_try(&near, "help");
+    suggestion near = {.typed = str_c(bench ? second : first)};
+    if (!bench) suggest_try(&near, "help");
     for (int i = 0; i < COUNT(cli_command_table); i++) {
         const cli_command *it = &cli_command_table[i];
-        if (!bench || it->second) near_try(&near, bench ? it->second : it->name);
+        if (!bench || it->second) suggest_try(&near, bench ? it->second : it->name);
     }
     if (bench) fail(e, TOKA_E_USE, "toka bench: expected throughput, serve, plan or ops");
     else fail(e, TOKA_E_USE, "%s: no such command; see toka --help", first);
-    return near_fail(&near, bench ? "toka bench " : "toka ", e);
+    return suggest_fail(&near, bench ? "toka bench " : "toka ", e);
 }
 
 /* toka help, toka help COMMAND, toka bench --help. words: the n words after "help". */
@@ -26661,7 +26661,7 @@ static int cli_run_words(const cli_command *command, int n_words, int argc, char
     if (c.help || c.help_all)
         return cli_help(c.help_all, command ? bit : FOR_ANY, n_words, argv + 1, e);
     if (c.version) return cli_version(e);
-    if ((code = cli_check_split(&c.open, e)) || (code = pub_parse_now(c.now, &now, e))) return code;
+    if ((code = cli_check_split(&c.open, e)) || (code = lib_parse_now(c.now, &now, e))) return code;
     if ((code = cli_check_files(&c, bit, e))) return code;
     if (isatty(2) && !c.quiet) c.open.progress = cli_progress;
     return command ? command->main(&c, e) : cli_run_command(&c, e);

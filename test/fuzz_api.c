@@ -59,7 +59,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     toka_err e = {0};
     if (!t) {
         open = toka_options_default(), open.model = "test/model";
-        if (pub_open_text(&t, &open, false, &e)) abort();
+        if (lib_open_text(&t, &open, false, &e)) abort();
     }
     if (!size) return 0;
     api_model m = {.t = t, .names = names, .n_names = 1, .fingerprint = "fp", .base = toka_request_default(), .completion_tokens = 16,

@@ -9,7 +9,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     static toka_options open;
     if (!t) {
         open = toka_options_default(), open.model = "test/model";
-        if (pub_open_text(&t, &open, true, &e)) abort();
+        if (lib_open_text(&t, &open, true, &e)) abort();
     }
     run_options o = {.base = toka_request_default(), .now = "2025-01-01 00:00:00"};
     run_state r = {.o = &o, .t = t, .warned_model = true};

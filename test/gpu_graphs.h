@@ -97,7 +97,7 @@ static int64_t g_run(const toka_options *o, g_step *steps, char *about, toka_err
     toka *t = NULL;
     if (o->models_file ? run_dummy_open(&t, o, e) : toka_open(&t, o, e)) return -1;
     if (about) snprintf(about, 200, "%s", toka_get_info(t).device);
-    model_run *m = &t->engine->replicas[0].m;
+    model_grid *m = &t->engine->replicas[0].model;
     g_seq seqs[G_SEQS];
     toka_times times = {0};
     uint64_t rng = 1;
@@ -113,7 +113,7 @@ static int64_t g_run(const toka_options *o, g_step *steps, char *about, toka_err
         if (number > first + 1 && model_wait(m, number - 2, e)) number = 0;
     }
     if (number > 0 && model_wait(m, number, e)) number = 0;
-    model_times(m, 0, &times);
+    model_device_times(m, 0, &times);
     toka_close(t);
     return number > 0 ? times.graphs : -1;
 }

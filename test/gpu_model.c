@@ -79,7 +79,7 @@ static void fixture(const char *name) {
     float *got = mem_alloc((size_t)m->s.n_samples * V * sizeof(float)), *want = mem_alloc((size_t)m->s.n_samples * V * sizeof(float));
     memset(got, 0xFF, (size_t)m->s.n_samples * V * sizeof(float));
     m->s.logits = got;
-    bool ran = g->replicas[0].s.config.n_pages >= 251 && model_step(&g->replicas[0].m, &m->s, g->replicas[0].flights[0].picks, &e) == 0;
+    bool ran = g->replicas[0].sched.config.n_pages >= 251 && model_run_step(&g->replicas[0].model, &m->s, g->replicas[0].inflight[0].results, &e) == 0;
     JSON_EACH(it, cases) {
         int n_at = int_array(json_get(it, "logit_positions"), at, 8);
         memcpy(want + (size_t)n_rows * V, bin.p + json_int(json_get(it, "logits_offset"), 0), (size_t)n_at * V * 4);
@@ -117,7 +117,7 @@ static int logits_main(int argc, char **argv) {
     float *logits = mem_alloc((size_t)n * V * sizeof(float));
     toka_step s = {.T = n, .n_spans = 1, .n_samples = n, .ids = id.p, .pos = pos, .kv_slot = slot, .pages = pages, .spans = &span, .samples = out,
                    .logits = logits};
-    if (model_step(&t->engine->replicas[0].m, &s, t->engine->replicas[0].flights[0].picks, &e)) return printf("%s\n", e.msg), 2;
+    if (model_run_step(&t->engine->replicas[0].model, &s, t->engine->replicas[0].inflight[0].results, &e)) return printf("%s\n", e.msg), 2;
     FILE *f = fopen(argv[4], "wb");
     bool ok = f && fwrite(logits, sizeof(float), (size_t)n * V, f) == (size_t)n * V;
     if (f) ok = fclose(f) == 0 && ok;

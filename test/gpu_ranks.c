@@ -93,8 +93,8 @@ static void sum_run(toka *t, summer *s, int n) {
     pthread_barrier_t start;
     pthread_barrier_init(&start, NULL, (unsigned)n);
     for (int i = 0; i < n; i++) {
-        model_rank *r = &t->engine->replicas[0].m.ranks[i];
-        s[i].d = r->dev, s[i].x = r->x, s[i].rank = i, s[i].device = gpus_shared() ? i % gpus_shared() : i, s[i].start = &start;
+        model_rank *r = &t->engine->replicas[0].model.ranks[i];
+        s[i].d = r->device, s[i].x = r->x, s[i].rank = i, s[i].device = gpus_shared() ? i % gpus_shared() : i, s[i].start = &start;
         if (pthread_create(&s[i].thread, NULL, sum_thread, &s[i])) abort();
     }
     for (int i = 0; i < n; i++) pthread_join(s[i].thread, NULL);
@@ -221,7 +221,7 @@ static int logits_of(toka *t, const answers *w, int kind, int copies, float **lo
     *logits = mem_realloc(*logits, (before + more) * sizeof(float)), s.logits = *logits + before;
     memset(s.logits, 0xFF, more * sizeof(float));
     toka_sample_result *picks = mem_alloc((size_t)s.T * sizeof *picks);
-    int code = model_step(&t->engine->replicas[0].m, &s, picks, e);
+    int code = model_run_step(&t->engine->replicas[0].model, &s, picks, e);
     free(picks), free(ints), free(out), free(spans);
     return code;
 }

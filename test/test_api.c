@@ -7,7 +7,7 @@ static toka *api_text_model(void) {
     toka_err e;
     if (t) return t;
     o = toka_options_default(), o.model = "test/model";
-    if (pub_open_text(&t, &o, false, &e)) printf("%s\n", e.msg), abort();
+    if (lib_open_text(&t, &o, false, &e)) printf("%s\n", e.msg), abort();
     return t;
 }
 
@@ -439,18 +439,18 @@ static void test_api_contents(void) {
 static void test_api_tool_template(void) {
     toka_err e;
     toka two = *api_text_model();
-    CHECK(!tmpl_parse(&two.chat, STR("plain"), &e) && !tmpl_parse(&two.tool_chat, STR("with {{ tools | length }}"), &e));
+    CHECK(!tmpl_parse(&two.chat_template, STR("plain"), &e) && !tmpl_parse(&two.tool_template, STR("with {{ tools | length }}"), &e));
     buf out = {0};
-    CHECK(!pub_render(&two, two.files, STR("{\"messages\":[]}"), json_trusted, "2025-01-01 00:00:00", &out, &e) && !strcmp(out.p, "plain"));
+    CHECK(!lib_render(&two, two.files, STR("{\"messages\":[]}"), json_trusted, "2025-01-01 00:00:00", &out, &e) && !strcmp(out.p, "plain"));
     buf_clear(&out);
-    CHECK(!pub_render(&two, two.files, STR("{\"messages\":[],\"tools\":[1,2]}"), json_trusted, "2025-01-01 00:00:00", &out, &e));
+    CHECK(!lib_render(&two, two.files, STR("{\"messages\":[],\"tools\":[1,2]}"), json_trusted, "2025-01-01 00:00:00", &out, &e));
     CHECK(!strcmp(out.p, "with 2"));
     buf_clear(&out);
-    CHECK(!pub_render(&two, two.files, STR("{\"messages\":[],\"tools\":[]}"), json_trusted, "2025-01-01 00:00:00", &out, &e));
+    CHECK(!lib_render(&two, two.files, STR("{\"messages\":[],\"tools\":[]}"), json_trusted, "2025-01-01 00:00:00", &out, &e));
     CHECK(!strcmp(out.p, "with 0"));
     buf_clear(&out);
-    CHECK(!pub_render(&two, two.files, STR("{\"messages\":[],\"tools\":null}"), json_trusted, "2025-01-01 00:00:00", &out, &e) && !strcmp(out.p, "plain"));
-    tmpl_del(two.chat), tmpl_del(two.tool_chat), buf_free(&out);
+    CHECK(!lib_render(&two, two.files, STR("{\"messages\":[],\"tools\":null}"), json_trusted, "2025-01-01 00:00:00", &out, &e) && !strcmp(out.p, "plain"));
+    tmpl_del(two.chat_template), tmpl_del(two.tool_template), buf_free(&out);
 }
 
 /* Several texts of a message go as a list to a template that walks them, as one text to any other; a tool's always as one. */
@@ -469,17 +469,17 @@ static void test_api_text_parts(void) {
         api_body b;
         toka_err e = {0};
         buf context = {0}, out = {0};
-        m.t = &two, two.tool_chat = NULL;
-        CHECK(!tmpl_parse(&two.chat, str_c(cases[i].chat), &e));
+        m.t = &two, two.tool_template = NULL;
+        CHECK(!tmpl_parse(&two.chat_template, str_c(cases[i].chat), &e));
         const json *v = json_parse(&c.a, STR("{\"messages\":[{\"role\":\"user\",\"content\":[{\"type\":\"text\",\"text\":\"a\"},{\"type\":\"text\","
                                              "\"text\":\"\"},{\"type\":\"text\",\"text\":\"b\"}]},{\"role\":\"user\",\"content\":[{\"type\":\"text\",\"text\":\"|c\"}]},"
                                              "{\"role\":\"tool\",\"content\":[{\"type\":\"text\",\"text\":\"5\"},{\"type\":\"text\",\"text\":\"6\"}]}]}"),
                                    m.limits, &e);
         int code = api_read_body(&c, API_CHAT, v, &b, &e);
         if (!code) code = api_context(&c, &b, &context, &e);
-        if (!code) code = pub_render(&two, two.files, buf_view(&context), m.limits, m.now, &out, &e);
+        if (!code) code = lib_render(&two, two.files, buf_view(&context), m.limits, m.now, &out, &e);
         CHECK_MSG(!code && str_is(buf_view(&out), cases[i].want), "%d: %s %s", i, e.msg, out.p);
-        tmpl_del(two.chat), buf_free(&context), buf_free(&out), api_free(&c);
+        tmpl_del(two.chat_template), buf_free(&context), buf_free(&out), api_free(&c);
     }
 }
 

@@ -108,7 +108,7 @@ static void eng_check_logits(toka *t, const char *name, const json *cases, const
     }
     float *logits = mem_alloc((size_t)s.n_samples * V * sizeof(float)), *want = mem_alloc((size_t)V * sizeof(float)), *row = logits;
     s.logits = logits;
-    CHECK(g->replicas[0].s.config.n_pages >= 251 && model_step(&g->replicas[0].m, &s, g->replicas[0].flights[0].picks, &e) == 0);
+    CHECK(g->replicas[0].sched.config.n_pages >= 251 && model_run_step(&g->replicas[0].model, &s, g->replicas[0].inflight[0].results, &e) == 0);
     int n_case = 0;
     JSON_EACH(it, cases) {
         const char *gold = bin + json_int(json_get(it, "logits_offset"), 0);
@@ -443,7 +443,7 @@ static void test_request_errors(void) {
     CHECK(toka_generate(t, &r, eng_collect, g, NULL, &e) == TOKA_E_CANCELLED && g->n_events == 9);
     CHECK(g->n_ended == 6 && g->n_cancelled == 6);
     eng_got_free(g);
-    CHECK(kv_n_available(&t->engine->replicas[0].s.kv) == t->engine->replicas[0].s.config.n_pages && !t->engine->n_busy && !sched_check(&t->engine->replicas[0].s));
+    CHECK(kv_n_available(&t->engine->replicas[0].sched.kv) == t->engine->replicas[0].sched.config.n_pages && !t->engine->n_active && !sched_check(&t->engine->replicas[0].sched));
     g = eng_ask(t, NULL, wrong, 1, 2, &s, &code, &e);
     CHECK(code == 0 && g->n_ended == 2);
     eng_got_free(g);
@@ -489,7 +489,7 @@ static void test_threads(void) {
     }
     for (int i = 0; i < N; i++) CHECK(!pthread_join(thread[i], NULL) && arg[i].ok);
     toka_stats s = toka_get_stats(t);
-    CHECK(s.requests_done == 5 * N && !s.running && !s.waiting && !sched_check(&t->engine->replicas[0].s));
+    CHECK(s.requests_done == 5 * N && !s.running && !s.waiting && !sched_check(&t->engine->replicas[0].sched));
     toka_close(t);
 }
 
@@ -603,7 +603,7 @@ static void test_submit_cancel(void) {
         CHECK_MSG(count[i][0] == SAMPLES, "request %d: %d ends", i, count[i][0]);
         CHECK(count[i][1] == SAMPLES || count[i][2] == TOKENS * SAMPLES || count[i][1] > 0);
     }
-    CHECK(kv_n_available(&t->engine->replicas[0].s.kv) == t->engine->replicas[0].s.config.n_pages && !sched_check(&t->engine->replicas[0].s));
+    CHECK(kv_n_available(&t->engine->replicas[0].sched.kv) == t->engine->replicas[0].sched.config.n_pages && !sched_check(&t->engine->replicas[0].sched));
     toka_close(t);
 }
 
@@ -636,7 +636,7 @@ static void test_device_fault(void) {
     toka *t = eng_must_open(eng_model, 16, 64, 1);
     toka_backend faulty = toka_cpu;
     faulty.status = eng_faulty_status, eng_steps_left = 5;
-    t->engine->replicas[0].m.be = &faulty;
+    t->engine->replicas[0].model.backend = &faulty;
     pthread_t thread[N];
     eng_thread arg[N];
     for (int i = 0; i < N; i++) {
@@ -693,7 +693,7 @@ static void test_batch_device_fault(void) {
         toka *t = eng_must_open(eng_model, 8, 64, 2);
         bool fault = run == 1 || run == 2;
         eng_steps_left = 14;
-        if (fault) t->engine->replicas[0].m.be = &faulty;
+        if (fault) t->engine->replicas[0].model.backend = &faulty;
         int code = run_batch(t, &o, &e);
         CHECK_MSG(fault ? code == TOKA_E_DEVICE && strstr(e.msg, "injected fault") : !code, "run %d: %d, %s", run, code, e.msg);
         buf b = eng_read_lines(o.out, &n_lines);
@@ -732,7 +732,7 @@ static void test_batch_no_threads(void) {
         int code = run_batch(t, &o, &e);
         unit_threads_left = -1;
         CHECK_MSG(left < 2 ? code == TOKA_E_IO && strstr(e.msg, "cannot start a thread") : !code, "%d: %d, %s", left, code, e.msg);
-        CHECK(!t->engine->n_busy && !t->engine->inbox);
+        CHECK(!t->engine->n_active && !t->engine->inbox);
         int n_lines;
         buf b = eng_read_lines(out, &n_lines);
         CHECK_MSG(n_lines == (left < 2 ? 0 : N), "%d: %d lines", left, n_lines);
@@ -835,7 +835,7 @@ static toka *eng_open_ahead(toka_options o, int n_ahead, bool late) {
 enum { AHEAD_REQUESTS = 6 };
 
 /* Requests of all kinds, together: with penalties, bad words, stop strings, scores of the prompt, few and many samples. */
-static void eng_ask_mixed(toka *t, eng_got **got, eng_scored *scores) {
+static void eng_ask_mixed(toka *t, eng_got **got, eng_scores *scores) {
     static const char *const stop[] = {"6", " is"};
     static const int32_t bad[] = {300, 7};
     static const int lengths[] = {1, 1};
@@ -890,9 +890,9 @@ static void test_ahead(void) {
         const float most = cases[k].tp > 1 ? 1e-3f : 0;
         toka *t = eng_open_ahead(o, cases[k].n_ahead, cases[k].late);
         late_most = 0;
-        eng_scored s = {k ? scores : want_scores, 0};
+        eng_scores s = {k ? scores : want_scores, 0};
         eng_ask_mixed(t, k ? got : want, &s);
-        CHECK(s.n > 20 && eng_close_to(want_scores, s.logprobs, s.n, most));
+        CHECK(s.n_logprobs > 20 && eng_close_to(want_scores, s.logprobs, s.n_logprobs, most));
         for (int i = 0; i < AHEAD_REQUESTS && k; i++) {
             CHECK(got[i]->n_ended == want[i]->n_ended && !got[i]->n_cancelled);
             for (int j = 0; j < 64; j++) {
@@ -907,10 +907,10 @@ static void test_ahead(void) {
         preempted += toka_get_stats(t).preemptions;
         for (int i = 0; i < t->engine->n_replicas; i++) {
             const eng_replica *p = &t->engine->replicas[i];
-            CHECK(!sched_check(&p->s) && kv_n_available(&p->s.kv) == p->s.config.n_pages && !p->n_live && !p->n_flying && fabs(p->work) < 1e-3);
-            CHECK(p->s.n_prompt_tokens > 0); /* each had a part of the work */
+            CHECK(!sched_check(&p->sched) && kv_n_available(&p->sched.kv) == p->sched.config.n_pages && !p->n_requests && !p->n_in_flight && fabs(p->work) < 1e-3);
+            CHECK(p->sched.n_prompt_tokens > 0); /* each had a part of the work */
         }
-        CHECK(!t->engine->n_busy && !t->engine->n_samples);
+        CHECK(!t->engine->n_active && !t->engine->n_samples);
         toka_close(t);
         CHECK_MSG(late_most == (cases[k].late ? cases[k].n_ahead : 0), "case %d: %d steps at once", k, late_most);
         CHECK(!late_violations);
@@ -965,16 +965,16 @@ static void test_replicas(void) {
         CHECK(!toka_submit(t, &r, NULL, NULL, &id, &e));
     }
     CHECK(!toka_run(t, 0, &e));
-    for (int i = 0; i < 4; i++) CHECK_MSG((before[i] = p[i].s.n_prompt_tokens) == 200, "replica %d: %lld", i, (long long)before[i]);
+    for (int i = 0; i < 4; i++) CHECK_MSG((before[i] = p[i].sched.n_prompt_tokens) == 200, "replica %d: %lld", i, (long long)before[i]);
     for (int round = 0; round < 3; round++) { /* the prompt of number 7 again and again, alone */
         CHECK(!toka_submit(t, &r, NULL, NULL, &id, &e) && !toka_run(t, 0, &e));
     }
     int n_moved = 0;
-    for (int i = 0; i < 4; i++) n_moved += p[i].s.n_prompt_tokens != before[i], before[i] = p[i].s.n_prompt_tokens;
+    for (int i = 0; i < 4; i++) n_moved += p[i].sched.n_prompt_tokens != before[i], before[i] = p[i].sched.n_prompt_tokens;
     CHECK(n_moved == 1 && toka_get_stats(t).prompt_tokens_shared >= 3 * 96);
     for (int i = 0; i < 40; i++) CHECK(!toka_submit(t, &r, NULL, NULL, &id, &e)); /* a crowd does not stay at one place */
     CHECK(!toka_run(t, 0, &e));
-    for (int i = 0; i < 4; i++) CHECK_MSG(p[i].s.n_prompt_tokens - before[i] >= 300, "replica %d: %lld", i, (long long)before[i]);
+    for (int i = 0; i < 4; i++) CHECK_MSG(p[i].sched.n_prompt_tokens - before[i] >= 300, "replica %d: %lld", i, (long long)before[i]);
     toka_close(t);
 }
 
@@ -993,7 +993,7 @@ static void test_page_pressure(void) {
         CHECK_MSG(!toka_open(&t, &o, &e), "%s", e.msg);
         s.ignore_eos = 0; /* lengths are guessed, and guessed wrong */
         eng_got *g = eng_ask_problem(t, str_c(eng_problem), 40, &s);
-        CHECK(g->n_ended == 40 && !sched_check(&t->engine->replicas[0].s));
+        CHECK(g->n_ended == 40 && !sched_check(&t->engine->replicas[0].sched));
         for (int i = 0; i < 40 && want; i++) {
             CHECK(want->id[i].n == g->id[i].n && !memcmp(want->id[i].p, g->id[i].p, g->id[i].n * 4));
             CHECK(!memcmp(want->logprob[i], g->logprob[i], sizeof g->logprob[i]));
@@ -1009,7 +1009,7 @@ static void test_page_pressure(void) {
 
 /* ---- Prompts with log-probabilities, events without text, runs of events, bad words ---- */
 
-typedef struct eng_places { /* what events of TOKA_PROMPT said, and the order of all */
+typedef struct eng_add_prompt_rows { /* what events of TOKA_PROMPT said, and the order of all */
     ids id;
     float logprob[600], top0[600];
     int n, n_top, n_ended, n_ranks_wrong, n_samples_early; /* early: tokens of sample 0 before the prompt's end */
@@ -1069,8 +1069,8 @@ static void eng_check_parked_places(toka *t, const int32_t *v, int n, const floa
     CHECK(!toka_submit(t, &r, eng_on_place, g, &id, &e));
     for (int i = 1; !g->n_ended && i < 200; i++) {
         eng_step(t->engine);
-        if (i % 3 || t->engine->replicas[0].s.newest < 0 || i > 60) continue;
-        sched_preempt(&t->engine->replicas[0].s), n_parked++;
+        if (i % 3 || t->engine->replicas[0].sched.newest < 0 || i > 60) continue;
+        sched_preempt(&t->engine->replicas[0].sched), n_parked++;
     }
     CHECK(g->n_ended == 1 && n_parked > 2 && g->n == n && !memcmp(g->logprob, want, (size_t)n * sizeof *want));
     eng_places_free(g);
@@ -1107,7 +1107,7 @@ static void test_prompt_logprobs(void) {
                 CHECK(!toka_run(t, 0, &e) && count[0] == 6);
                 eng_places_free(g);
             }
-        CHECK(!sched_check(&t->engine->replicas[0].s) && kv_n_available(&t->engine->replicas[0].s.kv) == t->engine->replicas[0].s.config.n_pages);
+        CHECK(!sched_check(&t->engine->replicas[0].sched) && kv_n_available(&t->engine->replicas[0].sched.kv) == t->engine->replicas[0].sched.config.n_pages);
         if (k) eng_check_parked_places(t, v, (int)n, want);
         toka_close(t);
     }
@@ -1143,7 +1143,7 @@ static void test_score_edges(void) {
     toka_request r = toka_request_default();
     r.ids = long_text, r.n_ids = 3, r.n = 0;
     CHECK(toka_generate(t, &r, NULL, NULL, NULL, &e) == TOKA_E_USE && strstr(e.msg, "n is 0"));
-    CHECK(!sched_check(&t->engine->replicas[0].s) && kv_n_available(&t->engine->replicas[0].s.kv) == t->engine->replicas[0].s.config.n_pages);
+    CHECK(!sched_check(&t->engine->replicas[0].sched) && kv_n_available(&t->engine->replicas[0].sched.kv) == t->engine->replicas[0].sched.config.n_pages);
     free(long_text), free(lp);
     toka_close(t);
 }
@@ -1618,7 +1618,7 @@ static void test_kv_sizes(void) {
     for (int i = 0; i < COUNT(cases); i++) {
         toka_shape s = {.B = 16, .max_len = 96};
         toka_err e;
-        int n = 0, code = eng_size(&s, 0, cases[i].asked, 0, &n, &e);
+        int n = 0, code = eng_size_kv(&s, 0, cases[i].asked, 0, &n, &e);
         CHECK_MSG(code == cases[i].code && n == cases[i].pages && (code || s.max_len == cases[i].len), "case %d: %d, %d pages", i, code, n);
     }
 }

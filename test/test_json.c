@@ -13,7 +13,7 @@ static const json *json_of(arena *a, str s, char **copy, toka_err *e) {
 /* The same value: kind, number, bytes, order of members. Numbers compare by value, 1 equals 1.0. */
 static bool json_same(const json *a, const json *b) {
     if (a->type != b->type) return false;
-    if (a->type == JSON_NUMBER && a->exact && b->exact) return a->i == b->i;
+    if (a->type == JSON_NUMBER && a->is_int && b->is_int) return a->i == b->i;
     if (a->type == JSON_NUMBER)
         return json_num(a, 0) == json_num(b, 1) && signbit(json_num(a, 0)) == signbit(json_num(b, 0));
     if (a->type == JSON_STRING) return str_eq(json_str(a), json_str(b));
@@ -185,7 +185,7 @@ static void test_json_numbers(void) {
         toka_err e;
         char *copy;
         const json *v = json_of(&a, str_c(cases[i].text), &copy, &e);
-        CHECK_MSG(v && v->exact == cases[i].exact, "%s", cases[i].text);
+        CHECK_MSG(v && v->is_int == cases[i].exact, "%s", cases[i].text);
         if (v) {
             double f = json_num(v, -1);
             CHECK_MSG(json_int(v, -7) == (cases[i].exact ? cases[i].i : -7), "%s", cases[i].text);

@@ -440,7 +440,7 @@ static void mft_surrounds(const char *config, const char *want, int n_ends, int3
     buf got = {0};
     ids v = {0};
     o.model = folder;
-    if (pub_open_text(&t, &o, false, &e)) buf_printf(&got, "%s", e.msg);
+    if (lib_open_text(&t, &o, false, &e)) buf_printf(&got, "%s", e.msg);
     else {
         int32_t one = tok_id(t->tok, STR("1"));
         CHECK(one >= 0 && !tok_encode(t->tok, STR("1"), TOKA_ADD_SPECIAL, &v, &e));
@@ -481,7 +481,7 @@ static void mft_special_tokens(const char *config, const char *map, const char *
     toka_options o = toka_options_default();
     buf got = {0};
     o.model = folder;
-    if (pub_open_text(&t, &o, false, &e)) buf_printf(&got, "%s", e.msg);
+    if (lib_open_text(&t, &o, false, &e)) buf_printf(&got, "%s", e.msg);
     else {
         for (int i = 0; i < 4; i++) buf_printf(&got, "%s ", *mf_special_of(t->files, i) ? *mf_special_of(t->files, i) : "-");
         toka_close(t);
@@ -517,12 +517,12 @@ static void mft_added_tokens(void) {
     toka_options o = toka_options_default();
     ids v = {0};
     o.model = folder;
-    CHECK(!pub_open_text(&t, &o, false, &e));
+    CHECK(!lib_open_text(&t, &o, false, &e));
     CHECK(!tok_encode(t->tok, STR("<|x|><|im_end|> \n 1<|y|>"), TOKA_PARSE_SPECIAL, &v, &e));
     CHECK(v.n == 4 && v.p[1] == 3 && v.p[2] == tok_id(t->tok, STR("1")) && v.p[0] >= t->shape.V && v.p[3] == v.p[0] + 1);
     ids_free(&v), toka_close(t);
     mft_write_file(folder, "tokenizer_config.json", STR("{\"added_tokens_decoder\":{\"-------------------------\":{\"content\":\"a\"},\"3\":{\"special\":true}}}"));
-    CHECK(pub_open_text(&t, &o, false, &e) == TOKA_E_INPUT && strstr(e.msg, "no content"));
+    CHECK(lib_open_text(&t, &o, false, &e) == TOKA_E_INPUT && strstr(e.msg, "no content"));
     mft_remove_folder(folder);
 }
 
@@ -574,7 +574,7 @@ static void mft_named_tokens(void) {
         ids v = {0};
         buf got = {0}, shown = {0};
         o.model = folder;
-        if (pub_open_text(&t, &o, false, &e)) {
+        if (lib_open_text(&t, &o, false, &e)) {
             CHECK_MSG(!mft_named[i].ids && strstr(e.msg, mft_named[i].shown), "%s: %s", mft_named[i].config, e.msg);
         } else {
             CHECK(!tok_encode(t->tok, str_c(mft_named[i].text), TOKA_PARSE_SPECIAL, &v, &e));

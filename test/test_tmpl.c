@@ -125,9 +125,9 @@ static void test_tmpl_now(void) {
         "1899-01-01 00:00:00", "-2147483648-01-01 00:00:00", "2025-01-01 00:00:99999999999999999999"};
     tmpl_time now;
     toka_err e;
-    CHECK(!pub_parse_now("2024-02-29 23:59:58", &now, &e) && now.year == 124 && now.month == 1 && now.day == 29 && now.hour == 23 &&
+    CHECK(!lib_parse_now("2024-02-29 23:59:58", &now, &e) && now.year == 124 && now.month == 1 && now.day == 29 && now.hour == 23 &&
           now.minute == 59 && now.second == 58 && now.weekday == 4 && now.yearday == 59);
-    for (int i = 0; i < COUNT(bad); i++) CHECK_MSG(pub_parse_now(bad[i], &now, &e) == TOKA_E_USE, "'%s'", bad[i]);
+    for (int i = 0; i < COUNT(bad); i++) CHECK_MSG(lib_parse_now(bad[i], &now, &e) == TOKA_E_USE, "'%s'", bad[i]);
 }
 
 static const struct test tmpl_tests[] = {
