@@ -26591,7 +26591,7 @@ static int cli_check_files(const cli *c, unsigned command, toka_err *e) {
     for (int i = 0; i < COUNT(cli_flags); i++) {
         const cli_flag *f = &cli_flags[i];
         const char *path;
-        if (!f->name || strcmp(f->arg, "FILE") || !(f->commands & command)) continue;
+        if (!f->name || !str_starts(str_c(f->arg), STR("FILE")) || !(f->commands & command)) continue;
         memcpy(&path, (const char *)c + f->field, sizeof path);
         if (path && f->field != AT(report) && os_is_dir(path)) /* run_check_report checks it */
             return fail(e, TOKA_E_INPUT, "--%s: %s is a directory, expected a file", f->name, path);
