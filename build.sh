@@ -26,6 +26,35 @@ check() {
     diff "$tmp/contents" "$tmp/banners" >&2 || die "the contents list of $1 differs from its banners"
 }
 
+# No name in toka.c and toka.h has a word of test/words.txt in it. Comments and texts do not count.
+words() {
+    bad=$(sed -n 's/^\([a-z][a-z]*\)	.*/\1/p' test/words.txt | paste -sd '|' -)
+    awk '{
+        line = $0
+        out = ""
+        while (line != "") {
+            if (in_comment) {
+                end = index(line, "*/")
+                if (!end) break
+                line = substr(line, end + 2)
+                in_comment = 0
+            } else if (match(line, /"([^"\\]|\\.)*"|[/][*]|[/][/]/)) {
+                out = out substr(line, 1, RSTART - 1) " "
+                mark = substr(line, RSTART, 2)
+                if (mark == "//") break
+                line = substr(line, RSTART + RLENGTH)
+                in_comment = mark == "/*"
+            } else {
+                out = out line
+                line = ""
+            }
+        }
+        print FILENAME ":" FNR ": " out
+    }' toka.c toka.h | grep -iE "^[^ ]+ (.*[^a-z0-9])?($bad)([^a-z0-9]|\$)" >&2 &&
+        die "a name has a word of test/words.txt in it"
+    return 0
+}
+
 # Says what runs and about how long it takes on one core of a present machine.
 stage() {
     echo "build.sh: $1 ($2)"
@@ -81,6 +110,7 @@ nvcc_link() {
 
 check toka.c
 check toka_kernels.cu
+[ ! -f test/words.txt ] || words
 [ "${1:-}" = check ] && exit 0
 flags=
 [ -f "$MODEL/model.safetensors" ] && flags="-DTOKA_EMBED=\"$MODEL\""
