@@ -10712,79 +10712,128 @@ static void batch_make_micros(batch_builder *builder, batch_micros *micros, cons
 
 /* ===========================================================================
  * MARK: 18. Sampling and stops [pure]
- * In: one row of raw logits [V] and what its request asks for. Out: a token id with its log-probabilities. And: the text of
- * the tokens in pieces; out: the text that is certain, and the word that a stop string was completed.
+ * Three parts:
+ *   Sampling      In: one row of raw logits [V] and the sampling parameters of its request.
+ *                 Out: a token id with its log-probabilities (samp_row).
+ *   Bad words     In: the output so far. Out: the ids that may not be sampled next
+ *                 (samp_bad_by_ids, samp_bad_by_texts); they are forbidden ids in step 2 below.
+ *   Stop strings  In: the text of one sample, token by token. Out: the text that can no longer
+ *                 become a stop string, and whether a stop string is complete (stop_put).
+ *
+ * Words of this chapter:
+ *   output           the tokens that a sample has generated so far, without the prompt
+ *   adjusted logit   a logit after step 2; the raw logit is the model's
+ *   weight of an id  e^((x - max) / temperature): a probability before it is divided by the total
+ *   kept id          an id that top-k, top-p and min-p leave in
+ *   threshold        the result of top-k, top-p and min-p as one pair (min_logit, last_tied): ids
+ *                    with a higher logit are kept, and of those equal to it the ids up to last_tied
+ *   word edge        a place in a text where a word may begin or end (samp_is_word_edge)
+ *   suffix           of a bad word: a token that begins with the end of the word, and the byte of
+ *                    the word at which it begins
+ *   whole ids        ids of tokens that contain a whole bad word: always forbidden
+ *   partial          the text ends in a prefix of some stop string
+ *   held text        that end of the text; it is not given out yet
  *
  * samp_row works in the order of Hugging Face's generate():
- *   1. clean      NaN counts as -inf, +inf as FLT_MAX; the raw log-sum-exp and the best raw logits are taken here
- *   2. adjust     logit_bias, allowed ids, forbidden ids, repetition penalty (prompt and output: x < 0 ? x*r : x/r),
- *                 frequency and presence penalty (output only: x - f*count - p)
- *   3. greedy     (temperature 0) the highest adjusted logit, the lowest id on a tie; ends here
- *   4. cut        temperature, then top-k (all ids tied with the k-th stay), then top-p (the smallest set, best first, that
- *                 reaches p; of tied ids the lowest stay), then min-p (probability >= min_p * the best one's)
- *   5. draw       the inverse of the cumulative distribution in order of ids, at one uniform number of 53 bits
- * Every filter of step 4 keeps the head of one and the same order (logit falling, id rising), so what they leave is
- * described by a single samp_threshold, and no list of candidates and no sort is needed.
+ *   1. clean      NaN becomes -inf, +inf becomes FLT_MAX. The log-sum-exp and the best raw logits
+ *                 are computed here
+ *   2. adjust     logit_bias, allowed ids, forbidden ids, repetition penalty (prompt and output:
+ *                 x < 0 ? x*r : x/r), frequency and presence penalty (output only: x - f*count - p)
+ *   3. greedy     temperature 0: the highest adjusted logit, on a tie the lowest id. Ends here
+ *   4. truncate   temperature, then top-k (all ids tied with the k-th are kept), then top-p (the
+ *                 smallest set of best ids whose probabilities add up to p; of tied ids the lowest
+ *                 are kept), then min-p (ids with probability >= min_p * that of the best id)
+ *   5. draw       the inverse of the cumulative distribution in order of ids, at one uniform number
+ *                 of 53 bits
+ * Each filter of step 4 keeps the first ids of the same order (logit falling, id rising). So one
+ * threshold describes the kept ids, and no list of candidates and no sort is needed.
+ *
+ *   Example: temperature 1, top_k 3, top_p 0.7, min_p 0.1, uniform number 0.8.
+ *     id               0      1      2      3      4      5
+ *     adjusted logit   2.0    1.0    1.0    0.0   -1.0   -2.0
+ *     weight           1.000  0.368  0.368  0.135  0.050  0.018
+ *     top-k keeps      x      x      x      (min_logit 1.0)
+ *     top-p keeps      x      x             (1.000 + 0.368 >= 0.7 * 1.736, so last_tied 1)
+ *     min-p keeps      x      x             (0.368 >= 0.1 * 1.000)
+ *     draw: 0.8 * 1.368 = 1.094; the sums of weights are 1.000 and 1.368, so id 1 is drawn,
+ *           with sampled_logprob log(0.368 / 1.368) = -1.31
  *
  * What always holds:
- *   - The pick is a pure function of (logits, parameters, history, seed, sample, position). Step 5 takes its number from
- *     Philox with key = seed and counter = (sample, position, lane, 0). The weights do not depend on the libm.
- *   - A drawn id has a positive probability; sums are in double, a probability is off by less than 1e-11 of itself.
- *   - No malloc, no state: the row is worked on in place, stack use stays under 100 KB. Any number of threads.
- *   - When nothing may be drawn (every logit is -inf after step 2) the pick is the lowest id that is allowed and not
- *     forbidden, with sampled_logprob 0 and logprob -inf.
- * logprob is of the raw logits (step 1), -inf where the logit is. Step 2 overwrites a raw logit; for the picked id it is
- * recomputed by undoing the adjustments, exact to the rounding of the adjusted logit (4e-6 when |logit| < 64) times the repetition
- * penalty, which is why that has bounds. Where the request wants none it is NAN, and spared.
- * sampled_logprob is of the distribution drawn from (after step 4); a greedy pick has 0, the logarithm of 1; a forced id,
- * for which nothing is drawn, has its logprob.
+ *   - The sampled id is a pure function of (logits, parameters, history, seed, sample, position).
+ *     Step 5 takes its number from Philox with key = seed and counter = (sample, position, stream,
+ *     0). The weights do not depend on the libm.
+ *   - A drawn id has a positive probability. Sums are in double; the relative error of a
+ *     probability is less than 1e-11.
+ *   - samp_row allocates nothing and keeps no state: it works on the row in place, with less than
+ *     100 KB of stack. Any number of threads may call it.
+ *   - If nothing may be drawn (every logit is -inf after step 2), the sampled id is
+ *     toka_fallback_id (the lowest id that is allowed and not forbidden), with sampled_logprob 0.
+ *     Its logprob is -inf, unless it is one of the top ids, which have the logprob of the raw
+ *     logit.
+ * logprob is that of the raw logit (step 1), -inf if the raw logit is -inf. Step 2 overwrites raw
+ * logits. That of the sampled id is recomputed by undoing the adjustments; its error is the
+ * rounding error of the adjusted logit (4e-6 when |logit| < 64) times the repetition penalty, which
+ * is why the penalty has bounds. If the request wants no logprob, it is NAN and not computed.
+ * sampled_logprob is that of the distribution after step 4. A greedy id has 0, the logarithm of 1.
+ * A forced id, for which nothing is drawn, has its logprob.
  *
- * Not here: which ids end a sequence, counting tokens against min_tokens and max_tokens, and
- * ending a sample for which nothing is left to draw (chapter 22).
+ * Not here (chapter 22): which ids end a sequence, counting tokens against min_tokens and
+ * max_tokens, and ending a sample for which nothing is left to draw.
  * =========================================================================== */
 
-#define SAMP_MAX_STOPS 256       /* stop strings of one request */
-#define SAMP_MAX_STOP_BYTES 4096 /* of one stop string; ids of one bad word */
-#define SAMP_MAX_BAD_SEQS 4096        /* bad words of one request, as ids */
-#define SAMP_MAX_BAD_TEXTS 2048      /* and as texts ... */
-#define SAMP_MAX_BAD_BYTES 32768 /* ... of so many bytes in all */
-#define SAMP_MAX_SUFFIXES (1 << 18) /* ways in which a vocabulary ends them */
-#define SAMP_MIN_REPETITION 0.01f /* repetition penalties: beyond, x/r - f*count would not tell what x was */
+#define SAMP_MAX_STOPS 256          /* stop strings of one request */
+#define SAMP_MAX_STOP_BYTES 4096    /* bytes of one stop string; also ids of one bad word */
+#define SAMP_MAX_BAD_SEQS 4096      /* bad words of one request, as ids */
+#define SAMP_MAX_BAD_TEXTS 2048     /* bad words of one toka_words, as texts */
+#define SAMP_MAX_BAD_BYTES 32768    /* bytes of these texts in all */
+#define SAMP_MAX_SUFFIXES (1 << 18) /* suffixes of one toka_words */
+/* Outside these bounds, samp_unadjust could not recover x from x/r - f*count. */
+#define SAMP_MIN_REPETITION 0.01f
 #define SAMP_MAX_REPETITION 100.0
 #define SAMP_MIN_BIAS (-100.0)
 #define SAMP_MAX_BIAS 100.0
-#define SAMP_ID_RANGE 16384        /* ids looked at together where a row needs a counter per id */
-#define SAMP_BLOCKS 512          /* partial sums of a row, for the draw */
-#define SAMP_LANES 16            /* independent sums side by side, so that a compiler can use vectors */
+#define SAMP_ID_RANGE 16384 /* ids handled at a time where a row needs a counter or flag per id */
+#define SAMP_BLOCKS 512     /* partial sums of a row, for the draw */
+#define SAMP_LANES 16       /* independent sums side by side: lets the compiler use vectors */
 
 /* ---- Checking parameters ---- */
 
+/* Returns 0, or TOKA_E_USE if an id is not in 0 .. V-1. */
 static int samp_check_ids(const char *name, const int32_t *id, int n, int V, toka_err *e) {
     if (n < 0) return fail(e, TOKA_E_USE, "%s: %d entries, expected 0 or more", name, n);
     if (n && !id) return fail(e, TOKA_E_USE, "%s: no ids given, expected %d", name, n);
     for (int i = 0; i < n; i++)
         if (id[i] < 0 || id[i] >= V)
-            return fail(e, TOKA_E_USE, "%s[%d]: id %d, expected 0 to %d", name, i, (int)id[i], V - 1);
+            return fail(e, TOKA_E_USE, "%s[%d]: id %d, expected 0 to %d", name, i, (int)id[i],
+                        V - 1);
     return 0;
 }
 
-/* A list on which each id needs to stand but once: a GPU has room for so many, and a longer list would be its failure. */
+/* The same for a list in which no id needs to occur twice: also limits it to V entries. A GPU's
+ * buffer holds that many; a longer list would appear as a failure of the device. */
 static int samp_check_list(const char *name, const int32_t *id, int n, int V, toka_err *e) {
-    if (n > V) return fail(e, TOKA_E_USE, "%s: %d ids, expected at most %d, the size of the vocabulary", name, n, V);
+    if (n > V)
+        return fail(e, TOKA_E_USE, "%s: %d ids, expected at most %d, the size of the vocabulary",
+                    name, n, V);
     return samp_check_ids(name, id, n, V, e);
 }
 
 static int samp_check_stops(const toka_sampling *sampling, toka_err *e) {
     if (sampling->n_stop < 0 || sampling->n_stop > SAMP_MAX_STOPS)
-        return fail(e, TOKA_E_USE, "stop: %d texts, expected at most %d", sampling->n_stop, SAMP_MAX_STOPS);
-    if (sampling->n_stop && !sampling->stop) return fail(e, TOKA_E_USE, "stop: no strings given, expected %d", sampling->n_stop);
+        return fail(e, TOKA_E_USE, "stop: %d texts, expected at most %d", sampling->n_stop,
+                    SAMP_MAX_STOPS);
+    if (sampling->n_stop && !sampling->stop)
+        return fail(e, TOKA_E_USE, "stop: no strings given, expected %d", sampling->n_stop);
     for (int i = 0; i < sampling->n_stop; i++) {
         size_t n_bytes = sampling->stop[i] ? strlen(sampling->stop[i]) : 0;
         if (!n_bytes || n_bytes > SAMP_MAX_STOP_BYTES)
-            return fail(e, TOKA_E_USE, "stop[%d]: %zu bytes, expected 1 to %d", i, n_bytes, SAMP_MAX_STOP_BYTES);
+            return fail(e, TOKA_E_USE, "stop[%d]: %zu bytes, expected 1 to %d", i, n_bytes,
+                        SAMP_MAX_STOP_BYTES);
         for (const char *at = sampling->stop[i], *end = at + n_bytes; at < end;) {
             int char_bytes = utf8_len(at, end);
-            if (!char_bytes) return fail(e, TOKA_E_USE, "stop[%d]: byte %d is not valid UTF-8", i, (int)(at - sampling->stop[i]));
+            if (!char_bytes)
+                return fail(e, TOKA_E_USE, "stop[%d]: byte %d is not valid UTF-8", i,
+                            (int)(at - sampling->stop[i]));
             at += char_bytes;
         }
     }
@@ -10794,21 +10843,24 @@ static int samp_check_stops(const toka_sampling *sampling, toka_err *e) {
 static int samp_check_bad_ids(const toka_sampling *sampling, int V, toka_err *e) {
     int n_ids = 0;
     if (sampling->n_bad < 0 || sampling->n_bad > SAMP_MAX_BAD_SEQS)
-        return fail(e, TOKA_E_USE, "bad_words: %d sequences of ids, expected at most %d", sampling->n_bad, SAMP_MAX_BAD_SEQS);
-    if (sampling->n_bad && !sampling->bad_lengths) return fail(e, TOKA_E_USE, "bad_words: no lengths given, expected %d", sampling->n_bad);
+        return fail(e, TOKA_E_USE, "bad_words: %d sequences of ids, expected at most %d",
+                    sampling->n_bad, SAMP_MAX_BAD_SEQS);
+    if (sampling->n_bad && !sampling->bad_lengths)
+        return fail(e, TOKA_E_USE, "bad_words: no lengths given, expected %d", sampling->n_bad);
     for (int i = 0; i < sampling->n_bad; n_ids += sampling->bad_lengths[i++])
         if (sampling->bad_lengths[i] < 1 || sampling->bad_lengths[i] > SAMP_MAX_STOP_BYTES)
-            return fail(e, TOKA_E_USE, "bad_words[%d]: %d ids, expected 1 to %d", i, sampling->bad_lengths[i], SAMP_MAX_STOP_BYTES);
+            return fail(e, TOKA_E_USE, "bad_words[%d]: %d ids, expected 1 to %d", i,
+                        sampling->bad_lengths[i], SAMP_MAX_STOP_BYTES);
     return samp_check_ids("bad_words", sampling->bad_ids, n_ids, V, e);
 }
 
-/* The ranges are OpenAI's and vLLM's, but for repetition_penalty, which is any number more than 0
- * there. */
+/* The ranges are those of OpenAI and vLLM, except repetition_penalty: there it may be any number
+ * above 0. */
 static const struct samp_range {
     const char *name;
     size_t offset; /* of a float in toka_sampling */
     double low, high;
-    bool open_low;
+    bool open_low; /* `low` itself is not allowed */
 } samp_ranges[] = {
     {"temperature", offsetof(toka_sampling, temperature), 0, FLT_MAX, false},
     {"top_p", offsetof(toka_sampling, top_p), 0, 1, true},
@@ -10819,50 +10871,63 @@ static const struct samp_range {
     {"frequency_penalty", offsetof(toka_sampling, frequency_penalty), -2, 2, false},
 };
 
-/* The number of a parameter, while it is a double: as a float it may be infinite or 0, and the
- * message would say so. */
+/* Checks the range of a parameter while it is still a double: as a float it may be infinite or 0,
+ * and the message would show that instead. Returns 0 (also for a name without a range) or
+ * TOKA_E_USE. */
 static int samp_check_number(const char *name, double v, toka_err *e) {
     for (int i = 0; i < COUNT(samp_ranges); i++) {
         const struct samp_range *range = &samp_ranges[i];
-        if (!strcmp(name, range->name)) return check_range(name, v, range->low, range->high, range->open_low, e);
+        if (!strcmp(name, range->name))
+            return check_range(name, v, range->low, range->high, range->open_low, e);
     }
     return 0;
 }
 
-/* A number that is more than 0 stays so. */
+/* Converts to float; a positive number stays positive. */
 static float samp_to_float(double v) { return v > 0 ? MAX((float)v, FLT_MIN) : (float)v; }
 
-/* Of max_tokens and min_tokens that contradict each other, one that is a default gives way. */
+/* If min_tokens is above max_tokens and one of them is only a default, sets that one to the
+ * other. */
 static void samp_fix_min_max(toka_sampling *sampling, bool max_is_default, bool min_is_default) {
     if (sampling->max_tokens < 1 || sampling->min_tokens <= sampling->max_tokens) return;
     if (max_is_default) sampling->max_tokens = sampling->min_tokens;
     else if (min_is_default) sampling->min_tokens = sampling->max_tokens;
 }
 
-/* Checks ranges; V: vocabulary. The message names field, value and what is allowed. */
+/* Checks all sampling parameters. Returns 0 or TOKA_E_USE; the message names the field, its value
+ * and what is allowed. */
 static int samp_check(const toka_sampling *sampling, int V, toka_err *e) {
     for (int i = 0; i < COUNT(samp_ranges); i++) {
-        const float *value = (const float *)(const void *)((const char *)sampling + samp_ranges[i].offset);
+        const float *value =
+            (const float *)(const void *)((const char *)sampling + samp_ranges[i].offset);
         if (samp_check_number(samp_ranges[i].name, *value, e)) return e->code;
     }
     if (check_int("top_k", sampling->top_k, -1, INT_MAX, e)) return e->code;
     if (check_int("max_tokens", sampling->max_tokens, 0, INT_MAX, e)) return e->code;
-    if (check_int("min_tokens", sampling->min_tokens, 0, sampling->max_tokens ? sampling->max_tokens : INT_MAX, e)) return e->code;
-    if (check_int("logprobs", sampling->logprobs, TOKA_NO_LOGPROBS, TOKA_MAX_LOGPROBS, e)) return e->code;
-    if (samp_check_list("stop_token_ids", sampling->stop_ids, sampling->n_stop_ids, V, e)) return e->code;
-    if (samp_check_list("allowed_token_ids", sampling->allowed_ids, sampling->n_allowed, V, e)) return e->code;
+    if (check_int("min_tokens", sampling->min_tokens, 0,
+                  sampling->max_tokens ? sampling->max_tokens : INT_MAX, e))
+        return e->code;
+    if (check_int("logprobs", sampling->logprobs, TOKA_NO_LOGPROBS, TOKA_MAX_LOGPROBS, e))
+        return e->code;
+    if (samp_check_list("stop_token_ids", sampling->stop_ids, sampling->n_stop_ids, V, e))
+        return e->code;
+    if (samp_check_list("allowed_token_ids", sampling->allowed_ids, sampling->n_allowed, V, e))
+        return e->code;
     if (samp_check_list("logit_bias", sampling->bias_ids, sampling->n_bias, V, e)) return e->code;
-    if (sampling->n_bias && !sampling->bias_values) return fail(e, TOKA_E_USE, "logit_bias: no values given, expected %d", sampling->n_bias);
+    if (sampling->n_bias && !sampling->bias_values)
+        return fail(e, TOKA_E_USE, "logit_bias: no values given, expected %d", sampling->n_bias);
     for (int i = 0; i < sampling->n_bias; i++)
-        if (check_range("logit_bias", sampling->bias_values[i], SAMP_MIN_BIAS, SAMP_MAX_BIAS, false, e))
+        if (check_range("logit_bias", sampling->bias_values[i], SAMP_MIN_BIAS, SAMP_MAX_BIAS, false,
+                        e))
             return e->code;
     return samp_check_bad_ids(sampling, V, e) ? e->code : samp_check_stops(sampling, e);
 }
 
 /* ---- Random numbers ---- */
 
-/* Philox4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3; SC 2011): ten rounds that mix a
- * counter of four words under a key of two. */
+/* Philox4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3; SC 2011):
+ * ten rounds that mix a counter of four words under a key of two. The result replaces the
+ * counter. */
 static void samp_philox(uint32_t counter[4], uint32_t k0, uint32_t k1) {
     for (int round = 0; round < 10; round++) {
         uint64_t a = (uint64_t)0xD2511F53u * counter[0], b = (uint64_t)0xCD9E8D57u * counter[2];
@@ -10870,11 +10935,13 @@ static void samp_philox(uint32_t counter[4], uint32_t k0, uint32_t k1) {
         counter[2] = (uint32_t)(a >> 32) ^ counter[3] ^ k1;
         counter[1] = (uint32_t)b;
         counter[3] = (uint32_t)a;
-        k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
     }
 }
 
-/* 64 random bits, for ever the same for the same arguments. lane: independent numbers for one token; the draw takes 0. */
+/* Returns 64 random bits; equal arguments always give equal bits. Other streams are independent
+ * numbers for the same token; the draw uses stream 0. */
 static uint64_t samp_random(uint64_t seed, uint32_t sample, uint32_t position, uint32_t stream) {
     uint32_t counter[4] = {sample, position, stream, 0};
     samp_philox(counter, (uint32_t)seed, (uint32_t)(seed >> 32));
@@ -10883,26 +10950,39 @@ static uint64_t samp_random(uint64_t seed, uint32_t sample, uint32_t position, u
 
 /* ---- Exponentials and sums of a row ---- */
 
-/* e^d for d <= 0, relative error under 1e-12 down to -660, exactly 0 below -694. d = n ln2 + r with |r| <= ln2/2: a Taylor
- * polynomial in r, then n is added to the exponent bits. No call and no branch, so that loops over it become vector code
- * (gcc wants -fno-trapping-math for that). */
+/* Returns e^d for d <= 0: relative error under 1e-12 down to -660, exactly 0 below -694. With
+ * d = n ln2 + r and |r| <= ln2/2, it evaluates a Taylor polynomial in r and then adds n to the
+ * exponent bits. It has no call and no branch, so that loops over it become vector code (gcc needs
+ * -fno-trapping-math for that). */
 static inline double samp_exp(double d) {
-    const double round = 0x1.8p52; /* adding it leaves the nearest integer in the low mantissa bits */
+    /* Adding this number leaves the nearest integer in the low mantissa bits. */
+    const double round = 0x1.8p52;
     double clamped = d > -700 ? d : -700;
     double shifted = clamped * 1.4426950408889634 + round, n = shifted - round;
-    double r = (clamped - n * 0x1.62e42fefa0000p-1) - n * 0x1.cf79abc9e3b3ap-40; /* ln2 in two parts, n * first exact */
+    /* ln2 is split into two constants; n times the first is exact. */
+    double r = (clamped - n * 0x1.62e42fefa0000p-1) - n * 0x1.cf79abc9e3b3ap-40;
     double poly = 1.0 / 3628800;
-    poly = poly * r + 1.0 / 362880, poly = poly * r + 1.0 / 40320, poly = poly * r + 1.0 / 5040, poly = poly * r + 1.0 / 720;
-    poly = poly * r + 1.0 / 120, poly = poly * r + 1.0 / 24, poly = poly * r + 1.0 / 6, poly = poly * r + 0.5, poly = poly * r + 1, poly = poly * r + 1;
+    poly = poly * r + 1.0 / 362880;
+    poly = poly * r + 1.0 / 40320;
+    poly = poly * r + 1.0 / 5040;
+    poly = poly * r + 1.0 / 720;
+    poly = poly * r + 1.0 / 120;
+    poly = poly * r + 1.0 / 24;
+    poly = poly * r + 1.0 / 6;
+    poly = poly * r + 0.5;
+    poly = poly * r + 1;
+    poly = poly * r + 1;
     uint64_t bits, exponent;
-    memcpy(&bits, &poly, 8), memcpy(&exponent, &shifted, 8);
+    memcpy(&bits, &poly, 8);
+    memcpy(&exponent, &shifted, 8);
     bits += exponent << 52;
     memcpy(&poly, &bits, 8);
-    poly -= 0x1p-1000; /* nothing beside a p that matters; what is below becomes exactly 0 */
+    poly -= 0x1p-1000; /* makes tiny values exactly 0; far below the rounding error of others */
     return poly > 0 ? poly : 0;
 }
 
-/* Sum of e^((x - max) * scale) over x[0 .. n-1]: exponentials into a small array, then SAMP_LANES sums side by side. */
+/* Returns the sum of e^((x - max) * scale) over x[0 .. count-1]. It writes exponentials into a
+ * small array and adds them into SAMP_LANES sums side by side. */
 static double samp_sum(const float *x, int count, double max, double scale) {
     double exps[16 * SAMP_LANES], lane[SAMP_LANES] = {0}, sum = 0;
     int i = 0;
@@ -10927,12 +11007,15 @@ static float samp_max(const float *x, int n) {
     return lane[0];
 }
 
-static inline float samp_clean(float x) { /* NaN: -inf, +inf: FLT_MAX, so that differences to the maximum are never NaN */
+/* Step 1: NaN becomes -inf and +inf becomes FLT_MAX, so that a difference to a finite maximum is
+ * never NaN. */
+static inline float samp_clean(float x) {
     x = x > FLT_MAX ? FLT_MAX : x;
     return x >= -FLT_MAX ? x : -INFINITY;
 }
 
-typedef struct samp_lse { /* log-sum-exp of a row as max + log_sum: kept apart, a huge maximum does not swallow the rest */
+/* The log-sum-exp of a row as max + log_sum. As one number, a huge maximum would absorb log_sum. */
+typedef struct samp_lse {
     double max, log_sum;
 } samp_lse;
 
@@ -10940,22 +11023,27 @@ static float samp_logprob(double x, samp_lse lse) {
     return x == -INFINITY ? -INFINITY : (float)(x - lse.max - lse.log_sum);
 }
 
-/* The n best ids by logit, best first, of equal ones the lowest first. A logit that is not better than the n-th costs one
- * comparison. */
-static void samp_top_logprobs(const float *x, int V, int n, samp_lse lse, toka_sample_result *result) {
+/* Finds the n best ids by logit, best first; of equal logits the lowest id comes first. A logit
+ * that is not better than the n-th best so far costs one comparison. */
+static void samp_top_logprobs(const float *x, int V, int n, samp_lse lse,
+                              toka_sample_result *result) {
     int n_found = 0;
     float *best = result->top_logprobs; /* holds logits until the end */
     for (int id = 0; id < V; id++) {
         if (n_found == n && !(x[id] > best[n - 1])) continue;
         int at = n_found < n ? n_found++ : n - 1;
-        for (; at > 0 && x[id] > best[at - 1]; at--) best[at] = best[at - 1], result->top_ids[at] = result->top_ids[at - 1];
-        best[at] = x[id], result->top_ids[at] = id;
+        for (; at > 0 && x[id] > best[at - 1]; at--) {
+            best[at] = best[at - 1];
+            result->top_ids[at] = result->top_ids[at - 1];
+        }
+        best[at] = x[id];
+        result->top_ids[at] = id;
     }
     for (int i = 0; i < n; i++) best[i] = samp_logprob(best[i], lse);
     result->n_top = n;
 }
 
-/* Where id stands among all ids: 1 is the best. The order is that of samp_top_logprobs. */
+/* Returns the rank of an id among all V, in the order of samp_top_logprobs; 1 is the best. */
 static int samp_rank(const float *x, int V, int32_t id) {
     int rank = 1;
     for (int i = 0; i < V; i++) rank += x[i] > x[id] || (x[i] == x[id] && i < id);
@@ -10964,7 +11052,8 @@ static int samp_rank(const float *x, int V, int32_t id) {
 
 /* ---- Step 2: bias, masks, penalties ---- */
 
-/* Everything but allowed_ids becomes -inf, whatever order the list has: a window of the vocabulary at a time is marked. */
+/* Sets the logits of all ids but allowed_ids to -inf. The list may be in any order: the allowed ids
+ * of one range of the vocabulary at a time are marked on the stack. */
 static void samp_apply_allowed(const toka_sampling *sampling, float *x, int V) {
     for (int first_id = 0; first_id < V; first_id += SAMP_ID_RANGE) {
         bool allowed[SAMP_ID_RANGE];
@@ -10979,9 +11068,10 @@ static void samp_apply_allowed(const toka_sampling *sampling, float *x, int V) {
     }
 }
 
-#define SAMP_IN_HISTORY 0x80000000u /* beside a count: the id is in the history */
+#define SAMP_IN_HISTORY 0x80000000u /* bit next to a count: the id is in the history */
 
-static float samp_penalty(const toka_sampling *sampling, float x, int count) { /* count: occurrences in the output */
+/* Returns x with the penalties of an id that is in the history, `count` times in the output. */
+static float samp_penalty(const toka_sampling *sampling, float x, int count) {
     float r = sampling->repetition_penalty;
     x = x < 0 ? x * r : x / r;
     x -= sampling->frequency_penalty * (float)count;
@@ -10989,35 +11079,43 @@ static float samp_penalty(const toka_sampling *sampling, float x, int count) { /
     return samp_clean(x);
 }
 
-/* Applies the penalties once to each id of the history. The counts of one window of the vocabulary fit on the stack; the
- * history is read once per window, and again to use each count and clear it. Cost: n_history * V / SAMP_ID_RANGE. */
+/* Applies the penalties once to each id of the history. The counts of one range of ids fit on the
+ * stack. For each range the history is read twice: to count, and to use each count and clear it.
+ * Cost: n_history * V / SAMP_ID_RANGE. */
 static void samp_apply_penalties(const toka_sample_row *row, float *x, int V) {
     const toka_sampling *sampling = row->sampling;
-    uint32_t counts[SAMP_ID_RANGE]; /* SAMP_IN_HISTORY + occurrences in the output; all 0 between windows */
+    /* SAMP_IN_HISTORY + occurrences in the output; all 0 between two ranges. */
+    uint32_t counts[SAMP_ID_RANGE];
+    /* Only the repetition penalty needs the prompt. */
     int first_token = sampling->repetition_penalty == 1 ? row->n_prompt : 0;
     memset(counts, 0, (size_t)MIN(SAMP_ID_RANGE, V) * sizeof *counts);
     for (int first_id = 0; first_id < V; first_id += SAMP_ID_RANGE) {
         uint32_t n_ids = (uint32_t)MIN(SAMP_ID_RANGE, V - first_id);
         for (int i = first_token; i < row->n_history; i++) {
             uint32_t index = (uint32_t)row->history[i] - (uint32_t)first_id;
-            if (index < n_ids) counts[index] = (counts[index] | SAMP_IN_HISTORY) + (i >= row->n_prompt);
+            if (index < n_ids)
+                counts[index] = (counts[index] | SAMP_IN_HISTORY) + (i >= row->n_prompt);
         }
         for (int i = first_token; i < row->n_history; i++) {
             uint32_t index = (uint32_t)row->history[i] - (uint32_t)first_id;
             if (index >= n_ids || !counts[index]) continue;
-            x[first_id + (int)index] = samp_penalty(sampling, x[first_id + (int)index], (int)(counts[index] & ~SAMP_IN_HISTORY));
+            x[first_id + (int)index] = samp_penalty(sampling, x[first_id + (int)index],
+                                                    (int)(counts[index] & ~SAMP_IN_HISTORY));
             counts[index] = 0;
         }
     }
 }
 
 static bool samp_has_penalties(const toka_sampling *sampling) {
-    return sampling->repetition_penalty != 1 || sampling->frequency_penalty != 0 || sampling->presence_penalty != 0;
+    return sampling->repetition_penalty != 1 || sampling->frequency_penalty != 0 ||
+           sampling->presence_penalty != 0;
 }
 
-static bool samp_has_bad_words(const toka_sampling *sampling) { return sampling->n_bad || sampling->bad_words; }
+static bool samp_has_bad_words(const toka_sampling *sampling) {
+    return sampling->n_bad || sampling->bad_words;
+}
 
-/* Does what may be drawn depend on which tokens were drawn before? */
+/* Returns whether sampling needs the ids of all earlier tokens. */
 static bool samp_needs_history(const toka_sampling *sampling) {
     return samp_has_penalties(sampling) || samp_has_bad_words(sampling);
 }
@@ -11029,19 +11127,23 @@ static void samp_adjust(const toka_sample_row *row, float *x, int V) {
         *logit = samp_clean(*logit + sampling->bias_values[i]);
     }
     if (sampling->n_allowed) samp_apply_allowed(sampling, x, V);
-    for (int i = 0; i < row->n_forbidden; i++) /* a model's end ids may lie outside its vocabulary */
+    for (int i = 0; i < row->n_forbidden; i++) /* end ids may lie outside the vocabulary */
         if ((uint32_t)row->forbidden[i] < (uint32_t)V) x[row->forbidden[i]] = -INFINITY;
     if (samp_has_penalties(sampling)) samp_apply_penalties(row, x, V);
 }
 
-/* The raw logit that samp_adjust made into x at id: its steps backwards. Never above the raw maximum. */
+/* Undoes samp_adjust: returns the raw logit of an id whose adjusted logit is x. The result is never
+ * above the raw maximum. */
 static double samp_unadjust(const toka_sample_row *row, int32_t id, double x, double raw_max) {
     const toka_sampling *sampling = row->sampling;
     if (samp_has_penalties(sampling)) {
         int count = 0;
         bool seen = false;
         for (int i = 0; i < row->n_history; i++)
-            if (row->history[i] == id) seen = true, count += i >= row->n_prompt;
+            if (row->history[i] == id) {
+                seen = true;
+                count += i >= row->n_prompt;
+            }
         if (count) x += (double)sampling->frequency_penalty * count + sampling->presence_penalty;
         if (seen) x = x < 0 ? x / sampling->repetition_penalty : x * sampling->repetition_penalty;
     }
@@ -11058,13 +11160,15 @@ static bool samp_is_listed(const int32_t *list, int n, int32_t id) {
 
 /* ---- Step 4: the cut ---- */
 
-/* Which ids of a row may be drawn: logits above `at`, and of those equal to it the ids up to last_tied. */
+/* Which ids of a row may be drawn: logits above `at`, and of those equal to it the ids up to
+ * last_tied. */
 typedef struct samp_threshold {
     float min_logit;
     int last_tied;
 } samp_threshold;
 
-/* A row as a distribution: the weight of id is e^((x[id] - max) * scale), 0 where the cut leaves it out. */
+/* A row as a distribution: the weight of id is e^((x[id] - max) * scale), 0 where the cut leaves it
+ * out. */
 typedef struct samp_dist {
     const float *x; /* [V] adjusted logits, none NaN or +inf */
     int V;
@@ -11100,9 +11204,10 @@ static float samp_key_to_logit(uint32_t key) {
     return x;
 }
 
-/* Goes through the kept ids from the highest logit down, adding up 1 for each (by_count) or its weight, and returns the
- * logit at which the sum reaches `want`; *above is the sum before the first id of that logit. A radix search: each of four
- * passes over the row fixes 8 bits of the logit's key by a histogram of the ids that agree in the bits before. */
+/* Goes through the kept ids from the highest logit down, adding up 1 for each (by_count) or its
+ * weight, and returns the logit at which the sum reaches `want`; *above is the sum before the first
+ * id of that logit. A radix search: each of four passes over the row fixes 8 bits of the logit's
+ * key by a histogram of the ids that agree in the bits before. */
 static float samp_find_threshold(const samp_dist *dist, bool by_count, double target, double *sum_above) {
     uint32_t prefix = 0, prefix_mask = 0; /* the key's bits found so far, and a mask of them */
     *sum_above = 0;
@@ -11140,9 +11245,10 @@ static void samp_min_p(samp_dist *dist, double min_p) {
     if (limit > dist->threshold.min_logit) dist->threshold = (samp_threshold){limit, INT_MAX};
 }
 
-/* Hugging Face removes, from the lowest probability up, what adds up to at most 1 - p; in other words an id stays if those
- * before it, from the highest down, add up to less than p. All weights up to a V-th of what may go can go at once, since V
- * of them would not be too much: that leaves the search few ids. */
+/* Hugging Face removes, from the lowest probability up, what adds up to at most 1 - p; in other
+ * words an id stays if those before it, from the highest down, add up to less than p. All weights
+ * up to a V-th of what may go can go at once, since V of them would not be too much: that leaves
+ * the search few ids. */
 static void samp_top_p(samp_dist *dist, double p) {
     double sum_above, total = samp_sum_kept(dist, 0, dist->V);
     samp_min_p(dist, MIN(1.0, (1 - p) * total / dist->V));
@@ -11162,7 +11268,8 @@ static void samp_truncate(samp_dist *dist, const toka_sampling *sampling) {
 
 /* ---- Step 5: the draw ---- */
 
-/* The id at which the cumulative weight passes u times the total, u in [0,1): by sums of blocks, then within one block. */
+/* The id at which the cumulative weight passes u times the total, u in [0,1): by sums of blocks,
+ * then within one block. */
 static int32_t samp_draw(const samp_dist *dist, double uniform, double *total) {
     double sums[SAMP_BLOCKS], sum = 0;
     int block_ids = MAX(1024, (dist->V + SAMP_BLOCKS - 1) / SAMP_BLOCKS), n_blocks = (dist->V + block_ids - 1) / block_ids, block;
@@ -11230,8 +11337,8 @@ static void samp_row(const toka_sample_row *row, float *logits, int V, toka_samp
 
 /* ---- Bad words ---- */
 
-/* Appends to out the last ids of the bad words that one more id would complete: the words of one id, and those whose other ids
- * the output ends in. */
+/* Appends to out the last ids of the bad words that one more id would complete: the words of one
+ * id, and those whose other ids the output ends in. */
 static void samp_bad_by_ids(const toka_sampling *sampling, const int32_t *output, int n_output, ids *out) {
     const int32_t *word = sampling->bad_ids;
     for (int i = 0; i < sampling->n_bad; word += sampling->bad_lengths[i++]) {
@@ -11245,9 +11352,9 @@ static void samp_bad_by_ids(const toka_sampling *sampling, const int32_t *output
  *   always   ids of tokens that have a whole word in them
  *   tails    ids of tokens that begin with the end of a word: they complete it where the output
  *            ends in the word's first `at` bytes
- * A word begins and ends at a token's border, or where samp_is_word_edge says so. A longer word that has
- * the bad word in it may come as one token. In pieces it may come if no piece begins with the bad
- * word's first letter, as where the word is forbidden as a list of ids. */
+ * A word begins and ends at a token's border, or where samp_is_word_edge says so. A longer word
+ * that has the bad word in it may come as one token. In pieces it may come if no piece begins with
+ * the bad word's first letter, as where the word is forbidden as a list of ids. */
 typedef struct samp_suffix {
     int32_t id;
     int word_index, offset;
@@ -11506,10 +11613,11 @@ static int samp_check_any_left(const toka_sampling *sampling, const int32_t *end
 
 /* ---- Stop strings ---- */
 
-/* Watches for stop strings in a text that comes in pieces, cut anywhere. The stop string that is complete first ends the
- * text (of several that end at the same byte, the longest), so the outcome does not depend on the cuts. What could still
- * become a stop string is held back: the longest end of the text that is the beginning of one, found by Knuth-Morris-Pratt
- * for each string side by side. A byte costs O(n_stop). Stop strings are whole characters (samp_check), so text is never
+/* Watches for stop strings in a text that comes in pieces, cut anywhere. The stop string that is
+ * complete first ends the text (of several that end at the same byte, the longest), so the outcome
+ * does not depend on the cuts. What could still become a stop string is held back: the longest end
+ * of the text that is the beginning of one, found by Knuth-Morris-Pratt for each string side by
+ * side. A byte costs O(n_stop). Stop strings are whole characters (samp_check), so text is never
  * held back or ended inside a character. */
 typedef struct stop_matcher {
     str text;
@@ -11553,7 +11661,8 @@ static void stop_init(stop_scanner *scanner, const char *const *stop, int n_stop
     }
 }
 
-/* One byte. Returns the length of the longest stop string that it completes, or 0; s->which says which one. */
+/* One byte. Returns the length of the longest stop string that it completes, or 0; s->which says
+ * which one. */
 static size_t stop_put_byte(stop_scanner *scanner, char c) {
     size_t longest = 0;
     bool partial = false;
@@ -11571,10 +11680,11 @@ static size_t stop_put_byte(stop_scanner *scanner, char c) {
     return longest;
 }
 
-/* Feeds the text of one token and appends to `out` what is now certain. True: a stop string was completed; out then has all
- * before it (with include_stop it too) and nothing behind it; later calls add nothing and return true again.
- * armed false (one of the first min_tokens): a stop string whose last byte is in this piece is
- * ordinary text; one that begins in this piece and ends in an armed one counts. */
+/* Feeds the text of one token and appends to `out` what is now certain. True: a stop string was
+ * completed; out then has all before it (with include_stop it too) and nothing behind it; later
+ * calls add nothing and return true again. armed false (one of the first min_tokens): a stop string
+ * whose last byte is in this piece is ordinary text; one that begins in this piece and ends in an
+ * armed one counts. */
 static bool stop_put(stop_scanner *scanner, str text, bool may_stop, buf *out) {
     if (scanner->ended) return true;
     for (size_t i = 0; i < text.n; i++) {
