@@ -11158,39 +11158,42 @@ static bool samp_is_listed(const int32_t *list, int n, int32_t id) {
     return false;
 }
 
-/* ---- Step 4: the cut ---- */
+/* ---- Step 4: top-k, top-p, min-p ---- */
 
-/* Which ids of a row may be drawn: logits above `at`, and of those equal to it the ids up to
- * last_tied. */
+/* An id is kept if its logit is above min_logit, or equal to it and the id is at most last_tied.
+ * {-INFINITY, -1} keeps all finite logits. */
 typedef struct samp_threshold {
     float min_logit;
     int last_tied;
 } samp_threshold;
 
-/* A row as a distribution: the weight of id is e^((x[id] - max) * scale), 0 where the cut leaves it
- * out. */
+/* A row as a distribution: the weight of a kept id is e^((x[id] - max) * scale), of others 0. */
 typedef struct samp_dist {
-    const float *x; /* [V] adjusted logits, none NaN or +inf */
+    const float *x; /* [V] adjusted logits, none NaN or +inf; borrowed */
     int V;
-    double max, scale; /* highest logit, 1 / temperature */
+    double max, scale; /* highest logit (finite), 1 / temperature */
     samp_threshold threshold;
 } samp_dist;
 
 static inline bool samp_is_kept(const samp_dist *dist, int id) {
-    return dist->x[id] > dist->threshold.min_logit || (dist->x[id] == dist->threshold.min_logit && id <= dist->threshold.last_tied);
+    return dist->x[id] > dist->threshold.min_logit ||
+           (dist->x[id] == dist->threshold.min_logit && id <= dist->threshold.last_tied);
 }
-static inline double samp_weight(const samp_dist *dist, float x) { return samp_exp((x - dist->max) * dist->scale); }
+static inline double samp_weight(const samp_dist *dist, float x) {
+    return samp_exp((x - dist->max) * dist->scale);
+}
 
-/* Total weight of the ids from .. to-1. */
+/* Returns the total weight of the kept ids in from .. to-1. */
 static double samp_sum_kept(const samp_dist *dist, int from, int to) {
-    if (dist->threshold.min_logit == -INFINITY) return samp_sum(dist->x + from, to - from, dist->max, dist->scale);
+    if (dist->threshold.min_logit == -INFINITY)
+        return samp_sum(dist->x + from, to - from, dist->max, dist->scale);
     double sum = 0;
     for (int id = from; id < to; id++)
         if (samp_is_kept(dist, id)) sum += samp_weight(dist, dist->x[id]);
     return sum;
 }
 
-/* Order-preserving map of floats to integers and back (-0 counts as +0). */
+/* These two map floats to integers of the same order, and back; -0 counts as +0. */
 static inline uint32_t samp_logit_to_key(float x) {
     uint32_t u;
     x += 0.0f;
@@ -11204,12 +11207,15 @@ static float samp_key_to_logit(uint32_t key) {
     return x;
 }
 
-/* Goes through the kept ids from the highest logit down, adding up 1 for each (by_count) or its
- * weight, and returns the logit at which the sum reaches `want`; *above is the sum before the first
- * id of that logit. A radix search: each of four passes over the row fixes 8 bits of the logit's
- * key by a histogram of the ids that agree in the bits before. */
-static float samp_find_threshold(const samp_dist *dist, bool by_count, double target, double *sum_above) {
-    uint32_t prefix = 0, prefix_mask = 0; /* the key's bits found so far, and a mask of them */
+/* Adds up the kept ids from the highest logit down, each as 1 (by_count) or as its weight. Returns
+ * the logit at which the sum reaches `target`; *sum_above is the sum of the ids with higher logits.
+ *
+ * It is a radix search over the keys of the logits, from the highest bits down. Each of four passes
+ * over the row makes a histogram of the next 8 bits, of those ids whose key begins with `prefix`.
+ * The bin at which the sum reaches the target gives 8 more bits of the prefix. */
+static float samp_find_threshold(const samp_dist *dist, bool by_count, double target,
+                                 double *sum_above) {
+    uint32_t prefix = 0, prefix_mask = 0; /* the bits of the key found so far, and their mask */
     *sum_above = 0;
     for (int shift = 24; shift >= 0; shift -= 8) {
         double bins[256] = {0};
@@ -11219,15 +11225,20 @@ static float samp_find_threshold(const samp_dist *dist, bool by_count, double ta
             if ((key & prefix_mask) != prefix) continue;
             bins[key >> shift & 255] += by_count ? 1 : samp_weight(dist, dist->x[id]);
         }
-        int bin = -1; /* in the end the first, from the top, that reaches; if none does by rounding, the lowest in use */
+        /* The first bin from the top at which the sum reaches the target. If rounding prevents
+         * that, the lowest bin that is not empty. */
+        int bin = -1;
         double sum_before = 0, sum = *sum_above;
         for (int i = 255; i >= 0 && (bin < 0 || sum < target); i--) {
             if (bins[i] == 0) continue;
-            bin = i, sum_before = sum, sum += bins[i];
+            bin = i;
+            sum_before = sum;
+            sum += bins[i];
         }
         assert(bin >= 0);
         *sum_above = sum_before;
-        prefix |= (uint32_t)bin << shift, prefix_mask |= 255u << shift;
+        prefix |= (uint32_t)bin << shift;
+        prefix_mask |= 255u << shift;
     }
     return samp_key_to_logit(prefix);
 }
@@ -11237,26 +11248,35 @@ static void samp_top_k(samp_dist *dist, int k) {
     dist->threshold = (samp_threshold){samp_find_threshold(dist, true, k, &sum_above), INT_MAX};
 }
 
-/* Keeps what has at least min_p times the weight of the best, which is 1. */
+/* Keeps ids whose weight is at least min_p; the best id has weight 1. A limit below the threshold
+ * changes nothing. */
 static void samp_min_p(samp_dist *dist, double min_p) {
-    double min_logit = dist->max + log(min_p) / dist->scale; /* weight >= min_p means x >= lowest */
+    /* weight >= min_p is the same as x >= min_logit. */
+    double min_logit = dist->max + log(min_p) / dist->scale;
+    /* The smallest float that is not below min_logit. */
     float limit = (float)MAX(min_logit, -FLT_MAX);
     if (limit < min_logit) limit = nextafterf(limit, INFINITY);
     if (limit > dist->threshold.min_logit) dist->threshold = (samp_threshold){limit, INT_MAX};
 }
 
-/* Hugging Face removes, from the lowest probability up, what adds up to at most 1 - p; in other
- * words an id stays if those before it, from the highest down, add up to less than p. All weights
- * up to a V-th of what may go can go at once, since V of them would not be too much: that leaves
- * the search few ids. */
+/* Hugging Face removes ids from the lowest probability up, as long as the removed ones add up to at
+ * most 1 - p. In other words, an id is kept if the ids before it, from the highest probability
+ * down, add up to less than p.
+ *
+ * So at most (1 - p) * total of weight is removed. Ids with at most 1/V of that are removed first,
+ * by samp_min_p: even V such ids together are not too much. Then the search has few ids left. */
 static void samp_top_p(samp_dist *dist, double p) {
     double sum_above, total = samp_sum_kept(dist, 0, dist->V);
     samp_min_p(dist, MIN(1.0, (1 - p) * total / dist->V));
     float logit = samp_find_threshold(dist, false, p * total, &sum_above);
-    double n_tied = MAX(1.0, ceil((p * total - sum_above) / samp_weight(dist, logit))); /* how many ids with this logit stay */
+    /* How many of the ids with this logit are kept. */
+    double n_tied = MAX(1.0, ceil((p * total - sum_above) / samp_weight(dist, logit)));
     int last_id = -1;
     for (int id = 0; id < dist->V && n_tied > 0; id++)
-        if (dist->x[id] == logit) last_id = id, n_tied--;
+        if (dist->x[id] == logit) {
+            last_id = id;
+            n_tied--;
+        }
     dist->threshold = (samp_threshold){logit, last_id};
 }
 
@@ -11268,15 +11288,18 @@ static void samp_truncate(samp_dist *dist, const toka_sampling *sampling) {
 
 /* ---- Step 5: the draw ---- */
 
-/* The id at which the cumulative weight passes u times the total, u in [0,1): by sums of blocks,
- * then within one block. */
+/* Returns the first id at which the cumulative weight is above uniform * total, with uniform in
+ * [0,1). It finds the block of ids by the sums of all blocks, then the id within the block. */
 static int32_t samp_draw(const samp_dist *dist, double uniform, double *total) {
     double sums[SAMP_BLOCKS], sum = 0;
-    int block_ids = MAX(1024, (dist->V + SAMP_BLOCKS - 1) / SAMP_BLOCKS), n_blocks = (dist->V + block_ids - 1) / block_ids, block;
-    for (int i = 0; i < n_blocks; i++) sum += sums[i] = samp_sum_kept(dist, i * block_ids, MIN(dist->V, (i + 1) * block_ids));
+    int block_ids = MAX(1024, (dist->V + SAMP_BLOCKS - 1) / SAMP_BLOCKS);
+    int n_blocks = (dist->V + block_ids - 1) / block_ids, block;
+    for (int i = 0; i < n_blocks; i++)
+        sum += sums[i] = samp_sum_kept(dist, i * block_ids, MIN(dist->V, (i + 1) * block_ids));
     *total = sum;
     double target = uniform * sum, cumulative = 0;
-    int last_block = 0; /* the last block with weight; rounding can carry the search past the total */
+    /* The last block with weight: used if rounding carries the search past the total. */
+    int last_block = 0;
     for (block = 0; block < n_blocks; block++) {
         if (sums[block] > 0) last_block = block;
         if (cumulative + sums[block] > target) break;
@@ -11287,14 +11310,16 @@ static int32_t samp_draw(const samp_dist *dist, double uniform, double *total) {
     for (int i = block * block_ids; i < MIN(dist->V, (block + 1) * block_ids); i++) {
         double weight = samp_is_kept(dist, i) ? samp_weight(dist, dist->x[i]) : 0;
         if (weight == 0) continue;
-        id = i, cumulative += weight;
+        id = i;
+        cumulative += weight;
         if (cumulative > target) break;
     }
     return id;
 }
 
-/* Steps 3 to 5 over adjusted logits with a finite maximum. */
-static int32_t samp_choose(const toka_sample_row *row, const float *x, int V, float max, float *sampled_logprob) {
+/* Steps 3 to 5, for adjusted logits with a finite maximum. Returns the sampled id. */
+static int32_t samp_choose(const toka_sample_row *row, const float *x, int V, float max,
+                           float *sampled_logprob) {
     const toka_sampling *sampling = row->sampling;
     *sampled_logprob = 0;
     if (sampling->temperature == 0) {
@@ -11302,15 +11327,23 @@ static int32_t samp_choose(const toka_sample_row *row, const float *x, int V, fl
         while (x[id] != max) id++;
         return id;
     }
-    samp_dist dist = {.x = x, .V = V, .max = max, .scale = 1 / (double)sampling->temperature, .threshold = {-INFINITY, -1}};
+    samp_dist dist = {.x = x,
+                      .V = V,
+                      .max = max,
+                      .scale = 1 / (double)sampling->temperature,
+                      .threshold = {-INFINITY, -1}};
     samp_truncate(&dist, sampling);
-    double uniform = (double)(samp_random(sampling->seed, row->sample, row->position, 0) >> 11) * 0x1p-53, total;
+    double uniform =
+        (double)(samp_random(sampling->seed, row->sample, row->position, 0) >> 11) * 0x1p-53;
+    double total;
     int32_t id = samp_draw(&dist, uniform, &total);
     *sampled_logprob = (float)((x[id] - dist.max) * dist.scale - log(total));
     return id;
 }
 
-/* From a row of raw logits [V] to a pick. The logits are overwritten. See the chapter's head. */
+/* Steps 1 to 5: from a row of raw logits [V] to a sample result. It overwrites the logits. A row
+ * with forced_id >= 0 is only scored: its result is that id with its logprob, and its rank if
+ * `ranked`. */
 static void samp_row(const toka_sample_row *row, float *logits, int V, toka_sample_result *result) {
     const toka_sampling *sampling = row->sampling;
     assert(V > 0 && row->forced_id < V && (sampling || row->forced_id >= 0));
@@ -11319,8 +11352,11 @@ static void samp_row(const toka_sample_row *row, float *logits, int V, toka_samp
     const bool want_logprob = toka_wants_logprob(row);
     samp_lse lse = {.max = want_logprob ? samp_max(logits, V) : -INFINITY};
     if (lse.max > -INFINITY) lse.log_sum = log(samp_sum(logits, V, lse.max, 1));
-    result->n_top = 0, result->rank = row->ranked ? samp_rank(logits, V, row->forced_id) : 0;
-    if (sampling && sampling->logprobs > 0) samp_top_logprobs(logits, V, MIN(MIN(sampling->logprobs, TOKA_MAX_LOGPROBS), V), lse, result);
+    result->n_top = 0;
+    result->rank = row->ranked ? samp_rank(logits, V, row->forced_id) : 0;
+    if (sampling && sampling->logprobs > 0)
+        samp_top_logprobs(logits, V, MIN(MIN(sampling->logprobs, TOKA_MAX_LOGPROBS), V), lse,
+                          result);
     if (row->forced_id >= 0) {
         result->id = row->forced_id;
         result->logprob = result->sampled_logprob = samp_logprob(logits[row->forced_id], lse);
@@ -11329,61 +11365,83 @@ static void samp_row(const toka_sample_row *row, float *logits, int V, toka_samp
     samp_adjust(row, logits, V);
     float max = samp_max(logits, V);
     result->sampled_logprob = 0;
-    result->id = max == -INFINITY ? toka_fallback_id(row, V) : samp_choose(row, logits, V, max, &result->sampled_logprob);
-    result->logprob = want_logprob ? samp_logprob(samp_unadjust(row, result->id, logits[result->id], lse.max), lse) : NAN;
-    for (int i = 0; i < result->n_top; i++) /* the same figure in both places, also where undoing costs a rounding */
+    result->id = max == -INFINITY ? toka_fallback_id(row, V)
+                                  : samp_choose(row, logits, V, max, &result->sampled_logprob);
+    result->logprob =
+        want_logprob
+            ? samp_logprob(samp_unadjust(row, result->id, logits[result->id], lse.max), lse)
+            : NAN;
+    /* The top ids have the exact logprob; take it, so that both places show the same number. */
+    for (int i = 0; i < result->n_top; i++)
         if (result->top_ids[i] == result->id) result->logprob = result->top_logprobs[i];
 }
 
 /* ---- Bad words ---- */
 
-/* Appends to out the last ids of the bad words that one more id would complete: the words of one
- * id, and those whose other ids the output ends in. */
-static void samp_bad_by_ids(const toka_sampling *sampling, const int32_t *output, int n_output, ids *out) {
+/* Bad words as ids. Appends to `out` the last id of each bad word that one more id would complete:
+ * the output ends in all ids of the word but the last. A word of one id is always among them. */
+static void samp_bad_by_ids(const toka_sampling *sampling, const int32_t *output, int n_output,
+                            ids *out) {
     const int32_t *word = sampling->bad_ids;
     for (int i = 0; i < sampling->n_bad; word += sampling->bad_lengths[i++]) {
         int n_before = sampling->bad_lengths[i] - 1;
-        if (n_before > n_output || memcmp(word, output + n_output - n_before, (size_t)n_before * sizeof *word)) continue;
+        if (n_before > n_output ||
+            memcmp(word, output + n_output - n_before, (size_t)n_before * sizeof *word))
+            continue;
         ids_push(out, word[n_before]);
     }
 }
 
-/* Bad words as texts. The tokens that complete a word are looked up once:
- *   always   ids of tokens that have a whole word in them
- *   tails    ids of tokens that begin with the end of a word: they complete it where the output
- *            ends in the word's first `at` bytes
- * A word begins and ends at a token's border, or where samp_is_word_edge says so. A longer word
- * that has the bad word in it may come as one token. In pieces it may come if no piece begins with
- * the bad word's first letter, as where the word is forbidden as a list of ids. */
+/* Bad words as texts (toka_words). The tokens that can complete a word are looked up once, when the
+ * words are made:
+ *   whole_ids   ids of tokens that contain a whole word
+ *   suffixes    tokens that begin with the end of a word, from byte `offset` of the word on. Such a
+ *               token completes the word if the output ends in the word's first `offset` bytes
+ * In both cases the word must begin and end at a token border or at a word edge. Example, with the
+ * bad word "ass":
+ *   " ass"      forbidden: a whole id; the word begins at an edge and ends at the token border
+ *   "class"     allowed: "ass" does not begin at an edge
+ *   "as"+"s"    forbidden: "s" is a suffix with offset 2, and "as" begins at a token border
+ *   "clas"+"s"  allowed: "as" begins neither at a token border nor at an edge
+ *   "cl"+"ass"  forbidden: "ass" is a whole id
+ * So a longer word in several tokens is surely allowed only if no token begins at the bad word's
+ * first letter. The same holds for bad words as ids. */
+
+/* A token (id) that begins with the bytes from `offset` on of words[word_index]. While tables are
+ * built, also just a place in a word, with id 0. */
 typedef struct samp_suffix {
     int32_t id;
     int word_index, offset;
 } samp_suffix;
 
-typedef struct samp_suffix_table { /* in the order of a byte near `at` of their words */
-    samp_suffix *entries;
-    int first_of_byte[257]; /* of each byte */
+/* Suffixes sorted by one byte of their word, at a fixed distance from `offset`. Those with byte c
+ * are entries[first_of_byte[c]] .. entries[first_of_byte[c + 1] - 1]. */
+typedef struct samp_suffix_table {
+    samp_suffix *entries; /* in the arena of the toka_words */
+    int first_of_byte[257];
 } samp_suffix_table;
 
 struct toka_words {
-    atomic_int refs; /* of callers and requests */
-    const tok *tokenizer;
-    str *words;       /* [n] as tokens spell them */
+    atomic_int refs;            /* held by callers and by requests; the last one frees */
+    const tok *tokenizer;       /* borrowed from the model; samp_words_del does not use it */
+    str *words;                 /* [n_words] the bytes of their tokens, without leading spaces */
     int n_words;
-    size_t max_bytes;  /* bytes */
-    ids whole_ids;      /* rising */
-    samp_suffix_table suffixes; /* by the byte before `at`, in which the output must end */
-    arena memory;
+    size_t max_bytes;           /* of the longest word */
+    ids whole_ids;              /* rising */
+    samp_suffix_table suffixes; /* by the byte before `offset`: the output must end in it */
+    arena memory;               /* holds words and the tables */
 };
 
-/* Letters of scripts that put spaces between words, and digits. */
+/* Returns whether a word character begins at p: a letter of a script that puts spaces between words
+ * (not CJK), a mark or a number. Returns false for an incomplete character. */
 static bool samp_is_word_char(const uni *u, const char *p, const char *end) {
     int n;
     if (p >= end || !utf8_len(p, end) || tok_is_cjk(p, end, &n)) return false;
     return tok_set(u, p, end, &n) & (UNI_LETTER | UNI_NUMBER | UNI_MARK);
 }
 
-/* Does a word begin or end before byte `at` of text? */
+/* Returns whether byte `at` of text is a word edge: the character before it or the one at it is not
+ * a word character. The beginning and the end of text are edges. */
 static bool samp_is_word_edge(const uni *u, str text, size_t at) {
     const char *here = text.p + at, *before = here;
     while (before > text.p && here - before < 4)
@@ -11391,13 +11449,14 @@ static bool samp_is_word_edge(const uni *u, str text, size_t at) {
     return !samp_is_word_char(u, before, here) || !samp_is_word_char(u, here, text.p + text.n);
 }
 
-/* Has text the word w at byte p, as a word? */
+/* Returns whether text has the word at byte `at`, between two word edges. */
 static bool samp_is_word_at(const uni *u, str text, size_t at, str word) {
     if (text.n - at < word.n || memcmp(text.p + at, word.p, word.n)) return false;
     return samp_is_word_edge(u, text, at) && samp_is_word_edge(u, text, at + word.n);
 }
 
-/* A word as tokens spell it, without the spaces before it. */
+/* Sets words[index] to the bytes of the word's tokens, without leading spaces. Returns 0 or an
+ * error's code; a word without tokens is an error. */
 static int samp_spell_word(toka_words *words, int index, const char *word, toka_err *e) {
     ids tokens = {0};
     buf text = {0};
@@ -11406,18 +11465,23 @@ static int samp_spell_word(toka_words *words, int index, const char *word, toka_
     for (size_t k = 0; k < tokens.n; k++) tok_bytes(words->tokenizer, tokens.p[k], &text);
     str spelling = buf_view(&text);
     while (spelling.n && spelling.p[0] == ' ') spelling = str_sub(spelling, 1, spelling.n);
-    if (!code && !spelling.n) code = fail(e, TOKA_E_USE, "bad_words[%d]: a word without tokens", index);
-    words->words[index] = arena_str(&words->memory, spelling), words->max_bytes = MAX(words->max_bytes, spelling.n);
+    if (!code && !spelling.n)
+        code = fail(e, TOKA_E_USE, "bad_words[%d]: a word without tokens", index);
+    words->words[index] = arena_str(&words->memory, spelling);
+    words->max_bytes = MAX(words->max_bytes, spelling.n);
     ids_free(&tokens), buf_free(&text);
     return code;
 }
 
-static unsigned char samp_suffix_byte(const toka_words *words, const samp_suffix *suffix, int shift) {
+/* Returns the byte at offset + shift of the suffix's word. */
+static unsigned char samp_suffix_byte(const toka_words *words, const samp_suffix *suffix,
+                                      int shift) {
     return (unsigned char)words->words[suffix->word_index].p[suffix->offset + shift];
 }
 
-/* A stable sort of samp_suffix [] by byte at + shift of each tail's word. */
-static void samp_sort_suffixes(toka_words *words, samp_suffix_table *table, const buf *list, int shift) {
+/* Makes the table of a list of samp_suffix by a stable counting sort on samp_suffix_byte. */
+static void samp_sort_suffixes(toka_words *words, samp_suffix_table *table, const buf *list,
+                               int shift) {
     const samp_suffix *suffixes = (const samp_suffix *)(const void *)list->p;
     const int n_suffixes = (int)(list->n / sizeof *suffixes);
     int next[257] = {0};
@@ -11425,51 +11489,64 @@ static void samp_sort_suffixes(toka_words *words, samp_suffix_table *table, cons
     for (int k = 0; k < n_suffixes; k++) next[samp_suffix_byte(words, &suffixes[k], shift) + 1]++;
     for (int c = 0; c < 256; c++) next[c + 1] += next[c];
     memcpy(table->first_of_byte, next, sizeof next);
-    for (int k = 0; k < n_suffixes; k++) table->entries[next[samp_suffix_byte(words, &suffixes[k], shift)]++] = suffixes[k];
+    for (int k = 0; k < n_suffixes; k++)
+        table->entries[next[samp_suffix_byte(words, &suffixes[k], shift)]++] = suffixes[k];
 }
 
 static void samp_push_suffix(buf *list, int32_t id, int word_index, int offset) {
     buf_put(list, &(samp_suffix){id, word_index, offset}, sizeof(samp_suffix));
 }
 
-/* All places within words where a token may begin, by the byte there; of each byte the beginnings
- * of words come first. */
+/* Makes a table of all places in words where a token may begin, sorted by the byte at that place.
+ * For each byte, the beginnings of words (offset 0) come first. */
 static void samp_collect_suffixes(toka_words *words, samp_suffix_table *table) {
     buf list = {0};
     for (int i = 0; i < words->n_words; i++) samp_push_suffix(&list, 0, i, 0);
     for (int i = 0; i < words->n_words; i++)
-        for (int offset = 1; offset < (int)words->words[i].n; offset++) samp_push_suffix(&list, 0, i, offset);
+        for (int offset = 1; offset < (int)words->words[i].n; offset++)
+            samp_push_suffix(&list, 0, i, offset);
     samp_sort_suffixes(words, table, &list, 0);
     buf_free(&list);
 }
 
-/* A special token is but the word that it is as a whole: else `end` would forbid <|im_end|>. */
+/* Returns whether text is one of the words. Special tokens are forbidden only this way: otherwise
+ * the word `end` would forbid <|im_end|>. */
 static bool samp_is_one_word(const toka_words *words, str text) {
     for (int i = 0; i < words->n_words; i++)
         if (str_eq(words->words[i], text)) return true;
     return false;
 }
 
+/* Returns whether text contains a whole word. starts: of samp_collect_suffixes. */
 static bool samp_contains_word(const toka_words *words, const samp_suffix_table *starts, str text) {
     for (size_t at = 0; at < text.n; at++) {
         const unsigned char first_byte = (unsigned char)text.p[at];
-        for (int k = starts->first_of_byte[first_byte]; k < starts->first_of_byte[first_byte + 1] && !starts->entries[k].offset; k++)
-            if (samp_is_word_at(&words->tokenizer->uni, text, at, words->words[starts->entries[k].word_index])) return true;
+        for (int k = starts->first_of_byte[first_byte];
+             k < starts->first_of_byte[first_byte + 1] && !starts->entries[k].offset; k++)
+            if (samp_is_word_at(&words->tokenizer->uni, text, at,
+                                words->words[starts->entries[k].word_index]))
+                return true;
     }
     return false;
 }
 
-/* What token id does to the words. */
-static int samp_index_token(toka_words *words, const samp_suffix_table *starts, int32_t id, str text, buf *suffixes,
-                        toka_err *e) {
+/* Adds a token to whole_ids if its text contains a whole word. Otherwise appends it to `suffixes`,
+ * once for each end of a word that it begins with. Returns 0, or TOKA_E_USE if there are too many
+ * suffixes. */
+static int samp_index_token(toka_words *words, const samp_suffix_table *starts, int32_t id,
+                            str text, buf *suffixes, toka_err *e) {
     const bool special = words->tokenizer->flag[id] & TOK_SPECIAL;
     if (!text.n) return 0;
-    if (special ? samp_is_one_word(words, text) : samp_contains_word(words, starts, text)) ids_push(&words->whole_ids, id);
-    if (special || (words->whole_ids.n && words->whole_ids.p[words->whole_ids.n - 1] == id)) return 0;
+    if (special ? samp_is_one_word(words, text) : samp_contains_word(words, starts, text))
+        ids_push(&words->whole_ids, id);
+    if (special || (words->whole_ids.n && words->whole_ids.p[words->whole_ids.n - 1] == id))
+        return 0;
     const unsigned char first_byte = (unsigned char)text.p[0];
-    for (int k = starts->first_of_byte[first_byte]; k < starts->first_of_byte[first_byte + 1]; k++) {
+    for (int k = starts->first_of_byte[first_byte]; k < starts->first_of_byte[first_byte + 1];
+         k++) {
         const samp_suffix *start = &starts->entries[k];
-        const str word = words->words[start->word_index], suffix = str_sub(word, (size_t)start->offset, word.n);
+        const str word = words->words[start->word_index];
+        const str suffix = str_sub(word, (size_t)start->offset, word.n);
         if (!start->offset || !samp_is_word_at(&words->tokenizer->uni, text, 0, suffix)) continue;
         if (suffixes->n / sizeof *start == SAMP_MAX_SUFFIXES)
             return fail(e, TOKA_E_USE, "bad_words: more than %d tokens of the vocabulary end them",
@@ -11479,13 +11556,16 @@ static int samp_index_token(toka_words *words, const samp_suffix_table *starts, 
     return 0;
 }
 
+/* Drops one reference; the last one frees. NULL is allowed. Thread: any. */
 static void samp_words_del(toka_words *words) {
     if (!words || atomic_fetch_sub(&words->refs, 1) > 1) return;
     arena memory = words->memory;
-    ids_free(&words->whole_ids), arena_free(&memory);
+    ids_free(&words->whole_ids);
+    arena_free(&memory);
     free(words);
 }
 
+/* Spells the words, then looks at each token of the vocabulary. Returns 0 or an error's code. */
 static int samp_words_build(toka_words *words, const char *const *texts, toka_err *e) {
     buf text = {0}, suffixes = {0};
     samp_suffix_table starts;
@@ -11493,7 +11573,8 @@ static int samp_words_build(toka_words *words, const char *const *texts, toka_er
     for (int i = 0; i < words->n_words && !code; i++) code = samp_spell_word(words, i, texts[i], e);
     if (!code) samp_collect_suffixes(words, &starts);
     for (int32_t id = 0; id < words->tokenizer->n_ids && !code; id++) {
-        buf_clear(&text), tok_bytes(words->tokenizer, id, &text);
+        buf_clear(&text);
+        tok_bytes(words->tokenizer, id, &text);
         code = samp_index_token(words, &starts, id, buf_view(&text), &suffixes, e);
     }
     if (!code) samp_sort_suffixes(words, &words->suffixes, &suffixes, -1);
@@ -11501,37 +11582,42 @@ static int samp_words_build(toka_words *words, const char *const *texts, toka_er
     return code;
 }
 
-static int samp_words_new(toka_words **out, const tok *tokenizer, const char *const *texts, int n_words,
-                          toka_err *e) {
+/* See toka_words_new. */
+static int samp_words_new(toka_words **out, const tok *tokenizer, const char *const *texts,
+                          int n_words, toka_err *e) {
     size_t bytes = 0;
     *out = NULL;
     if (n_words < 1 || n_words > SAMP_MAX_BAD_TEXTS)
-        return fail(e, TOKA_E_USE, "bad_words: %d words, expected 1 to %d", n_words, SAMP_MAX_BAD_TEXTS);
+        return fail(e, TOKA_E_USE, "bad_words: %d words, expected 1 to %d", n_words,
+                    SAMP_MAX_BAD_TEXTS);
     for (int i = 0; i < n_words; i++) bytes += strlen(texts[i]);
     if (bytes > SAMP_MAX_BAD_BYTES)
         return fail(e, TOKA_E_USE, "bad_words: %zu bytes, expected at most %d in all", bytes,
                     SAMP_MAX_BAD_BYTES);
     toka_words *words = mem_zalloc(sizeof *words);
     atomic_init(&words->refs, 1);
-    words->tokenizer = tokenizer, words->n_words = n_words, words->words = arena_alloc(&words->memory, (size_t)n_words * sizeof *words->words);
+    words->tokenizer = tokenizer;
+    words->n_words = n_words;
+    words->words = arena_alloc(&words->memory, (size_t)n_words * sizeof *words->words);
     int code = samp_words_build(words, texts, e);
     if (code) samp_words_del(words);
     else *out = words;
     return code;
 }
 
-/* The bytes that a reader sees of an id. */
+/* Appends the bytes of an id that are in the output's text; a skipped special token has none. */
 static void samp_put_visible(const tok *tokenizer, int32_t id, bool keep_special, buf *text) {
     const bool skipped = id < tokenizer->n_ids && tokenizer->flag[id] & TOK_SKIPPED;
     if (keep_special || !skipped) tok_bytes(tokenizer, id, text);
 }
 
-/* The end of an output's text: as many bytes as a word can begin in, and a character before them.
- * edges: 1 where a token begins. */
-static void samp_output_end(const toka_words *words, const int32_t *output, int n_output, bool keep_special,
-                        buf *text, buf *edges) {
+/* Sets `text` to the end of the output's text: enough bytes for the longest word and one character
+ * before it. Sets `edges`, a byte for each byte of text, to 1 where a token begins, else 0. */
+static void samp_output_end(const toka_words *words, const int32_t *output, int n_output,
+                            bool keep_special, buf *text, buf *edges) {
     int from = n_output;
-    buf_clear(text), buf_clear(edges);
+    buf_clear(text);
+    buf_clear(edges);
     while (from > 0 && text->n < words->max_bytes + 4)
         samp_put_visible(words->tokenizer, output[--from], keep_special, text);
     buf_clear(text);
@@ -11541,31 +11627,38 @@ static void samp_output_end(const toka_words *words, const int32_t *output, int 
     }
 }
 
-/* Appends to out the ids that would complete a word behind this output. text, edges: scratch. */
-static void samp_bad_by_texts(const toka_words *words, const int32_t *output, int n_output, bool keep_special,
-                          buf *text, buf *edges, ids *out) {
+/* Appends to `out` the ids that would complete a bad word after this output. text, edges: scratch
+ * buffers. keep_special: of the request. */
+static void samp_bad_by_texts(const toka_words *words, const int32_t *output, int n_output,
+                              bool keep_special, buf *text, buf *edges, ids *out) {
     ids_reserve(out, words->whole_ids.n);
     for (size_t i = 0; i < words->whole_ids.n; i++) ids_push(out, words->whole_ids.p[i]);
     samp_output_end(words, output, n_output, keep_special, text, edges);
     if (!text->n) return;
     const str text_end = buf_view(text);
     const unsigned char last_byte = (unsigned char)text_end.p[text_end.n - 1];
-    for (int k = words->suffixes.first_of_byte[last_byte]; k < words->suffixes.first_of_byte[last_byte + 1]; k++) {
+    for (int k = words->suffixes.first_of_byte[last_byte];
+         k < words->suffixes.first_of_byte[last_byte + 1]; k++) {
         const samp_suffix *suffix = &words->suffixes.entries[k];
         const size_t n_before = (size_t)suffix->offset, word_start = text_end.n - n_before;
-        if (n_before > text_end.n || memcmp(text_end.p + word_start, words->words[suffix->word_index].p, n_before)) continue;
-        if (edges->p[word_start] || samp_is_word_edge(&words->tokenizer->uni, text_end, word_start)) ids_push(out, suffix->id);
+        if (n_before > text_end.n ||
+            memcmp(text_end.p + word_start, words->words[suffix->word_index].p, n_before))
+            continue;
+        if (edges->p[word_start] || samp_is_word_edge(&words->tokenizer->uni, text_end, word_start))
+            ids_push(out, suffix->id);
     }
 }
 
 /* ---- Is anything left to draw? ---- */
 
-enum { SAMP_BAN_MIN_TOKENS, SAMP_BAN_BAD_WORDS, SAMP_BAN_BIAS, SAMP_N_BANS }; /* what forbids ids from the start */
+/* Parameters that can forbid ids from the first token on. */
+enum { SAMP_BAN_MIN_TOKENS, SAMP_BAN_BAD_WORDS, SAMP_BAN_BIAS, SAMP_N_BANS };
 
-/* The ids that may not be drawn as the first one, by what forbids them; n: how many there are up to
- * the end of each. A bias of -100 is a ban here, as OpenAI has it. */
-static void samp_collect_banned(const toka_sampling *sampling, const int32_t *ends, int n_ends, ids *out,
-                        size_t n_upto[SAMP_N_BANS]) {
+/* Appends to `out` the ids that may not be drawn as the first token, grouped by the parameter that
+ * forbids them. n_upto[ban]: length of `out` after that group. A bias of -100 counts as a ban here,
+ * as in OpenAI's API. */
+static void samp_collect_banned(const toka_sampling *sampling, const int32_t *ends, int n_ends,
+                                ids *out, size_t n_upto[SAMP_N_BANS]) {
     const toka_words *words = sampling->bad_words;
     for (int i = 0; i < n_ends && sampling->min_tokens; i++) ids_push(out, ends[i]);
     n_upto[SAMP_BAN_MIN_TOKENS] = out->n;
@@ -11577,12 +11670,12 @@ static void samp_collect_banned(const toka_sampling *sampling, const int32_t *en
     n_upto[SAMP_BAN_BIAS] = out->n;
 }
 
-/* May any id be drawn that is not on the list? */
+/* Returns whether some id is allowed and not in `banned`. */
 static bool samp_any_left(const toka_sampling *sampling, const ids *banned, int V) {
     bool any_left = false;
     if (!banned->n || (!sampling->n_allowed && banned->n < (size_t)V)) return true;
     bool *is_banned = mem_zalloc((size_t)V);
-    for (size_t i = 0; i < banned->n; i++) /* a model's end ids may lie outside its vocabulary */
+    for (size_t i = 0; i < banned->n; i++) /* end ids may lie outside the vocabulary */
         if (banned->p[i] < V) is_banned[banned->p[i]] = true;
     for (int i = 0; i < sampling->n_allowed; i++) any_left |= !is_banned[sampling->allowed_ids[i]];
     for (int i = 0; i < V && !sampling->n_allowed; i++) any_left |= !is_banned[i];
@@ -11590,10 +11683,10 @@ static bool samp_any_left(const toka_sampling *sampling, const ids *banned, int 
     return any_left;
 }
 
-/* Refuses what forbids every id that is allowed, as far as that is known before the first draw.
- * ends: ids that end a sample. */
-static int samp_check_any_left(const toka_sampling *sampling, const int32_t *ends, int n_ends, int V,
-                           toka_err *e) {
+/* Refuses a request that forbids all allowed ids, as far as that is known before the first draw.
+ * ends: the ids that end a sample. Returns 0 or TOKA_E_USE. */
+static int samp_check_any_left(const toka_sampling *sampling, const int32_t *ends, int n_ends,
+                               int V, toka_err *e) {
     static const char *const names[SAMP_N_BANS] = {"min_tokens", "bad_words", "logit_bias"};
     size_t n_upto[SAMP_N_BANS];
     ids banned = {0};
@@ -11604,46 +11697,65 @@ static int samp_check_any_left(const toka_sampling *sampling, const int32_t *end
     buf reasons = {0};
     int n_reasons = 0;
     for (int i = 0; i < SAMP_N_BANS; i++)
-        if (n_upto[i] > (i ? n_upto[i - 1] : 0)) buf_printf(&reasons, "%s%s", n_reasons++ ? " and " : "", names[i]);
+        if (n_upto[i] > (i ? n_upto[i - 1] : 0))
+            buf_printf(&reasons, "%s%s", n_reasons++ ? " and " : "", names[i]);
     int code = fail(e, TOKA_E_USE, "%s: nothing is left to draw, as %s forbid%s all of these ids",
-                    sampling->n_allowed ? "allowed_token_ids" : reasons.p, reasons.p, n_reasons > 1 ? "" : "s");
+                    sampling->n_allowed ? "allowed_token_ids" : reasons.p, reasons.p,
+                    n_reasons > 1 ? "" : "s");
     buf_free(&reasons);
     return code;
 }
 
 /* ---- Stop strings ---- */
 
-/* Watches for stop strings in a text that comes in pieces, cut anywhere. The stop string that is
- * complete first ends the text (of several that end at the same byte, the longest), so the outcome
- * does not depend on the cuts. What could still become a stop string is held back: the longest end
- * of the text that is the beginning of one, found by Knuth-Morris-Pratt for each string side by
- * side. A byte costs O(n_stop). Stop strings are whole characters (samp_check), so text is never
- * held back or ended inside a character. */
+/* A stop_scanner finds stop strings in the text of one sample. The text comes in pieces that may be
+ * split anywhere. The text ends at the stop string that is complete first; if several end at the
+ * same byte, at the longest. So the result does not depend on how the text is split.
+ *
+ * The scanner holds back the longest end of the text that is a prefix of a stop string. It finds
+ * that end by the algorithm of Knuth, Morris and Pratt, for all stop strings side by side; a byte
+ * costs O(n_stop). Stop strings are whole characters (samp_check), so text is never held back or
+ * ended inside a character.
+ *
+ *   Example, stop string "bcd":   piece   given out   held after it
+ *                                 "ab"    "a"         "b"
+ *                                 "c"     ""          "bc"
+ *                                 "xb"    "bcx"       "b"
+ *                                 "cde"   ""          nothing: "bcd" is complete, "e" is dropped */
 typedef struct stop_matcher {
-    str text;
-    int index;   /* in the list given to stop_init */
-    int *fallback;   /* [text.n + 1] back[i]: length of the longest proper end of text[0..i) that is also its beginning */
-    int n_matched; /* bytes of `text` that the text seen so far ends in, less than text.n */
+    str text;      /* the stop string; borrowed from the caller of stop_init */
+    int index;     /* its index in the list given to stop_init */
+    int *fallback; /* [text.n + 1] prefix function: fallback[i] is the length of the longest proper
+                      suffix of text[0 .. i-1] that is also a prefix of it */
+    int n_matched; /* length of the longest prefix of `text` in which the scanned text ends; less
+                      than text.n */
 } stop_matcher;
 
 typedef struct stop_scanner {
-    stop_matcher *stops; /* [n_stops], one allocation with their tables */
+    stop_matcher *stops; /* [n_stops], one allocation together with their fallback tables */
     int n_stops;
-    int matched_index; /* of the stop string that ended it: its index in the list given to stop_init */
-    bool include_stop, ended;
-    bool partial;         /* the text ends in the beginning of a stop string */
-    uint64_t first_bytes[4]; /* a bit for each byte that begins one: while not open, others need no look */
-    buf held; /* text not yet given out: its end of max(matched) bytes is the beginning of a stop string */
+    int matched_index; /* the stop string found last, as its index in the list given to stop_init;
+                          -1: none */
+    bool include_stop; /* the stop string stays in the text */
+    bool ended;        /* no more text is given out */
+    bool partial;      /* the text ends in a prefix of a stop string */
+    /* The set of the first bytes of the stop strings. While partial is false, all other bytes are
+     * skipped. */
+    uint64_t first_bytes[4];
+    buf held; /* held text: max(n_matched) bytes between two calls of stop_put */
 } stop_scanner;
 
-/* Prefix function: a beginning grows by a byte, or falls back to the next shorter beginning. */
+/* Returns n_matched after one more byte: the prefix grows by c, or falls back to the next shorter
+ * prefix that c continues. */
 static int stop_advance(const stop_matcher *matcher, int n_matched, char c) {
-    while (n_matched > 0 && matcher->text.p[n_matched] != c) n_matched = matcher->fallback[n_matched];
+    while (n_matched > 0 && matcher->text.p[n_matched] != c)
+        n_matched = matcher->fallback[n_matched];
     return n_matched + (matcher->text.p[n_matched] == c);
 }
 
-/* `stop` is borrowed until stop_free. Empty strings are left out. */
-static void stop_init(stop_scanner *scanner, const char *const *stop, int n_stop, bool include_stop) {
+/* Borrows `stop` until stop_free. Empty strings are ignored. */
+static void stop_init(stop_scanner *scanner, const char *const *stop, int n_stop,
+                      bool include_stop) {
     size_t n_ints = 0;
     for (int i = 0; i < n_stop; i++) n_ints += strlen(stop[i]) + 1;
     *scanner = (stop_scanner){.include_stop = include_stop, .matched_index = -1};
@@ -11657,21 +11769,27 @@ static void stop_init(stop_scanner *scanner, const char *const *stop, int n_stop
         *matcher = (stop_matcher){.text = text, .index = i, .fallback = fallback};
         scanner->first_bytes[(unsigned char)*text.p >> 6] |= (uint64_t)1 << (*text.p & 63);
         fallback += text.n + 1;
-        for (size_t length = 1; length < text.n; length++) matcher->fallback[length + 1] = stop_advance(matcher, matcher->fallback[length], text.p[length]);
+        for (size_t length = 1; length < text.n; length++)
+            matcher->fallback[length + 1] =
+                stop_advance(matcher, matcher->fallback[length], text.p[length]);
     }
 }
 
-/* One byte. Returns the length of the longest stop string that it completes, or 0; s->which says
- * which one. */
+/* Scans one byte. Returns the length of the longest stop string that it completes, whose index is
+ * then in matched_index; 0 if it completes none. */
 static size_t stop_put_byte(stop_scanner *scanner, char c) {
     size_t longest = 0;
     bool partial = false;
-    if (!scanner->partial && !(scanner->first_bytes[(unsigned char)c >> 6] >> (c & 63) & 1)) return 0;
+    if (!scanner->partial && !(scanner->first_bytes[(unsigned char)c >> 6] >> (c & 63) & 1))
+        return 0;
     for (int i = 0; i < scanner->n_stops; i++) {
         stop_matcher *matcher = &scanner->stops[i];
         matcher->n_matched = stop_advance(matcher, matcher->n_matched, c);
         if ((size_t)matcher->n_matched == matcher->text.n) {
-            if (matcher->text.n > longest) longest = matcher->text.n, scanner->matched_index = matcher->index;
+            if (matcher->text.n > longest) {
+                longest = matcher->text.n;
+                scanner->matched_index = matcher->index;
+            }
             matcher->n_matched = matcher->fallback[matcher->n_matched];
         }
         partial |= matcher->n_matched > 0;
@@ -11680,11 +11798,12 @@ static size_t stop_put_byte(stop_scanner *scanner, char c) {
     return longest;
 }
 
-/* Feeds the text of one token and appends to `out` what is now certain. True: a stop string was
- * completed; out then has all before it (with include_stop it too) and nothing behind it; later
- * calls add nothing and return true again. armed false (one of the first min_tokens): a stop string
- * whose last byte is in this piece is ordinary text; one that begins in this piece and ends in an
- * armed one counts. */
+/* Scans the text of one token and appends to `out` the text that is now certain. Returns true if a
+ * stop string is complete: then `out` gets the text before it (with include_stop also the stop
+ * string) and nothing after it. Later calls add nothing and return true again.
+ *
+ * may_stop is false for the first min_tokens tokens. A stop string that ends in such a token is
+ * ordinary text; one that begins there and ends in a later token counts. */
 static bool stop_put(stop_scanner *scanner, str text, bool may_stop, buf *out) {
     if (scanner->ended) return true;
     for (size_t i = 0; i < text.n; i++) {
@@ -11696,7 +11815,8 @@ static bool stop_put(stop_scanner *scanner, str text, bool may_stop, buf *out) {
         return scanner->ended = true;
     }
     size_t n_held = 0;
-    for (int i = 0; i < scanner->n_stops && scanner->partial; i++) n_held = MAX(n_held, (size_t)scanner->stops[i].n_matched);
+    for (int i = 0; i < scanner->n_stops && scanner->partial; i++)
+        n_held = MAX(n_held, (size_t)scanner->stops[i].n_matched);
     if (!n_held && !scanner->held.n) {
         buf_str(out, text);
         return false;
@@ -11709,7 +11829,7 @@ static bool stop_put(stop_scanner *scanner, str text, bool may_stop, buf *out) {
     return false;
 }
 
-/* The end of the text: what was held back comes out. */
+/* Ends the text: appends the held text to `out`. */
 static void stop_end(stop_scanner *scanner, buf *out) {
     buf_str(out, buf_view(&scanner->held));
     buf_clear(&scanner->held);
