@@ -10741,8 +10741,9 @@ static void batch_make_micros(batch_builder *builder, batch_micros *micros, cons
  *                 x < 0 ? x*r : x/r), frequency and presence penalty (output only: x - f*count - p)
  *   3. greedy     temperature 0: the highest adjusted logit, on a tie the lowest id. Ends here
  *   4. truncate   temperature, then top-k (all ids tied with the k-th are kept), then top-p (the
- *                 smallest set of best ids whose probabilities add up to p; of tied ids the lowest
- *                 are kept), then min-p (ids with probability >= min_p * that of the best id)
+ *                 smallest set of best ids whose probabilities add up to at least p; of tied ids
+ *                 the lowest are kept), then min-p (ids with probability >= min_p * that of the
+ *                 best id)
  *   5. draw       the inverse of the cumulative distribution in order of ids, at one uniform number
  *                 of 53 bits
  * Each filter of step 4 keeps the first ids of the same order (logit falling, id rising). So one
@@ -10761,7 +10762,7 @@ static void batch_make_micros(batch_builder *builder, batch_micros *micros, cons
  * What always holds:
  *   - The sampled id is a pure function of (logits, parameters, history, seed, sample, position).
  *     Step 5 takes its number from Philox with key = seed and counter = (sample, position, stream,
- *     0). The weights do not depend on the libm.
+ *     0). The weights do not depend on the libm; only the limit of min-p does, by log().
  *   - A drawn id has a positive probability. Sums are in double; the relative error of a
  *     probability is less than 1e-11.
  *   - samp_row allocates nothing and keeps no state: it works on the row in place, with less than
@@ -10809,8 +10810,8 @@ static int samp_check_ids(const char *name, const int32_t *id, int n, int V, tok
     return 0;
 }
 
-/* The same for a list in which no id needs to occur twice: also limits it to V entries. A GPU's
- * buffer holds that many; a longer list would appear as a failure of the device. */
+/* As samp_check_ids, for a list in which no id needs to occur twice: n may be at most V. The buffer
+ * on a GPU holds V ids; without this check, a longer list would end as a failure of the GPU. */
 static int samp_check_list(const char *name, const int32_t *id, int n, int V, toka_err *e) {
     if (n > V)
         return fail(e, TOKA_E_USE, "%s: %d ids, expected at most %d, the size of the vocabulary",
@@ -10818,6 +10819,8 @@ static int samp_check_list(const char *name, const int32_t *id, int n, int V, to
     return samp_check_ids(name, id, n, V, e);
 }
 
+/* Each stop string must be 1 to SAMP_MAX_STOP_BYTES bytes of valid UTF-8. Returns 0 or
+ * TOKA_E_USE. */
 static int samp_check_stops(const toka_sampling *sampling, toka_err *e) {
     if (sampling->n_stop < 0 || sampling->n_stop > SAMP_MAX_STOPS)
         return fail(e, TOKA_E_USE, "stop: %d texts, expected at most %d", sampling->n_stop,
@@ -10977,7 +10980,7 @@ static inline double samp_exp(double d) {
     memcpy(&exponent, &shifted, 8);
     bits += exponent << 52;
     memcpy(&poly, &bits, 8);
-    poly -= 0x1p-1000; /* makes tiny values exactly 0; far below the rounding error of others */
+    poly -= 0x1p-1000; /* results below 2^-1000 become exactly 0; it does not matter to others */
     return poly > 0 ? poly : 0;
 }
 
@@ -11115,7 +11118,7 @@ static bool samp_has_bad_words(const toka_sampling *sampling) {
     return sampling->n_bad || sampling->bad_words;
 }
 
-/* Returns whether sampling needs the ids of all earlier tokens. */
+/* Returns whether sampling needs the ids of all earlier tokens, for penalties or bad words. */
 static bool samp_needs_history(const toka_sampling *sampling) {
     return samp_has_penalties(sampling) || samp_has_bad_words(sampling);
 }
@@ -11179,6 +11182,7 @@ static inline bool samp_is_kept(const samp_dist *dist, int id) {
     return dist->x[id] > dist->threshold.min_logit ||
            (dist->x[id] == dist->threshold.min_logit && id <= dist->threshold.last_tied);
 }
+
 static inline double samp_weight(const samp_dist *dist, float x) {
     return samp_exp((x - dist->max) * dist->scale);
 }
@@ -11263,8 +11267,8 @@ static void samp_min_p(samp_dist *dist, double min_p) {
  * most 1 - p. In other words, an id is kept if the ids before it, from the highest probability
  * down, add up to less than p.
  *
- * So at most (1 - p) * total of weight is removed. Ids with at most 1/V of that are removed first,
- * by samp_min_p: even V such ids together are not too much. Then the search has few ids left. */
+ * The removed weights add up to at most (1 - p) * total. So samp_min_p first removes all ids with
+ * less than 1/V of that: even V such ids together are not too much. The search has few ids left. */
 static void samp_top_p(samp_dist *dist, double p) {
     double sum_above, total = samp_sum_kept(dist, 0, dist->V);
     samp_min_p(dist, MIN(1.0, (1 - p) * total / dist->V));
@@ -11404,8 +11408,8 @@ static void samp_bad_by_ids(const toka_sampling *sampling, const int32_t *output
  *   "as"+"s"    forbidden: "s" is a suffix with offset 2, and "as" begins at a token border
  *   "clas"+"s"  allowed: "as" begins neither at a token border nor at an edge
  *   "cl"+"ass"  forbidden: "ass" is a whole id
- * So a longer word in several tokens is surely allowed only if no token begins at the bad word's
- * first letter. The same holds for bad words as ids. */
+ * So a longer word in several tokens is always allowed if no token begins at the bad word's first
+ * letter. Otherwise it may be forbidden, as it may with bad words as ids. */
 
 /* A token (id) that begins with the bytes from `offset` on of words[word_index]. While tables are
  * built, also just a place in a word, with id 0. */
@@ -11427,7 +11431,7 @@ struct toka_words {
     str *words;                 /* [n_words] the bytes of their tokens, without leading spaces */
     int n_words;
     size_t max_bytes;           /* of the longest word */
-    ids whole_ids;              /* rising */
+    ids whole_ids;              /* in rising order */
     samp_suffix_table suffixes; /* by the byte before `offset`: the output must end in it */
     arena memory;               /* holds words and the tables */
 };
@@ -11530,9 +11534,9 @@ static bool samp_contains_word(const toka_words *words, const samp_suffix_table 
     return false;
 }
 
-/* Adds a token to whole_ids if its text contains a whole word. Otherwise appends it to `suffixes`,
- * once for each end of a word that it begins with. Returns 0, or TOKA_E_USE if there are too many
- * suffixes. */
+/* Adds a token to whole_ids if its text contains a whole word; a special token, if its text is one.
+ * Appends other ordinary tokens to `suffixes`, once for each end of a word that they begin with.
+ * Returns 0, or TOKA_E_USE if there are too many suffixes. */
 static int samp_index_token(toka_words *words, const samp_suffix_table *starts, int32_t id,
                             str text, buf *suffixes, toka_err *e) {
     const bool special = words->tokenizer->flag[id] & TOK_SPECIAL;
@@ -11565,7 +11569,7 @@ static void samp_words_del(toka_words *words) {
     free(words);
 }
 
-/* Spells the words, then looks at each token of the vocabulary. Returns 0 or an error's code. */
+/* Fills words, whole_ids and suffixes; reads the whole vocabulary. Returns 0 or an error's code. */
 static int samp_words_build(toka_words *words, const char *const *texts, toka_err *e) {
     buf text = {0}, suffixes = {0};
     samp_suffix_table starts;
