@@ -314,7 +314,7 @@ static void test_srv_hosts(void) {
         const char *hosts, *host;
         bool ok;
     } cases[] = {{NULL, "localhost", true}, {NULL, "a.localhost:1", true}, {NULL, "xlocalhost", false}, {NULL, ".localhost", false}, {NULL, "[::1]", true},
-                 {NULL, "evil", false}, {NULL, "", true}, {NULL, ":1", false}, {NULL, "box", true}, {NULL, "BOX.:5", true}, {NULL, "box.a", false},
+                 {NULL, "evil", false}, {NULL, "", false}, {NULL, ":1", false}, {NULL, "box", true}, {NULL, "BOX.:5", true}, {NULL, "box.a", false},
                  {NULL, "127.255.0.9", true}, {NULL, "128.0.0.1", false}, {NULL, "[::ffff:7f00:1]", true}, {NULL, "[::7f00:1]", false},
                  {"*", "evil", true}, {"a,b", "b:9", true}, {"a,b", "ab", false}, {"*.a", "x.a", true}, {"*.a", "a", false}, {"*.a", "xa", false}, {".a", "a", true},
                  {".a", "y.x.a", true}, {".a", "b.aa", false}, {"a:1", "a:1", true}, {"a:1", "a:2", false}, {"fd::1", "[fd:0::1]:2", true}, {"[fd::1]", "[fd::1]", true}};
@@ -322,6 +322,7 @@ static void test_srv_hosts(void) {
         srv_options o = {.hosts = cases[i].hosts, .host = "box"};
         CHECK_MSG(srv_is_own_host(&o, http_str(cases[i].host), -1) == cases[i].ok, "%s, %s", cases[i].hosts ? cases[i].hosts : "-", cases[i].host);
     }
+    CHECK(srv_is_own_host(&(srv_options){0}, (str){0}, -1)); /* HTTP/1.0 without a Host */
     toka_err e;
     CHECK(!srv_check_hosts("a, *.b,.c , [::1]:5, fd::1,a:1,*", &e) && !srv_check_hosts("", &e));
     static const char *const wrong[] = {"http://a", "a,*.", "a*", "*.*", "a b", ".", "a,,b", "a:b"};
