@@ -8794,177 +8794,257 @@ static int mf_open(mf_model **out, const char *model, const char *models_file,
 
 /* ===========================================================================
  * MARK: 14. KV pages and prefix tree [pure]
- * Who holds which page of the KV cache, and which pages hold the same tokens.
+ * Manages the pages of the KV cache: which sequences hold a page, and which tokens a page contains.
+ * In: token ids. Out: the block table of each sequence.
+ * The design is PagedAttention (Kwon et al. 2023, arXiv 2309.06180) with a prefix cache that is a
+ * radix tree (RadixAttention: Zheng et al. 2023, arXiv 2312.07104) and with LRU eviction.
  *
- * A page has room for the K and V of B tokens. A sequence (slot q) holds a row of pages, page i for positions i*B ..
- * i*B+B-1. Pages whose B tokens are all known hang in a tree: a node is a page, its key is (parent page, its B tokens),
- * so the path from the root spells a prefix and two sequences with the same prefix hold the same pages. The first
- * n_tree pages of a row are in the tree, the rest are the sequence's own.
+ * Words:
+ *   page            memory for K and V of B tokens, in all layers; vLLM calls it a block
+ *   seq             index of a running sequence; the sequence keeps it until it ends
+ *   block table     the pages of one sequence: entry i is the page of positions i*B .. i*B+B-1
+ *   prefix tree     the prefix cache. A node is a full page. Its key is (parent page, B tokens), so
+ *                   the path from the root to a page contains the tokens of a prefix. Sequences
+ *                   with the same prefix share these pages.
+ *   computed        a step that computes the page's K and V has been planned. Steps run in the
+ *                   order in which they are planned, so every later step may read the page.
+ *   prefix order    a linked list of the open sequences. All holders of a page are neighbours in it;
+ *                   these neighbours are the run of the page.
+ *   n_common_pages  number of leading pages that a sequence shares with the one before it in prefix
+ *                   order. Chapter 17 finds groups of sequences with a shared prefix by it.
+ *   unshared        does not use the prefix cache: reads no pages from it and inserts none
  *
- *      root --- [The cat sat on] --- [the mat and the] --- [dog barked at it]      q1: 3 tree pages, then own ones
- *                              \                     \---- [bird sang a song]      q2
- *                               \--- [a hot tin roof ]                             q3
+ * The first n_tree_pages pages of a block table are in the tree and may be shared. The pages after
+ * them belong to this sequence only. Example with B = 4, a word for a token; behind each page its
+ * ref, the number of sequences that hold it:
  *
- * One page is always in exactly one of three places:
+ *     root -- [The cat sat on] 3 -+- [the mat and the] 2 -+- [dog barked at it] 1     q1
+ *                                 |                       +- [bird sang a song] 1     q2
+ *                                 +- [a hot tin roof ] 1                              q3
  *
- *      free    --kv_alloc_seq, kv_append_page-->    held (ref > 0)    --kv_free_seq: not in the tree, or never computed-->    free
- *      cached  --kv_alloc_seq: matched-->    held              --kv_free_seq: in the tree and ready-->                 cached
- *      cached  --kv_alloc_page: the free list is empty, the longest unused leaf goes--> held by another
+ *     prefix order    q1  q2  q3           q4 opens: "The cat sat on the mat and the fox ran off".
+ *     n_common_pages   0   2   1           Its deepest shared page is [the mat and the], whose last
+ *                                          holder is q2, so q4 is inserted behind q2:
+ *     prefix order    q1  q2  q4  q3
+ *     n_common_pages   0   2   2   1
  *
- * In the tree: the full pages of a prompt at kv_alloc_seq, before anything is computed (n samples share at once); a page
- * filled by generation at kv_cache_full_page. `ready` says that a step which computes the page's K and V has been planned. Steps
- * run in the order in which they are planned, so whoever plans a later row may read it. Nobody needs to remember who
- * computes a page: a sequence in prefill skips pages that became ready (kv_skip_computed) and computes the first that is not, so
- * any other holder may vanish.
+ * A page is in one of three states: free, held (ref > 0), or cached (in the tree, ref == 0).
  *
- * Rows are also kept in an order in which the holders of every page lie side by side, with the number of pages that
- * each row has in common with the one before it (lcp): chapter 17 reads the groups that share a prefix from that.
+ *              kv_alloc_page                      kv_unref: in the tree and computed
+ *     free ------------------------> held --------------------------------------------> cached
+ *       ^                            | ^ ^                                               |  |
+ *       +---- kv_unref: otherwise ---+ | +--------- kv_ref: its tokens match ------------+  |
+ *                                      +-- kv_alloc_page: no page is free, evict the -------+
+ *                                          least recently used page without children
  *
- * What always holds (kv_check of test/state.h): ref = number of rows with the page; a held or ready page's parent is held or ready
- * too; a page is in the LRU list if it is in the tree, unheld and without children; an unheld page of the tree is ready.
- * Nothing is allocated after kv_init. Cost: O(pages of the row) for kv_alloc_seq and kv_free_seq, O(1) for the rest.
+ * kv_alloc_seq inserts the full pages of a prompt into the tree before anything is computed, so all
+ * samples of a prompt share them at once. kv_cache_full_page inserts a page that generated tokens
+ * have filled. No page is assigned to one sequence for computing: a sequence in prefill skips pages
+ * that are computed (kv_skip_computed), and computes the first page that is not. So any holder of a
+ * page may end or be preempted.
+ *
+ * What always holds (kv_check of test/state.h): ref is the number of block tables that contain the
+ * page. The parent of a held page is held. The parent of a computed page is computed. A cached page
+ * is computed. The LRU list contains exactly the cached pages without children.
+ * Nothing is allocated from the heap after kv_init. Cost: O(pages of the sequence) to match a
+ * prefix, to open and close a sequence, and to deduplicate a page; O(1) per page for the rest.
  * =========================================================================== */
 
-#define KV_NOT_IN_TREE (-1) /* as parent: not in the tree */
+#define KV_NOT_IN_TREE (-1) /* kv_page.parent of a page outside the tree */
 
 typedef struct kv_page {
-    uint64_t hash;  /* of all tokens from the root to the end of this page; while in the tree */
-    int64_t unref_tick;   /* when its last holder let go */
-    int ref;        /* rows that have it */
-    int parent;     /* page, kv.root, or KV_NOT_IN_TREE */
-    int n_children; /* in the tree, held or not */
-    int hash_next;      /* next page of the same hash bucket, -1 ends */
-    int older, newer; /* LRU list, while an unheld leaf */
-    int last_holder;       /* last row of the order that has it, while held and in the tree */
-    bool computed;
+    uint64_t hash;      /* of all tokens from the root to the end of this page; valid in the tree */
+    int64_t unref_tick; /* kv_cache.tick when its last holder released it */
+    int ref;            /* number of block tables that contain it */
+    int parent;         /* page, kv_cache.root, or KV_NOT_IN_TREE */
+    int n_children;     /* in the tree, held or cached */
+    int hash_next;      /* next page in the same hash bucket; -1: none */
+    int older, newer;   /* neighbours in the LRU list; valid while cached and without children */
+    int last_holder;    /* last seq in prefix order with it; valid while held and in the tree */
+    bool computed;      /* a step that computes it has been planned */
 } kv_page;
 
 typedef struct kv_seq {
-    int prev, next; /* the order */
-    int n_common_pages;        /* leading pages in common with prev */
-    int n_pages, n_tree_pages;
-    bool not_cacheable;     /* no page of this row enters any more: it is alone, or an equal page stood in the tree, not ready */
+    int prev, next;     /* seqs, neighbours in prefix order; kv_cache.n_seqs: the end */
+    int n_common_pages; /* leading pages that it shares with prev */
+    int n_pages;        /* in its block table */
+    int n_tree_pages;   /* the first ones of these, which are in the tree */
+    bool not_cacheable; /* no further page is inserted into the tree: the sequence is unshared, or
+                         * the tree has an equal page that was not computed */
 } kv_seq;
 
-typedef struct kv_cache {
+typedef struct kv_cache { /* owns its arrays */
     int B, n_pages, n_seqs;
-    int max_pages, table_stride;   /* most pages of a row; ints from one row to the next */
-    int root;          /* = n_pages: pages[root] is the root of the tree and both ends of the LRU list */
-    kv_page *pages;    /* [n_pages + 1] */
-    int32_t *tokens;   /* [n_pages][B] of the pages in the tree */
-    int *buckets;       /* [n_bucket] hash table: first page or -1 */
-    uint64_t n_buckets; /* power of two */
-    int *free_list;    /* stack */
+    int max_pages;      /* of one sequence */
+    int table_stride;   /* ints from one block table to the next */
+    int root;           /* = n_pages; pages[root] is the tree's root and both LRU list ends */
+    kv_page *pages;     /* [n_pages + 1] */
+    int32_t *tokens;    /* [n_pages][B], valid for pages in the tree */
+    int *buckets;       /* [n_buckets] hash table of the tree's pages: first page, or -1 */
+    uint64_t n_buckets; /* a power of two */
+    int *free_list;     /* [n_free] stack of free pages; capacity n_pages */
     int n_free, n_cached;
-    kv_seq *seqs;      /* [n_seqs + 1]; the last one is both ends of the order */
-    int *block_tables;        /* [n_seqs][stride] */
-    int64_t tick;
+    kv_seq *seqs;       /* [n_seqs + 1]; the last one is both ends of the prefix order */
+    int *block_tables;  /* [n_seqs][table_stride] */
+    int64_t tick;       /* sequences closed so far: the clock of unref_tick */
 } kv_cache;
 
 static void kv_free(kv_cache *cache) {
-    free(cache->pages), free(cache->tokens), free(cache->buckets), free(cache->free_list), free(cache->seqs), free(cache->block_tables);
+    free(cache->pages);
+    free(cache->tokens);
+    free(cache->buckets);
+    free(cache->free_list);
+    free(cache->seqs);
+    free(cache->block_tables);
     *cache = (kv_cache){0};
 }
 
-/* False: so much memory there is not; nothing is held then. */
+/* max_len: most tokens of one sequence. Returns false if an allocation fails; nothing is allocated
+ * then. */
 static bool kv_init(kv_cache *cache, int B, int n_pages, int n_seqs, int max_len) {
-    *cache = (kv_cache){.B = B, .n_pages = n_pages, .n_seqs = n_seqs, .max_pages = (max_len + B - 1) / B, .root = n_pages};
+    *cache = (kv_cache){.B = B,
+                        .n_pages = n_pages,
+                        .n_seqs = n_seqs,
+                        .max_pages = (max_len + B - 1) / B,
+                        .root = n_pages};
     for (cache->n_buckets = 16; cache->n_buckets < (uint64_t)n_pages * 2; cache->n_buckets *= 2) {}
-    cache->table_stride = (cache->max_pages + 15) / 16 * 16 | 16; /* an odd number of cache lines: columns spread over all cache sets */
+    /* An odd number of cache lines: entry i of all block tables is spread over all cache sets. */
+    cache->table_stride = (cache->max_pages + 15) / 16 * 16 | 16;
     cache->pages = mem_try_zalloc((size_t)n_pages + 1, sizeof *cache->pages);
     cache->tokens = mem_try_zalloc((size_t)n_pages * (size_t)B, sizeof *cache->tokens);
     cache->buckets = mem_try_zalloc(cache->n_buckets, sizeof *cache->buckets);
     cache->free_list = mem_try_zalloc((size_t)n_pages, sizeof *cache->free_list);
     cache->seqs = mem_try_zalloc((size_t)n_seqs + 1, sizeof *cache->seqs);
-    cache->block_tables = mem_try_zalloc((size_t)n_seqs * (size_t)cache->table_stride, sizeof *cache->block_tables);
-    if (!cache->pages || !cache->tokens || !cache->buckets || !cache->free_list || !cache->seqs || !cache->block_tables) return kv_free(cache), false;
+    cache->block_tables = mem_try_zalloc((size_t)n_seqs * (size_t)cache->table_stride,
+                                         sizeof *cache->block_tables);
+    if (!cache->pages || !cache->tokens || !cache->buckets || !cache->free_list || !cache->seqs ||
+        !cache->block_tables) {
+        kv_free(cache);
+        return false;
+    }
     for (uint64_t i = 0; i < cache->n_buckets; i++) cache->buckets[i] = -1;
-    for (int page = n_pages - 1; page >= 0; page--) cache->pages[page].parent = KV_NOT_IN_TREE, cache->free_list[cache->n_free++] = page;
-    cache->pages[cache->root] = (kv_page){.hash = 1, .parent = KV_NOT_IN_TREE, .older = cache->root, .newer = cache->root, .computed = true};
+    for (int page = n_pages - 1; page >= 0; page--) {
+        cache->pages[page].parent = KV_NOT_IN_TREE;
+        cache->free_list[cache->n_free++] = page;
+    }
+    cache->pages[cache->root] = (kv_page){.hash = 1,
+                                          .parent = KV_NOT_IN_TREE,
+                                          .older = cache->root,
+                                          .newer = cache->root,
+                                          .computed = true};
     cache->seqs[n_seqs].prev = cache->seqs[n_seqs].next = n_seqs;
     return true;
 }
 
-static int *kv_block_table(const kv_cache *cache, int seq) { return cache->block_tables + (size_t)seq * (size_t)cache->table_stride; }
+static int *kv_block_table(const kv_cache *cache, int seq) {
+    return cache->block_tables + (size_t)seq * (size_t)cache->table_stride;
+}
 
-/* Pages that kv_alloc_page can still give. Every cached page can be had: what hangs below an unheld page is unheld. */
+/* Number of pages that kv_alloc_page can still return. Every cached page counts: all pages below a
+ * cached page are cached too, so eviction of leaves reaches each of them. */
 static int kv_n_available(const kv_cache *cache) { return cache->n_free + cache->n_cached; }
 
-static int kv_pages_for(const kv_cache *cache, int n_tokens) { return (n_tokens + cache->B - 1) / cache->B; }
+static int kv_pages_for(const kv_cache *cache, int n_tokens) {
+    return (n_tokens + cache->B - 1) / cache->B;
+}
 
-/* ---- LRU list of unheld leaves: pages[root].newer is the oldest ---- */
+/* ---- LRU list: the cached pages without children, which may be evicted ----
+ * pages[root].newer is the oldest page and is evicted next; pages[root].older is the newest. */
 
+/* after: the page that becomes its older neighbour; root makes `page` the oldest. */
 static void kv_lru_add(kv_cache *cache, int page, int after) {
     kv_page *pages = cache->pages;
-    pages[page].older = after, pages[page].newer = pages[after].newer;
-    pages[pages[page].newer].older = page, pages[after].newer = page;
+    pages[page].older = after;
+    pages[page].newer = pages[after].newer;
+    pages[pages[page].newer].older = page;
+    pages[after].newer = page;
 }
 
 static void kv_lru_remove(kv_cache *cache, int page) {
     kv_page *pages = cache->pages;
-    pages[pages[page].older].newer = pages[page].newer, pages[pages[page].newer].older = pages[page].older;
+    pages[pages[page].older].newer = pages[page].newer;
+    pages[pages[page].newer].older = pages[page].older;
 }
 
-/* ---- Tree ---- */
+/* ---- Prefix tree ---- */
 
+/* Hash of the page with these B tokens under a parent with this hash. */
 static uint64_t kv_hash(const kv_cache *cache, uint64_t parent_hash, const int32_t *tokens) {
-    uint64_t hash = (parent_hash ^ hash_bytes(tokens, (size_t)cache->B * sizeof *tokens)) * 0x9E3779B97F4A7C15u;
+    uint64_t hash = (parent_hash ^ hash_bytes(tokens, (size_t)cache->B * sizeof *tokens)) *
+                    0x9E3779B97F4A7C15u;
     return hash ^ hash >> 32;
 }
 
-/* The page below `parent` with these B tokens, or -1. */
+/* Returns the child of `parent` with these B tokens, or -1. Tokens are compared, not only
+ * hashes. */
 static int kv_find_child(const kv_cache *cache, int parent, uint64_t hash, const int32_t *tokens) {
     int page = cache->buckets[hash & (cache->n_buckets - 1)];
     for (; page >= 0; page = cache->pages[page].hash_next)
         if (cache->pages[page].hash == hash && cache->pages[page].parent == parent &&
-            !memcmp(cache->tokens + (size_t)page * (size_t)cache->B, tokens, (size_t)cache->B * sizeof *tokens))
+            !memcmp(cache->tokens + (size_t)page * (size_t)cache->B, tokens,
+                    (size_t)cache->B * sizeof *tokens))
             return page;
     return -1;
 }
 
-static void kv_tree_insert(kv_cache *cache, int page, int parent, uint64_t hash, const int32_t *tokens) {
+static void kv_tree_insert(kv_cache *cache, int page, int parent, uint64_t hash,
+                           const int32_t *tokens) {
     int *head = &cache->buckets[hash & (cache->n_buckets - 1)];
-    cache->pages[page].parent = parent, cache->pages[page].hash = hash, cache->pages[page].hash_next = *head, cache->pages[page].last_holder = -1;
+    cache->pages[page].parent = parent;
+    cache->pages[page].hash = hash;
+    cache->pages[page].hash_next = *head;
+    cache->pages[page].last_holder = -1;
     *head = page;
     cache->pages[parent].n_children++;
-    memcpy(cache->tokens + (size_t)page * (size_t)cache->B, tokens, (size_t)cache->B * sizeof *tokens);
+    memcpy(cache->tokens + (size_t)page * (size_t)cache->B, tokens,
+           (size_t)cache->B * sizeof *tokens);
 }
 
-/* Takes a page without children out of the tree. Its parent may become an unheld leaf: it goes next, unless somebody
- * let go of it after p was let go. */
+/* Removes a page without children from the tree. If its parent is now a cached page without
+ * children, the parent is added to the LRU list: as the newest page if it was released later than
+ * `page`, else as the oldest, which is evicted next. */
 static void kv_tree_remove(kv_cache *cache, int page) {
     kv_page *pages = cache->pages;
-    int parent = pages[page].parent, *link = &cache->buckets[pages[page].hash & (cache->n_buckets - 1)];
+    int parent = pages[page].parent;
+    int *link = &cache->buckets[pages[page].hash & (cache->n_buckets - 1)];
     while (*link != page) link = &pages[*link].hash_next;
     *link = pages[page].hash_next;
-    pages[page].parent = KV_NOT_IN_TREE, pages[page].computed = false;
+    pages[page].parent = KV_NOT_IN_TREE;
+    pages[page].computed = false;
     if (--pages[parent].n_children || parent == cache->root || pages[parent].ref) return;
-    kv_lru_add(cache, parent, pages[parent].unref_tick > pages[page].unref_tick ? pages[cache->root].older : cache->root);
+    kv_lru_add(cache, parent,
+               pages[parent].unref_tick > pages[page].unref_tick ? pages[cache->root].older
+                                                                  : cache->root);
 }
 
-/* ---- One page: held, let go, taken ---- */
+/* ---- One page: hold, release, allocate ---- */
 
+/* Adds a holder to a page that is held or cached. */
 static void kv_ref(kv_cache *cache, int page) {
     if (cache->pages[page].ref++) return;
     cache->n_cached--;
     if (!cache->pages[page].n_children) kv_lru_remove(cache, page);
 }
 
+/* Removes a holder. A page without holders becomes cached or free. In-flight steps may still read
+ * or write a page that is free now: the steps of its next holder run after them. */
 static void kv_unref(kv_cache *cache, int page) {
     kv_page *node = &cache->pages[page];
     assert(node->ref > 0);
     if (--node->ref) return;
     node->unref_tick = cache->tick;
-    if (node->parent != KV_NOT_IN_TREE && node->computed) { /* stays as cache */
+    if (node->parent != KV_NOT_IN_TREE && node->computed) { /* becomes cached */
         cache->n_cached++;
         if (!node->n_children) kv_lru_add(cache, page, cache->pages[cache->root].older);
         return;
     }
-    if (node->parent != KV_NOT_IN_TREE) kv_tree_remove(cache, page); /* nobody will compute it now */
+    /* No holder is left that could compute the page, so it must leave the tree. */
+    if (node->parent != KV_NOT_IN_TREE) kv_tree_remove(cache, page);
     cache->free_list[cache->n_free++] = page;
 }
 
-/* A page of nobody, now held once and not in the tree. The caller made sure of kv_n_available. */
+/* Returns a page with ref 1 outside the tree. Takes a free page; if there is none, evicts the least
+ * recently used cached page without children. The caller has checked that kv_n_available > 0. */
 static int kv_alloc_page(kv_cache *cache) {
     int page;
     if (cache->n_free) page = cache->free_list[--cache->n_free];
@@ -8975,37 +9055,52 @@ static int kv_alloc_page(kv_cache *cache) {
         kv_tree_remove(cache, page);
         cache->n_cached--;
     }
-    cache->pages[page].ref = 1, cache->pages[page].computed = false;
+    cache->pages[page].ref = 1;
+    cache->pages[page].computed = false;
     return page;
 }
 
-/* ---- The order of rows ----
- * A new row goes behind the last row that has its deepest shared page P. That is the end of P's stretch and of no
- * stretch that P's does not lie in, so no stretch is torn, and the row behind keeps its lcp: it does not have P. */
+/* ---- Prefix order ----
+ * Let P be the deepest page that a new sequence shares. The new sequence is inserted behind the
+ * last holder of P. This splits no run: if a run continues behind P's last holder, it is the run of
+ * a page above P, and the new sequence holds that page too. The next sequence does not hold P, so
+ * its n_common_pages does not change. A sequence that shares no page is inserted at the end of the
+ * list. */
 
+/* The block table and n_tree_pages must be set, and its pages must count this holder in ref. */
 static void kv_order_insert(kv_cache *cache, int seq) {
     kv_seq *seqs = cache->seqs;
     kv_page *pages = cache->pages;
     int *table = kv_block_table(cache, seq), n_shared = seqs[seq].n_tree_pages;
-    while (n_shared && pages[table[n_shared - 1]].ref == 1) pages[table[--n_shared]].last_holder = seq;
+    while (n_shared && pages[table[n_shared - 1]].ref == 1)
+        pages[table[--n_shared]].last_holder = seq;
     int prev = n_shared ? pages[table[n_shared - 1]].last_holder : seqs[cache->n_seqs].prev;
-    for (int i = n_shared - 1; i >= 0 && pages[table[i]].last_holder == prev; i--) pages[table[i]].last_holder = seq;
-    seqs[seq].n_common_pages = n_shared, seqs[seq].prev = prev, seqs[seq].next = seqs[prev].next;
-    seqs[seqs[prev].next].prev = seq, seqs[prev].next = seq;
+    for (int i = n_shared - 1; i >= 0 && pages[table[i]].last_holder == prev; i--)
+        pages[table[i]].last_holder = seq;
+    seqs[seq].n_common_pages = n_shared;
+    seqs[seq].prev = prev;
+    seqs[seq].next = seqs[prev].next;
+    seqs[seqs[prev].next].prev = seq;
+    seqs[prev].next = seq;
 }
 
 static void kv_order_remove(kv_cache *cache, int seq) {
     kv_seq *seqs = cache->seqs;
     int *table = kv_block_table(cache, seq), prev = seqs[seq].prev, next = seqs[seq].next;
-    for (int i = seqs[seq].n_tree_pages - 1; i >= 0 && cache->pages[table[i]].last_holder == seq; i--) cache->pages[table[i]].last_holder = i < seqs[seq].n_common_pages ? prev : -1;
+    for (int i = seqs[seq].n_tree_pages - 1;
+         i >= 0 && cache->pages[table[i]].last_holder == seq; i--)
+        cache->pages[table[i]].last_holder = i < seqs[seq].n_common_pages ? prev : -1;
     seqs[next].n_common_pages = MIN(seqs[next].n_common_pages, seqs[seq].n_common_pages);
-    seqs[prev].next = next, seqs[next].prev = prev;
+    seqs[prev].next = next;
+    seqs[next].prev = prev;
 }
 
-/* ---- Rows ---- */
+/* ---- Sequences: a sequence is open from kv_alloc_seq to kv_free_seq ---- */
 
-/* Leading pages of the tree that hold tokens[0..]; the last token never counts, its row must be computed for its
- * logits. Writes them to `row`, that of a sequence which is not open, if not NULL; holds nothing. */
+/* Returns the number of leading pages of `tokens` that the tree has, computed or not. A page that
+ * contains the last token never counts: that token's row must be computed for its logits. Writes
+ * the pages to `table`, unless it is NULL; it is the block table of a sequence that is not open.
+ * Adds no holder. */
 static int kv_match_prefix(const kv_cache *cache, int *table, const int32_t *tokens, int n_tokens) {
     int n_matched = 0, page = cache->root;
     uint64_t hash = cache->pages[page].hash;
@@ -9018,28 +9113,38 @@ static int kv_match_prefix(const kv_cache *cache, int *table, const int32_t *tok
     return n_matched;
 }
 
-/* Opens row q for n tokens of which kv_match_prefix found m pages. Takes the rest, ceil(n/B) - m pages, and enters all full pages
- * before the last token; or, alone (with m = 0), none, now or later. Needs kv_n_available >= the pages to take + the matched pages
- * that nobody holds. */
-static void kv_alloc_seq(kv_cache *cache, int seq, const int32_t *tokens, int n_tokens, int n_matched, bool unshared) {
-    int *table = kv_block_table(cache, seq), n_pages = kv_pages_for(cache, n_tokens), n_tree_pages = unshared ? 0 : (n_tokens - 1) / cache->B;
+/* Opens a sequence with n_tokens tokens. kv_match_prefix has written the first n_matched entries of
+ * its block table; the other ceil(n_tokens / B) - n_matched pages are allocated here. All full
+ * pages before the last token are inserted into the tree. unshared: no page is inserted, now or
+ * later, and n_matched must be 0. kv_n_available must be at least the number of pages to allocate
+ * plus the number of matched pages that are cached. */
+static void kv_alloc_seq(kv_cache *cache, int seq, const int32_t *tokens, int n_tokens,
+                         int n_matched, bool unshared) {
+    int *table = kv_block_table(cache, seq), n_pages = kv_pages_for(cache, n_tokens);
+    int n_tree_pages = unshared ? 0 : (n_tokens - 1) / cache->B;
     for (int i = 0; i < n_matched; i++) kv_ref(cache, table[i]);
     for (int i = n_matched; i < n_pages; i++) table[i] = kv_alloc_page(cache);
     for (int i = n_matched; i < n_tree_pages; i++) {
         const int32_t *page_tokens = tokens + (size_t)i * (size_t)cache->B;
         int parent = i ? table[i - 1] : cache->root;
-        kv_tree_insert(cache, table[i], parent, kv_hash(cache, cache->pages[parent].hash, page_tokens), page_tokens);
+        kv_tree_insert(cache, table[i], parent,
+                       kv_hash(cache, cache->pages[parent].hash, page_tokens), page_tokens);
     }
-    cache->seqs[seq].n_pages = n_pages, cache->seqs[seq].n_tree_pages = n_tree_pages, cache->seqs[seq].not_cacheable = unshared;
+    cache->seqs[seq].n_pages = n_pages;
+    cache->seqs[seq].n_tree_pages = n_tree_pages;
+    cache->seqs[seq].not_cacheable = unshared;
     kv_order_insert(cache, seq);
 }
 
-/* One more page at the end of row q; returns it. Needs kv_n_available. */
+/* Allocates a page at the end of the sequence's block table and returns it. kv_n_available must be
+ * greater than 0. */
 static int kv_append_page(kv_cache *cache, int seq) {
     assert(cache->seqs[seq].n_pages < cache->max_pages);
     return kv_block_table(cache, seq)[cache->seqs[seq].n_pages++] = kv_alloc_page(cache);
 }
 
+/* Closes a sequence. Releases its pages from the last to the first, so that a page is released
+ * before its parent. */
 static void kv_free_seq(kv_cache *cache, int seq) {
     int *table = kv_block_table(cache, seq);
     kv_order_remove(cache, seq);
@@ -9048,35 +9153,44 @@ static void kv_free_seq(kv_cache *cache, int seq) {
     cache->seqs[seq].n_pages = cache->seqs[seq].n_tree_pages = 0;
 }
 
-/* Positions from `from` on that q need not compute: the pages that became ready meanwhile. */
+/* Returns the first position from `from` on that the sequence must compute. Skips the pages that
+ * are computed by now, for example in a step of another sequence. */
 static int kv_skip_computed(const kv_cache *cache, int seq, int from) {
     const int *table = kv_block_table(cache, seq);
     int i = from / cache->B;
-    while (i < cache->seqs[seq].n_tree_pages && cache->pages[table[i]].computed) from = ++i * cache->B;
+    while (i < cache->seqs[seq].n_tree_pages && cache->pages[table[i]].computed)
+        from = ++i * cache->B;
     return from;
 }
 
-/* A step that computes positions from .. to-1 of q has been planned. */
+/* Call it when a step that computes positions from .. to-1 of the sequence has been planned. */
 static void kv_mark_computed(kv_cache *cache, int seq, int from, int to) {
     const int *table = kv_block_table(cache, seq);
-    for (int i = from / cache->B; i < MIN(to / cache->B, cache->seqs[seq].n_tree_pages); i++) cache->pages[table[i]].computed = true;
+    for (int i = from / cache->B; i < MIN(to / cache->B, cache->seqs[seq].n_tree_pages); i++)
+        cache->pages[table[i]].computed = true;
 }
 
 enum kv_insert_result { KV_INSERTED, KV_DEDUPLICATED, KV_NOT_CACHEABLE };
 
-/* The B tokens of row q's first page outside the tree are known and computed: it enters. If an equal page is there and
- * ready, q holds that one from now on and its own becomes free (steps planned so far are done with it before any that a
- * new owner plans). */
+/* Call it when the B tokens of the sequence's first page outside the tree are known and computed.
+ * tokens: of the sequence, from position 0. Returns
+ *   KV_INSERTED       the page is in the tree now
+ *   KV_DEDUPLICATED   the tree has an equal page that is computed: the sequence holds that page now
+ *                     and its own page is free
+ *   KV_NOT_CACHEABLE  the tree has an equal page that is not computed: this page and all later
+ *                     pages of the sequence stay outside the tree */
 static enum kv_insert_result kv_cache_full_page(kv_cache *cache, int seq, const int32_t *tokens) {
     kv_seq *sequence = &cache->seqs[seq];
-    int *table = kv_block_table(cache, seq), i = sequence->n_tree_pages, parent = i ? table[i - 1] : cache->root;
+    int *table = kv_block_table(cache, seq), i = sequence->n_tree_pages;
+    int parent = i ? table[i - 1] : cache->root;
     const int32_t *page_tokens = tokens + (size_t)i * (size_t)cache->B;
     uint64_t hash = kv_hash(cache, cache->pages[parent].hash, page_tokens);
     int duplicate = kv_find_child(cache, parent, hash, page_tokens);
     assert(i < sequence->n_pages && !sequence->not_cacheable);
     if (duplicate < 0) {
         kv_tree_insert(cache, table[i], parent, hash, page_tokens);
-        cache->pages[table[i]].computed = true, cache->pages[table[i]].last_holder = seq;
+        cache->pages[table[i]].computed = true;
+        cache->pages[table[i]].last_holder = seq;
         sequence->n_tree_pages++;
         return KV_INSERTED;
     }
