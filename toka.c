@@ -9061,11 +9061,11 @@ static int kv_alloc_page(kv_cache *cache) {
 }
 
 /* ---- Prefix order ----
- * Let P be the deepest page that a new sequence shares. The new sequence is inserted behind the
+ * Let P be the deepest page that a sequence shares with others. The sequence is inserted behind the
  * last holder of P. This splits no run: if a run continues behind P's last holder, it is the run of
- * a page above P, and the new sequence holds that page too. The next sequence does not hold P, so
- * its n_common_pages does not change. A sequence that shares no page is inserted at the end of the
- * list. */
+ * a page above P, and the inserted sequence holds that page too. The next sequence does not hold P,
+ * so its n_common_pages does not change. A sequence that shares no page is inserted at the end of
+ * the list. */
 
 /* The block table and n_tree_pages must be set, and its pages must count this holder in ref. */
 static void kv_order_insert(kv_cache *cache, int seq) {
@@ -9122,6 +9122,7 @@ static void kv_alloc_seq(kv_cache *cache, int seq, const int32_t *tokens, int n_
                          int n_matched, bool unshared) {
     int *table = kv_block_table(cache, seq), n_pages = kv_pages_for(cache, n_tokens);
     int n_tree_pages = unshared ? 0 : (n_tokens - 1) / cache->B;
+    /* Hold the matched pages first: then kv_alloc_page cannot evict them. */
     for (int i = 0; i < n_matched; i++) kv_ref(cache, table[i]);
     for (int i = n_matched; i < n_pages; i++) table[i] = kv_alloc_page(cache);
     for (int i = n_matched; i < n_tree_pages; i++) {
@@ -9209,70 +9210,113 @@ static enum kv_insert_result kv_cache_full_page(kv_cache *cache, int seq, const 
 
 /* ===========================================================================
  * MARK: 15. Length predictor [pure]
- * How long will this output get? In: the lengths of outputs so far, the running ones included. Out: the distribution of the
- * length of an output that has c tokens already.
+ * Predicts how many tokens an output will have. In: the lengths of outputs so far. Out: the
+ * distribution of output lengths, as pred_survival (the share of outputs that get longer than a
+ * given length) and its inverse pred_length (the length that a given share of outputs exceeds).
+ * Chapter 16 forecasts the use of KV pages with it.
  *
- * Lengths fall into buckets that grow by a quarter each, the last has the rest. For every bucket a table counts the sequences
- * that reached it (at_risk) and those that ended in it; ended / at_risk is the chance to end there (a discrete Kaplan-Meier
- * hazard), and survival is the product of 1 - hazard. Running sequences count in every bucket they reached, so the short ones,
- * which end first, do not make the rest look short; those cut off by max_tokens or cancelled count as reached, not as ended.
+ * Words:
+ *   bucket      a range of lengths. The upper edge is a quarter above the lower edge, and at least 1
+ *               above it. The last bucket has no upper limit.
+ *   at_risk     number of sequences that reached the bucket, whether they ended in it or not
+ *   ended       number of sequences that ended in the bucket
+ *   hazard      chance to end in a bucket once it is reached: ended / at_risk
+ *               (Kaplan and Meier 1958, for discrete time)
+ *   survival    share of sequences that reach a bucket: product of (1 - hazard) of the buckets
+ *               before it
+ *   quantile    a share of sequences, 0 to 1. pred_length returns the length that this share
+ *               exceeds, so a high quantile means a short output.
+ *   truncated   stopped by max_tokens or cancelled, so the full length is not known
+ *   class       requests with similar lengths: the samples of one prompt, or all requests with the
+ *               same key from the caller
+ *   table       the counts and the survival of one class, or of all classes together
+ *   generation  changes when the entry of a class is reused for another class. A handle with another
+ *               generation is stale.
  *
- * A class is a set of requests whose lengths are alike: the samples of one prompt, or requests given the same key. Its
- * hazards are drawn toward those of all classes together as if PRED_WEIGHT_ALL more sequences had been seen, and those
- * toward a fixed prior as if PRED_WEIGHT_PRIOR had. The prior has survival (1 + c/192)^-2: mean 192 without limit, 162 of
- * 1,024, 15 of 16, and the longer an output is the longer it may still get, so that a cold start runs most of the batch
- * but does not trust in short answers.
+ * Example: 8 sequences, buckets of 10 tokens, without the shrinking described below. One of the
+ * sequences is still running in 11..20.
  *
- * One number for a sequence would not do. If each were given the mean, none would end before the mean: the sum of many
- * over time, which is what chapter 16 wants, comes out far too high for the next steps and too low later. So each
- * sequence draws its length from the distribution (pred_length of an evenly spread number), and the sum over many is
- * right at every step.
+ *     bucket (tokens)    1..10   11..20   21..30   31..
+ *     at_risk                8        6        3      1
+ *     ended                  2        2        2
+ *     hazard              0.25     0.33     0.67
+ *     survival            1.00     0.75     0.50   0.17
  *
- * What always holds: survival falls from 1 and stays above 0. Arithmetic in double with + - * / only, so equal inputs
- * give equal answers everywhere.
+ *     pred_length(0.6) = 16: between 10 and 20 tokens survival falls from 0.75 to 0.50. At 16 tokens
+ *     it is 0.60.
+ *
+ * A running sequence counts in every bucket that it has reached. If only finished sequences counted,
+ * most of them would be short, because short outputs finish first, and predictions would be too
+ * short. A truncated sequence counts in at_risk only: fully in the buckets that it passed, and in its
+ * last bucket by the share of the bucket that it passed.
+ *
+ * A class may have few sequences. So its hazards are shrunk toward the hazards of all classes, with
+ * the weight of PRED_WEIGHT_ALL sequences. Those are shrunk toward a fixed prior, with the weight of
+ * PRED_WEIGHT_PRIOR sequences. The prior has survival (1 + length / 192)^-2. Its mean is 192 tokens
+ * without max_tokens, 162 with max_tokens 1,024, and 15 with max_tokens 16. It has a long tail: the
+ * longer an output is, the longer it is expected to continue. So before any output has ended, most
+ * of a batch is admitted, but the forecast does not rely on short outputs.
+ *
+ * Why a distribution: if each sequence were expected to have the mean length, none would be expected
+ * to end earlier. The forecast of held pages, a sum over many sequences, would be far too high for
+ * the next steps and too low later. So each sequence gets its own quantile, these are spread evenly,
+ * and pred_length turns it into a length. Then the sum is right at every step.
+ *
+ * What always holds: survival starts at 1, never rises, and stays above 0. Arithmetic is in double
+ * and uses only + - * /, so equal inputs give equal results on every machine.
  * =========================================================================== */
 
-enum { PRED_BUCKETS = 64, PRED_WAYS = 4 };
-#define PRED_WEIGHT_ALL 8.0
-#define PRED_WEIGHT_PRIOR 8.0
+enum {
+    PRED_BUCKETS = 64,
+    PRED_WAYS = 4 /* entries that one class key may use */
+};
+#define PRED_WEIGHT_ALL 8.0   /* sequences */
+#define PRED_WEIGHT_PRIOR 8.0 /* sequences */
 
 typedef struct pred_table {
     float at_risk[PRED_BUCKETS], ended[PRED_BUCKETS];
-    float survival[PRED_BUCKETS + 1]; /* at the lower edge of each bucket, made from the counts by pred_refresh */
-    int64_t n_events, n_refreshed;  /* events counted; n_events when survival was made */
+    float survival[PRED_BUCKETS + 1]; /* at the lower edge of each bucket; set by pred_refresh */
+    int64_t n_events;                 /* changes of the counts; halved with them */
+    int64_t n_refreshed;              /* n_events at the last pred_refresh */
 } pred_table;
 
-typedef struct pred_class { /* key 0: an empty place */
-    uint64_t key;
-    int64_t last_used;  /* tick of the last use */
-    uint32_t generation; /* which class has this place: a handle of an earlier one is stale */
+typedef struct pred_class {
+    uint64_t key;        /* 0: the entry is empty */
+    int64_t last_used;   /* pred.tick at its last use */
+    uint32_t generation; /* changes when the entry is reused */
     pred_table table;
 } pred_class;
 
-typedef struct pred_handle { /* handle of a class: place and turn; place -1: only the table of all */
-    int entry;
-    uint32_t generation;
+/* Refers to a class. A handle without a class, or a stale one, gives the table of all classes. */
+typedef struct pred_handle {
+    int entry;           /* index in pred.classes; -1: no class */
+    uint32_t generation; /* of the class when the handle was made */
 } pred_handle;
 
 typedef struct pred {
-    int edge[PRED_BUCKETS + 1]; /* bucket i holds lengths edge[i]+1 .. edge[i+1] */
+    int edge[PRED_BUCKETS + 1]; /* tokens; bucket i has the lengths edge[i]+1 .. edge[i+1] */
     float prior[PRED_BUCKETS];  /* hazard of each bucket */
-    pred_table all;
-    int n_entries;         /* a multiple of PRED_WAYS */
-    pred_class *classes;  /* [n_places] sets of PRED_WAYS; in its set the least recently used makes room */
-    double half_life;        /* starts after which the old ones weigh half */
-    int64_t tick;
+    pred_table all;             /* of all classes together */
+    int n_entries;              /* a multiple of PRED_WAYS */
+    pred_class *classes;        /* [n_entries] owned; sets of PRED_WAYS entries. The hash of a key
+                                 * selects the set; a new class replaces its least recently used. */
+    double half_life;           /* sequences: a table is halved when at_risk[0] exceeds this */
+    int64_t tick;               /* uses of a class so far: the clock of last_used */
 } pred;
 
+/* Computes the survival of a table from its counts. all: the table toward which a class's table is
+ * shrunk; NULL: `table` is the table of all classes and is shrunk toward the prior. */
 static void pred_refresh(const pred *predictor, pred_table *table, const pred_table *all) {
     double survival = 1;
     for (int i = 0; i < PRED_BUCKETS; i++) {
         double prior = predictor->prior[i], weight = PRED_WEIGHT_PRIOR;
         if (all) {
-            prior = ((double)all->ended[i] + PRED_WEIGHT_PRIOR * prior) / ((double)all->at_risk[i] + PRED_WEIGHT_PRIOR);
+            prior = ((double)all->ended[i] + PRED_WEIGHT_PRIOR * prior) /
+                    ((double)all->at_risk[i] + PRED_WEIGHT_PRIOR);
             weight = PRED_WEIGHT_ALL;
         }
-        double hazard = ((double)table->ended[i] + weight * prior) / ((double)table->at_risk[i] + weight);
+        double hazard = ((double)table->ended[i] + weight * prior) /
+                        ((double)table->at_risk[i] + weight);
         double next = survival * (1 - MAX(0.0, MIN(hazard, 0.98)));
         table->survival[i] = (float)survival;
         survival = MAX(next, 1e-30);
@@ -9281,12 +9325,15 @@ static void pred_refresh(const pred *predictor, pred_table *table, const pred_ta
     table->n_refreshed = table->n_events;
 }
 
-/* n_classes: about as many as there are classes in use at a time. n_running: sequences at a time, sets how far back it
- * looks. */
+/* n_classes: about the number of classes that are in use at a time. n_running: most sequences that
+ * run at a time; it sets the half-life. */
 static void pred_init(pred *predictor, int n_classes, int n_running) {
-    *predictor = (pred){.n_entries = (n_classes + PRED_WAYS - 1) / PRED_WAYS * PRED_WAYS, .half_life = MAX(4096.0, 8.0 * n_running)};
-    for (int i = 0; i < PRED_BUCKETS; i++) predictor->edge[i + 1] = predictor->edge[i] + MAX(1, predictor->edge[i] / 4);
-    predictor->edge[PRED_BUCKETS] = INT_MAX / 2; /* the last bucket has all the rest: no sequence is that long (chapter 16) */
+    *predictor = (pred){.n_entries = (n_classes + PRED_WAYS - 1) / PRED_WAYS * PRED_WAYS,
+                        .half_life = MAX(4096.0, 8.0 * n_running)};
+    for (int i = 0; i < PRED_BUCKETS; i++)
+        predictor->edge[i + 1] = predictor->edge[i] + MAX(1, predictor->edge[i] / 4);
+    /* The last bucket has all longer lengths. Chapter 16 allows no sequence as long as its edge. */
+    predictor->edge[PRED_BUCKETS] = INT_MAX / 2;
     for (int i = 0; i < PRED_BUCKETS; i++) {
         double lower = 1 + predictor->edge[i] / 192.0, upper = 1 + predictor->edge[i + 1] / 192.0;
         predictor->prior[i] = (float)(1 - lower * lower / (upper * upper));
@@ -9297,11 +9344,14 @@ static void pred_init(pred *predictor, int n_classes, int n_running) {
 
 static void pred_free(pred *predictor) { free(predictor->classes); }
 
+/* Returns the table of the class, or NULL if the handle has no class or is stale. */
 static pred_table *pred_class_table(pred *predictor, pred_handle handle) {
-    return handle.entry >= 0 && predictor->classes[handle.entry].generation == handle.generation ? &predictor->classes[handle.entry].table : NULL;
+    return handle.entry >= 0 && predictor->classes[handle.entry].generation == handle.generation
+               ? &predictor->classes[handle.entry].table
+               : NULL;
 }
 
-/* The class of a key, made if it is new; key 0 has none. */
+/* Returns the class of a key; creates it if it does not exist. Key 0 has no class. */
 static pred_handle pred_find_class(pred *predictor, uint64_t key) {
     if (!key) return (pred_handle){-1, 0};
     uint64_t set = hash_bytes(&key, sizeof key) % (uint64_t)(predictor->n_entries / PRED_WAYS);
@@ -9313,12 +9363,17 @@ static pred_handle pred_find_class(pred *predictor, uint64_t key) {
         }
         if (predictor->classes[i].last_used < predictor->classes[oldest].last_used) oldest = i;
     }
-    predictor->classes[oldest] = (pred_class){.key = key, .last_used = ++predictor->tick, .generation = predictor->classes[oldest].generation + 1};
+    predictor->classes[oldest] =
+        (pred_class){.key = key,
+                     .last_used = ++predictor->tick,
+                     .generation = predictor->classes[oldest].generation + 1};
     pred_refresh(predictor, &predictor->classes[oldest].table, &predictor->all);
     return (pred_handle){oldest, predictor->classes[oldest].generation};
 }
 
-static int pred_bucket(const pred *predictor, int length) { /* edge[i] <= length < edge[i+1] */
+/* Returns the bucket i with edge[i] <= length < edge[i+1]: the bucket that a sequence with `length`
+ * tokens has reached and may end in with its next token. */
+static int pred_bucket(const pred *predictor, int length) {
     int lo = 0, hi = PRED_BUCKETS;
     while (hi - lo > 1) {
         int mid = (lo + hi) / 2;
@@ -9328,43 +9383,63 @@ static int pred_bucket(const pred *predictor, int length) { /* edge[i] <= length
     return lo;
 }
 
-/* ---- What happened ---- */
+/* ---- Counting ---- */
 
-static void pred_halve(pred_table *table) { /* and what was counted, by which pred_is_stale goes */
-    for (int i = 0; i < PRED_BUCKETS; i++) table->at_risk[i] /= 2, table->ended[i] /= 2;
-    table->n_events /= 2, table->n_refreshed /= 2;
+/* Halves all counts of a table. n_events and n_refreshed are halved too, because pred_is_stale
+ * compares their difference with n_refreshed. */
+static void pred_halve(pred_table *table) {
+    for (int i = 0; i < PRED_BUCKETS; i++) {
+        table->at_risk[i] /= 2;
+        table->ended[i] /= 2;
+    }
+    table->n_events /= 2;
+    table->n_refreshed /= 2;
 }
 
-/* A sequence has edge[bucket] tokens and goes on; call it for bucket 0 when it starts. */
+/* Call it when a sequence has edge[bucket] tokens and continues; for bucket 0 when it starts. */
 static void pred_count_reached(pred *predictor, pred_handle handle, int bucket) {
     pred_table *table = pred_class_table(predictor, handle);
-    predictor->all.at_risk[bucket]++, predictor->all.n_events++;
-    if (table) table->at_risk[bucket]++, table->n_events++;
+    predictor->all.at_risk[bucket]++;
+    predictor->all.n_events++;
+    if (table) {
+        table->at_risk[bucket]++;
+        table->n_events++;
+    }
     if (bucket) return;
     if (predictor->all.at_risk[0] > predictor->half_life) pred_halve(&predictor->all);
     if (table && table->at_risk[0] > predictor->half_life) pred_halve(table);
 }
 
-/* Where it was halved since it counted that a sequence reached the bucket, less than all of that is left to take back. */
+/* unobserved: share of the bucket, 0 to 1, that a truncated sequence did not reach; it is
+ * subtracted from at_risk. The counts may have been halved since pred_count_reached, so at_risk
+ * stops at 0. */
 static void pred_table_count_end(pred_table *table, int bucket, float unobserved, bool truncated) {
-    table->ended[bucket] += !truncated, table->at_risk[bucket] = MAX(table->at_risk[bucket] - unobserved, 0.0f), table->n_events++;
+    table->ended[bucket] += !truncated;
+    table->at_risk[bucket] = MAX(table->at_risk[bucket] - unobserved, 0.0f);
+    table->n_events++;
 }
 
-/* A sequence that reached `bucket` is gone with `length` tokens: ended by itself, or cut off (max_tokens, cancelled). */
-static void pred_count_end(pred *predictor, pred_handle handle, int bucket, int length, bool truncated) {
+/* Call it when a sequence ends. bucket: the last one for which pred_count_reached was called.
+ * length: tokens of its output. */
+static void pred_count_end(pred *predictor, pred_handle handle, int bucket, int length,
+                           bool truncated) {
     pred_table *table = pred_class_table(predictor, handle);
     float width = (float)(predictor->edge[bucket + 1] - predictor->edge[bucket]);
-    float unobserved = truncated ? 1 - (float)(length - predictor->edge[bucket]) / width : 0; /* part of the bucket it was not watched in */
+    float unobserved = truncated ? 1 - (float)(length - predictor->edge[bucket]) / width : 0;
     pred_table_count_end(&predictor->all, bucket, unobserved, truncated);
     if (table) pred_table_count_end(table, bucket, unobserved, truncated);
 }
 
-/* ---- The question ---- */
+/* ---- Prediction ---- */
 
-/* Survival is remade when the counts have changed by a part that matters. */
-static bool pred_is_stale(const pred_table *table) { return (table->n_events - table->n_refreshed) > table->n_refreshed / 16 + 16; }
+/* Returns true if the counts have changed so much that survival must be computed again: by more
+ * than a sixteenth plus 16 events. */
+static bool pred_is_stale(const pred_table *table) {
+    return (table->n_events - table->n_refreshed) > table->n_refreshed / 16 + 16;
+}
 
-/* Brings the survival of class c up to date and returns its table. */
+/* Returns the table of the class, or the table of all classes if there is none. Refreshes its
+ * survival if it is stale. */
 static const pred_table *pred_current_table(pred *predictor, pred_handle handle) {
     pred_table *table = pred_class_table(predictor, handle);
     if (pred_is_stale(&predictor->all)) pred_refresh(predictor, &predictor->all, NULL);
@@ -9372,15 +9447,20 @@ static const pred_table *pred_current_table(pred *predictor, pred_handle handle)
     return table ? table : &predictor->all;
 }
 
-/* Share of the sequences of class c that get longer than `length`. */
+/* Returns the share of the class's sequences whose outputs get longer than `length`. Between the
+ * edges of a bucket it is interpolated linearly. */
 static double pred_survival(pred *predictor, pred_handle handle, int length) {
     const pred_table *table = pred_current_table(predictor, handle);
     int i = pred_bucket(predictor, length);
-    double fraction = (double)(length - predictor->edge[i]) / (predictor->edge[i + 1] - predictor->edge[i]);
-    return (double)table->survival[i] + (double)(table->survival[i + 1] - table->survival[i]) * fraction;
+    double fraction = (double)(length - predictor->edge[i]) /
+                      (predictor->edge[i + 1] - predictor->edge[i]);
+    return (double)table->survival[i] +
+           (double)(table->survival[i + 1] - table->survival[i]) * fraction;
 }
 
-/* The length that a share `luck` (0 to 1) of class c gets past: the inverse of pred_survival, at least 1. */
+/* Returns the length that a share `quantile` (0 to 1) of the class's outputs exceeds, at least 1:
+ * the inverse of pred_survival. For a sequence that has n tokens already, pass a quantile below
+ * pred_survival(n). */
 static int pred_length(pred *predictor, pred_handle handle, double quantile) {
     const pred_table *table = pred_current_table(predictor, handle);
     int lo = 0, hi = PRED_BUCKETS;
@@ -9390,8 +9470,10 @@ static int pred_length(pred *predictor, pred_handle handle, double quantile) {
         else hi = mid;
     }
     double upper = (double)table->survival[lo], lower = (double)table->survival[lo + 1];
-    double fraction = upper > lower ? MIN(MAX((upper - quantile) / (upper - lower), 0.0), 1.0) : 1.0;
-    return predictor->edge[lo] + (int)MAX(1.0, fraction * (predictor->edge[lo + 1] - predictor->edge[lo]) + 0.5);
+    double fraction =
+        upper > lower ? MIN(MAX((upper - quantile) / (upper - lower), 0.0), 1.0) : 1.0;
+    return predictor->edge[lo] +
+           (int)MAX(1.0, fraction * (predictor->edge[lo + 1] - predictor->edge[lo]) + 0.5);
 }
 
 /* ===========================================================================
