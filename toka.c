@@ -8808,8 +8808,8 @@ static int mf_open(mf_model **out, const char *model, const char *models_file,
  *                   with the same prefix share these pages.
  *   computed        a step that computes the page's K and V has been planned. Steps run in the
  *                   order in which they are planned, so every later step may read the page.
- *   prefix order    a linked list of the open sequences. All holders of a page are neighbours in it;
- *                   these neighbours are the run of the page.
+ *   prefix order    a linked list of the open sequences. All holders of a page are neighbours in
+ *                   the list; these neighbours are the run of the page.
  *   n_common_pages  number of leading pages that a sequence shares with the one before it in prefix
  *                   order. Chapter 17 finds groups of sequences with a shared prefix by it.
  *   unshared        does not use the prefix cache: reads no pages from it and inserts none
@@ -8987,6 +8987,7 @@ static int kv_find_child(const kv_cache *cache, int parent, uint64_t hash, const
     return -1;
 }
 
+/* Copies the tokens. The page keeps its `computed`. */
 static void kv_tree_insert(kv_cache *cache, int page, int parent, uint64_t hash,
                            const int32_t *tokens) {
     int *head = &cache->buckets[hash & (cache->n_buckets - 1)];
@@ -9072,9 +9073,11 @@ static void kv_order_insert(kv_cache *cache, int seq) {
     kv_seq *seqs = cache->seqs;
     kv_page *pages = cache->pages;
     int *table = kv_block_table(cache, seq), n_shared = seqs[seq].n_tree_pages;
+    /* Pages with ref 1 are held by this sequence only. The page before them is P. */
     while (n_shared && pages[table[n_shared - 1]].ref == 1)
         pages[table[--n_shared]].last_holder = seq;
     int prev = n_shared ? pages[table[n_shared - 1]].last_holder : seqs[cache->n_seqs].prev;
+    /* Runs that ended with prev end with this sequence now. */
     for (int i = n_shared - 1; i >= 0 && pages[table[i]].last_holder == prev; i--)
         pages[table[i]].last_holder = seq;
     seqs[seq].n_common_pages = n_shared;
@@ -9084,6 +9087,8 @@ static void kv_order_insert(kv_cache *cache, int seq) {
     seqs[prev].next = seq;
 }
 
+/* Runs that ended with this sequence end with prev now, or have no holder left. prev and next share
+ * the pages that both of them shared with this sequence. */
 static void kv_order_remove(kv_cache *cache, int seq) {
     kv_seq *seqs = cache->seqs;
     int *table = kv_block_table(cache, seq), prev = seqs[seq].prev, next = seqs[seq].next;
@@ -9216,8 +9221,8 @@ static enum kv_insert_result kv_cache_full_page(kv_cache *cache, int seq, const 
  * Chapter 16 forecasts the use of KV pages with it.
  *
  * Words:
- *   bucket      a range of lengths. The upper edge is a quarter above the lower edge, and at least 1
- *               above it. The last bucket has no upper limit.
+ *   bucket      a range of lengths. The upper edge is a quarter above the lower edge, and at least
+ *               1 above it. The last bucket has no upper limit.
  *   at_risk     number of sequences that reached the bucket, whether they ended in it or not
  *   ended       number of sequences that ended in the bucket
  *   hazard      chance to end in a bucket once it is reached: ended / at_risk
@@ -9230,8 +9235,8 @@ static enum kv_insert_result kv_cache_full_page(kv_cache *cache, int seq, const 
  *   class       requests with similar lengths: the samples of one prompt, or all requests with the
  *               same key from the caller
  *   table       the counts and the survival of one class, or of all classes together
- *   generation  changes when the entry of a class is reused for another class. A handle with another
- *               generation is stale.
+ *   generation  changes when the entry of a class is reused for another class. A handle with
+ *               another generation is stale.
  *
  * Example: 8 sequences, buckets of 10 tokens, without the shrinking described below. One of the
  * sequences is still running in 11..20.
@@ -9242,25 +9247,25 @@ static enum kv_insert_result kv_cache_full_page(kv_cache *cache, int seq, const 
  *     hazard              0.25     0.33     0.67
  *     survival            1.00     0.75     0.50   0.17
  *
- *     pred_length(0.6) = 16: between 10 and 20 tokens survival falls from 0.75 to 0.50. At 16 tokens
- *     it is 0.60.
+ *     pred_length(0.6) = 16: survival falls from 0.75 to 0.50 between 10 and 20 tokens, and it is
+ *     0.60 at 16 tokens.
  *
- * A running sequence counts in every bucket that it has reached. If only finished sequences counted,
- * most of them would be short, because short outputs finish first, and predictions would be too
- * short. A truncated sequence counts in at_risk only: fully in the buckets that it passed, and in its
- * last bucket by the share of the bucket that it passed.
+ * A running sequence counts in every bucket that it has reached. If only finished sequences
+ * counted, most of them would be short, because short outputs finish first, and predictions would
+ * be too short. A truncated sequence counts in at_risk only: fully in the buckets that it passed,
+ * and in its last bucket by the share of the bucket that it passed.
  *
  * A class may have few sequences. So its hazards are shrunk toward the hazards of all classes, with
- * the weight of PRED_WEIGHT_ALL sequences. Those are shrunk toward a fixed prior, with the weight of
- * PRED_WEIGHT_PRIOR sequences. The prior has survival (1 + length / 192)^-2. Its mean is 192 tokens
- * without max_tokens, 162 with max_tokens 1,024, and 15 with max_tokens 16. It has a long tail: the
- * longer an output is, the longer it is expected to continue. So before any output has ended, most
- * of a batch is admitted, but the forecast does not rely on short outputs.
+ * the weight of PRED_WEIGHT_ALL sequences. Those are shrunk toward a fixed prior, with the weight
+ * of PRED_WEIGHT_PRIOR sequences. The prior has survival (1 + length / 192)^-2. Its mean is 192
+ * tokens without max_tokens, 162 with max_tokens 1,024, and 15 with max_tokens 16. It has a long
+ * tail: the longer an output is, the longer it is expected to continue. So before any output has
+ * ended, most of a batch is admitted, but the forecast does not rely on short outputs.
  *
- * Why a distribution: if each sequence were expected to have the mean length, none would be expected
- * to end earlier. The forecast of held pages, a sum over many sequences, would be far too high for
- * the next steps and too low later. So each sequence gets its own quantile, these are spread evenly,
- * and pred_length turns it into a length. Then the sum is right at every step.
+ * Why a distribution: if each sequence were expected to have the mean length, none would be
+ * expected to end earlier. The forecast of held pages, a sum over many sequences, would be far too
+ * high for the next steps and too low later. So each sequence gets its own quantile, these are
+ * spread evenly, and pred_length turns it into a length. Then the sum is right at every step.
  *
  * What always holds: survival starts at 1, never rises, and stays above 0. Arithmetic is in double
  * and uses only + - * /, so equal inputs give equal results on every machine.
@@ -9317,6 +9322,7 @@ static void pred_refresh(const pred *predictor, pred_table *table, const pred_ta
         }
         double hazard = ((double)table->ended[i] + weight * prior) /
                         ((double)table->at_risk[i] + weight);
+        /* A table that was halved between a sequence's counts can have ended > at_risk: limit. */
         double next = survival * (1 - MAX(0.0, MIN(hazard, 0.98)));
         table->survival[i] = (float)survival;
         survival = MAX(next, 1e-30);
@@ -9432,14 +9438,14 @@ static void pred_count_end(pred *predictor, pred_handle handle, int bucket, int 
 
 /* ---- Prediction ---- */
 
-/* Returns true if the counts have changed so much that survival must be computed again: by more
- * than a sixteenth plus 16 events. */
+/* Returns true if the table's survival is out of date: if the number of events has grown by more
+ * than a sixteenth plus 16 since it was computed. */
 static bool pred_is_stale(const pred_table *table) {
     return (table->n_events - table->n_refreshed) > table->n_refreshed / 16 + 16;
 }
 
-/* Returns the table of the class, or the table of all classes if there is none. Refreshes its
- * survival if it is stale. */
+/* Returns the table of the class, or the table of all classes if the handle has no class or is
+ * stale. Computes survival again where it is out of date. */
 static const pred_table *pred_current_table(pred *predictor, pred_handle handle) {
     pred_table *table = pred_class_table(predictor, handle);
     if (pred_is_stale(&predictor->all)) pred_refresh(predictor, &predictor->all, NULL);
