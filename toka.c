@@ -9238,8 +9238,8 @@ static enum kv_insert_result kv_cache_full_page(kv_cache *cache, int seq, const 
  *   generation  changes when the entry of a class is reused for another class. A handle with
  *               another generation is stale.
  *
- * Example: 8 sequences, buckets of 10 tokens, without the shrinking described below. One of the
- * sequences is still running in 11..20.
+ * Example: 8 sequences, buckets of 10 tokens, without the shrinking described below. Six have
+ * ended; two are still running, one in 11..20 and one in 31.. .
  *
  *     bucket (tokens)    1..10   11..20   21..30   31..
  *     at_risk                8        6        3      1
