@@ -9484,85 +9484,149 @@ static int pred_length(pred *predictor, pred_handle handle, double quantile) {
 
 /* ===========================================================================
  * MARK: 16. Scheduler [pure]
- * Which tokens of which sequences go into the next step. In: requests (a prompt, n samples of it, limits), one
- * sched_plan per step, one sched_commit per token that came out. Out: for every running sequence the rows of this step.
+ * Decides which tokens of which sequences are computed in the next step (continuous batching: the
+ * batch is planned anew in each step, so sequences may join and leave it at any step).
+ * In: requests (a prompt, n samples of it, limits); one sched_plan per step; one sched_commit per
+ * sampled token. Out: the rows of each running sequence in this step (a row is one token).
  *
- * A request waits in a queue until all its n samples have started; a sample that started is a sequence, in a slot q
- * which it keeps to its end.
+ * A request stays in the queue until its last sample has started. A started sample is called a
+ * sequence. It has an index, its seq, from its start to its end.
  *
- *     sched_submit --> [queued] --sched_admit--> [prefill] --sched_plan_prefill--> [decode] --sched_commit--> done
- *                                    ^               |          last chunk            |    ended, or at its limit
- *                                    +---[parked]<---+---------sched_preempt----------+
- *                                        keeps its tokens, loses its pages
- *     sched_cancel: from any state to done
+ *     sched_submit
+ *          |
+ *          v    sched_admit_new              sched_plan_prefill            sched_commit
+ *      [queued] ---------------> [prefill] -------------------> [decode] ---------------> done
+ *                                 ^     |   (its last chunk)        |   (ended, or at its limit)
+ *            sched_admit_preempted|     |                           |
+ *                                 |     v      sched_preempt        v
+ *                                [preempted] <-----------------------   keeps tokens, loses pages
  *
- * Queue order: a request that came in step a with priority p counts as if it had come in step a - p * SCHED_PRIORITY_STEPS;
- * equal ones are first come first served, parked sequences before fresh ones. A priority is a head start, not a rank:
- * nothing waits forever.
+ *     sched_cancel: from each state to done
  *
- * The whole future. Each sequence has an expected length (chapter 15) and, since a sequence in decode computes one
- * position a step, a line: position x is computed in step base + x. So its pages are known for every later step: page k
- * is taken in step base + k*B and all go in step end = base + expected length - 1 (the last token is never fed). A page
- * of the tree is held until the latest end of its holders, and counted once. The page_forecast holds the sum for every step
- * from now on as a segment tree (change from a step on, greatest of all). The head of the queue is admitted while the greatest
- * stays within the pool, less a part for the error of the guesses (sched_reserve).
+ * Steps. In a step, each sequence in decode gets one row. The rest of the step's rows goes to the
+ * sequences in prefill, first come, first served. A prompt that is longer than this rest is
+ * computed in several steps (chunked prefill). One step may have rows of both kinds.
  *
- *     pages |          ____            each sequence: a staircase up, one drop at its end
- *      pool |- - - ___/- - \- - -
+ * Queue order. The key of a request is its arrival step - priority * SCHED_PRIORITY_STEPS, then its
+ * order of arrival in that step. The smallest key is first. If the keys are equal, preempted
+ * sequences come before new ones. A priority is a head start, not a rank: no request waits forever.
+ * Queues are kept as pairing heaps (a pairing heap is a priority queue with cheap insertion).
+ *
+ * Forecast. Admission asks whether the pages of a new sequence will fit in all later steps, not
+ * only now. Each sequence has an expected length (chapter 15). A sequence in decode computes one
+ * position per step, so one number, base_step, gives its schedule: position x is computed in step
+ * base_step + x. This tells how many pages it holds in each later step:
+ *   - page k is allocated in step base_step + k * B
+ *   - all pages are freed in step end_step = base_step + expected length - 1, because the last
+ *     token is never an input of the model
+ *   - a page in the prefix tree is held until the latest end of its users, and is counted once
+ * The forecast adds these numbers up for all running sequences. It is a segment tree over steps,
+ * which stores how the number of held pages changes in each step and gives the peak. The head of
+ * the queue is admitted if the peak, with it, is at most the pool size minus a reserve for wrong
+ * guesses of lengths (sched_reserve).
+ *
+ *     pages |          ____            one sequence: steps up, then one drop at its end
+ *      pool |- - - ___/- - \- - -      the sum of all: the forecast
  *           |   __/         \___
  *           +--now----------------->  steps
  *
- * When the future turns out otherwise it is written anew: a prefill that ends in another step than assumed, a sequence
- * that outlives its expected end or whose expectation moved, and every end. Where pages run out all the same, the
- * newest sequence is parked.
+ * Example: pages of 4 tokens; a pool of 6 pages; lengths are fixed, so the reserve is 0; prompts
+ * have no common prefix; each step is committed before the next one is planned. A, B and C arrive
+ * before step 1, in this order:
  *
- * Run-ahead: sched_plan does not need the tokens of earlier steps, only that they will come. n_planned counts the
- * tokens that exist or are under way, n_known those that sched_commit brought. Results of a sequence that ended, was
- * parked or cancelled meanwhile carry an old ticket and are refused. A request may say that its draws need to know all
- * tokens before them (waits: penalties, bad words); its sequences rest in a step that comes before their last token did.
+ *     request  prompt + output   prefill in step   base_step   end_step
+ *        A        6 + 5 tokens          1           1+1-6=-4   -4+11-1=6
+ *        B        3 + 10                1           1+1-3=-1   -1+13-1=11
+ *        C        9 + 4                 ?            ?+1-9      ?+4
  *
- * Copies. Whole pages of a prompt are shared, by the tree; what is behind them lies in a page that each sample goes on in. One
- * computes that tail; others with the same tokens, of its request or not, begin with a copy of its page (scheduler.copies, of pages
- * that earlier steps computed) and compute only the last token. Who would have to compute what another is just computing waits a
- * step.
+ *     step                        1  2  3  4  5  6  7  8  9 10 11
+ *     A                           2  2  2  3  3  -                  page 2 in step -4 + 2*4 = 4
+ *     B                           1  1  2  2  2  2  3  3  3  3  -   pages 1, 2 in steps 3 and 7
+ *     forecast of A and B         3  3  4  5  5  2  3  3  3  3  0
+ *     with C, prefill in step 1   6  6  7  8  5  2  3  3  3  3  0   peak 8 > 6: C must wait
+ *     with C, prefill in step 5   3  3  4  5  8  5  6  6  3  3  0   peak 8 > 6: C must wait
+ *     with C, prefill in step 6   3  3  4  5  5  5  6  6  6  3  0   peak 6: admission in step 6
  *
- * What always holds (sched_check of test/state.h): the page_forecast at `now` is the number of held pages, and at every later step what
- * a simulation of all sequences finds; slots, lists and counts agree. Nothing is allocated in sched_plan and
- * sched_commit: token buffers are taken in sched_submit. Cost: O(running) a step with a small constant, O(pages * log)
- * for one sequence's start or end. It does not know texts, stop strings, sampling or devices: the engine (chapter 22)
- * says when a sequence ended.
+ * In step 1, three pages are free and C needs just three. A scheduler that looks only at free pages
+ * would start C and run out of pages in step 3.
+ *
+ * The forecast is corrected in these cases: a prefill ends in another step than expected; a
+ * sequence gets longer than expected; its expected length changes; a sequence waits for a token; a
+ * sequence ends. If pages run out all the same, sched_preempt takes the pages of the running
+ * sequence that is last in queue order (latest arrival, lowest priority). That sequence keeps its
+ * tokens. When it is resumed, they are prefilled like a prompt.
+ *
+ * Run-ahead. sched_plan plans a step before the tokens of in-flight steps are known. n_known counts
+ * the committed tokens of a sequence. n_planned counts these and the tokens that in-flight steps
+ * will bring. A sequence in decode, with one step in flight while the next one is planned:
+ *
+ *     call                   n_known   n_planned
+ *     sched_plan, step 7        10         11      samples token 10 (counted from 0)
+ *     sched_plan, step 8        10         12      its input, token 10, is on the device only
+ *     sched_commit, step 7      11         12
+ *
+ * Each sequence has a generation. It changes when the sequence ends or is preempted. A result with
+ * another generation is stale: sched_commit ignores it. A request with no_run_ahead (penalties, bad
+ * words) needs all earlier tokens on the host for sampling. Its sequences get no rows in a step
+ * that is planned before their last token is committed.
+ *
+ * Prompt tails. The full pages of a prompt are shared through the prefix tree. The tail of a prompt
+ * is the tokens after its last full page. Each sequence appends its output to the page of the tail,
+ * so each needs a page of its own for it. One sequence computes the tail. Later sequences with the
+ * same tokens, of its request or of another, find it in the tail table (a hash table of prompts):
+ * it is their tail source. They copy its page (scheduler.copies) and compute only the last token.
+ * Only pages that earlier steps computed are copied. If the source computes the tail in this very
+ * step, they wait one step. Sequences with the same prompt_group have the same prompt.
+ *
+ * What always holds (sched_check of test/state.h): the forecast at `now` is the number of held
+ * pages; at each later step it is the number that a simulation of all sequences finds; sequences,
+ * lists and counts agree. sched_plan and sched_commit allocate no memory: sched_submit allocates
+ * the token buffers. Cost: O(running sequences) per step with a small constant, O(pages * log) for
+ * the start or end of one sequence. The scheduler does not know texts, stop strings, sampling or
+ * devices: the engine (chapter 22) says when a sequence ended.
  * =========================================================================== */
 
-enum { SCHED_PRIORITY_STEPS = 1024, /* steps of head start for one level of priority */
-       SCHED_TAIL_WAYS = 4 }; /* prompts whose tails the table tells apart where their hashes are equal */
+enum {
+    SCHED_PRIORITY_STEPS = 1024, /* steps of head start for one level of priority */
+    SCHED_TAIL_WAYS = 4          /* entries in one bucket of the tail table */
+};
 
 /* ---- Pairing heap (Fredman et al., 1986) ----
- * The greatest (key, tie) is on top; insert and raise O(1), remove O(log) amortised. Links are in an array of nodes, a heap
- * is the index of its top, -1 when empty. */
+ * The node with the greatest (key, tie_break) is on top. Insert and raise cost O(1), remove costs
+ * O(log n) amortised. Nodes are in an array and link by index. A heap is the index of its top node,
+ * -1 if it is empty. */
 
 typedef struct heap_node {
     int64_t key;
-    uint32_t tie_break;
-    int child, next, prev; /* prev: the one before among the siblings, or the parent */
+    uint32_t tie_break;    /* of equal keys the greater one is above; compared modulo 2^32 */
+    int child, next, prev; /* first child, next sibling; previous sibling or, for the first child,
+                              the parent; -1: none */
 } heap_node;
 
 static bool heap_is_above(const heap_node *nodes, int a, int b) {
-    return nodes[a].key != nodes[b].key ? nodes[a].key > nodes[b].key : (int32_t)(nodes[a].tie_break - nodes[b].tie_break) > 0;
+    return nodes[a].key != nodes[b].key ? nodes[a].key > nodes[b].key
+                                        : (int32_t)(nodes[a].tie_break - nodes[b].tie_break) > 0;
 }
 
-static int heap_meld(heap_node *nodes, int a, int b) { /* two tops */
+/* Joins the heaps with tops a and b. Returns the new top. */
+static int heap_meld(heap_node *nodes, int a, int b) {
     if (a < 0 || b < 0) return a < 0 ? b : a;
     if (heap_is_above(nodes, b, a)) {
         int swap = a;
-        a = b, b = swap;
+        a = b;
+        b = swap;
     }
-    nodes[b].next = nodes[a].child, nodes[b].prev = a;
+    nodes[b].next = nodes[a].child;
+    nodes[b].prev = a;
     if (nodes[a].child >= 0) nodes[nodes[a].child].prev = b;
-    nodes[a].child = b, nodes[a].next = nodes[a].prev = -1;
+    nodes[a].child = b;
+    nodes[a].next = nodes[a].prev = -1;
     return a;
 }
 
-static int heap_meld_all(heap_node *nodes, int siblings) { /* siblings in pairs, then the pairs from the last to the first */
+/* Joins all heaps of a list of siblings: first in pairs, then the pairs from the last to the
+ * first. Returns the new top. */
+static int heap_meld_all(heap_node *nodes, int siblings) {
     int pairs = -1, top = -1;
     while (siblings >= 0) {
         int left = siblings, right = nodes[left].next;
@@ -9570,7 +9634,8 @@ static int heap_meld_all(heap_node *nodes, int siblings) { /* siblings in pairs,
         nodes[left].next = nodes[left].prev = -1;
         if (right >= 0) nodes[right].next = nodes[right].prev = -1;
         left = heap_meld(nodes, left, right);
-        nodes[left].next = pairs, pairs = left;
+        nodes[left].next = pairs;
+        pairs = left;
     }
     while (pairs >= 0) {
         int next = nodes[pairs].next;
@@ -9582,11 +9647,13 @@ static int heap_meld_all(heap_node *nodes, int siblings) { /* siblings in pairs,
 }
 
 static void heap_insert(heap_node *nodes, int *top, int node, int64_t key, uint32_t tie_break) {
-    nodes[node] = (heap_node){.key = key, .tie_break = tie_break, .child = -1, .next = -1, .prev = -1};
+    nodes[node] = (heap_node){
+        .key = key, .tie_break = tie_break, .child = -1, .next = -1, .prev = -1};
     *top = heap_meld(nodes, *top, node);
 }
 
-static void heap_detach(heap_node *nodes, int node) { /* x with all below it leaves its siblings */
+/* Removes the node, with all nodes below it, from the list of its siblings. Not for the top. */
+static void heap_detach(heap_node *nodes, int node) {
     if (nodes[nodes[node].prev].child == node) nodes[nodes[node].prev].child = nodes[node].next;
     else nodes[nodes[node].prev].next = nodes[node].next;
     if (nodes[node].next >= 0) nodes[nodes[node].next].prev = nodes[node].prev;
@@ -9611,35 +9678,41 @@ static void heap_rekey(heap_node *nodes, int *top, int node, int64_t key) {
     }
 }
 
-static void heap_replace(heap_node *nodes, int *top, int node, int replacement) { /* y takes x's place, key and tie */
+/* Puts `replacement` where `node` is, with the same key, tie_break and children. */
+static void heap_replace(heap_node *nodes, int *top, int node, int replacement) {
     nodes[replacement] = nodes[node];
     if (nodes[replacement].child >= 0) nodes[nodes[replacement].child].prev = replacement;
     if (nodes[replacement].next >= 0) nodes[nodes[replacement].next].prev = replacement;
     if (*top == node) *top = replacement;
-    else if (nodes[nodes[replacement].prev].child == node) nodes[nodes[replacement].prev].child = replacement;
+    else if (nodes[nodes[replacement].prev].child == node)
+        nodes[nodes[replacement].prev].child = replacement;
     else nodes[nodes[replacement].prev].next = replacement;
 }
 
-/* ---- Calendar: pages held in each step of [now, now + n) ----
- * What is held now, and by how much that changes in each later step: leaves of a segment tree whose nodes know the sum and the
- * greatest sum of a beginning. A change is one leaf; nodes above it are stale until the peak is asked for, and made once for
- * all the changes below them. */
+/* ---- Forecast: number of held pages in each step from now to now + n_steps ----
+ * `held` is the number now. The leaf of a step is the change of the number in that step. Each node
+ * of the segment tree has the sum and the maximal prefix sum of the leaves below it. A change
+ * writes one leaf and marks the nodes above it as stale. forecast_peak computes stale nodes again,
+ * once for all changes below them. */
 
 enum { FORECAST_STALE = -1 };
 
 typedef struct forecast_node {
-    int sum;  /* of the changes below */
-    int max_prefix; /* the greatest sum of the first k of them, k >= 0, or FORECAST_STALE; then all above are stale too */
+    int sum;        /* of the leaves below */
+    int max_prefix; /* greatest sum of the first k leaves below, k >= 0. FORECAST_STALE: to be
+                       computed again; then all ancestors are stale, too */
 } forecast_node;
 
 typedef struct page_forecast {
-    int64_t now;
-    int n_steps;        /* power of two; the change of step t in now + 1 .. now + n is leaf t mod n */
-    int held;     /* now */
-    forecast_node *nodes; /* [2n] 1: the root; the children of i are 2i and 2i + 1 */
+    int64_t now;          /* the current step */
+    int n_steps;          /* power of two; a step in now + 1 .. now + n_steps has leaf
+                             step mod n_steps */
+    int held;             /* pages held now */
+    forecast_node *nodes; /* [2 * n_steps] owned; 1: the root; the children of i are 2i and 2i + 1;
+                             leaf t is n_steps + t */
 } page_forecast;
 
-/* v pages more from step t on. */
+/* Adds n_pages to all steps from `step` on; to all from now on if `step` is not later than now. */
 static void forecast_change(page_forecast *forecast, int64_t step, int n_pages) {
     if (step <= forecast->now) {
         forecast->held += n_pages;
@@ -9647,24 +9720,37 @@ static void forecast_change(page_forecast *forecast, int64_t step, int n_pages) 
     }
     assert(step - forecast->now <= forecast->n_steps);
     int node = (int)(step & (forecast->n_steps - 1)) + forecast->n_steps;
-    forecast->nodes[node].sum += n_pages, forecast->nodes[node].max_prefix = MAX(forecast->nodes[node].sum, 0);
-    while ((node >>= 1) && forecast->nodes[node].max_prefix != FORECAST_STALE) forecast->nodes[node].max_prefix = FORECAST_STALE;
+    forecast->nodes[node].sum += n_pages;
+    forecast->nodes[node].max_prefix = MAX(forecast->nodes[node].sum, 0);
+    while ((node >>= 1) && forecast->nodes[node].max_prefix != FORECAST_STALE)
+        forecast->nodes[node].max_prefix = FORECAST_STALE;
 }
 
-/* v more pages in steps from .. to-1; where `to` comes first, v fewer in to .. from-1. */
-static void forecast_add(page_forecast *forecast, int64_t from, int64_t to, int n_pages) { forecast_change(forecast, from, n_pages), forecast_change(forecast, to, -n_pages); }
+/* Adds n_pages to steps from .. to-1. If to < from, subtracts n_pages from steps to .. from-1. */
+static void forecast_add(page_forecast *forecast, int64_t from, int64_t to, int n_pages) {
+    forecast_change(forecast, from, n_pages);
+    forecast_change(forecast, to, -n_pages);
+}
 
-static forecast_node forecast_join(forecast_node a, forecast_node b) { return (forecast_node){a.sum + b.sum, MAX(a.max_prefix, a.sum + b.max_prefix)}; }
+static forecast_node forecast_join(forecast_node a, forecast_node b) { /* a: the earlier steps */
+    return (forecast_node){a.sum + b.sum, MAX(a.max_prefix, a.sum + b.max_prefix)};
+}
 
+/* Computes all stale nodes of a subtree. Returns its top node. */
 static forecast_node forecast_refresh(const page_forecast *forecast, int node) {
-    if (forecast->nodes[node].max_prefix == FORECAST_STALE) forecast->nodes[node] = forecast_join(forecast_refresh(forecast, 2 * node), forecast_refresh(forecast, 2 * node + 1));
+    if (forecast->nodes[node].max_prefix == FORECAST_STALE)
+        forecast->nodes[node] = forecast_join(forecast_refresh(forecast, 2 * node),
+                                              forecast_refresh(forecast, 2 * node + 1));
     return forecast->nodes[node];
 }
 
+/* Returns the greatest number of held pages in any step from now on. The leaves are a ring that
+ * starts with the leaf of now + 1: `soon` joins the leaves from there to the end of the array,
+ * `late` the leaves before it, which belong to later steps. */
 static int forecast_peak(const page_forecast *forecast) {
     int node = (int)((forecast->now + 1) & (forecast->n_steps - 1)) + forecast->n_steps;
     forecast_refresh(forecast, 1);
-    forecast_node soon = forecast->nodes[node], late = {0, 0}; /* leaves from that of now + 1 to the last; those before it, which come later */
+    forecast_node soon = forecast->nodes[node], late = {0, 0};
     for (; node > 1; node >>= 1) {
         if (node & 1) late = forecast_join(forecast->nodes[node - 1], late);
         else soon = forecast_join(soon, forecast->nodes[node + 1]);
@@ -9672,8 +9758,11 @@ static int forecast_peak(const page_forecast *forecast) {
     return forecast->held + forecast_join(soon, late).max_prefix;
 }
 
-static void forecast_advance(page_forecast *forecast) { /* its change has come; the leaf is free for step now + n */
-    int n_pages = forecast->nodes[((forecast->now + 1) & (forecast->n_steps - 1)) + forecast->n_steps].sum;
+/* Goes to the next step. Moves that step's change into `held`, so that its leaf is free for step
+ * now + n_steps. */
+static void forecast_advance(page_forecast *forecast) {
+    int n_pages =
+        forecast->nodes[((forecast->now + 1) & (forecast->n_steps - 1)) + forecast->n_steps].sum;
     if (n_pages) forecast_add(forecast, forecast->now, forecast->now + 1, n_pages);
     forecast->now++;
 }
@@ -9681,77 +9770,86 @@ static void forecast_advance(page_forecast *forecast) { /* its change has come; 
 /* ---- Types ---- */
 
 typedef struct sched_config {
-    int B, n_pages;
-    int max_seqs;   /* sequences running or parked */
+    int B, n_pages; /* tokens of a page; pages of the KV cache, the pool */
+    int max_seqs;   /* sequences running or preempted */
     int max_tokens; /* rows of a step; at least max_seqs */
     int max_len;    /* tokens of a sequence */
     int n_classes;  /* of the length predictor */
 } sched_config;
 
 typedef struct sched_job { /* what a request asks of the scheduler */
-    const int32_t *prompt; /* copied */
+    const int32_t *prompt; /* [n_prompt] of the caller; sched_submit copies it */
     int n_prompt;
     int n;                 /* samples */
     int max_tokens;        /* output tokens, at least 1 */
-    int min_tokens;        /* the first so many tokens end no sample, but at max_tokens */
-    bool fixed_len;            /* every sample has max_tokens unless cancelled (ignore_eos and no stop) */
-    bool no_run_ahead;            /* no run-ahead: a token is drawn only when those before it are known */
+    int min_tokens;        /* the first min_tokens output tokens end no sample, but at max_tokens */
+    bool fixed_len;        /* each sample gets max_tokens unless cancelled (ignore_eos, no stops) */
+    bool no_run_ahead;     /* a token is sampled only when all earlier tokens are committed */
     int priority;          /* higher goes earlier */
-    int n_unshared;           /* the first so many samples find and share no pages: they compute every position */
-    uint64_t class_key;    /* requests with equal keys have outputs of like length; 0: a class of its own if n > 1 */
+    int n_unshared;        /* samples 0 .. n_unshared-1 do not use the prefix cache: they compute
+                              all positions */
+    uint64_t class_key;    /* requests with equal keys have outputs of similar length; 0: a class
+                              of its own if n > 1, else none */
 } sched_job;
 
 typedef struct sched_request {
-    int32_t *prompt; /* owned; NULL: this id is free */
-    int n_prompt, n, max_tokens, min_tokens;
+    int32_t *prompt;       /* [n_prompt] owned; NULL: this id is free */
+    int n_prompt, n, max_tokens, min_tokens; /* as in sched_job, as are the next two lines */
     bool fixed_len, no_run_ahead;
-    int n_unshared;           /* as in sched_job */
-    int n_started, n_live; /* samples that ever ran; of them not ended */
-    int first_seq;             /* its live sequences, linked by sibling */
-    int64_t queue_key;           /* order of the queue, smaller first */
+    int n_unshared;
+    int n_started, n_live; /* samples that ever started; those of them that have not ended */
+    int first_seq;         /* list of its live sequences, linked by sibling_next */
+    int64_t queue_key;     /* smaller is earlier; in queue_nodes, whose top is the greatest, the
+                              key is -queue_key */
     uint64_t class_key;
-    int next_free;
+    int next_free;         /* next free id, -1: none */
 } sched_request;
 
 enum sched_state { SCHED_FREE, SCHED_PREFILL, SCHED_DECODE, SCHED_PREEMPTED };
 
-typedef struct sched_seq { /* what every step touches comes first: one cache line of 64 bytes */
+/* A sequence. The fields that each step reads come first: one cache line of 64 bytes. */
+typedef struct sched_seq {
     _Alignas(64) uint8_t state;
-    bool is_sampled;       /* this step: its last row gives a token */
-    bool is_prefill;     /* this step: its rows are of a prompt (or of what was parked), not its newest token */
-    bool no_run_ahead;        /* as in sched_job */
-    int from, n_rows;  /* this step: positions from .. from+n_rows-1 */
-    int n_computed;      /* positions whose K and V are planned */
-    int n_planned;     /* tokens known or under way */
-    int n_known;
-    int limit;         /* prompt + max_tokens */
-    uint32_t generation;   /* changes when it is parked or ends: results with another one are late */
-    int64_t end_step;       /* the step in which its pages are expected to go */
-    int32_t *tokens;   /* [limit] prompt, then output */
-    int next_bucket_at;     /* tokens with which it reaches the next bucket of chapter 15 */
-    int next_full_page_at;     /* tokens, known and cached, with which its next page may enter the tree */
-    int last_page;          /* in decode: the page of position n_cached - 1 */
+    bool is_sampled;       /* this step: its last row is sampled */
+    bool is_prefill;       /* this step: its rows are prefill, not its newest token */
+    bool no_run_ahead;     /* as in sched_job */
+    int from, n_rows;      /* this step: positions from .. from+n_rows-1 */
+    int n_computed;        /* positions whose K and V are computed, or will be by in-flight steps */
+    int n_planned;         /* n_known and the tokens that in-flight steps will bring */
+    int n_known;           /* committed tokens, prompt and output */
+    int limit;             /* most tokens: prompt + max_tokens */
+    uint32_t generation;   /* changes when it is preempted or ends: results with another one are
+                              stale */
+    int64_t end_step;      /* the step in which its pages are expected to be freed */
+    int32_t *tokens;       /* [limit] prompt, then output; a buffer of the scheduler */
+    int next_bucket_at;    /* number of tokens at which it enters the predictor's next bucket */
+    int next_full_page_at; /* number of tokens, known and computed, at which its next page may be
+                              inserted into the tree */
+    int last_page;         /* in decode: the page of position n_computed - 1 */
     int n_prompt;
 
-    int request, sample;
-    int n_prefix_hits;       /* positions found in the tree when it first started */
-    bool was_preempted;        /* it was parked: its prompt is counted already */
-    int expected_len;        /* tokens it will have, prompt and output; end = base + expect - 1 */
-    int64_t base_step;      /* position x is computed in step base + x */
-    double quantile;       /* share of its class that gets longer than it is expected to get; 0: not drawn */
+    int request, sample;   /* id of its request; its number there */
+    int n_prefix_hits;     /* positions found in the prefix tree when it first started */
+    bool was_preempted;    /* its prompt is counted in n_prompt_tokens already */
+    int expected_len;      /* tokens it is expected to have in the end, prompt and output */
+    int64_t base_step;     /* position x is computed in step base_step + x */
+    double quantile;       /* share of its class (chapter 15) that gets longer than it is expected
+                              to get; 0: not drawn yet */
     pred_handle length_class;
-    int length_bucket;
-    uint32_t admission;  /* number of its last admission */
-    int sibling_prev, sibling_next;      /* live sequences of its request; -1 ends */
-    int backlog_share;          /* in prefill: tokens counted in scheduler.backlog */
-    int tail_bucket, next_tail_source;    /* its places in scheduler.tails begin there, who took the last copy from it; -1: nowhere, nobody */
-    int64_t backlog_mark;      /* in prefill: tokens put into the backlog up to its own */
-    uint32_t prompt_group;    /* sequences with the same number have the same prompt; 0: not known */
-    int prefill_prev, prefill_next; /* first come first served; ends at max_seqs */
+    int length_bucket;     /* bucket of the predictor that its output has reached */
+    uint32_t admission;    /* number of its last admission, counted over all sequences */
+    int sibling_prev, sibling_next; /* live sequences of its request; -1 ends */
+    int backlog_share;     /* in prefill: its tokens that are counted in scheduler.backlog */
+    int tail_bucket;       /* first entry of its bucket in scheduler.tail_table; -1: none */
+    int next_tail_source;  /* the sequence that last copied its tail; -1: none */
+    int64_t backlog_mark;  /* in prefill: backlog_added just after its own tokens were added */
+    uint32_t prompt_group; /* sequences with the same number have the same prompt; 0: not known */
+    int prefill_prev, prefill_next; /* list of sequences in prefill, first come, first served;
+                                       max_seqs ends it */
 } sched_seq;
 
-struct sched_free_buffer { /* a free token buffer: its first bytes link it */
-    struct sched_free_buffer *next;
+struct sched_free_buffer { /* a free token buffer: the link is in its first bytes */
+    struct sched_free_buffer *next; /* NULL: the last */
 };
 
 typedef struct scheduler {
@@ -9759,41 +9857,50 @@ typedef struct scheduler {
     kv_cache kv;
     pred predictor;
     page_forecast forecast;
-    int64_t now;             /* = cal.now: the step planned last */
-    sched_seq *seqs;         /* [max_seqs + 1]; the last is both ends of the prefill list */
-    int *free_seqs;
-    int n_seqs_free, n_running, n_decode;
-    toka_copy *copies;       /* [max_seqs] that the step planned last begins with */
-    int *tail_table;              /* [n_tails][SCHED_TAIL_WAYS] by hash of all tokens: who was fed what is behind the pages in the tree;
-                                -1, or stale */
-    int n_tail_buckets;             /* power of two */
+    int64_t now;         /* the step planned last, = forecast.now */
+    sched_seq *seqs;     /* [max_seqs + 1]; the last one is both ends of the prefill list */
+    int *free_seqs;      /* [max_seqs] stack of n_seqs_free */
+    int n_seqs_free, n_running, n_decode; /* n_running: in prefill or decode */
+    toka_copy *copies;   /* [max_seqs] page copies at the beginning of the step planned last */
+    int *tail_table;     /* [n_tail_buckets][SCHED_TAIL_WAYS] by hash of all tokens of a prompt:
+                            sequences that computed its tail; -1 or stale: none */
+    int n_tail_buckets;  /* power of two */
     int n_copies, n_prefill_seqs;
-    int *prefill_seqs;                /* [max_seqs] who gets rows of a prompt in the step planned last, in that order: one that skips pages
-                                which are computed in this very step comes behind who computes them */
-    int64_t sum_guess_squared;          /* sum of sched_guess_squared over running sequences */
-    int64_t backlog, backlog_added; /* tokens still to prefill; all ever put in */
-    heap_node *end_nodes;         /* [n_pages + max_seqs]: pages of the tree and sequences (n_pages + q), by end */
-    int *page_users;            /* [n_pages] heap of what hangs on a page: child pages, sequences whose last tree page it is */
-    heap_node *seq_nodes;         /* [max_seqs]: parked sequences in queue order, running ones newest first */
-    int first_preempted, newest;
-    sched_request *requests; /* grows in sched_submit */
-    heap_node *queue_nodes;        /* [cap_requests] */
-    int n_requests, cap_requests, free_request, first_queued;
-    int n_unstarted;           /* samples never started */
-    int64_t arrival_step;
-    int n_arrived;           /* in this step */
-    uint32_t n_started, quantile_counter;
-    uint64_t last_own_class;      /* last key given to a request without one */
-    struct sched_free_buffer *free_buffers[32]; /* [c]: free buffers of 2^c tokens */
-    int n_buffers[32], buffer_demand[32];
-    uint64_t change_count, failed_change_count; /* changes with every start and end; when the head did not fit */
-    int64_t failed_step;
-    int64_t n_preempted, n_repredicted; /* since open ... */
-    int64_t n_prompt_tokens, n_prompt_hits; /* ... of all that started, each once; of these, those it need not compute */
+    int *prefill_seqs;   /* [max_seqs] sequences with prefill rows in the step planned last, in the
+                            order in which they got them. A sequence that skips pages which are
+                            computed in this same step is after the one that computes them */
+    int64_t sum_guess_squared;      /* sum of sched_guess_squared over running sequences */
+    int64_t backlog, backlog_added; /* tokens still to prefill; all tokens ever added to it */
+    heap_node *end_nodes;    /* [n_pages + max_seqs] key: the end step of a tree page (0: not held)
+                                or of sequence seq, which is node n_pages + seq */
+    int *page_users;         /* [n_pages] top of a page's heap of users in end_nodes; see
+                                sched_update_page_end */
+    heap_node *seq_nodes;    /* [max_seqs] a heap of preempted sequences, earliest in the queue on
+                                top, and one of running sequences, latest in the queue on top */
+    int first_preempted, newest; /* the tops of these two heaps */
+    sched_request *requests; /* [cap_requests] grows in sched_submit */
+    heap_node *queue_nodes;  /* [cap_requests] the heap of queued requests */
+    int n_requests, cap_requests, free_request, first_queued; /* ids used; the first free id, -1:
+                                                                 none; the top of queue_nodes */
+    int n_unstarted;         /* samples of queued requests that never started */
+    int64_t arrival_step;    /* step of the last arrival */
+    int n_arrived;           /* arrivals in that step */
+    uint32_t n_started, quantile_counter; /* admissions; see sched_expected_len */
+    uint64_t last_own_class; /* last key given to a request without one */
+    struct sched_free_buffer *free_buffers[32]; /* [c]: list of free buffers of 2^c tokens */
+    int n_buffers[32];       /* [c]: such buffers, free or in use */
+    int buffer_demand[32];   /* [c]: samples, queued or live, that need such a buffer */
+    uint64_t change_count, failed_change_count; /* changes of what admission depends on; their
+                                                   number when the queue's head last did not fit */
+    int64_t failed_step;     /* the step in which it did not fit */
+    int64_t n_preempted, n_repredicted; /* since open: preemptions; corrections of a forecast */
+    int64_t n_prompt_tokens; /* since open: prompt tokens of started sequences, each once */
+    int64_t n_prompt_hits;   /* those of them that were not computed: found or copied */
 } scheduler;
 
 /* ---- Token buffers ---- */
 
+/* Returns the smallest c, at least 2, for which a buffer of 2^c tokens holds n_tokens. */
 static int sched_buffer_class(int n_tokens) {
     int size_class = 2; /* a buffer holds at least a pointer */
     while ((int64_t)1 << size_class < n_tokens) size_class++;
@@ -9802,7 +9909,8 @@ static int sched_buffer_class(int n_tokens) {
 
 static void sched_buffer_free(scheduler *sched, void *buffer, int size_class) {
     struct sched_free_buffer *free_buffer = buffer;
-    free_buffer->next = sched->free_buffers[size_class], sched->free_buffers[size_class] = free_buffer;
+    free_buffer->next = sched->free_buffers[size_class];
+    sched->free_buffers[size_class] = free_buffer;
 }
 
 static void *sched_buffer_alloc(scheduler *sched, int size_class) {
@@ -9811,10 +9919,13 @@ static void *sched_buffer_alloc(scheduler *sched, int size_class) {
     return free_buffer;
 }
 
-/* n more samples of this size are wanted: as many buffers as can be in use at a time. */
+/* n more samples will need a buffer of this class. Allocates as many buffers as can be in use at
+ * the same time, so that sched_buffer_alloc always finds one. */
 static void sched_buffer_reserve(scheduler *sched, int size_class, int n) {
     sched->buffer_demand[size_class] += n;
-    for (; sched->n_buffers[size_class] < MIN(sched->config.max_seqs, sched->buffer_demand[size_class]); sched->n_buffers[size_class]++)
+    for (; sched->n_buffers[size_class] <
+           MIN(sched->config.max_seqs, sched->buffer_demand[size_class]);
+         sched->n_buffers[size_class]++)
         sched_buffer_free(sched, mem_alloc(sizeof(int32_t) << size_class), size_class);
 }
 
@@ -9825,59 +9936,90 @@ static void sched_free(scheduler *sched) {
     for (int id = 0; id < sched->n_requests; id++) free(sched->requests[id].prompt);
     for (int i = 0; i < COUNT(sched->free_buffers); i++)
         while (sched->free_buffers[i]) free(sched_buffer_alloc(sched, i));
-    kv_free(&sched->kv), pred_free(&sched->predictor);
-    free(sched->forecast.nodes), free(sched->seqs), free(sched->seq_nodes), free(sched->free_seqs), free(sched->copies), free(sched->tail_table);
-    free(sched->end_nodes), free(sched->page_users), free(sched->requests), free(sched->queue_nodes), free(sched->prefill_seqs);
+    kv_free(&sched->kv);
+    pred_free(&sched->predictor);
+    free(sched->forecast.nodes);
+    free(sched->seqs);
+    free(sched->seq_nodes);
+    free(sched->free_seqs);
+    free(sched->copies);
+    free(sched->tail_table);
+    free(sched->end_nodes);
+    free(sched->page_users);
+    free(sched->requests);
+    free(sched->queue_nodes);
+    free(sched->prefill_seqs);
     *sched = (scheduler){0};
 }
 
-/* Samples whose pages were taken for others; they keep their slots. */
-static int sched_n_preempted(const scheduler *sched) { return sched->config.max_seqs - sched->n_seqs_free - sched->n_running; }
+/* Returns the number of preempted sequences: they have no pages, but keep their index. */
+static int sched_n_preempted(const scheduler *sched) {
+    return sched->config.max_seqs - sched->n_seqs_free - sched->n_running;
+}
 
-/* Fails when there is not the memory for so many pages and sequences of such a length; nothing is held then. */
+/* Returns an error if the allocation fails for so many pages and sequences of such a length;
+ * nothing is allocated then. */
 static int sched_init(scheduler *sched, const sched_config *config, toka_err *e) {
     assert(config->max_tokens >= config->max_seqs && config->max_len > 1);
     size_t n_pages = (size_t)config->n_pages, n_seqs = (size_t)config->max_seqs;
-    *sched = (scheduler){.config = *config, .first_preempted = -1, .newest = -1, .free_request = -1, .first_queued = -1};
-    bool fits = config->max_len < 1 << 29 /* the page_forecast counts in int */ &&
+    *sched = (scheduler){.config = *config,
+                         .first_preempted = -1,
+                         .newest = -1,
+                         .free_request = -1,
+                         .first_queued = -1};
+    bool fits = config->max_len < 1 << 29 /* the steps of the forecast are counted in int */ &&
                 kv_init(&sched->kv, config->B, config->n_pages, config->max_seqs, config->max_len);
     pred_init(&sched->predictor, config->n_classes, config->max_seqs);
-    for (sched->forecast.n_steps = 4; fits && sched->forecast.n_steps < 2 * config->max_len + 2; sched->forecast.n_steps *= 2) {} /* as long a prefill delay as a sequence */
-    sched->forecast.nodes = fits ? mem_try_zalloc((size_t)sched->forecast.n_steps * 2, sizeof *sched->forecast.nodes) : NULL;
+    /* room for a prefill delay of max_len steps, then a sequence of max_len tokens */
+    for (sched->forecast.n_steps = 4; fits && sched->forecast.n_steps < 2 * config->max_len + 2;
+         sched->forecast.n_steps *= 2) {}
+    sched->forecast.nodes = fits ? mem_try_zalloc((size_t)sched->forecast.n_steps * 2,
+                                                  sizeof *sched->forecast.nodes)
+                                 : NULL;
     static_assert(offsetof(sched_seq, request) == 64, "one cache line");
     sched->seqs = mem_check(aligned_alloc(64, (n_seqs + 1) * sizeof *sched->seqs));
     memset(sched->seqs, 0, (n_seqs + 1) * sizeof *sched->seqs);
     sched->seq_nodes = mem_zalloc(n_seqs * sizeof *sched->seq_nodes);
-    sched->free_seqs = mem_alloc(n_seqs * sizeof(int)), sched->copies = mem_alloc(n_seqs * sizeof *sched->copies);
+    sched->free_seqs = mem_alloc(n_seqs * sizeof(int));
+    sched->copies = mem_alloc(n_seqs * sizeof *sched->copies);
     sched->prefill_seqs = mem_alloc(n_seqs * sizeof *sched->prefill_seqs);
-    sched->end_nodes = mem_try_zalloc(n_pages + n_seqs, sizeof *sched->end_nodes), sched->page_users = mem_try_zalloc(n_pages, sizeof *sched->page_users);
-    for (sched->n_tail_buckets = 1; sched->n_tail_buckets < config->max_seqs;) sched->n_tail_buckets *= 2;
-    sched->tail_table = mem_alloc((size_t)sched->n_tail_buckets * SCHED_TAIL_WAYS * sizeof *sched->tail_table);
+    sched->end_nodes = mem_try_zalloc(n_pages + n_seqs, sizeof *sched->end_nodes);
+    sched->page_users = mem_try_zalloc(n_pages, sizeof *sched->page_users);
+    for (sched->n_tail_buckets = 1; sched->n_tail_buckets < config->max_seqs;)
+        sched->n_tail_buckets *= 2;
+    sched->tail_table =
+        mem_alloc((size_t)sched->n_tail_buckets * SCHED_TAIL_WAYS * sizeof *sched->tail_table);
     if (!sched->forecast.nodes || !sched->end_nodes || !sched->page_users) {
         sched_free(sched);
-        return fail(e, TOKA_E_MEMORY, "no memory for the tables of %d pages of KV and %d sequences of up to %d tokens", config->n_pages,
-                    config->max_seqs, config->max_len);
+        return fail(e, TOKA_E_MEMORY,
+                    "no memory for the tables of %d pages of KV and %d sequences of up to %d tokens",
+                    config->n_pages, config->max_seqs, config->max_len);
     }
     for (int page = 0; page < config->n_pages; page++) sched->page_users[page] = -1;
     for (int i = 0; i < sched->n_tail_buckets * SCHED_TAIL_WAYS; i++) sched->tail_table[i] = -1;
-    for (int seq = config->max_seqs - 1; seq >= 0; seq--) sched->free_seqs[sched->n_seqs_free++] = seq;
-    sched->seqs[config->max_seqs].prefill_prev = sched->seqs[config->max_seqs].prefill_next = config->max_seqs;
+    for (int seq = config->max_seqs - 1; seq >= 0; seq--)
+        sched->free_seqs[sched->n_seqs_free++] = seq;
+    sched->seqs[config->max_seqs].prefill_prev = sched->seqs[config->max_seqs].prefill_next =
+        config->max_seqs;
     return 0;
 }
 
-/* ---- The future of one sequence in the page_forecast ---- */
+/* ---- The forecast of one sequence ---- */
 
-static int sched_last_tree_page(const scheduler *sched, int seq) { /* its last page in the tree, or -1 */
+/* Returns the last page of its block table that is in the prefix tree, or -1. */
+static int sched_last_tree_page(const scheduler *sched, int seq) {
     int n = sched->kv.seqs[seq].n_tree_pages;
     return n ? kv_block_table(&sched->kv, seq)[n - 1] : -1;
 }
 
-/* Adds (sign 1) or takes back (-1) what q alone accounts for: n_held own pages until its end, and the pages from number
- * `next` on that it will take. */
+/* Adds (sign 1) or removes (sign -1) the unshared pages of seq in the forecast: n_held pages from
+ * now to its end, and the pages that it will allocate, from number next_page on. */
 static void sched_forecast_own(scheduler *sched, int seq, int n_held, int next_page, int sign) {
     const sched_seq *sequence = &sched->seqs[seq];
     int n_pages = kv_pages_for(&sched->kv, MIN(sequence->expected_len, sequence->limit) - 1);
-    for (int page = next_page; page < n_pages; page++) forecast_change(&sched->forecast, sequence->base_step + (int64_t)page * sched->config.B, sign);
+    for (int page = next_page; page < n_pages; page++)
+        forecast_change(&sched->forecast, sequence->base_step + (int64_t)page * sched->config.B,
+                        sign);
     forecast_add(&sched->forecast, sched->now, sequence->end_step, sign * n_held);
     forecast_change(&sched->forecast, sequence->end_step, -sign * MAX(n_pages - next_page, 0));
 }
@@ -9887,27 +10029,44 @@ static void sched_forecast_own_now(scheduler *sched, int seq, int sign) {
     sched_forecast_own(sched, seq, held->n_pages - held->n_tree_pages, held->n_pages, sign);
 }
 
-/* What hangs on page p has changed: brings its end and those above it up to date, in the page_forecast too if `account`. A
- * page's end is ends[p].key, 0 while nobody holds it. */
+/* The users of a tree page keep it held: its child pages, and the sequences whose last tree page
+ * it is. They are a heap in end_nodes, the user with the latest end on top, and the end of the page
+ * is that user's end. `->` is "in the heap of users of":
+ *
+ *     seq 3 (end 90) ---> page 5 (end 90) ---+
+ *     seq 1 (end 70) ---> page 8 (end 70) ---+--> page 2 (end 90) ---> no heap, a child of the root
+ *     seq 6 (end 40) ------------------------+
+ *
+ * The users of `page` changed. Updates its end and the ends of its ancestors; with
+ * `update_forecast` the forecast, too. The end of a page is end_nodes[page].key, and 0 if no
+ * sequence holds it: forecast_add with end 0 changes the number of pages held now. Consecutive
+ * pages with the same change (n_pages from from_end to to_end) are added together. */
 static void sched_update_page_end(scheduler *sched, int page, bool update_forecast) {
-    int64_t from_end = 0, to_end = 0; /* n pages go from end `was` to end `is` */
+    int64_t from_end = 0, to_end = 0;
     int n_pages = 0;
     while (page >= 0) {
-        int64_t old_end = sched->end_nodes[page].key, new_end = sched->page_users[page] >= 0 ? sched->end_nodes[sched->page_users[page]].key : 0;
+        int64_t old_end = sched->end_nodes[page].key;
+        int64_t new_end = sched->page_users[page] >= 0
+                              ? sched->end_nodes[sched->page_users[page]].key
+                              : 0;
         if (old_end == new_end) break;
         if (n_pages && update_forecast && (old_end != from_end || new_end != to_end)) {
             forecast_add(&sched->forecast, from_end, to_end, n_pages);
             n_pages = 0;
         }
-        from_end = old_end, to_end = new_end, n_pages++;
+        from_end = old_end;
+        to_end = new_end;
+        n_pages++;
         int parent = sched->kv.pages[page].parent;
         if (parent == sched->kv.root) {
             sched->end_nodes[page].key = new_end;
             break;
         }
         if (!old_end) heap_insert(sched->end_nodes, &sched->page_users[parent], page, new_end, 0);
-        else if (!new_end) heap_remove(sched->end_nodes, &sched->page_users[parent], page), sched->end_nodes[page].key = 0;
-        else heap_rekey(sched->end_nodes, &sched->page_users[parent], page, new_end);
+        else if (!new_end) {
+            heap_remove(sched->end_nodes, &sched->page_users[parent], page);
+            sched->end_nodes[page].key = 0;
+        } else heap_rekey(sched->end_nodes, &sched->page_users[parent], page, new_end);
         page = parent;
     }
     if (n_pages && update_forecast) forecast_add(&sched->forecast, from_end, to_end, n_pages);
@@ -9916,7 +10075,8 @@ static void sched_update_page_end(scheduler *sched, int page, bool update_foreca
 static void sched_add_page_user(scheduler *sched, int seq, bool update_forecast) {
     int tree_page = sched_last_tree_page(sched, seq);
     if (tree_page < 0) return;
-    heap_insert(sched->end_nodes, &sched->page_users[tree_page], sched->config.n_pages + seq, sched->seqs[seq].end_step, 0);
+    heap_insert(sched->end_nodes, &sched->page_users[tree_page], sched->config.n_pages + seq,
+                sched->seqs[seq].end_step, 0);
     sched_update_page_end(sched, tree_page, update_forecast);
 }
 
@@ -9926,41 +10086,55 @@ static void sched_remove_page_user(scheduler *sched, int seq, int tree_page) {
     sched_update_page_end(sched, tree_page, true);
 }
 
-/* Output pages expected of a sequence, squared; 0 if its length is fixed. */
+/* Returns the square of the number of output pages that a sequence is expected to have; 0 if its
+ * length is fixed. */
 static int64_t sched_guess_squared(const scheduler *sched, const sched_seq *sequence) {
-    int64_t n_pages = sched->requests[sequence->request].fixed_len ? 0 : kv_pages_for(&sched->kv, sequence->expected_len - sequence->n_prompt);
+    int64_t n_pages =
+        sched->requests[sequence->request].fixed_len
+            ? 0
+            : kv_pages_for(&sched->kv, sequence->expected_len - sequence->n_prompt);
     return n_pages * n_pages;
 }
 
-/* Its line and expected length are now these. The end lies after this step, and within the page_forecast. */
+/* Sets base_step and expected_len of a running sequence and updates the forecast. The new end_step
+ * must be later than this step and within the steps of the forecast. */
 static void sched_set_forecast(scheduler *sched, int seq, int64_t base_step, int expected_len) {
     sched_seq *sequence = &sched->seqs[seq];
     int tree_page = sched_last_tree_page(sched, seq);
     sched_forecast_own_now(sched, seq, -1);
     sched->sum_guess_squared -= sched_guess_squared(sched, sequence);
-    sequence->base_step = base_step, sequence->expected_len = expected_len;
+    sequence->base_step = base_step;
+    sequence->expected_len = expected_len;
     sequence->end_step = base_step + expected_len - 1;
-    sched->sum_guess_squared += sched_guess_squared(sched, sequence), sched->change_count++;
+    sched->sum_guess_squared += sched_guess_squared(sched, sequence);
+    sched->change_count++;
     sched_forecast_own_now(sched, seq, 1);
     if (tree_page >= 0) {
-        heap_rekey(sched->end_nodes, &sched->page_users[tree_page], sched->config.n_pages + seq, sequence->end_step);
+        heap_rekey(sched->end_nodes, &sched->page_users[tree_page], sched->config.n_pages + seq,
+                   sequence->end_step);
         sched_update_page_end(sched, tree_page, true);
     }
 }
 
-/* Tokens, prompt and output, that the sequence is expected to have in the end, being at n now. Its length is that of
- * its luck; if it outlived that, or has none yet, it draws again from the lengths above n. The draws of all sequences
- * together are evenly spread (multiples of the golden section), so that also few of them stand for the whole
- * distribution. */
+/* Returns the number of tokens, prompt and output, that the sequence is expected to have in the
+ * end. It has n_now tokens now. The first call draws a quantile; the expected length is the length
+ * at that quantile of its class. If the sequence has got longer than that, a new quantile is drawn
+ * among the lengths above n_now. The draws of all sequences together are evenly spread (multiples
+ * of the golden ratio, modulo 1), so that even a few of them represent the whole distribution. */
 static int sched_expected_len(scheduler *sched, sched_seq *sequence, int n_now) {
     const sched_request *request = &sched->requests[sequence->request];
-    int n_output = MAX(n_now - sequence->n_prompt, request->min_tokens), max_output = sequence->limit - sequence->n_prompt;
+    int n_output = MAX(n_now - sequence->n_prompt, request->min_tokens);
+    int max_output = sequence->limit - sequence->n_prompt;
     if (request->fixed_len || n_output >= max_output - 1) return MAX(sequence->limit, n_now + 1);
-    int length = sequence->quantile > 0 ? pred_length(&sched->predictor, sequence->length_class, sequence->quantile) : 0;
+    int length = sequence->quantile > 0 ? pred_length(&sched->predictor, sequence->length_class,
+                                                      sequence->quantile)
+                                        : 0;
     if (length <= n_output) {
         sched->quantile_counter += 0x9E3779B9u;
-        sequence->quantile = pred_survival(&sched->predictor, sequence->length_class, n_output) * ((double)sched->quantile_counter + 0.5) / 4294967296.0;
-        length = MAX(pred_length(&sched->predictor, sequence->length_class, sequence->quantile), n_output + 1);
+        sequence->quantile = pred_survival(&sched->predictor, sequence->length_class, n_output) *
+                             ((double)sched->quantile_counter + 0.5) / 4294967296.0;
+        length = MAX(pred_length(&sched->predictor, sequence->length_class, sequence->quantile),
+                     n_output + 1);
     }
     return sequence->n_prompt + MIN(length, max_output);
 }
@@ -9975,35 +10149,55 @@ static int sched_new_request(scheduler *sched) {
     }
     if (sched->n_requests == sched->cap_requests) {
         sched->cap_requests = MAX(64, sched->cap_requests * 2);
-        sched->requests = mem_realloc(sched->requests, (size_t)sched->cap_requests * sizeof *sched->requests);
-        sched->queue_nodes = mem_realloc(sched->queue_nodes, (size_t)sched->cap_requests * sizeof *sched->queue_nodes);
+        sched->requests = mem_realloc(sched->requests,
+                                      (size_t)sched->cap_requests * sizeof *sched->requests);
+        sched->queue_nodes = mem_realloc(sched->queue_nodes,
+                                         (size_t)sched->cap_requests * sizeof *sched->queue_nodes);
     }
     return sched->n_requests++;
 }
 
-/* Queues a request. Returns its id (>= 0, used again after its last sample ended) or an error code. */
+/* Queues a request. Returns its id (>= 0, reused after its last sample ended) or an error code. */
 static int sched_submit(scheduler *sched, const sched_job *job, toka_err *e) {
     if (job->n_prompt < 1) return fail(e, TOKA_E_USE, "the prompt has no tokens");
     if (job->n < 1) return fail(e, TOKA_E_USE, "n is %d, at least 1 sample is needed", job->n);
-    if (job->max_tokens < 1) return fail(e, TOKA_E_USE, "max_tokens is %d, at least 1 is needed", job->max_tokens);
-    int64_t length = (int64_t)job->n_prompt + job->max_tokens, n_pages = (length - 1 + sched->config.B - 1) / sched->config.B;
+    if (job->max_tokens < 1)
+        return fail(e, TOKA_E_USE, "max_tokens is %d, at least 1 is needed", job->max_tokens);
+    int64_t length = (int64_t)job->n_prompt + job->max_tokens;
+    int64_t n_pages = (length - 1 + sched->config.B - 1) / sched->config.B;
     if (length > sched->config.max_len)
         return fail(e, TOKA_E_USE, "the prompt has %d tokens and max_tokens is %d, together at most %d fit (max_model_len)",
                     job->n_prompt, job->max_tokens, sched->config.max_len);
     if (n_pages > sched->config.n_pages)
         return fail(e, TOKA_E_USE, "the prompt has %d tokens and max_tokens is %d, the KV cache holds %lld tokens",
-                    job->n_prompt, job->max_tokens, (long long)sched->config.n_pages * sched->config.B);
-    if (job->n > INT_MAX / 2 - sched->n_unstarted) return fail(e, TOKA_E_USE, "n is %d, too many samples are waiting", job->n);
+                    job->n_prompt, job->max_tokens,
+                    (long long)sched->config.n_pages * sched->config.B);
+    if (job->n > INT_MAX / 2 - sched->n_unstarted)
+        return fail(e, TOKA_E_USE, "n is %d, too many samples are waiting", job->n);
     int id = sched_new_request(sched), priority = MAX(-1000000, MIN(job->priority, 1000000));
-    if (sched->arrival_step != sched->now) sched->arrival_step = sched->now, sched->n_arrived = 0;
+    if (sched->arrival_step != sched->now) {
+        sched->arrival_step = sched->now;
+        sched->n_arrived = 0;
+    }
     sched_request *request = &sched->requests[id];
-    *request = (sched_request){.prompt = mem_alloc((size_t)job->n_prompt * sizeof(int32_t)), .n_prompt = job->n_prompt, .n = job->n,
-                         .max_tokens = job->max_tokens, .min_tokens = MIN(job->min_tokens, job->max_tokens), .fixed_len = job->fixed_len,
-                         .no_run_ahead = job->no_run_ahead, .n_unshared = job->n_unshared, .first_seq = -1, .class_key = job->class_key};
+    *request = (sched_request){.prompt = mem_alloc((size_t)job->n_prompt * sizeof(int32_t)),
+                               .n_prompt = job->n_prompt,
+                               .n = job->n,
+                               .max_tokens = job->max_tokens,
+                               .min_tokens = MIN(job->min_tokens, job->max_tokens),
+                               .fixed_len = job->fixed_len,
+                               .no_run_ahead = job->no_run_ahead,
+                               .n_unshared = job->n_unshared,
+                               .first_seq = -1,
+                               .class_key = job->class_key};
     memcpy(request->prompt, job->prompt, (size_t)job->n_prompt * sizeof(int32_t));
-    if (!request->class_key && job->n > 1) request->class_key = ++sched->last_own_class | (uint64_t)1 << 63;
-    request->queue_key = (sched->now - (int64_t)priority * SCHED_PRIORITY_STEPS) * (1 << 24) + MIN(sched->n_arrived, (1 << 24) - 1);
-    sched->n_arrived++, sched->n_unstarted += job->n;
+    if (!request->class_key && job->n > 1)
+        request->class_key = ++sched->last_own_class | (uint64_t)1 << 63;
+    request->queue_key =
+        (sched->now - (int64_t)priority * SCHED_PRIORITY_STEPS) * (1 << 24) +
+        MIN(sched->n_arrived, (1 << 24) - 1);
+    sched->n_arrived++;
+    sched->n_unstarted += job->n;
     heap_insert(sched->queue_nodes, &sched->first_queued, id, -request->queue_key, 0);
     sched_buffer_reserve(sched, sched_buffer_class((int)length), job->n);
     sched->change_count++;
@@ -10020,20 +10214,26 @@ static void sched_prefill_remove(scheduler *sched, int seq) {
     sequence->backlog_share = 0;
 }
 
-/* A running sequence gives its pages and its future back. */
+/* Ends the run of a sequence: frees its pages and removes it from the forecast, the heap of running
+ * sequences and the tail table. The caller sets its new state. */
 static void sched_stop(scheduler *sched, int seq) {
     sched_seq *sequence = &sched->seqs[seq];
     if (sequence->state == SCHED_PREFILL) sched_prefill_remove(sched, seq);
     else sched->n_decode--;
-    for (int i = sequence->tail_bucket; sequence->tail_bucket >= 0 && i < sequence->tail_bucket + SCHED_TAIL_WAYS; i++)
+    for (int i = sequence->tail_bucket;
+         sequence->tail_bucket >= 0 && i < sequence->tail_bucket + SCHED_TAIL_WAYS; i++)
         if (sched->tail_table[i] == seq) sched->tail_table[i] = sequence->next_tail_source;
-    sequence->tail_bucket = -1; /* whose heir it is puts it there no more */
+    sequence->tail_bucket = -1; /* makes an entry for seq stale: if the source of its tail stops
+                                   later, it still puts seq in the table, as next_tail_source */
     heap_remove(sched->seq_nodes, &sched->newest, seq);
     sched_forecast_own_now(sched, seq, -1);
     sched_remove_page_user(sched, seq, sched_last_tree_page(sched, seq));
     kv_free_seq(&sched->kv, seq);
-    sequence->n_computed = sequence->n_rows = 0, sequence->n_planned = sequence->n_known;
-    sequence->generation++, sched->n_running--, sched->change_count++;
+    sequence->n_computed = sequence->n_rows = 0;
+    sequence->n_planned = sequence->n_known;
+    sequence->generation++;
+    sched->n_running--;
+    sched->change_count++;
     sched->sum_guess_squared -= sched_guess_squared(sched, sequence);
 }
 
@@ -10044,33 +10244,46 @@ static void sched_free_request(scheduler *sched, int id) {
     sched->free_request = id;
 }
 
-/* The sequence is over. cut: not by itself. */
+/* Ends a sequence for good and frees its index. truncated: it did not end by itself, but at its
+ * limit or by cancellation. */
 static void sched_end(scheduler *sched, int seq, bool truncated) {
     sched_seq *sequence = &sched->seqs[seq];
     sched_request *request = &sched->requests[sequence->request];
     int size_class = sched_buffer_class(sequence->limit);
-    if (sequence->state == SCHED_PREEMPTED) heap_remove(sched->seq_nodes, &sched->first_preempted, seq), sequence->generation++, sched->change_count++;
-    else sched_stop(sched, seq);
-    if (!request->fixed_len) pred_count_end(&sched->predictor, sequence->length_class, sequence->length_bucket, sequence->n_known - sequence->n_prompt, truncated);
+    if (sequence->state == SCHED_PREEMPTED) {
+        heap_remove(sched->seq_nodes, &sched->first_preempted, seq);
+        sequence->generation++;
+        sched->change_count++;
+    } else sched_stop(sched, seq);
+    if (!request->fixed_len)
+        pred_count_end(&sched->predictor, sequence->length_class, sequence->length_bucket,
+                       sequence->n_known - sequence->n_prompt, truncated);
     sched_buffer_free(sched, sequence->tokens, size_class);
     sched->buffer_demand[size_class]--;
-    sequence->tokens = NULL, sequence->state = SCHED_FREE;
+    sequence->tokens = NULL;
+    sequence->state = SCHED_FREE;
     sched->free_seqs[sched->n_seqs_free++] = seq;
-    if (sequence->sibling_prev >= 0) sched->seqs[sequence->sibling_prev].sibling_next = sequence->sibling_next;
+    if (sequence->sibling_prev >= 0)
+        sched->seqs[sequence->sibling_prev].sibling_next = sequence->sibling_next;
     else request->first_seq = sequence->sibling_next;
-    if (sequence->sibling_next >= 0) sched->seqs[sequence->sibling_next].sibling_prev = sequence->sibling_prev;
-    if (!--request->n_live && request->n_started == request->n) sched_free_request(sched, sequence->request);
+    if (sequence->sibling_next >= 0)
+        sched->seqs[sequence->sibling_next].sibling_prev = sequence->sibling_prev;
+    if (!--request->n_live && request->n_started == request->n)
+        sched_free_request(sched, sequence->request);
 }
 
-/* Ends a request in whatever state its samples are. Its id is free after this. */
+/* Ends a request in any state of its samples. Its id is free after this. */
 static void sched_cancel(scheduler *sched, int id) {
     sched_request *request = &sched->requests[id];
     assert(request->prompt);
     int n_waiting = request->n - request->n_started;
     if (n_waiting) {
         heap_remove(sched->queue_nodes, &sched->first_queued, id);
-        sched->n_unstarted -= n_waiting, sched->buffer_demand[sched_buffer_class(request->n_prompt + request->max_tokens)] -= n_waiting;
-        request->n = request->n_started, sched->change_count++;
+        sched->n_unstarted -= n_waiting;
+        sched->buffer_demand[sched_buffer_class(request->n_prompt + request->max_tokens)] -=
+            n_waiting;
+        request->n = request->n_started;
+        sched->change_count++;
     }
     if (!request->n_live) sched_free_request(sched, id);
     else
@@ -10083,63 +10296,102 @@ static void sched_cancel(scheduler *sched, int id) {
 
 /* ---- Admission ---- */
 
-/* Steps until a backlog of so many tokens is prefilled, this one counted. */
+/* Returns the number of steps, this one included, that it takes to prefill a backlog of so many
+ * tokens; at most max_len. */
 static int64_t sched_prefill_steps(const scheduler *sched, int64_t tokens) {
     int64_t rate = MAX(1, sched->config.max_tokens - sched->n_decode);
     return MAX(1, MIN((tokens + rate - 1) / rate, (int64_t)sched->config.max_len));
 }
 
-/* Pages kept back because lengths are guesses. The error of a guess is about the guess itself, and that of the sum of
- * many the root of their squares; half of it makes preemption rare. A sixteenth of the pool at most: preemption is
+/* Returns the number of pages that admission leaves free, because lengths are guesses. A guess may
+ * be wrong by about its own size. Independent errors add up to the square root of the sum of their
+ * squares. Half of that makes preemption rare. The limit is 1/16 of the pool, because preemption is
  * cheap enough. */
-static int sched_reserve(const scheduler *sched) { return (int)MIN(sqrt((double)sched->sum_guess_squared) / 2, (double)(sched->config.n_pages / 16)); }
+static int sched_reserve(const scheduler *sched) {
+    return (int)MIN(sqrt((double)sched->sum_guess_squared) / 2,
+                    (double)(sched->config.n_pages / 16));
+}
 
-/* Would the pool hold q's whole future beside the others'? m pages of its row were found in the tree. The page_forecast is
- * left as it was unless it fits; then it already has q. */
+/* Would the pool hold seq in all later steps, beside the running sequences? The first n_matched
+ * pages of its block table were found in the prefix tree. If it fits, returns true and leaves seq
+ * in the forecast; if not, the forecast is as before. */
 static bool sched_fits(scheduler *sched, int seq, int n_tokens, int n_matched) {
     const int *table = kv_block_table(&sched->kv, seq);
     int64_t end_step = sched->seqs[seq].end_step;
-    int n_pages = kv_pages_for(&sched->kv, n_tokens), n_held = n_matched; /* leading pages of the row that somebody holds */
+    int n_pages = kv_pages_for(&sched->kv, n_tokens);
+    int n_held = n_matched; /* the first pages of the block table that other sequences hold */
     while (n_held && sched->kv.pages[table[n_held - 1]].ref == 0) n_held--;
     if (n_pages - n_held > kv_n_available(&sched->kv)) return false;
     for (int sign = 1;; sign = -1) {
         sched_forecast_own(sched, seq, n_pages - n_held, n_pages, sign);
-        for (int i = n_held; i-- && sched->end_nodes[table[i]].key < end_step;) forecast_add(&sched->forecast, sched->end_nodes[table[i]].key, end_step, sign);
+        /* held pages stay to end_step. A parent's end is never before a child's: stop at the first
+         * page that stays so long anyway */
+        for (int i = n_held; i-- && sched->end_nodes[table[i]].key < end_step;)
+            forecast_add(&sched->forecast, sched->end_nodes[table[i]].key, end_step, sign);
         if (sign < 0) return false;
-        if (forecast_peak(&sched->forecast) <= sched->config.n_pages - sched_reserve(sched)) return true;
+        if (forecast_peak(&sched->forecast) <= sched->config.n_pages - sched_reserve(sched))
+            return true;
     }
 }
 
-static bool sched_is_unshared(const scheduler *sched, const sched_seq *sequence) { return sequence->sample < sched->requests[sequence->request].n_unshared; }
-
-static void sched_start(scheduler *sched, int seq, int n_tokens, int n_matched) {
-    sched_seq *sequence = &sched->seqs[seq];
-    kv_alloc_seq(&sched->kv, seq, sequence->tokens, n_tokens, n_matched, sched_is_unshared(sched, sequence));
-    sched_add_page_user(sched, seq, false);
-    sequence->state = SCHED_PREFILL;
-    sequence->tail_bucket = sequence->next_tail_source = -1, sequence->prompt_group = 0;
-    sequence->admission = ++sched->n_started;
-    sequence->n_computed = 0, sequence->n_planned = n_tokens, sequence->next_full_page_at = (sched->kv.seqs[seq].n_tree_pages + 1) * sched->config.B;
-    sequence->backlog_share = n_tokens - n_matched * sched->config.B, sched->backlog += sequence->backlog_share, sched->backlog_added += sequence->backlog_share, sequence->backlog_mark = sched->backlog_added;
-    sequence->prefill_next = sched->config.max_seqs, sequence->prefill_prev = sched->seqs[sched->config.max_seqs].prefill_prev;
-    sched->seqs[sequence->prefill_prev].prefill_next = seq, sched->seqs[sched->config.max_seqs].prefill_prev = seq;
-    heap_insert(sched->seq_nodes, &sched->newest, seq, sched->requests[sequence->request].queue_key, sequence->admission);
-    sched->n_running++, sched->change_count++;
-    sched->sum_guess_squared += sched_guess_squared(sched, sequence);
-    if (!sequence->was_preempted) sched->n_prompt_tokens += n_tokens, sched->n_prompt_hits += n_matched * sched->config.B;
+static bool sched_is_unshared(const scheduler *sched, const sched_seq *sequence) {
+    return sequence->sample < sched->requests[sequence->request].n_unshared;
 }
 
-/* Where q's line would lie if it started now, with m pages found. */
+/* Starts a sequence for which sched_fits returned true: allocates its pages and puts it at the end
+ * of the prefill list. n_tokens: its prompt or, if it is resumed, all its known tokens. */
+static void sched_start(scheduler *sched, int seq, int n_tokens, int n_matched) {
+    sched_seq *sequence = &sched->seqs[seq];
+    kv_alloc_seq(&sched->kv, seq, sequence->tokens, n_tokens, n_matched,
+                 sched_is_unshared(sched, sequence));
+    sched_add_page_user(sched, seq, false);
+    sequence->state = SCHED_PREFILL;
+    sequence->tail_bucket = sequence->next_tail_source = -1;
+    sequence->prompt_group = 0;
+    sequence->admission = ++sched->n_started;
+    sequence->n_computed = 0;
+    sequence->n_planned = n_tokens;
+    sequence->next_full_page_at = (sched->kv.seqs[seq].n_tree_pages + 1) * sched->config.B;
+    sequence->backlog_share = n_tokens - n_matched * sched->config.B;
+    sched->backlog += sequence->backlog_share;
+    sched->backlog_added += sequence->backlog_share;
+    sequence->backlog_mark = sched->backlog_added;
+    sequence->prefill_next = sched->config.max_seqs;
+    sequence->prefill_prev = sched->seqs[sched->config.max_seqs].prefill_prev;
+    sched->seqs[sequence->prefill_prev].prefill_next = seq;
+    sched->seqs[sched->config.max_seqs].prefill_prev = seq;
+    heap_insert(sched->seq_nodes, &sched->newest, seq, sched->requests[sequence->request].queue_key,
+                sequence->admission);
+    sched->n_running++;
+    sched->change_count++;
+    sched->sum_guess_squared += sched_guess_squared(sched, sequence);
+    if (!sequence->was_preempted) {
+        sched->n_prompt_tokens += n_tokens;
+        sched->n_prompt_hits += n_matched * sched->config.B;
+    }
+}
+
+/* Sets expected_len, base_step and end_step of seq as if its prefill started now, with n_matched
+ * pages found in the prefix tree. Does not change the forecast. */
 static void sched_init_forecast(scheduler *sched, int seq, int n_tokens, int n_matched) {
     sched_seq *sequence = &sched->seqs[seq];
     sequence->expected_len = sched_expected_len(sched, sequence, n_tokens);
-    sequence->base_step = sched->now + sched_prefill_steps(sched, sched->backlog + n_tokens - (int64_t)n_matched * sched->config.B) - n_tokens;
+    sequence->base_step =
+        sched->now +
+        sched_prefill_steps(sched,
+                            sched->backlog + n_tokens - (int64_t)n_matched * sched->config.B) -
+        n_tokens;
     sequence->end_step = sequence->base_step + sequence->expected_len - 1;
 }
 
+/* Resumes a preempted sequence if it fits. Returns false if it does not. */
 static bool sched_admit_preempted(scheduler *sched, int seq) {
     sched_seq *sequence = &sched->seqs[seq];
-    int n_tokens = sequence->n_known, n_matched = sched_is_unshared(sched, sequence) ? 0 : kv_match_prefix(&sched->kv, kv_block_table(&sched->kv, seq), sequence->tokens, n_tokens);
+    int n_tokens = sequence->n_known;
+    int n_matched = sched_is_unshared(sched, sequence)
+                        ? 0
+                        : kv_match_prefix(&sched->kv, kv_block_table(&sched->kv, seq),
+                                          sequence->tokens, n_tokens);
     sched_init_forecast(sched, seq, n_tokens, n_matched);
     if (!sched_fits(sched, seq, n_tokens, n_matched)) return false;
     heap_remove(sched->seq_nodes, &sched->first_preempted, seq);
@@ -10147,76 +10399,121 @@ static bool sched_admit_preempted(scheduler *sched, int seq) {
     return true;
 }
 
+/* Starts the next sample of a queued request if it fits; takes the request from the queue with its
+ * last sample. Returns false if it does not fit or no index is free. */
 static bool sched_admit_new(scheduler *sched, int id) {
     if (!sched->n_seqs_free) return false;
     sched_request *request = &sched->requests[id];
     int seq = sched->free_seqs[sched->n_seqs_free - 1], n_tokens = request->n_prompt;
-    int n_matched = request->n_started < request->n_unshared ? 0 : kv_match_prefix(&sched->kv, kv_block_table(&sched->kv, seq), request->prompt, n_tokens);
+    int n_matched = request->n_started < request->n_unshared
+                        ? 0
+                        : kv_match_prefix(&sched->kv, kv_block_table(&sched->kv, seq),
+                                          request->prompt, n_tokens);
     sched_seq *sequence = &sched->seqs[seq];
-    *sequence = (sched_seq){.request = id, .sample = request->n_started, .no_run_ahead = request->no_run_ahead, .n_prompt = n_tokens, .n_known = n_tokens, .n_prefix_hits = n_matched * sched->config.B,
-                     .limit = n_tokens + request->max_tokens, .generation = sequence->generation, .length_class = {-1, 0}, .next_bucket_at = n_tokens + sched->predictor.edge[1],
-                     .sibling_next = request->first_seq, .sibling_prev = -1};
-    if (!request->fixed_len) sequence->length_class = pred_find_class(&sched->predictor, request->class_key);
+    *sequence = (sched_seq){.request = id,
+                            .sample = request->n_started,
+                            .no_run_ahead = request->no_run_ahead,
+                            .n_prompt = n_tokens,
+                            .n_known = n_tokens,
+                            .n_prefix_hits = n_matched * sched->config.B,
+                            .limit = n_tokens + request->max_tokens,
+                            .generation = sequence->generation,
+                            .length_class = {-1, 0},
+                            .next_bucket_at = n_tokens + sched->predictor.edge[1],
+                            .sibling_next = request->first_seq,
+                            .sibling_prev = -1};
+    if (!request->fixed_len)
+        sequence->length_class = pred_find_class(&sched->predictor, request->class_key);
     sched_init_forecast(sched, seq, n_tokens, n_matched);
     if (!sched_fits(sched, seq, n_tokens, n_matched)) return false;
     sched->n_seqs_free--;
     sequence->tokens = sched_buffer_alloc(sched, sched_buffer_class(sequence->limit));
     memcpy(sequence->tokens, request->prompt, (size_t)n_tokens * sizeof(int32_t));
     if (request->first_seq >= 0) sched->seqs[request->first_seq].sibling_prev = seq;
-    request->first_seq = seq, request->n_live++;
-    if (++request->n_started == request->n) heap_remove(sched->queue_nodes, &sched->first_queued, id);
+    request->first_seq = seq;
+    request->n_live++;
+    if (++request->n_started == request->n)
+        heap_remove(sched->queue_nodes, &sched->first_queued, id);
     sched->n_unstarted--;
     if (!request->fixed_len) pred_count_reached(&sched->predictor, sequence->length_class, 0);
     sched_start(sched, seq, n_tokens, n_matched);
     return true;
 }
 
-/* Starts sequences from the head of the queue while they fit. No more than two steps of prefill are taken in: more
- * would only hold pages. A head that did not fit is tried again when something started or ended, or after some steps. */
+/* Starts sequences from the head of the queue while they fit. Stops when the tokens of two steps
+ * wait for prefill: more sequences would only hold pages. If the head did not fit, tries it again
+ * when something that matters has changed (change_count), or after 16 steps. */
 static void sched_admit(scheduler *sched) {
-    if (sched->change_count == sched->failed_change_count && sched->now < sched->failed_step + 16) return;
-    while ((sched->first_preempted >= 0 || sched->first_queued >= 0) && sched->backlog < 2 * (int64_t)sched->config.max_tokens) {
-        bool preempted = sched->first_preempted >= 0 && (sched->first_queued < 0 || !sched->n_seqs_free || /* it has a slot */
-                                         sched->seq_nodes[sched->first_preempted].key >= sched->queue_nodes[sched->first_queued].key);
-        if (preempted ? sched_admit_preempted(sched, sched->first_preempted) : sched_admit_new(sched, sched->first_queued)) continue;
-        assert(sched->n_running || !sched->n_seqs_free); /* alone, every request fits */
-        sched->failed_change_count = sched->change_count, sched->failed_step = sched->now;
+    if (sched->change_count == sched->failed_change_count && sched->now < sched->failed_step + 16)
+        return;
+    while ((sched->first_preempted >= 0 || sched->first_queued >= 0) &&
+           sched->backlog < 2 * (int64_t)sched->config.max_tokens) {
+        /* a preempted sequence has an index; a new one needs a free index */
+        bool preempted = sched->first_preempted >= 0 &&
+                         (sched->first_queued < 0 || !sched->n_seqs_free ||
+                          sched->seq_nodes[sched->first_preempted].key >=
+                              sched->queue_nodes[sched->first_queued].key);
+        if (preempted ? sched_admit_preempted(sched, sched->first_preempted)
+                      : sched_admit_new(sched, sched->first_queued))
+            continue;
+        assert(sched->n_running || !sched->n_seqs_free); /* alone, each request fits */
+        sched->failed_change_count = sched->change_count;
+        sched->failed_step = sched->now;
         return;
     }
 }
 
-static void sched_preempt(scheduler *sched) { /* parks the newest */
+/* Preempts the running sequence that is last in queue order; of one request, the sequence that was
+ * admitted last. */
+static void sched_preempt(scheduler *sched) {
     int seq = sched->newest;
     sched_stop(sched, seq);
-    sched->seqs[seq].state = SCHED_PREEMPTED, sched->seqs[seq].was_preempted = true;
-    heap_insert(sched->seq_nodes, &sched->first_preempted, seq, -sched->requests[sched->seqs[seq].request].queue_key, -sched->seqs[seq].admission);
+    sched->seqs[seq].state = SCHED_PREEMPTED;
+    sched->seqs[seq].was_preempted = true;
+    heap_insert(sched->seq_nodes, &sched->first_preempted, seq,
+                -sched->requests[sched->seqs[seq].request].queue_key, -sched->seqs[seq].admission);
     sched->n_preempted++;
 }
 
 /* ---- One step ---- */
 
-static bool sched_must_wait(const sched_seq *sequence) { return sequence->no_run_ahead && sequence->n_known < sequence->n_planned; }
-
-static bool sched_needs_page(const scheduler *sched, const sched_seq *sequence) {
-    return sequence->state == SCHED_DECODE && sequence->n_planned < sequence->limit && sequence->n_computed % sched->config.B == 0 && !sched_must_wait(sequence);
+/* Must the sequence wait until its last token is committed? */
+static bool sched_must_wait(const sched_seq *sequence) {
+    return sequence->no_run_ahead && sequence->n_known < sequence->n_planned;
 }
 
-/* Writes the future anew where time has shown it wrong: a sequence at its expected end, a prefill that should be over.
- * Returns the number of pages that decoding sequences need for this step. */
+/* Does the sequence need another page for its row in this step? */
+static bool sched_needs_page(const scheduler *sched, const sched_seq *sequence) {
+    return sequence->state == SCHED_DECODE && sequence->n_planned < sequence->limit &&
+           sequence->n_computed % sched->config.B == 0 && !sched_must_wait(sequence);
+}
+
+/* Corrects the forecast of the sequences for which it proved wrong: a sequence that reached its
+ * expected end, and a prefill that should be over. Also clears the rows of the last step.
+ * Returns the number of pages that sequences in decode need for this step. */
 static int sched_correct_forecast(scheduler *sched) {
     int n_needed = 0;
     for (int seq = 0; seq < sched->config.max_seqs; seq++) {
         sched_seq *sequence = &sched->seqs[seq];
         if (sequence->state != SCHED_PREFILL && sequence->state != SCHED_DECODE) continue;
-        sequence->n_rows = 0, sequence->is_sampled = false;
+        sequence->n_rows = 0;
+        sequence->is_sampled = false;
         int64_t base_step = sequence->base_step;
-        if (sequence->state == SCHED_PREFILL && base_step + sequence->n_known <= sched->now) { /* its last row was to be computed before now */
-            int64_t tokens_ahead = MAX(sequence->backlog_mark - (sched->backlog_added - sched->backlog), (int64_t)sequence->backlog_share);
+        /* its last prefill row was expected in an earlier step: count the backlog up to and with
+         * this sequence again */
+        if (sequence->state == SCHED_PREFILL && base_step + sequence->n_known <= sched->now) {
+            int64_t tokens_ahead =
+                MAX(sequence->backlog_mark - (sched->backlog_added - sched->backlog),
+                    (int64_t)sequence->backlog_share);
             base_step = sched->now + sched_prefill_steps(sched, tokens_ahead) - sequence->n_known;
         }
         if (base_step != sequence->base_step || sequence->end_step <= sched->now) {
-            int min_len = (int)(sched->now + 2 - base_step); /* tokens of which the last is not fed before the next step */
-            int expected_len = sequence->end_step <= sched->now ? sched_expected_len(sched, sequence, MIN(sequence->n_planned, sequence->limit - 1)) : sequence->expected_len;
+            int min_len = (int)(sched->now + 2 - base_step); /* its end is the next step */
+            int expected_len =
+                sequence->end_step <= sched->now
+                    ? sched_expected_len(sched, sequence,
+                                         MIN(sequence->n_planned, sequence->limit - 1))
+                    : sequence->expected_len;
             sched_set_forecast(sched, seq, base_step, MAX(expected_len, min_len));
             sched->n_repredicted++;
         }
@@ -10225,122 +10522,174 @@ static int sched_correct_forecast(scheduler *sched) {
     return n_needed;
 }
 
-/* A sequence in decode took a page: has what is expected of it moved by much? */
+/* Called when a sequence in decode allocated a page. Updates its expected length if that changed by
+ * more than a page and by more than a quarter of what is left. */
 static void sched_recheck_len(scheduler *sched, int seq) {
     sched_seq *sequence = &sched->seqs[seq];
-    int expected_len = sched_expected_len(sched, sequence, sequence->n_planned), change = abs(expected_len - sequence->expected_len);
-    if (change <= sched->config.B || change <= (sequence->expected_len - sequence->n_planned) / 4) return;
+    int expected_len = sched_expected_len(sched, sequence, sequence->n_planned);
+    int change = abs(expected_len - sequence->expected_len);
+    if (change <= sched->config.B ||
+        change <= (sequence->expected_len - sequence->n_planned) / 4)
+        return;
     expected_len = MAX(expected_len, (int)(sched->now + 2 - sequence->base_step));
     if (expected_len == sequence->expected_len) return;
     sched_set_forecast(sched, seq, sequence->base_step, expected_len);
     sched->n_repredicted++;
 }
 
+/* Gives one row to each sequence in decode. Returns the number of rows. */
 static int sched_plan_decode(scheduler *sched) {
     int n_rows = 0;
     for (int seq = 0; seq < sched->config.max_seqs; seq++) {
         sched_seq *sequence = &sched->seqs[seq];
         if (sequence->state != SCHED_DECODE || sequence->n_planned >= sequence->limit) continue;
-        if (sched_must_wait(sequence)) {
-            sched_set_forecast(sched, seq, sequence->base_step + 1, sequence->expected_len); /* all of its future comes a step later */
+        if (sched_must_wait(sequence)) { /* its whole schedule moves by one step */
+            sched_set_forecast(sched, seq, sequence->base_step + 1, sequence->expected_len);
             continue;
         }
         if (sched_needs_page(sched, sequence)) {
             sequence->last_page = kv_append_page(&sched->kv, seq);
             if (!sched->requests[sequence->request].fixed_len) sched_recheck_len(sched, seq);
         }
-        sequence->from = sequence->n_computed++, sequence->n_rows = 1, sequence->is_sampled = true, sequence->is_prefill = false;
-        sequence->n_planned++, n_rows++;
+        sequence->from = sequence->n_computed++;
+        sequence->n_rows = 1;
+        sequence->is_sampled = true;
+        sequence->is_prefill = false;
+        sequence->n_planned++;
+        n_rows++;
     }
     return n_rows;
 }
 
-/* Where in scheduler.tails they are who have q's tokens, of which `at` pages are in the tree. */
+/* Returns the first entry of the bucket of the tail table for the known tokens of seq, the first
+ * n_tree_pages pages of which are in the prefix tree. */
 static int sched_tail_bucket(const scheduler *sched, int seq, int n_tree_pages) {
     const sched_seq *sequence = &sched->seqs[seq];
     size_t first_tok = (size_t)n_tree_pages * (size_t)sched->config.B;
     int parent = n_tree_pages ? kv_block_table(&sched->kv, seq)[n_tree_pages - 1] : sched->kv.root;
-    uint64_t hash = sched->kv.pages[parent].hash ^ hash_bytes(sequence->tokens + first_tok, ((size_t)sequence->n_known - first_tok) * sizeof *sequence->tokens);
-    return (int)((hash * 0x9E3779B97F4A7C15u) >> 32 & (uint64_t)(sched->n_tail_buckets - 1)) * SCHED_TAIL_WAYS;
+    uint64_t hash = sched->kv.pages[parent].hash ^
+                    hash_bytes(sequence->tokens + first_tok,
+                               ((size_t)sequence->n_known - first_tok) * sizeof *sequence->tokens);
+    return (int)((hash * 0x9E3779B97F4A7C15u) >> 32 & (uint64_t)(sched->n_tail_buckets - 1)) *
+           SCHED_TAIL_WAYS;
 }
 
-/* Was y fed q's tokens, which lie on the same `at` pages of the tree and behind them? */
-static bool sched_has_same_tail(const scheduler *sched, const sched_seq *sequence, int seq, int source, int n_tree_pages) {
+/* Does sequence `source` have all tokens of seq: the same first n_tree_pages pages of the prefix
+ * tree and the same tail, computed but for the last token (or planned to be)? */
+static bool sched_has_same_tail(const scheduler *sched, const sched_seq *sequence, int seq,
+                                int source, int n_tree_pages) {
     const sched_seq *other = &sched->seqs[source];
-    if ((other->state != SCHED_PREFILL && other->state != SCHED_DECODE) || other->n_known < sequence->n_known || other->n_computed < sequence->n_known - 1)
+    if ((other->state != SCHED_PREFILL && other->state != SCHED_DECODE) ||
+        other->n_known < sequence->n_known || other->n_computed < sequence->n_known - 1)
         return false;
-    if (n_tree_pages && (sched->kv.seqs[source].n_pages <= n_tree_pages || kv_block_table(&sched->kv, source)[n_tree_pages - 1] != kv_block_table(&sched->kv, seq)[n_tree_pages - 1])) return false;
+    if (n_tree_pages && (sched->kv.seqs[source].n_pages <= n_tree_pages ||
+                         kv_block_table(&sched->kv, source)[n_tree_pages - 1] !=
+                             kv_block_table(&sched->kv, seq)[n_tree_pages - 1]))
+        return false;
     size_t first_tok = (size_t)n_tree_pages * (size_t)sched->config.B;
-    return !memcmp(other->tokens + first_tok, sequence->tokens + first_tok, ((size_t)sequence->n_known - first_tok) * sizeof *sequence->tokens);
+    return !memcmp(other->tokens + first_tok, sequence->tokens + first_tok,
+                   ((size_t)sequence->n_known - first_tok) * sizeof *sequence->tokens);
 }
 
-static int sched_find_tail_source(const scheduler *sched, int seq, int n_tree_pages) { /* one of those, or -1 */
+/* Returns a sequence with the same tail, or -1. */
+static int sched_find_tail_source(const scheduler *sched, int seq, int n_tree_pages) {
     const sched_seq *sequence = &sched->seqs[seq];
     for (int i = sequence->tail_bucket; i < sequence->tail_bucket + SCHED_TAIL_WAYS; i++)
-        if (sched->tail_table[i] >= 0 && sched->tail_table[i] != seq && sched_has_same_tail(sched, sequence, seq, sched->tail_table[i], n_tree_pages)) return sched->tail_table[i];
+        if (sched->tail_table[i] >= 0 && sched->tail_table[i] != seq &&
+            sched_has_same_tail(sched, sequence, seq, sched->tail_table[i], n_tree_pages))
+            return sched->tail_table[i];
     return -1;
 }
 
-static void sched_tail_table_put(scheduler *sched, int seq) { /* in the place of one that is stale, if there is one */
+/* Enters seq in its bucket of the tail table: in place of a free or stale entry if there is one,
+ * else in place of another sequence. */
+static void sched_tail_table_put(scheduler *sched, int seq) {
     int first = sched->seqs[seq].tail_bucket, i = first;
-    while (i < first + SCHED_TAIL_WAYS && sched->tail_table[i] >= 0 && sched->tail_table[i] != seq && sched->seqs[sched->tail_table[i]].tail_bucket == first) i++;
+    while (i < first + SCHED_TAIL_WAYS && sched->tail_table[i] >= 0 &&
+           sched->tail_table[i] != seq && sched->seqs[sched->tail_table[i]].tail_bucket == first)
+        i++;
     sched->tail_table[i < first + SCHED_TAIL_WAYS ? i : first + seq % SCHED_TAIL_WAYS] = seq;
 }
 
-/* q, whose rows begin at x->from: where only what is behind its pages in the tree is left to compute, and another sequence has it,
- * it takes a copy of that, all but the last token. False: the other computes it in this very step, q is better off waiting for
- * that. */
+/* Called before seq gets prefill rows from position sequence->from on. If only the tail of its
+ * prompt is left to compute and another sequence has the same tail, seq copies that page and
+ * computes only the last token: sets `from`. Returns false if the other sequence computes the tail
+ * in this step: seq waits for the next step. */
 static bool sched_copy_tail(scheduler *sched, int seq) {
     sched_seq *sequence = &sched->seqs[seq];
     int n_tree_pages = sched->kv.seqs[seq].n_tree_pages;
-    if (sequence->from != n_tree_pages * sched->config.B || sched_is_unshared(sched, sequence)) return true;
-    if (sequence->tail_bucket < 0) sequence->tail_bucket = sched_tail_bucket(sched, seq, n_tree_pages);
-    int source = sequence->n_known - sequence->from > 1 ? sched_find_tail_source(sched, seq, n_tree_pages) : -1;
+    if (sequence->from != n_tree_pages * sched->config.B || sched_is_unshared(sched, sequence))
+        return true;
+    if (sequence->tail_bucket < 0)
+        sequence->tail_bucket = sched_tail_bucket(sched, seq, n_tree_pages);
+    int source = sequence->n_known - sequence->from > 1
+                     ? sched_find_tail_source(sched, seq, n_tree_pages)
+                     : -1;
     if (source < 0) {
         sched_tail_table_put(sched, seq);
         sequence->prompt_group = sequence->admission;
         return true;
     }
     if (sched->seqs[source].is_prefill && sched->seqs[source].n_rows) {
-        sched->backlog -= sequence->backlog_share - 1, sequence->backlog_share = 1; /* all that it will compute */
+        sched->backlog -= sequence->backlog_share - 1;
+        sequence->backlog_share = 1; /* it will compute one token */
         return false;
     }
     sched->seqs[source].next_tail_source = seq;
-    sequence->prompt_group = sched->seqs[source].n_prompt == sequence->n_prompt ? sched->seqs[source].prompt_group : sequence->admission;
-    sched->copies[sched->n_copies++] = (toka_copy){kv_block_table(&sched->kv, source)[n_tree_pages], kv_block_table(&sched->kv, seq)[n_tree_pages]};
-    if (!sequence->was_preempted) sched->n_prompt_hits += sequence->n_known - 1 - sequence->from;
+    sequence->prompt_group = sched->seqs[source].n_prompt == sequence->n_prompt
+                                 ? sched->seqs[source].prompt_group
+                                 : sequence->admission;
+    sched->copies[sched->n_copies++] =
+        (toka_copy){kv_block_table(&sched->kv, source)[n_tree_pages],
+                    kv_block_table(&sched->kv, seq)[n_tree_pages]};
+    if (!sequence->was_preempted)
+        sched->n_prompt_hits += sequence->n_known - 1 - sequence->from;
     sequence->from = sequence->n_known - 1;
     return true;
 }
 
-/* Hands the rest of the step's tokens to the sequences in prefill, first come first served. */
+/* Gives the rest of the step's rows, at most `budget`, to the sequences in prefill, first come,
+ * first served. A sequence whose last prefill row is among them is in decode afterwards. Returns
+ * the number of rows. */
 static int sched_plan_prefill(scheduler *sched, int budget) {
     int n_rows = 0;
-    for (int seq = sched->seqs[sched->config.max_seqs].prefill_next, next_seq; seq != sched->config.max_seqs && n_rows < budget; seq = next_seq) {
+    for (int seq = sched->seqs[sched->config.max_seqs].prefill_next, next_seq;
+         seq != sched->config.max_seqs && n_rows < budget; seq = next_seq) {
         sched_seq *sequence = &sched->seqs[seq];
         next_seq = sequence->prefill_next;
         sequence->from = kv_skip_computed(&sched->kv, seq, sequence->n_computed);
         if (!sched_copy_tail(sched, seq)) continue;
         sequence->n_rows = MIN(sequence->n_known - sequence->from, budget - n_rows);
-        sequence->is_prefill = true, sequence->is_sampled = false;
-        sequence->n_computed = sequence->from + sequence->n_rows, n_rows += sequence->n_rows;
+        sequence->is_prefill = true;
+        sequence->is_sampled = false;
+        sequence->n_computed = sequence->from + sequence->n_rows;
+        n_rows += sequence->n_rows;
         sched->prefill_seqs[sched->n_prefill_seqs++] = seq;
         kv_mark_computed(&sched->kv, seq, sequence->from, sequence->n_computed);
         int n_left = MIN(sequence->backlog_share, sequence->n_known - sequence->n_computed);
-        sched->backlog -= sequence->backlog_share - n_left, sequence->backlog_share = n_left;
+        sched->backlog -= sequence->backlog_share - n_left;
+        sequence->backlog_share = n_left;
         if (sequence->n_computed < sequence->n_known) continue;
         sched_prefill_remove(sched, seq);
-        sequence->state = SCHED_DECODE, sequence->is_sampled = true, sequence->n_planned++, sched->n_decode++;
-        sequence->last_page = kv_block_table(&sched->kv, seq)[sched->kv.seqs[seq].n_pages - 1];
+        sequence->state = SCHED_DECODE;
+        sequence->is_sampled = true;
+        sequence->n_planned++;
+        sched->n_decode++;
+        sequence->last_page =
+            kv_block_table(&sched->kv, seq)[sched->kv.seqs[seq].n_pages - 1];
         int64_t base_step = sched->now + 1 - sequence->n_known;
-        if (base_step != sequence->base_step) sched_set_forecast(sched, seq, base_step, sequence->expected_len);
+        if (base_step != sequence->base_step)
+            sched_set_forecast(sched, seq, base_step, sequence->expected_len);
     }
     return n_rows;
 }
 
-/* Plans the next step. Returns its number of rows; 0: nothing can run until something is submitted or committed. */
+/* Plans the next step. Returns its number of rows; 0: nothing can run until a request is submitted
+ * or a token is committed. */
 static int sched_plan(scheduler *sched) {
-    forecast_advance(&sched->forecast), sched->now++, sched->n_copies = sched->n_prefill_seqs = 0;
+    forecast_advance(&sched->forecast);
+    sched->now++;
+    sched->n_copies = sched->n_prefill_seqs = 0;
     int n_needed = sched_correct_forecast(sched);
     while (n_needed > kv_n_available(&sched->kv)) {
         n_needed -= sched_needs_page(sched, &sched->seqs[sched->newest]);
@@ -10353,34 +10702,45 @@ static int sched_plan(scheduler *sched) {
 
 /* ---- Commit ---- */
 
-/* Full pages of known tokens enter the tree. */
+/* Inserts full pages of known, computed tokens into the prefix tree. */
 static void sched_cache_full_pages(scheduler *sched, int seq) {
     sched_seq *sequence = &sched->seqs[seq];
     const kv_seq *held = &sched->kv.seqs[seq];
-    while (!held->not_cacheable && (held->n_tree_pages + 1) * sched->config.B <= MIN(sequence->n_known, sequence->n_computed)) {
+    while (!held->not_cacheable && (held->n_tree_pages + 1) * sched->config.B <=
+                                       MIN(sequence->n_known, sequence->n_computed)) {
         int tree_page = sched_last_tree_page(sched, seq), node = sched->config.n_pages + seq;
         enum kv_insert_result result = kv_cache_full_page(&sched->kv, seq, sequence->tokens);
         if (result == KV_NOT_CACHEABLE) break;
         int page = sched_last_tree_page(sched, seq);
-        if (result == KV_INSERTED) { /* the page takes the sequence's place, at the same end: the page_forecast stays */
+        if (result == KV_INSERTED) {
+            /* the page, with the end of seq, replaces seq as a user of tree_page; seq becomes a
+             * user of the page. The forecast does not change */
             sched->end_nodes[page].key = sequence->end_step;
-            if (tree_page >= 0) heap_replace(sched->end_nodes, &sched->page_users[tree_page], node, page);
+            if (tree_page >= 0)
+                heap_replace(sched->end_nodes, &sched->page_users[tree_page], node, page);
             heap_insert(sched->end_nodes, &sched->page_users[page], node, sequence->end_step, 0);
-        } else { /* one page less of its own, one more holder of the twin */
+        } else {
+            /* deduplicated: seq has one unshared page less and becomes a user of the duplicate.
+             * That is a child of tree_page, so tree_page keeps an end that is late enough */
             forecast_add(&sched->forecast, sched->now, sequence->end_step, -1);
-            if (tree_page >= 0) heap_remove(sched->end_nodes, &sched->page_users[tree_page], node); /* below its end there is the twin's now */
+            if (tree_page >= 0)
+                heap_remove(sched->end_nodes, &sched->page_users[tree_page], node);
             sched_add_page_user(sched, seq, true);
             sequence->last_page = kv_block_table(&sched->kv, seq)[held->n_pages - 1];
         }
     }
-    sequence->next_full_page_at = held->not_cacheable ? INT_MAX : (held->n_tree_pages + 1) * sched->config.B;
+    sequence->next_full_page_at =
+        held->not_cacheable ? INT_MAX : (held->n_tree_pages + 1) * sched->config.B;
 }
 
+/* SCHED_STALE: seq ended or was preempted since that step was planned; the token is ignored.
+ * SCHED_CONTINUES: the sequence is still live. SCHED_DONE: it has ended and seq is free. */
 enum sched_result { SCHED_STALE, SCHED_CONTINUES, SCHED_DONE };
 
-/* The token that a row of q yielded. ended: it is the last one (end id, stop); the limit is seen here. SCHED_STALE: the
- * sequence that was planned is not there any more, the token means nothing. SCHED_DONE: q is free now. */
-static enum sched_result sched_commit(scheduler *sched, int seq, uint32_t generation, int32_t token, bool ended) {
+/* Appends a sampled token to seq. `generation` is that of seq when the step was planned. `ended`:
+ * it is the last token (an end id, a stop string); the limit of tokens is checked here. */
+static enum sched_result sched_commit(scheduler *sched, int seq, uint32_t generation, int32_t token,
+                                      bool ended) {
     sched_seq *sequence = &sched->seqs[seq];
     if (sequence->generation != generation || sequence->state != SCHED_DECODE) return SCHED_STALE;
     assert(sequence->n_known < sequence->n_planned);
@@ -10391,8 +10751,11 @@ static enum sched_result sched_commit(scheduler *sched, int seq, uint32_t genera
         return SCHED_DONE;
     }
     if (sequence->n_known == sequence->next_bucket_at) {
-        if (!sched->requests[sequence->request].fixed_len) pred_count_reached(&sched->predictor, sequence->length_class, sequence->length_bucket + 1);
-        sequence->next_bucket_at = sequence->n_prompt + sched->predictor.edge[++sequence->length_bucket + 1];
+        if (!sched->requests[sequence->request].fixed_len)
+            pred_count_reached(&sched->predictor, sequence->length_class,
+                               sequence->length_bucket + 1);
+        sequence->next_bucket_at =
+            sequence->n_prompt + sched->predictor.edge[++sequence->length_bucket + 1];
     }
     if (sequence->n_known >= sequence->next_full_page_at) sched_cache_full_pages(sched, seq);
     return SCHED_CONTINUES;
