@@ -9505,7 +9505,8 @@ static int pred_length(pred *predictor, pred_handle handle, double quantile) {
  *
  * Steps. In a step, each sequence in decode gets one row. The rest of the step's rows goes to the
  * sequences in prefill, first come, first served. A prompt that is longer than this rest is
- * computed in several steps (chunked prefill). One step may have rows of both kinds.
+ * computed in several steps (chunked prefill). One step may have rows of both kinds. The tokens
+ * that still wait for prefill are the backlog; its size tells in which step a prefill will end.
  *
  * Queue order. The key of a request is its arrival step - priority * SCHED_PRIORITY_STEPS, then its
  * order of arrival in that step. The smallest key is first. If the keys are equal, preempted
@@ -9515,20 +9516,17 @@ static int pred_length(pred *predictor, pred_handle handle, double quantile) {
  * Forecast. Admission asks whether the pages of a new sequence will fit in all later steps, not
  * only now. Each sequence has an expected length (chapter 15). A sequence in decode computes one
  * position per step, so one number, base_step, gives its schedule: position x is computed in step
- * base_step + x. This tells how many pages it holds in each later step:
+ * base_step + x. From this follow its pages in each later step, a staircase with one drop at its
+ * end:
  *   - page k is allocated in step base_step + k * B
  *   - all pages are freed in step end_step = base_step + expected length - 1, because the last
  *     token is never an input of the model
- *   - a page in the prefix tree is held until the latest end of its users, and is counted once
+ *   - a page in the prefix tree is held until the latest end of its users, and is counted once.
+ *     Its users are its child pages, and the sequences whose last tree page it is
  * The forecast adds these numbers up for all running sequences. It is a segment tree over steps,
  * which stores how the number of held pages changes in each step and gives the peak. The head of
  * the queue is admitted if the peak, with it, is at most the pool size minus a reserve for wrong
  * guesses of lengths (sched_reserve).
- *
- *     pages |          ____            one sequence: steps up, then one drop at its end
- *      pool |- - - ___/- - \- - -      the sum of all: the forecast
- *           |   __/         \___
- *           +--now----------------->  steps
  *
  * Example: pages of 4 tokens; a pool of 6 pages; lengths are fixed, so the reserve is 0; prompts
  * have no common prefix; each step is committed before the next one is planned. A, B and C arrive
@@ -9541,11 +9539,18 @@ static int pred_length(pred *predictor, pred_handle handle, double quantile) {
  *
  *     step                        1  2  3  4  5  6  7  8  9 10 11
  *     A                           2  2  2  3  3  -                  page 2 in step -4 + 2*4 = 4
- *     B                           1  1  2  2  2  2  3  3  3  3  -   pages 1, 2 in steps 3 and 7
+ *     B                           1  1  2  2  2  2  3  3  3  3  -   pages 1 and 2 in steps 3 and 7
  *     forecast of A and B         3  3  4  5  5  2  3  3  3  3  0
  *     with C, prefill in step 1   6  6  7  8  5  2  3  3  3  3  0   peak 8 > 6: C must wait
- *     with C, prefill in step 5   3  3  4  5  8  5  6  6  3  3  0   peak 8 > 6: C must wait
+ *     with C, prefill in step 5   3  3  4  5  8  5  6  6  3  3  0   peak 8, as for steps 2 to 4
  *     with C, prefill in step 6   3  3  4  5  5  5  6  6  6  3  0   peak 6: admission in step 6
+ *
+ *                       6 pages | -  -  -  -  -  -  #  #  #  -  -   the pool
+ *                       5 pages |          #  #  #  #  #  #         forecast with C
+ *                       4 pages |       #  #  #  #  #  #  #         from step 6 on
+ *                       3 pages | #  #  #  #  #  #  #  #  #  #
+ *                       2 pages | #  #  #  #  #  #  #  #  #  #
+ *                       1 pages | #  #  #  #  #  #  #  #  #  #
  *
  * In step 1, three pages are free and C needs just three. A scheduler that looks only at free pages
  * would start C and run out of pages in step 3.
@@ -9570,13 +9575,15 @@ static int pred_length(pred *predictor, pred_handle handle, double quantile) {
  * words) needs all earlier tokens on the host for sampling. Its sequences get no rows in a step
  * that is planned before their last token is committed.
  *
- * Prompt tails. The full pages of a prompt are shared through the prefix tree. The tail of a prompt
- * is the tokens after its last full page. Each sequence appends its output to the page of the tail,
- * so each needs a page of its own for it. One sequence computes the tail. Later sequences with the
- * same tokens, of its request or of another, find it in the tail table (a hash table of prompts):
- * it is their tail source. They copy its page (scheduler.copies) and compute only the last token.
- * Only pages that earlier steps computed are copied. If the source computes the tail in this very
- * step, they wait one step. Sequences with the same prompt_group have the same prompt.
+ * Prompt tails. The full pages of a prompt before its last token are shared through the prefix
+ * tree. The 1 to B tokens after them are the tail of the prompt. Each sequence appends its output
+ * after the tail, so each needs a page of its own for it. One sequence computes the tail. Later
+ * sequences with the same tokens, of its request or of another, find it in the tail table (a hash
+ * table of prompts): it is their tail source. They copy its page (scheduler.copies) and compute
+ * only the last token. Only pages that earlier steps computed are copied. If the source computes
+ * the tail in this very step, they wait one step. Sequences with the same prompt_group have the
+ * same prompt. An unshared sample uses neither the prefix tree nor a copy: it computes all its
+ * positions.
  *
  * What always holds (sched_check of test/state.h): the forecast at `now` is the number of held
  * pages; at each later step it is the number that a simulation of all sequences finds; sequences,
@@ -9608,7 +9615,7 @@ static bool heap_is_above(const heap_node *nodes, int a, int b) {
                                         : (int32_t)(nodes[a].tie_break - nodes[b].tie_break) > 0;
 }
 
-/* Joins the heaps with tops a and b. Returns the new top. */
+/* Joins the heaps with tops a and b (-1: empty). Returns the new top. */
 static int heap_meld(heap_node *nodes, int a, int b) {
     if (a < 0 || b < 0) return a < 0 ? b : a;
     if (heap_is_above(nodes, b, a)) {
@@ -9782,7 +9789,8 @@ typedef struct sched_job { /* what a request asks of the scheduler */
     int n_prompt;
     int n;                 /* samples */
     int max_tokens;        /* output tokens, at least 1 */
-    int min_tokens;        /* the first min_tokens output tokens end no sample, but at max_tokens */
+    int min_tokens;        /* the first min_tokens output tokens end no sample, unless max_tokens
+                              is reached */
     bool fixed_len;        /* each sample gets max_tokens unless cancelled (ignore_eos, no stops) */
     bool no_run_ahead;     /* a token is sampled only when all earlier tokens are committed */
     int priority;          /* higher goes earlier */
@@ -10324,8 +10332,8 @@ static bool sched_fits(scheduler *sched, int seq, int n_tokens, int n_matched) {
     if (n_pages - n_held > kv_n_available(&sched->kv)) return false;
     for (int sign = 1;; sign = -1) {
         sched_forecast_own(sched, seq, n_pages - n_held, n_pages, sign);
-        /* held pages stay to end_step. A parent's end is never before a child's: stop at the first
-         * page that stays so long anyway */
+        /* seq keeps held pages until end_step at least. A parent's end is never before that of its
+         * child: stop at the first page with an end that is late enough */
         for (int i = n_held; i-- && sched->end_nodes[table[i]].key < end_step;)
             forecast_add(&sched->forecast, sched->end_nodes[table[i]].key, end_step, sign);
         if (sign < 0) return false;
@@ -10508,7 +10516,7 @@ static int sched_correct_forecast(scheduler *sched) {
             base_step = sched->now + sched_prefill_steps(sched, tokens_ahead) - sequence->n_known;
         }
         if (base_step != sequence->base_step || sequence->end_step <= sched->now) {
-            int min_len = (int)(sched->now + 2 - base_step); /* its end is the next step */
+            int min_len = (int)(sched->now + 2 - base_step); /* with it, end_step is now + 1 */
             int expected_len =
                 sequence->end_step <= sched->now
                     ? sched_expected_len(sched, sequence,
