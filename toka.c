@@ -10771,198 +10771,301 @@ static enum sched_result sched_commit(scheduler *sched, int seq, uint32_t genera
 
 /* ===========================================================================
  * MARK: 17. Batch building and shared prefixes [pure]
- * In: what sched_plan decided. Out: a batch_step, which is a toka_step with its arrays (rows, slots, spans, pages) and the
- * rows that yield a token.
+ * In: the rows that sched_plan gave to each sequence (sched_seq.from, n_rows). Out: a batch_step,
+ * which is a toka_step with its arrays (ids, positions, kv slots, spans, pages) and the list of its
+ * sample rows.
  *
- * Rows of a part stand in the order of chapter 14, so the rows of all sequences that share a page are side by side, and with lcp
- * (leading tokens in common with the sequence before; here in pages) the sharing is a tree of intervals, found with one
- * stack in one pass:
+ *   row         one token of the step: one position of one sequence
+ *   sample row  a row whose logits are sampled
+ *   microbatch  a part of the step that goes through the pipeline stages by itself; `micro` is its
+ *               index. Without pipeline stages the step is one microbatch
+ *   chunk       the rows of one sequence in one microbatch. (In chapter 16, a prefill chunk)
+ *   span        an attention segment: some rows x some kv positions (toka_span). A shared span
+ *               serves several sequences; an own span serves one chunk
  *
- *      lcp      0   3   3   2   5   0          a node: a run of rows and the pages they all have
- *      rows   [ a   b   c   d   e ] f               [a b c d e] pages 0-1
- *               [a   b   c]  [d   e]                [a b c] page 2    [d e] pages 2-4
+ * SHARED PREFIXES. K and V of a shared prefix are read once for the rows of all its sequences
+ * (Hydragen, arXiv 2402.05099), at any number of levels (FlashInfer: cascade attention). A row gets
+ * one partial result from each of its spans; the backend merges them. Example: B = 4; a and b are
+ * samples of one prompt of 10 tokens and decode position 10; the prompt of c has 9 tokens, of which
+ * the first 6 are equal to theirs, and c is in prefill (page 0 is found in the prefix tree):
  *
- * Per node the backend's costs decide: as one span over all its rows its pages are read once per tile of rows, but
- * every row has one partial result more to merge; otherwise each child reads them by itself, as a part of its own span.
- * Decided from the top, where a node's span begins where the last shared span above it ends. No threshold, no flag, any
- * number of levels.
+ *      row        0    1    2  3  4  5  6        block table of a:  P0 P1 P3
+ *      sequence   a    b    c  c  c  c  c                       b:  P0 P1 P4
+ *      position   10   10   4  5  6  7  8                       c:  P0 P2 P5
+ *
+ *      span 0     rows 0-6    positions 0-3     pages P0        shared by a, b and c
+ *      span 1     rows 0-1    positions 4-7     pages P1        shared by a and b
+ *      span 2     row  0      positions 8-10    pages P3        own span of a
+ *      span 3     row  1      positions 8-10    pages P4        own span of b
+ *      span 4     rows 2-6    positions 4-8     pages P2 P5     own span of c, with a causal mask
+ *
+ * These spans read 19 positions of K and V. Own spans alone would read 31.
+ *
+ * The chunks of a microbatch are in prefix order (14), so chunks that share a page are neighbours.
+ * From the number of pages (in the code: of tokens) that each shares with the one before it, one
+ * pass with a stack finds a tree of intervals. A node is a run of rows and the pages that they share:
+ *
+ *      shared pages   0   3   3   2   5   0
+ *      sequences    [ a   b   c   d   e ] f         node [a b c d e]: pages 0-1
+ *                   [ a   b   c ][d   e ]           node [a b c]: page 2; node [d e]: pages 2-4
+ *
+ * For each node the costs of the backend decide between two ways. One shared span over all rows of
+ * the node reads its pages once per tile of rows, but gives each row one more partial result to
+ * merge. Otherwise each child reads these pages as a part of its own span. Parents are decided before
+ * their children: the span of a node begins where the nearest shared span above it ends. There is no
+ * other threshold and no flag.
  *
  *      worth it:  (reads by the children - reads together) * tokens  >  merge_tok * rows + span_tok
  *
- * Only what lies before all rows of the run is shared, so a shared span needs no mask; rows of prefill chunks take part like
- * any others. A prompt rarely ends with a page: each sample has a page of its own with a copy of the prompt's tail. Those with
- * one prompt (sched_seq.alike) that are past it read the tail from the page of the first of them, as part of the shared span,
- * so an own span may begin within a page. (Prompts of 706 tokens, answers of 150, pages of 64: a quarter of all own reads.
- * Where a page is 16 tokens that is little, and the CPU's sums go page by page: it asks for none.)
+ * A shared span covers only positions before the first position of each of its chunks, so it needs no
+ * causal mask, and rows of prefill chunks share it like any others.
  *
- * A step that was built owes nothing to the scheduler: the pages that its spans read are copied, those of a shared span
- * once, those of each own span behind them. So any number of steps can be on their way while the next is planned.
+ * A prompt rarely ends at the end of a page, so each sample has its own page with a copy of the
+ * prompt tail (16). Sequences of one prompt group that are past their prompt read the tail from the
+ * page of the first of them, as part of the shared span. Then that span ends within a page, and the
+ * own spans begin there. (In the example, with span_align_tok 1: span 1 has positions 4-8 and pages
+ * P1 P3, spans 2 and 3 have positions 9-10.) With pages of 64 tokens, prompts of 706 and answers of
+ * 150, this saves a quarter of the reads of own spans. With pages of 16 tokens it saves little, and
+ * the CPU adds page by page, so the CPU does not ask for it (span_align_tok 0).
  *
- * For stages of a pipeline a step is cut into parts, each a toka_step by itself (batch_make_micros), that run one behind the other
- * on every stage. A sequence that draws in part k cannot be fed again before part k has gone through all stages, so a stage
- * idles unless so many parts as there are stages lie between. Hence lanes: a sequence in decode has its rows in the same part
- * of every step, and begins in that in which its prompt ended. Prompts fill the lanes up to one level of cost, which spreads
- * those that end in them evenly, too. Where that does not suffice, a sequence moves to the next lane of its step, or the one
- * before.
+ * A batch_step does not point into the scheduler: it has copies of the pages that its spans read,
+ * once for a shared span, then once for each own span. So any number of steps can be in flight while
+ * the next one is planned.
  *
- *      step N      [ a b | prompts c ][ d e | prompts f ][ g | prompts h   ]       c, f and h end here
- *      step N + 1  [ a b c | prompts ][ d e f | prompts ][ g h | prompts   ]
+ * PIPELINE STAGES. A step is split into microbatches, each a toka_step by itself (batch_make_micros).
+ * They run one after the other on every pipeline stage. A sequence that is sampled in a microbatch
+ * gets its next row only after that microbatch has left the last stage. To keep all stages busy, a
+ * step needs at least as many microbatches as there are stages. Steps N and N+1 on 3 stages, with 3
+ * and with 4 microbatches; N.0 is microbatch 0 of step N:
  *
- * So with one part more than there are stages what a part needs is one part's time old; with as many it has just been drawn. The
- * one more costs another reading of the weights, nothing where a part has rows enough (BATCH_COMPUTE_BOUND_ROWS).
+ *      time      1     2     3     4     5     6        1     2     3     4     5     6
+ *      stage 0   N.0   N.1   N.2   N+1.0 N+1.1 N+1.2    N.0   N.1   N.2   N.3   N+1.0 N+1.1
+ *      stage 1         N.0   N.1   N.2   N+1.0 N+1.1          N.0   N.1   N.2   N.3   N+1.0
+ *      stage 2               N.0   N.1   N.2   N+1.0                N.0   N.1   N.2   N.3
+ *                              |         |                            |           |
+ *                  N.0 sampled +-------->+ N+1.0 begins   N.0 sampled +---------->+ N+1.0 begins
  *
- * A row may only see K and V of earlier steps, of its own part and of parts before it. Only prompts see what this very step
- * computes, and they fill the lanes in the order in which the scheduler fed them; one may go on in the next lane.
+ * With 3, N.0 is sampled at the end of time 3, and N+1.0 needs its tokens at once: sampling and
+ * sending them leave stage 0 idle. With 4 they have the time of one microbatch for that. One more
+ * microbatch reads the weights once more. That costs nothing if computing a microbatch takes longer
+ * than reading the weights; so the step has one microbatch more than stages if each of them gets
+ * BATCH_COMPUTE_BOUND_ROWS rows.
  *
- * What always holds: for each row the spans cover positions 0 .. p exactly once, in rising kv0. No allocation after
- * batch_init, batch_step_init and batch_micros_init. Cost: O(rows + parts * running sequences + pages of their spans), and for
- * batch_make_micros O(rows + parts * spans).
+ * A decoding sequence therefore stays in the same microbatch of every step. It begins in the
+ * microbatch in which its prefill ended. Prefill rows fill all microbatches up to one level of cost,
+ * which also spreads the sequences that begin to decode. Where that is not enough, a decoding
+ * sequence moves to the next or the previous microbatch of its step.
+ *
+ *      step N      [ a b | prefill of c ][ d e | prefill of f ][ g | prefill of h ]
+ *      step N + 1  [ a b c | prefill    ][ d e f | prefill    ][ g h | prefill    ]
+ *
+ * A row may read K and V of earlier steps, of earlier microbatches and of its own microbatch. Only
+ * prefill rows read K and V that other sequences compute in this step. They fill the microbatches in
+ * the order of sched.prefill_seqs, so those K and V are not computed later. The chunk of a sequence
+ * may continue in the next microbatch.
+ *
+ * What always holds: for each row the spans cover positions 0 .. p exactly once, in rising kv0. Only
+ * batch_init, batch_step_init and batch_micros_init allocate. Cost: O(rows + microbatches * running
+ * sequences + pages of their spans), and for batch_make_micros O(rows + microbatches * spans).
  * =========================================================================== */
 
-typedef struct batch_cost { /* of a backend's attention, in tokens of K and V read for one row */
+typedef struct batch_cost { /* of a backend's attention; unit: tokens of K and V read for one row */
     int merge_tok; /* merging one more partial result into a row */
     int span_tok;  /* one more span */
     int tile_rows; /* rows that one read of K and V serves */
-    int span_align_tok;   /* a span may begin within a page, at a multiple of this; 0: no */
+    int span_align_tok; /* a span may begin within a page, at a multiple of this; 0: it may not */
 } batch_cost;
 
-typedef struct batch_sample { /* a row that yields a token, and for whom: what sched_commit wants to know */
+typedef struct batch_sample { /* a sample row and its sequence, as sched_commit needs them */
     int row, seq;
-    uint32_t generation;
+    uint32_t generation; /* of the sequence when the step was built; another one now: stale */
 } batch_sample;
 
-enum { BATCH_MAX_MICROS = 16,
-       BATCH_COMPUTE_BOUND_ROWS = 128 }; /* so many rows may take longer than reading the weights; of fewer, one part less is faster */
+enum {
+    BATCH_MAX_MICROS = 16,
+    /* With fewer rows in a microbatch, reading the weights takes longer than computing: then a step
+     * with one microbatch less is faster. */
+    BATCH_COMPUTE_BOUND_ROWS = 128
+};
 
-typedef struct batch_work { /* what the parts of a step are balanced by */
-    int64_t row, pair, read; /* a row in one layer; a position that it sees; in a row of its own, which reads that for itself */
+typedef struct batch_work { /* costs that balance the microbatches: multiply-adds in one layer */
+    int64_t row;  /* one row */
+    int64_t pair; /* one (row, kv position that it attends to) */
+    int64_t read; /* added for a kv position that a decode row reads for itself, not in a tile */
 } batch_work;
 
-/* A step as it was built, valid until its owner builds another one into it. Its first n_spans - n_seq spans are shared ones,
- * then each sequence has one of its own; one whose rows are in several parts stands there several times. */
+/* A step as it was built. Its owner keeps it until it builds another step into it. First come
+ * n_spans - n_chunks shared spans, then one own span of each chunk. */
 typedef struct batch_step {
-    toka_step step;            /* all but out, n_out and logits, which are the engine's */
+    toka_step step; /* samples, n_samples and logits belong to the engine, all else is set here */
     int32_t *ids, *pos, *kv_slot; /* [max_tokens] */
-    int32_t *pages;            /* [max_entries][most pages of one + 1] if own spans read all, and of each group one twice */
-    toka_span *spans;          /* [2 * max_entries] */
-    batch_sample *samples;           /* [max_seqs] */
-    int *chunk_seq;                  /* [max_entries] slots of the sequences with rows, part by part in their order */
-    int *chunk_row0;                 /* [max_entries + 1] first row of each; T */
-    toka_copy *copies;         /* [max_seqs] */
+    /* [max_chunks][max_pages + 1]: an upper bound. The own spans read all pages at most; and one page
+     * for each chunk may be listed twice, in a shared span that ends within it and in an own span. */
+    int32_t *pages;
+    toka_span *spans;      /* [2 * max_chunks] */
+    batch_sample *samples; /* [max_chunks] */
+    int *chunk_seq;        /* [max_chunks] seq of each chunk, microbatch after microbatch */
+    int *chunk_row0;       /* [max_chunks + 1] first row of each chunk; then T */
+    toka_copy *copies;     /* [max_chunks] */
     int n_pages, n_samples, n_chunks, n_micros;
-    int micro_chunk0[BATCH_MAX_MICROS + 1]; /* [n_parts + 1] first entry of seq in each part; n_seq */
+    int micro_chunk0[BATCH_MAX_MICROS + 1]; /* first chunk of each microbatch; then n_chunks */
 } batch_step;
 
-enum { BATCH_PREFETCH = 8 }; /* sequences, and their rows of pages, lie far apart: they are asked for so many turns early */
+/* Prefetch distance, in chunks: sequences and their block tables are far apart in memory. */
+enum { BATCH_PREFETCH = 8 };
 
-typedef struct batch_node { /* a run of rows with its shared tokens, while the tree is built */
+typedef struct batch_node { /* a run of rows and the leading tokens that they share */
     int n_common_tok, row0, n_rows;
-    int n_reads; /* of these, if each child reads them by itself */
+    int n_reads;     /* times that a shared token is read if each child reads it for itself */
     int parent;
-    int covered_tok; /* leading tokens that shared spans cover, this node's included */
-    int seq;     /* one that has them */
+    int covered_tok; /* leading tokens in shared spans, this node's span included */
+    int seq;         /* the first sequence of the run: its block table has the shared pages */
 } batch_node;
 
-typedef struct batch_chunk { /* rows that a sequence has in one part */
-    int seq, from, n_rows, micro;
-    int n_common_pages; /* leading pages that all its rows and those of the item before it in this lane see */
+typedef struct batch_chunk { /* the rows of a sequence in one microbatch */
+    int seq, from, n_rows, micro; /* from: first position */
+    /* Leading pages shared with the chunk before it in this microbatch. Only pages before the first
+     * position of both count. */
+    int n_common_pages;
 } batch_chunk;
 
 typedef struct batch_micro { /* rows row0 .. row0+T-1 of a step */
-    toka_step step; /* its arrays are views of the whole step's; spans and out are copies with rows counted from row0 */
-    int row0, sample0; /* out0: rows of out in the parts before it */
+    /* ids, pos, kv_slot, pages and copies point into the batch_step. Spans and samples are copies,
+     * with rows counted from row0. */
+    toka_step step;
+    int row0;
+    int sample0; /* sample rows in the microbatches before it */
 } batch_micro;
 
-typedef struct batch_micros {
+typedef struct batch_micros { /* the microbatches of one step */
     batch_micro micro[BATCH_MAX_MICROS]; /* [n] */
     int n;
-    toka_span *spans;
-    toka_sample_row *sample_rows; /* [max_tokens] part by part */
-    int *sample_at;         /* [max_tokens] the whole step's out row i is number pick[i] there, and so is what was picked for it */
+    toka_span *spans;             /* [2 * max_chunks] microbatch after microbatch */
+    toka_sample_row *sample_rows; /* [max_tokens] microbatch after microbatch */
+    int *sample_at; /* [max_tokens] sample row i of the whole step is sample_rows[sample_at[i]], and
+                       its result has that index, too */
 } batch_micros;
 
-typedef struct batch_builder { /* what building a step takes: the tree of this one, and who drew what in those before */
+typedef struct batch_builder { /* builds the steps of one scheduler, one after the other */
     batch_cost cost;
-    int *chunk_node;             /* [max_entries] the node that each sequence of the step hangs on */
+
+    /* the tree of intervals of this step */
+    int *chunk_node; /* [max_chunks] the deepest node of each chunk */
     int n_nodes, n_closed, depth;
-    batch_node *nodes;         /* [max_entries + 1] 0: the root, no page */
-    int *stack, *closed;       /* [max_entries + 1] open nodes; nodes in the order in which they were closed, children first */
-    int n_stages, compute_bound_rows;     /* parts are wanted for so many stages; 1: a step is its only part. BATCH_COMPUTE_BOUND_ROWS or fewer */
+    batch_node *nodes; /* [max_chunks + 1] 0: the root, which shares no page */
+    int *stack;        /* [max_chunks + 1] open nodes, [depth] in use */
+    int *closed;       /* [max_chunks + 1] closed nodes in the order of closing, children first */
+
+    /* microbatches */
+    int n_stages;           /* pipeline stages; 1: a step is one microbatch */
+    int compute_bound_rows; /* BATCH_COMPUTE_BOUND_ROWS; tests set less */
     batch_work work;
-    int n_micros, n_chunks;      /* of this step; before it is built, of the one before */
-    uint8_t *seq_micro;             /* [max_seqs] of a sequence in decode its lane, of one with a chunk in this step its last row's */
-    int continued_seq[BATCH_MAX_MICROS]; /* [n_lanes] whose chunk goes on in the next lane, -1: nobody's */
-    int continued_from[BATCH_MAX_MICROS]; /* from which position */
-    batch_chunk *chunks;         /* [max_entries] in the order of chapter 14 */
-    int *sorted_chunks;               /* [max_entries] the same lane by lane */
-    int64_t last_number, *sampled_in;  /* of the part numbered last; [max_seqs] of that which drew the slot's last token */
+    int n_micros, n_chunks; /* of this step; before it is built, of the step before */
+    /* [max_seqs] microbatch of each sequence. If it is in prefill: that of its last row in this step */
+    uint8_t *seq_micro;
+    int continued_seq[BATCH_MAX_MICROS];  /* [n_micros] continues in the next microbatch, or -1 */
+    int continued_from[BATCH_MAX_MICROS]; /* [n_micros] its first position there */
+    batch_chunk *chunks; /* [max_chunks] in prefix order */
+    int *sorted_chunks;  /* [max_chunks] indices of chunks: by microbatch, then in prefix order */
+    int64_t last_number; /* toka_step.number of the microbatch that was numbered last */
+    int64_t *sampled_in; /* [max_seqs] number of the microbatch that sampled the last token of seq */
 } batch_builder;
 
 static void batch_step_free(batch_step *built) {
-    free(built->ids), free(built->pos), free(built->kv_slot), free(built->pages), free(built->spans), free(built->samples), free(built->chunk_seq), free(built->chunk_row0);
+    free(built->ids), free(built->pos), free(built->kv_slot);
+    free(built->pages), free(built->spans), free(built->samples);
+    free(built->chunk_seq), free(built->chunk_row0);
     free(built->copies);
     *built = (batch_step){0};
 }
 
-/* Sequences with rows in one part of a step: prompts go on in the next lane at its end only. */
-static int batch_max_chunks(const scheduler *sched) { return sched->config.max_seqs + BATCH_MAX_MICROS; }
+/* Upper bound: one chunk for each sequence, and one more at each end of a microbatch, where the
+ * chunk of one sequence may continue in the next microbatch. */
+static int batch_max_chunks(const scheduler *sched) {
+    return sched->config.max_seqs + BATCH_MAX_MICROS;
+}
 
-/* Fails when there is not the memory for the pages of so many sequences of such a length; nothing is held then. */
+/* Returns an error if the page lists cannot be allocated; then nothing is allocated. */
 static int batch_step_init(batch_step *built, const scheduler *sched, toka_err *e) {
-    size_t max_chunks = (size_t)batch_max_chunks(sched), max_tokens = (size_t)sched->config.max_tokens, n_pages = max_chunks * ((size_t)sched->kv.max_pages + 1);
-    *built = (batch_step){.pages = n_pages <= INT_MAX ? mem_try_zalloc(n_pages, sizeof *built->pages) : NULL}; /* touched as far as spans need */
+    size_t max_chunks = (size_t)batch_max_chunks(sched);
+    size_t max_tokens = (size_t)sched->config.max_tokens;
+    size_t n_pages = max_chunks * ((size_t)sched->kv.max_pages + 1);
+    /* zeroed memory of the system: only what spans use becomes resident */
+    *built = (batch_step){
+        .pages = n_pages <= INT_MAX ? mem_try_zalloc(n_pages, sizeof *built->pages) : NULL};
     if (!built->pages)
-        return fail(e, TOKA_E_MEMORY, "no memory for the pages that a step of %d sequences of up to %d tokens reads",
+        return fail(e, TOKA_E_MEMORY,
+                    "no memory for the pages that a step of %d sequences of up to %d tokens reads",
                     sched->config.max_seqs, sched->config.max_len);
-    built->ids = mem_alloc(max_tokens * sizeof *built->ids), built->pos = mem_alloc(max_tokens * sizeof *built->pos), built->kv_slot = mem_alloc(max_tokens * sizeof *built->kv_slot);
-    built->spans = mem_alloc(2 * max_chunks * sizeof *built->spans), built->samples = mem_alloc(max_chunks * sizeof *built->samples);
-    built->chunk_seq = mem_alloc(max_chunks * sizeof *built->chunk_seq), built->chunk_row0 = mem_alloc((max_chunks + 1) * sizeof *built->chunk_row0);
+    built->ids = mem_alloc(max_tokens * sizeof *built->ids);
+    built->pos = mem_alloc(max_tokens * sizeof *built->pos);
+    built->kv_slot = mem_alloc(max_tokens * sizeof *built->kv_slot);
+    built->spans = mem_alloc(2 * max_chunks * sizeof *built->spans);
+    built->samples = mem_alloc(max_chunks * sizeof *built->samples);
+    built->chunk_seq = mem_alloc(max_chunks * sizeof *built->chunk_seq);
+    built->chunk_row0 = mem_alloc((max_chunks + 1) * sizeof *built->chunk_row0);
     built->copies = mem_alloc(max_chunks * sizeof *built->copies);
     return 0;
 }
 
 static void batch_free(batch_builder *builder) {
     free(builder->chunk_node), free(builder->nodes), free(builder->stack), free(builder->closed);
-    free(builder->sampled_in), free(builder->seq_micro), free(builder->chunks), free(builder->sorted_chunks);
+    free(builder->sampled_in), free(builder->seq_micro);
+    free(builder->chunks), free(builder->sorted_chunks);
     *builder = (batch_builder){0};
 }
 
 static void batch_init(batch_builder *builder, const scheduler *sched, batch_cost cost) {
-    size_t max_seqs = (size_t)sched->config.max_seqs, max_chunks = (size_t)batch_max_chunks(sched);
+    size_t max_seqs = (size_t)sched->config.max_seqs;
+    size_t max_chunks = (size_t)batch_max_chunks(sched);
     assert(cost.tile_rows > 0);
-    *builder = (batch_builder){.cost = cost, .n_stages = 1, .compute_bound_rows = BATCH_COMPUTE_BOUND_ROWS};
-    builder->chunk_node = mem_alloc(max_chunks * sizeof *builder->chunk_node), builder->nodes = mem_alloc((max_chunks + 1) * sizeof *builder->nodes);
-    builder->stack = mem_alloc((max_chunks + 1) * sizeof *builder->stack), builder->closed = mem_alloc((max_chunks + 1) * sizeof *builder->closed);
+    *builder = (batch_builder){
+        .cost = cost, .n_stages = 1, .compute_bound_rows = BATCH_COMPUTE_BOUND_ROWS};
+    builder->chunk_node = mem_alloc(max_chunks * sizeof *builder->chunk_node);
+    builder->nodes = mem_alloc((max_chunks + 1) * sizeof *builder->nodes);
+    builder->stack = mem_alloc((max_chunks + 1) * sizeof *builder->stack);
+    builder->closed = mem_alloc((max_chunks + 1) * sizeof *builder->closed);
     builder->sampled_in = mem_zalloc(max_seqs * sizeof *builder->sampled_in);
-    builder->seq_micro = mem_zalloc(max_seqs), builder->chunks = mem_alloc(max_chunks * sizeof *builder->chunks), builder->sorted_chunks = mem_alloc(max_chunks * sizeof *builder->sorted_chunks);
+    builder->seq_micro = mem_zalloc(max_seqs);
+    builder->chunks = mem_alloc(max_chunks * sizeof *builder->chunks);
+    builder->sorted_chunks = mem_alloc(max_chunks * sizeof *builder->sorted_chunks);
 }
 
 /* ---- Rows ---- */
 
-/* The rows of an item, behind those that d has. */
+/* Appends the rows of a chunk to the step. */
 static void batch_add_rows(batch_step *built, const scheduler *sched, const batch_chunk *chunk) {
     const sched_seq *sequence = &sched->seqs[chunk->seq];
     const int *table = kv_block_table(&sched->kv, chunk->seq);
-    int B = sched->config.B, row = built->step.T, page_index = chunk->from / B, offset = chunk->from - page_index * B, end = chunk->from + chunk->n_rows;
+    int B = sched->config.B, row = built->step.T;
+    int page_index = chunk->from / B, offset = chunk->from - page_index * B;
+    int end = chunk->from + chunk->n_rows;
     for (int pos = chunk->from; pos < end; pos++, row++, offset++) {
         if (offset == B) offset = 0, page_index++;
-        int page = sequence->is_prefill ? table[page_index] : sequence->last_page; /* its row of pages may not be in the cache yet */
+        /* last_page saves a decode row a cache miss on the block table */
+        int page = sequence->is_prefill ? table[page_index] : sequence->last_page;
         built->ids[row] = pos < sequence->n_known ? sequence->tokens[pos] : -1 - chunk->seq;
         built->pos[row] = pos;
         built->kv_slot[row] = page * B + offset;
     }
     built->step.T = row;
-    if (sequence->is_sampled && end == sequence->from + sequence->n_rows) built->samples[built->n_samples++] = (batch_sample){row - 1, chunk->seq, sequence->generation};
+    if (sequence->is_sampled && end == sequence->from + sequence->n_rows)
+        built->samples[built->n_samples++] =
+            (batch_sample){row - 1, chunk->seq, sequence->generation};
 }
 
-/* ---- Lanes ---- */
+/* ---- Assigning sequences to microbatches ---- */
 
-static int64_t batch_row_cost(batch_work work, int pos) { return work.row + work.pair * (pos + 1); }
+static int64_t batch_row_cost(batch_work work, int pos) {
+    return work.row + work.pair * (pos + 1);
+}
+
 static int64_t batch_decode_cost(batch_work work, const sched_seq *sequence) {
     return batch_row_cost(work, sequence->from) + work.read * (sequence->from + 1);
 }
 
-/* Up to which cost lanes are filled when `more` is to be spread over them: none that is above it gets any. */
+/* Returns the water level of n_micros costs: to_add suffices to raise every cost below the level up
+ * to it, rounded up. Costs above the level get nothing. */
 static int64_t batch_water_level(const int64_t *cost, int n_micros, int64_t to_add) {
     for (int64_t level = INT64_MAX;;) {
         int64_t sum = to_add;
@@ -10974,54 +11077,85 @@ static int64_t batch_water_level(const int64_t *cost, int n_micros, int64_t to_a
     }
 }
 
-/* Costs of the lanes and, in *more, of all chunks. Returns the rows of the step. */
-static int batch_micro_costs(batch_builder *builder, const scheduler *sched, int64_t *cost, int64_t *prefill_cost) {
+/* Sets cost[k] to the cost of the decode rows that were in microbatch k, and *prefill_cost to the
+ * cost of all prefill rows. Returns the number of rows of the step. */
+static int batch_micro_costs(batch_builder *builder, const scheduler *sched, int64_t *cost,
+                             int64_t *prefill_cost) {
     int n_rows = 0;
-    memset(cost, 0, BATCH_MAX_MICROS * sizeof *cost), *prefill_cost = 0;
+    memset(cost, 0, BATCH_MAX_MICROS * sizeof *cost);
+    *prefill_cost = 0;
     for (int seq = 0; seq < sched->config.max_seqs; seq++) {
         const sched_seq *sequence = &sched->seqs[seq];
         if (!sequence->n_rows) continue;
         n_rows += sequence->n_rows;
-        if (!sequence->is_prefill) cost[builder->seq_micro[seq]] += batch_decode_cost(builder->work, sequence);
-        for (int pos = sequence->from; sequence->is_prefill && pos < sequence->from + sequence->n_rows; pos++) *prefill_cost += batch_row_cost(builder->work, pos);
+        if (!sequence->is_prefill)
+            cost[builder->seq_micro[seq]] += batch_decode_cost(builder->work, sequence);
+        for (int pos = sequence->from;
+             sequence->is_prefill && pos < sequence->from + sequence->n_rows; pos++)
+            *prefill_cost += batch_row_cost(builder->work, pos);
     }
     return n_rows;
 }
 
-/* What lanes above the mean have too much goes to those beside them: how much of lane k to the next and to the one before. */
-static void batch_balance_flows(int64_t *cost, int n_micros, int64_t mean, int64_t *to_next, int64_t *to_prev) {
+/* Computes flows between neighbours that bring costs above the mean down to it. to_next[k] is the
+ * cost that microbatch k gives to k + 1, to_prev[k] what it gives to k - 1. A microbatch gives away
+ * its original cost only, so that each sequence moves by one microbatch at most. */
+static void batch_balance_flows(int64_t *cost, int n_micros, int64_t mean, int64_t *to_next,
+                                int64_t *to_prev) {
     int64_t original[BATCH_MAX_MICROS];
-    for (int micro = 0; micro < n_micros; micro++) original[micro] = cost[micro], to_next[micro] = to_prev[micro] = 0;
-    for (int micro = 0; micro < n_micros - 1; micro++) to_next[micro] = MAX(0, MIN(cost[micro] - mean, original[micro])), cost[micro] -= to_next[micro], cost[micro + 1] += to_next[micro];
+    for (int micro = 0; micro < n_micros; micro++) {
+        original[micro] = cost[micro];
+        to_next[micro] = to_prev[micro] = 0;
+    }
+    for (int micro = 0; micro < n_micros - 1; micro++) {
+        to_next[micro] = MAX(0, MIN(cost[micro] - mean, original[micro]));
+        cost[micro] -= to_next[micro], cost[micro + 1] += to_next[micro];
+    }
     for (int micro = n_micros - 1; micro > 0; micro--) {
         to_prev[micro] = MAX(0, MIN(cost[micro] - mean, original[micro] - to_next[micro]));
         cost[micro] -= to_prev[micro], cost[micro - 1] += to_prev[micro];
     }
 }
 
-/* Sequences in decode go from lanes above the mean to those beside them. n_before: lanes of the step before, in which they drew. A
- * lane in which that cannot have gone through all stages is entered only to be rid of an eighth too much: that costs the first
- * stage one part's time, once. Where there are fewer lanes than stages the first stage waits for every part, and they stay where
- * they are. Returns in cost what the lanes have then. */
-static void batch_rebalance_decode(batch_builder *builder, const scheduler *sched, int n_micros, int n_micros_before, int64_t mean, int64_t *cost) {
+/* Moves decoding sequences from microbatches above the mean cost to a neighbour. A move to the next
+ * microbatch is free. A sequence that moves to the previous one was sampled n_micros_before - 1
+ * microbatches earlier. If these are fewer than the stages, its last microbatch may still be in the
+ * pipeline, and the first stage waits for the time of one microbatch, once. Such a move is made only
+ * if more than an eighth of the mean has to leave the microbatch. (With fewer microbatches than
+ * stages the first stage waits anyway; the rule is the same.) Sets cost to the costs of decode rows
+ * after the moves. */
+static void batch_rebalance_decode(batch_builder *builder, const scheduler *sched, int n_micros,
+                                   int n_micros_before, int64_t mean, int64_t *cost) {
     int64_t to_next[BATCH_MAX_MICROS], to_prev[BATCH_MAX_MICROS];
     bool worth_it[BATCH_MAX_MICROS];
     batch_balance_flows(cost, n_micros, mean, to_next, to_prev);
-    for (int micro = 0; micro < n_micros; micro++) worth_it[micro] = to_prev[micro] > mean / 8, cost[micro] = 0;
-    for (int seq = sched->kv.seqs[sched->config.max_seqs].next; seq != sched->config.max_seqs; seq = sched->kv.seqs[seq].next) {
+    for (int micro = 0; micro < n_micros; micro++) {
+        worth_it[micro] = to_prev[micro] > mean / 8;
+        cost[micro] = 0;
+    }
+    for (int seq = sched->kv.seqs[sched->config.max_seqs].next; seq != sched->config.max_seqs;
+         seq = sched->kv.seqs[seq].next) {
         const sched_seq *sequence = &sched->seqs[seq];
         if (!sequence->n_rows || sequence->is_prefill) continue;
-        const int min_micro = builder->seq_micro[seq] + MIN(builder->n_stages - n_micros_before, 0);
+        /* the first microbatch in which its last one has left the pipeline, but not a later one than
+         * its own */
+        const int min_micro =
+            builder->seq_micro[seq] + MIN(builder->n_stages - n_micros_before, 0);
         const int64_t row_cost = batch_decode_cost(builder->work, sequence);
         int micro = MIN((int)builder->seq_micro[seq], n_micros - 1);
-        if (to_next[micro] >= row_cost) to_next[micro++] -= row_cost;
-        else if (to_prev[micro] >= row_cost && (micro > min_micro || worth_it[micro])) to_prev[micro--] -= row_cost;
-        builder->seq_micro[seq] = (uint8_t)micro, cost[micro] += row_cost;
+        if (to_next[micro] >= row_cost)
+            to_next[micro++] -= row_cost;
+        else if (to_prev[micro] >= row_cost && (micro > min_micro || worth_it[micro]))
+            to_prev[micro--] -= row_cost;
+        builder->seq_micro[seq] = (uint8_t)micro;
+        cost[micro] += row_cost;
     }
 }
 
-/* Chunks, which cost `more` in all, fill the lanes up to one level, in the order in which they were fed. */
-static void batch_place_prefill(batch_builder *builder, const scheduler *sched, int n_micros, int64_t prefill_cost, int64_t *cost) {
+/* Places the prefill rows, whose cost is prefill_cost in all, in the order of sched.prefill_seqs:
+ * they fill the microbatches up to one level of cost. */
+static void batch_place_prefill(batch_builder *builder, const scheduler *sched, int n_micros,
+                                int64_t prefill_cost, int64_t *cost) {
     int64_t level = batch_water_level(cost, n_micros, prefill_cost);
     int micro = 0;
     for (int i = 0; i < sched->n_prefill_seqs; i++) {
@@ -11030,8 +11164,12 @@ static void batch_place_prefill(batch_builder *builder, const scheduler *sched, 
         for (int pos = sequence->from; pos < sequence->from + sequence->n_rows; pos++) {
             const int64_t row_cost = batch_row_cost(builder->work, pos);
             while (micro < n_micros - 1 && cost[micro] + row_cost / 2 > level) {
-                if (pos > sequence->from) builder->continued_seq[micro] = seq, builder->continued_from[micro] = pos;
-                micro++, level = batch_water_level(cost + micro, n_micros - micro, prefill_cost);
+                if (pos > sequence->from) {
+                    builder->continued_seq[micro] = seq;
+                    builder->continued_from[micro] = pos;
+                }
+                micro++;
+                level = batch_water_level(cost + micro, n_micros - micro, prefill_cost);
             }
             cost[micro] += row_cost, prefill_cost -= row_cost;
         }
@@ -11039,16 +11177,21 @@ static void batch_place_prefill(batch_builder *builder, const scheduler *sched, 
     }
 }
 
-/* Decides which rows of the step go into which lane. */
+/* Decides the number of microbatches of the step, and which rows go into which of them. */
 static void batch_assign_micros(batch_builder *builder, const scheduler *sched) {
     int64_t cost[BATCH_MAX_MICROS], prefill_cost, total;
     const int n_micros_before = builder->n_micros;
-    builder->n_micros = 1, builder->continued_seq[0] = -1;
+    builder->n_micros = 1;
+    builder->continued_seq[0] = -1;
     if (builder->n_stages == 1) return;
     const int n_rows = batch_micro_costs(builder, sched, cost, &prefill_cost);
-    const int n_micros = MIN(MIN(builder->n_stages + (n_rows >= (builder->n_stages + 1) * builder->compute_bound_rows), BATCH_MAX_MICROS), MAX(n_rows, 1));
+    const int n_micros = MIN(
+        MIN(builder->n_stages + (n_rows >= (builder->n_stages + 1) * builder->compute_bound_rows),
+            BATCH_MAX_MICROS),
+        MAX(n_rows, 1));
     total = prefill_cost;
     for (int micro = 0; micro < BATCH_MAX_MICROS; micro++) total += cost[micro];
+    /* sequences of microbatches that this step does not have go into its last one */
     for (int micro = n_micros; micro < BATCH_MAX_MICROS; micro++) cost[n_micros - 1] += cost[micro];
     batch_rebalance_decode(builder, sched, n_micros, n_micros_before, total / n_micros, cost);
     for (int micro = 0; micro < n_micros; micro++) builder->continued_seq[micro] = -1;
@@ -11056,36 +11199,50 @@ static void batch_assign_micros(batch_builder *builder, const scheduler *sched) 
     builder->n_micros = n_micros;
 }
 
-/* ---- Items ---- */
+/* ---- Chunks ---- */
 
-/* What q has in this step: one item for each lane. since: [n_lanes] leading pages in common with the last item of each. */
-static void batch_chunks_of_seq(batch_builder *builder, const scheduler *sched, int seq, int *common_pages) {
+/* Appends the chunks of seq: one for each microbatch in which it has rows. common_pages[k]: leading
+ * pages that seq shares with the last chunk of microbatch k, before the first position of that
+ * chunk. */
+static void batch_chunks_of_seq(batch_builder *builder, const scheduler *sched, int seq,
+                                int *common_pages) {
     const sched_seq *sequence = &sched->seqs[seq];
-    int micro = builder->seq_micro[seq], from = sequence->from, end = sequence->from + sequence->n_rows;
+    int micro = builder->seq_micro[seq];
+    int from = sequence->from, end = sequence->from + sequence->n_rows;
     while (micro > 0 && builder->continued_seq[micro - 1] == seq) micro--;
     for (; from < end; micro++) {
-        const int to = builder->continued_seq[micro] == seq ? builder->continued_from[micro] : end, first_page = from / sched->config.B;
-        if (to == from) continue; /* a lane that was full */
-        builder->chunks[builder->n_chunks++] = (batch_chunk){seq, from, to - from, micro, MIN(common_pages[micro], first_page)};
-        common_pages[micro] = first_page, from = to;
+        const int to = builder->continued_seq[micro] == seq ? builder->continued_from[micro] : end;
+        const int first_page = from / sched->config.B;
+        if (to == from) continue; /* this microbatch was full */
+        builder->chunks[builder->n_chunks++] = (batch_chunk){
+            seq, from, to - from, micro, MIN(common_pages[micro], first_page)};
+        common_pages[micro] = first_page;
+        from = to;
     }
 }
 
-/* All items in the order of chapter 14, which is nearly that of the step before. */
+/* Lists all chunks in prefix order. This order changes little from step to step, so the chunks of
+ * the step before, which are overwritten here, tell what to prefetch. */
 static void batch_collect_chunks(batch_builder *builder, const scheduler *sched) {
     const kv_seq *order = sched->kv.seqs;
     const int n_chunks_before = builder->n_chunks;
     int common_pages[BATCH_MAX_MICROS] = {0};
     builder->n_chunks = 0;
-    for (int seq = order[sched->config.max_seqs].next; seq != sched->config.max_seqs; seq = order[seq].next) {
+    for (int seq = order[sched->config.max_seqs].next; seq != sched->config.max_seqs;
+         seq = order[seq].next) {
         const int ahead = builder->n_chunks + BATCH_PREFETCH;
-        if (ahead < n_chunks_before) __builtin_prefetch(&sched->seqs[builder->chunks[ahead].seq]), __builtin_prefetch(&order[builder->chunks[ahead].seq]);
-        for (int i = 0; i < builder->n_micros; i++) common_pages[i] = MIN(common_pages[i], order[seq].n_common_pages); /* only pages before all rows of both */
+        if (ahead < n_chunks_before) {
+            __builtin_prefetch(&sched->seqs[builder->chunks[ahead].seq]);
+            __builtin_prefetch(&order[builder->chunks[ahead].seq]);
+        }
+        for (int i = 0; i < builder->n_micros; i++)
+            common_pages[i] = MIN(common_pages[i], order[seq].n_common_pages);
         if (sched->seqs[seq].n_rows) batch_chunks_of_seq(builder, sched, seq, common_pages);
     }
 }
 
-/* Numbers of the items lane by lane, in their order. Lanes without any are left out. */
+/* Sorts the indices of chunks by microbatch and keeps their order within one. Sets the microbatches
+ * of the step: only those that have chunks. */
 static void batch_sort_chunks(batch_builder *builder, batch_step *built) {
     int first[BATCH_MAX_MICROS + 1] = {0};
     for (int i = 0; i < builder->n_chunks; i++) first[builder->chunks[i].micro + 1]++;
@@ -11095,35 +11252,51 @@ static void batch_sort_chunks(batch_builder *builder, batch_step *built) {
         first[micro + 1] += first[micro];
     }
     built->micro_chunk0[built->n_micros] = builder->n_chunks;
-    for (int i = 0; i < builder->n_chunks; i++) builder->sorted_chunks[first[builder->chunks[i].micro]++] = i;
+    for (int i = 0; i < builder->n_chunks; i++)
+        builder->sorted_chunks[first[builder->chunks[i].micro]++] = i;
 }
 
 /* ---- The tree of intervals ---- */
 
-static int batch_tile_reads(const batch_builder *builder, int n_rows) { return (n_rows + builder->cost.tile_rows - 1) / builder->cost.tile_rows; }
+/* Times that a span over n_rows rows reads each of its kv positions. */
+static int batch_tile_reads(const batch_builder *builder, int n_rows) {
+    return (n_rows + builder->cost.tile_rows - 1) / builder->cost.tile_rows;
+}
 
-/* A run of rows that is complete hangs below node `parent`. */
+/* Makes a complete run of rows a child of node `parent`. seq: its first sequence. */
 static void batch_attach(batch_builder *builder, int parent, int row0, int n_rows, int seq) {
     batch_node *node = &builder->nodes[parent];
     if (!node->n_rows) node->row0 = row0, node->seq = seq;
     node->n_rows += n_rows, node->n_reads += batch_tile_reads(builder, n_rows);
 }
 
-/* Leading tokens before all rows of both that an item has in common with the one before it. */
-static int batch_common_tok(const batch_builder *builder, const batch_step *built, const scheduler *sched, const batch_chunk *chunk) {
+/* Returns the number of leading tokens that this chunk, which is not in the step yet, shares with
+ * the last chunk of the step. Only tokens before the first position of both count. */
+static int batch_common_tok(const batch_builder *builder, const batch_step *built,
+                            const scheduler *sched, const batch_chunk *chunk) {
     const int last = built->n_chunks - 1, align_tok = builder->cost.span_align_tok;
-    const sched_seq *sequence = &sched->seqs[chunk->seq], *other = &sched->seqs[built->chunk_seq[last]];
-    int prompt_tok = sequence->n_prompt - 1; /* the last token of which is the first row of every sample */
-    bool same_prompt = sequence->request == other->request || (sequence->prompt_group && sequence->prompt_group == other->prompt_group);
-    bool past_prompt = same_prompt && MIN(chunk->from, built->pos[built->chunk_row0[last]]) >= prompt_tok;
-    bool shares_tail = align_tok && past_prompt && !sched_is_unshared(sched, sequence) && !sched_is_unshared(sched, other) && chunk->n_common_pages == prompt_tok / sched->config.B;
-    return shares_tail ? prompt_tok / align_tok * align_tok : chunk->n_common_pages * sched->config.B;
+    const sched_seq *sequence = &sched->seqs[chunk->seq];
+    const sched_seq *other = &sched->seqs[built->chunk_seq[last]];
+    /* without the last token of the prompt: every sample computes that in its own first row */
+    int prompt_tok = sequence->n_prompt - 1;
+    bool same_prompt =
+        sequence->request == other->request ||
+        (sequence->prompt_group && sequence->prompt_group == other->prompt_group);
+    bool past_prompt = same_prompt &&
+                       MIN(chunk->from, built->pos[built->chunk_row0[last]]) >= prompt_tok;
+    bool shares_tail = align_tok && past_prompt && !sched_is_unshared(sched, sequence) &&
+                       !sched_is_unshared(sched, other) &&
+                       chunk->n_common_pages == prompt_tok / sched->config.B;
+    return shares_tail ? prompt_tok / align_tok * align_tok
+                       : chunk->n_common_pages * sched->config.B;
 }
 
-/* The next sequence has l tokens in common with the last one of d, so every run with more is complete. The run that ends
- * with it (first it alone, then the nodes that close) is hung below what is left open. */
+/* The next chunk shares n_common_tok tokens with the last chunk of the step, so each open node that
+ * shares more is complete and is closed. First the last chunk, then each closed node, becomes a
+ * child of the node above it on the stack, or of a new node with n_common_tok tokens. */
 static void batch_close_nodes(batch_builder *builder, const batch_step *built, int n_common_tok) {
-    int child = -1, chunk = built->n_chunks - 1, seq = built->chunk_seq[chunk], row0 = built->chunk_row0[chunk], n_rows = built->step.T - row0;
+    int child = -1, chunk = built->n_chunks - 1, seq = built->chunk_seq[chunk];
+    int row0 = built->chunk_row0[chunk], n_rows = built->step.T - row0;
     for (;;) {
         int top = builder->stack[builder->depth - 1];
         if (builder->nodes[top].n_common_tok < n_common_tok) {
@@ -11132,43 +11305,57 @@ static void batch_close_nodes(batch_builder *builder, const batch_step *built, i
             builder->stack[builder->depth++] = top;
         }
         batch_attach(builder, top, row0, n_rows, seq);
-        if (child < 0) builder->chunk_node[chunk] = top;
-        else builder->nodes[child].parent = top;
+        if (child < 0)
+            builder->chunk_node[chunk] = top;
+        else
+            builder->nodes[child].parent = top;
         if (builder->nodes[top].n_common_tok == n_common_tok) return;
         builder->depth--;
         builder->closed[builder->n_closed++] = child = top;
-        row0 = builder->nodes[top].row0, n_rows = builder->nodes[top].n_rows;
+        row0 = builder->nodes[top].row0;
+        n_rows = builder->nodes[top].n_rows;
     }
 }
 
 /* ---- Spans ---- */
 
-/* A span over n_rows rows, over positions from .. to-1 of q. */
-static void batch_add_span(batch_step *built, const scheduler *sched, int row0, int n_rows, int seq, int from, int to) {
+/* Appends a span: n_rows rows from row0 on, and positions from .. to-1 in the pages of seq. */
+static void batch_add_span(batch_step *built, const scheduler *sched, int row0, int n_rows, int seq,
+                           int from, int to) {
     int first_page = from / sched->config.B, n_pages = kv_pages_for(&sched->kv, to) - first_page;
-    memcpy(built->pages + built->n_pages, kv_block_table(&sched->kv, seq) + first_page, (size_t)n_pages * sizeof *built->pages);
-    built->spans[built->step.n_spans++] = (toka_span){row0, n_rows, built->n_pages, from, to - from};
+    memcpy(built->pages + built->n_pages, kv_block_table(&sched->kv, seq) + first_page,
+           (size_t)n_pages * sizeof *built->pages);
+    built->spans[built->step.n_spans++] =
+        (toka_span){row0, n_rows, built->n_pages, from, to - from};
     built->n_pages += n_pages;
 }
 
-/* Every sequence's own span, over what no shared one covers. */
-static void batch_own_spans(const batch_builder *builder, batch_step *built, const scheduler *sched) {
+/* Appends the own span of each chunk, over the positions that no shared span covers. */
+static void batch_own_spans(const batch_builder *builder, batch_step *built,
+                            const scheduler *sched) {
     for (int chunk = 0, ahead = BATCH_PREFETCH; chunk < built->n_chunks; chunk++, ahead++) {
-        if (ahead < built->n_chunks) __builtin_prefetch(kv_block_table(&sched->kv, built->chunk_seq[ahead]) + builder->nodes[builder->chunk_node[ahead]].covered_tok / sched->config.B);
+        if (ahead < built->n_chunks)
+            __builtin_prefetch(kv_block_table(&sched->kv, built->chunk_seq[ahead]) +
+                               builder->nodes[builder->chunk_node[ahead]].covered_tok /
+                                   sched->config.B);
         int row0 = built->chunk_row0[chunk], end = built->chunk_row0[chunk + 1];
-        batch_add_span(built, sched, row0, end - row0, built->chunk_seq[chunk], builder->nodes[builder->chunk_node[chunk]].covered_tok, built->pos[end - 1] + 1);
+        batch_add_span(built, sched, row0, end - row0, built->chunk_seq[chunk],
+                       builder->nodes[builder->chunk_node[chunk]].covered_tok,
+                       built->pos[end - 1] + 1);
     }
 }
 
-/* Decides from the top which nodes get a span; then every sequence its own. */
+/* Decides for each node, parents first, whether it gets a shared span. Then appends the own spans. */
 static void batch_choose_spans(batch_builder *builder, batch_step *built, const scheduler *sched) {
     const batch_cost *cost = &builder->cost;
     for (int i = builder->n_closed - 1; i >= 0; i--) {
         batch_node *node = &builder->nodes[builder->closed[i]];
         node->covered_tok = builder->nodes[node->parent].covered_tok;
-        int64_t saved = (int64_t)(node->n_reads - batch_tile_reads(builder, node->n_rows)) * (node->n_common_tok - node->covered_tok);
+        int64_t saved = (int64_t)(node->n_reads - batch_tile_reads(builder, node->n_rows)) *
+                        (node->n_common_tok - node->covered_tok);
         if (saved <= (int64_t)cost->merge_tok * node->n_rows + cost->span_tok) continue;
-        batch_add_span(built, sched, node->row0, node->n_rows, node->seq, node->covered_tok, node->n_common_tok);
+        batch_add_span(built, sched, node->row0, node->n_rows, node->seq, node->covered_tok,
+                       node->n_common_tok);
         node->covered_tok = node->n_common_tok;
     }
     batch_own_spans(builder, built, sched);
@@ -11177,19 +11364,30 @@ static void batch_choose_spans(batch_builder *builder, batch_step *built, const 
 /* ---- A step ---- */
 
 static void batch_begin(batch_builder *builder, batch_step *built) {
-    built->step = (toka_step){.ids = built->ids, .pos = built->pos, .kv_slot = built->kv_slot, .pages = built->pages, .spans = built->spans};
-    built->n_chunks = built->n_samples = built->n_pages = built->chunk_row0[0] = builder->n_nodes = builder->n_closed = 0, builder->depth = 1, builder->stack[0] = 0;
+    built->step = (toka_step){.ids = built->ids,
+                              .pos = built->pos,
+                              .kv_slot = built->kv_slot,
+                              .pages = built->pages,
+                              .spans = built->spans};
+    built->n_chunks = built->n_samples = built->n_pages = built->chunk_row0[0] = builder->n_nodes =
+        builder->n_closed = 0;
+    builder->depth = 1, builder->stack[0] = 0;
     builder->nodes[0] = (batch_node){0};
 }
 
-/* The rows of an item, behind those that d has. apart: they share no spans with these. */
-static void batch_append_chunk(batch_builder *builder, batch_step *built, const scheduler *sched, const batch_chunk *chunk, bool new_micro) {
-    if (built->n_chunks) batch_close_nodes(builder, built, new_micro ? 0 : batch_common_tok(builder, built, sched, chunk));
+/* Appends a chunk and its rows. new_micro: it is the first chunk of a microbatch, and shares no span
+ * with the chunks before it. */
+static void batch_append_chunk(batch_builder *builder, batch_step *built, const scheduler *sched,
+                               const batch_chunk *chunk, bool new_micro) {
+    if (built->n_chunks)
+        batch_close_nodes(builder, built,
+                          new_micro ? 0 : batch_common_tok(builder, built, sched, chunk));
     batch_add_rows(built, sched, chunk);
-    built->chunk_seq[built->n_chunks++] = chunk->seq, built->chunk_row0[built->n_chunks] = built->step.T;
+    built->chunk_seq[built->n_chunks++] = chunk->seq;
+    built->chunk_row0[built->n_chunks] = built->step.T;
 }
 
-/* Builds the step that sched_plan just planned. */
+/* Builds the step that sched_plan has just planned. */
 static void batch_build(batch_builder *builder, batch_step *built, const scheduler *sched) {
     batch_begin(builder, built);
     batch_assign_micros(builder, sched);
@@ -11198,7 +11396,8 @@ static void batch_build(batch_builder *builder, batch_step *built, const schedul
     for (int i = 0, micro = 0; i < builder->n_chunks; i++) {
         const bool new_micro = i == built->micro_chunk0[micro];
         micro += new_micro;
-        batch_append_chunk(builder, built, sched, &builder->chunks[builder->sorted_chunks[i]], new_micro);
+        batch_append_chunk(builder, built, sched, &builder->chunks[builder->sorted_chunks[i]],
+                           new_micro);
     }
     if (built->n_chunks) batch_close_nodes(builder, built, 0);
     built->step.n_copies = sched->n_copies, built->step.copies = built->copies;
@@ -11206,64 +11405,90 @@ static void batch_build(batch_builder *builder, batch_step *built, const schedul
     batch_choose_spans(builder, built, sched);
 }
 
-/* ---- Parts ---- */
+/* ---- Microbatches of a built step ---- */
 
 static void batch_micros_free(batch_micros *micros) {
     free(micros->spans), free(micros->sample_rows), free(micros->sample_at);
     *micros = (batch_micros){0};
 }
 
-/* Fails when there is not the memory for the spans of so many sequences; nothing is held then. */
+/* Returns an error if the spans cannot be allocated; then nothing is allocated. */
 static int batch_micros_init(batch_micros *micros, const scheduler *sched, toka_err *e) {
-    size_t max_chunks = (size_t)batch_max_chunks(sched), max_tokens = (size_t)sched->config.max_tokens;
+    size_t max_chunks = (size_t)batch_max_chunks(sched);
+    size_t max_tokens = (size_t)sched->config.max_tokens;
     *micros = (batch_micros){.spans = mem_try_zalloc(2 * max_chunks, sizeof *micros->spans)};
-    if (!micros->spans) return fail(e, TOKA_E_MEMORY, "no memory for the parts of a step of %d sequences", sched->config.max_seqs);
-    micros->sample_rows = mem_alloc(max_tokens * sizeof *micros->sample_rows), micros->sample_at = mem_alloc(max_tokens * sizeof *micros->sample_at);
+    if (!micros->spans)
+        return fail(e, TOKA_E_MEMORY, "no memory for the parts of a step of %d sequences",
+                    sched->config.max_seqs);
+    micros->sample_rows = mem_alloc(max_tokens * sizeof *micros->sample_rows);
+    micros->sample_at = mem_alloc(max_tokens * sizeof *micros->sample_at);
     return 0;
 }
 
-/* The part of entries e .. end-1 of the step's; its spans go to `spans`. */
-static batch_micro batch_make_micro(const batch_step *built, toka_span *spans, int chunk, int chunk_end) {
+/* Returns the microbatch of chunks chunk .. chunk_end-1, and writes its spans to `spans`. Its
+ * samples, number and copies are still missing. */
+static batch_micro batch_make_micro(const batch_step *built, toka_span *spans, int chunk,
+                                    int chunk_end) {
     const toka_step *step = &built->step;
     const toka_span *own_spans = step->spans + step->n_spans - built->n_chunks;
     const int row0 = built->chunk_row0[chunk], row_end = built->chunk_row0[chunk_end];
     batch_micro micro = {.row0 = row0};
-    micro.step = (toka_step){.T = row_end - row0, .ids = step->ids + row0, .pos = step->pos + row0, .kv_slot = step->kv_slot + row0,
-                         .pages = step->pages, .spans = spans};
+    micro.step = (toka_step){.T = row_end - row0,
+                             .ids = step->ids + row0,
+                             .pos = step->pos + row0,
+                             .kv_slot = step->kv_slot + row0,
+                             .pages = step->pages,
+                             .spans = spans};
     for (const toka_span *span = step->spans; span < own_spans; span++)
         if (span->row0 >= row0 && span->row0 < row_end) spans[micro.step.n_spans++] = *span;
-    memcpy(spans + micro.step.n_spans, own_spans + chunk, (size_t)(chunk_end - chunk) * sizeof *spans), micro.step.n_spans += chunk_end - chunk;
+    memcpy(spans + micro.step.n_spans, own_spans + chunk,
+           (size_t)(chunk_end - chunk) * sizeof *spans);
+    micro.step.n_spans += chunk_end - chunk;
     for (int i = 0; i < micro.step.n_spans; i++) spans[i].row0 -= row0;
     return micro;
 }
 
-/* The part with this row; k: one that it may be in or behind. */
+/* Returns the microbatch of a row. micro: where to begin; rising rows make the search short. */
 static int batch_find_micro(const batch_micros *micros, int row, int micro) {
     if (row < micros->micro[micro].row0) micro = 0;
     while (micro + 1 < micros->n && row >= micros->micro[micro + 1].row0) micro++;
     return micro;
 }
 
+/* Distributes the sample rows of the step over its microbatches: counts those of each microbatch,
+ * finds the first index of each, then copies the rows. */
 static void batch_micro_samples(batch_micros *micros, const toka_step *step) {
     int n_samples = 0;
-    for (int i = 0, micro = 0; i < step->n_samples; i++) micro = batch_find_micro(micros, step->samples[i].row, micro), micros->micro[micro].step.n_samples++;
-    for (int micro = 0; micro < micros->n; n_samples += micros->micro[micro++].step.n_samples) micros->micro[micro].sample0 = n_samples, micros->micro[micro].step.samples = micros->sample_rows + n_samples;
+    for (int i = 0, micro = 0; i < step->n_samples; i++) {
+        micro = batch_find_micro(micros, step->samples[i].row, micro);
+        micros->micro[micro].step.n_samples++;
+    }
+    for (int micro = 0; micro < micros->n;
+         n_samples += micros->micro[micro++].step.n_samples) {
+        micros->micro[micro].sample0 = n_samples;
+        micros->micro[micro].step.samples = micros->sample_rows + n_samples;
+    }
     for (int micro = 0; micro < micros->n; micro++) micros->micro[micro].step.n_samples = 0;
     for (int i = 0, micro = 0; i < step->n_samples; i++) {
         micro = batch_find_micro(micros, step->samples[i].row, micro);
         batch_micro *dest = &micros->micro[micro];
         micros->sample_at[i] = dest->sample0 + dest->step.n_samples++;
-        micros->sample_rows[micros->sample_at[i]] = step->samples[i], micros->sample_rows[micros->sample_at[i]].row -= dest->row0;
+        micros->sample_rows[micros->sample_at[i]] = step->samples[i];
+        micros->sample_rows[micros->sample_at[i]].row -= dest->row0;
     }
 }
 
-/* Numbers the parts on from those of the steps before; what each needs is the last one that drew a token it is fed. */
-static void batch_number_micros(batch_builder *builder, batch_micros *micros, const batch_step *built) {
+/* Numbers the microbatches, continuing from the step before. needs_step of a microbatch is the
+ * latest one that sampled a token which this one reads (an id -1 - seq); 0: none. */
+static void batch_number_micros(batch_builder *builder, batch_micros *micros,
+                                const batch_step *built) {
     for (int micro = 0; micro < micros->n; micro++) {
         toka_step *step = &micros->micro[micro].step;
         step->number = ++builder->last_number;
         for (int row = 0; row < step->T; row++)
-            if (step->ids[row] < 0) step->needs_step = MAX(step->needs_step, builder->sampled_in[-1 - step->ids[row]]);
+            if (step->ids[row] < 0)
+                step->needs_step =
+                    MAX(step->needs_step, builder->sampled_in[-1 - step->ids[row]]);
     }
     for (int i = 0, micro = 0; i < built->n_samples; i++) {
         micro = batch_find_micro(micros, built->samples[i].row, micro);
@@ -11271,14 +11496,20 @@ static void batch_number_micros(batch_builder *builder, batch_micros *micros, co
     }
 }
 
-/* Cuts a step, whose out rows the engine has filled in by now, into its parts; to be called once for every step that has rows, in
- * the order in which they were built. The parts have no logits. They point into d, which stays as it is while they run. */
-static void batch_make_micros(batch_builder *builder, batch_micros *micros, const batch_step *built) {
+/* Splits a built step into its microbatches. The engine has filled in step.samples before. Must be
+ * called once for each step that has rows, in the order in which they were built. The microbatches
+ * have no logits. They point into the batch_step, which must not change until they are done. */
+static void batch_make_micros(batch_builder *builder, batch_micros *micros,
+                              const batch_step *built) {
     int n_spans = 0;
     micros->n = built->n_micros;
     for (int micro = 0; micro < micros->n; n_spans += micros->micro[micro++].step.n_spans)
-        micros->micro[micro] = batch_make_micro(built, micros->spans + n_spans, built->micro_chunk0[micro], built->micro_chunk0[micro + 1]);
-    micros->micro[0].step.n_copies = built->step.n_copies, micros->micro[0].step.copies = built->step.copies;
+        micros->micro[micro] =
+            batch_make_micro(built, micros->spans + n_spans, built->micro_chunk0[micro],
+                             built->micro_chunk0[micro + 1]);
+    /* each stage runs the microbatches in order, so copies of the first serve all */
+    micros->micro[0].step.n_copies = built->step.n_copies;
+    micros->micro[0].step.copies = built->step.copies;
     batch_micro_samples(micros, &built->step);
     batch_number_micros(builder, micros, built);
 }
