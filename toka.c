@@ -10785,25 +10785,27 @@ static enum sched_result sched_commit(scheduler *sched, int seq, uint32_t genera
  *
  * SHARED PREFIXES. K and V of a shared prefix are read once for the rows of all its sequences
  * (Hydragen, arXiv 2402.05099), at any number of levels (FlashInfer: cascade attention). A row gets
- * one partial result from each of its spans; the backend merges them. Example: B = 4; a and b are
- * samples of one prompt of 10 tokens and decode position 10; the prompt of c has 9 tokens, of which
- * the first 6 are equal to theirs, and c is in prefill (page 0 is found in the prefix tree):
+ * one partial result from each of its spans; the backend merges them. Example: B = 4. Sequences a
+ * and b are samples of one prompt of 10 tokens, and decode position 10. c is in prefill: its prompt
+ * has 9 tokens, the first 6 of them equal to theirs, so it found page P0 in the prefix tree.
  *
- *      row        0    1    2  3  4  5  6        block table of a:  P0 P1 P3
- *      sequence   a    b    c  c  c  c  c                       b:  P0 P1 P4
- *      position   10   10   4  5  6  7  8                       c:  P0 P2 P5
+ *      row        0    1    2  3  4  5  6        block table of a:  P0 P1 P2
+ *      sequence   a    b    c  c  c  c  c                       b:  P0 P1 P3
+ *      position   10   10   4  5  6  7  8                       c:  P0 P4 P5
  *
  *      span 0     rows 0-6    positions 0-3     pages P0        shared by a, b and c
  *      span 1     rows 0-1    positions 4-7     pages P1        shared by a and b
- *      span 2     row  0      positions 8-10    pages P3        own span of a
- *      span 3     row  1      positions 8-10    pages P4        own span of b
- *      span 4     rows 2-6    positions 4-8     pages P2 P5     own span of c, with a causal mask
+ *      span 2     row  0      positions 8-10    pages P2        own span of a
+ *      span 3     row  1      positions 8-10    pages P3        own span of b
+ *      span 4     rows 2-6    positions 4-8     pages P4 P5     own span of c, with a causal mask
  *
- * These spans read 19 positions of K and V. Own spans alone would read 31.
+ * These spans read 19 positions of K and V; own spans alone would read 31. (With the costs of a
+ * real backend, see below, shared spans do not pay for so few tokens.)
  *
  * The chunks of a microbatch are in prefix order (14), so chunks that share a page are neighbours.
- * From the number of pages (in the code: of tokens) that each shares with the one before it, one
- * pass with a stack finds a tree of intervals. A node is a run of rows and the pages that they share:
+ * The builder knows how many leading pages each chunk shares with the one before it (the code
+ * counts tokens). From these numbers one pass with a stack finds a tree of intervals. A node is a
+ * run of rows and the pages that they share. Example with six sequences:
  *
  *      shared pages   0   3   3   2   5   0
  *      sequences    [ a   b   c   d   e ] f         node [a b c d e]: pages 0-1
@@ -10811,62 +10813,61 @@ static enum sched_result sched_commit(scheduler *sched, int seq, uint32_t genera
  *
  * For each node the costs of the backend decide between two ways. One shared span over all rows of
  * the node reads its pages once per tile of rows, but gives each row one more partial result to
- * merge. Otherwise each child reads these pages as a part of its own span. Parents are decided before
- * their children: the span of a node begins where the nearest shared span above it ends. There is no
- * other threshold and no flag.
+ * merge. Otherwise each child reads these pages as a part of its own span. Parents are decided
+ * before their children. The span of a node begins where the nearest shared span above it ends.
+ * There is no other threshold and no flag. With reads = how often each of the shared tokens is read:
  *
- *      worth it:  (reads by the children - reads together) * tokens  >  merge_tok * rows + span_tok
+ *      worth it:  (reads by the children - reads together) * tokens > merge_tok * rows + span_tok
  *
- * A shared span covers only positions before the first position of each of its chunks, so it needs no
- * causal mask, and rows of prefill chunks share it like any others.
+ * A shared span covers only positions before the first position of each of its chunks. So it needs
+ * no causal mask, and rows of prefill chunks share it like any others.
  *
  * A prompt rarely ends at the end of a page, so each sample has its own page with a copy of the
- * prompt tail (16). Sequences of one prompt group that are past their prompt read the tail from the
- * page of the first of them, as part of the shared span. Then that span ends within a page, and the
- * own spans begin there. (In the example, with span_align_tok 1: span 1 has positions 4-8 and pages
- * P1 P3, spans 2 and 3 have positions 9-10.) With pages of 64 tokens, prompts of 706 and answers of
- * 150, this saves a quarter of the reads of own spans. With pages of 16 tokens it saves little, and
- * the CPU adds page by page, so the CPU does not ask for it (span_align_tok 0).
+ * prompt tail (16). Sequences with the same prompt that are past it read the tail from the page of
+ * the first of them, as part of the shared span. Then that span ends within a page, and the own
+ * spans begin there. (In the first example, with span_align_tok 1: span 1 has positions 4-8 and
+ * pages P1 P2, and spans 2 and 3 have positions 9-10.) With pages of 64 tokens, prompts of 706 and
+ * answers of 150, this saves a quarter of the reads of own spans. With pages of 16 tokens it saves
+ * little, and the CPU adds page by page, so the CPU does not use it (span_align_tok 0).
  *
- * A batch_step does not point into the scheduler: it has copies of the pages that its spans read,
- * once for a shared span, then once for each own span. So any number of steps can be in flight while
- * the next one is planned.
+ * A batch_step does not point into the scheduler. It has copies of the pages that its spans read:
+ * those of the shared spans once, then those of each own span. So any number of steps can be in
+ * flight while the next one is planned.
  *
- * PIPELINE STAGES. A step is split into microbatches, each a toka_step by itself (batch_make_micros).
- * They run one after the other on every pipeline stage. A sequence that is sampled in a microbatch
- * gets its next row only after that microbatch has left the last stage. To keep all stages busy, a
- * step needs at least as many microbatches as there are stages. Steps N and N+1 on 3 stages, with 3
- * and with 4 microbatches; N.0 is microbatch 0 of step N:
+ * PIPELINE STAGES. A step is split into microbatches, each a toka_step by itself
+ * (batch_make_micros). They run one after the other on every pipeline stage. A sequence that is
+ * sampled in a microbatch gets its next row only after that microbatch has left the last stage. So
+ * a stage idles unless a step has at least as many microbatches as there are stages. Steps N and
+ * M = N + 1 on 3 stages, with 3 microbatches (left) and 4 (right); N.0 is microbatch 0 of step N:
  *
  *      time      1     2     3     4     5     6        1     2     3     4     5     6
- *      stage 0   N.0   N.1   N.2   N+1.0 N+1.1 N+1.2    N.0   N.1   N.2   N.3   N+1.0 N+1.1
- *      stage 1         N.0   N.1   N.2   N+1.0 N+1.1          N.0   N.1   N.2   N.3   N+1.0
- *      stage 2               N.0   N.1   N.2   N+1.0                N.0   N.1   N.2   N.3
- *                              |         |                            |           |
- *                  N.0 sampled +-------->+ N+1.0 begins   N.0 sampled +---------->+ N+1.0 begins
+ *      stage 0   N.0   N.1   N.2   M.0   M.1   M.2      N.0   N.1   N.2   N.3   M.0   M.1
+ *      stage 1         N.0   N.1   N.2   M.0   M.1            N.0   N.1   N.2   N.3   M.0
+ *      stage 2               N.0*  N.1   N.2   M.0                  N.0*  N.1   N.2   N.3
  *
- * With 3, N.0 is sampled at the end of time 3, and N+1.0 needs its tokens at once: sampling and
- * sending them leave stage 0 idle. With 4 they have the time of one microbatch for that. One more
- * microbatch reads the weights once more. That costs nothing if computing a microbatch takes longer
- * than reading the weights; so the step has one microbatch more than stages if each of them gets
- * BATCH_COMPUTE_BOUND_ROWS rows.
+ * N.0 is sampled at *, at the end of time 3, and M.0 reads the sampled tokens. With 3 microbatches
+ * M.0 needs them at once, so stage 0 idles while they are sampled and sent. With 4 there is the
+ * time of one microbatch for that. One more microbatch means reading the weights once more. This
+ * costs nothing where computing a microbatch takes longer than reading the weights. So a step has
+ * one microbatch more than there are stages if each gets BATCH_COMPUTE_BOUND_ROWS rows on average.
  *
- * A decoding sequence therefore stays in the same microbatch of every step. It begins in the
- * microbatch in which its prefill ended. Prefill rows fill all microbatches up to one level of cost,
- * which also spreads the sequences that begin to decode. Where that is not enough, a decoding
- * sequence moves to the next or the previous microbatch of its step.
+ * A decoding sequence stays in the same microbatch of every step. It begins in the microbatch in
+ * which its prefill ended. Prefill rows fill all microbatches up to one level of cost, which also
+ * spreads the sequences that begin to decode. Where that is not enough, a decoding sequence moves
+ * to the next or the previous microbatch. In this example the prefill of c, f and h ends in step N:
  *
  *      step N      [ a b | prefill of c ][ d e | prefill of f ][ g | prefill of h ]
  *      step N + 1  [ a b c | prefill    ][ d e f | prefill    ][ g h | prefill    ]
  *
  * A row may read K and V of earlier steps, of earlier microbatches and of its own microbatch. Only
- * prefill rows read K and V that other sequences compute in this step. They fill the microbatches in
- * the order of sched.prefill_seqs, so those K and V are not computed later. The chunk of a sequence
- * may continue in the next microbatch.
+ * prefill rows read K and V that other sequences compute in the same step. A sequence that computes
+ * such a page comes before its readers in scheduler.prefill_seqs, and prefill rows fill the
+ * microbatches in that order. The rows of one sequence may continue in the next microbatch.
  *
- * What always holds: for each row the spans cover positions 0 .. p exactly once, in rising kv0. Only
- * batch_init, batch_step_init and batch_micros_init allocate. Cost: O(rows + microbatches * running
- * sequences + pages of their spans), and for batch_make_micros O(rows + microbatches * spans).
+ * What always holds: for a row at position p, its spans cover positions 0 .. p exactly once, in
+ * rising kv0. Only batch_init, batch_step_init and batch_micros_init allocate. Cost: O(rows +
+ * microbatches * running sequences + pages of their spans), and for batch_make_micros O(rows +
+ * microbatches * spans).
  * =========================================================================== */
 
 typedef struct batch_cost { /* of a backend's attention; unit: tokens of K and V read for one row */
@@ -10878,7 +10879,7 @@ typedef struct batch_cost { /* of a backend's attention; unit: tokens of K and V
 
 typedef struct batch_sample { /* a sample row and its sequence, as sched_commit needs them */
     int row, seq;
-    uint32_t generation; /* of the sequence when the step was built; another one now: stale */
+    uint32_t generation; /* of the sequence; sched_commit refuses a sample with a stale one */
 } batch_sample;
 
 enum {
@@ -10894,13 +10895,15 @@ typedef struct batch_work { /* costs that balance the microbatches: multiply-add
     int64_t read; /* added for a kv position that a decode row reads for itself, not in a tile */
 } batch_work;
 
-/* A step as it was built. Its owner keeps it until it builds another step into it. First come
- * n_spans - n_chunks shared spans, then one own span of each chunk. */
+/* A step as it was built, valid until its owner builds another step into it. Its spans are first
+ * n_spans - n_chunks shared ones, then one own span of each chunk. Array sizes: max_chunks is
+ * batch_max_chunks, max_tokens is sched_config.max_tokens, max_pages is kv_cache.max_pages. */
 typedef struct batch_step {
-    toka_step step; /* samples, n_samples and logits belong to the engine, all else is set here */
+    /* The engine sets samples, n_samples and logits. Only microbatches have number and needs_step. */
+    toka_step step;
     int32_t *ids, *pos, *kv_slot; /* [max_tokens] */
-    /* [max_chunks][max_pages + 1]: an upper bound. The own spans read all pages at most; and one page
-     * for each chunk may be listed twice, in a shared span that ends within it and in an own span. */
+    /* [max_chunks][max_pages + 1], an upper bound: own spans list at most all pages of each chunk.
+     * One page more: a page within which a shared span ends is listed again by the next spans. */
     int32_t *pages;
     toka_span *spans;      /* [2 * max_chunks] */
     batch_sample *samples; /* [max_chunks] */
@@ -10961,14 +10964,13 @@ typedef struct batch_builder { /* builds the steps of one scheduler, one after t
     int compute_bound_rows; /* BATCH_COMPUTE_BOUND_ROWS; tests set less */
     batch_work work;
     int n_micros, n_chunks; /* of this step; before it is built, of the step before */
-    /* [max_seqs] microbatch of each sequence. If it is in prefill: that of its last row in this step */
-    uint8_t *seq_micro;
+    uint8_t *seq_micro; /* [max_seqs] microbatch of each sequence; in prefill: of its last row */
     int continued_seq[BATCH_MAX_MICROS];  /* [n_micros] continues in the next microbatch, or -1 */
     int continued_from[BATCH_MAX_MICROS]; /* [n_micros] its first position there */
     batch_chunk *chunks; /* [max_chunks] in prefix order */
     int *sorted_chunks;  /* [max_chunks] indices of chunks: by microbatch, then in prefix order */
     int64_t last_number; /* toka_step.number of the microbatch that was numbered last */
-    int64_t *sampled_in; /* [max_seqs] number of the microbatch that sampled the last token of seq */
+    int64_t *sampled_in; /* [max_seqs] number of the microbatch that sampled its last token */
 } batch_builder;
 
 static void batch_step_free(batch_step *built) {
@@ -11119,11 +11121,11 @@ static void batch_balance_flows(int64_t *cost, int n_micros, int64_t mean, int64
 
 /* Moves decoding sequences from microbatches above the mean cost to a neighbour. A move to the next
  * microbatch is free. A sequence that moves to the previous one was sampled n_micros_before - 1
- * microbatches earlier. If these are fewer than the stages, its last microbatch may still be in the
- * pipeline, and the first stage waits for the time of one microbatch, once. Such a move is made only
- * if more than an eighth of the mean has to leave the microbatch. (With fewer microbatches than
- * stages the first stage waits anyway; the rule is the same.) Sets cost to the costs of decode rows
- * after the moves. */
+ * microbatches earlier. If that is less than n_stages, its last microbatch may still be in the
+ * pipeline. Then the first stage waits for the time of one microbatch, once; so such a move is made
+ * only if more than an eighth of the mean has to move to the previous microbatch. (With fewer
+ * microbatches than stages the first stage waits anyway; the rule is the same.) Sets cost to the
+ * costs of decode rows after the moves. */
 static void batch_rebalance_decode(batch_builder *builder, const scheduler *sched, int n_micros,
                                    int n_micros_before, int64_t mean, int64_t *cost) {
     int64_t to_next[BATCH_MAX_MICROS], to_prev[BATCH_MAX_MICROS];
@@ -11137,8 +11139,7 @@ static void batch_rebalance_decode(batch_builder *builder, const scheduler *sche
          seq = sched->kv.seqs[seq].next) {
         const sched_seq *sequence = &sched->seqs[seq];
         if (!sequence->n_rows || sequence->is_prefill) continue;
-        /* the first microbatch in which its last one has left the pipeline, but not a later one than
-         * its own */
+        /* the first microbatch that it can enter without a wait, as far as its own */
         const int min_micro =
             builder->seq_micro[seq] + MIN(builder->n_stages - n_micros_before, 0);
         const int64_t row_cost = batch_decode_cost(builder->work, sequence);
@@ -11345,7 +11346,7 @@ static void batch_own_spans(const batch_builder *builder, batch_step *built,
     }
 }
 
-/* Decides for each node, parents first, whether it gets a shared span. Then appends the own spans. */
+/* Decides for each node, parents first, if it gets a shared span. Then appends the own spans. */
 static void batch_choose_spans(batch_builder *builder, batch_step *built, const scheduler *sched) {
     const batch_cost *cost = &builder->cost;
     for (int i = builder->n_closed - 1; i >= 0; i--) {
@@ -11375,8 +11376,8 @@ static void batch_begin(batch_builder *builder, batch_step *built) {
     builder->nodes[0] = (batch_node){0};
 }
 
-/* Appends a chunk and its rows. new_micro: it is the first chunk of a microbatch, and shares no span
- * with the chunks before it. */
+/* Appends a chunk and its rows. new_micro: it is the first chunk of a microbatch, so it shares no
+ * span with the chunks before it. */
 static void batch_append_chunk(batch_builder *builder, batch_step *built, const scheduler *sched,
                                const batch_chunk *chunk, bool new_micro) {
     if (built->n_chunks)
