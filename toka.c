@@ -10776,10 +10776,11 @@ static enum sched_result sched_commit(scheduler *sched, int seq, uint32_t genera
  * sample rows.
  *
  *   row         one token of the step: one position of one sequence
- *   sample row  a row whose logits are sampled
+ *   sample row  a row at which the next token is sampled from the logits
  *   microbatch  a part of the step that goes through the pipeline stages by itself; `micro` is its
  *               index. Without pipeline stages the step is one microbatch
- *   chunk       the rows of one sequence in one microbatch. (In chapter 16, a prefill chunk)
+ *   chunk       the rows of one sequence in one microbatch. A prefill chunk (16) that is split
+ *               over two microbatches is two chunks here
  *   span        an attention segment: some rows x some kv positions (toka_span). A shared span
  *               serves several sequences; an own span serves one chunk
  *
@@ -10815,7 +10816,7 @@ static enum sched_result sched_commit(scheduler *sched, int seq, uint32_t genera
  * the node reads its pages once per tile of rows, but gives each row one more partial result to
  * merge. Otherwise each child reads these pages as a part of its own span. Parents are decided
  * before their children. The span of a node begins where the nearest shared span above it ends.
- * There is no other threshold and no flag. With reads = how often each of the shared tokens is read:
+ * There is no other threshold and no flag. "reads" is how often each of the tokens is read:
  *
  *      worth it:  (reads by the children - reads together) * tokens > merge_tok * rows + span_tok
  *
@@ -10899,7 +10900,7 @@ typedef struct batch_work { /* costs that balance the microbatches: multiply-add
  * n_spans - n_chunks shared ones, then one own span of each chunk. Array sizes: max_chunks is
  * batch_max_chunks, max_tokens is sched_config.max_tokens, max_pages is kv_cache.max_pages. */
 typedef struct batch_step {
-    /* The engine sets samples, n_samples and logits. Only microbatches have number and needs_step. */
+    /* The engine sets samples, n_samples and logits; only microbatches have number, needs_step. */
     toka_step step;
     int32_t *ids, *pos, *kv_slot; /* [max_tokens] */
     /* [max_chunks][max_pages + 1], an upper bound: own spans list at most all pages of each chunk.
@@ -11035,7 +11036,8 @@ static void batch_init(batch_builder *builder, const scheduler *sched, batch_cos
 
 /* ---- Rows ---- */
 
-/* Appends the rows of a chunk to the step. */
+/* Appends the rows of a chunk to the step. A token that no commit has brought yet gets the id
+ * -1 - seq: the device has it. */
 static void batch_add_rows(batch_step *built, const scheduler *sched, const batch_chunk *chunk) {
     const sched_seq *sequence = &sched->seqs[chunk->seq];
     const int *table = kv_block_table(&sched->kv, chunk->seq);
@@ -11044,7 +11046,7 @@ static void batch_add_rows(batch_step *built, const scheduler *sched, const batc
     int end = chunk->from + chunk->n_rows;
     for (int pos = chunk->from; pos < end; pos++, row++, offset++) {
         if (offset == B) offset = 0, page_index++;
-        /* last_page saves a decode row a cache miss on the block table */
+        /* last_page saves a decoding sequence a cache miss on its block table */
         int page = sequence->is_prefill ? table[page_index] : sequence->last_page;
         built->ids[row] = pos < sequence->n_known ? sequence->tokens[pos] : -1 - chunk->seq;
         built->pos[row] = pos;
@@ -11058,16 +11060,18 @@ static void batch_add_rows(batch_step *built, const scheduler *sched, const batc
 
 /* ---- Assigning sequences to microbatches ---- */
 
+/* Cost of a row at position pos. */
 static int64_t batch_row_cost(batch_work work, int pos) {
     return work.row + work.pair * (pos + 1);
 }
 
+/* Cost of the row of a decoding sequence, which reads K and V for itself. */
 static int64_t batch_decode_cost(batch_work work, const sched_seq *sequence) {
     return batch_row_cost(work, sequence->from) + work.read * (sequence->from + 1);
 }
 
-/* Returns the water level of n_micros costs: to_add suffices to raise every cost below the level up
- * to it, rounded up. Costs above the level get nothing. */
+/* Water filling: returns the level, rounded up, that n_micros costs reach if to_add is spread over
+ * them so that the lowest are raised first. Costs above the level get nothing. */
 static int64_t batch_water_level(const int64_t *cost, int n_micros, int64_t to_add) {
     for (int64_t level = INT64_MAX;;) {
         int64_t sum = to_add;
@@ -11099,9 +11103,10 @@ static int batch_micro_costs(batch_builder *builder, const scheduler *sched, int
     return n_rows;
 }
 
-/* Computes flows between neighbours that bring costs above the mean down to it. to_next[k] is the
- * cost that microbatch k gives to k + 1, to_prev[k] what it gives to k - 1. A microbatch gives away
- * its original cost only, so that each sequence moves by one microbatch at most. */
+/* Computes flows between neighbours that bring costs above the mean down towards it. to_next[k] is
+ * the cost that microbatch k gives to k + 1; to_prev[k] is the cost that it gives to k - 1. A
+ * microbatch gives away only what it had at first, because a sequence moves by one microbatch at
+ * most. Changes cost to the costs after the flows. */
 static void batch_balance_flows(int64_t *cost, int n_micros, int64_t mean, int64_t *to_next,
                                 int64_t *to_prev) {
     int64_t original[BATCH_MAX_MICROS];
@@ -11139,7 +11144,7 @@ static void batch_rebalance_decode(batch_builder *builder, const scheduler *sche
          seq = sched->kv.seqs[seq].next) {
         const sched_seq *sequence = &sched->seqs[seq];
         if (!sequence->n_rows || sequence->is_prefill) continue;
-        /* the first microbatch that it can enter without a wait, as far as its own */
+        /* without a wait it can move back as far as this microbatch */
         const int min_micro =
             builder->seq_micro[seq] + MIN(builder->n_stages - n_micros_before, 0);
         const int64_t row_cost = batch_decode_cost(builder->work, sequence);
@@ -11153,8 +11158,9 @@ static void batch_rebalance_decode(batch_builder *builder, const scheduler *sche
     }
 }
 
-/* Places the prefill rows, whose cost is prefill_cost in all, in the order of sched.prefill_seqs:
- * they fill the microbatches up to one level of cost. */
+/* Places the prefill rows, of cost prefill_cost in all, in the order of
+ * scheduler.prefill_seqs: they fill the microbatches up to one level of cost. A row goes into the
+ * next microbatch if more than half of its cost would be above the level. */
 static void batch_place_prefill(batch_builder *builder, const scheduler *sched, int n_micros,
                                 int64_t prefill_cost, int64_t *cost) {
     int64_t level = batch_water_level(cost, n_micros, prefill_cost);
@@ -11210,6 +11216,7 @@ static void batch_chunks_of_seq(batch_builder *builder, const scheduler *sched, 
     const sched_seq *sequence = &sched->seqs[seq];
     int micro = builder->seq_micro[seq];
     int from = sequence->from, end = sequence->from + sequence->n_rows;
+    /* back to the microbatch of its first row */
     while (micro > 0 && builder->continued_seq[micro - 1] == seq) micro--;
     for (; from < end; micro++) {
         const int to = builder->continued_seq[micro] == seq ? builder->continued_from[micro] : end;
@@ -11264,7 +11271,7 @@ static int batch_tile_reads(const batch_builder *builder, int n_rows) {
     return (n_rows + builder->cost.tile_rows - 1) / builder->cost.tile_rows;
 }
 
-/* Makes a complete run of rows a child of node `parent`. seq: its first sequence. */
+/* Makes a complete run of rows a child of node `parent`. seq: the first sequence of the run. */
 static void batch_attach(batch_builder *builder, int parent, int row0, int n_rows, int seq) {
     batch_node *node = &builder->nodes[parent];
     if (!node->n_rows) node->row0 = row0, node->seq = seq;
@@ -11278,7 +11285,7 @@ static int batch_common_tok(const batch_builder *builder, const batch_step *buil
     const int last = built->n_chunks - 1, align_tok = builder->cost.span_align_tok;
     const sched_seq *sequence = &sched->seqs[chunk->seq];
     const sched_seq *other = &sched->seqs[built->chunk_seq[last]];
-    /* without the last token of the prompt: every sample computes that in its own first row */
+    /* without the last token of the prompt: each sample computes it, to be sampled there */
     int prompt_tok = sequence->n_prompt - 1;
     bool same_prompt =
         sequence->request == other->request ||
@@ -11364,6 +11371,7 @@ static void batch_choose_spans(batch_builder *builder, batch_step *built, const 
 
 /* ---- A step ---- */
 
+/* Empties the step and the tree. */
 static void batch_begin(batch_builder *builder, batch_step *built) {
     built->step = (toka_step){.ids = built->ids,
                               .pos = built->pos,
@@ -11449,7 +11457,8 @@ static batch_micro batch_make_micro(const batch_step *built, toka_span *spans, i
     return micro;
 }
 
-/* Returns the microbatch of a row. micro: where to begin; rising rows make the search short. */
+/* Returns the index of the microbatch that has this row. micro: where the search begins; the search
+ * is short if the rows rise from call to call. */
 static int batch_find_micro(const batch_micros *micros, int row, int micro) {
     if (row < micros->micro[micro].row0) micro = 0;
     while (micro + 1 < micros->n && row >= micros->micro[micro + 1].row0) micro++;
