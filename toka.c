@@ -12662,45 +12662,66 @@ static void stop_free(stop_scanner *scanner) {
 
 /* ===========================================================================
  * MARK: 19. CPU kernels and threads [cpu]
- * What the ops of a CPU are made of: the kernels of each instruction set (tiles of products, unpacking, and attention's two
- * products and softmax), a pool of threads, products with weights, RMSNorm. In: activations in float32, weights where they lie
- * in the mapped file (bf16, f16, f32), at any byte: memcpy and unaligned loads read them. Out:
- * float32. Sums are float32.
+ * What the ops of chapter 20 are made of: the kernels of each instruction set (GEMM micro-kernels,
+ * conversion to float32, and attention's two small GEMMs and online softmax), a thread pool, the
+ * GEMM with weights, and RMSNorm. In: activations in float32; weights as they lie in the mapped
+ * file (bf16, f16 or f32). A weight may begin at any byte, so memcpy and unaligned loads read it.
+ * Out: float32. All sums are float32.
  *
- * What always holds: the bytes of a row's result depend on that row alone, not on the other rows of the call and not on the
- * number of threads. Two rules give that:
- *   - A product y[t][n] = sum over k of x[t][k] w[n][k] has one order in every tile shape: k in blocks of kernels.block;
- *     in a block lane j of one vector sums the k with k % lanes == j in rising order; one fixed tree sums the lanes; blocks
- *     add up in order.
- *   - Threads share out whole results, never parts of one sum.
- * Instruction sets differ in lanes and thus in rounding; one process uses one set.
+ * Words:
+ *   tile        the results of one call of a micro-kernel: up to [tile_rows][4] or [1][8]
+ *   panel       up to CPU_PANEL_ROWS rows of a weight, for one block of k, converted to float32
+ *               once; all rows of x then read them from cache (a packed panel, as in BLIS)
+ *   lane        one element of a SIMD vector
+ *   kernel set  the kernels of one instruction set (cpu_kernels)
+ *   round       one cpu_parallel_for: its items are run by the caller and all awake pool threads
  *
- * Products. Lanes lie along k because both x and w have k contiguous: one row of x (decode) streams w straight from memory,
- * and many rows (prefill) use the same tile over a panel of w that was unpacked to float32 once and then stays in cache.
+ * What always holds: the bytes of a row's result depend on that row alone. They do not depend on
+ * the other rows of the call or on the number of threads. Two rules give that:
+ *   1. Each y[t][n] = sum over k of x[t][k] w[n][k] is summed in one fixed order, the same in every
+ *      tile shape, with and without a panel:
+ *        - k is cut into blocks of kernels.k_block.
+ *        - Inside a block, lane j adds the terms with k % lanes == j, in rising k.
+ *        - Then the lanes are added in one fixed tree.
+ *        - Then the sums of the blocks are added, in rising k.
+ *   2. A thread computes whole results. Threads never share one sum.
+ * The number of lanes differs between kernel sets, and so does the rounding. A process uses one.
  *
- * Tried and not kept: a set of kernels for AVX512_BF16. Its products take x as bf16, so x = hi + lo (each row split in place) and
- * two products for one; results within 2e-6, bytes equal in every cut. It wins nowhere (one core, 2026-11; AVX-512 ->
- * AVX512_BF16):
- *                                                            Xeon with AMX                           EPYC Zen 4
- *     multiply-adds/s, registers only, two products for one  88 G -> 21 G                            59 G -> 58 G
- *     prefill of 512 tokens, layers of Llama-3.2-1B          118 -> 37 GFLOP/s                       not run
- *     decode, the same, from memory                          13.0 to 13.5 -> 13.0 to 13.8 GB/s       not run
- *     decode of 1 / 4 / 12 rows, embedded model, in cache    2352 / 5440 / 6490 -> 2198 / 3402 / 3783 tok/s
+ * Example of rule 1: the terms p0 .. p31 of one y, with 4 lanes and blocks of 16.
+ *     block 0    lane 0 = p0 + p4 + p8  + p12        lane 2 = p2 + p6 + p10 + p14
+ *                lane 1 = p1 + p5 + p9  + p13        lane 3 = p3 + p7 + p11 + p15
+ *                sum 0 = (lane 0 + lane 2) + (lane 1 + lane 3)
+ *     block 1    sum 1, in the same way, of p16 .. p31
+ *     y = sum 0 + sum 1
+ *
+ * GEMM. A vector holds neighbours in k, because k is contiguous in both x and w. With few rows of x
+ * (decode) the micro-kernel streams w straight from memory. With many rows (prefill) the same
+ * micro-kernel runs over a packed panel of w.
+ *
+ * Tried and not kept: a kernel set for AVX512_BF16. It multiplies only bf16, so each x became two
+ * bf16 numbers (hi + lo) and each product became two. Results were within 2e-6 and did not depend
+ * on the chunking. It was never clearly faster than AVX-512 (one core, Xeon with AMX and EPYC
+ * Zen 4, 2026-11): prefill fell from 118 to 37 GFLOP/s on the Xeon, decode from memory was equal
+ * there (13 GB/s), and decode in cache was 7 to 42 % slower on the EPYC.
  *
  * It does not: know of steps, layers, pages or ranks (chapter 20).
  * =========================================================================== */
 
 enum {
-    CPU_MAX_K_BLOCK = 1024,         /* largest k per block of a product; a multiple of 16 as all of them */
-    CPU_PANEL_ROWS = 64,           /* rows of a weight that are unpacked together: up to 256 KB of float32, second cache level */
-    /* floats from row to row; not a power of two, else all rows fall into the same cache sets */
+    CPU_MAX_K_BLOCK = 1024, /* largest kernels.k_block; each k_block is a multiple of 16 */
+    CPU_PANEL_ROWS = 64,    /* rows of a panel: up to 256 KB of float32, for the L2 cache */
+    /* Floats from row to row of a panel. It is not a power of two: with one, all rows would fall
+     * into the same cache sets. */
     CPU_PANEL_LD = CPU_MAX_K_BLOCK + 16,
-    CPU_DIRECT_ROWS = 12,          /* up to this many rows of x, w is unpacked in registers each time */
-    CPU_SERIAL_COST = 60000,        /* multiply-adds below which waking a second thread costs more than it gives */
-    CPU_SPINS = 2000           /* looks at the pool's state before a thread sleeps; some 50 us */
+    CPU_DIRECT_ROWS = 12,    /* with at most this many rows of x, w is converted in registers,
+                                without a panel */
+    CPU_SERIAL_COST = 60000, /* multiply-adds of a round; below it, waking a second thread costs
+                                more than it gains */
+    CPU_SPINS = 2000         /* spins on the pool's state before a thread sleeps or yields; about
+                                50 us */
 };
 
-/* Unrolls a loop of constant count wholly, so that its array of vectors becomes registers. */
+/* Fully unrolls a loop with a constant count, so that its array of vectors is kept in registers. */
 #ifdef __clang__
 #define CPU_UNROLL _Pragma("clang loop unroll(full)")
 #define CPU_UNROLL2 _Pragma("clang loop unroll_count(2)")
@@ -12712,43 +12733,50 @@ enum {
 
 static int cpu_round_up16(int n) { return (n + 15) & ~15; }
 
-/* ---- Kernels: what they take -------------------------------------------------------------------------------- */
+/* ---- Arguments of the kernels, and a kernel set ---- */
 
-/* y[m][n] = sum over k of x[m][k] w[n][k] for one block of k and a tile of at most [kernels.rows][4] results, or [1][8]. */
+/* One call of a GEMM micro-kernel: y[m][n] (+)= sum over k of x[m][k] w[n][k], for one block of k
+ * and a tile of at most [kernels.tile_rows][4] results, or [1][8]. */
 typedef struct cpu_tile {
     const float *x; /* [m][k], rows ldx floats apart */
-    const char *w;  /* [n][k] of some dtype, rows w_step bytes apart */
+    const char *w;  /* [n][k] in the kernel's dtype, rows w_row_bytes apart */
     float *y;       /* [m][n], rows ldy floats apart */
     size_t ldx, w_row_bytes, ldy;
-    int m, n, k; /* k: a multiple of 16 */
-    bool add;    /* y += instead of y = */
-    bool prefetch;  /* w comes from memory and these are its first readers: see cpu_tile_prefetch */
+    int m, n, k;   /* k: a multiple of 16 */
+    bool add;      /* y += instead of y = */
+    bool prefetch; /* w comes from memory, and this tile reads it first: see cpu_tile_prefetch */
 } cpu_tile;
 
-/* c[r][j] (+)= sum over k, in rising order, of a[r][k] b[k][j]. The two products of attention. */
+/* c[r][j] (+)= sum over k, in rising k, of a[r][k] b[k][j]. Both products of attention use it:
+ * q times K transposed, and probabilities times V. */
 typedef struct cpu_small_gemm_args {
-    const float *a, *b;
-    float *c;
+    const float *a, *b; /* [rows][k], [k][n] */
+    float *c;           /* [rows][n] */
     size_t lda, ldb, ldc; /* floats from row to row */
     int rows, k, n;       /* n: a multiple of 16 */
-    bool add;
+    bool add;             /* c += instead of c = */
 } cpu_small_gemm_args;
 
-/* One row's running softmax: acc / sum is the output so far, both relative to exp(best). */
+/* State of the online softmax of one query row (Milakov & Gimelshein 2018). acc / sum is the output
+ * over the pages merged so far; both have the factor exp(-max). */
 typedef struct cpu_softmax {
-    float *acc; /* [Dp] */
-    float max, sum;
+    float *acc; /* [D_pad] sum of probability * V; D_pad is D rounded up to 16 */
+    float max;  /* running maximum of the scores; -infinity before the first page */
+    float sum;  /* of the probabilities */
 } cpu_softmax;
 
 /* The kernels of one instruction set. */
 typedef struct cpu_kernels {
     const char *name;
-    int tile_rows;  /* rows of x in the largest tile */
-    int k_block; /* k per block of a product: rows + 4 rows of it stay in the first cache levels; at most CPU_MAX_K_BLOCK */
-    void (*tile[3])(const cpu_tile *t);                                             /* by toka_dtype */
-    void (*convert)(float *to, const void *from, toka_dtype type, int n);            /* n elements to float32 */
-    void (*small_gemm)(const cpu_small_gemm_args *o);
-    void (*online_softmax)(cpu_softmax *st, float *s, int n, int from, int to, int dp); /* cpu_online_softmax in this set's encoding */
+    int tile_rows; /* rows of x in the largest tile */
+    int k_block;   /* k per block of a sum, at most CPU_MAX_K_BLOCK; so small that tile_rows rows of
+                      x and 4 rows of w stay in the L1 and L2 caches */
+    void (*tile[3])(const cpu_tile *tile); /* the micro-kernels, by toka_dtype of w */
+    /* Converts n elements to float32. */
+    void (*convert)(float *to, const void *from, toka_dtype type, int n);
+    void (*small_gemm)(const cpu_small_gemm_args *args);
+    /* cpu_online_softmax, compiled for this instruction set */
+    void (*online_softmax)(cpu_softmax *softmax, float *scores, int n, int from, int to, int d_pad);
 } cpu_kernels;
 
 /* ---- Scalars and bodies shared by the instruction sets ---- */
@@ -12759,28 +12787,33 @@ static float cpu_bits_to_f32(uint32_t u) {
     return f;
 }
 
-static float cpu_f16_to_f32(uint16_t h) { /* f16 to float32, exact, as cpu_f16_to_f32_c */
+/* f16 to float32, exact. cpu_f16_to_f32_c explains the method. */
+static float cpu_f16_to_f32(uint16_t h) {
     uint32_t bits = (uint32_t)(h & 0x7FFF) << 13, exponent = bits >= 0x0F800000 ? 0x7F800000 : 0;
     float f = cpu_bits_to_f32(bits) * 0x1p112f;
     memcpy(&bits, &f, 4);
     return cpu_bits_to_f32(bits | exponent | (uint32_t)(h & 0x8000) << 16);
 }
 
+/* Element i of p as float32. */
 static float cpu_element(const void *p, toka_dtype type, size_t i) {
     uint16_t h;
     float f;
-    if (type == TOKA_F32) return memcpy(&f, (const char *)p + 4 * i, 4), f;
+    if (type == TOKA_F32) {
+        memcpy(&f, (const char *)p + 4 * i, 4);
+        return f;
+    }
     memcpy(&h, (const char *)p + 2 * i, 2);
     return type == TOKA_BF16 ? cpu_bits_to_f32((uint32_t)h << 16) : cpu_f16_to_f32(h);
 }
 
 static size_t cpu_dtype_bytes(toka_dtype type) { return type == TOKA_F32 ? 4 : 2; }
 
-/* ---- Vectors of 4 lanes, as GCC and Clang spell them for any machine ---- */
+/* ---- Vectors of 4 lanes: the vector extensions of GCC and Clang, for any machine ---- */
 
 typedef float cpu_f32x4 __attribute__((vector_size(16)));
 typedef uint32_t cpu_u32x4 __attribute__((vector_size(16)));
-typedef int32_t cpu_i32x4 __attribute__((vector_size(16))); /* -1 or 0 a lane: what a comparison gives */
+typedef int32_t cpu_i32x4 __attribute__((vector_size(16))); /* result of a comparison: -1 or 0 */
 typedef uint16_t cpu_u16x4 __attribute__((vector_size(8)));
 
 CPU_INLINE cpu_f32x4 cpu_load4(const float *p) {
@@ -12795,14 +12828,17 @@ CPU_INLINE cpu_f32x4 cpu_select4(cpu_i32x4 mask, cpu_f32x4 yes, cpu_f32x4 no) {
 }
 CPU_INLINE cpu_f32x4 cpu_max4(cpu_f32x4 a, cpu_f32x4 b) { return cpu_select4(a > b, a, b); }
 
-/* exp, relative error below 3e-7; exactly 0 below -87 and exactly 1 at 0. x = n ln 2 + r with |r| <= ln 2 / 2, Taylor to
- * the 7th power in r (the 8th is 5e-9), n into the exponent. */
+/* exp with a relative error below 3e-7. Exactly 0 below -87, exactly 1 at 0; above 88 it stays at
+ * exp(88). Method: x = n ln 2 + r with |r| <= ln 2 / 2; a Taylor polynomial in r up to the 7th
+ * power (the term of the 8th is 5e-9); n is added to the exponent. */
 CPU_INLINE cpu_f32x4 cpu_exp4(cpu_f32x4 x) {
     cpu_f32x4 clamped = cpu_select4(x < -87.0f, cpu_splat4(-87), x);
     clamped = cpu_select4(clamped > 88.0f, cpu_splat4(88), clamped);
-    cpu_f32x4 shifted = clamped * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: the integer part lands in the low bits */
+    /* adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits */
+    cpu_f32x4 shifted = clamped * 1.44269504f + 12582912.0f;
     cpu_f32x4 n = shifted - 12582912.0f;
-    cpu_f32x4 r = clamped - n * 0.693359375f; /* ln 2 in two parts, the first with few bits */
+    /* ln 2 as a sum of two numbers; the first has few bits, so that its product with n is exact */
+    cpu_f32x4 r = clamped - n * 0.693359375f;
     r = r - n * -2.12194440e-4f;
     cpu_f32x4 poly = r * (1.0f / 5040) + 1.0f / 720;
     poly = poly * r + 1.0f / 120;
@@ -12815,16 +12851,20 @@ CPU_INLINE cpu_f32x4 cpu_exp4(cpu_f32x4 x) {
     return cpu_select4(x < -87.0f, cpu_splat4(0), poly * (cpu_f32x4)power);
 }
 
-static void cpu_swiglu(float *gate, const float *up, int n) { /* gate = silu(gate) * up; n a multiple of 4 */
+/* gate = silu(gate) * up. n is a multiple of 4. */
+static void cpu_swiglu(float *gate, const float *up, int n) {
     for (int i = 0; i < n; i += 4) {
         cpu_f32x4 g = cpu_load4(gate + i);
         cpu_store4(gate + i, g / (1.0f + cpu_exp4(-g)) * cpu_load4(up + i));
     }
 }
 
-/* Merges one page of scores s[n] into a row's running softmax; only positions from <= j < to are seen. Leaves in s the
- * probabilities (relative to the new best) for the product with V, 0 where unseen. n and dp are multiples of 16. */
-CPU_INLINE void cpu_online_softmax(cpu_softmax *softmax, float *scores, int n, int from, int to, int d_pad) {
+/* The online softmax update: merges scores[n] of one page into the state of a query row. The row
+ * attends only to the positions from <= j < to. Their scores are replaced by
+ * exp(score - running maximum), which the product with V takes; all other scores by 0. n and d_pad
+ * are multiples of 16. */
+CPU_INLINE void cpu_online_softmax(cpu_softmax *softmax, float *scores, int n, int from, int to,
+                                   int d_pad) {
     cpu_f32x4 lane[4];
     if (from >= to) {
         memset(scores, 0, (size_t)n * sizeof *scores);
@@ -12834,14 +12874,17 @@ CPU_INLINE void cpu_online_softmax(cpu_softmax *softmax, float *scores, int n, i
     for (int j = to; j < n; j++) scores[j] = -INFINITY;
     CPU_UNROLL for (int i = 0; i < 4; i++) lane[i] = cpu_load4(scores + 4 * i);
     for (int j = 16; j < n; j += 16)
-        CPU_UNROLL for (int i = 0; i < 4; i++) lane[i] = cpu_max4(lane[i], cpu_load4(scores + j + 4 * i));
+        CPU_UNROLL for (int i = 0; i < 4; i++)
+            lane[i] = cpu_max4(lane[i], cpu_load4(scores + j + 4 * i));
     cpu_f32x4 lanes = cpu_max4(cpu_max4(lane[0], lane[1]), cpu_max4(lane[2], lane[3]));
     float max = MAX(MAX(lanes[0], lanes[1]), MAX(lanes[2], lanes[3]));
     if (max > softmax->max) {
-        cpu_f32x4 rescale = cpu_exp4(cpu_splat4(softmax->max - max)); /* 0 at the first page, where st->best is -infinity */
+        /* the rescale factor is 0 at the first page, where softmax->max is -infinity */
+        cpu_f32x4 rescale = cpu_exp4(cpu_splat4(softmax->max - max));
         softmax->max = max;
         softmax->sum *= rescale[0];
-        for (int j = 0; j < d_pad; j += 4) cpu_store4(softmax->acc + j, cpu_load4(softmax->acc + j) * rescale);
+        for (int j = 0; j < d_pad; j += 4)
+            cpu_store4(softmax->acc + j, cpu_load4(softmax->acc + j) * rescale);
     }
     CPU_UNROLL for (int i = 0; i < 4; i++) lane[i] = cpu_splat4(0);
     for (int j = 0; j < n; j += 16)
@@ -12854,47 +12897,63 @@ CPU_INLINE void cpu_online_softmax(cpu_softmax *softmax, float *scores, int n, i
     softmax->sum += (lanes[0] + lanes[2]) + (lanes[1] + lanes[3]);
 }
 
-/* ---- What the tiles of all instruction sets share ---- */
+/* ---- Shared by the micro-kernels of all instruction sets ---- */
 
-/* Row j of a tile's weights; rows behind the last repeat it, their results are not written. */
-CPU_INLINE const char *cpu_tile_weight_row(const cpu_tile *tile, int index) { return tile->w + (size_t)MIN(index, tile->n - 1) * tile->w_row_bytes; }
+/* Row `index` of a tile's weights. An index past the end gives the last row: the results for it are
+ * computed, but not written. */
+CPU_INLINE const char *cpu_tile_weight_row(const cpu_tile *tile, int index) {
+    return tile->w + (size_t)MIN(index, tile->n - 1) * tile->w_row_bytes;
+}
 
-/* A few rows of x read every weight once, from memory: asks for the same place in the next n rows, which come next, into
- * the second cache level; once per line of 64 bytes. Without it the units that add wait for memory and memory for them
- * (one row of x: reading alone 23 GB/s of one core, with the sums 16, with this 22; EPYC Zen 4, 2026-11). */
-CPU_INLINE void cpu_tile_prefetch(const cpu_tile *tile, const char *const *w_rows, const int n, toka_dtype type, int k) {
-    const int line_elems = type == TOKA_F32 ? 16 : 32; /* elements of 64 bytes */
+/* With few rows of x, each weight is read once, from memory. This prefetches into L2 the same place
+ * in the next n rows of w, which the following tiles read; once per cache line of 64 bytes. If rows
+ * are longer than 32 KB, it prefetches 1 KB ahead in the same rows. Without it, arithmetic and memory
+ * wait for each other (one row of x, one core: 16 GB/s without it, 22 with it, 23 for reading alone;
+ * EPYC Zen 4, 2026-11). */
+CPU_INLINE void cpu_tile_prefetch(const cpu_tile *tile, const char *const *w_rows, const int n,
+                                  toka_dtype type, int k) {
+    const int line_elems = type == TOKA_F32 ? 16 : 32; /* elements of a cache line */
     size_t distance = tile->w_row_bytes <= 32768 ? (size_t)n * tile->w_row_bytes : 1024;
     if (tile->prefetch && k % line_elems == 0)
-        CPU_UNROLL for (int j = 0; j < n; j++) __builtin_prefetch(w_rows[j] + (size_t)k * (64 / (size_t)line_elems) + distance, 0, 2);
+        CPU_UNROLL for (int j = 0; j < n; j++)
+            __builtin_prefetch(w_rows[j] + (size_t)k * (64 / (size_t)line_elems) + distance, 0, 2);
 }
 
 /* ---- Portable kernels: 4 lanes ---- */
 
-/* f16 to float32: exponent and mantissa moved into place are 2^112 too small, also where the number is subnormal. Infinity
- * and NaN get their exponent back. */
+/* f16 to float32: shifts exponent and mantissa to their places in a float32. That number is too
+ * small by the factor 2^112, also for a subnormal f16, so it is multiplied by 2^112. Infinity and
+ * NaN then get the largest exponent. */
 CPU_INLINE cpu_f32x4 cpu_f16_to_f32_c(cpu_u32x4 h) {
     cpu_u32x4 bits = (h & 0x7FFF) << 13, exponent = (cpu_u32x4)(bits >= 0x0F800000) & 0x7F800000;
     return (cpu_f32x4)((cpu_u32x4)((cpu_f32x4)bits * 0x1p112f) | exponent | (h & 0x8000) << 16);
 }
 
+/* Elements k .. k+3 of p as float32. */
 CPU_INLINE cpu_f32x4 cpu_load_c(const void *p, toka_dtype type, int k) {
     cpu_f32x4 v;
     cpu_u16x4 h;
-    if (type == TOKA_F32) return memcpy(&v, (const char *)p + 4 * (size_t)k, sizeof v), v;
+    if (type == TOKA_F32) {
+        memcpy(&v, (const char *)p + 4 * (size_t)k, sizeof v);
+        return v;
+    }
     memcpy(&h, (const char *)p + 2 * (size_t)k, sizeof h);
     cpu_u32x4 u = __builtin_convertvector(h, cpu_u32x4);
     return type == TOKA_F16 ? cpu_f16_to_f32_c(u) : (cpu_f32x4)(u << 16);
 }
 
-CPU_INLINE void cpu_tile_body_c(const cpu_tile *tile, const int m, const int n, const toka_dtype type) {
+/* The micro-kernel. m, n and type are constants in each caller, so that acc becomes registers. n may
+ * exceed tile->n: columns past tile->n are not written. */
+CPU_INLINE void cpu_tile_body_c(const cpu_tile *tile, const int m, const int n,
+                                const toka_dtype type) {
     cpu_f32x4 acc[2][8] = {0};
     const char *w_rows[8];
     CPU_UNROLL for (int j = 0; j < n; j++) w_rows[j] = cpu_tile_weight_row(tile, j);
     for (int k = 0; k < tile->k; k += 4) {
         cpu_f32x4 a[2];
         cpu_tile_prefetch(tile, w_rows, n, type, k);
-        CPU_UNROLL for (int i = 0; i < m; i++) a[i] = cpu_load_c(tile->x + (size_t)i * tile->ldx, TOKA_F32, k);
+        CPU_UNROLL for (int i = 0; i < m; i++)
+            a[i] = cpu_load_c(tile->x + (size_t)i * tile->ldx, TOKA_F32, k);
         CPU_UNROLL for (int j = 0; j < n; j++) {
             cpu_f32x4 b = cpu_load_c(w_rows[j], type, k);
             CPU_UNROLL for (int i = 0; i < m; i++) acc[i][j] += a[i] * b;
@@ -12902,7 +12961,8 @@ CPU_INLINE void cpu_tile_body_c(const cpu_tile *tile, const int m, const int n, 
     }
     for (int i = 0; i < m; i++)
         for (int j = 0; j < tile->n; j++) {
-            float *y = tile->y + (size_t)i * tile->ldy + j, sum = (acc[i][j][0] + acc[i][j][2]) + (acc[i][j][1] + acc[i][j][3]);
+            float *y = tile->y + (size_t)i * tile->ldy + j;
+            float sum = (acc[i][j][0] + acc[i][j][2]) + (acc[i][j][1] + acc[i][j][3]);
             *y = tile->add ? *y + sum : sum;
         }
 }
@@ -12924,7 +12984,10 @@ static void cpu_convert_c(float *to, const void *from, toka_dtype type, int n) {
     for (; i < n; i++) to[i] = cpu_element(from, type, (size_t)i);
 }
 
-static void cpu_online_softmax_c(cpu_softmax *softmax, float *scores, int n, int from, int to, int d_pad) { cpu_online_softmax(softmax, scores, n, from, to, d_pad); }
+static void cpu_online_softmax_c(cpu_softmax *softmax, float *scores, int n, int from, int to,
+                                 int d_pad) {
+    cpu_online_softmax(softmax, scores, n, from, to, d_pad);
+}
 
 static void cpu_small_gemm_c(const cpu_small_gemm_args *args) {
     for (int row = 0; row < args->rows; row++)
@@ -12934,7 +12997,8 @@ static void cpu_small_gemm_c(const cpu_small_gemm_args *args) {
             float *c = args->c + (size_t)row * args->ldc + j;
             if (args->add) memcpy(acc, c, sizeof acc);
             for (int k = 0; k < args->k; k++, b += args->ldb)
-                CPU_UNROLL for (int i = 0; i < 4; i++) acc[i] += a[k] * cpu_load_c(b, TOKA_F32, 4 * i);
+                CPU_UNROLL for (int i = 0; i < 4; i++)
+                    acc[i] += a[k] * cpu_load_c(b, TOKA_F32, 4 * i);
             memcpy(c, acc, sizeof acc);
         }
 }
@@ -12953,13 +13017,13 @@ CPU_AVX2 CPU_INLINE __m256 cpu_load_avx2(const void *p, toka_dtype type, int k) 
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
 }
 
-/* Sums the lanes of four vectors: lanes j and j+4 last, neighbours first. */
+/* Sums the lanes of each of four vectors: first neighbouring lanes, at the end lanes j and j+4. */
 CPU_AVX2 CPU_INLINE __m128 cpu_sum4_avx2(__m256 a, __m256 b, __m256 c, __m256 d) {
     __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
     return _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
 }
 
-/* Writes or adds four results, or the first n of them. */
+/* Writes four results to y, or adds them to y; if n < 4, only the first n. */
 CPU_AVX2 CPU_INLINE void cpu_store4_avx2(float *y, __m128 v, int n, bool add) {
     if (n >= 4) {
         _mm_storeu_ps(y, add ? _mm_add_ps(_mm_loadu_ps(y), v) : v);
@@ -12970,7 +13034,9 @@ CPU_AVX2 CPU_INLINE void cpu_store4_avx2(float *y, __m128 v, int n, bool add) {
     for (int i = 0; i < n; i++) y[i] = add ? y[i] + values[i] : values[i];
 }
 
-CPU_AVX2 CPU_INLINE void cpu_tile_body_avx2(const cpu_tile *tile, const int m, const int n, const toka_dtype type) {
+/* The micro-kernel: see cpu_tile_body_c. */
+CPU_AVX2 CPU_INLINE void cpu_tile_body_avx2(const cpu_tile *tile, const int m, const int n,
+                                            const toka_dtype type) {
     const char *w_rows[8];
     __m256 acc[3][8], a[3];
     CPU_UNROLL for (int j = 0; j < n; j++) w_rows[j] = cpu_tile_weight_row(tile, j);
@@ -12978,17 +13044,19 @@ CPU_AVX2 CPU_INLINE void cpu_tile_body_avx2(const cpu_tile *tile, const int m, c
         CPU_UNROLL for (int j = 0; j < n; j++) acc[i][j] = _mm256_setzero_ps();
     for (int k = 0; k < tile->k; k += 8) {
         cpu_tile_prefetch(tile, w_rows, n, type, k);
-        CPU_UNROLL for (int i = 0; i < m; i++) a[i] = _mm256_loadu_ps(tile->x + (size_t)i * tile->ldx + k);
-        CPU_UNROLL for (int j = 0; j < n; j++) { /* 12 sums, 3 of x and 1 weight: 16 registers */
+        CPU_UNROLL for (int i = 0; i < m; i++)
+            a[i] = _mm256_loadu_ps(tile->x + (size_t)i * tile->ldx + k);
+        CPU_UNROLL for (int j = 0; j < n; j++) { /* 16 registers: 12 sums, 3 of x, 1 of w */
             __m256 b = cpu_load_avx2(w_rows[j], type, k);
             CPU_UNROLL for (int i = 0; i < m; i++) acc[i][j] = _mm256_fmadd_ps(a[i], b, acc[i][j]);
         }
     }
     CPU_UNROLL for (int i = 0; i < m; i++)
         CPU_UNROLL for (int j = 0; j < n; j += 4)
-            cpu_store4_avx2(tile->y + (size_t)i * tile->ldy + j, cpu_sum4_avx2(acc[i][j], acc[i][j + 1], acc[i][j + 2],
-                                                                       acc[i][j + 3]),
-                          tile->n - j, tile->add);
+            cpu_store4_avx2(
+                tile->y + (size_t)i * tile->ldy + j,
+                cpu_sum4_avx2(acc[i][j], acc[i][j + 1], acc[i][j + 2], acc[i][j + 3]),
+                tile->n - j, tile->add);
 }
 CPU_AVX2 CPU_INLINE void cpu_tile_avx2(const cpu_tile *tile, const toka_dtype type) {
     if (tile->m == 1 && tile->n > 4) cpu_tile_body_avx2(tile, 1, 8, type);
@@ -13006,8 +13074,9 @@ CPU_AVX2 static void cpu_convert_avx2(float *to, const void *from, toka_dtype ty
     for (; i < n; i++) to[i] = cpu_element(from, type, (size_t)i);
 }
 
-/* rows x 16 results in registers over all of k */
-CPU_AVX2 CPU_INLINE void cpu_small_gemm_body_avx2(const cpu_small_gemm_args *args, const int rows, int row0, int col0) {
+/* Computes c[row0 .. row0+rows-1][col0 .. col0+15]: the results stay in registers over all of k. */
+CPU_AVX2 CPU_INLINE void cpu_small_gemm_body_avx2(const cpu_small_gemm_args *args, const int rows,
+                                                  int row0, int col0) {
     const float *a = args->a + (size_t)row0 * args->lda, *b = args->b + col0;
     float *c = args->c + (size_t)row0 * args->ldc + col0;
     __m256 lo[4], hi[4];
@@ -13028,7 +13097,8 @@ CPU_AVX2 CPU_INLINE void cpu_small_gemm_body_avx2(const cpu_small_gemm_args *arg
         _mm256_storeu_ps(c + (size_t)i * args->ldc + 8, hi[i]);
     }
 }
-CPU_AVX2 static void cpu_online_softmax_avx2(cpu_softmax *softmax, float *scores, int n, int from, int to, int d_pad) {
+CPU_AVX2 static void cpu_online_softmax_avx2(cpu_softmax *softmax, float *scores, int n, int from,
+                                             int to, int d_pad) {
     cpu_online_softmax(softmax, scores, n, from, to, d_pad);
 }
 
@@ -13052,11 +13122,14 @@ CPU_AVX512 CPU_INLINE __m512 cpu_load_avx512(const void *p, toka_dtype type, int
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
 }
 
-CPU_AVX512 CPU_INLINE __m256 cpu_add_halves_avx512(__m512 v) { /* lanes j and j+8 */
+/* Adds lanes j and j+8. */
+CPU_AVX512 CPU_INLINE __m256 cpu_add_halves_avx512(__m512 v) {
     return _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
 }
 
-CPU_AVX512 CPU_INLINE void cpu_tile_body_avx512(const cpu_tile *tile, const int m, const int n, const toka_dtype type) {
+/* The micro-kernel: see cpu_tile_body_c. */
+CPU_AVX512 CPU_INLINE void cpu_tile_body_avx512(const cpu_tile *tile, const int m, const int n,
+                                                const toka_dtype type) {
     const char *w_rows[8];
     __m512 acc[6][8], b[8];
     CPU_UNROLL for (int j = 0; j < n; j++) w_rows[j] = cpu_tile_weight_row(tile, j);
@@ -13072,7 +13145,8 @@ CPU_AVX512 CPU_INLINE void cpu_tile_body_avx512(const cpu_tile *tile, const int 
     }
     CPU_UNROLL for (int i = 0; i < m; i++)
         CPU_UNROLL for (int j = 0; j < n; j += 4) {
-            __m128 sum = cpu_sum4_avx2(cpu_add_halves_avx512(acc[i][j]), cpu_add_halves_avx512(acc[i][j + 1]),
+            __m128 sum = cpu_sum4_avx2(cpu_add_halves_avx512(acc[i][j]),
+                                       cpu_add_halves_avx512(acc[i][j + 1]),
                                        cpu_add_halves_avx512(acc[i][j + 2]),
                                        cpu_add_halves_avx512(acc[i][j + 3]));
             cpu_store4_avx2(tile->y + (size_t)i * tile->ldy + j, sum, tile->n - j, tile->add);
@@ -13091,9 +13165,15 @@ CPU_AVX512 CPU_INLINE void cpu_tile_avx512(const cpu_tile *tile, const toka_dtyp
     default: cpu_tile_body_avx512(tile, 6, 4, type);
     }
 }
-CPU_AVX512 static void cpu_tile_bf16_avx512(const cpu_tile *tile) { cpu_tile_avx512(tile, TOKA_BF16); }
-CPU_AVX512 static void cpu_tile_f16_avx512(const cpu_tile *tile) { cpu_tile_avx512(tile, TOKA_F16); }
-CPU_AVX512 static void cpu_tile_f32_avx512(const cpu_tile *tile) { cpu_tile_avx512(tile, TOKA_F32); }
+CPU_AVX512 static void cpu_tile_bf16_avx512(const cpu_tile *tile) {
+    cpu_tile_avx512(tile, TOKA_BF16);
+}
+CPU_AVX512 static void cpu_tile_f16_avx512(const cpu_tile *tile) {
+    cpu_tile_avx512(tile, TOKA_F16);
+}
+CPU_AVX512 static void cpu_tile_f32_avx512(const cpu_tile *tile) {
+    cpu_tile_avx512(tile, TOKA_F32);
+}
 
 CPU_AVX512 static void cpu_convert_avx512(float *to, const void *from, toka_dtype type, int n) {
     int i = 0;
@@ -13101,14 +13181,19 @@ CPU_AVX512 static void cpu_convert_avx512(float *to, const void *from, toka_dtyp
     for (; i < n; i++) to[i] = cpu_element(from, type, (size_t)i);
 }
 
-/* rows x 16 or 32 results in registers over all of k */
-CPU_AVX512 CPU_INLINE void cpu_small_gemm_body_avx512(const cpu_small_gemm_args *args, const int rows, const bool wide, int row0, int col0) {
+/* Computes rows x 16 results of c, or rows x 32 if wide, from row0 and col0 on: they stay in registers
+ * over all of k. */
+CPU_AVX512 CPU_INLINE void cpu_small_gemm_body_avx512(const cpu_small_gemm_args *args,
+                                                      const int rows, const bool wide, int row0,
+                                                      int col0) {
     const float *a = args->a + (size_t)row0 * args->lda, *b = args->b + col0;
     float *c = args->c + (size_t)row0 * args->ldc + col0;
     __m512 lo[8], hi[8];
     CPU_UNROLL for (int i = 0; i < rows; i++) {
         lo[i] = args->add ? _mm512_loadu_ps(c + (size_t)i * args->ldc) : _mm512_setzero_ps();
-        if (wide) hi[i] = args->add ? _mm512_loadu_ps(c + (size_t)i * args->ldc + 16) : _mm512_setzero_ps();
+        if (wide)
+            hi[i] = args->add ? _mm512_loadu_ps(c + (size_t)i * args->ldc + 16)
+                              : _mm512_setzero_ps();
     }
     for (int k = 0; k < args->k; k++, b += args->ldb) {
         __m512 b_lo = _mm512_loadu_ps(b), b_hi = wide ? _mm512_loadu_ps(b + 16) : b_lo;
@@ -13123,14 +13208,17 @@ CPU_AVX512 CPU_INLINE void cpu_small_gemm_body_avx512(const cpu_small_gemm_args 
         if (wide) _mm512_storeu_ps(c + (size_t)i * args->ldc + 16, hi[i]);
     }
 }
-CPU_AVX512 CPU_INLINE void cpu_small_gemm_rows_avx512(const cpu_small_gemm_args *args, const bool wide, int j) {
+/* All rows of c, columns j .. j+15, or j .. j+31 if wide. */
+CPU_AVX512 CPU_INLINE void cpu_small_gemm_rows_avx512(const cpu_small_gemm_args *args,
+                                                      const bool wide, int j) {
     int row = 0;
     for (; row + 8 <= args->rows; row += 8) cpu_small_gemm_body_avx512(args, 8, wide, row, j);
     for (; row + 4 <= args->rows; row += 4) cpu_small_gemm_body_avx512(args, 4, wide, row, j);
     for (; row + 2 <= args->rows; row += 2) cpu_small_gemm_body_avx512(args, 2, wide, row, j);
     if (row < args->rows) cpu_small_gemm_body_avx512(args, 1, wide, row, j);
 }
-CPU_AVX512 static void cpu_online_softmax_avx512(cpu_softmax *softmax, float *scores, int n, int from, int to, int d_pad) {
+CPU_AVX512 static void cpu_online_softmax_avx512(cpu_softmax *softmax, float *scores, int n,
+                                                 int from, int to, int d_pad) {
     cpu_online_softmax(softmax, scores, n, from, to, d_pad);
 }
 
@@ -13142,24 +13230,27 @@ CPU_AVX512 static void cpu_small_gemm_avx512(const cpu_small_gemm_args *args) {
 
 #endif
 
-/* ---- The instruction sets, and the choice ---- */
+/* ---- The kernel sets, and the choice ---- */
 
-static const cpu_kernels cpu_kernel_sets[] = {
-    {"portable C", 2, 512, {cpu_tile_bf16_c, cpu_tile_f16_c, cpu_tile_f32_c}, cpu_convert_c, cpu_small_gemm_c, cpu_online_softmax_c},
+static const cpu_kernels cpu_kernel_sets[] = { /* from slowest to fastest */
+    {"portable C", 2, 512, {cpu_tile_bf16_c, cpu_tile_f16_c, cpu_tile_f32_c},
+     cpu_convert_c, cpu_small_gemm_c, cpu_online_softmax_c},
 #ifdef __x86_64__
-    {"AVX2", 3, 512, {cpu_tile_bf16_avx2, cpu_tile_f16_avx2, cpu_tile_f32_avx2}, cpu_convert_avx2, cpu_small_gemm_avx2,
-     cpu_online_softmax_avx2},
-    {"AVX-512", 6, 1024, {cpu_tile_bf16_avx512, cpu_tile_f16_avx512, cpu_tile_f32_avx512}, cpu_convert_avx512,
-     cpu_small_gemm_avx512, cpu_online_softmax_avx512},
+    {"AVX2", 3, 512, {cpu_tile_bf16_avx2, cpu_tile_f16_avx2, cpu_tile_f32_avx2},
+     cpu_convert_avx2, cpu_small_gemm_avx2, cpu_online_softmax_avx2},
+    {"AVX-512", 6, 1024, {cpu_tile_bf16_avx512, cpu_tile_f16_avx512, cpu_tile_f32_avx512},
+     cpu_convert_avx512, cpu_small_gemm_avx512, cpu_online_softmax_avx512},
 #endif
 };
 
-static int cpu_n_kernel_sets(void) { /* cpu_kernel_sets[0 .. this-1] run on this machine, the last is the fastest */
+/* Returns how many kernel sets run on this machine: the first ones of cpu_kernel_sets. The last of
+ * them is the fastest. */
+static int cpu_n_kernel_sets(void) {
 #ifdef __x86_64__
-    bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); /* every such CPU converts f16 too */
+    /* every CPU with AVX2 and FMA has F16C, the conversion of f16, too */
+    bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq"))
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
         return 3;
     if (avx2) return 2;
 #endif
