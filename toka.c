@@ -12907,9 +12907,9 @@ CPU_INLINE const char *cpu_tile_weight_row(const cpu_tile *tile, int index) {
 
 /* With few rows of x, each weight is read once, from memory. This prefetches into L2 the same place
  * in the next n rows of w, which the following tiles read; once per cache line of 64 bytes. If rows
- * are longer than 32 KB, it prefetches 1 KB ahead in the same rows. Without it, arithmetic and memory
- * wait for each other (one row of x, one core: 16 GB/s without it, 22 with it, 23 for reading alone;
- * EPYC Zen 4, 2026-11). */
+ * are longer than 32 KB, it prefetches 1 KB ahead in the same rows. Without it, arithmetic and
+ * memory wait for each other (one row of x, one core: 16 GB/s without it, 22 with it, 23 for reading
+ * alone; EPYC Zen 4, 2026-11). */
 CPU_INLINE void cpu_tile_prefetch(const cpu_tile *tile, const char *const *w_rows, const int n,
                                   toka_dtype type, int k) {
     const int line_elems = type == TOKA_F32 ? 16 : 32; /* elements of a cache line */
@@ -12942,8 +12942,8 @@ CPU_INLINE cpu_f32x4 cpu_load_c(const void *p, toka_dtype type, int k) {
     return type == TOKA_F16 ? cpu_f16_to_f32_c(u) : (cpu_f32x4)(u << 16);
 }
 
-/* The micro-kernel. m, n and type are constants in each caller, so that acc becomes registers. n may
- * exceed tile->n: columns past tile->n are not written. */
+/* The micro-kernel. m, n and type are constants in each caller, so that acc becomes registers. n
+ * may exceed tile->n: columns past tile->n are not written. */
 CPU_INLINE void cpu_tile_body_c(const cpu_tile *tile, const int m, const int n,
                                 const toka_dtype type) {
     cpu_f32x4 acc[2][8] = {0};
@@ -13181,8 +13181,8 @@ CPU_AVX512 static void cpu_convert_avx512(float *to, const void *from, toka_dtyp
     for (; i < n; i++) to[i] = cpu_element(from, type, (size_t)i);
 }
 
-/* Computes rows x 16 results of c, or rows x 32 if wide, from row0 and col0 on: they stay in registers
- * over all of k. */
+/* Computes c[row0 .. row0+rows-1][col0 .. col0+15], or as far as col0+31 if wide: the results stay
+ * in registers over all of k. */
 CPU_AVX512 CPU_INLINE void cpu_small_gemm_body_avx512(const cpu_small_gemm_args *args,
                                                       const int rows, const bool wide, int row0,
                                                       int col0) {
@@ -13257,30 +13257,40 @@ static int cpu_n_kernel_sets(void) {
     return 1;
 }
 
-/* ---- Threads ----
- * The thread that calls an op posts a round of numbered items; it and every thread of the pool that is awake take items
- * until none is left. A thread that the system has put aside simply does not join, and nobody waits for it; so more
- * threads than cores cost little. `state` holds: round number << 16 | open << 15 | threads inside. */
+/* ---- The thread pool ----
+ * A round has n_items numbered items. The caller and all awake pool threads take items until none is
+ * left. A thread that the system has descheduled does not join, and the caller does not wait for it:
+ * so more threads than cores cost little. `state` controls a round:
+ *     round number << 16 | open << 15 | number of pool threads in the round
+ *   1. cpu_parallel_for writes n_items, item_fn and arg. It opens the round by writing `state` with
+ *      the next round number, then wakes the sleeping threads.
+ *   2. A pool thread joins by adding 1 to `state`, which it may do only while the round is open. It
+ *      runs items and leaves by subtracting 1.
+ *   3. The caller runs items, too. When none is left, it clears the open bit and waits until no
+ *      thread is in the round. Then all items are done, and the next round may overwrite the
+ *      fields of 1. */
 
+/* Runs one item. thread: 0 is the caller of the round, 1 .. n_threads-1 are pool threads. */
 typedef void cpu_item_fn(void *arg, int thread, int item);
 
 typedef struct cpu_pool {
-    int n_threads;         /* threads with the caller */
-    int64_t serial_cost; /* cost below which a round stays on the caller; tests set 0 */
-    pthread_t *threads;
+    int n_threads;       /* including the caller */
+    int64_t serial_cost; /* a round that costs less stays on the caller; tests set 0 */
+    pthread_t *threads;  /* [n_threads-1], owned */
     _Atomic uint64_t state;
-    atomic_int next_item; /* item to take */
-    atomic_int n_sleeping;
-    atomic_bool quit;
-    int n_items; /* of the open round; these three are written while nobody is inside */
+    atomic_int next_item;  /* first item of the round that no thread has taken */
+    atomic_int n_sleeping; /* threads that wait on `wake` */
+    atomic_bool quit;      /* the threads shall end */
+    /* The job of the round; written by the caller while no thread is in the round. */
+    int n_items;
     cpu_item_fn *item_fn;
-    void *arg;
+    void *arg; /* borrowed for the round */
     pthread_mutex_t lock; /* guards the wait on `wake` */
     pthread_cond_t wake;
-    _Atomic uint64_t *progress; /* NULL, or counts the rounds for the other ranks to see */
+    _Atomic uint64_t *progress; /* borrowed: counts rounds, for the other ranks' watchdogs; or NULL */
 } cpu_pool;
 
-typedef struct cpu_worker {
+typedef struct cpu_worker { /* argument of a new thread, which frees it */
     cpu_pool *pool;
     int thread;
 } cpu_worker;
@@ -13293,19 +13303,24 @@ static void cpu_pause(void) {
 #endif
 }
 
+/* Takes and runs items until none is left. */
 static void cpu_run_items(cpu_pool *pool, int thread) {
-    for (int item; (item = atomic_fetch_add(&pool->next_item, 1)) < pool->n_items;) pool->item_fn(pool->arg, thread, item);
+    for (int item; (item = atomic_fetch_add(&pool->next_item, 1)) < pool->n_items;)
+        pool->item_fn(pool->arg, thread, item);
 }
 
-/* Waits until a round other than `seen` was posted; spins, then sleeps. */
+/* Waits for a round other than last_round, or for `quit`. Spins first, then sleeps. */
 static void cpu_await_round(cpu_pool *pool, uint64_t last_round) {
     for (int i = 0; i < CPU_SPINS; i++) {
         if (atomic_load(&pool->state) >> 16 != last_round || atomic_load(&pool->quit)) return;
         cpu_pause();
     }
     pthread_mutex_lock(&pool->lock);
-    atomic_fetch_add(&pool->n_sleeping, 1); /* before looking again: the poster changes state first, then looks for sleepers */
-    while (atomic_load(&pool->state) >> 16 == last_round && !atomic_load(&pool->quit)) pthread_cond_wait(&pool->wake, &pool->lock);
+    /* Count first, then check the state again: the caller of a round does these two the other way
+     * round, so at least one of the two threads sees the other's change. */
+    atomic_fetch_add(&pool->n_sleeping, 1);
+    while (atomic_load(&pool->state) >> 16 == last_round && !atomic_load(&pool->quit))
+        pthread_cond_wait(&pool->wake, &pool->lock);
     atomic_fetch_sub(&pool->n_sleeping, 1);
     pthread_mutex_unlock(&pool->lock);
 }
@@ -13318,7 +13333,8 @@ static void *cpu_worker_main(void *arg) {
         cpu_await_round(pool, last_round);
         uint64_t state = atomic_load(&pool->state);
         last_round = state >> 16;
-        while (state & CPU_ROUND_OPEN && !atomic_compare_exchange_weak(&pool->state, &state, state + 1)) {}
+        while (state & CPU_ROUND_OPEN &&
+               !atomic_compare_exchange_weak(&pool->state, &state, state + 1)) {}
         if (!(state & CPU_ROUND_OPEN)) continue;
         last_round = state >> 16;
         cpu_run_items(pool, worker.thread);
@@ -13327,14 +13343,18 @@ static void *cpu_worker_main(void *arg) {
     return NULL;
 }
 
-/* Runs work(arg, thread, 0 .. n_items-1) and returns when all is done. cost: multiply-adds of it all, roughly. */
-static void cpu_parallel_for(cpu_pool *pool, cpu_item_fn *item_fn, void *arg, int n_items, int64_t cost) {
+/* One round: calls item_fn(arg, thread, item) for each item 0 .. n_items-1 and returns when all are
+ * done. cost: an estimate of the multiply-adds of all items. */
+static void cpu_parallel_for(cpu_pool *pool, cpu_item_fn *item_fn, void *arg, int n_items,
+                             int64_t cost) {
     if (pool->progress) atomic_fetch_add(pool->progress, 1);
     if (pool->n_threads == 1 || n_items <= 1 || cost < pool->serial_cost) {
         for (int i = 0; i < n_items; i++) item_fn(arg, 0, i);
         return;
     }
-    pool->item_fn = item_fn, pool->arg = arg, pool->n_items = n_items;
+    pool->item_fn = item_fn;
+    pool->arg = arg;
+    pool->n_items = n_items;
     atomic_store(&pool->next_item, 0);
     uint64_t round = (atomic_load(&pool->state) >> 16) + 1;
     atomic_store(&pool->state, round << 16 | CPU_ROUND_OPEN);
@@ -13350,6 +13370,7 @@ static void cpu_parallel_for(cpu_pool *pool, cpu_item_fn *item_fn, void *arg, in
         else sched_yield();
 }
 
+/* Ends the threads that were started, and frees. */
 static void cpu_pool_close(cpu_pool *pool) {
     pthread_mutex_lock(&pool->lock);
     atomic_store(&pool->quit, true);
@@ -13361,72 +13382,91 @@ static void cpu_pool_close(cpu_pool *pool) {
     pthread_mutex_destroy(&pool->lock);
 }
 
+/* Starts n_threads - 1 threads. Returns 0, or TOKA_E_DEVICE if a thread cannot be started; then
+ * nothing is left to close. */
 static int cpu_pool_open(cpu_pool *pool, int n_threads, toka_err *e) {
-    *pool = (cpu_pool){.n_threads = 1, .serial_cost = CPU_SERIAL_COST, .threads = mem_zalloc((size_t)n_threads * sizeof *pool->threads)};
+    *pool = (cpu_pool){.n_threads = 1, .serial_cost = CPU_SERIAL_COST,
+                       .threads = mem_zalloc((size_t)n_threads * sizeof *pool->threads)};
     pthread_mutex_init(&pool->lock, NULL);
     pthread_cond_init(&pool->wake, NULL);
     for (; pool->n_threads < n_threads; pool->n_threads++) {
         cpu_worker *worker = mem_alloc(sizeof *worker);
         *worker = (cpu_worker){pool, pool->n_threads};
-        int err = pthread_create(&pool->threads[pool->n_threads - 1], NULL, cpu_worker_main, worker);
+        int err =
+            pthread_create(&pool->threads[pool->n_threads - 1], NULL, cpu_worker_main, worker);
         if (!err) continue;
         free(worker);
         cpu_pool_close(pool);
-        return fail(e, TOKA_E_DEVICE, "CPU backend: cannot start thread %d of %d: %s", pool->n_threads + 1, n_threads, strerror(err));
+        return fail(e, TOKA_E_DEVICE, "CPU backend: cannot start thread %d of %d: %s",
+                    pool->n_threads + 1, n_threads, strerror(err));
     }
     return 0;
 }
 
-/* ---- Products with weights ---- */
+/* ---- The GEMM with weights ---- */
 
-/* y[j][t][n] (+)= x[t] . w[j][n] for up to three weights that take the same x. */
+/* y[j][t][n] (+)= sum over k of x[t][k] weights[j][n][k], for up to three weights with the same x. */
 typedef struct cpu_gemm_args {
     const cpu_kernels *kernels;
     cpu_pool *pool;
-    float *panels; /* [pool.n][panel_n] a panel of weights per thread, [CPU_PANEL_ROWS][CPU_PANEL_LD] */
-    size_t panel_floats;
-    const float *x; /* [T][ldx], zeros behind a row up to a multiple of 16 */
-    size_t ldx;
+    float *panels;       /* [pool.n_threads][panel_floats] scratch: one packed panel a thread */
+    size_t panel_floats; /* at least CPU_PANEL_ROWS * CPU_PANEL_LD */
+    const float *x;      /* [T][ldx], each row followed by zeros up to a multiple of 16 */
+    size_t ldx;          /* floats from row to row */
     int T, n_weights;
-    const toka_tensor *weights[3];
-    float *y[3];
-    size_t ldy[3];
-    bool add;
-    int item_columns; /* of y per item; the items of the weights follow each other */
+    const toka_tensor *weights[3]; /* [j]: [rows][cols]; all have the same cols, the k of the sums */
+    float *y[3];                   /* [j]: [T][ldy[j]] */
+    size_t ldy[3];                 /* floats from row to row */
+    bool add;                      /* y += instead of y = */
+    int item_columns; /* columns of y per item of the round, set by cpu_gemm_run; items of weight 0
+                         come first, then those of weight 1 and 2 */
 } cpu_gemm_args;
 
-/* Columns n0 .. n1-1 straight from the weight as it lies in memory; needs cols % 16 == 0. */
+/* Few rows of x: computes columns n0 .. n1-1 of y[index]. The micro-kernel reads the weight where it
+ * lies in the file. Needs cols % 16 == 0. */
 static void cpu_gemm_direct(const cpu_gemm_args *args, int index, int n0, int n1) {
     const toka_tensor *weight = args->weights[index];
     const cpu_kernels *kernels = args->kernels;
-    size_t elem_bytes = cpu_dtype_bytes(weight->dtype), row_bytes = elem_bytes * (size_t)weight->stride;
+    size_t elem_bytes = cpu_dtype_bytes(weight->dtype);
+    size_t row_bytes = elem_bytes * (size_t)weight->stride;
     cpu_tile tile = {.ldx = args->ldx, .w_row_bytes = row_bytes, .ldy = args->ldy[index]};
     int tile_columns = args->T == 1 ? 8 : 4;
     for (int n = n0; n < n1; n += tile_columns)
         for (int k = 0; k < weight->cols; k += kernels->k_block)
             for (int m = 0; m < args->T; m += kernels->tile_rows) {
                 tile.x = args->x + (size_t)m * args->ldx + k;
-                tile.w = (const char *)weight->data + (size_t)n * row_bytes + elem_bytes * (size_t)k;
+                tile.w =
+                    (const char *)weight->data + (size_t)n * row_bytes + elem_bytes * (size_t)k;
                 tile.y = args->y[index] + (size_t)m * args->ldy[index] + n;
-                tile.m = MIN(kernels->tile_rows, args->T - m), tile.n = MIN(tile_columns, n1 - n), tile.k = MIN(kernels->k_block, weight->cols - k);
-                tile.add = args->add || k, tile.prefetch = m == 0;
+                tile.m = MIN(kernels->tile_rows, args->T - m);
+                tile.n = MIN(tile_columns, n1 - n);
+                tile.k = MIN(kernels->k_block, weight->cols - k);
+                tile.add = args->add || k;
+                tile.prefetch = m == 0;
                 kernels->tile[weight->dtype](&tile);
             }
 }
 
-/* The same through a panel: [n1-n0][one block of k] unpacked to float32, then all rows of x over it. A tile of x (6 rows
- * of a block) stays in the first cache level while the panel goes by from the second. */
+/* Many rows of x: the same through a packed panel. Rows n0 .. n1-1 of the weight are converted to
+ * float32 for one block of k; then the micro-kernel runs over the panel for all rows of x. The rows
+ * of x of one tile (6 with AVX-512) stay in L1, while the panel is read from L2. panel: the
+ * thread's, [CPU_PANEL_ROWS][CPU_PANEL_LD]. */
 static void cpu_gemm_panel(const cpu_gemm_args *args, int index, int n0, int n1, float *panel) {
     const toka_tensor *weight = args->weights[index];
     const cpu_kernels *kernels = args->kernels;
     size_t elem_bytes = cpu_dtype_bytes(weight->dtype);
-    cpu_tile tile = {.ldx = args->ldx, .w_row_bytes = CPU_PANEL_LD * sizeof *panel, .ldy = args->ldy[index]};
+    cpu_tile tile = {.ldx = args->ldx, .w_row_bytes = CPU_PANEL_LD * sizeof *panel,
+                     .ldy = args->ldy[index]};
     for (int k = 0; k < weight->cols; k += kernels->k_block) {
         int k_len = MIN(kernels->k_block, weight->cols - k);
-        tile.k = cpu_round_up16(k_len), tile.add = args->add || k;
+        tile.k = cpu_round_up16(k_len);
+        tile.add = args->add || k;
         for (int n = n0; n < n1; n++) {
             float *row = panel + (size_t)(n - n0) * CPU_PANEL_LD;
-            kernels->convert(row, (const char *)weight->data + elem_bytes * ((size_t)n * (size_t)weight->stride + (size_t)k), weight->dtype, k_len);
+            kernels->convert(row,
+                             (const char *)weight->data +
+                                 elem_bytes * ((size_t)n * (size_t)weight->stride + (size_t)k),
+                             weight->dtype, k_len);
             memset(row + k_len, 0, (size_t)(tile.k - k_len) * sizeof *row);
         }
         for (int m = 0; m < args->T; m += kernels->tile_rows)
@@ -13434,33 +13474,45 @@ static void cpu_gemm_panel(const cpu_gemm_args *args, int index, int n0, int n1,
                 tile.x = args->x + (size_t)m * args->ldx + k;
                 tile.w = (const char *)(panel + (size_t)(n - n0) * CPU_PANEL_LD);
                 tile.y = args->y[index] + (size_t)m * args->ldy[index] + n;
-                tile.m = MIN(kernels->tile_rows, args->T - m), tile.n = MIN(4, n1 - n);
+                tile.m = MIN(kernels->tile_rows, args->T - m);
+                tile.n = MIN(4, n1 - n);
                 kernels->tile[TOKA_F32](&tile);
             }
     }
 }
 
+/* An item of the round: item_columns columns of y for one weight (a cpu_item_fn). */
 static void cpu_gemm_item(void *arg, int thread, int item) {
     const cpu_gemm_args *args = arg;
-    int index = 0, n_items;
-    for (; item >= (n_items = (args->weights[index]->rows + args->item_columns - 1) / args->item_columns); index++) item -= n_items;
-    int n0 = item * args->item_columns, n1 = MIN(n0 + args->item_columns, args->weights[index]->rows);
-    if (args->T <= CPU_DIRECT_ROWS && args->weights[index]->cols % 16 == 0) cpu_gemm_direct(args, index, n0, n1);
+    int index = 0, n_items; /* the weight, and how many items it has */
+    for (; item >= (n_items = (args->weights[index]->rows + args->item_columns - 1) /
+                              args->item_columns);
+         index++)
+        item -= n_items;
+    int n0 = item * args->item_columns;
+    int n1 = MIN(n0 + args->item_columns, args->weights[index]->rows);
+    if (args->T <= CPU_DIRECT_ROWS && args->weights[index]->cols % 16 == 0)
+        cpu_gemm_direct(args, index, n0, n1);
     else cpu_gemm_panel(args, index, n0, n1, args->panels + (size_t)thread * args->panel_floats);
 }
 
+/* Runs the whole GEMM as one round. Sets args->item_columns. */
 static void cpu_gemm_run(cpu_gemm_args *args) {
     int n_columns = 0, n_items = 0;
     for (int j = 0; j < args->n_weights; j++) n_columns += args->weights[j]->rows;
-    int item_columns = n_columns / (8 * args->pool->n_threads) & ~3; /* a few items a thread, so that all end at about the same time */
+    /* about 8 items a thread, so that all threads end at nearly the same time */
+    int item_columns = n_columns / (8 * args->pool->n_threads) & ~3;
     args->item_columns = MIN(MAX(item_columns, 8), CPU_PANEL_ROWS);
-    for (int j = 0; j < args->n_weights; j++) n_items += (args->weights[j]->rows + args->item_columns - 1) / args->item_columns;
-    cpu_parallel_for(args->pool, cpu_gemm_item, args, n_items, (int64_t)args->T * n_columns * args->weights[0]->cols);
+    for (int j = 0; j < args->n_weights; j++)
+        n_items += (args->weights[j]->rows + args->item_columns - 1) / args->item_columns;
+    cpu_parallel_for(args->pool, cpu_gemm_item, args, n_items,
+                     (int64_t)args->T * n_columns * args->weights[0]->cols);
 }
 
 /* ---- RMSNorm ---- */
 
-/* y = x * rsqrt(mean(x^2) + eps) * w; zeros behind y up to a multiple of 16 if pad. y may be x. */
+/* One row: y = x * weight / sqrt(mean(x^2) + eps), n elements. If pad, also writes zeros after y up
+ * to a multiple of 16. y may be x. */
 static void cpu_rmsnorm(float *y, const float *x, const float *weight, int n, float eps, bool pad) {
     float lane[16] = {0}, sum = 0;
     int i = 0;
