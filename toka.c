@@ -12769,8 +12769,8 @@ typedef struct cpu_softmax {
 typedef struct cpu_kernels {
     const char *name;
     int tile_rows; /* rows of x in the largest tile */
-    int k_block;   /* k per block of a sum, at most CPU_MAX_K_BLOCK; so small that tile_rows rows of
-                      x and 4 rows of w stay in the L1 and L2 caches */
+    int k_block;   /* k per block of a sum, at most CPU_MAX_K_BLOCK; small enough to keep tile_rows
+                      rows of x and 4 rows of w in the L1 and L2 caches */
     void (*tile[3])(const cpu_tile *tile); /* the micro-kernels, by toka_dtype of w */
     /* Converts n elements to float32. */
     void (*convert)(float *to, const void *from, toka_dtype type, int n);
@@ -12908,8 +12908,8 @@ CPU_INLINE const char *cpu_tile_weight_row(const cpu_tile *tile, int index) {
 /* With few rows of x, each weight is read once, from memory. This prefetches into L2 the same place
  * in the next n rows of w, which the following tiles read; once per cache line of 64 bytes. If rows
  * are longer than 32 KB, it prefetches 1 KB ahead in the same rows. Without it, arithmetic and
- * memory wait for each other (one row of x, one core: 16 GB/s without it, 22 with it, 23 for reading
- * alone; EPYC Zen 4, 2026-11). */
+ * memory wait for each other (one row of x, one core: 16 GB/s without it, 22 with it, 23 for
+ * reading alone; EPYC Zen 4, 2026-11). */
 CPU_INLINE void cpu_tile_prefetch(const cpu_tile *tile, const char *const *w_rows, const int n,
                                   toka_dtype type, int k) {
     const int line_elems = type == TOKA_F32 ? 16 : 32; /* elements of a cache line */
@@ -13258,17 +13258,17 @@ static int cpu_n_kernel_sets(void) {
 }
 
 /* ---- The thread pool ----
- * A round has n_items numbered items. The caller and all awake pool threads take items until none is
- * left. A thread that the system has descheduled does not join, and the caller does not wait for it:
- * so more threads than cores cost little. `state` controls a round:
+ * A round has n_items numbered items. The caller and all awake pool threads take items until none
+ * is left. A thread that the system has descheduled does not join, and the caller does not wait for
+ * it, so more threads than cores cost little. `state` controls a round:
  *     round number << 16 | open << 15 | number of pool threads in the round
- *   1. cpu_parallel_for writes n_items, item_fn and arg. It opens the round by writing `state` with
- *      the next round number, then wakes the sleeping threads.
+ *   1. cpu_parallel_for writes n_items, item_fn and arg and sets next_item to 0. It opens the round
+ *      by writing `state` with the next round number, then wakes the sleeping threads.
  *   2. A pool thread joins by adding 1 to `state`, which it may do only while the round is open. It
  *      runs items and leaves by subtracting 1.
  *   3. The caller runs items, too. When none is left, it clears the open bit and waits until no
- *      thread is in the round. Then all items are done, and the next round may overwrite the
- *      fields of 1. */
+ *      thread is in the round. Then all items are done, and the next round may change n_items,
+ *      item_fn and arg. */
 
 /* Runs one item. thread: 0 is the caller of the round, 1 .. n_threads-1 are pool threads. */
 typedef void cpu_item_fn(void *arg, int thread, int item);
@@ -13281,13 +13281,13 @@ typedef struct cpu_pool {
     atomic_int next_item;  /* first item of the round that no thread has taken */
     atomic_int n_sleeping; /* threads that wait on `wake` */
     atomic_bool quit;      /* the threads shall end */
-    /* The job of the round; written by the caller while no thread is in the round. */
+    /* What the round runs. The caller writes these three while no thread is in the round. */
     int n_items;
     cpu_item_fn *item_fn;
-    void *arg; /* borrowed for the round */
+    void *arg;            /* borrowed for the round */
     pthread_mutex_t lock; /* guards the wait on `wake` */
     pthread_cond_t wake;
-    _Atomic uint64_t *progress; /* borrowed: counts rounds, for the other ranks' watchdogs; or NULL */
+    _Atomic uint64_t *progress; /* borrowed; counts rounds for other ranks' watchdogs; or NULL */
 } cpu_pool;
 
 typedef struct cpu_worker { /* argument of a new thread, which frees it */
@@ -13316,8 +13316,8 @@ static void cpu_await_round(cpu_pool *pool, uint64_t last_round) {
         cpu_pause();
     }
     pthread_mutex_lock(&pool->lock);
-    /* Count first, then check the state again: the caller of a round does these two the other way
-     * round, so at least one of the two threads sees the other's change. */
+    /* This thread counts itself as sleeping first, then checks the state again. The caller opens the
+     * round first, then checks n_sleeping. So at least one of them sees what the other wrote. */
     atomic_fetch_add(&pool->n_sleeping, 1);
     while (atomic_load(&pool->state) >> 16 == last_round && !atomic_load(&pool->quit))
         pthread_cond_wait(&pool->wake, &pool->lock);
@@ -13325,6 +13325,7 @@ static void cpu_await_round(cpu_pool *pool, uint64_t last_round) {
     pthread_mutex_unlock(&pool->lock);
 }
 
+/* A pool thread. It joins every round that is still open when it sees it, until `quit`. */
 static void *cpu_worker_main(void *arg) {
     cpu_worker worker = *(cpu_worker *)arg;
     cpu_pool *pool = worker.pool;
@@ -13370,7 +13371,7 @@ static void cpu_parallel_for(cpu_pool *pool, cpu_item_fn *item_fn, void *arg, in
         else sched_yield();
 }
 
-/* Ends the threads that were started, and frees. */
+/* Stops and joins the threads that were started, and frees. */
 static void cpu_pool_close(cpu_pool *pool) {
     pthread_mutex_lock(&pool->lock);
     atomic_store(&pool->quit, true);
@@ -13405,7 +13406,7 @@ static int cpu_pool_open(cpu_pool *pool, int n_threads, toka_err *e) {
 
 /* ---- The GEMM with weights ---- */
 
-/* y[j][t][n] (+)= sum over k of x[t][k] weights[j][n][k], for up to three weights with the same x. */
+/* y[j][t][n] (+)= sum over k of x[t][k] weights[j][n][k], for up to three weights and one x. */
 typedef struct cpu_gemm_args {
     const cpu_kernels *kernels;
     cpu_pool *pool;
@@ -13414,16 +13415,17 @@ typedef struct cpu_gemm_args {
     const float *x;      /* [T][ldx], each row followed by zeros up to a multiple of 16 */
     size_t ldx;          /* floats from row to row */
     int T, n_weights;
-    const toka_tensor *weights[3]; /* [j]: [rows][cols]; all have the same cols, the k of the sums */
-    float *y[3];                   /* [j]: [T][ldy[j]] */
+    const toka_tensor *weights[3]; /* weights[j]: [rows][cols], n < rows, k < cols; all have the same
+                                      cols */
+    float *y[3];                   /* y[j]: [T][ldy[j]] */
     size_t ldy[3];                 /* floats from row to row */
     bool add;                      /* y += instead of y = */
-    int item_columns; /* columns of y per item of the round, set by cpu_gemm_run; items of weight 0
-                         come first, then those of weight 1 and 2 */
+    int item_columns; /* columns of y per item of the round, set by cpu_gemm_run. The items of
+                         weights[0] come first, then those of weights[1], then of weights[2]. */
 } cpu_gemm_args;
 
-/* Few rows of x: computes columns n0 .. n1-1 of y[index]. The micro-kernel reads the weight where it
- * lies in the file. Needs cols % 16 == 0. */
+/* Few rows of x: computes columns n0 .. n1-1 of y[index]. The micro-kernel reads the weight
+ * directly from the mapped file. Needs cols % 16 == 0. */
 static void cpu_gemm_direct(const cpu_gemm_args *args, int index, int n0, int n1) {
     const toka_tensor *weight = args->weights[index];
     const cpu_kernels *kernels = args->kernels;
@@ -13500,7 +13502,7 @@ static void cpu_gemm_item(void *arg, int thread, int item) {
 static void cpu_gemm_run(cpu_gemm_args *args) {
     int n_columns = 0, n_items = 0;
     for (int j = 0; j < args->n_weights; j++) n_columns += args->weights[j]->rows;
-    /* about 8 items a thread, so that all threads end at nearly the same time */
+    /* 8 items a thread, within the limits below, so that all threads end at nearly the same time */
     int item_columns = n_columns / (8 * args->pool->n_threads) & ~3;
     args->item_columns = MIN(MAX(item_columns, 8), CPU_PANEL_ROWS);
     for (int j = 0; j < args->n_weights; j++)
