@@ -12669,12 +12669,13 @@ static void stop_free(stop_scanner *scanner) {
  * Out: float32. All sums are float32.
  *
  * Words:
- *   tile        the results of one call of a micro-kernel: up to [tile_rows][4] or [1][8]
- *   panel       up to CPU_PANEL_ROWS rows of a weight, for one block of k, converted to float32
- *               once; all rows of x then read them from cache (a packed panel, as in BLIS)
- *   lane        one element of a SIMD vector
- *   kernel set  the kernels of one instruction set (cpu_kernels)
- *   round       one cpu_parallel_for: its items are run by the caller and all awake pool threads
+ *   micro-kernel  the innermost function of the GEMM: it computes one tile for one block of k
+ *   tile          the results of one such call: up to [tile_rows][4] or [1][8]
+ *   panel         up to CPU_PANEL_ROWS rows of a weight, for one block of k, converted to float32
+ *                 once; all rows of x then read them from cache (a packed panel, as in BLIS)
+ *   lane          one element of a SIMD vector
+ *   kernel set    the kernels of one instruction set (cpu_kernels)
+ *   round         one cpu_parallel_for: its items are run by the caller and all awake pool threads
  *
  * What always holds: the bytes of a row's result depend on that row alone. They do not depend on
  * the other rows of the call or on the number of threads. Two rules give that:
@@ -12966,6 +12967,7 @@ CPU_INLINE void cpu_tile_body_c(const cpu_tile *tile, const int m, const int n,
             *y = tile->add ? *y + sum : sum;
         }
 }
+/* Calls the micro-kernel of the tile's shape, with that shape as constants. */
 CPU_INLINE void cpu_tile_c(const cpu_tile *tile, const toka_dtype type) {
     if (tile->m == 1 && tile->n > 4) cpu_tile_body_c(tile, 1, 8, type);
     else if (tile->m == 1) cpu_tile_body_c(tile, 1, 4, type);
@@ -13316,8 +13318,8 @@ static void cpu_await_round(cpu_pool *pool, uint64_t last_round) {
         cpu_pause();
     }
     pthread_mutex_lock(&pool->lock);
-    /* This thread counts itself as sleeping first, then checks the state again. The caller opens the
-     * round first, then checks n_sleeping. So at least one of them sees what the other wrote. */
+    /* This thread counts itself as sleeping first, then checks the state again. The caller opens
+     * the round first, then checks n_sleeping. So at least one of them sees what the other wrote. */
     atomic_fetch_add(&pool->n_sleeping, 1);
     while (atomic_load(&pool->state) >> 16 == last_round && !atomic_load(&pool->quit))
         pthread_cond_wait(&pool->wake, &pool->lock);
@@ -13415,8 +13417,8 @@ typedef struct cpu_gemm_args {
     const float *x;      /* [T][ldx], each row followed by zeros up to a multiple of 16 */
     size_t ldx;          /* floats from row to row */
     int T, n_weights;
-    const toka_tensor *weights[3]; /* weights[j]: [rows][cols], n < rows, k < cols; all have the same
-                                      cols */
+    const toka_tensor *weights[3]; /* weights[j]: [rows][cols], n < rows, k < cols; cols is equal in
+                                      all of them */
     float *y[3];                   /* y[j]: [T][ldy[j]] */
     size_t ldy[3];                 /* floats from row to row */
     bool add;                      /* y += instead of y = */
