@@ -13319,7 +13319,7 @@ static void cpu_await_round(cpu_pool *pool, uint64_t last_round) {
     }
     pthread_mutex_lock(&pool->lock);
     /* This thread counts itself as sleeping first, then checks the state again. The caller opens
-     * the round first, then checks n_sleeping. So at least one of them sees what the other wrote. */
+     * the round first, then checks n_sleeping. So at least one sees what the other wrote. */
     atomic_fetch_add(&pool->n_sleeping, 1);
     while (atomic_load(&pool->state) >> 16 == last_round && !atomic_load(&pool->quit))
         pthread_cond_wait(&pool->wake, &pool->lock);
