@@ -14475,113 +14475,167 @@ const toka_backend toka_cpu = {
 
 /* ===========================================================================
  * MARK: 21. Model: the layer loop [os]
- * The transformer, once, over the backend's table: what runs on a CPU and on a GPU is rank_step. One step takes T tokens of
- * any number of sequences, some prefilling, some decoding; the plan in toka_step says which is which, this loop does not care.
+ * Runs steps on devices. rank_step is the transformer: it calls the backend's table of functions,
+ * so the CPU and the GPU share this code. One step computes T tokens of any number of sequences,
+ * some in prefill, some in decode. The plan (toka_step) says which is which; the loop treats all
+ * tokens alike.
  *
- * A rank is a device with its part of the weights and a thread of its own, which opens it, runs step after step in the order
- * in which they were posted, and closes it. A model is a grid of ranks, stages of layers x tensor ranks (mf_shard of chapter 12);
- * stages hand x on, tensor ranks sum it:
+ * A rank is one device, its slice of the weights, and one thread. The thread opens the device,
+ * runs the posted steps in order, and closes the device. A model is a grid of ranks (model_grid):
+ * pp stages of layers x tp tensor ranks (mf_shard of chapter 12 slices the weights). Each stage
+ * sends the residual stream x to the next stage; the tensor ranks of a stage all-reduce x.
  *
- *     model_post --> ring of steps --> every rank: rank_launch --> rank_finish --> done --> model_wait  one thread posts and waits
+ * The driver is the thread that posts steps and waits for them (chapter 22); there is at most one.
  *
- * On a device that works on its own a rank launches the next steps, up to the backend's n_ahead, before it waits for the oldest;
- * and it waits only once somebody wants that one's picks, so that a step that is posted meanwhile is launched at once.
+ *     driver            model_post                                      model_wait
+ *                           |                                               ^
+ *                           v                                               |
+ *                      ring of jobs                                   n_done of each rank
+ *                           |                                               ^
+ *                           v                                               |
+ *     thread of a rank  rank_launch: begin, ops, end (rank_step) ---> rank_finish: finish
  *
- * What always holds: a posted step, and all it points to, stays as it is until model_wait has returned for it; the first
- * failure is kept and told to all ranks, steps behind it are not run, and whoever waits gets it. Who waits also watches: ranks
- * of a group that do not get on are a failure. A rank that does not come back even then is lost: nothing that it may still look
- * at is freed.
+ * Each rank counts steps. Here steps 4 and 5 are in flight, 6 and 7 wait in the ring:
+ *
+ *     step      1   2   3 | 4   5 | 6   7 |
+ *                         ^       ^       ^
+ *              n_done = 3 |       |       | n_posted = 7 (of the model)
+ *                                 | n_launched = 5
+ *
+ * An asynchronous device is one whose backend has `finish`: its ops return before their work is
+ * done. A rank launches up to n_ahead steps on it before it waits for the oldest. It calls finish
+ * only if the driver waits for that step, or if n_ahead steps are in flight. So a step that is
+ * posted in the meantime is launched at once.
+ *
+ * What always holds:
+ *   - a posted step, and all memory it points to, does not change until model_wait has returned for
+ *     it;
+ *   - the first error of any rank is kept. All ranks skip the steps that they launch after it: a
+ *     skipped step is launched and done, but never begun. model_wait returns the error;
+ *   - the driver is also the watchdog while it waits: if the ranks of a group make no progress,
+ *     that is an error, too;
+ *   - a rank is hung if its thread does not finish its steps within MODEL_HANG_TIMEOUT_S after an
+ *     error. Memory that it may still use is never freed.
  * =========================================================================== */
 
 enum {
-    MODEL_RING_STEPS = 64,  /* steps under way at most */
-    MODEL_HANG_TIMEOUT_S = 5 /* for ranks to come back after a failure */
+    MODEL_RING_STEPS = 64,   /* most steps that are posted and not done */
+    MODEL_HANG_TIMEOUT_S = 5 /* seconds for all ranks to finish their steps after an error */
 };
-#define MODEL_POLL_S 0.25 /* so often who waits looks whether ranks get on */
+#define MODEL_POLL_S 0.25 /* seconds between two looks of the watchdog */
 
-typedef struct model_job { /* a step and where its picks go */
+typedef struct model_job { /* a posted step, and where its results go */
     const toka_step *step;
-    toka_sample_result *results;
-    double begin_s, end_s; /* when the first rank's device ran it: seconds by its own clock, or the host's where it has none */
-    double launch_s;   /* that rank's thread called its ops */
+    toka_sample_result *results; /* [step->n_samples], the caller's */
+    double begin_s, end_s; /* when the device of the first rank ran it: seconds on the device's own
+                              clock, or os_now where it has none */
+    double launch_s;       /* seconds in which the first rank's thread called the step's ops */
 } model_job;
 
-typedef struct model_notifier { /* of all models that one thread waits for */
+typedef struct model_notifier { /* one lock and one condition for all models of one driver */
     pthread_mutex_t lock;
-    pthread_cond_t changed; /* some rank ran a step, or opened its device */
-    double hang_left_s;        /* the waiting thread's: seconds that are left for ranks to come back after a failure */
+    pthread_cond_t changed; /* a rank has finished a step, opened its device, or failed */
+    double hang_left_s;     /* driver only, no lock: seconds left until ranks that do not finish
+                               after an error count as hung */
 } model_notifier;
 
 typedef struct model_rank {
     struct model_grid *model;
     toka_device_options options;
-    toka_shape shape;
-    toka_weights weights;
-    toka_device *device;
-    toka_dev_ptr x, q, o;  /* [T][E], [T][H][D], [T][H][D]: activations of one step */
-    toka_sample_result *discarded; /* [max_out] picks of a rank that nobody asks for them */
+    toka_shape shape;     /* of this rank's slice */
+    toka_weights weights; /* this rank's slice; the layers are in model_grid.memory */
+    toka_device *device;  /* opened and closed by `thread`; NULL before it is open */
+    toka_dev_ptr x, q, o; /* activations of one step: [T][E], [T][H][D], [T][H][D] */
+    toka_sample_result *discarded; /* [max_samples], owned: results of a tensor rank other than 0,
+                                      never read; NULL for tensor rank 0 */
     pthread_t thread;
-    int64_t n_launched, n_begun; /* steps; those behind a failure are launched, but not begun */
-    double busy_since;     /* since then a step is launched and not finished, or counted up to then */
-    int64_t n_done;      /* under the lock: steps finished, or skipped behind a failure */
-    double busy_s;     /* under the lock: time with a step launched and not finished */
-    toka_times times;  /* under the lock: the device's own view, where it has one */
+    int64_t n_launched; /* steps taken from the ring, skipped ones included */
+    int64_t n_begun;    /* steps that were run; steps after an error are skipped */
+    double busy_since;  /* start of the time that is not yet added to busy_s */
+    int64_t n_done;     /* notifier.lock: steps finished or skipped */
+    double busy_s;      /* notifier.lock: seconds with a step launched and not finished */
+    toka_times times;   /* notifier.lock: what the device measured, if the backend has `times` */
 } model_rank;
 
 typedef struct model_grid {
     const toka_backend *backend;
-    toka_group *group; /* of more than one device, or NULL */
-    model_rank *ranks; /* [pp][tp] */
-    int tp, pp, n_ranks, n_started, n_open; /* n_open: of those started, tried to open their device */
-    arena memory;             /* of the ranks' weights */
-    model_notifier *notifier;    /* its lock guards all that follows, and `done` and busy_s of the ranks */
-    pthread_cond_t work_ready;
-    model_job ring[MODEL_RING_STEPS];
-    int64_t n_posted, wanted_step; /* awaited: somebody waits for the steps up to this one */
-    bool closing;
-    double last_check; /* the waiting thread's, as all below */
-    int64_t watched_step;  /* the step it waits for, */
-    double stop_wait_s;    /* and for how long since the program was told to end */
-    bool hung;
-    toka_err error; /* code 0: all devices work */
+    toka_group *group; /* owned; NULL if this process opens one device only */
+    model_rank *ranks; /* [pp][tp], owned */
+    int tp, pp, n_ranks;
+    int n_started; /* ranks that have a thread */
+    int n_open;    /* notifier.lock: started ranks that have opened their device, or failed to */
+    arena memory;  /* the ranks' lists of layers */
+    model_notifier *notifier; /* borrowed. Its lock guards the fields from here to `closing`, error,
+                                 and the ranks' n_done, busy_s and times */
+    pthread_cond_t work_ready; /* the ranks' threads wait for it */
+    model_job ring[MODEL_RING_STEPS]; /* step n is in ring[(n - 1) % MODEL_RING_STEPS] */
+    int64_t n_posted;
+    int64_t wanted_step; /* the driver waits for the steps up to this number */
+    bool closing;        /* threads end when they have run all posted steps */
+    double last_check;   /* driver only, no lock, to `hung`: time of the watchdog's last look */
+    int64_t watched_step; /* the step that the driver waits for */
+    double stop_wait_s;  /* seconds it has waited for that step since SIGINT or SIGTERM */
+    bool hung;           /* some rank is hung */
+    toka_err error;      /* the first error of any rank; code 0: none */
 } model_grid;
 
 static void rank_all_reduce(model_rank *rank, int n_rows) {
     if (rank->model->tp > 1) rank->model->backend->all_reduce(rank->device, rank->x, n_rows);
 }
 
+/* Runs one step on this rank: its layers, and the ends of the model that its stage has. results:
+ * [n_samples] on the last stage; the tensor ranks other than 0 write to `discarded` instead. */
 static void rank_step(model_rank *rank, const toka_step *step, toka_sample_result *results) {
     const toka_backend *backend = rank->model->backend;
     if (backend->begin) backend->begin(rank->device, step);
     if (step->n_copies) backend->copy_pages(rank->device, step);
-    if (rank->options.pp_rank == 0) backend->embed(rank->device, step, rank->x), rank_all_reduce(rank, step->T);
-    else backend->receive(rank->device, rank->x, step->T);
+    if (rank->options.pp_rank == 0) {
+        backend->embed(rank->device, step, rank->x);
+        rank_all_reduce(rank, step->T);
+    } else {
+        backend->receive(rank->device, rank->x, step->T);
+    }
     for (int layer = 0; layer < rank->shape.L; layer++) {
         backend->norm_qkv_rope_kv(rank->device, step, layer, rank->x, rank->q);
         backend->attention(rank->device, step, layer, rank->q, rank->o);
-        backend->out_residual(rank->device, step, layer, rank->o, rank->x), rank_all_reduce(rank, step->T);
-        backend->norm_mlp_residual(rank->device, step, layer, rank->x), rank_all_reduce(rank, step->T);
+        backend->out_residual(rank->device, step, layer, rank->o, rank->x);
+        rank_all_reduce(rank, step->T);
+        backend->norm_mlp_residual(rank->device, step, layer, rank->x);
+        rank_all_reduce(rank, step->T);
     }
-    if (rank->options.pp_rank < rank->model->pp - 1) backend->send(rank->device, rank->x, step->T);
-    else if (step->n_samples) backend->norm_logits_sample(rank->device, step, rank->x, rank->options.tp_rank ? rank->discarded : results);
+    if (rank->options.pp_rank < rank->model->pp - 1)
+        backend->send(rank->device, rank->x, step->T);
+    else if (step->n_samples)
+        backend->norm_logits_sample(rank->device, step, rank->x,
+                                    rank->options.tp_rank ? rank->discarded : results);
     if (backend->end) backend->end(rank->device, step);
 }
 
+/* Opens the device, allocates the activations, and passes each step that the device wants to
+ * capture through rank_step. On the rank's thread. Returns 0 or the device's error. */
 static int rank_open(model_rank *rank, toka_err *e) {
     const toka_backend *backend = rank->model->backend;
     const toka_shape *shape = &rank->shape;
     int code = backend->open(&rank->device, &rank->options, shape, &rank->weights, e);
     if (code) return code;
-    size_t n_tokens = (size_t)rank->options.max_tokens, head_bytes = n_tokens * (size_t)shape->H * (size_t)shape->D * backend->activation_bytes;
-    rank->x = backend->alloc(rank->device, n_tokens * (size_t)((shape->E + 7) / 8 * 8) * backend->activation_bytes);
+    size_t n_tokens = (size_t)rank->options.max_tokens;
+    size_t head_bytes =
+        n_tokens * (size_t)shape->H * (size_t)shape->D * backend->activation_bytes;
+    rank->x = backend->alloc(rank->device, n_tokens * (size_t)((shape->E + 7) / 8 * 8) *
+                                               backend->activation_bytes);
     rank->q = backend->alloc(rank->device, head_bytes);
     rank->o = backend->alloc(rank->device, head_bytes);
-    if (rank->options.tp_rank) rank->discarded = mem_alloc((size_t)rank->options.max_samples * sizeof *rank->discarded);
-    for (const toka_step *captured; backend->capture && (captured = backend->capture(rank->device));) rank_step(rank, captured, NULL);
+    if (rank->options.tp_rank)
+        rank->discarded =
+            mem_alloc((size_t)rank->options.max_samples * sizeof *rank->discarded);
+    for (const toka_step *captured;
+         backend->capture && (captured = backend->capture(rank->device));)
+        rank_step(rank, captured, NULL);
     return backend->status(rank->device, e);
 }
 
-/* Tells the others that this rank has come so far; with the lock held. */
+/* Wakes the driver: this rank has finished something, or has failed. code not 0: keeps *e if it is
+ * the model's first error, and aborts the group. Called with notifier.lock held. */
 static void rank_notify(model_rank *rank, int code, const toka_err *e) {
     model_grid *model = rank->model;
     if (code && !model->error.code) {
@@ -14591,7 +14645,8 @@ static void rank_notify(model_rank *rank, int code, const toka_err *e) {
     pthread_cond_broadcast(&model->notifier->changed);
 }
 
-/* Launches the next posted step, or skips it behind a failure; with the lock held, which it lets go of. */
+/* Launches the next posted step, or skips it if there was an error. Called with notifier.lock held;
+ * unlocks it while the device works. */
 static void rank_launch(model_rank *rank) {
     model_grid *model = rank->model;
     const model_job job = model->ring[rank->n_launched % MODEL_RING_STEPS];
@@ -14600,20 +14655,28 @@ static void rank_launch(model_rank *rank) {
     toka_err e;
     pthread_mutex_unlock(&model->notifier->lock);
     if (rank->n_launched == rank->n_done) rank->busy_since = now;
-    if (!skipped) rank_step(rank, job.step, job.results), rank->n_begun++;
+    if (!skipped) {
+        rank_step(rank, job.step, job.results);
+        rank->n_begun++;
+    }
     const int code = skipped ? 0 : model->backend->status(rank->device, &e);
     const double launch_s = os_now() - now;
     pthread_mutex_lock(&model->notifier->lock);
-    if (rank == model->ranks) model->ring[rank->n_launched % MODEL_RING_STEPS].begin_s = now, model->ring[rank->n_launched % MODEL_RING_STEPS].launch_s = launch_s;
+    if (rank == model->ranks) {
+        model->ring[rank->n_launched % MODEL_RING_STEPS].begin_s = now;
+        model->ring[rank->n_launched % MODEL_RING_STEPS].launch_s = launch_s;
+    }
     rank->n_launched++;
     if (code) rank_notify(rank, code, &e);
 }
 
-/* Waits for the oldest step that was launched; with the lock held, which it lets go of. */
+/* Waits until the oldest launched step is done, and counts it. Called with notifier.lock held;
+ * unlocks it while the device works. */
 static void rank_finish(model_rank *rank) {
     model_grid *model = rank->model;
     const model_job job = model->ring[rank->n_done % MODEL_RING_STEPS];
-    const bool in_flight = model->backend->finish && rank->n_done < rank->n_begun, timed = in_flight && model->backend->times;
+    const bool in_flight = model->backend->finish && rank->n_done < rank->n_begun;
+    const bool timed = in_flight && model->backend->times;
     toka_times times;
     toka_err e;
     pthread_mutex_unlock(&model->notifier->lock);
@@ -14624,12 +14687,19 @@ static void rank_finish(model_rank *rank) {
     pthread_mutex_lock(&model->notifier->lock);
     model_job *ring_job = &model->ring[rank->n_done % MODEL_RING_STEPS];
     if (timed) rank->times = times;
-    if (rank == model->ranks) ring_job->begin_s = timed ? times.begin_s : ring_job->begin_s, ring_job->end_s = timed ? times.end_s : now;
-    rank->busy_s += now - rank->busy_since, rank->busy_since = now, rank->n_done++;
+    if (rank == model->ranks) {
+        ring_job->begin_s = timed ? times.begin_s : ring_job->begin_s;
+        ring_job->end_s = timed ? times.end_s : now;
+    }
+    rank->busy_s += now - rank->busy_since;
+    rank->busy_since = now;
+    rank->n_done++;
     rank_notify(rank, code, &e);
 }
 
-/* Launches as far ahead as the device works on its own; waits for a step when it is wanted, or nothing more can be launched. */
+/* The thread of a rank. It launches a step if one is posted and fewer than max_in_flight are in
+ * flight. Else it finishes the oldest one, if the driver waits for it or no more can be launched.
+ * */
 static void *rank_thread(void *arg) {
     model_rank *rank = arg;
     model_grid *model = rank->model;
@@ -14639,21 +14709,29 @@ static void *rank_thread(void *arg) {
     model->n_open++;
     rank_notify(rank, code, &e);
     for (;;) {
-        const int64_t n_in_flight = rank->n_launched - rank->n_done, max_in_flight = model->backend->finish ? model->backend->n_ahead : 1;
-        if (rank->n_launched < model->n_posted && n_in_flight < max_in_flight) rank_launch(rank);
-        else if (n_in_flight && (n_in_flight == max_in_flight || model->wanted_step > rank->n_done || model->closing)) rank_finish(rank);
-        else if (model->closing) break;
-        else pthread_cond_wait(&model->work_ready, &model->notifier->lock);
+        const int64_t n_in_flight = rank->n_launched - rank->n_done;
+        const int64_t max_in_flight = model->backend->finish ? model->backend->n_ahead : 1;
+        if (rank->n_launched < model->n_posted && n_in_flight < max_in_flight)
+            rank_launch(rank);
+        else if (n_in_flight && (n_in_flight == max_in_flight ||
+                                 model->wanted_step > rank->n_done || model->closing))
+            rank_finish(rank);
+        else if (model->closing)
+            break;
+        else
+            pthread_cond_wait(&model->work_ready, &model->notifier->lock);
     }
     pthread_mutex_unlock(&model->notifier->lock);
     if (rank->device) model->backend->close(rank->device);
     return NULL;
 }
 
-/* Ends the ranks when they have run what was posted. False: one is lost, and all stays as it is. */
+/* Waits until the ranks have run all posted steps, ends their threads, and frees the model. Returns
+ * false if a rank is hung: then nothing is freed, and the threads are left alone. */
 static bool model_close(model_grid *model) {
     if (model->n_started) {
-        if (model->n_started < model->n_ranks) model->backend->group_abort(model->group); /* nobody waits for those that never came */
+        /* the ranks that were started must not wait for those that were not */
+        if (model->n_started < model->n_ranks) model->backend->group_abort(model->group);
         pthread_mutex_lock(&model->notifier->lock);
         model->closing = true;
         pthread_cond_broadcast(&model->work_ready);
@@ -14672,31 +14750,50 @@ static bool model_close(model_grid *model) {
     return true;
 }
 
-/* Cuts a model into its ranks, which are started later. */
-static int model_shard(model_grid *model, const toka_backend *backend, const toka_shape *shape, const toka_weights *weights, int tp, int pp,
-                     toka_err *e) {
-    *model = (model_grid){.backend = backend, .tp = tp, .pp = pp, .n_ranks = tp * pp, .ranks = mem_zalloc((size_t)(tp * pp) * sizeof *model->ranks)};
+/* Shards a model: gives each rank its slice of the weights. No thread is started yet. Returns 0, or
+ * an error if the model cannot be divided by tp or pp. model_close frees it in both cases. */
+static int model_shard(model_grid *model, const toka_backend *backend, const toka_shape *shape,
+                       const toka_weights *weights, int tp, int pp, toka_err *e) {
+    *model = (model_grid){.backend = backend,
+                          .tp = tp,
+                          .pp = pp,
+                          .n_ranks = tp * pp,
+                          .ranks = mem_zalloc((size_t)(tp * pp) * sizeof *model->ranks)};
     for (int i = 0; i < model->n_ranks; i++) {
         model_rank *rank = &model->ranks[i];
         mf_rank place = {.tp_rank = i % tp, .tp_size = tp, .pp_rank = i / tp, .pp_size = pp};
-        rank->model = model, rank->options = (toka_device_options){.tp_rank = place.tp_rank, .tp_size = tp, .pp_rank = place.pp_rank, .pp_size = pp};
-        if (mf_shard(shape, weights, &place, &model->memory, &rank->shape, &rank->weights, e)) return e->code;
+        rank->model = model;
+        rank->options = (toka_device_options){.tp_rank = place.tp_rank,
+                                              .tp_size = tp,
+                                              .pp_rank = place.pp_rank,
+                                              .pp_size = pp};
+        if (mf_shard(shape, weights, &place, &model->memory, &rank->shape, &rank->weights, e))
+            return e->code;
     }
     return 0;
 }
 
-/* Starts the ranks, which open their devices side by side; model_wait_open waits for them. o: all but the place in the group; the
- * first rank's index. */
-static int model_start(model_grid *model, model_notifier *notifier, const toka_device_options *options, int max_len, toka_err *e) {
+/* Starts the threads of all ranks, which open their devices in parallel; model_wait_open waits for
+ * them. options: those of every rank; the group and the ranks' places in it are set here. Rank i
+ * gets the index options->index + i; only the device with index 0 reports progress. Returns 0, or
+ * an error of group_open or of the first thread that could not be started. */
+static int model_start(model_grid *model, model_notifier *notifier,
+                       const toka_device_options *options, int max_len, toka_err *e) {
     model->notifier = notifier;
-    if (MAX(model->n_ranks, options->n_devices) > 1 && model->backend->group_open(&model->group, model->tp, model->pp, e)) return e->code;
+    if (MAX(model->n_ranks, options->n_devices) > 1 &&
+        model->backend->group_open(&model->group, model->tp, model->pp, e))
+        return e->code;
     pthread_cond_init(&model->work_ready, NULL);
     for (int i = 0; i < model->n_ranks; i++) {
         model_rank *rank = &model->ranks[i];
         toka_device_options place = rank->options;
-        rank->shape.max_len = max_len, rank->options = *options, rank->options.group = model->group;
-        rank->options.tp_rank = place.tp_rank, rank->options.tp_size = model->tp;
-        rank->options.pp_rank = place.pp_rank, rank->options.pp_size = model->pp;
+        rank->shape.max_len = max_len;
+        rank->options = *options;
+        rank->options.group = model->group;
+        rank->options.tp_rank = place.tp_rank;
+        rank->options.tp_size = model->tp;
+        rank->options.pp_rank = place.pp_rank;
+        rank->options.pp_size = model->pp;
         rank->options.index += i;
         if (rank->options.index) rank->options.progress = NULL;
         if (os_thread(&rank->thread, rank_thread, rank, e)) return e->code;
@@ -14705,67 +14802,92 @@ static int model_start(model_grid *model, model_notifier *notifier, const toka_d
     return 0;
 }
 
+/* Waits until every started rank has opened its device, or failed to. Returns 0 or the first error.
+ * */
 static int model_wait_open(model_grid *model, toka_err *e) {
     pthread_mutex_lock(&model->notifier->lock);
-    while (model->n_open < model->n_started) pthread_cond_wait(&model->notifier->changed, &model->notifier->lock);
+    while (model->n_open < model->n_started)
+        pthread_cond_wait(&model->notifier->changed, &model->notifier->lock);
     int code = model->error.code;
     if (code) *e = model->error;
     pthread_mutex_unlock(&model->notifier->lock);
     return code;
 }
 
-/* Queues a step for all ranks. Returns its number, 1, 2, 3 ... picks: [s->n_out], filled when model_wait returns 0. */
+/* Queues a step for all ranks. results: [step->n_samples], filled when model_wait returns 0.
+ * Returns the number of the step: 1, 2, 3 ... */
 static int64_t model_post(model_grid *model, const toka_step *step, toka_sample_result *results) {
     pthread_mutex_lock(&model->notifier->lock);
-    for (int i = 0; i < model->n_ranks; i++) assert(model->n_posted - model->ranks[i].n_done < MODEL_RING_STEPS);
-    model->ring[model->n_posted % MODEL_RING_STEPS] = (model_job){.step = step, .results = results};
+    for (int i = 0; i < model->n_ranks; i++)
+        assert(model->n_posted - model->ranks[i].n_done < MODEL_RING_STEPS);
+    model->ring[model->n_posted % MODEL_RING_STEPS] =
+        (model_job){.step = step, .results = results};
     int64_t number = ++model->n_posted;
     pthread_cond_broadcast(&model->work_ready);
     pthread_mutex_unlock(&model->notifier->lock);
     return number;
 }
 
-/* With the bell's lock held: somebody waits for step `number`. */
+/* The driver waits for step `number`: ranks finish it as soon as they can. Called with
+ * notifier.lock held. */
 static void model_set_wanted(model_grid *model, int64_t number) {
     if (model->wanted_step >= number) return;
     model->wanted_step = number;
     pthread_cond_broadcast(&model->work_ready);
 }
 
-/* With the bell's lock held: no rank needs step `number`, and those before it, any more. */
+/* Returns true if all ranks have finished or skipped step `number`, and so all steps before it.
+ * Called with notifier.lock held. */
 static bool model_is_done(const model_grid *model, int64_t number) {
     for (int i = 0; i < model->n_ranks; i++)
         if (model->ranks[i].n_done < number) return false;
     return true;
 }
 
-/* With the bell's lock held: looks after ranks that have step `number` to do. Where a group does not get on, the rank to blame is
- * a failure, also when the others are done and none of them waits for it. A device that is the only one is waited for, however
- * long, but by a program that was told to end. */
+/* One look of the watchdog while the driver waits for step `number`. If the ranks of a group make
+ * no progress for too long, that is the model's error; it names the rank that the others wait for,
+ * also if all other ranks are done. A single device may take any time, unless the program was asked
+ * to stop (SIGINT, SIGTERM): then it has os_stop_timeout_s seconds. Called with notifier.lock held.
+ * */
 static void model_watchdog(model_grid *model, int64_t number) {
-    const double now = os_now(), slept = MIN(now - model->last_check, MODEL_POLL_S); /* a process that was stopped loses no patience */
+    const double now = os_now();
+    /* a process that was suspended (SIGSTOP) does not advance the watchdog's time */
+    const double slept = MIN(now - model->last_check, MODEL_POLL_S);
     const int stop_timeout_s = atomic_load(&os_stop_timeout_s);
     int unfinished = 0, code = 0;
     toka_err e;
     model->last_check = now;
-    if (model->watched_step != number) model->watched_step = number, model->stop_wait_s = 0;
+    if (model->watched_step != number) {
+        model->watched_step = number;
+        model->stop_wait_s = 0;
+    }
     if (model->error.code || model_is_done(model, number)) return;
     while (model->ranks[unfinished].n_done >= number) unfinished++;
-    if (model->group) code = model->backend->group_watchdog(model->group, unfinished, slept, &e);
+    if (model->group)
+        code = model->backend->group_watchdog(model->group, unfinished, slept, &e);
     else if (stop_timeout_s && (model->stop_wait_s += slept) > stop_timeout_s)
-        code = fail(&e, TOKA_E_DEVICE, "the device has not ended its step in %d s since the program was told to end", stop_timeout_s);
+        code = fail(&e, TOKA_E_DEVICE,
+                    "the device has not ended its step in %d s since the program was told to end",
+                    stop_timeout_s);
     if (code) rank_notify(&model->ranks[unfinished], code, &e);
 }
 
-/* With the bell's lock held: until some rank has done something, or for a moment. */
-static void model_poll(model_notifier *notifier) { os_cond_wait(&notifier->changed, &notifier->lock, MODEL_POLL_S); }
+/* Sleeps until a rank has finished something, at most MODEL_POLL_S. Called with notifier.lock held.
+ * */
+static void model_poll(model_notifier *notifier) {
+    os_cond_wait(&notifier->changed, &notifier->lock, MODEL_POLL_S);
+}
 
-/* Waits until model_is_done. */
+/* Waits until step `number` is done. Returns 0, or the model's first error. After an error it still
+ * waits for the ranks, until hang_left_s is used up; then the model is hung. */
 static int model_wait(model_grid *model, int64_t number, toka_err *e) {
     model_notifier *notifier = model->notifier;
     pthread_mutex_lock(&notifier->lock);
     model_set_wanted(model, number);
-    while (!model_is_done(model, number) && !model->error.code) model_poll(notifier), model_watchdog(model, number);
+    while (!model_is_done(model, number) && !model->error.code) {
+        model_poll(notifier);
+        model_watchdog(model, number);
+    }
     for (double began = os_now(); !model_is_done(model, number) && !model->hung; began = os_now()) {
         model_poll(notifier);
         notifier->hang_left_s -= MIN(os_now() - began, MODEL_POLL_S);
@@ -14777,20 +14899,27 @@ static int model_wait(model_grid *model, int64_t number, toka_err *e) {
     return code;
 }
 
-/* One forward step, waited for. */
-static int model_run_step(model_grid *model, const toka_step *step, toka_sample_result *results, toka_err *e) {
+/* Posts one step and waits for it. Returns as model_wait does. */
+static int model_run_step(model_grid *model, const toka_step *step, toka_sample_result *results,
+                          toka_err *e) {
     return model_wait(model, model_post(model, step, results), e);
 }
 
-/* When the first rank's device ran the steps from number `first` to `last`, which are done, and how long they took to launch. */
-static void model_step_times(model_grid *model, int64_t first, int64_t last, double *begin_s, double *end_s, double *launch_s) {
+/* The time that the steps `first` to `last` took on the first rank: begin and end as in model_job,
+ * and the sum of their launch_s. The steps must be done, and fewer than MODEL_RING_STEPS posted
+ * since step `first`. */
+static void model_step_times(model_grid *model, int64_t first, int64_t last, double *begin_s,
+                             double *end_s, double *launch_s) {
     pthread_mutex_lock(&model->notifier->lock);
-    *begin_s = model->ring[(first - 1) % MODEL_RING_STEPS].begin_s, *end_s = model->ring[(last - 1) % MODEL_RING_STEPS].end_s, *launch_s = 0;
-    for (int64_t i = first; i <= last; i++) *launch_s += model->ring[(i - 1) % MODEL_RING_STEPS].launch_s;
+    *begin_s = model->ring[(first - 1) % MODEL_RING_STEPS].begin_s;
+    *end_s = model->ring[(last - 1) % MODEL_RING_STEPS].end_s;
+    *launch_s = 0;
+    for (int64_t i = first; i <= last; i++)
+        *launch_s += model->ring[(i - 1) % MODEL_RING_STEPS].launch_s;
     pthread_mutex_unlock(&model->notifier->lock);
 }
 
-/* A rank's device's own view. False: it has none. */
+/* What the device of rank number `rank` measured. Returns false if it has measured nothing. */
 static bool model_device_times(model_grid *model, int rank, toka_times *times) {
     pthread_mutex_lock(&model->notifier->lock);
     *times = model->ranks[rank].times;
@@ -14798,7 +14927,7 @@ static bool model_device_times(model_grid *model, int rank, toka_times *times) {
     return times->steps > 0;
 }
 
-/* Seconds in which the first rank had a step to do. */
+/* Seconds in which the first rank had a step in flight, up to its last finished step. */
 static double model_busy_s(model_grid *model) {
     pthread_mutex_lock(&model->notifier->lock);
     double busy_s = model->ranks[0].busy_s;
