@@ -14484,6 +14484,7 @@ const toka_backend toka_cpu = {
  * runs the posted steps in order, and closes the device. A model is a grid of ranks (model_grid):
  * pp stages of layers x tp tensor ranks (mf_shard of chapter 12 slices the weights). Each stage
  * sends the residual stream x to the next stage; the tensor ranks of a stage all-reduce x.
+ * With stages, each microbatch of the engine's step (chapter 17) is a step of its own here.
  *
  * The driver is the thread that posts steps and waits for them (chapter 22); there is at most one.
  *
@@ -16046,24 +16047,45 @@ static int eng_score(eng *engine, const int32_t *tokens, size_t n_tokens, float 
 
 /* ===========================================================================
  * MARK: 23. Public API [os]
- * What toka.h declares, documented there. Thin: opens the parts in order, hands arguments to their chapters, and turns what is
- * owned inside into what the caller frees.
+ * The functions of toka.h, which documents them. This layer is thin: it opens the components in
+ * order, passes arguments to the chapters below, and copies or moves results into memory that the
+ * caller frees.
+ *
+ *     toka_open:   lib_check_options -> mf_open (13) -> tok_load (7) -> tmpl_parse (8)
+ *                  -> eng_open (22)
+ *     toka_close:  eng_close (22) first, then the templates, the tokenizer and the files
+ *
+ * Which chat template renders a chat, in this order:
+ *   1. the option chat_template names a file: the templates in it (a .json file may hold several),
+ *      by rules 3 and 4;
+ *   2. the option names one of the model's templates, and no such file exists: that template, also
+ *      for chats with tools;
+ *   3. the chat has tools: the template named "tool_use", if there is one;
+ *   4. else the template named "default" (a single template has this name).
+ * If a template of the model cannot be parsed, only the chats that need it fail. If the template of
+ * rule 1 or 2 cannot be parsed, toka_open fails (rule 1, .json file: its "default" one counts).
+ *
+ * Which variables a template sees: the defaults of apply_chat_template in transformers, then the
+ * model's special tokens, then the caller's object. If a name occurs twice, the later one wins.
  * =========================================================================== */
 
 struct toka {
-    mf_model *files;
-    toka_shape shape; /* the model's, with B and max_len as the engine set them */
-    tok *tok;         /* NULL: the folder has no tokenizer.json */
-    tmpl *chat_template;       /* NULL: no chat template */
-    tmpl *tool_template;  /* the model's template for chats with tools, NULL: it has none of its own */
-    double probe_s, files_s;          /* seconds that finding a device and reading files (not yet the weights) took */
-    toka_err chat_error, tool_error; /* why the model's own templates could not be parsed; code 0: they could, or there is none */
-    eng *engine;
+    mf_model *files;     /* owned; its weights stay mapped if a rank is hung at toka_close */
+    toka_shape shape;    /* the model's, with B and max_len as the engine set them */
+    tok *tok;            /* owned; NULL: the folder has no tokenizer.json */
+    tmpl *chat_template; /* owned; NULL: none, or it could not be parsed (chat_error) */
+    tmpl *tool_template; /* owned; for chats with tools; NULL: none of its own, or it could not be
+                            parsed (tool_error) */
+    double probe_s;      /* seconds of toka_open: finding a device */
+    double files_s;      /* seconds of toka_open: reading files, without the weights */
+    toka_err chat_error, tool_error; /* why a template could not be parsed; code 0: no error */
+    eng *engine;         /* owned; NULL: only text was opened (lib_open_text) */
 };
 
-#ifdef TOKA_EMBED /* a folder, given by build.sh: its files become part of the program */
+#ifdef TOKA_EMBED /* a model folder, set by build.sh: its files become part of the program */
 #define EMBED(symbol, file) \
-    __asm__(".section .rodata\n.balign 64\n" #symbol "_begin: .incbin \"" TOKA_EMBED "/" file "\"\n" #symbol "_end: .byte 0\n" \
+    __asm__(".section .rodata\n.balign 64\n" #symbol "_begin: .incbin \"" TOKA_EMBED "/" file \
+            "\"\n" #symbol "_end: .byte 0\n" \
             ".text\n"); \
     extern const char symbol##_begin[] __attribute__((visibility("hidden"))); \
     extern const char symbol##_end[] __attribute__((visibility("hidden")));
@@ -16072,27 +16094,32 @@ EMBED(embed_generation, "generation_config.json")
 EMBED(embed_tokenizer, "tokenizer.json")
 EMBED(embed_tokenizer_config, "tokenizer_config.json")
 EMBED(embed_weights, "model.safetensors")
-static const mf_embedded embedded_files[] = {{"config.json", embed_config_begin, embed_config_end},
-                                             {"generation_config.json", embed_generation_begin, embed_generation_end},
-                                             {"tokenizer.json", embed_tokenizer_begin, embed_tokenizer_end},
-                                             {"tokenizer_config.json", embed_tokenizer_config_begin, embed_tokenizer_config_end},
-                                             {"model.safetensors", embed_weights_begin, embed_weights_end},
-                                             {NULL, NULL, NULL}};
+static const mf_embedded embedded_files[] = {
+    {"config.json", embed_config_begin, embed_config_end},
+    {"generation_config.json", embed_generation_begin, embed_generation_end},
+    {"tokenizer.json", embed_tokenizer_begin, embed_tokenizer_end},
+    {"tokenizer_config.json", embed_tokenizer_config_begin, embed_tokenizer_config_end},
+    {"model.safetensors", embed_weights_begin, embed_weights_end},
+    {NULL, NULL, NULL}};
 static const mf_embedded *const embedded_model = embedded_files;
 #else
 static const mf_embedded *const embedded_model = NULL;
 #endif
 
 toka_options toka_options_default(void) {
-    return (toka_options){.device = "auto", .tensor_parallel_size = 1, .pipeline_parallel_size = 1, .data_parallel_size = 1};
+    return (toka_options){.device = "auto",
+                          .tensor_parallel_size = 1,
+                          .pipeline_parallel_size = 1,
+                          .data_parallel_size = 1};
 }
 
-enum { LIB_TEMPLATE_BYTES = 16 << 20 };
+enum { LIB_TEMPLATE_BYTES = 16 << 20 }; /* largest template file */
 
-/* Parses the templates of f: default for chats, tool_use for those with tools. Failures only matter
- * to chats. */
+/* Parses the templates of `files`: "default" for chats, "tool_use" for chats with tools. Errors are
+ * kept in t->chat_error and t->tool_error, because only chats need a template. */
 static void lib_parse_templates(toka *t, const mf_model *files) {
-    const str chat_template = mf_template_named(files, "default"), tool_template = mf_template_named(files, "tool_use");
+    const str chat_template = mf_template_named(files, "default");
+    const str tool_template = mf_template_named(files, "tool_use");
     buf names = {0};
     for (int i = 0; i < files->n_templates; i++)
         buf_printf(&names, i ? ", %.*s" : "%.*s", STRF(files->templates[i].name));
@@ -16105,18 +16132,22 @@ static void lib_parse_templates(toka *t, const mf_model *files) {
     buf_free(&names);
 }
 
-/* Parses a template file: Jinja, or a JSON file (by its name) that has chat_template in it, such as
- * a tokenizer_config.json. `names` gets the special tokens of the latter, for a template without a
- * model. */
+/* Parses a template file: Jinja, or JSON with a member chat_template, such as
+ * tokenizer_config.json, if the name ends in ".json". `files` is empty before; of a JSON file it
+ * gets the templates and the special tokens, in its own arena, which the caller frees. Returns 0 or
+ * an error with the file's name. */
 static int lib_parse_template_file(toka *t, const char *file, mf_model *files, toka_err *e) {
     buf text = {0};
-    int fd = open(file, O_RDONLY | O_CLOEXEC); /* a pipe, too */
-    if (fd < 0) return fail(e, os_is_resource_error(errno) ? TOKA_E_IO : TOKA_E_INPUT, "%s: %s", file, strerror(errno));
+    int fd = open(file, O_RDONLY | O_CLOEXEC); /* may be a pipe */
+    if (fd < 0)
+        return fail(e, os_is_resource_error(errno) ? TOKA_E_IO : TOKA_E_INPUT, "%s: %s", file,
+                    strerror(errno));
     int code = os_read_all(fd, file, LIB_TEMPLATE_BYTES, &text, e);
     const str source = buf_view(&text);
     close(fd);
     bool is_json = str_ends(str_c(file), STR(".json"));
-    if (!code && !is_json) code = tmpl_parse(&t->chat_template, source, e);
+    if (!code && !is_json)
+        code = tmpl_parse(&t->chat_template, source, e);
     else if (!code && !(code = mf_tokenizer_config_parse(source, file, &files->a, files, e))) {
         lib_parse_templates(t, files);
         if (!files->n_templates)
@@ -16128,22 +16159,31 @@ static int lib_parse_template_file(toka *t, const char *file, mf_model *files, t
     return code;
 }
 
-/* The chat template: a file of the user's, the one of the model's that the user names, or those
- * that the model goes by. The model's may be beyond us: that only matters to chats. */
+/* Opens the chat template: the user's file, the model's template that the user names, or the
+ * model's own (wanted NULL); the chapter's head has the rules. Returns 0 or an error. With wanted
+ * NULL it always returns 0: if the model's own template cannot be parsed, only chats fail. */
 static int lib_open_template(toka *t, const char *wanted, toka_err *e) {
-    mf_model files = {0}; /* the model's own names count */
-    const str own = wanted && access(wanted, F_OK) ? mf_template_named(t->files, wanted) : STR("");
+    mf_model files = {0}; /* of the user's file; its special tokens are not used, the model's are */
+    const str own =
+        wanted && access(wanted, F_OK) ? mf_template_named(t->files, wanted) : STR("");
     if (own.n) return tmpl_parse(&t->chat_template, own, e);
-    if (!wanted) return lib_parse_templates(t, t->files), 0;
+    if (!wanted) {
+        lib_parse_templates(t, t->files);
+        return 0;
+    }
     int code = lib_parse_template_file(t, wanted, &files, e);
     arena_free(&files.a);
     return code;
 }
 
+/* Returns the error of a chat that has no usable template. */
 static int lib_fail_no_template(const toka *t, toka_err *e) {
     if (t->chat_error.code)
-        return fail(e, TOKA_E_INPUT, "the chat template of %s cannot be used: %.350s", t->files->name, t->chat_error.msg);
-    return fail(e, TOKA_E_USE, "%s has no chat template: give one with --chat-template, or complete text (--raw, /v1/completions)",
+        return fail(e, TOKA_E_INPUT, "the chat template of %s cannot be used: %.350s",
+                    t->files->name, t->chat_error.msg);
+    return fail(e, TOKA_E_USE,
+                "%s has no chat template: give one with --chat-template, or complete text (--raw, "
+                "/v1/completions)",
                 t->files->name);
 }
 
@@ -16151,29 +16191,39 @@ static int lib_require_template(const toka *t, toka_err *e) {
     return t->chat_template || t->tool_template ? 0 : lib_fail_no_template(t, e);
 }
 
-/* The tokenizer, where the model has one, and what tokenizer_config.json says of it: what stands around texts, and the token that
- * ends an answer, beside those that end it by the other files, as in vLLM. */
+/* Loads the tokenizer, if the model has one, and applies tokenizer_config.json: begin and end
+ * tokens added around a text, and eos_token as one more end id of answers besides those of the
+ * other files (as in vLLM). Returns 0 or an error. */
 static int lib_open_tokenizer(toka *t, toka_err *e) {
     mf_model *files = t->files;
     mf_config *config = &files->config;
     if (!files->tokenizer_json.n) return 0;
     int code = tok_load(&t->tok, files->tokenizer_json, files->more_tokens, e);
-    if (!code && files->add_bos >= 0) code = tok_surround(t->tok, false, files->add_bos ? files->bos_token : NULL, e);
-    if (!code && files->add_eos >= 0) code = tok_surround(t->tok, true, files->add_eos ? files->eos_token : NULL, e);
+    if (!code && files->add_bos >= 0)
+        code = tok_surround(t->tok, false, files->add_bos ? files->bos_token : NULL, e);
+    if (!code && files->add_eos >= 0)
+        code = tok_surround(t->tok, true, files->add_eos ? files->eos_token : NULL, e);
     int32_t id = !code && files->eos_token ? tok_id(t->tok, str_c(files->eos_token)) : -1;
-    if (id < 0 || id >= config->shape.V || samp_is_listed(config->eos_ids, config->n_eos_ids, id)) return code;
+    if (id < 0 || id >= config->shape.V ||
+        samp_is_listed(config->eos_ids, config->n_eos_ids, id))
+        return code;
     int32_t *eos_ids = arena_alloc(&files->a, (size_t)(config->n_eos_ids + 1) * sizeof *eos_ids);
-    if (config->n_eos_ids) memcpy(eos_ids, config->eos_ids, (size_t)config->n_eos_ids * sizeof *eos_ids);
-    eos_ids[config->n_eos_ids++] = id, config->eos_ids = eos_ids;
+    if (config->n_eos_ids)
+        memcpy(eos_ids, config->eos_ids, (size_t)config->n_eos_ids * sizeof *eos_ids);
+    eos_ids[config->n_eos_ids++] = id;
+    config->eos_ids = eos_ids;
     return 0;
 }
 
-/* The text half of a model: files, tokenizer, template; its weights only if asked for. Takes no memory for running. */
+/* Opens the components that work on text: model files, tokenizer, chat template. It also maps the
+ * weights if `weights` is set. No device and no engine. Returns 0 or an error; on error *out is not
+ * changed. */
 static int lib_open_text(toka **out, const toka_options *options, bool weights, toka_err *e) {
     toka *t = mem_zalloc(sizeof *t);
     const mf_embedded *embedded = options->model ? NULL : embedded_model;
     int code = weights ? mf_open(&t->files, options->model, options->models_file, embedded, e)
-                       : mf_open_text(&t->files, options->model, options->models_file, embedded, false, e);
+                       : mf_open_text(&t->files, options->model, options->models_file, embedded,
+                                      false, e);
     if (!code) code = lib_open_tokenizer(t, e);
     if (!code) code = lib_open_template(t, options->chat_template, e);
     if (code) {
@@ -16193,7 +16243,8 @@ static const toka_backend *const lib_backends[] = {&toka_cpu};
 static const char lib_device_names[] = "cpu";
 #endif
 
-/* "auto" is the first that has a device, in the end the CPU; NULL: this build does not know the name. */
+/* Returns the backend with this name. "auto" and NULL: the first backend of lib_backends that has a
+ * device; the CPU is last. Returns NULL if this build has no backend with this name. */
 static const toka_backend *lib_find_backend(const char *device) {
     char line[200];
     if (!device || !strcmp(device, "auto")) {
@@ -16206,33 +16257,43 @@ static const toka_backend *lib_find_backend(const char *device) {
     return NULL;
 }
 
+/* Returns the error of an unknown device name, with a suggestion if the name is a misspelling. */
 static int lib_fail_no_device(const char *device, toka_err *e) {
     static const char *const names[] = {"auto", "cpu", "cuda"};
     suggestion near = {.typed = str_c(device)};
     for (int i = 0; i < COUNT(names); i++) suggest_try(&near, names[i]);
     fail(e, TOKA_E_USE, "device %s: this build has auto, %s", device, lib_device_names);
-    if (!near.distance) return e->code; /* a right name, but not of this build; or none is near */
+    if (!near.distance) return e->code; /* no similar name, or right but not in this build */
     return suggest_fail(&near, "", e);
 }
 
+/* Checks the options that need no model, and that the device can be used. Returns 0 or an error. */
 static int lib_check_options(const toka_options *options, toka_err *e) {
-    if (!options->model && !embedded_model) return fail(e, TOKA_E_USE, "no model given, and none is embedded in this build");
+    if (!options->model && !embedded_model)
+        return fail(e, TOKA_E_USE, "no model given, and none is embedded in this build");
     char line[200];
     const toka_backend *backend = lib_find_backend(options->device);
     if (!backend) return lib_fail_no_device(options->device, e);
-    if (!backend->probe(0, line, sizeof line)) return fail(e, TOKA_E_DEVICE, "device %s: %s", backend->name, line);
+    if (!backend->probe(0, line, sizeof line))
+        return fail(e, TOKA_E_DEVICE, "device %s: %s", backend->name, line);
     if (check_int("threads", options->n_threads, 0, 1024, e)) return e->code;
     if (check_int("max_model_len", options->max_model_len, 0, INT_MAX, e)) return e->code;
     if (check_int("max_num_seqs", options->max_num_seqs, 0, 65536, e)) return e->code;
-    if (check_int("max_num_batched_tokens", options->max_num_batched_tokens, 0, 65536, e)) return e->code;
+    if (check_int("max_num_batched_tokens", options->max_num_batched_tokens, 0, 65536, e))
+        return e->code;
     if (check_int("kv_tokens", options->kv_tokens, 0, INT64_MAX, e)) return e->code;
-    if (check_int("data_parallel_size", options->data_parallel_size, 0, ENG_MAX_PARALLEL, e)) return e->code;
-    if (check_int("tensor_parallel_size", options->tensor_parallel_size, 0, ENG_MAX_PARALLEL, e)) return e->code;
-    if (check_int("pipeline_parallel_size", options->pipeline_parallel_size, 0, ENG_MAX_PARALLEL, e)) return e->code;
+    if (check_int("data_parallel_size", options->data_parallel_size, 0, ENG_MAX_PARALLEL, e))
+        return e->code;
+    if (check_int("tensor_parallel_size", options->tensor_parallel_size, 0, ENG_MAX_PARALLEL, e))
+        return e->code;
+    if (check_int("pipeline_parallel_size", options->pipeline_parallel_size, 0, ENG_MAX_PARALLEL,
+                  e))
+        return e->code;
     return check_range("gpu_memory_utilization", options->gpu_memory_utilization, 0, 1, false, e);
 }
 
-/* The limits of chapter 18 hold for what generation_config.json says, too. */
+/* Checks the sampling parameters of generation_config.json by the limits of chapter 18. Returns 0
+ * or TOKA_E_INPUT. */
 static int lib_check_defaults(const toka *t, toka_err *e) {
     toka_request params = toka_request_default();
     toka_err why;
@@ -16241,13 +16302,15 @@ static int lib_check_defaults(const toka *t, toka_err *e) {
     return fail(e, TOKA_E_INPUT, "generation_config.json: %.440s", why.msg);
 }
 
-/* Weights read while a download, for one, writes them are neither the old ones nor the new. */
+/* Returns TOKA_E_INPUT if a weight file was written to while it was read (by a download, say): the
+ * weights are then neither the old ones nor the new ones. */
 static int lib_check_files(const toka *t, toka_err *e) {
     const char *path = mf_overwritten(t->files);
     return path ? fail(e, TOKA_E_INPUT, "%.400s: it was written to while it was read", path) : 0;
 }
 
-/* A weight file that was written to and that steps read; NULL: none. Any thread. */
+/* Returns the path of a weight file that steps read and that was written to since it was opened;
+ * NULL: none, or steps do not read files. Thread: any. */
 static const char *lib_overwritten_file(const toka *t) {
     return t->engine->backend->reads_files ? mf_overwritten(t->files) : NULL;
 }
@@ -16259,9 +16322,11 @@ int toka_open(toka **out, const toka_options *options, toka_err *e) {
     int code = lib_check_options(options, e);
     const double found = os_now();
     if (code || (code = lib_open_text(&t, options, true, e))) return code;
-    t->probe_s = found - began, t->files_s = os_now() - found;
+    t->probe_s = found - began;
+    t->files_s = os_now() - found;
     if ((code = lib_check_defaults(t, e)) ||
-        (code = eng_open(&t->engine, lib_find_backend(options->device), t->files, &t->shape, t->tok, options, e)) ||
+        (code = eng_open(&t->engine, lib_find_backend(options->device), t->files, &t->shape, t->tok,
+                         options, e)) ||
         (code = lib_check_files(t, e))) {
         toka_close(t);
         return code;
@@ -16272,8 +16337,9 @@ int toka_open(toka **out, const toka_options *options, toka_err *e) {
 
 void toka_close(toka *t) {
     if (!t) return;
-    bool done = eng_close(t->engine);
-    tmpl_del(t->chat_template), tmpl_del(t->tool_template);
+    bool done = eng_close(t->engine); /* false: a rank is hung, it may still read the weights */
+    tmpl_del(t->chat_template);
+    tmpl_del(t->tool_template);
     tok_del(t->tok);
     if (t->files && done) mf_close(t->files);
     free(t);
@@ -16284,7 +16350,9 @@ toka_info toka_get_info(const toka *t) {
     const mf_config *config = &t->files->config;
     return (toka_info){.model_name = t->files->name,
                        .architecture = config->arch->name,
-                       .device = t->engine ? t->engine->backend->describe(t->engine->replicas[0].model.ranks[0].device) : "none",
+                       .device = t->engine ? t->engine->backend->describe(
+                                                 t->engine->replicas[0].model.ranks[0].device)
+                                           : "none",
                        .n_parameters = t->files->n_parameters,
                        .n_layers = shape->L,
                        .n_heads = shape->H,
@@ -16299,23 +16367,28 @@ toka_info toka_get_info(const toka *t) {
                        .has_chat_template = t->chat_template != NULL};
 }
 
-/* "opened in 1.23 s: finding the device 0.10, reading files 0.05, ..." */
+/* Appends how long toka_open took, phase by phase: "opened in 1.23 s: finding the device 0.10,
+ * reading files 0.05, ..." */
 static void lib_put_startup(const toka *t, buf *out) {
     const eng_startup *startup = &t->engine->startup;
     double total_s = t->probe_s + t->files_s;
     for (int i = 0; i < startup->n_phases; i++) total_s += startup->phase_s[i];
-    buf_printf(out, "opened in %.2f s: finding the device %.2f, reading files %.2f", total_s, t->probe_s, t->files_s);
-    for (int i = 0; i < startup->n_phases; i++) buf_printf(out, ", %s %.2f", startup->phases[i], startup->phase_s[i]);
+    buf_printf(out, "opened in %.2f s: finding the device %.2f, reading files %.2f", total_s,
+               t->probe_s, t->files_s);
+    for (int i = 0; i < startup->n_phases; i++)
+        buf_printf(out, ", %s %.2f", startup->phases[i], startup->phase_s[i]);
 }
 
 static int lib_require_tokenizer(const toka *t, toka_err *e) {
     if (t->tok) return 0;
     const mf_model *files = t->files;
-    return fail(e, TOKA_E_INPUT, "%s: there is no tokenizer.json, so text cannot be read or written; use token ids",
+    return fail(e, TOKA_E_INPUT,
+                "%s: there is no tokenizer.json, so text cannot be read or written; use token ids",
                 files->folder ? files->folder : files->name);
 }
 
-int toka_encode(const toka *t, const char *text, size_t text_bytes, int flags, int32_t **out, size_t *n_ids, toka_err *e) {
+int toka_encode(const toka *t, const char *text, size_t text_bytes, int flags, int32_t **out,
+                size_t *n_ids, toka_err *e) {
     ids tokens = {0};
     int code = lib_require_tokenizer(t, e);
     if (!code) code = tok_encode(t->tok, (str){text, text_bytes}, flags, &tokens, e);
@@ -16323,27 +16396,34 @@ int toka_encode(const toka *t, const char *text, size_t text_bytes, int flags, i
         ids_free(&tokens);
         return code;
     }
-    ids_reserve(&tokens, 1); /* never NULL */
+    ids_reserve(&tokens, 1); /* so that *out is not NULL if there are no ids */
     *out = tokens.p;
     *n_ids = tokens.n;
     return 0;
 }
 
-static int lib_return_text(buf *out, int code, char **text, size_t *text_bytes) { /* to the caller, unless it failed */
-    buf_put(out, "", 0); /* never NULL */
-    if (code) buf_free(out);
-    else *text = out->p, *text_bytes = out->n;
+/* Gives *out to the caller, who frees it. If code is not 0, frees it here. Returns code. */
+static int lib_return_text(buf *out, int code, char **text, size_t *text_bytes) {
+    buf_put(out, "", 0); /* so that *text is not NULL if it is empty */
+    if (code) {
+        buf_free(out);
+    } else {
+        *text = out->p;
+        *text_bytes = out->n;
+    }
     return code;
 }
 
-int toka_decode(const toka *t, const int32_t *in, size_t n_ids, int flags, char **text, size_t *text_bytes, toka_err *e) {
+int toka_decode(const toka *t, const int32_t *in, size_t n_ids, int flags, char **text,
+                size_t *text_bytes, toka_err *e) {
     buf b = {0};
     int code = lib_require_tokenizer(t, e);
     if (!code) code = tok_decode(t->tok, in, n_ids, flags, &b, e);
     return lib_return_text(&b, code, text, text_bytes);
 }
 
-/* "YYYY-MM-DD hh:mm:ss" or NULL for the local time now. */
+/* Parses "YYYY-MM-DD hh:mm:ss"; NULL is the local time now. Returns 0, or TOKA_E_USE if the text
+ * has another form or there is no such date. */
 static int lib_parse_now(const char *now, tmpl_time *out, toka_err *e) {
     struct tm tm = {0};
     char extra;
@@ -16351,66 +16431,77 @@ static int lib_parse_now(const char *now, tmpl_time *out, toka_err *e) {
         time_t clock = time(NULL);
         localtime_r(&clock, &tm);
     } else {
-        int n_read = sscanf(now, "%4d-%2d-%2d %2d:%2d:%2d%c", &tm.tm_year, &tm.tm_mon, &tm.tm_mday, &tm.tm_hour, &tm.tm_min, &tm.tm_sec,
-                       &extra);
+        int n_read = sscanf(now, "%4d-%2d-%2d %2d:%2d:%2d%c", &tm.tm_year, &tm.tm_mon, &tm.tm_mday,
+                            &tm.tm_hour, &tm.tm_min, &tm.tm_sec, &extra);
         struct tm typed = tm;
-        tm.tm_year -= 1900, tm.tm_mon -= 1;
+        tm.tm_year -= 1900;
+        tm.tm_mon -= 1;
         struct tm normalized = tm;
         normalized.tm_isdst = -1;
-        timegm(&normalized); /* brings what is out of range into range */
-        if (n_read != 6 || typed.tm_year < 1900 || typed.tm_year > 9999 || normalized.tm_mday != tm.tm_mday ||
-            normalized.tm_mon != tm.tm_mon || normalized.tm_hour != tm.tm_hour || normalized.tm_sec != tm.tm_sec)
+        timegm(&normalized); /* changes a date that does not exist: February 30 to March 2 */
+        if (n_read != 6 || typed.tm_year < 1900 || typed.tm_year > 9999 ||
+            normalized.tm_mday != tm.tm_mday || normalized.tm_mon != tm.tm_mon ||
+            normalized.tm_hour != tm.tm_hour || normalized.tm_sec != tm.tm_sec)
             return fail(e, TOKA_E_USE, "now: '%s', expected 'YYYY-MM-DD hh:mm:ss'", now);
-        tm = normalized; /* with weekday and day of the year */
+        tm = normalized; /* timegm has also set the weekday and the day of the year */
     }
-    *out = (tmpl_time){tm.tm_year, tm.tm_mon, tm.tm_mday, tm.tm_hour, tm.tm_min, tm.tm_sec, tm.tm_wday, tm.tm_yday};
+    *out = (tmpl_time){tm.tm_year, tm.tm_mon, tm.tm_mday, tm.tm_hour,
+                       tm.tm_min,  tm.tm_sec, tm.tm_wday, tm.tm_yday};
     return 0;
 }
 
+/* Appends `, "name": "value"`; nothing if value is NULL. */
 static void lib_put_token_variable(buf *out, const char *name, const char *value) {
     if (!value) return;
     json_put_key(out, name);
     json_put_str(out, str_c(value));
 }
 
-/* The caller's object behind what apply_chat_template always passes and the model's own variables (of equal names the last, the
- * caller's, wins). */
-static int lib_template_context(const mf_model *files, str context, json_limits limits, arena *memory, buf *text, const json **out,
-                                toka_err *e) {
+/* Builds the variables of a template as one JSON object: the defaults of apply_chat_template, the
+ * model's special tokens, then the caller's object. If a name occurs twice, the caller's wins. *out
+ * is in `memory` and borrows from `text`. limits: of the caller's object. Returns 0 or an error. */
+static int lib_template_context(const mf_model *files, str context, json_limits limits,
+                                arena *memory, buf *text, const json **out, toka_err *e) {
     arena scratch = {0};
     const json *value = json_parse(&scratch, str_skip_bom(context), limits, e);
-    const bool is_object = json_is(value, JSON_OBJECT), has_members = is_object && value->n;
+    const bool is_object = json_is(value, JSON_OBJECT);
+    const bool has_members = is_object && value->n;
     arena_free(&scratch);
     if (!value) return e->code;
     if (!is_object) return fail(e, TOKA_E_USE, "the template's input must be a JSON object");
     json_put_open(text, '{');
-    json_put_key(text, "tools"), json_put_null(text);
-    json_put_key(text, "documents"), json_put_null(text);
-    json_put_key(text, "add_generation_prompt"), json_put_bool(text, false);
+    json_put_key(text, "tools");
+    json_put_null(text);
+    json_put_key(text, "documents");
+    json_put_null(text);
+    json_put_key(text, "add_generation_prompt");
+    json_put_bool(text, false);
     lib_put_token_variable(text, "bos_token", files->bos_token);
     lib_put_token_variable(text, "eos_token", files->eos_token);
     lib_put_token_variable(text, "pad_token", files->pad_token);
     lib_put_token_variable(text, "unk_token", files->unk_token);
     if (has_members) json_comma(text);
-    limits.max_bytes += text->n; /* what is not the caller's */
+    limits.max_bytes += text->n; /* the variables that are not the caller's do not count */
     size_t brace = (size_t)str_find(context, STR("{"), 0) + 1;
     buf_str(text, str_sub(context, brace, context.n));
     *out = json_parse(memory, buf_view(text), limits, e);
     return *out ? 0 : e->code;
 }
 
-/* Whether a chat with these tools (NULL: none) has a template of its own, as in transformers: for
- * an empty list, too. */
+/* Returns true if a chat with these tools is rendered by the tool template. As in transformers an
+ * empty list of tools counts as tools. tools NULL: none. */
 static bool lib_uses_tool_template(const toka *t, const json *tools) {
     return (t->tool_template || t->tool_error.code) && tools && tools->type != JSON_NULL;
 }
 
-/* The template that renders a chat with these tools. It may have none, or none that can be used. */
+/* Returns the template that renders a chat with these tools; NULL if there is none, or if it could
+ * not be parsed. */
 static const tmpl *lib_chat_template(const toka *t, const json *tools) {
     return lib_uses_tool_template(t, tools) ? t->tool_template : t->chat_template;
 }
 
-/* Renders by the templates of t, with the names of special tokens in files. */
+/* Renders a chat by the templates of t. The special tokens are those of `files`. Returns 0 or an
+ * error. */
 static int lib_render(const toka *t, const mf_model *files, str context, json_limits limits,
                       const char *now, buf *out, toka_err *e) {
     arena memory = {0};
@@ -16421,17 +16512,19 @@ static int lib_render(const toka *t, const mf_model *files, str context, json_li
     if (!code) code = lib_template_context(files, context, limits, &memory, &text, &root, e);
     const json *tools = code ? NULL : json_get(root, "tools");
     const tmpl *chosen = lib_chat_template(t, tools);
-    if (!code && !chosen && !lib_uses_tool_template(t, tools)) code = lib_fail_no_template(t, e);
+    if (!code && !chosen && !lib_uses_tool_template(t, tools))
+        code = lib_fail_no_template(t, e);
     else if (!code && !chosen)
-        code = fail(e, TOKA_E_INPUT, "the tool_use template of %s cannot be used: %.350s", files->name, t->tool_error.msg);
+        code = fail(e, TOKA_E_INPUT, "the tool_use template of %s cannot be used: %.350s",
+                    files->name, t->tool_error.msg);
     if (!code) code = tmpl_render(chosen, root, time, tmpl_default_limits, out, e);
     buf_free(&text);
     arena_free(&memory);
     return code;
 }
 
-int toka_apply_chat_template(const toka *t, const char *context, size_t context_bytes, const char *now, char **text,
-                             size_t *text_bytes, toka_err *e) {
+int toka_apply_chat_template(const toka *t, const char *context, size_t context_bytes,
+                             const char *now, char **text, size_t *text_bytes, toka_err *e) {
     buf b = {0};
     int code = lib_require_template(t, e);
     const str in = {context, context_bytes};
@@ -16464,35 +16557,47 @@ void toka_request_model_defaults(const toka *t, toka_request *r) {
     if (d->has_repetition_penalty) r->sampling.repetition_penalty = d->repetition_penalty;
     if (d->max_tokens) r->sampling.max_tokens = d->max_tokens;
     if (d->min_tokens) r->sampling.min_tokens = d->min_tokens;
-    if (d->n_stop && t->tok) r->sampling.stop = d->stop, r->sampling.n_stop = d->n_stop;
+    if (d->n_stop && t->tok) {
+        r->sampling.stop = d->stop;
+        r->sampling.n_stop = d->n_stop;
+    }
     if (!d->n_bad) return;
-    r->sampling.bad_ids = d->bad_ids, r->sampling.bad_lengths = d->bad_lengths;
+    r->sampling.bad_ids = d->bad_ids;
+    r->sampling.bad_lengths = d->bad_lengths;
     r->sampling.n_bad = d->n_bad;
 }
 
-int toka_generate(toka *t, const toka_request *r, toka_event_fn *fn, void *user, toka_usage *usage, toka_err *e) {
+int toka_generate(toka *t, const toka_request *r, toka_event_fn *fn, void *user, toka_usage *usage,
+                  toka_err *e) {
     toka_usage unused;
     int32_t *prompt = NULL;
     size_t n = r->n_ids;
     int code = r->ids ? 0 : toka_encode(t, r->text, r->text_bytes, r->text_flags, &prompt, &n, e);
-    if (!code) code = eng_generate(t->engine, r, r->ids ? r->ids : prompt, n, fn, user, usage ? usage : &unused, e);
+    if (!code)
+        code = eng_generate(t->engine, r, r->ids ? r->ids : prompt, n, fn, user,
+                            usage ? usage : &unused, e);
     free(prompt);
     return code;
 }
 
-int toka_submit(toka *t, const toka_request *r, toka_event_fn *fn, void *user, int64_t *id, toka_err *e) {
+int toka_submit(toka *t, const toka_request *r, toka_event_fn *fn, void *user, int64_t *id,
+                toka_err *e) {
     int32_t *prompt = NULL;
     int64_t unwanted;
     size_t n = r->n_ids;
     int code = r->ids ? 0 : toka_encode(t, r->text, r->text_bytes, r->text_flags, &prompt, &n, e);
-    if (!code) code = eng_submit(t->engine, r, r->ids ? r->ids : prompt, n, fn, user, NULL, NULL, id ? id : &unwanted, e);
+    if (!code)
+        code = eng_submit(t->engine, r, r->ids ? r->ids : prompt, n, fn, user, NULL, NULL,
+                          id ? id : &unwanted, e);
     free(prompt);
     return code;
 }
 
 void toka_cancel(toka *t, int64_t id) { eng_cancel(t->engine, id); }
 
-int toka_run(toka *t, int forever, toka_err *e) { return eng_drive(t->engine, NULL, forever != 0, e); }
+int toka_run(toka *t, int forever, toka_err *e) {
+    return eng_drive(t->engine, NULL, forever != 0, e);
+}
 
 void toka_stop(toka *t) { eng_stop(t->engine); }
 
