@@ -1,9 +1,10 @@
-/* toka.h - toka, a high-throughput LLM inference engine in one C file.  SPDX-License-Identifier: Apache-2.0
+/* toka.h - toka, a high-throughput LLM inference engine in one C file.
+ * SPDX-License-Identifier: Apache-2.0
  *
- * Upper half: the public API, all a program needs that links toka.o.
- * Lower half: the backend boundary, seen only by toka.c and toka_kernels.cu (they define TOKA_INTERNAL).
+ * Upper half: the public API. A program that links toka.o needs nothing else.
+ * Lower half: the backend boundary of toka.c and toka_kernels.cu (which define TOKA_INTERNAL).
  *
- * The least a program does:
+ * The smallest program:
  *
  *     toka *t; toka_err e;
  *     toka_options o = toka_options_default();
@@ -11,14 +12,23 @@
  *     if (toka_open(&t, &o, &e)) { fprintf(stderr, "%s\n", e.msg); return 1; }
  *     toka_request r = toka_request_default();
  *     r.text = "Once upon a time"; r.text_bytes = 16; r.sampling.max_tokens = 64;
- *     toka_generate(t, &r, on_event, NULL, NULL, &e);       // on_event gets the text piece by piece
+ *     toka_generate(t, &r, on_event, NULL, NULL, &e);   // calls on_event for every token
  *     toka_close(t);
  *
- * Conventions. Functions that can fail return 0 or a negative toka_code and fill *e (never NULL) with one sentence.
- * Text is UTF-8, given as pointer and byte count, borrowed for the call. Memory handed out says who frees it.
- * Token ids are int32. Log-probabilities are natural logarithms, float32. Lengths are counted in tokens unless the
- * name says _bytes. "Thread: any" is also several at once. Where the system has no memory left for something small, the process is
- * aborted. */
+ * Conventions.
+ *   Errors   A function that can fail returns 0 or a negative toka_code. It fills *e with one
+ *            sentence; e must not be NULL. If memory for something small cannot be allocated, the
+ *            process is aborted.
+ *   Text     UTF-8, passed as pointer and number of bytes.
+ *   Memory   Arguments are borrowed for the call. Each function that returns memory says who frees
+ *            it.
+ *   Units    Lengths are in tokens unless the name says _bytes. Token ids are int32.
+ *            Log-probabilities are natural logarithms, float32.
+ *   Threads  "Thread: any" means any thread, also several at the same time.
+ *   Words    A request is a prompt with n samples. Each sample is one output, which the engine
+ *            computes as one sequence. A step is one forward pass over rows (tokens) of many
+ *            sequences. The driver is the thread that runs steps and calls callbacks: any thread in
+ *            toka_generate, toka_run or toka_score, one at a time. */
 #ifndef TOKA_H
 #define TOKA_H
 
@@ -32,16 +42,16 @@ extern "C" {
 
 #define TOKA_VERSION "0.1.0"
 
-/* ---- Errors ------------------------------------------------------------------------------------------------- */
+/* ---- Errors -------------------------------------------------------------------------------- */
 
 typedef enum toka_code {
     TOKA_OK = 0,
-    TOKA_E_USE = -1,      /* a wrong argument, flag or request */
+    TOKA_E_USE = -1,      /* a wrong argument, option, flag or request */
     TOKA_E_INPUT = -2,    /* a file or text that is broken, hostile or not supported */
     TOKA_E_IO = -3,       /* the operating system refused: open, read, write, map */
     TOKA_E_DEVICE = -4,   /* the device refused or failed */
-    TOKA_E_MEMORY = -5,   /* not enough memory for what was asked */
-    TOKA_E_CANCELLED = -6 /* a callback asked to stop */
+    TOKA_E_MEMORY = -5,   /* not enough memory for what was requested */
+    TOKA_E_CANCELLED = -6 /* a callback or toka_cancel ended the request */
 } toka_code;
 
 typedef struct toka_err {
@@ -49,265 +59,339 @@ typedef struct toka_err {
     char msg[500]; /* one sentence without a final period: what, where, found, expected */
 } toka_err;
 
-/* ---- Opening a model ---------------------------------------------------------------------------------------- */
+/* ---- Opening a model ----------------------------------------------------------------------- */
 
-typedef struct toka toka; /* an open model with its tokenizer, template, device and engine */
+typedef struct toka toka; /* an open model: its tokenizer, chat template, devices and engine */
 
 typedef struct toka_options {
-    const char *model;          /* folder in Hugging Face layout, hub id in the local hub cache, or a name of models.txt;
-                                   NULL: the model embedded in the program, where it was built in */
-    const char *models_file;    /* models.txt, to resolve names; NULL: beside the program, or ./models.txt */
-    const char *chat_template;  /* file with a Jinja template, or the name of one of the model's,
-                                   as rag; NULL: its "default", and its "tool_use" for tools */
-    const char *device;         /* "auto", "cpu" or "cuda"; NULL: auto */
-    int n_threads;              /* CPU backend's threads, of all its devices together, at most 1,024; 0: one a core */
-    int max_model_len;          /* longest sequence, tokens; 0: the model's own limit, lowered to what memory holds */
-    int max_num_batched_tokens; /* most tokens in one forward step; 0: chosen by the backend */
-    int max_num_seqs;           /* most sequences running at once; 0: chosen by the backend */
-    int tensor_parallel_size;   /* devices that share each layer's heads and columns and the vocabulary; 0: 1 */
-    int pipeline_parallel_size; /* stages, each with some of the layers, on devices of their own; 0: 1 */
-    int data_parallel_size;     /* replicas of the model, each with devices, steps, running sequences and a KV cache of its own,
-                                   of the sizes given here; 0: 1 */
-    int64_t kv_tokens;          /* tokens that the KV cache holds, 2 or more; 0: as many as memory allows */
-    bool no_prefix_caching;     /* no pages and no attention are shared, neither among samples nor among equal beginnings: every
-                                   sample computes its whole prompt. Results are the same; it is there to measure what sharing
-                                   saves */
-    bool enforce_eager;         /* on a GPU: no step is captured as a CUDA graph, all are launched kernel by kernel */
-    double gpu_memory_utilization; /* share of the GPU's free memory that may be taken, in (0,1]; 0: 0.9 */
-    void (*progress)(void *user, const char *what, double done); /* told while toka_open works, or NULL; done: 0 to 1. Any thread,
-                                                                    one at a time */
-    void *progress_user;
+    const char *model;         /* a folder in Hugging Face layout, a hub id that is in the local hub
+                                  cache, or a name of models.txt; NULL: the model that is embedded
+                                  in the program, if it was built with one */
+    const char *models_file;   /* models.txt, for names of models; NULL: the file beside the
+                                  program, or ./models.txt */
+    const char *chat_template; /* a file with a Jinja template, or the name of one of the model's
+                                  templates, such as rag; NULL: the model's "default", and its
+                                  "tool_use" for chats with tools */
+    const char *device;        /* "auto", "cpu" or "cuda"; NULL: auto */
+    int n_threads;             /* threads of the CPU backend, all its devices together, at most
+                                  1,024; 0: one per core */
+    int max_model_len;         /* longest sequence (prompt and output), tokens; 0: the model's own
+                                  limit, lowered to what fits in memory */
+    int max_num_batched_tokens; /* most tokens in one step; 0: the backend's default */
+    int max_num_seqs;           /* most sequences that run at once; 0: the backend's default */
+    int tensor_parallel_size;   /* devices that share the heads and MLP columns of each layer, and
+                                   the vocabulary; 0: 1 */
+    int pipeline_parallel_size; /* stages; each has some of the layers, on its own devices; 0: 1 */
+    int data_parallel_size;     /* replicas of the whole model. Each has its own devices, steps,
+                                   sequences and KV cache, of the sizes given here; 0: 1 */
+    int64_t kv_tokens;          /* size of the KV cache in tokens, at least 2; 0: what memory allows */
+    bool no_prefix_caching;     /* turns prefix sharing off, in the KV cache and in attention: every
+                                   sample computes its whole prompt. Results do not change; use it
+                                   to measure what sharing saves */
+    bool enforce_eager;         /* GPU: launches every step kernel by kernel, without CUDA graphs */
+    double gpu_memory_utilization; /* share of the GPU's free memory that may be allocated, in
+                                      (0,1]; 0: 0.9 */
+    /* Called while toka_open works, on any thread, one call at a time; may be NULL. what: the phase;
+     * done: 0 to 1. */
+    void (*progress)(void *user, const char *what, double done);
+    void *progress_user; /* passed to progress as `user` */
 } toka_options;
 
-/* All fields at their defaults. Thread: any. */
+/* Returns options with all fields at their defaults. Thread: any. */
 toka_options toka_options_default(void);
 
-/* Opens a model: maps its files, checks every shape, takes all memory. *out is the caller's until toka_close, NULL after an error.
- * The options and the texts they point to are looked at during the call only. Several models may be open beside one another, also
- * one more than once; on a GPU each takes its share of what the others left.
- * The files stay mapped, and a CPU reads the weights there: a file that is cut short meanwhile, or whose disk fails, is a SIGBUS
- * on whatever thread reads it. Only toka_main has a handler for that. Replace files by renaming new ones over them.
- * Errors: TOKA_E_USE, TOKA_E_INPUT, TOKA_E_IO, TOKA_E_DEVICE, TOKA_E_MEMORY. Thread: any. */
+/* Opens a model: maps its files, checks every shape, allocates all memory. *out is owned by the
+ * caller until toka_close; it is NULL after an error. The options are read during the call only.
+ * Several models may be open at the same time, or one model several times; on a GPU each allocates
+ * its share of the memory that the others left free.
+ * The weight files stay mapped, and the CPU reads the weights there. If a file is truncated
+ * meanwhile, or its disk fails, the thread that reads it gets SIGBUS; only toka_main handles that
+ * signal. To replace a file, rename the new file over it.
+ * Returns TOKA_E_USE, TOKA_E_INPUT, TOKA_E_IO, TOKA_E_DEVICE or TOKA_E_MEMORY. Thread: any. */
 int toka_open(toka **out, const toka_options *options, toka_err *e);
 
-/* Frees everything; NULL is allowed. No call on t may be under way. Requests that have not ended get their last events,
- * TOKA_CANCELLED, on this thread; a toka_submit in their callbacks is refused, with TOKA_E_CANCELLED. Thread: any, but not in a
- * callback. */
+/* Closes the model and frees its memory; t may be NULL. No other call on t may be in progress.
+ * Requests that have not ended get their last events, TOKA_CANCELLED, on this thread; a toka_submit
+ * in these callbacks returns TOKA_E_CANCELLED. If a device hangs, memory that it may still use is
+ * not freed. Thread: any, but not in a callback. */
 void toka_close(toka *t);
 
-/* What was opened; the strings live as long as t. Thread: any. */
+/* What was opened. The strings are owned by t and live as long as t. */
 typedef struct toka_info {
-    const char *model_name, *architecture, *device; /* the folder's last part, hub id or name; as config.json has it; one line */
+    const char *model_name;   /* last part of the folder's path, hub id, or name of models.txt */
+    const char *architecture; /* as in config.json */
+    const char *device;       /* one line that describes the device */
     int64_t n_parameters;
-    int n_layers, n_heads, n_kv_heads;  /* n_heads: of queries */
-    int head_size, width, mlp_width;    /* elements: of a head, of the residual stream, within the MLP */
-    int vocab_size;                     /* ids that a prompt may have and that are drawn: 0 .. vocab_size-1 */
-    int max_model_len;                  /* tokens a sequence may have, prompt and output together */
-    int bos_id, eos_id;                 /* -1: none. eos_id: the first, where a model has several; each of them ends a sample */
-    int has_chat_template;              /* 1: there is one that can be used; else 0 */
+    int n_layers;
+    int n_heads, n_kv_heads;  /* query heads; key/value heads */
+    int head_size, width, mlp_width; /* elements of: a head, the residual stream, the MLP inside */
+    int vocab_size;           /* valid ids are 0 .. vocab_size-1, in prompts and outputs */
+    int max_model_len;        /* most tokens of a sequence, prompt and output together */
+    int bos_id, eos_id;       /* -1: none. If a model has several end ids, eos_id is the first; each
+                                 of them ends a sample */
+    int has_chat_template;    /* 1: there is a valid chat template; one that is only for chats with
+                                 tools does not count. Else 0 */
 } toka_info;
+
+/* Thread: any. */
 toka_info toka_get_info(const toka *t);
 
-/* ---- Text and tokens. Thread: any, in callbacks too. After an error what is to be handed out stays as it was -------- */
+/* ---- Text and tokens ------------------------------------------------------------------------
+ * Thread: any, also in callbacks. After an error the outputs are unchanged. */
 
 enum {
-    TOKA_ADD_SPECIAL = 1,   /* encode: add what the tokenizer adds around a text (usually the begin token) */
-    TOKA_PARSE_SPECIAL = 2, /* encode: a special token's text in the input becomes that token. Off for untrusted text */
+    TOKA_ADD_SPECIAL = 1,   /* encode: add the tokens that the tokenizer adds around a text (usually
+                               the begin token) */
+    TOKA_PARSE_SPECIAL = 2, /* encode: the text of a special token becomes that token. Leave it off
+                               for untrusted text */
     TOKA_SKIP_SPECIAL = 4   /* decode: leave special tokens out */
 };
 
-/* Text to ids. *ids is malloc'ed, the caller frees it, also where there are none. text may be NULL where text_bytes is 0. Invalid
- * UTF-8 bytes count as U+FFFD. Errors: TOKA_E_INPUT: the model has no tokenizer.json; TOKA_E_USE: a text of 2 GiB or more. */
-int toka_encode(const toka *t, const char *text, size_t text_bytes, int flags, int32_t **ids, size_t *n_ids, toka_err *e);
+/* Converts text to ids. *ids: [*n_ids], malloc'ed, the caller frees it; never NULL after success.
+ * flags: TOKA_ADD_SPECIAL, TOKA_PARSE_SPECIAL. text may be NULL if text_bytes is 0. Invalid UTF-8
+ * bytes are read as U+FFFD.
+ * Returns TOKA_E_INPUT if the model has no tokenizer.json, TOKA_E_USE for 2 GiB of text or more. */
+int toka_encode(const toka *t, const char *text, size_t text_bytes, int flags, int32_t **ids,
+                size_t *n_ids, toka_err *e);
 
-/* Ids to text. *text is malloc'ed and NUL-terminated, the caller frees it; *text_bytes is without the NUL. ids may be NULL where
- * n_ids is 0. Errors: TOKA_E_INPUT: the model has no tokenizer.json; TOKA_E_USE: an id that the tokenizer does not have. */
-int toka_decode(const toka *t, const int32_t *ids, size_t n_ids, int flags, char **text, size_t *text_bytes, toka_err *e);
+/* Converts ids to text. *text is malloc'ed and NUL-terminated, the caller frees it; *text_bytes
+ * does not count the NUL. flags: TOKA_SKIP_SPECIAL. ids: [n_ids], may be NULL if n_ids is 0.
+ * Returns TOKA_E_INPUT if the model has no tokenizer.json, TOKA_E_USE if the tokenizer does not
+ * have an id. */
+int toka_decode(const toka *t, const int32_t *ids, size_t n_ids, int flags, char **text,
+                size_t *text_bytes, toka_err *e);
 
-/* Renders the chat template. `context` is a JSON object: "messages", "tools", "add_generation_prompt" (false, unless it is there)
- * and further keyword arguments (enable_thinking ...); what may be left out, even messages, is the template's to say. now:
- * "YYYY-MM-DD hh:mm:ss" for strftime_now, NULL: local time. *text is malloc'ed and NUL-terminated, the caller frees it;
- * *text_bytes is without the NUL. Special tokens are in the text, the begin token where the template writes it: encode it with
- * TOKA_PARSE_SPECIAL alone.
- * Errors: TOKA_E_USE: the model has no template, context is no object, or now has another form; TOKA_E_INPUT: context is no JSON,
- * or the template cannot be used or fails on it. */
-int toka_apply_chat_template(const toka *t, const char *context, size_t context_bytes, const char *now, char **text,
-                             size_t *text_bytes, toka_err *e);
+/* Renders the chat template. context: a JSON object with "messages", "tools",
+ * "add_generation_prompt" (default false) and other arguments of the template (enable_thinking
+ * ...). The template decides which of them it needs, even for "messages". now: "YYYY-MM-DD
+ * hh:mm:ss", for strftime_now in the template; NULL: the local time. *text is malloc'ed and
+ * NUL-terminated, the caller frees it; *text_bytes does not count the NUL. The text contains the
+ * special tokens, also the begin token if the template writes it: encode it with TOKA_PARSE_SPECIAL
+ * only.
+ * Returns TOKA_E_USE if the model has no template, context is not an object, or now has another
+ * form; TOKA_E_INPUT if context is not JSON, or the template is invalid or fails on it. */
+int toka_apply_chat_template(const toka *t, const char *context, size_t context_bytes,
+                             const char *now, char **text, size_t *text_bytes, toka_err *e);
 
-/* ---- Requests ------------------------------------------------------------------------------------------------ */
+/* ---- Requests ------------------------------------------------------------------------------- */
 
-/* Texts that an output may not have. No token may complete one of them, with or without a space
- * before it, whatever tokens its beginning came in. A longer word that contains it is another word,
- * and may come where it is one token (`class` for `ass`). */
+/* Bad words: texts that must not appear in an output. A token that would complete one of them is
+ * forbidden, with or without a space before the word, and no matter how its beginning was split
+ * into tokens. A longer word that contains it is allowed if it is one token (`class` for `ass`). */
 typedef struct toka_words toka_words;
 
-/* Looks up n of them in t's vocabulary: 1 to 2,048, of at most 32,768 bytes in all; spaces before a
- * text do not count. Costs a look at the whole vocabulary, so that one should serve many requests;
- * toka_submit keeps what it needs. *out is the caller's until toka_words_del, which may come behind
- * toka_close. After an error *out is NULL.
- * Errors: TOKA_E_USE: other numbers than these, or a text without tokens; TOKA_E_INPUT: the model
- * has no tokenizer.json. Thread: any. */
+/* Looks up n bad words in the vocabulary of t: n is 1 to 2,048, of at most 32,768 bytes in all.
+ * Spaces before a text are ignored. It reads the whole vocabulary, so use one list for many
+ * requests. *out is owned by the caller until toka_words_del, which may come after toka_close and
+ * after toka_submit, because a request keeps what it needs. *out is NULL after an error.
+ * Returns TOKA_E_USE if n or the sizes are out of range, or a text has no tokens; TOKA_E_INPUT if
+ * the model has no tokenizer.json. Thread: any. */
 int toka_words_new(toka_words **out, const toka *t, const char *const *words, int n, toka_err *e);
-void toka_words_del(toka_words *w); /* NULL is allowed. Thread: any */
 
-/* Sampling parameters. Order of work on a row of logits, as Hugging Face's: logit_bias, allowed ids, repetition, presence and
- * frequency penalty, min_tokens and bad words (ids forbidden), temperature, top-k, top-p, min-p, draw. */
+/* Frees a list; w may be NULL. Thread: any. */
+void toka_words_del(toka_words *w);
+
+/* Sampling parameters. They are applied to the logits in this order, as in Hugging Face:
+ * logit_bias; allowed ids; repetition, presence and frequency penalty; min_tokens and bad words
+ * (these forbid ids); temperature; top-k; top-p; min-p; then the draw. */
 typedef struct toka_sampling {
-    float temperature;          /* 0: greedy, the highest logit, lowest id on a tie */
-    float top_p;                /* in (0,1]; 1: off */
-    float min_p;                /* in [0,1]; 0: off */
-    int top_k;                  /* 0 or -1: off */
-    float repetition_penalty;   /* 0.01 to 100; 1: off; over prompt and output */
-    float presence_penalty;     /* -2 to 2; 0: off; over the output */
-    float frequency_penalty;    /* -2 to 2; 0: off; over the output */
-    uint64_t seed;              /* the draw is a pure function of (seed, sample index, position) */
-    int max_tokens;             /* output tokens at most; 0, or more than that: what max_model_len leaves */
-    int min_tokens;             /* so many tokens have no end id, and no stop string ends in them */
-    int ignore_eos;             /* go on past end-of-sequence ids */
-    int logprobs;               /* top-k log-probabilities per token, at most TOKA_MAX_LOGPROBS; 0: only the chosen token's;
-                                   TOKA_NO_LOGPROBS: not even that, which spares work. What is drawn does not depend on it */
-    const int32_t *stop_ids;    /* end after any of these ids */
+    float temperature;        /* 0: greedy, the id with the highest logit, on a tie the lowest id */
+    float top_p;              /* in (0,1]; 1: off */
+    float min_p;              /* in [0,1]; 0: off */
+    int top_k;                /* 0 or -1: off */
+    float repetition_penalty; /* 0.01 to 100; 1: off; counts prompt and output */
+    float presence_penalty;   /* -2 to 2; 0: off; counts the output */
+    float frequency_penalty;  /* -2 to 2; 0: off; counts the output */
+    uint64_t seed;            /* a draw is a pure function of (seed, sample index, position) */
+    int max_tokens;           /* most output tokens; 0, or too large: what max_model_len leaves */
+    int min_tokens;           /* in the first min_tokens tokens, end ids are forbidden and stop
+                                 strings do not end the sample */
+    int ignore_eos;           /* 1: end ids of the model do not end the sample */
+    int logprobs;             /* k of the top-k log-probabilities of each token, at most
+                                 TOKA_MAX_LOGPROBS; 0: only the sampled token's; TOKA_NO_LOGPROBS:
+                                 not even that, which saves work. It does not change what is
+                                 drawn */
+    const int32_t *stop_ids;  /* [n_stop_ids]: each of these ids ends the sample */
     int n_stop_ids;
-    const char *const *stop;    /* end when any of these texts appears, also across token borders; at most 256, of 1 to 4,096
-                                   bytes */
+    const char *const *stop;  /* [n_stop], at most 256 texts of 1 to 4,096 bytes: each of them ends
+                                 the sample, also if it is spread over several tokens */
     int n_stop;
-    int include_stop;           /* the stop string itself stays in the text, or the text of the id that ends it */
-    const int32_t *bias_ids;    /* logit_bias: bias_values[i], -100 to 100, is added to logit bias_ids[i] */
-    const float *bias_values;
+    int include_stop;         /* 1: the text of the stop string, or of the id that ends the sample,
+                                 is part of the output */
+    const int32_t *bias_ids;  /* [n_bias] logit_bias: adds bias_values[i] to the logit of
+                                 bias_ids[i] */
+    const float *bias_values; /* [n_bias], -100 to 100 */
     int n_bias;
-    const int32_t *allowed_ids; /* only these ids may be drawn; n_allowed 0: all */
+    const int32_t *allowed_ids; /* [n_allowed]: only these ids may be drawn; n_allowed 0: all */
     int n_allowed;
-    const int32_t *bad_ids;     /* bad words: sequences of ids, one behind the other, of bad_lengths[i] >= 1 ids each. The last id
-                                   of one may not be drawn where the output ends in the ids before it */
-    const int *bad_lengths;
+    const int32_t *bad_ids;   /* bad words as n_bad sequences of ids, one after the other; sequence
+                                 i has bad_lengths[i] ids, at least 1. Its last id is forbidden if
+                                 the output ends in the ids before it */
+    const int *bad_lengths;   /* [n_bad] */
     int n_bad;
-    toka_words *bad_words;      /* of toka_words_new, whatever pieces they come in; NULL: none */
+    toka_words *bad_words;    /* bad words as texts (toka_words_new); NULL: none */
 } toka_sampling;
 
-#define TOKA_MAX_LOGPROBS 32  /* cap of toka_sampling.logprobs and toka_request.prompt_top */
-#define TOKA_NO_LOGPROBS (-1) /* toka_sampling.logprobs: event.logprob is not looked at */
+#define TOKA_MAX_LOGPROBS 32  /* largest toka_sampling.logprobs and toka_request.prompt_top */
+#define TOKA_NO_LOGPROBS (-1) /* toka_sampling.logprobs: event.logprob is not needed */
 
-typedef struct toka_request {
-    const char *text;   /* prompt as text (NULL where text_bytes is 0) ... */
+typedef struct toka_request { /* all pointers are borrowed during the call only */
+    const char *text;      /* the prompt as text; may be NULL if text_bytes is 0 ... */
     size_t text_bytes;
-    int text_flags;     /* of toka_encode. With ADD_SPECIAL an empty text is a prompt: the begin token, if the model has one */
-    const int32_t *ids; /* ... or as ids, if not NULL */
+    int text_flags;        /* flags of toka_encode. With TOKA_ADD_SPECIAL an empty text is a prompt
+                              of one begin token, if the model has one */
+    const int32_t *ids;    /* ... or the prompt as ids, [n_ids], if not NULL */
     size_t n_ids;
-    int n;              /* samples of this prompt, numbered from 0, at most 1 << 20; 0: none, it needs prompt_logprobs then */
+    int n;                 /* number of samples, at most 1 << 20; they are numbered from 0. 0: only
+                              the prompt is scored; this needs prompt_logprobs */
     toka_sampling sampling;
-    int prompt_logprobs;   /* an event of sample TOKA_PROMPT for each token of the prompt, in order, before sample 0's first; that
-                              sample computes its whole prompt, whatever of it is in the prefix tree */
-    int prompt_top;        /* and in them the top-k log-probabilities of each place */
-    int prompt_ranks;      /* and the rank of each token, for which all logits are looked at */
-    int keep_special;      /* special tokens stay in the text; those that end a sample only with include_stop */
-    int ids_only;          /* events have no text (NULL), unless stop strings make the engine look at it: the caller makes it */
-    int priority;          /* a head start in the queue, higher is earlier; 0 is usual */
-    uint64_t length_class; /* requests with equal keys have outputs of like length; 0: this request's samples only */
+    int prompt_logprobs;   /* 1: one event of sample TOKA_PROMPT for each token of the prompt, in
+                              order, before the first event of sample 0. Sample 0 then computes its
+                              whole prompt, without the prefix cache */
+    int prompt_top;        /* with prompt_logprobs: k of the top-k log-probabilities per token */
+    int prompt_ranks;      /* 1, with prompt_logprobs: the rank of each token, too; this reads all
+                              logits of the row */
+    int keep_special;      /* 1: special tokens stay in the text; those that end a sample only with
+                              include_stop */
+    int ids_only;          /* 1: events have no text (NULL), unless there are stop strings, for
+                              which the engine needs the text: the caller decodes the ids */
+    int priority;          /* a head start in the queue: higher is earlier, 0 is normal. One level
+                              counts as much as 1,024 steps of waiting */
+    uint64_t length_class; /* requests with equal keys are expected to have outputs of similar
+                              length; 0: only the samples of this request */
 } toka_request;
 
-/* No prompt yet, one sample, temperature 1, no truncation, seed 0, text_flags ADD_SPECIAL | PARSE_SPECIAL. Thread: any. */
+/* Returns a request with no prompt yet, one sample, temperature 1, no truncation, seed 0, and
+ * text_flags TOKA_ADD_SPECIAL | TOKA_PARSE_SPECIAL. Thread: any. */
 toka_request toka_request_default(void);
 
-/* Sets what the model's generation_config says: temperature (0 if do_sample is false), top_p, top_k,
- * min_p, repetition_penalty, max_tokens (max_new_tokens), min_tokens (min_new_tokens), stop
- * (stop_strings), bad_ids (bad_words_ids); the last two stay t's. What it does not say stays. t NULL:
- * nothing. Thread: any. */
+/* Sets the fields that the model's generation_config.json sets: temperature (0 if do_sample is
+ * false), top_p, top_k, min_p, repetition_penalty, max_tokens (max_new_tokens), min_tokens
+ * (min_new_tokens), stop (stop_strings), bad_ids (bad_words_ids). Other fields do not change. The
+ * arrays of stop and bad_ids are owned by t. t NULL: does nothing. Thread: any. */
 void toka_request_model_defaults(const toka *t, toka_request *r);
 
 typedef enum toka_finish {
-    TOKA_RUNNING = 0, /* more will come */
-    TOKA_STOP,        /* end-of-sequence id, stop id or stop string; or, with id -1, nothing was
-                         left that may be drawn */
+    TOKA_RUNNING = 0, /* more events will come */
+    TOKA_STOP,        /* an end id, stop id or stop string; or, with id -1, no id was left that may
+                         be drawn */
     TOKA_LENGTH,      /* max_tokens or max_model_len; or the end of a prompt without samples */
-    TOKA_CANCELLED,
-    TOKA_FAILED       /* the device failed; toka_run says how */
+    TOKA_CANCELLED,   /* by a callback, toka_cancel or toka_close */
+    TOKA_FAILED       /* the device failed; toka_run returns the error */
 } toka_finish;
 
-enum { TOKA_PROMPT = -1 }; /* the sample of events for tokens of the prompt */
+enum { TOKA_PROMPT = -1 }; /* toka_event.sample of the events for tokens of the prompt */
 
-typedef struct toka_event { /* one token of one sample; all pointers are valid during the callback only */
+typedef struct toka_event { /* one token of one sample; pointers are valid in the callback only */
     int sample;             /* 0 .. n-1, or TOKA_PROMPT */
-    int32_t id;             /* the token; -1: none, the sample was cancelled or failed, or nothing
-                               was left that may be drawn */
-    float logprob;          /* log-softmax of the raw logits at id; 0 for the first token of a prompt, which has no logits; NAN for
-                               a token drawn with TOKA_NO_LOGPROBS, so that nobody takes it for one */
-    float sampled_logprob;  /* the same after penalties, temperature and truncation: the distribution drawn from. Always there */
-    int n_top;              /* = sampling.logprobs, prompt_top: the best ids by raw logit, best first; 0 at a prompt's first, and
-                               with TOKA_NO_LOGPROBS */
-    const int32_t *top_ids;
-    const float *top_logprobs;
-    int rank;               /* with prompt_ranks: the place of a prompt's id in the vocabulary by
-                               raw logit, 1 is the best, of equal ones the lowest id first; else 0,
-                               also at a prompt's first */
-    const char *text;       /* text that became certain with this token: whole characters, never part of a stop string. May be NULL
-                               where text_bytes is 0: of prompts there is none */
+    int32_t id;             /* the token; -1: none, because the sample was cancelled or failed, or
+                               no id was left that may be drawn */
+    float logprob;          /* log-softmax of the raw logits, at id. 0 for the first token of a
+                               prompt, which has no logits; NAN for a token drawn with
+                               TOKA_NO_LOGPROBS */
+    float sampled_logprob;  /* the same after penalties, temperature and truncation, which is the
+                               distribution that id was drawn from. Also with TOKA_NO_LOGPROBS */
+    int n_top;              /* sampling.logprobs, or prompt_top for the prompt; 0 for the first
+                               token of a prompt, and with TOKA_NO_LOGPROBS */
+    const int32_t *top_ids;      /* [n_top] ids with the highest raw logits, the highest first */
+    const float *top_logprobs;   /* [n_top] their log-probabilities */
+    int rank;               /* with prompt_ranks: rank of the prompt's id by raw logit, 1 is the
+                               highest, of equal ones the lowest id first. Else 0, also for the
+                               first token of a prompt */
+    const char *text;       /* text that became final with this token: whole characters, never the
+                               beginning of what may become a stop string. May be NULL if text_bytes
+                               is 0; prompts have no text */
     size_t text_bytes;
     toka_finish finish;
-    int stop_id;            /* the id that ended it, -1 if none */
-    int stop_text;          /* index in sampling.stop of the text that ended it, -1 if none */
-    int n_cached;           /* tokens of its prompt that the sample found computed in the prefix tree when it started */
-    int more;               /* 1: the next event comes at once and is this request's too. What costs per call can wait for a 0 */
+    int stop_id;            /* the id that ended the sample; -1: none did */
+    int stop_text;          /* index in sampling.stop of the text that ended it; -1: none did */
+    int n_cached;           /* tokens of its prompt that the sample found in the prefix cache when
+                               it started */
+    int more;               /* 1: another event of this request follows at once, so work that costs
+                               per call (a write, a flush) can wait for an event with 0 */
 } toka_event;
 
-/* Called between steps, on the thread that drives the engine (in toka_run, toka_generate or toka_score; the last events also in
- * toka_close), so it should be quick and must call none of these itself; all other functions are allowed. Where an fn is asked for
- * NULL will do: no events. Every sample (n 0: the prompt) ends in exactly one event whose finish is not TOKA_RUNNING. Returns 0 to
- * go on; anything else cancels what is left of the request. */
+/* A callback for the events of a request; user is the pointer given with the request. Where a
+ * function takes a toka_event_fn, NULL means that no events are wanted. Every sample (with n 0: the
+ * prompt) ends in exactly one event whose finish is not TOKA_RUNNING. Returns 0 to go on; any other
+ * value cancels the rest of the request.
+ * Thread: the driver, between steps; the last events may come in toka_close. All requests wait for
+ * it, so it must be quick. It must not call toka_run, toka_generate, toka_score or toka_close; all
+ * other functions are allowed. */
 typedef int toka_event_fn(void *user, const toka_event *event);
 
 typedef struct toka_usage {
-    int64_t prompt_tokens, output_tokens; /* prompt counted once, output summed over samples */
-    double prefill_s, decode_s;           /* wall time from submit to the first token of any sample; from there to the end */
+    int64_t prompt_tokens, output_tokens; /* prompt counted once; output summed over samples */
+    double prefill_s; /* seconds from submit to the first token of any sample */
+    double decode_s;  /* seconds from there to the end */
 } toka_usage;
 
-/* Runs one request to its end, beside all others that are under way. usage may be NULL; it stays as it was if the request is
- * refused. Errors: TOKA_E_USE: a field out of its range, a prompt without tokens or of more than max_model_len - 1 (with n 0:
- * max_model_len); TOKA_E_INPUT: text, and the model has no tokenizer; TOKA_E_CANCELLED, by the callback or toka_cancel. All these
- * leave the toka usable; TOKA_E_DEVICE does not. Thread: any; whoever waits drives the engine for all, so fn may run on another's
- * thread. */
-int toka_generate(toka *t, const toka_request *request, toka_event_fn *fn, void *user, toka_usage *usage, toka_err *e);
+/* Runs one request to its end, together with all other requests. usage may be NULL; it is filled
+ * unless the request is refused.
+ * Returns TOKA_E_USE if a field is out of range, if the prompt has no tokens or more than
+ * max_model_len - 1 (with n 0: max_model_len), or if more than 2^28 samples would be waiting or
+ * running; TOKA_E_INPUT if the prompt is text and the model has no tokenizer; TOKA_E_CANCELLED if a
+ * callback, toka_cancel or Ctrl-C (toka_main) ended it; TOKA_E_DEVICE if the device failed: after
+ * that no request can run on t.
+ * Thread: any. Of several threads that wait, one drives the engine for all, so fn may be called on
+ * another thread than this one. */
+int toka_generate(toka *t, const toka_request *request, toka_event_fn *fn, void *user,
+                  toka_usage *usage, toka_err *e);
 
-/* Queues a request; all it points to is copied. Events come while some thread drives. *id is for toka_cancel; NULL: not wanted.
- * Errors: TOKA_E_USE and TOKA_E_INPUT as toka_generate's, and TOKA_E_USE beyond 2^28 samples under way; TOKA_E_DEVICE if the
- * device has failed. *id stays as it was then. Thread: any. */
-int toka_submit(toka *t, const toka_request *request, toka_event_fn *fn, void *user, int64_t *id, toka_err *e);
+/* Queues a request; everything it points to is copied. Its events come while some thread drives the
+ * engine. *id is the argument for toka_cancel; id may be NULL. After an error *id is unchanged.
+ * Returns TOKA_E_USE and TOKA_E_INPUT as toka_generate does, TOKA_E_DEVICE if the device has failed,
+ * TOKA_E_CANCELLED during toka_close. Thread: any. */
+int toka_submit(toka *t, const toka_request *request, toka_event_fn *fn, void *user, int64_t *id,
+                toka_err *e);
 
-/* Ends a request in whatever state it is, with TOKA_CANCELLED events; nothing happens if it has ended. Thread: any. */
+/* Cancels a request, waiting or running: its samples end with TOKA_CANCELLED events. Does nothing
+ * if it has ended. Thread: any. */
 void toka_cancel(toka *t, int64_t id);
 
-/* Drives the engine until all requests have ended; forever: until toka_stop. Only error: TOKA_E_DEVICE, the device failed; all
- * requests have had their events then. Thread: any; one drives, the others wait and take over where it leaves. */
+/* Drives the engine until all requests have ended; forever not 0: until toka_stop. Returns 0, or
+ * TOKA_E_DEVICE if the device failed; all requests have had their last events then. Thread: any.
+ * One thread drives, the others wait, and one of them takes over when it returns. */
 int toka_run(toka *t, int forever, toka_err *e);
 
-/* Ends every toka_run(forever), also one that is yet to begin: there is none after this. All else works as before. Requests stay;
- * toka_run(t, 0, e) finishes them, toka_close cancels them. Thread: any. */
+/* Makes every toka_run(forever) return, and every later one at once. Everything else works as
+ * before. Requests stay: toka_run(t, 0, e) finishes them, toka_close cancels them. Thread: any. */
 void toka_stop(toka *t);
 
-typedef struct toka_stats { /* since toka_open, as of the last step. What had an event is counted before it */
-    int running, waiting;           /* samples */
-    int kv_pages, kv_pages_used;    /* of the KV pools, of 16 tokens each on a CPU, 64 on a GPU; used: held by running samples */
-    int64_t steps, rows;            /* forward steps; tokens that went through them */
-    int64_t output_tokens;          /* also those without an event, of samples that a callback ended in the middle of a step */
+typedef struct toka_stats { /* since toka_open, as of the last step. An event is counted before its
+                               callback is called */
+    int running, waiting;   /* samples */
+    int kv_pages;           /* pages of all KV pools; a page has 16 tokens on a CPU, 64 on a GPU */
+    int kv_pages_used;      /* pages that running samples hold */
+    int64_t steps;          /* forward steps */
+    int64_t rows;           /* tokens computed in these steps */
+    int64_t output_tokens;  /* includes tokens without an event: a callback ended the sample in the
+                               middle of a step */
     int64_t requests_done, preemptions;
-    int64_t prompt_tokens;          /* of all samples that started */
-    int64_t prompt_tokens_shared;   /* of these, found in the prefix tree: not computed again */
-    int64_t attended, attended_shared; /* pairs of a row and a position it attends to; of these, in shared prefixes */
-    double plan_s, run_s, commit_s; /* where the time went: planning, the device, events. Planning and events go on while the
-                                       device runs, where steps run ahead. The device: a replica's first rank had a step, its
-                                       waits for other ranks in it count; the mean of all replicas */
+    int64_t prompt_tokens;         /* of all samples that started */
+    int64_t prompt_tokens_shared;  /* of these, found in the prefix cache and not computed again */
+    int64_t attended;        /* pairs of a row and a position that it attends to */
+    int64_t attended_shared; /* of these, in shared prefixes */
+    double plan_s;   /* seconds spent planning steps. With run-ahead, plan_s and commit_s overlap
+                        with run_s */
+    double run_s;    /* seconds in which the first rank of a replica had a step, its waits for other
+                        ranks included; the mean of all replicas */
+    double commit_s; /* seconds spent committing results, callbacks included */
 } toka_stats;
 
-/* Thread: any, in callbacks too. */
+/* Thread: any, also in callbacks. */
 toka_stats toka_get_stats(toka *t);
 
-/* Log-probability of every token of a text given those before it: logprobs[i] for ids[i], i from 1; logprobs[0] is 0. n_ids: 1 to
- * max_model_len, else TOKA_E_USE. logprobs: caller's, n_ids floats; an error leaves it as it was, a device that failed on the way
- * only from some place on. A request like others (n 0, prompt_logprobs), computed in chunks: never holds [tokens][vocabulary].
- * Errors and threads as toka_generate's. */
+/* Scores a text: logprobs[i] is the log-probability of ids[i] given ids[0 .. i-1]; logprobs[0] is
+ * 0. ids: [n_ids], n_ids is 1 to max_model_len. logprobs: [n_ids], the caller's. It is a request
+ * like others (n 0, prompt_logprobs), computed in chunks, so no array of [tokens][vocabulary]
+ * exists. Errors and threads are those of toka_generate. After TOKA_E_DEVICE or TOKA_E_CANCELLED
+ * the first entries of logprobs may have been written; after other errors it is unchanged. */
 int toka_score(toka *t, const int32_t *ids, size_t n_ids, float *logprobs, toka_err *e);
 
-/* main() of the toka program. Returns the exit status: 0, 1, 2, or 130 after Ctrl-C. Installs handlers for SIGINT, SIGTERM
- * and SIGBUS and ignores SIGPIPE and SIGXFSZ, so it is for programs that are nothing else. */
+/* main() of the toka program. Returns the exit status: 0, 1, 2, or 130 after Ctrl-C. Installs
+ * handlers for SIGINT, SIGTERM and SIGBUS, and ignores SIGPIPE and SIGXFSZ; so a program that calls
+ * it should do nothing else. */
 int toka_main(int argc, char **argv);
 
 /* ============================================================================================================= */
