@@ -84,15 +84,15 @@ typedef struct toka_options {
     int pipeline_parallel_size; /* stages; each has some of the layers, on its own devices; 0: 1 */
     int data_parallel_size;     /* replicas of the whole model. Each has its own devices, steps,
                                    sequences and KV cache, of the sizes given here; 0: 1 */
-    int64_t kv_tokens;          /* size of the KV cache in tokens, at least 2; 0: what memory allows */
+    int64_t kv_tokens;          /* size of the KV cache, tokens, 2 or more; 0: what memory has */
     bool no_prefix_caching;     /* turns prefix sharing off, in the KV cache and in attention: every
                                    sample computes its whole prompt. Results do not change; use it
                                    to measure what sharing saves */
     bool enforce_eager;         /* GPU: launches every step kernel by kernel, without CUDA graphs */
     double gpu_memory_utilization; /* share of the GPU's free memory that may be allocated, in
                                       (0,1]; 0: 0.9 */
-    /* Called while toka_open works, on any thread, one call at a time; may be NULL. what: the phase;
-     * done: 0 to 1. */
+    /* Called while toka_open works, on any thread, one call at a time; may be NULL. what: the
+     * phase; done: 0 to 1. */
     void (*progress)(void *user, const char *what, double done);
     void *progress_user; /* passed to progress as `user` */
 } toka_options;
@@ -340,8 +340,8 @@ int toka_generate(toka *t, const toka_request *request, toka_event_fn *fn, void 
 
 /* Queues a request; everything it points to is copied. Its events come while some thread drives the
  * engine. *id is the argument for toka_cancel; id may be NULL. After an error *id is unchanged.
- * Returns TOKA_E_USE and TOKA_E_INPUT as toka_generate does, TOKA_E_DEVICE if the device has failed,
- * TOKA_E_CANCELLED during toka_close. Thread: any. */
+ * Returns TOKA_E_USE and TOKA_E_INPUT as toka_generate does, TOKA_E_DEVICE if the device has
+ * failed, TOKA_E_CANCELLED during toka_close. Thread: any. */
 int toka_submit(toka *t, const toka_request *request, toka_event_fn *fn, void *user, int64_t *id,
                 toka_err *e);
 
@@ -394,298 +394,409 @@ int toka_score(toka *t, const int32_t *ids, size_t n_ids, float *logprobs, toka_
  * it should do nothing else. */
 int toka_main(int argc, char **argv);
 
-/* ============================================================================================================= */
+/* ============================================================================================ */
 #ifdef TOKA_INTERNAL
-/* The backend boundary: one table of functions, two instances, toka_cpu in toka.c and toka_cuda in toka_kernels.cu.
+/* The backend boundary: one table of functions (toka_backend) with two instances: toka_cpu in
+ * toka.c, toka_cuda in toka_kernels.cu.
  *
- * Dimension letters, equal everywhere: T tokens this step, S sequences, L layers, H query heads, K kv heads, D head size,
- * E model width, F mlp width, V vocabulary, B tokens per page. All matrices are row-major; a weight is [outputs][inputs].
+ * Dimension letters, equal everywhere: T tokens of this step, S sequences, L layers, H query heads,
+ * K kv heads, D head size, E model width, F mlp width, V vocabulary, B tokens per page (a page is
+ * vLLM's block). All matrices are row-major; a weight is [outputs][inputs].
  *
- * Ops latch their first failure in the device; the engine reads it once per step by status(). */
+ * Errors: the first op that fails stores its error in the device, and later ops do nothing. Chapter
+ * 21 calls status() after each step.
+ *
+ * Ranks: a model may be spread over several devices, one rank each: pp stages x tp tensor ranks. A
+ * stage has consecutive layers. Each tensor rank of a stage has some of the heads, of the MLP's
+ * columns and of the vocabulary. L, H, K, F and V are those of the rank; E, D, B and the rest are
+ * equal on all ranks. A model on one device is one rank that has everything.
+ *
+ * The calls of one step, with pp 2; all tensor ranks of a stage make the same calls:
+ *
+ *     stage 0  begin  copy_pages  embed  all_reduce  layers  send                end ... finish
+ *     stage 1  begin  copy_pages  receive            layers  norm_logits_sample  end ... finish
+ *
+ *     layers = L times: norm_qkv_rope_kv  attention  out_residual  all_reduce
+ *                       norm_mlp_residual  all_reduce
+ *
+ * A step as integers, with B 4. Sequence 0 is in decode at position 9 and has the block table 7 3 5;
+ * the host does not know its last token yet. Sequence 1 is in prefill; its prompt has 3 tokens:
+ *
+ *     row      0 |  1  2  3     T 4                  ids -1 is -1 - seq: the token that the device
+ *     ids     -1 | 11 12 13                          keeps for sequence 0
+ *     pos      9 |  0  1  2
+ *     kv_slot 21 | 32 33 34     page * B + offset    row 0: page 5, offset 1
+ *     pages   7 3 5 | 8
+ *     spans   {row0 0, n_rows 1, page0 0, kv0 0, n_kv 10},
+ *             {row0 1, n_rows 3, page0 3, kv0 0, n_kv 3}
+ *     samples {row 0, seq 0}, {row 3, seq 1}         n_samples 2 */
 
-typedef struct toka_dev_ptr { /* an address on a device; on the CPU a plain pointer. A struct, so that C cannot dereference it */
+typedef struct toka_dev_ptr { /* an address on a device, on the CPU a plain pointer. A struct, so
+                                 that C code cannot dereference it */
     uint64_t at;
 } toka_dev_ptr;
 
 typedef enum toka_dtype { TOKA_BF16, TOKA_F16, TOKA_F32 } toka_dtype;
 
-typedef struct toka_tensor { /* a weight, or a slice of one, as it lies in the mapped file, at any byte: not aligned; rows 0: not
-                                there */
-    const void *data;        /* [rows][cols] */
+typedef struct toka_tensor { /* a weight, or a slice of one, in the mapped file; rows 0: absent */
+    const void *data;        /* [rows][cols], borrowed from the mapping, at any byte (not
+                                aligned) */
     toka_dtype dtype;
     int rows, cols;
-    int stride;              /* elements from row to row; cols where rows lie side by side */
+    int stride;              /* elements from one row to the next; cols if the rows are
+                                contiguous */
 } toka_tensor;
 
 typedef struct toka_layer {
-    toka_tensor attn_norm;               /* [1][E] */
-    toka_tensor q, k, v;                 /* [H*D][E], [K*D][E], [K*D][E] */
-    toka_tensor q_bias, k_bias, v_bias;  /* [1][H*D], [1][K*D], [1][K*D] or absent */
-    toka_tensor q_norm, k_norm;          /* [1][D] RMSNorm over each head (Qwen3) or absent */
-    toka_tensor o, o_bias;               /* [E][H*D]; [1][E] or absent */
-    toka_tensor mlp_norm;                /* [1][E] */
-    toka_tensor gate, up, down;          /* [F][E], [F][E], [E][F] */
-    int window;                          /* sliding window: a token sees itself and window-1 before it; 0: all */
+    toka_tensor attn_norm;              /* [1][E] */
+    toka_tensor q, k, v;                /* [H*D][E], [K*D][E], [K*D][E] */
+    toka_tensor q_bias, k_bias, v_bias; /* [1][H*D], [1][K*D], [1][K*D], or absent */
+    toka_tensor q_norm, k_norm;         /* [1][D] RMSNorm over each head (Qwen3), or absent */
+    toka_tensor o, o_bias;              /* [E][H*D]; [1][E] or absent */
+    toka_tensor mlp_norm;               /* [1][E] */
+    toka_tensor gate, up, down;         /* [F][E], [F][E], [E][F] */
+    int window;                         /* sliding window: a token sees itself and the window-1
+                                           tokens before it; 0: all */
 } toka_layer;
 
 typedef struct toka_weights {
-    toka_tensor embed;    /* [V][E], in the first stage */
-    toka_tensor norm;     /* [1][E], in the last stage */
-    toka_tensor lm_head;  /* [V][E], in the last stage; the embedding again if tied */
-    toka_layer *layers;   /* [L] */
+    toka_tensor embed;   /* [V][E], in the first stage */
+    toka_tensor norm;    /* [1][E], in the last stage */
+    toka_tensor lm_head; /* [V][E], in the last stage; the embedding again if tied */
+    toka_layer *layers;  /* [L] */
 } toka_weights;
 
-/* Many ranks. A model that is spread over devices is a grid of pp stages x tp ranks. A stage has some of the layers, one behind
- * another; its tp ranks have each some of the heads, of the MLP's columns and of the vocabulary. L, H, K, F and V are those of
- * the rank; E, D, B and the rest are equal everywhere. A model on one device is one rank that has all. */
-enum { TOKA_ID_BLOCK = 256 };
+enum { TOKA_ID_BLOCK = 256 }; /* the vocabulary is divided over tensor ranks in blocks of so many
+                                 ids, because sampling on a GPU uses one random number per block */
 
-typedef struct toka_shape {
+typedef struct toka_shape { /* of one rank */
     int L, H, K, D, E, F, V;
-    int v0, V_all;          /* the rank has the ids v0 .. v0+V-1 of V_all; v0 is a multiple of TOKA_ID_BLOCK where V_all is that
-                               many for each tp rank */
+    int v0, V_all;          /* the rank has the ids v0 .. v0+V-1 of the V_all ids. v0 is a multiple
+                               of TOKA_ID_BLOCK if V_all >= tp_size * TOKA_ID_BLOCK; else any
+                               number */
     int B;                  /* tokens per page */
     float eps;              /* of every RMSNorm */
-    const float *rope_freq; /* [D/2] radians per position: every RoPE kind comes down to this table ... */
+    const float *rope_freq; /* [D/2] radians per position; every kind of RoPE is this table ... */
     float rope_scale;       /* ... and a factor on cos and sin (yarn), else 1 */
-    int max_len;            /* tokens per sequence */
+    int max_len;            /* most tokens of a sequence */
 } toka_shape;
 
-/* One piece of attention work: rows row0 .. row0+n_rows-1 of this step against kv positions kv0 .. kv0+n_kv-1, found in
- * pages[page0], the page of kv0, pages[page0+1] ... A row at position p sees only kv positions <= p. Many sequences that share a
- * prefix are one span over that prefix (their rows lie side by side) plus one span each for their own part. For each row the spans
- * cover positions 0 .. p exactly once, in rising kv0. kv0 lies within a page only where the backend allows it. */
+/* An attention segment: the rows row0 .. row0+n_rows-1 of this step attend to the kv positions kv0
+ * .. kv0+n_kv-1, which are in pages[page0] (the page of kv0), pages[page0+1], and so on. A row at
+ * position p sees only kv positions <= p. If several sequences share a prefix, one shared span
+ * covers the prefix for all of them (their rows are neighbours), and one span for each covers the
+ * rest. The spans of a row cover the positions 0 .. p exactly once, in rising order of kv0. kv0 is
+ * a multiple of B, unless the backend has span_align_tok (see there). */
 typedef struct toka_span {
     int row0, n_rows, page0, kv0, n_kv;
 } toka_span;
 
-/* One row whose logits are wanted, and what to do with them. Plain data: pointers are host memory valid for the step. */
+/* A sample row: a row whose logits are sampled or scored, and how. Its pointers are host memory
+ * that is valid until the step is done. */
 typedef struct toka_sample_row {
     int row;                       /* 0 .. T-1 */
-    int seq;                      /* of its sequence: the id becomes the slot's last token; -1: not kept */
+    int seq;                       /* the scheduler's index of the sequence: the device keeps the
+                                      sampled id as the last token of seq, so that a later step can
+                                      use it before the host knows it; -1: not kept */
     int32_t forced_id;             /* >= 0: score this id, draw nothing */
-    bool ranked;                   /* with forced_id and sampling: the id's rank is wanted */
+    bool ranked;                   /* with forced_id and sampling: compute the rank of the id */
     uint32_t sample;               /* sample index and ... */
-    uint32_t position;             /* ... position of the token to draw: the counter of the random number */
+    uint32_t position;             /* ... position of the token to draw: with the seed they
+                                      determine the random number */
     const toka_sampling *sampling; /* may be NULL with forced_id */
-    const int32_t *history;        /* prompt then output ids, for penalties */
-    int n_prompt, n_history;
-    const int32_t *forbidden;      /* ids that may not be drawn now (end ids before min_tokens) */
+    const int32_t *history;        /* [n_history] ids of prompt and output, for penalties */
+    int n_prompt, n_history;       /* the first n_prompt ids of history are the prompt */
+    const int32_t *forbidden;      /* [n_forbidden] ids that may not be drawn now (end ids before
+                                      min_tokens, bad words) */
     int n_forbidden;
 } toka_sample_row;
 
-/* Is the pick's logprob wanted? Else it is NAN. Of a forced id it always is. */
-static inline bool toka_wants_logprob(const toka_sample_row *row) { return row->forced_id >= 0 || row->sampling->logprobs >= 0; }
+/* Returns true if the result of this row must have a logprob; else it is NAN. A forced id always
+ * has one. */
+static inline bool toka_wants_logprob(const toka_sample_row *row) {
+    return row->forced_id >= 0 || row->sampling->logprobs >= 0;
+}
 
-/* The id to pick where every logit is -inf: the lowest that is allowed and not forbidden; if all that is allowed is forbidden, the
- * lowest allowed. Backends that sample by themselves call it, so that all answer alike. Lists may be as long as the vocabulary: a
- * window of ids at a time. */
+/* Returns the id to sample if all logits are -inf: the lowest id that is allowed and not forbidden;
+ * if all allowed ids are forbidden, the lowest allowed id. All backends call it, so that they
+ * agree. The lists may be as long as the vocabulary, so it looks at WINDOW ids at a time. */
 static inline int32_t toka_fallback_id(const toka_sample_row *row, int V) {
     enum { WINDOW = 1024 };
     const toka_sampling *sampling = row->sampling;
     bool allowed[WINDOW], forbidden[WINDOW];
     int32_t lowest = sampling->n_allowed ? V : 0;
-    for (int i = 0; i < sampling->n_allowed; i++) lowest = sampling->allowed_ids[i] < lowest ? sampling->allowed_ids[i] : lowest;
+    for (int i = 0; i < sampling->n_allowed; i++)
+        lowest = sampling->allowed_ids[i] < lowest ? sampling->allowed_ids[i] : lowest;
     for (int from = lowest; from < V; from += WINDOW) {
-        for (int i = 0; i < WINDOW; i++) allowed[i] = !sampling->n_allowed, forbidden[i] = false;
+        for (int i = 0; i < WINDOW; i++) {
+            allowed[i] = !sampling->n_allowed;
+            forbidden[i] = false;
+        }
         for (int i = 0; i < sampling->n_allowed; i++)
-            if (sampling->allowed_ids[i] >= from && sampling->allowed_ids[i] - from < WINDOW) allowed[sampling->allowed_ids[i] - from] = true;
-        for (int i = 0; i < row->n_forbidden; i++) /* a model's end ids may lie outside its vocabulary */
-            if (row->forbidden[i] >= from && row->forbidden[i] - from < WINDOW) forbidden[row->forbidden[i] - from] = true;
+            if (sampling->allowed_ids[i] >= from && sampling->allowed_ids[i] - from < WINDOW)
+                allowed[sampling->allowed_ids[i] - from] = true;
+        for (int i = 0; i < row->n_forbidden; i++) /* end ids may be >= V: such ids are ignored */
+            if (row->forbidden[i] >= from && row->forbidden[i] - from < WINDOW)
+                forbidden[row->forbidden[i] - from] = true;
         for (int i = 0; i < WINDOW && from + i < V; i++)
             if (allowed[i] && !forbidden[i]) return from + i;
     }
     return lowest;
 }
 
-typedef struct toka_sample_result { /* what came of a toka_sample_row */
-    int32_t id;
-    float logprob, sampled_logprob;
-    int rank;              /* of a ranked row: the id's place by raw logit, 1 is the best, of equal
-                              ones the lowest id first; else 0 */
+typedef struct toka_sample_result { /* the result of a sample row */
+    int32_t id;                     /* the sampled id, or forced_id */
+    float logprob, sampled_logprob; /* as in toka_event */
+    int rank;                       /* of a ranked row: the id's rank by raw logit, 1 is the
+                                       highest, of equal ones the lowest id first; else 0 */
     int n_top;
-    int32_t top_ids[TOKA_MAX_LOGPROBS];
+    int32_t top_ids[TOKA_MAX_LOGPROBS]; /* the first n_top are set, and of top_logprobs */
     float top_logprobs[TOKA_MAX_LOGPROBS];
 } toka_sample_result;
 
-typedef struct toka_copy { /* a whole KV page, in all layers */
-    int32_t from, to;
+typedef struct toka_copy { /* copies a whole KV page, in all layers */
+    int32_t from, to;      /* pages */
 } toka_copy;
 
-typedef struct toka_step {   /* one forward step, the plan as integers; host memory, valid until the step is done */
+typedef struct toka_step { /* one forward step as integers; host memory, unchanged until the step is
+                              done */
     int T, n_spans, n_samples;
-    const int32_t *ids;      /* [T]; -1 - q: the last token of slot q, which an earlier step drew and the device kept */
+    const int32_t *ids;      /* [T] token ids. -1 - seq: the last token of sequence seq, which an
+                                earlier step sampled and the device keeps */
     const int32_t *pos;      /* [T] position of each token in its sequence */
-    const int32_t *kv_slot;     /* [T] page * B + offset: where its K and V are stored */
-    const int32_t *pages;    /* page tables, spans point into it */
+    const int32_t *kv_slot;  /* [T] page * B + offset: where the token's K and V are stored */
+    const int32_t *pages;    /* block tables; toka_span.page0 is an index into it */
     const toka_span *spans;  /* [n_spans] */
     int n_copies;
-    const toka_copy *copies; /* [n_copies] done before any K or V of this step is stored; no page is in both columns, none twice in
-                                `to` */
-    const toka_sample_row *samples; /* [n_out] */
-    float *logits;           /* NULL, or [n_out][V_all] host float32: raw logits too (tests, tools) */
-    int64_t number;          /* with stages: 1, 2, 3 ... in the order in which the ranks run them */
-    int64_t needs_step;           /* with stages: ids -1 - q were drawn in step `needs` or before it, a step with n_out > 0; 0: none */
+    const toka_copy *copies; /* [n_copies] done before any K or V of this step is stored. No page is
+                                both a `from` and a `to`, and none is twice a `to` */
+    const toka_sample_row *samples; /* [n_samples] */
+    float *logits;      /* NULL, or host memory [n_samples][V_all] for the raw logits (tests,
+                           tools) */
+    int64_t number;     /* with stages: 1, 2, 3 ... in the order in which the ranks run the steps */
+    int64_t needs_step; /* with stages: number of the latest step that sampled a token which this
+                           step uses by -1 - seq (it has n_samples > 0); 0: none */
 } toka_step;
 
-typedef struct toka_device toka_device; /* a backend's own state */
-typedef struct toka_group toka_group;   /* what the ranks of one model share; a backend's own */
+typedef struct toka_device toka_device; /* a backend's own state of one device */
+typedef struct toka_group toka_group;   /* a backend's own: what the ranks of one model share */
 
 typedef struct toka_device_options {
-    int n_threads;   /* CPU: of all n_devices together; 0: one a core */
-    int max_tokens;  /* largest T of a step */
-    int max_samples;     /* largest n_out */
-    int n_pages;     /* KV pages to hold */
-    int n_devices;   /* that this process opens beside one another, with this one; 0: 1. Those of one machine share its memory */
-    int index;       /* of this one among them */
-    int n_seqs;     /* slots whose last tokens the device keeps; 0: none, all ids are given */
-    toka_group *group; /* NULL: alone */
-    int tp_rank, tp_size, pp_rank, pp_size; /* place in the group; sizes 0 and 1 mean the same */
-    double memory_utilization; /* CUDA: share of the free memory that may be taken; 0: 0.9 */
-    bool eager;                /* CUDA: nothing is captured, all steps are launched kernel by kernel */
-    void (*progress)(void *user, const char *what, double done); /* or NULL; done: 0 to 1; any thread, one at a time */
+    int n_threads;     /* CPU: threads of all n_devices together; 0: one per core */
+    int max_tokens;    /* largest T of a step */
+    int max_samples;   /* largest n_samples of a step */
+    int n_pages;       /* size of the KV pool, pages */
+    int n_devices;     /* devices that this process opens, this one included; 0: 1. CPU devices
+                          divide the machine's memory */
+    int index;         /* of this device among them */
+    int n_seqs;        /* sequences whose last tokens the device keeps; 0: none, all ids are
+                          given */
+    toka_group *group; /* borrowed; NULL: this process opens no other device */
+    int tp_rank, tp_size, pp_rank, pp_size; /* place in the group; a size of 0 means 1 */
+    double memory_utilization; /* CUDA: share of the free memory that may be allocated; 0: 0.9 */
+    bool eager;                /* CUDA: no CUDA graphs, all steps are launched kernel by kernel */
+    /* NULL, or called with a phase and 0 to 1, on any thread, one call at a time. */
+    void (*progress)(void *user, const char *what, double done);
     void *user;
 } toka_device_options;
 
-/* What a device did by its own clock, since its first step, the rehearsal. Every so many steps one is run with the clock read
- * between its ops, too; what these did is counted from the step's integers: bytes are the least that must move. */
+/* The ops of which a device measures the time. Some steps are timed op by op. Their FLOP and bytes
+ * are computed from the step's integers, not measured; bytes: the least that must be moved. */
 enum {
     TOKA_OP_EMBED, TOKA_OP_QKV, TOKA_OP_ATTENTION, TOKA_OP_OUT, TOKA_OP_MLP, TOKA_OP_HEAD,
-    TOKA_OP_ALL_REDUCE,     /* over tensor ranks, with what it waits for them; bytes: that leave over its links, but those that
-                           leave beside the products */
-    TOKA_OP_SEND_RECEIVE, /* from stage to stage: putting x in and taking it out; bytes: the same */
+    TOKA_OP_ALL_REDUCE,   /* waits for other tensor ranks included; bytes: sent over the rank's
+                             links, without those that a GEMM kernel sends while it computes */
+    TOKA_OP_SEND_RECEIVE, /* x to and from other stages; bytes: the same x */
     TOKA_N_OPS
 };
-typedef struct toka_op_times {
+typedef struct toka_op_times { /* sums over the timed steps */
     double seconds, flop, bytes;
 } toka_op_times;
-typedef struct toka_times {
-    int64_t steps, graphs; /* all, and those that were CUDA graphs */
-    double busy_s, idle_s; /* in steps; between one and the next, waiting for its upload included: with stages, the bubble */
-    double begin_s, end_s; /* of the step finished last, from the begin of the first that counts */
-    int64_t n_timed;       /* steps whose parts were timed */
+typedef struct toka_times { /* by the device's clock. The warm-up step is not counted */
+    int64_t steps, graphs;  /* all steps; those run as CUDA graphs */
+    double busy_s;          /* seconds in steps */
+    double idle_s;          /* seconds between two steps, the wait for the next upload included;
+                               with stages this is the pipeline bubble */
+    double begin_s, end_s;  /* begin and end of the last finished step, in seconds since the begin
+                               of the first counted step */
+    int64_t n_timed;        /* steps timed op by op */
     toka_op_times op[TOKA_N_OPS];
 } toka_times;
 
-typedef struct toka_memory { /* of one device, in bytes: what the model takes, the KV pool, and all else that is gone since it was
-                                opened */
-    int64_t weights, kv, other;
+typedef struct toka_memory { /* of one device, bytes */
+    int64_t weights, kv;     /* the model's weights; the KV pool */
+    int64_t other;           /* everything else that is in use since the device was opened */
 } toka_memory;
 
 typedef struct toka_bench_row { /* one measurement of `toka bench ops` */
     const char *op, *model, *shape; /* valid during the call */
-    double us, flop, bytes;         /* of one call of the op; bytes: the least that must move */
+    double us, flop, bytes;         /* of one call of the op; bytes: the least that must be moved */
 } toka_bench_row;
 typedef void toka_bench_fn(void *user, const toka_bench_row *row);
 
 typedef struct toka_backend {
     const char *name;
-    /* Describes device number i of this kind in one line. Returns 0 when there is none that can be used, with the reason in
-     * line. */
+    /* Describes device number i of this kind in one line. Returns 0 if it cannot be used; then line
+     * has the reason. */
     int (*probe)(int i, char *line, size_t bytes);
-    /* Devices of this kind that one process can use beside one another; NULL: as many as it wants. */
+    /* Returns the number of devices of this kind that one process can use; NULL: no limit. */
     int (*count)(void);
-    /* Bytes that the KV pool may take beside all the rest of this model and a step of this size, on the device that `o` names
-     * (n_pages and the group are not looked at). */
-    int64_t (*kv_bytes)(const toka_shape *shape, const toka_weights *weights, const toka_device_options *o);
-    /* Takes all memory; keeps `shape` and `weights` by pointer, they outlive the device. */
-    int (*open)(toka_device **out, const toka_device_options *o, const toka_shape *shape, const toka_weights *weights,
-                toka_err *e);
+    /* Returns the bytes that are left for the KV pool beside everything else, for this model and
+     * this step size, on the device that `o` names. Ignores o->n_pages and o->group. */
+    int64_t (*kv_bytes)(const toka_shape *shape, const toka_weights *weights,
+                        const toka_device_options *o);
+    /* Opens a device and allocates all its memory. `shape` and `weights` are borrowed until
+       close. */
+    int (*open)(toka_device **out, const toka_device_options *o, const toka_shape *shape,
+                const toka_weights *weights, toka_err *e);
     void (*close)(toka_device *d);
-    const char *(*describe)(const toka_device *d);               /* one line: what it runs on */
-    void (*memory)(const toka_device *d, toka_memory *m);        /* any thread, while no step is under way; NULL: not known */
-    int (*status)(toka_device *d, toka_err *e);                  /* 0, or the first failure since open */
-    toka_dev_ptr (*alloc)(toka_device *d, size_t bytes);             /* at open only; freed by close */
+    const char *(*describe)(const toka_device *d); /* one line; owned by the device */
+    /* Thread: any, while no step is in flight. NULL: memory is not known. */
+    void (*memory)(const toka_device *d, toka_memory *m);
+    /* Returns 0, or the first error since open. */
+    int (*status)(toka_device *d, toka_err *e);
+    toka_dev_ptr (*alloc)(toka_device *d, size_t bytes); /* only right after open; close frees it */
     void (*upload)(toka_device *d, toka_dev_ptr to, const void *from, size_t bytes);
     void (*download)(toka_device *d, void *to, toka_dev_ptr from, size_t bytes);
-    /* Ranks. Each rank is a device, driven by one thread; all run the same steps in the same order. An op that waits for other
-     * ranks, and open, where the ranks meet, give up when the group is aborted; the op also when nobody gets on for half a minute:
-     * then every device of the group latches a failure, with the rank and the op, and further ops do nothing. A device may be
-     * closed when its own thread is in no op, the group when its devices are. */
+
+    /* ---- Groups of ranks ----
+     * Each rank is a device with one thread, which calls its ops. All ranks run the same steps in
+     * the same order. An op that waits for other ranks fails if the group is aborted, or if no rank
+     * makes progress for 30 s (watchdog). Then every device of the group stores an error that names
+     * the rank and the op. open waits for the other ranks, too; only an abort ends that wait.
+     * A device may be closed when its own thread is in no op, a group when its devices are
+     * closed. */
     int (*group_open)(toka_group **out, int tp_size, int pp_size, toka_err *e);
     void (*group_close)(toka_group *g);
-    void (*group_abort)(toka_group *g);                         /* any thread */
-    /* For who waits for steps that all ranks have: called again and again, by one thread at a time. slept: seconds since the last
-     * call; who: a rank that is not done. When no rank got on for half a minute, ends the group and returns the error, which
-     * names the rank to blame. */
-    int (*group_watchdog)(toka_group *g, int who, double slept, toka_err *e);
-    void (*all_reduce)(toka_device *d, toka_dev_ptr x, int rows);   /* x [rows][E] = the sum over the stage's tp ranks, in order */
-    void (*send)(toka_device *d, toka_dev_ptr x, int rows);         /* x [rows][E] to the same tp rank of the next stage */
-    void (*receive)(toka_device *d, toka_dev_ptr x, int rows);      /* from the stage before */
-    /* Steps. Ops may return before their work is done; it is done in the order in which they were called. For each step, on the
-     * rank's thread: begin, the ops, end; later finish, step after step in the same order. A step, and the host memory that it
-     * names or that its picks go to, stays as it is from begin to the end of finish, which waits until the step is done: its picks
-     * are there then. At most n_ahead steps are begun and not finished. finish is called for each that was begun, also after a
-     * failure, and also on ranks that have no picks. All three NULL: an op's work is done when it returns. */
+    void (*group_abort)(toka_group *g); /* thread: any */
+    /* One look of the watchdog, for a thread that waits for a step of all ranks; it calls this
+     * again and again, one thread at a time. rank: one that has not finished the step; slept:
+     * seconds since the last call. Returns 0. If no rank has made progress for 30 s, aborts the
+     * group and returns an error that names the rank that the others wait for. */
+    int (*group_watchdog)(toka_group *g, int rank, double slept, toka_err *e);
+    /* x [rows][E] = sum of x over the tensor ranks of the stage, added in the order of the
+       ranks. */
+    void (*all_reduce)(toka_device *d, toka_dev_ptr x, int rows);
+    /* Sends x [rows][E] to the same tensor rank of the next stage. */
+    void (*send)(toka_device *d, toka_dev_ptr x, int rows);
+    /* Receives x [rows][E] from the same tensor rank of the previous stage. */
+    void (*receive)(toka_device *d, toka_dev_ptr x, int rows);
+
+    /* ---- Steps ----
+     * For each step, on the rank's thread: begin, the ops, end; later finish, in the order of the
+     * steps. On a backend with finish, ops may return before their work is done; the device does it
+     * in the order of the calls. finish waits until the step is done; its results are valid then.
+     * The step, the memory that it points to, and its results must not change or move from begin
+     * until finish returns. At most n_ahead steps are begun and not finished. finish is called for
+     * every step that was begun, also after an error, and also on ranks without results.
+     * All three are NULL if an op's work is done when the op returns. */
     void (*begin)(toka_device *d, const toka_step *s);
     void (*end)(toka_device *d, const toka_step *s);
     void (*finish)(toka_device *d, const toka_step *s);
-    /* The next step to go through begin, ops and end, ahead of the first real one, so that it is captured: it runs nothing and is
-     * not finished. NULL: that was all; no entry: nothing is captured. */
+    /* Called after open and alloc, until it returns NULL. Returns a step that the caller passes
+     * through begin, the ops and end, without finish: the device records the ops as a CUDA graph
+     * and runs nothing. capture is NULL: the backend records nothing. */
     const toka_step *(*capture)(toka_device *d);
-    void (*times)(toka_device *d, toka_times *times);            /* as of the last finish; NULL: the device has no clock */
-    /* s->copies, of this rank's layers; before all other ops of the step */
+    /* Thread: that of the rank, after finish. NULL: the device has no clock. */
+    void (*times)(toka_device *d, toka_times *times);
+
+    /* ---- Ops ----
+     * x: [T][E] residual stream (allocated with E rounded up to 8, so that a backend may pad rows).
+     * q, o: [T][H][D]. All in the backend's activation type: float32 on the CPU, bf16 on CUDA.
+     * layer: index in the rank's layers; it also selects the layer's K and V in the pages.
+     * Tensor ranks: after embed, out_residual and norm_mlp_residual x is a partial sum, and the
+     * caller must call all_reduce. embed writes zeros for the ids of other ranks. Only tensor rank
+     * 0 adds the old x and the bias. Every tensor rank gets all results; only tensor rank 0 writes
+     * s->logits. Stages: embed is called on the first stage only; it waits for the tokens of
+     * s->needs_step. norm_logits_sample is called on the last stage only. */
+
+    /* s->copies, for this rank's layers; before all other ops of the step. */
     void (*copy_pages)(toka_device *d, const toka_step *s);
-    /* The transformer. x: [T][E] residual stream (with room for E rounded up to 8, where a backend wants to pad), q and o:
-     * [T][H][D], in the backend's own activation type (float32 on the CPU, bf16 on CUDA); `layer` also picks the layer's K
-     * and V pages. With tp ranks, embed, out_residual and norm_mlp_residual leave in x this rank's part of a sum, and all_reduce
-     * must follow: embed has zeros for ids of other ranks; only tp rank 0 adds to the old x, and the bias. The logits are
-     * gathered, so that each tp rank has all picks; raw logits go to tp rank 0's step. With stages, embed is the first's and
-     * waits for the draws that its step needs; norm_logits_sample is the last's. */
-    void (*embed)(toka_device *d, const toka_step *s, toka_dev_ptr x);                              /* x = embed[ids] */
-    void (*norm_qkv_rope_kv)(toka_device *d, const toka_step *s, int layer, toka_dev_ptr x, toka_dev_ptr q); /* K, V to their slots */
-    void (*attention)(toka_device *d, const toka_step *s, int layer, toka_dev_ptr q, toka_dev_ptr o);
-    void (*out_residual)(toka_device *d, const toka_step *s, int layer, toka_dev_ptr o, toka_dev_ptr x);     /* x += o W_o (+b) */
-    void (*norm_mlp_residual)(toka_device *d, const toka_step *s, int layer, toka_dev_ptr x);  /* x += down(silu(gate)*up) */
-    /* picks[n_out], host; see finish */
-    void (*norm_logits_sample)(toka_device *d, const toka_step *s, toka_dev_ptr x, toka_sample_result *picks);
-    /* Measures every op at the shapes of known models, without a model; the first row is the read bandwidth. NULL: not there. */
+    /* x = embed[ids] */
+    void (*embed)(toka_device *d, const toka_step *s, toka_dev_ptr x);
+    /* q = RoPE(norm(x) W_q); K and V of the step's tokens are stored at s->kv_slot. */
+    void (*norm_qkv_rope_kv)(toka_device *d, const toka_step *s, int layer, toka_dev_ptr x,
+                             toka_dev_ptr q);
+    /* o = softmax(q K^T / sqrt(D)) V over the spans */
+    void (*attention)(toka_device *d, const toka_step *s, int layer, toka_dev_ptr q,
+                      toka_dev_ptr o);
+    /* x += o W_o (+ bias) */
+    void (*out_residual)(toka_device *d, const toka_step *s, int layer, toka_dev_ptr o,
+                         toka_dev_ptr x);
+    /* x += down(silu(gate) * up), gate and up of norm(x) */
+    void (*norm_mlp_residual)(toka_device *d, const toka_step *s, int layer, toka_dev_ptr x);
+    /* results: host memory [n_samples], valid after finish */
+    void (*norm_logits_sample)(toka_device *d, const toka_step *s, toka_dev_ptr x,
+                               toka_sample_result *results);
+    /* Measures every op at the shapes of known models, without a model. The first row is the read
+     * bandwidth. NULL: not available. */
     int (*bench)(toka_bench_fn *row, void *user, toka_err *e);
+
+    /* ---- Properties ---- */
     size_t activation_bytes; /* bytes of one element of x, q and o, and of K and V */
     int page_tok;            /* tokens of a KV page: toka_shape.B */
-    bool reads_files;        /* ops read weights where files are mapped; else open copies them */
-    bool warm_up;           /* the largest step is run once at open: it shows that memory suffices, and loads the code */
-    int default_tokens, default_seqs; /* of a step, and running at once, where the user does not say */
-    int n_ahead;             /* steps that are posted before the oldest one's picks are looked at, and begun before it is finished;
-                                1: each is waited for */
-    /* What attention costs here, in tokens of K and V read for one row; decides which shared prefixes become spans of their own:
-     * merging one more partial result into a row, one more span, and how many rows one read of K and V serves. */
-    int merge_tok, span_tok, tile_rows;
-    int span_align_tok; /* a span may begin within a page, at a multiple of this; 0: no */
+    bool reads_files;        /* ops read the weights in the mapped files; else open copies them */
+    bool warm_up;            /* run the largest step once at open: proves that memory suffices, and
+                                loads the code */
+    int default_tokens, default_seqs; /* default max_num_batched_tokens and max_num_seqs */
+    int n_ahead;             /* most in-flight steps: posted before the oldest one's results are
+                                committed, and begun before it is finished; 1: the host waits for
+                                each step */
+    /* Costs of attention, in units of the time that one row takes to read K and V of one token.
+     * Chapter 17 chooses the shared spans by them. */
+    int merge_tok;      /* cost: to merge one more partial result into a row */
+    int span_tok;       /* cost: one more span */
+    int tile_rows;      /* not a cost: rows that share one read of K and V */
+    int span_align_tok; /* a span may begin inside a page, at a multiple of so many tokens; 0: only
+                           at the begin of a page */
 } toka_backend;
 
-/* ---- What a GPU's memory and steps are: the CUDA backend counts with these before it takes anything, `toka plan` for GPUs that
- * are not there. ---- */
+/* ---- A GPU's memory and steps ------------------------------------------------------------------
+ * The CUDA backend sizes its memory by these before it allocates; `toka plan` uses them for GPUs
+ * that are not there. */
 
-enum { TOKA_GPU_PAGE_TOK = 64,
-       TOKA_GPU_MAX_TP = 8,     /* tensor ranks of a stage, at most */
-       TOKA_GPU_LINK_BUFFERS = 3,      /* messages between two stages that are under way */
-       TOKA_GPU_SCATTER_BYTES = 4 << 20, /* bytes of x from which on products on Hopper send sums over tensor ranks on their way */
-       /* of a step: whole waves of 128-row tiles on 132 multiprocessors, for every N that is a multiple of 1,024 */
-       TOKA_GPU_MAX_TOKENS = 8448,
-       TOKA_GPU_MAX_SEQS = 8192 };
+enum {
+    TOKA_GPU_PAGE_TOK = 64,     /* page_tok of toka_cuda */
+    TOKA_GPU_MAX_TP = 8,        /* most tensor ranks of a stage */
+    TOKA_GPU_LINK_BUFFERS = 3,  /* most x in flight from one stage to the next */
+    TOKA_GPU_SCATTER_BYTES = 4 << 20, /* if x has so many bytes or more, GEMM kernels on Hopper send
+                                         their partial sums to the other tensor ranks while they
+                                         compute */
+    TOKA_GPU_MAX_TOKENS = 8448, /* default max_num_batched_tokens: 66 * 128 rows. The 128-row tiles
+                                   of a GEMM then fill the 132 multiprocessors in whole waves, if
+                                   its number of columns is a multiple of 1,024 */
+    TOKA_GPU_MAX_SEQS = 8192    /* default max_num_seqs */
+};
 
-/* A matrix as bf16, rows and columns rounded up to 8 as they lie on the device; 0: not there. */
+/* Bytes of a matrix on the device: bf16, rows and columns rounded up to 8. Returns 0 for an absent
+ * one. */
 static inline size_t toka_gpu_matrix_bytes(const toka_tensor *t) {
     return ((size_t)t->rows + 7) / 8 * 8 * (((size_t)t->cols + 7) / 8 * 8) * 2;
 }
+/* Bytes of a layer's matrices, without norms and biases. */
 static inline size_t toka_gpu_layer_bytes(const toka_layer *l) {
-    return toka_gpu_matrix_bytes(&l->q) + toka_gpu_matrix_bytes(&l->k) + toka_gpu_matrix_bytes(&l->v) +
-           toka_gpu_matrix_bytes(&l->o) + toka_gpu_matrix_bytes(&l->gate) + toka_gpu_matrix_bytes(&l->up) +
+    return toka_gpu_matrix_bytes(&l->q) + toka_gpu_matrix_bytes(&l->k) +
+           toka_gpu_matrix_bytes(&l->v) + toka_gpu_matrix_bytes(&l->o) +
+           toka_gpu_matrix_bytes(&l->gate) + toka_gpu_matrix_bytes(&l->up) +
            toka_gpu_matrix_bytes(&l->down);
 }
-/* What all but the weights and the KV pool takes, with what the driver and the libraries' code take. */
+/* Bytes of everything but the weights and the KV pool, the driver's and the libraries' code
+ * included. */
 static inline size_t toka_gpu_scratch_bytes(const toka_shape *shape, int max_tokens) {
-    size_t heads = (size_t)(shape->H + 2 * shape->K) * shape->D, row = 2 * (size_t)shape->E + 2 * (size_t)shape->H * shape->D + heads + shape->F;
-    size_t attention = (size_t)shape->H * (shape->D + 1) * 4; /* of a row: what earlier spans left, float32 */
-    return (size_t)max_tokens * (row * 2 + attention) + (size_t)shape->max_len * shape->D / 2 * 8 + ((size_t)1536 << 20);
+    size_t heads = (size_t)(shape->H + 2 * shape->K) * shape->D;
+    size_t row = 2 * (size_t)shape->E + 2 * (size_t)shape->H * shape->D + heads + shape->F;
+    /* partial results of earlier spans, for one row, float32 */
+    size_t attention = (size_t)shape->H * (shape->D + 1) * 4;
+    return (size_t)max_tokens * (row * 2 + attention) +
+           (size_t)shape->max_len * shape->D / 2 * 8 + ((size_t)1536 << 20);
 }
-/* And what ranks need for one another: sums and samples of a stage's tensor ranks, messages between stages. */
+/* Bytes that a rank needs in addition for the others: all-reduces and gathered logits of the tensor
+ * ranks, x from stage to stage. */
 static inline size_t toka_gpu_group_bytes(const toka_shape *shape, int max_tokens, int tp, int pp) {
     size_t x = (size_t)max_tokens * (((size_t)shape->E + 7) / 8 * 8) * 2;
     return (tp > 1 ? x + ((size_t)256 << 20) : 0) + (pp > 1 ? (TOKA_GPU_LINK_BUFFERS + 1) * x : 0);
 }
-/* Share of the free memory that is taken where nobody says. */
+/* Returns the share of the free memory that may be allocated; asked 0: the default. */
 static inline double toka_gpu_utilization(double asked) { return asked > 0 ? asked : 0.9; }
 
 extern const toka_backend toka_cpu;
