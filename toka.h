@@ -419,8 +419,8 @@ int toka_main(int argc, char **argv);
  *     layers = L times: norm_qkv_rope_kv  attention  out_residual  all_reduce
  *                       norm_mlp_residual  all_reduce
  *
- * A step as integers, with B 4. Sequence 0 is in decode at position 9 and has the block table 7 3 5;
- * the host does not know its last token yet. Sequence 1 is in prefill; its prompt has 3 tokens:
+ * A step as integers, with B 4. Sequence 0 is in decode at position 9, its block table is 7 3 5,
+ * and the host does not know its last token yet. Sequence 1 is in prefill; its prompt has 3 tokens:
  *
  *     row      0 |  1  2  3     T 4                  ids -1 is -1 - seq: the token that the device
  *     ids     -1 | 11 12 13                          keeps for sequence 0
@@ -439,12 +439,10 @@ typedef struct toka_dev_ptr { /* an address on a device, on the CPU a plain poin
 typedef enum toka_dtype { TOKA_BF16, TOKA_F16, TOKA_F32 } toka_dtype;
 
 typedef struct toka_tensor { /* a weight, or a slice of one, in the mapped file; rows 0: absent */
-    const void *data;        /* [rows][cols], borrowed from the mapping, at any byte (not
-                                aligned) */
+    const void *data;        /* [rows][cols], borrowed from the mapping, not aligned */
     toka_dtype dtype;
     int rows, cols;
-    int stride;              /* elements from one row to the next; cols if the rows are
-                                contiguous */
+    int stride;              /* elements from one row to the next; cols if rows are contiguous */
 } toka_tensor;
 
 typedef struct toka_layer {
@@ -481,8 +479,8 @@ typedef struct toka_shape { /* of one rank */
     int max_len;            /* most tokens of a sequence */
 } toka_shape;
 
-/* An attention segment: the rows row0 .. row0+n_rows-1 of this step attend to the kv positions kv0
- * .. kv0+n_kv-1, which are in pages[page0] (the page of kv0), pages[page0+1], and so on. A row at
+/* An attention segment: the rows row0 .. row0+n_rows-1 of this step attend to the kv positions
+ * kv0 .. kv0+n_kv-1, which are in pages[page0] (the page of kv0), pages[page0+1] ... A row at
  * position p sees only kv positions <= p. If several sequences share a prefix, one shared span
  * covers the prefix for all of them (their rows are neighbours), and one span for each covers the
  * rest. The spans of a row cover the positions 0 .. p exactly once, in rising order of kv0. kv0 is
@@ -571,8 +569,7 @@ typedef struct toka_step { /* one forward step as integers; host memory, unchang
     const toka_copy *copies; /* [n_copies] done before any K or V of this step is stored. No page is
                                 both a `from` and a `to`, and none is twice a `to` */
     const toka_sample_row *samples; /* [n_samples] */
-    float *logits;      /* NULL, or host memory [n_samples][V_all] for the raw logits (tests,
-                           tools) */
+    float *logits;      /* NULL, or [n_samples][V_all] in host memory: raw logits, for tests */
     int64_t number;     /* with stages: 1, 2, 3 ... in the order in which the ranks run the steps */
     int64_t needs_step; /* with stages: number of the latest step that sampled a token which this
                            step uses by -1 - seq (it has n_samples > 0); 0: none */
@@ -589,8 +586,7 @@ typedef struct toka_device_options {
     int n_devices;     /* devices that this process opens, this one included; 0: 1. CPU devices
                           divide the machine's memory */
     int index;         /* of this device among them */
-    int n_seqs;        /* sequences whose last tokens the device keeps; 0: none, all ids are
-                          given */
+    int n_seqs;        /* sequences whose last tokens the device keeps; 0: none, all ids are >= 0 */
     toka_group *group; /* borrowed; NULL: this process opens no other device */
     int tp_rank, tp_size, pp_rank, pp_size; /* place in the group; a size of 0 means 1 */
     double memory_utilization; /* CUDA: share of the free memory that may be allocated; 0: 0.9 */
@@ -645,8 +641,8 @@ typedef struct toka_backend {
      * this step size, on the device that `o` names. Ignores o->n_pages and o->group. */
     int64_t (*kv_bytes)(const toka_shape *shape, const toka_weights *weights,
                         const toka_device_options *o);
-    /* Opens a device and allocates all its memory. `shape` and `weights` are borrowed until
-       close. */
+    /* Opens a device and allocates all its memory. `shape` and `weights` are borrowed until close.
+     * Returns 0 or an error; after an error nothing is kept and *out is unchanged. */
     int (*open)(toka_device **out, const toka_device_options *o, const toka_shape *shape,
                 const toka_weights *weights, toka_err *e);
     void (*close)(toka_device *d);
@@ -664,8 +660,7 @@ typedef struct toka_backend {
      * the same order. An op that waits for other ranks fails if the group is aborted, or if no rank
      * makes progress for 30 s (watchdog). Then every device of the group stores an error that names
      * the rank and the op. open waits for the other ranks, too; only an abort ends that wait.
-     * A device may be closed when its own thread is in no op, a group when its devices are
-     * closed. */
+     * A device may be closed when its thread is in no op, a group when its devices are closed. */
     int (*group_open)(toka_group **out, int tp_size, int pp_size, toka_err *e);
     void (*group_close)(toka_group *g);
     void (*group_abort)(toka_group *g); /* thread: any */
@@ -674,8 +669,8 @@ typedef struct toka_backend {
      * seconds since the last call. Returns 0. If no rank has made progress for 30 s, aborts the
      * group and returns an error that names the rank that the others wait for. */
     int (*group_watchdog)(toka_group *g, int rank, double slept, toka_err *e);
-    /* x [rows][E] = sum of x over the tensor ranks of the stage, added in the order of the
-       ranks. */
+    /* x [rows][E] = sum of x over the tensor ranks of the stage, added in the order of the ranks.
+     * On CUDA the next op may complete the sum, so between two ops only an op may read x. */
     void (*all_reduce)(toka_device *d, toka_dev_ptr x, int rows);
     /* Sends x [rows][E] to the same tensor rank of the next stage. */
     void (*send)(toka_device *d, toka_dev_ptr x, int rows);
@@ -707,8 +702,9 @@ typedef struct toka_backend {
      * Tensor ranks: after embed, out_residual and norm_mlp_residual x is a partial sum, and the
      * caller must call all_reduce. embed writes zeros for the ids of other ranks. Only tensor rank
      * 0 adds the old x and the bias. Every tensor rank gets all results; only tensor rank 0 writes
-     * s->logits. Stages: embed is called on the first stage only; it waits for the tokens of
-     * s->needs_step. norm_logits_sample is called on the last stage only. */
+     * s->logits.
+     * Stages: embed is called on the first stage only; it waits for the tokens of s->needs_step.
+     * norm_logits_sample is called on the last stage only. */
 
     /* s->copies, for this rank's layers; before all other ops of the step. */
     void (*copy_pages)(toka_device *d, const toka_step *s);
