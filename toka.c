@@ -9850,7 +9850,9 @@ typedef struct sched_seq {
     int backlog_share;     /* in prefill: its tokens that are counted in scheduler.backlog */
     int tail_bucket;       /* first entry of its bucket in scheduler.tail_table; -1: none */
     int next_tail_source;  /* the sequence that last copied its tail; -1: none */
-    int64_t backlog_mark;  /* in prefill: backlog_added just after its own tokens were added */
+    int64_t backlog_mark;  /* in prefill: backlog_added just after its own tokens were added. So
+                              backlog_mark - (backlog_added - backlog) is the backlog up to and
+                              with this sequence */
     uint32_t prompt_group; /* sequences with the same number have the same prompt; 0: not known */
     int prefill_prev, prefill_next; /* list of sequences in prefill, first come, first served;
                                        max_seqs ends it */
