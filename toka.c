@@ -13533,83 +13533,106 @@ static void cpu_rmsnorm(float *y, const float *x, const float *weight, int n, fl
 
 /* ===========================================================================
  * MARK: 20. CPU backend [cpu]
- * The table of toka.h on the CPU: toka_cpu. In: one step's plan of integers, activations in float32, weights in the mapped
- * file. Out: the residual stream, K and V in their pages, picks.
+ * Implements the backend table of toka.h on the CPU: toka_cpu. In: one step's plan of integers,
+ * activations in float32, weights in the mapped file. Out: the residual stream, K and V in their
+ * pages, sample results.
  *
- * What always holds: the bytes of a row's result depend on that row alone. Not on T or on the other rows of the step, not
- * on the number of threads, not on how a prompt was cut into chunks or the attention into spans. Chapter 19 gives that for
- * products and threads; here:
- *   - Attention walks the kv positions page by page in rising order and merges each page into a running softmax. Spans
- *     begin and end on page borders, so how they are cut changes nothing. What a row may not see adds an exact zero.
- *   - Tensor ranks do share sums over heads and mlp columns; their parts are added in the order of the ranks. So another
- *     number of them rounds differently, as another set of kernels does.
+ * What always holds: the bytes of a row's result depend on that row alone. They do not depend on T,
+ * on the other rows of the step, on the number of threads, on the chunking of a prompt or on the
+ * spans of attention. Chapter 19 guarantees this for GEMMs and threads. This chapter adds:
+ *   - Attention visits the kv positions page by page in rising order and merges each page into an
+ *     online softmax. Spans begin and end on page borders, so the spans do not change the order.
+ *     A masked position has weight exactly 0. So a row may share a pass with rows that see more.
+ *   - Tensor ranks split the sums over heads and over mlp columns. Their partial sums are added in
+ *     rank order. So another number of tensor ranks rounds differently, as another kernel set does.
  *
- * K and V memory, per layer, page and kv head, so that lanes lie along the contiguous side in both uses:
- *     K [D][Bp]  transposed: one q element times 16 neighbour positions      Bp, Dp: B, D rounded up to 16;
- *     V [B][Dp]  one probability times 16 neighbour elements of a value      the rest of a line is zero
+ * K and V cache, per layer, page and kv head. SIMD lanes always lie along the contiguous side:
+ *     K [D][B_pad]  transposed: one element of q times 16 neighbour positions
+ *     V [B][D_pad]  one probability times 16 neighbour elements of a value
+ * B_pad and D_pad are B and D rounded up to 16. The padding of each row is zero.
  *
- * It does not: plan, free pages, check plans beyond cheap asserts, or draw tokens (samp_row of chapter 18 does).
+ * Words of this chapter:
+ *   scratch rows      token rows that an op's scratch holds; it handles a longer step in passes
+ *   scratch samples   the same for rows of logits
+ *   query rows        pairs (token, query head) of one kv head that go over K and V together
+ *   group             all ranks of one model: stages x tensor ranks (tp ranks)
+ *   tp group          the tp ranks of one stage
+ *   channel           the queue of steps from a rank to the same tp rank of the next stage
+ *   barrier           the point that a tp rank passes when all ranks of its tp group are there
+ *   broken group      it was aborted, or its watchdog timed out; it stays broken
+ *
+ * It does not: plan, free pages, check plans beyond cheap asserts, or sample (chapter 18 does).
  * =========================================================================== */
 
 enum {
-    CPU_SCRATCH_ROWS = 512,          /* tokens that go through one op's scratch at once */
-    CPU_SCRATCH_SAMPLES = 64,       /* rows of logits held at once */
-    CPU_SCRATCH_BYTES = 128 << 20,  /* bytes that chunks are cut down to */
-    CPU_MAX_HEAD_SIZE = 256,           /* largest D */
-    CPU_QUERY_ROWS = 32,         /* query rows (token, head of one kv head) that share one pass over K and V */
-    CPU_MAX_THREADS = 1024,       /* most threads */
-    CPU_MAX_RANKS = 64,           /* most ranks of a group */
-    CPU_CHANNEL_BUFFERS = 4              /* steps that a stage may be ahead of the next */
+    CPU_SCRATCH_ROWS = 512,        /* most scratch rows */
+    CPU_SCRATCH_SAMPLES = 64,      /* most scratch samples */
+    CPU_SCRATCH_BYTES = 128 << 20, /* bytes of scratch that limit both, see cpu_alloc_buffers */
+    CPU_MAX_HEAD_SIZE = 256,       /* largest D */
+    CPU_QUERY_ROWS = 32,           /* query rows that share one pass over K and V */
+    CPU_MAX_THREADS = 1024,        /* most threads of all devices together */
+    CPU_MAX_RANKS = 64,            /* most ranks of a group */
+    CPU_CHANNEL_BUFFERS = 4        /* steps by which a stage may be ahead of the next one */
 };
-#define CPU_WATCHDOG_S 30.0 /* seconds in which no rank gets on, until who waits gives up */
+#define CPU_WATCHDOG_S 30.0 /* watchdog timeout: seconds without progress of any rank */
 
 /* ---- The device ---- */
 
-typedef struct cpu_mapping { /* memory mapped zero; what is never touched costs nothing */
+typedef struct cpu_mapping { /* zeroed memory from mmap; a page that is never touched uses no RAM */
     void *memory;
     size_t bytes;
 } cpu_mapping;
 
+/* One CPU device, which is one rank. Driven by one thread; the threads of its pool help. */
 struct toka_device {
-    const toka_shape *shape;
+    const toka_shape *shape;     /* the caller's, as weights: outlives the device */
     const toka_weights *weights;
     toka_device_options options;
-    const cpu_kernels *kernels; /* tests set another one */
+    const cpu_kernels *kernels; /* the best set of this CPU; tests set another one */
     cpu_pool pool;
-    int scratch_rows, scratch_samples; /* tokens, rows of logits that scratch holds */
-    int B_pad, D_pad;           /* B and D rounded up to 16 */
-    int max_queries;          /* query rows of attention's scratch */
-    int ldx, ld_mlp;         /* floats from row to row of x and gate: past a multiple of 16, no power of two */
-    size_t k_page_floats, v_page_floats; /* floats of a page of one layer: [K][D][Bp], [K][B][Dp] */
-    float *k_cache, *v_cache;    /* [L][n_pages][K][D][Bp], [L][n_pages][K][B][Dp] */
-    float *x;              /* [chunk][ldx] inputs of products; each row has zeros up to the next multiple of 16 */
-    float *k, *v;          /* [chunk][K*D] */
-    float *gate, *up;      /* [chunk][ldf]; columns behind F stay zero */
-    float *logits;         /* [out_chunk][V_all]; with tp ranks the stage's, in which each fills its V columns */
-    int32_t *last_tokens;         /* [n_slots] the token drawn last for each slot */
-    float *vectors;            /* norm weights and biases of the running op in float32, [6][max(E, H*D)] */
-    float *scratch;        /* per thread [scratch_n]: a panel of weights, or attention's rows */
+    int scratch_rows, scratch_samples; /* token rows and rows of logits that fit in scratch */
+    int B_pad, D_pad;                  /* B and D rounded up to 16 */
+    int max_queries;                   /* query rows that fit in a thread's scratch */
+    /* floats from row to row of x and of gate, up: 16 more than the width rounded up to 16, so that
+     * a width of a power of two does not map all rows to the same cache sets */
+    int ldx, ld_mlp;
+    size_t k_page_floats, v_page_floats; /* floats of a page of one layer */
+    float *k_cache, *v_cache; /* [L][n_pages][K][D][B_pad], [L][n_pages][K][B][D_pad] */
+    float *x;                 /* [max(scratch_rows, scratch_samples)][ldx] inputs of GEMMs; zeros
+                                 follow each row up to the next multiple of 16 */
+    float *k, *v;             /* [scratch_rows][K*D] */
+    float *gate, *up;         /* [scratch_rows][ld_mlp]; columns from F on stay zero */
+    float *logits;            /* [scratch_samples][V_all]; NULL before the last stage. With tp ranks
+                                 that of the tp group: each rank writes its V columns */
+    int32_t *last_tokens;     /* [n_seqs] last sampled token of each seq; with stages the group's */
+    float *vectors;           /* [6][max(E, H*D)] norm weights and biases of this op in float32 */
+    float *scratch;           /* [n_threads][scratch_floats]: a thread's weight panel (GEMM) or its
+                                 query rows (attention) */
     size_t scratch_floats;
-    cpu_mapping mappings[32]; /* all of the above and what alloc handed out */
+    cpu_mapping mappings[32]; /* all buffers above that the device owns, and the results of alloc */
     int n_mappings;
-    size_t mapped_bytes; /* of all blocks */
-    toka_err error; /* the first failure; code 0: none */
-    int steps_to_fault, steps_to_stall; /* debugging: so many steps from now one fails, or never returns; 0: none */
+    size_t mapped_bytes;      /* of all mappings */
+    toka_err error;           /* the first failure; code 0: none */
+    int steps_to_fault, steps_to_stall; /* debugging: steps until one fails, or hangs; 0: never */
     char description[96];
-    toka_group *group; /* NULL: alone */
-    struct cpu_rank *rank; /* this one's place in it */
-    struct cpu_tp_group *tp_group;
+    toka_group *group;             /* NULL: the device is alone, and so are the next two */
+    struct cpu_rank *rank;         /* of this device in group->ranks */
+    struct cpu_tp_group *tp_group; /* of its stage in group->tp_groups */
 };
 
-static void *cpu_zalloc(toka_device *dev, size_t count, size_t size) { /* n * size bytes of zeros; NULL latches the failure */
+/* Allocates count * size bytes of zeros. Returns NULL on failure and keeps it in dev->error. */
+static void *cpu_zalloc(toka_device *dev, size_t count, size_t size) {
     size_t bytes, ram = (size_t)os_ram_bytes(), available = ram - MIN(dev->mapped_bytes, ram);
     void *memory = MAP_FAILED;
-    /* what is mapped and never touched costs nothing, but what the machine could never hold is a mistake */
-    if (!__builtin_mul_overflow(count, size, &bytes) && bytes <= available && dev->n_mappings < COUNT(dev->mappings))
-        memory = mmap(NULL, MAX(bytes, (size_t)1), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    /* Untouched memory costs nothing, but a size above the machine's RAM is a mistake. */
+    if (!__builtin_mul_overflow(count, size, &bytes) && bytes <= available &&
+        dev->n_mappings < COUNT(dev->mappings))
+        memory = mmap(NULL, MAX(bytes, (size_t)1), PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) {
         if (!dev->error.code)
-            fail(&dev->error, TOKA_E_MEMORY, "CPU backend: no memory for %.0f MB beside %zu MB; the machine has %zu MB",
+            fail(&dev->error, TOKA_E_MEMORY,
+                 "CPU backend: no memory for %.0f MB beside %zu MB; the machine has %zu MB",
                  (double)count * (double)size / (1 << 20), dev->mapped_bytes >> 20, ram >> 20);
         return NULL;
     }
@@ -13621,66 +13644,100 @@ static void *cpu_zalloc(toka_device *dev, size_t count, size_t size) { /* n * si
 static float *cpu_ptr(toka_dev_ptr a) { return (float *)(uintptr_t)a.at; }
 
 /* ---- Ranks ----
- * A group is the ranks of one model: stages x tp ranks, each a device with a thread of its own. All that they share is here. All
- * waiting is for counters that only rise, so nobody has to reset one and nobody can mistake a round for another:
- *     stage.came, stage.left   a meeting of the tp ranks is the n-th when came reaches n * tp_size; in it each may use the
- *                              memory of the others, until left reaches n * tp_size
- *     link.sent, link.taken    messages put into and taken out of the ring from a rank to the next stage's
- *     drawn                    number of the last step whose drawn ids are in last[]
+ * Each rank of a group is a device with a thread of its own. Example of 2 stages x 2 tp ranks:
  *
- * A group that is broken stays so: nobody comes to a meeting any more, waits end, ops return at once. Counts are raised and the
- * group is broken under one lock, so all ranks agree which meeting was the last to come about, and whoever is in it stays until
- * all have left: nobody closes a device whose memory another reads.
+ *     stage 0 = tp group 0:   rank 0 <--barrier--> rank 1
+ *                                | channel            | channel
+ *                                v                    v
+ *     stage 1 = tp group 1:   rank 2 <--barrier--> rank 3       rank = stage * tp_size + tp rank
  *
- * last[] is one table for all stages. A token of slot q that step k drew is read by a later step j; the next draw for q that
- * could overwrite it is of step j or later, and by then all first ranks have embedded j (the step came through them). */
+ * All that ranks share is in toka_group. A rank waits only for counters that only rise. So no rank
+ * resets a counter, and no rank can take one round for another:
+ *     tp_group.n_arrived, n_departed   barrier n (1, 2, ...) is complete when n_arrived reaches
+ *                                      n * tp_size, and over when n_departed does
+ *     channel.n_sent, n_received       steps that were put into the channel and taken out
+ *     last_sampled_step                last step whose sampled ids are in last_tokens
+ *
+ * A barrier of two tp ranks. Each may use the memory of the other where the line is double:
+ *
+ *     rank 0   arrives ----wait----============ departs --wait--| next op
+ *     rank 1          ... arrives =================== departs --| next op
+ *     n_arrived   1          2 = tp_size: complete
+ *     n_departed                              1          2 = tp_size: over
+ *
+ * In a broken group waits end, ops return at once, and no barrier becomes complete any more.
+ * Counters and `broken` change under one lock, so all ranks agree which barrier was the last one
+ * that became complete. Departures count also in a broken group: each rank of a complete barrier
+ * stays until all have departed. So no rank closes a device whose memory another rank uses.
+ *
+ * The watchdog. Every rank that makes progress changes group.progress. A waiting rank breaks the
+ * group when it has seen no progress for watchdog_s seconds. So does the driver, which calls
+ * cpu_group_watchdog. The error names the rank at the end of the chain of waiting ranks:
+ *
+ *     rank 3 --barrier--> rank 2 --previous stage--> rank 0: it waits for no rank and is reported
+ *
+ * One table last_tokens serves all stages, without a race. Step k writes the token of a seq in the
+ * last stage, and a later step j reads it in embed, in the first stage. The next write for this seq
+ * is in step j or a later step. By then all ranks of the first stage have run the embed of step j,
+ * because step j goes through the first stage before it reaches the last one. */
 
-enum cpu_wait_reason { CPU_WAIT_NONE, CPU_WAIT_BARRIER, CPU_WAIT_PREV_STAGE, CPU_WAIT_NEXT_STAGE, CPU_WAIT_SAMPLED }; /* whom a rank waits for */
+enum cpu_wait_reason { /* what a rank waits for */
+    CPU_WAIT_NONE,
+    CPU_WAIT_BARRIER,    /* the ranks of its tp group */
+    CPU_WAIT_PREV_STAGE, /* the previous stage, to send a step */
+    CPU_WAIT_NEXT_STAGE, /* the next stage, to receive a step and so to free a buffer */
+    CPU_WAIT_SAMPLED     /* the last stage, to sample the ids that embed needs */
+};
 
-typedef struct cpu_rank { /* what others look at when nobody gets on */
-    bool joined;                 /* a device has this place, or had it */
-    const char *_Atomic op;     /* that it is in, or was in last; NULL: none yet */
-    atomic_int waits_for;           /* enum cpu_wait_reason */
-    _Atomic int64_t n_barriers; /* that it came to */
+typedef struct cpu_rank {       /* what the deadlock diagnosis of another rank reads */
+    bool joined;                /* a device joined as this rank; stays true after its close */
+    const char *_Atomic op;     /* running op, or the last one; NULL: none yet */
+    atomic_int waits_for;       /* enum cpu_wait_reason */
+    _Atomic int64_t n_barriers; /* barriers at which it arrived */
 } cpu_rank;
 
 typedef struct cpu_tp_group {
-    _Atomic int64_t n_arrived, n_departed;
-    float *x[CPU_MAX_RANKS]; /* what each tp rank brought to the meeting, [rows][E] */
-    float *logits;       /* [out_chunk][V_all], in the last stage with tp ranks */
-    toka_sample_result *results;    /* [out_chunk] */
-    float *raw_logits;       /* where the meeting's raw logits go, or NULL */
+    _Atomic int64_t n_arrived, n_departed; /* over all barriers and ranks */
+    float *x[CPU_MAX_RANKS]; /* [rows][E] each tp rank's x during all_reduce, owned by that rank */
+    /* only in the last stage and with tp_size > 1, else NULL */
+    float *logits;               /* [scratch_samples][V_all], owned */
+    toka_sample_result *results; /* [scratch_samples], owned */
+    float *raw_logits; /* buffer of tp rank 0's step for the raw logits of these samples, or NULL */
 } cpu_tp_group;
 
 typedef struct cpu_channel { /* from a rank to the same tp rank of the next stage */
     _Atomic int64_t n_sent, n_received;
-    float *buffers; /* [CPU_CHANNEL_BUFFERS][max_tokens][E] */
+    float *buffers; /* [CPU_CHANNEL_BUFFERS][max_tokens][E], owned; NULL in the last stage */
     int n_rows[CPU_CHANNEL_BUFFERS];
 } cpu_channel;
 
 struct toka_group {
     int tp_size, pp_size;
-    double watchdog_s;           /* CPU_WATCHDOG_S; tests have less */
-    double stalled_s;              /* cpu_group_watchdog's: seconds without progress, */
-    uint64_t last_progress;             /* since this one */
-    cpu_rank ranks[CPU_MAX_RANKS]; /* [pp][tp] */
-    cpu_channel channels[CPU_MAX_RANKS]; /* [pp][tp] */
-    cpu_tp_group tp_groups[CPU_MAX_RANKS];
-    int32_t *last_tokens;             /* [n_slots] with stages: the token drawn last for each slot */
+    double watchdog_s;                   /* CPU_WATCHDOG_S; tests set less */
+    double stalled_s;                    /* used by cpu_group_watchdog only: seconds in which ... */
+    uint64_t last_progress;              /* ... `progress` kept this value */
+    cpu_rank ranks[CPU_MAX_RANKS];       /* [pp_size][tp_size] */
+    cpu_channel channels[CPU_MAX_RANKS]; /* [pp_size][tp_size], index of the sending rank */
+    cpu_tp_group tp_groups[CPU_MAX_RANKS]; /* [pp_size] */
+    int32_t *last_tokens;      /* [n_seqs] last sampled token of each seq, owned; NULL: one stage */
     int n_seqs;
     _Atomic int64_t last_sampled_step;
-    _Atomic uint64_t progress; /* changes while anybody gets on */
+    _Atomic uint64_t progress; /* changes as long as any rank makes progress */
     atomic_bool broken;
-    pthread_mutex_t lock;      /* guards what is set at open, rises of the counts, broken, error, sleepers */
-    pthread_cond_t changed;
-    int n_sleeping;
-    toka_err error;            /* why it is broken; code 0: it was told to end */
+    pthread_mutex_t lock;      /* guards fields set at open, changes of counters and broken, error,
+                                  n_sleeping */
+    pthread_cond_t changed;    /* a counter or `broken` changed */
+    int n_sleeping;            /* ranks that wait for `changed` */
+    toka_err error;            /* why the group is broken; code 0: it was aborted */
 };
 
 static void cpu_group_close(toka_group *group) {
     if (!group) return;
     for (int i = 0; i < group->tp_size * group->pp_size; i++) free(group->channels[i].buffers);
-    for (int i = 0; i < group->pp_size; i++) free(group->tp_groups[i].logits), free(group->tp_groups[i].results);
+    for (int i = 0; i < group->pp_size; i++) {
+        free(group->tp_groups[i].logits);
+        free(group->tp_groups[i].results);
+    }
     free(group->last_tokens);
     pthread_cond_destroy(&group->changed);
     pthread_mutex_destroy(&group->lock);
@@ -13690,11 +13747,15 @@ static void cpu_group_close(toka_group *group) {
 static int cpu_group_open(toka_group **out, int tp_size, int pp_size, toka_err *e) {
     const char *timeout = getenv("TOKA_DEBUG_PATIENCE");
     if (tp_size < 1 || pp_size < 1 || tp_size > CPU_MAX_RANKS / pp_size)
-        return fail(e, TOKA_E_USE, "CPU backend: %d stages of %d tensor ranks, expected 1 to %d ranks", pp_size, tp_size,
-                    CPU_MAX_RANKS);
+        return fail(e, TOKA_E_USE,
+                    "CPU backend: %d stages of %d tensor ranks, expected 1 to %d ranks", pp_size,
+                    tp_size, CPU_MAX_RANKS);
     toka_group *group = *out = mem_zalloc(sizeof *group);
-    group->tp_size = tp_size, group->pp_size = pp_size, group->watchdog_s = timeout && atof(timeout) > 0 ? atof(timeout) : CPU_WATCHDOG_S;
-    pthread_mutex_init(&group->lock, NULL), os_cond_init(&group->changed);
+    group->tp_size = tp_size;
+    group->pp_size = pp_size;
+    group->watchdog_s = timeout && atof(timeout) > 0 ? atof(timeout) : CPU_WATCHDOG_S;
+    pthread_mutex_init(&group->lock, NULL);
+    os_cond_init(&group->changed);
     return 0;
 }
 
@@ -13710,10 +13771,11 @@ static void cpu_group_abort(toka_group *group) {
 }
 
 static void cpu_rank_name(const toka_group *group, int rank, char name[64]) {
-    snprintf(name, 64, "rank %d (stage %d, tensor rank %d)", rank, rank / group->tp_size, rank % group->tp_size);
+    snprintf(name, 64, "rank %d (stage %d, tensor rank %d)", rank, rank / group->tp_size,
+             rank % group->tp_size);
 }
 
-/* Whom rank i waits for; itself if that is none in particular. */
+/* Returns the rank for which `rank` waits; `rank` itself if it is no particular one. */
 static int cpu_rank_blocker(toka_group *group, int rank) {
     const int tp_size = group->tp_size, first_rank = rank / tp_size * tp_size;
     switch (atomic_load(&group->ranks[rank].waits_for)) {
@@ -13721,28 +13783,38 @@ static int cpu_rank_blocker(toka_group *group, int rank) {
     case CPU_WAIT_NEXT_STAGE: return rank + tp_size;
     case CPU_WAIT_SAMPLED: return (group->pp_size - 1) * tp_size;
     }
+    /* a barrier: a rank of the tp group that has not arrived */
     for (int other = first_rank; other < first_rank + tp_size; other++)
-        if (atomic_load(&group->ranks[other].n_barriers) < atomic_load(&group->ranks[rank].n_barriers)) return other;
+        if (atomic_load(&group->ranks[other].n_barriers) <
+            atomic_load(&group->ranks[rank].n_barriers))
+            return other;
     return rank;
 }
 
-/* Nobody got on for too long, as rank `me` saw. To blame is who waits for nobody, at the end of the chain of those who wait. With
- * the lock held. */
+/* Deadlock diagnosis, called when the watchdog of rank `me` timed out. Follows the chain of waiting
+ * ranks from `me` to a rank that waits for none and reports that one in group->error. If all ranks
+ * wait for each other, it reports `me`. Breaks the group. With the lock held. */
 static void cpu_group_diagnose(toka_group *group, int me) {
     const int n_ranks = group->tp_size * group->pp_size;
     int suspect = me;
     char name[64], my_name[64];
-    for (int i = 0; i < n_ranks && atomic_load(&group->ranks[suspect].waits_for); i++) suspect = cpu_rank_blocker(group, suspect);
-    const char *op = atomic_load(&group->ranks[suspect].op), *my_op = atomic_load(&group->ranks[me].op);
-    cpu_rank_name(group, suspect, name), cpu_rank_name(group, me, my_name);
+    for (int i = 0; i < n_ranks && atomic_load(&group->ranks[suspect].waits_for); i++)
+        suspect = cpu_rank_blocker(group, suspect);
+    const char *op = atomic_load(&group->ranks[suspect].op);
+    const char *my_op = atomic_load(&group->ranks[me].op);
+    cpu_rank_name(group, suspect, name);
+    cpu_rank_name(group, me, my_name);
     if (atomic_load(&group->ranks[suspect].waits_for))
-        fail(&group->error, TOKA_E_DEVICE, "CPU backend: all ranks have waited for each other for %g s, %s in %s", group->watchdog_s, my_name,
-             my_op);
+        fail(&group->error, TOKA_E_DEVICE,
+             "CPU backend: all ranks have waited for each other for %g s, %s in %s",
+             group->watchdog_s, my_name, my_op);
     else if (suspect == me)
-        fail(&group->error, TOKA_E_DEVICE, "CPU backend: %s has not moved for %g s, last seen in %s", name, group->watchdog_s,
+        fail(&group->error, TOKA_E_DEVICE,
+             "CPU backend: %s has not moved for %g s, last seen in %s", name, group->watchdog_s,
              op ? op : "no op");
     else
-        fail(&group->error, TOKA_E_DEVICE, "CPU backend: %s has not moved for %g s, last seen in %s; %s waits for it in %s", name,
+        fail(&group->error, TOKA_E_DEVICE,
+             "CPU backend: %s has not moved for %g s, last seen in %s; %s waits for it in %s", name,
              group->watchdog_s, op ? op : "no op", my_name, my_op);
     cpu_group_break(group);
 }
@@ -13750,16 +13822,22 @@ static void cpu_group_diagnose(toka_group *group, int me) {
 static int cpu_group_watchdog(toka_group *group, int rank, double waited_s, toka_err *e) {
     const uint64_t progress = atomic_load(&group->progress);
     int code = 0;
-    group->stalled_s = progress == group->last_progress ? group->stalled_s + waited_s : 0, group->last_progress = progress;
+    group->stalled_s = progress == group->last_progress ? group->stalled_s + waited_s : 0;
+    group->last_progress = progress;
     if (group->stalled_s < group->watchdog_s) return 0;
     pthread_mutex_lock(&group->lock);
-    if (!atomic_load(&group->broken)) cpu_group_diagnose(group, rank), *e = group->error, code = e->code;
+    if (!atomic_load(&group->broken)) {
+        cpu_group_diagnose(group, rank);
+        *e = group->error;
+        code = e->code;
+    }
     pthread_mutex_unlock(&group->lock);
     return code;
 }
 
-/* Sleeps until something changed or a part of the patience is over; `quiet` adds up seconds without progress. They are counted in
- * naps, not by the clock: a process that was stopped for a while has lost no patience. With the lock held. */
+/* Sleeps until something changed or one wait interval is over. *stalled_s sums the seconds without
+ * progress. They are counted in wait intervals, not by the clock: a process that is stopped for a
+ * while does not advance the watchdog's time. With the lock held. */
 static void cpu_group_sleep(toka_group *group, uint64_t *last_progress, double *stalled_s) {
     const double interval_s = MIN(0.1, group->watchdog_s / 8);
     group->n_sleeping++;
@@ -13770,10 +13848,13 @@ static void cpu_group_sleep(toka_group *group, uint64_t *last_progress, double *
     *last_progress = progress;
 }
 
-/* Waits until *count has come to `want`. False: it has not, and the group is broken. */
-static bool cpu_group_wait(toka_device *dev, enum cpu_wait_reason reason, _Atomic int64_t *counter, int64_t target) {
+/* Waits until *counter reaches target. Returns false if the group broke before that. */
+static bool cpu_group_wait(toka_device *dev, enum cpu_wait_reason reason,
+                           _Atomic int64_t *counter, int64_t target) {
     toka_group *group = dev->group;
-    for (int i = 0; i < CPU_SPINS && atomic_load(counter) < target && !atomic_load(&group->broken); i++) cpu_pause();
+    for (int i = 0;
+         i < CPU_SPINS && atomic_load(counter) < target && !atomic_load(&group->broken); i++)
+        cpu_pause();
     if (atomic_load(counter) >= target) return true;
     double stalled_s = 0;
     uint64_t last_progress = 0;
@@ -13781,7 +13862,9 @@ static bool cpu_group_wait(toka_device *dev, enum cpu_wait_reason reason, _Atomi
     atomic_store(&dev->rank->waits_for, reason);
     while (atomic_load(counter) < target && !atomic_load(&group->broken)) {
         cpu_group_sleep(group, &last_progress, &stalled_s);
-        if (stalled_s >= group->watchdog_s && atomic_load(counter) < target && !atomic_load(&group->broken)) /* the first verdict stays */
+        /* the first diagnosis stays: not if the group broke meanwhile */
+        if (stalled_s >= group->watchdog_s && atomic_load(counter) < target &&
+            !atomic_load(&group->broken))
             cpu_group_diagnose(group, (int)(dev->rank - group->ranks));
     }
     atomic_store(&dev->rank->waits_for, CPU_WAIT_NONE);
@@ -13790,17 +13873,19 @@ static bool cpu_group_wait(toka_device *dev, enum cpu_wait_reason reason, _Atomi
     return reached;
 }
 
-/* Raises a count, unless the group is broken and it is not one that must rise all the same. */
-static void cpu_group_advance(toka_group *group, _Atomic int64_t *counter, int64_t by, bool always) {
+/* Advances a counter. In a broken group it does so only with `always`. */
+static void cpu_group_advance(toka_group *group, _Atomic int64_t *counter, int64_t by,
+                              bool always) {
     pthread_mutex_lock(&group->lock);
     if (always || !atomic_load(&group->broken)) {
-        atomic_fetch_add(counter, by), atomic_fetch_add(&group->progress, 1);
+        atomic_fetch_add(counter, by);
+        atomic_fetch_add(&group->progress, 1);
         if (group->n_sleeping) pthread_cond_broadcast(&group->changed);
     }
     pthread_mutex_unlock(&group->lock);
 }
 
-/* Every op begins here. False: the group is broken and there is nothing to do. */
+/* Every op calls this first. Returns false if the group is broken: the op does nothing then. */
 static bool cpu_op_begin(toka_device *dev, const char *op) {
     if (!dev->group) return true;
     if (atomic_load(&dev->group->broken)) return false;
@@ -13809,21 +13894,25 @@ static bool cpu_op_begin(toka_device *dev, const char *op) {
     return true;
 }
 
-/* A meeting of the stage's tp ranks. True: all are in it, and all will come to cpu_barrier_leave. */
+/* Arrives at the next barrier of the tp group and waits for its other ranks. Returns true if all
+ * arrived: then each of them calls cpu_barrier_leave. Returns false if the group broke before. */
 static bool cpu_barrier_enter(toka_device *dev) {
     const int64_t number = atomic_fetch_add(&dev->rank->n_barriers, 1) + 1;
     cpu_group_advance(dev->group, &dev->tp_group->n_arrived, 1, false);
-    return cpu_group_wait(dev, CPU_WAIT_BARRIER, &dev->tp_group->n_arrived, number * dev->group->tp_size);
+    return cpu_group_wait(dev, CPU_WAIT_BARRIER, &dev->tp_group->n_arrived,
+                          number * dev->group->tp_size);
 }
 
-/* Nobody in a meeting waits for anything but its end, so this ends also where the group is broken. */
+/* Departs and waits until all ranks of the barrier have departed, also in a broken group. This wait
+ * ends, because a rank in a complete barrier waits for nothing but the departures. */
 static void cpu_barrier_leave(toka_device *dev) {
     const int64_t target = atomic_load(&dev->rank->n_barriers) * dev->group->tp_size;
     cpu_group_advance(dev->group, &dev->tp_group->n_departed, 1, true);
-    while (!cpu_group_wait(dev, CPU_WAIT_BARRIER, &dev->tp_group->n_departed, target)) sched_yield();
+    while (!cpu_group_wait(dev, CPU_WAIT_BARRIER, &dev->tp_group->n_departed, target))
+        sched_yield();
 }
 
-/* What the devices of the group share is taken by the first that needs it. With the lock held. */
+/* Allocates the shared buffers that this device is the first to need. With the lock held. */
 static int cpu_group_alloc(toka_device *dev, toka_err *e) {
     toka_group *group = dev->group;
     const toka_device_options *options = &dev->options;
@@ -13831,17 +13920,28 @@ static int cpu_group_alloc(toka_device *dev, toka_err *e) {
     bool ok = true;
     if (!is_last) {
         cpu_channel *channel = &group->channels[dev->rank - group->ranks];
-        ok = (channel->buffers = mem_try_zalloc((size_t)CPU_CHANNEL_BUFFERS * (size_t)options->max_tokens, (size_t)dev->shape->E * sizeof *channel->buffers)) != NULL;
+        channel->buffers =
+            mem_try_zalloc((size_t)CPU_CHANNEL_BUFFERS * (size_t)options->max_tokens,
+                           (size_t)dev->shape->E * sizeof *channel->buffers);
+        ok = channel->buffers != NULL;
     }
     if (is_last && group->tp_size > 1) {
         cpu_tp_group *tp_group = dev->tp_group;
-        if (!tp_group->logits) tp_group->logits = mem_try_zalloc((size_t)dev->scratch_samples, (size_t)dev->shape->V_all * sizeof *tp_group->logits);
-        if (!tp_group->results) tp_group->results = mem_try_zalloc((size_t)dev->scratch_samples, sizeof *tp_group->results);
+        if (!tp_group->logits)
+            tp_group->logits = mem_try_zalloc((size_t)dev->scratch_samples,
+                                              (size_t)dev->shape->V_all * sizeof *tp_group->logits);
+        if (!tp_group->results)
+            tp_group->results =
+                mem_try_zalloc((size_t)dev->scratch_samples, sizeof *tp_group->results);
         ok = ok && tp_group->logits && tp_group->results;
         dev->logits = tp_group->logits;
     }
     if (group->pp_size > 1) {
-        if (!group->last_tokens) group->last_tokens = mem_try_zalloc((size_t)options->n_seqs, sizeof *group->last_tokens), group->n_seqs = options->n_seqs;
+        if (!group->last_tokens) {
+            group->last_tokens =
+                mem_try_zalloc((size_t)options->n_seqs, sizeof *group->last_tokens);
+            group->n_seqs = options->n_seqs;
+        }
         ok = ok && group->last_tokens;
         dev->last_tokens = group->last_tokens;
     }
