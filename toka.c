@@ -13948,19 +13948,22 @@ static int cpu_group_alloc(toka_device *dev, toka_err *e) {
     return ok ? 0 : fail(e, TOKA_E_MEMORY, "CPU backend: no memory for what the ranks share");
 }
 
-/* Takes the device's place in its group. */
+/* Makes the device a rank of its group, at the place that its options name. */
 static int cpu_group_join(toka_device *dev, toka_err *e) {
     toka_group *group = dev->group;
     const int rank = dev->options.pp_rank * group->tp_size + dev->options.tp_rank;
     int code;
     char name[64];
     pthread_mutex_lock(&group->lock);
-    dev->rank = &group->ranks[rank], dev->tp_group = &group->tp_groups[dev->options.pp_rank];
+    dev->rank = &group->ranks[rank];
+    dev->tp_group = &group->tp_groups[dev->options.pp_rank];
     cpu_rank_name(group, rank, name);
-    if (dev->rank->joined) code = fail(e, TOKA_E_USE, "CPU backend: %s has been there before", name);
+    if (dev->rank->joined)
+        code = fail(e, TOKA_E_USE, "CPU backend: %s has been there before", name);
     else if (group->last_tokens && group->n_seqs != dev->options.n_seqs)
-        code = fail(e, TOKA_E_USE, "CPU backend: %s has %d slots, expected %d as another rank", name, dev->options.n_seqs,
-                    group->n_seqs);
+        code = fail(e, TOKA_E_USE,
+                    "CPU backend: %s has %d slots, expected %d as another rank", name,
+                    dev->options.n_seqs, group->n_seqs);
     else code = cpu_group_alloc(dev, e);
     if (!code) dev->rank->joined = true;
     pthread_mutex_unlock(&group->lock);
@@ -13970,21 +13973,24 @@ static int cpu_group_join(toka_device *dev, toka_err *e) {
 /* ---- Ops: all_reduce, send, receive ---- */
 
 typedef struct cpu_reduce_job {
-    float **x; /* [tp] each rank's [rows][E] */
+    float **x;      /* [tp_size] each tp rank's [rows][E] */
     int tp_size, E;
-    int col0, col1; /* this rank sums these columns of every row */
+    int col0, col1; /* this rank adds up the columns col0 .. col1-1 of every row */
 } cpu_reduce_job;
 
+/* Adds up the columns of one row in rank order and writes the sum to the x of every rank. */
 static void cpu_reduce_item(void *arg, int thread, int row) {
     const cpu_reduce_job *job = arg;
     (void)thread;
     for (int col = job->col0; col < job->col1; col += 64) {
         float sum[64];
-        const size_t offset = (size_t)row * (size_t)job->E + (size_t)col, n_cols = (size_t)MIN(64, job->col1 - col);
+        const size_t offset = (size_t)row * (size_t)job->E + (size_t)col;
+        const size_t n_cols = (size_t)MIN(64, job->col1 - col);
         memcpy(sum, job->x[0] + offset, n_cols * sizeof *sum);
         for (int rank = 1; rank < job->tp_size; rank++)
             for (size_t i = 0; i < n_cols; i++) sum[i] += job->x[rank][offset + i];
-        for (int rank = 0; rank < job->tp_size; rank++) memcpy(job->x[rank] + offset, sum, n_cols * sizeof *sum);
+        for (int rank = 0; rank < job->tp_size; rank++)
+            memcpy(job->x[rank] + offset, sum, n_cols * sizeof *sum);
     }
 }
 
@@ -13994,39 +14000,52 @@ static void cpu_all_reduce(toka_device *dev, toka_dev_ptr x, int rows) {
     const int E = dev->shape->E, rank = dev->options.tp_rank;
     dev->tp_group->x[rank] = cpu_ptr(x);
     if (!cpu_barrier_enter(dev)) return;
-    cpu_reduce_job job = {dev->tp_group->x, group->tp_size, E, (int)((int64_t)E * rank / group->tp_size), (int)((int64_t)E * (rank + 1) / group->tp_size)};
+    cpu_reduce_job job = {dev->tp_group->x, group->tp_size, E,
+                          (int)((int64_t)E * rank / group->tp_size),
+                          (int)((int64_t)E * (rank + 1) / group->tp_size)};
     cpu_parallel_for(&dev->pool, cpu_reduce_item, &job, rows, (int64_t)rows * E);
     cpu_barrier_leave(dev);
 }
 
-static float *cpu_channel_buffer(const toka_device *dev, cpu_channel *channel, int64_t message) { /* place of message i in the ring */
-    return channel->buffers + (size_t)(message % CPU_CHANNEL_BUFFERS) * (size_t)dev->options.max_tokens * (size_t)dev->shape->E;
+/* Returns the buffer of the channel's message number `message`: 0, 1, 2 ... */
+static float *cpu_channel_buffer(const toka_device *dev, cpu_channel *channel, int64_t message) {
+    return channel->buffers + (size_t)(message % CPU_CHANNEL_BUFFERS) *
+                                  (size_t)dev->options.max_tokens * (size_t)dev->shape->E;
 }
 
 static void cpu_send(toka_device *dev, toka_dev_ptr x, int rows) {
     if (!cpu_op_begin(dev, "send")) return;
     cpu_channel *channel = &dev->group->channels[dev->rank - dev->group->ranks];
     const int64_t message = atomic_load(&channel->n_sent);
-    if (!cpu_group_wait(dev, CPU_WAIT_NEXT_STAGE, &channel->n_received, message + 1 - CPU_CHANNEL_BUFFERS)) return;
-    memcpy(cpu_channel_buffer(dev, channel, message), cpu_ptr(x), (size_t)rows * (size_t)dev->shape->E * sizeof(float));
+    if (!cpu_group_wait(dev, CPU_WAIT_NEXT_STAGE, &channel->n_received,
+                        message + 1 - CPU_CHANNEL_BUFFERS))
+        return;
+    memcpy(cpu_channel_buffer(dev, channel, message), cpu_ptr(x),
+           (size_t)rows * (size_t)dev->shape->E * sizeof(float));
     channel->n_rows[message % CPU_CHANNEL_BUFFERS] = rows;
     cpu_group_advance(dev->group, &channel->n_sent, 1, false);
 }
 
-/* The number in a variable of the environment that breaks a device with this place: "N", for the first stage, or "N@R". */
+/* Reads an environment variable that injects a fault. Returns its number N if it names this rank,
+ * else 0. "N" names all ranks of the first stage, "N@R" names rank R. */
 static int cpu_debug_option(const char *name, const toka_device_options *options) {
     const char *value = getenv(name), *rank_at = value ? strchr(value, '@') : NULL;
-    if (!value || (rank_at ? atoi(rank_at + 1) != options->pp_rank * options->tp_size + options->tp_rank : options->pp_rank > 0)) return 0;
+    if (!value || (rank_at ? atoi(rank_at + 1) !=
+                                 options->pp_rank * options->tp_size + options->tp_rank
+                           : options->pp_rank > 0))
+        return 0;
     return atoi(value);
 }
 
-/* A device that breaks, for the tests of what happens then. */
+/* Called once a step. Fails the step that TOKA_DEBUG_FAULT names, and never returns in the step that
+ * TOKA_DEBUG_STALL names. For tests of what happens then. */
 static void cpu_inject_fault(toka_device *dev) {
     if (dev->steps_to_fault && !--dev->steps_to_fault) {
         char name[64], where[120] = "a step failed";
         if (dev->group) {
             cpu_rank_name(dev->group, (int)(dev->rank - dev->group->ranks), name);
-            snprintf(where, sizeof where, "%s: a step failed in %s", name, atomic_load(&dev->rank->op));
+            snprintf(where, sizeof where, "%s: a step failed in %s", name,
+                     atomic_load(&dev->rank->op));
         }
         fail(&dev->error, TOKA_E_DEVICE, "CPU backend: %s, as TOKA_DEBUG_FAULT wants it", where);
     }
@@ -14034,21 +14053,25 @@ static void cpu_inject_fault(toka_device *dev) {
         for (;;) pause();
 }
 
-/* Begins the step, but for the first stage's. */
+/* First op of a step on the later stages, except for copy_pages. */
 static void cpu_receive(toka_device *dev, toka_dev_ptr x, int rows) {
     if (!cpu_op_begin(dev, "receive")) return;
-    cpu_channel *channel = &dev->group->channels[dev->rank - dev->group->ranks - dev->group->tp_size];
+    cpu_channel *channel =
+        &dev->group->channels[dev->rank - dev->group->ranks - dev->group->tp_size];
     const int64_t message = atomic_load(&channel->n_received);
     if (!cpu_group_wait(dev, CPU_WAIT_PREV_STAGE, &channel->n_sent, message + 1)) return;
     cpu_inject_fault(dev);
     assert(channel->n_rows[message % CPU_CHANNEL_BUFFERS] == rows);
-    memcpy(cpu_ptr(x), cpu_channel_buffer(dev, channel, message), (size_t)rows * (size_t)dev->shape->E * sizeof(float));
+    memcpy(cpu_ptr(x), cpu_channel_buffer(dev, channel, message),
+           (size_t)rows * (size_t)dev->shape->E * sizeof(float));
     cpu_group_advance(dev->group, &channel->n_received, 1, false);
 }
 
-/* A vector weight in float32 in place `i` of the op's scratch; NULL if the tensor is absent. */
+/* Converts a vector weight to float32 in row `index` of dev->vectors, where it stays until another
+ * one takes the row. Returns NULL if the tensor is absent. */
 static const float *cpu_vector_f32(toka_device *dev, int index, const toka_tensor *tensor) {
-    float *to = dev->vectors + (size_t)index * (size_t)MAX(dev->shape->E, dev->shape->H * dev->shape->D);
+    float *to = dev->vectors +
+                (size_t)index * (size_t)MAX(dev->shape->E, dev->shape->H * dev->shape->D);
     if (!tensor->rows) return NULL;
     dev->kernels->convert(to, tensor->data, tensor->dtype, tensor->cols);
     return to;
@@ -14056,17 +14079,18 @@ static const float *cpu_vector_f32(toka_device *dev, int index, const toka_tenso
 
 /* ---- Norms ---- */
 
-typedef struct cpu_norm_job { /* rows to d->x, normed, or just copied where w is NULL */
+typedef struct cpu_norm_job { /* puts rows into dev->x: with RMSNorm, or copied if weight is NULL */
     toka_device *dev;
-    const float *from, *weight;
-    const toka_sample_row *samples; /* NULL: row t is row t */
+    const float *from, *weight;     /* [rows][width]; [width] */
+    const toka_sample_row *samples; /* row i of dev->x is row samples[i].row; NULL: row i */
     int width;
 } cpu_norm_job;
 
 static void cpu_norm_item(void *arg, int thread, int row) {
     const cpu_norm_job *job = arg;
     (void)thread;
-    const float *from = job->from + (size_t)(job->samples ? job->samples[row].row : row) * (size_t)job->width;
+    const float *from =
+        job->from + (size_t)(job->samples ? job->samples[row].row : row) * (size_t)job->width;
     float *to = job->dev->x + (size_t)row * (size_t)job->dev->ldx;
     if (job->weight) {
         cpu_rmsnorm(to, from, job->weight, job->width, job->dev->shape->eps, true);
@@ -14075,13 +14099,18 @@ static void cpu_norm_item(void *arg, int thread, int row) {
     memcpy(to, from, (size_t)job->width * sizeof *to);
     memset(to + job->width, 0, (size_t)(cpu_round_up16(job->width) - job->width) * sizeof *to);
 }
-static void cpu_norm_run(cpu_norm_job job, int rows) { cpu_parallel_for(&job.dev->pool, cpu_norm_item, &job, rows, (int64_t)rows * job.width); }
+static void cpu_norm_run(cpu_norm_job job, int rows) {
+    cpu_parallel_for(&job.dev->pool, cpu_norm_item, &job, rows, (int64_t)rows * job.width);
+}
 
-/* ---- Products ---- */
+/* ---- GEMMs ---- */
 
-/* A product with this device's kernels, threads and scratch, which p leaves open. */
+/* Runs a GEMM with this device's kernels, threads and scratch, which the caller leaves unset. */
 static void cpu_gemm(toka_device *dev, cpu_gemm_args args) {
-    args.kernels = dev->kernels, args.pool = &dev->pool, args.panels = dev->scratch, args.panel_floats = dev->scratch_floats;
+    args.kernels = dev->kernels;
+    args.pool = &dev->pool;
+    args.panels = dev->scratch;
+    args.panel_floats = dev->scratch_floats;
     cpu_gemm_run(&args);
 }
 
@@ -14091,22 +14120,31 @@ static void cpu_copy_pages(toka_device *dev, const toka_step *step) {
     if (!cpu_op_begin(dev, "copy_pages")) return;
     for (int layer = 0; layer < dev->shape->L; layer++)
         for (int i = 0; i < step->n_copies; i++) {
-            size_t first = (size_t)layer * (size_t)dev->options.n_pages, from = first + (size_t)step->copies[i].from;
+            size_t first = (size_t)layer * (size_t)dev->options.n_pages;
+            size_t from = first + (size_t)step->copies[i].from;
             size_t to = first + (size_t)step->copies[i].to;
-            memcpy(dev->k_cache + to * dev->k_page_floats, dev->k_cache + from * dev->k_page_floats, dev->k_page_floats * sizeof *dev->k_cache);
-            memcpy(dev->v_cache + to * dev->v_page_floats, dev->v_cache + from * dev->v_page_floats, dev->v_page_floats * sizeof *dev->v_cache);
+            memcpy(dev->k_cache + to * dev->k_page_floats,
+                   dev->k_cache + from * dev->k_page_floats,
+                   dev->k_page_floats * sizeof *dev->k_cache);
+            memcpy(dev->v_cache + to * dev->v_page_floats,
+                   dev->v_cache + from * dev->v_page_floats,
+                   dev->v_page_floats * sizeof *dev->v_cache);
         }
 }
 
 /* ---- Op: embed ---- */
 
-/* Begins the step. */
+/* First op of a step on the first stage, except for copy_pages. Writes zeros for the ids of other tp
+ * ranks: the all_reduce that follows adds up the rows of all tp ranks. */
 static void cpu_embed(toka_device *dev, const toka_step *step, toka_dev_ptr x) {
     const toka_tensor *weight = &dev->weights->embed;
-    size_t E = (size_t)dev->shape->E, row_bytes = (size_t)weight->stride * cpu_dtype_bytes(weight->dtype);
+    size_t E = (size_t)dev->shape->E;
+    size_t row_bytes = (size_t)weight->stride * cpu_dtype_bytes(weight->dtype);
     assert(step->T <= dev->options.max_tokens);
     if (!cpu_op_begin(dev, "embed")) return;
-    if (dev->group && dev->group->pp_size > 1 && !cpu_group_wait(dev, CPU_WAIT_SAMPLED, &dev->group->last_sampled_step, step->needs_step)) return;
+    if (dev->group && dev->group->pp_size > 1 &&
+        !cpu_group_wait(dev, CPU_WAIT_SAMPLED, &dev->group->last_sampled_step, step->needs_step))
+        return;
     cpu_inject_fault(dev);
     for (int t = 0; t < step->T; t++) {
         assert(step->ids[t] >= -dev->options.n_seqs);
@@ -14114,24 +14152,27 @@ static void cpu_embed(toka_device *dev, const toka_step *step, toka_dev_ptr x) {
         float *to = cpu_ptr(x) + (size_t)t * E;
         assert(id >= 0 && id < dev->shape->V_all);
         id -= dev->shape->v0;
-        if (id >= 0 && id < weight->rows) dev->kernels->convert(to, (const char *)weight->data + (size_t)id * row_bytes, weight->dtype, (int)E);
+        if (id >= 0 && id < weight->rows)
+            dev->kernels->convert(to, (const char *)weight->data + (size_t)id * row_bytes,
+                                  weight->dtype, (int)E);
         else memset(to, 0, E * sizeof *to);
     }
 }
 
 /* ---- Op: norm_qkv_rope_kv ---- */
 
-typedef struct cpu_rope_job { /* behind the products: bias, norm over heads, rotation, K and V into their pages */
+typedef struct cpu_rope_job { /* after the GEMMs: bias, head norms, RoPE, K and V to their pages */
     toka_device *dev;
     const toka_step *step;
-    int layer, t0; /* first token of the chunk */
-    float *q;      /* [chunk][H][D] */
-    const float *q_bias, *k_bias, *v_bias, *q_norm, *k_norm; /* NULL: none */
+    int layer, t0; /* t0: token of the step that is row 0 of q, dev->k and dev->v */
+    float *q;      /* [scratch_rows][H][D] */
+    const float *q_bias, *k_bias, *v_bias, *q_norm, *k_norm; /* NULL: absent */
 } cpu_rope_job;
 
-/* One head: bias, norm, then the pair (i, i + D/2) turned by position * rope_freq[i]. */
-static void cpu_rope_head(const toka_shape *shape, float *x, const float *bias, const float *norm, const float *cosine,
-                          const float *sine) {
+/* One head: adds the bias, applies the norm, then rotates each pair (i, i + D/2) by the angle
+ * position * rope_freq[i]. bias, norm: NULL if absent. cosine, sine: [D/2] of the angles. */
+static void cpu_rope_head(const toka_shape *shape, float *x, const float *bias, const float *norm,
+                          const float *cosine, const float *sine) {
     int half = shape->D / 2;
     if (bias)
         for (int i = 0; i < shape->D; i++) x[i] += bias[i];
@@ -14143,7 +14184,7 @@ static void cpu_rope_head(const toka_shape *shape, float *x, const float *bias, 
     }
 }
 
-static void cpu_rope_item(void *arg, int thread, int i) {
+static void cpu_rope_item(void *arg, int thread, int i) { /* all heads of token t0 + i */
     const cpu_rope_job *job = arg;
     const toka_device *dev = job->dev;
     const toka_shape *shape = dev->shape;
@@ -14152,19 +14193,24 @@ static void cpu_rope_item(void *arg, int thread, int i) {
     float cosine[CPU_MAX_HEAD_SIZE / 2], sine[CPU_MAX_HEAD_SIZE / 2];
     for (int freq = 0; freq < shape->D / 2; freq++) {
         float angle = (float)job->step->pos[job->t0 + i] * shape->rope_freq[freq];
-        cosine[freq] = cosf(angle) * shape->rope_scale, sine[freq] = sinf(angle) * shape->rope_scale;
+        cosine[freq] = cosf(angle) * shape->rope_scale;
+        sine[freq] = sinf(angle) * shape->rope_scale;
     }
     for (size_t head = 0; head < (size_t)shape->H; head++)
-        cpu_rope_head(shape, job->q + (t * (size_t)shape->H + head) * D, job->q_bias ? job->q_bias + head * D : NULL, job->q_norm, cosine,
-                      sine);
+        cpu_rope_head(shape, job->q + (t * (size_t)shape->H + head) * D,
+                      job->q_bias ? job->q_bias + head * D : NULL, job->q_norm, cosine, sine);
     int kv_slot = job->step->kv_slot[job->t0 + i];
     assert(kv_slot >= 0 && kv_slot / shape->B < dev->options.n_pages);
-    size_t page = (size_t)job->layer * (size_t)dev->options.n_pages + (size_t)kv_slot / B, offset = (size_t)kv_slot % B;
+    size_t page = (size_t)job->layer * (size_t)dev->options.n_pages + (size_t)kv_slot / B;
+    size_t offset = (size_t)kv_slot % B;
     for (size_t head = 0; head < K; head++) {
         float *k = dev->k + (t * K + head) * D, *v = dev->v + (t * K + head) * D;
-        cpu_rope_head(shape, k, job->k_bias ? job->k_bias + head * D : NULL, job->k_norm, cosine, sine);
-        float *to_k = dev->k_cache + page * dev->k_page_floats + head * D * (size_t)dev->B_pad + offset;
-        float *to_v = dev->v_cache + page * dev->v_page_floats + (head * B + offset) * (size_t)dev->D_pad;
+        cpu_rope_head(shape, k, job->k_bias ? job->k_bias + head * D : NULL, job->k_norm, cosine,
+                      sine);
+        float *to_k = dev->k_cache + page * dev->k_page_floats +
+                      head * D * (size_t)dev->B_pad + offset;
+        float *to_v = dev->v_cache + page * dev->v_page_floats +
+                      (head * B + offset) * (size_t)dev->D_pad;
         for (size_t j = 0; j < D; j++) {
             to_k[j * (size_t)dev->B_pad] = k[j];
             to_v[j] = v[j] + (job->v_bias ? job->v_bias[head * D + j] : 0);
@@ -14172,23 +14218,32 @@ static void cpu_rope_item(void *arg, int thread, int i) {
     }
 }
 
-static void cpu_norm_qkv_rope_kv(toka_device *dev, const toka_step *step, int layer, toka_dev_ptr x, toka_dev_ptr q) {
+static void cpu_norm_qkv_rope_kv(toka_device *dev, const toka_step *step, int layer, toka_dev_ptr x,
+                                 toka_dev_ptr q) {
     const toka_shape *shape = dev->shape;
     const toka_layer *weights = &dev->weights->layers[layer];
-    size_t E = (size_t)shape->E, HD = (size_t)(shape->H * shape->D), KD = (size_t)(shape->K * shape->D);
+    size_t E = (size_t)shape->E, HD = (size_t)(shape->H * shape->D);
+    size_t KD = (size_t)(shape->K * shape->D);
     if (!cpu_op_begin(dev, "norm_qkv_rope_kv")) return;
     const float *norm = cpu_vector_f32(dev, 0, &weights->attn_norm);
-    cpu_rope_job rope = {.dev = dev, .step = step, .layer = layer, .q_bias = cpu_vector_f32(dev, 1, &weights->q_bias), .k_bias = cpu_vector_f32(dev, 2, &weights->k_bias),
-                  .v_bias = cpu_vector_f32(dev, 3, &weights->v_bias), .q_norm = cpu_vector_f32(dev, 4, &weights->q_norm),
-                  .k_norm = cpu_vector_f32(dev, 5, &weights->k_norm)};
+    cpu_rope_job rope = {.dev = dev, .step = step, .layer = layer,
+                         .q_bias = cpu_vector_f32(dev, 1, &weights->q_bias),
+                         .k_bias = cpu_vector_f32(dev, 2, &weights->k_bias),
+                         .v_bias = cpu_vector_f32(dev, 3, &weights->v_bias),
+                         .q_norm = cpu_vector_f32(dev, 4, &weights->q_norm),
+                         .k_norm = cpu_vector_f32(dev, 5, &weights->k_norm)};
     for (int t0 = 0; t0 < step->T; t0 += dev->scratch_rows) {
         int n_rows = MIN(dev->scratch_rows, step->T - t0);
-        rope.t0 = t0, rope.q = cpu_ptr(q) + (size_t)t0 * HD;
-        cpu_norm_run((cpu_norm_job){dev, cpu_ptr(x) + (size_t)t0 * E, norm, NULL, shape->E}, n_rows);
-        cpu_gemm_args args = {.x = dev->x, .ldx = (size_t)dev->ldx, .T = n_rows, .n_weights = 3, .weights = {&weights->q, &weights->k, &weights->v},
-                         .y = {rope.q, dev->k, dev->v}, .ldy = {HD, KD, KD}};
+        rope.t0 = t0;
+        rope.q = cpu_ptr(q) + (size_t)t0 * HD;
+        cpu_norm_run((cpu_norm_job){dev, cpu_ptr(x) + (size_t)t0 * E, norm, NULL, shape->E},
+                     n_rows);
+        cpu_gemm_args args = {.x = dev->x, .ldx = (size_t)dev->ldx, .T = n_rows, .n_weights = 3,
+                              .weights = {&weights->q, &weights->k, &weights->v},
+                              .y = {rope.q, dev->k, dev->v}, .ldy = {HD, KD, KD}};
         cpu_gemm(dev, args);
-        cpu_parallel_for(&dev->pool, cpu_rope_item, &rope, n_rows, (int64_t)n_rows * (int64_t)(HD + 2 * KD) * 4);
+        cpu_parallel_for(&dev->pool, cpu_rope_item, &rope, n_rows,
+                         (int64_t)n_rows * (int64_t)(HD + 2 * KD) * 4);
     }
 }
 
