@@ -15095,100 +15095,143 @@ static double model_busy_s(model_grid *model) {
 
 /* ===========================================================================
  * MARK: 22. Engine [os]
- * Requests to steps to events. Any thread submits and cancels; one thread at a time drives:
+ * Requests become steps, results of steps become events. Any thread submits and cancels. One thread
+ * at a time is the driver:
  *
- *     eng_submit --> inbox --eng_drain_inbox--> sched_submit (16)          any thread | the driver from here on
- *         +-> sched_plan (16) --> batch_build (17) --> eng_make_sample_rows --> model_post (21) ... model_wait --> eng_commit --+
- *         +---------------------------------------------------------------------------------------------------------+
+ *     any thread    eng_submit --> inbox
+ *                                    |  eng_drain_inbox, eng_add_request, sched_submit (16)
+ *     driver        +--------> sched_plan (16) --> batch_build (17) --> eng_make_sample_rows
+ *                   |                                                          |
+ *                   +-- eng_commit <--- model_wait (21) ... ranks ... <--- model_post (21)
+ *                          |
+ *                          +--> toka_event, by the request's callback
  *
- * The driver is whoever needs a result: a thread in eng_drive runs steps until what it waits for is done, and the next one that
- * waits takes over. Callbacks run on the driving thread, between steps.
+ * The driver is a thread in eng_drive. It runs steps until its own request is done; then another
+ * waiting thread becomes the driver. Callbacks run on the driver's thread, between steps.
  *
- * Run-ahead. While the ranks (21) run a step, the driver plans the next: up to n_ahead steps fly, from their plan to their commit,
- * each with arrays of its own (eng_inflight). A step plans on the tokens of those before it, which only the device knows yet. What a
- * sample that meanwhile ended, was parked or cancelled would still have drawn is thrown away; no result depends on n_ahead.
+ * Run-ahead. While the ranks (21) run a step, the driver plans the next one. Up to n_ahead steps
+ * are in flight, each with arrays of its own (eng_inflight). With n_ahead 2, and the numbers of one
+ * decoding sequence (16) that has 10 tokens before step N:
  *
- * Replicas. Each has the whole model on ranks of its own, its own pages and its own scheduler. A request goes to the one that
- * would have the least left to do, in tokens, when it were done there: what it already computed of the prompt counts for it.
+ *     host       plan N |plan N+1| wait for N |commit N,|plan N+2| wait for  |commit N+1,|plan N+3
+ *                       |        |            |retire N |        | N+1       |retire N+1 |
+ *     device            |======== run N ======|======== run N+1 =============|====== run N+2 =====
+ *
+ *     in flight    N      N, N+1                 N+1      N+1, N+2              N+2       N+2, N+3
+ *     n_planned   11        12                    12         13                  13          14
+ *     n_known     10        10                    11         11                  12          12
+ *
+ * Step N+1 reads the token that step N samples. The host does not know this token when it plans
+ * N+1; the device keeps the last token of each sequence. When commit N shows that the sequence
+ * ended (or when it was preempted or cancelled), its results of N+1 are discarded: they have an old
+ * generation (16). No result depends on n_ahead.
+ *
+ * Life of a step:
+ *     plan      eng_plan_step: sched_plan, batch_build, eng_make_sample_rows
+ *     post      eng_post_step, model_post: the step is in the ring of every rank
+ *     launch    rank_launch: the rank's thread calls the backend's begin, the ops, and end
+ *     finish    rank_finish: the results are on the host
+ *     done      model_is_done: every rank has finished it. A step after a failure is skipped: it
+ *               is launched and done, but never begun
+ *     commit    eng_commit_oldest: tokens to the scheduler, events to the callbacks
+ *     retire    eng_retire_oldest: the step drops its references to requests
+ *
+ * Life of a request:
+ *     inbox     eng_submit: checked, copied
+ *     added     eng_add_request: it has a replica, and a number in that replica's scheduler
+ *     finished  eng_finish_request: the last event was delivered
+ *     released  eng_release: finished, and no in-flight step has a row of it
+ *     freed     by its waiting thread (eng_generate), else by eng_release
+ *
+ * Replicas. A replica has the whole model on its own ranks, its own pages and its own scheduler.
+ * Routing: a request goes to the replica that has the least work (estimated tokens left to compute)
+ * after adding the request. Prompt tokens in that replica's prefix cache are not work.
  *
  * What always holds:
- *   - eng.lock guards the inbox, the list of cancels, `driven`, `stopping`, the broken state and the copy of the statistics;
- *     everything else belongs to the driver;
+ *   - eng.lock guards `inbox`, `cancels`, `waiters`, `has_driver`, `stopping`, `error`, `last_id`,
+ *     `n_samples` and `published`, the copy of the statistics. notifier.lock guards
+ *     `has_new_work`. Everything else belongs to the driver;
  *   - every sample of an accepted request ends in exactly one event that is not TOKA_RUNNING;
- *   - a request is freed when its last event went out and no step flies that has a row of it; never, if such a step's rank is
- *     lost;
- *   - a step allocates nothing but what events carry (texts grow to their longest once).
+ *   - a request is freed after its last event, when no in-flight step has a row of it. If a rank
+ *     hangs in such a step, the request is never freed (`leaked`);
+ *   - a step allocates memory only for the text of events. These buffers grow and are reused.
  * =========================================================================== */
 
 #define ENG_MAX_N (1 << 20)       /* samples of one request */
-#define ENG_MAX_SAMPLES (1 << 28) /* of all requests under way */
-#define ENG_MAX_AHEAD 4
-#define ENG_MAX_PARALLEL 64 /* replicas, stages, tensor ranks */
+#define ENG_MAX_SAMPLES (1 << 28) /* of all requests that are not released */
+#define ENG_MAX_AHEAD 4           /* in-flight steps of a replica */
+#define ENG_MAX_PARALLEL 64       /* replicas, stages, tensor ranks */
 
 typedef struct eng_waiter { /* a thread in eng_generate */
-    pthread_cond_t wake; /* its request has ended, or it may be the one to drive */
-    bool done;           /* its request has ended */
+    pthread_cond_t wake; /* its request was released, or this thread may become the driver */
+    bool done;           /* its request was released */
     struct eng_waiter *next, *prev; /* in eng.waiters */
 } eng_waiter;
 
-typedef struct eng_request { /* from eng_submit until its last event */
+typedef struct eng_request { /* from eng_submit until it is freed */
     int64_t id;
     struct eng_replica *replica; /* NULL: still in the inbox */
-    int sched_id;
-    double work, work_per_sample; /* tokens that it counts for at home, in all and for a sample; what ended does not count */
-    arena memory;      /* all that follows by pointer */
+    int sched_id;                /* the request's number in the replica's scheduler */
+    double work, work_per_sample; /* estimated tokens, for routing; ended samples do not count */
+    arena memory;                 /* all that the fields below point to, except end_ids */
     int32_t *prompt;
-    int n_prompt, n_samples, n_live;
-    int n_in_flight; /* rows of steps that fly and point to this request */
-    bool finished;    /* it had its last event */
-    bool leaked;    /* a lost rank may still look at it: it is never freed */
-    uint8_t *ended; /* [n] bits */
-    toka_sampling sampling, prompt_sampling; /* scoring: of the prompt's places, only logprobs counts */
-    bool prompt_logprobs;     /* the prompt's tokens are wanted, by sample 0, which computes them all */
-    bool prompt_ranks;     /* with their ranks */
-    bool score_only; /* and nothing else: n is 1 here, its sample draws nothing and has events of TOKA_PROMPT */
+    int n_prompt, n_samples, n_live; /* n_live: samples that have not ended */
+    int n_in_flight; /* rows of in-flight steps that point to this request */
+    bool finished;   /* its last event was delivered */
+    bool leaked;     /* a hung rank may still read it: it is never freed */
+    uint8_t *ended;  /* [n_samples] bits */
+    toka_sampling sampling;
+    toka_sampling prompt_sampling; /* for rows that score prompt tokens; only .logprobs is used */
+    bool prompt_logprobs; /* log-probabilities of the prompt's tokens are wanted: sample 0 computes
+                           * all positions and has them */
+    bool prompt_ranks;    /* and the ranks of these tokens */
+    bool score_only;      /* the caller's n is 0: only prompt tokens are scored. n_samples is 1;
+                           * that sample draws no token, and its events have sample TOKA_PROMPT */
     bool ids_only, keep_special;
-    int n_scored;    /* tokens of the prompt whose events went out */
+    int n_scored;         /* prompt tokens whose events were delivered */
     int priority;
-    uint64_t class_key;
-    ids end_ids; /* ids that end a sample; owned */
-    toka_event_fn *callback;
+    uint64_t class_key;   /* of the length predictor (15) */
+    ids end_ids;          /* ids that end a sample; owned */
+    toka_event_fn *callback; /* or NULL */
     void *user;
     toka_usage usage;
-    double submit_time, first_token_time; /* 0: no token yet */
-    eng_waiter *waiter;       /* told behind the last event, if not NULL */
+    double submit_time, first_token_time; /* os_now(); first_token_time 0: no token yet */
+    eng_waiter *waiter;       /* the thread that waits for the request and frees it, or NULL */
     struct eng_request *next; /* in the inbox */
 } eng_request;
 
-typedef struct eng_detokenizer { /* of a scheduler's slot: what turns its ids into text */
+typedef struct eng_detokenizer { /* of a running sequence: turns its ids into text */
     bool open;
     stop_scanner stop;
     tok_stream stream;
 } eng_detokenizer;
 
-typedef struct eng_prompt_row { /* a row whose logits say how likely token number `at` of a prompt was */
+typedef struct eng_prompt_row { /* a sample row that scores prompt token number token_index */
     int seq, token_index;
-    uint32_t generation;
+    uint32_t generation; /* of seq: another one there means that this row's sequence ended */
 } eng_prompt_row;
 
-typedef struct eng_inflight { /* a step from its plan to its commit: all that it reads is its own or of requests that wait for it */
+/* A step from its plan to its retirement. All that it points to is its own, or belongs to a request
+ * that is kept until the step is retired. */
+typedef struct eng_inflight {
     batch_step batch;
-    batch_micros micros;    /* of it, where there are stages */
-    toka_sample_row *sample_rows;    /* [max_tokens] the rows that yield a token, then those of scores */
-    toka_sample_result *results;     /* [max_tokens] as the parts' rows */
-    eng_request **row_requests;  /* [max_tokens] */
-    eng_prompt_row *prompt_rows;    /* [max_tokens] */
+    batch_micros micros;          /* its microbatches, if the model has pipeline stages */
+    toka_sample_row *sample_rows; /* [max_tokens] first those of batch.samples, then prompt rows */
+    toka_sample_result *results;  /* [max_tokens] in the microbatches' order, see eng_result */
+    eng_request **row_requests;   /* [max_tokens] the request of each sample row */
+    eng_prompt_row *prompt_rows;  /* [max_tokens] */
     int n_prompt_rows;
-    ids row_ids;            /* for rows with penalties or bad words: copies of their tokens, and ids that they may not draw */
-    int64_t first_number, last_number; /* model_post's, of the first part and of the last */
+    ids row_ids; /* for rows with penalties or bad words: copies of their tokens, and of the ids
+                  * that they may not draw */
+    int64_t first_number, last_number; /* model_post's, of the first and the last microbatch */
     double plan_s;
 } eng_inflight;
 
-typedef struct eng_timing { /* of a step that was committed */
+typedef struct eng_timing { /* of a committed step */
     int64_t number; /* 1, 2, 3 ... over all replicas */
     int replica, n_rows, n_samples;
     double begin_s, end_s, launch_s; /* seconds, see model_job */
-    double plan_s, commit_s;     /* of the driver */
+    double plan_s, commit_s;         /* seconds of the driver's thread */
 } eng_timing;
 
 typedef struct eng_replica {
@@ -15196,18 +15239,21 @@ typedef struct eng_replica {
     model_grid model;
     scheduler sched;
     batch_builder builder;
-    eng_inflight inflight[ENG_MAX_AHEAD]; /* a ring: n_flying from number `first` on */
+    eng_inflight inflight[ENG_MAX_AHEAD]; /* a ring of n_ahead; n_in_flight from `oldest` on */
     int n_ahead, oldest, n_in_flight;
-    eng_detokenizer *detokenizers;          /* [max_seqs] */
-    eng_request **requests;   /* [cap_by_sched] of the scheduler's request ids */
-    int64_t *request_ids;     /* [cap_by_sched] their ids, 0: none; side by side, as each cancel looks through all */
-    int cap_requests, n_requests; /* requests that the scheduler has */
-    double work;              /* of them */
+    eng_detokenizer *detokenizers; /* [max_seqs] */
+    eng_request **requests;        /* [cap_requests] by the scheduler's request number */
+    int64_t *request_ids;          /* [cap_requests] their ids, 0: none. An array of its own, as
+                                    * each cancel searches all of it */
+    int cap_requests, n_requests;  /* n_requests: requests that the scheduler has */
+    double work;                   /* the sum of these requests' work */
 } eng_replica;
 
-typedef struct eng_startup { /* what opening is at, and what each phase took; one thread at a time */
+/* The phases of opening, and how long each took. Used by one thread at a time. */
+typedef struct eng_startup {
     const char *phases[6];
-    double phase_s[6], phase_began; /* seconds; since: os_now() where the last phase began */
+    double phase_s[6];
+    double phase_began; /* os_now() when the last phase began */
     int n_phases;
     void (*progress)(void *user, const char *what, double done); /* or NULL */
     void *user;
@@ -15216,73 +15262,87 @@ typedef struct eng_startup { /* what opening is at, and what each phase took; on
 typedef struct eng { /* pools are sized at open and never grow */
     const toka_backend *backend;
     const mf_model *files;
-    const tok *tok; /* NULL: events carry no text */
-    int max_len, max_seqs; /* max_seqs: of all replicas */
-    bool no_prefix_sharing; /* every sample has pages and spans of its own */
-    bool hung;       /* it failed to open, and a rank that did not come back has it */
+    const tok *tok;         /* NULL: events have no text */
+    int max_len, max_seqs;  /* max_seqs: of all replicas */
+    bool no_prefix_sharing; /* every sample has unshared pages and spans */
+    bool hung;              /* opening failed and a rank hangs: the engine cannot be freed */
     eng_startup startup;
     eng_replica *replicas;
-    int n_replicas, n_active;   /* n_busy: requests and steps that they have */
-    int next_replica;                 /* the replica whose step is committed first, if it is done */
+    int n_replicas;
+    int n_active;     /* requests that replicas have, plus in-flight steps */
+    int next_replica; /* round robin: its oldest step is looked at first */
     model_notifier notifier;
-    bool has_new_work;              /* under the bell's lock: something was submitted since eng_drain_inbox, maybe for an idle replica */
-    buf token_text, new_text;          /* text of one token; text that became certain */
+    bool has_new_work; /* under notifier.lock: a request was submitted since the last
+                        * eng_drain_inbox; an idle replica may get it */
+    buf token_text, new_text; /* text of one token; text that became certain */
     toka_stats stats;         /* the driver's */
-    /* told of each step, by the driver; or NULL. Set before there are requests */
+    /* Called after each step by the driver; or NULL. Set before there are requests. */
     void (*on_step)(void *user, const eng_timing *step);
     void *on_step_user;
 
     pthread_mutex_t lock;
-    pthread_cond_t wake;      /* of toka_run's: something was submitted, cancelled, or nobody drives any more */
-    eng_waiter *waiters;      /* who sleeps until its request ends, or until nobody drives any more */
+    pthread_cond_t wake;      /* threads in toka_run: a request was submitted or cancelled, or no
+                               * thread is the driver any more */
+    eng_waiter *waiters;      /* threads that sleep until their request ends or the driver leaves */
     eng_request *inbox, **inbox_end;
-    int64_t *cancels;
+    int64_t *cancels;         /* [cap_cancels] ids of requests to cancel */
     int n_cancels, cap_cancels;
-    int64_t last_id, n_samples; /* n_samples: of all requests not finished */
+    int64_t last_id, n_samples; /* n_samples: of all requests that are not released */
     bool has_driver, stopping;
-    toka_err error;          /* why nothing more is taken: the device failed, or it is being closed; code 0: it is taken */
-    toka_stats published;         /* copy of stats after each step */
+    toka_err error;       /* code not 0: submit fails with it, as a device failed or the engine is
+                           * being closed */
+    toka_stats published; /* copy of stats for other threads, made after each step */
 } eng;
 
 /* ---- Open and close ---- */
 
-/* A toka_device_options' progress: a phase that has another name than the one before ends that one. */
+/* A toka_device_options' progress. A call with a new phase name ends the phase before. */
 static void eng_on_progress(void *user, const char *phase, double done) {
     eng_startup *startup = user;
     const double now = os_now();
     if (!startup->n_phases || strcmp(startup->phases[startup->n_phases - 1], phase)) {
         assert(startup->n_phases < COUNT(startup->phases));
         if (startup->n_phases) startup->phase_s[startup->n_phases - 1] = now - startup->phase_began;
-        startup->phases[startup->n_phases++] = phase, startup->phase_began = now;
+        startup->phases[startup->n_phases++] = phase;
+        startup->phase_began = now;
     }
     if (done >= 1) startup->phase_s[startup->n_phases - 1] = now - startup->phase_began;
     if (startup->progress) startup->progress(startup->user, phase, done);
 }
 
-/* Tokens that so many sequences hold at full length, each in whole pages. */
+/* Tokens of max_seqs sequences of max_len tokens, each in whole pages. */
 static int64_t eng_full_tokens(int max_seqs, int max_len, int page_tok) {
     return (int64_t)max_seqs * (((int64_t)max_len + page_tok - 1) / page_tok * page_tok);
 }
 
-/* Tokens of KV to hold: every sequence at full length if that is small, else what the device has room for. */
-static int64_t eng_kv_tokens(const toka_shape *shape, int max_seqs, const toka_backend *backend, int64_t free_bytes) {
-    int64_t per_token = (int64_t)2 * shape->L * shape->K * shape->D * (int64_t)backend->activation_bytes;
-    return MIN(eng_full_tokens(max_seqs, shape->max_len, backend->page_tok), MAX(free_bytes, 0) / per_token);
+/* Tokens of the KV cache: as many as free_bytes hold, but at most every sequence at full length. */
+static int64_t eng_kv_tokens(const toka_shape *shape, int max_seqs, const toka_backend *backend,
+                             int64_t free_bytes) {
+    int64_t per_token = (int64_t)2 * shape->L * shape->K * shape->D *
+                        (int64_t)backend->activation_bytes;
+    return MIN(eng_full_tokens(max_seqs, shape->max_len, backend->page_tok),
+               MAX(free_bytes, 0) / per_token);
 }
 
-/* Sets shape->max_len and the number of pages, or fails when the length asked for does not fit. asked_kv 0: as memory allows;
- * room: tokens for which the devices have memory. */
-static int eng_size_kv(toka_shape *shape, int asked_len, int64_t asked_kv, int64_t capacity, int *n_pages, toka_err *e) {
+/* Sets shape->max_len and *n_pages. asked_len and asked_kv are the requested max_model_len and
+ * kv_tokens, 0: as memory allows. capacity: tokens for which the devices have memory. Returns an
+ * error if the requested length does not fit. */
+static int eng_size_kv(toka_shape *shape, int asked_len, int64_t asked_kv, int64_t capacity,
+                       int *n_pages, toka_err *e) {
     if (asked_len > shape->max_len || asked_len == 1)
-        return fail(e, TOKA_E_USE, "max_model_len: %d, expected 2 to %d, the model's own limit", asked_len, shape->max_len);
+        return fail(e, TOKA_E_USE, "max_model_len: %d, expected 2 to %d, the model's own limit",
+                    asked_len, shape->max_len);
     if (asked_len) shape->max_len = asked_len;
     int64_t n_kv = asked_kv ? asked_kv : capacity;
     if (asked_len && n_kv < asked_len)
-        return fail(e, asked_kv ? TOKA_E_USE : TOKA_E_MEMORY, "--max-model-len %d: %s %lld tokens of this model's KV cache",
-                    asked_len, asked_kv ? "--kv-tokens asks for" : "memory holds", (long long)n_kv);
+        return fail(e, asked_kv ? TOKA_E_USE : TOKA_E_MEMORY,
+                    "--max-model-len %d: %s %lld tokens of this model's KV cache", asked_len,
+                    asked_kv ? "--kv-tokens asks for" : "memory holds", (long long)n_kv);
     shape->max_len = (int)MIN(n_kv, (int64_t)shape->max_len);
-    if (shape->max_len < 2 && asked_kv) return check_int("kv_tokens", asked_kv, 2, INT64_MAX, e);
-    if (shape->max_len < 2) return fail(e, TOKA_E_MEMORY, "not enough memory for the KV cache of one sequence");
+    if (shape->max_len < 2 && asked_kv)
+        return check_int("kv_tokens", asked_kv, 2, INT64_MAX, e);
+    if (shape->max_len < 2)
+        return fail(e, TOKA_E_MEMORY, "not enough memory for the KV cache of one sequence");
     *n_pages = (int)MIN((n_kv - 1) / shape->B + 1, (int64_t)INT_MAX / shape->B);
     return 0;
 }
@@ -15292,169 +15352,275 @@ static int eng_inflight_init(eng_inflight *inflight, const scheduler *s, bool st
     int code = batch_step_init(&inflight->batch, s, e);
     if (!code && stages) code = batch_micros_init(&inflight->micros, s, e);
     if (code) return code;
-    inflight->sample_rows = mem_alloc(max_rows * sizeof *inflight->sample_rows), inflight->results = mem_alloc(max_rows * sizeof *inflight->results);
-    inflight->row_requests = mem_alloc(max_rows * sizeof *inflight->row_requests), inflight->prompt_rows = mem_alloc(max_rows * sizeof *inflight->prompt_rows);
+    inflight->sample_rows = mem_alloc(max_rows * sizeof *inflight->sample_rows);
+    inflight->results = mem_alloc(max_rows * sizeof *inflight->results);
+    inflight->row_requests = mem_alloc(max_rows * sizeof *inflight->row_requests);
+    inflight->prompt_rows = mem_alloc(max_rows * sizeof *inflight->prompt_rows);
     return 0;
 }
 
 static void eng_replica_free(eng_replica *replica) {
     for (int i = 0; i < replica->n_ahead; i++) {
         eng_inflight *inflight = &replica->inflight[i];
-        batch_step_free(&inflight->batch), batch_micros_free(&inflight->micros), ids_free(&inflight->row_ids);
-        free(inflight->sample_rows), free(inflight->results), free(inflight->row_requests), free(inflight->prompt_rows);
+        batch_step_free(&inflight->batch);
+        batch_micros_free(&inflight->micros);
+        ids_free(&inflight->row_ids);
+        free(inflight->sample_rows);
+        free(inflight->results);
+        free(inflight->row_requests);
+        free(inflight->prompt_rows);
     }
-    batch_free(&replica->builder), sched_free(&replica->sched);
-    free(replica->detokenizers), free(replica->requests), free(replica->request_ids);
+    batch_free(&replica->builder);
+    sched_free(&replica->sched);
+    free(replica->detokenizers);
+    free(replica->requests);
+    free(replica->request_ids);
 }
 
-/* What rows cost in a layer, in multiply-adds. A position that a row reads for itself is counted as what a GPU computes in the
- * time that K and V of it take to come: 100 for each byte. */
+/* Costs in one layer, in multiply-adds: of a row, of a (row, position) pair, and of reading K and V
+ * of one position for one row. A GPU computes 100 multiply-adds in the time in which it reads a
+ * byte; the position has 4 * K * D bytes. */
 static batch_work eng_batch_work(const toka_shape *shape) {
     const int64_t HD = (int64_t)shape->H * shape->D, KD = (int64_t)shape->K * shape->D;
-    return (batch_work){.row = shape->E * (2 * HD + 2 * KD + 3 * (int64_t)shape->F), .pair = 2 * HD, .read = 100 * 4 * KD};
+    return (batch_work){.row = shape->E * (2 * HD + 2 * KD + 3 * (int64_t)shape->F),
+                        .pair = 2 * HD,
+                        .read = 100 * 4 * KD};
 }
 
-/* All but the devices, which are still being opened. */
+/* Initializes everything of a replica but its devices, which are still being opened. */
 static int eng_replica_init(eng_replica *replica, const sched_config *config, toka_err *e) {
     const toka_backend *backend = replica->engine->backend;
-    replica->n_ahead = MAX(backend->n_ahead, replica->model.pp > 1 ? 2 : 1); /* stages have work while one step is committed */
+    /* with stages at least 2: the stages have work while one step is committed */
+    replica->n_ahead = MAX(backend->n_ahead, replica->model.pp > 1 ? 2 : 1);
     replica->detokenizers = mem_zalloc((size_t)config->max_seqs * sizeof *replica->detokenizers);
     int code = sched_init(&replica->sched, config, e);
     if (!code) {
-        batch_init(&replica->builder, &replica->sched, (batch_cost){backend->merge_tok, backend->span_tok, backend->tile_rows, backend->span_align_tok});
-        replica->builder.n_stages = replica->model.pp, replica->builder.work = eng_batch_work(&replica->engine->files->shape);
+        batch_init(&replica->builder, &replica->sched,
+                   (batch_cost){backend->merge_tok, backend->span_tok, backend->tile_rows,
+                                backend->span_align_tok});
+        replica->builder.n_stages = replica->model.pp;
+        replica->builder.work = eng_batch_work(&replica->engine->files->shape);
     }
-    for (int i = 0; i < replica->n_ahead && !code; i++) code = eng_inflight_init(&replica->inflight[i], &replica->sched, replica->model.pp > 1, e);
+    for (int i = 0; i < replica->n_ahead && !code; i++)
+        code = eng_inflight_init(&replica->inflight[i], &replica->sched, replica->model.pp > 1, e);
     return code;
 }
 
-/* Also of an engine that was opened half way. False: a rank is lost, and what it may look at stays. */
+/* Closes all ranks, also of an engine that was opened only in part. Returns false if a rank hangs:
+ * memory that it may read must not be freed. */
 static bool eng_close_ranks(eng *engine) {
     bool all_closed = true;
-    for (int i = 0; i < engine->n_replicas; i++) all_closed &= model_close(&engine->replicas[i].model);
+    for (int i = 0; i < engine->n_replicas; i++)
+        all_closed &= model_close(&engine->replicas[i].model);
     return all_closed;
 }
 
 static void eng_free(eng *engine) { /* its ranks are closed */
     for (int i = 0; i < engine->n_replicas; i++) eng_replica_free(&engine->replicas[i]);
-    free(engine->replicas), free(engine->cancels);
-    buf_free(&engine->token_text), buf_free(&engine->new_text);
-    pthread_mutex_destroy(&engine->lock), pthread_cond_destroy(&engine->wake);
-    pthread_mutex_destroy(&engine->notifier.lock), pthread_cond_destroy(&engine->notifier.changed);
+    free(engine->replicas);
+    free(engine->cancels);
+    buf_free(&engine->token_text);
+    buf_free(&engine->new_text);
+    pthread_mutex_destroy(&engine->lock);
+    pthread_cond_destroy(&engine->wake);
+    pthread_mutex_destroy(&engine->notifier.lock);
+    pthread_cond_destroy(&engine->notifier.changed);
     free(engine);
 }
 
-/* Tokens of KV for which every rank of every replica has room. */
-static int64_t eng_kv_capacity(const eng *engine, toka_device_options options, int max_len, int max_seqs) {
+/* Returns the tokens of KV cache for which every rank of every replica has memory. */
+static int64_t eng_kv_capacity(const eng *engine, toka_device_options options, int max_len,
+                               int max_seqs) {
     int64_t capacity = INT64_MAX;
     for (options.index = 0; options.index < options.n_devices; options.index++) {
-        const model_grid *model = &engine->replicas[options.index / (options.n_devices / engine->n_replicas)].model;
+        const model_grid *model =
+            &engine->replicas[options.index / (options.n_devices / engine->n_replicas)].model;
         const model_rank *rank = &model->ranks[options.index % model->n_ranks];
         toka_shape shape = rank->shape;
         shape.max_len = max_len;
-        options.tp_size = model->tp, options.pp_size = model->pp, options.tp_rank = rank->options.tp_rank, options.pp_rank = rank->options.pp_rank;
-        int64_t n_tokens = eng_kv_tokens(&shape, max_seqs, model->backend, model->backend->kv_bytes(&shape, &rank->weights, &options));
+        options.tp_size = model->tp;
+        options.pp_size = model->pp;
+        options.tp_rank = rank->options.tp_rank;
+        options.pp_rank = rank->options.pp_rank;
+        int64_t n_tokens =
+            eng_kv_tokens(&shape, max_seqs, model->backend,
+                          model->backend->kv_bytes(&shape, &rank->weights, &options));
         capacity = MIN(capacity, n_tokens);
     }
     return capacity;
 }
 
-static eng *eng_new(const toka_backend *backend, const mf_model *files, const tok *tokenizer, const toka_options *options) {
+static eng *eng_new(const toka_backend *backend, const mf_model *files, const tok *tokenizer,
+                    const toka_options *options) {
     eng *engine = mem_zalloc(sizeof *engine);
-    engine->backend = backend, engine->files = files, engine->tok = tokenizer, engine->no_prefix_sharing = options->no_prefix_caching;
+    engine->backend = backend;
+    engine->files = files;
+    engine->tok = tokenizer;
+    engine->no_prefix_sharing = options->no_prefix_caching;
     engine->inbox_end = &engine->inbox;
-    pthread_mutex_init(&engine->lock, NULL), pthread_cond_init(&engine->wake, NULL);
-    pthread_mutex_init(&engine->notifier.lock, NULL), os_cond_init(&engine->notifier.changed);
+    pthread_mutex_init(&engine->lock, NULL);
+    pthread_cond_init(&engine->wake, NULL);
+    pthread_mutex_init(&engine->notifier.lock, NULL);
+    os_cond_init(&engine->notifier.changed);
     engine->notifier.hang_left_s = MODEL_HANG_TIMEOUT_S;
-    engine->startup.progress = options->progress, engine->startup.user = options->progress_user;
+    engine->startup.progress = options->progress;
+    engine->startup.user = options->progress_user;
     engine->n_replicas = MAX(options->data_parallel_size, 1);
     engine->replicas = mem_zalloc((size_t)engine->n_replicas * sizeof *engine->replicas);
     return engine;
 }
 
-/* The largest step there can be, once, on made-up tokens: proves that it fits and that every part of it runs before the first
- * request comes, and loads the code. What it leaves in the pages is nobody's. */
-static int eng_warm_up(eng_replica *replica, const toka_shape *shape, const sched_config *config, toka_err *e) {
-    const int T = config->max_tokens, B = shape->B, seq_len = MIN(T, shape->max_len), n_seqs = (T + seq_len - 1) / seq_len;
+/* Warm-up: runs the largest possible step once, on dummy tokens. This proves that the step fits in
+ * memory and that every op runs before the first request comes, and it loads the code. No sequence
+ * uses the pages that it writes. */
+static int eng_warm_up(eng_replica *replica, const toka_shape *shape, const sched_config *config,
+                       toka_err *e) {
+    const int T = config->max_tokens, B = shape->B;
+    const int seq_len = MIN(T, shape->max_len), n_seqs = (T + seq_len - 1) / seq_len;
     const int seq_pages = (seq_len + B - 1) / B;
     struct {
         toka_request request;
         toka_step step;
     } *dummy = mem_zalloc(sizeof *dummy);
-    int32_t *token_ids = mem_zalloc((size_t)T * 3 * sizeof *token_ids), *pos = token_ids + T, *kv_slots = pos + T;
+    int32_t *token_ids = mem_zalloc((size_t)T * 3 * sizeof *token_ids);
+    int32_t *pos = token_ids + T, *kv_slots = pos + T;
     int32_t *pages = mem_alloc((size_t)n_seqs * (size_t)seq_pages * sizeof *pages);
     toka_span *spans = mem_alloc((size_t)n_seqs * sizeof *spans);
     toka_sample_row *sample_rows = mem_zalloc((size_t)config->max_seqs * sizeof *sample_rows);
     toka_sample_result *results = mem_alloc((size_t)config->max_seqs * sizeof *results);
     dummy->request = toka_request_default();
-    dummy->step = (toka_step){.T = T, .n_spans = n_seqs, .n_samples = config->max_seqs, .ids = token_ids, .pos = pos, .kv_slot = kv_slots, .pages = pages,
-                         .spans = spans, .samples = sample_rows, .number = ++replica->builder.last_number};
+    dummy->step = (toka_step){.T = T,
+                              .n_spans = n_seqs,
+                              .n_samples = config->max_seqs,
+                              .ids = token_ids,
+                              .pos = pos,
+                              .kv_slot = kv_slots,
+                              .pages = pages,
+                              .spans = spans,
+                              .samples = sample_rows,
+                              .number = ++replica->builder.last_number};
     for (int i = 0; i < n_seqs * seq_pages; i++) pages[i] = i % config->n_pages;
     for (int i = 0; i < n_seqs; i++)
-        spans[i] = (toka_span){i * seq_len, MIN(seq_len, T - i * seq_len), i * seq_pages, 0, MIN(seq_len, T - i * seq_len)};
-    for (int i = 0; i < T; i++) pos[i] = i % seq_len, kv_slots[i] = pages[i / seq_len * seq_pages + pos[i] / B] * B + pos[i] % B;
+        spans[i] = (toka_span){i * seq_len, MIN(seq_len, T - i * seq_len), i * seq_pages, 0,
+                               MIN(seq_len, T - i * seq_len)};
+    for (int i = 0; i < T; i++) {
+        pos[i] = i % seq_len;
+        kv_slots[i] = pages[i / seq_len * seq_pages + pos[i] / B] * B + pos[i] % B;
+    }
     for (int i = 0; i < config->max_seqs; i++)
-        sample_rows[i] = (toka_sample_row){.row = i, .seq = -1, .forced_id = -1, .sample = (uint32_t)i, .sampling = &dummy->request.sampling};
+        sample_rows[i] = (toka_sample_row){.row = i,
+                                           .seq = -1,
+                                           .forced_id = -1,
+                                           .sample = (uint32_t)i,
+                                           .sampling = &dummy->request.sampling};
     int code = model_run_step(&replica->model, &dummy->step, results, e);
-    if (!replica->model.hung) free(token_ids), free(pages), free(spans), free(sample_rows), free(results), free(dummy); /* else it may still look at them */
+    if (!replica->model.hung) { /* else a hung rank may still read all this */
+        free(token_ids);
+        free(pages);
+        free(spans);
+        free(sample_rows);
+        free(results);
+        free(dummy);
+    }
     return code;
 }
 
-/* Cuts the model, sizes the KV cache, opens all devices. */
-static int eng_open_replicas(eng *engine, toka_shape *shape, const toka_options *options, sched_config *config, toka_err *e) {
-    const int tp = MAX(options->tensor_parallel_size, 1), pp = MAX(options->pipeline_parallel_size, 1), n_devices = tp * pp * engine->n_replicas;
-    toka_device_options device = {.n_threads = options->n_threads, .max_tokens = config->max_tokens, .max_samples = config->max_tokens,
-                             .n_seqs = config->max_seqs, .n_devices = n_devices,
-                             .memory_utilization = options->gpu_memory_utilization, .eager = options->enforce_eager,
-                             .progress = options->progress, .user = options->progress_user};
+/* Shards the model, sizes the KV cache, opens all devices. */
+static int eng_open_replicas(eng *engine, toka_shape *shape, const toka_options *options,
+                             sched_config *config, toka_err *e) {
+    const int tp = MAX(options->tensor_parallel_size, 1);
+    const int pp = MAX(options->pipeline_parallel_size, 1);
+    const int n_devices = tp * pp * engine->n_replicas;
+    toka_device_options device = {.n_threads = options->n_threads,
+                                  .max_tokens = config->max_tokens,
+                                  .max_samples = config->max_tokens,
+                                  .n_seqs = config->max_seqs,
+                                  .n_devices = n_devices,
+                                  .memory_utilization = options->gpu_memory_utilization,
+                                  .eager = options->enforce_eager,
+                                  .progress = options->progress,
+                                  .user = options->progress_user};
     int code = 0;
     if (engine->backend->count && n_devices > engine->backend->count())
-        return fail(e, TOKA_E_DEVICE, "%d replica%s of %d stage%s of %d tensor rank%s: %d GPUs are needed, this process sees %d",
-                    engine->n_replicas, engine->n_replicas > 1 ? "s" : "", pp, pp > 1 ? "s" : "", tp, tp > 1 ? "s" : "", n_devices,
-                    engine->backend->count());
+        return fail(e, TOKA_E_DEVICE,
+                    "%d replica%s of %d stage%s of %d tensor rank%s: %d GPUs are needed, "
+                    "this process sees %d",
+                    engine->n_replicas, engine->n_replicas > 1 ? "s" : "", pp, pp > 1 ? "s" : "",
+                    tp, tp > 1 ? "s" : "", n_devices, engine->backend->count());
     for (int i = 0; i < engine->n_replicas && !code; i++)
-        code = model_shard(&engine->replicas[i].model, engine->backend, shape, &engine->files->weights, tp, pp, e);
+        code = model_shard(&engine->replicas[i].model, engine->backend, shape,
+                           &engine->files->weights, tp, pp, e);
     if (code) return code;
-    device.progress = eng_on_progress, device.user = &engine->startup;
+    device.progress = eng_on_progress;
+    device.user = &engine->startup;
     eng_on_progress(&engine->startup, "opening the device", 0);
-    int64_t capacity = options->kv_tokens ? 0 : eng_kv_capacity(engine, device, options->max_model_len ? options->max_model_len : shape->max_len, config->max_seqs);
-    if ((code = eng_size_kv(shape, options->max_model_len, options->kv_tokens, capacity, &config->n_pages, e))) return code;
-    device.n_pages = config->n_pages, config->max_len = shape->max_len;
+    int64_t capacity =
+        options->kv_tokens
+            ? 0
+            : eng_kv_capacity(engine, device,
+                              options->max_model_len ? options->max_model_len : shape->max_len,
+                              config->max_seqs);
+    if ((code = eng_size_kv(shape, options->max_model_len, options->kv_tokens, capacity,
+                            &config->n_pages, e)))
+        return code;
+    device.n_pages = config->n_pages;
+    config->max_len = shape->max_len;
     for (int i = 0; i < engine->n_replicas && !code; i++) {
         eng_replica *replica = &engine->replicas[i];
-        replica->engine = engine, device.index = i * tp * pp;
+        replica->engine = engine;
+        device.index = i * tp * pp;
         code = model_start(&replica->model, &engine->notifier, &device, shape->max_len, e);
     }
-    /* The tables are filled while the devices open. Not those of a cache that somebody asked for: one that no device can hold has
-     * tables that fill the machine's memory, so the devices are heard first. */
-    for (int i = 0; i < engine->n_replicas && !code && options->kv_tokens; i++) code = model_wait_open(&engine->replicas[i].model, e);
-    for (int i = 0; i < engine->n_replicas && !code; i++) code = eng_replica_init(&engine->replicas[i], config, e);
-    for (int i = 0; i < engine->n_replicas && !code; i++) code = model_wait_open(&engine->replicas[i].model, e);
-    if (!code && engine->backend->warm_up) eng_on_progress(&engine->startup, "the largest step", 0);
-    for (int i = 0; i < engine->n_replicas && !code && engine->backend->warm_up; i++) code = eng_warm_up(&engine->replicas[i], shape, config, e);
+    /* The host's tables are filled while the devices open. With kv_tokens the devices open first:
+     * tables for a size that no device can hold could fill the machine's memory. */
+    for (int i = 0; i < engine->n_replicas && !code && options->kv_tokens; i++)
+        code = model_wait_open(&engine->replicas[i].model, e);
+    for (int i = 0; i < engine->n_replicas && !code; i++)
+        code = eng_replica_init(&engine->replicas[i], config, e);
+    for (int i = 0; i < engine->n_replicas && !code; i++)
+        code = model_wait_open(&engine->replicas[i].model, e);
+    if (!code && engine->backend->warm_up)
+        eng_on_progress(&engine->startup, "the largest step", 0);
+    for (int i = 0; i < engine->n_replicas && !code && engine->backend->warm_up; i++)
+        code = eng_warm_up(&engine->replicas[i], shape, config, e);
     return code;
 }
 
-/* shape: the model's, with B and max_len still to be set here; it must outlive the engine. Where it fails and a rank is lost, *out
- * is an engine all the same, which eng_close tells so. */
-static int eng_open(eng **out, const toka_backend *backend, const mf_model *files, toka_shape *shape, const tok *tokenizer,
-                    const toka_options *options, toka_err *e) {
-    int max_tokens = options->max_num_batched_tokens ? options->max_num_batched_tokens : MAX(backend->default_tokens, options->max_num_seqs);
-    int max_seqs = options->max_num_seqs ? options->max_num_seqs : MIN(backend->default_seqs, max_tokens);
-    if (max_seqs > max_tokens) /* every running sample may want a row of the step */
-        return fail(e, TOKA_E_USE, "max_num_batched_tokens: %d, expected at least max_num_seqs, %d", max_tokens, max_seqs);
+/* shape: the model's; sets its B and max_len. It must outlive the engine. Returns an error with
+ * *out unchanged, except if a rank hangs: then *out is an engine with `hung` set, which must go to
+ * eng_close, so that nothing is freed that the rank may read. */
+static int eng_open(eng **out, const toka_backend *backend, const mf_model *files,
+                    toka_shape *shape, const tok *tokenizer, const toka_options *options,
+                    toka_err *e) {
+    int max_tokens = options->max_num_batched_tokens
+                         ? options->max_num_batched_tokens
+                         : MAX(backend->default_tokens, options->max_num_seqs);
+    int max_seqs = options->max_num_seqs ? options->max_num_seqs
+                                         : MIN(backend->default_seqs, max_tokens);
+    if (max_seqs > max_tokens) /* every running sample may need a row of the step */
+        return fail(e, TOKA_E_USE,
+                    "max_num_batched_tokens: %d, expected at least max_num_seqs, %d", max_tokens,
+                    max_seqs);
     shape->B = backend->page_tok;
-    sched_config config = {.B = shape->B, .max_seqs = max_seqs, .max_tokens = max_tokens, .n_classes = 4096};
+    sched_config config = {
+        .B = shape->B, .max_seqs = max_seqs, .max_tokens = max_tokens, .n_classes = 4096};
     eng *engine = eng_new(backend, files, tokenizer, options);
     int code = eng_open_replicas(engine, shape, options, &config, e);
-    const bool hung = code && !eng_close_ranks(engine); /* behind it none tells of a phase any more */
-    if (engine->startup.n_phases && !hung) eng_on_progress(&engine->startup, engine->startup.phases[engine->startup.n_phases - 1], 1);
+    const bool hung = code && !eng_close_ranks(engine); /* after it no rank reports a phase */
+    if (engine->startup.n_phases && !hung)
+        eng_on_progress(&engine->startup, engine->startup.phases[engine->startup.n_phases - 1], 1);
     if (code) {
-        if (!hung) eng_free(engine);
-        else engine->hung = true, *out = engine;
+        if (!hung) {
+            eng_free(engine);
+        } else {
+            engine->hung = true;
+            *out = engine;
+        }
         return code;
     }
-    engine->max_len = shape->max_len, engine->max_seqs = engine->n_replicas * max_seqs, engine->stats.kv_pages = engine->n_replicas * config.n_pages;
+    engine->max_len = shape->max_len;
+    engine->max_seqs = engine->n_replicas * max_seqs;
+    engine->stats.kv_pages = engine->n_replicas * config.n_pages;
     engine->published = engine->stats;
     *out = engine;
     return 0;
@@ -15464,7 +15630,8 @@ static int eng_open(eng **out, const toka_backend *backend, const mf_model *file
 
 static void eng_request_free(eng_request *request) {
     if (request->leaked) return;
-    ids_free(&request->end_ids), samp_words_del(request->sampling.bad_words);
+    ids_free(&request->end_ids);
+    samp_words_del(request->sampling.bad_words);
     arena memory = request->memory;
     arena_free(&memory);
     free(request);
@@ -15473,36 +15640,59 @@ static void eng_request_free(eng_request *request) {
 /* Appends the ids that end a sample. */
 static void eng_add_end_ids(const mf_model *files, const toka_sampling *sampling, ids *out) {
     const mf_config *config = &files->config;
-    for (int i = 0; i < config->n_eos_ids && !sampling->ignore_eos; i++) ids_push(out, config->eos_ids[i]);
+    for (int i = 0; i < config->n_eos_ids && !sampling->ignore_eos; i++)
+        ids_push(out, config->eos_ids[i]);
     for (int i = 0; i < sampling->n_stop_ids; i++) ids_push(out, sampling->stop_ids[i]);
 }
 
-/* A copy of the request that owns all it points to, and has a share in its bad words. */
-static eng_request *eng_request_new(const eng *engine, const toka_request *params, const int32_t *prompt, int n_prompt) {
+/* Returns a copy of the request. It owns all that it points to, except its bad words, of which it
+ * has a reference. */
+static eng_request *eng_request_new(const eng *engine, const toka_request *params,
+                                    const int32_t *prompt, int n_prompt) {
     eng_request *request = mem_zalloc(sizeof *request);
     toka_sampling *sampling = &request->sampling;
     arena *memory = &request->memory;
     *sampling = params->sampling;
-    request->n_prompt = n_prompt, request->n_samples = request->n_live = MAX(params->n, 1), request->priority = params->priority;
-    request->class_key = params->length_class, request->ids_only = params->ids_only, request->keep_special = params->keep_special;
-    request->prompt_logprobs = params->prompt_logprobs, request->score_only = !params->n, request->prompt_sampling.logprobs = params->prompt_top;
+    request->n_prompt = n_prompt;
+    request->n_samples = request->n_live = MAX(params->n, 1);
+    request->priority = params->priority;
+    request->class_key = params->length_class;
+    request->ids_only = params->ids_only;
+    request->keep_special = params->keep_special;
+    request->prompt_logprobs = params->prompt_logprobs;
+    request->score_only = !params->n;
+    request->prompt_sampling.logprobs = params->prompt_top;
     request->prompt_ranks = params->prompt_ranks;
-    arena_reserve_first(memory, 64 + (size_t)n_prompt * sizeof *prompt + bit_bytes(request->n_samples)); /* most have nothing more, and a million may wait */
+    /* a first block of just this size: most need no more, and a million requests may wait */
+    arena_reserve_first(memory, 64 + (size_t)n_prompt * sizeof *prompt +
+                                    bit_bytes(request->n_samples));
     request->prompt = arena_copy(memory, prompt, (size_t)n_prompt * sizeof *prompt);
     request->ended = arena_zalloc(memory, bit_bytes(request->n_samples));
-    sampling->stop_ids = arena_copy(memory, sampling->stop_ids, (size_t)sampling->n_stop_ids * sizeof *sampling->stop_ids);
-    sampling->bias_ids = arena_copy(memory, sampling->bias_ids, (size_t)sampling->n_bias * sizeof *sampling->bias_ids);
-    sampling->bias_values = arena_copy(memory, sampling->bias_values, (size_t)sampling->n_bias * sizeof *sampling->bias_values);
-    sampling->allowed_ids = arena_copy(memory, sampling->allowed_ids, (size_t)sampling->n_allowed * sizeof *sampling->allowed_ids);
+    sampling->stop_ids = arena_copy(memory, sampling->stop_ids,
+                                    (size_t)sampling->n_stop_ids * sizeof *sampling->stop_ids);
+    sampling->bias_ids = arena_copy(memory, sampling->bias_ids,
+                                    (size_t)sampling->n_bias * sizeof *sampling->bias_ids);
+    sampling->bias_values = arena_copy(memory, sampling->bias_values,
+                                       (size_t)sampling->n_bias * sizeof *sampling->bias_values);
+    sampling->allowed_ids = arena_copy(memory, sampling->allowed_ids,
+                                       (size_t)sampling->n_allowed * sizeof *sampling->allowed_ids);
     int n_bad_ids = 0;
     for (int i = 0; i < sampling->n_bad; i++) n_bad_ids += sampling->bad_lengths[i];
-    sampling->bad_ids = arena_copy(memory, sampling->bad_ids, (size_t)n_bad_ids * sizeof *sampling->bad_ids);
-    sampling->bad_lengths = arena_copy(memory, sampling->bad_lengths, (size_t)sampling->n_bad * sizeof *sampling->bad_lengths);
-    const char **stop = sampling->n_stop ? arena_alloc(memory, (size_t)sampling->n_stop * sizeof *stop) : NULL;
-    for (int i = 0; i < sampling->n_stop; i++) stop[i] = arena_cstr(memory, str_c(sampling->stop[i]));
+    sampling->bad_ids = arena_copy(memory, sampling->bad_ids,
+                                   (size_t)n_bad_ids * sizeof *sampling->bad_ids);
+    sampling->bad_lengths = arena_copy(memory, sampling->bad_lengths,
+                                       (size_t)sampling->n_bad * sizeof *sampling->bad_lengths);
+    const char **stop =
+        sampling->n_stop ? arena_alloc(memory, (size_t)sampling->n_stop * sizeof *stop) : NULL;
+    for (int i = 0; i < sampling->n_stop; i++)
+        stop[i] = arena_cstr(memory, str_c(sampling->stop[i]));
     sampling->stop = stop;
-    if (!sampling->max_tokens || sampling->max_tokens > engine->max_len - n_prompt) sampling->max_tokens = engine->max_len - n_prompt;
-    if (request->score_only) sampling->max_tokens = 1, sampling->n_stop = 0;
+    if (!sampling->max_tokens || sampling->max_tokens > engine->max_len - n_prompt)
+        sampling->max_tokens = engine->max_len - n_prompt;
+    if (request->score_only) {
+        sampling->max_tokens = 1;
+        sampling->n_stop = 0;
+    }
     if (sampling->bad_words) atomic_fetch_add(&sampling->bad_words->refs, 1);
     eng_add_end_ids(engine->files, sampling, &request->end_ids);
     request->submit_time = os_now();
@@ -15510,17 +15700,22 @@ static eng_request *eng_request_new(const eng *engine, const toka_request *param
     return request;
 }
 
-static int eng_check_prompt(int V, int max_len, const int32_t *prompt, size_t n_prompt, int n_reserved, toka_err *e) {
+/* n_reserved: positions of a sequence that the prompt must leave free. */
+static int eng_check_prompt(int V, int max_len, const int32_t *prompt, size_t n_prompt,
+                            int n_reserved, toka_err *e) {
     if (!n_prompt) return fail(e, TOKA_E_USE, "the prompt has no tokens");
     if (n_prompt > (size_t)(max_len - n_reserved))
-        return fail(e, TOKA_E_USE, "the prompt has %zu tokens; at most %d fit (max_model_len %d)", n_prompt, max_len - n_reserved, max_len);
+        return fail(e, TOKA_E_USE,
+                    "the prompt has %zu tokens; at most %d fit (max_model_len %d)", n_prompt,
+                    max_len - n_reserved, max_len);
     for (size_t i = 0; i < n_prompt; i++)
         if (prompt[i] < 0 || prompt[i] >= V)
-            return fail(e, TOKA_E_USE, "token %zu of the prompt is %d, the vocabulary has %d", i, (int)prompt[i], V);
+            return fail(e, TOKA_E_USE, "token %zu of the prompt is %d, the vocabulary has %d", i,
+                        (int)prompt[i], V);
     return 0;
 }
 
-/* Can anything be drawn at all? */
+/* Returns an error if the request's parameters leave no id that can be drawn. */
 static int eng_check_drawable(const mf_model *files, const toka_request *params, toka_err *e) {
     ids end_ids = {0};
     if (!params->n) return 0;
@@ -15530,15 +15725,19 @@ static int eng_check_drawable(const mf_model *files, const toka_request *params,
     return code;
 }
 
-/* All that can be wrong with a request itself, for sequences of max_len tokens. words: the model's
- * tokenizer, or NULL. */
-static int eng_check(const mf_model *files, const tok *tokenizer, int max_len, const toka_request *params,
-                     const int32_t *prompt, size_t n_prompt, toka_err *e) {
+/* Checks everything that can be wrong with a request itself, for sequences of max_len tokens.
+ * tokenizer: the model's, or NULL. */
+static int eng_check(const mf_model *files, const tok *tokenizer, int max_len,
+                     const toka_request *params, const int32_t *prompt, size_t n_prompt,
+                     toka_err *e) {
     const toka_sampling *sampling = &params->sampling;
     const int V = files->shape.V;
     int code = eng_check_prompt(V, max_len, prompt, n_prompt, params->n != 0, e);
-    if (code || (code = samp_check(sampling, V, e)) || (code = eng_check_drawable(files, params, e))) return code;
-    if (params->n < !params->prompt_logprobs || params->n > ENG_MAX_N) return fail(e, TOKA_E_USE, "n is %d, expected 1 to %d", params->n, ENG_MAX_N);
+    if (code || (code = samp_check(sampling, V, e)) ||
+        (code = eng_check_drawable(files, params, e)))
+        return code;
+    if (params->n < !params->prompt_logprobs || params->n > ENG_MAX_N)
+        return fail(e, TOKA_E_USE, "n is %d, expected 1 to %d", params->n, ENG_MAX_N);
     if (check_int("prompt_logprobs", params->prompt_top, 0, TOKA_MAX_LOGPROBS, e)) return e->code;
     if (sampling->bad_words && sampling->bad_words->tokenizer != tokenizer)
         return fail(e, TOKA_E_USE, "bad_words were made for another model");
@@ -15547,7 +15746,8 @@ static int eng_check(const mf_model *files, const tok *tokenizer, int max_len, c
     return 0;
 }
 
-/* The driver, who may wait for one replica's step, is told that another may have something to do now. */
+/* Sets has_new_work. If true, wakes the driver: it may wait for a step of one replica while another
+ * replica could run the new request. One replica needs no such wake-up. */
 static void eng_set_new_work(eng *engine, bool has_new_work) {
     if (engine->n_replicas == 1) return;
     pthread_mutex_lock(&engine->notifier.lock);
@@ -15556,22 +15756,27 @@ static void eng_set_new_work(eng *engine, bool has_new_work) {
     pthread_mutex_unlock(&engine->notifier.lock);
 }
 
-/* Queues a request; everything is copied. waiter: who frees it behind its last event, or NULL. */
-static int eng_submit(eng *engine, const toka_request *params, const int32_t *prompt, size_t n_prompt, toka_event_fn *callback, void *user,
-                      eng_request **out, eng_waiter *waiter, int64_t *id, toka_err *e) {
+/* Puts a copy of the request into the inbox. waiter: the thread that waits for the request and
+ * frees *out after its release; NULL: the driver frees it, and `out` is NULL. */
+static int eng_submit(eng *engine, const toka_request *params, const int32_t *prompt,
+                      size_t n_prompt, toka_event_fn *callback, void *user, eng_request **out,
+                      eng_waiter *waiter, int64_t *id, toka_err *e) {
     int code = eng_check(engine->files, engine->tok, engine->max_len, params, prompt, n_prompt, e);
     if (code) return code;
     eng_request *request = eng_request_new(engine, params, prompt, (int)n_prompt);
-    request->callback = callback, request->user = user, request->waiter = waiter;
+    request->callback = callback;
+    request->user = user;
+    request->waiter = waiter;
     pthread_mutex_lock(&engine->lock);
     if ((code = engine->error.code)) *e = engine->error;
     else if (engine->n_samples + request->n_samples > ENG_MAX_SAMPLES)
-        code = fail(e, TOKA_E_USE, "%lld samples are waiting or running, at most %d may be", (long long)engine->n_samples,
-                    ENG_MAX_SAMPLES);
+        code = fail(e, TOKA_E_USE, "%lld samples are waiting or running, at most %d may be",
+                    (long long)engine->n_samples, ENG_MAX_SAMPLES);
     else {
         request->id = *id = ++engine->last_id;
         engine->n_samples += request->n_samples;
-        *engine->inbox_end = request, engine->inbox_end = &request->next;
+        *engine->inbox_end = request;
+        engine->inbox_end = &request->next;
         engine->published.waiting += request->n_samples;
         pthread_cond_broadcast(&engine->wake);
     }
@@ -15582,12 +15787,14 @@ static int eng_submit(eng *engine, const toka_request *params, const int32_t *pr
     return code;
 }
 
+/* The driver cancels the request in its next eng_drain_inbox. Unknown ids are ignored. */
 static void eng_cancel(eng *engine, int64_t id) {
     pthread_mutex_lock(&engine->lock);
     if (id > 0 && id <= engine->last_id && engine->n_samples) {
         if (engine->n_cancels == engine->cap_cancels) {
             engine->cap_cancels = MAX(16, 2 * engine->cap_cancels);
-            engine->cancels = mem_realloc(engine->cancels, (size_t)engine->cap_cancels * sizeof *engine->cancels);
+            engine->cancels = mem_realloc(engine->cancels, (size_t)engine->cap_cancels *
+                                                               sizeof *engine->cancels);
         }
         engine->cancels[engine->n_cancels++] = id;
     }
@@ -15605,20 +15812,31 @@ static void eng_detokenizer_close(eng_replica *replica, int seq) {
     *detokenizer = (eng_detokenizer){0};
 }
 
-/* Nothing points to r any more. */
+/* The request is finished and no in-flight step points to it. Wakes the thread that waits for it,
+ * or frees it. */
 static void eng_release(eng *engine, eng_request *request) {
-    eng_waiter *waiter = request->waiter; /* frees r, maybe as soon as the lock is free */
+    eng_waiter *waiter = request->waiter; /* its thread may free the request after the unlock */
     pthread_mutex_lock(&engine->lock);
-    engine->n_samples -= request->n_samples, engine->published.requests_done = engine->stats.requests_done;
-    if (waiter) waiter->done = true, pthread_cond_signal(&waiter->wake);
+    engine->n_samples -= request->n_samples;
+    engine->published.requests_done = engine->stats.requests_done;
+    if (waiter) {
+        waiter->done = true;
+        pthread_cond_signal(&waiter->wake);
+    }
     pthread_mutex_unlock(&engine->lock);
     if (!waiter) eng_request_free(request);
 }
 
-/* All events of r were delivered. */
+/* All events of the request were delivered. */
 static void eng_finish_request(eng *engine, eng_request *request) {
     eng_replica *replica = request->replica;
-    if (replica) replica->requests[request->sched_id] = NULL, replica->request_ids[request->sched_id] = 0, replica->work -= request->work, replica->n_requests--, engine->n_active--;
+    if (replica) {
+        replica->requests[request->sched_id] = NULL;
+        replica->request_ids[request->sched_id] = 0;
+        replica->work -= request->work;
+        replica->n_requests--;
+        engine->n_active--;
+    }
     engine->stats.requests_done++;
     request->finished = true;
     if (!request->n_in_flight) eng_release(engine, request);
@@ -15628,68 +15846,106 @@ static void eng_finish_request(eng *engine, eng_request *request) {
 static void eng_end_request(eng *engine, eng_request *request, toka_finish reason) {
     eng_replica *replica = request->replica;
     if (replica) {
-        for (int seq = replica->sched.requests[request->sched_id].first_seq; seq >= 0; seq = replica->sched.seqs[seq].sibling_next) eng_detokenizer_close(replica, seq);
+        for (int seq = replica->sched.requests[request->sched_id].first_seq; seq >= 0;
+             seq = replica->sched.seqs[seq].sibling_next)
+            eng_detokenizer_close(replica, seq);
         sched_cancel(&replica->sched, request->sched_id);
     }
     int n_left = request->n_live;
-    toka_event event = {.id = -1, .text = request->ids_only ? NULL : "", .finish = reason, .stop_id = -1, .stop_text = -1};
+    toka_event event = {.id = -1,
+                        .text = request->ids_only ? NULL : "",
+                        .finish = reason,
+                        .stop_id = -1,
+                        .stop_text = -1};
     for (int i = 0; i < request->n_samples && request->callback; i++) {
         if (bit_get(request->ended, i)) continue;
-        event.sample = request->score_only ? TOKA_PROMPT : i, event.more = --n_left > 0;
+        event.sample = request->score_only ? TOKA_PROMPT : i;
+        event.more = --n_left > 0;
         request->callback(request->user, &event);
     }
     eng_finish_request(engine, request);
 }
 
-/* ---- Take: the inbox to the scheduler ---- */
+/* ---- From the inbox to a replica's scheduler ---- */
 
-/* Tokens that a sample of r will yet have, as far as p has seen such. */
+/* Returns the expected output tokens of one sample: max_tokens if nothing can end it earlier, else
+ * the median of the lengths that this replica has seen (15), at most max_tokens. */
 static double eng_expected_tokens(eng_replica *replica, const eng_request *request) {
-    bool fixed_len = request->score_only || (!request->end_ids.n && !request->sampling.n_stop);
-    return fixed_len ? request->sampling.max_tokens : MIN(request->sampling.max_tokens, pred_length(&replica->sched.predictor, (pred_handle){-1, 0}, 0.5));
+    bool fixed_len =
+        request->score_only || (!request->end_ids.n && !request->sampling.n_stop);
+    return fixed_len ? request->sampling.max_tokens
+                     : MIN(request->sampling.max_tokens,
+                           pred_length(&replica->sched.predictor, (pred_handle){-1, 0}, 0.5));
 }
 
-static int eng_n_unshared(const eng *engine, const eng_request *request) { /* samples that share no pages */
+/* Returns how many of the request's samples do not use the prefix cache. */
+static int eng_n_unshared(const eng *engine, const eng_request *request) {
     return engine->no_prefix_sharing ? request->n_samples : request->prompt_logprobs;
 }
 
-/* Chooses a home for r and counts its work there. */
+/* Chooses the replica of a request and adds the request's work there. */
 static void eng_route(eng *engine, eng_request *request) {
     double least_work = INFINITY;
     int n_unshared = eng_n_unshared(engine, request);
     for (int i = 0; i < engine->n_replicas; i++) {
         eng_replica *replica = &engine->replicas[i];
-        int n_hits = engine->n_replicas > 1 && n_unshared < request->n_samples ? kv_match_prefix(&replica->sched.kv, NULL, request->prompt, request->n_prompt) * replica->sched.config.B : 0;
-        double prompt_work = n_unshared * (double)request->n_prompt + (n_unshared < request->n_samples ? request->n_prompt - n_hits : 0);
+        int n_hits = engine->n_replicas > 1 && n_unshared < request->n_samples
+                         ? kv_match_prefix(&replica->sched.kv, NULL, request->prompt,
+                                           request->n_prompt) *
+                               replica->sched.config.B
+                         : 0;
+        double prompt_work = n_unshared * (double)request->n_prompt +
+                             (n_unshared < request->n_samples ? request->n_prompt - n_hits : 0);
         double work = request->n_samples * eng_expected_tokens(replica, request) + prompt_work;
         if (replica->work + work >= least_work) continue;
         least_work = replica->work + work;
-        request->replica = replica, request->work = work, request->work_per_sample = work / request->n_samples;
+        request->replica = replica;
+        request->work = work;
+        request->work_per_sample = work / request->n_samples;
     }
-    request->replica->work += request->work, request->replica->n_requests++, engine->n_active++;
+    request->replica->work += request->work;
+    request->replica->n_requests++;
+    engine->n_active++;
 }
 
+/* Gives the request to the scheduler of the replica that eng_route chooses. */
 static void eng_add_request(eng *engine, eng_request *request) {
     const toka_sampling *sampling = &request->sampling;
     toka_err e;
     eng_route(engine, request);
     eng_replica *replica = request->replica;
-    int n_prefill = request->score_only && request->n_prompt > 1 ? request->n_prompt - 1 : request->n_prompt; /* nothing comes behind the last token */
-    request->sched_id = sched_submit(&replica->sched, &(sched_job){.prompt = request->prompt, .n_prompt = n_prefill, .n = request->n_samples, .max_tokens = sampling->max_tokens,
-                                                   .min_tokens = sampling->min_tokens,
-                                                   .fixed_len = request->score_only || (!request->end_ids.n && !sampling->n_stop),
-                                                   .no_run_ahead = samp_needs_history(sampling), .n_unshared = eng_n_unshared(engine, request),
-                                                   .priority = request->priority, .class_key = request->class_key}, &e);
-    assert(request->sched_id >= 0); /* eng_check looked at the same limits */
+    /* score_only: the last prompt token is only scored, its K and V are not computed */
+    int n_prefill =
+        request->score_only && request->n_prompt > 1 ? request->n_prompt - 1 : request->n_prompt;
+    request->sched_id = sched_submit(
+        &replica->sched,
+        &(sched_job){.prompt = request->prompt,
+                     .n_prompt = n_prefill,
+                     .n = request->n_samples,
+                     .max_tokens = sampling->max_tokens,
+                     .min_tokens = sampling->min_tokens,
+                     .fixed_len =
+                         request->score_only || (!request->end_ids.n && !sampling->n_stop),
+                     .no_run_ahead = samp_needs_history(sampling),
+                     .n_unshared = eng_n_unshared(engine, request),
+                     .priority = request->priority,
+                     .class_key = request->class_key},
+        &e);
+    assert(request->sched_id >= 0); /* eng_check has checked the same limits */
     if (request->sched_id >= replica->cap_requests) {
         int new_cap = MAX(64, 2 * (request->sched_id + 1));
-        replica->requests = mem_realloc(replica->requests, (size_t)new_cap * sizeof *replica->requests);
-        replica->request_ids = mem_realloc(replica->request_ids, (size_t)new_cap * sizeof *replica->request_ids);
-        memset(replica->requests + replica->cap_requests, 0, (size_t)(new_cap - replica->cap_requests) * sizeof *replica->requests);
-        memset(replica->request_ids + replica->cap_requests, 0, (size_t)(new_cap - replica->cap_requests) * sizeof *replica->request_ids);
+        replica->requests =
+            mem_realloc(replica->requests, (size_t)new_cap * sizeof *replica->requests);
+        replica->request_ids =
+            mem_realloc(replica->request_ids, (size_t)new_cap * sizeof *replica->request_ids);
+        memset(replica->requests + replica->cap_requests, 0,
+               (size_t)(new_cap - replica->cap_requests) * sizeof *replica->requests);
+        memset(replica->request_ids + replica->cap_requests, 0,
+               (size_t)(new_cap - replica->cap_requests) * sizeof *replica->request_ids);
         replica->cap_requests = new_cap;
     }
-    replica->requests[request->sched_id] = request, replica->request_ids[request->sched_id] = request->id;
+    replica->requests[request->sched_id] = request;
+    replica->request_ids[request->sched_id] = request->id;
 }
 
 static int eng_compare_ids(const void *a, const void *b) {
@@ -15697,23 +15953,30 @@ static int eng_compare_ids(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
+/* Adds the requests of the inbox to replicas, then ends those that were cancelled. */
 static void eng_drain_inbox(eng *engine) {
     eng_set_new_work(engine, false);
     pthread_mutex_lock(&engine->lock);
     eng_request *request = engine->inbox;
     int64_t *cancels = engine->cancels;
     size_t n_cancels = (size_t)engine->n_cancels;
-    engine->inbox = NULL, engine->inbox_end = &engine->inbox;
-    engine->cancels = NULL, engine->n_cancels = engine->cap_cancels = 0;
+    engine->inbox = NULL;
+    engine->inbox_end = &engine->inbox;
+    engine->cancels = NULL;
+    engine->n_cancels = engine->cap_cancels = 0;
     pthread_mutex_unlock(&engine->lock);
-    for (eng_request *next; request; request = next) next = request->next, eng_add_request(engine, request);
+    for (eng_request *next; request; request = next) {
+        next = request->next;
+        eng_add_request(engine, request);
+    }
     if (n_cancels) qsort(cancels, n_cancels, sizeof *cancels, eng_compare_ids);
     for (int i = 0; i < engine->n_replicas && n_cancels; i++) {
         eng_replica *replica = &engine->replicas[i];
         for (int j = 0; j < replica->cap_requests; j++) {
             const int64_t *id = &replica->request_ids[j];
             if (*id < cancels[0] || *id > cancels[n_cancels - 1]) continue;
-            if (bsearch(id, cancels, n_cancels, sizeof *cancels, eng_compare_ids)) eng_end_request(engine, replica->requests[j], TOKA_CANCELLED);
+            if (bsearch(id, cancels, n_cancels, sizeof *cancels, eng_compare_ids))
+                eng_end_request(engine, replica->requests[j], TOKA_CANCELLED);
         }
     }
     free(cancels);
@@ -15721,31 +15984,37 @@ static void eng_drain_inbox(eng *engine) {
 
 /* ---- One step ---- */
 
-/* What a row looks at beside its logits: ids that end sequence x too early, those that complete a
- * bad word, and, for penalties, all its tokens. The last two are appended to f->known, which may
- * move: eng_set_row_ids sets the row's pointers to them. */
-static void eng_add_row_ids(eng *engine, eng_inflight *inflight, const eng_request *request, const sched_seq *sequence,
-                     toka_sample_row *row) {
+/* Adds what a sample row needs beside its logits: end ids that may not be drawn before min_tokens,
+ * ids that would complete a bad word, and, for penalties, all tokens of the sequence. The last two
+ * are appended to inflight->row_ids, whose memory may move: eng_set_row_ids sets the row's pointers
+ * to them at the end. */
+static void eng_add_row_ids(eng *engine, eng_inflight *inflight, const eng_request *request,
+                            const sched_seq *sequence, toka_sample_row *row) {
     ids *row_ids = &inflight->row_ids;
     const toka_sampling *sampling = &request->sampling;
     const int32_t *output = sequence->tokens + sequence->n_prompt;
     const int n_output = sequence->n_known - sequence->n_prompt;
     const size_t first = row_ids->n;
     bool before_min = sequence->n_planned - 1 - sequence->n_prompt < sampling->min_tokens;
-    row->forbidden = request->end_ids.p, row->n_forbidden = before_min ? (int)request->end_ids.n : 0;
+    row->forbidden = request->end_ids.p;
+    row->n_forbidden = before_min ? (int)request->end_ids.n : 0;
     if (samp_has_bad_words(sampling)) {
         for (int i = 0; i < row->n_forbidden; i++) ids_push(row_ids, request->end_ids.p[i]);
         samp_bad_by_ids(sampling, output, n_output, row_ids);
         if (sampling->bad_words)
-            samp_bad_by_texts(sampling->bad_words, output, n_output, request->keep_special, &engine->new_text, &engine->token_text, row_ids);
+            samp_bad_by_texts(sampling->bad_words, output, n_output, request->keep_special,
+                              &engine->new_text, &engine->token_text, row_ids);
         row->n_forbidden = (int)(row_ids->n - first);
     }
     if (!samp_has_penalties(sampling)) return;
     ids_reserve(row_ids, (size_t)sequence->n_known);
-    memcpy(row_ids->p + row_ids->n, sequence->tokens, (size_t)sequence->n_known * sizeof *row_ids->p);
-    row->n_history = sequence->n_known, row_ids->n += (size_t)sequence->n_known;
+    memcpy(row_ids->p + row_ids->n, sequence->tokens,
+           (size_t)sequence->n_known * sizeof *row_ids->p);
+    row->n_history = sequence->n_known;
+    row_ids->n += (size_t)sequence->n_known;
 }
 
+/* Sets the rows' pointers into row_ids, in the order in which eng_add_row_ids appended. */
 static void eng_set_row_ids(eng_inflight *inflight) {
     const int32_t *next = inflight->row_ids.p;
     for (int i = 0; i < inflight->batch.n_samples; i++) {
@@ -15760,144 +16029,199 @@ static void eng_set_row_ids(eng_inflight *inflight) {
     }
 }
 
-/* The rows of prompts whose logits are wanted, behind the first n rows of f->out. The last row of a prompt is not among them:
- * what it yields is a token of the sample, or, if the sample is none, forced to be the prompt's last. */
+/* Adds, after the first n_rows sample rows, one for each prompt token to be scored. Returns their
+ * number in all. The last row of a prompt is not added here, as it is a sample row already: it
+ * samples the first output token or, with score_only, scores the prompt's last token. */
 static int eng_add_prompt_rows(eng_replica *replica, eng_inflight *inflight, int n_rows) {
     inflight->n_prompt_rows = 0;
     for (int chunk = 0; chunk < inflight->batch.n_chunks; chunk++) {
         const sched_seq *sequence = &replica->sched.seqs[inflight->batch.chunk_seq[chunk]];
         eng_request *request = replica->requests[sequence->request];
         if (!request->prompt_logprobs || sequence->sample || !sequence->is_prefill) continue;
-        const int row0 = inflight->batch.chunk_row0[chunk], first_pos = inflight->batch.pos[row0], end_pos = MIN(first_pos + inflight->batch.chunk_row0[chunk + 1] - row0, sequence->n_prompt - 1);
+        const int row0 = inflight->batch.chunk_row0[chunk], first_pos = inflight->batch.pos[row0];
+        const int end_pos =
+            MIN(first_pos + inflight->batch.chunk_row0[chunk + 1] - row0, sequence->n_prompt - 1);
         for (int pos = MAX(first_pos, request->n_scored - 1); pos < end_pos; pos++) {
-            inflight->prompt_rows[inflight->n_prompt_rows++] = (eng_prompt_row){inflight->batch.chunk_seq[chunk], pos + 1, sequence->generation};
-            inflight->row_requests[n_rows] = request, request->n_in_flight++;
-            inflight->sample_rows[n_rows++] = (toka_sample_row){.row = row0 + pos - first_pos, .seq = -1, .forced_id = request->prompt[pos + 1],
-                                         .ranked = request->prompt_ranks, .sampling = &request->prompt_sampling};
+            inflight->prompt_rows[inflight->n_prompt_rows++] =
+                (eng_prompt_row){inflight->batch.chunk_seq[chunk], pos + 1, sequence->generation};
+            inflight->row_requests[n_rows] = request;
+            request->n_in_flight++;
+            inflight->sample_rows[n_rows++] =
+                (toka_sample_row){.row = row0 + pos - first_pos,
+                                  .seq = -1,
+                                  .forced_id = request->prompt[pos + 1],
+                                  .ranked = request->prompt_ranks,
+                                  .sampling = &request->prompt_sampling};
         }
     }
     return n_rows;
 }
 
-/* The rows whose logits are wanted, from the batch's list of rows that yield a token. */
+/* Fills the step's sample rows: those of batch.samples, then those of scored prompt tokens. */
 static void eng_make_sample_rows(eng_replica *replica, eng_inflight *inflight) {
     inflight->row_ids.n = 0;
     for (int i = 0; i < inflight->batch.n_samples; i++) {
         const batch_sample *sample = &inflight->batch.samples[i];
         const sched_seq *sequence = &replica->sched.seqs[sample->seq];
         eng_request *request = replica->requests[sequence->request];
-        inflight->sample_rows[i] = (toka_sample_row){.row = sample->row,
-                                   .seq = sample->seq,
-                                   .forced_id = request->score_only ? request->prompt[request->n_prompt - 1] : -1,
-                                   .ranked = request->score_only && request->prompt_ranks,
-                                   .sample = (uint32_t)sequence->sample,
-                                   .position = (uint32_t)sequence->n_planned - 1,
-                                   .sampling = request->score_only ? &request->prompt_sampling : &request->sampling,
-                                   .n_prompt = sequence->n_prompt};
-        inflight->row_requests[i] = request, request->n_in_flight++;
-        if (!request->score_only) eng_add_row_ids(replica->engine, inflight, request, sequence, &inflight->sample_rows[i]);
+        inflight->sample_rows[i] = (toka_sample_row){
+            .row = sample->row,
+            .seq = sample->seq,
+            .forced_id = request->score_only ? request->prompt[request->n_prompt - 1] : -1,
+            .ranked = request->score_only && request->prompt_ranks,
+            .sample = (uint32_t)sequence->sample,
+            .position = (uint32_t)sequence->n_planned - 1,
+            .sampling = request->score_only ? &request->prompt_sampling : &request->sampling,
+            .n_prompt = sequence->n_prompt};
+        inflight->row_requests[i] = request;
+        request->n_in_flight++;
+        if (!request->score_only)
+            eng_add_row_ids(replica->engine, inflight, request, sequence,
+                            &inflight->sample_rows[i]);
     }
     eng_set_row_ids(inflight);
-    inflight->batch.step.samples = inflight->sample_rows, inflight->batch.step.n_samples = eng_add_prompt_rows(replica, inflight, inflight->batch.n_samples);
+    inflight->batch.step.samples = inflight->sample_rows;
+    inflight->batch.step.n_samples =
+        eng_add_prompt_rows(replica, inflight, inflight->batch.n_samples);
 }
 
-/* Text of a new token (-1: none, the text ends) into g->text, held back while it may begin a stop
- * string. True: a stop string is complete. */
-static bool eng_detokenize(eng_replica *replica, int seq, const eng_request *request, int32_t id, bool is_end, bool may_stop, bool is_last) {
+/* Puts the text of a new token into engine->new_text; id -1: no token, the text ends. Text that may
+ * be the beginning of a stop string is held back. Returns true if a stop string is complete. */
+static bool eng_detokenize(eng_replica *replica, int seq, const eng_request *request, int32_t id,
+                           bool is_end, bool may_stop, bool is_last) {
     eng *engine = replica->engine;
     eng_detokenizer *detokenizer = &replica->detokenizers[seq];
-    buf_clear(&engine->new_text), buf_clear(&engine->token_text);
+    buf_clear(&engine->new_text);
+    buf_clear(&engine->token_text);
     if (!engine->tok || (request->ids_only && !request->sampling.n_stop)) return false;
     if (!detokenizer->open) {
-        stop_init(&detokenizer->stop, request->sampling.stop, request->sampling.n_stop, request->sampling.include_stop);
-        tok_stream_init(&detokenizer->stream, engine->tok, request->keep_special ? 0 : TOKA_SKIP_SPECIAL);
+        stop_init(&detokenizer->stop, request->sampling.stop, request->sampling.n_stop,
+                  request->sampling.include_stop);
+        tok_stream_init(&detokenizer->stream, engine->tok,
+                        request->keep_special ? 0 : TOKA_SKIP_SPECIAL);
         tok_stream_follow(&detokenizer->stream, request->prompt[request->n_prompt - 1]);
         detokenizer->open = true;
     }
     if (id >= 0 && (!is_end || request->sampling.include_stop))
         tok_stream_put(&detokenizer->stream, id, &engine->token_text);
     if (is_last || is_end) tok_stream_end(&detokenizer->stream, &engine->token_text);
-    bool stopped = stop_put(&detokenizer->stop, buf_view(&engine->token_text), may_stop, &engine->new_text);
+    bool stopped =
+        stop_put(&detokenizer->stop, buf_view(&engine->token_text), may_stop, &engine->new_text);
     if (!stopped && (is_last || is_end)) stop_end(&detokenizer->stop, &engine->new_text);
     return stopped;
 }
 
-/* The event for token number `at` of a prompt; before the second one that of the first, which has no logits. The last of a
- * request without samples ends it. False: the callback wants no more. */
-static bool eng_deliver_prompt(eng_request *request, int token_index, const toka_sample_result *result, bool more, toka_finish finish) {
-    toka_event event = {.sample = TOKA_PROMPT, .id = request->prompt[0], .stop_id = -1, .stop_text = -1, .more = 1};
+/* Delivers the event of prompt token number token_index. Before the event of token 1, delivers that
+ * of token 0, which has no logits. The last event of a score_only request ends it. Returns false if
+ * the callback wants no more events. */
+static bool eng_deliver_prompt(eng_request *request, int token_index,
+                               const toka_sample_result *result, bool more, toka_finish finish) {
+    toka_event event = {.sample = TOKA_PROMPT,
+                        .id = request->prompt[0],
+                        .stop_id = -1,
+                        .stop_text = -1,
+                        .more = 1};
     bool go_on = true;
     if (token_index == 1) go_on = !request->callback || !request->callback(request->user, &event);
     if (token_index > 0) {
-        event.id = result->id, event.logprob = result->logprob, event.sampled_logprob = result->sampled_logprob;
+        event.id = result->id;
+        event.logprob = result->logprob;
+        event.sampled_logprob = result->sampled_logprob;
         event.rank = result->rank;
-        event.n_top = result->n_top, event.top_ids = result->top_ids, event.top_logprobs = result->top_logprobs;
+        event.n_top = result->n_top;
+        event.top_ids = result->top_ids;
+        event.top_logprobs = result->top_logprobs;
     }
-    event.more = more, event.finish = finish;
+    event.more = more;
+    event.finish = finish;
     request->n_scored = token_index + 1;
     if (!go_on && finish == TOKA_RUNNING) return false;
     return !request->callback || !request->callback(request->user, &event);
 }
 
-/* Does an event of r's come right behind that of yielding row i? */
-static bool eng_has_more(const eng_replica *replica, const eng_inflight *inflight, const eng_request *request, int i) {
+/* Returns true if the event after that of sample row i also belongs to `request`. Rows of sequences
+ * that have ended (stale generation) have no event. */
+static bool eng_has_more(const eng_replica *replica, const eng_inflight *inflight,
+                         const eng_request *request, int i) {
     for (i++; i < inflight->batch.n_samples; i++)
-        if (replica->sched.seqs[inflight->batch.samples[i].seq].generation == inflight->batch.samples[i].generation) return inflight->row_requests[i] == request;
+        if (replica->sched.seqs[inflight->batch.samples[i].seq].generation ==
+            inflight->batch.samples[i].generation)
+            return inflight->row_requests[i] == request;
     return false;
 }
 
 static void eng_count_sample_end(eng_replica *replica, eng_request *request) {
-    request->n_live--, request->work -= request->work_per_sample, replica->work -= request->work_per_sample;
+    request->n_live--;
+    request->work -= request->work_per_sample;
+    replica->work -= request->work_per_sample;
 }
 
-/* One pick becomes a token of its sequence and an event. Where all that was allowed was forbidden,
- * the pick is a forbidden id: the sample ends without it. False: the callback wants no more of this
- * request. */
-static bool eng_deliver(eng_replica *replica, eng_request *request, int seq, const toka_sample_row *sample_row,
-                        const toka_sample_result *result, bool more, bool *ended) {
+/* Delivers the event of a sampled token. If everything that was allowed was forbidden, result->id
+ * is a forbidden id, and the sample ends without it. *ended: the token or a stop string ended the
+ * sample (not the length limit). Returns false if the callback wants no more of this request. */
+static bool eng_deliver(eng_replica *replica, eng_request *request, int seq,
+                        const toka_sample_row *sample_row, const toka_sample_result *result,
+                        bool more, bool *ended) {
     eng *engine = replica->engine;
     const sched_seq *sequence = &replica->sched.seqs[seq];
     const toka_sampling *sampling = &request->sampling;
     int n_before = sequence->n_known - sequence->n_prompt;
-    bool may_stop = n_before >= sampling->min_tokens; /* behind the first min_tokens */
+    bool may_stop = n_before >= sampling->min_tokens; /* end ids and stop strings count */
     bool at_limit = sequence->n_known + 1 == sequence->limit;
     bool none_left = samp_is_listed(sample_row->forbidden, sample_row->n_forbidden, result->id);
-    bool is_end = !none_left && may_stop && samp_is_listed(request->end_ids.p, (int)request->end_ids.n, result->id);
-    bool stopped = eng_detokenize(replica, seq, request, none_left ? -1 : result->id, is_end, may_stop, at_limit || none_left);
+    bool is_end = !none_left && may_stop &&
+                  samp_is_listed(request->end_ids.p, (int)request->end_ids.n, result->id);
+    bool stopped = eng_detokenize(replica, seq, request, none_left ? -1 : result->id, is_end,
+                                  may_stop, at_limit || none_left);
     *ended = is_end || stopped || none_left;
-    toka_event event = {.sample = sequence->sample,
-                     .id = none_left ? -1 : result->id,
-                     .logprob = result->logprob,
-                     .sampled_logprob = result->sampled_logprob,
-                     .n_top = none_left ? 0 : result->n_top,
-                     .top_ids = result->top_ids,
-                     .top_logprobs = result->top_logprobs,
-                     .text = request->ids_only && !sampling->n_stop ? NULL : buf_view(&engine->new_text).p,
-                     .text_bytes = engine->new_text.n,
-                     .finish = *ended ? TOKA_STOP : at_limit ? TOKA_LENGTH : TOKA_RUNNING,
-                     .stop_id = is_end ? result->id : -1,
-                     .stop_text = stopped ? replica->detokenizers[seq].stop.matched_index : -1,
-                     .n_cached = sequence->n_prefix_hits,
-                     .more = more};
-    if (event.finish != TOKA_RUNNING) bit_set(request->ended, sequence->sample), eng_count_sample_end(replica, request), eng_detokenizer_close(replica, seq);
+    toka_event event = {
+        .sample = sequence->sample,
+        .id = none_left ? -1 : result->id,
+        .logprob = result->logprob,
+        .sampled_logprob = result->sampled_logprob,
+        .n_top = none_left ? 0 : result->n_top,
+        .top_ids = result->top_ids,
+        .top_logprobs = result->top_logprobs,
+        .text = request->ids_only && !sampling->n_stop ? NULL : buf_view(&engine->new_text).p,
+        .text_bytes = engine->new_text.n,
+        .finish = *ended ? TOKA_STOP : at_limit ? TOKA_LENGTH : TOKA_RUNNING,
+        .stop_id = is_end ? result->id : -1,
+        .stop_text = stopped ? replica->detokenizers[seq].stop.matched_index : -1,
+        .n_cached = sequence->n_prefix_hits,
+        .more = more};
+    if (event.finish != TOKA_RUNNING) {
+        bit_set(request->ended, sequence->sample);
+        eng_count_sample_end(replica, request);
+        eng_detokenizer_close(replica, seq);
+    }
     request->usage.output_tokens += !none_left;
     if (!request->first_token_time) request->first_token_time = os_now();
     return !request->callback || !request->callback(request->user, &event);
 }
 
-/* What came of row i of a step's out. */
-static const toka_sample_result *eng_result(const eng_inflight *inflight, int i) { return &inflight->results[inflight->micros.n ? inflight->micros.sample_at[i] : i]; }
+/* The result of the step's sample row i. With microbatches, results stand in the order of the
+ * microbatches' sample rows. */
+static const toka_sample_result *eng_result(const eng_inflight *inflight, int i) {
+    return &inflight->results[inflight->micros.n ? inflight->micros.sample_at[i] : i];
+}
 
+/* Delivers the events of scored prompt tokens. */
 static void eng_commit_prompt_rows(eng_replica *replica, const eng_inflight *inflight) {
     for (int i = 0; i < inflight->n_prompt_rows; i++) {
         const eng_prompt_row *prompt_row = &inflight->prompt_rows[i];
-        if (replica->sched.seqs[prompt_row->seq].generation != prompt_row->generation) continue; /* it ended meanwhile, or in this very loop by a callback */
+        /* another generation: the sequence ended since the plan, or by a callback in this loop */
+        if (replica->sched.seqs[prompt_row->seq].generation != prompt_row->generation) continue;
         eng_request *request = inflight->row_requests[inflight->batch.n_samples + i];
-        bool more = i + 1 < inflight->n_prompt_rows && inflight->prompt_rows[i + 1].seq == prompt_row->seq;
-        if (!eng_deliver_prompt(request, prompt_row->token_index, eng_result(inflight, inflight->batch.n_samples + i), more, TOKA_RUNNING)) eng_end_request(replica->engine, request, TOKA_CANCELLED);
+        bool more = i + 1 < inflight->n_prompt_rows &&
+                    inflight->prompt_rows[i + 1].seq == prompt_row->seq;
+        if (!eng_deliver_prompt(request, prompt_row->token_index,
+                                eng_result(inflight, inflight->batch.n_samples + i), more,
+                                TOKA_RUNNING))
+            eng_end_request(replica->engine, request, TOKA_CANCELLED);
     }
 }
 
+/* Delivers the events of a step that is done, and gives its tokens to the scheduler. */
 static void eng_commit(eng_replica *replica, const eng_inflight *inflight) {
     eng_commit_prompt_rows(replica, inflight);
     for (int i = 0; i < inflight->batch.n_samples; i++) {
@@ -15905,55 +16229,70 @@ static void eng_commit(eng_replica *replica, const eng_inflight *inflight) {
         if (replica->sched.seqs[sample.seq].generation != sample.generation) continue;
         eng_request *request = inflight->row_requests[i];
         bool ended = true, wants_more = true;
-        /* a prompt of one token has no place but this */
-        if (request->prompt_logprobs && !request->score_only && !request->n_scored && !replica->sched.seqs[sample.seq].sample &&
+        /* a prompt of one token has no prompt row, so its event is delivered here */
+        if (request->prompt_logprobs && !request->score_only && !request->n_scored &&
+            !replica->sched.seqs[sample.seq].sample &&
             !eng_deliver_prompt(request, 0, NULL, true, TOKA_RUNNING)) {
             eng_end_request(replica->engine, request, TOKA_CANCELLED);
             continue;
         }
         if (!request->score_only) {
-            wants_more = eng_deliver(replica, request, sample.seq, &inflight->sample_rows[i], eng_result(inflight, i), eng_has_more(replica, inflight, request, i), &ended);
+            wants_more = eng_deliver(replica, request, sample.seq, &inflight->sample_rows[i],
+                                     eng_result(inflight, i),
+                                     eng_has_more(replica, inflight, request, i), &ended);
         } else {
-            bit_set(request->ended, 0), eng_count_sample_end(replica, request);
-            eng_deliver_prompt(request, request->n_prompt - 1, eng_result(inflight, i), false, TOKA_LENGTH);
+            bit_set(request->ended, 0);
+            eng_count_sample_end(replica, request);
+            eng_deliver_prompt(request, request->n_prompt - 1, eng_result(inflight, i), false,
+                               TOKA_LENGTH);
         }
-        sched_commit(&replica->sched, sample.seq, sample.generation, eng_result(inflight, i)->id, ended);
+        sched_commit(&replica->sched, sample.seq, sample.generation, eng_result(inflight, i)->id,
+                     ended);
         if (!request->n_live) eng_finish_request(replica->engine, request);
         else if (!wants_more) eng_end_request(replica->engine, request, TOKA_CANCELLED);
     }
 }
 
-/* What the rows of a step attend to, all and in spans that several sequences share (the first of the batch). */
+/* Counts the (row, position) pairs that a step's attention computes: all of them, and those in
+ * shared spans. Shared spans come first, then one own span for each chunk. In an own span of n rows
+ * the last row sees every position, and each row before it one position less. */
 static void eng_count_attended(eng *engine, const batch_step *built) {
     for (int i = 0; i < built->step.n_spans; i++) {
         const int64_t n_rows = built->spans[i].n_rows;
-        const bool is_own = i >= built->step.n_spans - built->n_chunks; /* its last row sees all of it, each before one position less */
-        const int64_t pairs = n_rows * built->spans[i].n_kv - (is_own ? n_rows * (n_rows - 1) / 2 : 0);
+        const bool is_own = i >= built->step.n_spans - built->n_chunks;
+        const int64_t pairs =
+            n_rows * built->spans[i].n_kv - (is_own ? n_rows * (n_rows - 1) / 2 : 0);
         engine->stats.attended += pairs;
         if (!is_own) engine->stats.attended_shared += pairs;
     }
 }
 
-/* Brings the statistics that others see up to date. */
+/* Updates the statistics and copies them to `published`, which other threads read. */
 static void eng_publish_stats(eng *engine) {
     toka_stats *stats = &engine->stats;
-    stats->run_s = 0, stats->running = stats->waiting = 0, stats->prompt_tokens = stats->prompt_tokens_shared = stats->preemptions = 0;
+    stats->run_s = 0;
+    stats->running = stats->waiting = 0;
+    stats->prompt_tokens = stats->prompt_tokens_shared = stats->preemptions = 0;
     stats->kv_pages_used = 0;
     for (int i = 0; i < engine->n_replicas; i++) {
         eng_replica *replica = &engine->replicas[i];
         stats->run_s += model_busy_s(&replica->model) / engine->n_replicas;
-        stats->running += replica->sched.n_running, stats->waiting += replica->sched.n_unstarted + sched_n_preempted(&replica->sched);
-        stats->prompt_tokens += replica->sched.n_prompt_tokens, stats->prompt_tokens_shared += replica->sched.n_prompt_hits;
+        stats->running += replica->sched.n_running;
+        stats->waiting += replica->sched.n_unstarted + sched_n_preempted(&replica->sched);
+        stats->prompt_tokens += replica->sched.n_prompt_tokens;
+        stats->prompt_tokens_shared += replica->sched.n_prompt_hits;
         stats->preemptions += replica->sched.n_preempted;
-        stats->kv_pages_used += replica->sched.config.n_pages - kv_n_available(&replica->sched.kv);
+        stats->kv_pages_used +=
+            replica->sched.config.n_pages - kv_n_available(&replica->sched.kv);
     }
     pthread_mutex_lock(&engine->lock);
     engine->published = *stats;
-    for (const eng_request *request = engine->inbox; request; request = request->next) engine->published.waiting += request->n_samples;
+    for (const eng_request *request = engine->inbox; request; request = request->next)
+        engine->published.waiting += request->n_samples;
     pthread_mutex_unlock(&engine->lock);
 }
 
-/* The oldest step has come down: its rows let go of their requests. */
+/* Retires the oldest in-flight step: drops its references to requests. */
 static void eng_retire_oldest(eng_replica *replica) {
     eng_inflight *inflight = &replica->inflight[replica->oldest];
     for (int i = 0; i < inflight->batch.step.n_samples; i++) {
@@ -15961,22 +16300,25 @@ static void eng_retire_oldest(eng_replica *replica) {
         request->leaked |= replica->model.hung;
         if (!--request->n_in_flight && request->finished) eng_release(replica->engine, request);
     }
-    replica->oldest = (replica->oldest + 1) % replica->n_ahead, replica->n_in_flight--, replica->engine->n_active--;
+    replica->oldest = (replica->oldest + 1) % replica->n_ahead;
+    replica->n_in_flight--;
+    replica->engine->n_active--;
 }
 
-/* Ends all that is under way. What steps that fly will bring means nothing any more. */
+/* Ends all requests. Results of in-flight steps are discarded. */
 static void eng_end_all_requests(eng *engine, toka_finish reason) {
     toka_err e;
     eng_drain_inbox(engine);
     for (int i = 0; i < engine->n_replicas; i++) {
         eng_replica *replica = &engine->replicas[i];
-        for (; replica->n_in_flight; eng_retire_oldest(replica)) model_wait(&replica->model, replica->inflight[replica->oldest].last_number, &e);
+        for (; replica->n_in_flight; eng_retire_oldest(replica))
+            model_wait(&replica->model, replica->inflight[replica->oldest].last_number, &e);
         for (int j = 0; j < replica->cap_requests; j++)
             if (replica->requests[j]) eng_end_request(engine, replica->requests[j], reason);
     }
 }
 
-/* A device that failed fails every request; nothing more is taken. */
+/* A device failed: fails every request. From now on eng_submit returns this error. */
 static void eng_fail(eng *engine, const toka_err *e) {
     pthread_mutex_lock(&engine->lock);
     engine->error = *e;
@@ -15985,12 +16327,14 @@ static void eng_fail(eng *engine, const toka_err *e) {
     eng_publish_stats(engine);
 }
 
-/* What is under way gets its last events, TOKA_CANCELLED, on this thread; a callback that submits then is refused. False: a rank
- * is lost, which may look at the weights. */
+/* Cancels all requests: their last events come on this thread, and a callback that submits a new
+ * request gets an error. Then frees the engine. Returns false if a rank hangs: it may still read
+ * the weights. */
 static bool eng_close(eng *engine) {
     if (!engine || engine->hung) return !engine;
     pthread_mutex_lock(&engine->lock);
-    if (!engine->error.code) fail(&engine->error, TOKA_E_CANCELLED, "the model is being closed");
+    if (!engine->error.code)
+        fail(&engine->error, TOKA_E_CANCELLED, "the model is being closed");
     pthread_mutex_unlock(&engine->lock);
     eng_end_all_requests(engine, TOKA_CANCELLED);
     if (!eng_close_ranks(engine)) return false;
@@ -15998,65 +16342,83 @@ static bool eng_close(eng *engine) {
     return true;
 }
 
-/* Posts a step; for stages in parts. */
+/* Posts a step to the ranks; with pipeline stages, its microbatches one after another. */
 static void eng_post_step(eng_replica *replica, eng_inflight *inflight) {
     if (replica->model.pp == 1) {
-        inflight->first_number = inflight->last_number = model_post(&replica->model, &inflight->batch.step, inflight->results);
+        inflight->first_number = inflight->last_number =
+            model_post(&replica->model, &inflight->batch.step, inflight->results);
         return;
     }
     batch_make_micros(&replica->builder, &inflight->micros, &inflight->batch);
     for (int i = 0; i < inflight->micros.n; i++) {
         const batch_micro *micro = &inflight->micros.micro[i];
-        inflight->last_number = model_post(&replica->model, &micro->step, inflight->results + micro->sample0);
+        inflight->last_number =
+            model_post(&replica->model, &micro->step, inflight->results + micro->sample0);
         if (!i) inflight->first_number = inflight->last_number;
     }
 }
 
-/* Plans a step and posts it. False: nothing can run before a step that flies has landed. */
+/* Plans a step and posts it. Returns false if no row can run before an in-flight step is committed,
+ * for example because every sequence waits for its last token. */
 static bool eng_plan_step(eng_replica *replica) {
-    eng_inflight *inflight = &replica->inflight[(replica->oldest + replica->n_in_flight) % replica->n_ahead];
+    eng_inflight *inflight =
+        &replica->inflight[(replica->oldest + replica->n_in_flight) % replica->n_ahead];
     double began = os_now();
     int n_rows = sched_plan(&replica->sched);
     if (n_rows) {
         batch_build(&replica->builder, &inflight->batch, &replica->sched);
         eng_make_sample_rows(replica, inflight);
         eng_post_step(replica, inflight);
-        replica->n_in_flight++, replica->engine->n_active++;
+        replica->n_in_flight++;
+        replica->engine->n_active++;
         eng_count_attended(replica->engine, &inflight->batch);
     }
-    inflight->plan_s = os_now() - began, replica->engine->stats.plan_s += inflight->plan_s;
+    inflight->plan_s = os_now() - began;
+    replica->engine->stats.plan_s += inflight->plan_s;
     return n_rows > 0;
 }
 
-/* The tokens that a step brings, also those of samples that a callback will end while it is committed. */
+/* Counts the tokens that a step sampled, before it is committed. Tokens of samples that a callback
+ * will end during the commit are counted, too. */
 static void eng_count_output(eng_replica *replica, const eng_inflight *inflight) {
     for (int i = 0; i < inflight->batch.n_samples; i++)
-        replica->engine->stats.output_tokens += replica->sched.seqs[inflight->batch.samples[i].seq].generation == inflight->batch.samples[i].generation && !inflight->row_requests[i]->score_only;
+        replica->engine->stats.output_tokens +=
+            replica->sched.seqs[inflight->batch.samples[i].seq].generation ==
+                inflight->batch.samples[i].generation &&
+            !inflight->row_requests[i]->score_only;
 }
 
 static void eng_report_step(eng_replica *replica, const eng_inflight *inflight, double commit_s) {
     eng *engine = replica->engine;
-    eng_timing timing = {.number = engine->stats.steps, .replica = (int)(replica - engine->replicas), .n_rows = inflight->batch.step.T, .n_samples = inflight->batch.step.n_samples,
-                    .plan_s = inflight->plan_s, .commit_s = commit_s};
-    model_step_times(&replica->model, inflight->first_number, inflight->last_number, &timing.begin_s, &timing.end_s, &timing.launch_s);
+    eng_timing timing = {.number = engine->stats.steps,
+                         .replica = (int)(replica - engine->replicas),
+                         .n_rows = inflight->batch.step.T,
+                         .n_samples = inflight->batch.step.n_samples,
+                         .plan_s = inflight->plan_s,
+                         .commit_s = commit_s};
+    model_step_times(&replica->model, inflight->first_number, inflight->last_number,
+                     &timing.begin_s, &timing.end_s, &timing.launch_s);
     engine->on_step(engine->on_step_user, &timing);
 }
 
-/* Commits the oldest step, which is done. */
+/* Commits and retires the oldest step, which is done. If it failed, fails the engine. */
 static void eng_commit_oldest(eng_replica *replica) {
     eng *engine = replica->engine;
     const eng_inflight *inflight = &replica->inflight[replica->oldest];
     toka_err e;
     if (model_wait(&replica->model, inflight->last_number, &e)) {
         toka_err full_error = e;
-        if (engine->n_replicas > 1) fail(&full_error, e.code, "replica %d: %.450s", (int)(replica - engine->replicas), e.msg);
+        if (engine->n_replicas > 1)
+            fail(&full_error, e.code, "replica %d: %.450s", (int)(replica - engine->replicas),
+                 e.msg);
         eng_fail(engine, &full_error);
         return;
     }
     double began = os_now();
-    engine->stats.steps++, engine->stats.rows += inflight->batch.step.T;
+    engine->stats.steps++;
+    engine->stats.rows += inflight->batch.step.T;
     eng_count_output(replica, inflight);
-    eng_publish_stats(engine); /* before its events: who has a token finds it counted */
+    eng_publish_stats(engine); /* before the events: a callback finds its token counted */
     eng_commit(replica, inflight);
     eng_retire_oldest(replica);
     const double commit_s = os_now() - began;
@@ -16065,8 +16427,9 @@ static void eng_commit_oldest(eng_replica *replica) {
     eng_publish_stats(engine);
 }
 
-/* A replica whose oldest step is done, or fails; waits for one if steps fly. NULL: none do, or a request came and a replica is
- * idle. They take turns: one whose steps are always done first does not keep the others waiting. */
+/* Waits until the oldest in-flight step of some replica is done or has failed, and returns this
+ * replica. Returns NULL if no step is in flight, or if new work came while a replica is idle.
+ * Replicas are checked round robin, so that a fast one does not hold up the others. */
 static eng_replica *eng_wait_done_step(eng *engine) {
     eng_replica *found = NULL;
     bool any_in_flight = true;
@@ -16075,13 +16438,16 @@ static eng_replica *eng_wait_done_step(eng *engine) {
         bool any_idle = false;
         any_in_flight = false;
         for (int i = 0; i < engine->n_replicas && !found; i++) {
-            eng_replica *replica = &engine->replicas[(engine->next_replica + i) % engine->n_replicas];
+            eng_replica *replica =
+                &engine->replicas[(engine->next_replica + i) % engine->n_replicas];
             any_idle |= !replica->n_in_flight;
             if (!replica->n_in_flight) continue;
             const int64_t number = replica->inflight[replica->oldest].last_number;
             any_in_flight = true;
-            model_set_wanted(&replica->model, number), model_watchdog(&replica->model, number);
-            if (model_is_done(&replica->model, number) || replica->model.error.code) found = replica;
+            model_set_wanted(&replica->model, number);
+            model_watchdog(&replica->model, number);
+            if (model_is_done(&replica->model, number) || replica->model.error.code)
+                found = replica;
         }
         if (!found && any_idle && engine->has_new_work) break;
         if (!found && any_in_flight) model_poll(&engine->notifier);
@@ -16091,26 +16457,30 @@ static eng_replica *eng_wait_done_step(eng *engine) {
     return found;
 }
 
-/* Fills the replicas with steps, then commits one. */
+/* Plans steps until every replica has n_ahead of them in flight or has nothing more to run, then
+ * commits one step. */
 static void eng_step(eng *engine) {
     eng_drain_inbox(engine);
     for (int i = 0; i < engine->n_replicas; i++)
-        for (eng_replica *replica = &engine->replicas[i]; replica->n_requests && replica->n_in_flight < replica->n_ahead && eng_plan_step(replica);) {}
+        for (eng_replica *replica = &engine->replicas[i];
+             replica->n_requests && replica->n_in_flight < replica->n_ahead &&
+             eng_plan_step(replica);) {}
     eng_replica *replica = eng_wait_done_step(engine);
     if (replica) eng_commit_oldest(replica);
-    else eng_publish_stats(engine); /* all that was there was cancelled, or there is more to plan */
+    else eng_publish_stats(engine); /* every request was cancelled, or there is more to plan */
 }
 
 /* ---- Drive ---- */
 
-/* Sleeps until woken; the lock is held. Each of many threads in eng_generate is woken by itself: all of them at each step would take
- * longer than the step. */
+/* Sleeps until woken. Called with engine->lock held. Each thread in eng_generate has a condition of
+ * its own: to wake many such threads at each step would take longer than the step. */
 static void eng_sleep(eng *engine, eng_waiter *waiter) {
     if (!waiter) {
         pthread_cond_wait(&engine->wake, &engine->lock);
         return;
     }
-    waiter->prev = NULL, waiter->next = engine->waiters;
+    waiter->prev = NULL;
+    waiter->next = engine->waiters;
     if (waiter->next) waiter->next->prev = waiter;
     engine->waiters = waiter;
     pthread_cond_wait(&waiter->wake, &engine->lock);
@@ -16118,23 +16488,30 @@ static void eng_sleep(eng *engine, eng_waiter *waiter) {
     if (waiter->next) waiter->next->prev = waiter->prev;
 }
 
-static bool eng_is_idle(const eng *engine) { return !engine->n_active && !engine->inbox && !engine->n_cancels; } /* nobody drives */
+/* Called with engine->lock held, while no thread is the driver. */
+static bool eng_is_idle(const eng *engine) {
+    return !engine->n_active && !engine->inbox && !engine->n_cancels;
+}
 
-/* Nobody drives: one of those who sleep shall, or those who run steps until nothing is left shall see that nothing is. */
+/* No thread is the driver. Wakes one thread in eng_generate, which may become the driver, and all
+ * threads in toka_run, of which one may become the driver or all may see that no work is left. */
 static void eng_wake_next_driver(eng *engine) {
     if (engine->waiters) pthread_cond_signal(&engine->waiters->wake);
     pthread_cond_broadcast(&engine->wake);
 }
 
-/* Runs steps until `mine` (if not NULL) is done; or, forever, until eng_stop; or until nothing is left. While another thread drives,
- * waits. Nobody leaves a broken engine before the driver has delivered the last event. Ctrl-C cancels `mine`, whose callback may not
- * be asked for long: a prompt has no events until its first token. */
+/* Runs steps until `mine` is released; if it is NULL, until eng_stop (forever) or until no work is
+ * left (not forever). While another thread is the driver, waits. After a device failure no thread
+ * returns before the driver has delivered the last event. Ctrl-C cancels `mine` here, because its
+ * callback may not be called for long: a prefill has no events until the first token. Returns 0 or
+ * the engine's error. */
 static int eng_drive(eng *engine, const eng_request *mine, bool forever, toka_err *e) {
     bool cancelled = false;
     pthread_mutex_lock(&engine->lock);
     while (!(mine && mine->waiter->done)) {
         const bool idle = !engine->has_driver && eng_is_idle(engine);
-        if (!mine && forever && engine->stopping && !engine->error.code) break; /* whoever drives goes on */
+        /* another thread may go on as the driver */
+        if (!mine && forever && engine->stopping && !engine->error.code) break;
         if (!mine && !engine->has_driver && (engine->error.code || (!forever && idle))) break;
         if (engine->has_driver || idle) {
             eng_sleep(engine, mine ? mine->waiter : NULL);
@@ -16142,7 +16519,10 @@ static int eng_drive(eng *engine, const eng_request *mine, bool forever, toka_er
         }
         engine->has_driver = true;
         pthread_mutex_unlock(&engine->lock);
-        if (mine && !cancelled && atomic_load(&os_stop_timeout_s)) cancelled = true, eng_cancel(engine, mine->id);
+        if (mine && !cancelled && atomic_load(&os_stop_timeout_s)) {
+            cancelled = true;
+            eng_cancel(engine, mine->id);
+        }
         eng_step(engine);
         pthread_mutex_lock(&engine->lock);
         engine->has_driver = false;
@@ -16155,6 +16535,7 @@ static int eng_drive(eng *engine, const eng_request *mine, bool forever, toka_er
     return code;
 }
 
+/* Makes eng_drive(forever) return. */
 static void eng_stop(eng *engine) {
     pthread_mutex_lock(&engine->lock);
     engine->stopping = true;
@@ -16162,29 +16543,33 @@ static void eng_stop(eng *engine) {
     pthread_mutex_unlock(&engine->lock);
 }
 
-/* Runs one request to its end. usage is filled also when it fails or is cancelled. */
-static int eng_generate(eng *engine, const toka_request *params, const int32_t *prompt, size_t n_prompt, toka_event_fn *callback, void *user,
-                        toka_usage *usage, toka_err *e) {
+/* Runs one request to its end. *usage is filled also when the request fails or is cancelled. */
+static int eng_generate(eng *engine, const toka_request *params, const int32_t *prompt,
+                        size_t n_prompt, toka_event_fn *callback, void *user, toka_usage *usage,
+                        toka_err *e) {
     eng_request *request;
     eng_waiter waiter = {.wake = PTHREAD_COND_INITIALIZER};
     int64_t id;
-    int code = eng_submit(engine, params, prompt, n_prompt, callback, user, &request, &waiter, &id, e);
+    int code = eng_submit(engine, params, prompt, n_prompt, callback, user, &request, &waiter, &id,
+                          e);
     if (code) return code;
     code = eng_drive(engine, request, false, e);
     assert(waiter.done);
     pthread_cond_destroy(&waiter.wake);
     *usage = request->usage;
     double now = os_now();
-    usage->prefill_s = (request->first_token_time ? request->first_token_time : now) - request->submit_time, usage->decode_s = request->first_token_time ? now - request->first_token_time : 0;
+    usage->prefill_s = (request->first_token_time ? request->first_token_time : now) -
+                       request->submit_time;
+    usage->decode_s = request->first_token_time ? now - request->first_token_time : 0;
     const bool complete = !request->n_live;
     eng_request_free(request);
-    if (complete) return 0; /* also where a step behind its last one failed */
+    if (complete) return 0; /* even if a step after its last one failed */
     return code ? code : fail(e, TOKA_E_CANCELLED, "cancelled");
 }
 
 /* ---- Score ---- */
 
-typedef struct eng_scores {
+typedef struct eng_scores { /* eng_on_score appends here */
     float *logprobs;
     size_t n_logprobs;
 } eng_scores;
@@ -16195,8 +16580,12 @@ static int eng_on_score(void *user, const toka_event *event) {
     return atomic_load(&os_stop_timeout_s); /* Ctrl-C */
 }
 
-static int eng_score(eng *engine, const int32_t *tokens, size_t n_tokens, float *logprobs, toka_err *e) {
-    toka_request params = {.n = 0, .prompt_logprobs = 1, .sampling = {.top_p = 1, .repetition_penalty = 1}};
+/* Fills logprobs[n_tokens]: the log-probability of each token given those before it; [0] is 0. */
+static int eng_score(eng *engine, const int32_t *tokens, size_t n_tokens, float *logprobs,
+                     toka_err *e) {
+    toka_request params = {.n = 0,
+                           .prompt_logprobs = 1,
+                           .sampling = {.top_p = 1, .repetition_penalty = 1}};
     eng_scores scores = {logprobs, 0};
     toka_usage unused;
     return eng_generate(engine, &params, tokens, n_tokens, eng_on_score, &scores, &unused, e);
