@@ -14037,8 +14037,8 @@ static int cpu_debug_option(const char *name, const toka_device_options *options
     return atoi(value);
 }
 
-/* Called once a step. Fails the step that TOKA_DEBUG_FAULT names, and never returns in the step that
- * TOKA_DEBUG_STALL names. For tests of what happens then. */
+/* Called once a step, for tests of device failures. Fails the step that TOKA_DEBUG_FAULT names; in
+ * the step that TOKA_DEBUG_STALL names it never returns. */
 static void cpu_inject_fault(toka_device *dev) {
     if (dev->steps_to_fault && !--dev->steps_to_fault) {
         char name[64], where[120] = "a step failed";
@@ -14134,7 +14134,7 @@ static void cpu_copy_pages(toka_device *dev, const toka_step *step) {
 
 /* ---- Op: embed ---- */
 
-/* First op of a step on the first stage, except for copy_pages. Writes zeros for the ids of other tp
+/* First op of a step on the first stage, except for copy_pages. Writes zeros for ids of other tp
  * ranks: the all_reduce that follows adds up the rows of all tp ranks. */
 static void cpu_embed(toka_device *dev, const toka_step *step, toka_dev_ptr x) {
     const toka_tensor *weight = &dev->weights->embed;
@@ -14252,57 +14252,80 @@ static void cpu_norm_qkv_rope_kv(toka_device *dev, const toka_step *step, int la
 typedef struct cpu_attention_job {
     toka_device *dev;
     const toka_step *step;
-    int layer, item_tokens, item_heads; /* tokens and kv heads of an item */
-    const float *q;
-    float *o;
+    int layer, item_tokens, item_heads; /* an item is item_tokens tokens x item_heads kv heads */
+    const float *q;                     /* [T][H][D] */
+    float *o;                           /* [T][H][D] */
 } cpu_attention_job;
 
-/* Query rows that pass over K and V together: tokens r0 .. r1-1, and for each the G heads of kv head h. All in thread
- * scratch. */
+/* Query rows that go over K and V together: for each of the tokens row0 .. row1-1, the query heads
+ * of one kv head. All buffers are in the thread's scratch. */
 typedef struct cpu_query_rows {
     int row0, row1, kv_head, heads_per_kv;
-    float *q;         /* [r1-r0][G][D], times 1/sqrt(D) */
-    float *scores;    /* [(r1-r0)*G][Bp] */
-    cpu_softmax *softmax;  /* [(r1-r0)*G] */
-    float *acc;       /* [(r1-r0)*G][Dp] */
+    /* n_queries = (row1 - row0) * heads_per_kv, token by token */
+    float *q;             /* [n_queries][D], times 1/sqrt(D) */
+    float *scores;        /* [n_queries][B_pad] of one page */
+    cpu_softmax *softmax; /* [n_queries] */
+    float *acc;           /* [n_queries][D_pad] sum of weights times V so far */
 } cpu_query_rows;
 
-/* Tokens a .. b-1 of the rows see the page whose first kv position is kv, as far as `end`. */
-static void cpu_attend_page(const cpu_attention_job *job, cpu_query_rows *rows, int t0, int t1, int32_t page, int kv, int kv_end) {
+/* The tokens t0 .. t1-1 of `rows` attend to one page. kv: position of the page's first token.
+ * Positions from kv_end on have weight 0. */
+static void cpu_attend_page(const cpu_attention_job *job, cpu_query_rows *rows, int t0, int t1,
+                            int32_t page, int kv, int kv_end) {
     const toka_device *dev = job->dev;
     const toka_shape *shape = dev->shape;
     int window = dev->weights->layers[job->layer].window, n_kv = MIN(shape->B, kv_end - kv);
-    size_t D = (size_t)shape->D, page_index = (size_t)job->layer * (size_t)dev->options.n_pages + (size_t)page;
+    size_t D = (size_t)shape->D;
+    size_t page_index = (size_t)job->layer * (size_t)dev->options.n_pages + (size_t)page;
     size_t first_query = (size_t)((t0 - rows->row0) * rows->heads_per_kv);
     assert(page >= 0 && page < dev->options.n_pages);
-    cpu_small_gemm_args qk = {.a = rows->q + first_query * D, .lda = D, .b = dev->k_cache + page_index * dev->k_page_floats + (size_t)rows->kv_head * D * (size_t)dev->B_pad,
-                    .ldb = (size_t)dev->B_pad, .c = rows->scores, .ldc = (size_t)dev->B_pad, .rows = (t1 - t0) * rows->heads_per_kv, .k = shape->D,
-                    .n = dev->B_pad};
+    cpu_small_gemm_args qk = {.a = rows->q + first_query * D, .lda = D,
+                              .b = dev->k_cache + page_index * dev->k_page_floats +
+                                   (size_t)rows->kv_head * D * (size_t)dev->B_pad,
+                              .ldb = (size_t)dev->B_pad,
+                              .c = rows->scores, .ldc = (size_t)dev->B_pad,
+                              .rows = (t1 - t0) * rows->heads_per_kv, .k = shape->D,
+                              .n = dev->B_pad};
     dev->kernels->small_gemm(&qk);
-    for (int t = t0; t < t1; t++) {
-        int pos = job->step->pos[t], to = MIN(n_kv, pos + 1 - kv), from = window ? MAX(0, pos - window + 1 - kv) : 0;
+    for (int t = t0; t < t1; t++) { /* the token sees the positions kv + from .. kv + to-1 */
+        int pos = job->step->pos[t], to = MIN(n_kv, pos + 1 - kv);
+        int from = window ? MAX(0, pos - window + 1 - kv) : 0;
         for (int head = 0; head < rows->heads_per_kv; head++)
-            dev->kernels->online_softmax(&rows->softmax[(t - rows->row0) * rows->heads_per_kv + head], rows->scores + (size_t)((t - t0) * rows->heads_per_kv + head) * (size_t)dev->B_pad,
-                               dev->B_pad,
-                               from, to, dev->D_pad);
+            dev->kernels->online_softmax(
+                &rows->softmax[(t - rows->row0) * rows->heads_per_kv + head],
+                rows->scores +
+                    (size_t)((t - t0) * rows->heads_per_kv + head) * (size_t)dev->B_pad,
+                dev->B_pad, from, to, dev->D_pad);
     }
-    cpu_small_gemm_args pv = {.a = rows->scores, .lda = (size_t)dev->B_pad, .ldb = (size_t)dev->D_pad,
-                    .b = dev->v_cache + page_index * dev->v_page_floats + (size_t)(rows->kv_head * shape->B) * (size_t)dev->D_pad,
-                    .c = rows->acc + first_query * (size_t)dev->D_pad,
-                    .ldc = (size_t)dev->D_pad, .rows = qk.rows, .k = n_kv, .n = dev->D_pad, .add = true};
+    cpu_small_gemm_args pv = {.a = rows->scores, .lda = (size_t)dev->B_pad,
+                              .ldb = (size_t)dev->D_pad,
+                              .b = dev->v_cache + page_index * dev->v_page_floats +
+                                   (size_t)(rows->kv_head * shape->B) * (size_t)dev->D_pad,
+                              .c = rows->acc + first_query * (size_t)dev->D_pad,
+                              .ldc = (size_t)dev->D_pad, .rows = qk.rows, .k = n_kv,
+                              .n = dev->D_pad, .add = true};
     dev->kernels->small_gemm(&pv);
 }
 
-static void cpu_attend_span(const cpu_attention_job *job, cpu_query_rows *rows, const toka_span *span) {
-    int t0 = MAX(rows->row0, span->row0), t1 = MIN(rows->row1, span->row0 + span->n_rows), B = job->dev->shape->B;
-    int window = job->dev->weights->layers[job->layer].window, max_pos = -1, min_pos = INT_MAX;
-    for (int t = t0; t < t1; t++) max_pos = MAX(max_pos, job->step->pos[t]), min_pos = MIN(min_pos, job->step->pos[t]);
+/* Those tokens of `rows` that belong to the span attend to its pages. */
+static void cpu_attend_span(const cpu_attention_job *job, cpu_query_rows *rows,
+                            const toka_span *span) {
+    int t0 = MAX(rows->row0, span->row0), t1 = MIN(rows->row1, span->row0 + span->n_rows);
+    int B = job->dev->shape->B, window = job->dev->weights->layers[job->layer].window;
+    int max_pos = -1, min_pos = INT_MAX;
+    for (int t = t0; t < t1; t++) {
+        max_pos = MAX(max_pos, job->step->pos[t]);
+        min_pos = MIN(min_pos, job->step->pos[t]);
+    }
     int kv_end = MIN(span->kv0 + span->n_kv, max_pos + 1), kv = span->kv0;
-    /* pages that no row of these sees any more */
+    /* skip the pages that lie before the sliding window of every token */
     if (window && min_pos - window + 1 > kv) kv += (min_pos - window + 1 - kv) / B * B;
-    for (; kv < kv_end; kv += B) cpu_attend_page(job, rows, t0, t1, job->step->pages[span->page0 + (kv - span->kv0) / B], kv, kv_end);
+    for (; kv < kv_end; kv += B)
+        cpu_attend_page(job, rows, t0, t1, job->step->pages[span->page0 + (kv - span->kv0) / B], kv,
+                        kv_end);
 }
 
+/* Attention of the query rows over all spans, in rising kv0. */
 static void cpu_attend(const cpu_attention_job *job, cpu_query_rows *rows) {
     const toka_shape *shape = job->dev->shape;
     size_t D = (size_t)shape->D, H = (size_t)shape->H, d_pad = (size_t)job->dev->D_pad;
@@ -14310,16 +14333,21 @@ static void cpu_attend(const cpu_attention_job *job, cpu_query_rows *rows) {
     float scale = 1.0f / sqrtf((float)shape->D);
     memset(rows->acc, 0, (size_t)n_queries * d_pad * sizeof *rows->acc);
     for (int i = 0; i < n_queries; i++) {
-        const float *q = job->q + ((size_t)(rows->row0 + i / rows->heads_per_kv) * H + (size_t)(rows->kv_head * rows->heads_per_kv + i % rows->heads_per_kv)) * D;
+        const float *q =
+            job->q + ((size_t)(rows->row0 + i / rows->heads_per_kv) * H +
+                      (size_t)(rows->kv_head * rows->heads_per_kv + i % rows->heads_per_kv)) * D;
         for (size_t j = 0; j < D; j++) rows->q[(size_t)i * D + j] = q[j] * scale;
         rows->softmax[i] = (cpu_softmax){rows->acc + (size_t)i * d_pad, -INFINITY, 0};
     }
     for (int i = 0; i < job->step->n_spans; i++) {
         const toka_span *span = &job->step->spans[i];
-        if (span->row0 < rows->row1 && span->row0 + span->n_rows > rows->row0) cpu_attend_span(job, rows, span);
+        if (span->row0 < rows->row1 && span->row0 + span->n_rows > rows->row0)
+            cpu_attend_span(job, rows, span);
     }
     for (int i = 0; i < n_queries; i++) {
-        float *o = job->o + ((size_t)(rows->row0 + i / rows->heads_per_kv) * H + (size_t)(rows->kv_head * rows->heads_per_kv + i % rows->heads_per_kv)) * D;
+        float *o =
+            job->o + ((size_t)(rows->row0 + i / rows->heads_per_kv) * H +
+                      (size_t)(rows->kv_head * rows->heads_per_kv + i % rows->heads_per_kv)) * D;
         for (size_t j = 0; j < D; j++) o[j] = rows->softmax[i].acc[j] / rows->softmax[i].sum;
     }
 }
@@ -14328,45 +14356,62 @@ static void cpu_attention_item(void *arg, int thread, int item) {
     const cpu_attention_job *job = arg;
     const toka_device *dev = job->dev;
     const toka_shape *shape = dev->shape;
-    int head_items = (shape->K + job->item_heads - 1) / job->item_heads, row0 = item / head_items * job->item_tokens, head0 = item % head_items * job->item_heads;
+    int head_items = (shape->K + job->item_heads - 1) / job->item_heads;
+    int row0 = item / head_items * job->item_tokens, head0 = item % head_items * job->item_heads;
     float *scratch = dev->scratch + (size_t)thread * dev->scratch_floats;
     size_t max_queries = (size_t)dev->max_queries;
-    cpu_query_rows rows = {.row0 = row0, .row1 = MIN(row0 + job->item_tokens, job->step->T), .heads_per_kv = shape->H / shape->K, .scores = scratch,
-                  .acc = scratch + max_queries * (size_t)dev->B_pad,
-                  .q = scratch + max_queries * (size_t)(dev->B_pad + dev->D_pad)};
-    rows.softmax = (cpu_softmax *)(void *)(scratch + max_queries * (size_t)(dev->B_pad + 2 * dev->D_pad));
-    for (rows.kv_head = head0; rows.kv_head < MIN(head0 + job->item_heads, shape->K); rows.kv_head++) cpu_attend(job, &rows);
+    /* thread scratch: scores, acc, q, softmax, each for max_queries query rows */
+    cpu_query_rows rows = {.row0 = row0, .row1 = MIN(row0 + job->item_tokens, job->step->T),
+                           .heads_per_kv = shape->H / shape->K, .scores = scratch,
+                           .acc = scratch + max_queries * (size_t)dev->B_pad,
+                           .q = scratch + max_queries * (size_t)(dev->B_pad + dev->D_pad)};
+    rows.softmax = (cpu_softmax *)(void *)(scratch +
+                                           max_queries * (size_t)(dev->B_pad + 2 * dev->D_pad));
+    rows.kv_head = head0;
+    for (; rows.kv_head < MIN(head0 + job->item_heads, shape->K); rows.kv_head++)
+        cpu_attend(job, &rows);
 }
 
-static void cpu_attention(toka_device *dev, const toka_step *step, int layer, toka_dev_ptr q, toka_dev_ptr o) {
+static void cpu_attention(toka_device *dev, const toka_step *step, int layer, toka_dev_ptr q,
+                          toka_dev_ptr o) {
     const toka_shape *shape = dev->shape;
     if (!cpu_op_begin(dev, "attention")) return;
-    int heads_per_kv = shape->H / shape->K, min_items = 4 * dev->pool.n_threads; /* items, so that threads end together */
-    int max_tokens = MAX(1, CPU_QUERY_ROWS / heads_per_kv), share = (int)((int64_t)step->T * shape->K / min_items);
-    cpu_attention_job job = {.dev = dev, .step = step, .layer = layer, .item_tokens = MIN(MAX(share, 1), max_tokens), .q = cpu_ptr(q),
-                           .o = cpu_ptr(o)};
+    int heads_per_kv = shape->H / shape->K;
+    int min_items = 4 * dev->pool.n_threads; /* so that all threads end at about the same time */
+    int max_tokens = MAX(1, CPU_QUERY_ROWS / heads_per_kv);
+    int share = (int)((int64_t)step->T * shape->K / min_items);
+    cpu_attention_job job = {.dev = dev, .step = step, .layer = layer,
+                             .item_tokens = MIN(MAX(share, 1), max_tokens), .q = cpu_ptr(q),
+                             .o = cpu_ptr(o)};
     int token_items = (step->T + job.item_tokens - 1) / job.item_tokens;
-    job.item_heads = token_items >= min_items ? shape->K : 1; /* all heads in one item: the spans are searched once */
+    /* With enough items, an item has all kv heads: fewer items search the list of spans. */
+    job.item_heads = token_items >= min_items ? shape->K : 1;
     int64_t n_pairs = 0;
-    for (int i = 0; i < step->n_spans; i++) n_pairs += (int64_t)step->spans[i].n_rows * step->spans[i].n_kv;
-    cpu_parallel_for(&dev->pool, cpu_attention_item, &job, token_items * ((shape->K + job.item_heads - 1) / job.item_heads), n_pairs * shape->H * shape->D * 2);
+    for (int i = 0; i < step->n_spans; i++)
+        n_pairs += (int64_t)step->spans[i].n_rows * step->spans[i].n_kv;
+    cpu_parallel_for(&dev->pool, cpu_attention_item, &job,
+                     token_items * ((shape->K + job.item_heads - 1) / job.item_heads),
+                     n_pairs * shape->H * shape->D * 2);
 }
 
 /* ---- Op: out_residual ---- */
 
-static void cpu_out_residual(toka_device *dev, const toka_step *step, int layer, toka_dev_ptr o, toka_dev_ptr x) {
+static void cpu_out_residual(toka_device *dev, const toka_step *step, int layer, toka_dev_ptr o,
+                             toka_dev_ptr x) {
     const toka_layer *weights = &dev->weights->layers[layer];
     int HD = dev->shape->H * dev->shape->D, E = dev->shape->E;
     if (!cpu_op_begin(dev, "out_residual")) return;
-    const bool is_first_rank = dev->options.tp_rank == 0; /* of those whose results are added up, one has the old x and the bias */
+    /* all_reduce adds up the tp ranks' x, so only one of them adds the old x and the bias */
+    const bool is_first_rank = dev->options.tp_rank == 0;
     const float *bias = is_first_rank ? cpu_vector_f32(dev, 0, &weights->o_bias) : NULL;
     for (int t0 = 0; t0 < step->T; t0 += dev->scratch_rows) {
         int n_rows = MIN(dev->scratch_rows, step->T - t0);
         float *y = cpu_ptr(x) + (size_t)t0 * (size_t)E;
-        cpu_norm_run((cpu_norm_job){dev, cpu_ptr(o) + (size_t)t0 * (size_t)HD, NULL, NULL, HD}, n_rows);
-        cpu_gemm_args args = {.x = dev->x, .ldx = (size_t)dev->ldx, .T = n_rows, .n_weights = 1, .weights = {&weights->o}, .y = {y},
-                         .ldy = {(size_t)E},
-                         .add = is_first_rank};
+        cpu_norm_run((cpu_norm_job){dev, cpu_ptr(o) + (size_t)t0 * (size_t)HD, NULL, NULL, HD},
+                     n_rows);
+        cpu_gemm_args args = {.x = dev->x, .ldx = (size_t)dev->ldx, .T = n_rows, .n_weights = 1,
+                              .weights = {&weights->o}, .y = {y}, .ldy = {(size_t)E},
+                              .add = is_first_rank};
         cpu_gemm(dev, args);
         for (int i = 0; bias && i < n_rows * E; i++) y[i] += bias[i % E];
     }
@@ -14381,7 +14426,8 @@ static void cpu_swiglu_item(void *arg, int thread, int row) {
     cpu_swiglu(dev->gate + offset, dev->up + offset, cpu_round_up16(dev->shape->F));
 }
 
-static void cpu_norm_mlp_residual(toka_device *dev, const toka_step *step, int layer, toka_dev_ptr x) {
+static void cpu_norm_mlp_residual(toka_device *dev, const toka_step *step, int layer,
+                                  toka_dev_ptr x) {
     const toka_layer *weights = &dev->weights->layers[layer];
     size_t E = (size_t)dev->shape->E, ld_mlp = (size_t)dev->ld_mlp;
     if (!cpu_op_begin(dev, "norm_mlp_residual")) return;
@@ -14390,12 +14436,15 @@ static void cpu_norm_mlp_residual(toka_device *dev, const toka_step *step, int l
         int n_rows = MIN(dev->scratch_rows, step->T - t0);
         float *y = cpu_ptr(x) + (size_t)t0 * E;
         cpu_norm_run((cpu_norm_job){dev, y, norm, NULL, dev->shape->E}, n_rows);
-        cpu_gemm_args gate_up = {.x = dev->x, .ldx = (size_t)dev->ldx, .T = n_rows, .n_weights = 2, .weights = {&weights->gate, &weights->up},
-                          .y = {dev->gate, dev->up}, .ldy = {ld_mlp, ld_mlp}};
+        cpu_gemm_args gate_up = {.x = dev->x, .ldx = (size_t)dev->ldx, .T = n_rows, .n_weights = 2,
+                                 .weights = {&weights->gate, &weights->up},
+                                 .y = {dev->gate, dev->up}, .ldy = {ld_mlp, ld_mlp}};
         cpu_gemm(dev, gate_up);
-        cpu_parallel_for(&dev->pool, cpu_swiglu_item, dev, n_rows, (int64_t)n_rows * dev->shape->F * 8);
-        cpu_gemm_args down = {.x = dev->gate, .ldx = ld_mlp, .T = n_rows, .n_weights = 1, .weights = {&weights->down}, .y = {y}, .ldy = {E},
-                           .add = dev->options.tp_rank == 0};
+        cpu_parallel_for(&dev->pool, cpu_swiglu_item, dev, n_rows,
+                         (int64_t)n_rows * dev->shape->F * 8);
+        cpu_gemm_args down = {.x = dev->gate, .ldx = ld_mlp, .T = n_rows, .n_weights = 1,
+                              .weights = {&weights->down}, .y = {y}, .ldy = {E},
+                              .add = dev->options.tp_rank == 0};
         cpu_gemm(dev, down);
     }
 }
@@ -14404,10 +14453,10 @@ static void cpu_norm_mlp_residual(toka_device *dev, const toka_step *step, int l
 
 typedef struct cpu_sample_job {
     toka_device *dev;
-    const toka_sample_row *samples;
-    toka_sample_result *results;
-    float *logits, *raw_logits; /* [n][V_all]; wanted: raw logits for the step, or NULL */
-    int first, stride;        /* item i is row first + i * step */
+    const toka_sample_row *samples; /* [n_samples] of this pass */
+    toka_sample_result *results;    /* [n_samples] */
+    float *logits, *raw_logits;     /* [n_samples][V_all]; raw_logits: the step's copy, or NULL */
+    int first, stride;              /* item i is sample first + i * stride */
 } cpu_sample_job;
 
 static void cpu_sample_item(void *arg, int thread, int i) {
@@ -14415,17 +14464,21 @@ static void cpu_sample_item(void *arg, int thread, int i) {
     (void)thread;
     const int V = job->dev->shape->V_all, sample = job->first + i * job->stride;
     float *logits = job->logits + (size_t)sample * (size_t)V;
-    if (job->raw_logits) memcpy(job->raw_logits + (size_t)sample * (size_t)V, logits, (size_t)V * sizeof *logits);
+    if (job->raw_logits)
+        memcpy(job->raw_logits + (size_t)sample * (size_t)V, logits, (size_t)V * sizeof *logits);
     samp_row(&job->samples[sample], logits, V, &job->results[sample]);
 }
 
 static void cpu_sample_run(cpu_sample_job *job, int n_samples) {
     const int items = (n_samples - job->first + job->stride - 1) / job->stride;
-    cpu_parallel_for(&job->dev->pool, cpu_sample_item, job, items, (int64_t)items * job->dev->shape->V_all * 8);
+    cpu_parallel_for(&job->dev->pool, cpu_sample_item, job, items,
+                     (int64_t)items * job->dev->shape->V_all * 8);
 }
 
-/* Picks for n rows whose logits are there, or with tp ranks each rank's columns of them: each then takes some of the rows. */
-static void cpu_sample_rows(toka_device *dev, const toka_sample_row *samples, int n_samples, float *raw_logits, toka_sample_result *results) {
+/* Samples n_samples rows of dev->logits. With tp ranks each rank has written its columns of them;
+ * after the barrier each rank samples some of the rows, and all get all results. */
+static void cpu_sample_rows(toka_device *dev, const toka_sample_row *samples, int n_samples,
+                            float *raw_logits, toka_sample_result *results) {
     cpu_sample_job job = {dev, samples, results, dev->logits, raw_logits, 0, 1};
     cpu_tp_group *tp_group = dev->tp_group;
     if (!dev->group || dev->group->tp_size == 1) {
@@ -14434,36 +14487,51 @@ static void cpu_sample_rows(toka_device *dev, const toka_sample_row *samples, in
     }
     if (dev->options.tp_rank == 0) tp_group->raw_logits = raw_logits;
     if (!cpu_barrier_enter(dev)) return;
-    job.results = tp_group->results, job.raw_logits = tp_group->raw_logits, job.first = dev->options.tp_rank, job.stride = dev->group->tp_size;
+    job.results = tp_group->results;
+    job.raw_logits = tp_group->raw_logits;
+    job.first = dev->options.tp_rank;
+    job.stride = dev->group->tp_size;
     cpu_sample_run(&job, n_samples);
     cpu_barrier_leave(dev);
-    memcpy(results, tp_group->results, (size_t)n_samples * sizeof *results); /* nobody writes there before the next meeting */
+    /* no rank writes to the shared results before this rank arrives at the next barrier */
+    memcpy(results, tp_group->results, (size_t)n_samples * sizeof *results);
 }
 
-/* The drawn ids become the last tokens of their slots; with stages tp rank 0 of the last stage tells the first. */
-static void cpu_store_last_tokens(toka_device *dev, const toka_step *step, const toka_sample_result *results) {
+/* Stores the sampled ids as the last tokens of their seqs. With stages, tp rank 0 of the last stage
+ * does it for all ranks and then advances last_sampled_step, for which the first stage waits. */
+static void cpu_store_last_tokens(toka_device *dev, const toka_step *step,
+                                  const toka_sample_result *results) {
     toka_group *group = dev->group;
     const bool staged = group && group->pp_size > 1;
     if (group && (atomic_load(&group->broken) || (staged && dev->options.tp_rank))) return;
     for (int i = 0; i < step->n_samples; i++)
-        if (step->samples[i].seq >= 0 && step->samples[i].seq < dev->options.n_seqs) dev->last_tokens[step->samples[i].seq] = results[i].id;
+        if (step->samples[i].seq >= 0 && step->samples[i].seq < dev->options.n_seqs)
+            dev->last_tokens[step->samples[i].seq] = results[i].id;
     assert(!staged || step->number > atomic_load(&group->last_sampled_step));
-    if (staged) cpu_group_advance(group, &group->last_sampled_step, step->number - atomic_load(&group->last_sampled_step), false);
+    if (staged)
+        cpu_group_advance(group, &group->last_sampled_step,
+                          step->number - atomic_load(&group->last_sampled_step), false);
 }
 
-static void cpu_norm_logits_sample(toka_device *dev, const toka_step *step, toka_dev_ptr x, toka_sample_result *results) {
+static void cpu_norm_logits_sample(toka_device *dev, const toka_step *step, toka_dev_ptr x,
+                                   toka_sample_result *results) {
     const toka_shape *shape = dev->shape;
     size_t V = (size_t)shape->V_all;
     if (!cpu_op_begin(dev, "norm_logits_sample")) return;
     const float *norm = cpu_vector_f32(dev, 0, &dev->weights->norm);
     for (int sample0 = 0; sample0 < step->n_samples; sample0 += dev->scratch_samples) {
         int n_samples = MIN(dev->scratch_samples, step->n_samples - sample0);
-        for (int i = sample0; i < sample0 + n_samples; i++) assert(step->samples[i].row >= 0 && step->samples[i].row < step->T);
-        cpu_norm_run((cpu_norm_job){dev, cpu_ptr(x), norm, step->samples + sample0, shape->E}, n_samples);
-        cpu_gemm_args args = {.x = dev->x, .ldx = (size_t)dev->ldx, .T = n_samples, .n_weights = 1, .weights = {&dev->weights->lm_head},
-                         .y = {dev->logits + shape->v0}, .ldy = {V}};
+        for (int i = sample0; i < sample0 + n_samples; i++)
+            assert(step->samples[i].row >= 0 && step->samples[i].row < step->T);
+        cpu_norm_run((cpu_norm_job){dev, cpu_ptr(x), norm, step->samples + sample0, shape->E},
+                     n_samples);
+        cpu_gemm_args args = {.x = dev->x, .ldx = (size_t)dev->ldx, .T = n_samples, .n_weights = 1,
+                              .weights = {&dev->weights->lm_head},
+                              .y = {dev->logits + shape->v0}, .ldy = {V}};
         cpu_gemm(dev, args);
-        cpu_sample_rows(dev, step->samples + sample0, n_samples, step->logits ? step->logits + (size_t)sample0 * V : NULL, results + sample0);
+        cpu_sample_rows(dev, step->samples + sample0, n_samples,
+                        step->logits ? step->logits + (size_t)sample0 * V : NULL,
+                        results + sample0);
     }
     cpu_store_last_tokens(dev, step, results);
 }
@@ -14473,75 +14541,111 @@ static void cpu_norm_logits_sample(toka_device *dev, const toka_step *step, toka
 static void cpu_close(toka_device *dev) {
     if (!dev) return;
     cpu_pool_close(&dev->pool);
-    for (int i = 0; i < dev->n_mappings; i++) munmap(dev->mappings[i].memory, dev->mappings[i].bytes);
+    for (int i = 0; i < dev->n_mappings; i++)
+        munmap(dev->mappings[i].memory, dev->mappings[i].bytes);
     free(dev);
 }
 
-static int cpu_check_options(const toka_device_options *options, const toka_shape *shape, toka_err *e) {
-    if (shape->L < 1 || shape->H < 1 || shape->K < 1 || shape->E < 1 || shape->F < 1 || shape->V < 1 || shape->B < 1 || shape->H % shape->K)
+static int cpu_check_options(const toka_device_options *options, const toka_shape *shape,
+                             toka_err *e) {
+    if (shape->L < 1 || shape->H < 1 || shape->K < 1 || shape->E < 1 || shape->F < 1 ||
+        shape->V < 1 || shape->B < 1 || shape->H % shape->K)
         return fail(e, TOKA_E_INPUT,
-                    "CPU backend: layers %d, heads %d, kv heads %d, width %d, mlp width %d, vocabulary %d, page "
-                    "%d: all must be positive and kv heads divide heads", shape->L, shape->H, shape->K, shape->E, shape->F, shape->V, shape->B);
+                    "CPU backend: layers %d, heads %d, kv heads %d, width %d, mlp width %d, "
+                    "vocabulary %d, page %d: all must be positive and kv heads divide heads",
+                    shape->L, shape->H, shape->K, shape->E, shape->F, shape->V, shape->B);
     if (shape->D < 2 || shape->D > CPU_MAX_HEAD_SIZE || shape->D % 2)
-        return fail(e, TOKA_E_INPUT, "CPU backend: head size %d, expected an even number up to %d", shape->D, CPU_MAX_HEAD_SIZE);
-    if (shape->H > INT_MAX / shape->D) return fail(e, TOKA_E_INPUT, "CPU backend: %d heads of size %d are too many", shape->H, shape->D);
+        return fail(e, TOKA_E_INPUT,
+                    "CPU backend: head size %d, expected an even number up to %d", shape->D,
+                    CPU_MAX_HEAD_SIZE);
+    if (shape->H > INT_MAX / shape->D)
+        return fail(e, TOKA_E_INPUT, "CPU backend: %d heads of size %d are too many", shape->H,
+                    shape->D);
     if (shape->v0 < 0 || shape->v0 > shape->V_all - shape->V)
-        return fail(e, TOKA_E_INPUT, "CPU backend: %d ids from %d on, the vocabulary has %d", shape->V, shape->v0, shape->V_all);
-    if (options->max_tokens < 1 || options->max_samples < 1 || options->n_pages < 1 || options->n_pages > INT_MAX / shape->B || options->n_threads < 0 ||
+        return fail(e, TOKA_E_INPUT, "CPU backend: %d ids from %d on, the vocabulary has %d",
+                    shape->V, shape->v0, shape->V_all);
+    if (options->max_tokens < 1 || options->max_samples < 1 || options->n_pages < 1 ||
+        options->n_pages > INT_MAX / shape->B || options->n_threads < 0 ||
         options->n_threads > CPU_MAX_THREADS || options->n_seqs < 0)
-        return fail(e, TOKA_E_USE, "CPU backend: %d tokens and %d outputs a step, %d pages, %d threads: out of range",
-                    options->max_tokens, options->max_samples, options->n_pages, options->n_threads);
-    const int tp_size = options->group ? options->group->tp_size : 1, pp_size = options->group ? options->group->pp_size : 1;
-    if (MAX(options->tp_size, 1) != tp_size || MAX(options->pp_size, 1) != pp_size || options->tp_rank < 0 || options->tp_rank >= tp_size || options->pp_rank < 0 ||
+        return fail(e, TOKA_E_USE,
+                    "CPU backend: %d tokens and %d outputs a step, %d pages, %d threads: out of range",
+                    options->max_tokens, options->max_samples, options->n_pages,
+                    options->n_threads);
+    const int tp_size = options->group ? options->group->tp_size : 1;
+    const int pp_size = options->group ? options->group->pp_size : 1;
+    if (MAX(options->tp_size, 1) != tp_size || MAX(options->pp_size, 1) != pp_size ||
+        options->tp_rank < 0 || options->tp_rank >= tp_size || options->pp_rank < 0 ||
         options->pp_rank >= pp_size)
-        return fail(e, TOKA_E_USE, "CPU backend: stage %d of %d, tensor rank %d of %d, expected a place among %d stages of %d "
-                    "tensor ranks", options->pp_rank, options->pp_size, options->tp_rank, options->tp_size, pp_size, tp_size);
+        return fail(e, TOKA_E_USE,
+                    "CPU backend: stage %d of %d, tensor rank %d of %d, expected a place among %d "
+                    "stages of %d tensor ranks",
+                    options->pp_rank, options->pp_size, options->tp_rank, options->tp_size, pp_size,
+                    tp_size);
     return 0;
 }
 
-/* Cuts the chunks to the scratch budget, then takes all memory. */
+/* Chooses scratch_rows and scratch_samples within the scratch budget, then allocates all buffers of
+ * this device. A failure is kept in dev->error. */
 static void cpu_alloc_buffers(toka_device *dev) {
     const toka_shape *shape = dev->shape;
-    size_t KD = (size_t)(shape->K * shape->D), n_pages = (size_t)dev->options.n_pages, D = (size_t)shape->D;
-    dev->ldx = cpu_round_up16(MAX(shape->E, shape->H * shape->D)) + 16, dev->ld_mlp = cpu_round_up16(shape->F) + 16;
+    size_t KD = (size_t)(shape->K * shape->D), n_pages = (size_t)dev->options.n_pages;
+    size_t D = (size_t)shape->D;
+    dev->ldx = cpu_round_up16(MAX(shape->E, shape->H * shape->D)) + 16;
+    dev->ld_mlp = cpu_round_up16(shape->F) + 16;
     size_t token_bytes = ((size_t)dev->ldx + 2 * KD + 2 * (size_t)dev->ld_mlp) * sizeof(float);
-    dev->scratch_rows = (int)MIN((size_t)MIN(dev->options.max_tokens, CPU_SCRATCH_ROWS), MAX(CPU_SCRATCH_BYTES / token_bytes, 1));
-    dev->scratch_samples = (int)MIN((size_t)MIN(dev->options.max_samples, CPU_SCRATCH_SAMPLES), MAX(CPU_SCRATCH_BYTES / 2 / ((size_t)shape->V_all * 4), 1));
-    dev->B_pad = cpu_round_up16(shape->B), dev->D_pad = cpu_round_up16(shape->D);
-    dev->k_page_floats = (size_t)shape->K * D * (size_t)dev->B_pad, dev->v_page_floats = (size_t)(shape->K * shape->B) * (size_t)dev->D_pad;
+    dev->scratch_rows = (int)MIN((size_t)MIN(dev->options.max_tokens, CPU_SCRATCH_ROWS),
+                                 MAX(CPU_SCRATCH_BYTES / token_bytes, 1));
+    dev->scratch_samples = (int)MIN((size_t)MIN(dev->options.max_samples, CPU_SCRATCH_SAMPLES),
+                                    MAX(CPU_SCRATCH_BYTES / 2 / ((size_t)shape->V_all * 4), 1));
+    dev->B_pad = cpu_round_up16(shape->B);
+    dev->D_pad = cpu_round_up16(shape->D);
+    dev->k_page_floats = (size_t)shape->K * D * (size_t)dev->B_pad;
+    dev->v_page_floats = (size_t)(shape->K * shape->B) * (size_t)dev->D_pad;
     dev->max_queries = MAX(CPU_QUERY_ROWS, shape->H / shape->K);
-    size_t query_floats = (size_t)dev->max_queries * ((size_t)(dev->B_pad + 2 * dev->D_pad) + sizeof(cpu_softmax) / sizeof(float));
-    dev->scratch_floats = (MAX((size_t)CPU_PANEL_ROWS * CPU_PANEL_LD, query_floats) + 15) & ~(size_t)15;
+    size_t query_floats = (size_t)dev->max_queries * ((size_t)(dev->B_pad + 2 * dev->D_pad) +
+                                                      sizeof(cpu_softmax) / sizeof(float));
+    dev->scratch_floats =
+        (MAX((size_t)CPU_PANEL_ROWS * CPU_PANEL_LD, query_floats) + 15) & ~(size_t)15;
     size_t max_rows = (size_t)dev->scratch_rows;
     dev->k_cache = cpu_zalloc(dev, (size_t)shape->L * n_pages, dev->k_page_floats * sizeof(float));
     dev->v_cache = cpu_zalloc(dev, (size_t)shape->L * n_pages, dev->v_page_floats * sizeof(float));
-    dev->x = cpu_zalloc(dev, (size_t)MAX(dev->scratch_rows, dev->scratch_samples), (size_t)dev->ldx * sizeof(float));
+    dev->x = cpu_zalloc(dev, (size_t)MAX(dev->scratch_rows, dev->scratch_samples),
+                        (size_t)dev->ldx * sizeof(float));
     dev->k = cpu_zalloc(dev, max_rows, KD * sizeof(float));
     dev->v = cpu_zalloc(dev, max_rows, KD * sizeof(float));
     dev->gate = cpu_zalloc(dev, max_rows, (size_t)dev->ld_mlp * sizeof(float));
     dev->up = cpu_zalloc(dev, max_rows, (size_t)dev->ld_mlp * sizeof(float));
-    const bool no_tp = !dev->group || dev->group->tp_size == 1, is_last = !dev->group || dev->options.pp_rank == dev->group->pp_size - 1;
-    if (no_tp && is_last) dev->logits = cpu_zalloc(dev, (size_t)dev->scratch_samples, (size_t)shape->V_all * sizeof(float));
-    if (!dev->group || dev->group->pp_size == 1) dev->last_tokens = cpu_zalloc(dev, (size_t)dev->options.n_seqs, sizeof(int32_t));
-    dev->vectors = cpu_zalloc(dev, 6, (size_t)MAX(shape->E, shape->H * shape->D) * sizeof(float));
-    dev->scratch = cpu_zalloc(dev, (size_t)dev->pool.n_threads, dev->scratch_floats * sizeof(float));
+    const bool no_tp = !dev->group || dev->group->tp_size == 1;
+    const bool is_last = !dev->group || dev->options.pp_rank == dev->group->pp_size - 1;
+    if (no_tp && is_last)
+        dev->logits = cpu_zalloc(dev, (size_t)dev->scratch_samples,
+                                 (size_t)shape->V_all * sizeof(float));
+    if (!dev->group || dev->group->pp_size == 1)
+        dev->last_tokens = cpu_zalloc(dev, (size_t)dev->options.n_seqs, sizeof(int32_t));
+    dev->vectors =
+        cpu_zalloc(dev, 6, (size_t)MAX(shape->E, shape->H * shape->D) * sizeof(float));
+    dev->scratch =
+        cpu_zalloc(dev, (size_t)dev->pool.n_threads, dev->scratch_floats * sizeof(float));
 }
 
-static int cpu_open(toka_device **out, const toka_device_options *options, const toka_shape *shape, const toka_weights *weights,
-                    toka_err *e) {
+static int cpu_open(toka_device **out, const toka_device_options *options, const toka_shape *shape,
+                    const toka_weights *weights, toka_err *e) {
     if (cpu_check_options(options, shape, e)) return e->code;
     toka_device *dev = mem_zalloc(sizeof *dev);
     const int n_threads = options->n_threads ? options->n_threads : os_n_cores();
-    *dev = (toka_device){.shape = shape, .weights = weights, .options = *options, .kernels = &cpu_kernel_sets[cpu_n_kernel_sets() - 1],
-                       .group = options->group, .steps_to_fault = cpu_debug_option("TOKA_DEBUG_FAULT", options),
-                       .steps_to_stall = cpu_debug_option("TOKA_DEBUG_STALL", options)};
+    *dev = (toka_device){.shape = shape, .weights = weights, .options = *options,
+                         .kernels = &cpu_kernel_sets[cpu_n_kernel_sets() - 1],
+                         .group = options->group,
+                         .steps_to_fault = cpu_debug_option("TOKA_DEBUG_FAULT", options),
+                         .steps_to_stall = cpu_debug_option("TOKA_DEBUG_STALL", options)};
     if (cpu_pool_open(&dev->pool, MAX(n_threads / MAX(options->n_devices, 1), 1), e)) {
         free(dev);
         return e->code;
     }
     if (dev->group) dev->pool.progress = &dev->group->progress;
     cpu_alloc_buffers(dev);
-    snprintf(dev->description, sizeof dev->description, "CPU, %s, %d thread%s", dev->kernels->name, dev->pool.n_threads, dev->pool.n_threads > 1 ? "s" : "");
+    snprintf(dev->description, sizeof dev->description, "CPU, %s, %d thread%s", dev->kernels->name,
+             dev->pool.n_threads, dev->pool.n_threads > 1 ? "s" : "");
     if (!dev->error.code && dev->group) cpu_group_join(dev, &dev->error);
     if (dev->error.code) {
         *e = dev->error;
@@ -14554,19 +14658,23 @@ static int cpu_open(toka_device **out, const toka_device_options *options, const
 
 static int cpu_probe(int i, char *line, size_t bytes) {
     int n = os_n_cores();
-    snprintf(line, bytes, "%s kernels, %d core%s, %.0f GB", cpu_kernel_sets[cpu_n_kernel_sets() - 1].name, n, n > 1 ? "s" : "",
+    snprintf(line, bytes, "%s kernels, %d core%s, %.0f GB",
+             cpu_kernel_sets[cpu_n_kernel_sets() - 1].name, n, n > 1 ? "s" : "",
              (double)os_ram_bytes() / 1e9);
     return i == 0;
 }
 
-static int64_t cpu_kv_bytes(const toka_shape *shape, const toka_weights *weights, const toka_device_options *options) {
+/* A quarter of the machine's RAM for the KV pools of all devices together. */
+static int64_t cpu_kv_bytes(const toka_shape *shape, const toka_weights *weights,
+                            const toka_device_options *options) {
     (void)shape, (void)weights;
     return os_ram_bytes() / 4 / MAX(options->n_devices, 1);
 }
 
 static const char *cpu_describe(const toka_device *dev) { return dev->description; }
 
-/* The group's failure becomes the device's. */
+/* Copies the error of a broken group to the device. If the group was aborted it has none: then the
+ * error names this rank and its op. */
 static void cpu_latch_group_error(toka_device *dev) {
     toka_group *group = dev->group;
     const char *op = atomic_load(&dev->rank->op);
@@ -14574,17 +14682,22 @@ static void cpu_latch_group_error(toka_device *dev) {
     pthread_mutex_lock(&group->lock);
     cpu_rank_name(group, (int)(dev->rank - group->ranks), name);
     if (group->error.code) dev->error = group->error;
-    else fail(&dev->error, TOKA_E_DEVICE, "CPU backend: the ranks were told to end; %s was in %s", name, op ? op : "no op");
+    else
+        fail(&dev->error, TOKA_E_DEVICE, "CPU backend: the ranks were told to end; %s was in %s",
+             name, op ? op : "no op");
     pthread_mutex_unlock(&group->lock);
 }
 
 static int cpu_status(toka_device *dev, toka_err *e) {
-    if (!dev->error.code && dev->group && atomic_load(&dev->group->broken)) cpu_latch_group_error(dev);
+    if (!dev->error.code && dev->group && atomic_load(&dev->group->broken))
+        cpu_latch_group_error(dev);
     if (dev->error.code) *e = dev->error;
     return dev->error.code;
 }
 
-static toka_dev_ptr cpu_alloc(toka_device *dev, size_t bytes) { return (toka_dev_ptr){(uintptr_t)cpu_zalloc(dev, bytes, 1)}; }
+static toka_dev_ptr cpu_alloc(toka_device *dev, size_t bytes) {
+    return (toka_dev_ptr){(uintptr_t)cpu_zalloc(dev, bytes, 1)};
+}
 static void cpu_upload(toka_device *dev, toka_dev_ptr to, const void *from, size_t bytes) {
     (void)dev;
     memcpy(cpu_ptr(to), from, bytes);
