@@ -1,83 +1,175 @@
-/* toka.c - a high-throughput LLM inference engine in one C file.  SPDX-License-Identifier: Apache-2.0
+/* toka.c - a high-throughput LLM engine in one C file.  SPDX-License-Identifier: Apache-2.0
  *
- * WHAT IT IS. toka loads a model folder in Hugging Face layout and turns text into text: tokenizer, chat template, weights,
- * transformer, paged KV, scheduler, sampling, batch runner, server, command line, with nothing beneath it but libc. Three uses
- * decide every question of design: a quick run on any Linux machine; millions of completions as fast as the hardware
- * allows; copying these files into another project, to vendor, teach or review. So it is one file that reads from top to
- * bottom, each chapter using only earlier ones.
+ * WHAT IT IS. toka loads a model folder in Hugging Face layout and turns text into text: tokenizer,
+ * chat template, weights, transformer, paged KV cache, scheduler, sampling, batch runner, server
+ * and command line, with no library but libc. Three uses decide every question of design: a quick
+ * run on any Linux machine; millions of completions as fast as the hardware allows; copying these
+ * files into another project, to use, teach or review. So it is one file that reads from top to
+ * bottom, and each chapter uses only earlier ones. toka_kernels.cu is the GPU backend. toka.h is
+ * the public interface and, in its lower half, the interface of the backends.
  *
- * WHAT IT IS NOT. It does not train, quantize, convert or download. It runs dense decoder-only transformers of the Llama family
- * (Llama, Mistral, Ministral, Qwen 2 and 3); a model it would compute differently from its authors is refused by name.
+ * WHAT IT IS NOT. It does not train, quantize, convert or download. It runs dense decoder-only
+ * transformers of the Llama family (Llama, Mistral, Ministral, Qwen 2 and 3) with bf16, f16 or f32
+ * weights: no mixture of experts, no images, no speculative decoding. It refuses, with the reason,
+ * a model that it would compute differently from its authors' code (mf_refuse). GPU and CPU draw
+ * from the same distribution, but at a temperature above 0 they do not draw the same ids.
  *
- * HOW DATA FLOWS, with the chapter that does it:
+ * HOW DATA FLOWS (the numbers are chapters):
  *
- *     model folder ----- mf_open (13) ----> shape, weights (mapped, not copied), tokenizer.json, template, end ids
- *     messages --------- tmpl_render (10) -> prompt text
- *     text ------------- tok_encode (6) --> ids
- *     ids -------------- eng_submit (22) -> inbox -> sched_submit (16): a request of n samples in the queue
- *         +-> sched_plan (16) ----------> which tokens of which sequences go into the next step; pages from kv_alloc_seq (14),
- *         |                               lengths guessed by pred (15)
- *         |   batch_build (17) ---------> toka_step: T rows as integers, shared prefixes as spans of their own
- *         |   batch_make_micros (17) ---------> its parts, where the model is cut into stages
- *         |   model_post (21) ----------> every rank, on a thread of its own, runs rank_step: embed, then L times
- *         |       over toka_backend        {norm_qkv_rope_kv, attention, out_residual, norm_mlp_residual}, then
- *         |       (20 is the CPU's)        norm_logits_sample: the table of toka.h, which calls samp_row (18) on
- *         |                                each row of logits; meanwhile the next step is planned
- *         +-- eng_commit (22) <---------- model_wait (21): toka_sample_result, the id and its log-probability; sched_commit (16)
- *                                         files it
- *     id --------------- tok_stream_put (6), stop_put (18) --> text that is certain --> toka_event --> the caller,
- *                                         who may be a person (34), a file of results (27) or another program (23);
- *                                         answers over HTTP are made from the ids by workers: api_feed (26, 30, 31)
+ *     model folder ---- mf_open (13) ------> shape, weights (mapped, not copied), tokenizer.json,
+ *                                            chat template, end ids
+ *     messages -------- tmpl_render (10) --> prompt text
+ *     text ------------ tok_encode (6) ----> ids
+ *     ids ------------- eng_submit (22) ---> inbox --> sched_submit (16): a request of n samples
+ *                                            in the queue
+ *      +-> sched_plan (16) ----------> which tokens of which sequences go into the next step.
+ *      |                               kv_alloc_seq (14) allocates pages, pred_length (15)
+ *      |                               predicts lengths
+ *      |   batch_build (17) ---------> a toka_step: T token rows as integers, with shared
+ *      |                               prefixes as spans of their own
+ *      |   batch_make_micros (17) ---> its microbatches, if the model has pipeline stages
+ *      |   model_post (21) ----------> every rank, on its own thread, runs rank_step: embed, then
+ *      |       over toka_backend       L times {norm_qkv_rope_kv, attention, out_residual,
+ *      |       (the CPU's is           norm_mlp_residual}, then norm_logits_sample, which samples
+ *      |       chapter 20)             each row of logits (on the CPU by samp_row, 18). Meanwhile
+ *      |                               the driver plans the next step
+ *      +-- eng_commit (22) <---------- model_wait (21): a toka_sample_result for each sample row:
+ *                                      id and log-probability. sched_commit (16) appends the id
+ *                                      to its sequence
+ *     id -------------- tok_stream_put (6), stop_put (18) --> text that is certain --> toka_event
+ *                                      --> callback: of the command line (34), the batch runner
+ *                                      (27), another program (23), or the server, whose workers
+ *                                      make the answers' text from ids: api_feed (26, 30, 31)
  *
- * A step is planned as integers, run, and committed. Plans know no floats and no text; ops know no requests. That is what
- * lets the planning be tested without a model and the ops without an engine, and lets another device run the same plans. A plan
- * is whole: what a device keeps from step to step is K, V and the last token of each slot; all else comes with every step, while
- * the one before it runs.
+ * A step has three phases: plan, run, commit. A plan holds integers only: no floats, no text. An op
+ * sees token rows, never requests. So the scheduler is tested without a model and the ops without
+ * an engine, and every device runs the same plans. A plan is self-contained: between steps a device
+ * keeps only K, V and the last token of each sequence. Everything else arrives with the step, while
+ * the device still runs the step before it. Chapter 22 has a timeline.
  *
- * THE LIFE OF A REQUEST. States are those of its samples; each arrow names the function that performs it.
+ * THE LIFE OF A REQUEST. A request has n samples; each sample has a state. The label of an arrow is
+ * the function that makes the change.
  *
- *     eng_submit --(eng_check fails)--> refused: an error, nothing was touched
+ *     eng_submit --(eng_check fails)--> refused: an error, nothing has changed
  *         |  eng_drain_inbox, sched_submit
  *         v
- *       queued ---sched_admit---> prefill ---sched_plan_prefill---> decode ---eng_deliver, sched_commit---> stop, length
- *                                  ^   |                             |
- *                                  |   +------sched_preempt----------+      pages run out: the newest waits
- *                                  +---------- parked <--------------+      with its tokens, and goes on later
+ *         |             sched_plan_prefill:    eng_deliver,
+ *         | sched_admit  its last chunk        sched_commit
+ *       queued ------> prefill ------> decode ------> stop or length
+ *                       ^   |            |
+ *           sched_admit |   |            |   sched_preempt: the pool has no page for all, so the
+ *                       |   v            v   sequence that was admitted last loses its pages.
+ *                      preempted <-------+   It keeps its tokens
  *
- *     cancelled  from any state: toka_cancel, a callback that returned not 0, toka_close (eng_end_request)
+ *     cancelled  from any state: toka_cancel, a callback that returns not 0, toka_close
+ *                (eng_end_request)
  *     failed     from any state: the device failed (eng_fail)
  *
  * WHO OWNS WHAT.
- *   model   mf_model, tok, tmpl: immutable after toka_open, read by any thread
- *   engine  scheduler, pages, plans: sized at open; touched only by the thread that drives (eng_drive). Other threads reach it
- *           through an inbox under one lock
- *   device  activations, KV, scratch: taken at open by the backend, on the thread of its rank (21), which alone runs its ops; the
- *           backend's threads help it and return before the op does
- *   server  one thread has all sockets, workers read bodies and make text, one drives the engine; calls go round by lists (30)
- *   event   pointers live during the callback; what is handed out by toka_encode and friends is malloc'ed for the caller
- * Names tell lifetimes: _open/_close for what holds system things, _init/_free for caller's storage, _new/_del for the heap.
+ *   model   mf_model, tok, tmpl: immutable after toka_open, read by any thread.
+ *   engine  scheduler, pages, plans: allocated at open. Only the driver, the thread in eng_drive,
+ *           touches them. Other threads reach the engine through an inbox under one lock.
+ *   device  activations, KV cache, scratch: allocated at open by the backend. Each rank (21) has
+ *           one thread, and only this thread calls the device's ops. Helper threads of the backend
+ *           have finished when an op returns.
+ *   server  one thread, the event loop, has all sockets; workers parse bodies and make text; one
+ *           thread drives the engine. They hand HTTP calls to each other through queues (30).
+ *   event   its pointers are valid during the callback. What toka_encode and the like return is
+ *           malloc'ed for the caller.
+ * Endings of names: _open/_close: holds files, threads or mappings. _init/_free: the caller has the
+ * struct, the functions own what it points to. _new/_del: the struct itself is on the heap.
  *
- * ERRORS. A function that can fail returns 0 or a negative toka_code and fills the caller's toka_err with one sentence: what,
- * where, found, expected. Four classes, never mixed: a bug asserts; bad start-up input travels up to main, the only place that
- * prints and exits; a bad request fails that request; a device fault is latched by the device and fails all requests. What
- * comes from a file or a network is checked where it is read and is an error, never an assert. To rehearse the last class, the
- * environment can break a device: TOKA_DEBUG_FAULT=N fails its Nth step, TOKA_DEBUG_STALL=N never returns from it,
- * TOKA_DEBUG_CAPTURE=N fails the Nth capture of a CUDA graph. Of many ranks that is the first stage's, or rank R of every replica:
- * N@R. TOKA_DEBUG_PATIENCE=S: ranks that do not get on for S seconds are given up, instead of 30. And TOKA_DEBUG_SHARE_GPU=N puts
- * all ranks in turn on the first N GPUs, to rehearse with few.
+ * ERRORS. A function that can fail returns 0 or a negative toka_code and fills the caller's
+ * toka_err with one sentence: what, where, found, expected. There are four classes:
+ *   1. A bug: an assert.
+ *   2. Bad start-up input: the error travels up to main, the only place that prints and exits.
+ *   3. A bad request: only this request fails.
+ *   4. A device fault: the device keeps its first error, and all requests fail.
+ * Input from a file or a network is checked where it is read. What is wrong with it is an error,
+ * never an assert. To test class 4, the environment can break a device:
+ *   TOKA_DEBUG_FAULT=N      its Nth step fails
+ *   TOKA_DEBUG_STALL=N      its Nth step never ends
+ *   TOKA_DEBUG_CAPTURE=N    the Nth capture of a CUDA graph fails
+ *                           (N: on every rank of the first stage; N@R: on rank R of each replica)
+ *   TOKA_DEBUG_PATIENCE=S   the watchdog's timeout: S seconds without progress of any rank, not 30
+ *   TOKA_DEBUG_SHARE_GPU=N  the ranks share the first N GPUs, rank i uses GPU i mod N
  *
  * WHAT ALWAYS HOLDS.
- *   1. A row's result depends on its own tokens only: not on batch mates, chunks of prefill, threads, preemption or the cutting
- *      of attention into spans. Every sum over the model's width or over positions has one fixed order. (16, 17; tests compare
- *      bytes. A GPU's sums depend on the tile shapes that the number of rows selects: there it holds to rounding)
- *   2. The random number of a token is a function of (seed, sample, position). With 1, a run can be repeated exactly. (18)
- *   3. No text leaves before it is certain: no half character, no beginning of a stop string. (6, 18)
- *   4. Weights are read where the file is mapped, in the file's type; all arithmetic is float32. (12, 19, 20)
+ *   1. The result of a token row depends only on the tokens of its own sequence. Other rows of the
+ *      step, prefill chunks, threads, preemption and the choice of spans do not change it, because
+ *      every sum over the model's width or over positions has one fixed order (16, 17). On the CPU
+ *      tests compare bytes. On a GPU this holds up to rounding: the number of rows selects the tile
+ *      shape, and that the order of sums.
+ *   2. The random number of a token is a function of (seed, sample, position) (18). So, with 1, a
+ *      run on a CPU can be repeated exactly.
+ *   3. Text leaves only when it is certain: no part of a character, no beginning of a stop string
+ *      (6, 18).
+ *   4. The CPU reads weights where the file is mapped, in the file's type, and computes in float32
+ *      (12, 19, 20). The GPU holds weights, activations and K, V as bf16 and sums in float32.
  *
- * LETTERS, equal in C, CUDA and README. T tokens of a step, S sequences, L layers, H query heads, K kv heads, D head size,
- * E model width, F mlp width, V vocabulary, B tokens per page. Prefixes name chapters: st_ and mf_ are chapters 11 to 13.
+ * LETTERS, equal in C, CUDA and README. T tokens of a step, S sequences, L layers, H query heads,
+ * K kv heads, D head size, E model width, F mlp width, V vocabulary, B tokens per page.
  *
- * CONTENTS (build.sh checks it against the banners; to read one chapter: sed -n '/MARK: 4\./,/MARK: 5\./p' toka.c)
+ * PREFIXES of names say the chapter: tok_ 6 and 7, tmpl_ 8 to 10, st_ and mf_ 11 to 13, kv_ 14,
+ * pred_ 15, sched_ 16, batch_ 17, samp_ and stop_ 18, cpu_ 19 and 20, model_ and rank_ 21, eng_ 22.
+ *
+ * WORDS                                                                                     chapter
+ *   sample          one of the n completions of a request                                        16
+ *   sequence        a sample that was admitted; `seq` is its index, kept until it ends           16
+ *   page            B positions of K and V in all layers (vLLM: block; B: block size)            14
+ *   block table     the list of pages of a sequence                                              14
+ *   kv_slot         where the K and V of one position lie: page * B + offset                     14
+ *   prefix tree     the prefix cache: a radix tree of full pages                                 14
+ *   forecast        the number of held pages in each later step; decides admission               16
+ *   backlog         the tokens still to prefill                                                  16
+ *   preempted       lost its pages, keeps its tokens; is computed again later                    16
+ *   generation      changes when an index is reused, so that stale results are recognized    15, 16
+ *   step            one pass through the model, for T token rows of any sequences                17
+ *   chunk           the rows of one sequence in one microbatch                                   17
+ *   span            an attention segment: some rows x some positions (FlashInfer: a cascade      17
+ *                   level); a shared span has rows of several sequences
+ *   microbatch      the part of a step that a pipeline stage runs at once                        17
+ *   sample row      a token row whose logits are sampled, or scored                          17, 22
+ *   tile            the results that one call of a GEMM micro-kernel computes                    19
+ *   rank            one device with its slice of the weights and one thread                      21
+ *   stage           the ranks that have the same layers; tp tensor ranks each                    21
+ *   replica         a whole model with its own ranks, scheduler and KV cache                     22
+ *   in flight       a step that is posted to the ranks and not yet retired                       22
+ *   driver          the one thread that plans, posts and commits steps                           22
+ *   run-ahead       planning step N+1 while step N runs                                          22
+ *   hung            a rank that does not return after a failure; its memory is never freed       21
+ *
+ * TECHNIQUES, the paper (number: arXiv), the chapter and its functions (cu: toka_kernels.cu)
+ *   Hydragen: the queries of all sequences that      2402.05099      17 batch_choose_spans
+ *     share a prefix attend to it in one matrix                      20 cpu_attend_span
+ *     product, which reads its K and V once; then                    cu 8 attn_plan_step
+ *     the results of prefix and own tokens are                       cu 9 attn_join
+ *     merged
+ *   PagedAttention                                   2309.06180      14 kv_alloc_seq,
+ *                                                                       kv_append_page
+ *   continuous batching                              Orca, OSDI 2022 16 sched_plan; 22 eng_step
+ *   chunked prefill                                  2308.16369      16 sched_plan_prefill
+ *                                                    (Sarathi)
+ *   FlashAttention 1, 2 and 3                        2205.14135      cu 9 attn_mma,
+ *                                                    2307.08691           attn_wg_launch (Hopper)
+ *                                                    2407.08608
+ *   online softmax                                   1805.02867      19 cpu_online_softmax
+ *                                                                    20 cpu_attend_page
+ *   grouped-query attention (GQA): the query heads   2305.13245      20 cpu_attention_item
+ *     of one kv head go over K and V together
+ *   prefix cache as a radix tree                     2312.07104      14 kv_match_prefix,
+ *                                                    (SGLang)           kv_tree_insert
+ *   tensor parallelism                               1909.08053      12 mf_shard
+ *                                                    (Megatron-LM)   21 rank_all_reduce
+ *   pipeline parallelism with microbatches           2104.04473      17 batch_make_micros
+ *                                                    (Megatron-LM)   21 rank_step
+ *   CUDA graphs of decode steps                      CUDA C++ guide  cu 15 cuda_capture
+ *   sampling fused into the LM head: Gumbel-max      1411.0030       cu 11 samp_head,
+ *     over groups of ids; on Hopper the logits of                         samp_reduce_kernel
+ *     plain rows are never stored
+ *
+ * CONTENTS (build.sh checks it against the banners; to read one chapter:
+ * sed -n '/MARK: 4\./,/MARK: 5\./p' toka.c)
  *
  *   1. Types [pure]
  *   2. Base: memory, slices, buffers, errors [pure]
@@ -124,7 +216,9 @@
 #error "toka.c needs infinities and NaN: compile it without -ffast-math and -Ofast"
 #endif
 
-#ifdef __GNUC__ /* the tables of chapter 5 and the page of 29: longer than C promises, as every compiler takes them */
+/* The strings of chapter 5's tables and of 29's page are longer than C guarantees. Every compiler
+ * accepts them. */
+#ifdef __GNUC__
 #pragma GCC diagnostic ignored "-Woverlength-strings"
 #endif
 
