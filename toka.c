@@ -13661,7 +13661,7 @@ static void cpu_rmsnorm(float *y, const float *x, const float *weight, int n, fl
 enum {
     CPU_SCRATCH_ROWS = 512,        /* most scratch rows */
     CPU_SCRATCH_SAMPLES = 64,      /* most scratch samples */
-    CPU_SCRATCH_BYTES = 128 << 20, /* bytes of scratch that limit both, see cpu_alloc_buffers */
+    CPU_SCRATCH_BYTES = 128 << 20, /* most scratch for token rows; for rows of logits: half of it */
     CPU_MAX_HEAD_SIZE = 256,       /* largest D */
     CPU_QUERY_ROWS = 32,           /* query rows that share one pass over K and V */
     CPU_MAX_THREADS = 1024,        /* most threads of all devices together */
@@ -13687,8 +13687,8 @@ struct toka_device {
     int scratch_rows, scratch_samples; /* token rows and rows of logits that fit in scratch */
     int B_pad, D_pad;                  /* B and D rounded up to 16 */
     int max_queries;                   /* query rows that fit in a thread's scratch */
-    /* floats from row to row of x and of gate, up: 16 more than the width rounded up to 16, so that
-     * a width of a power of two does not map all rows to the same cache sets */
+    /* floats from row to row of x; of gate and up. The width rounded up to 16, plus 16: a stride of
+     * a power of two would map all rows to the same cache sets */
     int ldx, ld_mlp;
     size_t k_page_floats, v_page_floats; /* floats of a page of one layer */
     float *k_cache, *v_cache; /* [L][n_pages][K][D][B_pad], [L][n_pages][K][B][D_pad] */
@@ -13696,8 +13696,8 @@ struct toka_device {
                                  follow each row up to the next multiple of 16 */
     float *k, *v;             /* [scratch_rows][K*D] */
     float *gate, *up;         /* [scratch_rows][ld_mlp]; columns from F on stay zero */
-    float *logits;            /* [scratch_samples][V_all]; NULL before the last stage. With tp ranks
-                                 that of the tp group: each rank writes its V columns */
+    float *logits;            /* [scratch_samples][V_all]; NULL before the last stage. With tp_size
+                                 > 1 the tp group's: each rank writes its V columns */
     int32_t *last_tokens;     /* [n_seqs] last sampled token of each seq; with stages the group's */
     float *vectors;           /* [6][max(E, H*D)] norm weights and biases of this op in float32 */
     float *scratch;           /* [n_threads][scratch_floats]: a thread's weight panel (GEMM) or its
@@ -13714,11 +13714,11 @@ struct toka_device {
     struct cpu_tp_group *tp_group; /* of its stage in group->tp_groups */
 };
 
-/* Allocates count * size bytes of zeros. Returns NULL on failure and keeps it in dev->error. */
+/* Allocates count * size bytes of zeros. Returns NULL on failure; then dev->error is set. */
 static void *cpu_zalloc(toka_device *dev, size_t count, size_t size) {
     size_t bytes, ram = (size_t)os_ram_bytes(), available = ram - MIN(dev->mapped_bytes, ram);
     void *memory = MAP_FAILED;
-    /* Untouched memory costs nothing, but a size above the machine's RAM is a mistake. */
+    /* untouched memory costs nothing, but to ask for more than the machine's RAM is a mistake */
     if (!__builtin_mul_overflow(count, size, &bytes) && bytes <= available &&
         dev->n_mappings < COUNT(dev->mappings))
         memory = mmap(NULL, MAX(bytes, (size_t)1), PROT_READ | PROT_WRITE,
@@ -13754,19 +13754,19 @@ static float *cpu_ptr(toka_dev_ptr a) { return (float *)(uintptr_t)a.at; }
  *
  * A barrier of two tp ranks. Each may use the memory of the other where the line is double:
  *
- *     rank 0   arrives ----wait----============ departs --wait--| next op
- *     rank 1          ... arrives =================== departs --| next op
- *     n_arrived   1          2 = tp_size: complete
- *     n_departed                              1          2 = tp_size: over
+ *     rank 0       arrives ---wait--- ================= departs --wait-- | next op
+ *     rank 1       ... earlier op ... arrives ================== departs | next op
+ *     n_arrived    1                  2 = tp_size: complete
+ *     n_departed                                        1        2 = tp_size: over
  *
- * In a broken group waits end, ops return at once, and no barrier becomes complete any more.
- * Counters and `broken` change under one lock, so all ranks agree which barrier was the last one
- * that became complete. Departures count also in a broken group: each rank of a complete barrier
- * stays until all have departed. So no rank closes a device whose memory another rank uses.
+ * In a broken group ops return at once, no barrier becomes complete any more, and all waits end
+ * except those for departures. Counters and `broken` change under one lock, so all ranks agree which
+ * barrier was the last one that became complete. Each of its ranks stays in it until all have
+ * departed. So no rank closes a device whose memory another rank uses.
  *
- * The watchdog. Every rank that makes progress changes group.progress. A waiting rank breaks the
- * group when it has seen no progress for watchdog_s seconds. So does the driver, which calls
- * cpu_group_watchdog. The error names the rank at the end of the chain of waiting ranks:
+ * The watchdog. Every op, round (chapter 19) and counter that advances changes group.progress. A
+ * waiting rank breaks the group when it has seen no progress for watchdog_s seconds. The driver does
+ * the same in cpu_group_watchdog. The error names the rank at the end of the chain of waiting ranks:
  *
  *     rank 3 --barrier--> rank 2 --previous stage--> rank 0: it waits for no rank and is reported
  *
@@ -13775,15 +13775,15 @@ static float *cpu_ptr(toka_dev_ptr a) { return (float *)(uintptr_t)a.at; }
  * is in step j or a later step. By then all ranks of the first stage have run the embed of step j,
  * because step j goes through the first stage before it reaches the last one. */
 
-enum cpu_wait_reason { /* what a rank waits for */
+enum cpu_wait_reason { /* a rank waits until ... */
     CPU_WAIT_NONE,
-    CPU_WAIT_BARRIER,    /* the ranks of its tp group */
-    CPU_WAIT_PREV_STAGE, /* the previous stage, to send a step */
-    CPU_WAIT_NEXT_STAGE, /* the next stage, to receive a step and so to free a buffer */
-    CPU_WAIT_SAMPLED     /* the last stage, to sample the ids that embed needs */
+    CPU_WAIT_BARRIER,    /* the other ranks of its tp group arrive, or depart */
+    CPU_WAIT_PREV_STAGE, /* the previous stage sends a step */
+    CPU_WAIT_NEXT_STAGE, /* the next stage receives a step, which frees a buffer of the channel */
+    CPU_WAIT_SAMPLED     /* the last stage samples the ids that embed needs */
 };
 
-typedef struct cpu_rank {       /* what the deadlock diagnosis of another rank reads */
+typedef struct cpu_rank {       /* state of one rank, for the deadlock diagnosis of other ranks */
     bool joined;                /* a device joined as this rank; stays true after its close */
     const char *_Atomic op;     /* running op, or the last one; NULL: none yet */
     atomic_int waits_for;       /* enum cpu_wait_reason */
@@ -13816,7 +13816,7 @@ struct toka_group {
     int32_t *last_tokens;      /* [n_seqs] last sampled token of each seq, owned; NULL: one stage */
     int n_seqs;
     _Atomic int64_t last_sampled_step;
-    _Atomic uint64_t progress; /* changes as long as any rank makes progress */
+    _Atomic uint64_t progress; /* rises as long as any rank makes progress */
     atomic_bool broken;
     pthread_mutex_t lock;      /* guards fields set at open, changes of counters and broken, error,
                                   n_sleeping */
@@ -13913,6 +13913,8 @@ static void cpu_group_diagnose(toka_group *group, int me) {
     cpu_group_break(group);
 }
 
+/* rank: one that has not finished the step the driver waits for; waited_s: seconds since the last
+ * call. Returns 0, or breaks the group and returns the error when the timeout is over. */
 static int cpu_group_watchdog(toka_group *group, int rank, double waited_s, toka_err *e) {
     const uint64_t progress = atomic_load(&group->progress);
     int code = 0;
@@ -13956,7 +13958,7 @@ static bool cpu_group_wait(toka_device *dev, enum cpu_wait_reason reason,
     atomic_store(&dev->rank->waits_for, reason);
     while (atomic_load(counter) < target && !atomic_load(&group->broken)) {
         cpu_group_sleep(group, &last_progress, &stalled_s);
-        /* the first diagnosis stays: not if the group broke meanwhile */
+        /* if the group broke meanwhile, its first error stays */
         if (stalled_s >= group->watchdog_s && atomic_load(counter) < target &&
             !atomic_load(&group->broken))
             cpu_group_diagnose(group, (int)(dev->rank - group->ranks));
@@ -14478,7 +14480,7 @@ static void cpu_attention(toka_device *dev, const toka_step *step, int layer, to
                              .item_tokens = MIN(MAX(share, 1), max_tokens), .q = cpu_ptr(q),
                              .o = cpu_ptr(o)};
     int token_items = (step->T + job.item_tokens - 1) / job.item_tokens;
-    /* With enough items, an item has all kv heads: fewer items search the list of spans. */
+    /* with enough items, an item has all kv heads: so fewer items search the list of spans */
     job.item_heads = token_items >= min_items ? shape->K : 1;
     int64_t n_pairs = 0;
     for (int i = 0; i < step->n_spans; i++)
