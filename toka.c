@@ -13760,13 +13760,14 @@ static float *cpu_ptr(toka_dev_ptr a) { return (float *)(uintptr_t)a.at; }
  *     n_departed                                        1        2 = tp_size: over
  *
  * In a broken group ops return at once, no barrier becomes complete any more, and all waits end
- * except those for departures. Counters and `broken` change under one lock, so all ranks agree which
- * barrier was the last one that became complete. Each of its ranks stays in it until all have
+ * except those for departures. Counters and `broken` change under one lock, so all ranks agree
+ * which barrier was the last one that became complete. Each of its ranks stays in it until all have
  * departed. So no rank closes a device whose memory another rank uses.
  *
- * The watchdog. Every op, round (chapter 19) and counter that advances changes group.progress. A
- * waiting rank breaks the group when it has seen no progress for watchdog_s seconds. The driver does
- * the same in cpu_group_watchdog. The error names the rank at the end of the chain of waiting ranks:
+ * The watchdog. Every op that begins, every round (chapter 19) and every change of a counter raises
+ * group.progress. A waiting rank breaks the group when it has seen no progress for watchdog_s
+ * seconds. The driver does the same, in cpu_group_watchdog. The error names the rank at the end of
+ * the chain of waiting ranks:
  *
  *     rank 3 --barrier--> rank 2 --previous stage--> rank 0: it waits for no rank and is reported
  *
@@ -14664,7 +14665,8 @@ static int cpu_check_options(const toka_device_options *options, const toka_shap
         options->n_pages > INT_MAX / shape->B || options->n_threads < 0 ||
         options->n_threads > CPU_MAX_THREADS || options->n_seqs < 0)
         return fail(e, TOKA_E_USE,
-                    "CPU backend: %d tokens and %d outputs a step, %d pages, %d threads: out of range",
+                    "CPU backend: %d tokens and %d outputs a step, %d pages, %d threads: "
+                    "out of range",
                     options->max_tokens, options->max_samples, options->n_pages,
                     options->n_threads);
     const int tp_size = options->group ? options->group->tp_size : 1;
