@@ -15339,7 +15339,7 @@ static double model_busy_s(model_grid *model) {
  *
  * Life of a step:
  *     plan      eng_plan_step: sched_plan, batch_build, eng_make_sample_rows
- *     post      eng_post_step, model_post: the step is in the ring of every rank
+ *     post      eng_post_step, model_post: the step is in the model's ring, for every rank
  *     launch    rank_launch: the rank's thread calls the backend's begin, the ops, and end
  *     finish    rank_finish: the results are on the host
  *     done      model_is_done: every rank has finished it. A step after a failure is skipped: it
