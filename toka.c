@@ -14362,7 +14362,7 @@ typedef struct cpu_query_rows {
     float *q;             /* [n_queries][D], times 1/sqrt(D) */
     float *scores;        /* [n_queries][B_pad] of one page */
     cpu_softmax *softmax; /* [n_queries] */
-    float *acc;           /* [n_queries][D_pad] sum of weights times V so far */
+    float *acc;           /* [n_queries][D_pad] weighted sum of V so far */
 } cpu_query_rows;
 
 /* The tokens t0 .. t1-1 of `rows` attend to one page. kv: position of the page's first token.
