@@ -14941,10 +14941,12 @@ typedef struct model_grid {
     int64_t n_posted;
     int64_t wanted_step; /* the driver waits for the steps up to this number */
     bool closing;        /* threads end when they have run all posted steps */
-    double last_check;   /* driver only, no lock, to `hung`: time of the watchdog's last look */
+    /* Used by the driver only, without the lock: */
+    double last_check;    /* time of the watchdog's last look, os_now */
     int64_t watched_step; /* the step that the driver waits for */
-    double stop_wait_s;  /* seconds it has waited for that step since SIGINT or SIGTERM */
-    bool hung;           /* some rank is hung */
+    double stop_wait_s;   /* seconds it has waited for that step since SIGINT or SIGTERM */
+    bool hung;            /* some rank is hung */
+    /* Under the lock: */
     toka_err error;      /* the first error of any rank; code 0: none */
 } model_grid;
 

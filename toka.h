@@ -464,8 +464,8 @@ typedef struct toka_weights {
     toka_layer *layers;  /* [L] */
 } toka_weights;
 
-enum { TOKA_ID_BLOCK = 256 }; /* the vocabulary is divided over tensor ranks in blocks of so many
-                                 ids, because sampling on a GPU uses one random number per block */
+enum { TOKA_ID_BLOCK = 256 }; /* ids. Tensor ranks divide the vocabulary in blocks of this size,
+                                 because sampling on a GPU uses one random number per block */
 
 typedef struct toka_shape { /* of one rank */
     int L, H, K, D, E, F, V;
@@ -743,8 +743,8 @@ typedef struct toka_backend {
     int merge_tok;      /* cost: to merge one more partial result into a row */
     int span_tok;       /* cost: one more span */
     int tile_rows;      /* not a cost: rows that share one read of K and V */
-    int span_align_tok; /* a span may begin inside a page, at a multiple of so many tokens; 0: only
-                           at the begin of a page */
+    int span_align_tok; /* a span may begin inside a page, at a multiple of this number of tokens;
+                           0: only at the start of a page */
 } toka_backend;
 
 /* ---- A GPU's memory and steps ------------------------------------------------------------------
@@ -755,8 +755,8 @@ enum {
     TOKA_GPU_PAGE_TOK = 64,     /* page_tok of toka_cuda */
     TOKA_GPU_MAX_TP = 8,        /* most tensor ranks of a stage */
     TOKA_GPU_LINK_BUFFERS = 3,  /* most x in flight from one stage to the next */
-    TOKA_GPU_SCATTER_BYTES = 4 << 20, /* if x has so many bytes or more, GEMM kernels on Hopper send
-                                         their partial sums to the other tensor ranks while they
+    TOKA_GPU_SCATTER_BYTES = 4 << 20, /* if x is this large or larger, GEMM kernels on Hopper send their
+                                         partial sums to the other tensor ranks while they
                                          compute */
     TOKA_GPU_MAX_TOKENS = 8448, /* default max_num_batched_tokens: 66 * 128 rows. The 128-row tiles
                                    of a GEMM then fill the 132 multiprocessors in whole waves, if
