@@ -755,8 +755,8 @@ enum {
     TOKA_GPU_PAGE_TOK = 64,     /* page_tok of toka_cuda */
     TOKA_GPU_MAX_TP = 8,        /* most tensor ranks of a stage */
     TOKA_GPU_LINK_BUFFERS = 3,  /* most x in flight from one stage to the next */
-    TOKA_GPU_SCATTER_BYTES = 4 << 20, /* if x is this large or larger, GEMM kernels on Hopper send their
-                                         partial sums to the other tensor ranks while they
+    TOKA_GPU_SCATTER_BYTES = 4 << 20, /* if x is this large or larger, GEMM kernels on Hopper send
+                                         their partial sums to the other tensor ranks while they
                                          compute */
     TOKA_GPU_MAX_TOKENS = 8448, /* default max_num_batched_tokens: 66 * 128 rows. The 128-row tiles
                                    of a GEMM then fill the 132 multiprocessors in whole waves, if
