@@ -8039,8 +8039,9 @@ static int mf_product(const char *letters, const toka_shape *s) { /* "KD" -> K*D
         case 'D': n *= s->D; break;
         case 'E': n *= s->E; break;
         case 'F': n *= s->F; break;
-        case 'V': n *= s->V; break;
-        default: assert(!"a letter that the tables of bindings do not use");
+        default:
+            assert(*letters == 'V');
+            n *= s->V;
         }
     }
     return n;
