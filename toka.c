@@ -58,8 +58,8 @@
  *       queued ------> prefill ------> decode ------> stop or length
  *                       ^   |            |
  *           sched_admit |   |            |   sched_preempt: the pool has no page for all, so the
- *                       |   v            v   sequence that was admitted last loses its pages.
- *                      preempted <-------+   It keeps its tokens
+ *                       |   v            v   running sequence that is last in queue order
+ *                      preempted <-------+   loses its pages. It keeps its tokens
  *
  *     cancelled  from any state: toka_cancel, a callback that returns not 0, toka_close
  *                (eng_end_request)
