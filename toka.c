@@ -18454,7 +18454,7 @@ static int api_sampling(api_call *c, const api_body *b, toka_request *q, toka_er
     if (!code) code = api_bias(c, b->bias, s, e);
     if (!code) code = api_bad_words(c, b->bad_words, s, e);
     if (code) return code;
-    if (b->max_tokens > 0 && b->min_tokens > b->max_tokens)
+    if (!default_max && b->max_tokens > 0 && b->min_tokens > b->max_tokens)
         return API_BAD("min_tokens: %lld, expected 0 to %lld", (long long)b->min_tokens,
                        (long long)b->max_tokens);
     if (b->best_of >= 0 && b->best_of != b->n)
