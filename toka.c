@@ -5639,59 +5639,72 @@ static bool tmpl_f_round(tmpl_run *r, tmpl_args *c, tval *out) { /* precision me
 
 /* ===========================================================================
  * MARK: 10. Chat template: evaluation [pure]
- * tmpl_render walks the parser's tree with a context (a JSON object) and appends the text to a buf; results are those
- * of Python's Jinja2 3.1 as Hugging Face's apply_chat_template sets it up, byte for byte, and where Jinja raises, this
- * mostly fails.
+ * tmpl_render walks the parser's tree with a context (a JSON object) and appends the text to a
+ * buf. The text is byte for byte that of Python's Jinja2 3.1 with the settings of Hugging Face's
+ * apply_chat_template. Where Jinja raises an exception, tmpl_render fails in most cases.
  *
- * Order of the chapter: filters of lists; tests; global functions; the table of all functions; attributes; scopes;
- * calls; expressions; statements; loops; tmpl_render. A filter, method or global function is one line of tmpl_fns; one that
- * is not there is an error when a template comes to it.
+ * Order of the chapter: filters of lists; methods of dicts; tests; global functions; the table of
+ * all functions; attributes; scopes; calls; expressions; statements; loops; tmpl_render. Each
+ * filter, method and global function is one line of tmpl_fns. The use of one that is not in the
+ * table is an error when the template reaches it.
  *
- * Always: templates are not trusted. Every node evaluated is a step and every recursion is counted; the first error ends
- * the render. A chain of scopes holds the variables of loop bodies, macros and blocks; a value cannot be changed.
+ * Always: templates are not trusted. Each evaluated node costs a step, and each recursion is
+ * counted; the first error ends the render. Loop bodies, macros and blocks keep their variables in
+ * a chain of scopes. Values never change, except namespaces, loops and generators.
  *
- * Not as in Python: map, select and the like work at once, not when walked; loop.last and loop.length put the condition of
- * the loop to all that is left; only `+` knows of safe texts; a variable of the
- * context is there until the template's level sets one of its name (Jinja has none in loops and macros before that).
+ * Differences from Jinja:
+ * - map, select and the like compute their whole result at once, not one element at a time.
+ * - loop.last, loop.length and others that look ahead evaluate the loop's condition at once for all
+ *   remaining elements.
+ * - Only the operator `+` treats safe texts in a special way.
+ * - A variable of the context stays visible until the template's top level sets one of the same
+ *   name. In Jinja, loops and macros before that statement see it as undefined.
  * =========================================================================== */
 
+/* The structs below are allocated from the run's arena and live until the render ends, except
+ * tmpl_fn, which is constant. */
+
 typedef struct tmpl_var {
-    int id;
+    int id; /* the variable's number: index into tmpl.names and tmpl_run.globals */
     tval v;
 } tmpl_var;
 
+/* The variables of one loop body, macro call or block. */
 typedef struct tmpl_scope {
-    struct tmpl_scope *outer;
-    tmpl_var *vars;
+    struct tmpl_scope *outer; /* searched next; NULL: tmpl_run.globals is */
+    tmpl_var *vars;           /* [cap], the first n are in use */
     int n, cap;
 } tmpl_scope;
 
 typedef struct tmpl_macro {
     const tmpl_node *node; /* TN_MACRO */
-    tmpl_scope *scope;     /* where it was defined */
+    tmpl_scope *scope;     /* innermost scope of the definition; NULL: the template's top level */
 } tmpl_macro;
 
+/* A running for loop: the variable `loop` of its body. */
 typedef struct tmpl_loop {
-    tmpl_items *items;
-    size_t at;             /* next candidate in items */
+    tmpl_items *items;     /* the elements; until settled, also those that the condition rejects */
+    size_t at;             /* index in items of the next element to test */
     const tmpl_node *node; /* TN_FOR */
-    tmpl_scope *scope;     /* outside of the loop */
-    int64_t index0;
-    bool settled;          /* all of items from `at` on have passed node->d */
-    tval before, now;
+    tmpl_scope *scope;     /* scope outside of the loop; NULL: the template's top level */
+    int64_t index0;        /* of the current iteration, from 0; -1 before the first one */
+    bool settled;          /* all items from `at` on have passed the condition node->d */
+    tval before, now;      /* elements of the previous and the current iteration */
 } tmpl_loop;
 
-typedef enum tmpl_owner { OF_FILTER, OF_TEXT, OF_LIST, OF_DICT, OF_ALL } tmpl_owner; /* of texts, lists, dicts: methods */
+/* Kinds of functions: filters, methods of texts, lists and dicts, global functions. */
+typedef enum tmpl_owner { OF_FILTER, OF_TEXT, OF_LIST, OF_DICT, OF_ALL } tmpl_owner;
 
 typedef struct tmpl_fn {
     tmpl_owner of;
     const char *name;
-    const char *params; /* names, separated by spaces; "*": takes pos and named as they are */
-    int need;           /* that many of them must be given */
-    bool (*run)(tmpl_run *r, tmpl_args *c, tval *out);
-    int op;
+    const char *params; /* names, separated by spaces; "*": run reads c->pos and c->named itself */
+    int need;           /* number of required parameters, the first ones */
+    bool (*run)(tmpl_run *r, tmpl_args *c, tval *out); /* returns false after an error */
+    int op;             /* passed to run as c->op: selects one of several that share a function */
 } tmpl_fn;
 
+/* A method that was read from a value and not called yet, like text.strip. */
 typedef struct tmpl_method {
     tval self;
     const tmpl_fn *fn;
@@ -5703,29 +5716,38 @@ static bool tmpl_apply_test(tmpl_run *r, str name, const tmpl_args *c, tval *out
 
 /* ---- Lists ---- */
 
+/* A comment behind a function's head gives the filter or method with its parameters, in the order
+ * of c->a. An argument that was not given is TV_ABSENT. */
+
 static bool tmpl_f_length(tmpl_run *r, tmpl_args *c, tval *out) {
     int64_t n = tmpl_length(c->self);
     if (n < 0) return tmpl_bad_type(r, "length", c->self);
     return *out = tv_int(n), tmpl_work(r, c->self.type == TV_STR ? c->self.n : 0);
 }
 
-static bool tmpl_f_default(tmpl_run *r, tmpl_args *c, tval *out) { /* default_value boolean */
+/* default(default_value, boolean) */
+static bool tmpl_f_default(tmpl_run *r, tmpl_args *c, tval *out) {
     bool use = c->self.type == TV_UNDEFINED || (tv_true(c->a[1]) && !tv_true(c->self));
     *out = !use ? c->self : c->a[0].type ? c->a[0] : tv_str(STR(""));
     return tmpl_work(r, 0);
 }
 
+/* Joins the texts of the elements, or of one attribute of each. attribute: a path for
+ * tmpl_attr_path. */
 static bool tmpl_join(tmpl_run *r, const tmpl_items *l, str between, tval attribute, tval *out) {
     buf b = {0};
     bool ok = true;
     for (size_t i = 0; ok && i < l->n; i++) {
         tval v;
-        ok = (!i || tmpl_put(r, &b, between)) && tmpl_attr_path(r, l->v[i], attribute, (tval){0}, &v) &&
+        ok = (!i || tmpl_put(r, &b, between)) &&
+             tmpl_attr_path(r, l->v[i], attribute, (tval){0}, &v) &&
              tmpl_put_value(r, &b, v, false);
     }
     return tmpl_finish(r, &b, ok, out);
 }
-static bool tmpl_f_join(tmpl_run *r, tmpl_args *c, tval *out) { /* list|join(text, attribute); op 1: text.join(list) */
+
+/* op 0: list|join(text, attribute). op 1: text.join(list), whose elements must be texts. */
+static bool tmpl_f_join(tmpl_run *r, tmpl_args *c, tval *out) {
     tmpl_items *l;
     tval between = c->op ? c->self : c->a[0], list = c->op ? c->a[0] : c->self;
     if (!between.type) between = tv_str(STR(""));
@@ -5737,11 +5759,14 @@ static bool tmpl_f_join(tmpl_run *r, tmpl_args *c, tval *out) { /* list|join(tex
 
 enum { LIST_ALL, LIST_FIRST, LIST_LAST, LIST_REVERSED, LIST_ITEMS };
 
-static bool tmpl_f_list(tmpl_run *r, tmpl_args *c, tval *out) { /* list, first, last, reverse, items */
+/* list, first, last, reverse, items */
+static bool tmpl_f_list(tmpl_run *r, tmpl_args *c, tval *out) {
     tmpl_items *l, *back;
     if (c->op == LIST_ITEMS && c->self.type == TV_DICT)
-        return (l = tmpl_dict_list(r, c->self.dict, PART_ITEMS)) && (*out = tv_list(TV_GENERATOR, l), true);
-    if (c->op == LIST_ITEMS && c->self.type != TV_UNDEFINED) return tmpl_bad_type(r, "items", c->self);
+        return (l = tmpl_dict_list(r, c->self.dict, PART_ITEMS)) &&
+               (*out = tv_list(TV_GENERATOR, l), true);
+    if (c->op == LIST_ITEMS && c->self.type != TV_UNDEFINED)
+        return tmpl_bad_type(r, "items", c->self);
     if (!tmpl_walk(r, c->self, &l)) return false;
     switch (c->op) {
     case LIST_FIRST: return *out = l->n ? l->v[0] : tv_undefined(STR("first"), TV_LIST), true;
@@ -5755,38 +5780,46 @@ static bool tmpl_f_list(tmpl_run *r, tmpl_args *c, tval *out) { /* list, first, 
     }
 }
 
-/* A copy of what v holds and the keys it is compared by: an attribute, texts without regard to case unless asked. */
-static bool tmpl_sort_keys(tmpl_run *r, tval v, tval attribute, tval case_sensitive, tmpl_items **l, tmpl_items **keys) {
+/* Makes two lists from the elements of v: *l is a copy of them, *keys holds the values by which
+ * they are compared. A key is the element, or its attribute if one is given. Keys that are texts
+ * are in lower case unless case_sensitive is true. */
+static bool tmpl_sort_keys(tmpl_run *r, tval v, tval attribute, tval case_sensitive,
+    tmpl_items **l, tmpl_items **keys) {
     tmpl_items *from;
-    if (!tmpl_walk(r, v, &from) || !(*l = tmpl_new_items(r, from->n)) || !(*keys = tmpl_new_items(r, from->n)))
+    if (!tmpl_walk(r, v, &from) || !(*l = tmpl_new_items(r, from->n)) ||
+        !(*keys = tmpl_new_items(r, from->n)))
         return false;
     for (size_t i = 0; i < from->n; i++) {
         tmpl_args lower = {.op = CASE_LOWER};
         (*l)->v[i] = from->v[i];
         if (!tmpl_attr_path(r, from->v[i], attribute, (tval){0}, &lower.self)) return false;
         (*keys)->v[i] = lower.self;
-        if (lower.self.type == TV_STR && !tv_true(case_sensitive) && !tmpl_f_case(r, &lower, &(*keys)->v[i])) return false;
+        if (lower.self.type == TV_STR && !tv_true(case_sensitive) &&
+            !tmpl_f_case(r, &lower, &(*keys)->v[i])) return false;
     }
     return true;
 }
 
-static bool tmpl_f_sort(tmpl_run *r, tmpl_args *c, tval *out) { /* reverse case_sensitive attribute */
+/* sort(reverse, case_sensitive, attribute) */
+static bool tmpl_f_sort(tmpl_run *r, tmpl_args *c, tval *out) {
     tmpl_items *l, *keys;
     if (!tmpl_sort_keys(r, c->self, c->a[2], c->a[1], &l, &keys)) return false;
     return *out = tv_list(TV_LIST, l), tmpl_sort(r, keys, l, tv_true(c->a[0]));
 }
 
-static bool tmpl_f_dictsort(tmpl_run *r, tmpl_args *c, tval *out) { /* case_sensitive by reverse */
+/* dictsort(case_sensitive, by, reverse): the pairs of a dict, by key or with by="value" by value */
+static bool tmpl_f_dictsort(tmpl_run *r, tmpl_args *c, tval *out) {
     tmpl_items *l, *keys, *pairs;
     if (c->self.type != TV_DICT) return tmpl_bad_type(r, "dictsort", c->self);
     bool by_value = c->a[1].type == TV_STR && str_is(tv_text(c->a[1]), "value");
     if (!(pairs = tmpl_dict_list(r, c->self.dict, PART_ITEMS))) return false;
-    if (!tmpl_sort_keys(r, tv_list(TV_LIST, pairs), tv_int(by_value), c->a[0], &l, &keys)) return false;
+    if (!tmpl_sort_keys(r, tv_list(TV_LIST, pairs), tv_int(by_value), c->a[0], &l, &keys))
+        return false;
     return *out = tv_list(TV_LIST, l), tmpl_sort(r, keys, l, tv_true(c->a[2]));
 }
 
-/* min, max: the first of those that are it; op -1 or 1. */
-static bool tmpl_f_extreme(tmpl_run *r, tmpl_args *c, tval *out) { /* case_sensitive attribute */
+/* op -1: min(case_sensitive, attribute), op 1: max of the same. Of equal elements, the first. */
+static bool tmpl_f_extreme(tmpl_run *r, tmpl_args *c, tval *out) {
     tmpl_items *l, *keys;
     size_t best = 0;
     if (!tmpl_sort_keys(r, c->self, c->a[1], c->a[0], &l, &keys)) return false;
@@ -5795,58 +5828,72 @@ static bool tmpl_f_extreme(tmpl_run *r, tmpl_args *c, tval *out) { /* case_sensi
         if (!tmpl_order(r, keys->v[i], keys->v[best], &order)) return false;
         if (order == c->op) best = i;
     }
-    return *out = l->n ? l->v[best] : tv_undefined(c->op > 0 ? STR("max") : STR("min"), TV_LIST), true;
+    return *out = l->n ? l->v[best] : tv_undefined(c->op > 0 ? STR("max") : STR("min"), TV_LIST),
+           true;
 }
 
-static bool tmpl_f_sum(tmpl_run *r, tmpl_args *c, tval *out) { /* attribute start */
+/* sum(attribute, start) */
+static bool tmpl_f_sum(tmpl_run *r, tmpl_args *c, tval *out) {
     tmpl_items *l;
     tval v;
     *out = c->a[1].type ? c->a[1] : tv_int(0);
     if (out->type == TV_STR) return tmpl_bad_type(r, "sum", *out);
     if (!tmpl_walk(r, c->self, &l)) return false;
     for (size_t i = 0; i < l->n; i++)
-        if (!tmpl_attr_path(r, l->v[i], c->a[0], (tval){0}, &v) || !tmpl_arithmetic(r, '+', *out, v, out)) return false;
+        if (!tmpl_attr_path(r, l->v[i], c->a[0], (tval){0}, &v) ||
+            !tmpl_arithmetic(r, '+', *out, v, out)) return false;
     return true;
 }
 
-static bool tmpl_f_unique(tmpl_run *r, tmpl_args *c, tval *out) { /* case_sensitive attribute */
+/* unique(case_sensitive, attribute) */
+static bool tmpl_f_unique(tmpl_run *r, tmpl_args *c, tval *out) {
     tmpl_items *l, *keys;
-    size_t n = 0;
+    size_t n = 0; /* elements kept so far; they and their keys move to the front of both lists */
     if (!tmpl_sort_keys(r, c->self, c->a[1], c->a[0], &l, &keys)) return false;
     for (size_t i = 0, total = l->n; i < total; i++) {
         bool seen;
         keys->n = n;
         if (!tmpl_contains(r, keys->v[i], tv_list(TV_LIST, keys), &seen)) return false;
-        if (!seen) keys->v[n] = keys->v[i], l->v[n++] = l->v[i];
+        if (!seen) {
+            keys->v[n] = keys->v[i];
+            l->v[n++] = l->v[i];
+        }
     }
     l->n = n;
     return *out = tv_list(TV_GENERATOR, l), true;
 }
 
-/* What v holds; nothing for what is false, even if it is no list. */
+/* As tmpl_walk, but any false value (none, 0) counts as an empty list. */
 static bool tmpl_walk_any(tmpl_run *r, tval v, tmpl_items **l) {
     return tmpl_walk(r, tv_true(v) ? v : tv_undefined(STR(""), 0), l);
 }
 
+/* The argument given as name=value. Returns TV_ABSENT if there is none. */
 static tval tmpl_named_arg(const tmpl_args *c, str name) {
     for (int i = 0; i < c->n_named; i++)
         if (str_eq(c->names[i], name)) return c->named[i];
     return (tval){0};
 }
 
-/* Runs the filter or test whose name is argument `from` on v, with the arguments behind it. */
-static bool tmpl_apply_arg(tmpl_run *r, bool test, const tmpl_args *c, int from, tval v, tval *out) {
+/* Applies a filter or test to v. Positional argument number `from` of c is its name; it gets the
+ * arguments after that one. */
+static bool tmpl_apply_arg(tmpl_run *r, bool test, const tmpl_args *c, int from, tval v,
+    tval *out) {
     tmpl_args rest = *c;
     tval name = c->pos[from];
     if (name.type != TV_STR) return tmpl_bad_type(r, test ? "test" : "filter", name);
     rest.self = v;
-    rest.pos += from + 1, rest.n_pos -= from + 1;
-    return test ? tmpl_apply_test(r, tv_text(name), &rest, out) : tmpl_apply_filter(r, tv_text(name), &rest, out);
+    rest.pos += from + 1;
+    rest.n_pos -= from + 1;
+    return test ? tmpl_apply_test(r, tv_text(name), &rest, out)
+                : tmpl_apply_filter(r, tv_text(name), &rest, out);
 }
 
-static bool tmpl_f_map(tmpl_run *r, tmpl_args *c, tval *out) { /* attribute= [default=], or a filter's name and arguments */
+/* map(attribute=, default=), or map(name of a filter, its arguments) */
+static bool tmpl_f_map(tmpl_run *r, tmpl_args *c, tval *out) {
     tmpl_items *l, *made;
-    tval path = tmpl_named_arg(c, STR("attribute")), otherwise = tmpl_named_arg(c, STR("default"));
+    tval path = tmpl_named_arg(c, STR("attribute"));
+    tval otherwise = tmpl_named_arg(c, STR("default"));
     if (!c->n_pos && !path.type) return tmpl_fail(r, "map needs a filter or attribute=");
     if (!tmpl_walk_any(r, c->self, &l) || !(made = tmpl_new_items(r, l->n))) return false;
     for (size_t i = 0; i < l->n; i++)
@@ -5858,7 +5905,9 @@ static bool tmpl_f_map(tmpl_run *r, tmpl_args *c, tval *out) { /* attribute= [de
 
 enum { CHOOSE_ATTR = 1, CHOOSE_NOT = 2 };
 
-/* select, reject, selectattr, rejectattr: what passes a test, without one what is true; of it or of its attribute. */
+/* select(test, its arguments) keeps the elements that pass the test; reject keeps the others.
+ * selectattr and rejectattr(attribute, test, its arguments) test an attribute of each element.
+ * Without a test, true values pass. */
 static bool tmpl_f_choose(tmpl_run *r, tmpl_args *c, tval *out) {
     tmpl_items *l, *kept;
     int attr = c->op & CHOOSE_ATTR;
