@@ -5925,19 +5925,24 @@ static bool tmpl_f_choose(tmpl_run *r, tmpl_args *c, tval *out) {
 
 /* ---- Dicts ---- */
 
-static bool tmpl_f_get(tmpl_run *r, tmpl_args *c, tval *out) { /* key default */
+/* get(key, default) */
+static bool tmpl_f_get(tmpl_run *r, tmpl_args *c, tval *out) {
     if (!tmpl_dict_find(r, c->self.dict, c->a[0], out)) return false;
     if (!out->type) *out = c->a[1].type ? c->a[1] : tv_none();
     return true;
 }
-static bool tmpl_f_parts(tmpl_run *r, tmpl_args *c, tval *out) { /* keys, values, items */
+
+/* keys, values, items */
+static bool tmpl_f_parts(tmpl_run *r, tmpl_args *c, tval *out) {
     tmpl_items *l = tmpl_dict_list(r, c->self.dict, (tmpl_part)c->op);
     return *out = tv_list(TV_LIST, l), l != NULL;
 }
 
 /* ---- Tests ---- */
 
-static bool tmpl_is(tval v, int test) { /* a number of the word list below */
+/* Whether v passes a test of its type. test: index of the test's name in `types` of
+ * tmpl_apply_test. */
+static bool tmpl_is(tval v, int test) {
     switch (test) {
     case 0: return v.type != TV_UNDEFINED;
     case 1: return v.type == TV_UNDEFINED;
@@ -5952,18 +5957,18 @@ static bool tmpl_is(tval v, int test) { /* a number of the word list below */
     case 10: return v.type == TV_DICT;
     case 11: return v.type == TV_UNDEFINED || (v.type >= TV_STR && v.type <= TV_GENERATOR);
     case 12: return v.type == TV_UNDEFINED || (v.type >= TV_STR && v.type <= TV_DICT);
-    default: return v.type == TV_UNDEFINED || v.type >= TV_LOOP; /* whether a call of these would do is another matter */
+    default: return v.type == TV_UNDEFINED || v.type >= TV_LOOP; /* a call may still fail */
     }
 }
 
-/* self is name(pos): a question about the type, a comparison, whether a number divides another, or
- * letter case. */
+/* Applies the test `self is name(pos)`. There are four kinds: tests of the type, comparisons,
+ * divisibility, and letter case. Comparisons and divisibleby take one argument, the others none. */
 static bool tmpl_apply_test(tmpl_run *r, str name, const tmpl_args *c, tval *out) {
-    static const char types[] = "defined undefined none boolean true false integer float number string mapping iterable "
-                                "sequence callable";
+    static const char types[] = "defined undefined none boolean true false integer float number "
+                                "string mapping iterable sequence callable";
     static const char comparisons[] = "== eq equalto sameas != ne < lt <= le > gt >= ge in";
-    static const uint16_t ops[] = {OP_EQ, OP_EQ, OP_EQ, OP_EQ, OP_NE, OP_NE, '<', '<', OP_LE, OP_LE, '>', '>', OP_GE, OP_GE,
-        OP_IN};
+    static const uint16_t ops[] = {OP_EQ, OP_EQ, OP_EQ, OP_EQ, OP_NE, OP_NE, '<', '<', OP_LE, OP_LE,
+        '>', '>', OP_GE, OP_GE, OP_IN}; /* of `comparisons` */
     int type = tmpl_word_index(types, name), comparison = tmpl_word_index(comparisons, name);
     int division = tmpl_word_index("even odd divisibleby", name);
     int letters = tmpl_word_index("lower upper", name);
@@ -5982,42 +5987,52 @@ static bool tmpl_apply_test(tmpl_run *r, str name, const tmpl_args *c, tval *out
 
 /* ---- Global functions ---- */
 
-/* range([start,] stop[, step]); at most 100,000 numbers, as in the sandbox. */
+/* range([start,] stop[, step]): at most 100,000 numbers, the limit of Jinja's sandbox. */
 static bool tmpl_g_range(tmpl_run *r, tmpl_args *c, tval *out) {
     for (int i = 0; i < 3; i++)
         if (c->a[i].type && !tv_is_integer(c->a[i])) return tmpl_bad_type(r, "range", c->a[i]);
     bool one = !c->a[1].type;
-    int64_t from = one ? 0 : c->a[0].i, to = c->a[one ? 0 : 1].i, step = c->a[2].type ? c->a[2].i : 1;
+    int64_t from = one ? 0 : c->a[0].i, to = c->a[one ? 0 : 1].i;
+    int64_t step = c->a[2].type ? c->a[2].i : 1;
     if (!step) return tmpl_fail(r, "range: step 0");
     uint64_t span = step > 0 ? (uint64_t)to - (uint64_t)from : (uint64_t)from - (uint64_t)to;
     uint64_t by = step > 0 ? (uint64_t)step : 0 - (uint64_t)step;
     uint64_t n = (step > 0 ? from < to : from > to) ? (span - 1) / by + 1 : 0;
     if (n > 100000) return tmpl_fail(r, "range: more than 100000 numbers");
     tmpl_items *l = tmpl_new_items(r, n);
-    for (uint64_t i = 0; l && i < n; i++) l->v[i] = tv_int((int64_t)((uint64_t)from + i * (uint64_t)step));
+    for (uint64_t i = 0; l && i < n; i++)
+        l->v[i] = tv_int((int64_t)((uint64_t)from + i * (uint64_t)step));
     return *out = tv_list(TV_LIST, l), l != NULL;
 }
 
-/* dict(...) and namespace(...), which op says: a dict to start from, then name=value. */
+/* dict and namespace ([a dict to copy,] name=value, ...). op: type of the result, TV_DICT or
+ * TV_NAMESPACE. */
 static bool tmpl_g_dict(tmpl_run *r, tmpl_args *c, tval *out) {
-    tmpl_dict *d = tmpl_new_dict(r), *from = c->n_pos && c->pos[0].type == TV_DICT ? c->pos[0].dict : NULL;
+    tmpl_dict *d = tmpl_new_dict(r);
+    tmpl_dict *from = c->n_pos && c->pos[0].type == TV_DICT ? c->pos[0].dict : NULL;
     bool ok = d && (c->n_pos == (from != NULL) || tmpl_fail(r, "a dict and name=value expected"));
-    for (size_t i = 0; ok && from && i < from->n; i++) ok = tmpl_dict_set(r, d, from->at[i].key, from->at[i].v);
-    for (int i = 0; ok && i < c->n_named; i++) ok = tmpl_dict_set(r, d, tv_str(c->names[i]), c->named[i]);
+    for (size_t i = 0; ok && from && i < from->n; i++)
+        ok = tmpl_dict_set(r, d, from->at[i].key, from->at[i].v);
+    for (int i = 0; ok && i < c->n_named; i++)
+        ok = tmpl_dict_set(r, d, tv_str(c->names[i]), c->named[i]);
     *out = (tval){.type = (uint8_t)c->op, .dict = d};
     return ok;
 }
 
-static bool tmpl_g_raise(tmpl_run *r, tmpl_args *c, tval *out) { /* message */
+/* raise_exception(message): always fails. */
+static bool tmpl_g_raise(tmpl_run *r, tmpl_args *c, tval *out) {
     return tmpl_to_text(r, c->a[0], out) && tmpl_fail(r, "%.*s", STRF(tv_text(*out)));
 }
 
-/* One conversion of strftime in the C locale; false if it is not known. `pad` false: no leading zero ("%-d"). */
+/* Writes one conversion of strftime in the C locale. c: the letter behind the '%'. pad false: write
+ * numbers without leading zeros ("%-d"). Returns false if the conversion is unknown. */
 static bool tmpl_time_part(buf *b, const tmpl_time *t, char c, bool pad) {
-    static const char *const days[] = {"Sunday", "Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday"};
-    static const char *const months[] = {"January", "February", "March", "April", "May", "June", "July", "August",
-        "September", "October", "November", "December"};
-    const char *day = days[((t->weekday % 7) + 7) % 7], *month = months[((t->month % 12) + 12) % 12];
+    static const char *const days[] = {"Sunday", "Monday", "Tuesday", "Wednesday", "Thursday",
+        "Friday", "Saturday"};
+    static const char *const months[] = {"January", "February", "March", "April", "May", "June",
+        "July", "August", "September", "October", "November", "December"};
+    const char *day = days[((t->weekday % 7) + 7) % 7];
+    const char *month = months[((t->month % 12) + 12) % 12];
     const char *two = pad ? "%02d" : "%d";
     switch (c) {
     case 'a': buf_put(b, day, 3); break;
@@ -6035,17 +6050,18 @@ static bool tmpl_time_part(buf *b, const tmpl_time *t, char c, bool pad) {
     case 'M': buf_printf(b, two, t->minute); break;
     case 'S': buf_printf(b, two, t->second); break;
     case 'j': buf_printf(b, pad ? "%03d" : "%d", t->yearday + 1); break;
-    case 'z': case 'Z': break; /* no time zone is known: empty, as for Python's naive times */
+    case 'z': case 'Z': break; /* the time zone is unknown: nothing, as for Python's naive times */
     default: return false;
     }
     return true;
 }
 
-static bool tmpl_g_strftime(tmpl_run *r, tmpl_args *c, tval *out) { /* format */
+/* strftime_now(format): of the time that the caller of tmpl_render gave. */
+static bool tmpl_g_strftime(tmpl_run *r, tmpl_args *c, tval *out) {
     if (c->a[0].type != TV_STR) return tmpl_bad_type(r, "strftime_now", c->a[0]);
     str s = tv_text(c->a[0]);
     buf b = {0};
-    bool ok = tmpl_fits(r, 10 * s.n, &b);
+    bool ok = tmpl_fits(r, 10 * s.n, &b); /* no conversion makes the text longer than that */
     for (size_t i = 0; ok && i < s.n; i++) {
         bool pad = !(i + 1 < s.n && s.p[i] == '%' && s.p[i + 1] == '-');
         if (s.p[i] != '%') buf_char(&b, s.p[i]);
@@ -6055,8 +6071,7 @@ static bool tmpl_g_strftime(tmpl_run *r, tmpl_args *c, tval *out) { /* format */
     return tmpl_finish(r, &b, ok, out);
 }
 
-/* ---- All of them ---- */
-
+/* ---- The table of all functions ---- */
 static const tmpl_fn tmpl_fns[] = {
     {OF_FILTER, "abs", "", 0, tmpl_f_abs, 0},
     {OF_FILTER, "capitalize", "", 0, tmpl_f_case, CASE_CAPITAL},
@@ -6131,21 +6146,22 @@ static const tmpl_fn tmpl_fns[] = {
     {OF_ALL, "range", "start stop step", 1, tmpl_g_range, 0},
     {OF_ALL, "strftime_now", "format", 1, tmpl_g_strftime, 0}};
 
+/* Returns NULL if there is no such function. */
 static const tmpl_fn *tmpl_find_fn(tmpl_owner of, str name) {
     for (int i = 0; i < COUNT(tmpl_fns); i++)
         if (tmpl_fns[i].of == of && str_is(name, tmpl_fns[i].name)) return &tmpl_fns[i];
     return NULL;
 }
 
-/* Binds the arguments to the parameters of fn and runs it on c->self. */
+/* Binds the arguments to the parameters of fn, c->a[k] to parameter k, and runs fn on c->self. */
 static bool tmpl_apply(tmpl_run *r, const tmpl_fn *fn, tmpl_args *c, tval *out) {
-    bool raw = *fn->params == '*';
+    bool raw = *fn->params == '*'; /* fn reads the arguments itself */
     if (!tmpl_work(r, (size_t)(c->n_pos + c->n_named))) return false;
     memset(c->a, 0, sizeof c->a);
     for (int i = 0; !raw && i < c->n_pos + c->n_named; i++) {
         bool named = i >= c->n_pos;
         int k = named ? tmpl_word_index(fn->params, c->names[i - c->n_pos]) : i;
-        int n = *fn->params ? 1 : 0;
+        int n = *fn->params ? 1 : 0; /* number of parameters: words of fn->params */
         for (const char *p = fn->params; *p; p++) n += *p == ' ';
         if (k >= n) return tmpl_fail(r, "%s: %d arguments, at most %d", fn->name, c->n_pos, n);
         if (k < 0) return tmpl_fail(r, "%s: an argument name is not known", fn->name);
@@ -6160,20 +6176,23 @@ static bool tmpl_apply(tmpl_run *r, const tmpl_fn *fn, tmpl_args *c, tval *out) 
 
 static bool tmpl_apply_filter(tmpl_run *r, str name, tmpl_args *c, tval *out) {
     const tmpl_fn *fn = tmpl_find_fn(OF_FILTER, name);
-    return fn ? tmpl_apply(r, fn, c, out) : tmpl_fail(r, "filter '%.*s' is not supported", STRF(name));
+    return fn ? tmpl_apply(r, fn, c, out)
+              : tmpl_fail(r, "filter '%.*s' is not supported", STRF(name));
 }
 
 /* ---- Attributes ---- */
 
 static bool tmpl_loop_attr(tmpl_run *r, tmpl_loop *l, str name, tval *out);
 
-/* The attribute itself, dict members apart: a method, an attribute of a loop or namespace. *out TV_ABSENT: none. */
+/* Reads an attribute that is not an element: a method, or an attribute of a loop or namespace. Sets
+ * *out to TV_ABSENT if there is none. */
 static bool tmpl_own_attr(tmpl_run *r, tval v, str name, tval *out) {
     *out = (tval){0};
     if (v.type == TV_LOOP) return tmpl_loop_attr(r, v.loop, name, out);
     if (v.type == TV_NAMESPACE) return tmpl_dict_find(r, v.dict, tv_str(name), out);
     if (v.type != TV_STR && v.type != TV_DICT && !tv_is_list(v)) return true;
-    const tmpl_fn *fn = tmpl_find_fn(v.type == TV_STR ? OF_TEXT : v.type == TV_DICT ? OF_DICT : OF_LIST, name);
+    const tmpl_fn *fn =
+        tmpl_find_fn(v.type == TV_STR ? OF_TEXT : v.type == TV_DICT ? OF_DICT : OF_LIST, name);
     if (!fn) return true;
     tmpl_method *m = tmpl_alloc(r, 1, sizeof *m);
     if (!m) return false;
@@ -6182,7 +6201,7 @@ static bool tmpl_own_attr(tmpl_run *r, tval v, str name, tval *out) {
     return true;
 }
 
-/* v.name: the attribute, else the element, else undefined. */
+/* v.name: the attribute of that name; if there is none, the element; else undefined. */
 static bool tmpl_attr(tmpl_run *r, tval v, str name, tval *out) {
     if (v.type == TV_UNDEFINED) return tmpl_bad_type(r, "attribute", v);
     if (!tmpl_own_attr(r, v, name, out)) return false;
@@ -6191,9 +6210,9 @@ static bool tmpl_attr(tmpl_run *r, tval v, str name, tval *out) {
     return true;
 }
 
-/* v[key]: the element, else for a name the attribute, else undefined. */
+/* v[key]: the element; if there is none and key is a text, the attribute; else undefined. */
 static bool tmpl_item(tmpl_run *r, tval v, tval key, tval *out) {
-    tval name = tv_str(STR("?"));
+    tval name = tv_str(STR("?")); /* of the undefined value, for error messages */
     if (v.type == TV_UNDEFINED) return tmpl_bad_type(r, "[]", v);
     if (!tmpl_element(r, v, key, out)) return false;
     if (!out->type && key.type == TV_STR && !tmpl_own_attr(r, v, tv_text(key), out)) return false;
@@ -6202,8 +6221,9 @@ static bool tmpl_item(tmpl_run *r, tval v, tval key, tval *out) {
     return *out = tv_undefined(tv_text(name), v.type), true;
 }
 
-/* "a.b.0" of v, as attribute= of map, sort and others names it; v itself if the path is absent. A part that is missing
- * becomes `otherwise`, if there is one. */
+/* Follows a path like "a.b.0" from v: the argument attribute= of map, sort and others. path may
+ * also be an integer, an index. Returns v itself if path is absent, undefined or none. A part of
+ * the path that is undefined is replaced by `otherwise` if that was given and is not none. */
 static bool tmpl_attr_path(tmpl_run *r, tval v, tval path, tval otherwise, tval *out) {
     str dot = STR("."), part;
     *out = v;
@@ -6211,7 +6231,8 @@ static bool tmpl_attr_path(tmpl_run *r, tval v, tval path, tval otherwise, tval 
     if (path.type != TV_STR) return path.type <= TV_NONE || tmpl_bad_type(r, "attribute=", path);
     for (size_t at = 0; tmpl_next_part(tv_text(path), &dot, &at, &part);) {
         tval key = tv_str(part);
-        if (part.n && isdigit((unsigned char)part.p[0]) && !tmpl_parse_number(r, part, &key)) return false;
+        if (part.n && isdigit((unsigned char)part.p[0]) && !tmpl_parse_number(r, part, &key))
+            return false;
         if (!tmpl_item(r, *out, key, out)) return false;
         if (out->type == TV_UNDEFINED && otherwise.type > TV_NONE) *out = otherwise;
     }
@@ -6220,7 +6241,8 @@ static bool tmpl_attr_path(tmpl_run *r, tval v, tval path, tval otherwise, tval 
 
 /* ---- Scopes ---- */
 
-static bool tmpl_get_var(tmpl_run *r, int id, tval *out) { /* *out TV_ABSENT: no such variable */
+/* Reads a variable from the innermost scope that has it. Sets *out to TV_ABSENT if none has it. */
+static bool tmpl_get_var(tmpl_run *r, int id, tval *out) {
     for (const tmpl_scope *s = r->scope; s; s = s->outer) {
         for (int i = 0; i < s->n; i++)
             if (s->vars[i].id == id) return *out = s->vars[i].v, true;
@@ -6229,6 +6251,7 @@ static bool tmpl_get_var(tmpl_run *r, int id, tval *out) { /* *out TV_ABSENT: no
     return *out = r->globals[id], true;
 }
 
+/* Sets a variable in the innermost scope. */
 static bool tmpl_set_var(tmpl_run *r, int id, tval v) {
     tmpl_scope *s = r->scope;
     if (!s) return r->globals[id] = v, true;
@@ -6239,12 +6262,14 @@ static bool tmpl_set_var(tmpl_run *r, int id, tval v) {
         tmpl_var *vars = tmpl_alloc(r, (size_t)cap, sizeof *vars);
         if (!vars) return false;
         if (s->n) memcpy(vars, s->vars, (size_t)s->n * sizeof *vars);
-        s->vars = vars, s->cap = cap;
+        s->vars = vars;
+        s->cap = cap;
     }
     s->vars[s->n++] = (tmpl_var){id, v};
     return true;
 }
 
+/* Makes a new scope inside `outer` the innermost one. The caller restores r->scope later. */
 static bool tmpl_push_scope(tmpl_run *r, tmpl_scope *outer) {
     tmpl_scope *s = tmpl_alloc(r, 1, sizeof *s);
     if (s) *s = (tmpl_scope){.outer = outer}, r->scope = s;
@@ -6262,7 +6287,8 @@ static int tmpl_chain_len(const tmpl_node *chain) {
     return n;
 }
 
-/* Evaluates arguments, v[i] for each, and counts what they bring. A *list becomes a list. */
+/* Evaluates each argument of a call to v[i]; the operand of * becomes a list. Adds to c->n_pos and
+ * c->n_named the number of arguments that they stand for. */
 static bool tmpl_eval_each(tmpl_run *r, const tmpl_node *chain, tval *v, tmpl_args *c) {
     tmpl_items *l;
     for (const tmpl_node *it = chain; it; it = it->next, v++) {
@@ -6270,15 +6296,17 @@ static bool tmpl_eval_each(tmpl_run *r, const tmpl_node *chain, tval *v, tmpl_ar
         if (!tmpl_eval(r, whole ? it : it->a, v)) return false;
         if (it->kind == TN_SPREAD && !tmpl_walk(r, *v, &l)) return false;
         if (it->kind == TN_SPREADMAP && v->type != TV_DICT) return tmpl_bad_type(r, "**", *v);
-        if (it->kind == TN_SPREAD) *v = tv_list(TV_LIST, l), c->n_pos += (int)l->n;
-        else if (it->kind == TN_SPREADMAP) c->n_named += (int)v->dict->n;
+        if (it->kind == TN_SPREAD) {
+            *v = tv_list(TV_LIST, l);
+            c->n_pos += (int)l->n;
+        } else if (it->kind == TN_SPREADMAP) c->n_named += (int)v->dict->n;
         else if (it->kind == TN_KEYWORD) c->n_named++;
         else c->n_pos++;
     }
     return true;
 }
 
-/* Adds the members of a dict to the named arguments. */
+/* Adds the members of a dict (of **dict) to the named arguments. c->names and c->named have room. */
 static bool tmpl_spread_names(tmpl_run *r, const tmpl_dict *d, tmpl_args *c) {
     const tmpl_args written = *c;
     for (size_t i = 0; i < d->n; i++) {
@@ -6293,18 +6321,23 @@ static bool tmpl_spread_names(tmpl_run *r, const tmpl_dict *d, tmpl_args *c) {
     return true;
 }
 
-/* The arguments of a call. caller: of a call block, one more with that name; else TV_ABSENT. */
+/* Evaluates the arguments of a call and fills in c, except c->self and c->a. caller: the macro of a
+ * call block, passed as one more named argument `caller`; TV_ABSENT in other calls. */
 static bool tmpl_eval_args(tmpl_run *r, const tmpl_node *chain, tval caller, tmpl_args *c) {
     size_t n = (size_t)tmpl_chain_len(chain);
     tval *v = n ? tmpl_alloc(r, n, sizeof *v) : NULL;
-    tmpl_args all = {.n_named = caller.type != TV_ABSENT};
+    tmpl_args all = {.n_named = caller.type != TV_ABSENT}; /* only its counts are used */
     *c = (tmpl_args){0};
     if (n && (!v || !tmpl_eval_each(r, chain, v, &all))) return false;
     size_t n_pos = (size_t)all.n_pos, n_named = (size_t)all.n_named;
     if (n_pos && !(c->pos = tmpl_alloc(r, n_pos, sizeof *c->pos))) return false;
     if (n_named && !(c->named = tmpl_alloc(r, n_named, sizeof *c->named))) return false;
     if (n_named && !(c->names = tmpl_alloc(r, n_named, sizeof *c->names))) return false;
-    if (caller.type) c->names[0] = STR("caller"), c->named[0] = caller, c->n_named = 1;
+    if (caller.type) {
+        c->names[0] = STR("caller");
+        c->named[0] = caller;
+        c->n_named = 1;
+    }
     for (const tmpl_node *it = chain; it; it = it->next, v++) {
         if (it->kind == TN_KEYWORD) {
             c->names[c->n_named] = it->s;
@@ -6320,14 +6353,16 @@ static bool tmpl_eval_args(tmpl_run *r, const tmpl_node *chain, tval caller, tmp
     return true;
 }
 
-/* The variable caller of a macro that reads it; counts the argument of that name as used. */
+/* Sets the variable `caller` of a macro that reads it; undefined if the call has no such argument.
+ * Adds 1 to *used_named if it has. */
 static bool tmpl_bind_caller(tmpl_run *r, const tmpl_args *c, int *used_named) {
     tval v = tmpl_named_arg(c, STR("caller"));
     *used_named += v.type != TV_ABSENT;
     return tmpl_set_var(r, TMPL_CALLER, v.type > TV_NONE ? v : tv_undefined(STR("caller"), 0));
 }
 
-/* Sets the parameters of a macro in the scope just made for it. */
+/* Sets the parameters of a macro in r->scope, the new scope of this call. A parameter without
+ * argument and default stays TV_ABSENT. */
 static bool tmpl_bind_params(tmpl_run *r, const tmpl_args *c, const tmpl_node *macro) {
     int n = 0, used_named = 0;
     if (macro->i && !tmpl_bind_caller(r, c, &used_named)) return false;
@@ -6339,18 +6374,24 @@ static bool tmpl_bind_params(tmpl_run *r, const tmpl_args *c, const tmpl_node *m
             return tmpl_fail(r, "%.*s: argument '%.*s' is given twice", STRF(macro->s), STRF(p->s));
         if (!tmpl_set_var(r, p->id, n < c->n_pos ? c->pos[n] : v)) return false;
     }
-    if (c->n_pos > n) return tmpl_fail(r, "%.*s: %d arguments, at most %d", STRF(macro->s), c->n_pos, n);
+    if (c->n_pos > n)
+        return tmpl_fail(r, "%.*s: %d arguments, at most %d", STRF(macro->s), c->n_pos, n);
     if (used_named < c->n_named && !macro->i && tmpl_named_arg(c, STR("caller")).type)
         return tmpl_fail(r, "%.*s: a macro without caller() has no call block", STRF(macro->s));
-    if (used_named < c->n_named) return tmpl_fail(r, "%.*s: an argument name is not known", STRF(macro->s));
-    for (const tmpl_node *p = macro->b; p; p = p->next) { /* defaults see all parameters, and only those around the macro */
+    if (used_named < c->n_named)
+        return tmpl_fail(r, "%.*s: an argument name is not known", STRF(macro->s));
+    /* Defaults come last: they may use all parameters, and the variables around the macro's
+     * definition, not those around the call. */
+    for (const tmpl_node *p = macro->b; p; p = p->next) {
         tval v;
         if (!tmpl_get_var(r, p->id, &v)) return false;
-        if (!v.type && p->a && (!tmpl_eval(r, p->a, &v) || !tmpl_set_var(r, p->id, v))) return false;
+        if (!v.type && p->a && (!tmpl_eval(r, p->a, &v) || !tmpl_set_var(r, p->id, v)))
+            return false;
     }
     return true;
 }
 
+/* *out: the text that the macro's body writes. */
 static bool tmpl_call_macro(tmpl_run *r, const tmpl_macro *m, const tmpl_args *c, tval *out) {
     tmpl_scope *back = r->scope;
     bool ok = tmpl_enter(r) && tmpl_push_scope(r, m->scope) && tmpl_bind_params(r, c, m->node);
@@ -6359,6 +6400,7 @@ static bool tmpl_call_macro(tmpl_run *r, const tmpl_macro *m, const tmpl_args *c
     return tmpl_leave(r, ok);
 }
 
+/* Evaluates a TN_CALL. caller: as for tmpl_eval_args. */
 static bool tmpl_call(tmpl_run *r, const tmpl_node *n, tval caller, tval *out) {
     tmpl_args c;
     tval callee;
@@ -6374,7 +6416,7 @@ static bool tmpl_call(tmpl_run *r, const tmpl_node *n, tval caller, tval *out) {
 
 /* ---- Expressions ---- */
 
-static bool tmpl_eval_list(tmpl_run *r, const tmpl_node *n, tval *out) {
+static bool tmpl_eval_list(tmpl_run *r, const tmpl_node *n, tval *out) { /* list or tuple */
     tmpl_items *l = tmpl_new_items(r, (size_t)tmpl_chain_len(n->b));
     if (!l) return false;
     size_t i = 0;
@@ -6388,13 +6430,16 @@ static bool tmpl_eval_dict(tmpl_run *r, const tmpl_node *n, tval *out) {
     if (!d) return false;
     for (const tmpl_node *key = n->b; key; key = key->next->next) {
         tval k, v;
-        if (!tmpl_eval(r, key, &k) || !tmpl_eval(r, key->next, &v) || !tmpl_dict_set(r, d, k, v)) return false;
+        if (!tmpl_eval(r, key, &k) || !tmpl_eval(r, key->next, &v) || !tmpl_dict_set(r, d, k, v))
+            return false;
     }
     return *out = (tval){.type = TV_DICT, .dict = d}, true;
 }
 
-/* The same of an expression; NULL: there is none. */
-static bool tmpl_eval_bound(tmpl_run *r, const tmpl_node *e, int64_t n, bool down, int64_t otherwise, int64_t *out) {
+/* Evaluates a bound of a slice as an index, see tmpl_bound. e NULL: the bound is not given; *out
+ * becomes `otherwise`. */
+static bool tmpl_eval_bound(tmpl_run *r, const tmpl_node *e, int64_t n, bool down,
+    int64_t otherwise, int64_t *out) {
     tval v = tv_none();
     if (e && !tmpl_eval(r, e, &v)) return false;
     if (v.type == TV_UNDEFINED) return tmpl_bad_type(r, "a slice", v);
@@ -6412,8 +6457,10 @@ static bool tmpl_eval_slice(tmpl_run *r, const tmpl_node *n, tval *out) {
     bool down = step < 0;
     if (!tmpl_eval_bound(r, n->b, len, down, down ? len - 1 : 0, &from) ||
         !tmpl_eval_bound(r, n->c, len, down, down ? -1 : len, &to)) return false;
-    if (v.type == TV_STR && step == 1) return *out = tmpl_substring(v, from, MAX(from, to)), tmpl_work(r, v.n);
-    int64_t count = down ? (from > to ? (from - to - 1) / -step + 1 : 0) : to > from ? (to - from - 1) / step + 1 : 0;
+    if (v.type == TV_STR && step == 1)
+        return *out = tmpl_substring(v, from, MAX(from, to)), tmpl_work(r, v.n);
+    int64_t count = down ? (from > to ? (from - to - 1) / -step + 1 : 0)
+                         : to > from ? (to - from - 1) / step + 1 : 0;
     if (!tmpl_walk(r, v, &all) || !(l = tmpl_new_items(r, (size_t)count))) return false;
     for (int64_t i = 0; i < count; i++) l->v[i] = all->v[from + i * step];
     if (v.type == TV_STR) return tmpl_join(r, l, STR(""), (tval){0}, out);
@@ -6440,11 +6487,13 @@ static bool tmpl_eval_applied(tmpl_run *r, const tmpl_node *n, tval *out) { /* f
 static bool tmpl_eval_binary(tmpl_run *r, const tmpl_node *n, tval *out) {
     tval a, b;
     if (!tmpl_eval(r, n->a, &a)) return false;
+    /* `and` and `or` return one of their operands. They evaluate the right one only if needed. */
     if (n->op == OP_AND || n->op == OP_OR)
         return tv_true(a) == (n->op == OP_OR) ? (*out = a, true) : tmpl_eval(r, n->b, out);
     return tmpl_eval(r, n->b, &b) && tmpl_binary(r, n->op, a, b, out);
 }
 
+/* Evaluates an expression of any kind. Only tmpl_eval calls this. */
 static bool tmpl_eval_any(tmpl_run *r, const tmpl_node *n, tval *out) {
     tval a, b;
     switch (n->kind) {
@@ -6459,7 +6508,8 @@ static bool tmpl_eval_any(tmpl_run *r, const tmpl_node *n, tval *out) {
     case TN_LIST: case TN_TUPLE: return tmpl_eval_list(r, n, out);
     case TN_DICT: return tmpl_eval_dict(r, n, out);
     case TN_ATTR: return tmpl_eval(r, n->a, &a) && tmpl_attr(r, a, n->s, out);
-    case TN_ITEM: return tmpl_eval(r, n->a, &a) && tmpl_eval(r, n->b, &b) && tmpl_item(r, a, b, out);
+    case TN_ITEM:
+        return tmpl_eval(r, n->a, &a) && tmpl_eval(r, n->b, &b) && tmpl_item(r, a, b, out);
     case TN_SLICE: return tmpl_eval_slice(r, n, out);
     case TN_CALL: return tmpl_call(r, n, (tval){0}, out);
     case TN_FILTER: case TN_TEST: return tmpl_eval_applied(r, n, out);
@@ -6469,17 +6519,19 @@ static bool tmpl_eval_any(tmpl_run *r, const tmpl_node *n, tval *out) {
     case TN_COND:
         if (!tmpl_eval(r, n->a, &a)) return false;
         if (tv_true(a)) return tmpl_eval(r, n->b, out);
-        return n->c ? tmpl_eval(r, n->c, out) : (*out = tv_undefined(STR("if without else"), 0), true);
+        return n->c ? tmpl_eval(r, n->c, out)
+                    : (*out = tv_undefined(STR("if without else"), 0), true);
     case TN_CAPTURED: return *out = r->captured, true;
     default: return tmpl_fail(r, "not an expression");
     }
 }
 
+/* Evaluates an expression: costs a step and one level of depth. */
 static bool tmpl_eval(tmpl_run *r, const tmpl_node *n, tval *out) {
     int line = r->line;
     r->line = n->line;
     if (!tmpl_work(r, 0) || !tmpl_enter(r) || !tmpl_eval_any(r, n, out)) return false;
-    r->line = line; /* an error keeps the line of where it happened */
+    r->line = line; /* not after an error: then r->line stays at the line that failed */
     return tmpl_leave(r, true);
 }
 
