@@ -6306,7 +6306,7 @@ static bool tmpl_eval_each(tmpl_run *r, const tmpl_node *chain, tval *v, tmpl_ar
     return true;
 }
 
-/* Adds the members of a dict (of **dict) to the named arguments. c->names and c->named have room. */
+/* Adds the members of **dict to the named arguments; the arrays of c have room for them. */
 static bool tmpl_spread_names(tmpl_run *r, const tmpl_dict *d, tmpl_args *c) {
     const tmpl_args written = *c;
     for (size_t i = 0; i < d->n; i++) {
@@ -6436,8 +6436,8 @@ static bool tmpl_eval_dict(tmpl_run *r, const tmpl_node *n, tval *out) {
     return *out = (tval){.type = TV_DICT, .dict = d}, true;
 }
 
-/* Evaluates a bound of a slice as an index, see tmpl_bound. e NULL: the bound is not given; *out
- * becomes `otherwise`. */
+/* Evaluates a bound of a slice as an index, see tmpl_bound. *out becomes `otherwise` if e is NULL
+ * (the bound is not given) or its value is none. */
 static bool tmpl_eval_bound(tmpl_run *r, const tmpl_node *e, int64_t n, bool down,
     int64_t otherwise, int64_t *out) {
     tval v = tv_none();
@@ -6537,9 +6537,11 @@ static bool tmpl_eval(tmpl_run *r, const tmpl_node *n, tval *out) {
 
 /* ---- Statements ---- */
 
+/* How a statement ended: normally, at a break or continue for the loop around it, with an error. */
 typedef enum tmpl_flow { FLOW_ON, FLOW_BREAK, FLOW_CONTINUE, FLOW_FAIL } tmpl_flow;
 static tmpl_flow tmpl_exec(tmpl_run *r, const tmpl_node *chain);
 
+/* Assigns v to a variable, to an attribute of a namespace, or its elements to a tuple of targets. */
 static bool tmpl_assign(tmpl_run *r, const tmpl_node *target, tval v) {
     tmpl_items *l;
     tval ns;
@@ -6560,7 +6562,7 @@ static bool tmpl_assign(tmpl_run *r, const tmpl_node *target, tval v) {
     return true;
 }
 
-/* Runs a body and gives what it writes as a value. */
+/* Runs a body. *out: the text that it writes, which does not go to the output. */
 static bool tmpl_capture(tmpl_run *r, const tmpl_node *body, tval *out) {
     buf b = {0}, *outside = r->out;
     r->out = &b;
@@ -6569,7 +6571,8 @@ static bool tmpl_capture(tmpl_run *r, const tmpl_node *body, tval *out) {
     return tmpl_finish(r, &b, ok, out);
 }
 
-/* A set or filter block: what the body writes in a scope of its own goes through the filters. */
+/* A set or filter block: runs the body in a new scope and applies the filters to the text that it
+ * writes. */
 static bool tmpl_filtered(tmpl_run *r, const tmpl_node *n, tval *out) {
     tval outer = r->captured, text;
     tmpl_scope *back = r->scope;
@@ -6581,6 +6584,7 @@ static bool tmpl_filtered(tmpl_run *r, const tmpl_node *n, tval *out) {
     return ok;
 }
 
+/* Makes a macro value. The macro sees the variables of the present scope whenever it is called. */
 static bool tmpl_new_macro(tmpl_run *r, const tmpl_node *n, tval *out) {
     tmpl_macro *m = tmpl_alloc(r, 1, sizeof *m);
     if (!m) return false;
@@ -6588,7 +6592,8 @@ static bool tmpl_new_macro(tmpl_run *r, const tmpl_node *n, tval *out) {
     return *out = (tval){.type = TV_MACRO, .macro = m}, true;
 }
 
-/* A call whose callee gets the block's body as the macro `caller`, and puts out a text. */
+/* A call block: a call that passes the block's body to the called macro as the macro `caller`. Writes
+ * the result, which must be a text. */
 static bool tmpl_exec_call(tmpl_run *r, const tmpl_node *n) {
     tval caller, v;
     if (!tmpl_new_macro(r, n->b, &caller) || !tmpl_call(r, n->a, caller, &v)) return false;
@@ -6597,7 +6602,7 @@ static bool tmpl_exec_call(tmpl_run *r, const tmpl_node *n) {
 }
 
 static tmpl_flow tmpl_exec_if(tmpl_run *r, const tmpl_node *n) {
-    for (; n; n = n->c) {
+    for (; n; n = n->c) { /* the arms: if, elif ..., else */
         tval v = tv_bool(true);
         if (n->a && !tmpl_eval(r, n->a, &v)) return FLOW_FAIL;
         if (tv_true(v)) return tmpl_exec(r, n->b);
@@ -6605,6 +6610,7 @@ static tmpl_flow tmpl_exec_if(tmpl_run *r, const tmpl_node *n) {
     return FLOW_ON;
 }
 
+/* Runs a body in a new scope inside `outer`. */
 static tmpl_flow tmpl_exec_scope(tmpl_run *r, tmpl_scope *outer, const tmpl_node *body) {
     tmpl_scope *back = r->scope;
     tmpl_flow flow = tmpl_push_scope(r, outer) ? tmpl_exec(r, body) : FLOW_FAIL;
@@ -6614,7 +6620,9 @@ static tmpl_flow tmpl_exec_scope(tmpl_run *r, tmpl_scope *outer, const tmpl_node
 
 /* ---- Loops ---- */
 
-/* The next element that passes the loop's condition. *v TV_ABSENT: there is none. The condition sees only the target. */
+/* Takes the next element that passes the loop's condition. Sets *v to TV_ABSENT if there is none.
+ * The condition is evaluated in a new scope: it sees the loop's target and the variables outside of
+ * the loop, not those of the body. */
 static bool tmpl_loop_step(tmpl_run *r, tmpl_loop *l, tval *v) {
     tmpl_scope *back = r->scope;
     for (*v = (tval){0}; !v->type && l->at < l->items->n;) {
@@ -6631,7 +6639,7 @@ static bool tmpl_loop_step(tmpl_run *r, tmpl_loop *l, tval *v) {
     return true;
 }
 
-/* Applies the condition to all that is left, for the attributes that look ahead. */
+/* Applies the loop's condition to all remaining elements: attributes like loop.last look ahead. */
 static bool tmpl_loop_settle(tmpl_run *r, tmpl_loop *l) {
     if (!l->node->d || l->settled) return true;
     tmpl_items *left = tmpl_new_items(r, l->items->n - l->at);
@@ -6642,20 +6650,24 @@ static bool tmpl_loop_settle(tmpl_run *r, tmpl_loop *l) {
         if (!v.type) break;
         left->v[left->n] = v;
     }
-    l->items = left, l->at = 0, l->settled = true;
+    l->items = left;
+    l->at = 0;
+    l->settled = true;
     return true;
 }
 
+/* loop.name. Leaves *out as it is if there is no such attribute. */
 static bool tmpl_loop_attr(tmpl_run *r, tmpl_loop *l, str name, tval *out) {
-    int which = tmpl_word_index("index index0 first previtem depth0 depth last nextitem length revindex revindex0", name);
-    if (which > 5 && !tmpl_loop_settle(r, l)) return false;
-    int64_t left = (int64_t)(l->items->n - l->at);
+    int which = tmpl_word_index("index index0 first previtem depth0 depth "
+                                "last nextitem length revindex revindex0", name);
+    if (which > 5 && !tmpl_loop_settle(r, l)) return false; /* those from `last` on look ahead */
+    int64_t left = (int64_t)(l->items->n - l->at); /* elements after the current one */
     switch (which) {
     case 0: *out = tv_int(l->index0 + 1); break;
     case 1: *out = tv_int(l->index0); break;
     case 2: *out = tv_bool(l->index0 == 0); break;
     case 3: *out = l->index0 ? l->before : tv_undefined(name, TV_LOOP); break;
-    case 4: case 5: *out = tv_int(which == 5); break; /* of recursion, which there is none of */
+    case 4: case 5: *out = tv_int(which == 5); break; /* constant: no recursive loops here */
     case 6: *out = tv_bool(!left); break;
     case 7: *out = left ? l->items->v[l->at] : tv_undefined(name, TV_LOOP); break;
     case 8: *out = tv_int(l->index0 + 1 + left); break;
@@ -6666,9 +6678,11 @@ static bool tmpl_loop_attr(tmpl_run *r, tmpl_loop *l, str name, tval *out) {
     return true;
 }
 
-/* The body once for each element, every time with only the target and `loop` in its scope. As in Jinja it is one scope, so
- * that a macro defined in it sees the latest element; and the else body runs when no iteration came to the end of its body,
- * also after a break in the first one. */
+/* Runs the body once for each element. Sets *ended if an iteration reached the end of the body: if
+ * none did, the else body runs, even after a break in the first iteration, as in Jinja. All
+ * iterations use one scope, also as in Jinja, so a macro that was defined in the body sees the
+ * latest element. The scope is emptied before each iteration, which begins with the target and
+ * `loop`. */
 static tmpl_flow tmpl_loop_bodies(tmpl_run *r, tmpl_loop *l, bool *ended) {
     const tmpl_node *n = l->node;
     tmpl_scope *outside = r->scope, *body;
@@ -6682,7 +6696,8 @@ static tmpl_flow tmpl_loop_bodies(tmpl_run *r, tmpl_loop *l, bool *ended) {
         l->before = l->now;
         l->now = v;
         r->scope = body;
-        if (!tmpl_assign(r, n->a, v) || !tmpl_set_var(r, TMPL_LOOP, (tval){.type = TV_LOOP, .loop = l})) return FLOW_FAIL;
+        if (!tmpl_assign(r, n->a, v) ||
+            !tmpl_set_var(r, TMPL_LOOP, (tval){.type = TV_LOOP, .loop = l})) return FLOW_FAIL;
         tmpl_flow flow = tmpl_exec(r, n->c);
         if (flow == FLOW_FAIL || flow == FLOW_BREAK) return flow;
         *ended |= flow == FLOW_ON;
@@ -6703,6 +6718,7 @@ static tmpl_flow tmpl_exec_for(tmpl_run *r, const tmpl_node *n) {
     return tmpl_exec_scope(r, back, n->e);
 }
 
+/* Runs one statement. */
 static tmpl_flow tmpl_exec_one(tmpl_run *r, const tmpl_node *n) {
     tval v;
     bool ok = true;
@@ -6724,6 +6740,7 @@ static tmpl_flow tmpl_exec_one(tmpl_run *r, const tmpl_node *n) {
     return ok ? FLOW_ON : FLOW_FAIL;
 }
 
+/* Runs the statements of a body until the first that does not end normally. */
 static tmpl_flow tmpl_exec(tmpl_run *r, const tmpl_node *chain) {
     tmpl_flow flow = FLOW_ON;
     if (!tmpl_enter(r)) return FLOW_FAIL;
@@ -6735,17 +6752,22 @@ static tmpl_flow tmpl_exec(tmpl_run *r, const tmpl_node *chain) {
     return flow;
 }
 
-/* Renders t behind what `out` holds. context: a JSON object whose members are the template's variables; its text must live
- * until the call returns. Hugging Face gives every template messages, tools and documents (null if there are none),
- * add_generation_prompt and the special tokens: so should the caller. Thread: any. */
-static int tmpl_render(const tmpl *t, const json *context, tmpl_time now, tmpl_limits limits, buf *out, toka_err *e) {
-    if (!json_is(context, JSON_OBJECT)) return fail(e, TOKA_E_USE, "template line 1: the context is not a JSON object");
+/* Renders t and appends the text to `out`; after an error `out` is as before. context: a JSON object
+ * whose members are the template's variables; its text must live until the call returns. The caller
+ * should pass what Hugging Face passes to every template: messages, tools and documents (null if
+ * there are none), add_generation_prompt and the special tokens. now: the time for strftime_now.
+ * Returns 0 or an error code: TOKA_E_USE if context is not an object, TOKA_E_INPUT if the template
+ * fails. Thread: any. */
+static int tmpl_render(const tmpl *t, const json *context, tmpl_time now, tmpl_limits limits,
+    buf *out, toka_err *e) {
+    if (!json_is(context, JSON_OBJECT))
+        return fail(e, TOKA_E_USE, "template line 1: the context is not a JSON object");
     limits.output_bytes = MIN(limits.output_bytes, (size_t)1 << 30);
     buf text = {0};
     tmpl_run r = {.now = now, .left = limits, .memory = TMPL_MEMORY(limits), .out = &text,
         .line = 1, .cases = &t->cases, .e = e};
     bool ok = true;
-    r.globals = mem_zalloc((size_t)t->n_names * sizeof *r.globals);
+    r.globals = mem_zalloc((size_t)t->n_names * sizeof *r.globals); /* all TV_ABSENT */
     for (int i = 0; i < t->n_names; i++) {
         const tmpl_fn *fn = tmpl_find_fn(OF_ALL, t->names[i]);
         if (fn) r.globals[i] = (tval){.type = TV_FUNCTION, .fn = fn};
