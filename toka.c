@@ -5656,7 +5656,7 @@ static bool tmpl_f_round(tmpl_run *r, tmpl_args *c, tval *out) { /* precision me
  * - map, select and the like compute their whole result at once, not one element at a time.
  * - loop.last, loop.length and others that look ahead evaluate the loop's condition at once for all
  *   remaining elements.
- * - Only the operator `+` treats safe texts in a special way.
+ * - Only the operator `+` regards safe texts: it escapes the other operand for HTML.
  * - A variable of the context stays visible until the template's top level sets one of the same
  *   name. In Jinja, loops and macros before that statement see it as undefined.
  * =========================================================================== */
@@ -5687,7 +5687,7 @@ typedef struct tmpl_loop {
     size_t at;             /* index in items of the next element to test */
     const tmpl_node *node; /* TN_FOR */
     tmpl_scope *scope;     /* scope outside of the loop; NULL: the template's top level */
-    int64_t index0;        /* of the current iteration, from 0; -1 before the first one */
+    int64_t index0;        /* number of the current iteration, from 0; -1 before the first one */
     bool settled;          /* all items from `at` on have passed the condition node->d */
     tval before, now;      /* elements of the previous and the current iteration */
 } tmpl_loop;
@@ -5716,8 +5716,9 @@ static bool tmpl_apply_test(tmpl_run *r, str name, const tmpl_args *c, tval *out
 
 /* ---- Lists ---- */
 
-/* A comment behind a function's head gives the filter or method with its parameters, in the order
- * of c->a. An argument that was not given is TV_ABSENT. */
+/* A comment like "sort(reverse, case_sensitive)" above a function names a filter, method or global
+ * function and its parameters, which are c->a[0], c->a[1] and so on. An argument that was not given
+ * is TV_ABSENT. */
 
 static bool tmpl_f_length(tmpl_run *r, tmpl_args *c, tval *out) {
     int64_t n = tmpl_length(c->self);
@@ -5818,7 +5819,8 @@ static bool tmpl_f_dictsort(tmpl_run *r, tmpl_args *c, tval *out) {
     return *out = tv_list(TV_LIST, l), tmpl_sort(r, keys, l, tv_true(c->a[2]));
 }
 
-/* op -1: min(case_sensitive, attribute), op 1: max of the same. Of equal elements, the first. */
+/* op -1: min(case_sensitive, attribute); op 1: max(case_sensitive, attribute). Of several equal
+ * elements, the result is the first. */
 static bool tmpl_f_extreme(tmpl_run *r, tmpl_args *c, tval *out) {
     tmpl_items *l, *keys;
     size_t best = 0;
@@ -6201,7 +6203,8 @@ static bool tmpl_own_attr(tmpl_run *r, tval v, str name, tval *out) {
     return true;
 }
 
-/* v.name: the attribute of that name; if there is none, the element; else undefined. */
+/* v.name: the attribute of that name; if there is none, the element; else undefined. An undefined v
+ * is an error, here and in tmpl_item. */
 static bool tmpl_attr(tmpl_run *r, tval v, str name, tval *out) {
     if (v.type == TV_UNDEFINED) return tmpl_bad_type(r, "attribute", v);
     if (!tmpl_own_attr(r, v, name, out)) return false;
@@ -6299,9 +6302,13 @@ static bool tmpl_eval_each(tmpl_run *r, const tmpl_node *chain, tval *v, tmpl_ar
         if (it->kind == TN_SPREAD) {
             *v = tv_list(TV_LIST, l);
             c->n_pos += (int)l->n;
-        } else if (it->kind == TN_SPREADMAP) c->n_named += (int)v->dict->n;
-        else if (it->kind == TN_KEYWORD) c->n_named++;
-        else c->n_pos++;
+        } else if (it->kind == TN_SPREADMAP) {
+            c->n_named += (int)v->dict->n;
+        } else if (it->kind == TN_KEYWORD) {
+            c->n_named++;
+        } else {
+            c->n_pos++;
+        }
     }
     return true;
 }
@@ -6537,11 +6544,11 @@ static bool tmpl_eval(tmpl_run *r, const tmpl_node *n, tval *out) {
 
 /* ---- Statements ---- */
 
-/* How a statement ended: normally, at a break or continue for the loop around it, with an error. */
+/* How a statement ended: normally, with break or continue for the loop around it, or in error. */
 typedef enum tmpl_flow { FLOW_ON, FLOW_BREAK, FLOW_CONTINUE, FLOW_FAIL } tmpl_flow;
 static tmpl_flow tmpl_exec(tmpl_run *r, const tmpl_node *chain);
 
-/* Assigns v to a variable, to an attribute of a namespace, or its elements to a tuple of targets. */
+/* Assigns v to a variable or to an attribute of a namespace, or its elements to several targets. */
 static bool tmpl_assign(tmpl_run *r, const tmpl_node *target, tval v) {
     tmpl_items *l;
     tval ns;
@@ -6592,8 +6599,8 @@ static bool tmpl_new_macro(tmpl_run *r, const tmpl_node *n, tval *out) {
     return *out = (tval){.type = TV_MACRO, .macro = m}, true;
 }
 
-/* A call block: a call that passes the block's body to the called macro as the macro `caller`. Writes
- * the result, which must be a text. */
+/* A call block: calls a macro and passes the block's body to it as the macro `caller`. Writes the
+ * result, which must be a text. */
 static bool tmpl_exec_call(tmpl_run *r, const tmpl_node *n) {
     tval caller, v;
     if (!tmpl_new_macro(r, n->b, &caller) || !tmpl_call(r, n->a, caller, &v)) return false;
@@ -6752,10 +6759,10 @@ static tmpl_flow tmpl_exec(tmpl_run *r, const tmpl_node *chain) {
     return flow;
 }
 
-/* Renders t and appends the text to `out`; after an error `out` is as before. context: a JSON object
- * whose members are the template's variables; its text must live until the call returns. The caller
- * should pass what Hugging Face passes to every template: messages, tools and documents (null if
- * there are none), add_generation_prompt and the special tokens. now: the time for strftime_now.
+/* Renders t and appends the text to `out`, which stays unchanged after an error. context: a JSON
+ * object whose members are the template's variables; its text must live until the call returns. It
+ * should have the variables that Hugging Face gives every template: messages, tools and documents
+ * (null if there are none), add_generation_prompt and the special tokens. now: for strftime_now.
  * Returns 0 or an error code: TOKA_E_USE if context is not an object, TOKA_E_INPUT if the template
  * fails. Thread: any. */
 static int tmpl_render(const tmpl *t, const json *context, tmpl_time now, tmpl_limits limits,
