@@ -6275,7 +6275,10 @@ static bool tmpl_set_var(tmpl_run *r, int id, tval v) {
 /* Makes a new scope inside `outer` the innermost one. The caller restores r->scope later. */
 static bool tmpl_push_scope(tmpl_run *r, tmpl_scope *outer) {
     tmpl_scope *s = tmpl_alloc(r, 1, sizeof *s);
-    if (s) *s = (tmpl_scope){.outer = outer}, r->scope = s;
+    if (s) {
+        *s = (tmpl_scope){.outer = outer};
+        r->scope = s;
+    }
     return s != NULL;
 }
 
@@ -6544,7 +6547,7 @@ static bool tmpl_eval(tmpl_run *r, const tmpl_node *n, tval *out) {
 
 /* ---- Statements ---- */
 
-/* How a statement ended: normally, with break or continue for the loop around it, or in error. */
+/* How a statement ended: normally, with a break or continue for the loop around it, or failed. */
 typedef enum tmpl_flow { FLOW_ON, FLOW_BREAK, FLOW_CONTINUE, FLOW_FAIL } tmpl_flow;
 static tmpl_flow tmpl_exec(tmpl_run *r, const tmpl_node *chain);
 
