@@ -20691,12 +20691,10 @@ static uint64_t run_id_says(str id, run_key key) {
     return half[0] == key.hi && half[1] != key.lo ? half[1] : 0;
 }
 
-/* Does a line of results answer its request: with a body, or with an error? */
+/* Does a line of results answer its request? If response and error are both null, it does not. */
 static bool run_is_result(const json *root) {
     const json *response = json_get(root, "response"), *error = json_get(root, "error");
-    const json *body = json_get(response, "body");
-    const bool has_body = json_is(body, JSON_OBJECT) && body->n;
-    return response && error && (json_is(error, JSON_OBJECT) || has_body);
+    return response && error && (response->type != JSON_NULL || error->type != JSON_NULL);
 }
 
 /* Reads an output line into *out. A line with thousands of samples may be too long to be parsed
