@@ -306,10 +306,12 @@ enum json_type { JSON_NULL, JSON_FALSE, JSON_TRUE, JSON_NUMBER, JSON_STRING, JSO
 
 /* ===========================================================================
  * MARK: 2. Base: memory, slices, buffers, errors [pure]
- * Small allocations abort when the system has no memory left (on Linux it never says so for small ones). Sizes that a file, a
- * request or a flag chooses go through checked calls where they are made, and become errors. A server keeps
- * some memory aside (mem_keep_spare). Its small allocations get that when the system has none,
- * and they wait for more before they abort.
+ * A small allocation (mem_alloc, mem_zalloc, mem_realloc) aborts the program when the system has
+ * no memory left; on Linux small allocations practically never fail. If a file, a request or a
+ * flag chooses the size, the caller uses malloc or a _try_ function and returns an error.
+ * A server keeps spare memory (mem_keep_spare). When an allocation fails there, the spare memory
+ * is freed and the allocation is tried again. Later tries wait for other threads to free memory,
+ * and only then the program aborts.
  * =========================================================================== */
 
 #define COUNT(a) ((int)(sizeof(a) / sizeof((a)[0])))
@@ -324,12 +326,14 @@ static void *mem_check(void *p) {
     return p;
 }
 
-enum { MEM_SPARE_BYTES = 40 << 20, /* so large that it goes back to the system when it is freed */
-       MEM_MAX_RETRIES = 1000 };
-static void *_Atomic mem_spare; /* what a server keeps aside */
-static atomic_bool mem_keeps_spare;  /* this program keeps some */
+enum {
+    MEM_SPARE_BYTES = 40 << 20, /* large enough that free() returns it to the system */
+    MEM_MAX_RETRIES = 1000      /* of one allocation, 10 ms apart */
+};
+static void *_Atomic mem_spare;     /* a server's spare memory; NULL: none, or in use */
+static atomic_bool mem_keeps_spare; /* this program keeps spare memory */
 
-/* Makes sure that there is spare memory. False: the system has none to keep aside now. */
+/* Allocates the spare memory unless it is there. Returns false if the allocation fails. */
 static bool mem_keep_spare(void) {
     mem_keeps_spare = true;
     if (mem_spare) return true;
@@ -338,9 +342,11 @@ static bool mem_keep_spare(void) {
     return mem_spare != NULL;
 }
 
-static bool mem_is_low(void) { return mem_keeps_spare && !mem_spare; } /* the spare memory is in use */
+/* Is the spare memory in use? */
+static bool mem_is_low(void) { return mem_keeps_spare && !mem_spare; }
 
-/* An allocation failed `tries` times before. True: try again. Others give memory back meanwhile. */
+/* Called after an allocation failed; `tries` is the number of earlier failures. Frees the spare
+ * memory, or waits 10 ms so that other threads can free some. Returns true: try again. */
 static bool mem_wait_retry(int tries) {
     void *spare = mem_keeps_spare ? atomic_exchange(&mem_spare, NULL) : NULL;
     if (!mem_keeps_spare || tries == MEM_MAX_RETRIES) return false;
@@ -365,60 +371,76 @@ static void *mem_realloc(void *old, size_t n) {
         if (p || !mem_wait_retry(i)) return mem_check(p);
     }
 }
-/* Would the system give n bytes now? For work of a size that a client chose, before it begins. */
+/* Can n bytes be allocated now? Asked before work whose size a client chose. */
 static bool mem_is_available(size_t n) {
-    void *volatile p = malloc(n); /* volatile: a compiler may leave out memory that nobody uses */
+    void *volatile p = malloc(n); /* volatile: a compiler may remove an unused malloc */
     free(p);
     return p != NULL;
 }
-/* n * size bytes of zeros, for a size that a flag chose; NULL: so much memory there is not. */
+/* n * size bytes of zeros, for a size that a flag chose. Returns NULL if the allocation fails. */
 static void *mem_try_zalloc(size_t n, size_t size) { return calloc(MAX(n, (size_t)1), size); }
 
-/* Fills *e and returns its code, so that `return fail(e, ...)` is the only error line a function needs. */
-__attribute__((format(printf, 3, 4))) static int fail(toka_err *e, int code, const char *fmt, ...) {
+/* Fills *e and returns `code`, so that a function reports an error with `return fail(e, ...)`.
+ * Control characters of the message become '?': a name from a hostile file must not control the
+ * user's terminal. */
+__attribute__((format(printf, 3, 4)))
+static int fail(toka_err *e, int code, const char *fmt, ...) {
     va_list args;
     va_start(args, fmt);
     e->code = code;
     vsnprintf(e->msg, sizeof e->msg, fmt, args);
     va_end(args);
-    for (unsigned char *byte = (unsigned char *)e->msg; *byte; byte++) { /* a name out of a hostile file must not steer a terminal */
-        bool c1 = byte[0] == 0xC2 && byte[1] >= 0x80 && byte[1] < 0xA0; /* U+0080 .. U+009F, as two bytes */
+    for (unsigned char *byte = (unsigned char *)e->msg; *byte; byte++) {
+        /* U+0080 .. U+009F, which have two bytes */
+        bool c1 = byte[0] == 0xC2 && byte[1] >= 0x80 && byte[1] < 0xA0;
         if (c1) *byte++ = '?';
         if (c1 || *byte < 0x20 || *byte == 0x7F) *byte = '?';
     }
     return code;
 }
 
-/* Is a number of a flag, an option or a request within its limits? INT_MAX, INT64_MAX as the highest: there is none. */
+/* Checks a number of a flag, an option or a request. Returns 0 if low <= v <= high, else
+ * TOKA_E_USE. If high is INT_MAX or INT64_MAX, the message names no upper limit. */
 static int check_int(const char *name, int64_t v, int64_t low, int64_t high, toka_err *e) {
     if (v >= low && v <= high) return 0;
     if (high == INT_MAX || high == INT64_MAX)
-        return fail(e, TOKA_E_USE, "%s: %lld, expected %lld or more", name, (long long)v, (long long)low);
-    return fail(e, TOKA_E_USE, "%s: %lld, expected %lld to %lld", name, (long long)v, (long long)low, (long long)high);
+        return fail(e, TOKA_E_USE, "%s: %lld, expected %lld or more", name, (long long)v,
+                    (long long)low);
+    return fail(e, TOKA_E_USE, "%s: %lld, expected %lld to %lld", name, (long long)v,
+                (long long)low, (long long)high);
 }
-static int check_range(const char *name, double v, double low, double high, bool open_low, toka_err *e) {
-    if (v >= low && v <= high && !(open_low && v == low)) return 0; /* NaN fails the first comparison */
-    return fail(e, TOKA_E_USE, "%s: %g, expected %s%g to %g", name, v, open_low ? "more than " : "", low, high);
+/* The same for a double. open_low: v must be greater than low. */
+static int check_range(const char *name, double v, double low, double high, bool open_low,
+                       toka_err *e) {
+    /* NaN fails the first comparison */
+    if (v >= low && v <= high && !(open_low && v == low)) return 0;
+    return fail(e, TOKA_E_USE, "%s: %g, expected %s%g to %g", name, v,
+                open_low ? "more than " : "", low, high);
 }
 
 /* ---- Slices ---- */
 
 #define STR(literal) ((str){"" literal, sizeof(literal) - 1})
-#define STRF(s) (int)MIN((s).n, (size_t)200), (s).p /* for "%.*s"; long ones are cut */
+#define STRF(s) (int)MIN((s).n, (size_t)200), (s).p /* for "%.*s"; at most 200 bytes */
 
 static str str_c(const char *z) { return (str){z, strlen(z)}; }
 static str str_sub(str s, size_t from, size_t to) { return (str){s.p + from, to - from}; }
 static bool str_eq(str a, str b) { return a.n == b.n && (!a.n || memcmp(a.p, b.p, a.n) == 0); }
 static bool str_is(str a, const char *z) { return str_eq(a, str_c(z)); }
-static bool str_starts(str s, str head) { return s.n >= head.n && str_eq((str){s.p, head.n}, head); }
-static bool str_ends(str s, str tail) { return s.n >= tail.n && str_eq((str){s.p + s.n - tail.n, tail.n}, tail); }
+static bool str_starts(str s, str head) {
+    return s.n >= head.n && str_eq((str){s.p, head.n}, head);
+}
+static bool str_ends(str s, str tail) {
+    return s.n >= tail.n && str_eq((str){s.p + s.n - tail.n, tail.n}, tail);
+}
 
-/* Without the byte order mark that some editors write before UTF-8. */
+/* Returns s without the byte order mark that some editors write at the start of UTF-8 files. */
 static str str_skip_bom(str s) {
     return str_starts(s, STR("\xEF\xBB\xBF")) ? str_sub(s, 3, s.n) : s;
 }
 
-/* Index of the first `needle` in s at or after `from`, or -1. An empty needle is found at once. */
+/* Returns the index of the first `needle` in s at or after `from`, or -1. An empty needle is found
+ * at `from`. */
 static ptrdiff_t str_find(str s, str needle, size_t from) {
     if (from > s.n || needle.n > s.n - from) return -1;
     if (!needle.n) return (ptrdiff_t)from;
@@ -426,27 +448,34 @@ static ptrdiff_t str_find(str s, str needle, size_t from) {
     return at ? at - s.p : -1;
 }
 
-/* Cuts the text up to the next `sep` off *rest, with it; false where nothing is left. */
+/* Splits *rest at its first `sep`: *piece is the text before it, *rest becomes the text after it.
+ * Without a `sep` all of *rest is the piece. Returns false if *rest is empty. */
 static bool str_split_next(str *rest, char sep, str *piece) {
     const char *at = rest->n ? memchr(rest->p, sep, rest->n) : NULL;
     size_t n = at ? (size_t)(at - rest->p) : rest->n;
     if (!rest->n) return false;
-    *piece = str_sub(*rest, 0, n), *rest = str_sub(*rest, MIN(n + 1, rest->n), rest->n);
+    *piece = str_sub(*rest, 0, n);
+    *rest = str_sub(*rest, MIN(n + 1, rest->n), rest->n);
     return true;
 }
 
-static int hex_digit(char c) { /* -1: it is none */
-    return c >= '0' && c <= '9' ? c - '0' : (c | 32) >= 'a' && (c | 32) <= 'f' ? (c | 32) - 'a' + 10 : -1;
+/* Returns the value of a hex digit, or -1 if c is none. */
+static int hex_digit(char c) {
+    return c >= '0' && c <= '9'                 ? c - '0'
+           : (c | 32) >= 'a' && (c | 32) <= 'f' ? (c | 32) - 'a' + 10
+                                                : -1;
 }
 
-/* Spreads a counter over all 64 bits (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014: splitmix64). */
+/* Hashes a 64-bit integer, so that consecutive inputs give unrelated outputs: splitmix64 (Steele,
+ * Lea, Flood: Fast splittable pseudorandom number generators, 2014). */
 static uint64_t hash_mix(uint64_t z) {
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
     z = (z ^ z >> 27) * 0x94D049BB133111EBu;
     return z ^ z >> 31;
 }
 
-/* 64-bit hash of bytes, for tables in memory only (not stable across versions, not against attackers). */
+/* 64-bit hash of bytes. Use it only for tables in memory: it may change between versions, and
+ * attackers can make collisions. */
 static uint64_t hash_bytes(const void *data, size_t n_bytes) {
     const unsigned char *bytes = data;
     uint64_t hash = 0x9E3779B97F4A7C15u ^ n_bytes;
@@ -462,20 +491,23 @@ static uint64_t hash_bytes(const void *data, size_t n_bytes) {
     return hash ^ hash >> 32;
 }
 
-/* ---- A name that was meant ---- */
+/* ---- "Did you mean ...": suggestions for a mistyped name ---- */
 
-enum { SUGGEST_MAX_BYTES = 64 }; /* of a name; longer ones are like no other */
+enum { SUGGEST_MAX_BYTES = 64 }; /* longest name that is compared by edit distance */
 
 typedef struct suggestion {
-    str typed;
-    const char *best; /* the candidate most like it so far; NULL: none is */
-    int distance;
+    str typed;        /* the name that the user wrote; borrowed */
+    const char *best; /* the most similar candidate so far, borrowed; NULL: none is similar */
+    int distance;     /* edit distance of `best`; valid if best is not NULL */
 } suggestion;
 
 static char suggest_fold_char(char c) { return c == '_' ? '-' : (char)tolower((unsigned char)c); }
 
-/* Edit distance (Damerau 1964) of two names, capitals and _ aside: insertions, deletions, changes,
- * and swaps of neighbours. last[i] and row[i]: of the first i bytes of a and the first k of b. */
+/* Returns the edit distance (Damerau 1964) of two names: the number of insertions, deletions,
+ * replacements and swaps of neighbours. Letter case is ignored, and '_' equals '-'. Returns INT_MAX
+ * if a name is longer than SUGGEST_MAX_BYTES.
+ * In pass j, row[i] is the distance of the first i bytes of a and the first j + 1 bytes of b;
+ * last[i] and diagonal[i] are the same for j and j - 1 bytes of b. */
 static int suggest_distance(str a, str b) {
     int rows[3][SUGGEST_MAX_BYTES + 1], *diagonal = rows[0], *last = rows[1], *row = rows[2];
     if (a.n > SUGGEST_MAX_BYTES || b.n > SUGGEST_MAX_BYTES) return INT_MAX;
@@ -485,38 +517,47 @@ static int suggest_distance(str a, str b) {
         for (size_t i = 0; i < a.n; i++) {
             const char x = suggest_fold_char(a.p[i]), y = suggest_fold_char(b.p[j]);
             row[i + 1] = MIN(last[i] + (x != y), MIN(row[i], last[i + 1]) + 1);
-            const bool swap = i && j && x == suggest_fold_char(b.p[j - 1]) && y == suggest_fold_char(a.p[i - 1]);
+            const bool swap = i && j && x == suggest_fold_char(b.p[j - 1]) &&
+                              y == suggest_fold_char(a.p[i - 1]);
             if (swap) row[i + 1] = MIN(row[i + 1], diagonal[i - 1] + 1);
         }
         int *oldest = diagonal;
-        diagonal = last, last = row, row = oldest;
+        diagonal = last;
+        last = row;
+        row = oldest;
     }
     return last[a.n];
 }
 
-/* Takes a candidate that is more like the name than those before. A third of the name may differ,
- * or one name begins the other. */
+/* Stores the candidate in near->best if it is more similar than the best so far. A candidate counts
+ * as similar if its distance is at most a third of the typed name's length, rounded up. It also
+ * does if one name is a prefix of the other, of at least 3 bytes and a quarter of the longer. */
 static void suggest_try(suggestion *near, const char *candidate) {
     const str typed = near->typed, name = str_c(candidate);
     const size_t shorter = MIN(typed.n, name.n);
     const int max_distance = (int)(typed.n + 2) / 3;
     int distance = suggest_distance(typed, name);
     const bool is_prefix = shorter >= 3 && !strncasecmp(typed.p, candidate, shorter);
-    if (distance > max_distance && is_prefix && MAX(typed.n, name.n) <= 4 * shorter) distance = max_distance;
-    if (typed.n < 2 || distance > max_distance || (near->best && distance >= near->distance)) return;
-    near->best = candidate, near->distance = distance;
+    if (distance > max_distance && is_prefix && MAX(typed.n, name.n) <= 4 * shorter)
+        distance = max_distance;
+    if (typed.n < 2 || distance > max_distance || (near->best && distance >= near->distance))
+        return;
+    near->best = candidate;
+    near->distance = distance;
 }
 
-/* Adds the nearest name, if there is one, to the error in e. head: text before the name. */
+/* Appends "; did you mean HEAD+NAME?" to the error in e if there is a similar name. Returns the
+ * code of e. */
 static int suggest_fail(const suggestion *near, const char *head, toka_err *e) {
     const size_t n = strlen(e->msg);
-    if (near->best) snprintf(e->msg + n, sizeof e->msg - n, "; did you mean %s%s?", head, near->best);
+    if (near->best)
+        snprintf(e->msg + n, sizeof e->msg - n, "; did you mean %s%s?", head, near->best);
     return e->code;
 }
 
 /* ---- Buffers ---- */
 
-/* The next capacity, with room for so much more; 0: there is room. */
+/* Returns the capacity to allocate so that `more` bytes and a NUL fit, or 0 if they fit already. */
 static size_t buf_next_cap(const buf *b, size_t more) {
     size_t cap = b->cap + b->cap / 2;
     if (b->cap - b->n > more) return 0; /* one byte is kept for the NUL */
@@ -524,13 +565,20 @@ static size_t buf_next_cap(const buf *b, size_t more) {
 }
 static void buf_reserve(buf *b, size_t more) {
     const size_t cap = buf_next_cap(b, more);
-    if (cap) b->p = mem_realloc(b->p, cap), b->cap = cap;
+    if (cap) {
+        b->p = mem_realloc(b->p, cap);
+        b->cap = cap;
+    }
 }
-/* The same for a size that a client chose. False: the allocation failed, the buffer is as before. */
+/* The same for a size that a client chose. Returns false if the allocation fails; the buffer is
+ * then unchanged. */
 static bool buf_try_reserve(buf *b, size_t more) {
     const size_t cap = buf_next_cap(b, more);
     char *p = cap ? realloc(b->p, cap) : b->p;
-    if (cap && p) b->p = p, b->cap = cap;
+    if (cap && p) {
+        b->p = p;
+        b->cap = cap;
+    }
     return p != NULL || !cap;
 }
 static void buf_put(buf *b, const void *p, size_t n) {
@@ -546,7 +594,7 @@ static void buf_str(buf *b, str s) { buf_put(b, s.p, s.n); }
 static void buf_c(buf *b, const char *z) { buf_put(b, z, strlen(z)); }
 static void buf_char(buf *b, char c) { buf_put(b, &c, 1); }
 static void buf_int(buf *b, int64_t i) { /* as %lld */
-    char digits[20], *first = digits + sizeof digits; /* the lowest number has 19 digits and a sign */
+    char digits[20], *first = digits + sizeof digits; /* INT64_MIN has 19 digits and a sign */
     uint64_t rest = i < 0 ? -(uint64_t)i : (uint64_t)i;
     do *--first = (char)('0' + rest % 10);
     while (rest /= 10);
@@ -599,20 +647,23 @@ struct arena_block {
     _Alignas(16) char bytes[];
 };
 
-/* Takes a block that was allocated apart, all of it used; the newest keeps its room. */
+/* Gives the arena a block that was allocated elsewhere and has no free bytes. It is linked behind
+ * the newest block, so that the free bytes of that one stay usable. */
 static void arena_adopt_block(arena *a, struct arena_block *block) {
     if (!a->blocks) a->used = block->cap;
     struct arena_block **link = a->blocks ? &a->blocks->older : &a->blocks;
-    block->older = *link, *link = block;
+    block->older = *link;
+    *link = block;
 }
 
-/* A first block of n bytes, for an arena of which it is known what it will hold. */
+/* Allocates the first block with n bytes, for an empty arena whose final size is known. */
 static void arena_reserve_first(arena *a, size_t n) {
     assert(!a->blocks);
     a->blocks = mem_alloc(sizeof *a->blocks + n);
     *a->blocks = (struct arena_block){.cap = n};
 }
 
+/* Returns n_bytes, 16-byte aligned and not initialized. The arena owns them. */
 static void *arena_alloc(arena *a, size_t n_bytes) {
     size_t offset = (a->used + 15) & ~(size_t)15;
     if (!a->blocks || n_bytes > a->blocks->cap || offset > a->blocks->cap - n_bytes) {
@@ -627,8 +678,10 @@ static void *arena_alloc(arena *a, size_t n_bytes) {
     return a->blocks->bytes + offset;
 }
 static void *arena_zalloc(arena *a, size_t n) { return memset(arena_alloc(a, n), 0, n); }
-static void *arena_copy(arena *a, const void *p, size_t n) { return n ? memcpy(arena_alloc(a, n), p, n) : NULL; }
-static char *arena_cstr(arena *a, str s) { /* copy with a NUL behind it */
+static void *arena_copy(arena *a, const void *p, size_t n) { /* NULL if n is 0 */
+    return n ? memcpy(arena_alloc(a, n), p, n) : NULL;
+}
+static char *arena_cstr(arena *a, str s) { /* a copy that ends with a NUL */
     char *p = arena_alloc(a, s.n + 1);
     if (s.n) memcpy(p, s.p, s.n);
     p[s.n] = 0;
@@ -645,38 +698,43 @@ static void arena_free(arena *a) {
 
 /* ===========================================================================
  * MARK: 3. OS shell [os]
- * Every system call that is not a socket: files, clock, cores, threads. Thin, so that the chapters above stay pure.
+ * Thin wrappers of system calls that are not about sockets: files, clock, cores, threads, memory
+ * limits. The [pure] chapters do not use them.
  * =========================================================================== */
 
-static double os_now(void) { /* seconds on a clock that never steps back */
+static double os_now(void) { /* seconds of the monotonic clock, which never steps back */
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* The program was told to end, by a signal: a device that then takes so many seconds more for its step is given up. 0: it was
- * not. */
+/* Shutdown timeout, in seconds. 0 until a signal (SIGINT, SIGTERM) asks the program to end. From
+ * then on, the engine stops waiting for a device whose step takes longer than this. */
 static atomic_int os_stop_timeout_s;
 
-static int os_n_cores(void) { /* cores this process may use */
+static int os_n_cores(void) { /* the number of cores that this process may use */
     cpu_set_t set;
     if (sched_getaffinity(0, sizeof set, &set) == 0) return MAX(1, CPU_COUNT(&set));
     long n = sysconf(_SC_NPROCESSORS_ONLN);
     return n > 0 ? (int)n : 1;
 }
 
-static int64_t os_ram_bytes(void) { /* memory that this process may take: the machine's, its container's, its limit's */
+/* Memory that this process may use, in bytes: the smallest of the machine's memory, its address
+ * space limit and the limit of its container (cgroup v2). */
+static int64_t os_ram_bytes(void) {
     int64_t bytes = (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGE_SIZE);
     struct rlimit limit;
-    if (getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY) bytes = MIN(bytes, (int64_t)limit.rlim_cur);
+    if (getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY)
+        bytes = MIN(bytes, (int64_t)limit.rlim_cur);
     FILE *file = fopen("/sys/fs/cgroup/memory.max", "re");
     long long max;
-    if (file && fscanf(file, "%lld", &max) == 1 && max > 0) bytes = MIN(bytes, (int64_t)max); /* "max": no limit */
+    /* without a limit the file says "max", and fscanf fails */
+    if (file && fscanf(file, "%lld", &max) == 1 && max > 0) bytes = MIN(bytes, (int64_t)max);
     if (file) fclose(file);
     return bytes;
 }
 
-/* Memory that this process may yet take of that. */
+/* The part of os_ram_bytes that this process does not use yet, in bytes; not below 0. */
 static int64_t os_available_bytes(void) {
     const int64_t page_bytes = sysconf(_SC_PAGE_SIZE);
     long long mapped = 0, resident = 0;
@@ -685,16 +743,19 @@ static int64_t os_available_bytes(void) {
     if (file && fscanf(file, "%lld %lld", &mapped, &resident) != 2) mapped = resident = 0;
     if (file) fclose(file);
     int64_t available = os_ram_bytes() - resident * page_bytes;
+    /* RLIMIT_AS counts all mapped pages, also those that were never touched */
     if (getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY)
-        available = MIN(available, (int64_t)limit.rlim_cur - mapped * page_bytes); /* it counts untouched pages, too */
+        available = MIN(available, (int64_t)limit.rlim_cur - mapped * page_bytes);
     return MAX(available, (int64_t)0);
 }
 
-/* Keeps the heap small; to be called before threads start.
- * Threads: glibc gives each thread a heap of its own, each as large as its largest moment, and maps
- * 64 MiB for it, which counts where the process may map only so much. Few heaps serve all.
- * Sizes: when a large block is freed, glibc raises the size from which blocks are mapped apart.
- * Later large blocks then lie in a heap, where small blocks behind them hold their memory. */
+/* Configures malloc to keep the heap small. Call it before other threads start.
+ * M_ARENA_MAX: by default glibc creates many heaps, up to 8 per core, and spreads the threads over
+ * them. A heap keeps the memory of its peak use. It also maps 64 MiB of address space, which
+ * RLIMIT_AS counts. So all threads share 4 heaps, or 1 under RLIMIT_AS.
+ * M_MMAP_THRESHOLD: by default, when a large block is freed, glibc raises the size from which a
+ * block gets its own mapping. Later large blocks would then be in a heap, and a small block after
+ * them would keep their memory from going back to the system. */
 static void os_save_memory(void) {
 #ifdef __GLIBC__
     struct rlimit limit;
@@ -705,34 +766,40 @@ static void os_save_memory(void) {
 #endif
 }
 
-/* Starts a thread, for pthread_join. */
+/* Starts a thread; the caller must join it (pthread_join). Returns 0 or TOKA_E_IO. */
 static int os_thread(pthread_t *t, void *(*run)(void *), void *arg, toka_err *e) {
-    int err = pthread_create(t, NULL, run, arg); /* errno knows nothing of it */
+    int err = pthread_create(t, NULL, run, arg); /* it returns its error and does not set errno */
     return err ? fail(e, TOKA_E_IO, "cannot start a thread: %s", strerror(err)) : 0;
 }
 
-static void os_cond_init(pthread_cond_t *c) { /* for os_cond_wait: it counts by os_now's clock */
+/* Initializes a condition for os_cond_wait: its timeouts use the monotonic clock, as os_now. */
+static void os_cond_init(pthread_cond_t *c) {
     pthread_condattr_t monotonic;
     pthread_condattr_init(&monotonic);
     pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
     pthread_cond_init(c, &monotonic);
     pthread_condattr_destroy(&monotonic);
 }
-static bool os_cond_wait(pthread_cond_t *c, pthread_mutex_t *lock, double seconds) { /* false: they are over */
+/* Waits for a signal, `seconds` at most. Returns false on timeout. */
+static bool os_cond_wait(pthread_cond_t *c, pthread_mutex_t *lock, double seconds) {
     const double until = os_now() + seconds;
     struct timespec t = {(time_t)until, (long)((until - floor(until)) * 1e9)};
     return pthread_cond_timedwait(c, lock, &t) != ETIMEDOUT;
 }
 
-/* Did an open or a write fail for room on the disk, or an open for something else that the system is short of, whatever the path?
- * It may be there later. */
+/* Does this errno of an open or a write say that the disk or a quota is full? */
 static bool os_is_disk_full(int err) { return err == ENOSPC || err == EDQUOT; }
-static bool os_is_resource_error(int err) { return err == EMFILE || err == ENFILE || err == ENOMEM || os_is_disk_full(err); }
+/* Does this errno of an open say that the system lacks a resource (file descriptors, memory, disk
+ * space)? The path is then not to blame, and a retry may succeed. */
+static bool os_is_resource_error(int err) {
+    return err == EMFILE || err == ENFILE || err == ENOMEM || os_is_disk_full(err);
+}
 
-/* Maps a whole regular file read-only. An empty file gives {"",0}. Undo with os_unmap. A path that leads nowhere is
- * TOKA_E_INPUT: it came from a user or a file. TOKA_E_IO is left to what the system itself could not do. */
+/* Maps a whole regular file read-only; os_unmap unmaps it. An empty file gives {"", 0}.
+ * Returns TOKA_E_INPUT if the path cannot be opened or is not a regular file, for the path came
+ * from a user or from a file. Returns TOKA_E_IO if the system lacks a resource or cannot read. */
 static int os_map(const char *path, str *out, toka_err *e) {
-    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* a FIFO in a file's place must not hang */
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* so that opening a FIFO does not block */
     struct stat info;
     if (fd < 0) {
         bool system = errno == EIO || os_is_resource_error(errno);
@@ -746,7 +813,9 @@ static int os_map(const char *path, str *out, toka_err *e) {
     void *data = info.st_size ? mmap(NULL, (size_t)info.st_size, PROT_READ, MAP_PRIVATE, fd, 0) : NULL;
     int err = errno;
     close(fd);
-    if (data == MAP_FAILED) return fail(e, TOKA_E_IO, "%s: cannot map %lld bytes: %s", path, (long long)info.st_size, strerror(err));
+    if (data == MAP_FAILED)
+        return fail(e, TOKA_E_IO, "%s: cannot map %lld bytes: %s", path, (long long)info.st_size,
+                    strerror(err));
     if (data) *out = (str){data, (size_t)info.st_size};
     return 0;
 }
@@ -763,13 +832,17 @@ static bool os_is_file(const char *path) {
     return stat(path, &st) == 0 && S_ISREG(st.st_mode);
 }
 
-/* Appends all of a file descriptor (a pipe, a terminal, a file) to b; at most `limit` bytes. */
+/* Reads a file descriptor (of a pipe, a terminal or a file) to its end and appends the bytes to
+ * *out. Returns TOKA_E_INPUT if *out would have more than `limit` bytes, TOKA_E_CANCELLED if a
+ * signal interrupts, TOKA_E_IO if a read fails. */
 static int os_read_all(int fd, const char *name, size_t limit, buf *out, toka_err *e) {
     for (;;) {
         buf_reserve(out, 65536);
         ssize_t n_read = read(fd, out->p + out->n, 65536);
         if (n_read < 0 && errno == EINTR) return fail(e, TOKA_E_CANCELLED, "%s: interrupted", name);
-        if (n_read < 0) return fail(e, errno == EISDIR ? TOKA_E_INPUT : TOKA_E_IO, "%s: %s", name, strerror(errno));
+        if (n_read < 0)
+            return fail(e, errno == EISDIR ? TOKA_E_INPUT : TOKA_E_IO, "%s: %s", name,
+                        strerror(errno));
         out->p[out->n += (size_t)n_read] = 0;
         if (n_read == 0) return 0;
         if (out->n > limit) return fail(e, TOKA_E_INPUT, "%s: more than %zu bytes", name, limit);
