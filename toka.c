@@ -799,7 +799,7 @@ static bool os_is_resource_error(int err) {
  * Returns TOKA_E_INPUT if the path cannot be opened or is not a regular file, for the path came
  * from a user or from a file. Returns TOKA_E_IO if the system lacks a resource or cannot read. */
 static int os_map(const char *path, str *out, toka_err *e) {
-    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* so that opening a FIFO does not block */
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* not to block if path is a FIFO */
     struct stat info;
     if (fd < 0) {
         bool system = errno == EIO || os_is_resource_error(errno);
@@ -810,7 +810,8 @@ static int os_map(const char *path, str *out, toka_err *e) {
         return fail(e, TOKA_E_INPUT, "%s: not a regular file", path);
     }
     *out = STR("");
-    void *data = info.st_size ? mmap(NULL, (size_t)info.st_size, PROT_READ, MAP_PRIVATE, fd, 0) : NULL;
+    void *data =
+        info.st_size ? mmap(NULL, (size_t)info.st_size, PROT_READ, MAP_PRIVATE, fd, 0) : NULL;
     int err = errno;
     close(fd);
     if (data == MAP_FAILED)
@@ -851,23 +852,26 @@ static int os_read_all(int fd, const char *name, size_t limit, buf *out, toka_er
 
 /* ===========================================================================
  * MARK: 4. JSON [pure]
- * A strict RFC 8259 reader into flat nodes, and a writer. Self-contained: with chapter 2 it can be lifted out.
+ * A strict RFC 8259 reader that makes an array of nodes, and a writer. This chapter needs only
+ * chapters 1 and 2, so it can be copied into another program.
  *
- * Reader: json_parse(arena, text, limits, e) returns the root or NULL; e->msg says what and at which byte. Depth and size
- * are limits of the caller; nodes, of 16 bytes where a value may be two ("0,"), take no more memory than the longest text would.
- * Text must be UTF-8; an escaped lone surrogate (\ud83d alone) is legal JSON and becomes U+FFFD.
- * Numbers keep whether they were written as integers, and such beyond 64 bits keep their text, as Python has all digits; one
- * beyond the range of a double is an error, so that all are finite.
- * json_parse_python also takes what Python's json reads and writes beyond the RFC: NaN, Infinity,
- * -Infinity, and infinity for a number out of range.
- * Of equal keys the last wins, as in Python.
- * Walking: json_get, json_at, JSON_EACH, JSON_MEMBERS; a missing value is NULL, and every accessor takes NULL.
- * Writer: json_put_* append one value to a buf and place the comma themselves.
+ * Reader: json_parse(arena, text, limits, e) returns the root, or NULL on an error; e->msg says
+ * what is wrong and at which byte. The caller limits the depth and the size. A node has 16 bytes,
+ * but a value may have only two bytes of text ("0,"), so the limit holds for the nodes, too.
+ * Text must be UTF-8. An escaped lone surrogate (\ud83d alone) is legal JSON and becomes U+FFFD.
+ * A number remembers whether it was written as an integer. An integer that does not fit 64 bits
+ * keeps its text, because Python keeps all digits of integers. Any other number must be within the
+ * range of a double; else it is an error, so all numbers are finite.
+ * json_parse_python also accepts what Python's json accepts beyond the RFC: NaN, Infinity,
+ * -Infinity, and a number out of range, which becomes infinity.
+ * If an object has a key twice, the last one counts, as in Python.
+ * Access: json_get, json_at, JSON_EACH, JSON_MEMBERS. A missing value is NULL.
+ * Writer: the functions json_put_* append one value to a buf, with a comma before it if needed.
  * =========================================================================== */
 
 typedef struct json_limits {
-    int depth;        /* containers in containers at most */
-    size_t max_bytes; /* longest text, and most bytes of nodes; of these always JSON_FEW_NODES */
+    int depth;        /* of nested containers */
+    size_t max_bytes; /* of the text, and of its nodes; but JSON_FEW_NODES are always allowed */
 } json_limits;
 
 enum { JSON_FEW_NODES = 1 << 16 };
@@ -876,15 +880,19 @@ static const json_limits json_trusted = {512, (size_t)1 << 31}; /* for a model's
 
 typedef struct json_reader {
     const char *p, *start, *end; /* next byte, first byte, one past the last */
-    arena *a;                    /* unescaped strings, and the nodes in the end */
-    struct arena_block *block;   /* that has the nodes, growing: the arena's in the end, for they may be many times the text */
-    json *nodes;
+    arena *a;                    /* gets the unescaped strings, and at the end the block of nodes */
+    /* The block with the nodes. It grows by realloc, because growing inside the arena would keep
+     * the old copies. The reader owns it until the text is parsed, then the arena owns it. */
+    struct arena_block *block;
+    json *nodes; /* [cap], the first n are used; they are in the block */
     size_t n, cap;
-    size_t open; /* 1 + index of the innermost open container, 0: none. Its .skip holds the next outer `open` meanwhile */
-    int depth;
-    size_t most; /* nodes */
+    /* 1 + index of the innermost open container, 0: none. While a container is open, its .skip
+     * holds the value of `open` for the container around it. */
+    size_t open;
+    int depth;   /* number of open containers */
+    size_t most; /* nodes that the limits allow */
     json_limits limits;
-    bool python; /* numbers need not be finite */
+    bool python; /* accept what Python's json accepts: numbers that are not finite */
     toka_err *e;
 } json_reader;
 
@@ -898,49 +906,58 @@ static bool json_resize(json_reader *r, size_t cap) {
     if (!block) return false;
     r->block = block;
     r->block->cap = cap * sizeof *r->nodes;
-    r->nodes = (json *)(void *)r->block->bytes, r->cap = cap;
+    r->nodes = (json *)(void *)r->block->bytes;
+    r->cap = cap;
     return true;
 }
 
-static json *json_node(json_reader *r, int type) { /* json_value and json_key saw that there is room */
+/* Appends a node. json_value and json_key have made room for it (json_has_room). */
+static json *json_node(json_reader *r, int type) {
     json *v = &r->nodes[r->n++];
     *v = (json){.type = (uint8_t)type};
     return v;
 }
 
 static void json_space(json_reader *r) {
-    while (r->p < r->end && (*r->p == ' ' || *r->p == '\n' || *r->p == '\r' || *r->p == '\t')) r->p++;
+    while (r->p < r->end && (*r->p == ' ' || *r->p == '\n' || *r->p == '\r' || *r->p == '\t'))
+        r->p++;
 }
 
-/* Bytes of the UTF-8 sequence at p (1 to 4), 0 if it is not well formed (Unicode table 3-7). */
+/* Returns the length of the UTF-8 sequence at p, 1 to 4 bytes, or 0 if it is not well formed
+ * (Unicode, table 3-7). p < end. */
 static int utf8_len(const char *p, const char *end) {
     unsigned char a = (unsigned char)p[0], b = end - p > 1 ? (unsigned char)p[1] : 0;
     if (a < 0x80) return 1;
     int n = a >= 0xC2 && a <= 0xDF ? 2 : (a & 0xF0) == 0xE0 ? 3 : a >= 0xF0 && a <= 0xF4 ? 4 : 0;
     if (!n || end - p < n || (b & 0xC0) != 0x80) return 0;
-    if ((a == 0xE0 && b < 0xA0) || (a == 0xED && b > 0x9F) || (a == 0xF0 && b < 0x90) || (a == 0xF4 && b > 0x8F)) return 0;
+    if ((a == 0xE0 && b < 0xA0) || (a == 0xED && b > 0x9F) || (a == 0xF0 && b < 0x90) ||
+        (a == 0xF4 && b > 0x8F))
+        return 0;
     for (int i = 2; i < n; i++)
         if (((unsigned char)p[i] & 0xC0) != 0x80) return 0;
     return n;
 }
 
-static int64_t utf8_count(str s) { /* characters that begin in it */
+static int64_t utf8_count(str s) { /* the number of characters whose first byte is in s */
     int64_t n = 0;
     for (size_t i = 0; i < s.n; i++) n += (s.p[i] & 0xC0) != 0x80;
     return n;
 }
 
-/* Writes code point c as UTF-8 to p (room for 4); returns its bytes. */
+/* Writes code point c as UTF-8 to p, which has room for 4 bytes. Returns the number of bytes. */
 static int utf8_put(char *p, uint32_t c) {
     if (c < 0x80) return p[0] = (char)c, 1;
     if (c < 0x800) return p[0] = (char)(0xC0 | c >> 6), p[1] = (char)(0x80 | (c & 63)), 2;
     if (c < 0x10000)
-        return p[0] = (char)(0xE0 | c >> 12), p[1] = (char)(0x80 | (c >> 6 & 63)), p[2] = (char)(0x80 | (c & 63)), 3;
-    p[0] = (char)(0xF0 | c >> 18), p[1] = (char)(0x80 | (c >> 12 & 63));
+        return p[0] = (char)(0xE0 | c >> 12), p[1] = (char)(0x80 | (c >> 6 & 63)),
+               p[2] = (char)(0x80 | (c & 63)), 3;
+    p[0] = (char)(0xF0 | c >> 18);
+    p[1] = (char)(0x80 | (c >> 12 & 63));
     return p[2] = (char)(0x80 | (c >> 6 & 63)), p[3] = (char)(0x80 | (c & 63)), 4;
 }
 
-static int json_hex4(json_reader *r) { /* four hex digits at p, -1 if not */
+/* Reads four hex digits at p. Returns their value, or -1 if they are not four hex digits. */
+static int json_hex4(json_reader *r) {
     int v = 0;
     if (r->end - r->p < 4) return -1;
     for (int i = 0; i < 4; i++) {
@@ -952,7 +969,8 @@ static int json_hex4(json_reader *r) { /* four hex digits at p, -1 if not */
     return v;
 }
 
-/* After "\u": one code point, a surrogate pair joined, a lone surrogate replaced. False if the digits are wrong. */
+/* Reads a code point; p is after "\u". A surrogate pair gives one code point, a lone surrogate gives
+ * U+FFFD. Returns false if the digits are wrong. */
 static bool json_unicode_escape(json_reader *r, uint32_t *c) {
     int hi = json_hex4(r);
     if (hi < 0) return json_fail(r, "\\u needs four hex digits");
@@ -964,14 +982,17 @@ static bool json_unicode_escape(json_reader *r, uint32_t *c) {
     r->p += 2;
     int lo = json_hex4(r);
     if (lo < 0) return json_fail(r, "\\u needs four hex digits");
-    if (lo >= 0xDC00 && lo <= 0xDFFF) *c = 0x10000 + ((uint32_t)(hi - 0xD800) << 10) + (uint32_t)(lo - 0xDC00);
+    if (lo >= 0xDC00 && lo <= 0xDFFF)
+        *c = 0x10000 + ((uint32_t)(hi - 0xD800) << 10) + (uint32_t)(lo - 0xDC00);
     else r->p = back;
     return true;
 }
 
-/* The rest of a string from its first escape on: `head` is what came before. p stands on the backslash. */
+/* Reads the rest of a string that has escapes. `head` is the text before the first escape, p is at
+ * its backslash. Unescaped text is never longer than escaped text, so the buffer has the length of
+ * the escaped text. */
 static bool json_escaped(json_reader *r, str head, json *v) {
-    const char *close = r->p; /* the unescaped text is never longer than the escaped one: measure, then write */
+    const char *close = r->p;
     while (close < r->end && *close != '"') close += *close == '\\' ? 2 : 1;
     if (close >= r->end) return r->p = r->end, json_fail(r, "string without an end");
     char *out = arena_alloc(r->a, head.n + (size_t)(close - r->p) + 1), *w = out + head.n;
@@ -1009,12 +1030,13 @@ static bool json_escaped(json_reader *r, str head, json *v) {
     return true;
 }
 
-static bool json_string(json_reader *r) { /* p stands behind the opening quote */
+/* Reads a string; p is after the opening quote. Without escapes the node borrows from the text. */
+static bool json_string(json_reader *r) {
     json *v = json_node(r, JSON_STRING);
     const char *s = r->p;
     for (;;) {
-        while (r->p < r->end && (unsigned char)*r->p >= 0x20 && (unsigned char)*r->p < 0x80 && *r->p != '"' &&
-               *r->p != '\\')
+        while (r->p < r->end && (unsigned char)*r->p >= 0x20 && (unsigned char)*r->p < 0x80 &&
+               *r->p != '"' && *r->p != '\\')
             r->p++;
         if (r->p == r->end) return json_fail(r, "string without an end");
         if (*r->p == '"') break;
@@ -1028,7 +1050,8 @@ static bool json_string(json_reader *r) { /* p stands behind the opening quote *
     return true;
 }
 
-/* Decimal text (already checked) to double, whatever the host program's locale; its point may be several bytes. */
+/* Converts a checked decimal number to double. strtod expects the decimal point of the program's
+ * locale, which may have several bytes; so the text is copied with this point. */
 static double json_strtod(str s) {
     const char *point = localeconv()->decimal_point;
     size_t n_point = strlen(point), whole = 0;
@@ -1053,7 +1076,8 @@ static bool json_number(json_reader *r) {
     uint64_t u = 0;
     r->p += neg;
     if (r->p == r->end || !isdigit((unsigned char)*r->p)) return json_fail(r, "digit expected");
-    if (*r->p == '0' && r->p + 1 < r->end && isdigit((unsigned char)r->p[1])) return json_fail(r, "leading zero");
+    if (*r->p == '0' && r->p + 1 < r->end && isdigit((unsigned char)r->p[1]))
+        return json_fail(r, "leading zero");
     for (; r->p < r->end && isdigit((unsigned char)*r->p); r->p++) {
         unsigned d = (unsigned)(*r->p - '0');
         if (big || u > ((uint64_t)INT64_MAX + neg - d) / 10) big = true;
@@ -1061,28 +1085,37 @@ static bool json_number(json_reader *r) {
     }
     if (r->p < r->end && *r->p == '.') {
         exact = false;
-        if (++r->p == r->end || !isdigit((unsigned char)*r->p)) return json_fail(r, "digit expected after the point");
+        if (++r->p == r->end || !isdigit((unsigned char)*r->p))
+            return json_fail(r, "digit expected after the point");
         while (r->p < r->end && isdigit((unsigned char)*r->p)) r->p++;
     }
     if (r->p < r->end && (*r->p | 32) == 'e') {
         exact = false;
         if (++r->p < r->end && (*r->p == '+' || *r->p == '-')) r->p++;
-        if (r->p == r->end || !isdigit((unsigned char)*r->p)) return json_fail(r, "digit expected in the exponent");
+        if (r->p == r->end || !isdigit((unsigned char)*r->p))
+            return json_fail(r, "digit expected in the exponent");
         while (r->p < r->end && isdigit((unsigned char)*r->p)) r->p++;
     }
     const str text = {s, (size_t)(r->p - s)};
     const double f = exact && !big ? 0 : json_strtod(text);
     if (!isfinite(f) && !r->python) return r->p = s, json_fail(r, "number out of range");
     json *v = json_node(r, JSON_NUMBER);
-    v->is_int = exact && !big, v->is_big_int = exact && big;
-    if (v->is_int) v->i = (int64_t)(neg ? 0 - u : u);
-    else if (v->is_big_int) v->s = s, v->n = (uint32_t)text.n;
-    else v->f = f;
+    v->is_int = exact && !big;
+    v->is_big_int = exact && big;
+    if (v->is_int) {
+        v->i = (int64_t)(neg ? 0 - u : u);
+    } else if (v->is_big_int) {
+        v->s = s;
+        v->n = (uint32_t)text.n;
+    } else {
+        v->f = f;
+    }
     return true;
 }
 
 static bool json_literal(json_reader *r, str word, int type) {
-    if (!str_starts((str){r->p, (size_t)(r->end - r->p)}, word)) return json_fail(r, "value expected");
+    if (!str_starts((str){r->p, (size_t)(r->end - r->p)}, word))
+        return json_fail(r, "value expected");
     r->p += word.n;
     json_node(r, type);
     return true;
@@ -1111,11 +1144,14 @@ static bool json_has_room(json_reader *r) {
     if (r->n < r->most && json_resize(r, MAX(r->cap * 2, (size_t)64))) return true;
     if (r->n < r->most)
         fail(r->e, TOKA_E_MEMORY, "JSON: there is no memory for more than %zu values", r->n);
-    else fail(r->e, TOKA_E_INPUT, "JSON: more than %zu values at byte %zu", r->most, (size_t)(r->p - r->start));
+    else
+        fail(r->e, TOKA_E_INPUT, "JSON: more than %zu values at byte %zu", r->most,
+             (size_t)(r->p - r->start));
     return false;
 }
 
-/* Reads NaN, Infinity or -Infinity at p; false: something else stands there. */
+/* Reads NaN, Infinity or -Infinity at p. Returns false, without an error, if p is at something
+ * else. */
 static bool json_not_finite(json_reader *r) {
     static const struct {
         const char *word;
@@ -1130,7 +1166,7 @@ static bool json_not_finite(json_reader *r) {
     return false;
 }
 
-/* One value, or the opening of a container. */
+/* Reads a value, but of a container only the opening bracket. */
 static bool json_value(json_reader *r) {
     if (!json_has_room(r)) return false;
     if (r->python && json_not_finite(r)) return true;
@@ -1141,12 +1177,14 @@ static bool json_value(json_reader *r) {
     case 't': return json_literal(r, STR("true"), JSON_TRUE);
     case 'f': return json_literal(r, STR("false"), JSON_FALSE);
     case 'n': return json_literal(r, STR("null"), JSON_NULL);
-    case '-': case '0': case '1': case '2': case '3': case '4': case '5': case '6': case '7': case '8': case '9':
+    case '-': case '0': case '1': case '2': case '3': case '4':
+    case '5': case '6': case '7': case '8': case '9':
         return json_number(r);
     default: return json_fail(r, r->p < r->end ? "value expected" : "text ends too early");
     }
 }
 
+/* Reads a member name, its colon and the white space around them. */
 static bool json_key(json_reader *r) {
     json_space(r);
     if (r->p == r->end || *r->p != '"') return json_fail(r, "member name expected");
@@ -1159,8 +1197,9 @@ static bool json_key(json_reader *r) {
     return true;
 }
 
-/* Inside the innermost container, behind an element or its opening: closes it, or steps to the next element.
- * *more says whether a value follows. */
+/* Goes on in the innermost open container; p is after its opening bracket (first) or after an
+ * element. Closes the container, or moves p to the value of the next element. *more: a value
+ * follows. Returns false on a syntax error. */
 static bool json_step(json_reader *r, bool first, bool *more) {
     json *c = &r->nodes[r->open - 1];
     bool object = c->type == JSON_OBJECT;
@@ -1169,7 +1208,8 @@ static bool json_step(json_reader *r, bool first, bool *more) {
     if (r->p == r->end) return json_fail(r, "text ends too early");
     if ((*more = *r->p != close) == false) return json_close(r), true;
     if (!first) {
-        if (*r->p != ',') return json_fail(r, object ? "',' or '}' expected" : "',' or ']' expected");
+        if (*r->p != ',')
+            return json_fail(r, object ? "',' or '}' expected" : "',' or ']' expected");
         r->p++;
         json_space(r);
     }
@@ -1189,10 +1229,12 @@ static bool json_document(json_reader *r) {
     return r->p == r->end || json_fail(r, "text goes on behind the value");
 }
 
-static const json *json_parse_as(arena *a, str text, json_limits limits, bool python, toka_err *e) {
+static const json *json_parse_as(arena *a, str text, json_limits limits, bool python,
+                                 toka_err *e) {
     const size_t max_bytes = MIN(limits.max_bytes, (size_t)UINT32_MAX); /* counts are 32 bits */
     if (!text.n) text = STR("");
-    json_reader r = {.p = text.p, .start = text.p, .end = text.p + text.n, .a = a, .limits = limits, .e = e};
+    json_reader r = {
+        .p = text.p, .start = text.p, .end = text.p + text.n, .a = a, .limits = limits, .e = e};
     r.python = python;
     r.most = MAX(max_bytes / sizeof(json), (size_t)JSON_FEW_NODES);
     if (text.n > max_bytes) {
@@ -1205,13 +1247,13 @@ static const json *json_parse_as(arena *a, str text, json_limits limits, bool py
     return r.nodes;
 }
 
-/* Parses one document. Nodes and unescaped strings live in `a`, other strings in `text`. NULL: *e
- * says why. */
+/* Parses one document. The arena owns the nodes and the strings that had escapes; other strings
+ * borrow from `text`. Returns NULL on an error. */
 static const json *json_parse(arena *a, str text, json_limits limits, toka_err *e) {
     return json_parse_as(a, text, limits, false, e);
 }
 
-/* As json_parse, for a file that Python's json may have written. */
+/* The same for a file that Python's json may have written. */
 static const json *json_parse_python(arena *a, str text, json_limits limits, toka_err *e) {
     return json_parse_as(a, text, limits, true, e);
 }
