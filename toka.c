@@ -263,7 +263,8 @@
 
 /* ===========================================================================
  * MARK: 1. Types [pure]
- * The cast of more than one chapter. What only one chapter needs stands there.
+ * Small types that many chapters use. A type that one chapter needs is declared in that chapter;
+ * the types of the public API and of the backends are in toka.h.
  * =========================================================================== */
 
 typedef struct str { /* a borrowed slice of bytes; not NUL-terminated */
@@ -271,38 +272,40 @@ typedef struct str { /* a borrowed slice of bytes; not NUL-terminated */
     size_t n;
 } str;
 
-typedef struct buf { /* growable bytes, owned; p is NUL-terminated once anything was put */
-    char *p;
+typedef struct buf { /* a growable array of bytes, owned */
+    char *p; /* NULL if empty; after the first buf_put, a NUL follows the n bytes */
     size_t n, cap;
 } buf;
 
-typedef struct ids { /* growable token ids, owned */
+typedef struct ids { /* a growable array of token ids, owned */
     int32_t *p;
     size_t n, cap;
 } ids;
 
-typedef struct arena { /* many small allocations freed in one call; blocks are chained, newest first */
-    struct arena_block *blocks;
-    size_t used; /* bytes used of the newest block */
+typedef struct arena { /* many small allocations that are freed in one call (arena_free) */
+    struct arena_block *blocks; /* linked list, newest first; NULL: none yet */
+    size_t used;                /* bytes used of the newest block */
 } arena;
 
-/* A JSON value: one node of 16 bytes in a flat array, in document order. A container's children follow it directly;
- * an object's are key, value, key, value ... Strings without escapes and big numbers borrow from the text, which must outlive
- * the nodes. */
+/* A JSON value: one node of 16 bytes in an array, in document order. The elements of a container
+ * follow it directly; for an object these are key, value, key, value ... A string without escapes
+ * and an integer that does not fit 64 bits borrow from the text, which must outlive the nodes. */
 typedef struct json {
-    uint8_t type;     /* enum json_type */
-    uint8_t is_int;    /* JSON_NUMBER: written as an integer that fits int64; .i holds it */
-    uint8_t is_big_int;      /* JSON_NUMBER: written as an integer that does not; .s and .n have its text */
-    uint32_t n;       /* string, big number: bytes; array: elements; object: members */
+    uint8_t type;       /* enum json_type */
+    uint8_t is_int;     /* JSON_NUMBER: an integer that fits int64_t, in .i */
+    uint8_t is_big_int; /* JSON_NUMBER: an integer that does not fit; .s and .n are its text */
+    uint32_t n;         /* string, big integer: bytes; array: elements; object: members */
     union {
-        const char *s; /* string, big number */
-        double f;      /* number, neither exact nor big */
-        int64_t i;     /* number, exact 1 */
-        size_t skip;   /* container: nodes of the whole subtree with itself */
+        const char *s; /* string, big integer */
+        double f;      /* any other number */
+        int64_t i;     /* number with is_int */
+        size_t skip;   /* container: number of its nodes, with itself and all nested nodes */
     };
 } json;
 
-enum json_type { JSON_NULL, JSON_FALSE, JSON_TRUE, JSON_NUMBER, JSON_STRING, JSON_ARRAY, JSON_OBJECT };
+enum json_type {
+    JSON_NULL, JSON_FALSE, JSON_TRUE, JSON_NUMBER, JSON_STRING, JSON_ARRAY, JSON_OBJECT
+};
 
 /* ===========================================================================
  * MARK: 2. Base: memory, slices, buffers, errors [pure]
@@ -1258,38 +1261,54 @@ static const json *json_parse_python(arena *a, str text, json_limits limits, tok
     return json_parse_as(a, text, limits, true, e);
 }
 
-/* ---- Walking ---- */
+/* ---- Access. v may be NULL, except in json_next and json_digits ---- */
 
 static bool json_is(const json *v, int type) { return v && v->type == type; }
+/* The node after v and all that v contains. */
 static const json *json_next(const json *v) { return v + (v->type >= JSON_ARRAY ? v->skip : 1); }
 
-/* for each element `it` of array or each key `it` of object (its value is it + 1) */
+/* Loops over the elements of an array, and over the keys of an object; the value of a key is
+ * key + 1. */
 #define JSON_EACH(it, array) \
-    for (const json *it = (array) + 1, *it##_end = json_next(array); it < it##_end; it = json_next(it))
+    for (const json *it = (array) + 1, *it##_end = json_next(array); it < it##_end; \
+         it = json_next(it))
 #define JSON_MEMBERS(key, object) \
-    for (const json *key = (object) + 1, *key##_end = json_next(object); key < key##_end; key = json_next(key + 1))
+    for (const json *key = (object) + 1, *key##_end = json_next(object); key < key##_end; \
+         key = json_next(key + 1))
 
-static str json_str(const json *v) { return json_is(v, JSON_STRING) ? (str){v->s, v->n} : (str){"", 0}; }
+static str json_str(const json *v) { /* empty if v is not a string */
+    return json_is(v, JSON_STRING) ? (str){v->s, v->n} : (str){"", 0};
+}
 static bool json_true(const json *v) { return json_is(v, JSON_TRUE); }
-static str json_digits(const json *v) { return v->is_big_int ? (str){v->s, v->n} : (str){"", 0}; } /* a big number's text */
+static str json_digits(const json *v) { /* the text of an integer that does not fit 64 bits */
+    return v->is_big_int ? (str){v->s, v->n} : (str){"", 0};
+}
+/* Any number as a double; `otherwise` if v is not a number. */
 static double json_num(const json *v, double otherwise) {
     if (!json_is(v, JSON_NUMBER)) return otherwise;
     return v->is_int ? (double)v->i : v->is_big_int ? json_strtod(json_digits(v)) : v->f;
 }
-/* A whole number, which may be written as 3.0. */
+/* Stores a whole number, which may be written as 3.0, in *out. Returns false if v is not a whole
+ * number, or is too large to be exact. */
 static bool json_whole(const json *v, int64_t *out) {
-    if (!json_is(v, JSON_NUMBER) || v->is_big_int || (!v->is_int && !(v->f == floor(v->f) && fabs(v->f) < 0x1p53))) return false;
+    if (!json_is(v, JSON_NUMBER) || v->is_big_int ||
+        (!v->is_int && !(v->f == floor(v->f) && fabs(v->f) < 0x1p53)))
+        return false;
     *out = v->is_int ? v->i : (int64_t)v->f;
     return true;
 }
-static int64_t json_int(const json *v, int64_t otherwise) { return json_is(v, JSON_NUMBER) && v->is_int ? v->i : otherwise; }
+static int64_t json_int(const json *v, int64_t otherwise) {
+    return json_is(v, JSON_NUMBER) && v->is_int ? v->i : otherwise;
+}
 
+/* The value of a member, or NULL. Cost: one comparison per member. */
 static const json *json_get(const json *object, const char *name) {
     const json *found = NULL;
     if (!json_is(object, JSON_OBJECT)) return NULL;
     JSON_MEMBERS(key, object) if (str_is((str){key->s, key->n}, name)) found = key + 1;
     return found;
 }
+/* Element i, or NULL. Cost: it walks over the elements before i. */
 static const json *json_at(const json *array, size_t i) {
     if (!json_is(array, JSON_ARRAY) || i >= array->n) return NULL;
     JSON_EACH(it, array) if (i-- == 0) return it;
@@ -1298,21 +1317,24 @@ static const json *json_at(const json *array, size_t i) {
 
 /* ---- Writing ---- */
 
-/* A comma if the last byte ends a value. No value ends in one of "{[:,", a line feed or a space (which may stand before
- * the first value: "data: "), so no state is needed. */
+/* Appends a comma if the last byte of b is the end of a value. The writer needs no state for this:
+ * no value ends with one of "{[:,", a line feed or a space. The last two may come before the first
+ * value, as in "data: ". */
 static void json_comma(buf *b) {
     const char last = b->n ? b->p[b->n - 1] : ' ';
-    if (last != '{' && last != '[' && last != ':' && last != ',' && last != '\n' && last != ' ') buf_char(b, ',');
+    if (last != '{' && last != '[' && last != ':' && last != ',' && last != '\n' && last != ' ')
+        buf_char(b, ',');
 }
 static void json_put_open(buf *b, char c) { json_comma(b), buf_char(b, c); }
 static void json_put_close(buf *b, char c) { buf_char(b, c); }
 
-/* A string with its quotes; bytes that are not UTF-8 become U+FFFD. */
+/* Writes a string with its quotes. Each byte that is not UTF-8 becomes U+FFFD. */
 static void json_put_str(buf *b, str s) {
     json_comma(b);
     buf_char(b, '"');
     for (size_t i = 0, plain; i < s.n;) {
-        for (plain = i; i < s.n && s.p[i] >= 0x20 && s.p[i] < 0x7F && s.p[i] != '"' && s.p[i] != '\\';) i++;
+        plain = i;
+        while (i < s.n && s.p[i] >= 0x20 && s.p[i] < 0x7F && s.p[i] != '"' && s.p[i] != '\\') i++;
         buf_put(b, s.p + plain, i - plain);
         if (i == s.n) break;
         unsigned char c = (unsigned char)s.p[i];
@@ -1331,15 +1353,17 @@ static void json_put_key(buf *b, const char *name) { json_put_str(b, str_c(name)
 static void json_put_int(buf *b, int64_t i) { json_comma(b), buf_int(b, i); }
 static void json_put_bool(buf *b, bool v) { json_comma(b), buf_c(b, v ? "true" : "false"); }
 static void json_put_null(buf *b) { json_comma(b), buf_c(b, "null"); }
-static void json_put_text_or_null(buf *b, const char *name, const char *value) { /* a member */
+/* Writes a member: a string, or null if value is NULL. */
+static void json_put_text_or_null(buf *b, const char *name, const char *value) {
     json_put_key(b, name);
     if (value) json_put_str(b, str_c(value));
     else json_put_null(b);
 }
 
-/* n > 0 over 10^k as %g has it, x the exponent of its first digit; n ends in a zero only where k is 0. */
+/* Writes n / 10^k in the form of printf's %g. n > 0. x: decimal exponent of the first digit. If
+ * k > 0, the last digit of n is not 0. */
 static void json_put_decimal(buf *b, int64_t n, int k, int x) {
-    const bool small = x < 0 && x >= -4; /* 0.0123 */
+    const bool small = x < 0 && x >= -4; /* as 0.0123; smaller numbers have an exponent: 1.23e-05 */
     if (small) buf_put(b, "0.000", (size_t)(1 - x));
     const size_t point = b->n + (x < 0 ? 1 : (size_t)x + 1);
     buf_int(b, n);
@@ -1351,15 +1375,18 @@ static void json_put_decimal(buf *b, int64_t n, int k, int x) {
     if (x < -4) buf_printf(b, "e-%02d", -x);
 }
 
-/* json_put_num of a float of a log-probability's range, without printf. Times 10^k it is exact up to k = 12, and known well enough
- * beyond; rounded, over 10^k, it is what a reader makes of the digits, for both are exact. False: the float is not of that range,
- * or a rest so near a half that only printf can tell to which side. */
+/* The fast path of json_put_num, without printf: writes a float in the range of log-probabilities,
+ * 1e-13 <= |f| < 1e5. It tries 6 to 9 digits: n is |f| * 10^k, rounded to an integer.
+ * The product is exact up to k = 12 and accurate enough above, except if it is very near to
+ * n + 1/2. n and 10^k are exact doubles, so n / 10^k is the double that a reader gets from the
+ * digits. Returns false and writes nothing if only printf can be trusted: f is out of the range, or
+ * the product is too near to n + 1/2. */
 static bool json_put_float(buf *b, float f) {
     static const double ten[] = {1e0,  1e1,  1e2,  1e3,  1e4,  1e5,  1e6,  1e7,  1e8,  1e9,  1e10,
                                  1e11, 1e12, 1e13, 1e14, 1e15, 1e16, 1e17, 1e18, 1e19, 1e20, 1e21};
     const double size = fabs((double)f);
     double n = 0;
-    int x = 4, digits = 5, k; /* x: exponent of the first digit; k: digits behind the point */
+    int x = 4, digits = 5, k; /* x: exponent of the first digit; k: digits after the point */
     if (!(size >= 1e-13 && size < 1e5)) return false;
     while (x >= 0 ? size < ten[x] : size * ten[-x] < 1) x--;
     do {
@@ -1367,7 +1394,7 @@ static bool json_put_float(buf *b, float f) {
         n = rint(size * ten[k]);
         if (k > 12 && fabs(fabs(size * ten[k] - n) - 0.5) < 1e-6) return false;
     } while (digits < 9 && (float)(n / ten[k]) != fabsf(f));
-    if (n >= ten[digits]) return false; /* it was rounded up to the next exponent */
+    if (n >= ten[digits]) return false; /* rounding up gave one more digit */
     int64_t whole = (int64_t)n;
     for (; k > 0 && whole % 10 == 0; k--) whole /= 10;
     json_comma(b);
@@ -1376,8 +1403,10 @@ static bool json_put_float(buf *b, float f) {
     return true;
 }
 
-/* The shortest decimal that reads back as the same double (is_float: the same float); null for what JSON cannot say.
- * 15 (6) digits survive a double (float) of the normal range, so shorter ones need no trial there: %g drops final zeros. */
+/* Writes the shortest decimal that is read back as the same double (is_float: the same float). NaN
+ * and infinities become null.
+ * In the normal range it starts with 15 digits (float: 6). A shorter decimal needs no trial there:
+ * a double (float) always gives its 15 (6) digits back, and %g drops final zeros. */
 static void json_put_num(buf *b, double f, bool is_float) {
     char z[48];
     if (!isfinite(f)) {
@@ -1395,10 +1424,11 @@ static void json_put_num(buf *b, double f, bool is_float) {
     json_comma(b);
     buf_put(b, z, at ? (size_t)(at - z) : strlen(z));
     if (at) buf_char(b, '.'), buf_c(b, at + strlen(point));
-    if (f == 0 && signbit(f)) buf_c(b, ".0"); /* "-0" would be read back as an integer */
+    if (f == 0 && signbit(f)) buf_c(b, ".0"); /* "-0" would be read back as the integer 0 */
 }
 
-/* A value that was read, as text again. Recursion is as deep as the reader's limits let it be. */
+/* Writes a parsed value with all that it contains. The recursion is at most as deep as json_limits
+ * allowed when it was parsed. */
 static void json_put_value(buf *b, const json *v) {
     const size_t from = b->n;
     switch (v->type) {
@@ -1411,7 +1441,7 @@ static void json_put_value(buf *b, const json *v) {
         else if (v->is_big_int) json_comma(b), buf_str(b, json_digits(v));
         else json_put_num(b, v->f, false);
         if (!v->is_int && !v->is_big_int && isfinite(v->f) && !strpbrk(b->p + from, ".e"))
-            buf_c(b, ".0"); /* 1.0 stays what was not an integer */
+            buf_c(b, ".0"); /* so that 1.0 does not become an integer */
         break;
     case JSON_ARRAY:
         json_put_open(b, '[');
@@ -1420,7 +1450,11 @@ static void json_put_value(buf *b, const json *v) {
         break;
     default:
         json_put_open(b, '{');
-        JSON_MEMBERS(key, v) json_put_str(b, (str){key->s, key->n}), buf_char(b, ':'), json_put_value(b, key + 1);
+        JSON_MEMBERS(key, v) {
+            json_put_str(b, (str){key->s, key->n});
+            buf_char(b, ':');
+            json_put_value(b, key + 1);
+        }
         json_put_close(b, '}');
     }
 }
