@@ -972,8 +972,8 @@ static int json_hex4(json_reader *r) {
     return v;
 }
 
-/* Reads a code point; p is after "\u". A surrogate pair gives one code point, a lone surrogate gives
- * U+FFFD. Returns false if the digits are wrong. */
+/* Reads a code point; p is after "\u". A surrogate pair gives one code point, a lone surrogate
+ * gives U+FFFD. Returns false if the digits are wrong. */
 static bool json_unicode_escape(json_reader *r, uint32_t *c) {
     int hi = json_hex4(r);
     if (hi < 0) return json_fail(r, "\\u needs four hex digits");
@@ -1349,7 +1349,10 @@ static void json_put_str(buf *b, str s) {
     }
     buf_char(b, '"');
 }
-static void json_put_key(buf *b, const char *name) { json_put_str(b, str_c(name)), buf_char(b, ':'); }
+static void json_put_key(buf *b, const char *name) {
+    json_put_str(b, str_c(name));
+    buf_char(b, ':');
+}
 static void json_put_int(buf *b, int64_t i) { json_comma(b), buf_int(b, i); }
 static void json_put_bool(buf *b, bool v) { json_comma(b), buf_c(b, v ? "true" : "false"); }
 static void json_put_null(buf *b) { json_comma(b), buf_c(b, "null"); }
@@ -1461,91 +1464,98 @@ static void json_put_value(buf *b, const json *v) {
 
 /* ===========================================================================
  * MARK: 5. Unicode [pure]
- * Classes of code points, normal form C, letter case, and what becomes of bytes that are not UTF-8.
+ * Classes of code points, normal form C (NFC), letter case, and the repair of invalid UTF-8.
  *
- * In: UTF-8 text. Out: the same text repaired (uni_repair) or normalized (uni_nfc), and one byte of properties per code
- * point (uni.props), which the tokenizer's patterns are made of. All of it comes from strings that
- * test/make_unicode.py writes; uni_init unpacks them into a struct that its owner keeps, so there is no global state.
- * Letter case, which chat templates need, has a small struct of its own: uni_cases.
+ * In: text. Out: the text repaired (uni_repair), normalized (uni_nfc) or in another letter case
+ * (uni_put_case), and one byte of properties per code point (uni.props), which the tokenizer's
+ * patterns use. test/make_unicode.py writes the tables, as strings. uni_init unpacks them into a
+ * struct that the caller owns, so there is no global state. Chat templates need only letter case,
+ * so it has a small struct of its own: uni_cases.
  *
- * Which Unicode: the one whose tokens the models were trained on. Hugging Face `tokenizers` runs its patterns on Unicode
- * 16.0 and its form C on Unicode 9.0. Classes and letter case here are of 16.0. For form C the
- * caller chooses: UNI_9 leaves alone what came after 9.0, UNI_16 is today's. Both agree on text of
- * characters that are older than 2017.
+ * Unicode version: tokens must be those with which the models were trained. Hugging Face
+ * `tokenizers` uses Unicode 16.0 for its patterns and Unicode 9.0 for NFC. Classes and letter case
+ * here are of 16.0. For NFC the caller chooses: UNI_9 does not change characters that are newer than
+ * 9.0, UNI_16 has all of 16.0. Both give the same for text whose characters are older than 2017.
  *
- * Always holds: a 32-bit set of classes (1u << class) says what a pattern's \p{..} says; U+110000 and above never occur,
- * because every function but uni_repair takes text that is valid UTF-8. Not here: forms D, KC, KD,
- * and the letter case of single languages (Turkish).
+ * Always holds: a 32-bit set of classes (1u << class) can express a pattern's \p{..}. Every function
+ * but uni_repair and uni_bad_len requires valid UTF-8, so code points are below UNI_MAX.
+ * Not here: forms D, KC, KD, and letter case that depends on the language (Turkish).
  * =========================================================================== */
 
-enum uni_class { /* General_Category, and two of its controls apart */
-    UNI_LU, UNI_LL, UNI_LT, UNI_LM, UNI_LO, UNI_MN, UNI_MC, UNI_ME, UNI_ND, UNI_NL, UNI_NO, UNI_PC, UNI_PD, UNI_PS, UNI_PE,
-    UNI_PI, UNI_PF, UNI_PO, UNI_SM, UNI_SC, UNI_SK, UNI_SO, UNI_ZS, UNI_ZL, UNI_ZP, UNI_CC, UNI_CF, UNI_CS, UNI_CO, UNI_CN,
-    UNI_SPACE_CONTROL, /* Cc: \t \v \f U+0085 */
-    UNI_LINE_END       /* Cc: \r \n */
+enum uni_class { /* Unicode's General_Category; two groups of Cc have classes of their own */
+    UNI_LU, UNI_LL, UNI_LT, UNI_LM, UNI_LO, UNI_MN, UNI_MC, UNI_ME, UNI_ND, UNI_NL,
+    UNI_NO, UNI_PC, UNI_PD, UNI_PS, UNI_PE, UNI_PI, UNI_PF, UNI_PO, UNI_SM, UNI_SC,
+    UNI_SK, UNI_SO, UNI_ZS, UNI_ZL, UNI_ZP, UNI_CC, UNI_CF, UNI_CS, UNI_CO, UNI_CN,
+    UNI_SPACE_CONTROL, /* of Cc: \t \v \f U+0085 */
+    UNI_LINE_END       /* of Cc: \r \n */
 };
 
-enum { UNI_9, UNI_16 };
+enum { UNI_9, UNI_16 }; /* Unicode version of NFC: the argument `version` */
 
 #define UNI_BIT(class) (1u << UNI_##class)
 #define UNI_UPPER (UNI_BIT(LU) | UNI_BIT(LT))
 #define UNI_MARK (UNI_BIT(MN) | UNI_BIT(MC) | UNI_BIT(ME))
 #define UNI_LETTER (UNI_BIT(LU) | UNI_BIT(LL) | UNI_BIT(LT) | UNI_BIT(LM) | UNI_BIT(LO))
 #define UNI_NUMBER (UNI_BIT(ND) | UNI_BIT(NL) | UNI_BIT(NO))
-#define UNI_PUNCT (UNI_BIT(PC) | UNI_BIT(PD) | UNI_BIT(PS) | UNI_BIT(PE) | UNI_BIT(PI) | UNI_BIT(PF) | UNI_BIT(PO))
+#define UNI_PUNCT                                                                       \
+    (UNI_BIT(PC) | UNI_BIT(PD) | UNI_BIT(PS) | UNI_BIT(PE) | UNI_BIT(PI) | UNI_BIT(PF) | \
+     UNI_BIT(PO))
 #define UNI_SYMBOL (UNI_BIT(SM) | UNI_BIT(SC) | UNI_BIT(SK) | UNI_BIT(SO))
-#define UNI_SPACE (UNI_BIT(ZS) | UNI_BIT(ZL) | UNI_BIT(ZP) | UNI_BIT(SPACE_CONTROL) | UNI_BIT(LINE_END)) /* \s */
+#define UNI_SPACE /* \s */ \
+    (UNI_BIT(ZS) | UNI_BIT(ZL) | UNI_BIT(ZP) | UNI_BIT(SPACE_CONTROL) | UNI_BIT(LINE_END))
 
-#define UNI_MAX 0x110000
-#define UNI_UNSTABLE 32 /* props: form C may change this character or join it to the one before (NFC_Quick_Check not Yes) */
+#define UNI_MAX 0x110000 /* code points are below this */
+/* A bit of props: NFC may change this character or compose it with an earlier one (Unicode:
+ * NFC_Quick_Check is not Yes). */
+#define UNI_UNSTABLE 32
 
-typedef struct uni_pair { /* canonical decomposition c -> a b */
-    uint32_t c, a, b;     /* b 0: c -> a alone */
-    bool composes;        /* a b -> c too */
-    bool young;           /* after Unicode 9.0 */
+typedef struct uni_pair { /* canonical decomposition: c -> a b */
+    uint32_t c, a, b;     /* code points; b = 0: c -> a */
+    bool composes;        /* NFC composes a b to c */
+    bool young;           /* newer than Unicode 9.0 */
 } uni_pair;
 
 typedef struct uni_marks { /* code points first .. last have this combining class */
     uint32_t first, last;
-    uint8_t class;
-    bool young;
+    uint8_t class; /* Canonical_Combining_Class, not 0 */
+    bool young;    /* newer than Unicode 9.0 */
 } uni_marks;
 
-typedef struct uni {
-    uint8_t *props;        /* [UNI_MAX] uni_class | UNI_UNSTABLE */
-    uni_marks *marks;      /* [n_marks] rising */
-    uni_pair *pairs;       /* [n_pairs] rising in c */
-    uni_pair *compositions; /* [n_compositions] rising in (a, b) */
+typedef struct uni {        /* owns its arrays; read-only after uni_init */
+    uint8_t *props;         /* [UNI_MAX] uni_class | UNI_UNSTABLE */
+    uni_marks *marks;       /* [n_marks] sorted by first */
+    uni_pair *pairs;        /* [n_pairs] sorted by c */
+    uni_pair *compositions; /* [n_compositions] the pairs with `composes`, sorted by (a, b) */
     int n_marks, n_pairs, n_compositions;
 } uni;
 
 enum uni_case { UNI_UPPERCASE, UNI_LOWERCASE, UNI_TITLECASE, UNI_FOLDED };
 
-enum { /* bits of a code point's kind */
+enum { /* bits of a code point's kind, with Unicode's names of the properties */
     UNI_IS_LOWER = 1,  /* Lowercase */
     UNI_IS_UPPER = 2,  /* Uppercase */
     UNI_IS_TITLE = 4,  /* Titlecase_Letter */
-    UNI_IS_CASED = 7,
-    UNI_IGNORED = 8,   /* Case_Ignorable: a final sigma looks past it */
-    UNI_PAIRS = 16,    /* of a run: upper, its lower, upper, its lower ... */
+    UNI_IS_CASED = 7,  /* any of these three */
+    UNI_IGNORED = 8,   /* Case_Ignorable: the rule of the final sigma skips it */
+    UNI_PAIRS = 16,    /* of a run: upper case and its lower case alternate */
     UNI_UNTITLED = 32  /* its title case is itself */
 };
 
 typedef struct uni_case_run { /* code points first .. last are of this kind */
     uint32_t first, last;
-    int32_t delta; /* from a lower one to its upper case, from others to lower; 0: there is none */
-    uint8_t kind;
+    int32_t delta; /* add it to a lower-case letter for its upper case, to others for lower case */
+    uint8_t kind;  /* UNI_IS_LOWER ... */
 } uni_case_run;
 
-typedef struct uni_exception { /* what a code point becomes if the runs do not say it */
+typedef struct uni_exception { /* a case mapping that the runs cannot express */
     uint32_t key;              /* code point * 4 + uni_case */
-    int n;
+    int n;                     /* number of code points in `to`, 1 to 3 */
     uint32_t to[3];
 } uni_exception;
 
-typedef struct uni_cases {
-    uni_case_run *runs;        /* [n_runs] rising */
-    uni_exception *exceptions; /* [n_exceptions] rising in key */
+typedef struct uni_cases {     /* owns its arrays; read-only after uni_cases_init */
+    uni_case_run *runs;        /* [n_runs] sorted by first */
+    uni_exception *exceptions; /* [n_exceptions] sorted by key */
     int n_runs, n_exceptions;
 } uni_cases;
 
