@@ -1474,11 +1474,12 @@ static void json_put_value(buf *b, const json *v) {
  *
  * Unicode version: tokens must be those with which the models were trained. Hugging Face
  * `tokenizers` uses Unicode 16.0 for its patterns and Unicode 9.0 for NFC. Classes and letter case
- * here are of 16.0. For NFC the caller chooses: UNI_9 does not change characters that are newer than
- * 9.0, UNI_16 has all of 16.0. Both give the same for text whose characters are older than 2017.
+ * here are of 16.0. For NFC the caller chooses: UNI_9 does not change characters that are newer
+ * than 9.0, UNI_16 has all of 16.0. Both give the same for text whose characters are older than
+ * 2017.
  *
- * Always holds: a 32-bit set of classes (1u << class) can express a pattern's \p{..}. Every function
- * but uni_repair and uni_bad_len requires valid UTF-8, so code points are below UNI_MAX.
+ * Always holds: a 32-bit set of classes (1u << class) can express a pattern's \p{..}. Every
+ * function but uni_repair and uni_bad_len requires valid UTF-8, so code points are below UNI_MAX.
  * Not here: forms D, KC, KD, and letter case that depends on the language (Turkish).
  * =========================================================================== */
 
@@ -1747,14 +1748,17 @@ static const char uni_exception_text[] =
     "xDTCj";
 /* end of test/make_unicode.py's text */
 
-/* ---- Unpacking ---- */
+/* ---- Unpacking the tables ---- */
 
-static uint32_t uni_number_of(const char **p) { /* one number of the table text */
+/* Reads one number of a table's text, and moves *p after it. The last digit of a number is one of
+ * 34 characters, ']' to '~'; the digits before it are of base 28, '@' to '['. */
+static uint32_t uni_number_of(const char **p) {
     uint32_t v = 0;
     while (**p < 93) v = v * 28 + (uint32_t)(*(*p)++ - 64);
     return v * 34 + (uint32_t)(*(*p)++ - 93);
 }
-static uint32_t uni_signed_of(const char **p, uint32_t base) { /* base plus a zigzag coded difference */
+/* Reads a signed difference (zigzag encoding) and returns base plus the difference. */
+static uint32_t uni_signed_of(const char **p, uint32_t base) {
     uint32_t v = uni_number_of(p);
     return v & 1 ? base - (v + 1) / 2 : base + v / 2;
 }
@@ -1777,9 +1781,11 @@ static void uni_init_classes(uni *u) {
 
 static void uni_init_marks(uni *u) {
     uint32_t end = 0;
-    u->marks = mem_alloc(sizeof uni_mark_text * sizeof *u->marks); /* more than enough; cut below */
+    u->marks = mem_alloc(sizeof uni_mark_text * sizeof *u->marks); /* an upper bound; cut below */
     for (const char *p = uni_mark_text; *p;) {
-        uint32_t first = end + uni_number_of(&p), last = first + uni_number_of(&p), v = uni_number_of(&p);
+        uint32_t first = end + uni_number_of(&p);
+        uint32_t last = first + uni_number_of(&p);
+        uint32_t v = uni_number_of(&p);
         u->marks[u->n_marks++] = (uni_marks){first, last, (uint8_t)(v / 2), v & 1};
         for (uint32_t c = first; c <= last; c++) u->props[c] |= UNI_UNSTABLE;
         end = last + 1;
@@ -1803,7 +1809,8 @@ static void uni_init_pairs(uni *u) {
     for (int i = 0; i < u->n_pairs; i++)
         if (u->pairs[i].composes) u->compositions[u->n_compositions++] = u->pairs[i];
     qsort(u->compositions, (size_t)u->n_compositions, sizeof *u->compositions, uni_by_parts);
-    for (uint32_t j = 0x1161; j <= 0x1175; j++) u->props[j] |= UNI_UNSTABLE; /* Hangul vowels and finals join backwards */
+    /* Hangul vowels and final consonants compose with the character before them */
+    for (uint32_t j = 0x1161; j <= 0x1175; j++) u->props[j] |= UNI_UNSTABLE;
     for (uint32_t j = 0x11A8; j <= 0x11C2; j++) u->props[j] |= UNI_UNSTABLE;
 }
 
@@ -1814,13 +1821,16 @@ static void uni_init(uni *u) {
     uni_init_pairs(u);
 }
 static void uni_free(uni *u) {
-    free(u->props), free(u->marks), free(u->pairs), free(u->compositions);
+    free(u->props);
+    free(u->marks);
+    free(u->pairs);
+    free(u->compositions);
     *u = (uni){0};
 }
 
 /* ---- UTF-8 ---- */
 
-/* The code point at p and its bytes. Text must be valid. */
+/* Returns the code point at p; *n is its length in bytes. The text must be valid UTF-8. */
 static inline uint32_t uni_next(const char *p, int *n) {
     unsigned char a = (unsigned char)p[0];
     if (a < 0x80) return *n = 1, a;
@@ -1831,19 +1841,27 @@ static inline uint32_t uni_next(const char *p, int *n) {
     return *n = 4, (a & 7u) << 18 | b << 6 | ((unsigned char)p[3] & 63);
 }
 
-/* Bytes at p that are no character and become one U+FFFD: the longest beginning of a character that is cut short there,
- * else 1 (Unicode 3.9, substitution of maximal subparts, as Python and Rust do). *cut: the text ended, more bytes could
- * complete it. */
+/* Returns the number of bytes at p that become one U+FFFD; p is at invalid UTF-8. These are the
+ * first bytes of a character whose rest is missing, as many as are correct, else 1 byte (Unicode
+ * 3.9, substitution of maximal subparts; Python and Rust do the same).
+ * *cut: the text ends there, so more bytes could complete the character. */
 static int uni_bad_len(const char *p, const char *end, bool *cut) {
     unsigned char a = (unsigned char)p[0];
-    unsigned lo = a == 0xE0 ? 0xA0 : a == 0xF0 ? 0x90 : 0x80, hi = a == 0xED ? 0x9F : a == 0xF4 ? 0x8F : 0xBF;
-    int whole = a >= 0xC2 && a <= 0xDF ? 2 : (a & 0xF0) == 0xE0 ? 3 : a >= 0xF0 && a <= 0xF4 ? 4 : 1, n = 1;
-    for (; n < whole && end - p > n && (unsigned char)p[n] >= lo && (unsigned char)p[n] <= hi; n++) lo = 0x80, hi = 0xBF;
+    unsigned lo = a == 0xE0 ? 0xA0 : a == 0xF0 ? 0x90 : 0x80; /* range of the next byte */
+    unsigned hi = a == 0xED ? 0x9F : a == 0xF4 ? 0x8F : 0xBF;
+    int whole = a >= 0xC2 && a <= 0xDF   ? 2
+                : (a & 0xF0) == 0xE0     ? 3
+                : a >= 0xF0 && a <= 0xF4 ? 4
+                                         : 1;
+    int n = 1;
+    for (; n < whole && end - p > n && (unsigned char)p[n] >= lo && (unsigned char)p[n] <= hi; n++)
+        lo = 0x80, hi = 0xBF;
     *cut = n < whole && end - p == n;
     return n;
 }
 
-/* The text itself where it is valid UTF-8, else a copy in *b with U+FFFD for what is not. */
+/* Returns s if it is valid UTF-8, else a copy in *b (its old content is dropped) in which U+FFFD
+ * replaces invalid bytes. */
 static str uni_repair(str s, buf *b) {
     const char *p = s.p, *end = s.p + s.n, *done = s.p;
     bool cut;
@@ -1866,15 +1884,21 @@ static str uni_repair(str s, buf *b) {
     return buf_view(b);
 }
 
-/* ---- Normal form C ---- */
+/* ---- Normal form C: decompose, sort the marks, compose ---- */
 
-typedef struct uni_run { /* code points under work, each with its combining class above bit 24 */
-    uint32_t *p;
+typedef struct uni_run { /* the code points that are being normalized; owned */
+    uint32_t *p;         /* bits 0-23: code point; bits 24-31: its combining class */
     size_t n, cap;
 } uni_run;
 
-enum { UNI_S = 0xAC00, UNI_L = 0x1100, UNI_V = 0x1161, UNI_T = 0x11A7, UNI_V_N = 21, UNI_T_N = 28, UNI_S_N = 11172 };
+/* Hangul (Unicode 3.12): first code points of the syllables (S), leading consonants (L), vowels (V)
+ * and trailing consonants (T; UNI_T itself stands for "none"), and how many there are (_N). */
+enum {
+    UNI_S = 0xAC00, UNI_L = 0x1100, UNI_V = 0x1161, UNI_T = 0x11A7,
+    UNI_V_N = 21, UNI_T_N = 28, UNI_S_N = 11172
+};
 
+/* The combining class of c; 0: c is a starter. */
 static int uni_combining(const uni *u, uint32_t c, int version) {
     int lo = 0, hi = u->n_marks;
     if (!(u->props[c] & UNI_UNSTABLE)) return 0;
@@ -1883,10 +1907,12 @@ static int uni_combining(const uni *u, uint32_t c, int version) {
         if (u->marks[mid].last < c) lo = mid + 1;
         else hi = mid;
     }
-    if (lo == u->n_marks || c < u->marks[lo].first || (u->marks[lo].young && version == UNI_9)) return 0;
+    if (lo == u->n_marks || c < u->marks[lo].first || (u->marks[lo].young && version == UNI_9))
+        return 0;
     return u->marks[lo].class;
 }
 
+/* The decomposition of c, or NULL. */
 static const uni_pair *uni_find_pair(const uni *u, uint32_t c, int version) {
     int lo = 0, hi = u->n_pairs;
     while (lo < hi) {
@@ -1894,14 +1920,17 @@ static const uni_pair *uni_find_pair(const uni *u, uint32_t c, int version) {
         if (u->pairs[mid].c < c) lo = mid + 1;
         else hi = mid;
     }
-    if (lo == u->n_pairs || u->pairs[lo].c != c || (u->pairs[lo].young && version == UNI_9)) return NULL;
+    if (lo == u->n_pairs || u->pairs[lo].c != c || (u->pairs[lo].young && version == UNI_9))
+        return NULL;
     return &u->pairs[lo];
 }
 
-/* The character that a and b make, 0: none. */
+/* Returns the code point that a and b compose to, or 0 if they do not compose. */
 static uint32_t uni_compose(const uni *u, uint32_t a, uint32_t b, int version) {
-    if (a - UNI_L < 19 && b - UNI_V < UNI_V_N) return UNI_S + ((a - UNI_L) * UNI_V_N + (b - UNI_V)) * UNI_T_N;
-    if (a - UNI_S < UNI_S_N && (a - UNI_S) % UNI_T_N == 0 && b - UNI_T - 1 < UNI_T_N - 1) return a + (b - UNI_T);
+    if (a - UNI_L < 19 && b - UNI_V < UNI_V_N)
+        return UNI_S + ((a - UNI_L) * UNI_V_N + (b - UNI_V)) * UNI_T_N;
+    if (a - UNI_S < UNI_S_N && (a - UNI_S) % UNI_T_N == 0 && b - UNI_T - 1 < UNI_T_N - 1)
+        return a + (b - UNI_T);
     int lo = 0, hi = u->n_compositions;
     while (lo < hi) {
         int mid = (lo + hi) / 2;
@@ -1910,15 +1939,19 @@ static uint32_t uni_compose(const uni *u, uint32_t a, uint32_t b, int version) {
         else hi = mid;
     }
     const uni_pair *f = &u->compositions[lo];
-    return lo < u->n_compositions && f->a == a && f->b == b && !(f->young && version == UNI_9) ? f->c : 0;
+    return lo < u->n_compositions && f->a == a && f->b == b && !(f->young && version == UNI_9)
+               ? f->c
+               : 0;
 }
 
 static void uni_push(const uni *u, uni_run *r, uint32_t c, int version) {
-    if (r->n == r->cap) r->p = mem_realloc(r->p, (r->cap = MAX(r->cap * 2, (size_t)64)) * sizeof *r->p);
+    if (r->n == r->cap)
+        r->p = mem_realloc(r->p, (r->cap = MAX(r->cap * 2, (size_t)64)) * sizeof *r->p);
     r->p[r->n++] = c | (uint32_t)uni_combining(u, c, version) << 24;
 }
 
-/* Appends the full canonical decomposition of c. Only first parts decompose further, so a stack of last parts is enough. */
+/* Appends the full canonical decomposition of c. Of a pair only the first code point can decompose
+ * further, so a stack of the second ones is enough. */
 static void uni_decompose(const uni *u, uni_run *r, uint32_t c, int version) {
     uint32_t last[8];
     int n = 0;
@@ -1935,12 +1968,14 @@ static void uni_decompose(const uni *u, uni_run *r, uint32_t c, int version) {
     while (n) uni_push(u, r, last[--n], version);
 }
 
-/* Sorts each stretch of marks by class, stable, in linear time: a text may be one megabyte of marks. */
+/* Sorts each group of consecutive marks by combining class. The sort is stable, and it takes linear
+ * time (counting sort), because a text may have a megabyte of marks. */
 static void uni_reorder(uni_run *r) {
     uint32_t *sorted = NULL;
-    for (size_t i = 0, j; i < r->n; i = j + 1) { /* [i,j) is a stretch of marks; it ends at a starter or the end */
+    for (size_t i = 0, j; i < r->n; i = j + 1) { /* [i, j): a group; a starter or the end follows */
         bool ordered = true;
-        for (j = i; j < r->n && r->p[j] >> 24; j++) ordered &= j == i || r->p[j - 1] >> 24 <= r->p[j] >> 24;
+        for (j = i; j < r->n && r->p[j] >> 24; j++)
+            ordered &= j == i || r->p[j - 1] >> 24 <= r->p[j] >> 24;
         if (ordered) continue;
         size_t at[257] = {0};
         for (size_t k = i; k < j; k++) at[(r->p[k] >> 24) + 1]++;
@@ -1952,11 +1987,12 @@ static void uni_reorder(uni_run *r) {
     free(sorted);
 }
 
-/* Joins in place (Unicode 3.11, D117): a character joins the last starter unless one between them has the same or a higher
- * class. Then writes all of it to out. */
+/* Composes in place (Unicode 3.11, D117): a character composes with the last starter, unless a
+ * character between them has the same or a higher class. Then appends the result to out and empties
+ * the run. */
 static void uni_recompose(const uni *u, uni_run *r, buf *out, int version) {
-    size_t starter = SIZE_MAX, w = 0;
-    uint32_t before = 0; /* class of the character written last behind the starter, 256: the starter itself is last */
+    size_t starter = SIZE_MAX, w = 0; /* index of the last starter (SIZE_MAX: none); of writing */
+    uint32_t before = 0; /* class of the last character kept after the starter; 256: none */
     for (size_t i = 0; i < r->n; i++) {
         uint32_t c = r->p[i] & 0xFFFFFF, k = r->p[i] >> 24, joined = 0;
         if (starter != SIZE_MAX && (before == 256 || before < k))
@@ -1965,8 +2001,12 @@ static void uni_recompose(const uni *u, uni_run *r, buf *out, int version) {
             r->p[starter] = joined;
             continue;
         }
-        if (!k) starter = w, before = 256;
-        else before = k;
+        if (!k) {
+            starter = w;
+            before = 256;
+        } else {
+            before = k;
+        }
         r->p[w++] = r->p[i];
     }
     for (size_t i = 0; i < w; i++) {
@@ -1976,8 +2016,9 @@ static void uni_recompose(const uni *u, uni_run *r, buf *out, int version) {
     r->n = 0;
 }
 
-/* Text in form C: the text itself where a quick check finds nothing to do, else a copy in *b. Each stretch from the stable
- * character before an unstable one up to the next stable one is worked on by itself. */
+/* Returns s in normal form C: s itself if it has no unstable character, else a copy in *b (its old
+ * content is dropped). Each part is normalized by itself: it starts at the stable character before
+ * an unstable one and ends before the next stable one. */
 static str uni_nfc(const uni *u, str s, int version, buf *b) {
     const char *p = s.p, *end = s.p + s.n, *done = s.p, *stable = s.p;
     uni_run r = {0};
@@ -1985,11 +2026,13 @@ static str uni_nfc(const uni *u, str s, int version, buf *b) {
     buf_clear(b);
     while (p < end) {
         uint64_t w;
-        while (end - p >= 8 && (memcpy(&w, p, 8), !(w & 0x8080808080808080u))) p += 8, stable = p - 1;
+        while (end - p >= 8 && (memcpy(&w, p, 8), !(w & 0x8080808080808080u)))
+            p += 8, stable = p - 1; /* 8 bytes of ASCII */
         if (p == end) break;
         uint32_t c = uni_next(p, &n);
         if (!(u->props[c] & UNI_UNSTABLE)) {
-            stable = p, p += n;
+            stable = p;
+            p += n;
             continue;
         }
         buf_put(b, done, (size_t)(stable - done));
@@ -2012,10 +2055,11 @@ static str uni_nfc(const uni *u, str s, int version, buf *b) {
 
 static void uni_cases_init(uni_cases *u) {
     static const uint8_t kinds[] = { /* KINDS of test/make_unicode.py */
-        UNI_IS_LOWER, UNI_IS_UPPER, UNI_IS_TITLE, UNI_IGNORED, UNI_IS_LOWER | UNI_IGNORED, UNI_PAIRS,
-        UNI_IS_LOWER | UNI_UNTITLED};
+        UNI_IS_LOWER, UNI_IS_UPPER, UNI_IS_TITLE, UNI_IGNORED, UNI_IS_LOWER | UNI_IGNORED,
+        UNI_PAIRS, UNI_IS_LOWER | UNI_UNTITLED};
     uint32_t at = 0;
-    *u = (uni_cases){.runs = mem_alloc(sizeof uni_case_text / 2 * sizeof *u->runs),
+    *u = (uni_cases){ /* upper bounds: an entry has at least two characters of text */
+        .runs = mem_alloc(sizeof uni_case_text / 2 * sizeof *u->runs),
         .exceptions = mem_alloc(sizeof uni_exception_text / 2 * sizeof *u->exceptions)};
     for (const char *p = uni_case_text; *p;) {
         uint32_t v = uni_number_of(&p);
@@ -2035,11 +2079,13 @@ static void uni_cases_init(uni_cases *u) {
     }
 }
 static void uni_cases_free(uni_cases *u) {
-    free(u->runs), free(u->exceptions);
+    free(u->runs);
+    free(u->exceptions);
     *u = (uni_cases){0};
 }
 
-/* The kind of c, bits UNI_IS_LOWER ... UNI_UNTITLED, and the difference to its other case. */
+/* Returns the kind of c (bits UNI_IS_LOWER ... UNI_UNTITLED; 0: no case). *delta: the difference to
+ * its other case, 0 if there is none. */
 static int uni_case_kind(const uni_cases *u, uint32_t c, int32_t *delta) {
     int lo = 0, hi = u->n_runs;
     while (lo < hi) {
@@ -2055,6 +2101,7 @@ static int uni_case_kind(const uni_cases *u, uint32_t c, int32_t *delta) {
     return *delta = lower ? -1 : 1, lower ? UNI_IS_LOWER : UNI_IS_UPPER;
 }
 
+/* Returns NULL if there is no exception. */
 static const uni_exception *uni_find_exception(const uni_cases *u, uint32_t key) {
     int lo = 0, hi = u->n_exceptions;
     while (lo < hi) {
@@ -2065,11 +2112,11 @@ static const uni_exception *uni_find_exception(const uni_cases *u, uint32_t key)
     return lo < u->n_exceptions && u->exceptions[lo].key == key ? &u->exceptions[lo] : NULL;
 }
 
-/* c in another case: 1 to 3 code points, their number is returned. */
+/* Writes c in another case to out. Returns the number of code points, 1 to 3. */
 static int uni_map_case(const uni_cases *u, uint32_t c, enum uni_case to, uint32_t out[3]) {
     const uni_exception *x = uni_find_exception(u, c * 4 + to);
     if (x) return memcpy(out, x->to, sizeof x->to), x->n;
-    if (to == UNI_FOLDED) { /* the lower case of the upper case, but Cherokee folds to upper */
+    if (to == UNI_FOLDED) { /* lower case of the upper case; but Cherokee folds to upper case */
         uint32_t upper[3];
         bool cherokee = (c >= 0x13A0 && c < 0x1400) || (c >= 0xAB70 && c < 0xABC0);
         int n = 0, n_upper = uni_map_case(u, c, UNI_UPPERCASE, cherokee ? out : upper);
@@ -2084,8 +2131,8 @@ static int uni_map_case(const uni_cases *u, uint32_t c, enum uni_case to, uint32
     return *out = stays ? c : c + (uint32_t)delta, 1;
 }
 
-/* Whether the capital sigma at s[at] ends a word: a letter with case is before it, none behind it.
- * Characters that are ignored may stand between them (Unicode 3.13, Final_Sigma). */
+/* Is the capital sigma at s[at] at the end of a word? It is if a cased letter comes before it and
+ * none after it, where Case_Ignorable characters are skipped (Unicode 3.13, Final_Sigma). */
 static bool uni_final_sigma(const uni_cases *u, str s, size_t at) {
     int32_t delta;
     int n, kind = UNI_IGNORED;
@@ -2100,8 +2147,8 @@ static bool uni_final_sigma(const uni_cases *u, str s, size_t at) {
     return kind & UNI_IGNORED || !(kind & UNI_IS_CASED);
 }
 
-/* Puts the character at s[at] in another case behind b. Returns its bytes in s. A final sigma ends a
- * word of s. */
+/* Appends the character at s[at] to b, in another case. Returns its length in s, in bytes. s is the
+ * whole text: the lower case of a sigma depends on the characters around it. */
 static int uni_put_case(const uni_cases *u, str s, size_t at, enum uni_case to, buf *b) {
     char utf8[4];
     int n;
