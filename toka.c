@@ -1763,6 +1763,7 @@ static uint32_t uni_signed_of(const char **p, uint32_t base) {
     return v & 1 ? base - (v + 1) / 2 : base + v / 2;
 }
 
+/* For qsort: compares pairs by (a, b). */
 static int uni_by_parts(const void *a, const void *b) {
     const uni_pair *x = a, *y = b;
     if (x->a != y->a) return x->a < y->a ? -1 : 1;
@@ -1944,6 +1945,7 @@ static uint32_t uni_compose(const uni *u, uint32_t a, uint32_t b, int version) {
                : 0;
 }
 
+/* Appends c and its combining class. */
 static void uni_push(const uni *u, uni_run *r, uint32_t c, int version) {
     if (r->n == r->cap)
         r->p = mem_realloc(r->p, (r->cap = MAX(r->cap * 2, (size_t)64)) * sizeof *r->p);
@@ -1991,8 +1993,9 @@ static void uni_reorder(uni_run *r) {
  * character between them has the same or a higher class. Then appends the result to out and empties
  * the run. */
 static void uni_recompose(const uni *u, uni_run *r, buf *out, int version) {
-    size_t starter = SIZE_MAX, w = 0; /* index of the last starter (SIZE_MAX: none); of writing */
-    uint32_t before = 0; /* class of the last character kept after the starter; 256: none */
+    size_t starter = SIZE_MAX; /* index of the last starter; SIZE_MAX: none yet */
+    size_t w = 0;              /* index at which the next kept code point is written */
+    uint32_t before = 0;       /* class of the last mark kept after the starter; 256: none */
     for (size_t i = 0; i < r->n; i++) {
         uint32_t c = r->p[i] & 0xFFFFFF, k = r->p[i] >> 24, joined = 0;
         if (starter != SIZE_MAX && (before == 256 || before < k))
@@ -2084,7 +2087,7 @@ static void uni_cases_free(uni_cases *u) {
     *u = (uni_cases){0};
 }
 
-/* Returns the kind of c (bits UNI_IS_LOWER ... UNI_UNTITLED; 0: no case). *delta: the difference to
+/* Returns the kind of c, a set of the bits UNI_IS_LOWER ... UNI_UNTITLED. *delta: the difference to
  * its other case, 0 if there is none. */
 static int uni_case_kind(const uni_cases *u, uint32_t c, int32_t *delta) {
     int lo = 0, hi = u->n_runs;
