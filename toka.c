@@ -859,12 +859,13 @@ static int os_read_all(int fd, const char *name, size_t limit, buf *out, toka_er
  * chapters 1 and 2, so it can be copied into another program.
  *
  * Reader: json_parse(arena, text, limits, e) returns the root, or NULL on an error; e->msg says
- * what is wrong and at which byte. The caller limits the depth and the size. A node has 16 bytes,
- * but a value may have only two bytes of text ("0,"), so the limit holds for the nodes, too.
+ * what is wrong and at which byte. The caller limits the depth and the size. The limit of the size
+ * holds for the text and for the nodes, because nodes can need 8 times the bytes of the text: a
+ * node has 16 bytes, a value may have two ("0,").
  * Text must be UTF-8. An escaped lone surrogate (\ud83d alone) is legal JSON and becomes U+FFFD.
  * A number remembers whether it was written as an integer. An integer that does not fit 64 bits
- * keeps its text, because Python keeps all digits of integers. Any other number must be within the
- * range of a double; else it is an error, so all numbers are finite.
+ * keeps its text, because Python keeps all digits of integers. A number out of the range of a
+ * double is an error, so all numbers are finite.
  * json_parse_python also accepts what Python's json accepts beyond the RFC: NaN, Infinity,
  * -Infinity, and a number out of range, which becomes infinity.
  * If an object has a key twice, the last one counts, as in Python.
@@ -1379,7 +1380,8 @@ static void json_put_decimal(buf *b, int64_t n, int k, int x) {
 }
 
 /* The fast path of json_put_num, without printf: writes a float in the range of log-probabilities,
- * 1e-13 <= |f| < 1e5. It tries 6 to 9 digits: n is |f| * 10^k, rounded to an integer.
+ * 1e-13 <= |f| < 1e5. It tries 6 to 9 digits: n is |f| * 10^k, rounded to an integer of so many
+ * digits.
  * The product is exact up to k = 12 and accurate enough above, except if it is very near to
  * n + 1/2. n and 10^k are exact doubles, so n / 10^k is the double that a reader gets from the
  * digits. Returns false and writes nothing if only printf can be trusted: f is out of the range, or
@@ -1538,13 +1540,14 @@ enum { /* bits of a code point's kind, with Unicode's names of the properties */
     UNI_IS_TITLE = 4,  /* Titlecase_Letter */
     UNI_IS_CASED = 7,  /* any of these three */
     UNI_IGNORED = 8,   /* Case_Ignorable: the rule of the final sigma skips it */
-    UNI_PAIRS = 16,    /* of a run: upper case and its lower case alternate */
+    UNI_PAIRS = 16,    /* only of runs: an upper case, its lower case, the next upper case ... */
     UNI_UNTITLED = 32  /* its title case is itself */
 };
 
 typedef struct uni_case_run { /* code points first .. last are of this kind */
     uint32_t first, last;
-    int32_t delta; /* add it to a lower-case letter for its upper case, to others for lower case */
+    /* add it to a lower-case letter for its upper case, to others for lower case; 0: no other case */
+    int32_t delta;
     uint8_t kind;  /* UNI_IS_LOWER ... */
 } uni_case_run;
 
