@@ -711,8 +711,9 @@ static double os_now(void) { /* seconds of the monotonic clock, which never step
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* Shutdown timeout, in seconds. 0 until a signal (SIGINT, SIGTERM) asks the program to end. From
- * then on, the engine stops waiting for a device whose step takes longer than this. */
+/* Shutdown timeout, in seconds. 0 until a signal (SIGINT, SIGTERM) asks the program to end, so it
+ * also tells whether one did. Afterwards the engine waits at most this long for a device's step;
+ * a group of ranks has its own watchdog instead (21). */
 static atomic_int os_stop_timeout_s;
 
 static int os_n_cores(void) { /* the number of cores that this process may use */
@@ -1546,7 +1547,7 @@ enum { /* bits of a code point's kind, with Unicode's names of the properties */
 
 typedef struct uni_case_run { /* code points first .. last are of this kind */
     uint32_t first, last;
-    /* add it to a lower-case letter for its upper case, to others for lower case; 0: no other case */
+    /* add it to a lower-case letter for its upper case, to others for lower case; 0: no such case */
     int32_t delta;
     uint8_t kind;  /* UNI_IS_LOWER ... */
 } uni_case_run;
