@@ -1547,7 +1547,7 @@ enum { /* bits of a code point's kind, with Unicode's names of the properties */
 
 typedef struct uni_case_run { /* code points first .. last are of this kind */
     uint32_t first, last;
-    /* add it to a lower-case letter for its upper case, to others for lower case; 0: no such case */
+    /* lower-case letters: add it for upper case; others: add it for lower case; 0: no such case */
     int32_t delta;
     uint8_t kind;  /* UNI_IS_LOWER ... */
 } uni_case_run;
