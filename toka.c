@@ -3872,17 +3872,18 @@ static void tok_del(tok *t) {
 
 /* ===========================================================================
  * MARK: 8. Chat template: parser [pure]
- * The Jinja that chat templates are written in, as Hugging Face sets it up: trim_blocks and lstrip_blocks on, autoescape
- * off, break and continue, the `generation` tag. This chapter goes from source to tree; the next one has the values that a
- * render works on, the one behind it walks the tree.
+ * Chat templates are written in Jinja. This chapter parses Jinja with the settings of Hugging Face:
+ * trim_blocks and lstrip_blocks on, autoescape off, the tags break, continue and `generation`. It
+ * turns the source into a tree. Chapter 9 has the values of a render; chapter 10 evaluates the tree.
  *
- * Source -> tmpl_lex (tokens; all whitespace control happens there) -> tmpl_parser (one tmpl_node per construct) -> tmpl.
- * A tmpl never changes after parsing: any number of threads may render it. Names of variables become small numbers.
+ * Source -> tmpl_lex (tokens; it does all whitespace control) -> tmpl_parser (one tmpl_node for
+ * each construct) -> tmpl. A tmpl is immutable after parsing, so any number of threads may render
+ * it. The parser replaces names of variables by small numbers.
  *
- * Always: the parser nests at most TMPL_NESTING deep, so that its recursion is bounded; every error says
- * "template line N: " and names the construct. Source and texts are UTF-8.
- * Not here, and an error: include, import, extends, block, with, do, recursive loops, the operator
- * **, integers beyond 64 bits. A filter or test that is not known is an error when it runs.
+ * Always: the parser nests at most TMPL_NESTING deep, which bounds its recursion. Every error
+ * begins with "template line N: " and names the construct. Source and texts are UTF-8.
+ * Not supported, and a parse error: include, import, extends, block, with, do, recursive loops, the
+ * operator **, integers beyond 64 bits. An unknown filter or test is an error only when it runs.
  * =========================================================================== */
 
 enum { TMPL_NESTING = 100, TMPL_MAX_SOURCE = 1 << 20, TMPL_MAX_NAMES = 1000 };
@@ -3890,61 +3891,62 @@ enum { TMPL_NESTING = 100, TMPL_MAX_SOURCE = 1 << 20, TMPL_MAX_NAMES = 1000 };
 /* ---- Tree ---- */
 
 typedef enum tmpl_kind {
-    /* statements; bodies are chains through .next                                           */
-    TN_TEXT,     /* s                                                                        */
-    TN_PRINT,    /* a: expression                                                            */
-    TN_IF,       /* a: condition (NULL: the else arm), b: body, c: next arm                  */
-    TN_FOR,      /* a: target, b: what is walked, c: body, d: condition or NULL, e: else     */
-    TN_SET,      /* a: target, b: expression                                                 */
-    TN_SETBLOCK, /* a: target, b: filters over TN_CAPTURED, c: body                          */
-    TN_FILTERED, /* b: filters over TN_CAPTURED, c: body                                     */
-    TN_MACRO,    /* id, s: name, b: parameters (TN_PARAM), c: body, i: has a variable caller */
-    TN_CALLBLOCK, /* a: call, b: the TN_MACRO that the called macro has as caller            */
-    TN_SCOPE,    /* c: body with a scope of its own (generation)                             */
+    /* Statements. A comment lists the node's fields that are used. A body is a list through .next */
+    TN_TEXT,      /* s */
+    TN_PRINT,     /* a: expression */
+    TN_IF,        /* a: condition (NULL: this is the else arm), b: body, c: next arm */
+    TN_FOR,       /* a: target, b: sequence, c: body, d: condition or NULL, e: else body or NULL */
+    TN_SET,       /* a: target, b: expression */
+    TN_SETBLOCK,  /* a: target, b: filters over TN_CAPTURED, c: body */
+    TN_FILTERED,  /* b: filters over TN_CAPTURED, c: body */
+    TN_MACRO,     /* id, s: name, b: parameters (TN_PARAM), c: body, i: 1: has a variable `caller` */
+    TN_CALLBLOCK, /* a: call, b: the TN_MACRO that the called macro gets as `caller` */
+    TN_SCOPE,     /* c: body with a scope of its own (generation) */
     TN_BREAK,
     TN_CONTINUE,
-    /* expressions                                                                           */
+    /* Expressions */
     TN_NONE,
-    TN_BOOL,     /* i                                                                        */
-    TN_INT,      /* i                                                                        */
-    TN_FLOAT,    /* f                                                                        */
-    TN_STRING,   /* s                                                                        */
-    TN_NAME,     /* id, s                                                                    */
-    TN_LIST,     /* b: chain of elements                                                     */
-    TN_TUPLE,    /* b: chain of elements                                                     */
-    TN_DICT,     /* b: chain key, value, key, value ...                                      */
-    TN_ATTR,     /* a.s                                                                      */
-    TN_ITEM,     /* a[b]                                                                     */
-    TN_SLICE,    /* a[b:c:d], each of b, c, d may be NULL                                    */
-    TN_CALL,     /* a(b: chain of arguments)                                                 */
-    TN_FILTER,   /* a|s(b)                                                                   */
-    TN_TEST,     /* a is s(b); op 1: is not                                                  */
-    TN_NOT,      /* not a                                                                    */
-    TN_SIGN,     /* op '-' or '+', a                                                         */
-    TN_BINARY,   /* a op b                                                                   */
-    TN_COND,     /* b if a else c, c may be NULL                                             */
-    TN_CAPTURED, /* the text that the set or filter block around it has collected            */
-    /* parts                                                                                 */
-    TN_KEYWORD,  /* s=a in arguments                                                         */
-    TN_SPREAD,   /* *a in arguments                                                          */
-    TN_SPREADMAP, /* **a in arguments                                                        */
-    TN_PARAM,    /* id, s, a: default or NULL                                                */
-    TN_NSREF     /* namespace variable id, attribute s, as a target                          */
+    TN_BOOL,      /* i */
+    TN_INT,       /* i */
+    TN_FLOAT,     /* f */
+    TN_STRING,    /* s */
+    TN_NAME,      /* id, s */
+    TN_LIST,      /* b: list of elements through .next */
+    TN_TUPLE,     /* b: list of elements */
+    TN_DICT,      /* b: list of key, value, key, value ... */
+    TN_ATTR,      /* a.s */
+    TN_ITEM,      /* a[b] */
+    TN_SLICE,     /* a[b:c:d]; b, c and d may each be NULL */
+    TN_CALL,      /* a(b: list of arguments) */
+    TN_FILTER,    /* a|s(b) */
+    TN_TEST,      /* a is s(b); op 1: is not */
+    TN_NOT,       /* not a */
+    TN_SIGN,      /* op '-' or '+', a */
+    TN_BINARY,    /* a op b */
+    TN_COND,      /* b if a else c; c may be NULL */
+    TN_CAPTURED,  /* the text collected by the enclosing set or filter block */
+    /* Parts */
+    TN_KEYWORD,   /* s=a in arguments */
+    TN_SPREAD,    /* *a in arguments */
+    TN_SPREADMAP, /* **a in arguments */
+    TN_PARAM,     /* id, s: name, a: default or NULL */
+    TN_NSREF      /* an assignment target: attribute s of the namespace in variable id */
 } tmpl_kind;
 
-#define OP2(a, b) ((a) | (b) << 8) /* a sign of two characters; one of a single character stands for itself */
+/* Code of an operator of two characters. The code of a single character is the character. */
+#define OP2(a, b) ((a) | (b) << 8)
 enum {
     OP_AND = 'a', OP_OR = 'o', OP_IN = 'i', OP_NOT_IN = 'n', OP_FLOOR = OP2('/', '/'),
-    OP_POWER = OP2('*', '*'), /* only in front of an argument */
+    OP_POWER = OP2('*', '*'), /* only before an argument: **dict */
     OP_EQ = OP2('=', '='), OP_NE = OP2('!', '='), OP_LE = OP2('<', '='), OP_GE = OP2('>', '=')
 };
 
 typedef struct tmpl_node tmpl_node;
-struct tmpl_node {
+struct tmpl_node { /* which fields a kind uses: see tmpl_kind. Nodes belong to the arena of the tmpl */
     uint8_t kind; /* tmpl_kind */
     uint16_t op;
-    int line;
-    int id; /* a variable's number */
+    int line; /* of the source, from 1 */
+    int id;   /* number of a variable: index into tmpl.names */
     str s;
     int64_t i;
     double f;
@@ -3953,13 +3955,13 @@ struct tmpl_node {
 
 enum { TMPL_LOOP, TMPL_CALLER, TMPL_RESERVED }; /* numbers of the variables `loop` and `caller` */
 
-typedef struct tmpl {
-    arena a; /* nodes and their texts */
-    tmpl_node *body;
-    str names[TMPL_MAX_NAMES]; /* of variables, by number */
+typedef struct tmpl { /* a parsed template; immutable */
+    arena a;                   /* owns the nodes and their texts */
+    tmpl_node *body;           /* list of statements; NULL: empty template */
+    str names[TMPL_MAX_NAMES]; /* names of variables, by number; they point into a */
     int n_names;
-    bool walks_content; /* a loop goes over the parts of a message's content */
-    uni_cases cases;
+    bool walks_content;        /* some `for` iterates over the parts of a message's content */
+    uni_cases cases;           /* case tables for lower, upper, title ... */
 } tmpl;
 
 /* ---- Tokens ---- */
@@ -3970,24 +3972,26 @@ typedef enum tmpl_token_type {
 
 typedef struct tmpl_token {
     uint8_t type;
-    uint16_t op; /* TT_OP */
+    uint16_t op; /* TT_OP: its code */
     int line;
-    str s; /* text of data, names, numbers; a string's value */
+    str s; /* TT_STRING: the value, escapes resolved; else the source text */
 } tmpl_token;
 
 typedef struct tmpl_lexer {
     str src;
-    size_t at;
-    int line;
-    tmpl_token *tokens;
+    size_t at;                  /* byte of src to read next */
+    int line;                   /* line of `at`, from 1 */
+    tmpl_token *tokens;         /* [n], malloc'ed; the caller frees it */
     size_t n, cap;
-    arena *a;                   /* string values */
-    char closers[TMPL_NESTING]; /* the brackets that must close before the tag may end */
+    arena *a;                   /* owns the values of strings; the template's arena */
+    char closers[TMPL_NESTING]; /* [n_open] brackets that must close before the tag may end */
     int n_open;
     toka_err *e;
 } tmpl_lexer;
 
-__attribute__((format(printf, 3, 4))) static bool tmpl_syntax(toka_err *e, int line, const char *fmt, ...) {
+/* Reports an error in the template's line `line`. Returns false. */
+__attribute__((format(printf, 3, 4)))
+static bool tmpl_syntax(toka_err *e, int line, const char *fmt, ...) {
     char what[400];
     va_list ap;
     va_start(ap, fmt);
@@ -3997,7 +4001,7 @@ __attribute__((format(printf, 3, 4))) static bool tmpl_syntax(toka_err *e, int l
     return false;
 }
 
-/* Where a word stands among words separated by single spaces, -1 if it does not. */
+/* Returns the index of `word` in `words`, which are separated by single spaces; -1 if absent. */
 static int tmpl_word_index(const char *words, str word) {
     for (int i = 0; *words; i++) {
         size_t n = strcspn(words, " ");
@@ -4007,25 +4011,28 @@ static int tmpl_word_index(const char *words, str word) {
     return -1;
 }
 
-/* Bytes of the white space character at s[i], 0 if it is none or i is inside of a character. The set is Python's str.isspace. */
+/* Returns the length in bytes of the white space character at s[i]. Returns 0 if s[i] is not white
+ * space (as in Python's str.isspace), at the end of s, or if i is inside a character. */
 static size_t tmpl_space(str s, size_t i) {
     int n;
     if (i >= s.n || (s.p[i] & 0xC0) == 0x80) return 0;
     uint32_t c = uni_next(s.p + i, &n);
-    bool space = (c >= 9 && c <= 13) || (c >= 0x1C && c <= 0x20) || c == 0x85 || c == 0xA0 || c == 0x1680 ||
-                 (c >= 0x2000 && c <= 0x200A) || c == 0x2028 || c == 0x2029 || c == 0x202F || c == 0x205F || c == 0x3000;
+    bool space = (c >= 9 && c <= 13) || (c >= 0x1C && c <= 0x20) || c == 0x85 || c == 0xA0 ||
+                 c == 0x1680 || (c >= 0x2000 && c <= 0x200A) || c == 0x2028 || c == 0x2029 ||
+                 c == 0x202F || c == 0x205F || c == 0x3000;
     return space ? (size_t)n : 0;
 }
+/* Returns the index of the first byte at or after i that is not white space. */
 static size_t tmpl_skip_space(str s, size_t i) {
     for (size_t n; (n = tmpl_space(s, i)) != 0;) i += n;
     return i;
 }
-static size_t tmpl_last_cp(str s) { /* where the last code point of a text that is not empty begins */
+static size_t tmpl_last_cp(str s) { /* byte index of the last code point; s is not empty */
     size_t i = s.n - 1;
     while (i && (s.p[i] & 0xC0) == 0x80) i--;
     return i;
 }
-/* s without the white space at its ends. */
+/* Returns s without the white space at its left and right end, as the flags say. */
 static str tmpl_trim(str s, bool left, bool right) {
     if (left) s = str_sub(s, tmpl_skip_space(s, 0), s.n);
     while (right && s.n && tmpl_space(s, tmpl_last_cp(s))) s.n = tmpl_last_cp(s);
@@ -4037,19 +4044,23 @@ static void tmpl_push(tmpl_lexer *x, int type, int op, str s) {
         x->cap = MAX(x->cap * 2, (size_t)256);
         x->tokens = mem_realloc(x->tokens, x->cap * sizeof *x->tokens);
     }
-    x->tokens[x->n++] = (tmpl_token){.type = (uint8_t)type, .op = (uint16_t)op, .line = x->line, .s = s};
+    x->tokens[x->n++] =
+        (tmpl_token){.type = (uint8_t)type, .op = (uint16_t)op, .line = x->line, .s = s};
 }
 
+/* The byte of the source at `at`; 0 after its end. */
 static char tmpl_char(const tmpl_lexer *x, size_t at) { return at < x->src.n ? x->src.p[at] : 0; }
+/* Does the source continue with `what` at `at`? */
 static bool tmpl_sees(const tmpl_lexer *x, size_t at, const char *what) {
     return at <= x->src.n && str_starts(str_sub(x->src, at, x->src.n), str_c(what));
 }
-static void tmpl_advance(tmpl_lexer *x, size_t to) { /* counts the lines on the way */
+static void tmpl_advance(tmpl_lexer *x, size_t to) { /* moves to byte `to` and counts lines */
     for (; x->at < to; x->at++) x->line += x->src.p[x->at] == '\n';
 }
 
-/* If a tag may end at `at`, the first byte behind it, else 0. closer is '%', '}' or '#'. A "-" takes the white space behind
- * with it; blocks and comments take one line feed (trim_blocks) unless they end in "+". */
+/* If the end of a tag stands at `at`, returns the index of the first byte after the tag, else 0.
+ * closer is '%', '}' or '#'. An end with "-" also consumes the white space after it. The end of a
+ * block or comment also consumes one line feed (trim_blocks), unless it is written with "+". */
 static size_t tmpl_tag_end(const tmpl_lexer *x, size_t at, char closer) {
     const char end[] = {closer, '}', 0};
     char sign = tmpl_char(x, at);
@@ -4059,8 +4070,9 @@ static size_t tmpl_tag_end(const tmpl_lexer *x, size_t at, char closer) {
     return at + 2 + (closer != '}' && tmpl_char(x, at + 2) == '\n');
 }
 
-/* The text from x->at up to a tag that opens at `open` with this sign: "-" takes all white space before it; without a sign
- * a block or comment that stands alone at the start of its line takes that line's indentation (lstrip_blocks). */
+/* Pushes the text from x->at to the tag that opens at `open`. `sign` is the character after the
+ * opening. "-" removes all white space before the tag. Without "-" or "+", if only white space
+ * stands between the start of the line and a block or comment, it is removed (lstrip_blocks). */
 static void tmpl_data(tmpl_lexer *x, size_t open, char kind, char sign) {
     str s = str_sub(x->src, x->at, open);
     if (sign == '-') {
@@ -4083,24 +4095,29 @@ static bool tmpl_comment(tmpl_lexer *x) {
     return tmpl_syntax(x->e, x->line, "comment without an end");
 }
 
-/* One escape of a string literal at s[*i] (on the backslash), as in Python; an unknown one stays as it is written. */
+/* Appends one escape of a string literal, as in Python. *i is the index of the backslash and moves
+ * past the escape. An unknown escape is kept as written. A surrogate becomes U+FFFD. */
 static bool tmpl_escape(tmpl_lexer *x, str s, size_t *i, buf *out) {
     static const char from[] = "\\'\"abfnrtv", to[] = "\\'\"\a\b\f\n\r\t\v";
     char c = s.p[*i + 1], utf8[4];
     const char *k = c ? strchr(from, c) : NULL;
-    bool octal = c >= '0' && c <= '7'; /* one to three digits; of the others all */
-    int digits = octal ? 3 : c == 'x' ? 2 : c == 'u' ? 4 : c == 'U' ? 8 : 0, base = octal ? 8 : 16, v;
+    bool octal = c >= '0' && c <= '7'; /* octal: 1 to 3 digits; hexadecimal: all digits needed */
+    int digits = octal ? 3 : c == 'x' ? 2 : c == 'u' ? 4 : c == 'U' ? 8 : 0;
+    int base = octal ? 8 : 16, v;
     *i += octal ? 1 : 2;
     if (c == '\n') return true;
     if (k) return buf_char(out, to[k - from]), true;
     if (!digits) return buf_put(out, s.p + *i - 2, 2), true;
     uint32_t u = 0;
-    for (; digits && *i < s.n && (v = hex_digit(s.p[*i])) >= 0 && v < base; digits--, ++*i) u = u * (uint32_t)base + (uint32_t)v;
-    if ((digits && !octal) || u > 0x10FFFF) return tmpl_syntax(x->e, x->line, "wrong \\%c escape in a string", c);
+    for (; digits && *i < s.n && (v = hex_digit(s.p[*i])) >= 0 && v < base; digits--, ++*i)
+        u = u * (uint32_t)base + (uint32_t)v;
+    if ((digits && !octal) || u > 0x10FFFF)
+        return tmpl_syntax(x->e, x->line, "wrong \\%c escape in a string", c);
     if (u >= 0xD800 && u <= 0xDFFF) u = 0xFFFD;
     return buf_put(out, utf8, (size_t)utf8_put(utf8, u)), true;
 }
 
+/* Reads a string literal; x->at is on its opening quote. */
 static bool tmpl_string(tmpl_lexer *x) {
     size_t from = x->at + 1, to = from;
     char quote = x->src.p[x->at];
@@ -4124,10 +4141,11 @@ static size_t tmpl_digits(const tmpl_lexer *x, size_t at) {
     return at;
 }
 
+/* Reads an integer or a float, which has a fraction, an exponent or both. */
 static void tmpl_number(tmpl_lexer *x) {
     size_t end = tmpl_digits(x, x->at);
     int type = TT_INT;
-    bool member = x->src.p[x->at - 1] == '.'; /* a.0.1 is (a.0).1 */
+    bool member = x->src.p[x->at - 1] == '.'; /* after a dot: a.0.1 means (a.0).1, not a[0.1] */
     if (!member && tmpl_char(x, end) == '.' && isdigit((unsigned char)tmpl_char(x, end + 1)))
         end = tmpl_digits(x, end + 1), type = TT_FLOAT;
     if (!member && (tmpl_char(x, end) | 32) == 'e') {
@@ -4138,6 +4156,7 @@ static void tmpl_number(tmpl_lexer *x) {
     x->at = end;
 }
 
+/* Reads an operator or bracket. Checks that brackets match. */
 static bool tmpl_sign(tmpl_lexer *x) {
     static const char twos[][3] = {"//", "**", "==", "!=", ">=", "<="};
     char c = x->src.p[x->at];
@@ -4151,7 +4170,8 @@ static bool tmpl_sign(tmpl_lexer *x) {
         return tmpl_syntax(x->e, x->line, "unexpected character '%.*s'", n, x->src.p + x->at);
     }
     if (strchr("([{", c)) {
-        if (x->n_open == TMPL_NESTING) return tmpl_syntax(x->e, x->line, "brackets nested more than %d deep", TMPL_NESTING);
+        if (x->n_open == TMPL_NESTING)
+            return tmpl_syntax(x->e, x->line, "brackets nested more than %d deep", TMPL_NESTING);
         x->closers[x->n_open++] = (char)(c == '(' ? ')' : c + 2);
     }
     if (strchr(")]}", c) && (!x->n_open || x->closers[--x->n_open] != c))
@@ -4160,7 +4180,7 @@ static bool tmpl_sign(tmpl_lexer *x) {
     return x->at++, true;
 }
 
-/* The tokens inside {% %} or {{ }}, up to and with the end. */
+/* Reads the tokens inside {% %} or {{ }} and the end of the tag. */
 static bool tmpl_tag(tmpl_lexer *x, char closer) {
     int line = x->line;
     for (;;) {
@@ -4176,7 +4196,8 @@ static bool tmpl_tag(tmpl_lexer *x, char closer) {
             tmpl_number(x);
         } else if (isalpha(c) || c == '_' || c >= 0x80) {
             end = x->at;
-            while (isalnum(c) || c == '_' || (c >= 0x80 && !tmpl_space(x->src, end))) c = (unsigned char)tmpl_char(x, ++end);
+            while (isalnum(c) || c == '_' || (c >= 0x80 && !tmpl_space(x->src, end)))
+                c = (unsigned char)tmpl_char(x, ++end);
             tmpl_push(x, TT_NAME, 0, str_sub(x->src, x->at, end));
             x->at = end;
         } else if (c == '"' || c == '\'' ? !tmpl_string(x) : !tmpl_sign(x)) {
@@ -4185,13 +4206,15 @@ static bool tmpl_tag(tmpl_lexer *x, char closer) {
     }
 }
 
-/* Behind the name of a tag that has nothing else, where its end may stand; 0: it is another tag. */
+/* If `name` stands at `at` (white space may precede it), returns the index of the first byte after
+ * the name and white space, where the tag may end. Returns 0 if it is another tag. */
 static size_t tmpl_named_tag(const tmpl_lexer *x, size_t at, const char *name) {
     at = tmpl_skip_space(x->src, at);
     return tmpl_sees(x, at, name) ? tmpl_skip_space(x->src, at + strlen(name)) : 0;
 }
 
-/* Behind "{%": if it is a raw block, its text as it is. *is: it is one. (Its first tag takes no line feed with it.) */
+/* Called after "{%". If this is a raw block, sets *is and pushes its text unchanged. "%}" of the
+ * opening tag does not consume a line feed; this differs from other tags. */
 static bool tmpl_raw(tmpl_lexer *x, bool *is) {
     const size_t at = tmpl_named_tag(x, x->at, "raw");
     *is = at && (tmpl_sees(x, at, "%}") || tmpl_sees(x, at, "-%}"));
@@ -4207,12 +4230,14 @@ static bool tmpl_raw(tmpl_lexer *x, bool *is) {
     return tmpl_syntax(x->e, x->line, "raw without its endraw");
 }
 
-/* All tokens of the source; the last is TT_END. */
+/* Reads all tokens of the source. The last one is TT_END. Returns false after an error. */
 static bool tmpl_lex(tmpl_lexer *x) {
     str s = x->src;
     while (x->at < s.n) {
         size_t open = x->at;
-        while (open < s.n && !(s.p[open] == '{' && tmpl_char(x, open + 1) && strchr("%{#", s.p[open + 1]))) open++;
+        while (open < s.n &&
+               !(s.p[open] == '{' && tmpl_char(x, open + 1) && strchr("%{#", s.p[open + 1])))
+            open++;
         char kind = tmpl_char(x, open + 1), sign = tmpl_char(x, open + 2);
         tmpl_data(x, open, kind, sign);
         if (open == s.n) break;
@@ -4220,7 +4245,8 @@ static bool tmpl_lex(tmpl_lexer *x) {
         bool raw = false;
         if (kind == '%' && !tmpl_raw(x, &raw)) return false;
         if (raw) continue;
-        if (kind != '#') tmpl_push(x, kind == '%' ? TT_BLOCK : TT_PRINT, 0, str_sub(s, open, open + 2));
+        if (kind != '#')
+            tmpl_push(x, kind == '%' ? TT_BLOCK : TT_PRINT, 0, str_sub(s, open, open + 2));
         if (kind == '#' ? !tmpl_comment(x) : !tmpl_tag(x, kind == '%' ? '%' : '}')) return false;
     }
     tmpl_push(x, TT_END, 0, STR("end of template"));
