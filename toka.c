@@ -3874,7 +3874,8 @@ static void tok_del(tok *t) {
  * MARK: 8. Chat template: parser [pure]
  * Chat templates are written in Jinja. This chapter parses Jinja with the settings of Hugging Face:
  * trim_blocks and lstrip_blocks on, autoescape off, the tags break, continue and `generation`. It
- * turns the source into a tree. Chapter 9 has the values of a render; chapter 10 evaluates the tree.
+ * turns the source into a tree. Chapter 9 has the values of a render. Chapter 10 evaluates the
+ * tree.
  *
  * Source -> tmpl_lex (tokens; it does all whitespace control) -> tmpl_parser (one tmpl_node for
  * each construct) -> tmpl. A tmpl is immutable after parsing, so any number of threads may render
@@ -3891,7 +3892,7 @@ enum { TMPL_NESTING = 100, TMPL_MAX_SOURCE = 1 << 20, TMPL_MAX_NAMES = 1000 };
 /* ---- Tree ---- */
 
 typedef enum tmpl_kind {
-    /* Statements. A comment lists the node's fields that are used. A body is a list through .next */
+    /* Statements. Comments list the fields that the kind uses. Bodies are lists through .next */
     TN_TEXT,      /* s */
     TN_PRINT,     /* a: expression */
     TN_IF,        /* a: condition (NULL: this is the else arm), b: body, c: next arm */
@@ -3899,7 +3900,7 @@ typedef enum tmpl_kind {
     TN_SET,       /* a: target, b: expression */
     TN_SETBLOCK,  /* a: target, b: filters over TN_CAPTURED, c: body */
     TN_FILTERED,  /* b: filters over TN_CAPTURED, c: body */
-    TN_MACRO,     /* id, s: name, b: parameters (TN_PARAM), c: body, i: 1: has a variable `caller` */
+    TN_MACRO,     /* id, s: name, b: parameters (TN_PARAM), c: body, i 1: has a variable `caller` */
     TN_CALLBLOCK, /* a: call, b: the TN_MACRO that the called macro gets as `caller` */
     TN_SCOPE,     /* c: body with a scope of its own (generation) */
     TN_BREAK,
@@ -3942,7 +3943,7 @@ enum {
 };
 
 typedef struct tmpl_node tmpl_node;
-struct tmpl_node { /* which fields a kind uses: see tmpl_kind. Nodes belong to the arena of the tmpl */
+struct tmpl_node { /* tmpl_kind says which fields each kind uses. The tmpl's arena owns the nodes */
     uint8_t kind; /* tmpl_kind */
     uint16_t op;
     int line; /* of the source, from 1 */
@@ -4146,11 +4147,16 @@ static void tmpl_number(tmpl_lexer *x) {
     size_t end = tmpl_digits(x, x->at);
     int type = TT_INT;
     bool member = x->src.p[x->at - 1] == '.'; /* after a dot: a.0.1 means (a.0).1, not a[0.1] */
-    if (!member && tmpl_char(x, end) == '.' && isdigit((unsigned char)tmpl_char(x, end + 1)))
-        end = tmpl_digits(x, end + 1), type = TT_FLOAT;
+    if (!member && tmpl_char(x, end) == '.' && isdigit((unsigned char)tmpl_char(x, end + 1))) {
+        end = tmpl_digits(x, end + 1);
+        type = TT_FLOAT;
+    }
     if (!member && (tmpl_char(x, end) | 32) == 'e') {
         size_t power = end + 1 + (tmpl_char(x, end + 1) == '+' || tmpl_char(x, end + 1) == '-');
-        if (isdigit((unsigned char)tmpl_char(x, power))) end = tmpl_digits(x, power), type = TT_FLOAT;
+        if (isdigit((unsigned char)tmpl_char(x, power))) {
+            end = tmpl_digits(x, power);
+            type = TT_FLOAT;
+        }
     }
     tmpl_push(x, type, 0, str_sub(x->src, x->at, end));
     x->at = end;
@@ -4253,20 +4259,24 @@ static bool tmpl_lex(tmpl_lexer *x) {
     return true;
 }
 
-/* ---- Parser: what everything needs ---- */
+/* ---- Parser: common parts ---- */
 
 typedef struct tmpl_parser {
     tmpl *t;
-    const tmpl_token *tok; /* the next token; the one behind it may be looked at, as TT_END is the last */
-    int depth, n_loops;    /* nesting now; loops around that break and continue can mean */
-    bool reads_caller, sets_caller; /* the macro around does; reads: before it sets it */
+    /* The next token. If it is not TT_END, tok[1] exists: TT_END is the last token. */
+    const tmpl_token *tok;
+    int depth;         /* current nesting, at most TMPL_NESTING */
+    int n_loops;       /* number of enclosing loops to which break and continue can refer */
+    bool reads_caller; /* the enclosing macro reads the variable `caller` before it sets it */
+    bool sets_caller;  /* the enclosing macro sets `caller` */
     toka_err *e;
 } tmpl_parser;
 
 static tmpl_node *tmpl_expr(tmpl_parser *p);
 static bool tmpl_body(tmpl_parser *p, const char *ends, tmpl_node **body);
 
-/* Every failing parse function returns NULL (or false); this one fills *e and is NULL itself. */
+/* Reports that `what` was expected at the next token. Returns NULL. All parse functions return NULL
+ * (or false) after an error, with *e filled in. */
 static tmpl_node *tmpl_expected(tmpl_parser *p, const char *what) {
     tmpl_syntax(p->e, p->tok->line, "%s expected, found '%.*s'", what, STRF(p->tok->s));
     return NULL;
@@ -4278,14 +4288,14 @@ static tmpl_node *tmpl_new(tmpl_parser *p, int kind, int line) {
     n->line = line;
     return n;
 }
-static tmpl_node *tmpl_take(tmpl_parser *p, int kind) { /* the next token as a node */
+static tmpl_node *tmpl_take(tmpl_parser *p, int kind) { /* consumes a token; returns it as a node */
     tmpl_node *n = tmpl_new(p, kind, p->tok->line);
     n->s = p->tok->s;
     n->op = p->tok++->op;
     return n;
 }
 
-/* A parse function that may come to call itself is called through this one. */
+/* Calls `parse` one level deeper. Every recursive call goes through here, to bound the depth. */
 static tmpl_node *tmpl_nested(tmpl_parser *p, tmpl_node *(*parse)(tmpl_parser *)) {
     if (p->depth == TMPL_NESTING)
         return tmpl_syntax(p->e, p->tok->line, "nested more than %d deep", TMPL_NESTING), NULL;
@@ -4295,8 +4305,13 @@ static tmpl_node *tmpl_nested(tmpl_parser *p, tmpl_node *(*parse)(tmpl_parser *)
     return n;
 }
 
-static bool tmpl_at_op(const tmpl_parser *p, int op) { return p->tok->type == TT_OP && p->tok->op == op; }
-static bool tmpl_at_word(const tmpl_parser *p, const char *z) { return p->tok->type == TT_NAME && str_is(p->tok->s, z); }
+/* _at_: tests the next token. _take_: also consumes it if it matches. _need_: an error if not. */
+static bool tmpl_at_op(const tmpl_parser *p, int op) {
+    return p->tok->type == TT_OP && p->tok->op == op;
+}
+static bool tmpl_at_word(const tmpl_parser *p, const char *z) {
+    return p->tok->type == TT_NAME && str_is(p->tok->s, z);
+}
 static bool tmpl_take_op(tmpl_parser *p, int op) { return tmpl_at_op(p, op) && p->tok++; }
 static bool tmpl_take_word(tmpl_parser *p, const char *z) { return tmpl_at_word(p, z) && p->tok++; }
 static bool tmpl_need_op(tmpl_parser *p, char op) {
@@ -4306,7 +4321,9 @@ static bool tmpl_need_op(tmpl_parser *p, char op) {
 static bool tmpl_need_close(tmpl_parser *p) {
     return (p->tok->type == TT_CLOSE && p->tok++) || tmpl_expected(p, "end of the tag");
 }
-/* Between the items of a bracket: takes a comma or the closing bracket. *closed says which; false: neither is there. */
+/* Called before each item in brackets. Consumes the closing bracket, if it is next (*closed: true),
+ * else a comma, unless this is the first item. The bracket may follow a comma. Returns false, with
+ * an error, if the comma is missing. */
 static bool tmpl_between(tmpl_parser *p, bool first, char closer, bool *closed) {
     const char z[] = {'\'', ',', '\'', ' ', 'o', 'r', ' ', '\'', closer, '\'', 0};
     *closed = tmpl_take_op(p, closer);
@@ -4316,7 +4333,8 @@ static bool tmpl_between(tmpl_parser *p, bool first, char closer, bool *closed) 
     return true;
 }
 
-static int tmpl_name_id(tmpl_parser *p, str s) { /* a variable's number, -1 after an error */
+/* Returns the number of the variable s; a new name gets a new number. Returns -1 after an error. */
+static int tmpl_name_id(tmpl_parser *p, str s) {
     tmpl *t = p->t;
     for (int i = 0; i < t->n_names; i++)
         if (str_eq(t->names[i], s)) return i;
@@ -4326,19 +4344,22 @@ static int tmpl_name_id(tmpl_parser *p, str s) { /* a variable's number, -1 afte
     return t->n_names++;
 }
 
-static tmpl_node *tmpl_name(tmpl_parser *p, int kind) { /* the name token as a node of this kind */
+static tmpl_node *tmpl_name(tmpl_parser *p, int kind) { /* a variable name as a node of this kind */
     if (p->tok->type != TT_NAME) return tmpl_expected(p, "name");
     tmpl_node *n = tmpl_take(p, kind);
     n->id = tmpl_name_id(p, n->s);
     return n->id >= 0 ? n : NULL;
 }
 
-/* Several items with commas: a tuple; one without a comma: itself. In parentheses it may be empty. */
+/* Parses items separated by commas. Returns a TN_TUPLE, or the item itself if it is the only one
+ * and no comma follows. Only in parentheses may the tuple be empty. */
 static tmpl_node *tmpl_tuple(tmpl_parser *p, tmpl_node *(*item)(tmpl_parser *), bool parentheses) {
     tmpl_node *tuple = tmpl_new(p, TN_TUPLE, p->tok->line), **tail = &tuple->b;
     bool comma = false;
     for (;;) {
-        if (p->tok->type == TT_CLOSE || tmpl_at_op(p, ')') || tmpl_at_op(p, '=') || tmpl_at_word(p, "in")) break;
+        if (p->tok->type == TT_CLOSE || tmpl_at_op(p, ')') || tmpl_at_op(p, '=') ||
+            tmpl_at_word(p, "in"))
+            break;
         if (!(*tail = item(p))) return NULL;
         tail = &(*tail)->next;
         if (!tmpl_take_op(p, ',')) break;
@@ -4350,13 +4371,14 @@ static tmpl_node *tmpl_tuple(tmpl_parser *p, tmpl_node *(*item)(tmpl_parser *), 
 
 /* ---- Expressions ---- */
 
-/* Behind '(' up to ')': positional arguments, then name=value and one *list in any order, then one
- * **dict. */
+/* Parses arguments after '(' up to and including ')': positional arguments, then name=value and at
+ * most one *list in any order, then at most one **dict. */
 static bool tmpl_arguments(tmpl_parser *p, tmpl_node **args) {
     static const char *const names[] = {"positional", "keyword", "*", "**"};
     static const int kinds[] = {0, TN_KEYWORD, TN_SPREAD, TN_SPREADMAP};
-    static const int not_behind[] = {14, 8, 12, 8}; /* sets of kinds: 1 << index of names */
-    int seen = 0;                                   /* such a set */
+    /* For each kind, the set of kinds that must not precede it. Bit i: the kind names[i]. */
+    static const int not_behind[] = {14, 8, 12, 8};
+    int seen = 0; /* set of the kinds so far */
     bool closed;
     for (tmpl_node **tail = args;; tail = &(*tail)->next) {
         if (!tmpl_between(p, tail == args, ')', &closed)) return false;
@@ -4376,11 +4398,13 @@ static bool tmpl_arguments(tmpl_parser *p, tmpl_node **args) {
     }
 }
 
+/* Parses a decimal integer of at most 64 bits. Leading zeros are an error, as in Python. */
 static tmpl_node *tmpl_int(tmpl_parser *p) {
     tmpl_node *n = tmpl_take(p, TN_INT);
     bool ok = n->s.n == 1 || n->s.p[0] != '0';
     for (size_t k = 0; ok && k < n->s.n; k++)
-        ok = !__builtin_mul_overflow(n->i, 10, &n->i) && !__builtin_add_overflow(n->i, n->s.p[k] - '0', &n->i);
+        ok = !__builtin_mul_overflow(n->i, 10, &n->i) &&
+             !__builtin_add_overflow(n->i, n->s.p[k] - '0', &n->i);
     if (!ok) tmpl_syntax(p->e, n->line, "integer '%.*s' is not supported", STRF(n->s));
     return ok ? n : NULL;
 }
@@ -4401,18 +4425,19 @@ static tmpl_node *tmpl_dict_literal(tmpl_parser *p) {
     for (tmpl_node **tail = &n->b;; tail = &(*tail)->next->next) {
         if (!tmpl_between(p, !n->b, '}', &closed)) return NULL;
         if (closed) return n;
-        if (!(*tail = tmpl_expr(p)) || !tmpl_need_op(p, ':') || !((*tail)->next = tmpl_expr(p))) return NULL;
+        if (!(*tail = tmpl_expr(p)) || !tmpl_need_op(p, ':') || !((*tail)->next = tmpl_expr(p)))
+            return NULL;
     }
 }
 
-/* A word that is a constant, 0 if it is none. */
+/* Returns TN_BOOL (with *value) or TN_NONE if s is a constant, else 0. */
 static int tmpl_constant(str s, bool *value) {
     *value = str_is(s, "true") || str_is(s, "True");
     if (*value || str_is(s, "false") || str_is(s, "False")) return TN_BOOL;
     return str_is(s, "none") || str_is(s, "None") ? TN_NONE : 0;
 }
 
-/* Neighbouring string literals are one text. */
+/* Parses a string literal. Adjacent literals are joined, as in Python. */
 static tmpl_node *tmpl_literal_text(tmpl_parser *p) {
     tmpl_node *n = tmpl_take(p, TN_STRING);
     buf b = {0};
@@ -4433,6 +4458,7 @@ static tmpl_node *tmpl_constant_or_name(tmpl_parser *p) {
     return n;
 }
 
+/* Parses a name, constant, literal, list, dict or an expression in parentheses. */
 static tmpl_node *tmpl_primary(tmpl_parser *p) {
     tmpl_node *n;
     switch (p->tok->type) {
@@ -4452,7 +4478,7 @@ static tmpl_node *tmpl_primary(tmpl_parser *p) {
     return n && tmpl_need_op(p, ')') ? n : NULL;
 }
 
-/* What stands in [ ] behind `of`: an index or a slice. */
+/* Parses an index or a slice of `of`, from '[' to ']'. */
 static tmpl_node *tmpl_subscript(tmpl_parser *p, tmpl_node *of) {
     tmpl_node *n = tmpl_take(p, TN_ITEM), **part[3] = {&n->b, &n->c, &n->d};
     n->a = of;
@@ -4465,7 +4491,8 @@ static tmpl_node *tmpl_subscript(tmpl_parser *p, tmpl_node *of) {
     return tmpl_need_op(p, ']') ? n : NULL;
 }
 
-static tmpl_node *tmpl_postfix(tmpl_parser *p, tmpl_node *n) { /* n[...], n(...), n.name, n.0 */
+/* Parses what may follow n, any number of times: n[...], n(...), n.name, n.0. n may be NULL. */
+static tmpl_node *tmpl_postfix(tmpl_parser *p, tmpl_node *n) {
     while (n) {
         tmpl_node *of = n;
         if (tmpl_at_op(p, '[')) {
@@ -4475,7 +4502,8 @@ static tmpl_node *tmpl_postfix(tmpl_parser *p, tmpl_node *n) { /* n[...], n(...)
             n->a = of;
             if (!tmpl_arguments(p, &n->b)) return NULL;
         } else if (tmpl_take_op(p, '.')) {
-            if (p->tok->type != TT_NAME && p->tok->type != TT_INT) return tmpl_expected(p, "attribute name");
+            if (p->tok->type != TT_NAME && p->tok->type != TT_INT)
+                return tmpl_expected(p, "attribute name");
             bool number = p->tok->type == TT_INT;
             n = number ? tmpl_new(p, TN_ITEM, p->tok->line) : tmpl_take(p, TN_ATTR);
             n->a = of;
@@ -4487,37 +4515,39 @@ static tmpl_node *tmpl_postfix(tmpl_parser *p, tmpl_node *n) { /* n[...], n(...)
     return n;
 }
 
-/* The name and arguments of a filter or test over `of`. */
+/* Parses the name and the arguments of a filter or test (`kind`) that is applied to `of`. */
 static tmpl_node *tmpl_applied(tmpl_parser *p, int kind, tmpl_node *of) {
-    if (p->tok->type != TT_NAME) return tmpl_expected(p, kind == TN_FILTER ? "filter name" : "test name");
+    if (p->tok->type != TT_NAME)
+        return tmpl_expected(p, kind == TN_FILTER ? "filter name" : "test name");
     tmpl_node *n = tmpl_take(p, kind);
     n->a = of;
     if (tmpl_at_op(p, '.')) return tmpl_expected(p, "known filter or test");
     return !tmpl_take_op(p, '(') || tmpl_arguments(p, &n->b) ? n : NULL;
 }
 
-/* a is [not] name [argument]: one argument may stand without parentheses. */
+/* Parses a test after "is": [not] name [argument]. A single argument needs no parentheses. */
 static tmpl_node *tmpl_test(tmpl_parser *p, tmpl_node *of) {
     bool negated = tmpl_take_word(p, "not");
     tmpl_node *n = tmpl_applied(p, TN_TEST, of);
     if (!n) return NULL;
     n->op = negated;
-    if (p->tok[-1].type == TT_OP) return n; /* had parentheses */
+    if (p->tok[-1].type == TT_OP) return n; /* its arguments were in parentheses */
     bool word = p->tok->type == TT_NAME && tmpl_word_index("else or and if", p->tok->s) < 0;
-    bool literal = p->tok->type == TT_STRING || p->tok->type == TT_INT || p->tok->type == TT_FLOAT || tmpl_at_op(p, '[') ||
-                   tmpl_at_op(p, '{');
+    bool literal = p->tok->type == TT_STRING || p->tok->type == TT_INT ||
+                   p->tok->type == TT_FLOAT || tmpl_at_op(p, '[') || tmpl_at_op(p, '{');
     if (tmpl_at_word(p, "is")) return tmpl_expected(p, "one test only");
     if ((word || literal) && !(n->b = tmpl_postfix(p, tmpl_primary(p)))) return NULL;
     return n;
 }
 
-static tmpl_node *tmpl_signed(tmpl_parser *p) { /* an operand without filters: -a, a, a.b ... */
+static tmpl_node *tmpl_signed(tmpl_parser *p) { /* an operand without its filters: -a, a, a.b ... */
     if (!tmpl_at_op(p, '-') && !tmpl_at_op(p, '+')) return tmpl_postfix(p, tmpl_primary(p));
     tmpl_node *n = tmpl_take(p, TN_SIGN);
     return (n->a = tmpl_nested(p, tmpl_signed)) ? n : NULL;
 }
 
-static tmpl_node *tmpl_operand(tmpl_parser *p) { /* with filters and tests, which take the sign with them: (-3)|abs */
+/* Parses an operand with its filters and tests. A sign binds tighter: -3|abs is (-3)|abs. */
+static tmpl_node *tmpl_operand(tmpl_parser *p) {
     tmpl_node *n = tmpl_signed(p);
     while (n) {
         if (tmpl_take_op(p, '|')) n = tmpl_applied(p, TN_FILTER, n);
@@ -4528,32 +4558,40 @@ static tmpl_node *tmpl_operand(tmpl_parser *p) { /* with filters and tests, whic
     return n;
 }
 
-/* Levels of binding, loosest first. Jinja's own order: ~ binds tighter than + and looser than *. */
+/* Levels of precedence, lowest first. As in Jinja, ~ binds tighter than + and looser than *. */
 enum { TL_OR, TL_AND, TL_NOT, TL_COMPARE, TL_ADD, TL_CONCAT, TL_MUL, TL_OPERAND };
 
-/* The two-operand operator of this level at the next token (taken), or 0. */
+/* If the next token is a binary operator of this level, consumes it and returns its code; else 0 */
 static int tmpl_operator(tmpl_parser *p, int level) {
-    static const uint16_t signs[][7] = {[TL_COMPARE] = {'<', '>', OP_LE, OP_GE, OP_EQ, OP_NE}, [TL_ADD] = {'+', '-'},
-        [TL_CONCAT] = {'~'}, [TL_MUL] = {'*', '/', OP_FLOOR, '%'}};
+    static const uint16_t signs[][7] = { /* each row ends with 0 */
+        [TL_COMPARE] = {'<', '>', OP_LE, OP_GE, OP_EQ, OP_NE},
+        [TL_ADD] = {'+', '-'},
+        [TL_CONCAT] = {'~'},
+        [TL_MUL] = {'*', '/', OP_FLOOR, '%'},
+    };
     if (level == TL_OR) return tmpl_take_word(p, "or") ? OP_OR : 0;
     if (level == TL_AND) return tmpl_take_word(p, "and") ? OP_AND : 0;
     for (const uint16_t *s = signs[level]; *s; s++)
         if (tmpl_take_op(p, *s)) return *s;
     if (level != TL_COMPARE) return 0;
     if (tmpl_take_word(p, "in")) return OP_IN;
-    if (!tmpl_at_word(p, "not") || p->tok[1].type != TT_NAME || !str_is(p->tok[1].s, "in")) return 0;
+    if (!tmpl_at_word(p, "not") || p->tok[1].type != TT_NAME || !str_is(p->tok[1].s, "in"))
+        return 0;
     return p->tok += 2, OP_NOT_IN;
 }
 
 static tmpl_node *tmpl_binary_node(tmpl_parser *p, int line, int op, tmpl_node *a, tmpl_node *b) {
     tmpl_node *n = tmpl_new(p, TN_BINARY, line);
-    n->op = (uint16_t)op, n->a = a, n->b = b;
+    n->op = (uint16_t)op;
+    n->a = a;
+    n->b = b;
     return n;
 }
 
 static tmpl_node *tmpl_not(tmpl_parser *p);
 
-/* Operands of one level from left to right. a < b < c becomes a < b and b < c: evaluating b twice changes nothing. */
+/* Parses the operators of one level, from left to right, and their operands. a < b < c becomes
+ * a < b and b < c; b is evaluated twice, which changes nothing. */
 static tmpl_node *tmpl_level(tmpl_parser *p, int level) {
     int line = p->tok->line, op;
     if (level == TL_OPERAND) return tmpl_operand(p);
@@ -4575,9 +4613,10 @@ static tmpl_node *tmpl_not(tmpl_parser *p) {
     return (n->a = tmpl_level(p, TL_NOT)) ? n : NULL;
 }
 
+/* An expression without "a if b else c". Used where a statement has an `if` of its own. */
 static tmpl_node *tmpl_no_ternary(tmpl_parser *p) { return tmpl_level(p, TL_OR); }
 
-static tmpl_node *tmpl_ternary(tmpl_parser *p) {
+static tmpl_node *tmpl_ternary(tmpl_parser *p) { /* a [if b [else c]] */
     tmpl_node *n = tmpl_level(p, TL_OR);
     while (n && tmpl_at_word(p, "if")) {
         tmpl_node *c = tmpl_take(p, TN_COND);
@@ -4601,7 +4640,8 @@ static tmpl_node *tmpl_one_target(tmpl_parser *p) { /* name, namespace.name or (
         tmpl_node *tuple = tmpl_nested(p, tmpl_target);
         return tuple && tmpl_need_op(p, ')') ? tuple : NULL;
     }
-    if (p->tok->type == TT_NAME && tmpl_constant(p->tok->s, &value)) return tmpl_expected(p, "name to assign to");
+    if (p->tok->type == TT_NAME && tmpl_constant(p->tok->s, &value))
+        return tmpl_expected(p, "name to assign to");
     tmpl_node *n = tmpl_name(p, TN_NAME);
     if (n && tmpl_take_op(p, '.')) {
         if (p->tok->type != TT_NAME) return tmpl_expected(p, "attribute name");
@@ -4612,12 +4652,13 @@ static tmpl_node *tmpl_one_target(tmpl_parser *p) { /* name, namespace.name or (
     return n;
 }
 
-/* The end of a tag and the body up to the tag that ends it, whose name is taken too. */
+/* Parses the end of a tag and the body after it. The body ends with a tag whose name is one of
+ * `ends`; "{%" and that name are consumed. */
 static bool tmpl_block(tmpl_parser *p, const char *ends, tmpl_node **body) {
     tmpl_take_op(p, ':');
     return tmpl_need_close(p) && tmpl_body(p, ends, body);
 }
-/* The same for a body in which break and continue cannot mean a loop outside of it. */
+/* The same, but break and continue in the body cannot refer to a loop around it. */
 static bool tmpl_closed_block(tmpl_parser *p, const char *ends, tmpl_node **body) {
     int loops = p->n_loops;
     p->n_loops = 0;
@@ -4626,11 +4667,14 @@ static bool tmpl_closed_block(tmpl_parser *p, const char *ends, tmpl_node **body
     return ok;
 }
 
+/* The arms of one if (if, elif ..., else) are a list through .c. */
 static tmpl_node *tmpl_if(tmpl_parser *p, int line) {
     tmpl_node *first = NULL;
     for (tmpl_node **tail = &first;; tail = &(*tail)->c) {
         tmpl_node *arm = *tail = tmpl_new(p, TN_IF, line);
-        if (!(arm->a = tmpl_tuple(p, tmpl_no_ternary, false)) || !tmpl_block(p, "elif else endif", &arm->b)) return NULL;
+        if (!(arm->a = tmpl_tuple(p, tmpl_no_ternary, false)) ||
+            !tmpl_block(p, "elif else endif", &arm->b))
+            return NULL;
         line = p->tok[-1].line;
         if (str_is(p->tok[-1].s, "elif")) continue;
         if (str_is(p->tok[-1].s, "endif")) return first;
@@ -4639,7 +4683,7 @@ static tmpl_node *tmpl_if(tmpl_parser *p, int line) {
     }
 }
 
-/* content, x.content or x["content"] */
+/* Is n an expression of the form content, x.content or x["content"]? */
 static bool tmpl_is_content(const tmpl_node *n) {
     if (n->kind == TN_ITEM) return n->b->kind == TN_STRING && str_is(n->b->s, "content");
     return (n->kind == TN_NAME || n->kind == TN_ATTR) && str_is(n->s, "content");
@@ -4652,7 +4696,8 @@ static tmpl_node *tmpl_for(tmpl_parser *p, int line) {
     if (!(n->b = tmpl_tuple(p, tmpl_no_ternary, false))) return NULL;
     p->t->walks_content |= tmpl_is_content(n->b);
     if (tmpl_take_word(p, "if") && !(n->d = tmpl_expr(p))) return NULL;
-    if (tmpl_at_word(p, "recursive")) return tmpl_syntax(p->e, line, "recursive loops are not supported"), NULL;
+    if (tmpl_at_word(p, "recursive"))
+        return tmpl_syntax(p->e, line, "recursive loops are not supported"), NULL;
     p->n_loops++;
     bool ok = tmpl_block(p, "else endfor", &n->c);
     p->n_loops--;
@@ -4660,22 +4705,28 @@ static tmpl_node *tmpl_for(tmpl_parser *p, int line) {
     return ok ? n : NULL;
 }
 
-/* Filters over what a block collects: "| name(args) | ..." or, in a filter tag, "name ...". */
+/* Parses the filters applied to the text that a block collects: "| name(args) | ...". In a filter
+ * tag (`first` is true) the first name has no "|". */
 static tmpl_node *tmpl_block_filters(tmpl_parser *p, bool first) {
     tmpl_node *n = tmpl_new(p, TN_CAPTURED, p->tok->line);
     while (n && (first || tmpl_take_op(p, '|'))) n = tmpl_applied(p, TN_FILTER, n), first = false;
     return n;
 }
 
+/* set target = expression, or set target [filters] %} body {% endset */
 static tmpl_node *tmpl_set(tmpl_parser *p, int line) {
     tmpl_node *n = tmpl_new(p, TN_SET, line);
     if (!(n->a = tmpl_target(p))) return NULL;
     if (tmpl_take_op(p, '=')) return (n->b = tmpl_tuple(p, tmpl_expr, false)) ? n : NULL;
     n->kind = TN_SETBLOCK;
-    return (n->b = tmpl_block_filters(p, false)) && tmpl_closed_block(p, "endset", &n->c) ? n : NULL;
+    return (n->b = tmpl_block_filters(p, false)) && tmpl_closed_block(p, "endset", &n->c)
+               ? n
+               : NULL;
 }
 
-static bool tmpl_params(tmpl_parser *p, tmpl_node **params) { /* behind '(' */
+/* Parses parameters of a macro after '(', up to and including ')'. After a parameter with a default
+ * value, all others need one. */
+static bool tmpl_params(tmpl_parser *p, tmpl_node **params) {
     bool defaults = false, closed;
     for (tmpl_node **tail = params;; tail = &(*tail)->next) {
         if (!tmpl_between(p, tail == params, ')', &closed)) return false;
@@ -4691,8 +4742,9 @@ static bool tmpl_params(tmpl_parser *p, tmpl_node **params) { /* behind '(' */
     }
 }
 
-/* The body of a macro whose parameters are parsed. If the body reads caller, the macro has a variable
- * of that name. What is read in a macro is read in the macros around it too. */
+/* Parses the body of a macro whose parameters are already parsed. If the body reads `caller`, and
+ * `caller` is not a parameter, the macro has a variable of that name (macro->i). A read in a macro
+ * counts as a read in the macro around it, unless that one set `caller` before. */
 static bool tmpl_macro_body(tmpl_parser *p, tmpl_node *macro, const char *end) {
     bool reads = p->reads_caller, sets = p->sets_caller;
     p->reads_caller = p->sets_caller = false;
@@ -4727,7 +4779,7 @@ static tmpl_node *tmpl_call_block(tmpl_parser *p, int line) {
     return tmpl_macro_body(p, n->b, "endcall") ? n : NULL;
 }
 
-static tmpl_node *tmpl_statement(tmpl_parser *p) { /* behind "{%" */
+static tmpl_node *tmpl_statement(tmpl_parser *p) { /* called after "{%" */
     int line = p->tok->line;
     if (p->tok->type != TT_NAME) return tmpl_expected(p, "statement");
     str word = p->tok++->s;
@@ -4739,17 +4791,21 @@ static tmpl_node *tmpl_statement(tmpl_parser *p) { /* behind "{%" */
     case 3: return tmpl_macro_def(p);
     case 4:
         n->kind = TN_FILTERED;
-        return (n->b = tmpl_block_filters(p, true)) && tmpl_closed_block(p, "endfilter", &n->c) ? n : NULL;
+        return (n->b = tmpl_block_filters(p, true)) && tmpl_closed_block(p, "endfilter", &n->c)
+                   ? n
+                   : NULL;
     case 5: return tmpl_closed_block(p, "endgeneration", &n->c) ? n : NULL;
     case 6: case 7:
         n->kind = str_is(word, "break") ? TN_BREAK : TN_CONTINUE;
-        return p->n_loops ? n : (tmpl_syntax(p->e, line, "%.*s outside of a loop", STRF(word)), NULL);
+        return p->n_loops
+                   ? n
+                   : (tmpl_syntax(p->e, line, "%.*s outside of a loop", STRF(word)), NULL);
     case 8: return tmpl_call_block(p, line);
     default: return tmpl_syntax(p->e, line, "tag '%.*s' is not supported", STRF(word)), NULL;
     }
 }
 
-/* Text, {{ expression }} or {% statement %}. */
+/* Parses a text, an {{ expression }} or a {% statement %}. */
 static tmpl_node *tmpl_piece(tmpl_parser *p) {
     tmpl_node *n;
     if (p->tok->type == TT_DATA) return tmpl_take(p, TN_TEXT);
@@ -4762,19 +4818,23 @@ static tmpl_node *tmpl_piece(tmpl_parser *p) {
     return n && tmpl_need_close(p) ? n : NULL;
 }
 
-/* Pieces up to a tag that is one of `ends`, whose name is taken too; with no ends up to the end of the template. */
+/* Parses pieces up to a tag whose name is one of `ends`; "{%" and the name are consumed. If `ends`
+ * is empty, parses to the end of the template. */
 static bool tmpl_body(tmpl_parser *p, const char *ends, tmpl_node **body) {
     int opened = p->tok->line;
     for (tmpl_node **tail = body;; tail = &(*tail)->next) {
         if (p->tok->type == TT_END && !*ends) return true;
         if (p->tok->type == TT_END)
-            return tmpl_syntax(p->e, opened, "the template ends before '%.*s'", (int)strcspn(ends, " "), ends);
-        if (p->tok->type == TT_BLOCK && p->tok[1].type == TT_NAME && tmpl_word_index(ends, p->tok[1].s) >= 0)
+            return tmpl_syntax(p->e, opened, "the template ends before '%.*s'",
+                               (int)strcspn(ends, " "), ends);
+        if (p->tok->type == TT_BLOCK && p->tok[1].type == TT_NAME &&
+            tmpl_word_index(ends, p->tok[1].s) >= 0)
             return p->tok += 2, true;
         if (!(*tail = tmpl_piece(p))) return false;
     }
 }
 
+/* Frees a template. t may be NULL. */
 static void tmpl_del(tmpl *t) {
     if (!t) return;
     arena_free(&t->a);
@@ -4782,7 +4842,8 @@ static void tmpl_del(tmpl *t) {
     free(t);
 }
 
-/* The source as the tree sees it: valid UTF-8, line ends are "\n", one at the very end is dropped. */
+/* Returns the source normalized, in the arena: invalid UTF-8 repaired, every line end "\n", and one
+ * line end at the very end of the source removed. */
 static str tmpl_source(arena *a, str s) {
     buf valid = {0}, b = {0};
     s = uni_repair(s, &valid);
@@ -4791,15 +4852,18 @@ static str tmpl_source(arena *a, str s) {
         else if (i + 1 == s.n || s.p[i + 1] != '\n') buf_char(&b, '\n');
     if (b.n && b.p[b.n - 1] == '\n') b.n--;
     str clean = arena_str(a, buf_view(&b));
-    buf_free(&valid), buf_free(&b);
+    buf_free(&valid);
+    buf_free(&b);
     return clean;
 }
 
-/* Parses a template. *out is the caller's until tmpl_del. */
+/* Parses a template. Returns 0 and a new template, which the caller frees with tmpl_del, or a
+ * negative code, *out NULL and *e filled in. */
 static int tmpl_parse(tmpl **out, str source, toka_err *e) {
     *out = NULL;
     if (source.n > TMPL_MAX_SOURCE)
-        return fail(e, TOKA_E_INPUT, "template line 1: %zu bytes of source, at most %d", source.n, TMPL_MAX_SOURCE);
+        return fail(e, TOKA_E_INPUT, "template line 1: %zu bytes of source, at most %d", source.n,
+                    TMPL_MAX_SOURCE);
     tmpl *t = mem_zalloc(sizeof *t);
     uni_cases_init(&t->cases);
     t->names[TMPL_LOOP] = STR("loop");
