@@ -4882,46 +4882,52 @@ static int tmpl_parse(tmpl **out, str source, toka_err *e) {
 
 /* ===========================================================================
  * MARK: 9. Chat template: values [pure]
- * What a render works on: values, the budget that every step is charged to, and what the language can do with values
- * without knowing of variables: their text, equality and order, dicts, JSON in and out, elements, operators, the filters
- * and methods of texts. Results are Python's; where Python raises, these functions fail.
+ * The values of a render, its budget of steps and memory, and all operations on values that need no
+ * variables: conversion to text, equality and order, dicts, reading and writing JSON, elements,
+ * operators, filters and methods of texts. Results are the same as in Python. Where Python raises
+ * an exception, these functions fail.
  *
- * Always: functions return false after *e was filled in. Whatever is as long as the template wants is charged to the run
- * before it is made: steps by tmpl_work, nesting by tmpl_enter, memory by tmpl_alloc, length of texts by tmpl_put. Values
- * live in the run's arena. Texts are UTF-8, counted in code points; those of the context are borrowed.
+ * Always: a function that fails fills in *e and returns false. The template chooses how much a
+ * render computes, so every cost is charged to the run before it arises: steps by tmpl_work,
+ * nesting by tmpl_enter, memory by tmpl_alloc, length of texts by tmpl_put. Values live in the
+ * run's arena. Texts are UTF-8; lengths and indices that a template sees are in code points. Texts
+ * of the context (the variables given by the caller) are borrowed.
  *
- * Not as in Python: range() and a dict's keys(), values() and items() are lists; dicts are searched from the front, as
- * theirs are small; the texts of lists escape control characters only; integers of the context beyond 64 bits are printed and
- * compared, and nothing is reckoned with them.
+ * Different from Python: range() and a dict's keys(), values() and items() return lists. Lookup in
+ * a dict is a linear search, because dicts are small here. A list converted to text escapes only
+ * control characters, quotes and backslashes. Integers of the context beyond 64 bits can be printed,
+ * compared and converted to float; arithmetic with them fails.
  * =========================================================================== */
 
 typedef enum tval_type {
     TV_ABSENT, /* an argument that was not given; no expression has this value */
     TV_UNDEFINED, TV_NONE, TV_BOOL, TV_INT,
-    TV_BIG, /* an integer beyond 64 bits */
+    TV_BIG, /* an integer beyond 64 bits, as text */
     TV_FLOAT, TV_STR, TV_LIST, TV_TUPLE, TV_DICT,
-    TV_GENERATOR, /* what map, select, reverse ... give: always true, can be walked once, has no length */
+    TV_GENERATOR, /* result of map, select, reverse ...: true, can be iterated once, no length */
     TV_NAMESPACE, TV_LOOP, TV_MACRO, TV_METHOD, TV_FUNCTION
 } tval_type;
 
-static const char *tmpl_type_name(int type) { /* as Python calls it */
-    static const char *const names[] = {"absent", "Undefined", "NoneType", "bool", "int", "int beyond 64 bits", "float",
-        "str", "list", "tuple", "dict", "generator", "Namespace", "LoopContext", "Macro", "method", "function"};
+static const char *tmpl_type_name(int type) { /* the type's name in Python */
+    static const char *const names[] = {"absent", "Undefined", "NoneType", "bool", "int",
+        "int beyond 64 bits", "float", "str", "list", "tuple", "dict", "generator", "Namespace",
+        "LoopContext", "Macro", "method", "function"};
     return names[type];
 }
 
-/* One value, 16 bytes. All but namespaces, loops and generators never change, so values are shared freely. */
+/* One value, 16 bytes. Values are immutable, except namespaces, loops and generators. So copies may
+ * share what they point to. All of it lives in the run's arena or is borrowed from the context. */
 typedef struct tval {
-    uint8_t type;
-    uint8_t owner; /* TV_UNDEFINED: type of what it was looked up in, 0: it is a variable */
-    bool safe;     /* TV_STR: marked as such; what is added to it is escaped for HTML */
+    uint8_t type;  /* tval_type */
+    uint8_t owner; /* TV_UNDEFINED: type of the object that lacks the element; 0: a variable */
+    bool safe;     /* TV_STR: marked as safe HTML; a text that is added to it is escaped first */
     uint32_t n;    /* TV_STR, TV_BIG, TV_UNDEFINED: bytes of s */
     union {
-        int64_t i;     /* also of a bool */
+        int64_t i;               /* TV_INT, TV_BOOL */
         double f;
-        const char *s; /* text; digits of a TV_BIG; of an undefined value its name */
-        struct tmpl_items *list; /* also of a generator */
-        struct tmpl_dict *dict;  /* also of a namespace */
+        const char *s;           /* TV_STR: text; TV_BIG: digits; TV_UNDEFINED: name */
+        struct tmpl_items *list; /* TV_LIST, TV_TUPLE, TV_GENERATOR */
+        struct tmpl_dict *dict;  /* TV_DICT, TV_NAMESPACE */
         struct tmpl_loop *loop;
         struct tmpl_macro *macro;
         struct tmpl_method *method;
@@ -4931,16 +4937,16 @@ typedef struct tval {
 
 typedef struct tmpl_items {
     size_t n;
-    tval v[];
+    tval v[]; /* [n] */
 } tmpl_items;
 
 typedef struct tmpl_member {
     tval key, v;
 } tmpl_member;
 
-typedef struct tmpl_dict { /* in order of insertion */
+typedef struct tmpl_dict {
     size_t n, cap;
-    tmpl_member *at;
+    tmpl_member *at; /* [n] in order of insertion; NULL while cap is 0 */
 } tmpl_dict;
 
 static tval tv_none(void) { return (tval){.type = TV_NONE}; }
@@ -4955,11 +4961,14 @@ static tval tv_undefined(str name, int owner) {
 }
 static str tv_text(tval v) { return (str){v.s, v.n}; } /* of a TV_STR or TV_BIG */
 static bool tv_is_integer(tval v) { return v.type == TV_BOOL || v.type == TV_INT; }
-static bool tv_is_number(tval v) { return tv_is_integer(v) || v.type == TV_FLOAT; } /* that is reckoned with */
+/* A number that arithmetic accepts; a TV_BIG is not. */
+static bool tv_is_number(tval v) { return tv_is_integer(v) || v.type == TV_FLOAT; }
 static bool tv_is_list(tval v) { return v.type == TV_LIST || v.type == TV_TUPLE; }
-static double tv_double(tval v) { return v.type == TV_FLOAT ? v.f : v.type == TV_BIG ? json_strtod(tv_text(v)) : (double)v.i; }
+static double tv_double(tval v) { /* of a number or TV_BIG */
+    return v.type == TV_FLOAT ? v.f : v.type == TV_BIG ? json_strtod(tv_text(v)) : (double)v.i;
+}
 
-static bool tv_true(tval v) {
+static bool tv_true(tval v) { /* bool(v) */
     switch (v.type) {
     case TV_BOOL: case TV_INT: return v.i != 0;
     case TV_FLOAT: return v.f != 0;
@@ -4972,37 +4981,39 @@ static bool tv_true(tval v) {
 
 /* ---- A render and its budget ---- */
 
-typedef struct tmpl_limits { /* what one render may use */
-    int64_t steps;           /* nodes evaluated, plus one for every few bytes or elements handled */
-    int depth;               /* expressions, statements, macros, values inside one another */
-    size_t output_bytes;     /* longest text, of the output as of anything on the way; at most 1 GiB */
+typedef struct tmpl_limits { /* limits of one render */
+    int64_t steps;       /* nodes evaluated, plus one for every 8 bytes or elements processed */
+    int depth;           /* nesting of expressions, statements, macros and values */
+    size_t output_bytes; /* longest text, intermediate or final; at most 1 GiB */
 } tmpl_limits;
 static const tmpl_limits tmpl_default_limits = {50 * 1000 * 1000, 400, (size_t)32 << 20};
 
-#define TMPL_MEMORY(limits) (((size_t)64 << 20) + 8 * (limits).output_bytes) /* all values of one render, bytes */
+/* Limit of the memory for all values of one render, bytes. */
+#define TMPL_MEMORY(limits) (((size_t)64 << 20) + 8 * (limits).output_bytes)
 
-/* A moment for strftime_now, each field with the meaning it has in struct tm: year since 1900, month 0 to 11, day 1 to 31,
- * weekday 0 to 6 from Sunday, yearday 0 to 365. */
+/* The time that strftime_now formats. Fields are as in struct tm: year since 1900, month 0 to 11,
+ * day 1 to 31, weekday 0 to 6 from Sunday, yearday 0 to 365. */
 typedef struct tmpl_time {
     int year, month, day, hour, minute, second, weekday, yearday;
 } tmpl_time;
 
-typedef struct tmpl_run {
+typedef struct tmpl_run { /* one render; used by one thread */
     tmpl_time now;
-    tmpl_limits left; /* steps and depth count down; output_bytes stays */
-    size_t memory;    /* left, bytes */
-    arena a;
-    buf *out;                 /* where statements write */
-    tval captured;            /* of the innermost set or filter block that is applying its filters */
-    struct tmpl_scope *scope; /* innermost, NULL: the template's own level */
-    tval *globals;            /* variables of that level by number; TV_ABSENT: none */
-    char *last_text;          /* the latest long concatenation: `a + b + c + ...` grows it in place */
-    size_t last_n, last_cap;
-    int line;
+    tmpl_limits left;         /* steps and depth count down; output_bytes is constant */
+    size_t memory;            /* bytes that may still be allocated */
+    arena a;                  /* owns the values */
+    buf *out;                 /* statements write here */
+    tval captured;            /* text of the innermost set or filter block that applies filters */
+    struct tmpl_scope *scope; /* the innermost scope; NULL: top level of the template */
+    tval *globals;            /* variables of the top level, by number; TV_ABSENT: not set */
+    char *last_text;          /* the latest long concatenation, extended in place (tmpl_concat) */
+    size_t last_n, last_cap;  /* its length and capacity, bytes */
+    int line;                 /* of the node in evaluation, for error messages */
     const uni_cases *cases;
     toka_err *e;
 } tmpl_run;
 
+/* Reports an error at the line in evaluation. Returns false. */
 __attribute__((format(printf, 2, 3))) static bool tmpl_fail(tmpl_run *r, const char *fmt, ...) {
     char what[400];
     va_list ap;
@@ -5012,21 +5023,27 @@ __attribute__((format(printf, 2, 3))) static bool tmpl_fail(tmpl_run *r, const c
     return tmpl_syntax(r->e, r->line, "%s", what);
 }
 
-static bool tmpl_work(tmpl_run *r, size_t n) { /* n bytes or elements are about to be touched */
+/* Charges the steps for n bytes or elements that are about to be processed. */
+static bool tmpl_work(tmpl_run *r, size_t n) {
     r->left.steps -= (int64_t)(n / 8) + 1;
     return r->left.steps >= 0 || tmpl_fail(r, "too many steps");
 }
-static bool tmpl_enter(tmpl_run *r) { return r->left.depth-- > 0 || tmpl_fail(r, "nested too deep"); }
-static bool tmpl_leave(tmpl_run *r, bool ok) { return r->left.depth++, ok; }
+/* Enters a level of nesting; fails at the limit. */
+static bool tmpl_enter(tmpl_run *r) {
+    return r->left.depth-- > 0 || tmpl_fail(r, "nested too deep");
+}
+static bool tmpl_leave(tmpl_run *r, bool ok) { return r->left.depth++, ok; } /* returns ok */
 
-/* Whether a text of n more bytes behind b may be. */
+/* Charges for n bytes that are about to be appended to b; fails if the text would be too long. b may
+ * be NULL: a new text. */
 static bool tmpl_fits(tmpl_run *r, size_t n, const buf *b) {
     size_t most = r->left.output_bytes, have = b ? b->n : 0;
     if (have <= most && n <= most - have) return tmpl_work(r, n);
     return tmpl_fail(r, "a text of more than %zu bytes", most);
 }
 
-/* n elements of `size` bytes, not cleared; NULL when the render has used up its memory. */
+/* Allocates n elements of `size` bytes in the run's arena, not cleared. Returns NULL, with an error,
+ * if the render would exceed its limit of memory or steps. */
 static void *tmpl_alloc(tmpl_run *r, size_t n, size_t size) {
     if (n >= r->memory / size) return tmpl_fail(r, "values need too much memory"), NULL;
     if (!tmpl_work(r, n * size / 16)) return NULL;
@@ -5047,7 +5064,8 @@ static tmpl_items *tmpl_pair(tmpl_run *r, tval a, tval b) {
 static bool tmpl_put(tmpl_run *r, buf *b, str s) { return tmpl_fits(r, s.n, b) && (buf_str(b, s), true); }
 static bool tmpl_put_c(tmpl_run *r, buf *b, const char *z) { return tmpl_put(r, b, str_c(z)); }
 
-/* Ends the life of b: its text becomes a value, if all went well. */
+/* If ok, copies the text of b into a new value. Frees b in any case. Returns false if !ok or if the
+ * allocation fails. */
 static bool tmpl_finish(tmpl_run *r, buf *b, bool ok, tval *out) {
     char *p = ok ? tmpl_alloc(r, b->n + 1, 1) : NULL;
     if (p) memcpy(p, buf_view(b).p, b->n), *out = tv_str((str){p, b->n});
@@ -5055,24 +5073,28 @@ static bool tmpl_finish(tmpl_run *r, buf *b, bool ok, tval *out) {
     return p != NULL;
 }
 
-/* A value that an operation does not take, or an undefined one used for more than printing and asking. */
+/* Reports that operation `what` does not accept the value v. An undefined value, which templates may
+ * only print and test, has a message of its own. Returns false. */
 static bool tmpl_bad_type(tmpl_run *r, const char *what, tval v) {
     const char *type = tmpl_type_name(v.type);
     if (v.type != TV_UNDEFINED) return tmpl_fail(r, "%s does not take a value of type '%s'", what, type);
     if (!v.owner) return tmpl_fail(r, "'%.*s' is undefined", STRF(tv_text(v)));
-    return tmpl_fail(r, "'%s' has no attribute or element '%.*s'", tmpl_type_name(v.owner), STRF(tv_text(v)));
+    return tmpl_fail(r, "'%s' has no attribute or element '%.*s'", tmpl_type_name(v.owner),
+                     STRF(tv_text(v)));
 }
 
 /* ---- Text of values ---- */
 
-static size_t tmpl_cp_bytes(str s, int64_t n) { /* bytes of the first n code points of s, at most all */
+/* Returns the length in bytes of the first n code points of s; s.n if s has fewer. */
+static size_t tmpl_cp_bytes(str s, int64_t n) {
     size_t i = 0;
     while (i < s.n && n-- > 0)
         for (i++; i < s.n && (s.p[i] & 0xC0) == 0x80;) i++;
     return i;
 }
 
-/* A double as Python's repr: the fewest digits that give it back, a point always, an exponent from 1e16 and below 1e-4. */
+/* Appends f as Python's repr does: the fewest digits that convert back to f. Values of at least 1e16
+ * or below 1e-4 have an exponent; others always have a decimal point. */
 static void tmpl_float_text(buf *b, double f) {
     char z[64];
     int digits = 0;
@@ -5089,7 +5111,7 @@ static void tmpl_float_text(buf *b, double f) {
     if (at) buf_char(b, '.'), buf_c(b, at + strlen(point));
 }
 
-static bool tmpl_put_quoted(tmpl_run *r, buf *b, str s) { /* Python's repr of a text */
+static bool tmpl_put_quoted(tmpl_run *r, buf *b, str s) { /* appends repr(s) */
     static const char named[] = "\n\r\t", as[] = "nrt";
     char quote = memchr(s.p, '\'', s.n) && !memchr(s.p, '"', s.n) ? '"' : '\'';
     if (!tmpl_fits(r, 4 * s.n, b)) return false;
@@ -5106,7 +5128,7 @@ static bool tmpl_put_quoted(tmpl_run *r, buf *b, str s) { /* Python's repr of a 
     return true;
 }
 
-/* What Python's str(v) is, or with `quoted` repr(v), behind b. */
+/* Appends str(v) to b, or repr(v) if `quoted`. */
 static bool tmpl_put_value(tmpl_run *r, buf *b, tval v, bool quoted) {
     char z[32];
     bool ok = true;
@@ -5127,8 +5149,8 @@ static bool tmpl_put_value(tmpl_run *r, buf *b, tval v, bool quoted) {
         ok = (!i || tmpl_put_c(r, b, ", ")) && tmpl_put_value(r, b, v.list->v[i], true);
     if (v.type == TV_TUPLE && v.list->n == 1) buf_char(b, ',');
     for (size_t i = 0; v.type == TV_DICT && ok && i < v.dict->n; i++)
-        ok = (!i || tmpl_put_c(r, b, ", ")) && tmpl_put_value(r, b, v.dict->at[i].key, true) && tmpl_put_c(r, b, ": ") &&
-             tmpl_put_value(r, b, v.dict->at[i].v, true);
+        ok = (!i || tmpl_put_c(r, b, ", ")) && tmpl_put_value(r, b, v.dict->at[i].key, true) &&
+             tmpl_put_c(r, b, ": ") && tmpl_put_value(r, b, v.dict->at[i].v, true);
     buf_char(b, v.type == TV_LIST ? ']' : v.type == TV_TUPLE ? ')' : '}');
     return tmpl_leave(r, ok);
 }
@@ -5143,12 +5165,15 @@ static bool tmpl_to_text(tmpl_run *r, tval v, tval *out) { /* str(v) as a value 
 
 static bool tmpl_dict_find(tmpl_run *r, const tmpl_dict *d, tval key, tval *out);
 
-static str tmpl_int_text(tval v, char z[24]) { /* of an integer; without leading zeros, as JSON has none */
+/* Returns the decimal digits of an integer, in z or borrowed. No leading zeros: JSON has none. */
+static str tmpl_int_text(tval v, char z[24]) {
     if (v.type == TV_BIG) return tv_text(v);
     return snprintf(z, 24, "%lld", (long long)v.i), str_c(z);
 }
 
-/* Whether a and b are numbers one of which is beyond 64 bits; then *order is theirs. Of integers the longer is further from 0. */
+/* If a and b are numbers and at least one is a TV_BIG, sets *order (-1, 0 or 1) and returns true.
+ * With a float, both are compared as floats. Two integers are compared by sign, then by number of
+ * digits, then by digits. */
 static bool tmpl_big_order(tval a, tval b, int *order) {
     char z[2][24];
     if (a.type != TV_BIG && b.type != TV_BIG) return false;
@@ -5164,6 +5189,7 @@ static bool tmpl_big_order(tval a, tval b, int *order) {
     return *order = s_neg != t_neg ? t_neg - s_neg : (c > 0) - (c < 0), true;
 }
 
+/* *equal: a == b as in Python. Returns false only if the comparison exceeds a limit. */
 static bool tmpl_equal(tmpl_run *r, tval a, tval b, bool *equal) {
     bool ok = true;
     int order;
@@ -5175,7 +5201,8 @@ static bool tmpl_equal(tmpl_run *r, tval a, tval b, bool *equal) {
     if (a.type != b.type) return true;
     switch (a.type) {
     case TV_UNDEFINED: case TV_NONE: return *equal = true;
-    case TV_STR: return *equal = str_eq(tv_text(a), tv_text(b)), a.n != b.n || tmpl_work(r, a.n);
+    case TV_STR:
+        return *equal = str_eq(tv_text(a), tv_text(b)), a.n != b.n || tmpl_work(r, a.n);
     case TV_LIST: case TV_TUPLE: *equal = a.list->n == b.list->n; break;
     case TV_DICT: *equal = a.dict->n == b.dict->n; break;
     default: return *equal = a.list == b.list, true; /* the same object */
@@ -5185,31 +5212,37 @@ static bool tmpl_equal(tmpl_run *r, tval a, tval b, bool *equal) {
         ok = tmpl_equal(r, a.list->v[i], b.list->v[i], equal);
     for (size_t i = 0; a.type == TV_DICT && ok && *equal && i < a.dict->n; i++) {
         tval other;
-        ok = tmpl_dict_find(r, b.dict, a.dict->at[i].key, &other) && tmpl_equal(r, a.dict->at[i].v, other, equal);
+        ok = tmpl_dict_find(r, b.dict, a.dict->at[i].key, &other) &&
+             tmpl_equal(r, a.dict->at[i].v, other, equal);
     }
     return tmpl_leave(r, ok);
 }
 
-/* *order: -1, 0 or 1. Numbers and texts have an order here; lists, which have one in Python, do not. */
+/* Sets *order to -1, 0 or 1: a is less than, equal to or greater than b. Only numbers and texts have
+ * an order. Lists have one in Python, but not here. */
 static bool tmpl_order(tmpl_run *r, tval a, tval b, int *order) {
     if (tmpl_big_order(a, b, order)) return tmpl_work(r, 64);
-    if (tv_is_integer(a) && tv_is_integer(b)) return *order = (a.i > b.i) - (a.i < b.i), tmpl_work(r, 0);
+    if (tv_is_integer(a) && tv_is_integer(b))
+        return *order = (a.i > b.i) - (a.i < b.i), tmpl_work(r, 0);
     if (tv_is_number(a) && tv_is_number(b)) {
         double x = tv_double(a), y = tv_double(b);
         return *order = (x > y) - (x < y), tmpl_work(r, 0);
     }
     if (a.type == TV_STR && b.type == TV_STR) {
         size_t n = MIN(a.n, b.n);
-        int c = n ? memcmp(a.s, b.s, n) : 0; /* the order of bytes is the order of code points */
+        int c = n ? memcmp(a.s, b.s, n) : 0; /* in UTF-8 byte order is code point order */
         *order = c ? (c > 0) - (c < 0) : (a.n > b.n) - (a.n < b.n);
         return tmpl_work(r, n);
     }
-    if (a.type == TV_UNDEFINED || b.type == TV_UNDEFINED) return tmpl_bad_type(r, "order", a.type == TV_UNDEFINED ? a : b);
-    return tmpl_fail(r, "values of type '%s' and '%s' have no order", tmpl_type_name(a.type), tmpl_type_name(b.type));
+    if (a.type == TV_UNDEFINED || b.type == TV_UNDEFINED)
+        return tmpl_bad_type(r, "order", a.type == TV_UNDEFINED ? a : b);
+    return tmpl_fail(r, "values of type '%s' and '%s' have no order", tmpl_type_name(a.type),
+                     tmpl_type_name(b.type));
 }
 
-/* Sorts `values` by `keys`, both in place; equal keys keep their order, with `reverse` too. By insertion: lists of a
- * template are short, and the steps bound the others. */
+/* Sorts `values` by `keys`, both in place. The sort is stable, also with `reverse`. It is an
+ * insertion sort: lists in templates are short, and the limit of steps bounds the time of long
+ * ones. */
 static bool tmpl_sort(tmpl_run *r, tmpl_items *keys, tmpl_items *values, bool reverse) {
     for (size_t i = 1; i < keys->n; i++) {
         tval key = keys->v[i], v = values->v[i];
@@ -5217,14 +5250,17 @@ static bool tmpl_sort(tmpl_run *r, tmpl_items *keys, tmpl_items *values, bool re
         for (int order = 0; to > 0; to--) {
             if (!tmpl_order(r, key, keys->v[to - 1], &order)) return false;
             if (reverse ? order <= 0 : order >= 0) break;
-            keys->v[to] = keys->v[to - 1], values->v[to] = values->v[to - 1];
+            keys->v[to] = keys->v[to - 1];
+            values->v[to] = values->v[to - 1];
         }
-        keys->v[to] = key, values->v[to] = v;
+        keys->v[to] = key;
+        values->v[to] = v;
     }
     return true;
 }
 
-static bool tmpl_dict_index(tmpl_run *r, const tmpl_dict *d, tval key, size_t *i) { /* d->n if there is none */
+/* *i: index of the member with this key; d->n if there is none. */
+static bool tmpl_dict_index(tmpl_run *r, const tmpl_dict *d, tval key, size_t *i) {
     bool equal = false;
     for (*i = 0; *i < d->n; ++*i) {
         if (!tmpl_equal(r, d->at[*i].key, key, &equal)) return false;
@@ -5232,15 +5268,18 @@ static bool tmpl_dict_index(tmpl_run *r, const tmpl_dict *d, tval key, size_t *i
     }
     return true;
 }
-static bool tmpl_dict_find(tmpl_run *r, const tmpl_dict *d, tval key, tval *out) { /* TV_ABSENT if there is none */
+/* *out: the value of the member with this key; TV_ABSENT if there is none. */
+static bool tmpl_dict_find(tmpl_run *r, const tmpl_dict *d, tval key, tval *out) {
     size_t i;
     if (!tmpl_dict_index(r, d, key, &i)) return false;
     return *out = i < d->n ? d->at[i].v : (tval){0}, true;
 }
 
+/* Adds the member, or replaces the value of an existing one, which keeps its place. */
 static bool tmpl_dict_set(tmpl_run *r, tmpl_dict *d, tval key, tval v) {
     size_t i;
-    if (key.type == TV_LIST || key.type == TV_DICT) return tmpl_fail(r, "unhashable type: '%s'", tmpl_type_name(key.type));
+    if (key.type == TV_LIST || key.type == TV_DICT)
+        return tmpl_fail(r, "unhashable type: '%s'", tmpl_type_name(key.type));
     if (!tmpl_dict_index(r, d, key, &i)) return false;
     if (i < d->n) return d->at[i].v = v, true;
     if (d->n == d->cap) {
@@ -5248,7 +5287,8 @@ static bool tmpl_dict_set(tmpl_run *r, tmpl_dict *d, tval key, tval v) {
         tmpl_member *at = tmpl_alloc(r, cap, sizeof *at);
         if (!at) return false;
         if (d->n) memcpy(at, d->at, d->n * sizeof *at);
-        d->at = at, d->cap = cap;
+        d->at = at;
+        d->cap = cap;
     }
     d->at[d->n++] = (tmpl_member){key, v};
     return true;
@@ -5262,6 +5302,7 @@ static tmpl_dict *tmpl_new_dict(tmpl_run *r) {
 
 typedef enum tmpl_part { PART_KEYS, PART_VALUES, PART_ITEMS } tmpl_part;
 
+/* Returns a new list of the keys, the values or the (key, value) tuples of d. */
 static tmpl_items *tmpl_dict_list(tmpl_run *r, const tmpl_dict *d, tmpl_part part) {
     tmpl_items *l = tmpl_new_items(r, d->n);
     for (size_t i = 0; l && i < d->n; i++) {
