@@ -5316,7 +5316,7 @@ static tmpl_items *tmpl_dict_list(tmpl_run *r, const tmpl_dict *d, tmpl_part par
 
 /* ---- JSON ---- */
 
-/* A value of the context. */
+/* Converts a JSON value of the context. Its texts and big integers are borrowed, not copied. */
 static bool tmpl_from_json(tmpl_run *r, const json *v, tval *out) {
     size_t i = 0;
     bool ok = tmpl_work(r, 0) && tmpl_enter(r);
@@ -5325,7 +5325,11 @@ static bool tmpl_from_json(tmpl_run *r, const json *v, tval *out) {
     switch (v->type) {
     case JSON_NULL: *out = tv_none(); break;
     case JSON_FALSE: case JSON_TRUE: *out = tv_bool(v->type == JSON_TRUE); break;
-    case JSON_NUMBER: *out = v->is_int ? tv_int(v->i) : v->is_big_int ? tv_big(json_digits(v)) : tv_float(v->f); break;
+    case JSON_NUMBER:
+        *out = v->is_int       ? tv_int(v->i)
+               : v->is_big_int ? tv_big(json_digits(v))
+                               : tv_float(v->f);
+        break;
     case JSON_STRING: *out = tv_str(json_str(v)); break;
     case JSON_ARRAY:
         ok = ok && l;
@@ -5343,12 +5347,15 @@ static bool tmpl_from_json(tmpl_run *r, const json *v, tval *out) {
     return tmpl_leave(r, ok);
 }
 
-typedef struct tmpl_json_style {
-    bool ascii, sort_keys, lines; /* lines: every element on its own line */
-    int64_t indent;               /* spaces of one level */
-    str comma, colon;
+typedef struct tmpl_json_style { /* parameters of tojson, as of Python's json.dumps */
+    bool ascii;       /* escape everything that is not ASCII */
+    bool sort_keys;
+    bool lines;       /* each element is on a line of its own */
+    int64_t indent;   /* spaces per level; used if `lines` */
+    str comma, colon; /* separators */
 } tmpl_json_style;
 
+/* Appends s as a JSON string. With `ascii`, code points beyond U+FFFF become surrogate pairs. */
 static bool tmpl_put_json_str(tmpl_run *r, buf *b, str s, bool ascii) {
     static const char named[] = "\"\\\n\r\t\f\b", as[] = "\"\\nrtfb";
     int n;
@@ -5367,6 +5374,7 @@ static bool tmpl_put_json_str(tmpl_run *r, buf *b, str s, bool ascii) {
     return true;
 }
 
+/* Begins a new line, indented by `level` levels, if the style has lines. */
 static bool tmpl_json_line(tmpl_run *r, buf *b, const tmpl_json_style *style, int level) {
     if (!style->lines) return true;
     if (!tmpl_put_c(r, b, "\n")) return false;
@@ -5379,25 +5387,30 @@ static bool tmpl_put_json(tmpl_run *r, buf *b, tval v, const tmpl_json_style *st
 
 static bool tmpl_put_json_key(tmpl_run *r, buf *b, tval key, const tmpl_json_style *style) {
     if (key.type == TV_STR) return tmpl_put_json_str(r, b, tv_text(key), style->ascii);
-    if (key.type != TV_NONE && key.type != TV_BIG && !tv_is_number(key)) return tmpl_bad_type(r, "a JSON member name", key);
+    if (key.type != TV_NONE && key.type != TV_BIG && !tv_is_number(key))
+        return tmpl_bad_type(r, "a JSON member name", key);
     return tmpl_put_c(r, b, "\"") && tmpl_put_json(r, b, key, style, 0) && tmpl_put_c(r, b, "\"");
 }
 
-/* json.dumps(v) as Hugging Face's tojson calls it. */
+/* Appends json.dumps(v) as the filter tojson of Hugging Face calls it. `level`: depth of v, from 0. */
 static bool tmpl_put_json(tmpl_run *r, buf *b, tval v, const tmpl_json_style *style, int level) {
     tmpl_items *keys = NULL, *l = v.list;
     switch (v.type) {
     case TV_NONE: return tmpl_put_c(r, b, "null");
     case TV_BOOL: return tmpl_put_c(r, b, v.i ? "true" : "false");
-    case TV_FLOAT: if (!isfinite(v.f)) return tmpl_fail(r, "tojson: a number without JSON"); /* fall through */
+    case TV_FLOAT:
+        if (!isfinite(v.f)) return tmpl_fail(r, "tojson: a number without JSON");
+        /* fall through */
     case TV_INT: case TV_BIG: return tmpl_put_value(r, b, v, false);
     case TV_STR: return tmpl_put_json_str(r, b, tv_text(v), style->ascii);
     case TV_LIST: case TV_TUPLE: break;
     case TV_DICT:
-        keys = tmpl_dict_list(r, v.dict, PART_KEYS), l = keys ? tmpl_dict_list(r, v.dict, PART_VALUES) : NULL;
+        keys = tmpl_dict_list(r, v.dict, PART_KEYS);
+        l = keys ? tmpl_dict_list(r, v.dict, PART_VALUES) : NULL;
         if (!l || (style->sort_keys && !tmpl_sort(r, keys, l, false))) return false;
         break;
-    default: return tmpl_fail(r, "tojson: a value of type '%s' has no JSON", tmpl_type_name(v.type));
+    default:
+        return tmpl_fail(r, "tojson: a value of type '%s' has no JSON", tmpl_type_name(v.type));
     }
     bool ok = tmpl_enter(r);
     buf_char(b, keys ? '{' : '[');
@@ -5413,7 +5426,8 @@ static bool tmpl_put_json(tmpl_run *r, buf *b, tval v, const tmpl_json_style *st
 
 /* ---- Elements ---- */
 
-/* What `for` walks in v, as a list; a generator is used up by it. */
+/* *out: the list of elements that `for` iterates over: characters of a text, keys of a dict; empty
+ * for an undefined value. A generator is empty afterwards. *out may be shared with v: read only. */
 static bool tmpl_walk(tmpl_run *r, tval v, tmpl_items **out) {
     switch (v.type) {
     case TV_LIST: case TV_TUPLE: *out = v.list; return true;
@@ -5435,7 +5449,7 @@ static bool tmpl_walk(tmpl_run *r, tval v, tmpl_items **out) {
     }
 }
 
-static int64_t tmpl_length(tval v) { /* len(v), -1 if it has none */
+static int64_t tmpl_length(tval v) { /* len(v); -1 if v has no length */
     switch (v.type) {
     case TV_UNDEFINED: return 0;
     case TV_STR: return utf8_count(tv_text(v));
@@ -5445,14 +5459,15 @@ static int64_t tmpl_length(tval v) { /* len(v), -1 if it has none */
     }
 }
 
-/* The code points from..to of a text. */
+/* Returns the code points from <= i < to of a text; the result borrows from it. */
 static tval tmpl_substring(tval v, int64_t from, int64_t to) {
     str s = tv_text(v);
     s = str_sub(s, tmpl_cp_bytes(s, from), s.n);
     return tv_str(str_sub(s, 0, tmpl_cp_bytes(s, to - from)));
 }
 
-/* v[key] as Python has it; *out TV_ABSENT: there is no such element. */
+/* *out: v[key] as in Python; TV_ABSENT if there is no such element. A negative index counts from the
+ * end. */
 static bool tmpl_element(tmpl_run *r, tval v, tval key, tval *out) {
     *out = (tval){0};
     if (v.type == TV_DICT) return tmpl_dict_find(r, v.dict, key, out);
@@ -5465,8 +5480,9 @@ static bool tmpl_element(tmpl_run *r, tval v, tval key, tval *out) {
 
 /* ---- Operators ---- */
 
-/* a + b for texts. The latest long result has room behind it: when it is the left side again, it grows where it is, so that
- * building a text piece by piece is linear. Its earlier, shorter self stays as it was. */
+/* a + b for texts. A result of at least 1024 bytes gets twice the memory that it needs. If the next
+ * concatenation has the latest such result as its left side, it is extended in place; so building a
+ * text piece by piece takes linear time. The shorter value stays valid: its bytes do not change. */
 static bool tmpl_concat(tmpl_run *r, str a, str b, tval *out) {
     buf before = {.n = a.n};
     if (!tmpl_fits(r, b.n, &before)) return false;
@@ -5479,14 +5495,18 @@ static bool tmpl_concat(tmpl_run *r, str a, str b, tval *out) {
         if (a.n) memcpy(p, a.p, a.n);
         if (b.n) memcpy(p + a.n, b.p, b.n);
         a.p = p;
-        if (cap > a.n + b.n) r->last_text = p, r->last_cap = cap;
+        if (cap > a.n + b.n) {
+            r->last_text = p;
+            r->last_cap = cap;
+        }
     }
     if (a.p == r->last_text) r->last_n = a.n + b.n;
     *out = tv_str((str){a.p, a.n + b.n});
     return true;
 }
 
-/* &, <, >, ' and " as HTML entities, once: the result is safe. */
+/* Replaces &, <, >, ' and " by HTML entities. The result is marked as safe; a safe text is returned
+ * unchanged, so that nothing is escaped twice. */
 static bool tmpl_escape_html(tmpl_run *r, tval v, tval *out) {
     static const char *const entities[] = {"&amp;", "&lt;", "&gt;", "&#39;", "&#34;"};
     static const char plain[] = "&<>'\"";
@@ -5500,6 +5520,7 @@ static bool tmpl_escape_html(tmpl_run *r, tval v, tval *out) {
     return tmpl_finish(r, &b, ok, out) && (out->safe = true);
 }
 
+/* a + b for texts. If one is safe HTML, the other is escaped and the result is safe. */
 static bool tmpl_add_texts(tmpl_run *r, tval a, tval b, tval *out) {
     bool safe = a.safe || b.safe;
     if (safe && (!tmpl_escape_html(r, a, &a) || !tmpl_escape_html(r, b, &b))) return false;
@@ -5507,7 +5528,7 @@ static bool tmpl_add_texts(tmpl_run *r, tval a, tval b, tval *out) {
     return out->safe = safe, true;
 }
 
-static bool tmpl_repeat(tmpl_run *r, str s, int64_t n, tval *out) { /* a text n times */
+static bool tmpl_repeat(tmpl_run *r, str s, int64_t n, tval *out) { /* s * n; empty if n <= 0 */
     buf b = {0};
     bool ok = true;
     for (int64_t i = 0; ok && s.n && i < n; i++) ok = tmpl_put(r, &b, s);
@@ -5524,36 +5545,47 @@ static bool tmpl_join_lists(tmpl_run *r, tval a, tval b, tval *out) {
 
 static bool tmpl_repeat_list(tmpl_run *r, tval a, int64_t n, tval *out) {
     size_t all;
-    const bool over = __builtin_mul_overflow(a.list->n, (size_t)MAX(n, (int64_t)0), &all) || all > UINT32_MAX;
-    tmpl_items *l = over ? (tmpl_fail(r, "values need too much memory"), NULL) : tmpl_new_items(r, all);
+    const bool over = __builtin_mul_overflow(a.list->n, (size_t)MAX(n, (int64_t)0), &all) ||
+                      all > UINT32_MAX;
+    tmpl_items *l =
+        over ? (tmpl_fail(r, "values need too much memory"), NULL) : tmpl_new_items(r, all);
     for (size_t i = 0; l && i < all; i++) l->v[i] = a.list->v[i % a.list->n];
     return l && (*out = tv_list(a.type, l), true);
 }
 
+/* Integer arithmetic as in Python, except that a result beyond 64 bits is an error. b == -1 has
+ * cases of its own: INT64_MIN / -1 and INT64_MIN % -1 are undefined in C. */
 static bool tmpl_int_op(tmpl_run *r, int op, int64_t a, int64_t b, tval *out) {
     int64_t v = 0;
     bool over = false;
-    if ((op == '/' || op == OP_FLOOR || op == '%') && b == 0) return tmpl_fail(r, "division by zero");
+    if ((op == '/' || op == OP_FLOOR || op == '%') && b == 0)
+        return tmpl_fail(r, "division by zero");
     switch (op) {
     case '+': over = __builtin_add_overflow(a, b, &v); break;
     case '-': over = __builtin_sub_overflow(a, b, &v); break;
     case '*': over = __builtin_mul_overflow(a, b, &v); break;
     case '/': return *out = tv_float((double)a / (double)b), true;
-    case OP_FLOOR: /* rounded down */
+    case OP_FLOOR: /* rounds toward minus infinity */
         if (b == -1) over = __builtin_sub_overflow((int64_t)0, a, &v);
         else v = a / b - (a % b && (a % b < 0) != (b < 0));
         break;
-    default: /* %: the remainder has b's sign */
+    default: /* %: the remainder has the sign of b */
         v = b == -1 ? 0 : a % b;
         if (v && (v < 0) != (b < 0)) v += b;
     }
     return over ? tmpl_fail(r, "an integer beyond 64 bits") : (*out = tv_int(v), true);
 }
 
+/* Float arithmetic as in Python. // is computed from fmod, which is exact. a / b is rounded:
+ * floor(1.0 / 0.1) is 10, but 1.0 // 0.1 is 9. */
 static bool tmpl_float_op(tmpl_run *r, int op, double a, double b, tval *out) {
-    if ((op == '/' || op == OP_FLOOR || op == '%') && b == 0) return tmpl_fail(r, "division by zero");
-    double rest = fmod(a, b), whole = (a - rest) / b; /* fmod is exact, a / b is not: 1.0 // 0.1 is 9 */
-    if (rest != 0 && (rest < 0) != (b < 0)) rest += b, whole -= 1; /* the remainder has b's sign */
+    if ((op == '/' || op == OP_FLOOR || op == '%') && b == 0)
+        return tmpl_fail(r, "division by zero");
+    double rest = fmod(a, b), whole = (a - rest) / b;
+    if (rest != 0 && (rest < 0) != (b < 0)) { /* the remainder gets the sign of b */
+        rest += b;
+        whole -= 1;
+    }
     switch (op) {
     case '+': a += b; break;
     case '-': a -= b; break;
@@ -5565,26 +5597,35 @@ static bool tmpl_float_op(tmpl_run *r, int op, double a, double b, tval *out) {
     return *out = tv_float(a), true;
 }
 
+/* a op b for + - * / // %: numbers, text + text, list + list, and text or list * integer. */
 static bool tmpl_arithmetic(tmpl_run *r, int op, tval a, tval b, tval *out) {
     const char z[3] = {(char)op, (char)(op >> 8), 0};
     if (tv_is_integer(a) && tv_is_integer(b)) return tmpl_int_op(r, op, a.i, b.i, out);
-    if (tv_is_number(a) && tv_is_number(b)) return tmpl_float_op(r, op, tv_double(a), tv_double(b), out);
-    if (a.type == TV_BIG || b.type == TV_BIG) return tmpl_fail(r, "'%s' with an integer beyond 64 bits", z);
+    if (tv_is_number(a) && tv_is_number(b))
+        return tmpl_float_op(r, op, tv_double(a), tv_double(b), out);
+    if (a.type == TV_BIG || b.type == TV_BIG)
+        return tmpl_fail(r, "'%s' with an integer beyond 64 bits", z);
     if (op == '+' && a.type == TV_STR && b.type == TV_STR) return tmpl_add_texts(r, a, b, out);
     if (op == '+' && tv_is_list(a) && a.type == b.type) return tmpl_join_lists(r, a, b, out);
-    if (op == '*' && a.type == TV_STR && tv_is_integer(b)) return tmpl_repeat(r, tv_text(a), b.i, out);
-    if (op == '*' && tv_is_integer(a) && b.type == TV_STR) return tmpl_repeat(r, tv_text(b), a.i, out);
+    if (op == '*' && a.type == TV_STR && tv_is_integer(b))
+        return tmpl_repeat(r, tv_text(a), b.i, out);
+    if (op == '*' && tv_is_integer(a) && b.type == TV_STR)
+        return tmpl_repeat(r, tv_text(b), a.i, out);
     if (op == '*' && tv_is_list(a) && tv_is_integer(b)) return tmpl_repeat_list(r, a, b.i, out);
     if (op == '*' && tv_is_integer(a) && tv_is_list(b)) return tmpl_repeat_list(r, b, a.i, out);
-    if (a.type == TV_UNDEFINED || b.type == TV_UNDEFINED) return tmpl_bad_type(r, z, a.type == TV_UNDEFINED ? a : b);
-    return tmpl_fail(r, "'%s' does not go with '%s' and '%s'", z, tmpl_type_name(a.type), tmpl_type_name(b.type));
+    if (a.type == TV_UNDEFINED || b.type == TV_UNDEFINED)
+        return tmpl_bad_type(r, z, a.type == TV_UNDEFINED ? a : b);
+    return tmpl_fail(r, "'%s' does not go with '%s' and '%s'", z, tmpl_type_name(a.type),
+                     tmpl_type_name(b.type));
 }
 
+/* *yes: `needle in in`: a substring of a text, a key of a dict or an element of a list. */
 static bool tmpl_contains(tmpl_run *r, tval needle, tval in, bool *yes) {
     tmpl_items *l;
     tval found;
     *yes = false;
-    if (in.type == TV_DICT) return tmpl_dict_find(r, in.dict, needle, &found) && (*yes = found.type != TV_ABSENT, true);
+    if (in.type == TV_DICT)
+        return tmpl_dict_find(r, in.dict, needle, &found) && (*yes = found.type != TV_ABSENT, true);
     if (in.type == TV_STR) {
         if (needle.type != TV_STR) return tmpl_bad_type(r, "'in' a text", needle);
         *yes = str_find(tv_text(in), tv_text(needle), 0) >= 0;
@@ -5596,7 +5637,7 @@ static bool tmpl_contains(tmpl_run *r, tval needle, tval in, bool *yes) {
     return true;
 }
 
-/* a op b for every operator but `and` and `or`, which do not always look at b. */
+/* *out: a op b, for all binary operators except `and` and `or`, which do not always evaluate b. */
 static bool tmpl_binary(tmpl_run *r, int op, tval a, tval b, tval *out) {
     bool yes = false, ok;
     int order = 0;
@@ -5607,37 +5648,42 @@ static bool tmpl_binary(tmpl_run *r, int op, tval a, tval b, tval *out) {
     case '>': ok = tmpl_order(r, a, b, &order), yes = order > 0; break;
     case OP_LE: ok = tmpl_order(r, a, b, &order), yes = order <= 0; break;
     case OP_GE: ok = tmpl_order(r, a, b, &order), yes = order >= 0; break;
-    case '~': return tmpl_to_text(r, a, &a) && tmpl_to_text(r, b, &b) && tmpl_concat(r, tv_text(a), tv_text(b), out);
+    case '~':
+        return tmpl_to_text(r, a, &a) && tmpl_to_text(r, b, &b) &&
+               tmpl_concat(r, tv_text(a), tv_text(b), out);
     default: return tmpl_arithmetic(r, op, a, b, out);
     }
     *out = tv_bool(yes != (op == OP_NE || op == OP_NOT_IN));
     return ok;
 }
 
-/* ---- Functions of texts and numbers ---- */
+/* ---- Functions of texts and numbers ----
+ * tmpl_f_NAME implements a filter or method. The table tmpl_fns (chapter 10) names its parameters,
+ * which are bound to c->a in that order; here a comment lists them. */
 
-enum { TMPL_ARGS = 4 }; /* parameters of a filter, test, method or function at most */
+enum { TMPL_ARGS = 4 }; /* maximum number of parameters of a filter, test, method or function */
 
-typedef struct tmpl_args { /* of one call */
-    tval self;   /* the filtered or tested value, the method's object */
-    tval *pos;   /* [n_pos] as written */
-    tval *named; /* [n_named] given as name=value, with their names */
-    str *names;
+typedef struct tmpl_args { /* the arguments of one call */
+    tval self;          /* the filtered or tested value; the object of a method */
+    tval *pos;          /* [n_pos] positional arguments */
+    tval *named;        /* [n_named] values of arguments given as name=value */
+    str *names;         /* [n_named] their names */
     int n_pos, n_named;
-    tval a[TMPL_ARGS]; /* bound to the parameters; TV_ABSENT: not given */
-    int op;            /* which of several that share a function */
+    tval a[TMPL_ARGS];  /* the values of the parameters; TV_ABSENT: not given */
+    int op;             /* selects the variant if several names share one function */
 } tmpl_args;
 
 static bool tmpl_f_string(tmpl_run *r, tmpl_args *c, tval *out) { return tmpl_to_text(r, c->self, out); }
 
 enum { CASE_LOWER, CASE_UPPER, CASE_FOLD, CASE_SWAP, CASE_CAPITAL, CASE_TITLE, CASE_TITLE_METHOD };
 
-/* The case that a character of this kind gets; `first`: it is the first of a word. */
+/* Returns the case that op gives a character. `kind`: its UNI_IS_* flags; `first`: it is the first
+ * character of a word. */
 static enum uni_case tmpl_case_of(int op, int kind, bool first) {
     switch (op) {
     case CASE_UPPER: return UNI_UPPERCASE;
     case CASE_FOLD: return UNI_FOLDED;
-    case CASE_SWAP: /* what is neither upper nor lower is its own title case */
+    case CASE_SWAP: /* a character that is neither upper nor lower is its own title case */
         if (kind & UNI_IS_UPPER) return UNI_LOWERCASE;
         return kind & UNI_IS_LOWER ? UNI_UPPERCASE : UNI_TITLECASE;
     case CASE_TITLE: return first ? UNI_UPPERCASE : UNI_LOWERCASE;
@@ -5646,16 +5692,16 @@ static enum uni_case tmpl_case_of(int op, int kind, bool first) {
     }
 }
 
-/* CASE_CAPITAL: the whole text is one word. CASE_TITLE, the filter: a word begins behind a space or
- * "-([{<", and a final sigma does not see the first letter of its word. CASE_TITLE_METHOD: a word
- * begins behind anything that has no case. */
+/* Changes the case of a text; op is CASE_*. CASE_CAPITAL: the whole text is one word. CASE_TITLE (the
+ * filter): a word begins after white space or one of "-([{<", and the rule of the final sigma ignores
+ * the first letter of the word. CASE_TITLE_METHOD: a word begins after a character without case. */
 static bool tmpl_f_case(tmpl_run *r, tmpl_args *c, tval *out) {
     tval v;
     buf b = {0};
     if (!tmpl_to_text(r, c->self, &v)) return false;
     str s = tv_text(v);
-    size_t word = 0; /* where the text begins that a final sigma sees */
-    bool first = true, ok = tmpl_work(r, 4 * s.n); /* a text may become three times as long */
+    size_t word = 0; /* byte where the context for the rule of the final sigma begins */
+    bool first = true, ok = tmpl_work(r, 4 * s.n); /* the text may become three times as long */
     for (size_t i = 0, n = 0; ok && i < s.n; i += n) {
         int bytes;
         int32_t delta;
@@ -5670,7 +5716,7 @@ static bool tmpl_f_case(tmpl_run *r, tmpl_args *c, tval *out) {
     return tmpl_finish(r, &b, ok && tmpl_fits(r, 0, &b), out);
 }
 
-/* Whether v's text has letters with case, all of this kind: str.islower, str.isupper. */
+/* *out: does the text of v have cased letters, all of this kind? As str.islower and str.isupper. */
 static bool tmpl_is_case(tmpl_run *r, tval v, int kind, tval *out) {
     bool all = true, some = false;
     int n;
@@ -5686,7 +5732,8 @@ static bool tmpl_is_case(tmpl_run *r, tval v, int kind, tval *out) {
 
 enum { STRIP_LEFT = 1, STRIP_RIGHT = 2 };
 
-static bool tmpl_f_strip(tmpl_run *r, tmpl_args *c, tval *out) { /* chars: which, else white space */
+/* Parameter: chars, the set of characters to remove; default: white space. op: STRIP_* flags. */
+static bool tmpl_f_strip(tmpl_run *r, tmpl_args *c, tval *out) {
     tval v;
     bool left = c->op & STRIP_LEFT, right = c->op & STRIP_RIGHT;
     if (!tmpl_to_text(r, c->self, &v) || !tmpl_work(r, v.n)) return false;
@@ -5705,9 +5752,10 @@ static bool tmpl_f_strip(tmpl_run *r, tmpl_args *c, tval *out) { /* chars: which
     return *out = tv_str(s), true;
 }
 
-static bool tmpl_f_replace(tmpl_run *r, tmpl_args *c, tval *out) { /* old new count */
+static bool tmpl_f_replace(tmpl_run *r, tmpl_args *c, tval *out) { /* parameters: old new count */
     tval v[3];
-    if (!tmpl_to_text(r, c->self, &v[0]) || !tmpl_to_text(r, c->a[0], &v[1]) || !tmpl_to_text(r, c->a[1], &v[2]))
+    if (!tmpl_to_text(r, c->self, &v[0]) || !tmpl_to_text(r, c->a[0], &v[1]) ||
+        !tmpl_to_text(r, c->a[1], &v[2]))
         return false;
     str s = tv_text(v[0]), old = tv_text(v[1]);
     buf b = {0};
@@ -5720,8 +5768,8 @@ static bool tmpl_f_replace(tmpl_run *r, tmpl_args *c, tval *out) { /* old new co
     return tmpl_finish(r, &b, ok && tmpl_put(r, &b, s), out);
 }
 
-/* The next part of s from *at on, which moves behind its separator; without a separator parts stand between white space.
- * False behind the last. */
+/* *part: the next part of s from byte *at on; *at moves past its separator. If sep is NULL, white
+ * space separates the parts. Returns false after the last part. */
 static bool tmpl_next_part(str s, const str *sep, size_t *at, str *part) {
     size_t from = sep ? *at : tmpl_skip_space(s, *at), to = from;
     if (sep ? from > s.n : from >= s.n) return false;
@@ -5734,10 +5782,13 @@ static bool tmpl_next_part(str s, const str *sep, size_t *at, str *part) {
     return true;
 }
 
-static bool tmpl_f_split(tmpl_run *r, tmpl_args *c, tval *out) { /* sep maxsplit; op 1: rsplit */
+/* Parameters: sep maxsplit. op 0: split, 1: rsplit. Splits everywhere first; then, if there are more
+ * than maxsplit + 1 parts, joins the last ones (rsplit: the first ones). */
+static bool tmpl_f_split(tmpl_run *r, tmpl_args *c, tval *out) {
     str s = tv_text(c->self), sep = tv_text(c->a[0]), part;
     bool blank = c->a[0].type <= TV_NONE;
-    size_t n = 0, at = 0, most = tv_is_integer(c->a[1]) && c->a[1].i >= 0 ? (size_t)c->a[1].i + 1 : SIZE_MAX;
+    size_t n = 0, at = 0;
+    size_t most = tv_is_integer(c->a[1]) && c->a[1].i >= 0 ? (size_t)c->a[1].i + 1 : SIZE_MAX;
     if (!blank && c->a[0].type != TV_STR) return tmpl_bad_type(r, "split", c->a[0]);
     if (!blank && !sep.n) return tmpl_fail(r, "split: empty separator");
     if (!tmpl_work(r, s.n)) return false;
@@ -5746,7 +5797,9 @@ static bool tmpl_f_split(tmpl_run *r, tmpl_args *c, tval *out) { /* sep maxsplit
     if (!l) return false;
     for (n = at = 0; tmpl_next_part(s, blank ? NULL : &sep, &at, &part); n++) l->v[n] = tv_str(part);
     *out = tv_list(TV_LIST, l);
-    if (c->op && !blank) { /* "aaa" has as many "aa" from the end, but others */
+    /* rsplit searches separators from the end. It finds as many, but not always the same: "aa" in
+     * "aaa". */
+    if (c->op && !blank) {
         size_t from = s.n, end = s.n;
         for (size_t i = n - 1; i > 0; i--, end = from -= sep.n) {
             for (; !str_ends(str_sub(s, 0, from), sep); from--)
@@ -5756,12 +5809,12 @@ static bool tmpl_f_split(tmpl_run *r, tmpl_args *c, tval *out) { /* sep maxsplit
         l->v[0] = tv_str(str_sub(s, 0, end));
     }
     if (n < most) return true;
-    if (!c->op) { /* the last part is all that is left */
+    if (!c->op) { /* the last part extends to the end of the text */
         l->n = most;
         l->v[most - 1] = tv_str((str){l->v[most - 1].s, (size_t)(s.p + s.n - l->v[most - 1].s)});
         return true;
     }
-    size_t extra = n - most; /* rsplit: the first part is */
+    size_t extra = n - most; /* rsplit: the first part extends to the start of the text */
     l->v[extra] = tv_str((str){s.p, (size_t)(l->v[extra].s - s.p) + l->v[extra].n});
     memmove(l->v, l->v + extra, most * sizeof(tval));
     l->n = most;
@@ -5770,8 +5823,9 @@ static bool tmpl_f_split(tmpl_run *r, tmpl_args *c, tval *out) { /* sep maxsplit
 
 enum { AFFIX_STARTS, AFFIX_ENDS, AFFIX_CUT_START, AFFIX_CUT_END };
 
-static bool tmpl_f_affix(tmpl_run *r, tmpl_args *c, tval *out) { /* startswith, endswith, removeprefix, removesuffix */
-    if (c->op <= AFFIX_ENDS && c->a[0].type == TV_TUPLE) { /* any of them */
+/* startswith, endswith, removeprefix, removesuffix (op: AFFIX_*). Parameter: the affix. */
+static bool tmpl_f_affix(tmpl_run *r, tmpl_args *c, tval *out) {
+    if (c->op <= AFFIX_ENDS && c->a[0].type == TV_TUPLE) { /* true if any of the tuple matches */
         *out = tv_bool(false);
         for (size_t i = 0; i < c->a[0].list->n && !out->i; i++) {
             tmpl_args one = {.self = c->self, .a = {c->a[0].list->v[i]}, .op = c->op};
@@ -5782,13 +5836,17 @@ static bool tmpl_f_affix(tmpl_run *r, tmpl_args *c, tval *out) { /* startswith, 
     }
     if (c->a[0].type != TV_STR) return tmpl_bad_type(r, "an affix", c->a[0]);
     str s = tv_text(c->self), affix = tv_text(c->a[0]);
-    bool end = c->op == AFFIX_ENDS || c->op == AFFIX_CUT_END, has = (end ? str_ends : str_starts)(s, affix);
-    if (c->op <= AFFIX_ENDS) *out = tv_bool(has);
-    else *out = tv_str(!has ? s : end ? str_sub(s, 0, s.n - affix.n) : str_sub(s, affix.n, s.n));
+    bool end = c->op == AFFIX_ENDS || c->op == AFFIX_CUT_END;
+    bool has = (end ? str_ends : str_starts)(s, affix);
+    if (c->op <= AFFIX_ENDS)
+        *out = tv_bool(has);
+    else
+        *out = tv_str(!has ? s : end ? str_sub(s, 0, s.n - affix.n) : str_sub(s, affix.n, s.n));
     return tmpl_work(r, affix.n);
 }
 
-/* A slice's bound, v, as an index into 0..n (-1..n-1 for a negative step), as Python's slice.indices. */
+/* *out: the bound v of a slice as an index, as in Python's slice.indices: 0..n, or -1..n-1 if the
+ * step is negative (`down`). If v is None or not given: `otherwise`. n: length of the sequence. */
 static bool tmpl_bound(tmpl_run *r, tval v, int64_t n, bool down, int64_t otherwise, int64_t *out) {
     *out = otherwise;
     if (v.type <= TV_NONE) return true;
@@ -5798,9 +5856,9 @@ static bool tmpl_bound(tmpl_run *r, tval v, int64_t n, bool down, int64_t otherw
     return true;
 }
 
-enum { FIND_LAST = 1, FIND_MUST = 2 };
+enum { FIND_LAST = 1, FIND_MUST = 2 }; /* MUST: an error if not found */
 
-/* Where in s the first or the last `part` is, from byte `from` on; -1: nowhere. */
+/* *at: byte index of the first (or last) `part` in s at or after `from`; -1 if there is none. */
 static bool tmpl_find(tmpl_run *r, str s, str part, size_t from, bool last, ptrdiff_t *at) {
     *at = str_find(s, part, from);
     for (ptrdiff_t next = *at; last && next >= 0; next = str_find(s, part, (size_t)next + 1)) {
@@ -5810,21 +5868,27 @@ static bool tmpl_find(tmpl_run *r, str s, str part, size_t from, bool last, ptrd
     return tmpl_work(r, s.n);
 }
 
-static bool tmpl_f_find(tmpl_run *r, tmpl_args *c, tval *out) { /* sub start end; find, rfind, index, rindex */
+/* find, rfind, index, rindex (op: FIND_*). Parameters: sub start end. */
+static bool tmpl_f_find(tmpl_run *r, tmpl_args *c, tval *out) {
     str s = tv_text(c->self);
     int64_t n = utf8_count(s), from, to;
     ptrdiff_t at = -1;
     if (!tmpl_work(r, s.n)) return false;
     if (c->a[0].type != TV_STR) return tmpl_bad_type(r, "find", c->a[0]);
-    if (!tmpl_bound(r, c->a[1], n, false, 0, &from) || !tmpl_bound(r, c->a[2], n, false, n, &to)) return false;
+    if (!tmpl_bound(r, c->a[1], n, false, 0, &from) || !tmpl_bound(r, c->a[2], n, false, n, &to))
+        return false;
     bool inside = from <= to && (c->a[1].type <= TV_NONE || c->a[1].i <= n);
     s = str_sub(s, 0, tmpl_cp_bytes(s, to));
-    if (inside && !tmpl_find(r, s, tv_text(c->a[0]), tmpl_cp_bytes(s, from), c->op & FIND_LAST, &at)) return false;
-    if (at < 0 && c->op & FIND_MUST) return tmpl_fail(r, "index: '%.*s' is not in the text", STRF(tv_text(c->a[0])));
+    if (inside &&
+        !tmpl_find(r, s, tv_text(c->a[0]), tmpl_cp_bytes(s, from), c->op & FIND_LAST, &at))
+        return false;
+    if (at < 0 && c->op & FIND_MUST)
+        return tmpl_fail(r, "index: '%.*s' is not in the text", STRF(tv_text(c->a[0])));
     return *out = tv_int(at < 0 ? -1 : utf8_count(str_sub(s, 0, (size_t)at))), true;
 }
 
-static bool tmpl_f_partition(tmpl_run *r, tmpl_args *c, tval *out) { /* sep; op FIND_LAST: rpartition */
+/* Parameter: sep. op 0: partition, FIND_LAST: rpartition. */
+static bool tmpl_f_partition(tmpl_run *r, tmpl_args *c, tval *out) {
     str s = tv_text(c->self), sep = tv_text(c->a[0]);
     ptrdiff_t at;
     if (c->a[0].type != TV_STR) return tmpl_bad_type(r, "partition", c->a[0]);
@@ -5833,12 +5897,18 @@ static bool tmpl_f_partition(tmpl_run *r, tmpl_args *c, tval *out) { /* sep; op 
     tmpl_items *l = tmpl_new_items(r, 3);
     if (!l) return false;
     for (int i = 0; i < 3; i++) l->v[i] = tv_str((str){s.p, 0});
-    if (at < 0) l->v[c->op & FIND_LAST ? 2 : 0] = tv_str(s);
-    else l->v[0] = tv_str(str_sub(s, 0, (size_t)at)), l->v[1] = c->a[0], l->v[2] = tv_str(str_sub(s, (size_t)at + sep.n, s.n));
+    if (at < 0) {
+        l->v[c->op & FIND_LAST ? 2 : 0] = tv_str(s);
+    } else {
+        l->v[0] = tv_str(str_sub(s, 0, (size_t)at));
+        l->v[1] = c->a[0];
+        l->v[2] = tv_str(str_sub(s, (size_t)at + sep.n, s.n));
+    }
     return *out = tv_list(TV_TUPLE, l), true;
 }
 
-/* Bytes of the line break at s[i], 0: there is none. Those of Python's splitlines. */
+/* Returns the length in bytes of the line break at s[i]; 0 if there is none. Line breaks are those
+ * of Python's str.splitlines. */
 static size_t tmpl_line_break(str s, size_t i) {
     str rest = str_sub(s, i, s.n);
     unsigned char c = (unsigned char)s.p[i];
@@ -5846,14 +5916,16 @@ static size_t tmpl_line_break(str s, size_t i) {
     if (str_starts(rest, STR("\xE2\x80\xA8")) || str_starts(rest, STR("\xE2\x80\xA9"))) return 3;
     return (c >= '\n' && c <= '\r') || (c >= 0x1C && c <= 0x1E);
 }
-static bool tmpl_next_line(str s, bool keep, size_t *at, str *line) { /* false behind the last */
+/* *line: the next line from byte *at on, with its line break if `keep`. *at moves past it. Returns
+ * false after the last line. */
+static bool tmpl_next_line(str s, bool keep, size_t *at, str *line) {
     size_t from = *at, to = from, n = 0;
     if (from >= s.n) return false;
     while (to < s.n && !(n = tmpl_line_break(s, to))) to++;
     *at = to + n;
     return *line = str_sub(s, from, keep ? *at : to), true;
 }
-static bool tmpl_f_splitlines(tmpl_run *r, tmpl_args *c, tval *out) { /* keepends */
+static bool tmpl_f_splitlines(tmpl_run *r, tmpl_args *c, tval *out) { /* parameter: keepends */
     str s = tv_text(c->self), line;
     size_t n = 0, at = 0;
     bool keep = tv_true(c->a[0]);
@@ -5865,7 +5937,8 @@ static bool tmpl_f_splitlines(tmpl_run *r, tmpl_args *c, tval *out) { /* keepend
     return *out = tv_list(TV_LIST, l), true;
 }
 
-static bool tmpl_f_count(tmpl_run *r, tmpl_args *c, tval *out) { /* of a text, of an element in a list: the methods */
+/* The methods count: occurrences of a substring in a text, or of an element in a list. */
+static bool tmpl_f_count(tmpl_run *r, tmpl_args *c, tval *out) {
     int64_t n = 0;
     ptrdiff_t found;
     bool equal;
@@ -5887,7 +5960,8 @@ static bool tmpl_f_escape(tmpl_run *r, tmpl_args *c, tval *out) {
     return tmpl_to_text(r, c->self, out) && tmpl_escape_html(r, *out, out);
 }
 
-static bool tmpl_f_indent(tmpl_run *r, tmpl_args *c, tval *out) { /* width first blank: also the first, also empty lines */
+/* Parameters: width first blank. first: indent the first line, too; blank: empty lines, too. */
+static bool tmpl_f_indent(tmpl_run *r, tmpl_args *c, tval *out) {
     buf b = {0};
     str line, lf = STR("\n");
     int64_t width = c->a[0].type ? c->a[0].i : 4;
@@ -5903,25 +5977,30 @@ static bool tmpl_f_indent(tmpl_run *r, tmpl_args *c, tval *out) { /* width first
     return tmpl_finish(r, &b, ok, out);
 }
 
-static bool tmpl_f_tojson(tmpl_run *r, tmpl_args *c, tval *out) { /* ensure_ascii indent separators sort_keys */
-    tmpl_json_style style = {.ascii = tv_true(c->a[0]), .sort_keys = tv_true(c->a[3]), .comma = STR(", "),
-        .colon = STR(": ")};
+/* Parameters: ensure_ascii indent separators sort_keys. */
+static bool tmpl_f_tojson(tmpl_run *r, tmpl_args *c, tval *out) {
+    tmpl_json_style style = {.ascii = tv_true(c->a[0]), .sort_keys = tv_true(c->a[3]),
+        .comma = STR(", "), .colon = STR(": ")};
     buf b = {0};
     if (c->a[1].type > TV_NONE) {
         if (!tv_is_integer(c->a[1])) return tmpl_bad_type(r, "indent=", c->a[1]);
-        style.lines = true, style.comma = STR(","), style.indent = MAX(0, MIN(c->a[1].i, 100));
+        style.lines = true;
+        style.comma = STR(",");
+        style.indent = MAX(0, MIN(c->a[1].i, 100));
     }
     if (c->a[2].type > TV_NONE) {
         const tmpl_items *l = tv_is_list(c->a[2]) ? c->a[2].list : NULL;
         if (!l || l->n != 2 || l->v[0].type != TV_STR || l->v[1].type != TV_STR)
             return tmpl_fail(r, "tojson: separators is a pair of texts");
-        style.comma = tv_text(l->v[0]), style.colon = tv_text(l->v[1]);
+        style.comma = tv_text(l->v[0]);
+        style.colon = tv_text(l->v[1]);
     }
     return tmpl_finish(r, &b, tmpl_put_json(r, &b, c->self, &style, 0), out);
 }
 
-/* Text that Python's int or float takes (but nan and infinities) as a TV_INT or TV_FLOAT. *out stays as it is if it is none.
- * What JSON writes in another way becomes JSON first: +1, 007, 1_000, .5, 5. */
+/* Parses a text that Python's int() or float() accepts, except nan and infinities, into a TV_INT or
+ * TV_FLOAT. *out is unchanged if s is not a number. Forms that JSON does not allow (+1, 007, 1_000,
+ * .5, 5.) are rewritten first; then the JSON parser reads the number. */
 static bool tmpl_parse_number(tmpl_run *r, str s, tval *out) {
     toka_err e;
     arena a = {0};
@@ -5929,7 +6008,7 @@ static bool tmpl_parse_number(tmpl_run *r, str s, tval *out) {
     if (!tmpl_work(r, s.n)) return false;
     s = tmpl_trim(s, true, true);
     if (str_starts(s, STR("+")) && !str_starts(s, STR("+-"))) s = str_sub(s, 1, s.n);
-    size_t first = str_starts(s, STR("-")); /* digit */
+    size_t first = str_starts(s, STR("-")); /* index of the first digit */
     for (size_t i = 0; i < s.n; i++) {
         char c = s.p[i], next = i + 1 < s.n ? s.p[i + 1] : 0;
         bool behind = i && isdigit((unsigned char)s.p[i - 1]), before = isdigit((unsigned char)next);
@@ -5939,12 +6018,16 @@ static bool tmpl_parse_number(tmpl_run *r, str s, tval *out) {
         if (c == '.' && behind && !before) buf_char(&b, '0');
     }
     const json *number = json_parse(&a, buf_view(&b), json_trusted, &e);
-    if (json_is(number, JSON_NUMBER)) *out = number->is_int ? tv_int(number->i) : tv_float(json_num(number, 0));
-    arena_free(&a), buf_free(&b);
+    if (json_is(number, JSON_NUMBER))
+        *out = number->is_int ? tv_int(number->i) : tv_float(json_num(number, 0));
+    arena_free(&a);
+    buf_free(&b);
     return true;
 }
 
-static bool tmpl_f_number(tmpl_run *r, tmpl_args *c, tval *out) { /* default; op TV_INT or TV_FLOAT */
+/* The filters int and float (op: TV_INT, TV_FLOAT). Parameter: default, the result if self is not a
+ * number. */
+static bool tmpl_f_number(tmpl_run *r, tmpl_args *c, tval *out) {
     tval v = c->self;
     if (v.type == TV_UNDEFINED) return tmpl_bad_type(r, "int", v);
     if (v.type == TV_STR && !tmpl_parse_number(r, tv_text(v), &v)) return false;
@@ -5952,7 +6035,8 @@ static bool tmpl_f_number(tmpl_run *r, tmpl_args *c, tval *out) { /* default; op
     if (v.type == TV_BIG) return *out = c->op == TV_INT ? v : tv_float(tv_double(v)), true;
     if (!tv_is_number(v)) return true;
     if (c->op == TV_FLOAT) return *out = tv_float(tv_double(v)), true;
-    if (v.type == TV_FLOAT && !(v.f >= -0x1p63 && v.f < 0x1p63)) return tmpl_fail(r, "int: a number beyond 64 bits");
+    if (v.type == TV_FLOAT && !(v.f >= -0x1p63 && v.f < 0x1p63))
+        return tmpl_fail(r, "int: a number beyond 64 bits");
     return *out = tv_int(v.type == TV_FLOAT ? (int64_t)v.f : v.i), true;
 }
 
@@ -5962,22 +6046,27 @@ static bool tmpl_f_abs(tmpl_run *r, tmpl_args *c, tval *out) {
     return c->self.i < 0 ? tmpl_int_op(r, '-', 0, c->self.i, out) : (*out = tv_int(c->self.i), true);
 }
 
-static bool tmpl_f_round(tmpl_run *r, tmpl_args *c, tval *out) { /* precision method */
+/* Parameters: precision method. */
+static bool tmpl_f_round(tmpl_run *r, tmpl_args *c, tval *out) {
     static const char methods[] = "common ceil floor";
-    enum { MOST = 22 }; /* digits: 1e22 is exact */
+    enum { MOST = 22 }; /* maximum precision in digits: 1e22 is the largest exact power of ten */
     char z[400];
     const tval v = c->self;
     const int64_t digits = c->a[0].type ? c->a[0].i : 0;
-    const int method = c->a[1].type == TV_STR ? tmpl_word_index(methods, tv_text(c->a[1])) : c->a[1].type ? -1 : 0;
+    const int method = c->a[1].type == TV_STR ? tmpl_word_index(methods, tv_text(c->a[1]))
+                       : c->a[1].type         ? -1
+                                              : 0;
     if (!tv_is_number(v)) return tmpl_bad_type(r, "round", v);
     if (c->a[0].type && !tv_is_integer(c->a[0])) return tmpl_bad_type(r, "round", c->a[0]);
-    if (digits < 0 || digits > MOST) return tmpl_fail(r, "round: %lld digits, expected 0 to %d", (long long)digits, MOST);
+    if (digits < 0 || digits > MOST)
+        return tmpl_fail(r, "round: %lld digits, expected 0 to %d", (long long)digits, MOST);
     if (method < 0) return tmpl_fail(r, "round: the method is common, ceil or floor");
     if (tv_is_integer(v)) return *out = method ? tv_float((double)v.i) : tv_int(v.i), true;
     const double scale = pow(10, (double)digits), scaled = v.f * scale;
     if (method && !isfinite(scaled)) return tmpl_fail(r, "round: a number out of range");
-    if (method) return *out = tv_float((method == 1 ? ceil(scaled) : floor(scaled)) / scale + 0.0), true;
-    snprintf(z, sizeof z, "%.*f", (int)digits, v.f); /* to even where the number lies in the middle, as Python does */
+    if (method)
+        return *out = tv_float((method == 1 ? ceil(scaled) : floor(scaled)) / scale + 0.0), true;
+    snprintf(z, sizeof z, "%.*f", (int)digits, v.f); /* rounds half to even, as Python does */
     return *out = tv_float(strtod(z, NULL)), true;
 }
 
