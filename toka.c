@@ -4894,9 +4894,9 @@ static int tmpl_parse(tmpl **out, str source, toka_err *e) {
  * of the context (the variables given by the caller) are borrowed.
  *
  * Different from Python: range() and a dict's keys(), values() and items() return lists. Lookup in
- * a dict is a linear search, because dicts are small here. A list converted to text escapes only
- * control characters, quotes and backslashes. Integers of the context beyond 64 bits can be printed,
- * compared and converted to float; arithmetic with them fails.
+ * a dict is a linear search, because dicts are small here. repr() of a text escapes only control
+ * characters, quotes and backslashes. Integers of the context beyond 64 bits can be printed, compared
+ * and converted to float; arithmetic with them fails.
  * =========================================================================== */
 
 typedef enum tval_type {
@@ -4955,9 +4955,13 @@ static tval tv_int(int64_t i) { return (tval){.type = TV_INT, .i = i}; }
 static tval tv_float(double f) { return (tval){.type = TV_FLOAT, .f = f}; }
 static tval tv_str(str s) { return (tval){.type = TV_STR, .n = (uint32_t)s.n, .s = s.p}; }
 static tval tv_big(str s) { return (tval){.type = TV_BIG, .n = (uint32_t)s.n, .s = s.p}; }
-static tval tv_list(tval_type type, tmpl_items *list) { return (tval){.type = (uint8_t)type, .list = list}; }
+static tval tv_list(tval_type type, tmpl_items *list) {
+    return (tval){.type = (uint8_t)type, .list = list};
+}
+/* owner: a tval_type, see tval. */
 static tval tv_undefined(str name, int owner) {
-    return (tval){.type = TV_UNDEFINED, .owner = (uint8_t)owner, .n = (uint32_t)name.n, .s = name.p};
+    return (tval){
+        .type = TV_UNDEFINED, .owner = (uint8_t)owner, .n = (uint32_t)name.n, .s = name.p};
 }
 static str tv_text(tval v) { return (str){v.s, v.n}; } /* of a TV_STR or TV_BIG */
 static bool tv_is_integer(tval v) { return v.type == TV_BOOL || v.type == TV_INT; }
@@ -5034,16 +5038,16 @@ static bool tmpl_enter(tmpl_run *r) {
 }
 static bool tmpl_leave(tmpl_run *r, bool ok) { return r->left.depth++, ok; } /* returns ok */
 
-/* Charges for n bytes that are about to be appended to b; fails if the text would be too long. b may
- * be NULL: a new text. */
+/* Charges the steps for n bytes that are about to be appended to b. Fails if the text would be too
+ * long. b may be NULL: a new text. */
 static bool tmpl_fits(tmpl_run *r, size_t n, const buf *b) {
     size_t most = r->left.output_bytes, have = b ? b->n : 0;
     if (have <= most && n <= most - have) return tmpl_work(r, n);
     return tmpl_fail(r, "a text of more than %zu bytes", most);
 }
 
-/* Allocates n elements of `size` bytes in the run's arena, not cleared. Returns NULL, with an error,
- * if the render would exceed its limit of memory or steps. */
+/* Allocates n elements of `size` bytes in the run's arena, not cleared. Returns NULL, with *e filled
+ * in, if the render would exceed its limit of memory or steps. */
 static void *tmpl_alloc(tmpl_run *r, size_t n, size_t size) {
     if (n >= r->memory / size) return tmpl_fail(r, "values need too much memory"), NULL;
     if (!tmpl_work(r, n * size / 16)) return NULL;
@@ -5051,33 +5055,44 @@ static void *tmpl_alloc(tmpl_run *r, size_t n, size_t size) {
     return arena_alloc(&r->a, n * size);
 }
 static tmpl_items *tmpl_new_items(tmpl_run *r, size_t n) {
-    tmpl_items *l = n < SIZE_MAX / 32 ? tmpl_alloc(r, sizeof(tmpl_items) + n * sizeof(tval), 1) : NULL;
+    tmpl_items *l =
+        n < SIZE_MAX / 32 ? tmpl_alloc(r, sizeof(tmpl_items) + n * sizeof(tval), 1) : NULL;
     if (l) l->n = n;
     return l;
 }
 static tmpl_items *tmpl_pair(tmpl_run *r, tval a, tval b) {
     tmpl_items *l = tmpl_new_items(r, 2);
-    if (l) l->v[0] = a, l->v[1] = b;
+    if (l) {
+        l->v[0] = a;
+        l->v[1] = b;
+    }
     return l;
 }
 
-static bool tmpl_put(tmpl_run *r, buf *b, str s) { return tmpl_fits(r, s.n, b) && (buf_str(b, s), true); }
+/* Appends s to b; fails if the text would be too long. */
+static bool tmpl_put(tmpl_run *r, buf *b, str s) {
+    return tmpl_fits(r, s.n, b) && (buf_str(b, s), true);
+}
 static bool tmpl_put_c(tmpl_run *r, buf *b, const char *z) { return tmpl_put(r, b, str_c(z)); }
 
 /* If ok, copies the text of b into a new value. Frees b in any case. Returns false if !ok or if the
  * allocation fails. */
 static bool tmpl_finish(tmpl_run *r, buf *b, bool ok, tval *out) {
     char *p = ok ? tmpl_alloc(r, b->n + 1, 1) : NULL;
-    if (p) memcpy(p, buf_view(b).p, b->n), *out = tv_str((str){p, b->n});
+    if (p) {
+        memcpy(p, buf_view(b).p, b->n);
+        *out = tv_str((str){p, b->n});
+    }
     buf_free(b);
     return p != NULL;
 }
 
-/* Reports that operation `what` does not accept the value v. An undefined value, which templates may
- * only print and test, has a message of its own. Returns false. */
+/* Reports that operation `what` does not accept the value v. Undefined values have messages of their
+ * own; a template may print and test them, but little else. Returns false. */
 static bool tmpl_bad_type(tmpl_run *r, const char *what, tval v) {
     const char *type = tmpl_type_name(v.type);
-    if (v.type != TV_UNDEFINED) return tmpl_fail(r, "%s does not take a value of type '%s'", what, type);
+    if (v.type != TV_UNDEFINED)
+        return tmpl_fail(r, "%s does not take a value of type '%s'", what, type);
     if (!v.owner) return tmpl_fail(r, "'%.*s' is undefined", STRF(tv_text(v)));
     return tmpl_fail(r, "'%s' has no attribute or element '%.*s'", tmpl_type_name(v.owner),
                      STRF(tv_text(v)));
@@ -5093,8 +5108,8 @@ static size_t tmpl_cp_bytes(str s, int64_t n) {
     return i;
 }
 
-/* Appends f as Python's repr does: the fewest digits that convert back to f. Values of at least 1e16
- * or below 1e-4 have an exponent; others always have a decimal point. */
+/* Appends f as Python's repr does: the fewest digits that convert back to f. Numbers of at least
+ * 1e16 or below 1e-4 have an exponent. The others always have a decimal point. */
 static void tmpl_float_text(buf *b, double f) {
     char z[64];
     int digits = 0;
@@ -5105,7 +5120,8 @@ static void tmpl_float_text(buf *b, double f) {
     do snprintf(z, sizeof z, "%.*e", digits, f);
     while (strtod(z, NULL) != f && ++digits < 17);
     int exponent = atoi(strchr(z, 'e') + 1);
-    if (exponent >= -4 && exponent < 16) snprintf(z, sizeof z, "%.*f", MAX(digits - exponent, 1), f);
+    if (exponent >= -4 && exponent < 16)
+        snprintf(z, sizeof z, "%.*f", MAX(digits - exponent, 1), f);
     const char *point = localeconv()->decimal_point, *at = strstr(z, point);
     buf_put(b, z, at ? (size_t)(at - z) : strlen(z));
     if (at) buf_char(b, '.'), buf_c(b, at + strlen(point));
@@ -5177,7 +5193,8 @@ static str tmpl_int_text(tval v, char z[24]) {
 static bool tmpl_big_order(tval a, tval b, int *order) {
     char z[2][24];
     if (a.type != TV_BIG && b.type != TV_BIG) return false;
-    if ((a.type != TV_BIG && !tv_is_number(a)) || (b.type != TV_BIG && !tv_is_number(b))) return false;
+    if ((a.type != TV_BIG && !tv_is_number(a)) || (b.type != TV_BIG && !tv_is_number(b)))
+        return false;
     if (a.type == TV_FLOAT || b.type == TV_FLOAT) {
         double x = tv_double(a), y = tv_double(b);
         return *order = (x > y) - (x < y), true;
@@ -5218,8 +5235,8 @@ static bool tmpl_equal(tmpl_run *r, tval a, tval b, bool *equal) {
     return tmpl_leave(r, ok);
 }
 
-/* Sets *order to -1, 0 or 1: a is less than, equal to or greater than b. Only numbers and texts have
- * an order. Lists have one in Python, but not here. */
+/* Sets *order to -1, 0 or 1 if a is less than, equal to or greater than b. Only numbers and texts
+ * have an order. Lists have one in Python, but not here. */
 static bool tmpl_order(tmpl_run *r, tval a, tval b, int *order) {
     if (tmpl_big_order(a, b, order)) return tmpl_work(r, 64);
     if (tv_is_integer(a) && tv_is_integer(b))
@@ -5340,7 +5357,8 @@ static bool tmpl_from_json(tmpl_run *r, const json *v, tval *out) {
         ok = ok && d;
         JSON_MEMBERS(key, v) {
             tval member;
-            ok = ok && tmpl_from_json(r, key + 1, &member) && tmpl_dict_set(r, d, tv_str(json_str(key)), member);
+            ok = ok && tmpl_from_json(r, key + 1, &member) &&
+                 tmpl_dict_set(r, d, tv_str(json_str(key)), member);
         }
         *out = (tval){.type = TV_DICT, .dict = d};
     }
@@ -5348,7 +5366,7 @@ static bool tmpl_from_json(tmpl_run *r, const json *v, tval *out) {
 }
 
 typedef struct tmpl_json_style { /* parameters of tojson, as of Python's json.dumps */
-    bool ascii;       /* escape everything that is not ASCII */
+    bool ascii;       /* escape everything that is not printable ASCII */
     bool sort_keys;
     bool lines;       /* each element is on a line of its own */
     int64_t indent;   /* spaces per level; used if `lines` */
@@ -5392,7 +5410,7 @@ static bool tmpl_put_json_key(tmpl_run *r, buf *b, tval key, const tmpl_json_sty
     return tmpl_put_c(r, b, "\"") && tmpl_put_json(r, b, key, style, 0) && tmpl_put_c(r, b, "\"");
 }
 
-/* Appends json.dumps(v) as the filter tojson of Hugging Face calls it. `level`: depth of v, from 0. */
+/* Appends json.dumps(v) as the filter tojson of Hugging Face calls it. level: depth of v, from 0. */
 static bool tmpl_put_json(tmpl_run *r, buf *b, tval v, const tmpl_json_style *style, int level) {
     tmpl_items *keys = NULL, *l = v.list;
     switch (v.type) {
@@ -5416,7 +5434,8 @@ static bool tmpl_put_json(tmpl_run *r, buf *b, tval v, const tmpl_json_style *st
     buf_char(b, keys ? '{' : '[');
     for (size_t i = 0; ok && i < l->n; i++) {
         ok = (!i || tmpl_put(r, b, style->comma)) && tmpl_json_line(r, b, style, level + 1);
-        if (keys) ok = ok && tmpl_put_json_key(r, b, keys->v[i], style) && tmpl_put(r, b, style->colon);
+        if (keys)
+            ok = ok && tmpl_put_json_key(r, b, keys->v[i], style) && tmpl_put(r, b, style->colon);
         ok = ok && tmpl_put_json(r, b, l->v[i], style, level + 1);
     }
     if (ok && l->n) ok = tmpl_json_line(r, b, style, level);
@@ -5466,8 +5485,8 @@ static tval tmpl_substring(tval v, int64_t from, int64_t to) {
     return tv_str(str_sub(s, 0, tmpl_cp_bytes(s, to - from)));
 }
 
-/* *out: v[key] as in Python; TV_ABSENT if there is no such element. A negative index counts from the
- * end. */
+/* *out: v[key] as in Python, where a negative index counts from the end. TV_ABSENT if there is no
+ * such element. */
 static bool tmpl_element(tmpl_run *r, tval v, tval key, tval *out) {
     *out = (tval){0};
     if (v.type == TV_DICT) return tmpl_dict_find(r, v.dict, key, out);
@@ -5673,7 +5692,9 @@ typedef struct tmpl_args { /* the arguments of one call */
     int op;             /* selects the variant if several names share one function */
 } tmpl_args;
 
-static bool tmpl_f_string(tmpl_run *r, tmpl_args *c, tval *out) { return tmpl_to_text(r, c->self, out); }
+static bool tmpl_f_string(tmpl_run *r, tmpl_args *c, tval *out) {
+    return tmpl_to_text(r, c->self, out);
+}
 
 enum { CASE_LOWER, CASE_UPPER, CASE_FOLD, CASE_SWAP, CASE_CAPITAL, CASE_TITLE, CASE_TITLE_METHOD };
 
@@ -5692,9 +5713,11 @@ static enum uni_case tmpl_case_of(int op, int kind, bool first) {
     }
 }
 
-/* Changes the case of a text; op is CASE_*. CASE_CAPITAL: the whole text is one word. CASE_TITLE (the
- * filter): a word begins after white space or one of "-([{<", and the rule of the final sigma ignores
- * the first letter of the word. CASE_TITLE_METHOD: a word begins after a character without case. */
+/* Changes the case of a text; op: CASE_*. They differ in what a word is:
+ *   CASE_CAPITAL       the whole text is one word
+ *   CASE_TITLE         (the filter) a word begins after white space or one of "-([{<". The rule of
+ *                      the Greek final sigma ignores the first letter of the word
+ *   CASE_TITLE_METHOD  a word begins after a character without case */
 static bool tmpl_f_case(tmpl_run *r, tmpl_args *c, tval *out) {
     tval v;
     buf b = {0};
@@ -5782,8 +5805,8 @@ static bool tmpl_next_part(str s, const str *sep, size_t *at, str *part) {
     return true;
 }
 
-/* Parameters: sep maxsplit. op 0: split, 1: rsplit. Splits everywhere first; then, if there are more
- * than maxsplit + 1 parts, joins the last ones (rsplit: the first ones). */
+/* Parameters: sep maxsplit. op 0: split, 1: rsplit. Splits at every separator first. If there are
+ * more than maxsplit + 1 parts, then joins the last ones (rsplit: the first ones). */
 static bool tmpl_f_split(tmpl_run *r, tmpl_args *c, tval *out) {
     str s = tv_text(c->self), sep = tv_text(c->a[0]), part;
     bool blank = c->a[0].type <= TV_NONE;
@@ -5795,7 +5818,8 @@ static bool tmpl_f_split(tmpl_run *r, tmpl_args *c, tval *out) {
     while (tmpl_next_part(s, blank ? NULL : &sep, &at, &part)) n++;
     tmpl_items *l = tmpl_new_items(r, n);
     if (!l) return false;
-    for (n = at = 0; tmpl_next_part(s, blank ? NULL : &sep, &at, &part); n++) l->v[n] = tv_str(part);
+    for (n = at = 0; tmpl_next_part(s, blank ? NULL : &sep, &at, &part); n++)
+        l->v[n] = tv_str(part);
     *out = tv_list(TV_LIST, l);
     /* rsplit searches separators from the end. It finds as many, but not always the same: "aa" in
      * "aaa". */
@@ -5949,7 +5973,8 @@ static bool tmpl_f_count(tmpl_run *r, tmpl_args *c, tval *out) {
         return *out = tv_int(n), true;
     }
     if (c->a[0].type != TV_STR) return tmpl_bad_type(r, "count", c->a[0]);
-    for (size_t at = 0; sub.n && (found = str_find(s, sub, at)) >= 0; n++) at = (size_t)found + sub.n;
+    for (size_t at = 0; sub.n && (found = str_find(s, sub, at)) >= 0; n++)
+        at = (size_t)found + sub.n;
     return *out = tv_int(sub.n ? n : utf8_count(s) + 1), tmpl_work(r, s.n);
 }
 
@@ -6011,8 +6036,11 @@ static bool tmpl_parse_number(tmpl_run *r, str s, tval *out) {
     size_t first = str_starts(s, STR("-")); /* index of the first digit */
     for (size_t i = 0; i < s.n; i++) {
         char c = s.p[i], next = i + 1 < s.n ? s.p[i + 1] : 0;
-        bool behind = i && isdigit((unsigned char)s.p[i - 1]), before = isdigit((unsigned char)next);
-        if ((c == '_' && behind && before) || (c == '0' && b.n == first && (before || next == '_'))) continue;
+        bool behind = i && isdigit((unsigned char)s.p[i - 1]); /* stands after a digit */
+        bool before = isdigit((unsigned char)next);            /* stands before a digit */
+        if ((c == '_' && behind && before) ||
+            (c == '0' && b.n == first && (before || next == '_')))
+            continue;
         if (c == '.' && !behind && before) buf_char(&b, '0');
         buf_char(&b, c);
         if (c == '.' && behind && !before) buf_char(&b, '0');
@@ -6043,7 +6071,8 @@ static bool tmpl_f_number(tmpl_run *r, tmpl_args *c, tval *out) {
 static bool tmpl_f_abs(tmpl_run *r, tmpl_args *c, tval *out) {
     if (!tv_is_number(c->self)) return tmpl_bad_type(r, "abs", c->self);
     if (c->self.type == TV_FLOAT) return *out = tv_float(fabs(c->self.f)), true;
-    return c->self.i < 0 ? tmpl_int_op(r, '-', 0, c->self.i, out) : (*out = tv_int(c->self.i), true);
+    return c->self.i < 0 ? tmpl_int_op(r, '-', 0, c->self.i, out)
+                         : (*out = tv_int(c->self.i), true);
 }
 
 /* Parameters: precision method. */
