@@ -4491,7 +4491,7 @@ static tmpl_node *tmpl_subscript(tmpl_parser *p, tmpl_node *of) {
     return tmpl_need_op(p, ']') ? n : NULL;
 }
 
-/* Parses what may follow n, any number of times: n[...], n(...), n.name, n.0. n may be NULL. */
+/* Parses the suffixes of n, any number of them: n[...], n(...), n.name, n.0. n may be NULL. */
 static tmpl_node *tmpl_postfix(tmpl_parser *p, tmpl_node *n) {
     while (n) {
         tmpl_node *of = n;
@@ -4895,8 +4895,8 @@ static int tmpl_parse(tmpl **out, str source, toka_err *e) {
  *
  * Different from Python: range() and a dict's keys(), values() and items() return lists. Lookup in
  * a dict is a linear search, because dicts are small here. repr() of a text escapes only control
- * characters, quotes and backslashes. Integers of the context beyond 64 bits can be printed, compared
- * and converted to float; arithmetic with them fails.
+ * characters, quotes and backslashes. Integers of the context beyond 64 bits can be printed,
+ * compared and converted to float; arithmetic with them fails.
  * =========================================================================== */
 
 typedef enum tval_type {
@@ -4958,7 +4958,7 @@ static tval tv_big(str s) { return (tval){.type = TV_BIG, .n = (uint32_t)s.n, .s
 static tval tv_list(tval_type type, tmpl_items *list) {
     return (tval){.type = (uint8_t)type, .list = list};
 }
-/* owner: a tval_type, see tval. */
+/* name: of the variable or element that does not exist; owner: see tval. */
 static tval tv_undefined(str name, int owner) {
     return (tval){
         .type = TV_UNDEFINED, .owner = (uint8_t)owner, .n = (uint32_t)name.n, .s = name.p};
@@ -5046,8 +5046,8 @@ static bool tmpl_fits(tmpl_run *r, size_t n, const buf *b) {
     return tmpl_fail(r, "a text of more than %zu bytes", most);
 }
 
-/* Allocates n elements of `size` bytes in the run's arena, not cleared. Returns NULL, with *e filled
- * in, if the render would exceed its limit of memory or steps. */
+/* Allocates n elements of `size` bytes in the run's arena, not cleared. Returns NULL, with an
+ * error, if the render would exceed its limit of memory or steps. */
 static void *tmpl_alloc(tmpl_run *r, size_t n, size_t size) {
     if (n >= r->memory / size) return tmpl_fail(r, "values need too much memory"), NULL;
     if (!tmpl_work(r, n * size / 16)) return NULL;
@@ -5087,8 +5087,8 @@ static bool tmpl_finish(tmpl_run *r, buf *b, bool ok, tval *out) {
     return p != NULL;
 }
 
-/* Reports that operation `what` does not accept the value v. Undefined values have messages of their
- * own; a template may print and test them, but little else. Returns false. */
+/* Reports that operation `what` does not accept the value v. Undefined values have messages of
+ * their own; a template may print and test them, but little else. Returns false. */
 static bool tmpl_bad_type(tmpl_run *r, const char *what, tval v) {
     const char *type = tmpl_type_name(v.type);
     if (v.type != TV_UNDEFINED)
@@ -5410,7 +5410,7 @@ static bool tmpl_put_json_key(tmpl_run *r, buf *b, tval key, const tmpl_json_sty
     return tmpl_put_c(r, b, "\"") && tmpl_put_json(r, b, key, style, 0) && tmpl_put_c(r, b, "\"");
 }
 
-/* Appends json.dumps(v) as the filter tojson of Hugging Face calls it. level: depth of v, from 0. */
+/* Appends json.dumps(v) as Hugging Face's filter tojson calls it. level: depth of v, from 0. */
 static bool tmpl_put_json(tmpl_run *r, buf *b, tval v, const tmpl_json_style *style, int level) {
     tmpl_items *keys = NULL, *l = v.list;
     switch (v.type) {
@@ -5713,7 +5713,7 @@ static enum uni_case tmpl_case_of(int op, int kind, bool first) {
     }
 }
 
-/* Changes the case of a text; op: CASE_*. They differ in what a word is:
+/* Changes the case of a text; op: CASE_*. Some variants depend on where a word begins:
  *   CASE_CAPITAL       the whole text is one word
  *   CASE_TITLE         (the filter) a word begins after white space or one of "-([{<". The rule of
  *                      the Greek final sigma ignores the first letter of the word
