@@ -25982,21 +25982,27 @@ static int srv_run(const srv_options *o, toka_err *e) {
 
 /* ===========================================================================
  * MARK: 32. Bench and plan [os]
- * What the engine is worth, without a server: run_bench_throughput times a dataset whose samples are forced to given lengths,
- * also on dummy weights; run_bench_plan (`toka bench plan`) times chapters 14 to 17 alone. plan_make is `toka plan`: what fits on
- * which GPUs, and what that could reach at best, by arithmetic alone.
+ * Measures and predicts the engine's speed without a server.
+ *   run_bench_throughput  `toka bench throughput`: runs a dataset and measures its time. Each
+ *   sample
+ *                         gets the output length that the dataset gives. Works on dummy weights,
+ *                         too.
+ *   run_bench_plan        `toka bench plan`: measures chapters 14 to 17 alone, without a model.
+ *   plan_make             `toka plan`: calculates which splits of a model fit on which GPUs, and an
+ *                         upper bound of their speed. It runs nothing.
  * =========================================================================== */
 
 /* ---- Dummy weights: the shapes of a line of models.txt, filled with random numbers ---- */
 
-typedef struct run_fill_part { /* elements from .. to of one matrix */
-    uint16_t *p;
-    int64_t from, to;
-    uint64_t stream; /* which matrix */
-    float scale;
+typedef struct run_fill_part { /* the work of one thread: a range of elements of one matrix */
+    uint16_t *p;     /* the whole matrix, bf16; not owned */
+    int64_t from, to; /* elements; `to` is exclusive */
+    uint64_t stream; /* identifies the matrix in the random number generator */
+    float scale;     /* the numbers are in (-scale, scale) */
 } run_fill_part;
 
-/* Uniform in (-scale, scale) as bf16, four from each number of a counter-based generator. */
+/* Thread function. Fills the range with uniform bf16 numbers in (-scale, scale). Each number of the
+ * counter-based generator gives four elements. */
 static void *run_fill_random(void *user) {
     const run_fill_part *f = user;
     for (int64_t i = f->from; i < f->to; i += 4) {
@@ -26011,7 +26017,9 @@ static void *run_fill_random(void *user) {
     return NULL;
 }
 
-/* One tensor at *at, which moves behind it. Norms are 1, biases 0; a matrix keeps the size of what goes through it. */
+/* Places one tensor at *at, fills it, and moves *at behind it, to a multiple of 64 bytes. `base` is
+ * the struct that has the tensor's field. A norm's weights are 1 and biases are 0. The scale of a
+ * matrix is chosen so that its output has about the magnitude of its input. */
 static void run_dummy_tensor(mf_model *m, const mf_slot *slot, void *base, char **at) {
     enum { MOST = 64 };
     int64_t n = mf_slot_size(slot, &m->config);
@@ -26026,37 +26034,48 @@ static void run_dummy_tensor(mf_model *m, const mf_slot *slot, void *base, char 
         int parts = n < 1 << 20 ? 1 : MIN(os_n_cores(), MOST), started = 1;
         int64_t each = (n / parts + 3) / 4 * 4;
         for (int i = 0; i < parts; i++)
-            part[i] = (run_fill_part){p, each * i, i + 1 < parts ? each * (i + 1) : n, (uint64_t)(*at - m->maps[0].p) >> 6,
-                                      sqrtf(3 / (float)cols)};
-        while (started < parts && !pthread_create(&thread[started], NULL, run_fill_random, &part[started])) started++;
+            part[i] = (run_fill_part){p, each * i, i + 1 < parts ? each * (i + 1) : n,
+                                      (uint64_t)(*at - m->maps[0].p) >> 6, sqrtf(3 / (float)cols)};
+        while (started < parts &&
+               !pthread_create(&thread[started], NULL, run_fill_random, &part[started]))
+            started++;
         for (int i = started; i < parts; i++) run_fill_random(&part[i]);
         run_fill_random(&part[0]);
         for (int i = 1; i < started; i++) pthread_join(thread[i], NULL);
     } else {
-        for (int64_t i = 0; i < n && str_ends(str_c(slot->suffix), STR("norm.weight")); i++) p[i] = 0x3F80;
+        for (int64_t i = 0; i < n && str_ends(str_c(slot->suffix), STR("norm.weight")); i++)
+            p[i] = 0x3F80;
     }
 }
 
-/* The first layers up to so many bytes have numbers of their own, which no cache holds; the others are these again, so that a
- * large model is there in seconds. A device keeps a copy for each. */
+/* Bytes of layers that get their own random numbers: more than any hardware cache holds. The other
+ * layers share the memory of these layers, so that a large model is ready in seconds. A device
+ * still keeps a separate copy of each layer. */
 enum { RUN_DUMMY_BYTES = 2000000000 };
 
+/* Allocates and fills all weights of `m`, whose config and shape are set. `m` owns the memory.
+ * Returns TOKA_E_MEMORY if the weights do not fit into memory. */
 static int run_dummy_weights(mf_model *m, toka_err *e) {
     const int L = m->shape.L;
-    size_t pad = (size_t)(COUNT(mf_layer_slots) * L + COUNT(mf_model_slots) + 1) * 64, layer_bytes = 0;
-    m->n_parameters = mf_n_parameters(&m->config), m->weight_bytes = (size_t)m->n_parameters * 2;
-    for (int i = 0; i < COUNT(mf_layer_slots); i++) layer_bytes += (size_t)mf_slot_size(&mf_layer_slots[i], &m->config) * 2;
+    size_t pad = (size_t)(COUNT(mf_layer_slots) * L + COUNT(mf_model_slots) + 1) * 64;
+    size_t layer_bytes = 0;
+    m->n_parameters = mf_n_parameters(&m->config);
+    m->weight_bytes = (size_t)m->n_parameters * 2;
+    for (int i = 0; i < COUNT(mf_layer_slots); i++)
+        layer_bytes += (size_t)mf_slot_size(&mf_layer_slots[i], &m->config) * 2;
     const int own = (int)MIN((size_t)L, RUN_DUMMY_BYTES / layer_bytes + 1);
     size_t bytes = m->weight_bytes - (size_t)(L - own) * layer_bytes + pad;
     char *at = MAP_FAILED;
     if ((int64_t)bytes <= os_ram_bytes())
-        at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
+                  -1, 0);
     if (at == MAP_FAILED)
         return fail(e, TOKA_E_MEMORY, "%s: %zu bytes of dummy weights do not fit", m->name, bytes);
     m->maps = mem_alloc(sizeof *m->maps);
     m->maps[m->n_maps++] = (str){at, bytes};
     m->weights.layers = arena_zalloc(&m->a, (size_t)L * sizeof *m->weights.layers);
-    for (int i = 0; i < COUNT(mf_model_slots); i++) run_dummy_tensor(m, &mf_model_slots[i], &m->weights, &at);
+    for (int i = 0; i < COUNT(mf_model_slots); i++)
+        run_dummy_tensor(m, &mf_model_slots[i], &m->weights, &at);
     for (int layer = 0; layer < L; layer++) {
         for (int i = 0; i < COUNT(mf_layer_slots) && layer < own; i++)
             run_dummy_tensor(m, &mf_layer_slots[i], &m->weights.layers[layer], &at);
@@ -26068,8 +26087,10 @@ static int run_dummy_weights(mf_model *m, toka_err *e) {
     return 0;
 }
 
-/* The line of models.txt with this name or hub id, in `a`; NULL: there is none. *n: of so many. */
-static int run_find_known(const char *models_file, const char *model, arena *a, const mf_known **found, int *n, toka_err *e) {
+/* Finds the line of models.txt with this name or hub id. *found is allocated in `a`, or NULL if no
+ * line matches. *n is the number of lines. Returns 0 or the error of mf_models_open. */
+static int run_find_known(const char *models_file, const char *model, arena *a,
+                          const mf_known **found, int *n, toka_err *e) {
     mf_known *known;
     int code = mf_models_open(models_file, a, &known, n, e);
     *found = NULL;
@@ -26078,6 +26099,7 @@ static int run_find_known(const char *models_file, const char *model, arena *a, 
     return code;
 }
 
+/* Returns the error for a model that models.txt does not have, with the most similar name. */
 static int run_dummy_unknown(const toka_options *o, arena *a, toka_err *e) {
     mf_known *known;
     int n;
@@ -26089,7 +26111,8 @@ static int run_dummy_unknown(const toka_options *o, arena *a, toka_err *e) {
     return suggest_fail(&near, "", e);
 }
 
-/* A toka without any file: shapes of models.txt, random weights, no tokenizer. */
+/* Opens a toka without model files: shapes from models.txt, random weights, no tokenizer. The
+ * caller closes *out. If it fails, *out is NULL or unchanged. */
 static int run_dummy_open(toka **out, const toka_options *o, toka_err *e) {
     const mf_known *found = NULL;
     int n_known, code = lib_check_options(o, e);
@@ -26102,11 +26125,16 @@ static int run_dummy_open(toka **out, const toka_options *o, toka_err *e) {
     code = run_find_known(o->models_file, o->model, &m->a, &found, &n_known, e);
     if (!code && !found) code = run_dummy_unknown(o, &m->a, e);
     if (!code) {
-        m->name = found->name, m->config = found->config, m->shape = t->shape = found->config.shape;
+        m->name = found->name;
+        m->config = found->config;
+        m->shape = t->shape = found->config.shape;
         code = run_dummy_weights(m, e);
     }
     if (!code) code = eng_open(&t->engine, lib_find_backend(o->device), m, &t->shape, NULL, o, e);
-    if (code) toka_close(t), t = NULL;
+    if (code) {
+        toka_close(t);
+        t = NULL;
+    }
     *out = t;
     return code;
 }
@@ -26114,37 +26142,50 @@ static int run_dummy_open(toka **out, const toka_options *o, toka_err *e) {
 /* ---- toka bench throughput ---- */
 
 typedef struct run_bench_options {
-    const char *dataset; /* lines {"prompt_token_ids": [..] or "prompt": "..", "output_lengths": [l1, ..]} */
-    const char *timeline; /* a line for each step goes there, or NULL */
-    int num_prompts;     /* of its lines, 0: all */
-    toka_request base;
-    double load_s;       /* that opening took */
-    bool json, quiet, said; /* said: what run_say_start says */
-    atomic_int *interrupted;
+    /* Path of the file. Its lines are
+     * {"prompt_token_ids": [..] or "prompt": "..", "output_lengths": [l1, ..]}. */
+    const char *dataset;
+    const char *timeline;    /* path of the file that gets a line for each step; NULL: none */
+    int num_prompts;         /* lines of the dataset to use; 0: all */
+    toka_request base;       /* the fields that all requests share */
+    double load_s;           /* seconds that opening the model took */
+    bool json;               /* print the result as one JSON object */
+    bool quiet;              /* no report on stderr */
+    bool said;               /* the text of run_say_start has already been printed */
+    atomic_int *interrupted; /* not 0 after Ctrl-C */
 } run_bench_options;
 
 typedef struct run_bench_sample {
-    int prompt, length;
-    int64_t id; /* the engine's */
+    int prompt; /* index of its prompt */
+    int length; /* output tokens */
+    int64_t id; /* request id of the engine; 0 before it is submitted */
 } run_bench_sample;
 
-/* Every sample is a request of its own length, end ids ignored; those of one line find each other's prompt in the prefix
- * tree. A sample that ends puts the next one in, so that the engine knows twice those that run at once. */
+/* Each sample is a request with its own output length, and end-of-sequence tokens are ignored. The
+ * samples of one line share their prompt through the prefix cache. When a sample finishes, the next
+ * one is submitted. So the engine always has twice as many requests as it can run at once. */
 typedef struct run_bench_state {
     const run_bench_options *o;
     toka *t;
-    ids tokens;                 /* of all prompts */
-    size_t *prompt;             /* [n_prompts + 1] where each begins in tokens */
-    run_bench_sample *sample;   /* [n_samples] in the order of the file */
+    ids tokens;               /* the tokens of all prompts, one after another */
+    size_t *prompt;           /* [n_prompts + 1] where each prompt begins in `tokens` */
+    run_bench_sample *sample; /* [n_samples] in the order of the file */
     int64_t n_prompts, n_samples, cap_prompts, cap_samples;
-    int64_t next, n_output;
-    bool cancelled;             /* all, by Ctrl-C */
-    toka_err e;
+    int64_t next;             /* index of the sample to submit next; n_samples: none is left */
+    int64_t n_output;         /* output tokens of all samples */
+    bool cancelled;           /* Ctrl-C: all submitted requests have been cancelled */
+    toka_err e;               /* the error of the first toka_submit that failed */
 } run_bench_state;
 
-/* Every line of a file but the empty ones, `most` at most, as JSON; one that is none, or that `take` refuses, ends it. */
+/* Handles one line of a dataset. `number` is its line number. Returns 0, or an error code. */
 typedef int run_take_fn(void *user, const json *root, int64_t number, toka_err *e);
-static int run_dataset(const char *path, int64_t most, atomic_int *interrupted, run_take_fn *take, void *user, toka_err *e) {
+
+/* Parses the lines of a file as JSON and calls `take` for each, for at most `most` lines. Skips
+ * blank lines. Stops at the first line that is not JSON, or for which `take` fails. Returns 0;
+ * TOKA_E_INPUT for a bad line or a file without lines; TOKA_E_CANCELLED after Ctrl-C; or the error
+ * of `take`. */
+static int run_dataset(const char *path, int64_t most, atomic_int *interrupted, run_take_fn *take,
+                       void *user, toka_err *e) {
     run_input in;
     str line;
     int64_t n = 0;
@@ -26157,17 +26198,22 @@ static int run_dataset(const char *path, int64_t most, atomic_int *interrupted, 
         if (run_is_blank(line)) continue;
         const json *root = json_parse(&a, line, run_limits, &why);
         code = root ? take(user, root, in.number, e)
-                    : fail(e, TOKA_E_INPUT, "%s: line %lld: %.400s", path, (long long)in.number, why.msg);
-        arena_free(&a), n++;
+                    : fail(e, TOKA_E_INPUT, "%s: line %lld: %.400s", path, (long long)in.number,
+                           why.msg);
+        arena_free(&a);
+        n++;
         if (code) break;
     }
-    if (*interrupted) code = fail(e, TOKA_E_CANCELLED, "interrupted"); /* whatever a line that was cut looked like */
+    /* Replaces other errors: an interrupted read may have left an incomplete line. */
+    if (*interrupted) code = fail(e, TOKA_E_CANCELLED, "interrupted");
     if (!code && !n) code = fail(e, TOKA_E_INPUT, "%s: no lines", path);
     run_input_free(&in);
     close(fd);
     return code;
 }
 
+/* run_take_fn: adds a line's prompt and samples to the state. Returns TOKA_E_INPUT if the line has
+ * no prompt or no output_lengths, or if a sequence is longer than the model allows. */
 static int run_bench_line(void *user, const json *root, int64_t number, toka_err *e) {
     run_bench_state *b = user;
     const json *prompt = json_get(root, "prompt_token_ids"), *text = json_get(root, "prompt");
@@ -26179,23 +26225,29 @@ static int run_bench_line(void *user, const json *root, int64_t number, toka_err
     }
     size_t first = b->tokens.n;
     if (json_is(prompt, JSON_ARRAY)) {
-        JSON_EACH(it, prompt) ids_push(&b->tokens, (int32_t)MAX(-1, MIN(json_int(it, -1), INT32_MAX)));
+        JSON_EACH(it, prompt)
+            ids_push(&b->tokens, (int32_t)MAX(-1, MIN(json_int(it, -1), INT32_MAX)));
     } else if (json_is(text, JSON_STRING)) {
         if (lib_require_tokenizer(b->t, e) ||
-            tok_encode(b->t->tok, json_str(text), TOKA_ADD_SPECIAL | TOKA_PARSE_SPECIAL, &b->tokens, e)) return e->code;
+            tok_encode(b->t->tok, json_str(text), TOKA_ADD_SPECIAL | TOKA_PARSE_SPECIAL, &b->tokens,
+                       e))
+            return e->code;
     }
     int64_t n = (int64_t)(b->tokens.n - first);
     if (!n || !json_is(lengths, JSON_ARRAY) || !lengths->n)
-        return fail(e, TOKA_E_INPUT, "%s: line %lld: expected prompt_token_ids or prompt, and output_lengths",
+        return fail(e, TOKA_E_INPUT,
+                    "%s: line %lld: expected prompt_token_ids or prompt, and output_lengths",
                     b->o->dataset, (long long)number);
     JSON_EACH(it, lengths) {
         int64_t length;
         if (!json_whole(it, &length))
-            return fail(e, TOKA_E_INPUT, "%s: line %lld: output_lengths: expected whole numbers", b->o->dataset,
-                        (long long)number);
+            return fail(e, TOKA_E_INPUT, "%s: line %lld: output_lengths: expected whole numbers",
+                        b->o->dataset, (long long)number);
         if (length < 1 || length > b->t->shape.max_len - n)
-            return fail(e, TOKA_E_INPUT, "%s: line %lld: a prompt of %lld tokens and an output of %lld, expected at least 1 "
-                        "and at most %d in all", b->o->dataset, (long long)number, (long long)n, (long long)length,
+            return fail(e, TOKA_E_INPUT,
+                        "%s: line %lld: a prompt of %lld tokens and an output of %lld, expected at "
+                        "least 1 and at most %d in all",
+                        b->o->dataset, (long long)number, (long long)n, (long long)length,
                         b->t->shape.max_len);
         if (b->n_samples == b->cap_samples) {
             b->cap_samples = MAX(1024, 2 * b->cap_samples);
@@ -26210,35 +26262,43 @@ static int run_bench_line(void *user, const json *root, int64_t number, toka_err
 
 static int run_bench_event(void *user, const toka_event *ev);
 
+/* Submits the next sample, if one is left and no submit failed. */
 static void run_bench_submit(run_bench_state *b) {
     if (b->next == b->n_samples || b->e.code) return;
     run_bench_sample *s = &b->sample[b->next];
     toka_request q = b->o->base;
-    q.ids = b->tokens.p + b->prompt[s->prompt], q.n_ids = b->prompt[s->prompt + 1] - b->prompt[s->prompt];
+    q.ids = b->tokens.p + b->prompt[s->prompt];
+    q.n_ids = b->prompt[s->prompt + 1] - b->prompt[s->prompt];
     q.sampling.seed = api_seed(q.sampling.seed, (uint64_t[]){0, (uint64_t)b->next++});
-    q.sampling.max_tokens = s->length, q.sampling.ignore_eos = true;
+    q.sampling.max_tokens = s->length;
+    q.sampling.ignore_eos = true;
     toka_submit(b->t, &q, run_bench_event, b, &s->id, &b->e);
 }
 
+/* Event callback of a request. After Ctrl-C it cancels all requests once; returning 1 cancels this
+ * one. */
 static int run_bench_event(void *user, const toka_event *ev) {
     run_bench_state *b = user;
-    if (*b->o->interrupted) { /* those without an event, too */
+    if (*b->o->interrupted) { /* also cancel the requests that get no event */
         for (int64_t i = 0; i < b->next && !b->cancelled; i++) toka_cancel(b->t, b->sample[i].id);
-        b->cancelled = true, b->next = b->n_samples;
+        b->cancelled = true;
+        b->next = b->n_samples;
         return 1;
     }
     if (ev->finish != TOKA_RUNNING) run_bench_submit(b);
     return 0;
 }
 
-/* Names and lines as vLLM's `bench throughput`: a request is a line, its prompt counted once. */
+/* Prints the result to stdout, with the names and lines of vLLM's `bench throughput`. A request
+ * here is a line of the dataset, and its prompt is counted once for all its samples. */
 static void run_bench_print(const run_bench_state *b, const run_report *p) {
     int64_t prompt = (int64_t)b->tokens.n, total = prompt + b->n_output;
     double s = p->elapsed_s;
     if (!b->o->json) {
         printf("Throughput: %.2f requests/s, %.2f total tokens/s, %.2f output tokens/s\n"
-               "Total num prompt tokens:  %lld\nTotal num output tokens:  %lld\n", (double)b->n_prompts / s, (double)total / s,
-               (double)b->n_output / s, (long long)prompt, (long long)b->n_output);
+               "Total num prompt tokens:  %lld\nTotal num output tokens:  %lld\n",
+               (double)b->n_prompts / s, (double)total / s, (double)b->n_output / s,
+               (long long)prompt, (long long)b->n_output);
         return;
     }
     const struct { const char *name; double value; } numbers[] = {
@@ -26253,37 +26313,45 @@ static void run_bench_print(const run_bench_state *b, const run_report *p) {
     buf out = {0};
     json_put_open(&out, '{');
     json_put_key(&out, "elapsed_time"), json_put_num(&out, s, false);
-    for (int i = 0; i < COUNT(counts); i++) json_put_key(&out, counts[i].name), json_put_int(&out, counts[i].value);
-    for (int i = 0; i < COUNT(numbers); i++) json_put_key(&out, numbers[i].name), json_put_num(&out, numbers[i].value, true);
+    for (int i = 0; i < COUNT(counts); i++)
+        json_put_key(&out, counts[i].name), json_put_int(&out, counts[i].value);
+    for (int i = 0; i < COUNT(numbers); i++)
+        json_put_key(&out, numbers[i].name), json_put_num(&out, numbers[i].value, true);
     run_report_put_device(&out, p);
     json_put_close(&out, '}');
     printf("%s\n", out.p);
     buf_free(&out);
 }
 
-/* ---- The timeline: a line for each step, so that it shows when the device waited for the host ---- */
+/* ---- The timeline: a line for each step. It shows when the device waited for the host. ---- */
 
+/* Callback of the engine after each step. `user` is the FILE. */
 static void run_timeline_step(void *user, const eng_timing *t) {
-    fprintf(user, "%lld,%d,%d,%d,%.1f,%.1f,%.1f,%.1f,%.1f\n", (long long)t->number, t->replica, t->n_rows, t->n_samples, 1e6 * t->begin_s,
-            1e6 * t->end_s, 1e6 * t->plan_s, 1e6 * t->launch_s, 1e6 * t->commit_s);
+    fprintf(user, "%lld,%d,%d,%d,%.1f,%.1f,%.1f,%.1f,%.1f\n", (long long)t->number, t->replica,
+            t->n_rows, t->n_samples, 1e6 * t->begin_s, 1e6 * t->end_s, 1e6 * t->plan_s,
+            1e6 * t->launch_s, 1e6 * t->commit_s);
 }
 
-/* What is there is written over; never the dataset. */
+/* Opens the timeline's file and registers the callback. Overwrites an existing file, but refuses to
+ * overwrite the dataset. *file is NULL if no timeline is wanted. */
 static int run_timeline_open(toka *t, const run_bench_options *o, FILE **file, toka_err *e) {
     const char *path = o->timeline;
     struct stat to, from;
-    if (path && !stat(path, &to) && !stat(o->dataset, &from) && S_ISREG(to.st_mode) && to.st_dev == from.st_dev &&
-        to.st_ino == from.st_ino)
+    if (path && !stat(path, &to) && !stat(o->dataset, &from) && S_ISREG(to.st_mode) &&
+        to.st_dev == from.st_dev && to.st_ino == from.st_ino)
         return fail(e, TOKA_E_USE, "--timeline: %s is the dataset", path);
     *file = path ? fopen(path, "w") : NULL;
     if (path && !*file)
-        return fail(e, os_is_resource_error(errno) ? TOKA_E_IO : TOKA_E_INPUT, "--timeline: %s: %s", path, strerror(errno));
+        return fail(e, os_is_resource_error(errno) ? TOKA_E_IO : TOKA_E_INPUT, "--timeline: %s: %s",
+                    path, strerror(errno));
     if (!path) return 0;
     fputs("step,replica,rows,outputs,begin_us,end_us,plan_us,launch_us,commit_us\n", *file);
-    t->engine->on_step = run_timeline_step, t->engine->on_step_user = *file;
+    t->engine->on_step = run_timeline_step;
+    t->engine->on_step_user = *file;
     return 0;
 }
 
+/* Closes the file. Returns TOKA_E_IO if any write to it failed. */
 static int run_timeline_close(FILE *file, const char *path, toka_err *e) {
     if (!file) return 0;
     bool good = !ferror(file);
@@ -26291,17 +26359,20 @@ static int run_timeline_close(FILE *file, const char *path, toka_err *e) {
     return good ? 0 : fail(e, TOKA_E_IO, "--timeline: %s: %s", path, strerror(errno));
 }
 
+/* Reads the dataset, runs all samples and prints the result. Returns 0, or the first error. */
 static int run_bench_throughput(toka *t, const run_bench_options *o, toka_err *e) {
     run_bench_state b = {.o = o, .t = t};
     FILE *timeline = NULL;
-    int code = run_dataset(o->dataset, o->num_prompts ? o->num_prompts : INT_MAX - 1, o->interrupted, run_bench_line, &b, e);
+    int code = run_dataset(o->dataset, o->num_prompts ? o->num_prompts : INT_MAX - 1,
+                           o->interrupted, run_bench_line, &b, e);
     if (!code) code = run_timeline_open(t, o, &timeline, e);
     if (!code) {
         double t0 = os_now();
         for (int i = 0; i < 2 * t->engine->max_seqs; i++) run_bench_submit(&b);
         double said = os_now();
-        if (!b.e.code && !o->quiet && !o->said) run_say_start(t, toka_get_info(t).model_name, o->load_s);
-        t0 += os_now() - said; /* asking the devices is not part of the run */
+        if (!b.e.code && !o->quiet && !o->said)
+            run_say_start(t, toka_get_info(t).model_name, o->load_s);
+        t0 += os_now() - said; /* run_say_start queries the devices: leave out its time */
         code = toka_run(t, false, e);
         if (!code && b.e.code) *e = b.e, code = e->code;
         run_report p = run_report_make(t, os_now() - t0);
@@ -26311,15 +26382,16 @@ static int run_bench_throughput(toka *t, const run_bench_options *o, toka_err *e
         if (run_timeline_close(timeline, o->timeline, &late) && !code) *e = late, code = late.code;
     }
     ids_free(&b.tokens);
-    free(b.prompt), free(b.sample);
+    free(b.prompt);
+    free(b.sample);
     return code;
 }
 
 /* ---- toka bench plan: what a step costs before any model runs ---- */
 
-/* The monkeys shape: 128 prompts x 1,024 samples, 715-token prompts of which the first 600 tokens are shared by all,
- * outputs lognormal with mean 150, max_tokens 1,024, 8,192 sequences at once, results two steps late. The backend does
- * nothing. Times are CPU time of the one thread. */
+/* The monkeys shape: 128 prompts x 1,024 samples, 715-token prompts of which the first 600 tokens
+ * are shared by all, outputs lognormal with mean 150, max_tokens 1,024, 8,192 sequences at once,
+ * results two steps late. The backend does nothing. Times are CPU time of the one thread. */
 enum { RUN_PLAN_LAG = 2, RUN_PLAN_PROMPTS = 128, RUN_PLAN_SAMPLES = 1024, RUN_PLAN_PROMPT = 715, RUN_PLAN_SHARED = 600,
        RUN_PLAN_MEAN = 150, RUN_PLAN_MAX = 1024, RUN_PLAN_SEQS = 8192, RUN_PLAN_START = 10, RUN_PLAN_STEPS = 1000 };
 
@@ -26481,23 +26553,28 @@ static int run_bench_plan(bool as_json, atomic_int *interrupted, toka_err *e) {
     return 0;
 }
 
-/* ---- toka plan: what of a model fits on which split of how many GPUs, and what that could reach at best ----
+/* ---- toka plan: what of a model fits on which split of how many GPUs, and what that could reach
+ * at best ----
  *
- * A split tp x pp x dp: dp replicas, each of pp stages that hold some of the layers, each stage of tp ranks that hold a part of
- * every layer. Memory is counted by the GPU backend's own formulas (toka.h). Time is a roofline: the ops of a step follow one
- * another, and each takes the longer of its arithmetic at the GPU's rate and its bytes at the GPU's bandwidth.
+ * A split tp x pp x dp: dp replicas, each of pp stages that hold some of the layers, each stage of
+ * tp ranks that hold a part of every layer. Memory is counted by the GPU backend's own formulas
+ * (toka.h). Time is a roofline: the ops of a step follow one another, and each takes the longer of
+ * its arithmetic at the GPU's rate and its bytes at the GPU's bandwidth.
  *
  *     matrix products  2 FLOP a row and parameter; the rank's parameters are read once
- *     attention        4 H D FLOP a row and position it sees; K and V of own tokens are read once a row, those of a prompt once
+ *     attention        4 H D FLOP a row and position it sees; K and V of own tokens are read once a
+ *     row, those of a prompt once
  *                      for all samples of it that run
- *     all-reduce       2 (tp-1)/tp of rows*E*2 bytes over the link, twice a layer and once behind the embedding; on Hopper half
+ *     all-reduce       2 (tp-1)/tp of rows*E*2 bytes over the link, twice a layer and once behind
+ *     the embedding; on Hopper half
  *                      of a layer's leave beside the products, from TOKA_GPU_SCATTER_BYTES bytes on
- *     stages           the sequences of a replica go round in pp micro-batches; a stage takes the longer of its work and of
+ *     stages           the sequences of a replica go round in pp micro-batches; a stage takes the
+ *     longer of its work and of
  *                      sending rows*E*2 bytes on, and the slowest stage is waited for
  *
- * Each message costs PLAN_LATENCY beside. With that and 300 GB/s the ten all-reduces that were timed on 2 and 8 H200 (NCCL 2.28,
- * NVLS off, 1 to 134 MB) come out within 20 %. What keeps a real run below: no op meets its roofline, host time and bubbles are
- * left out, and lengths vary. */
+ * Each message costs PLAN_LATENCY beside. With that and 300 GB/s the ten all-reduces that were
+ * timed on 2 and 8 H200 (NCCL 2.28, NVLS off, 1 to 134 MB) come out within 20 %. What keeps a real
+ * run below: no op meets its roofline, host time and bubbles are left out, and lengths vary. */
 
 enum { PLAN_MOST_GPUS = ENG_MAX_PARALLEL, /* what is recommended must be taken */
        PLAN_INPUT = 715, PLAN_OUTPUT = 150 }; /* of a workload that nobody describes: GSM8K, or what the model's length leaves */
@@ -26595,19 +26672,22 @@ static plan_rank plan_rank_of(const plan_ask *a, int tp, int pp, int stage, int 
 
 /* ---- How long it takes ---- */
 
-/* Seconds until every one of tp ranks has the sum of their messages; of sending one on to the next stage. */
+/* Seconds until every one of tp ranks has the sum of their messages; of sending one on to the next
+ * stage. */
 static double plan_reduce(const run_gpu *g, int tp, double bytes) {
     return PLAN_LATENCY + 2.0 * (tp - 1) / tp * bytes / g->link;
 }
 static double plan_send(const run_gpu *g, double bytes) { return PLAN_LATENCY + bytes / g->link; }
 
-/* An op that does so much arithmetic on so many bytes: its seconds go to the tensor cores or to *memory, whichever is longer. */
+/* An op that does so much arithmetic on so many bytes: its seconds go to the tensor cores or to
+ * *memory, whichever is longer. */
 static void plan_op(const run_gpu *g, double flop, double bytes, plan_time *t, double *memory) {
     double arithmetic = flop / g->flops, reading = bytes / g->read;
     *(arithmetic > reading ? &t->tensor : memory) += MAX(arithmetic, reading);
 }
 
-/* Attention of one layer. A row that draws sees on average half of its answer, and the prompt; a window cuts off what is far. */
+/* Attention of one layer. A row that draws sees on average half of its answer, and the prompt; a
+ * window cuts off what is far. */
 static void plan_attention(const plan_ask *a, const plan_rank *p, const plan_load *l, double window, plan_time *t) {
     double prompt = a->input, own = a->output / 2.0, pairs = prompt * prompt / 2, running = ceil(l->outputs / a->samples);
     if (window > 0) {
@@ -26639,7 +26719,8 @@ static plan_time plan_rank_time(const plan_ask *a, const plan_rank *p, int tp, c
 static double plan_work(const plan_time *t) { return t->weights + t->kv + t->tensor + t->link; }
 static double plan_seconds(const plan_time *t) { return MAX(plan_work(t), t->send); }
 
-/* What most of the time goes to. Weights that more sequences would share are the KV cache's fault, where it keeps those out. */
+/* What most of the time goes to. Weights that more sequences would share are the KV cache's fault,
+ * where it keeps those out. */
 static const char *plan_bound(const plan_time *t, bool kv_full) {
     double most = MAX(MAX(t->weights, t->kv), MAX(t->tensor, t->link));
     if (t->link == most || t->send > plan_work(t)) return "link";
@@ -26647,8 +26728,9 @@ static const char *plan_bound(const plan_time *t, bool kv_full) {
     return t->kv == most ? "HBM, KV" : kv_full ? "KV capacity" : "HBM, weights";
 }
 
-/* Sequences that a replica keeps running: as many as KV tokens (full pages of a prompt are shared by its samples, of each answer
- * half is there), the cap on sequences and the rows of a step allow. rows: a sequence's in a step, prompts included. */
+/* Sequences that a replica keeps running: as many as KV tokens (full pages of a prompt are shared
+ * by its samples, of each answer half is there), the cap on sequences and the rows of a step allow.
+ * rows: a sequence's in a step, prompts included. */
 static int64_t plan_running(const plan_ask *a, int pp, int64_t kv_tokens, double rows, bool *kv_full) {
     double shared = a->input / TOKA_GPU_PAGE_TOK * TOKA_GPU_PAGE_TOK;
     double each = shared / a->samples + (a->input - shared) + a->output / 2.0 + TOKA_GPU_PAGE_TOK / 2.0;
@@ -26657,7 +26739,8 @@ static int64_t plan_running(const plan_ask *a, int pp, int64_t kv_tokens, double
     return (int64_t)MAX(MIN(most, fit), 1.0);
 }
 
-/* prompts: with the prompts of sequences that take the places of those that ended, or decode alone. */
+/* prompts: with the prompts of sequences that take the places of those that ended, or decode alone.
+ * */
 static plan_rate plan_rate_of(const plan_ask *a, const plan_rank *ranks, const plan_split *s, bool prompts) {
     bool kv_full;
     double more = prompts ? (a->input - 1.0) / ((double)a->samples * a->output) : 0; /* rows of prompts for each row that draws */
@@ -26675,7 +26758,8 @@ static plan_rate plan_rate_of(const plan_ask *a, const plan_rank *ranks, const p
     return r;
 }
 
-/* A split that passes plan_check_split. It fits if a replica holds one sequence of the length that must be possible. */
+/* A split that passes plan_check_split. It fits if a replica holds one sequence of the length that
+ * must be possible. */
 static plan_split plan_split_of(const plan_ask *a, int tp, int pp, int dp, int must_hold) {
     plan_split s = {.tp = tp, .pp = pp, .dp = dp, .kv_tokens = INT64_MAX};
     plan_rank ranks[PLAN_MOST_GPUS];
@@ -26692,7 +26776,8 @@ static plan_split plan_split_of(const plan_ask *a, int tp, int pp, int dp, int m
     return s;
 }
 
-/* All splits of a->gpus that the model allows into out[PLAN_MOST_GPUS], small tp and then small pp first; their number. */
+/* All splits of a->gpus that the model allows into out[PLAN_MOST_GPUS], small tp and then small pp
+ * first; their number. */
 static int plan_splits(const plan_ask *a, int must_hold, plan_split *out) {
     toka_err e;
     int n = 0;
@@ -26748,7 +26833,8 @@ static int plan_find_gpu(const char *name, const run_gpu **out, toka_err *e) {
     return fail(e, TOKA_E_USE, "--gpu: '%s', expected %s", name, names);
 }
 
-/* The flags into *a, where a->model stands already. *must_hold: tokens of the sequence that has to fit. */
+/* The flags into *a, where a->model stands already. *must_hold: tokens of the sequence that has to
+ * fit. */
 static int plan_check(const plan_options *o, plan_ask *a, int *must_hold, toka_err *e) {
     const struct { const char *name; int value, least, most; } numbers[] = {
         {"--gpus", o->gpus, 1, PLAN_MOST_GPUS}, {"--max-num-seqs", o->max_seqs, 0, 65536},
@@ -26780,8 +26866,8 @@ static int plan_check(const plan_options *o, plan_ask *a, int *must_hold, toka_e
     return plan_find_gpu(o->gpu, &a->gpu, e);
 }
 
-/* A name or hub id of models.txt needs no files; a folder, and a hub id in the cache, need config.json. *c and *name live in *m
- * or *lines, which the caller gives back. */
+/* A name or hub id of models.txt needs no files; a folder, and a hub id in the cache, need
+ * config.json. *c and *name live in *m or *lines, which the caller gives back. */
 static int plan_find_model(const plan_options *o, mf_model **m, arena *lines, const mf_config **c, const char **name,
                            toka_err *e) {
     struct stat st;
@@ -26945,7 +27031,8 @@ static void plan_put_json(const plan_options *o, const plan_ask *a, const char *
     buf_free(&today);
 }
 
-/* The table, or one JSON object, into *out. A model that does not fit is an error that says how many GPUs hold it. */
+/* The table, or one JSON object, into *out. A model that does not fit is an error that says how
+ * many GPUs hold it. */
 static int plan_make(const plan_options *o, buf *out, toka_err *e) {
     arena lines = {0};
     mf_model *m = NULL;
