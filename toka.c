@@ -26026,7 +26026,8 @@ static void run_dummy_tensor(mf_model *m, const mf_slot *slot, void *base, char 
     uint16_t *p = (uint16_t *)(void *)*at;
     if (!n) return;
     int rows = mf_product(slot->rows, &m->shape), cols = mf_product(slot->cols, &m->shape);
-    *(toka_tensor *)(void *)((char *)base + slot->field) = (toka_tensor){p, TOKA_BF16, rows, cols, cols};
+    *(toka_tensor *)(void *)((char *)base + slot->field) =
+        (toka_tensor){p, TOKA_BF16, rows, cols, cols};
     *at += ((size_t)n * sizeof *p + 63) & ~(size_t)63;
     if (*slot->rows) {
         run_fill_part part[MOST];
@@ -26095,7 +26096,8 @@ static int run_find_known(const char *models_file, const char *model, arena *a,
     int code = mf_models_open(models_file, a, &known, n, e);
     *found = NULL;
     for (int i = 0; i < *n && !code && !*found; i++)
-        if (!strcasecmp(known[i].name, model) || !strcmp(known[i].hub_id, model)) *found = &known[i];
+        if (!strcasecmp(known[i].name, model) || !strcmp(known[i].hub_id, model))
+            *found = &known[i];
     return code;
 }
 
@@ -26117,7 +26119,8 @@ static int run_dummy_open(toka **out, const toka_options *o, toka_err *e) {
     const mf_known *found = NULL;
     int n_known, code = lib_check_options(o, e);
     if (code) return code;
-    if (!o->model) return fail(e, TOKA_E_USE, "--dummy-weights needs -m NAME, a name of models.txt");
+    if (!o->model)
+        return fail(e, TOKA_E_USE, "--dummy-weights needs -m NAME, a name of models.txt");
     toka *t = mem_zalloc(sizeof *t);
     mf_model *m = t->files = mem_zalloc(sizeof *m);
     m->tokenizer_json = m->tokenizer_config = STR("");
@@ -26308,8 +26311,8 @@ static void run_bench_print(const run_bench_state *b, const run_report *p) {
         {"commit_share", p->commit}, {"idle_share", p->idle}};
     const struct { const char *name; int64_t value; } counts[] = {
         {"num_requests", b->n_prompts}, {"num_samples", b->n_samples}, {"total_num_tokens", total},
-        {"total_prompt_tokens", prompt}, {"total_output_tokens", b->n_output}, {"steps", p->s.steps},
-        {"preemptions", p->s.preemptions}};
+        {"total_prompt_tokens", prompt}, {"total_output_tokens", b->n_output},
+        {"steps", p->s.steps}, {"preemptions", p->s.preemptions}};
     buf out = {0};
     json_put_open(&out, '{');
     json_put_key(&out, "elapsed_time"), json_put_num(&out, s, false);
@@ -26389,14 +26392,16 @@ static int run_bench_throughput(toka *t, const run_bench_options *o, toka_err *e
 
 /* ---- toka bench plan: what a step costs before any model runs ---- */
 
-/* The monkeys shape: 128 prompts x 1,024 samples, 715-token prompts of which the first 600 tokens
- * are shared by all, outputs lognormal with mean 150, max_tokens 1,024, 8,192 sequences at once,
- * results two steps late. The backend does nothing. Times are CPU time of the one thread. */
-enum { RUN_PLAN_LAG = 2, RUN_PLAN_PROMPTS = 128, RUN_PLAN_SAMPLES = 1024, RUN_PLAN_PROMPT = 715, RUN_PLAN_SHARED = 600,
-       RUN_PLAN_MEAN = 150, RUN_PLAN_MAX = 1024, RUN_PLAN_SEQS = 8192, RUN_PLAN_START = 10, RUN_PLAN_STEPS = 1000 };
+/* The workload is that of "Large Language Monkeys": 128 prompts with 1,024 samples each. A prompt
+ * has 715 tokens; all prompts share the first 600. Output lengths are lognormal with mean 150,
+ * max_tokens is 1,024, and 8,192 sequences run at once. A step's tokens arrive two steps later, as
+ * they do with in-flight steps. The backend does nothing. Times are CPU time of the only thread. */
+enum { RUN_PLAN_LAG = 2, RUN_PLAN_PROMPTS = 128, RUN_PLAN_SAMPLES = 1024, RUN_PLAN_PROMPT = 715,
+       RUN_PLAN_SHARED = 600, RUN_PLAN_MEAN = 150, RUN_PLAN_MAX = 1024, RUN_PLAN_SEQS = 8192,
+       RUN_PLAN_START = 10, RUN_PLAN_STEPS = 1000 };
 
-typedef struct run_plan_late { /* rows whose tokens are still on their way */
-    batch_sample *out; /* [RUN_PLAN_SEQS] */
+typedef struct run_plan_late { /* the samples of an in-flight step, whose tokens have not arrived */
+    batch_sample *out; /* [RUN_PLAN_SEQS]; the first n are used */
     int n;
 } run_plan_late;
 
@@ -26404,77 +26409,100 @@ typedef struct run_plan {
     scheduler s;
     batch_builder b;
     batch_step built;
-    run_plan_late late[RUN_PLAN_LAG];
-    int *length;       /* [RUN_PLAN_SEQS] of the sequence in each slot, drawn when it starts */
-    uint32_t *started; /* [RUN_PLAN_SEQS] ticket + 1 of that sequence */
+    run_plan_late late[RUN_PLAN_LAG]; /* ring: step i uses entry i % RUN_PLAN_LAG */
+    int *length;       /* [RUN_PLAN_SEQS] output length of a sequence, drawn at its first token */
+    uint32_t *started; /* [RUN_PLAN_SEQS] generation + 1 of the sequence that `length` is for */
     uint64_t rng;
-    double plan_s, build_s, commit_s;
+    double plan_s, build_s, commit_s; /* seconds of CPU time, summed over the measured steps */
 } run_plan;
 
-typedef struct run_plan_case { /* what is measured, and what came of it */
+typedef struct run_plan_case { /* one case to measure, with its results */
     const char *name;
-    int extra, n_pages; /* further requests of one sample queued behind; pages of 16 tokens */
-    int steps;
-    double ms, plan_ms, build_ms, commit_ms, p50, p99, running;
-    double start_ms; /* most of one of the first RUN_PLAN_START steps, which fill the empty machine */
+    int extra;   /* in: requests of one sample each, queued behind the others */
+    int n_pages; /* in: pages of the KV cache, 16 tokens each */
+    int steps;   /* measured */
+    double ms, plan_ms, build_ms, commit_ms; /* means of a step */
+    double p50, p99;                         /* ms of a step */
+    double running;                          /* mean number of running sequences */
+    double start_ms; /* longest of the first RUN_PLAN_START steps, which admit the sequences */
     int64_t n_preempted;
 } run_plan_case;
 
+/* CPU seconds of the calling thread. */
 static double run_cpu_now(void) {
     struct timespec t;
     clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
     return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
 }
 
+/* A random number, uniform in [0, 1): the generator xorshift64*. */
 static double run_plan_unit(run_plan *t) {
-    t->rng ^= t->rng >> 12, t->rng ^= t->rng << 25, t->rng ^= t->rng >> 27;
+    t->rng ^= t->rng >> 12;
+    t->rng ^= t->rng << 25;
+    t->rng ^= t->rng >> 27;
     return (double)((t->rng * 0x2545F4914F6CDD1Du) >> 11) * 0x1p-53;
 }
 
+/* A random output length: lognormal with sigma 0.7, from 1 to RUN_PLAN_MAX. */
 static int run_plan_length(run_plan *t) {
-    double normal = sqrt(-2 * log(1 - run_plan_unit(t))) * cos(6.283185307179586 * run_plan_unit(t)), sigma = 0.7;
+    double normal = sqrt(-2 * log(1 - run_plan_unit(t))) *
+                    cos(6.283185307179586 * run_plan_unit(t));
+    double sigma = 0.7;
     double length = exp(log(RUN_PLAN_MEAN) - sigma * sigma / 2 + sigma * normal);
     return (int)MAX(1.0, MIN(length + 0.5, (double)RUN_PLAN_MAX));
 }
 
+/* Submits a request of n samples. Returns 0 or an error code. */
 static int run_plan_submit(run_plan *t, int prompt_no, int n, toka_err *e) {
     int32_t prompt[RUN_PLAN_PROMPT];
     for (int i = 0; i < RUN_PLAN_PROMPT; i++)
         prompt[i] = i < RUN_PLAN_SHARED ? 1000 + i : (prompt_no * 7919 + i * 31) % 100000;
-    sched_job job = {.prompt = prompt, .n_prompt = RUN_PLAN_PROMPT, .n = n, .max_tokens = RUN_PLAN_MAX};
+    sched_job job = {.prompt = prompt, .n_prompt = RUN_PLAN_PROMPT, .n = n,
+                     .max_tokens = RUN_PLAN_MAX};
     return MIN(sched_submit(&t->s, &job, e), 0);
 }
 
+/* Plans and builds one step, then commits the tokens of the step RUN_PLAN_LAG steps before it. */
 static void run_plan_step(run_plan *t, int step) {
     double t0 = run_cpu_now();
     sched_plan(&t->s);
     double t1 = run_cpu_now();
     batch_build(&t->b, &t->built, &t->s);
     double t2 = run_cpu_now();
-    run_plan_late *l = &t->late[step % RUN_PLAN_LAG]; /* what was planned then comes back, the new takes its place */
+    /* The entry holds the samples of step - RUN_PLAN_LAG. Commit them, then store this step's. */
+    run_plan_late *l = &t->late[step % RUN_PLAN_LAG];
     for (int i = 0; i < l->n; i++) {
         batch_sample o = l->out[i];
         const sched_seq *x = &t->s.seqs[o.seq];
         if (x->generation != o.generation) continue;
-        if (t->started[o.seq] != x->generation + 1) t->started[o.seq] = x->generation + 1, t->length[o.seq] = run_plan_length(t);
+        if (t->started[o.seq] != x->generation + 1) {
+            t->started[o.seq] = x->generation + 1;
+            t->length[o.seq] = run_plan_length(t);
+        }
         int n = x->n_known - x->n_prompt + 1;
         int32_t token = (int32_t)((t->rng + (uint64_t)o.seq * 0x9E3779B9u + (uint64_t)n) % 100000);
         sched_commit(&t->s, o.seq, o.generation, token, n >= t->length[o.seq]);
     }
     l->n = t->built.n_samples;
     memcpy(l->out, t->built.samples, (size_t)l->n * sizeof *l->out);
-    t->plan_s += t1 - t0, t->build_s += t2 - t1, t->commit_s += run_cpu_now() - t2;
+    t->plan_s += t1 - t0;
+    t->build_s += t2 - t1;
+    t->commit_s += run_cpu_now() - t2;
 }
 
+/* Initializes *t. After an error, too, the caller calls run_plan_close. */
 static int run_plan_open(run_plan *t, int n_pages, toka_err *e) {
     *t = (run_plan){.rng = 12345};
-    sched_config c = {.B = 16, .n_pages = n_pages, .max_seqs = RUN_PLAN_SEQS, .max_tokens = 32768, .max_len = 2048,
-                      .n_classes = 1024};
+    sched_config c = {.B = 16, .n_pages = n_pages, .max_seqs = RUN_PLAN_SEQS, .max_tokens = 32768,
+                      .max_len = 2048, .n_classes = 1024};
     int code = sched_init(&t->s, &c, e);
-    if (!code) batch_init(&t->b, &t->s, (batch_cost){.merge_tok = 4, .span_tok = 64, .tile_rows = 64});
+    if (!code)
+        batch_init(&t->b, &t->s, (batch_cost){.merge_tok = 4, .span_tok = 64, .tile_rows = 64});
     if (!code) code = batch_step_init(&t->built, &t->s, e);
-    t->length = mem_zalloc(RUN_PLAN_SEQS * sizeof(int)), t->started = mem_zalloc(RUN_PLAN_SEQS * sizeof(uint32_t));
-    for (int i = 0; i < RUN_PLAN_LAG; i++) t->late[i].out = mem_alloc(RUN_PLAN_SEQS * sizeof(batch_sample));
+    t->length = mem_zalloc(RUN_PLAN_SEQS * sizeof(int));
+    t->started = mem_zalloc(RUN_PLAN_SEQS * sizeof(uint32_t));
+    for (int i = 0; i < RUN_PLAN_LAG; i++)
+        t->late[i].out = mem_alloc(RUN_PLAN_SEQS * sizeof(batch_sample));
     return code;
 }
 
@@ -26489,14 +26517,19 @@ static int run_compare_doubles(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
+/* Runs one case and fills its results. Returns 0 or an error code. Stops early after Ctrl-C, or
+ * when every sequence has started. */
 static int run_plan_measure(run_plan_case *c, atomic_int *interrupted, toka_err *e) {
     run_plan t;
     int n = 0;
     double *ms = mem_alloc(RUN_PLAN_STEPS * sizeof *ms);
     int code = run_plan_open(&t, c->n_pages, e);
-    for (int i = 0; i < RUN_PLAN_PROMPTS && !code; i++) code = run_plan_submit(&t, i, RUN_PLAN_SAMPLES, e);
-    for (int i = 0; i < c->extra && !code; i++) code = run_plan_submit(&t, RUN_PLAN_PROMPTS + i, 1, e);
-    for (int i = 0; i < RUN_PLAN_START + RUN_PLAN_STEPS && t.s.n_unstarted && !code && !*interrupted; i++) {
+    for (int i = 0; i < RUN_PLAN_PROMPTS && !code; i++)
+        code = run_plan_submit(&t, i, RUN_PLAN_SAMPLES, e);
+    for (int i = 0; i < c->extra && !code; i++)
+        code = run_plan_submit(&t, RUN_PLAN_PROMPTS + i, 1, e);
+    for (int i = 0;
+         i < RUN_PLAN_START + RUN_PLAN_STEPS && t.s.n_unstarted && !code && !*interrupted; i++) {
         if (i == RUN_PLAN_START) t.plan_s = t.build_s = t.commit_s = 0;
         double t0 = run_cpu_now();
         run_plan_step(&t, i);
@@ -26505,29 +26538,40 @@ static int run_plan_measure(run_plan_case *c, atomic_int *interrupted, toka_err 
         else ms[n++] = took, c->ms += took, c->running += t.s.n_running;
     }
     qsort(ms, (size_t)n, sizeof *ms, run_compare_doubles);
-    c->steps = n, c->n_preempted = t.s.n_preempted;
+    c->steps = n;
+    c->n_preempted = t.s.n_preempted;
     if (n) {
-        c->ms /= n, c->running /= n, c->p50 = ms[n / 2], c->p99 = ms[n * 99 / 100];
-        c->plan_ms = t.plan_s * 1e3 / n, c->build_ms = t.build_s * 1e3 / n, c->commit_ms = t.commit_s * 1e3 / n;
+        c->ms /= n;
+        c->running /= n;
+        c->p50 = ms[n / 2];
+        c->p99 = ms[n * 99 / 100];
+        c->plan_ms = t.plan_s * 1e3 / n;
+        c->build_ms = t.build_s * 1e3 / n;
+        c->commit_ms = t.commit_s * 1e3 / n;
     }
     free(ms);
     run_plan_close(&t);
     return code;
 }
 
+/* Appends the keys of a case's results to the open JSON object. */
 static void run_plan_json(buf *b, const run_plan_case *c) {
     const struct { const char *name; double value; } numbers[] = {
-        {"ms_per_step", c->ms}, {"plan_ms", c->plan_ms}, {"build_ms", c->build_ms}, {"commit_ms", c->commit_ms},
-        {"p50_ms", c->p50}, {"p99_ms", c->p99}, {"mean_running", c->running}, {"most_start_ms", c->start_ms}};
-    for (int i = 0; i < COUNT(numbers); i++) json_put_key(b, numbers[i].name), json_put_num(b, numbers[i].value, true);
+        {"ms_per_step", c->ms}, {"plan_ms", c->plan_ms}, {"build_ms", c->build_ms},
+        {"commit_ms", c->commit_ms}, {"p50_ms", c->p50}, {"p99_ms", c->p99}, {"mean_running", c->running},
+        {"most_start_ms", c->start_ms}};
+    for (int i = 0; i < COUNT(numbers); i++)
+        json_put_key(b, numbers[i].name), json_put_num(b, numbers[i].value, true);
     json_put_key(b, "steps"), json_put_int(b, c->steps);
     json_put_key(b, "preemptions"), json_put_int(b, c->n_preempted);
 }
 
-/* The figures of the first case at the top of the JSON object, all cases below. */
+/* Measures all cases and prints them to stdout, as text or as one JSON object. The object's own
+ * keys are the results of the first case; its key "cases" has all cases. */
 static int run_bench_plan(bool as_json, atomic_int *interrupted, toka_err *e) {
     run_plan_case cases[] = {{.name = "8,192 running", .n_pages = 1572864 / 16},
-                             {.name = "65,536 more requests queued", .extra = 65536, .n_pages = 1572864 / 16},
+                             {.name = "65,536 more requests queued", .extra = 65536,
+                              .n_pages = 1572864 / 16},
                              {.name = "half the KV cache, always full", .n_pages = 1572864 / 32}};
     buf b = {0};
     json_put_open(&b, '{');
@@ -26535,15 +26579,19 @@ static int run_bench_plan(bool as_json, atomic_int *interrupted, toka_err *e) {
         run_plan_case *c = &cases[i];
         int code = run_plan_measure(c, interrupted, e);
         if (code) return buf_free(&b), code;
-        if (!i) run_plan_json(&b, c), json_put_key(&b, "cases"), json_put_open(&b, '[');
+        if (!i) {
+            run_plan_json(&b, c);
+            json_put_key(&b, "cases"), json_put_open(&b, '[');
+        }
         json_put_open(&b, '{');
         json_put_key(&b, "name"), json_put_str(&b, str_c(c->name));
         run_plan_json(&b, c);
         json_put_close(&b, '}');
         if (as_json || *interrupted) continue;
-        printf("%s: %.3f ms a step (plan %.3f, build %.3f, commit %.3f; p50 %.3f, p99 %.3f)\n", c->name, c->ms, c->plan_ms,
-               c->build_ms, c->commit_ms, c->p50, c->p99);
-        printf("  %d steps, %.0f sequences running, %lld preemptions; before that %d steps from empty to full, at most %.1f ms\n",
+        printf("%s: %.3f ms a step (plan %.3f, build %.3f, commit %.3f; p50 %.3f, p99 %.3f)\n",
+               c->name, c->ms, c->plan_ms, c->build_ms, c->commit_ms, c->p50, c->p99);
+        printf("  %d steps, %.0f sequences running, %lld preemptions; before that %d steps from "
+               "empty to full, at most %.1f ms\n",
                c->steps, c->running, (long long)c->n_preempted, RUN_PLAN_START, c->start_ms);
         fflush(stdout);
     }
@@ -26553,88 +26601,106 @@ static int run_bench_plan(bool as_json, atomic_int *interrupted, toka_err *e) {
     return 0;
 }
 
-/* ---- toka plan: what of a model fits on which split of how many GPUs, and what that could reach
- * at best ----
+/* ---- toka plan: which splits of a model fit on the GPUs, and an upper bound of their speed ----
  *
- * A split tp x pp x dp: dp replicas, each of pp stages that hold some of the layers, each stage of
- * tp ranks that hold a part of every layer. Memory is counted by the GPU backend's own formulas
- * (toka.h). Time is a roofline: the ops of a step follow one another, and each takes the longer of
- * its arithmetic at the GPU's rate and its bytes at the GPU's bandwidth.
+ * A split tp x pp x dp has dp replicas. A replica has pp stages, and each stage has some of the
+ * layers. A stage has tp ranks, and each rank has a part of every layer of its stage. Memory is
+ * calculated by the GPU backend's own formulas (toka.h). Time is a roofline model: the ops of a
+ * step run one after another. An op takes the time of its arithmetic at the GPU's rate, or the time
+ * of its memory traffic at the GPU's bandwidth, whichever is longer.
  *
- *     matrix products  2 FLOP a row and parameter; the rank's parameters are read once
- *     attention        4 H D FLOP a row and position it sees; K and V of own tokens are read once a
- *     row, those of a prompt once
- *                      for all samples of it that run
- *     all-reduce       2 (tp-1)/tp of rows*E*2 bytes over the link, twice a layer and once behind
- *     the embedding; on Hopper half
- *                      of a layer's leave beside the products, from TOKA_GPU_SCATTER_BYTES bytes on
- *     stages           the sequences of a replica go round in pp micro-batches; a stage takes the
- *     longer of its work and of
- *                      sending rows*E*2 bytes on, and the slowest stage is waited for
+ *     matrix products  2 FLOP per row and parameter; the rank's parameters are read once a step
+ *     attention        4 H D FLOP per row and position that it attends to. K and V of a sequence's
+ *                      output are read once per row. K and V of a prompt are read once for all its
+ *                      running samples.
+ *     all-reduce       2 (tp-1)/tp of rows*E*2 bytes over the link, twice a layer and once after
+ *     the
+ *                      embedding. On Hopper, from TOKA_GPU_SCATTER_BYTES bytes on, half of a
+ *                      layer's bytes are sent while the matrix products run.
+ *     stages           the sequences of a replica are divided into pp microbatches. A stage takes
+ *     the
+ *                      longer of its own work and sending rows*E*2 bytes to the next stage. All
+ *                      stages wait for the slowest.
  *
- * Each message costs PLAN_LATENCY beside. With that and 300 GB/s the ten all-reduces that were
- * timed on 2 and 8 H200 (NCCL 2.28, NVLS off, 1 to 134 MB) come out within 20 %. What keeps a real
- * run below: no op meets its roofline, host time and bubbles are left out, and lengths vary. */
+ * Each message also costs PLAN_LATENCY. With this latency and a link of 300 GB/s, the model agrees
+ * within 20 % with ten all-reduces measured on 2 and 8 H200 (NCCL 2.28, NVLS off, 1 to 134 MB). A
+ * real run is slower: no op reaches its roofline, host time and pipeline bubbles are left out, and
+ * lengths vary. */
 
-enum { PLAN_MOST_GPUS = ENG_MAX_PARALLEL, /* what is recommended must be taken */
-       PLAN_INPUT = 715, PLAN_OUTPUT = 150 }; /* of a workload that nobody describes: GSM8K, or what the model's length leaves */
-#define PLAN_LATENCY 40e-6         /* seconds of one all-reduce or send */
-#define PLAN_CONTEXT_BYTES 0x1p29  /* of a GPU's memory that are gone before the program asks what is free */
+enum {
+    PLAN_MOST_GPUS = ENG_MAX_PARALLEL, /* the engine must accept the recommended flags */
+    /* Default workload in tokens: that of GSM8K, or less if the model's length allows less. */
+    PLAN_INPUT = 715, PLAN_OUTPUT = 150
+};
+#define PLAN_LATENCY 40e-6        /* seconds of one all-reduce or send */
+#define PLAN_CONTEXT_BYTES 0x1p29 /* of a GPU's memory: in use before the program asks what is free */
 
-typedef struct plan_ask { /* what is asked; all checked by plan_check */
+typedef struct plan_ask { /* the question; plan_check checks all of it */
     const mf_config *model;
     const run_gpu *gpu;
-    int gpus;
-    double utilization;
-    int max_len, max_seqs, max_tokens; /* of a sequence, of a replica, of a step */
-    int input, output, samples;        /* the workload: lengths of prompt and answer, answers to a prompt */
+    int gpus;            /* number of GPUs */
+    double utilization;  /* share of a GPU's memory that may be used, 0 to 1 */
+    int max_len;         /* tokens of a sequence */
+    int max_seqs;        /* running sequences of a replica */
+    int max_tokens;      /* rows of a step */
+    int input, output;   /* the workload: tokens of a prompt, and of an answer */
+    int samples;         /* the workload: answers per prompt */
 } plan_ask;
 
 typedef struct plan_rank { /* one GPU of a replica */
-    toka_shape shape; /* its own part: H, K, F, V, L */
+    toka_shape shape; /* of this rank's part: H, K, F, V, L are smaller than the model's */
     int l0;           /* its first layer */
-    bool first, last; /* stage: has the embedding; has the LM head */
-    int64_t weights, scratch, token_bytes; /* bytes; token_bytes: K and V of one token */
-    int64_t kv_tokens;                     /* that it has room for; less than 1: none */
+    bool first;       /* it is in the first stage and has the embedding */
+    bool last;        /* it is in the last stage and has the LM head */
+    int64_t weights, scratch; /* bytes */
+    int64_t token_bytes;      /* bytes of K and V of one token */
+    int64_t kv_tokens;        /* capacity of its KV cache; less than 1: no room for any */
 } plan_rank;
 
-typedef struct plan_load { /* of one step of one micro-batch, on average: so counts are fractions */
+typedef struct plan_load { /* one step of one microbatch. These are means, so counts are fractions. */
     double rows;    /* through the layers */
-    double outputs; /* of these, those that draw a token */
-    double prompts; /* that are computed */
+    double outputs; /* rows that sample a token */
+    double prompts; /* prompts that are computed */
 } plan_load;
 
-typedef struct plan_time { /* seconds of one rank in one step, by what they go to; link: sums, all of them; send overlaps the
-                              rest */
+/* Seconds of one rank in one step, by the resource that limits the ops: reading weights, reading
+ * the KV cache, tensor cores; then all-reduces that nothing overlaps (link); then messages that
+ * overlap all of these (send). */
+typedef struct plan_time {
     double weights, kv, tensor, link, send;
 } plan_time;
 
-typedef struct plan_rate { /* of all replicas */
+typedef struct plan_rate { /* of all replicas together */
     int64_t running;       /* sequences */
-    double step_s, output, total; /* a step of every sequence; tokens per second drawn; and with those of prompts */
-    const char *bound;
+    double step_s;         /* seconds in which every sequence makes one step */
+    double output, total;  /* tokens per second: sampled; sampled and of prompts */
+    const char *bound;     /* the resource that limits the speed; see plan_bound */
 } plan_rate;
 
 typedef struct plan_split {
     int tp, pp, dp;
     bool fits;
-    int64_t weights, scratch, token_bytes; /* bytes, each of the rank that has most */
-    int64_t kv_tokens;                     /* of all replicas */
-    double at_len;                         /* sequences of the longest length that these hold */
-    plan_rate decode, work;
+    int64_t weights, scratch, token_bytes; /* bytes; each the maximum over the ranks */
+    int64_t kv_tokens;                     /* of all replicas; 0 if the model does not fit */
+    double at_len;                         /* sequences of max_len tokens that fit in kv_tokens */
+    plan_rate decode, work;                /* decode steps alone; the workload with its prompts */
 } plan_split;
 
-/* ---- What a rank has ---- */
+/* ---- Memory: the part of the model that a rank has ---- */
 
-/* Can the model be cut into so many ranks a stage, and so many stages? */
+/* Returns 0 if the model can be split into tp ranks a stage and pp stages, else TOKA_E_USE. */
 static int plan_check_split(const toka_shape *s, int tp, int pp, toka_err *e) {
     mf_part part;
-    if (pp > s->L) return fail(e, TOKA_E_USE, "pipeline parallel size %d: the model has %d layers", pp, s->L);
+    if (pp > s->L)
+        return fail(e, TOKA_E_USE, "pipeline parallel size %d: the model has %d layers", pp, s->L);
     if (mf_part_of(s, 0, tp, &part, e)) return e->code;
-    return tp <= TOKA_GPU_MAX_TP ? 0 : fail(e, TOKA_E_USE, "tensor parallel size %d: GPUs run %d tensor ranks at most", tp, TOKA_GPU_MAX_TP);
+    return tp <= TOKA_GPU_MAX_TP
+               ? 0
+               : fail(e, TOKA_E_USE, "tensor parallel size %d: GPUs run %d tensor ranks at most",
+                      tp, TOKA_GPU_MAX_TP);
 }
 
-/* The sizes of one layer's tensors; no data. */
+/* Returns a layer whose tensors have sizes but no data. */
 static toka_layer plan_layer(const mf_config *c, const toka_shape *s) {
     toka_layer layer = {0};
     for (int i = 0; i < COUNT(mf_layer_slots); i++) {
@@ -26646,7 +26712,7 @@ static toka_layer plan_layer(const mf_config *c, const toka_shape *s) {
     return layer;
 }
 
-/* Rank r of tp in stage `stage` of pp; the split passes plan_check_split. */
+/* Returns rank r of tp in stage `stage` of pp. The split must have passed plan_check_split. */
 static plan_rank plan_rank_of(const plan_ask *a, int tp, int pp, int stage, int r) {
     const toka_shape *all = &a->model->shape;
     plan_rank p = {.shape = *all, .first = !stage, .last = stage == pp - 1};
@@ -26655,41 +26721,52 @@ static plan_rank plan_rank_of(const plan_ask *a, int tp, int pp, int stage, int 
     mf_part part;
     const int code = mf_part_of(all, r, tp, &part, &(toka_err){0});
     assert(!code), (void)code;
-    p.l0 = layers.from, s->L = layers.n;
-    s->H = part.H.n, s->K = part.K.n, s->F = part.F.n, s->V = part.V.n;
+    p.l0 = layers.from;
+    s->L = layers.n;
+    s->H = part.H.n;
+    s->K = part.K.n;
+    s->F = part.F.n;
+    s->V = part.V.n;
     toka_layer layer = plan_layer(a->model, s);
     toka_tensor head = {.rows = s->V, .cols = s->E};
     bool tied = !(a->model->features & MF_LM_HEAD);
-    int heads = p.first + p.last - (p.first && p.last && tied); /* embedding and LM head; tied they are one where they meet */
-    p.weights = (int64_t)toka_gpu_layer_bytes(&layer) * s->L + (int64_t)toka_gpu_matrix_bytes(&head) * heads;
-    /* at the model's own length, as eng_open asks for it */
-    p.scratch = (int64_t)toka_gpu_scratch_bytes(s, a->max_tokens) + (int64_t)toka_gpu_group_bytes(s, a->max_tokens, tp, pp);
+    /* Embedding and LM head. If they are tied and on the same rank, they are one matrix. */
+    int heads = p.first + p.last - (p.first && p.last && tied);
+    p.weights = (int64_t)toka_gpu_layer_bytes(&layer) * s->L +
+                (int64_t)toka_gpu_matrix_bytes(&head) * heads;
+    /* For the model's own maximal length (s->max_len, not a->max_len), as in eng_open. */
+    p.scratch = (int64_t)toka_gpu_scratch_bytes(s, a->max_tokens) +
+                (int64_t)toka_gpu_group_bytes(s, a->max_tokens, tp, pp);
     p.token_bytes = (int64_t)2 * s->L * s->K * s->D * 2;
-    int64_t room = (int64_t)(a->utilization * (a->gpu->memory - PLAN_CONTEXT_BYTES)) - p.weights - p.scratch;
-    p.kv_tokens = MIN(eng_full_tokens(a->max_seqs, a->max_len, TOKA_GPU_PAGE_TOK), room / p.token_bytes);
+    int64_t room = (int64_t)(a->utilization * (a->gpu->memory - PLAN_CONTEXT_BYTES)) - p.weights -
+                   p.scratch;
+    p.kv_tokens = MIN(eng_full_tokens(a->max_seqs, a->max_len, TOKA_GPU_PAGE_TOK),
+                      room / p.token_bytes);
     return p;
 }
 
-/* ---- How long it takes ---- */
+/* ---- Time of a step ---- */
 
-/* Seconds until every one of tp ranks has the sum of their messages; of sending one on to the next
- * stage. */
+/* Seconds of an all-reduce of `bytes` over tp ranks. */
 static double plan_reduce(const run_gpu *g, int tp, double bytes) {
     return PLAN_LATENCY + 2.0 * (tp - 1) / tp * bytes / g->link;
 }
+/* Seconds of sending `bytes` to the next stage. */
 static double plan_send(const run_gpu *g, double bytes) { return PLAN_LATENCY + bytes / g->link; }
 
-/* An op that does so much arithmetic on so many bytes: its seconds go to the tensor cores or to
- * *memory, whichever is longer. */
+/* Adds the time of an op with `flop` FLOP and `bytes` of memory traffic: to t->tensor if the
+ * arithmetic takes longer, else to *memory. */
 static void plan_op(const run_gpu *g, double flop, double bytes, plan_time *t, double *memory) {
     double arithmetic = flop / g->flops, reading = bytes / g->read;
     *(arithmetic > reading ? &t->tensor : memory) += MAX(arithmetic, reading);
 }
 
-/* Attention of one layer. A row that draws sees on average half of its answer, and the prompt; a
- * window cuts off what is far. */
-static void plan_attention(const plan_ask *a, const plan_rank *p, const plan_load *l, double window, plan_time *t) {
-    double prompt = a->input, own = a->output / 2.0, pairs = prompt * prompt / 2, running = ceil(l->outputs / a->samples);
+/* Adds the attention of one layer. A row that samples attends on average to the prompt and to half
+ * of its answer. A sliding window (window > 0, in tokens) leaves out positions farther back. */
+static void plan_attention(const plan_ask *a, const plan_rank *p, const plan_load *l, double window,
+                           plan_time *t) {
+    double prompt = a->input, own = a->output / 2.0, pairs = prompt * prompt / 2;
+    double running = ceil(l->outputs / a->samples);
     if (window > 0) {
         if (window < prompt) pairs = window * prompt - window * window / 2;
         own = MIN(own, window), prompt = MIN(prompt, window - own);
@@ -26700,27 +26777,40 @@ static void plan_attention(const plan_ask *a, const plan_rank *p, const plan_loa
     plan_op(a->gpu, flop * l->prompts * pairs, bytes * l->prompts * a->input, t, &t->kv);
 }
 
+/* Returns the seconds of one rank in one step of the load. */
 static plan_time plan_rank_time(const plan_ask *a, const plan_rank *p, int tp, const plan_load *l) {
     const run_gpu *g = a->gpu;
     plan_time t = {0};
     toka_layer layer = plan_layer(a->model, &p->shape);
-    double layers = (double)toka_gpu_layer_bytes(&layer) * p->shape.L, head = p->last ? 2.0 * p->shape.V * p->shape.E : 0;
-    plan_op(g, l->rows * layers, layers, &t, &t.weights); /* bf16: as many bytes as FLOP of a row */
+    double layers = (double)toka_gpu_layer_bytes(&layer) * p->shape.L;
+    double head = p->last ? 2.0 * p->shape.V * p->shape.E : 0;
+    /* A bf16 parameter is 2 bytes and costs 2 FLOP a row: bytes are also the FLOP of one row. */
+    plan_op(g, l->rows * layers, layers, &t, &t.weights);
     plan_op(g, l->outputs * head, head, &t, &t.weights);
-    for (int i = p->l0; i < p->l0 + p->shape.L; i++) plan_attention(a, p, l, a->model->window[i], &t);
+    for (int i = p->l0; i < p->l0 + p->shape.L; i++)
+        plan_attention(a, p, l, a->model->window[i], &t);
     double message = l->rows * p->shape.E * 2;
     const int sums = 2 * p->shape.L;
-    const double beside = g->arch == 90 && message >= TOKA_GPU_SCATTER_BYTES ? (tp - 1.0) / tp * message / g->link : 0;
-    if (tp > 1) t.link = (sums + p->first) * plan_reduce(g, tp, message) - sums * beside, t.send = sums * beside;
+    /* Seconds of an all-reduce that overlap the matrix products. */
+    const double beside = g->arch == 90 && message >= TOKA_GPU_SCATTER_BYTES
+                              ? (tp - 1.0) / tp * message / g->link
+                              : 0;
+    if (tp > 1) {
+        t.link = (sums + p->first) * plan_reduce(g, tp, message) - sums * beside;
+        t.send = sums * beside;
+    }
     if (!p->last) t.send += plan_send(g, message);
     return t;
 }
 
+/* Seconds without t->send. */
 static double plan_work(const plan_time *t) { return t->weights + t->kv + t->tensor + t->link; }
+/* Seconds of the step: t->send overlaps the rest. */
 static double plan_seconds(const plan_time *t) { return MAX(plan_work(t), t->send); }
 
-/* What most of the time goes to. Weights that more sequences would share are the KV cache's fault,
- * where it keeps those out. */
+/* Returns the name of the resource that takes the most time. If reading the weights takes the most
+ * and the KV cache limits the number of sequences (kv_full), the answer is "KV capacity": more
+ * sequences would share each read of the weights. */
 static const char *plan_bound(const plan_time *t, bool kv_full) {
     double most = MAX(MAX(t->weights, t->kv), MAX(t->tensor, t->link));
     if (t->link == most || t->send > plan_work(t)) return "link";
@@ -26728,67 +26818,83 @@ static const char *plan_bound(const plan_time *t, bool kv_full) {
     return t->kv == most ? "HBM, KV" : kv_full ? "KV capacity" : "HBM, weights";
 }
 
-/* Sequences that a replica keeps running: as many as KV tokens (full pages of a prompt are shared
- * by its samples, of each answer half is there), the cap on sequences and the rows of a step allow.
- * rows: a sequence's in a step, prompts included. */
-static int64_t plan_running(const plan_ask *a, int pp, int64_t kv_tokens, double rows, bool *kv_full) {
+/* Returns the number of sequences that a replica keeps running. Limits are the KV cache, max_seqs
+ * and the rows of a step. In the KV cache, the samples of a prompt share its full pages, and each
+ * sequence has half of its answer. rows: rows of a sequence in a step, with its share of prompts.
+ * *kv_full: the KV cache is the lowest limit. */
+static int64_t plan_running(const plan_ask *a, int pp, int64_t kv_tokens, double rows,
+                            bool *kv_full) {
     double shared = a->input / TOKA_GPU_PAGE_TOK * TOKA_GPU_PAGE_TOK;
-    double each = shared / a->samples + (a->input - shared) + a->output / 2.0 + TOKA_GPU_PAGE_TOK / 2.0;
-    double most = MIN((double)a->max_seqs, (double)a->max_tokens * pp / rows), fit = (double)kv_tokens / each;
+    double each = shared / a->samples + (a->input - shared) + a->output / 2.0 +
+                  TOKA_GPU_PAGE_TOK / 2.0;
+    double most = MIN((double)a->max_seqs, (double)a->max_tokens * pp / rows);
+    double fit = (double)kv_tokens / each;
     *kv_full = fit < most;
     return (int64_t)MAX(MIN(most, fit), 1.0);
 }
 
-/* prompts: with the prompts of sequences that take the places of those that ended, or decode alone.
- * */
-static plan_rate plan_rate_of(const plan_ask *a, const plan_rank *ranks, const plan_split *s, bool prompts) {
+/* Returns the speed of a split that fits. prompts: also compute the prompts of new sequences, which
+ * replace the finished ones; false: decode alone. ranks: [tp * pp], stage by stage. */
+static plan_rate plan_rate_of(const plan_ask *a, const plan_rank *ranks, const plan_split *s,
+                              bool prompts) {
     bool kv_full;
-    double more = prompts ? (a->input - 1.0) / ((double)a->samples * a->output) : 0; /* rows of prompts for each row that draws */
+    /* Prompt rows for each row that samples. */
+    double more = prompts ? (a->input - 1.0) / ((double)a->samples * a->output) : 0;
     int64_t n = plan_running(a, s->pp, s->kv_tokens / s->dp, 1 + more, &kv_full);
-    double part = (double)n / (double)MIN(n, (int64_t)s->pp); /* sequences of a micro-batch */
-    plan_load load = {part * (1 + more), part, prompts ? part / ((double)a->samples * a->output) : 0};
+    double part = (double)n / (double)MIN(n, (int64_t)s->pp); /* sequences of a microbatch */
+    plan_load load = {part * (1 + more), part,
+                      prompts ? part / ((double)a->samples * a->output) : 0};
     plan_time slowest = {0};
     for (int i = 0; i < s->tp * s->pp; i++) {
         plan_time t = plan_rank_time(a, &ranks[i], s->tp, &load);
         if (plan_seconds(&t) > plan_seconds(&slowest)) slowest = t;
     }
-    plan_rate r = {.running = n * s->dp, .step_s = plan_seconds(&slowest) * s->pp, .bound = plan_bound(&slowest, kv_full)};
+    plan_rate r = {.running = n * s->dp, .step_s = plan_seconds(&slowest) * s->pp,
+                   .bound = plan_bound(&slowest, kv_full)};
     r.output = (double)r.running / r.step_s;
-    r.total = prompts ? r.output * (1 + (double)a->input / ((double)a->samples * a->output)) : r.output;
+    r.total = prompts ? r.output * (1 + (double)a->input / ((double)a->samples * a->output))
+                      : r.output;
     return r;
 }
 
-/* A split that passes plan_check_split. It fits if a replica holds one sequence of the length that
- * must be possible. */
+/* Returns the split with all its results. It must have passed plan_check_split. It fits if every
+ * rank's KV cache has room for one sequence of must_hold tokens. */
 static plan_split plan_split_of(const plan_ask *a, int tp, int pp, int dp, int must_hold) {
     plan_split s = {.tp = tp, .pp = pp, .dp = dp, .kv_tokens = INT64_MAX};
     plan_rank ranks[PLAN_MOST_GPUS];
     for (int i = 0; i < tp * pp; i++) {
         const plan_rank *p = &ranks[i];
         ranks[i] = plan_rank_of(a, tp, pp, i / tp, i % tp);
-        s.weights = MAX(s.weights, p->weights), s.scratch = MAX(s.scratch, p->scratch);
-        s.token_bytes = MAX(s.token_bytes, p->token_bytes), s.kv_tokens = MIN(s.kv_tokens, p->kv_tokens);
+        s.weights = MAX(s.weights, p->weights);
+        s.scratch = MAX(s.scratch, p->scratch);
+        s.token_bytes = MAX(s.token_bytes, p->token_bytes);
+        s.kv_tokens = MIN(s.kv_tokens, p->kv_tokens);
     }
     s.fits = s.kv_tokens >= must_hold;
     s.kv_tokens = s.fits ? s.kv_tokens * dp : 0;
     s.at_len = (double)s.kv_tokens / a->max_len;
-    if (s.fits) s.decode = plan_rate_of(a, ranks, &s, false), s.work = plan_rate_of(a, ranks, &s, true);
+    if (s.fits) {
+        s.decode = plan_rate_of(a, ranks, &s, false);
+        s.work = plan_rate_of(a, ranks, &s, true);
+    }
     return s;
 }
 
-/* All splits of a->gpus that the model allows into out[PLAN_MOST_GPUS], small tp and then small pp
- * first; their number. */
+/* Writes all splits of a->gpus that the model allows to out[PLAN_MOST_GPUS], in the order of tp,
+ * then pp. Returns their number. */
 static int plan_splits(const plan_ask *a, int must_hold, plan_split *out) {
     toka_err e;
     int n = 0;
     for (int tp = 1; tp <= a->gpus; tp++)
         for (int pp = 1; pp <= a->gpus / tp; pp++)
-            if (a->gpus % tp == 0 && a->gpus / tp % pp == 0 && !plan_check_split(&a->model->shape, tp, pp, &e))
+            if (a->gpus % tp == 0 && a->gpus / tp % pp == 0 &&
+                !plan_check_split(&a->model->shape, tp, pp, &e))
                 out[n++] = plan_split_of(a, tp, pp, a->gpus / tp / pp, must_hold);
     return n;
 }
 
-/* The split with the most output; one that is more cut up must be 2 % better. NULL: none fits. */
+/* Returns the split with the highest output rate, or NULL if none fits. A split later in the list,
+ * which cuts the model into more parts, is chosen only if it is over 2 % faster. */
 static const plan_split *plan_best(const plan_split *s, int n) {
     const plan_split *best = NULL;
     for (int i = 0; i < n; i++)
@@ -26796,7 +26902,8 @@ static const plan_split *plan_best(const plan_split *s, int n) {
     return best;
 }
 
-/* The fewest GPUs of this kind that hold the model once; 0: not even PLAN_MOST_GPUS. */
+/* Returns the smallest number of these GPUs on which the model fits; 0 if it does not fit on
+ * PLAN_MOST_GPUS. */
 static int plan_least(plan_ask a, int must_hold) {
     plan_split s[PLAN_MOST_GPUS];
     for (a.gpus = 1; a.gpus <= PLAN_MOST_GPUS; a.gpus++)
@@ -26804,16 +26911,17 @@ static int plan_least(plan_ask a, int must_hold) {
     return 0;
 }
 
-/* ---- What is asked ---- */
+/* ---- The question: options and model ---- */
 
-typedef struct plan_options { /* of the command line; 0, NULL: not given */
+typedef struct plan_options { /* of the command line; 0 or NULL: not given */
     const char *model, *models_file, *gpu;
     int gpus, max_len, max_seqs, max_tokens, input, output, samples;
     double utilization;
     bool json;
 } plan_options;
 
-static bool plan_same_name(const char *a, const char *b) { /* "rtx 4090" is RTX-4090 */
+/* Compares letters and digits only, without case: "rtx 4090" is RTX-4090. */
+static bool plan_same_name(const char *a, const char *b) {
     for (;; a++, b++) {
         while (*a && !isalnum((unsigned char)*a)) a++;
         while (*b && !isalnum((unsigned char)*b)) b++;
@@ -26822,57 +26930,70 @@ static bool plan_same_name(const char *a, const char *b) { /* "rtx 4090" is RTX-
     }
 }
 
+/* Finds a GPU of run_gpus by name. Returns TOKA_E_USE, with a list of the names, if there is none.
+ * */
 static int plan_find_gpu(const char *name, const run_gpu **out, toka_err *e) {
     char names[200] = "";
     for (int i = 0; i < COUNT(run_gpus); i++) {
         const run_gpu *g = &run_gpus[i];
         if (plan_same_name(g->name, name)) return *out = g, 0;
         size_t at = strlen(names);
-        snprintf(names + at, sizeof names - at, "%s%s", !i ? "" : i + 1 < COUNT(run_gpus) ? ", " : " or ", g->name);
+        snprintf(names + at, sizeof names - at, "%s%s",
+                 !i ? "" : i + 1 < COUNT(run_gpus) ? ", " : " or ", g->name);
     }
     return fail(e, TOKA_E_USE, "--gpu: '%s', expected %s", name, names);
 }
 
-/* The flags into *a, where a->model stands already. *must_hold: tokens of the sequence that has to
- * fit. */
+/* Checks the options and writes them to *a; the caller has set a->model. *must_hold: the tokens of
+ * one sequence for which there must be room. Returns TOKA_E_USE for a bad option. */
 static int plan_check(const plan_options *o, plan_ask *a, int *must_hold, toka_err *e) {
     const struct { const char *name; int value, least, most; } numbers[] = {
         {"--gpus", o->gpus, 1, PLAN_MOST_GPUS}, {"--max-num-seqs", o->max_seqs, 0, 65536},
-        {"--max-num-batched-tokens", o->max_tokens, 0, 65536}, {"--samples", o->samples, 1, ENG_MAX_N},
-        {"--input-len", o->input, 0, 1 << 30}, {"--output-len", o->output, 0, 1 << 30}};
+        {"--max-num-batched-tokens", o->max_tokens, 0, 65536},
+        {"--samples", o->samples, 1, ENG_MAX_N}, {"--input-len", o->input, 0, 1 << 30}, {"--output-len", o->output, 0, 1 << 30}};
     for (int i = 0; i < COUNT(numbers); i++)
         if (numbers[i].value < numbers[i].least || numbers[i].value > numbers[i].most)
-            return fail(e, TOKA_E_USE, "%s: %d, expected %d to %d", numbers[i].name, numbers[i].value, numbers[i].least,
-                        numbers[i].most);
+            return fail(e, TOKA_E_USE, "%s: %d, expected %d to %d", numbers[i].name,
+                        numbers[i].value, numbers[i].least, numbers[i].most);
     if (!(o->utilization >= 0 && o->utilization <= 1))
         return fail(e, TOKA_E_USE, "--gpu-memory-utilization: %g, expected 0 to 1", o->utilization);
     int limit = a->model->shape.max_len;
     if (o->max_len < 0 || o->max_len > limit || o->max_len == 1)
-        return fail(e, TOKA_E_USE, "--max-model-len: %d, expected 2 to %d, the model's own limit", o->max_len, limit);
-    a->max_tokens = o->max_tokens ? o->max_tokens : MAX(TOKA_GPU_MAX_TOKENS, o->max_seqs); /* as eng_open does it */
+        return fail(e, TOKA_E_USE, "--max-model-len: %d, expected 2 to %d, the model's own limit",
+                    o->max_len, limit);
+    /* The same defaults as in eng_open. */
+    a->max_tokens = o->max_tokens ? o->max_tokens : MAX(TOKA_GPU_MAX_TOKENS, o->max_seqs);
     a->max_seqs = o->max_seqs ? o->max_seqs : MIN(TOKA_GPU_MAX_SEQS, a->max_tokens);
     if (a->max_seqs > a->max_tokens)
-        return fail(e, TOKA_E_USE, "--max-num-batched-tokens: %d, expected at least --max-num-seqs, %d", a->max_tokens,
-                    a->max_seqs);
+        return fail(e, TOKA_E_USE,
+                    "--max-num-batched-tokens: %d, expected at least --max-num-seqs, %d",
+                    a->max_tokens, a->max_seqs);
     a->max_len = o->max_len ? o->max_len : limit;
-    a->gpus = o->gpus, a->samples = o->samples;
-    a->output = o->output ? o->output : MIN(PLAN_OUTPUT, MAX(1, o->input ? a->max_len - o->input : a->max_len / 2));
+    a->gpus = o->gpus;
+    a->samples = o->samples;
+    a->output = o->output ? o->output
+                          : MIN(PLAN_OUTPUT, MAX(1, o->input ? a->max_len - o->input
+                                                             : a->max_len / 2));
     a->input = o->input ? o->input : MIN(PLAN_INPUT, MAX(1, a->max_len - a->output));
     a->utilization = toka_gpu_utilization(o->utilization);
     if (a->input > a->max_len - a->output)
-        return fail(e, TOKA_E_USE, "--input-len %d and --output-len %d: expected at most %d in all, the longest sequence",
+        return fail(e, TOKA_E_USE,
+                    "--input-len %d and --output-len %d: expected at most %d in all, the longest "
+                    "sequence",
                     a->input, a->output, a->max_len);
     *must_hold = o->max_len ? a->max_len : a->input + a->output;
     return plan_find_gpu(o->gpu, &a->gpu, e);
 }
 
-/* A name or hub id of models.txt needs no files; a folder, and a hub id in the cache, need
- * config.json. *c and *name live in *m or *lines, which the caller gives back. */
-static int plan_find_model(const plan_options *o, mf_model **m, arena *lines, const mf_config **c, const char **name,
-                           toka_err *e) {
+/* Finds the model. A name or hub id of models.txt needs no model files. A folder, or a hub id in
+ * the cache, needs config.json. *c and *name point into *m or *lines, which the caller frees. */
+static int plan_find_model(const plan_options *o, mf_model **m, arena *lines, const mf_config **c,
+                           const char **name, toka_err *e) {
     struct stat st;
     const mf_known *known = NULL;
-    int n, code = o->model && stat(o->model, &st) ? run_find_known(o->models_file, o->model, lines, &known, &n, e) : 0;
+    int n, code = o->model && stat(o->model, &st)
+                      ? run_find_known(o->models_file, o->model, lines, &known, &n, e)
+                      : 0;
     if (code) return code;
     if (known) return *c = &known->config, *name = known->name, 0;
     const mf_embedded *embedded = o->model ? NULL : embedded_model;
@@ -26881,9 +27002,10 @@ static int plan_find_model(const plan_options *o, mf_model **m, arena *lines, co
     return 0;
 }
 
-/* ---- What is answered ---- */
+/* ---- The answer: a table or JSON ---- */
 
-static const char *plan_commas(int64_t n, char z[32]) { /* 1,234,567; n at least 0 */
+/* Writes n, at least 0, as 1,234,567. Returns z. */
+static const char *plan_commas(int64_t n, char z[32]) {
     char digits[24];
     int len = snprintf(digits, sizeof digits, "%lld", (long long)n), at = 0;
     for (int i = 0; i < len; i++) {
@@ -26893,77 +27015,100 @@ static const char *plan_commas(int64_t n, char z[32]) { /* 1,234,567; n at least
     z[at] = 0;
     return z;
 }
-static const char *plan_round(double x, char z[32]) { /* to three digits: a roofline knows no more */
+/* Writes x with three significant digits, since a roofline is no more precise. Returns z. */
+static const char *plan_round(double x, char z[32]) {
     double unit = x >= 1 ? pow(10, floor(log10(x)) - 2) : 1;
     return plan_commas((int64_t)(floor(x / unit + 0.5) * unit + 0.5), z);
 }
 
+/* Appends the flags with which toka runs this split: the sizes over 1, and the options given. */
 static void plan_put_flags(const plan_options *o, const plan_split *s, buf *b) {
     const struct { const char *name; int value; } flags[] = {
-        {"tensor-parallel-size", s->tp}, {"pipeline-parallel-size", s->pp}, {"data-parallel-size", s->dp},
-        {"max-model-len", o->max_len}, {"max-num-seqs", o->max_seqs}, {"max-num-batched-tokens", o->max_tokens}};
+        {"tensor-parallel-size", s->tp}, {"pipeline-parallel-size", s->pp},
+        {"data-parallel-size", s->dp}, {"max-model-len", o->max_len},
+        {"max-num-seqs", o->max_seqs}, {"max-num-batched-tokens", o->max_tokens}};
     for (int i = 0; i < COUNT(flags); i++)
-        if (flags[i].value > (i < 3)) buf_printf(b, "%s--%s %d", b->n ? " " : "", flags[i].name, flags[i].value);
-    if (o->utilization > 0) buf_printf(b, "%s--gpu-memory-utilization %g", b->n ? " " : "", o->utilization);
+        if (flags[i].value > (i < 3))
+            buf_printf(b, "%s--%s %d", b->n ? " " : "", flags[i].name, flags[i].value);
+    if (o->utilization > 0)
+        buf_printf(b, "%s--gpu-memory-utilization %g", b->n ? " " : "", o->utilization);
 }
 
-/* What of this can be run by this very program. */
+/* Appends a sentence: can this build of toka run on these GPUs? */
 static void plan_put_today(const plan_ask *a, buf *b) {
     const run_gpu *g = a->gpu;
     buf_printf(b, "toka %s ", TOKA_VERSION);
     if (g->arch > 90)
-        buf_printf(b, "has no machine code for compute capability %d.%d: it cannot run on a %s", g->arch / 10, g->arch % 10,
-                   g->name);
+        buf_printf(b, "has no machine code for compute capability %d.%d: it cannot run on a %s",
+                   g->arch / 10, g->arch % 10, g->name);
     else if (a->gpus > 1)
-        buf_printf(b, "runs such splits over the GPUs of one host; four H200 are the most that it was measured on");
+        buf_printf(b, "runs such splits over the GPUs of one host; four H200 are the most that it "
+                      "was measured on");
     else
-        buf_printf(b, "runs this%s", lib_find_backend("cuda") ? "" : ", built with the GPU half, which this build is without");
+        buf_printf(b, "runs this%s",
+                   lib_find_backend("cuda")
+                       ? ""
+                       : ", built with the GPU half, which this build is without");
 }
 
+/* Appends what the table is about: model, GPUs, workload. */
 static void plan_put_head(const plan_ask *a, const char *name, buf *b) {
     char z[32], y[32];
     const run_gpu *g = a->gpu;
     const mf_config *c = a->model;
     double parameters = (double)mf_n_parameters(c);
-    buf_printf(b, "%s: %.3g B parameters, %.3g GB as bf16; %s bytes of K and V a token\n", name, 1e-9 * parameters,
-               2e-9 * parameters, plan_commas((int64_t)4 * c->shape.L * c->shape.K * c->shape.D, z));
-    buf_printf(b, "%d x %s: %.1f GB, of which %g %% are taken; %.0f TFLOP/s, %.2f TB/s, link %.0f GB/s (%s)\n", a->gpus, g->name,
-               1e-9 * g->memory, 100 * a->utilization, 1e-12 * g->flops, 1e-12 * g->read, 1e-9 * g->link, g->source);
-    buf_printf(b, "workload: %d tokens in, %d out, %d answer%s a prompt; ", a->input, a->output, a->samples,
-               a->samples > 1 ? "s" : "");
-    buf_printf(b, "a replica runs at most %s sequences, %s tokens a step\n\n", plan_commas(a->max_seqs, z),
-               plan_commas(a->max_tokens, y));
+    buf_printf(b, "%s: %.3g B parameters, %.3g GB as bf16; %s bytes of K and V a token\n", name,
+               1e-9 * parameters, 2e-9 * parameters,
+               plan_commas((int64_t)4 * c->shape.L * c->shape.K * c->shape.D, z));
+    buf_printf(b, "%d x %s: %.1f GB, of which %g %% are taken; %.0f TFLOP/s, %.2f TB/s, "
+                  "link %.0f GB/s (%s)\n",
+               a->gpus, g->name, 1e-9 * g->memory, 100 * a->utilization, 1e-12 * g->flops,
+               1e-12 * g->read, 1e-9 * g->link, g->source);
+    buf_printf(b, "workload: %d tokens in, %d out, %d answer%s a prompt; ", a->input, a->output,
+               a->samples, a->samples > 1 ? "s" : "");
+    buf_printf(b, "a replica runs at most %s sequences, %s tokens a step\n\n",
+               plan_commas(a->max_seqs, z), plan_commas(a->max_tokens, y));
 }
 
+/* Appends the table's row of a split. */
 static void plan_put_row(const plan_split *s, buf *b) {
     char kv[32], running[32], decode[32], output[32], total[32];
-    buf_printf(b, "%3d %3d %3d %8.1f %8.1f", s->tp, s->pp, s->dp, 1e-9 * (double)s->weights, 1e-9 * (double)s->scratch);
+    buf_printf(b, "%3d %3d %3d %8.1f %8.1f", s->tp, s->pp, s->dp, 1e-9 * (double)s->weights,
+               1e-9 * (double)s->scratch);
     if (s->fits)
-        buf_printf(b, " %12s %9.1f %8s %10s  %-12s %10s %10s  %s\n", plan_commas(s->kv_tokens, kv), s->at_len,
-                   plan_commas(s->work.running, running), plan_round(s->decode.output, decode), s->decode.bound,
-                   plan_round(s->work.output, output), plan_round(s->work.total, total), s->work.bound);
+        buf_printf(b, " %12s %9.1f %8s %10s  %-12s %10s %10s  %s\n", plan_commas(s->kv_tokens, kv),
+                   s->at_len, plan_commas(s->work.running, running),
+                   plan_round(s->decode.output, decode), s->decode.bound,
+                   plan_round(s->work.output, output), plan_round(s->work.total, total),
+                   s->work.bound);
     else buf_c(b, "  does not fit\n");
 }
 
-/* Ways to cut the model up that it does not allow, a sentence each. */
+/* Appends a sentence for each tp and each pp that the model does not allow: with JSON an array's
+ * elements, else lines. */
 static void plan_put_refused(const plan_ask *a, bool as_json, buf *b) {
     toka_err e;
     for (int k = 1; k <= a->gpus; k++)
         for (int i = 0; i < 2; i++) {
-            if (a->gpus % k || !plan_check_split(&a->model->shape, i ? 1 : k, i ? k : 1, &e)) continue;
+            if (a->gpus % k || !plan_check_split(&a->model->shape, i ? 1 : k, i ? k : 1, &e))
+                continue;
             if (as_json) json_put_str(b, str_c(e.msg));
             else buf_printf(b, "not possible: %s\n", e.msg);
         }
 }
 
-static void plan_put_text(const plan_options *o, const plan_ask *a, const char *name, const plan_split *s, int n, buf *b) {
+/* Appends the answer as text. s: [n], of which at least one fits. */
+static void plan_put_text(const plan_options *o, const plan_ask *a, const char *name,
+                          const plan_split *s, int n, buf *b) {
     char z[32], y[40];
     buf flags = {0};
     plan_put_head(a, name, b);
-    buf_printf(b, "%-11s %-17s %-31s %-23s %s\n", "split", "GB on a GPU", "on all", "decode alone", "the workload");
+    buf_printf(b, "%-11s %-17s %-31s %-23s %s\n", "split", "GB on a GPU", "on all", "decode alone",
+               "the workload");
     snprintf(y, sizeof y, "x%s", plan_commas(a->max_len, z));
-    buf_printf(b, "%3s %3s %3s %8s %8s %12s %9s %8s %10s  %-12s %10s %10s  %s\n", "tp", "pp", "dp", "weights", "scratch",
-               "KV tokens", y, "running", "tok/s", "bound", "out tok/s", "all tok/s", "bound");
+    buf_printf(b, "%3s %3s %3s %8s %8s %12s %9s %8s %10s  %-12s %10s %10s  %s\n", "tp", "pp", "dp",
+               "weights", "scratch", "KV tokens", y, "running", "tok/s", "bound", "out tok/s",
+               "all tok/s", "bound");
     for (int i = 0; i < n; i++) plan_put_row(&s[i], b);
     plan_put_refused(a, false, b);
     plan_put_flags(o, plan_best(s, n), &flags);
@@ -26985,54 +27130,64 @@ static void plan_put_json_rate(const char *name, const plan_rate *r, buf *b) {
 
 static void plan_put_json_split(const plan_options *o, const plan_split *s, buf *b) {
     const struct { const char *name; int64_t value; } numbers[] = {
-        {"tensor_parallel_size", s->tp}, {"pipeline_parallel_size", s->pp}, {"data_parallel_size", s->dp},
-        {"weight_bytes", s->weights}, {"scratch_bytes", s->scratch},
+        {"tensor_parallel_size", s->tp}, {"pipeline_parallel_size", s->pp},
+        {"data_parallel_size", s->dp}, {"weight_bytes", s->weights}, {"scratch_bytes", s->scratch},
         {"kv_bytes_per_token", s->token_bytes}, {"kv_tokens", s->kv_tokens}};
     buf flags = {0};
     json_put_open(b, '{');
-    for (int i = 0; i < COUNT(numbers); i++) json_put_key(b, numbers[i].name), json_put_int(b, numbers[i].value);
+    for (int i = 0; i < COUNT(numbers); i++)
+        json_put_key(b, numbers[i].name), json_put_int(b, numbers[i].value);
     json_put_key(b, "fits"), json_put_bool(b, s->fits);
     if (s->fits) {
         plan_put_flags(o, s, &flags);
         json_put_key(b, "sequences_of_max_model_len"), json_put_num(b, s->at_len, true);
-        plan_put_json_rate("decode", &s->decode, b), plan_put_json_rate("workload", &s->work, b);
+        plan_put_json_rate("decode", &s->decode, b);
+        plan_put_json_rate("workload", &s->work, b);
         json_put_key(b, "flags"), json_put_str(b, buf_view(&flags));
     }
     json_put_close(b, '}');
     buf_free(&flags);
 }
 
-static void plan_put_json(const plan_options *o, const plan_ask *a, const char *name, const plan_split *s, int n, buf *b) {
+/* Appends the answer as one JSON object. s: [n], of which at least one fits. */
+static void plan_put_json(const plan_options *o, const plan_ask *a, const char *name,
+                          const plan_split *s, int n, buf *b) {
     const run_gpu *g = a->gpu;
     const struct { const char *name; double value; } rates[] = {
-        {"memory_bytes", g->memory}, {"flops", g->flops}, {"read_bytes_per_second", g->read}, {"link_bytes_per_second", g->link}};
+        {"memory_bytes", g->memory}, {"flops", g->flops}, {"read_bytes_per_second", g->read},
+        {"link_bytes_per_second", g->link}};
     const struct { const char *name; int64_t value; } asked[] = {
-        {"gpus", a->gpus}, {"n_parameters", mf_n_parameters(a->model)}, {"max_model_len", a->max_len},
-        {"max_num_seqs", a->max_seqs}, {"max_num_batched_tokens", a->max_tokens}, {"input_len", a->input},
+        {"gpus", a->gpus}, {"n_parameters", mf_n_parameters(a->model)},
+        {"max_model_len", a->max_len}, {"max_num_seqs", a->max_seqs},
+        {"max_num_batched_tokens", a->max_tokens}, {"input_len", a->input},
         {"output_len", a->output}, {"samples", a->samples}};
     buf today = {0};
     plan_put_today(a, &today);
     json_put_open(b, '{');
     json_put_key(b, "model"), json_put_str(b, str_c(name));
-    for (int i = 0; i < COUNT(asked); i++) json_put_key(b, asked[i].name), json_put_int(b, asked[i].value);
+    for (int i = 0; i < COUNT(asked); i++)
+        json_put_key(b, asked[i].name), json_put_int(b, asked[i].value);
     json_put_key(b, "gpu_memory_utilization"), json_put_num(b, a->utilization, false);
     json_put_key(b, "gpu"), json_put_open(b, '{');
     json_put_key(b, "name"), json_put_str(b, str_c(g->name));
-    for (int i = 0; i < COUNT(rates); i++) json_put_key(b, rates[i].name), json_put_int(b, (int64_t)rates[i].value);
+    for (int i = 0; i < COUNT(rates); i++)
+        json_put_key(b, rates[i].name), json_put_int(b, (int64_t)rates[i].value);
     json_put_key(b, "source"), json_put_str(b, str_c(g->source));
     json_put_close(b, '}');
     json_put_key(b, "splits"), json_put_open(b, '[');
     for (int i = 0; i < n; i++) plan_put_json_split(o, &s[i], b);
     json_put_close(b, ']');
-    json_put_key(b, "not_possible"), json_put_open(b, '['), plan_put_refused(a, true, b), json_put_close(b, ']');
+    json_put_key(b, "not_possible"), json_put_open(b, '[');
+    plan_put_refused(a, true, b);
+    json_put_close(b, ']');
     json_put_key(b, "recommended"), plan_put_json_split(o, plan_best(s, n), b);
     json_put_key(b, "note"), json_put_str(b, buf_view(&today));
     json_put_close(b, '}'), buf_char(b, '\n');
     buf_free(&today);
 }
 
-/* The table, or one JSON object, into *out. A model that does not fit is an error that says how
- * many GPUs hold it. */
+/* Appends the answer to *out, as a table or as one JSON object. If the model does not fit, returns
+ * TOKA_E_USE with a message that says on how many GPUs it does. */
 static int plan_make(const plan_options *o, buf *out, toka_err *e) {
     arena lines = {0};
     mf_model *m = NULL;
@@ -27046,10 +27201,14 @@ static int plan_make(const plan_options *o, buf *out, toka_err *e) {
         int least = plan_least(a, must_hold);
         char tell[64];
         snprintf(tell, sizeof tell, "nor do they on any number of them up to %d", PLAN_MOST_GPUS);
-        if (least) snprintf(tell, sizeof tell, least > a.gpus ? "at least %d are needed" : "on %d of them they do", least);
+        if (least)
+            snprintf(tell, sizeof tell,
+                     least > a.gpus ? "at least %d are needed" : "on %d of them they do", least);
         code = fail(e, TOKA_E_USE,
-                    "%s: %.3g GB of weights and a sequence of %d tokens do not fit on %d x %s, however they are split; %s",
-                    name, 2e-9 * (double)mf_n_parameters(a.model), must_hold, a.gpus, a.gpu->name, tell);
+                    "%s: %.3g GB of weights and a sequence of %d tokens do not fit on %d x %s, "
+                    "however they are split; %s",
+                    name, 2e-9 * (double)mf_n_parameters(a.model), must_hold, a.gpus, a.gpu->name,
+                    tell);
     }
     if (!code) (o->json ? plan_put_json : plan_put_text)(o, &a, name, s, n, out);
     mf_close(m), arena_free(&lines);
