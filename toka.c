@@ -26558,8 +26558,8 @@ static int run_plan_measure(run_plan_case *c, atomic_int *interrupted, toka_err 
 static void run_plan_json(buf *b, const run_plan_case *c) {
     const struct { const char *name; double value; } numbers[] = {
         {"ms_per_step", c->ms}, {"plan_ms", c->plan_ms}, {"build_ms", c->build_ms},
-        {"commit_ms", c->commit_ms}, {"p50_ms", c->p50}, {"p99_ms", c->p99}, {"mean_running", c->running},
-        {"most_start_ms", c->start_ms}};
+        {"commit_ms", c->commit_ms}, {"p50_ms", c->p50}, {"p99_ms", c->p99},
+        {"mean_running", c->running}, {"most_start_ms", c->start_ms}};
     for (int i = 0; i < COUNT(numbers); i++)
         json_put_key(b, numbers[i].name), json_put_num(b, numbers[i].value, true);
     json_put_key(b, "steps"), json_put_int(b, c->steps);
@@ -26614,13 +26614,11 @@ static int run_bench_plan(bool as_json, atomic_int *interrupted, toka_err *e) {
  *                      output are read once per row. K and V of a prompt are read once for all its
  *                      running samples.
  *     all-reduce       2 (tp-1)/tp of rows*E*2 bytes over the link, twice a layer and once after
- *     the
- *                      embedding. On Hopper, from TOKA_GPU_SCATTER_BYTES bytes on, half of a
+ *                      the embedding. On Hopper, from TOKA_GPU_SCATTER_BYTES bytes on, half of a
  *                      layer's bytes are sent while the matrix products run.
  *     stages           the sequences of a replica are divided into pp microbatches. A stage takes
- *     the
- *                      longer of its own work and sending rows*E*2 bytes to the next stage. All
- *                      stages wait for the slowest.
+ *                      the longer of its own work and sending rows*E*2 bytes to the next stage.
+ *                      All stages wait for the slowest.
  *
  * Each message also costs PLAN_LATENCY. With this latency and a link of 300 GB/s, the model agrees
  * within 20 % with ten all-reduces measured on 2 and 8 H200 (NCCL 2.28, NVLS off, 1 to 134 MB). A
@@ -26633,7 +26631,7 @@ enum {
     PLAN_INPUT = 715, PLAN_OUTPUT = 150
 };
 #define PLAN_LATENCY 40e-6        /* seconds of one all-reduce or send */
-#define PLAN_CONTEXT_BYTES 0x1p29 /* of a GPU's memory: in use before the program asks what is free */
+#define PLAN_CONTEXT_BYTES 0x1p29 /* of a GPU's memory: used by the driver before any allocation */
 
 typedef struct plan_ask { /* the question; plan_check checks all of it */
     const mf_config *model;
@@ -26657,7 +26655,7 @@ typedef struct plan_rank { /* one GPU of a replica */
     int64_t kv_tokens;        /* capacity of its KV cache; less than 1: no room for any */
 } plan_rank;
 
-typedef struct plan_load { /* one step of one microbatch. These are means, so counts are fractions. */
+typedef struct plan_load { /* one step of one microbatch; means, so counts are fractions */
     double rows;    /* through the layers */
     double outputs; /* rows that sample a token */
     double prompts; /* prompts that are computed */
@@ -26930,8 +26928,7 @@ static bool plan_same_name(const char *a, const char *b) {
     }
 }
 
-/* Finds a GPU of run_gpus by name. Returns TOKA_E_USE, with a list of the names, if there is none.
- * */
+/* Finds a GPU of run_gpus by name. If there is none, returns TOKA_E_USE with a list of the names. */
 static int plan_find_gpu(const char *name, const run_gpu **out, toka_err *e) {
     char names[200] = "";
     for (int i = 0; i < COUNT(run_gpus); i++) {
@@ -26950,7 +26947,8 @@ static int plan_check(const plan_options *o, plan_ask *a, int *must_hold, toka_e
     const struct { const char *name; int value, least, most; } numbers[] = {
         {"--gpus", o->gpus, 1, PLAN_MOST_GPUS}, {"--max-num-seqs", o->max_seqs, 0, 65536},
         {"--max-num-batched-tokens", o->max_tokens, 0, 65536},
-        {"--samples", o->samples, 1, ENG_MAX_N}, {"--input-len", o->input, 0, 1 << 30}, {"--output-len", o->output, 0, 1 << 30}};
+        {"--samples", o->samples, 1, ENG_MAX_N}, {"--input-len", o->input, 0, 1 << 30},
+        {"--output-len", o->output, 0, 1 << 30}};
     for (int i = 0; i < COUNT(numbers); i++)
         if (numbers[i].value < numbers[i].least || numbers[i].value > numbers[i].most)
             return fail(e, TOKA_E_USE, "%s: %d, expected %d to %d", numbers[i].name,
@@ -27217,116 +27215,161 @@ static int plan_make(const plan_options *o, buf *out, toka_err *e) {
 
 /* ===========================================================================
  * MARK: 33. Bench serve [os]
- * A client that measures a server over HTTP: ours, or any that streams /v1/completions or /v1/chat/completions. Definitions,
- * names and printed lines are those of `vllm bench serve`:
+ * An HTTP client that measures a server: toka, or any server that streams /v1/completions or
+ * /v1/chat/completions. The definitions, names and printed lines are those of `vllm bench serve`:
  *
- *     TTFT  from sending a request to its first chunk      TPOT  (E2EL - TTFT) / (output tokens - 1)
- *     ITL   from one chunk to the next                     E2EL  from sending a request to its last chunk
+ *     TTFT  time to first token: from sending a request to its first chunk
+ *     ITL   inter-token latency: from one chunk to the next
+ *     TPOT  time per output token: (E2EL - TTFT) / (output tokens - 1)
+ *     E2EL  end-to-end latency: from sending a request to its last chunk
  *
- * One thread, one epoll:  bs_run --bs_start--> bs_on_ready (writes, reads) --bs_reply_take, bs_on_line--> bs_end --> bs_measure
+ * There is one thread with one epoll loop. A request goes through
  *
- * Open loop: requests come at times drawn beforehand (bs_draw_times), whatever the server does. Closed loop: at most
- * --max-concurrency are under way, the others wait in order. A random prompt is a list of token ids, so that its length is exact;
- * which ids there are is learnt from the server's own /tokenize. Without that, and for chats, it is so many random words.
- * What counts as tokens is what the server says in "usage". A chunk's time is that of the read() that brought it.
+ *     bs_run  ->  bs_start  ->  bs_on_ready (writes, reads)  ->  bs_end  ->  bs_measure
+ *                               calls bs_reply_take, bs_on_line
+ *
+ * Open loop: each request is sent at a time drawn before the run (bs_draw_times), whatever the
+ * server does. Closed loop: at most --max-concurrency requests are in flight, and the others wait in
+ * order. A random prompt is a list of token ids, so that its length is exact. The ids are taken from
+ * an answer of the server's /tokenize. Without /tokenize, and for chats, a random prompt is a text of
+ * random words. Token counts are those that the server reports in "usage". The time of a chunk is
+ * the time of the recv() that read it.
  * =========================================================================== */
+
+/* Maximal bytes: of an event stream's line; of a header line or an error text. Words of the text
+ * that /tokenize gets. */
 
 enum { BS_LINE_BYTES = 64 << 20, BS_HEAD_BYTES = 64 << 10, BS_WORDS = 4000 };
 
-typedef struct bs_options { /* what toka bench serve was asked to do */
-    const char *base_url;   /* "http://host:port", or NULL: host and port */
-    const char *host, *endpoint, *model, *dataset; /* model NULL: the server's first; dataset NULL: random prompts */
-    int port, num_prompts, input_len, output_len, prefix_len, max_concurrency, num_warmups, ready_s;
-    double range_ratio, request_rate, burstiness, temperature; /* request_rate INFINITY: all at once */
+typedef struct bs_options { /* the options of `toka bench serve`; strings are borrowed */
+    const char *base_url;   /* "http://host:port"; NULL: use `host` and `port` */
+    const char *host, *endpoint;
+    const char *model;      /* NULL: the first model that the server lists */
+    const char *dataset;    /* path; NULL: random prompts */
+    int port, num_prompts, input_len, output_len, prefix_len, max_concurrency, num_warmups;
+    int ready_s;            /* seconds to wait until the server answers */
+    double range_ratio;     /* random lengths vary by this share */
+    double request_rate;    /* requests per second; INFINITY: all at once */
+    double burstiness;      /* shape of the gamma distribution of gaps; 1: a Poisson process */
+    double temperature;
     uint64_t seed;
     bool ignore_eos, json, detailed, quiet;
-    const char *extra_body; /* a JSON object whose members go into every request, or NULL */
+    const char *extra_body; /* a JSON object whose members are added to every request; may be NULL */
     const char *goodput, *metrics, *percentiles; /* "ttft:200 e2el:3000", "ttft,itl", "50,99" */
-    atomic_int *interrupted;
+    atomic_int *interrupted; /* not 0 after Ctrl-C */
 } bs_options;
 
 typedef struct bs_request {
-    size_t at, n;    /* the prompt: ids or, if text, bytes */
-    bool text, chunked; /* chunked: a chunk has come */
+    size_t at, n; /* the prompt: n token ids of bs.tokens from `at`; if text, bytes of bs.texts */
+    bool text;
+    bool chunked; /* at least one chunk has been received */
     int max_tokens;
-    double due;      /* seconds after the start of the run */
-    double start, first, last; /* on os_now's clock: sent, first chunk, last chunk */
-    buf gaps;        /* float [chunks - 1], seconds */
-    int64_t n_in, n_out; /* tokens */
-    char *error;     /* NULL: it succeeded */
+    double due;   /* when to send it, in seconds after the start of the run */
+    double start, first, last; /* times of os_now: sent, first chunk, last chunk */
+    buf gaps;            /* float [chunks - 1], seconds between chunks */
+    int64_t n_in, n_out; /* tokens of the prompt and the answer; 0: not known */
+    char *error;         /* owned; NULL: no error */
 } bs_request;
 
-enum bs_state { BS_HEAD, BS_SIZE, BS_CHUNK, BS_CHUNK_END, BS_TRAILER, BS_LENGTH, BS_TO_CLOSE, BS_WHOLE };
+/* The part of the response that is read next: the head; with chunked encoding a chunk's size line,
+ * its bytes, the line end after them, the trailer; a body of known length; a body that ends when
+ * the server closes the connection. BS_WHOLE: the response is complete. */
+enum bs_state {
+    BS_HEAD, BS_SIZE, BS_CHUNK, BS_CHUNK_END, BS_TRAILER, BS_LENGTH, BS_TO_CLOSE, BS_WHOLE
+};
 
-typedef struct bs_reply { /* an HTTP response as its bytes come */
+typedef struct bs_reply { /* the state of an HTTP response that is being received */
     enum bs_state state;
-    int status;
-    bool chunked, close, any; /* any: a byte of it has come */
-    int64_t left; /* of the chunk or the body; -1: no Content-Length */
-    buf line;
+    int status;   /* 0: no status line yet */
+    bool chunked; /* Transfer-Encoding: chunked */
+    bool close;   /* Connection: close */
+    bool any;     /* at least one byte has been received */
+    int64_t left; /* bytes left of the chunk or the body; -1: no Content-Length */
+    buf line;     /* the incomplete line */
 } bs_reply;
 
 typedef struct bs_conn {
-    int fd, request; /* request -1: idle */
-    bool reused;     /* answered before: the server may have closed it meanwhile */
-    buf out;
-    size_t sent;
+    int fd;          /* owned; -1: none */
+    int request;     /* index of the request in flight; -1: idle */
+    bool reused;     /* it has already served a request, so the server may have closed it since */
+    buf out;         /* the bytes of the request */
+    size_t sent;     /* bytes of `out` that have been sent */
     bs_reply reply;
-    buf line;        /* of the event stream, or the body of an error */
-    bool done;       /* data: [DONE] */
-    struct bs_conn *next; /* idle ones */
+    buf line;        /* the incomplete line of the event stream, or the body of an error response */
+    bool done;       /* "data: [DONE]" has been received */
+    struct bs_conn *next; /* in the list of idle connections */
 } bs_conn;
 
-typedef struct bs { /* the whole of it */
+typedef struct bs { /* the state of the benchmark */
     const bs_options *o;
-    struct addrinfo *addresses, *address; /* of the server's name; the one that answers */
-    char host[256], prefix[256], model[256];
+    struct addrinfo *addresses; /* all addresses of the server's name; owned */
+    struct addrinfo *address;   /* the address in use */
+    char host[256], prefix[256], model[256]; /* prefix: the path of --base-url */
     int port;
-    const char *key; /* OPENAI_API_KEY or NULL */
-    str extra;       /* what stands between the braces of --extra-body */
-    ids tokens, vocabulary; /* of all prompts; what random ones are drawn from */
-    buf texts;
+    const char *key; /* OPENAI_API_KEY; NULL: none */
+    str extra;       /* the text between the braces of --extra-body */
+    ids tokens;      /* prompts of token ids, one after another */
+    ids vocabulary;  /* token ids from which random prompts are drawn; may be empty */
+    buf texts;       /* prompts of text, one after another */
     bs_request *requests; /* [n] */
-    int64_t n, cap, next, n_ended, n_running;
-    uint64_t n_random;
-    int epoll;
-    bs_conn *idle;
-    double t0, end; /* of the run */
+    int64_t n, cap;
+    int64_t next;      /* index of the request to send next */
+    int64_t n_ended, n_running;
+    uint64_t n_random; /* random numbers drawn so far */
+    int epoll;         /* file descriptor; -1: none */
+    bs_conn *idle;     /* list of idle connections, which can be reused */
+    double t0, end;    /* begin and end of the run, times of os_now */
 } bs;
 
 /* ---- Random numbers ---- */
 
-static double bs_unit(bs *b) { return (double)(api_seed(b->o->seed, (uint64_t[2]){0, b->n_random++}) >> 11) * 0x1p-53; }
+/* Uniform in [0, 1). */
+static double bs_unit(bs *b) {
+    return (double)(api_seed(b->o->seed, (uint64_t[2]){0, b->n_random++}) >> 11) * 0x1p-53;
+}
 
-static int64_t bs_between(bs *b, int64_t lo, int64_t hi) { return lo + (int64_t)(bs_unit(b) * (double)(hi - lo + 1)); }
+/* A uniform whole number from lo to hi, both included. */
+static int64_t bs_between(bs *b, int64_t lo, int64_t hi) {
+    return lo + (int64_t)(bs_unit(b) * (double)(hi - lo + 1));
+}
 
-/* From a gamma distribution of this shape and scale 1 (Marsaglia & Tsang, 2000; below 1 by their boost). */
+/* From the gamma distribution with this shape and scale 1 (Marsaglia & Tsang, 2000). For a shape
+ * below 1, the method draws with shape + 1 and multiplies by a factor, `boost`. */
 static double bs_gamma(bs *b, double shape) {
     double boost = 1;
-    if (shape < 1) boost = pow(1 - bs_unit(b), 1 / shape), shape += 1;
+    if (shape < 1) {
+        boost = pow(1 - bs_unit(b), 1 / shape);
+        shape += 1;
+    }
     double d = shape - 1.0 / 3, c = 1 / sqrt(9 * d);
     for (;;) {
-        double x = sqrt(-2 * log(1 - bs_unit(b))) * cos(6.283185307179586 * bs_unit(b)), v = 1 + c * x;
+        double x = sqrt(-2 * log(1 - bs_unit(b))) * cos(6.283185307179586 * bs_unit(b));
+        double v = 1 + c * x;
         if (v <= 0) continue;
         v = v * v * v;
         if (log(1 - bs_unit(b)) < x * x / 2 + d - d * v + d * log(v)) return d * v * boost;
     }
 }
 
-/* When each request comes: gaps of mean 1 / rate, scaled so that all come in exactly n / rate seconds. */
+/* Draws when each request is sent. The gaps have mean 1 / rate. They are scaled so that the last
+ * request is sent after exactly n / rate seconds. */
 static void bs_draw_times(bs *b) {
     double rate = b->o->request_rate, sum = 0;
     if (!isfinite(rate)) return;
-    for (int64_t i = 0; i < b->n; i++) b->requests[i].due = sum += isfinite(b->o->burstiness) ? bs_gamma(b, b->o->burstiness) : 1;
-    const bool drawn = sum > 0 && isfinite(sum); /* else all gaps are 0 or without end, by rounding: equal ones then */
     for (int64_t i = 0; i < b->n; i++)
-        b->requests[i].due = drawn ? b->requests[i].due * ((double)b->n / rate / sum) : (double)(i + 1) / rate;
+        b->requests[i].due = sum += isfinite(b->o->burstiness) ? bs_gamma(b, b->o->burstiness) : 1;
+    /* Rounding can make the sum 0 or infinite. Then use equal gaps. */
+    const bool drawn = sum > 0 && isfinite(sum);
+    for (int64_t i = 0; i < b->n; i++)
+        b->requests[i].due = drawn ? b->requests[i].due * ((double)b->n / rate / sum)
+                                   : (double)(i + 1) / rate;
 }
 
 /* ---- Reading a response ---- */
 
-/* Adds bytes up to a line feed to line; *used counts them. 1: the line is complete, without its end; 0: more is needed; -1: too
- * long. */
+/* Appends the bytes up to the line feed to `line`. *used is the number of bytes consumed. Returns 1
+ * if the line is complete (it has no line end then), 0 if more bytes are needed, -1 if the line is
+ * longer than `most`. */
 static int bs_take_line(buf *line, str in, size_t most, size_t *used) {
     const char *feed = in.n ? memchr(in.p, '\n', in.n) : NULL;
     size_t n = feed ? (size_t)(feed - in.p) : in.n;
@@ -27337,6 +27380,7 @@ static int bs_take_line(buf *line, str in, size_t most, size_t *used) {
     return feed != NULL;
 }
 
+/* Returns true if the line is a header with this name; *value, a slice of the line, is its value. */
 static bool bs_header(str line, const char *name, str *value) {
     size_t n = strlen(name);
     if (line.n <= n || line.p[n] != ':' || strncasecmp(line.p, name, n)) return false;
@@ -27345,7 +27389,8 @@ static bool bs_header(str line, const char *name, str *value) {
     return true;
 }
 
-/* A line of the head, its empty last line too. */
+/* Handles one line of the response's head. The empty line ends the head and sets the next state.
+ * Returns false if the status line is invalid. */
 static bool bs_head_line(bs_reply *r, str line) {
     str value;
     int status;
@@ -27354,18 +27399,20 @@ static bool bs_head_line(bs_reply *r, str line) {
         return sscanf(line.p, "HTTP/1.%*1d %3d", &status) == 1 && (r->status = status) >= 100;
     }
     if (bs_header(line, "content-length", &value)) r->left = strtoll(value.p, NULL, 10);
-    if (bs_header(line, "transfer-encoding", &value)) r->chunked = !strncasecmp(value.p, "chunked", 7);
+    if (bs_header(line, "transfer-encoding", &value))
+        r->chunked = !strncasecmp(value.p, "chunked", 7);
     if (bs_header(line, "connection", &value)) r->close = !strncasecmp(value.p, "close", 5);
     if (line.n) return true;
-    if (r->status < 200) r->status = 0; /* 100 Continue: the real head follows */
+    if (r->status < 200) r->status = 0; /* such as 100 Continue: the final head follows */
     else if (r->chunked) r->state = BS_SIZE;
     else if (r->left == 0 || r->status == 204) r->state = BS_WHOLE;
     else r->state = r->left > 0 ? BS_LENGTH : BS_TO_CLOSE;
     return true;
 }
 
-/* Takes bytes of a response; *body gets those that belong to its body. Returns how many it took (all of them, sooner or later,
- * until the state is BS_WHOLE), or -1 if this is no HTTP. */
+/* Consumes some of the received bytes. *body is the slice of them that belongs to the body. Returns
+ * the number of bytes consumed; the caller repeats the call with the rest until the state is
+ * BS_WHOLE. Returns -1 if this is not HTTP. */
 static ptrdiff_t bs_reply_take(bs_reply *r, str in, str *body) {
     size_t used = 0;
     *body = STR("");
@@ -27373,7 +27420,8 @@ static ptrdiff_t bs_reply_take(bs_reply *r, str in, str *body) {
     if (r->state == BS_LENGTH || r->state == BS_CHUNK || r->state == BS_TO_CLOSE) {
         size_t n = r->state == BS_TO_CLOSE ? in.n : (size_t)MIN((int64_t)in.n, r->left);
         *body = str_sub(in, 0, n);
-        if (r->state != BS_TO_CLOSE && !(r->left -= (int64_t)n)) r->state = r->state == BS_LENGTH ? BS_WHOLE : BS_CHUNK_END;
+        if (r->state != BS_TO_CLOSE && !(r->left -= (int64_t)n))
+            r->state = r->state == BS_LENGTH ? BS_WHOLE : BS_CHUNK_END;
         return (ptrdiff_t)n;
     }
     int got = bs_take_line(&r->line, in, BS_HEAD_BYTES, &used);
@@ -27383,10 +27431,12 @@ static ptrdiff_t bs_reply_take(bs_reply *r, str in, str *body) {
     if (r->state == BS_HEAD) {
         good = bs_head_line(r, line);
     } else if (r->state == BS_SIZE) {
-        good = line.n && isxdigit((unsigned char)line.p[0]) && (r->left = (int64_t)strtoull(line.p, NULL, 16)) >= 0;
+        good = line.n && isxdigit((unsigned char)line.p[0]) &&
+               (r->left = (int64_t)strtoull(line.p, NULL, 16)) >= 0;
         r->state = r->left ? BS_CHUNK : BS_TRAILER;
     } else if (r->state == BS_CHUNK_END) {
-        good = !line.n, r->state = BS_SIZE;
+        good = !line.n;
+        r->state = BS_SIZE;
     } else if (!line.n) {
         r->state = BS_WHOLE;
     }
@@ -27401,6 +27451,7 @@ static void bs_reply_free(bs_reply *r) {
 
 /* ---- The server's address, and calls to it before the run ---- */
 
+/* Reads --base-url, or --host and --port, and looks up the addresses. Returns 0 or TOKA_E_USE. */
 static int bs_resolve(bs *b, toka_err *e) {
     const char *url = b->o->base_url, *p = url;
     char port[8];
@@ -27410,7 +27461,7 @@ static int bs_resolve(bs *b, toka_err *e) {
     if (url) {
         bool plain = !strncmp(url, "http://", 7);
         p += 7 * plain, n = 80;
-        const bool six = *p == '['; /* an IPv6 address stands in brackets */
+        const bool six = *p == '['; /* an IPv6 address is written in brackets */
         size_t host = strcspn(p += six, six ? "]" : ":/");
         if (!plain || !host || host >= sizeof b->host || (six && !p[host]))
             return fail(e, TOKA_E_USE, "--base-url: '%s', expected http://HOST[:PORT] (no TLS)", url);
@@ -27432,19 +27483,21 @@ static int bs_resolve(bs *b, toka_err *e) {
     return 0;
 }
 
-/* The bytes of a request; body.p NULL: GET. */
+/* Writes the bytes of an HTTP request to *out. If body.p is NULL, it is a GET, else a POST. */
 static void bs_put_request(const bs *b, const char *path, str body, buf *out) {
     buf_clear(out);
     const bool six = strchr(b->host, ':');
-    buf_printf(out, "%s %s%s HTTP/1.1\r\nHost: %s%s%s:%d\r\n", body.p ? "POST" : "GET", b->prefix, path, six ? "[" : "", b->host, six ? "]" : "",
-               b->port);
+    buf_printf(out, "%s %s%s HTTP/1.1\r\nHost: %s%s%s:%d\r\n", body.p ? "POST" : "GET", b->prefix,
+               path, six ? "[" : "", b->host, six ? "]" : "", b->port);
     if (b->key) buf_printf(out, "Authorization: Bearer %s\r\n", b->key);
-    if (body.p) buf_printf(out, "Content-Type: application/json\r\nContent-Length: %zu\r\n", body.n);
+    if (body.p)
+        buf_printf(out, "Content-Type: application/json\r\nContent-Length: %zu\r\n", body.n);
     buf_c(out, "\r\n");
     buf_str(out, body);
 }
 
-/* One request and its whole answer, waited for. Returns the HTTP status, or an error. */
+/* Sends one request over its own connection and waits for the whole response. The body is appended
+ * to *answer, which is cleared first. Returns the HTTP status, or TOKA_E_IO (below 0). */
 static int bs_call(const bs *b, const char *path, str body, buf *answer, toka_err *e) {
     enum { SECONDS = 30 };
     buf out = {0}, in = {0};
@@ -27452,7 +27505,8 @@ static int bs_call(const bs *b, const char *path, str body, buf *answer, toka_er
     struct timeval wait = {.tv_sec = SECONDS};
     int code = 0, fd = socket(b->address->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
     buf_clear(answer);
-    setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &wait, sizeof wait), setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &wait, sizeof wait);
+    setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &wait, sizeof wait);
+    setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &wait, sizeof wait);
     bs_put_request(b, path, body, &out);
     if (fd < 0 || connect(fd, b->address->ai_addr, b->address->ai_addrlen))
         code = fail(e, TOKA_E_IO, "%s: %s", b->host, strerror(errno));
@@ -27465,11 +27519,17 @@ static int bs_call(const bs *b, const char *path, str body, buf *answer, toka_er
     while (!code && r.state != BS_WHOLE) {
         ssize_t n = recv(fd, in.p, 65536, 0);
         if (n == 0 && r.state == BS_TO_CLOSE) break;
-        if (n <= 0) code = fail(e, TOKA_E_IO, "%s%s: %s", b->host, path, n ? strerror(errno) : "the connection was closed");
+        if (n <= 0)
+            code = fail(e, TOKA_E_IO, "%s%s: %s", b->host, path,
+                        n ? strerror(errno) : "the connection was closed");
         for (str piece, left = {in.p, (size_t)MAX(n, 0)}; left.n && !code && r.state != BS_WHOLE;) {
             ptrdiff_t used = bs_reply_take(&r, left, &piece);
-            if (used < 0 || answer->n > BS_LINE_BYTES) code = fail(e, TOKA_E_IO, "%s%s: not an HTTP response", b->host, path);
-            else left = str_sub(left, (size_t)used, left.n), buf_str(answer, piece);
+            if (used < 0 || answer->n > BS_LINE_BYTES) {
+                code = fail(e, TOKA_E_IO, "%s%s: not an HTTP response", b->host, path);
+            } else {
+                left = str_sub(left, (size_t)used, left.n);
+                buf_str(answer, piece);
+            }
         }
     }
     if (!code) code = r.status;
@@ -27478,8 +27538,9 @@ static int bs_call(const bs *b, const char *path, str body, buf *answer, toka_er
     return code;
 }
 
-/* Asks for the list of models until the server answers, at all addresses of its name in turn; takes the first for its name if none
- * was given. */
+/* Requests /v1/models until the server answers 200 or the time is over. Tries the addresses of the
+ * server's name in turn. Sets b->model; without --model it is the first of the list. Returns 0,
+ * TOKA_E_IO or TOKA_E_CANCELLED. */
 static int bs_wait_ready(bs *b, toka_err *e) {
     buf answer = {0};
     arena a = {0};
@@ -27491,25 +27552,34 @@ static int bs_wait_ready(bs *b, toka_err *e) {
             continue;
         }
         b->address = code < 0 ? b->addresses : b->address;
-        if (code > 0) fail(e, TOKA_E_IO, "%s/v1/models: HTTP status %d: %.*s", b->host, code, STRF(buf_view(&answer)));
+        if (code > 0)
+            fail(e, TOKA_E_IO, "%s/v1/models: HTTP status %d: %.*s", b->host, code,
+                 STRF(buf_view(&answer)));
         if (os_now() > until || *b->o->interrupted || (code > 0 && code != 503)) break;
-        if (!told++ && !b->o->quiet) fprintf(stderr, "toka bench: waiting for the server: %s\n", e->msg);
+        if (!told++ && !b->o->quiet)
+            fprintf(stderr, "toka bench: waiting for the server: %s\n", e->msg);
         usleep(200000);
     }
     if (code == 200) {
         const json *root = json_parse(&a, buf_view(&answer), json_trusted, e);
-        str name = b->o->model ? str_c(b->o->model) : json_str(json_get(json_at(json_get(root, "data"), 0), "id"));
+        str name = b->o->model ? str_c(b->o->model)
+                               : json_str(json_get(json_at(json_get(root, "data"), 0), "id"));
         snprintf(b->model, sizeof b->model, "%.*s", (int)MIN(name.n, sizeof b->model - 1), name.p);
-        code = !root ? e->code : name.n ? 0 : fail(e, TOKA_E_IO, "%s: no model in /v1/models; give one with --model", b->host);
+        code = !root    ? e->code
+               : name.n ? 0
+                        : fail(e, TOKA_E_IO, "%s: no model in /v1/models; give one with --model",
+                               b->host);
     } else {
         code = *b->o->interrupted ? fail(e, TOKA_E_CANCELLED, "interrupted") : e->code;
     }
-    buf_free(&answer), arena_free(&a);
+    buf_free(&answer);
+    arena_free(&a);
     return code;
 }
 
-/* ---- What is sent ---- */
+/* ---- Prompts and request bodies ---- */
 
+/* Appends n random words of 1 to 8 letters, with spaces between them. */
 static void bs_put_words(bs *b, int64_t n, buf *out) {
     for (int64_t i = 0; i < n; i++) {
         if (i) buf_char(out, ' ');
@@ -27517,7 +27587,8 @@ static void bs_put_words(bs *b, int64_t n, buf *out) {
     }
 }
 
-/* Token ids that occur in text, as the server's tokenizer says; none if it has no /tokenize. */
+/* Fills b->vocabulary with token ids that occur in text: those of a random text, from the server's
+ * /tokenize. It stays empty if the server has no /tokenize. */
 static void bs_learn_vocabulary(bs *b) {
     buf text = {0}, body = {0}, answer = {0};
     arena a = {0};
@@ -27529,12 +27600,15 @@ static void bs_learn_vocabulary(bs *b) {
     json_put_key(&body, "add_special_tokens"), json_put_bool(&body, false);
     json_put_close(&body, '}');
     if (bs_call(b, "/tokenize", buf_view(&body), &answer, &ignored) == 200) {
-        const json *tokens = json_get(json_parse(&a, buf_view(&answer), json_trusted, &ignored), "tokens");
-        if (json_is(tokens, JSON_ARRAY)) JSON_EACH(it, tokens) ids_push(&b->vocabulary, (int32_t)json_int(it, 0));
+        const json *tokens = json_get(json_parse(&a, buf_view(&answer), json_trusted, &ignored),
+                                      "tokens");
+        if (json_is(tokens, JSON_ARRAY))
+            JSON_EACH(it, tokens) ids_push(&b->vocabulary, (int32_t)json_int(it, 0));
     }
     buf_free(&text), buf_free(&body), buf_free(&answer), arena_free(&a);
 }
 
+/* Appends a request and returns it. The pointer is valid until the next call. */
 static bs_request *bs_add(bs *b, int max_tokens) {
     if (b->n == b->cap) {
         b->cap = MAX(1024, 2 * b->cap);
@@ -27544,7 +27618,9 @@ static bs_request *bs_add(bs *b, int max_tokens) {
     return &b->requests[b->n++];
 }
 
-static bool bs_is_chat(const bs *b) { return str_ends(str_c(b->o->endpoint), STR("/chat/completions")); }
+static bool bs_is_chat(const bs *b) {
+    return str_ends(str_c(b->o->endpoint), STR("/chat/completions"));
+}
 
 static int bs_random_prompts(bs *b, toka_err *e) {
     const bs_options *o = b->o;
