@@ -360,7 +360,7 @@ def test_files_that_cannot_be(tmp_path):
         _, err = batch("-i", source, "-o", str(precious), status=1)
         assert "not a result file" in err and precious.read_text() == text
     for end in ("more\n", ""):
-        text = '{"custom_id":"a","response":null,"error":null}\nmy thesis\n' + end
+        text = '{"custom_id":"a","response":{},"error":null}\nmy thesis\n' + end
         precious.write_text(text)
         _, err = batch("-i", source, "-o", str(precious))
         assert "no result, the first is line 2; they stay there" in err and precious.read_text() == text
