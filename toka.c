@@ -25984,9 +25984,8 @@ static int srv_run(const srv_options *o, toka_err *e) {
  * MARK: 32. Bench and plan [os]
  * Measures and predicts the engine's speed without a server.
  *   run_bench_throughput  `toka bench throughput`: runs a dataset and measures its time. Each
- *   sample
- *                         gets the output length that the dataset gives. Works on dummy weights,
- *                         too.
+ *                         sample gets the output length that the dataset gives. Works on dummy
+ *                         weights, too.
  *   run_bench_plan        `toka bench plan`: measures chapters 14 to 17 alone, without a model.
  *   plan_make             `toka plan`: calculates which splits of a model fit on which GPUs, and an
  *                         upper bound of their speed. It runs nothing.
@@ -26392,10 +26391,11 @@ static int run_bench_throughput(toka *t, const run_bench_options *o, toka_err *e
 
 /* ---- toka bench plan: what a step costs before any model runs ---- */
 
-/* The workload is that of "Large Language Monkeys": 128 prompts with 1,024 samples each. A prompt
- * has 715 tokens; all prompts share the first 600. Output lengths are lognormal with mean 150,
- * max_tokens is 1,024, and 8,192 sequences run at once. A step's tokens arrive two steps later, as
- * they do with in-flight steps. The backend does nothing. Times are CPU time of the only thread. */
+/* The workload is that of `test/make_dataset.py monkeys`: 128 prompts with 1,024 samples each. A
+ * prompt has 715 tokens; all prompts share the first 600. Output lengths are lognormal with mean
+ * 150, max_tokens is 1,024, and 8,192 sequences run at once. A step's tokens arrive two steps
+ * later, as they do with in-flight steps. The backend does nothing. Times are CPU time of the only
+ * thread. */
 enum { RUN_PLAN_LAG = 2, RUN_PLAN_PROMPTS = 128, RUN_PLAN_SAMPLES = 1024, RUN_PLAN_PROMPT = 715,
        RUN_PLAN_SHARED = 600, RUN_PLAN_MEAN = 150, RUN_PLAN_MAX = 1024, RUN_PLAN_SEQS = 8192,
        RUN_PLAN_START = 10, RUN_PLAN_STEPS = 1000 };
@@ -26631,7 +26631,7 @@ enum {
     PLAN_INPUT = 715, PLAN_OUTPUT = 150
 };
 #define PLAN_LATENCY 40e-6        /* seconds of one all-reduce or send */
-#define PLAN_CONTEXT_BYTES 0x1p29 /* of a GPU's memory: used by the driver before any allocation */
+#define PLAN_CONTEXT_BYTES 0x1p29 /* of a GPU's memory: in use before toka asks what is free */
 
 typedef struct plan_ask { /* the question; plan_check checks all of it */
     const mf_config *model;
@@ -26928,7 +26928,7 @@ static bool plan_same_name(const char *a, const char *b) {
     }
 }
 
-/* Finds a GPU of run_gpus by name. If there is none, returns TOKA_E_USE with a list of the names. */
+/* Finds a GPU of run_gpus by name. Returns TOKA_E_USE with a list of the names if there is none. */
 static int plan_find_gpu(const char *name, const run_gpu **out, toka_err *e) {
     char names[200] = "";
     for (int i = 0; i < COUNT(run_gpus); i++) {
@@ -27229,11 +27229,11 @@ static int plan_make(const plan_options *o, buf *out, toka_err *e) {
  *                               calls bs_reply_take, bs_on_line
  *
  * Open loop: each request is sent at a time drawn before the run (bs_draw_times), whatever the
- * server does. Closed loop: at most --max-concurrency requests are in flight, and the others wait in
- * order. A random prompt is a list of token ids, so that its length is exact. The ids are taken from
- * an answer of the server's /tokenize. Without /tokenize, and for chats, a random prompt is a text of
- * random words. Token counts are those that the server reports in "usage". The time of a chunk is
- * the time of the recv() that read it.
+ * server does. Closed loop: at most --max-concurrency requests are in flight, and the others wait
+ * in order. A random prompt is a list of token ids, so that its length is exact. The ids are taken
+ * from an answer of the server's /tokenize. Without /tokenize, and for chats, a random prompt is a
+ * text of random words. Token counts are those that the server reports in "usage". The time of a
+ * chunk is the time of the recv() that read it.
  * =========================================================================== */
 
 /* Maximal bytes: of an event stream's line; of a header line or an error text. Words of the text
@@ -27380,7 +27380,8 @@ static int bs_take_line(buf *line, str in, size_t most, size_t *used) {
     return feed != NULL;
 }
 
-/* Returns true if the line is a header with this name; *value, a slice of the line, is its value. */
+/* Returns true if the line is a header with this name; *value, a slice of the line, is its value.
+ * */
 static bool bs_header(str line, const char *name, str *value) {
     size_t n = strlen(name);
     if (line.n <= n || line.p[n] != ':' || strncasecmp(line.p, name, n)) return false;
@@ -27622,6 +27623,8 @@ static bool bs_is_chat(const bs *b) {
     return str_ends(str_c(b->o->endpoint), STR("/chat/completions"));
 }
 
+/* Adds the random prompts: of token ids if there is a vocabulary, else of words. All begin with the
+ * same prefix of --random-prefix-len. Returns 0 or TOKA_E_USE. */
 static int bs_random_prompts(bs *b, toka_err *e) {
     const bs_options *o = b->o;
     const double r = o->range_ratio;
@@ -27634,27 +27637,40 @@ static int bs_random_prompts(bs *b, toka_err *e) {
     bool text = !b->vocabulary.n;
     const int64_t n = o->num_prompts ? o->num_prompts : 1000;
     const double tokens = o->prefix_len + ceil(o->input_len * (1 + r)), ram = (double)os_ram_bytes();
-    const double bytes = 2 * (double)n * (sizeof(bs_request) + tokens * (text ? 9 : sizeof(int32_t))); /* what grows is copied */
+    /* Twice the size, because a buffer that grows is copied. */
+    const double bytes = 2 * (double)n *
+                         (sizeof(bs_request) + tokens * (text ? 9 : sizeof(int32_t)));
     if (bytes > ram)
-        return fail(e, TOKA_E_USE, "%lld prompts of up to %.0f tokens take %.0f GB of memory, there are %.0f", (long long)n,
-                    tokens, 1e-9 * bytes, 1e-9 * ram);
-    size_t prefix_at = text ? b->texts.n : b->tokens.n, prefix_n = 0; /* the first prompt's beginning is everybody's */
+        return fail(e, TOKA_E_USE,
+                    "%lld prompts of up to %.0f tokens take %.0f GB of memory, there are %.0f",
+                    (long long)n, tokens, 1e-9 * bytes, 1e-9 * ram);
+    /* The prefix is drawn for the first prompt. The other prompts copy it. */
+    size_t prefix_at = text ? b->texts.n : b->tokens.n, prefix_n = 0;
     for (int64_t i = 0; i < n; i++) {
-        int64_t in = MAX(1, bs_between(b, (int64_t)floor(o->input_len * (1 - r)), (int64_t)ceil(o->input_len * (1 + r))));
-        int64_t out = MAX(1, bs_between(b, (int64_t)floor(o->output_len * (1 - r)), (int64_t)ceil(o->output_len * (1 + r))));
+        int64_t in = MAX(1, bs_between(b, (int64_t)floor(o->input_len * (1 - r)),
+                                       (int64_t)ceil(o->input_len * (1 + r))));
+        int64_t out = MAX(1, bs_between(b, (int64_t)floor(o->output_len * (1 - r)),
+                                        (int64_t)ceil(o->output_len * (1 + r))));
         bs_request *q = bs_add(b, (int)MIN(out, INT_MAX));
-        q->text = text, q->at = text ? b->texts.n : b->tokens.n;
+        q->text = text;
+        q->at = text ? b->texts.n : b->tokens.n;
         if (text) {
-            if (i) buf_reserve(&b->texts, prefix_n), buf_put(&b->texts, b->texts.p + prefix_at, prefix_n);
-            else if (o->prefix_len) bs_put_words(b, o->prefix_len, &b->texts), buf_char(&b->texts, ' ');
+            if (i) {
+                buf_reserve(&b->texts, prefix_n);
+                buf_put(&b->texts, b->texts.p + prefix_at, prefix_n);
+            } else if (o->prefix_len) {
+                bs_put_words(b, o->prefix_len, &b->texts);
+                buf_char(&b->texts, ' ');
+            }
             if (!i) prefix_n = b->texts.n - prefix_at;
             bs_put_words(b, in, &b->texts);
         } else {
             ids_reserve(&b->tokens, (size_t)(o->prefix_len + in));
             for (int64_t k = 0; k < o->prefix_len + in; k++) {
                 bool shared = k < o->prefix_len && i;
-                ids_push(&b->tokens, shared ? b->tokens.p[prefix_at + (size_t)k]
-                                            : b->vocabulary.p[bs_between(b, 0, (int64_t)b->vocabulary.n - 1)]);
+                ids_push(&b->tokens,
+                         shared ? b->tokens.p[prefix_at + (size_t)k]
+                                : b->vocabulary.p[bs_between(b, 0, (int64_t)b->vocabulary.n - 1)]);
             }
         }
         q->n = (text ? b->texts.n : b->tokens.n) - q->at;
@@ -27663,7 +27679,8 @@ static int bs_random_prompts(bs *b, toka_err *e) {
     return 0;
 }
 
-/* The tokens of an answer, at least one; v NULL: *n stays. */
+/* Reads the number of tokens of an answer into *n. If v is NULL, keeps *n. Returns false if the
+ * number is not a whole number of at least 1. */
 static bool bs_length(const json *v, int *n) {
     int64_t length = *n;
     if ((v && !json_whole(v, &length)) || length < 1 || length > INT_MAX) return false;
@@ -27671,8 +27688,9 @@ static bool bs_length(const json *v, int *n) {
     return true;
 }
 
-/* A line of the dataset: {"prompt_token_ids" or "prompt", and "output_lengths": a request for each, or "output_tokens", or
- * neither}. */
+/* run_take_fn: adds the requests of a line of the dataset. The prompt is "prompt_token_ids" or
+ * "prompt". With "output_lengths" there is a request for each of them. Otherwise there is one
+ * request of "output_tokens", or of --random-output-len if that is missing. */
 static int bs_dataset_line(void *user, const json *root, int64_t number, toka_err *e) {
     bs *b = user;
     const json *list = json_get(root, "prompt_token_ids"), *text = json_get(root, "prompt"),
@@ -27684,22 +27702,28 @@ static int bs_dataset_line(void *user, const json *root, int64_t number, toka_er
         JSON_EACH(it, list) ids_push(&b->tokens, (int32_t)MAX(-1, MIN(json_int(it, -1), INT32_MAX)));
     q.n = (q.text ? b->texts.n : b->tokens.n) - q.at;
     if (!q.n)
-        return fail(e, TOKA_E_INPUT, "%s: line %lld: expected prompt_token_ids or prompt", b->o->dataset, (long long)number);
+        return fail(e, TOKA_E_INPUT, "%s: line %lld: expected prompt_token_ids or prompt",
+                    b->o->dataset, (long long)number);
     if (!q.text && bs_is_chat(b))
-        return fail(e, TOKA_E_USE, "%s: line %lld: a prompt of token ids cannot go to %s", b->o->dataset, (long long)number,
-                    b->o->endpoint);
+        return fail(e, TOKA_E_USE, "%s: line %lld: a prompt of token ids cannot go to %s",
+                    b->o->dataset, (long long)number, b->o->endpoint);
     q.n_in = q.text ? 0 : (int64_t)q.n;
     const json *one = json_get(root, "output_tokens");
     bool good = true;
     q.max_tokens = b->o->output_len;
-    if (!lengths && (good = bs_length(json_is(one, JSON_NULL) ? NULL : one, &q.max_tokens))) *bs_add(b, 0) = q;
+    if (!lengths && (good = bs_length(json_is(one, JSON_NULL) ? NULL : one, &q.max_tokens)))
+        *bs_add(b, 0) = q;
     if (lengths) good = json_is(lengths, JSON_ARRAY) && lengths->n;
     if (lengths && good)
         JSON_EACH(it, lengths) if ((good = good && bs_length(it, &q.max_tokens))) *bs_add(b, 0) = q;
-    return good ? 0 : fail(e, TOKA_E_INPUT, "%s: line %lld: expected output_lengths, a list of whole numbers from 1 on, or such a "
-                           "number as output_tokens or --random-output-len", b->o->dataset, (long long)number);
+    return good ? 0
+                : fail(e, TOKA_E_INPUT,
+                       "%s: line %lld: expected output_lengths, a list of whole numbers from 1 on, "
+                       "or such a number as output_tokens or --random-output-len",
+                       b->o->dataset, (long long)number);
 }
 
+/* Appends the JSON body of a request. */
 static void bs_put_body(const bs *b, const bs_request *q, buf *out) {
     str text = q->text ? (str){b->texts.p + q->at, q->n} : STR("");
     json_put_open(out, '{');
@@ -27724,27 +27748,37 @@ static void bs_put_body(const bs *b, const bs_request *q, buf *out) {
 
 /* ---- One request ---- */
 
+/* Closes and frees the connection. */
 static void bs_close(bs_conn *c) {
     if (c->fd >= 0) close(c->fd);
-    buf_free(&c->out), buf_free(&c->line), bs_reply_free(&c->reply);
+    buf_free(&c->out);
+    buf_free(&c->line);
+    bs_reply_free(&c->reply);
     free(c);
 }
 
-/* The request has its answer, or error says what went wrong. The connection is kept if it can be used again. */
+/* Ends the connection's request. error: why it failed; NULL if the response is complete. Keeps the
+ * connection in the idle list if it can be reused, else closes and frees it. */
 static void bs_end(bs *b, bs_conn *c, const char *error) {
     bs_request *q = &b->requests[c->request];
     if (error && !q->error) q->error = mem_check(strdup(error));
-    b->n_ended++, b->n_running--;
+    b->n_ended++;
+    b->n_running--;
     c->request = -1;
     bool keep = c->reply.state == BS_WHOLE && !c->reply.close && !error;
     if (!keep) {
         bs_close(c);
         return;
     }
-    bs_reply_free(&c->reply), buf_clear(&c->line);
-    c->reused = true, c->next = b->idle, b->idle = c;
+    bs_reply_free(&c->reply);
+    buf_clear(&c->line);
+    c->reused = true;
+    c->next = b->idle;
+    b->idle = c;
 }
 
+/* Creates the socket and starts to connect, without waiting. Returns false, with errno set, if that
+ * fails. The socket is registered with epoll, edge-triggered. */
 static bool bs_connect(bs *b, bs_conn *c) {
     int on = 1;
     c->fd = socket(b->address->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
@@ -27755,7 +27789,8 @@ static bool bs_connect(bs *b, bs_conn *c) {
     return !connect(c->fd, b->address->ai_addr, b->address->ai_addrlen) || errno == EINPROGRESS;
 }
 
-/* As much of the request as the socket takes. */
+/* Sends as much of the request as the socket accepts. Returns false, with errno set, if the
+ * connection is broken. */
 static bool bs_write(bs_conn *c) {
     while (c->sent < c->out.n) {
         ssize_t n = send(c->fd, c->out.p + c->sent, c->out.n - c->sent, MSG_NOSIGNAL);
@@ -27765,13 +27800,16 @@ static bool bs_write(bs_conn *c) {
     return true;
 }
 
-/* Sends request number i over an idle connection or a new one. */
+/* Sends request i over an idle connection, or over a new one if none is idle or `fresh` is set. If
+ * an idle connection turns out to be broken, tries again with a new one. */
 static void bs_start(bs *b, int64_t i, bool fresh) {
     buf body = {0};
     bs_conn *c = fresh ? NULL : b->idle;
     if (c) b->idle = c->next;
     else *(c = mem_zalloc(sizeof *c)) = (bs_conn){.fd = -1};
-    c->request = (int)i, c->sent = 0, c->done = false;
+    c->request = (int)i;
+    c->sent = 0;
+    c->done = false;
     bs_put_body(b, &b->requests[i], &body);
     bs_put_request(b, b->o->endpoint, buf_view(&body), &c->out);
     buf_free(&body);
@@ -27779,21 +27817,28 @@ static void bs_start(bs *b, int64_t i, bool fresh) {
     b->requests[i].start = os_now();
     if ((c->fd < 0 && !bs_connect(b, c)) || !bs_write(c)) {
         if (c->reused) {
-            b->n_running--, bs_close(c), bs_start(b, i, true);
+            b->n_running--;
+            bs_close(c);
+            bs_start(b, i, true);
             return;
         }
         bs_end(b, c, strerror(errno));
     }
 }
 
+/* Records the time of a chunk. */
 static void bs_on_chunk(bs_request *q, double now) {
     float gap = (float)(now - q->last);
-    if (q->chunked) buf_put(&q->gaps, &gap, sizeof gap);
-    else q->first = now, q->chunked = true;
+    if (q->chunked) {
+        buf_put(&q->gaps, &gap, sizeof gap);
+    } else {
+        q->first = now;
+        q->chunked = true;
+    }
     q->last = now;
 }
 
-/* A line of the event stream. */
+/* Handles one line of the event stream: a chunk, the usage, an error or [DONE]. */
 static void bs_on_line(bs *b, bs_conn *c, str line, double now) {
     bs_request *q = &b->requests[c->request];
     arena a = {0};
@@ -27804,8 +27849,8 @@ static void bs_on_line(bs *b, bs_conn *c, str line, double now) {
         c->done = true;
         return;
     }
-    const json *root = json_parse(&a, line, run_limits, &e), *choices = json_get(root, "choices"),
-               *usage = json_get(root, "usage");
+    const json *root = json_parse(&a, line, run_limits, &e);
+    const json *choices = json_get(root, "choices"), *usage = json_get(root, "usage");
     const json *error = json_get(root, "error");
     if (json_is(choices, JSON_ARRAY) && choices->n) bs_on_chunk(q, now);
     if (json_is(usage, JSON_OBJECT)) {
@@ -27819,31 +27864,40 @@ static void bs_on_line(bs *b, bs_conn *c, str line, double now) {
     arena_free(&a);
 }
 
-/* Bytes of a body: lines of events, or the text of an error. False: more than we take. */
+/* Handles bytes of a body: lines of the event stream, or the text of an error response, which is
+ * cut at BS_HEAD_BYTES. Returns false if a line is longer than BS_LINE_BYTES. */
 static bool bs_on_body(bs *b, bs_conn *c, str body, double now) {
     if (c->reply.status != 200) {
-        buf_put(&c->line, body.p, MIN(body.n, (size_t)BS_HEAD_BYTES - MIN(c->line.n, (size_t)BS_HEAD_BYTES)));
+        buf_put(&c->line, body.p,
+                MIN(body.n, (size_t)BS_HEAD_BYTES - MIN(c->line.n, (size_t)BS_HEAD_BYTES)));
         return true;
     }
     for (size_t used; body.n; body = str_sub(body, used, body.n)) {
         int got = bs_take_line(&c->line, body, BS_LINE_BYTES, &used);
         if (got < 0) return false;
-        if (got) bs_on_line(b, c, buf_view(&c->line), now), buf_clear(&c->line);
+        if (got) {
+            bs_on_line(b, c, buf_view(&c->line), now);
+            buf_clear(&c->line);
+        }
     }
     return true;
 }
 
-/* The response is whole. */
+/* The response is complete: ends the request. It failed if the status is not 200, or if the stream
+ * had no chunk or no [DONE]. */
 static void bs_on_whole(bs *b, bs_conn *c) {
     bs_request *q = &b->requests[c->request];
     char why[400];
     snprintf(why, sizeof why, "HTTP status %d: %.*s", c->reply.status, STRF(buf_view(&c->line)));
     if (c->reply.status != 200) q->error = mem_check(strdup(why));
-    else if (!q->error && (!q->chunked || !c->done)) q->error = mem_check(strdup("the stream ended early"));
+    else if (!q->error && (!q->chunked || !c->done))
+        q->error = mem_check(strdup("the stream ended early"));
     bs_end(b, c, NULL);
 }
 
-/* The connection broke before the answer was whole. One that had served before and says nothing at all was closed meanwhile. */
+/* The connection broke before the response was complete. If it was a reused connection and no byte
+ * of the response was received, the server closed it while it was idle: send the request again over
+ * a new one. Otherwise the request fails. */
 static void bs_on_broken(bs *b, bs_conn *c, const char *why) {
     int64_t i = c->request;
     bool again = c->reused && !c->reply.any;
@@ -27851,15 +27905,23 @@ static void bs_on_broken(bs *b, bs_conn *c, const char *why) {
         bs_end(b, c, why);
         return;
     }
-    b->n_running--, bs_close(c), bs_start(b, i, true);
+    b->n_running--;
+    bs_close(c);
+    bs_start(b, i, true);
 }
 
-static void bs_drop_idle(bs *b, bs_conn *c) { /* closed by the server while nobody used it */
+/* Removes an idle connection that the server closed, and frees it. */
+static void bs_drop_idle(bs *b, bs_conn *c) {
     bs_conn **at = &b->idle;
     while (*at && *at != c) at = &(*at)->next;
-    if (*at) *at = c->next, bs_close(c);
+    if (*at) {
+        *at = c->next;
+        bs_close(c);
+    }
 }
 
+/* Handles an epoll event: sends, then reads until the socket is empty or the request has ended.
+ * `bytes` is a buffer of `room` bytes. The connection may be freed. */
 static void bs_on_ready(bs *b, bs_conn *c, char *bytes, size_t room) {
     if (c->request >= 0 && !bs_write(c)) {
         bs_on_broken(b, c, strerror(errno));
@@ -27868,7 +27930,7 @@ static void bs_on_ready(bs *b, bs_conn *c, char *bytes, size_t room) {
     for (;;) {
         ssize_t n = recv(c->fd, bytes, room, 0);
         if (n < 0 && (errno == EAGAIN || errno == ENOTCONN)) return;
-        if (c->request < 0) { /* a byte nobody asked for, or the end */
+        if (c->request < 0) { /* idle: an unexpected byte, an error, or the end of the connection */
             bs_drop_idle(b, c);
             return;
         }
@@ -27896,6 +27958,8 @@ static void bs_on_ready(bs *b, bs_conn *c, char *bytes, size_t room) {
 
 /* ---- The run ---- */
 
+/* Shows progress on stderr if it is a terminal, at most four times a second. *shown: time of the
+ * last output; 0: none yet. */
 static void bs_progress(const bs *b, double *shown) {
     double now = os_now();
     if (b->o->quiet || !isatty(2) || now - *shown < 0.25) return;
@@ -27904,7 +27968,8 @@ static void bs_progress(const bs *b, double *shown) {
             (long long)b->n_running);
 }
 
-/* Requests number `from` on, as they are due and as many at once as allowed, until all have ended. */
+/* Runs the requests from .. to - 1: sends each when it is due and the concurrency allows it.
+ * Returns when all have ended: 0, TOKA_E_IO if epoll fails, or TOKA_E_CANCELLED after Ctrl-C. */
 static int bs_run(bs *b, int64_t from, int64_t to, toka_err *e) {
     enum { EVENTS = 256, BYTES = 1 << 16 };
     struct epoll_event ready[EVENTS];
@@ -27912,13 +27977,20 @@ static int bs_run(bs *b, int64_t from, int64_t to, toka_err *e) {
     int64_t most = b->o->max_concurrency ? b->o->max_concurrency : INT64_MAX;
     double shown = 0;
     int code = 0;
-    b->next = from, b->n_ended = 0, b->t0 = os_now();
+    b->next = from;
+    b->n_ended = 0;
+    b->t0 = os_now();
     while (b->n_ended < to - from && !*b->o->interrupted) {
         double now = os_now() - b->t0;
-        while (b->next < to && b->n_running < most && b->requests[b->next].due <= now) bs_start(b, b->next++, false);
-        double wait = b->next < to && b->n_running < most ? b->requests[b->next].due - (os_now() - b->t0) : 0.2;
+        while (b->next < to && b->n_running < most && b->requests[b->next].due <= now)
+            bs_start(b, b->next++, false);
+        double wait = b->next < to && b->n_running < most
+                          ? b->requests[b->next].due - (os_now() - b->t0)
+                          : 0.2;
         int n = epoll_wait(b->epoll, ready, EVENTS, (int)(1e3 * MAX(0.0, MIN(wait, 0.2))));
-        if (n < 0 && errno != EINTR && (code = fail(e, TOKA_E_IO, "epoll_wait: %s", strerror(errno)))) break;
+        if (n < 0 && errno != EINTR &&
+            (code = fail(e, TOKA_E_IO, "epoll_wait: %s", strerror(errno))))
+            break;
         for (int i = 0; i < n; i++) bs_on_ready(b, ready[i].data.ptr, bytes, BYTES);
         bs_progress(b, &shown);
     }
@@ -27928,7 +28000,7 @@ static int bs_run(bs *b, int64_t from, int64_t to, toka_err *e) {
     return *b->o->interrupted ? fail(e, TOKA_E_CANCELLED, "interrupted") : code;
 }
 
-/* ---- Figures ---- */
+/* ---- Metrics ---- */
 
 enum { BS_TTFT, BS_TPOT, BS_ITL, BS_E2EL, BS_METRICS, BS_MAX_PERCENTILES = 16 };
 static const struct {
@@ -27938,34 +28010,38 @@ static const struct {
                             {"itl", "ITL", "Inter-token Latency"},
                             {"e2el", "E2EL", "End-to-end Latency"}};
 
-typedef struct bs_wanted { /* what the flags ask for */
-    bool metric[BS_METRICS];
-    double percentile[BS_MAX_PERCENTILES], limit_ms[BS_METRICS]; /* limit: of --goodput, INFINITY: none */
+typedef struct bs_wanted { /* the metrics that the flags ask for */
+    bool metric[BS_METRICS]; /* of --percentile-metrics */
+    double percentile[BS_MAX_PERCENTILES]; /* [n_percentiles] of --metric-percentiles, 0 to 100 */
+    double limit_ms[BS_METRICS]; /* of --goodput; INFINITY: no limit */
     int n_percentiles;
-    bool goodput;
+    bool goodput; /* --goodput is given */
 } bs_wanted;
 
-typedef struct bs_series { /* values of one metric, seconds; sorted by bs_finish */
-    double *v;
+typedef struct bs_series { /* the values of one metric */
+    double *v; /* [n] seconds; owned; sorted after bs_finish */
     size_t n, cap;
-    double mean, std;
+    double mean, std; /* set by bs_finish */
 } bs_series;
 
 typedef struct bs_result {
-    double duration;
-    int64_t completed, failed, good, n_in, n_out;
-    double peak_rate;   /* chunks in the fullest second */
-    int64_t peak_concurrent;
+    double duration;         /* seconds */
+    int64_t completed, failed; /* requests */
+    int64_t good;            /* completed requests within all limits of --goodput */
+    int64_t n_in, n_out;     /* tokens of the completed requests */
+    double peak_rate;        /* most chunks in one second */
+    int64_t peak_concurrent; /* most requests in flight at one time */
     bs_series series[BS_METRICS];
 } bs_result;
 
+/* Returns the index of the metric with this key, or -1. */
 static int bs_metric(str name) {
     for (int i = 0; i < BS_METRICS; i++)
         if (str_is(name, bs_metrics[i].key)) return i;
     return -1;
 }
 
-/* The next word of a list with commas or spaces between; false at its end. */
+/* Reads the next word of a list that commas or spaces separate. Returns false at the end. */
 static bool bs_word(const char **p, str *word) {
     *p += strspn(*p, ", ");
     *word = (str){*p, strcspn(*p, ", ")};
@@ -27973,21 +28049,26 @@ static bool bs_word(const char **p, str *word) {
     return word->n > 0;
 }
 
+/* Parses the flags about metrics. Returns 0 or TOKA_E_USE. */
 static int bs_read_wanted(const bs_options *o, bs_wanted *w, toka_err *e) {
     str word;
     *w = (bs_wanted){0};
     for (int i = 0; i < BS_METRICS; i++) w->limit_ms[i] = INFINITY;
     for (const char *p = o->metrics; bs_word(&p, &word);) {
         int i = bs_metric(word);
-        if (i < 0) return fail(e, TOKA_E_USE, "--percentile-metrics: '%.*s', expected ttft, tpot, itl or e2el", STRF(word));
+        if (i < 0)
+            return fail(e, TOKA_E_USE,
+                        "--percentile-metrics: '%.*s', expected ttft, tpot, itl or e2el",
+                        STRF(word));
         w->metric[i] = true;
     }
     for (const char *p = o->percentiles; bs_word(&p, &word);) {
         char *end;
         double v = strtod(word.p, &end);
         if (end != word.p + word.n || !(v >= 0 && v <= 100) || w->n_percentiles == BS_MAX_PERCENTILES)
-            return fail(e, TOKA_E_USE, "--metric-percentiles: '%s', expected at most %d numbers from 0 to 100", o->percentiles,
-                        BS_MAX_PERCENTILES);
+            return fail(e, TOKA_E_USE,
+                        "--metric-percentiles: '%s', expected at most %d numbers from 0 to 100",
+                        o->percentiles, BS_MAX_PERCENTILES);
         w->percentile[w->n_percentiles++] = v;
     }
     for (const char *p = o->goodput ? o->goodput : ""; bs_word(&p, &word);) {
@@ -27996,17 +28077,24 @@ static int bs_read_wanted(const bs_options *o, bs_wanted *w, toka_err *e) {
         char *end = NULL;
         double v = i < 0 || i == BS_ITL ? -1 : strtod(word.p + colon + 1, &end);
         if (!(v >= 0) || end != word.p + word.n || (size_t)colon + 1 == word.n)
-            return fail(e, TOKA_E_USE, "--goodput: '%.*s', expected ttft, tpot or e2el, a colon and milliseconds", STRF(word));
-        w->limit_ms[i] = v, w->goodput = true;
+            return fail(e, TOKA_E_USE,
+                        "--goodput: '%.*s', expected ttft, tpot or e2el, a colon and milliseconds",
+                        STRF(word));
+        w->limit_ms[i] = v;
+        w->goodput = true;
     }
     return 0;
 }
 
 static void bs_put_value(bs_series *s, double v) {
-    if (s->n == s->cap) s->cap = MAX((size_t)1024, 2 * s->cap), s->v = mem_realloc(s->v, s->cap * sizeof *s->v);
+    if (s->n == s->cap) {
+        s->cap = MAX((size_t)1024, 2 * s->cap);
+        s->v = mem_realloc(s->v, s->cap * sizeof *s->v);
+    }
     s->v[s->n++] = v;
 }
 
+/* Computes mean and standard deviation, and sorts the values. */
 static void bs_finish(bs_series *s) {
     double sum = 0, squares = 0;
     for (size_t i = 0; i < s->n; i++) sum += s->v[i];
@@ -28016,7 +28104,8 @@ static void bs_finish(bs_series *s) {
     if (s->n) qsort(s->v, s->n, sizeof *s->v, run_compare_doubles);
 }
 
-/* Interpolated between neighbours, as numpy does; 0 of nothing. */
+/* Returns a percentile of the sorted values, with linear interpolation as in numpy; 0 if there are
+ * no values. */
 static double bs_percentile(const bs_series *s, double percent) {
     if (!s->n) return 0;
     double at = percent / 100 * (double)(s->n - 1);
@@ -28024,7 +28113,8 @@ static double bs_percentile(const bs_series *s, double percent) {
     return s->v[i] + (at - (double)i) * (s->v[next] - s->v[i]);
 }
 
-/* Chunks in the fullest second, seconds counted from the first start; most requests at one time. */
+/* Sets peak_rate and peak_concurrent. Seconds are counted from the start of the first request.
+ * Failed requests do not count. */
 static void bs_peaks(const bs *b, bs_result *r) {
     bs_series starts = {0}, ends = {0};
     size_t seconds = (size_t)(b->end - b->t0) + 2;
@@ -28041,11 +28131,13 @@ static void bs_peaks(const bs *b, bs_result *r) {
             per_second[(size_t)MAX(0.0, MIN(t, (double)(seconds - 1)))]++;
             if (k == q->gaps.n / sizeof *gap) break;
         }
-        bs_put_value(&starts, q->start), bs_put_value(&ends, q->last);
+        bs_put_value(&starts, q->start);
+        bs_put_value(&ends, q->last);
     }
     for (size_t s = 0; s < seconds; s++) most = MAX(most, per_second[s]);
     bs_finish(&starts), bs_finish(&ends);
-    for (size_t i = 0, k = 0; i < starts.n; i++) { /* an end goes before a start of the same time */
+    /* Before the start i, k requests have ended. At equal times the end comes before the start. */
+    for (size_t i = 0, k = 0; i < starts.n; i++) {
         while (ends.v[k] <= starts.v[i]) k++;
         r->peak_concurrent = MAX(r->peak_concurrent, (int64_t)(i + 1 - k));
     }
@@ -28053,6 +28145,8 @@ static void bs_peaks(const bs *b, bs_result *r) {
     free(per_second), free(starts.v), free(ends.v);
 }
 
+/* Computes the result of the run. The caller frees the series' values. If the server reported no
+ * usage, each chunk counts as one token. */
 static void bs_measure(const bs *b, const bs_wanted *w, bs_result *r) {
     *r = (bs_result){.duration = b->end - b->t0};
     for (int64_t i = 0; i < b->n; i++) {
@@ -28064,30 +28158,40 @@ static void bs_measure(const bs *b, const bs_wanted *w, bs_result *r) {
         }
         int64_t n_out = q->n_out ? q->n_out : (int64_t)(q->gaps.n / sizeof *gap) + 1;
         double value[BS_METRICS] = {[BS_TTFT] = q->first - q->start, [BS_E2EL] = q->last - q->start};
-        if (n_out > 1) bs_put_value(&r->series[BS_TPOT], value[BS_TPOT] = (q->last - q->first) / (double)(n_out - 1));
-        bs_put_value(&r->series[BS_TTFT], value[BS_TTFT]), bs_put_value(&r->series[BS_E2EL], value[BS_E2EL]);
-        for (size_t k = 0; k < q->gaps.n / sizeof *gap; k++) bs_put_value(&r->series[BS_ITL], gap[k]);
+        if (n_out > 1)
+            bs_put_value(&r->series[BS_TPOT],
+                         value[BS_TPOT] = (q->last - q->first) / (double)(n_out - 1));
+        bs_put_value(&r->series[BS_TTFT], value[BS_TTFT]);
+        bs_put_value(&r->series[BS_E2EL], value[BS_E2EL]);
+        for (size_t k = 0; k < q->gaps.n / sizeof *gap; k++)
+            bs_put_value(&r->series[BS_ITL], gap[k]);
         bool good = true;
         for (int k = 0; k < BS_METRICS; k++) good &= 1e3 * value[k] <= w->limit_ms[k];
-        r->completed++, r->good += good, r->n_in += q->n_in, r->n_out += n_out;
+        r->completed++;
+        r->good += good;
+        r->n_in += q->n_in;
+        r->n_out += n_out;
     }
     bs_peaks(b, r);
     for (int k = 0; k < BS_METRICS; k++) bs_finish(&r->series[k]);
 }
 
-static void bs_title(const char *title, char line) { /* in the middle of 50 characters */
+/* Prints a title in the middle of a line of 50 characters. `line` is the fill character. */
+static void bs_title(const char *title, char line) {
     int n = (int)strlen(title), left = (50 - n) / 2;
     for (int i = 0; i < 50; i++) putchar(i < left || i >= left + n ? line : title[i - left]);
     putchar('\n');
 }
 
+/* Prints the result as text to stdout. */
 static void bs_print(const bs_options *o, const bs_wanted *w, const bs_result *r) {
     const double s = r->duration;
     const char *row = "%-40s %-10.2f\n", *whole = "%-40s %-10lld\n";
     bs_title(" Serving Benchmark Result ", '=');
     printf(whole, "Successful requests:", (long long)r->completed);
     printf(whole, "Failed requests:", (long long)r->failed);
-    if (o->max_concurrency) printf(whole, "Maximum request concurrency:", (long long)o->max_concurrency);
+    if (o->max_concurrency)
+        printf(whole, "Maximum request concurrency:", (long long)o->max_concurrency);
     if (isfinite(o->request_rate)) printf(row, "Request rate configured (RPS):", o->request_rate);
     printf(row, "Benchmark duration (s):", s);
     printf(whole, "Total input tokens:", (long long)r->n_in);
@@ -28114,9 +28218,13 @@ static void bs_print(const bs_options *o, const bs_wanted *w, const bs_result *r
     bs_title("", '=');
 }
 
-static void bs_put_figure(buf *out, const char *name, double v) { json_put_key(out, name), json_put_num(out, v, false); }
+static void bs_put_figure(buf *out, const char *name, double v) {
+    json_put_key(out, name);
+    json_put_num(out, v, false);
+}
 
-/* Arrays with an element for each request, in the order of the dataset; times in seconds. */
+/* Appends arrays with one element for each request, in the order of the dataset. Times are in
+ * seconds. */
 static void bs_put_details(const bs *b, buf *out) {
     buf list[7] = {{0}};
     static const char *const names[COUNT(list)] = {"input_lens", "output_lens", "ttfts", "itls",
@@ -28128,7 +28236,8 @@ static void bs_put_details(const bs *b, buf *out) {
         json_put_int(&list[1], q->error ? 0 : q->n_out ? q->n_out : (int64_t)n_gaps + 1);
         json_put_num(&list[2], q->chunked ? q->first - q->start : 0, false);
         json_put_open(&list[3], '[');
-        for (size_t k = 0; k < n_gaps; k++) json_put_num(&list[3], ((const float *)(const void *)q->gaps.p)[k], true);
+        for (size_t k = 0; k < n_gaps; k++)
+            json_put_num(&list[3], ((const float *)(const void *)q->gaps.p)[k], true);
         json_put_close(&list[3], ']');
         json_put_num(&list[4], q->chunked ? q->last - q->start : 0, false);
         json_put_num(&list[5], q->start, false);
@@ -28136,11 +28245,14 @@ static void bs_put_details(const bs *b, buf *out) {
     }
     for (int k = 0; k < COUNT(list); k++) {
         json_put_key(out, names[k]);
-        json_put_open(out, '['), buf_str(out, buf_view(&list[k])), json_put_close(out, ']');
+        json_put_open(out, '[');
+        buf_str(out, buf_view(&list[k]));
+        json_put_close(out, ']');
         buf_free(&list[k]);
     }
 }
 
+/* Prints the result as one JSON object to stdout. */
 static void bs_print_json(const bs *b, const bs_wanted *w, const bs_result *r) {
     const bs_options *o = b->o;
     buf out = {0};
@@ -28155,11 +28267,14 @@ static void bs_print_json(const bs *b, const bs_wanted *w, const bs_result *r) {
     if (o->max_concurrency) json_put_int(&out, o->max_concurrency);
     else json_put_null(&out);
     bs_put_figure(&out, "duration", r->duration);
-    const struct { const char *name; int64_t v; } counts[] = {{"completed", r->completed}, {"failed", r->failed},
-        {"total_input_tokens", r->n_in}, {"total_output_tokens", r->n_out}, {"max_concurrent_requests", r->peak_concurrent}};
-    for (int i = 0; i < COUNT(counts); i++) json_put_key(&out, counts[i].name), json_put_int(&out, counts[i].v);
+    const struct { const char *name; int64_t v; } counts[] = {
+        {"completed", r->completed}, {"failed", r->failed}, {"total_input_tokens", r->n_in},
+        {"total_output_tokens", r->n_out}, {"max_concurrent_requests", r->peak_concurrent}};
+    for (int i = 0; i < COUNT(counts); i++)
+        json_put_key(&out, counts[i].name), json_put_int(&out, counts[i].v);
     bs_put_figure(&out, "request_throughput", (double)r->completed / r->duration);
-    bs_put_figure(&out, "request_goodput", w->goodput ? (double)r->good / r->duration : NAN); /* null without --goodput */
+    /* Without --goodput this is null. */
+    bs_put_figure(&out, "request_goodput", w->goodput ? (double)r->good / r->duration : NAN);
     bs_put_figure(&out, "output_throughput", (double)r->n_out / r->duration);
     bs_put_figure(&out, "total_token_throughput", (double)(r->n_in + r->n_out) / r->duration);
     bs_put_figure(&out, "max_output_tokens_per_s", r->peak_rate);
@@ -28167,9 +28282,12 @@ static void bs_print_json(const bs *b, const bs_wanted *w, const bs_result *r) {
         char name[64];
         if (!w->metric[k]) continue;
         const bs_series *v = &r->series[k];
-        snprintf(name, sizeof name, "mean_%s_ms", bs_metrics[k].key), bs_put_figure(&out, name, 1e3 * v->mean);
-        snprintf(name, sizeof name, "median_%s_ms", bs_metrics[k].key), bs_put_figure(&out, name, 1e3 * bs_percentile(v, 50));
-        snprintf(name, sizeof name, "std_%s_ms", bs_metrics[k].key), bs_put_figure(&out, name, 1e3 * v->std);
+        snprintf(name, sizeof name, "mean_%s_ms", bs_metrics[k].key);
+        bs_put_figure(&out, name, 1e3 * v->mean);
+        snprintf(name, sizeof name, "median_%s_ms", bs_metrics[k].key);
+        bs_put_figure(&out, name, 1e3 * bs_percentile(v, 50));
+        snprintf(name, sizeof name, "std_%s_ms", bs_metrics[k].key);
+        bs_put_figure(&out, name, 1e3 * v->std);
         for (int i = 0; i < w->n_percentiles; i++) {
             snprintf(name, sizeof name, "p%g_%s_ms", w->percentile[i], bs_metrics[k].key);
             bs_put_figure(&out, name, 1e3 * bs_percentile(v, w->percentile[i]));
@@ -28183,19 +28301,28 @@ static void bs_print_json(const bs *b, const bs_wanted *w, const bs_result *r) {
 
 /* ---- toka bench serve ---- */
 
+/* Checks the options. Returns 0 or TOKA_E_USE. */
 static int bs_check(const bs_options *o, toka_err *e) {
-    if (!(o->request_rate > 0)) return fail(e, TOKA_E_USE, "--request-rate: %g, expected more than 0", o->request_rate);
-    if (!(o->burstiness > 0)) return fail(e, TOKA_E_USE, "--burstiness: %g, expected more than 0", o->burstiness);
+    if (!(o->request_rate > 0))
+        return fail(e, TOKA_E_USE, "--request-rate: %g, expected more than 0", o->request_rate);
+    if (!(o->burstiness > 0))
+        return fail(e, TOKA_E_USE, "--burstiness: %g, expected more than 0", o->burstiness);
     if (o->max_concurrency < 0 || o->num_prompts < 0 || o->num_warmups < 0 || o->ready_s < 0)
         return fail(e, TOKA_E_USE,
-                    "--max-concurrency, --num-prompts, --num-warmups, --ready-check-timeout-sec: expected 0 or more");
-    if (*o->endpoint != '/') return fail(e, TOKA_E_USE, "--endpoint: '%s', expected a path, as /v1/completions", o->endpoint);
+                    "--max-concurrency, --num-prompts, --num-warmups, --ready-check-timeout-sec: "
+                    "expected 0 or more");
+    if (*o->endpoint != '/')
+        return fail(e, TOKA_E_USE, "--endpoint: '%s', expected a path, as /v1/completions",
+                    o->endpoint);
     if (o->detailed && !o->json) return fail(e, TOKA_E_USE, "--save-detailed: needs --json");
-    if (o->dataset && o->prefix_len) return fail(e, TOKA_E_USE, "--random-prefix-len: of random prompts, --dataset has its own");
+    if (o->dataset && o->prefix_len)
+        return fail(e, TOKA_E_USE,
+                    "--random-prefix-len: of random prompts, --dataset has its own");
     return 0;
 }
 
-/* The members of --extra-body, without its braces, borrowed from it. */
+/* Sets b->extra to the text between the braces of --extra-body. It is a slice of the option.
+ * Returns TOKA_E_USE if the option is not a JSON object. */
 static int bs_read_extra(bs *b, toka_err *e) {
     arena a = {0};
     toka_err why;
@@ -28210,7 +28337,9 @@ static int bs_read_extra(bs *b, toka_err *e) {
     return 0;
 }
 
-static int bs_warm_up(bs *b, toka_err *e) { /* the first prompt, as often as asked for; it fails with the first that failed */
+/* Runs the first prompt --num-warmups times, as extra requests that are removed afterwards. Returns
+ * the error of the first one that failed. */
+static int bs_warm_up(bs *b, toka_err *e) {
     int64_t n = b->n;
     bs_request first = b->requests[0];
     first.due = 0;
@@ -28220,15 +28349,21 @@ static int bs_warm_up(bs *b, toka_err *e) { /* the first prompt, as often as ask
     for (int64_t i = n; i < n + b->o->num_warmups; i++) {
         bs_request *q = &b->requests[i];
         if (q->error && !code) code = fail(e, TOKA_E_IO, "warm-up: %s", q->error);
-        buf_free(&q->gaps), free(q->error);
+        buf_free(&q->gaps);
+        free(q->error);
     }
     return code;
 }
 
+/* Everything before the first request: checks the options, waits until the server is ready, makes
+ * or reads the prompts and draws the times. Returns 0 or an error code. */
 static int bs_prepare(bs *b, toka_err *e) {
     struct rlimit files;
-    if (getrlimit(RLIMIT_NOFILE, &files) == 0 && files.rlim_cur < files.rlim_max) /* a connection is a file */
-        files.rlim_cur = files.rlim_max, setrlimit(RLIMIT_NOFILE, &files);
+    /* Each connection needs a file descriptor. */
+    if (getrlimit(RLIMIT_NOFILE, &files) == 0 && files.rlim_cur < files.rlim_max) {
+        files.rlim_cur = files.rlim_max;
+        setrlimit(RLIMIT_NOFILE, &files);
+    }
     b->key = getenv("OPENAI_API_KEY");
     if (b->key && (!*b->key || strpbrk(b->key, "\r\n"))) b->key = NULL;
     b->epoll = epoll_create1(EPOLL_CLOEXEC);
@@ -28238,7 +28373,8 @@ static int bs_prepare(bs *b, toka_err *e) {
     if (!code) code = bs_resolve(b, e);
     if (!code) code = bs_wait_ready(b, e);
     const int64_t most = b->o->num_prompts ? b->o->num_prompts : INT64_MAX;
-    if (!code && b->o->dataset) code = run_dataset(b->o->dataset, most, b->o->interrupted, bs_dataset_line, b, e);
+    if (!code && b->o->dataset)
+        code = run_dataset(b->o->dataset, most, b->o->interrupted, bs_dataset_line, b, e);
     if (!code && !b->o->dataset) code = bs_random_prompts(b, e);
     const int64_t all = b->n + b->o->num_warmups;
     if (!code && (all > INT_MAX / 2 || 2.0 * (double)all * sizeof(bs_request) > (double)os_ram_bytes()))
@@ -28247,14 +28383,19 @@ static int bs_prepare(bs *b, toka_err *e) {
     return code;
 }
 
+/* Prints the errors of the first ten failed requests to stderr. */
 static void bs_tell_failures(const bs *b) {
     int told = 0;
     for (int64_t i = 0; i < b->n && told < 10; i++)
-        if (b->requests[i].error)
-            fprintf(stderr, "toka bench: request %lld failed: %s\n", (long long)i, b->requests[i].error), told++;
+        if (b->requests[i].error) {
+            fprintf(stderr, "toka bench: request %lld failed: %s\n", (long long)i,
+                    b->requests[i].error);
+            told++;
+        }
 }
 
-/* Prints the figures to standard output. Fails if the server could not be measured at all: nothing succeeded. */
+/* Runs the benchmark and prints the result to stdout. Returns 0 or an error code; TOKA_E_IO if
+ * every request failed. */
 static int bs_bench(const bs_options *o, toka_err *e) {
     bs b = {.o = o, .epoll = -1};
     bs_wanted w;
@@ -28272,13 +28413,20 @@ static int bs_bench(const bs_options *o, toka_err *e) {
     }
     while (b.idle) {
         bs_conn *c = b.idle;
-        b.idle = c->next, bs_close(c);
+        b.idle = c->next;
+        bs_close(c);
     }
-    for (int64_t i = 0; i < b.n; i++) buf_free(&b.requests[i].gaps), free(b.requests[i].error);
+    for (int64_t i = 0; i < b.n; i++) {
+        buf_free(&b.requests[i].gaps);
+        free(b.requests[i].error);
+    }
     for (int k = 0; k < BS_METRICS; k++) free(r.series[k].v);
     if (b.epoll >= 0) close(b.epoll);
     if (b.addresses) freeaddrinfo(b.addresses);
-    free(b.requests), ids_free(&b.tokens), ids_free(&b.vocabulary), buf_free(&b.texts);
+    free(b.requests);
+    ids_free(&b.tokens);
+    ids_free(&b.vocabulary);
+    buf_free(&b.texts);
     return code;
 }
 
