@@ -27254,7 +27254,7 @@ typedef struct bs_options { /* the options of `toka bench serve`; strings are bo
     double temperature;
     uint64_t seed;
     bool ignore_eos, json, detailed, quiet;
-    const char *extra_body; /* a JSON object whose members are added to every request; may be NULL */
+    const char *extra_body; /* a JSON object whose members go into every request; may be NULL */
     const char *goodput, *metrics, *percentiles; /* "ttft:200 e2el:3000", "ttft,itl", "50,99" */
     atomic_int *interrupted; /* not 0 after Ctrl-C */
 } bs_options;
@@ -27386,7 +27386,8 @@ static bool bs_header(str line, const char *name, str *value) {
     size_t n = strlen(name);
     if (line.n <= n || line.p[n] != ':' || strncasecmp(line.p, name, n)) return false;
     *value = str_sub(line, n + 1, line.n);
-    while (value->n && (*value->p == ' ' || *value->p == '\t')) *value = str_sub(*value, 1, value->n);
+    while (value->n && (*value->p == ' ' || *value->p == '\t'))
+        *value = str_sub(*value, 1, value->n);
     return true;
 }
 
@@ -27465,14 +27466,16 @@ static int bs_resolve(bs *b, toka_err *e) {
         const bool six = *p == '['; /* an IPv6 address is written in brackets */
         size_t host = strcspn(p += six, six ? "]" : ":/");
         if (!plain || !host || host >= sizeof b->host || (six && !p[host]))
-            return fail(e, TOKA_E_USE, "--base-url: '%s', expected http://HOST[:PORT] (no TLS)", url);
+            return fail(e, TOKA_E_USE, "--base-url: '%s', expected http://HOST[:PORT] (no TLS)",
+                        url);
         snprintf(b->host, sizeof b->host, "%.*s", (int)host, p);
         p += host + six;
         if (*p == ':') n = strtol(p + 1, (char **)(void *)&p, 10);
         size_t tail = strlen(p);
         while (tail && p[tail - 1] == '/') tail--;
         if ((*p && *p != '/') || tail >= sizeof b->prefix)
-            return fail(e, TOKA_E_USE, "--base-url: '%s', expected http://HOST[:PORT] (no TLS)", url);
+            return fail(e, TOKA_E_USE, "--base-url: '%s', expected http://HOST[:PORT] (no TLS)",
+                        url);
         snprintf(b->prefix, sizeof b->prefix, "%.*s", (int)tail, p);
     }
     if (n < 1 || n > 65535) return fail(e, TOKA_E_USE, "port %ld: expected 1 to 65535", n);
@@ -27584,7 +27587,8 @@ static int bs_wait_ready(bs *b, toka_err *e) {
 static void bs_put_words(bs *b, int64_t n, buf *out) {
     for (int64_t i = 0; i < n; i++) {
         if (i) buf_char(out, ' ');
-        for (int64_t k = bs_between(b, 1, 8); k > 0; k--) buf_char(out, (char)('a' + bs_between(b, 0, 25)));
+        for (int64_t k = bs_between(b, 1, 8); k > 0; k--)
+            buf_char(out, (char)('a' + bs_between(b, 0, 25)));
     }
 }
 
@@ -27630,13 +27634,14 @@ static int bs_random_prompts(bs *b, toka_err *e) {
     const double r = o->range_ratio;
     if (o->input_len < 1 || o->output_len < 1 || o->prefix_len < 0 || !(r >= 0 && r < 1))
         return fail(e, TOKA_E_USE,
-                    "--random-input-len %d, --random-output-len %d, --random-prefix-len %d, --random-range-ratio %g: "
-                    "expected at least 1, 1, 0, and a ratio below 1",
+                    "--random-input-len %d, --random-output-len %d, --random-prefix-len %d, "
+                    "--random-range-ratio %g: expected at least 1, 1, 0, and a ratio below 1",
                     o->input_len, o->output_len, o->prefix_len, r);
     if (!bs_is_chat(b)) bs_learn_vocabulary(b);
     bool text = !b->vocabulary.n;
     const int64_t n = o->num_prompts ? o->num_prompts : 1000;
-    const double tokens = o->prefix_len + ceil(o->input_len * (1 + r)), ram = (double)os_ram_bytes();
+    const double tokens = o->prefix_len + ceil(o->input_len * (1 + r));
+    const double ram = (double)os_ram_bytes();
     /* Twice the size, because a buffer that grows is copied. */
     const double bytes = 2 * (double)n *
                          (sizeof(bs_request) + tokens * (text ? 9 : sizeof(int32_t)));
@@ -27699,7 +27704,8 @@ static int bs_dataset_line(void *user, const json *root, int64_t number, toka_er
     q.at = q.text ? b->texts.n : b->tokens.n;
     if (q.text) buf_str(&b->texts, json_str(text));
     else if (json_is(list, JSON_ARRAY))
-        JSON_EACH(it, list) ids_push(&b->tokens, (int32_t)MAX(-1, MIN(json_int(it, -1), INT32_MAX)));
+        JSON_EACH(it, list)
+            ids_push(&b->tokens, (int32_t)MAX(-1, MIN(json_int(it, -1), INT32_MAX)));
     q.n = (q.text ? b->texts.n : b->tokens.n) - q.at;
     if (!q.n)
         return fail(e, TOKA_E_INPUT, "%s: line %lld: expected prompt_token_ids or prompt",
@@ -27729,7 +27735,9 @@ static void bs_put_body(const bs *b, const bs_request *q, buf *out) {
     json_put_open(out, '{');
     json_put_key(out, "model"), json_put_str(out, str_c(b->model));
     if (bs_is_chat(b)) {
-        buf_c(out, ",\"messages\":[{\"role\":\"user\",\"content\":"), json_put_str(out, text), buf_c(out, "}]");
+        buf_c(out, ",\"messages\":[{\"role\":\"user\",\"content\":");
+        json_put_str(out, text);
+        buf_c(out, "}]");
     } else if (q->text) {
         json_put_key(out, "prompt"), json_put_str(out, text);
     } else {
@@ -27964,8 +27972,8 @@ static void bs_progress(const bs *b, double *shown) {
     double now = os_now();
     if (b->o->quiet || !isatty(2) || now - *shown < 0.25) return;
     *shown = now;
-    fprintf(stderr, "\r%lld of %lld requests, %lld under way\x1b[K", (long long)b->n_ended, (long long)b->n,
-            (long long)b->n_running);
+    fprintf(stderr, "\r%lld of %lld requests, %lld under way\x1b[K", (long long)b->n_ended,
+            (long long)b->n, (long long)b->n_running);
 }
 
 /* Runs the requests from .. to - 1: sends each when it is due and the concurrency allows it.
@@ -28065,7 +28073,8 @@ static int bs_read_wanted(const bs_options *o, bs_wanted *w, toka_err *e) {
     for (const char *p = o->percentiles; bs_word(&p, &word);) {
         char *end;
         double v = strtod(word.p, &end);
-        if (end != word.p + word.n || !(v >= 0 && v <= 100) || w->n_percentiles == BS_MAX_PERCENTILES)
+        if (end != word.p + word.n || !(v >= 0 && v <= 100) ||
+            w->n_percentiles == BS_MAX_PERCENTILES)
             return fail(e, TOKA_E_USE,
                         "--metric-percentiles: '%s', expected at most %d numbers from 0 to 100",
                         o->percentiles, BS_MAX_PERCENTILES);
@@ -28157,7 +28166,8 @@ static void bs_measure(const bs *b, const bs_wanted *w, bs_result *r) {
             continue;
         }
         int64_t n_out = q->n_out ? q->n_out : (int64_t)(q->gaps.n / sizeof *gap) + 1;
-        double value[BS_METRICS] = {[BS_TTFT] = q->first - q->start, [BS_E2EL] = q->last - q->start};
+        double value[BS_METRICS] = {[BS_TTFT] = q->first - q->start,
+                                    [BS_E2EL] = q->last - q->start};
         if (n_out > 1)
             bs_put_value(&r->series[BS_TPOT],
                          value[BS_TPOT] = (q->last - q->first) / (double)(n_out - 1));
@@ -28377,7 +28387,8 @@ static int bs_prepare(bs *b, toka_err *e) {
         code = run_dataset(b->o->dataset, most, b->o->interrupted, bs_dataset_line, b, e);
     if (!code && !b->o->dataset) code = bs_random_prompts(b, e);
     const int64_t all = b->n + b->o->num_warmups;
-    if (!code && (all > INT_MAX / 2 || 2.0 * (double)all * sizeof(bs_request) > (double)os_ram_bytes()))
+    if (!code &&
+        (all > INT_MAX / 2 || 2.0 * (double)all * sizeof(bs_request) > (double)os_ram_bytes()))
         code = fail(e, TOKA_E_USE, "%lld requests, expected fewer", (long long)all);
     if (!code) bs_draw_times(b);
     return code;
