@@ -25994,10 +25994,10 @@ static int srv_run(const srv_options *o, toka_err *e) {
 /* ---- Dummy weights: the shapes of a line of models.txt, filled with random numbers ---- */
 
 typedef struct run_fill_part { /* the work of one thread: a range of elements of one matrix */
-    uint16_t *p;     /* the whole matrix, bf16; not owned */
+    uint16_t *p;      /* the whole matrix, bf16; not owned */
     int64_t from, to; /* elements; `to` is exclusive */
-    uint64_t stream; /* identifies the matrix in the random number generator */
-    float scale;     /* the numbers are in (-scale, scale) */
+    uint64_t stream;  /* identifies the matrix in the random number generator */
+    float scale;      /* the numbers are in (-scale, scale) */
 } run_fill_part;
 
 /* Thread function. Fills the range with uniform bf16 numbers in (-scale, scale). Each number of the
@@ -26277,8 +26277,8 @@ static void run_bench_submit(run_bench_state *b) {
     toka_submit(b->t, &q, run_bench_event, b, &s->id, &b->e);
 }
 
-/* Event callback of a request. After Ctrl-C it cancels all requests once; returning 1 cancels this
- * one. */
+/* Event callback of a request. Submits the next sample when this one has finished. After Ctrl-C it
+ * cancels all requests once. Returning 1 cancels this request. */
 static int run_bench_event(void *user, const toka_event *ev) {
     run_bench_state *b = user;
     if (*b->o->interrupted) { /* also cancel the requests that get no event */
@@ -26534,8 +26534,13 @@ static int run_plan_measure(run_plan_case *c, atomic_int *interrupted, toka_err 
         double t0 = run_cpu_now();
         run_plan_step(&t, i);
         double took = (run_cpu_now() - t0) * 1e3;
-        if (i < RUN_PLAN_START) c->start_ms = MAX(c->start_ms, took);
-        else ms[n++] = took, c->ms += took, c->running += t.s.n_running;
+        if (i < RUN_PLAN_START) {
+            c->start_ms = MAX(c->start_ms, took);
+        } else {
+            ms[n++] = took;
+            c->ms += took;
+            c->running += t.s.n_running;
+        }
     }
     qsort(ms, (size_t)n, sizeof *ms, run_compare_doubles);
     c->steps = n;
