@@ -27235,16 +27235,19 @@ static int plan_make(const plan_options *o, buf *out, toka_err *e) {
  *
  * Open loop: each request is sent at a time drawn before the run (bs_draw_times), whatever the
  * server does. Closed loop: at most --max-concurrency requests are in flight, and the others wait
- * in order. A random prompt is a list of token ids, so that its length is exact. The ids are taken
- * from an answer of the server's /tokenize. Without /tokenize, and for chats, a random prompt is a
- * text of random words. Token counts are those that the server reports in "usage". The time of a
- * chunk is the time of the recv() that read it.
+ * in order.
+ *
+ * A random prompt is a list of token ids, so that its length is exact. The ids come from the
+ * server's /tokenize. Without /tokenize, and for chats, the prompt has one random word instead of
+ * each token. Token counts are those that the server reports in "usage". The time of a chunk is the
+ * time of the recv() that read it.
  * =========================================================================== */
 
-/* Maximal bytes: of an event stream's line; of a header line or an error text. Words of the text
- * that /tokenize gets. */
-
-enum { BS_LINE_BYTES = 64 << 20, BS_HEAD_BYTES = 64 << 10, BS_WORDS = 4000 };
+enum {
+    BS_LINE_BYTES = 64 << 20, /* maximum of a line of the event stream */
+    BS_HEAD_BYTES = 64 << 10, /* maximum of a header line, and of an error text */
+    BS_WORDS = 4000           /* words of the text that is sent to /tokenize */
+};
 
 typedef struct bs_options { /* the options of `toka bench serve`; strings are borrowed */
     const char *base_url;   /* "http://host:port"; NULL: use `host` and `port` */
@@ -27253,7 +27256,7 @@ typedef struct bs_options { /* the options of `toka bench serve`; strings are bo
     const char *dataset;    /* path; NULL: random prompts */
     int port, num_prompts, input_len, output_len, prefix_len, max_concurrency, num_warmups;
     int ready_s;            /* seconds to wait until the server answers */
-    double range_ratio;     /* random lengths vary by this share */
+    double range_ratio;     /* random lengths vary up and down by this share of the length */
     double request_rate;    /* requests per second; INFINITY: all at once */
     double burstiness;      /* shape of the gamma distribution of gaps; 1: a Poisson process */
     double temperature;
@@ -27385,8 +27388,7 @@ static int bs_take_line(buf *line, str in, size_t most, size_t *used) {
     return feed != NULL;
 }
 
-/* Returns true if the line is a header with this name; *value, a slice of the line, is its value.
- * */
+/* Returns true if the line is a header with this name. *value is its value, a slice of the line. */
 static bool bs_header(str line, const char *name, str *value) {
     size_t n = strlen(name);
     if (line.n <= n || line.p[n] != ':' || strncasecmp(line.p, name, n)) return false;
@@ -27467,7 +27469,8 @@ static int bs_resolve(bs *b, toka_err *e) {
     snprintf(b->host, sizeof b->host, "%s", b->o->host);
     if (url) {
         bool plain = !strncmp(url, "http://", 7);
-        p += 7 * plain, n = 80;
+        p += 7 * plain;
+        n = 80;
         const bool six = *p == '['; /* an IPv6 address is written in brackets */
         size_t host = strcspn(p += six, six ? "]" : ":/");
         if (!plain || !host || host >= sizeof b->host || (six && !p[host]))
@@ -27547,9 +27550,9 @@ static int bs_call(const bs *b, const char *path, str body, buf *answer, toka_er
     return code;
 }
 
-/* Requests /v1/models until the server answers 200 or the time is over. Tries the addresses of the
- * server's name in turn. Sets b->model; without --model it is the first of the list. Returns 0,
- * TOKA_E_IO or TOKA_E_CANCELLED. */
+/* Requests /v1/models until the server answers 200, or the time is over. Tries the addresses of the
+ * server's name in turn. Retries after a 503, but fails at once on any other status. Sets b->model:
+ * --model, or else the first model of the list. Returns 0, TOKA_E_IO or TOKA_E_CANCELLED. */
 static int bs_wait_ready(bs *b, toka_err *e) {
     buf answer = {0};
     arena a = {0};
@@ -28352,8 +28355,8 @@ static int bs_read_extra(bs *b, toka_err *e) {
     return 0;
 }
 
-/* Runs the first prompt --num-warmups times, as extra requests that are removed afterwards. Returns
- * the error of the first one that failed. */
+/* Runs the first prompt --num-warmups times. These requests are placed behind the n of the run and
+ * do not count. Returns the error of the first one that failed. */
 static int bs_warm_up(bs *b, toka_err *e) {
     int64_t n = b->n;
     bs_request first = b->requests[0];
