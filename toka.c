@@ -26165,7 +26165,8 @@ typedef struct run_bench_sample {
 
 /* Each sample is a request with its own output length, and end-of-sequence tokens are ignored. The
  * samples of one line share their prompt through the prefix cache. When a sample finishes, the next
- * one is submitted. So the engine always has twice as many requests as it can run at once. */
+ * one is submitted. So while samples are left, the engine has twice as many requests as it can run
+ * at once. */
 typedef struct run_bench_state {
     const run_bench_options *o;
     toka *t;
@@ -26896,8 +26897,8 @@ static int plan_splits(const plan_ask *a, int must_hold, plan_split *out) {
     return n;
 }
 
-/* Returns the split with the highest output rate, or NULL if none fits. A split later in the list,
- * which cuts the model into more parts, is chosen only if it is over 2 % faster. */
+/* Returns the split with the highest output rate, or NULL if none fits. Earlier splits of the list
+ * (smaller tp, then smaller pp) are preferred: a later one must be over 2 % faster. */
 static const plan_split *plan_best(const plan_split *s, int n) {
     const plan_split *best = NULL;
     for (int i = 0; i < n; i++)
