@@ -9359,7 +9359,8 @@ static void mf_stamp_file(mf_model *m, const char *name) {
  * path now leads to no file or to another one. */
 static const char *mf_overwritten(const mf_model *m) {
     struct stat st;
-    for (const mf_stamp *s = m->stamps; s < m->stamps + m->n_stamps; s++) {
+    for (int i = 0; i < m->n_stamps; i++) {
+        const mf_stamp *s = &m->stamps[i];
         const struct stat *was = &s->st;
         if (stat(s->path, &st) != 0) continue;
         if (st.st_dev != was->st_dev || st.st_ino != was->st_ino) continue;
