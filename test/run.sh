@@ -67,18 +67,19 @@ links_with_sanitizer() { # CFLAGS and LDFLAGS reach the link; each stage is told
     [ "$(grep -c -e '^build.sh: compiling toka.c with clang (.*)$' -e '^build.sh: linking ./toka (.*)$' $B/log.build)" = 2 ]
 }
 links_with_nvcc() { # a program in nvcc's place: makes an object, and says what it was to link with
-    copy_tree || return 1
-    cat >$B/nvcc <<'EOF'
+    local bin=$B/false_nvcc
+    copy_tree && mkdir -p $bin || return 1
+    cat >$bin/nvcc <<'EOF'
 #!/bin/sh
 case " $* " in *" -c "*) echo | cc -x c -c - -o "${0%/*}/empty.o" && for last; do :; done && exec cp "${0%/*}/empty.o" "$last" ;; esac
 printf '%s\n' "$@" >"${0%/*}/nvcc.log"
 exit 1
 EOF
-    chmod +x $B/nvcc
-    (cd $B/copy && CC=gcc CFLAGS="-O0 -fsanitize=address,undefined" LDFLAGS=-Wl,-z,now NVCC="$OLDPWD/$B/nvcc" ./build.sh >../log.build)
+    chmod +x $bin/nvcc
+    (cd $B/copy && CC=gcc CFLAGS="-O0 -fsanitize=address,undefined" LDFLAGS=-Wl,-z,now NVCC="$OLDPWD/$bin/nvcc" ./build.sh >../log.build)
     rm -rf $B/copy
-    grep -q '^build.sh: compiling toka_kernels.cu with .* (.* minutes)$' $B/log.build && grep -qx -e '-fsanitize=address\\,undefined' $B/nvcc.log &&
-        grep -qx -e '-Wl\\,-z\\,now' $B/nvcc.log && grep -qx 'g++' $B/nvcc.log && [ "$(grep -cx -e -Xcompiler $B/nvcc.log)" -ge 3 ]
+    grep -q '^build.sh: compiling toka_kernels.cu with .* (.* minutes)$' $B/log.build && grep -qx -e '-fsanitize=address\\,undefined' $bin/nvcc.log &&
+        grep -qx -e '-Wl\\,-z\\,now' $bin/nvcc.log && grep -qx 'g++' $bin/nvcc.log && [ "$(grep -cx -e -Xcompiler $bin/nvcc.log)" -ge 3 ]
 }
 runnable() { # every script with a #! line
     ! git ls-files -z test | xargs -0 grep -lZ -m 1 '^#!' | xargs -0 -I{} sh -c 'head -c 2 "{}" | grep -q "^#!" && [ ! -x "{}" ] && echo "{} cannot be run"' | grep .

@@ -266,11 +266,11 @@ def test_out_of_time(tmp_path):
         assert out and err and {(r["response"], r["error"]["code"]) for r in err} == {(None, "batch_expired")}
 
 
-def left_behind(folder, text):
-    """A batch that a server of model "one" did not get to the end of when it was killed."""
+def left_behind(folder, text, n_answered=1, n_failed=0):
+    """A batch that a server of model "one" did not get to the end of when it was killed, with so many results at least."""
     with serve(folder, "--served-model-name", "one", env={"TOKA_DEBUG_STALL": "40"}) as s:
         api = client(s)
-        b = begin(api, start(api, text))
+        b = wait(api, start(api, text), lambda b: b.request_counts.completed >= n_answered and b.request_counts.failed >= n_failed)
         s.p.kill()
     return b
 
@@ -298,7 +298,7 @@ def test_damaged_files_of_a_batch(tmp_path):
     text = lines(n, 20).splitlines()
     for i in range(0, n, 4):
         text[i] = text[i].replace('"temperature": 1', '"temperature": "warm"')
-    b = left_behind(tmp_path, "\n".join(text))
+    b = left_behind(tmp_path, "\n".join(text), n_answered=24, n_failed=24)
     with open(tmp_path / f"{b.id}.json") as f:
         record = json.load(f)["toka"]
     whole = {}
