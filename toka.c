@@ -11,7 +11,7 @@
  * WHAT IT IS NOT. It does not train, quantize, convert or download. It runs dense decoder-only
  * transformers of the Llama family (Llama, Mistral, Ministral, Qwen 2 and 3) with bf16, f16 or f32
  * weights: no mixture of experts, no images, no speculative decoding. It refuses, with the reason,
- * a model that it would compute differently from its authors' code (mf_refuse). GPU and CPU draw
+ * a model that it would compute differently from its authors' code (mf_refuse_unsupported). GPU and CPU draw
  * from the same distribution, but at a temperature above 0 they do not draw the same ids.
  *
  * HOW DATA FLOWS (the numbers are chapters):
@@ -7337,14 +7337,14 @@ typedef struct mf_template {
     str name, source; /* Jinja source */
 } mf_template;
 
-typedef struct mf_stamp { /* the state of a weight file just before it was mapped */
+typedef struct mf_file_state { /* the state of a weight file just before it was mapped */
     char *path;
-    struct stat st;
-} mf_stamp;
+    struct stat info;
+} mf_file_state;
 
 /* A model's files. Immutable after mf_open, except that lib_open_tokenizer may add an end id. */
 typedef struct mf_model {
-    arena a;              /* owns everything below that is neither mapped nor marked as heap */
+    arena memory;              /* owns everything below that is neither mapped nor marked as heap */
     char *name;           /* the folder's last path part, the hub id or the name in models.txt */
     char *folder;         /* NULL: embedded */
     char *hub_id;         /* NULL: the user gave a folder, or the model is embedded */
@@ -7363,8 +7363,8 @@ typedef struct mf_model {
     str special_fields;   /* the fields of all files that name special tokens, as members of a JSON
                              object; or empty */
     str token_flags;      /* the flags that change ids, as members of a JSON object; or empty */
-    str more_tokens;      /* the three above joined into one JSON object, for tok_load */
-    bool old_specials;    /* tokenizer_config.json has no list of added tokens. Then
+    str token_config;      /* the three above joined into one JSON object, for tok_load */
+    bool legacy_tokens;    /* tokenizer_config.json has no list of added tokens. Then
                              special_tokens_map.json and added_tokens.json count, as in
                              transformers */
     int add_bos, add_eos; /* add begin and end tokens to a text: 0 no, 1 yes, -1 as tokenizer.json
@@ -7373,8 +7373,8 @@ typedef struct mf_model {
     const mf_embedded *embedded; /* not NULL: the files come from here, not from folder */
     str *maps;            /* [n_maps] heap; the mapped files, which mf_close unmaps */
     int n_maps;
-    mf_stamp *stamps;     /* [n_stamps] heap; one for each weight file; none if embedded */
-    int n_stamps;
+    mf_file_state *weight_files;     /* [n_stamps] heap; one for each weight file; none if embedded */
+    int n_weight_files;
 } mf_model;
 
 /* ---- RoPE: every kind is a table of D/2 frequencies and one factor ----
@@ -7385,60 +7385,60 @@ typedef struct mf_model {
 
 /* llama3 (Llama 3.1 and later): wavelengths over original_len / low get their frequency divided by
  * factor, wavelengths under original_len / high keep it, and those between get a blend of both. */
-static float mf_rope_llama3(const mf_rope *r, float freq) {
-    float factor = (float)r->factor, low = (float)r->low_freq_factor;
-    float span = (float)(r->high_freq_factor - r->low_freq_factor);
+static float mf_rope_llama3(const mf_rope *rope, float freq) {
+    float factor = (float)rope->factor, low = (float)rope->low_freq_factor;
+    float span = (float)(rope->high_freq_factor - rope->low_freq_factor);
     float wavelen = 1.0f / freq * (float)(2 * 3.14159265358979323846); /* positions per turn */
-    if (wavelen > (float)(r->original_len / r->low_freq_factor)) return freq / factor;
-    if (wavelen < (float)(r->original_len / r->high_freq_factor)) return freq;
-    float keep = (1.0f / wavelen * (float)r->original_len - low) / span;
+    if (wavelen > (float)(rope->original_len / rope->low_freq_factor)) return freq / factor;
+    if (wavelen < (float)(rope->original_len / rope->high_freq_factor)) return freq;
+    float keep = (1.0f / wavelen * (float)rope->original_len - low) / span;
     return (1.0f - keep) * freq / factor + keep * freq;
 }
 
 /* yarn (arXiv 2309.00071): the index, with fraction, of the pair of dimensions that makes
  * `rotations` full turns in original_len positions. */
-static double mf_yarn_dimension(const mf_rope *r, int D, double rotations) {
+static double mf_yarn_dimension(const mf_rope *rope, int D, double rotations) {
     const double pi = 3.14159265358979323846;
-    return D * log(r->original_len / (rotations * 2 * pi)) / (2 * log(r->theta));
+    return D * log(rope->original_len / (rotations * 2 * pi)) / (2 * log(rope->theta));
 }
 
 /* Fast pairs keep their frequency. Slow pairs get theirs divided by factor. Between pair `low` and
  * pair `high` a linear ramp blends the two. */
-static void mf_rope_yarn(const mf_rope *r, int D, float *freq) {
-    double low = mf_yarn_dimension(r, D, r->beta_fast);
-    double high = mf_yarn_dimension(r, D, r->beta_slow);
-    if (!r->fractional) low = floor(low), high = ceil(high);
+static void mf_rope_yarn(const mf_rope *rope, int D, float *freq) {
+    double low = mf_yarn_dimension(rope, D, rope->beta_fast);
+    double high = mf_yarn_dimension(rope, D, rope->beta_slow);
+    if (!rope->fractional) low = floor(low), high = ceil(high);
     low = MAX(low, 0.0);
     high = MIN(high, (double)(D - 1));
     if (low == high) high += 0.001;
     for (int i = 0; i < D / 2; i++) {
-        float pos = powf((float)r->theta, (float)(2 * i) / (float)D);
+        float pos = powf((float)rope->theta, (float)(2 * i) / (float)D);
         float ramp = ((float)i - (float)low) / (float)(high - low);
         float keep = 1.0f - MIN(MAX(ramp, 0.0f), 1.0f);
-        freq[i] = 1.0f / ((float)r->factor * pos) * (1.0f - keep) + 1.0f / pos * keep;
+        freq[i] = 1.0f / ((float)rope->factor * pos) * (1.0f - keep) + 1.0f / pos * keep;
     }
 }
 
 /* The factor that yarn puts on cos and sin instead of a temperature on the attention scores:
  * attention_factor if given, else 0.1 ln(factor) + 1, or, if both mscale fields are given, the
  * quotient of two such terms, in which these fields weight the logarithm. */
-static double mf_yarn_scale(const mf_rope *r) {
-    double ln = r->factor > 1 ? log(r->factor) : 0;
-    if (r->attention_factor > 0) return r->attention_factor;
-    if (r->mscale != 0 && r->mscale_all_dim != 0)
-        return (0.1 * r->mscale * ln + 1) / (0.1 * r->mscale_all_dim * ln + 1);
+static double mf_yarn_scale(const mf_rope *rope) {
+    double ln = rope->factor > 1 ? log(rope->factor) : 0;
+    if (rope->attention_factor > 0) return rope->attention_factor;
+    if (rope->mscale != 0 && rope->mscale_all_dim != 0)
+        return (0.1 * rope->mscale * ln + 1) / (0.1 * rope->mscale_all_dim * ln + 1);
     return 0.1 * ln + 1;
 }
 
 /* freq: [D/2] radians per position. *scale: the factor on cos and sin. */
-static void mf_rope_table(const mf_rope *r, int D, float *freq, float *scale) {
-    *scale = r->kind == MF_ROPE_YARN ? (float)mf_yarn_scale(r) : 1;
+static void mf_rope_table(const mf_rope *rope, int D, float *freq, float *scale) {
+    *scale = rope->kind == MF_ROPE_YARN ? (float)mf_yarn_scale(rope) : 1;
     for (int i = 0; i < D / 2; i++) {
-        freq[i] = 1.0f / powf((float)r->theta, (float)(2 * i) / (float)D);
-        if (r->kind == MF_ROPE_LINEAR) freq[i] /= (float)r->factor;
-        if (r->kind == MF_ROPE_LLAMA3) freq[i] = mf_rope_llama3(r, freq[i]);
+        freq[i] = 1.0f / powf((float)rope->theta, (float)(2 * i) / (float)D);
+        if (rope->kind == MF_ROPE_LINEAR) freq[i] /= (float)rope->factor;
+        if (rope->kind == MF_ROPE_LLAMA3) freq[i] = mf_rope_llama3(rope, freq[i]);
     }
-    if (r->kind == MF_ROPE_YARN) mf_rope_yarn(r, D, freq);
+    if (rope->kind == MF_ROPE_YARN) mf_rope_yarn(rope, D, freq);
 }
 
 /* ---- Reading the fields of a JSON object ----
@@ -7446,72 +7446,72 @@ static void mf_rope_table(const mf_rope *r, int D, float *freq, float *scale) {
  * parser reads all fields and looks at the error later. */
 
 typedef struct mf_reader {
-    const json *o;     /* the object; NULL: every field is missing */
+    const json *object;     /* the object; NULL: every field is missing */
     const char *where; /* the file's name, for messages */
-    const char *path;  /* for messages, goes before a field's name: "" or "rope_parameters." ... */
-    toka_err *e;       /* code 0 until the first error, which stays */
+    const char *prefix;  /* for messages, goes before a field's name: "" or "rope_parameters." ... */
+    toka_err *err;       /* code 0 until the first error, which stays */
 } mf_reader;
 
 /* Writes to z how an error message shows this value ("missing" if v is NULL), and returns z. */
-static const char *mf_show(const json *v, char z[80]) {
-    if (!v) snprintf(z, 80, "missing");
-    else if (v->type == JSON_STRING) snprintf(z, 80, "\"%.*s\"", (int)MIN(v->n, 60u), v->s);
-    else if (v->type == JSON_NUMBER && v->is_int) snprintf(z, 80, "%lld", (long long)v->i);
-    else if (v->type == JSON_NUMBER) snprintf(z, 80, "%g", json_num(v, 0));
+static const char *mf_value_text(const json *value, char text[80]) {
+    if (!value) snprintf(text, 80, "missing");
+    else if (value->type == JSON_STRING) snprintf(text, 80, "\"%.*s\"", (int)MIN(value->n, 60u), value->s);
+    else if (value->type == JSON_NUMBER && value->is_int) snprintf(text, 80, "%lld", (long long)value->i);
+    else if (value->type == JSON_NUMBER) snprintf(text, 80, "%g", json_num(value, 0));
     else
-        snprintf(z, 80, "%s",
+        snprintf(text, 80, "%s",
                  (const char *const[]){"null", "false", "true", "", "", "an array",
-                                       "an object"}[v->type]);
-    return z;
+                                       "an object"}[value->type]);
+    return text;
 }
 
 /* Records an error unless there is one already:
  * "config.json: hidden_size is "big", expected a whole number" */
-static void mf_bad(mf_reader *r, const char *name, const json *v, const char *expected) {
-    char z[80];
-    if (r->e->code) return;
-    fail(r->e, TOKA_E_INPUT, "%s: %s%s is %s, expected %s", r->where, r->path, name, mf_show(v, z),
+static void mf_field_error(mf_reader *reader, const char *name, const json *value, const char *expected) {
+    char found[80];
+    if (reader->err->code) return;
+    fail(reader->err, TOKA_E_INPUT, "%s: %s%s is %s, expected %s", reader->where, reader->prefix, name, mf_value_text(value, found),
          expected);
 }
 
-static const json *mf_field(const mf_reader *r, const char *name) { /* NULL if absent or null */
-    const json *v = json_get(r->o, name);
+static const json *mf_field(const mf_reader *reader, const char *name) { /* NULL if absent or null */
+    const json *v = json_get(reader->object, name);
     return json_is(v, JSON_NULL) ? NULL : v;
 }
-static int64_t mf_int(mf_reader *r, const char *name, int64_t otherwise) {
-    const json *v = mf_field(r, name);
+static int64_t mf_int(mf_reader *reader, const char *name, int64_t otherwise) {
+    const json *v = mf_field(reader, name);
     if (!v) return otherwise;
     int64_t i;
-    return json_whole(v, &i) ? i : (mf_bad(r, name, v, "a whole number"), otherwise);
+    return json_whole(v, &i) ? i : (mf_field_error(reader, name, v, "a whole number"), otherwise);
 }
-static double mf_num(mf_reader *r, const char *name, double otherwise, double min, double max) {
-    const json *v = mf_field(r, name);
-    char z[80];
-    if (!v) return otherwise;
-    double f = json_num(v, NAN);
-    if (f >= min && f <= max) return f;
-    snprintf(z, sizeof z, "a number from %g to %g", min, max);
-    return mf_bad(r, name, v, z), otherwise;
+static double mf_num(mf_reader *reader, const char *name, double otherwise, double min, double max) {
+    const json *value = mf_field(reader, name);
+    char expected[80];
+    if (!value) return otherwise;
+    double number = json_num(value, NAN);
+    if (number >= min && number <= max) return number;
+    snprintf(expected, sizeof expected, "a number from %g to %g", min, max);
+    return mf_field_error(reader, name, value, expected), otherwise;
 }
-static bool mf_bool(mf_reader *r, const char *name, bool otherwise) {
-    const json *v = mf_field(r, name);
+static bool mf_bool(mf_reader *reader, const char *name, bool otherwise) {
+    const json *v = mf_field(reader, name);
     if (!v) return otherwise;
-    if (v->type != JSON_TRUE && v->type != JSON_FALSE) mf_bad(r, name, v, "true or false");
+    if (v->type != JSON_TRUE && v->type != JSON_FALSE) mf_field_error(reader, name, v, "true or false");
     return v->type == JSON_TRUE;
 }
 
 /* Parses a file of the model as a JSON object. Such files are mostly written by Python, so Python's
  * extensions of JSON are accepted. Returns NULL on an error; the message begins with `where`. */
-static const json *mf_json(str text, const char *where, arena *a, json_limits limits, toka_err *e) {
-    const json *o = json_parse_python(a, text, limits, e);
-    if (!o) {
+static const json *mf_parse_json(str text, const char *where, arena *memory, json_limits limits, toka_err *e) {
+    const json *object = json_parse_python(memory, text, limits, e);
+    if (!object) {
         toka_err inner = *e;
         fail(e, inner.code, "%s: %.440s", where, inner.msg);
-    } else if (o->type != JSON_OBJECT) {
+    } else if (object->type != JSON_OBJECT) {
         fail(e, TOKA_E_INPUT, "%s: not a JSON object", where);
-        o = NULL;
+        object = NULL;
     }
-    return o;
+    return object;
 }
 
 /* ---- config.json: the shape ---- */
@@ -7520,7 +7520,7 @@ static const json_limits mf_json_limits = {32, (size_t)1 << 24}; /* configs are 
 
 /* The numbers of a shape, in the order in which mf_set_dims takes them. The limits keep every
  * product of two dimensions within int64, and H*D within int. */
-enum { MF_L, MF_E, MF_H, MF_K, MF_D, MF_F, MF_V, MF_LEN, MF_N_DIMS };
+enum { MF_L, MF_E, MF_H, MF_K, MF_D, MF_F, MF_V, MF_MAX_LEN, MF_N_DIMS };
 static const struct {
     const char *letter, *field;
     int64_t max;
@@ -7546,7 +7546,7 @@ typedef struct mf_arch {
     int K;                   /* 0: the same as H. Where the file says null, K is H in all of them */
     int D;                   /* 0: E / H */
     int window;              /* sliding_window; 0: the architecture has no windows */
-    bool window_asks;        /* windows need use_sliding_window: true, and only layers from
+    bool window_opt_in;        /* windows need use_sliding_window: true, and only layers from
                                 max_window_layers on have one */
     int bos, eos;            /* -1: none */
 } mf_arch;
@@ -7559,11 +7559,11 @@ static const mf_arch mf_archs[] = {
     {.name = "MinistralForCausalLM", .model_type = "ministral", .E = 4096, .F = 14336, .V = 32000,
      .max_len = 131072, .K = 8, .window = 4096, .bos = 1, .eos = 2},
     {.name = "Qwen2ForCausalLM", .model_type = "qwen2", .features = MF_QKV_BIAS, .E = 4096,
-     .F = 22016, .V = 151936, .max_len = 32768, .K = 32, .window = 4096, .window_asks = true,
+     .F = 22016, .V = 151936, .max_len = 32768, .K = 32, .window = 4096, .window_opt_in = true,
      .bos = -1, .eos = -1},
     {.name = "Qwen3ForCausalLM", .model_type = "qwen3", .features = MF_QK_NORM,
      .attention_bias = MF_QKV_BIAS | MF_O_BIAS, .E = 4096, .F = 22016, .V = 151936,
-     .max_len = 32768, .K = 32, .D = 128, .window = 4096, .window_asks = true, .bos = -1,
+     .max_len = 32768, .K = 32, .D = 128, .window = 4096, .window_opt_in = true, .bos = -1,
      .eos = -1},
 };
 
@@ -7573,83 +7573,83 @@ static const mf_arch *mf_arch_by_name(str name) {
     return NULL;
 }
 
-static void mf_read_arch(mf_reader *r, mf_config *c) {
-    const json *list = mf_field(r, "architectures"), *first = json_at(list, 0);
+static void mf_read_arch(mf_reader *reader, mf_config *config) {
+    const json *list = mf_field(reader, "architectures"), *first = json_at(list, 0);
     /* model_type names the architecture if `architectures` is missing or empty: a config that was
      * not saved together with a model. */
-    const json *type = mf_field(r, "model_type");
+    const json *type = mf_field(reader, "model_type");
     const char *const known = "LlamaForCausalLM, MistralForCausalLM, MinistralForCausalLM, "
                               "Qwen2ForCausalLM or Qwen3ForCausalLM";
     if (first) {
-        char of[80];
-        c->arch = mf_arch_by_name(json_str(first));
-        if (!c->arch) mf_bad(r, "architectures[0]", first, known);
-        else if (type && !str_is(json_str(type), c->arch->model_type)) {
+        char expected[80];
+        config->arch = mf_arch_by_name(json_str(first));
+        if (!config->arch) mf_field_error(reader, "architectures[0]", first, known);
+        else if (type && !str_is(json_str(type), config->arch->model_type)) {
             /* The two disagree. transformers would follow model_type. */
-            snprintf(of, sizeof of, "\"%s\", that of %s", c->arch->model_type, c->arch->name);
-            mf_bad(r, "model_type", type, of);
+            snprintf(expected, sizeof expected, "\"%s\", that of %s", config->arch->model_type, config->arch->name);
+            mf_field_error(reader, "model_type", type, expected);
         }
         return;
     }
     for (int i = 0; type && i < COUNT(mf_archs); i++)
-        if (str_is(json_str(type), mf_archs[i].model_type)) c->arch = &mf_archs[i];
-    if (!c->arch) mf_bad(r, list ? "architectures" : "model_type", list ? list : type, known);
+        if (str_is(json_str(type), mf_archs[i].model_type)) config->arch = &mf_archs[i];
+    if (!config->arch) mf_field_error(reader, list ? "architectures" : "model_type", list ? list : type, known);
 }
 
 /* Checks the numbers of a shape and stores them in c->shape. */
-static int mf_set_dims(mf_config *c, const int64_t dim[MF_N_DIMS], const char *where, toka_err *e) {
+static int mf_set_dims(mf_config *config, const int64_t dims[MF_N_DIMS], const char *where, toka_err *e) {
     for (int i = 0; i < MF_N_DIMS; i++)
-        if (dim[i] < 1 || dim[i] > mf_dims[i].max)
+        if (dims[i] < 1 || dims[i] > mf_dims[i].max)
             return fail(e, TOKA_E_INPUT, "%s: %s (%s) is %lld, expected 1 to %lld", where,
-                        mf_dims[i].field, mf_dims[i].letter, (long long)dim[i],
+                        mf_dims[i].field, mf_dims[i].letter, (long long)dims[i],
                         (long long)mf_dims[i].max);
-    if (dim[MF_D] % 2)
+    if (dims[MF_D] % 2)
         return fail(e, TOKA_E_INPUT, "%s: head_dim (D) is %lld, expected an even number", where,
-                    (long long)dim[MF_D]);
-    if (dim[MF_H] % dim[MF_K])
+                    (long long)dims[MF_D]);
+    if (dims[MF_H] % dims[MF_K])
         return fail(e, TOKA_E_INPUT,
                     "%s: num_attention_heads (H) is %lld, expected a multiple of "
                     "num_key_value_heads (K), %lld",
-                    where, (long long)dim[MF_H], (long long)dim[MF_K]);
-    toka_shape *s = &c->shape;
-    s->L = (int)dim[MF_L];
-    s->E = (int)dim[MF_E];
-    s->H = (int)dim[MF_H];
-    s->K = (int)dim[MF_K];
-    s->D = (int)dim[MF_D];
-    s->F = (int)dim[MF_F];
-    s->V = s->V_all = (int)dim[MF_V];
-    s->max_len = (int)dim[MF_LEN];
+                    where, (long long)dims[MF_H], (long long)dims[MF_K]);
+    toka_shape *shape = &config->shape;
+    shape->L = (int)dims[MF_L];
+    shape->E = (int)dims[MF_E];
+    shape->H = (int)dims[MF_H];
+    shape->K = (int)dims[MF_K];
+    shape->D = (int)dims[MF_D];
+    shape->F = (int)dims[MF_F];
+    shape->V = shape->V_all = (int)dims[MF_V];
+    shape->max_len = (int)dims[MF_MAX_LEN];
     return 0;
 }
 
-static void mf_read_dims(mf_reader *r, mf_config *c) {
-    const mf_arch *a = c->arch;
-    int64_t dim[MF_N_DIMS];
-    dim[MF_L] = mf_int(r, "num_hidden_layers", 32);
-    dim[MF_E] = mf_int(r, "hidden_size", a->E);
-    dim[MF_H] = mf_int(r, "num_attention_heads", 32);
-    bool as_H = !a->K || json_is(json_get(r->o, "num_key_value_heads"), JSON_NULL);
-    dim[MF_K] = mf_int(r, "num_key_value_heads", as_H ? dim[MF_H] : a->K);
-    bool divides = dim[MF_H] > 0 && dim[MF_E] % dim[MF_H] == 0;
-    dim[MF_D] = mf_int(r, "head_dim", a->D ? a->D : divides ? dim[MF_E] / dim[MF_H] : -1);
-    dim[MF_F] = mf_int(r, "intermediate_size", a->F);
-    dim[MF_V] = mf_int(r, "vocab_size", a->V);
-    dim[MF_LEN] = mf_int(r, "max_position_embeddings", a->max_len);
-    c->shape.eps = (float)mf_num(r, "rms_norm_eps", 1e-6, 0, 1);
-    if (r->e->code) return;
-    if (dim[MF_D] == -1 && !mf_field(r, "head_dim") && dim[MF_H] > 0)
-        fail(r->e, TOKA_E_INPUT,
+static void mf_read_dims(mf_reader *reader, mf_config *config) {
+    const mf_arch *arch = config->arch;
+    int64_t dims[MF_N_DIMS];
+    dims[MF_L] = mf_int(reader, "num_hidden_layers", 32);
+    dims[MF_E] = mf_int(reader, "hidden_size", arch->E);
+    dims[MF_H] = mf_int(reader, "num_attention_heads", 32);
+    bool K_is_H = !arch->K || json_is(json_get(reader->object, "num_key_value_heads"), JSON_NULL);
+    dims[MF_K] = mf_int(reader, "num_key_value_heads", K_is_H ? dims[MF_H] : arch->K);
+    bool divides = dims[MF_H] > 0 && dims[MF_E] % dims[MF_H] == 0;
+    dims[MF_D] = mf_int(reader, "head_dim", arch->D ? arch->D : divides ? dims[MF_E] / dims[MF_H] : -1);
+    dims[MF_F] = mf_int(reader, "intermediate_size", arch->F);
+    dims[MF_V] = mf_int(reader, "vocab_size", arch->V);
+    dims[MF_MAX_LEN] = mf_int(reader, "max_position_embeddings", arch->max_len);
+    config->shape.eps = (float)mf_num(reader, "rms_norm_eps", 1e-6, 0, 1);
+    if (reader->err->code) return;
+    if (dims[MF_D] == -1 && !mf_field(reader, "head_dim") && dims[MF_H] > 0)
+        fail(reader->err, TOKA_E_INPUT,
              "%s: hidden_size is %lld, expected a multiple of num_attention_heads, %lld, or a "
              "head_dim",
-             r->where, (long long)dim[MF_E], (long long)dim[MF_H]);
+             reader->where, (long long)dims[MF_E], (long long)dims[MF_H]);
     else
-        mf_set_dims(c, dim, r->where, r->e);
+        mf_set_dims(config, dims, reader->where, reader->err);
 }
 
 /* Refuses a config in which a field asks for a computation that toka does not have. Such a field
  * may be missing, null, false or 0. */
-static void mf_refuse(mf_reader *r) {
+static void mf_refuse_unsupported(mf_reader *reader) {
     static const struct {
         const char *field, *expected;
     } off[] = {
@@ -7663,128 +7663,128 @@ static void mf_refuse(mf_reader *r) {
         {"n_routed_experts", "none: mixtures of experts are not supported"},
     };
     for (int i = 0; i < COUNT(off); i++) {
-        const json *v = mf_field(r, off[i].field);
-        if (v && v->type != JSON_FALSE && json_num(v, 1) != 0)
-            mf_bad(r, off[i].field, v, off[i].expected);
+        const json *value = mf_field(reader, off[i].field);
+        if (value && value->type != JSON_FALSE && json_num(value, 1) != 0)
+            mf_field_error(reader, off[i].field, value, off[i].expected);
     }
-    if (!mf_bool(r, "is_causal", true))
-        mf_bad(r, "is_causal", mf_field(r, "is_causal"),
+    if (!mf_bool(reader, "is_causal", true))
+        mf_field_error(reader, "is_causal", mf_field(reader, "is_causal"),
                "true: attention to later tokens is not supported");
-    const json *act = mf_field(r, "hidden_act");
-    if (act && !str_is(json_str(act), "silu") && !str_is(json_str(act), "swish"))
-        mf_bad(r, "hidden_act", act, "\"silu\"");
+    const json *activation = mf_field(reader, "hidden_act");
+    if (activation && !str_is(json_str(activation), "silu") && !str_is(json_str(activation), "swish"))
+        mf_field_error(reader, "hidden_act", activation, "\"silu\"");
 }
 
 /* ---- config.json: RoPE and windows ---- */
 
 static const char *const mf_layer_types[] = {"full_attention", "sliding_attention"};
 
-static mf_rope_kind mf_read_rope_kind(mf_reader *r) {
-    const json *v = mf_field(r, "rope_type");
+static mf_rope_kind mf_read_rope_kind(mf_reader *reader) {
+    const json *v = mf_field(reader, "rope_type");
     const char *name = v ? "rope_type" : "type"; /* old files call it "type" */
-    if (!v) v = mf_field(r, "type");
+    if (!v) v = mf_field(reader, "type");
     for (int i = 0; v && i < COUNT(mf_rope_names); i++)
         if (str_is(json_str(v), mf_rope_names[i])) return (mf_rope_kind)i;
-    if (v) mf_bad(r, name, v, "default, linear, llama3 or yarn");
+    if (v) mf_field_error(reader, name, v, "default, linear, llama3 or yarn");
     return MF_ROPE_DEFAULT;
 }
 
 /* original_max_position_embeddings of config.json itself, else of the RoPE object, else max_len.
  * top: config.json; r: its RoPE object. */
-static double mf_read_original_len(mf_reader *top, mf_reader *r, int max_len) {
+static double mf_read_original_len(mf_reader *config_reader, mf_reader *reader, int max_len) {
     const char *const field = "original_max_position_embeddings";
-    return mf_num(mf_field(top, field) ? top : r, field, max_len, 1, 1 << 30);
+    return mf_num(mf_field(config_reader, field) ? config_reader : reader, field, max_len, 1, 1 << 30);
 }
 
 /* The fields of all kinds except default. */
-static void mf_read_rope_scaling(mf_reader *top, mf_reader *r, const mf_config *c, mf_rope *rope) {
-    if (rope->kind != MF_ROPE_YARN && !mf_field(r, "factor")) mf_bad(r, "factor", NULL, "a number");
+static void mf_read_rope_scaling(mf_reader *config_reader, mf_reader *reader, const mf_config *config, mf_rope *rope) {
+    if (rope->kind != MF_ROPE_YARN && !mf_field(reader, "factor")) mf_field_error(reader, "factor", NULL, "a number");
     if (rope->kind == MF_ROPE_LINEAR) {
-        rope->factor = mf_num(r, "factor", 1, 1e-3, 1e6);
+        rope->factor = mf_num(reader, "factor", 1, 1e-3, 1e6);
         return;
     }
-    rope->original_len = mf_read_original_len(top, r, c->shape.max_len);
-    rope->factor = mf_num(r, "factor", c->shape.max_len / rope->original_len, 1e-3, 1e6);
+    rope->original_len = mf_read_original_len(config_reader, reader, config->shape.max_len);
+    rope->factor = mf_num(reader, "factor", config->shape.max_len / rope->original_len, 1e-3, 1e6);
     if (rope->kind == MF_ROPE_LLAMA3) {
-        rope->low_freq_factor = mf_num(r, "low_freq_factor", 0, 1e-3, 1e6);
-        rope->high_freq_factor = mf_num(r, "high_freq_factor", 0, 1e-3, 1e6);
-        if (rope->low_freq_factor == 0) mf_bad(r, "low_freq_factor", NULL, "a number");
+        rope->low_freq_factor = mf_num(reader, "low_freq_factor", 0, 1e-3, 1e6);
+        rope->high_freq_factor = mf_num(reader, "high_freq_factor", 0, 1e-3, 1e6);
+        if (rope->low_freq_factor == 0) mf_field_error(reader, "low_freq_factor", NULL, "a number");
         if (rope->high_freq_factor <= rope->low_freq_factor)
-            mf_bad(r, "high_freq_factor", mf_field(r, "high_freq_factor"),
+            mf_field_error(reader, "high_freq_factor", mf_field(reader, "high_freq_factor"),
                    "more than low_freq_factor");
         return;
     }
-    rope->attention_factor = mf_num(r, "attention_factor", 0, 1e-6, 1e6);
-    rope->mscale = mf_num(r, "mscale", 0, 0, 1e3);
-    rope->mscale_all_dim = mf_num(r, "mscale_all_dim", 0, 0, 1e3);
-    rope->beta_fast = mf_num(r, "beta_fast", 32, 0, 1e6);
-    rope->beta_slow = mf_num(r, "beta_slow", 1, 0, 1e6);
+    rope->attention_factor = mf_num(reader, "attention_factor", 0, 1e-6, 1e6);
+    rope->mscale = mf_num(reader, "mscale", 0, 0, 1e3);
+    rope->mscale_all_dim = mf_num(reader, "mscale_all_dim", 0, 0, 1e3);
+    rope->beta_fast = mf_num(reader, "beta_fast", 32, 0, 1e6);
+    rope->beta_slow = mf_num(reader, "beta_slow", 1, 0, 1e6);
     if (rope->beta_fast == 0) rope->beta_fast = 32; /* as in transformers, 0 means not given */
     if (rope->beta_slow == 0) rope->beta_slow = 1;
-    rope->fractional = !mf_bool(r, "truncate", true);
+    rope->fractional = !mf_bool(reader, "truncate", true);
 }
 
 /* Reads c->rope. Files of transformers 4 have the object rope_scaling and rope_theta beside it;
  * files of transformers 5 have everything in rope_parameters. If both objects are there,
  * rope_scaling counts. */
-static void mf_read_rope(mf_reader *top, mf_config *c) {
-    const char *name = "rope_scaling", *path = "rope_scaling.";
-    const json *o = mf_field(top, name);
-    if (!o || (o->type == JSON_OBJECT && o->n == 0)) {
+static void mf_read_rope(mf_reader *config_reader, mf_config *config) {
+    const char *name = "rope_scaling", *prefix = "rope_scaling.";
+    const json *object = mf_field(config_reader, name);
+    if (!object || (object->type == JSON_OBJECT && object->n == 0)) {
         name = "rope_parameters";
-        path = "rope_parameters.";
-        o = mf_field(top, name);
+        prefix = "rope_parameters.";
+        object = mf_field(config_reader, name);
     }
-    if (o && o->type != JSON_OBJECT) mf_bad(top, name, o, "an object");
-    if (top->e->code) return;
-    mf_reader in = *top, *r = &in;
-    r->o = o;
-    r->path = path;
-    for (int i = 0; o && i < COUNT(mf_layer_types); i++)
-        if (mf_field(r, mf_layer_types[i]))
-            mf_bad(r, mf_layer_types[i], mf_field(r, mf_layer_types[i]),
+    if (object && object->type != JSON_OBJECT) mf_field_error(config_reader, name, object, "an object");
+    if (config_reader->err->code) return;
+    mf_reader rope_reader = *config_reader, *reader = &rope_reader;
+    reader->object = object;
+    reader->prefix = prefix;
+    for (int i = 0; object && i < COUNT(mf_layer_types); i++)
+        if (mf_field(reader, mf_layer_types[i]))
+            mf_field_error(reader, mf_layer_types[i], mf_field(reader, mf_layer_types[i]),
                    "none: one RoPE for all layers");
-    mf_rope *rope = &c->rope;
-    rope->kind = mf_read_rope_kind(r);
-    rope->theta = mf_num(mf_field(r, "rope_theta") ? r : top, "rope_theta", 10000, 1.0001, 1e18);
-    mf_reader *partial = mf_field(r, "partial_rotary_factor") ? r : top;
+    mf_rope *rope = &config->rope;
+    rope->kind = mf_read_rope_kind(reader);
+    rope->theta = mf_num(mf_field(reader, "rope_theta") ? reader : config_reader, "rope_theta", 10000, 1.0001, 1e18);
+    mf_reader *partial = mf_field(reader, "partial_rotary_factor") ? reader : config_reader;
     if (mf_num(partial, "partial_rotary_factor", 1, 0, 1) != 1)
-        mf_bad(partial, "partial_rotary_factor", mf_field(partial, "partial_rotary_factor"),
+        mf_field_error(partial, "partial_rotary_factor", mf_field(partial, "partial_rotary_factor"),
                "1: the whole head rotates");
-    if (rope->kind != MF_ROPE_DEFAULT) mf_read_rope_scaling(top, r, c, rope);
+    if (rope->kind != MF_ROPE_DEFAULT) mf_read_rope_scaling(config_reader, reader, config, rope);
     /* yarn extends the length to original_len * factor. max_position_embeddings often still has
      * the original length. */
     if (rope->kind == MF_ROPE_YARN)
-        c->shape.max_len = (int)MAX(c->shape.max_len, MIN(rope->original_len * rope->factor,
-                                                          (double)mf_dims[MF_LEN].max));
+        config->shape.max_len = (int)MAX(config->shape.max_len, MIN(rope->original_len * rope->factor,
+                                                          (double)mf_dims[MF_MAX_LEN].max));
 }
 
 /* Sets the attention window of each layer. If the file has layer_types, it decides which layers
  * have the window. (transformers treats a Mistral with layer_types as a Ministral.) Otherwise all
  * layers of Mistral and Ministral have it, and of Qwen, if use_sliding_window is true, the layers
  * from max_window_layers on. */
-static void mf_read_windows(mf_reader *r, mf_config *c, arena *a) {
-    int L = c->shape.L;
-    c->window = arena_zalloc(a, (size_t)L * sizeof *c->window);
-    bool none = !c->arch->window || json_is(json_get(r->o, "sliding_window"), JSON_NULL);
-    if (c->arch->window_asks && !mf_bool(r, "use_sliding_window", false)) none = true;
-    int64_t window = none ? 0 : mf_int(r, "sliding_window", c->arch->window);
-    if (!none && (window < 1 || window > mf_dims[MF_LEN].max))
-        mf_bad(r, "sliding_window", mf_field(r, "sliding_window"), "1 or more tokens, or null");
-    int64_t from = c->arch->window_asks ? mf_int(r, "max_window_layers", 28) : 0;
-    for (int i = 0; i < L; i++) c->window[i] = i >= from ? (int)window : 0;
+static void mf_read_windows(mf_reader *reader, mf_config *config, arena *memory) {
+    int L = config->shape.L;
+    config->window = arena_zalloc(memory, (size_t)L * sizeof *config->window);
+    bool no_window = !config->arch->window || json_is(json_get(reader->object, "sliding_window"), JSON_NULL);
+    if (config->arch->window_opt_in && !mf_bool(reader, "use_sliding_window", false)) no_window = true;
+    int64_t window = no_window ? 0 : mf_int(reader, "sliding_window", config->arch->window);
+    if (!no_window && (window < 1 || window > mf_dims[MF_MAX_LEN].max))
+        mf_field_error(reader, "sliding_window", mf_field(reader, "sliding_window"), "1 or more tokens, or null");
+    int64_t first_layer = config->arch->window_opt_in ? mf_int(reader, "max_window_layers", 28) : 0;
+    for (int i = 0; i < L; i++) config->window[i] = i >= first_layer ? (int)window : 0;
 
-    const json *types = c->arch->window ? mf_field(r, "layer_types") : NULL;
+    const json *types = config->arch->window ? mf_field(reader, "layer_types") : NULL;
     if (types && (types->type != JSON_ARRAY || types->n != (uint32_t)L))
-        mf_bad(r, "layer_types", types, "a list with one for each layer");
-    for (int i = 0; types && !r->e->code && i < L; i++) {
+        mf_field_error(reader, "layer_types", types, "a list with one for each layer");
+    for (int i = 0; types && !reader->err->code && i < L; i++) {
         const json *type = json_at(types, (size_t)i);
-        bool slides = str_is(json_str(type), mf_layer_types[1]);
-        if (!slides && !str_is(json_str(type), mf_layer_types[0]))
-            mf_bad(r, "layer_types", type, "\"full_attention\" or \"sliding_attention\"");
-        if (slides && !window)
-            mf_bad(r, "layer_types", type, "\"full_attention\", as there is no window");
-        c->window[i] = slides ? (int)window : 0;
+        bool has_window = str_is(json_str(type), mf_layer_types[1]);
+        if (!has_window && !str_is(json_str(type), mf_layer_types[0]))
+            mf_field_error(reader, "layer_types", type, "\"full_attention\" or \"sliding_attention\"");
+        if (has_window && !window)
+            mf_field_error(reader, "layer_types", type, "\"full_attention\", as there is no window");
+        config->window[i] = has_window ? (int)window : 0;
     }
 }
 
@@ -7792,143 +7792,143 @@ static void mf_read_windows(mf_reader *r, mf_config *c, arena *a) {
 
 /* Reads a token id or a list of them into an array in `a`. Ids outside the vocabulary are left out:
  * the model can never sample them. If the field is missing, *list and *n stay as they are. */
-static void mf_read_ids(mf_reader *r, const char *name, int V, arena *a, int32_t **list, int *n) {
-    const json *v = mf_field(r, name);
-    if (!v) return;
-    size_t most = v->type == JSON_ARRAY ? v->n : 1;
-    *list = arena_alloc(a, most * sizeof **list);
-    *n = 0;
-    for (size_t i = 0; i < most; i++) {
+static void mf_read_ids(mf_reader *reader, const char *name, int V, arena *memory, int32_t **list, int *n_ids) {
+    const json *value = mf_field(reader, name);
+    if (!value) return;
+    size_t n_values = value->type == JSON_ARRAY ? value->n : 1;
+    *list = arena_alloc(memory, n_values * sizeof **list);
+    *n_ids = 0;
+    for (size_t i = 0; i < n_values; i++) {
         /* Each number is one node, so element i is v + 1 + i; the loop ends at anything else. */
-        const json *it = v->type == JSON_ARRAY ? v + 1 + i : v;
+        const json *it = value->type == JSON_ARRAY ? value + 1 + i : value;
         if (it->type != JSON_NUMBER || !it->is_int) {
-            mf_bad(r, name, it, "a token id or a list of them");
+            mf_field_error(reader, name, it, "a token id or a list of them");
             return;
         }
-        if (it->i >= 0 && it->i < V) (*list)[(*n)++] = (int32_t)it->i;
+        if (it->i >= 0 && it->i < V) (*list)[(*n_ids)++] = (int32_t)it->i;
     }
 }
 
-static int32_t mf_read_id(mf_reader *r, const char *name, int otherwise, int V) { /* -1: none */
-    int64_t id = mf_int(r, name, otherwise);
+static int32_t mf_read_id(mf_reader *reader, const char *name, int otherwise, int V) { /* -1: none */
+    int64_t id = mf_int(reader, name, otherwise);
     return id >= 0 && id < V ? (int32_t)id : -1;
 }
 
 /* Computes the RoPE table of the shape, in `a`. */
-static void mf_finish_rope(mf_config *c, arena *a) {
-    float *freq = arena_alloc(a, (size_t)(c->shape.D / 2) * sizeof *freq);
-    mf_rope_table(&c->rope, c->shape.D, freq, &c->shape.rope_scale);
-    c->shape.rope_freq = freq;
+static void mf_set_rope_table(mf_config *config, arena *memory) {
+    float *freq = arena_alloc(memory, (size_t)(config->shape.D / 2) * sizeof *freq);
+    mf_rope_table(&config->rope, config->shape.D, freq, &config->shape.rope_scale);
+    config->shape.rope_freq = freq;
 }
 
 /* Parses config.json into *c; everything that c points to is in `a`. Returns 0 or an error code. */
-static int mf_config_parse(str text, const char *where, arena *a, mf_config *c, toka_err *e) {
-    *c = (mf_config){0};
+static int mf_config_parse(str text, const char *where, arena *memory, mf_config *config, toka_err *e) {
+    *config = (mf_config){0};
     *e = (toka_err){0};
-    const json *o = mf_json(text, where, a, mf_json_limits, e);
-    if (!o) return e->code;
-    mf_reader reader = {.o = o, .where = where, .path = "", .e = e}, *r = &reader;
-    mf_read_arch(r, c);
-    mf_refuse(r);
+    const json *object = mf_parse_json(text, where, memory, mf_json_limits, e);
+    if (!object) return e->code;
+    mf_reader file_reader = {.object = object, .where = where, .prefix = "", .err = e}, *reader = &file_reader;
+    mf_read_arch(reader, config);
+    mf_refuse_unsupported(reader);
     if (e->code) return e->code;
-    mf_read_dims(r, c);
+    mf_read_dims(reader, config);
     if (e->code) return e->code;
-    mf_read_rope(r, c);
-    mf_read_windows(r, c, a);
-    c->features = c->arch->features;
-    if (c->arch->attention_bias && mf_bool(r, "attention_bias", false))
-        c->features |= c->arch->attention_bias;
-    if (!mf_bool(r, "tie_word_embeddings", false)) c->features |= MF_LM_HEAD;
-    c->bos_id = mf_read_id(r, "bos_token_id", json_get(o, "bos_token_id") ? -1 : c->arch->bos,
-                           c->shape.V);
-    if (c->arch->eos >= 0 && !json_get(o, "eos_token_id")) {
-        c->eos_ids = arena_alloc(a, sizeof *c->eos_ids);
-        c->eos_ids[0] = c->arch->eos;
-        c->n_eos_ids = c->arch->eos < c->shape.V;
+    mf_read_rope(reader, config);
+    mf_read_windows(reader, config, memory);
+    config->features = config->arch->features;
+    if (config->arch->attention_bias && mf_bool(reader, "attention_bias", false))
+        config->features |= config->arch->attention_bias;
+    if (!mf_bool(reader, "tie_word_embeddings", false)) config->features |= MF_LM_HEAD;
+    config->bos_id = mf_read_id(reader, "bos_token_id", json_get(object, "bos_token_id") ? -1 : config->arch->bos,
+                           config->shape.V);
+    if (config->arch->eos >= 0 && !json_get(object, "eos_token_id")) {
+        config->eos_ids = arena_alloc(memory, sizeof *config->eos_ids);
+        config->eos_ids[0] = config->arch->eos;
+        config->n_eos_ids = config->arch->eos < config->shape.V;
     }
-    mf_read_ids(r, "eos_token_id", c->shape.V, a, &c->eos_ids, &c->n_eos_ids);
-    if (!e->code) mf_finish_rope(c, a);
+    mf_read_ids(reader, "eos_token_id", config->shape.V, memory, &config->eos_ids, &config->n_eos_ids);
+    if (!e->code) mf_set_rope_table(config, memory);
     return e->code;
 }
 
 /* ---- generation_config.json: defaults of requests ---- */
 
-static void mf_read_lengths(mf_reader *r, mf_defaults *d) {
-    const int64_t max = mf_int(r, "max_new_tokens", 0), min = mf_int(r, "min_new_tokens", 0);
-    if (max < 1 && mf_field(r, "max_new_tokens"))
-        mf_bad(r, "max_new_tokens", mf_field(r, "max_new_tokens"), "1 or more");
+static void mf_read_lengths(mf_reader *reader, mf_defaults *defaults) {
+    const int64_t max = mf_int(reader, "max_new_tokens", 0), min = mf_int(reader, "min_new_tokens", 0);
+    if (max < 1 && mf_field(reader, "max_new_tokens"))
+        mf_field_error(reader, "max_new_tokens", mf_field(reader, "max_new_tokens"), "1 or more");
     if (min < 0 || (max && min > max))
-        mf_bad(r, "min_new_tokens", mf_field(r, "min_new_tokens"), "0 to max_new_tokens");
-    d->max_tokens = (int)MIN(max, (int64_t)INT_MAX);
-    d->min_tokens = (int)MIN(min, (int64_t)INT_MAX);
+        mf_field_error(reader, "min_new_tokens", mf_field(reader, "min_new_tokens"), "0 to max_new_tokens");
+    defaults->max_tokens = (int)MIN(max, (int64_t)INT_MAX);
+    defaults->min_tokens = (int)MIN(min, (int64_t)INT_MAX);
 }
 
-static void mf_read_stop_strings(mf_reader *r, arena *a, mf_defaults *d) {
+static void mf_read_stop_strings(mf_reader *reader, arena *memory, mf_defaults *defaults) {
     static const char name[] = "stop_strings";
     static const char expected[] = "a text or a list of texts, none of them empty";
-    const json *v = mf_field(r, name);
-    const bool one = json_is(v, JSON_STRING);
-    if (!v) return;
-    if (!one && v->type != JSON_ARRAY) {
-        mf_bad(r, name, v, expected);
+    const json *value = mf_field(reader, name);
+    const bool is_text = json_is(value, JSON_STRING);
+    if (!value) return;
+    if (!is_text && value->type != JSON_ARRAY) {
+        mf_field_error(reader, name, value, expected);
         return;
     }
-    d->stop = arena_alloc(a, (one ? 1 : (size_t)v->n) * sizeof *d->stop);
-    for (const json *it = one ? v : v + 1, *end = json_next(v); it < end; it = json_next(it)) {
+    defaults->stop = arena_alloc(memory, (is_text ? 1 : (size_t)value->n) * sizeof *defaults->stop);
+    for (const json *it = is_text ? value : value + 1, *end = json_next(value); it < end; it = json_next(it)) {
         const str text = json_str(it);
         if (!text.n || memchr(text.p, 0, text.n)) {
-            mf_bad(r, name, it, expected);
+            mf_field_error(reader, name, it, expected);
             return;
         }
-        d->stop[d->n_stop++] = arena_cstr(a, text);
+        defaults->stop[defaults->n_stop++] = arena_cstr(memory, text);
     }
 }
 
 /* Appends one sequence of bad_words_ids after the *n ids already stored. As in transformers, a
  * sequence that is only one end id is ignored. A sequence with an id outside the vocabulary is
  * ignored, too: it can never occur. Returns false if the sequence is not a list of ids. */
-static bool mf_read_bad_word(const json *word, const mf_config *c, mf_defaults *d, int *n) {
-    int32_t *id = d->bad_ids + *n;
+static bool mf_read_bad_word(const json *word, const mf_config *config, mf_defaults *defaults, int *n_stored) {
+    int32_t *stored = defaults->bad_ids + *n_stored;
     int length = 0;
-    bool drawn = true, ends = false;
+    bool in_vocab = true, is_end_id = false;
     if (word->type != JSON_ARRAY || !word->n) return false;
     JSON_EACH(it, word) {
         const int64_t i = json_int(it, -1);
         if (i < 0) return false;
-        drawn &= i < c->shape.V;
-        id[length++] = (int32_t)i;
+        in_vocab &= i < config->shape.V;
+        stored[length++] = (int32_t)i;
     }
-    for (int i = 0; i < c->n_eos_ids; i++) ends |= length == 1 && id[0] == c->eos_ids[i];
-    if (!drawn || ends) return true;
-    d->bad_lengths[d->n_bad++] = length;
-    *n += length;
+    for (int i = 0; i < config->n_eos_ids; i++) is_end_id |= length == 1 && stored[0] == config->eos_ids[i];
+    if (!in_vocab || is_end_id) return true;
+    defaults->bad_lengths[defaults->n_bad++] = length;
+    *n_stored += length;
     return true;
 }
 
-static void mf_read_bad_words(mf_reader *r, arena *a, const mf_config *c, mf_defaults *d) {
+static void mf_read_bad_words(mf_reader *reader, arena *memory, const mf_config *config, mf_defaults *defaults) {
     static const char name[] = "bad_words_ids";
-    const json *v = mf_field(r, name);
-    int n = 0;
+    const json *value = mf_field(reader, name);
+    int n_stored = 0;
     size_t n_ids = 0;
-    bool good = json_is(v, JSON_ARRAY);
-    if (good) JSON_EACH(word, v) n_ids += word->type == JSON_ARRAY ? word->n : 0;
-    if (good) d->bad_lengths = arena_alloc(a, v->n * sizeof *d->bad_lengths);
-    if (good) d->bad_ids = arena_alloc(a, n_ids * sizeof *d->bad_ids);
-    if (good) JSON_EACH(word, v) good = good && mf_read_bad_word(word, c, d, &n);
-    if (v && !good) mf_bad(r, name, v, "a list of lists of token ids");
+    bool good = json_is(value, JSON_ARRAY);
+    if (good) JSON_EACH(word, value) n_ids += word->type == JSON_ARRAY ? word->n : 0;
+    if (good) defaults->bad_lengths = arena_alloc(memory, value->n * sizeof *defaults->bad_lengths);
+    if (good) defaults->bad_ids = arena_alloc(memory, n_ids * sizeof *defaults->bad_ids);
+    if (good) JSON_EACH(word, value) good = good && mf_read_bad_word(word, config, defaults, &n_stored);
+    if (value && !good) mf_field_error(reader, name, value, "a list of lists of token ids");
 }
 
 /* Does this value of a field turn something on? off: the number that means off; NAN: no number. */
-static bool mf_asks(const json *v, double off) {
-    if (!v || v->type == JSON_FALSE) return false;
-    if (v->type == JSON_STRING || v->type == JSON_ARRAY || v->type == JSON_OBJECT) return v->n > 0;
-    return v->type != JSON_NUMBER || json_num(v, NAN) != off;
+static bool mf_turns_on(const json *value, double off_value) {
+    if (!value || value->type == JSON_FALSE) return false;
+    if (value->type == JSON_STRING || value->type == JSON_ARRAY || value->type == JSON_OBJECT) return value->n > 0;
+    return value->type != JSON_NUMBER || json_num(value, NAN) != off_value;
 }
 
 /* Sets d->unused: the fields of transformers' GenerationConfig that change the generated text and
  * that toka does not implement. max_length is ignored where it has no effect: if max_new_tokens is
  * given, or if it is not below the model's own length. */
-static void mf_read_unused(const mf_reader *r, arena *a, const mf_config *c, mf_defaults *d) {
+static void mf_read_unused(const mf_reader *reader, arena *memory, const mf_config *config, mf_defaults *defaults) {
     static const struct { const char *name; double off; } fields[] = {
         {"max_length", 0}, {"min_length", 0}, {"max_time", 0}, {"num_return_sequences", 1},
         {"num_beams", 1}, {"num_beam_groups", 1}, {"length_penalty", 1}, {"early_stopping", 0},
@@ -7942,45 +7942,45 @@ static void mf_read_unused(const mf_reader *r, arena *a, const mf_config *c, mf_
         {"guidance_scale", 1}, {"watermarking_config", NAN}, {"token_healing", 0}};
     buf names = {0};
     for (int i = 0; i < COUNT(fields); i++) {
-        const json *v = mf_field(r, fields[i].name);
+        const json *value = mf_field(reader, fields[i].name);
         /* Field 0 is max_length. */
-        const bool void_length = !i && (d->max_tokens || json_num(v, 0) >= c->shape.max_len);
-        if (mf_asks(v, fields[i].off) && !void_length)
+        const bool no_effect = !i && (defaults->max_tokens || json_num(value, 0) >= config->shape.max_len);
+        if (mf_turns_on(value, fields[i].off) && !no_effect)
             buf_printf(&names, "%s%s", names.n ? ", " : "", fields[i].name);
     }
-    d->unused = names.n ? arena_cstr(a, buf_view(&names)) : NULL;
+    defaults->unused = names.n ? arena_cstr(memory, buf_view(&names)) : NULL;
     buf_free(&names);
 }
 
 /* Parses generation_config.json. If the file has begin or end ids, they replace those of *c. The
  * defaults for requests go to *d. Returns 0 or an error code. */
-static int mf_generation_parse(str text, const char *where, arena *a, mf_config *c, mf_defaults *d,
+static int mf_generation_parse(str text, const char *where, arena *memory, mf_config *config, mf_defaults *defaults,
                                toka_err *e) {
-    *d = mf_no_defaults;
+    *defaults = mf_no_defaults;
     *e = (toka_err){0};
-    const json *o = mf_json(text, where, a, mf_json_limits, e);
-    if (!o) return e->code;
-    mf_reader reader = {.o = o, .where = where, .path = "", .e = e}, *r = &reader;
-    c->bos_id = mf_read_id(r, "bos_token_id", c->bos_id, c->shape.V);
-    mf_read_ids(r, "eos_token_id", c->shape.V, a, &c->eos_ids, &c->n_eos_ids);
-    d->has_do_sample = mf_field(r, "do_sample");
-    d->do_sample = mf_bool(r, "do_sample", false);
-    d->has_temperature = mf_field(r, "temperature");
-    d->temperature = (float)mf_num(r, "temperature", 1, 0, 1e3);
-    d->has_top_p = mf_field(r, "top_p");
+    const json *object = mf_parse_json(text, where, memory, mf_json_limits, e);
+    if (!object) return e->code;
+    mf_reader file_reader = {.object = object, .where = where, .prefix = "", .err = e}, *reader = &file_reader;
+    config->bos_id = mf_read_id(reader, "bos_token_id", config->bos_id, config->shape.V);
+    mf_read_ids(reader, "eos_token_id", config->shape.V, memory, &config->eos_ids, &config->n_eos_ids);
+    defaults->has_do_sample = mf_field(reader, "do_sample");
+    defaults->do_sample = mf_bool(reader, "do_sample", false);
+    defaults->has_temperature = mf_field(reader, "temperature");
+    defaults->temperature = (float)mf_num(reader, "temperature", 1, 0, 1e3);
+    defaults->has_top_p = mf_field(reader, "top_p");
     /* As in transformers, top_p 0 keeps only the best token; toka_sampling does not allow 0. */
-    d->top_p = MAX((float)mf_num(r, "top_p", 1, 0, 1), FLT_MIN);
-    d->has_min_p = mf_field(r, "min_p");
-    d->min_p = (float)mf_num(r, "min_p", 0, 0, 1);
-    d->has_repetition_penalty = mf_field(r, "repetition_penalty");
-    d->repetition_penalty = (float)mf_num(r, "repetition_penalty", 1, 1e-2, 1e2);
-    int64_t top_k = mf_int(r, "top_k", 0);
-    d->has_top_k = mf_field(r, "top_k");
-    d->top_k = (int)MIN(MAX(top_k, 0), (int64_t)INT_MAX);
-    mf_read_lengths(r, d);
-    mf_read_stop_strings(r, a, d);
-    mf_read_bad_words(r, a, c, d);
-    mf_read_unused(r, a, c, d);
+    defaults->top_p = MAX((float)mf_num(reader, "top_p", 1, 0, 1), FLT_MIN);
+    defaults->has_min_p = mf_field(reader, "min_p");
+    defaults->min_p = (float)mf_num(reader, "min_p", 0, 0, 1);
+    defaults->has_repetition_penalty = mf_field(reader, "repetition_penalty");
+    defaults->repetition_penalty = (float)mf_num(reader, "repetition_penalty", 1, 1e-2, 1e2);
+    int64_t top_k = mf_int(reader, "top_k", 0);
+    defaults->has_top_k = mf_field(reader, "top_k");
+    defaults->top_k = (int)MIN(MAX(top_k, 0), (int64_t)INT_MAX);
+    mf_read_lengths(reader, defaults);
+    mf_read_stop_strings(reader, memory, defaults);
+    mf_read_bad_words(reader, memory, config, defaults);
+    mf_read_unused(reader, memory, config, defaults);
     return e->code;
 }
 
@@ -7988,16 +7988,16 @@ static int mf_generation_parse(str text, const char *where, arena *a, mf_config 
 
 /* The text of the field `name`, which is "<s>" or {"content": "<s>", ...}, in `a`. Returns NULL if
  * the field is missing or null. */
-static char *mf_special(mf_reader *r, const char *name, arena *a) {
-    const json *v = mf_field(r, name);
+static char *mf_special_text(mf_reader *reader, const char *name, arena *memory) {
+    const json *v = mf_field(reader, name);
     if (json_is(v, JSON_OBJECT)) v = json_get(v, "content");
-    if (v && v->type != JSON_STRING) mf_bad(r, name, v, "a string or an object with content");
-    return json_is(v, JSON_STRING) ? arena_cstr(a, json_str(v)) : NULL;
+    if (v && v->type != JSON_STRING) mf_field_error(reader, name, v, "a string or an object with content");
+    return json_is(v, JSON_STRING) ? arena_cstr(memory, json_str(v)) : NULL;
 }
 
 /* The field tokenizer_class without "Fast" at its end: LlamaTokenizerFast gives LlamaTokenizer. */
-static str mf_tokenizer_class(const mf_reader *r) {
-    str class = json_str(json_get(r->o, "tokenizer_class"));
+static str mf_tokenizer_class(const mf_reader *reader) {
+    str class = json_str(json_get(reader->object, "tokenizer_class"));
     if (str_ends(class, STR("Fast"))) class.n -= 4;
     return class;
 }
@@ -8005,9 +8005,9 @@ static str mf_tokenizer_class(const mf_reader *r) {
 /* The seven fields that name one special token each. Chat templates see the first four. */
 static const char *const mf_special_names[] = {"bos_token", "eos_token", "pad_token", "unk_token",
                                                "sep_token", "cls_token", "mask_token"};
-static char **mf_special_of(mf_model *m, int i) { /* the field of *m for name i, 0 to 3 */
-    char **const all[4] = {&m->bos_token, &m->eos_token, &m->pad_token, &m->unk_token};
-    return all[i];
+static char **mf_special_field(mf_model *files, int i) { /* the field of *m for name i, 0 to 3 */
+    char **const fields[4] = {&files->bos_token, &files->eos_token, &files->pad_token, &files->unk_token};
+    return fields[i];
 }
 
 static bool mf_is_token(const json *v) { /* "<s>" or {"content": "<s>", ...} */
@@ -8015,67 +8015,67 @@ static bool mf_is_token(const json *v) { /* "<s>" or {"content": "<s>", ...} */
 }
 
 /* Checks a list of tokens. extra_special_tokens may also be an object whose values are tokens. */
-static void mf_check_tokens(mf_reader *r, const char *name, const json *v) {
+static void mf_check_tokens(mf_reader *reader, const char *name, const json *v) {
     const char *expected = "a list of strings or objects with content";
-    if (!json_is(v, JSON_ARRAY) && !json_is(v, JSON_OBJECT)) mf_bad(r, name, v, expected);
+    if (!json_is(v, JSON_ARRAY) && !json_is(v, JSON_OBJECT)) mf_field_error(reader, name, v, expected);
     if (json_is(v, JSON_ARRAY))
-        JSON_EACH(it, v) if (!mf_is_token(it)) mf_bad(r, name, it, expected);
+        JSON_EACH(it, v) if (!mf_is_token(it)) mf_field_error(reader, name, it, expected);
     if (json_is(v, JSON_OBJECT))
-        JSON_MEMBERS(key, v) if (!mf_is_token(key + 1)) mf_bad(r, name, key + 1, expected);
+        JSON_MEMBERS(key, v) if (!mf_is_token(key + 1)) mf_field_error(reader, name, key + 1, expected);
 }
 
 /* Appends the file's fields that name special tokens to m->special_fields: the seven of
  * mf_special_names, any other *_token, and three lists. */
-static void mf_put_specials(mf_reader *r, arena *a, mf_model *m) {
+static void mf_put_special_fields(mf_reader *reader, arena *memory, mf_model *files) {
     static const char *const lists[] = {"additional_special_tokens", "extra_special_tokens",
                                         "model_specific_special_tokens"};
-    buf b = {0};
-    buf_str(&b, m->special_fields);
-    for (int i = 4; i < COUNT(mf_special_names); i++) mf_special(r, mf_special_names[i], a);
+    buf members = {0};
+    buf_str(&members, files->special_fields);
+    for (int i = 4; i < COUNT(mf_special_names); i++) mf_special_text(reader, mf_special_names[i], memory);
     for (int i = 0; i < COUNT(lists); i++)
-        if (mf_field(r, lists[i])) mf_check_tokens(r, lists[i], mf_field(r, lists[i]));
-    if (!r->e->code) JSON_MEMBERS(key, r->o) {
+        if (mf_field(reader, lists[i])) mf_check_tokens(reader, lists[i], mf_field(reader, lists[i]));
+    if (!reader->err->code) JSON_MEMBERS(key, reader->object) {
         const str name = json_str(key);
-        bool token = mf_is_token(key + 1) || key[1].type == JSON_NULL;
-        token = token && str_ends(name, STR("_token"));
-        bool list = false;
-        for (int i = 0; i < COUNT(lists); i++) list |= str_is(name, lists[i]);
-        if (!token && !list) continue;
-        json_put_str(&b, name);
-        buf_char(&b, ':');
-        json_put_value(&b, key + 1);
+        bool is_token = mf_is_token(key + 1) || key[1].type == JSON_NULL;
+        is_token = is_token && str_ends(name, STR("_token"));
+        bool is_list = false;
+        for (int i = 0; i < COUNT(lists); i++) is_list |= str_is(name, lists[i]);
+        if (!is_token && !is_list) continue;
+        json_put_str(&members, name);
+        buf_char(&members, ':');
+        json_put_value(&members, key + 1);
     }
-    m->special_fields = arena_str(a, buf_view(&b));
-    buf_free(&b);
+    files->special_fields = arena_str(memory, buf_view(&members));
+    buf_free(&members);
 }
 
 /* Takes over the special tokens of this file. A field of the file replaces the earlier value, even
  * by null; where the file does not have the field, the earlier value stays. */
-static void mf_specials(mf_reader *r, arena *a, mf_model *m) {
+static void mf_read_special_tokens(mf_reader *reader, arena *memory, mf_model *files) {
     for (int i = 0; i < 4; i++)
-        if (json_get(r->o, mf_special_names[i]))
-            *mf_special_of(m, i) = mf_special(r, mf_special_names[i], a);
-    mf_put_specials(r, a, m);
+        if (json_get(reader->object, mf_special_names[i]))
+            *mf_special_field(files, i) = mf_special_text(reader, mf_special_names[i], memory);
+    mf_put_special_fields(reader, memory, files);
 }
 
 /* The special tokens that the tokenizer classes of transformers have by default, before any file
  * names others. Only those are taken whose text occurs in tokenizer.json. */
-static void mf_class_specials(const mf_reader *r, arena *a, mf_model *m) {
+static void mf_add_class_specials(const mf_reader *reader, arena *memory, mf_model *files) {
     static const struct { const char *class, *tokens[4]; } classes[] = {
         {"LlamaTokenizer", {"<s>", "</s>", NULL, "<unk>"}},
         {"Qwen2Tokenizer", {NULL, "<|endoftext|>", "<|endoftext|>", "<|endoftext|>"}}};
-    buf b = {0};
-    for (int c = 0; c < COUNT(classes); c++)
-        for (int i = 0; i < 4 && str_is(mf_tokenizer_class(r), classes[c].class); i++) {
-            const char *token = classes[c].tokens[i];
+    buf members = {0};
+    for (int class = 0; class < COUNT(classes); class++)
+        for (int i = 0; i < 4 && str_is(mf_tokenizer_class(reader), classes[class].class); i++) {
+            const char *token = classes[class].tokens[i];
             char quoted[32];
             snprintf(quoted, sizeof quoted, "\"%s\"", token ? token : "");
-            if (!token || str_find(m->tokenizer_json, str_c(quoted), 0) < 0) continue;
-            *mf_special_of(m, i) = arena_cstr(a, str_c(token));
-            json_put_text_or_null(&b, mf_special_names[i], token);
+            if (!token || str_find(files->tokenizer_json, str_c(quoted), 0) < 0) continue;
+            *mf_special_field(files, i) = arena_cstr(memory, str_c(token));
+            json_put_text_or_null(&members, mf_special_names[i], token);
         }
-    m->special_fields = arena_str(a, buf_view(&b));
-    buf_free(&b);
+    files->special_fields = arena_str(memory, buf_view(&members));
+    buf_free(&members);
 }
 
 static int64_t mf_key_id(const json *key) { /* "128009" -> 128009 */
@@ -8085,102 +8085,102 @@ static int64_t mf_key_id(const json *key) { /* "128009" -> 128009 */
         id = 10 * id + s.p[i] - '0';
     return id;
 }
-static int mf_by_id(const void *x, const void *y) {
+static int mf_compare_ids(const void *x, const void *y) {
     const int64_t a = mf_key_id(*(const json *const *)x), b = mf_key_id(*(const json *const *)y);
     return (a > b) - (a < b);
 }
 /* added_tokens_decoder, {id: token}, as the text of a JSON array in the order of the ids; empty if
  * there is none. transformers adds these tokens to those of tokenizer.json, where they replace
  * tokens with the same content. */
-static str mf_added_tokens(const json *decoder, arena *a) {
+static str mf_added_tokens(const json *decoder, arena *memory) {
     if (!json_is(decoder, JSON_OBJECT) || !decoder->n) return STR("");
-    const json **keys = arena_alloc(a, decoder->n * sizeof *keys);
-    size_t n = 0;
-    buf b = {0};
-    JSON_MEMBERS(key, decoder) keys[n++] = key;
-    qsort(keys, n, sizeof *keys, mf_by_id);
-    json_put_open(&b, '[');
-    for (size_t i = 0; i < n; i++) json_put_value(&b, keys[i] + 1);
-    json_put_close(&b, ']');
-    const str all = arena_str(a, buf_view(&b));
-    buf_free(&b);
+    const json **keys = arena_alloc(memory, decoder->n * sizeof *keys);
+    size_t n_keys = 0;
+    buf array = {0};
+    JSON_MEMBERS(key, decoder) keys[n_keys++] = key;
+    qsort(keys, n_keys, sizeof *keys, mf_compare_ids);
+    json_put_open(&array, '[');
+    for (size_t i = 0; i < n_keys; i++) json_put_value(&array, keys[i] + 1);
+    json_put_close(&array, ']');
+    const str all = arena_str(memory, buf_view(&array));
+    buf_free(&array);
     return all;
 }
 
 /* Parses added_tokens.json, {content: id}, into m->added_tokens. It counts only in folders whose
  * tokenizer_config.json has no added_tokens_decoder. Returns 0 or an error code. */
-static int mf_added_parse(str text, const char *where, arena *a, mf_model *m, toka_err *e) {
+static int mf_added_tokens_parse(str text, const char *where, arena *memory, mf_model *files, toka_err *e) {
     arena tmp = {0};
-    buf b = {0};
+    buf decoder_text = {0};
     toka_err unused;
-    const json *o = mf_json(text, where, &tmp, json_trusted, e);
-    json_put_open(&b, '{');
-    if (o) JSON_MEMBERS(key, o) {
-        json_comma(&b);
-        buf_printf(&b, "\"%lld\":{", (long long)json_int(key + 1, 0));
-        json_put_key(&b, "content");
-        json_put_str(&b, json_str(key));
-        json_put_close(&b, '}');
+    const json *object = mf_parse_json(text, where, &tmp, json_trusted, e);
+    json_put_open(&decoder_text, '{');
+    if (object) JSON_MEMBERS(key, object) {
+        json_comma(&decoder_text);
+        buf_printf(&decoder_text, "\"%lld\":{", (long long)json_int(key + 1, 0));
+        json_put_key(&decoder_text, "content");
+        json_put_str(&decoder_text, json_str(key));
+        json_put_close(&decoder_text, '}');
     }
-    json_put_close(&b, '}');
-    const json *decoder = o ? json_parse(&tmp, buf_view(&b), json_trusted, &unused) : NULL;
-    if (o) m->added_tokens = mf_added_tokens(decoder, a);
-    buf_free(&b);
+    json_put_close(&decoder_text, '}');
+    const json *decoder = object ? json_parse(&tmp, buf_view(&decoder_text), json_trusted, &unused) : NULL;
+    if (object) files->added_tokens = mf_added_tokens(decoder, memory);
+    buf_free(&decoder_text);
     arena_free(&tmp);
-    return o ? 0 : e->code;
+    return object ? 0 : e->code;
 }
 
 /* Appends the special tokens of m->special_fields in the order in which transformers 5 adds them:
  * the seven named fields (if several files have one, the last file counts), other *_token fields,
  * then the lists. */
-static void mf_put_special_list(const json *fields, buf *b) {
+static void mf_put_special_list(const json *fields, buf *out) {
     static const char *const order[] = {"bos_token", "eos_token", "unk_token", "sep_token",
                                         "pad_token", "cls_token", "mask_token"};
     for (int i = 0; i < COUNT(order); i++)
-        if (mf_is_token(json_get(fields, order[i]))) json_put_value(b, json_get(fields, order[i]));
+        if (mf_is_token(json_get(fields, order[i]))) json_put_value(out, json_get(fields, order[i]));
     JSON_MEMBERS(key, fields) {
-        bool seven = false;
-        for (int i = 0; i < COUNT(order); i++) seven |= str_is(json_str(key), order[i]);
-        const bool named = !seven && str_ends(json_str(key), STR("_token"));
-        if (named && mf_is_token(key + 1)) json_put_value(b, key + 1);
+        bool is_one_of_seven = false;
+        for (int i = 0; i < COUNT(order); i++) is_one_of_seven |= str_is(json_str(key), order[i]);
+        const bool is_named = !is_one_of_seven && str_ends(json_str(key), STR("_token"));
+        if (is_named && mf_is_token(key + 1)) json_put_value(out, key + 1);
     }
     JSON_MEMBERS(key, fields)
         if (key[1].type == JSON_OBJECT && !mf_is_token(key + 1))
-            JSON_MEMBERS(k, key + 1) json_put_value(b, k + 1);
+            JSON_MEMBERS(member, key + 1) json_put_value(out, member + 1);
     JSON_MEMBERS(key, fields)
-        if (key[1].type == JSON_ARRAY) JSON_EACH(it, key + 1) json_put_value(b, it);
+        if (key[1].type == JSON_ARRAY) JSON_EACH(it, key + 1) json_put_value(out, it);
 }
 
 /* Sets m->more_tokens: everything outside tokenizer.json that changes ids, in the form that
  * tok_load takes. */
-static void mf_join_tokens(mf_model *m) {
+static void mf_join_tokens(mf_model *files) {
     arena tmp = {0};
-    buf b = {0}, fields = {0};
+    buf out = {0}, special_text = {0};
     toka_err unused;
-    buf_char(&fields, '{');
-    buf_str(&fields, m->special_fields);
-    buf_char(&fields, '}');
-    const json *o = json_parse(&tmp, buf_view(&fields), json_trusted, &unused);
-    json_put_open(&b, '{');
-    buf_str(&b, m->token_flags);
-    json_put_key(&b, "names_own");
-    json_put_bool(&b, m->old_specials);
-    json_put_key(&b, "added_tokens");
-    buf_str(&b, m->added_tokens.n ? m->added_tokens : STR("[]"));
-    json_put_key(&b, "special_tokens");
-    json_put_open(&b, '[');
-    if (o) mf_put_special_list(o, &b);
-    json_put_close(&b, ']');
-    json_put_close(&b, '}');
-    m->more_tokens = arena_str(&m->a, buf_view(&b));
-    buf_free(&b);
-    buf_free(&fields);
+    buf_char(&special_text, '{');
+    buf_str(&special_text, files->special_fields);
+    buf_char(&special_text, '}');
+    const json *object = json_parse(&tmp, buf_view(&special_text), json_trusted, &unused);
+    json_put_open(&out, '{');
+    buf_str(&out, files->token_flags);
+    json_put_key(&out, "names_own");
+    json_put_bool(&out, files->legacy_tokens);
+    json_put_key(&out, "added_tokens");
+    buf_str(&out, files->added_tokens.n ? files->added_tokens : STR("[]"));
+    json_put_key(&out, "special_tokens");
+    json_put_open(&out, '[');
+    if (object) mf_put_special_list(object, &out);
+    json_put_close(&out, ']');
+    json_put_close(&out, '}');
+    files->token_config = arena_str(&files->memory, buf_view(&out));
+    buf_free(&out);
+    buf_free(&special_text);
     arena_free(&tmp);
 }
 
-static void mf_put_flag(buf *b, const char *name, bool value) {
-    json_put_key(b, name);
-    json_put_bool(b, value);
+static void mf_put_flag(buf *out, const char *name, bool value) {
+    json_put_key(out, name);
+    json_put_bool(out, value);
 }
 
 /* The flags of tokenizer_config.json that change ids, as members of the object for tok_load. Their
@@ -8190,118 +8190,118 @@ static void mf_put_flag(buf *b, const char *name, bool value) {
  *                          class rebuilds its tokenizer
  *   legacy, do_lower_case and other flags have no effect if there is a tokenizer.json.
  * Spaces of decoded text are not cleaned up, as in transformers 5. */
-static str mf_token_flags(mf_reader *r, const mf_arch *arch, arena *a) {
-    static const char clean[] = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_"
+static str mf_token_flags(mf_reader *reader, const mf_arch *arch, arena *memory) {
+    static const char clean_up[] = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_"
                                 "output";
-    const json *space = mf_field(r, "add_prefix_space");
-    const json *files = mf_field(r, "fast_tokenizer_files");
-    const str class = mf_tokenizer_class(r);
-    bool anew = str_is(class, "LlamaTokenizer") || str_is(class, "CodeLlamaTokenizer");
-    bool mistral = arch && str_ends(str_c(arch->model_type), STR("istral"));
-    buf b = {0};
-    if (mf_bool(r, clean, false))
-        mf_bad(r, clean, mf_field(r, clean), "false: toka leaves the spaces of its text alone");
-    if (json_is(files, JSON_ARRAY) && files->n)
-        mf_bad(r, "fast_tokenizer_files", files, "none: toka reads tokenizer.json");
-    mf_put_flag(&b, "split_special_tokens", mf_bool(r, "split_special_tokens", false));
-    if (space) mf_put_flag(&b, "add_prefix_space", mf_bool(r, "add_prefix_space", false));
-    if (space && anew) mf_put_flag(&b, "dummy_prefix", json_true(space));
-    mf_put_flag(&b, "fix_mistral_regex", mf_bool(r, "fix_mistral_regex", false) && mistral);
-    const str flags = arena_str(a, buf_view(&b));
-    buf_free(&b);
+    const json *prefix_space = mf_field(reader, "add_prefix_space");
+    const json *fast_files = mf_field(reader, "fast_tokenizer_files");
+    const str class = mf_tokenizer_class(reader);
+    bool rebuilds = str_is(class, "LlamaTokenizer") || str_is(class, "CodeLlamaTokenizer");
+    bool is_mistral = arch && str_ends(str_c(arch->model_type), STR("istral"));
+    buf members = {0};
+    if (mf_bool(reader, clean_up, false))
+        mf_field_error(reader, clean_up, mf_field(reader, clean_up), "false: toka leaves the spaces of its text alone");
+    if (json_is(fast_files, JSON_ARRAY) && fast_files->n)
+        mf_field_error(reader, "fast_tokenizer_files", fast_files, "none: toka reads tokenizer.json");
+    mf_put_flag(&members, "split_special_tokens", mf_bool(reader, "split_special_tokens", false));
+    if (prefix_space) mf_put_flag(&members, "add_prefix_space", mf_bool(reader, "add_prefix_space", false));
+    if (prefix_space && rebuilds) mf_put_flag(&members, "dummy_prefix", json_true(prefix_space));
+    mf_put_flag(&members, "fix_mistral_regex", mf_bool(reader, "fix_mistral_regex", false) && is_mistral);
+    const str flags = arena_str(memory, buf_view(&members));
+    buf_free(&members);
     return flags;
 }
 
 /* The field add_bos_token or add_eos_token: 0 or 1. It counts only for the tokenizer classes that
  * rebuild the post-processor (transformers 4.57). Returns -1 for all other classes, and if the file
  * does not have the field. */
-static int mf_adds(mf_reader *r, const char *name) {
+static int mf_read_add_flag(mf_reader *reader, const char *name) {
     static const char *const classes[] = {"LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer",
                                           "CohereTokenizer", "GPTNeoXTokenizer"};
-    bool anew = false;
-    for (int i = 0; i < COUNT(classes); i++) anew |= str_is(mf_tokenizer_class(r), classes[i]);
-    return anew && mf_field(r, name) ? mf_bool(r, name, false) : -1;
+    bool rebuilds = false;
+    for (int i = 0; i < COUNT(classes); i++) rebuilds |= str_is(mf_tokenizer_class(reader), classes[i]);
+    return rebuilds && mf_field(reader, name) ? mf_bool(reader, name, false) : -1;
 }
 
 /* Appends a template. name and source are not copied: they must be in m->a or mapped. */
-static void mf_add_template(mf_model *m, str name, str source) {
-    const int n = m->n_templates;
+static void mf_add_template(mf_model *files, str name, str source) {
+    const int n = files->n_templates;
     if (!(n & (n - 1))) { /* n is 0 or a power of two, so the array is full: double it */
-        mf_template *more = arena_alloc(&m->a, (size_t)MAX(2 * n, 1) * sizeof *more);
-        if (n) memcpy(more, m->templates, (size_t)n * sizeof *more);
-        m->templates = more;
+        mf_template *more = arena_alloc(&files->memory, (size_t)MAX(2 * n, 1) * sizeof *more);
+        if (n) memcpy(more, files->templates, (size_t)n * sizeof *more);
+        files->templates = more;
     }
-    m->templates[m->n_templates++] = (mf_template){name, source};
+    files->templates[files->n_templates++] = (mf_template){name, source};
 }
 
 /* The source of the last template of this name; empty if there is none. */
-static str mf_template_named(const mf_model *m, const char *name) {
-    for (int i = m->n_templates; i-- > 0;)
-        if (str_is(m->templates[i].name, name)) return m->templates[i].source;
+static str mf_template_named(const mf_model *files, const char *name) {
+    for (int i = files->n_templates; i-- > 0;)
+        if (str_is(files->templates[i].name, name)) return files->templates[i].source;
     return STR("");
 }
 
-static void mf_read_template(mf_reader *r, const json *name, const json *source, mf_model *m) {
+static void mf_read_template(mf_reader *reader, const json *name, const json *source, mf_model *files) {
     const bool strings = json_is(name, JSON_STRING) && json_is(source, JSON_STRING);
-    if (!strings) mf_bad(r, "chat_template", source, "a string or a list of named ones");
-    else mf_add_template(m, arena_str(&m->a, json_str(name)), arena_str(&m->a, json_str(source)));
+    if (!strings) mf_field_error(reader, "chat_template", source, "a string or a list of named ones");
+    else mf_add_template(files, arena_str(&files->memory, json_str(name)), arena_str(&files->memory, json_str(source)));
 }
 
 /* Reads the field chat_template: a string (the template "default"), a list of {"name", "template"},
  * or an object {name: template}. */
-static void mf_read_templates(mf_reader *r, mf_model *m) {
-    static const json normal = {.type = JSON_STRING, .n = 7, .s = "default"};
-    const json *v = mf_field(r, "chat_template");
-    if (json_is(v, JSON_ARRAY)) {
-        JSON_EACH(it, v) mf_read_template(r, json_get(it, "name"), json_get(it, "template"), m);
-    } else if (json_is(v, JSON_OBJECT)) {
-        JSON_MEMBERS(key, v) mf_read_template(r, key, key + 1, m);
-    } else if (v) {
-        mf_read_template(r, &normal, v, m);
+static void mf_read_templates(mf_reader *reader, mf_model *files) {
+    static const json default_name = {.type = JSON_STRING, .n = 7, .s = "default"};
+    const json *value = mf_field(reader, "chat_template");
+    if (json_is(value, JSON_ARRAY)) {
+        JSON_EACH(it, value) mf_read_template(reader, json_get(it, "name"), json_get(it, "template"), files);
+    } else if (json_is(value, JSON_OBJECT)) {
+        JSON_MEMBERS(key, value) mf_read_template(reader, key, key + 1, files);
+    } else if (value) {
+        mf_read_template(reader, &default_name, value, files);
     }
 }
 
 /* Parses tokenizer_config.json into *m; strings go to `a`. Returns 0 or an error code. */
-static int mf_tokenizer_config_parse(str text, const char *where, arena *a, mf_model *m,
+static int mf_tokenizer_config_parse(str text, const char *where, arena *memory, mf_model *files,
                                      toka_err *e) {
     *e = (toka_err){0};
     arena tmp = {0}; /* the JSON nodes: these files have hundreds of added tokens */
-    const json *o = mf_json(text, where, &tmp, json_trusted, e);
-    if (o) {
-        mf_reader reader = {.o = o, .where = where, .path = "", .e = e}, *r = &reader;
-        m->bos_token = m->eos_token = m->pad_token = m->unk_token = NULL;
-        m->old_specials = !json_get(o, "added_tokens_decoder");
-        m->added_tokens = mf_added_tokens(json_get(o, "added_tokens_decoder"), a);
-        m->token_flags = mf_token_flags(r, m->config.arch, a);
-        mf_class_specials(r, a, m);
-        mf_specials(r, a, m);
-        m->add_bos = mf_adds(r, "add_bos_token");
-        m->add_eos = mf_adds(r, "add_eos_token");
-        m->n_templates = 0;
-        mf_read_templates(r, m);
+    const json *object = mf_parse_json(text, where, &tmp, json_trusted, e);
+    if (object) {
+        mf_reader file_reader = {.object = object, .where = where, .prefix = "", .err = e}, *reader = &file_reader;
+        files->bos_token = files->eos_token = files->pad_token = files->unk_token = NULL;
+        files->legacy_tokens = !json_get(object, "added_tokens_decoder");
+        files->added_tokens = mf_added_tokens(json_get(object, "added_tokens_decoder"), memory);
+        files->token_flags = mf_token_flags(reader, files->config.arch, memory);
+        mf_add_class_specials(reader, memory, files);
+        mf_read_special_tokens(reader, memory, files);
+        files->add_bos = mf_read_add_flag(reader, "add_bos_token");
+        files->add_eos = mf_read_add_flag(reader, "add_eos_token");
+        files->n_templates = 0;
+        mf_read_templates(reader, files);
     }
     arena_free(&tmp);
     return e->code;
 }
 
 /* Parses chat_template.json, a file that processors of multimodal models have. */
-static int mf_template_parse(str text, const char *where, mf_model *m, toka_err *e) {
+static int mf_template_file_parse(str text, const char *where, mf_model *files, toka_err *e) {
     *e = (toka_err){0};
     arena tmp = {0};
-    const json *o = mf_json(text, where, &tmp, json_trusted, e);
-    mf_reader reader = {.o = o, .where = where, .path = "", .e = e};
-    if (o) mf_read_templates(&reader, m);
+    const json *object = mf_parse_json(text, where, &tmp, json_trusted, e);
+    mf_reader reader = {.object = object, .where = where, .prefix = "", .err = e};
+    if (object) mf_read_templates(&reader, files);
     arena_free(&tmp);
     return e->code;
 }
 
 /* Parses special_tokens_map.json, which newer folders do not need. Its tokens replace those of
  * tokenizer_config.json. */
-static int mf_special_map_parse(str text, const char *where, arena *a, mf_model *m, toka_err *e) {
+static int mf_special_map_parse(str text, const char *where, arena *memory, mf_model *files, toka_err *e) {
     *e = (toka_err){0};
-    const json *o = mf_json(text, where, a, mf_json_limits, e);
-    mf_reader reader = {.o = o, .where = where, .path = "", .e = e};
-    if (o) mf_specials(&reader, a, m);
+    const json *object = mf_parse_json(text, where, memory, mf_json_limits, e);
+    mf_reader reader = {.object = object, .where = where, .prefix = "", .err = e};
+    if (object) mf_read_special_tokens(&reader, memory, files);
     return e->code;
 }
 
@@ -8311,10 +8311,10 @@ static int mf_special_map_parse(str text, const char *where, arena *a, mf_model 
  * in the named fields of toka_layer and toka_weights; and for each rank its slices of the weights.
  *
  *   safetensors    st_parse: a file to a list of tensors; st_index_parse: an index to a list of
- *                  files; st_set: finds tensors by name; st_set_aliases: adds their other names
+ *                  files; st_set: finds tensors by name; st_set_add_aliases: adds their other names
  *   binding        mf_bind: tensor names to the named fields of toka_layer, once, by two tables;
  *                  checks every shape
- *   ranks          mf_stage, mf_shard: one rank's part of a model that is spread over devices, as
+ *   ranks          mf_stage_layers, mf_shard: one rank's part of a model that is spread over devices, as
  *                  slices of the bound weights
  *
  * What always holds after mf_bind: every tensor that the layer loop will use has exactly the shape
@@ -8342,7 +8342,7 @@ static int mf_special_map_parse(str text, const char *where, arena *a, mf_model 
 typedef struct st_dtype {
     const char *name;
     int bits;
-    int toka; /* toka_dtype; -1: the file may have tensors of this type, but toka cannot use them */
+    int toka_dtype; /* toka_dtype; -1: the file may have tensors of this type, but toka cannot use them */
 } st_dtype;
 
 static const st_dtype st_dtypes[] = {
@@ -8364,69 +8364,69 @@ typedef struct st_tensor {
     int64_t dims[2];      /* the first two dimensions; tensors that toka uses have no more */
     uint64_t begin, end;  /* byte offsets in the file's data */
     const char *data;     /* in the mapped file */
-    bool shared;          /* a second name of another tensor: do not count its bytes again */
+    bool is_alias;          /* a second name of another tensor: do not count its bytes again */
 } st_tensor;
 
-typedef struct st_names { /* a list of objects {"name left out": "name stored"}, in an arena */
-    const json *names;
-    struct st_names *next; /* NULL: the last */
-} st_names;
+typedef struct st_alias_list { /* a list of objects {"name left out": "name stored"}, in an arena */
+    const json *aliases;
+    struct st_alias_list *next; /* NULL: the last */
+} st_alias_list;
 
-static void st_names_add(st_names **list, const json *names, arena *a) {
-    st_names *first = arena_alloc(a, sizeof *first);
-    *first = (st_names){names, *list};
+static void st_alias_list_add(st_alias_list **list, const json *aliases, arena *memory) {
+    st_alias_list *first = arena_alloc(memory, sizeof *first);
+    *first = (st_alias_list){aliases, *list};
     *list = first;
 }
 
 /* Reads the shape. *bits: the size of the tensor. Returns false if that overflows or the shape is
  * not a list of counts. */
-static bool st_shape(const json *shape, st_tensor *t, uint64_t *bits) {
-    *bits = (uint64_t)t->dtype->bits;
+static bool st_parse_shape(const json *shape, st_tensor *tensor, uint64_t *bits) {
+    *bits = (uint64_t)tensor->dtype->bits;
     if (!json_is(shape, JSON_ARRAY)) return false;
-    bool empty = false, over = false;
+    bool is_empty = false, overflows = false;
     JSON_EACH(it, shape) {
         if (it->type != JSON_NUMBER || !it->is_int || it->i < 0) return false;
-        if (t->n_dims < COUNT(t->dims)) t->dims[t->n_dims] = it->i;
-        t->n_dims++;
-        empty = empty || it->i == 0;
-        over = over || (it->i && *bits > INT64_MAX / (uint64_t)it->i);
-        if (!over && it->i) *bits *= (uint64_t)it->i;
+        if (tensor->n_dims < COUNT(tensor->dims)) tensor->dims[tensor->n_dims] = it->i;
+        tensor->n_dims++;
+        is_empty = is_empty || it->i == 0;
+        overflows = overflows || (it->i && *bits > INT64_MAX / (uint64_t)it->i);
+        if (!overflows && it->i) *bits *= (uint64_t)it->i;
     }
-    if (empty) *bits = 0;
-    return !over;
+    if (is_empty) *bits = 0;
+    return !overflows;
 }
 
 /* Reads one member of the header, a tensor's name and description, into *t. */
-static int st_read(const json *key, const char *file, st_tensor *t, toka_err *e) {
-    const json *o = key + 1, *at = json_get(o, "data_offsets");
-    const json *begin = json_at(at, 0), *end = json_at(at, 1);
-    const str name = {key->s, key->n}, type = json_str(json_get(o, "dtype"));
-    *t = (st_tensor){.name = name, .file = file};
+static int st_parse_tensor(const json *key, const char *file, st_tensor *tensor, toka_err *e) {
+    const json *object = key + 1, *offsets = json_get(object, "data_offsets");
+    const json *begin = json_at(offsets, 0), *end = json_at(offsets, 1);
+    const str name = {key->s, key->n}, type = json_str(json_get(object, "dtype"));
+    *tensor = (st_tensor){.name = name, .file = file};
     for (int i = 0; i < COUNT(st_dtypes); i++)
-        if (str_is(type, st_dtypes[i].name)) t->dtype = &st_dtypes[i];
-    if (!t->dtype)
+        if (str_is(type, st_dtypes[i].name)) tensor->dtype = &st_dtypes[i];
+    if (!tensor->dtype)
         return fail(e, TOKA_E_INPUT, "%s: %.*s: dtype \"%.*s\" is not known", file, STRF(name),
                     STRF(type));
     uint64_t bits;
-    if (!st_shape(json_get(o, "shape"), t, &bits))
+    if (!st_parse_shape(json_get(object, "shape"), tensor, &bits))
         return fail(e, TOKA_E_INPUT,
                     "%s: %.*s: shape is not a list of counts with a product below 2^60", file,
                     STRF(name));
-    if (!at || at->type != JSON_ARRAY || at->n != 2 || json_int(begin, -1) < 0 ||
+    if (!offsets || offsets->type != JSON_ARRAY || offsets->n != 2 || json_int(begin, -1) < 0 ||
         json_int(end, -1) < json_int(begin, -1))
         return fail(e, TOKA_E_INPUT, "%s: %.*s: data_offsets are not [begin, end]", file,
                     STRF(name));
-    t->begin = (uint64_t)begin->i;
-    t->end = (uint64_t)end->i;
-    if (bits % 8 || bits / 8 != t->end - t->begin)
+    tensor->begin = (uint64_t)begin->i;
+    tensor->end = (uint64_t)end->i;
+    if (bits % 8 || bits / 8 != tensor->end - tensor->begin)
         return fail(e, TOKA_E_INPUT,
                     "%s: %.*s: data_offsets span %llu bytes, shape and dtype need %llu", file,
-                    STRF(name), (unsigned long long)(t->end - t->begin),
+                    STRF(name), (unsigned long long)(tensor->end - tensor->begin),
                     (unsigned long long)((bits + 7) / 8));
     return 0;
 }
 
-static int st_by_offset(const void *a, const void *b) {
+static int st_compare_offsets(const void *a, const void *b) {
     const st_tensor *x = a, *y = b;
     if (x->begin != y->begin) return x->begin < y->begin ? -1 : 1;
     return x->end < y->end ? -1 : x->end > y->end;
@@ -8434,83 +8434,83 @@ static int st_by_offset(const void *a, const void *b) {
 
 /* Sorts the tensors by offset and sets their data pointers. Refuses holes, overlaps and tensors
  * outside `data`. */
-static int st_place(st_tensor *t, int n, str data, const char *file, toka_err *e) {
-    qsort(t, (size_t)n, sizeof *t, st_by_offset);
-    uint64_t at = 0;
-    for (int i = 0; i < n; i++) {
-        if (t[i].end > data.n)
+static int st_place_tensors(st_tensor *tensors, int n_tensors, str data, const char *file, toka_err *e) {
+    qsort(tensors, (size_t)n_tensors, sizeof *tensors, st_compare_offsets);
+    uint64_t pos = 0;
+    for (int i = 0; i < n_tensors; i++) {
+        if (tensors[i].end > data.n)
             return fail(e, TOKA_E_INPUT,
                         "%s: %.*s: data_offsets [%llu,%llu] lie outside the file's %zu bytes of "
                         "data",
-                        file, STRF(t[i].name), (unsigned long long)t[i].begin,
-                        (unsigned long long)t[i].end, data.n);
-        if (t[i].begin != at)
+                        file, STRF(tensors[i].name), (unsigned long long)tensors[i].begin,
+                        (unsigned long long)tensors[i].end, data.n);
+        if (tensors[i].begin != pos)
             return fail(e, TOKA_E_INPUT,
                         "%s: %.*s: data_offsets begin at %llu, expected %llu, %s", file,
-                        STRF(t[i].name), (unsigned long long)t[i].begin, (unsigned long long)at,
-                        t[i].begin < at ? "they overlap another tensor"
+                        STRF(tensors[i].name), (unsigned long long)tensors[i].begin, (unsigned long long)pos,
+                        tensors[i].begin < pos ? "they overlap another tensor"
                                         : "there is a hole before them");
-        at = t[i].end;
-        t[i].data = data.p + t[i].begin;
+        pos = tensors[i].end;
+        tensors[i].data = data.p + tensors[i].begin;
     }
-    if (at != data.n)
+    if (pos != data.n)
         return fail(e, TOKA_E_INPUT, "%s: the tensors end at byte %llu of the data, which has %zu",
-                    file, (unsigned long long)at, data.n);
+                    file, (unsigned long long)pos, data.n);
     return 0;
 }
 
 /* Parses a file into the list of its tensors, sorted by offset. The list is in `a`; names are in
  * `a` or in the file's bytes. __metadata__ is added to *names. Returns 0 or an error code. */
-static int st_parse(str text, const char *file, arena *a, st_tensor **out, int *n, st_names **names,
+static int st_parse(str text, const char *file, arena *memory, st_tensor **out, int *n_tensors, st_alias_list **aliases,
                     toka_err *e) {
-    uint64_t header = 0;
-    *n = 0;
+    uint64_t header_bytes = 0;
+    *n_tensors = 0;
     if (text.n < 8)
         return fail(e, TOKA_E_INPUT, "%s: %zu bytes, expected at least 8", file, text.n);
-    for (int i = 7; i >= 0; i--) header = header << 8 | (unsigned char)text.p[i];
-    if (header > ST_MAX_HEADER)
+    for (int i = 7; i >= 0; i--) header_bytes = header_bytes << 8 | (unsigned char)text.p[i];
+    if (header_bytes > ST_MAX_HEADER)
         return fail(e, TOKA_E_INPUT, "%s: header of %llu bytes, expected at most %d", file,
-                    (unsigned long long)header, ST_MAX_HEADER);
-    if (header > text.n - 8)
+                    (unsigned long long)header_bytes, ST_MAX_HEADER);
+    if (header_bytes > text.n - 8)
         return fail(e, TOKA_E_INPUT, "%s: header of %llu bytes, but the file ends after %zu", file,
-                    (unsigned long long)header, text.n - 8);
-    if (!header || text.p[8] != '{')
+                    (unsigned long long)header_bytes, text.n - 8);
+    if (!header_bytes || text.p[8] != '{')
         return fail(e, TOKA_E_INPUT, "%s: the header does not begin with {", file);
     const json_limits limits = {3, ST_MAX_HEADER};
-    const json *o = mf_json(str_sub(text, 8, 8 + (size_t)header), file, a, limits, e);
-    if (!o) return e->code;
-    st_tensor *t = *out = arena_alloc(a, o->n * sizeof *t);
-    JSON_MEMBERS(key, o) {
+    const json *object = mf_parse_json(str_sub(text, 8, 8 + (size_t)header_bytes), file, memory, limits, e);
+    if (!object) return e->code;
+    st_tensor *tensors = *out = arena_alloc(memory, object->n * sizeof *tensors);
+    JSON_MEMBERS(key, object) {
         if (str_is((str){key->s, key->n}, "__metadata__")) {
-            bool strings = key[1].type == JSON_OBJECT || key[1].type == JSON_NULL;
+            bool are_strings = key[1].type == JSON_OBJECT || key[1].type == JSON_NULL;
             if (key[1].type == JSON_OBJECT)
-                JSON_MEMBERS(k, key + 1) strings = strings && k[1].type == JSON_STRING;
-            if (!strings)
+                JSON_MEMBERS(member, key + 1) are_strings = are_strings && member[1].type == JSON_STRING;
+            if (!are_strings)
                 return fail(e, TOKA_E_INPUT, "%s: __metadata__ is not an object of strings", file);
-            if (key[1].type == JSON_OBJECT) st_names_add(names, key + 1, a);
-        } else if (st_read(key, file, &t[(*n)++], e)) {
+            if (key[1].type == JSON_OBJECT) st_alias_list_add(aliases, key + 1, memory);
+        } else if (st_parse_tensor(key, file, &tensors[(*n_tensors)++], e)) {
             return e->code;
         }
     }
-    return st_place(t, *n, str_sub(text, 8 + (size_t)header, text.n), file, e);
+    return st_place_tensors(tensors, *n_tensors, str_sub(text, 8 + (size_t)header_bytes, text.n), file, e);
 }
 
 /* Parses model.safetensors.index.json into the list of its files, each once. A file's name must not
  * have a slash, so that no path leaves the folder. The index's metadata is added to *names. Returns
  * 0 or an error code. */
-static int st_index_parse(str text, const char *where, arena *a, str **files, int *n,
-                          st_names **names, toka_err *e) {
-    const json *o = mf_json(text, where, a, json_trusted, e), *map = json_get(o, "weight_map");
-    const json *metadata = json_get(o, "metadata");
-    *n = 0;
-    if (!o) return e->code;
+static int st_index_parse(str text, const char *where, arena *memory, str **files, int *n_files,
+                          st_alias_list **aliases, toka_err *e) {
+    const json *object = mf_parse_json(text, where, memory, json_trusted, e), *map = json_get(object, "weight_map");
+    const json *metadata = json_get(object, "metadata");
+    *n_files = 0;
+    if (!object) return e->code;
     if (!json_is(map, JSON_OBJECT))
         return fail(e, TOKA_E_INPUT, "%s: there is no weight_map", where);
-    if (json_is(metadata, JSON_OBJECT)) st_names_add(names, metadata, a);
-    *files = arena_alloc(a, ST_MAX_FILES * sizeof **files);
+    if (json_is(metadata, JSON_OBJECT)) st_alias_list_add(aliases, metadata, memory);
+    *files = arena_alloc(memory, ST_MAX_FILES * sizeof **files);
     JSON_MEMBERS(key, map) {
         const str name = json_str(key + 1);
-        int i = *n - 1;
+        int i = *n_files - 1;
         while (i >= 0 && !str_eq((*files)[i], name)) i--;
         if (i >= 0) continue;
         if (!name.n || name.n > 255 || name.p[0] == '.' || memchr(name.p, '/', name.n) ||
@@ -8519,9 +8519,9 @@ static int st_index_parse(str text, const char *where, arena *a, str **files, in
                         "%s: weight_map names \"%.*s\", expected a plain name that ends in "
                         ".safetensors",
                         where, STRF(name));
-        if (*n == ST_MAX_FILES)
+        if (*n_files == ST_MAX_FILES)
             return fail(e, TOKA_E_INPUT, "%s: more than %d files", where, ST_MAX_FILES);
-        (*files)[(*n)++] = name;
+        (*files)[(*n_files)++] = name;
     }
     return 0;
 }
@@ -8529,78 +8529,78 @@ static int st_index_parse(str text, const char *where, arena *a, str **files, in
 /* ---- All tensors of a model by name: a hash table, open addressing, at most half full ---- */
 
 typedef struct st_set {
-    const st_tensor **slot; /* [cap] heap; the tensors themselves are borrowed; NULL: empty */
-    size_t n, cap;          /* cap: a power of two, or 0 */
+    const st_tensor **entries; /* [cap] heap; the tensors themselves are borrowed; NULL: empty */
+    size_t n_tensors, cap;          /* cap: a power of two, or 0 */
 } st_set;
 
-static void st_set_free(st_set *s) {
-    free(s->slot);
-    *s = (st_set){0};
+static void st_set_free(st_set *set) {
+    free(set->entries);
+    *set = (st_set){0};
 }
 
 /* The slot that has `name`, or the empty slot where it would go. cap > n, so the search ends. */
-static const st_tensor **st_set_slot(const st_set *s, str name) {
-    size_t i = hash_bytes(name.p, name.n) & (s->cap - 1);
-    while (s->slot[i] && !str_eq(s->slot[i]->name, name)) i = (i + 1) & (s->cap - 1);
-    return &s->slot[i];
+static const st_tensor **st_set_entry(const st_set *set, str name) {
+    size_t i = hash_bytes(name.p, name.n) & (set->cap - 1);
+    while (set->entries[i] && !str_eq(set->entries[i]->name, name)) i = (i + 1) & (set->cap - 1);
+    return &set->entries[i];
 }
 
-static const st_tensor *st_set_get(const st_set *s, const char *name) { /* NULL: there is none */
-    return s->cap ? *st_set_slot(s, str_c(name)) : NULL;
+static const st_tensor *st_set_get(const st_set *set, const char *name) { /* NULL: there is none */
+    return set->cap ? *st_set_entry(set, str_c(name)) : NULL;
 }
 
 /* Adds a tensor, which must stay valid. Returns an error code if its name is already there. */
-static int st_set_add(st_set *s, const st_tensor *t, toka_err *e) {
-    if (s->n * 2 >= s->cap) {
-        st_set old = *s;
-        *s = (st_set){.n = old.n, .cap = MAX(old.cap * 2, (size_t)64)};
-        s->slot = mem_zalloc(s->cap * sizeof *s->slot);
+static int st_set_add(st_set *set, const st_tensor *tensor, toka_err *e) {
+    if (set->n_tensors * 2 >= set->cap) {
+        st_set old = *set;
+        *set = (st_set){.n_tensors = old.n_tensors, .cap = MAX(old.cap * 2, (size_t)64)};
+        set->entries = mem_zalloc(set->cap * sizeof *set->entries);
         for (size_t i = 0; i < old.cap; i++)
-            if (old.slot[i]) *st_set_slot(s, old.slot[i]->name) = old.slot[i];
+            if (old.entries[i]) *st_set_entry(set, old.entries[i]->name) = old.entries[i];
         st_set_free(&old);
     }
-    const st_tensor **at = st_set_slot(s, t->name);
-    if (*at && (*at)->file == t->file)
-        return fail(e, TOKA_E_INPUT, "%s: %.*s is there twice", t->file, STRF(t->name));
-    if (*at)
-        return fail(e, TOKA_E_INPUT, "%.*s is in two files, %s and %s", STRF(t->name), (*at)->file,
-                    t->file);
-    *at = t;
-    s->n++;
+    const st_tensor **entry = st_set_entry(set, tensor->name);
+    if (*entry && (*entry)->file == tensor->file)
+        return fail(e, TOKA_E_INPUT, "%s: %.*s is there twice", tensor->file, STRF(tensor->name));
+    if (*entry)
+        return fail(e, TOKA_E_INPUT, "%.*s is in two files, %s and %s", STRF(tensor->name), (*entry)->file,
+                    tensor->file);
+    *entry = tensor;
+    set->n_tensors++;
     return 0;
 }
 
 /* Makes `name` a second name of the tensor `stored`. Does nothing if `stored` is missing or `name`
  * is already there. The new entry is allocated in `a`. */
-static void st_set_alias(st_set *s, str name, str stored, arena *a) {
-    const st_tensor *from = s->cap ? *st_set_slot(s, stored) : NULL;
-    if (!from || *st_set_slot(s, name)) return;
-    st_tensor *t = arena_alloc(a, sizeof *t);
-    toka_err none;
-    *t = *from;
-    t->name = name;
-    t->shared = true;
-    st_set_add(s, t, &none);
+static void st_set_add_alias(st_set *set, str name, str stored, arena *memory) {
+    const st_tensor *original = set->cap ? *st_set_entry(set, stored) : NULL;
+    if (!original || *st_set_entry(set, name)) return;
+    st_tensor *alias = arena_alloc(memory, sizeof *alias);
+    toka_err unused;
+    *alias = *original;
+    alias->name = name;
+    alias->is_alias = true;
+    st_set_add(set, alias, &unused);
 }
 
 /* Adds the second names of all objects of the list. */
-static void st_set_aliases(st_set *s, const st_names *list, arena *a) {
+static void st_set_add_aliases(st_set *set, const st_alias_list *list, arena *memory) {
     for (; list; list = list->next)
-        JSON_MEMBERS(key, list->names)
-            if (key[1].type == JSON_STRING) st_set_alias(s, json_str(key), json_str(key + 1), a);
+        JSON_MEMBERS(key, list->aliases)
+            if (key[1].type == JSON_STRING) st_set_add_alias(set, json_str(key), json_str(key + 1), memory);
 }
 
 /* ---- Binding: the tensor names of a checkpoint, and the field and shape of each ---- */
 
-typedef struct mf_slot { /* one tensor that a model or a layer has */
+typedef struct mf_binding { /* one tensor that a model or a layer has */
     const char *suffix;      /* its name after "model.layers.7." or "model." */
     size_t field;            /* the offset of a toka_tensor in toka_layer, or in toka_weights */
     const char *rows, *cols; /* each a product of dimension letters; rows "": a vector, which has
                                 one dimension in the file */
-    unsigned needs;          /* only models with this feature have the tensor; 0: all have it */
-} mf_slot;
+    unsigned feature;          /* only models with this feature have the tensor; 0: all have it */
+} mf_binding;
 
-static const mf_slot mf_layer_slots[] = {
+static const mf_binding mf_layer_bindings[] = {
     {"input_layernorm.weight", offsetof(toka_layer, attn_norm), "", "E", 0},
     {"self_attn.q_proj.weight", offsetof(toka_layer, q), "HD", "E", 0},
     {"self_attn.k_proj.weight", offsetof(toka_layer, k), "KD", "E", 0},
@@ -8618,124 +8618,124 @@ static const mf_slot mf_layer_slots[] = {
     {"mlp.down_proj.weight", offsetof(toka_layer, down), "E", "F", 0},
 };
 enum { MF_EMBED, MF_NORM };
-static const mf_slot mf_model_slots[] = {
+static const mf_binding mf_model_bindings[] = {
     [MF_EMBED] = {"embed_tokens.weight", offsetof(toka_weights, embed), "V", "E", 0},
     [MF_NORM] = {"norm.weight", offsetof(toka_weights, norm), "", "E", 0},
 };
-static const mf_slot mf_lm_head_slot = {"lm_head.weight", offsetof(toka_weights, lm_head), "V", "E",
+static const mf_binding mf_lm_head_binding = {"lm_head.weight", offsetof(toka_weights, lm_head), "V", "E",
                                         MF_LM_HEAD};
 
-static int mf_product(const char *letters, const toka_shape *s) { /* "KD" -> K*D; "" -> 1 */
-    int n = 1;
+static int mf_dim_product(const char *letters, const toka_shape *shape) { /* "KD" -> K*D; "" -> 1 */
+    int product = 1;
     for (; *letters; letters++) {
         switch (*letters) {
-        case 'H': n *= s->H; break;
-        case 'K': n *= s->K; break;
-        case 'D': n *= s->D; break;
-        case 'E': n *= s->E; break;
-        case 'F': n *= s->F; break;
+        case 'H': product *= shape->H; break;
+        case 'K': product *= shape->K; break;
+        case 'D': product *= shape->D; break;
+        case 'E': product *= shape->E; break;
+        case 'F': product *= shape->F; break;
         default:
             assert(*letters == 'V');
-            n *= s->V;
+            product *= shape->V;
         }
     }
-    return n;
+    return product;
 }
 
 /* The number of elements of a tensor; 0 if the model does not have it. */
-static int64_t mf_slot_size(const mf_slot *slot, const mf_config *c) {
-    if (slot->needs & ~c->features) return 0;
-    return (int64_t)mf_product(slot->rows, &c->shape) * mf_product(slot->cols, &c->shape);
+static int64_t mf_binding_size(const mf_binding *binding, const mf_config *config) {
+    if (binding->feature & ~config->features) return 0;
+    return (int64_t)mf_dim_product(binding->rows, &config->shape) * mf_dim_product(binding->cols, &config->shape);
 }
 
 /* The number of parameters of a model of this shape. A tied LM head is not counted again. */
-static int64_t mf_n_parameters(const mf_config *c) {
-    int64_t layer = 0, rest = mf_slot_size(&mf_lm_head_slot, c);
-    for (int i = 0; i < COUNT(mf_layer_slots); i++) layer += mf_slot_size(&mf_layer_slots[i], c);
-    for (int i = 0; i < COUNT(mf_model_slots); i++) rest += mf_slot_size(&mf_model_slots[i], c);
-    return layer * c->shape.L + rest;
+static int64_t mf_n_parameters(const mf_config *config) {
+    int64_t layer = 0, rest = mf_binding_size(&mf_lm_head_binding, config);
+    for (int i = 0; i < COUNT(mf_layer_bindings); i++) layer += mf_binding_size(&mf_layer_bindings[i], config);
+    for (int i = 0; i < COUNT(mf_model_bindings); i++) rest += mf_binding_size(&mf_model_bindings[i], config);
+    return layer * config->shape.L + rest;
 }
 
 typedef struct mf_binder { /* one call of mf_bind */
-    const mf_config *c;
+    const mf_config *config;
     const st_set *set;
     const char *where; /* the folder, for messages */
-    toka_weights *w;   /* out */
+    toka_weights *weights;   /* out */
     int64_t n_parameters; /* of the tensors bound so far */
     size_t weight_bytes;
 } mf_binder;
 
-static void mf_dims_text(const int64_t *dims, int n, char z[64]) { /* "[4096,1024]" */
-    if (n == 0) snprintf(z, 64, "[]");
-    else if (n == 1) snprintf(z, 64, "[%lld]", (long long)dims[0]);
+static void mf_dims_text(const int64_t *dims, int n, char text[64]) { /* "[4096,1024]" */
+    if (n == 0) snprintf(text, 64, "[]");
+    else if (n == 1) snprintf(text, 64, "[%lld]", (long long)dims[0]);
     else
-        snprintf(z, 64, "[%lld,%lld%s]", (long long)dims[0], (long long)dims[1],
+        snprintf(text, 64, "[%lld,%lld%s]", (long long)dims[0], (long long)dims[1],
                  n > 2 ? ",..." : "");
 }
 
 /* Binds one tensor to its field of `base`, which is a toka_layer or a toka_weights. Does nothing if
  * the model does not have this tensor. Returns 0 or an error code. */
-static int mf_bind_one(mf_binder *b, const mf_slot *slot, const char *name, void *base,
+static int mf_bind_one(mf_binder *binder, const mf_binding *binding, const char *name, void *base,
                        toka_err *e) {
-    if (slot->needs & ~b->c->features) return 0;
-    const st_tensor *t = st_set_get(b->set, name);
-    if (!t) return fail(e, TOKA_E_INPUT, "%s: missing in %s", name, b->where);
-    const int rows = mf_product(slot->rows, &b->c->shape);
-    const int cols = mf_product(slot->cols, &b->c->shape);
-    const int64_t want[2] = {*slot->rows ? rows : cols, cols};
-    const int n_dims = *slot->rows ? 2 : 1;
-    if (t->n_dims != n_dims || t->dims[0] != want[0] || (n_dims == 2 && t->dims[1] != want[1])) {
+    if (binding->feature & ~binder->config->features) return 0;
+    const st_tensor *tensor = st_set_get(binder->set, name);
+    if (!tensor) return fail(e, TOKA_E_INPUT, "%s: missing in %s", name, binder->where);
+    const int rows = mf_dim_product(binding->rows, &binder->config->shape);
+    const int cols = mf_dim_product(binding->cols, &binder->config->shape);
+    const int64_t dims[2] = {*binding->rows ? rows : cols, cols};
+    const int n_dims = *binding->rows ? 2 : 1;
+    if (tensor->n_dims != n_dims || tensor->dims[0] != dims[0] || (n_dims == 2 && tensor->dims[1] != dims[1])) {
         char found[64], expected[64];
-        mf_dims_text(t->dims, t->n_dims, found), mf_dims_text(want, n_dims, expected);
+        mf_dims_text(tensor->dims, tensor->n_dims, found), mf_dims_text(dims, n_dims, expected);
         return fail(e, TOKA_E_INPUT, "%s: %s, expected %s", name, found, expected);
     }
-    if (t->dtype->toka < 0)
+    if (tensor->dtype->toka_dtype < 0)
         return fail(e, TOKA_E_INPUT, "%s: dtype %s, expected BF16, F16 or F32", name,
-                    t->dtype->name);
-    *(toka_tensor *)((char *)base + slot->field) =
-        (toka_tensor){t->data, (toka_dtype)t->dtype->toka, rows, cols, cols};
-    if (t->shared) return 0;
-    b->n_parameters += (int64_t)rows * cols;
-    b->weight_bytes += t->end - t->begin;
+                    tensor->dtype->name);
+    *(toka_tensor *)((char *)base + binding->field) =
+        (toka_tensor){tensor->data, (toka_dtype)tensor->dtype->toka_dtype, rows, cols, cols};
+    if (tensor->is_alias) return 0;
+    binder->n_parameters += (int64_t)rows * cols;
+    binder->weight_bytes += tensor->end - tensor->begin;
     return 0;
 }
 
 /* Adds second names of tensors: those that the files list, and the embedding of a tied model, for
  * which some writers store only lm_head.weight. */
-static void mf_aliases(const mf_config *c, st_set *set, const st_names *names, arena *a) {
-    const bool bare = st_set_get(set, "norm.weight"), tied = !(c->features & MF_LM_HEAD);
-    const char *embed = bare ? "embed_tokens.weight" : "model.embed_tokens.weight";
-    st_set_aliases(set, names, a);
-    if (tied) st_set_alias(set, str_c(embed), str_c(mf_lm_head_slot.suffix), a);
+static void mf_add_aliases(const mf_config *config, st_set *set, const st_alias_list *aliases, arena *memory) {
+    const bool is_bare = st_set_get(set, "norm.weight"), is_tied = !(config->features & MF_LM_HEAD);
+    const char *embed = is_bare ? "embed_tokens.weight" : "model.embed_tokens.weight";
+    st_set_add_aliases(set, aliases, memory);
+    if (is_tied) st_set_add_alias(set, str_c(embed), str_c(mf_lm_head_binding.suffix), memory);
 }
 
 /* Binds every tensor of the model by its name; w->layers is in `a`. In a file that was saved from
  * the bare transformer, names do not begin with "model.". Tensors that the tables do not name
  * (rotary_emb.inv_freq of old files) are ignored. Returns 0 or an error code. */
-static int mf_bind(mf_binder *b, arena *a, toka_err *e) {
+static int mf_bind(mf_binder *binder, arena *memory, toka_err *e) {
     char name[128];
     int code;
-    const char *prefix = st_set_get(b->set, "embed_tokens.weight") ? "" : "model.";
-    *b->w = (toka_weights){.layers = arena_zalloc(a, (size_t)b->c->shape.L * sizeof *b->w->layers)};
-    for (int i = 0; i < COUNT(mf_model_slots); i++) {
-        snprintf(name, sizeof name, "%s%s", prefix, mf_model_slots[i].suffix);
-        if ((code = mf_bind_one(b, &mf_model_slots[i], name, b->w, e)) != 0) return code;
+    const char *prefix = st_set_get(binder->set, "embed_tokens.weight") ? "" : "model.";
+    *binder->weights = (toka_weights){.layers = arena_zalloc(memory, (size_t)binder->config->shape.L * sizeof *binder->weights->layers)};
+    for (int i = 0; i < COUNT(mf_model_bindings); i++) {
+        snprintf(name, sizeof name, "%s%s", prefix, mf_model_bindings[i].suffix);
+        if ((code = mf_bind_one(binder, &mf_model_bindings[i], name, binder->weights, e)) != 0) return code;
     }
-    for (int layer = 0; layer < b->c->shape.L; layer++) {
-        for (int i = 0; i < COUNT(mf_layer_slots); i++) {
-            snprintf(name, sizeof name, "%slayers.%d.%s", prefix, layer, mf_layer_slots[i].suffix);
-            code = mf_bind_one(b, &mf_layer_slots[i], name, &b->w->layers[layer], e);
+    for (int layer = 0; layer < binder->config->shape.L; layer++) {
+        for (int i = 0; i < COUNT(mf_layer_bindings); i++) {
+            snprintf(name, sizeof name, "%slayers.%d.%s", prefix, layer, mf_layer_bindings[i].suffix);
+            code = mf_bind_one(binder, &mf_layer_bindings[i], name, &binder->weights->layers[layer], e);
             if (code != 0) return code;
         }
-        b->w->layers[layer].window = b->c->window[layer];
+        binder->weights->layers[layer].window = binder->config->window[layer];
     }
     /* A tied model needs no lm_head.weight. If the file has one nevertheless, transformers uses it
      * if it differs from the embedding. Using it always gives the same result, and needs no
      * comparison, which would read both matrices here. */
-    mf_slot head = mf_lm_head_slot;
-    if (st_set_get(b->set, head.suffix)) head.needs = 0;
-    if ((code = mf_bind_one(b, &head, head.suffix, b->w, e)) != 0) return code;
-    if (!b->w->lm_head.rows) b->w->lm_head = b->w->embed;
+    mf_binding lm_head = mf_lm_head_binding;
+    if (st_set_get(binder->set, lm_head.suffix)) lm_head.feature = 0;
+    if ((code = mf_bind_one(binder, &lm_head, lm_head.suffix, binder->weights, e)) != 0) return code;
+    if (!binder->weights->lm_head.rows) binder->weights->lm_head = binder->weights->embed;
     return 0;
 }
 
@@ -8746,19 +8746,19 @@ typedef struct mf_rank { /* a position in the grid of pipeline stages and tensor
 } mf_rank;
 
 typedef struct mf_range { /* n consecutive things, beginning with number `from` */
-    int from, n;
+    int first, count;
 } mf_range;
 
 /* Share i of n things, divided in order. The sizes of the shares differ by at most one. */
-static mf_range mf_share(int n, int i, int parts) {
-    int from = (int)((int64_t)n * i / parts);
-    return (mf_range){from, (int)((int64_t)n * (i + 1) / parts) - from};
+static mf_range mf_even_share(int n, int i, int n_shares) {
+    int first = (int)((int64_t)n * i / n_shares);
+    return (mf_range){first, (int)((int64_t)n * (i + 1) / n_shares) - first};
 }
 
 /* The time of the busiest stage, in units of one layer, if the last stage has n of the L layers and
  * the `others` stages share the rest. head: the time of the LM head, which the last stage has. */
-static double mf_busiest(int L, int others, int n, double head) {
-    return MAX((L - n + others - 1) / others, n + head);
+static double mf_busiest_stage_time(int L, int n_others, int n_last, double head) {
+    return MAX((L - n_last + n_others - 1) / n_others, n_last + head);
 }
 
 /* The layers of pipeline stage i; pp_size <= L.
@@ -8773,115 +8773,115 @@ static double mf_busiest(int L, int others, int n, double head) {
  * of both kinds of work, where the busiest stage sets the time. The other stages share the rest
  * evenly. On Llama-3.1-8B this gives 17 + 15 layers: many answers gain more than conversations lose
  * (3.8 % and 2.4 % against 16 + 16; two H200, 2026-11-22). */
-static mf_range mf_stage(const toka_shape *s, int i, int pp_size) {
-    const double layer = (double)s->E * ((2.0 * s->H + 2.0 * s->K) * s->D + 3.0 * s->F);
-    const double head = (double)s->V_all * s->E / layer;
-    int others = pp_size - 1, last = s->L - others;
-    double least = INFINITY;
-    for (int n = last; others && n >= 1; n--) {
-        double takes = mf_busiest(s->L, others, n, head / 5) +
-                       mf_busiest(s->L, others, n, head * 2 / 3);
-        if (takes < least) least = takes, last = n;
+static mf_range mf_stage_layers(const toka_shape *shape, int i, int pp_size) {
+    const double layer_work = (double)shape->E * ((2.0 * shape->H + 2.0 * shape->K) * shape->D + 3.0 * shape->F);
+    const double head_layers = (double)shape->V_all * shape->E / layer_work;
+    int n_others = pp_size - 1, n_last = shape->L - n_others;
+    double least_time = INFINITY;
+    for (int tried = n_last; n_others && tried >= 1; tried--) {
+        double time = mf_busiest_stage_time(shape->L, n_others, tried, head_layers / 5) +
+                       mf_busiest_stage_time(shape->L, n_others, tried, head_layers * 2 / 3);
+        if (time < least_time) least_time = time, n_last = tried;
     }
-    return i < others ? mf_share(s->L - last, i, others) : (mf_range){s->L - last, last};
+    return i < n_others ? mf_even_share(shape->L - n_last, i, n_others) : (mf_range){shape->L - n_last, n_last};
 }
 
 /* Share i of the vocabulary. If the vocabulary is large enough, each share begins at a multiple of
  * TOKA_ID_BLOCK, because sampling on a GPU uses one random number for each such block of ids. */
-static mf_range mf_share_ids(int V, int i, int parts) {
-    const int block = V >= parts * TOKA_ID_BLOCK ? TOKA_ID_BLOCK : 1;
-    mf_range r = mf_share((V + block - 1) / block, i, parts);
-    r.from *= block;
-    r.n = MIN(r.n * block, V - r.from);
-    return r;
+static mf_range mf_vocab_share(int V, int i, int n_shares) {
+    const int block = V >= n_shares * TOKA_ID_BLOCK ? TOKA_ID_BLOCK : 1;
+    mf_range share = mf_even_share((V + block - 1) / block, i, n_shares);
+    share.first *= block;
+    share.count = MIN(share.count * block, V - share.first);
+    return share;
 }
 
 /* A tensor rank's query heads, kv heads, mlp columns and vocabulary. If there are fewer kv heads
  * than ranks, several ranks have the same kv head, and each of them has some of its query heads. */
-typedef struct mf_part {
+typedef struct mf_tp_ranges {
     mf_range H, K, F, V;
-} mf_part;
+} mf_tp_ranges;
 
 /* Computes *p. Returns TOKA_E_USE if the model cannot be split over so many ranks. */
-static int mf_part_of(const toka_shape *s, int tp_rank, int tp_size, mf_part *p, toka_err *e) {
-    const int G = s->H / s->K;
-    if (tp_size > s->F || tp_size > s->V)
+static int mf_split_tp(const toka_shape *shape, int tp_rank, int tp_size, mf_tp_ranges *ranges, toka_err *e) {
+    const int heads_per_kv = shape->H / shape->K;
+    if (tp_size > shape->F || tp_size > shape->V)
         return fail(e, TOKA_E_USE,
                     "tensor parallel size %d: the model's mlp width is %d and its vocabulary %d, "
                     "expected no more ranks",
-                    tp_size, s->F, s->V);
-    if (s->K < tp_size && (tp_size % s->K || G % (tp_size / s->K)))
+                    tp_size, shape->F, shape->V);
+    if (shape->K < tp_size && (tp_size % shape->K || heads_per_kv % (tp_size / shape->K)))
         return fail(e, TOKA_E_USE,
                     "tensor parallel size %d: the model has %d heads and %d kv heads (H, K), "
                     "expected at most %d ranks, or a multiple of K that divides H",
-                    tp_size, s->H, s->K, s->K);
-    p->K = s->K < tp_size ? (mf_range){tp_rank / (tp_size / s->K), 1}
-                          : mf_share(s->K, tp_rank, tp_size);
-    p->H = s->K < tp_size ? mf_share(s->H, tp_rank, tp_size)
-                          : (mf_range){p->K.from * G, p->K.n * G};
-    p->F = mf_share(s->F, tp_rank, tp_size);
-    p->V = mf_share_ids(s->V, tp_rank, tp_size);
+                    tp_size, shape->H, shape->K, shape->K);
+    ranges->K = shape->K < tp_size ? (mf_range){tp_rank / (tp_size / shape->K), 1}
+                          : mf_even_share(shape->K, tp_rank, tp_size);
+    ranges->H = shape->K < tp_size ? mf_even_share(shape->H, tp_rank, tp_size)
+                          : (mf_range){ranges->K.first * heads_per_kv, ranges->K.count * heads_per_kv};
+    ranges->F = mf_even_share(shape->F, tp_rank, tp_size);
+    ranges->V = mf_vocab_share(shape->V, tp_rank, tp_size);
     return 0;
 }
 
-/* The part's share of a tensor's rows or columns. letters: the dimension as in mf_slot; size: the
+/* The part's share of a tensor's rows or columns. letters: the dimension as in mf_binding; size: the
  * whole dimension. For "KD" it is D rows for each kv head of the part. */
-static mf_range mf_part_range(const mf_part *p, const char *letters, int size, int D) {
+static mf_range mf_dim_range(const mf_tp_ranges *ranges, const char *letters, int size, int D) {
     switch (*letters) {
-    case 'H': return (mf_range){p->H.from * D, p->H.n * D};
-    case 'K': return (mf_range){p->K.from * D, p->K.n * D};
-    case 'F': return p->F;
-    case 'V': return p->V;
+    case 'H': return (mf_range){ranges->H.first * D, ranges->H.count * D};
+    case 'K': return (mf_range){ranges->K.first * D, ranges->K.count * D};
+    case 'F': return ranges->F;
+    case 'V': return ranges->V;
     default: return (mf_range){0, size};
     }
 }
 
 /* Sets the slot's tensor of `to` to the part's slice of that of `from`. Both are a toka_layer or
  * both a toka_weights. */
-static void mf_slice(const mf_slot *slot, const mf_part *p, int D, const void *from, void *to) {
-    const toka_tensor *t = (const toka_tensor *)(const void *)((const char *)from + slot->field);
-    if (!t->rows) return;
-    mf_range rows = mf_part_range(p, slot->rows, t->rows, D);
-    mf_range cols = mf_part_range(p, slot->cols, t->cols, D);
-    const size_t at = ((size_t)rows.from * (size_t)t->stride + (size_t)cols.from) *
-                      (t->dtype == TOKA_F32 ? 4 : 2);
-    *(toka_tensor *)(void *)((char *)to + slot->field) =
-        (toka_tensor){(const char *)t->data + at, t->dtype, rows.n, cols.n, t->stride};
+static void mf_slice_tensor(const mf_binding *binding, const mf_tp_ranges *ranges, int D, const void *from, void *to) {
+    const toka_tensor *tensor = (const toka_tensor *)(const void *)((const char *)from + binding->field);
+    if (!tensor->rows) return;
+    mf_range rows = mf_dim_range(ranges, binding->rows, tensor->rows, D);
+    mf_range cols = mf_dim_range(ranges, binding->cols, tensor->cols, D);
+    const size_t offset = ((size_t)rows.first * (size_t)tensor->stride + (size_t)cols.first) *
+                      (tensor->dtype == TOKA_F32 ? 4 : 2);
+    *(toka_tensor *)(void *)((char *)to + binding->field) =
+        (toka_tensor){(const char *)tensor->data + offset, tensor->dtype, rows.count, cols.count, tensor->stride};
 }
 
 /* Computes the shape and the weights of one rank. The weights are slices of `whole`; nothing is
  * copied. Only the first stage has the embedding, only the last has the final norm and the LM head.
  * out->layers is in `a`. Returns 0, or TOKA_E_USE if the model cannot be split this way. */
-static int mf_shard(const toka_shape *s, const toka_weights *whole, const mf_rank *r, arena *a,
+static int mf_shard(const toka_shape *full, const toka_weights *full_weights, const mf_rank *rank, arena *memory,
                     toka_shape *shape, toka_weights *out, toka_err *e) {
-    mf_part p = {0};
-    assert(r->tp_rank >= 0 && r->tp_rank < r->tp_size && r->pp_rank >= 0 &&
-           r->pp_rank < r->pp_size && s->V == s->V_all);
-    if (r->pp_size > s->L)
+    mf_tp_ranges ranges = {0};
+    assert(rank->tp_rank >= 0 && rank->tp_rank < rank->tp_size && rank->pp_rank >= 0 &&
+           rank->pp_rank < rank->pp_size && full->V == full->V_all);
+    if (rank->pp_size > full->L)
         return fail(e, TOKA_E_USE,
                     "pipeline parallel size %d: the model has %d layers, expected at least one a "
                     "stage",
-                    r->pp_size, s->L);
-    if (mf_part_of(s, r->tp_rank, r->tp_size, &p, e)) return e->code;
-    const mf_range layers = mf_stage(s, r->pp_rank, r->pp_size);
-    *shape = *s;
-    shape->L = layers.n;
-    shape->H = p.H.n;
-    shape->K = p.K.n;
-    shape->F = p.F.n;
-    shape->V = p.V.n;
-    shape->v0 = p.V.from;
-    *out = (toka_weights){.layers = arena_zalloc(a, (size_t)layers.n * sizeof *out->layers)};
-    for (int l = 0; l < layers.n; l++) {
-        const toka_layer *from = &whole->layers[layers.from + l];
-        for (int i = 0; i < COUNT(mf_layer_slots); i++)
-            mf_slice(&mf_layer_slots[i], &p, s->D, from, &out->layers[l]);
-        out->layers[l].window = from->window;
+                    rank->pp_size, full->L);
+    if (mf_split_tp(full, rank->tp_rank, rank->tp_size, &ranges, e)) return e->code;
+    const mf_range layers = mf_stage_layers(full, rank->pp_rank, rank->pp_size);
+    *shape = *full;
+    shape->L = layers.count;
+    shape->H = ranges.H.count;
+    shape->K = ranges.K.count;
+    shape->F = ranges.F.count;
+    shape->V = ranges.V.count;
+    shape->v0 = ranges.V.first;
+    *out = (toka_weights){.layers = arena_zalloc(memory, (size_t)layers.count * sizeof *out->layers)};
+    for (int layer = 0; layer < layers.count; layer++) {
+        const toka_layer *source = &full_weights->layers[layers.first + layer];
+        for (int i = 0; i < COUNT(mf_layer_bindings); i++)
+            mf_slice_tensor(&mf_layer_bindings[i], &ranges, full->D, source, &out->layers[layer]);
+        out->layers[layer].window = source->window;
     }
-    if (r->pp_rank == 0) mf_slice(&mf_model_slots[MF_EMBED], &p, s->D, whole, out);
-    if (r->pp_rank == r->pp_size - 1) {
-        mf_slice(&mf_model_slots[MF_NORM], &p, s->D, whole, out);
-        mf_slice(&mf_lm_head_slot, &p, s->D, whole, out);
+    if (rank->pp_rank == 0) mf_slice_tensor(&mf_model_bindings[MF_EMBED], &ranges, full->D, full_weights, out);
+    if (rank->pp_rank == rank->pp_size - 1) {
+        mf_slice_tensor(&mf_model_bindings[MF_NORM], &ranges, full->D, full_weights, out);
+        mf_slice_tensor(&mf_lm_head_binding, &ranges, full->D, full_weights, out);
     }
     return 0;
 }
@@ -8894,8 +8894,8 @@ static int mf_shard(const toka_shape *s, const toka_weights *whole, const mf_ran
  * of the chat templates, the end ids and the sampling defaults.
  *
  *   models.txt     mf_models_parse: the table of known models
- *   finding        mf_find: folder, name, hub cache
- *   opening        mf_open, mf_close; mf_overwritten: have the weights changed since?
+ *   finding        mf_find_model: folder, name, hub cache
+ *   opening        mf_open, mf_close; mf_find_overwritten: have the weights changed since?
  *
  * It does not download, convert or write anything.
  * =========================================================================== */
@@ -8903,178 +8903,178 @@ static int mf_shard(const toka_shape *s, const toka_weights *whole, const mf_ran
 /* ---- models.txt: the known models ----
  * One line for each model, with columns separated by spaces. "-" means none, # begins a comment. */
 
-typedef struct mf_known { /* one line; strings are in the parser's arena */
+typedef struct mf_known_model { /* one line; strings are in the parser's arena */
     char *name, *hub_id;
     char *family; /* of the chat template: llama3, chatml ...; "-" for a base model */
     mf_config config;
-} mf_known;
+} mf_known_model;
 
 /* The columns. From MF_COL_DIMS on there is one column for each of mf_dims except max_len. */
 enum {
-    MF_COL_NAME, MF_COL_HUB, MF_COL_ARCH, MF_COL_DIMS, MF_COL_TIED = MF_COL_DIMS + MF_LEN,
-    MF_COL_THETA, MF_COL_ROPE, MF_COL_EPS, MF_COL_LEN, MF_COL_EXTRAS, MF_COL_FAMILY,
+    MF_COL_NAME, MF_COL_HUB_ID, MF_COL_ARCH, MF_COL_DIMS, MF_COL_TIED = MF_COL_DIMS + MF_MAX_LEN,
+    MF_COL_THETA, MF_COL_ROPE, MF_COL_EPS, MF_COL_MAX_LEN, MF_COL_EXTRAS, MF_COL_FAMILY,
     MF_COL_VERIFIED, MF_N_COLS
 };
 
 /* Parses up to `most` numbers separated by commas, none of them negative. Returns their count, or
  * -1 if s is anything else. */
-static int mf_numbers(str s, double *out, int most) {
-    int n = 0;
-    arena a = {0};
+static int mf_parse_numbers(str list, double *out, int max_numbers) {
+    int n_numbers = 0;
+    arena memory = {0};
     toka_err e;
-    bool good = !str_ends(s, STR(","));
-    for (str word; good && str_split_next(&s, ',', &word); n++) {
-        const json *v = n < most ? json_parse(&a, word, json_trusted, &e) : NULL;
-        good = v && (out[n] = json_num(v, -1)) >= 0;
+    bool valid = !str_ends(list, STR(","));
+    for (str word; valid && str_split_next(&list, ',', &word); n_numbers++) {
+        const json *value = n_numbers < max_numbers ? json_parse(&memory, word, json_trusted, &e) : NULL;
+        valid = value && (out[n_numbers] = json_num(value, -1)) >= 0;
     }
-    arena_free(&a);
-    return good && n ? n : -1;
+    arena_free(&memory);
+    return valid && n_numbers ? n_numbers : -1;
 }
 
 /* Parses the column ROPE: "default", "linear:F", "llama3:F,LOW,HIGH,ORIGINAL" or
  * "yarn:F,ORIGINAL". Returns false if it is anything else. */
-static bool mf_known_rope(str s, mf_rope *r) {
+static bool mf_parse_rope_column(str text, mf_rope *rope) {
     static const int n_numbers[] = {0, 1, 4, 2};
-    double x[4] = {0};
+    double numbers[4] = {0};
     for (int kind = 0; kind < COUNT(mf_rope_names); kind++) {
         const str name = str_c(mf_rope_names[kind]);
-        if (!str_starts(s, name)) continue;
-        r->kind = (mf_rope_kind)kind;
-        if (kind == MF_ROPE_DEFAULT) return s.n == name.n;
-        if (s.n == name.n || s.p[name.n] != ':') return false;
-        if (mf_numbers(str_sub(s, name.n + 1, s.n), x, 4) != n_numbers[kind]) return false;
-        r->factor = x[0];
-        r->beta_fast = 32;
-        r->beta_slow = 1;
-        r->original_len = kind == MF_ROPE_LLAMA3 ? x[3] : x[1];
-        r->low_freq_factor = x[1];
-        r->high_freq_factor = x[2];
+        if (!str_starts(text, name)) continue;
+        rope->kind = (mf_rope_kind)kind;
+        if (kind == MF_ROPE_DEFAULT) return text.n == name.n;
+        if (text.n == name.n || text.p[name.n] != ':') return false;
+        if (mf_parse_numbers(str_sub(text, name.n + 1, text.n), numbers, 4) != n_numbers[kind]) return false;
+        rope->factor = numbers[0];
+        rope->beta_fast = 32;
+        rope->beta_slow = 1;
+        rope->original_len = kind == MF_ROPE_LLAMA3 ? numbers[3] : numbers[1];
+        rope->low_freq_factor = numbers[1];
+        rope->high_freq_factor = numbers[2];
         /* The limits are those of mf_read_rope_scaling. */
-        if (r->factor < 1e-3 || r->factor > 1e6) return false;
-        if (kind == MF_ROPE_LLAMA3 && (x[1] < 1e-3 || x[2] > 1e6 || x[2] <= x[1])) return false;
-        return kind == MF_ROPE_LINEAR || (r->original_len >= 1 && r->original_len <= 1 << 30);
+        if (rope->factor < 1e-3 || rope->factor > 1e6) return false;
+        if (kind == MF_ROPE_LLAMA3 && (numbers[1] < 1e-3 || numbers[2] > 1e6 || numbers[2] <= numbers[1])) return false;
+        return kind == MF_ROPE_LINEAR || (rope->original_len >= 1 && rope->original_len <= 1 << 30);
     }
     return false;
 }
 
 /* Parses the column EXTRAS: "-", or some of qkv_bias, o_bias, qk_norm and window=N, separated by
  * commas. *window: 0 if there is none. Returns false if it is anything else. */
-static bool mf_known_extras(str s, mf_config *c, double *window) {
+static bool mf_parse_extras(str text, mf_config *config, double *window) {
     static const char *const names[] = {"qkv_bias", "o_bias", "qk_norm"};
     *window = 0;
-    if (str_is(s, "-")) return true;
-    for (str word; str_split_next(&s, ',', &word);) {
+    if (str_is(text, "-")) return true;
+    for (str word; str_split_next(&text, ',', &word);) {
         int i = 0;
         while (i < COUNT(names) && !str_is(word, names[i])) i++;
-        if (i < COUNT(names)) c->features |= 1u << i;
+        if (i < COUNT(names)) config->features |= 1u << i;
         else if (!str_starts(word, STR("window=")) ||
-                 mf_numbers(str_sub(word, 7, word.n), window, 1) != 1)
+                 mf_parse_numbers(str_sub(word, 7, word.n), window, 1) != 1)
             return false;
     }
     return *window >= 0 && *window <= INT_MAX / 2;
 }
 
 /* Reads the columns of one line into *k. where: "models.txt line 7". Returns 0 or an error code. */
-static int mf_known_read(const str col[MF_N_COLS], const char *where, arena *a, mf_known *k,
+static int mf_parse_model_line(const str cols[MF_N_COLS], const char *where, arena *memory, mf_known_model *known,
                          toka_err *e) {
-    mf_config *c = &k->config;
-    double dim[MF_N_DIMS], theta, eps, window;
+    mf_config *config = &known->config;
+    double numbers[MF_N_DIMS], theta, eps, window;
     int64_t dims[MF_N_DIMS];
     for (int i = 0; i < MF_N_DIMS; i++) {
-        str s = col[i == MF_LEN ? MF_COL_LEN : MF_COL_DIMS + i];
-        if (mf_numbers(s, &dim[i], 1) != 1 || dim[i] > 1e12 || dim[i] != floor(dim[i]))
+        str text = cols[i == MF_MAX_LEN ? MF_COL_MAX_LEN : MF_COL_DIMS + i];
+        if (mf_parse_numbers(text, &numbers[i], 1) != 1 || numbers[i] > 1e12 || numbers[i] != floor(numbers[i]))
             return fail(e, TOKA_E_INPUT, "%s: %s is \"%.*s\", expected a whole number", where,
-                        mf_dims[i].letter, STRF(s));
-        dims[i] = (int64_t)dim[i];
+                        mf_dims[i].letter, STRF(text));
+        dims[i] = (int64_t)numbers[i];
     }
-    c->arch = mf_arch_by_name(col[MF_COL_ARCH]);
-    if (!c->arch)
+    config->arch = mf_arch_by_name(cols[MF_COL_ARCH]);
+    if (!config->arch)
         return fail(e, TOKA_E_INPUT, "%s: architecture %.*s is not supported", where,
-                    STRF(col[MF_COL_ARCH]));
-    if (mf_set_dims(c, dims, where, e)) return e->code;
-    if (!mf_known_rope(col[MF_COL_ROPE], &c->rope))
+                    STRF(cols[MF_COL_ARCH]));
+    if (mf_set_dims(config, dims, where, e)) return e->code;
+    if (!mf_parse_rope_column(cols[MF_COL_ROPE], &config->rope))
         return fail(e, TOKA_E_INPUT,
                     "%s: rope is \"%.*s\", expected default, linear:F, llama3:F,LOW,HIGH,ORIGINAL "
                     "or yarn:F,ORIGINAL",
-                    where, STRF(col[MF_COL_ROPE]));
-    if (mf_numbers(col[MF_COL_THETA], &theta, 1) != 1 || theta <= 1 || theta > 1e18)
+                    where, STRF(cols[MF_COL_ROPE]));
+    if (mf_parse_numbers(cols[MF_COL_THETA], &theta, 1) != 1 || theta <= 1 || theta > 1e18)
         return fail(e, TOKA_E_INPUT, "%s: theta is \"%.*s\", expected a number over 1", where,
-                    STRF(col[MF_COL_THETA]));
-    if (mf_numbers(col[MF_COL_EPS], &eps, 1) != 1 || eps > 1)
+                    STRF(cols[MF_COL_THETA]));
+    if (mf_parse_numbers(cols[MF_COL_EPS], &eps, 1) != 1 || eps > 1)
         return fail(e, TOKA_E_INPUT, "%s: eps is \"%.*s\", expected a number up to 1", where,
-                    STRF(col[MF_COL_EPS]));
-    if (!mf_known_extras(col[MF_COL_EXTRAS], c, &window))
+                    STRF(cols[MF_COL_EPS]));
+    if (!mf_parse_extras(cols[MF_COL_EXTRAS], config, &window))
         return fail(e, TOKA_E_INPUT,
                     "%s: extras are \"%.*s\", expected - or some of qkv_bias, o_bias, qk_norm, "
                     "window=N",
-                    where, STRF(col[MF_COL_EXTRAS]));
-    if (!str_is(col[MF_COL_TIED], "tied") && !str_is(col[MF_COL_TIED], "untied"))
+                    where, STRF(cols[MF_COL_EXTRAS]));
+    if (!str_is(cols[MF_COL_TIED], "tied") && !str_is(cols[MF_COL_TIED], "untied"))
         return fail(e, TOKA_E_INPUT, "%s: \"%.*s\", expected tied or untied", where,
-                    STRF(col[MF_COL_TIED]));
-    if (str_is(col[MF_COL_TIED], "untied")) c->features |= MF_LM_HEAD;
-    c->rope.theta = theta;
-    c->shape.eps = (float)eps;
-    c->bos_id = -1;
-    c->window = arena_alloc(a, (size_t)c->shape.L * sizeof *c->window);
-    for (int i = 0; i < c->shape.L; i++) c->window[i] = (int)window;
-    mf_finish_rope(c, a);
-    k->name = arena_cstr(a, col[MF_COL_NAME]);
-    k->hub_id = arena_cstr(a, col[MF_COL_HUB]);
-    k->family = arena_cstr(a, col[MF_COL_FAMILY]);
+                    STRF(cols[MF_COL_TIED]));
+    if (str_is(cols[MF_COL_TIED], "untied")) config->features |= MF_LM_HEAD;
+    config->rope.theta = theta;
+    config->shape.eps = (float)eps;
+    config->bos_id = -1;
+    config->window = arena_alloc(memory, (size_t)config->shape.L * sizeof *config->window);
+    for (int i = 0; i < config->shape.L; i++) config->window[i] = (int)window;
+    mf_set_rope_table(config, memory);
+    known->name = arena_cstr(memory, cols[MF_COL_NAME]);
+    known->hub_id = arena_cstr(memory, cols[MF_COL_HUB_ID]);
+    known->family = arena_cstr(memory, cols[MF_COL_FAMILY]);
     return 0;
 }
 
 /* Splits a line at spaces, tabs and carriage returns. Returns the number of words and stores the
  * first MF_N_COLS of them. */
-static int mf_split(str line, str col[MF_N_COLS]) {
+static int mf_split_columns(str line, str cols[MF_N_COLS]) {
     int n = 0;
     for (size_t i = 0; i < line.n;) {
-        size_t from = i;
+        size_t start = i;
         while (i < line.n && !strchr(" \t\r", line.p[i] ? line.p[i] : 'x')) i++;
-        if (i > from && n++ < MF_N_COLS) col[n - 1] = str_sub(line, from, i);
-        if (i < line.n && i == from) i++;
+        if (i > start && n++ < MF_N_COLS) cols[n - 1] = str_sub(line, start, i);
+        if (i < line.n && i == start) i++;
     }
     return n;
 }
 
 /* Parses models.txt into a list of models; everything is in `a`. Returns 0 or an error code. */
-static int mf_models_parse(str text, arena *a, mf_known **list, int *n, toka_err *e) {
+static int mf_models_parse(str text, arena *memory, mf_known_model **list, int *n_models, toka_err *e) {
     size_t cap = 1;
     for (size_t i = 0; i < text.n; i++) cap += text.p[i] == '\n';
-    mf_known *known = *list = arena_zalloc(a, cap * sizeof *known);
-    *n = 0;
+    mf_known_model *known = *list = arena_zalloc(memory, cap * sizeof *known);
+    *n_models = 0;
     *e = (toka_err){0};
-    str s, col[MF_N_COLS];
-    for (size_t line = 1; str_split_next(&text, '\n', &s); line++) {
-        ptrdiff_t comment = str_find(s, STR("#"), 0);
-        if (comment >= 0) s.n = (size_t)comment;
-        int n_cols = mf_split(s, col);
+    str line_text, cols[MF_N_COLS];
+    for (size_t line_number = 1; str_split_next(&text, '\n', &line_text); line_number++) {
+        ptrdiff_t comment = str_find(line_text, STR("#"), 0);
+        if (comment >= 0) line_text.n = (size_t)comment;
+        int n_cols = mf_split_columns(line_text, cols);
         char where[48];
-        snprintf(where, sizeof where, "models.txt line %zu", line);
+        snprintf(where, sizeof where, "models.txt line %zu", line_number);
         if (!n_cols) continue;
         if (n_cols != MF_N_COLS)
             return fail(e, TOKA_E_INPUT, "%s: %d columns, expected %d", where, n_cols, MF_N_COLS);
-        if (mf_known_read(col, where, a, &known[*n], e)) return e->code;
-        for (int i = 0; i < *n; i++)
-            if (strcasecmp(known[i].name, known[*n].name) == 0)
+        if (mf_parse_model_line(cols, where, memory, &known[*n_models], e)) return e->code;
+        for (int i = 0; i < *n_models; i++)
+            if (strcasecmp(known[i].name, known[*n_models].name) == 0)
                 return fail(e, TOKA_E_INPUT, "%s: %s is there twice", where, known[i].name);
-        ++*n;
+        ++*n_models;
     }
     return 0;
 }
 
 /* ---- Finding: from the name that the user gave to a folder ---- */
 
-static const char mf_no_models[] =
+static const char mf_no_models_file[] =
     "no models.txt here or beside the program; give one with --models-file";
 
 /* Reads models.txt: the given file (NULL: none given), else the one beside the program, else the
  * one in the current folder. If there is none, the list is empty. Returns 0 or an error code. */
-static int mf_models_open(const char *models_file, arena *a, mf_known **list, int *n, toka_err *e) {
+static int mf_read_models_file(const char *models_file, arena *memory, mf_known_model **list, int *n_models, toka_err *e) {
     char path[PATH_MAX + 16];
     str text;
     *list = NULL;
-    *n = 0;
+    *n_models = 0;
     if (models_file) {
         snprintf(path, sizeof path, "%s", models_file);
     } else {
@@ -9086,26 +9086,26 @@ static int mf_models_open(const char *models_file, arena *a, mf_known **list, in
     }
     int code = os_map(path, &text, e);
     if (code) return code;
-    code = mf_models_parse(text, a, list, n, e);
+    code = mf_models_parse(text, memory, list, n_models, e);
     os_unmap(text);
     return code;
 }
 
 /* Appends the path of the hub cache's folder, found as huggingface_hub finds it: the first of these
  * environment variables that is set. "~" or "~/" at the start of its value means $HOME. */
-static void mf_hub_cache(buf *out) {
-    static const char *const from[][2] = {{"HF_HUB_CACHE", ""},
+static void mf_put_hub_cache_path(buf *out) {
+    static const char *const sources[][2] = {{"HF_HUB_CACHE", ""},
                                           {"HUGGINGFACE_HUB_CACHE", ""},
                                           {"HF_HOME", "/hub"},
                                           {"XDG_CACHE_HOME", "/huggingface/hub"},
                                           {"HOME", "/.cache/huggingface/hub"}};
-    for (int i = 0; i < COUNT(from); i++) {
-        const char *value = getenv(from[i][0]), *home = getenv("HOME");
+    for (int i = 0; i < COUNT(sources); i++) {
+        const char *value = getenv(sources[i][0]), *home = getenv("HOME");
         if (!value || !*value) continue;
         bool tilde = home && value[0] == '~' && (!value[1] || value[1] == '/');
         buf_c(out, tilde ? home : "");
         buf_c(out, value + tilde);
-        buf_c(out, from[i][1]);
+        buf_c(out, sources[i][1]);
         return;
     }
     buf_c(out, ".cache/huggingface/hub");
@@ -9113,51 +9113,51 @@ static void mf_hub_cache(buf *out) {
 
 /* Is s a hub id? It is "org/name" or "name" of letters, digits and -_. where no part begins with a
  * dot. */
-static bool mf_is_hub_id(str s) {
+static bool mf_is_hub_id(str id) {
     int slashes = 0;
-    for (size_t i = 0; i < s.n; i++) {
-        bool first = i == 0 || s.p[i - 1] == '/';
-        if (s.p[i] == '/') slashes++;
-        else if (!isalnum((unsigned char)s.p[i]) && !strchr("-_.", s.p[i] ? s.p[i] : '/'))
+    for (size_t i = 0; i < id.n; i++) {
+        bool first = i == 0 || id.p[i - 1] == '/';
+        if (id.p[i] == '/') slashes++;
+        else if (!isalnum((unsigned char)id.p[i]) && !strchr("-_.", id.p[i] ? id.p[i] : '/'))
             return false;
-        if (first && (s.p[i] == '.' || s.p[i] == '/')) return false;
+        if (first && (id.p[i] == '.' || id.p[i] == '/')) return false;
     }
-    return s.n && s.n < 200 && slashes <= 1 && s.p[s.n - 1] != '/';
+    return id.n && id.n < 200 && slashes <= 1 && id.p[id.n - 1] != '/';
 }
 
 /* Finds the folder of a hub id, or of ID@REVISION, in the hub cache:
  * models--org--name/snapshots/COMMIT, where the file models--org--name/refs/REVISION has the
  * commit's name. called: the name that the user gave, if it was not the id; else NULL. Returns 0 or
  * an error code. */
-static int mf_find_hub(const char *id, const char *called, char **folder, arena *a, toka_err *e) {
-    const char *at = strchr(id, '@');
-    const str repo = {id, at ? (size_t)(at - id) : strlen(id)};
-    const str rev = at ? str_c(at + 1) : STR("main");
-    if (!mf_is_hub_id(repo) || !mf_is_hub_id(rev) || memchr(rev.p, '/', rev.n))
+static int mf_find_in_hub_cache(const char *id, const char *given_name, char **folder, arena *memory, toka_err *e) {
+    const char *at_sign = strchr(id, '@');
+    const str repo = {id, at_sign ? (size_t)(at_sign - id) : strlen(id)};
+    const str revision = at_sign ? str_c(at_sign + 1) : STR("main");
+    if (!mf_is_hub_id(repo) || !mf_is_hub_id(revision) || memchr(revision.p, '/', revision.n))
         return fail(e, TOKA_E_USE, "%s: no such folder, and not a hub id", id);
     buf path = {0}, cache = {0};
-    mf_hub_cache(&cache);
+    mf_put_hub_cache_path(&cache);
     buf_printf(&path, "%s/models--", cache.p);
     for (size_t i = 0; i < repo.n; i++)
         if (repo.p[i] == '/') buf_c(&path, "--");
         else buf_char(&path, repo.p[i]);
-    size_t root = path.n;
-    buf_printf(&path, "/refs/%.*s", (int)rev.n, rev.p);
-    str commit = rev, text = STR("");
+    size_t repo_len = path.n;
+    buf_printf(&path, "/refs/%.*s", (int)revision.n, revision.p);
+    str commit = revision, text = STR("");
     if (os_is_file(path.p) && os_map(path.p, &text, e) == 0) {
         commit = text;
         while (commit.n && isspace((unsigned char)commit.p[commit.n - 1])) commit.n--;
-        if (!mf_is_hub_id(commit) || memchr(commit.p, '/', commit.n)) commit = rev;
+        if (!mf_is_hub_id(commit) || memchr(commit.p, '/', commit.n)) commit = revision;
     }
-    path.n = root;
+    path.n = repo_len;
     buf_printf(&path, "/snapshots/%.*s", (int)commit.n, commit.p);
     os_unmap(text);
-    *folder = os_is_dir(path.p) ? arena_cstr(a, buf_view(&path)) : NULL;
+    *folder = os_is_dir(path.p) ? arena_cstr(memory, buf_view(&path)) : NULL;
     if (!*folder)
         fail(e, TOKA_E_INPUT,
              "%s%s%s is not in the hub cache %s; get it with: hf download %.*s%s%s",
-             called ? called : "", called ? ": " : "", id, cache.p, (int)repo.n, repo.p,
-             at ? " --revision " : "", at ? at + 1 : "");
+             given_name ? given_name : "", given_name ? ": " : "", id, cache.p, (int)repo.n, repo.p,
+             at_sign ? " --revision " : "", at_sign ? at_sign + 1 : "");
     buf_free(&path);
     buf_free(&cache);
     return *folder ? 0 : e->code;
@@ -9165,16 +9165,16 @@ static int mf_find_hub(const char *id, const char *called, char **folder, arena 
 
 /* The last part of the path that the user gave: "x" for "models/x/". A symbolic link keeps its own
  * name. For a path whose last part is "." or "..", it is the last part of the real path. */
-static char *mf_folder_name(const char *path, arena *a) {
-    str s = str_c(path);
-    while (s.n > 1 && (s.p[s.n - 1] == '/' || str_ends(s, STR("/.")))) s.n--;
-    size_t from = s.n;
-    while (from && s.p[from - 1] != '/') from--;
-    str last = str_sub(s, from, s.n);
+static char *mf_folder_name(const char *path, arena *memory) {
+    str rest = str_c(path);
+    while (rest.n > 1 && (rest.p[rest.n - 1] == '/' || str_ends(rest, STR("/.")))) rest.n--;
+    size_t start = rest.n;
+    while (start && rest.p[start - 1] != '/') start--;
+    str last = str_sub(rest, start, rest.n);
     char *real = !last.n || str_is(last, ".") || str_is(last, "..") ? realpath(path, NULL) : NULL;
     const char *slash = real ? strrchr(real, '/') : NULL;
     if (slash && slash[1]) last = str_c(slash + 1);
-    char *name = arena_cstr(a, last.n ? last : str_c(path));
+    char *name = arena_cstr(memory, last.n ? last : str_c(path));
     free(real);
     return name;
 }
@@ -9182,111 +9182,111 @@ static char *mf_folder_name(const char *path, arena *a) {
 /* Sets m->folder, m->name and m->hub_id. If `model` exists as a path, it is a folder. Otherwise it
  * is a hub id if it has a slash, and a name from models.txt if it has none. Returns 0 or an error
  * code. */
-static int mf_find(mf_model *m, const char *model, const char *models_file, toka_err *e) {
+static int mf_find_model(mf_model *files, const char *model, const char *models_file, toka_err *e) {
     struct stat st;
-    bool there = stat(model, &st) == 0;
+    bool exists = stat(model, &st) == 0;
     int err = errno;
-    str s = str_c(model);
-    if (there && S_ISDIR(st.st_mode)) {
-        m->name = mf_folder_name(model, &m->a);
-        m->folder = arena_cstr(&m->a, s);
+    str given = str_c(model);
+    if (exists && S_ISDIR(st.st_mode)) {
+        files->name = mf_folder_name(model, &files->memory);
+        files->folder = arena_cstr(&files->memory, given);
         return 0;
     }
-    if (there)
+    if (exists)
         return fail(e, TOKA_E_INPUT,
                     "%s: not a folder; a model is a folder with config.json and model.safetensors",
                     model);
     if (err != ENOENT && err != ENOTDIR)
         return fail(e, TOKA_E_INPUT, "%s: %s", model, strerror(err));
     if (strchr(model, '/')) { /* no name in models.txt has a slash */
-        m->name = m->hub_id = arena_cstr(&m->a, s);
-        return mf_find_hub(model, NULL, &m->folder, &m->a, e);
+        files->name = files->hub_id = arena_cstr(&files->memory, given);
+        return mf_find_in_hub_cache(model, NULL, &files->folder, &files->memory, e);
     }
-    mf_known *known;
-    int n;
-    if (mf_models_open(models_file, &m->a, &known, &n, e)) return e->code;
-    for (int i = 0; i < n; i++)
+    mf_known_model *known;
+    int n_models;
+    if (mf_read_models_file(models_file, &files->memory, &known, &n_models, e)) return e->code;
+    for (int i = 0; i < n_models; i++)
         if (strcasecmp(known[i].name, model) == 0) {
-            m->name = known[i].name;
-            m->hub_id = known[i].hub_id;
-            return mf_find_hub(m->hub_id, m->name, &m->folder, &m->a, e);
+            files->name = known[i].name;
+            files->hub_id = known[i].hub_id;
+            return mf_find_in_hub_cache(files->hub_id, files->name, &files->folder, &files->memory, e);
         }
-    if (!n) return fail(e, TOKA_E_USE, "%s: no such folder, and %s", model, mf_no_models);
-    suggestion near = {.typed = s};
-    for (int i = 0; i < n; i++) suggest_try(&near, known[i].name);
+    if (!n_models) return fail(e, TOKA_E_USE, "%s: no such folder, and %s", model, mf_no_models_file);
+    suggestion suggested = {.typed = given};
+    for (int i = 0; i < n_models; i++) suggest_try(&suggested, known[i].name);
     fail(e, TOKA_E_USE, "%s: no such folder, and no such name in models.txt (see: toka models)",
          model);
-    return suggest_fail(&near, "", e);
+    return suggest_fail(&suggested, "", e);
 }
 
 /* ---- Opening ---- */
 
 /* Finds an embedded file by name. Returns NULL if there is none. */
-static const mf_embedded *mf_embedded_find(const mf_embedded *f, const char *name) {
-    while (f->name && strcmp(f->name, name) != 0) f++;
-    return f->name ? f : NULL;
+static const mf_embedded *mf_embedded_find(const mf_embedded *file, const char *name) {
+    while (file->name && strcmp(file->name, name) != 0) file++;
+    return file->name ? file : NULL;
 }
 
 /* Maps a file of the model; it stays mapped until mf_close. where: gets the file's path, for
  * messages. If the file is missing and not required, *out is empty. An empty file is an error.
  * Returns 0 or an error code. */
-static int mf_file(mf_model *m, const char *name, bool required, char where[256], str *out,
+static int mf_map_file(mf_model *files, const char *name, bool required, char where[256], str *out,
                    toka_err *e) {
     *out = STR("");
-    if (m->embedded) {
+    if (files->embedded) {
         snprintf(where, 256, "embedded %s", name);
-        const mf_embedded *f = mf_embedded_find(m->embedded, name);
-        if (f) *out = (str){f->begin, (size_t)(f->end - f->begin)};
-        if (f && !out->n) return fail(e, TOKA_E_INPUT, "%s: the file is empty", where);
-        return f || !required ? 0 : fail(e, TOKA_E_INPUT, "%s: no such file", where);
+        const mf_embedded *file = mf_embedded_find(files->embedded, name);
+        if (file) *out = (str){file->begin, (size_t)(file->end - file->begin)};
+        if (file && !out->n) return fail(e, TOKA_E_INPUT, "%s: the file is empty", where);
+        return file || !required ? 0 : fail(e, TOKA_E_INPUT, "%s: no such file", where);
     }
     buf path = {0};
     struct stat st;
-    buf_printf(&path, "%s/%s", m->folder, name);
+    buf_printf(&path, "%s/%s", files->folder, name);
     snprintf(where, 256, "%s", path.n < 200 ? path.p : name);
     int code = 0;
     bool wanted = required || lstat(path.p, &st) == 0 || errno != ENOENT;
     if (wanted) code = os_map(path.p, out, e);
     if (wanted && !code && !out->n) code = fail(e, TOKA_E_INPUT, "%s: the file is empty", where);
     if (!code && out->n) {
-        m->maps = mem_realloc(m->maps, (size_t)(m->n_maps + 1) * sizeof *m->maps);
-        m->maps[m->n_maps++] = *out;
+        files->maps = mem_realloc(files->maps, (size_t)(files->n_maps + 1) * sizeof *files->maps);
+        files->maps[files->n_maps++] = *out;
     }
     buf_free(&path);
     return code;
 }
 
 /* Reads the shape, the end ids and the sampling defaults. Returns 0 or an error code. */
-static int mf_open_shape(mf_model *m, toka_err *e) {
+static int mf_open_shape(mf_model *files, toka_err *e) {
     char where[256];
     str text;
-    if (mf_file(m, "config.json", true, where, &text, e)) return e->code;
-    if (mf_config_parse(text, where, &m->a, &m->config, e)) return e->code;
-    if (mf_file(m, "generation_config.json", false, where, &text, e)) return e->code;
-    return text.n ? mf_generation_parse(text, where, &m->a, &m->config, &m->defaults, e) : 0;
+    if (mf_map_file(files, "config.json", true, where, &text, e)) return e->code;
+    if (mf_config_parse(text, where, &files->memory, &files->config, e)) return e->code;
+    if (mf_map_file(files, "generation_config.json", false, where, &text, e)) return e->code;
+    return text.n ? mf_generation_parse(text, where, &files->memory, &files->config, &files->defaults, e) : 0;
 }
 
-static int mf_by_name(const void *x, const void *y) {
+static int mf_compare_names(const void *x, const void *y) {
     return strcmp(*(char *const *)x, *(char *const *)y);
 }
 
 /* Lists the files *.jinja in a folder inside the model's folder: their names without ".jinja",
  * sorted. The array is on the heap and the caller frees it; the names are in m->a. Returns NULL and
  * *n 0 if there are none. */
-static char **mf_list_jinja(mf_model *m, const char *folder, int *n) {
+static char **mf_list_jinja(mf_model *files, const char *folder, int *n_names) {
     char **names = NULL;
     buf path = {0};
-    *n = 0;
-    buf_printf(&path, "%s/%s", m->folder ? m->folder : "", folder);
-    DIR *dir = m->folder ? opendir(path.p) : NULL;
-    for (struct dirent *d; dir && (d = readdir(dir));) {
-        str name = str_c(d->d_name);
+    *n_names = 0;
+    buf_printf(&path, "%s/%s", files->folder ? files->folder : "", folder);
+    DIR *dir = files->folder ? opendir(path.p) : NULL;
+    for (struct dirent *entry; dir && (entry = readdir(dir));) {
+        str name = str_c(entry->d_name);
         if (!str_ends(name, STR(".jinja"))) continue;
-        names = mem_realloc(names, (size_t)(*n + 1) * sizeof *names);
-        names[(*n)++] = arena_cstr(&m->a, str_sub(name, 0, name.n - 6));
+        names = mem_realloc(names, (size_t)(*n_names + 1) * sizeof *names);
+        names[(*n_names)++] = arena_cstr(&files->memory, str_sub(name, 0, name.n - 6));
     }
     if (dir) closedir(dir);
-    if (*n) qsort(names, (size_t)*n, sizeof *names, mf_by_name);
+    if (*n_names) qsort(names, (size_t)*n_names, sizeof *names, mf_compare_names);
     buf_free(&path);
     return names;
 }
@@ -9295,61 +9295,61 @@ static char **mf_list_jinja(mf_model *m, const char *folder, int *n) {
  * replace all templates of tokenizer_config.json. additional_chat_templates/default.jinja counts
  * before chat_template.jinja. chat_template.json counts only if there is no other template. Returns
  * 0 or an error code. */
-static int mf_open_templates(mf_model *m, toka_err *e) {
+static int mf_open_templates(mf_model *files, toka_err *e) {
     char where[256];
     str text;
-    int n, code = mf_file(m, "chat_template.jinja", false, where, &text, e);
-    char **names = mf_list_jinja(m, "additional_chat_templates", &n);
-    if (text.n || n) m->n_templates = 0;
-    if (text.n) mf_add_template(m, STR("default"), text);
-    for (int i = 0; i < n && !code; i++) {
+    int n_names, code = mf_map_file(files, "chat_template.jinja", false, where, &text, e);
+    char **names = mf_list_jinja(files, "additional_chat_templates", &n_names);
+    if (text.n || n_names) files->n_templates = 0;
+    if (text.n) mf_add_template(files, STR("default"), text);
+    for (int i = 0; i < n_names && !code; i++) {
         buf path = {0};
         buf_printf(&path, "additional_chat_templates/%s.jinja", names[i]);
-        code = mf_file(m, path.p, true, where, &text, e);
-        if (!code) mf_add_template(m, str_c(names[i]), text);
+        code = mf_map_file(files, path.p, true, where, &text, e);
+        if (!code) mf_add_template(files, str_c(names[i]), text);
         buf_free(&path);
     }
     free(names);
-    if (code || m->n_templates) return code;
-    if (mf_file(m, "chat_template.json", false, where, &text, e)) return e->code;
-    return text.n ? mf_template_parse(text, where, m, e) : 0;
+    if (code || files->n_templates) return code;
+    if (mf_map_file(files, "chat_template.json", false, where, &text, e)) return e->code;
+    return text.n ? mf_template_file_parse(text, where, files, e) : 0;
 }
 
 /* Reads all files except the weights. Without needs_shape, an error in config.json or
  * generation_config.json is ignored. Returns 0 or an error code. */
-static int mf_open_configs(mf_model *m, bool needs_shape, toka_err *e) {
+static int mf_open_configs(mf_model *files, bool needs_shape, toka_err *e) {
     char where[256];
     str text;
-    m->add_bos = m->add_eos = -1;
-    m->old_specials = true;
-    if (mf_open_shape(m, e)) {
+    files->add_bos = files->add_eos = -1;
+    files->legacy_tokens = true;
+    if (mf_open_shape(files, e)) {
         if (needs_shape) return e->code;
-        m->config = (mf_config){.bos_id = -1};
+        files->config = (mf_config){.bos_id = -1};
     }
-    if (mf_file(m, "tokenizer.json", false, where, &m->tokenizer_json, e)) return e->code;
-    if (mf_file(m, "tokenizer_config.json", false, where, &m->tokenizer_config, e)) return e->code;
-    if (m->tokenizer_config.n &&
-        mf_tokenizer_config_parse(m->tokenizer_config, where, &m->a, m, e))
+    if (mf_map_file(files, "tokenizer.json", false, where, &files->tokenizer_json, e)) return e->code;
+    if (mf_map_file(files, "tokenizer_config.json", false, where, &files->tokenizer_config, e)) return e->code;
+    if (files->tokenizer_config.n &&
+        mf_tokenizer_config_parse(files->tokenizer_config, where, &files->memory, files, e))
         return e->code;
-    if (m->old_specials && mf_file(m, "special_tokens_map.json", false, where, &text, e))
+    if (files->legacy_tokens && mf_map_file(files, "special_tokens_map.json", false, where, &text, e))
         return e->code;
-    if (m->old_specials && text.n && mf_special_map_parse(text, where, &m->a, m, e)) return e->code;
-    if (m->old_specials && mf_file(m, "added_tokens.json", false, where, &text, e)) return e->code;
-    if (m->old_specials && text.n && mf_added_parse(text, where, &m->a, m, e)) return e->code;
-    mf_join_tokens(m);
-    m->shape = m->config.shape;
-    return mf_open_templates(m, e);
+    if (files->legacy_tokens && text.n && mf_special_map_parse(text, where, &files->memory, files, e)) return e->code;
+    if (files->legacy_tokens && mf_map_file(files, "added_tokens.json", false, where, &text, e)) return e->code;
+    if (files->legacy_tokens && text.n && mf_added_tokens_parse(text, where, &files->memory, files, e)) return e->code;
+    mf_join_tokens(files);
+    files->shape = files->config.shape;
+    return mf_open_templates(files, e);
 }
 
 /* Records the state of a weight file; to be called before the file is mapped. */
-static void mf_stamp_file(mf_model *m, const char *name) {
-    mf_stamp s = {0};
+static void mf_record_file_state(mf_model *files, const char *name) {
+    mf_file_state state = {0};
     buf path = {0};
-    buf_printf(&path, "%s/%s", m->folder ? m->folder : "", name);
-    if (m->folder && stat(path.p, &s.st) == 0) {
-        s.path = arena_cstr(&m->a, buf_view(&path));
-        m->stamps = mem_realloc(m->stamps, (size_t)(m->n_stamps + 1) * sizeof *m->stamps);
-        m->stamps[m->n_stamps++] = s;
+    buf_printf(&path, "%s/%s", files->folder ? files->folder : "", name);
+    if (files->folder && stat(path.p, &state.info) == 0) {
+        state.path = arena_cstr(&files->memory, buf_view(&path));
+        files->weight_files = mem_realloc(files->weight_files, (size_t)(files->n_weight_files + 1) * sizeof *files->weight_files);
+        files->weight_files[files->n_weight_files++] = state;
     }
     buf_free(&path);
 }
@@ -9357,43 +9357,43 @@ static void mf_stamp_file(mf_model *m, const char *name) {
 /* Returns the path of a weight file that was written to since it was mapped, or NULL. A file that
  * was deleted or replaced by another file does not count: the mapping keeps the old file, and the
  * path now leads to no file or to another one. */
-static const char *mf_overwritten(const mf_model *m) {
+static const char *mf_find_overwritten(const mf_model *files) {
     struct stat st;
-    for (int i = 0; i < m->n_stamps; i++) {
-        const mf_stamp *s = &m->stamps[i];
-        const struct stat *was = &s->st;
-        if (stat(s->path, &st) != 0) continue;
-        if (st.st_dev != was->st_dev || st.st_ino != was->st_ino) continue;
-        if (st.st_size != was->st_size || st.st_mtim.tv_sec != was->st_mtim.tv_sec ||
-            st.st_mtim.tv_nsec != was->st_mtim.tv_nsec)
-            return s->path;
+    for (int i = 0; i < files->n_weight_files; i++) {
+        const mf_file_state *file = &files->weight_files[i];
+        const struct stat *before = &file->info;
+        if (stat(file->path, &st) != 0) continue;
+        if (st.st_dev != before->st_dev || st.st_ino != before->st_ino) continue;
+        if (st.st_size != before->st_size || st.st_mtim.tv_sec != before->st_mtim.tv_sec ||
+            st.st_mtim.tv_nsec != before->st_mtim.tv_nsec)
+            return file->path;
     }
     return NULL;
 }
 
 /* Maps one weight file and adds its tensors to the set; its parsed header is in tmp. Returns 0 or
  * an error code. */
-static int mf_open_shard(mf_model *m, const char *name, st_set *set, st_names **names, arena *tmp,
+static int mf_open_shard(mf_model *files, const char *name, st_set *set, st_alias_list **aliases, arena *tmp,
                          toka_err *e) {
     char where[256];
     str text;
-    st_tensor *t;
-    int n;
-    mf_stamp_file(m, name);
-    if (mf_file(m, name, true, where, &text, e)) return e->code;
-    if (st_parse(text, arena_cstr(tmp, str_c(where)), tmp, &t, &n, names, e)) return e->code;
-    for (int i = 0; i < n; i++)
-        if (st_set_add(set, &t[i], e)) return e->code;
+    st_tensor *tensors;
+    int n_tensors;
+    mf_record_file_state(files, name);
+    if (mf_map_file(files, name, true, where, &text, e)) return e->code;
+    if (st_parse(text, arena_cstr(tmp, str_c(where)), tmp, &tensors, &n_tensors, aliases, e)) return e->code;
+    for (int i = 0; i < n_tensors; i++)
+        if (st_set_add(set, &tensors[i], e)) return e->code;
     return 0;
 }
 
 /* Does the model's folder have an entry of this name? If the entry is not a readable file, opening
  * it will be an error. */
-static bool mf_has(const mf_model *m, const char *name) {
+static bool mf_has_file(const mf_model *files, const char *name) {
     struct stat st;
-    if (m->embedded) return mf_embedded_find(m->embedded, name) != NULL;
+    if (files->embedded) return mf_embedded_find(files->embedded, name) != NULL;
     buf path = {0};
-    buf_printf(&path, "%s/%s", m->folder, name);
+    buf_printf(&path, "%s/%s", files->folder, name);
     bool has = lstat(path.p, &st) == 0;
     buf_free(&path);
     return has;
@@ -9401,50 +9401,50 @@ static bool mf_has(const mf_model *m, const char *name) {
 
 /* Adds the tensors of model.safetensors, or else of all files that the index names, to the set.
  * Returns 0 or an error code. */
-static int mf_open_shards(mf_model *m, st_set *set, st_names **names, arena *tmp, toka_err *e) {
-    static const char one[] = "model.safetensors", index[] = "model.safetensors.index.json";
+static int mf_open_shards(mf_model *files, st_set *set, st_alias_list **aliases, arena *tmp, toka_err *e) {
+    static const char single[] = "model.safetensors", index[] = "model.safetensors.index.json";
     char where[256];
-    str text, *files;
-    int n;
-    if (mf_has(m, one)) return mf_open_shard(m, one, set, names, tmp, e);
-    if (!mf_has(m, index))
+    str text, *shards;
+    int n_shards;
+    if (mf_has_file(files, single)) return mf_open_shard(files, single, set, aliases, tmp, e);
+    if (!mf_has_file(files, index))
         return fail(e, TOKA_E_INPUT, "%s: there is no %s and no %s%s%s%s",
-                    m->folder ? m->folder : "embedded", one, index,
-                    mf_has(m, "pytorch_model.bin") ? "; pytorch_model.bin is not read" : "",
-                    m->hub_id ? "; get them with: hf download " : "", m->hub_id ? m->hub_id : "");
-    if (mf_file(m, index, true, where, &text, e)) return e->code;
-    if (st_index_parse(text, where, tmp, &files, &n, names, e)) return e->code;
-    for (int i = 0; i < n; i++)
-        if (mf_open_shard(m, arena_cstr(tmp, files[i]), set, names, tmp, e)) return e->code;
+                    files->folder ? files->folder : "embedded", single, index,
+                    mf_has_file(files, "pytorch_model.bin") ? "; pytorch_model.bin is not read" : "",
+                    files->hub_id ? "; get them with: hf download " : "", files->hub_id ? files->hub_id : "");
+    if (mf_map_file(files, index, true, where, &text, e)) return e->code;
+    if (st_index_parse(text, where, tmp, &shards, &n_shards, aliases, e)) return e->code;
+    for (int i = 0; i < n_shards; i++)
+        if (mf_open_shard(files, arena_cstr(tmp, shards[i]), set, aliases, tmp, e)) return e->code;
     return 0;
 }
 
 /* Maps all weight files and binds m->weights. Returns 0 or an error code. */
-static int mf_open_weights(mf_model *m, toka_err *e) {
+static int mf_open_weights(mf_model *files, toka_err *e) {
     arena tmp = {0};
     st_set set = {0};
-    st_names *names = NULL;
-    mf_binder b = {.c = &m->config,
+    st_alias_list *aliases = NULL;
+    mf_binder binder = {.config = &files->config,
                    .set = &set,
-                   .where = m->folder ? m->folder : "the embedded model",
-                   .w = &m->weights};
-    int code = mf_open_shards(m, &set, &names, &tmp, e);
-    if (!code) mf_aliases(&m->config, &set, names, &tmp);
-    if (!code) code = mf_bind(&b, &m->a, e);
-    m->n_parameters = b.n_parameters;
-    m->weight_bytes = b.weight_bytes;
+                   .where = files->folder ? files->folder : "the embedded model",
+                   .weights = &files->weights};
+    int code = mf_open_shards(files, &set, &aliases, &tmp, e);
+    if (!code) mf_add_aliases(&files->config, &set, aliases, &tmp);
+    if (!code) code = mf_bind(&binder, &files->memory, e);
+    files->n_parameters = binder.n_parameters;
+    files->weight_bytes = binder.weight_bytes;
     st_set_free(&set);
     arena_free(&tmp);
     return code;
 }
 
-static void mf_close(mf_model *m) { /* NULL is allowed */
-    if (!m) return;
-    for (int i = 0; i < m->n_maps; i++) os_unmap(m->maps[i]);
-    free(m->maps);
-    free(m->stamps);
-    arena_free(&m->a);
-    free(m);
+static void mf_close(mf_model *files) { /* NULL is allowed */
+    if (!files) return;
+    for (int i = 0; i < files->n_maps; i++) os_unmap(files->maps[i]);
+    free(files->maps);
+    free(files->weight_files);
+    arena_free(&files->memory);
+    free(files);
 }
 
 /* Like mf_open, but does not open the weights, which may be missing. Without needs_shape,
@@ -9452,21 +9452,21 @@ static void mf_close(mf_model *m) { /* NULL is allowed */
  * templates do not need it. */
 static int mf_open_text(mf_model **out, const char *model, const char *models_file,
                         const mf_embedded *embedded, bool needs_shape, toka_err *e) {
-    mf_model *m = *out = mem_zalloc(sizeof *m);
+    mf_model *files = *out = mem_zalloc(sizeof *files);
     int code = 0;
-    m->tokenizer_json = m->tokenizer_config = STR("");
-    m->defaults = mf_no_defaults;
+    files->tokenizer_json = files->tokenizer_config = STR("");
+    files->defaults = mf_no_defaults;
     if (model) {
-        code = mf_find(m, model, models_file, e);
+        code = mf_find_model(files, model, models_file, e);
     } else if (embedded && embedded->name) {
-        m->embedded = embedded;
-        m->name = arena_cstr(&m->a, STR("embedded"));
+        files->embedded = embedded;
+        files->name = arena_cstr(&files->memory, STR("embedded"));
     } else {
         code = fail(e, TOKA_E_USE, "no model given, and none is embedded in this program");
     }
-    if (!code) code = mf_open_configs(m, needs_shape, e);
+    if (!code) code = mf_open_configs(files, needs_shape, e);
     if (!code) return 0;
-    mf_close(m);
+    mf_close(files);
     *out = NULL;
     return code;
 }
@@ -17504,7 +17504,7 @@ static int lib_parse_template_file(toka *t, const char *file, mf_model *files, t
     bool is_json = str_ends(str_c(file), STR(".json"));
     if (!code && !is_json)
         code = tmpl_parse(&t->chat_template, source, e);
-    else if (!code && !(code = mf_tokenizer_config_parse(source, file, &files->a, files, e))) {
+    else if (!code && !(code = mf_tokenizer_config_parse(source, file, &files->memory, files, e))) {
         lib_parse_templates(t, files);
         if (!files->n_templates)
             code = fail(e, TOKA_E_INPUT, "%s: there is no chat_template in it", file);
@@ -17528,7 +17528,7 @@ static int lib_open_template(toka *t, const char *wanted, toka_err *e) {
         return 0;
     }
     int code = lib_parse_template_file(t, wanted, &files, e);
-    arena_free(&files.a);
+    arena_free(&files.memory);
     return code;
 }
 
@@ -17554,7 +17554,7 @@ static int lib_open_tokenizer(toka *t, toka_err *e) {
     mf_model *files = t->files;
     mf_config *config = &files->config;
     if (!files->tokenizer_json.n) return 0;
-    int code = tok_load(&t->tok, files->tokenizer_json, files->more_tokens, e);
+    int code = tok_load(&t->tok, files->tokenizer_json, files->token_config, e);
     if (!code && files->add_bos >= 0)
         code = tok_surround(t->tok, false, files->add_bos ? files->bos_token : NULL, e);
     if (!code && files->add_eos >= 0)
@@ -17563,7 +17563,7 @@ static int lib_open_tokenizer(toka *t, toka_err *e) {
     if (id < 0 || id >= config->shape.V ||
         samp_is_listed(config->eos_ids, config->n_eos_ids, id))
         return code;
-    int32_t *eos_ids = arena_alloc(&files->a, (size_t)(config->n_eos_ids + 1) * sizeof *eos_ids);
+    int32_t *eos_ids = arena_alloc(&files->memory, (size_t)(config->n_eos_ids + 1) * sizeof *eos_ids);
     if (config->n_eos_ids)
         memcpy(eos_ids, config->eos_ids, (size_t)config->n_eos_ids * sizeof *eos_ids);
     eos_ids[config->n_eos_ids++] = id;
@@ -17661,14 +17661,14 @@ static int lib_check_defaults(const toka *t, toka_err *e) {
 /* Returns TOKA_E_INPUT if a weight file was written to while it was read (by a download, say): the
  * weights are then neither the old ones nor the new ones. */
 static int lib_check_files(const toka *t, toka_err *e) {
-    const char *path = mf_overwritten(t->files);
+    const char *path = mf_find_overwritten(t->files);
     return path ? fail(e, TOKA_E_INPUT, "%.400s: it was written to while it was read", path) : 0;
 }
 
 /* Returns the path of a weight file that steps read and that was written to since it was opened;
  * NULL: none, or steps do not read files. Thread: any. */
 static const char *lib_overwritten_file(const toka *t) {
-    return t->engine->backend->reads_files ? mf_overwritten(t->files) : NULL;
+    return t->engine->backend->reads_files ? mf_find_overwritten(t->files) : NULL;
 }
 
 int toka_open(toka **out, const toka_options *options, toka_err *e) {
@@ -18006,7 +18006,7 @@ typedef struct http_request {
     str host;             /* "name:port" of an absolute target, else the Host header; .n 0: none */
     http_header headers[HTTP_MAX_HEADERS];
     int n_headers;
-    int64_t length;       /* Content-Length, bytes of the body; 0: none */
+    int64_t content_length;       /* Content-Length, bytes of the body; 0: none */
     bool chunked;         /* the body comes in chunks (Transfer-Encoding: chunked) */
     bool keep_alive;      /* the client wants to keep the connection */
     bool expects_continue; /* the client waits for "100 Continue" before it sends the body */
@@ -18031,13 +18031,13 @@ static bool http_is_token(unsigned char c) { /* RFC 9110 5.6.2 */
 
 static char http_lower(char c) { return c >= 'A' && c <= 'Z' ? (char)(c + 32) : c; }
 
-static bool http_equal(str a, str b) { /* ignores case */
+static bool http_equal_nocase(str a, str b) { /* ignores case */
     if (a.n != b.n) return false;
     for (size_t i = 0; i < a.n; i++)
         if (http_lower(a.p[i]) != http_lower(b.p[i])) return false;
     return true;
 }
-static bool http_same(str a, const char *name) { return http_equal(a, str_c(name)); }
+static bool http_is(str a, const char *name) { return http_equal_nocase(a, str_c(name)); }
 
 static str http_trim(str s) {
     while (s.n && (s.p[0] == ' ' || s.p[0] == '\t')) s.p++, s.n--;
@@ -18046,26 +18046,26 @@ static str http_trim(str s) {
 }
 
 /* The next element of a comma-separated list, trimmed. Returns false at the end of the list. */
-static bool http_next(str *list, str *element) {
+static bool http_next_element(str *list, str *element) {
     return str_split_next(list, ',', element) && (*element = http_trim(*element), true);
 }
 
 /* Appends s with each %xx decoded. plus: '+' becomes a space, as in queries. Returns false for a
  * broken escape or a zero byte. */
-static bool http_decode(str s, bool plus, buf *out) {
-    for (size_t i = 0; i < s.n; i++) {
-        char c = s.p[i];
-        if (c == '%') {
-            int hi = i + 2 < s.n ? hex_digit(s.p[i + 1]) : -1;
-            int lo = i + 2 < s.n ? hex_digit(s.p[i + 2]) : -1;
-            if (hi < 0 || lo < 0) return false;
-            c = (char)(hi << 4 | lo);
+static bool http_decode(str text, bool plus, buf *out) {
+    for (size_t i = 0; i < text.n; i++) {
+        char byte = text.p[i];
+        if (byte == '%') {
+            int high = i + 2 < text.n ? hex_digit(text.p[i + 1]) : -1;
+            int low = i + 2 < text.n ? hex_digit(text.p[i + 2]) : -1;
+            if (high < 0 || low < 0) return false;
+            byte = (char)(high << 4 | low);
             i += 2;
-        } else if (c == '+' && plus) {
-            c = ' ';
+        } else if (byte == '+' && plus) {
+            byte = ' ';
         }
-        if (!c) return false;
-        buf_char(out, c);
+        if (!byte) return false;
+        buf_char(out, byte);
     }
     return true;
 }
@@ -18074,22 +18074,22 @@ static bool http_decode(str s, bool plus, buf *out) {
 
 /* The value of the first header with this name, without the white space around it; .p is NULL if
  * there is none. */
-static str http_find(const http_request *r, const char *lower) {
-    for (int i = 0; i < r->n_headers; i++)
-        if (http_same(r->headers[i].name, lower)) return r->headers[i].value;
+static str http_find_header(const http_request *request, const char *lower) {
+    for (int i = 0; i < request->n_headers; i++)
+        if (http_is(request->headers[i].name, lower)) return request->headers[i].value;
     return (str){NULL, 0};
 }
 
-static int http_count(const http_request *r, const char *lower) {
+static int http_count_headers(const http_request *request, const char *lower) {
     int n = 0;
-    for (int i = 0; i < r->n_headers; i++) n += http_same(r->headers[i].name, lower);
+    for (int i = 0; i < request->n_headers; i++) n += http_is(request->headers[i].name, lower);
     return n;
 }
 
 /* Appends the decoded value of a query field. Returns false if the field is absent or badly
  * encoded. */
-static bool http_query(const http_request *r, const char *name, buf *out) {
-    for (str rest = r->query, field; str_split_next(&rest, '&', &field);) {
+static bool http_query_field(const http_request *request, const char *name, buf *out) {
+    for (str rest = request->query, field; str_split_next(&rest, '&', &field);) {
         ptrdiff_t eq = str_find(field, STR("="), 0);
         if (str_is(str_sub(field, 0, eq < 0 ? field.n : (size_t)eq), name))
             return http_decode(eq < 0 ? STR("") : str_sub(field, (size_t)eq + 1, field.n), true,
@@ -18100,12 +18100,12 @@ static bool http_query(const http_request *r, const char *name, buf *out) {
 
 /* The next line, without its CR LF. Returns bytes used, 0: needs more, -400: a line feed without
  * CR. */
-static ptrdiff_t http_line(str in, str *line) {
-    const char *feed = in.n ? memchr(in.p, '\n', in.n) : NULL;
+static ptrdiff_t http_read_line(str input, str *line) {
+    const char *feed = input.n ? memchr(input.p, '\n', input.n) : NULL;
     if (!feed) return 0;
-    size_t n = (size_t)(feed - in.p);
-    if (!n || in.p[n - 1] != '\r') return -400;
-    *line = str_sub(in, 0, n - 1);
+    size_t n = (size_t)(feed - input.p);
+    if (!n || input.p[n - 1] != '\r') return -400;
+    *line = str_sub(input, 0, n - 1);
     return (ptrdiff_t)n + 1;
 }
 
@@ -18129,7 +18129,7 @@ static int http_parse_version(str s, int *minor) {
 }
 
 /* Is c allowed in a host name (address: in an IPv6 address in brackets)? */
-static bool http_is_host(char c, bool address) {
+static bool http_is_host_char(char c, bool address) {
     if (address) return hex_digit(c) >= 0 || c == ':' || c == '.';
     return isalnum((unsigned char)c) || strchr("-._~%!$&'()*+,;=", c);
 }
@@ -18138,17 +18138,17 @@ static bool http_is_host(char c, bool address) {
  * or address without brackets, without a zone ("%eth0") and without the dot that may end a full
  * name. Returns false if the form is neither. */
 static bool http_split_host(str host, str *name) {
-    const bool six = str_starts(host, STR("["));
-    ptrdiff_t end = str_find(host, six ? STR("]") : STR(":"), 0);
-    if (six && end < 0) return false;
-    *name = str_sub(host, six, end < 0 ? host.n : (size_t)end);
-    str port = str_sub(host, six + name->n + six, host.n);
+    const bool is_ipv6 = str_starts(host, STR("["));
+    ptrdiff_t end = str_find(host, is_ipv6 ? STR("]") : STR(":"), 0);
+    if (is_ipv6 && end < 0) return false;
+    *name = str_sub(host, is_ipv6, end < 0 ? host.n : (size_t)end);
+    str port = str_sub(host, is_ipv6 + name->n + is_ipv6, host.n);
     if (port.n && port.p[0] != ':') return false;
     for (size_t i = 1; i < port.n; i++)
         if (!isdigit((unsigned char)port.p[i])) return false;
-    ptrdiff_t zone = six ? str_find(*name, STR("%"), 0) : -1;
+    ptrdiff_t zone = is_ipv6 ? str_find(*name, STR("%"), 0) : -1;
     for (size_t i = 0; i < name->n; i++)
-        if (!http_is_host(name->p[i], six && (zone < 0 || i < (size_t)zone))) return false;
+        if (!http_is_host_char(name->p[i], is_ipv6 && (zone < 0 || i < (size_t)zone))) return false;
     if (zone >= 0) name->n = (size_t)zone;
     else if (str_ends(*name, STR("."))) name->n--;
     return true;
@@ -18156,156 +18156,156 @@ static bool http_split_host(str host, str *name) {
 
 /* Accepts the origin form "/path?query", the absolute form "http://host/path?query", and "*" for
  * OPTIONS. A method that is not known here may have a target of another form: 501. */
-static int http_parse_target(http_request *r) {
-    str t = r->target, name;
-    if (t.n > HTTP_MAX_TARGET) return 414;
-    for (size_t i = 0; i < t.n; i++)
-        if ((unsigned char)t.p[i] <= ' ' || (unsigned char)t.p[i] >= 0x7F || t.p[i] == '#')
+static int http_parse_target(http_request *request) {
+    str target = request->target, name;
+    if (target.n > HTTP_MAX_TARGET) return 414;
+    for (size_t i = 0; i < target.n; i++)
+        if ((unsigned char)target.p[i] <= ' ' || (unsigned char)target.p[i] >= 0x7F || target.p[i] == '#')
             return 400; /* '#': clients do not send the fragment of a URL */
     size_t scheme = 0;
-    if (http_same(str_sub(t, 0, MIN(t.n, (size_t)7)), "http://")) scheme = 7;
-    if (http_same(str_sub(t, 0, MIN(t.n, (size_t)8)), "https://")) scheme = 8;
+    if (http_is(str_sub(target, 0, MIN(target.n, (size_t)7)), "http://")) scheme = 7;
+    if (http_is(str_sub(target, 0, MIN(target.n, (size_t)8)), "https://")) scheme = 8;
     if (scheme) {
-        size_t at = scheme;
-        while (at < t.n && t.p[at] != '/' && t.p[at] != '?') at++;
-        r->host = str_sub(t, scheme, at);
-        if (!http_split_host(r->host, &name) || !name.n) return 400;
-        t = str_sub(t, at, t.n);
-    } else if (t.n && t.p[0] != '/' && r->method == HTTP_OTHER) {
+        size_t authority_end = scheme;
+        while (authority_end < target.n && target.p[authority_end] != '/' && target.p[authority_end] != '?') authority_end++;
+        request->host = str_sub(target, scheme, authority_end);
+        if (!http_split_host(request->host, &name) || !name.n) return 400;
+        target = str_sub(target, authority_end, target.n);
+    } else if (target.n && target.p[0] != '/' && request->method == HTTP_OTHER) {
         return 501;
-    } else if (!str_is(t, "*") ? !t.n || t.p[0] != '/' : r->method != HTTP_OPTIONS) {
+    } else if (!str_is(target, "*") ? !target.n || target.p[0] != '/' : request->method != HTTP_OPTIONS) {
         return 400;
     }
-    ptrdiff_t mark = str_find(t, STR("?"), 0);
-    r->path = str_sub(t, 0, mark < 0 ? t.n : (size_t)mark);
-    if (!r->path.n) r->path = STR("/"); /* the target was "http://host?query" */
-    r->query = mark < 0 ? STR("") : str_sub(t, (size_t)mark + 1, t.n);
+    ptrdiff_t question = str_find(target, STR("?"), 0);
+    request->path = str_sub(target, 0, question < 0 ? target.n : (size_t)question);
+    if (!request->path.n) request->path = STR("/"); /* the target was "http://host?query" */
+    request->query = question < 0 ? STR("") : str_sub(target, (size_t)question + 1, target.n);
     return 0;
 }
 
-static int http_parse_request_line(str line, http_request *r) {
-    ptrdiff_t a = str_find(line, STR(" "), 0);
-    ptrdiff_t b = a < 0 ? -1 : str_find(line, STR(" "), (size_t)a + 1);
-    size_t method = a < 0 ? line.n : (size_t)a;
-    if (!method || method > 32) return 400;
-    for (size_t i = 0; i < method; i++)
+static int http_parse_request_line(str line, http_request *request) {
+    ptrdiff_t space1 = str_find(line, STR(" "), 0);
+    ptrdiff_t space2 = space1 < 0 ? -1 : str_find(line, STR(" "), (size_t)space1 + 1);
+    size_t method_len = space1 < 0 ? line.n : (size_t)space1;
+    if (!method_len || method_len > 32) return 400;
+    for (size_t i = 0; i < method_len; i++)
         if (!http_is_token((unsigned char)line.p[i])) return 400;
-    if (b < 0) return 400;
-    r->target = str_sub(line, method + 1, (size_t)b);
-    int code = http_parse_version(str_sub(line, (size_t)b + 1, line.n), &r->minor);
-    return code ? code : http_parse_target(r);
+    if (space2 < 0) return 400;
+    request->target = str_sub(line, method_len + 1, (size_t)space2);
+    int code = http_parse_version(str_sub(line, (size_t)space2 + 1, line.n), &request->minor);
+    return code ? code : http_parse_target(request);
 }
 
-static int http_parse_header(str line, http_header *h) {
+static int http_parse_header(str line, http_header *header) {
     ptrdiff_t colon = str_find(line, STR(":"), 0);
     if (colon <= 0) return 400;
-    *h = (http_header){str_sub(line, 0, (size_t)colon),
+    *header = (http_header){str_sub(line, 0, (size_t)colon),
                        http_trim(str_sub(line, (size_t)colon + 1, line.n))};
     /* This loop also refuses folded lines: they begin with white space, which is not allowed. */
-    for (size_t i = 0; i < h->name.n; i++)
-        if (!http_is_token((unsigned char)h->name.p[i])) return 400;
-    for (size_t i = 0; i < h->value.n; i++) {
-        unsigned char c = (unsigned char)h->value.p[i];
-        if ((c < ' ' && c != '\t') || c == 0x7F) return 400;
+    for (size_t i = 0; i < header->name.n; i++)
+        if (!http_is_token((unsigned char)header->name.p[i])) return 400;
+    for (size_t i = 0; i < header->value.n; i++) {
+        unsigned char byte = (unsigned char)header->value.p[i];
+        if ((byte < ' ' && byte != '\t') || byte == 0x7F) return 400;
     }
     return 0;
 }
 
-static int http_check_length(http_request *r) {
-    str v = http_find(r, "content-length");
-    if (!v.p) return 0;
-    if (!v.n || http_count(r, "content-length") > 1) return 400;
-    for (size_t i = 0; i < v.n; i++)
-        if (!isdigit((unsigned char)v.p[i])) return 400;
-    if (v.n > 18) return 413;
-    for (size_t i = 0; i < v.n; i++) r->length = r->length * 10 + (v.p[i] - '0');
+static int http_check_length(http_request *request) {
+    str value = http_find_header(request, "content-length");
+    if (!value.p) return 0;
+    if (!value.n || http_count_headers(request, "content-length") > 1) return 400;
+    for (size_t i = 0; i < value.n; i++)
+        if (!isdigit((unsigned char)value.p[i])) return 400;
+    if (value.n > 18) return 413;
+    for (size_t i = 0; i < value.n; i++) request->content_length = request->content_length * 10 + (value.p[i] - '0');
     return 0;
 }
 
 /* Several Transfer-Encoding lines form one list. If any coding follows "chunked", a second
  * "chunked" included, the end of the body is not defined: 400 (RFC 9112 6.1, 6.3). Codings other
  * than "chunked" are not implemented: 501. */
-static int http_check_coding(http_request *r) {
+static int http_check_coding(http_request *request) {
     bool others = false;
-    if (!http_find(r, "transfer-encoding").p) return 0;
-    if (r->minor == 0 || http_find(r, "content-length").p) return 400;
-    for (int i = 0; i < r->n_headers; i++) {
-        str list = r->headers[i].value, coding;
-        if (!http_same(r->headers[i].name, "transfer-encoding")) continue;
+    if (!http_find_header(request, "transfer-encoding").p) return 0;
+    if (request->minor == 0 || http_find_header(request, "content-length").p) return 400;
+    for (int i = 0; i < request->n_headers; i++) {
+        str list = request->headers[i].value, coding;
+        if (!http_is(request->headers[i].name, "transfer-encoding")) continue;
         if (!list.n || str_ends(list, STR(","))) return 400;
-        while (http_next(&list, &coding)) {
-            if (r->chunked || !coding.n) return 400;
-            r->chunked = http_same(coding, "chunked");
-            others |= !r->chunked;
+        while (http_next_element(&list, &coding)) {
+            if (request->chunked || !coding.n) return 400;
+            request->chunked = http_is(coding, "chunked");
+            others |= !request->chunked;
         }
     }
     return others ? 501 : 0;
 }
 
-static int http_check_host(http_request *r) {
-    const int n = http_count(r, "host");
-    const str v = http_find(r, "host");
+static int http_check_host(http_request *request) {
+    const int n_hosts = http_count_headers(request, "host");
+    const str value = http_find_header(request, "host");
     str name;
-    if (n > 1 || (n == 0 && r->minor) || (v.n && !http_split_host(v, &name))) return 400;
-    if (!r->host.n) r->host = v; /* the host of an absolute target has priority (RFC 9112 3.2.2) */
+    if (n_hosts > 1 || (n_hosts == 0 && request->minor) || (value.n && !http_split_host(value, &name))) return 400;
+    if (!request->host.n) request->host = value; /* the host of an absolute target has priority (RFC 9112 3.2.2) */
     return 0;
 }
 
-static void http_read_connection(http_request *r) { /* "close" overrides "keep-alive" */
+static void http_read_connection(http_request *request) { /* "close" overrides "keep-alive" */
     bool closes = false;
-    r->keep_alive = r->minor > 0;
-    for (int i = 0; i < r->n_headers; i++) {
-        str list = r->headers[i].value, word;
-        if (!http_same(r->headers[i].name, "connection")) continue;
-        while (http_next(&list, &word)) {
-            r->keep_alive |= http_same(word, "keep-alive");
-            closes |= http_same(word, "close");
+    request->keep_alive = request->minor > 0;
+    for (int i = 0; i < request->n_headers; i++) {
+        str list = request->headers[i].value, word;
+        if (!http_is(request->headers[i].name, "connection")) continue;
+        while (http_next_element(&list, &word)) {
+            request->keep_alive |= http_is(word, "keep-alive");
+            closes |= http_is(word, "close");
         }
     }
-    r->keep_alive &= !closes;
+    request->keep_alive &= !closes;
 }
 
-static int http_check_expect(http_request *r) {
-    str v = http_find(r, "expect");
-    if (v.p && !http_same(v, "100-continue")) return 417;
-    r->expects_continue = v.p && r->minor > 0;
+static int http_check_expect(http_request *request) {
+    str value = http_find_header(request, "expect");
+    if (value.p && !http_is(value, "100-continue")) return 417;
+    request->expects_continue = value.p && request->minor > 0;
     return 0;
 }
 
 /* Parses the request line and the headers, up to and including the empty line that ends them. Up to
  * four empty lines before the request line are skipped (RFC 9112 2.2). Returns bytes used, 0: needs
  * more, or the negated HTTP status. Cost: linear in the bytes. */
-static ptrdiff_t http_parse_head(str in, http_request *r) {
-    str line = {0}, whole = str_sub(in, 0, MIN(in.n, (size_t)HTTP_MAX_HEAD));
-    ptrdiff_t at = 0, used;
+static ptrdiff_t http_parse_head(str received, http_request *request) {
+    str line = {0}, head = str_sub(received, 0, MIN(received.n, (size_t)HTTP_MAX_HEAD));
+    ptrdiff_t pos = 0, used;
     int code = 0;
-    *r = (http_request){0};
-    while (at < 8 && (used = http_line(str_sub(whole, (size_t)at, whole.n), &line)) > 0 && !line.n)
-        at += used;
-    r->method = http_parse_method(str_sub(whole, (size_t)at, whole.n));
+    *request = (http_request){0};
+    while (pos < 8 && (used = http_read_line(str_sub(head, (size_t)pos, head.n), &line)) > 0 && !line.n)
+        pos += used;
+    request->method = http_parse_method(str_sub(head, (size_t)pos, head.n));
     for (int n_lines = 0;; n_lines++) {
-        used = http_line(str_sub(whole, (size_t)at, whole.n), &line);
+        used = http_read_line(str_sub(head, (size_t)pos, head.n), &line);
         if (used < 0) return used;
         if (!used && !n_lines) { /* this cannot become a request line (TLS, ...): answer at once */
-            size_t i = (size_t)at;
-            while (i < whole.n && http_is_token((unsigned char)whole.p[i])) i++;
-            if (i < whole.n && whole.p[i] != ' ' && whole.p[i] != '\r') return -400;
-            if (i - (size_t)at > 32) return -400;
+            size_t i = (size_t)pos;
+            while (i < head.n && http_is_token((unsigned char)head.p[i])) i++;
+            if (i < head.n && head.p[i] != ' ' && head.p[i] != '\r') return -400;
+            if (i - (size_t)pos > 32) return -400;
         }
-        if (!used && !n_lines && whole.n - (size_t)at > HTTP_MAX_TARGET + 64) return -414;
-        if (!used) return in.n >= HTTP_MAX_HEAD ? -431 : 0;
-        at += used;
+        if (!used && !n_lines && head.n - (size_t)pos > HTTP_MAX_TARGET + 64) return -414;
+        if (!used) return received.n >= HTTP_MAX_HEAD ? -431 : 0;
+        pos += used;
         if (n_lines && !line.n) break;
         if (n_lines > HTTP_MAX_HEADERS) return -431;
-        code = n_lines ? http_parse_header(line, &r->headers[r->n_headers++])
-                       : http_parse_request_line(line, r);
+        code = n_lines ? http_parse_header(line, &request->headers[request->n_headers++])
+                       : http_parse_request_line(line, request);
         if (code) return -code;
     }
-    if ((code = http_check_host(r)) || (code = http_check_length(r)) ||
-        (code = http_check_coding(r)) || (code = http_check_expect(r)))
+    if ((code = http_check_host(request)) || (code = http_check_length(request)) ||
+        (code = http_check_coding(request)) || (code = http_check_expect(request)))
         return -code;
-    http_read_connection(r);
-    return at;
+    http_read_connection(request);
+    return pos;
 }
 
 /* ---- The body of a request ---- */
@@ -18321,95 +18321,95 @@ enum http_body_state {
 
 typedef struct http_body { /* the state of reading one body */
     enum http_body_state state;
-    int64_t left;   /* bytes still to come of the body (FIXED) or of this chunk (DATA) */
+    int64_t remaining;   /* bytes still to come of the body (FIXED) or of this chunk (DATA) */
     int64_t total;  /* bytes of data read so far */
     int64_t limit;  /* highest number of bytes of data */
-    size_t extra;   /* bytes of extensions and trailers read so far */
+    size_t extra_bytes;   /* bytes of extensions and trailers read so far */
     int n_trailers;
 } http_body;
 
 /* Returns 0, or 413 if Content-Length is over the limit. */
-static int http_body_init(http_body *b, const http_request *r, int64_t limit) {
-    *b = (http_body){.limit = limit, .left = r->chunked ? 0 : r->length};
-    b->state = r->chunked ? HTTP_BODY_SIZE : r->length ? HTTP_BODY_FIXED : HTTP_BODY_DONE;
-    return r->length > limit ? 413 : 0;
+static int http_body_init(http_body *body, const http_request *request, int64_t limit) {
+    *body = (http_body){.limit = limit, .remaining = request->chunked ? 0 : request->content_length};
+    body->state = request->chunked ? HTTP_BODY_SIZE : request->content_length ? HTTP_BODY_FIXED : HTTP_BODY_DONE;
+    return request->content_length > limit ? 413 : 0;
 }
 
 /* Parses the size line of a chunk, "1a;name=value". The size is at least one hex digit, and no
  * white space is allowed around it. Returns 0 or the HTTP status to answer. */
-static int http_chunk_size(http_body *b, str line) {
-    size_t n = 0;
+static int http_parse_chunk_line(http_body *body, str line) {
+    size_t n_digits = 0;
     int64_t size = 0;
-    while (n < line.n && hex_digit(line.p[n]) >= 0) {
+    while (n_digits < line.n && hex_digit(line.p[n_digits]) >= 0) {
         if (size > INT64_MAX >> 8) return 413;
-        size = size << 4 | hex_digit(line.p[n++]);
+        size = size << 4 | hex_digit(line.p[n_digits++]);
     }
-    if (!n || (n < line.n && line.p[n] != ';')) return 400;
-    for (size_t i = n; i < line.n; i++)
+    if (!n_digits || (n_digits < line.n && line.p[n_digits] != ';')) return 400;
+    for (size_t i = n_digits; i < line.n; i++)
         if (((unsigned char)line.p[i] < ' ' && line.p[i] != '\t') || line.p[i] == 0x7F) return 400;
-    if (size > b->limit - b->total) return 413;
-    b->left = size;
-    b->extra += line.n - n;
-    b->state = size ? HTTP_BODY_DATA : HTTP_BODY_TRAILER;
-    return b->extra > HTTP_MAX_CHUNK_EXTRA ? 400 : 0;
+    if (size > body->limit - body->total) return 413;
+    body->remaining = size;
+    body->extra_bytes += line.n - n_digits;
+    body->state = size ? HTTP_BODY_DATA : HTTP_BODY_TRAILER;
+    return body->extra_bytes > HTTP_MAX_CHUNK_EXTRA ? 400 : 0;
 }
 
 /* Parses a trailer line; the empty line ends the body. Trailers are checked and then discarded:
  * nothing here uses them. Returns 0 or the HTTP status to answer. */
-static int http_trailer(http_body *b, str line) {
+static int http_parse_trailer(http_body *body, str line) {
     http_header unused;
-    if (!line.n) return b->state = HTTP_BODY_DONE, 0;
-    b->extra += line.n;
-    if (++b->n_trailers > HTTP_MAX_HEADERS || b->extra > HTTP_MAX_CHUNK_EXTRA) return 431;
+    if (!line.n) return body->state = HTTP_BODY_DONE, 0;
+    body->extra_bytes += line.n;
+    if (++body->n_trailers > HTTP_MAX_HEADERS || body->extra_bytes > HTTP_MAX_CHUNK_EXTRA) return 431;
     return http_parse_header(line, &unused);
 }
 
 /* Reads a line between chunks: the size line of the next chunk, or a trailer. Returns as
  * http_body_read does. */
-static ptrdiff_t http_body_line(http_body *b, str in) {
-    bool trailer = b->state == HTTP_BODY_TRAILER;
-    size_t most = trailer ? HTTP_MAX_CHUNK_EXTRA : HTTP_MAX_CHUNK_LINE;
+static ptrdiff_t http_body_read_line(http_body *body, str input) {
+    bool trailer = body->state == HTTP_BODY_TRAILER;
+    size_t max_bytes = trailer ? HTTP_MAX_CHUNK_EXTRA : HTTP_MAX_CHUNK_LINE;
     str line;
-    ptrdiff_t used = http_line(in, &line);
+    ptrdiff_t used = http_read_line(input, &line);
     if (used < 0) return used;
-    if (used > (ptrdiff_t)most || (!used && in.n > most)) return trailer ? -431 : -400;
+    if (used > (ptrdiff_t)max_bytes || (!used && input.n > max_bytes)) return trailer ? -431 : -400;
     if (!used) return 0;
-    int code = trailer ? http_trailer(b, line) : http_chunk_size(b, line);
+    int code = trailer ? http_parse_trailer(body, line) : http_parse_chunk_line(body, line);
     return code ? -code : used;
 }
 
 /* Appends data of the body to out. Returns bytes used, or -503 if the allocation fails. */
-static ptrdiff_t http_body_data(http_body *b, str in, buf *out) {
-    size_t n = (size_t)MIN((int64_t)in.n, b->left);
-    if (!buf_try_put(out, in.p, n)) return -503;
-    b->left -= (int64_t)n;
-    b->total += (int64_t)n;
-    if (!b->left) b->state = b->state == HTTP_BODY_FIXED ? HTTP_BODY_DONE : HTTP_BODY_DATA_END;
+static ptrdiff_t http_body_read_data(http_body *body, str input, buf *out) {
+    size_t n = (size_t)MIN((int64_t)input.n, body->remaining);
+    if (!buf_try_put(out, input.p, n)) return -503;
+    body->remaining -= (int64_t)n;
+    body->total += (int64_t)n;
+    if (!body->remaining) body->state = body->state == HTTP_BODY_FIXED ? HTTP_BODY_DONE : HTTP_BODY_DATA_END;
     return (ptrdiff_t)n;
 }
 
 /* Consumes as much of `in` as it can and appends the data to out. Returns bytes used, 0: needs
  * more, or the negated HTTP status. The body is complete when state is HTTP_BODY_DONE; the bytes
  * after it belong to the next request. */
-static ptrdiff_t http_body_read(http_body *b, str in, buf *out) {
-    size_t at = 0;
-    while (b->state != HTTP_BODY_DONE && at < in.n) {
-        str rest = str_sub(in, at, in.n);
+static ptrdiff_t http_body_read(http_body *body, str input, buf *out) {
+    size_t pos = 0;
+    while (body->state != HTTP_BODY_DONE && pos < input.n) {
+        str rest = str_sub(input, pos, input.n);
         ptrdiff_t used;
-        if (b->state == HTTP_BODY_FIXED || b->state == HTTP_BODY_DATA) {
-            used = http_body_data(b, rest, out);
-        } else if (b->state == HTTP_BODY_DATA_END) {
+        if (body->state == HTTP_BODY_FIXED || body->state == HTTP_BODY_DATA) {
+            used = http_body_read_data(body, rest, out);
+        } else if (body->state == HTTP_BODY_DATA_END) {
             if (rest.p[0] != '\r' || (rest.n > 1 && rest.p[1] != '\n')) return -400;
             used = rest.n > 1 ? 2 : 0;
-            if (used) b->state = HTTP_BODY_SIZE;
+            if (used) body->state = HTTP_BODY_SIZE;
         } else {
-            used = http_body_line(b, rest);
+            used = http_body_read_line(body, rest);
         }
         if (used < 0) return used;
         if (!used) break;
-        at += (size_t)used;
+        pos += (size_t)used;
     }
-    return (ptrdiff_t)at;
+    return (ptrdiff_t)pos;
 }
 
 /* ---- Answers ---- */
@@ -18434,49 +18434,49 @@ static const char *http_reason(int status) {
 /* Writes "Sun, 06 Nov 1994 08:49:37 GMT". unix_s: seconds since 1970; if the clock is set before
  * 1970, the date is the start of 1970. Years are counted from March, so that the leap day is the
  * last day of a year; an era is 400 years. */
-static void http_put_date(buf *b, int64_t unix_s) {
+static void http_put_date(buf *out, int64_t unix_s) {
     static const char days[] = "ThuFriSatSunMonTueWed";
     static const char months[] = "JanFebMarAprMayJunJulAugSepOctNovDec";
     unix_s = MAX(unix_s, (int64_t)0);
     int64_t day = unix_s / 86400;
-    int64_t z = day + 719468; /* days since 0000-03-01 */
-    int64_t era = z / 146097, doe = z - era * 146097;
-    int64_t yoe = (doe - doe / 1460 + doe / 36524 - doe / 146096) / 365;
-    int64_t doy = doe - (365 * yoe + yoe / 4 - yoe / 100);
+    int64_t march_day = day + 719468; /* days since 0000-03-01 */
+    int64_t era = march_day / 146097, day_of_era = march_day - era * 146097;
+    int64_t year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36524 - day_of_era / 146096) / 365;
+    int64_t day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
     /* mp: month from March = 0; month: from January = 0 */
-    int64_t mp = (5 * doy + 2) / 153, month = mp < 10 ? mp + 2 : mp - 10;
-    int s = (int)(unix_s % 86400);
-    int of_month = (int)(doy - (153 * mp + 2) / 5 + 1);
-    int year = (int)(yoe + era * 400 + (month < 2));
-    buf_printf(b, "%.3s, %02d %.3s %04d %02d:%02d:%02d GMT", days + 3 * (day % 7), of_month,
-               months + 3 * month, year, s / 3600, s / 60 % 60, s % 60);
+    int64_t march_month = (5 * day_of_year + 2) / 153, month = march_month < 10 ? march_month + 2 : march_month - 10;
+    int second = (int)(unix_s % 86400);
+    int day_of_month = (int)(day_of_year - (153 * march_month + 2) / 5 + 1);
+    int year = (int)(year_of_era + era * 400 + (month < 2));
+    buf_printf(out, "%.3s, %02d %.3s %04d %02d:%02d:%02d GMT", days + 3 * (day % 7), day_of_month,
+               months + 3 * month, year, second / 3600, second / 60 % 60, second % 60);
 }
 
 enum { HTTP_CHUNKED = -1, HTTP_UNTIL_CLOSE = -2 }; /* values of length in http_put_head */
 
 /* Writes the status line and the headers. length: bytes of the body, HTTP_CHUNKED or
  * HTTP_UNTIL_CLOSE. type: Content-Type, NULL: none. more: header lines, each with its CR LF. */
-static void http_put_head(buf *b, int status, const char *type, int64_t length, bool keep_alive,
-                          int64_t unix_s, str more) {
-    buf_printf(b, "HTTP/1.1 %d %s\r\nDate: ", status, http_reason(status));
-    http_put_date(b, unix_s);
-    buf_c(b, "\r\n");
-    if (type) buf_printf(b, "Content-Type: %s\r\n", type);
-    if (length >= 0 && status != 204) buf_printf(b, "Content-Length: %lld\r\n", (long long)length);
-    if (length == HTTP_CHUNKED) buf_c(b, "Transfer-Encoding: chunked\r\n");
-    buf_printf(b, "Connection: %s\r\n", keep_alive ? "keep-alive" : "close");
-    buf_str(b, more);
-    buf_c(b, "\r\n");
+static void http_put_head(buf *out, int status, const char *type, int64_t length, bool keep_alive,
+                          int64_t unix_s, str more_headers) {
+    buf_printf(out, "HTTP/1.1 %d %s\r\nDate: ", status, http_reason(status));
+    http_put_date(out, unix_s);
+    buf_c(out, "\r\n");
+    if (type) buf_printf(out, "Content-Type: %s\r\n", type);
+    if (length >= 0 && status != 204) buf_printf(out, "Content-Length: %lld\r\n", (long long)length);
+    if (length == HTTP_CHUNKED) buf_c(out, "Transfer-Encoding: chunked\r\n");
+    buf_printf(out, "Connection: %s\r\n", keep_alive ? "keep-alive" : "close");
+    buf_str(out, more_headers);
+    buf_c(out, "\r\n");
 }
 
 /* Writes one chunk of a chunked answer. Empty data is skipped: a chunk of size 0 ends the body. */
-static void http_put_chunk(buf *b, str data) {
+static void http_put_chunk(buf *out, str data) {
     if (!data.n) return;
-    buf_printf(b, "%zx\r\n", data.n);
-    buf_str(b, data);
-    buf_c(b, "\r\n");
+    buf_printf(out, "%zx\r\n", data.n);
+    buf_str(out, data);
+    buf_c(out, "\r\n");
 }
-static void http_put_last_chunk(buf *b) { buf_c(b, "0\r\n\r\n"); }
+static void http_put_last_chunk(buf *out) { buf_c(out, "0\r\n\r\n"); }
 
 /* ===========================================================================
  * MARK: 25. OpenAI API: requests [pure]
@@ -18484,9 +18484,9 @@ static void http_put_last_chunk(buf *b) { buf_c(b, "0\r\n\r\n"); }
  * events of these requests into answers. The server and the batch runner use the same functions, so
  * a line of a batch file gets the same answer as the body of an HTTP request.
  *
- *     body --api_parse--> api_call: one part for each prompt;              on a worker thread
+ *     body --api_parse--> api_request: one part for each prompt;              on a worker thread
  *                         part.q is ready for toka_submit
- *     event --api_pack--> records: the fields of the event that the        on the driving thread
+ *     event --api_pack_event--> records: the fields of the event that the        on the driving thread
  *                         call needs, as bytes
  *     records --api_feed--> text; streaming: chunks of server-sent         on a worker thread
  *                         events; else collected in the choices
@@ -18499,15 +18499,15 @@ static void http_put_last_chunk(buf *b) { buf_c(b, "0\r\n\r\n"); }
  * What always holds:
  *   - every field of a body is in api_fields. It is used, ignored because it has no effect here, or
  *     refused by name (unless its value asks for nothing). A field that is not in the table, or not
- *     known in stream_options, is reported, or refused if api_model.strict;
+ *     known in stream_options, is reported, or refused if api_config.strict;
  *   - api_parse refuses what toka_submit would refuse because of the request itself; the message
  *     begins with the name of the field;
  *   - the chunks of a stream, joined, are the answer without streaming; a chunk never has a part of
  *     a character;
- *   - without api_model.live the bytes of an answer depend only on the body, on the model and its
- *     api_model, and on the serial and created of the call: no clock (but a template that asks for
- *     the time gets the local time if api_model.now is NULL), no state of the prefix cache.
- * Only one thread at a time may use a call, except that api_pack may run at any time: it only reads
+ *   - without api_config.live the bytes of an answer depend only on the body, on the model and its
+ *     api_config, and on the serial and created of the call: no clock (but a template that asks for
+ *     the time gets the local time if api_config.now is NULL), no state of the prefix cache.
+ * Only one thread at a time may use a call, except that api_pack_event may run at any time: it only reads
  * the call.
  *
  * Two extensions of OpenAI's API:
@@ -18524,15 +18524,15 @@ enum api_route { API_COMPLETIONS, API_CHAT, API_TOKENIZE, API_DETOKENIZE };
 
 /* How bodies are read and answered. The caller sets it up; then it is constant, and any thread may
  * read it. */
-typedef struct api_model {
-    const toka *t;            /* used for its tokenizer, templates and shape, not its engine */
+typedef struct api_config {
+    const toka *toka;            /* used for its tokenizer, templates and shape, not its engine */
     const char *const *names; /* [n_names] served names; the first is the default. n_names 0: the
                                * "model" of a body is not checked */
     int n_names;
     const char *name;         /* the "model" of all answers if n_names is 0 */
     const char *fingerprint;  /* system_fingerprint of live answers; NULL: none */
-    const char *const *beside; /* fields that the caller handles: NULL-terminated names, or NULL */
-    toka_request base;        /* defaults for fields that a body does not have */
+    const char *const *caller_fields; /* fields that the caller handles: NULL-terminated names, or NULL */
+    toka_request defaults;        /* defaults for fields that a body does not have */
     int completion_tokens;    /* max_tokens of a completion if neither the body nor base has it;
                                * 0: as many as fit */
     int max_len;              /* highest number of tokens of a sequence, prompt included */
@@ -18543,21 +18543,21 @@ typedef struct api_model {
     bool strict;              /* an unknown field is an error */
     bool live;                /* answers include stop_reason, system_fingerprint and cached_tokens;
                                * the last two depend on the server and its prefix cache */
-    void (*unknown)(void *user, str name); /* called for unknown fields, if not strict; or NULL */
+    void (*on_unknown_field)(void *user, str name); /* called for unknown fields, if not strict; or NULL */
     void *user;               /* for unknown */
-} api_model;
+} api_config;
 
 typedef struct api_token { /* a token, or one of its alternatives */
     int32_t id;            /* -1: there is no such alternative */
     float logprob;
     union {
-        float sampled; /* output token: log-probability in the distribution it was drawn from */
+        float sampled_logprob; /* output token: log-probability in the distribution it was drawn from */
         int32_t rank;  /* token of a prompt: 1 is the most likely; 0: not known */
     };
 } api_token;
 
 typedef struct api_tokens { /* tokens, each with its alternatives; owns the buffer */
-    buf b;    /* api_token [n][1 + n_top]: in each row the token, then its alternatives */
+    buf data;    /* api_token [n][1 + n_top]: in each row the token, then its alternatives */
     int n_top;
 } api_tokens;
 
@@ -18567,61 +18567,61 @@ typedef struct api_choice {
     api_tokens tokens; /* if the call wants any of it. Not streaming: all tokens so far; streaming:
                         * the tokens of the next chunk */
     int64_t n_tokens;
-    int64_t offset;    /* completions: characters of the text that "logprobs" has covered */
+    int64_t text_offset;    /* completions: characters of the text that "logprobs" has covered */
     toka_finish finish;
     int stop_id, stop_text; /* what stopped it, as in toka_event; -1: none */
     bool begun;        /* streaming: its first chunk has been written */
 } api_choice;
 
-typedef struct api_part { /* one prompt: one request of the engine; `user` of its events */
-    struct api_call *call;
-    toka_request q;
+typedef struct api_prompt { /* one prompt: one request of the engine; `user` of its events */
+    struct api_request *request;
+    toka_request engine_request;
     int64_t engine_id; /* for the caller: the result of toka_submit */
-    int first;         /* index of its first choice */
-    ids prompt;
+    int first_choice;         /* index of its first choice */
+    ids ids;
     str text;          /* text of the prompt, if the call echoes it; in the arena of the call */
-    api_tokens scored; /* tokens of the prompt with their log-probabilities, if wanted */
-    int n_scored;
+    api_tokens logprobs; /* tokens of the prompt with their log-probabilities, if wanted */
+    int n_logprobs;
     buf waiting;       /* streaming: records of samples that wait until the prompt has been sent */
-} api_part;
+} api_prompt;
 
 /* One body and its answer. The caller owns the struct, zeroes it and sets serial and created. The
  * struct must not move between api_parse and api_free: its parts point to it. */
-typedef struct api_call {
+typedef struct api_request {
     uint64_t serial[2]; /* unique; gives the id of the answer, and the seed if the body has none */
     int64_t created;    /* seconds since 1970 */
     void *user;         /* for the caller */
 
-    const api_model *m;
-    arena a;            /* memory that the parts point to */
+    const api_config *config;
+    arena memory;            /* memory that the parts point to */
     toka_words *words;  /* bad words of all parts; owned, or NULL */
     bool chat, stream;
     bool echo, want_ids, want_logprobs, want_prompt_logprobs, packed;
     bool names_are_ids; /* return_tokens_as_token_ids: tokens are named "token_id:N" */
-    bool include_usage, usage_always; /* usage in the last chunk; in every chunk */
-    int n;              /* samples of each prompt */
+    bool include_usage, continuous_usage; /* usage in the last chunk; in every chunk */
+    int n_samples;              /* samples of each prompt */
     int n_top, n_prompt_top; /* alternatives of an output token, of a token of a prompt */
     str model;
-    api_part *parts;    /* [n_parts], owned */
-    int n_parts;
+    api_prompt *prompts;    /* [n_parts], owned */
+    int n_prompts;
     api_choice *choices; /* [n_choices], owned; NULL until the first event, to save memory */
     int n_choices;
     int n_left;         /* choices that have not ended */
-    toka_finish broken; /* TOKA_FAILED or TOKA_CANCELLED if one of them ended a choice; else 0 */
+    toka_finish failure; /* TOKA_FAILED or TOKA_CANCELLED if one of them ended a choice; else 0 */
     int64_t n_prompt_tokens, n_output_tokens, n_cached_tokens;
-    buf head;           /* streaming: the bytes that every chunk begins with */
-    buf text;           /* streaming: text of the current token */
-    buf bytes, shown, names; /* scratch of api_token_text and api_put_top */
+    buf chunk_prefix;           /* streaming: the bytes that every chunk begins with */
+    buf token_text;           /* streaming: text of the current token */
+    buf token_bytes, scratch, seen_names; /* scratch of api_token_text and api_put_top */
 
-    size_t held;        /* bytes of the choices, their text, all tokens, and the waiting records */
+    size_t held_bytes;        /* bytes of the choices, their text, all tokens, and the waiting records */
 
-    int status;         /* for api_error after a failed api_parse: HTTP status */
+    int status;         /* for api_put_error after a failed api_parse: HTTP status */
     const char *type, *param, *code; /* and the rest of its arguments: static, or NULL */
     bool unsupported;   /* the error is a field that is known but not supported */
-} api_call;
+} api_request;
 
 /* Error returns of functions that read a body. The message begins with the name of the field. */
-#define API_BAD(...) fail(e, TOKA_E_USE, __VA_ARGS__)
+#define API_INVALID(...) fail(e, TOKA_E_USE, __VA_ARGS__)
 #define API_UNSUPPORTED(c, ...) ((c)->unsupported = true, fail(e, TOKA_E_USE, __VA_ARGS__))
 
 /* ---- The fields ---- */
@@ -18631,14 +18631,14 @@ enum api_use {
     API_NO_EFFECT, /* accepted and ignored */
     API_REFUSED,   /* an error, unless the value asks for nothing (api_field.harmless) */
 };
-enum api_kind { API_ANY, API_NUMBER, API_WHOLE, API_BOOL, API_TEXT, API_LIST, API_OBJECT };
+enum api_kind { API_ANY, API_NUMBER, API_INTEGER, API_BOOL, API_TEXT, API_LIST, API_OBJECT };
 /* Bits of api_field.where: one for each route. */
 enum {
-    API_C = 1 << API_COMPLETIONS,
-    API_M = 1 << API_CHAT,
-    API_T = 1 << API_TOKENIZE,
-    API_D = 1 << API_DETOKENIZE,
-    API_CM = API_C | API_M,
+    API_ON_COMPLETIONS = 1 << API_COMPLETIONS,
+    API_ON_CHAT = 1 << API_CHAT,
+    API_ON_TOKENIZE = 1 << API_TOKENIZE,
+    API_ON_DETOKENIZE = 1 << API_DETOKENIZE,
+    API_ON_GENERATE = API_ON_COMPLETIONS | API_ON_CHAT,
 };
 
 typedef struct api_body { /* the fields of a body: their values or the defaults */
@@ -18654,195 +18654,195 @@ typedef struct api_body { /* the fields of a body: their values or the defaults 
     str model;
     const json *prompt, *messages, *tools, *tool_choice, *documents, *kwargs, *stop, *stop_ids,
         *allowed, *bias, *bad_words, *stream_options, *tokens; /* NULL: not given */
-    bool has_seed, has_max; /* the body has seed, max_tokens or max_completion_tokens */
+    bool has_seed, has_max_tokens; /* the body has seed, max_tokens or max_completion_tokens */
 } api_body;
 
 typedef struct api_field {
     const char *name;
-    int where;             /* bodies that may have it: API_C | API_M | API_T | API_D */
+    int routes;             /* bodies that may have it: API_ON_COMPLETIONS | API_ON_CHAT | API_ON_TOKENIZE | API_ON_DETOKENIZE */
     enum api_kind kind;
     enum api_use use;
-    size_t at;             /* API_USED: offset of the value in api_body. kind gives its type: float,
+    size_t offset;             /* API_USED: offset of the value in api_body. kind gives its type: float,
                             * int64_t, int (API_BOOL), str or const json * */
-    int64_t low, high;     /* API_WHOLE: the limits */
+    int64_t low, high;     /* API_INTEGER: the limits */
     const char *harmless[2]; /* API_REFUSED: JSON of values that ask for nothing, besides null and
                               * false */
 } api_field;
 
-#define API_AT(member) offsetof(api_body, member)
-#define API_NONE(name, where, kind) {name, where, kind, API_NO_EFFECT, 0, 0, 0, {0}}
-#define API_NOT(name, where, ...) {name, where, API_ANY, API_REFUSED, 0, 0, 0, {__VA_ARGS__}}
-#define API_F(name, where, kind, member) {name, where, kind, API_USED, API_AT(member), 0, 0, {0}}
-#define API_I(name, where, member, low, high) \
-    {name, where, API_WHOLE, API_USED, API_AT(member), low, high, {0}}
+#define API_OFFSET(member) offsetof(api_body, member)
+#define API_IGNORE(name, where, kind) {name, where, kind, API_NO_EFFECT, 0, 0, 0, {0}}
+#define API_REFUSE(name, where, ...) {name, where, API_ANY, API_REFUSED, 0, 0, 0, {__VA_ARGS__}}
+#define API_FIELD(name, where, kind, member) {name, where, kind, API_USED, API_OFFSET(member), 0, 0, {0}}
+#define API_INT_FIELD(name, where, member, low, high) \
+    {name, where, API_INTEGER, API_USED, API_OFFSET(member), low, high, {0}}
 
 static const api_field api_fields[] = {
-    API_F("temperature", API_CM, API_NUMBER, temperature),
-    API_F("model", API_CM | API_T | API_D, API_TEXT, model),
-    API_F("prompt", API_C | API_T, API_ANY, prompt),
-    API_F("messages", API_M | API_T, API_LIST, messages),
-    API_F("tools", API_M | API_T, API_LIST, tools),
-    API_F("tool_choice", API_M, API_ANY, tool_choice),
-    API_F("documents", API_M, API_LIST, documents),
-    API_F("chat_template_kwargs", API_M | API_T, API_OBJECT, kwargs),
-    API_F("add_generation_prompt", API_M | API_T, API_BOOL, generate),
-    API_F("add_special_tokens", API_CM | API_T, API_BOOL, special),
-    API_F("top_p", API_CM, API_NUMBER, top_p),
-    API_F("min_p", API_CM, API_NUMBER, min_p),
-    API_F("repetition_penalty", API_CM, API_NUMBER, repetition_penalty),
-    API_F("presence_penalty", API_CM, API_NUMBER, presence_penalty),
-    API_F("frequency_penalty", API_CM, API_NUMBER, frequency_penalty),
-    API_I("max_tokens", API_C, max_tokens, 0, INT_MAX),
-    API_I("max_tokens", API_M, max_tokens, 1, INT_MAX),
-    API_I("max_completion_tokens", API_CM, max_completion_tokens, 1, INT_MAX),
-    API_I("min_tokens", API_CM, min_tokens, 0, INT_MAX),
-    API_I("top_k", API_CM, top_k, -1, INT_MAX),
-    API_I("n", API_CM, n, 1, ENG_MAX_N),
-    API_I("best_of", API_C, best_of, 0, INT64_MAX),
-    API_I("seed", API_CM, seed, INT64_MIN, INT64_MAX),
-    API_I("priority", API_CM, priority, -INT_MAX, INT_MAX),
-    API_I("logprobs", API_C, n_logprobs, 0, TOKA_MAX_LOGPROBS),
-    API_F("logprobs", API_M, API_BOOL, chat_logprobs),
-    API_I("top_logprobs", API_M, top_logprobs, 0, TOKA_MAX_LOGPROBS),
-    API_I("prompt_logprobs", API_CM, prompt_logprobs, 0, TOKA_MAX_LOGPROBS),
-    API_F("echo", API_C, API_BOOL, echo),
-    API_NOT("echo", API_M, 0),
-    API_F("stream", API_CM, API_BOOL, stream),
-    API_F("stream_options", API_CM, API_OBJECT, stream_options),
-    API_F("skip_special_tokens", API_CM, API_BOOL, skip_special),
-    API_F("ignore_eos", API_CM, API_BOOL, ignore_eos),
-    API_F("include_stop_str_in_output", API_CM, API_BOOL, include_stop),
-    API_F("return_token_ids", API_CM, API_BOOL, return_token_ids),
-    API_F("return_tokens_as_token_ids", API_CM, API_BOOL, names_are_ids),
-    API_F("return_packed", API_CM, API_BOOL, return_packed),
-    API_F("return_token_strs", API_T, API_BOOL, return_strs),
-    API_F("stop", API_CM, API_ANY, stop),
-    API_F("stop_token_ids", API_CM, API_LIST, stop_ids),
-    API_F("allowed_token_ids", API_CM, API_LIST, allowed),
-    API_F("logit_bias", API_CM, API_OBJECT, bias),
-    API_F("bad_words", API_CM, API_LIST, bad_words),
-    API_F("tokens", API_D, API_LIST, tokens),
-    API_NONE("user", API_CM, API_TEXT),
-    API_NONE("metadata", API_CM, API_OBJECT),
-    API_NONE("store", API_CM, API_BOOL),
-    API_NONE("service_tier", API_CM, API_TEXT),
-    API_NONE("safety_identifier", API_CM, API_TEXT),
-    API_NONE("prompt_cache_key", API_CM, API_TEXT),
-    API_NONE("request_id", API_CM, API_TEXT),
-    API_NONE("parallel_tool_calls", API_M, API_BOOL),
-    API_NOT("suffix", API_C, "\"\""),
-    API_NOT("response_format", API_CM, "{\"type\":\"text\"}"),
-    API_NOT("functions", API_M, "[]"),
-    API_NOT("function_call", API_M, "\"none\"", "\"auto\""),
-    API_NOT("modalities", API_M, "[\"text\"]"),
-    API_NOT("audio", API_M, 0),
-    API_NOT("prediction", API_M, 0),
-    API_NOT("web_search_options", API_M, 0),
-    API_NOT("reasoning_effort", API_M, 0),
-    API_NOT("verbosity", API_M, "\"medium\""),
-    API_NOT("chat_template", API_M | API_T, 0),
-    API_NOT("continue_final_message", API_M | API_T, 0),
-    API_NOT("use_beam_search", API_CM, 0),
-    API_NOT("length_penalty", API_CM, "1", "1.0"),
-    API_NOT("prompt_embeds", API_C, "[]"),
-    API_NOT("truncate_prompt_tokens", API_CM, 0),
-    API_NOT("spaces_between_special_tokens", API_CM, "true"),
-    API_NOT("logits_processors", API_CM, "[]"),
-    API_NOT("guided_json", API_CM, 0),
-    API_NOT("guided_regex", API_CM, 0),
-    API_NOT("guided_choice", API_CM, 0),
-    API_NOT("guided_grammar", API_CM, 0),
-    API_NOT("structured_outputs", API_CM, 0),
-    API_NOT("regex", API_CM, 0),
-    API_NOT("ebnf", API_CM, 0),
-    API_NOT("json_schema", API_CM, 0),
-    API_NOT("logprob_token_ids", API_CM, 0),
-    API_NOT("repetition_detection", API_CM, 0),
-    API_NOT("thinking_token_budget", API_CM, 0),
+    API_FIELD("temperature", API_ON_GENERATE, API_NUMBER, temperature),
+    API_FIELD("model", API_ON_GENERATE | API_ON_TOKENIZE | API_ON_DETOKENIZE, API_TEXT, model),
+    API_FIELD("prompt", API_ON_COMPLETIONS | API_ON_TOKENIZE, API_ANY, prompt),
+    API_FIELD("messages", API_ON_CHAT | API_ON_TOKENIZE, API_LIST, messages),
+    API_FIELD("tools", API_ON_CHAT | API_ON_TOKENIZE, API_LIST, tools),
+    API_FIELD("tool_choice", API_ON_CHAT, API_ANY, tool_choice),
+    API_FIELD("documents", API_ON_CHAT, API_LIST, documents),
+    API_FIELD("chat_template_kwargs", API_ON_CHAT | API_ON_TOKENIZE, API_OBJECT, kwargs),
+    API_FIELD("add_generation_prompt", API_ON_CHAT | API_ON_TOKENIZE, API_BOOL, generate),
+    API_FIELD("add_special_tokens", API_ON_GENERATE | API_ON_TOKENIZE, API_BOOL, special),
+    API_FIELD("top_p", API_ON_GENERATE, API_NUMBER, top_p),
+    API_FIELD("min_p", API_ON_GENERATE, API_NUMBER, min_p),
+    API_FIELD("repetition_penalty", API_ON_GENERATE, API_NUMBER, repetition_penalty),
+    API_FIELD("presence_penalty", API_ON_GENERATE, API_NUMBER, presence_penalty),
+    API_FIELD("frequency_penalty", API_ON_GENERATE, API_NUMBER, frequency_penalty),
+    API_INT_FIELD("max_tokens", API_ON_COMPLETIONS, max_tokens, 0, INT_MAX),
+    API_INT_FIELD("max_tokens", API_ON_CHAT, max_tokens, 1, INT_MAX),
+    API_INT_FIELD("max_completion_tokens", API_ON_GENERATE, max_completion_tokens, 1, INT_MAX),
+    API_INT_FIELD("min_tokens", API_ON_GENERATE, min_tokens, 0, INT_MAX),
+    API_INT_FIELD("top_k", API_ON_GENERATE, top_k, -1, INT_MAX),
+    API_INT_FIELD("n", API_ON_GENERATE, n, 1, ENG_MAX_N),
+    API_INT_FIELD("best_of", API_ON_COMPLETIONS, best_of, 0, INT64_MAX),
+    API_INT_FIELD("seed", API_ON_GENERATE, seed, INT64_MIN, INT64_MAX),
+    API_INT_FIELD("priority", API_ON_GENERATE, priority, -INT_MAX, INT_MAX),
+    API_INT_FIELD("logprobs", API_ON_COMPLETIONS, n_logprobs, 0, TOKA_MAX_LOGPROBS),
+    API_FIELD("logprobs", API_ON_CHAT, API_BOOL, chat_logprobs),
+    API_INT_FIELD("top_logprobs", API_ON_CHAT, top_logprobs, 0, TOKA_MAX_LOGPROBS),
+    API_INT_FIELD("prompt_logprobs", API_ON_GENERATE, prompt_logprobs, 0, TOKA_MAX_LOGPROBS),
+    API_FIELD("echo", API_ON_COMPLETIONS, API_BOOL, echo),
+    API_REFUSE("echo", API_ON_CHAT, 0),
+    API_FIELD("stream", API_ON_GENERATE, API_BOOL, stream),
+    API_FIELD("stream_options", API_ON_GENERATE, API_OBJECT, stream_options),
+    API_FIELD("skip_special_tokens", API_ON_GENERATE, API_BOOL, skip_special),
+    API_FIELD("ignore_eos", API_ON_GENERATE, API_BOOL, ignore_eos),
+    API_FIELD("include_stop_str_in_output", API_ON_GENERATE, API_BOOL, include_stop),
+    API_FIELD("return_token_ids", API_ON_GENERATE, API_BOOL, return_token_ids),
+    API_FIELD("return_tokens_as_token_ids", API_ON_GENERATE, API_BOOL, names_are_ids),
+    API_FIELD("return_packed", API_ON_GENERATE, API_BOOL, return_packed),
+    API_FIELD("return_token_strs", API_ON_TOKENIZE, API_BOOL, return_strs),
+    API_FIELD("stop", API_ON_GENERATE, API_ANY, stop),
+    API_FIELD("stop_token_ids", API_ON_GENERATE, API_LIST, stop_ids),
+    API_FIELD("allowed_token_ids", API_ON_GENERATE, API_LIST, allowed),
+    API_FIELD("logit_bias", API_ON_GENERATE, API_OBJECT, bias),
+    API_FIELD("bad_words", API_ON_GENERATE, API_LIST, bad_words),
+    API_FIELD("tokens", API_ON_DETOKENIZE, API_LIST, tokens),
+    API_IGNORE("user", API_ON_GENERATE, API_TEXT),
+    API_IGNORE("metadata", API_ON_GENERATE, API_OBJECT),
+    API_IGNORE("store", API_ON_GENERATE, API_BOOL),
+    API_IGNORE("service_tier", API_ON_GENERATE, API_TEXT),
+    API_IGNORE("safety_identifier", API_ON_GENERATE, API_TEXT),
+    API_IGNORE("prompt_cache_key", API_ON_GENERATE, API_TEXT),
+    API_IGNORE("request_id", API_ON_GENERATE, API_TEXT),
+    API_IGNORE("parallel_tool_calls", API_ON_CHAT, API_BOOL),
+    API_REFUSE("suffix", API_ON_COMPLETIONS, "\"\""),
+    API_REFUSE("response_format", API_ON_GENERATE, "{\"type\":\"text\"}"),
+    API_REFUSE("functions", API_ON_CHAT, "[]"),
+    API_REFUSE("function_call", API_ON_CHAT, "\"none\"", "\"auto\""),
+    API_REFUSE("modalities", API_ON_CHAT, "[\"text\"]"),
+    API_REFUSE("audio", API_ON_CHAT, 0),
+    API_REFUSE("prediction", API_ON_CHAT, 0),
+    API_REFUSE("web_search_options", API_ON_CHAT, 0),
+    API_REFUSE("reasoning_effort", API_ON_CHAT, 0),
+    API_REFUSE("verbosity", API_ON_CHAT, "\"medium\""),
+    API_REFUSE("chat_template", API_ON_CHAT | API_ON_TOKENIZE, 0),
+    API_REFUSE("continue_final_message", API_ON_CHAT | API_ON_TOKENIZE, 0),
+    API_REFUSE("use_beam_search", API_ON_GENERATE, 0),
+    API_REFUSE("length_penalty", API_ON_GENERATE, "1", "1.0"),
+    API_REFUSE("prompt_embeds", API_ON_COMPLETIONS, "[]"),
+    API_REFUSE("truncate_prompt_tokens", API_ON_GENERATE, 0),
+    API_REFUSE("spaces_between_special_tokens", API_ON_GENERATE, "true"),
+    API_REFUSE("logits_processors", API_ON_GENERATE, "[]"),
+    API_REFUSE("guided_json", API_ON_GENERATE, 0),
+    API_REFUSE("guided_regex", API_ON_GENERATE, 0),
+    API_REFUSE("guided_choice", API_ON_GENERATE, 0),
+    API_REFUSE("guided_grammar", API_ON_GENERATE, 0),
+    API_REFUSE("structured_outputs", API_ON_GENERATE, 0),
+    API_REFUSE("regex", API_ON_GENERATE, 0),
+    API_REFUSE("ebnf", API_ON_GENERATE, 0),
+    API_REFUSE("json_schema", API_ON_GENERATE, 0),
+    API_REFUSE("logprob_token_ids", API_ON_GENERATE, 0),
+    API_REFUSE("repetition_detection", API_ON_GENERATE, 0),
+    API_REFUSE("thinking_token_budget", API_ON_GENERATE, 0),
 };
 
 static const api_field *api_find_field(str name, int where) {
     for (int i = 0; i < COUNT(api_fields); i++)
-        if (api_fields[i].where & where && str_is(name, api_fields[i].name)) return &api_fields[i];
+        if (api_fields[i].routes & where && str_is(name, api_fields[i].name)) return &api_fields[i];
     return NULL;
 }
 
 /* Does this value of a refused field ask for nothing? */
-static bool api_is_harmless(const api_field *f, const json *v) {
-    if (v->type == JSON_NULL || v->type == JSON_FALSE) return true;
-    buf b = {0};
+static bool api_is_harmless(const api_field *field, const json *value) {
+    if (value->type == JSON_NULL || value->type == JSON_FALSE) return true;
+    buf text = {0};
     bool same = false;
-    json_put_value(&b, v);
-    for (int i = 0; i < COUNT(f->harmless); i++)
-        same |= f->harmless[i] && str_is(buf_view(&b), f->harmless[i]);
-    buf_free(&b);
+    json_put_value(&text, value);
+    for (int i = 0; i < COUNT(field->harmless); i++)
+        same |= field->harmless[i] && str_is(buf_view(&text), field->harmless[i]);
+    buf_free(&text);
     return same;
 }
 
-static int api_most_choices(const api_model *m) {
-    return m->max_choices ? m->max_choices : ENG_MAX_N;
+static int api_max_choices(const api_config *config) {
+    return config->max_choices ? config->max_choices : ENG_MAX_N;
 }
 
 /* The highest value that an error message names for a field: the limit that applies in the end. */
-static int64_t api_high(const api_model *m, const api_field *f) {
-    const bool least = f->at == API_AT(min_tokens);
-    const bool most = f->at == API_AT(max_tokens) || f->at == API_AT(max_completion_tokens);
-    return f->at == API_AT(n) ? api_most_choices(m) : least || most ? m->max_len : f->high;
+static int64_t api_highest_value(const api_config *config, const api_field *field) {
+    const bool is_min = field->offset == API_OFFSET(min_tokens);
+    const bool is_max = field->offset == API_OFFSET(max_tokens) || field->offset == API_OFFSET(max_completion_tokens);
+    return field->offset == API_OFFSET(n) ? api_max_choices(config) : is_min || is_max ? config->max_len : field->high;
 }
 
-static int api_read_whole(const api_model *m, const api_field *f, const json *v, int64_t *out,
+static int api_read_int(const api_config *config, const api_field *field, const json *value, int64_t *out,
                           toka_err *e) {
-    int64_t i;
-    const double d = json_num(v, 0);
-    const long long low = f->low, high = api_high(m, f);
-    if (!json_whole(v, &i) && fabs(d) >= 0x1p53) /* a whole number, but its exact value is lost */
-        return API_BAD("%s: %g, expected %lld to %lld", f->name, d, low, high);
-    if (!json_whole(v, &i)) return API_BAD("%s: expected a whole number", f->name);
-    if (i < low || i > f->high || (f->at == API_AT(n) && i > high))
-        return API_BAD("%s: %lld, expected %lld to %lld", f->name, (long long)i, low, high);
-    *out = i;
+    int64_t whole;
+    const double number = json_num(value, 0);
+    const long long low = field->low, high = api_highest_value(config, field);
+    if (!json_whole(value, &whole) && fabs(number) >= 0x1p53) /* a whole number, but its exact value is lost */
+        return API_INVALID("%s: %g, expected %lld to %lld", field->name, number, low, high);
+    if (!json_whole(value, &whole)) return API_INVALID("%s: expected a whole number", field->name);
+    if (whole < low || whole > field->high || (field->offset == API_OFFSET(n) && whole > high))
+        return API_INVALID("%s: %lld, expected %lld to %lld", field->name, (long long)whole, low, high);
+    *out = whole;
     return 0;
 }
 
 /* Checks the kind of a value and stores it in the body. null counts as absent. */
-static int api_read_field(api_call *c, const api_field *f, const json *v, api_body *to,
+static int api_read_field(api_request *request, const api_field *field, const json *value, api_body *body,
                           toka_err *e) {
     static const char *const expected[] = {
         "", "a number", "", "true or false", "a text", "a list", "an object"};
     static const int types[] = {-1, JSON_NUMBER, -1, -1, JSON_STRING, JSON_ARRAY, JSON_OBJECT};
-    if (v->type == JSON_NULL) return 0;
-    if (f->use == API_REFUSED && !api_is_harmless(f, v))
-        return API_UNSUPPORTED(c, "%s is not supported", f->name);
-    bool right = types[f->kind] < 0 || types[f->kind] == v->type;
-    if (f->kind == API_BOOL) right = v->type == JSON_TRUE || v->type == JSON_FALSE;
-    if (!right) return API_BAD("%s: expected %s", f->name, expected[f->kind]);
-    void *at = (char *)to + f->at;
-    if (f->use != API_USED) return 0;
-    switch (f->kind) {
+    if (value->type == JSON_NULL) return 0;
+    if (field->use == API_REFUSED && !api_is_harmless(field, value))
+        return API_UNSUPPORTED(request, "%s is not supported", field->name);
+    bool type_ok = types[field->kind] < 0 || types[field->kind] == value->type;
+    if (field->kind == API_BOOL) type_ok = value->type == JSON_TRUE || value->type == JSON_FALSE;
+    if (!type_ok) return API_INVALID("%s: expected %s", field->name, expected[field->kind]);
+    void *target = (char *)body + field->offset;
+    if (field->use != API_USED) return 0;
+    switch (field->kind) {
     case API_NUMBER:
-        if (samp_check_number(f->name, json_num(v, 0), e)) return e->code;
-        *(float *)at = samp_to_float(json_num(v, 0));
+        if (samp_check_number(field->name, json_num(value, 0), e)) return e->code;
+        *(float *)target = samp_to_float(json_num(value, 0));
         return 0;
-    case API_WHOLE: return api_read_whole(c->m, f, v, at, e);
-    case API_BOOL: *(int *)at = v->type == JSON_TRUE; return 0;
-    case API_TEXT: *(str *)at = json_str(v); return 0;
-    default: *(const json **)at = v; return 0;
+    case API_INTEGER: return api_read_int(request->config, field, value, target, e);
+    case API_BOOL: *(int *)target = value->type == JSON_TRUE; return 0;
+    case API_TEXT: *(str *)target = json_str(value); return 0;
+    default: *(const json **)target = value; return 0;
     }
 }
 
 /* Handles a field that is not known: returns an error if the model is strict, else reports it. */
-static int api_unknown(const api_model *m, str name, toka_err *e) {
-    for (int i = 0; m->beside && m->beside[i]; i++)
-        if (str_is(name, m->beside[i])) return 0;
-    if (m->strict)
-        return API_BAD("%.*s: a field of this name is not known", (int)MIN(name.n, (size_t)100),
+static int api_unknown_field(const api_config *config, str name, toka_err *e) {
+    for (int i = 0; config->caller_fields && config->caller_fields[i]; i++)
+        if (str_is(name, config->caller_fields[i])) return 0;
+    if (config->strict)
+        return API_INVALID("%.*s: a field of this name is not known", (int)MIN(name.n, (size_t)100),
                        name.p);
-    if (m->unknown) m->unknown(m->user, name);
+    if (config->on_unknown_field) config->on_unknown_field(config->user, name);
     return 0;
 }
 
 /* Appends a text of a request as JSON, cut to 100 bytes, safe to print on a terminal. */
-static void api_show(buf *shown, str text) {
+static void api_put_printable(buf *shown, str text) {
     json_put_str(shown, str_sub(text, 0, MIN(text.n, (size_t)100)));
     for (char *c = shown->p; (c = strchr(c, 0xC2)) != NULL; c++)
         if ((unsigned char)c[1] < 0xA0) /* U+0080 .. U+009F control a terminal: see fail() */
@@ -18850,148 +18850,148 @@ static void api_show(buf *shown, str text) {
 }
 
 /* Should this unknown field be reported? Each name is reported once; *seen keeps the names. When it
- * has 4 KB, no further name is reported. *shown gets the name as api_show writes it. */
-static bool api_is_news(buf *seen, str name, buf *shown) {
+ * has 4 KB, no further name is reported. *shown gets the name as api_put_printable writes it. */
+static bool api_should_report(buf *seen, str name, buf *shown) {
     enum { MOST_BYTES = 4096 };
     buf entry = {0};
-    api_show(shown, name);
+    api_put_printable(shown, name);
     buf_printf(&entry, "\n%s\n", shown->p); /* line feeds separate names: JSON text has none */
-    bool news = seen->n < MOST_BYTES && str_find(buf_view(seen), buf_view(&entry), 0) < 0;
-    if (news) buf_str(seen, buf_view(&entry));
+    bool is_new = seen->n < MOST_BYTES && str_find(buf_view(seen), buf_view(&entry), 0) < 0;
+    if (is_new) buf_str(seen, buf_view(&entry));
     buf_free(&entry);
-    return news;
+    return is_new;
 }
 
 /* Fills *b from a body; fields that the body does not have get the defaults of the model. */
-static int api_read_body(api_call *c, enum api_route route, const json *body, api_body *b,
+static int api_read_body(api_request *request, enum api_route route, const json *root, api_body *body,
                          toka_err *e) {
-    const toka_sampling *s = &c->m->base.sampling;
-    int completion = s->max_tokens || route == API_CHAT ? s->max_tokens : c->m->completion_tokens;
+    const toka_sampling *sampling = &request->config->defaults.sampling;
+    int default_max = sampling->max_tokens || route == API_CHAT ? sampling->max_tokens : request->config->completion_tokens;
     int code = 0;
-    *b = (api_body){
-        .temperature = s->temperature, .top_p = s->top_p, .min_p = s->min_p, .top_k = s->top_k,
-        .repetition_penalty = s->repetition_penalty, .presence_penalty = s->presence_penalty,
-        .frequency_penalty = s->frequency_penalty, .ignore_eos = s->ignore_eos,
-        .include_stop = s->include_stop, .max_tokens = -1, .max_completion_tokens = -1,
-        .min_tokens = -1, .n = c->m->base.n, .best_of = -1, .n_logprobs = -1, .top_logprobs = -1,
+    *body = (api_body){
+        .temperature = sampling->temperature, .top_p = sampling->top_p, .min_p = sampling->min_p, .top_k = sampling->top_k,
+        .repetition_penalty = sampling->repetition_penalty, .presence_penalty = sampling->presence_penalty,
+        .frequency_penalty = sampling->frequency_penalty, .ignore_eos = sampling->ignore_eos,
+        .include_stop = sampling->include_stop, .max_tokens = -1, .max_completion_tokens = -1,
+        .min_tokens = -1, .n = request->config->defaults.n, .best_of = -1, .n_logprobs = -1, .top_logprobs = -1,
         .prompt_logprobs = -1, .special = -1, .skip_special = 1, .generate = 1, .model = STR("")};
-    if (!json_is(body, JSON_OBJECT)) return API_BAD("body: expected a JSON object");
-    JSON_MEMBERS(key, body) {
-        const api_field *f = api_find_field((str){key->s, key->n}, 1 << route);
-        code = f ? api_read_field(c, f, key + 1, b, e)
-                 : api_unknown(c->m, (str){key->s, key->n}, e);
+    if (!json_is(root, JSON_OBJECT)) return API_INVALID("body: expected a JSON object");
+    JSON_MEMBERS(key, root) {
+        const api_field *field = api_find_field((str){key->s, key->n}, 1 << route);
+        code = field ? api_read_field(request, field, key + 1, body, e)
+                 : api_unknown_field(request->config, (str){key->s, key->n}, e);
         if (code) return code;
     }
-    b->has_seed = json_is(json_get(body, "seed"), JSON_NUMBER) &&
-                  b->seed != -1; /* -1: no seed, as in vLLM */
-    if (b->max_completion_tokens >= 0) b->max_tokens = b->max_completion_tokens;
-    b->has_max = b->max_tokens >= 0;
-    if (!b->has_max) b->max_tokens = completion ? completion : -1;
+    body->has_seed = json_is(json_get(root, "seed"), JSON_NUMBER) &&
+                  body->seed != -1; /* -1: no seed, as in vLLM */
+    if (body->max_completion_tokens >= 0) body->max_tokens = body->max_completion_tokens;
+    body->has_max_tokens = body->max_tokens >= 0;
+    if (!body->has_max_tokens) body->max_tokens = default_max ? default_max : -1;
     return 0;
 }
 
 /* ---- Lists of ids, texts, biases ---- */
 
 /* Appends the token ids of a JSON list. Returns an error that names the field and the element. */
-static int api_id_list(const api_model *m, const json *v, const char *name, ids *out, toka_err *e) {
-    if (!json_is(v, JSON_ARRAY)) return API_BAD("%s: expected a list of token ids", name);
-    ids_reserve(out, v->n);
-    JSON_EACH(it, v) {
+static int api_read_id_list(const api_config *config, const json *value, const char *name, ids *out, toka_err *e) {
+    if (!json_is(value, JSON_ARRAY)) return API_INVALID("%s: expected a list of token ids", name);
+    ids_reserve(out, value->n);
+    JSON_EACH(it, value) {
         int64_t id;
-        if (it->type != JSON_NUMBER) return API_BAD("%s: element %zu is no token id", name, out->n);
+        if (it->type != JSON_NUMBER) return API_INVALID("%s: element %zu is no token id", name, out->n);
         if (!json_whole(it, &id) || id < 0 || id > INT32_MAX)
-            return API_BAD("%s[%zu]: %.15g is no token id, expected 0 to %d", name, out->n,
-                           json_num(it, 0), m->t->shape.V - 1);
+            return API_INVALID("%s[%zu]: %.15g is no token id, expected 0 to %d", name, out->n,
+                           json_num(it, 0), config->toka->shape.V - 1);
         ids_push(out, (int32_t)id);
     }
     return 0;
 }
 
-/* As api_id_list, but puts the ids into the arena of the call. Absent (NULL) or []: none. */
-static int api_ids(api_call *c, const json *v, const char *name, const int32_t **out, int *n,
+/* As api_read_id_list, but puts the ids into the arena of the call. Absent (NULL) or []: none. */
+static int api_read_ids(api_request *request, const json *value, const char *name, const int32_t **out, int *n_ids,
                    toka_err *e) {
     ids list = {0};
-    int code = v ? api_id_list(c->m, v, name, &list, e) : 0;
-    if (!code && v) {
-        *out = arena_copy(&c->a, list.p, list.n * sizeof *list.p);
-        *n = (int)list.n;
+    int code = value ? api_read_id_list(request->config, value, name, &list, e) : 0;
+    if (!code && value) {
+        *out = arena_copy(&request->memory, list.p, list.n * sizeof *list.p);
+        *n_ids = (int)list.n;
     }
     ids_free(&list);
     return code;
 }
 
-static int api_stops(api_call *c, const json *v, toka_sampling *s, toka_err *e) {
-    if (!v) return 0;
-    bool one = v->type == JSON_STRING;
-    if (!one && v->type != JSON_ARRAY) return API_BAD("stop: expected a text or a list of texts");
-    int n = 0;
-    const char **stop = arena_alloc(&c->a, (one ? 1 : (size_t)v->n) * sizeof *stop);
-    for (const json *it = one ? v : v + 1, *end = json_next(v); it < end; it = json_next(it)) {
+static int api_read_stops(api_request *request, const json *value, toka_sampling *sampling, toka_err *e) {
+    if (!value) return 0;
+    bool is_text = value->type == JSON_STRING;
+    if (!is_text && value->type != JSON_ARRAY) return API_INVALID("stop: expected a text or a list of texts");
+    int n_stops = 0;
+    const char **stop = arena_alloc(&request->memory, (is_text ? 1 : (size_t)value->n) * sizeof *stop);
+    for (const json *it = is_text ? value : value + 1, *end = json_next(value); it < end; it = json_next(it)) {
         if (it->type != JSON_STRING || memchr(it->s, 0, it->n))
-            return API_BAD("stop: expected a text or a list of texts");
-        stop[n++] = arena_cstr(&c->a, json_str(it));
+            return API_INVALID("stop: expected a text or a list of texts");
+        stop[n_stops++] = arena_cstr(&request->memory, json_str(it));
     }
-    s->stop = stop;
-    s->n_stop = n;
+    sampling->stop = stop;
+    sampling->n_stop = n_stops;
     return 0;
 }
 
-typedef struct api_biased {
+typedef struct api_bias_entry {
     int32_t id;
-    int at; /* index of the member in the object */
+    int index; /* index of the member in the object */
     float bias;
-} api_biased;
+} api_bias_entry;
 
-static int api_by_id(const void *a, const void *b) {
-    const api_biased *x = a, *y = b;
-    return x->id != y->id ? (x->id < y->id ? -1 : 1) : x->at - y->at;
+static int api_compare_bias_ids(const void *a, const void *b) {
+    const api_bias_entry *x = a, *y = b;
+    return x->id != y->id ? (x->id < y->id ? -1 : 1) : x->index - y->index;
 }
 
 /* Reads logit_bias, {"id": bias}. If an id has two members, the last one counts. */
-static int api_bias(api_call *c, const json *v, toka_sampling *s, toka_err *e) {
-    if (!v) return 0;
-    int n = 0, kept = 0;
-    api_biased *all = arena_alloc(&c->a, (size_t)v->n * sizeof *all);
-    int32_t *id = arena_alloc(&c->a, (size_t)v->n * sizeof *id);
-    float *bias = arena_alloc(&c->a, (size_t)v->n * sizeof *bias);
-    JSON_MEMBERS(key, v) {
-        const char *digits = arena_cstr(&c->a, (str){key->s, key->n});
+static int api_read_bias(api_request *request, const json *value, toka_sampling *sampling, toka_err *e) {
+    if (!value) return 0;
+    int n_entries = 0, n_kept = 0;
+    api_bias_entry *entries = arena_alloc(&request->memory, (size_t)value->n * sizeof *entries);
+    int32_t *kept_ids = arena_alloc(&request->memory, (size_t)value->n * sizeof *kept_ids);
+    float *kept_biases = arena_alloc(&request->memory, (size_t)value->n * sizeof *kept_biases);
+    JSON_MEMBERS(key, value) {
+        const char *digits = arena_cstr(&request->memory, (str){key->s, key->n});
         char *end;
         long i = strtol(digits, &end, 10);
-        double f = json_num(key + 1, NAN);
-        if (!isdigit((unsigned char)*digits) || end != digits + key->n || isnan(f))
-            return API_BAD("logit_bias: expected an object of token ids and numbers");
+        double number = json_num(key + 1, NAN);
+        if (!isdigit((unsigned char)*digits) || end != digits + key->n || isnan(number))
+            return API_INVALID("logit_bias: expected an object of token ids and numbers");
         if (i > INT32_MAX)
-            return API_BAD("logit_bias: id %.30s, expected 0 to %d", digits, c->m->t->shape.V - 1);
-        if (check_range("logit_bias", f, SAMP_MIN_BIAS, SAMP_MAX_BIAS, false, e)) return e->code;
-        all[n] = (api_biased){(int32_t)i, n, (float)f};
-        n++;
+            return API_INVALID("logit_bias: id %.30s, expected 0 to %d", digits, request->config->toka->shape.V - 1);
+        if (check_range("logit_bias", number, SAMP_MIN_BIAS, SAMP_MAX_BIAS, false, e)) return e->code;
+        entries[n_entries] = (api_bias_entry){(int32_t)i, n_entries, (float)number};
+        n_entries++;
     }
-    qsort(all, (size_t)n, sizeof *all, api_by_id);
-    for (int i = 0; i < n; i++)
-        if (i + 1 == n || all[i].id != all[i + 1].id) {
-            id[kept] = all[i].id;
-            bias[kept++] = all[i].bias;
+    qsort(entries, (size_t)n_entries, sizeof *entries, api_compare_bias_ids);
+    for (int i = 0; i < n_entries; i++)
+        if (i + 1 == n_entries || entries[i].id != entries[i + 1].id) {
+            kept_ids[n_kept] = entries[i].id;
+            kept_biases[n_kept++] = entries[i].bias;
         }
-    s->bias_ids = id;
-    s->bias_values = bias;
-    s->n_bias = kept;
+    sampling->bias_ids = kept_ids;
+    sampling->bias_values = kept_biases;
+    sampling->n_bias = n_kept;
     return 0;
 }
 
-static int api_bad_words(api_call *c, const json *v, toka_sampling *s, toka_err *e) {
-    int n = 0;
-    if (v) s->n_bad = 0; /* the words of the body replace those of the model */
-    if (!v || !v->n) return 0;
-    if (lib_require_tokenizer(c->m->t, e)) return e->code;
-    const char **words = arena_alloc(&c->a, (size_t)v->n * sizeof *words);
-    JSON_EACH(it, v) {
+static int api_read_bad_words(api_request *request, const json *value, toka_sampling *sampling, toka_err *e) {
+    int n_words = 0;
+    if (value) sampling->n_bad = 0; /* the words of the body replace those of the model */
+    if (!value || !value->n) return 0;
+    if (lib_require_tokenizer(request->config->toka, e)) return e->code;
+    const char **words = arena_alloc(&request->memory, (size_t)value->n * sizeof *words);
+    JSON_EACH(it, value) {
         if (it->type != JSON_STRING || memchr(it->s, 0, it->n))
-            return API_BAD("bad_words: expected a list of texts");
-        words[n++] = arena_cstr(&c->a, json_str(it));
+            return API_INVALID("bad_words: expected a list of texts");
+        words[n_words++] = arena_cstr(&request->memory, json_str(it));
     }
-    int code = toka_words_new(&c->words, c->m->t, words, n, e);
-    s->bad_words = c->words;
+    int code = toka_words_new(&request->words, request->config->toka, words, n_words, e);
+    sampling->bad_words = request->words;
     return code;
 }
 
@@ -18999,117 +18999,117 @@ static int api_bad_words(api_call *c, const json *v, toka_sampling *s, toka_err 
 
 /* Reads what a body asks about log-probabilities. "logprobs" of a completion is the number of
  * alternatives; "logprobs" of a chat is true, and the number is in top_logprobs. */
-static int api_logprobs(api_call *c, const api_body *b, toka_request *q, toka_err *e) {
-    int64_t k = c->chat ? b->top_logprobs : b->n_logprobs;
-    if (c->chat && k > 0 && !b->chat_logprobs) return API_BAD("top_logprobs needs logprobs: true");
-    c->want_logprobs = c->chat ? b->chat_logprobs != 0 : k >= 0;
-    c->n_top = c->want_logprobs ? (int)MAX(k, 0) : 0;
-    q->sampling.logprobs = c->want_logprobs || c->packed ? c->n_top : TOKA_NO_LOGPROBS;
-    c->want_prompt_logprobs = b->prompt_logprobs >= 0;
-    c->n_prompt_top = (int)MAX(b->prompt_logprobs, 0);
-    if (c->echo && c->want_logprobs) c->n_prompt_top = MAX(c->n_prompt_top, c->n_top);
-    q->prompt_logprobs = c->want_prompt_logprobs || (c->echo && c->want_logprobs);
-    q->prompt_top = c->n_prompt_top;
-    q->prompt_ranks = c->want_prompt_logprobs && !c->packed;
-    if (c->stream && c->want_prompt_logprobs)
-        return API_UNSUPPORTED(c, "prompt_logprobs with stream is not supported");
+static int api_read_logprobs(api_request *request, const api_body *body, toka_request *engine_request, toka_err *e) {
+    int64_t n_asked = request->chat ? body->top_logprobs : body->n_logprobs;
+    if (request->chat && n_asked > 0 && !body->chat_logprobs) return API_INVALID("top_logprobs needs logprobs: true");
+    request->want_logprobs = request->chat ? body->chat_logprobs != 0 : n_asked >= 0;
+    request->n_top = request->want_logprobs ? (int)MAX(n_asked, 0) : 0;
+    engine_request->sampling.logprobs = request->want_logprobs || request->packed ? request->n_top : TOKA_NO_LOGPROBS;
+    request->want_prompt_logprobs = body->prompt_logprobs >= 0;
+    request->n_prompt_top = (int)MAX(body->prompt_logprobs, 0);
+    if (request->echo && request->want_logprobs) request->n_prompt_top = MAX(request->n_prompt_top, request->n_top);
+    engine_request->prompt_logprobs = request->want_prompt_logprobs || (request->echo && request->want_logprobs);
+    engine_request->prompt_top = request->n_prompt_top;
+    engine_request->prompt_ranks = request->want_prompt_logprobs && !request->packed;
+    if (request->stream && request->want_prompt_logprobs)
+        return API_UNSUPPORTED(request, "prompt_logprobs with stream is not supported");
     return 0;
 }
 
 /* The seed of a body without one: a hash of the base seed and the serial of the call. */
-static uint64_t api_seed(uint64_t seed, const uint64_t serial[2]) {
+static uint64_t api_derive_seed(uint64_t seed, const uint64_t serial[2]) {
     return hash_mix(serial[1] ^ (serial[0] + 0x9E3779B97F4A7C15u * (seed + 1)));
 }
 
 /* Fills the sampling parameters of a request from a body. */
-static int api_sampling(api_call *c, const api_body *b, toka_request *q, toka_err *e) {
-    toka_sampling *s = &q->sampling;
-    s->temperature = b->temperature;
-    s->top_p = b->top_p;
-    s->min_p = b->min_p;
-    s->top_k = (int)b->top_k;
-    s->repetition_penalty = b->repetition_penalty;
-    s->presence_penalty = b->presence_penalty;
-    s->frequency_penalty = b->frequency_penalty;
-    s->ignore_eos = b->ignore_eos;
-    s->include_stop = b->include_stop;
-    s->max_tokens = (int)MAX(b->max_tokens, 0);
-    const bool has_min = b->min_tokens >= 0, usual_16 = !c->m->base.sampling.max_tokens;
-    const bool default_max = !b->has_max && !(usual_16 && has_min);
-    if (has_min) s->min_tokens = (int)b->min_tokens;
-    samp_fix_min_max(s, default_max, !has_min);
-    s->seed = b->has_seed ? (uint64_t)b->seed : api_seed(s->seed, c->serial);
+static int api_read_sampling(api_request *request, const api_body *body, toka_request *engine_request, toka_err *e) {
+    toka_sampling *sampling = &engine_request->sampling;
+    sampling->temperature = body->temperature;
+    sampling->top_p = body->top_p;
+    sampling->min_p = body->min_p;
+    sampling->top_k = (int)body->top_k;
+    sampling->repetition_penalty = body->repetition_penalty;
+    sampling->presence_penalty = body->presence_penalty;
+    sampling->frequency_penalty = body->frequency_penalty;
+    sampling->ignore_eos = body->ignore_eos;
+    sampling->include_stop = body->include_stop;
+    sampling->max_tokens = (int)MAX(body->max_tokens, 0);
+    const bool has_min = body->min_tokens >= 0, no_model_max = !request->config->defaults.sampling.max_tokens;
+    const bool default_max = !body->has_max_tokens && !(no_model_max && has_min);
+    if (has_min) sampling->min_tokens = (int)body->min_tokens;
+    samp_fix_min_max(sampling, default_max, !has_min);
+    sampling->seed = body->has_seed ? (uint64_t)body->seed : api_derive_seed(sampling->seed, request->serial);
     /* In a body a lower priority is earlier, as in vLLM; in toka_request a higher one is. */
-    q->priority = (int)MAX(MIN(q->priority - b->priority, (int64_t)INT_MAX), (int64_t)-INT_MAX);
-    c->n = q->n = (int)b->n;
-    int code = api_logprobs(c, b, q, e);
-    if (!code) code = api_ids(c, b->stop_ids, "stop_token_ids", &s->stop_ids, &s->n_stop_ids, e);
+    engine_request->priority = (int)MAX(MIN(engine_request->priority - body->priority, (int64_t)INT_MAX), (int64_t)-INT_MAX);
+    request->n_samples = engine_request->n = (int)body->n;
+    int code = api_read_logprobs(request, body, engine_request, e);
+    if (!code) code = api_read_ids(request, body->stop_ids, "stop_token_ids", &sampling->stop_ids, &sampling->n_stop_ids, e);
     if (!code)
-        code = api_ids(c, b->allowed, "allowed_token_ids", &s->allowed_ids, &s->n_allowed, e);
-    if (!code) code = api_stops(c, b->stop, s, e);
-    if (!code) code = api_bias(c, b->bias, s, e);
-    if (!code) code = api_bad_words(c, b->bad_words, s, e);
+        code = api_read_ids(request, body->allowed, "allowed_token_ids", &sampling->allowed_ids, &sampling->n_allowed, e);
+    if (!code) code = api_read_stops(request, body->stop, sampling, e);
+    if (!code) code = api_read_bias(request, body->bias, sampling, e);
+    if (!code) code = api_read_bad_words(request, body->bad_words, sampling, e);
     if (code) return code;
-    if (!default_max && b->max_tokens > 0 && b->min_tokens > b->max_tokens)
-        return API_BAD("min_tokens: %lld, expected 0 to %lld", (long long)b->min_tokens,
-                       (long long)b->max_tokens);
-    if (b->best_of >= 0 && b->best_of != b->n)
-        return API_UNSUPPORTED(c, "best_of other than n is not supported");
-    if (!b->max_tokens) { /* no token is sampled: only the prompt is computed */
-        if (!c->echo && !c->want_prompt_logprobs)
-            return API_BAD("max_tokens: 0, expected 1 or more without echo or prompt_logprobs");
-        q->n = 0;
-        q->prompt_logprobs = 1;
-        s->n_stop = 0;
-        s->min_tokens = 0;
+    if (!default_max && body->max_tokens > 0 && body->min_tokens > body->max_tokens)
+        return API_INVALID("min_tokens: %lld, expected 0 to %lld", (long long)body->min_tokens,
+                       (long long)body->max_tokens);
+    if (body->best_of >= 0 && body->best_of != body->n)
+        return API_UNSUPPORTED(request, "best_of other than n is not supported");
+    if (!body->max_tokens) { /* no token is sampled: only the prompt is computed */
+        if (!request->echo && !request->want_prompt_logprobs)
+            return API_INVALID("max_tokens: 0, expected 1 or more without echo or prompt_logprobs");
+        engine_request->n = 0;
+        engine_request->prompt_logprobs = 1;
+        sampling->n_stop = 0;
+        sampling->min_tokens = 0;
     }
-    q->length_class = c->n < 16 ? 2 * (uint64_t)(uint32_t)s->max_tokens + c->chat + 1 : 0;
-    q->ids_only = 1;
-    q->keep_special = !b->skip_special;
+    engine_request->length_class = request->n_samples < 16 ? 2 * (uint64_t)(uint32_t)sampling->max_tokens + request->chat + 1 : 0;
+    engine_request->ids_only = 1;
+    engine_request->keep_special = !body->skip_special;
     return 0;
 }
 
-static int api_stream_option(api_call *c, str name, const json *v, toka_err *e) {
+static int api_read_stream_option(api_request *request, str name, const json *value, toka_err *e) {
     static const char *const names[] = {"include_usage", "continuous_usage_stats",
                                         "include_obfuscation"};
-    bool obfuscated = false, *const to[] = {&c->include_usage, &c->usage_always, &obfuscated};
+    bool obfuscated = false, *const targets[] = {&request->include_usage, &request->continuous_usage, &obfuscated};
     for (int i = 0; i < COUNT(names); i++) {
         if (!str_is(name, names[i])) continue;
-        if (v->type != JSON_TRUE && v->type != JSON_FALSE && v->type != JSON_NULL)
-            return API_BAD("stream_options: %s: expected true or false", names[i]);
-        *to[i] = json_true(v);
-        return obfuscated ? API_UNSUPPORTED(c, "stream_options: %s is not supported", names[i]) : 0;
+        if (value->type != JSON_TRUE && value->type != JSON_FALSE && value->type != JSON_NULL)
+            return API_INVALID("stream_options: %s: expected true or false", names[i]);
+        *targets[i] = json_true(value);
+        return obfuscated ? API_UNSUPPORTED(request, "stream_options: %s is not supported", names[i]) : 0;
     }
     buf path = {0};
     buf_c(&path, "stream_options."), buf_str(&path, name);
-    int code = api_unknown(c->m, buf_view(&path), e);
+    int code = api_unknown_field(request->config, buf_view(&path), e);
     buf_free(&path);
     return code;
 }
 
-static int api_stream_options(api_call *c, const api_body *b, toka_err *e) {
-    if (!b->stream_options) return 0;
-    JSON_MEMBERS(key, b->stream_options)
-        if (api_stream_option(c, json_str(key), key + 1, e)) return e->code;
-    if (!c->stream) return API_BAD("stream_options: given without stream");
-    c->include_usage |= c->usage_always;
+static int api_read_stream_options(api_request *request, const api_body *body, toka_err *e) {
+    if (!body->stream_options) return 0;
+    JSON_MEMBERS(key, body->stream_options)
+        if (api_read_stream_option(request, json_str(key), key + 1, e)) return e->code;
+    if (!request->stream) return API_INVALID("stream_options: given without stream");
+    request->include_usage |= request->continuous_usage;
     return 0;
 }
 
 /* Sets c->model. Returns an error (HTTP status 404) if the model of a body is not served here. */
-static int api_check_model(api_call *c, str model, toka_err *e) {
-    const api_model *m = c->m;
-    c->model = arena_str(&c->a, !m->n_names ? str_c(m->name)
-                                : model.n ? model : str_c(m->names[0]));
-    if (!model.n || !m->n_names) return 0;
-    for (int i = 0; i < m->n_names; i++)
-        if (str_is(model, m->names[i])) return 0;
-    c->status = 404;
-    c->type = "not_found_error";
-    c->param = "model";
-    c->code = "model_not_found";
+static int api_check_model(api_request *request, str model, toka_err *e) {
+    const api_config *config = request->config;
+    request->model = arena_str(&request->memory, !config->n_names ? str_c(config->name)
+                                : model.n ? model : str_c(config->names[0]));
+    if (!model.n || !config->n_names) return 0;
+    for (int i = 0; i < config->n_names; i++)
+        if (str_is(model, config->names[i])) return 0;
+    request->status = 404;
+    request->type = "not_found_error";
+    request->param = "model";
+    request->code = "model_not_found";
     return fail(e, TOKA_E_USE, "model: '%.*s' is not served here, '%s' is", STRF(model),
-                m->names[0]);
+                config->names[0]);
 }
 
 /* ---- Prompts ---- */
@@ -19122,354 +19122,354 @@ static bool api_is_text_part(const json *part) {
 
 /* Gets the text of a content part, in each form that clients send; null is an empty text. Returns
  * false if the part is not text. */
-static bool api_part_text(const json *part, str *text) {
+static bool api_content_part_text(const json *part, str *text) {
     const str type = json_str(json_get(part, "type"));
-    const bool said =
+    const bool is_text =
         str_is(type, "text") || str_is(type, "input_text") || str_is(type, "output_text");
-    const char *key = said ? "text" : "refusal";
-    const json *v = json_is(part, JSON_STRING) ? part
-                    : said || str_is(type, key) ? json_get(part, key) : NULL;
-    *text = json_str(v);
-    return json_is(v, JSON_STRING) || json_is(v, JSON_NULL);
+    const char *key = is_text ? "text" : "refusal";
+    const json *value = json_is(part, JSON_STRING) ? part
+                    : is_text || str_is(type, key) ? json_get(part, key) : NULL;
+    *text = json_str(value);
+    return json_is(value, JSON_STRING) || json_is(value, JSON_NULL);
 }
 
 /* Writes a content that is a list of text parts. walked: the template loops over the parts, so it
  * gets the list as it is; other templates get one text, each part on lines of its own. */
-static int api_put_parts(api_call *c, const json *parts, bool walked, buf *b, toka_err *e) {
+static int api_put_content_parts(api_request *request, const json *parts, bool as_list, buf *out, toka_err *e) {
     buf text = {0};
-    bool texts = true;
+    bool all_text = true;
     JSON_EACH(part, parts) {
-        str more;
-        texts &= api_part_text(part, &more);
-        walked &= api_is_text_part(part);
-        if (text.n && more.n) buf_char(&text, '\n');
-        buf_str(&text, more);
+        str part_text;
+        all_text &= api_content_part_text(part, &part_text);
+        as_list &= api_is_text_part(part);
+        if (text.n && part_text.n) buf_char(&text, '\n');
+        buf_str(&text, part_text);
     }
-    if (texts && walked && parts->n > 1) json_put_value(b, parts);
-    else if (texts) json_put_str(b, buf_view(&text));
+    if (all_text && as_list && parts->n > 1) json_put_value(out, parts);
+    else if (all_text) json_put_str(out, buf_view(&text));
     buf_free(&text);
-    return texts ? 0 : API_UNSUPPORTED(c, "messages: content other than text is not supported");
+    return all_text ? 0 : API_UNSUPPORTED(request, "messages: content other than text is not supported");
 }
 
 /* Writes a tool call that an assistant made. Its arguments came as a text of JSON: templates want
  * the object itself, and {} if there are none. */
-static void api_put_tool_call(api_call *c, const json *v, buf *b) {
+static void api_put_tool_call(api_request *request, const json *call, buf *out) {
     toka_err ignored;
-    arena a = {0};
-    json_put_open(b, '{');
-    JSON_MEMBERS(key, v) {
-        json_put_str(b, json_str(key)), buf_char(b, ':');
-        bool arguments = str_is(json_str(key), "arguments") &&
+    arena memory = {0};
+    json_put_open(out, '{');
+    JSON_MEMBERS(key, call) {
+        json_put_str(out, json_str(key)), buf_char(out, ':');
+        bool is_arguments = str_is(json_str(key), "arguments") &&
                          (key[1].type == JSON_STRING || key[1].type == JSON_NULL);
         str text = json_str(key + 1);
         const json *parsed =
-            arguments ? json_parse(&a, text.n ? text : STR("{}"), c->m->limits, &ignored) : NULL;
+            is_arguments ? json_parse(&memory, text.n ? text : STR("{}"), request->config->limits, &ignored) : NULL;
         if (str_is(json_str(key), "function") && key[1].type == JSON_OBJECT)
-            api_put_tool_call(c, key + 1, b);
+            api_put_tool_call(request, key + 1, out);
         else
-            json_put_value(b, json_is(parsed, JSON_OBJECT) ? parsed : key + 1);
-        arena_free(&a);
+            json_put_value(out, json_is(parsed, JSON_OBJECT) ? parsed : key + 1);
+        arena_free(&memory);
     }
-    json_put_close(b, '}');
+    json_put_close(out, '}');
 }
 
 /* Writes one message. A content that is null or missing becomes an empty text, as in vLLM:
  * templates join contents or loop over them, also in messages with tool calls. */
-static int api_put_message(api_call *c, const json *m, bool walked, buf *b, toka_err *e) {
+static int api_put_message(api_request *request, const json *message, bool as_list, buf *out, toka_err *e) {
     int code = 0;
-    const json *role = json_get(m, "role");
+    const json *role = json_get(message, "role");
     const bool assistant = str_is(json_str(role), "assistant");
     /* Templates that loop over the parts of other messages print those of a tool as a list. */
-    walked &= !str_is(json_str(role), "tool");
-    if (m->type != JSON_OBJECT || !json_is(role, JSON_STRING) ||
-        (!assistant && !json_get(m, "content")))
-        return API_BAD("messages: expected objects with a role and a content");
-    json_put_open(b, '{');
-    JSON_MEMBERS(key, m) {
+    as_list &= !str_is(json_str(role), "tool");
+    if (message->type != JSON_OBJECT || !json_is(role, JSON_STRING) ||
+        (!assistant && !json_get(message, "content")))
+        return API_INVALID("messages: expected objects with a role and a content");
+    json_put_open(out, '{');
+    JSON_MEMBERS(key, message) {
         str name = json_str(key);
-        bool content = str_is(name, "content");
+        bool is_content = str_is(name, "content");
         bool no_calls =
             str_is(name, "tool_calls") && key[1].type == JSON_ARRAY && !key[1].n;
-        if (no_calls || (!content && key[1].type == JSON_NULL))
+        if (no_calls || (!is_content && key[1].type == JSON_NULL))
             continue; /* templates ask whether a message has tool_calls */
-        json_put_str(b, name), buf_char(b, ':');
-        if (content && key[1].type != JSON_STRING && key[1].type != JSON_NULL &&
+        json_put_str(out, name), buf_char(out, ':');
+        if (is_content && key[1].type != JSON_STRING && key[1].type != JSON_NULL &&
             key[1].type != JSON_ARRAY)
-            return API_BAD("messages: a content is a text or a list of parts");
-        if (content && key[1].type == JSON_NULL) {
-            json_put_str(b, STR(""));
-        } else if (content && key[1].type == JSON_ARRAY) {
-            if ((code = api_put_parts(c, key + 1, walked, b, e))) return code;
+            return API_INVALID("messages: a content is a text or a list of parts");
+        if (is_content && key[1].type == JSON_NULL) {
+            json_put_str(out, STR(""));
+        } else if (is_content && key[1].type == JSON_ARRAY) {
+            if ((code = api_put_content_parts(request, key + 1, as_list, out, e))) return code;
         } else if (str_is(name, "tool_calls") && key[1].type == JSON_ARRAY) {
-            json_put_open(b, '[');
-            JSON_EACH(call, key + 1)
-                call->type == JSON_OBJECT ? api_put_tool_call(c, call, b) : json_put_value(b, call);
-            json_put_close(b, ']');
+            json_put_open(out, '[');
+            JSON_EACH(tool_call, key + 1)
+                tool_call->type == JSON_OBJECT ? api_put_tool_call(request, tool_call, out) : json_put_value(out, tool_call);
+            json_put_close(out, ']');
         } else {
-            json_put_value(b, key + 1);
+            json_put_value(out, key + 1);
         }
     }
-    if (!json_get(m, "content")) json_put_key(b, "content"), json_put_str(b, STR(""));
-    json_put_close(b, '}');
+    if (!json_get(message, "content")) json_put_key(out, "content"), json_put_str(out, STR(""));
+    json_put_close(out, '}');
     return 0;
 }
 
 /* Writes the context of the chat template, a JSON object. With tool_choice "none" the template sees
  * no tools. An empty list of tools counts as no tools if one template serves chats with and without
  * tools: such a template would ask for calls. */
-static int api_context(api_call *c, const api_body *body, buf *b, toka_err *e) {
+static int api_put_chat_context(api_request *request, const api_body *body, buf *out, toka_err *e) {
     int code = 0;
     bool none = str_is(json_str(body->tool_choice), "none");
     bool automatic = str_is(json_str(body->tool_choice), "auto");
     const json *messages = body->messages, *tools = none ? NULL : body->tools;
-    if (tools && !tools->n && !lib_uses_tool_template(c->m->t, tools)) tools = NULL;
+    if (tools && !tools->n && !lib_uses_tool_template(request->config->toka, tools)) tools = NULL;
     if (body->tool_choice && !none && !automatic)
-        return API_UNSUPPORTED(c, "tool_choice is not supported, but for none and auto");
-    if (!messages || !messages->n) return API_BAD("messages: expected a list of messages");
-    json_put_open(b, '{');
-    json_put_key(b, "messages"), json_put_open(b, '[');
-    const tmpl *chat = lib_chat_template(c->m->t, tools);
-    JSON_EACH(m, messages)
-        if ((code = api_put_message(c, m, chat && chat->walks_content, b, e))) return code;
-    json_put_close(b, ']');
-    json_put_key(b, "add_generation_prompt"), json_put_bool(b, body->generate);
-    if (tools) json_put_key(b, "tools"), json_put_value(b, tools);
-    if (body->documents) json_put_key(b, "documents"), json_put_value(b, body->documents);
+        return API_UNSUPPORTED(request, "tool_choice is not supported, but for none and auto");
+    if (!messages || !messages->n) return API_INVALID("messages: expected a list of messages");
+    json_put_open(out, '{');
+    json_put_key(out, "messages"), json_put_open(out, '[');
+    const tmpl *chat = lib_chat_template(request->config->toka, tools);
+    JSON_EACH(message, messages)
+        if ((code = api_put_message(request, message, chat && chat->walks_content, out, e))) return code;
+    json_put_close(out, ']');
+    json_put_key(out, "add_generation_prompt"), json_put_bool(out, body->generate);
+    if (tools) json_put_key(out, "tools"), json_put_value(out, tools);
+    if (body->documents) json_put_key(out, "documents"), json_put_value(out, body->documents);
     if (body->kwargs)
         JSON_MEMBERS(key, body->kwargs)
-            json_put_str(b, json_str(key)), buf_char(b, ':'), json_put_value(b, key + 1);
-    json_put_close(b, '}');
+            json_put_str(out, json_str(key)), buf_char(out, ':'), json_put_value(out, key + 1);
+    json_put_close(out, '}');
     return 0;
 }
 
 /* Encodes one prompt (NULL: the chat) into ids. If the call echoes it, *text gets its text, in the
  * arena of the call. */
-static int api_encode(api_call *c, const api_body *b, const json *prompt, ids *out, str *text,
+static int api_encode_prompt(api_request *request, const api_body *body, const json *prompt, ids *out, str *text,
                       toka_err *e) {
     buf context = {0}, rendered = {0};
-    int code = 0, special = b->special >= 0 ? b->special : prompt != NULL;
-    if (json_is(prompt, JSON_ARRAY)) return api_id_list(c->m, prompt, "prompt", out, e);
-    if (lib_require_tokenizer(c->m->t, e)) return e->code;
+    int code = 0, special = body->special >= 0 ? body->special : prompt != NULL;
+    if (json_is(prompt, JSON_ARRAY)) return api_read_id_list(request->config, prompt, "prompt", out, e);
+    if (lib_require_tokenizer(request->config->toka, e)) return e->code;
     if (!prompt) {
-        code = api_context(c, b, &context, e);
-        if (!code) code = lib_require_template(c->m->t, e);
+        code = api_put_chat_context(request, body, &context, e);
+        if (!code) code = lib_require_template(request->config->toka, e);
         /* May be deeper and larger than the body: the arguments of tool calls are values now. */
-        const json_limits limits = {json_trusted.depth, 2 * c->m->limits.max_bytes};
-        const str in = buf_view(&context);
-        if (!code) code = lib_render(c->m->t, c->m->t->files, in, limits, c->m->now, &rendered, e);
+        const json_limits limits = {json_trusted.depth, 2 * request->config->limits.max_bytes};
+        const str context_text = buf_view(&context);
+        if (!code) code = lib_render(request->config->toka, request->config->toka->files, context_text, limits, request->config->now, &rendered, e);
     } else if (prompt->type != JSON_STRING) {
-        code = API_BAD("prompt: expected a text, token ids, or a list of either");
+        code = API_INVALID("prompt: expected a text, token ids, or a list of either");
     }
-    str s = prompt ? json_str(prompt) : buf_view(&rendered);
+    str source = prompt ? json_str(prompt) : buf_view(&rendered);
     if (!code)
-        code = tok_encode(c->m->t->tok, s, TOKA_PARSE_SPECIAL | (special ? TOKA_ADD_SPECIAL : 0),
+        code = tok_encode(request->config->toka->tok, source, TOKA_PARSE_SPECIAL | (special ? TOKA_ADD_SPECIAL : 0),
                           out, e);
-    if (!code && c->echo) *text = arena_str(&c->a, s);
+    if (!code && request->echo) *text = arena_str(&request->memory, source);
     buf_free(&context), buf_free(&rendered);
     return code;
 }
 
-static const char *api_max_name(const api_body *b) {
-    return b->max_completion_tokens >= 0 ? "max_completion_tokens" : "max_tokens";
+static const char *api_max_tokens_name(const api_body *body) {
+    return body->max_completion_tokens >= 0 ? "max_completion_tokens" : "max_tokens";
 }
 
 /* Checks that a prompt leaves room for the max_tokens of the body: it is granted or refused, as by
  * OpenAI and vLLM. A default that is too large is reduced to the room instead. */
-static int api_check_room(api_call *c, const api_body *b, size_t n_prompt, toka_err *e) {
-    if (!b->has_max || n_prompt + (size_t)b->max_tokens <= (size_t)c->m->max_len) return 0;
-    c->code = "context_length_exceeded";
-    return API_BAD("%s: %lld behind a prompt of %zu tokens, expected at most %zu "
+static int api_check_max_tokens(api_request *request, const api_body *body, size_t n_prompt, toka_err *e) {
+    if (!body->has_max_tokens || n_prompt + (size_t)body->max_tokens <= (size_t)request->config->max_len) return 0;
+    request->code = "context_length_exceeded";
+    return API_INVALID("%s: %lld behind a prompt of %zu tokens, expected at most %zu "
                    "(max_model_len %d)",
-                   api_max_name(b), (long long)b->max_tokens, n_prompt,
-                   (size_t)c->m->max_len - n_prompt, c->m->max_len);
+                   api_max_tokens_name(body), (long long)body->max_tokens, n_prompt,
+                   (size_t)request->config->max_len - n_prompt, request->config->max_len);
 }
 
 /* Encodes one prompt into the next part and checks its request. */
-static int api_part_init(api_call *c, const api_body *b, const toka_request *q, const json *prompt,
+static int api_prompt_init(api_request *request, const api_body *body, const toka_request *engine_request, const json *value,
                          toka_err *e) {
-    int k = c->n_parts++;
-    api_part *p = &c->parts[k];
-    *p = (api_part){.call = c, .q = *q, .first = k * c->n, .text = STR("")};
-    if (k && !b->has_seed)
-        p->q.sampling.seed = api_seed(q->sampling.seed, (uint64_t[]){c->serial[0], (uint64_t)k});
-    int code = api_encode(c, b, prompt, &p->prompt, &p->text, e);
+    int index = request->n_prompts++;
+    api_prompt *prompt = &request->prompts[index];
+    *prompt = (api_prompt){.request = request, .engine_request = *engine_request, .first_choice = index * request->n_samples, .text = STR("")};
+    if (index && !body->has_seed)
+        prompt->engine_request.sampling.seed = api_derive_seed(engine_request->sampling.seed, (uint64_t[]){request->serial[0], (uint64_t)index});
+    int code = api_encode_prompt(request, body, value, &prompt->ids, &prompt->text, e);
     if (code) return code;
-    ids_reserve(&p->prompt, 1); /* not NULL, even if empty: NULL would mean that q has a text */
-    p->q.ids = p->prompt.p;
-    p->q.n_ids = p->prompt.n;
-    p->scored.n_top = c->n_prompt_top;
-    c->n_prompt_tokens += (int64_t)p->prompt.n;
-    if (p->prompt.n + (p->q.n != 0) > (size_t)c->m->max_len) c->code = "context_length_exceeded";
-    const toka *t = c->m->t;
-    code = eng_check(t->files, t->tok, c->m->max_len, &p->q, p->prompt.p, p->prompt.n, e);
-    if (!code) code = api_check_room(c, b, p->prompt.n, e);
-    if (!code && c->echo && json_is(prompt, JSON_ARRAY) && c->m->t->tok) {
+    ids_reserve(&prompt->ids, 1); /* not NULL, even if empty: NULL would mean that q has a text */
+    prompt->engine_request.ids = prompt->ids.p;
+    prompt->engine_request.n_ids = prompt->ids.n;
+    prompt->logprobs.n_top = request->n_prompt_top;
+    request->n_prompt_tokens += (int64_t)prompt->ids.n;
+    if (prompt->ids.n + (prompt->engine_request.n != 0) > (size_t)request->config->max_len) request->code = "context_length_exceeded";
+    const toka *t = request->config->toka;
+    code = eng_check(t->files, t->tok, request->config->max_len, &prompt->engine_request, prompt->ids.p, prompt->ids.n, e);
+    if (!code) code = api_check_max_tokens(request, body, prompt->ids.n, e);
+    if (!code && request->echo && json_is(value, JSON_ARRAY) && request->config->toka->tok) {
         /* The prompt came as ids; its text is their decoded text. */
-        buf_clear(&c->shown);
-        code = tok_decode(c->m->t->tok, p->prompt.p, p->prompt.n, 0, &c->shown, e);
-        p->text = arena_str(&c->a, buf_view(&c->shown));
+        buf_clear(&request->scratch);
+        code = tok_decode(request->config->toka->tok, prompt->ids.p, prompt->ids.n, 0, &request->scratch, e);
+        prompt->text = arena_str(&request->memory, buf_view(&request->scratch));
     }
     return code;
 }
 
 /* Estimates the bytes that an answer has about one prompt: in each choice of a completion, once in
  * a chat. */
-static double api_prompt_bytes(const api_call *c, const api_part *p) {
-    const double n = (double)p->prompt.n;
-    double bytes = c->echo ? (double)p->text.n : 0;
-    if (c->echo && c->want_logprobs && !c->packed) bytes += n * (64 + 32.0 * (1 + c->n_top));
-    if (c->want_ids || c->packed) bytes += n * 8;
+static double api_prompt_bytes(const api_request *request, const api_prompt *prompt) {
+    const double n_tokens = (double)prompt->ids.n;
+    double bytes = request->echo ? (double)prompt->text.n : 0;
+    if (request->echo && request->want_logprobs && !request->packed) bytes += n_tokens * (64 + 32.0 * (1 + request->n_top));
+    if (request->want_ids || request->packed) bytes += n_tokens * 8;
     /* Log-probabilities of an echo alone are counted above, or they are packed. */
-    if (c->want_prompt_logprobs || (c->packed && p->q.prompt_logprobs))
-        bytes += n * (1 + c->n_prompt_top) * (c->packed ? 12 : 80);
+    if (request->want_prompt_logprobs || (request->packed && prompt->engine_request.prompt_logprobs))
+        bytes += n_tokens * (1 + request->n_prompt_top) * (request->packed ? 12 : 80);
     return bytes;
 }
 
 /* Estimates the bytes that an output token takes, as a record and as JSON: its text, and what is
  * said about it and each alternative. */
-static double api_token_bytes(const api_call *c) {
-    double each = c->want_ids ? 20 : 0;
-    if (c->want_logprobs) each = c->chat ? 100 : 50;
-    if (c->packed) each = 28;
-    return 16 + each * (1 + c->n_top);
+static double api_token_bytes(const api_request *request) {
+    double per_entry = request->want_ids ? 20 : 0;
+    if (request->want_logprobs) per_entry = request->chat ? 100 : 50;
+    if (request->packed) per_entry = 28;
+    return 16 + per_entry * (1 + request->n_top);
 }
 
 /* Checks that the answer may become as large as the body allows. An answer that is not streamed
  * stays in memory until its last sample has ended, so its size needs a limit. A stream keeps only
  * one api_choice for each choice. */
-static int api_check_answer(const api_call *c, const api_body *b, toka_err *e) {
-    const double most = (double)c->m->max_answer_bytes, per_token = api_token_bytes(c);
-    const int n_choices = c->n * c->n_parts;
+static int api_check_answer_size(const api_request *request, const api_body *body, toka_err *e) {
+    const double max_bytes = (double)request->config->max_answer_bytes, per_token = api_token_bytes(request);
+    const int n_choices = request->n_samples * request->n_prompts;
     double repeated = 0, bytes = (double)n_choices * sizeof(api_choice);
     int longest = 0;
-    for (int k = 0; k < c->n_parts && !c->stream; k++) {
-        const api_part *p = &c->parts[k];
-        const int room = c->m->max_len - (int)p->prompt.n;
-        const int asked = p->q.sampling.max_tokens;
-        const int n_tokens = !p->q.n ? 0 : asked ? MIN(asked, room) : room;
+    for (int i = 0; i < request->n_prompts && !request->stream; i++) {
+        const api_prompt *prompt = &request->prompts[i];
+        const int room = request->config->max_len - (int)prompt->ids.n;
+        const int asked = prompt->engine_request.sampling.max_tokens;
+        const int n_tokens = !prompt->engine_request.n ? 0 : asked ? MIN(asked, room) : room;
         longest = MAX(longest, n_tokens);
-        bytes += c->n * per_token * n_tokens;
-        repeated += api_prompt_bytes(c, p) * (c->chat ? 1 : c->n);
+        bytes += request->n_samples * per_token * n_tokens;
+        repeated += api_prompt_bytes(request, prompt) * (request->chat ? 1 : request->n_samples);
     }
-    if (!most || bytes + repeated <= most) return 0;
-    const char *field = c->n > 1 ? "n" : c->n_parts > 1 ? "prompt" : api_max_name(b);
-    return API_BAD(
+    if (!max_bytes || bytes + repeated <= max_bytes) return 0;
+    const char *field = request->n_samples > 1 ? "n" : request->n_prompts > 1 ? "prompt" : api_max_tokens_name(body);
+    return API_INVALID(
         "%s: %d choices%s of up to %d tokens (max_tokens) with %d alternatives each (logprobs) may "
         "be an answer of %.3g GB, expected at most %.3g GB (--max-answer-bytes); a stream has no "
         "such limit",
-        field, n_choices, repeated > 0 ? " that each repeat their prompt," : "", longest, c->n_top,
-        1e-9 * (bytes + repeated), 1e-9 * most);
+        field, n_choices, repeated > 0 ? " that each repeat their prompt," : "", longest, request->n_top,
+        1e-9 * (bytes + repeated), 1e-9 * max_bytes);
 }
 
 /* Makes the parts of a call. A prompt is a text, a list of token ids, or a list of either. */
-static int api_prompts(api_call *c, const api_body *b, const toka_request *q, toka_err *e) {
-    const json *v = c->chat ? NULL : b->prompt, *first = json_at(v, 0);
-    bool many = first && first->type != JSON_NUMBER;
-    size_t n = many ? v->n : 1, most = (size_t)api_most_choices(c->m);
-    if (!c->chat && !v) return API_BAD("prompt: missing");
-    if (n > most / (size_t)c->n)
-        return API_BAD("n: %d for each of %zu prompts, expected at most %zu in all", c->n, n, most);
-    c->parts = mem_zalloc(n * sizeof *c->parts);
-    if (!many) return api_part_init(c, b, q, v, e);
-    JSON_EACH(it, v) if (api_part_init(c, b, q, it, e)) return e->code;
+static int api_prompts_init(api_request *request, const api_body *body, const toka_request *engine_request, toka_err *e) {
+    const json *value = request->chat ? NULL : body->prompt, *first = json_at(value, 0);
+    bool is_list = first && first->type != JSON_NUMBER;
+    size_t n_prompts = is_list ? value->n : 1, max_choices = (size_t)api_max_choices(request->config);
+    if (!request->chat && !value) return API_INVALID("prompt: missing");
+    if (n_prompts > max_choices / (size_t)request->n_samples)
+        return API_INVALID("n: %d for each of %zu prompts, expected at most %zu in all", request->n_samples, n_prompts, max_choices);
+    request->prompts = mem_zalloc(n_prompts * sizeof *request->prompts);
+    if (!is_list) return api_prompt_init(request, body, engine_request, value, e);
+    JSON_EACH(it, value) if (api_prompt_init(request, body, engine_request, it, e)) return e->code;
     return 0;
 }
 
 /* ---- Calls ---- */
 
 /* Allocates the choices of a call, when its first event arrives. */
-static void api_choices_init(api_call *c) {
-    c->choices = mem_zalloc((size_t)c->n_choices * sizeof *c->choices);
-    c->held += (size_t)c->n_choices * sizeof *c->choices;
-    for (int i = 0; i < c->n_choices; i++) {
-        api_choice *x = &c->choices[i];
-        const api_part *p = &c->parts[i / c->n];
-        x->tokens.n_top = c->n_top;
-        x->stop_id = x->stop_text = -1;
-        if (!c->m->t->tok) continue;
-        tok_stream_init(&x->stream, c->m->t->tok, p->q.keep_special ? 0 : TOKA_SKIP_SPECIAL);
-        tok_stream_follow(&x->stream, p->prompt.p[p->prompt.n - 1]);
+static void api_choices_init(api_request *request) {
+    request->choices = mem_zalloc((size_t)request->n_choices * sizeof *request->choices);
+    request->held_bytes += (size_t)request->n_choices * sizeof *request->choices;
+    for (int i = 0; i < request->n_choices; i++) {
+        api_choice *choice = &request->choices[i];
+        const api_prompt *prompt = &request->prompts[i / request->n_samples];
+        choice->tokens.n_top = request->n_top;
+        choice->stop_id = choice->stop_text = -1;
+        if (!request->config->toka->tok) continue;
+        tok_stream_init(&choice->stream, request->config->toka->tok, prompt->engine_request.keep_special ? 0 : TOKA_SKIP_SPECIAL);
+        tok_stream_follow(&choice->stream, prompt->ids.p[prompt->ids.n - 1]);
     }
 }
 
-static int api_parse_fields(api_call *c, enum api_route route, const json *body, toka_err *e) {
-    api_body b;
-    toka_request q = c->m->base;
-    c->chat = route == API_CHAT;
-    int code = api_read_body(c, route, body, &b, e);
+static int api_parse_fields(api_request *request, enum api_route route, const json *root, toka_err *e) {
+    api_body body;
+    toka_request engine_request = request->config->defaults;
+    request->chat = route == API_CHAT;
+    int code = api_read_body(request, route, root, &body, e);
     if (code) return code;
-    c->stream = b.stream;
-    c->echo = b.echo;
-    c->want_ids = b.return_token_ids;
-    c->packed = b.return_packed;
-    c->names_are_ids = b.names_are_ids;
-    if ((code = api_check_model(c, b.model, e)) || (code = api_stream_options(c, &b, e)))
+    request->stream = body.stream;
+    request->echo = body.echo;
+    request->want_ids = body.return_token_ids;
+    request->packed = body.return_packed;
+    request->names_are_ids = body.names_are_ids;
+    if ((code = api_check_model(request, body.model, e)) || (code = api_read_stream_options(request, &body, e)))
         return code;
-    if (!(code = api_sampling(c, &b, &q, e)) && !(code = api_prompts(c, &b, &q, e)))
-        code = api_check_answer(c, &b, e);
+    if (!(code = api_read_sampling(request, &body, &engine_request, e)) && !(code = api_prompts_init(request, &body, &engine_request, e)))
+        code = api_check_answer_size(request, &body, e);
     return code;
 }
 
 /* Sets the status, code and param of a failed parse. param is the field that the message begins
  * with, or the prompt if the request was refused because of it. */
-static void api_blame(api_call *c, enum api_route route, const toka_err *e) {
-    size_t n = 0;
-    while (isalnum((unsigned char)e->msg[n]) || e->msg[n] == '_') n++;
-    const api_field *f = api_find_field((str){e->msg, n}, 1 << route);
-    if (!c->status)
-        c->status = e->code == TOKA_E_MEMORY ? 503
+static void api_set_fault(api_request *request, enum api_route route, const toka_err *e) {
+    size_t name_len = 0;
+    while (isalnum((unsigned char)e->msg[name_len]) || e->msg[name_len] == '_') name_len++;
+    const api_field *field = api_find_field((str){e->msg, name_len}, 1 << route);
+    if (!request->status)
+        request->status = e->code == TOKA_E_MEMORY ? 503
                     : e->code == TOKA_E_DEVICE || e->code == TOKA_E_IO ? 500 : 400;
-    if (!c->code && c->unsupported) c->code = "unsupported_parameter";
-    if (c->param) return;
-    c->param = f ? f->name : NULL;
-    if (!f && (c->code || c->n_parts) && c->status == 400)
-        c->param = c->chat ? "messages" : "prompt";
+    if (!request->code && request->unsupported) request->code = "unsupported_parameter";
+    if (request->param) return;
+    request->param = field ? field->name : NULL;
+    if (!field && (request->code || request->n_prompts) && request->status == 400)
+        request->param = request->chat ? "messages" : "prompt";
 }
 
 /* Reads a body, parsed as JSON, into a call; the JSON is not needed afterwards. Returns 0, or a
  * negative code and sets the status, type, param, code and unsupported of the call. In both cases
  * the caller calls api_free. It encodes text, which takes time: do not call it on the driving
  * thread. */
-static int api_parse_json(const api_model *m, enum api_route route, const json *body, api_call *c,
+static int api_parse_json(const api_config *config, enum api_route route, const json *root, api_request *request,
                           toka_err *e) {
-    c->m = m;
-    int code = api_parse_fields(c, route, body, e);
-    if (code) api_blame(c, route, e);
-    else c->n_choices = c->n_left = c->n_parts * c->n;
+    request->config = config;
+    int code = api_parse_fields(request, route, root, e);
+    if (code) api_set_fault(request, route, e);
+    else request->n_choices = request->n_left = request->n_prompts * request->n_samples;
     return code;
 }
 
 /* As api_parse_json, of a body that is still text. */
-static int api_parse(const api_model *m, enum api_route route, str body, api_call *c, toka_err *e) {
-    arena a = {0};
-    const json *root = json_parse(&a, str_skip_bom(body), m->limits, e);
-    int code = root ? api_parse_json(m, route, root, c, e) : e->code;
+static int api_parse(const api_config *config, enum api_route route, str body, api_request *request, toka_err *e) {
+    arena memory = {0};
+    const json *root = json_parse(&memory, str_skip_bom(body), config->limits, e);
+    int code = root ? api_parse_json(config, route, root, request, e) : e->code;
     if (!root) {
-        c->status = e->code == TOKA_E_MEMORY ? 503 : 400;
-        c->m = m;
+        request->status = e->code == TOKA_E_MEMORY ? 503 : 400;
+        request->config = config;
     }
-    arena_free(&a);
+    arena_free(&memory);
     return code;
 }
 
-static void api_free(api_call *c) {
-    for (int i = 0; c->choices && i < c->n_choices; i++) {
-        tok_stream_free(&c->choices[i].stream);
-        buf_free(&c->choices[i].text), buf_free(&c->choices[i].tokens.b);
+static void api_free(api_request *request) {
+    for (int i = 0; request->choices && i < request->n_choices; i++) {
+        tok_stream_free(&request->choices[i].stream);
+        buf_free(&request->choices[i].text), buf_free(&request->choices[i].tokens.data);
     }
-    for (int i = 0; i < c->n_parts; i++) {
-        ids_free(&c->parts[i].prompt);
-        buf_free(&c->parts[i].scored.b), buf_free(&c->parts[i].waiting);
+    for (int i = 0; i < request->n_prompts; i++) {
+        ids_free(&request->prompts[i].ids);
+        buf_free(&request->prompts[i].logprobs.data), buf_free(&request->prompts[i].waiting);
     }
-    free(c->choices), free(c->parts);
-    toka_words_del(c->words);
-    c->words = NULL;
-    buf_free(&c->head), buf_free(&c->text);
-    buf_free(&c->bytes), buf_free(&c->shown), buf_free(&c->names);
-    arena_free(&c->a);
-    c->choices = NULL;
-    c->parts = NULL;
-    c->n_choices = c->n_parts = 0;
+    free(request->choices), free(request->prompts);
+    toka_words_del(request->words);
+    request->words = NULL;
+    buf_free(&request->chunk_prefix), buf_free(&request->token_text);
+    buf_free(&request->token_bytes), buf_free(&request->scratch), buf_free(&request->seen_names);
+    arena_free(&request->memory);
+    request->choices = NULL;
+    request->prompts = NULL;
+    request->n_choices = request->n_prompts = 0;
 }
 
 /* ===========================================================================
@@ -19482,9 +19482,9 @@ static void api_free(api_call *c) {
 /* ---- Records: events as bytes ---- */
 
 typedef struct api_record { /* followed by the ids and logprobs of its alternatives, and its text */
-    /* The fields of a toka_event; part: index of its api_part. */
-    int32_t part, sample, id, stop_id, stop_text, n_cached, rank;
-    float logprob, sampled;
+    /* The fields of a toka_event; part: index of its api_prompt. */
+    int32_t prompt, sample, id, stop_id, stop_text, n_cached, rank;
+    float logprob, sampled_logprob;
     uint32_t n_text;
     uint16_t n_top;
     uint8_t finish, has_text;
@@ -19497,8 +19497,8 @@ static size_t api_record_bytes(const toka_event *ev) {
 
 /* Appends one event of a part as a record. Cheap enough for the driving thread: it makes no text
  * and takes no lock. */
-static void api_pack(const api_part *p, const toka_event *ev, buf *records) {
-    api_record r = {.part = (int32_t)(p - p->call->parts),
+static void api_pack_event(const api_prompt *prompt, const toka_event *ev, buf *records) {
+    api_record record = {.prompt = (int32_t)(prompt - prompt->request->prompts),
                     .sample = ev->sample,
                     .id = ev->id,
                     .stop_id = ev->stop_id,
@@ -19506,62 +19506,62 @@ static void api_pack(const api_part *p, const toka_event *ev, buf *records) {
                     .n_cached = ev->n_cached,
                     .rank = ev->rank,
                     .logprob = ev->logprob,
-                    .sampled = ev->sampled_logprob,
+                    .sampled_logprob = ev->sampled_logprob,
                     .n_text = ev->text ? (uint32_t)ev->text_bytes : 0,
                     .n_top = (uint16_t)ev->n_top,
                     .finish = (uint8_t)ev->finish,
                     .has_text = ev->text != NULL};
-    size_t n = (size_t)ev->n_top;
-    buf_put(records, &r, sizeof r);
-    if (n) buf_put(records, ev->top_ids, n * sizeof *ev->top_ids);
-    if (n) buf_put(records, ev->top_logprobs, n * sizeof *ev->top_logprobs);
-    if (r.n_text) buf_put(records, ev->text, ev->text_bytes);
+    size_t n_top = (size_t)ev->n_top;
+    buf_put(records, &record, sizeof record);
+    if (n_top) buf_put(records, ev->top_ids, n_top * sizeof *ev->top_ids);
+    if (n_top) buf_put(records, ev->top_logprobs, n_top * sizeof *ev->top_logprobs);
+    if (record.n_text) buf_put(records, ev->text, ev->text_bytes);
 }
 
 /* Appends the records of a part that the engine did not accept: every sample ends with `how`. */
-static void api_pack_end(const api_part *p, toka_finish how, buf *records) {
-    toka_event ev = {.id = -1, .finish = how, .stop_id = -1, .stop_text = -1};
-    for (int i = 0; i < MAX(p->q.n, 1); i++) {
-        ev.sample = p->q.n ? i : TOKA_PROMPT;
-        api_pack(p, &ev, records);
+static void api_pack_ends(const api_prompt *prompt, toka_finish finish, buf *records) {
+    toka_event ev = {.id = -1, .finish = finish, .stop_id = -1, .stop_text = -1};
+    for (int i = 0; i < MAX(prompt->engine_request.n, 1); i++) {
+        ev.sample = prompt->engine_request.n ? i : TOKA_PROMPT;
+        api_pack_event(prompt, &ev, records);
     }
 }
 
 /* Returns the fixed part of the first record of s. *rest: its alternatives and text; *n: bytes of
  * the whole record. */
-static api_record api_unpack(str s, str *rest, size_t *n) {
-    api_record r;
-    assert(s.n >= sizeof r);
-    memcpy(&r, s.p, sizeof r);
-    *n = sizeof r + (size_t)r.n_top * (sizeof(int32_t) + sizeof(float)) + r.n_text;
-    assert(s.n >= *n);
-    *rest = str_sub(s, sizeof r, *n);
-    return r;
+static api_record api_unpack_record(str records, str *rest, size_t *n_bytes) {
+    api_record record;
+    assert(records.n >= sizeof record);
+    memcpy(&record, records.p, sizeof record);
+    *n_bytes = sizeof record + (size_t)record.n_top * (sizeof(int32_t) + sizeof(float)) + record.n_text;
+    assert(records.n >= *n_bytes);
+    *rest = str_sub(records, sizeof record, *n_bytes);
+    return record;
 }
 
 /* Appends the token of a record and its alternatives (id -1: fewer than n_top). `rest` as above. */
-static void api_tokens_put(api_tokens *t, const api_record *r, str rest) {
-    const size_t n = (size_t)r->n_top;
-    api_token self = {.id = r->id, .logprob = r->logprob, .sampled = r->sampled};
-    if (r->sample == TOKA_PROMPT) self.rank = r->rank;
-    buf_put(&t->b, &self, sizeof self);
-    for (size_t i = 0; i < (size_t)t->n_top; i++) {
+static void api_tokens_add(api_tokens *tokens, const api_record *record, str rest) {
+    const size_t n_top = (size_t)record->n_top;
+    api_token token = {.id = record->id, .logprob = record->logprob, .sampled_logprob = record->sampled_logprob};
+    if (record->sample == TOKA_PROMPT) token.rank = record->rank;
+    buf_put(&tokens->data, &token, sizeof token);
+    for (size_t i = 0; i < (size_t)tokens->n_top; i++) {
         api_token top = {.id = -1};
-        if (i < n) memcpy(&top.id, rest.p + i * sizeof top.id, sizeof top.id);
-        if (i < n)
-            memcpy(&top.logprob, rest.p + n * sizeof top.id + i * sizeof top.logprob,
+        if (i < n_top) memcpy(&top.id, rest.p + i * sizeof top.id, sizeof top.id);
+        if (i < n_top)
+            memcpy(&top.logprob, rest.p + n_top * sizeof top.id + i * sizeof top.logprob,
                    sizeof top.logprob);
-        buf_put(&t->b, &top, sizeof top);
+        buf_put(&tokens->data, &top, sizeof top);
     }
 }
 
-static size_t api_tokens_n(const api_tokens *t) {
-    return t->b.n / sizeof(api_token) / (1 + (size_t)t->n_top);
+static size_t api_tokens_n(const api_tokens *tokens) {
+    return tokens->data.n / sizeof(api_token) / (1 + (size_t)tokens->n_top);
 }
 
 /* Token i (k = 0), or its k-th alternative. */
-static const api_token *api_token_at(const api_tokens *t, size_t i, size_t k) {
-    return (const api_token *)(const void *)t->b.p + i * (1 + (size_t)t->n_top) + k;
+static const api_token *api_token_at(const api_tokens *tokens, size_t i, size_t alt) {
+    return (const api_token *)(const void *)tokens->data.p + i * (1 + (size_t)tokens->n_top) + alt;
 }
 
 /* ---- Tokens as JSON ---- */
@@ -19569,61 +19569,61 @@ static const api_token *api_token_at(const api_tokens *t, size_t i, size_t k) {
 /* Returns the text of a token, valid until the next call (it is in c->shown). *bytes: its bytes,
  * which may be a part of a character. If there is no tokenizer, or if the tokenizer has no text for
  * this id, the text names the id: alternatives must have different names. */
-static str api_token_text(api_call *c, int32_t id, str *bytes) {
-    buf *raw = &c->bytes;
-    buf_clear(raw), buf_clear(&c->shown);
-    if (c->m->t->tok) tok_bytes(c->m->t->tok, id, raw);
+static str api_token_text(api_request *request, int32_t id, str *bytes) {
+    buf *raw = &request->token_bytes;
+    buf_clear(raw), buf_clear(&request->scratch);
+    if (request->config->toka->tok) tok_bytes(request->config->toka->tok, id, raw);
     *bytes = buf_view(raw);
-    if (!c->names_are_ids && raw->n) return uni_repair(*bytes, &c->shown);
-    buf_printf(&c->shown, "token_id:%d", (int)id);
-    return buf_view(&c->shown);
+    if (!request->names_are_ids && raw->n) return uni_repair(*bytes, &request->scratch);
+    buf_printf(&request->scratch, "token_id:%d", (int)id);
+    return buf_view(&request->scratch);
 }
 
-static void api_put_logprob(buf *b, float logprob) { /* -9999: impossible, as OpenAI writes it */
-    json_put_num(b, logprob == -INFINITY ? -9999 : logprob, true);
+static void api_put_logprob(buf *out, float logprob) { /* -9999: impossible, as OpenAI writes it */
+    json_put_num(out, logprob == -INFINITY ? -9999 : logprob, true);
 }
 
-static void api_put_ids(buf *b, const char *name, const int32_t *id, size_t n) {
-    json_put_key(b, name), json_put_open(b, '[');
-    for (size_t i = 0; i < n; i++) json_put_int(b, id[i]);
-    json_put_close(b, ']');
+static void api_put_ids(buf *out, const char *name, const int32_t *list, size_t n_ids) {
+    json_put_key(out, name), json_put_open(out, '[');
+    for (size_t i = 0; i < n_ids; i++) json_put_int(out, list[i]);
+    json_put_close(out, ']');
 }
 
 /* Writes {token: logprob ..} of the n_top alternatives of token i and of the token itself. If
  * several have the same text, only the first is written: the most likely one. */
-static void api_put_top(api_call *c, const api_tokens *t, size_t i, int n_top, buf *b) {
-    buf *seen = &c->names;
+static void api_put_top(api_request *request, const api_tokens *tokens, size_t i, int n_top, buf *out) {
+    buf *seen = &request->seen_names;
     str bytes;
     buf_clear(seen), buf_char(seen, '\n'); /* line feeds separate names: JSON text has none */
-    json_put_open(b, '{');
-    for (int k = 1; k <= n_top + 1; k++) {
-        const api_token *v = api_token_at(t, i, k > n_top ? 0 : (size_t)k);
-        if (v->id < 0) continue;
-        size_t from = seen->n;
-        json_put_str(seen, api_token_text(c, v->id, &bytes)), buf_char(seen, '\n');
-        str name = str_sub(buf_view(seen), from, seen->n);
-        if (str_find((str){seen->p, from}, (str){name.p - 1, name.n + 1}, 0) >= 0) {
-            seen->n = from;
+    json_put_open(out, '{');
+    for (int alt = 1; alt <= n_top + 1; alt++) {
+        const api_token *token = api_token_at(tokens, i, alt > n_top ? 0 : (size_t)alt);
+        if (token->id < 0) continue;
+        size_t start = seen->n;
+        json_put_str(seen, api_token_text(request, token->id, &bytes)), buf_char(seen, '\n');
+        str name = str_sub(buf_view(seen), start, seen->n);
+        if (str_find((str){seen->p, start}, (str){name.p - 1, name.n + 1}, 0) >= 0) {
+            seen->n = start;
             continue;
         }
-        json_comma(b), buf_put(b, name.p, name.n - 1), buf_char(b, ':');
-        api_put_logprob(b, v->logprob);
+        json_comma(out), buf_put(out, name.p, name.n - 1), buf_char(out, ':');
+        api_put_logprob(out, token->logprob);
     }
-    json_put_close(b, '}');
+    json_put_close(out, '}');
 }
 
 /* Is the space before this token dropped if the token begins a text? Tokenizers like
  * SentencePiece put a space before the first word, and decoding removes it. */
-static bool api_drops_space(const api_call *c, const api_part *p, bool prompt, int32_t id,
+static bool api_drops_space(const api_request *request, const api_prompt *prompt, bool in_prompt, int32_t id,
                             str bytes) {
-    const tok *t = c->m->t->tok;
+    const tok *tokenizer = request->config->toka->tok;
     buf alone = {0};
     toka_err unused;
     if (!str_starts(bytes, STR(" "))) return false;
-    for (size_t i = 0; i < p->prompt.n && !prompt; i++)
-        if (!(t->flag[p->prompt.p[i]] & TOK_SPECIAL))
+    for (size_t i = 0; i < prompt->ids.n && !in_prompt; i++)
+        if (!(tokenizer->flag[prompt->ids.p[i]] & TOK_SPECIAL))
             return false; /* the answer continues the text of the prompt */
-    bool drops = !tok_decode(t, &id, 1, 0, &alone, &unused) &&
+    bool drops = !tok_decode(tokenizer, &id, 1, 0, &alone, &unused) &&
                  !str_starts(buf_view(&alone), STR(" "));
     buf_free(&alone);
     return drops;
@@ -19632,399 +19632,399 @@ static bool api_drops_space(const api_call *c, const api_part *p, bool prompt, i
 /* How many characters of its choice's text come from this token (prompt: it is a token of an echoed
  * prompt). A special token has 0 if the text does not show it: in an answer if special tokens are
  * skipped, in a prompt if the tokenizer put it before the given text. */
-static int64_t api_token_width(const api_call *c, const api_part *p, bool prompt, int32_t id,
+static int64_t api_token_chars(const api_request *request, const api_prompt *prompt, bool in_prompt, int32_t id,
                                str bytes, int64_t offset) {
-    const tok *t = c->m->t->tok;
-    bool special = bytes.n && t->flag[id] & (prompt ? TOK_SPECIAL : TOK_SKIPPED);
-    bool out = special && (prompt ? !offset && !str_starts(p->text, bytes) : !p->q.keep_special);
-    return out ? 0
+    const tok *tokenizer = request->config->toka->tok;
+    bool special = bytes.n && tokenizer->flag[id] & (in_prompt ? TOK_SPECIAL : TOK_SKIPPED);
+    bool hidden = special && (in_prompt ? !offset && !str_starts(prompt->text, bytes) : !prompt->engine_request.keep_special);
+    return hidden ? 0
                : utf8_count(bytes) -
-                     (!special && !offset && api_drops_space(c, p, prompt, id, bytes));
+                     (!special && !offset && api_drops_space(request, prompt, in_prompt, id, bytes));
 }
 
 /* Writes {"tokens":[..],"token_logprobs":[..],"top_logprobs":[..],"text_offset":[..]} of the tokens
  * of echo (NULL: no echo), then of t. The first token of a prompt has null for its logprobs.
  * text_offset counts characters of the text from *offset on; *offset is advanced. */
-static void api_put_text_logprobs(api_call *c, const api_part *p, const api_tokens *echo,
-                                  const api_tokens *t, int64_t *offset, buf *b) {
-    const api_tokens *const lists[] = {echo, t};
+static void api_put_completion_logprobs(api_request *request, const api_prompt *prompt, const api_tokens *echo,
+                                  const api_tokens *tokens, int64_t *offset, buf *out) {
+    const api_tokens *const lists[] = {echo, tokens};
     buf offsets = {0};
     str bytes;
-    json_put_open(b, '{');
-    json_put_key(b, "tokens"), json_put_open(b, '[');
-    for (int l = 0; l < 2; l++)
-        for (size_t i = 0; lists[l] && i < api_tokens_n(lists[l]); i++) {
-            const int32_t id = api_token_at(lists[l], i, 0)->id;
-            json_put_str(b, api_token_text(c, id, &bytes));
+    json_put_open(out, '{');
+    json_put_key(out, "tokens"), json_put_open(out, '[');
+    for (int list = 0; list < 2; list++)
+        for (size_t i = 0; lists[list] && i < api_tokens_n(lists[list]); i++) {
+            const int32_t id = api_token_at(lists[list], i, 0)->id;
+            json_put_str(out, api_token_text(request, id, &bytes));
             json_put_int(&offsets, *offset);
-            *offset += api_token_width(c, p, !l, id, bytes, *offset);
+            *offset += api_token_chars(request, prompt, !list, id, bytes, *offset);
         }
-    json_put_close(b, ']');
-    json_put_key(b, "token_logprobs"), json_put_open(b, '[');
-    for (int l = 0; l < 2; l++)
-        for (size_t i = 0; lists[l] && i < api_tokens_n(lists[l]); i++) {
-            if (!l && !i) json_put_null(b);
-            else api_put_logprob(b, api_token_at(lists[l], i, 0)->logprob);
+    json_put_close(out, ']');
+    json_put_key(out, "token_logprobs"), json_put_open(out, '[');
+    for (int list = 0; list < 2; list++)
+        for (size_t i = 0; lists[list] && i < api_tokens_n(lists[list]); i++) {
+            if (!list && !i) json_put_null(out);
+            else api_put_logprob(out, api_token_at(lists[list], i, 0)->logprob);
         }
-    json_put_close(b, ']');
-    json_put_key(b, "top_logprobs"), json_put_open(b, '[');
-    for (int l = 0; l < 2; l++)
-        for (size_t i = 0; lists[l] && i < api_tokens_n(lists[l]); i++) {
-            if (!l && !i) json_put_null(b);
-            else api_put_top(c, lists[l], i, c->n_top, b);
+    json_put_close(out, ']');
+    json_put_key(out, "top_logprobs"), json_put_open(out, '[');
+    for (int list = 0; list < 2; list++)
+        for (size_t i = 0; lists[list] && i < api_tokens_n(lists[list]); i++) {
+            if (!list && !i) json_put_null(out);
+            else api_put_top(request, lists[list], i, request->n_top, out);
         }
-    json_put_close(b, ']');
-    json_put_key(b, "text_offset");
-    buf_printf(b, "[%s]}", offsets.n ? offsets.p : "");
+    json_put_close(out, ']');
+    json_put_key(out, "text_offset");
+    buf_printf(out, "[%s]}", offsets.n ? offsets.p : "");
     buf_free(&offsets);
 }
 
 /* Writes the members "token":"..","logprob":..,"bytes":[..]. */
-static void api_put_chat_token(api_call *c, const api_token *t, buf *b) {
+static void api_put_chat_token(api_request *request, const api_token *token, buf *out) {
     str bytes;
-    json_put_key(b, "token"), json_put_str(b, api_token_text(c, t->id, &bytes));
-    json_put_key(b, "logprob"), api_put_logprob(b, t->logprob);
-    json_put_key(b, "bytes"), json_put_open(b, '[');
-    for (size_t i = 0; i < bytes.n; i++) json_put_int(b, (unsigned char)bytes.p[i]);
-    json_put_close(b, ']');
+    json_put_key(out, "token"), json_put_str(out, api_token_text(request, token->id, &bytes));
+    json_put_key(out, "logprob"), api_put_logprob(out, token->logprob);
+    json_put_key(out, "bytes"), json_put_open(out, '[');
+    for (size_t i = 0; i < bytes.n; i++) json_put_int(out, (unsigned char)bytes.p[i]);
+    json_put_close(out, ']');
 }
 
-static void api_put_chat_logprobs(api_call *c, const api_tokens *t, buf *b) {
-    json_put_open(b, '{');
-    json_put_key(b, "content"), json_put_open(b, '[');
-    for (size_t i = 0; i < api_tokens_n(t); i++) {
-        json_put_open(b, '{');
-        api_put_chat_token(c, api_token_at(t, i, 0), b);
-        json_put_key(b, "top_logprobs"), json_put_open(b, '[');
-        for (int k = 1; k <= t->n_top; k++) {
-            const api_token *v = api_token_at(t, i, (size_t)k);
-            if (v->id < 0) continue;
-            json_put_open(b, '{');
-            api_put_chat_token(c, v, b);
-            json_put_close(b, '}');
+static void api_put_chat_logprobs(api_request *request, const api_tokens *tokens, buf *out) {
+    json_put_open(out, '{');
+    json_put_key(out, "content"), json_put_open(out, '[');
+    for (size_t i = 0; i < api_tokens_n(tokens); i++) {
+        json_put_open(out, '{');
+        api_put_chat_token(request, api_token_at(tokens, i, 0), out);
+        json_put_key(out, "top_logprobs"), json_put_open(out, '[');
+        for (int alt = 1; alt <= tokens->n_top; alt++) {
+            const api_token *alternative = api_token_at(tokens, i, (size_t)alt);
+            if (alternative->id < 0) continue;
+            json_put_open(out, '{');
+            api_put_chat_token(request, alternative, out);
+            json_put_close(out, '}');
         }
-        json_put_close(b, ']'), json_put_close(b, '}');
+        json_put_close(out, ']'), json_put_close(out, '}');
     }
-    json_put_close(b, ']');
-    json_put_key(b, "refusal"), json_put_null(b);
-    json_put_close(b, '}');
+    json_put_close(out, ']');
+    json_put_key(out, "refusal"), json_put_null(out);
+    json_put_close(out, '}');
 }
 
 /* Writes prompt_logprobs in vLLM's form:
  *     [null, {"ID":{"logprob":..,"rank":..,"decoded_token":".."} ..} ..]
  * In each object the token of the prompt is first. rank: 1 is the most likely id of the vocabulary;
  * null: not known. */
-static void api_put_prompt_logprobs(api_call *c, const api_tokens *t, buf *b) {
-    json_put_key(b, "prompt_logprobs"), json_put_open(b, '[');
-    for (size_t i = 0; i < api_tokens_n(t); i++) {
-        const api_token *self = api_token_at(t, i, 0);
+static void api_put_prompt_logprobs(api_request *request, const api_tokens *tokens, buf *out) {
+    json_put_key(out, "prompt_logprobs"), json_put_open(out, '[');
+    for (size_t i = 0; i < api_tokens_n(tokens); i++) {
+        const api_token *own = api_token_at(tokens, i, 0);
         str bytes;
-        if (!i) json_put_null(b);
-        else json_put_open(b, '{');
-        for (int k = 0; i && k <= t->n_top; k++) {
-            const api_token *v = api_token_at(t, i, (size_t)k);
-            if (v->id < 0 || (k && v->id == self->id)) continue;
-            json_comma(b), buf_printf(b, "\"%d\":{", (int)v->id);
-            json_put_key(b, "logprob"), api_put_logprob(b, v->logprob);
-            json_put_key(b, "rank");
-            if (k || self->rank) json_put_int(b, k ? k : self->rank);
-            else json_put_null(b);
-            json_put_key(b, "decoded_token"), json_put_str(b, api_token_text(c, v->id, &bytes));
-            json_put_close(b, '}');
+        if (!i) json_put_null(out);
+        else json_put_open(out, '{');
+        for (int alt = 0; i && alt <= tokens->n_top; alt++) {
+            const api_token *token = api_token_at(tokens, i, (size_t)alt);
+            if (token->id < 0 || (alt && token->id == own->id)) continue;
+            json_comma(out), buf_printf(out, "\"%d\":{", (int)token->id);
+            json_put_key(out, "logprob"), api_put_logprob(out, token->logprob);
+            json_put_key(out, "rank");
+            if (alt || own->rank) json_put_int(out, alt ? alt : own->rank);
+            else json_put_null(out);
+            json_put_key(out, "decoded_token"), json_put_str(out, api_token_text(request, token->id, &bytes));
+            json_put_close(out, '}');
         }
-        if (i) json_put_close(b, '}');
+        if (i) json_put_close(out, '}');
     }
-    json_put_close(b, ']');
+    json_put_close(out, ']');
 }
 
 /* ---- Packed arrays ---- */
 
 /* Writes bytes as base64 (RFC 4648, with padding). */
-static void api_put_base64(buf *b, const char *name, const buf *bytes) {
-    static const char digit[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-    json_put_key(b, name), buf_char(b, '"');
-    buf_reserve(b, bytes->n / 3 * 4 + 8);
+static void api_put_base64(buf *out, const char *name, const buf *bytes) {
+    static const char digits[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    json_put_key(out, name), buf_char(out, '"');
+    buf_reserve(out, bytes->n / 3 * 4 + 8);
     for (size_t i = 0; i < bytes->n; i += 3) {
-        size_t n = MIN(bytes->n - i, (size_t)3);
-        uint32_t w = 0;
-        for (size_t k = 0; k < 3; k++) w = w << 8 | (k < n ? (unsigned char)bytes->p[i + k] : 0u);
-        char four[4] = {digit[w >> 18], digit[w >> 12 & 63], n > 1 ? digit[w >> 6 & 63] : '=',
-                        n > 2 ? digit[w & 63] : '='};
-        buf_put(b, four, 4);
+        size_t n_bytes = MIN(bytes->n - i, (size_t)3);
+        uint32_t bits = 0;
+        for (size_t j = 0; j < 3; j++) bits = bits << 8 | (j < n_bytes ? (unsigned char)bytes->p[i + j] : 0u);
+        char four[4] = {digits[bits >> 18], digits[bits >> 12 & 63], n_bytes > 1 ? digits[bits >> 6 & 63] : '=',
+                        n_bytes > 2 ? digits[bits & 63] : '='};
+        buf_put(out, four, 4);
     }
-    buf_char(b, '"');
+    buf_char(out, '"');
 }
 
-static void api_put_le32(buf *b, const void *value) { /* 4 bytes, little-endian */
+static void api_put_le32(buf *out, const void *value) { /* 4 bytes, little-endian */
     uint32_t u;
     memcpy(&u, value, 4);
-    buf_put(b, (char[]){(char)u, (char)(u >> 8), (char)(u >> 16), (char)(u >> 24)}, 4);
+    buf_put(out, (char[]){(char)u, (char)(u >> 8), (char)(u >> 16), (char)(u >> 24)}, 4);
 }
 
 /* Writes one packed array over all tokens: the 4 bytes at offset `member` of an api_token, for the
  * entries k0 .. k1 of each token (0: the token; 1 and up: its alternatives). */
-static void api_put_array(api_call *c, buf *b, const char *name, const api_tokens *t, size_t member,
-                          int k0, int k1) {
-    buf *raw = &c->shown;
+static void api_put_packed_array(api_request *request, buf *out, const char *name, const api_tokens *tokens, size_t offset,
+                          int first_alt, int last_alt) {
+    buf *raw = &request->scratch;
     buf_clear(raw);
-    for (size_t i = 0; i < api_tokens_n(t); i++)
-        for (int k = k0; k <= k1; k++)
-            api_put_le32(raw, (const char *)api_token_at(t, i, (size_t)k) + member);
-    api_put_base64(b, name, raw);
+    for (size_t i = 0; i < api_tokens_n(tokens); i++)
+        for (int alt = first_alt; alt <= last_alt; alt++)
+            api_put_le32(raw, (const char *)api_token_at(tokens, i, (size_t)alt) + offset);
+    api_put_base64(out, name, raw);
 }
 
-static void api_put_packed(api_call *c, const char *name, const api_tokens *t, bool sampled,
-                           buf *b) {
-    json_put_key(b, name), json_put_open(b, '{');
-    json_put_key(b, "n"), json_put_int(b, (int64_t)api_tokens_n(t));
-    api_put_array(c, b, "token_ids", t, offsetof(api_token, id), 0, 0);
-    api_put_array(c, b, "logprobs", t, offsetof(api_token, logprob), 0, 0);
-    if (sampled) api_put_array(c, b, "sampled_logprobs", t, offsetof(api_token, sampled), 0, 0);
-    json_put_key(b, "top_n"), json_put_int(b, t->n_top);
-    if (t->n_top) api_put_array(c, b, "top_ids", t, offsetof(api_token, id), 1, t->n_top);
-    if (t->n_top) api_put_array(c, b, "top_logprobs", t, offsetof(api_token, logprob), 1, t->n_top);
-    json_put_close(b, '}');
+static void api_put_packed(api_request *request, const char *name, const api_tokens *tokens, bool sampled,
+                           buf *out) {
+    json_put_key(out, name), json_put_open(out, '{');
+    json_put_key(out, "n"), json_put_int(out, (int64_t)api_tokens_n(tokens));
+    api_put_packed_array(request, out, "token_ids", tokens, offsetof(api_token, id), 0, 0);
+    api_put_packed_array(request, out, "logprobs", tokens, offsetof(api_token, logprob), 0, 0);
+    if (sampled) api_put_packed_array(request, out, "sampled_logprobs", tokens, offsetof(api_token, sampled_logprob), 0, 0);
+    json_put_key(out, "top_n"), json_put_int(out, tokens->n_top);
+    if (tokens->n_top) api_put_packed_array(request, out, "top_ids", tokens, offsetof(api_token, id), 1, tokens->n_top);
+    if (tokens->n_top) api_put_packed_array(request, out, "top_logprobs", tokens, offsetof(api_token, logprob), 1, tokens->n_top);
+    json_put_close(out, '}');
 }
 
 /* ---- Choices ---- */
 
-static bool api_wants_tokens(const api_call *c) {
-    return c->want_ids || c->want_logprobs || c->packed;
+static bool api_wants_tokens(const api_request *request) {
+    return request->want_ids || request->want_logprobs || request->packed;
 }
 
-static void api_put_logprobs(api_call *c, const api_tokens *echo, api_choice *x, buf *b) {
-    json_put_key(b, "logprobs");
-    if (!c->want_logprobs || c->packed) json_put_null(b);
-    else if (c->chat) api_put_chat_logprobs(c, &x->tokens, b);
+static void api_put_logprobs(api_request *request, const api_tokens *echo, api_choice *choice, buf *out) {
+    json_put_key(out, "logprobs");
+    if (!request->want_logprobs || request->packed) json_put_null(out);
+    else if (request->chat) api_put_chat_logprobs(request, &choice->tokens, out);
     else
-        api_put_text_logprobs(c, &c->parts[(x - c->choices) / c->n], echo, &x->tokens, &x->offset,
-                              b);
+        api_put_completion_logprobs(request, &request->prompts[(choice - request->choices) / request->n_samples], echo, &choice->tokens, &choice->text_offset,
+                              out);
 }
 
 /* Writes finish_reason (null if the choice has not ended) and, in live answers, stop_reason: the
  * text of `stop` or the id of stop_token_ids that ended the choice; null if an end id of the model
  * or the length ended it. If it stopped without a text or an id, no token was left to sample. */
-static void api_put_finish(const api_call *c, const api_choice *x, const api_part *p, bool ended,
-                           buf *b) {
-    json_put_key(b, "finish_reason");
-    if (!ended) json_put_null(b);
-    else json_put_str(b, x->finish == TOKA_STOP ? STR("stop") : STR("length"));
-    if (!c->m->live) return;
-    json_put_key(b, "stop_reason");
-    bool asked = ended && x->stop_id >= 0 &&
-                 samp_is_listed(p->q.sampling.stop_ids, p->q.sampling.n_stop_ids, x->stop_id);
-    if (ended && x->stop_text >= 0) json_put_str(b, str_c(p->q.sampling.stop[x->stop_text]));
-    else if (asked) json_put_int(b, x->stop_id);
-    else if (ended && x->finish == TOKA_STOP && x->stop_id < 0)
-        json_put_str(b, STR("nothing is left to draw"));
-    else json_put_null(b);
+static void api_put_finish(const api_request *request, const api_choice *choice, const api_prompt *prompt, bool ended,
+                           buf *out) {
+    json_put_key(out, "finish_reason");
+    if (!ended) json_put_null(out);
+    else json_put_str(out, choice->finish == TOKA_STOP ? STR("stop") : STR("length"));
+    if (!request->config->live) return;
+    json_put_key(out, "stop_reason");
+    bool asked = ended && choice->stop_id >= 0 &&
+                 samp_is_listed(prompt->engine_request.sampling.stop_ids, prompt->engine_request.sampling.n_stop_ids, choice->stop_id);
+    if (ended && choice->stop_text >= 0) json_put_str(out, str_c(prompt->engine_request.sampling.stop[choice->stop_text]));
+    else if (asked) json_put_int(out, choice->stop_id);
+    else if (ended && choice->finish == TOKA_STOP && choice->stop_id < 0)
+        json_put_str(out, STR("nothing is left to draw"));
+    else json_put_null(out);
 }
 
 /* Writes the packed arrays, or the ids, of the tokens that x holds. */
-static void api_put_choice_ids(api_call *c, api_choice *x, buf *b) {
-    if (c->packed) api_put_packed(c, "packed", &x->tokens, true, b);
-    if (!c->want_ids || c->packed) return;
-    json_put_key(b, "token_ids"), json_put_open(b, '[');
-    for (size_t i = 0; i < api_tokens_n(&x->tokens); i++)
-        json_put_int(b, api_token_at(&x->tokens, i, 0)->id);
-    json_put_close(b, ']');
+static void api_put_choice_ids(api_request *request, api_choice *choice, buf *out) {
+    if (request->packed) api_put_packed(request, "packed", &choice->tokens, true, out);
+    if (!request->want_ids || request->packed) return;
+    json_put_key(out, "token_ids"), json_put_open(out, '[');
+    for (size_t i = 0; i < api_tokens_n(&choice->tokens); i++)
+        json_put_int(out, api_token_at(&choice->tokens, i, 0)->id);
+    json_put_close(out, ']');
 }
 
 /* Writes the members about a prompt that the call asks for: in each choice of a completion, or once
  * after the choices of a chat. */
-static void api_put_prompt(api_call *c, api_part *p, buf *b) {
-    if (c->packed && (c->want_ids || p->q.prompt_logprobs)) {
-        if (!p->scored.b.n) { /* only ids were computed: NaN says that there are no logprobs */
-            p->scored.n_top = 0;
-            for (size_t i = 0; i < p->prompt.n; i++)
-                buf_put(&p->scored.b, &(api_token){.id = p->prompt.p[i], .logprob = NAN},
+static void api_put_prompt(api_request *request, api_prompt *prompt, buf *out) {
+    if (request->packed && (request->want_ids || prompt->engine_request.prompt_logprobs)) {
+        if (!prompt->logprobs.data.n) { /* only ids were computed: NaN says that there are no logprobs */
+            prompt->logprobs.n_top = 0;
+            for (size_t i = 0; i < prompt->ids.n; i++)
+                buf_put(&prompt->logprobs.data, &(api_token){.id = prompt->ids.p[i], .logprob = NAN},
                         sizeof(api_token));
         }
-        api_put_packed(c, "prompt_packed", &p->scored, false, b);
+        api_put_packed(request, "prompt_packed", &prompt->logprobs, false, out);
         return;
     }
-    if (c->want_ids) api_put_ids(b, "prompt_token_ids", p->prompt.p, p->prompt.n);
-    if (c->want_prompt_logprobs) api_put_prompt_logprobs(c, &p->scored, b);
+    if (request->want_ids) api_put_ids(out, "prompt_token_ids", prompt->ids.p, prompt->ids.n);
+    if (request->want_prompt_logprobs) api_put_prompt_logprobs(request, &prompt->logprobs, out);
 }
 
-static void api_put_choice(api_call *c, int index, buf *b) {
-    api_choice *x = &c->choices[index];
-    api_part *p = &c->parts[index / c->n];
-    json_put_open(b, '{');
-    json_put_key(b, "index"), json_put_int(b, index);
-    if (c->chat) {
-        json_put_key(b, "message"), json_put_open(b, '{');
-        json_put_key(b, "role"), json_put_str(b, STR("assistant"));
-        json_put_key(b, "content"), json_put_str(b, buf_view(&x->text));
-        json_put_key(b, "refusal"), json_put_null(b);
-        json_put_close(b, '}');
+static void api_put_choice(api_request *request, int index, buf *out) {
+    api_choice *choice = &request->choices[index];
+    api_prompt *prompt = &request->prompts[index / request->n_samples];
+    json_put_open(out, '{');
+    json_put_key(out, "index"), json_put_int(out, index);
+    if (request->chat) {
+        json_put_key(out, "message"), json_put_open(out, '{');
+        json_put_key(out, "role"), json_put_str(out, STR("assistant"));
+        json_put_key(out, "content"), json_put_str(out, buf_view(&choice->text));
+        json_put_key(out, "refusal"), json_put_null(out);
+        json_put_close(out, '}');
     } else {
-        buf_clear(&c->shown);
-        if (c->echo) buf_str(&c->shown, p->text), buf_str(&c->shown, buf_view(&x->text));
-        json_put_key(b, "text"), json_put_str(b, buf_view(c->echo ? &c->shown : &x->text));
+        buf_clear(&request->scratch);
+        if (request->echo) buf_str(&request->scratch, prompt->text), buf_str(&request->scratch, buf_view(&choice->text));
+        json_put_key(out, "text"), json_put_str(out, buf_view(request->echo ? &request->scratch : &choice->text));
     }
-    api_put_logprobs(c, c->echo ? &p->scored : NULL, x, b);
-    api_put_finish(c, x, p, true, b);
-    api_put_choice_ids(c, x, b);
-    if (!c->chat) api_put_prompt(c, p, b);
-    json_put_close(b, '}');
+    api_put_logprobs(request, request->echo ? &prompt->logprobs : NULL, choice, out);
+    api_put_finish(request, choice, prompt, true, out);
+    api_put_choice_ids(request, choice, out);
+    if (!request->chat) api_put_prompt(request, prompt, out);
+    json_put_close(out, '}');
 }
 
-static void api_put_usage(const api_call *c, buf *b) {
-    json_put_key(b, "usage"), json_put_open(b, '{');
-    json_put_key(b, "prompt_tokens"), json_put_int(b, c->n_prompt_tokens);
-    json_put_key(b, "completion_tokens"), json_put_int(b, c->n_output_tokens);
-    json_put_key(b, "total_tokens"), json_put_int(b, c->n_prompt_tokens + c->n_output_tokens);
-    if (c->m->live) {
-        json_put_key(b, "prompt_tokens_details"), json_put_open(b, '{');
-        json_put_key(b, "cached_tokens"), json_put_int(b, c->n_cached_tokens);
-        json_put_close(b, '}');
+static void api_put_usage(const api_request *request, buf *out) {
+    json_put_key(out, "usage"), json_put_open(out, '{');
+    json_put_key(out, "prompt_tokens"), json_put_int(out, request->n_prompt_tokens);
+    json_put_key(out, "completion_tokens"), json_put_int(out, request->n_output_tokens);
+    json_put_key(out, "total_tokens"), json_put_int(out, request->n_prompt_tokens + request->n_output_tokens);
+    if (request->config->live) {
+        json_put_key(out, "prompt_tokens_details"), json_put_open(out, '{');
+        json_put_key(out, "cached_tokens"), json_put_int(out, request->n_cached_tokens);
+        json_put_close(out, '}');
     }
-    json_put_close(b, '}');
+    json_put_close(out, '}');
 }
 
 /* Writes the members that every answer and every chunk begins with, up to its choices. */
-static void api_put_head(const api_call *c, buf *b) {
-    json_put_open(b, '{');
-    json_put_key(b, "id");
-    buf_printf(b, "\"%s%016llx%016llx\"", c->chat ? "chatcmpl-" : "cmpl-",
-               (unsigned long long)c->serial[0], (unsigned long long)c->serial[1]);
-    json_put_key(b, "object");
-    json_put_str(b, !c->chat ? STR("text_completion")
-                    : c->stream ? STR("chat.completion.chunk") : STR("chat.completion"));
-    json_put_key(b, "created"), json_put_int(b, c->created);
-    json_put_key(b, "model"), json_put_str(b, c->model);
-    if (c->m->live && c->m->fingerprint)
-        json_put_key(b, "system_fingerprint"), json_put_str(b, str_c(c->m->fingerprint));
-    json_put_key(b, "choices"), json_put_open(b, '[');
+static void api_put_head(const api_request *request, buf *out) {
+    json_put_open(out, '{');
+    json_put_key(out, "id");
+    buf_printf(out, "\"%s%016llx%016llx\"", request->chat ? "chatcmpl-" : "cmpl-",
+               (unsigned long long)request->serial[0], (unsigned long long)request->serial[1]);
+    json_put_key(out, "object");
+    json_put_str(out, !request->chat ? STR("text_completion")
+                    : request->stream ? STR("chat.completion.chunk") : STR("chat.completion"));
+    json_put_key(out, "created"), json_put_int(out, request->created);
+    json_put_key(out, "model"), json_put_str(out, request->model);
+    if (request->config->live && request->config->fingerprint)
+        json_put_key(out, "system_fingerprint"), json_put_str(out, str_c(request->config->fingerprint));
+    json_put_key(out, "choices"), json_put_open(out, '[');
 }
 
 /* ---- Streaming ---- */
 
-static void api_chunk_open(api_call *c, buf *out) {
-    if (!c->head.n) buf_c(&c->head, "data: "), api_put_head(c, &c->head);
-    buf_str(out, buf_view(&c->head));
+static void api_chunk_open(api_request *request, buf *out) {
+    if (!request->chunk_prefix.n) buf_c(&request->chunk_prefix, "data: "), api_put_head(request, &request->chunk_prefix);
+    buf_str(out, buf_view(&request->chunk_prefix));
 }
 /* prompt: the part whose prompt members are to be written, or NULL. */
-static void api_chunk_close(api_call *c, api_part *prompt, bool usage, buf *out) {
+static void api_chunk_close(api_request *request, api_prompt *prompt, bool usage, buf *out) {
     json_put_close(out, ']');
-    if (prompt) api_put_prompt(c, prompt, out);
-    if (usage) api_put_usage(c, out);
-    else if (c->include_usage) json_put_key(out, "usage"), json_put_null(out);
+    if (prompt) api_put_prompt(request, prompt, out);
+    if (usage) api_put_usage(request, out);
+    else if (request->include_usage) json_put_key(out, "usage"), json_put_null(out);
     buf_c(out, "}\n\n");
 }
 
 /* Writes the chunk before the first token of a choice: the role of a chat; the prompt of a
  * completion, as far as the call asks for it. */
-static void api_put_first_chunk(api_call *c, int index, buf *out) {
-    api_choice *x = &c->choices[index];
-    api_part *p = &c->parts[index / c->n];
-    api_tokens none = {.n_top = c->n_top};
-    api_chunk_open(c, out);
+static void api_put_first_chunk(api_request *request, int index, buf *out) {
+    api_choice *choice = &request->choices[index];
+    api_prompt *prompt = &request->prompts[index / request->n_samples];
+    api_tokens none = {.n_top = request->n_top};
+    api_chunk_open(request, out);
     json_put_open(out, '{');
     json_put_key(out, "index"), json_put_int(out, index);
-    if (c->chat) buf_c(out, ",\"delta\":{\"role\":\"assistant\",\"content\":\"\"}");
-    else json_put_key(out, "text"), json_put_str(out, p->text);
+    if (request->chat) buf_c(out, ",\"delta\":{\"role\":\"assistant\",\"content\":\"\"}");
+    else json_put_key(out, "text"), json_put_str(out, prompt->text);
     json_put_key(out, "logprobs");
-    if (c->echo && c->want_logprobs && !c->packed)
-        api_put_text_logprobs(c, p, &p->scored, &none, &x->offset, out);
+    if (request->echo && request->want_logprobs && !request->packed)
+        api_put_completion_logprobs(request, prompt, &prompt->logprobs, &none, &choice->text_offset, out);
     else json_put_null(out);
-    api_put_finish(c, x, p, false, out);
-    if (!c->chat) api_put_prompt(c, p, out);
+    api_put_finish(request, choice, prompt, false, out);
+    if (!request->chat) api_put_prompt(request, prompt, out);
     json_put_close(out, '}');
-    api_chunk_close(c, c->chat ? p : NULL, c->usage_always, out);
+    api_chunk_close(request, request->chat ? prompt : NULL, request->continuous_usage, out);
 }
 
 /* Writes a chunk with this text and with the tokens that the choice holds. */
-static void api_put_chunk(api_call *c, int index, str text, buf *out) {
-    api_choice *x = &c->choices[index];
-    bool ended = x->finish != TOKA_RUNNING;
-    api_chunk_open(c, out);
+static void api_put_chunk(api_request *request, int index, str text, buf *out) {
+    api_choice *choice = &request->choices[index];
+    bool ended = choice->finish != TOKA_RUNNING;
+    api_chunk_open(request, out);
     json_put_open(out, '{');
     json_put_key(out, "index"), json_put_int(out, index);
-    if (c->chat) {
+    if (request->chat) {
         json_put_key(out, "delta"), json_put_open(out, '{');
         if (text.n || !ended) json_put_key(out, "content"), json_put_str(out, text);
         json_put_close(out, '}');
     } else {
         json_put_key(out, "text"), json_put_str(out, text);
     }
-    if (x->tokens.b.n) api_put_logprobs(c, NULL, x, out);
+    if (choice->tokens.data.n) api_put_logprobs(request, NULL, choice, out);
     else json_put_key(out, "logprobs"), json_put_null(out);
-    api_put_finish(c, x, &c->parts[index / c->n], ended, out);
-    api_put_choice_ids(c, x, out);
+    api_put_finish(request, choice, &request->prompts[index / request->n_samples], ended, out);
+    api_put_choice_ids(request, choice, out);
     json_put_close(out, '}');
-    api_chunk_close(c, NULL, c->usage_always, out);
+    api_chunk_close(request, NULL, request->continuous_usage, out);
 }
 
 /* Writes the chunks for the text of one token. Writes nothing if there is no text, no token and no
  * end to report. */
-static void api_stream(api_call *c, int index, str text, buf *out) {
-    api_choice *x = &c->choices[index];
-    if (!x->begun && (c->chat || c->echo || c->want_ids)) api_put_first_chunk(c, index, out);
-    x->begun = true;
-    if (text.n || x->tokens.b.n || x->finish != TOKA_RUNNING) api_put_chunk(c, index, text, out);
-    buf_clear(&x->tokens.b);
+static void api_put_token_chunks(api_request *request, int index, str text, buf *out) {
+    api_choice *choice = &request->choices[index];
+    if (!choice->begun && (request->chat || request->echo || request->want_ids)) api_put_first_chunk(request, index, out);
+    choice->begun = true;
+    if (text.n || choice->tokens.data.n || choice->finish != TOKA_RUNNING) api_put_chunk(request, index, text, out);
+    buf_clear(&choice->tokens.data);
 }
 
 /* ---- Feeding ---- */
 
-static void api_end_choice(api_call *c, api_choice *x, const api_record *r) {
-    x->finish = r->finish;
-    x->stop_id = r->stop_id;
-    x->stop_text = r->stop_text;
-    c->n_left--;
-    if (x->finish == TOKA_CANCELLED || x->finish == TOKA_FAILED)
-        c->broken = MAX(c->broken, x->finish);
+static void api_end_choice(api_request *request, api_choice *choice, const api_record *record) {
+    choice->finish = record->finish;
+    choice->stop_id = record->stop_id;
+    choice->stop_text = record->stop_text;
+    request->n_left--;
+    if (choice->finish == TOKA_CANCELLED || choice->finish == TOKA_FAILED)
+        request->failure = MAX(request->failure, choice->finish);
 }
 
 /* Handles a record of a sample: a token, its end, or both. */
-static void api_feed_sample(api_call *c, api_part *p, const api_record *r, str rest, buf *out) {
-    int index = p->first + r->sample;
-    api_choice *x = &c->choices[index];
-    const size_t before = x->text.n + x->tokens.b.n;
-    buf *to = c->stream ? &c->text : &x->text;
-    buf_clear(&c->text);
-    if (r->id >= 0) {
-        c->n_cached_tokens += !x->n_tokens && !r->sample ? r->n_cached : 0;
-        x->n_tokens++;
-        c->n_output_tokens++;
-        if (api_wants_tokens(c)) api_tokens_put(&x->tokens, r, rest);
+static void api_feed_sample(api_request *request, api_prompt *prompt, const api_record *record, str rest, buf *out) {
+    int index = prompt->first_choice + record->sample;
+    api_choice *choice = &request->choices[index];
+    const size_t before = choice->text.n + choice->tokens.data.n;
+    buf *text = request->stream ? &request->token_text : &choice->text;
+    buf_clear(&request->token_text);
+    if (record->id >= 0) {
+        request->n_cached_tokens += !choice->n_tokens && !record->sample ? record->n_cached : 0;
+        choice->n_tokens++;
+        request->n_output_tokens++;
+        if (api_wants_tokens(request)) api_tokens_add(&choice->tokens, record, rest);
     }
-    if (r->has_text) buf_put(to, rest.p + rest.n - r->n_text, r->n_text);
-    else if (c->m->t->tok) {
-        if (r->id >= 0 && (r->stop_id < 0 || p->q.sampling.include_stop))
-            tok_stream_put(&x->stream, r->id, to);
-        if (r->finish != TOKA_RUNNING) tok_stream_end(&x->stream, to);
+    if (record->has_text) buf_put(text, rest.p + rest.n - record->n_text, record->n_text);
+    else if (request->config->toka->tok) {
+        if (record->id >= 0 && (record->stop_id < 0 || prompt->engine_request.sampling.include_stop))
+            tok_stream_put(&choice->stream, record->id, text);
+        if (record->finish != TOKA_RUNNING) tok_stream_end(&choice->stream, text);
     }
-    if (r->finish != TOKA_RUNNING) api_end_choice(c, x, r);
-    if (c->stream && !c->broken) api_stream(c, index, buf_view(&c->text), out);
-    c->held += x->text.n + x->tokens.b.n - before;
+    if (record->finish != TOKA_RUNNING) api_end_choice(request, choice, record);
+    if (request->stream && !request->failure) api_put_token_chunks(request, index, buf_view(&request->token_text), out);
+    request->held_bytes += choice->text.n + choice->tokens.data.n - before;
 }
 
 /* Handles a record of a prompt: a token, its end, or both. If the call samples no tokens, the end
  * of the prompt ends its choices. */
-static void api_feed_prompt(api_call *c, api_part *p, const api_record *r, str rest, buf *out) {
-    if (r->id >= 0) {
-        api_tokens_put(&p->scored, r, rest);
-        p->n_scored++;
-        c->held += (1 + (size_t)p->scored.n_top) * sizeof(api_token);
+static void api_feed_prompt(api_request *request, api_prompt *prompt, const api_record *record, str rest, buf *out) {
+    if (record->id >= 0) {
+        api_tokens_add(&prompt->logprobs, record, rest);
+        prompt->n_logprobs++;
+        request->held_bytes += (1 + (size_t)prompt->logprobs.n_top) * sizeof(api_token);
     }
-    for (int i = 0; i < c->n && r->finish != TOKA_RUNNING; i++) {
-        api_end_choice(c, &c->choices[p->first + i], r);
-        if (c->stream && !c->broken) api_stream(c, p->first + i, STR(""), out);
+    for (int i = 0; i < request->n_samples && record->finish != TOKA_RUNNING; i++) {
+        api_end_choice(request, &request->choices[prompt->first_choice + i], record);
+        if (request->stream && !request->failure) api_put_token_chunks(request, prompt->first_choice + i, STR(""), out);
     }
 }
 
 /* Handles the records that waited for the prompt of their part, and frees them. */
-static void api_release(api_call *c, api_part *p, buf *out) {
-    size_t n;
-    for (str s = buf_view(&p->waiting), rest; s.n; s = str_sub(s, n, s.n)) {
-        api_record r = api_unpack(s, &rest, &n);
-        api_feed_sample(c, p, &r, rest, out);
+static void api_feed_waiting(api_request *request, api_prompt *prompt, buf *out) {
+    size_t n_bytes;
+    for (str records = buf_view(&prompt->waiting), rest; records.n; records = str_sub(records, n_bytes, records.n)) {
+        api_record record = api_unpack_record(records, &rest, &n_bytes);
+        api_feed_sample(request, prompt, &record, rest, out);
     }
-    c->held -= p->waiting.n;
-    buf_free(&p->waiting);
+    request->held_bytes -= prompt->waiting.n;
+    buf_free(&prompt->waiting);
 }
 
 /* Turns complete records, in their order, into text. c->n_left is 0 when every choice has ended.
@@ -20032,27 +20032,27 @@ static void api_release(api_call *c, api_part *p, buf *out) {
  * rest of the records is left to the caller. Returns the bytes of the records that were handled.
  * In a stream the tokens of the prompt come before those of its samples, so records of samples wait
  * for them, except when the call is broken. */
-static size_t api_feed_some(api_call *c, str records, size_t most, buf *out) {
-    size_t n, fed = 0;
-    if (records.n && !c->choices) api_choices_init(c);
-    for (str rest; fed < records.n && !(c->stream && out->n >= most); fed += n) {
-        str left = str_sub(records, fed, records.n);
-        api_record r = api_unpack(left, &rest, &n);
-        api_part *p = &c->parts[r.part];
-        bool wait = c->stream && p->q.prompt_logprobs && p->n_scored < (int)p->prompt.n;
-        if (r.sample == TOKA_PROMPT) api_feed_prompt(c, p, &r, rest, out);
-        else if (wait && !c->broken && r.finish < TOKA_CANCELLED)
-            buf_put(&p->waiting, left.p, n), c->held += n;
-        else api_feed_sample(c, p, &r, rest, out);
-        if (wait && p->n_scored == (int)p->prompt.n) api_release(c, p, out);
+static size_t api_feed_until(api_request *request, str records, size_t max_bytes, buf *out) {
+    size_t n_bytes, used = 0;
+    if (records.n && !request->choices) api_choices_init(request);
+    for (str rest; used < records.n && !(request->stream && out->n >= max_bytes); used += n_bytes) {
+        str remaining = str_sub(records, used, records.n);
+        api_record record = api_unpack_record(remaining, &rest, &n_bytes);
+        api_prompt *prompt = &request->prompts[record.prompt];
+        bool must_wait = request->stream && prompt->engine_request.prompt_logprobs && prompt->n_logprobs < (int)prompt->ids.n;
+        if (record.sample == TOKA_PROMPT) api_feed_prompt(request, prompt, &record, rest, out);
+        else if (must_wait && !request->failure && record.finish < TOKA_CANCELLED)
+            buf_put(&prompt->waiting, remaining.p, n_bytes), request->held_bytes += n_bytes;
+        else api_feed_sample(request, prompt, &record, rest, out);
+        if (must_wait && prompt->n_logprobs == (int)prompt->ids.n) api_feed_waiting(request, prompt, out);
     }
-    for (int i = 0; i < c->n_parts && c->stream && c->broken; i++)
-        api_release(c, &c->parts[i], out);
-    return fed;
+    for (int i = 0; i < request->n_prompts && request->stream && request->failure; i++)
+        api_feed_waiting(request, &request->prompts[i], out);
+    return used;
 }
 
-static void api_feed(api_call *c, str records, buf *out) {
-    api_feed_some(c, records, SIZE_MAX, out);
+static void api_feed(api_request *request, str records, buf *out) {
+    api_feed_until(request, records, SIZE_MAX, out);
 }
 
 /* ---- Ends ---- */
@@ -20069,7 +20069,7 @@ static const char *api_error_type(int status) {
 
 /* Writes {"error":{"message","type","param","code"}}. type NULL: the usual one of the status. param
  * and code may be NULL. */
-static void api_error(buf *out, int status, const char *message, const char *type,
+static void api_put_error(buf *out, int status, const char *message, const char *type,
                       const char *param, const char *code) {
     json_put_open(out, '{');
     json_put_key(out, "error"), json_put_open(out, '{');
@@ -20080,46 +20080,46 @@ static void api_error(buf *out, int status, const char *message, const char *typ
 }
 
 /* Estimates the bytes that the JSON of a whole answer takes while it is made. */
-static size_t api_answer_bytes(const api_call *c) {
-    double bytes = (double)c->n_output_tokens * api_token_bytes(c) + (double)c->held;
-    for (int k = 0; k < c->n_parts; k++)
-        bytes += api_prompt_bytes(c, &c->parts[k]) * (c->chat ? 1 : c->n);
+static size_t api_answer_bytes(const api_request *request) {
+    double bytes = (double)request->n_output_tokens * api_token_bytes(request) + (double)request->held_bytes;
+    for (int i = 0; i < request->n_prompts; i++)
+        bytes += api_prompt_bytes(request, &request->prompts[i]) * (request->chat ? 1 : request->n_samples);
     return (size_t)bytes;
 }
 
 /* Writes the error of a call whose device failed or that was cancelled. Returns its HTTP status. */
-static int api_put_broken(const api_call *c, buf *out) {
-    bool failed = c->broken == TOKA_FAILED;
+static int api_put_failure(const api_request *request, buf *out) {
+    bool failed = request->failure == TOKA_FAILED;
     int status = failed ? 500 : 503;
     const char *message =
         failed ? "the device failed, nothing more can be computed" : "the request was cancelled";
-    api_error(out, status, message, NULL, NULL, NULL);
+    api_put_error(out, status, message, NULL, NULL, NULL);
     return status;
 }
 
 /* Writes the answer, or the end of the stream. Call it when n_left is 0. Returns the HTTP status:
  * 200; 500 if the device failed; 503 if the call was cancelled. In the last two cases out has the
  * error. A stream has already sent its status line, so there the status only says how it ended. */
-static int api_finish(api_call *c, buf *out) {
-    assert(!c->n_left);
+static int api_finish(api_request *request, buf *out) {
+    assert(!request->n_left);
     int status = 200;
-    if (!c->stream) {
-        if (c->broken) return api_put_broken(c, out);
-        api_put_head(c, out);
-        for (int i = 0; i < c->n_choices; i++) api_put_choice(c, i, out);
+    if (!request->stream) {
+        if (request->failure) return api_put_failure(request, out);
+        api_put_head(request, out);
+        for (int i = 0; i < request->n_choices; i++) api_put_choice(request, i, out);
         json_put_close(out, ']');
-        if (c->chat) api_put_prompt(c, &c->parts[0], out);
-        api_put_usage(c, out);
+        if (request->chat) api_put_prompt(request, &request->prompts[0], out);
+        api_put_usage(request, out);
         json_put_close(out, '}');
         return status;
     }
-    if (c->broken) {
+    if (request->failure) {
         buf_c(out, "data: ");
-        status = api_put_broken(c, out);
+        status = api_put_failure(request, out);
         buf_c(out, "\n\n");
-    } else if (c->include_usage) {
-        api_chunk_open(c, out);
-        api_chunk_close(c, NULL, true, out);
+    } else if (request->include_usage) {
+        api_chunk_open(request, out);
+        api_chunk_close(request, NULL, true, out);
     }
     buf_c(out, "data: [DONE]\n\n");
     return status;
@@ -20127,103 +20127,103 @@ static int api_finish(api_call *c, buf *out) {
 
 /* ---- Models, tokenize, detokenize ---- */
 
-static void api_put_model(const api_model *m, const char *name, int64_t created, buf *b) {
-    json_put_open(b, '{');
-    json_put_key(b, "id"), json_put_str(b, str_c(name));
-    json_put_key(b, "object"), json_put_str(b, STR("model"));
-    json_put_key(b, "created"), json_put_int(b, created);
-    json_put_key(b, "owned_by"), json_put_str(b, STR("toka"));
-    json_put_key(b, "root"), json_put_str(b, str_c(m->t->files->name));
-    json_put_key(b, "parent"), json_put_null(b);
-    json_put_key(b, "max_model_len"), json_put_int(b, m->max_len);
-    json_put_close(b, '}');
+static void api_put_model(const api_config *config, const char *name, int64_t created, buf *out) {
+    json_put_open(out, '{');
+    json_put_key(out, "id"), json_put_str(out, str_c(name));
+    json_put_key(out, "object"), json_put_str(out, STR("model"));
+    json_put_key(out, "created"), json_put_int(out, created);
+    json_put_key(out, "owned_by"), json_put_str(out, STR("toka"));
+    json_put_key(out, "root"), json_put_str(out, str_c(config->toka->files->name));
+    json_put_key(out, "parent"), json_put_null(out);
+    json_put_key(out, "max_model_len"), json_put_int(out, config->max_len);
+    json_put_close(out, '}');
 }
 
 /* Writes the answer of /v1/models, or of /v1/models/ID if id is not empty. Returns false if there
  * is no such model. */
-static bool api_models(const api_model *m, str id, int64_t created, buf *out) {
-    for (int i = 0; i < m->n_names && id.n; i++)
-        if (str_is(id, m->names[i])) return api_put_model(m, m->names[i], created, out), true;
+static bool api_put_models(const api_config *config, str id, int64_t created, buf *out) {
+    for (int i = 0; i < config->n_names && id.n; i++)
+        if (str_is(id, config->names[i])) return api_put_model(config, config->names[i], created, out), true;
     if (id.n) return false;
     json_put_open(out, '{');
     json_put_key(out, "object"), json_put_str(out, STR("list"));
     json_put_key(out, "data"), json_put_open(out, '[');
-    for (int i = 0; i < m->n_names; i++) api_put_model(m, m->names[i], created, out);
+    for (int i = 0; i < config->n_names; i++) api_put_model(config, config->names[i], created, out);
     buf_c(out, "]}");
     return true;
 }
 
 /* Writes {"count","max_model_len","tokens","token_strs"} of a prompt or of messages. */
-static int api_tokenize(api_call *c, const api_body *b, buf *out, toka_err *e) {
-    ids v = {0};
+static int api_put_tokenized(api_request *request, const api_body *body, buf *out, toka_err *e) {
+    ids tokens = {0};
     str text, bytes;
-    int code = b->prompt && b->prompt->type != JSON_STRING ? API_BAD("prompt: expected a text") : 0;
-    if (!code && !b->prompt && !b->messages) code = API_BAD("prompt: missing");
-    if (!code) code = api_encode(c, b, b->prompt, &v, &text, e);
+    int code = body->prompt && body->prompt->type != JSON_STRING ? API_INVALID("prompt: expected a text") : 0;
+    if (!code && !body->prompt && !body->messages) code = API_INVALID("prompt: missing");
+    if (!code) code = api_encode_prompt(request, body, body->prompt, &tokens, &text, e);
     if (!code) {
         json_put_open(out, '{');
-        json_put_key(out, "count"), json_put_int(out, (int64_t)v.n);
-        json_put_key(out, "max_model_len"), json_put_int(out, c->m->max_len);
-        api_put_ids(out, "tokens", v.p, v.n);
+        json_put_key(out, "count"), json_put_int(out, (int64_t)tokens.n);
+        json_put_key(out, "max_model_len"), json_put_int(out, request->config->max_len);
+        api_put_ids(out, "tokens", tokens.p, tokens.n);
         json_put_key(out, "token_strs");
-        b->return_strs ? json_put_open(out, '[') : json_put_null(out);
+        body->return_strs ? json_put_open(out, '[') : json_put_null(out);
         /* Limits the answer: a byte of the prompt may be a token that takes ten bytes here. */
-        size_t most = c->m->limits.max_bytes, i = 0;
-        for (; i < v.n && b->return_strs && out->n <= most; i++)
-            json_put_str(out, api_token_text(c, v.p[i], &bytes));
-        if (b->return_strs) json_put_close(out, ']');
+        size_t max_bytes = request->config->limits.max_bytes, i = 0;
+        for (; i < tokens.n && body->return_strs && out->n <= max_bytes; i++)
+            json_put_str(out, api_token_text(request, tokens.p[i], &bytes));
+        if (body->return_strs) json_put_close(out, ']');
         json_put_close(out, '}');
-        if (b->return_strs && i < v.n)
-            code = API_BAD("return_token_strs: the answer has more than %zu bytes", most);
+        if (body->return_strs && i < tokens.n)
+            code = API_INVALID("return_token_strs: the answer has more than %zu bytes", max_bytes);
     }
-    ids_free(&v);
+    ids_free(&tokens);
     return code;
 }
 
 /* Writes {"prompt"}, the text of a list of token ids. */
-static int api_detokenize(api_call *c, const api_body *b, buf *out, toka_err *e) {
-    ids v = {0};
-    int code = b->tokens ? 0 : API_BAD("tokens: missing");
-    if (!code) code = api_id_list(c->m, b->tokens, "tokens", &v, e);
+static int api_put_detokenized(api_request *request, const api_body *body, buf *out, toka_err *e) {
+    ids tokens = {0};
+    int code = body->tokens ? 0 : API_INVALID("tokens: missing");
+    if (!code) code = api_read_id_list(request->config, body->tokens, "tokens", &tokens, e);
     size_t bytes = 0; /* limits the answer: an id of two bytes may be a text of hundreds of bytes */
-    if (!code) code = lib_require_tokenizer(c->m->t, e);
-    for (size_t i = 0; i < v.n && !code; i++)
-        bytes += v.p[i] < c->m->t->tok->n_ids ? c->m->t->tok->text[v.p[i]].n : 0;
-    if (bytes > c->m->limits.max_bytes)
-        code = API_BAD("tokens: their text has %zu bytes, at most %zu are given", bytes,
-                       c->m->limits.max_bytes);
+    if (!code) code = lib_require_tokenizer(request->config->toka, e);
+    for (size_t i = 0; i < tokens.n && !code; i++)
+        bytes += tokens.p[i] < request->config->toka->tok->n_ids ? request->config->toka->tok->text[tokens.p[i]].n : 0;
+    if (bytes > request->config->limits.max_bytes)
+        code = API_INVALID("tokens: their text has %zu bytes, at most %zu are given", bytes,
+                       request->config->limits.max_bytes);
     toka_err why;
-    if (!code && tok_decode(c->m->t->tok, v.p, v.n, 0, &c->shown, &why))
-        code = API_BAD("tokens: %.400s", why.msg);
+    if (!code && tok_decode(request->config->toka->tok, tokens.p, tokens.n, 0, &request->scratch, &why))
+        code = API_INVALID("tokens: %.400s", why.msg);
     if (!code) {
         json_put_open(out, '{');
-        json_put_key(out, "prompt"), json_put_str(out, buf_view(&c->shown));
+        json_put_key(out, "prompt"), json_put_str(out, buf_view(&request->scratch));
         json_put_close(out, '}');
     }
-    ids_free(&v);
+    ids_free(&tokens);
     return code;
 }
 
-typedef struct api_fault { /* why a body was refused, in the arguments of api_error */
+typedef struct api_fault { /* why a body was refused, in the arguments of api_put_error */
     int status;
     const char *type, *param, *code; /* static strings, or NULL */
 } api_fault;
 
 /* Answers a body of /tokenize or /detokenize at once. Returns 0, or a negative code with *fault
  * set. */
-static int api_simple(const api_model *m, enum api_route route, str body, buf *out, toka_err *e,
+static int api_answer_tokenize(const api_config *config, enum api_route route, str text, buf *out, toka_err *e,
                       api_fault *fault) {
-    api_call c = {.m = m};
-    api_body b;
-    const json *root = json_parse(&c.a, str_skip_bom(body), m->limits, e);
-    int code = root ? api_read_body(&c, route, root, &b, e) : e->code;
-    if (!code) code = api_check_model(&c, b.model, e);
+    api_request request = {.config = config};
+    api_body body;
+    const json *root = json_parse(&request.memory, str_skip_bom(text), config->limits, e);
+    int code = root ? api_read_body(&request, route, root, &body, e) : e->code;
+    if (!code) code = api_check_model(&request, body.model, e);
     if (!code)
-        code = route == API_TOKENIZE ? api_tokenize(&c, &b, out, e)
-                                     : api_detokenize(&c, &b, out, e);
-    if (code) api_blame(&c, route, e);
-    *fault = (api_fault){c.status, c.type, c.param, c.code};
-    api_free(&c);
+        code = route == API_TOKENIZE ? api_put_tokenized(&request, &body, out, e)
+                                     : api_put_detokenized(&request, &body, out, e);
+    if (code) api_set_fault(&request, route, e);
+    *fault = (api_fault){request.status, request.type, request.param, request.code};
+    api_free(&request);
     return code;
 }
 
@@ -20231,11 +20231,11 @@ static int api_simple(const api_model *m, enum api_route route, str body, buf *o
  * MARK: 27. Batch runner [os]
  * A file of requests in, a file of results out. Both may be of any length. Three threads work:
  *
- *     reader   run_read: line --run_identify, run_parse--> toka_submit.
+ *     reader   run_reader_thread: line --run_get_custom_id, run_parse_line--> toka_submit.
  *              Waits while the window of in-flight lines is full.
  *     driver   runs the engine (toka_run on the thread that called run_batch; the server's own
- *              for run_served). run_on_event packs each event into a record of its line.
- *     writer   run_write: turns records into text. When the last sample of a line has ended:
+ *              for run_batch_served). run_on_event packs each event into a record of its line.
+ *     writer   run_write_results: turns records into text. When the last sample of a line has ended:
  *              --run_put_result--> one write(). Also shows progress and handles Ctrl-C.
  *
  * An input line is OpenAI's batch line {"custom_id","method","url","body"}, or a short one: the
@@ -20246,14 +20246,14 @@ static int api_simple(const api_model *m, enum api_route route, str body, buf *o
  * What always holds:
  *   - An output line is a function of the input line, the flags and the model. There is no clock
  *     in it ("created" is 0) and no random id (ids are hashes of the custom_id and of the line).
- *     A line without a seed gets api_seed(--seed, custom_id), so no two lines share random
+ *     A line without a seed gets api_derive_seed(--seed, custom_id), so no two lines share random
  *     numbers. Only the order of lines differs between runs. (Exception: a chat template that
  *     prints the date reads the clock; --now sets it.)
  *   - An output line is written whole, or it is the last one and torn. The next run cuts a torn
  *     line, skips every custom_id that has a line, error records too, and appends the rest.
  *     So nothing is lost and nothing is written twice. The output file is locked.
  *   - A damaged output line does no harm to the other lines: its request is run again.
- *   - The "id" of a result holds a hash of the input line (run_says). The next run compares it
+ *   - The "id" of a result holds a hash of the input line (run_line_hash). The next run compares it
  *     with its own input and warns about lines that have changed.
  *   - custom_ids are unique. The input is read once before anything runs, and a duplicate is
  *     refused with both line numbers. Standard input cannot be read twice: there, a duplicate is
@@ -20269,17 +20269,17 @@ static int api_simple(const api_model *m, enum api_route route, str body, buf *o
  * =========================================================================== */
 
 enum {
-    RUN_LINE_BYTES = 64 << 20,    /* of an input line, at most */
-    RUN_CHUNK_BYTES = 1 << 18,    /* of a read() */
-    RUN_FLIGHT_BYTES = 256 << 20, /* of all in-flight input lines; with more, none is read */
-    RUN_RECORD_BYTES = 1 << 12,   /* of records, above which they go to the writer at once */
-    RUN_RESULT_BYTES = 250 << 20, /* of an output line. json_trusted parses any line as long as
+    RUN_MAX_LINE_BYTES = 64 << 20,    /* of an input line, at most */
+    RUN_READ_BYTES = 1 << 18,    /* of a read() */
+    RUN_MAX_INFLIGHT_BYTES = 256 << 20, /* of all in-flight input lines; with more, none is read */
+    RUN_FLUSH_BYTES = 1 << 12,   /* of records, above which they go to the writer at once */
+    RUN_MAX_RESULT_BYTES = 250 << 20, /* of an output line. json_trusted parses any line as long as
                                      this: a node takes two bytes of text at least */
-    RUN_RESULT_KEPT = 1 << 20,    /* of the writer's buffer, kept for the next line */
-    RUN_FEW_LINES = 4, /* lines that are in flight even if they have many samples */
-    RUN_READING = 24   /* bytes of memory that parsing may take for each byte of a line */
+    RUN_KEPT_RESULT_BYTES = 1 << 20,    /* of the writer's buffer, kept for the next line */
+    RUN_MIN_INFLIGHT_LINES = 4, /* lines that are in flight even if they have many samples */
+    RUN_PARSE_BYTES_FACTOR = 24   /* bytes of memory that parsing may take for each byte of a line */
 };
-static const json_limits run_limits = {128, RUN_LINE_BYTES};
+static const json_limits run_limits = {128, RUN_MAX_LINE_BYTES};
 
 typedef struct run_options { /* what toka batch was asked to do */
     const char *in, *out; /* paths; "-": standard input, standard output */
@@ -20287,37 +20287,37 @@ typedef struct run_options { /* what toka batch was asked to do */
     const char *report;   /* path of the closing report (JSON); "-": standard output; NULL: none */
     const char *now;      /* the chat template's clock; NULL: local time */
     const char *name;     /* model name in results; NULL: the model's own name */
-    toka_request base;    /* defaults for what a line does not set */
-    const api_model *model; /* OpenAI's batch lines are parsed with it; NULL: made from base */
+    toka_request defaults;    /* defaults for what a line does not set */
+    const api_config *api_config; /* OpenAI's batch lines are parsed with it; NULL: made from base */
     int64_t max_answer_bytes; /* memory that a line's answer may take; 0: no limit */
     bool quiet;           /* no progress, no report */
-    bool patient;         /* full disk: keep results in memory and wait; else the run ends */
-    bool hidden;          /* clients read the messages: they name files without their folder */
+    bool wait_if_full;         /* full disk: keep results in memory and wait; else the run ends */
+    bool hide_folders;          /* clients read the messages: they name files without their folder */
     atomic_int *interrupted; /* the caller's; not 0: stop (Ctrl-C) */
-    int64_t until;        /* deadline, seconds since 1970; 0: none */
+    int64_t deadline;        /* deadline, seconds since 1970; 0: none */
     bool expired;         /* the deadline has passed: each line left becomes an error record */
-    atomic_llong *completed, *failed; /* get the number of results and of errors written, those of
+    atomic_llong *n_completed, *n_failed; /* get the number of results and of errors written, those of
                                          earlier runs included; may be NULL */
-    atomic_llong *damaged; /* gets the number of output lines that were not results; may be NULL */
+    atomic_llong *n_damaged; /* gets the number of output lines that were not results; may be NULL */
 } run_options;
 
-enum run_end { RUN_NOT_YET, /* files could not be opened for now: try again */
-               RUN_PART,    /* stopped, or failed on the way */
-               RUN_ALL };   /* every line has its result or error */
+enum run_outcome { RUN_RETRY, /* files could not be opened for now: try again */
+               RUN_INCOMPLETE,    /* stopped, or failed on the way */
+               RUN_COMPLETE };   /* every line has its result or error */
 
-typedef struct run_key { /* hash of a custom_id: FNV-1a of 128 bits, the same on every machine */
+typedef struct run_id_hash { /* hash of a custom_id: FNV-1a of 128 bits, the same on every machine */
     uint64_t hi, lo;
-} run_key;
+} run_id_hash;
 
-typedef struct run_seen { /* a custom_id; state 0: an empty entry */
-    run_key key;
-    uint64_t says;  /* run_says of the line that the written result answers; 0: unknown */
+typedef struct run_table_entry { /* a custom_id; state 0: an empty entry */
+    run_id_hash id_hash;
+    uint64_t line_hash;  /* run_line_hash of the line that the written result answers; 0: unknown */
     uint64_t state; /* 2 * number of its input line, + 1 if its result is written */
-} run_seen;
+} run_table_entry;
 
 typedef struct run_table { /* open addressing; cap is a power of two */
-    run_seen *at;
-    size_t n, cap;
+    run_table_entry *entries;
+    size_t n_entries, cap;
 } run_table;
 
 typedef struct run_input { /* reads a file line by line */
@@ -20325,12 +20325,12 @@ typedef struct run_input { /* reads a file line by line */
     const char *name; /* in messages */
     atomic_int *interrupted;
     const atomic_bool *stopped; /* ends reading as Ctrl-C does; NULL: nothing else ends it */
-    char *chunk;    /* [RUN_CHUNK_BYTES] */
-    size_t at, n;   /* position in the chunk; bytes in it */
-    int64_t number; /* of the line last read, from 1 */
-    int64_t length; /* its bytes */
-    buf text;       /* the line */
-    size_t most;    /* bytes of a line, at most */
+    char *chunk;    /* [RUN_READ_BYTES] */
+    size_t pos, n_bytes;   /* position in the chunk; bytes in it */
+    int64_t line_number; /* of the line last read, from 1 */
+    int64_t line_bytes; /* its bytes */
+    buf line;       /* the line */
+    size_t max_bytes;    /* bytes of a line, at most */
     bool too_long;  /* the line is cut: it has more than `most` bytes, or no_memory */
     bool no_memory; /* there was no memory for the whole line */
 } run_input;
@@ -20338,193 +20338,193 @@ typedef struct run_input { /* reads a file line by line */
 typedef struct run_line { /* one request, from reading it to writing its result */
     struct run_state *run;
     str custom_id; /* owned */
-    run_key key;
-    uint64_t says; /* run_says of it */
-    api_call call;
+    run_id_hash id_hash;
+    uint64_t line_hash; /* run_line_hash of it */
+    api_request request;
     size_t bytes;       /* of the input line */
-    buf fresh;          /* records of events; the driver's, until it moves them to `ready` */
-    buf ready;          /* records for the writer; run.lock guards them, in_flight, queued, held
+    buf driver_records;          /* records of events; the driver's, until it moves them to `ready` */
+    buf ready_records;          /* records for the writer; run.lock guards them, in_flight, queued, held
                            and the lists below */
     bool in_flight, queued; /* the engine has it; it is in the writer's queue */
-    size_t held;        /* call.held, as counted in run_state.n_flight_held */
+    size_t held_bytes;        /* call.held, as counted in run_state.n_flight_held */
     const char *error;  /* code of an error record; NULL: a result */
     char *message;      /* of the error record; owned; NULL: none */
-    struct run_line *next; /* in the writer's queue */
-    struct run_line *before, *after; /* in the list of in-flight lines */
+    struct run_line *next_queued; /* in the writer's queue */
+    struct run_line *prev_inflight, *next_inflight; /* in the list of in-flight lines */
 } run_line;
 
-typedef struct run_sink { /* an output file */
+typedef struct run_output { /* an output file */
     const char *path; /* as shown in messages */
     int fd;        /* -1: not open */
     bool is_file;  /* a regular file, not a pipe or device */
     int64_t bytes; /* of whole lines in the file */
-} run_sink;
+} run_output;
 
 typedef struct run_state { /* a running batch */
-    const run_options *o;
-    toka *t;
-    run_input in;
+    const run_options *options;
+    toka *toka;
+    run_input input;
     run_table seen;
-    run_sink results, errors; /* errors.fd -1: error records go to results */
+    run_output results, errors; /* errors.fd -1: error records go to results */
     int64_t n_lines;          /* of the input; -1: unknown */
-    int64_t n_before;         /* of these, done by earlier runs */
+    int64_t n_done_before;         /* of these, done by earlier runs */
     int64_t n_failed_before;  /* error records of earlier runs in the output */
     int64_t n_damaged;        /* output lines that are not results */
     int64_t n_changed;        /* input lines that changed since they were answered */
     int64_t first_changed;    /* number of the first of them */
-    bool told_changed;        /* the user was told about them */
-    api_model models[2]; /* to parse bodies: [0] of short lines, [1] of OpenAI's batch lines */
-    buf warned;          /* names of unknown fields that were warned about, for api_is_news */
+    bool warned_changed;        /* the user was told about them */
+    api_config configs[2]; /* to parse bodies: [0] of short lines, [1] of OpenAI's batch lines */
+    buf warned_fields;          /* names of unknown fields that were warned about, for api_should_report */
     bool warned_model;   /* warned once that a line's "model" is ignored */
-    buf earlier;         /* api_show of another model that the output has results of */
-    double t0;           /* start */
+    buf other_model;         /* api_put_printable of another model that the output has results of */
+    double t_start;           /* start */
     double t_shown, t_files;     /* last time that progress was shown, weight files were checked */
     int64_t n_written, n_errors; /* lines written by this run; error records among them */
-    bool said_full;      /* warned once that the disk is full */
+    bool warned_full;      /* warned once that the disk is full */
 
     pthread_mutex_t lock;
     pthread_cond_t wake;
     run_line *queue, **queue_end; /* for the writer: lines with new records, or already ended */
-    run_line *flight; /* lines that the engine has */
-    int64_t n_flight_lines, n_flight_samples, n_flight_bytes; /* read and not yet written */
-    int64_t n_flight_held; /* bytes that these hold of their answers */
-    int64_t most_held;     /* above this, no line is read */
-    bool read_all;         /* the reader has ended */
+    run_line *inflight; /* lines that the engine has */
+    int64_t n_inflight_lines, n_inflight_samples, n_inflight_bytes; /* read and not yet written */
+    int64_t n_inflight_held; /* bytes that these hold of their answers */
+    int64_t max_inflight_held;     /* above this, no line is read */
+    bool reader_done;         /* the reader has ended */
     atomic_bool stopped; /* Ctrl-C or an error: nothing more is started */
-    toka_err e;          /* the error; code 0: Ctrl-C */
+    toka_err err;          /* the error; code 0: Ctrl-C */
 } run_state;
 
 /* ---- Ids ---- */
 
-static run_key run_hash(str s) {
+static run_id_hash run_hash_text(str text) {
     __extension__ typedef unsigned __int128 wide;
-    wide h = (wide)0x6C62272E07BB0142u << 64 | 0x62B821756295C58Du;
+    wide hash = (wide)0x6C62272E07BB0142u << 64 | 0x62B821756295C58Du;
     const wide prime = (wide)1 << 88 | 0x13B;
-    for (size_t i = 0; i < s.n; i++) h = (h ^ (unsigned char)s.p[i]) * prime;
-    return (run_key){(uint64_t)(h >> 64), (uint64_t)h};
+    for (size_t i = 0; i < text.n; i++) hash = (hash ^ (unsigned char)text.p[i]) * prime;
+    return (run_id_hash){(uint64_t)(hash >> 64), (uint64_t)hash};
 }
 
 /* Returns the entry of a key. A new entry has state 0: the caller sets it with run_table_set.
  * Valid until the next call. */
-static run_seen *run_table_at(run_table *t, run_key key) {
-    if (t->n + 1 > t->cap / 4 * 3) {
-        run_table old = *t;
-        t->cap = MAX((size_t)1024, 2 * old.cap);
-        t->n = 0;
-        t->at = mem_zalloc(t->cap * sizeof *t->at);
+static run_table_entry *run_table_find(run_table *table, run_id_hash id_hash) {
+    if (table->n_entries + 1 > table->cap / 4 * 3) {
+        run_table old = *table;
+        table->cap = MAX((size_t)1024, 2 * old.cap);
+        table->n_entries = 0;
+        table->entries = mem_zalloc(table->cap * sizeof *table->entries);
         for (size_t i = 0; i < old.cap; i++)
-            if (old.at[i].state) {
-                *run_table_at(t, old.at[i].key) = old.at[i];
-                t->n++;
+            if (old.entries[i].state) {
+                *run_table_find(table, old.entries[i].id_hash) = old.entries[i];
+                table->n_entries++;
             }
-        free(old.at);
+        free(old.entries);
     }
-    size_t i = (size_t)(key.lo ^ key.hi >> 7) & (t->cap - 1);
-    while (t->at[i].state && (t->at[i].key.hi != key.hi || t->at[i].key.lo != key.lo))
-        i = (i + 1) & (t->cap - 1);
-    t->at[i].key = key;
-    return &t->at[i];
+    size_t i = (size_t)(id_hash.lo ^ id_hash.hi >> 7) & (table->cap - 1);
+    while (table->entries[i].state && (table->entries[i].id_hash.hi != id_hash.hi || table->entries[i].id_hash.lo != id_hash.lo))
+        i = (i + 1) & (table->cap - 1);
+    table->entries[i].id_hash = id_hash;
+    return &table->entries[i];
 }
-static void run_table_set(run_table *t, run_seen *s, uint64_t state) {
-    t->n += !s->state;
-    s->state = state;
+static void run_table_set(run_table *table, run_table_entry *entry, uint64_t state) {
+    table->n_entries += !entry->state;
+    entry->state = state;
 }
 
 /* ---- Lines of a file ---- */
 
-static void run_input_init(run_input *r, int fd, const char *name, atomic_int *interrupted) {
-    *r = (run_input){.fd = fd, .name = name, .most = RUN_LINE_BYTES, .interrupted = interrupted,
-                     .chunk = mem_alloc(RUN_CHUNK_BYTES)};
+static void run_input_init(run_input *input, int fd, const char *name, atomic_int *interrupted) {
+    *input = (run_input){.fd = fd, .name = name, .max_bytes = RUN_MAX_LINE_BYTES, .interrupted = interrupted,
+                     .chunk = mem_alloc(RUN_READ_BYTES)};
 }
-static void run_input_free(run_input *r) { free(r->chunk), buf_free(&r->text); }
-static bool run_input_ends(const run_input *r) {
-    return *r->interrupted || (r->stopped && *r->stopped);
+static void run_input_free(run_input *input) { free(input->chunk), buf_free(&input->line); }
+static bool run_input_is_stopped(const run_input *input) {
+    return *input->interrupted || (input->stopped && *input->stopped);
 }
 
 /* Reads more bytes into the chunk. Returns 1, 0 at the end or when stopped, or an error. It polls
  * before it reads: the writer of a pipe may wait for our results and never close it, and Ctrl-C
  * or a failure of another thread must still end the read. */
-static int run_fill(run_input *r, toka_err *e) {
+static int run_input_fill(run_input *input, toka_err *e) {
     for (;;) {
-        struct pollfd p = {.fd = r->fd, .events = POLLIN};
-        int ready = poll(&p, 1, 200);
-        if (run_input_ends(r)) return 0;
-        if (ready == 0 || (ready < 0 && errno == EINTR)) continue;
-        ssize_t n = read(r->fd, r->chunk, RUN_CHUNK_BYTES);
-        if (n < 0 && (errno == EINTR || errno == EAGAIN)) continue;
-        if (n < 0)
-            return fail(e, errno == EISDIR ? TOKA_E_INPUT : TOKA_E_IO, "%s: %s", r->name,
+        struct pollfd poll_fd = {.fd = input->fd, .events = POLLIN};
+        int n_ready = poll(&poll_fd, 1, 200);
+        if (run_input_is_stopped(input)) return 0;
+        if (n_ready == 0 || (n_ready < 0 && errno == EINTR)) continue;
+        ssize_t n_read = read(input->fd, input->chunk, RUN_READ_BYTES);
+        if (n_read < 0 && (errno == EINTR || errno == EAGAIN)) continue;
+        if (n_read < 0)
+            return fail(e, errno == EISDIR ? TOKA_E_INPUT : TOKA_E_IO, "%s: %s", input->name,
                         strerror(errno));
-        r->at = 0;
-        r->n = (size_t)n;
-        return n > 0;
+        input->pos = 0;
+        input->n_bytes = (size_t)n_read;
+        return n_read > 0;
     }
 }
 
 /* Waits 0.1 s for memory that a line needs: other lines may free some. Returns false if reading
  * was stopped, or after 300 tries (half a minute). */
-static bool run_patience(const run_input *r, int tries) {
-    if (tries == 300 || run_input_ends(r)) return false;
+static bool run_wait_retry(const run_input *input, int tries) {
+    if (tries == 300 || run_input_is_stopped(input)) return false;
     usleep(100000);
     return true;
 }
 
-static bool run_has_memory(const run_input *r, size_t bytes) {
+static bool run_wait_for_memory(const run_input *input, size_t bytes) {
     for (int i = 0; !mem_is_available(bytes); i++)
-        if (!run_patience(r, i)) return false;
+        if (!run_wait_retry(input, i)) return false;
     return true;
 }
 
 /* Appends a piece to the line. Waits for memory as above; on failure the line is cut. */
-static void run_keep(run_input *r, const char *p, size_t n) {
-    for (int i = 0; !r->no_memory && !buf_try_put(&r->text, p, n); i++)
-        r->no_memory = !run_patience(r, i);
-    r->too_long |= r->no_memory;
+static void run_input_append(run_input *input, const char *piece, size_t n_bytes) {
+    for (int i = 0; !input->no_memory && !buf_try_put(&input->line, piece, n_bytes); i++)
+        input->no_memory = !run_wait_retry(input, i);
+    input->too_long |= input->no_memory;
 }
 
-static int run_too_long(const run_input *r, toka_err *e) {
-    if (r->no_memory)
+static int run_fail_too_long(const run_input *input, toka_err *e) {
+    if (input->no_memory)
         return fail(e, TOKA_E_MEMORY, "there is no memory for a line of more than %zu bytes",
-                    r->text.n);
-    return fail(e, TOKA_E_INPUT, "longer than %d bytes", RUN_LINE_BYTES);
+                    input->line.n);
+    return fail(e, TOKA_E_INPUT, "longer than %d bytes", RUN_MAX_LINE_BYTES);
 }
 
 /* Parses a line as JSON. Returns NULL if it fails, and *e says why. */
-static const json *run_json(const run_input *r, arena *a, str line, toka_err *e) {
-    if (r->too_long) return run_too_long(r, e), NULL;
-    const json *root = json_parse(a, line, run_limits, e);
-    for (int i = 0; !root && e->code == TOKA_E_MEMORY && run_patience(r, i); i++) {
-        arena_free(a);
-        root = json_parse(a, line, run_limits, e);
+static const json *run_parse_json(const run_input *input, arena *memory, str line, toka_err *e) {
+    if (input->too_long) return run_fail_too_long(input, e), NULL;
+    const json *root = json_parse(memory, line, run_limits, e);
+    for (int i = 0; !root && e->code == TOKA_E_MEMORY && run_wait_retry(input, i); i++) {
+        arena_free(memory);
+        root = json_parse(memory, line, run_limits, e);
     }
     return root;
 }
 
 /* Reads the next line, which may be empty, without its line feed. *line is valid until the next
  * call. *whole: a line feed ended it; may be NULL. Returns 1, 0 at the end, or an error. */
-static int run_next_line(run_input *r, str *line, bool *whole, toka_err *e) {
-    bool any = false, found = false;
-    buf_clear(&r->text);
-    r->too_long = r->no_memory = false;
-    r->length = 0;
-    while (!found) {
-        int code = r->at < r->n ? 1 : run_fill(r, e);
-        if (code < 0 || (!code && run_input_ends(r))) return code; /* stopped: drop half a line */
+static int run_next_line(run_input *input, str *line, bool *complete, toka_err *e) {
+    bool any_bytes = false, found_end = false;
+    buf_clear(&input->line);
+    input->too_long = input->no_memory = false;
+    input->line_bytes = 0;
+    while (!found_end) {
+        int code = input->pos < input->n_bytes ? 1 : run_input_fill(input, e);
+        if (code < 0 || (!code && run_input_is_stopped(input))) return code; /* stopped: drop half a line */
         if (!code) break;
-        const char *p = r->chunk + r->at, *feed = memchr(p, '\n', r->n - r->at);
-        size_t n = feed ? (size_t)(feed - p) : r->n - r->at, room = r->most - r->text.n;
-        r->too_long |= n > room;
-        run_keep(r, p, MIN(n, room));
-        r->length += (int64_t)n;
-        r->at += n + (feed != NULL);
-        any = true;
-        found = feed != NULL;
+        const char *start = input->chunk + input->pos, *feed = memchr(start, '\n', input->n_bytes - input->pos);
+        size_t n_bytes = feed ? (size_t)(feed - start) : input->n_bytes - input->pos, room = input->max_bytes - input->line.n;
+        input->too_long |= n_bytes > room;
+        run_input_append(input, start, MIN(n_bytes, room));
+        input->line_bytes += (int64_t)n_bytes;
+        input->pos += n_bytes + (feed != NULL);
+        any_bytes = true;
+        found_end = feed != NULL;
     }
-    r->number += any;
-    if (whole) *whole = found;
-    *line = buf_view(&r->text);
-    if (r->number == 1) *line = str_skip_bom(*line);
-    return any;
+    input->line_number += any_bytes;
+    if (complete) *complete = found_end;
+    *line = buf_view(&input->line);
+    if (input->line_number == 1) *line = str_skip_bom(*line);
+    return any_bytes;
 }
 
 static bool run_is_blank(str line) {
@@ -20535,90 +20535,90 @@ static bool run_is_blank(str line) {
 
 /* ---- What a line says ---- */
 
-static bool run_is_long(const json *root) {
+static bool run_is_openai_form(const json *root) {
     return json_get(root, "body") || json_get(root, "url");
 }
 
 /* Writes the custom_id of a line to *id. root is NULL if the line is not JSON. */
-static void run_identify(const json *root, int64_t number, buf *id) {
-    const json *v = json_get(root, "custom_id");
-    if (!v && !run_is_long(root)) v = json_get(root, "id");
+static void run_get_custom_id(const json *root, int64_t number, buf *id) {
+    const json *value = json_get(root, "custom_id");
+    if (!value && !run_is_openai_form(root)) value = json_get(root, "id");
     buf_clear(id);
-    if (json_is(v, JSON_STRING)) buf_str(id, json_str(v));
-    else if (json_is(v, JSON_NUMBER) && v->is_int) buf_printf(id, "%lld", (long long)v->i);
+    if (json_is(value, JSON_STRING)) buf_str(id, json_str(value));
+    else if (json_is(value, JSON_NUMBER) && value->is_int) buf_printf(id, "%lld", (long long)value->i);
     else buf_printf(id, "line-%lld", (long long)number);
 }
 
-static uint64_t run_fold(run_key key) { return hash_mix(key.hi ^ hash_mix(key.lo)); }
+static uint64_t run_fold_hash(run_id_hash key) { return hash_mix(key.hi ^ hash_mix(key.lo)); }
 
 /* Returns a hash of a JSON value, the same on every machine. The order of keys, white space,
  * escapes and the spelling of a number do not change it. */
-static uint64_t run_hash_value(const json *v) {
-    uint64_t h = hash_mix(v->type), bits = 0;
+static uint64_t run_hash_value(const json *value) {
+    uint64_t hash = hash_mix(value->type), bits = 0;
     int64_t whole;
-    double number = json_num(v, 0);
-    if (v->type == JSON_STRING) {
-        bits = run_fold(run_hash(json_str(v)));
-    } else if (json_whole(v, &whole)) {
+    double number = json_num(value, 0);
+    if (value->type == JSON_STRING) {
+        bits = run_fold_hash(run_hash_text(json_str(value)));
+    } else if (json_whole(value, &whole)) {
         bits = (uint64_t)whole;
-    } else if (v->type == JSON_NUMBER) {
+    } else if (value->type == JSON_NUMBER) {
         memcpy(&bits, &number, sizeof bits);
-        if (v->is_big_int) bits = run_fold(run_hash(json_digits(v)));
-    } else if (v->type == JSON_ARRAY) {
-        JSON_EACH(it, v) h = hash_mix(h + run_hash_value(it));
-    } else if (v->type == JSON_OBJECT) {
-        JSON_MEMBERS(key, v) {
-            const uint64_t name = run_fold(run_hash(json_str(key)));
+        if (value->is_big_int) bits = run_fold_hash(run_hash_text(json_digits(value)));
+    } else if (value->type == JSON_ARRAY) {
+        JSON_EACH(it, value) hash = hash_mix(hash + run_hash_value(it));
+    } else if (value->type == JSON_OBJECT) {
+        JSON_MEMBERS(key, value) {
+            const uint64_t name = run_fold_hash(run_hash_text(json_str(key)));
             bits += hash_mix(name + hash_mix(run_hash_value(key + 1)));
         }
     }
-    return hash_mix(h + hash_mix(bits));
+    return hash_mix(hash + hash_mix(bits));
 }
 
 /* Returns run_hash_value of an input line, but never 0. If the line is not JSON (root is NULL),
  * its bytes are hashed. */
-static uint64_t run_says(const json *root, str line) {
+static uint64_t run_line_hash(const json *root, str line) {
     while (line.n && strchr(" \t\r", line.p[line.n - 1])) line.n--;
-    const uint64_t h = root ? run_hash_value(root) : run_fold(run_hash(line));
-    return MAX(h, (uint64_t)1);
+    const uint64_t hash = root ? run_hash_value(root) : run_fold_hash(run_hash_text(line));
+    return MAX(hash, (uint64_t)1);
 }
 
 /* Counts a line that has a result, if it has changed since it was answered. */
-static void run_compare(run_state *r, const run_seen *s, uint64_t says) {
-    if (!s->says || s->says == says) return;
-    if (!r->n_changed++) r->first_changed = r->in.number;
+static void run_count_changed(run_state *run, const run_table_entry *entry, uint64_t line_hash) {
+    if (!entry->line_hash || entry->line_hash == line_hash) return;
+    if (!run->n_changed++) run->first_changed = run->input.line_number;
 }
 
-static void run_tell_changed(run_state *r) {
-    if (!r->n_changed || r->told_changed) return;
-    r->told_changed = true;
+static void run_warn_changed(run_state *run) {
+    if (!run->n_changed || run->warned_changed) return;
+    run->warned_changed = true;
     fprintf(stderr,
             "toka batch: %s: %lld %s changed since the answers in %s were written, the first is line %lld; "
             "those answers stay (give another -o to do them again)\n",
-            r->in.name, (long long)r->n_changed, r->n_changed == 1 ? "line has" : "lines have",
-            r->results.path, (long long)r->first_changed);
+            run->input.name, (long long)run->n_changed, run->n_changed == 1 ? "line has" : "lines have",
+            run->results.path, (long long)run->first_changed);
 }
 
-static void run_warn(void *user, str name) {
-    run_state *r = user;
+static void run_warn_unknown(void *user, str name) {
+    run_state *run = user;
     buf shown = {0};
-    if (api_is_news(&r->warned, name, &shown))
+    if (api_should_report(&run->warned_fields, name, &shown))
         fprintf(stderr,
                 "toka batch: line %lld: unknown field %s is ignored, on all other lines too\n",
-                (long long)r->in.number, shown.p);
+                (long long)run->input.line_number, shown.p);
     buf_free(&shown);
 }
 
 /* An input file made for another server names that server's model. Its lines run on the loaded
  * model, whose name results have. Warns once. */
-static void run_warn_model(run_state *r, const json *body) {
+static void run_warn_model(run_state *run, const json *body) {
     const str model = json_str(json_get(body, "model"));
-    if (r->warned_model || !model.n || r->o->model || str_is(model, r->models[0].name)) return;
+    if (run->warned_model || !model.n || run->options->api_config || str_is(model, run->configs[0].name)) return;
     buf shown = {0};
-    api_show(&shown, model);
+    api_put_printable(&shown, model);
     fprintf(stderr, "toka batch: line %lld: \"model\" is %s; this and all other lines run on %s\n",
-            (long long)r->in.number, shown.p, r->models[0].name);
-    r->warned_model = true;
+            (long long)run->input.line_number, shown.p, run->configs[0].name);
+    run->warned_model = true;
     buf_free(&shown);
 }
 
@@ -20636,7 +20636,7 @@ static int run_form(run_line *line, const json *root, const json **body, enum ap
     if (id && id->type != JSON_STRING) return RUN_BAD(line, "custom_id: expected a text");
     *body = root;
     *route = json_get(root, "messages") ? API_CHAT : API_COMPLETIONS;
-    if (!run_is_long(root)) return 0;
+    if (!run_is_openai_form(root)) return 0;
     *body = json_get(root, "body");
     *route = str_is(json_str(url), "/v1/chat/completions") ? API_CHAT : API_COMPLETIONS;
     if (method && !str_is(json_str(method), "POST")) return RUN_BAD(line, "method: expected POST");
@@ -20649,14 +20649,14 @@ static int run_form(run_line *line, const json *root, const json **body, enum ap
         str name = {key->s, key->n};
         bool known = str_is(name, "custom_id") || str_is(name, "method") || str_is(name, "url") ||
                      str_is(name, "body");
-        if (!known) run_warn(line->run, name);
+        if (!known) run_warn_unknown(line->run, name);
     }
     return 0;
 }
 
 /* Reads a line into its call. If root is NULL, the line was not JSON and *e says why. Returns 0,
  * or an error with line->error set. */
-static int run_parse(run_line *line, const json *root, toka_err *e) {
+static int run_parse_line(run_line *line, const json *root, toka_err *e) {
     const json *body = root;
     enum api_route route = API_COMPLETIONS;
     if (!root) {
@@ -20665,293 +20665,293 @@ static int run_parse(run_line *line, const json *root, toka_err *e) {
     }
     int code = run_form(line, root, &body, &route, e);
     if (code) return code;
-    line->call.serial[0] = line->key.hi;
-    line->call.serial[1] = line->key.lo;
+    line->request.serial[0] = line->id_hash.hi;
+    line->request.serial[1] = line->id_hash.lo;
     run_warn_model(line->run, body);
-    code = api_parse_json(&line->run->models[run_is_long(root)], route, body, &line->call, e);
+    code = api_parse_json(&line->run->configs[run_is_openai_form(root)], route, body, &line->request, e);
     /* a server's batch has a negative priority: none of its lines gets ahead of waiting clients */
-    const int most = line->run->o->base.priority;
-    for (int i = 0; i < line->call.n_parts && most < 0; i++)
-        line->call.parts[i].q.priority = MIN(line->call.parts[i].q.priority, most);
-    if (code) line->error = line->call.unsupported ? "unsupported" : "invalid_request";
-    else if (line->call.stream) {
+    const int max_priority = line->run->options->defaults.priority;
+    for (int i = 0; i < line->request.n_prompts && max_priority < 0; i++)
+        line->request.prompts[i].engine_request.priority = MIN(line->request.prompts[i].engine_request.priority, max_priority);
+    if (code) line->error = line->request.unsupported ? "unsupported" : "invalid_request";
+    else if (line->request.stream) {
         code = RUN_FAIL(line, "unsupported", "stream is not supported in a batch");
-        line->call.unsupported = true;
-        api_blame(&line->call, route, e);
+        line->request.unsupported = true;
+        api_set_fault(&line->request, route, e);
     }
     return code;
 }
 
-static void run_models(run_state *r) {
-    static const char *const beside[] = {"custom_id", "id", NULL};
-    r->models[0] = (api_model){.t = r->t, .name = r->o->name ? r->o->name : r->t->files->name,
-                               .beside = beside, .base = r->o->base,
-                               .max_len = r->t->shape.max_len, .now = r->o->now,
-                               .limits = run_limits, .max_answer_bytes = r->o->max_answer_bytes,
-                               .unknown = run_warn, .user = r};
-    r->models[1] = r->o->model ? *r->o->model : r->models[0];
-    r->models[1].completion_tokens = 16; /* the API's default */
-    r->models[1].live = false;           /* an output line depends on its input line alone */
-    r->models[1].base = r->o->base;
-    r->models[1].beside = beside;
-    r->models[1].limits = run_limits;
-    r->models[1].unknown = run_warn;
-    r->models[1].user = r;
+static void run_init_configs(run_state *run) {
+    static const char *const caller_fields[] = {"custom_id", "id", NULL};
+    run->configs[0] = (api_config){.toka = run->toka, .name = run->options->name ? run->options->name : run->toka->files->name,
+                               .caller_fields = caller_fields, .defaults = run->options->defaults,
+                               .max_len = run->toka->shape.max_len, .now = run->options->now,
+                               .limits = run_limits, .max_answer_bytes = run->options->max_answer_bytes,
+                               .on_unknown_field = run_warn_unknown, .user = run};
+    run->configs[1] = run->options->api_config ? *run->options->api_config : run->configs[0];
+    run->configs[1].completion_tokens = 16; /* the API's default */
+    run->configs[1].live = false;           /* an output line depends on its input line alone */
+    run->configs[1].defaults = run->options->defaults;
+    run->configs[1].caller_fields = caller_fields;
+    run->configs[1].limits = run_limits;
+    run->configs[1].on_unknown_field = run_warn_unknown;
+    run->configs[1].user = run;
 }
 
 /* ---- Reader ---- */
 
-static run_line *run_line_new(run_state *r, str id, run_key key, size_t bytes) {
+static run_line *run_line_new(run_state *run, str id, run_id_hash id_hash, size_t bytes) {
     run_line *line = mem_zalloc(sizeof *line);
-    line->run = r;
-    line->key = key;
+    line->run = run;
+    line->id_hash = id_hash;
     line->bytes = bytes;
     line->custom_id = (str){memcpy(mem_alloc(id.n), id.p, id.n), id.n};
     return line;
 }
 
 static void run_line_free(run_line *line) {
-    api_free(&line->call);
-    buf_free(&line->fresh), buf_free(&line->ready);
+    api_free(&line->request);
+    buf_free(&line->driver_records), buf_free(&line->ready_records);
     free((char *)line->custom_id.p), free(line->message);
     free(line);
 }
 
 /* Puts a line into the writer's queue, if it is not there. With run.lock held. */
-static void run_queue(run_state *r, run_line *line) {
+static void run_queue_line(run_state *run, run_line *line) {
     if (line->queued) return;
     line->queued = true;
-    line->next = NULL;
-    *r->queue_end = line;
-    r->queue_end = &line->next;
-    pthread_cond_broadcast(&r->wake);
+    line->next_queued = NULL;
+    *run->queue_end = line;
+    run->queue_end = &line->next_queued;
+    pthread_cond_broadcast(&run->wake);
 }
 
 /* Called by the driver for each token of each sample. Moves the records to the writer when a
- * sample has ended, or when there are RUN_RECORD_BYTES of them. */
+ * sample has ended, or when there are RUN_FLUSH_BYTES of them. */
 static int run_on_event(void *user, const toka_event *ev) {
-    const api_part *part = user;
-    run_line *line = part->call->user;
-    api_pack(part, ev, &line->fresh);
-    if ((ev->finish == TOKA_RUNNING || ev->more) && line->fresh.n < RUN_RECORD_BYTES) return 0;
+    const api_prompt *prompt = user;
+    run_line *line = prompt->request->user;
+    api_pack_event(prompt, ev, &line->driver_records);
+    if ((ev->finish == TOKA_RUNNING || ev->more) && line->driver_records.n < RUN_FLUSH_BYTES) return 0;
     pthread_mutex_lock(&line->run->lock);
-    if (!line->ready.n) {
-        buf empty = line->ready;
-        line->ready = line->fresh;
-        line->fresh = empty;
+    if (!line->ready_records.n) {
+        buf empty = line->ready_records;
+        line->ready_records = line->driver_records;
+        line->driver_records = empty;
     } else {
-        buf_str(&line->ready, buf_view(&line->fresh));
+        buf_str(&line->ready_records, buf_view(&line->driver_records));
     }
-    buf_clear(&line->fresh);
-    run_queue(line->run, line);
+    buf_clear(&line->driver_records);
+    run_queue_line(line->run, line);
     pthread_mutex_unlock(&line->run->lock);
     return 0;
 }
 
-static void run_cancel(run_state *r, const run_line *line) {
-    for (int i = 0; i < line->call.n_parts; i++) toka_cancel(r->t, line->call.parts[i].engine_id);
+static void run_cancel_line(run_state *run, const run_line *line) {
+    for (int i = 0; i < line->request.n_prompts; i++) toka_cancel(run->toka, line->request.prompts[i].engine_id);
 }
 
 /* Stops the batch and cancels in-flight lines. e NULL: Ctrl-C. With run.lock held. */
-static void run_stop(run_state *r, const toka_err *e) {
-    if (r->stopped) return;
-    r->stopped = true;
-    if (e) r->e = *e;
-    for (run_line *line = r->flight; line; line = line->after) run_cancel(r, line);
-    pthread_cond_broadcast(&r->wake);
+static void run_stop(run_state *run, const toka_err *e) {
+    if (run->stopped) return;
+    run->stopped = true;
+    if (e) run->err = *e;
+    for (run_line *line = run->inflight; line; line = line->next_inflight) run_cancel_line(run, line);
+    pthread_cond_broadcast(&run->wake);
 }
 
 /* Returns whether the device has failed; *e says why. */
-static bool run_device_failed(run_state *r, toka_err *e) {
-    eng *g = r->t->engine;
-    pthread_mutex_lock(&g->lock);
-    *e = g->error;
-    pthread_mutex_unlock(&g->lock);
+static bool run_device_failed(run_state *run, toka_err *e) {
+    eng *engine = run->toka->engine;
+    pthread_mutex_lock(&engine->lock);
+    *e = engine->error;
+    pthread_mutex_unlock(&engine->lock);
     return e->code != 0;
 }
 
 /* Waits for room in the window. It is full with 4 * max_seqs samples, if these are of
- * RUN_FEW_LINES lines at least, or when its lines take too much memory. Returns false if the
+ * RUN_MIN_INFLIGHT_LINES lines at least, or when its lines take too much memory. Returns false if the
  * batch was stopped. */
-static bool run_wait_for_room(run_state *r) {
-    int64_t most = 4 * (int64_t)r->t->engine->max_seqs;
-    pthread_mutex_lock(&r->lock);
-    while (!r->stopped && ((r->n_flight_samples >= most && r->n_flight_lines >= RUN_FEW_LINES) ||
-                           (r->n_flight_bytes > RUN_FLIGHT_BYTES && r->n_flight_lines) ||
-                           (r->n_flight_held > r->most_held && r->n_flight_lines)))
-        pthread_cond_wait(&r->wake, &r->lock);
-    bool go_on = !r->stopped;
-    pthread_mutex_unlock(&r->lock);
+static bool run_wait_for_room(run_state *run) {
+    int64_t max_samples = 4 * (int64_t)run->toka->engine->max_seqs;
+    pthread_mutex_lock(&run->lock);
+    while (!run->stopped && ((run->n_inflight_samples >= max_samples && run->n_inflight_lines >= RUN_MIN_INFLIGHT_LINES) ||
+                           (run->n_inflight_bytes > RUN_MAX_INFLIGHT_BYTES && run->n_inflight_lines) ||
+                           (run->n_inflight_held > run->max_inflight_held && run->n_inflight_lines)))
+        pthread_cond_wait(&run->wake, &run->lock);
+    bool go_on = !run->stopped;
+    pthread_mutex_unlock(&run->lock);
     return go_on;
 }
 
 /* Submits all parts of a line to the engine. With run.lock held, so that the writer does not see
  * the line before all parts are submitted. Returns 0 or an error. */
-static int run_submit(run_state *r, run_line *line, toka_err *e) {
-    api_call *c = &line->call;
+static int run_submit_line(run_state *run, run_line *line, toka_err *e) {
+    api_request *request = &line->request;
     int code = 0;
-    c->user = line;
+    request->user = line;
     line->in_flight = true;
-    line->after = r->flight;
-    if (r->flight) r->flight->before = line;
-    r->flight = line;
-    for (int i = 0; i < c->n_parts; i++) {
+    line->next_inflight = run->inflight;
+    if (run->inflight) run->inflight->prev_inflight = line;
+    run->inflight = line;
+    for (int i = 0; i < request->n_prompts; i++) {
         if (!code)
-            code = toka_submit(r->t, &c->parts[i].q, run_on_event, &c->parts[i],
-                               &c->parts[i].engine_id, e);
-        if (code) api_pack_end(&c->parts[i], TOKA_CANCELLED, &line->ready);
+            code = toka_submit(run->toka, &request->prompts[i].engine_request, run_on_event, &request->prompts[i],
+                               &request->prompts[i].engine_id, e);
+        if (code) api_pack_ends(&request->prompts[i], TOKA_CANCELLED, &line->ready_records);
     }
     if (!code) return 0;
-    run_cancel(r, line);
-    run_queue(r, line);
+    run_cancel_line(run, line);
+    run_queue_line(run, line);
     return code;
 }
 
 /* Submits a parsed line to the engine. If parsing has failed (code not 0) or the batch was
  * stopped, puts it into the writer's queue instead. Takes ownership of the line. Returns 0, or an
  * error if the device has failed. */
-static int run_start(run_state *r, run_line *line, int code, toka_err *e) {
+static int run_start_line(run_state *run, run_line *line, int code, toka_err *e) {
     if (code) line->message = mem_check(strdup(e->msg));
-    pthread_mutex_lock(&r->lock);
-    r->n_flight_lines++;
-    r->n_flight_samples += MAX(line->call.n_choices, 1);
-    r->n_flight_bytes += (int64_t)line->bytes;
-    int broken = 0;
-    if (code || r->stopped) run_queue(r, line);
-    else if ((broken = run_submit(r, line, e)) && broken != TOKA_E_DEVICE) {
+    pthread_mutex_lock(&run->lock);
+    run->n_inflight_lines++;
+    run->n_inflight_samples += MAX(line->request.n_choices, 1);
+    run->n_inflight_bytes += (int64_t)line->bytes;
+    int failure = 0;
+    if (code || run->stopped) run_queue_line(run, line);
+    else if ((failure = run_submit_line(run, line, e)) && failure != TOKA_E_DEVICE) {
         line->error = "invalid_request";
         line->message = mem_check(strdup(e->msg));
-        broken = 0;
+        failure = 0;
     }
-    pthread_mutex_unlock(&r->lock);
-    return broken;
+    pthread_mutex_unlock(&run->lock);
+    return failure;
 }
 
-static int run_twice(const run_state *r, int64_t number, const run_seen *s, str id, toka_err *e) {
-    return fail(e, TOKA_E_USE, "%s: lines %lld and %lld have the same custom_id '%.*s'", r->in.name,
-                (long long)(s->state >> 1), (long long)number, STRF(id));
+static int run_fail_duplicate(const run_state *run, int64_t number, const run_table_entry *entry, str id, toka_err *e) {
+    return fail(e, TOKA_E_USE, "%s: lines %lld and %lld have the same custom_id '%.*s'", run->input.name,
+                (long long)(entry->state >> 1), (long long)number, STRF(id));
 }
 
 /* Handles one input line: skips it if its id has a result, else starts it. Returns 0, or an error
  * that ends the reading: a duplicate custom_id, or a failed device. */
-static int run_take_line(run_state *r, str text, toka_err *e) {
-    arena a = {0};
+static int run_handle_line(run_state *run, str text, toka_err *e) {
+    arena memory = {0};
     buf id = {0};
     toka_err why = {0};
     const json *root = NULL;
-    root = run_json(&r->in, &a, text, &why);
-    run_identify(root, r->in.number, &id);
-    run_key key = run_hash(buf_view(&id));
-    run_seen *s = run_table_at(&r->seen, key);
+    root = run_parse_json(&run->input, &memory, text, &why);
+    run_get_custom_id(root, run->input.line_number, &id);
+    run_id_hash id_hash = run_hash_text(buf_view(&id));
+    run_table_entry *entry = run_table_find(&run->seen, id_hash);
     int code = 0;
-    bool done = s->state & 1;
-    const uint64_t says = run_says(root, text);
-    if (r->n_lines < 0 && done) run_compare(r, s, says);
-    if (r->n_lines < 0 && s->state >> 1) {
-        code = run_twice(r, r->in.number, s, buf_view(&id), e);
+    bool done = entry->state & 1;
+    const uint64_t line_hash = run_line_hash(root, text);
+    if (run->n_lines < 0 && done) run_count_changed(run, entry, line_hash);
+    if (run->n_lines < 0 && entry->state >> 1) {
+        code = run_fail_duplicate(run, run->input.line_number, entry, buf_view(&id), e);
         done = true;
-    } else if (r->n_lines < 0) {
-        run_table_set(&r->seen, s, (uint64_t)r->in.number << 1 | done);
-        r->n_before += done;
+    } else if (run->n_lines < 0) {
+        run_table_set(&run->seen, entry, (uint64_t)run->input.line_number << 1 | done);
+        run->n_done_before += done;
     }
     if (!done) {
-        if (root && !run_has_memory(&r->in, text.n * RUN_READING)) {
+        if (root && !run_wait_for_memory(&run->input, text.n * RUN_PARSE_BYTES_FACTOR)) {
             root = NULL;
             fail(&why, TOKA_E_MEMORY, "there is no memory to read a line of %zu bytes", text.n);
         }
-        run_line *line = run_line_new(r, buf_view(&id), key, text.n);
-        line->says = says;
-        int bad = r->o->expired
+        run_line *line = run_line_new(run, buf_view(&id), id_hash, text.n);
+        line->line_hash = line_hash;
+        int parse_code = run->options->expired
                       ? fail(&why, TOKA_E_USE,
                              "the completion window closed before this request was done")
-                      : run_parse(line, root, &why);
-        if (r->o->expired) line->error = "batch_expired";
-        code = run_start(r, line, bad, &why);
+                      : run_parse_line(line, root, &why);
+        if (run->options->expired) line->error = "batch_expired";
+        code = run_start_line(run, line, parse_code, &why);
         if (code) *e = why;
     }
-    arena_free(&a), buf_free(&id);
+    arena_free(&memory), buf_free(&id);
     return code;
 }
 
 /* The reader thread. */
-static void *run_read(void *user) {
-    run_state *r = user;
+static void *run_reader_thread(void *user) {
+    run_state *run = user;
     toka_err e;
     str line;
     int code = 0;
-    while (run_wait_for_room(r) && (code = run_next_line(&r->in, &line, NULL, &e)) > 0) {
-        if (!run_is_blank(line) && (code = run_take_line(r, line, &e))) break;
+    while (run_wait_for_room(run) && (code = run_next_line(&run->input, &line, NULL, &e)) > 0) {
+        if (!run_is_blank(line) && (code = run_handle_line(run, line, &e))) break;
     }
-    pthread_mutex_lock(&r->lock);
+    pthread_mutex_lock(&run->lock);
     /* a duplicate custom_id on standard input: in-flight lines still end */
-    if (code == TOKA_E_USE && !r->e.code) r->e = e;
-    else if (code < 0) run_stop(r, &e);
-    r->read_all = true;
-    pthread_cond_broadcast(&r->wake);
-    pthread_mutex_unlock(&r->lock);
+    if (code == TOKA_E_USE && !run->err.code) run->err = e;
+    else if (code < 0) run_stop(run, &e);
+    run->reader_done = true;
+    pthread_cond_broadcast(&run->wake);
+    pthread_mutex_unlock(&run->lock);
     return NULL;
 }
 
 /* ---- Results as JSON ---- */
 
-static void run_put_key_id(buf *b, const char *name, const char *head, run_key key) {
-    json_put_key(b, name);
-    buf_printf(b, "\"%s%016llx%016llx\"", head, (unsigned long long)key.hi,
-               (unsigned long long)key.lo);
+static void run_put_hash_id(buf *out, const char *name, const char *prefix, run_id_hash hash) {
+    json_put_key(out, name);
+    buf_printf(out, "\"%s%016llx%016llx\"", prefix, (unsigned long long)hash.hi,
+               (unsigned long long)hash.lo);
 }
 
 /* Writes the output line of a request, with its line feed. */
-static void run_put_result(run_line *line, buf *b) {
-    json_put_open(b, '{');
-    run_put_key_id(b, "id", "batch_req_", (run_key){line->key.hi, line->says});
-    json_put_key(b, "custom_id"), json_put_str(b, line->custom_id);
-    json_put_key(b, "response");
+static void run_put_result(run_line *line, buf *out) {
+    json_put_open(out, '{');
+    run_put_hash_id(out, "id", "batch_req_", (run_id_hash){line->id_hash.hi, line->line_hash});
+    json_put_key(out, "custom_id"), json_put_str(out, line->custom_id);
+    json_put_key(out, "response");
     /* with a file of errors, a refused request has a response, as in OpenAI's error files */
-    bool refused = line->run->errors.fd >= 0 && line->call.status;
+    bool refused = line->run->errors.fd >= 0 && line->request.status;
     if (line->error && !refused) {
-        json_put_null(b);
+        json_put_null(out);
     } else {
-        const api_call *c = &line->call;
-        json_put_open(b, '{');
-        json_put_key(b, "status_code"), json_put_int(b, line->error ? c->status : 200);
-        run_put_key_id(b, "request_id", "req_", line->key);
-        json_put_key(b, "body");
-        if (line->error) api_error(b, c->status, line->message, c->type, c->param, c->code);
-        else api_finish(&line->call, b);
-        json_put_close(b, '}');
+        const api_request *request = &line->request;
+        json_put_open(out, '{');
+        json_put_key(out, "status_code"), json_put_int(out, line->error ? request->status : 200);
+        run_put_hash_id(out, "request_id", "req_", line->id_hash);
+        json_put_key(out, "body");
+        if (line->error) api_put_error(out, request->status, line->message, request->type, request->param, request->code);
+        else api_finish(&line->request, out);
+        json_put_close(out, '}');
     }
-    json_put_key(b, "error");
+    json_put_key(out, "error");
     if (line->error) {
-        json_put_open(b, '{');
-        json_put_key(b, "code"), json_put_str(b, str_c(line->error));
-        json_put_key(b, "message"), json_put_str(b, str_c(line->message));
-        json_put_close(b, '}');
+        json_put_open(out, '{');
+        json_put_key(out, "code"), json_put_str(out, str_c(line->error));
+        json_put_key(out, "message"), json_put_str(out, str_c(line->message));
+        json_put_close(out, '}');
     } else {
-        json_put_null(b);
+        json_put_null(out);
     }
-    buf_c(b, "}\n");
+    buf_c(out, "}\n");
 }
 
 /* ---- Progress ---- */
 
-static void run_progress(run_state *r, bool terminal) {
-    double now = os_now(), spent = now - r->t0;
-    if (r->o->quiet || now - r->t_shown < (terminal ? 0.25 : 10)) return;
-    r->t_shown = now;
-    toka_stats s = toka_get_stats(r->t);
+static void run_show_progress(run_state *run, bool terminal) {
+    double now = os_now(), spent = now - run->t_start;
+    if (run->options->quiet || now - run->t_shown < (terminal ? 0.25 : 10)) return;
+    run->t_shown = now;
+    toka_stats stats = toka_get_stats(run->toka);
     char total[32] = "?", eta[32] = "?";
-    int64_t done = r->n_before + r->n_written;
-    if (r->n_lines >= 0) snprintf(total, sizeof total, "%lld", (long long)r->n_lines);
-    if (r->n_lines >= 0 && r->n_written) {
-        int64_t left = (int64_t)((double)(r->n_lines - done) * spent / (double)r->n_written);
+    int64_t done = run->n_done_before + run->n_written;
+    if (run->n_lines >= 0) snprintf(total, sizeof total, "%lld", (long long)run->n_lines);
+    if (run->n_lines >= 0 && run->n_written) {
+        int64_t left = (int64_t)((double)(run->n_lines - done) * spent / (double)run->n_written);
         snprintf(eta, sizeof eta, "%lld:%02d:%02d", (long long)(left / 3600), (int)(left / 60 % 60),
                  (int)(left % 60));
     }
     char bar[31];
-    int filled = r->n_lines > 0 ? (int)(30 * done / r->n_lines) : 0;
+    int filled = run->n_lines > 0 ? (int)(30 * done / run->n_lines) : 0;
     for (int i = 0; i < 30; i++) bar[i] = i < filled ? '#' : '.';
     bar[30] = 0;
-    double rate = (double)s.output_tokens / spent;
+    double rate = (double)stats.output_tokens / spent;
     if (terminal)
         fprintf(stderr, "\r[%s] %lld/%s lines  %.0f tok/s  ETA %s\x1b[K", bar, (long long)done,
                 total, rate, eta);
@@ -20963,195 +20963,195 @@ static void run_progress(run_state *r, bool terminal) {
 /* Checks every two seconds that the weight files were not written to since they were opened. If
  * they were, later results would be of other weights, or of a mix of both. A server does this
  * check itself. */
-static int run_check_files(run_state *r, toka_err *e) {
-    if (r->o->model || os_now() - r->t_files < 2) return 0;
-    const char *path = lib_overwritten_file(r->t);
-    r->t_files = os_now();
+static int run_check_weight_files(run_state *run, toka_err *e) {
+    if (run->options->api_config || os_now() - run->t_files < 2) return 0;
+    const char *path = lib_overwritten_file(run->toka);
+    run->t_files = os_now();
     if (!path) return 0;
     return fail(e, TOKA_E_IO,
                 "%.300s: it was written to while it was in use; %lld lines are written, "
                 "of which the last few seconds' may be wrong",
-                path, (long long)(r->n_before + r->n_written));
+                path, (long long)(run->n_done_before + run->n_written));
 }
 
 /* ---- Writer ---- */
 
-static bool run_must_stop(const run_state *r) {
-    return *r->o->interrupted || (r->o->until && time(NULL) >= r->o->until);
+static bool run_must_stop(const run_state *run) {
+    return *run->options->interrupted || (run->options->deadline && time(NULL) >= run->options->deadline);
 }
 
 /* The disk is full: waits a second. Returns true if the write should be tried again, false if
  * the batch must stop. */
-static bool run_wait_for_disk(run_state *r, const char *path, int why) {
-    if (!r->said_full)
+static bool run_wait_for_disk(run_state *run, const char *path, int why) {
+    if (!run->warned_full)
         fprintf(stderr, "toka: %s: %s; its batch waits for room\n", path, strerror(why));
-    r->said_full = true;
-    for (int i = 0; i < 10 && !run_must_stop(r); i++) usleep(100000);
-    return !run_must_stop(r);
+    run->warned_full = true;
+    for (int i = 0; i < 10 && !run_must_stop(run); i++) usleep(100000);
+    return !run_must_stop(run);
 }
 
 /* Writes all bytes of s, in one write() if the system takes them at once. A pipe gets at most
  * PIPE_BUF bytes at a time, when it has room for them: if its reader never reads, write() would
  * block, and Ctrl-C could not end it. */
-static int run_write_all(run_state *r, run_sink *to, str s, toka_err *e) {
-    for (size_t at = 0; at < s.n;) {
-        struct pollfd p = {.fd = to->fd, .events = POLLOUT};
-        if (!to->is_file && poll(&p, 1, 200) <= 0) {
-            if (*r->o->interrupted) return fail(e, TOKA_E_CANCELLED, "%s: interrupted", to->path);
+static int run_write_all(run_state *run, run_output *output, str text, toka_err *e) {
+    for (size_t pos = 0; pos < text.n;) {
+        struct pollfd poll_fd = {.fd = output->fd, .events = POLLOUT};
+        if (!output->is_file && poll(&poll_fd, 1, 200) <= 0) {
+            if (*run->options->interrupted) return fail(e, TOKA_E_CANCELLED, "%s: interrupted", output->path);
             continue;
         }
-        ssize_t n = write(to->fd, s.p + at,
-                          to->is_file ? s.n - at : MIN(s.n - at, (size_t)PIPE_BUF));
-        if (n < 0 && (errno == EINTR || errno == EAGAIN)) continue;
-        if (n < 0) {
+        ssize_t n_written = write(output->fd, text.p + pos,
+                          output->is_file ? text.n - pos : MIN(text.n - pos, (size_t)PIPE_BUF));
+        if (n_written < 0 && (errno == EINTR || errno == EAGAIN)) continue;
+        if (n_written < 0) {
             int why = errno;
-            bool waits = r->o->patient && os_is_disk_full(why);
-            if (waits && run_wait_for_disk(r, to->path, why)) continue;
+            bool waits = run->options->wait_if_full && os_is_disk_full(why);
+            if (waits && run_wait_for_disk(run, output->path, why)) continue;
             /* remove the torn line; if this fails, the next run cuts it */
-            if (at && to->is_file && ftruncate(to->fd, to->bytes)) errno = why;
-            if (waits) return fail(e, TOKA_E_CANCELLED, "%s: %s", to->path, strerror(why));
-            const char *next = to->is_file ? ", the same command goes on from there" : "";
-            return fail(e, TOKA_E_IO, "%s: %s; %lld lines are written%s", to->path, strerror(why),
-                        (long long)(r->n_before + r->n_written), next);
+            if (pos && output->is_file && ftruncate(output->fd, output->bytes)) errno = why;
+            if (waits) return fail(e, TOKA_E_CANCELLED, "%s: %s", output->path, strerror(why));
+            const char *next = output->is_file ? ", the same command goes on from there" : "";
+            return fail(e, TOKA_E_IO, "%s: %s; %lld lines are written%s", output->path, strerror(why),
+                        (long long)(run->n_done_before + run->n_written), next);
         }
-        at += (size_t)n;
+        pos += (size_t)n_written;
     }
-    to->bytes += (int64_t)s.n;
+    output->bytes += (int64_t)text.n;
     return 0;
 }
 
-static int run_write_line(run_state *r, run_line *line, buf *b, toka_err *e) {
-    if (b->cap > RUN_RESULT_KEPT) buf_free(b);
-    buf_clear(b);
-    if (!line->error && !run_has_memory(&r->in, api_answer_bytes(&line->call))) {
+static int run_write_line(run_state *run, run_line *line, buf *out, toka_err *e) {
+    if (out->cap > RUN_KEPT_RESULT_BYTES) buf_free(out);
+    buf_clear(out);
+    if (!line->error && !run_wait_for_memory(&run->input, api_answer_bytes(&line->request))) {
         line->error = "out_of_memory";
         line->message = mem_check(strdup("there is no memory to write the answer"));
     }
-    run_put_result(line, b);
-    int code = run_write_all(r, line->error && r->errors.fd >= 0 ? &r->errors : &r->results,
-                             buf_view(b), e);
+    run_put_result(line, out);
+    int code = run_write_all(run, line->error && run->errors.fd >= 0 ? &run->errors : &run->results,
+                             buf_view(out), e);
     if (code) return code;
-    atomic_llong *count = line->error ? r->o->failed : r->o->completed;
-    r->n_written++;
-    r->n_errors += line->error != NULL;
+    atomic_llong *count = line->error ? run->options->n_failed : run->options->n_completed;
+    run->n_written++;
+    run->n_errors += line->error != NULL;
     if (count) ++*count;
     return 0;
 }
 
 /* Takes the first line of the writer's queue, with its records in *ready. Returns NULL if there
  * is none after 0.2 s. With run.lock held. */
-static run_line *run_wait_for_line(run_state *r, buf *ready) {
-    run_line *line = r->queue;
+static run_line *run_next_queued(run_state *run, buf *records) {
+    run_line *line = run->queue;
     if (line) {
-        if (!(r->queue = line->next)) r->queue_end = &r->queue;
-        buf empty = *ready;
-        *ready = line->ready;
-        line->ready = empty;
+        if (!(run->queue = line->next_queued)) run->queue_end = &run->queue;
+        buf empty = *records;
+        *records = line->ready_records;
+        line->ready_records = empty;
         line->queued = false;
         return line;
     }
-    os_cond_wait(&r->wake, &r->lock, 0.2);
+    os_cond_wait(&run->wake, &run->lock, 0.2);
     return NULL;
 }
 
 /* Removes a line from the window and frees it. With run.lock held. */
-static void run_leave(run_state *r, run_line *line) {
+static void run_line_done(run_state *run, run_line *line) {
     if (line->in_flight) {
-        if (line->before) line->before->after = line->after;
-        else r->flight = line->after;
-        if (line->after) line->after->before = line->before;
+        if (line->prev_inflight) line->prev_inflight->next_inflight = line->next_inflight;
+        else run->inflight = line->next_inflight;
+        if (line->next_inflight) line->next_inflight->prev_inflight = line->prev_inflight;
     }
-    r->n_flight_held -= (int64_t)line->held;
-    r->n_flight_lines--;
-    r->n_flight_samples -= MAX(line->call.n_choices, 1);
-    r->n_flight_bytes -= (int64_t)line->bytes;
+    run->n_inflight_held -= (int64_t)line->held_bytes;
+    run->n_inflight_lines--;
+    run->n_inflight_samples -= MAX(line->request.n_choices, 1);
+    run->n_inflight_bytes -= (int64_t)line->bytes;
     run_line_free(line);
-    pthread_cond_broadcast(&r->wake);
+    pthread_cond_broadcast(&run->wake);
 }
 
 /* The writer: turns records into text, and writes each line that has ended, except lines that
  * were cancelled or whose device failed. Returns when all lines that were read have ended. */
-static void run_write(run_state *r) {
-    buf b = {0}, ready = {0};
+static void run_write_results(run_state *run) {
+    buf out = {0}, records = {0};
     bool terminal = isatty(2), failed = false;
     toka_err e;
-    pthread_mutex_lock(&r->lock);
-    while (!r->read_all || r->n_flight_lines) {
-        if (run_must_stop(r)) run_stop(r, NULL);
-        run_line *line = run_wait_for_line(r, &ready);
-        pthread_mutex_unlock(&r->lock);
-        if (line && line->in_flight) api_feed(&line->call, buf_view(&ready), NULL);
-        buf_clear(&ready);
-        bool ended = line && (!line->in_flight || !line->call.n_left);
-        bool whole = ended && (line->error || (line->in_flight && !line->call.broken));
-        int code = whole && !failed ? run_write_line(r, line, &b, &e) : 0;
-        run_progress(r, terminal);
-        if (!code && !failed) code = run_check_files(r, &e);
-        pthread_mutex_lock(&r->lock);
+    pthread_mutex_lock(&run->lock);
+    while (!run->reader_done || run->n_inflight_lines) {
+        if (run_must_stop(run)) run_stop(run, NULL);
+        run_line *line = run_next_queued(run, &records);
+        pthread_mutex_unlock(&run->lock);
+        if (line && line->in_flight) api_feed(&line->request, buf_view(&records), NULL);
+        buf_clear(&records);
+        bool ended = line && (!line->in_flight || !line->request.n_left);
+        bool must_write = ended && (line->error || (line->in_flight && !line->request.failure));
+        int code = must_write && !failed ? run_write_line(run, line, &out, &e) : 0;
+        run_show_progress(run, terminal);
+        if (!code && !failed) code = run_check_weight_files(run, &e);
+        pthread_mutex_lock(&run->lock);
         if (line) {
-            r->n_flight_held += (int64_t)(line->call.held - line->held);
-            line->held = line->call.held;
+            run->n_inflight_held += (int64_t)(line->request.held_bytes - line->held_bytes);
+            line->held_bytes = line->request.held_bytes;
         }
         if (code) {
             failed = true;
-            run_stop(r, code == TOKA_E_CANCELLED ? NULL : &e);
-        } else if (ended && !whole && run_device_failed(r, &e)) {
-            run_stop(r, &e); /* the reader may have ended: only the writer sees the failure */
+            run_stop(run, code == TOKA_E_CANCELLED ? NULL : &e);
+        } else if (ended && !must_write && run_device_failed(run, &e)) {
+            run_stop(run, &e); /* the reader may have ended: only the writer sees the failure */
         }
-        if (ended) run_leave(r, line);
+        if (ended) run_line_done(run, line);
     }
-    r->t_files = -INFINITY; /* one more check: the batch may have ended within two seconds */
-    if (!r->stopped && run_check_files(r, &e)) run_stop(r, &e);
-    pthread_mutex_unlock(&r->lock);
-    if (terminal && !r->o->quiet) fputs("\r\x1b[K", stderr);
-    buf_free(&b), buf_free(&ready);
+    run->t_files = -INFINITY; /* one more check: the batch may have ended within two seconds */
+    if (!run->stopped && run_check_weight_files(run, &e)) run_stop(run, &e);
+    pthread_mutex_unlock(&run->lock);
+    if (terminal && !run->options->quiet) fputs("\r\x1b[K", stderr);
+    buf_free(&out), buf_free(&records);
 }
 
 /* The writer thread of run_batch. toka_stop makes toka_run return on the driver's thread. */
-static void *run_write_alone(void *user) {
-    run_state *r = user;
-    run_write(r);
-    toka_stop(r->t);
+static void *run_writer_thread(void *user) {
+    run_state *run = user;
+    run_write_results(run);
+    toka_stop(run->toka);
     return NULL;
 }
 
 /* ---- Opening the files ---- */
 
 /* What run_put_result writes at the start of a line, and after the custom_id. */
-static const str run_result_head = {"{\"id\":\"batch_req_", 17};
-static const str run_result_next = {",\"response\":", 12};
+static const str run_result_prefix = {"{\"id\":\"batch_req_", 17};
+static const str run_result_after_id = {",\"response\":", 12};
 
 /* Returns the custom_id, with its quotes, of a line that run_put_result wrote. The line may be
  * cut after the id. Returns an empty str if it is no such line. */
-static str run_result_id(str line) {
+static str run_find_result_id(str line) {
     const str name = STR("\",\"custom_id\":");
-    size_t from = run_result_head.n + 32 + name.n, to = from + 1;
-    if (!str_starts(line, run_result_head) || line.n <= to || line.p[from] != '"') return (str){0};
-    if (!str_starts(str_sub(line, from - name.n, line.n), name)) return (str){0};
-    while (to < line.n && line.p[to] != '"') to += line.p[to] == '\\' ? 2 : 1;
-    return to < line.n && str_starts(str_sub(line, to + 1, line.n), run_result_next)
-               ? str_sub(line, from, to + 1)
+    size_t start = run_result_prefix.n + 32 + name.n, end = start + 1;
+    if (!str_starts(line, run_result_prefix) || line.n <= end || line.p[start] != '"') return (str){0};
+    if (!str_starts(str_sub(line, start - name.n, line.n), name)) return (str){0};
+    while (end < line.n && line.p[end] != '"') end += line.p[end] == '\\' ? 2 : 1;
+    return end < line.n && str_starts(str_sub(line, end + 1, line.n), run_result_after_id)
+               ? str_sub(line, start, end + 1)
                : (str){0};
 }
 
 typedef struct run_result { /* a line of an output file */
     buf custom_id;
-    uint64_t says; /* run_says of the line that it answers; 0: unknown */
+    uint64_t line_hash; /* run_line_hash of the line that it answers; 0: unknown */
     bool failed;   /* an error record */
 } run_result;
 
 /* Returns the hash of the input line that a result's id holds. Returns 0 if it holds none, as in
  * results of other programs. */
-static uint64_t run_id_says(str id, run_key key) {
-    const str head = str_sub(run_result_head, 7, run_result_head.n); /* batch_req_ */
+static uint64_t run_id_line_hash(str id, run_id_hash id_hash) {
+    const str prefix = str_sub(run_result_prefix, 7, run_result_prefix.n); /* batch_req_ */
     uint64_t half[2] = {0};
-    if (id.n != head.n + 32 || !str_starts(id, head)) return 0;
+    if (id.n != prefix.n + 32 || !str_starts(id, prefix)) return 0;
     for (size_t i = 0; i < 32; i++) {
-        const int digit = hex_digit(id.p[head.n + i]);
+        const int digit = hex_digit(id.p[prefix.n + i]);
         if (digit < 0) return 0;
         half[i / 16] = half[i / 16] << 4 | (uint64_t)digit;
     }
-    return half[0] == key.hi && half[1] != key.lo ? half[1] : 0;
+    return half[0] == id_hash.hi && half[1] != id_hash.lo ? half[1] : 0;
 }
 
 /* Does a line of results answer its request? If response and error are both null, it does not. */
@@ -21162,309 +21162,309 @@ static bool run_is_result(const json *root) {
 
 /* Reads an output line into *out. A line with thousands of samples may be too long to be parsed
  * whole: then only its beginning is read. Returns false if the line is not a result. */
-static bool run_read_result(run_state *r, const run_input *in, str line, arena *a,
-                            run_result *out) {
+static bool run_read_result(run_state *run, const run_input *input, str line, arena *memory,
+                            run_result *result) {
     toka_err ignored;
-    const json *root = json_parse(a, in->too_long ? run_result_id(line) : line, json_trusted,
+    const json *root = json_parse(memory, input->too_long ? run_find_result_id(line) : line, json_trusted,
                                   &ignored);
-    const json *v = in->too_long ? root : json_get(root, "custom_id");
-    if (!json_is(v, JSON_STRING)) return false;
-    if (!in->too_long && !run_is_result(root)) return false;
-    buf_clear(&out->custom_id), buf_str(&out->custom_id, json_str(v));
+    const json *value = input->too_long ? root : json_get(root, "custom_id");
+    if (!json_is(value, JSON_STRING)) return false;
+    if (!input->too_long && !run_is_result(root)) return false;
+    buf_clear(&result->custom_id), buf_str(&result->custom_id, json_str(value));
     str id = json_str(json_get(root, "id"));
-    if (in->too_long) id = str_sub(line, 7, run_result_head.n + 32);
-    out->says = run_id_says(id, run_hash(json_str(v)));
-    out->failed = !in->too_long && json_get(root, "error")->type != JSON_NULL;
-    const str model = in->too_long ? (str){0}
+    if (input->too_long) id = str_sub(line, 7, run_result_prefix.n + 32);
+    result->line_hash = run_id_line_hash(id, run_hash_text(json_str(value)));
+    result->failed = !input->too_long && json_get(root, "error")->type != JSON_NULL;
+    const str model = input->too_long ? (str){0}
                                    : json_str(json_get(json_get(json_get(root, "response"), "body"),
                                                        "model"));
-    if (model.n && !r->earlier.n && !r->o->model && !str_is(model, r->models[0].name))
-        api_show(&r->earlier, model);
+    if (model.n && !run->other_model.n && !run->options->api_config && !str_is(model, run->configs[0].name))
+        api_put_printable(&run->other_model, model);
     return true;
 }
 
-typedef struct run_span { /* a range of bytes of a file */
+typedef struct run_byte_range { /* a range of bytes of a file */
     int64_t from, to;
-} run_span;
+} run_byte_range;
 
 typedef struct run_scan { /* state while reading what earlier runs wrote */
-    run_input in;
+    run_input input;
     run_result result;
-    run_span line;  /* of the line last read; its line feed counts, even where it is missing */
+    run_byte_range line;  /* of the line last read; its line feed counts, even where it is missing */
     bool whole;     /* a line feed ends the line */
     bool bad;       /* the line is not a result */
-    bool ours;      /* the line is bad, and is empty or begins as a result does */
-    bool foreign;   /* some line was bad and not ours */
+    bool begins_as_result;      /* the line is bad, and is empty or begins as a result does */
+    bool any_foreign;   /* some line was bad and not ours */
     int64_t n_results, n_bad;
-    int64_t n_twice;   /* results whose custom_id already has one */
+    int64_t n_duplicates;   /* results whose custom_id already has one */
     int64_t first_bad; /* line number */
-    buf drop;          /* run_spans of the lines that a server removes from its file */
+    buf removed;          /* run_spans of the lines that a server removes from its file */
 } run_scan;
 
 /* Returns whether a bad line is empty or begins as our results do. A disk that lost power may
  * leave NULs before that. */
-static bool run_is_ours(str line) {
+static bool run_begins_as_result(str line) {
     while (line.n && strchr(" \t\r", *line.p)) line = str_sub(line, 1, line.n); /* skips NULs too */
-    return str_starts(run_result_head, str_sub(line, 0, MIN(line.n, run_result_head.n)));
+    return str_starts(run_result_prefix, str_sub(line, 0, MIN(line.n, run_result_prefix.n)));
 }
 
 /* Handles the line that was just read. */
-static void run_scan_line(run_state *r, run_scan *s, str line, bool whole) {
-    arena a = {0};
-    s->line = (run_span){s->line.to, s->line.to + s->in.length + 1};
-    s->whole = whole;
-    s->bad = (!s->whole && s->in.too_long) || !run_read_result(r, &s->in, line, &a, &s->result);
-    arena_free(&a);
-    const run_key key = run_hash(buf_view(&s->result.custom_id));
-    run_seen *seen = s->bad ? NULL : run_table_at(&r->seen, key);
-    if (s->bad || seen->state) buf_put(&s->drop, &s->line, sizeof s->line);
-    if (s->bad) {
-        s->ours = run_is_ours(line);
-        s->foreign |= !s->ours;
-        if (!s->n_bad++) s->first_bad = s->in.number;
-    } else if (seen->state) {
-        s->n_twice++;
+static void run_scan_line(run_state *run, run_scan *scan, str line, bool complete) {
+    arena memory = {0};
+    scan->line = (run_byte_range){scan->line.to, scan->line.to + scan->input.line_bytes + 1};
+    scan->whole = complete;
+    scan->bad = (!scan->whole && scan->input.too_long) || !run_read_result(run, &scan->input, line, &memory, &scan->result);
+    arena_free(&memory);
+    const run_id_hash id_hash = run_hash_text(buf_view(&scan->result.custom_id));
+    run_table_entry *entry = scan->bad ? NULL : run_table_find(&run->seen, id_hash);
+    if (scan->bad || entry->state) buf_put(&scan->removed, &scan->line, sizeof scan->line);
+    if (scan->bad) {
+        scan->begins_as_result = run_begins_as_result(line);
+        scan->any_foreign |= !scan->begins_as_result;
+        if (!scan->n_bad++) scan->first_bad = scan->input.line_number;
+    } else if (entry->state) {
+        scan->n_duplicates++;
     } else {
-        seen->says = s->result.says;
-        run_table_set(&r->seen, seen, 1);
-        s->n_results++;
-        r->n_failed_before += s->result.failed;
+        entry->line_hash = scan->result.line_hash;
+        run_table_set(&run->seen, entry, 1);
+        scan->n_results++;
+        run->n_failed_before += scan->result.failed;
     }
 }
 
 /* After the last line: cuts it if it is torn, else adds a missing line feed. A bad last line is
  * torn if it has no line feed, or begins as ours do. */
-static int run_end_output(run_state *r, run_scan *s, run_sink *to, toka_err *e) {
-    const bool torn = s->bad && (!s->whole || s->ours);
-    if (!s->in.number) return 0;
-    to->bytes = torn ? s->line.from : s->line.to - !s->whole;
+static int run_repair_last_line(run_state *run, run_scan *scan, run_output *output, toka_err *e) {
+    const bool torn = scan->bad && (!scan->whole || scan->begins_as_result);
+    if (!scan->input.line_number) return 0;
+    output->bytes = torn ? scan->line.from : scan->line.to - !scan->whole;
     if (torn) {
-        s->n_bad--;
-        s->drop.n -= sizeof(run_span);
+        scan->n_bad--;
+        scan->removed.n -= sizeof(run_byte_range);
     }
-    if (torn && ftruncate(to->fd, to->bytes))
-        return fail(e, TOKA_E_IO, "%s: %s", to->path, strerror(errno));
-    if (torn && !r->o->quiet)
-        fprintf(stderr, "toka batch: %s: the torn last line was cut off\n", to->path);
-    return torn || s->whole ? 0 : run_write_all(r, to, STR("\n"), e);
+    if (torn && ftruncate(output->fd, output->bytes))
+        return fail(e, TOKA_E_IO, "%s: %s", output->path, strerror(errno));
+    if (torn && !run->options->quiet)
+        fprintf(stderr, "toka batch: %s: the torn last line was cut off\n", output->path);
+    return torn || scan->whole ? 0 : run_write_all(run, output, STR("\n"), e);
 }
 
-static void run_tell_output(run_state *r, const run_scan *s, const run_sink *to) {
-    const char *end = r->o->errors ? "were removed" : "stay there";
-    if (s->n_bad)
+static void run_warn_output(run_state *run, const run_scan *scan, const run_output *output) {
+    const char *action = run->options->errors ? "were removed" : "stay there";
+    if (scan->n_bad)
         fprintf(stderr,
                 "toka batch: %s: %lld %s damaged or no result, the first is line %lld; they %s, "
                 "and requests without a result are done again\n",
-                to->path, (long long)s->n_bad, s->n_bad == 1 ? "line is" : "lines are",
-                (long long)s->first_bad, end);
-    if (s->n_twice)
+                output->path, (long long)scan->n_bad, scan->n_bad == 1 ? "line is" : "lines are",
+                (long long)scan->first_bad, action);
+    if (scan->n_duplicates)
         fprintf(stderr, "toka batch: %s: %lld %s the custom_id of an earlier one; they %s\n",
-                to->path, (long long)s->n_twice, s->n_twice == 1 ? "result has" : "results have",
-                end);
-    if (r->earlier.n)
+                output->path, (long long)scan->n_duplicates, scan->n_duplicates == 1 ? "result has" : "results have",
+                action);
+    if (run->other_model.n)
         fprintf(stderr,
                 "toka batch: %s has results of the model %s, which stay; the rest runs on %s\n",
-                to->path, r->earlier.p, r->models[0].name);
-    buf_free(&r->earlier);
+                output->path, run->other_model.p, run->configs[0].name);
+    buf_free(&run->other_model);
 }
 
-static bool run_copy(int to, int from, run_span span) {
-    off_t at = (off_t)span.from;
-    while (at < span.to) {
-        ssize_t n = sendfile(to, from, &at, (size_t)MIN(span.to - at, (int64_t)1 << 30));
-        if (n == 0) errno = EIO; /* the file became shorter meanwhile */
-        if (n == 0 || (n < 0 && errno != EINTR)) return false;
+static bool run_copy_bytes(int to_fd, int from_fd, run_byte_range range) {
+    off_t pos = (off_t)range.from;
+    while (pos < range.to) {
+        ssize_t n_copied = sendfile(to_fd, from_fd, &pos, (size_t)MIN(range.to - pos, (int64_t)1 << 30));
+        if (n_copied == 0) errno = EIO; /* the file became shorter meanwhile */
+        if (n_copied == 0 || (n_copied < 0 && errno != EINTR)) return false;
     }
     return true;
 }
 
 /* Replaces a server's output file by one without the lines of s->drop, because clients parse every
  * line of the file. */
-static int run_drop_lines(run_state *r, const run_scan *s, run_sink *to, toka_err *e) {
-    const char *path = to == &r->errors ? r->o->errors : r->o->out;
-    const run_span *drop = (const run_span *)(const void *)s->drop.p;
-    buf part = {0};
-    run_span kept = {0};
-    const size_t n = s->drop.n / sizeof *drop;
+static int run_remove_lines(run_state *run, const run_scan *scan, run_output *output, toka_err *e) {
+    const char *path = output == &run->errors ? run->options->errors : run->options->out;
+    const run_byte_range *removed = (const run_byte_range *)(const void *)scan->removed.p;
+    buf temp_path = {0};
+    run_byte_range kept = {0};
+    const size_t n_removed = scan->removed.n / sizeof *removed;
     int64_t bytes = 0;
-    buf_printf(&part, "%s.part", path);
-    int fd = open(part.p, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
-    bool good = fd >= 0;
-    for (size_t i = 0; i <= n && good; i++) {
-        kept.to = i < n ? drop[i].from : to->bytes;
-        good = run_copy(fd, to->fd, kept);
+    buf_printf(&temp_path, "%s.part", path);
+    int new_fd = open(temp_path.p, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+    bool ok = new_fd >= 0;
+    for (size_t i = 0; i <= n_removed && ok; i++) {
+        kept.to = i < n_removed ? removed[i].from : output->bytes;
+        ok = run_copy_bytes(new_fd, output->fd, kept);
         bytes += kept.to - kept.from;
-        if (i < n) kept.from = drop[i].to;
+        if (i < n_removed) kept.from = removed[i].to;
     }
-    good = good && !fcntl(fd, F_SETFL, O_APPEND) && !fsync(fd) && !rename(part.p, path);
-    good = good && dup3(fd, to->fd, O_CLOEXEC) >= 0;
+    ok = ok && !fcntl(new_fd, F_SETFL, O_APPEND) && !fsync(new_fd) && !rename(temp_path.p, path);
+    ok = ok && dup3(new_fd, output->fd, O_CLOEXEC) >= 0;
     const int why = errno;
-    if (fd >= 0) close(fd);
-    if (good) to->bytes = bytes;
-    else unlink(part.p);
-    buf_free(&part);
-    return good ? 0 : fail(e, TOKA_E_IO, "%s: %s", to->path, strerror(why));
+    if (new_fd >= 0) close(new_fd);
+    if (ok) output->bytes = bytes;
+    else unlink(temp_path.p);
+    buf_free(&temp_path);
+    return ok ? 0 : fail(e, TOKA_E_IO, "%s: %s", output->path, strerror(why));
 }
 
 /* Reads what earlier runs wrote. Lines that are not results stay in a user's file, since another
  * program may have written them; a file that has only such lines is refused. In a server's own
  * files they are removed. */
-static int run_scan_output(run_state *r, run_sink *to, atomic_llong *count, toka_err *e) {
-    run_scan s = {0};
+static int run_scan_output(run_state *run, run_output *output, atomic_llong *count, toka_err *e) {
+    run_scan scan = {0};
     str line = {0};
-    bool whole = false;
+    bool complete = false;
     int code;
-    run_input_init(&s.in, to->fd, to->path, r->o->interrupted);
-    s.in.most = RUN_RESULT_BYTES; /* a result holds all samples of a request */
-    while ((code = run_next_line(&s.in, &line, &whole, e)) > 0) run_scan_line(r, &s, line, whole);
-    if (!code && *r->o->interrupted) { /* the reading was cut short: the last line may be, too */
-        code = fail(e, TOKA_E_CANCELLED, "%s: interrupted", to->path);
+    run_input_init(&scan.input, output->fd, output->path, run->options->interrupted);
+    scan.input.max_bytes = RUN_MAX_RESULT_BYTES; /* a result holds all samples of a request */
+    while ((code = run_next_line(&scan.input, &line, &complete, e)) > 0) run_scan_line(run, &scan, line, complete);
+    if (!code && *run->options->interrupted) { /* the reading was cut short: the last line may be, too */
+        code = fail(e, TOKA_E_CANCELLED, "%s: interrupted", output->path);
     }
-    if (!code && s.foreign && !s.n_results && !r->o->errors)
+    if (!code && scan.any_foreign && !scan.n_results && !run->options->errors)
         code = fail(e, TOKA_E_INPUT, "%s: not a result file of toka batch; give another -o",
-                    to->path);
-    if (!code) code = run_end_output(r, &s, to, e);
-    if (!code && r->o->errors && s.drop.n) code = run_drop_lines(r, &s, to, e);
-    if (!code) run_tell_output(r, &s, to);
-    r->n_damaged += s.n_bad;
-    if (!code && count) *count = s.n_results; /* set once: other threads read it meanwhile */
-    if (!code && r->o->damaged) *r->o->damaged += s.n_bad;
-    run_input_free(&s.in), buf_free(&s.result.custom_id), buf_free(&s.drop);
+                    output->path);
+    if (!code) code = run_repair_last_line(run, &scan, output, e);
+    if (!code && run->options->errors && scan.removed.n) code = run_remove_lines(run, &scan, output, e);
+    if (!code) run_warn_output(run, &scan, output);
+    run->n_damaged += scan.n_bad;
+    if (!code && count) *count = scan.n_results; /* set once: other threads read it meanwhile */
+    if (!code && run->options->n_damaged) *run->options->n_damaged += scan.n_bad;
+    run_input_free(&scan.input), buf_free(&scan.result.custom_id), buf_free(&scan.removed);
     return code;
 }
 
 /* Returns the name of a file for messages. */
-static const char *run_shown(const run_options *o, const char *path) {
-    const char *slash = o->hidden ? strrchr(path, '/') : NULL;
+static const char *run_display_name(const run_options *options, const char *path) {
+    const char *slash = options->hide_folders ? strrchr(path, '/') : NULL;
     return slash ? slash + 1 : path;
 }
 
 /* Fails with errno. EINTR: Ctrl-C, while open() waited for the other end of a named pipe. */
-static int run_cannot_open(const char *path, toka_err *e) {
+static int run_fail_open(const char *path, toka_err *e) {
     if (errno == EISDIR) return fail(e, TOKA_E_INPUT, "%s is a directory, expected a file", path);
     int code = errno == EINTR ? TOKA_E_CANCELLED : os_is_resource_error(errno) ? TOKA_E_IO : TOKA_E_INPUT;
     return fail(e, code, "%s: %s", path, strerror(errno));
 }
 
-static bool run_is_same(int fd, const struct stat *file) {
+static bool run_is_same_file(int fd, const struct stat *file) {
     struct stat st;
     return !fstat(fd, &st) && st.st_dev == file->st_dev && st.st_ino == file->st_ino;
 }
 
-static int run_open_output(run_state *r, run_sink *to, const char *path, atomic_llong *count,
+static int run_open_output(run_state *run, run_output *output, const char *path, atomic_llong *count,
                            toka_err *e) {
     struct stat st;
-    *to = (run_sink){.path = run_shown(r->o, path), .fd = 1};
+    *output = (run_output){.path = run_display_name(run->options, path), .fd = 1};
     if (!strcmp(path, "-")) return 0;
     /* A pipe or a device is opened only for writing. With O_RDWR we would be a reader of our own
      * pipe, and a missing reader would go unnoticed. */
-    int how = !stat(path, &st) && !S_ISREG(st.st_mode) ? O_WRONLY : O_RDWR | O_CREAT;
-    to->fd = open(path, how | O_APPEND | O_CLOEXEC, r->o->errors ? 0600 : 0666);
-    if (to->fd < 0 || fstat(to->fd, &st)) return run_cannot_open(to->path, e);
-    if (!(to->is_file = S_ISREG(st.st_mode))) return 0;
-    if (run_is_same(r->in.fd, &st))
-        return fail(e, TOKA_E_USE, "%s is the input and the output", to->path);
+    int flags = !stat(path, &st) && !S_ISREG(st.st_mode) ? O_WRONLY : O_RDWR | O_CREAT;
+    output->fd = open(path, flags | O_APPEND | O_CLOEXEC, run->options->errors ? 0600 : 0666);
+    if (output->fd < 0 || fstat(output->fd, &st)) return run_fail_open(output->path, e);
+    if (!(output->is_file = S_ISREG(st.st_mode))) return 0;
+    if (run_is_same_file(run->input.fd, &st))
+        return fail(e, TOKA_E_USE, "%s is the input and the output", output->path);
     struct flock whole_file = {.l_type = F_WRLCK, .l_whence = SEEK_SET};
-    for (int tries = 0; fcntl(to->fd, F_SETLK, &whole_file) && (errno == EACCES || errno == EAGAIN);
+    for (int tries = 0; fcntl(output->fd, F_SETLK, &whole_file) && (errno == EACCES || errno == EAGAIN);
          tries++) {
-        if (tries == 30 || atomic_load(r->o->interrupted))
-            return fail(e, TOKA_E_USE, "%s: another toka batch is writing it", to->path);
+        if (tries == 30 || atomic_load(run->options->interrupted))
+            return fail(e, TOKA_E_USE, "%s: another toka batch is writing it", output->path);
         usleep(100000); /* a process that was just killed holds the lock until it is cleaned up */
     }
-    return run_scan_output(r, to, count, e);
+    return run_scan_output(run, output, count, e);
 }
 
 /* The first pass over the input: counts lines and checks that each custom_id is unique. A pipe is
  * read only once: its ids are checked as they come. */
-static int run_scan_input(run_state *r, toka_err *e) {
+static int run_scan_input(run_state *run, toka_err *e) {
     str line;
     struct stat st;
     buf id = {0};
     int code;
-    r->n_lines = -1;
-    if (fstat(r->in.fd, &st) || !S_ISREG(st.st_mode)) {
-        if (!r->o->quiet)
+    run->n_lines = -1;
+    if (fstat(run->input.fd, &st) || !S_ISREG(st.st_mode)) {
+        if (!run->options->quiet)
             fprintf(stderr,
                     "toka batch: %s cannot be read twice: a second custom_id is found when it comes\n",
-                    r->in.name);
+                    run->input.name);
         return 0;
     }
-    int64_t n = 0;
-    while ((code = run_next_line(&r->in, &line, NULL, e)) > 0) {
-        arena a = {0};
+    int64_t n_lines = 0;
+    while ((code = run_next_line(&run->input, &line, NULL, e)) > 0) {
+        arena memory = {0};
         toka_err ignored;
         if (run_is_blank(line)) continue;
-        const json *root = run_json(&r->in, &a, line, &ignored);
-        run_identify(root, r->in.number, &id);
-        run_seen *s = run_table_at(&r->seen, run_hash(buf_view(&id)));
-        if (s->state & 1) run_compare(r, s, run_says(root, line));
-        arena_free(&a);
-        if (s->state >> 1) {
-            code = run_twice(r, r->in.number, s, buf_view(&id), e);
+        const json *root = run_parse_json(&run->input, &memory, line, &ignored);
+        run_get_custom_id(root, run->input.line_number, &id);
+        run_table_entry *entry = run_table_find(&run->seen, run_hash_text(buf_view(&id)));
+        if (entry->state & 1) run_count_changed(run, entry, run_line_hash(root, line));
+        arena_free(&memory);
+        if (entry->state >> 1) {
+            code = run_fail_duplicate(run, run->input.line_number, entry, buf_view(&id), e);
             break;
         }
-        r->n_before += s->state & 1;
-        run_table_set(&r->seen, s, (uint64_t)r->in.number << 1 | (s->state & 1));
-        n++;
+        run->n_done_before += entry->state & 1;
+        run_table_set(&run->seen, entry, (uint64_t)run->input.line_number << 1 | (entry->state & 1));
+        n_lines++;
     }
     buf_free(&id);
     if (code < 0) return code;
-    if (lseek(r->in.fd, 0, SEEK_SET) != 0)
-        return fail(e, TOKA_E_IO, "%s: %s", r->in.name, strerror(errno));
-    r->in.at = r->in.n = 0;
-    r->in.number = 0;
-    r->n_lines = n;
+    if (lseek(run->input.fd, 0, SEEK_SET) != 0)
+        return fail(e, TOKA_E_IO, "%s: %s", run->input.name, strerror(errno));
+    run->input.pos = run->input.n_bytes = 0;
+    run->input.line_number = 0;
+    run->n_lines = n_lines;
     return 0;
 }
 
 /* Checks before anything runs that the report can be written. Returns 0 or an error. */
-static int run_check_report(const run_state *r, toka_err *e) {
-    const char *path = r->o->report;
+static int run_check_report(const run_state *run, toka_err *e) {
+    const char *path = run->options->report;
     struct stat st;
     if (!strcmp(path, "-"))
-        return strcmp(r->o->out, "-")
+        return strcmp(run->options->out, "-")
                    ? 0
                    : fail(e, TOKA_E_USE, "standard output is the report and the output");
-    bool there = !stat(path, &st), regular = there && S_ISREG(st.st_mode);
-    if (regular && (run_is_same(r->in.fd, &st) || run_is_same(r->results.fd, &st)))
+    bool exists = !stat(path, &st), regular = exists && S_ISREG(st.st_mode);
+    if (regular && (run_is_same_file(run->input.fd, &st) || run_is_same_file(run->results.fd, &st)))
         return fail(e, TOKA_E_USE, "%s is the report and the input or the output", path);
-    if (there && !regular && !S_ISDIR(st.st_mode)) return 0; /* a pipe; its reader may come later */
+    if (exists && !regular && !S_ISDIR(st.st_mode)) return 0; /* a pipe; its reader may come later */
     int fd = open(path, O_WRONLY | O_CREAT | O_CLOEXEC, 0666);
-    if (fd < 0) return run_cannot_open(path, e);
+    if (fd < 0) return run_fail_open(path, e);
     close(fd);
     return 0;
 }
 
-static int run_open(run_state *r, toka_err *e) {
-    bool standard = !strcmp(r->o->in, "-");
-    int fd = standard ? 0 : open(r->o->in, O_RDONLY | O_CLOEXEC);
-    r->results.fd = r->errors.fd = -1;
-    run_input_init(&r->in, fd, standard ? "standard input" : run_shown(r->o, r->o->in),
-                   r->o->interrupted);
-    r->in.stopped = &r->stopped;
-    if (fd < 0) return run_cannot_open(r->in.name, e);
-    int code = run_open_output(r, &r->results, r->o->out, r->o->completed, e);
-    if (!code && r->o->errors) code = run_open_output(r, &r->errors, r->o->errors, r->o->failed, e);
-    if (!code && r->o->report) code = run_check_report(r, e);
-    if (!code) code = run_scan_input(r, e);
-    if (!code) run_tell_changed(r);
+static int run_open(run_state *run, toka_err *e) {
+    bool is_stdin = !strcmp(run->options->in, "-");
+    int fd = is_stdin ? 0 : open(run->options->in, O_RDONLY | O_CLOEXEC);
+    run->results.fd = run->errors.fd = -1;
+    run_input_init(&run->input, fd, is_stdin ? "standard input" : run_display_name(run->options, run->options->in),
+                   run->options->interrupted);
+    run->input.stopped = &run->stopped;
+    if (fd < 0) return run_fail_open(run->input.name, e);
+    int code = run_open_output(run, &run->results, run->options->out, run->options->n_completed, e);
+    if (!code && run->options->errors) code = run_open_output(run, &run->errors, run->options->errors, run->options->n_failed, e);
+    if (!code && run->options->report) code = run_check_report(run, e);
+    if (!code) code = run_scan_input(run, e);
+    if (!code) run_warn_changed(run);
     return code;
 }
 
-static int run_close(run_state *r, toka_err *e) {
+static int run_close(run_state *run, toka_err *e) {
     int code = 0;
-    run_tell_changed(r); /* for an input that was read only once */
-    run_sink *sinks[] = {&r->results, &r->errors};
-    for (int i = 0; i < COUNT(sinks); i++) {
-        run_sink *to = sinks[i];
-        if (to->is_file && fsync(to->fd) && errno != EINVAL)
-            code = fail(e, TOKA_E_IO, "%s: %s", to->path, strerror(errno));
-        if (to->fd > 1) close(to->fd);
+    run_warn_changed(run); /* for an input that was read only once */
+    run_output *outputs[] = {&run->results, &run->errors};
+    for (int i = 0; i < COUNT(outputs); i++) {
+        run_output *output = outputs[i];
+        if (output->is_file && fsync(output->fd) && errno != EINVAL)
+            code = fail(e, TOKA_E_IO, "%s: %s", output->path, strerror(errno));
+        if (output->fd > 1) close(output->fd);
     }
-    if (r->in.fd > 0) close(r->in.fd);
-    run_input_free(&r->in), buf_free(&r->warned);
-    free(r->seen.at);
-    pthread_mutex_destroy(&r->lock), pthread_cond_destroy(&r->wake);
+    if (run->input.fd > 0) close(run->input.fd);
+    run_input_free(&run->input), buf_free(&run->warned_fields);
+    free(run->seen.entries);
+    pthread_mutex_destroy(&run->lock), pthread_cond_destroy(&run->wake);
     return code;
 }
 
@@ -21478,11 +21478,11 @@ static int run_close(run_state *r, toka_err *e) {
 enum { RUN_PROBE_THREADS = 1024, RUN_FMA_FLOATS = 192 };
 
 typedef struct run_probe { /* one thread's share */
-    const uint64_t *p; /* [n_words]; NULL: measure arithmetic */
+    const uint64_t *words; /* [n_words]; NULL: measure arithmetic */
     size_t n_words;
     toka_device *device;
     uint64_t sum;      /* of what was read, so that the compiler keeps the reads */
-    double best;       /* bytes or floating-point operations per second in the fastest round:
+    double best_rate;       /* bytes or floating-point operations per second in the fastest round:
                           other programs may slow down the others */
 } run_probe;
 
@@ -21508,59 +21508,59 @@ static void run_fma_c(float *x, int rounds) {
 }
 
 /* Runs multiply-adds with the backend's instruction set. Returns the number of operations. */
-static double run_fma(const toka_device *d, float x[RUN_FMA_FLOATS]) {
+static double run_fma(const toka_device *device, float values[RUN_FMA_FLOATS]) {
     enum { ROUNDS = 10000 };
 #ifdef __x86_64__
-    if (!strcmp(d->kernels->name, "AVX-512"))
-        return run_fma_avx512(x, ROUNDS), 2.0 * ROUNDS * RUN_FMA_FLOATS;
-    if (!strcmp(d->kernels->name, "AVX2"))
-        return run_fma_avx2(x, ROUNDS), (double)ROUNDS * RUN_FMA_FLOATS;
+    if (!strcmp(device->kernels->name, "AVX-512"))
+        return run_fma_avx512(values, ROUNDS), 2.0 * ROUNDS * RUN_FMA_FLOATS;
+    if (!strcmp(device->kernels->name, "AVX2"))
+        return run_fma_avx2(values, ROUNDS), (double)ROUNDS * RUN_FMA_FLOATS;
 #endif
-    (void)d;
-    return run_fma_c(x, ROUNDS), 2.0 * ROUNDS * RUN_FMA_FLOATS;
+    (void)device;
+    return run_fma_c(values, ROUNDS), 2.0 * ROUNDS * RUN_FMA_FLOATS;
 }
 
-static void *run_probe_share(void *user) {
-    run_probe *w = user;
+static void *run_probe_thread(void *user) {
+    run_probe *probe = user;
     uint64_t sum[8] = {0};
-    float x[RUN_FMA_FLOATS] = {0};
+    float values[RUN_FMA_FLOATS] = {0};
     double now = os_now(), end = now + 0.1, before;
     do {
         before = now;
-        for (size_t i = 0; i + 8 <= w->n_words; i += 8)
-            for (int k = 0; k < 8; k++) sum[k] += w->p[i + (size_t)k];
-        double done = w->p ? (double)(w->n_words * sizeof *w->p) : run_fma(w->device, x);
+        for (size_t i = 0; i + 8 <= probe->n_words; i += 8)
+            for (int j = 0; j < 8; j++) sum[j] += probe->words[i + (size_t)j];
+        double done = probe->words ? (double)(probe->n_words * sizeof *probe->words) : run_fma(probe->device, values);
         now = os_now();
-        w->best = MAX(w->best, done / (now - before));
+        probe->best_rate = MAX(probe->best_rate, done / (now - before));
     } while (now < end);
-    for (int k = 0; k < 8; k++) w->sum += sum[k];
+    for (int j = 0; j < 8; j++) probe->sum += sum[j];
     return NULL;
 }
 
 /* Returns bytes per second if bytes > 0, else floating-point operations per second. Uses as many
  * threads as all ranks have together, at most one per core. */
-static double run_probe_rate(const eng *g, size_t bytes) {
-    run_probe w[RUN_PROBE_THREADS] = {{0}};
-    pthread_t thread[RUN_PROBE_THREADS];
-    size_t words = MIN(bytes, (size_t)256 << 20) / sizeof(uint64_t);
-    toka_device *d = g->replicas->model.ranks->device;
-    int n = 0, started = 1;
-    for (int i = 0; i < g->n_replicas; i++)
-        for (int k = 0; k < g->replicas[i].model.n_ranks; k++)
-            n += g->replicas[i].model.ranks[k].device->pool.n_threads;
-    n = MIN(n, MIN(os_n_cores(), RUN_PROBE_THREADS));
-    uint64_t *p = bytes ? mem_alloc(words * sizeof *p) : NULL;
+static double run_probe_rate(const eng *engine, size_t bytes) {
+    run_probe probes[RUN_PROBE_THREADS] = {{0}};
+    pthread_t threads[RUN_PROBE_THREADS];
+    size_t n_words = MIN(bytes, (size_t)256 << 20) / sizeof(uint64_t);
+    toka_device *device = engine->replicas->model.ranks->device;
+    int n_threads = 0, started = 1;
+    for (int i = 0; i < engine->n_replicas; i++)
+        for (int rank = 0; rank < engine->replicas[i].model.n_ranks; rank++)
+            n_threads += engine->replicas[i].model.ranks[rank].device->pool.n_threads;
+    n_threads = MIN(n_threads, MIN(os_n_cores(), RUN_PROBE_THREADS));
+    uint64_t *memory = bytes ? mem_alloc(n_words * sizeof *memory) : NULL;
     double rate = 0;
-    if (p) memset(p, 1, words * sizeof *p);
-    for (int i = 0; i < n; i++)
-        w[i] = (run_probe){p ? p + words / (size_t)n * (size_t)i : NULL, words / (size_t)n, d,
+    if (memory) memset(memory, 1, n_words * sizeof *memory);
+    for (int i = 0; i < n_threads; i++)
+        probes[i] = (run_probe){memory ? memory + n_words / (size_t)n_threads * (size_t)i : NULL, n_words / (size_t)n_threads, device,
                            0, 0};
-    while (started < n && !pthread_create(&thread[started], NULL, run_probe_share, &w[started]))
+    while (started < n_threads && !pthread_create(&threads[started], NULL, run_probe_thread, &probes[started]))
         started++;
-    run_probe_share(&w[0]);
-    for (int i = 1; i < started; i++) pthread_join(thread[i], NULL);
-    for (int i = 0; i < started; i++) rate += w[i].best;
-    free(p);
+    run_probe_thread(&probes[0]);
+    for (int i = 1; i < started; i++) pthread_join(threads[i], NULL);
+    for (int i = 0; i < started; i++) rate += probes[i].best_rate;
+    free(memory);
     return rate;
 }
 
@@ -21574,8 +21574,8 @@ typedef struct run_gpu {
     int arch;            /* compute capability times ten */
     double memory;       /* bytes that the driver gives out in total */
     double flops;        /* per second: dense bf16 products, float32 sums */
-    double read;         /* of memory, bytes per second */
-    double link;         /* bytes per second from one GPU of a host to another, one way */
+    double memory_rate;         /* of memory, bytes per second */
+    double link_rate;         /* bytes per second from one GPU of a host to another, one way */
     const char *source;  /* of flops, read and link */
 } run_gpu;
 
@@ -21597,12 +21597,12 @@ static const run_gpu run_gpus[] = {
 
 /* Finds the GPU that a backend describes as "NVIDIA H200, 150 GB, ...": its name stands there as
  * separate words. Returns NULL if it is not in the list. */
-static const run_gpu *run_gpu_of(const char *about) {
+static const run_gpu *run_find_gpu(const char *about) {
     for (int i = 0; i < COUNT(run_gpus); i++) {
         char name[32];
         snprintf(name, sizeof name, " %s", run_gpus[i].name);
-        for (char *c = name; (c = strchr(c, '-'));) *c = ' ';
-        const char *at = strstr(about, name), *end = at ? at + strlen(name) : "x";
+        for (char *dash = name; (dash = strchr(dash, '-'));) *dash = ' ';
+        const char *found = strstr(about, name), *end = found ? found + strlen(name) : "x";
         if (*end == ',' || *end == ' ') return &run_gpus[i];
     }
     return NULL;
@@ -21611,24 +21611,24 @@ static const run_gpu *run_gpu_of(const char *about) {
 /* ---- The start ---- */
 
 /* Returns the largest use of memory of any device; zeros if unknown. */
-static toka_memory run_most_memory(const toka *t) {
-    const eng *g = t->engine;
-    toka_memory most = {0}, m;
-    for (int i = 0; i < g->n_replicas && g->backend->memory; i++)
-        for (int rank = 0; rank < g->replicas[i].model.n_ranks; rank++) {
-            g->backend->memory(g->replicas[i].model.ranks[rank].device, &m);
-            most.weights = MAX(most.weights, m.weights);
-            most.kv = MAX(most.kv, m.kv);
-            most.other = MAX(most.other, m.other);
+static toka_memory run_max_memory(const toka *t) {
+    const eng *engine = t->engine;
+    toka_memory max_used = {0}, used;
+    for (int i = 0; i < engine->n_replicas && engine->backend->memory; i++)
+        for (int rank = 0; rank < engine->replicas[i].model.n_ranks; rank++) {
+            engine->backend->memory(engine->replicas[i].model.ranks[rank].device, &used);
+            max_used.weights = MAX(max_used.weights, used.weights);
+            max_used.kv = MAX(max_used.kv, used.kv);
+            max_used.other = MAX(max_used.other, used.other);
         }
-    return most;
+    return max_used;
 }
 
 /* Warns once if weight files were written to while they are in use. */
-static void run_say_overwritten(const toka *t, bool *said) {
-    const char *path = *said ? NULL : lib_overwritten_file(t);
+static void run_warn_overwritten(const toka *t, bool *warned) {
+    const char *path = *warned ? NULL : lib_overwritten_file(t);
     if (!path) return;
-    *said = true;
+    *warned = true;
     fprintf(stderr,
             "toka: warning: %s was written to while it is in use: answers may be wrong "
             "until toka is started again; to change a model's files, rename new ones over them\n",
@@ -21636,122 +21636,122 @@ static void run_say_overwritten(const toka *t, bool *said) {
 }
 
 /* Reports the settings of generation_config.json that toka does not use. */
-static void run_say_unused(const toka *t) {
+static void run_warn_unused(const toka *t) {
     const char *names = t->files->defaults.unused;
     if (names) fprintf(stderr, "toka: generation_config.json: not used: %s\n", names);
 }
 
 /* Reports the model, its device, and the size of the KV cache. Only while no step runs. */
-static void run_say_start(const toka *t, const char *name, double load_s) {
+static void run_print_start(const toka *t, const char *name, double load_s) {
     const toka_info info = toka_get_info(t);
-    const toka_memory m = run_most_memory(t);
-    const int64_t kv = (int64_t)t->engine->stats.kv_pages * t->shape.B;
+    const toka_memory used = run_max_memory(t);
+    const int64_t kv_tokens = (int64_t)t->engine->stats.kv_pages * t->shape.B;
     fprintf(stderr,
             "toka: %s on %s, loaded in %.1f s; KV cache %lld tokens, %.1f sequences of %d tokens",
-            name, info.device, load_s, (long long)kv, (double)kv / info.max_model_len,
+            name, info.device, load_s, (long long)kv_tokens, (double)kv_tokens / info.max_model_len,
             info.max_model_len);
-    if (m.weights)
+    if (used.weights)
         fprintf(stderr, "; GB on a GPU: weights %.3f, KV %.3f, all else %.3f",
-                1e-9 * (double)m.weights, 1e-9 * (double)m.kv, 1e-9 * (double)m.other);
+                1e-9 * (double)used.weights, 1e-9 * (double)used.kv, 1e-9 * (double)used.other);
     fputc('\n', stderr);
 }
 
 /* ---- The report ---- */
 
 enum { RUN_RANKS = 64 }; /* in the report, at most */
-typedef struct run_rank {
+typedef struct run_rank_shares {
     int replica, stage, tensor;
     /* shares of its time: idle between steps; all-reduce and messages between ranks in steps */
-    double idle, sums, messages;
-} run_rank;
+    double idle, all_reduce, send_receive;
+} run_rank_shares;
 
 typedef struct run_report { /* the figures of a finished batch */
-    double elapsed_s, output_rate, total_rate, shared, rows_per_step;
-    double plan, run, commit, idle; /* shares of elapsed_s */
+    double elapsed_s, output_rate, total_rate, prefix_hit_share, rows_per_step;
+    double plan_share, run_share, commit_share, idle_share; /* shares of elapsed_s */
     double read_gbs, gflops; /* weights read by the steps, arithmetic on them: 10^9 bytes and
                                 operations per second of run */
-    double most_gbs, most_gflops; /* what the machine can do; 0 on a GPU */
-    double ceiling;    /* the larger of the two shares of these; 0 on a GPU */
+    double peak_gbs, peak_gflops; /* what the machine can do; 0 on a GPU */
+    double ceiling_share;    /* the larger of the two shares of these; 0 on a GPU */
     bool timed;        /* devices time their own steps: run is of the first of them */
     toka_times device; /* of the first; seconds of parts are extrapolated to all its steps */
-    const char *about; /* the device in words */
+    const char *device_text; /* the device in words */
     const run_gpu *gpu; /* NULL: not in the list */
     int n_ranks;        /* that time their own steps */
-    run_rank ranks[RUN_RANKS];
-    toka_stats s;
+    run_rank_shares ranks[RUN_RANKS];
+    toka_stats stats;
 } run_report;
 
-static const char *const run_parts[TOKA_N_OPS] = {"embed", "qkv",  "attention", "out",
+static const char *const run_op_names[TOKA_N_OPS] = {"embed", "qkv",  "attention", "out",
                                                   "mlp",   "head", "sums",      "messages"};
 
-static double run_rate(double amount, double s) { return s > 0 ? amount / s : 0; }
+static double run_ratio(double amount, double per) { return per > 0 ? amount / per : 0; }
 
 /* Extrapolates the times of parts from the steps whose parts were timed to all steps. */
-static void run_report_parts(toka_times *d) {
+static void run_extrapolate_ops(toka_times *times) {
     double timed_s = 0;
-    for (int i = 0; i < TOKA_N_OPS; i++) timed_s += d->op[i].seconds;
+    for (int i = 0; i < TOKA_N_OPS; i++) timed_s += times->op[i].seconds;
     for (int i = 0; i < TOKA_N_OPS && timed_s > 0; i++) {
-        toka_op_times *part = &d->op[i];
-        const double all = d->busy_s / timed_s;
-        part->seconds *= all;
-        part->flop *= all;
-        part->bytes *= all;
+        toka_op_times *op = &times->op[i];
+        const double factor = times->busy_s / timed_s;
+        op->seconds *= factor;
+        op->flop *= factor;
+        op->bytes *= factor;
     }
 }
 
-static void run_report_rank(run_report *p, model_grid *m, int replica, int rank) {
-    toka_times d;
-    if (p->n_ranks == RUN_RANKS || !model_device_times(m, rank, &d)) return;
-    run_report_parts(&d);
-    const double apart = d.busy_s + d.idle_s;
-    p->ranks[p->n_ranks++] = (run_rank){replica, rank / m->tp, rank % m->tp,
-                                        run_rate(d.idle_s, apart),
-                                        run_rate(d.op[TOKA_OP_ALL_REDUCE].seconds, apart),
-                                        run_rate(d.op[TOKA_OP_SEND_RECEIVE].seconds, apart)};
-    if (p->n_ranks == 1) p->device = d;
+static void run_report_rank(run_report *report, model_grid *model, int replica, int rank) {
+    toka_times times;
+    if (report->n_ranks == RUN_RANKS || !model_device_times(model, rank, &times)) return;
+    run_extrapolate_ops(&times);
+    const double wall_s = times.busy_s + times.idle_s;
+    report->ranks[report->n_ranks++] = (run_rank_shares){replica, rank / model->tp, rank % model->tp,
+                                        run_ratio(times.idle_s, wall_s),
+                                        run_ratio(times.op[TOKA_OP_ALL_REDUCE].seconds, wall_s),
+                                        run_ratio(times.op[TOKA_OP_SEND_RECEIVE].seconds, wall_s)};
+    if (report->n_ranks == 1) report->device = times;
 }
 
-static void run_report_device(run_report *p, toka *t) {
-    const eng *g = t->engine;
-    const model_grid *m = &g->replicas[0].model;
-    for (int i = 0; i < g->n_replicas; i++)
-        for (int rank = 0; rank < g->replicas[i].model.n_ranks; rank++)
-            run_report_rank(p, &g->replicas[i].model, i, rank);
-    if (!p->n_ranks) return;
-    p->timed = true;
-    p->about = m->backend->describe(m->ranks[0].device);
-    p->gpu = run_gpu_of(p->about);
-    p->run = p->device.busy_s / p->elapsed_s;
+static void run_report_device(run_report *report, toka *t) {
+    const eng *engine = t->engine;
+    const model_grid *model = &engine->replicas[0].model;
+    for (int i = 0; i < engine->n_replicas; i++)
+        for (int rank = 0; rank < engine->replicas[i].model.n_ranks; rank++)
+            run_report_rank(report, &engine->replicas[i].model, i, rank);
+    if (!report->n_ranks) return;
+    report->timed = true;
+    report->device_text = model->backend->describe(model->ranks[0].device);
+    report->gpu = run_find_gpu(report->device_text);
+    report->run_share = report->device.busy_s / report->elapsed_s;
 }
 
 /* Returns the most bytes per second that a part can move: over the links, or from the device's
  * memory. */
-static double run_part_most(const run_report *p, int part) {
-    return part == TOKA_OP_ALL_REDUCE || part == TOKA_OP_SEND_RECEIVE ? p->gpu->link : p->gpu->read;
+static double run_op_peak_rate(const run_report *report, int op) {
+    return op == TOKA_OP_ALL_REDUCE || op == TOKA_OP_SEND_RECEIVE ? report->gpu->link_rate : report->gpu->memory_rate;
 }
 
 /* Prints a line for each part of a step: its share of the time, its rates, and these as shares of
  * what the GPU can do. */
-static void run_report_show_device(const run_report *p) {
-    const toka_times *d = &p->device;
-    const double apart = d->busy_s + d->idle_s;
-    fprintf(stderr, "  %s; %.1f %% of the steps were graphs\n", p->about,
-            100 * run_rate((double)d->graphs, (double)d->steps));
+static void run_report_print_device(const run_report *report) {
+    const toka_times *times = &report->device;
+    const double wall_s = times->busy_s + times->idle_s;
+    fprintf(stderr, "  %s; %.1f %% of the steps were graphs\n", report->device_text,
+            100 * run_ratio((double)times->graphs, (double)times->steps));
     fprintf(stderr, "  by the device's clock: %.3f ms a step, idle between steps %.2f %%",
-            1e3 * d->busy_s / (double)d->steps, apart > 0 ? 100 * d->idle_s / apart : 0);
-    if (p->gpu)
-        fprintf(stderr, "; 100 %% is %.0f TFLOP/s and %.2f TB/s (%s, %s)", 1e-12 * p->gpu->flops,
-                1e-12 * p->gpu->read, p->gpu->name, p->gpu->source);
+            1e3 * times->busy_s / (double)times->steps, wall_s > 0 ? 100 * times->idle_s / wall_s : 0);
+    if (report->gpu)
+        fprintf(stderr, "; 100 %% is %.0f TFLOP/s and %.2f TB/s (%s, %s)", 1e-12 * report->gpu->flops,
+                1e-12 * report->gpu->memory_rate, report->gpu->name, report->gpu->source);
     fputs("\n  part        of the time   TFLOP/s             TB/s\n", stderr);
-    for (int i = 0; i < TOKA_N_OPS && d->n_timed; i++) {
-        const toka_op_times *part = &d->op[i];
-        const double flops = run_rate(part->flop, part->seconds), bytes = run_rate(part->bytes, part->seconds);
-        if (i > TOKA_OP_HEAD && part->seconds <= 0) continue; /* there is only one rank */
-        fprintf(stderr, "  %-10s %10.1f %%  %8.1f", run_parts[i],
-                100 * run_rate(part->seconds, d->busy_s), 1e-12 * flops);
-        if (p->gpu)
-            fprintf(stderr, "  %5.1f %%  %7.3f  %5.1f %%%s\n", 100 * flops / p->gpu->flops,
-                    1e-12 * bytes, 100 * bytes / run_part_most(p, i),
+    for (int i = 0; i < TOKA_N_OPS && times->n_timed; i++) {
+        const toka_op_times *op = &times->op[i];
+        const double flops = run_ratio(op->flop, op->seconds), bytes = run_ratio(op->bytes, op->seconds);
+        if (i > TOKA_OP_HEAD && op->seconds <= 0) continue; /* there is only one rank */
+        fprintf(stderr, "  %-10s %10.1f %%  %8.1f", run_op_names[i],
+                100 * run_ratio(op->seconds, times->busy_s), 1e-12 * flops);
+        if (report->gpu)
+            fprintf(stderr, "  %5.1f %%  %7.3f  %5.1f %%%s\n", 100 * flops / report->gpu->flops,
+                    1e-12 * bytes, 100 * bytes / run_op_peak_rate(report, i),
                     i > TOKA_OP_HEAD ? " of the link" : "");
         else fprintf(stderr, "           %7.3f\n", 1e-12 * bytes);
     }
@@ -21759,227 +21759,227 @@ static void run_report_show_device(const run_report *p) {
 
 /* Returns the idle share of the least idle rank. If stages have equal work, this is the pipeline
  * bubble. */
-static double run_report_bubble(const run_report *p) {
-    double least = p->n_ranks ? 1 : 0;
-    for (int i = 0; i < p->n_ranks; i++) least = MIN(least, p->ranks[i].idle);
-    return least;
+static double run_least_idle(const run_report *report) {
+    double least_idle = report->n_ranks ? 1 : 0;
+    for (int i = 0; i < report->n_ranks; i++) least_idle = MIN(least_idle, report->ranks[i].idle);
+    return least_idle;
 }
 
 /* Prints a line for each rank: shares of all its time, idle time between steps included. The
  * lines of parts above are of the first rank. */
-static void run_report_show_ranks(const run_report *p) {
-    if (p->n_ranks < 2) return;
+static void run_report_print_ranks(const run_report *report) {
+    if (report->n_ranks < 2) return;
     fprintf(stderr, "  idle of the busiest rank, with stages the bubble: %.2f %%\n",
-            100 * run_report_bubble(p));
+            100 * run_least_idle(report));
     fputs("  replica  stage  tensor rank       idle       sums   messages\n", stderr);
-    for (int i = 0; i < p->n_ranks; i++) {
-        const run_rank *r = &p->ranks[i];
-        fprintf(stderr, "  %7d  %5d  %11d  %7.2f %%  %7.2f %%  %7.2f %%\n", r->replica, r->stage,
-                r->tensor, 100 * r->idle, 100 * r->sums, 100 * r->messages);
+    for (int i = 0; i < report->n_ranks; i++) {
+        const run_rank_shares *rank = &report->ranks[i];
+        fprintf(stderr, "  %7d  %5d  %11d  %7.2f %%  %7.2f %%  %7.2f %%\n", rank->replica, rank->stage,
+                rank->tensor, 100 * rank->idle, 100 * rank->all_reduce, 100 * rank->send_receive);
     }
 }
 
 /* Writes "device":{..} if devices time their own steps. Shares are from 0 to 1. */
-static void run_report_put_device(buf *b, const run_report *p) {
-    const toka_times *d = &p->device;
-    if (!p->timed) return;
-    json_put_key(b, "device"), json_put_open(b, '{');
-    json_put_key(b, "steps"), json_put_int(b, d->steps);
-    json_put_key(b, "steps_graphs"), json_put_int(b, d->graphs);
-    json_put_key(b, "busy_s"), json_put_num(b, d->busy_s, true);
-    json_put_key(b, "idle_s"), json_put_num(b, d->idle_s, true);
-    json_put_key(b, "steps_timed"), json_put_int(b, d->n_timed);
+static void run_report_put_device(buf *out, const run_report *report) {
+    const toka_times *times = &report->device;
+    if (!report->timed) return;
+    json_put_key(out, "device"), json_put_open(out, '{');
+    json_put_key(out, "steps"), json_put_int(out, times->steps);
+    json_put_key(out, "steps_graphs"), json_put_int(out, times->graphs);
+    json_put_key(out, "busy_s"), json_put_num(out, times->busy_s, true);
+    json_put_key(out, "idle_s"), json_put_num(out, times->idle_s, true);
+    json_put_key(out, "steps_timed"), json_put_int(out, times->n_timed);
     for (int i = 0; i < TOKA_N_OPS; i++) {
-        const toka_op_times *part = &d->op[i];
-        const double flops = run_rate(part->flop, part->seconds), bytes = run_rate(part->bytes, part->seconds);
-        json_put_key(b, run_parts[i]), json_put_open(b, '{');
-        json_put_key(b, "time_share"), json_put_num(b, run_rate(part->seconds, d->busy_s), true);
-        json_put_key(b, "tflops"), json_put_num(b, 1e-12 * flops, true);
-        json_put_key(b, "tbps"), json_put_num(b, 1e-12 * bytes, true);
-        if (p->gpu) {
-            json_put_key(b, "tensor_share"), json_put_num(b, flops / p->gpu->flops, true);
-            json_put_key(b, i > TOKA_OP_HEAD ? "link_share" : "memory_share");
-            json_put_num(b, bytes / run_part_most(p, i), true);
+        const toka_op_times *op = &times->op[i];
+        const double flops = run_ratio(op->flop, op->seconds), bytes = run_ratio(op->bytes, op->seconds);
+        json_put_key(out, run_op_names[i]), json_put_open(out, '{');
+        json_put_key(out, "time_share"), json_put_num(out, run_ratio(op->seconds, times->busy_s), true);
+        json_put_key(out, "tflops"), json_put_num(out, 1e-12 * flops, true);
+        json_put_key(out, "tbps"), json_put_num(out, 1e-12 * bytes, true);
+        if (report->gpu) {
+            json_put_key(out, "tensor_share"), json_put_num(out, flops / report->gpu->flops, true);
+            json_put_key(out, i > TOKA_OP_HEAD ? "link_share" : "memory_share");
+            json_put_num(out, bytes / run_op_peak_rate(report, i), true);
         }
-        json_put_close(b, '}');
+        json_put_close(out, '}');
     }
-    json_put_key(b, "bubble_share"), json_put_num(b, run_report_bubble(p), true);
-    json_put_key(b, "ranks"), json_put_open(b, '[');
-    for (int i = 0; i < p->n_ranks; i++) {
-        const run_rank *r = &p->ranks[i];
-        json_put_open(b, '{');
-        json_put_key(b, "replica"), json_put_int(b, r->replica);
-        json_put_key(b, "stage"), json_put_int(b, r->stage);
-        json_put_key(b, "tensor_rank"), json_put_int(b, r->tensor);
-        json_put_key(b, "idle_share"), json_put_num(b, r->idle, true);
-        json_put_key(b, "sums_share"), json_put_num(b, r->sums, true);
-        json_put_key(b, "messages_share"), json_put_num(b, r->messages, true);
-        json_put_close(b, '}');
+    json_put_key(out, "bubble_share"), json_put_num(out, run_least_idle(report), true);
+    json_put_key(out, "ranks"), json_put_open(out, '[');
+    for (int i = 0; i < report->n_ranks; i++) {
+        const run_rank_shares *rank = &report->ranks[i];
+        json_put_open(out, '{');
+        json_put_key(out, "replica"), json_put_int(out, rank->replica);
+        json_put_key(out, "stage"), json_put_int(out, rank->stage);
+        json_put_key(out, "tensor_rank"), json_put_int(out, rank->tensor);
+        json_put_key(out, "idle_share"), json_put_num(out, rank->idle, true);
+        json_put_key(out, "sums_share"), json_put_num(out, rank->all_reduce, true);
+        json_put_key(out, "messages_share"), json_put_num(out, rank->send_receive, true);
+        json_put_close(out, '}');
     }
-    json_put_close(b, ']'), json_put_close(b, '}');
+    json_put_close(out, ']'), json_put_close(out, '}');
 }
 
 static run_report run_report_make(toka *t, double elapsed_s) {
-    run_report p = {.s = toka_get_stats(t), .elapsed_s = MAX(elapsed_s, 1e-9)};
-    const toka_stats *s = &p.s;
+    run_report report = {.stats = toka_get_stats(t), .elapsed_s = MAX(elapsed_s, 1e-9)};
+    const toka_stats *stats = &report.stats;
     const mf_model *files = t->files;
-    const double head = (double)files->shape.V * files->shape.E;
-    const double tied = files->weights.lm_head.data == files->weights.embed.data;
-    const double body = (double)files->n_parameters - (tied ? head : 2 * head);
-    p.output_rate = (double)s->output_tokens / p.elapsed_s;
-    p.total_rate = (double)(s->output_tokens + s->prompt_tokens) / p.elapsed_s;
-    p.shared = s->prompt_tokens ? (double)s->prompt_tokens_shared / (double)s->prompt_tokens : 0;
-    p.rows_per_step = s->steps ? (double)s->rows / (double)s->steps : 0;
-    p.plan = s->plan_s / p.elapsed_s;
-    p.run = s->run_s / p.elapsed_s;
-    p.commit = s->commit_s / p.elapsed_s;
-    run_report_device(&p, t);
-    p.idle = MAX(0.0, 1 - p.run);
-    if (s->run_s > 0) {
+    const double head_params = (double)files->shape.V * files->shape.E;
+    const double is_tied = files->weights.lm_head.data == files->weights.embed.data;
+    const double body_params = (double)files->n_parameters - (is_tied ? head_params : 2 * head_params);
+    report.output_rate = (double)stats->output_tokens / report.elapsed_s;
+    report.total_rate = (double)(stats->output_tokens + stats->prompt_tokens) / report.elapsed_s;
+    report.prefix_hit_share = stats->prompt_tokens ? (double)stats->prompt_tokens_shared / (double)stats->prompt_tokens : 0;
+    report.rows_per_step = stats->steps ? (double)stats->rows / (double)stats->steps : 0;
+    report.plan_share = stats->plan_s / report.elapsed_s;
+    report.run_share = stats->run_s / report.elapsed_s;
+    report.commit_share = stats->commit_s / report.elapsed_s;
+    run_report_device(&report, t);
+    report.idle_share = MAX(0.0, 1 - report.run_share);
+    if (stats->run_s > 0) {
         /* a step does not read all of embed */
-        double bytes = (double)files->weight_bytes * (body + head) / (double)files->n_parameters;
-        p.read_gbs = 1e-9 * bytes * (double)s->steps / s->run_s;
-        p.gflops = 2e-9 * (body * (double)s->rows + head * (double)s->output_tokens) / s->run_s;
+        double bytes = (double)files->weight_bytes * (body_params + head_params) / (double)files->n_parameters;
+        report.read_gbs = 1e-9 * bytes * (double)stats->steps / stats->run_s;
+        report.gflops = 2e-9 * (body_params * (double)stats->rows + head_params * (double)stats->output_tokens) / stats->run_s;
     }
-    if (t->engine->backend == &toka_cpu && s->steps) {
-        p.most_gbs = 1e-9 * run_probe_rate(t->engine, files->weight_bytes);
-        p.most_gflops = 1e-9 * run_probe_rate(t->engine, 0);
-        p.ceiling = MAX(p.read_gbs / p.most_gbs, p.gflops / p.most_gflops);
+    if (t->engine->backend == &toka_cpu && stats->steps) {
+        report.peak_gbs = 1e-9 * run_probe_rate(t->engine, files->weight_bytes);
+        report.peak_gflops = 1e-9 * run_probe_rate(t->engine, 0);
+        report.ceiling_share = MAX(report.read_gbs / report.peak_gbs, report.gflops / report.peak_gflops);
     }
-    return p;
+    return report;
 }
 
-static void run_report_show(const run_report *p) {
-    const toka_stats *s = &p->s;
-    if (!s->steps) return;
+static void run_report_print(const run_report *report) {
+    const toka_stats *stats = &report->stats;
+    if (!stats->steps) return;
     fprintf(stderr,
             "  prompt %lld tokens, %.1f %% from the prefix tree; output %lld tokens, %.1f tok/s; %.1f tok/s in all\n"
             "  %lld steps of %.1f tokens, %lld preemptions; device busy %.1f %%, idle %.1f %%; beside it planning %.1f %%, "
             "events %.1f %%\n",
-            (long long)s->prompt_tokens, 100 * p->shared, (long long)s->output_tokens,
-            p->output_rate, p->total_rate, (long long)s->steps, p->rows_per_step,
-            (long long)s->preemptions, 100 * p->run, 100 * p->idle, 100 * p->plan,
-            100 * p->commit);
-    if (p->ceiling > 0)
+            (long long)stats->prompt_tokens, 100 * report->prefix_hit_share, (long long)stats->output_tokens,
+            report->output_rate, report->total_rate, (long long)stats->steps, report->rows_per_step,
+            (long long)stats->preemptions, 100 * report->run_share, 100 * report->idle_share, 100 * report->plan_share,
+            100 * report->commit_share);
+    if (report->ceiling_share > 0)
         fprintf(stderr,
                 "  weights were read at %.1f of %.1f GB/s and used at %.1f of %.1f GFLOP/s: %.0f %% of the ceiling\n",
-                p->read_gbs, p->most_gbs, p->gflops, p->most_gflops, 100 * p->ceiling);
-    if (p->timed) run_report_show_device(p), run_report_show_ranks(p);
+                report->read_gbs, report->peak_gbs, report->gflops, report->peak_gflops, 100 * report->ceiling_share);
+    if (report->timed) run_report_print_device(report), run_report_print_ranks(report);
 }
 
 /* Writes the report as a JSON object: times in seconds, rates per second, shares from 0 to 1. */
-static int run_report_write(const run_state *r, const run_report *p, toka_err *e) {
-    const toka_stats *s = &p->s;
+static int run_report_write(const run_state *run, const run_report *report, toka_err *e) {
+    const toka_stats *stats = &report->stats;
     const struct {
         const char *name;
         int64_t value;
-    } counts[] = {{"lines", r->n_written},
-                  {"errors", r->n_errors},
-                  {"done_before", r->n_before},
-                  {"changed", r->n_changed},
-                  {"damaged", r->n_damaged},
-                  {"prompt_tokens", s->prompt_tokens},
-                  {"prompt_tokens_shared", s->prompt_tokens_shared},
-                  {"output_tokens", s->output_tokens},
-                  {"steps", s->steps},
-                  {"rows", s->rows},
-                  {"preemptions", s->preemptions},
-                  {"kv_pages", s->kv_pages}};
+    } counts[] = {{"lines", run->n_written},
+                  {"errors", run->n_errors},
+                  {"done_before", run->n_done_before},
+                  {"changed", run->n_changed},
+                  {"damaged", run->n_damaged},
+                  {"prompt_tokens", stats->prompt_tokens},
+                  {"prompt_tokens_shared", stats->prompt_tokens_shared},
+                  {"output_tokens", stats->output_tokens},
+                  {"steps", stats->steps},
+                  {"rows", stats->rows},
+                  {"preemptions", stats->preemptions},
+                  {"kv_pages", stats->kv_pages}};
     const struct {
         const char *name;
         double value;
-    } numbers[] = {{"elapsed_time", p->elapsed_s},
-                   {"output_tokens_per_second", p->output_rate},
-                   {"tokens_per_second", p->total_rate},
-                   {"prefix_hit_share", p->shared},
-                   {"mean_batch_size", p->rows_per_step},
-                   {"plan_share", p->plan},
-                   {"run_share", p->run},
-                   {"commit_share", p->commit},
-                   {"idle_share", p->idle},
-                   {"weights_gb_per_second", p->read_gbs},
-                   {"most_gb_per_second", p->most_gbs},
-                   {"gflops", p->gflops},
-                   {"most_gflops", p->most_gflops},
-                   {"ceiling_share", p->ceiling}};
-    buf b = {0};
-    json_put_open(&b, '{');
+    } numbers[] = {{"elapsed_time", report->elapsed_s},
+                   {"output_tokens_per_second", report->output_rate},
+                   {"tokens_per_second", report->total_rate},
+                   {"prefix_hit_share", report->prefix_hit_share},
+                   {"mean_batch_size", report->rows_per_step},
+                   {"plan_share", report->plan_share},
+                   {"run_share", report->run_share},
+                   {"commit_share", report->commit_share},
+                   {"idle_share", report->idle_share},
+                   {"weights_gb_per_second", report->read_gbs},
+                   {"most_gb_per_second", report->peak_gbs},
+                   {"gflops", report->gflops},
+                   {"most_gflops", report->peak_gflops},
+                   {"ceiling_share", report->ceiling_share}};
+    buf out = {0};
+    json_put_open(&out, '{');
     for (int i = 0; i < COUNT(counts); i++)
-        json_put_key(&b, counts[i].name), json_put_int(&b, counts[i].value);
+        json_put_key(&out, counts[i].name), json_put_int(&out, counts[i].value);
     for (int i = 0; i < COUNT(numbers); i++)
-        json_put_key(&b, numbers[i].name), json_put_num(&b, numbers[i].value, true);
-    run_report_put_device(&b, p);
-    buf_c(&b, "}\n");
-    FILE *f = strcmp(r->o->report, "-") ? fopen(r->o->report, "w") : stdout;
-    bool good = f && fwrite(b.p, 1, b.n, f) == b.n;
-    if (f) good &= !(f == stdout ? fflush(f) : fclose(f));
-    buf_free(&b);
-    if (!good && f == stdout && errno == EPIPE) return 0; /* its reader has ended: not an error */
-    return good ? 0 : fail(e, TOKA_E_IO, "%s: %s", r->o->report, strerror(errno));
+        json_put_key(&out, numbers[i].name), json_put_num(&out, numbers[i].value, true);
+    run_report_put_device(&out, report);
+    buf_c(&out, "}\n");
+    FILE *file = strcmp(run->options->report, "-") ? fopen(run->options->report, "w") : stdout;
+    bool good = file && fwrite(out.p, 1, out.n, file) == out.n;
+    if (file) good &= !(file == stdout ? fflush(file) : fclose(file));
+    buf_free(&out);
+    if (!good && file == stdout && errno == EPIPE) return 0; /* its reader has ended: not an error */
+    return good ? 0 : fail(e, TOKA_E_IO, "%s: %s", run->options->report, strerror(errno));
 }
 
 /* ---- toka batch ---- */
 
 /* Runs all lines with the three threads. */
-static int run_lines(run_state *r, toka_err *e) {
+static int run_lines(run_state *run, toka_err *e) {
     pthread_t reader, writer;
-    toka_err why;
+    toka_err run_error;
     /* the writer starts first: only it can end a run that the reader began */
-    if (os_thread(&writer, run_write_alone, r, e)) return e->code;
-    bool reads = !os_thread(&reader, run_read, r, &why);
-    int code = reads ? toka_run(r->t, true, &why) : why.code;
+    if (os_thread(&writer, run_writer_thread, run, e)) return e->code;
+    bool has_reader = !os_thread(&reader, run_reader_thread, run, &run_error);
+    int code = has_reader ? toka_run(run->toka, true, &run_error) : run_error.code;
     if (code) {
-        pthread_mutex_lock(&r->lock);
-        run_stop(r, &why);
-        r->read_all |= !reads;
-        pthread_mutex_unlock(&r->lock);
+        pthread_mutex_lock(&run->lock);
+        run_stop(run, &run_error);
+        run->reader_done |= !has_reader;
+        pthread_mutex_unlock(&run->lock);
     }
-    if (reads) pthread_join(reader, NULL);
+    if (has_reader) pthread_join(reader, NULL);
     pthread_join(writer, NULL);
-    if (r->e.code) *e = r->e;
-    if (r->e.code == TOKA_E_DEVICE && r->results.is_file)
+    if (run->err.code) *e = run->err;
+    if (run->err.code == TOKA_E_DEVICE && run->results.is_file)
         fail(e, TOKA_E_DEVICE,
-             "%.300s; %lld lines are written, the same command goes on from there", r->e.msg,
-             (long long)(r->n_before + r->n_written));
-    if (!r->e.code && !r->stopped && !*r->o->interrupted && r->n_before + r->n_written < r->n_lines)
+             "%.300s; %lld lines are written, the same command goes on from there", run->err.msg,
+             (long long)(run->n_done_before + run->n_written));
+    if (!run->err.code && !run->stopped && !*run->options->interrupted && run->n_done_before + run->n_written < run->n_lines)
         return fail(e, TOKA_E_IO, "%s: it was cut while it was read, from %lld lines to %lld",
-                    r->in.name, (long long)r->n_lines, (long long)(r->n_before + r->n_written));
-    return r->e.code;
+                    run->input.name, (long long)run->n_lines, (long long)(run->n_done_before + run->n_written));
+    return run->err.code;
 }
 
-static void run_init(run_state *r, toka *t, const run_options *o) {
-    *r = (run_state){.o = o, .t = t, .t0 = os_now(), .most_held = os_available_bytes() / 4};
-    r->t_shown = r->t_files = r->t0;
-    r->queue_end = &r->queue;
-    run_models(r);
-    pthread_mutex_init(&r->lock, NULL), os_cond_init(&r->wake);
+static void run_init(run_state *run, toka *t, const run_options *options) {
+    *run = (run_state){.options = options, .toka = t, .t_start = os_now(), .max_inflight_held = os_available_bytes() / 4};
+    run->t_shown = run->t_files = run->t_start;
+    run->queue_end = &run->queue;
+    run_init_configs(run);
+    pthread_mutex_init(&run->lock, NULL), os_cond_init(&run->wake);
 }
 
-static int run_batch(toka *t, const run_options *o, toka_err *e) {
-    run_state r;
+static int run_batch(toka *t, const run_options *options, toka_err *e) {
+    run_state run;
     toka_err late;
-    run_init(&r, t, o);
-    int code = run_open(&r, e);
+    run_init(&run, t, options);
+    int code = run_open(&run, e);
     if (!code) {
-        r.t0 = os_now();
-        code = run_lines(&r, e);
-        run_report p = run_report_make(t, os_now() - r.t0);
-        if (!o->quiet) {
+        run.t_start = os_now();
+        code = run_lines(&run, e);
+        run_report report = run_report_make(t, os_now() - run.t_start);
+        if (!options->quiet) {
             fprintf(stderr, "toka batch: %lld lines in %.1f s, %lld of them errors",
-                    (long long)r.n_written, p.elapsed_s, (long long)r.n_errors);
-            if (r.n_before) fprintf(stderr, "; %lld were done before", (long long)r.n_before);
-            if (r.n_failed_before)
+                    (long long)run.n_written, report.elapsed_s, (long long)run.n_errors);
+            if (run.n_done_before) fprintf(stderr, "; %lld were done before", (long long)run.n_done_before);
+            if (run.n_failed_before)
                 fprintf(stderr, "; of earlier runs %lld error records stay",
-                        (long long)r.n_failed_before);
+                        (long long)run.n_failed_before);
             fputc('\n', stderr);
-            run_report_show(&p);
+            run_report_print(&report);
         }
-        if (o->report && run_report_write(&r, &p, &late) && !code) {
+        if (options->report && run_report_write(&run, &report, &late) && !code) {
             *e = late;
             code = late.code;
         }
     }
-    if (run_close(&r, &late) && !code) {
+    if (run_close(&run, &late) && !code) {
         *e = late;
         code = late.code;
     }
@@ -21988,24 +21988,24 @@ static int run_batch(toka *t, const run_options *o, toka_err *e) {
 
 /* The same on the caller's thread, while another thread drives the engine. *end: how far the
  * batch came. */
-static int run_served(toka *t, const run_options *o, enum run_end *end, toka_err *e) {
-    run_state r;
+static int run_batch_served(toka *t, const run_options *options, enum run_outcome *end, toka_err *e) {
+    run_state run;
     toka_err late;
     pthread_t reader;
-    run_init(&r, t, o);
-    int code = run_open(&r, e);
-    if (!code) code = os_thread(&reader, run_read, &r, e);
-    *end = code == TOKA_E_IO ? RUN_NOT_YET : RUN_PART;
+    run_init(&run, t, options);
+    int code = run_open(&run, e);
+    if (!code) code = os_thread(&reader, run_reader_thread, &run, e);
+    *end = code == TOKA_E_IO ? RUN_RETRY : RUN_INCOMPLETE;
     if (!code) {
-        run_write(&r);
+        run_write_results(&run);
         pthread_join(reader, NULL);
-        if (r.e.code) {
-            *e = r.e;
+        if (run.err.code) {
+            *e = run.err;
             code = e->code;
         }
     }
-    if (!code && !r.stopped && !*o->interrupted) *end = RUN_ALL;
-    if (run_close(&r, &late) && !code) {
+    if (!code && !run.stopped && !*options->interrupted) *end = RUN_COMPLETE;
+    if (run_close(&run, &late) && !code) {
         *e = late;
         code = late.code;
     }
@@ -22114,7 +22114,7 @@ typedef struct fb_options {
     const char *dir;    /* the folder; "off": none;
                            NULL: $XDG_DATA_HOME/toka/files or ~/.local/share/toka/files */
     toka *t;            /* another thread drives it until fb_stop has returned */
-    const api_model *m; /* to parse bodies; its first name is the model of batches. m->unknown may
+    const api_config *m; /* to parse bodies; its first name is the model of batches. m->unknown may
                            be called with store.lock held */
 } fb_options;
 
@@ -22782,20 +22782,20 @@ static void fb_validate_line(fb_batch *b, run_table *seen, const run_input *in, 
     arena a = {0};
     toka_err why = {0};
     const char *param = NULL, *message = why.msg, *code;
-    const json *root = run_json(in, &a, line, &why);
+    const json *root = run_parse_json(in, &a, line, &why);
     code = root ? fb_line_error(b, root, &param, &message) : "invalid_json_line";
     if (!code) {
-        run_seen *place = run_table_at(seen, run_hash(json_str(json_get(root, "custom_id"))));
+        run_table_entry *place = run_table_find(seen, run_hash_text(json_str(json_get(root, "custom_id"))));
         if (place->state) {
             fail(&why, TOKA_E_USE, "the custom_id of line %lld again", (long long)place->state);
             code = "duplicate_custom_id";
             param = "custom_id";
             message = why.msg;
         }
-        run_table_set(seen, place, place->state ? place->state : (uint64_t)in->number);
+        run_table_set(seen, place, place->state ? place->state : (uint64_t)in->line_number);
     }
     if (code && (*n_errors)++ < FB_MAX_ERRORS)
-        fb_put_error(errors, code, in->number, param, message);
+        fb_put_error(errors, code, in->line_number, param, message);
     arena_free(&a);
 }
 
@@ -22828,25 +22828,25 @@ static int fb_validate(fb_store *s, fb_batch *b, buf *errors, toka_err *why) {
     if (total > FB_MAX_LINES)
         fb_put_error(errors, "too_many_tasks", 0, NULL, "the input file has too many requests");
     b->total = total;
-    run_input_free(&in), free(seen.at);
+    run_input_free(&in), free(seen.entries);
     close(fd);
     return 0;
 }
 
 /* Runs the lines that are not done yet. expired: each of them becomes an error record. */
-static int fb_run_lines(fb_store *s, fb_batch *b, bool expired, enum run_end *end, toka_err *e) {
+static int fb_run_lines(fb_store *s, fb_batch *b, bool expired, enum run_outcome *end, toka_err *e) {
     buf in = {0}, out = {0}, err = {0};
     buf_printf(&in, "%s/%s", s->path, b->input.z), buf_printf(&out, "%s/%s", s->path, b->out.z);
     buf_printf(&err, "%s/%s", s->path, b->err.z);
     run_options o = {.in = in.p, .out = out.p, .errors = err.p, .now = s->o.m->now,
-                     .base = s->o.m->base, .model = s->o.m,
-                     .quiet = true, .patient = true, .hidden = true,
+                     .defaults = s->o.m->defaults, .api_config = s->o.m,
+                     .quiet = true, .wait_if_full = true, .hide_folders = true,
                      .max_answer_bytes = s->o.m->max_answer_bytes,
-                     .interrupted = &b->stop, .until = expired ? 0 : b->expires_at,
-                     .expired = expired, .completed = &b->completed, .failed = &b->failed,
-                     .damaged = &b->damaged};
-    o.base.priority = FB_PRIORITY;
-    int code = run_served(s->o.t, &o, end, e);
+                     .interrupted = &b->stop, .deadline = expired ? 0 : b->expires_at,
+                     .expired = expired, .n_completed = &b->completed, .n_failed = &b->failed,
+                     .n_damaged = &b->damaged};
+    o.defaults.priority = FB_PRIORITY;
+    int code = run_batch_served(s->o.t, &o, end, e);
     buf_free(&in), buf_free(&out), buf_free(&err);
     return code;
 }
@@ -22959,20 +22959,20 @@ static void fb_step_validate(fb_store *s, fb_batch *b) {
  * goes on with the batch. */
 static void fb_step_run(fb_store *s, fb_batch *b) {
     toka_err e;
-    enum run_end end;
+    enum run_outcome end;
     bool expired = fb_now() >= b->expires_at;
     int code = fb_run_lines(s, b, expired, &end, &e);
     pthread_mutex_lock(&s->lock);
     if (code == TOKA_E_DEVICE) {
         s->stopping = true;
-    } else if (end == RUN_NOT_YET) {
+    } else if (end == RUN_RETRY) {
         fb_step_again(s, b, e.msg);
     } else if (b->status == FB_IN_PROGRESS && code && !b->stop) {
         buf error = {0};
         fb_put_error(&error, "server_error", 0, NULL, e.msg);
         fb_fail(s, b, buf_view(&error));
         buf_free(&error);
-    } else if (b->status == FB_IN_PROGRESS && end == RUN_ALL) {
+    } else if (b->status == FB_IN_PROGRESS && end == RUN_COMPLETE) {
         if (expired) fb_step_finish(s, b, FB_EXPIRED);
         else fb_enter(s, b, FB_FINALIZING);
     }
@@ -23042,7 +23042,7 @@ static void fb_error(http_reply *reply, int status, const char *param, const cha
     va_end(ap);
     reply->status = status;
     buf_clear(&reply->body);
-    api_error(&reply->body, status, message, NULL, param, NULL);
+    api_put_error(&reply->body, status, message, NULL, param, NULL);
 }
 
 /* Answers with an error of the system: no room, no permission, or something that may work later.
@@ -23080,7 +23080,7 @@ static bool fb_read_limit(const http_request *r, int most, int otherwise, size_t
     buf text = {0};
     char *end = NULL;
     *limit = (size_t)otherwise;
-    bool given = http_query(r, "limit", &text);
+    bool given = http_query_field(r, "limit", &text);
     long v = given && text.n ? strtol(text.p, &end, 10) : 0;
     bool good = !given || (end && !*end && isdigit((unsigned char)*text.p) && v >= 1);
     if (given && good) *limit = (size_t)MIN(v, (long)most);
@@ -23095,7 +23095,7 @@ static bool fb_read_after(const fb_table *t, const char *prefix, const http_requ
                           http_reply *reply) {
     buf text = {0};
     fb_id id;
-    bool given = http_query(r, "after", &text);
+    bool given = http_query_field(r, "after", &text);
     bool good = !given || (fb_read_id(buf_view(&text), prefix, &id) && fb_find(t, &id));
     *at = given && good ? fb_place(t, &id) : t->n;
     if (!good) fb_error(reply, 400, "after", "after: expected the id of an entry of this list");
@@ -23115,8 +23115,8 @@ static void fb_list_files(const fb_store *s, const http_request *r, http_reply *
     buf purpose = {0}, order = {0};
     size_t limit, at, n = 0;
     const char *first = NULL, *last = NULL;
-    bool more = false, by_purpose = http_query(r, "purpose", &purpose);
-    bool ordered = http_query(r, "order", &order);
+    bool more = false, by_purpose = http_query_field(r, "purpose", &purpose);
+    bool ordered = http_query_field(r, "order", &order);
     bool asc = ordered && str_is(buf_view(&order), "asc");
     bool good = !ordered || asc || str_is(buf_view(&order), "desc");
     if (!good) fb_error(reply, 400, "order", "order: expected asc or desc");
@@ -23232,7 +23232,7 @@ static int fb_check_members(const fb_store *s, const json *root, toka_err *e) {
     JSON_MEMBERS(key, root) {
         int i = 0;
         while (i < COUNT(known) && !str_is(json_str(key), known[i])) i++;
-        if (i == COUNT(known) && api_unknown(s->o.m, json_str(key), e)) return e->code;
+        if (i == COUNT(known) && api_unknown_field(s->o.m, json_str(key), e)) return e->code;
     }
     return 0;
 }
@@ -23374,7 +23374,7 @@ static bool fb_upload_part(fb_upload *u, http_reply *reply) {
     if (expires)
         return fb_error(reply, 400, "expires_after", "expires_after is not supported"), false;
     if (u->in_file && u->has_file) return fb_error(reply, 400, "file", "file: given twice"), false;
-    if (!u->in_file && !u->in_purpose && api_unknown(u->store->o.m, name, &e))
+    if (!u->in_file && !u->in_purpose && api_unknown_field(u->store->o.m, name, &e))
         return fb_error(reply, 400, NULL, "%s", e.msg), false;
     if (u->in_file) {
         str path = buf_view(&u->form.filename);
@@ -23486,7 +23486,7 @@ static void fb_route_batch(fb_store *s, const http_request *r, str id_text, str 
 
 /* Takes a whole upload at once. */
 static void fb_take_upload(fb_store *s, const http_request *r, str body, http_reply *reply) {
-    str type = http_find(r, "content-type");
+    str type = http_find_header(r, "content-type");
     fb_upload *u = fb_upload_open(s, type.p ? type : STR(""), reply);
     if (u) fb_upload_close(u, fb_upload_put(u, body, reply), reply);
 }
@@ -23691,8 +23691,8 @@ static const char srv_page[] =
  *
  *     loop --srv_dispatch--> ready list --> worker: srv_begin_api: api_parse, toka_submit,
  *                                                   or the handler of another route
- *                                           engine: srv_on_event: api_pack --> ready list
- *     loop <-- dirty list <---------------- worker: srv_continue: api_feed_some, api_finish
+ *                                           engine: srv_on_event: api_pack_event --> ready list
+ *     loop <-- dirty list <---------------- worker: srv_continue: api_feed_until, api_finish
  *
  * An answer passes through six buffers on its way from the engine's thread to the socket. Each
  * thread hands its work on by a buffer under srv.lock (the lines marked "lock"):
@@ -23700,14 +23700,14 @@ static const char srv_page[] =
  *       buffer          lock   owner             contents
  *
  *     toka_event               engine's thread   ids and logprobs, valid during the callback
- *         | srv_on_event: api_pack
+ *         | srv_on_event: api_pack_event
  *     1 call.fresh             engine's thread   packed records of the current step
  *         | srv_on_event, at the last event of the step
  *     2 call.records    lock   engine -> worker  records that no worker has taken
  *         | srv_take_job
  *     3 call.left       lock   worker            records taken by a worker, not yet made into
  *         |                                      text; during its turn they are in srv_job
- *         | srv_continue: api_feed_some, api_finish
+ *         | srv_continue: api_feed_until, api_finish
  *     4 srv_job.made           worker            bytes of HTTP made in this turn
  *         | srv_hand_over
  *     5 call.out        lock   worker -> loop    bytes that the loop has not taken
@@ -23811,7 +23811,7 @@ typedef struct srv {
     const srv_options *o;
     toka *t;              /* valid from SRV_READY on */
     toka_info info;
-    api_model model;
+    api_config model;
     fb_store *files;
     const char *name;     /* served model name */
     char fingerprint[32];
@@ -23835,7 +23835,7 @@ typedef struct srv {
     int64_t n_left;       /* calls that have left this queue */
     srv_pace pace;
     srv_metrics m;
-    buf unknown;          /* names of unknown fields that were reported; `seen` of api_is_news */
+    buf unknown;          /* names of unknown fields that were reported; `seen` of api_should_report */
     toka_err e;           /* why the phase is SRV_FAILED */
 
     struct srv_loop *loop; /* chapter 31 */
@@ -23844,7 +23844,7 @@ typedef struct srv {
 
 typedef struct srv_part { /* one engine request of a call: the `user` of its events */
     struct srv_call *call;
-    api_part *part;
+    api_prompt *part;
     int n_left;     /* samples that have not ended; used by the engine's thread only, like begun */
     uint8_t *begun; /* one bit a sample: it has had a token */
 } srv_part;
@@ -23869,7 +23869,7 @@ typedef struct srv_call { /* one HTTP request and its answer */
     fb_upload *upload;
     bool upload_whole;             /* body holds the last piece */
 
-    api_call api;
+    api_request api;
     srv_part *parts;               /* [api.n_parts] */
     toka_err refused;              /* error of toka_submit; code 0: it accepted all parts */
     buf fresh;                     /* records of this step; the engine's thread, as the next two */
@@ -24150,7 +24150,7 @@ static void srv_end_large(srv_call *c) {
     if (c->stalled) srv_push_dirty(c);
     buf_free(&c->records);
     srv_count_held(c);
-    for (int i = 0; i < c->n_submitted; i++) toka_cancel(c->s->t, c->api.parts[i].engine_id);
+    for (int i = 0; i < c->n_submitted; i++) toka_cancel(c->s->t, c->api.prompts[i].engine_id);
 }
 
 /* The client has disconnected: no more text is made, and the engine requests are cancelled. Drops
@@ -24163,7 +24163,7 @@ static void srv_abandon(srv_call *c) {
     srv_uncount(c);
     pthread_mutex_unlock(&s->lock);
     c->conn = NULL;
-    for (int i = 0; i < n; i++) toka_cancel(s->t, c->api.parts[i].engine_id);
+    for (int i = 0; i < n; i++) toka_cancel(s->t, c->api.prompts[i].engine_id);
     srv_release(c);
 }
 
@@ -24180,7 +24180,7 @@ static void srv_error(srv_call *c, int status, const char *fmt, ...) {
     va_end(ap);
     c->reply.status = status;
     buf_clear(&c->reply.body);
-    api_error(&c->reply.body, status, e.msg, NULL, NULL, NULL);
+    api_put_error(&c->reply.body, status, e.msg, NULL, NULL, NULL);
     if (status == 401) buf_c(&c->reply.headers, "WWW-Authenticate: Bearer\r\n");
     if (status == 503) buf_c(&c->reply.headers, "Retry-After: 1\r\n");
 }
@@ -24324,7 +24324,7 @@ static void srv_count_end(srv_call *c, double now) {
     if (later > 0) srv_observe(&m->tpot, (c->t_last - c->t_first) / later, 1);
     srv_observe(&m->prompt_tokens, (double)c->api.n_prompt_tokens, 1);
     srv_observe(&m->output_tokens, (double)c->n_tokens, 1);
-    srv_observe(&m->params_n, (double)c->api.n_choices / c->api.n_parts, 1);
+    srv_observe(&m->params_n, (double)c->api.n_choices / c->api.n_prompts, 1);
 }
 
 /* The engine's callback. Packs the event. At the part's last event of a step, or when a sample
@@ -24336,7 +24336,7 @@ static int srv_on_event(void *user, const toka_event *ev) {
     srv *s = c->s;
     const bool dropped = c->gone || c->too_much;
     const bool kept = dropped || buf_try_reserve(&c->fresh, api_record_bytes(ev));
-    if (kept && !dropped) api_pack(p->part, ev, &c->fresh);
+    if (kept && !dropped) api_pack_event(p->part, ev, &c->fresh);
     if (ev->sample >= 0 && ev->id >= 0) {
         c->fresh_tokens++;
         c->fresh_first += !bit_get(p->begun, ev->sample);
@@ -24374,7 +24374,7 @@ static void srv_unknown(void *user, str name) {
     srv *s = user;
     buf shown = {0};
     pthread_mutex_lock(&s->lock);
-    bool news = api_is_news(&s->unknown, name, &shown);
+    bool news = api_should_report(&s->unknown, name, &shown);
     pthread_mutex_unlock(&s->lock);
     if (news)
         fprintf(stderr, "toka: a request has an unknown field, ignored from here on: %s\n",
@@ -24390,11 +24390,11 @@ static uint64_t srv_serial(srv *s, int which) {
 /* Submits the parts to the engine. Stops at the first error (c->refused), or when the client has
  * disconnected. Parts that were not submitted have no events, so their references are dropped. */
 static void srv_submit(srv *s, srv_call *c) {
-    int n = c->api.n_parts, i;
+    int n = c->api.n_prompts, i;
     bool gone = false;
     for (i = 0; i < n; i++) {
-        int samples = MAX(1, c->api.parts[i].q.n);
-        c->parts[i] = (srv_part){c, &c->api.parts[i], samples,
+        int samples = MAX(1, c->api.prompts[i].engine_request.n);
+        c->parts[i] = (srv_part){c, &c->api.prompts[i], samples,
                                  arena_zalloc(&c->a, bit_bytes(samples))};
     }
     pthread_mutex_lock(&s->lock);
@@ -24403,8 +24403,8 @@ static void srv_submit(srv *s, srv_call *c) {
     c->stage = SRV_RUNNING;
     pthread_mutex_unlock(&s->lock);
     for (i = 0; i < n && !gone; i++) {
-        api_part *part = &c->api.parts[i];
-        if (toka_submit(s->t, &part->q, srv_on_event, &c->parts[i], &part->engine_id, &c->refused))
+        api_prompt *part = &c->api.prompts[i];
+        if (toka_submit(s->t, &part->engine_request, srv_on_event, &c->parts[i], &part->engine_id, &c->refused))
             break;
         c->refused.code = 0;
         pthread_mutex_lock(&s->lock);
@@ -24416,7 +24416,7 @@ static void srv_submit(srv *s, srv_call *c) {
     }
     if (i == n) return;
     if (!gone)
-        for (int k = 0; k < i; k++) toka_cancel(s->t, c->api.parts[k].engine_id);
+        for (int k = 0; k < i; k++) toka_cancel(s->t, c->api.prompts[k].engine_id);
     pthread_mutex_lock(&s->lock);
     c->n_open -= n - i;
     c->refs -= n - i; /* stays above 0: the worker has a reference, too */
@@ -24444,12 +24444,12 @@ static void srv_begin_api(srv *s, srv_call *c) {
     srv_hold(s, &c->work_held, 0);
     if (code) {
         c->reply.status = c->api.status;
-        api_error(&c->reply.body, c->api.status, e.msg, c->api.type, c->api.param, c->api.code);
+        api_put_error(&c->reply.body, c->api.status, e.msg, c->api.type, c->api.param, c->api.code);
         if (c->api.status == 503) srv_put_retry(c);
         srv_publish_reply(c);
         return;
     }
-    c->parts = arena_alloc(&c->a, (size_t)c->api.n_parts * sizeof *c->parts);
+    c->parts = arena_alloc(&c->a, (size_t)c->api.n_prompts * sizeof *c->parts);
     srv_submit(s, c);
 }
 
@@ -24505,9 +24505,9 @@ static size_t srv_continue(srv_call *c, str records, bool *last, buf *made) {
         if (*last) srv_put_refusal(c, made);
         return records.n;
     }
-    const size_t fed = api_feed_some(&c->api, records, SRV_MAX_UNSENT, &text);
+    const size_t fed = api_feed_until(&c->api, records, SRV_MAX_UNSENT, &text);
     *last = *last && fed == records.n;
-    if (*last && c->api.broken && !c->head_sent) { /* nothing was sent yet: answer with a status */
+    if (*last && c->api.failure && !c->head_sent) { /* nothing was sent yet: answer with a status */
         c->api.stream = false;
         buf_clear(&text);
     }
@@ -24541,11 +24541,11 @@ static void srv_simple(srv *s, srv_call *c) {
     toka_err e;
     api_fault f;
     if (!srv_can_read(c)) return;
-    if (api_simple(&s->model, (enum api_route)c->route->api, buf_view(&c->body), &c->reply.body, &e,
+    if (api_answer_tokenize(&s->model, (enum api_route)c->route->api, buf_view(&c->body), &c->reply.body, &e,
                    &f)) {
         c->reply.status = f.status;
         buf_clear(&c->reply.body);
-        api_error(&c->reply.body, f.status, e.msg, f.type, f.param, f.code);
+        api_put_error(&c->reply.body, f.status, e.msg, f.type, f.param, f.code);
         if (f.status == 503) srv_put_retry(c);
     }
     srv_publish_reply(c);
@@ -24559,7 +24559,7 @@ static void srv_files(srv *s, srv_call *c) {
 /* Writes one piece of an upload to disk. Then asks the loop for the next piece, or publishes the
  * answer. */
 static void srv_upload(srv *s, srv_call *c) {
-    str type = http_find(c->req, "content-type");
+    str type = http_find_header(c->req, "content-type");
     bool ok = c->upload ||
               (c->upload = fb_upload_open(s->files, type.p ? type : STR(""), &c->reply)) != NULL;
     if (ok) ok = fb_upload_put(c->upload, buf_view(&c->body), &c->reply);
@@ -24635,7 +24635,7 @@ static void srv_end_job(srv_job *j) {
     c->queued = false;
     c->left = j->records;
     c->left_at = j->at;
-    c->collected = c->api.held;
+    c->collected = c->api.held_bytes;
     if (!srv_count_held(c) && c->n_open) srv_end_large(c);
     if (c->want_piece && !c->gone) srv_push_dirty(c);
     if (srv_wants_work(c)) srv_push_ready(c);
@@ -24696,10 +24696,10 @@ static void srv_page_reply(srv *s, srv_call *c) {
 static void srv_models(srv *s, srv_call *c) {
     str path = c->req->path, id = path.n > 11 ? str_sub(path, 11, path.n) : STR("");
     toka_err e;
-    if (api_models(&s->model, id, s->started, &c->reply.body)) return;
+    if (api_put_models(&s->model, id, s->started, &c->reply.body)) return;
     fail(&e, TOKA_E_USE, "the model '%.*s' does not exist", STRF(id));
     c->reply.status = 404;
-    api_error(&c->reply.body, 404, e.msg, NULL, "model", "model_not_found");
+    api_put_error(&c->reply.body, 404, e.msg, NULL, "model", "model_not_found");
 }
 
 static int srv_n_connections(const srv *s);
@@ -24756,8 +24756,8 @@ static bool srv_key_is(str given, const char *key) {
 }
 
 static bool srv_allowed(const srv_options *o, const http_request *r) {
-    str given = http_find(r, "authorization");
-    bool bearer = given.n > 7 && http_same(str_sub(given, 0, 7), "bearer "), found = false;
+    str given = http_find_header(r, "authorization");
+    bool bearer = given.n > 7 && http_is(str_sub(given, 0, 7), "bearer "), found = false;
     if (!o->n_keys) return true;
     given = bearer ? http_trim(str_sub(given, 7, given.n)) : STR("");
     for (int i = 0; i < o->n_keys; i++) found |= srv_key_is(given, o->keys[i]);
@@ -24819,10 +24819,10 @@ static bool srv_host_is(str element, str host, str name) {
     if (srv_is_domain(element, &domain)) {
         const str above = str_sub(domain, 1, domain.n);
         const size_t at = name.n - MIN(domain.n, name.n);
-        if (at && http_equal(str_sub(name, at, name.n), domain)) return true;
-        return domain.n == element.n && http_equal(name, above);
+        if (at && http_equal_nocase(str_sub(name, at, name.n), domain)) return true;
+        return domain.n == element.n && http_equal_nocase(name, above);
     }
-    if (str_is(element, "*") || http_equal(element, host) || http_equal(element, name)) return true;
+    if (str_is(element, "*") || http_equal_nocase(element, host) || http_equal_nocase(element, name)) return true;
     if (!http_split_host(element, &own)) own = element; /* maybe an IPv6 address without brackets */
     return srv_read_address(own, &a) && srv_read_address(name, &b) && !memcmp(&a, &b, sizeof a);
 }
@@ -24840,18 +24840,18 @@ static bool srv_is_own_host(const srv_options *o, str host, int fd) {
     struct in6_addr a;
     if (!host.p || (!more.n && (o->n_keys || o->uds))) return true;
     if (!http_split_host(host, &name) || !name.n) return false;
-    while (http_next(&list, &each) || http_next(&more, &each))
+    while (http_next_element(&list, &each) || http_next_element(&more, &each))
         if (srv_host_is(each, host, name)) return true;
     if (srv_read_address(name, &a) && srv_is_own_address(&a, fd)) return true;
     gethostname(machine, sizeof machine - 1);
-    return http_same(name, machine) || (o->host && http_same(name, o->host));
+    return http_is(name, machine) || (o->host && http_is(name, o->host));
 }
 
 /* Returns an error if an element of --allowed-hosts could never match. */
 static int srv_check_hosts(const char *hosts, toka_err *e) {
     struct in6_addr unused;
     str name, domain;
-    for (str list = str_c(hosts), each; http_next(&list, &each);) {
+    for (str list = str_c(hosts), each; http_next_element(&list, &each);) {
         const str plain = srv_is_domain(each, &domain) ? str_sub(domain, 1, domain.n) : each;
         const bool stars = plain.n && memchr(plain.p, '*', plain.n);
         const bool host = http_split_host(plain, &name) && name.n && !stars;
@@ -24864,8 +24864,8 @@ static int srv_check_hosts(const char *hosts, toka_err *e) {
 
 /* Returns the request's Origin if --allowed-origins has it, else an empty string. */
 static str srv_origin(const srv_options *o, const http_request *r) {
-    str origin = http_find(r, "origin"), list = o->origins ? str_c(o->origins) : STR(""), each;
-    while (origin.n && http_next(&list, &each))
+    str origin = http_find_header(r, "origin"), list = o->origins ? str_c(o->origins) : STR(""), each;
+    while (origin.n && http_next_element(&list, &each))
         if (str_eq(each, origin) || str_is(each, "*")) return origin;
     return STR("");
 }
@@ -24888,7 +24888,7 @@ static void srv_options_reply(srv_call *c) {
     if (!c->origin.n) return;
     srv_put_allow(&c->reply.headers, "Access-Control-Allow-Methods", methods);
     /* allow all headers that the client asks for: some add their own, such as x-stainless-os */
-    str wanted = http_find(c->req, "access-control-request-headers");
+    str wanted = http_find_header(c->req, "access-control-request-headers");
     buf_c(&c->reply.headers, "Access-Control-Allow-Headers: ");
     buf_str(&c->reply.headers, wanted.n ? wanted : STR("Authorization, Content-Type"));
     buf_c(&c->reply.headers, "\r\nAccess-Control-Max-Age: 600\r\n");
@@ -24899,13 +24899,13 @@ static void srv_options_reply(srv_call *c) {
  * browsers send the headers Sec-Fetch-Site and Origin. Over plain HTTP to another machine they send
  * no Sec-Fetch-Site; then Origin, which names the page, must be this host. */
 static bool srv_is_foreign(const srv_call *c) {
-    const str site = http_find(c->req, "sec-fetch-site"), from = http_find(c->req, "origin");
+    const str site = http_find_header(c->req, "sec-fetch-site"), from = http_find_header(c->req, "origin");
     const str scheme = STR("http://");
     const bool changes = c->req->method == HTTP_POST || c->req->method == HTTP_DELETE;
     if (!changes || c->origin.n) return false;
-    if (site.n) return !http_same(site, "same-origin") && !http_same(site, "none");
+    if (site.n) return !http_is(site, "same-origin") && !http_is(site, "none");
     if (from.n && !str_starts(from, scheme)) return true;
-    return from.n && !http_equal(str_sub(from, scheme.n, from.n), c->req->host);
+    return from.n && !http_equal_nocase(str_sub(from, scheme.n, from.n), c->req->host);
 }
 
 /* Checks a request whose head is complete, before its body is read: host, path, route, origin, key,
@@ -24938,12 +24938,12 @@ static bool srv_check(srv *s, srv_call *c) {
         srv_error(c, 405, "%s is not answered to this method", c->route->path);
         return srv_put_allow(&c->reply.headers, "Allow", c->route->methods), true;
     }
-    str coding = http_find(r, "content-encoding"), type = http_find(r, "content-type");
-    if (coding.n && !http_same(coding, "identity"))
+    str coding = http_find_header(r, "content-encoding"), type = http_find_header(r, "content-type");
+    if (coding.n && !http_is(coding, "identity"))
         return srv_error(c, 415, "Content-Encoding: expected none"), true;
     ptrdiff_t semi = str_find(type, STR(";"), 0);
     bool is_json =
-        !type.p || http_same(http_trim(str_sub(type, 0, semi < 0 ? type.n : (size_t)semi)),
+        !type.p || http_is(http_trim(str_sub(type, 0, semi < 0 ? type.n : (size_t)semi)),
                              "application/json");
     if (c->route->methods == SRV_POST && c->route != &srv_upload_route && !is_json)
         return srv_error(c, 415, "Content-Type: expected application/json"), true;
@@ -25298,7 +25298,7 @@ static void srv_answer_last(srv *s, srv_conn *k, int status, const char *why) {
 
 /* The message for a status that the parser (24) returned. */
 static const char *srv_why(int status, const http_request *r) {
-    const bool coding = http_count(r, "transfer-encoding");
+    const bool coding = http_count_headers(r, "transfer-encoding");
     switch (status) {
     case 413: return "Content-Length: more bytes than any request may have";
     case 414: return "the target is too long";
@@ -25330,7 +25330,7 @@ static void srv_on_head(srv *s, srv_conn *k, str head) {
     c->req = arena_alloc(&c->a, sizeof *c->req);
     /* parsed again from a copy, so that its slices live as long as the call */
     http_parse_head(arena_str(&c->a, head), c->req);
-    bool has_body = c->req->chunked || c->req->length, answered = srv_check(s, c);
+    bool has_body = c->req->chunked || c->req->content_length, answered = srv_check(s, c);
     const char *by;
     int status = answered ? 0 : http_body_init(&k->body, c->req, srv_body_limit(s, c, &by));
     if (status == 413) {
@@ -25571,7 +25571,7 @@ static void srv_full(srv *s, int fd) {
         return;
     }
     buf b = {0}, body = {0};
-    api_error(&body, 503, "all connections are taken", NULL, NULL, NULL);
+    api_put_error(&body, 503, "all connections are taken", NULL, NULL, NULL);
     http_put_head(&b, 503, "application/json", (int64_t)body.n, false, (int64_t)time(NULL),
                   STR("Retry-After: 1\r\n"));
     buf_str(&b, buf_view(&body));
@@ -25780,7 +25780,7 @@ static void srv_tick(srv *s) {
     toka_stats t = toka_get_stats(s->t);
     srv_check_engine(s, &t);
     if (l->now - l->t_status < 5) return;
-    run_say_overwritten(s->t, &l->said_overwritten);
+    run_warn_overwritten(s->t, &l->said_overwritten);
     srv_status_line(s, &t);
 }
 
@@ -25838,13 +25838,13 @@ static void srv_run_loop(srv *s) {
 
 /* Prints the sampling defaults that come from the model's generation_config.json. */
 static void srv_say_defaults(const srv *s) {
-    const toka_sampling *p = &s->model.base.sampling;
+    const toka_sampling *p = &s->model.defaults.sampling;
     const mf_defaults *d = &s->t->files->defaults;
     bool any = d->has_temperature || d->has_do_sample || d->has_top_p || d->has_top_k ||
                d->has_min_p || d->has_repetition_penalty || d->max_tokens || d->min_tokens ||
                d->n_stop || d->n_bad;
     if (!s->o->model_defaults) return;
-    run_say_unused(s->t);
+    run_warn_unused(s->t);
     if (!any) return;
     buf more = {0};
     if (d->max_tokens) buf_printf(&more, ", max_tokens %d", d->max_tokens);
@@ -25867,12 +25867,12 @@ static void srv_init_model(srv *s) {
              s->t->engine->backend->name);
     toka_request base = toka_request_default();
     if (o->model_defaults) toka_request_model_defaults(s->t, &base);
-    s->model = (api_model){.t = s->t,
+    s->model = (api_config){.toka = s->t,
                            .names = o->n_names ? o->names : &s->name,
                            .n_names = MAX(1, o->n_names),
                            .name = s->name,
                            .fingerprint = s->fingerprint,
-                           .base = base,
+                           .defaults = base,
                            .completion_tokens = 16,
                            .max_len = s->info.max_model_len,
                            .max_choices = SRV_MAX_CHOICES,
@@ -25881,7 +25881,7 @@ static void srv_init_model(srv *s) {
                            .limits = {128, (size_t)o->max_body_bytes},
                            .strict = o->strict,
                            .live = true,
-                           .unknown = srv_unknown,
+                           .on_unknown_field = srv_unknown,
                            .user = s};
 }
 
@@ -25892,7 +25892,7 @@ static int srv_load(srv *s, toka_err *e) {
     if (code) return code;
     srv_init_model(s);
     s->room = MAX(os_available_bytes() / 2, (int64_t)SRV_LEAST_ROOM);
-    run_say_start(s->t, s->name, os_now() - t0);
+    run_print_start(s->t, s->name, os_now() - t0);
     srv_say_defaults(s);
     fb_options fb = {.dir = s->o->files_dir, .t = s->t, .m = &s->model};
     if ((code = fb_open(&s->files, &fb, e))) return code;
@@ -25963,7 +25963,7 @@ static int srv_run(const srv_options *o, toka_err *e) {
     /* loading cannot be interrupted, except by a second signal, which ends the program */
     while (driven && s.phase == SRV_LOADING) usleep(10000);
     if (s.files) fb_stop(s.files);
-    if (s.t) run_say_overwritten(s.t, &l.said_overwritten);
+    if (s.t) run_warn_overwritten(s.t, &l.said_overwritten);
     if (s.t) toka_stop(s.t);
     if (driven) pthread_join(engine, NULL);
     pthread_mutex_lock(&s.lock);
@@ -26020,12 +26020,12 @@ static void *run_fill_random(void *user) {
 /* Places one tensor at *at, fills it, and moves *at behind it, to a multiple of 64 bytes. `base` is
  * the struct that has the tensor's field. A norm's weights are 1 and biases are 0. The scale of a
  * matrix is chosen so that its output has about the magnitude of its input. */
-static void run_dummy_tensor(mf_model *m, const mf_slot *slot, void *base, char **at) {
+static void run_dummy_tensor(mf_model *m, const mf_binding *slot, void *base, char **at) {
     enum { MOST = 64 };
-    int64_t n = mf_slot_size(slot, &m->config);
+    int64_t n = mf_binding_size(slot, &m->config);
     uint16_t *p = (uint16_t *)(void *)*at;
     if (!n) return;
-    int rows = mf_product(slot->rows, &m->shape), cols = mf_product(slot->cols, &m->shape);
+    int rows = mf_dim_product(slot->rows, &m->shape), cols = mf_dim_product(slot->cols, &m->shape);
     *(toka_tensor *)(void *)((char *)base + slot->field) =
         (toka_tensor){p, TOKA_BF16, rows, cols, cols};
     *at += ((size_t)n * sizeof *p + 63) & ~(size_t)63;
@@ -26058,12 +26058,12 @@ enum { RUN_DUMMY_BYTES = 2000000000 };
  * Returns TOKA_E_MEMORY if the weights do not fit into memory. */
 static int run_dummy_weights(mf_model *m, toka_err *e) {
     const int L = m->shape.L;
-    size_t pad = (size_t)(COUNT(mf_layer_slots) * L + COUNT(mf_model_slots) + 1) * 64;
+    size_t pad = (size_t)(COUNT(mf_layer_bindings) * L + COUNT(mf_model_bindings) + 1) * 64;
     size_t layer_bytes = 0;
     m->n_parameters = mf_n_parameters(&m->config);
     m->weight_bytes = (size_t)m->n_parameters * 2;
-    for (int i = 0; i < COUNT(mf_layer_slots); i++)
-        layer_bytes += (size_t)mf_slot_size(&mf_layer_slots[i], &m->config) * 2;
+    for (int i = 0; i < COUNT(mf_layer_bindings); i++)
+        layer_bytes += (size_t)mf_binding_size(&mf_layer_bindings[i], &m->config) * 2;
     const int own = (int)MIN((size_t)L, RUN_DUMMY_BYTES / layer_bytes + 1);
     size_t bytes = m->weight_bytes - (size_t)(L - own) * layer_bytes + pad;
     char *at = MAP_FAILED;
@@ -26074,26 +26074,26 @@ static int run_dummy_weights(mf_model *m, toka_err *e) {
         return fail(e, TOKA_E_MEMORY, "%s: %zu bytes of dummy weights do not fit", m->name, bytes);
     m->maps = mem_alloc(sizeof *m->maps);
     m->maps[m->n_maps++] = (str){at, bytes};
-    m->weights.layers = arena_zalloc(&m->a, (size_t)L * sizeof *m->weights.layers);
-    for (int i = 0; i < COUNT(mf_model_slots); i++)
-        run_dummy_tensor(m, &mf_model_slots[i], &m->weights, &at);
+    m->weights.layers = arena_zalloc(&m->memory, (size_t)L * sizeof *m->weights.layers);
+    for (int i = 0; i < COUNT(mf_model_bindings); i++)
+        run_dummy_tensor(m, &mf_model_bindings[i], &m->weights, &at);
     for (int layer = 0; layer < L; layer++) {
-        for (int i = 0; i < COUNT(mf_layer_slots) && layer < own; i++)
-            run_dummy_tensor(m, &mf_layer_slots[i], &m->weights.layers[layer], &at);
+        for (int i = 0; i < COUNT(mf_layer_bindings) && layer < own; i++)
+            run_dummy_tensor(m, &mf_layer_bindings[i], &m->weights.layers[layer], &at);
         if (layer >= own) m->weights.layers[layer] = m->weights.layers[layer % own];
         m->weights.layers[layer].window = m->config.window[layer];
     }
-    run_dummy_tensor(m, &mf_lm_head_slot, &m->weights, &at);
+    run_dummy_tensor(m, &mf_lm_head_binding, &m->weights, &at);
     if (!m->weights.lm_head.rows) m->weights.lm_head = m->weights.embed;
     return 0;
 }
 
 /* Finds the line of models.txt with this name or hub id. *found is allocated in `a`, or NULL if no
- * line matches. *n is the number of lines. Returns 0 or the error of mf_models_open. */
+ * line matches. *n is the number of lines. Returns 0 or the error of mf_read_models_file. */
 static int run_find_known(const char *models_file, const char *model, arena *a,
-                          const mf_known **found, int *n, toka_err *e) {
-    mf_known *known;
-    int code = mf_models_open(models_file, a, &known, n, e);
+                          const mf_known_model **found, int *n, toka_err *e) {
+    mf_known_model *known;
+    int code = mf_read_models_file(models_file, a, &known, n, e);
     *found = NULL;
     for (int i = 0; i < *n && !code && !*found; i++)
         if (!strcasecmp(known[i].name, model) || !strcmp(known[i].hub_id, model))
@@ -26103,11 +26103,11 @@ static int run_find_known(const char *models_file, const char *model, arena *a,
 
 /* Returns the error for a model that models.txt does not have, with the most similar name. */
 static int run_dummy_unknown(const toka_options *o, arena *a, toka_err *e) {
-    mf_known *known;
+    mf_known_model *known;
     int n;
     suggestion near = {.typed = str_c(o->model)};
-    if (mf_models_open(o->models_file, a, &known, &n, e)) return e->code;
-    if (!n) return fail(e, TOKA_E_USE, "%s: %s", o->model, mf_no_models);
+    if (mf_read_models_file(o->models_file, a, &known, &n, e)) return e->code;
+    if (!n) return fail(e, TOKA_E_USE, "%s: %s", o->model, mf_no_models_file);
     for (int i = 0; i < n; i++) suggest_try(&near, known[i].name);
     fail(e, TOKA_E_USE, "%s: not a name of models.txt, which --dummy-weights needs", o->model);
     return suggest_fail(&near, "", e);
@@ -26116,7 +26116,7 @@ static int run_dummy_unknown(const toka_options *o, arena *a, toka_err *e) {
 /* Opens a toka without model files: shapes from models.txt, random weights, no tokenizer. The
  * caller closes *out. If it fails, *out is NULL or unchanged. */
 static int run_dummy_open(toka **out, const toka_options *o, toka_err *e) {
-    const mf_known *found = NULL;
+    const mf_known_model *found = NULL;
     int n_known, code = lib_check_options(o, e);
     if (code) return code;
     if (!o->model)
@@ -26125,8 +26125,8 @@ static int run_dummy_open(toka **out, const toka_options *o, toka_err *e) {
     mf_model *m = t->files = mem_zalloc(sizeof *m);
     m->tokenizer_json = m->tokenizer_config = STR("");
     m->defaults = mf_no_defaults;
-    code = run_find_known(o->models_file, o->model, &m->a, &found, &n_known, e);
-    if (!code && !found) code = run_dummy_unknown(o, &m->a, e);
+    code = run_find_known(o->models_file, o->model, &m->memory, &found, &n_known, e);
+    if (!code && !found) code = run_dummy_unknown(o, &m->memory, e);
     if (!code) {
         m->name = found->name;
         m->config = found->config;
@@ -26154,7 +26154,7 @@ typedef struct run_bench_options {
     double load_s;           /* seconds that opening the model took */
     bool json;               /* print the result as one JSON object */
     bool quiet;              /* no report on stderr */
-    bool said;               /* the text of run_say_start has already been printed */
+    bool said;               /* the text of run_print_start has already been printed */
     atomic_int *interrupted; /* not 0 after Ctrl-C */
 } run_bench_options;
 
@@ -26201,8 +26201,8 @@ static int run_dataset(const char *path, int64_t most, atomic_int *interrupted, 
         toka_err why;
         if (run_is_blank(line)) continue;
         const json *root = json_parse(&a, line, run_limits, &why);
-        code = root ? take(user, root, in.number, e)
-                    : fail(e, TOKA_E_INPUT, "%s: line %lld: %.400s", path, (long long)in.number,
+        code = root ? take(user, root, in.line_number, e)
+                    : fail(e, TOKA_E_INPUT, "%s: line %lld: %.400s", path, (long long)in.line_number,
                            why.msg);
         arena_free(&a);
         n++;
@@ -26273,7 +26273,7 @@ static void run_bench_submit(run_bench_state *b) {
     toka_request q = b->o->base;
     q.ids = b->tokens.p + b->prompt[s->prompt];
     q.n_ids = b->prompt[s->prompt + 1] - b->prompt[s->prompt];
-    q.sampling.seed = api_seed(q.sampling.seed, (uint64_t[]){0, (uint64_t)b->next++});
+    q.sampling.seed = api_derive_seed(q.sampling.seed, (uint64_t[]){0, (uint64_t)b->next++});
     q.sampling.max_tokens = s->length;
     q.sampling.ignore_eos = true;
     toka_submit(b->t, &q, run_bench_event, b, &s->id, &b->e);
@@ -26307,13 +26307,13 @@ static void run_bench_print(const run_bench_state *b, const run_report *p) {
     }
     const struct { const char *name; double value; } numbers[] = {
         {"requests_per_second", (double)b->n_prompts / s}, {"tokens_per_second", (double)total / s},
-        {"output_tokens_per_second", (double)b->n_output / s}, {"prefix_hit_share", p->shared},
-        {"mean_batch_size", p->rows_per_step}, {"plan_share", p->plan}, {"run_share", p->run},
-        {"commit_share", p->commit}, {"idle_share", p->idle}};
+        {"output_tokens_per_second", (double)b->n_output / s}, {"prefix_hit_share", p->prefix_hit_share},
+        {"mean_batch_size", p->rows_per_step}, {"plan_share", p->plan_share}, {"run_share", p->run_share},
+        {"commit_share", p->commit_share}, {"idle_share", p->idle_share}};
     const struct { const char *name; int64_t value; } counts[] = {
         {"num_requests", b->n_prompts}, {"num_samples", b->n_samples}, {"total_num_tokens", total},
         {"total_prompt_tokens", prompt}, {"total_output_tokens", b->n_output},
-        {"steps", p->s.steps}, {"preemptions", p->s.preemptions}};
+        {"steps", p->stats.steps}, {"preemptions", p->stats.preemptions}};
     buf out = {0};
     json_put_open(&out, '{');
     json_put_key(&out, "elapsed_time"), json_put_num(&out, s, false);
@@ -26375,13 +26375,13 @@ static int run_bench_throughput(toka *t, const run_bench_options *o, toka_err *e
         for (int i = 0; i < 2 * t->engine->max_seqs; i++) run_bench_submit(&b);
         double said = os_now();
         if (!b.e.code && !o->quiet && !o->said)
-            run_say_start(t, toka_get_info(t).model_name, o->load_s);
-        t0 += os_now() - said; /* run_say_start queries the devices: leave out its time */
+            run_print_start(t, toka_get_info(t).model_name, o->load_s);
+        t0 += os_now() - said; /* run_print_start queries the devices: leave out its time */
         code = toka_run(t, false, e);
         if (!code && b.e.code) *e = b.e, code = e->code;
         run_report p = run_report_make(t, os_now() - t0);
         if (!code && !*o->interrupted) run_bench_print(&b, &p);
-        if (!code && !o->quiet) run_report_show(&p);
+        if (!code && !o->quiet) run_report_print(&p);
         toka_err late;
         if (run_timeline_close(timeline, o->timeline, &late) && !code) *e = late, code = late.code;
     }
@@ -26695,10 +26695,10 @@ typedef struct plan_split {
 
 /* Returns 0 if the model can be split into tp ranks a stage and pp stages, else TOKA_E_USE. */
 static int plan_check_split(const toka_shape *s, int tp, int pp, toka_err *e) {
-    mf_part part;
+    mf_tp_ranges part;
     if (pp > s->L)
         return fail(e, TOKA_E_USE, "pipeline parallel size %d: the model has %d layers", pp, s->L);
-    if (mf_part_of(s, 0, tp, &part, e)) return e->code;
+    if (mf_split_tp(s, 0, tp, &part, e)) return e->code;
     return tp <= TOKA_GPU_MAX_TP
                ? 0
                : fail(e, TOKA_E_USE, "tensor parallel size %d: GPUs run %d tensor ranks at most",
@@ -26708,11 +26708,11 @@ static int plan_check_split(const toka_shape *s, int tp, int pp, toka_err *e) {
 /* Returns a layer whose tensors have sizes but no data. */
 static toka_layer plan_layer(const mf_config *c, const toka_shape *s) {
     toka_layer layer = {0};
-    for (int i = 0; i < COUNT(mf_layer_slots); i++) {
-        const mf_slot *slot = &mf_layer_slots[i];
-        if (slot->needs & ~c->features) continue;
+    for (int i = 0; i < COUNT(mf_layer_bindings); i++) {
+        const mf_binding *slot = &mf_layer_bindings[i];
+        if (slot->feature & ~c->features) continue;
         toka_tensor *t = (toka_tensor *)(void *)((char *)&layer + slot->field);
-        t->rows = mf_product(slot->rows, s), t->cols = mf_product(slot->cols, s);
+        t->rows = mf_dim_product(slot->rows, s), t->cols = mf_dim_product(slot->cols, s);
     }
     return layer;
 }
@@ -26722,16 +26722,16 @@ static plan_rank plan_rank_of(const plan_ask *a, int tp, int pp, int stage, int 
     const toka_shape *all = &a->model->shape;
     plan_rank p = {.shape = *all, .first = !stage, .last = stage == pp - 1};
     toka_shape *s = &p.shape;
-    mf_range layers = mf_stage(all, stage, pp);
-    mf_part part;
-    const int code = mf_part_of(all, r, tp, &part, &(toka_err){0});
+    mf_range layers = mf_stage_layers(all, stage, pp);
+    mf_tp_ranges part;
+    const int code = mf_split_tp(all, r, tp, &part, &(toka_err){0});
     assert(!code), (void)code;
-    p.l0 = layers.from;
-    s->L = layers.n;
-    s->H = part.H.n;
-    s->K = part.K.n;
-    s->F = part.F.n;
-    s->V = part.V.n;
+    p.l0 = layers.first;
+    s->L = layers.count;
+    s->H = part.H.count;
+    s->K = part.K.count;
+    s->F = part.F.count;
+    s->V = part.V.count;
     toka_layer layer = plan_layer(a->model, s);
     toka_tensor head = {.rows = s->V, .cols = s->E};
     bool tied = !(a->model->features & MF_LM_HEAD);
@@ -26754,15 +26754,15 @@ static plan_rank plan_rank_of(const plan_ask *a, int tp, int pp, int stage, int 
 
 /* Seconds of an all-reduce of `bytes` over tp ranks. */
 static double plan_reduce(const run_gpu *g, int tp, double bytes) {
-    return PLAN_LATENCY + 2.0 * (tp - 1) / tp * bytes / g->link;
+    return PLAN_LATENCY + 2.0 * (tp - 1) / tp * bytes / g->link_rate;
 }
 /* Seconds of sending `bytes` to the next stage. */
-static double plan_send(const run_gpu *g, double bytes) { return PLAN_LATENCY + bytes / g->link; }
+static double plan_send(const run_gpu *g, double bytes) { return PLAN_LATENCY + bytes / g->link_rate; }
 
 /* Adds the time of an op with `flop` FLOP and `bytes` of memory traffic: to t->tensor if the
  * arithmetic takes longer, else to *memory. */
 static void plan_op(const run_gpu *g, double flop, double bytes, plan_time *t, double *memory) {
-    double arithmetic = flop / g->flops, reading = bytes / g->read;
+    double arithmetic = flop / g->flops, reading = bytes / g->memory_rate;
     *(arithmetic > reading ? &t->tensor : memory) += MAX(arithmetic, reading);
 }
 
@@ -26798,7 +26798,7 @@ static plan_time plan_rank_time(const plan_ask *a, const plan_rank *p, int tp, c
     const int sums = 2 * p->shape.L;
     /* Seconds of an all-reduce that overlap the matrix products. */
     const double beside = g->arch == 90 && message >= TOKA_GPU_SCATTER_BYTES
-                              ? (tp - 1.0) / tp * message / g->link
+                              ? (tp - 1.0) / tp * message / g->link_rate
                               : 0;
     if (tp > 1) {
         t.link = (sums + p->first) * plan_reduce(g, tp, message) - sums * beside;
@@ -26995,7 +26995,7 @@ static int plan_check(const plan_options *o, plan_ask *a, int *must_hold, toka_e
 static int plan_find_model(const plan_options *o, mf_model **m, arena *lines, const mf_config **c,
                            const char **name, toka_err *e) {
     struct stat st;
-    const mf_known *known = NULL;
+    const mf_known_model *known = NULL;
     int n, code = o->model && stat(o->model, &st)
                       ? run_find_known(o->models_file, o->model, lines, &known, &n, e)
                       : 0;
@@ -27068,7 +27068,7 @@ static void plan_put_head(const plan_ask *a, const char *name, buf *b) {
     buf_printf(b, "%d x %s: %.1f GB, of which %g %% are taken; %.0f TFLOP/s, %.2f TB/s, "
                   "link %.0f GB/s (%s)\n",
                a->gpus, g->name, 1e-9 * g->memory, 100 * a->utilization, 1e-12 * g->flops,
-               1e-12 * g->read, 1e-9 * g->link, g->source);
+               1e-12 * g->memory_rate, 1e-9 * g->link_rate, g->source);
     buf_printf(b, "workload: %d tokens in, %d out, %d answer%s a prompt; ", a->input, a->output,
                a->samples, a->samples > 1 ? "s" : "");
     buf_printf(b, "a replica runs at most %s sequences, %s tokens a step\n\n",
@@ -27159,8 +27159,8 @@ static void plan_put_json(const plan_options *o, const plan_ask *a, const char *
                           const plan_split *s, int n, buf *b) {
     const run_gpu *g = a->gpu;
     const struct { const char *name; double value; } rates[] = {
-        {"memory_bytes", g->memory}, {"flops", g->flops}, {"read_bytes_per_second", g->read},
-        {"link_bytes_per_second", g->link}};
+        {"memory_bytes", g->memory}, {"flops", g->flops}, {"read_bytes_per_second", g->memory_rate},
+        {"link_bytes_per_second", g->link_rate}};
     const struct { const char *name; int64_t value; } asked[] = {
         {"gpus", a->gpus}, {"n_parameters", mf_n_parameters(a->model)},
         {"max_model_len", a->max_len}, {"max_num_seqs", a->max_seqs},
@@ -27335,7 +27335,7 @@ typedef struct bs { /* the state of the benchmark */
 
 /* Uniform in [0, 1). */
 static double bs_unit(bs *b) {
-    return (double)(api_seed(b->o->seed, (uint64_t[2]){0, b->n_random++}) >> 11) * 0x1p-53;
+    return (double)(api_derive_seed(b->o->seed, (uint64_t[2]){0, b->n_random++}) >> 11) * 0x1p-53;
 }
 
 /* A uniform whole number from lo to hi, both included. */
@@ -29340,7 +29340,7 @@ static int cli_chat(const cli *c, toka *t, toka_err *e) {
         buf_clear(&line);
         code = cli_render(c, t, &messages, &prompt, e);
         if (!code) code = cli_complete(c, t, buf_view(&prompt), TOKA_PARSE_SPECIAL, &answer, e);
-        run_say_overwritten(t, &said);
+        run_warn_overwritten(t, &said);
         if (code && code != TOKA_E_USE) break;
         if (!code) {
             cli_put_message(&messages, "assistant", buf_view(&answer));
@@ -29377,7 +29377,7 @@ static int cli_run_prompt(const cli *c, toka *t, toka_err *e) {
         code = cli_complete(c, t, buf_view(&prompt), TOKA_PARSE_SPECIAL, NULL, e);
     else if (!code)
         code = cli_complete(c, t, buf_view(&text), TOKA_ADD_SPECIAL | TOKA_PARSE_SPECIAL, NULL, e);
-    run_say_overwritten(t, &said);
+    run_warn_overwritten(t, &said);
     buf_free(&text), buf_free(&messages), buf_free(&prompt);
     return code;
 }
@@ -29392,7 +29392,7 @@ static void cli_note_device(const cli *c) {
 }
 
 static void cli_note_unused(const cli *c, const toka *t) {
-    if (!c->quiet) run_say_unused(t);
+    if (!c->quiet) run_warn_unused(t);
 }
 
 /* Opens the model, for a command that runs one. */
@@ -29404,7 +29404,7 @@ static int cli_open(const cli *c, toka **t, toka_err *e) {
     cli_note_device(c);
     if (c->verbose) {
         lib_put_startup(*t, &line);
-        run_say_start(*t, (*t)->files->name, os_now() - t0);
+        run_print_start(*t, (*t)->files->name, os_now() - t0);
         fprintf(stderr, "toka: %s\n", line.p);
     }
     buf_free(&line);
@@ -29483,7 +29483,7 @@ static int cli_template(const cli *c, toka_err *e) {
     if (!code) code = lib_render(by, by->files, buf_view(&in), json_trusted, c->now, &out, e);
     if (!code) code = cli_write(buf_view(&out), e);
     buf_free(&in), buf_free(&out);
-    arena_free(&names.a);
+    arena_free(&names.memory);
     tmpl_del(alone.chat_template), tmpl_del(alone.tool_template);
     toka_close(t);
     return code;
@@ -29546,14 +29546,14 @@ static int cli_score(const cli *c, toka_err *e) {
 static int cli_models(const cli *c, toka_err *e) {
     arena a = {0};
     buf out = {0};
-    mf_known *known;
+    mf_known_model *known;
     toka_err absent;
     int n;
-    int code = mf_models_open(c->open.models_file, &a, &known, &n, e);
-    if (!code && !n) code = fail(e, TOKA_E_USE, "%s", mf_no_models);
+    int code = mf_read_models_file(c->open.models_file, &a, &known, &n, e);
+    if (!code && !n) code = fail(e, TOKA_E_USE, "%s", mf_no_models_file);
     for (int i = 0; i < n && !code; i++) {
         char *folder = NULL;
-        const char *here = mf_find_hub(known[i].hub_id, NULL, &folder, &a, &absent)
+        const char *here = mf_find_in_hub_cache(known[i].hub_id, NULL, &folder, &a, &absent)
                                ? ""
                                : "in the hub cache";
         if (!i)
@@ -29586,16 +29586,16 @@ static int cli_batch(const cli *c, toka_err *e) {
                      .out = c->output,
                      .report = c->report,
                      .now = c->now,
-                     .base = toka_request_default(),
+                     .defaults = toka_request_default(),
                      .name = c->served_names.n ? c->served_names.at[0] : NULL,
                      .quiet = c->quiet,
                      .max_answer_bytes = c->serve.max_answer_bytes,
                      .interrupted = &cli_interrupted};
     cli_note_unused(c, t);
-    cli_sampling(c, t, &o.base);
-    o.base.sampling.logprobs = 0;
+    cli_sampling(c, t, &o.defaults);
+    o.defaults.sampling.logprobs = 0;
     /* Bad flags fail here. Otherwise each line would become an error record, which is final. */
-    code = samp_check(&o.base.sampling, t->shape.V, e);
+    code = samp_check(&o.defaults.sampling, t->shape.V, e);
     if (!code) code = run_batch(t, &o, e);
     toka_close(t);
     return code;

@@ -22,25 +22,25 @@ static void check_stream(str s) {
 }
 
 /* Events for all samples of all parts: ids follow from the body's bytes. Samples beyond the first 8 are cancelled. */
-static void answer(api_call *c, const uint8_t *data, size_t size) {
+static void answer(api_request *c, const uint8_t *data, size_t size) {
     buf records = {0}, out = {0};
-    for (int k = 0; k < c->n_parts; k++) {
-        const api_part *p = &c->parts[k];
+    for (int k = 0; k < c->n_prompts; k++) {
+        const api_prompt *p = &c->prompts[k];
         int32_t top_ids[TOKA_MAX_LOGPROBS];
         float top[TOKA_MAX_LOGPROBS];
         for (int i = 0; i < TOKA_MAX_LOGPROBS; i++) top_ids[i] = data[(size_t)(i * 5) % size], top[i] = -(float)i;
         toka_event ev = {.logprob = -1, .stop_id = -1, .stop_text = -1, .top_ids = top_ids, .top_logprobs = top, .sample = TOKA_PROMPT};
-        for (size_t i = 0; p->q.prompt_logprobs && i < p->prompt.n; i++) {
-            ev.id = p->prompt.p[i], ev.n_top = i ? p->q.prompt_top : 0;
-            ev.finish = p->q.n || i + 1 < p->prompt.n ? TOKA_RUNNING : TOKA_LENGTH;
-            api_pack(p, &ev, &records);
+        for (size_t i = 0; p->engine_request.prompt_logprobs && i < p->ids.n; i++) {
+            ev.id = p->ids.p[i], ev.n_top = i ? p->engine_request.prompt_top : 0;
+            ev.finish = p->engine_request.n || i + 1 < p->ids.n ? TOKA_RUNNING : TOKA_LENGTH;
+            api_pack_event(p, &ev, &records);
         }
-        for (ev.sample = 0; ev.sample < p->q.n; ev.sample++)
+        for (ev.sample = 0; ev.sample < p->engine_request.n; ev.sample++)
             for (int i = 0; i < 3; i++) {
-                ev.id = ev.sample < 8 ? data[(size_t)(i + ev.sample) % size] * 8 : -1, ev.n_top = ev.id < 0 ? 0 : MAX(p->q.sampling.logprobs, 0);
+                ev.id = ev.sample < 8 ? data[(size_t)(i + ev.sample) % size] * 8 : -1, ev.n_top = ev.id < 0 ? 0 : MAX(p->engine_request.sampling.logprobs, 0);
                 ev.finish = ev.id < 0 ? TOKA_CANCELLED : i == 2 ? TOKA_LENGTH : TOKA_RUNNING;
-                ev.text = p->q.sampling.n_stop ? "ab" : NULL, ev.text_bytes = 2;
-                api_pack(p, &ev, &records);
+                ev.text = p->engine_request.sampling.n_stop ? "ab" : NULL, ev.text_bytes = 2;
+                api_pack_event(p, &ev, &records);
                 if (ev.id < 0) break;
             }
     }
@@ -62,7 +62,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         if (lib_open_text(&t, &open, false, &e)) abort();
     }
     if (!size) return 0;
-    api_model m = {.t = t, .names = names, .n_names = 1, .fingerprint = "fp", .base = toka_request_default(), .completion_tokens = 16,
+    api_config m = {.toka = t, .names = names, .n_names = 1, .fingerprint = "fp", .defaults = toka_request_default(), .completion_tokens = 16,
                    .max_len = 128, .max_choices = 64, .max_answer_bytes = 1 << 20, .now = "2025-01-01 00:00:00", .limits = {32, 1 << 20},
                    .strict = data[0] & 8, .live = !(data[0] & 16)};
     enum api_route route = data[0] & 3;
@@ -70,15 +70,15 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     buf out = {0};
     if (route >= API_TOKENIZE) {
         api_fault fault;
-        if (api_simple(&m, route, body, &out, &e, &fault)) api_error(&out, fault.status, e.msg, fault.type, fault.param, fault.code);
+        if (api_answer_tokenize(&m, route, body, &out, &e, &fault)) api_put_error(&out, fault.status, e.msg, fault.type, fault.param, fault.code);
         check_json(buf_view(&out));
     } else {
-        api_call c = {.serial = {1, 2}};
+        api_request c = {.serial = {1, 2}};
         if (!api_parse(&m, route, body, &c, &e)) {
             answer(&c, data, size);
         } else {
             if (c.status < 400 || !e.msg[0]) abort();
-            api_error(&out, c.status, e.msg, c.type, c.param, c.code);
+            api_put_error(&out, c.status, e.msg, c.type, c.param, c.code);
             check_json(buf_view(&out));
         }
         api_free(&c);

@@ -25,18 +25,18 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     mf_config c;
     mf_defaults d;
     mf_model m = {0};
-    mf_known *list;
+    mf_known_model *list;
     int n;
     if (mf_config_parse(text, "c", &a, &c, &e) == 0) check_config(&c);
     if (mf_config_parse(STR("{\"model_type\":\"llama\",\"num_hidden_layers\":1}"), "c", &a, &c, &e)) abort();
     if (mf_generation_parse(text, "g", &a, &c, &d, &e) == 0) check_config(&c);
     mf_tokenizer_config_parse(text, "t", &a, &m, &e);
     mf_special_map_parse(text, "t", &a, &m, &e);
-    mf_added_parse(text, "t", &a, &m, &e);
-    mf_template_parse(text, "t", &m, &e);
+    mf_added_tokens_parse(text, "t", &a, &m, &e);
+    mf_template_file_parse(text, "t", &m, &e);
     mf_join_tokens(&m);
-    if (!json_parse(&a, m.more_tokens, json_trusted, &e)) abort();
-    arena_free(&m.a);
+    if (!json_parse(&a, m.token_config, json_trusted, &e)) abort();
+    arena_free(&m.memory);
     if (mf_models_parse(text, &a, &list, &n, &e) == 0)
         for (int i = 0; i < n; i++) check_config(&list[i].config);
     arena_free(&a);

@@ -21,13 +21,13 @@ static void read_stream(str in, size_t piece, buf *record) {
         if (used < 0) {
             buf_printf(record, "bad %d\n", (int)-used);
         } else if (!in_body && whole) {
-            buf_printf(record, "%d %d %d %.*s?%.*s %lld %d %d\n", (int)r.method, r.minor, r.n_headers, STRF(r.path), STRF(r.query), (long long)r.length,
+            buf_printf(record, "%d %d %d %.*s?%.*s %lld %d %d\n", (int)r.method, r.minor, r.n_headers, STRF(r.path), STRF(r.query), (long long)r.content_length,
                        r.chunked, r.keep_alive);
             str name = STR("");
             if (r.host.n && !http_split_host(r.host, &name)) abort();
             buf_printf(record, "at %.*s\n", STRF(name));
             if (!str_starts(r.path, STR("/")) && !str_is(r.path, "*")) abort();
-            if (r.chunked && (r.length || http_find(&r, "content-length").p)) abort();
+            if (r.chunked && (r.content_length || http_find_header(&r, "content-length").p)) abort();
             in_body = true;
             if (http_body_init(&body, &r, 1 << 16)) used = -413;
         }

@@ -15,19 +15,19 @@ static mf_config tiny(arena *a) {
 static void as_file(str text) {
     arena a = {0};
     st_set set = {0};
-    st_names *names = NULL;
+    st_alias_list *names = NULL;
     st_tensor *t;
     toka_err e;
     toka_weights w;
     int n;
     mf_config c = tiny(&a);
-    mf_binder b = {.c = &c, .set = &set, .where = "f", .w = &w};
+    mf_binder b = {.config = &c, .set = &set, .where = "f", .weights = &w};
     int code = st_parse(text, "f", &a, &t, &n, &names, &e);
     for (int i = 0; !code && i < n; i++) {
         if (t[i].data < text.p || t[i].end - t[i].begin > (size_t)(text.p + text.n - t[i].data)) abort();
         code = st_set_add(&set, &t[i], &e);
     }
-    if (!code) mf_aliases(&c, &set, names, &a);
+    if (!code) mf_add_aliases(&c, &set, names, &a);
     if (!code) code = mf_bind(&b, &a, &e);
     if (!code && (w.layers[0].down.rows != 4 || w.lm_head.rows != 5)) abort();
     st_set_free(&set);
@@ -38,7 +38,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     str text = {(const char *)data, size}, *files;
     arena a = {0};
-    st_names *names = NULL;
+    st_alias_list *names = NULL;
     toka_err e;
     int n;
     as_file(text);

@@ -1,43 +1,77 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Renames declarations of toka.c and toka.h wherever they are used, in the C files of test/ too, and changes nothing else.
+"""Renames declarations of the three source files wherever they are used, in the C and CUDA files of test/ too, and changes nothing else.
 
     pip install libclang                      and clang, for its headers
     python3 test/rename.py NAMES.tsv          applies the rows, in order
     python3 test/rename.py --check NAMES.tsv  only says what would fail
 
 A row is OLD <tab> NEW; what follows a second tab is a remark. OLD is one of
-    kv_match_prefix          a function, a type, a macro, an enumerator or a variable of file scope
-    kv_cache.tail     a field of a struct or union
-    kv_match_prefix:p        a parameter or a variable of a function, all of that name in it
-A name of file scope changes in comments and documents too; fields and variables change in the code alone, since
-a word in a comment does not say which of them it means.
+    kv_match_prefix     a function, a type, a macro, an enumerator or a variable of file scope
+    kv_cache.tail       a field, a method or a constant of a struct or union
+    kv_match_prefix:p   a parameter (of a template, too) or a variable of a function, all of that name in it
+A name of file scope changes in comments and documents too, if it has an underscore. Plain words, fields and variables
+change in the code alone, since a word in a comment does not say which of them it means.
 
 clang finds the uses, so a name that means 28 things is no danger. What clang did not see (code behind an #if that is
 off) fails to compile afterwards; what compiles is proven by comparing machine code: `test/same_code.sh BEFORE`.
+In CUDA templates clang does not know yet which struct a member belongs to: there a member is renamed by its name, and if
+two rows disagree about that name, the place is printed and stays.
+
+test/gpu_mutants.py quotes lines of toka_kernels.cu: its texts follow what was renamed in the lines they quote.
 """
 import argparse
+import bisect
 import collections
 import ctypes
 import glob
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 
 import clang.cindex as cindex
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 UNITS = ["toka.c", "test/unit.c", "test/bench_cpu.c", "test/soak.c", "test/example.c", "test/gpu_ops.c", "test/gpu_model.c",
-         "test/gpu_ranks.c", "test/gpu_samp.c", "test/tok_driver.c", *sorted(glob.glob("test/fuzz_*.c", root_dir=ROOT))]
+         "test/gpu_ranks.c", "test/gpu_samp.c", "test/tok_driver.c", *sorted(glob.glob("test/fuzz_*.c", root_dir=ROOT)),
+         "toka_kernels.cu", *sorted(glob.glob("test/gpu_*.cu", root_dir=ROOT))]
+MUTANTS = os.path.join(ROOT, "test/gpu_mutants.py")
+KERNELS = os.path.join(ROOT, "toka_kernels.cu")
 KINDS = cindex.CursorKind
-VARIABLES = (KINDS.PARM_DECL, KINDS.VAR_DECL)
+MEMBERS = (KINDS.FIELD_DECL, KINDS.CXX_METHOD)
+VARIABLES = (KINDS.PARM_DECL, KINDS.VAR_DECL, KINDS.TEMPLATE_TYPE_PARAMETER, KINDS.TEMPLATE_NON_TYPE_PARAMETER)
+FUNCTIONS = (KINDS.FUNCTION_DECL, KINDS.FUNCTION_TEMPLATE, KINDS.CXX_METHOD, KINDS.CONSTRUCTOR)
+RECORDS = (KINDS.STRUCT_DECL, KINDS.UNION_DECL, KINDS.CLASS_TEMPLATE, KINDS.CLASS_TEMPLATE_PARTIAL_SPECIALIZATION)
+
+# What clang's own CUDA headers lack of a newer toolkit, so that every expression has a type.
+SHIM = """
+#define __CUDACC_VER_MAJOR__ 13
+#define __CUDACC_VER_MINOR__ 0
+#define __CUDA_ARCH_LIST__ 900
+template <class A, class B> static inline __host__ __device__ auto min(A a, B b) { return a < b ? a : b; }
+template <class A, class B> static inline __host__ __device__ auto max(A a, B b) { return a > b ? a : b; }
+template <class T> static inline __host__ __device__ T __ldcg(const T *p) { return *p; }
+template <class T> static inline __host__ __device__ T __ldcs(const T *p) { return *p; }
+template <class T> static inline __host__ __device__ T __reduce_add_sync(unsigned, T x) { return x; }
+template <class T> static inline __host__ __device__ T __reduce_max_sync(unsigned, T x) { return x; }
+"""
 
 
-def headers():
-    """The compiler's own headers, which libclang does not bring along."""
+def arguments(unit, folder):
+    """What clang is given for a unit. The compiler's own headers are not part of libclang: clang's are taken."""
     found = subprocess.run(["clang", "-print-resource-dir"], capture_output=True, text=True)
-    return ["-resource-dir", found.stdout.strip()] if found.returncode == 0 else []
+    own = ["-w", f"-I{ROOT}", *(["-resource-dir", found.stdout.strip()] if found.returncode == 0 else [])]
+    if not unit.endswith(".cu"):
+        return [*own, "-std=c11", "-DTOKA_MAIN", "-DTOKA_WITH_CUDA", '-DTOKA_EMBED="test/model"']
+    cuda = os.path.dirname(os.path.dirname(os.path.realpath(shutil.which("nvcc"))))
+    shim = os.path.join(folder, "shim.h")
+    with open(shim, "w") as f:
+        f.write(SHIM)
+    open(os.path.join(folder, "texture_fetch_functions.h"), "w").close()  # asked for by clang's header, gone from the toolkit
+    return [*own, "-x", "cuda", "--cuda-host-only", "-std=c++20", f"--cuda-path={cuda}", f"-I{cuda}/include", f"-I{folder}", "-include", shim]
 
 
 def spelling(location):
@@ -53,14 +87,23 @@ def owner(cursor):
     parent = cursor.semantic_parent
     while parent and (parent.is_anonymous() or not parent.spelling or "(" in parent.spelling):
         parent = parent.semantic_parent
-    return parent.spelling if parent else ""
+    return parent.spelling if parent and parent.kind != KINDS.TRANSLATION_UNIT else ""
 
 
-def function(cursor):
+def plain_name(key):
+    return re.split("[.:]", key)[-1]
+
+
+def is_global(key):
+    return not re.search("[.:]", key)
+
+
+def in_record(cursor):
+    """Is it a constant of a struct: static, or of an enum inside?"""
     parent = cursor.semantic_parent
-    while parent and parent.kind != KINDS.FUNCTION_DECL:
+    if parent and parent.kind == KINDS.ENUM_DECL:
         parent = parent.semantic_parent
-    return parent.spelling if parent else ""
+    return bool(parent) and parent.kind in RECORDS
 
 
 class Uses:
@@ -68,28 +111,43 @@ class Uses:
 
     def __init__(self, wanted):
         self.at = collections.defaultdict(set)
-        self.names = {key.replace(":", ".").split(".")[1] for key in wanted}
+        self.seen = set()  # (file, offset) of all that clang resolved
+        self.names = {plain_name(key) for key in wanted}
+        self.files = set()  # each is read once, though tests include toka.c
         index = cindex.Index.create()
-        for unit in UNITS:
-            args = ["-std=c11", "-w", "-DTOKA_MAIN", "-DTOKA_WITH_CUDA", '-DTOKA_EMBED="test/model"', f"-I{ROOT}", *headers()]
-            for cursor in index.parse(os.path.join(ROOT, unit), args=args).cursor.walk_preorder():
-                self.look(cursor)
+        with tempfile.TemporaryDirectory() as folder:
+            for unit in UNITS:
+                files = set()
+                for cursor in index.parse(os.path.join(ROOT, unit), args=arguments(unit, folder)).cursor.get_children():
+                    file = spelling(cursor.location)[0]
+                    if file and file.startswith(ROOT) and file not in self.files:
+                        files.add(file)
+                        self.walk(cursor, "")
+                self.files |= files
 
-    def look(self, cursor):
-        if cursor.spelling not in self.names:
-            return
-        target = cursor if cursor.kind in (KINDS.FIELD_DECL, *VARIABLES) else cursor.referenced
-        if not target or target.spelling != cursor.spelling:
-            return
-        if target.kind == KINDS.FIELD_DECL:
-            key = f"{owner(target)}.{target.spelling}"
-        elif target.kind in VARIABLES and function(target):
-            key = f"{function(target)}:{target.spelling}"
-        else:
+    def walk(self, cursor, around):
+        """around: the function, or the struct, in which the cursor stands."""
+        if cursor.kind in FUNCTIONS or cursor.kind in RECORDS and not cursor.is_anonymous():
+            around = cursor.spelling
+        self.look(cursor, around)
+        for child in cursor.get_children():
+            self.walk(child, around)
+
+    def look(self, cursor, around):
+        target = cursor if cursor.kind.is_declaration() else cursor.referenced
+        if not target or target.spelling not in self.names or cursor.kind != KINDS.TYPE_REF and target.spelling != cursor.spelling:
             return
         file, offset = spelling(cursor.location)
-        if file and file.startswith(ROOT):
-            self.at[key].add((file, offset))
+        if not file or not file.startswith(ROOT):
+            return
+        if target.kind in MEMBERS or in_record(target):
+            key = f"{owner(target)}.{target.spelling}"
+        elif target.kind in VARIABLES:
+            key = f"{around}:{target.spelling}"
+        else:
+            key = target.spelling
+        self.seen.add((file, offset))
+        self.at[key].add((file, offset))
 
 
 def read(path):
@@ -103,9 +161,13 @@ def code_only(text):
     return re.sub(rb'/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'', blank, text, flags=re.S)
 
 
+def without_comments(text):
+    return re.sub(rb"/\*.*?\*/|//[^\n]*", lambda m: b" " * len(m[0]), text, flags=re.S)
+
+
 def files_of_names():
     """Files in which names of file scope are spoken of."""
-    out = subprocess.run(["git", "ls-files", "toka.c", "toka.h", "toka_kernels.cu", "test/*.c", "test/*.h", "test/*.cu", "test/*.cuh", "test/*.py",
+    out = subprocess.run(["git", "ls-files", "toka.c", "toka.h", "toka_kernels.cu", ":(glob)test/*.c", ":(glob)test/*.h", ":(glob)test/*.cu", ":(glob)test/*.cuh", ":(glob)test/*.py",
                           "test/run.sh", "README.md"], capture_output=True, text=True, cwd=ROOT, check=True).stdout.split()
     return [os.path.join(ROOT, name) for name in out]
 
@@ -115,6 +177,8 @@ def rename_global(old, new, texts):
     fields = re.compile(rb"(?:->|\.)$")
     n = 0
     for path, text in texts.items():
+        if path == MUTANTS:
+            continue
         seen = text if path.endswith((".py", ".md", ".sh")) else code_only(text)
         out, last = [], 0
         for m in pattern.finditer(seen):
@@ -126,17 +190,40 @@ def rename_global(old, new, texts):
     return n
 
 
+def unresolved(rows, uses, texts):
+    """Members in CUDA templates, which clang leaves open: (file, offset, old, new) by their names alone."""
+    by_name = collections.defaultdict(set)
+    for old, new in rows:
+        if "." in old and any(path.endswith(".cu") for path, _ in uses.at[old]):
+            by_name[plain_name(old)].add(new)
+    for path in uses.files & set(texts):
+        if not path.endswith((".cu", ".cuh")):
+            continue
+        text = texts[path]
+        code = re.sub(rb"#include[^\n]*", lambda m: b" " * len(m[0]), without_comments(code_only(text)))
+        for m in re.finditer(rb"(?:->|\.|::)\s*(?:template\s+)?([A-Za-z_]\w*)", code):
+            name, offset = m[1].decode(), m.start(1)
+            if name not in by_name or len(name) == 1 or (path, offset) in uses.seen:  # .x is a vector's, too
+                continue
+            if len(by_name[name]) == 1:
+                yield path, offset, name, next(iter(by_name[name]))
+            else:
+                print(f"{os.path.relpath(path, ROOT)}:{text[:offset].count(10) + 1}: {name}: one of {sorted(by_name[name])}", file=sys.stderr)
+
+
 def rename_uses(rows, texts):
-    """Fields and variables, all rows at once, since offsets hold only before the first change. Returns the keys not found."""
+    """What clang has to find, all rows at once, since offsets hold only before the first change. Returns the keys not found."""
     uses = Uses([old for old, _ in rows])
     edits, missing = collections.defaultdict(dict), []
     for old, new in rows:
-        name = old.replace(":", ".").split(".")[1]
+        name = plain_name(old)
         if not uses.at[old]:
             missing.append(old)
         for path, offset in uses.at[old]:
-            if texts[path][offset:offset + len(name)] == name.encode():
+            if path in texts and texts[path][offset:offset + len(name)] == name.encode():
                 edits[path][offset] = (len(name), new.encode())
+    for path, offset, name, new in unresolved(rows, uses, texts):
+        edits[path][offset] = (len(name), new.encode())
     for path, found in edits.items():
         text, out, last = texts[path], [], 0
         for offset, (n, new) in sorted(found.items()):
@@ -144,6 +231,63 @@ def rename_uses(rows, texts):
             last = offset + n
         texts[path] = b"".join(out) + text[last:]
     return missing
+
+
+WORD = re.compile(rb"[A-Za-z_]\w*")
+
+
+def follow_mutants(before, after, rows, source):
+    """The text of gpu_mutants.py for the renamed kernels: names are the only difference, so words correspond one to one."""
+    import gpu_mutants  # beside this file
+    old_words, new_words = list(WORD.finditer(before)), list(WORD.finditer(after))
+    assert len(old_words) == len(new_words)
+    starts = [m.start() for m in old_words]
+    renamed = dict(rows)
+
+    def mapped(at, length):
+        """What stands now where before had `length` bytes at `at`."""
+        first, last = bisect.bisect_left(starts, at), bisect.bisect_left(starts, at + length)
+        if first == last:
+            return before[at:at + length]
+        begin = new_words[first].start() - (old_words[first].start() - at)
+        return after[begin:new_words[last - 1].end() + (at + length - old_words[last - 1].end())]
+
+    def names_around(at):
+        """Names of the function around a place: old to new."""
+        begin = before.rfind(b"\n}", 0, at) + 1
+        end = before.find(b"\n}", at)
+        first, last = bisect.bisect_left(starts, begin), bisect.bisect_left(starts, end)
+        return {old_words[i][0]: new_words[i][0] for i in range(first, last)}
+
+    for m in gpu_mutants.MUTANTS:
+        old = m.old.replace("`", "").encode()
+        at = before.find(old)
+        if at < 0:
+            print(f"mutant {m.name!r} of {m.kernel}: not in the file", file=sys.stderr)
+            continue
+        names = {**{k.encode(): v.encode() for k, v in renamed.items()}, **names_around(at)}
+        to_old = mapped(at, len(old))
+        if "`" in m.old:  # the words of the part between backticks stay between them
+            head, part, tail = m.old.split("`")
+            to_old = b"`".join(mapped(at + begin, len(piece)) for begin, piece in (
+                (0, head), (len(head), part), (len(head) + len(part), tail)))
+        to_new = WORD.sub(lambda w: names.get(w[0], w[0]), m.new.encode())
+        at = source.find(literal(m.old))
+        for text, to in ((m.old, to_old), (m.new, to_new)):
+            if text.encode() == to:
+                continue
+            at = source.find(literal(text), at)
+            if at < 0:
+                print(f"mutant {m.name!r} of {m.kernel}: its text is not written as one string", file=sys.stderr)
+                break
+            source = source[:at] + literal(to.decode()) + source[at + len(literal(text)):]
+    for old, new in rows:
+        source = re.sub(rb'(?<=")' + old.encode() + rb'(?=\W)', new.encode(), source)
+    return source
+
+
+def literal(text):
+    return ('"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"').encode()
 
 
 def main():
@@ -155,15 +299,15 @@ def main():
     rows = [(old.strip(), new.strip()) for old, new in rows]
     texts = {path: read(path) for path in {*files_of_names(), *(os.path.join(ROOT, u) for u in UNITS)}}
     before = dict(texts)
-    bad = rename_uses([(old, new) for old, new in rows if "." in old or ":" in old], texts)
-    everything = b"\n".join(texts.values())
-    for old, new in rows:
-        if "." in old or ":" in old:
-            continue
-        if re.search(rb"(?<!\w)" + new.encode() + rb"(?!\w)", code_only(texts[os.path.join(ROOT, "toka.c")])):
+    by_text = [row for row in rows if is_global(row[0]) and "_" in row[0]]
+    bad = rename_uses([row for row in rows if row not in by_text], texts)
+    everything = b"\n".join(texts[path] for path in texts if path.endswith((".c", ".h", ".cu")))
+    for old, new in by_text:
+        if re.search(rb"(?<!\w)" + new.encode() + rb"(?!\w)", code_only(everything)):
             print(f"{old}: {new} is there already", file=sys.stderr)
         if not rename_global(old, new, texts):
             bad.append(old)
+    texts[MUTANTS] = follow_mutants(before[KERNELS], texts[KERNELS], [row for row in rows if is_global(row[0])], texts[MUTANTS])
     for key in bad:
         print(f"{key}: not found", file=sys.stderr)
     for path, text in texts.items():

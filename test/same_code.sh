@@ -1,7 +1,7 @@
 #!/bin/bash
 # test/same_code.sh REV: is the machine code of this tree that of REV? For commits that change only names, comments or line breaks.
 #   test/same_code.sh HEAD~1             toka.c, as a library and as the program
-#   test/same_code.sh HEAD~1 cu          toka_kernels.cu too: SASS of sm_90a, without names (minutes)
+#   test/same_code.sh HEAD~1 cu          toka_kernels.cu too: each kernel's code of sm_90a (minutes)
 #   OPT=-O0 test/same_code.sh HEAD~1     a look between two edits: seconds instead of a minute
 # Asserts are left out (-DNDEBUG): they hold line numbers. Exit status 0: bit-equal.
 set -u
@@ -22,9 +22,15 @@ code() { # TREE OUT FLAGS...: what the object file holds of code and constants, 
     done >"$out"
     readelf -rW "$tmp/o" | awk '/^[0-9a-f]/ {print $1, $3, $4}' | sha256sum >>"$out"
 }
-sass() { # TREE OUT
-    (cd "$1" && nvcc -std=c++20 -O3 -DNDEBUG -Xcompiler -fno-exceptions -gencode arch=compute_90a,code=sm_90a -cubin -o "$tmp/cubin" toka_kernels.cu) || return
-    cuobjdump -sass "$tmp/cubin" | grep -E '^\s+/\*[0-9a-f]{4}\*/|^\s+/\* 0x' | sha256sum >"$2"
+kernels() { # TREE OUT: a hash for each kernel's machine code, in an order that does not depend on names; then the host's code
+    local cubin=$tmp/toka_kernels.cubin
+    (cd "$1" && nvcc -std=c++20 -O3 -w -DNDEBUG -Xcompiler -fno-exceptions,-O1 -gencode arch=compute_90a,code=sm_90a -keep -keep-dir "$tmp" \
+        -c toka_kernels.cu -o "$tmp/host.o") || return
+    mv "$tmp"/toka_kernels*.cubin "$cubin"
+    readelf -SW "$cubin" | sed -n 's/^.* \.text\.[^ ]* *PROGBITS *[0-9a-f]* \([0-9a-f]*\) \([0-9a-f]*\) .*/\1 \2/p' | while read -r at n; do
+        tail -c +$((0x$at + 1)) "$cubin" | head -c $((0x$n)) | sha256sum
+    done | sort >"$2"
+    objcopy -O binary -j .text "$tmp/host.o" "$tmp/section" && echo "host $(sha256sum <"$tmp/section")" >>"$2"
 }
 status=0
 same() { # NAME HOW FLAGS...: of this tree, and of REV, whose result is kept
@@ -40,5 +46,5 @@ same() { # NAME HOW FLAGS...: of this tree, and of REV, whose result is kept
 }
 same "toka.c, library" code
 same "toka.c, program" code -DTOKA_MAIN -DTOKA_WITH_CUDA '-DTOKA_EMBED="test/model"'
-[ "${2:-}" != cu ] || same "toka_kernels.cu, sm_90a" sass
+[ "${2:-}" != cu ] || same "toka_kernels.cu, sm_90a" kernels
 exit $status

@@ -13,8 +13,8 @@ static toka *api_text_model(void) {
 
 static const char *const api_names[] = {"m", "other"};
 
-static api_model api_test_model(void) {
-    return (api_model){.t = api_text_model(), .names = api_names, .n_names = 2, .fingerprint = "fp", .base = toka_request_default(),
+static api_config api_test_model(void) {
+    return (api_config){.toka = api_text_model(), .names = api_names, .n_names = 2, .fingerprint = "fp", .defaults = toka_request_default(),
                        .completion_tokens = 16, .max_len = 128, .max_choices = 64, .now = "2025-01-01 00:00:00",
                        .limits = {32, 1 << 20}, .live = true};
 }
@@ -27,18 +27,18 @@ typedef struct api_refusal {
 } api_refusal;
 
 /* status 0: it was taken. */
-static api_refusal api_refuse(const api_model *m, enum api_route route, const char *body) {
+static api_refusal api_refuse(const api_config *m, enum api_route route, const char *body) {
     api_refusal r = {0};
     toka_err e = {0};
     const char *param = NULL, *code = NULL;
     if (route >= API_TOKENIZE) {
         buf out = {0};
         api_fault f = {0};
-        api_simple(m, route, str_c(body), &out, &e, &f);
+        api_answer_tokenize(m, route, str_c(body), &out, &e, &f);
         r.status = f.status, param = f.param, code = f.code;
         buf_free(&out);
     } else {
-        api_call c = {.serial = {1, 2}};
+        api_request c = {.serial = {1, 2}};
         api_parse(m, route, str_c(body), &c, &e);
         r.status = c.status, param = c.param, code = c.code;
         api_free(&c);
@@ -58,7 +58,7 @@ static bool api_is_needed(enum api_route route, const char *field) {
 }
 
 /* The field with this value beside what the route cannot be without. */
-static api_refusal api_refuse_value(const api_model *m, enum api_route route, const char *field, const char *value) {
+static api_refusal api_refuse_value(const api_config *m, enum api_route route, const char *field, const char *value) {
     buf b = {0};
     bool own = api_is_needed(route, field);
     buf_printf(&b, "{%s%s\"%s\":%s}", own ? "" : api_least[route], own ? "" : ",", field, value);
@@ -69,13 +69,13 @@ static api_refusal api_refuse_value(const api_model *m, enum api_route route, co
 
 static void test_api_wrong_types(void) {
     static const char *const values[] = {"0.5", "7", "true", "\"x\"", "[1.5]", "{\"a\":1}"};
-    static const int right[] = {[API_NUMBER] = 3, [API_WHOLE] = 2, [API_BOOL] = 4, [API_TEXT] = 8, [API_LIST] = 16, [API_OBJECT] = 32};
-    api_model m = api_test_model();
+    static const int right[] = {[API_NUMBER] = 3, [API_INTEGER] = 2, [API_BOOL] = 4, [API_TEXT] = 8, [API_LIST] = 16, [API_OBJECT] = 32};
+    api_config m = api_test_model();
     int n = 0;
     for (int i = 0; i < COUNT(api_fields); i++)
         for (int route = 0; route < 4; route++) {
             const api_field *f = &api_fields[i];
-            if (!(f->where & 1 << route)) continue;
+            if (!(f->routes & 1 << route)) continue;
             for (int v = 0; v < COUNT(values); v++) {
                 bool any = f->kind == API_ANY, refused = f->use == API_REFUSED;
                 bool harmless = refused && f->harmless[0] && !strcmp(f->harmless[0], values[v]);
@@ -128,7 +128,7 @@ static void test_api_ranges(void) {
         {API_CHAT, "allowed_token_ids", "[5e0,-0,7.0]", NULL},
         {API_COMPLETIONS, "prompt", "[1e10]", "prompt[0]: 10000000000 is no token id, expected 0 to 1023"},
         {API_DETOKENIZE, "tokens", "[-5]", "tokens[0]: -5 is no token id, expected 0 to 1023"}};
-    api_model m = api_test_model();
+    api_config m = api_test_model();
     for (int i = 0; i < COUNT(cases); i++) {
         api_refusal r = api_refuse_value(&m, cases[i].route, cases[i].param, cases[i].value);
         const char *want = cases[i].message ? cases[i].message : "";
@@ -172,7 +172,7 @@ static void test_api_wrong_values(void) {
         {API_CHAT, "messages", "[{\"role\":\"user\",\"content\":1}]"}, {API_CHAT, "messages", "[{\"role\":1,\"content\":\"a\"}]"}, {API_CHAT, "messages", "[{\"role\":\"user\",\"content\":[{\"type\":\"image_url\"}]}]"},
         {API_CHAT, "response_format", "{\"type\":\"json_object\"}"}, {API_TOKENIZE, "prompt", "[1]"}, {API_DETOKENIZE, "tokens", "[1.5]"},
         {API_DETOKENIZE, "tokens", "[999999]"}};
-    api_model m = api_test_model();
+    api_config m = api_test_model();
     for (int i = 0; i < COUNT(cases); i++) {
         api_refusal r = api_refuse_value(&m, cases[i].route, cases[i].param, cases[i].value);
         CHECK_MSG(r.status == 400 && !strcmp(r.param, cases[i].param), "%s: %s: %d %s %s", cases[i].param, cases[i].value, r.status,
@@ -212,8 +212,8 @@ static void api_count_unknown(void *user, str name) {
 
 static void test_api_unknown_fields(void) {
     static const char *const beside[] = {"custom_id", NULL};
-    api_model m = api_test_model();
-    m.unknown = api_count_unknown, m.user = &api_n_unknown;
+    api_config m = api_test_model();
+    m.on_unknown_field = api_count_unknown, m.user = &api_n_unknown;
     CHECK(!api_refuse_value(&m, API_COMPLETIONS, "colour", "1").status && api_n_unknown == 1);
     m.strict = true;
     api_refusal r = api_refuse_value(&m, API_COMPLETIONS, "colour", "1");
@@ -225,7 +225,7 @@ static void test_api_unknown_fields(void) {
     r = api_refuse_value(&m, API_CHAT, "stream_options", "{\"include_usage\":true},\"stream\":false");
     CHECK(r.status == 400 && strstr(r.message, "without stream") && !strcmp(r.param, "stream_options"));
     m.strict = true;
-    m.beside = beside;
+    m.caller_fields = beside;
     CHECK(!api_refuse_value(&m, API_COMPLETIONS, "custom_id", "1").status);
     CHECK(api_refuse_value(&m, API_CHAT, "prompt", "1").status == 400); /* a field of other bodies is not known here */
 }
@@ -233,42 +233,42 @@ static void test_api_unknown_fields(void) {
 /* ---- Bodies to requests ---- */
 
 static void test_api_requests(void) {
-    api_model m = api_test_model();
-    m.base.sampling.temperature = 0.25f, m.base.sampling.seed = 3;
+    api_config m = api_test_model();
+    m.defaults.sampling.temperature = 0.25f, m.defaults.sampling.seed = 3;
     toka_err e = {0};
-    api_call c = {.serial = {1, 2}}, d = {.serial = {1, 3}};
+    api_request c = {.serial = {1, 2}}, d = {.serial = {1, 3}};
     CHECK(!api_parse(&m, API_COMPLETIONS, STR("{\"prompt\":[[5,6],[7]],\"n\":3,\"top_k\":4,\"top_p\":0.5,\"stop\":\"ab\","
                      "\"stop_token_ids\":[9,8],\"logit_bias\":{\"4\":7,\"6\":1,\"04\":8,\"4\":-2.5},\"priority\":2,\"ignore_eos\":true}"), &c, &e));
-    CHECK(c.n_parts == 2 && c.n_choices == 6 && c.n_left == 6 && c.n_prompt_tokens == 3 && c.parts[1].first == 3 && !c.stream);
-    const toka_request *q = &c.parts[0].q;
+    CHECK(c.n_prompts == 2 && c.n_choices == 6 && c.n_left == 6 && c.n_prompt_tokens == 3 && c.prompts[1].first_choice == 3 && !c.stream);
+    const toka_request *q = &c.prompts[0].engine_request;
     const toka_sampling *s = &q->sampling;
     CHECK(q->n == 3 && q->n_ids == 2 && q->ids[1] == 6 && q->priority == -2 && q->ids_only && s->top_k == 4 && s->top_p == 0.5f);
     CHECK(s->temperature == 0.25f && s->max_tokens == 16 && s->n_stop == 1 && !strcmp(s->stop[0], "ab") && s->stop_ids[1] == 8);
     CHECK(s->n_bias == 2 && s->bias_ids[0] == 4 && s->bias_values[0] == -2.5f && s->bias_ids[1] == 6 && s->ignore_eos);
     CHECK(!api_parse(&m, API_COMPLETIONS, STR("{\"prompt\":[\"Tom\",\"Tom\"]}"), &d, &e));
-    CHECK(s->seed != c.parts[1].q.sampling.seed && s->seed != d.parts[0].q.sampling.seed); /* nobody shares random numbers */
+    CHECK(s->seed != c.prompts[1].engine_request.sampling.seed && s->seed != d.prompts[0].engine_request.sampling.seed); /* nobody shares random numbers */
     api_free(&c), api_free(&d);
-    c = (api_call){.serial = {1, 2}};
+    c = (api_request){.serial = {1, 2}};
     CHECK(!api_parse(&m, API_COMPLETIONS, STR("{\"prompt\":[\"Tom\",\"Ann\"],\"seed\":-2,\"max_tokens\":0,\"echo\":true,\"n\":2}"), &c, &e));
-    CHECK(c.parts[1].q.sampling.seed == UINT64_MAX - 1 && c.parts[0].q.n == 0 && c.parts[0].q.prompt_logprobs && c.n_choices == 4);
+    CHECK(c.prompts[1].engine_request.sampling.seed == UINT64_MAX - 1 && c.prompts[0].engine_request.n == 0 && c.prompts[0].engine_request.prompt_logprobs && c.n_choices == 4);
     api_free(&c);
     for (int i = 0; i < 2; i++) { /* -1 is none, as in vLLM */
-        api_call *of = i ? &d : &c;
-        *of = (api_call){.serial = {1, 2 + (uint64_t)i}};
+        api_request *of = i ? &d : &c;
+        *of = (api_request){.serial = {1, 2 + (uint64_t)i}};
         CHECK(!api_parse(&m, API_COMPLETIONS, STR("{\"prompt\":\"Tom\",\"seed\":-1}"), of, &e));
     }
-    CHECK(c.parts[0].q.sampling.seed != d.parts[0].q.sampling.seed && c.parts[0].q.sampling.seed != UINT64_MAX);
+    CHECK(c.prompts[0].engine_request.sampling.seed != d.prompts[0].engine_request.sampling.seed && c.prompts[0].engine_request.sampling.seed != UINT64_MAX);
     api_free(&c), api_free(&d);
-    c = (api_call){.serial = {1, 2}};
+    c = (api_request){.serial = {1, 2}};
     CHECK(!api_parse(&m, API_CHAT, STR("{\"messages\":[{\"role\":\"user\",\"content\":\"Tom\"}],\"max_tokens\":4,\"max_completion_tokens\":5}"),
                      &c, &e));
-    CHECK(c.parts[0].q.sampling.max_tokens == 5 && c.chat);
+    CHECK(c.prompts[0].engine_request.sampling.max_tokens == 5 && c.chat);
     api_free(&c);
     for (int i = 0; i < 2; i++) { /* no sum of priorities turns round */
-        c = (api_call){.serial = {1, 2}};
-        m.base.priority = i ? 1000 : -1000;
+        c = (api_request){.serial = {1, 2}};
+        m.defaults.priority = i ? 1000 : -1000;
         CHECK(!api_parse(&m, API_COMPLETIONS, i ? STR("{\"prompt\":[5],\"priority\":-2147483647}") : STR("{\"prompt\":[5],\"priority\":2147483647}"), &c, &e));
-        CHECK(c.parts[0].q.priority == (i ? INT_MAX : -INT_MAX));
+        CHECK(c.prompts[0].engine_request.priority == (i ? INT_MAX : -INT_MAX));
         api_free(&c);
     }
 }
@@ -286,38 +286,38 @@ static void test_api_asks(void) {
                 {API_COMPLETIONS, ",\"prompt_logprobs\":2,\"echo\":true", TOKA_NO_LOGPROBS}, {API_CHAT, "", TOKA_NO_LOGPROBS},
                 {API_CHAT, ",\"logprobs\":false", TOKA_NO_LOGPROBS}, {API_CHAT, ",\"logprobs\":true", 0},
                 {API_CHAT, ",\"logprobs\":true,\"top_logprobs\":4", 4}, {API_CHAT, ",\"return_packed\":true", 0}};
-    api_model m = api_test_model();
+    api_config m = api_test_model();
     for (int i = 0; i < COUNT(asks); i++) {
-        api_call c = {.serial = {1, 2}};
+        api_request c = {.serial = {1, 2}};
         toka_err e;
         buf b = {0};
         buf_printf(&b, "{%s%s}", asks[i].route == API_CHAT ? "\"messages\":[{\"role\":\"user\",\"content\":\"Tom\"}]" : "\"prompt\":[5]",
                    asks[i].fields);
         CHECK(!api_parse(&m, asks[i].route, buf_view(&b), &c, &e));
-        CHECK_MSG(c.parts[0].q.sampling.logprobs == asks[i].logprobs, "%s: %d", b.p, c.parts[0].q.sampling.logprobs);
+        CHECK_MSG(c.prompts[0].engine_request.sampling.logprobs == asks[i].logprobs, "%s: %d", b.p, c.prompts[0].engine_request.sampling.logprobs);
         api_free(&c), buf_free(&b);
     }
 }
 
 static void test_api_bad_words(void) {
-    api_model m = api_test_model();
+    api_config m = api_test_model();
     toka_err e = {0};
-    api_call c = {.serial = {1, 2}};
+    api_request c = {.serial = {1, 2}};
     CHECK(!api_parse(&m, API_COMPLETIONS, STR("{\"prompt\":[[5],[6]],\"bad_words\":[\" apples\",\"each of the\"]}"), &c, &e));
-    const toka_words *w = c.parts[1].q.sampling.bad_words;
-    CHECK(w && w == c.parts[0].q.sampling.bad_words && w->n_words == 2 && str_is(w->words[0], "apples") && str_is(w->words[1], "each of the"));
+    const toka_words *w = c.prompts[1].engine_request.sampling.bad_words;
+    CHECK(w && w == c.prompts[0].engine_request.sampling.bad_words && w->n_words == 2 && str_is(w->words[0], "apples") && str_is(w->words[1], "each of the"));
     api_free(&c);
-    c = (api_call){.serial = {1, 2}}; /* a special token is the token, not its letters */
+    c = (api_request){.serial = {1, 2}}; /* a special token is the token, not its letters */
     CHECK(!api_parse(&m, API_COMPLETIONS, STR("{\"prompt\":\"Tom\",\"bad_words\":[\"<|im_end|>\"]}"), &c, &e));
-    const int32_t end = tok_id(m.t->tok, STR("<|im_end|>"));
-    w = c.parts[0].q.sampling.bad_words;
+    const int32_t end = tok_id(m.toka->tok, STR("<|im_end|>"));
+    w = c.prompts[0].engine_request.sampling.bad_words;
     CHECK(end >= 0 && w && w->whole_ids.n == 1 && w->whole_ids.p[0] == end);
     api_free(&c);
-    c = (api_call){.serial = {1, 2}}; /* whose letters are no words */
+    c = (api_request){.serial = {1, 2}}; /* whose letters are no words */
     CHECK(!api_parse(&m, API_COMPLETIONS, STR("{\"prompt\":\"Tom\",\"bad_words\":[\"end\",\"im\",\"text\"]}"), &c, &e));
-    w = c.parts[0].q.sampling.bad_words;
+    w = c.prompts[0].engine_request.sampling.bad_words;
     CHECK(w->whole_ids.n > 1);
-    for (size_t i = 0; i < w->whole_ids.n; i++) CHECK(!(m.t->tok->flag[w->whole_ids.p[i]] & TOK_SPECIAL));
+    for (size_t i = 0; i < w->whole_ids.n; i++) CHECK(!(m.toka->tok->flag[w->whole_ids.p[i]] & TOK_SPECIAL));
     api_free(&c);
     CHECK(!api_refuse_value(&m, API_COMPLETIONS, "bad_words", "[]").status);
     CHECK(!strcmp(api_refuse_value(&m, API_CHAT, "bad_words", "[\"a\",\"  \"]").message, "bad_words[1]: a word without tokens"));
@@ -348,7 +348,7 @@ static void test_api_nothing_left(void) {
         {"\"allowed_token_ids\":[55],\"stop_token_ids\":[55]", NULL},
         {"\"allowed_token_ids\":[55,56,1],\"bad_words\":[\"T\"],\"logit_bias\":{\"56\":-1e2},\"min_tokens\":1", "min_tokens and bad_words and logit_bias"},
         {"\"allowed_token_ids\":[55],\"bad_words\":[\"T\"],\"max_tokens\":0,\"echo\":true", NULL}};
-    api_model m = api_test_model();
+    api_config m = api_test_model();
     for (int i = 0; i < COUNT(cases); i++) {
         buf b = {0};
         char want[200] = "";
@@ -370,14 +370,14 @@ static void test_api_nothing_left(void) {
 }
 
 static void api_check_context(const char *body, const char *want) {
-    api_model m = api_test_model();
-    api_call c = {.m = &m, .chat = true};
+    api_config m = api_test_model();
+    api_request c = {.config = &m, .chat = true};
     api_body b;
     toka_err e = {0};
     buf out = {0};
-    const json *v = json_parse(&c.a, str_c(body), m.limits, &e);
+    const json *v = json_parse(&c.memory, str_c(body), m.limits, &e);
     int code = api_read_body(&c, API_CHAT, v, &b, &e);
-    if (!code) code = api_context(&c, &b, &out, &e);
+    if (!code) code = api_put_chat_context(&c, &b, &out, &e);
     CHECK_MSG(!code && str_is(buf_view(&out), want), "%s %s", e.msg, out.p);
     buf_free(&out), api_free(&c);
 }
@@ -409,7 +409,7 @@ static void test_api_context(void) {
 
 /* A message needs a content, but for what an assistant said. */
 static void test_api_contents(void) {
-    api_model m = api_test_model();
+    api_config m = api_test_model();
     for (int i = 0; i < 4; i++) {
         static const char *const roles[] = {"user", "system", "tool", "assistant"};
         buf body = {0};
@@ -464,19 +464,19 @@ static void test_api_text_parts(void) {
          "{% for m in messages %}{{ show(m.content) }}{% endfor %}", "<a><><b>|c5\n6"}};
     for (int i = 0; i < COUNT(cases); i++) {
         toka two = *api_text_model();
-        api_model m = api_test_model();
-        api_call c = {.m = &m, .chat = true};
+        api_config m = api_test_model();
+        api_request c = {.config = &m, .chat = true};
         api_body b;
         toka_err e = {0};
         buf context = {0}, out = {0};
-        m.t = &two, two.tool_template = NULL;
+        m.toka = &two, two.tool_template = NULL;
         CHECK(!tmpl_parse(&two.chat_template, str_c(cases[i].chat), &e));
-        const json *v = json_parse(&c.a, STR("{\"messages\":[{\"role\":\"user\",\"content\":[{\"type\":\"text\",\"text\":\"a\"},{\"type\":\"text\","
+        const json *v = json_parse(&c.memory, STR("{\"messages\":[{\"role\":\"user\",\"content\":[{\"type\":\"text\",\"text\":\"a\"},{\"type\":\"text\","
                                              "\"text\":\"\"},{\"type\":\"text\",\"text\":\"b\"}]},{\"role\":\"user\",\"content\":[{\"type\":\"text\",\"text\":\"|c\"}]},"
                                              "{\"role\":\"tool\",\"content\":[{\"type\":\"text\",\"text\":\"5\"},{\"type\":\"text\",\"text\":\"6\"}]}]}"),
                                    m.limits, &e);
         int code = api_read_body(&c, API_CHAT, v, &b, &e);
-        if (!code) code = api_context(&c, &b, &context, &e);
+        if (!code) code = api_put_chat_context(&c, &b, &context, &e);
         if (!code) code = lib_render(&two, two.files, buf_view(&context), m.limits, m.now, &out, &e);
         CHECK_MSG(!code && str_is(buf_view(&out), cases[i].want), "%d: %s %s", i, e.msg, out.p);
         tmpl_del(two.chat_template), buf_free(&context), buf_free(&out), api_free(&c);
@@ -492,37 +492,37 @@ typedef struct api_fake { /* of one sample */
 } api_fake;
 
 /* One event of a sample, or of a prompt (f NULL). Alternatives are ids counted up from the token. */
-static void api_put_event(const api_part *p, int sample, const api_fake *f, int i, buf *records) {
+static void api_put_event(const api_prompt *p, int sample, const api_fake *f, int i, buf *records) {
     int32_t top_ids[TOKA_MAX_LOGPROBS];
     float top[TOKA_MAX_LOGPROBS];
-    bool last = i + 1 == (f ? f->n : (int)p->prompt.n);
-    toka_event ev = {.sample = sample, .id = f ? f->id[i] : p->prompt.p[i], .logprob = -(float)(i + 1) / 4, .sampled_logprob = -(float)i / 8,
+    bool last = i + 1 == (f ? f->n : (int)p->ids.n);
+    toka_event ev = {.sample = sample, .id = f ? f->id[i] : p->ids.p[i], .logprob = -(float)(i + 1) / 4, .sampled_logprob = -(float)i / 8,
                      .top_ids = top_ids, .top_logprobs = top, .stop_id = -1, .stop_text = -1, .n_cached = 2};
-    ev.n_top = f ? MAX(p->q.sampling.logprobs, 0) : i ? p->q.prompt_top : 0;
+    ev.n_top = f ? MAX(p->engine_request.sampling.logprobs, 0) : i ? p->engine_request.prompt_top : 0;
     for (int k = 0; k < ev.n_top; k++) top_ids[k] = ev.id + k, top[k] = ev.logprob - (float)k;
-    if (!f && i && p->q.prompt_ranks) ev.rank = ev.n_top ? 1 : 70 + i;
-    if (f && p->q.sampling.logprobs < 0) ev.logprob = NAN; /* not to be shown */
+    if (!f && i && p->engine_request.prompt_ranks) ev.rank = ev.n_top ? 1 : 70 + i;
+    if (f && p->engine_request.sampling.logprobs < 0) ev.logprob = NAN; /* not to be shown */
     if (f && last) ev.finish = f->stops ? TOKA_STOP : TOKA_LENGTH, ev.stop_id = f->stops ? ev.id : -1;
-    if (!f && last && !p->q.n) ev.finish = TOKA_LENGTH;
-    api_pack(p, &ev, records);
+    if (!f && last && !p->engine_request.n) ev.finish = TOKA_LENGTH;
+    api_pack_event(p, &ev, records);
 }
 
-static void api_must_parse(const api_model *m, enum api_route route, const char *body, api_call *c) {
+static void api_must_parse(const api_config *m, enum api_route route, const char *body, api_request *c) {
     toka_err e = {0};
-    *c = (api_call){.serial = {0x11, 0x22}, .created = 1700000000};
+    *c = (api_request){.serial = {0x11, 0x22}, .created = 1700000000};
     if (api_parse(m, route, str_c(body), c, &e)) printf("%s: %s\n", body, e.msg), check_failed++;
 }
 
 /* The answer to one prompt whose samples all say the same ids. */
-static void api_answer(const api_model *m, enum api_route route, const char *body, const api_fake *f, buf *out) {
-    api_call c;
+static void api_answer(const api_config *m, enum api_route route, const char *body, const api_fake *f, buf *out) {
+    api_request c;
     api_must_parse(m, route, body, &c);
     buf records = {0};
-    for (int k = 0; k < c.n_parts; k++) {
-        for (size_t i = 0; c.parts[k].q.prompt_logprobs && i < c.parts[k].prompt.n; i++)
-            api_put_event(&c.parts[k], TOKA_PROMPT, NULL, (int)i, &records);
-        for (int s = 0; s < c.parts[k].q.n; s++)
-            for (int i = 0; i < f->n; i++) api_put_event(&c.parts[k], s, f, i, &records);
+    for (int k = 0; k < c.n_prompts; k++) {
+        for (size_t i = 0; c.prompts[k].engine_request.prompt_logprobs && i < c.prompts[k].ids.n; i++)
+            api_put_event(&c.prompts[k], TOKA_PROMPT, NULL, (int)i, &records);
+        for (int s = 0; s < c.prompts[k].engine_request.n; s++)
+            for (int i = 0; i < f->n; i++) api_put_event(&c.prompts[k], s, f, i, &records);
     }
     api_feed(&c, buf_view(&records), out);
     CHECK(c.n_left == 0);
@@ -530,7 +530,7 @@ static void api_answer(const api_model *m, enum api_route route, const char *bod
     buf_free(&records), api_free(&c);
 }
 
-static void api_golden(const api_model *m, enum api_route route, const char *body, const api_fake *f, const char *want) {
+static void api_golden(const api_config *m, enum api_route route, const char *body, const api_fake *f, const char *want) {
     buf out = {0};
     api_answer(m, route, body, f, &out);
     CHECK_MSG(str_is(buf_view(&out), want), "\n  got  %s\n  want %s", out.p, want);
@@ -556,7 +556,7 @@ static api_fake api_fake_text(const char *text) {
     ",\"prompt_tokens_details\":{\"cached_tokens\":" cached "}}}"
 
 static void test_api_golden_whole(void) {
-    api_model m = api_test_model();
+    api_config m = api_test_model();
     api_fake f = api_fake_text("12");
     CHECK(f.n == 2);
     api_golden(&m, API_COMPLETIONS, "{\"prompt\":[5,6,7],\"logprobs\":1,\"return_token_ids\":true}", &f,
@@ -582,7 +582,7 @@ static void test_api_golden_whole(void) {
                "\"prompt_logprobs\":[null,{\"21\":{\"logprob\":-0.5,\"rank\":71,\"decoded_token\":\"2\"}}]}],"
                API_USAGE("2", "2", "4", "2"));
     m.live = false, f.stops = false;
-    api_fake special = {.id = {20, m.t->files->config.eos_ids[0], 21}, .n = 3};
+    api_fake special = {.id = {20, m.toka->files->config.eos_ids[0], 21}, .n = 3};
     buf kept = {0}, plain = {0};
     api_answer(&m, API_COMPLETIONS, "{\"prompt\":[5],\"skip_special_tokens\":false}", &special, &kept);
     api_answer(&m, API_COMPLETIONS, "{\"prompt\":[5]}", &special, &plain);
@@ -595,7 +595,7 @@ static void test_api_golden_whole(void) {
 }
 
 static void test_api_golden_stream(void) {
-    api_model m = api_test_model();
+    api_config m = api_test_model();
     api_fake f = api_fake_text("12");
     f.stops = true;
     api_golden(&m, API_CHAT, "{\"messages\":[{\"role\":\"user\",\"content\":\"Tom\"}],\"stream\":true,"
@@ -680,33 +680,33 @@ static void api_same_choice(api_whole *a, api_whole *b, const char *body) {
 }
 
 /* Events of all samples in a random order among each other; those of a prompt somewhere between, as sample 0 may be late. */
-static void api_shuffle(const api_call *c, const api_fake *f, uint64_t *rng, buf *records) {
+static void api_shuffle(const api_request *c, const api_fake *f, uint64_t *rng, buf *records) {
     int at[64] = {0}, at_prompt[8] = {0}, left = 0;
-    for (int k = 0; k < c->n_parts; k++) {
-        left += c->parts[k].q.n * 100;
-        left += c->parts[k].q.prompt_logprobs ? (int)c->parts[k].prompt.n * 100 : 0;
+    for (int k = 0; k < c->n_prompts; k++) {
+        left += c->prompts[k].engine_request.n * 100;
+        left += c->prompts[k].engine_request.prompt_logprobs ? (int)c->prompts[k].ids.n * 100 : 0;
     }
     for (int tries = 0; tries < left * 20; tries++) {
-        int k = (int)(rnd(rng) % (uint64_t)c->n_parts);
-        const api_part *p = &c->parts[k];
-        int n_prompt = p->q.prompt_logprobs ? (int)p->prompt.n : 0, s = (int)(rnd(rng) % (uint64_t)(c->n + 1)) - 1;
+        int k = (int)(rnd(rng) % (uint64_t)c->n_prompts);
+        const api_prompt *p = &c->prompts[k];
+        int n_prompt = p->engine_request.prompt_logprobs ? (int)p->ids.n : 0, s = (int)(rnd(rng) % (uint64_t)(c->n_samples + 1)) - 1;
         if (s < 0 && at_prompt[k] < n_prompt) api_put_event(p, TOKA_PROMPT, NULL, at_prompt[k]++, records);
-        int i = p->first + s;
-        if (s < 0 || s >= p->q.n || at[i] >= f[i].n || (s == 0 && at_prompt[k] < n_prompt)) continue;
+        int i = p->first_choice + s;
+        if (s < 0 || s >= p->engine_request.n || at[i] >= f[i].n || (s == 0 && at_prompt[k] < n_prompt)) continue;
         api_put_event(p, s, &f[i], at[i]++, records);
     }
 }
 
 /* Records in pieces of random length, whole each; of a stream maybe with little room for text. */
-static void api_feed_pieces(api_call *c, str records, uint64_t *rng, buf *out) {
+static void api_feed_pieces(api_request *c, str records, uint64_t *rng, buf *out) {
     while (records.n) {
         size_t n = 0, one, most = out && rnd(rng) % 2 ? out->n + 1 + rnd(rng) % 1000 : SIZE_MAX;
         str rest;
         do {
-            api_unpack(str_sub(records, n, records.n), &rest, &one);
+            api_unpack_record(str_sub(records, n, records.n), &rest, &one);
             n += one;
         } while (n < records.n && rnd(rng) % 3);
-        n = api_feed_some(c, str_sub(records, 0, n), most, out);
+        n = api_feed_until(c, str_sub(records, 0, n), most, out);
         CHECK(n);
         records = str_sub(records, n, records.n);
     }
@@ -727,7 +727,7 @@ static void api_random_body(uint64_t *rng, bool chat, buf *b) {
 }
 
 static void test_api_stream_equals_whole(void) {
-    api_model m = api_test_model();
+    api_config m = api_test_model();
     uint64_t rng = 7;
     api_fake letters = api_fake_text("\xE6\xBC\xA2\xF0\x9F\x98\x80 a"); /* ids that are parts of characters */
     for (int round = 0; round < 600 && !check_failed; round++) {
@@ -737,7 +737,7 @@ static void test_api_stream_equals_whole(void) {
         api_random_body(&rng, chat, &body);
         size_t open = body.n;
         buf_c(&body, "}");
-        api_call c, d;
+        api_request c, d;
         api_must_parse(&m, route, body.p, &c);
         body.n = open, buf_c(&body, ",\"stream\":true");
         if (rnd(&rng) % 4 == 0) buf_c(&body, ",\"stream_options\":{\"include_usage\":true,\"continuous_usage_stats\":true}");
@@ -747,7 +747,7 @@ static void test_api_stream_equals_whole(void) {
         for (int i = 0; i < c.n_choices; i++) {
             f[i] = (api_fake){.n = 1 + (int)(rnd(&rng) % 12), .stops = rnd(&rng) % 2};
             for (int k = 0; k < f[i].n; k++)
-                f[i].id[k] = rnd(&rng) % 2 ? letters.id[rnd(&rng) % (uint64_t)letters.n] : (int32_t)(rnd(&rng) % (uint64_t)m.t->tok->n_ids);
+                f[i].id[k] = rnd(&rng) % 2 ? letters.id[rnd(&rng) % (uint64_t)letters.n] : (int32_t)(rnd(&rng) % (uint64_t)m.toka->tok->n_ids);
         }
         api_shuffle(&c, f, &rng, &records);
         api_feed_pieces(&c, buf_view(&records), &rng, NULL);
@@ -772,7 +772,7 @@ static void test_api_stream_equals_whole(void) {
 /* The bytes of the tokens of a chat, put together, are the text's, wherever tokens cut its characters. */
 static void test_api_bytes(void) {
     static const char text[] = "na\xC3\xAFve \xE6\xBC\xA2\xF0\x9F\x98\x80";
-    api_model m = api_test_model();
+    api_config m = api_test_model();
     api_fake f = api_fake_text(text);
     buf out = {0}, bytes = {0};
     arena a = {0};
@@ -792,7 +792,7 @@ static void test_api_bytes(void) {
     CHECK(str_ends(json_str(json_get(choice, "text")), STR("\xE6\xBC\xA2\xEF\xBF\xBD")));
     for (int i = 0; i < f.n; i++) {
         CHECK(json_int(json_at(offsets, (size_t)i), -1) == utf8_count(buf_view(&bytes)));
-        tok_bytes(m.t->tok, f.id[i], &bytes);
+        tok_bytes(m.toka->tok, f.id[i], &bytes);
     }
     CHECK(utf8_count(STR("na\xC3\xAFve")) == 5);
     buf_free(&out), buf_free(&bytes), arena_free(&a);
@@ -816,15 +816,15 @@ static size_t api_base64(str s, unsigned char *out) { /* bytes */
 
 /* Without a tokenizer, or beyond its ids, tokens have no text; alternatives are told apart all the same. */
 static void test_api_tokens_without_text(void) {
-    api_model m = api_test_model();
-    toka bare = *m.t;
+    api_config m = api_test_model();
+    toka bare = *m.toka;
     arena a = {0};
     toka_err e;
-    bare.tok = NULL, m.t = &bare;
+    bare.tok = NULL, m.toka = &bare;
     for (int chat = 0; chat < 2; chat++) {
         api_fake f = api_fake_text("12");
         buf out = {0}, first = {0}, second = {0};
-        if (chat) m.t = api_text_model(), f.id[0] = f.id[1] = m.t->tok->n_ids + 5;
+        if (chat) m.toka = api_text_model(), f.id[0] = f.id[1] = m.toka->tok->n_ids + 5;
         api_answer(&m, API_COMPLETIONS, "{\"prompt\":[5,6,7],\"logprobs\":2}", &f, &out);
         const json *choice = json_at(json_get(json_parse(&a, buf_view(&out), json_trusted, &e), "choices"), 0);
         const json *l = json_get(choice, "logprobs"), *top = json_at(json_get(l, "top_logprobs"), 0);
@@ -837,7 +837,7 @@ static void test_api_tokens_without_text(void) {
 }
 
 static void test_api_packed(void) {
-    api_model m = api_test_model();
+    api_config m = api_test_model();
     api_fake f = api_fake_text("12");
     buf out = {0};
     arena a = {0};
@@ -883,69 +883,69 @@ static void test_api_packed(void) {
 
 /* What breaks a call: cancelled in the middle, also while tokens wait for the prompt's; parts that the engine did not take. */
 static void test_api_broken(void) {
-    api_model m = api_test_model();
+    api_config m = api_test_model();
     api_fake f = api_fake_text("12");
     toka_event gone = {.sample = 0, .id = -1, .finish = TOKA_CANCELLED, .stop_id = -1, .stop_text = -1};
     buf records = {0}, out = {0};
-    api_call c;
+    api_request c;
     api_must_parse(&m, API_COMPLETIONS, "{\"prompt\":[5,6,7],\"n\":2}", &c);
-    api_put_event(&c.parts[0], 0, &f, 0, &records);
-    api_pack(&c.parts[0], &gone, &records);
+    api_put_event(&c.prompts[0], 0, &f, 0, &records);
+    api_pack_event(&c.prompts[0], &gone, &records);
     gone.sample = 1, gone.finish = TOKA_FAILED;
-    api_pack(&c.parts[0], &gone, &records);
+    api_pack_event(&c.prompts[0], &gone, &records);
     api_feed(&c, buf_view(&records), &out);
     CHECK(!c.n_left && !out.n && api_finish(&c, &out) == 500 && strstr(out.p, "\"type\":\"server_error\""));
     api_free(&c), buf_clear(&records), buf_clear(&out);
     api_must_parse(&m, API_COMPLETIONS, "{\"prompt\":[5,6,7],\"n\":2,\"echo\":true,\"logprobs\":1,\"stream\":true}", &c);
-    api_put_event(&c.parts[0], 1, &f, 0, &records), api_put_event(&c.parts[0], 1, &f, 1, &records);
+    api_put_event(&c.prompts[0], 1, &f, 0, &records), api_put_event(&c.prompts[0], 1, &f, 1, &records);
     api_feed(&c, buf_view(&records), &out);
     CHECK(c.n_left == 2 && !out.n); /* the prompt is not there */
     gone.sample = 0, gone.finish = TOKA_CANCELLED;
-    buf_clear(&records), api_pack(&c.parts[0], &gone, &records);
+    buf_clear(&records), api_pack_event(&c.prompts[0], &gone, &records);
     api_feed(&c, buf_view(&records), &out);
-    CHECK(!c.n_left && c.broken == TOKA_CANCELLED);
+    CHECK(!c.n_left && c.failure == TOKA_CANCELLED);
     api_finish(&c, &out);
     CHECK(strstr(out.p, "data: {\"error\":") && str_ends(buf_view(&out), STR("data: [DONE]\n\n")));
     api_free(&c), buf_clear(&records), buf_clear(&out);
     api_must_parse(&m, API_COMPLETIONS, "{\"prompt\":[[5],[6]],\"n\":3,\"max_tokens\":0,\"echo\":true}", &c);
-    api_pack_end(&c.parts[0], TOKA_CANCELLED, &records), api_pack_end(&c.parts[1], TOKA_CANCELLED, &records);
+    api_pack_ends(&c.prompts[0], TOKA_CANCELLED, &records), api_pack_ends(&c.prompts[1], TOKA_CANCELLED, &records);
     api_feed(&c, buf_view(&records), &out);
     CHECK(!c.n_left && api_finish(&c, &out) == 503);
     api_free(&c), buf_free(&records), buf_free(&out);
 }
 
 static void test_api_small_routes(void) {
-    api_model m = api_test_model();
+    api_config m = api_test_model();
     toka_err e;
     buf out = {0};
     api_fault f;
-    CHECK(!api_simple(&m, API_TOKENIZE, STR("{\"prompt\":\"12\",\"add_special_tokens\":false,\"return_token_strs\":true}"), &out, &e, &f));
+    CHECK(!api_answer_tokenize(&m, API_TOKENIZE, STR("{\"prompt\":\"12\",\"add_special_tokens\":false,\"return_token_strs\":true}"), &out, &e, &f));
     CHECK_MSG(!strcmp(out.p, "{\"count\":2,\"max_model_len\":128,\"tokens\":[20,21],\"token_strs\":[\"1\",\"2\"]}"), "%s", out.p);
     buf_clear(&out);
-    CHECK(!api_simple(&m, API_TOKENIZE, STR("{\"messages\":[{\"role\":\"user\",\"content\":\"Tom\"}]}"), &out, &e, &f));
+    CHECK(!api_answer_tokenize(&m, API_TOKENIZE, STR("{\"messages\":[{\"role\":\"user\",\"content\":\"Tom\"}]}"), &out, &e, &f));
     CHECK(str_starts(buf_view(&out), STR("{\"count\":11,")) && str_ends(buf_view(&out), STR("\"token_strs\":null}")));
     buf_clear(&out);
-    CHECK(!api_simple(&m, API_DETOKENIZE, STR("{\"tokens\":[20,21]}"), &out, &e, &f));
+    CHECK(!api_answer_tokenize(&m, API_DETOKENIZE, STR("{\"tokens\":[20,21]}"), &out, &e, &f));
     CHECK_MSG(!strcmp(out.p, "{\"prompt\":\"12\"}"), "%s", out.p);
     buf_clear(&out);
-    CHECK(api_models(&m, STR(""), 5, &out) && strstr(out.p, "\"object\":\"list\"") && strstr(out.p, "\"id\":\"other\""));
-    CHECK(api_models(&m, STR("other"), 5, &out) && !api_models(&m, STR("none"), 5, &out));
+    CHECK(api_put_models(&m, STR(""), 5, &out) && strstr(out.p, "\"object\":\"list\"") && strstr(out.p, "\"id\":\"other\""));
+    CHECK(api_put_models(&m, STR("other"), 5, &out) && !api_put_models(&m, STR("none"), 5, &out));
     buf_clear(&out);
-    api_error(&out, 429, "full", NULL, NULL, "x");
+    api_put_error(&out, 429, "full", NULL, NULL, "x");
     CHECK(!strcmp(out.p, "{\"error\":{\"message\":\"full\",\"type\":\"rate_limit_error\",\"param\":null,\"code\":\"x\"}}"));
     buf_free(&out);
 }
 
 /* Chapter 30: the engine took one part of two, and that had a token before it was cancelled: one answer goes out. */
 static void test_api_refused_part(void) {
-    api_model m = api_test_model();
+    api_config m = api_test_model();
     srv s = {0};
     http_request r = {.minor = 1};
     srv_call c = {.s = &s, .req = &r, .refs = 1, .stage = SRV_RUNNING, .refused = {.code = TOKA_E_DEVICE, .msg = "it broke"}};
     buf records = {0}, made = {0};
     bool last = false;
     api_must_parse(&m, API_COMPLETIONS, "{\"prompt\":[\"Tom\",\"Ann\"],\"stream\":true}", &c.api);
-    api_put_event(&c.api.parts[0], 0, &(api_fake){{20, 21}, 2, false}, 0, &records);
+    api_put_event(&c.api.prompts[0], 0, &(api_fake){{20, 21}, 2, false}, 0, &records);
     CHECK(srv_continue(&c, buf_view(&records), &last, &made) == records.n && !made.n && !last && !c.head_sent);
     last = true;
     srv_continue(&c, STR(""), &last, &made);

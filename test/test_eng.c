@@ -684,7 +684,7 @@ static void test_batch_device_fault(void) {
     for (int i = 0; i < N && f; i++)
         fprintf(f, "{\"prompt\":\"Tom has %d apples\",\"n\":2,\"temperature\":1.5,\"max_tokens\":10}\n", i);
     CHECK(f && !fclose(f));
-    run_options o = {.in = in, .out = clean, .base = toka_request_default(), .quiet = true, .interrupted = &eng_never};
+    run_options o = {.in = in, .out = clean, .defaults = toka_request_default(), .quiet = true, .interrupted = &eng_never};
     toka_backend faulty = toka_cpu;
     faulty.status = eng_faulty_status;
     toka_err e = {0};
@@ -724,7 +724,7 @@ static void test_batch_no_threads(void) {
     FILE *f = fopen(in, "w");
     for (int i = 0; i < N && f; i++) fprintf(f, "{\"prompt\":\"Tom has %d apples\",\"max_tokens\":2}\n", i);
     CHECK(f && !fclose(f));
-    run_options o = {.in = in, .out = out, .base = toka_request_default(), .quiet = true, .interrupted = &eng_never};
+    run_options o = {.in = in, .out = out, .defaults = toka_request_default(), .quiet = true, .interrupted = &eng_never};
     for (int left = 0; left < 3; left++) {
         toka *t = eng_must_open(eng_model, 8, 64, 1);
         toka_err e = {0};

@@ -167,7 +167,7 @@ typedef struct fbt { /* a store without an engine: its batches end before they r
 } fbt;
 
 static const char *const fbt_names[] = {"m"};
-static const api_model fbt_model = {.names = fbt_names, .n_names = 1};
+static const api_config fbt_model = {.names = fbt_names, .n_names = 1};
 
 static void fbt_open(fbt *f) {
     toka_err e;
@@ -522,7 +522,7 @@ static void fb_test_half_line(void) {
         run_input_init(&in, ends[0], "pipe", &interrupted);
         in.stopped = &stopped;
         if (!stop) CHECK(write(ends[1], "b", 1) == 1 && !close(ends[1]));
-        memcpy(in.chunk, "whole\nhalf", 10), in.n = 10;
+        memcpy(in.chunk, "whole\nhalf", 10), in.n_bytes = 10;
         CHECK(run_next_line(&in, &line, NULL, &e) == 1 && str_is(line, "whole"));
         CHECK(run_next_line(&in, &line, NULL, &e) == !stop && (stop || str_is(line, "halfb")));
         run_input_free(&in);

@@ -14,12 +14,12 @@ static void test_http_head(void) {
     const char *text = "POST /v1/x%20y?a=1&b=%41+c HTTP/1.1\r\nHost: h:1\r\nContent-Length: 5\r\nX:\t v w \t\r\nX: second\r\n\r\nrest";
     ptrdiff_t used = http_parse_head(http_str(text), &r);
     CHECK(used == (ptrdiff_t)strlen(text) - 4);
-    CHECK(r.method == HTTP_POST && r.minor == 1 && r.length == 5 && !r.chunked && r.keep_alive && !r.expects_continue);
+    CHECK(r.method == HTTP_POST && r.minor == 1 && r.content_length == 5 && !r.chunked && r.keep_alive && !r.expects_continue);
     CHECK(str_is(r.path, "/v1/x%20y") && str_is(r.query, "a=1&b=%41+c") && r.n_headers == 4);
-    CHECK(str_is(http_find(&r, "x"), "v w") && http_count(&r, "x") == 2 && !http_find(&r, "y").p);
+    CHECK(str_is(http_find_header(&r, "x"), "v w") && http_count_headers(&r, "x") == 2 && !http_find_header(&r, "y").p);
     buf b = {0};
-    CHECK(http_query(&r, "b", &b) && str_is(buf_view(&b), "A c"));
-    CHECK(!http_query(&r, "c", &b));
+    CHECK(http_query_field(&r, "b", &b) && str_is(buf_view(&b), "A c"));
+    CHECK(!http_query_field(&r, "c", &b));
     buf_free(&b);
     CHECK(http_parse_head(http_str("\r\n\r\nGET / HTTP/1.0\r\n\r\n"), &r) == 22 && r.minor == 0 && !r.keep_alive);
     CHECK(http_parse_head(http_str("GET / HTTP/1.0\r\nConnection: x , Keep-Alive\r\n\r\n"), &r) > 0 && r.keep_alive);
@@ -162,7 +162,7 @@ static void test_http_limits(void) {
  * whole (and *used bytes were taken), 0 when more is wanted. */
 static int http_feed(str in, bool chunked, int64_t length, int64_t limit, size_t piece, buf *out, size_t *used) {
     http_body b;
-    http_request r = {.chunked = chunked, .length = length};
+    http_request r = {.chunked = chunked, .content_length = length};
     int code = http_body_init(&b, &r, limit);
     if (code) return code;
     *used = 0;

@@ -215,7 +215,7 @@ static void test_mf_infinity(void) {
     mf_model m = {0};
     toka_err e;
     str *files;
-    st_names *names = NULL;
+    st_alias_list *names = NULL;
     int n;
     if (mft_config(M_LLAMA ",\"time_step_limit\":[0.0,Infinity],\"x\":-Infinity,\"y\":{\"z\":NaN},\"w\":1e999}", NULL, &a, &c))
         CHECK(c.shape.E == 4096);
@@ -225,12 +225,12 @@ static void test_mf_infinity(void) {
     if (!mft_config(M_LLAMA "}", NULL, &a, &c)) return;
     CHECK(!mf_generation_parse(STR("{\"max_time\":Infinity,\"top_k\":5}"), "g", &a, &c, &d, &e) && d.top_k == 5);
     CHECK(mf_generation_parse(STR("{\"temperature\":Infinity}"), "g", &a, &c, &d, &e) && strstr(e.msg, "temperature is inf"));
-    CHECK(!mf_tokenizer_config_parse(STR("{\"model_max_length\":Infinity,\"x\":[NaN,-Infinity],\"eos_token\":\"a\"}"), "t", &m.a, &m, &e));
+    CHECK(!mf_tokenizer_config_parse(STR("{\"model_max_length\":Infinity,\"x\":[NaN,-Infinity],\"eos_token\":\"a\"}"), "t", &m.memory, &m, &e));
     CHECK(!strcmp(m.eos_token, "a"));
-    CHECK(!mf_special_map_parse(STR("{\"x\":NaN,\"eos_token\":\"b\"}"), "t", &m.a, &m, &e) && !strcmp(m.eos_token, "b"));
+    CHECK(!mf_special_map_parse(STR("{\"x\":NaN,\"eos_token\":\"b\"}"), "t", &m.memory, &m, &e) && !strcmp(m.eos_token, "b"));
     CHECK(!st_index_parse(STR("{\"metadata\":{\"total_size\":Infinity},\"weight_map\":{\"a\":\"f.safetensors\"}}"), "i", &a, &files, &n,
                           &names, &e) && n == 1);
-    arena_free(&a), arena_free(&m.a);
+    arena_free(&a), arena_free(&m.memory);
 }
 
 static void test_mf_generation(void) {
@@ -323,21 +323,21 @@ static void test_mf_tokenizer_config(void) {
     mf_model m = {0};
     toka_err e;
     CHECK(mf_tokenizer_config_parse(STR("{\"bos_token\":{\"content\":\"<s>\",\"lstrip\":false},\"eos_token\":\"</s>\","
-                                        "\"pad_token\":null,\"chat_template\":\"{{ \\u00e9 }}\\n\"}"), "t", &m.a, &m,
+                                        "\"pad_token\":null,\"chat_template\":\"{{ \\u00e9 }}\\n\"}"), "t", &m.memory, &m,
                                     &e) == 0);
     CHECK(strcmp(m.bos_token, "<s>") == 0 && strcmp(m.eos_token, "</s>") == 0 && !m.pad_token && !m.unk_token);
     CHECK(str_is(mf_template_named(&m, "default"), "{{ \xC3\xA9 }}\n"));
     CHECK(mf_tokenizer_config_parse(STR("{\"chat_template\":[{\"name\":\"tool_use\",\"template\":\"A\"},"
-                                        "{\"name\":\"default\",\"template\":\"B\"}]}"), "t", &m.a, &m, &e) == 0);
+                                        "{\"name\":\"default\",\"template\":\"B\"}]}"), "t", &m.memory, &m, &e) == 0);
     CHECK(str_is(mf_template_named(&m, "default"), "B") && str_is(mf_template_named(&m, "tool_use"), "A") && !m.bos_token);
-    CHECK(mf_tokenizer_config_parse(STR("{\"chat_template\":[{\"name\":\"rag\",\"template\":\"A\"}]}"), "t", &m.a, &m,
+    CHECK(mf_tokenizer_config_parse(STR("{\"chat_template\":[{\"name\":\"rag\",\"template\":\"A\"}]}"), "t", &m.memory, &m,
                                     &e) == 0);
     CHECK(mf_template_named(&m, "default").n == 0 && mf_template_named(&m, "tool_use").n == 0);
-    CHECK(mf_tokenizer_config_parse(STR("{\"bos_token\":[]}"), "t", &m.a, &m, &e) &&
+    CHECK(mf_tokenizer_config_parse(STR("{\"bos_token\":[]}"), "t", &m.memory, &m, &e) &&
           strstr(e.msg, "bos_token is an array"));
-    CHECK(mf_tokenizer_config_parse(STR("{\"chat_template\":1}"), "t", &m.a, &m, &e) &&
+    CHECK(mf_tokenizer_config_parse(STR("{\"chat_template\":1}"), "t", &m.memory, &m, &e) &&
           strstr(e.msg, "chat_template is 1"));
-    arena_free(&m.a);
+    arena_free(&m.memory);
 }
 
 /* ---- A tiny Llama to spoil: L=2 E=8 H=2 K=1 D=4 F=6 V=10, bf16 zeros, the embedding first ---- */
@@ -483,7 +483,7 @@ static void mft_special_tokens(const char *config, const char *map, const char *
     o.model = folder;
     if (lib_open_text(&t, &o, false, &e)) buf_printf(&got, "%s", e.msg);
     else {
-        for (int i = 0; i < 4; i++) buf_printf(&got, "%s ", *mf_special_of(t->files, i) ? *mf_special_of(t->files, i) : "-");
+        for (int i = 0; i < 4; i++) buf_printf(&got, "%s ", *mf_special_field(t->files, i) ? *mf_special_field(t->files, i) : "-");
         toka_close(t);
     }
     CHECK_MSG(strstr(got.p, want) != NULL, "%s %s: %s, not %s", config ? config : "", map ? map : "", got.p, want);
@@ -770,7 +770,7 @@ static void test_mf_header_length(void) {
     for (int i = 0; i < COUNT(cases); i++) {
         arena a = {0};
         st_tensor *t;
-        st_names *names = NULL;
+        st_alias_list *names = NULL;
         int n;
         toka_err e;
         char *text = mem_alloc(16); /* on the heap, so that ASan sees an over-read */
@@ -959,7 +959,7 @@ static void test_mf_overwritten(void) {
             struct stat st;
             mft_write_shard(folder, names[0], 0, 9), mft_write_shard(folder, names[1], 9, n);
             mf_model *m = mft_open_says(folder, NULL, "two shards");
-            CHECK(m && m->n_stamps == 2 && !mf_overwritten(m));
+            CHECK(m && m->n_weight_files == 2 && !mf_find_overwritten(m));
             snprintf(path, sizeof path, "%s/%s", folder, names[i]);
             CHECK(stat(path, &st) == 0);
             if (way == 0) mft_write_file(folder, names[i], STR("short"));
@@ -968,7 +968,7 @@ static void test_mf_overwritten(void) {
             if (way == 3) CHECK(unlink(path) == 0);
             if (way == 4) CHECK(chmod(path, 0600) == 0 && link(path, "/tmp/toka_mf_link") == 0 && unlink("/tmp/toka_mf_link") == 0);
             if (way == 5) mft_write_file(folder, "config.json", str_c(mft_tiny_config)); /* read, not mapped for long */
-            const char *found = m ? mf_overwritten(m) : NULL;
+            const char *found = m ? mf_find_overwritten(m) : NULL;
             CHECK_MSG(way < 2 ? found && !strcmp(found, path) : !found, "way %d: %s", way, found ? found : "none");
             mf_close(m);
         }
@@ -1171,7 +1171,7 @@ static void test_mf_models_refused(void) {
     };
     for (int i = 0; i < COUNT(bad); i++) {
         arena a = {0};
-        mf_known *list;
+        mf_known_model *list;
         int n;
         toka_err e;
         int code = mf_models_parse(str_c(bad[i][0]), &a, &list, &n, &e);
@@ -1198,10 +1198,10 @@ static const struct {
 
 static void test_mf_models_txt(void) {
     arena a = {0};
-    mf_known *list;
+    mf_known_model *list;
     int n;
     toka_err e;
-    int code = mf_models_open("models.txt", &a, &list, &n, &e);
+    int code = mf_read_models_file("models.txt", &a, &list, &n, &e);
     CHECK_MSG(code == 0, "%s", e.msg);
     CHECK(code || n >= 24);
     for (int i = 0; !code && i < COUNT(mft_known_counts); i++) {

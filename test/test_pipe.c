@@ -150,7 +150,7 @@ static void test_pipe(void) {
     for (int pp = 2; pp <= 4; pp += 2) {
         pipe_model m = {.stages = pp, .weights = 0.11e-3, .row = 0.73e-6, .seen = 41e-12, .read = 1.17e-9, .head = 0.27e-3, .draw = 1e-6,
                         .hop = 60e-6, .host = 0.2e-3, .host_row = 0.3e-6, .weight = eng_batch_work(&shape)};
-        for (int k = 0; k < pp; k++) m.layers[k] = mf_stage(&shape, k, pp).n;
+        for (int k = 0; k < pp; k++) m.layers[k] = mf_stage_layers(&shape, k, pp).count;
         for (int i = 0; i < COUNT(loads); i++) pipe_case(&m, &loads[i]);
     }
 }

@@ -2,7 +2,7 @@
 
 typedef struct plan_fix { /* the models of models.txt, and an ask with the program's defaults */
     arena a;
-    mf_known *known;
+    mf_known_model *known;
     int n;
     plan_ask ask;
 } plan_fix;
@@ -10,9 +10,9 @@ typedef struct plan_fix { /* the models of models.txt, and an ask with the progr
 static plan_fix plan_fix_open(const char *model, const char *gpu) {
     plan_fix f = {0};
     toka_err e = {0};
-    const mf_known *found = NULL;
+    const mf_known_model *found = NULL;
     int must_hold, n;
-    CHECK(!mf_models_open("models.txt", &f.a, &f.known, &f.n, &e) && !run_find_known("models.txt", model, &f.a, &found, &n, &e) && found && n == f.n);
+    CHECK(!mf_read_models_file("models.txt", &f.a, &f.known, &f.n, &e) && !run_find_known("models.txt", model, &f.a, &found, &n, &e) && found && n == f.n);
     f.ask.model = &found->config;
     plan_options o = {.gpu = gpu, .gpus = 1, .input = 715, .output = 150, .samples = 1};
     CHECK_MSG(!plan_check(&o, &f.ask, &must_hold, &e) && must_hold == 865, "%s", e.msg);
@@ -22,8 +22,8 @@ static plan_fix plan_fix_open(const char *model, const char *gpu) {
 /* Elements of the norms and biases: the part of a model that plan, as the backend, leaves out. */
 static int64_t plan_vectors(const mf_config *c) {
     int64_t n = 0;
-    for (int i = 0; i < COUNT(mf_layer_slots); i++)
-        if (!*mf_layer_slots[i].rows) n += mf_slot_size(&mf_layer_slots[i], c) * c->shape.L;
+    for (int i = 0; i < COUNT(mf_layer_bindings); i++)
+        if (!*mf_layer_bindings[i].rows) n += mf_binding_size(&mf_layer_bindings[i], c) * c->shape.L;
     return n + c->shape.E;
 }
 
@@ -235,10 +235,10 @@ static void plan_test_words(void) {
     CHECK(!strcmp(plan_round(0.4, z), "0") && !strcmp(plan_round(7, z), "7") && !strcmp(plan_round(239912.3, z), "240,000"));
     CHECK(!strcmp(plan_round(999.6, z), "1,000") && !strcmp(plan_round(28.04, z), "28") && !strcmp(plan_round(1234, z), "1,230"));
     CHECK(plan_same_name("RTX-4090", "rtx 4090") && plan_same_name("A100-80G", "a10080g") && !plan_same_name("A100-80G", "A100"));
-    CHECK(!strcmp(run_gpu_of("NVIDIA H200, 150 GB, wgmma kernels")->name, "H200"));
-    CHECK(!strcmp(run_gpu_of("NVIDIA H100 80GB HBM3, 85 GB, wgmma kernels")->name, "H100"));
-    CHECK(!strcmp(run_gpu_of("NVIDIA GeForce RTX 4090, 25 GB, mma.sync kernels")->name, "RTX-4090"));
-    CHECK(!run_gpu_of("NVIDIA GH200 480GB, 102 GB, wgmma kernels") && !run_gpu_of("CPU, avx512, 2 threads"));
+    CHECK(!strcmp(run_find_gpu("NVIDIA H200, 150 GB, wgmma kernels")->name, "H200"));
+    CHECK(!strcmp(run_find_gpu("NVIDIA H100 80GB HBM3, 85 GB, wgmma kernels")->name, "H100"));
+    CHECK(!strcmp(run_find_gpu("NVIDIA GeForce RTX 4090, 25 GB, mma.sync kernels")->name, "RTX-4090"));
+    CHECK(!run_find_gpu("NVIDIA GH200 480GB, 102 GB, wgmma kernels") && !run_find_gpu("CPU, avx512, 2 threads"));
     CHECK(!plan_same_name("H200", "") && !plan_same_name("L4", "L40S"));
 }
 

@@ -118,18 +118,18 @@ static void test_ranks_stages(void) {
         int pp = rnd_int(&seed, 1, MIN(s.L, 9)), at = 0, most = 0, last = 0;
         double least = INFINITY;
         for (int i = 0; i < pp; i++) {
-            mf_range r = mf_stage(&s, i, pp);
-            CHECK(r.from == at && r.n >= 1);
-            at += r.n, last = r.n, most = i < pp - 1 ? MAX(most, r.n) : most;
+            mf_range r = mf_stage_layers(&s, i, pp);
+            CHECK(r.first == at && r.count >= 1);
+            at += r.count, last = r.count, most = i < pp - 1 ? MAX(most, r.count) : most;
         }
         for (int n = 1; n <= s.L - pp + 1; n++)
             if (pp > 1 || n == s.L) least = MIN(least, rk_two_kinds(&s, pp > 1 ? (s.L - n + pp - 2) / (pp - 1) : 0, n));
         CHECK_MSG(at == s.L && rk_two_kinds(&s, most, last) <= least * (1 + 1e-12), "L %d, %d stages: %d, %d", s.L, pp, most, last);
     }
     toka_shape big = {.L = 80, .H = 64, .K = 8, .D = 128, .E = 8192, .F = 28672, .V = 128256, .V_all = 128256}; /* Llama-3.1-70B */
-    for (int i = 0; i < 8; i++) CHECK(mf_stage(&big, i, 8).n == 10 && mf_stage(&big, i / 2, 4).n == 20); /* its head is 1.2 layers */
+    for (int i = 0; i < 8; i++) CHECK(mf_stage_layers(&big, i, 8).count == 10 && mf_stage_layers(&big, i / 2, 4).count == 20); /* its head is 1.2 layers */
     toka_shape small = {.L = 32, .H = 32, .K = 8, .D = 128, .E = 4096, .F = 14336, .V = 128256, .V_all = 128256}; /* 8B: 2.4 layers */
-    CHECK(mf_stage(&small, 0, 2).n == 17 && mf_stage(&small, 3, 4).n == 7);
+    CHECK(mf_stage_layers(&small, 0, 2).count == 17 && mf_stage_layers(&small, 3, 4).count == 7);
 }
 
 /* ---- A program of micro-batches, on one rank and on many ---- */
