@@ -296,9 +296,9 @@ typedef struct json {
     uint8_t is_big_int; /* JSON_NUMBER: an integer that does not fit; .s and .n are its text */
     uint32_t n;         /* string, big integer: bytes; array: elements; object: members */
     union {
-        const char *s; /* string, big integer */
-        double f;      /* any other number */
-        int64_t i;     /* number with is_int */
+        const char *chars; /* string, big integer */
+        double real;      /* any other number */
+        int64_t integer;     /* number with is_int */
         size_t skip;   /* container: number of its nodes, with itself and all nested nodes */
     };
 } json;
@@ -395,9 +395,9 @@ static int fail(toka_err *e, int code, const char *fmt, ...) {
     va_end(args);
     for (unsigned char *byte = (unsigned char *)e->msg; *byte; byte++) {
         /* U+0080 .. U+009F, which have two bytes */
-        bool c1 = byte[0] == 0xC2 && byte[1] >= 0x80 && byte[1] < 0xA0;
-        if (c1) *byte++ = '?';
-        if (c1 || *byte < 0x20 || *byte == 0x7F) *byte = '?';
+        bool is_c1 = byte[0] == 0xC2 && byte[1] >= 0x80 && byte[1] < 0xA0;
+        if (is_c1) *byte++ = '?';
+        if (is_c1 || *byte < 0x20 || *byte == 0x7F) *byte = '?';
     }
     return code;
 }
@@ -518,10 +518,10 @@ static int suggest_distance(str a, str b) {
     for (size_t j = 0; j < b.n; j++) {
         row[0] = (int)j + 1;
         for (size_t i = 0; i < a.n; i++) {
-            const char x = suggest_fold_char(a.p[i]), y = suggest_fold_char(b.p[j]);
-            row[i + 1] = MIN(last[i] + (x != y), MIN(row[i], last[i + 1]) + 1);
-            const bool swap = i && j && x == suggest_fold_char(b.p[j - 1]) &&
-                              y == suggest_fold_char(a.p[i - 1]);
+            const char char_a = suggest_fold_char(a.p[i]), char_b = suggest_fold_char(b.p[j]);
+            row[i + 1] = MIN(last[i] + (char_a != char_b), MIN(row[i], last[i + 1]) + 1);
+            const bool swap = i && j && char_a == suggest_fold_char(b.p[j - 1]) &&
+                              char_b == suggest_fold_char(a.p[i - 1]);
             if (swap) row[i + 1] = MIN(row[i + 1], diagonal[i - 1] + 1);
         }
         int *oldest = diagonal;
@@ -535,26 +535,26 @@ static int suggest_distance(str a, str b) {
 /* Stores the candidate in near->best if it is more similar than the best so far. A candidate counts
  * as similar if its distance is at most a third of the typed name's length, rounded up. It also
  * does if one name is a prefix of the other, of at least 3 bytes and a quarter of the longer. */
-static void suggest_try(suggestion *near, const char *candidate) {
-    const str typed = near->typed, name = str_c(candidate);
+static void suggest_try(suggestion *suggest, const char *candidate) {
+    const str typed = suggest->typed, name = str_c(candidate);
     const size_t shorter = MIN(typed.n, name.n);
     const int max_distance = (int)(typed.n + 2) / 3;
     int distance = suggest_distance(typed, name);
     const bool is_prefix = shorter >= 3 && !strncasecmp(typed.p, candidate, shorter);
     if (distance > max_distance && is_prefix && MAX(typed.n, name.n) <= 4 * shorter)
         distance = max_distance;
-    if (typed.n < 2 || distance > max_distance || (near->best && distance >= near->distance))
+    if (typed.n < 2 || distance > max_distance || (suggest->best && distance >= suggest->distance))
         return;
-    near->best = candidate;
-    near->distance = distance;
+    suggest->best = candidate;
+    suggest->distance = distance;
 }
 
 /* Appends "; did you mean HEAD+NAME?" to the error in e if there is a similar name. Returns the
  * code of e. */
-static int suggest_fail(const suggestion *near, const char *head, toka_err *e) {
+static int suggest_fail(const suggestion *suggest, const char *head, toka_err *e) {
     const size_t n = strlen(e->msg);
-    if (near->best)
-        snprintf(e->msg + n, sizeof e->msg - n, "; did you mean %s%s?", head, near->best);
+    if (suggest->best)
+        snprintf(e->msg + n, sizeof e->msg - n, "; did you mean %s%s?", head, suggest->best);
     return e->code;
 }
 
@@ -667,18 +667,18 @@ static void arena_reserve_first(arena *a, size_t n) {
 }
 
 /* Returns n_bytes, 16-byte aligned and not initialized. The arena owns them. */
-static void *arena_alloc(arena *a, size_t n_bytes) {
-    size_t offset = (a->used + 15) & ~(size_t)15;
-    if (!a->blocks || n_bytes > a->blocks->cap || offset > a->blocks->cap - n_bytes) {
-        size_t cap = a->blocks ? MIN(a->blocks->cap * 2, (size_t)1 << 20) : 4096;
+static void *arena_alloc(arena *memory, size_t n_bytes) {
+    size_t offset = (memory->used + 15) & ~(size_t)15;
+    if (!memory->blocks || n_bytes > memory->blocks->cap || offset > memory->blocks->cap - n_bytes) {
+        size_t cap = memory->blocks ? MIN(memory->blocks->cap * 2, (size_t)1 << 20) : 4096;
         if (cap < n_bytes) cap = n_bytes;
         struct arena_block *block = mem_alloc(sizeof *block + cap);
-        *block = (struct arena_block){.older = a->blocks, .cap = cap};
-        a->blocks = block;
+        *block = (struct arena_block){.older = memory->blocks, .cap = cap};
+        memory->blocks = block;
         offset = 0;
     }
-    a->used = offset + n_bytes;
-    return a->blocks->bytes + offset;
+    memory->used = offset + n_bytes;
+    return memory->blocks->bytes + offset;
 }
 static void *arena_zalloc(arena *a, size_t n) { return memset(arena_alloc(a, n), 0, n); }
 static void *arena_copy(arena *a, const void *p, size_t n) { /* NULL if n is 0 */
@@ -760,7 +760,7 @@ static int64_t os_available_bytes(void) {
  * M_MMAP_THRESHOLD: by default, when a large block is freed, glibc raises the size from which a
  * block gets its own mapping. Later large blocks would then be in a heap, and a small block after
  * them would keep their memory from going back to the system. */
-static void os_save_memory(void) {
+static void os_limit_heaps(void) {
 #ifdef __GLIBC__
     struct rlimit limit;
     const bool limited = getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY;
@@ -771,7 +771,7 @@ static void os_save_memory(void) {
 }
 
 /* Starts a thread; the caller must join it (pthread_join). Returns 0 or TOKA_E_IO. */
-static int os_thread(pthread_t *t, void *(*run)(void *), void *arg, toka_err *e) {
+static int os_thread_start(pthread_t *t, void *(*run)(void *), void *arg, toka_err *e) {
     int err = pthread_create(t, NULL, run, arg); /* it returns its error and does not set errno */
     return err ? fail(e, TOKA_E_IO, "cannot start a thread: %s", strerror(err)) : 0;
 }
@@ -787,8 +787,8 @@ static void os_cond_init(pthread_cond_t *c) {
 /* Waits for a signal, `seconds` at most. Returns false on timeout. */
 static bool os_cond_wait(pthread_cond_t *c, pthread_mutex_t *lock, double seconds) {
     const double until = os_now() + seconds;
-    struct timespec t = {(time_t)until, (long)((until - floor(until)) * 1e9)};
-    return pthread_cond_timedwait(c, lock, &t) != ETIMEDOUT;
+    struct timespec deadline = {(time_t)until, (long)((until - floor(until)) * 1e9)};
+    return pthread_cond_timedwait(c, lock, &deadline) != ETIMEDOUT;
 }
 
 /* Does this errno of an open or a write say that the disk or a quota is full? */
@@ -875,72 +875,72 @@ static int os_read_all(int fd, const char *name, size_t limit, buf *out, toka_er
  * =========================================================================== */
 
 typedef struct json_limits {
-    int depth;        /* of nested containers */
-    size_t max_bytes; /* of the text, and of its nodes; but JSON_FEW_NODES are always allowed */
+    int max_depth;        /* of nested containers */
+    size_t max_bytes; /* of the text, and of its nodes; but JSON_ALWAYS_NODES are always allowed */
 } json_limits;
 
-enum { JSON_FEW_NODES = 1 << 16 };
+enum { JSON_ALWAYS_NODES = 1 << 16 };
 
 static const json_limits json_trusted = {512, (size_t)1 << 31}; /* for a model's own files */
 
 typedef struct json_reader {
-    const char *p, *start, *end; /* next byte, first byte, one past the last */
-    arena *a;                    /* gets the unescaped strings, and at the end the block of nodes */
+    const char *at, *start, *end; /* next byte, first byte, one past the last */
+    arena *memory;                    /* gets the unescaped strings, and at the end the block of nodes */
     /* The block with the nodes. It grows by realloc, because growing inside the arena would keep
      * the old copies. The reader owns it until the text is parsed, then the arena owns it. */
     struct arena_block *block;
     json *nodes; /* [cap], the first n are used; they are in the block */
-    size_t n, cap;
+    size_t n_nodes, cap;
     /* 1 + index of the innermost open container, 0: none. While a container is open, its .skip
      * holds the value of `open` for the container around it. */
-    size_t open;
+    size_t container;
     int depth;   /* number of open containers */
-    size_t most; /* nodes that the limits allow */
+    size_t max_nodes; /* nodes that the limits allow */
     json_limits limits;
-    bool python; /* accept what Python's json accepts: numbers that are not finite */
+    bool allow_not_finite; /* accept what Python's json accepts: numbers that are not finite */
     toka_err *e;
 } json_reader;
 
-static bool json_fail(json_reader *r, const char *what) {
-    fail(r->e, TOKA_E_INPUT, "JSON: %s at byte %zu", what, (size_t)(r->p - r->start));
+static bool json_fail(json_reader *reader, const char *what) {
+    fail(reader->e, TOKA_E_INPUT, "JSON: %s at byte %zu", what, (size_t)(reader->at - reader->start));
     return false;
 }
 
-static bool json_resize(json_reader *r, size_t cap) {
-    struct arena_block *block = realloc(r->block, sizeof *r->block + cap * sizeof *r->nodes);
+static bool json_resize_nodes(json_reader *reader, size_t cap) {
+    struct arena_block *block = realloc(reader->block, sizeof *reader->block + cap * sizeof *reader->nodes);
     if (!block) return false;
-    r->block = block;
-    r->block->cap = cap * sizeof *r->nodes;
-    r->nodes = (json *)(void *)r->block->bytes;
-    r->cap = cap;
+    reader->block = block;
+    reader->block->cap = cap * sizeof *reader->nodes;
+    reader->nodes = (json *)(void *)reader->block->bytes;
+    reader->cap = cap;
     return true;
 }
 
-/* Appends a node. json_value and json_key have made room for it (json_has_room). */
-static json *json_node(json_reader *r, int type) {
-    json *v = &r->nodes[r->n++];
-    *v = (json){.type = (uint8_t)type};
-    return v;
+/* Appends a node. json_value and json_key have made room for it (json_make_room). */
+static json *json_add_node(json_reader *reader, int type) {
+    json *node = &reader->nodes[reader->n_nodes++];
+    *node = (json){.type = (uint8_t)type};
+    return node;
 }
 
-static void json_space(json_reader *r) {
-    while (r->p < r->end && (*r->p == ' ' || *r->p == '\n' || *r->p == '\r' || *r->p == '\t'))
-        r->p++;
+static void json_skip_space(json_reader *reader) {
+    while (reader->at < reader->end && (*reader->at == ' ' || *reader->at == '\n' || *reader->at == '\r' || *reader->at == '\t'))
+        reader->at++;
 }
 
 /* Returns the length of the UTF-8 sequence at p, 1 to 4 bytes, or 0 if it is not well formed
  * (Unicode, table 3-7). p < end. */
-static int utf8_len(const char *p, const char *end) {
-    unsigned char a = (unsigned char)p[0], b = end - p > 1 ? (unsigned char)p[1] : 0;
-    if (a < 0x80) return 1;
-    int n = a >= 0xC2 && a <= 0xDF ? 2 : (a & 0xF0) == 0xE0 ? 3 : a >= 0xF0 && a <= 0xF4 ? 4 : 0;
-    if (!n || end - p < n || (b & 0xC0) != 0x80) return 0;
-    if ((a == 0xE0 && b < 0xA0) || (a == 0xED && b > 0x9F) || (a == 0xF0 && b < 0x90) ||
-        (a == 0xF4 && b > 0x8F))
+static int utf8_len(const char *bytes, const char *end) {
+    unsigned char first = (unsigned char)bytes[0], second = end - bytes > 1 ? (unsigned char)bytes[1] : 0;
+    if (first < 0x80) return 1;
+    int len = first >= 0xC2 && first <= 0xDF ? 2 : (first & 0xF0) == 0xE0 ? 3 : first >= 0xF0 && first <= 0xF4 ? 4 : 0;
+    if (!len || end - bytes < len || (second & 0xC0) != 0x80) return 0;
+    if ((first == 0xE0 && second < 0xA0) || (first == 0xED && second > 0x9F) || (first == 0xF0 && second < 0x90) ||
+        (first == 0xF4 && second > 0x8F))
         return 0;
-    for (int i = 2; i < n; i++)
-        if (((unsigned char)p[i] & 0xC0) != 0x80) return 0;
-    return n;
+    for (int i = 2; i < len; i++)
+        if (((unsigned char)bytes[i] & 0xC0) != 0x80) return 0;
+    return len;
 }
 
 static int64_t utf8_count(str s) { /* the number of characters whose first byte is in s */
@@ -962,305 +962,305 @@ static int utf8_put(char *p, uint32_t c) {
 }
 
 /* Reads four hex digits at p. Returns their value, or -1 if they are not four hex digits. */
-static int json_hex4(json_reader *r) {
-    int v = 0;
-    if (r->end - r->p < 4) return -1;
+static int json_hex4(json_reader *reader) {
+    int value = 0;
+    if (reader->end - reader->at < 4) return -1;
     for (int i = 0; i < 4; i++) {
-        int d = hex_digit(r->p[i]);
-        if (d < 0) return -1;
-        v = v * 16 + d;
+        int digit = hex_digit(reader->at[i]);
+        if (digit < 0) return -1;
+        value = value * 16 + digit;
     }
-    r->p += 4;
-    return v;
+    reader->at += 4;
+    return value;
 }
 
 /* Reads a code point; p is after "\u". A surrogate pair gives one code point, a lone surrogate
  * gives U+FFFD. Returns false if the digits are wrong. */
-static bool json_unicode_escape(json_reader *r, uint32_t *c) {
-    int hi = json_hex4(r);
-    if (hi < 0) return json_fail(r, "\\u needs four hex digits");
-    *c = (uint32_t)hi;
-    if (hi < 0xD800 || hi > 0xDFFF) return true;
-    *c = 0xFFFD;
-    if (hi > 0xDBFF || r->end - r->p < 6 || r->p[0] != '\\' || r->p[1] != 'u') return true;
-    const char *back = r->p;
-    r->p += 2;
-    int lo = json_hex4(r);
-    if (lo < 0) return json_fail(r, "\\u needs four hex digits");
-    if (lo >= 0xDC00 && lo <= 0xDFFF)
-        *c = 0x10000 + ((uint32_t)(hi - 0xD800) << 10) + (uint32_t)(lo - 0xDC00);
-    else r->p = back;
+static bool json_unicode_escape(json_reader *reader, uint32_t *code) {
+    int high = json_hex4(reader);
+    if (high < 0) return json_fail(reader, "\\u needs four hex digits");
+    *code = (uint32_t)high;
+    if (high < 0xD800 || high > 0xDFFF) return true;
+    *code = 0xFFFD;
+    if (high > 0xDBFF || reader->end - reader->at < 6 || reader->at[0] != '\\' || reader->at[1] != 'u') return true;
+    const char *escape = reader->at;
+    reader->at += 2;
+    int low = json_hex4(reader);
+    if (low < 0) return json_fail(reader, "\\u needs four hex digits");
+    if (low >= 0xDC00 && low <= 0xDFFF)
+        *code = 0x10000 + ((uint32_t)(high - 0xD800) << 10) + (uint32_t)(low - 0xDC00);
+    else reader->at = escape;
     return true;
 }
 
 /* Reads the rest of a string that has escapes. `head` is the text before the first escape, p is at
  * its backslash. Unescaped text is never longer than escaped text, so the buffer has the length of
  * the escaped text. */
-static bool json_escaped(json_reader *r, str head, json *v) {
-    const char *close = r->p;
-    while (close < r->end && *close != '"') close += *close == '\\' ? 2 : 1;
-    if (close >= r->end) return r->p = r->end, json_fail(r, "string without an end");
-    char *out = arena_alloc(r->a, head.n + (size_t)(close - r->p) + 1), *w = out + head.n;
+static bool json_escaped_string(json_reader *reader, str head, json *node) {
+    const char *close = reader->at;
+    while (close < reader->end && *close != '"') close += *close == '\\' ? 2 : 1;
+    if (close >= reader->end) return reader->at = reader->end, json_fail(reader, "string without an end");
+    char *out = arena_alloc(reader->memory, head.n + (size_t)(close - reader->at) + 1), *dest = out + head.n;
     memcpy(out, head.p, head.n);
     for (;;) {
-        unsigned char c = (unsigned char)*r->p;
-        if (c == '"') break;
-        if (c >= 0x20 && c < 0x80 && c != '\\') {
-            *w++ = *r->p++;
+        unsigned char byte = (unsigned char)*reader->at;
+        if (byte == '"') break;
+        if (byte >= 0x20 && byte < 0x80 && byte != '\\') {
+            *dest++ = *reader->at++;
             continue;
         }
-        if (c < 0x20) return json_fail(r, "control character in a string");
-        if (c != '\\') {
-            int n = utf8_len(r->p, r->end);
-            if (!n) return json_fail(r, "invalid UTF-8");
-            while (n--) *w++ = *r->p++;
+        if (byte < 0x20) return json_fail(reader, "control character in a string");
+        if (byte != '\\') {
+            int len = utf8_len(reader->at, reader->end);
+            if (!len) return json_fail(reader, "invalid UTF-8");
+            while (len--) *dest++ = *reader->at++;
             continue;
         }
-        static const char from[] = "\"\\/bfnrt", to[] = "\"\\/\b\f\n\r\t";
-        const char *k = r->p[1] ? strchr(from, r->p[1]) : NULL;
-        uint32_t u;
-        if (k) {
-            *w++ = to[k - from];
-            r->p += 2;
-        } else if (r->p[1] == 'u') {
-            r->p += 2;
-            if (!json_unicode_escape(r, &u)) return false;
-            w += utf8_put(w, u);
+        static const char letters[] = "\"\\/bfnrt", meanings[] = "\"\\/\b\f\n\r\t";
+        const char *found = reader->at[1] ? strchr(letters, reader->at[1]) : NULL;
+        uint32_t code;
+        if (found) {
+            *dest++ = meanings[found - letters];
+            reader->at += 2;
+        } else if (reader->at[1] == 'u') {
+            reader->at += 2;
+            if (!json_unicode_escape(reader, &code)) return false;
+            dest += utf8_put(dest, code);
         } else {
-            return json_fail(r, "unknown escape");
+            return json_fail(reader, "unknown escape");
         }
     }
-    *v = (json){.type = JSON_STRING, .n = (uint32_t)(w - out), .s = out};
-    r->p++;
+    *node = (json){.type = JSON_STRING, .n = (uint32_t)(dest - out), .chars = out};
+    reader->at++;
     return true;
 }
 
 /* Reads a string; p is after the opening quote. Without escapes the node borrows from the text. */
-static bool json_string(json_reader *r) {
-    json *v = json_node(r, JSON_STRING);
-    const char *s = r->p;
+static bool json_string(json_reader *reader) {
+    json *node = json_add_node(reader, JSON_STRING);
+    const char *start = reader->at;
     for (;;) {
-        while (r->p < r->end && (unsigned char)*r->p >= 0x20 && (unsigned char)*r->p < 0x80 &&
-               *r->p != '"' && *r->p != '\\')
-            r->p++;
-        if (r->p == r->end) return json_fail(r, "string without an end");
-        if (*r->p == '"') break;
-        if (*r->p == '\\') return json_escaped(r, (str){s, (size_t)(r->p - s)}, v);
-        int n = (unsigned char)*r->p < 0x20 ? -1 : utf8_len(r->p, r->end);
-        if (n <= 0) return json_fail(r, n < 0 ? "control character in a string" : "invalid UTF-8");
-        r->p += n;
+        while (reader->at < reader->end && (unsigned char)*reader->at >= 0x20 && (unsigned char)*reader->at < 0x80 &&
+               *reader->at != '"' && *reader->at != '\\')
+            reader->at++;
+        if (reader->at == reader->end) return json_fail(reader, "string without an end");
+        if (*reader->at == '"') break;
+        if (*reader->at == '\\') return json_escaped_string(reader, (str){start, (size_t)(reader->at - start)}, node);
+        int len = (unsigned char)*reader->at < 0x20 ? -1 : utf8_len(reader->at, reader->end);
+        if (len <= 0) return json_fail(reader, len < 0 ? "control character in a string" : "invalid UTF-8");
+        reader->at += len;
     }
-    v->s = s;
-    v->n = (uint32_t)(r->p++ - s);
+    node->chars = start;
+    node->n = (uint32_t)(reader->at++ - start);
     return true;
 }
 
 /* Converts a checked decimal number to double. strtod expects the decimal point of the program's
  * locale, which may have several bytes; so the text is copied with this point. */
-static double json_strtod(str s) {
+static double json_strtod(str text) {
     const char *point = localeconv()->decimal_point;
-    size_t n_point = strlen(point), whole = 0;
-    char tmp[64], *z = s.n + n_point < sizeof tmp ? tmp : mem_alloc(s.n + n_point + 1);
-    while (whole < s.n && s.p[whole] != '.') whole++;
-    memcpy(z, s.p, whole);
-    if (whole < s.n) {
-        memcpy(z + whole, point, n_point);
-        memcpy(z + whole + n_point, s.p + whole + 1, s.n - whole - 1);
-        z[s.n + n_point - 1] = 0;
+    size_t point_len = strlen(point), n_whole = 0;
+    char tmp[64], *copy = text.n + point_len < sizeof tmp ? tmp : mem_alloc(text.n + point_len + 1);
+    while (n_whole < text.n && text.p[n_whole] != '.') n_whole++;
+    memcpy(copy, text.p, n_whole);
+    if (n_whole < text.n) {
+        memcpy(copy + n_whole, point, point_len);
+        memcpy(copy + n_whole + point_len, text.p + n_whole + 1, text.n - n_whole - 1);
+        copy[text.n + point_len - 1] = 0;
     } else {
-        z[whole] = 0;
+        copy[n_whole] = 0;
     }
-    double f = strtod(z, NULL);
-    if (z != tmp) free(z);
-    return f;
+    double value = strtod(copy, NULL);
+    if (copy != tmp) free(copy);
+    return value;
 }
 
-static bool json_number(json_reader *r) {
-    const char *s = r->p;
-    bool exact = true, big = false, neg = *r->p == '-';
-    uint64_t u = 0;
-    r->p += neg;
-    if (r->p == r->end || !isdigit((unsigned char)*r->p)) return json_fail(r, "digit expected");
-    if (*r->p == '0' && r->p + 1 < r->end && isdigit((unsigned char)r->p[1]))
-        return json_fail(r, "leading zero");
-    for (; r->p < r->end && isdigit((unsigned char)*r->p); r->p++) {
-        unsigned d = (unsigned)(*r->p - '0');
-        if (big || u > ((uint64_t)INT64_MAX + neg - d) / 10) big = true;
-        else u = u * 10 + d;
+static bool json_number(json_reader *reader) {
+    const char *start = reader->at;
+    bool exact = true, big = false, negative = *reader->at == '-';
+    uint64_t digits = 0;
+    reader->at += negative;
+    if (reader->at == reader->end || !isdigit((unsigned char)*reader->at)) return json_fail(reader, "digit expected");
+    if (*reader->at == '0' && reader->at + 1 < reader->end && isdigit((unsigned char)reader->at[1]))
+        return json_fail(reader, "leading zero");
+    for (; reader->at < reader->end && isdigit((unsigned char)*reader->at); reader->at++) {
+        unsigned digit = (unsigned)(*reader->at - '0');
+        if (big || digits > ((uint64_t)INT64_MAX + negative - digit) / 10) big = true;
+        else digits = digits * 10 + digit;
     }
-    if (r->p < r->end && *r->p == '.') {
+    if (reader->at < reader->end && *reader->at == '.') {
         exact = false;
-        if (++r->p == r->end || !isdigit((unsigned char)*r->p))
-            return json_fail(r, "digit expected after the point");
-        while (r->p < r->end && isdigit((unsigned char)*r->p)) r->p++;
+        if (++reader->at == reader->end || !isdigit((unsigned char)*reader->at))
+            return json_fail(reader, "digit expected after the point");
+        while (reader->at < reader->end && isdigit((unsigned char)*reader->at)) reader->at++;
     }
-    if (r->p < r->end && (*r->p | 32) == 'e') {
+    if (reader->at < reader->end && (*reader->at | 32) == 'e') {
         exact = false;
-        if (++r->p < r->end && (*r->p == '+' || *r->p == '-')) r->p++;
-        if (r->p == r->end || !isdigit((unsigned char)*r->p))
-            return json_fail(r, "digit expected in the exponent");
-        while (r->p < r->end && isdigit((unsigned char)*r->p)) r->p++;
+        if (++reader->at < reader->end && (*reader->at == '+' || *reader->at == '-')) reader->at++;
+        if (reader->at == reader->end || !isdigit((unsigned char)*reader->at))
+            return json_fail(reader, "digit expected in the exponent");
+        while (reader->at < reader->end && isdigit((unsigned char)*reader->at)) reader->at++;
     }
-    const str text = {s, (size_t)(r->p - s)};
-    const double f = exact && !big ? 0 : json_strtod(text);
-    if (!isfinite(f) && !r->python) return r->p = s, json_fail(r, "number out of range");
-    json *v = json_node(r, JSON_NUMBER);
-    v->is_int = exact && !big;
-    v->is_big_int = exact && big;
-    if (v->is_int) {
-        v->i = (int64_t)(neg ? 0 - u : u);
-    } else if (v->is_big_int) {
-        v->s = s;
-        v->n = (uint32_t)text.n;
+    const str text = {start, (size_t)(reader->at - start)};
+    const double real = exact && !big ? 0 : json_strtod(text);
+    if (!isfinite(real) && !reader->allow_not_finite) return reader->at = start, json_fail(reader, "number out of range");
+    json *node = json_add_node(reader, JSON_NUMBER);
+    node->is_int = exact && !big;
+    node->is_big_int = exact && big;
+    if (node->is_int) {
+        node->integer = (int64_t)(negative ? 0 - digits : digits);
+    } else if (node->is_big_int) {
+        node->chars = start;
+        node->n = (uint32_t)text.n;
     } else {
-        v->f = f;
+        node->real = real;
     }
     return true;
 }
 
-static bool json_literal(json_reader *r, str word, int type) {
-    if (!str_starts((str){r->p, (size_t)(r->end - r->p)}, word))
-        return json_fail(r, "value expected");
-    r->p += word.n;
-    json_node(r, type);
+static bool json_literal(json_reader *reader, str word, int type) {
+    if (!str_starts((str){reader->at, (size_t)(reader->end - reader->at)}, word))
+        return json_fail(reader, "value expected");
+    reader->at += word.n;
+    json_add_node(reader, type);
     return true;
 }
 
-static bool json_open(json_reader *r, int type) {
-    if (++r->depth > r->limits.depth) return json_fail(r, "nested too deep");
-    json *v = json_node(r, type);
-    v->skip = r->open;
-    r->open = r->n;
-    r->p++;
+static bool json_open_container(json_reader *reader, int type) {
+    if (++reader->depth > reader->limits.max_depth) return json_fail(reader, "nested too deep");
+    json *node = json_add_node(reader, type);
+    node->skip = reader->container;
+    reader->container = reader->n_nodes;
+    reader->at++;
     return true;
 }
 
-static void json_close(json_reader *r) {
-    json *v = &r->nodes[r->open - 1];
-    size_t self = r->open - 1;
-    r->open = v->skip;
-    v->skip = r->n - self;
-    r->depth--;
-    r->p++;
+static void json_close_container(json_reader *reader) {
+    json *node = &reader->nodes[reader->container - 1];
+    size_t self = reader->container - 1;
+    reader->container = node->skip;
+    node->skip = reader->n_nodes - self;
+    reader->depth--;
+    reader->at++;
 }
 
-static bool json_has_room(json_reader *r) {
-    if (r->n < r->cap) return true;
-    if (r->n < r->most && json_resize(r, MAX(r->cap * 2, (size_t)64))) return true;
-    if (r->n < r->most)
-        fail(r->e, TOKA_E_MEMORY, "JSON: there is no memory for more than %zu values", r->n);
+static bool json_make_room(json_reader *reader) {
+    if (reader->n_nodes < reader->cap) return true;
+    if (reader->n_nodes < reader->max_nodes && json_resize_nodes(reader, MAX(reader->cap * 2, (size_t)64))) return true;
+    if (reader->n_nodes < reader->max_nodes)
+        fail(reader->e, TOKA_E_MEMORY, "JSON: there is no memory for more than %zu values", reader->n_nodes);
     else
-        fail(r->e, TOKA_E_INPUT, "JSON: more than %zu values at byte %zu", r->most,
-             (size_t)(r->p - r->start));
+        fail(reader->e, TOKA_E_INPUT, "JSON: more than %zu values at byte %zu", reader->max_nodes,
+             (size_t)(reader->at - reader->start));
     return false;
 }
 
 /* Reads NaN, Infinity or -Infinity at p. Returns false, without an error, if p is at something
  * else. */
-static bool json_not_finite(json_reader *r) {
+static bool json_not_finite(json_reader *reader) {
     static const struct {
         const char *word;
         double value;
     } rows[] = {{"NaN", NAN}, {"Infinity", INFINITY}, {"-Infinity", -INFINITY}};
     for (int i = 0; i < COUNT(rows); i++) {
-        if (!str_starts((str){r->p, (size_t)(r->end - r->p)}, str_c(rows[i].word))) continue;
-        json_node(r, JSON_NUMBER)->f = rows[i].value;
-        r->p += strlen(rows[i].word);
+        if (!str_starts((str){reader->at, (size_t)(reader->end - reader->at)}, str_c(rows[i].word))) continue;
+        json_add_node(reader, JSON_NUMBER)->real = rows[i].value;
+        reader->at += strlen(rows[i].word);
         return true;
     }
     return false;
 }
 
 /* Reads a value, but of a container only the opening bracket. */
-static bool json_value(json_reader *r) {
-    if (!json_has_room(r)) return false;
-    if (r->python && json_not_finite(r)) return true;
-    switch (r->p < r->end ? *r->p : 0) {
-    case '{': return json_open(r, JSON_OBJECT);
-    case '[': return json_open(r, JSON_ARRAY);
-    case '"': return r->p++, json_string(r);
-    case 't': return json_literal(r, STR("true"), JSON_TRUE);
-    case 'f': return json_literal(r, STR("false"), JSON_FALSE);
-    case 'n': return json_literal(r, STR("null"), JSON_NULL);
+static bool json_value(json_reader *reader) {
+    if (!json_make_room(reader)) return false;
+    if (reader->allow_not_finite && json_not_finite(reader)) return true;
+    switch (reader->at < reader->end ? *reader->at : 0) {
+    case '{': return json_open_container(reader, JSON_OBJECT);
+    case '[': return json_open_container(reader, JSON_ARRAY);
+    case '"': return reader->at++, json_string(reader);
+    case 't': return json_literal(reader, STR("true"), JSON_TRUE);
+    case 'f': return json_literal(reader, STR("false"), JSON_FALSE);
+    case 'n': return json_literal(reader, STR("null"), JSON_NULL);
     case '-': case '0': case '1': case '2': case '3': case '4':
     case '5': case '6': case '7': case '8': case '9':
-        return json_number(r);
-    default: return json_fail(r, r->p < r->end ? "value expected" : "text ends too early");
+        return json_number(reader);
+    default: return json_fail(reader, reader->at < reader->end ? "value expected" : "text ends too early");
     }
 }
 
 /* Reads a member name, its colon and the white space around them. */
-static bool json_key(json_reader *r) {
-    json_space(r);
-    if (r->p == r->end || *r->p != '"') return json_fail(r, "member name expected");
-    r->p++;
-    if (!json_has_room(r) || !json_string(r)) return false;
-    json_space(r);
-    if (r->p == r->end || *r->p != ':') return json_fail(r, "':' expected");
-    r->p++;
-    json_space(r);
+static bool json_key(json_reader *reader) {
+    json_skip_space(reader);
+    if (reader->at == reader->end || *reader->at != '"') return json_fail(reader, "member name expected");
+    reader->at++;
+    if (!json_make_room(reader) || !json_string(reader)) return false;
+    json_skip_space(reader);
+    if (reader->at == reader->end || *reader->at != ':') return json_fail(reader, "':' expected");
+    reader->at++;
+    json_skip_space(reader);
     return true;
 }
 
 /* Goes on in the innermost open container; p is after its opening bracket (first) or after an
  * element. Closes the container, or moves p to the value of the next element. *more: a value
  * follows. Returns false on a syntax error. */
-static bool json_step(json_reader *r, bool first, bool *more) {
-    json *c = &r->nodes[r->open - 1];
-    bool object = c->type == JSON_OBJECT;
+static bool json_next_element(json_reader *reader, bool first, bool *more) {
+    json *container = &reader->nodes[reader->container - 1];
+    bool object = container->type == JSON_OBJECT;
     char close = object ? '}' : ']';
-    json_space(r);
-    if (r->p == r->end) return json_fail(r, "text ends too early");
-    if ((*more = *r->p != close) == false) return json_close(r), true;
+    json_skip_space(reader);
+    if (reader->at == reader->end) return json_fail(reader, "text ends too early");
+    if ((*more = *reader->at != close) == false) return json_close_container(reader), true;
     if (!first) {
-        if (*r->p != ',')
-            return json_fail(r, object ? "',' or '}' expected" : "',' or ']' expected");
-        r->p++;
-        json_space(r);
+        if (*reader->at != ',')
+            return json_fail(reader, object ? "',' or '}' expected" : "',' or ']' expected");
+        reader->at++;
+        json_skip_space(reader);
     }
-    c->n++;
-    return !object || json_key(r);
+    container->n++;
+    return !object || json_key(reader);
 }
 
-static bool json_document(json_reader *r) {
-    json_space(r);
-    if (!json_value(r)) return false;
-    while (r->open) {
-        bool first = r->nodes[r->n - 1].type >= JSON_ARRAY && r->open == r->n, more;
-        if (!json_step(r, first, &more)) return false;
-        if (more && !json_value(r)) return false;
+static bool json_document(json_reader *reader) {
+    json_skip_space(reader);
+    if (!json_value(reader)) return false;
+    while (reader->container) {
+        bool first = reader->nodes[reader->n_nodes - 1].type >= JSON_ARRAY && reader->container == reader->n_nodes, more;
+        if (!json_next_element(reader, first, &more)) return false;
+        if (more && !json_value(reader)) return false;
     }
-    json_space(r);
-    return r->p == r->end || json_fail(r, "text goes on behind the value");
+    json_skip_space(reader);
+    return reader->at == reader->end || json_fail(reader, "text goes on behind the value");
 }
 
-static const json *json_parse_as(arena *a, str text, json_limits limits, bool python,
+static const json *json_parse_as(arena *memory, str text, json_limits limits, bool allow_not_finite,
                                  toka_err *e) {
     const size_t max_bytes = MIN(limits.max_bytes, (size_t)UINT32_MAX); /* counts are 32 bits */
     if (!text.n) text = STR("");
-    json_reader r = {
-        .p = text.p, .start = text.p, .end = text.p + text.n, .a = a, .limits = limits, .e = e};
-    r.python = python;
-    r.most = MAX(max_bytes / sizeof(json), (size_t)JSON_FEW_NODES);
+    json_reader reader = {
+        .at = text.p, .start = text.p, .end = text.p + text.n, .memory = memory, .limits = limits, .e = e};
+    reader.allow_not_finite = allow_not_finite;
+    reader.max_nodes = MAX(max_bytes / sizeof(json), (size_t)JSON_ALWAYS_NODES);
     if (text.n > max_bytes) {
         fail(e, TOKA_E_INPUT, "JSON: %zu bytes, at most %zu are taken", text.n, max_bytes);
         return NULL;
     }
-    if (!json_document(&r)) return free(r.block), NULL;
-    json_resize(&r, r.n);
-    arena_adopt_block(a, r.block);
-    return r.nodes;
+    if (!json_document(&reader)) return free(reader.block), NULL;
+    json_resize_nodes(&reader, reader.n_nodes);
+    arena_adopt_block(memory, reader.block);
+    return reader.nodes;
 }
 
 /* Parses one document. The arena owns the nodes and the strings that had escapes; other strings
  * borrow from `text`. Returns NULL on an error. */
-static const json *json_parse(arena *a, str text, json_limits limits, toka_err *e) {
-    return json_parse_as(a, text, limits, false, e);
+static const json *json_parse(arena *memory, str text, json_limits limits, toka_err *e) {
+    return json_parse_as(memory, text, limits, false, e);
 }
 
 /* The same for a file that Python's json may have written. */
-static const json *json_parse_python(arena *a, str text, json_limits limits, toka_err *e) {
-    return json_parse_as(a, text, limits, true, e);
+static const json *json_parse_python(arena *memory, str text, json_limits limits, toka_err *e) {
+    return json_parse_as(memory, text, limits, true, e);
 }
 
 /* ---- Access. v may be NULL, except in json_next and json_digits ---- */
@@ -1279,35 +1279,35 @@ static const json *json_next(const json *v) { return v + (v->type >= JSON_ARRAY 
          key = json_next(key + 1))
 
 static str json_str(const json *v) { /* empty if v is not a string */
-    return json_is(v, JSON_STRING) ? (str){v->s, v->n} : (str){"", 0};
+    return json_is(v, JSON_STRING) ? (str){v->chars, v->n} : (str){"", 0};
 }
-static bool json_true(const json *v) { return json_is(v, JSON_TRUE); }
+static bool json_is_true(const json *v) { return json_is(v, JSON_TRUE); }
 static str json_digits(const json *v) { /* the text of an integer that does not fit 64 bits */
-    return v->is_big_int ? (str){v->s, v->n} : (str){"", 0};
+    return v->is_big_int ? (str){v->chars, v->n} : (str){"", 0};
 }
 /* Any number as a double; `otherwise` if v is not a number. */
 static double json_num(const json *v, double otherwise) {
     if (!json_is(v, JSON_NUMBER)) return otherwise;
-    return v->is_int ? (double)v->i : v->is_big_int ? json_strtod(json_digits(v)) : v->f;
+    return v->is_int ? (double)v->integer : v->is_big_int ? json_strtod(json_digits(v)) : v->real;
 }
 /* Stores a whole number, which may be written as 3.0, in *out. Returns false if v is not a whole
  * number, or is too large to be exact. */
 static bool json_whole(const json *v, int64_t *out) {
     if (!json_is(v, JSON_NUMBER) || v->is_big_int ||
-        (!v->is_int && !(v->f == floor(v->f) && fabs(v->f) < 0x1p53)))
+        (!v->is_int && !(v->real == floor(v->real) && fabs(v->real) < 0x1p53)))
         return false;
-    *out = v->is_int ? v->i : (int64_t)v->f;
+    *out = v->is_int ? v->integer : (int64_t)v->real;
     return true;
 }
 static int64_t json_int(const json *v, int64_t otherwise) {
-    return json_is(v, JSON_NUMBER) && v->is_int ? v->i : otherwise;
+    return json_is(v, JSON_NUMBER) && v->is_int ? v->integer : otherwise;
 }
 
 /* The value of a member, or NULL. Cost: one comparison per member. */
 static const json *json_get(const json *object, const char *name) {
     const json *found = NULL;
     if (!json_is(object, JSON_OBJECT)) return NULL;
-    JSON_MEMBERS(key, object) if (str_is((str){key->s, key->n}, name)) found = key + 1;
+    JSON_MEMBERS(key, object) if (str_is((str){key->chars, key->n}, name)) found = key + 1;
     return found;
 }
 /* Element i, or NULL. Cost: it walks over the elements before i. */
@@ -1322,62 +1322,62 @@ static const json *json_at(const json *array, size_t i) {
 /* Appends a comma if the last byte of b is the end of a value. The writer needs no state for this:
  * no value ends with one of "{[:,", a line feed or a space. The last two may come before the first
  * value, as in "data: ". */
-static void json_comma(buf *b) {
-    const char last = b->n ? b->p[b->n - 1] : ' ';
+static void json_comma(buf *out) {
+    const char last = out->n ? out->p[out->n - 1] : ' ';
     if (last != '{' && last != '[' && last != ':' && last != ',' && last != '\n' && last != ' ')
-        buf_char(b, ',');
+        buf_char(out, ',');
 }
-static void json_put_open(buf *b, char c) { json_comma(b), buf_char(b, c); }
-static void json_put_close(buf *b, char c) { buf_char(b, c); }
+static void json_put_open(buf *out, char c) { json_comma(out), buf_char(out, c); }
+static void json_put_close(buf *out, char c) { buf_char(out, c); }
 
 /* Writes a string with its quotes. Each byte that is not UTF-8 becomes U+FFFD. */
-static void json_put_str(buf *b, str s) {
-    json_comma(b);
-    buf_char(b, '"');
-    for (size_t i = 0, plain; i < s.n;) {
-        plain = i;
-        while (i < s.n && s.p[i] >= 0x20 && s.p[i] < 0x7F && s.p[i] != '"' && s.p[i] != '\\') i++;
-        buf_put(b, s.p + plain, i - plain);
-        if (i == s.n) break;
-        unsigned char c = (unsigned char)s.p[i];
-        int n = utf8_len(s.p + i, s.p + s.n);
-        if (c == '"' || c == '\\') buf_char(b, '\\'), buf_char(b, s.p[i]);
-        else if (c == '\n') buf_c(b, "\\n");
-        else if (c == '\t') buf_c(b, "\\t");
-        else if (c < 0x20 || c == 0x7F) buf_printf(b, "\\u%04x", c);
-        else if (!n) buf_c(b, "\xEF\xBF\xBD");
-        else buf_put(b, s.p + i, (size_t)n);
-        i += (size_t)MAX(n, 1);
+static void json_put_str(buf *out, str text) {
+    json_comma(out);
+    buf_char(out, '"');
+    for (size_t i = 0, start; i < text.n;) {
+        start = i;
+        while (i < text.n && text.p[i] >= 0x20 && text.p[i] < 0x7F && text.p[i] != '"' && text.p[i] != '\\') i++;
+        buf_put(out, text.p + start, i - start);
+        if (i == text.n) break;
+        unsigned char byte = (unsigned char)text.p[i];
+        int len = utf8_len(text.p + i, text.p + text.n);
+        if (byte == '"' || byte == '\\') buf_char(out, '\\'), buf_char(out, text.p[i]);
+        else if (byte == '\n') buf_c(out, "\\n");
+        else if (byte == '\t') buf_c(out, "\\t");
+        else if (byte < 0x20 || byte == 0x7F) buf_printf(out, "\\u%04x", byte);
+        else if (!len) buf_c(out, "\xEF\xBF\xBD");
+        else buf_put(out, text.p + i, (size_t)len);
+        i += (size_t)MAX(len, 1);
     }
-    buf_char(b, '"');
+    buf_char(out, '"');
 }
-static void json_put_key(buf *b, const char *name) {
-    json_put_str(b, str_c(name));
-    buf_char(b, ':');
+static void json_put_key(buf *out, const char *name) {
+    json_put_str(out, str_c(name));
+    buf_char(out, ':');
 }
-static void json_put_int(buf *b, int64_t i) { json_comma(b), buf_int(b, i); }
-static void json_put_bool(buf *b, bool v) { json_comma(b), buf_c(b, v ? "true" : "false"); }
-static void json_put_null(buf *b) { json_comma(b), buf_c(b, "null"); }
+static void json_put_int(buf *out, int64_t i) { json_comma(out), buf_int(out, i); }
+static void json_put_bool(buf *out, bool v) { json_comma(out), buf_c(out, v ? "true" : "false"); }
+static void json_put_null(buf *out) { json_comma(out), buf_c(out, "null"); }
 /* Writes a member: a string, or null if value is NULL. */
-static void json_put_text_or_null(buf *b, const char *name, const char *value) {
-    json_put_key(b, name);
-    if (value) json_put_str(b, str_c(value));
-    else json_put_null(b);
+static void json_put_member_or_null(buf *out, const char *name, const char *value) {
+    json_put_key(out, name);
+    if (value) json_put_str(out, str_c(value));
+    else json_put_null(out);
 }
 
 /* Writes n / 10^k in the form of printf's %g. n > 0. x: decimal exponent of the first digit. If
  * k > 0, the last digit of n is not 0. */
-static void json_put_decimal(buf *b, int64_t n, int k, int x) {
-    const bool small = x < 0 && x >= -4; /* as 0.0123; smaller numbers have an exponent: 1.23e-05 */
-    if (small) buf_put(b, "0.000", (size_t)(1 - x));
-    const size_t point = b->n + (x < 0 ? 1 : (size_t)x + 1);
-    buf_int(b, n);
-    if (k > 0 && !small && b->n > point) {
-        buf_char(b, 0);
-        memmove(b->p + point + 1, b->p + point, b->n - 1 - point);
-        b->p[point] = '.';
+static void json_put_decimal(buf *out, int64_t digits, int n_decimals, int exponent) {
+    const bool small = exponent < 0 && exponent >= -4; /* as 0.0123; smaller numbers have an exponent: 1.23e-05 */
+    if (small) buf_put(out, "0.000", (size_t)(1 - exponent));
+    const size_t point = out->n + (exponent < 0 ? 1 : (size_t)exponent + 1);
+    buf_int(out, digits);
+    if (n_decimals > 0 && !small && out->n > point) {
+        buf_char(out, 0);
+        memmove(out->p + point + 1, out->p + point, out->n - 1 - point);
+        out->p[point] = '.';
     }
-    if (x < -4) buf_printf(b, "e-%02d", -x);
+    if (exponent < -4) buf_printf(out, "e-%02d", -exponent);
 }
 
 /* The fast path of json_put_num, without printf: writes a float in the range of log-probabilities,
@@ -1387,25 +1387,25 @@ static void json_put_decimal(buf *b, int64_t n, int k, int x) {
  * n + 1/2. n and 10^k are exact doubles, so n / 10^k is the double that a reader gets from the
  * digits. Returns false and writes nothing if only printf can be trusted: f is out of the range, or
  * the product is too near to n + 1/2. */
-static bool json_put_float(buf *b, float f) {
-    static const double ten[] = {1e0,  1e1,  1e2,  1e3,  1e4,  1e5,  1e6,  1e7,  1e8,  1e9,  1e10,
+static bool json_put_float(buf *out, float value) {
+    static const double powers[] = {1e0,  1e1,  1e2,  1e3,  1e4,  1e5,  1e6,  1e7,  1e8,  1e9,  1e10,
                                  1e11, 1e12, 1e13, 1e14, 1e15, 1e16, 1e17, 1e18, 1e19, 1e20, 1e21};
-    const double size = fabs((double)f);
-    double n = 0;
-    int x = 4, digits = 5, k; /* x: exponent of the first digit; k: digits after the point */
-    if (!(size >= 1e-13 && size < 1e5)) return false;
-    while (x >= 0 ? size < ten[x] : size * ten[-x] < 1) x--;
+    const double magnitude = fabs((double)value);
+    double scaled = 0;
+    int exponent = 4, n_digits = 5, n_decimals; /* x: exponent of the first digit; k: digits after the point */
+    if (!(magnitude >= 1e-13 && magnitude < 1e5)) return false;
+    while (exponent >= 0 ? magnitude < powers[exponent] : magnitude * powers[-exponent] < 1) exponent--;
     do {
-        k = digits++ - x;
-        n = rint(size * ten[k]);
-        if (k > 12 && fabs(fabs(size * ten[k] - n) - 0.5) < 1e-6) return false;
-    } while (digits < 9 && (float)(n / ten[k]) != fabsf(f));
-    if (n >= ten[digits]) return false; /* rounding up gave one more digit */
-    int64_t whole = (int64_t)n;
-    for (; k > 0 && whole % 10 == 0; k--) whole /= 10;
-    json_comma(b);
-    if (f < 0) buf_char(b, '-');
-    json_put_decimal(b, whole, k, x);
+        n_decimals = n_digits++ - exponent;
+        scaled = rint(magnitude * powers[n_decimals]);
+        if (n_decimals > 12 && fabs(fabs(magnitude * powers[n_decimals] - scaled) - 0.5) < 1e-6) return false;
+    } while (n_digits < 9 && (float)(scaled / powers[n_decimals]) != fabsf(value));
+    if (scaled >= powers[n_digits]) return false; /* rounding up gave one more digit */
+    int64_t integer = (int64_t)scaled;
+    for (; n_decimals > 0 && integer % 10 == 0; n_decimals--) integer /= 10;
+    json_comma(out);
+    if (value < 0) buf_char(out, '-');
+    json_put_decimal(out, integer, n_decimals, exponent);
     return true;
 }
 
@@ -1413,55 +1413,55 @@ static bool json_put_float(buf *b, float f) {
  * and infinities become null.
  * In the normal range it starts with 15 digits (float: 6). A shorter decimal needs no trial there:
  * a double (float) always gives its 15 (6) digits back, and %g drops final zeros. */
-static void json_put_num(buf *b, double f, bool is_float) {
-    char z[48];
-    if (!isfinite(f)) {
-        json_put_null(b);
+static void json_put_num(buf *out, double value, bool is_float) {
+    char digits[48];
+    if (!isfinite(value)) {
+        json_put_null(out);
         return;
     }
-    if (is_float && json_put_float(b, (float)f)) return;
-    int digits = fabs(f) < (is_float ? (double)FLT_MIN : DBL_MIN) ? 1 : is_float ? 6 : 15;
-    for (;; digits++) {
-        snprintf(z, sizeof z, "%.*g", digits, f);
-        double back = strtod(z, NULL);
-        if (digits == 17 || (is_float ? (float)back == (float)f : back == f)) break;
+    if (is_float && json_put_float(out, (float)value)) return;
+    int n_digits = fabs(value) < (is_float ? (double)FLT_MIN : DBL_MIN) ? 1 : is_float ? 6 : 15;
+    for (;; n_digits++) {
+        snprintf(digits, sizeof digits, "%.*g", n_digits, value);
+        double back = strtod(digits, NULL);
+        if (n_digits == 17 || (is_float ? (float)back == (float)value : back == value)) break;
     }
-    const char *point = localeconv()->decimal_point, *at = strstr(z, point);
-    json_comma(b);
-    buf_put(b, z, at ? (size_t)(at - z) : strlen(z));
-    if (at) buf_char(b, '.'), buf_c(b, at + strlen(point));
-    if (f == 0 && signbit(f)) buf_c(b, ".0"); /* "-0" would be read back as the integer 0 */
+    const char *point = localeconv()->decimal_point, *found = strstr(digits, point);
+    json_comma(out);
+    buf_put(out, digits, found ? (size_t)(found - digits) : strlen(digits));
+    if (found) buf_char(out, '.'), buf_c(out, found + strlen(point));
+    if (value == 0 && signbit(value)) buf_c(out, ".0"); /* "-0" would be read back as the integer 0 */
 }
 
 /* Writes a parsed value with all that it contains. The recursion is at most as deep as json_limits
  * allowed when it was parsed. */
-static void json_put_value(buf *b, const json *v) {
-    const size_t from = b->n;
-    switch (v->type) {
-    case JSON_NULL: json_put_null(b); break;
-    case JSON_FALSE: json_put_bool(b, false); break;
-    case JSON_TRUE: json_put_bool(b, true); break;
-    case JSON_STRING: json_put_str(b, json_str(v)); break;
+static void json_put_value(buf *out, const json *value) {
+    const size_t start = out->n;
+    switch (value->type) {
+    case JSON_NULL: json_put_null(out); break;
+    case JSON_FALSE: json_put_bool(out, false); break;
+    case JSON_TRUE: json_put_bool(out, true); break;
+    case JSON_STRING: json_put_str(out, json_str(value)); break;
     case JSON_NUMBER:
-        if (v->is_int) json_put_int(b, v->i);
-        else if (v->is_big_int) json_comma(b), buf_str(b, json_digits(v));
-        else json_put_num(b, v->f, false);
-        if (!v->is_int && !v->is_big_int && isfinite(v->f) && !strpbrk(b->p + from, ".e"))
-            buf_c(b, ".0"); /* so that 1.0 does not become an integer */
+        if (value->is_int) json_put_int(out, value->integer);
+        else if (value->is_big_int) json_comma(out), buf_str(out, json_digits(value));
+        else json_put_num(out, value->real, false);
+        if (!value->is_int && !value->is_big_int && isfinite(value->real) && !strpbrk(out->p + start, ".e"))
+            buf_c(out, ".0"); /* so that 1.0 does not become an integer */
         break;
     case JSON_ARRAY:
-        json_put_open(b, '[');
-        JSON_EACH(it, v) json_put_value(b, it);
-        json_put_close(b, ']');
+        json_put_open(out, '[');
+        JSON_EACH(it, value) json_put_value(out, it);
+        json_put_close(out, ']');
         break;
     default:
-        json_put_open(b, '{');
-        JSON_MEMBERS(key, v) {
-            json_put_str(b, (str){key->s, key->n});
-            buf_char(b, ':');
-            json_put_value(b, key + 1);
+        json_put_open(out, '{');
+        JSON_MEMBERS(key, value) {
+            json_put_str(out, (str){key->chars, key->n});
+            buf_char(out, ':');
+            json_put_value(out, key + 1);
         }
-        json_put_close(b, '}');
+        json_put_close(out, '}');
     }
 }
 
@@ -1477,8 +1477,8 @@ static void json_put_value(buf *b, const json *v) {
  *
  * Unicode version: tokens must be those with which the models were trained. Hugging Face
  * `tokenizers` uses Unicode 16.0 for its patterns and Unicode 9.0 for NFC. Classes and letter case
- * here are of 16.0. For NFC the caller chooses: UNI_9 does not change characters that are newer
- * than 9.0, UNI_16 has all of 16.0. Both give the same for text whose characters are older than
+ * here are of 16.0. For NFC the caller chooses: UNI_V9 does not change characters that are newer
+ * than 9.0, UNI_V16 has all of 16.0. Both give the same for text whose characters are older than
  * 2017.
  *
  * Always holds: a 32-bit set of classes (1u << class) can express a pattern's \p{..}. Every
@@ -1494,7 +1494,7 @@ enum uni_class { /* Unicode's General_Category; two groups of Cc have classes of
     UNI_LINE_END       /* of Cc: \r \n */
 };
 
-enum { UNI_9, UNI_16 }; /* Unicode version of NFC: the argument `version` */
+enum { UNI_V9, UNI_V16 }; /* Unicode version of NFC: the argument `version` */
 
 #define UNI_BIT(class) (1u << UNI_##class)
 #define UNI_UPPER (UNI_BIT(LU) | UNI_BIT(LT))
@@ -1514,20 +1514,20 @@ enum { UNI_9, UNI_16 }; /* Unicode version of NFC: the argument `version` */
 #define UNI_UNSTABLE 32
 
 typedef struct uni_pair { /* canonical decomposition: c -> a b */
-    uint32_t c, a, b;     /* code points; b = 0: c -> a */
+    uint32_t whole, first, second;     /* code points; b = 0: c -> a */
     bool composes;        /* NFC composes a b to c */
-    bool young;           /* newer than Unicode 9.0 */
+    bool after_v9;           /* newer than Unicode 9.0 */
 } uni_pair;
 
-typedef struct uni_marks { /* code points first .. last have this combining class */
+typedef struct uni_mark_range { /* code points first .. last have this combining class */
     uint32_t first, last;
     uint8_t class; /* Canonical_Combining_Class, not 0 */
-    bool young;    /* newer than Unicode 9.0 */
-} uni_marks;
+    bool after_v9;    /* newer than Unicode 9.0 */
+} uni_mark_range;
 
 typedef struct uni {        /* owns its arrays; read-only after uni_init */
     uint8_t *props;         /* [UNI_MAX] uni_class | UNI_UNSTABLE */
-    uni_marks *marks;       /* [n_marks] sorted by first */
+    uni_mark_range *marks;       /* [n_marks] sorted by first */
     uni_pair *pairs;        /* [n_pairs] sorted by c */
     uni_pair *compositions; /* [n_compositions] the pairs with `composes`, sorted by (a, b) */
     int n_marks, n_pairs, n_compositions;
@@ -1540,9 +1540,9 @@ enum { /* bits of a code point's kind, with Unicode's names of the properties */
     UNI_IS_UPPER = 2,  /* Uppercase */
     UNI_IS_TITLE = 4,  /* Titlecase_Letter */
     UNI_IS_CASED = 7,  /* any of these three */
-    UNI_IGNORED = 8,   /* Case_Ignorable: the rule of the final sigma skips it */
-    UNI_PAIRS = 16,    /* only of runs: an upper case, its lower case, the next upper case ... */
-    UNI_UNTITLED = 32  /* its title case is itself */
+    UNI_CASE_IGNORABLE = 8,   /* Case_Ignorable: the rule of the final sigma skips it */
+    UNI_ALTERNATING = 16,    /* only of runs: an upper case, its lower case, the next upper case ... */
+    UNI_NO_TITLECASE = 32  /* its title case is itself */
 };
 
 typedef struct uni_case_run { /* code points first .. last are of this kind */
@@ -1554,7 +1554,7 @@ typedef struct uni_case_run { /* code points first .. last are of this kind */
 
 typedef struct uni_exception { /* a case mapping that the runs cannot express */
     uint32_t key;              /* code point * 4 + uni_case */
-    int n;                     /* number of code points in `to`, 1 to 3 */
+    int n_to;                     /* number of code points in `to`, 1 to 3 */
     uint32_t to[3];
 } uni_exception;
 
@@ -1756,239 +1756,239 @@ static const char uni_exception_text[] =
 
 /* Reads one number of a table's text, and moves *p after it. The last digit of a number is one of
  * 34 characters, ']' to '~'; the digits before it are of base 28, '@' to '['. */
-static uint32_t uni_number_of(const char **p) {
+static uint32_t uni_read_number(const char **p) {
     uint32_t v = 0;
     while (**p < 93) v = v * 28 + (uint32_t)(*(*p)++ - 64);
     return v * 34 + (uint32_t)(*(*p)++ - 93);
 }
 /* Reads a signed difference (zigzag encoding) and returns base plus the difference. */
-static uint32_t uni_signed_of(const char **p, uint32_t base) {
-    uint32_t v = uni_number_of(p);
+static uint32_t uni_read_delta(const char **p, uint32_t base) {
+    uint32_t v = uni_read_number(p);
     return v & 1 ? base - (v + 1) / 2 : base + v / 2;
 }
 
 /* For qsort: compares pairs by (a, b). */
-static int uni_by_parts(const void *a, const void *b) {
-    const uni_pair *x = a, *y = b;
-    if (x->a != y->a) return x->a < y->a ? -1 : 1;
-    return x->b < y->b ? -1 : x->b > y->b;
+static int uni_compare_pairs(const void *a, const void *b) {
+    const uni_pair *left = a, *right = b;
+    if (left->first != right->first) return left->first < right->first ? -1 : 1;
+    return left->second < right->second ? -1 : left->second > right->second;
 }
 
-static void uni_init_classes(uni *u) {
-    uint32_t at = 0;
+static void uni_init_classes(uni *unicode) {
+    uint32_t code = 0;
     for (const char *p = uni_class_text; *p;) {
-        uint32_t v = uni_number_of(&p), n = v / 32 + 1;
-        memset(u->props + at, (int)(v % 32), n);
-        at += n;
+        uint32_t number = uni_read_number(&p), run_len = number / 32 + 1;
+        memset(unicode->props + code, (int)(number % 32), run_len);
+        code += run_len;
     }
-    assert(at == UNI_MAX);
+    assert(code == UNI_MAX);
 }
 
-static void uni_init_marks(uni *u) {
+static void uni_init_marks(uni *unicode) {
     uint32_t end = 0;
-    u->marks = mem_alloc(sizeof uni_mark_text * sizeof *u->marks); /* an upper bound; cut below */
-    for (const char *p = uni_mark_text; *p;) {
-        uint32_t first = end + uni_number_of(&p);
-        uint32_t last = first + uni_number_of(&p);
-        uint32_t v = uni_number_of(&p);
-        u->marks[u->n_marks++] = (uni_marks){first, last, (uint8_t)(v / 2), v & 1};
-        for (uint32_t c = first; c <= last; c++) u->props[c] |= UNI_UNSTABLE;
+    unicode->marks = mem_alloc(sizeof uni_mark_text * sizeof *unicode->marks); /* an upper bound; cut below */
+    for (const char *next = uni_mark_text; *next;) {
+        uint32_t first = end + uni_read_number(&next);
+        uint32_t last = first + uni_read_number(&next);
+        uint32_t number = uni_read_number(&next);
+        unicode->marks[unicode->n_marks++] = (uni_mark_range){first, last, (uint8_t)(number / 2), number & 1};
+        for (uint32_t code = first; code <= last; code++) unicode->props[code] |= UNI_UNSTABLE;
         end = last + 1;
     }
-    u->marks = mem_realloc(u->marks, (size_t)u->n_marks * sizeof *u->marks);
+    unicode->marks = mem_realloc(unicode->marks, (size_t)unicode->n_marks * sizeof *unicode->marks);
 }
 
-static void uni_init_pairs(uni *u) {
-    uint32_t c = 0, a = 0, b = 0;
-    u->pairs = mem_alloc(sizeof uni_pair_text / 2 * sizeof *u->pairs);
-    for (const char *p = uni_pair_text; *p;) {
-        uint32_t v = uni_number_of(&p), kind = v / 2 % 3;
-        c += v / 6;
-        a = uni_signed_of(&p, a);
-        if (kind != 2) b = uni_signed_of(&p, b);
-        u->pairs[u->n_pairs++] = (uni_pair){c, a, kind == 2 ? 0 : b, kind == 0, v & 1};
-        u->props[kind == 0 ? b : c] |= UNI_UNSTABLE;
+static void uni_init_pairs(uni *unicode) {
+    uint32_t code = 0, first = 0, second = 0;
+    unicode->pairs = mem_alloc(sizeof uni_pair_text / 2 * sizeof *unicode->pairs);
+    for (const char *next = uni_pair_text; *next;) {
+        uint32_t number = uni_read_number(&next), kind = number / 2 % 3;
+        code += number / 6;
+        first = uni_read_delta(&next, first);
+        if (kind != 2) second = uni_read_delta(&next, second);
+        unicode->pairs[unicode->n_pairs++] = (uni_pair){code, first, kind == 2 ? 0 : second, kind == 0, number & 1};
+        unicode->props[kind == 0 ? second : code] |= UNI_UNSTABLE;
     }
-    u->pairs = mem_realloc(u->pairs, (size_t)u->n_pairs * sizeof *u->pairs);
-    u->compositions = mem_alloc((size_t)u->n_pairs * sizeof *u->compositions);
-    for (int i = 0; i < u->n_pairs; i++)
-        if (u->pairs[i].composes) u->compositions[u->n_compositions++] = u->pairs[i];
-    qsort(u->compositions, (size_t)u->n_compositions, sizeof *u->compositions, uni_by_parts);
+    unicode->pairs = mem_realloc(unicode->pairs, (size_t)unicode->n_pairs * sizeof *unicode->pairs);
+    unicode->compositions = mem_alloc((size_t)unicode->n_pairs * sizeof *unicode->compositions);
+    for (int i = 0; i < unicode->n_pairs; i++)
+        if (unicode->pairs[i].composes) unicode->compositions[unicode->n_compositions++] = unicode->pairs[i];
+    qsort(unicode->compositions, (size_t)unicode->n_compositions, sizeof *unicode->compositions, uni_compare_pairs);
     /* Hangul vowels and final consonants compose with the character before them */
-    for (uint32_t j = 0x1161; j <= 0x1175; j++) u->props[j] |= UNI_UNSTABLE;
-    for (uint32_t j = 0x11A8; j <= 0x11C2; j++) u->props[j] |= UNI_UNSTABLE;
+    for (uint32_t j = 0x1161; j <= 0x1175; j++) unicode->props[j] |= UNI_UNSTABLE;
+    for (uint32_t j = 0x11A8; j <= 0x11C2; j++) unicode->props[j] |= UNI_UNSTABLE;
 }
 
-static void uni_init(uni *u) {
-    *u = (uni){.props = mem_alloc(UNI_MAX)};
-    uni_init_classes(u);
-    uni_init_marks(u);
-    uni_init_pairs(u);
+static void uni_init(uni *unicode) {
+    *unicode = (uni){.props = mem_alloc(UNI_MAX)};
+    uni_init_classes(unicode);
+    uni_init_marks(unicode);
+    uni_init_pairs(unicode);
 }
-static void uni_free(uni *u) {
-    free(u->props);
-    free(u->marks);
-    free(u->pairs);
-    free(u->compositions);
-    *u = (uni){0};
+static void uni_free(uni *unicode) {
+    free(unicode->props);
+    free(unicode->marks);
+    free(unicode->pairs);
+    free(unicode->compositions);
+    *unicode = (uni){0};
 }
 
 /* ---- UTF-8 ---- */
 
 /* Returns the code point at p; *n is its length in bytes. The text must be valid UTF-8. */
 static inline uint32_t uni_next(const char *p, int *n) {
-    unsigned char a = (unsigned char)p[0];
-    if (a < 0x80) return *n = 1, a;
-    uint32_t b = (unsigned char)p[1] & 63;
-    if (a < 0xE0) return *n = 2, (a & 31u) << 6 | b;
-    b = b << 6 | ((unsigned char)p[2] & 63);
-    if (a < 0xF0) return *n = 3, (a & 15u) << 12 | b;
-    return *n = 4, (a & 7u) << 18 | b << 6 | ((unsigned char)p[3] & 63);
+    unsigned char first = (unsigned char)p[0];
+    if (first < 0x80) return *n = 1, first;
+    uint32_t bits = (unsigned char)p[1] & 63;
+    if (first < 0xE0) return *n = 2, (first & 31u) << 6 | bits;
+    bits = bits << 6 | ((unsigned char)p[2] & 63);
+    if (first < 0xF0) return *n = 3, (first & 15u) << 12 | bits;
+    return *n = 4, (first & 7u) << 18 | bits << 6 | ((unsigned char)p[3] & 63);
 }
 
 /* Returns the number of bytes at p that become one U+FFFD; p is at invalid UTF-8. These are the
  * first bytes of a character whose rest is missing, as many as are correct, else 1 byte (Unicode
  * 3.9, substitution of maximal subparts; Python and Rust do the same).
  * *cut: the text ends there, so more bytes could complete the character. */
-static int uni_bad_len(const char *p, const char *end, bool *cut) {
-    unsigned char a = (unsigned char)p[0];
-    unsigned lo = a == 0xE0 ? 0xA0 : a == 0xF0 ? 0x90 : 0x80; /* range of the next byte */
-    unsigned hi = a == 0xED ? 0x9F : a == 0xF4 ? 0x8F : 0xBF;
-    int whole = a >= 0xC2 && a <= 0xDF   ? 2
-                : (a & 0xF0) == 0xE0     ? 3
-                : a >= 0xF0 && a <= 0xF4 ? 4
+static int uni_bad_len(const char *bytes, const char *end, bool *cut) {
+    unsigned char first = (unsigned char)bytes[0];
+    unsigned low = first == 0xE0 ? 0xA0 : first == 0xF0 ? 0x90 : 0x80; /* range of the next byte */
+    unsigned high = first == 0xED ? 0x9F : first == 0xF4 ? 0x8F : 0xBF;
+    int full_len = first >= 0xC2 && first <= 0xDF   ? 2
+                : (first & 0xF0) == 0xE0     ? 3
+                : first >= 0xF0 && first <= 0xF4 ? 4
                                          : 1;
-    int n = 1;
-    for (; n < whole && end - p > n && (unsigned char)p[n] >= lo && (unsigned char)p[n] <= hi; n++)
-        lo = 0x80, hi = 0xBF;
-    *cut = n < whole && end - p == n;
-    return n;
+    int len = 1;
+    for (; len < full_len && end - bytes > len && (unsigned char)bytes[len] >= low && (unsigned char)bytes[len] <= high; len++)
+        low = 0x80, high = 0xBF;
+    *cut = len < full_len && end - bytes == len;
+    return len;
 }
 
 /* Returns s if it is valid UTF-8, else a copy in *b (its old content is dropped) in which U+FFFD
  * replaces invalid bytes. */
-static str uni_repair(str s, buf *b) {
-    const char *p = s.p, *end = s.p + s.n, *done = s.p;
+static str uni_repair(str text, buf *out) {
+    const char *at = text.p, *end = text.p + text.n, *done = text.p;
     bool cut;
-    buf_clear(b);
-    while (p < end) {
-        uint64_t w = 0;
-        while (end - p >= 8 && (memcpy(&w, p, 8), !(w & 0x8080808080808080u))) p += 8;
-        if (p == end) break;
-        int n = utf8_len(p, end);
-        if (n) {
-            p += n;
+    buf_clear(out);
+    while (at < end) {
+        uint64_t word = 0;
+        while (end - at >= 8 && (memcpy(&word, at, 8), !(word & 0x8080808080808080u))) at += 8;
+        if (at == end) break;
+        int len = utf8_len(at, end);
+        if (len) {
+            at += len;
             continue;
         }
-        buf_put(b, done, (size_t)(p - done));
-        buf_c(b, "\xEF\xBF\xBD");
-        done = p += uni_bad_len(p, end, &cut);
+        buf_put(out, done, (size_t)(at - done));
+        buf_c(out, "\xEF\xBF\xBD");
+        done = at += uni_bad_len(at, end, &cut);
     }
-    if (done == s.p) return s;
-    buf_put(b, done, (size_t)(end - done));
-    return buf_view(b);
+    if (done == text.p) return text;
+    buf_put(out, done, (size_t)(end - done));
+    return buf_view(out);
 }
 
 /* ---- Normal form C: decompose, sort the marks, compose ---- */
 
-typedef struct uni_run { /* the code points that are being normalized; owned */
-    uint32_t *p;         /* bits 0-23: code point; bits 24-31: its combining class */
+typedef struct uni_points { /* the code points that are being normalized; owned */
+    uint32_t *points;         /* bits 0-23: code point; bits 24-31: its combining class */
     size_t n, cap;
-} uni_run;
+} uni_points;
 
 /* Hangul (Unicode 3.12): first code points of the syllables (S), leading consonants (L), vowels (V)
- * and trailing consonants (T; UNI_T itself stands for "none"), and how many there are (_N). */
+ * and trailing consonants (T; UNI_NO_TRAILING itself stands for "none"), and how many there are (_N). */
 enum {
-    UNI_S = 0xAC00, UNI_L = 0x1100, UNI_V = 0x1161, UNI_T = 0x11A7,
-    UNI_V_N = 21, UNI_T_N = 28, UNI_S_N = 11172
+    UNI_FIRST_SYLLABLE = 0xAC00, UNI_FIRST_LEADING = 0x1100, UNI_FIRST_VOWEL = 0x1161, UNI_NO_TRAILING = 0x11A7,
+    UNI_N_VOWELS = 21, UNI_N_TRAILING = 28, UNI_N_SYLLABLES = 11172
 };
 
 /* The combining class of c; 0: c is a starter. */
-static int uni_combining(const uni *u, uint32_t c, int version) {
-    int lo = 0, hi = u->n_marks;
-    if (!(u->props[c] & UNI_UNSTABLE)) return 0;
-    while (lo < hi) {
-        int mid = (lo + hi) / 2;
-        if (u->marks[mid].last < c) lo = mid + 1;
-        else hi = mid;
+static int uni_combining_class(const uni *unicode, uint32_t code, int version) {
+    int low = 0, high = unicode->n_marks;
+    if (!(unicode->props[code] & UNI_UNSTABLE)) return 0;
+    while (low < high) {
+        int mid = (low + high) / 2;
+        if (unicode->marks[mid].last < code) low = mid + 1;
+        else high = mid;
     }
-    if (lo == u->n_marks || c < u->marks[lo].first || (u->marks[lo].young && version == UNI_9))
+    if (low == unicode->n_marks || code < unicode->marks[low].first || (unicode->marks[low].after_v9 && version == UNI_V9))
         return 0;
-    return u->marks[lo].class;
+    return unicode->marks[low].class;
 }
 
 /* The decomposition of c, or NULL. */
-static const uni_pair *uni_find_pair(const uni *u, uint32_t c, int version) {
-    int lo = 0, hi = u->n_pairs;
-    while (lo < hi) {
-        int mid = (lo + hi) / 2;
-        if (u->pairs[mid].c < c) lo = mid + 1;
-        else hi = mid;
+static const uni_pair *uni_find_decomposition(const uni *unicode, uint32_t code, int version) {
+    int low = 0, high = unicode->n_pairs;
+    while (low < high) {
+        int mid = (low + high) / 2;
+        if (unicode->pairs[mid].whole < code) low = mid + 1;
+        else high = mid;
     }
-    if (lo == u->n_pairs || u->pairs[lo].c != c || (u->pairs[lo].young && version == UNI_9))
+    if (low == unicode->n_pairs || unicode->pairs[low].whole != code || (unicode->pairs[low].after_v9 && version == UNI_V9))
         return NULL;
-    return &u->pairs[lo];
+    return &unicode->pairs[low];
 }
 
 /* Returns the code point that a and b compose to, or 0 if they do not compose. */
-static uint32_t uni_compose(const uni *u, uint32_t a, uint32_t b, int version) {
-    if (a - UNI_L < 19 && b - UNI_V < UNI_V_N)
-        return UNI_S + ((a - UNI_L) * UNI_V_N + (b - UNI_V)) * UNI_T_N;
-    if (a - UNI_S < UNI_S_N && (a - UNI_S) % UNI_T_N == 0 && b - UNI_T - 1 < UNI_T_N - 1)
-        return a + (b - UNI_T);
-    int lo = 0, hi = u->n_compositions;
-    while (lo < hi) {
-        int mid = (lo + hi) / 2;
-        const uni_pair *m = &u->compositions[mid];
-        if (m->a < a || (m->a == a && m->b < b)) lo = mid + 1;
-        else hi = mid;
+static uint32_t uni_compose(const uni *unicode, uint32_t first, uint32_t second, int version) {
+    if (first - UNI_FIRST_LEADING < 19 && second - UNI_FIRST_VOWEL < UNI_N_VOWELS)
+        return UNI_FIRST_SYLLABLE + ((first - UNI_FIRST_LEADING) * UNI_N_VOWELS + (second - UNI_FIRST_VOWEL)) * UNI_N_TRAILING;
+    if (first - UNI_FIRST_SYLLABLE < UNI_N_SYLLABLES && (first - UNI_FIRST_SYLLABLE) % UNI_N_TRAILING == 0 && second - UNI_NO_TRAILING - 1 < UNI_N_TRAILING - 1)
+        return first + (second - UNI_NO_TRAILING);
+    int low = 0, high = unicode->n_compositions;
+    while (low < high) {
+        int mid = (low + high) / 2;
+        const uni_pair *tried = &unicode->compositions[mid];
+        if (tried->first < first || (tried->first == first && tried->second < second)) low = mid + 1;
+        else high = mid;
     }
-    const uni_pair *f = &u->compositions[lo];
-    return lo < u->n_compositions && f->a == a && f->b == b && !(f->young && version == UNI_9)
-               ? f->c
+    const uni_pair *found = &unicode->compositions[low];
+    return low < unicode->n_compositions && found->first == first && found->second == second && !(found->after_v9 && version == UNI_V9)
+               ? found->whole
                : 0;
 }
 
 /* Appends c and its combining class. */
-static void uni_push(const uni *u, uni_run *r, uint32_t c, int version) {
-    if (r->n == r->cap)
-        r->p = mem_realloc(r->p, (r->cap = MAX(r->cap * 2, (size_t)64)) * sizeof *r->p);
-    r->p[r->n++] = c | (uint32_t)uni_combining(u, c, version) << 24;
+static void uni_add_point(const uni *unicode, uni_points *run, uint32_t code, int version) {
+    if (run->n == run->cap)
+        run->points = mem_realloc(run->points, (run->cap = MAX(run->cap * 2, (size_t)64)) * sizeof *run->points);
+    run->points[run->n++] = code | (uint32_t)uni_combining_class(unicode, code, version) << 24;
 }
 
 /* Appends the full canonical decomposition of c. Of a pair only the first code point can decompose
  * further, so a stack of the second ones is enough. */
-static void uni_decompose(const uni *u, uni_run *r, uint32_t c, int version) {
-    uint32_t last[8];
-    int n = 0;
-    if (c - UNI_S < UNI_S_N) {
-        uint32_t i = c - UNI_S, t = i % UNI_T_N;
-        uni_push(u, r, UNI_L + i / (UNI_V_N * UNI_T_N), version);
-        uni_push(u, r, UNI_V + i / UNI_T_N % UNI_V_N, version);
-        if (t) uni_push(u, r, UNI_T + t, version);
+static void uni_decompose(const uni *unicode, uni_points *run, uint32_t code, int version) {
+    uint32_t seconds[8];
+    int n_seconds = 0;
+    if (code - UNI_FIRST_SYLLABLE < UNI_N_SYLLABLES) {
+        uint32_t syllable = code - UNI_FIRST_SYLLABLE, trailing = syllable % UNI_N_TRAILING;
+        uni_add_point(unicode, run, UNI_FIRST_LEADING + syllable / (UNI_N_VOWELS * UNI_N_TRAILING), version);
+        uni_add_point(unicode, run, UNI_FIRST_VOWEL + syllable / UNI_N_TRAILING % UNI_N_VOWELS, version);
+        if (trailing) uni_add_point(unicode, run, UNI_NO_TRAILING + trailing, version);
         return;
     }
-    for (const uni_pair *d; n < COUNT(last) && (d = uni_find_pair(u, c, version)); c = d->a)
-        if (d->b) last[n++] = d->b;
-    uni_push(u, r, c, version);
-    while (n) uni_push(u, r, last[--n], version);
+    for (const uni_pair *pair; n_seconds < COUNT(seconds) && (pair = uni_find_decomposition(unicode, code, version)); code = pair->first)
+        if (pair->second) seconds[n_seconds++] = pair->second;
+    uni_add_point(unicode, run, code, version);
+    while (n_seconds) uni_add_point(unicode, run, seconds[--n_seconds], version);
 }
 
 /* Sorts each group of consecutive marks by combining class. The sort is stable, and it takes linear
  * time (counting sort), because a text may have a megabyte of marks. */
-static void uni_reorder(uni_run *r) {
+static void uni_reorder(uni_points *run) {
     uint32_t *sorted = NULL;
-    for (size_t i = 0, j; i < r->n; i = j + 1) { /* [i, j): a group; a starter or the end follows */
+    for (size_t group = 0, group_end; group < run->n; group = group_end + 1) { /* [i, j): a group; a starter or the end follows */
         bool ordered = true;
-        for (j = i; j < r->n && r->p[j] >> 24; j++)
-            ordered &= j == i || r->p[j - 1] >> 24 <= r->p[j] >> 24;
+        for (group_end = group; group_end < run->n && run->points[group_end] >> 24; group_end++)
+            ordered &= group_end == group || run->points[group_end - 1] >> 24 <= run->points[group_end] >> 24;
         if (ordered) continue;
-        size_t at[257] = {0};
-        for (size_t k = i; k < j; k++) at[(r->p[k] >> 24) + 1]++;
-        for (int k = 0; k < 256; k++) at[k + 1] += at[k];
-        if (!sorted) sorted = mem_alloc(r->n * sizeof *sorted);
-        for (size_t k = i; k < j; k++) sorted[at[r->p[k] >> 24]++] = r->p[k];
-        memcpy(r->p + i, sorted, (j - i) * sizeof *sorted);
+        size_t offset[257] = {0};
+        for (size_t i = group; i < group_end; i++) offset[(run->points[i] >> 24) + 1]++;
+        for (int i = 0; i < 256; i++) offset[i + 1] += offset[i];
+        if (!sorted) sorted = mem_alloc(run->n * sizeof *sorted);
+        for (size_t i = group; i < group_end; i++) sorted[offset[run->points[i] >> 24]++] = run->points[i];
+        memcpy(run->points + group, sorted, (group_end - group) * sizeof *sorted);
     }
     free(sorted);
 }
@@ -1996,174 +1996,174 @@ static void uni_reorder(uni_run *r) {
 /* Composes in place (Unicode 3.11, D117): a character composes with the last starter, unless a
  * character between them has the same or a higher class. Then appends the result to out and empties
  * the run. */
-static void uni_recompose(const uni *u, uni_run *r, buf *out, int version) {
+static void uni_recompose(const uni *unicode, uni_points *run, buf *out, int version) {
     size_t starter = SIZE_MAX; /* index of the last starter; SIZE_MAX: none yet */
-    size_t w = 0;              /* index at which the next kept code point is written */
-    uint32_t before = 0;       /* class of the last mark kept after the starter; 256: none */
-    for (size_t i = 0; i < r->n; i++) {
-        uint32_t c = r->p[i] & 0xFFFFFF, k = r->p[i] >> 24, joined = 0;
-        if (starter != SIZE_MAX && (before == 256 || before < k))
-            joined = uni_compose(u, r->p[starter] & 0xFFFFFF, c, version);
+    size_t n_kept = 0;              /* index at which the next kept code point is written */
+    uint32_t last_class = 0;       /* class of the last mark kept after the starter; 256: none */
+    for (size_t i = 0; i < run->n; i++) {
+        uint32_t code = run->points[i] & 0xFFFFFF, class = run->points[i] >> 24, joined = 0;
+        if (starter != SIZE_MAX && (last_class == 256 || last_class < class))
+            joined = uni_compose(unicode, run->points[starter] & 0xFFFFFF, code, version);
         if (joined) {
-            r->p[starter] = joined;
+            run->points[starter] = joined;
             continue;
         }
-        if (!k) {
-            starter = w;
-            before = 256;
+        if (!class) {
+            starter = n_kept;
+            last_class = 256;
         } else {
-            before = k;
+            last_class = class;
         }
-        r->p[w++] = r->p[i];
+        run->points[n_kept++] = run->points[i];
     }
-    for (size_t i = 0; i < w; i++) {
-        char z[4];
-        buf_put(out, z, (size_t)utf8_put(z, r->p[i] & 0xFFFFFF));
+    for (size_t i = 0; i < n_kept; i++) {
+        char utf8[4];
+        buf_put(out, utf8, (size_t)utf8_put(utf8, run->points[i] & 0xFFFFFF));
     }
-    r->n = 0;
+    run->n = 0;
 }
 
 /* Returns s in normal form C: s itself if it has no unstable character, else a copy in *b (its old
  * content is dropped). Each part is normalized by itself: it starts at the stable character before
  * an unstable one and ends before the next stable one. */
-static str uni_nfc(const uni *u, str s, int version, buf *b) {
-    const char *p = s.p, *end = s.p + s.n, *done = s.p, *stable = s.p;
-    uni_run r = {0};
-    int n;
-    buf_clear(b);
-    while (p < end) {
-        uint64_t w;
-        while (end - p >= 8 && (memcpy(&w, p, 8), !(w & 0x8080808080808080u)))
-            p += 8, stable = p - 1; /* 8 bytes of ASCII */
-        if (p == end) break;
-        uint32_t c = uni_next(p, &n);
-        if (!(u->props[c] & UNI_UNSTABLE)) {
-            stable = p;
-            p += n;
+static str uni_nfc(const uni *unicode, str text, int version, buf *out) {
+    const char *at = text.p, *end = text.p + text.n, *done = text.p, *stable = text.p;
+    uni_points run = {0};
+    int len;
+    buf_clear(out);
+    while (at < end) {
+        uint64_t word;
+        while (end - at >= 8 && (memcpy(&word, at, 8), !(word & 0x8080808080808080u)))
+            at += 8, stable = at - 1; /* 8 bytes of ASCII */
+        if (at == end) break;
+        uint32_t code = uni_next(at, &len);
+        if (!(unicode->props[code] & UNI_UNSTABLE)) {
+            stable = at;
+            at += len;
             continue;
         }
-        buf_put(b, done, (size_t)(stable - done));
-        for (p = stable; p < end; p += n) {
-            c = uni_next(p, &n);
-            if (p > stable && !(u->props[c] & UNI_UNSTABLE)) break;
-            uni_decompose(u, &r, c, version);
+        buf_put(out, done, (size_t)(stable - done));
+        for (at = stable; at < end; at += len) {
+            code = uni_next(at, &len);
+            if (at > stable && !(unicode->props[code] & UNI_UNSTABLE)) break;
+            uni_decompose(unicode, &run, code, version);
         }
-        uni_reorder(&r);
-        uni_recompose(u, &r, b, version);
-        done = stable = p;
+        uni_reorder(&run);
+        uni_recompose(unicode, &run, out, version);
+        done = stable = at;
     }
-    free(r.p);
-    if (done == s.p) return s;
-    buf_put(b, done, (size_t)(end - done));
-    return buf_view(b);
+    free(run.points);
+    if (done == text.p) return text;
+    buf_put(out, done, (size_t)(end - done));
+    return buf_view(out);
 }
 
 /* ---- Letter case ---- */
 
-static void uni_cases_init(uni_cases *u) {
+static void uni_cases_init(uni_cases *cases) {
     static const uint8_t kinds[] = { /* KINDS of test/make_unicode.py */
-        UNI_IS_LOWER, UNI_IS_UPPER, UNI_IS_TITLE, UNI_IGNORED, UNI_IS_LOWER | UNI_IGNORED,
-        UNI_PAIRS, UNI_IS_LOWER | UNI_UNTITLED};
-    uint32_t at = 0;
-    *u = (uni_cases){ /* upper bounds: an entry has at least two characters of text */
-        .runs = mem_alloc(sizeof uni_case_text / 2 * sizeof *u->runs),
-        .exceptions = mem_alloc(sizeof uni_exception_text / 2 * sizeof *u->exceptions)};
-    for (const char *p = uni_case_text; *p;) {
-        uint32_t v = uni_number_of(&p);
-        uni_case_run *run = &u->runs[u->n_runs++];
-        *run = (uni_case_run){.first = at + v / COUNT(kinds), .kind = kinds[v % COUNT(kinds)]};
-        run->last = run->first + uni_number_of(&p);
-        bool mapped = run->kind != UNI_IGNORED && run->kind != UNI_PAIRS;
-        if (mapped) run->delta = (int32_t)uni_signed_of(&p, 0);
-        at = run->last + 1;
+        UNI_IS_LOWER, UNI_IS_UPPER, UNI_IS_TITLE, UNI_CASE_IGNORABLE, UNI_IS_LOWER | UNI_CASE_IGNORABLE,
+        UNI_ALTERNATING, UNI_IS_LOWER | UNI_NO_TITLECASE};
+    uint32_t code = 0;
+    *cases = (uni_cases){ /* upper bounds: an entry has at least two characters of text */
+        .runs = mem_alloc(sizeof uni_case_text / 2 * sizeof *cases->runs),
+        .exceptions = mem_alloc(sizeof uni_exception_text / 2 * sizeof *cases->exceptions)};
+    for (const char *next = uni_case_text; *next;) {
+        uint32_t number = uni_read_number(&next);
+        uni_case_run *run = &cases->runs[cases->n_runs++];
+        *run = (uni_case_run){.first = code + number / COUNT(kinds), .kind = kinds[number % COUNT(kinds)]};
+        run->last = run->first + uni_read_number(&next);
+        bool mapped = run->kind != UNI_CASE_IGNORABLE && run->kind != UNI_ALTERNATING;
+        if (mapped) run->delta = (int32_t)uni_read_delta(&next, 0);
+        code = run->last + 1;
     }
-    at = 0;
-    for (const char *p = uni_exception_text; *p;) {
-        uint32_t v = uni_number_of(&p);
-        uni_exception *x = &u->exceptions[u->n_exceptions++];
-        *x = (uni_exception){.key = at += v / 3, .n = (int)(v % 3) + 1};
-        for (int i = 0; i < x->n; i++) x->to[i] = uni_signed_of(&p, x->key / 4);
+    code = 0;
+    for (const char *next = uni_exception_text; *next;) {
+        uint32_t number = uni_read_number(&next);
+        uni_exception *exception = &cases->exceptions[cases->n_exceptions++];
+        *exception = (uni_exception){.key = code += number / 3, .n_to = (int)(number % 3) + 1};
+        for (int i = 0; i < exception->n_to; i++) exception->to[i] = uni_read_delta(&next, exception->key / 4);
     }
 }
-static void uni_cases_free(uni_cases *u) {
-    free(u->runs);
-    free(u->exceptions);
-    *u = (uni_cases){0};
+static void uni_cases_free(uni_cases *cases) {
+    free(cases->runs);
+    free(cases->exceptions);
+    *cases = (uni_cases){0};
 }
 
-/* Returns the kind of c, a set of the bits UNI_IS_LOWER ... UNI_UNTITLED. *delta: the difference to
+/* Returns the kind of c, a set of the bits UNI_IS_LOWER ... UNI_NO_TITLECASE. *delta: the difference to
  * its other case, 0 if there is none. */
-static int uni_case_kind(const uni_cases *u, uint32_t c, int32_t *delta) {
-    int lo = 0, hi = u->n_runs;
-    while (lo < hi) {
-        int mid = (lo + hi) / 2;
-        if (u->runs[mid].last < c) lo = mid + 1;
-        else hi = mid;
+static int uni_case_kind(const uni_cases *cases, uint32_t code, int32_t *delta) {
+    int low = 0, high = cases->n_runs;
+    while (low < high) {
+        int mid = (low + high) / 2;
+        if (cases->runs[mid].last < code) low = mid + 1;
+        else high = mid;
     }
-    const uni_case_run *run = &u->runs[lo];
+    const uni_case_run *run = &cases->runs[low];
     *delta = 0;
-    if (lo == u->n_runs || c < run->first) return 0;
-    if (run->kind != UNI_PAIRS) return *delta = run->delta, run->kind;
-    bool lower = (c - run->first) & 1;
+    if (low == cases->n_runs || code < run->first) return 0;
+    if (run->kind != UNI_ALTERNATING) return *delta = run->delta, run->kind;
+    bool lower = (code - run->first) & 1;
     return *delta = lower ? -1 : 1, lower ? UNI_IS_LOWER : UNI_IS_UPPER;
 }
 
 /* Returns NULL if there is no exception. */
-static const uni_exception *uni_find_exception(const uni_cases *u, uint32_t key) {
-    int lo = 0, hi = u->n_exceptions;
-    while (lo < hi) {
-        int mid = (lo + hi) / 2;
-        if (u->exceptions[mid].key < key) lo = mid + 1;
-        else hi = mid;
+static const uni_exception *uni_find_exception(const uni_cases *cases, uint32_t key) {
+    int low = 0, high = cases->n_exceptions;
+    while (low < high) {
+        int mid = (low + high) / 2;
+        if (cases->exceptions[mid].key < key) low = mid + 1;
+        else high = mid;
     }
-    return lo < u->n_exceptions && u->exceptions[lo].key == key ? &u->exceptions[lo] : NULL;
+    return low < cases->n_exceptions && cases->exceptions[low].key == key ? &cases->exceptions[low] : NULL;
 }
 
 /* Writes c in another case to out. Returns the number of code points, 1 to 3. */
-static int uni_map_case(const uni_cases *u, uint32_t c, enum uni_case to, uint32_t out[3]) {
-    const uni_exception *x = uni_find_exception(u, c * 4 + to);
-    if (x) return memcpy(out, x->to, sizeof x->to), x->n;
+static int uni_map_case(const uni_cases *cases, uint32_t code, enum uni_case to, uint32_t out[3]) {
+    const uni_exception *exception = uni_find_exception(cases, code * 4 + to);
+    if (exception) return memcpy(out, exception->to, sizeof exception->to), exception->n_to;
     if (to == UNI_FOLDED) { /* lower case of the upper case; but Cherokee folds to upper case */
         uint32_t upper[3];
-        bool cherokee = (c >= 0x13A0 && c < 0x1400) || (c >= 0xAB70 && c < 0xABC0);
-        int n = 0, n_upper = uni_map_case(u, c, UNI_UPPERCASE, cherokee ? out : upper);
+        bool cherokee = (code >= 0x13A0 && code < 0x1400) || (code >= 0xAB70 && code < 0xABC0);
+        int n_mapped = 0, n_upper = uni_map_case(cases, code, UNI_UPPERCASE, cherokee ? out : upper);
         if (cherokee) return n_upper;
-        for (int i = 0; i < n_upper; i++) n += uni_map_case(u, upper[i], UNI_LOWERCASE, out + n);
-        return n;
+        for (int i = 0; i < n_upper; i++) n_mapped += uni_map_case(cases, upper[i], UNI_LOWERCASE, out + n_mapped);
+        return n_mapped;
     }
     int32_t delta;
-    int kind = uni_case_kind(u, c, &delta);
+    int kind = uni_case_kind(cases, code, &delta);
     bool from = kind & (to == UNI_LOWERCASE ? UNI_IS_UPPER | UNI_IS_TITLE : UNI_IS_LOWER);
-    bool stays = !from || (to == UNI_TITLECASE && kind & UNI_UNTITLED);
-    return *out = stays ? c : c + (uint32_t)delta, 1;
+    bool stays = !from || (to == UNI_TITLECASE && kind & UNI_NO_TITLECASE);
+    return *out = stays ? code : code + (uint32_t)delta, 1;
 }
 
 /* Is the capital sigma at s[at] at the end of a word? It is if a cased letter comes before it and
  * none after it, where Case_Ignorable characters are skipped (Unicode 3.13, Final_Sigma). */
-static bool uni_final_sigma(const uni_cases *u, str s, size_t at) {
+static bool uni_is_final_sigma(const uni_cases *cases, str text, size_t at) {
     int32_t delta;
-    int n, kind = UNI_IGNORED;
-    for (size_t i = at; i > 0 && kind & UNI_IGNORED;) {
-        while ((s.p[--i] & 0xC0) == 0x80) continue;
-        kind = uni_case_kind(u, uni_next(s.p + i, &n), &delta);
+    int len, kind = UNI_CASE_IGNORABLE;
+    for (size_t i = at; i > 0 && kind & UNI_CASE_IGNORABLE;) {
+        while ((text.p[--i] & 0xC0) == 0x80) continue;
+        kind = uni_case_kind(cases, uni_next(text.p + i, &len), &delta);
     }
-    if (kind & UNI_IGNORED || !(kind & UNI_IS_CASED)) return false;
-    kind = UNI_IGNORED;
-    for (size_t i = at + 2; i < s.n && kind & UNI_IGNORED; i += (size_t)n)
-        kind = uni_case_kind(u, uni_next(s.p + i, &n), &delta);
-    return kind & UNI_IGNORED || !(kind & UNI_IS_CASED);
+    if (kind & UNI_CASE_IGNORABLE || !(kind & UNI_IS_CASED)) return false;
+    kind = UNI_CASE_IGNORABLE;
+    for (size_t i = at + 2; i < text.n && kind & UNI_CASE_IGNORABLE; i += (size_t)len)
+        kind = uni_case_kind(cases, uni_next(text.p + i, &len), &delta);
+    return kind & UNI_CASE_IGNORABLE || !(kind & UNI_IS_CASED);
 }
 
 /* Appends the character at s[at] to b, in another case. Returns its length in s, in bytes. s is the
  * whole text: the lower case of a sigma depends on the characters around it. */
-static int uni_put_case(const uni_cases *u, str s, size_t at, enum uni_case to, buf *b) {
+static int uni_put_case(const uni_cases *cases, str s, size_t at, enum uni_case to, buf *result) {
     char utf8[4];
-    int n;
-    uint32_t out[3], c = uni_next(s.p + at, &n);
-    int n_out = uni_map_case(u, c, to, out);
-    if (c == 0x3A3 && to == UNI_LOWERCASE && uni_final_sigma(u, s, at)) out[0] = 0x3C2;
-    for (int i = 0; i < n_out; i++) buf_put(b, utf8, (size_t)utf8_put(utf8, out[i]));
-    return n;
+    int len;
+    uint32_t out[3], code = uni_next(s.p + at, &len);
+    int n_out = uni_map_case(cases, code, to, out);
+    if (code == 0x3A3 && to == UNI_LOWERCASE && uni_is_final_sigma(cases, s, at)) out[0] = 0x3C2;
+    for (int i = 0; i < n_out; i++) buf_put(result, utf8, (size_t)utf8_put(utf8, out[i]));
+    return len;
 }
 
 /* ===========================================================================
@@ -2187,7 +2187,7 @@ static int uni_put_case(const uni_cases *u, str s, size_t at, enum uni_case to, 
  * known patterns by their exact text, each with parameters for tok_match. Anything unknown is an
  * error at load that quotes it: nothing is guessed.
  *
- * Always holds: a tok does not change after tok_load, except for its piece cache (tok_slot). Any
+ * Always holds: a tok does not change after tok_load, except for its piece cache (tok_cache_entry). Any
  * thread may read and write the cache at any time; it never gives other ids than the merges would.
  * Every step is linear in the text, except the merges of one long piece, which are O(n log n). No
  * tokenizer.json can crash the program or make it use more memory than a constant times its size.
@@ -2200,8 +2200,8 @@ static int uni_put_case(const uni_cases *u, str s, size_t at, enum uni_case to, 
 typedef struct tok tok;
 
 static int tok_load(tok **out, str tokenizer_json, str more, toka_err *e);
-static int tok_surround(tok *t, bool behind, const char *content, toka_err *e);
-static void tok_del(tok *t);
+static int tok_set_outer(tok *tokenizer, bool after, const char *content, toka_err *e);
+static void tok_del(tok *tokenizer);
 
 /* ---- Patterns that cut text into pieces ---- */
 
@@ -2221,100 +2221,100 @@ static void tok_del(tok *t);
 typedef struct tok_rule {
     const char *regex; /* its text in tokenizer.json; NULL: for a pre-tokenizer without a pattern */
     enum { TOK_NO_CONTRACTION, TOK_EXACT, TOK_ANY_CASE } contraction;
-    bool ascii_word, spaced, cased;
-    bool suffix; /* a contraction may follow alternative 3, instead of being alternative 1 */
-    uint32_t head, letters, marks; /* sets of uni_class */
+    bool ascii_word, space_prefix, cased;
+    bool contraction_suffix; /* a contraction may follow alternative 3, instead of being alternative 1 */
+    uint32_t letter_prefix, letters, punct; /* sets of uni_class */
     int digits;                    /* 0: the pattern does not have this alternative */
-    const char *tail;              /* NULL: none */
-    bool lines, spaces, cjk, newer;
+    const char *punct_suffix;              /* NULL: none */
+    bool line_ends, spaces, cjk, unicode17;
 } tok_rule;
 
-#define TOK_HEAD ~(UNI_BIT(LINE_END) | UNI_LETTER | UNI_NUMBER)
-#define TOK_MARKS ~(UNI_SPACE | UNI_LETTER | UNI_NUMBER)
+#define TOK_LETTER_PREFIX ~(UNI_BIT(LINE_END) | UNI_LETTER | UNI_NUMBER)
+#define TOK_PUNCT ~(UNI_SPACE | UNI_LETTER | UNI_NUMBER)
 #define TOK_UPPER (UNI_UPPER | UNI_BIT(LM) | UNI_BIT(LO) | UNI_MARK)
 #define TOK_LOWER (UNI_BIT(LL) | UNI_BIT(LM) | UNI_BIT(LO) | UNI_MARK)
 
 static const tok_rule tok_rules[] = {
     /* GPT-2, also what ByteLevel does by itself */
     {.regex = "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+",
-     .contraction = TOK_EXACT, .spaced = true, .letters = UNI_LETTER, .digits = INT_MAX,
-     .marks = TOK_MARKS, .spaces = true},
+     .contraction = TOK_EXACT, .space_prefix = true, .letters = UNI_LETTER, .digits = INT_MAX,
+     .punct = TOK_PUNCT, .spaces = true},
     /* GPT-4, Llama-3 */
     {.regex = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|"
               "\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
-     .contraction = TOK_ANY_CASE, .head = TOK_HEAD, .letters = UNI_LETTER, .digits = 3,
-     .marks = TOK_MARKS, .tail = "\r\n", .lines = true, .spaces = true},
+     .contraction = TOK_ANY_CASE, .letter_prefix = TOK_LETTER_PREFIX, .letters = UNI_LETTER, .digits = 3,
+     .punct = TOK_PUNCT, .punct_suffix = "\r\n", .line_ends = true, .spaces = true},
     /* Qwen2, Qwen2.5, Qwen3 */
     {.regex = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|"
               "\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
-     .contraction = TOK_ANY_CASE, .head = TOK_HEAD, .letters = UNI_LETTER, .digits = 1,
-     .marks = TOK_MARKS, .tail = "\r\n", .lines = true, .spaces = true},
+     .contraction = TOK_ANY_CASE, .letter_prefix = TOK_LETTER_PREFIX, .letters = UNI_LETTER, .digits = 1,
+     .punct = TOK_PUNCT, .punct_suffix = "\r\n", .line_ends = true, .spaces = true},
     /* Qwen3.5 */
     {.regex = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?[\\p{L}\\p{M}]+|\\p{N}|"
               " ?[^\\s\\p{L}\\p{M}\\p{N}]+[\\r\\n]*|"
               "\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
-     .contraction = TOK_ANY_CASE, .head = TOK_HEAD, .letters = UNI_LETTER | UNI_MARK, .digits = 1,
-     .marks = TOK_MARKS & ~UNI_MARK, .tail = "\r\n", .lines = true, .spaces = true},
+     .contraction = TOK_ANY_CASE, .letter_prefix = TOK_LETTER_PREFIX, .letters = UNI_LETTER | UNI_MARK, .digits = 1,
+     .punct = TOK_PUNCT & ~UNI_MARK, .punct_suffix = "\r\n", .line_ends = true, .spaces = true},
     /* GPT-4o, gpt-oss (o200k) */
     {.regex = "[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]*[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]+"
               "(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
               "[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]+[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]*"
               "(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
               "\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
-     .cased = true, .suffix = true, .head = TOK_HEAD, .digits = 3, .marks = TOK_MARKS,
-     .tail = "\r\n/", .lines = true, .spaces = true},
+     .cased = true, .contraction_suffix = true, .letter_prefix = TOK_LETTER_PREFIX, .digits = 3, .punct = TOK_PUNCT,
+     .punct_suffix = "\r\n/", .line_ends = true, .spaces = true},
     /* Mistral's Tekken */
     {.regex = "[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]*[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]+|"
               "[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]+[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]*|"
               "\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
-     .cased = true, .head = TOK_HEAD, .digits = 1, .marks = TOK_MARKS, .tail = "\r\n/",
-     .lines = true, .spaces = true},
+     .cased = true, .letter_prefix = TOK_LETTER_PREFIX, .digits = 1, .punct = TOK_PUNCT, .punct_suffix = "\r\n/",
+     .line_ends = true, .spaces = true},
     /* DeepSeek-V3 and R1: three patterns in a row */
     {.regex = "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\\r\\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+|"
               " ?[\\p{P}\\p{S}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
-     .ascii_word = true, .head = ~(UNI_BIT(LINE_END) | UNI_LETTER | UNI_PUNCT | UNI_SYMBOL),
-     .letters = UNI_LETTER | UNI_MARK, .marks = UNI_PUNCT | UNI_SYMBOL, .tail = "\r\n",
-     .lines = true, .spaces = true},
+     .ascii_word = true, .letter_prefix = ~(UNI_BIT(LINE_END) | UNI_LETTER | UNI_PUNCT | UNI_SYMBOL),
+     .letters = UNI_LETTER | UNI_MARK, .punct = UNI_PUNCT | UNI_SYMBOL, .punct_suffix = "\r\n",
+     .line_ends = true, .spaces = true},
     {.regex = "[\xE4\xB8\x80-\xE9\xBE\xA5\xE3\x81\x80-\xE3\x82\x9F\xE3\x82\xA0-\xE3\x83\xBF]+", .cjk = true},
     {.regex = "\\p{N}{1,3}", .digits = 3},
     {.regex = "\\p{N}", .digits = 1},
 };
 /* The pre-tokenizer Digits, with and without individual_digits. */
-static const tok_rule tok_each_digit = {.digits = 1, .newer = true};
-static const tok_rule tok_all_digits = {.digits = INT_MAX, .newer = true};
+static const tok_rule tok_each_digit = {.digits = 1, .unicode17 = true};
+static const tok_rule tok_all_digits = {.digits = INT_MAX, .unicode17 = true};
 
 /* The class of the character at p as a set of one uni_class; the empty set at `end`. *n: the
  * character's bytes. */
-static inline uint32_t tok_set(const uni *u, const char *p, const char *end, int *n) {
-    if (p == end) return *n = 0, 0;
-    return 1u << (u->props[uni_next(p, n)] & 31);
+static inline uint32_t tok_char_class(const uni *unicode, const char *p, const char *end, int *len) {
+    if (p == end) return *len = 0, 0;
+    return 1u << (unicode->props[uni_next(p, len)] & 31);
 }
 
 /* The end of the run of characters of `set` that begins at p. */
-static const char *tok_run(const uni *u, const char *p, const char *end, uint32_t set) {
-    for (int n; tok_set(u, p, end, &n) & set;) p += n;
+static const char *tok_run_end(const uni *unicode, const char *p, const char *end, uint32_t set) {
+    for (int n; tok_char_class(unicode, p, end, &n) & set;) p += n;
     return p;
 }
 
-static bool tok_is_cjk(const char *p, const char *end, int *n) {
-    uint32_t c = p < end ? uni_next(p, n) : 0;
-    return (c >= 0x4E00 && c <= 0x9FA5) || (c >= 0x3040 && c <= 0x30FF);
+static bool tok_is_cjk(const char *p, const char *end, int *len) {
+    uint32_t code = p < end ? uni_next(p, len) : 0;
+    return (code >= 0x4E00 && code <= 0x9FA5) || (code >= 0x3040 && code <= 0x30FF);
 }
 
 /* Is the character at p a number? The Digits pre-tokenizer (r->newer) uses Rust's tables, which
  * have 13 more digits than those of the patterns. */
-static bool tok_is_number(const uni *u, const tok_rule *r, const char *p, const char *end, int *n) {
-    if (tok_set(u, p, end, n) & UNI_NUMBER) return true;
-    uint32_t c = r->newer && p < end ? uni_next(p, n) : 0;
-    return (c >= 0x11DE0 && c <= 0x11DE9) || (c >= 0x16FF4 && c <= 0x16FF6);
+static bool tok_is_number(const uni *unicode, const tok_rule *rule, const char *p, const char *end, int *len) {
+    if (tok_char_class(unicode, p, end, len) & UNI_NUMBER) return true;
+    uint32_t code = rule->unicode17 && p < end ? uni_next(p, len) : 0;
+    return (code >= 0x11DE0 && code <= 0x11DE9) || (code >= 0x16FF4 && code <= 0x16FF6);
 }
 
 /* The bytes of the contraction at p; 0 if there is none. With any_case, U+017F counts as s, too. */
-static int tok_contraction(const char *p, const char *end, bool any_case) {
+static int tok_contraction_len(const char *p, const char *end, bool any_case) {
     if (end - p < 2 || *p != '\'') return 0;
-    int fold = any_case ? 32 : 0, a = p[1] | fold, b = end - p > 2 ? p[2] | fold : 0;
-    if (a == 's' || a == 't' || a == 'm' || a == 'd') return 2;
-    if ((a == 'r' && b == 'e') || (a == 'v' && b == 'e') || (a == 'l' && b == 'l')) return 3;
+    int case_bit = any_case ? 32 : 0, second = p[1] | case_bit, third = end - p > 2 ? p[2] | case_bit : 0;
+    if (second == 's' || second == 't' || second == 'm' || second == 'd') return 2;
+    if ((second == 'r' && third == 'e') || (second == 'v' && third == 'e') || (second == 'l' && third == 'l')) return 3;
     return any_case && end - p > 2 && p[1] == '\xC5' && p[2] == '\xBF' ? 3 : 0;
 }
 
@@ -2322,78 +2322,78 @@ static int tok_contraction(const char *p, const char *end, bool any_case) {
  * is lower case, and characters without case are in both sets. If no L follows the run of U, the
  * matcher gives characters of the run back until the last of them is in L: `both` is the end of the
  * last character of the run that is in both sets. Returns NULL if nothing matches. */
-static const char *tok_cased(const uni *u, const tok_rule *r, const char *p, const char *end) {
-    int n;
-    uint32_t s = tok_set(u, p, end, &n);
-    const char *from = s & r->head ? p + n : p, *upper_end = NULL;
-    for (;; from = p) {
-        const char *q = from, *both = NULL;
-        for (; (s = tok_set(u, q, end, &n)) & TOK_UPPER; q += n)
-            if (s & TOK_LOWER) both = q + n;
-        if (s & TOK_LOWER) return tok_run(u, q, end, TOK_LOWER);
-        if (both) return both;
-        if (!upper_end && q > from) upper_end = q;
-        if (from == p) return upper_end;
+static const char *tok_match_cased(const uni *unicode, const tok_rule *rule, const char *at, const char *end) {
+    int len;
+    uint32_t class = tok_char_class(unicode, at, end, &len);
+    const char *letters = class & rule->letter_prefix ? at + len : at, *upper_end = NULL;
+    for (;; letters = at) {
+        const char *next = letters, *last_lower = NULL;
+        for (; (class = tok_char_class(unicode, next, end, &len)) & TOK_UPPER; next += len)
+            if (class & TOK_LOWER) last_lower = next + len;
+        if (class & TOK_LOWER) return tok_run_end(unicode, next, end, TOK_LOWER);
+        if (last_lower) return last_lower;
+        if (!upper_end && next > letters) upper_end = next;
+        if (letters == at) return upper_end;
     }
 }
 
-/* Alternative 3. s, n: tok_set at p. Returns the end of the word, or NULL if there is none at p. */
-static const char *tok_word(const uni *u, const tok_rule *r, const char *p, const char *end,
-                            uint32_t s, int n) {
-    if (r->cased) {
-        const char *q = tok_cased(u, r, p, end);
-        return q && r->suffix ? q + tok_contraction(q, end, true) : q;
+/* Alternative 3. s, n: tok_char_class at p. Returns the end of the word, or NULL if there is none at p. */
+static const char *tok_match_word(const uni *unicode, const tok_rule *rule, const char *at, const char *end,
+                            uint32_t class, int len) {
+    if (rule->cased) {
+        const char *word_end = tok_match_cased(unicode, rule, at, end);
+        return word_end && rule->contraction_suffix ? word_end + tok_contraction_len(word_end, end, true) : word_end;
     }
-    if (s & r->letters) return tok_run(u, p + n, end, r->letters);
-    int m;
-    if ((r->spaced ? *p == ' ' : (s & r->head) != 0) && tok_set(u, p + n, end, &m) & r->letters)
-        return tok_run(u, p + n + m, end, r->letters);
+    if (class & rule->letters) return tok_run_end(unicode, at + len, end, rule->letters);
+    int second_len;
+    if ((rule->space_prefix ? *at == ' ' : (class & rule->letter_prefix) != 0) && tok_char_class(unicode, at + len, end, &second_len) & rule->letters)
+        return tok_run_end(unicode, at + len + second_len, end, rule->letters);
     return NULL;
 }
 
 /* Alternatives 6 and 7; at p is white space. Returns the end of the match, or NULL. */
-static const char *tok_white(const uni *u, const tok_rule *r, const char *p, const char *end) {
-    const char *q = tok_run(u, p, end, UNI_SPACE), *last = q;
-    if (r->lines)
-        for (const char *k = q; k > p; k--)
-            if (k[-1] == '\n' || k[-1] == '\r') return k;
-    if (!r->spaces) return NULL;
-    if (q == end) return q;
+static const char *tok_match_space(const uni *unicode, const tok_rule *rule, const char *p, const char *end) {
+    const char *space_end = tok_run_end(unicode, p, end, UNI_SPACE), *last = space_end;
+    if (rule->line_ends)
+        for (const char *line_end = space_end; line_end > p; line_end--)
+            if (line_end[-1] == '\n' || line_end[-1] == '\r') return line_end;
+    if (!rule->spaces) return NULL;
+    if (space_end == end) return space_end;
     while (((unsigned char)*--last & 0xC0) == 0x80) continue;
-    return last > p ? last : q;
+    return last > p ? last : space_end;
 }
 
 /* Returns the end of the pattern's match at p < end, or NULL if it does not match there. The
  * pattern sees `end` as the end of the text. */
-static const char *tok_match(const uni *u, const tok_rule *r, const char *p, const char *end) {
-    int n, m;
-    const char *q;
-    uint32_t s = tok_set(u, p, end, &n);
-    if (r->contraction && (m = tok_contraction(p, end, r->contraction == TOK_ANY_CASE)))
-        return p + m;
-    if (r->ascii_word && s & (UNI_PUNCT | UNI_SYMBOL) && n == 1) {
-        for (q = p + 1; q < end && (unsigned)((*q | 32) - 'a') < 26;) q++;
-        if (q > p + 1) return q;
+static const char *tok_match(const uni *unicode, const tok_rule *rule, const char *at, const char *end) {
+    int len, next_len;
+    const char *next;
+    uint32_t class = tok_char_class(unicode, at, end, &len);
+    if (rule->contraction && (next_len = tok_contraction_len(at, end, rule->contraction == TOK_ANY_CASE)))
+        return at + next_len;
+    if (rule->ascii_word && class & (UNI_PUNCT | UNI_SYMBOL) && len == 1) {
+        for (next = at + 1; next < end && (unsigned)((*next | 32) - 'a') < 26;) next++;
+        if (next > at + 1) return next;
     }
-    if ((r->letters || r->cased) && (q = tok_word(u, r, p, end, s, n))) return q;
-    if (r->digits) {
-        q = r->spaced && *p == ' ' ? p + 1 : p;
-        const char *first = q;
-        for (int k = 0; k < r->digits && tok_is_number(u, r, q, end, &m); k++) q += m;
-        if (q > first) return q;
+    if ((rule->letters || rule->cased) && (next = tok_match_word(unicode, rule, at, end, class, len))) return next;
+    if (rule->digits) {
+        next = rule->space_prefix && *at == ' ' ? at + 1 : at;
+        const char *first = next;
+        for (int count = 0; count < rule->digits && tok_is_number(unicode, rule, next, end, &next_len); count++) next += next_len;
+        if (next > first) return next;
     }
-    if (r->marks) {
-        const char *first = *p == ' ' ? p + 1 : p;
-        q = tok_run(u, first, end, r->marks);
-        if (q > first) {
-            while (r->tail && q < end && *q && strchr(r->tail, *q)) q++;
-            return q;
+    if (rule->punct) {
+        const char *first = *at == ' ' ? at + 1 : at;
+        next = tok_run_end(unicode, first, end, rule->punct);
+        if (next > first) {
+            while (rule->punct_suffix && next < end && *next && strchr(rule->punct_suffix, *next)) next++;
+            return next;
         }
     }
-    if (s & UNI_SPACE && (r->lines || r->spaces)) return tok_white(u, r, p, end);
-    if (!r->cjk) return NULL;
-    for (q = p; tok_is_cjk(q, end, &n);) q += n;
-    return q > p ? q : NULL;
+    if (class & UNI_SPACE && (rule->line_ends || rule->spaces)) return tok_match_space(unicode, rule, at, end);
+    if (!rule->cjk) return NULL;
+    for (next = at; tok_is_cjk(next, end, &len);) next += len;
+    return next > at ? next : NULL;
 }
 
 /* ---- What a tokenizer is ---- */
@@ -2402,33 +2402,33 @@ enum {
     TOK_MAX_IDS = 1 << 22,   /* ids of model.vocab are below this */
     TOK_MAX_CONTENT = 512,   /* bytes of an added token, or of a normalizer's text */
     TOK_MAX_GROWTH = 64,     /* the factor by which replacements may make a text longer */
-    TOK_MAX_STEPS = 8,       /* normalizers, patterns or decoders in a row */
-    TOK_SHORT = 40,          /* pieces of up to so many symbols are merged by plain scans */
-    TOK_SLOT_BYTES = 24, TOK_SLOT_IDS = 8, TOK_SLOTS = 1 << 14 /* of the piece cache */
+    TOK_MAX_CHAIN = 8,       /* normalizers, patterns or decoders in a row */
+    TOK_SHORT_PIECE = 40,          /* pieces of up to so many symbols are merged by plain scans */
+    TOK_CACHE_BYTES = 24, TOK_CACHE_IDS = 8, TOK_CACHE_ENTRIES = 1 << 14 /* of the piece cache */
 };
 
 typedef struct tok_merge { /* symbols a and b become id; the lowest rank is merged first */
-    int32_t a, b, id;      /* a -1: an empty entry of the hash table */
+    int32_t left, right, id;      /* a -1: an empty entry of the hash table */
     uint32_t rank;
 } tok_merge;
 
 typedef struct tok_index { /* hash table from text to id, open addressing */
-    struct tok_place {
+    struct tok_id_entry {
         uint32_t hash;
         int32_t id; /* -1: empty */
-    } *places;
+    } *entries;
     uint32_t mask;
     const str *key; /* [id] the texts; borrowed from the tok */
 } tok_index;
 
 /* An entry of the piece cache, a direct-mapped table from a piece's bytes to its ids. With it a
  * common word is merged only once. An entry is one cache line and a seqlock: w[0] = number of bytes
- * | number of ids << 8 | TOK_BUSY while it is written | count of changes << 32; then 24 bytes of
+ * | number of ids << 8 | TOK_CACHE_BUSY while it is written | count of changes << 32; then 24 bytes of
  * text; then 8 ids. */
-typedef struct tok_slot {
-    _Alignas(64) _Atomic uint64_t w[8];
-} tok_slot;
-#define TOK_BUSY ((uint64_t)1 << 16)
+typedef struct tok_cache_entry {
+    _Alignas(64) _Atomic uint64_t words[8];
+} tok_cache_entry;
+#define TOK_CACHE_BUSY ((uint64_t)1 << 16)
 
 typedef struct tok_added {
     str content;
@@ -2443,22 +2443,22 @@ typedef struct tok_added {
 typedef struct tok_matcher { /* finds the longest of a set of texts at a position */
     struct tok_text {
         str text;
-        int added; /* index in t->added */
+        int added_index; /* index in t->added */
     } *sorted;     /* [n] by text */
-    int n;
-    bool first[256]; /* is there a text that begins with this byte? */
+    int n_texts;
+    bool starts[256]; /* is there a text that begins with this byte? */
 } tok_matcher;
 
-typedef struct tok_normal { /* one normalizer */
+typedef struct tok_normalizer { /* one normalizer */
     enum { TOK_NFC, TOK_PREPEND, TOK_REPLACE } kind;
     str from, to; /* TOK_REPLACE has both, TOK_PREPEND only `to` */
-} tok_normal;
+} tok_normalizer;
 
-typedef struct tok_step { /* one pattern of the pre-tokenizer */
+typedef struct tok_pre_pattern { /* one pattern of the pre-tokenizer */
     const tok_rule *rule;
     bool removed; /* true: matches are dropped; false: each match is a piece. The text between two
                      matches is a piece in both cases */
-} tok_step;
+} tok_pre_pattern;
 
 /* TOK_SKIPPED: decoding with TOKA_SKIP_SPECIAL skips the token. TOK_BYTE: the token stands for one
  * byte, as <0x41> does for 0x41, and its text is that byte. */
@@ -2466,7 +2466,7 @@ enum tok_flag { TOK_KNOWN = 1, TOK_SPECIAL = 2, TOK_SKIPPED = 4, TOK_BYTE = 8 };
 
 struct tok {
     uni uni;
-    arena mem;      /* all text below */
+    arena memory;      /* all text below */
     int n_ids, cap; /* ids are below n_ids; arrays by id have cap entries */
     str *key;       /* [cap] the text that encode matches, bytes for a byte-level tokenizer. p NULL:
                        encode never matches it */
@@ -2479,62 +2479,62 @@ struct tok {
     uint32_t merge_mask;
     uint64_t *joins; /* [merge_mask + 1] hash set of the pairs of characters that some merge puts
                         side by side; NULL: do not cut text between characters */
-    tok_slot *slots; /* [TOK_SLOTS] the piece cache */
+    tok_cache_entry *cache; /* [TOK_CACHE_ENTRIES] the piece cache */
 
     tok_added *added;  /* [n_added] */
     int32_t *added_at; /* [cap] 1 + index of the id's added token; 0: it has none */
     int n_added;
-    tok_matcher raw, normalized; /* added tokens to find before and after normalizing */
-    tok_normal normals[TOK_MAX_STEPS];
-    int n_normals;
+    tok_matcher raw_matcher, normalized_matcher; /* added tokens to find before and after normalizing */
+    tok_normalizer normalizers[TOK_MAX_CHAIN];
+    int n_normalizers;
     size_t growth; /* while loading: the replacements so far make a text at most this many times
                       longer */
-    tok_step steps[TOK_MAX_STEPS];
-    int n_steps;
+    tok_pre_pattern pre_patterns[TOK_MAX_CHAIN];
+    int n_pre_patterns;
     bool byte_level;
     bool prefix_space;  /* ByteLevel puts a space before a text that does not begin with one */
-    bool names_own;     /* tokens that only tokenizer.json has may be named; see tok_added */
+    bool own_may_be_named;     /* tokens that only tokenizer.json has may be named; see tok_added */
     bool split_special; /* special tokens in a text are plain text, whatever the flags say */
     struct {
         str mark; /* replaces the space; empty: no Metaspace */
         enum { TOK_NEVER, TOK_FIRST, TOK_ALWAYS } prepend;
         bool split; /* each mark begins a piece */
-    } meta;
+    } metaspace;
     bool ignore_merges, fuse_unk, byte_fallback;
     bool all_bytes; /* byte fallback has a token for each byte: no character is unknown */
     int32_t unk, byte_id[256]; /* -1: none */
-    ids head, tail;            /* the ids that the post-processor puts before and after a text */
+    ids outer_before, outer_after;            /* the ids that the post-processor puts before and after a text */
 
-    /* TOK_JOIN: tokenizer.json has no decoder; decode puts spaces between the tokens.
-     * TOK_BYTES: ByteLevel. TOK_CHAIN: some of Replace, ByteFallback, Fuse, Strip.
-     * TOK_META: Metaspace. */
-    enum { TOK_JOIN, TOK_BYTES, TOK_CHAIN, TOK_META } decoder;
+    /* TOK_SPACE_JOINED: tokenizer.json has no decoder; decode puts spaces between the tokens.
+     * TOK_BYTE_LEVEL: ByteLevel. TOK_CHAIN: some of Replace, ByteFallback, Fuse, Strip.
+     * TOK_METASPACE: Metaspace. */
+    enum { TOK_SPACE_JOINED, TOK_BYTE_LEVEL, TOK_CHAIN, TOK_METASPACE } decoder;
     bool decode_fallback, decode_fuse; /* the chain has ByteFallback, has Fuse */
-    int strip;      /* remove at most so many of strip_char from the start of a text */
+    int n_strip;      /* remove at most so many of strip_char from the start of a text */
     str strip_char;
-    str meta_mark;  /* the mark that the decoder Metaspace turns into spaces */
-    bool meta_drop; /* the decoder removes the marks of the first token */
+    str decode_mark;  /* the mark that the decoder Metaspace turns into spaces */
+    bool decode_drop_first; /* the decoder removes the marks of the first token */
 };
 
 /* ---- The two hash tables ---- */
 
 /* The place that has the text s, or the empty place where it would go. */
-static struct tok_place *tok_place_of(const tok_index *x, str s, uint32_t *hash) {
-    uint32_t h = *hash = (uint32_t)hash_bytes(s.p, s.n), i = h & x->mask;
-    while (x->places[i].id >= 0 &&
-           !(x->places[i].hash == h && str_eq(x->key[x->places[i].id], s)))
-        i = (i + 1) & x->mask;
-    return &x->places[i];
+static struct tok_id_entry *tok_index_entry(const tok_index *table, str text, uint32_t *hash) {
+    uint32_t h = *hash = (uint32_t)hash_bytes(text.p, text.n), i = h & table->mask;
+    while (table->entries[i].id >= 0 &&
+           !(table->entries[i].hash == h && str_eq(table->key[table->entries[i].id], text)))
+        i = (i + 1) & table->mask;
+    return &table->entries[i];
 }
-static int32_t tok_find(const tok_index *x, str s) { /* the id, or -1 */
+static int32_t tok_index_find(const tok_index *table, str text) { /* the id, or -1 */
     uint32_t hash;
-    return tok_place_of(x, s, &hash)->id;
+    return tok_index_entry(table, text, &hash)->id;
 }
-static bool tok_index_add(tok_index *x, int32_t id) { /* false: its text is already there */
+static bool tok_index_add(tok_index *table, int32_t id) { /* false: its text is already there */
     uint32_t hash;
-    struct tok_place *at = tok_place_of(x, x->key[id], &hash);
+    struct tok_id_entry *at = tok_index_entry(table, table->key[id], &hash);
     if (at->id >= 0) return false;
-    *at = (struct tok_place){hash, id};
+    *at = (struct tok_id_entry){hash, id};
     return true;
 }
 /* The mask of a hash table for n entries: a power of two, at least 2 n, minus one. */
@@ -2543,168 +2543,168 @@ static uint32_t tok_table_mask(size_t n) {
     while (size < 2 * n) size *= 2;
     return size - 1;
 }
-static void tok_index_init(tok_index *x, const str *key, size_t n) {
-    *x = (tok_index){.mask = tok_table_mask(n), .key = key};
-    x->places = mem_alloc(((size_t)x->mask + 1) * sizeof *x->places);
-    memset(x->places, 0xFF, ((size_t)x->mask + 1) * sizeof *x->places);
+static void tok_index_init(tok_index *table, const str *key, size_t n) {
+    *table = (tok_index){.mask = tok_table_mask(n), .key = key};
+    table->entries = mem_alloc(((size_t)table->mask + 1) * sizeof *table->entries);
+    memset(table->entries, 0xFF, ((size_t)table->mask + 1) * sizeof *table->entries);
 }
 
 /* The entry of the pair, or the empty entry where it would go. */
-static tok_merge *tok_merge_place(const tok *t, int32_t a, int32_t b) {
-    uint64_t h = ((uint64_t)(uint32_t)a << 32 | (uint32_t)b) * 0x9E3779B97F4A7C15u;
-    uint32_t i = (uint32_t)(h >> 32) & t->merge_mask;
-    while (t->merges[i].a >= 0 && (t->merges[i].a != a || t->merges[i].b != b))
-        i = (i + 1) & t->merge_mask;
-    return &t->merges[i];
+static tok_merge *tok_merges_entry(const tok *tokenizer, int32_t a, int32_t b) {
+    uint64_t hash = ((uint64_t)(uint32_t)a << 32 | (uint32_t)b) * 0x9E3779B97F4A7C15u;
+    uint32_t i = (uint32_t)(hash >> 32) & tokenizer->merge_mask;
+    while (tokenizer->merges[i].left >= 0 && (tokenizer->merges[i].left != a || tokenizer->merges[i].right != b))
+        i = (i + 1) & tokenizer->merge_mask;
+    return &tokenizer->merges[i];
 }
 
 /* The rank of the merge of a and b, and its id; UINT32_MAX if a and b do not merge. */
-static uint32_t tok_rank(const tok *t, int32_t a, int32_t b, int32_t *id) {
-    const tok_merge *m = tok_merge_place(t, a, b);
-    return *id = m->id, m->rank;
+static uint32_t tok_merge_rank(const tok *tokenizer, int32_t a, int32_t b, int32_t *id) {
+    const tok_merge *merge = tok_merges_entry(tokenizer, a, b);
+    return *id = merge->id, merge->rank;
 }
 
 /* The entry of t->joins for the pair of characters; 0 in it: the pair is not in the set. */
-static uint64_t *tok_join_place(const tok *t, uint32_t a, uint32_t b) {
+static uint64_t *tok_joins_entry(const tok *tokenizer, uint32_t a, uint32_t b) {
     uint64_t key = ((uint64_t)a << 32 | b) + 1;
-    uint32_t i = (uint32_t)(key * 0x9E3779B97F4A7C15u >> 32) & t->merge_mask;
-    while (t->joins[i] && t->joins[i] != key) i = (i + 1) & t->merge_mask;
-    return &t->joins[i];
+    uint32_t i = (uint32_t)(key * 0x9E3779B97F4A7C15u >> 32) & tokenizer->merge_mask;
+    while (tokenizer->joins[i] && tokenizer->joins[i] != key) i = (i + 1) & tokenizer->merge_mask;
+    return &tokenizer->joins[i];
 }
 
 /* ---- The piece cache ---- */
 
 /* If the entry has this piece of n bytes, appends its ids and returns true. Returns false also if
  * another thread is writing the entry. */
-static bool tok_recall(tok_slot *s, const uint64_t key[3], size_t n, ids *out) {
-    uint64_t head = atomic_load_explicit(&s->w[0], memory_order_acquire), id[4];
-    if ((head & 0xFF) != n || head & TOK_BUSY) return false;
+static bool tok_cache_get(tok_cache_entry *entry, const uint64_t key[3], size_t n_bytes, ids *out) {
+    uint64_t head = atomic_load_explicit(&entry->words[0], memory_order_acquire), packed[4];
+    if ((head & 0xFF) != n_bytes || head & TOK_CACHE_BUSY) return false;
     for (int i = 0; i < 3; i++)
-        if (atomic_load_explicit(&s->w[1 + i], memory_order_relaxed) != key[i]) return false;
-    for (int i = 0; i < 4; i++) id[i] = atomic_load_explicit(&s->w[4 + i], memory_order_relaxed);
+        if (atomic_load_explicit(&entry->words[1 + i], memory_order_relaxed) != key[i]) return false;
+    for (int i = 0; i < 4; i++) packed[i] = atomic_load_explicit(&entry->words[4 + i], memory_order_relaxed);
     atomic_thread_fence(memory_order_acquire);
-    if (atomic_load_explicit(&s->w[0], memory_order_relaxed) != head) return false;
-    ids_reserve(out, TOK_SLOT_IDS);
-    memcpy(out->p + out->n, id, sizeof id);
+    if (atomic_load_explicit(&entry->words[0], memory_order_relaxed) != head) return false;
+    ids_reserve(out, TOK_CACHE_IDS);
+    memcpy(out->p + out->n, packed, sizeof packed);
     out->n += head >> 8 & 0xFF;
     return true;
 }
 
 /* Stores a piece in the entry, in place of the earlier one. Does nothing if another thread is
  * writing the entry. */
-static void tok_remember(tok_slot *s, const uint64_t key[3], size_t n, const int32_t *id,
-                         size_t n_id) {
-    uint64_t head = atomic_load_explicit(&s->w[0], memory_order_relaxed), packed[4] = {0};
-    if (head & TOK_BUSY ||
-        !atomic_compare_exchange_strong_explicit(&s->w[0], &head, head | TOK_BUSY,
+static void tok_cache_put(tok_cache_entry *entry, const uint64_t key[3], size_t n_bytes, const int32_t *piece,
+                         size_t n_ids) {
+    uint64_t head = atomic_load_explicit(&entry->words[0], memory_order_relaxed), packed[4] = {0};
+    if (head & TOK_CACHE_BUSY ||
+        !atomic_compare_exchange_strong_explicit(&entry->words[0], &head, head | TOK_CACHE_BUSY,
                                                  memory_order_acquire, memory_order_relaxed))
         return;
     atomic_thread_fence(memory_order_release);
-    if (n_id) memcpy(packed, id, n_id * sizeof *id);
-    for (int i = 0; i < 3; i++) atomic_store_explicit(&s->w[1 + i], key[i], memory_order_relaxed);
+    if (n_ids) memcpy(packed, piece, n_ids * sizeof *piece);
+    for (int i = 0; i < 3; i++) atomic_store_explicit(&entry->words[1 + i], key[i], memory_order_relaxed);
     for (int i = 0; i < 4; i++)
-        atomic_store_explicit(&s->w[4 + i], packed[i], memory_order_relaxed);
-    head = ((head >> 32) + 1) << 32 | n_id << 8 | n;
-    atomic_store_explicit(&s->w[0], head, memory_order_release);
+        atomic_store_explicit(&entry->words[4 + i], packed[i], memory_order_relaxed);
+    head = ((head >> 32) + 1) << 32 | n_ids << 8 | n_bytes;
+    atomic_store_explicit(&entry->words[0], head, memory_order_release);
 }
 
 /* ---- Byte pair merges ---- */
 
-typedef struct tok_enc { /* one call of tok_encode; the buffers are reused from piece to piece */
-    const tok *t;
+typedef struct tok_encoder { /* one call of tok_encode; the buffers are reused from piece to piece */
+    const tok *tokenizer;
     int flags; /* TOKA_ADD_SPECIAL, TOKA_PARSE_SPECIAL */
     ids *out;
-    buf repaired, normal[2], rewritten;
+    buf repaired, normalized[2], rewritten;
     ids symbols; /* of the piece */
-} tok_enc;
+} tok_encoder;
 
 /* Merges a short piece: finds the lowest rank by scanning all pairs. Returns the number of symbols
  * left. */
-static size_t tok_merge_short(const tok *t, int32_t *symbol, size_t n) {
-    uint32_t rank[TOK_SHORT];
-    int32_t to[TOK_SHORT];
-    for (size_t i = 0; i + 1 < n; i++) rank[i] = tok_rank(t, symbol[i], symbol[i + 1], &to[i]);
-    while (n > 1) {
+static size_t tok_merge_short(const tok *tokenizer, int32_t *symbol, size_t n_symbols) {
+    uint32_t rank[TOK_SHORT_PIECE];
+    int32_t merged[TOK_SHORT_PIECE];
+    for (size_t i = 0; i + 1 < n_symbols; i++) rank[i] = tok_merge_rank(tokenizer, symbol[i], symbol[i + 1], &merged[i]);
+    while (n_symbols > 1) {
         size_t best = 0;
-        for (size_t i = 1; i + 1 < n; i++)
+        for (size_t i = 1; i + 1 < n_symbols; i++)
             if (rank[i] < rank[best]) best = i;
         if (rank[best] == UINT32_MAX) break;
-        symbol[best] = to[best];
-        n--;
-        for (size_t i = best + 1; i < n; i++) {
+        symbol[best] = merged[best];
+        n_symbols--;
+        for (size_t i = best + 1; i < n_symbols; i++) {
             symbol[i] = symbol[i + 1];
             rank[i - 1] = rank[i];
-            to[i - 1] = to[i];
+            merged[i - 1] = merged[i];
         }
-        if (best + 1 < n) rank[best] = tok_rank(t, symbol[best], symbol[best + 1], &to[best]);
-        if (best > 0) rank[best - 1] = tok_rank(t, symbol[best - 1], symbol[best], &to[best - 1]);
+        if (best + 1 < n_symbols) rank[best] = tok_merge_rank(tokenizer, symbol[best], symbol[best + 1], &merged[best]);
+        if (best > 0) rank[best - 1] = tok_merge_rank(tokenizer, symbol[best - 1], symbol[best], &merged[best - 1]);
     }
-    return n;
+    return n_symbols;
 }
 
 /* A heap of rank << 32 | index of the pair's first symbol, smallest first. */
 typedef struct tok_heap {
-    uint64_t *p;
+    uint64_t *items;
     size_t n;
 } tok_heap;
 
-static void tok_heap_push(tok_heap *h, uint64_t v) {
-    size_t i = h->n++;
-    for (; i && h->p[(i - 1) / 2] > v; i = (i - 1) / 2) h->p[i] = h->p[(i - 1) / 2];
-    h->p[i] = v;
+static void tok_heap_push(tok_heap *heap, uint64_t value) {
+    size_t i = heap->n++;
+    for (; i && heap->items[(i - 1) / 2] > value; i = (i - 1) / 2) heap->items[i] = heap->items[(i - 1) / 2];
+    heap->items[i] = value;
 }
-static void tok_heap_sink(tok_heap *h, size_t i) {
-    uint64_t v = h->p[i];
-    for (size_t k; (k = 2 * i + 1) < h->n; i = k) {
-        if (k + 1 < h->n && h->p[k + 1] < h->p[k]) k++;
-        if (h->p[k] >= v) break;
-        h->p[i] = h->p[k];
+static void tok_heap_sink(tok_heap *heap, size_t i) {
+    uint64_t value = heap->items[i];
+    for (size_t child; (child = 2 * i + 1) < heap->n; i = child) {
+        if (child + 1 < heap->n && heap->items[child + 1] < heap->items[child]) child++;
+        if (heap->items[child] >= value) break;
+        heap->items[i] = heap->items[child];
     }
-    h->p[i] = v;
+    heap->items[i] = value;
 }
-static uint64_t tok_heap_pop(tok_heap *h) {
-    uint64_t top = h->p[0];
-    h->p[0] = h->p[--h->n];
-    if (h->n) tok_heap_sink(h, 0);
+static uint64_t tok_heap_pop(tok_heap *heap) {
+    uint64_t top = heap->items[0];
+    heap->items[0] = heap->items[--heap->n];
+    if (heap->n) tok_heap_sink(heap, 0);
     return top;
 }
 
 /* Merges a long piece with a linked list of the symbols and a heap of the pairs that merge. A heap
  * entry is stale, and is skipped, if its pair no longer exists. The heap has at most 3 n entries: n
  * at the start, and two for each of at most n merges. Returns the number of symbols left. */
-static size_t tok_merge_long(const tok *t, int32_t *symbol, size_t n) {
-    uint32_t *prev = mem_alloc(n * sizeof *prev), *next = mem_alloc(n * sizeof *next), rank;
-    tok_heap h = {.p = mem_alloc(3 * n * sizeof *h.p)};
+static size_t tok_merge_long(const tok *tokenizer, int32_t *symbol, size_t n_symbols) {
+    uint32_t *prev = mem_alloc(n_symbols * sizeof *prev), *next = mem_alloc(n_symbols * sizeof *next), rank;
+    tok_heap heap = {.items = mem_alloc(3 * n_symbols * sizeof *heap.items)};
     int32_t id;
-    for (size_t i = 0; i < n; i++) {
+    for (size_t i = 0; i < n_symbols; i++) {
         prev[i] = i ? (uint32_t)i - 1 : UINT32_MAX;
-        next[i] = i + 1 < n ? (uint32_t)i + 1 : UINT32_MAX;
-        rank = i + 1 < n ? tok_rank(t, symbol[i], symbol[i + 1], &id) : UINT32_MAX;
-        if (rank != UINT32_MAX) h.p[h.n++] = (uint64_t)rank << 32 | i;
+        next[i] = i + 1 < n_symbols ? (uint32_t)i + 1 : UINT32_MAX;
+        rank = i + 1 < n_symbols ? tok_merge_rank(tokenizer, symbol[i], symbol[i + 1], &id) : UINT32_MAX;
+        if (rank != UINT32_MAX) heap.items[heap.n++] = (uint64_t)rank << 32 | i;
     }
-    for (size_t i = h.n / 2; i--;) tok_heap_sink(&h, i);
-    while (h.n) {
-        uint64_t top = tok_heap_pop(&h);
+    for (size_t i = heap.n / 2; i--;) tok_heap_sink(&heap, i);
+    while (heap.n) {
+        uint64_t top = tok_heap_pop(&heap);
         uint32_t at = (uint32_t)top, right;
         if (symbol[at] < 0 || (right = next[at]) == UINT32_MAX) continue;
-        if (tok_rank(t, symbol[at], symbol[right], &id) != top >> 32) continue;
+        if (tok_merge_rank(tokenizer, symbol[at], symbol[right], &id) != top >> 32) continue;
         symbol[at] = id;
         symbol[right] = -1;
         if ((next[at] = next[right]) != UINT32_MAX) {
             prev[next[at]] = at;
-            if ((rank = tok_rank(t, id, symbol[next[at]], &id)) != UINT32_MAX)
-                tok_heap_push(&h, (uint64_t)rank << 32 | at);
+            if ((rank = tok_merge_rank(tokenizer, id, symbol[next[at]], &id)) != UINT32_MAX)
+                tok_heap_push(&heap, (uint64_t)rank << 32 | at);
         }
         if (prev[at] != UINT32_MAX &&
-            (rank = tok_rank(t, symbol[prev[at]], symbol[at], &id)) != UINT32_MAX)
-            tok_heap_push(&h, (uint64_t)rank << 32 | prev[at]);
+            (rank = tok_merge_rank(tokenizer, symbol[prev[at]], symbol[at], &id)) != UINT32_MAX)
+            tok_heap_push(&heap, (uint64_t)rank << 32 | prev[at]);
     }
     size_t left = 0;
-    for (size_t i = 0; i < n; i++)
+    for (size_t i = 0; i < n_symbols; i++)
         if (symbol[i] >= 0) symbol[left++] = symbol[i];
     free(prev);
     free(next);
-    free(h.p);
+    free(heap.items);
     return left;
 }
 
@@ -2712,61 +2712,61 @@ static size_t tok_merge_long(const tok *t, int32_t *symbol, size_t n) {
  * byte fallback, a character that is not in the vocabulary becomes the tokens of its bytes, if
  * there is one for each. Otherwise it becomes the unknown token (with fuse_unk only one for several
  * in a row), or nothing if there is no unknown token. */
-static void tok_symbols(tok_enc *x, str s) {
-    const tok *t = x->t;
-    bool unk = false;
-    x->symbols.n = 0;
-    ids_reserve(&x->symbols, s.n + 1);
-    for (size_t i = 0, n; i < s.n; i += n) {
-        int len = 1;
-        if (!t->byte_level) uni_next(s.p + i, &len);
-        n = (size_t)len;
-        int32_t id = t->byte_level ? t->byte_id[(unsigned char)s.p[i]]
-                                   : tok_find(&t->keys, (str){s.p + i, n});
-        bool bytes = id < 0 && t->byte_fallback;
-        for (size_t k = 0; bytes && k < n; k++) bytes = t->byte_id[(unsigned char)s.p[i + k]] >= 0;
-        if (bytes) {
-            for (size_t k = 0; k < n; k++)
-                ids_push(&x->symbols, t->byte_id[(unsigned char)s.p[i + k]]);
+static void tok_init_symbols(tok_encoder *enc, str text) {
+    const tok *tokenizer = enc->tokenizer;
+    bool pending_unk = false;
+    enc->symbols.n = 0;
+    ids_reserve(&enc->symbols, text.n + 1);
+    for (size_t i = 0, len; i < text.n; i += len) {
+        int char_len = 1;
+        if (!tokenizer->byte_level) uni_next(text.p + i, &char_len);
+        len = (size_t)char_len;
+        int32_t id = tokenizer->byte_level ? tokenizer->byte_id[(unsigned char)text.p[i]]
+                                   : tok_index_find(&tokenizer->keys, (str){text.p + i, len});
+        bool as_bytes = id < 0 && tokenizer->byte_fallback;
+        for (size_t byte = 0; as_bytes && byte < len; byte++) as_bytes = tokenizer->byte_id[(unsigned char)text.p[i + byte]] >= 0;
+        if (as_bytes) {
+            for (size_t byte = 0; byte < len; byte++)
+                ids_push(&enc->symbols, tokenizer->byte_id[(unsigned char)text.p[i + byte]]);
         } else if (id >= 0) {
-            if (unk) ids_push(&x->symbols, t->unk);
-            unk = false;
-            ids_push(&x->symbols, id);
-        } else if (t->unk >= 0) {
-            if (unk && !t->fuse_unk) ids_push(&x->symbols, t->unk);
-            unk = true;
+            if (pending_unk) ids_push(&enc->symbols, tokenizer->unk);
+            pending_unk = false;
+            ids_push(&enc->symbols, id);
+        } else if (tokenizer->unk >= 0) {
+            if (pending_unk && !tokenizer->fuse_unk) ids_push(&enc->symbols, tokenizer->unk);
+            pending_unk = true;
         }
     }
-    if (unk) ids_push(&x->symbols, t->unk);
+    if (pending_unk) ids_push(&enc->symbols, tokenizer->unk);
 }
 
 /* Appends the ids of one piece, from the piece cache if they are there. */
-static void tok_piece(tok_enc *x, str s) {
-    const tok *t = x->t;
+static void tok_encode_piece(tok_encoder *enc, str text) {
+    const tok *tokenizer = enc->tokenizer;
     uint64_t key[3] = {0};
-    tok_slot *slot = NULL;
-    size_t before = x->out->n;
+    tok_cache_entry *entry = NULL;
+    size_t before = enc->out->n;
     int32_t id;
-    if (s.n <= TOK_SLOT_BYTES) {
-        memcpy(key, s.p, s.n);
-        uint64_t h = (key[0] * 0x9E3779B97F4A7C15u ^ key[1]) * 0xC2B2AE3D27D4EB4Fu ^
+    if (text.n <= TOK_CACHE_BYTES) {
+        memcpy(key, text.p, text.n);
+        uint64_t hash = (key[0] * 0x9E3779B97F4A7C15u ^ key[1]) * 0xC2B2AE3D27D4EB4Fu ^
                      key[2] * 0x165667B19E3779F9u;
-        slot = &t->slots[(h ^ h >> 29) * 0x9E3779B97F4A7C15u >> 50]; /* 64 - 50 = log2(TOK_SLOTS) */
-        if (tok_recall(slot, key, s.n, x->out)) return;
+        entry = &tokenizer->cache[(hash ^ hash >> 29) * 0x9E3779B97F4A7C15u >> 50]; /* 64 - 50 = log2(TOK_CACHE_ENTRIES) */
+        if (tok_cache_get(entry, key, text.n, enc->out)) return;
     }
-    if (t->ignore_merges && (id = tok_find(&t->keys, s)) >= 0) {
-        ids_push(x->out, id);
+    if (tokenizer->ignore_merges && (id = tok_index_find(&tokenizer->keys, text)) >= 0) {
+        ids_push(enc->out, id);
     } else {
-        tok_symbols(x, s);
-        size_t n = x->symbols.n;
-        n = n <= TOK_SHORT ? tok_merge_short(t, x->symbols.p, n)
-                           : tok_merge_long(t, x->symbols.p, n);
-        ids_reserve(x->out, n);
-        if (n) memcpy(x->out->p + x->out->n, x->symbols.p, n * sizeof *x->symbols.p);
-        x->out->n += n;
+        tok_init_symbols(enc, text);
+        size_t n_ids = enc->symbols.n;
+        n_ids = n_ids <= TOK_SHORT_PIECE ? tok_merge_short(tokenizer, enc->symbols.p, n_ids)
+                           : tok_merge_long(tokenizer, enc->symbols.p, n_ids);
+        ids_reserve(enc->out, n_ids);
+        if (n_ids) memcpy(enc->out->p + enc->out->n, enc->symbols.p, n_ids * sizeof *enc->symbols.p);
+        enc->out->n += n_ids;
     }
-    size_t n = x->out->n - before;
-    if (slot && n && n <= TOK_SLOT_IDS) tok_remember(slot, key, s.n, x->out->p + before, n);
+    size_t n_ids = enc->out->n - before;
+    if (entry && n_ids && n_ids <= TOK_CACHE_IDS) tok_cache_put(entry, key, text.n, enc->out->p + before, n_ids);
 }
 
 /* ---- From text to pieces ---- */
@@ -2776,127 +2776,127 @@ static void tok_piece(tok_enc *x, str s) {
  * cross the position between them. Cutting there does not change the ids, and words get into the
  * piece cache. An unknown character is not cut from the one before it, because the two may be
  * fused. */
-static void tok_characters(tok_enc *x, str s) {
-    const tok *t = x->t;
-    const char *start = s.p, *end = s.p + s.n;
+static void tok_split_characters(tok_encoder *enc, str text) {
+    const tok *tokenizer = enc->tokenizer;
+    const char *start = text.p, *end = text.p + text.n;
     uint32_t before = 0;
-    int n;
-    for (const char *p = s.p; t->joins && p < end; p += n) {
-        uint32_t c = uni_next(p, &n);
-        if (p > start && !*tok_join_place(t, before, c) &&
-            (t->all_bytes || tok_find(&t->keys, (str){p, (size_t)n}) >= 0)) {
-            tok_piece(x, (str){start, (size_t)(p - start)});
-            start = p;
+    int len;
+    for (const char *at = text.p; tokenizer->joins && at < end; at += len) {
+        uint32_t code = uni_next(at, &len);
+        if (at > start && !*tok_joins_entry(tokenizer, before, code) &&
+            (tokenizer->all_bytes || tok_index_find(&tokenizer->keys, (str){at, (size_t)len}) >= 0)) {
+            tok_encode_piece(enc, (str){start, (size_t)(at - start)});
+            start = at;
         }
-        before = c;
+        before = code;
     }
-    if (start < end) tok_piece(x, (str){start, (size_t)(end - start)});
+    if (start < end) tok_encode_piece(enc, (str){start, (size_t)(end - start)});
 }
 
 /* Cuts s into pieces by the patterns from number `step` on, each applied to the results of the one
  * before, and appends the ids of the pieces. */
-static void tok_cut(tok_enc *x, int step, str s) {
-    const tok *t = x->t;
-    if (step == t->n_steps) {
-        if (t->byte_level) tok_piece(x, s);
-        else tok_characters(x, s);
+static void tok_split_pieces(tok_encoder *enc, int pattern, str text) {
+    const tok *tokenizer = enc->tokenizer;
+    if (pattern == tokenizer->n_pre_patterns) {
+        if (tokenizer->byte_level) tok_encode_piece(enc, text);
+        else tok_split_characters(enc, text);
         return;
     }
-    const tok_rule *r = t->steps[step].rule;
-    const char *between = s.p, *p = s.p, *end = s.p + s.n, *q;
-    while (p < end) {
-        int n;
-        if (r->digits && !r->marks) /* only digits can match: skip other characters */
-            p = tok_run(&t->uni, p, end, ~(UNI_NUMBER | UNI_BIT(CN)));
-        q = p < end ? tok_match(&t->uni, r, p, end) : p;
-        if (!q) {
-            uni_next(p, &n);
-            p += n;
+    const tok_rule *rule = tokenizer->pre_patterns[pattern].rule;
+    const char *between = text.p, *at = text.p, *end = text.p + text.n, *match_end;
+    while (at < end) {
+        int len;
+        if (rule->digits && !rule->punct) /* only digits can match: skip other characters */
+            at = tok_run_end(&tokenizer->uni, at, end, ~(UNI_NUMBER | UNI_BIT(CN)));
+        match_end = at < end ? tok_match(&tokenizer->uni, rule, at, end) : at;
+        if (!match_end) {
+            uni_next(at, &len);
+            at += len;
             continue;
         }
-        if (between < p) tok_cut(x, step + 1, (str){between, (size_t)(p - between)});
-        if (p < q && !t->steps[step].removed) tok_cut(x, step + 1, (str){p, (size_t)(q - p)});
-        between = p = q;
+        if (between < at) tok_split_pieces(enc, pattern + 1, (str){between, (size_t)(at - between)});
+        if (at < match_end && !tokenizer->pre_patterns[pattern].removed) tok_split_pieces(enc, pattern + 1, (str){at, (size_t)(match_end - at)});
+        between = at = match_end;
     }
-    if (between < end) tok_cut(x, step + 1, (str){between, (size_t)(end - between)});
+    if (between < end) tok_split_pieces(enc, pattern + 1, (str){between, (size_t)(end - between)});
 }
 
 /* Replaces every `from` in s by `to`, into b. Returns s itself if there is none. */
-static str tok_replace(str s, str from, str to, buf *b) {
+static str tok_replace(str text, str from, str to, buf *out) {
     size_t done = 0;
-    ptrdiff_t at = str_find(s, from, 0);
-    if (at < 0) return s;
-    buf_clear(b);
-    for (; at >= 0; at = str_find(s, from, done)) {
-        buf_put(b, s.p + done, (size_t)at - done);
-        buf_str(b, to);
+    ptrdiff_t at = str_find(text, from, 0);
+    if (at < 0) return text;
+    buf_clear(out);
+    for (; at >= 0; at = str_find(text, from, done)) {
+        buf_put(out, text.p + done, (size_t)at - done);
+        buf_str(out, to);
         done = (size_t)at + from.n;
     }
-    buf_put(b, s.p + done, s.n - done);
-    return buf_view(b);
+    buf_put(out, text.p + done, text.n - done);
+    return buf_view(out);
 }
 
-static str tok_prepend(str s, str head, buf *b) {
-    buf_clear(b);
-    buf_str(b, head);
-    buf_str(b, s);
-    return buf_view(b);
+static str tok_prepend(str s, str head, buf *out) {
+    buf_clear(out);
+    buf_str(out, head);
+    buf_str(out, s);
+    return buf_view(out);
 }
 
 /* Applies the normalizers in order. Each reads from one of the two buffers (the first from s) and
  * writes to the other. */
-static str tok_normalize(const tok *t, str s, buf b[2]) {
-    for (int i = 0; i < t->n_normals; i++) {
-        const tok_normal *k = &t->normals[i];
-        buf *to = s.p == b[0].p ? &b[1] : &b[0];
-        if (k->kind == TOK_NFC) s = uni_nfc(&t->uni, s, UNI_9, to);
-        else if (k->kind == TOK_REPLACE) s = tok_replace(s, k->from, k->to, to);
-        else if (s.n) s = tok_prepend(s, k->to, to);
+static str tok_normalize(const tok *tokenizer, str s, buf buffers[2]) {
+    for (int i = 0; i < tokenizer->n_normalizers; i++) {
+        const tok_normalizer *normalizer = &tokenizer->normalizers[i];
+        buf *to = s.p == buffers[0].p ? &buffers[1] : &buffers[0];
+        if (normalizer->kind == TOK_NFC) s = uni_nfc(&tokenizer->uni, s, UNI_V9, to);
+        else if (normalizer->kind == TOK_REPLACE) s = tok_replace(s, normalizer->from, normalizer->to, to);
+        else if (s.n) s = tok_prepend(s, normalizer->to, to);
     }
     return s;
 }
 
 /* Encodes a part of the normalized text that has no added tokens. first: it begins at the start of
  * the whole text. */
-static void tok_stretch(tok_enc *x, str s, bool first) {
-    const tok *t = x->t;
-    if (t->prefix_space && *s.p != ' ') s = tok_prepend(s, STR(" "), &x->rewritten);
-    if (t->meta.mark.n) {
-        bool prepend = t->meta.prepend == TOK_ALWAYS || (t->meta.prepend == TOK_FIRST && first);
-        const buf *first_buf = &x->normal[0]; /* if s is in it, the other one is free */
-        bool inside = first_buf->p && s.p >= first_buf->p && s.p < first_buf->p + first_buf->cap;
-        buf *spare = &x->normal[inside];
-        s = tok_replace(s, STR(" "), t->meta.mark, spare);
-        if (prepend && !str_starts(s, t->meta.mark))
-            s = tok_prepend(s, t->meta.mark, &x->rewritten);
+static void tok_encode_segment(tok_encoder *enc, str text, bool first) {
+    const tok *tokenizer = enc->tokenizer;
+    if (tokenizer->prefix_space && *text.p != ' ') text = tok_prepend(text, STR(" "), &enc->rewritten);
+    if (tokenizer->metaspace.mark.n) {
+        bool prepend = tokenizer->metaspace.prepend == TOK_ALWAYS || (tokenizer->metaspace.prepend == TOK_FIRST && first);
+        const buf *first_buf = &enc->normalized[0]; /* if s is in it, the other one is free */
+        bool inside = first_buf->p && text.p >= first_buf->p && text.p < first_buf->p + first_buf->cap;
+        buf *spare = &enc->normalized[inside];
+        text = tok_replace(text, STR(" "), tokenizer->metaspace.mark, spare);
+        if (prepend && !str_starts(text, tokenizer->metaspace.mark))
+            text = tok_prepend(text, tokenizer->metaspace.mark, &enc->rewritten);
     }
-    for (ptrdiff_t next; t->meta.split && (next = str_find(s, t->meta.mark, 1)) > 0;
-         s = str_sub(s, (size_t)next, s.n))
-        tok_cut(x, 0, str_sub(s, 0, (size_t)next)); /* each mark begins a piece */
-    tok_cut(x, 0, s);
+    for (ptrdiff_t next; tokenizer->metaspace.split && (next = str_find(text, tokenizer->metaspace.mark, 1)) > 0;
+         text = str_sub(text, (size_t)next, text.n))
+        tok_split_pieces(enc, 0, str_sub(text, 0, (size_t)next)); /* each mark begins a piece */
+    tok_split_pieces(enc, 0, text);
 }
 
 /* ---- Added tokens ---- */
 
 /* Returns the longest text of m that s begins with, or NULL. [lo,hi) are the sorted texts whose
  * first d bytes are those of s. */
-static const struct tok_text *tok_longest(const tok_matcher *m, str s) {
+static const struct tok_text *tok_longest_match(const tok_matcher *matcher, str text) {
     const struct tok_text *found = NULL;
-    int lo = 0, hi = m->n;
-    for (size_t d = 0; lo < hi; d++) {
-        while (lo < hi && m->sorted[lo].text.n == d) found = &m->sorted[lo++];
-        if (d == s.n) break;
-        int c = (unsigned char)s.p[d];
+    int low = 0, high = matcher->n_texts;
+    for (size_t depth = 0; low < high; depth++) {
+        while (low < high && matcher->sorted[low].text.n == depth) found = &matcher->sorted[low++];
+        if (depth == text.n) break;
+        int byte = (unsigned char)text.p[depth];
         /* Two binary searches: for the first text with byte d >= c, then for the first with > c. */
         for (int side = 0; side < 2; side++) {
-            int a = lo, b = hi;
-            while (a < b) {
-                int mid = (a + b) / 2;
-                if ((unsigned char)m->sorted[mid].text.p[d] < c + side) a = mid + 1;
-                else b = mid;
+            int first = low, last = high;
+            while (first < last) {
+                int mid = (first + last) / 2;
+                if ((unsigned char)matcher->sorted[mid].text.p[depth] < byte + side) first = mid + 1;
+                else last = mid;
             }
-            if (side) hi = a;
-            else lo = a;
+            if (side) high = first;
+            else low = first;
         }
     }
     return found;
@@ -2904,14 +2904,14 @@ static const struct tok_text *tok_longest(const tok_matcher *m, str s) {
 
 /* Is the character at p in \w of Rust's regex? These are alphabetic characters, marks, decimal
  * digits, connectors and joiners. */
-static bool tok_is_word(const uni *u, const char *p) {
-    int n;
-    uint32_t c = uni_next(p, &n), s = 1u << (u->props[c] & 31);
-    return s & (UNI_LETTER | UNI_MARK | UNI_BIT(ND) | UNI_BIT(NL) | UNI_BIT(PC)) || c == 0x200C ||
-           c == 0x200D || (c >= 0x24B6 && c <= 0x24E9) || (c >= 0x1F130 && c <= 0x1F149) ||
-           (c >= 0x1F150 && c <= 0x1F169) || (c >= 0x1F170 && c <= 0x1F189);
+static bool tok_is_word(const uni *unicode, const char *p) {
+    int len;
+    uint32_t code = uni_next(p, &len), class = 1u << (unicode->props[code] & 31);
+    return class & (UNI_LETTER | UNI_MARK | UNI_BIT(ND) | UNI_BIT(NL) | UNI_BIT(PC)) || code == 0x200C ||
+           code == 0x200D || (code >= 0x24B6 && code <= 0x24E9) || (code >= 0x1F130 && code <= 0x1F149) ||
+           (code >= 0x1F150 && code <= 0x1F169) || (code >= 0x1F170 && code <= 0x1F189);
 }
-static const char *tok_back(const char *p) { /* start of the character before p */
+static const char *tok_prev_char(const char *p) { /* start of the character before p */
     while (((unsigned char)*--p & 0xC0) == 0x80) continue;
     return p;
 }
@@ -2925,39 +2925,39 @@ static const char *tok_back(const char *p) { /* start of the character before p 
  * if the last token took the white space after it.
  * blank: the end of the last run of white space that was scanned, so that no run is scanned
  * twice. */
-static void tok_added_cut(tok_enc *x, bool normalized, str s, bool first) {
-    const tok *t = x->t;
-    const tok_matcher *m = normalized ? &t->normalized : &t->raw;
-    if (normalized) s = tok_normalize(t, s, x->normal);
-    const char *p = s.p, *end = s.p + s.n, *done = s.p, *blank = s.p;
+static void tok_split_added(tok_encoder *enc, bool normalized, str text, bool first) {
+    const tok *tokenizer = enc->tokenizer;
+    const tok_matcher *matcher = normalized ? &tokenizer->normalized_matcher : &tokenizer->raw_matcher;
+    if (normalized) text = tok_normalize(tokenizer, text, enc->normalized);
+    const char *at = text.p, *end = text.p + text.n, *done = text.p, *space_end = text.p;
     for (;;) {
         const struct tok_text *hit = NULL;
-        while (p < end && !(m->first[(unsigned char)*p] &&
-                            (hit = tok_longest(m, (str){p, (size_t)(end - p)}))))
-            p++;
-        const tok_added *a = hit ? &t->added[hit->added] : NULL;
-        const char *from = p, *to = end;
-        if (a) {
-            int n;
-            p += hit->text.n;
-            if (a->special && !(x->flags & TOKA_PARSE_SPECIAL)) continue;
-            if (a->single_word && from > s.p && tok_is_word(&t->uni, tok_back(from))) continue;
-            if (a->single_word && p < end && tok_is_word(&t->uni, p)) continue;
-            while (a->lstrip && from > done &&
-                   tok_set(&t->uni, tok_back(from), end, &n) & UNI_SPACE)
-                from = tok_back(from);
-            if (a->lstrip) from = MAX(from, done);
+        while (at < end && !(matcher->starts[(unsigned char)*at] &&
+                            (hit = tok_longest_match(matcher, (str){at, (size_t)(end - at)}))))
+            at++;
+        const tok_added *added = hit ? &tokenizer->added[hit->added_index] : NULL;
+        const char *from = at, *to = end;
+        if (added) {
+            int len;
+            at += hit->text.n;
+            if (added->special && !(enc->flags & TOKA_PARSE_SPECIAL)) continue;
+            if (added->single_word && from > text.p && tok_is_word(&tokenizer->uni, tok_prev_char(from))) continue;
+            if (added->single_word && at < end && tok_is_word(&tokenizer->uni, at)) continue;
+            while (added->lstrip && from > done &&
+                   tok_char_class(&tokenizer->uni, tok_prev_char(from), end, &len) & UNI_SPACE)
+                from = tok_prev_char(from);
+            if (added->lstrip) from = MAX(from, done);
             /* If blank >= p, the white space at p was scanned already and ends at blank. */
-            if (a->rstrip && blank < p) blank = tok_run(&t->uni, p, end, UNI_SPACE);
-            to = a->rstrip ? blank : p;
+            if (added->rstrip && space_end < at) space_end = tok_run_end(&tokenizer->uni, at, end, UNI_SPACE);
+            to = added->rstrip ? space_end : at;
         }
         if (done < from) {
             str between = {done, (size_t)(from - done)};
-            if (normalized) tok_stretch(x, between, first && done == s.p);
-            else tok_added_cut(x, true, between, first && done == s.p);
+            if (normalized) tok_encode_segment(enc, between, first && done == text.p);
+            else tok_split_added(enc, true, between, first && done == text.p);
         }
-        if (!a) break;
-        if (from < to) ids_push(x->out, a->id); /* else the previous token took all of its text */
+        if (!added) break;
+        if (from < to) ids_push(enc->out, added->id); /* else the previous token took all of its text */
         done = to;
     }
 }
@@ -2966,20 +2966,20 @@ static void tok_added_cut(tok_enc *x, bool normalized, str s, bool first) {
 
 /* Encodes a text and appends its ids to out. flags: TOKA_ADD_SPECIAL, TOKA_PARSE_SPECIAL. Returns
  * TOKA_E_USE if the text is too long. */
-static int tok_encode(const tok *t, str text, int flags, ids *out, toka_err *e) {
-    tok_enc x = {.t = t, .flags = flags, .out = out};
-    if (t->split_special) x.flags &= ~TOKA_PARSE_SPECIAL;
+static int tok_encode(const tok *tokenizer, str text, int flags, ids *out, toka_err *e) {
+    tok_encoder enc = {.tokenizer = tokenizer, .flags = flags, .out = out};
+    if (tokenizer->split_special) enc.flags &= ~TOKA_PARSE_SPECIAL;
     bool add = flags & TOKA_ADD_SPECIAL;
     if (text.n > INT32_MAX)
         return fail(e, TOKA_E_USE, "text of %zu bytes: at most %d are taken", text.n, INT32_MAX);
-    for (size_t i = 0; add && i < t->head.n; i++) ids_push(out, t->head.p[i]);
-    if (text.n) tok_added_cut(&x, false, uni_repair(text, &x.repaired), true);
-    for (size_t i = 0; add && i < t->tail.n; i++) ids_push(out, t->tail.p[i]);
-    buf_free(&x.repaired);
-    buf_free(&x.normal[0]);
-    buf_free(&x.normal[1]);
-    buf_free(&x.rewritten);
-    ids_free(&x.symbols);
+    for (size_t i = 0; add && i < tokenizer->outer_before.n; i++) ids_push(out, tokenizer->outer_before.p[i]);
+    if (text.n) tok_split_added(&enc, false, uni_repair(text, &enc.repaired), true);
+    for (size_t i = 0; add && i < tokenizer->outer_after.n; i++) ids_push(out, tokenizer->outer_after.p[i]);
+    buf_free(&enc.repaired);
+    buf_free(&enc.normalized[0]);
+    buf_free(&enc.normalized[1]);
+    buf_free(&enc.rewritten);
+    ids_free(&enc.symbols);
     return 0;
 }
 
@@ -2987,135 +2987,135 @@ static int tok_encode(const tok *t, str text, int flags, ids *out, toka_err *e) 
  * decoder the unfinished last character; with byte fallback the whole run of byte tokens, because
  * one invalid byte makes HF write U+FFFD for each byte of the run. */
 typedef struct tok_stream {
-    const tok *t;
+    const tok *tokenizer;
     int flags;  /* TOKA_SKIP_SPECIAL */
-    int strip;  /* so many characters may still be removed from the start */
+    int n_strip;  /* so many characters may still be removed from the start */
     bool begun; /* there was a token already */
     buf held;   /* the bytes held back */
 } tok_stream;
 
-static void tok_stream_init(tok_stream *s, const tok *t, int flags) {
-    *s = (tok_stream){.t = t, .flags = flags, .strip = t->strip};
+static void tok_stream_init(tok_stream *stream, const tok *t, int flags) {
+    *stream = (tok_stream){.tokenizer = t, .flags = flags, .n_strip = t->n_strip};
 }
-static void tok_stream_free(tok_stream *s) { buf_free(&s->held); }
+static void tok_stream_free(tok_stream *stream) { buf_free(&stream->held); }
 
 /* Appends whole text to out, without the characters to be stripped from the start of the stream. */
-static void tok_stream_emit(tok_stream *s, str text, buf *out) {
-    while (s->strip && text.n) {
-        bool is = str_starts(text, s->t->strip_char);
-        if (is) text = str_sub(text, s->t->strip_char.n, text.n);
-        s->strip = is ? s->strip - 1 : 0;
+static void tok_stream_put_text(tok_stream *stream, str text, buf *out) {
+    while (stream->n_strip && text.n) {
+        bool is = str_starts(text, stream->tokenizer->strip_char);
+        if (is) text = str_sub(text, stream->tokenizer->strip_char.n, text.n);
+        stream->n_strip = is ? stream->n_strip - 1 : 0;
     }
     buf_str(out, text);
 }
 
 /* Appends the held bytes as text: whole characters, and U+FFFD for bytes that cannot be part of
  * one. The beginning of an unfinished character stays held, unless `all` is set. */
-static void tok_stream_bytes(tok_stream *s, bool all, buf *out) {
-    const char *p = s->held.p, *end = p + s->held.n;
+static void tok_stream_put_chars(tok_stream *stream, bool all, buf *out) {
+    const char *at = stream->held.p, *end = at + stream->held.n;
     bool cut = false;
-    while (p < end) {
-        int n = utf8_len(p, end);
-        if (n) {
-            buf_put(out, p, (size_t)n);
+    while (at < end) {
+        int len = utf8_len(at, end);
+        if (len) {
+            buf_put(out, at, (size_t)len);
         } else {
-            n = uni_bad_len(p, end, &cut);
+            len = uni_bad_len(at, end, &cut);
             if (cut && !all) break;
             buf_c(out, "\xEF\xBF\xBD");
         }
-        p += n;
+        at += len;
     }
-    size_t left = (size_t)(end - p);
-    memmove(s->held.p, p, left);
-    s->held.n = left;
+    size_t left = (size_t)(end - at);
+    memmove(stream->held.p, at, left);
+    stream->held.n = left;
 }
 
 /* Ends a run of byte tokens: appends it as text if all of it is valid UTF-8, else U+FFFD for each
  * byte. */
-static void tok_stream_run(tok_stream *s, buf *out) {
-    size_t i = 0, n = s->held.n, k;
-    while (i < n && (k = (size_t)utf8_len(s->held.p + i, s->held.p + n)) > 0) i += k;
-    if (i == n) tok_stream_emit(s, buf_view(&s->held), out);
-    for (k = 0; i < n && k < n; k++) tok_stream_emit(s, STR("\xEF\xBF\xBD"), out);
-    s->held.n = 0;
+static void tok_stream_put_run(tok_stream *stream, buf *out) {
+    size_t i = 0, n_held = stream->held.n, len;
+    while (i < n_held && (len = (size_t)utf8_len(stream->held.p + i, stream->held.p + n_held)) > 0) i += len;
+    if (i == n_held) tok_stream_put_text(stream, buf_view(&stream->held), out);
+    for (len = 0; i < n_held && len < n_held; len++) tok_stream_put_text(stream, STR("\xEF\xBF\xBD"), out);
+    stream->held.n = 0;
 }
 
 /* Decoder Metaspace: appends a token's text with its marks as spaces. With meta_drop, the marks of
  * the first token are dropped. */
-static void tok_stream_meta(tok_stream *s, str text, buf *out) {
-    str mark = s->t->meta_mark;
+static void tok_stream_put_metaspace(tok_stream *stream, str text, buf *out) {
+    str mark = stream->tokenizer->decode_mark;
     while (text.n) {
         ptrdiff_t at = str_find(text, mark, 0);
         buf_put(out, text.p, at < 0 ? text.n : (size_t)at);
         if (at < 0) break;
-        if (s->begun || !s->t->meta_drop) buf_char(out, ' ');
+        if (stream->begun || !stream->tokenizer->decode_drop_first) buf_char(out, ' ');
         text = str_sub(text, (size_t)at + mark.n, text.n);
     }
 }
 
 /* Takes the next id and appends the text that later ids cannot change any more. An id outside the
  * vocabulary is ignored. */
-static void tok_stream_put(tok_stream *s, int32_t id, buf *out) {
-    const tok *t = s->t;
-    if (id < 0 || id >= t->n_ids || !(t->flag[id] & TOK_KNOWN)) return;
-    if (s->flags & TOKA_SKIP_SPECIAL && t->flag[id] & TOK_SKIPPED) return;
-    if (t->decoder == TOK_BYTES) {
-        buf_str(&s->held, t->text[id]);
-        if (s->held.n) tok_stream_bytes(s, false, out);
-    } else if (t->decoder == TOK_CHAIN) {
-        if (t->flag[id] & TOK_BYTE) {
-            buf_str(&s->held, t->text[id]);
+static void tok_stream_put(tok_stream *stream, int32_t id, buf *out) {
+    const tok *tokenizer = stream->tokenizer;
+    if (id < 0 || id >= tokenizer->n_ids || !(tokenizer->flag[id] & TOK_KNOWN)) return;
+    if (stream->flags & TOKA_SKIP_SPECIAL && tokenizer->flag[id] & TOK_SKIPPED) return;
+    if (tokenizer->decoder == TOK_BYTE_LEVEL) {
+        buf_str(&stream->held, tokenizer->text[id]);
+        if (stream->held.n) tok_stream_put_chars(stream, false, out);
+    } else if (tokenizer->decoder == TOK_CHAIN) {
+        if (tokenizer->flag[id] & TOK_BYTE) {
+            buf_str(&stream->held, tokenizer->text[id]);
         } else {
-            if (s->held.n) tok_stream_run(s, out);
-            tok_stream_emit(s, t->text[id], out);
+            if (stream->held.n) tok_stream_put_run(stream, out);
+            tok_stream_put_text(stream, tokenizer->text[id], out);
         }
-    } else if (t->decoder == TOK_META) {
-        tok_stream_meta(s, t->text[id], out);
+    } else if (tokenizer->decoder == TOK_METASPACE) {
+        tok_stream_put_metaspace(stream, tokenizer->text[id], out);
     } else {
-        if (s->begun) buf_char(out, ' ');
-        buf_str(out, t->text[id]);
+        if (stream->begun) buf_char(out, ' ');
+        buf_str(out, tokenizer->text[id]);
     }
-    s->begun = true;
+    stream->begun = true;
 }
 
 /* Continues a text after token id (-1: any ordinary token), whose own text the caller has shown
  * already. The stream is then not at the start of a text, so the decoder does not remove the first
  * space. After a special token it is still at the start. */
-static void tok_stream_follow(tok_stream *s, int32_t id) {
-    if (id >= 0 && id < s->t->n_ids && s->t->flag[id] & TOK_SPECIAL) return;
-    s->begun = true;
-    s->strip = 0;
+static void tok_stream_continue(tok_stream *stream, int32_t id) {
+    if (id >= 0 && id < stream->tokenizer->n_ids && stream->tokenizer->flag[id] & TOK_SPECIAL) return;
+    stream->begun = true;
+    stream->n_strip = 0;
 }
 
 /* Ends the stream: appends the held bytes; an unfinished character becomes U+FFFD. */
-static void tok_stream_end(tok_stream *s, buf *out) {
-    if (s->held.n && s->t->decoder == TOK_BYTES) tok_stream_bytes(s, true, out);
-    if (s->held.n) tok_stream_run(s, out);
+static void tok_stream_end(tok_stream *stream, buf *out) {
+    if (stream->held.n && stream->tokenizer->decoder == TOK_BYTE_LEVEL) tok_stream_put_chars(stream, true, out);
+    if (stream->held.n) tok_stream_put_run(stream, out);
 }
 
 /* Decodes ids and appends the text to out. flags: TOKA_SKIP_SPECIAL. Returns TOKA_E_USE if an id is
  * out of range. */
-static int tok_decode(const tok *t, const int32_t *id, size_t n, int flags, buf *out, toka_err *e) {
-    tok_stream s;
-    for (size_t i = 0; i < n; i++)
-        if (id[i] < 0 || id[i] >= t->n_ids)
+static int tok_decode(const tok *tokenizer, const int32_t *id, size_t n_ids, int flags, buf *out, toka_err *e) {
+    tok_stream stream;
+    for (size_t i = 0; i < n_ids; i++)
+        if (id[i] < 0 || id[i] >= tokenizer->n_ids)
             return fail(e, TOKA_E_USE, "token %zu of %zu: id %d, but the vocabulary ends at %d", i,
-                        n, id[i], t->n_ids - 1);
-    tok_stream_init(&s, t, flags);
-    for (size_t i = 0; i < n; i++) tok_stream_put(&s, id[i], out);
-    tok_stream_end(&s, out);
-    tok_stream_free(&s);
+                        n_ids, id[i], tokenizer->n_ids - 1);
+    tok_stream_init(&stream, tokenizer, flags);
+    for (size_t i = 0; i < n_ids; i++) tok_stream_put(&stream, id[i], out);
+    tok_stream_end(&stream, out);
+    tok_stream_free(&stream);
     return 0;
 }
 
 /* Appends the bytes that an id adds in the middle of a text; they may be only a part of a
  * character. An id outside the vocabulary adds none. */
-static void tok_bytes(const tok *t, int32_t id, buf *out) {
-    tok_stream s = {.t = t, .begun = true};
-    if (id < 0 || id >= t->n_ids || !(t->flag[id] & TOK_KNOWN)) return;
-    if (t->decoder == TOK_JOIN) buf_char(out, ' ');
-    if (t->decoder == TOK_META) tok_stream_meta(&s, t->text[id], out);
-    else buf_str(out, t->text[id]);
+static void tok_put_bytes(const tok *tokenizer, int32_t id, buf *out) {
+    tok_stream stream = {.tokenizer = tokenizer, .begun = true};
+    if (id < 0 || id >= tokenizer->n_ids || !(tokenizer->flag[id] & TOK_KNOWN)) return;
+    if (tokenizer->decoder == TOK_SPACE_JOINED) buf_char(out, ' ');
+    if (tokenizer->decoder == TOK_METASPACE) tok_stream_put_metaspace(&stream, tokenizer->text[id], out);
+    else buf_str(out, tokenizer->text[id]);
 }
 
 /* ===========================================================================
@@ -3136,7 +3136,7 @@ static void tok_bytes(const tok *t, int32_t id, buf *out) {
 /* The byte for a character of the byte-level alphabet. Printable characters of Latin-1 stand for
  * their own byte; the 68 other bytes are U+0100 .. U+0143 in their order. Returns -1 if the
  * character is not in the alphabet. */
-static int tok_byte_of(uint32_t c) {
+static int tok_byte_of_char(uint32_t c) {
     if ((c >= 0x21 && c <= 0x7E) || (c >= 0xA1 && c <= 0xFF && c != 0xAD)) return (int)c;
     if (c >= 0x100 && c <= 0x120) return (int)c - 0x100;
     if (c >= 0x121 && c <= 0x142) return (int)c - 0x121 + 0x7F;
@@ -3145,9 +3145,9 @@ static int tok_byte_of(uint32_t c) {
 
 /* Decodes byte-level text and appends its bytes. Returns false at a character that is not in the
  * alphabet. */
-static bool tok_unmap(str s, buf *out) {
+static bool tok_put_unmapped(str s, buf *out) {
     for (int n; s.n; s = str_sub(s, (size_t)n, s.n)) {
-        int byte = tok_byte_of(uni_next(s.p, &n));
+        int byte = tok_byte_of_char(uni_next(s.p, &n));
         if (byte < 0) return false;
         buf_char(out, (char)byte);
     }
@@ -3156,8 +3156,8 @@ static bool tok_unmap(str s, buf *out) {
 
 /* Appends the bytes that encode matches for a token with this text in the vocabulary. Returns false
  * if encode can never match it. */
-static bool tok_key(const tok *t, str text, buf *out) {
-    if (t->byte_level) return tok_unmap(text, out);
+static bool tok_put_key(const tok *tokenizer, str text, buf *out) {
+    if (tokenizer->byte_level) return tok_put_unmapped(text, out);
     return buf_str(out, text), true;
 }
 
@@ -3179,33 +3179,33 @@ static int tok_check_vocab(const json *vocab, int64_t *largest, size_t *bytes, t
 }
 
 /* Fills the arrays by id from model.vocab. n_added: the number of ids that may be added later. */
-static int tok_load_vocab(tok *t, const json *vocab, size_t n_added, toka_err *e) {
+static int tok_load_vocab(tok *tokenizer, const json *vocab, size_t n_added, toka_err *e) {
     int64_t largest = -1;
     size_t bytes = 0;
     if (tok_check_vocab(vocab, &largest, &bytes, e)) return e->code;
-    t->n_ids = (int)largest + 1;
-    t->cap = MAX(t->n_ids, (int)vocab->n) + (int)n_added;
-    t->key = mem_zalloc((size_t)t->cap * sizeof *t->key);
-    t->name = mem_zalloc((size_t)t->cap * sizeof *t->name);
-    t->text = mem_zalloc((size_t)t->cap * sizeof *t->text);
-    t->flag = mem_zalloc((size_t)t->cap);
-    tok_index_init(&t->keys, t->key, vocab->n);
-    tok_index_init(&t->names, t->name, vocab->n + n_added);
+    tokenizer->n_ids = (int)largest + 1;
+    tokenizer->cap = MAX(tokenizer->n_ids, (int)vocab->n) + (int)n_added;
+    tokenizer->key = mem_zalloc((size_t)tokenizer->cap * sizeof *tokenizer->key);
+    tokenizer->name = mem_zalloc((size_t)tokenizer->cap * sizeof *tokenizer->name);
+    tokenizer->text = mem_zalloc((size_t)tokenizer->cap * sizeof *tokenizer->text);
+    tokenizer->flag = mem_zalloc((size_t)tokenizer->cap);
+    tok_index_init(&tokenizer->keys, tokenizer->key, vocab->n);
+    tok_index_init(&tokenizer->names, tokenizer->name, vocab->n + n_added);
     /* This buffer never grows, because decoded byte-level text is not longer than its source. */
-    buf raw = {.p = arena_alloc(&t->mem, bytes + 64), .cap = bytes + 64};
+    buf raw = {.p = arena_alloc(&tokenizer->memory, bytes + 64), .cap = bytes + 64};
     JSON_MEMBERS(key, vocab) {
         int32_t id = (int32_t)json_int(key + 1, -1);
         size_t from = raw.n;
-        if (t->flag[id]) return TOK_FAIL("model.vocab: id %d stands there twice", id);
-        t->flag[id] = TOK_KNOWN;
-        bool mapped = tok_key(t, json_str(key), &raw);
+        if (tokenizer->flag[id]) return TOK_FAIL("model.vocab: id %d stands there twice", id);
+        tokenizer->flag[id] = TOK_KNOWN;
+        bool mapped = tok_put_key(tokenizer, json_str(key), &raw);
         if (!mapped) {
             raw.n = from;
             buf_str(&raw, json_str(key));
         }
-        t->text[id] = (str){raw.p + from, raw.n - from};
-        (mapped ? t->key : t->name)[id] = t->text[id];
-        if (!tok_index_add(mapped ? &t->keys : &t->names, id))
+        tokenizer->text[id] = (str){raw.p + from, raw.n - from};
+        (mapped ? tokenizer->key : tokenizer->name)[id] = tokenizer->text[id];
+        if (!tok_index_add(mapped ? &tokenizer->keys : &tokenizer->names, id))
             return TOK_FAIL("model.vocab: \"%.*s\" stands there twice", STRF(json_str(key)));
     }
     return 0;
@@ -3213,29 +3213,29 @@ static int tok_load_vocab(tok *t, const json *vocab, size_t n_added, toka_err *e
 
 /* The id of the token with exactly this content; added tokens are looked up first. Returns -1 if
  * there is none. */
-static int32_t tok_id(const tok *t, str content) {
-    int32_t id = tok_find(&t->names, content);
+static int32_t tok_id(const tok *tokenizer, str content) {
+    int32_t id = tok_index_find(&tokenizer->names, content);
     buf raw = {0};
-    if (id < 0 && tok_key(t, content, &raw)) id = tok_find(&t->keys, buf_view(&raw));
+    if (id < 0 && tok_put_key(tokenizer, content, &raw)) id = tok_index_find(&tokenizer->keys, buf_view(&raw));
     buf_free(&raw);
     return id;
 }
 
 /* Sets unk, byte_id and all_bytes. byte_id has the ids of the single bytes for a byte-level
  * tokenizer, else the ids of <0x00> .. <0xFF>. */
-static int tok_load_bytes(tok *t, const json *model, toka_err *e) {
+static int tok_load_bytes(tok *tokenizer, const json *model, toka_err *e) {
     str unk = json_str(json_get(model, "unk_token"));
-    t->unk = json_is(json_get(model, "unk_token"), JSON_STRING) ? tok_id(t, unk) : -1;
-    if (t->unk < 0 && json_is(json_get(model, "unk_token"), JSON_STRING))
+    tokenizer->unk = json_is(json_get(model, "unk_token"), JSON_STRING) ? tok_id(tokenizer, unk) : -1;
+    if (tokenizer->unk < 0 && json_is(json_get(model, "unk_token"), JSON_STRING))
         return TOK_FAIL("model.unk_token \"%.*s\" is not in the vocabulary", STRF(unk));
-    t->all_bytes = t->byte_fallback;
-    for (int b = 0; b < 256; b++) {
-        char z[8] = {(char)b};
-        size_t n = 1;
-        if (!t->byte_level) n = (size_t)snprintf(z, sizeof z, "<0x%02X>", (unsigned)b);
-        t->byte_id[b] = tok_find(&t->keys, (str){z, n});
-        t->all_bytes = t->all_bytes && t->byte_id[b] >= 0;
-        if (t->byte_fallback && t->byte_level && t->byte_id[b] < 0)
+    tokenizer->all_bytes = tokenizer->byte_fallback;
+    for (int byte = 0; byte < 256; byte++) {
+        char name[8] = {(char)byte};
+        size_t name_len = 1;
+        if (!tokenizer->byte_level) name_len = (size_t)snprintf(name, sizeof name, "<0x%02X>", (unsigned)byte);
+        tokenizer->byte_id[byte] = tok_index_find(&tokenizer->keys, (str){name, name_len});
+        tokenizer->all_bytes = tokenizer->all_bytes && tokenizer->byte_id[byte] >= 0;
+        if (tokenizer->byte_fallback && tokenizer->byte_level && tokenizer->byte_id[byte] < 0)
             return TOK_FAIL("model.byte_fallback with a ByteLevel pre-tokenizer is not supported");
     }
     return 0;
@@ -3244,20 +3244,20 @@ static int tok_load_bytes(tok *t, const json *model, toka_err *e) {
 /* The index of the space that separates the parts of a merge written as "a b". If there are several
  * spaces, it is the first one for which both parts and the merged token are in the vocabulary.
  * Returns SIZE_MAX if there is none. */
-static size_t tok_merge_cut(const tok *t, str s) {
-    const char *at = memchr(s.p, ' ', s.n);
-    if (!at || !memchr(at + 1, ' ', s.n - (size_t)(at + 1 - s.p)))
-        return at ? (size_t)(at - s.p) : SIZE_MAX;
+static size_t tok_merge_space(const tok *tokenizer, str text) {
+    const char *at = memchr(text.p, ' ', text.n);
+    if (!at || !memchr(at + 1, ' ', text.n - (size_t)(at + 1 - text.p)))
+        return at ? (size_t)(at - text.p) : SIZE_MAX;
     buf whole = {0};
     size_t found = SIZE_MAX;
-    for (size_t i = 1; i + 1 < s.n && i < TOK_MAX_CONTENT && found == SIZE_MAX; i++) {
-        if (s.p[i] != ' ') continue;
+    for (size_t i = 1; i + 1 < text.n && i < TOK_MAX_CONTENT && found == SIZE_MAX; i++) {
+        if (text.p[i] != ' ') continue;
         buf_clear(&whole);
-        buf_put(&whole, s.p, i);
-        buf_put(&whole, s.p + i + 1, s.n - i - 1);
-        str part[3] = {str_sub(s, 0, i), str_sub(s, i + 1, s.n), buf_view(&whole)};
+        buf_put(&whole, text.p, i);
+        buf_put(&whole, text.p + i + 1, text.n - i - 1);
+        str part[3] = {str_sub(text, 0, i), str_sub(text, i + 1, text.n), buf_view(&whole)};
         int known = 0;
-        while (known < 3 && tok_find(&t->keys, part[known]) >= 0) known++;
+        while (known < 3 && tok_index_find(&tokenizer->keys, part[known]) >= 0) known++;
         if (known == 3) found = i;
     }
     buf_free(&whole);
@@ -3266,186 +3266,186 @@ static size_t tok_merge_cut(const tok *t, str s) {
 
 /* Reads a merge, ["a","b"] or "a b", and writes the keys of a and b to *both, one after the other.
  * *cut: where b begins. Returns 0 or an error code. */
-static int tok_merge_parts(const tok *t, const json *m, uint32_t rank, buf *both, size_t *cut,
+static int tok_read_merge(const tok *tokenizer, const json *merge, uint32_t rank, buf *both, size_t *cut,
                            toka_err *e) {
-    const json *first = json_at(m, 0), *second = json_at(m, 1);
-    str a = json_str(first), b = json_str(second), line = json_str(m);
-    bool pair = first && m->n == 2 && json_is(first, JSON_STRING) && json_is(second, JSON_STRING);
-    if (!pair && !json_is(m, JSON_STRING))
+    const json *first = json_at(merge, 0), *second = json_at(merge, 1);
+    str left = json_str(first), right = json_str(second), text = json_str(merge);
+    bool pair = first && merge->n == 2 && json_is(first, JSON_STRING) && json_is(second, JSON_STRING);
+    if (!pair && !json_is(merge, JSON_STRING))
         return TOK_FAIL("model.merges[%u]: \"a b\" or [\"a\",\"b\"] was expected", rank);
     if (!pair) {
-        size_t at = tok_merge_cut(t, line);
+        size_t at = tok_merge_space(tokenizer, text);
         if (at == SIZE_MAX)
-            return TOK_FAIL("model.merges[%u]: \"%.*s\" is not two tokens", rank, STRF(line));
-        a = str_sub(line, 0, at);
-        b = str_sub(line, at + 1, line.n);
+            return TOK_FAIL("model.merges[%u]: \"%.*s\" is not two tokens", rank, STRF(text));
+        left = str_sub(text, 0, at);
+        right = str_sub(text, at + 1, text.n);
     }
     buf_clear(both);
-    bool known = tok_key(t, a, both);
+    bool known = tok_put_key(tokenizer, left, both);
     *cut = both->n;
-    if (!known || !tok_key(t, b, both))
+    if (!known || !tok_put_key(tokenizer, right, both))
         return TOK_FAIL("model.merges[%u]: a part is not in the vocabulary", rank);
     return 0;
 }
 
-static bool tok_is_byte_id(const tok *t, int32_t id) {
+static bool tok_is_byte_id(const tok *tokenizer, int32_t id) {
     for (int b = 0; b < 256; b++)
-        if (t->byte_id[b] == id) return true;
+        if (tokenizer->byte_id[b] == id) return true;
     return false;
 }
 
 /* Adds the pair (last character of a, first character of b) to t->joins: the merge of a and b puts
  * them side by side. */
-static void tok_add_join(tok *t, int32_t a, int32_t b) {
+static void tok_add_join(tok *tokenizer, int32_t left, int32_t right) {
     int n;
-    str s = t->key[a];
-    uint32_t last = s.n ? uni_next(tok_back(s.p + s.n), &n) : 0;
-    uint32_t first = t->key[b].n ? uni_next(t->key[b].p, &n) : 0;
-    *tok_join_place(t, last, first) = ((uint64_t)last << 32 | first) + 1;
+    str text = tokenizer->key[left];
+    uint32_t last = text.n ? uni_next(tok_prev_char(text.p + text.n), &n) : 0;
+    uint32_t first = tokenizer->key[right].n ? uni_next(tokenizer->key[right].p, &n) : 0;
+    *tok_joins_entry(tokenizer, last, first) = ((uint64_t)last << 32 | first) + 1;
 }
 
 /* Fills the hash table of merges and, if it can be used, t->joins. */
-static int tok_load_merges(tok *t, const json *merges, toka_err *e) {
+static int tok_load_merges(tok *tokenizer, const json *merges, toka_err *e) {
     if (!json_is(merges, JSON_ARRAY)) return TOK_FAIL("model.merges: an array was expected");
-    t->merge_mask = tok_table_mask(merges->n);
-    t->merges = mem_alloc(((size_t)t->merge_mask + 1) * sizeof *t->merges);
-    memset(t->merges, 0xFF, ((size_t)t->merge_mask + 1) * sizeof *t->merges);
+    tokenizer->merge_mask = tok_table_mask(merges->n);
+    tokenizer->merges = mem_alloc(((size_t)tokenizer->merge_mask + 1) * sizeof *tokenizer->merges);
+    memset(tokenizer->merges, 0xFF, ((size_t)tokenizer->merge_mask + 1) * sizeof *tokenizer->merges);
     /* Without a token for every byte or an unknown token, a character may produce no symbol. Then
      * the characters beside it become neighbours, and cutting between them would change ids. */
-    bool joins = !t->byte_level && !t->ignore_merges && (t->all_bytes || t->unk >= 0);
-    if (joins) t->joins = mem_zalloc(((size_t)t->merge_mask + 1) * sizeof *t->joins);
+    bool joins = !tokenizer->byte_level && !tokenizer->ignore_merges && (tokenizer->all_bytes || tokenizer->unk >= 0);
+    if (joins) tokenizer->joins = mem_zalloc(((size_t)tokenizer->merge_mask + 1) * sizeof *tokenizer->joins);
     uint32_t rank = 0;
     buf both = {0};
-    JSON_EACH(m, merges) {
+    JSON_EACH(merge, merges) {
         size_t cut = 0;
-        if (tok_merge_parts(t, m, rank, &both, &cut, e)) break;
-        str ab = buf_view(&both);
-        int32_t a = tok_find(&t->keys, str_sub(ab, 0, cut));
-        int32_t b = tok_find(&t->keys, str_sub(ab, cut, ab.n));
-        int32_t id = tok_find(&t->keys, ab);
-        if (a < 0 || b < 0 || id < 0) {
+        if (tok_read_merge(tokenizer, merge, rank, &both, &cut, e)) break;
+        str pair = buf_view(&both);
+        int32_t left = tok_index_find(&tokenizer->keys, str_sub(pair, 0, cut));
+        int32_t right = tok_index_find(&tokenizer->keys, str_sub(pair, cut, pair.n));
+        int32_t id = tok_index_find(&tokenizer->keys, pair);
+        if (left < 0 || right < 0 || id < 0) {
             TOK_FAIL("model.merges[%u]: %s is not in the vocabulary", rank,
-                     a < 0 ? "the first token" : b < 0 ? "the second token" : "what it makes");
+                     left < 0 ? "the first token" : right < 0 ? "the second token" : "what it makes");
             break;
         }
-        *tok_merge_place(t, a, b) = (tok_merge){a, b, id, rank++};
-        if (joins) tok_add_join(t, a, b);
-        joins = joins && a != t->unk && b != t->unk && !tok_is_byte_id(t, a) &&
-                !tok_is_byte_id(t, b);
+        *tok_merges_entry(tokenizer, left, right) = (tok_merge){left, right, id, rank++};
+        if (joins) tok_add_join(tokenizer, left, right);
+        joins = joins && left != tokenizer->unk && right != tokenizer->unk && !tok_is_byte_id(tokenizer, left) &&
+                !tok_is_byte_id(tokenizer, right);
     }
     buf_free(&both);
     if (rank < merges->n) return e->code;
     /* Merges of the unknown token or of byte tokens join characters that are not in their texts:
      * the set of pairs is not complete, so text must not be cut. */
     if (!joins) {
-        free(t->joins);
-        t->joins = NULL;
+        free(tokenizer->joins);
+        tokenizer->joins = NULL;
     }
     return 0;
 }
 
 /* ---- Added tokens: their ids and their matchers ---- */
 
-static int tok_by_text(const void *a, const void *b) {
-    const struct tok_text *x = a, *y = b;
-    int c = memcmp(x->text.p, y->text.p, MIN(x->text.n, y->text.n));
-    return c ? c : x->text.n != y->text.n ? (x->text.n < y->text.n ? -1 : 1) : x->added - y->added;
+static int tok_compare_texts(const void *a, const void *b) {
+    const struct tok_text *left = a, *right = b;
+    int order = memcmp(left->text.p, right->text.p, MIN(left->text.n, right->text.n));
+    return order ? order : left->text.n != right->text.n ? (left->text.n < right->text.n ? -1 : 1) : left->added_index - right->added_index;
 }
 
 /* Fills the matcher of all added tokens whose field `normalized` has this value. */
-static void tok_load_matcher(tok *t, tok_matcher *m, bool normalized) {
-    buf b[2] = {{0}, {0}};
-    m->sorted = mem_alloc((size_t)t->n_added * sizeof *m->sorted);
-    for (int i = 0; i < t->n_added; i++) {
-        const tok_added *a = &t->added[i];
-        if (a->normalized != normalized) continue;
-        str text = normalized ? arena_str(&t->mem, tok_normalize(t, a->content, b)) : a->content;
-        t->text[a->id] = text;
+static void tok_load_matcher(tok *tokenizer, tok_matcher *matcher, bool normalized) {
+    buf buffers[2] = {{0}, {0}};
+    matcher->sorted = mem_alloc((size_t)tokenizer->n_added * sizeof *matcher->sorted);
+    for (int i = 0; i < tokenizer->n_added; i++) {
+        const tok_added *added = &tokenizer->added[i];
+        if (added->normalized != normalized) continue;
+        str text = normalized ? arena_str(&tokenizer->memory, tok_normalize(tokenizer, added->content, buffers)) : added->content;
+        tokenizer->text[added->id] = text;
         /* When HF decides whether decoding skips a token, it looks up the normalized text. It does
          * not find a special token whose normalized text differs from its content. */
-        if (str_eq(text, a->content) && a->special) t->flag[a->id] |= TOK_SKIPPED;
+        if (str_eq(text, added->content) && added->special) tokenizer->flag[added->id] |= TOK_SKIPPED;
         if (!text.n) continue;
-        m->first[(unsigned char)*text.p] = true;
-        m->sorted[m->n++] = (struct tok_text){text, i};
+        matcher->starts[(unsigned char)*text.p] = true;
+        matcher->sorted[matcher->n_texts++] = (struct tok_text){text, i};
     }
-    qsort(m->sorted, (size_t)m->n, sizeof *m->sorted, tok_by_text);
-    buf_free(&b[0]);
-    buf_free(&b[1]);
+    qsort(matcher->sorted, (size_t)matcher->n_texts, sizeof *matcher->sorted, tok_compare_texts);
+    buf_free(&buffers[0]);
+    buf_free(&buffers[1]);
 }
 
-/* The lists of added tokens, in the order in which HF adds them: TOK_OWN from tokenizer.json,
- * TOK_BESIDE from tokenizer_config.json, TOK_NAMED the special tokens that fields such as bos_token
- * name. The elements are objects, of TOK_NAMED also strings. A list that is NULL is empty. */
-enum { TOK_OWN, TOK_BESIDE, TOK_NAMED, TOK_N_LISTS };
+/* The lists of added tokens, in the order in which HF adds them: TOK_LIST_TOKENIZER from tokenizer.json,
+ * TOK_LIST_CONFIG from tokenizer_config.json, TOK_LIST_NAMED the special tokens that fields such as bos_token
+ * name. The elements are objects, of TOK_LIST_NAMED also strings. A list that is NULL is empty. */
+enum { TOK_LIST_TOKENIZER, TOK_LIST_CONFIG, TOK_LIST_NAMED, TOK_LISTS };
 
 /* Stores an added token under its id. If there is already one with this id, it is replaced. */
-static void tok_put_added(tok *t, const tok_added *a) {
-    if (!t->added_at[a->id]) t->added_at[a->id] = ++t->n_added;
-    t->added[t->added_at[a->id] - 1] = *a;
-    t->name[a->id] = a->content;
-    tok_index_add(&t->names, a->id);
-    t->n_ids = MAX(t->n_ids, a->id + 1);
-    t->flag[a->id] = (uint8_t)(TOK_KNOWN | (a->special ? TOK_SPECIAL : 0));
+static void tok_put_added(tok *tokenizer, const tok_added *added) {
+    if (!tokenizer->added_at[added->id]) tokenizer->added_at[added->id] = ++tokenizer->n_added;
+    tokenizer->added[tokenizer->added_at[added->id] - 1] = *added;
+    tokenizer->name[added->id] = added->content;
+    tok_index_add(&tokenizer->names, added->id);
+    tokenizer->n_ids = MAX(tokenizer->n_ids, added->id + 1);
+    tokenizer->flag[added->id] = (uint8_t)(TOK_KNOWN | (added->special ? TOK_SPECIAL : 0));
 }
 
 /* Adds a token of a list. If the id is already an added token, the new one replaces it, and stays
- * special if the old one was. A token of TOK_NAMED does not replace anything: it only makes the old
+ * special if the old one was. A token of TOK_LIST_NAMED does not replace anything: it only makes the old
  * token special, if that one may be named. */
-static void tok_add(tok *t, tok_added *a, int list) {
-    const tok_added *old = t->added_at[a->id] ? &t->added[t->added_at[a->id] - 1] : NULL;
-    if (old && list == TOK_NAMED) {
+static void tok_add_from_list(tok *tokenizer, tok_added *added, int list) {
+    const tok_added *old = tokenizer->added_at[added->id] ? &tokenizer->added[tokenizer->added_at[added->id] - 1] : NULL;
+    if (old && list == TOK_LIST_NAMED) {
         if (!old->may_be_named) return;
-        *a = *old;
-        a->special = true;
+        *added = *old;
+        added->special = true;
     }
-    if (old) a->special |= old->special;
-    if (a->implied) a->normalized = !a->special;
-    tok_put_added(t, a);
+    if (old) added->special |= old->special;
+    if (added->implied) added->normalized = !added->special;
+    tok_put_added(tokenizer, added);
 }
 
 /* Reads one element of a list and adds it. Its id is that of a token with the same text in the
  * vocabulary or among earlier added tokens; if there is none, it is *next, the first free id. Like
  * HF, this ignores "id". */
-static int tok_read_added(tok *t, const json *it, int list, int32_t *next, toka_err *e) {
-    const bool text = list == TOK_NAMED && it->type == JSON_STRING;
-    const json *content = text ? it : json_get(it, "content");
-    const json *normalized = json_get(it, "normalized");
-    const str s = json_str(content);
-    if (!json_is(content, JSON_STRING)) return TOK_FAIL("added_tokens[%d]: no content", t->n_added);
-    if (!s.n) return 0;
-    if (s.n > TOK_MAX_CONTENT)
-        return TOK_FAIL("added_tokens[%d]: %zu bytes, at most %d", t->n_added, s.n,
+static int tok_read_added(tok *tokenizer, const json *item, int list, int32_t *next, toka_err *e) {
+    const bool is_text = list == TOK_LIST_NAMED && item->type == JSON_STRING;
+    const json *content = is_text ? item : json_get(item, "content");
+    const json *normalized = json_get(item, "normalized");
+    const str text = json_str(content);
+    if (!json_is(content, JSON_STRING)) return TOK_FAIL("added_tokens[%d]: no content", tokenizer->n_added);
+    if (!text.n) return 0;
+    if (text.n > TOK_MAX_CONTENT)
+        return TOK_FAIL("added_tokens[%d]: %zu bytes, at most %d", tokenizer->n_added, text.n,
                         TOK_MAX_CONTENT);
-    tok_added a = {.content = arena_str(&t->mem, s), .id = tok_id(t, s)};
-    if (a.id < 0) a.id = *next;
-    a.special = list == TOK_NAMED || json_true(json_get(it, "special"));
-    a.may_be_named = list != TOK_OWN || t->names_own;
-    a.implied = list != TOK_OWN && !normalized;
-    a.normalized = a.implied ? !a.special : json_true(normalized);
-    a.single_word = json_true(json_get(it, "single_word"));
-    a.lstrip = json_true(json_get(it, "lstrip"));
-    a.rstrip = json_true(json_get(it, "rstrip"));
-    tok_add(t, &a, list);
-    *next = MAX(*next, a.id + 1);
+    tok_added added = {.content = arena_str(&tokenizer->memory, text), .id = tok_id(tokenizer, text)};
+    if (added.id < 0) added.id = *next;
+    added.special = list == TOK_LIST_NAMED || json_is_true(json_get(item, "special"));
+    added.may_be_named = list != TOK_LIST_TOKENIZER || tokenizer->own_may_be_named;
+    added.implied = list != TOK_LIST_TOKENIZER && !normalized;
+    added.normalized = added.implied ? !added.special : json_is_true(normalized);
+    added.single_word = json_is_true(json_get(item, "single_word"));
+    added.lstrip = json_is_true(json_get(item, "lstrip"));
+    added.rstrip = json_is_true(json_get(item, "rstrip"));
+    tok_add_from_list(tokenizer, &added, list);
+    *next = MAX(*next, added.id + 1);
     return 0;
 }
 
-static int tok_load_added(tok *t, const json *const lists[TOK_N_LISTS], size_t n_added,
+static int tok_load_added(tok *tokenizer, const json *const lists[TOK_LISTS], size_t n_added,
                           size_t n_vocab, toka_err *e) {
     int32_t next = (int32_t)n_vocab;
-    t->added = mem_alloc(n_added * sizeof *t->added);
-    t->added_at = mem_zalloc((size_t)t->cap * sizeof *t->added_at);
-    for (int i = 0; i < TOK_N_LISTS; i++)
+    tokenizer->added = mem_alloc(n_added * sizeof *tokenizer->added);
+    tokenizer->added_at = mem_zalloc((size_t)tokenizer->cap * sizeof *tokenizer->added_at);
+    for (int i = 0; i < TOK_LISTS; i++)
         if (lists[i])
-            JSON_EACH(it, lists[i]) if (tok_read_added(t, it, i, &next, e)) return e->code;
-    tok_load_matcher(t, &t->raw, false);
-    tok_load_matcher(t, &t->normalized, true);
+            JSON_EACH(it, lists[i]) if (tok_read_added(tokenizer, it, i, &next, e)) return e->code;
+    tok_load_matcher(tokenizer, &tokenizer->raw_matcher, false);
+    tok_load_matcher(tokenizer, &tokenizer->normalized_matcher, true);
     return 0;
 }
 
 /* ---- Normalizer, pre-tokenizer, post-processor, decoder ---- */
 
-static str tok_type(const json *v) { return json_str(json_get(v, "type")); }
+static str tok_type_of(const json *config) { return json_str(json_get(config, "type")); }
 static int tok_unsupported(toka_err *e, const char *where, str what) {
     return TOK_FAIL("%s \"%.*s\" is not supported", where, STRF(what));
 }
@@ -3454,140 +3454,140 @@ static int tok_unsupported(toka_err *e, const char *where, str what) {
  * depth and the number of members are limited, because each member may cost a pass over the
  * vocabulary. Returns 0 or the first error code. */
 typedef int tok_load_fn(tok *t, const json *v, toka_err *e);
-static int tok_load_each(tok *t, const json *v, const char *list, int depth, tok_load_fn *one,
+static int tok_load_each(tok *tokenizer, const json *config, const char *list, int depth, tok_load_fn *one,
                          toka_err *e) {
-    if (!v || json_is(v, JSON_NULL)) return 0;
-    if (!str_is(tok_type(v), "Sequence")) return one(t, v, e);
-    const json *items = json_get(v, list);
+    if (!config || json_is(config, JSON_NULL)) return 0;
+    if (!str_is(tok_type_of(config), "Sequence")) return one(tokenizer, config, e);
+    const json *items = json_get(config, list);
     if (!json_is(items, JSON_ARRAY)) return TOK_FAIL("a Sequence without %s", list);
-    if (depth > 1 || items->n > TOK_MAX_STEPS)
-        return TOK_FAIL("a Sequence of more than %d %s", TOK_MAX_STEPS, list);
-    JSON_EACH(it, items) if (tok_load_each(t, it, list, depth + 1, one, e)) return e->code;
+    if (depth > 1 || items->n > TOK_MAX_CHAIN)
+        return TOK_FAIL("a Sequence of more than %d %s", TOK_MAX_CHAIN, list);
+    JSON_EACH(it, items) if (tok_load_each(tokenizer, it, list, depth + 1, one, e)) return e->code;
     return 0;
 }
 
-static str tok_keep(tok *t, str s) { return arena_str(&t->mem, s); } /* a copy that lives with t */
+static str tok_copy_text(tok *tokenizer, str s) { return arena_str(&tokenizer->memory, s); } /* a copy that lives with t */
 
 /* The text that a pattern matches: s of {"String": s}, or of {"Regex": s} if s has no special
  * characters. Empty if the pattern is anything else. */
-static str tok_literal(const json *pattern) {
-    str s = json_str(json_get(pattern, "String")), r = json_str(json_get(pattern, "Regex"));
-    for (size_t i = 0; i < r.n; i++)
-        if (strchr("\\^$.|?*+()[]{}", r.p[i])) return STR("");
-    return s.n ? s : r;
+static str tok_pattern_literal(const json *pattern) {
+    str text = json_str(json_get(pattern, "String")), regex = json_str(json_get(pattern, "Regex"));
+    for (size_t i = 0; i < regex.n; i++)
+        if (strchr("\\^$.|?*+()[]{}", regex.p[i])) return STR("");
+    return text.n ? text : regex;
 }
 
 /* Adds one replacement to t->growth. Returns true if all replacements together may make a text too
  * long. */
-static bool tok_grows(tok *t, str from, str to) {
-    t->growth *= MAX((size_t)1, (to.n + from.n - 1) / from.n);
-    return t->growth > TOK_MAX_GROWTH;
+static bool tok_count_growth(tok *tokenizer, str from, str to) {
+    tokenizer->growth *= MAX((size_t)1, (to.n + from.n - 1) / from.n);
+    return tokenizer->growth > TOK_MAX_GROWTH;
 }
 
-static int tok_load_normal(tok *t, const json *v, toka_err *e) { /* one normalizer */
-    str type = tok_type(v);
-    if (t->n_normals == TOK_MAX_STEPS) return TOK_FAIL("more than %d normalizers", TOK_MAX_STEPS);
-    tok_normal *k = &t->normals[t->n_normals++];
+static int tok_load_normalizer(tok *tokenizer, const json *config, toka_err *e) { /* one normalizer */
+    str type = tok_type_of(config);
+    if (tokenizer->n_normalizers == TOK_MAX_CHAIN) return TOK_FAIL("more than %d normalizers", TOK_MAX_CHAIN);
+    tok_normalizer *normalizer = &tokenizer->normalizers[tokenizer->n_normalizers++];
     if (str_is(type, "NFC")) {
-        k->kind = TOK_NFC;
+        normalizer->kind = TOK_NFC;
     } else if (str_is(type, "Prepend")) {
-        *k = (tok_normal){TOK_PREPEND, STR(""), tok_keep(t, json_str(json_get(v, "prepend")))};
+        *normalizer = (tok_normalizer){TOK_PREPEND, STR(""), tok_copy_text(tokenizer, json_str(json_get(config, "prepend")))};
     } else if (str_is(type, "Replace")) {
-        const json *pattern = json_get(v, "pattern");
-        *k = (tok_normal){TOK_REPLACE, tok_keep(t, tok_literal(pattern)),
-                          tok_keep(t, json_str(json_get(v, "content")))};
-        if (!k->from.n)
+        const json *pattern = json_get(config, "pattern");
+        *normalizer = (tok_normalizer){TOK_REPLACE, tok_copy_text(tokenizer, tok_pattern_literal(pattern)),
+                          tok_copy_text(tokenizer, json_str(json_get(config, "content")))};
+        if (!normalizer->from.n)
             return tok_unsupported(e, "normalizer Replace: the pattern",
                                    json_str(json_get(pattern, "Regex")));
-        if (tok_grows(t, k->from, k->to))
+        if (tok_count_growth(tokenizer, normalizer->from, normalizer->to))
             return TOK_FAIL("normalizers make a text over %d times longer", TOK_MAX_GROWTH);
     } else {
         return tok_unsupported(e, "normalizer", type);
     }
-    if (k->to.n > TOK_MAX_CONTENT) return tok_unsupported(e, "normalizer: the content", k->to);
+    if (normalizer->to.n > TOK_MAX_CONTENT) return tok_unsupported(e, "normalizer: the content", normalizer->to);
     return 0;
 }
 
-static int tok_add_step(tok *t, const tok_rule *rule, bool removed, toka_err *e) {
-    if (t->n_steps == TOK_MAX_STEPS) return TOK_FAIL("more than %d pre-tokenizers", TOK_MAX_STEPS);
-    t->steps[t->n_steps++] = (tok_step){rule, removed};
+static int tok_add_pre_pattern(tok *tokenizer, const tok_rule *rule, bool removed, toka_err *e) {
+    if (tokenizer->n_pre_patterns == TOK_MAX_CHAIN) return TOK_FAIL("more than %d pre-tokenizers", TOK_MAX_CHAIN);
+    tokenizer->pre_patterns[tokenizer->n_pre_patterns++] = (tok_pre_pattern){rule, removed};
     return 0;
 }
 
-static int tok_load_split(tok *t, const json *v, toka_err *e) { /* pre-tokenizer Split */
-    const json *pattern = json_get(v, "pattern");
-    str regex = json_str(json_get(pattern, "Regex")), behavior = json_str(json_get(v, "behavior"));
-    if (json_true(json_get(v, "invert")))
+static int tok_load_split(tok *tokenizer, const json *config, toka_err *e) { /* pre-tokenizer Split */
+    const json *pattern = json_get(config, "pattern");
+    str regex = json_str(json_get(pattern, "Regex")), behavior = json_str(json_get(config, "behavior"));
+    if (json_is_true(json_get(config, "invert")))
         return tok_unsupported(e, "pre_tokenizer Split: invert with the pattern", regex);
     if (!str_is(behavior, "Isolated") && !str_is(behavior, "Removed"))
         return tok_unsupported(e, "pre_tokenizer Split: the behavior", behavior);
     for (int i = 0; i < COUNT(tok_rules); i++)
         if (json_is(json_get(pattern, "Regex"), JSON_STRING) && str_is(regex, tok_rules[i].regex))
-            return tok_add_step(t, &tok_rules[i], str_is(behavior, "Removed"), e);
+            return tok_add_pre_pattern(tokenizer, &tok_rules[i], str_is(behavior, "Removed"), e);
     return tok_unsupported(e, "pre_tokenizer Split: the pattern",
                            regex.n ? regex : json_str(json_get(pattern, "String")));
 }
 
-static int tok_load_metaspace(tok *t, const json *v, toka_err *e) { /* pre-tokenizer Metaspace */
-    const json *scheme = json_get(v, "prepend_scheme"), *prefix = json_get(v, "add_prefix_space");
-    const json *split = json_get(v, "split");
-    str s = scheme ? json_str(scheme) : STR("always");
-    t->meta.mark = tok_keep(t, json_str(json_get(v, "replacement")));
-    t->meta.split = !json_is(split, JSON_FALSE);
-    t->meta.prepend = str_is(s, "always") ? TOK_ALWAYS : str_is(s, "first") ? TOK_FIRST : TOK_NEVER;
-    if (json_is(prefix, JSON_FALSE)) t->meta.prepend = TOK_NEVER;
-    if (t->meta.prepend == TOK_NEVER && !json_is(prefix, JSON_FALSE) && !str_is(s, "never"))
-        return tok_unsupported(e, "pre_tokenizer Metaspace: the prepend_scheme", s);
-    if (t->meta.mark.n >= 1 && t->meta.mark.n <= 4) return 0;
-    return tok_unsupported(e, "pre_tokenizer Metaspace: the replacement", t->meta.mark);
+static int tok_load_metaspace(tok *tokenizer, const json *config, toka_err *e) { /* pre-tokenizer Metaspace */
+    const json *scheme = json_get(config, "prepend_scheme"), *prefix = json_get(config, "add_prefix_space");
+    const json *split = json_get(config, "split");
+    str scheme_name = scheme ? json_str(scheme) : STR("always");
+    tokenizer->metaspace.mark = tok_copy_text(tokenizer, json_str(json_get(config, "replacement")));
+    tokenizer->metaspace.split = !json_is(split, JSON_FALSE);
+    tokenizer->metaspace.prepend = str_is(scheme_name, "always") ? TOK_ALWAYS : str_is(scheme_name, "first") ? TOK_FIRST : TOK_NEVER;
+    if (json_is(prefix, JSON_FALSE)) tokenizer->metaspace.prepend = TOK_NEVER;
+    if (tokenizer->metaspace.prepend == TOK_NEVER && !json_is(prefix, JSON_FALSE) && !str_is(scheme_name, "never"))
+        return tok_unsupported(e, "pre_tokenizer Metaspace: the prepend_scheme", scheme_name);
+    if (tokenizer->metaspace.mark.n >= 1 && tokenizer->metaspace.mark.n <= 4) return 0;
+    return tok_unsupported(e, "pre_tokenizer Metaspace: the replacement", tokenizer->metaspace.mark);
 }
 
-static int tok_load_pre(tok *t, const json *v, toka_err *e) { /* one pre-tokenizer */
-    str type = tok_type(v);
-    if (t->byte_level || t->meta.mark.n)
+static int tok_load_pre_tokenizer(tok *tokenizer, const json *config, toka_err *e) { /* one pre-tokenizer */
+    str type = tok_type_of(config);
+    if (tokenizer->byte_level || tokenizer->metaspace.mark.n)
         return TOK_FAIL("pre_tokenizer \"%.*s\" behind ByteLevel or Metaspace is not supported",
                         STRF(type));
-    if (str_is(type, "Split")) return tok_load_split(t, v, e);
+    if (str_is(type, "Split")) return tok_load_split(tokenizer, config, e);
     if (str_is(type, "Digits"))
-        return tok_add_step(
-            t, json_true(json_get(v, "individual_digits")) ? &tok_each_digit : &tok_all_digits,
+        return tok_add_pre_pattern(
+            tokenizer, json_is_true(json_get(config, "individual_digits")) ? &tok_each_digit : &tok_all_digits,
             false, e);
     if (str_is(type, "Metaspace")) {
-        if (t->n_steps)
+        if (tokenizer->n_pre_patterns)
             return TOK_FAIL("pre_tokenizer \"Metaspace\" behind another is not supported");
-        return tok_load_metaspace(t, v, e);
+        return tok_load_metaspace(tokenizer, config, e);
     }
     if (!str_is(type, "ByteLevel")) return tok_unsupported(e, "pre_tokenizer", type);
-    t->byte_level = true;
-    t->prefix_space = json_true(json_get(v, "add_prefix_space"));
-    if (t->prefix_space && t->n_steps)
+    tokenizer->byte_level = true;
+    tokenizer->prefix_space = json_is_true(json_get(config, "add_prefix_space"));
+    if (tokenizer->prefix_space && tokenizer->n_pre_patterns)
         return TOK_FAIL(
             "pre_tokenizer ByteLevel: add_prefix_space behind another is not supported");
-    return json_is(json_get(v, "use_regex"), JSON_FALSE)
+    return json_is(json_get(config, "use_regex"), JSON_FALSE)
                ? 0
-               : tok_add_step(t, &tok_rules[0], false, e);
+               : tok_add_pre_pattern(tokenizer, &tok_rules[0], false, e);
 }
 
 /* Appends an id of the post-processor to `to`. Returns an error code if it is not in the
  * vocabulary. */
-static int tok_add_outer(tok *t, ids *to, const json *id, toka_err *e) {
-    int64_t k = json_int(id, -1);
-    if (k < 0 || k >= t->n_ids)
-        return TOK_FAIL("post_processor: id %lld, but the vocabulary ends at %d", (long long)k,
-                        t->n_ids - 1);
-    ids_push(to, (int32_t)k);
+static int tok_add_outer(tok *tokenizer, ids *list, const json *id, toka_err *e) {
+    int64_t number = json_int(id, -1);
+    if (number < 0 || number >= tokenizer->n_ids)
+        return TOK_FAIL("post_processor: id %lld, but the vocabulary ends at %d", (long long)number,
+                        tokenizer->n_ids - 1);
+    ids_push(list, (int32_t)number);
     return 0;
 }
 
 /* TemplateProcessing: reads the ids before and after sequence A of "single". */
-static int tok_load_template(tok *t, const json *v, ids *head, ids *tail, toka_err *e) {
-    const json *single = json_get(v, "single"), *tokens = json_get(v, "special_tokens");
+static int tok_load_template(tok *tokenizer, const json *config, ids *before, ids *after, toka_err *e) {
+    const json *single = json_get(config, "single"), *tokens = json_get(config, "special_tokens");
     int n_sequences = 0;
     if (!json_is(single, JSON_ARRAY) || single->n > 64)
         return TOK_FAIL("post_processor: \"single\" is not an array of 1 to 64");
     JSON_EACH(it, single) {
         const json *special = json_get(it, "SpecialToken"), *list = NULL;
-        str id = json_str(json_get(special, "id"));
+        str name = json_str(json_get(special, "id"));
         if (!special) {
             if (!str_is(json_str(json_get(json_get(it, "Sequence"), "id")), "A") || n_sequences++)
                 return TOK_FAIL("post_processor: \"single\" must have sequence A once");
@@ -3595,111 +3595,111 @@ static int tok_load_template(tok *t, const json *v, ids *head, ids *tail, toka_e
         }
         if (json_is(tokens, JSON_OBJECT))
             JSON_MEMBERS(key, tokens)
-                if (str_eq(json_str(key), id)) list = json_get(key + 1, "ids");
+                if (str_eq(json_str(key), name)) list = json_get(key + 1, "ids");
         if (!json_is(list, JSON_ARRAY))
-            return TOK_FAIL("post_processor: no ids for the special token \"%.*s\"", STRF(id));
-        JSON_EACH(k, list) if (tok_add_outer(t, n_sequences ? tail : head, k, e)) return e->code;
+            return TOK_FAIL("post_processor: no ids for the special token \"%.*s\"", STRF(name));
+        JSON_EACH(id, list) if (tok_add_outer(tokenizer, n_sequences ? after : before, id, e)) return e->code;
     }
     if (!n_sequences) return TOK_FAIL("post_processor: \"single\" must have sequence A once");
     return 0;
 }
 
-static int tok_load_post(tok *t, const json *v, toka_err *e) { /* one post-processor */
-    str type = tok_type(v);
-    ids head = {0}, tail = {0};
+static int tok_load_post_processor(tok *tokenizer, const json *config, toka_err *e) { /* one post-processor */
+    str type = tok_type_of(config);
+    ids before = {0}, after = {0};
     int err = 0;
     if (str_is(type, "TemplateProcessing")) {
-        err = tok_load_template(t, v, &head, &tail, e);
+        err = tok_load_template(tokenizer, config, &before, &after, e);
     } else if (str_is(type, "RobertaProcessing") || str_is(type, "BertProcessing")) {
-        err = tok_add_outer(t, &head, json_at(json_get(v, "cls"), 1), e);
-        if (!err) err = tok_add_outer(t, &tail, json_at(json_get(v, "sep"), 1), e);
+        err = tok_add_outer(tokenizer, &before, json_at(json_get(config, "cls"), 1), e);
+        if (!err) err = tok_add_outer(tokenizer, &after, json_at(json_get(config, "sep"), 1), e);
     } else if (!str_is(type, "ByteLevel")) {
         err = tok_unsupported(e, "post_processor", type);
     }
     /* The ids of a later processor go outside those of the earlier ones. */
-    for (size_t i = 0; !err && i < t->head.n; i++) ids_push(&head, t->head.p[i]);
-    for (size_t i = 0; !err && i < tail.n; i++) ids_push(&t->tail, tail.p[i]);
-    ids_free(&tail);
-    ids_free(&t->head);
-    t->head = head;
+    for (size_t i = 0; !err && i < tokenizer->outer_before.n; i++) ids_push(&before, tokenizer->outer_before.p[i]);
+    for (size_t i = 0; !err && i < after.n; i++) ids_push(&tokenizer->outer_after, after.p[i]);
+    ids_free(&after);
+    ids_free(&tokenizer->outer_before);
+    tokenizer->outer_before = before;
     return err;
 }
 
 /* Decoder Replace: replaces `from` in the decoded text of every token. */
-static int tok_decode_replace(tok *t, const json *v, toka_err *e) {
-    const json *pattern = json_get(v, "pattern");
-    str from = tok_literal(pattern), to = tok_keep(t, json_str(json_get(v, "content")));
-    buf b = {0};
+static int tok_load_decode_replace(tok *tokenizer, const json *config, toka_err *e) {
+    const json *pattern = json_get(config, "pattern");
+    str from = tok_pattern_literal(pattern), to = tok_copy_text(tokenizer, json_str(json_get(config, "content")));
+    buf replaced = {0};
     if (!from.n)
         return tok_unsupported(e, "decoder Replace: the pattern",
                                json_str(json_get(pattern, "Regex")));
-    if (tok_grows(t, from, to))
+    if (tok_count_growth(tokenizer, from, to))
         return TOK_FAIL("decoders make a text over %d times longer", TOK_MAX_GROWTH);
-    for (int i = 0; i < t->n_ids; i++) {
-        str s = t->text[i].n ? tok_replace(t->text[i], from, to, &b) : t->text[i];
-        if (s.p != t->text[i].p) t->text[i] = tok_keep(t, s);
+    for (int i = 0; i < tokenizer->n_ids; i++) {
+        str text = tokenizer->text[i].n ? tok_replace(tokenizer->text[i], from, to, &replaced) : tokenizer->text[i];
+        if (text.p != tokenizer->text[i].p) tokenizer->text[i] = tok_copy_text(tokenizer, text);
     }
-    buf_free(&b);
+    buf_free(&replaced);
     return 0;
 }
 
 /* Decoder ByteLevel: turns every token's text from the byte-level alphabet into bytes, that of
  * added tokens, too. A text with other characters stays as it is. */
-static void tok_decode_level(tok *t) {
-    buf b = {0};
-    t->decoder = TOK_BYTES;
-    for (int i = 0; i < t->n_ids; i++) {
-        if (t->byte_level && t->key[i].p && !t->added_at[i]) continue; /* already bytes */
-        buf_clear(&b);
-        if (tok_unmap(t->text[i], &b)) t->text[i] = tok_keep(t, buf_view(&b));
+static void tok_load_decode_bytes(tok *tokenizer) {
+    buf bytes = {0};
+    tokenizer->decoder = TOK_BYTE_LEVEL;
+    for (int i = 0; i < tokenizer->n_ids; i++) {
+        if (tokenizer->byte_level && tokenizer->key[i].p && !tokenizer->added_at[i]) continue; /* already bytes */
+        buf_clear(&bytes);
+        if (tok_put_unmapped(tokenizer->text[i], &bytes)) tokenizer->text[i] = tok_copy_text(tokenizer, buf_view(&bytes));
     }
-    buf_free(&b);
+    buf_free(&bytes);
 }
 
 /* Decoder ByteFallback: a token <0x41> decodes to the byte 0x41. */
-static void tok_decode_bytes(tok *t) {
-    t->decode_fallback = true;
-    for (int i = 0; i < t->n_ids; i++) {
-        str s = t->text[i];
-        if (s.n != 6 || !str_starts(s, STR("<0x")) || s.p[5] != '>') continue;
-        int high = hex_digit(s.p[3]), low = hex_digit(s.p[4]);
+static void tok_load_byte_fallback(tok *tokenizer) {
+    tokenizer->decode_fallback = true;
+    for (int i = 0; i < tokenizer->n_ids; i++) {
+        str text = tokenizer->text[i];
+        if (text.n != 6 || !str_starts(text, STR("<0x")) || text.p[5] != '>') continue;
+        int high = hex_digit(text.p[3]), low = hex_digit(text.p[4]);
         if (high < 0 || low < 0) continue;
-        t->text[i] = tok_keep(t, (str){(char[]){(char)(high << 4 | low)}, 1});
-        t->flag[i] |= TOK_BYTE;
+        tokenizer->text[i] = tok_copy_text(tokenizer, (str){(char[]){(char)(high << 4 | low)}, 1});
+        tokenizer->flag[i] |= TOK_BYTE;
     }
 }
 
 /* One decoder. ByteLevel and Metaspace must be alone; the others form a chain in the order Replace,
  * ByteFallback, Fuse, Strip. */
-static int tok_load_decoder(tok *t, const json *v, toka_err *e) {
-    str type = tok_type(v);
-    bool chain = t->decoder == TOK_CHAIN;
-    if (t->decoder != TOK_JOIN && !chain)
+static int tok_load_decoder(tok *tokenizer, const json *config, toka_err *e) {
+    str type = tok_type_of(config);
+    bool chain = tokenizer->decoder == TOK_CHAIN;
+    if (tokenizer->decoder != TOK_SPACE_JOINED && !chain)
         return tok_unsupported(e, "decoder in this Sequence:", type);
-    if (str_is(type, "ByteLevel") && !chain) return tok_decode_level(t), 0;
+    if (str_is(type, "ByteLevel") && !chain) return tok_load_decode_bytes(tokenizer), 0;
     if (str_is(type, "Metaspace") && !chain) {
-        str scheme = json_get(v, "prepend_scheme") ? json_str(json_get(v, "prepend_scheme"))
+        str scheme = json_get(config, "prepend_scheme") ? json_str(json_get(config, "prepend_scheme"))
                                                    : STR("always");
-        t->meta_mark = tok_keep(t, json_str(json_get(v, "replacement")));
-        t->meta_drop = !str_is(scheme, "never") &&
-                       !json_is(json_get(v, "add_prefix_space"), JSON_FALSE);
-        t->decoder = TOK_META;
-        return t->meta_mark.n
+        tokenizer->decode_mark = tok_copy_text(tokenizer, json_str(json_get(config, "replacement")));
+        tokenizer->decode_drop_first = !str_is(scheme, "never") &&
+                       !json_is(json_get(config, "add_prefix_space"), JSON_FALSE);
+        tokenizer->decoder = TOK_METASPACE;
+        return tokenizer->decode_mark.n
                    ? 0
-                   : tok_unsupported(e, "decoder Metaspace: the replacement", t->meta_mark);
+                   : tok_unsupported(e, "decoder Metaspace: the replacement", tokenizer->decode_mark);
     }
-    t->decoder = TOK_CHAIN;
-    if (str_is(type, "Replace") && !t->decode_fallback && !t->decode_fuse)
-        return tok_decode_replace(t, v, e);
-    if (str_is(type, "ByteFallback") && !t->decode_fallback && !t->decode_fuse)
-        return tok_decode_bytes(t), 0;
-    if (str_is(type, "Fuse")) return t->decode_fuse = true, 0;
-    if (str_is(type, "Strip") && t->decode_fuse && !t->strip &&
-        json_int(json_get(v, "stop"), -1) == 0) {
-        int64_t n = json_int(json_get(v, "start"), -1);
-        t->strip_char = tok_keep(t, json_str(json_get(v, "content")));
-        if (n >= 0 && n <= INT32_MAX && t->strip_char.n && t->strip_char.n <= 4)
-            return t->strip = (int)n, 0;
+    tokenizer->decoder = TOK_CHAIN;
+    if (str_is(type, "Replace") && !tokenizer->decode_fallback && !tokenizer->decode_fuse)
+        return tok_load_decode_replace(tokenizer, config, e);
+    if (str_is(type, "ByteFallback") && !tokenizer->decode_fallback && !tokenizer->decode_fuse)
+        return tok_load_byte_fallback(tokenizer), 0;
+    if (str_is(type, "Fuse")) return tokenizer->decode_fuse = true, 0;
+    if (str_is(type, "Strip") && tokenizer->decode_fuse && !tokenizer->n_strip &&
+        json_int(json_get(config, "stop"), -1) == 0) {
+        int64_t count = json_int(json_get(config, "start"), -1);
+        tokenizer->strip_char = tok_copy_text(tokenizer, json_str(json_get(config, "content")));
+        if (count >= 0 && count <= INT32_MAX && tokenizer->strip_char.n && tokenizer->strip_char.n <= 4)
+            return tokenizer->n_strip = (int)count, 0;
     }
     return tok_unsupported(e, "decoder in this place:", type);
 }
@@ -3707,103 +3707,103 @@ static int tok_load_decoder(tok *t, const json *v, toka_err *e) {
 /* ---- The whole file ---- */
 
 /* Vocabulary, merges and added tokens. */
-static int tok_load_tokens(tok *t, const json *root, const json *more, toka_err *e) {
+static int tok_load_tokens(tok *tokenizer, const json *root, const json *more, toka_err *e) {
     const json *model = json_get(root, "model"), *vocab = json_get(model, "vocab");
-    const json *own = json_get(root, "added_tokens"), *beside = json_get(more, "added_tokens");
-    const json *lists[TOK_N_LISTS] = {own, beside, json_get(more, "special_tokens")};
+    const json *own = json_get(root, "added_tokens"), *from_config = json_get(more, "added_tokens");
+    const json *lists[TOK_LISTS] = {own, from_config, json_get(more, "special_tokens")};
     size_t n_added = 0;
     if (own && own->type != JSON_ARRAY && own->type != JSON_NULL)
         return TOK_FAIL("added_tokens: an array was expected");
-    for (int i = 0; i < TOK_N_LISTS; i++) {
+    for (int i = 0; i < TOK_LISTS; i++) {
         if (!json_is(lists[i], JSON_ARRAY)) lists[i] = NULL;
         n_added += lists[i] ? lists[i]->n : 0;
     }
-    if (tok_load_vocab(t, vocab, n_added, e)) return e->code;
-    if (tok_load_bytes(t, model, e)) return e->code;
-    if (tok_load_merges(t, json_get(model, "merges"), e)) return e->code;
-    return tok_load_added(t, lists, n_added, vocab->n, e);
+    if (tok_load_vocab(tokenizer, vocab, n_added, e)) return e->code;
+    if (tok_load_bytes(tokenizer, model, e)) return e->code;
+    if (tok_load_merges(tokenizer, json_get(model, "merges"), e)) return e->code;
+    return tok_load_added(tokenizer, lists, n_added, vocab->n, e);
 }
 
 /* Checks the model's settings, then loads its tokens. */
-static int tok_load_model(tok *t, const json *root, const json *more, toka_err *e) {
+static int tok_load_model(tok *tokenizer, const json *root, const json *more, toka_err *e) {
     const json *model = json_get(root, "model");
     const json *dropout = json_get(model, "dropout");
     const json *prefix = json_get(model, "continuing_subword_prefix");
     const json *suffix = json_get(model, "end_of_word_suffix");
     if (!json_is(model, JSON_OBJECT)) return TOK_FAIL("no object \"model\"");
-    if (!str_is(tok_type(model), "BPE")) return tok_unsupported(e, "model type", tok_type(model));
+    if (!str_is(tok_type_of(model), "BPE")) return tok_unsupported(e, "model type", tok_type_of(model));
     if (json_num(dropout, 0) != 0) return TOK_FAIL("model.dropout is not supported");
     if (json_str(prefix).n)
         return tok_unsupported(e, "model.continuing_subword_prefix", json_str(prefix));
     if (json_str(suffix).n) return tok_unsupported(e, "model.end_of_word_suffix", json_str(suffix));
-    t->ignore_merges = json_true(json_get(model, "ignore_merges"));
-    t->fuse_unk = json_true(json_get(model, "fuse_unk"));
-    t->byte_fallback = json_true(json_get(model, "byte_fallback"));
-    return tok_load_tokens(t, root, more, e);
+    tokenizer->ignore_merges = json_is_true(json_get(model, "ignore_merges"));
+    tokenizer->fuse_unk = json_is_true(json_get(model, "fuse_unk"));
+    tokenizer->byte_fallback = json_is_true(json_get(model, "byte_fallback"));
+    return tok_load_tokens(tokenizer, root, more, e);
 }
 
 /* Applies two flags of `more`. add_prefix_space applies to a pre-tokenizer that is only ByteLevel.
  * dummy_prefix applies to SentencePiece's space before a text: false removes the normalizers that
  * prepend it and turns Metaspace's prefix off; true is an error if tokenizer.json does not add such
  * a space, because the flag does not say how. */
-static int tok_load_prefix(tok *t, const json *root, const json *more, toka_err *e) {
-    const json *space = json_get(more, "add_prefix_space"), *pre = json_get(root, "pre_tokenizer");
-    const json *dummy = t->byte_level ? NULL : json_get(more, "dummy_prefix");
-    bool puts = t->meta.mark.n && t->meta.prepend != TOK_NEVER;
-    if (space && str_is(tok_type(pre), "ByteLevel")) t->prefix_space = json_true(space);
-    for (int i = 0, n = t->n_normals; i < n; i++) {
-        const tok_normal k = t->normals[i];
-        puts |= k.kind == TOK_PREPEND;
-        if (i == 0) t->n_normals = 0;
-        if (k.kind != TOK_PREPEND || !json_is(dummy, JSON_FALSE)) t->normals[t->n_normals++] = k;
+static int tok_load_prefix(tok *tokenizer, const json *root, const json *more, toka_err *e) {
+    const json *space = json_get(more, "add_prefix_space"), *pre_tokenizer = json_get(root, "pre_tokenizer");
+    const json *dummy = tokenizer->byte_level ? NULL : json_get(more, "dummy_prefix");
+    bool adds_space = tokenizer->metaspace.mark.n && tokenizer->metaspace.prepend != TOK_NEVER;
+    if (space && str_is(tok_type_of(pre_tokenizer), "ByteLevel")) tokenizer->prefix_space = json_is_true(space);
+    for (int i = 0, n_before = tokenizer->n_normalizers; i < n_before; i++) {
+        const tok_normalizer normalizer = tokenizer->normalizers[i];
+        adds_space |= normalizer.kind == TOK_PREPEND;
+        if (i == 0) tokenizer->n_normalizers = 0;
+        if (normalizer.kind != TOK_PREPEND || !json_is(dummy, JSON_FALSE)) tokenizer->normalizers[tokenizer->n_normalizers++] = normalizer;
     }
-    if (json_true(dummy) && !puts)
+    if (json_is_true(dummy) && !adds_space)
         return fail(e, TOKA_E_INPUT, "tokenizer_config.json: add_prefix_space is true, but "
                                      "tokenizer.json puts no space ahead");
-    if (dummy && !json_true(dummy)) t->meta.prepend = TOK_NEVER;
+    if (dummy && !json_is_true(dummy)) tokenizer->metaspace.prepend = TOK_NEVER;
     return 0;
 }
 
 /* Applies fix_mistral_regex: Mistral published tokenizers with the pattern of another model; this
  * puts Tekken's pattern in its place. As in transformers, only if the vocabulary has over 100,000
  * tokens and the pattern is the first of a Sequence with a ByteLevel. */
-static void tok_fix_mistral(tok *t, const json *root, const json *more) {
+static void tok_fix_mistral(tok *tokenizer, const json *root, const json *more) {
     const json *list = json_get(json_get(root, "pre_tokenizer"), "pretokenizers");
     const json *vocab = json_get(json_get(root, "model"), "vocab");
-    if (!json_true(json_get(more, "fix_mistral_regex")) || !t->byte_level) return;
-    if (vocab->n <= 100000 || !str_is(tok_type(json_at(list, 0)), "Split")) return;
+    if (!json_is_true(json_get(more, "fix_mistral_regex")) || !tokenizer->byte_level) return;
+    if (vocab->n <= 100000 || !str_is(tok_type_of(json_at(list, 0)), "Split")) return;
     for (int i = 0; i < COUNT(tok_rules); i++)
-        if (tok_rules[i].cased && !tok_rules[i].suffix) t->steps[0].rule = &tok_rules[i];
-    t->steps[0].removed = false;
+        if (tok_rules[i].cased && !tok_rules[i].contraction_suffix) tokenizer->pre_patterns[0].rule = &tok_rules[i];
+    tokenizer->pre_patterns[0].removed = false;
 }
 
-static int tok_load_root(tok *t, const json *root, const json *more, toka_err *e) {
+static int tok_load_json(tok *tokenizer, const json *root, const json *more, toka_err *e) {
     if (!json_is(root, JSON_OBJECT)) return TOK_FAIL("an object was expected");
-    t->growth = 1;
-    t->split_special = json_true(json_get(more, "split_special_tokens"));
-    t->names_own = json_true(json_get(more, "names_own"));
-    if (tok_load_each(t, json_get(root, "normalizer"), "normalizers", 0, tok_load_normal, e))
+    tokenizer->growth = 1;
+    tokenizer->split_special = json_is_true(json_get(more, "split_special_tokens"));
+    tokenizer->own_may_be_named = json_is_true(json_get(more, "names_own"));
+    if (tok_load_each(tokenizer, json_get(root, "normalizer"), "normalizers", 0, tok_load_normalizer, e))
         return e->code;
-    if (tok_load_each(t, json_get(root, "pre_tokenizer"), "pretokenizers", 0, tok_load_pre, e))
+    if (tok_load_each(tokenizer, json_get(root, "pre_tokenizer"), "pretokenizers", 0, tok_load_pre_tokenizer, e))
         return e->code;
-    if (tok_load_prefix(t, root, more, e)) return e->code;
-    if (tok_load_model(t, root, more, e)) return e->code;
-    tok_fix_mistral(t, root, more);
-    if (tok_load_each(t, json_get(root, "post_processor"), "processors", 0, tok_load_post, e))
+    if (tok_load_prefix(tokenizer, root, more, e)) return e->code;
+    if (tok_load_model(tokenizer, root, more, e)) return e->code;
+    tok_fix_mistral(tokenizer, root, more);
+    if (tok_load_each(tokenizer, json_get(root, "post_processor"), "processors", 0, tok_load_post_processor, e))
         return e->code;
-    t->growth = 1;
-    if (tok_load_each(t, json_get(root, "decoder"), "decoders", 0, tok_load_decoder, e))
+    tokenizer->growth = 1;
+    if (tok_load_each(tokenizer, json_get(root, "decoder"), "decoders", 0, tok_load_decoder, e))
         return e->code;
     /* An empty Sequence of decoders is a chain of none. */
-    if (t->decoder == TOK_JOIN && json_is(json_get(root, "decoder"), JSON_OBJECT))
-        t->decoder = TOK_CHAIN;
-    if (!t->byte_level && json_is(json_get(more, "dummy_prefix"), JSON_FALSE)) {
-        t->strip = 0;
-        t->meta_drop = false;
+    if (tokenizer->decoder == TOK_SPACE_JOINED && json_is(json_get(root, "decoder"), JSON_OBJECT))
+        tokenizer->decoder = TOK_CHAIN;
+    if (!tokenizer->byte_level && json_is(json_get(more, "dummy_prefix"), JSON_FALSE)) {
+        tokenizer->n_strip = 0;
+        tokenizer->decode_drop_first = false;
     }
-    if (t->byte_level && t->decoder != TOK_BYTES)
+    if (tokenizer->byte_level && tokenizer->decoder != TOK_BYTE_LEVEL)
         return tok_unsupported(e, "with a ByteLevel pre-tokenizer the decoder",
-                               tok_type(json_get(root, "decoder")));
+                               tok_type_of(json_get(root, "decoder")));
     return 0;
 }
 
@@ -3813,33 +3813,33 @@ static int tok_load_root(tok *t, const json *root, const json *more, toka_err *e
  * fix_mistral_regex, and names_own (see tok_added). *out is the caller's until tok_del; NULL after
  * an error. Returns 0 or an error code. */
 static int tok_load(tok **out, str tokenizer_json, str more, toka_err *e) {
-    arena a = {0};
-    toka_err why;
+    arena memory = {0};
+    toka_err error;
     *out = NULL;
-    const json *root = json_parse(&a, tokenizer_json, json_trusted, &why), *beside = NULL;
-    if (root && more.n && !(beside = json_parse(&a, more, json_trusted, &why))) root = NULL;
+    const json *root = json_parse(&memory, tokenizer_json, json_trusted, &error), *settings = NULL;
+    if (root && more.n && !(settings = json_parse(&memory, more, json_trusted, &error))) root = NULL;
     if (!root) {
-        arena_free(&a);
-        return fail(e, why.code, "tokenizer.json: %.400s", why.msg);
+        arena_free(&memory);
+        return fail(e, error.code, "tokenizer.json: %.400s", error.msg);
     }
-    tok *t = mem_zalloc(sizeof *t);
-    uni_init(&t->uni);
-    t->slots = mem_check(aligned_alloc(64, TOK_SLOTS * sizeof *t->slots));
-    for (int i = 0; i < TOK_SLOTS; i++)
-        for (int k = 0; k < 8; k++) atomic_init(&t->slots[i].w[k], 0);
-    int err = tok_load_root(t, root, beside, e);
-    arena_free(&a);
-    if (err) tok_del(t);
-    else *out = t;
+    tok *tokenizer = mem_zalloc(sizeof *tokenizer);
+    uni_init(&tokenizer->uni);
+    tokenizer->cache = mem_check(aligned_alloc(64, TOK_CACHE_ENTRIES * sizeof *tokenizer->cache));
+    for (int i = 0; i < TOK_CACHE_ENTRIES; i++)
+        for (int word = 0; word < 8; word++) atomic_init(&tokenizer->cache[i].words[word], 0);
+    int err = tok_load_json(tokenizer, root, settings, e);
+    arena_free(&memory);
+    if (err) tok_del(tokenizer);
+    else *out = tokenizer;
     return err;
 }
 
 /* Sets the token that TOKA_ADD_SPECIAL adds before a text (if `behind`, after it), instead of what
  * tokenizer.json says. content: the token's text; NULL: add nothing. Returns an error code if there
  * is no such token. */
-static int tok_surround(tok *t, bool behind, const char *content, toka_err *e) {
-    int32_t id = content ? tok_id(t, str_c(content)) : 0;
-    ids *list = behind ? &t->tail : &t->head;
+static int tok_set_outer(tok *tokenizer, bool after, const char *content, toka_err *e) {
+    int32_t id = content ? tok_id(tokenizer, str_c(content)) : 0;
+    ids *list = after ? &tokenizer->outer_after : &tokenizer->outer_before;
     if (id < 0)
         return fail(e, TOKA_E_INPUT,
                     "tokenizer_config.json: %s stands around texts, but is no token", content);
@@ -3848,26 +3848,26 @@ static int tok_surround(tok *t, bool behind, const char *content, toka_err *e) {
     return 0;
 }
 
-static void tok_del(tok *t) {
-    if (!t) return;
-    uni_free(&t->uni);
-    arena_free(&t->mem);
-    free(t->key);
-    free(t->name);
-    free(t->text);
-    free(t->flag);
-    free(t->keys.places);
-    free(t->names.places);
-    free(t->merges);
-    free(t->joins);
-    free(t->slots);
-    free(t->added);
-    free(t->added_at);
-    free(t->raw.sorted);
-    free(t->normalized.sorted);
-    ids_free(&t->head);
-    ids_free(&t->tail);
-    free(t);
+static void tok_del(tok *tokenizer) {
+    if (!tokenizer) return;
+    uni_free(&tokenizer->uni);
+    arena_free(&tokenizer->memory);
+    free(tokenizer->key);
+    free(tokenizer->name);
+    free(tokenizer->text);
+    free(tokenizer->flag);
+    free(tokenizer->keys.entries);
+    free(tokenizer->names.entries);
+    free(tokenizer->merges);
+    free(tokenizer->joins);
+    free(tokenizer->cache);
+    free(tokenizer->added);
+    free(tokenizer->added_at);
+    free(tokenizer->raw_matcher.sorted);
+    free(tokenizer->normalized_matcher.sorted);
+    ids_free(&tokenizer->outer_before);
+    ids_free(&tokenizer->outer_after);
+    free(tokenizer);
 }
 
 /* ===========================================================================
@@ -3898,10 +3898,10 @@ typedef enum tmpl_kind {
     TN_IF,        /* a: condition (NULL: this is the else arm), b: body, c: next arm */
     TN_FOR,       /* a: target, b: sequence, c: body, d: condition or NULL, e: else body or NULL */
     TN_SET,       /* a: target, b: expression */
-    TN_SETBLOCK,  /* a: target, b: filters over TN_CAPTURED, c: body */
-    TN_FILTERED,  /* b: filters over TN_CAPTURED, c: body */
+    TN_SET_BLOCK,  /* a: target, b: filters over TN_CAPTURED, c: body */
+    TN_FILTER_BLOCK,  /* b: filters over TN_CAPTURED, c: body */
     TN_MACRO,     /* id, s: name, b: parameters (TN_PARAM), c: body, i 1: has a variable `caller` */
-    TN_CALLBLOCK, /* a: call, b: the TN_MACRO that the called macro gets as `caller` */
+    TN_CALL_BLOCK, /* a: call, b: the TN_MACRO that the called macro gets as `caller` */
     TN_SCOPE,     /* c: body with a scope of its own (generation) */
     TN_BREAK,
     TN_CONTINUE,
@@ -3924,14 +3924,14 @@ typedef enum tmpl_kind {
     TN_NOT,       /* not a */
     TN_SIGN,      /* op '-' or '+', a */
     TN_BINARY,    /* a op b */
-    TN_COND,      /* b if a else c; c may be NULL */
+    TN_TERNARY,      /* b if a else c; c may be NULL */
     TN_CAPTURED,  /* the text collected by the enclosing set or filter block */
     /* Parts */
     TN_KEYWORD,   /* s=a in arguments */
     TN_SPREAD,    /* *a in arguments */
-    TN_SPREADMAP, /* **a in arguments */
+    TN_SPREAD_DICT, /* **a in arguments */
     TN_PARAM,     /* id, s: name, a: default or NULL */
-    TN_NSREF      /* an assignment target: attribute s of the namespace in variable id */
+    TN_NAMESPACE_ATTR      /* an assignment target: attribute s of the namespace in variable id */
 } tmpl_kind;
 
 /* Code of an operator of two characters. The code of a single character is the character. */
@@ -3948,20 +3948,20 @@ struct tmpl_node { /* tmpl_kind says which fields each kind uses. The tmpl's are
     uint16_t op;
     int line; /* of the source, from 1 */
     int id;   /* number of a variable: index into tmpl.names */
-    str s;
-    int64_t i;
-    double f;
+    str text;
+    int64_t integer;
+    double real;
     tmpl_node *a, *b, *c, *d, *e, *next;
 };
 
 enum { TMPL_LOOP, TMPL_CALLER, TMPL_RESERVED }; /* numbers of the variables `loop` and `caller` */
 
 typedef struct tmpl { /* a parsed template; immutable */
-    arena a;                   /* owns the nodes and their texts */
+    arena memory;                   /* owns the nodes and their texts */
     tmpl_node *body;           /* list of statements; NULL: empty template */
     str names[TMPL_MAX_NAMES]; /* names of variables, by number; they point into a */
     int n_names;
-    bool walks_content;        /* some `for` iterates over the parts of a message's content */
+    bool loops_over_content;        /* some `for` iterates over the parts of a message's content */
     uni_cases cases;           /* case tables for lower, upper, title ... */
 } tmpl;
 
@@ -3975,16 +3975,16 @@ typedef struct tmpl_token {
     uint8_t type;
     uint16_t op; /* TT_OP: its code */
     int line;
-    str s; /* TT_STRING: the value, escapes resolved; else the source text */
+    str text; /* TT_STRING: the value, escapes resolved; else the source text */
 } tmpl_token;
 
 typedef struct tmpl_lexer {
-    str src;
+    str source;
     size_t at;                  /* byte of src to read next */
     int line;                   /* line of `at`, from 1 */
     tmpl_token *tokens;         /* [n], malloc'ed; the caller frees it */
-    size_t n, cap;
-    arena *a;                   /* owns the values of strings; the template's arena */
+    size_t n_tokens, cap;
+    arena *memory;                   /* owns the values of strings; the template's arena */
     char closers[TMPL_NESTING]; /* [n_open] brackets that must close before the tag may end */
     int n_open;
     toka_err *e;
@@ -3992,12 +3992,12 @@ typedef struct tmpl_lexer {
 
 /* Reports an error in the template's line `line`. Returns false. */
 __attribute__((format(printf, 3, 4)))
-static bool tmpl_syntax(toka_err *e, int line, const char *fmt, ...) {
+static bool tmpl_syntax_error(toka_err *e, int line, const char *fmt, ...) {
     char what[400];
-    va_list ap;
-    va_start(ap, fmt);
-    vsnprintf(what, sizeof what, fmt, ap);
-    va_end(ap);
+    va_list args;
+    va_start(args, fmt);
+    vsnprintf(what, sizeof what, fmt, args);
+    va_end(args);
     fail(e, TOKA_E_INPUT, "template line %d: %s", line, what);
     return false;
 }
@@ -4014,21 +4014,21 @@ static int tmpl_word_index(const char *words, str word) {
 
 /* Returns the length in bytes of the white space character at s[i]. Returns 0 if s[i] is not white
  * space (as in Python's str.isspace), at the end of s, or if i is inside a character. */
-static size_t tmpl_space(str s, size_t i) {
-    int n;
+static size_t tmpl_space_len(str s, size_t i) {
+    int len;
     if (i >= s.n || (s.p[i] & 0xC0) == 0x80) return 0;
-    uint32_t c = uni_next(s.p + i, &n);
-    bool space = (c >= 9 && c <= 13) || (c >= 0x1C && c <= 0x20) || c == 0x85 || c == 0xA0 ||
-                 c == 0x1680 || (c >= 0x2000 && c <= 0x200A) || c == 0x2028 || c == 0x2029 ||
-                 c == 0x202F || c == 0x205F || c == 0x3000;
-    return space ? (size_t)n : 0;
+    uint32_t code = uni_next(s.p + i, &len);
+    bool space = (code >= 9 && code <= 13) || (code >= 0x1C && code <= 0x20) || code == 0x85 || code == 0xA0 ||
+                 code == 0x1680 || (code >= 0x2000 && code <= 0x200A) || code == 0x2028 || code == 0x2029 ||
+                 code == 0x202F || code == 0x205F || code == 0x3000;
+    return space ? (size_t)len : 0;
 }
 /* Returns the index of the first byte at or after i that is not white space. */
 static size_t tmpl_skip_space(str s, size_t i) {
-    for (size_t n; (n = tmpl_space(s, i)) != 0;) i += n;
+    for (size_t n; (n = tmpl_space_len(s, i)) != 0;) i += n;
     return i;
 }
-static size_t tmpl_last_cp(str s) { /* byte index of the last code point; s is not empty */
+static size_t tmpl_last_char(str s) { /* byte index of the last code point; s is not empty */
     size_t i = s.n - 1;
     while (i && (s.p[i] & 0xC0) == 0x80) i--;
     return i;
@@ -4036,177 +4036,177 @@ static size_t tmpl_last_cp(str s) { /* byte index of the last code point; s is n
 /* Returns s without the white space at its left and right end, as the flags say. */
 static str tmpl_trim(str s, bool left, bool right) {
     if (left) s = str_sub(s, tmpl_skip_space(s, 0), s.n);
-    while (right && s.n && tmpl_space(s, tmpl_last_cp(s))) s.n = tmpl_last_cp(s);
+    while (right && s.n && tmpl_space_len(s, tmpl_last_char(s))) s.n = tmpl_last_char(s);
     return s;
 }
 
-static void tmpl_push(tmpl_lexer *x, int type, int op, str s) {
-    if (x->n == x->cap) {
-        x->cap = MAX(x->cap * 2, (size_t)256);
-        x->tokens = mem_realloc(x->tokens, x->cap * sizeof *x->tokens);
+static void tmpl_push_token(tmpl_lexer *lexer, int type, int op, str s) {
+    if (lexer->n_tokens == lexer->cap) {
+        lexer->cap = MAX(lexer->cap * 2, (size_t)256);
+        lexer->tokens = mem_realloc(lexer->tokens, lexer->cap * sizeof *lexer->tokens);
     }
-    x->tokens[x->n++] =
-        (tmpl_token){.type = (uint8_t)type, .op = (uint16_t)op, .line = x->line, .s = s};
+    lexer->tokens[lexer->n_tokens++] =
+        (tmpl_token){.type = (uint8_t)type, .op = (uint16_t)op, .line = lexer->line, .text = s};
 }
 
 /* The byte of the source at `at`; 0 after its end. */
-static char tmpl_char(const tmpl_lexer *x, size_t at) { return at < x->src.n ? x->src.p[at] : 0; }
+static char tmpl_char_at(const tmpl_lexer *lexer, size_t at) { return at < lexer->source.n ? lexer->source.p[at] : 0; }
 /* Does the source continue with `what` at `at`? */
-static bool tmpl_sees(const tmpl_lexer *x, size_t at, const char *what) {
-    return at <= x->src.n && str_starts(str_sub(x->src, at, x->src.n), str_c(what));
+static bool tmpl_source_has(const tmpl_lexer *lexer, size_t at, const char *what) {
+    return at <= lexer->source.n && str_starts(str_sub(lexer->source, at, lexer->source.n), str_c(what));
 }
-static void tmpl_advance(tmpl_lexer *x, size_t to) { /* moves to byte `to` and counts lines */
-    for (; x->at < to; x->at++) x->line += x->src.p[x->at] == '\n';
+static void tmpl_advance(tmpl_lexer *lexer, size_t to) { /* moves to byte `to` and counts lines */
+    for (; lexer->at < to; lexer->at++) lexer->line += lexer->source.p[lexer->at] == '\n';
 }
 
 /* If the end of a tag stands at `at`, returns the index of the first byte after the tag, else 0.
  * closer is '%', '}' or '#'. An end with "-" also consumes the white space after it. The end of a
  * block or comment also consumes one line feed (trim_blocks), unless it is written with "+". */
-static size_t tmpl_tag_end(const tmpl_lexer *x, size_t at, char closer) {
+static size_t tmpl_tag_end(const tmpl_lexer *lexer, size_t at, char closer) {
     const char end[] = {closer, '}', 0};
-    char sign = tmpl_char(x, at);
-    if (sign == '-' && tmpl_sees(x, at + 1, end)) return tmpl_skip_space(x->src, at + 3);
-    if (sign == '+' && closer != '}' && tmpl_sees(x, at + 1, end)) return at + 3;
-    if (!tmpl_sees(x, at, end)) return 0;
-    return at + 2 + (closer != '}' && tmpl_char(x, at + 2) == '\n');
+    char sign = tmpl_char_at(lexer, at);
+    if (sign == '-' && tmpl_source_has(lexer, at + 1, end)) return tmpl_skip_space(lexer->source, at + 3);
+    if (sign == '+' && closer != '}' && tmpl_source_has(lexer, at + 1, end)) return at + 3;
+    if (!tmpl_source_has(lexer, at, end)) return 0;
+    return at + 2 + (closer != '}' && tmpl_char_at(lexer, at + 2) == '\n');
 }
 
 /* Pushes the text from x->at to the tag that opens at `open`. `sign` is the character after the
  * opening. "-" removes all white space before the tag. Without "-" or "+", if only white space
  * stands between the start of the line and a block or comment, it is removed (lstrip_blocks). */
-static void tmpl_data(tmpl_lexer *x, size_t open, char kind, char sign) {
-    str s = str_sub(x->src, x->at, open);
+static void tmpl_push_text(tmpl_lexer *lexer, size_t open, char kind, char sign) {
+    str text = str_sub(lexer->source, lexer->at, open);
     if (sign == '-') {
-        s = tmpl_trim(s, false, true);
+        text = tmpl_trim(text, false, true);
     } else if (sign != '+' && (kind == '%' || kind == '#')) {
-        size_t line = s.n;
-        while (line && s.p[line - 1] != '\n') line--;
-        bool starts = line > 0 || x->at == 0 || x->src.p[x->at - 1] == '\n';
-        if (starts && tmpl_skip_space(s, line) == s.n) s.n = line;
+        size_t line_start = text.n;
+        while (line_start && text.p[line_start - 1] != '\n') line_start--;
+        bool at_line_start = line_start > 0 || lexer->at == 0 || lexer->source.p[lexer->at - 1] == '\n';
+        if (at_line_start && tmpl_skip_space(text, line_start) == text.n) text.n = line_start;
     }
-    if (s.n) tmpl_push(x, TT_DATA, 0, s);
-    tmpl_advance(x, open);
+    if (text.n) tmpl_push_token(lexer, TT_DATA, 0, text);
+    tmpl_advance(lexer, open);
 }
 
-static bool tmpl_comment(tmpl_lexer *x) {
-    for (size_t at = x->at; at < x->src.n; at++) {
-        size_t end = tmpl_tag_end(x, at, '#');
-        if (end) return tmpl_advance(x, end), true;
+static bool tmpl_lex_comment(tmpl_lexer *lexer) {
+    for (size_t at = lexer->at; at < lexer->source.n; at++) {
+        size_t end = tmpl_tag_end(lexer, at, '#');
+        if (end) return tmpl_advance(lexer, end), true;
     }
-    return tmpl_syntax(x->e, x->line, "comment without an end");
+    return tmpl_syntax_error(lexer->e, lexer->line, "comment without an end");
 }
 
 /* Appends one escape of a string literal, as in Python. *i is the index of the backslash and moves
  * past the escape. An unknown escape is kept as written. A surrogate becomes U+FFFD. */
-static bool tmpl_escape(tmpl_lexer *x, str s, size_t *i, buf *out) {
-    static const char from[] = "\\'\"abfnrtv", to[] = "\\'\"\a\b\f\n\r\t\v";
-    char c = s.p[*i + 1], utf8[4];
-    const char *k = c ? strchr(from, c) : NULL;
-    bool octal = c >= '0' && c <= '7'; /* octal: 1 to 3 digits; hexadecimal: all digits needed */
-    int digits = octal ? 3 : c == 'x' ? 2 : c == 'u' ? 4 : c == 'U' ? 8 : 0;
-    int base = octal ? 8 : 16, v;
-    *i += octal ? 1 : 2;
-    if (c == '\n') return true;
-    if (k) return buf_char(out, to[k - from]), true;
-    if (!digits) return buf_put(out, s.p + *i - 2, 2), true;
-    uint32_t u = 0;
-    for (; digits && *i < s.n && (v = hex_digit(s.p[*i])) >= 0 && v < base; digits--, ++*i)
-        u = u * (uint32_t)base + (uint32_t)v;
-    if ((digits && !octal) || u > 0x10FFFF)
-        return tmpl_syntax(x->e, x->line, "wrong \\%c escape in a string", c);
-    if (u >= 0xD800 && u <= 0xDFFF) u = 0xFFFD;
-    return buf_put(out, utf8, (size_t)utf8_put(utf8, u)), true;
+static bool tmpl_lex_escape(tmpl_lexer *lexer, str text, size_t *at, buf *out) {
+    static const char letters[] = "\\'\"abfnrtv", meanings[] = "\\'\"\a\b\f\n\r\t\v";
+    char letter = text.p[*at + 1], utf8[4];
+    const char *found = letter ? strchr(letters, letter) : NULL;
+    bool octal = letter >= '0' && letter <= '7'; /* octal: 1 to 3 digits; hexadecimal: all digits needed */
+    int digits = octal ? 3 : letter == 'x' ? 2 : letter == 'u' ? 4 : letter == 'U' ? 8 : 0;
+    int base = octal ? 8 : 16, digit;
+    *at += octal ? 1 : 2;
+    if (letter == '\n') return true;
+    if (found) return buf_char(out, meanings[found - letters]), true;
+    if (!digits) return buf_put(out, text.p + *at - 2, 2), true;
+    uint32_t code = 0;
+    for (; digits && *at < text.n && (digit = hex_digit(text.p[*at])) >= 0 && digit < base; digits--, ++*at)
+        code = code * (uint32_t)base + (uint32_t)digit;
+    if ((digits && !octal) || code > 0x10FFFF)
+        return tmpl_syntax_error(lexer->e, lexer->line, "wrong \\%c escape in a string", letter);
+    if (code >= 0xD800 && code <= 0xDFFF) code = 0xFFFD;
+    return buf_put(out, utf8, (size_t)utf8_put(utf8, code)), true;
 }
 
 /* Reads a string literal; x->at is on its opening quote. */
-static bool tmpl_string(tmpl_lexer *x) {
-    size_t from = x->at + 1, to = from;
-    char quote = x->src.p[x->at];
-    while (to < x->src.n && x->src.p[to] != quote) to += x->src.p[to] == '\\' ? 2 : 1;
-    if (to >= x->src.n) return tmpl_syntax(x->e, x->line, "string without an end");
-    str s = str_sub(x->src, from, to);
-    buf b = {0};
+static bool tmpl_lex_string(tmpl_lexer *lexer) {
+    size_t from = lexer->at + 1, to = from;
+    char quote = lexer->source.p[lexer->at];
+    while (to < lexer->source.n && lexer->source.p[to] != quote) to += lexer->source.p[to] == '\\' ? 2 : 1;
+    if (to >= lexer->source.n) return tmpl_syntax_error(lexer->e, lexer->line, "string without an end");
+    str literal = str_sub(lexer->source, from, to);
+    buf value = {0};
     bool ok = true;
-    for (size_t i = 0; ok && i < s.n;) {
-        if (s.p[i] == '\\') ok = tmpl_escape(x, s, &i, &b);
-        else buf_char(&b, s.p[i++]);
+    for (size_t i = 0; ok && i < literal.n;) {
+        if (literal.p[i] == '\\') ok = tmpl_lex_escape(lexer, literal, &i, &value);
+        else buf_char(&value, literal.p[i++]);
     }
-    if (ok) tmpl_push(x, TT_STRING, 0, arena_str(x->a, buf_view(&b)));
-    buf_free(&b);
-    tmpl_advance(x, to + 1);
+    if (ok) tmpl_push_token(lexer, TT_STRING, 0, arena_str(lexer->memory, buf_view(&value)));
+    buf_free(&value);
+    tmpl_advance(lexer, to + 1);
     return ok;
 }
 
-static size_t tmpl_digits(const tmpl_lexer *x, size_t at) {
-    while (isdigit((unsigned char)tmpl_char(x, at))) at++;
+static size_t tmpl_digits_end(const tmpl_lexer *lexer, size_t at) {
+    while (isdigit((unsigned char)tmpl_char_at(lexer, at))) at++;
     return at;
 }
 
 /* Reads an integer or a float, which has a fraction, an exponent or both. */
-static void tmpl_number(tmpl_lexer *x) {
-    size_t end = tmpl_digits(x, x->at);
+static void tmpl_lex_number(tmpl_lexer *lexer) {
+    size_t end = tmpl_digits_end(lexer, lexer->at);
     int type = TT_INT;
-    bool member = x->src.p[x->at - 1] == '.'; /* after a dot: a.0.1 means (a.0).1, not a[0.1] */
-    if (!member && tmpl_char(x, end) == '.' && isdigit((unsigned char)tmpl_char(x, end + 1))) {
-        end = tmpl_digits(x, end + 1);
+    bool member = lexer->source.p[lexer->at - 1] == '.'; /* after a dot: a.0.1 means (a.0).1, not a[0.1] */
+    if (!member && tmpl_char_at(lexer, end) == '.' && isdigit((unsigned char)tmpl_char_at(lexer, end + 1))) {
+        end = tmpl_digits_end(lexer, end + 1);
         type = TT_FLOAT;
     }
-    if (!member && (tmpl_char(x, end) | 32) == 'e') {
-        size_t power = end + 1 + (tmpl_char(x, end + 1) == '+' || tmpl_char(x, end + 1) == '-');
-        if (isdigit((unsigned char)tmpl_char(x, power))) {
-            end = tmpl_digits(x, power);
+    if (!member && (tmpl_char_at(lexer, end) | 32) == 'e') {
+        size_t power = end + 1 + (tmpl_char_at(lexer, end + 1) == '+' || tmpl_char_at(lexer, end + 1) == '-');
+        if (isdigit((unsigned char)tmpl_char_at(lexer, power))) {
+            end = tmpl_digits_end(lexer, power);
             type = TT_FLOAT;
         }
     }
-    tmpl_push(x, type, 0, str_sub(x->src, x->at, end));
-    x->at = end;
+    tmpl_push_token(lexer, type, 0, str_sub(lexer->source, lexer->at, end));
+    lexer->at = end;
 }
 
 /* Reads an operator or bracket. Checks that brackets match. */
-static bool tmpl_sign(tmpl_lexer *x) {
+static bool tmpl_lex_operator(tmpl_lexer *lexer) {
     static const char twos[][3] = {"//", "**", "==", "!=", ">=", "<="};
-    char c = x->src.p[x->at];
+    char sign = lexer->source.p[lexer->at];
     for (int i = 0; i < COUNT(twos); i++)
-        if (tmpl_sees(x, x->at, twos[i])) {
-            tmpl_push(x, TT_OP, OP2(twos[i][0], twos[i][1]), str_sub(x->src, x->at, x->at + 2));
-            return x->at += 2, true;
+        if (tmpl_source_has(lexer, lexer->at, twos[i])) {
+            tmpl_push_token(lexer, TT_OP, OP2(twos[i][0], twos[i][1]), str_sub(lexer->source, lexer->at, lexer->at + 2));
+            return lexer->at += 2, true;
         }
-    if (!c || !strchr("+-/*%~[](){}><=.:|,", c)) {
-        int n = utf8_len(x->src.p + x->at, x->src.p + x->src.n);
-        return tmpl_syntax(x->e, x->line, "unexpected character '%.*s'", n, x->src.p + x->at);
+    if (!sign || !strchr("+-/*%~[](){}><=.:|,", sign)) {
+        int len = utf8_len(lexer->source.p + lexer->at, lexer->source.p + lexer->source.n);
+        return tmpl_syntax_error(lexer->e, lexer->line, "unexpected character '%.*s'", len, lexer->source.p + lexer->at);
     }
-    if (strchr("([{", c)) {
-        if (x->n_open == TMPL_NESTING)
-            return tmpl_syntax(x->e, x->line, "brackets nested more than %d deep", TMPL_NESTING);
-        x->closers[x->n_open++] = (char)(c == '(' ? ')' : c + 2);
+    if (strchr("([{", sign)) {
+        if (lexer->n_open == TMPL_NESTING)
+            return tmpl_syntax_error(lexer->e, lexer->line, "brackets nested more than %d deep", TMPL_NESTING);
+        lexer->closers[lexer->n_open++] = (char)(sign == '(' ? ')' : sign + 2);
     }
-    if (strchr(")]}", c) && (!x->n_open || x->closers[--x->n_open] != c))
-        return tmpl_syntax(x->e, x->line, "unexpected '%c'", c);
-    tmpl_push(x, TT_OP, c, str_sub(x->src, x->at, x->at + 1));
-    return x->at++, true;
+    if (strchr(")]}", sign) && (!lexer->n_open || lexer->closers[--lexer->n_open] != sign))
+        return tmpl_syntax_error(lexer->e, lexer->line, "unexpected '%c'", sign);
+    tmpl_push_token(lexer, TT_OP, sign, str_sub(lexer->source, lexer->at, lexer->at + 1));
+    return lexer->at++, true;
 }
 
 /* Reads the tokens inside {% %} or {{ }} and the end of the tag. */
-static bool tmpl_tag(tmpl_lexer *x, char closer) {
-    int line = x->line;
+static bool tmpl_lex_tag(tmpl_lexer *lexer, char closer) {
+    int line = lexer->line;
     for (;;) {
-        tmpl_advance(x, tmpl_skip_space(x->src, x->at));
-        size_t end = x->n_open ? 0 : tmpl_tag_end(x, x->at, closer);
+        tmpl_advance(lexer, tmpl_skip_space(lexer->source, lexer->at));
+        size_t end = lexer->n_open ? 0 : tmpl_tag_end(lexer, lexer->at, closer);
         if (end) {
-            tmpl_push(x, TT_CLOSE, 0, closer == '%' ? STR("%}") : STR("}}"));
-            return tmpl_advance(x, end), true;
+            tmpl_push_token(lexer, TT_CLOSE, 0, closer == '%' ? STR("%}") : STR("}}"));
+            return tmpl_advance(lexer, end), true;
         }
-        if (x->at >= x->src.n) return tmpl_syntax(x->e, line, "tag without its end '%c}'", closer);
-        unsigned char c = (unsigned char)x->src.p[x->at];
-        if (isdigit(c)) {
-            tmpl_number(x);
-        } else if (isalpha(c) || c == '_' || c >= 0x80) {
-            end = x->at;
-            while (isalnum(c) || c == '_' || (c >= 0x80 && !tmpl_space(x->src, end)))
-                c = (unsigned char)tmpl_char(x, ++end);
-            tmpl_push(x, TT_NAME, 0, str_sub(x->src, x->at, end));
-            x->at = end;
-        } else if (c == '"' || c == '\'' ? !tmpl_string(x) : !tmpl_sign(x)) {
+        if (lexer->at >= lexer->source.n) return tmpl_syntax_error(lexer->e, line, "tag without its end '%c}'", closer);
+        unsigned char byte = (unsigned char)lexer->source.p[lexer->at];
+        if (isdigit(byte)) {
+            tmpl_lex_number(lexer);
+        } else if (isalpha(byte) || byte == '_' || byte >= 0x80) {
+            end = lexer->at;
+            while (isalnum(byte) || byte == '_' || (byte >= 0x80 && !tmpl_space_len(lexer->source, end)))
+                byte = (unsigned char)tmpl_char_at(lexer, ++end);
+            tmpl_push_token(lexer, TT_NAME, 0, str_sub(lexer->source, lexer->at, end));
+            lexer->at = end;
+        } else if (byte == '"' || byte == '\'' ? !tmpl_lex_string(lexer) : !tmpl_lex_operator(lexer)) {
             return false;
         }
     }
@@ -4214,57 +4214,57 @@ static bool tmpl_tag(tmpl_lexer *x, char closer) {
 
 /* If `name` stands at `at` (white space may precede it), returns the index of the first byte after
  * the name and white space, where the tag may end. Returns 0 if it is another tag. */
-static size_t tmpl_named_tag(const tmpl_lexer *x, size_t at, const char *name) {
-    at = tmpl_skip_space(x->src, at);
-    return tmpl_sees(x, at, name) ? tmpl_skip_space(x->src, at + strlen(name)) : 0;
+static size_t tmpl_named_tag(const tmpl_lexer *lexer, size_t at, const char *name) {
+    at = tmpl_skip_space(lexer->source, at);
+    return tmpl_source_has(lexer, at, name) ? tmpl_skip_space(lexer->source, at + strlen(name)) : 0;
 }
 
 /* Called after "{%". If this is a raw block, sets *is and pushes its text unchanged. "%}" of the
  * opening tag does not consume a line feed; this differs from other tags. */
-static bool tmpl_raw(tmpl_lexer *x, bool *is) {
-    const size_t at = tmpl_named_tag(x, x->at, "raw");
-    *is = at && (tmpl_sees(x, at, "%}") || tmpl_sees(x, at, "-%}"));
-    if (!*is) return true;
-    tmpl_advance(x, tmpl_sees(x, at, "%}") ? at + 2 : tmpl_tag_end(x, at, '%'));
-    for (size_t open = x->at; open < x->src.n; open++) {
-        if (!tmpl_sees(x, open, "{%")) continue;
-        const char sign = tmpl_char(x, open + 2);
-        const size_t last = tmpl_named_tag(x, open + 2 + (sign == '-' || sign == '+'), "endraw");
-        const size_t end = last ? tmpl_tag_end(x, last, '%') : 0;
-        if (end) return tmpl_data(x, open, '%', sign), tmpl_advance(x, end), true;
+static bool tmpl_lex_raw(tmpl_lexer *lexer, bool *is_raw) {
+    const size_t at = tmpl_named_tag(lexer, lexer->at, "raw");
+    *is_raw = at && (tmpl_source_has(lexer, at, "%}") || tmpl_source_has(lexer, at, "-%}"));
+    if (!*is_raw) return true;
+    tmpl_advance(lexer, tmpl_source_has(lexer, at, "%}") ? at + 2 : tmpl_tag_end(lexer, at, '%'));
+    for (size_t open = lexer->at; open < lexer->source.n; open++) {
+        if (!tmpl_source_has(lexer, open, "{%")) continue;
+        const char sign = tmpl_char_at(lexer, open + 2);
+        const size_t last = tmpl_named_tag(lexer, open + 2 + (sign == '-' || sign == '+'), "endraw");
+        const size_t end = last ? tmpl_tag_end(lexer, last, '%') : 0;
+        if (end) return tmpl_push_text(lexer, open, '%', sign), tmpl_advance(lexer, end), true;
     }
-    return tmpl_syntax(x->e, x->line, "raw without its endraw");
+    return tmpl_syntax_error(lexer->e, lexer->line, "raw without its endraw");
 }
 
 /* Reads all tokens of the source. The last one is TT_END. Returns false after an error. */
-static bool tmpl_lex(tmpl_lexer *x) {
-    str s = x->src;
-    while (x->at < s.n) {
-        size_t open = x->at;
-        while (open < s.n &&
-               !(s.p[open] == '{' && tmpl_char(x, open + 1) && strchr("%{#", s.p[open + 1])))
+static bool tmpl_lex(tmpl_lexer *lexer) {
+    str text = lexer->source;
+    while (lexer->at < text.n) {
+        size_t open = lexer->at;
+        while (open < text.n &&
+               !(text.p[open] == '{' && tmpl_char_at(lexer, open + 1) && strchr("%{#", text.p[open + 1])))
             open++;
-        char kind = tmpl_char(x, open + 1), sign = tmpl_char(x, open + 2);
-        tmpl_data(x, open, kind, sign);
-        if (open == s.n) break;
-        x->at = open + 2 + (sign == '-' || sign == '+');
+        char kind = tmpl_char_at(lexer, open + 1), sign = tmpl_char_at(lexer, open + 2);
+        tmpl_push_text(lexer, open, kind, sign);
+        if (open == text.n) break;
+        lexer->at = open + 2 + (sign == '-' || sign == '+');
         bool raw = false;
-        if (kind == '%' && !tmpl_raw(x, &raw)) return false;
+        if (kind == '%' && !tmpl_lex_raw(lexer, &raw)) return false;
         if (raw) continue;
         if (kind != '#')
-            tmpl_push(x, kind == '%' ? TT_BLOCK : TT_PRINT, 0, str_sub(s, open, open + 2));
-        if (kind == '#' ? !tmpl_comment(x) : !tmpl_tag(x, kind == '%' ? '%' : '}')) return false;
+            tmpl_push_token(lexer, kind == '%' ? TT_BLOCK : TT_PRINT, 0, str_sub(text, open, open + 2));
+        if (kind == '#' ? !tmpl_lex_comment(lexer) : !tmpl_lex_tag(lexer, kind == '%' ? '%' : '}')) return false;
     }
-    tmpl_push(x, TT_END, 0, STR("end of template"));
+    tmpl_push_token(lexer, TT_END, 0, STR("end of template"));
     return true;
 }
 
 /* ---- Parser: common parts ---- */
 
 typedef struct tmpl_parser {
-    tmpl *t;
+    tmpl *template;
     /* The next token. If it is not TT_END, tok[1] exists: TT_END is the last token. */
-    const tmpl_token *tok;
+    const tmpl_token *token;
     int depth;         /* current nesting, at most TMPL_NESTING */
     int n_loops;       /* number of enclosing loops to which break and continue can refer */
     bool reads_caller; /* the enclosing macro reads the variable `caller` before it sets it */
@@ -4272,100 +4272,100 @@ typedef struct tmpl_parser {
     toka_err *e;
 } tmpl_parser;
 
-static tmpl_node *tmpl_expr(tmpl_parser *p);
-static bool tmpl_body(tmpl_parser *p, const char *ends, tmpl_node **body);
+static tmpl_node *tmpl_parse_expr(tmpl_parser *parser);
+static bool tmpl_parse_body(tmpl_parser *parser, const char *ends, tmpl_node **body);
 
 /* Reports that `what` was expected at the next token. Returns NULL. All parse functions return NULL
  * (or false) after an error, with *e filled in. */
-static tmpl_node *tmpl_expected(tmpl_parser *p, const char *what) {
-    tmpl_syntax(p->e, p->tok->line, "%s expected, found '%.*s'", what, STRF(p->tok->s));
+static tmpl_node *tmpl_expected(tmpl_parser *parser, const char *what) {
+    tmpl_syntax_error(parser->e, parser->token->line, "%s expected, found '%.*s'", what, STRF(parser->token->text));
     return NULL;
 }
 
-static tmpl_node *tmpl_new(tmpl_parser *p, int kind, int line) {
-    tmpl_node *n = arena_zalloc(&p->t->a, sizeof *n);
-    n->kind = (uint8_t)kind;
-    n->line = line;
-    return n;
+static tmpl_node *tmpl_new_node(tmpl_parser *parser, int kind, int line) {
+    tmpl_node *node = arena_zalloc(&parser->template->memory, sizeof *node);
+    node->kind = (uint8_t)kind;
+    node->line = line;
+    return node;
 }
-static tmpl_node *tmpl_take(tmpl_parser *p, int kind) { /* consumes a token; returns it as a node */
-    tmpl_node *n = tmpl_new(p, kind, p->tok->line);
-    n->s = p->tok->s;
-    n->op = p->tok++->op;
-    return n;
+static tmpl_node *tmpl_take_node(tmpl_parser *parser, int kind) { /* consumes a token; returns it as a node */
+    tmpl_node *node = tmpl_new_node(parser, kind, parser->token->line);
+    node->text = parser->token->text;
+    node->op = parser->token++->op;
+    return node;
 }
 
 /* Calls `parse` one level deeper. Every recursive call goes through here, to bound the depth. */
-static tmpl_node *tmpl_nested(tmpl_parser *p, tmpl_node *(*parse)(tmpl_parser *)) {
-    if (p->depth == TMPL_NESTING)
-        return tmpl_syntax(p->e, p->tok->line, "nested more than %d deep", TMPL_NESTING), NULL;
-    p->depth++;
-    tmpl_node *n = parse(p);
-    p->depth--;
-    return n;
+static tmpl_node *tmpl_nested(tmpl_parser *parser, tmpl_node *(*parse)(tmpl_parser *)) {
+    if (parser->depth == TMPL_NESTING)
+        return tmpl_syntax_error(parser->e, parser->token->line, "nested more than %d deep", TMPL_NESTING), NULL;
+    parser->depth++;
+    tmpl_node *node = parse(parser);
+    parser->depth--;
+    return node;
 }
 
 /* _at_: tests the next token. _take_: also consumes it if it matches. _need_: an error if not. */
-static bool tmpl_at_op(const tmpl_parser *p, int op) {
-    return p->tok->type == TT_OP && p->tok->op == op;
+static bool tmpl_at_op(const tmpl_parser *parser, int op) {
+    return parser->token->type == TT_OP && parser->token->op == op;
 }
-static bool tmpl_at_word(const tmpl_parser *p, const char *z) {
-    return p->tok->type == TT_NAME && str_is(p->tok->s, z);
+static bool tmpl_at_word(const tmpl_parser *parser, const char *word) {
+    return parser->token->type == TT_NAME && str_is(parser->token->text, word);
 }
-static bool tmpl_take_op(tmpl_parser *p, int op) { return tmpl_at_op(p, op) && p->tok++; }
-static bool tmpl_take_word(tmpl_parser *p, const char *z) { return tmpl_at_word(p, z) && p->tok++; }
-static bool tmpl_need_op(tmpl_parser *p, char op) {
-    const char z[] = {'\'', op, '\'', 0};
-    return tmpl_take_op(p, op) || tmpl_expected(p, z);
+static bool tmpl_take_op(tmpl_parser *parser, int op) { return tmpl_at_op(parser, op) && parser->token++; }
+static bool tmpl_take_word(tmpl_parser *parser, const char *word) { return tmpl_at_word(parser, word) && parser->token++; }
+static bool tmpl_need_op(tmpl_parser *parser, char op) {
+    const char what[] = {'\'', op, '\'', 0};
+    return tmpl_take_op(parser, op) || tmpl_expected(parser, what);
 }
-static bool tmpl_need_close(tmpl_parser *p) {
-    return (p->tok->type == TT_CLOSE && p->tok++) || tmpl_expected(p, "end of the tag");
+static bool tmpl_need_close(tmpl_parser *parser) {
+    return (parser->token->type == TT_CLOSE && parser->token++) || tmpl_expected(parser, "end of the tag");
 }
 /* Called before each item in brackets. Consumes the closing bracket, if it is next (*closed: true),
  * else a comma, unless this is the first item. The bracket may follow a comma. Returns false, with
  * an error, if the comma is missing. */
-static bool tmpl_between(tmpl_parser *p, bool first, char closer, bool *closed) {
-    const char z[] = {'\'', ',', '\'', ' ', 'o', 'r', ' ', '\'', closer, '\'', 0};
-    *closed = tmpl_take_op(p, closer);
+static bool tmpl_next_item(tmpl_parser *parser, bool first, char closer, bool *closed) {
+    const char what[] = {'\'', ',', '\'', ' ', 'o', 'r', ' ', '\'', closer, '\'', 0};
+    *closed = tmpl_take_op(parser, closer);
     if (*closed || first) return true;
-    if (!tmpl_take_op(p, ',')) return tmpl_expected(p, z);
-    *closed = tmpl_take_op(p, closer);
+    if (!tmpl_take_op(parser, ',')) return tmpl_expected(parser, what);
+    *closed = tmpl_take_op(parser, closer);
     return true;
 }
 
 /* Returns the number of the variable s; a new name gets a new number. Returns -1 after an error. */
-static int tmpl_name_id(tmpl_parser *p, str s) {
-    tmpl *t = p->t;
-    for (int i = 0; i < t->n_names; i++)
-        if (str_eq(t->names[i], s)) return i;
-    if (t->n_names == TMPL_MAX_NAMES)
-        return tmpl_syntax(p->e, p->tok->line, "more than %d different names", TMPL_MAX_NAMES), -1;
-    t->names[t->n_names] = s;
-    return t->n_names++;
+static int tmpl_name_id(tmpl_parser *parser, str s) {
+    tmpl *template = parser->template;
+    for (int i = 0; i < template->n_names; i++)
+        if (str_eq(template->names[i], s)) return i;
+    if (template->n_names == TMPL_MAX_NAMES)
+        return tmpl_syntax_error(parser->e, parser->token->line, "more than %d different names", TMPL_MAX_NAMES), -1;
+    template->names[template->n_names] = s;
+    return template->n_names++;
 }
 
-static tmpl_node *tmpl_name(tmpl_parser *p, int kind) { /* a variable name as a node of this kind */
-    if (p->tok->type != TT_NAME) return tmpl_expected(p, "name");
-    tmpl_node *n = tmpl_take(p, kind);
-    n->id = tmpl_name_id(p, n->s);
-    return n->id >= 0 ? n : NULL;
+static tmpl_node *tmpl_parse_name(tmpl_parser *parser, int kind) { /* a variable name as a node of this kind */
+    if (parser->token->type != TT_NAME) return tmpl_expected(parser, "name");
+    tmpl_node *node = tmpl_take_node(parser, kind);
+    node->id = tmpl_name_id(parser, node->text);
+    return node->id >= 0 ? node : NULL;
 }
 
 /* Parses items separated by commas. Returns a TN_TUPLE, or the item itself if it is the only one
  * and no comma follows. Only in parentheses may the tuple be empty. */
-static tmpl_node *tmpl_tuple(tmpl_parser *p, tmpl_node *(*item)(tmpl_parser *), bool parentheses) {
-    tmpl_node *tuple = tmpl_new(p, TN_TUPLE, p->tok->line), **tail = &tuple->b;
+static tmpl_node *tmpl_parse_tuple(tmpl_parser *parser, tmpl_node *(*item)(tmpl_parser *), bool parentheses) {
+    tmpl_node *tuple = tmpl_new_node(parser, TN_TUPLE, parser->token->line), **tail = &tuple->b;
     bool comma = false;
     for (;;) {
-        if (p->tok->type == TT_CLOSE || tmpl_at_op(p, ')') || tmpl_at_op(p, '=') ||
-            tmpl_at_word(p, "in"))
+        if (parser->token->type == TT_CLOSE || tmpl_at_op(parser, ')') || tmpl_at_op(parser, '=') ||
+            tmpl_at_word(parser, "in"))
             break;
-        if (!(*tail = item(p))) return NULL;
+        if (!(*tail = item(parser))) return NULL;
         tail = &(*tail)->next;
-        if (!tmpl_take_op(p, ',')) break;
+        if (!tmpl_take_op(parser, ',')) break;
         comma = true;
     }
-    if (!tuple->b && !parentheses) return tmpl_expected(p, "expression");
+    if (!tuple->b && !parentheses) return tmpl_expected(parser, "expression");
     return comma || !tuple->b ? tuple : tuple->b;
 }
 
@@ -4373,59 +4373,59 @@ static tmpl_node *tmpl_tuple(tmpl_parser *p, tmpl_node *(*item)(tmpl_parser *), 
 
 /* Parses arguments after '(' up to and including ')': positional arguments, then name=value and at
  * most one *list in any order, then at most one **dict. */
-static bool tmpl_arguments(tmpl_parser *p, tmpl_node **args) {
+static bool tmpl_parse_arguments(tmpl_parser *parser, tmpl_node **args) {
     static const char *const names[] = {"positional", "keyword", "*", "**"};
-    static const int kinds[] = {0, TN_KEYWORD, TN_SPREAD, TN_SPREADMAP};
+    static const int kinds[] = {0, TN_KEYWORD, TN_SPREAD, TN_SPREAD_DICT};
     /* For each kind, the set of kinds that must not precede it. Bit i: the kind names[i]. */
     static const int not_behind[] = {14, 8, 12, 8};
     int seen = 0; /* set of the kinds so far */
     bool closed;
     for (tmpl_node **tail = args;; tail = &(*tail)->next) {
-        if (!tmpl_between(p, tail == args, ')', &closed)) return false;
+        if (!tmpl_next_item(parser, tail == args, ')', &closed)) return false;
         if (closed) return true;
-        bool named = p->tok->type == TT_NAME && p->tok[1].type == TT_OP && p->tok[1].op == '=';
-        int kind = named ? 1 : tmpl_at_op(p, '*') ? 2 : tmpl_at_op(p, OP_POWER) ? 3 : 0;
+        bool named = parser->token->type == TT_NAME && parser->token[1].type == TT_OP && parser->token[1].op == '=';
+        int kind = named ? 1 : tmpl_at_op(parser, '*') ? 2 : tmpl_at_op(parser, OP_POWER) ? 3 : 0;
         if (seen & not_behind[kind])
-            return tmpl_syntax(p->e, p->tok->line, "%s argument behind a %s argument", names[kind],
+            return tmpl_syntax_error(parser->e, parser->token->line, "%s argument behind a %s argument", names[kind],
                                names[seen & 8 ? 3 : seen & 4 ? 2 : 1]);
         seen |= 1 << kind;
-        tmpl_node *n = kind ? tmpl_take(p, kinds[kind]) : NULL;
-        p->tok += named;
-        tmpl_node *value = tmpl_expr(p);
+        tmpl_node *node = kind ? tmpl_take_node(parser, kinds[kind]) : NULL;
+        parser->token += named;
+        tmpl_node *value = tmpl_parse_expr(parser);
         if (!value) return false;
-        if (n) n->a = value;
-        *tail = n ? n : value;
+        if (node) node->a = value;
+        *tail = node ? node : value;
     }
 }
 
 /* Parses a decimal integer of at most 64 bits. Leading zeros are an error, as in Python. */
-static tmpl_node *tmpl_int(tmpl_parser *p) {
-    tmpl_node *n = tmpl_take(p, TN_INT);
-    bool ok = n->s.n == 1 || n->s.p[0] != '0';
-    for (size_t k = 0; ok && k < n->s.n; k++)
-        ok = !__builtin_mul_overflow(n->i, 10, &n->i) &&
-             !__builtin_add_overflow(n->i, n->s.p[k] - '0', &n->i);
-    if (!ok) tmpl_syntax(p->e, n->line, "integer '%.*s' is not supported", STRF(n->s));
-    return ok ? n : NULL;
+static tmpl_node *tmpl_parse_int(tmpl_parser *parser) {
+    tmpl_node *node = tmpl_take_node(parser, TN_INT);
+    bool ok = node->text.n == 1 || node->text.p[0] != '0';
+    for (size_t i = 0; ok && i < node->text.n; i++)
+        ok = !__builtin_mul_overflow(node->integer, 10, &node->integer) &&
+             !__builtin_add_overflow(node->integer, node->text.p[i] - '0', &node->integer);
+    if (!ok) tmpl_syntax_error(parser->e, node->line, "integer '%.*s' is not supported", STRF(node->text));
+    return ok ? node : NULL;
 }
 
-static tmpl_node *tmpl_list(tmpl_parser *p) {
-    tmpl_node *n = tmpl_take(p, TN_LIST);
+static tmpl_node *tmpl_parse_list(tmpl_parser *parser) {
+    tmpl_node *node = tmpl_take_node(parser, TN_LIST);
     bool closed;
-    for (tmpl_node **tail = &n->b;; tail = &(*tail)->next) {
-        if (!tmpl_between(p, !n->b, ']', &closed)) return NULL;
-        if (closed) return n;
-        if (!(*tail = tmpl_expr(p))) return NULL;
+    for (tmpl_node **tail = &node->b;; tail = &(*tail)->next) {
+        if (!tmpl_next_item(parser, !node->b, ']', &closed)) return NULL;
+        if (closed) return node;
+        if (!(*tail = tmpl_parse_expr(parser))) return NULL;
     }
 }
 
-static tmpl_node *tmpl_dict_literal(tmpl_parser *p) {
-    tmpl_node *n = tmpl_take(p, TN_DICT);
+static tmpl_node *tmpl_parse_dict(tmpl_parser *parser) {
+    tmpl_node *node = tmpl_take_node(parser, TN_DICT);
     bool closed;
-    for (tmpl_node **tail = &n->b;; tail = &(*tail)->next->next) {
-        if (!tmpl_between(p, !n->b, '}', &closed)) return NULL;
-        if (closed) return n;
-        if (!(*tail = tmpl_expr(p)) || !tmpl_need_op(p, ':') || !((*tail)->next = tmpl_expr(p)))
+    for (tmpl_node **tail = &node->b;; tail = &(*tail)->next->next) {
+        if (!tmpl_next_item(parser, !node->b, '}', &closed)) return NULL;
+        if (closed) return node;
+        if (!(*tail = tmpl_parse_expr(parser)) || !tmpl_need_op(parser, ':') || !((*tail)->next = tmpl_parse_expr(parser)))
             return NULL;
     }
 }
@@ -4438,306 +4438,306 @@ static int tmpl_constant(str s, bool *value) {
 }
 
 /* Parses a string literal. Adjacent literals are joined, as in Python. */
-static tmpl_node *tmpl_literal_text(tmpl_parser *p) {
-    tmpl_node *n = tmpl_take(p, TN_STRING);
-    buf b = {0};
-    if (p->tok->type != TT_STRING) return n;
-    buf_str(&b, n->s);
-    while (p->tok->type == TT_STRING) buf_str(&b, p->tok++->s);
-    n->s = arena_str(&p->t->a, buf_view(&b));
-    buf_free(&b);
-    return n;
+static tmpl_node *tmpl_parse_string(tmpl_parser *parser) {
+    tmpl_node *node = tmpl_take_node(parser, TN_STRING);
+    buf joined = {0};
+    if (parser->token->type != TT_STRING) return node;
+    buf_str(&joined, node->text);
+    while (parser->token->type == TT_STRING) buf_str(&joined, parser->token++->text);
+    node->text = arena_str(&parser->template->memory, buf_view(&joined));
+    buf_free(&joined);
+    return node;
 }
 
-static tmpl_node *tmpl_constant_or_name(tmpl_parser *p) {
+static tmpl_node *tmpl_parse_word(tmpl_parser *parser) {
     bool value;
-    int constant = tmpl_constant(p->tok->s, &value);
-    tmpl_node *n = constant ? tmpl_take(p, constant) : tmpl_name(p, TN_NAME);
-    if (constant) n->i = value;
-    else if (n && n->id == TMPL_CALLER && !p->sets_caller) p->reads_caller = true;
-    return n;
+    int constant = tmpl_constant(parser->token->text, &value);
+    tmpl_node *node = constant ? tmpl_take_node(parser, constant) : tmpl_parse_name(parser, TN_NAME);
+    if (constant) node->integer = value;
+    else if (node && node->id == TMPL_CALLER && !parser->sets_caller) parser->reads_caller = true;
+    return node;
 }
 
 /* Parses a name, constant, literal, list, dict or an expression in parentheses. */
-static tmpl_node *tmpl_primary(tmpl_parser *p) {
-    tmpl_node *n;
-    switch (p->tok->type) {
-    case TT_NAME: return tmpl_constant_or_name(p);
-    case TT_STRING: return tmpl_literal_text(p);
-    case TT_INT: return tmpl_int(p);
+static tmpl_node *tmpl_parse_primary(tmpl_parser *parser) {
+    tmpl_node *node;
+    switch (parser->token->type) {
+    case TT_NAME: return tmpl_parse_word(parser);
+    case TT_STRING: return tmpl_parse_string(parser);
+    case TT_INT: return tmpl_parse_int(parser);
     case TT_FLOAT:
-        n = tmpl_take(p, TN_FLOAT);
-        n->f = json_strtod(n->s);
-        return n;
+        node = tmpl_take_node(parser, TN_FLOAT);
+        node->real = json_strtod(node->text);
+        return node;
     default: break;
     }
-    if (tmpl_at_op(p, '[')) return tmpl_list(p);
-    if (tmpl_at_op(p, '{')) return tmpl_dict_literal(p);
-    if (!tmpl_take_op(p, '(')) return tmpl_expected(p, "expression");
-    n = tmpl_tuple(p, tmpl_expr, true);
-    return n && tmpl_need_op(p, ')') ? n : NULL;
+    if (tmpl_at_op(parser, '[')) return tmpl_parse_list(parser);
+    if (tmpl_at_op(parser, '{')) return tmpl_parse_dict(parser);
+    if (!tmpl_take_op(parser, '(')) return tmpl_expected(parser, "expression");
+    node = tmpl_parse_tuple(parser, tmpl_parse_expr, true);
+    return node && tmpl_need_op(parser, ')') ? node : NULL;
 }
 
 /* Parses an index or a slice of `of`, from '[' to ']'. */
-static tmpl_node *tmpl_subscript(tmpl_parser *p, tmpl_node *of) {
-    tmpl_node *n = tmpl_take(p, TN_ITEM), **part[3] = {&n->b, &n->c, &n->d};
-    n->a = of;
+static tmpl_node *tmpl_parse_subscript(tmpl_parser *parser, tmpl_node *of) {
+    tmpl_node *node = tmpl_take_node(parser, TN_ITEM), **part[3] = {&node->b, &node->c, &node->d};
+    node->a = of;
     for (int i = 0; i < 3; i++) {
-        if (!tmpl_at_op(p, ':') && !tmpl_at_op(p, ']') && !(*part[i] = tmpl_expr(p))) return NULL;
-        if (i == 2 || !tmpl_take_op(p, ':')) break;
-        n->kind = TN_SLICE;
+        if (!tmpl_at_op(parser, ':') && !tmpl_at_op(parser, ']') && !(*part[i] = tmpl_parse_expr(parser))) return NULL;
+        if (i == 2 || !tmpl_take_op(parser, ':')) break;
+        node->kind = TN_SLICE;
     }
-    if (n->kind == TN_ITEM && !n->b) return tmpl_expected(p, "subscript");
-    return tmpl_need_op(p, ']') ? n : NULL;
+    if (node->kind == TN_ITEM && !node->b) return tmpl_expected(parser, "subscript");
+    return tmpl_need_op(parser, ']') ? node : NULL;
 }
 
 /* Parses the suffixes of n, any number of them: n[...], n(...), n.name, n.0. n may be NULL. */
-static tmpl_node *tmpl_postfix(tmpl_parser *p, tmpl_node *n) {
-    while (n) {
-        tmpl_node *of = n;
-        if (tmpl_at_op(p, '[')) {
-            n = tmpl_subscript(p, of);
-        } else if (tmpl_at_op(p, '(')) {
-            n = tmpl_take(p, TN_CALL);
-            n->a = of;
-            if (!tmpl_arguments(p, &n->b)) return NULL;
-        } else if (tmpl_take_op(p, '.')) {
-            if (p->tok->type != TT_NAME && p->tok->type != TT_INT)
-                return tmpl_expected(p, "attribute name");
-            bool number = p->tok->type == TT_INT;
-            n = number ? tmpl_new(p, TN_ITEM, p->tok->line) : tmpl_take(p, TN_ATTR);
-            n->a = of;
-            if (number && !(n->b = tmpl_int(p))) return NULL;
+static tmpl_node *tmpl_parse_postfix(tmpl_parser *parser, tmpl_node *node) {
+    while (node) {
+        tmpl_node *of = node;
+        if (tmpl_at_op(parser, '[')) {
+            node = tmpl_parse_subscript(parser, of);
+        } else if (tmpl_at_op(parser, '(')) {
+            node = tmpl_take_node(parser, TN_CALL);
+            node->a = of;
+            if (!tmpl_parse_arguments(parser, &node->b)) return NULL;
+        } else if (tmpl_take_op(parser, '.')) {
+            if (parser->token->type != TT_NAME && parser->token->type != TT_INT)
+                return tmpl_expected(parser, "attribute name");
+            bool number = parser->token->type == TT_INT;
+            node = number ? tmpl_new_node(parser, TN_ITEM, parser->token->line) : tmpl_take_node(parser, TN_ATTR);
+            node->a = of;
+            if (number && !(node->b = tmpl_parse_int(parser))) return NULL;
         } else {
             break;
         }
     }
-    return n;
+    return node;
 }
 
 /* Parses the name and the arguments of a filter or test (`kind`) that is applied to `of`. */
-static tmpl_node *tmpl_applied(tmpl_parser *p, int kind, tmpl_node *of) {
-    if (p->tok->type != TT_NAME)
-        return tmpl_expected(p, kind == TN_FILTER ? "filter name" : "test name");
-    tmpl_node *n = tmpl_take(p, kind);
-    n->a = of;
-    if (tmpl_at_op(p, '.')) return tmpl_expected(p, "known filter or test");
-    return !tmpl_take_op(p, '(') || tmpl_arguments(p, &n->b) ? n : NULL;
+static tmpl_node *tmpl_parse_applied(tmpl_parser *parser, int kind, tmpl_node *of) {
+    if (parser->token->type != TT_NAME)
+        return tmpl_expected(parser, kind == TN_FILTER ? "filter name" : "test name");
+    tmpl_node *node = tmpl_take_node(parser, kind);
+    node->a = of;
+    if (tmpl_at_op(parser, '.')) return tmpl_expected(parser, "known filter or test");
+    return !tmpl_take_op(parser, '(') || tmpl_parse_arguments(parser, &node->b) ? node : NULL;
 }
 
 /* Parses a test after "is": [not] name [argument]. A single argument needs no parentheses. */
-static tmpl_node *tmpl_test(tmpl_parser *p, tmpl_node *of) {
-    bool negated = tmpl_take_word(p, "not");
-    tmpl_node *n = tmpl_applied(p, TN_TEST, of);
-    if (!n) return NULL;
-    n->op = negated;
-    if (p->tok[-1].type == TT_OP) return n; /* its arguments were in parentheses */
-    bool word = p->tok->type == TT_NAME && tmpl_word_index("else or and if", p->tok->s) < 0;
-    bool literal = p->tok->type == TT_STRING || p->tok->type == TT_INT ||
-                   p->tok->type == TT_FLOAT || tmpl_at_op(p, '[') || tmpl_at_op(p, '{');
-    if (tmpl_at_word(p, "is")) return tmpl_expected(p, "one test only");
-    if ((word || literal) && !(n->b = tmpl_postfix(p, tmpl_primary(p)))) return NULL;
-    return n;
+static tmpl_node *tmpl_parse_test(tmpl_parser *parser, tmpl_node *of) {
+    bool negated = tmpl_take_word(parser, "not");
+    tmpl_node *node = tmpl_parse_applied(parser, TN_TEST, of);
+    if (!node) return NULL;
+    node->op = negated;
+    if (parser->token[-1].type == TT_OP) return node; /* its arguments were in parentheses */
+    bool word = parser->token->type == TT_NAME && tmpl_word_index("else or and if", parser->token->text) < 0;
+    bool literal = parser->token->type == TT_STRING || parser->token->type == TT_INT ||
+                   parser->token->type == TT_FLOAT || tmpl_at_op(parser, '[') || tmpl_at_op(parser, '{');
+    if (tmpl_at_word(parser, "is")) return tmpl_expected(parser, "one test only");
+    if ((word || literal) && !(node->b = tmpl_parse_postfix(parser, tmpl_parse_primary(parser)))) return NULL;
+    return node;
 }
 
-static tmpl_node *tmpl_signed(tmpl_parser *p) { /* an operand without its filters: -a, a, a.b ... */
-    if (!tmpl_at_op(p, '-') && !tmpl_at_op(p, '+')) return tmpl_postfix(p, tmpl_primary(p));
-    tmpl_node *n = tmpl_take(p, TN_SIGN);
-    return (n->a = tmpl_nested(p, tmpl_signed)) ? n : NULL;
+static tmpl_node *tmpl_parse_signed(tmpl_parser *parser) { /* an operand without its filters: -a, a, a.b ... */
+    if (!tmpl_at_op(parser, '-') && !tmpl_at_op(parser, '+')) return tmpl_parse_postfix(parser, tmpl_parse_primary(parser));
+    tmpl_node *node = tmpl_take_node(parser, TN_SIGN);
+    return (node->a = tmpl_nested(parser, tmpl_parse_signed)) ? node : NULL;
 }
 
 /* Parses an operand with its filters and tests. A sign binds tighter: -3|abs is (-3)|abs. */
-static tmpl_node *tmpl_operand(tmpl_parser *p) {
-    tmpl_node *n = tmpl_signed(p);
-    while (n) {
-        if (tmpl_take_op(p, '|')) n = tmpl_applied(p, TN_FILTER, n);
-        else if (tmpl_take_word(p, "is")) n = tmpl_test(p, n);
-        else if (tmpl_at_op(p, '(')) n = tmpl_postfix(p, n);
+static tmpl_node *tmpl_parse_operand(tmpl_parser *parser) {
+    tmpl_node *node = tmpl_parse_signed(parser);
+    while (node) {
+        if (tmpl_take_op(parser, '|')) node = tmpl_parse_applied(parser, TN_FILTER, node);
+        else if (tmpl_take_word(parser, "is")) node = tmpl_parse_test(parser, node);
+        else if (tmpl_at_op(parser, '(')) node = tmpl_parse_postfix(parser, node);
         else break;
     }
-    return n;
+    return node;
 }
 
 /* Levels of precedence, lowest first. As in Jinja, ~ binds tighter than + and looser than *. */
 enum { TL_OR, TL_AND, TL_NOT, TL_COMPARE, TL_ADD, TL_CONCAT, TL_MUL, TL_OPERAND };
 
 /* If the next token is a binary operator of this level, consumes it and returns its code; else 0 */
-static int tmpl_operator(tmpl_parser *p, int level) {
+static int tmpl_take_operator(tmpl_parser *parser, int level) {
     static const uint16_t signs[][7] = { /* each row ends with 0 */
         [TL_COMPARE] = {'<', '>', OP_LE, OP_GE, OP_EQ, OP_NE},
         [TL_ADD] = {'+', '-'},
         [TL_CONCAT] = {'~'},
         [TL_MUL] = {'*', '/', OP_FLOOR, '%'},
     };
-    if (level == TL_OR) return tmpl_take_word(p, "or") ? OP_OR : 0;
-    if (level == TL_AND) return tmpl_take_word(p, "and") ? OP_AND : 0;
-    for (const uint16_t *s = signs[level]; *s; s++)
-        if (tmpl_take_op(p, *s)) return *s;
+    if (level == TL_OR) return tmpl_take_word(parser, "or") ? OP_OR : 0;
+    if (level == TL_AND) return tmpl_take_word(parser, "and") ? OP_AND : 0;
+    for (const uint16_t *sign = signs[level]; *sign; sign++)
+        if (tmpl_take_op(parser, *sign)) return *sign;
     if (level != TL_COMPARE) return 0;
-    if (tmpl_take_word(p, "in")) return OP_IN;
-    if (!tmpl_at_word(p, "not") || p->tok[1].type != TT_NAME || !str_is(p->tok[1].s, "in"))
+    if (tmpl_take_word(parser, "in")) return OP_IN;
+    if (!tmpl_at_word(parser, "not") || parser->token[1].type != TT_NAME || !str_is(parser->token[1].text, "in"))
         return 0;
-    return p->tok += 2, OP_NOT_IN;
+    return parser->token += 2, OP_NOT_IN;
 }
 
-static tmpl_node *tmpl_binary_node(tmpl_parser *p, int line, int op, tmpl_node *a, tmpl_node *b) {
-    tmpl_node *n = tmpl_new(p, TN_BINARY, line);
-    n->op = (uint16_t)op;
-    n->a = a;
-    n->b = b;
-    return n;
+static tmpl_node *tmpl_binary_node(tmpl_parser *parser, int line, int op, tmpl_node *a, tmpl_node *b) {
+    tmpl_node *node = tmpl_new_node(parser, TN_BINARY, line);
+    node->op = (uint16_t)op;
+    node->a = a;
+    node->b = b;
+    return node;
 }
 
-static tmpl_node *tmpl_not(tmpl_parser *p);
+static tmpl_node *tmpl_parse_not(tmpl_parser *parser);
 
 /* Parses the operators of one level, from left to right, and their operands. a < b < c becomes
  * a < b and b < c; b is evaluated twice, which changes nothing. */
-static tmpl_node *tmpl_level(tmpl_parser *p, int level) {
-    int line = p->tok->line, op;
-    if (level == TL_OPERAND) return tmpl_operand(p);
-    if (level == TL_NOT && tmpl_at_word(p, "not")) return tmpl_nested(p, tmpl_not);
-    if (level == TL_NOT) return tmpl_level(p, level + 1);
-    tmpl_node *n = tmpl_level(p, level + 1), *left = n;
-    while (n && (op = tmpl_operator(p, level)) != 0) {
-        tmpl_node *right = tmpl_level(p, level + 1);
+static tmpl_node *tmpl_parse_level(tmpl_parser *parser, int level) {
+    int line = parser->token->line, op;
+    if (level == TL_OPERAND) return tmpl_parse_operand(parser);
+    if (level == TL_NOT && tmpl_at_word(parser, "not")) return tmpl_nested(parser, tmpl_parse_not);
+    if (level == TL_NOT) return tmpl_parse_level(parser, level + 1);
+    tmpl_node *node = tmpl_parse_level(parser, level + 1), *left = node;
+    while (node && (op = tmpl_take_operator(parser, level)) != 0) {
+        tmpl_node *right = tmpl_parse_level(parser, level + 1);
         if (!right) return NULL;
-        bool chained = level == TL_COMPARE && n != left;
-        tmpl_node *pair = tmpl_binary_node(p, line, op, level == TL_COMPARE ? left : n, right);
-        n = chained ? tmpl_binary_node(p, line, OP_AND, n, pair) : pair;
+        bool chained = level == TL_COMPARE && node != left;
+        tmpl_node *pair = tmpl_binary_node(parser, line, op, level == TL_COMPARE ? left : node, right);
+        node = chained ? tmpl_binary_node(parser, line, OP_AND, node, pair) : pair;
         left = right;
     }
-    return n;
+    return node;
 }
-static tmpl_node *tmpl_not(tmpl_parser *p) {
-    tmpl_node *n = tmpl_take(p, TN_NOT);
-    return (n->a = tmpl_level(p, TL_NOT)) ? n : NULL;
+static tmpl_node *tmpl_parse_not(tmpl_parser *parser) {
+    tmpl_node *node = tmpl_take_node(parser, TN_NOT);
+    return (node->a = tmpl_parse_level(parser, TL_NOT)) ? node : NULL;
 }
 
 /* An expression without "a if b else c". Used where a statement has an `if` of its own. */
-static tmpl_node *tmpl_no_ternary(tmpl_parser *p) { return tmpl_level(p, TL_OR); }
+static tmpl_node *tmpl_parse_no_ternary(tmpl_parser *parser) { return tmpl_parse_level(parser, TL_OR); }
 
-static tmpl_node *tmpl_ternary(tmpl_parser *p) { /* a [if b [else c]] */
-    tmpl_node *n = tmpl_level(p, TL_OR);
-    while (n && tmpl_at_word(p, "if")) {
-        tmpl_node *c = tmpl_take(p, TN_COND);
-        c->b = n;
-        if (!(c->a = tmpl_level(p, TL_OR))) return NULL;
-        if (tmpl_take_word(p, "else") && !(c->c = tmpl_expr(p))) return NULL;
-        n = c;
+static tmpl_node *tmpl_parse_ternary(tmpl_parser *parser) { /* a [if b [else c]] */
+    tmpl_node *node = tmpl_parse_level(parser, TL_OR);
+    while (node && tmpl_at_word(parser, "if")) {
+        tmpl_node *condition = tmpl_take_node(parser, TN_TERNARY);
+        condition->b = node;
+        if (!(condition->a = tmpl_parse_level(parser, TL_OR))) return NULL;
+        if (tmpl_take_word(parser, "else") && !(condition->c = tmpl_parse_expr(parser))) return NULL;
+        node = condition;
     }
-    return n;
+    return node;
 }
-static tmpl_node *tmpl_expr(tmpl_parser *p) { return tmpl_nested(p, tmpl_ternary); }
+static tmpl_node *tmpl_parse_expr(tmpl_parser *parser) { return tmpl_nested(parser, tmpl_parse_ternary); }
 
 /* ---- Statements ---- */
 
-static tmpl_node *tmpl_one_target(tmpl_parser *p);
-static tmpl_node *tmpl_target(tmpl_parser *p) { return tmpl_tuple(p, tmpl_one_target, false); }
+static tmpl_node *tmpl_parse_one_target(tmpl_parser *parser);
+static tmpl_node *tmpl_parse_target(tmpl_parser *parser) { return tmpl_parse_tuple(parser, tmpl_parse_one_target, false); }
 
-static tmpl_node *tmpl_one_target(tmpl_parser *p) { /* name, namespace.name or (targets) */
+static tmpl_node *tmpl_parse_one_target(tmpl_parser *parser) { /* name, namespace.name or (targets) */
     bool value;
-    if (tmpl_take_op(p, '(')) {
-        tmpl_node *tuple = tmpl_nested(p, tmpl_target);
-        return tuple && tmpl_need_op(p, ')') ? tuple : NULL;
+    if (tmpl_take_op(parser, '(')) {
+        tmpl_node *tuple = tmpl_nested(parser, tmpl_parse_target);
+        return tuple && tmpl_need_op(parser, ')') ? tuple : NULL;
     }
-    if (p->tok->type == TT_NAME && tmpl_constant(p->tok->s, &value))
-        return tmpl_expected(p, "name to assign to");
-    tmpl_node *n = tmpl_name(p, TN_NAME);
-    if (n && tmpl_take_op(p, '.')) {
-        if (p->tok->type != TT_NAME) return tmpl_expected(p, "attribute name");
-        n->kind = TN_NSREF;
-        n->s = p->tok++->s;
+    if (parser->token->type == TT_NAME && tmpl_constant(parser->token->text, &value))
+        return tmpl_expected(parser, "name to assign to");
+    tmpl_node *node = tmpl_parse_name(parser, TN_NAME);
+    if (node && tmpl_take_op(parser, '.')) {
+        if (parser->token->type != TT_NAME) return tmpl_expected(parser, "attribute name");
+        node->kind = TN_NAMESPACE_ATTR;
+        node->text = parser->token++->text;
     }
-    if (n && n->kind == TN_NAME && n->id == TMPL_CALLER) p->sets_caller = true;
-    return n;
+    if (node && node->kind == TN_NAME && node->id == TMPL_CALLER) parser->sets_caller = true;
+    return node;
 }
 
 /* Parses the end of a tag and the body after it. The body ends with a tag whose name is one of
  * `ends`; "{%" and that name are consumed. */
-static bool tmpl_block(tmpl_parser *p, const char *ends, tmpl_node **body) {
-    tmpl_take_op(p, ':');
-    return tmpl_need_close(p) && tmpl_body(p, ends, body);
+static bool tmpl_parse_block(tmpl_parser *parser, const char *ends, tmpl_node **body) {
+    tmpl_take_op(parser, ':');
+    return tmpl_need_close(parser) && tmpl_parse_body(parser, ends, body);
 }
 /* The same, but break and continue in the body cannot refer to a loop around it. */
-static bool tmpl_closed_block(tmpl_parser *p, const char *ends, tmpl_node **body) {
-    int loops = p->n_loops;
-    p->n_loops = 0;
-    bool ok = tmpl_block(p, ends, body);
-    p->n_loops = loops;
+static bool tmpl_parse_closed_block(tmpl_parser *parser, const char *ends, tmpl_node **body) {
+    int loops = parser->n_loops;
+    parser->n_loops = 0;
+    bool ok = tmpl_parse_block(parser, ends, body);
+    parser->n_loops = loops;
     return ok;
 }
 
 /* The arms of one if (if, elif ..., else) are a list through .c. */
-static tmpl_node *tmpl_if(tmpl_parser *p, int line) {
+static tmpl_node *tmpl_parse_if(tmpl_parser *parser, int line) {
     tmpl_node *first = NULL;
     for (tmpl_node **tail = &first;; tail = &(*tail)->c) {
-        tmpl_node *arm = *tail = tmpl_new(p, TN_IF, line);
-        if (!(arm->a = tmpl_tuple(p, tmpl_no_ternary, false)) ||
-            !tmpl_block(p, "elif else endif", &arm->b))
+        tmpl_node *arm = *tail = tmpl_new_node(parser, TN_IF, line);
+        if (!(arm->a = tmpl_parse_tuple(parser, tmpl_parse_no_ternary, false)) ||
+            !tmpl_parse_block(parser, "elif else endif", &arm->b))
             return NULL;
-        line = p->tok[-1].line;
-        if (str_is(p->tok[-1].s, "elif")) continue;
-        if (str_is(p->tok[-1].s, "endif")) return first;
-        arm->c = tmpl_new(p, TN_IF, line);
-        return tmpl_block(p, "endif", &arm->c->b) ? first : NULL;
+        line = parser->token[-1].line;
+        if (str_is(parser->token[-1].text, "elif")) continue;
+        if (str_is(parser->token[-1].text, "endif")) return first;
+        arm->c = tmpl_new_node(parser, TN_IF, line);
+        return tmpl_parse_block(parser, "endif", &arm->c->b) ? first : NULL;
     }
 }
 
 /* Is n an expression of the form content, x.content or x["content"]? */
-static bool tmpl_is_content(const tmpl_node *n) {
-    if (n->kind == TN_ITEM) return n->b->kind == TN_STRING && str_is(n->b->s, "content");
-    return (n->kind == TN_NAME || n->kind == TN_ATTR) && str_is(n->s, "content");
+static bool tmpl_is_content(const tmpl_node *node) {
+    if (node->kind == TN_ITEM) return node->b->kind == TN_STRING && str_is(node->b->text, "content");
+    return (node->kind == TN_NAME || node->kind == TN_ATTR) && str_is(node->text, "content");
 }
 
-static tmpl_node *tmpl_for(tmpl_parser *p, int line) {
-    tmpl_node *n = tmpl_new(p, TN_FOR, line);
-    if (!(n->a = tmpl_target(p))) return NULL;
-    if (!tmpl_take_word(p, "in")) return tmpl_expected(p, "'in'");
-    if (!(n->b = tmpl_tuple(p, tmpl_no_ternary, false))) return NULL;
-    p->t->walks_content |= tmpl_is_content(n->b);
-    if (tmpl_take_word(p, "if") && !(n->d = tmpl_expr(p))) return NULL;
-    if (tmpl_at_word(p, "recursive"))
-        return tmpl_syntax(p->e, line, "recursive loops are not supported"), NULL;
-    p->n_loops++;
-    bool ok = tmpl_block(p, "else endfor", &n->c);
-    p->n_loops--;
-    if (ok && str_is(p->tok[-1].s, "else")) ok = tmpl_block(p, "endfor", &n->e);
-    return ok ? n : NULL;
+static tmpl_node *tmpl_parse_for(tmpl_parser *parser, int line) {
+    tmpl_node *node = tmpl_new_node(parser, TN_FOR, line);
+    if (!(node->a = tmpl_parse_target(parser))) return NULL;
+    if (!tmpl_take_word(parser, "in")) return tmpl_expected(parser, "'in'");
+    if (!(node->b = tmpl_parse_tuple(parser, tmpl_parse_no_ternary, false))) return NULL;
+    parser->template->loops_over_content |= tmpl_is_content(node->b);
+    if (tmpl_take_word(parser, "if") && !(node->d = tmpl_parse_expr(parser))) return NULL;
+    if (tmpl_at_word(parser, "recursive"))
+        return tmpl_syntax_error(parser->e, line, "recursive loops are not supported"), NULL;
+    parser->n_loops++;
+    bool ok = tmpl_parse_block(parser, "else endfor", &node->c);
+    parser->n_loops--;
+    if (ok && str_is(parser->token[-1].text, "else")) ok = tmpl_parse_block(parser, "endfor", &node->e);
+    return ok ? node : NULL;
 }
 
 /* Parses the filters applied to the text that a block collects: "| name(args) | ...". In a filter
  * tag (`first` is true) the first name has no "|". */
-static tmpl_node *tmpl_block_filters(tmpl_parser *p, bool first) {
-    tmpl_node *n = tmpl_new(p, TN_CAPTURED, p->tok->line);
-    while (n && (first || tmpl_take_op(p, '|'))) n = tmpl_applied(p, TN_FILTER, n), first = false;
-    return n;
+static tmpl_node *tmpl_parse_block_filters(tmpl_parser *parser, bool first) {
+    tmpl_node *node = tmpl_new_node(parser, TN_CAPTURED, parser->token->line);
+    while (node && (first || tmpl_take_op(parser, '|'))) node = tmpl_parse_applied(parser, TN_FILTER, node), first = false;
+    return node;
 }
 
 /* set target = expression, or set target [filters] %} body {% endset */
-static tmpl_node *tmpl_set(tmpl_parser *p, int line) {
-    tmpl_node *n = tmpl_new(p, TN_SET, line);
-    if (!(n->a = tmpl_target(p))) return NULL;
-    if (tmpl_take_op(p, '=')) return (n->b = tmpl_tuple(p, tmpl_expr, false)) ? n : NULL;
-    n->kind = TN_SETBLOCK;
-    return (n->b = tmpl_block_filters(p, false)) && tmpl_closed_block(p, "endset", &n->c)
-               ? n
+static tmpl_node *tmpl_parse_set(tmpl_parser *parser, int line) {
+    tmpl_node *node = tmpl_new_node(parser, TN_SET, line);
+    if (!(node->a = tmpl_parse_target(parser))) return NULL;
+    if (tmpl_take_op(parser, '=')) return (node->b = tmpl_parse_tuple(parser, tmpl_parse_expr, false)) ? node : NULL;
+    node->kind = TN_SET_BLOCK;
+    return (node->b = tmpl_parse_block_filters(parser, false)) && tmpl_parse_closed_block(parser, "endset", &node->c)
+               ? node
                : NULL;
 }
 
 /* Parses parameters of a macro after '(', up to and including ')'. After a parameter with a default
  * value, all others need one. */
-static bool tmpl_params(tmpl_parser *p, tmpl_node **params) {
+static bool tmpl_parse_params(tmpl_parser *parser, tmpl_node **params) {
     bool defaults = false, closed;
     for (tmpl_node **tail = params;; tail = &(*tail)->next) {
-        if (!tmpl_between(p, tail == params, ')', &closed)) return false;
+        if (!tmpl_next_item(parser, tail == params, ')', &closed)) return false;
         if (closed) return true;
-        if (!(*tail = tmpl_name(p, TN_PARAM))) return false;
-        if ((*tail)->id == TMPL_CALLER) p->sets_caller = true;
-        if (tmpl_take_op(p, '=')) {
+        if (!(*tail = tmpl_parse_name(parser, TN_PARAM))) return false;
+        if ((*tail)->id == TMPL_CALLER) parser->sets_caller = true;
+        if (tmpl_take_op(parser, '=')) {
             defaults = true;
-            if (!((*tail)->a = tmpl_expr(p))) return false;
+            if (!((*tail)->a = tmpl_parse_expr(parser))) return false;
         } else if (defaults) {
-            return tmpl_expected(p, "a default value");
+            return tmpl_expected(parser, "a default value");
         }
     }
 }
@@ -4745,115 +4745,115 @@ static bool tmpl_params(tmpl_parser *p, tmpl_node **params) {
 /* Parses the body of a macro whose parameters are already parsed. If the body reads `caller`, and
  * `caller` is not a parameter, the macro has a variable of that name (macro->i). A read in a macro
  * counts as a read in the macro around it, unless that one set `caller` before. */
-static bool tmpl_macro_body(tmpl_parser *p, tmpl_node *macro, const char *end) {
-    bool reads = p->reads_caller, sets = p->sets_caller;
-    p->reads_caller = p->sets_caller = false;
-    bool ok = tmpl_closed_block(p, end, &macro->c);
-    macro->i = p->reads_caller;
-    p->reads_caller = reads || (macro->i && !sets);
-    p->sets_caller |= sets;
+static bool tmpl_parse_macro_body(tmpl_parser *parser, tmpl_node *macro, const char *end) {
+    bool reads = parser->reads_caller, sets = parser->sets_caller;
+    parser->reads_caller = parser->sets_caller = false;
+    bool ok = tmpl_parse_closed_block(parser, end, &macro->c);
+    macro->integer = parser->reads_caller;
+    parser->reads_caller = reads || (macro->integer && !sets);
+    parser->sets_caller |= sets;
     for (const tmpl_node *it = macro->b; ok && it; it = it->next) {
         if (it->id != TMPL_CALLER) continue;
-        if (macro->i && !it->a)
-            return tmpl_syntax(p->e, it->line, "the parameter caller needs a default value");
-        macro->i = false;
+        if (macro->integer && !it->a)
+            return tmpl_syntax_error(parser->e, it->line, "the parameter caller needs a default value");
+        macro->integer = false;
     }
     return ok;
 }
 
-static tmpl_node *tmpl_macro_def(tmpl_parser *p) {
-    tmpl_node *n = tmpl_name(p, TN_MACRO);
-    if (!n || !tmpl_need_op(p, '(') || !tmpl_params(p, &n->b)) return NULL;
-    return tmpl_macro_body(p, n, "endmacro") ? n : NULL;
+static tmpl_node *tmpl_parse_macro(tmpl_parser *parser) {
+    tmpl_node *node = tmpl_parse_name(parser, TN_MACRO);
+    if (!node || !tmpl_need_op(parser, '(') || !tmpl_parse_params(parser, &node->b)) return NULL;
+    return tmpl_parse_macro_body(parser, node, "endmacro") ? node : NULL;
 }
 
 /* {% call[(parameters)] macro(arguments) %} */
-static tmpl_node *tmpl_call_block(tmpl_parser *p, int line) {
-    tmpl_node *n = tmpl_new(p, TN_CALLBLOCK, line);
-    n->b = tmpl_new(p, TN_MACRO, line);
-    n->b->s = STR("caller");
-    if (tmpl_take_op(p, '(') && !tmpl_params(p, &n->b->b)) return NULL;
-    if (!(n->a = tmpl_expr(p))) return NULL;
-    if (n->a->kind != TN_CALL)
-        return tmpl_syntax(p->e, line, "the tag call needs a call such as m()"), NULL;
-    return tmpl_macro_body(p, n->b, "endcall") ? n : NULL;
+static tmpl_node *tmpl_parse_call_block(tmpl_parser *parser, int line) {
+    tmpl_node *node = tmpl_new_node(parser, TN_CALL_BLOCK, line);
+    node->b = tmpl_new_node(parser, TN_MACRO, line);
+    node->b->text = STR("caller");
+    if (tmpl_take_op(parser, '(') && !tmpl_parse_params(parser, &node->b->b)) return NULL;
+    if (!(node->a = tmpl_parse_expr(parser))) return NULL;
+    if (node->a->kind != TN_CALL)
+        return tmpl_syntax_error(parser->e, line, "the tag call needs a call such as m()"), NULL;
+    return tmpl_parse_macro_body(parser, node->b, "endcall") ? node : NULL;
 }
 
-static tmpl_node *tmpl_statement(tmpl_parser *p) { /* called after "{%" */
-    int line = p->tok->line;
-    if (p->tok->type != TT_NAME) return tmpl_expected(p, "statement");
-    str word = p->tok++->s;
-    tmpl_node *n = tmpl_new(p, TN_SCOPE, line);
+static tmpl_node *tmpl_parse_statement(tmpl_parser *parser) { /* called after "{%" */
+    int line = parser->token->line;
+    if (parser->token->type != TT_NAME) return tmpl_expected(parser, "statement");
+    str word = parser->token++->text;
+    tmpl_node *node = tmpl_new_node(parser, TN_SCOPE, line);
     switch (tmpl_word_index("if for set macro filter generation break continue call", word)) {
-    case 0: return tmpl_if(p, line);
-    case 1: return tmpl_for(p, line);
-    case 2: return tmpl_set(p, line);
-    case 3: return tmpl_macro_def(p);
+    case 0: return tmpl_parse_if(parser, line);
+    case 1: return tmpl_parse_for(parser, line);
+    case 2: return tmpl_parse_set(parser, line);
+    case 3: return tmpl_parse_macro(parser);
     case 4:
-        n->kind = TN_FILTERED;
-        return (n->b = tmpl_block_filters(p, true)) && tmpl_closed_block(p, "endfilter", &n->c)
-                   ? n
+        node->kind = TN_FILTER_BLOCK;
+        return (node->b = tmpl_parse_block_filters(parser, true)) && tmpl_parse_closed_block(parser, "endfilter", &node->c)
+                   ? node
                    : NULL;
-    case 5: return tmpl_closed_block(p, "endgeneration", &n->c) ? n : NULL;
+    case 5: return tmpl_parse_closed_block(parser, "endgeneration", &node->c) ? node : NULL;
     case 6: case 7:
-        n->kind = str_is(word, "break") ? TN_BREAK : TN_CONTINUE;
-        return p->n_loops
-                   ? n
-                   : (tmpl_syntax(p->e, line, "%.*s outside of a loop", STRF(word)), NULL);
-    case 8: return tmpl_call_block(p, line);
-    default: return tmpl_syntax(p->e, line, "tag '%.*s' is not supported", STRF(word)), NULL;
+        node->kind = str_is(word, "break") ? TN_BREAK : TN_CONTINUE;
+        return parser->n_loops
+                   ? node
+                   : (tmpl_syntax_error(parser->e, line, "%.*s outside of a loop", STRF(word)), NULL);
+    case 8: return tmpl_parse_call_block(parser, line);
+    default: return tmpl_syntax_error(parser->e, line, "tag '%.*s' is not supported", STRF(word)), NULL;
     }
 }
 
 /* Parses a text, an {{ expression }} or a {% statement %}. */
-static tmpl_node *tmpl_piece(tmpl_parser *p) {
-    tmpl_node *n;
-    if (p->tok->type == TT_DATA) return tmpl_take(p, TN_TEXT);
-    if (p->tok->type == TT_PRINT) {
-        n = tmpl_take(p, TN_PRINT);
-        return (n->a = tmpl_tuple(p, tmpl_expr, false)) && tmpl_need_close(p) ? n : NULL;
+static tmpl_node *tmpl_parse_piece(tmpl_parser *parser) {
+    tmpl_node *node;
+    if (parser->token->type == TT_DATA) return tmpl_take_node(parser, TN_TEXT);
+    if (parser->token->type == TT_PRINT) {
+        node = tmpl_take_node(parser, TN_PRINT);
+        return (node->a = tmpl_parse_tuple(parser, tmpl_parse_expr, false)) && tmpl_need_close(parser) ? node : NULL;
     }
-    p->tok++;
-    n = tmpl_nested(p, tmpl_statement);
-    return n && tmpl_need_close(p) ? n : NULL;
+    parser->token++;
+    node = tmpl_nested(parser, tmpl_parse_statement);
+    return node && tmpl_need_close(parser) ? node : NULL;
 }
 
 /* Parses pieces up to a tag whose name is one of `ends`; "{%" and the name are consumed. If `ends`
  * is empty, parses to the end of the template. */
-static bool tmpl_body(tmpl_parser *p, const char *ends, tmpl_node **body) {
-    int opened = p->tok->line;
+static bool tmpl_parse_body(tmpl_parser *parser, const char *ends, tmpl_node **body) {
+    int opened = parser->token->line;
     for (tmpl_node **tail = body;; tail = &(*tail)->next) {
-        if (p->tok->type == TT_END && !*ends) return true;
-        if (p->tok->type == TT_END)
-            return tmpl_syntax(p->e, opened, "the template ends before '%.*s'",
+        if (parser->token->type == TT_END && !*ends) return true;
+        if (parser->token->type == TT_END)
+            return tmpl_syntax_error(parser->e, opened, "the template ends before '%.*s'",
                                (int)strcspn(ends, " "), ends);
-        if (p->tok->type == TT_BLOCK && p->tok[1].type == TT_NAME &&
-            tmpl_word_index(ends, p->tok[1].s) >= 0)
-            return p->tok += 2, true;
-        if (!(*tail = tmpl_piece(p))) return false;
+        if (parser->token->type == TT_BLOCK && parser->token[1].type == TT_NAME &&
+            tmpl_word_index(ends, parser->token[1].text) >= 0)
+            return parser->token += 2, true;
+        if (!(*tail = tmpl_parse_piece(parser))) return false;
     }
 }
 
 /* Frees a template. t may be NULL. */
-static void tmpl_del(tmpl *t) {
-    if (!t) return;
-    arena_free(&t->a);
-    uni_cases_free(&t->cases);
-    free(t);
+static void tmpl_del(tmpl *template) {
+    if (!template) return;
+    arena_free(&template->memory);
+    uni_cases_free(&template->cases);
+    free(template);
 }
 
 /* Returns the source normalized, in the arena: invalid UTF-8 repaired, every line end "\n", and one
  * line end at the very end of the source removed. */
-static str tmpl_source(arena *a, str s) {
-    buf valid = {0}, b = {0};
-    s = uni_repair(s, &valid);
-    for (size_t i = 0; i < s.n; i++)
-        if (s.p[i] != '\r') buf_char(&b, s.p[i]);
-        else if (i + 1 == s.n || s.p[i + 1] != '\n') buf_char(&b, '\n');
-    if (b.n && b.p[b.n - 1] == '\n') b.n--;
-    str clean = arena_str(a, buf_view(&b));
+static str tmpl_clean_source(arena *memory, str text) {
+    buf valid = {0}, lines = {0};
+    text = uni_repair(text, &valid);
+    for (size_t i = 0; i < text.n; i++)
+        if (text.p[i] != '\r') buf_char(&lines, text.p[i]);
+        else if (i + 1 == text.n || text.p[i + 1] != '\n') buf_char(&lines, '\n');
+    if (lines.n && lines.p[lines.n - 1] == '\n') lines.n--;
+    str clean = arena_str(memory, buf_view(&lines));
     buf_free(&valid);
-    buf_free(&b);
+    buf_free(&lines);
     return clean;
 }
 
@@ -4864,19 +4864,19 @@ static int tmpl_parse(tmpl **out, str source, toka_err *e) {
     if (source.n > TMPL_MAX_SOURCE)
         return fail(e, TOKA_E_INPUT, "template line 1: %zu bytes of source, at most %d", source.n,
                     TMPL_MAX_SOURCE);
-    tmpl *t = mem_zalloc(sizeof *t);
-    uni_cases_init(&t->cases);
-    t->names[TMPL_LOOP] = STR("loop");
-    t->names[TMPL_CALLER] = STR("caller");
-    t->n_names = TMPL_RESERVED;
-    tmpl_lexer x = {.line = 1, .a = &t->a, .e = e};
-    x.src = tmpl_source(&t->a, source);
-    bool ok = tmpl_lex(&x);
-    tmpl_parser p = {.t = t, .tok = x.tokens, .e = e};
-    ok = ok && tmpl_body(&p, "", &t->body);
-    free(x.tokens);
-    if (ok) return *out = t, 0;
-    tmpl_del(t);
+    tmpl *template = mem_zalloc(sizeof *template);
+    uni_cases_init(&template->cases);
+    template->names[TMPL_LOOP] = STR("loop");
+    template->names[TMPL_CALLER] = STR("caller");
+    template->n_names = TMPL_RESERVED;
+    tmpl_lexer lexer = {.line = 1, .memory = &template->memory, .e = e};
+    lexer.source = tmpl_clean_source(&template->memory, source);
+    bool ok = tmpl_lex(&lexer);
+    tmpl_parser parser = {.template = template, .token = lexer.tokens, .e = e};
+    ok = ok && tmpl_parse_body(&parser, "", &template->body);
+    free(lexer.tokens);
+    if (ok) return *out = template, 0;
+    tmpl_del(template);
     return e->code;
 }
 
@@ -4888,7 +4888,7 @@ static int tmpl_parse(tmpl **out, str source, toka_err *e) {
  * an exception, these functions fail.
  *
  * Always: a function that fails fills in *e and returns false. The template chooses how much a
- * render computes, so every cost is charged to the run before it arises: steps by tmpl_work,
+ * render computes, so every cost is charged to the run before it arises: steps by tmpl_charge_steps,
  * nesting by tmpl_enter, memory by tmpl_alloc, length of texts by tmpl_put. Values live in the
  * run's arena. Texts are UTF-8; lengths and indices that a template sees are in code points. Texts
  * of the context (the variables given by the caller) are borrowed.
@@ -4902,7 +4902,7 @@ static int tmpl_parse(tmpl **out, str source, toka_err *e) {
 typedef enum tval_type {
     TV_ABSENT, /* an argument that was not given; no expression has this value */
     TV_UNDEFINED, TV_NONE, TV_BOOL, TV_INT,
-    TV_BIG, /* an integer beyond 64 bits, as text */
+    TV_BIG_INT, /* an integer beyond 64 bits, as text */
     TV_FLOAT, TV_STR, TV_LIST, TV_TUPLE, TV_DICT,
     TV_GENERATOR, /* result of map, select, reverse ...: true, can be iterated once, no length */
     TV_NAMESPACE, TV_LOOP, TV_MACRO, TV_METHOD, TV_FUNCTION
@@ -4921,11 +4921,11 @@ typedef struct tval {
     uint8_t type;  /* tval_type */
     uint8_t owner; /* TV_UNDEFINED: type of the object that lacks the element; 0: a variable */
     bool safe;     /* TV_STR: marked as safe HTML; a text that is added to it is escaped first */
-    uint32_t n;    /* TV_STR, TV_BIG, TV_UNDEFINED: bytes of s */
+    uint32_t n;    /* TV_STR, TV_BIG_INT, TV_UNDEFINED: bytes of s */
     union {
-        int64_t i;               /* TV_INT, TV_BOOL */
-        double f;
-        const char *s;           /* TV_STR: text; TV_BIG: digits; TV_UNDEFINED: name */
+        int64_t integer;               /* TV_INT, TV_BOOL */
+        double real;
+        const char *chars;           /* TV_STR: text; TV_BIG_INT: digits; TV_UNDEFINED: name */
         struct tmpl_items *list; /* TV_LIST, TV_TUPLE, TV_GENERATOR */
         struct tmpl_dict *dict;  /* TV_DICT, TV_NAMESPACE */
         struct tmpl_loop *loop;
@@ -4937,48 +4937,48 @@ typedef struct tval {
 
 typedef struct tmpl_items {
     size_t n;
-    tval v[]; /* [n] */
+    tval values[]; /* [n] */
 } tmpl_items;
 
 typedef struct tmpl_member {
-    tval key, v;
+    tval key, value;
 } tmpl_member;
 
 typedef struct tmpl_dict {
-    size_t n, cap;
-    tmpl_member *at; /* [n] in order of insertion; NULL while cap is 0 */
+    size_t n_members, cap;
+    tmpl_member *members; /* [n] in order of insertion; NULL while cap is 0 */
 } tmpl_dict;
 
 static tval tv_none(void) { return (tval){.type = TV_NONE}; }
-static tval tv_bool(bool b) { return (tval){.type = TV_BOOL, .i = b}; }
-static tval tv_int(int64_t i) { return (tval){.type = TV_INT, .i = i}; }
-static tval tv_float(double f) { return (tval){.type = TV_FLOAT, .f = f}; }
-static tval tv_str(str s) { return (tval){.type = TV_STR, .n = (uint32_t)s.n, .s = s.p}; }
-static tval tv_big(str s) { return (tval){.type = TV_BIG, .n = (uint32_t)s.n, .s = s.p}; }
+static tval tv_bool(bool b) { return (tval){.type = TV_BOOL, .integer = b}; }
+static tval tv_int(int64_t i) { return (tval){.type = TV_INT, .integer = i}; }
+static tval tv_float(double f) { return (tval){.type = TV_FLOAT, .real = f}; }
+static tval tv_str(str s) { return (tval){.type = TV_STR, .n = (uint32_t)s.n, .chars = s.p}; }
+static tval tv_big_int(str s) { return (tval){.type = TV_BIG_INT, .n = (uint32_t)s.n, .chars = s.p}; }
 static tval tv_list(tval_type type, tmpl_items *list) {
     return (tval){.type = (uint8_t)type, .list = list};
 }
 /* name: of the variable or element that does not exist; owner: see tval. */
 static tval tv_undefined(str name, int owner) {
     return (tval){
-        .type = TV_UNDEFINED, .owner = (uint8_t)owner, .n = (uint32_t)name.n, .s = name.p};
+        .type = TV_UNDEFINED, .owner = (uint8_t)owner, .n = (uint32_t)name.n, .chars = name.p};
 }
-static str tv_text(tval v) { return (str){v.s, v.n}; } /* of a TV_STR or TV_BIG */
+static str tv_text(tval v) { return (str){v.chars, v.n}; } /* of a TV_STR or TV_BIG_INT */
 static bool tv_is_integer(tval v) { return v.type == TV_BOOL || v.type == TV_INT; }
-/* A number that arithmetic accepts; a TV_BIG is not. */
+/* A number that arithmetic accepts; a TV_BIG_INT is not. */
 static bool tv_is_number(tval v) { return tv_is_integer(v) || v.type == TV_FLOAT; }
 static bool tv_is_list(tval v) { return v.type == TV_LIST || v.type == TV_TUPLE; }
-static double tv_double(tval v) { /* of a number or TV_BIG */
-    return v.type == TV_FLOAT ? v.f : v.type == TV_BIG ? json_strtod(tv_text(v)) : (double)v.i;
+static double tv_double(tval v) { /* of a number or TV_BIG_INT */
+    return v.type == TV_FLOAT ? v.real : v.type == TV_BIG_INT ? json_strtod(tv_text(v)) : (double)v.integer;
 }
 
 static bool tv_true(tval v) { /* bool(v) */
     switch (v.type) {
-    case TV_BOOL: case TV_INT: return v.i != 0;
-    case TV_FLOAT: return v.f != 0;
+    case TV_BOOL: case TV_INT: return v.integer != 0;
+    case TV_FLOAT: return v.real != 0;
     case TV_STR: return v.n > 0;
     case TV_LIST: case TV_TUPLE: return v.list->n > 0;
-    case TV_DICT: return v.dict->n > 0;
+    case TV_DICT: return v.dict->n_members > 0;
     default: return v.type > TV_NONE;
     }
 }
@@ -5003,9 +5003,9 @@ typedef struct tmpl_time {
 
 typedef struct tmpl_run { /* one render; used by one thread */
     tmpl_time now;
-    tmpl_limits left;         /* steps and depth count down; output_bytes is constant */
-    size_t memory;            /* bytes that may still be allocated */
-    arena a;                  /* owns the values */
+    tmpl_limits budget;         /* steps and depth count down; output_bytes is constant */
+    size_t memory_left;            /* bytes that may still be allocated */
+    arena memory;                  /* owns the values */
     buf *out;                 /* statements write here */
     tval captured;            /* text of the innermost set or filter block that applies filters */
     struct tmpl_scope *scope; /* the innermost scope; NULL: top level of the template */
@@ -5018,83 +5018,83 @@ typedef struct tmpl_run { /* one render; used by one thread */
 } tmpl_run;
 
 /* Reports an error at the line in evaluation. Returns false. */
-__attribute__((format(printf, 2, 3))) static bool tmpl_fail(tmpl_run *r, const char *fmt, ...) {
+__attribute__((format(printf, 2, 3))) static bool tmpl_fail(tmpl_run *run, const char *fmt, ...) {
     char what[400];
-    va_list ap;
-    va_start(ap, fmt);
-    vsnprintf(what, sizeof what, fmt, ap);
-    va_end(ap);
-    return tmpl_syntax(r->e, r->line, "%s", what);
+    va_list args;
+    va_start(args, fmt);
+    vsnprintf(what, sizeof what, fmt, args);
+    va_end(args);
+    return tmpl_syntax_error(run->e, run->line, "%s", what);
 }
 
 /* Charges the steps for n bytes or elements that are about to be processed. */
-static bool tmpl_work(tmpl_run *r, size_t n) {
-    r->left.steps -= (int64_t)(n / 8) + 1;
-    return r->left.steps >= 0 || tmpl_fail(r, "too many steps");
+static bool tmpl_charge_steps(tmpl_run *run, size_t n) {
+    run->budget.steps -= (int64_t)(n / 8) + 1;
+    return run->budget.steps >= 0 || tmpl_fail(run, "too many steps");
 }
 /* Enters a level of nesting; fails at the limit. */
-static bool tmpl_enter(tmpl_run *r) {
-    return r->left.depth-- > 0 || tmpl_fail(r, "nested too deep");
+static bool tmpl_enter(tmpl_run *run) {
+    return run->budget.depth-- > 0 || tmpl_fail(run, "nested too deep");
 }
-static bool tmpl_leave(tmpl_run *r, bool ok) { return r->left.depth++, ok; } /* returns ok */
+static bool tmpl_leave(tmpl_run *run, bool ok) { return run->budget.depth++, ok; } /* returns ok */
 
 /* Charges the steps for n bytes that are about to be appended to b. Fails if the text would be too
  * long. b may be NULL: a new text. */
-static bool tmpl_fits(tmpl_run *r, size_t n, const buf *b) {
-    size_t most = r->left.output_bytes, have = b ? b->n : 0;
-    if (have <= most && n <= most - have) return tmpl_work(r, n);
-    return tmpl_fail(r, "a text of more than %zu bytes", most);
+static bool tmpl_charge_text(tmpl_run *run, size_t n, const buf *text) {
+    size_t max_bytes = run->budget.output_bytes, n_bytes = text ? text->n : 0;
+    if (n_bytes <= max_bytes && n <= max_bytes - n_bytes) return tmpl_charge_steps(run, n);
+    return tmpl_fail(run, "a text of more than %zu bytes", max_bytes);
 }
 
 /* Allocates n elements of `size` bytes in the run's arena, not cleared. Returns NULL, with an
  * error, if the render would exceed its limit of memory or steps. */
-static void *tmpl_alloc(tmpl_run *r, size_t n, size_t size) {
-    if (n >= r->memory / size) return tmpl_fail(r, "values need too much memory"), NULL;
-    if (!tmpl_work(r, n * size / 16)) return NULL;
-    r->memory -= MIN(n * size + 16, r->memory);
-    return arena_alloc(&r->a, n * size);
+static void *tmpl_alloc(tmpl_run *run, size_t n, size_t size) {
+    if (n >= run->memory_left / size) return tmpl_fail(run, "values need too much memory"), NULL;
+    if (!tmpl_charge_steps(run, n * size / 16)) return NULL;
+    run->memory_left -= MIN(n * size + 16, run->memory_left);
+    return arena_alloc(&run->memory, n * size);
 }
-static tmpl_items *tmpl_new_items(tmpl_run *r, size_t n) {
-    tmpl_items *l =
-        n < SIZE_MAX / 32 ? tmpl_alloc(r, sizeof(tmpl_items) + n * sizeof(tval), 1) : NULL;
-    if (l) l->n = n;
-    return l;
+static tmpl_items *tmpl_new_items(tmpl_run *run, size_t n) {
+    tmpl_items *list =
+        n < SIZE_MAX / 32 ? tmpl_alloc(run, sizeof(tmpl_items) + n * sizeof(tval), 1) : NULL;
+    if (list) list->n = n;
+    return list;
 }
-static tmpl_items *tmpl_pair(tmpl_run *r, tval a, tval b) {
-    tmpl_items *l = tmpl_new_items(r, 2);
-    if (l) {
-        l->v[0] = a;
-        l->v[1] = b;
+static tmpl_items *tmpl_new_pair(tmpl_run *run, tval first, tval second) {
+    tmpl_items *list = tmpl_new_items(run, 2);
+    if (list) {
+        list->values[0] = first;
+        list->values[1] = second;
     }
-    return l;
+    return list;
 }
 
 /* Appends s to b; fails if the text would be too long. */
-static bool tmpl_put(tmpl_run *r, buf *b, str s) {
-    return tmpl_fits(r, s.n, b) && (buf_str(b, s), true);
+static bool tmpl_put(tmpl_run *run, buf *b, str s) {
+    return tmpl_charge_text(run, s.n, b) && (buf_str(b, s), true);
 }
-static bool tmpl_put_c(tmpl_run *r, buf *b, const char *z) { return tmpl_put(r, b, str_c(z)); }
+static bool tmpl_put_c(tmpl_run *run, buf *b, const char *z) { return tmpl_put(run, b, str_c(z)); }
 
 /* If ok, copies the text of b into a new value. Frees b in any case. Returns false if !ok or if the
  * allocation fails. */
-static bool tmpl_finish(tmpl_run *r, buf *b, bool ok, tval *out) {
-    char *p = ok ? tmpl_alloc(r, b->n + 1, 1) : NULL;
+static bool tmpl_finish_text(tmpl_run *run, buf *text, bool ok, tval *out) {
+    char *p = ok ? tmpl_alloc(run, text->n + 1, 1) : NULL;
     if (p) {
-        memcpy(p, buf_view(b).p, b->n);
-        *out = tv_str((str){p, b->n});
+        memcpy(p, buf_view(text).p, text->n);
+        *out = tv_str((str){p, text->n});
     }
-    buf_free(b);
+    buf_free(text);
     return p != NULL;
 }
 
 /* Reports that operation `what` does not accept the value v. Undefined values have messages of
  * their own; a template may print and test them, but little else. Returns false. */
-static bool tmpl_bad_type(tmpl_run *r, const char *what, tval v) {
+static bool tmpl_bad_type(tmpl_run *run, const char *what, tval v) {
     const char *type = tmpl_type_name(v.type);
     if (v.type != TV_UNDEFINED)
-        return tmpl_fail(r, "%s does not take a value of type '%s'", what, type);
-    if (!v.owner) return tmpl_fail(r, "'%.*s' is undefined", STRF(tv_text(v)));
-    return tmpl_fail(r, "'%s' has no attribute or element '%.*s'", tmpl_type_name(v.owner),
+        return tmpl_fail(run, "%s does not take a value of type '%s'", what, type);
+    if (!v.owner) return tmpl_fail(run, "'%.*s' is undefined", STRF(tv_text(v)));
+    return tmpl_fail(run, "'%s' has no attribute or element '%.*s'", tmpl_type_name(v.owner),
                      STRF(tv_text(v)));
 }
 
@@ -5110,259 +5110,259 @@ static size_t tmpl_cp_bytes(str s, int64_t n) {
 
 /* Appends f as Python's repr does: the fewest digits that convert back to f. Numbers of at least
  * 1e16 or below 1e-4 have an exponent. The others always have a decimal point. */
-static void tmpl_float_text(buf *b, double f) {
-    char z[64];
-    int digits = 0;
-    if (!isfinite(f)) {
-        buf_c(b, isnan(f) ? "nan" : f < 0 ? "-inf" : "inf");
+static void tmpl_float_text(buf *out, double value) {
+    char digits[64];
+    int n_digits = 0;
+    if (!isfinite(value)) {
+        buf_c(out, isnan(value) ? "nan" : value < 0 ? "-inf" : "inf");
         return;
     }
-    do snprintf(z, sizeof z, "%.*e", digits, f);
-    while (strtod(z, NULL) != f && ++digits < 17);
-    int exponent = atoi(strchr(z, 'e') + 1);
+    do snprintf(digits, sizeof digits, "%.*e", n_digits, value);
+    while (strtod(digits, NULL) != value && ++n_digits < 17);
+    int exponent = atoi(strchr(digits, 'e') + 1);
     if (exponent >= -4 && exponent < 16)
-        snprintf(z, sizeof z, "%.*f", MAX(digits - exponent, 1), f);
-    const char *point = localeconv()->decimal_point, *at = strstr(z, point);
-    buf_put(b, z, at ? (size_t)(at - z) : strlen(z));
-    if (at) buf_char(b, '.'), buf_c(b, at + strlen(point));
+        snprintf(digits, sizeof digits, "%.*f", MAX(n_digits - exponent, 1), value);
+    const char *point = localeconv()->decimal_point, *found = strstr(digits, point);
+    buf_put(out, digits, found ? (size_t)(found - digits) : strlen(digits));
+    if (found) buf_char(out, '.'), buf_c(out, found + strlen(point));
 }
 
-static bool tmpl_put_quoted(tmpl_run *r, buf *b, str s) { /* appends repr(s) */
-    static const char named[] = "\n\r\t", as[] = "nrt";
-    char quote = memchr(s.p, '\'', s.n) && !memchr(s.p, '"', s.n) ? '"' : '\'';
-    if (!tmpl_fits(r, 4 * s.n, b)) return false;
-    buf_char(b, quote);
-    for (size_t i = 0; i < s.n; i++) {
-        char c = s.p[i];
-        const char *k = c ? strchr(named, c) : NULL;
-        if (k) buf_char(b, '\\'), buf_char(b, as[k - named]);
-        else if (c == quote || c == '\\') buf_char(b, '\\'), buf_char(b, c);
-        else if ((unsigned char)c < 0x20 || c == 0x7F) buf_printf(b, "\\x%02x", c);
-        else buf_char(b, c);
+static bool tmpl_put_quoted(tmpl_run *run, buf *out, str text) { /* appends repr(s) */
+    static const char escaped[] = "\n\r\t", letters[] = "nrt";
+    char quote = memchr(text.p, '\'', text.n) && !memchr(text.p, '"', text.n) ? '"' : '\'';
+    if (!tmpl_charge_text(run, 4 * text.n, out)) return false;
+    buf_char(out, quote);
+    for (size_t i = 0; i < text.n; i++) {
+        char byte = text.p[i];
+        const char *found = byte ? strchr(escaped, byte) : NULL;
+        if (found) buf_char(out, '\\'), buf_char(out, letters[found - escaped]);
+        else if (byte == quote || byte == '\\') buf_char(out, '\\'), buf_char(out, byte);
+        else if ((unsigned char)byte < 0x20 || byte == 0x7F) buf_printf(out, "\\x%02x", byte);
+        else buf_char(out, byte);
     }
-    buf_char(b, quote);
+    buf_char(out, quote);
     return true;
 }
 
 /* Appends str(v) to b, or repr(v) if `quoted`. */
-static bool tmpl_put_value(tmpl_run *r, buf *b, tval v, bool quoted) {
-    char z[32];
+static bool tmpl_put_value(tmpl_run *run, buf *out, tval value, bool quoted) {
+    char digits[32];
     bool ok = true;
-    switch (v.type) {
-    case TV_UNDEFINED: return tmpl_put_c(r, b, quoted ? "Undefined" : "");
-    case TV_NONE: return tmpl_put_c(r, b, "None");
-    case TV_BOOL: return tmpl_put_c(r, b, v.i ? "True" : "False");
-    case TV_INT: return snprintf(z, sizeof z, "%lld", (long long)v.i), tmpl_put_c(r, b, z);
-    case TV_FLOAT: return tmpl_float_text(b, v.f), tmpl_fits(r, 0, b);
-    case TV_BIG: return tmpl_put(r, b, tv_text(v));
-    case TV_STR: return quoted ? tmpl_put_quoted(r, b, tv_text(v)) : tmpl_put(r, b, tv_text(v));
+    switch (value.type) {
+    case TV_UNDEFINED: return tmpl_put_c(run, out, quoted ? "Undefined" : "");
+    case TV_NONE: return tmpl_put_c(run, out, "None");
+    case TV_BOOL: return tmpl_put_c(run, out, value.integer ? "True" : "False");
+    case TV_INT: return snprintf(digits, sizeof digits, "%lld", (long long)value.integer), tmpl_put_c(run, out, digits);
+    case TV_FLOAT: return tmpl_float_text(out, value.real), tmpl_charge_text(run, 0, out);
+    case TV_BIG_INT: return tmpl_put(run, out, tv_text(value));
+    case TV_STR: return quoted ? tmpl_put_quoted(run, out, tv_text(value)) : tmpl_put(run, out, tv_text(value));
     case TV_LIST: case TV_TUPLE: case TV_DICT: break;
-    default: return tmpl_bad_type(r, "printing", v);
+    default: return tmpl_bad_type(run, "printing", value);
     }
-    if (!tmpl_enter(r)) return false;
-    buf_char(b, v.type == TV_LIST ? '[' : v.type == TV_TUPLE ? '(' : '{');
-    for (size_t i = 0; v.type != TV_DICT && ok && i < v.list->n; i++)
-        ok = (!i || tmpl_put_c(r, b, ", ")) && tmpl_put_value(r, b, v.list->v[i], true);
-    if (v.type == TV_TUPLE && v.list->n == 1) buf_char(b, ',');
-    for (size_t i = 0; v.type == TV_DICT && ok && i < v.dict->n; i++)
-        ok = (!i || tmpl_put_c(r, b, ", ")) && tmpl_put_value(r, b, v.dict->at[i].key, true) &&
-             tmpl_put_c(r, b, ": ") && tmpl_put_value(r, b, v.dict->at[i].v, true);
-    buf_char(b, v.type == TV_LIST ? ']' : v.type == TV_TUPLE ? ')' : '}');
-    return tmpl_leave(r, ok);
+    if (!tmpl_enter(run)) return false;
+    buf_char(out, value.type == TV_LIST ? '[' : value.type == TV_TUPLE ? '(' : '{');
+    for (size_t i = 0; value.type != TV_DICT && ok && i < value.list->n; i++)
+        ok = (!i || tmpl_put_c(run, out, ", ")) && tmpl_put_value(run, out, value.list->values[i], true);
+    if (value.type == TV_TUPLE && value.list->n == 1) buf_char(out, ',');
+    for (size_t i = 0; value.type == TV_DICT && ok && i < value.dict->n_members; i++)
+        ok = (!i || tmpl_put_c(run, out, ", ")) && tmpl_put_value(run, out, value.dict->members[i].key, true) &&
+             tmpl_put_c(run, out, ": ") && tmpl_put_value(run, out, value.dict->members[i].value, true);
+    buf_char(out, value.type == TV_LIST ? ']' : value.type == TV_TUPLE ? ')' : '}');
+    return tmpl_leave(run, ok);
 }
 
-static bool tmpl_to_text(tmpl_run *r, tval v, tval *out) { /* str(v) as a value */
-    buf b = {0};
-    if (v.type == TV_STR) return *out = v, true;
-    return tmpl_finish(r, &b, tmpl_put_value(r, &b, v, false), out);
+static bool tmpl_to_text(tmpl_run *run, tval value, tval *out) { /* str(v) as a value */
+    buf result = {0};
+    if (value.type == TV_STR) return *out = value, true;
+    return tmpl_finish_text(run, &result, tmpl_put_value(run, &result, value, false), out);
 }
 
 /* ---- Equality, order, dicts ---- */
 
-static bool tmpl_dict_find(tmpl_run *r, const tmpl_dict *d, tval key, tval *out);
+static bool tmpl_dict_find(tmpl_run *run, const tmpl_dict *dict, tval key, tval *out);
 
 /* Returns the decimal digits of an integer, in z or borrowed. No leading zeros: JSON has none. */
-static str tmpl_int_text(tval v, char z[24]) {
-    if (v.type == TV_BIG) return tv_text(v);
-    return snprintf(z, 24, "%lld", (long long)v.i), str_c(z);
+static str tmpl_int_text(tval v, char digits[24]) {
+    if (v.type == TV_BIG_INT) return tv_text(v);
+    return snprintf(digits, 24, "%lld", (long long)v.integer), str_c(digits);
 }
 
-/* If a and b are numbers and at least one is a TV_BIG, sets *order (-1, 0 or 1) and returns true.
+/* If a and b are numbers and at least one is a TV_BIG_INT, sets *order (-1, 0 or 1) and returns true.
  * With a float, both are compared as floats. Two integers are compared by sign, then by number of
  * digits, then by digits. */
-static bool tmpl_big_order(tval a, tval b, int *order) {
-    char z[2][24];
-    if (a.type != TV_BIG && b.type != TV_BIG) return false;
-    if ((a.type != TV_BIG && !tv_is_number(a)) || (b.type != TV_BIG && !tv_is_number(b)))
+static bool tmpl_compare_big(tval left, tval right, int *order) {
+    char digits[2][24];
+    if (left.type != TV_BIG_INT && right.type != TV_BIG_INT) return false;
+    if ((left.type != TV_BIG_INT && !tv_is_number(left)) || (right.type != TV_BIG_INT && !tv_is_number(right)))
         return false;
-    if (a.type == TV_FLOAT || b.type == TV_FLOAT) {
-        double x = tv_double(a), y = tv_double(b);
-        return *order = (x > y) - (x < y), true;
+    if (left.type == TV_FLOAT || right.type == TV_FLOAT) {
+        double left_real = tv_double(left), right_real = tv_double(right);
+        return *order = (left_real > right_real) - (left_real < right_real), true;
     }
-    str s = tmpl_int_text(a, z[0]), t = tmpl_int_text(b, z[1]);
-    bool s_neg = *s.p == '-', t_neg = *t.p == '-';
-    int c = s.n != t.n ? (s.n > t.n) - (s.n < t.n) : memcmp(s.p, t.p, s.n);
-    if (s_neg) c = -c;
-    return *order = s_neg != t_neg ? t_neg - s_neg : (c > 0) - (c < 0), true;
+    str left_text = tmpl_int_text(left, digits[0]), right_text = tmpl_int_text(right, digits[1]);
+    bool left_negative = *left_text.p == '-', right_negative = *right_text.p == '-';
+    int order_abs = left_text.n != right_text.n ? (left_text.n > right_text.n) - (left_text.n < right_text.n) : memcmp(left_text.p, right_text.p, left_text.n);
+    if (left_negative) order_abs = -order_abs;
+    return *order = left_negative != right_negative ? right_negative - left_negative : (order_abs > 0) - (order_abs < 0), true;
 }
 
 /* *equal: a == b as in Python. Returns false only if the comparison exceeds a limit. */
-static bool tmpl_equal(tmpl_run *r, tval a, tval b, bool *equal) {
+static bool tmpl_equal(tmpl_run *run, tval left, tval right, bool *equal) {
     bool ok = true;
     int order;
     *equal = false;
-    if (!tmpl_work(r, 0)) return false;
-    if (tmpl_big_order(a, b, &order)) return *equal = !order, tmpl_work(r, 64);
-    if (tv_is_integer(a) && tv_is_integer(b)) return *equal = a.i == b.i, true;
-    if (tv_is_number(a) && tv_is_number(b)) return *equal = tv_double(a) == tv_double(b), true;
-    if (a.type != b.type) return true;
-    switch (a.type) {
+    if (!tmpl_charge_steps(run, 0)) return false;
+    if (tmpl_compare_big(left, right, &order)) return *equal = !order, tmpl_charge_steps(run, 64);
+    if (tv_is_integer(left) && tv_is_integer(right)) return *equal = left.integer == right.integer, true;
+    if (tv_is_number(left) && tv_is_number(right)) return *equal = tv_double(left) == tv_double(right), true;
+    if (left.type != right.type) return true;
+    switch (left.type) {
     case TV_UNDEFINED: case TV_NONE: return *equal = true;
     case TV_STR:
-        return *equal = str_eq(tv_text(a), tv_text(b)), a.n != b.n || tmpl_work(r, a.n);
-    case TV_LIST: case TV_TUPLE: *equal = a.list->n == b.list->n; break;
-    case TV_DICT: *equal = a.dict->n == b.dict->n; break;
-    default: return *equal = a.list == b.list, true; /* the same object */
+        return *equal = str_eq(tv_text(left), tv_text(right)), left.n != right.n || tmpl_charge_steps(run, left.n);
+    case TV_LIST: case TV_TUPLE: *equal = left.list->n == right.list->n; break;
+    case TV_DICT: *equal = left.dict->n_members == right.dict->n_members; break;
+    default: return *equal = left.list == right.list, true; /* the same object */
     }
-    if (!tmpl_enter(r)) return false;
-    for (size_t i = 0; tv_is_list(a) && ok && *equal && i < a.list->n; i++)
-        ok = tmpl_equal(r, a.list->v[i], b.list->v[i], equal);
-    for (size_t i = 0; a.type == TV_DICT && ok && *equal && i < a.dict->n; i++) {
+    if (!tmpl_enter(run)) return false;
+    for (size_t i = 0; tv_is_list(left) && ok && *equal && i < left.list->n; i++)
+        ok = tmpl_equal(run, left.list->values[i], right.list->values[i], equal);
+    for (size_t i = 0; left.type == TV_DICT && ok && *equal && i < left.dict->n_members; i++) {
         tval other;
-        ok = tmpl_dict_find(r, b.dict, a.dict->at[i].key, &other) &&
-             tmpl_equal(r, a.dict->at[i].v, other, equal);
+        ok = tmpl_dict_find(run, right.dict, left.dict->members[i].key, &other) &&
+             tmpl_equal(run, left.dict->members[i].value, other, equal);
     }
-    return tmpl_leave(r, ok);
+    return tmpl_leave(run, ok);
 }
 
 /* Sets *order to -1, 0 or 1 if a is less than, equal to or greater than b. Only numbers and texts
  * have an order. Lists have one in Python, but not here. */
-static bool tmpl_order(tmpl_run *r, tval a, tval b, int *order) {
-    if (tmpl_big_order(a, b, order)) return tmpl_work(r, 64);
-    if (tv_is_integer(a) && tv_is_integer(b))
-        return *order = (a.i > b.i) - (a.i < b.i), tmpl_work(r, 0);
-    if (tv_is_number(a) && tv_is_number(b)) {
-        double x = tv_double(a), y = tv_double(b);
-        return *order = (x > y) - (x < y), tmpl_work(r, 0);
+static bool tmpl_compare(tmpl_run *run, tval left, tval right, int *order) {
+    if (tmpl_compare_big(left, right, order)) return tmpl_charge_steps(run, 64);
+    if (tv_is_integer(left) && tv_is_integer(right))
+        return *order = (left.integer > right.integer) - (left.integer < right.integer), tmpl_charge_steps(run, 0);
+    if (tv_is_number(left) && tv_is_number(right)) {
+        double left_real = tv_double(left), right_real = tv_double(right);
+        return *order = (left_real > right_real) - (left_real < right_real), tmpl_charge_steps(run, 0);
     }
-    if (a.type == TV_STR && b.type == TV_STR) {
-        size_t n = MIN(a.n, b.n);
-        int c = n ? memcmp(a.s, b.s, n) : 0; /* in UTF-8 byte order is code point order */
-        *order = c ? (c > 0) - (c < 0) : (a.n > b.n) - (a.n < b.n);
-        return tmpl_work(r, n);
+    if (left.type == TV_STR && right.type == TV_STR) {
+        size_t n_common = MIN(left.n, right.n);
+        int difference = n_common ? memcmp(left.chars, right.chars, n_common) : 0; /* in UTF-8 byte order is code point order */
+        *order = difference ? (difference > 0) - (difference < 0) : (left.n > right.n) - (left.n < right.n);
+        return tmpl_charge_steps(run, n_common);
     }
-    if (a.type == TV_UNDEFINED || b.type == TV_UNDEFINED)
-        return tmpl_bad_type(r, "order", a.type == TV_UNDEFINED ? a : b);
-    return tmpl_fail(r, "values of type '%s' and '%s' have no order", tmpl_type_name(a.type),
-                     tmpl_type_name(b.type));
+    if (left.type == TV_UNDEFINED || right.type == TV_UNDEFINED)
+        return tmpl_bad_type(run, "order", left.type == TV_UNDEFINED ? left : right);
+    return tmpl_fail(run, "values of type '%s' and '%s' have no order", tmpl_type_name(left.type),
+                     tmpl_type_name(right.type));
 }
 
 /* Sorts `values` by `keys`, both in place. The sort is stable, also with `reverse`. It is an
  * insertion sort: lists in templates are short, and the limit of steps bounds the time of long
  * ones. */
-static bool tmpl_sort(tmpl_run *r, tmpl_items *keys, tmpl_items *values, bool reverse) {
+static bool tmpl_sort(tmpl_run *run, tmpl_items *keys, tmpl_items *values, bool reverse) {
     for (size_t i = 1; i < keys->n; i++) {
-        tval key = keys->v[i], v = values->v[i];
+        tval key = keys->values[i], value = values->values[i];
         size_t to = i;
         for (int order = 0; to > 0; to--) {
-            if (!tmpl_order(r, key, keys->v[to - 1], &order)) return false;
+            if (!tmpl_compare(run, key, keys->values[to - 1], &order)) return false;
             if (reverse ? order <= 0 : order >= 0) break;
-            keys->v[to] = keys->v[to - 1];
-            values->v[to] = values->v[to - 1];
+            keys->values[to] = keys->values[to - 1];
+            values->values[to] = values->values[to - 1];
         }
-        keys->v[to] = key;
-        values->v[to] = v;
+        keys->values[to] = key;
+        values->values[to] = value;
     }
     return true;
 }
 
 /* *i: index of the member with this key; d->n if there is none. */
-static bool tmpl_dict_index(tmpl_run *r, const tmpl_dict *d, tval key, size_t *i) {
+static bool tmpl_dict_index(tmpl_run *run, const tmpl_dict *dict, tval key, size_t *i) {
     bool equal = false;
-    for (*i = 0; *i < d->n; ++*i) {
-        if (!tmpl_equal(r, d->at[*i].key, key, &equal)) return false;
+    for (*i = 0; *i < dict->n_members; ++*i) {
+        if (!tmpl_equal(run, dict->members[*i].key, key, &equal)) return false;
         if (equal) break;
     }
     return true;
 }
 /* *out: the value of the member with this key; TV_ABSENT if there is none. */
-static bool tmpl_dict_find(tmpl_run *r, const tmpl_dict *d, tval key, tval *out) {
+static bool tmpl_dict_find(tmpl_run *run, const tmpl_dict *dict, tval key, tval *out) {
     size_t i;
-    if (!tmpl_dict_index(r, d, key, &i)) return false;
-    return *out = i < d->n ? d->at[i].v : (tval){0}, true;
+    if (!tmpl_dict_index(run, dict, key, &i)) return false;
+    return *out = i < dict->n_members ? dict->members[i].value : (tval){0}, true;
 }
 
 /* Adds the member, or replaces the value of an existing one, which keeps its place. */
-static bool tmpl_dict_set(tmpl_run *r, tmpl_dict *d, tval key, tval v) {
+static bool tmpl_dict_set(tmpl_run *run, tmpl_dict *dict, tval key, tval value) {
     size_t i;
     if (key.type == TV_LIST || key.type == TV_DICT)
-        return tmpl_fail(r, "unhashable type: '%s'", tmpl_type_name(key.type));
-    if (!tmpl_dict_index(r, d, key, &i)) return false;
-    if (i < d->n) return d->at[i].v = v, true;
-    if (d->n == d->cap) {
-        size_t cap = MAX(d->cap * 2, (size_t)4);
-        tmpl_member *at = tmpl_alloc(r, cap, sizeof *at);
+        return tmpl_fail(run, "unhashable type: '%s'", tmpl_type_name(key.type));
+    if (!tmpl_dict_index(run, dict, key, &i)) return false;
+    if (i < dict->n_members) return dict->members[i].value = value, true;
+    if (dict->n_members == dict->cap) {
+        size_t cap = MAX(dict->cap * 2, (size_t)4);
+        tmpl_member *at = tmpl_alloc(run, cap, sizeof *at);
         if (!at) return false;
-        if (d->n) memcpy(at, d->at, d->n * sizeof *at);
-        d->at = at;
-        d->cap = cap;
+        if (dict->n_members) memcpy(at, dict->members, dict->n_members * sizeof *at);
+        dict->members = at;
+        dict->cap = cap;
     }
-    d->at[d->n++] = (tmpl_member){key, v};
+    dict->members[dict->n_members++] = (tmpl_member){key, value};
     return true;
 }
 
-static tmpl_dict *tmpl_new_dict(tmpl_run *r) {
-    tmpl_dict *d = tmpl_alloc(r, 1, sizeof *d);
-    if (d) *d = (tmpl_dict){0};
-    return d;
+static tmpl_dict *tmpl_new_dict(tmpl_run *run) {
+    tmpl_dict *dict = tmpl_alloc(run, 1, sizeof *dict);
+    if (dict) *dict = (tmpl_dict){0};
+    return dict;
 }
 
-typedef enum tmpl_part { PART_KEYS, PART_VALUES, PART_ITEMS } tmpl_part;
+typedef enum tmpl_dict_view { DICT_KEYS, DICT_VALUES, DICT_ITEMS } tmpl_dict_view;
 
 /* Returns a new list of the keys, the values or the (key, value) tuples of d. */
-static tmpl_items *tmpl_dict_list(tmpl_run *r, const tmpl_dict *d, tmpl_part part) {
-    tmpl_items *l = tmpl_new_items(r, d->n);
-    for (size_t i = 0; l && i < d->n; i++) {
-        tmpl_member m = d->at[i];
-        tmpl_items *pair = part == PART_ITEMS ? tmpl_pair(r, m.key, m.v) : NULL;
-        if (part == PART_ITEMS && !pair) return NULL;
-        l->v[i] = pair ? tv_list(TV_TUPLE, pair) : part == PART_KEYS ? m.key : m.v;
+static tmpl_items *tmpl_dict_list(tmpl_run *run, const tmpl_dict *dict, tmpl_dict_view view) {
+    tmpl_items *list = tmpl_new_items(run, dict->n_members);
+    for (size_t i = 0; list && i < dict->n_members; i++) {
+        tmpl_member member = dict->members[i];
+        tmpl_items *pair = view == DICT_ITEMS ? tmpl_new_pair(run, member.key, member.value) : NULL;
+        if (view == DICT_ITEMS && !pair) return NULL;
+        list->values[i] = pair ? tv_list(TV_TUPLE, pair) : view == DICT_KEYS ? member.key : member.value;
     }
-    return l;
+    return list;
 }
 
 /* ---- JSON ---- */
 
 /* Converts a JSON value of the context. Its texts and big integers are borrowed, not copied. */
-static bool tmpl_from_json(tmpl_run *r, const json *v, tval *out) {
+static bool tmpl_from_json(tmpl_run *run, const json *value, tval *out) {
     size_t i = 0;
-    bool ok = tmpl_work(r, 0) && tmpl_enter(r);
-    tmpl_items *l = ok && v->type == JSON_ARRAY ? tmpl_new_items(r, v->n) : NULL;
-    tmpl_dict *d = ok && v->type == JSON_OBJECT ? tmpl_new_dict(r) : NULL;
-    switch (v->type) {
+    bool ok = tmpl_charge_steps(run, 0) && tmpl_enter(run);
+    tmpl_items *list = ok && value->type == JSON_ARRAY ? tmpl_new_items(run, value->n) : NULL;
+    tmpl_dict *dict = ok && value->type == JSON_OBJECT ? tmpl_new_dict(run) : NULL;
+    switch (value->type) {
     case JSON_NULL: *out = tv_none(); break;
-    case JSON_FALSE: case JSON_TRUE: *out = tv_bool(v->type == JSON_TRUE); break;
+    case JSON_FALSE: case JSON_TRUE: *out = tv_bool(value->type == JSON_TRUE); break;
     case JSON_NUMBER:
-        *out = v->is_int       ? tv_int(v->i)
-               : v->is_big_int ? tv_big(json_digits(v))
-                               : tv_float(v->f);
+        *out = value->is_int       ? tv_int(value->integer)
+               : value->is_big_int ? tv_big_int(json_digits(value))
+                               : tv_float(value->real);
         break;
-    case JSON_STRING: *out = tv_str(json_str(v)); break;
+    case JSON_STRING: *out = tv_str(json_str(value)); break;
     case JSON_ARRAY:
-        ok = ok && l;
-        JSON_EACH(it, v) ok = ok && tmpl_from_json(r, it, &l->v[i++]);
-        *out = tv_list(TV_LIST, l);
+        ok = ok && list;
+        JSON_EACH(it, value) ok = ok && tmpl_from_json(run, it, &list->values[i++]);
+        *out = tv_list(TV_LIST, list);
         break;
     default:
-        ok = ok && d;
-        JSON_MEMBERS(key, v) {
+        ok = ok && dict;
+        JSON_MEMBERS(key, value) {
             tval member;
-            ok = ok && tmpl_from_json(r, key + 1, &member) &&
-                 tmpl_dict_set(r, d, tv_str(json_str(key)), member);
+            ok = ok && tmpl_from_json(run, key + 1, &member) &&
+                 tmpl_dict_set(run, dict, tv_str(json_str(key)), member);
         }
-        *out = (tval){.type = TV_DICT, .dict = d};
+        *out = (tval){.type = TV_DICT, .dict = dict};
     }
-    return tmpl_leave(r, ok);
+    return tmpl_leave(run, ok);
 }
 
 typedef struct tmpl_json_style { /* parameters of tojson, as of Python's json.dumps */
@@ -5374,97 +5374,97 @@ typedef struct tmpl_json_style { /* parameters of tojson, as of Python's json.du
 } tmpl_json_style;
 
 /* Appends s as a JSON string. With `ascii`, code points beyond U+FFFF become surrogate pairs. */
-static bool tmpl_put_json_str(tmpl_run *r, buf *b, str s, bool ascii) {
-    static const char named[] = "\"\\\n\r\t\f\b", as[] = "\"\\nrtfb";
-    int n;
-    if (!tmpl_fits(r, 6 * s.n, b)) return false;
-    buf_char(b, '"');
-    for (size_t i = 0; i < s.n; i += (size_t)n) {
-        uint32_t c = uni_next(s.p + i, &n);
-        const char *k = c && c < 0x80 ? strchr(named, (int)c) : NULL;
-        if (k) buf_char(b, '\\'), buf_char(b, as[k - named]);
-        else if (c < 0x20 || (ascii && c >= 0x7F && c < 0x10000)) buf_printf(b, "\\u%04x", c);
-        else if (ascii && c >= 0x10000)
-            buf_printf(b, "\\u%04x\\u%04x", 0xD800 + ((c - 0x10000) >> 10), 0xDC00 + (c & 0x3FF));
-        else buf_put(b, s.p + i, (size_t)n);
+static bool tmpl_put_json_str(tmpl_run *run, buf *out, str text, bool ascii) {
+    static const char escaped[] = "\"\\\n\r\t\f\b", letters[] = "\"\\nrtfb";
+    int len;
+    if (!tmpl_charge_text(run, 6 * text.n, out)) return false;
+    buf_char(out, '"');
+    for (size_t i = 0; i < text.n; i += (size_t)len) {
+        uint32_t code = uni_next(text.p + i, &len);
+        const char *found = code && code < 0x80 ? strchr(escaped, (int)code) : NULL;
+        if (found) buf_char(out, '\\'), buf_char(out, letters[found - escaped]);
+        else if (code < 0x20 || (ascii && code >= 0x7F && code < 0x10000)) buf_printf(out, "\\u%04x", code);
+        else if (ascii && code >= 0x10000)
+            buf_printf(out, "\\u%04x\\u%04x", 0xD800 + ((code - 0x10000) >> 10), 0xDC00 + (code & 0x3FF));
+        else buf_put(out, text.p + i, (size_t)len);
     }
-    buf_char(b, '"');
+    buf_char(out, '"');
     return true;
 }
 
 /* Begins a new line, indented by `level` levels, if the style has lines. */
-static bool tmpl_json_line(tmpl_run *r, buf *b, const tmpl_json_style *style, int level) {
+static bool tmpl_put_json_line(tmpl_run *run, buf *b, const tmpl_json_style *style, int level) {
     if (!style->lines) return true;
-    if (!tmpl_put_c(r, b, "\n")) return false;
+    if (!tmpl_put_c(run, b, "\n")) return false;
     for (int64_t i = 0; i < level * style->indent; i++)
-        if (!tmpl_put_c(r, b, " ")) return false;
+        if (!tmpl_put_c(run, b, " ")) return false;
     return true;
 }
 
-static bool tmpl_put_json(tmpl_run *r, buf *b, tval v, const tmpl_json_style *style, int level);
+static bool tmpl_put_json(tmpl_run *run, buf *out, tval value, const tmpl_json_style *style, int level);
 
-static bool tmpl_put_json_key(tmpl_run *r, buf *b, tval key, const tmpl_json_style *style) {
-    if (key.type == TV_STR) return tmpl_put_json_str(r, b, tv_text(key), style->ascii);
-    if (key.type != TV_NONE && key.type != TV_BIG && !tv_is_number(key))
-        return tmpl_bad_type(r, "a JSON member name", key);
-    return tmpl_put_c(r, b, "\"") && tmpl_put_json(r, b, key, style, 0) && tmpl_put_c(r, b, "\"");
+static bool tmpl_put_json_key(tmpl_run *run, buf *b, tval key, const tmpl_json_style *style) {
+    if (key.type == TV_STR) return tmpl_put_json_str(run, b, tv_text(key), style->ascii);
+    if (key.type != TV_NONE && key.type != TV_BIG_INT && !tv_is_number(key))
+        return tmpl_bad_type(run, "a JSON member name", key);
+    return tmpl_put_c(run, b, "\"") && tmpl_put_json(run, b, key, style, 0) && tmpl_put_c(run, b, "\"");
 }
 
 /* Appends json.dumps(v) as Hugging Face's filter tojson calls it. level: depth of v, from 0. */
-static bool tmpl_put_json(tmpl_run *r, buf *b, tval v, const tmpl_json_style *style, int level) {
-    tmpl_items *keys = NULL, *l = v.list;
-    switch (v.type) {
-    case TV_NONE: return tmpl_put_c(r, b, "null");
-    case TV_BOOL: return tmpl_put_c(r, b, v.i ? "true" : "false");
+static bool tmpl_put_json(tmpl_run *run, buf *out, tval value, const tmpl_json_style *style, int level) {
+    tmpl_items *keys = NULL, *list = value.list;
+    switch (value.type) {
+    case TV_NONE: return tmpl_put_c(run, out, "null");
+    case TV_BOOL: return tmpl_put_c(run, out, value.integer ? "true" : "false");
     case TV_FLOAT:
-        if (!isfinite(v.f)) return tmpl_fail(r, "tojson: a number without JSON");
+        if (!isfinite(value.real)) return tmpl_fail(run, "tojson: a number without JSON");
         /* fall through */
-    case TV_INT: case TV_BIG: return tmpl_put_value(r, b, v, false);
-    case TV_STR: return tmpl_put_json_str(r, b, tv_text(v), style->ascii);
+    case TV_INT: case TV_BIG_INT: return tmpl_put_value(run, out, value, false);
+    case TV_STR: return tmpl_put_json_str(run, out, tv_text(value), style->ascii);
     case TV_LIST: case TV_TUPLE: break;
     case TV_DICT:
-        keys = tmpl_dict_list(r, v.dict, PART_KEYS);
-        l = keys ? tmpl_dict_list(r, v.dict, PART_VALUES) : NULL;
-        if (!l || (style->sort_keys && !tmpl_sort(r, keys, l, false))) return false;
+        keys = tmpl_dict_list(run, value.dict, DICT_KEYS);
+        list = keys ? tmpl_dict_list(run, value.dict, DICT_VALUES) : NULL;
+        if (!list || (style->sort_keys && !tmpl_sort(run, keys, list, false))) return false;
         break;
     default:
-        return tmpl_fail(r, "tojson: a value of type '%s' has no JSON", tmpl_type_name(v.type));
+        return tmpl_fail(run, "tojson: a value of type '%s' has no JSON", tmpl_type_name(value.type));
     }
-    bool ok = tmpl_enter(r);
-    buf_char(b, keys ? '{' : '[');
-    for (size_t i = 0; ok && i < l->n; i++) {
-        ok = (!i || tmpl_put(r, b, style->comma)) && tmpl_json_line(r, b, style, level + 1);
+    bool ok = tmpl_enter(run);
+    buf_char(out, keys ? '{' : '[');
+    for (size_t i = 0; ok && i < list->n; i++) {
+        ok = (!i || tmpl_put(run, out, style->comma)) && tmpl_put_json_line(run, out, style, level + 1);
         if (keys)
-            ok = ok && tmpl_put_json_key(r, b, keys->v[i], style) && tmpl_put(r, b, style->colon);
-        ok = ok && tmpl_put_json(r, b, l->v[i], style, level + 1);
+            ok = ok && tmpl_put_json_key(run, out, keys->values[i], style) && tmpl_put(run, out, style->colon);
+        ok = ok && tmpl_put_json(run, out, list->values[i], style, level + 1);
     }
-    if (ok && l->n) ok = tmpl_json_line(r, b, style, level);
-    buf_char(b, keys ? '}' : ']');
-    return tmpl_leave(r, ok);
+    if (ok && list->n) ok = tmpl_put_json_line(run, out, style, level);
+    buf_char(out, keys ? '}' : ']');
+    return tmpl_leave(run, ok);
 }
 
 /* ---- Elements ---- */
 
 /* *out: the list of elements that `for` iterates over: characters of a text, keys of a dict; empty
  * for an undefined value. A generator is empty afterwards. *out may be shared with v: read only. */
-static bool tmpl_walk(tmpl_run *r, tval v, tmpl_items **out) {
-    switch (v.type) {
-    case TV_LIST: case TV_TUPLE: *out = v.list; return true;
-    case TV_UNDEFINED: return (*out = tmpl_new_items(r, 0)) != NULL;
-    case TV_DICT: return (*out = tmpl_dict_list(r, v.dict, PART_KEYS)) != NULL;
+static bool tmpl_elements(tmpl_run *run, tval value, tmpl_items **out) {
+    switch (value.type) {
+    case TV_LIST: case TV_TUPLE: *out = value.list; return true;
+    case TV_UNDEFINED: return (*out = tmpl_new_items(run, 0)) != NULL;
+    case TV_DICT: return (*out = tmpl_dict_list(run, value.dict, DICT_KEYS)) != NULL;
     case TV_GENERATOR:
-        if (!(*out = tmpl_new_items(r, v.list->n))) return false;
-        memcpy((*out)->v, v.list->v, v.list->n * sizeof(tval));
-        v.list->n = 0;
+        if (!(*out = tmpl_new_items(run, value.list->n))) return false;
+        memcpy((*out)->values, value.list->values, value.list->n * sizeof(tval));
+        value.list->n = 0;
         return true;
     case TV_STR:
-        if (!(*out = tmpl_new_items(r, (size_t)utf8_count(tv_text(v))))) return false;
-        for (size_t i = 0, n, at = 0; i < (*out)->n; i++, at += n) {
-            n = tmpl_cp_bytes((str){v.s + at, v.n - at}, 1);
-            (*out)->v[i] = tv_str((str){v.s + at, n});
+        if (!(*out = tmpl_new_items(run, (size_t)utf8_count(tv_text(value))))) return false;
+        for (size_t i = 0, len, at = 0; i < (*out)->n; i++, at += len) {
+            len = tmpl_cp_bytes((str){value.chars + at, value.n - at}, 1);
+            (*out)->values[i] = tv_str((str){value.chars + at, len});
         }
         return true;
-    default: return tmpl_fail(r, "'%s' object is not iterable", tmpl_type_name(v.type));
+    default: return tmpl_fail(run, "'%s' object is not iterable", tmpl_type_name(value.type));
     }
 }
 
@@ -5473,7 +5473,7 @@ static int64_t tmpl_length(tval v) { /* len(v); -1 if v has no length */
     case TV_UNDEFINED: return 0;
     case TV_STR: return utf8_count(tv_text(v));
     case TV_LIST: case TV_TUPLE: return (int64_t)v.list->n;
-    case TV_DICT: return (int64_t)v.dict->n;
+    case TV_DICT: return (int64_t)v.dict->n_members;
     default: return -1;
     }
 }
@@ -5487,14 +5487,14 @@ static tval tmpl_substring(tval v, int64_t from, int64_t to) {
 
 /* *out: v[key] as in Python, where a negative index counts from the end. TV_ABSENT if there is no
  * such element. */
-static bool tmpl_element(tmpl_run *r, tval v, tval key, tval *out) {
+static bool tmpl_element(tmpl_run *run, tval v, tval key, tval *out) {
     *out = (tval){0};
-    if (v.type == TV_DICT) return tmpl_dict_find(r, v.dict, key, out);
+    if (v.type == TV_DICT) return tmpl_dict_find(run, v.dict, key, out);
     if (!tv_is_integer(key) || (v.type != TV_STR && !tv_is_list(v))) return true;
-    int64_t n = tmpl_length(v), i = key.i < 0 ? key.i + n : key.i;
+    int64_t n = tmpl_length(v), i = key.integer < 0 ? key.integer + n : key.integer;
     if (i < 0 || i >= n) return true;
-    *out = v.type == TV_STR ? tmpl_substring(v, i, i + 1) : v.list->v[i];
-    return tmpl_work(r, v.type == TV_STR ? v.n : 0);
+    *out = v.type == TV_STR ? tmpl_substring(v, i, i + 1) : v.list->values[i];
+    return tmpl_charge_steps(run, v.type == TV_STR ? v.n : 0);
 }
 
 /* ---- Operators ---- */
@@ -5502,177 +5502,177 @@ static bool tmpl_element(tmpl_run *r, tval v, tval key, tval *out) {
 /* a + b for texts. A result of at least 1024 bytes gets twice the memory that it needs. If the next
  * concatenation has the latest such result as its left side, it is extended in place; so building a
  * text piece by piece takes linear time. The shorter value stays valid: its bytes do not change. */
-static bool tmpl_concat(tmpl_run *r, str a, str b, tval *out) {
-    buf before = {.n = a.n};
-    if (!tmpl_fits(r, b.n, &before)) return false;
-    if (a.n && a.p == r->last_text && a.n == r->last_n && r->last_cap - a.n >= b.n) {
-        memcpy(r->last_text + a.n, b.p, b.n);
+static bool tmpl_concat(tmpl_run *run, str left, str right, tval *out) {
+    buf before = {.n = left.n};
+    if (!tmpl_charge_text(run, right.n, &before)) return false;
+    if (left.n && left.p == run->last_text && left.n == run->last_n && run->last_cap - left.n >= right.n) {
+        memcpy(run->last_text + left.n, right.p, right.n);
     } else {
-        size_t cap = a.n + b.n < 1024 ? a.n + b.n : 2 * (a.n + b.n);
-        char *p = tmpl_alloc(r, cap + 1, 1);
-        if (!p) return false;
-        if (a.n) memcpy(p, a.p, a.n);
-        if (b.n) memcpy(p + a.n, b.p, b.n);
-        a.p = p;
-        if (cap > a.n + b.n) {
-            r->last_text = p;
-            r->last_cap = cap;
+        size_t cap = left.n + right.n < 1024 ? left.n + right.n : 2 * (left.n + right.n);
+        char *copy = tmpl_alloc(run, cap + 1, 1);
+        if (!copy) return false;
+        if (left.n) memcpy(copy, left.p, left.n);
+        if (right.n) memcpy(copy + left.n, right.p, right.n);
+        left.p = copy;
+        if (cap > left.n + right.n) {
+            run->last_text = copy;
+            run->last_cap = cap;
         }
     }
-    if (a.p == r->last_text) r->last_n = a.n + b.n;
-    *out = tv_str((str){a.p, a.n + b.n});
+    if (left.p == run->last_text) run->last_n = left.n + right.n;
+    *out = tv_str((str){left.p, left.n + right.n});
     return true;
 }
 
 /* Replaces &, <, >, ' and " by HTML entities. The result is marked as safe; a safe text is returned
  * unchanged, so that nothing is escaped twice. */
-static bool tmpl_escape_html(tmpl_run *r, tval v, tval *out) {
+static bool tmpl_escape_html(tmpl_run *run, tval value, tval *out) {
     static const char *const entities[] = {"&amp;", "&lt;", "&gt;", "&#39;", "&#34;"};
     static const char plain[] = "&<>'\"";
-    buf b = {0};
-    if (v.safe) return *out = v, true;
+    buf result = {0};
+    if (value.safe) return *out = value, true;
     bool ok = true;
-    for (size_t i = 0; ok && i < v.n; i++) {
-        const char *k = v.s[i] ? strchr(plain, v.s[i]) : NULL;
-        ok = k ? tmpl_put_c(r, &b, entities[k - plain]) : tmpl_put(r, &b, (str){v.s + i, 1});
+    for (size_t i = 0; ok && i < value.n; i++) {
+        const char *found = value.chars[i] ? strchr(plain, value.chars[i]) : NULL;
+        ok = found ? tmpl_put_c(run, &result, entities[found - plain]) : tmpl_put(run, &result, (str){value.chars + i, 1});
     }
-    return tmpl_finish(r, &b, ok, out) && (out->safe = true);
+    return tmpl_finish_text(run, &result, ok, out) && (out->safe = true);
 }
 
 /* a + b for texts. If one is safe HTML, the other is escaped and the result is safe. */
-static bool tmpl_add_texts(tmpl_run *r, tval a, tval b, tval *out) {
-    bool safe = a.safe || b.safe;
-    if (safe && (!tmpl_escape_html(r, a, &a) || !tmpl_escape_html(r, b, &b))) return false;
-    if (!tmpl_concat(r, tv_text(a), tv_text(b), out)) return false;
+static bool tmpl_add_texts(tmpl_run *run, tval left, tval right, tval *out) {
+    bool safe = left.safe || right.safe;
+    if (safe && (!tmpl_escape_html(run, left, &left) || !tmpl_escape_html(run, right, &right))) return false;
+    if (!tmpl_concat(run, tv_text(left), tv_text(right), out)) return false;
     return out->safe = safe, true;
 }
 
-static bool tmpl_repeat(tmpl_run *r, str s, int64_t n, tval *out) { /* s * n; empty if n <= 0 */
-    buf b = {0};
+static bool tmpl_repeat(tmpl_run *run, str s, int64_t n, tval *out) { /* s * n; empty if n <= 0 */
+    buf result = {0};
     bool ok = true;
-    for (int64_t i = 0; ok && s.n && i < n; i++) ok = tmpl_put(r, &b, s);
-    return tmpl_finish(r, &b, ok, out);
+    for (int64_t i = 0; ok && s.n && i < n; i++) ok = tmpl_put(run, &result, s);
+    return tmpl_finish_text(run, &result, ok, out);
 }
 
-static bool tmpl_join_lists(tmpl_run *r, tval a, tval b, tval *out) {
-    tmpl_items *l = tmpl_new_items(r, a.list->n + b.list->n);
-    if (!l) return false;
-    memcpy(l->v, a.list->v, a.list->n * sizeof(tval));
-    memcpy(l->v + a.list->n, b.list->v, b.list->n * sizeof(tval));
-    return *out = tv_list(a.type, l), true;
+static bool tmpl_join_lists(tmpl_run *run, tval left, tval right, tval *out) {
+    tmpl_items *list = tmpl_new_items(run, left.list->n + right.list->n);
+    if (!list) return false;
+    memcpy(list->values, left.list->values, left.list->n * sizeof(tval));
+    memcpy(list->values + left.list->n, right.list->values, right.list->n * sizeof(tval));
+    return *out = tv_list(left.type, list), true;
 }
 
-static bool tmpl_repeat_list(tmpl_run *r, tval a, int64_t n, tval *out) {
-    size_t all;
-    const bool over = __builtin_mul_overflow(a.list->n, (size_t)MAX(n, (int64_t)0), &all) ||
-                      all > UINT32_MAX;
-    tmpl_items *l =
-        over ? (tmpl_fail(r, "values need too much memory"), NULL) : tmpl_new_items(r, all);
-    for (size_t i = 0; l && i < all; i++) l->v[i] = a.list->v[i % a.list->n];
-    return l && (*out = tv_list(a.type, l), true);
+static bool tmpl_repeat_list(tmpl_run *run, tval a, int64_t n, tval *out) {
+    size_t total;
+    const bool overflow = __builtin_mul_overflow(a.list->n, (size_t)MAX(n, (int64_t)0), &total) ||
+                      total > UINT32_MAX;
+    tmpl_items *list =
+        overflow ? (tmpl_fail(run, "values need too much memory"), NULL) : tmpl_new_items(run, total);
+    for (size_t i = 0; list && i < total; i++) list->values[i] = a.list->values[i % a.list->n];
+    return list && (*out = tv_list(a.type, list), true);
 }
 
 /* Integer arithmetic as in Python, except that a result beyond 64 bits is an error. b == -1 has
  * cases of its own: INT64_MIN / -1 and INT64_MIN % -1 are undefined in C. */
-static bool tmpl_int_op(tmpl_run *r, int op, int64_t a, int64_t b, tval *out) {
-    int64_t v = 0;
-    bool over = false;
-    if ((op == '/' || op == OP_FLOOR || op == '%') && b == 0)
-        return tmpl_fail(r, "division by zero");
+static bool tmpl_int_op(tmpl_run *run, int op, int64_t left, int64_t right, tval *out) {
+    int64_t result = 0;
+    bool overflow = false;
+    if ((op == '/' || op == OP_FLOOR || op == '%') && right == 0)
+        return tmpl_fail(run, "division by zero");
     switch (op) {
-    case '+': over = __builtin_add_overflow(a, b, &v); break;
-    case '-': over = __builtin_sub_overflow(a, b, &v); break;
-    case '*': over = __builtin_mul_overflow(a, b, &v); break;
-    case '/': return *out = tv_float((double)a / (double)b), true;
+    case '+': overflow = __builtin_add_overflow(left, right, &result); break;
+    case '-': overflow = __builtin_sub_overflow(left, right, &result); break;
+    case '*': overflow = __builtin_mul_overflow(left, right, &result); break;
+    case '/': return *out = tv_float((double)left / (double)right), true;
     case OP_FLOOR: /* rounds toward minus infinity */
-        if (b == -1) over = __builtin_sub_overflow((int64_t)0, a, &v);
-        else v = a / b - (a % b && (a % b < 0) != (b < 0));
+        if (right == -1) overflow = __builtin_sub_overflow((int64_t)0, left, &result);
+        else result = left / right - (left % right && (left % right < 0) != (right < 0));
         break;
     default: /* %: the remainder has the sign of b */
-        v = b == -1 ? 0 : a % b;
-        if (v && (v < 0) != (b < 0)) v += b;
+        result = right == -1 ? 0 : left % right;
+        if (result && (result < 0) != (right < 0)) result += right;
     }
-    return over ? tmpl_fail(r, "an integer beyond 64 bits") : (*out = tv_int(v), true);
+    return overflow ? tmpl_fail(run, "an integer beyond 64 bits") : (*out = tv_int(result), true);
 }
 
 /* Float arithmetic as in Python. // is computed from fmod, which is exact. a / b is rounded:
  * floor(1.0 / 0.1) is 10, but 1.0 // 0.1 is 9. */
-static bool tmpl_float_op(tmpl_run *r, int op, double a, double b, tval *out) {
-    if ((op == '/' || op == OP_FLOOR || op == '%') && b == 0)
-        return tmpl_fail(r, "division by zero");
-    double rest = fmod(a, b), whole = (a - rest) / b;
-    if (rest != 0 && (rest < 0) != (b < 0)) { /* the remainder gets the sign of b */
-        rest += b;
-        whole -= 1;
+static bool tmpl_float_op(tmpl_run *run, int op, double left, double right, tval *out) {
+    if ((op == '/' || op == OP_FLOOR || op == '%') && right == 0)
+        return tmpl_fail(run, "division by zero");
+    double rest = fmod(left, right), quotient = (left - rest) / right;
+    if (rest != 0 && (rest < 0) != (right < 0)) { /* the remainder gets the sign of b */
+        rest += right;
+        quotient -= 1;
     }
     switch (op) {
-    case '+': a += b; break;
-    case '-': a -= b; break;
-    case '*': a *= b; break;
-    case '/': a /= b; break;
-    case OP_FLOOR: a = copysign(round(whole), a / b); break;
-    default: a = copysign(rest, b);
+    case '+': left += right; break;
+    case '-': left -= right; break;
+    case '*': left *= right; break;
+    case '/': left /= right; break;
+    case OP_FLOOR: left = copysign(round(quotient), left / right); break;
+    default: left = copysign(rest, right);
     }
-    return *out = tv_float(a), true;
+    return *out = tv_float(left), true;
 }
 
 /* a op b for + - * / // %: numbers, text + text, list + list, and text or list * integer. */
-static bool tmpl_arithmetic(tmpl_run *r, int op, tval a, tval b, tval *out) {
-    const char z[3] = {(char)op, (char)(op >> 8), 0};
-    if (tv_is_integer(a) && tv_is_integer(b)) return tmpl_int_op(r, op, a.i, b.i, out);
-    if (tv_is_number(a) && tv_is_number(b))
-        return tmpl_float_op(r, op, tv_double(a), tv_double(b), out);
-    if (a.type == TV_BIG || b.type == TV_BIG)
-        return tmpl_fail(r, "'%s' with an integer beyond 64 bits", z);
-    if (op == '+' && a.type == TV_STR && b.type == TV_STR) return tmpl_add_texts(r, a, b, out);
-    if (op == '+' && tv_is_list(a) && a.type == b.type) return tmpl_join_lists(r, a, b, out);
-    if (op == '*' && a.type == TV_STR && tv_is_integer(b))
-        return tmpl_repeat(r, tv_text(a), b.i, out);
-    if (op == '*' && tv_is_integer(a) && b.type == TV_STR)
-        return tmpl_repeat(r, tv_text(b), a.i, out);
-    if (op == '*' && tv_is_list(a) && tv_is_integer(b)) return tmpl_repeat_list(r, a, b.i, out);
-    if (op == '*' && tv_is_integer(a) && tv_is_list(b)) return tmpl_repeat_list(r, b, a.i, out);
-    if (a.type == TV_UNDEFINED || b.type == TV_UNDEFINED)
-        return tmpl_bad_type(r, z, a.type == TV_UNDEFINED ? a : b);
-    return tmpl_fail(r, "'%s' does not go with '%s' and '%s'", z, tmpl_type_name(a.type),
-                     tmpl_type_name(b.type));
+static bool tmpl_arithmetic(tmpl_run *run, int op, tval left, tval right, tval *out) {
+    const char sign[3] = {(char)op, (char)(op >> 8), 0};
+    if (tv_is_integer(left) && tv_is_integer(right)) return tmpl_int_op(run, op, left.integer, right.integer, out);
+    if (tv_is_number(left) && tv_is_number(right))
+        return tmpl_float_op(run, op, tv_double(left), tv_double(right), out);
+    if (left.type == TV_BIG_INT || right.type == TV_BIG_INT)
+        return tmpl_fail(run, "'%s' with an integer beyond 64 bits", sign);
+    if (op == '+' && left.type == TV_STR && right.type == TV_STR) return tmpl_add_texts(run, left, right, out);
+    if (op == '+' && tv_is_list(left) && left.type == right.type) return tmpl_join_lists(run, left, right, out);
+    if (op == '*' && left.type == TV_STR && tv_is_integer(right))
+        return tmpl_repeat(run, tv_text(left), right.integer, out);
+    if (op == '*' && tv_is_integer(left) && right.type == TV_STR)
+        return tmpl_repeat(run, tv_text(right), left.integer, out);
+    if (op == '*' && tv_is_list(left) && tv_is_integer(right)) return tmpl_repeat_list(run, left, right.integer, out);
+    if (op == '*' && tv_is_integer(left) && tv_is_list(right)) return tmpl_repeat_list(run, right, left.integer, out);
+    if (left.type == TV_UNDEFINED || right.type == TV_UNDEFINED)
+        return tmpl_bad_type(run, sign, left.type == TV_UNDEFINED ? left : right);
+    return tmpl_fail(run, "'%s' does not go with '%s' and '%s'", sign, tmpl_type_name(left.type),
+                     tmpl_type_name(right.type));
 }
 
 /* *yes: `needle in in`: a substring of a text, a key of a dict or an element of a list. */
-static bool tmpl_contains(tmpl_run *r, tval needle, tval in, bool *yes) {
-    tmpl_items *l;
-    tval found;
-    *yes = false;
-    if (in.type == TV_DICT)
-        return tmpl_dict_find(r, in.dict, needle, &found) && (*yes = found.type != TV_ABSENT, true);
-    if (in.type == TV_STR) {
-        if (needle.type != TV_STR) return tmpl_bad_type(r, "'in' a text", needle);
-        *yes = str_find(tv_text(in), tv_text(needle), 0) >= 0;
-        return tmpl_work(r, in.n);
+static bool tmpl_contains(tmpl_run *run, tval element, tval container, bool *found) {
+    tmpl_items *list;
+    tval value;
+    *found = false;
+    if (container.type == TV_DICT)
+        return tmpl_dict_find(run, container.dict, element, &value) && (*found = value.type != TV_ABSENT, true);
+    if (container.type == TV_STR) {
+        if (element.type != TV_STR) return tmpl_bad_type(run, "'in' a text", element);
+        *found = str_find(tv_text(container), tv_text(element), 0) >= 0;
+        return tmpl_charge_steps(run, container.n);
     }
-    if (!tmpl_walk(r, in, &l)) return false;
-    for (size_t i = 0; i < l->n && !*yes; i++)
-        if (!tmpl_equal(r, l->v[i], needle, yes)) return false;
+    if (!tmpl_elements(run, container, &list)) return false;
+    for (size_t i = 0; i < list->n && !*found; i++)
+        if (!tmpl_equal(run, list->values[i], element, found)) return false;
     return true;
 }
 
 /* *out: a op b, for all binary operators except `and` and `or`, which do not always evaluate b. */
-static bool tmpl_binary(tmpl_run *r, int op, tval a, tval b, tval *out) {
-    bool yes = false, ok;
+static bool tmpl_binary(tmpl_run *run, int op, tval left, tval right, tval *out) {
+    bool result = false, ok;
     int order = 0;
     switch (op) {
-    case OP_EQ: case OP_NE: ok = tmpl_equal(r, a, b, &yes); break;
-    case OP_IN: case OP_NOT_IN: ok = tmpl_contains(r, a, b, &yes); break;
-    case '<': ok = tmpl_order(r, a, b, &order), yes = order < 0; break;
-    case '>': ok = tmpl_order(r, a, b, &order), yes = order > 0; break;
-    case OP_LE: ok = tmpl_order(r, a, b, &order), yes = order <= 0; break;
-    case OP_GE: ok = tmpl_order(r, a, b, &order), yes = order >= 0; break;
+    case OP_EQ: case OP_NE: ok = tmpl_equal(run, left, right, &result); break;
+    case OP_IN: case OP_NOT_IN: ok = tmpl_contains(run, left, right, &result); break;
+    case '<': ok = tmpl_compare(run, left, right, &order), result = order < 0; break;
+    case '>': ok = tmpl_compare(run, left, right, &order), result = order > 0; break;
+    case OP_LE: ok = tmpl_compare(run, left, right, &order), result = order <= 0; break;
+    case OP_GE: ok = tmpl_compare(run, left, right, &order), result = order >= 0; break;
     case '~':
-        return tmpl_to_text(r, a, &a) && tmpl_to_text(r, b, &b) &&
-               tmpl_concat(r, tv_text(a), tv_text(b), out);
-    default: return tmpl_arithmetic(r, op, a, b, out);
+        return tmpl_to_text(run, left, &left) && tmpl_to_text(run, right, &right) &&
+               tmpl_concat(run, tv_text(left), tv_text(right), out);
+    default: return tmpl_arithmetic(run, op, left, right, out);
     }
-    *out = tv_bool(yes != (op == OP_NE || op == OP_NOT_IN));
+    *out = tv_bool(result != (op == OP_NE || op == OP_NOT_IN));
     return ok;
 }
 
@@ -5680,20 +5680,20 @@ static bool tmpl_binary(tmpl_run *r, int op, tval a, tval b, tval *out) {
  * tmpl_f_NAME implements a filter or method. The table tmpl_fns (chapter 10) names its parameters,
  * which are bound to c->a in that order; here a comment lists them. */
 
-enum { TMPL_ARGS = 4 }; /* maximum number of parameters of a filter, test, method or function */
+enum { TMPL_MAX_ARGS = 4 }; /* maximum number of parameters of a filter, test, method or function */
 
 typedef struct tmpl_args { /* the arguments of one call */
     tval self;          /* the filtered or tested value; the object of a method */
-    tval *pos;          /* [n_pos] positional arguments */
+    tval *positional;          /* [n_pos] positional arguments */
     tval *named;        /* [n_named] values of arguments given as name=value */
     str *names;         /* [n_named] their names */
     int n_pos, n_named;
-    tval a[TMPL_ARGS];  /* the values of the parameters; TV_ABSENT: not given */
+    tval param[TMPL_MAX_ARGS];  /* the values of the parameters; TV_ABSENT: not given */
     int op;             /* selects the variant if several names share one function */
 } tmpl_args;
 
-static bool tmpl_f_string(tmpl_run *r, tmpl_args *c, tval *out) {
-    return tmpl_to_text(r, c->self, out);
+static bool tmpl_f_string(tmpl_run *run, tmpl_args *args, tval *out) {
+    return tmpl_to_text(run, args->self, out);
 }
 
 enum { CASE_LOWER, CASE_UPPER, CASE_FOLD, CASE_SWAP, CASE_CAPITAL, CASE_TITLE, CASE_TITLE_METHOD };
@@ -5718,35 +5718,35 @@ static enum uni_case tmpl_case_of(int op, int kind, bool first) {
  *   CASE_TITLE         (the filter) a word begins after white space or one of "-([{<". The rule of
  *                      the Greek final sigma ignores the first letter of the word
  *   CASE_TITLE_METHOD  a word begins after a character without case */
-static bool tmpl_f_case(tmpl_run *r, tmpl_args *c, tval *out) {
-    tval v;
-    buf b = {0};
-    if (!tmpl_to_text(r, c->self, &v)) return false;
-    str s = tv_text(v);
+static bool tmpl_f_case(tmpl_run *run, tmpl_args *args, tval *out) {
+    tval value;
+    buf result = {0};
+    if (!tmpl_to_text(run, args->self, &value)) return false;
+    str text = tv_text(value);
     size_t word = 0; /* byte where the context for the rule of the final sigma begins */
-    bool first = true, ok = tmpl_work(r, 4 * s.n); /* the text may become three times as long */
-    for (size_t i = 0, n = 0; ok && i < s.n; i += n) {
-        int bytes;
+    bool first = true, ok = tmpl_charge_steps(run, 4 * text.n); /* the text may become three times as long */
+    for (size_t i = 0, len = 0; ok && i < text.n; i += len) {
+        int read_len;
         int32_t delta;
-        uint32_t u = uni_next(s.p + i, &bytes);
-        int kind = uni_case_kind(r->cases, u, &delta);
-        enum uni_case to = tmpl_case_of(c->op, kind, first);
-        n = (size_t)uni_put_case(r->cases, str_sub(s, word, s.n), i - word, to, &b);
-        bool gap = tmpl_space(s, i) || (u && u < 0x80 && strchr("-([{<", (int)u));
-        if (c->op == CASE_TITLE && first && !gap) word = i + n;
-        first = c->op == CASE_TITLE ? gap : c->op == CASE_TITLE_METHOD && !(kind & UNI_IS_CASED);
+        uint32_t code = uni_next(text.p + i, &read_len);
+        int kind = uni_case_kind(run->cases, code, &delta);
+        enum uni_case to = tmpl_case_of(args->op, kind, first);
+        len = (size_t)uni_put_case(run->cases, str_sub(text, word, text.n), i - word, to, &result);
+        bool gap = tmpl_space_len(text, i) || (code && code < 0x80 && strchr("-([{<", (int)code));
+        if (args->op == CASE_TITLE && first && !gap) word = i + len;
+        first = args->op == CASE_TITLE ? gap : args->op == CASE_TITLE_METHOD && !(kind & UNI_IS_CASED);
     }
-    return tmpl_finish(r, &b, ok && tmpl_fits(r, 0, &b), out);
+    return tmpl_finish_text(run, &result, ok && tmpl_charge_text(run, 0, &result), out);
 }
 
 /* *out: does the text of v have cased letters, all of this kind? As str.islower and str.isupper. */
-static bool tmpl_is_case(tmpl_run *r, tval v, int kind, tval *out) {
+static bool tmpl_is_case(tmpl_run *run, tval value, int kind, tval *out) {
     bool all = true, some = false;
-    int n;
+    int len;
     int32_t delta;
-    if (!tmpl_to_text(r, v, &v) || !tmpl_work(r, 4 * (size_t)v.n)) return false;
-    for (size_t i = 0; all && i < v.n; i += (size_t)n) {
-        int cased = uni_case_kind(r->cases, uni_next(v.s + i, &n), &delta) & UNI_IS_CASED;
+    if (!tmpl_to_text(run, value, &value) || !tmpl_charge_steps(run, 4 * (size_t)value.n)) return false;
+    for (size_t i = 0; all && i < value.n; i += (size_t)len) {
+        int cased = uni_case_kind(run->cases, uni_next(value.chars + i, &len), &delta) & UNI_IS_CASED;
         all = !(cased & ~kind);
         some |= cased != 0;
     }
@@ -5756,179 +5756,179 @@ static bool tmpl_is_case(tmpl_run *r, tval v, int kind, tval *out) {
 enum { STRIP_LEFT = 1, STRIP_RIGHT = 2 };
 
 /* Parameter: chars, the set of characters to remove; default: white space. op: STRIP_* flags. */
-static bool tmpl_f_strip(tmpl_run *r, tmpl_args *c, tval *out) {
-    tval v;
-    bool left = c->op & STRIP_LEFT, right = c->op & STRIP_RIGHT;
-    if (!tmpl_to_text(r, c->self, &v) || !tmpl_work(r, v.n)) return false;
-    str s = tv_text(v), set = tv_text(c->a[0]);
-    if (c->a[0].type <= TV_NONE) return *out = tv_str(tmpl_trim(s, left, right)), true;
-    if (c->a[0].type != TV_STR) return tmpl_bad_type(r, "strip", c->a[0]);
-    for (size_t n; left && s.n; s = str_sub(s, n, s.n)) {
-        n = tmpl_cp_bytes(s, 1);
-        if (!tmpl_work(r, set.n)) return false;
-        if (str_find(set, str_sub(s, 0, n), 0) < 0) break;
+static bool tmpl_f_strip(tmpl_run *run, tmpl_args *args, tval *out) {
+    tval value;
+    bool left = args->op & STRIP_LEFT, right = args->op & STRIP_RIGHT;
+    if (!tmpl_to_text(run, args->self, &value) || !tmpl_charge_steps(run, value.n)) return false;
+    str text = tv_text(value), set = tv_text(args->param[0]);
+    if (args->param[0].type <= TV_NONE) return *out = tv_str(tmpl_trim(text, left, right)), true;
+    if (args->param[0].type != TV_STR) return tmpl_bad_type(run, "strip", args->param[0]);
+    for (size_t len; left && text.n; text = str_sub(text, len, text.n)) {
+        len = tmpl_cp_bytes(text, 1);
+        if (!tmpl_charge_steps(run, set.n)) return false;
+        if (str_find(set, str_sub(text, 0, len), 0) < 0) break;
     }
-    for (; right && s.n; s.n = tmpl_last_cp(s)) {
-        if (!tmpl_work(r, set.n)) return false;
-        if (str_find(set, str_sub(s, tmpl_last_cp(s), s.n), 0) < 0) break;
+    for (; right && text.n; text.n = tmpl_last_char(text)) {
+        if (!tmpl_charge_steps(run, set.n)) return false;
+        if (str_find(set, str_sub(text, tmpl_last_char(text), text.n), 0) < 0) break;
     }
-    return *out = tv_str(s), true;
+    return *out = tv_str(text), true;
 }
 
-static bool tmpl_f_replace(tmpl_run *r, tmpl_args *c, tval *out) { /* parameters: old new count */
-    tval v[3];
-    if (!tmpl_to_text(r, c->self, &v[0]) || !tmpl_to_text(r, c->a[0], &v[1]) ||
-        !tmpl_to_text(r, c->a[1], &v[2]))
+static bool tmpl_f_replace(tmpl_run *run, tmpl_args *args, tval *out) { /* parameters: old new count */
+    tval texts[3];
+    if (!tmpl_to_text(run, args->self, &texts[0]) || !tmpl_to_text(run, args->param[0], &texts[1]) ||
+        !tmpl_to_text(run, args->param[1], &texts[2]))
         return false;
-    str s = tv_text(v[0]), old = tv_text(v[1]);
-    buf b = {0};
-    bool ok = tmpl_work(r, s.n) && (old.n || tmpl_fail(r, "replace: empty text"));
-    int64_t count = tv_is_integer(c->a[2]) ? MAX(c->a[2].i, -1) : -1; /* -1: all */
-    for (ptrdiff_t at; ok && count-- != 0 && (at = str_find(s, old, 0)) >= 0;) {
-        ok = tmpl_put(r, &b, str_sub(s, 0, (size_t)at)) && tmpl_put(r, &b, tv_text(v[2]));
-        s = str_sub(s, (size_t)at + old.n, s.n);
+    str text = tv_text(texts[0]), old = tv_text(texts[1]);
+    buf result = {0};
+    bool ok = tmpl_charge_steps(run, text.n) && (old.n || tmpl_fail(run, "replace: empty text"));
+    int64_t count = tv_is_integer(args->param[2]) ? MAX(args->param[2].integer, -1) : -1; /* -1: all */
+    for (ptrdiff_t at; ok && count-- != 0 && (at = str_find(text, old, 0)) >= 0;) {
+        ok = tmpl_put(run, &result, str_sub(text, 0, (size_t)at)) && tmpl_put(run, &result, tv_text(texts[2]));
+        text = str_sub(text, (size_t)at + old.n, text.n);
     }
-    return tmpl_finish(r, &b, ok && tmpl_put(r, &b, s), out);
+    return tmpl_finish_text(run, &result, ok && tmpl_put(run, &result, text), out);
 }
 
 /* *part: the next part of s from byte *at on; *at moves past its separator. If sep is NULL, white
  * space separates the parts. Returns false after the last part. */
-static bool tmpl_next_part(str s, const str *sep, size_t *at, str *part) {
-    size_t from = sep ? *at : tmpl_skip_space(s, *at), to = from;
-    if (sep ? from > s.n : from >= s.n) return false;
-    ptrdiff_t found = sep ? str_find(s, *sep, from) : -1;
-    if (sep) to = found < 0 ? s.n : (size_t)found;
-    else while (to < s.n && !tmpl_space(s, to)) to++;
-    *part = str_sub(s, from, to);
+static bool tmpl_next_part(str text, const str *sep, size_t *at, str *part) {
+    size_t from = sep ? *at : tmpl_skip_space(text, *at), to = from;
+    if (sep ? from > text.n : from >= text.n) return false;
+    ptrdiff_t found = sep ? str_find(text, *sep, from) : -1;
+    if (sep) to = found < 0 ? text.n : (size_t)found;
+    else while (to < text.n && !tmpl_space_len(text, to)) to++;
+    *part = str_sub(text, from, to);
     *at = to + (sep ? sep->n : 0);
-    if (sep && found < 0) *at = s.n + 1;
+    if (sep && found < 0) *at = text.n + 1;
     return true;
 }
 
 /* Parameters: sep maxsplit. op 0: split, 1: rsplit. Splits at every separator first. If there are
  * more than maxsplit + 1 parts, then joins the last ones (rsplit: the first ones). */
-static bool tmpl_f_split(tmpl_run *r, tmpl_args *c, tval *out) {
-    str s = tv_text(c->self), sep = tv_text(c->a[0]), part;
-    bool blank = c->a[0].type <= TV_NONE;
-    size_t n = 0, at = 0;
-    size_t most = tv_is_integer(c->a[1]) && c->a[1].i >= 0 ? (size_t)c->a[1].i + 1 : SIZE_MAX;
-    if (!blank && c->a[0].type != TV_STR) return tmpl_bad_type(r, "split", c->a[0]);
-    if (!blank && !sep.n) return tmpl_fail(r, "split: empty separator");
-    if (!tmpl_work(r, s.n)) return false;
-    while (tmpl_next_part(s, blank ? NULL : &sep, &at, &part)) n++;
-    tmpl_items *l = tmpl_new_items(r, n);
-    if (!l) return false;
-    for (n = at = 0; tmpl_next_part(s, blank ? NULL : &sep, &at, &part); n++)
-        l->v[n] = tv_str(part);
-    *out = tv_list(TV_LIST, l);
+static bool tmpl_f_split(tmpl_run *run, tmpl_args *args, tval *out) {
+    str text = tv_text(args->self), sep = tv_text(args->param[0]), part;
+    bool by_space = args->param[0].type <= TV_NONE;
+    size_t n_parts = 0, at = 0;
+    size_t max_parts = tv_is_integer(args->param[1]) && args->param[1].integer >= 0 ? (size_t)args->param[1].integer + 1 : SIZE_MAX;
+    if (!by_space && args->param[0].type != TV_STR) return tmpl_bad_type(run, "split", args->param[0]);
+    if (!by_space && !sep.n) return tmpl_fail(run, "split: empty separator");
+    if (!tmpl_charge_steps(run, text.n)) return false;
+    while (tmpl_next_part(text, by_space ? NULL : &sep, &at, &part)) n_parts++;
+    tmpl_items *list = tmpl_new_items(run, n_parts);
+    if (!list) return false;
+    for (n_parts = at = 0; tmpl_next_part(text, by_space ? NULL : &sep, &at, &part); n_parts++)
+        list->values[n_parts] = tv_str(part);
+    *out = tv_list(TV_LIST, list);
     /* rsplit searches separators from the end. It finds as many, but not always the same: "aa" in
      * "aaa". */
-    if (c->op && !blank) {
-        size_t from = s.n, end = s.n;
-        for (size_t i = n - 1; i > 0; i--, end = from -= sep.n) {
-            for (; !str_ends(str_sub(s, 0, from), sep); from--)
-                if (!tmpl_work(r, sep.n)) return false;
-            l->v[i] = tv_str(str_sub(s, from, end));
+    if (args->op && !by_space) {
+        size_t from = text.n, end = text.n;
+        for (size_t i = n_parts - 1; i > 0; i--, end = from -= sep.n) {
+            for (; !str_ends(str_sub(text, 0, from), sep); from--)
+                if (!tmpl_charge_steps(run, sep.n)) return false;
+            list->values[i] = tv_str(str_sub(text, from, end));
         }
-        l->v[0] = tv_str(str_sub(s, 0, end));
+        list->values[0] = tv_str(str_sub(text, 0, end));
     }
-    if (n < most) return true;
-    if (!c->op) { /* the last part extends to the end of the text */
-        l->n = most;
-        l->v[most - 1] = tv_str((str){l->v[most - 1].s, (size_t)(s.p + s.n - l->v[most - 1].s)});
+    if (n_parts < max_parts) return true;
+    if (!args->op) { /* the last part extends to the end of the text */
+        list->n = max_parts;
+        list->values[max_parts - 1] = tv_str((str){list->values[max_parts - 1].chars, (size_t)(text.p + text.n - list->values[max_parts - 1].chars)});
         return true;
     }
-    size_t extra = n - most; /* rsplit: the first part extends to the start of the text */
-    l->v[extra] = tv_str((str){s.p, (size_t)(l->v[extra].s - s.p) + l->v[extra].n});
-    memmove(l->v, l->v + extra, most * sizeof(tval));
-    l->n = most;
+    size_t extra = n_parts - max_parts; /* rsplit: the first part extends to the start of the text */
+    list->values[extra] = tv_str((str){text.p, (size_t)(list->values[extra].chars - text.p) + list->values[extra].n});
+    memmove(list->values, list->values + extra, max_parts * sizeof(tval));
+    list->n = max_parts;
     return true;
 }
 
-enum { AFFIX_STARTS, AFFIX_ENDS, AFFIX_CUT_START, AFFIX_CUT_END };
+enum { AFFIX_STARTS, AFFIX_ENDS, AFFIX_REMOVE_PREFIX, AFFIX_REMOVE_SUFFIX };
 
 /* startswith, endswith, removeprefix, removesuffix (op: AFFIX_*). Parameter: the affix. */
-static bool tmpl_f_affix(tmpl_run *r, tmpl_args *c, tval *out) {
-    if (c->op <= AFFIX_ENDS && c->a[0].type == TV_TUPLE) { /* true if any of the tuple matches */
+static bool tmpl_f_affix(tmpl_run *run, tmpl_args *args, tval *out) {
+    if (args->op <= AFFIX_ENDS && args->param[0].type == TV_TUPLE) { /* true if any of the tuple matches */
         *out = tv_bool(false);
-        for (size_t i = 0; i < c->a[0].list->n && !out->i; i++) {
-            tmpl_args one = {.self = c->self, .a = {c->a[0].list->v[i]}, .op = c->op};
-            if (one.a[0].type != TV_STR) return tmpl_bad_type(r, "an affix", one.a[0]);
-            if (!tmpl_f_affix(r, &one, out)) return false;
+        for (size_t i = 0; i < args->param[0].list->n && !out->integer; i++) {
+            tmpl_args one = {.self = args->self, .param = {args->param[0].list->values[i]}, .op = args->op};
+            if (one.param[0].type != TV_STR) return tmpl_bad_type(run, "an affix", one.param[0]);
+            if (!tmpl_f_affix(run, &one, out)) return false;
         }
         return true;
     }
-    if (c->a[0].type != TV_STR) return tmpl_bad_type(r, "an affix", c->a[0]);
-    str s = tv_text(c->self), affix = tv_text(c->a[0]);
-    bool end = c->op == AFFIX_ENDS || c->op == AFFIX_CUT_END;
-    bool has = (end ? str_ends : str_starts)(s, affix);
-    if (c->op <= AFFIX_ENDS)
+    if (args->param[0].type != TV_STR) return tmpl_bad_type(run, "an affix", args->param[0]);
+    str text = tv_text(args->self), affix = tv_text(args->param[0]);
+    bool end = args->op == AFFIX_ENDS || args->op == AFFIX_REMOVE_SUFFIX;
+    bool has = (end ? str_ends : str_starts)(text, affix);
+    if (args->op <= AFFIX_ENDS)
         *out = tv_bool(has);
     else
-        *out = tv_str(!has ? s : end ? str_sub(s, 0, s.n - affix.n) : str_sub(s, affix.n, s.n));
-    return tmpl_work(r, affix.n);
+        *out = tv_str(!has ? text : end ? str_sub(text, 0, text.n - affix.n) : str_sub(text, affix.n, text.n));
+    return tmpl_charge_steps(run, affix.n);
 }
 
 /* *out: the bound v of a slice as an index, as in Python's slice.indices: 0..n, or -1..n-1 if the
  * step is negative (`down`). If v is None or not given: `otherwise`. n: length of the sequence. */
-static bool tmpl_bound(tmpl_run *r, tval v, int64_t n, bool down, int64_t otherwise, int64_t *out) {
+static bool tmpl_slice_bound(tmpl_run *run, tval v, int64_t length, bool down, int64_t otherwise, int64_t *out) {
     *out = otherwise;
     if (v.type <= TV_NONE) return true;
-    if (!tv_is_integer(v)) return tmpl_bad_type(r, "a slice", v);
-    int64_t low = down ? -1 : 0, high = down ? n - 1 : n;
-    *out = MIN(MAX(v.i >= 0 ? v.i : v.i < -n ? low : v.i + n, low), high);
+    if (!tv_is_integer(v)) return tmpl_bad_type(run, "a slice", v);
+    int64_t low = down ? -1 : 0, high = down ? length - 1 : length;
+    *out = MIN(MAX(v.integer >= 0 ? v.integer : v.integer < -length ? low : v.integer + length, low), high);
     return true;
 }
 
-enum { FIND_LAST = 1, FIND_MUST = 2 }; /* MUST: an error if not found */
+enum { FIND_LAST = 1, FIND_REQUIRED = 2 }; /* MUST: an error if not found */
 
 /* *at: byte index of the first (or last) `part` in s at or after `from`; -1 if there is none. */
-static bool tmpl_find(tmpl_run *r, str s, str part, size_t from, bool last, ptrdiff_t *at) {
+static bool tmpl_find(tmpl_run *run, str s, str part, size_t from, bool last, ptrdiff_t *at) {
     *at = str_find(s, part, from);
     for (ptrdiff_t next = *at; last && next >= 0; next = str_find(s, part, (size_t)next + 1)) {
         *at = next;
-        if (!tmpl_work(r, part.n)) return false;
+        if (!tmpl_charge_steps(run, part.n)) return false;
     }
-    return tmpl_work(r, s.n);
+    return tmpl_charge_steps(run, s.n);
 }
 
 /* find, rfind, index, rindex (op: FIND_*). Parameters: sub start end. */
-static bool tmpl_f_find(tmpl_run *r, tmpl_args *c, tval *out) {
-    str s = tv_text(c->self);
-    int64_t n = utf8_count(s), from, to;
+static bool tmpl_f_find(tmpl_run *run, tmpl_args *args, tval *out) {
+    str text = tv_text(args->self);
+    int64_t length = utf8_count(text), from, to;
     ptrdiff_t at = -1;
-    if (!tmpl_work(r, s.n)) return false;
-    if (c->a[0].type != TV_STR) return tmpl_bad_type(r, "find", c->a[0]);
-    if (!tmpl_bound(r, c->a[1], n, false, 0, &from) || !tmpl_bound(r, c->a[2], n, false, n, &to))
+    if (!tmpl_charge_steps(run, text.n)) return false;
+    if (args->param[0].type != TV_STR) return tmpl_bad_type(run, "find", args->param[0]);
+    if (!tmpl_slice_bound(run, args->param[1], length, false, 0, &from) || !tmpl_slice_bound(run, args->param[2], length, false, length, &to))
         return false;
-    bool inside = from <= to && (c->a[1].type <= TV_NONE || c->a[1].i <= n);
-    s = str_sub(s, 0, tmpl_cp_bytes(s, to));
+    bool inside = from <= to && (args->param[1].type <= TV_NONE || args->param[1].integer <= length);
+    text = str_sub(text, 0, tmpl_cp_bytes(text, to));
     if (inside &&
-        !tmpl_find(r, s, tv_text(c->a[0]), tmpl_cp_bytes(s, from), c->op & FIND_LAST, &at))
+        !tmpl_find(run, text, tv_text(args->param[0]), tmpl_cp_bytes(text, from), args->op & FIND_LAST, &at))
         return false;
-    if (at < 0 && c->op & FIND_MUST)
-        return tmpl_fail(r, "index: '%.*s' is not in the text", STRF(tv_text(c->a[0])));
-    return *out = tv_int(at < 0 ? -1 : utf8_count(str_sub(s, 0, (size_t)at))), true;
+    if (at < 0 && args->op & FIND_REQUIRED)
+        return tmpl_fail(run, "index: '%.*s' is not in the text", STRF(tv_text(args->param[0])));
+    return *out = tv_int(at < 0 ? -1 : utf8_count(str_sub(text, 0, (size_t)at))), true;
 }
 
 /* Parameter: sep. op 0: partition, FIND_LAST: rpartition. */
-static bool tmpl_f_partition(tmpl_run *r, tmpl_args *c, tval *out) {
-    str s = tv_text(c->self), sep = tv_text(c->a[0]);
+static bool tmpl_f_partition(tmpl_run *run, tmpl_args *args, tval *out) {
+    str text = tv_text(args->self), sep = tv_text(args->param[0]);
     ptrdiff_t at;
-    if (c->a[0].type != TV_STR) return tmpl_bad_type(r, "partition", c->a[0]);
-    if (!sep.n) return tmpl_fail(r, "partition: empty separator");
-    if (!tmpl_find(r, s, sep, 0, c->op & FIND_LAST, &at)) return false;
-    tmpl_items *l = tmpl_new_items(r, 3);
-    if (!l) return false;
-    for (int i = 0; i < 3; i++) l->v[i] = tv_str((str){s.p, 0});
+    if (args->param[0].type != TV_STR) return tmpl_bad_type(run, "partition", args->param[0]);
+    if (!sep.n) return tmpl_fail(run, "partition: empty separator");
+    if (!tmpl_find(run, text, sep, 0, args->op & FIND_LAST, &at)) return false;
+    tmpl_items *list = tmpl_new_items(run, 3);
+    if (!list) return false;
+    for (int i = 0; i < 3; i++) list->values[i] = tv_str((str){text.p, 0});
     if (at < 0) {
-        l->v[c->op & FIND_LAST ? 2 : 0] = tv_str(s);
+        list->values[args->op & FIND_LAST ? 2 : 0] = tv_str(text);
     } else {
-        l->v[0] = tv_str(str_sub(s, 0, (size_t)at));
-        l->v[1] = c->a[0];
-        l->v[2] = tv_str(str_sub(s, (size_t)at + sep.n, s.n));
+        list->values[0] = tv_str(str_sub(text, 0, (size_t)at));
+        list->values[1] = args->param[0];
+        list->values[2] = tv_str(str_sub(text, (size_t)at + sep.n, text.n));
     }
-    return *out = tv_list(TV_TUPLE, l), true;
+    return *out = tv_list(TV_TUPLE, list), true;
 }
 
 /* Returns the length in bytes of the line break at s[i]; 0 if there is none. Line breaks are those
@@ -5949,154 +5949,154 @@ static bool tmpl_next_line(str s, bool keep, size_t *at, str *line) {
     *at = to + n;
     return *line = str_sub(s, from, keep ? *at : to), true;
 }
-static bool tmpl_f_splitlines(tmpl_run *r, tmpl_args *c, tval *out) { /* parameter: keepends */
-    str s = tv_text(c->self), line;
-    size_t n = 0, at = 0;
-    bool keep = tv_true(c->a[0]);
-    if (!tmpl_work(r, s.n)) return false;
-    while (tmpl_next_line(s, keep, &at, &line)) n++;
-    tmpl_items *l = tmpl_new_items(r, n);
-    if (!l) return false;
-    for (n = at = 0; tmpl_next_line(s, keep, &at, &line); n++) l->v[n] = tv_str(line);
-    return *out = tv_list(TV_LIST, l), true;
+static bool tmpl_f_splitlines(tmpl_run *run, tmpl_args *args, tval *out) { /* parameter: keepends */
+    str text = tv_text(args->self), line;
+    size_t n_lines = 0, at = 0;
+    bool keep = tv_true(args->param[0]);
+    if (!tmpl_charge_steps(run, text.n)) return false;
+    while (tmpl_next_line(text, keep, &at, &line)) n_lines++;
+    tmpl_items *list = tmpl_new_items(run, n_lines);
+    if (!list) return false;
+    for (n_lines = at = 0; tmpl_next_line(text, keep, &at, &line); n_lines++) list->values[n_lines] = tv_str(line);
+    return *out = tv_list(TV_LIST, list), true;
 }
 
 /* The methods count: occurrences of a substring in a text, or of an element in a list. */
-static bool tmpl_f_count(tmpl_run *r, tmpl_args *c, tval *out) {
-    int64_t n = 0;
+static bool tmpl_f_count(tmpl_run *run, tmpl_args *args, tval *out) {
+    int64_t count = 0;
     ptrdiff_t found;
     bool equal;
-    str s = tv_text(c->self), sub = tv_text(c->a[0]);
-    if (tv_is_list(c->self)) {
-        for (size_t i = 0; i < c->self.list->n; i++, n += equal)
-            if (!tmpl_equal(r, c->self.list->v[i], c->a[0], &equal)) return false;
-        return *out = tv_int(n), true;
+    str text = tv_text(args->self), sub = tv_text(args->param[0]);
+    if (tv_is_list(args->self)) {
+        for (size_t i = 0; i < args->self.list->n; i++, count += equal)
+            if (!tmpl_equal(run, args->self.list->values[i], args->param[0], &equal)) return false;
+        return *out = tv_int(count), true;
     }
-    if (c->a[0].type != TV_STR) return tmpl_bad_type(r, "count", c->a[0]);
-    for (size_t at = 0; sub.n && (found = str_find(s, sub, at)) >= 0; n++)
+    if (args->param[0].type != TV_STR) return tmpl_bad_type(run, "count", args->param[0]);
+    for (size_t at = 0; sub.n && (found = str_find(text, sub, at)) >= 0; count++)
         at = (size_t)found + sub.n;
-    return *out = tv_int(sub.n ? n : utf8_count(s) + 1), tmpl_work(r, s.n);
+    return *out = tv_int(sub.n ? count : utf8_count(text) + 1), tmpl_charge_steps(run, text.n);
 }
 
-static bool tmpl_f_safe(tmpl_run *r, tmpl_args *c, tval *out) {
-    return tmpl_to_text(r, c->self, out) && (out->safe = true);
+static bool tmpl_f_safe(tmpl_run *run, tmpl_args *args, tval *out) {
+    return tmpl_to_text(run, args->self, out) && (out->safe = true);
 }
-static bool tmpl_f_escape(tmpl_run *r, tmpl_args *c, tval *out) {
-    return tmpl_to_text(r, c->self, out) && tmpl_escape_html(r, *out, out);
+static bool tmpl_f_escape(tmpl_run *run, tmpl_args *args, tval *out) {
+    return tmpl_to_text(run, args->self, out) && tmpl_escape_html(run, *out, out);
 }
 
 /* Parameters: width first blank. first: indent the first line, too; blank: empty lines, too. */
-static bool tmpl_f_indent(tmpl_run *r, tmpl_args *c, tval *out) {
-    buf b = {0};
-    str line, lf = STR("\n");
-    int64_t width = c->a[0].type ? c->a[0].i : 4;
-    if (c->self.type != TV_STR) return tmpl_bad_type(r, "indent", c->self);
-    if (c->a[0].type && !tv_is_integer(c->a[0])) return tmpl_bad_type(r, "indent", c->a[0]);
+static bool tmpl_f_indent(tmpl_run *run, tmpl_args *args, tval *out) {
+    buf result = {0};
+    str line, line_feed = STR("\n");
+    int64_t width = args->param[0].type ? args->param[0].integer : 4;
+    if (args->self.type != TV_STR) return tmpl_bad_type(run, "indent", args->self);
+    if (args->param[0].type && !tv_is_integer(args->param[0])) return tmpl_bad_type(run, "indent", args->param[0]);
     bool ok = true, first = true;
-    for (size_t at = 0; ok && tmpl_next_part(tv_text(c->self), &lf, &at, &line); first = false) {
-        bool wide = first ? tv_true(c->a[1]) : line.n || tv_true(c->a[2]);
-        if (!first) ok = tmpl_put(r, &b, lf);
-        for (int64_t i = 0; ok && wide && i < width; i++) ok = tmpl_put_c(r, &b, " ");
-        ok = ok && tmpl_put(r, &b, line);
+    for (size_t at = 0; ok && tmpl_next_part(tv_text(args->self), &line_feed, &at, &line); first = false) {
+        bool indented = first ? tv_true(args->param[1]) : line.n || tv_true(args->param[2]);
+        if (!first) ok = tmpl_put(run, &result, line_feed);
+        for (int64_t i = 0; ok && indented && i < width; i++) ok = tmpl_put_c(run, &result, " ");
+        ok = ok && tmpl_put(run, &result, line);
     }
-    return tmpl_finish(r, &b, ok, out);
+    return tmpl_finish_text(run, &result, ok, out);
 }
 
 /* Parameters: ensure_ascii indent separators sort_keys. */
-static bool tmpl_f_tojson(tmpl_run *r, tmpl_args *c, tval *out) {
-    tmpl_json_style style = {.ascii = tv_true(c->a[0]), .sort_keys = tv_true(c->a[3]),
+static bool tmpl_f_tojson(tmpl_run *run, tmpl_args *args, tval *out) {
+    tmpl_json_style style = {.ascii = tv_true(args->param[0]), .sort_keys = tv_true(args->param[3]),
         .comma = STR(", "), .colon = STR(": ")};
-    buf b = {0};
-    if (c->a[1].type > TV_NONE) {
-        if (!tv_is_integer(c->a[1])) return tmpl_bad_type(r, "indent=", c->a[1]);
+    buf result = {0};
+    if (args->param[1].type > TV_NONE) {
+        if (!tv_is_integer(args->param[1])) return tmpl_bad_type(run, "indent=", args->param[1]);
         style.lines = true;
         style.comma = STR(",");
-        style.indent = MAX(0, MIN(c->a[1].i, 100));
+        style.indent = MAX(0, MIN(args->param[1].integer, 100));
     }
-    if (c->a[2].type > TV_NONE) {
-        const tmpl_items *l = tv_is_list(c->a[2]) ? c->a[2].list : NULL;
-        if (!l || l->n != 2 || l->v[0].type != TV_STR || l->v[1].type != TV_STR)
-            return tmpl_fail(r, "tojson: separators is a pair of texts");
-        style.comma = tv_text(l->v[0]);
-        style.colon = tv_text(l->v[1]);
+    if (args->param[2].type > TV_NONE) {
+        const tmpl_items *list = tv_is_list(args->param[2]) ? args->param[2].list : NULL;
+        if (!list || list->n != 2 || list->values[0].type != TV_STR || list->values[1].type != TV_STR)
+            return tmpl_fail(run, "tojson: separators is a pair of texts");
+        style.comma = tv_text(list->values[0]);
+        style.colon = tv_text(list->values[1]);
     }
-    return tmpl_finish(r, &b, tmpl_put_json(r, &b, c->self, &style, 0), out);
+    return tmpl_finish_text(run, &result, tmpl_put_json(run, &result, args->self, &style, 0), out);
 }
 
 /* Parses a text that Python's int() or float() accepts, except nan and infinities, into a TV_INT or
  * TV_FLOAT. *out is unchanged if s is not a number. Forms that JSON does not allow (+1, 007, 1_000,
  * .5, 5.) are rewritten first; then the JSON parser reads the number. */
-static bool tmpl_parse_number(tmpl_run *r, str s, tval *out) {
-    toka_err e;
-    arena a = {0};
-    buf b = {0};
-    if (!tmpl_work(r, s.n)) return false;
-    s = tmpl_trim(s, true, true);
-    if (str_starts(s, STR("+")) && !str_starts(s, STR("+-"))) s = str_sub(s, 1, s.n);
-    size_t first = str_starts(s, STR("-")); /* index of the first digit */
-    for (size_t i = 0; i < s.n; i++) {
-        char c = s.p[i], next = i + 1 < s.n ? s.p[i + 1] : 0;
-        bool behind = i && isdigit((unsigned char)s.p[i - 1]); /* stands after a digit */
-        bool before = isdigit((unsigned char)next);            /* stands before a digit */
-        if ((c == '_' && behind && before) ||
-            (c == '0' && b.n == first && (before || next == '_')))
+static bool tmpl_text_to_number(tmpl_run *run, str text, tval *out) {
+    toka_err error;
+    arena memory = {0};
+    buf digits = {0};
+    if (!tmpl_charge_steps(run, text.n)) return false;
+    text = tmpl_trim(text, true, true);
+    if (str_starts(text, STR("+")) && !str_starts(text, STR("+-"))) text = str_sub(text, 1, text.n);
+    size_t first = str_starts(text, STR("-")); /* index of the first digit */
+    for (size_t i = 0; i < text.n; i++) {
+        char letter = text.p[i], next = i + 1 < text.n ? text.p[i + 1] : 0;
+        bool after_digit = i && isdigit((unsigned char)text.p[i - 1]); /* stands after a digit */
+        bool before_digit = isdigit((unsigned char)next);            /* stands before a digit */
+        if ((letter == '_' && after_digit && before_digit) ||
+            (letter == '0' && digits.n == first && (before_digit || next == '_')))
             continue;
-        if (c == '.' && !behind && before) buf_char(&b, '0');
-        buf_char(&b, c);
-        if (c == '.' && behind && !before) buf_char(&b, '0');
+        if (letter == '.' && !after_digit && before_digit) buf_char(&digits, '0');
+        buf_char(&digits, letter);
+        if (letter == '.' && after_digit && !before_digit) buf_char(&digits, '0');
     }
-    const json *number = json_parse(&a, buf_view(&b), json_trusted, &e);
+    const json *number = json_parse(&memory, buf_view(&digits), json_trusted, &error);
     if (json_is(number, JSON_NUMBER))
-        *out = number->is_int ? tv_int(number->i) : tv_float(json_num(number, 0));
-    arena_free(&a);
-    buf_free(&b);
+        *out = number->is_int ? tv_int(number->integer) : tv_float(json_num(number, 0));
+    arena_free(&memory);
+    buf_free(&digits);
     return true;
 }
 
 /* The filters int and float (op: TV_INT, TV_FLOAT). Parameter: default, the result if self is not a
  * number. */
-static bool tmpl_f_number(tmpl_run *r, tmpl_args *c, tval *out) {
-    tval v = c->self;
-    if (v.type == TV_UNDEFINED) return tmpl_bad_type(r, "int", v);
-    if (v.type == TV_STR && !tmpl_parse_number(r, tv_text(v), &v)) return false;
-    *out = c->a[0].type ? c->a[0] : c->op == TV_INT ? tv_int(0) : tv_float(0);
-    if (v.type == TV_BIG) return *out = c->op == TV_INT ? v : tv_float(tv_double(v)), true;
-    if (!tv_is_number(v)) return true;
-    if (c->op == TV_FLOAT) return *out = tv_float(tv_double(v)), true;
-    if (v.type == TV_FLOAT && !(v.f >= -0x1p63 && v.f < 0x1p63))
-        return tmpl_fail(r, "int: a number beyond 64 bits");
-    return *out = tv_int(v.type == TV_FLOAT ? (int64_t)v.f : v.i), true;
+static bool tmpl_f_number(tmpl_run *run, tmpl_args *args, tval *out) {
+    tval value = args->self;
+    if (value.type == TV_UNDEFINED) return tmpl_bad_type(run, "int", value);
+    if (value.type == TV_STR && !tmpl_text_to_number(run, tv_text(value), &value)) return false;
+    *out = args->param[0].type ? args->param[0] : args->op == TV_INT ? tv_int(0) : tv_float(0);
+    if (value.type == TV_BIG_INT) return *out = args->op == TV_INT ? value : tv_float(tv_double(value)), true;
+    if (!tv_is_number(value)) return true;
+    if (args->op == TV_FLOAT) return *out = tv_float(tv_double(value)), true;
+    if (value.type == TV_FLOAT && !(value.real >= -0x1p63 && value.real < 0x1p63))
+        return tmpl_fail(run, "int: a number beyond 64 bits");
+    return *out = tv_int(value.type == TV_FLOAT ? (int64_t)value.real : value.integer), true;
 }
 
-static bool tmpl_f_abs(tmpl_run *r, tmpl_args *c, tval *out) {
-    if (!tv_is_number(c->self)) return tmpl_bad_type(r, "abs", c->self);
-    if (c->self.type == TV_FLOAT) return *out = tv_float(fabs(c->self.f)), true;
-    return c->self.i < 0 ? tmpl_int_op(r, '-', 0, c->self.i, out)
-                         : (*out = tv_int(c->self.i), true);
+static bool tmpl_f_abs(tmpl_run *run, tmpl_args *args, tval *out) {
+    if (!tv_is_number(args->self)) return tmpl_bad_type(run, "abs", args->self);
+    if (args->self.type == TV_FLOAT) return *out = tv_float(fabs(args->self.real)), true;
+    return args->self.integer < 0 ? tmpl_int_op(run, '-', 0, args->self.integer, out)
+                         : (*out = tv_int(args->self.integer), true);
 }
 
 /* Parameters: precision method. */
-static bool tmpl_f_round(tmpl_run *r, tmpl_args *c, tval *out) {
+static bool tmpl_f_round(tmpl_run *run, tmpl_args *args, tval *out) {
     static const char methods[] = "common ceil floor";
     enum { MOST = 22 }; /* maximum precision in digits: 1e22 is the largest exact power of ten */
-    char z[400];
-    const tval v = c->self;
-    const int64_t digits = c->a[0].type ? c->a[0].i : 0;
-    const int method = c->a[1].type == TV_STR ? tmpl_word_index(methods, tv_text(c->a[1]))
-                       : c->a[1].type         ? -1
+    char digits_text[400];
+    const tval value = args->self;
+    const int64_t n_digits = args->param[0].type ? args->param[0].integer : 0;
+    const int method = args->param[1].type == TV_STR ? tmpl_word_index(methods, tv_text(args->param[1]))
+                       : args->param[1].type         ? -1
                                               : 0;
-    if (!tv_is_number(v)) return tmpl_bad_type(r, "round", v);
-    if (c->a[0].type && !tv_is_integer(c->a[0])) return tmpl_bad_type(r, "round", c->a[0]);
-    if (digits < 0 || digits > MOST)
-        return tmpl_fail(r, "round: %lld digits, expected 0 to %d", (long long)digits, MOST);
-    if (method < 0) return tmpl_fail(r, "round: the method is common, ceil or floor");
-    if (tv_is_integer(v)) return *out = method ? tv_float((double)v.i) : tv_int(v.i), true;
-    const double scale = pow(10, (double)digits), scaled = v.f * scale;
-    if (method && !isfinite(scaled)) return tmpl_fail(r, "round: a number out of range");
+    if (!tv_is_number(value)) return tmpl_bad_type(run, "round", value);
+    if (args->param[0].type && !tv_is_integer(args->param[0])) return tmpl_bad_type(run, "round", args->param[0]);
+    if (n_digits < 0 || n_digits > MOST)
+        return tmpl_fail(run, "round: %lld digits, expected 0 to %d", (long long)n_digits, MOST);
+    if (method < 0) return tmpl_fail(run, "round: the method is common, ceil or floor");
+    if (tv_is_integer(value)) return *out = method ? tv_float((double)value.integer) : tv_int(value.integer), true;
+    const double scale = pow(10, (double)n_digits), scaled = value.real * scale;
+    if (method && !isfinite(scaled)) return tmpl_fail(run, "round: a number out of range");
     if (method)
         return *out = tv_float((method == 1 ? ceil(scaled) : floor(scaled)) / scale + 0.0), true;
-    snprintf(z, sizeof z, "%.*f", (int)digits, v.f); /* rounds half to even, as Python does */
-    return *out = tv_float(strtod(z, NULL)), true;
+    snprintf(digits_text, sizeof digits_text, "%.*f", (int)n_digits, value.real); /* rounds half to even, as Python does */
+    return *out = tv_float(strtod(digits_text, NULL)), true;
 }
 
 /* ===========================================================================
@@ -6128,14 +6128,14 @@ static bool tmpl_f_round(tmpl_run *r, tmpl_args *c, tval *out) {
 
 typedef struct tmpl_var {
     int id; /* the variable's number: index into tmpl.names and tmpl_run.globals */
-    tval v;
+    tval value;
 } tmpl_var;
 
 /* The variables of one loop body, macro call or block. */
 typedef struct tmpl_scope {
     struct tmpl_scope *outer; /* searched next; NULL: tmpl_run.globals is */
     tmpl_var *vars;           /* [cap], the first n are in use */
-    int n, cap;
+    int n_vars, cap;
 } tmpl_scope;
 
 typedef struct tmpl_macro {
@@ -6150,18 +6150,18 @@ typedef struct tmpl_loop {
     const tmpl_node *node; /* TN_FOR */
     tmpl_scope *scope;     /* scope outside of the loop; NULL: the template's top level */
     int64_t index0;        /* number of the current iteration, from 0; -1 before the first one */
-    bool settled;          /* all items from `at` on have passed the condition node->d */
-    tval before, now;      /* elements of the previous and the current iteration */
+    bool filtered;          /* all items from `at` on have passed the condition node->d */
+    tval previous, current;      /* elements of the previous and the current iteration */
 } tmpl_loop;
 
 /* Kinds of functions: filters, methods of texts, lists and dicts, global functions. */
-typedef enum tmpl_owner { OF_FILTER, OF_TEXT, OF_LIST, OF_DICT, OF_ALL } tmpl_owner;
+typedef enum tmpl_owner { OF_FILTER, OF_STR, OF_LIST, OF_DICT, OF_GLOBAL } tmpl_owner;
 
 typedef struct tmpl_fn {
-    tmpl_owner of;
+    tmpl_owner owner;
     const char *name;
     const char *params; /* names, separated by spaces; "*": run reads c->pos and c->named itself */
-    int need;           /* number of required parameters, the first ones */
+    int n_required;           /* number of required parameters, the first ones */
     bool (*run)(tmpl_run *r, tmpl_args *c, tval *out); /* returns false after an error */
     int op;             /* passed to run as c->op: selects one of several that share a function */
 } tmpl_fn;
@@ -6172,9 +6172,9 @@ typedef struct tmpl_method {
     const tmpl_fn *fn;
 } tmpl_method;
 
-static bool tmpl_attr_path(tmpl_run *r, tval v, tval path, tval otherwise, tval *out);
-static bool tmpl_apply_filter(tmpl_run *r, str name, tmpl_args *c, tval *out);
-static bool tmpl_apply_test(tmpl_run *r, str name, const tmpl_args *c, tval *out);
+static bool tmpl_attr_path(tmpl_run *run, tval value, tval path, tval otherwise, tval *out);
+static bool tmpl_apply_filter(tmpl_run *run, str name, tmpl_args *args, tval *out);
+static bool tmpl_apply_test(tmpl_run *run, str name, const tmpl_args *args, tval *out);
 
 /* ---- Lists ---- */
 
@@ -6182,207 +6182,207 @@ static bool tmpl_apply_test(tmpl_run *r, str name, const tmpl_args *c, tval *out
  * function and its parameters, which are c->a[0], c->a[1] and so on. An argument that was not given
  * is TV_ABSENT. */
 
-static bool tmpl_f_length(tmpl_run *r, tmpl_args *c, tval *out) {
-    int64_t n = tmpl_length(c->self);
-    if (n < 0) return tmpl_bad_type(r, "length", c->self);
-    return *out = tv_int(n), tmpl_work(r, c->self.type == TV_STR ? c->self.n : 0);
+static bool tmpl_f_length(tmpl_run *run, tmpl_args *args, tval *out) {
+    int64_t n = tmpl_length(args->self);
+    if (n < 0) return tmpl_bad_type(run, "length", args->self);
+    return *out = tv_int(n), tmpl_charge_steps(run, args->self.type == TV_STR ? args->self.n : 0);
 }
 
 /* default(default_value, boolean) */
-static bool tmpl_f_default(tmpl_run *r, tmpl_args *c, tval *out) {
-    bool use = c->self.type == TV_UNDEFINED || (tv_true(c->a[1]) && !tv_true(c->self));
-    *out = !use ? c->self : c->a[0].type ? c->a[0] : tv_str(STR(""));
-    return tmpl_work(r, 0);
+static bool tmpl_f_default(tmpl_run *run, tmpl_args *args, tval *out) {
+    bool use = args->self.type == TV_UNDEFINED || (tv_true(args->param[1]) && !tv_true(args->self));
+    *out = !use ? args->self : args->param[0].type ? args->param[0] : tv_str(STR(""));
+    return tmpl_charge_steps(run, 0);
 }
 
 /* Joins the texts of the elements, or of one attribute of each. attribute: a path for
  * tmpl_attr_path. */
-static bool tmpl_join(tmpl_run *r, const tmpl_items *l, str between, tval attribute, tval *out) {
-    buf b = {0};
+static bool tmpl_join(tmpl_run *run, const tmpl_items *list, str between, tval attribute, tval *out) {
+    buf result = {0};
     bool ok = true;
-    for (size_t i = 0; ok && i < l->n; i++) {
-        tval v;
-        ok = (!i || tmpl_put(r, &b, between)) &&
-             tmpl_attr_path(r, l->v[i], attribute, (tval){0}, &v) &&
-             tmpl_put_value(r, &b, v, false);
+    for (size_t i = 0; ok && i < list->n; i++) {
+        tval value;
+        ok = (!i || tmpl_put(run, &result, between)) &&
+             tmpl_attr_path(run, list->values[i], attribute, (tval){0}, &value) &&
+             tmpl_put_value(run, &result, value, false);
     }
-    return tmpl_finish(r, &b, ok, out);
+    return tmpl_finish_text(run, &result, ok, out);
 }
 
 /* op 0: list|join(text, attribute). op 1: text.join(list), whose elements must be texts. */
-static bool tmpl_f_join(tmpl_run *r, tmpl_args *c, tval *out) {
-    tmpl_items *l;
-    tval between = c->op ? c->self : c->a[0], list = c->op ? c->a[0] : c->self;
+static bool tmpl_f_join(tmpl_run *run, tmpl_args *args, tval *out) {
+    tmpl_items *elements;
+    tval between = args->op ? args->self : args->param[0], list = args->op ? args->param[0] : args->self;
     if (!between.type) between = tv_str(STR(""));
-    if (!tmpl_walk(r, list, &l) || !tmpl_to_text(r, between, &between)) return false;
-    for (size_t i = 0; c->op && i < l->n; i++)
-        if (l->v[i].type != TV_STR) return tmpl_bad_type(r, "join", l->v[i]);
-    return tmpl_join(r, l, tv_text(between), c->op ? (tval){0} : c->a[1], out);
+    if (!tmpl_elements(run, list, &elements) || !tmpl_to_text(run, between, &between)) return false;
+    for (size_t i = 0; args->op && i < elements->n; i++)
+        if (elements->values[i].type != TV_STR) return tmpl_bad_type(run, "join", elements->values[i]);
+    return tmpl_join(run, elements, tv_text(between), args->op ? (tval){0} : args->param[1], out);
 }
 
 enum { LIST_ALL, LIST_FIRST, LIST_LAST, LIST_REVERSED, LIST_ITEMS };
 
 /* list, first, last, reverse, items */
-static bool tmpl_f_list(tmpl_run *r, tmpl_args *c, tval *out) {
-    tmpl_items *l, *back;
-    if (c->op == LIST_ITEMS && c->self.type == TV_DICT)
-        return (l = tmpl_dict_list(r, c->self.dict, PART_ITEMS)) &&
-               (*out = tv_list(TV_GENERATOR, l), true);
-    if (c->op == LIST_ITEMS && c->self.type != TV_UNDEFINED)
-        return tmpl_bad_type(r, "items", c->self);
-    if (!tmpl_walk(r, c->self, &l)) return false;
-    switch (c->op) {
-    case LIST_FIRST: return *out = l->n ? l->v[0] : tv_undefined(STR("first"), TV_LIST), true;
-    case LIST_LAST: return *out = l->n ? l->v[l->n - 1] : tv_undefined(STR("last"), TV_LIST), true;
+static bool tmpl_f_list(tmpl_run *run, tmpl_args *args, tval *out) {
+    tmpl_items *list, *reversed;
+    if (args->op == LIST_ITEMS && args->self.type == TV_DICT)
+        return (list = tmpl_dict_list(run, args->self.dict, DICT_ITEMS)) &&
+               (*out = tv_list(TV_GENERATOR, list), true);
+    if (args->op == LIST_ITEMS && args->self.type != TV_UNDEFINED)
+        return tmpl_bad_type(run, "items", args->self);
+    if (!tmpl_elements(run, args->self, &list)) return false;
+    switch (args->op) {
+    case LIST_FIRST: return *out = list->n ? list->values[0] : tv_undefined(STR("first"), TV_LIST), true;
+    case LIST_LAST: return *out = list->n ? list->values[list->n - 1] : tv_undefined(STR("last"), TV_LIST), true;
     case LIST_REVERSED:
-        if (!(back = tmpl_new_items(r, l->n))) return false;
-        for (size_t i = 0; i < l->n; i++) back->v[i] = l->v[l->n - 1 - i];
-        if (c->self.type == TV_STR) return tmpl_join(r, back, STR(""), (tval){0}, out);
-        return *out = tv_list(TV_GENERATOR, back), true;
-    default: return *out = tv_list(TV_LIST, l), true;
+        if (!(reversed = tmpl_new_items(run, list->n))) return false;
+        for (size_t i = 0; i < list->n; i++) reversed->values[i] = list->values[list->n - 1 - i];
+        if (args->self.type == TV_STR) return tmpl_join(run, reversed, STR(""), (tval){0}, out);
+        return *out = tv_list(TV_GENERATOR, reversed), true;
+    default: return *out = tv_list(TV_LIST, list), true;
     }
 }
 
 /* Makes two lists from the elements of v: *l is a copy of them, *keys holds the values by which
  * they are compared. A key is the element, or its attribute if one is given. Keys that are texts
  * are in lower case unless case_sensitive is true. */
-static bool tmpl_sort_keys(tmpl_run *r, tval v, tval attribute, tval case_sensitive,
-    tmpl_items **l, tmpl_items **keys) {
+static bool tmpl_sort_keys(tmpl_run *run, tval value, tval attribute, tval case_sensitive,
+    tmpl_items **list, tmpl_items **keys) {
     tmpl_items *from;
-    if (!tmpl_walk(r, v, &from) || !(*l = tmpl_new_items(r, from->n)) ||
-        !(*keys = tmpl_new_items(r, from->n)))
+    if (!tmpl_elements(run, value, &from) || !(*list = tmpl_new_items(run, from->n)) ||
+        !(*keys = tmpl_new_items(run, from->n)))
         return false;
     for (size_t i = 0; i < from->n; i++) {
         tmpl_args lower = {.op = CASE_LOWER};
-        (*l)->v[i] = from->v[i];
-        if (!tmpl_attr_path(r, from->v[i], attribute, (tval){0}, &lower.self)) return false;
-        (*keys)->v[i] = lower.self;
+        (*list)->values[i] = from->values[i];
+        if (!tmpl_attr_path(run, from->values[i], attribute, (tval){0}, &lower.self)) return false;
+        (*keys)->values[i] = lower.self;
         if (lower.self.type == TV_STR && !tv_true(case_sensitive) &&
-            !tmpl_f_case(r, &lower, &(*keys)->v[i])) return false;
+            !tmpl_f_case(run, &lower, &(*keys)->values[i])) return false;
     }
     return true;
 }
 
 /* sort(reverse, case_sensitive, attribute) */
-static bool tmpl_f_sort(tmpl_run *r, tmpl_args *c, tval *out) {
-    tmpl_items *l, *keys;
-    if (!tmpl_sort_keys(r, c->self, c->a[2], c->a[1], &l, &keys)) return false;
-    return *out = tv_list(TV_LIST, l), tmpl_sort(r, keys, l, tv_true(c->a[0]));
+static bool tmpl_f_sort(tmpl_run *run, tmpl_args *args, tval *out) {
+    tmpl_items *list, *keys;
+    if (!tmpl_sort_keys(run, args->self, args->param[2], args->param[1], &list, &keys)) return false;
+    return *out = tv_list(TV_LIST, list), tmpl_sort(run, keys, list, tv_true(args->param[0]));
 }
 
 /* dictsort(case_sensitive, by, reverse): the pairs of a dict, by key or with by="value" by value */
-static bool tmpl_f_dictsort(tmpl_run *r, tmpl_args *c, tval *out) {
-    tmpl_items *l, *keys, *pairs;
-    if (c->self.type != TV_DICT) return tmpl_bad_type(r, "dictsort", c->self);
-    bool by_value = c->a[1].type == TV_STR && str_is(tv_text(c->a[1]), "value");
-    if (!(pairs = tmpl_dict_list(r, c->self.dict, PART_ITEMS))) return false;
-    if (!tmpl_sort_keys(r, tv_list(TV_LIST, pairs), tv_int(by_value), c->a[0], &l, &keys))
+static bool tmpl_f_dictsort(tmpl_run *run, tmpl_args *args, tval *out) {
+    tmpl_items *list, *keys, *pairs;
+    if (args->self.type != TV_DICT) return tmpl_bad_type(run, "dictsort", args->self);
+    bool by_value = args->param[1].type == TV_STR && str_is(tv_text(args->param[1]), "value");
+    if (!(pairs = tmpl_dict_list(run, args->self.dict, DICT_ITEMS))) return false;
+    if (!tmpl_sort_keys(run, tv_list(TV_LIST, pairs), tv_int(by_value), args->param[0], &list, &keys))
         return false;
-    return *out = tv_list(TV_LIST, l), tmpl_sort(r, keys, l, tv_true(c->a[2]));
+    return *out = tv_list(TV_LIST, list), tmpl_sort(run, keys, list, tv_true(args->param[2]));
 }
 
 /* op -1: min(case_sensitive, attribute); op 1: max(case_sensitive, attribute). Of several equal
  * elements, the result is the first. */
-static bool tmpl_f_extreme(tmpl_run *r, tmpl_args *c, tval *out) {
-    tmpl_items *l, *keys;
+static bool tmpl_f_min_max(tmpl_run *run, tmpl_args *args, tval *out) {
+    tmpl_items *list, *keys;
     size_t best = 0;
-    if (!tmpl_sort_keys(r, c->self, c->a[1], c->a[0], &l, &keys)) return false;
-    for (size_t i = 1; i < l->n; i++) {
+    if (!tmpl_sort_keys(run, args->self, args->param[1], args->param[0], &list, &keys)) return false;
+    for (size_t i = 1; i < list->n; i++) {
         int order = 0;
-        if (!tmpl_order(r, keys->v[i], keys->v[best], &order)) return false;
-        if (order == c->op) best = i;
+        if (!tmpl_compare(run, keys->values[i], keys->values[best], &order)) return false;
+        if (order == args->op) best = i;
     }
-    return *out = l->n ? l->v[best] : tv_undefined(c->op > 0 ? STR("max") : STR("min"), TV_LIST),
+    return *out = list->n ? list->values[best] : tv_undefined(args->op > 0 ? STR("max") : STR("min"), TV_LIST),
            true;
 }
 
 /* sum(attribute, start) */
-static bool tmpl_f_sum(tmpl_run *r, tmpl_args *c, tval *out) {
-    tmpl_items *l;
-    tval v;
-    *out = c->a[1].type ? c->a[1] : tv_int(0);
-    if (out->type == TV_STR) return tmpl_bad_type(r, "sum", *out);
-    if (!tmpl_walk(r, c->self, &l)) return false;
-    for (size_t i = 0; i < l->n; i++)
-        if (!tmpl_attr_path(r, l->v[i], c->a[0], (tval){0}, &v) ||
-            !tmpl_arithmetic(r, '+', *out, v, out)) return false;
+static bool tmpl_f_sum(tmpl_run *run, tmpl_args *args, tval *out) {
+    tmpl_items *list;
+    tval value;
+    *out = args->param[1].type ? args->param[1] : tv_int(0);
+    if (out->type == TV_STR) return tmpl_bad_type(run, "sum", *out);
+    if (!tmpl_elements(run, args->self, &list)) return false;
+    for (size_t i = 0; i < list->n; i++)
+        if (!tmpl_attr_path(run, list->values[i], args->param[0], (tval){0}, &value) ||
+            !tmpl_arithmetic(run, '+', *out, value, out)) return false;
     return true;
 }
 
 /* unique(case_sensitive, attribute) */
-static bool tmpl_f_unique(tmpl_run *r, tmpl_args *c, tval *out) {
-    tmpl_items *l, *keys;
-    size_t n = 0; /* elements kept so far; they and their keys move to the front of both lists */
-    if (!tmpl_sort_keys(r, c->self, c->a[1], c->a[0], &l, &keys)) return false;
-    for (size_t i = 0, total = l->n; i < total; i++) {
+static bool tmpl_f_unique(tmpl_run *run, tmpl_args *args, tval *out) {
+    tmpl_items *list, *keys;
+    size_t n_kept = 0; /* elements kept so far; they and their keys move to the front of both lists */
+    if (!tmpl_sort_keys(run, args->self, args->param[1], args->param[0], &list, &keys)) return false;
+    for (size_t i = 0, total = list->n; i < total; i++) {
         bool seen;
-        keys->n = n;
-        if (!tmpl_contains(r, keys->v[i], tv_list(TV_LIST, keys), &seen)) return false;
+        keys->n = n_kept;
+        if (!tmpl_contains(run, keys->values[i], tv_list(TV_LIST, keys), &seen)) return false;
         if (!seen) {
-            keys->v[n] = keys->v[i];
-            l->v[n++] = l->v[i];
+            keys->values[n_kept] = keys->values[i];
+            list->values[n_kept++] = list->values[i];
         }
     }
-    l->n = n;
-    return *out = tv_list(TV_GENERATOR, l), true;
+    list->n = n_kept;
+    return *out = tv_list(TV_GENERATOR, list), true;
 }
 
-/* As tmpl_walk, but any false value (none, 0) counts as an empty list. */
-static bool tmpl_walk_any(tmpl_run *r, tval v, tmpl_items **l) {
-    return tmpl_walk(r, tv_true(v) ? v : tv_undefined(STR(""), 0), l);
+/* As tmpl_elements, but any false value (none, 0) counts as an empty list. */
+static bool tmpl_elements_or_none(tmpl_run *run, tval v, tmpl_items **list) {
+    return tmpl_elements(run, tv_true(v) ? v : tv_undefined(STR(""), 0), list);
 }
 
 /* The argument given as name=value. Returns TV_ABSENT if there is none. */
-static tval tmpl_named_arg(const tmpl_args *c, str name) {
-    for (int i = 0; i < c->n_named; i++)
-        if (str_eq(c->names[i], name)) return c->named[i];
+static tval tmpl_named_arg(const tmpl_args *args, str name) {
+    for (int i = 0; i < args->n_named; i++)
+        if (str_eq(args->names[i], name)) return args->named[i];
     return (tval){0};
 }
 
 /* Applies a filter or test to v. Positional argument number `from` of c is its name; it gets the
  * arguments after that one. */
-static bool tmpl_apply_arg(tmpl_run *r, bool test, const tmpl_args *c, int from, tval v,
+static bool tmpl_apply_arg(tmpl_run *run, bool test, const tmpl_args *args, int from, tval value,
     tval *out) {
-    tmpl_args rest = *c;
-    tval name = c->pos[from];
-    if (name.type != TV_STR) return tmpl_bad_type(r, test ? "test" : "filter", name);
-    rest.self = v;
-    rest.pos += from + 1;
+    tmpl_args rest = *args;
+    tval name = args->positional[from];
+    if (name.type != TV_STR) return tmpl_bad_type(run, test ? "test" : "filter", name);
+    rest.self = value;
+    rest.positional += from + 1;
     rest.n_pos -= from + 1;
-    return test ? tmpl_apply_test(r, tv_text(name), &rest, out)
-                : tmpl_apply_filter(r, tv_text(name), &rest, out);
+    return test ? tmpl_apply_test(run, tv_text(name), &rest, out)
+                : tmpl_apply_filter(run, tv_text(name), &rest, out);
 }
 
 /* map(attribute=, default=), or map(name of a filter, its arguments) */
-static bool tmpl_f_map(tmpl_run *r, tmpl_args *c, tval *out) {
-    tmpl_items *l, *made;
-    tval path = tmpl_named_arg(c, STR("attribute"));
-    tval otherwise = tmpl_named_arg(c, STR("default"));
-    if (!c->n_pos && !path.type) return tmpl_fail(r, "map needs a filter or attribute=");
-    if (!tmpl_walk_any(r, c->self, &l) || !(made = tmpl_new_items(r, l->n))) return false;
-    for (size_t i = 0; i < l->n; i++)
-        if (c->n_pos ? !tmpl_apply_arg(r, false, c, 0, l->v[i], &made->v[i])
-                     : !tmpl_attr_path(r, l->v[i], path, otherwise, &made->v[i]))
+static bool tmpl_f_map(tmpl_run *run, tmpl_args *args, tval *out) {
+    tmpl_items *list, *results;
+    tval path = tmpl_named_arg(args, STR("attribute"));
+    tval otherwise = tmpl_named_arg(args, STR("default"));
+    if (!args->n_pos && !path.type) return tmpl_fail(run, "map needs a filter or attribute=");
+    if (!tmpl_elements_or_none(run, args->self, &list) || !(results = tmpl_new_items(run, list->n))) return false;
+    for (size_t i = 0; i < list->n; i++)
+        if (args->n_pos ? !tmpl_apply_arg(run, false, args, 0, list->values[i], &results->values[i])
+                     : !tmpl_attr_path(run, list->values[i], path, otherwise, &results->values[i]))
             return false;
-    return *out = tv_list(TV_GENERATOR, made), true;
+    return *out = tv_list(TV_GENERATOR, results), true;
 }
 
-enum { CHOOSE_ATTR = 1, CHOOSE_NOT = 2 };
+enum { SELECT_ATTR = 1, SELECT_NOT = 2 };
 
 /* select(test, its arguments) keeps the elements that pass the test; reject keeps the others.
  * selectattr and rejectattr(attribute, test, its arguments) test an attribute of each element.
  * Without a test, true values pass. */
-static bool tmpl_f_choose(tmpl_run *r, tmpl_args *c, tval *out) {
-    tmpl_items *l, *kept;
-    int attr = c->op & CHOOSE_ATTR;
-    if (attr && !c->n_pos) return tmpl_fail(r, "an attribute name is missing");
-    if (!tmpl_walk_any(r, c->self, &l) || !(kept = tmpl_new_items(r, l->n))) return false;
+static bool tmpl_f_select(tmpl_run *run, tmpl_args *args, tval *out) {
+    tmpl_items *list, *kept;
+    int attr = args->op & SELECT_ATTR;
+    if (attr && !args->n_pos) return tmpl_fail(run, "an attribute name is missing");
+    if (!tmpl_elements_or_none(run, args->self, &list) || !(kept = tmpl_new_items(run, list->n))) return false;
     kept->n = 0;
-    for (size_t i = 0; i < l->n; i++) {
-        tval v = l->v[i];
-        if (attr && !tmpl_attr_path(r, v, c->pos[0], (tval){0}, &v)) return false;
-        if (c->n_pos > attr && !tmpl_apply_arg(r, true, c, attr, v, &v)) return false;
-        if (tv_true(v) == !(c->op & CHOOSE_NOT)) kept->v[kept->n++] = l->v[i];
+    for (size_t i = 0; i < list->n; i++) {
+        tval tested = list->values[i];
+        if (attr && !tmpl_attr_path(run, tested, args->positional[0], (tval){0}, &tested)) return false;
+        if (args->n_pos > attr && !tmpl_apply_arg(run, true, args, attr, tested, &tested)) return false;
+        if (tv_true(tested) == !(args->op & SELECT_NOT)) kept->values[kept->n++] = list->values[i];
     }
     return *out = tv_list(TV_GENERATOR, kept), true;
 }
@@ -6390,44 +6390,44 @@ static bool tmpl_f_choose(tmpl_run *r, tmpl_args *c, tval *out) {
 /* ---- Dicts ---- */
 
 /* get(key, default) */
-static bool tmpl_f_get(tmpl_run *r, tmpl_args *c, tval *out) {
-    if (!tmpl_dict_find(r, c->self.dict, c->a[0], out)) return false;
-    if (!out->type) *out = c->a[1].type ? c->a[1] : tv_none();
+static bool tmpl_f_get(tmpl_run *run, tmpl_args *args, tval *out) {
+    if (!tmpl_dict_find(run, args->self.dict, args->param[0], out)) return false;
+    if (!out->type) *out = args->param[1].type ? args->param[1] : tv_none();
     return true;
 }
 
 /* keys, values, items */
-static bool tmpl_f_parts(tmpl_run *r, tmpl_args *c, tval *out) {
-    tmpl_items *l = tmpl_dict_list(r, c->self.dict, (tmpl_part)c->op);
-    return *out = tv_list(TV_LIST, l), l != NULL;
+static bool tmpl_f_dict_view(tmpl_run *run, tmpl_args *args, tval *out) {
+    tmpl_items *list = tmpl_dict_list(run, args->self.dict, (tmpl_dict_view)args->op);
+    return *out = tv_list(TV_LIST, list), list != NULL;
 }
 
 /* ---- Tests ---- */
 
 /* Whether v passes a test of its type. test: index of the test's name in `types` of
  * tmpl_apply_test. */
-static bool tmpl_is(tval v, int test) {
+static bool tmpl_has_type(tval value, int test) {
     switch (test) {
-    case 0: return v.type != TV_UNDEFINED;
-    case 1: return v.type == TV_UNDEFINED;
-    case 2: return v.type == TV_NONE;
-    case 3: return v.type == TV_BOOL;
-    case 4: return v.type == TV_BOOL && v.i;
-    case 5: return v.type == TV_BOOL && !v.i;
-    case 6: return v.type == TV_INT || v.type == TV_BIG;
-    case 7: return v.type == TV_FLOAT;
-    case 8: return tv_is_number(v) || v.type == TV_BIG;
-    case 9: return v.type == TV_STR;
-    case 10: return v.type == TV_DICT;
-    case 11: return v.type == TV_UNDEFINED || (v.type >= TV_STR && v.type <= TV_GENERATOR);
-    case 12: return v.type == TV_UNDEFINED || (v.type >= TV_STR && v.type <= TV_DICT);
-    default: return v.type == TV_UNDEFINED || v.type >= TV_LOOP; /* a call may still fail */
+    case 0: return value.type != TV_UNDEFINED;
+    case 1: return value.type == TV_UNDEFINED;
+    case 2: return value.type == TV_NONE;
+    case 3: return value.type == TV_BOOL;
+    case 4: return value.type == TV_BOOL && value.integer;
+    case 5: return value.type == TV_BOOL && !value.integer;
+    case 6: return value.type == TV_INT || value.type == TV_BIG_INT;
+    case 7: return value.type == TV_FLOAT;
+    case 8: return tv_is_number(value) || value.type == TV_BIG_INT;
+    case 9: return value.type == TV_STR;
+    case 10: return value.type == TV_DICT;
+    case 11: return value.type == TV_UNDEFINED || (value.type >= TV_STR && value.type <= TV_GENERATOR);
+    case 12: return value.type == TV_UNDEFINED || (value.type >= TV_STR && value.type <= TV_DICT);
+    default: return value.type == TV_UNDEFINED || value.type >= TV_LOOP; /* a call may still fail */
     }
 }
 
 /* Applies the test `self is name(pos)`. There are four kinds: tests of the type, comparisons,
  * divisibility, and letter case. Comparisons and divisibleby take one argument, the others none. */
-static bool tmpl_apply_test(tmpl_run *r, str name, const tmpl_args *c, tval *out) {
+static bool tmpl_apply_test(tmpl_run *run, str name, const tmpl_args *args, tval *out) {
     static const char types[] = "defined undefined none boolean true false integer float number "
                                 "string mapping iterable sequence callable";
     static const char comparisons[] = "== eq equalto sameas != ne < lt <= le > gt >= ge in";
@@ -6436,84 +6436,84 @@ static bool tmpl_apply_test(tmpl_run *r, str name, const tmpl_args *c, tval *out
     int type = tmpl_word_index(types, name), comparison = tmpl_word_index(comparisons, name);
     int division = tmpl_word_index("even odd divisibleby", name);
     int letters = tmpl_word_index("lower upper", name);
-    tval self = c->self, rest;
+    tval self = args->self, rest;
     if (type < 0 && comparison < 0 && division < 0 && letters < 0)
-        return tmpl_fail(r, "test '%.*s' is not supported", STRF(name));
-    if (c->n_named || c->n_pos != (comparison >= 0 || division == 2))
-        return tmpl_fail(r, "test '%.*s': wrong number of arguments", STRF(name));
-    if (type >= 0) return *out = tv_bool(tmpl_is(self, type)), true;
-    if (letters >= 0) return tmpl_is_case(r, self, letters ? UNI_IS_UPPER : UNI_IS_LOWER, out);
-    if (str_is(name, "sameas") && self.type != c->pos[0].type) return *out = tv_bool(false), true;
-    if (comparison >= 0) return tmpl_binary(r, ops[comparison], self, c->pos[0], out);
-    if (!tmpl_binary(r, '%', self, division == 2 ? c->pos[0] : tv_int(2), &rest)) return false;
+        return tmpl_fail(run, "test '%.*s' is not supported", STRF(name));
+    if (args->n_named || args->n_pos != (comparison >= 0 || division == 2))
+        return tmpl_fail(run, "test '%.*s': wrong number of arguments", STRF(name));
+    if (type >= 0) return *out = tv_bool(tmpl_has_type(self, type)), true;
+    if (letters >= 0) return tmpl_is_case(run, self, letters ? UNI_IS_UPPER : UNI_IS_LOWER, out);
+    if (str_is(name, "sameas") && self.type != args->positional[0].type) return *out = tv_bool(false), true;
+    if (comparison >= 0) return tmpl_binary(run, ops[comparison], self, args->positional[0], out);
+    if (!tmpl_binary(run, '%', self, division == 2 ? args->positional[0] : tv_int(2), &rest)) return false;
     return *out = tv_bool(tv_double(rest) == (division == 1)), true;
 }
 
 /* ---- Global functions ---- */
 
 /* range([start,] stop[, step]): at most 100,000 numbers, the limit of Jinja's sandbox. */
-static bool tmpl_g_range(tmpl_run *r, tmpl_args *c, tval *out) {
+static bool tmpl_g_range(tmpl_run *run, tmpl_args *args, tval *out) {
     for (int i = 0; i < 3; i++)
-        if (c->a[i].type && !tv_is_integer(c->a[i])) return tmpl_bad_type(r, "range", c->a[i]);
-    bool one = !c->a[1].type;
-    int64_t from = one ? 0 : c->a[0].i, to = c->a[one ? 0 : 1].i;
-    int64_t step = c->a[2].type ? c->a[2].i : 1;
-    if (!step) return tmpl_fail(r, "range: step 0");
-    uint64_t span = step > 0 ? (uint64_t)to - (uint64_t)from : (uint64_t)from - (uint64_t)to;
-    uint64_t by = step > 0 ? (uint64_t)step : 0 - (uint64_t)step;
-    uint64_t n = (step > 0 ? from < to : from > to) ? (span - 1) / by + 1 : 0;
-    if (n > 100000) return tmpl_fail(r, "range: more than 100000 numbers");
-    tmpl_items *l = tmpl_new_items(r, n);
-    for (uint64_t i = 0; l && i < n; i++)
-        l->v[i] = tv_int((int64_t)((uint64_t)from + i * (uint64_t)step));
-    return *out = tv_list(TV_LIST, l), l != NULL;
+        if (args->param[i].type && !tv_is_integer(args->param[i])) return tmpl_bad_type(run, "range", args->param[i]);
+    bool only_stop = !args->param[1].type;
+    int64_t from = only_stop ? 0 : args->param[0].integer, to = args->param[only_stop ? 0 : 1].integer;
+    int64_t step = args->param[2].type ? args->param[2].integer : 1;
+    if (!step) return tmpl_fail(run, "range: step 0");
+    uint64_t distance = step > 0 ? (uint64_t)to - (uint64_t)from : (uint64_t)from - (uint64_t)to;
+    uint64_t step_size = step > 0 ? (uint64_t)step : 0 - (uint64_t)step;
+    uint64_t count = (step > 0 ? from < to : from > to) ? (distance - 1) / step_size + 1 : 0;
+    if (count > 100000) return tmpl_fail(run, "range: more than 100000 numbers");
+    tmpl_items *list = tmpl_new_items(run, count);
+    for (uint64_t i = 0; list && i < count; i++)
+        list->values[i] = tv_int((int64_t)((uint64_t)from + i * (uint64_t)step));
+    return *out = tv_list(TV_LIST, list), list != NULL;
 }
 
 /* dict and namespace ([a dict to copy,] name=value, ...). op: type of the result, TV_DICT or
  * TV_NAMESPACE. */
-static bool tmpl_g_dict(tmpl_run *r, tmpl_args *c, tval *out) {
-    tmpl_dict *d = tmpl_new_dict(r);
-    tmpl_dict *from = c->n_pos && c->pos[0].type == TV_DICT ? c->pos[0].dict : NULL;
-    bool ok = d && (c->n_pos == (from != NULL) || tmpl_fail(r, "a dict and name=value expected"));
-    for (size_t i = 0; ok && from && i < from->n; i++)
-        ok = tmpl_dict_set(r, d, from->at[i].key, from->at[i].v);
-    for (int i = 0; ok && i < c->n_named; i++)
-        ok = tmpl_dict_set(r, d, tv_str(c->names[i]), c->named[i]);
-    *out = (tval){.type = (uint8_t)c->op, .dict = d};
+static bool tmpl_g_dict(tmpl_run *run, tmpl_args *args, tval *out) {
+    tmpl_dict *dict = tmpl_new_dict(run);
+    tmpl_dict *from = args->n_pos && args->positional[0].type == TV_DICT ? args->positional[0].dict : NULL;
+    bool ok = dict && (args->n_pos == (from != NULL) || tmpl_fail(run, "a dict and name=value expected"));
+    for (size_t i = 0; ok && from && i < from->n_members; i++)
+        ok = tmpl_dict_set(run, dict, from->members[i].key, from->members[i].value);
+    for (int i = 0; ok && i < args->n_named; i++)
+        ok = tmpl_dict_set(run, dict, tv_str(args->names[i]), args->named[i]);
+    *out = (tval){.type = (uint8_t)args->op, .dict = dict};
     return ok;
 }
 
 /* raise_exception(message): always fails. */
-static bool tmpl_g_raise(tmpl_run *r, tmpl_args *c, tval *out) {
-    return tmpl_to_text(r, c->a[0], out) && tmpl_fail(r, "%.*s", STRF(tv_text(*out)));
+static bool tmpl_g_raise(tmpl_run *run, tmpl_args *args, tval *out) {
+    return tmpl_to_text(run, args->param[0], out) && tmpl_fail(run, "%.*s", STRF(tv_text(*out)));
 }
 
 /* Writes one conversion of strftime in the C locale. c: the letter behind the '%'. pad false: write
  * numbers without leading zeros ("%-d"). Returns false if the conversion is unknown. */
-static bool tmpl_time_part(buf *b, const tmpl_time *t, char c, bool pad) {
+static bool tmpl_put_time(buf *out, const tmpl_time *now, char letter, bool pad) {
     static const char *const days[] = {"Sunday", "Monday", "Tuesday", "Wednesday", "Thursday",
         "Friday", "Saturday"};
     static const char *const months[] = {"January", "February", "March", "April", "May", "June",
         "July", "August", "September", "October", "November", "December"};
-    const char *day = days[((t->weekday % 7) + 7) % 7];
-    const char *month = months[((t->month % 12) + 12) % 12];
+    const char *day = days[((now->weekday % 7) + 7) % 7];
+    const char *month = months[((now->month % 12) + 12) % 12];
     const char *two = pad ? "%02d" : "%d";
-    switch (c) {
-    case 'a': buf_put(b, day, 3); break;
-    case 'A': buf_c(b, day); break;
-    case 'b': buf_put(b, month, 3); break;
-    case 'B': buf_c(b, month); break;
-    case 'p': buf_c(b, t->hour < 12 ? "AM" : "PM"); break;
-    case '%': buf_char(b, '%'); break;
-    case 'Y': buf_printf(b, "%d", t->year + 1900); break;
-    case 'y': buf_printf(b, two, ((t->year % 100) + 100) % 100); break;
-    case 'm': buf_printf(b, two, t->month + 1); break;
-    case 'd': buf_printf(b, two, t->day); break;
-    case 'H': buf_printf(b, two, t->hour); break;
-    case 'I': buf_printf(b, two, t->hour % 12 ? t->hour % 12 : 12); break;
-    case 'M': buf_printf(b, two, t->minute); break;
-    case 'S': buf_printf(b, two, t->second); break;
-    case 'j': buf_printf(b, pad ? "%03d" : "%d", t->yearday + 1); break;
+    switch (letter) {
+    case 'a': buf_put(out, day, 3); break;
+    case 'A': buf_c(out, day); break;
+    case 'b': buf_put(out, month, 3); break;
+    case 'B': buf_c(out, month); break;
+    case 'p': buf_c(out, now->hour < 12 ? "AM" : "PM"); break;
+    case '%': buf_char(out, '%'); break;
+    case 'Y': buf_printf(out, "%d", now->year + 1900); break;
+    case 'y': buf_printf(out, two, ((now->year % 100) + 100) % 100); break;
+    case 'm': buf_printf(out, two, now->month + 1); break;
+    case 'd': buf_printf(out, two, now->day); break;
+    case 'H': buf_printf(out, two, now->hour); break;
+    case 'I': buf_printf(out, two, now->hour % 12 ? now->hour % 12 : 12); break;
+    case 'M': buf_printf(out, two, now->minute); break;
+    case 'S': buf_printf(out, two, now->second); break;
+    case 'j': buf_printf(out, pad ? "%03d" : "%d", now->yearday + 1); break;
     case 'z': case 'Z': break; /* the time zone is unknown: nothing, as for Python's naive times */
     default: return false;
     }
@@ -6521,18 +6521,18 @@ static bool tmpl_time_part(buf *b, const tmpl_time *t, char c, bool pad) {
 }
 
 /* strftime_now(format): of the time that the caller of tmpl_render gave. */
-static bool tmpl_g_strftime(tmpl_run *r, tmpl_args *c, tval *out) {
-    if (c->a[0].type != TV_STR) return tmpl_bad_type(r, "strftime_now", c->a[0]);
-    str s = tv_text(c->a[0]);
-    buf b = {0};
-    bool ok = tmpl_fits(r, 10 * s.n, &b); /* no conversion makes the text longer than that */
-    for (size_t i = 0; ok && i < s.n; i++) {
-        bool pad = !(i + 1 < s.n && s.p[i] == '%' && s.p[i + 1] == '-');
-        if (s.p[i] != '%') buf_char(&b, s.p[i]);
-        else if ((i += pad ? 1 : 2) >= s.n || !tmpl_time_part(&b, &r->now, s.p[i], pad))
-            ok = tmpl_fail(r, "strftime_now: format '%.*s' is not supported", STRF(s));
+static bool tmpl_g_strftime(tmpl_run *run, tmpl_args *args, tval *out) {
+    if (args->param[0].type != TV_STR) return tmpl_bad_type(run, "strftime_now", args->param[0]);
+    str text = tv_text(args->param[0]);
+    buf result = {0};
+    bool ok = tmpl_charge_text(run, 10 * text.n, &result); /* no conversion makes the text longer than that */
+    for (size_t i = 0; ok && i < text.n; i++) {
+        bool pad = !(i + 1 < text.n && text.p[i] == '%' && text.p[i + 1] == '-');
+        if (text.p[i] != '%') buf_char(&result, text.p[i]);
+        else if ((i += pad ? 1 : 2) >= text.n || !tmpl_put_time(&result, &run->now, text.p[i], pad))
+            ok = tmpl_fail(run, "strftime_now: format '%.*s' is not supported", STRF(text));
     }
-    return tmpl_finish(r, &b, ok, out);
+    return tmpl_finish_text(run, &result, ok, out);
 }
 
 /* ---- The table of all functions ---- */
@@ -6556,16 +6556,16 @@ static const tmpl_fn tmpl_fns[] = {
     {OF_FILTER, "list", "", 0, tmpl_f_list, LIST_ALL},
     {OF_FILTER, "lower", "", 0, tmpl_f_case, CASE_LOWER},
     {OF_FILTER, "map", "*", 0, tmpl_f_map, 0},
-    {OF_FILTER, "max", "case_sensitive attribute", 0, tmpl_f_extreme, 1},
-    {OF_FILTER, "min", "case_sensitive attribute", 0, tmpl_f_extreme, -1},
-    {OF_FILTER, "reject", "*", 0, tmpl_f_choose, CHOOSE_NOT},
-    {OF_FILTER, "rejectattr", "*", 0, tmpl_f_choose, CHOOSE_ATTR | CHOOSE_NOT},
+    {OF_FILTER, "max", "case_sensitive attribute", 0, tmpl_f_min_max, 1},
+    {OF_FILTER, "min", "case_sensitive attribute", 0, tmpl_f_min_max, -1},
+    {OF_FILTER, "reject", "*", 0, tmpl_f_select, SELECT_NOT},
+    {OF_FILTER, "rejectattr", "*", 0, tmpl_f_select, SELECT_ATTR | SELECT_NOT},
     {OF_FILTER, "replace", "old new count", 2, tmpl_f_replace, 0},
     {OF_FILTER, "reverse", "", 0, tmpl_f_list, LIST_REVERSED},
     {OF_FILTER, "round", "precision method", 0, tmpl_f_round, 0},
     {OF_FILTER, "safe", "", 0, tmpl_f_safe, 0},
-    {OF_FILTER, "select", "*", 0, tmpl_f_choose, 0},
-    {OF_FILTER, "selectattr", "*", 0, tmpl_f_choose, CHOOSE_ATTR},
+    {OF_FILTER, "select", "*", 0, tmpl_f_select, 0},
+    {OF_FILTER, "selectattr", "*", 0, tmpl_f_select, SELECT_ATTR},
     {OF_FILTER, "sort", "reverse case_sensitive attribute", 0, tmpl_f_sort, 0},
     {OF_FILTER, "string", "", 0, tmpl_f_string, 0},
     {OF_FILTER, "sum", "attribute start", 0, tmpl_f_sum, 0},
@@ -6574,131 +6574,131 @@ static const tmpl_fn tmpl_fns[] = {
     {OF_FILTER, "trim", "chars", 0, tmpl_f_strip, STRIP_LEFT | STRIP_RIGHT},
     {OF_FILTER, "unique", "case_sensitive attribute", 0, tmpl_f_unique, 0},
     {OF_FILTER, "upper", "", 0, tmpl_f_case, CASE_UPPER},
-    {OF_TEXT, "capitalize", "", 0, tmpl_f_case, CASE_CAPITAL},
-    {OF_TEXT, "casefold", "", 0, tmpl_f_case, CASE_FOLD},
-    {OF_TEXT, "count", "sub", 1, tmpl_f_count, 0},
-    {OF_TEXT, "endswith", "suffix", 1, tmpl_f_affix, AFFIX_ENDS},
-    {OF_TEXT, "find", "sub start end", 1, tmpl_f_find, 0},
-    {OF_TEXT, "index", "sub start end", 1, tmpl_f_find, FIND_MUST},
-    {OF_TEXT, "join", "iterable", 1, tmpl_f_join, 1},
-    {OF_TEXT, "lower", "", 0, tmpl_f_case, CASE_LOWER},
-    {OF_TEXT, "lstrip", "chars", 0, tmpl_f_strip, STRIP_LEFT},
-    {OF_TEXT, "partition", "sep", 1, tmpl_f_partition, 0},
-    {OF_TEXT, "removeprefix", "prefix", 1, tmpl_f_affix, AFFIX_CUT_START},
-    {OF_TEXT, "removesuffix", "suffix", 1, tmpl_f_affix, AFFIX_CUT_END},
-    {OF_TEXT, "replace", "old new count", 2, tmpl_f_replace, 0},
-    {OF_TEXT, "rfind", "sub start end", 1, tmpl_f_find, FIND_LAST},
-    {OF_TEXT, "rindex", "sub start end", 1, tmpl_f_find, FIND_LAST | FIND_MUST},
-    {OF_TEXT, "rpartition", "sep", 1, tmpl_f_partition, FIND_LAST},
-    {OF_TEXT, "rsplit", "sep maxsplit", 0, tmpl_f_split, 1},
-    {OF_TEXT, "rstrip", "chars", 0, tmpl_f_strip, STRIP_RIGHT},
-    {OF_TEXT, "split", "sep maxsplit", 0, tmpl_f_split, 0},
-    {OF_TEXT, "splitlines", "keepends", 0, tmpl_f_splitlines, 0},
-    {OF_TEXT, "startswith", "prefix", 1, tmpl_f_affix, AFFIX_STARTS},
-    {OF_TEXT, "strip", "chars", 0, tmpl_f_strip, STRIP_LEFT | STRIP_RIGHT},
-    {OF_TEXT, "swapcase", "", 0, tmpl_f_case, CASE_SWAP},
-    {OF_TEXT, "title", "", 0, tmpl_f_case, CASE_TITLE_METHOD},
-    {OF_TEXT, "upper", "", 0, tmpl_f_case, CASE_UPPER},
+    {OF_STR, "capitalize", "", 0, tmpl_f_case, CASE_CAPITAL},
+    {OF_STR, "casefold", "", 0, tmpl_f_case, CASE_FOLD},
+    {OF_STR, "count", "sub", 1, tmpl_f_count, 0},
+    {OF_STR, "endswith", "suffix", 1, tmpl_f_affix, AFFIX_ENDS},
+    {OF_STR, "find", "sub start end", 1, tmpl_f_find, 0},
+    {OF_STR, "index", "sub start end", 1, tmpl_f_find, FIND_REQUIRED},
+    {OF_STR, "join", "iterable", 1, tmpl_f_join, 1},
+    {OF_STR, "lower", "", 0, tmpl_f_case, CASE_LOWER},
+    {OF_STR, "lstrip", "chars", 0, tmpl_f_strip, STRIP_LEFT},
+    {OF_STR, "partition", "sep", 1, tmpl_f_partition, 0},
+    {OF_STR, "removeprefix", "prefix", 1, tmpl_f_affix, AFFIX_REMOVE_PREFIX},
+    {OF_STR, "removesuffix", "suffix", 1, tmpl_f_affix, AFFIX_REMOVE_SUFFIX},
+    {OF_STR, "replace", "old new count", 2, tmpl_f_replace, 0},
+    {OF_STR, "rfind", "sub start end", 1, tmpl_f_find, FIND_LAST},
+    {OF_STR, "rindex", "sub start end", 1, tmpl_f_find, FIND_LAST | FIND_REQUIRED},
+    {OF_STR, "rpartition", "sep", 1, tmpl_f_partition, FIND_LAST},
+    {OF_STR, "rsplit", "sep maxsplit", 0, tmpl_f_split, 1},
+    {OF_STR, "rstrip", "chars", 0, tmpl_f_strip, STRIP_RIGHT},
+    {OF_STR, "split", "sep maxsplit", 0, tmpl_f_split, 0},
+    {OF_STR, "splitlines", "keepends", 0, tmpl_f_splitlines, 0},
+    {OF_STR, "startswith", "prefix", 1, tmpl_f_affix, AFFIX_STARTS},
+    {OF_STR, "strip", "chars", 0, tmpl_f_strip, STRIP_LEFT | STRIP_RIGHT},
+    {OF_STR, "swapcase", "", 0, tmpl_f_case, CASE_SWAP},
+    {OF_STR, "title", "", 0, tmpl_f_case, CASE_TITLE_METHOD},
+    {OF_STR, "upper", "", 0, tmpl_f_case, CASE_UPPER},
     {OF_LIST, "count", "value", 1, tmpl_f_count, 0},
     {OF_DICT, "get", "key default", 1, tmpl_f_get, 0},
-    {OF_DICT, "items", "", 0, tmpl_f_parts, PART_ITEMS},
-    {OF_DICT, "keys", "", 0, tmpl_f_parts, PART_KEYS},
-    {OF_DICT, "values", "", 0, tmpl_f_parts, PART_VALUES},
-    {OF_ALL, "dict", "*", 0, tmpl_g_dict, TV_DICT},
-    {OF_ALL, "namespace", "*", 0, tmpl_g_dict, TV_NAMESPACE},
-    {OF_ALL, "raise_exception", "message", 1, tmpl_g_raise, 0},
-    {OF_ALL, "range", "start stop step", 1, tmpl_g_range, 0},
-    {OF_ALL, "strftime_now", "format", 1, tmpl_g_strftime, 0}};
+    {OF_DICT, "items", "", 0, tmpl_f_dict_view, DICT_ITEMS},
+    {OF_DICT, "keys", "", 0, tmpl_f_dict_view, DICT_KEYS},
+    {OF_DICT, "values", "", 0, tmpl_f_dict_view, DICT_VALUES},
+    {OF_GLOBAL, "dict", "*", 0, tmpl_g_dict, TV_DICT},
+    {OF_GLOBAL, "namespace", "*", 0, tmpl_g_dict, TV_NAMESPACE},
+    {OF_GLOBAL, "raise_exception", "message", 1, tmpl_g_raise, 0},
+    {OF_GLOBAL, "range", "start stop step", 1, tmpl_g_range, 0},
+    {OF_GLOBAL, "strftime_now", "format", 1, tmpl_g_strftime, 0}};
 
 /* Returns NULL if there is no such function. */
-static const tmpl_fn *tmpl_find_fn(tmpl_owner of, str name) {
+static const tmpl_fn *tmpl_find_fn(tmpl_owner owner, str name) {
     for (int i = 0; i < COUNT(tmpl_fns); i++)
-        if (tmpl_fns[i].of == of && str_is(name, tmpl_fns[i].name)) return &tmpl_fns[i];
+        if (tmpl_fns[i].owner == owner && str_is(name, tmpl_fns[i].name)) return &tmpl_fns[i];
     return NULL;
 }
 
 /* Binds the arguments to the parameters of fn, c->a[k] to parameter k, and runs fn on c->self. */
-static bool tmpl_apply(tmpl_run *r, const tmpl_fn *fn, tmpl_args *c, tval *out) {
+static bool tmpl_apply(tmpl_run *run, const tmpl_fn *fn, tmpl_args *args, tval *out) {
     bool raw = *fn->params == '*'; /* fn reads the arguments itself */
-    if (!tmpl_work(r, (size_t)(c->n_pos + c->n_named))) return false;
-    memset(c->a, 0, sizeof c->a);
-    for (int i = 0; !raw && i < c->n_pos + c->n_named; i++) {
-        bool named = i >= c->n_pos;
-        int k = named ? tmpl_word_index(fn->params, c->names[i - c->n_pos]) : i;
-        int n = *fn->params ? 1 : 0; /* number of parameters: words of fn->params */
-        for (const char *p = fn->params; *p; p++) n += *p == ' ';
-        if (k >= n) return tmpl_fail(r, "%s: %d arguments, at most %d", fn->name, c->n_pos, n);
-        if (k < 0) return tmpl_fail(r, "%s: an argument name is not known", fn->name);
-        if (c->a[k].type) return tmpl_fail(r, "%s: argument %d is given twice", fn->name, k + 1);
-        c->a[k] = named ? c->named[i - c->n_pos] : c->pos[i];
+    if (!tmpl_charge_steps(run, (size_t)(args->n_pos + args->n_named))) return false;
+    memset(args->param, 0, sizeof args->param);
+    for (int i = 0; !raw && i < args->n_pos + args->n_named; i++) {
+        bool named = i >= args->n_pos;
+        int index = named ? tmpl_word_index(fn->params, args->names[i - args->n_pos]) : i;
+        int n_params = *fn->params ? 1 : 0; /* number of parameters: words of fn->params */
+        for (const char *at = fn->params; *at; at++) n_params += *at == ' ';
+        if (index >= n_params) return tmpl_fail(run, "%s: %d arguments, at most %d", fn->name, args->n_pos, n_params);
+        if (index < 0) return tmpl_fail(run, "%s: an argument name is not known", fn->name);
+        if (args->param[index].type) return tmpl_fail(run, "%s: argument %d is given twice", fn->name, index + 1);
+        args->param[index] = named ? args->named[i - args->n_pos] : args->positional[i];
     }
-    for (int i = 0; i < fn->need; i++)
-        if (!c->a[i].type) return tmpl_fail(r, "%s: argument %d is missing", fn->name, i + 1);
-    c->op = fn->op;
-    return tmpl_enter(r) && tmpl_leave(r, fn->run(r, c, out));
+    for (int i = 0; i < fn->n_required; i++)
+        if (!args->param[i].type) return tmpl_fail(run, "%s: argument %d is missing", fn->name, i + 1);
+    args->op = fn->op;
+    return tmpl_enter(run) && tmpl_leave(run, fn->run(run, args, out));
 }
 
-static bool tmpl_apply_filter(tmpl_run *r, str name, tmpl_args *c, tval *out) {
+static bool tmpl_apply_filter(tmpl_run *run, str name, tmpl_args *args, tval *out) {
     const tmpl_fn *fn = tmpl_find_fn(OF_FILTER, name);
-    return fn ? tmpl_apply(r, fn, c, out)
-              : tmpl_fail(r, "filter '%.*s' is not supported", STRF(name));
+    return fn ? tmpl_apply(run, fn, args, out)
+              : tmpl_fail(run, "filter '%.*s' is not supported", STRF(name));
 }
 
 /* ---- Attributes ---- */
 
-static bool tmpl_loop_attr(tmpl_run *r, tmpl_loop *l, str name, tval *out);
+static bool tmpl_loop_attr(tmpl_run *run, tmpl_loop *loop, str name, tval *out);
 
 /* Reads an attribute that is not an element: a method, or an attribute of a loop or namespace. Sets
  * *out to TV_ABSENT if there is none. */
-static bool tmpl_own_attr(tmpl_run *r, tval v, str name, tval *out) {
+static bool tmpl_own_attr(tmpl_run *run, tval value, str name, tval *out) {
     *out = (tval){0};
-    if (v.type == TV_LOOP) return tmpl_loop_attr(r, v.loop, name, out);
-    if (v.type == TV_NAMESPACE) return tmpl_dict_find(r, v.dict, tv_str(name), out);
-    if (v.type != TV_STR && v.type != TV_DICT && !tv_is_list(v)) return true;
+    if (value.type == TV_LOOP) return tmpl_loop_attr(run, value.loop, name, out);
+    if (value.type == TV_NAMESPACE) return tmpl_dict_find(run, value.dict, tv_str(name), out);
+    if (value.type != TV_STR && value.type != TV_DICT && !tv_is_list(value)) return true;
     const tmpl_fn *fn =
-        tmpl_find_fn(v.type == TV_STR ? OF_TEXT : v.type == TV_DICT ? OF_DICT : OF_LIST, name);
+        tmpl_find_fn(value.type == TV_STR ? OF_STR : value.type == TV_DICT ? OF_DICT : OF_LIST, name);
     if (!fn) return true;
-    tmpl_method *m = tmpl_alloc(r, 1, sizeof *m);
-    if (!m) return false;
-    *m = (tmpl_method){.self = v, .fn = fn};
-    *out = (tval){.type = TV_METHOD, .method = m};
+    tmpl_method *method = tmpl_alloc(run, 1, sizeof *method);
+    if (!method) return false;
+    *method = (tmpl_method){.self = value, .fn = fn};
+    *out = (tval){.type = TV_METHOD, .method = method};
     return true;
 }
 
 /* v.name: the attribute of that name; if there is none, the element; else undefined. An undefined v
  * is an error, here and in tmpl_item. */
-static bool tmpl_attr(tmpl_run *r, tval v, str name, tval *out) {
-    if (v.type == TV_UNDEFINED) return tmpl_bad_type(r, "attribute", v);
-    if (!tmpl_own_attr(r, v, name, out)) return false;
-    if (!out->type && !tmpl_element(r, v, tv_str(name), out)) return false;
+static bool tmpl_attr(tmpl_run *run, tval v, str name, tval *out) {
+    if (v.type == TV_UNDEFINED) return tmpl_bad_type(run, "attribute", v);
+    if (!tmpl_own_attr(run, v, name, out)) return false;
+    if (!out->type && !tmpl_element(run, v, tv_str(name), out)) return false;
     if (!out->type) *out = tv_undefined(name, v.type);
     return true;
 }
 
 /* v[key]: the element; if there is none and key is a text, the attribute; else undefined. */
-static bool tmpl_item(tmpl_run *r, tval v, tval key, tval *out) {
+static bool tmpl_item(tmpl_run *run, tval v, tval key, tval *out) {
     tval name = tv_str(STR("?")); /* of the undefined value, for error messages */
-    if (v.type == TV_UNDEFINED) return tmpl_bad_type(r, "[]", v);
-    if (!tmpl_element(r, v, key, out)) return false;
-    if (!out->type && key.type == TV_STR && !tmpl_own_attr(r, v, tv_text(key), out)) return false;
+    if (v.type == TV_UNDEFINED) return tmpl_bad_type(run, "[]", v);
+    if (!tmpl_element(run, v, key, out)) return false;
+    if (!out->type && key.type == TV_STR && !tmpl_own_attr(run, v, tv_text(key), out)) return false;
     if (out->type) return true;
-    if (key.type <= TV_STR && !tmpl_to_text(r, key, &name)) return false;
+    if (key.type <= TV_STR && !tmpl_to_text(run, key, &name)) return false;
     return *out = tv_undefined(tv_text(name), v.type), true;
 }
 
 /* Follows a path like "a.b.0" from v: the argument attribute= of map, sort and others. path may
  * also be an integer, an index. Returns v itself if path is absent, undefined or none. A part of
  * the path that is undefined is replaced by `otherwise` if that was given and is not none. */
-static bool tmpl_attr_path(tmpl_run *r, tval v, tval path, tval otherwise, tval *out) {
+static bool tmpl_attr_path(tmpl_run *run, tval value, tval path, tval otherwise, tval *out) {
     str dot = STR("."), part;
-    *out = v;
-    if (path.type == TV_INT) return tmpl_item(r, v, path, out);
-    if (path.type != TV_STR) return path.type <= TV_NONE || tmpl_bad_type(r, "attribute=", path);
+    *out = value;
+    if (path.type == TV_INT) return tmpl_item(run, value, path, out);
+    if (path.type != TV_STR) return path.type <= TV_NONE || tmpl_bad_type(run, "attribute=", path);
     for (size_t at = 0; tmpl_next_part(tv_text(path), &dot, &at, &part);) {
         tval key = tv_str(part);
-        if (part.n && isdigit((unsigned char)part.p[0]) && !tmpl_parse_number(r, part, &key))
+        if (part.n && isdigit((unsigned char)part.p[0]) && !tmpl_text_to_number(run, part, &key))
             return false;
-        if (!tmpl_item(r, *out, key, out)) return false;
+        if (!tmpl_item(run, *out, key, out)) return false;
         if (out->type == TV_UNDEFINED && otherwise.type > TV_NONE) *out = otherwise;
     }
     return true;
@@ -6707,47 +6707,47 @@ static bool tmpl_attr_path(tmpl_run *r, tval v, tval path, tval otherwise, tval 
 /* ---- Scopes ---- */
 
 /* Reads a variable from the innermost scope that has it. Sets *out to TV_ABSENT if none has it. */
-static bool tmpl_get_var(tmpl_run *r, int id, tval *out) {
-    for (const tmpl_scope *s = r->scope; s; s = s->outer) {
-        for (int i = 0; i < s->n; i++)
-            if (s->vars[i].id == id) return *out = s->vars[i].v, true;
-        if (!tmpl_work(r, (size_t)s->n)) return false;
+static bool tmpl_get_var(tmpl_run *run, int id, tval *out) {
+    for (const tmpl_scope *scope = run->scope; scope; scope = scope->outer) {
+        for (int i = 0; i < scope->n_vars; i++)
+            if (scope->vars[i].id == id) return *out = scope->vars[i].value, true;
+        if (!tmpl_charge_steps(run, (size_t)scope->n_vars)) return false;
     }
-    return *out = r->globals[id], true;
+    return *out = run->globals[id], true;
 }
 
 /* Sets a variable in the innermost scope. */
-static bool tmpl_set_var(tmpl_run *r, int id, tval v) {
-    tmpl_scope *s = r->scope;
-    if (!s) return r->globals[id] = v, true;
-    for (int i = 0; i < s->n; i++)
-        if (s->vars[i].id == id) return s->vars[i].v = v, tmpl_work(r, (size_t)i);
-    if (s->n == s->cap) {
-        int cap = MAX(s->cap * 2, 4);
-        tmpl_var *vars = tmpl_alloc(r, (size_t)cap, sizeof *vars);
+static bool tmpl_set_var(tmpl_run *run, int id, tval value) {
+    tmpl_scope *scope = run->scope;
+    if (!scope) return run->globals[id] = value, true;
+    for (int i = 0; i < scope->n_vars; i++)
+        if (scope->vars[i].id == id) return scope->vars[i].value = value, tmpl_charge_steps(run, (size_t)i);
+    if (scope->n_vars == scope->cap) {
+        int cap = MAX(scope->cap * 2, 4);
+        tmpl_var *vars = tmpl_alloc(run, (size_t)cap, sizeof *vars);
         if (!vars) return false;
-        if (s->n) memcpy(vars, s->vars, (size_t)s->n * sizeof *vars);
-        s->vars = vars;
-        s->cap = cap;
+        if (scope->n_vars) memcpy(vars, scope->vars, (size_t)scope->n_vars * sizeof *vars);
+        scope->vars = vars;
+        scope->cap = cap;
     }
-    s->vars[s->n++] = (tmpl_var){id, v};
+    scope->vars[scope->n_vars++] = (tmpl_var){id, value};
     return true;
 }
 
 /* Makes a new scope inside `outer` the innermost one. The caller restores r->scope later. */
-static bool tmpl_push_scope(tmpl_run *r, tmpl_scope *outer) {
-    tmpl_scope *s = tmpl_alloc(r, 1, sizeof *s);
-    if (s) {
-        *s = (tmpl_scope){.outer = outer};
-        r->scope = s;
+static bool tmpl_push_scope(tmpl_run *run, tmpl_scope *outer) {
+    tmpl_scope *scope = tmpl_alloc(run, 1, sizeof *scope);
+    if (scope) {
+        *scope = (tmpl_scope){.outer = outer};
+        run->scope = scope;
     }
-    return s != NULL;
+    return scope != NULL;
 }
 
 /* ---- Calls ---- */
 
-static bool tmpl_eval(tmpl_run *r, const tmpl_node *n, tval *out);
-static bool tmpl_capture(tmpl_run *r, const tmpl_node *body, tval *out);
+static bool tmpl_eval(tmpl_run *run, const tmpl_node *node, tval *out);
+static bool tmpl_capture(tmpl_run *run, const tmpl_node *body, tval *out);
 
 static int tmpl_chain_len(const tmpl_node *chain) {
     int n = 0;
@@ -6757,69 +6757,69 @@ static int tmpl_chain_len(const tmpl_node *chain) {
 
 /* Evaluates each argument of a call to v[i]; the operand of * becomes a list. Adds to c->n_pos and
  * c->n_named the number of arguments that they stand for. */
-static bool tmpl_eval_each(tmpl_run *r, const tmpl_node *chain, tval *v, tmpl_args *c) {
-    tmpl_items *l;
-    for (const tmpl_node *it = chain; it; it = it->next, v++) {
-        bool whole = it->kind != TN_KEYWORD && it->kind != TN_SPREAD && it->kind != TN_SPREADMAP;
-        if (!tmpl_eval(r, whole ? it : it->a, v)) return false;
-        if (it->kind == TN_SPREAD && !tmpl_walk(r, *v, &l)) return false;
-        if (it->kind == TN_SPREADMAP && v->type != TV_DICT) return tmpl_bad_type(r, "**", *v);
+static bool tmpl_eval_each(tmpl_run *run, const tmpl_node *chain, tval *values, tmpl_args *args) {
+    tmpl_items *list;
+    for (const tmpl_node *it = chain; it; it = it->next, values++) {
+        bool whole = it->kind != TN_KEYWORD && it->kind != TN_SPREAD && it->kind != TN_SPREAD_DICT;
+        if (!tmpl_eval(run, whole ? it : it->a, values)) return false;
+        if (it->kind == TN_SPREAD && !tmpl_elements(run, *values, &list)) return false;
+        if (it->kind == TN_SPREAD_DICT && values->type != TV_DICT) return tmpl_bad_type(run, "**", *values);
         if (it->kind == TN_SPREAD) {
-            *v = tv_list(TV_LIST, l);
-            c->n_pos += (int)l->n;
-        } else if (it->kind == TN_SPREADMAP) {
-            c->n_named += (int)v->dict->n;
+            *values = tv_list(TV_LIST, list);
+            args->n_pos += (int)list->n;
+        } else if (it->kind == TN_SPREAD_DICT) {
+            args->n_named += (int)values->dict->n_members;
         } else if (it->kind == TN_KEYWORD) {
-            c->n_named++;
+            args->n_named++;
         } else {
-            c->n_pos++;
+            args->n_pos++;
         }
     }
     return true;
 }
 
 /* Adds the members of **dict to the named arguments; the arrays of c have room for them. */
-static bool tmpl_spread_names(tmpl_run *r, const tmpl_dict *d, tmpl_args *c) {
-    const tmpl_args written = *c;
-    for (size_t i = 0; i < d->n; i++) {
-        tval key = d->at[i].key;
-        if (key.type != TV_STR) return tmpl_bad_type(r, "a name behind **", key);
-        if (!tmpl_work(r, (size_t)written.n_named)) return false;
-        if (tmpl_named_arg(&written, tv_text(key)).type)
-            return tmpl_fail(r, "argument '%.*s' is given twice", STRF(tv_text(key)));
-        c->names[c->n_named] = tv_text(key);
-        c->named[c->n_named++] = d->at[i].v;
+static bool tmpl_spread_names(tmpl_run *run, const tmpl_dict *dict, tmpl_args *args) {
+    const tmpl_args explicit = *args;
+    for (size_t i = 0; i < dict->n_members; i++) {
+        tval key = dict->members[i].key;
+        if (key.type != TV_STR) return tmpl_bad_type(run, "a name behind **", key);
+        if (!tmpl_charge_steps(run, (size_t)explicit.n_named)) return false;
+        if (tmpl_named_arg(&explicit, tv_text(key)).type)
+            return tmpl_fail(run, "argument '%.*s' is given twice", STRF(tv_text(key)));
+        args->names[args->n_named] = tv_text(key);
+        args->named[args->n_named++] = dict->members[i].value;
     }
     return true;
 }
 
 /* Evaluates the arguments of a call and fills in c, except c->self and c->a. caller: the macro of a
  * call block, passed as one more named argument `caller`; TV_ABSENT in other calls. */
-static bool tmpl_eval_args(tmpl_run *r, const tmpl_node *chain, tval caller, tmpl_args *c) {
-    size_t n = (size_t)tmpl_chain_len(chain);
-    tval *v = n ? tmpl_alloc(r, n, sizeof *v) : NULL;
+static bool tmpl_eval_args(tmpl_run *run, const tmpl_node *chain, tval caller, tmpl_args *args) {
+    size_t n_nodes = (size_t)tmpl_chain_len(chain);
+    tval *values = n_nodes ? tmpl_alloc(run, n_nodes, sizeof *values) : NULL;
     tmpl_args all = {.n_named = caller.type != TV_ABSENT}; /* only its counts are used */
-    *c = (tmpl_args){0};
-    if (n && (!v || !tmpl_eval_each(r, chain, v, &all))) return false;
+    *args = (tmpl_args){0};
+    if (n_nodes && (!values || !tmpl_eval_each(run, chain, values, &all))) return false;
     size_t n_pos = (size_t)all.n_pos, n_named = (size_t)all.n_named;
-    if (n_pos && !(c->pos = tmpl_alloc(r, n_pos, sizeof *c->pos))) return false;
-    if (n_named && !(c->named = tmpl_alloc(r, n_named, sizeof *c->named))) return false;
-    if (n_named && !(c->names = tmpl_alloc(r, n_named, sizeof *c->names))) return false;
+    if (n_pos && !(args->positional = tmpl_alloc(run, n_pos, sizeof *args->positional))) return false;
+    if (n_named && !(args->named = tmpl_alloc(run, n_named, sizeof *args->named))) return false;
+    if (n_named && !(args->names = tmpl_alloc(run, n_named, sizeof *args->names))) return false;
     if (caller.type) {
-        c->names[0] = STR("caller");
-        c->named[0] = caller;
-        c->n_named = 1;
+        args->names[0] = STR("caller");
+        args->named[0] = caller;
+        args->n_named = 1;
     }
-    for (const tmpl_node *it = chain; it; it = it->next, v++) {
+    for (const tmpl_node *it = chain; it; it = it->next, values++) {
         if (it->kind == TN_KEYWORD) {
-            c->names[c->n_named] = it->s;
-            c->named[c->n_named++] = *v;
-        } else if (it->kind == TN_SPREADMAP) {
-            if (!tmpl_spread_names(r, v->dict, c)) return false;
+            args->names[args->n_named] = it->text;
+            args->named[args->n_named++] = *values;
+        } else if (it->kind == TN_SPREAD_DICT) {
+            if (!tmpl_spread_names(run, values->dict, args)) return false;
         } else if (it->kind == TN_SPREAD) {
-            for (size_t i = 0; i < v->list->n; i++) c->pos[c->n_pos++] = v->list->v[i];
+            for (size_t i = 0; i < values->list->n; i++) args->positional[args->n_pos++] = values->list->values[i];
         } else {
-            c->pos[c->n_pos++] = *v;
+            args->positional[args->n_pos++] = *values;
         }
     }
     return true;
@@ -6827,266 +6827,266 @@ static bool tmpl_eval_args(tmpl_run *r, const tmpl_node *chain, tval caller, tmp
 
 /* Sets the variable `caller` of a macro that reads it; undefined if the call has no such argument.
  * Adds 1 to *used_named if it has. */
-static bool tmpl_bind_caller(tmpl_run *r, const tmpl_args *c, int *used_named) {
-    tval v = tmpl_named_arg(c, STR("caller"));
+static bool tmpl_bind_caller(tmpl_run *run, const tmpl_args *args, int *used_named) {
+    tval v = tmpl_named_arg(args, STR("caller"));
     *used_named += v.type != TV_ABSENT;
-    return tmpl_set_var(r, TMPL_CALLER, v.type > TV_NONE ? v : tv_undefined(STR("caller"), 0));
+    return tmpl_set_var(run, TMPL_CALLER, v.type > TV_NONE ? v : tv_undefined(STR("caller"), 0));
 }
 
 /* Sets the parameters of a macro in r->scope, the new scope of this call. A parameter without
  * argument and default stays TV_ABSENT. */
-static bool tmpl_bind_params(tmpl_run *r, const tmpl_args *c, const tmpl_node *macro) {
-    int n = 0, used_named = 0;
-    if (macro->i && !tmpl_bind_caller(r, c, &used_named)) return false;
-    for (const tmpl_node *p = macro->b; p; p = p->next, n++) {
-        tval v = tmpl_named_arg(c, p->s);
-        if (!tmpl_work(r, (size_t)c->n_named)) return false;
-        if (v.type) used_named++;
-        if (v.type && n < c->n_pos)
-            return tmpl_fail(r, "%.*s: argument '%.*s' is given twice", STRF(macro->s), STRF(p->s));
-        if (!tmpl_set_var(r, p->id, n < c->n_pos ? c->pos[n] : v)) return false;
+static bool tmpl_bind_params(tmpl_run *run, const tmpl_args *args, const tmpl_node *macro) {
+    int index = 0, used_named = 0;
+    if (macro->integer && !tmpl_bind_caller(run, args, &used_named)) return false;
+    for (const tmpl_node *param = macro->b; param; param = param->next, index++) {
+        tval value = tmpl_named_arg(args, param->text);
+        if (!tmpl_charge_steps(run, (size_t)args->n_named)) return false;
+        if (value.type) used_named++;
+        if (value.type && index < args->n_pos)
+            return tmpl_fail(run, "%.*s: argument '%.*s' is given twice", STRF(macro->text), STRF(param->text));
+        if (!tmpl_set_var(run, param->id, index < args->n_pos ? args->positional[index] : value)) return false;
     }
-    if (c->n_pos > n)
-        return tmpl_fail(r, "%.*s: %d arguments, at most %d", STRF(macro->s), c->n_pos, n);
-    if (used_named < c->n_named && !macro->i && tmpl_named_arg(c, STR("caller")).type)
-        return tmpl_fail(r, "%.*s: a macro without caller() has no call block", STRF(macro->s));
-    if (used_named < c->n_named)
-        return tmpl_fail(r, "%.*s: an argument name is not known", STRF(macro->s));
+    if (args->n_pos > index)
+        return tmpl_fail(run, "%.*s: %d arguments, at most %d", STRF(macro->text), args->n_pos, index);
+    if (used_named < args->n_named && !macro->integer && tmpl_named_arg(args, STR("caller")).type)
+        return tmpl_fail(run, "%.*s: a macro without caller() has no call block", STRF(macro->text));
+    if (used_named < args->n_named)
+        return tmpl_fail(run, "%.*s: an argument name is not known", STRF(macro->text));
     /* Defaults come last: they may use all parameters, and the variables around the macro's
      * definition, not those around the call. */
-    for (const tmpl_node *p = macro->b; p; p = p->next) {
-        tval v;
-        if (!tmpl_get_var(r, p->id, &v)) return false;
-        if (!v.type && p->a && (!tmpl_eval(r, p->a, &v) || !tmpl_set_var(r, p->id, v)))
+    for (const tmpl_node *param = macro->b; param; param = param->next) {
+        tval value;
+        if (!tmpl_get_var(run, param->id, &value)) return false;
+        if (!value.type && param->a && (!tmpl_eval(run, param->a, &value) || !tmpl_set_var(run, param->id, value)))
             return false;
     }
     return true;
 }
 
 /* *out: the text that the macro's body writes. */
-static bool tmpl_call_macro(tmpl_run *r, const tmpl_macro *m, const tmpl_args *c, tval *out) {
-    tmpl_scope *back = r->scope;
-    bool ok = tmpl_enter(r) && tmpl_push_scope(r, m->scope) && tmpl_bind_params(r, c, m->node);
-    ok = ok && tmpl_capture(r, m->node->c, out);
-    r->scope = back;
-    return tmpl_leave(r, ok);
+static bool tmpl_call_macro(tmpl_run *run, const tmpl_macro *macro, const tmpl_args *args, tval *out) {
+    tmpl_scope *outer_scope = run->scope;
+    bool ok = tmpl_enter(run) && tmpl_push_scope(run, macro->scope) && tmpl_bind_params(run, args, macro->node);
+    ok = ok && tmpl_capture(run, macro->node->c, out);
+    run->scope = outer_scope;
+    return tmpl_leave(run, ok);
 }
 
 /* Evaluates a TN_CALL. caller: as for tmpl_eval_args. */
-static bool tmpl_call(tmpl_run *r, const tmpl_node *n, tval caller, tval *out) {
-    tmpl_args c;
+static bool tmpl_call(tmpl_run *run, const tmpl_node *node, tval caller, tval *out) {
+    tmpl_args args;
     tval callee;
-    if (!tmpl_eval(r, n->a, &callee) || !tmpl_eval_args(r, n->b, caller, &c)) return false;
+    if (!tmpl_eval(run, node->a, &callee) || !tmpl_eval_args(run, node->b, caller, &args)) return false;
     switch (callee.type) {
-    case TV_MACRO: return tmpl_call_macro(r, callee.macro, &c, out);
-    case TV_METHOD: c.self = callee.method->self; return tmpl_apply(r, callee.method->fn, &c, out);
-    case TV_FUNCTION: return tmpl_apply(r, callee.fn, &c, out);
-    case TV_UNDEFINED: return tmpl_bad_type(r, "a call", callee);
-    default: return tmpl_fail(r, "'%s' object is not callable", tmpl_type_name(callee.type));
+    case TV_MACRO: return tmpl_call_macro(run, callee.macro, &args, out);
+    case TV_METHOD: args.self = callee.method->self; return tmpl_apply(run, callee.method->fn, &args, out);
+    case TV_FUNCTION: return tmpl_apply(run, callee.fn, &args, out);
+    case TV_UNDEFINED: return tmpl_bad_type(run, "a call", callee);
+    default: return tmpl_fail(run, "'%s' object is not callable", tmpl_type_name(callee.type));
     }
 }
 
 /* ---- Expressions ---- */
 
-static bool tmpl_eval_list(tmpl_run *r, const tmpl_node *n, tval *out) { /* list or tuple */
-    tmpl_items *l = tmpl_new_items(r, (size_t)tmpl_chain_len(n->b));
-    if (!l) return false;
+static bool tmpl_eval_list(tmpl_run *run, const tmpl_node *node, tval *out) { /* list or tuple */
+    tmpl_items *list = tmpl_new_items(run, (size_t)tmpl_chain_len(node->b));
+    if (!list) return false;
     size_t i = 0;
-    for (const tmpl_node *it = n->b; it; it = it->next)
-        if (!tmpl_eval(r, it, &l->v[i++])) return false;
-    return *out = tv_list(n->kind == TN_LIST ? TV_LIST : TV_TUPLE, l), true;
+    for (const tmpl_node *it = node->b; it; it = it->next)
+        if (!tmpl_eval(run, it, &list->values[i++])) return false;
+    return *out = tv_list(node->kind == TN_LIST ? TV_LIST : TV_TUPLE, list), true;
 }
 
-static bool tmpl_eval_dict(tmpl_run *r, const tmpl_node *n, tval *out) {
-    tmpl_dict *d = tmpl_new_dict(r);
-    if (!d) return false;
-    for (const tmpl_node *key = n->b; key; key = key->next->next) {
-        tval k, v;
-        if (!tmpl_eval(r, key, &k) || !tmpl_eval(r, key->next, &v) || !tmpl_dict_set(r, d, k, v))
+static bool tmpl_eval_dict(tmpl_run *run, const tmpl_node *node, tval *out) {
+    tmpl_dict *dict = tmpl_new_dict(run);
+    if (!dict) return false;
+    for (const tmpl_node *key = node->b; key; key = key->next->next) {
+        tval name, value;
+        if (!tmpl_eval(run, key, &name) || !tmpl_eval(run, key->next, &value) || !tmpl_dict_set(run, dict, name, value))
             return false;
     }
-    return *out = (tval){.type = TV_DICT, .dict = d}, true;
+    return *out = (tval){.type = TV_DICT, .dict = dict}, true;
 }
 
-/* Evaluates a bound of a slice as an index, see tmpl_bound. *out becomes `otherwise` if e is NULL
+/* Evaluates a bound of a slice as an index, see tmpl_slice_bound. *out becomes `otherwise` if e is NULL
  * (the bound is not given) or its value is none. */
-static bool tmpl_eval_bound(tmpl_run *r, const tmpl_node *e, int64_t n, bool down,
+static bool tmpl_eval_bound(tmpl_run *run, const tmpl_node *bound, int64_t length, bool down,
     int64_t otherwise, int64_t *out) {
-    tval v = tv_none();
-    if (e && !tmpl_eval(r, e, &v)) return false;
-    if (v.type == TV_UNDEFINED) return tmpl_bad_type(r, "a slice", v);
-    return tmpl_bound(r, v, n, down, otherwise, out);
+    tval value = tv_none();
+    if (bound && !tmpl_eval(run, bound, &value)) return false;
+    if (value.type == TV_UNDEFINED) return tmpl_bad_type(run, "a slice", value);
+    return tmpl_slice_bound(run, value, length, down, otherwise, out);
 }
 
-static bool tmpl_eval_slice(tmpl_run *r, const tmpl_node *n, tval *out) {
-    tval v, step_v = tv_int(1);
+static bool tmpl_eval_slice(tmpl_run *run, const tmpl_node *node, tval *out) {
+    tval value, step_value = tv_int(1);
     int64_t from, to;
-    tmpl_items *all, *l;
-    if (!tmpl_eval(r, n->a, &v) || (n->d && !tmpl_eval(r, n->d, &step_v))) return false;
-    if (v.type != TV_STR && !tv_is_list(v)) return tmpl_bad_type(r, "a slice", v);
-    if (!tv_is_integer(step_v) || !step_v.i) return tmpl_fail(r, "slice: wrong step");
-    int64_t len = tmpl_length(v), step = MAX(MIN(step_v.i, (int64_t)1 << 40), -((int64_t)1 << 40));
+    tmpl_items *elements, *list;
+    if (!tmpl_eval(run, node->a, &value) || (node->d && !tmpl_eval(run, node->d, &step_value))) return false;
+    if (value.type != TV_STR && !tv_is_list(value)) return tmpl_bad_type(run, "a slice", value);
+    if (!tv_is_integer(step_value) || !step_value.integer) return tmpl_fail(run, "slice: wrong step");
+    int64_t length = tmpl_length(value), step = MAX(MIN(step_value.integer, (int64_t)1 << 40), -((int64_t)1 << 40));
     bool down = step < 0;
-    if (!tmpl_eval_bound(r, n->b, len, down, down ? len - 1 : 0, &from) ||
-        !tmpl_eval_bound(r, n->c, len, down, down ? -1 : len, &to)) return false;
-    if (v.type == TV_STR && step == 1)
-        return *out = tmpl_substring(v, from, MAX(from, to)), tmpl_work(r, v.n);
+    if (!tmpl_eval_bound(run, node->b, length, down, down ? length - 1 : 0, &from) ||
+        !tmpl_eval_bound(run, node->c, length, down, down ? -1 : length, &to)) return false;
+    if (value.type == TV_STR && step == 1)
+        return *out = tmpl_substring(value, from, MAX(from, to)), tmpl_charge_steps(run, value.n);
     int64_t count = down ? (from > to ? (from - to - 1) / -step + 1 : 0)
                          : to > from ? (to - from - 1) / step + 1 : 0;
-    if (!tmpl_walk(r, v, &all) || !(l = tmpl_new_items(r, (size_t)count))) return false;
-    for (int64_t i = 0; i < count; i++) l->v[i] = all->v[from + i * step];
-    if (v.type == TV_STR) return tmpl_join(r, l, STR(""), (tval){0}, out);
-    return *out = tv_list(v.type, l), true;
+    if (!tmpl_elements(run, value, &elements) || !(list = tmpl_new_items(run, (size_t)count))) return false;
+    for (int64_t i = 0; i < count; i++) list->values[i] = elements->values[from + i * step];
+    if (value.type == TV_STR) return tmpl_join(run, list, STR(""), (tval){0}, out);
+    return *out = tv_list(value.type, list), true;
 }
 
-static bool tmpl_eval_sign(tmpl_run *r, const tmpl_node *n, tval *out) {
+static bool tmpl_eval_sign(tmpl_run *run, const tmpl_node *node, tval *out) {
     tval v;
-    if (!tmpl_eval(r, n->a, &v)) return false;
-    if (!tv_is_number(v)) return tmpl_bad_type(r, "a sign", v);
-    if (v.type == TV_FLOAT) return *out = tv_float(n->op == '-' ? -v.f : v.f), true;
-    return tmpl_int_op(r, n->op, 0, v.i, out);
+    if (!tmpl_eval(run, node->a, &v)) return false;
+    if (!tv_is_number(v)) return tmpl_bad_type(run, "a sign", v);
+    if (v.type == TV_FLOAT) return *out = tv_float(node->op == '-' ? -v.real : v.real), true;
+    return tmpl_int_op(run, node->op, 0, v.integer, out);
 }
 
-static bool tmpl_eval_applied(tmpl_run *r, const tmpl_node *n, tval *out) { /* filter or test */
-    tmpl_args c;
+static bool tmpl_eval_applied(tmpl_run *run, const tmpl_node *node, tval *out) { /* filter or test */
+    tmpl_args args;
     tval self;
-    if (!tmpl_eval(r, n->a, &self) || !tmpl_eval_args(r, n->b, (tval){0}, &c)) return false;
-    c.self = self;
-    if (n->kind == TN_FILTER) return tmpl_apply_filter(r, n->s, &c, out);
-    return tmpl_apply_test(r, n->s, &c, out) && (*out = tv_bool(tv_true(*out) != n->op), true);
+    if (!tmpl_eval(run, node->a, &self) || !tmpl_eval_args(run, node->b, (tval){0}, &args)) return false;
+    args.self = self;
+    if (node->kind == TN_FILTER) return tmpl_apply_filter(run, node->text, &args, out);
+    return tmpl_apply_test(run, node->text, &args, out) && (*out = tv_bool(tv_true(*out) != node->op), true);
 }
 
-static bool tmpl_eval_binary(tmpl_run *r, const tmpl_node *n, tval *out) {
-    tval a, b;
-    if (!tmpl_eval(r, n->a, &a)) return false;
+static bool tmpl_eval_binary(tmpl_run *run, const tmpl_node *node, tval *out) {
+    tval left, right;
+    if (!tmpl_eval(run, node->a, &left)) return false;
     /* `and` and `or` return one of their operands. They evaluate the right one only if needed. */
-    if (n->op == OP_AND || n->op == OP_OR)
-        return tv_true(a) == (n->op == OP_OR) ? (*out = a, true) : tmpl_eval(r, n->b, out);
-    return tmpl_eval(r, n->b, &b) && tmpl_binary(r, n->op, a, b, out);
+    if (node->op == OP_AND || node->op == OP_OR)
+        return tv_true(left) == (node->op == OP_OR) ? (*out = left, true) : tmpl_eval(run, node->b, out);
+    return tmpl_eval(run, node->b, &right) && tmpl_binary(run, node->op, left, right, out);
 }
 
 /* Evaluates an expression of any kind. Only tmpl_eval calls this. */
-static bool tmpl_eval_any(tmpl_run *r, const tmpl_node *n, tval *out) {
-    tval a, b;
-    switch (n->kind) {
+static bool tmpl_eval_any(tmpl_run *run, const tmpl_node *node, tval *out) {
+    tval object, key;
+    switch (node->kind) {
     case TN_NONE: return *out = tv_none(), true;
-    case TN_BOOL: return *out = tv_bool(n->i), true;
-    case TN_INT: return *out = tv_int(n->i), true;
-    case TN_FLOAT: return *out = tv_float(n->f), true;
-    case TN_STRING: return *out = tv_str(n->s), true;
+    case TN_BOOL: return *out = tv_bool(node->integer), true;
+    case TN_INT: return *out = tv_int(node->integer), true;
+    case TN_FLOAT: return *out = tv_float(node->real), true;
+    case TN_STRING: return *out = tv_str(node->text), true;
     case TN_NAME:
-        if (!tmpl_get_var(r, n->id, out)) return false;
-        return out->type || (*out = tv_undefined(n->s, 0), true);
-    case TN_LIST: case TN_TUPLE: return tmpl_eval_list(r, n, out);
-    case TN_DICT: return tmpl_eval_dict(r, n, out);
-    case TN_ATTR: return tmpl_eval(r, n->a, &a) && tmpl_attr(r, a, n->s, out);
+        if (!tmpl_get_var(run, node->id, out)) return false;
+        return out->type || (*out = tv_undefined(node->text, 0), true);
+    case TN_LIST: case TN_TUPLE: return tmpl_eval_list(run, node, out);
+    case TN_DICT: return tmpl_eval_dict(run, node, out);
+    case TN_ATTR: return tmpl_eval(run, node->a, &object) && tmpl_attr(run, object, node->text, out);
     case TN_ITEM:
-        return tmpl_eval(r, n->a, &a) && tmpl_eval(r, n->b, &b) && tmpl_item(r, a, b, out);
-    case TN_SLICE: return tmpl_eval_slice(r, n, out);
-    case TN_CALL: return tmpl_call(r, n, (tval){0}, out);
-    case TN_FILTER: case TN_TEST: return tmpl_eval_applied(r, n, out);
-    case TN_NOT: return tmpl_eval(r, n->a, &a) && (*out = tv_bool(!tv_true(a)), true);
-    case TN_SIGN: return tmpl_eval_sign(r, n, out);
-    case TN_BINARY: return tmpl_eval_binary(r, n, out);
-    case TN_COND:
-        if (!tmpl_eval(r, n->a, &a)) return false;
-        if (tv_true(a)) return tmpl_eval(r, n->b, out);
-        return n->c ? tmpl_eval(r, n->c, out)
+        return tmpl_eval(run, node->a, &object) && tmpl_eval(run, node->b, &key) && tmpl_item(run, object, key, out);
+    case TN_SLICE: return tmpl_eval_slice(run, node, out);
+    case TN_CALL: return tmpl_call(run, node, (tval){0}, out);
+    case TN_FILTER: case TN_TEST: return tmpl_eval_applied(run, node, out);
+    case TN_NOT: return tmpl_eval(run, node->a, &object) && (*out = tv_bool(!tv_true(object)), true);
+    case TN_SIGN: return tmpl_eval_sign(run, node, out);
+    case TN_BINARY: return tmpl_eval_binary(run, node, out);
+    case TN_TERNARY:
+        if (!tmpl_eval(run, node->a, &object)) return false;
+        if (tv_true(object)) return tmpl_eval(run, node->b, out);
+        return node->c ? tmpl_eval(run, node->c, out)
                     : (*out = tv_undefined(STR("if without else"), 0), true);
-    case TN_CAPTURED: return *out = r->captured, true;
-    default: return tmpl_fail(r, "not an expression");
+    case TN_CAPTURED: return *out = run->captured, true;
+    default: return tmpl_fail(run, "not an expression");
     }
 }
 
 /* Evaluates an expression: costs a step and one level of depth. */
-static bool tmpl_eval(tmpl_run *r, const tmpl_node *n, tval *out) {
-    int line = r->line;
-    r->line = n->line;
-    if (!tmpl_work(r, 0) || !tmpl_enter(r) || !tmpl_eval_any(r, n, out)) return false;
-    r->line = line; /* not after an error: then r->line stays at the line that failed */
-    return tmpl_leave(r, true);
+static bool tmpl_eval(tmpl_run *run, const tmpl_node *node, tval *out) {
+    int line = run->line;
+    run->line = node->line;
+    if (!tmpl_charge_steps(run, 0) || !tmpl_enter(run) || !tmpl_eval_any(run, node, out)) return false;
+    run->line = line; /* not after an error: then r->line stays at the line that failed */
+    return tmpl_leave(run, true);
 }
 
 /* ---- Statements ---- */
 
 /* How a statement ended: normally, with a break or continue for the loop around it, or failed. */
-typedef enum tmpl_flow { FLOW_ON, FLOW_BREAK, FLOW_CONTINUE, FLOW_FAIL } tmpl_flow;
-static tmpl_flow tmpl_exec(tmpl_run *r, const tmpl_node *chain);
+typedef enum tmpl_flow { FLOW_NORMAL, FLOW_BREAK, FLOW_CONTINUE, FLOW_FAIL } tmpl_flow;
+static tmpl_flow tmpl_exec(tmpl_run *run, const tmpl_node *chain);
 
 /* Assigns v to a variable or to an attribute of a namespace, or its elements to several targets. */
-static bool tmpl_assign(tmpl_run *r, const tmpl_node *target, tval v) {
-    tmpl_items *l;
-    tval ns;
+static bool tmpl_assign(tmpl_run *run, const tmpl_node *target, tval value) {
+    tmpl_items *list;
+    tval object;
     switch (target->kind) {
-    case TN_NAME: return tmpl_set_var(r, target->id, v);
-    case TN_NSREF:
-        if (!tmpl_get_var(r, target->id, &ns)) return false;
-        if (ns.type == TV_NAMESPACE) return tmpl_dict_set(r, ns.dict, tv_str(target->s), v);
-        return tmpl_fail(r, "cannot assign attribute '%.*s': not a namespace", STRF(target->s));
+    case TN_NAME: return tmpl_set_var(run, target->id, value);
+    case TN_NAMESPACE_ATTR:
+        if (!tmpl_get_var(run, target->id, &object)) return false;
+        if (object.type == TV_NAMESPACE) return tmpl_dict_set(run, object.dict, tv_str(target->text), value);
+        return tmpl_fail(run, "cannot assign attribute '%.*s': not a namespace", STRF(target->text));
     default: break;
     }
-    size_t n = (size_t)tmpl_chain_len(target->b);
-    if (!tmpl_walk(r, v, &l)) return false;
-    if (n != l->n) return tmpl_fail(r, "%zu values to unpack into %zu names", l->n, n);
-    n = 0;
+    size_t n_targets = (size_t)tmpl_chain_len(target->b);
+    if (!tmpl_elements(run, value, &list)) return false;
+    if (n_targets != list->n) return tmpl_fail(run, "%zu values to unpack into %zu names", list->n, n_targets);
+    n_targets = 0;
     for (const tmpl_node *it = target->b; it; it = it->next)
-        if (!tmpl_assign(r, it, l->v[n++])) return false;
+        if (!tmpl_assign(run, it, list->values[n_targets++])) return false;
     return true;
 }
 
 /* Runs a body. *out: the text that it writes, which does not go to the output. */
-static bool tmpl_capture(tmpl_run *r, const tmpl_node *body, tval *out) {
-    buf b = {0}, *outside = r->out;
-    r->out = &b;
-    bool ok = tmpl_exec(r, body) == FLOW_ON;
-    r->out = outside;
-    return tmpl_finish(r, &b, ok, out);
+static bool tmpl_capture(tmpl_run *run, const tmpl_node *body, tval *out) {
+    buf text = {0}, *outside = run->out;
+    run->out = &text;
+    bool ok = tmpl_exec(run, body) == FLOW_NORMAL;
+    run->out = outside;
+    return tmpl_finish_text(run, &text, ok, out);
 }
 
 /* A set or filter block: runs the body in a new scope and applies the filters to the text that it
  * writes. */
-static bool tmpl_filtered(tmpl_run *r, const tmpl_node *n, tval *out) {
-    tval outer = r->captured, text;
-    tmpl_scope *back = r->scope;
-    if (!tmpl_push_scope(r, back) || !tmpl_capture(r, n->c, &text)) return false;
-    r->scope = back;
-    r->captured = text;
-    bool ok = tmpl_eval(r, n->b, out);
-    r->captured = outer;
+static bool tmpl_eval_block(tmpl_run *run, const tmpl_node *node, tval *out) {
+    tval outer_text = run->captured, text;
+    tmpl_scope *outer_scope = run->scope;
+    if (!tmpl_push_scope(run, outer_scope) || !tmpl_capture(run, node->c, &text)) return false;
+    run->scope = outer_scope;
+    run->captured = text;
+    bool ok = tmpl_eval(run, node->b, out);
+    run->captured = outer_text;
     return ok;
 }
 
 /* Makes a macro value. The macro sees the variables of the present scope whenever it is called. */
-static bool tmpl_new_macro(tmpl_run *r, const tmpl_node *n, tval *out) {
-    tmpl_macro *m = tmpl_alloc(r, 1, sizeof *m);
-    if (!m) return false;
-    *m = (tmpl_macro){.node = n, .scope = r->scope};
-    return *out = (tval){.type = TV_MACRO, .macro = m}, true;
+static bool tmpl_new_macro(tmpl_run *run, const tmpl_node *node, tval *out) {
+    tmpl_macro *macro = tmpl_alloc(run, 1, sizeof *macro);
+    if (!macro) return false;
+    *macro = (tmpl_macro){.node = node, .scope = run->scope};
+    return *out = (tval){.type = TV_MACRO, .macro = macro}, true;
 }
 
 /* A call block: calls a macro and passes the block's body to it as the macro `caller`. Writes the
  * result, which must be a text. */
-static bool tmpl_exec_call(tmpl_run *r, const tmpl_node *n) {
+static bool tmpl_exec_call(tmpl_run *run, const tmpl_node *node) {
     tval caller, v;
-    if (!tmpl_new_macro(r, n->b, &caller) || !tmpl_call(r, n->a, caller, &v)) return false;
-    if (v.type != TV_STR) return tmpl_bad_type(r, "a call block", v);
-    return tmpl_put(r, r->out, tv_text(v));
+    if (!tmpl_new_macro(run, node->b, &caller) || !tmpl_call(run, node->a, caller, &v)) return false;
+    if (v.type != TV_STR) return tmpl_bad_type(run, "a call block", v);
+    return tmpl_put(run, run->out, tv_text(v));
 }
 
-static tmpl_flow tmpl_exec_if(tmpl_run *r, const tmpl_node *n) {
-    for (; n; n = n->c) { /* the arms: if, elif ..., else */
+static tmpl_flow tmpl_exec_if(tmpl_run *run, const tmpl_node *node) {
+    for (; node; node = node->c) { /* the arms: if, elif ..., else */
         tval v = tv_bool(true);
-        if (n->a && !tmpl_eval(r, n->a, &v)) return FLOW_FAIL;
-        if (tv_true(v)) return tmpl_exec(r, n->b);
+        if (node->a && !tmpl_eval(run, node->a, &v)) return FLOW_FAIL;
+        if (tv_true(v)) return tmpl_exec(run, node->b);
     }
-    return FLOW_ON;
+    return FLOW_NORMAL;
 }
 
 /* Runs a body in a new scope inside `outer`. */
-static tmpl_flow tmpl_exec_scope(tmpl_run *r, tmpl_scope *outer, const tmpl_node *body) {
-    tmpl_scope *back = r->scope;
-    tmpl_flow flow = tmpl_push_scope(r, outer) ? tmpl_exec(r, body) : FLOW_FAIL;
-    r->scope = back;
+static tmpl_flow tmpl_exec_scope(tmpl_run *run, tmpl_scope *outer, const tmpl_node *body) {
+    tmpl_scope *outer_scope = run->scope;
+    tmpl_flow flow = tmpl_push_scope(run, outer) ? tmpl_exec(run, body) : FLOW_FAIL;
+    run->scope = outer_scope;
     return flow;
 }
 
@@ -7095,56 +7095,56 @@ static tmpl_flow tmpl_exec_scope(tmpl_run *r, tmpl_scope *outer, const tmpl_node
 /* Takes the next element that passes the loop's condition. Sets *v to TV_ABSENT if there is none.
  * The condition is evaluated in a new scope: it sees the loop's target and the variables outside of
  * the loop, not those of the body. */
-static bool tmpl_loop_step(tmpl_run *r, tmpl_loop *l, tval *v) {
-    tmpl_scope *back = r->scope;
-    for (*v = (tval){0}; !v->type && l->at < l->items->n;) {
-        tval candidate = l->items->v[l->at++], passed = tv_bool(true);
-        if (!tmpl_work(r, 0)) return false;
-        if (l->node->d && !l->settled) {
-            bool ok = tmpl_push_scope(r, l->scope) && tmpl_assign(r, l->node->a, candidate) &&
-                      tmpl_eval(r, l->node->d, &passed);
-            r->scope = back;
+static bool tmpl_loop_next(tmpl_run *run, tmpl_loop *loop, tval *value) {
+    tmpl_scope *outer_scope = run->scope;
+    for (*value = (tval){0}; !value->type && loop->at < loop->items->n;) {
+        tval candidate = loop->items->values[loop->at++], passed = tv_bool(true);
+        if (!tmpl_charge_steps(run, 0)) return false;
+        if (loop->node->d && !loop->filtered) {
+            bool ok = tmpl_push_scope(run, loop->scope) && tmpl_assign(run, loop->node->a, candidate) &&
+                      tmpl_eval(run, loop->node->d, &passed);
+            run->scope = outer_scope;
             if (!ok) return false;
         }
-        if (tv_true(passed)) *v = candidate;
+        if (tv_true(passed)) *value = candidate;
     }
     return true;
 }
 
 /* Applies the loop's condition to all remaining elements: attributes like loop.last look ahead. */
-static bool tmpl_loop_settle(tmpl_run *r, tmpl_loop *l) {
-    if (!l->node->d || l->settled) return true;
-    tmpl_items *left = tmpl_new_items(r, l->items->n - l->at);
+static bool tmpl_loop_filter_rest(tmpl_run *run, tmpl_loop *loop) {
+    if (!loop->node->d || loop->filtered) return true;
+    tmpl_items *left = tmpl_new_items(run, loop->items->n - loop->at);
     if (!left) return false;
     for (left->n = 0;; left->n++) {
-        tval v;
-        if (!tmpl_loop_step(r, l, &v)) return false;
-        if (!v.type) break;
-        left->v[left->n] = v;
+        tval value;
+        if (!tmpl_loop_next(run, loop, &value)) return false;
+        if (!value.type) break;
+        left->values[left->n] = value;
     }
-    l->items = left;
-    l->at = 0;
-    l->settled = true;
+    loop->items = left;
+    loop->at = 0;
+    loop->filtered = true;
     return true;
 }
 
 /* loop.name. Leaves *out as it is if there is no such attribute. */
-static bool tmpl_loop_attr(tmpl_run *r, tmpl_loop *l, str name, tval *out) {
+static bool tmpl_loop_attr(tmpl_run *run, tmpl_loop *loop, str name, tval *out) {
     int which = tmpl_word_index("index index0 first previtem depth0 depth "
                                 "last nextitem length revindex revindex0", name);
-    if (which > 5 && !tmpl_loop_settle(r, l)) return false; /* those from `last` on look ahead */
-    int64_t left = (int64_t)(l->items->n - l->at); /* elements after the current one */
+    if (which > 5 && !tmpl_loop_filter_rest(run, loop)) return false; /* those from `last` on look ahead */
+    int64_t n_left = (int64_t)(loop->items->n - loop->at); /* elements after the current one */
     switch (which) {
-    case 0: *out = tv_int(l->index0 + 1); break;
-    case 1: *out = tv_int(l->index0); break;
-    case 2: *out = tv_bool(l->index0 == 0); break;
-    case 3: *out = l->index0 ? l->before : tv_undefined(name, TV_LOOP); break;
+    case 0: *out = tv_int(loop->index0 + 1); break;
+    case 1: *out = tv_int(loop->index0); break;
+    case 2: *out = tv_bool(loop->index0 == 0); break;
+    case 3: *out = loop->index0 ? loop->previous : tv_undefined(name, TV_LOOP); break;
     case 4: case 5: *out = tv_int(which == 5); break; /* constant: no recursive loops here */
-    case 6: *out = tv_bool(!left); break;
-    case 7: *out = left ? l->items->v[l->at] : tv_undefined(name, TV_LOOP); break;
-    case 8: *out = tv_int(l->index0 + 1 + left); break;
-    case 9: *out = tv_int(left + 1); break;
-    case 10: *out = tv_int(left); break;
+    case 6: *out = tv_bool(!n_left); break;
+    case 7: *out = n_left ? loop->items->values[loop->at] : tv_undefined(name, TV_LOOP); break;
+    case 8: *out = tv_int(loop->index0 + 1 + n_left); break;
+    case 9: *out = tv_int(n_left + 1); break;
+    case 10: *out = tv_int(n_left); break;
     default: break;
     }
     return true;
@@ -7155,72 +7155,72 @@ static bool tmpl_loop_attr(tmpl_run *r, tmpl_loop *l, str name, tval *out) {
  * iterations use one scope, also as in Jinja, so a macro that was defined in the body sees the
  * latest element. The scope is emptied before each iteration, which begins with the target and
  * `loop`. */
-static tmpl_flow tmpl_loop_bodies(tmpl_run *r, tmpl_loop *l, bool *ended) {
-    const tmpl_node *n = l->node;
-    tmpl_scope *outside = r->scope, *body;
-    if (!tmpl_push_scope(r, outside)) return FLOW_FAIL;
-    for (body = r->scope;; body->n = 0) {
-        tval v;
-        r->scope = outside;
-        if (!tmpl_loop_step(r, l, &v)) return FLOW_FAIL;
-        if (!v.type) return FLOW_ON;
-        l->index0++;
-        l->before = l->now;
-        l->now = v;
-        r->scope = body;
-        if (!tmpl_assign(r, n->a, v) ||
-            !tmpl_set_var(r, TMPL_LOOP, (tval){.type = TV_LOOP, .loop = l})) return FLOW_FAIL;
-        tmpl_flow flow = tmpl_exec(r, n->c);
+static tmpl_flow tmpl_loop_bodies(tmpl_run *run, tmpl_loop *loop, bool *ended) {
+    const tmpl_node *node = loop->node;
+    tmpl_scope *outside = run->scope, *body;
+    if (!tmpl_push_scope(run, outside)) return FLOW_FAIL;
+    for (body = run->scope;; body->n_vars = 0) {
+        tval value;
+        run->scope = outside;
+        if (!tmpl_loop_next(run, loop, &value)) return FLOW_FAIL;
+        if (!value.type) return FLOW_NORMAL;
+        loop->index0++;
+        loop->previous = loop->current;
+        loop->current = value;
+        run->scope = body;
+        if (!tmpl_assign(run, node->a, value) ||
+            !tmpl_set_var(run, TMPL_LOOP, (tval){.type = TV_LOOP, .loop = loop})) return FLOW_FAIL;
+        tmpl_flow flow = tmpl_exec(run, node->c);
         if (flow == FLOW_FAIL || flow == FLOW_BREAK) return flow;
-        *ended |= flow == FLOW_ON;
+        *ended |= flow == FLOW_NORMAL;
     }
 }
 
-static tmpl_flow tmpl_exec_for(tmpl_run *r, const tmpl_node *n) {
-    tval v;
+static tmpl_flow tmpl_exec_for(tmpl_run *run, const tmpl_node *node) {
+    tval value;
     bool ended = false;
-    tmpl_scope *back = r->scope;
-    tmpl_loop *l = tmpl_alloc(r, 1, sizeof *l);
-    if (!l || !tmpl_eval(r, n->b, &v)) return FLOW_FAIL;
-    *l = (tmpl_loop){.node = n, .scope = back, .index0 = -1};
-    if (!tmpl_walk(r, v, &l->items)) return FLOW_FAIL;
-    tmpl_flow flow = tmpl_loop_bodies(r, l, &ended);
-    r->scope = back;
-    if (flow == FLOW_FAIL || ended || !n->e) return flow == FLOW_FAIL ? FLOW_FAIL : FLOW_ON;
-    return tmpl_exec_scope(r, back, n->e);
+    tmpl_scope *outer_scope = run->scope;
+    tmpl_loop *loop = tmpl_alloc(run, 1, sizeof *loop);
+    if (!loop || !tmpl_eval(run, node->b, &value)) return FLOW_FAIL;
+    *loop = (tmpl_loop){.node = node, .scope = outer_scope, .index0 = -1};
+    if (!tmpl_elements(run, value, &loop->items)) return FLOW_FAIL;
+    tmpl_flow flow = tmpl_loop_bodies(run, loop, &ended);
+    run->scope = outer_scope;
+    if (flow == FLOW_FAIL || ended || !node->e) return flow == FLOW_FAIL ? FLOW_FAIL : FLOW_NORMAL;
+    return tmpl_exec_scope(run, outer_scope, node->e);
 }
 
 /* Runs one statement. */
-static tmpl_flow tmpl_exec_one(tmpl_run *r, const tmpl_node *n) {
-    tval v;
+static tmpl_flow tmpl_exec_one(tmpl_run *run, const tmpl_node *node) {
+    tval value;
     bool ok = true;
-    switch (n->kind) {
-    case TN_TEXT: ok = tmpl_put(r, r->out, n->s); break;
-    case TN_PRINT: ok = tmpl_eval(r, n->a, &v) && tmpl_put_value(r, r->out, v, false); break;
-    case TN_IF: return tmpl_exec_if(r, n);
-    case TN_FOR: return tmpl_exec_for(r, n);
-    case TN_SET: ok = tmpl_eval(r, n->b, &v) && tmpl_assign(r, n->a, v); break;
-    case TN_SETBLOCK: ok = tmpl_filtered(r, n, &v) && tmpl_assign(r, n->a, v); break;
-    case TN_FILTERED: ok = tmpl_filtered(r, n, &v) && tmpl_put_value(r, r->out, v, false); break;
-    case TN_MACRO: ok = tmpl_new_macro(r, n, &v) && tmpl_set_var(r, n->id, v); break;
-    case TN_CALLBLOCK: ok = tmpl_exec_call(r, n); break;
-    case TN_SCOPE: return tmpl_exec_scope(r, r->scope, n->c);
+    switch (node->kind) {
+    case TN_TEXT: ok = tmpl_put(run, run->out, node->text); break;
+    case TN_PRINT: ok = tmpl_eval(run, node->a, &value) && tmpl_put_value(run, run->out, value, false); break;
+    case TN_IF: return tmpl_exec_if(run, node);
+    case TN_FOR: return tmpl_exec_for(run, node);
+    case TN_SET: ok = tmpl_eval(run, node->b, &value) && tmpl_assign(run, node->a, value); break;
+    case TN_SET_BLOCK: ok = tmpl_eval_block(run, node, &value) && tmpl_assign(run, node->a, value); break;
+    case TN_FILTER_BLOCK: ok = tmpl_eval_block(run, node, &value) && tmpl_put_value(run, run->out, value, false); break;
+    case TN_MACRO: ok = tmpl_new_macro(run, node, &value) && tmpl_set_var(run, node->id, value); break;
+    case TN_CALL_BLOCK: ok = tmpl_exec_call(run, node); break;
+    case TN_SCOPE: return tmpl_exec_scope(run, run->scope, node->c);
     case TN_BREAK: return FLOW_BREAK;
     case TN_CONTINUE: return FLOW_CONTINUE;
-    default: ok = tmpl_fail(r, "not a statement");
+    default: ok = tmpl_fail(run, "not a statement");
     }
-    return ok ? FLOW_ON : FLOW_FAIL;
+    return ok ? FLOW_NORMAL : FLOW_FAIL;
 }
 
 /* Runs the statements of a body until the first that does not end normally. */
-static tmpl_flow tmpl_exec(tmpl_run *r, const tmpl_node *chain) {
-    tmpl_flow flow = FLOW_ON;
-    if (!tmpl_enter(r)) return FLOW_FAIL;
-    for (const tmpl_node *n = chain; n && flow == FLOW_ON; n = n->next) {
-        r->line = n->line;
-        flow = tmpl_work(r, 0) ? tmpl_exec_one(r, n) : FLOW_FAIL;
+static tmpl_flow tmpl_exec(tmpl_run *run, const tmpl_node *chain) {
+    tmpl_flow flow = FLOW_NORMAL;
+    if (!tmpl_enter(run)) return FLOW_FAIL;
+    for (const tmpl_node *node = chain; node && flow == FLOW_NORMAL; node = node->next) {
+        run->line = node->line;
+        flow = tmpl_charge_steps(run, 0) ? tmpl_exec_one(run, node) : FLOW_FAIL;
     }
-    tmpl_leave(r, true);
+    tmpl_leave(run, true);
     return flow;
 }
 
@@ -7230,30 +7230,30 @@ static tmpl_flow tmpl_exec(tmpl_run *r, const tmpl_node *chain) {
  * (null if there are none), add_generation_prompt and the special tokens. now: for strftime_now.
  * Returns 0 or an error code: TOKA_E_USE if context is not an object, TOKA_E_INPUT if the template
  * fails. Thread: any. */
-static int tmpl_render(const tmpl *t, const json *context, tmpl_time now, tmpl_limits limits,
+static int tmpl_render(const tmpl *template, const json *context, tmpl_time now, tmpl_limits limits,
     buf *out, toka_err *e) {
     if (!json_is(context, JSON_OBJECT))
         return fail(e, TOKA_E_USE, "template line 1: the context is not a JSON object");
     limits.output_bytes = MIN(limits.output_bytes, (size_t)1 << 30);
     buf text = {0};
-    tmpl_run r = {.now = now, .left = limits, .memory = TMPL_MEMORY(limits), .out = &text,
-        .line = 1, .cases = &t->cases, .e = e};
+    tmpl_run run = {.now = now, .budget = limits, .memory_left = TMPL_MEMORY(limits), .out = &text,
+        .line = 1, .cases = &template->cases, .e = e};
     bool ok = true;
-    r.globals = mem_zalloc((size_t)t->n_names * sizeof *r.globals); /* all TV_ABSENT */
-    for (int i = 0; i < t->n_names; i++) {
-        const tmpl_fn *fn = tmpl_find_fn(OF_ALL, t->names[i]);
-        if (fn) r.globals[i] = (tval){.type = TV_FUNCTION, .fn = fn};
+    run.globals = mem_zalloc((size_t)template->n_names * sizeof *run.globals); /* all TV_ABSENT */
+    for (int i = 0; i < template->n_names; i++) {
+        const tmpl_fn *fn = tmpl_find_fn(OF_GLOBAL, template->names[i]);
+        if (fn) run.globals[i] = (tval){.type = TV_FUNCTION, .fn = fn};
     }
     JSON_MEMBERS(key, context) {
-        ok = ok && tmpl_work(&r, (size_t)t->n_names);
-        for (int i = 0; ok && i < t->n_names; i++)
-            if (str_eq(t->names[i], json_str(key))) ok = tmpl_from_json(&r, key + 1, &r.globals[i]);
+        ok = ok && tmpl_charge_steps(&run, (size_t)template->n_names);
+        for (int i = 0; ok && i < template->n_names; i++)
+            if (str_eq(template->names[i], json_str(key))) ok = tmpl_from_json(&run, key + 1, &run.globals[i]);
     }
-    ok = ok && tmpl_exec(&r, t->body) == FLOW_ON;
+    ok = ok && tmpl_exec(&run, template->body) == FLOW_NORMAL;
     if (ok) buf_str(out, buf_view(&text));
     buf_free(&text);
-    free(r.globals);
-    arena_free(&r.a);
+    free(run.globals);
+    arena_free(&run.memory);
     return ok ? 0 : e->code;
 }
 
@@ -7455,8 +7455,8 @@ typedef struct mf_reader {
 /* Writes to z how an error message shows this value ("missing" if v is NULL), and returns z. */
 static const char *mf_value_text(const json *value, char text[80]) {
     if (!value) snprintf(text, 80, "missing");
-    else if (value->type == JSON_STRING) snprintf(text, 80, "\"%.*s\"", (int)MIN(value->n, 60u), value->s);
-    else if (value->type == JSON_NUMBER && value->is_int) snprintf(text, 80, "%lld", (long long)value->i);
+    else if (value->type == JSON_STRING) snprintf(text, 80, "\"%.*s\"", (int)MIN(value->n, 60u), value->chars);
+    else if (value->type == JSON_NUMBER && value->is_int) snprintf(text, 80, "%lld", (long long)value->integer);
     else if (value->type == JSON_NUMBER) snprintf(text, 80, "%g", json_num(value, 0));
     else
         snprintf(text, 80, "%s",
@@ -7805,7 +7805,7 @@ static void mf_read_ids(mf_reader *reader, const char *name, int V, arena *memor
             mf_field_error(reader, name, it, "a token id or a list of them");
             return;
         }
-        if (it->i >= 0 && it->i < V) (*list)[(*n_ids)++] = (int32_t)it->i;
+        if (it->integer >= 0 && it->integer < V) (*list)[(*n_ids)++] = (int32_t)it->integer;
     }
 }
 
@@ -8072,7 +8072,7 @@ static void mf_add_class_specials(const mf_reader *reader, arena *memory, mf_mod
             snprintf(quoted, sizeof quoted, "\"%s\"", token ? token : "");
             if (!token || str_find(files->tokenizer_json, str_c(quoted), 0) < 0) continue;
             *mf_special_field(files, i) = arena_cstr(memory, str_c(token));
-            json_put_text_or_null(&members, mf_special_names[i], token);
+            json_put_member_or_null(&members, mf_special_names[i], token);
         }
     files->special_fields = arena_str(memory, buf_view(&members));
     buf_free(&members);
@@ -8205,7 +8205,7 @@ static str mf_token_flags(mf_reader *reader, const mf_arch *arch, arena *memory)
         mf_field_error(reader, "fast_tokenizer_files", fast_files, "none: toka reads tokenizer.json");
     mf_put_flag(&members, "split_special_tokens", mf_bool(reader, "split_special_tokens", false));
     if (prefix_space) mf_put_flag(&members, "add_prefix_space", mf_bool(reader, "add_prefix_space", false));
-    if (prefix_space && rebuilds) mf_put_flag(&members, "dummy_prefix", json_true(prefix_space));
+    if (prefix_space && rebuilds) mf_put_flag(&members, "dummy_prefix", json_is_true(prefix_space));
     mf_put_flag(&members, "fix_mistral_regex", mf_bool(reader, "fix_mistral_regex", false) && is_mistral);
     const str flags = arena_str(memory, buf_view(&members));
     buf_free(&members);
@@ -8250,7 +8250,7 @@ static void mf_read_template(mf_reader *reader, const json *name, const json *so
 /* Reads the field chat_template: a string (the template "default"), a list of {"name", "template"},
  * or an object {name: template}. */
 static void mf_read_templates(mf_reader *reader, mf_model *files) {
-    static const json default_name = {.type = JSON_STRING, .n = 7, .s = "default"};
+    static const json default_name = {.type = JSON_STRING, .n = 7, .chars = "default"};
     const json *value = mf_field(reader, "chat_template");
     if (json_is(value, JSON_ARRAY)) {
         JSON_EACH(it, value) mf_read_template(reader, json_get(it, "name"), json_get(it, "template"), files);
@@ -8385,12 +8385,12 @@ static bool st_parse_shape(const json *shape, st_tensor *tensor, uint64_t *bits)
     if (!json_is(shape, JSON_ARRAY)) return false;
     bool is_empty = false, overflows = false;
     JSON_EACH(it, shape) {
-        if (it->type != JSON_NUMBER || !it->is_int || it->i < 0) return false;
-        if (tensor->n_dims < COUNT(tensor->dims)) tensor->dims[tensor->n_dims] = it->i;
+        if (it->type != JSON_NUMBER || !it->is_int || it->integer < 0) return false;
+        if (tensor->n_dims < COUNT(tensor->dims)) tensor->dims[tensor->n_dims] = it->integer;
         tensor->n_dims++;
-        is_empty = is_empty || it->i == 0;
-        overflows = overflows || (it->i && *bits > INT64_MAX / (uint64_t)it->i);
-        if (!overflows && it->i) *bits *= (uint64_t)it->i;
+        is_empty = is_empty || it->integer == 0;
+        overflows = overflows || (it->integer && *bits > INT64_MAX / (uint64_t)it->integer);
+        if (!overflows && it->integer) *bits *= (uint64_t)it->integer;
     }
     if (is_empty) *bits = 0;
     return !overflows;
@@ -8400,7 +8400,7 @@ static bool st_parse_shape(const json *shape, st_tensor *tensor, uint64_t *bits)
 static int st_parse_tensor(const json *key, const char *file, st_tensor *tensor, toka_err *e) {
     const json *object = key + 1, *offsets = json_get(object, "data_offsets");
     const json *begin = json_at(offsets, 0), *end = json_at(offsets, 1);
-    const str name = {key->s, key->n}, type = json_str(json_get(object, "dtype"));
+    const str name = {key->chars, key->n}, type = json_str(json_get(object, "dtype"));
     *tensor = (st_tensor){.name = name, .file = file};
     for (int i = 0; i < COUNT(st_dtypes); i++)
         if (str_is(type, st_dtypes[i].name)) tensor->dtype = &st_dtypes[i];
@@ -8416,8 +8416,8 @@ static int st_parse_tensor(const json *key, const char *file, st_tensor *tensor,
         json_int(end, -1) < json_int(begin, -1))
         return fail(e, TOKA_E_INPUT, "%s: %.*s: data_offsets are not [begin, end]", file,
                     STRF(name));
-    tensor->begin = (uint64_t)begin->i;
-    tensor->end = (uint64_t)end->i;
+    tensor->begin = (uint64_t)begin->integer;
+    tensor->end = (uint64_t)end->integer;
     if (bits % 8 || bits / 8 != tensor->end - tensor->begin)
         return fail(e, TOKA_E_INPUT,
                     "%s: %.*s: data_offsets span %llu bytes, shape and dtype need %llu", file,
@@ -8481,7 +8481,7 @@ static int st_parse(str text, const char *file, arena *memory, st_tensor **out, 
     if (!object) return e->code;
     st_tensor *tensors = *out = arena_alloc(memory, object->n * sizeof *tensors);
     JSON_MEMBERS(key, object) {
-        if (str_is((str){key->s, key->n}, "__metadata__")) {
+        if (str_is((str){key->chars, key->n}, "__metadata__")) {
             bool are_strings = key[1].type == JSON_OBJECT || key[1].type == JSON_NULL;
             if (key[1].type == JSON_OBJECT)
                 JSON_MEMBERS(member, key + 1) are_strings = are_strings && member[1].type == JSON_STRING;
@@ -12948,7 +12948,7 @@ struct toka_words {
 static bool samp_is_word_char(const uni *u, const char *p, const char *end) {
     int n;
     if (p >= end || !utf8_len(p, end) || tok_is_cjk(p, end, &n)) return false;
-    return tok_set(u, p, end, &n) & (UNI_LETTER | UNI_NUMBER | UNI_MARK);
+    return tok_char_class(u, p, end, &n) & (UNI_LETTER | UNI_NUMBER | UNI_MARK);
 }
 
 /* Returns whether byte `at` of text is a word edge: the character before it or the one at it is not
@@ -12973,7 +12973,7 @@ static int samp_spell_word(toka_words *words, int index, const char *word, toka_
     buf text = {0};
     while (*word == ' ') word++;
     int code = tok_encode(words->tokenizer, str_c(word), TOKA_PARSE_SPECIAL, &tokens, e);
-    for (size_t k = 0; k < tokens.n; k++) tok_bytes(words->tokenizer, tokens.p[k], &text);
+    for (size_t k = 0; k < tokens.n; k++) tok_put_bytes(words->tokenizer, tokens.p[k], &text);
     str spelling = buf_view(&text);
     while (spelling.n && spelling.p[0] == ' ') spelling = str_sub(spelling, 1, spelling.n);
     if (!code && !spelling.n)
@@ -13085,7 +13085,7 @@ static int samp_words_build(toka_words *words, const char *const *texts, toka_er
     if (!code) samp_collect_suffixes(words, &starts);
     for (int32_t id = 0; id < words->tokenizer->n_ids && !code; id++) {
         buf_clear(&text);
-        tok_bytes(words->tokenizer, id, &text);
+        tok_put_bytes(words->tokenizer, id, &text);
         code = samp_index_token(words, &starts, id, buf_view(&text), &suffixes, e);
     }
     if (!code) samp_sort_suffixes(words, &words->suffixes, &suffixes, -1);
@@ -13119,7 +13119,7 @@ static int samp_words_new(toka_words **out, const tok *tokenizer, const char *co
 /* Appends the bytes of an id that are in the output's text; a skipped special token has none. */
 static void samp_put_visible(const tok *tokenizer, int32_t id, bool keep_special, buf *text) {
     const bool skipped = id < tokenizer->n_ids && tokenizer->flag[id] & TOK_SKIPPED;
-    if (keep_special || !skipped) tok_bytes(tokenizer, id, text);
+    if (keep_special || !skipped) tok_put_bytes(tokenizer, id, text);
 }
 
 /* Sets `text` to the end of the output's text: enough bytes for the longest word and one character
@@ -15764,7 +15764,7 @@ static int model_start(model_grid *model, model_notifier *notifier,
         rank->options.pp_size = model->pp;
         rank->options.index += i;
         if (rank->options.index) rank->options.progress = NULL;
-        if (os_thread(&rank->thread, rank_thread, rank, e)) return e->code;
+        if (os_thread_start(&rank->thread, rank_thread, rank, e)) return e->code;
         model->n_started++;
     }
     return 0;
@@ -16909,7 +16909,7 @@ static bool eng_detokenize(eng_replica *replica, int seq, const eng_request *req
                   request->sampling.include_stop);
         tok_stream_init(&detokenizer->stream, engine->tok,
                         request->keep_special ? 0 : TOKA_SKIP_SPECIAL);
-        tok_stream_follow(&detokenizer->stream, request->prompt[request->n_prompt - 1]);
+        tok_stream_continue(&detokenizer->stream, request->prompt[request->n_prompt - 1]);
         detokenizer->open = true;
     }
     if (id >= 0 && (!is_end || request->sampling.include_stop))
@@ -17556,9 +17556,9 @@ static int lib_open_tokenizer(toka *t, toka_err *e) {
     if (!files->tokenizer_json.n) return 0;
     int code = tok_load(&t->tok, files->tokenizer_json, files->token_config, e);
     if (!code && files->add_bos >= 0)
-        code = tok_surround(t->tok, false, files->add_bos ? files->bos_token : NULL, e);
+        code = tok_set_outer(t->tok, false, files->add_bos ? files->bos_token : NULL, e);
     if (!code && files->add_eos >= 0)
-        code = tok_surround(t->tok, true, files->add_eos ? files->eos_token : NULL, e);
+        code = tok_set_outer(t->tok, true, files->add_eos ? files->eos_token : NULL, e);
     int32_t id = !code && files->eos_token ? tok_id(t->tok, str_c(files->eos_token)) : -1;
     if (id < 0 || id >= config->shape.V ||
         samp_is_listed(config->eos_ids, config->n_eos_ids, id))
@@ -18877,9 +18877,9 @@ static int api_read_body(api_request *request, enum api_route route, const json 
         .prompt_logprobs = -1, .special = -1, .skip_special = 1, .generate = 1, .model = STR("")};
     if (!json_is(root, JSON_OBJECT)) return API_INVALID("body: expected a JSON object");
     JSON_MEMBERS(key, root) {
-        const api_field *field = api_find_field((str){key->s, key->n}, 1 << route);
+        const api_field *field = api_find_field((str){key->chars, key->n}, 1 << route);
         code = field ? api_read_field(request, field, key + 1, body, e)
-                 : api_unknown_field(request->config, (str){key->s, key->n}, e);
+                 : api_unknown_field(request->config, (str){key->chars, key->n}, e);
         if (code) return code;
     }
     body->has_seed = json_is(json_get(root, "seed"), JSON_NUMBER) &&
@@ -18927,7 +18927,7 @@ static int api_read_stops(api_request *request, const json *value, toka_sampling
     int n_stops = 0;
     const char **stop = arena_alloc(&request->memory, (is_text ? 1 : (size_t)value->n) * sizeof *stop);
     for (const json *it = is_text ? value : value + 1, *end = json_next(value); it < end; it = json_next(it)) {
-        if (it->type != JSON_STRING || memchr(it->s, 0, it->n))
+        if (it->type != JSON_STRING || memchr(it->chars, 0, it->n))
             return API_INVALID("stop: expected a text or a list of texts");
         stop[n_stops++] = arena_cstr(&request->memory, json_str(it));
     }
@@ -18955,7 +18955,7 @@ static int api_read_bias(api_request *request, const json *value, toka_sampling 
     int32_t *kept_ids = arena_alloc(&request->memory, (size_t)value->n * sizeof *kept_ids);
     float *kept_biases = arena_alloc(&request->memory, (size_t)value->n * sizeof *kept_biases);
     JSON_MEMBERS(key, value) {
-        const char *digits = arena_cstr(&request->memory, (str){key->s, key->n});
+        const char *digits = arena_cstr(&request->memory, (str){key->chars, key->n});
         char *end;
         long i = strtol(digits, &end, 10);
         double number = json_num(key + 1, NAN);
@@ -18986,7 +18986,7 @@ static int api_read_bad_words(api_request *request, const json *value, toka_samp
     if (lib_require_tokenizer(request->config->toka, e)) return e->code;
     const char **words = arena_alloc(&request->memory, (size_t)value->n * sizeof *words);
     JSON_EACH(it, value) {
-        if (it->type != JSON_STRING || memchr(it->s, 0, it->n))
+        if (it->type != JSON_STRING || memchr(it->chars, 0, it->n))
             return API_INVALID("bad_words: expected a list of texts");
         words[n_words++] = arena_cstr(&request->memory, json_str(it));
     }
@@ -19077,7 +19077,7 @@ static int api_read_stream_option(api_request *request, str name, const json *va
         if (!str_is(name, names[i])) continue;
         if (value->type != JSON_TRUE && value->type != JSON_FALSE && value->type != JSON_NULL)
             return API_INVALID("stream_options: %s: expected true or false", names[i]);
-        *targets[i] = json_true(value);
+        *targets[i] = json_is_true(value);
         return obfuscated ? API_UNSUPPORTED(request, "stream_options: %s is not supported", names[i]) : 0;
     }
     buf path = {0};
@@ -19230,7 +19230,7 @@ static int api_put_chat_context(api_request *request, const api_body *body, buf 
     json_put_key(out, "messages"), json_put_open(out, '[');
     const tmpl *chat = lib_chat_template(request->config->toka, tools);
     JSON_EACH(message, messages)
-        if ((code = api_put_message(request, message, chat && chat->walks_content, out, e))) return code;
+        if ((code = api_put_message(request, message, chat && chat->loops_over_content, out, e))) return code;
     json_put_close(out, ']');
     json_put_key(out, "add_generation_prompt"), json_put_bool(out, body->generate);
     if (tools) json_put_key(out, "tools"), json_put_value(out, tools);
@@ -19254,7 +19254,7 @@ static int api_encode_prompt(api_request *request, const api_body *body, const j
         code = api_put_chat_context(request, body, &context, e);
         if (!code) code = lib_require_template(request->config->toka, e);
         /* May be deeper and larger than the body: the arguments of tool calls are values now. */
-        const json_limits limits = {json_trusted.depth, 2 * request->config->limits.max_bytes};
+        const json_limits limits = {json_trusted.max_depth, 2 * request->config->limits.max_bytes};
         const str context_text = buf_view(&context);
         if (!code) code = lib_render(request->config->toka, request->config->toka->files, context_text, limits, request->config->now, &rendered, e);
     } else if (prompt->type != JSON_STRING) {
@@ -19388,7 +19388,7 @@ static void api_choices_init(api_request *request) {
         choice->stop_id = choice->stop_text = -1;
         if (!request->config->toka->tok) continue;
         tok_stream_init(&choice->stream, request->config->toka->tok, prompt->engine_request.keep_special ? 0 : TOKA_SKIP_SPECIAL);
-        tok_stream_follow(&choice->stream, prompt->ids.p[prompt->ids.n - 1]);
+        tok_stream_continue(&choice->stream, prompt->ids.p[prompt->ids.n - 1]);
     }
 }
 
@@ -19572,7 +19572,7 @@ static const api_token *api_token_at(const api_tokens *tokens, size_t i, size_t 
 static str api_token_text(api_request *request, int32_t id, str *bytes) {
     buf *raw = &request->token_bytes;
     buf_clear(raw), buf_clear(&request->scratch);
-    if (request->config->toka->tok) tok_bytes(request->config->toka->tok, id, raw);
+    if (request->config->toka->tok) tok_put_bytes(request->config->toka->tok, id, raw);
     *bytes = buf_view(raw);
     if (!request->names_are_ids && raw->n) return uni_repair(*bytes, &request->scratch);
     buf_printf(&request->scratch, "token_id:%d", (int)id);
@@ -20073,9 +20073,9 @@ static void api_put_error(buf *out, int status, const char *message, const char 
                       const char *param, const char *code) {
     json_put_open(out, '{');
     json_put_key(out, "error"), json_put_open(out, '{');
-    json_put_text_or_null(out, "message", message);
-    json_put_text_or_null(out, "type", type ? type : api_error_type(status));
-    json_put_text_or_null(out, "param", param), json_put_text_or_null(out, "code", code);
+    json_put_member_or_null(out, "message", message);
+    json_put_member_or_null(out, "type", type ? type : api_error_type(status));
+    json_put_member_or_null(out, "param", param), json_put_member_or_null(out, "code", code);
     buf_c(out, "}}");
 }
 
@@ -20545,7 +20545,7 @@ static void run_get_custom_id(const json *root, int64_t number, buf *id) {
     if (!value && !run_is_openai_form(root)) value = json_get(root, "id");
     buf_clear(id);
     if (json_is(value, JSON_STRING)) buf_str(id, json_str(value));
-    else if (json_is(value, JSON_NUMBER) && value->is_int) buf_printf(id, "%lld", (long long)value->i);
+    else if (json_is(value, JSON_NUMBER) && value->is_int) buf_printf(id, "%lld", (long long)value->integer);
     else buf_printf(id, "line-%lld", (long long)number);
 }
 
@@ -20646,7 +20646,7 @@ static int run_form(run_line *line, const json *root, const json **body, enum ap
                         STRF(json_str(url)));
     if (!json_is(*body, JSON_OBJECT)) return RUN_BAD(line, "body: expected a JSON object");
     JSON_MEMBERS(key, root) {
-        str name = {key->s, key->n};
+        str name = {key->chars, key->n};
         bool known = str_is(name, "custom_id") || str_is(name, "method") || str_is(name, "url") ||
                      str_is(name, "body");
         if (!known) run_warn_unknown(line->run, name);
@@ -21925,8 +21925,8 @@ static int run_lines(run_state *run, toka_err *e) {
     pthread_t reader, writer;
     toka_err run_error;
     /* the writer starts first: only it can end a run that the reader began */
-    if (os_thread(&writer, run_writer_thread, run, e)) return e->code;
-    bool has_reader = !os_thread(&reader, run_reader_thread, run, &run_error);
+    if (os_thread_start(&writer, run_writer_thread, run, e)) return e->code;
+    bool has_reader = !os_thread_start(&reader, run_reader_thread, run, &run_error);
     int code = has_reader ? toka_run(run->toka, true, &run_error) : run_error.code;
     if (code) {
         pthread_mutex_lock(&run->lock);
@@ -21994,7 +21994,7 @@ static int run_batch_served(toka *t, const run_options *options, enum run_outcom
     pthread_t reader;
     run_init(&run, t, options);
     int code = run_open(&run, e);
-    if (!code) code = os_thread(&reader, run_reader_thread, &run, e);
+    if (!code) code = os_thread_start(&reader, run_reader_thread, &run, e);
     *end = code == TOKA_E_IO ? RUN_RETRY : RUN_INCOMPLETE;
     if (!code) {
         run_write_results(&run);
@@ -22412,8 +22412,8 @@ static void fb_put_batch(const fb_batch *x, bool on_disk, buf *b) {
     json_put_key(b, "input_file_id"), json_put_str(b, str_c(x->input.z));
     json_put_key(b, "completion_window"), json_put_str(b, str_c(x->window));
     json_put_key(b, "status"), json_put_str(b, str_c(fb_status_names[x->status]));
-    json_put_text_or_null(b, "output_file_id", x->has_out ? x->out.z : NULL);
-    json_put_text_or_null(b, "error_file_id", x->has_err ? x->err.z : NULL);
+    json_put_member_or_null(b, "output_file_id", x->has_out ? x->out.z : NULL);
+    json_put_member_or_null(b, "error_file_id", x->has_err ? x->err.z : NULL);
     json_put_key(b, "created_at"), json_put_int(b, x->at[FB_VALIDATING]);
     json_put_key(b, "expires_at"), json_put_int(b, x->expires_at);
     for (int i = 0; i < COUNT(times); i++) {
@@ -22665,7 +22665,7 @@ static int fb_take_folder(fb_store *s, toka_err *e) {
     }
     if ((code = fb_each_entry(s, fb_load, e)) || (code = fb_each_entry(s, fb_sweep, e)))
         return code;
-    if (os_thread(&s->worker, fb_work, s, e)) return s->why_not = EAGAIN, e->code;
+    if (os_thread_start(&s->worker, fb_work, s, e)) return s->why_not = EAGAIN, e->code;
     s->started = true;
     return 0;
 }
@@ -22750,7 +22750,7 @@ static void fb_put_error(buf *list, const char *code, int64_t line, const char *
     json_put_key(list, "line");
     if (line) json_put_int(list, line);
     else json_put_null(list);
-    json_put_text_or_null(list, "message", message), json_put_text_or_null(list, "param", param);
+    json_put_member_or_null(list, "message", message), json_put_member_or_null(list, "param", param);
     json_put_close(list, '}');
 }
 
@@ -23105,7 +23105,7 @@ static bool fb_read_after(const fb_table *t, const char *prefix, const http_requ
 
 static void fb_end_list(buf *b, const char *first, const char *last, bool more) {
     json_put_close(b, ']');
-    json_put_text_or_null(b, "first_id", first), json_put_text_or_null(b, "last_id", last);
+    json_put_member_or_null(b, "first_id", first), json_put_member_or_null(b, "last_id", last);
     json_put_key(b, "has_more"), json_put_bool(b, more);
     json_put_close(b, '}');
 }
@@ -25953,12 +25953,12 @@ static int srv_run(const srv_options *o, toka_err *e) {
     pthread_t engine, workers[64];
     int n_workers = 0;
     pthread_mutex_init(&s.lock, NULL), pthread_cond_init(&s.work, NULL);
-    os_save_memory(), mem_keep_spare();
+    os_limit_heaps(), mem_keep_spare();
     srv_metrics_init(&s.m);
     int code = srv_open(&s, &l, e);
-    bool driven = !code && !(code = os_thread(&engine, srv_engine, &s, e));
+    bool driven = !code && !(code = os_thread_start(&engine, srv_engine, &s, e));
     for (int n = MIN(o->n_workers, COUNT(workers)); !code && n_workers < n; n_workers += !code)
-        code = os_thread(&workers[n_workers], srv_worker, &s, e);
+        code = os_thread_start(&workers[n_workers], srv_worker, &s, e);
     if (!code) srv_run_loop(&s);
     /* loading cannot be interrupted, except by a second signal, which ends the program */
     while (driven && s.phase == SRV_LOADING) usleep(10000);
@@ -29099,7 +29099,7 @@ static const char *cli_finish_name(toka_finish f) {
 /* Appends the text that a token has inside a text, as a JSON string. */
 static void cli_put_token_text(buf *b, const tok *words, int32_t id) {
     buf bytes = {0}, text = {0};
-    tok_bytes(words, id, &bytes);
+    tok_put_bytes(words, id, &bytes);
     json_put_str(b, uni_repair(buf_view(&bytes), &text));
     buf_free(&bytes), buf_free(&text);
 }

@@ -792,7 +792,7 @@ static void test_api_bytes(void) {
     CHECK(str_ends(json_str(json_get(choice, "text")), STR("\xE6\xBC\xA2\xEF\xBF\xBD")));
     for (int i = 0; i < f.n; i++) {
         CHECK(json_int(json_at(offsets, (size_t)i), -1) == utf8_count(buf_view(&bytes)));
-        tok_bytes(m.toka->tok, f.id[i], &bytes);
+        tok_put_bytes(m.toka->tok, f.id[i], &bytes);
     }
     CHECK(utf8_count(STR("na\xC3\xAFve")) == 5);
     buf_free(&out), buf_free(&bytes), arena_free(&a);

@@ -15,11 +15,11 @@ static void base_test_thread(void) {
     toka_err e;
     void *got = NULL;
     int there;
-    CHECK(!os_thread(&thread, base_thread, &there, &e) && !pthread_join(thread, &got) && got == &there);
+    CHECK(!os_thread_start(&thread, base_thread, &there, &e) && !pthread_join(thread, &got) && got == &there);
     CHECK(!pthread_getattr_default_np(&usual) && !pthread_attr_init(&huge));
     CHECK(!pthread_attr_setstacksize(&huge, (size_t)1 << 56) && !pthread_setattr_default_np(&huge));
     errno = 0; /* pthread_create leaves it alone */
-    CHECK(os_thread(&thread, base_thread, NULL, &e) == TOKA_E_IO);
+    CHECK(os_thread_start(&thread, base_thread, NULL, &e) == TOKA_E_IO);
     CHECK_MSG(!strcmp(e.msg, "cannot start a thread: Resource temporarily unavailable"), "%s", e.msg);
     CHECK(!pthread_setattr_default_np(&usual));
     pthread_attr_destroy(&usual), pthread_attr_destroy(&huge);

@@ -1369,7 +1369,7 @@ static size_t eng_stop_place(const toka *t, const eng_got *whole, const char *st
     *n_tok = 0;
     for (int i = 0; i < (int)whole->id[0].n && at == SIZE_MAX; i++) {
         size_t from = text.n;
-        tok_bytes(t->tok, whole->id[0].p[i], &text), ++*n_tok;
+        tok_put_bytes(t->tok, whole->id[0].p[i], &text), ++*n_tok;
         for (size_t end = from + 1; i >= least && end <= text.n && at == SIZE_MAX; end++)
             if (str_ends((str){text.p, end}, str_c(stop))) at = end - strlen(stop);
     }

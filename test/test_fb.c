@@ -299,7 +299,7 @@ static void fb_test_paging(void) {
     for (int i = 0; i < 25; i++) id[i] = fbt_upload(&f, i % 2 ? "batch" : "user_data", "x");
     const json *root = fbt_call(&f, HTTP_GET, "/v1/files", "");
     CHECK(json_get(root, "data")->n == 25 && fbt_is(root, "first_id", id[24]) && fbt_is(root, "last_id", id[0]) &&
-          !json_true(json_get(root, "has_more")));
+          !json_is_true(json_get(root, "has_more")));
     int seen = 25;
     for (buf target = {0}; seen > 0;) { /* newest first, ten a page */
         buf_clear(&target);
@@ -310,13 +310,13 @@ static void fb_test_paging(void) {
             CHECK(fbt_is(it, "id", id[--seen]));
             n++;
         }
-        CHECK(n == (seen ? 10 : 5) && json_true(json_get(root, "has_more")) == (seen > 0));
+        CHECK(n == (seen ? 10 : 5) && json_is_true(json_get(root, "has_more")) == (seen > 0));
         if (!seen || !n) buf_free(&target);
         if (!n) break;
     }
     root = fbt_call(&f, HTTP_GET, fbt_path(&f, "/v1/files?order=asc&purpose=batch&limit=3&after=%s", id[2]), "");
     CHECK(json_get(root, "data")->n == 3 && fbt_is(root, "first_id", id[3]) && fbt_is(root, "last_id", id[7]) &&
-          json_true(json_get(root, "has_more")));
+          json_is_true(json_get(root, "has_more")));
     root = fbt_call(&f, HTTP_GET, "/v1/batches?limit=1000", "");
     CHECK(json_get(root, "data")->n == 0 && json_is(json_get(root, "first_id"), JSON_NULL) &&
           json_is(json_get(root, "has_more"), JSON_FALSE));
@@ -448,7 +448,7 @@ static void fb_test_failed_batch(void) {
     root = fbt_await(&f, empty, "failed");
     CHECK(fbt_is(json_at(json_get(json_get(root, "errors"), "data"), 0), "code", "empty_batch"));
     root = fbt_call(&f, HTTP_GET, "/v1/batches?limit=1", "");
-    CHECK(fbt_is(root, "first_id", empty) && json_true(json_get(root, "has_more")));
+    CHECK(fbt_is(root, "first_id", empty) && json_is_true(json_get(root, "has_more")));
     root = fbt_call(&f, HTTP_GET, fbt_path(&f, "/v1/batches?after=%s", empty), "");
     CHECK(fbt_is(root, "first_id", id) && json_get(root, "data")->n == 1);
     fbt_free(&f);

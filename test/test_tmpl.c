@@ -56,7 +56,7 @@ static void tmpl_one_golden(const json *row, const json *contexts) {
         CHECK_MSG(code == TOKA_E_INPUT && str_starts(str_c(e.msg), STR("template line ")), "%s: no error\n%s", what, out.p);
     else
         CHECK_MSG(!code && str_eq(json_str(expected), buf_view(&out)), "%s: %s\n--- got\n%s\n--- expected\n%.*s", what,
-                  e.msg, out.p, (int)expected->n, expected->s);
+                  e.msg, out.p, (int)expected->n, expected->chars);
     if (!expected && getenv("TOKA_TEST_VERBOSE"))
         printf("%s: %s; Python: %.*s\n", what, e.msg, STRF(json_str(json_get(row, "error"))));
     if (path) free((void *)file.p);
@@ -103,7 +103,7 @@ static void test_tmpl_cases(void) {
         str source = json_str(json_get(it, "template"));
         const json *expected = json_get(it, "output"), *error = json_get(it, "error");
         const tmpl_limits small = {2000000, 400, 4 << 20}; /* what only toka refuses is mostly too large */
-        bool refused = json_true(json_get(it, "only_here"));
+        bool refused = json_is_true(json_get(it, "only_here"));
         int code = tmpl_of(source, buf_view(&context), refused ? small : tmpl_default_limits, &out, &e);
         if (error) CHECK_MSG(code == TOKA_E_INPUT && str_starts(str_c(e.msg), STR("template line ")) &&
                              str_find(str_c(e.msg), json_str(error), 0) >= 0,

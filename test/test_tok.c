@@ -112,8 +112,8 @@ static void tok_test_merges(void) {
     if (!t) return;
     uint64_t seed = 3;
     for (int i = 0; i < 3000; i++) {
-        int32_t a[TOK_SHORT], b[TOK_SHORT];
-        size_t n = rnd(&seed) % TOK_SHORT + 1, kinds = rnd(&seed) % 20 + 1;
+        int32_t a[TOK_SHORT_PIECE], b[TOK_SHORT_PIECE];
+        size_t n = rnd(&seed) % TOK_SHORT_PIECE + 1, kinds = rnd(&seed) % 20 + 1;
         for (size_t k = 0; k < n; k++) a[k] = b[k] = t->byte_id[(unsigned char)" etaoinshrdlucmfwyp"[rnd(&seed) % kinds]];
         size_t n_a = tok_merge_short(t, a, n), n_b = tok_merge_long(t, b, n);
         CHECK_MSG(n_a == n_b && !memcmp(a, b, n_a * sizeof *a), "round %d", i);

@@ -41,8 +41,8 @@ static void uni_test_normalization(void) {
         if (part == 1) listed[strtoul(line, NULL, 16)] = true;
         bool same = true;
         for (int i = 0; i < 5; i++) {
-            CHECK_MSG(uni_test_nfc(&u, v[i], v[i < 3 ? 1 : 3], UNI_16), "column %d of %s", i + 1, line);
-            same &= uni_test_nfc(&u, v[i], v[i < 3 ? 1 : 3], UNI_9);
+            CHECK_MSG(uni_test_nfc(&u, v[i], v[i < 3 ? 1 : 3], UNI_V16), "column %d of %s", i + 1, line);
+            same &= uni_test_nfc(&u, v[i], v[i < 3 ? 1 : 3], UNI_V9);
         }
         n++, old += !same;
     }
@@ -53,7 +53,7 @@ static void uni_test_normalization(void) {
         if ((c >= 0xD800 && c < 0xE000) || listed[c] || c >= 0x16121) continue; /* and not what is younger than 14.0 */
         if (c == 0x105C9 || c == 0x105E4 || (c >= 0x11383 && c <= 0x113C8)) continue;
         str s = {z, (size_t)utf8_put(z, c)};
-        CHECK_MSG(uni_test_nfc(&u, s, s, UNI_16), "U+%04X", c);
+        CHECK_MSG(uni_test_nfc(&u, s, s, UNI_V16), "U+%04X", c);
     }
     free(listed);
     uni_free(&u);
@@ -69,14 +69,14 @@ static void uni_test_marks(void) {
     for (int i = 0; i < 300000; i++) buf_c(&text, i & 1 ? "\xCC\x81" : "\xCC\xA7"); /* U+0301 (230), U+0327 (202) */
     for (int i = 0; i < 6; i++) { /* an eighth of the text, and all of it: eight times the time, where n * n would be 64 */
         double t0 = cpu_now();
-        s = uni_nfc(&u, str_sub(buf_view(&text), 0, i % 2 ? text.n : text.n / 8), UNI_16, &b);
+        s = uni_nfc(&u, str_sub(buf_view(&text), 0, i % 2 ? text.n : text.n / 8), UNI_V16, &b);
         best[i % 2] = MIN(best[i % 2], cpu_now() - t0);
     }
     CHECK_MSG(best[1] < 32 * best[0] + 0.005, "%.4f s, eight times: %.4f s", best[0], best[1]);
     CHECK(s.n == text.n && str_starts(s, STR("\xCC\xA7\xCC\xA7\xCC\xA7")) && str_ends(s, STR("\xCC\x81\xCC\x81")));
-    CHECK(str_is(uni_nfc(&u, STR("e\xCC\x81\xCC\x81x"), UNI_16, &b), "\xC3\xA9\xCC\x81x"));
-    CHECK(str_is(uni_nfc(&u, STR("ascii only, long enough"), UNI_16, &b), "ascii only, long enough") && b.n == 0);
-    CHECK(str_is(uni_nfc(&u, STR("\xE1\x84\x92\xE1\x85\xA1\xE1\x86\xAB"), UNI_9, &b), "\xED\x95\x9C")); /* Hangul han */
+    CHECK(str_is(uni_nfc(&u, STR("e\xCC\x81\xCC\x81x"), UNI_V16, &b), "\xC3\xA9\xCC\x81x"));
+    CHECK(str_is(uni_nfc(&u, STR("ascii only, long enough"), UNI_V16, &b), "ascii only, long enough") && b.n == 0);
+    CHECK(str_is(uni_nfc(&u, STR("\xE1\x84\x92\xE1\x85\xA1\xE1\x86\xAB"), UNI_V9, &b), "\xED\x95\x9C")); /* Hangul han */
     buf_free(&text), buf_free(&b);
     uni_free(&u);
 }
