@@ -22028,166 +22028,166 @@ static int run_batch_served(toka *t, const run_options *options, enum run_outcom
  * The life of a batch. A state is written to disk before clients see it; if the write fails, that
  * is logged, and the next write of the record has the state.
  *
- *     fb_create
+ *     files_create_batch
  *         |
- *         v         fb_validate               fb_run_lines              fb_finish
+ *         v         files_validate_input               files_run_lines              files_finish_batch
  *     validating ---------------> in_progress ------------> finalizing ----------> completed
  *         |  input is no batch        |  deadline: lines left become errors -----> expired
- *         v                           v  fb_cancel
- *       failed                    cancelling --fb_finish--> cancelled
+ *         v                           v  files_cancel_batch
+ *       failed                    cancelling --files_finish_batch--> cancelled
  *
- * fb_cancel also takes a batch in `validating`. A batch in progress fails if its files cannot be
+ * files_cancel_batch also takes a batch in `validating`. A batch in progress fails if its files cannot be
  * read or written.
  *
- * One batch runs at a time, the oldest first, on a thread of its own (fb_work). Its requests are
- * behind all others in the engine's queue. fb_save writes a record to a new file, which then
+ * One batch runs at a time, the oldest first, on a thread of its own (files_worker_thread). Its requests are
+ * behind all others in the engine's queue. files_save_record writes a record to a new file, which then
  * replaces the old one, so a record is whole or absent. A step that was cut short is done again
  * from its beginning: any number of repetitions leads to the same end. If the disk is full, the
  * batch waits: results stay in memory (chapter 27's window bounds them), and the batch ends only
  * when its files and its record are written. Meanwhile uploads and new batches are refused with
  * the system's error message.
  *
- * Nothing that a client sends becomes part of a path. fb_new_id makes ids: microseconds since
+ * Nothing that a client sends becomes part of a path. files_new_id makes ids: microseconds since
  * 1970, so that they sort by creation, then 64 random bits. An id from a client is looked up in a
  * table. The FB_ enums bound sizes and counts. store.lock guards the tables, all records and
- * `running`; fb_work holds it only between steps. Order of locks: store.lock before run.lock.
+ * `running`; files_worker_thread holds it only between steps. Order of locks: store.lock before run.lock.
  * =========================================================================== */
 
 enum {
-    FB_BODY_BYTES = 1 << 20,
-    FB_MAX_FILES = 100000,
-    FB_MAX_BATCHES = 100000,
-    FB_MAX_LINES = 10000000, /* of a batch */
-    FB_MAX_ERRORS = 20,      /* in a batch's list of errors */
-    FB_ID_HEX = 32,
-    FB_MAX_DAYS = 30,        /* of a completion window */
-    FB_NAME_BYTES = 512,
-    FB_PURPOSE_BYTES = 64,
-    FB_PRIORITY = -1000 /* of a batch's requests: a million steps behind a waiting client's */
+    FILES_BODY_BYTES = 1 << 20,
+    FILES_MAX_FILES = 100000,
+    FILES_MAX_BATCHES = 100000,
+    FILES_MAX_LINES = 10000000, /* of a batch */
+    FILES_MAX_ERRORS = 20,      /* in a batch's list of errors */
+    FILES_ID_HEX = 32,
+    FILES_MAX_DAYS = 30,        /* of a completion window */
+    FILES_NAME_BYTES = 512,
+    FILES_PURPOSE_BYTES = 64,
+    FILES_BATCH_PRIORITY = -1000 /* of a batch's requests: a million steps behind a waiting client's */
 };
-#define FB_FILE_BYTES ((int64_t)4 << 30)
-static const json_limits fb_limits = {32, FB_BODY_BYTES};
+#define FILES_FILE_BYTES ((int64_t)4 << 30)
+static const json_limits files_limits = {32, FILES_BODY_BYTES};
 
-typedef struct fb_id {
-    char z[8 + FB_ID_HEX]; /* "file-" or "batch_", then hex digits; "": none */
-} fb_id;
+typedef struct files_id {
+    char text[8 + FILES_ID_HEX]; /* "file-" or "batch_", then hex digits; "": none */
+} files_id;
 
-typedef struct fb_file {
-    fb_id id;
+typedef struct files_file {
+    files_id id;
     int64_t bytes, created_at; /* created_at: unix seconds */
     char *name;          /* the client's name for it; owned; only shown, never a path */
-    const char *purpose; /* one of fb_purposes */
-} fb_file;
+    const char *purpose; /* one of files_purposes */
+} files_file;
 
-enum fb_status { FB_VALIDATING, FB_FAILED, FB_IN_PROGRESS, FB_FINALIZING, FB_COMPLETED,
-                 FB_EXPIRED, FB_CANCELLING, FB_CANCELLED, FB_STATUSES };
+enum files_status { FILES_VALIDATING, FILES_FAILED, FILES_IN_PROGRESS, FILES_FINALIZING, FILES_COMPLETED,
+                 FILES_EXPIRED, FILES_CANCELLING, FILES_CANCELLED, FILES_N_STATUSES };
 
-typedef struct fb_batch {
-    fb_id id, input;
-    fb_id out, err;            /* files of results and of errors; listed once the batch has ended */
-    enum fb_status status;
+typedef struct files_batch {
+    files_id id, input;
+    files_id output, errors_file;            /* files of results and of errors; listed once the batch has ended */
+    enum files_status status;
     bool chat;                 /* endpoint: /v1/chat/completions, else /v1/completions */
     char window[16];           /* completion_window as given: "24h" */
-    int64_t at[FB_STATUSES];   /* unix seconds when it entered each state; 0: never.
-                                  at[FB_VALIDATING]: created */
+    int64_t status_times[FILES_N_STATUSES];   /* unix seconds when it entered each state; 0: never.
+                                  at[FILES_VALIDATING]: created */
     int64_t expires_at;        /* unix seconds */
     char *model;               /* the server's model at creation; owned. A server of another model
                                   does not run the batch, but expires it */
     char *metadata, *errors;   /* JSON, owned: an object; a list of errors. NULL: none */
     bool has_out, has_err;     /* out, err are in the table of files */
-    bool foreign;              /* its model is not served here; logged once */
-    bool waits;                /* for room on the disk, descriptors or threads; logged once, until
+    bool warned_model;              /* its model is not served here; logged once */
+    bool warned_waits;                /* for room on the disk, descriptors or threads; logged once, until
                                   it gets on */
     atomic_llong total, completed, failed; /* lines */
     atomic_llong damaged;      /* lines of out and err that were not results at a restart */
     atomic_int stop;           /* asks chapter 27 to stop: cancelled, or the server ends */
-} fb_batch;
+} files_batch;
 
-/* Pointers to structs that begin with their fb_id, sorted by id, so the oldest first. All ids of
+/* Pointers to structs that begin with their files_id, sorted by id, so the oldest first. All ids of
  * a table have the same prefix. */
-typedef struct fb_table {
-    void **at;
-    size_t n, cap;
-} fb_table;
+typedef struct files_table {
+    void **entries;
+    size_t n_entries, capacity;
+} files_table;
 
-typedef struct fb_options {
-    const char *dir;    /* the folder; "off": none;
+typedef struct files_options {
+    const char *folder;    /* the folder; "off": none;
                            NULL: $XDG_DATA_HOME/toka/files or ~/.local/share/toka/files */
-    toka *t;            /* another thread drives it until fb_stop has returned */
-    const api_config *m; /* to parse bodies; its first name is the model of batches. m->unknown may
+    toka *toka;            /* another thread drives it until files_stop has returned */
+    const api_config *model; /* to parse bodies; its first name is the model of batches. m->unknown may
                            be called with store.lock held */
-} fb_options;
+} files_options;
 
-typedef struct fb_store {
-    fb_options o;
-    char *path;      /* of the folder, owned; NULL: there is none */
-    toka_err why;    /* why the folder cannot be used, for the operator; code 0: it can be used */
-    int why_not;     /* errno of that error, or 0 */
-    int dir, locked; /* descriptors of the folder and of its lock; -1: not open */
+typedef struct files_store {
+    files_options options;
+    char *folder;      /* of the folder, owned; NULL: there is none */
+    toka_err folder_error;    /* why the folder cannot be used, for the operator; code 0: it can be used */
+    int folder_errno;     /* errno of that error, or 0 */
+    int dir_fd, lock_fd; /* descriptors of the folder and of its lock; -1: not open */
     pthread_mutex_t lock;
-    pthread_cond_t wake;
-    fb_table files, batches; /* of fb_file, of fb_batch; owned */
-    fb_batch *running; /* the batch whose step the worker does; NULL: none */
+    pthread_cond_t has_work;
+    files_table files, batches; /* of files_file, of files_batch; owned */
+    files_batch *running; /* the batch whose step the worker does; NULL: none */
     int64_t last_us; /* microseconds of the newest id */
-    bool stopping; /* the worker has to end: fb_stop was called, or the device failed */
-    bool started, joined; /* the worker was started; fb_stop joins it */
-    bool full;       /* set when a record could not be written because the disk is full; the
+    bool stopping; /* the worker has to end: files_stop was called, or the device failed */
+    bool worker_started, worker_joined; /* the worker was started; files_stop joins it */
+    bool disk_full;       /* set when a record could not be written because the disk is full; the
                         caller that looks at it resets it first */
     bool unread_batch; /* the folder has a record of a batch that could not be read */
     pthread_t worker;
-} fb_store;
+} files_store;
 
-static const char *const fb_status_names[FB_STATUSES] = {
+static const char *const files_status_names[FILES_N_STATUSES] = {
     "validating", "failed", "in_progress", "finalizing",
     "completed", "expired", "cancelling", "cancelled"};
-static const char *const fb_purposes[] = {"batch", "batch_output", "fine-tune", "assistants",
+static const char *const files_purposes[] = {"batch", "batch_output", "fine-tune", "assistants",
                                           "vision", "user_data", "evals"};
 
-static bool fb_has_ended(const fb_batch *b) {
-    return b->status == FB_FAILED || b->status == FB_COMPLETED || b->status == FB_EXPIRED ||
-           b->status == FB_CANCELLED;
+static bool files_has_ended(const files_batch *batch) {
+    return batch->status == FILES_FAILED || batch->status == FILES_COMPLETED || batch->status == FILES_EXPIRED ||
+           batch->status == FILES_CANCELLED;
 }
 
 /* ---- Multipart forms (RFC 7578); pure: takes bytes in pieces of any size, gives parts ---- */
 
-enum fb_form_event { FB_FORM_MORE, FB_FORM_PART, FB_FORM_DATA, FB_FORM_PART_END, FB_FORM_END,
-                     FB_FORM_BAD };
-enum fb_form_state { FB_FORM_PREAMBLE, FB_FORM_BODY, FB_FORM_MARK, FB_FORM_HEAD, FB_FORM_DONE };
+enum files_form_event { FILES_FORM_MORE, FILES_FORM_PART, FILES_FORM_DATA, FILES_FORM_PART_END, FILES_FORM_END,
+                     FILES_FORM_BAD };
+enum files_form_state { FILES_FORM_PREAMBLE, FILES_FORM_BODY, FILES_FORM_DELIMITER, FILES_FORM_HEAD, FILES_FORM_DONE };
 
-typedef struct fb_form {
-    enum fb_form_state state;
-    char mark[4 + 70]; /* the delimiter that ends a part: CR LF - - boundary */
-    size_t n_mark;      /* its bytes */
-    size_t matched;     /* bytes of it that match the end of the input so far */
+typedef struct files_form {
+    enum files_form_state state;
+    char delimiter[4 + 70]; /* the delimiter that ends a part: CR LF - - boundary */
+    size_t n_delimiter;      /* its bytes */
+    size_t n_matched;     /* bytes of it that match the end of the input so far */
     buf head;           /* headers of the part */
     buf name, filename; /* of the part; filename empty: none */
-} fb_form;
+} files_form;
 
-enum { FB_HEAD_BYTES = 8192 };
+enum { FILES_FORM_HEAD_BYTES = 8192 };
 
 /* Finds a parameter of a header line after a ';': name="..." or name=... Writes its value to *out.
  * Returns false if there is none. */
-static bool fb_parameter(str line, const char *name, buf *out) {
+static bool files_header_parameter(str line, const char *name, buf *out) {
     bool quoted = false;
     for (size_t i = 0; i < line.n; i++) {
         quoted ^= line.p[i] == '"';
         if (quoted && line.p[i] == '\\') i++;
         if (quoted || line.p[i] != ';') continue;
         for (i++; i < line.n && (line.p[i] == ' ' || line.p[i] == '\t'); i++) {}
-        size_t from = i + strlen(name);
-        if (from >= line.n || strncasecmp(line.p + i, name, strlen(name)) || line.p[from] != '=') {
+        size_t pos = i + strlen(name);
+        if (pos >= line.n || strncasecmp(line.p + i, name, strlen(name)) || line.p[pos] != '=') {
             i--;
             continue;
         }
-        quoted = ++from < line.n && line.p[from] == '"';
+        quoted = ++pos < line.n && line.p[pos] == '"';
         buf_clear(out);
-        for (from += quoted;
-             from < line.n && (quoted ? line.p[from] != '"' : !strchr("; \t\r", line.p[from]));
-             from++) {
-            if (quoted && line.p[from] == '\\' && from + 1 < line.n &&
-                strchr("\"\\", line.p[from + 1]))
-                from++;
-            buf_char(out, line.p[from]);
+        for (pos += quoted;
+             pos < line.n && (quoted ? line.p[pos] != '"' : !strchr("; \t\r", line.p[pos]));
+             pos++) {
+            if (quoted && line.p[pos] == '\\' && pos + 1 < line.n &&
+                strchr("\"\\", line.p[pos + 1]))
+                pos++;
+            buf_char(out, line.p[pos]);
         }
         return true;
     }
@@ -22196,88 +22196,88 @@ static bool fb_parameter(str line, const char *name, buf *out) {
 
 /* Starts a form. content_type is the request's. Returns false if it is not a form's, or if its
  * boundary is not valid. */
-static bool fb_form_init(fb_form *f, str content_type) {
+static bool files_form_init(files_form *form, str content_type) {
     static const char type[] = "multipart/form-data";
     buf boundary = {0};
-    *f = (fb_form){.matched = 2}; /* the first delimiter needs no CR LF before it */
+    *form = (files_form){.n_matched = 2}; /* the first delimiter needs no CR LF before it */
     bool good = content_type.n >= sizeof type - 1 &&
                 !strncasecmp(content_type.p, type, sizeof type - 1) &&
-                fb_parameter(content_type, "boundary", &boundary) && boundary.n >= 1 &&
+                files_header_parameter(content_type, "boundary", &boundary) && boundary.n >= 1 &&
                 boundary.n <= 70;
     for (size_t i = 0; i < boundary.n && good; i++)
         good = boundary.p[i] >= ' ' && boundary.p[i] < 0x7F;
     if (good) {
-        memcpy(f->mark, "\r\n--", 4);
-        memcpy(f->mark + 4, boundary.p, boundary.n);
-        f->n_mark = 4 + boundary.n;
+        memcpy(form->delimiter, "\r\n--", 4);
+        memcpy(form->delimiter + 4, boundary.p, boundary.n);
+        form->n_delimiter = 4 + boundary.n;
     }
     buf_free(&boundary);
     return good;
 }
-static void fb_form_free(fb_form *f) {
-    buf_free(&f->head), buf_free(&f->name), buf_free(&f->filename);
+static void files_form_free(files_form *form) {
+    buf_free(&form->head), buf_free(&form->name), buf_free(&form->filename);
 }
 
 /* Scans up to the next delimiter, or to the end of the input. Returns the number of bytes taken.
  * The only CR of a delimiter is its first byte. So after a failed match, the next one can only
  * begin at the byte that failed. */
-static size_t fb_form_scan(fb_form *f, str in, str *data, enum fb_form_event *event) {
-    size_t at = 0;
-    *event = FB_FORM_MORE;
-    if (!f->matched) {
-        const char *cr = memchr(in.p, '\r', in.n);
-        at = cr ? (size_t)(cr - in.p) : in.n;
-        *data = str_sub(in, 0, at);
-        if (at) {
-            if (f->state == FB_FORM_BODY) *event = FB_FORM_DATA;
-            return at;
+static size_t files_form_scan(files_form *form, str input, str *data, enum files_form_event *event) {
+    size_t n_taken = 0;
+    *event = FILES_FORM_MORE;
+    if (!form->n_matched) {
+        const char *cr = memchr(input.p, '\r', input.n);
+        n_taken = cr ? (size_t)(cr - input.p) : input.n;
+        *data = str_sub(input, 0, n_taken);
+        if (n_taken) {
+            if (form->state == FILES_FORM_BODY) *event = FILES_FORM_DATA;
+            return n_taken;
         }
     }
-    while (at < in.n && f->matched < f->n_mark && in.p[at] == f->mark[f->matched]) {
-        at++;
-        f->matched++;
+    while (n_taken < input.n && form->n_matched < form->n_delimiter && input.p[n_taken] == form->delimiter[form->n_matched]) {
+        n_taken++;
+        form->n_matched++;
     }
-    if (f->matched == f->n_mark) {
-        if (f->state == FB_FORM_BODY) *event = FB_FORM_PART_END;
-        f->state = FB_FORM_MARK;
-        f->matched = 0;
-        buf_clear(&f->head);
-    } else if (at < in.n) { /* not a delimiter: the matched bytes are data */
-        *data = (str){f->mark, f->matched};
-        if (f->state == FB_FORM_BODY) *event = FB_FORM_DATA;
-        f->matched = 0;
+    if (form->n_matched == form->n_delimiter) {
+        if (form->state == FILES_FORM_BODY) *event = FILES_FORM_PART_END;
+        form->state = FILES_FORM_DELIMITER;
+        form->n_matched = 0;
+        buf_clear(&form->head);
+    } else if (n_taken < input.n) { /* not a delimiter: the matched bytes are data */
+        *data = (str){form->delimiter, form->n_matched};
+        if (form->state == FILES_FORM_BODY) *event = FILES_FORM_DATA;
+        form->n_matched = 0;
     }
-    return at;
+    return n_taken;
 }
 
 /* Reads the part's headers from f->head: lines that end with CR LF. Returns false if the part has
  * no name. */
-static bool fb_form_headers(fb_form *f) {
+static bool files_form_headers(files_form *form) {
     static const char disposition[] = "content-disposition:";
-    for (str rest = buf_view(&f->head), line; str_split_next(&rest, '\n', &line);) {
+    for (str rest = buf_view(&form->head), line; str_split_next(&rest, '\n', &line);) {
         if (line.n < sizeof disposition - 1 ||
             strncasecmp(line.p, disposition, sizeof disposition - 1))
             continue;
-        buf_clear(&f->filename);
-        fb_parameter(line, "filename", &f->filename);
-        return fb_parameter(line, "name", &f->name);
+        buf_clear(&form->filename);
+        files_header_parameter(line, "filename", &form->filename);
+        return files_header_parameter(line, "name", &form->name);
     }
     return false;
 }
 
 /* Takes a byte after a delimiter: "--" ends the form, CR LF begins a part. */
-static enum fb_form_event fb_form_mark(fb_form *f, char c) {
-    buf_char(&f->head, c);
-    str got = buf_view(&f->head);
-    if (str_is(got, "--")) return f->state = FB_FORM_DONE, FB_FORM_END;
-    if (str_ends(got, STR("\r\n"))) {
-        f->state = FB_FORM_HEAD;
-        buf_clear(&f->head);
-        return FB_FORM_MORE;
+static enum files_form_event files_form_delimiter(files_form *form, char byte) {
+    buf_char(&form->head, byte);
+    str head = buf_view(&form->head);
+    if (str_is(head, "--")) return form->state = FILES_FORM_DONE, FILES_FORM_END;
+    if (str_ends(head, STR("\r\n"))) {
+        form->state = FILES_FORM_HEAD;
+        buf_clear(&form->head);
+        return FILES_FORM_MORE;
     }
     /* white space may follow */
-    bool fine = got.n < 32 && (c == ' ' || c == '\t' || c == '\r' || (c == '-' && got.n == 1));
-    return fine ? FB_FORM_MORE : FB_FORM_BAD;
+    bool may_follow = head.n < 32 && (byte == ' ' || byte == '\t' || byte == '\r' || (byte == '-' && head.n == 1));
+    return may_follow ? FILES_FORM_MORE : FILES_FORM_BAD;
 }
 
 /* Takes bytes of the form; *used: how many. Returns what was found:
@@ -22289,401 +22289,401 @@ static enum fb_form_event fb_form_mark(fb_form *f, char c) {
  *   BAD       not a form
  * A failed match of a delimiter gives DATA without taking a byte: *used is 0 then, but never
  * twice in a row. */
-static enum fb_form_event fb_form_take(fb_form *f, str in, size_t *used, str *data) {
-    enum fb_form_event event = FB_FORM_MORE;
+static enum files_form_event files_form_next(files_form *form, str input, size_t *used, str *data) {
+    enum files_form_event event = FILES_FORM_MORE;
     *data = STR("");
-    *used = in.n ? 1 : 0;
-    if (!in.n) return FB_FORM_MORE;
-    if (f->state == FB_FORM_PREAMBLE || f->state == FB_FORM_BODY)
-        return *used = fb_form_scan(f, in, data, &event), event;
-    if (f->state == FB_FORM_MARK) return fb_form_mark(f, in.p[0]);
-    if (f->state == FB_FORM_DONE) return *used = in.n, FB_FORM_MORE;
-    buf_char(&f->head, in.p[0]);
-    if (f->head.n > FB_HEAD_BYTES) return FB_FORM_BAD;
-    bool none = str_is(buf_view(&f->head), "\r\n");
-    if (!none && !str_ends(buf_view(&f->head), STR("\r\n\r\n"))) return FB_FORM_MORE;
-    f->state = FB_FORM_BODY;
-    f->matched = 0;
-    return fb_form_headers(f) ? FB_FORM_PART : FB_FORM_BAD;
+    *used = input.n ? 1 : 0;
+    if (!input.n) return FILES_FORM_MORE;
+    if (form->state == FILES_FORM_PREAMBLE || form->state == FILES_FORM_BODY)
+        return *used = files_form_scan(form, input, data, &event), event;
+    if (form->state == FILES_FORM_DELIMITER) return files_form_delimiter(form, input.p[0]);
+    if (form->state == FILES_FORM_DONE) return *used = input.n, FILES_FORM_MORE;
+    buf_char(&form->head, input.p[0]);
+    if (form->head.n > FILES_FORM_HEAD_BYTES) return FILES_FORM_BAD;
+    bool no_headers = str_is(buf_view(&form->head), "\r\n");
+    if (!no_headers && !str_ends(buf_view(&form->head), STR("\r\n\r\n"))) return FILES_FORM_MORE;
+    form->state = FILES_FORM_BODY;
+    form->n_matched = 0;
+    return files_form_headers(form) ? FILES_FORM_PART : FILES_FORM_BAD;
 }
 
 /* ---- Ids, tables, and their records on disk ---- */
 
-static int64_t fb_now(void) { return (int64_t)time(NULL); }
+static int64_t files_now(void) { return (int64_t)time(NULL); }
 
 /* Makes an id. With store.lock held. */
-static fb_id fb_new_id(fb_store *s, const char *prefix) {
-    fb_id id;
-    struct timespec t;
+static files_id files_new_id(files_store *store, const char *prefix) {
+    files_id id;
+    struct timespec now;
     uint64_t noise = 0;
-    clock_gettime(CLOCK_REALTIME, &t);
-    s->last_us = MAX(s->last_us + 1, (int64_t)t.tv_sec * 1000000 + t.tv_nsec / 1000);
+    clock_gettime(CLOCK_REALTIME, &now);
+    store->last_us = MAX(store->last_us + 1, (int64_t)now.tv_sec * 1000000 + now.tv_nsec / 1000);
     while (getrandom(&noise, sizeof noise, 0) != sizeof noise) {}
-    snprintf(id.z, sizeof id.z, "%s%016llx%016llx", prefix, (unsigned long long)s->last_us,
+    snprintf(id.text, sizeof id.text, "%s%016llx%016llx", prefix, (unsigned long long)store->last_us,
              (unsigned long long)noise);
     return id;
 }
 
 /* Reads an id from a client: the prefix and 32 lower-case hex digits. Returns false for anything
  * else. */
-static bool fb_read_id(str text, const char *prefix, fb_id *id) {
+static bool files_read_id(str text, const char *prefix, files_id *id) {
     size_t n = strlen(prefix);
-    *id = (fb_id){{0}};
-    if (text.n != n + FB_ID_HEX || !str_starts(text, str_c(prefix))) return false;
+    *id = (files_id){{0}};
+    if (text.n != n + FILES_ID_HEX || !str_starts(text, str_c(prefix))) return false;
     for (size_t i = n; i < text.n; i++)
         if (!strchr("0123456789abcdef", text.p[i]) || !text.p[i]) return false;
-    memcpy(id->z, text.p, text.n);
+    memcpy(id->text, text.p, text.n);
     return true;
 }
 
 /* Returns the index of the first entry whose id is not below *id. */
-static size_t fb_place(const fb_table *t, const fb_id *id) {
-    size_t lo = 0, hi = t->n;
+static size_t files_lower_bound(const files_table *table, const files_id *id) {
+    size_t lo = 0, hi = table->n_entries;
     while (lo < hi) {
         size_t mid = lo + (hi - lo) / 2;
-        if (strcmp(((const fb_id *)t->at[mid])->z, id->z) < 0) lo = mid + 1;
+        if (strcmp(((const files_id *)table->entries[mid])->text, id->text) < 0) lo = mid + 1;
         else hi = mid;
     }
     return lo;
 }
 /* Returns NULL if there is none. */
-static void *fb_find(const fb_table *t, const fb_id *id) {
-    size_t i = fb_place(t, id);
-    return i < t->n && !strcmp(((const fb_id *)t->at[i])->z, id->z) ? t->at[i] : NULL;
+static void *files_find(const files_table *table, const files_id *id) {
+    size_t i = files_lower_bound(table, id);
+    return i < table->n_entries && !strcmp(((const files_id *)table->entries[i])->text, id->text) ? table->entries[i] : NULL;
 }
-static void fb_insert(fb_table *t, void *entry) {
-    size_t i = fb_place(t, entry);
-    if (t->n == t->cap) {
-        t->cap = MAX((size_t)64, 2 * t->cap);
-        t->at = mem_realloc(t->at, t->cap * sizeof *t->at);
+static void files_insert(files_table *table, void *entry) {
+    size_t i = files_lower_bound(table, entry);
+    if (table->n_entries == table->capacity) {
+        table->capacity = MAX((size_t)64, 2 * table->capacity);
+        table->entries = mem_realloc(table->entries, table->capacity * sizeof *table->entries);
     }
-    memmove(&t->at[i + 1], &t->at[i], (t->n++ - i) * sizeof *t->at);
-    t->at[i] = entry;
+    memmove(&table->entries[i + 1], &table->entries[i], (table->n_entries++ - i) * sizeof *table->entries);
+    table->entries[i] = entry;
 }
 
 /* Takes ownership of name. */
-static fb_file *fb_file_new(const fb_id *id, int64_t bytes, int64_t created_at, char *name,
+static files_file *files_file_new(const files_id *id, int64_t bytes, int64_t created_at, char *name,
                             const char *purpose) {
-    fb_file *f = mem_alloc(sizeof *f);
-    *f = (fb_file){*id, bytes, created_at, name, purpose};
-    return f;
+    files_file *file = mem_alloc(sizeof *file);
+    *file = (files_file){*id, bytes, created_at, name, purpose};
+    return file;
 }
-static void fb_file_del(fb_file *f) { free(f->name), free(f); }
-static void fb_batch_del(fb_batch *b) {
-    free(b->model), free(b->metadata), free(b->errors), free(b);
+static void files_file_del(files_file *file) { free(file->name), free(file); }
+static void files_batch_del(files_batch *batch) {
+    free(batch->model), free(batch->metadata), free(batch->errors), free(batch);
 }
 
-static const char *fb_purpose(str name) { /* returns NULL if it is unknown */
-    for (int i = 0; i < COUNT(fb_purposes); i++)
-        if (str_is(name, fb_purposes[i])) return fb_purposes[i];
+static const char *files_find_purpose(str name) { /* returns NULL if it is unknown */
+    for (int i = 0; i < COUNT(files_purposes); i++)
+        if (str_is(name, files_purposes[i])) return files_purposes[i];
     return NULL;
 }
 
-static void fb_put_file(const fb_file *f, buf *b) {
-    json_put_open(b, '{');
-    json_put_key(b, "id"), json_put_str(b, str_c(f->id.z));
-    json_put_key(b, "object"), json_put_str(b, STR("file"));
-    json_put_key(b, "bytes"), json_put_int(b, f->bytes);
-    json_put_key(b, "created_at"), json_put_int(b, f->created_at);
-    json_put_key(b, "filename"), json_put_str(b, str_c(f->name));
-    json_put_key(b, "purpose"), json_put_str(b, str_c(f->purpose));
-    json_put_key(b, "status"), json_put_str(b, STR("processed"));
-    json_put_close(b, '}');
+static void files_put_file(const files_file *file, buf *out) {
+    json_put_open(out, '{');
+    json_put_key(out, "id"), json_put_str(out, str_c(file->id.text));
+    json_put_key(out, "object"), json_put_str(out, STR("file"));
+    json_put_key(out, "bytes"), json_put_int(out, file->bytes);
+    json_put_key(out, "created_at"), json_put_int(out, file->created_at);
+    json_put_key(out, "filename"), json_put_str(out, str_c(file->name));
+    json_put_key(out, "purpose"), json_put_str(out, str_c(file->purpose));
+    json_put_key(out, "status"), json_put_str(out, STR("processed"));
+    json_put_close(out, '}');
 }
 
 /* Writes a batch object. On disk it also names the files that will hold the results. */
-static void fb_put_batch(const fb_batch *x, bool on_disk, buf *b) {
+static void files_put_batch(const files_batch *batch, bool on_disk, buf *out) {
     static const struct {
         const char *name;
-        enum fb_status status;
-    } times[] = {{"in_progress_at", FB_IN_PROGRESS}, {"finalizing_at", FB_FINALIZING},
-                 {"completed_at", FB_COMPLETED}, {"failed_at", FB_FAILED},
-                 {"expired_at", FB_EXPIRED}, {"cancelling_at", FB_CANCELLING},
-                 {"cancelled_at", FB_CANCELLED}};
-    json_put_open(b, '{');
-    json_put_key(b, "id"), json_put_str(b, str_c(x->id.z));
-    json_put_key(b, "object"), json_put_str(b, STR("batch"));
-    json_put_key(b, "endpoint");
-    json_put_str(b, x->chat ? STR("/v1/chat/completions") : STR("/v1/completions"));
-    json_put_key(b, "model"), json_put_str(b, str_c(x->model));
-    json_put_key(b, "errors");
-    if (x->errors) buf_printf(b, "{\"object\":\"list\",\"data\":%s}", x->errors);
-    else buf_c(b, "null");
-    json_put_key(b, "input_file_id"), json_put_str(b, str_c(x->input.z));
-    json_put_key(b, "completion_window"), json_put_str(b, str_c(x->window));
-    json_put_key(b, "status"), json_put_str(b, str_c(fb_status_names[x->status]));
-    json_put_member_or_null(b, "output_file_id", x->has_out ? x->out.z : NULL);
-    json_put_member_or_null(b, "error_file_id", x->has_err ? x->err.z : NULL);
-    json_put_key(b, "created_at"), json_put_int(b, x->at[FB_VALIDATING]);
-    json_put_key(b, "expires_at"), json_put_int(b, x->expires_at);
+        enum files_status status;
+    } times[] = {{"in_progress_at", FILES_IN_PROGRESS}, {"finalizing_at", FILES_FINALIZING},
+                 {"completed_at", FILES_COMPLETED}, {"failed_at", FILES_FAILED},
+                 {"expired_at", FILES_EXPIRED}, {"cancelling_at", FILES_CANCELLING},
+                 {"cancelled_at", FILES_CANCELLED}};
+    json_put_open(out, '{');
+    json_put_key(out, "id"), json_put_str(out, str_c(batch->id.text));
+    json_put_key(out, "object"), json_put_str(out, STR("batch"));
+    json_put_key(out, "endpoint");
+    json_put_str(out, batch->chat ? STR("/v1/chat/completions") : STR("/v1/completions"));
+    json_put_key(out, "model"), json_put_str(out, str_c(batch->model));
+    json_put_key(out, "errors");
+    if (batch->errors) buf_printf(out, "{\"object\":\"list\",\"data\":%s}", batch->errors);
+    else buf_c(out, "null");
+    json_put_key(out, "input_file_id"), json_put_str(out, str_c(batch->input.text));
+    json_put_key(out, "completion_window"), json_put_str(out, str_c(batch->window));
+    json_put_key(out, "status"), json_put_str(out, str_c(files_status_names[batch->status]));
+    json_put_member_or_null(out, "output_file_id", batch->has_out ? batch->output.text : NULL);
+    json_put_member_or_null(out, "error_file_id", batch->has_err ? batch->errors_file.text : NULL);
+    json_put_key(out, "created_at"), json_put_int(out, batch->status_times[FILES_VALIDATING]);
+    json_put_key(out, "expires_at"), json_put_int(out, batch->expires_at);
     for (int i = 0; i < COUNT(times); i++) {
-        json_put_key(b, times[i].name);
-        if (x->at[times[i].status]) json_put_int(b, x->at[times[i].status]);
-        else json_put_null(b);
+        json_put_key(out, times[i].name);
+        if (batch->status_times[times[i].status]) json_put_int(out, batch->status_times[times[i].status]);
+        else json_put_null(out);
     }
-    json_put_key(b, "request_counts"), json_put_open(b, '{');
-    json_put_key(b, "total"), json_put_int(b, x->total);
-    json_put_key(b, "completed"), json_put_int(b, x->completed);
-    json_put_key(b, "failed"), json_put_int(b, x->failed);
-    if (x->damaged) json_put_key(b, "damaged"), json_put_int(b, x->damaged);
-    json_put_close(b, '}');
-    json_put_key(b, "metadata"), buf_c(b, x->metadata ? x->metadata : "null");
+    json_put_key(out, "request_counts"), json_put_open(out, '{');
+    json_put_key(out, "total"), json_put_int(out, batch->total);
+    json_put_key(out, "completed"), json_put_int(out, batch->completed);
+    json_put_key(out, "failed"), json_put_int(out, batch->failed);
+    if (batch->damaged) json_put_key(out, "damaged"), json_put_int(out, batch->damaged);
+    json_put_close(out, '}');
+    json_put_key(out, "metadata"), buf_c(out, batch->metadata ? batch->metadata : "null");
     if (on_disk) {
-        json_put_key(b, "toka"), json_put_open(b, '{');
-        json_put_key(b, "output"), json_put_str(b, str_c(x->out.z));
-        json_put_key(b, "errors"), json_put_str(b, str_c(x->err.z));
-        json_put_close(b, '}');
+        json_put_key(out, "toka"), json_put_open(out, '{');
+        json_put_key(out, "output"), json_put_str(out, str_c(batch->output.text));
+        json_put_key(out, "errors"), json_put_str(out, str_c(batch->errors_file.text));
+        json_put_close(out, '}');
     }
-    json_put_close(b, '}');
+    json_put_close(out, '}');
 }
 
 /* Writes a record to a new file, syncs it, and renames it over the old one. Returns 0 or errno.
  * With store.lock held. */
-static int fb_save(fb_store *s, const fb_id *id, str record) {
-    char part[64], name[64];
-    snprintf(part, sizeof part, "%s.json.part", id->z);
-    snprintf(name, sizeof name, "%s.json", id->z);
-    int fd = openat(s->dir, part, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
-    bool good = fd >= 0;
-    for (size_t at = 0; good && at < record.n;) {
-        ssize_t n = write(fd, record.p + at, record.n - at);
-        good = n > 0 || (n < 0 && errno == EINTR);
-        if (n > 0) at += (size_t)n;
+static int files_save_record(files_store *store, const files_id *id, str record) {
+    char part_name[64], name[64];
+    snprintf(part_name, sizeof part_name, "%s.json.part", id->text);
+    snprintf(name, sizeof name, "%s.json", id->text);
+    int fd = openat(store->dir_fd, part_name, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+    bool saved = fd >= 0;
+    for (size_t written = 0; saved && written < record.n;) {
+        ssize_t n = write(fd, record.p + written, record.n - written);
+        saved = n > 0 || (n < 0 && errno == EINTR);
+        if (n > 0) written += (size_t)n;
     }
-    good = good && !fsync(fd) && !renameat(s->dir, part, s->dir, name) && !fsync(s->dir);
-    int why = errno;
+    saved = saved && !fsync(fd) && !renameat(store->dir_fd, part_name, store->dir_fd, name) && !fsync(store->dir_fd);
+    int error = errno;
     if (fd >= 0) close(fd);
-    if (good) return 0;
-    unlinkat(s->dir, part, 0);
-    s->full |= os_is_disk_full(why);
-    return why;
+    if (saved) return 0;
+    unlinkat(store->dir_fd, part_name, 0);
+    store->disk_full |= os_is_disk_full(error);
+    return error;
 }
 
-static int fb_save_file(fb_store *s, const fb_file *f) {
+static int files_save_file(files_store *store, const files_file *file) {
     buf b = {0};
-    fb_put_file(f, &b);
-    int why = fb_save(s, &f->id, buf_view(&b));
+    files_put_file(file, &b);
+    int error = files_save_record(store, &file->id, buf_view(&b));
     buf_free(&b);
-    return why;
+    return error;
 }
 
-static int fb_save_batch(fb_store *s, const fb_batch *x) {
+static int files_save_batch(files_store *store, const files_batch *batch) {
     buf b = {0};
-    fb_put_batch(x, true, &b);
-    int why = fb_save(s, &x->id, buf_view(&b));
+    files_put_batch(batch, true, &b);
+    int error = files_save_record(store, &batch->id, buf_view(&b));
     buf_free(&b);
-    return why;
+    return error;
 }
 
-static void fb_set(fb_batch *b, enum fb_status status) {
-    b->status = status;
-    if (!b->at[status]) b->at[status] = fb_now();
+static void files_set_status(files_batch *batch, enum files_status status) {
+    batch->status = status;
+    if (!batch->status_times[status]) batch->status_times[status] = files_now();
 }
 
 /* Logs an error of a batch, unless it waits: then it was logged before. */
-static void fb_tell(const fb_batch *b, const char *what, const char *why) {
-    if (!b->waits) fprintf(stderr, "toka serve: %s: %s\n", what, why);
+static void files_log(const files_batch *batch, const char *what, const char *why) {
+    if (!batch->warned_waits) fprintf(stderr, "toka serve: %s: %s\n", what, why);
 }
 
 /* Puts a batch into a state and saves its record. A failed write is logged; the next write of the
  * record has the state. With store.lock held. */
-static void fb_enter(fb_store *s, fb_batch *b, enum fb_status status) {
-    fb_set(b, status);
-    const int why = fb_save_batch(s, b);
-    if (why) fb_tell(b, b->id.z, strerror(why));
-    else b->waits = false;
+static void files_save_status(files_store *store, files_batch *batch, enum files_status status) {
+    files_set_status(batch, status);
+    const int error = files_save_batch(store, batch);
+    if (error) files_log(batch, batch->id.text, strerror(error));
+    else batch->warned_waits = false;
 }
 
 /* ---- Reading the folder ---- */
 
 /* Returns a JSON value as text, on the heap; NULL for null. */
-static char *fb_text(const json *v) {
+static char *files_json_text(const json *v) {
     buf b = {0};
     if (!v || v->type == JSON_NULL) return NULL;
     json_put_value(&b, v);
     return b.p;
 }
-static char *fb_copy(str s) { return mem_check(strndup(s.p, s.n)); }
+static char *files_strdup(str s) { return mem_check(strndup(s.p, s.n)); }
 
-static bool fb_load_file(fb_store *s, const fb_id *id, const json *root) {
-    struct stat st;
-    const char *purpose = fb_purpose(json_str(json_get(root, "purpose")));
-    if (!purpose || fstatat(s->dir, id->z, &st, AT_SYMLINK_NOFOLLOW) || !S_ISREG(st.st_mode))
+static bool files_load_file(files_store *store, const files_id *id, const json *root) {
+    struct stat info;
+    const char *purpose = files_find_purpose(json_str(json_get(root, "purpose")));
+    if (!purpose || fstatat(store->dir_fd, id->text, &info, AT_SYMLINK_NOFOLLOW) || !S_ISREG(info.st_mode))
         return false;
-    char *name = fb_copy(json_str(json_get(root, "filename")));
-    fb_insert(&s->files, fb_file_new(id, (int64_t)st.st_size,
+    char *name = files_strdup(json_str(json_get(root, "filename")));
+    files_insert(&store->files, files_file_new(id, (int64_t)info.st_size,
                                      json_int(json_get(root, "created_at"), 0), name, purpose));
     return true;
 }
 
-static int fb_read_status(const json *root) { /* returns -1 if it is unknown */
-    for (int i = 0; i < FB_STATUSES; i++)
-        if (str_is(json_str(json_get(root, "status")), fb_status_names[i])) return i;
+static int files_read_status(const json *root) { /* returns -1 if it is unknown */
+    for (int i = 0; i < FILES_N_STATUSES; i++)
+        if (str_is(json_str(json_get(root, "status")), files_status_names[i])) return i;
     return -1;
 }
 
 /* Counts whole lines of an output file: what earlier servers did of a batch. The batch's record
  * has these counts only when the batch has ended. */
-static int64_t fb_count_lines(const fb_store *s, const fb_id *id) {
+static int64_t files_count_lines(const files_store *store, const files_id *id) {
     char block[16384];
     int64_t lines = 0;
     ssize_t n;
-    int fd = openat(s->dir, id->z, O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+    int fd = openat(store->dir_fd, id->text, O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
     while (fd >= 0 && ((n = read(fd, block, sizeof block)) > 0 || (n < 0 && errno == EINTR)))
         for (ssize_t i = 0; i < n; i++) lines += block[i] == '\n';
     if (fd >= 0) close(fd);
     return lines;
 }
 
-static bool fb_load_batch(fb_store *s, const fb_id *id, const json *root) {
-    const json *own = json_get(root, "toka"), *counts = json_get(root, "request_counts");
+static bool files_load_batch(files_store *store, const files_id *id, const json *root) {
+    const json *private_part = json_get(root, "toka"), *counts = json_get(root, "request_counts");
     str window = json_str(json_get(root, "completion_window"));
-    fb_batch *b = mem_zalloc(sizeof *b);
-    int status = fb_read_status(root);
-    b->id = *id;
-    bool good = status >= 0 && window.n < sizeof b->window &&
-                fb_read_id(json_str(json_get(root, "input_file_id")), "file-", &b->input) &&
-                fb_read_id(json_str(json_get(own, "output")), "file-", &b->out) &&
-                fb_read_id(json_str(json_get(own, "errors")), "file-", &b->err);
+    files_batch *batch = mem_zalloc(sizeof *batch);
+    int status = files_read_status(root);
+    batch->id = *id;
+    bool good = status >= 0 && window.n < sizeof batch->window &&
+                files_read_id(json_str(json_get(root, "input_file_id")), "file-", &batch->input) &&
+                files_read_id(json_str(json_get(private_part, "output")), "file-", &batch->output) &&
+                files_read_id(json_str(json_get(private_part, "errors")), "file-", &batch->errors_file);
     if (!good) {
-        fb_batch_del(b);
+        files_batch_del(batch);
         return false;
     }
-    b->status = (enum fb_status)status;
-    b->chat = str_is(json_str(json_get(root, "endpoint")), "/v1/chat/completions");
-    memcpy(b->window, window.p, window.n);
-    for (int i = 0; i < FB_STATUSES; i++) {
+    batch->status = (enum files_status)status;
+    batch->chat = str_is(json_str(json_get(root, "endpoint")), "/v1/chat/completions");
+    memcpy(batch->window, window.p, window.n);
+    for (int i = 0; i < FILES_N_STATUSES; i++) {
         char name[32];
-        snprintf(name, sizeof name, "%s_at", i == FB_VALIDATING ? "created" : fb_status_names[i]);
-        b->at[i] = json_int(json_get(root, name), 0);
+        snprintf(name, sizeof name, "%s_at", i == FILES_VALIDATING ? "created" : files_status_names[i]);
+        batch->status_times[i] = json_int(json_get(root, name), 0);
     }
-    b->expires_at = json_int(json_get(root, "expires_at"), 0);
-    b->model = fb_copy(json_str(json_get(root, "model")));
-    b->metadata = fb_text(json_get(root, "metadata"));
-    b->errors = fb_text(json_get(json_get(root, "errors"), "data"));
-    b->has_out = json_is(json_get(root, "output_file_id"), JSON_STRING);
-    b->has_err = json_is(json_get(root, "error_file_id"), JSON_STRING);
-    b->total = json_int(json_get(counts, "total"), 0);
-    b->damaged = json_int(json_get(counts, "damaged"), 0);
-    b->completed = fb_has_ended(b) ? json_int(json_get(counts, "completed"), 0)
-                                   : fb_count_lines(s, &b->out);
-    b->failed = fb_has_ended(b) ? json_int(json_get(counts, "failed"), 0)
-                                : fb_count_lines(s, &b->err);
-    fb_insert(&s->batches, b);
+    batch->expires_at = json_int(json_get(root, "expires_at"), 0);
+    batch->model = files_strdup(json_str(json_get(root, "model")));
+    batch->metadata = files_json_text(json_get(root, "metadata"));
+    batch->errors = files_json_text(json_get(json_get(root, "errors"), "data"));
+    batch->has_out = json_is(json_get(root, "output_file_id"), JSON_STRING);
+    batch->has_err = json_is(json_get(root, "error_file_id"), JSON_STRING);
+    batch->total = json_int(json_get(counts, "total"), 0);
+    batch->damaged = json_int(json_get(counts, "damaged"), 0);
+    batch->completed = files_has_ended(batch) ? json_int(json_get(counts, "completed"), 0)
+                                   : files_count_lines(store, &batch->output);
+    batch->failed = files_has_ended(batch) ? json_int(json_get(counts, "failed"), 0)
+                                : files_count_lines(store, &batch->errors_file);
+    files_insert(&store->batches, batch);
     return true;
 }
 
 /* Loads the entry of the folder with this name. */
-static void fb_load(fb_store *s, const char *name) {
+static void files_load_entry(files_store *store, const char *name) {
     str stem = str_c(name), text;
-    fb_id id;
-    arena a = {0};
+    files_id id;
+    arena memory = {0};
     toka_err e;
     buf path = {0};
-    bool part = str_ends(stem, STR(".part"));
-    stem.n -= part ? 5 : 0;
-    bool record = str_ends(stem, STR(".json"));
-    stem.n -= record ? 5 : 0;
-    bool file = fb_read_id(stem, "file-", &id);
-    if (!file && !fb_read_id(stem, "batch_", &id)) return; /* not made by us */
-    if (part) unlinkat(s->dir, name, 0);
-    if (part || !record) return;
-    buf_printf(&path, "%s/%s", s->path, name);
-    bool read = !os_map(path.p, &text, &e);
-    const json *root = read ? json_parse(&a, text, json_trusted, &e) : NULL;
-    bool good = root && (file ? fb_load_file(s, &id, root) : fb_load_batch(s, &id, root));
+    bool is_part = str_ends(stem, STR(".part"));
+    stem.n -= is_part ? 5 : 0;
+    bool is_record = str_ends(stem, STR(".json"));
+    stem.n -= is_record ? 5 : 0;
+    bool is_file = files_read_id(stem, "file-", &id);
+    if (!is_file && !files_read_id(stem, "batch_", &id)) return; /* not made by us */
+    if (is_part) unlinkat(store->dir_fd, name, 0);
+    if (is_part || !is_record) return;
+    buf_printf(&path, "%s/%s", store->folder, name);
+    bool is_read = !os_map(path.p, &text, &e);
+    const json *root = is_read ? json_parse(&memory, text, json_trusted, &e) : NULL;
+    bool good = root && (is_file ? files_load_file(store, &id, root) : files_load_batch(store, &id, root));
     if (!good)
         fprintf(stderr,
                 "toka serve: %s: not a record that can be read, left alone with what it names\n",
                 path.p);
-    s->unread_batch |= !good && !file;
-    char us[17] = {0};
-    memcpy(us, strpbrk(id.z, "-_") + 1, 16);
+    store->unread_batch |= !good && !is_file;
+    char created_us[17] = {0};
+    memcpy(created_us, strpbrk(id.text, "-_") + 1, 16);
     /* bounded, so that there is room to count up */
-    s->last_us = MAX(s->last_us, (int64_t)(strtoull(us, NULL, 16) & INT64_MAX >> 1));
-    if (read) os_unmap(text);
-    arena_free(&a), buf_free(&path);
+    store->last_us = MAX(store->last_us, (int64_t)(strtoull(created_us, NULL, 16) & INT64_MAX >> 1));
+    if (is_read) os_unmap(text);
+    arena_free(&memory), buf_free(&path);
 }
 
 /* Removes contents that have no record: a crash between two steps leaves them. Output files of
  * unfinished batches stay. If some batch's record could not be read, nothing is removed, since
  * that batch may own the file. */
-static void fb_sweep(fb_store *s, const char *name) {
-    fb_id id;
+static void files_remove_orphan(files_store *store, const char *name) {
+    files_id id;
     char record[64];
-    if (s->unread_batch || !fb_read_id(str_c(name), "file-", &id) || fb_find(&s->files, &id))
+    if (store->unread_batch || !files_read_id(str_c(name), "file-", &id) || files_find(&store->files, &id))
         return;
-    snprintf(record, sizeof record, "%s.json", id.z);
-    if (!faccessat(s->dir, record, F_OK, 0)) return;
-    for (size_t i = 0; i < s->batches.n; i++) {
-        const fb_batch *b = s->batches.at[i];
-        if (!fb_has_ended(b) && (!strcmp(b->out.z, id.z) || !strcmp(b->err.z, id.z))) return;
+    snprintf(record, sizeof record, "%s.json", id.text);
+    if (!faccessat(store->dir_fd, record, F_OK, 0)) return;
+    for (size_t i = 0; i < store->batches.n_entries; i++) {
+        const files_batch *batch = store->batches.entries[i];
+        if (!files_has_ended(batch) && (!strcmp(batch->output.text, id.text) || !strcmp(batch->errors_file.text, id.text))) return;
     }
-    unlinkat(s->dir, name, 0);
+    unlinkat(store->dir_fd, name, 0);
 }
 
-static int fb_no_path(fb_store *s, const char *path, int why, toka_err *e) {
-    s->why_not = why;
-    return fail(e, TOKA_E_IO, "%s: %s", path, strerror(why));
+static int files_fail_path(files_store *store, const char *path, int error, toka_err *e) {
+    store->folder_errno = error;
+    return fail(e, TOKA_E_IO, "%s: %s", path, strerror(error));
 }
 
-static int fb_each_entry(fb_store *s, void (*visit)(fb_store *, const char *), toka_err *e) {
-    DIR *d = opendir(s->path);
-    if (!d) return fb_no_path(s, s->path, errno, e);
-    for (const struct dirent *it; (it = readdir(d));) visit(s, it->d_name);
-    closedir(d);
+static int files_each_entry(files_store *store, void (*visit)(files_store *, const char *), toka_err *e) {
+    DIR *dir = opendir(store->folder);
+    if (!dir) return files_fail_path(store, store->folder, errno, e);
+    for (const struct dirent *entry; (entry = readdir(dir));) visit(store, entry->d_name);
+    closedir(dir);
     return 0;
 }
 
 /* Makes the folder and its parents, for this user alone. */
-static int fb_make_folder(fb_store *s, toka_err *e) {
-    for (char *p = s->path + 1;; p++) {
-        if (*p && *p != '/') continue;
-        char kept = *p;
-        *p = 0;
-        int code = mkdir(s->path, 0700) && errno != EEXIST ? fb_no_path(s, s->path, errno, e) : 0;
-        *p = kept;
-        if (code || !kept) return code;
+static int files_make_folder(files_store *store, toka_err *e) {
+    for (char *end = store->folder + 1;; end++) {
+        if (*end && *end != '/') continue;
+        char end_char = *end;
+        *end = 0;
+        int code = mkdir(store->folder, 0700) && errno != EEXIST ? files_fail_path(store, store->folder, errno, e) : 0;
+        *end = end_char;
+        if (code || !end_char) return code;
     }
 }
 
-static void *fb_work(void *user);
+static void *files_worker_thread(void *user);
 
 /* Locks the folder, loads its records, and starts the worker. */
-static int fb_take_folder(fb_store *s, toka_err *e) {
-    int code = fb_make_folder(s, e);
+static int files_open_folder(files_store *store, toka_err *e) {
+    int code = files_make_folder(store, e);
     if (code) return code;
-    if (s->dir < 0) s->dir = open(s->path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (s->dir >= 0) s->locked = openat(s->dir, "lock", O_RDWR | O_CREAT | O_CLOEXEC, 0600);
-    if (s->dir < 0 || s->locked < 0) return fb_no_path(s, s->path, errno, e);
-    for (int tries = 0; flock(s->locked, LOCK_EX | LOCK_NB); tries++) {
-        if (errno != EWOULDBLOCK) return fb_no_path(s, s->path, errno, e);
+    if (store->dir_fd < 0) store->dir_fd = open(store->folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (store->dir_fd >= 0) store->lock_fd = openat(store->dir_fd, "lock", O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+    if (store->dir_fd < 0 || store->lock_fd < 0) return files_fail_path(store, store->folder, errno, e);
+    for (int tries = 0; flock(store->lock_fd, LOCK_EX | LOCK_NB); tries++) {
+        if (errno != EWOULDBLOCK) return files_fail_path(store, store->folder, errno, e);
         if (tries == 30)
             return fail(e, TOKA_E_USE, "%s is in use by another server; give another --files-dir",
-                        s->path);
+                        store->folder);
         usleep(100000); /* a process that was just killed holds the lock until it is cleaned up */
     }
-    if ((code = fb_each_entry(s, fb_load, e)) || (code = fb_each_entry(s, fb_sweep, e)))
+    if ((code = files_each_entry(store, files_load_entry, e)) || (code = files_each_entry(store, files_remove_orphan, e)))
         return code;
-    if (os_thread_start(&s->worker, fb_work, s, e)) return s->why_not = EAGAIN, e->code;
-    s->started = true;
+    if (os_thread_start(&store->worker, files_worker_thread, store, e)) return store->folder_errno = EAGAIN, e->code;
+    store->worker_started = true;
     return 0;
 }
 
-/* Calls fb_take_folder when the folder is first needed. Its error is kept and returned to all
+/* Calls files_open_folder when the folder is first needed. Its error is kept and returned to all
  * later callers, except that a full disk is tried again. With store.lock held. */
-static int fb_attach(fb_store *s, toka_err *e) {
-    if (!s->started && (!s->why.code || os_is_disk_full(s->why_not))) {
-        s->why_not = 0;
-        s->why.code = fb_take_folder(s, e);
-        if (s->why.code && s->o.dir) s->why = *e;
-        else if (s->why.code) fail(&s->why, e->code, "this server keeps no files: %.300s", e->msg);
+static int files_ensure_folder(files_store *store, toka_err *e) {
+    if (!store->worker_started && (!store->folder_error.code || os_is_disk_full(store->folder_errno))) {
+        store->folder_errno = 0;
+        store->folder_error.code = files_open_folder(store, e);
+        if (store->folder_error.code && store->options.folder) store->folder_error = *e;
+        else if (store->folder_error.code) fail(&store->folder_error, e->code, "this server keeps no files: %.300s", e->msg);
     }
-    *e = s->why;
+    *e = store->folder_error;
     return e->code;
 }
 
-static char *fb_default_folder(void) { /* returns NULL if the user has no home */
+static char *files_default_folder(void) { /* returns NULL if the user has no home */
     const char *data = getenv("XDG_DATA_HOME"), *home = getenv("HOME");
     buf b = {0};
     if (data && *data == '/') buf_printf(&b, "%s/toka/files", data);
@@ -22693,49 +22693,49 @@ static char *fb_default_folder(void) { /* returns NULL if the user has no home *
 
 /* Stops the running batch where it is, and joins the worker. Its in-flight requests are
  * cancelled, so the engine must still be driven. */
-static void fb_stop(fb_store *s) {
-    pthread_mutex_lock(&s->lock);
-    const bool join = s->started && !s->joined;
-    s->stopping = true;
-    s->joined |= join;
-    if (s->running) s->running->stop = 1;
-    pthread_cond_broadcast(&s->wake);
-    pthread_mutex_unlock(&s->lock);
-    if (join) pthread_join(s->worker, NULL);
+static void files_stop(files_store *store) {
+    pthread_mutex_lock(&store->lock);
+    const bool must_join = store->worker_started && !store->worker_joined;
+    store->stopping = true;
+    store->worker_joined |= must_join;
+    if (store->running) store->running->stop = 1;
+    pthread_cond_broadcast(&store->has_work);
+    pthread_mutex_unlock(&store->lock);
+    if (must_join) pthread_join(store->worker, NULL);
 }
 
-/* Frees the store. Only when no thread is in fb_handle and no upload is open. */
-static void fb_close(fb_store *s) {
-    if (!s) return;
-    fb_stop(s);
-    for (size_t i = 0; i < s->files.n; i++) fb_file_del(s->files.at[i]);
-    for (size_t i = 0; i < s->batches.n; i++) fb_batch_del(s->batches.at[i]);
-    if (s->locked >= 0) close(s->locked);
-    if (s->dir >= 0) close(s->dir);
-    pthread_mutex_destroy(&s->lock), pthread_cond_destroy(&s->wake);
-    free(s->files.at), free(s->batches.at), free(s->path), free(s);
+/* Frees the store. Only when no thread is in files_handle and no upload is open. */
+static void files_close(files_store *store) {
+    if (!store) return;
+    files_stop(store);
+    for (size_t i = 0; i < store->files.n_entries; i++) files_file_del(store->files.entries[i]);
+    for (size_t i = 0; i < store->batches.n_entries; i++) files_batch_del(store->batches.entries[i]);
+    if (store->lock_fd >= 0) close(store->lock_fd);
+    if (store->dir_fd >= 0) close(store->dir_fd);
+    pthread_mutex_destroy(&store->lock), pthread_cond_destroy(&store->has_work);
+    free(store->files.entries), free(store->batches.entries), free(store->folder), free(store);
 }
 
 /* Opens a store. A folder that was asked for must be usable; else returns an error. The default
  * folder is made when it is first needed. */
-static int fb_open(fb_store **out, const fb_options *o, toka_err *e) {
-    fb_store *s = mem_zalloc(sizeof *s);
-    bool off = o->dir && !strcmp(o->dir, "off");
+static int files_open(files_store **out, const files_options *options, toka_err *e) {
+    files_store *store = mem_zalloc(sizeof *store);
+    bool is_off = options->folder && !strcmp(options->folder, "off");
     toka_err ignored;
     int code = 0;
-    s->o = *o;
-    s->dir = s->locked = -1;
-    pthread_mutex_init(&s->lock, NULL), os_cond_init(&s->wake);
-    s->path = off ? NULL : o->dir ? mem_check(strdup(o->dir)) : fb_default_folder();
-    const char *why = off ? "--files-dir off" : "no HOME, and no --files-dir";
-    if (!s->path) fail(&s->why, TOKA_E_USE, "this server keeps no files: %s", why);
-    pthread_mutex_lock(&s->lock);
-    if (o->dir && !off) code = fb_attach(s, e);
-    else if (s->path && os_is_dir(s->path)) fb_attach(s, &ignored); /* fb_folder has the error */
-    pthread_mutex_unlock(&s->lock);
-    *out = s;
+    store->options = *options;
+    store->dir_fd = store->lock_fd = -1;
+    pthread_mutex_init(&store->lock, NULL), os_cond_init(&store->has_work);
+    store->folder = is_off ? NULL : options->folder ? mem_check(strdup(options->folder)) : files_default_folder();
+    const char *why = is_off ? "--files-dir off" : "no HOME, and no --files-dir";
+    if (!store->folder) fail(&store->folder_error, TOKA_E_USE, "this server keeps no files: %s", why);
+    pthread_mutex_lock(&store->lock);
+    if (options->folder && !is_off) code = files_ensure_folder(store, e);
+    else if (store->folder && os_is_dir(store->folder)) files_ensure_folder(store, &ignored); /* files_folder has the error */
+    pthread_mutex_unlock(&store->lock);
+    *out = store;
     if (code) {
-        fb_close(s);
+        files_close(store);
         *out = NULL;
     }
     return code;
@@ -22743,7 +22743,7 @@ static int fb_open(fb_store **out, const fb_options *o, toka_err *e) {
 
 /* ---- The life of a batch: the worker thread ---- */
 
-static void fb_put_error(buf *list, const char *code, int64_t line, const char *param,
+static void files_put_error(buf *list, const char *code, int64_t line, const char *param,
                          const char *message) {
     json_put_open(list, '{');
     json_put_key(list, "code"), json_put_str(list, str_c(code));
@@ -22756,20 +22756,20 @@ static void fb_put_error(buf *list, const char *code, int64_t line, const char *
 
 /* Checks the form of a line of a batch. Its body is checked when it runs. Returns the code of an
  * error, with *param and *message, or NULL if the line is good. */
-static const char *fb_line_error(const fb_batch *b, const json *root, const char **param,
+static const char *files_line_error(const files_batch *batch, const json *root, const char **param,
                                  const char **message) {
-    const json *id = json_get(root, "custom_id"), *method = json_get(root, "method");
+    const json *item = json_get(root, "custom_id"), *method = json_get(root, "method");
     *param = "custom_id";
     if (!json_is(root, JSON_OBJECT))
         return *param = NULL, *message = "expected a JSON object", "invalid_json_line";
-    if (!json_is(id, JSON_STRING) || !id->n)
+    if (!json_is(item, JSON_STRING) || !item->n)
         return *message = "custom_id: expected a text", "missing_required_parameter";
     *param = "method";
     if (!str_is(json_str(method), "POST"))
         return *message = "method: expected POST", "invalid_method";
     *param = "url";
     if (!str_is(json_str(json_get(root, "url")),
-                b->chat ? "/v1/chat/completions" : "/v1/completions"))
+                batch->chat ? "/v1/chat/completions" : "/v1/completions"))
         return *message = "url: it is not the endpoint of the batch", "invalid_url";
     *param = "body";
     if (!json_is(json_get(root, "body"), JSON_OBJECT))
@@ -22777,91 +22777,91 @@ static const char *fb_line_error(const fb_batch *b, const json *root, const char
     return NULL;
 }
 
-static void fb_validate_line(fb_batch *b, run_table *seen, const run_input *in, str line,
+static void files_validate_line(files_batch *batch, run_table *seen, const run_input *input, str line,
                              buf *errors, int *n_errors) {
-    arena a = {0};
+    arena memory = {0};
     toka_err why = {0};
     const char *param = NULL, *message = why.msg, *code;
-    const json *root = run_parse_json(in, &a, line, &why);
-    code = root ? fb_line_error(b, root, &param, &message) : "invalid_json_line";
+    const json *root = run_parse_json(input, &memory, line, &why);
+    code = root ? files_line_error(batch, root, &param, &message) : "invalid_json_line";
     if (!code) {
-        run_table_entry *place = run_table_find(seen, run_hash_text(json_str(json_get(root, "custom_id"))));
-        if (place->state) {
-            fail(&why, TOKA_E_USE, "the custom_id of line %lld again", (long long)place->state);
+        run_table_entry *entry = run_table_find(seen, run_hash_text(json_str(json_get(root, "custom_id"))));
+        if (entry->state) {
+            fail(&why, TOKA_E_USE, "the custom_id of line %lld again", (long long)entry->state);
             code = "duplicate_custom_id";
             param = "custom_id";
             message = why.msg;
         }
-        run_table_set(seen, place, place->state ? place->state : (uint64_t)in->line_number);
+        run_table_set(seen, entry, entry->state ? entry->state : (uint64_t)input->line_number);
     }
-    if (code && (*n_errors)++ < FB_MAX_ERRORS)
-        fb_put_error(errors, code, in->line_number, param, message);
-    arena_free(&a);
+    if (code && (*n_errors)++ < FILES_MAX_ERRORS)
+        files_put_error(errors, code, input->line_number, param, message);
+    arena_free(&memory);
 }
 
 /* Reads the input once. Sets b->total and appends to the list of errors. Returns an error if the
  * system cannot open the file for now. */
-static int fb_validate(fb_store *s, fb_batch *b, buf *errors, toka_err *why) {
+static int files_validate_input(files_store *store, files_batch *batch, buf *errors, toka_err *why) {
     run_table seen = {0};
-    run_input in;
+    run_input input;
     str line;
     toka_err e = {0};
-    int n_errors = 0, got = 0;
+    int n_errors = 0, result = 0;
     int64_t total = 0;
-    int fd = openat(s->dir, b->input.z, O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+    int fd = openat(store->dir_fd, batch->input.text, O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
     if (fd < 0 && os_is_resource_error(errno))
-        return fail(why, TOKA_E_IO, "%s: %s", b->input.z, strerror(errno));
+        return fail(why, TOKA_E_IO, "%s: %s", batch->input.text, strerror(errno));
     if (fd < 0 && errno == ENOENT)
-        fb_put_error(errors, "file_not_found", 0, "input_file_id", "the input file is gone");
-    else if (fd < 0) fb_put_error(errors, "server_error", 0, "input_file_id", strerror(errno));
+        files_put_error(errors, "file_not_found", 0, "input_file_id", "the input file is gone");
+    else if (fd < 0) files_put_error(errors, "server_error", 0, "input_file_id", strerror(errno));
     if (fd < 0) return 0;
-    run_input_init(&in, fd, b->input.z, &b->stop);
-    while (total <= FB_MAX_LINES && n_errors < FB_MAX_ERRORS &&
-           (got = run_next_line(&in, &line, NULL, &e)) > 0) {
-        if (!in.too_long && run_is_blank(line)) continue;
+    run_input_init(&input, fd, batch->input.text, &batch->stop);
+    while (total <= FILES_MAX_LINES && n_errors < FILES_MAX_ERRORS &&
+           (result = run_next_line(&input, &line, NULL, &e)) > 0) {
+        if (!input.too_long && run_is_blank(line)) continue;
         total++;
-        fb_validate_line(b, &seen, &in, line, errors, &n_errors);
+        files_validate_line(batch, &seen, &input, line, errors, &n_errors);
     }
-    if (got < 0) fb_put_error(errors, "server_error", 0, NULL, e.msg);
-    else if (!total && !b->stop)
-        fb_put_error(errors, "empty_batch", 0, NULL, "the input file has no requests");
-    if (total > FB_MAX_LINES)
-        fb_put_error(errors, "too_many_tasks", 0, NULL, "the input file has too many requests");
-    b->total = total;
-    run_input_free(&in), free(seen.entries);
+    if (result < 0) files_put_error(errors, "server_error", 0, NULL, e.msg);
+    else if (!total && !batch->stop)
+        files_put_error(errors, "empty_batch", 0, NULL, "the input file has no requests");
+    if (total > FILES_MAX_LINES)
+        files_put_error(errors, "too_many_tasks", 0, NULL, "the input file has too many requests");
+    batch->total = total;
+    run_input_free(&input), free(seen.entries);
     close(fd);
     return 0;
 }
 
 /* Runs the lines that are not done yet. expired: each of them becomes an error record. */
-static int fb_run_lines(fb_store *s, fb_batch *b, bool expired, enum run_outcome *end, toka_err *e) {
-    buf in = {0}, out = {0}, err = {0};
-    buf_printf(&in, "%s/%s", s->path, b->input.z), buf_printf(&out, "%s/%s", s->path, b->out.z);
-    buf_printf(&err, "%s/%s", s->path, b->err.z);
-    run_options o = {.in = in.p, .out = out.p, .errors = err.p, .now = s->o.m->now,
-                     .defaults = s->o.m->defaults, .api_config = s->o.m,
+static int files_run_lines(files_store *store, files_batch *batch, bool expired, enum run_outcome *end, toka_err *e) {
+    buf in_path = {0}, out_path = {0}, err_path = {0};
+    buf_printf(&in_path, "%s/%s", store->folder, batch->input.text), buf_printf(&out_path, "%s/%s", store->folder, batch->output.text);
+    buf_printf(&err_path, "%s/%s", store->folder, batch->errors_file.text);
+    run_options options = {.in = in_path.p, .out = out_path.p, .errors = err_path.p, .now = store->options.model->now,
+                     .defaults = store->options.model->defaults, .api_config = store->options.model,
                      .quiet = true, .wait_if_full = true, .hide_folders = true,
-                     .max_answer_bytes = s->o.m->max_answer_bytes,
-                     .interrupted = &b->stop, .deadline = expired ? 0 : b->expires_at,
-                     .expired = expired, .n_completed = &b->completed, .n_failed = &b->failed,
-                     .n_damaged = &b->damaged};
-    o.defaults.priority = FB_PRIORITY;
-    int code = run_batch_served(s->o.t, &o, end, e);
-    buf_free(&in), buf_free(&out), buf_free(&err);
+                     .max_answer_bytes = store->options.model->max_answer_bytes,
+                     .interrupted = &batch->stop, .deadline = expired ? 0 : batch->expires_at,
+                     .expired = expired, .n_completed = &batch->completed, .n_failed = &batch->failed,
+                     .n_damaged = &batch->damaged};
+    options.defaults.priority = FILES_BATCH_PRIORITY;
+    int code = run_batch_served(store->options.toka, &options, end, e);
+    buf_free(&in_path), buf_free(&out_path), buf_free(&err_path);
     return code;
 }
 
 /* Cuts a torn last line. A batch that was killed and then cancelled may leave one. */
-static void fb_cut_torn(int fd) {
+static void files_cut_partial_line(int fd) {
     char block[4096];
     off_t end = lseek(fd, 0, SEEK_END);
     while (end > 0) {
-        off_t from = MAX((off_t)0, end - (off_t)sizeof block);
-        ssize_t n = pread(fd, block, (size_t)(end - from), from);
-        if (n != end - from) return; /* it cannot be read: do not cut */
-        const char *feed = memrchr(block, '\n', (size_t)n);
-        end = feed ? from + (feed - block) + 1 : from;
-        if (feed) break;
+        off_t block_start = MAX((off_t)0, end - (off_t)sizeof block);
+        ssize_t n_read = pread(fd, block, (size_t)(end - block_start), block_start);
+        if (n_read != end - block_start) return; /* it cannot be read: do not cut */
+        const char *newline = memrchr(block, '\n', (size_t)n_read);
+        end = newline ? block_start + (newline - block) + 1 : block_start;
+        if (newline) break;
     }
     if (ftruncate(fd, end)) fprintf(stderr, "toka serve: a torn last line: %s\n", strerror(errno));
 }
@@ -22870,171 +22870,171 @@ static void fb_cut_torn(int fd) {
  * *has: it is listed. Returns false if its contents or its record are not safe on disk; this is
  * logged. Then the file is listed in memory only, or not at all if the disk is full (s->full).
  * With store.lock held. */
-static bool fb_publish(fb_store *s, const fb_batch *b, const fb_id *id, const char *kind,
-                       bool *has) {
-    struct stat st;
-    if ((*has = fb_find(&s->files, id) != NULL)) return true; /* it was listed before a crash */
-    int fd = openat(s->dir, id->z, O_RDWR | O_CLOEXEC | O_NOFOLLOW);
-    if (fd >= 0) fb_cut_torn(fd);
-    bool kept = fd >= 0 && !fsync(fd);
-    int why = errno;
+static bool files_list_output(files_store *store, const files_batch *batch, const files_id *id, const char *kind,
+                       bool *is_listed) {
+    struct stat info;
+    if ((*is_listed = files_find(&store->files, id) != NULL)) return true; /* it was listed before a crash */
+    int fd = openat(store->dir_fd, id->text, O_RDWR | O_CLOEXEC | O_NOFOLLOW);
+    if (fd >= 0) files_cut_partial_line(fd);
+    bool saved = fd >= 0 && !fsync(fd);
+    int error = errno;
     if (fd >= 0) close(fd);
-    if (fstatat(s->dir, id->z, &st, AT_SYMLINK_NOFOLLOW)) return errno == ENOENT; /* no output */
-    if (!kept) {
-        s->full |= os_is_disk_full(why);
-        fb_tell(b, id->z, strerror(why));
+    if (fstatat(store->dir_fd, id->text, &info, AT_SYMLINK_NOFOLLOW)) return errno == ENOENT; /* no output */
+    if (!saved) {
+        store->disk_full |= os_is_disk_full(error);
+        files_log(batch, id->text, strerror(error));
     }
-    if (kept && !st.st_size) unlinkat(s->dir, id->z, 0);
-    if (!(*has = st.st_size > 0)) return kept;
+    if (saved && !info.st_size) unlinkat(store->dir_fd, id->text, 0);
+    if (!(*is_listed = info.st_size > 0)) return saved;
     buf name = {0};
-    buf_printf(&name, "%s_%s.jsonl", b->id.z, kind);
-    fb_file *f = fb_file_new(id, (int64_t)st.st_size, fb_now(), name.p, "batch_output");
-    if (kept && (why = fb_save_file(s, f))) {
-        kept = false;
-        fb_tell(b, id->z, strerror(why));
+    buf_printf(&name, "%s_%s.jsonl", batch->id.text, kind);
+    files_file *file = files_file_new(id, (int64_t)info.st_size, files_now(), name.p, "batch_output");
+    if (saved && (error = files_save_file(store, file))) {
+        saved = false;
+        files_log(batch, id->text, strerror(error));
     }
-    if (kept || !s->full) {
-        fb_insert(&s->files, f);
+    if (saved || !store->disk_full) {
+        files_insert(&store->files, file);
     } else {
-        fb_file_del(f);
-        *has = false;
+        files_file_del(file);
+        *is_listed = false;
     }
-    return kept;
+    return saved;
 }
 
 /* Ends a batch in state `end`. The output files get their records first: without these, the next
  * start would remove the files of an ended batch. If a file cannot be saved, the batch ends in
  * memory only. Returns false if the disk is full: then it has not ended in memory either, and
- * fb_work tries again. With store.lock held. */
-static bool fb_finish(fb_store *s, fb_batch *b, enum fb_status end) {
-    const enum fb_status before = b->status;
-    s->full = false;
-    bool out = fb_publish(s, b, &b->out, "output", &b->has_out);
-    bool err = fb_publish(s, b, &b->err, "error", &b->has_err);
-    if (out && err) fb_enter(s, b, end);
-    else if (!s->full) fb_set(b, end);
-    if (s->full) {
-        b->status = before;
-        b->at[end] = 0;
-        b->has_out = b->has_err = false;
+ * files_worker_thread tries again. With store.lock held. */
+static bool files_finish_batch(files_store *store, files_batch *batch, enum files_status end) {
+    const enum files_status before = batch->status;
+    store->disk_full = false;
+    bool out_ok = files_list_output(store, batch, &batch->output, "output", &batch->has_out);
+    bool err_ok = files_list_output(store, batch, &batch->errors_file, "error", &batch->has_err);
+    if (out_ok && err_ok) files_save_status(store, batch, end);
+    else if (!store->disk_full) files_set_status(batch, end);
+    if (store->disk_full) {
+        batch->status = before;
+        batch->status_times[end] = 0;
+        batch->has_out = batch->has_err = false;
     }
-    return !s->full;
+    return !store->disk_full;
 }
 
 /* The system lacks descriptors, threads or room on the disk for now. The batch does not fail: its
  * step is done again in a second. why: logged; NULL: it was logged before. With store.lock held. */
-static void fb_step_again(fb_store *s, fb_batch *b, const char *why) {
-    if (why && !b->waits) fprintf(stderr, "toka serve: %s waits: %s\n", b->id.z, why);
-    b->waits = true;
-    if (!s->stopping) os_cond_wait(&s->wake, &s->lock, 1);
+static void files_retry_later(files_store *store, files_batch *batch, const char *why) {
+    if (why && !batch->warned_waits) fprintf(stderr, "toka serve: %s waits: %s\n", batch->id.text, why);
+    batch->warned_waits = true;
+    if (!store->stopping) os_cond_wait(&store->has_work, &store->lock, 1);
 }
 
-/* fb_finish for the worker: waits a second if the disk is full. */
-static void fb_step_finish(fb_store *s, fb_batch *b, enum fb_status end) {
-    if (!fb_finish(s, b, end)) fb_step_again(s, b, NULL);
+/* files_finish_batch for the worker: waits a second if the disk is full. */
+static void files_step_finish(files_store *store, files_batch *batch, enum files_status end) {
+    if (!files_finish_batch(store, batch, end)) files_retry_later(store, batch, NULL);
 }
 
 /* Ends a batch as failed. errors: members of a JSON list. With store.lock held. */
-static void fb_fail(fb_store *s, fb_batch *b, str errors) {
+static void files_fail_batch(files_store *store, files_batch *batch, str errors) {
     buf list = {0};
     buf_char(&list, '['), buf_str(&list, errors), buf_char(&list, ']');
-    free(b->errors);
-    b->errors = list.p;
-    fb_step_finish(s, b, FB_FAILED);
+    free(batch->errors);
+    batch->errors = list.p;
+    files_step_finish(store, batch, FILES_FAILED);
 }
 
-static void fb_step_validate(fb_store *s, fb_batch *b) {
+static void files_step_validate(files_store *store, files_batch *batch) {
     buf errors = {0};
     toka_err e;
-    int code = fb_validate(s, b, &errors, &e);
-    pthread_mutex_lock(&s->lock);
-    if (code) fb_step_again(s, b, e.msg);
-    else if (errors.n && b->status == FB_VALIDATING) fb_fail(s, b, buf_view(&errors));
-    else if (b->status == FB_VALIDATING && !b->stop) fb_enter(s, b, FB_IN_PROGRESS);
-    pthread_mutex_unlock(&s->lock);
+    int code = files_validate_input(store, batch, &errors, &e);
+    pthread_mutex_lock(&store->lock);
+    if (code) files_retry_later(store, batch, e.msg);
+    else if (errors.n && batch->status == FILES_VALIDATING) files_fail_batch(store, batch, buf_view(&errors));
+    else if (batch->status == FILES_VALIDATING && !batch->stop) files_save_status(store, batch, FILES_IN_PROGRESS);
+    pthread_mutex_unlock(&store->lock);
     buf_free(&errors);
 }
 
 /* Runs a batch. If the device fails, the batch does not: the worker stops, and the next server
  * goes on with the batch. */
-static void fb_step_run(fb_store *s, fb_batch *b) {
+static void files_step_run(files_store *store, files_batch *batch) {
     toka_err e;
     enum run_outcome end;
-    bool expired = fb_now() >= b->expires_at;
-    int code = fb_run_lines(s, b, expired, &end, &e);
-    pthread_mutex_lock(&s->lock);
+    bool expired = files_now() >= batch->expires_at;
+    int code = files_run_lines(store, batch, expired, &end, &e);
+    pthread_mutex_lock(&store->lock);
     if (code == TOKA_E_DEVICE) {
-        s->stopping = true;
+        store->stopping = true;
     } else if (end == RUN_RETRY) {
-        fb_step_again(s, b, e.msg);
-    } else if (b->status == FB_IN_PROGRESS && code && !b->stop) {
+        files_retry_later(store, batch, e.msg);
+    } else if (batch->status == FILES_IN_PROGRESS && code && !batch->stop) {
         buf error = {0};
-        fb_put_error(&error, "server_error", 0, NULL, e.msg);
-        fb_fail(s, b, buf_view(&error));
+        files_put_error(&error, "server_error", 0, NULL, e.msg);
+        files_fail_batch(store, batch, buf_view(&error));
         buf_free(&error);
-    } else if (b->status == FB_IN_PROGRESS && end == RUN_COMPLETE) {
-        if (expired) fb_step_finish(s, b, FB_EXPIRED);
-        else fb_enter(s, b, FB_FINALIZING);
+    } else if (batch->status == FILES_IN_PROGRESS && end == RUN_COMPLETE) {
+        if (expired) files_step_finish(store, batch, FILES_EXPIRED);
+        else files_save_status(store, batch, FILES_FINALIZING);
     }
-    pthread_mutex_unlock(&s->lock);
+    pthread_mutex_unlock(&store->lock);
 }
 
 /* Is the batch's model served here? */
-static bool fb_is_ours(const fb_store *s, const fb_batch *b) {
-    for (int i = 0; i < s->o.m->n_names; i++)
-        if (!strcmp(b->model, s->o.m->names[i])) return true;
+static bool files_is_served(const files_store *store, const files_batch *batch) {
+    for (int i = 0; i < store->options.model->n_names; i++)
+        if (!strcmp(batch->model, store->options.model->names[i])) return true;
     return false;
 }
 
 /* Returns the oldest batch that can do a step: any unfinished batch of a model served here, and of
  * other models those that only have to end, or are past their deadline. Returns NULL if there is
  * none. *others: some batches of other models wait for their deadline. With store.lock held. */
-static fb_batch *fb_next(const fb_store *s, bool *others) {
-    *others = false;
-    for (size_t i = 0; i < s->batches.n; i++) {
-        fb_batch *b = s->batches.at[i];
-        if (fb_has_ended(b)) continue;
-        bool ours = fb_is_ours(s, b) || b->status == FB_CANCELLING || b->status == FB_FINALIZING;
-        if (ours || fb_now() >= b->expires_at) return b;
-        if (!b->foreign)
-            fprintf(stderr, "toka serve: %s waits: its model %s is not served here\n", b->id.z,
-                    b->model);
-        b->foreign = *others = true;
+static files_batch *files_next_batch(const files_store *store, bool *others_wait) {
+    *others_wait = false;
+    for (size_t i = 0; i < store->batches.n_entries; i++) {
+        files_batch *batch = store->batches.entries[i];
+        if (files_has_ended(batch)) continue;
+        bool is_served = files_is_served(store, batch) || batch->status == FILES_CANCELLING || batch->status == FILES_FINALIZING;
+        if (is_served || files_now() >= batch->expires_at) return batch;
+        if (!batch->warned_model)
+            fprintf(stderr, "toka serve: %s waits: its model %s is not served here\n", batch->id.text,
+                    batch->model);
+        batch->warned_model = *others_wait = true;
     }
     return NULL;
 }
 
-static void *fb_work(void *user) {
-    fb_store *s = user;
-    pthread_mutex_lock(&s->lock);
-    while (!s->stopping) {
-        bool others;
-        fb_batch *b = s->running = fb_next(s, &others);
-        if (!b && others) {
-            os_cond_wait(&s->wake, &s->lock, 1); /* their deadline may have passed by then */
-        } else if (!b) {
-            pthread_cond_wait(&s->wake, &s->lock);
-        } else if (b->status == FB_FINALIZING) {
-            fb_step_finish(s, b, FB_COMPLETED);
-        } else if (b->status == FB_CANCELLING) {
-            fb_step_finish(s, b, FB_CANCELLED);
+static void *files_worker_thread(void *user) {
+    files_store *store = user;
+    pthread_mutex_lock(&store->lock);
+    while (!store->stopping) {
+        bool others_wait;
+        files_batch *batch = store->running = files_next_batch(store, &others_wait);
+        if (!batch && others_wait) {
+            os_cond_wait(&store->has_work, &store->lock, 1); /* their deadline may have passed by then */
+        } else if (!batch) {
+            pthread_cond_wait(&store->has_work, &store->lock);
+        } else if (batch->status == FILES_FINALIZING) {
+            files_step_finish(store, batch, FILES_COMPLETED);
+        } else if (batch->status == FILES_CANCELLING) {
+            files_step_finish(store, batch, FILES_CANCELLED);
         } else {
-            const bool first = b->status == FB_VALIDATING;
-            void (*step)(fb_store *, fb_batch *) = first ? fb_step_validate : fb_step_run;
-            pthread_mutex_unlock(&s->lock);
-            step(s, b);
-            pthread_mutex_lock(&s->lock);
+            const bool is_new = batch->status == FILES_VALIDATING;
+            void (*step)(files_store *, files_batch *) = is_new ? files_step_validate : files_step_run;
+            pthread_mutex_unlock(&store->lock);
+            step(store, batch);
+            pthread_mutex_lock(&store->lock);
         }
     }
-    s->running = NULL;
-    pthread_mutex_unlock(&s->lock);
+    store->running = NULL;
+    pthread_mutex_unlock(&store->lock);
     return NULL;
 }
 
 /* ---- Answers to requests ---- */
 
 __attribute__((format(printf, 4, 5)))
-static void fb_error(http_reply *reply, int status, const char *param, const char *fmt, ...) {
+static void files_error(http_reply *reply, int status, const char *param, const char *fmt, ...) {
     char message[sizeof((toka_err *)0)->msg];
     va_list ap;
     va_start(ap, fmt);
@@ -23047,63 +23047,63 @@ static void fb_error(http_reply *reply, int status, const char *param, const cha
 
 /* Answers with an error of the system: no room, no permission, or something that may work later.
  * Clients do not learn where the files are. */
-static void fb_cannot(http_reply *reply, int why) {
-    bool unable = os_is_disk_full(why) || why == EFBIG || why == EROFS || why == EACCES || why == EPERM;
-    int status = unable ? 507 : os_is_resource_error(why) ? 503 : 500;
-    fb_error(reply, status, NULL, "the server's files: %s", strerror(why));
+static void files_system_error(http_reply *reply, int error) {
+    bool no_retry = os_is_disk_full(error) || error == EFBIG || error == EROFS || error == EACCES || error == EPERM;
+    int status = no_retry ? 507 : os_is_resource_error(error) ? 503 : 500;
+    files_error(reply, status, NULL, "the server's files: %s", strerror(error));
     if (status == 503) buf_c(&reply->headers, "Retry-After: 1\r\n");
 }
 
 /* Answers why the folder cannot be used. With store.lock held. */
-static void fb_no_folder(const fb_store *s, http_reply *reply) {
-    if (s->why_not) fb_cannot(reply, s->why_not);
-    else if (s->path)
-        fb_error(reply, 503, NULL,
+static void files_reply_folder(const files_store *store, http_reply *reply) {
+    if (store->folder_errno) files_system_error(reply, store->folder_errno);
+    else if (store->folder)
+        files_error(reply, 503, NULL,
                  "this server keeps no files: their folder is in use by another server");
-    else fb_error(reply, 503, NULL, "%s", s->why.msg);
+    else files_error(reply, 503, NULL, "%s", store->folder_error.msg);
 }
 
 /* Prepares the folder for a client's request. Returns false if it cannot be used: the reply says
  * so, and the first time the reason is logged. With store.lock held. */
-static bool fb_need_folder(fb_store *s, http_reply *reply) {
+static bool files_need_folder(files_store *store, http_reply *reply) {
     toka_err e;
-    const bool known = s->why.code != 0;
-    if (!fb_attach(s, &e)) return true;
-    if (!known) fprintf(stderr, "toka serve: %s\n", e.msg);
-    return fb_no_folder(s, reply), false;
+    const bool was_reported = store->folder_error.code != 0;
+    if (!files_ensure_folder(store, &e)) return true;
+    if (!was_reported) fprintf(stderr, "toka serve: %s\n", e.msg);
+    return files_reply_folder(store, reply), false;
 }
 
 /* Reads ?limit=N, at most `most`; `otherwise` if it is not given. Returns false if it is not a
  * number of at least 1: the reply says so. */
-static bool fb_read_limit(const http_request *r, int most, int otherwise, size_t *limit,
+static bool files_read_limit(const http_request *http, int max, int fallback, size_t *limit,
                           http_reply *reply) {
     buf text = {0};
     char *end = NULL;
-    *limit = (size_t)otherwise;
-    bool given = http_query_field(r, "limit", &text);
-    long v = given && text.n ? strtol(text.p, &end, 10) : 0;
-    bool good = !given || (end && !*end && isdigit((unsigned char)*text.p) && v >= 1);
-    if (given && good) *limit = (size_t)MIN(v, (long)most);
-    if (!good) fb_error(reply, 400, "limit", "limit: expected a number of at least 1");
+    *limit = (size_t)fallback;
+    bool given = http_query_field(http, "limit", &text);
+    long value = given && text.n ? strtol(text.p, &end, 10) : 0;
+    bool good = !given || (end && !*end && isdigit((unsigned char)*text.p) && value >= 1);
+    if (given && good) *limit = (size_t)MIN(value, (long)max);
+    if (!good) files_error(reply, 400, "limit", "limit: expected a number of at least 1");
     buf_free(&text);
     return good;
 }
 
 /* Reads ?after=ID: the list goes on after that entry. *at: its index, or n if it is not given.
  * Returns false if there is no such entry: the reply says so. */
-static bool fb_read_after(const fb_table *t, const char *prefix, const http_request *r, size_t *at,
+static bool files_read_after(const files_table *table, const char *prefix, const http_request *http, size_t *index,
                           http_reply *reply) {
     buf text = {0};
-    fb_id id;
-    bool given = http_query_field(r, "after", &text);
-    bool good = !given || (fb_read_id(buf_view(&text), prefix, &id) && fb_find(t, &id));
-    *at = given && good ? fb_place(t, &id) : t->n;
-    if (!good) fb_error(reply, 400, "after", "after: expected the id of an entry of this list");
+    files_id id;
+    bool given = http_query_field(http, "after", &text);
+    bool good = !given || (files_read_id(buf_view(&text), prefix, &id) && files_find(table, &id));
+    *index = given && good ? files_lower_bound(table, &id) : table->n_entries;
+    if (!good) files_error(reply, 400, "after", "after: expected the id of an entry of this list");
     buf_free(&text);
     return good;
 }
 
-static void fb_end_list(buf *b, const char *first, const char *last, bool more) {
+static void files_put_list_end(buf *b, const char *first, const char *last, bool more) {
     json_put_close(b, ']');
     json_put_member_or_null(b, "first_id", first), json_put_member_or_null(b, "last_id", last);
     json_put_key(b, "has_more"), json_put_bool(b, more);
@@ -23111,110 +23111,110 @@ static void fb_end_list(buf *b, const char *first, const char *last, bool more) 
 }
 
 /* GET /v1/files: the newest first, unless order=asc. */
-static void fb_list_files(const fb_store *s, const http_request *r, http_reply *reply) {
+static void files_list_files(const files_store *store, const http_request *http, http_reply *reply) {
     buf purpose = {0}, order = {0};
-    size_t limit, at, n = 0;
+    size_t limit, after, n_listed = 0;
     const char *first = NULL, *last = NULL;
-    bool more = false, by_purpose = http_query_field(r, "purpose", &purpose);
-    bool ordered = http_query_field(r, "order", &order);
-    bool asc = ordered && str_is(buf_view(&order), "asc");
-    bool good = !ordered || asc || str_is(buf_view(&order), "desc");
-    if (!good) fb_error(reply, 400, "order", "order: expected asc or desc");
-    if (good && fb_read_after(&s->files, "file-", r, &at, reply) &&
-        fb_read_limit(r, 10000, 10000, &limit, reply)) {
+    bool more = false, by_purpose = http_query_field(http, "purpose", &purpose);
+    bool has_order = http_query_field(http, "order", &order);
+    bool ascending = has_order && str_is(buf_view(&order), "asc");
+    bool good = !has_order || ascending || str_is(buf_view(&order), "desc");
+    if (!good) files_error(reply, 400, "order", "order: expected asc or desc");
+    if (good && files_read_after(&store->files, "file-", http, &after, reply) &&
+        files_read_limit(http, 10000, 10000, &limit, reply)) {
         buf_c(&reply->body, "{\"object\":\"list\",\"data\":[");
-        const fb_table *t = &s->files;
-        size_t left = asc ? t->n - (at == t->n ? 0 : at + 1) : at;
-        for (size_t k = 0; k < left && !more; k++) {
-            const fb_file *f = t->at[asc ? t->n - left + k : left - 1 - k];
-            if (by_purpose && !str_is(buf_view(&purpose), f->purpose)) continue;
-            if ((more = n == limit)) break;
-            fb_put_file(f, &reply->body);
-            first = n++ ? first : f->id.z;
-            last = f->id.z;
+        const files_table *table = &store->files;
+        size_t n_left = ascending ? table->n_entries - (after == table->n_entries ? 0 : after + 1) : after;
+        for (size_t i = 0; i < n_left && !more; i++) {
+            const files_file *file = table->entries[ascending ? table->n_entries - n_left + i : n_left - 1 - i];
+            if (by_purpose && !str_is(buf_view(&purpose), file->purpose)) continue;
+            if ((more = n_listed == limit)) break;
+            files_put_file(file, &reply->body);
+            first = n_listed++ ? first : file->id.text;
+            last = file->id.text;
         }
-        fb_end_list(&reply->body, first, last, more);
+        files_put_list_end(&reply->body, first, last, more);
     }
     buf_free(&purpose), buf_free(&order);
 }
 
 /* GET /v1/batches: the newest first. */
-static void fb_list_batches(const fb_store *s, const http_request *r, http_reply *reply) {
-    size_t limit, at, n = 0;
-    if (!fb_read_after(&s->batches, "batch_", r, &at, reply) ||
-        !fb_read_limit(r, 100, 20, &limit, reply))
+static void files_list_batches(const files_store *store, const http_request *http, http_reply *reply) {
+    size_t limit, after, n_listed = 0;
+    if (!files_read_after(&store->batches, "batch_", http, &after, reply) ||
+        !files_read_limit(http, 100, 20, &limit, reply))
         return;
     const char *first = NULL, *last = NULL;
     buf_c(&reply->body, "{\"object\":\"list\",\"data\":[");
-    for (; n < limit && at; n++) {
-        const fb_batch *b = s->batches.at[--at];
-        fb_put_batch(b, false, &reply->body);
-        first = n ? first : b->id.z;
-        last = b->id.z;
+    for (; n_listed < limit && after; n_listed++) {
+        const files_batch *batch = store->batches.entries[--after];
+        files_put_batch(batch, false, &reply->body);
+        first = n_listed ? first : batch->id.text;
+        last = batch->id.text;
     }
-    fb_end_list(&reply->body, first, last, at > 0);
+    files_put_list_end(&reply->body, first, last, after > 0);
 }
 
 /* GET /v1/files/{id}/content: gives the server a descriptor to send from. */
-static void fb_content(const fb_store *s, const fb_file *f, http_reply *reply) {
-    int fd = openat(s->dir, f->id.z, O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+static void files_send_content(const files_store *store, const files_file *file, http_reply *reply) {
+    int fd = openat(store->dir_fd, file->id.text, O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
     if (fd < 0) {
-        fb_cannot(reply, errno);
+        files_system_error(reply, errno);
         return;
     }
     reply->type = "application/octet-stream";
-    if (f->bytes) {
+    if (file->bytes) {
         reply->fd = fd;
-        reply->fd_bytes = f->bytes;
+        reply->fd_bytes = file->bytes;
     } else {
         close(fd); /* an empty file: nothing to send */
     }
     buf_c(&reply->headers, "Content-Disposition: attachment; filename=\"");
-    for (const char *c = f->name; *c; c++)
+    for (const char *c = file->name; *c; c++)
         buf_char(&reply->headers, isalnum((unsigned char)*c) || strchr(".-_", *c) ? *c : '_');
     buf_c(&reply->headers, "\"\r\nX-Content-Type-Options: nosniff\r\n");
 }
 
-static void fb_delete(fb_store *s, fb_file *f, http_reply *reply) {
+static void files_delete_file(files_store *store, files_file *file, http_reply *reply) {
     char record[64];
-    fb_id id = f->id;
-    for (size_t i = 0; i < s->batches.n; i++) {
-        const fb_batch *b = s->batches.at[i];
-        bool uses = !strcmp(b->input.z, id.z) || !strcmp(b->out.z, id.z) || !strcmp(b->err.z, id.z);
-        if (!fb_has_ended(b) && uses) {
-            fb_error(reply, 409, "id", "%s belongs to %s, which has not ended", id.z, b->id.z);
+    files_id id = file->id;
+    for (size_t i = 0; i < store->batches.n_entries; i++) {
+        const files_batch *batch = store->batches.entries[i];
+        bool uses = !strcmp(batch->input.text, id.text) || !strcmp(batch->output.text, id.text) || !strcmp(batch->errors_file.text, id.text);
+        if (!files_has_ended(batch) && uses) {
+            files_error(reply, 409, "id", "%s belongs to %s, which has not ended", id.text, batch->id.text);
             return;
         }
     }
-    snprintf(record, sizeof record, "%s.json", id.z);
+    snprintf(record, sizeof record, "%s.json", id.text);
     /* the record first: contents without a record are removed at the next start */
-    if (unlinkat(s->dir, record, 0) || fsync(s->dir)) {
-        fb_cannot(reply, errno);
+    if (unlinkat(store->dir_fd, record, 0) || fsync(store->dir_fd)) {
+        files_system_error(reply, errno);
         return;
     }
-    unlinkat(s->dir, id.z, 0);
-    size_t at = fb_place(&s->files, &id);
-    memmove(&s->files.at[at], &s->files.at[at + 1], (--s->files.n - at) * sizeof *s->files.at);
-    fb_file_del(f);
-    buf_printf(&reply->body, "{\"id\":\"%s\",\"object\":\"file\",\"deleted\":true}", id.z);
+    unlinkat(store->dir_fd, id.text, 0);
+    size_t index = files_lower_bound(&store->files, &id);
+    memmove(&store->files.entries[index], &store->files.entries[index + 1], (--store->files.n_entries - index) * sizeof *store->files.entries);
+    files_file_del(file);
+    buf_printf(&reply->body, "{\"id\":\"%s\",\"object\":\"file\",\"deleted\":true}", id.text);
 }
 
 /* Reads a time such as "24h". Returns seconds, or -1 if it is not valid. */
-static int64_t fb_read_window(str s) {
+static int64_t files_read_window(str text) {
     static const char units[] = "smhd";
     static const int64_t seconds[] = {1, 60, 3600, 86400};
-    int64_t v = 0;
-    for (size_t i = 0; i + 1 < s.n && s.n < 9; i++) {
-        if (!isdigit((unsigned char)s.p[i])) return -1;
-        v = v * 10 + s.p[i] - '0';
+    int64_t value = 0;
+    for (size_t i = 0; i + 1 < text.n && text.n < 9; i++) {
+        if (!isdigit((unsigned char)text.p[i])) return -1;
+        value = value * 10 + text.p[i] - '0';
     }
-    const char *unit = s.n >= 2 && s.n < 9 && s.p[s.n - 1] ? strchr(units, s.p[s.n - 1]) : NULL;
-    v = unit ? v * seconds[unit - units] : 0;
-    return v >= 1 && v <= FB_MAX_DAYS * 86400 ? v : -1;
+    const char *unit = text.n >= 2 && text.n < 9 && text.p[text.n - 1] ? strchr(units, text.p[text.n - 1]) : NULL;
+    value = unit ? value * seconds[unit - units] : 0;
+    return value >= 1 && value <= FILES_MAX_DAYS * 86400 ? value : -1;
 }
 
 /* OpenAI's rule: at most 16 texts of 512 characters, under names of 64. */
-static bool fb_check_metadata(const json *v) {
+static bool files_check_metadata(const json *v) {
     if (!v || v->type == JSON_NULL) return true;
     if (v->type != JSON_OBJECT || v->n > 16) return false;
     JSON_MEMBERS(key, v)
@@ -23226,277 +23226,277 @@ static bool fb_check_metadata(const json *v) {
 
 /* Members of a new batch that toka does not know are logged or refused, as those of a completion
  * are. */
-static int fb_check_members(const fb_store *s, const json *root, toka_err *e) {
+static int files_check_members(const files_store *store, const json *root, toka_err *e) {
     static const char *const known[] = {"input_file_id", "endpoint", "completion_window",
                                         "metadata", "output_expires_after"};
     JSON_MEMBERS(key, root) {
         int i = 0;
         while (i < COUNT(known) && !str_is(json_str(key), known[i])) i++;
-        if (i == COUNT(known) && api_unknown_field(s->o.m, json_str(key), e)) return e->code;
+        if (i == COUNT(known) && api_unknown_field(store->options.model, json_str(key), e)) return e->code;
     }
     return 0;
 }
 
 /* Reads the fields of a new batch. Returns NULL if all are good; else the name of the wrong one
  * ("": none), with *message, which may point into *e. */
-static const char *fb_read_batch(const fb_store *s, const json *root, fb_batch *b,
+static const char *files_read_batch(const files_store *store, const json *root, files_batch *batch,
                                  const char **message, toka_err *e) {
     str endpoint = json_str(json_get(root, "endpoint"));
     str window = json_str(json_get(root, "completion_window"));
     const json *expires = json_get(root, "output_expires_after");
     if (!json_is(root, JSON_OBJECT)) return *message = "expected a JSON object", "";
-    if (fb_check_members(s, root, e)) return *message = e->msg, "";
-    b->chat = str_is(endpoint, "/v1/chat/completions");
-    if (!b->chat && !str_is(endpoint, "/v1/completions"))
+    if (files_check_members(store, root, e)) return *message = e->msg, "";
+    batch->chat = str_is(endpoint, "/v1/chat/completions");
+    if (!batch->chat && !str_is(endpoint, "/v1/completions"))
         return *message = "endpoint: expected /v1/completions or /v1/chat/completions", "endpoint";
-    int64_t seconds = fb_read_window(window);
+    int64_t seconds = files_read_window(window);
     if (seconds < 0)
         return *message = "completion_window: expected a time up to 30 days, as 24h",
                "completion_window";
-    if (!fb_check_metadata(json_get(root, "metadata")))
+    if (!files_check_metadata(json_get(root, "metadata")))
         return *message = "metadata: expected at most 16 texts of 512 characters under names of 64",
                "metadata";
     if (expires && expires->type != JSON_NULL)
         return *message = "output_expires_after is not supported", "output_expires_after";
-    bool named = fb_read_id(json_str(json_get(root, "input_file_id")), "file-", &b->input);
-    const fb_file *input = named ? fb_find(&s->files, &b->input) : NULL;
+    bool named = files_read_id(json_str(json_get(root, "input_file_id")), "file-", &batch->input);
+    const files_file *input = named ? files_find(&store->files, &batch->input) : NULL;
     if (!input) return *message = "input_file_id: no such file", "input_file_id";
     if (strcmp(input->purpose, "batch"))
         return *message = "input_file_id: the file's purpose is not batch", "input_file_id";
-    memcpy(b->window, window.p, window.n);
-    b->at[FB_VALIDATING] = fb_now();
-    b->expires_at = b->at[FB_VALIDATING] + seconds;
+    memcpy(batch->window, window.p, window.n);
+    batch->status_times[FILES_VALIDATING] = files_now();
+    batch->expires_at = batch->status_times[FILES_VALIDATING] + seconds;
     return NULL;
 }
 
-static void fb_create(fb_store *s, str body, http_reply *reply) {
-    arena a = {0};
+static void files_create_batch(files_store *store, str body, http_reply *reply) {
+    arena memory = {0};
     toka_err e;
-    const char *message, *wrong = "";
-    fb_batch *b = mem_zalloc(sizeof *b);
-    const json *root = json_parse(&a, str_skip_bom(body), fb_limits, &e);
+    const char *message, *bad_field = "";
+    files_batch *batch = mem_zalloc(sizeof *batch);
+    const json *root = json_parse(&memory, str_skip_bom(body), files_limits, &e);
     if (!root) message = e.msg;
-    else if (s->batches.n >= FB_MAX_BATCHES)
+    else if (store->batches.n_entries >= FILES_MAX_BATCHES)
         message = "there are too many batches; remove records of old ones from the folder";
-    else wrong = fb_read_batch(s, root, b, &message, &e);
-    if (!wrong) {
-        b->id = fb_new_id(s, "batch_");
-        b->out = fb_new_id(s, "file-");
-        b->err = fb_new_id(s, "file-");
-        b->model = mem_check(strdup(s->o.m->names[0]));
-        b->metadata = fb_text(json_get(root, "metadata"));
-        const int why = fb_save_batch(s, b);
-        if (!why) {
-            fb_insert(&s->batches, b);
-            fb_put_batch(b, false, &reply->body);
-            b = NULL; /* the table owns it */
-            pthread_cond_broadcast(&s->wake);
+    else bad_field = files_read_batch(store, root, batch, &message, &e);
+    if (!bad_field) {
+        batch->id = files_new_id(store, "batch_");
+        batch->output = files_new_id(store, "file-");
+        batch->errors_file = files_new_id(store, "file-");
+        batch->model = mem_check(strdup(store->options.model->names[0]));
+        batch->metadata = files_json_text(json_get(root, "metadata"));
+        const int error = files_save_batch(store, batch);
+        if (!error) {
+            files_insert(&store->batches, batch);
+            files_put_batch(batch, false, &reply->body);
+            batch = NULL; /* the table owns it */
+            pthread_cond_broadcast(&store->has_work);
         } else {
-            fb_cannot(reply, why);
+            files_system_error(reply, error);
         }
     } else {
-        fb_error(reply, 400, *wrong ? wrong : NULL, "%s", message);
+        files_error(reply, 400, *bad_field ? bad_field : NULL, "%s", message);
     }
-    if (b) fb_batch_del(b);
-    arena_free(&a);
+    if (batch) files_batch_del(batch);
+    arena_free(&memory);
 }
 
-static void fb_cancel(fb_store *s, fb_batch *b, http_reply *reply) {
-    if (b->status != FB_VALIDATING && b->status != FB_IN_PROGRESS && b->status != FB_CANCELLING) {
-        fb_error(reply, 409, "id", "a batch that is %s cannot be cancelled",
-                 fb_status_names[b->status]);
+static void files_cancel_batch(files_store *store, files_batch *batch, http_reply *reply) {
+    if (batch->status != FILES_VALIDATING && batch->status != FILES_IN_PROGRESS && batch->status != FILES_CANCELLING) {
+        files_error(reply, 409, "id", "a batch that is %s cannot be cancelled",
+                 files_status_names[batch->status]);
         return;
     }
-    fb_enter(s, b, FB_CANCELLING);
-    b->stop = 1;
-    if (b != s->running && !fb_finish(s, b, FB_CANCELLED)) pthread_cond_broadcast(&s->wake);
-    fb_put_batch(b, false, &reply->body);
+    files_save_status(store, batch, FILES_CANCELLING);
+    batch->stop = 1;
+    if (batch != store->running && !files_finish_batch(store, batch, FILES_CANCELLED)) pthread_cond_broadcast(&store->has_work);
+    files_put_batch(batch, false, &reply->body);
 }
 
 /* ---- Uploads ---- */
 
-typedef struct fb_upload { /* an unfinished POST /v1/files */
-    fb_store *store;
-    fb_form form;
-    fb_id id;
+typedef struct files_upload { /* an unfinished POST /v1/files */
+    files_store *store;
+    files_form form;
+    files_id id;
     int fd;
     int64_t bytes;
     buf name, purpose;
-    bool in_file, in_purpose, has_file, whole;
-} fb_upload;
+    bool in_file, in_purpose, has_file, form_ended;
+} files_upload;
 
-static void fb_upload_close(fb_upload *u, bool whole, http_reply *reply);
+static void files_upload_close(files_upload *upload, bool is_complete, http_reply *reply);
 
 /* Returns NULL if it is refused: the reply says why. */
-static fb_upload *fb_upload_open(fb_store *s, str content_type, http_reply *reply) {
-    fb_upload *u = mem_zalloc(sizeof *u);
-    u->store = s;
-    u->fd = -1;
-    bool form = fb_form_init(&u->form, content_type);
-    pthread_mutex_lock(&s->lock);
-    bool there = !form || fb_need_folder(s, reply), full = s->files.n >= FB_MAX_FILES;
-    u->id = fb_new_id(s, "file-");
-    pthread_mutex_unlock(&s->lock);
-    char part[64];
-    snprintf(part, sizeof part, "%s.part", u->id.z);
-    if (!form)
-        fb_error(reply, 400, NULL, "Content-Type: expected multipart/form-data with a boundary");
-    else if (there && full) fb_error(reply, 400, NULL, "there are too many files; delete some");
-    else if (there) {
-        u->fd = openat(s->dir, part, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
-        if (u->fd >= 0) return u;
-        fb_cannot(reply, errno);
+static files_upload *files_upload_open(files_store *store, str content_type, http_reply *reply) {
+    files_upload *upload = mem_zalloc(sizeof *upload);
+    upload->store = store;
+    upload->fd = -1;
+    bool is_form = files_form_init(&upload->form, content_type);
+    pthread_mutex_lock(&store->lock);
+    bool has_folder = !is_form || files_need_folder(store, reply), full = store->files.n_entries >= FILES_MAX_FILES;
+    upload->id = files_new_id(store, "file-");
+    pthread_mutex_unlock(&store->lock);
+    char part_name[64];
+    snprintf(part_name, sizeof part_name, "%s.part", upload->id.text);
+    if (!is_form)
+        files_error(reply, 400, NULL, "Content-Type: expected multipart/form-data with a boundary");
+    else if (has_folder && full) files_error(reply, 400, NULL, "there are too many files; delete some");
+    else if (has_folder) {
+        upload->fd = openat(store->dir_fd, part_name, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+        if (upload->fd >= 0) return upload;
+        files_system_error(reply, errno);
     }
-    fb_upload_close(u, false, reply);
+    files_upload_close(upload, false, reply);
     return NULL;
 }
 
-static bool fb_upload_write(fb_upload *u, str data, http_reply *reply) {
-    u->bytes += (int64_t)data.n;
-    if (u->bytes > FB_FILE_BYTES)
-        return fb_error(reply, 413, "file", "file: longer than 4 GiB"), false;
+static bool files_upload_write(files_upload *upload, str data, http_reply *reply) {
+    upload->bytes += (int64_t)data.n;
+    if (upload->bytes > FILES_FILE_BYTES)
+        return files_error(reply, 413, "file", "file: longer than 4 GiB"), false;
     while (data.n) {
-        ssize_t n = write(u->fd, data.p, data.n);
-        if (n < 0 && errno == EINTR) continue;
-        if (n < 0) return fb_cannot(reply, errno), false;
-        data = str_sub(data, (size_t)n, data.n);
+        ssize_t n_written = write(upload->fd, data.p, data.n);
+        if (n_written < 0 && errno == EINTR) continue;
+        if (n_written < 0) return files_system_error(reply, errno), false;
+        data = str_sub(data, (size_t)n_written, data.n);
     }
     return true;
 }
 
 /* Begins a part of the form. Returns false if it is refused: the reply says why. */
-static bool fb_upload_part(fb_upload *u, http_reply *reply) {
-    str name = buf_view(&u->form.name);
+static bool files_upload_part(files_upload *upload, http_reply *reply) {
+    str name = buf_view(&upload->form.name);
     toka_err e;
-    u->in_file = str_is(name, "file");
-    u->in_purpose = str_is(name, "purpose");
+    upload->in_file = str_is(name, "file");
+    upload->in_purpose = str_is(name, "purpose");
     bool expires = str_starts(name, STR("expires_after"));
     if (expires)
-        return fb_error(reply, 400, "expires_after", "expires_after is not supported"), false;
-    if (u->in_file && u->has_file) return fb_error(reply, 400, "file", "file: given twice"), false;
-    if (!u->in_file && !u->in_purpose && api_unknown_field(u->store->o.m, name, &e))
-        return fb_error(reply, 400, NULL, "%s", e.msg), false;
-    if (u->in_file) {
-        str path = buf_view(&u->form.filename);
+        return files_error(reply, 400, "expires_after", "expires_after is not supported"), false;
+    if (upload->in_file && upload->has_file) return files_error(reply, 400, "file", "file: given twice"), false;
+    if (!upload->in_file && !upload->in_purpose && api_unknown_field(upload->store->options.model, name, &e))
+        return files_error(reply, 400, NULL, "%s", e.msg), false;
+    if (upload->in_file) {
+        str path = buf_view(&upload->form.filename);
         while (memchr(path.p, '/', path.n)) path = str_sub(path, 1, path.n);
-        u->has_file = true;
-        buf_put(&u->name, path.p, MIN(path.n, (size_t)FB_NAME_BYTES));
-        if (!u->name.n || memchr(u->name.p, 0, u->name.n))
-            buf_clear(&u->name), buf_c(&u->name, "file");
+        upload->has_file = true;
+        buf_put(&upload->name, path.p, MIN(path.n, (size_t)FILES_NAME_BYTES));
+        if (!upload->name.n || memchr(upload->name.p, 0, upload->name.n))
+            buf_clear(&upload->name), buf_c(&upload->name, "file");
     }
     return true;
 }
 
 /* Takes bytes of the body, in order, in pieces of any size. Returns false if the upload is
  * refused: the reply says why. */
-static bool fb_upload_put(fb_upload *u, str piece, http_reply *reply) {
+static bool files_upload_feed(files_upload *upload, str piece, http_reply *reply) {
     for (size_t used; piece.n; piece = str_sub(piece, used, piece.n)) {
         str data;
-        enum fb_form_event event = fb_form_take(&u->form, piece, &used, &data);
-        if (event == FB_FORM_BAD)
-            return fb_error(reply, 400, NULL, "the body is not a multipart form"), false;
-        if (event == FB_FORM_PART && !fb_upload_part(u, reply)) return false;
-        if (event == FB_FORM_DATA && u->in_file && !fb_upload_write(u, data, reply)) return false;
-        if (event == FB_FORM_DATA && u->in_purpose && u->purpose.n < FB_PURPOSE_BYTES)
-            buf_put(&u->purpose, data.p, MIN(data.n, (size_t)FB_PURPOSE_BYTES));
-        if (event == FB_FORM_PART_END) u->in_file = u->in_purpose = false;
-        if (event == FB_FORM_END) u->whole = true;
+        enum files_form_event event = files_form_next(&upload->form, piece, &used, &data);
+        if (event == FILES_FORM_BAD)
+            return files_error(reply, 400, NULL, "the body is not a multipart form"), false;
+        if (event == FILES_FORM_PART && !files_upload_part(upload, reply)) return false;
+        if (event == FILES_FORM_DATA && upload->in_file && !files_upload_write(upload, data, reply)) return false;
+        if (event == FILES_FORM_DATA && upload->in_purpose && upload->purpose.n < FILES_PURPOSE_BYTES)
+            buf_put(&upload->purpose, data.p, MIN(data.n, (size_t)FILES_PURPOSE_BYTES));
+        if (event == FILES_FORM_PART_END) upload->in_file = upload->in_purpose = false;
+        if (event == FILES_FORM_END) upload->form_ended = true;
     }
     return true;
 }
 
 /* Renames the contents, then writes the record: with that the file exists. With store.lock
  * held. */
-static void fb_upload_keep(fb_upload *u, const char *purpose, http_reply *reply) {
-    fb_store *s = u->store;
-    char part[64];
-    fb_file *f = fb_file_new(&u->id, u->bytes, fb_now(), fb_copy(buf_view(&u->name)), purpose);
-    snprintf(part, sizeof part, "%s.part", u->id.z);
-    int why = fsync(u->fd) || renameat(s->dir, part, s->dir, u->id.z) ? errno : fb_save_file(s, f);
-    if (why) {
-        unlinkat(s->dir, u->id.z, 0);
-        fb_file_del(f);
-        fb_cannot(reply, why);
+static void files_upload_commit(files_upload *upload, const char *purpose, http_reply *reply) {
+    files_store *store = upload->store;
+    char part_name[64];
+    files_file *file = files_file_new(&upload->id, upload->bytes, files_now(), files_strdup(buf_view(&upload->name)), purpose);
+    snprintf(part_name, sizeof part_name, "%s.part", upload->id.text);
+    int error = fsync(upload->fd) || renameat(store->dir_fd, part_name, store->dir_fd, upload->id.text) ? errno : files_save_file(store, file);
+    if (error) {
+        unlinkat(store->dir_fd, upload->id.text, 0);
+        files_file_del(file);
+        files_system_error(reply, error);
         return;
     }
-    fb_insert(&s->files, f);
-    fb_put_file(f, &reply->body);
+    files_insert(&store->files, file);
+    files_put_file(file, &reply->body);
 }
 
 /* Ends an upload and frees u. whole: the whole body was taken, and the reply gets the answer. Else
  * the upload was refused or the client is gone: nothing is kept. */
-static void fb_upload_close(fb_upload *u, bool whole, http_reply *reply) {
-    fb_store *s = u->store;
-    char part[64];
-    const char *purpose = fb_purpose(buf_view(&u->purpose));
-    snprintf(part, sizeof part, "%s.part", u->id.z);
-    if (whole) {
+static void files_upload_close(files_upload *upload, bool is_complete, http_reply *reply) {
+    files_store *store = upload->store;
+    char part_name[64];
+    const char *purpose = files_find_purpose(buf_view(&upload->purpose));
+    snprintf(part_name, sizeof part_name, "%s.part", upload->id.text);
+    if (is_complete) {
         reply->status = 200;
-        bool ours = purpose && !strcmp(purpose, "batch_output"); /* only we make such files */
-        /* fsync may be slow: done before the lock is taken. fb_upload_keep repeats it and checks
+        bool is_reserved = purpose && !strcmp(purpose, "batch_output"); /* only we make such files */
+        /* fsync may be slow: done before the lock is taken. files_upload_commit repeats it and checks
          * the result. */
-        fsync(u->fd);
-        pthread_mutex_lock(&s->lock);
-        if (!u->whole) fb_error(reply, 400, NULL, "the body ends before its form does");
-        else if (!u->has_file) fb_error(reply, 400, "file", "file: missing");
-        else if (!u->bytes) fb_error(reply, 400, "file", "file: it is empty");
-        else if (!purpose || ours) fb_error(reply, 400, "purpose", "purpose: missing or unknown");
-        else fb_upload_keep(u, purpose, reply);
-        pthread_mutex_unlock(&s->lock);
+        fsync(upload->fd);
+        pthread_mutex_lock(&store->lock);
+        if (!upload->form_ended) files_error(reply, 400, NULL, "the body ends before its form does");
+        else if (!upload->has_file) files_error(reply, 400, "file", "file: missing");
+        else if (!upload->bytes) files_error(reply, 400, "file", "file: it is empty");
+        else if (!purpose || is_reserved) files_error(reply, 400, "purpose", "purpose: missing or unknown");
+        else files_upload_commit(upload, purpose, reply);
+        pthread_mutex_unlock(&store->lock);
     }
-    if (u->fd >= 0) unlinkat(s->dir, part, 0), close(u->fd); /* if kept, .part is gone already */
-    fb_form_free(&u->form), buf_free(&u->name), buf_free(&u->purpose);
-    free(u);
+    if (upload->fd >= 0) unlinkat(store->dir_fd, part_name, 0), close(upload->fd); /* if kept, .part is gone already */
+    files_form_free(&upload->form), buf_free(&upload->name), buf_free(&upload->purpose);
+    free(upload);
 }
 
 /* ---- Routes ---- */
 
-static void fb_method(http_reply *reply, const char *allowed) {
+static void files_bad_method(http_reply *reply, const char *allowed) {
     buf_printf(&reply->headers, "Allow: %s\r\n", allowed);
-    fb_error(reply, 405, NULL, "this method is not for this path");
+    files_error(reply, 405, NULL, "this method is not for this path");
 }
 
 /* /v1/files/{id} and /v1/files/{id}/content. With store.lock held. */
-static void fb_route_file(fb_store *s, const http_request *r, str id_text, str verb,
+static void files_route_file(files_store *store, const http_request *http, str id_text, str verb,
                           http_reply *reply) {
-    bool get = r->method == HTTP_GET || r->method == HTTP_HEAD;
-    fb_id id;
-    fb_file *f = fb_read_id(id_text, "file-", &id) ? fb_find(&s->files, &id) : NULL;
-    if (!f || (verb.n && !str_is(verb, "/content")))
-        fb_error(reply, 404, "id", "no such file: '%.*s'", STRF(id_text));
-    else if (verb.n && get) fb_content(s, f, reply);
-    else if (verb.n) fb_method(reply, "GET, HEAD");
-    else if (get) fb_put_file(f, &reply->body);
-    else if (r->method == HTTP_DELETE) fb_delete(s, f, reply);
-    else fb_method(reply, "GET, HEAD, DELETE");
+    bool is_get = http->method == HTTP_GET || http->method == HTTP_HEAD;
+    files_id id;
+    files_file *file = files_read_id(id_text, "file-", &id) ? files_find(&store->files, &id) : NULL;
+    if (!file || (verb.n && !str_is(verb, "/content")))
+        files_error(reply, 404, "id", "no such file: '%.*s'", STRF(id_text));
+    else if (verb.n && is_get) files_send_content(store, file, reply);
+    else if (verb.n) files_bad_method(reply, "GET, HEAD");
+    else if (is_get) files_put_file(file, &reply->body);
+    else if (http->method == HTTP_DELETE) files_delete_file(store, file, reply);
+    else files_bad_method(reply, "GET, HEAD, DELETE");
 }
 
-static void fb_route_batch(fb_store *s, const http_request *r, str id_text, str verb,
+static void files_route_batch(files_store *store, const http_request *http, str id_text, str verb,
                            http_reply *reply) {
-    bool get = r->method == HTTP_GET || r->method == HTTP_HEAD;
-    fb_id id;
-    fb_batch *b = fb_read_id(id_text, "batch_", &id) ? fb_find(&s->batches, &id) : NULL;
-    if (!b || (verb.n && !str_is(verb, "/cancel")))
-        fb_error(reply, 404, "id", "no such batch: '%.*s'", STRF(id_text));
-    else if (verb.n && r->method == HTTP_POST) fb_cancel(s, b, reply);
-    else if (verb.n) fb_method(reply, "POST");
-    else if (get) fb_put_batch(b, false, &reply->body);
-    else fb_method(reply, "GET, HEAD");
+    bool is_get = http->method == HTTP_GET || http->method == HTTP_HEAD;
+    files_id id;
+    files_batch *batch = files_read_id(id_text, "batch_", &id) ? files_find(&store->batches, &id) : NULL;
+    if (!batch || (verb.n && !str_is(verb, "/cancel")))
+        files_error(reply, 404, "id", "no such batch: '%.*s'", STRF(id_text));
+    else if (verb.n && http->method == HTTP_POST) files_cancel_batch(store, batch, reply);
+    else if (verb.n) files_bad_method(reply, "POST");
+    else if (is_get) files_put_batch(batch, false, &reply->body);
+    else files_bad_method(reply, "GET, HEAD");
 }
 
 /* Takes a whole upload at once. */
-static void fb_take_upload(fb_store *s, const http_request *r, str body, http_reply *reply) {
-    str type = http_find_header(r, "content-type");
-    fb_upload *u = fb_upload_open(s, type.p ? type : STR(""), reply);
-    if (u) fb_upload_close(u, fb_upload_put(u, body, reply), reply);
+static void files_upload_at_once(files_store *store, const http_request *http, str body, http_reply *reply) {
+    str type = http_find_header(http, "content-type");
+    files_upload *upload = files_upload_open(store, type.p ? type : STR(""), reply);
+    if (upload) files_upload_close(upload, files_upload_feed(upload, body, reply), reply);
 }
 
 /* Handles every path under /v1/files and /v1/batches. May wait for the disk. Thread: any. */
-static void fb_handle(fb_store *s, const http_request *r, str body, http_reply *reply) {
+static void files_handle(files_store *store, const http_request *http, str body, http_reply *reply) {
     const str files_path = STR("/v1/files"), batches_path = STR("/v1/batches");
-    bool files = str_starts(r->path, files_path);
-    bool get = r->method == HTTP_GET || r->method == HTTP_HEAD;
-    str rest = str_sub(r->path, files ? files_path.n : MIN(batches_path.n, r->path.n), r->path.n);
+    bool is_files = str_starts(http->path, files_path);
+    bool is_get = http->method == HTTP_GET || http->method == HTTP_HEAD;
+    str rest = str_sub(http->path, is_files ? files_path.n : MIN(batches_path.n, http->path.n), http->path.n);
     str id = {0}, verb = {0};
     reply->status = 200;
     if (rest.n && rest.p[0] == '/') {
@@ -23505,25 +23505,25 @@ static void fb_handle(fb_store *s, const http_request *r, str body, http_reply *
         id = str_sub(rest, 1, end);
         verb = str_sub(rest, end, rest.n);
     }
-    if (files && !rest.n && r->method == HTTP_POST) {
-        fb_take_upload(s, r, body, reply);
+    if (is_files && !rest.n && http->method == HTTP_POST) {
+        files_upload_at_once(store, http, body, reply);
         return;
     }
-    pthread_mutex_lock(&s->lock);
-    if (s->why.code && !os_is_disk_full(s->why_not)) fb_no_folder(s, reply);
-    else if (body.n > FB_BODY_BYTES) fb_error(reply, 413, NULL, "the body is longer than 1 MiB");
-    else if (rest.n && files) fb_route_file(s, r, id, verb, reply);
-    else if (rest.n) fb_route_batch(s, r, id, verb, reply);
-    else if (get) (files ? fb_list_files : fb_list_batches)(s, r, reply);
-    else if (files || r->method != HTTP_POST) fb_method(reply, "GET, HEAD, POST");
-    else if (fb_need_folder(s, reply)) fb_create(s, body, reply);
-    pthread_mutex_unlock(&s->lock);
+    pthread_mutex_lock(&store->lock);
+    if (store->folder_error.code && !os_is_disk_full(store->folder_errno)) files_reply_folder(store, reply);
+    else if (body.n > FILES_BODY_BYTES) files_error(reply, 413, NULL, "the body is longer than 1 MiB");
+    else if (rest.n && is_files) files_route_file(store, http, id, verb, reply);
+    else if (rest.n) files_route_batch(store, http, id, verb, reply);
+    else if (is_get) (is_files ? files_list_files : files_list_batches)(store, http, reply);
+    else if (is_files || http->method != HTTP_POST) files_bad_method(reply, "GET, HEAD, POST");
+    else if (files_need_folder(store, reply)) files_create_batch(store, body, reply);
+    pthread_mutex_unlock(&store->lock);
 }
 
 /* For the operator: returns the folder of the files. Returns NULL if none is used: *e says why. */
-static const char *fb_folder(const fb_store *s, toka_err *e) {
-    *e = s->why;
-    return s->why.code ? NULL : s->path;
+static const char *files_folder(const files_store *store, toka_err *e) {
+    *e = store->folder_error;
+    return store->folder_error.code ? NULL : store->folder;
 }
 
 /* ===========================================================================
@@ -23686,13 +23686,13 @@ static const char srv_page[] =
  * This chapter handles a request from the moment its last byte has arrived until the first byte of
  * its answer is ready: routes, API keys, handing requests to the engine, turning its events into
  * text, and the numbers of /metrics. Chapter 31 has the sockets. An HTTP request with its answer
- * is a call (srv_call). There are three kinds of threads: the event loop (31), the workers and the
+ * is a call (srv_request). There are three kinds of threads: the event loop (31), the workers and the
  * engine's thread.
  *
  *     loop --srv_dispatch--> ready list --> worker: srv_begin_api: api_parse, toka_submit,
  *                                                   or the handler of another route
  *                                           engine: srv_on_event: api_pack_event --> ready list
- *     loop <-- dirty list <---------------- worker: srv_continue: api_feed_until, api_finish
+ *     loop <-- dirty list <---------------- worker: srv_make_output: api_feed_until, api_finish
  *
  * An answer passes through six buffers on its way from the engine's thread to the socket. Each
  * thread hands its work on by a buffer under srv.lock (the lines marked "lock"):
@@ -23704,14 +23704,14 @@ static const char srv_page[] =
  *     1 call.fresh             engine's thread   packed records of the current step
  *         | srv_on_event, at the last event of the step
  *     2 call.records    lock   engine -> worker  records that no worker has taken
- *         | srv_take_job
+ *         | srv_begin_job
  *     3 call.left       lock   worker            records taken by a worker, not yet made into
  *         |                                      text; during its turn they are in srv_job
- *         | srv_continue: api_feed_until, api_finish
+ *         | srv_make_output: api_feed_until, api_finish
  *     4 srv_job.made           worker            bytes of HTTP made in this turn
- *         | srv_hand_over
+ *         | srv_pass_to_loop
  *     5 call.out        lock   worker -> loop    bytes that the loop has not taken
- *         | srv_take, srv_deliver
+ *         | srv_take_output, srv_deliver_output
  *     6 srv_conn.out           loop              bytes that the socket has not taken
  *         | srv_send_some
  *     socket
@@ -23735,7 +23735,7 @@ static const char srv_page[] =
  *     --write-timeout is disconnected;
  *   - srv.held counts the memory that clients make the server hold: request bodies, the memory
  *     that parsing them may need, records and answers, and the buffers of connections. One holder
- *     may use at most as much as remains free of srv.room (srv_hold). So large requests are refused
+ *     may use at most as much as remains free of srv.room (srv_account). So large requests are refused
  *     first, with a 503, and small ones last. Large allocations are checked, and small ones have
  *     spare memory (chapter 2), so no client can end the server by exhausting its memory.
  * =========================================================================== */
@@ -23745,17 +23745,17 @@ enum {
                                      bytes made in one turn */
     SRV_MAX_RECORDS = 64 << 20,   /* bytes of records that wait for a slow client; with more it is
                                      disconnected */
-    SRV_FEW_RECORDS = 64 << 10,   /* an answer that is not streamed: a worker takes its records only
+    SRV_MIN_RECORDS = 64 << 10,   /* an answer that is not streamed: a worker takes its records only
                                      when they exceed this, or at the end */
-    SRV_SIMPLE_BYTES = 1 << 20,   /* longest body of requests that are neither prompts nor files */
+    SRV_OTHER_BODY_BYTES = 1 << 20,   /* longest body of requests that are neither prompts nor files */
     SRV_PIECE_BYTES = 1 << 20,    /* an upload is handed to a worker in pieces of this size */
-    SRV_LIGHT_RECORDS = 4 << 10,  /* a stream with at most so many bytes of records is light */
-    SRV_JOBS = 16,                /* light jobs that a worker takes at once, at most */
+    SRV_LIGHT_BYTES = 4 << 10,  /* a stream with at most so many bytes of records is light */
+    SRV_MAX_JOBS = 16,                /* light jobs that a worker takes at once, at most */
     SRV_SMALL_BYTES = 64 << 10,   /* each holder may have this much in any case */
-    SRV_LEAST_ROOM = 32 << 20,    /* smallest srv.room, in bytes */
-    SRV_READING = 24,             /* memory needed to parse a body, per byte: values, ids, texts */
+    SRV_MIN_MEMORY_LIMIT = 32 << 20,    /* smallest srv.room, in bytes */
+    SRV_PARSE_FACTOR = 24,             /* memory needed to parse a body, per byte: values, ids, texts */
     SRV_MAX_CHOICES = 1 << 16,    /* choices of one request */
-    SRV_PACE_S = 10,              /* seconds over which srv_pace measures, at least */
+    SRV_QUEUE_RATE_S = 10,              /* seconds over which srv_queue_rate measures, at least */
     SRV_MAX_RETRY_S = 60,         /* largest Retry-After, in seconds */
 };
 
@@ -23784,179 +23784,179 @@ typedef struct srv_options { /* the options of toka serve; the caller owns the s
     atomic_int *interrupted;  /* signals so far; 1: drain and return; at the 2nd the program ends */
 } srv_options;
 
-enum { SRV_BUCKETS = 22 };
+enum { SRV_N_BUCKETS = 22 };
 
-typedef struct srv_hist { /* a Prometheus histogram */
-    const double *le;     /* [SRV_BUCKETS] upper bounds */
-    int64_t counts[SRV_BUCKETS + 1], n;
+typedef struct srv_histogram { /* a Prometheus histogram */
+    const double *bounds;     /* [SRV_N_BUCKETS] upper bounds */
+    int64_t counts[SRV_N_BUCKETS + 1], n_values;
     double sum;
-} srv_hist;
+} srv_histogram;
 
 typedef struct srv_metrics {
-    srv_hist ttft, itl, tpot, e2e, prompt_tokens, output_tokens, params_n;
+    srv_histogram ttft, itl, tpot, e2e, prompt_tokens, output_tokens, params_n;
     double finished[5]; /* samples, by toka_finish */
     double statuses[6]; /* answers, by the first digit of their status */
     int64_t rejected;   /* requests answered with a 429 because the queue was full */
 } srv_metrics;
 
-typedef struct srv_pace { /* how fast calls leave the queue, over SRV_PACE_S to 2 * SRV_PACE_S */
-    double t[2];     /* [0]: start of the interval that is measured; [1]: start of the next one.
+typedef struct srv_queue_rate { /* how fast calls leave the queue, over SRV_QUEUE_RATE_S to 2 * SRV_QUEUE_RATE_S */
+    double interval_start[2];     /* [0]: start of the interval that is measured; [1]: start of the next one.
                         Both are set to now whenever the queue is empty. 0: none yet */
-    int64_t left[2]; /* srv.n_left at those times */
-} srv_pace;
+    int64_t n_dequeued[2]; /* srv.n_left at those times */
+} srv_queue_rate;
 
 enum srv_phase { SRV_LOADING, SRV_READY, SRV_FAILED }; /* of the engine */
 
 typedef struct srv {
-    const srv_options *o;
-    toka *t;              /* valid from SRV_READY on */
+    const srv_options *options;
+    toka *toka;              /* valid from SRV_READY on */
     toka_info info;
     api_config model;
-    fb_store *files;
+    files_store *files;
     const char *name;     /* served model name */
     char fingerprint[32];
     atomic_int phase;     /* enum srv_phase */
     atomic_bool draining; /* shutting down: no new connections, and the open ones end */
-    atomic_bool wedged;   /* the engine hangs: no step for --step-timeout although there is work */
+    atomic_bool hung;   /* the engine hangs: no step for --step-timeout although there is work */
     uint64_t random[2];   /* random numbers of this process, for ids and seeds */
-    atomic_ullong n_serial;
-    int64_t started;      /* unix seconds */
-    atomic_llong held;    /* bytes that clients make the server hold */
-    atomic_llong room;    /* limit of held: half of the memory free after loading the model */
+    atomic_ullong last_id;
+    int64_t start_time;      /* unix seconds */
+    atomic_llong held_bytes;    /* bytes that clients make the server hold */
+    atomic_llong memory_limit;    /* limit of held: half of the memory free after loading the model */
 
     pthread_mutex_t lock; /* guards the fields from here to unknown */
-    pthread_cond_t work;
-    struct srv_call *ready, **ready_end; /* FIFO of calls that have work for a worker */
-    struct srv_call *dirty; /* LIFO of calls that have something for the loop */
-    int n_ready, n_idle;  /* calls in `ready`; workers that wait */
+    pthread_cond_t has_work;
+    struct srv_request *work_queue, **work_queue_end; /* FIFO of calls that have work for a worker */
+    struct srv_request *loop_list; /* LIFO of calls that have something for the loop */
+    int n_queued, n_idle_workers;  /* calls in `ready`; workers that wait */
     bool stopping;        /* the workers shall end */
-    bool woken;           /* wake_fd was written since the loop last took `dirty` */
+    bool loop_woken;           /* wake_fd was written since the loop last took `dirty` */
     int n_waiting;        /* calls without a first token: the queue that max_queue limits */
-    int64_t n_left;       /* calls that have left this queue */
-    srv_pace pace;
-    srv_metrics m;
-    buf unknown;          /* names of unknown fields that were reported; `seen` of api_should_report */
-    toka_err e;           /* why the phase is SRV_FAILED */
+    int64_t n_dequeued;       /* calls that have left this queue */
+    srv_queue_rate queue_rate;
+    srv_metrics metrics;
+    buf reported_fields;          /* names of unknown fields that were reported; `seen` of api_should_report */
+    toka_err error;           /* why the phase is SRV_FAILED */
 
     struct srv_loop *loop; /* chapter 31 */
     int wake_fd;          /* eventfd that wakes the loop */
 } srv;
 
-typedef struct srv_part { /* one engine request of a call: the `user` of its events */
-    struct srv_call *call;
-    api_prompt *part;
-    int n_left;     /* samples that have not ended; used by the engine's thread only, like begun */
-    uint8_t *begun; /* one bit a sample: it has had a token */
-} srv_part;
+typedef struct srv_prompt { /* one engine request of a call: the `user` of its events */
+    struct srv_request *request;
+    api_prompt *prompt;
+    int n_unended;     /* samples that have not ended; used by the engine's thread only, like begun */
+    uint8_t *has_token; /* one bit a sample: it has had a token */
+} srv_prompt;
 
-enum srv_stage { SRV_NEW, SRV_RUNNING, SRV_ENDED };
+enum srv_state { SRV_NEW, SRV_RUNNING, SRV_ENDED };
 
-typedef struct srv_call { /* one HTTP request and its answer */
-    struct srv *s;
+typedef struct srv_request { /* one HTTP request and its answer */
+    struct srv *server;
     struct srv_conn *conn;         /* the loop's; NULL: the client has disconnected, or the answer
                                       is complete */
     const struct srv_route *route; /* NULL: no route matched */
-    arena a;
-    http_request *req;
+    arena memory;
+    http_request *http;
     buf body;
     int64_t body_held, work_held;  /* counted in srv.held: for the body; for a worker's memory */
-    double t_start;                /* when the request had arrived; latencies count from here */
+    double arrival_time;                /* when the request had arrived; latencies count from here */
     bool keep_alive, head_sent;
-    bool counted;                  /* (lock) counted in srv.n_waiting */
+    bool in_queue;                  /* (lock) counted in srv.n_waiting */
     int fd;                        /* socket of the connection; the loop's */
     str origin;                    /* value of the Origin header if CORS allows it; else .n is 0 */
     http_reply reply;              /* the worker's until `done`, then the loop's */
-    fb_upload *upload;
-    bool upload_whole;             /* body holds the last piece */
+    files_upload *upload;
+    bool upload_ended;             /* body holds the last piece */
 
     api_request api;
-    srv_part *parts;               /* [api.n_parts] */
-    toka_err refused;              /* error of toka_submit; code 0: it accepted all parts */
-    buf fresh;                     /* records of this step; the engine's thread, as the next two */
-    int fresh_tokens;              /* tokens of this step ... */
-    int fresh_first;               /* ... and how many of them are the first of their sample */
+    srv_prompt *prompts;               /* [api.n_parts] */
+    toka_err submit_error;              /* error of toka_submit; code 0: it accepted all parts */
+    buf step_records;                     /* records of this step; the engine's thread, as the next two */
+    int step_tokens;              /* tokens of this step ... */
+    int step_first_tokens;               /* ... and how many of them are the first of their sample */
 
     /* (lock) from here on */
     int refs;
-    enum srv_stage stage;
-    bool queued, in_dirty;         /* in the ready list or with a worker; in the dirty list */
-    atomic_bool gone;              /* the client has disconnected; written with the lock held */
-    atomic_bool too_much;          /* it holds too much memory: its samples are cancelled and it is
+    enum srv_state state;
+    bool with_workers, in_loop_list;         /* in the ready list or with a worker; in the dirty list */
+    atomic_bool disconnected;              /* the client has disconnected; written with the lock held */
+    atomic_bool over_limit;          /* it holds too much memory: its samples are cancelled and it is
                                       answered with a 503; written with the lock held */
-    bool stalled;                  /* the client reads slowly: no text is made */
-    bool done;                     /* the whole answer is in out */
-    bool want_piece;               /* the worker needs the next piece of an upload */
-    int n_open;                    /* engine requests that have not had their last event */
+    bool paused;                  /* the client reads slowly: no text is made */
+    bool output_ended;                     /* the whole answer is in out */
+    bool wants_piece;               /* the worker needs the next piece of an upload */
+    int n_unended;                    /* engine requests that have not had their last event */
     int n_submitted;               /* engine requests whose engine_id is set */
     int64_t n_tokens;
-    double t_first, t_last;        /* times of the first and the last token; 0: none yet */
+    double first_token_time, last_token_time;        /* times of the first and the last token; 0: none yet */
     buf records;                   /* packed records that no worker has taken */
-    buf left;                      /* records that a worker took, fed up to left_at */
-    buf out;                       /* bytes of the answer that the loop has not taken */
-    size_t left_at;
-    size_t unsent;                 /* bytes of the answer that the socket has not taken */
-    size_t collected;              /* api.held when the last worker returned the call */
-    int64_t held;                  /* counted in srv.held: for records, text and out */
-    struct srv_call *next_ready, *next_dirty;
-} srv_call;
+    buf unfed;                      /* records that a worker took, fed up to left_at */
+    buf output;                       /* bytes of the answer that the loop has not taken */
+    size_t unfed_at;
+    size_t unsent_bytes;                 /* bytes of the answer that the socket has not taken */
+    size_t collected_bytes;              /* api.held when the last worker returned the call */
+    int64_t held_bytes;                  /* counted in srv.held: for records, text and out */
+    struct srv_request *next_queued, *next_in_loop_list;
+} srv_request;
 
 typedef struct srv_route {
     const char *path;
-    bool prefix;      /* matches all paths below `path`, too */
+    bool is_prefix;      /* matches all paths below `path`, too */
     unsigned methods; /* bits 1 << http_method; 0: the handler checks the method */
-    bool open;        /* needs no API key */
-    bool early;       /* answered even while the model loads or after the engine failed */
-    void (*now)(srv *s, srv_call *c);  /* handler on the loop: quick, fills c->reply; or NULL */
-    void (*work)(srv *s, srv_call *c); /* handler on a worker: publishes c->reply or starts work
+    bool is_public;        /* needs no API key */
+    bool before_ready;       /* answered even while the model loads or after the engine failed */
+    void (*on_loop)(srv *s, srv_request *c);  /* handler on the loop: quick, fills c->reply; or NULL */
+    void (*on_worker)(srv *s, srv_request *c); /* handler on a worker: publishes c->reply or starts work
                                           that ends by publishing an answer; or NULL */
-    int api;          /* enum api_route, for srv_begin_api and srv_simple */
+    int api_route;          /* enum api_route, for srv_begin_api and srv_tokenize */
 } srv_route;
 
 /* ---- Metrics ---- */
 
 /* Upper bounds of the buckets of times and of counts. */
-static const double srv_seconds[SRV_BUCKETS] = {
+static const double srv_time_bounds[SRV_N_BUCKETS] = {
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5,
     0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640};
-static const double srv_counts[SRV_BUCKETS] = {
+static const double srv_count_bounds[SRV_N_BUCKETS] = {
     1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5,
     1e6, 2e6, 5e6, 1e7};
 
-static void srv_observe(srv_hist *h, double v, int64_t times) {
+static void srv_observe(srv_histogram *hist, double value, int64_t times) {
     int i = 0;
-    while (i < SRV_BUCKETS && v > h->le[i]) i++;
-    h->counts[i] += times;
-    h->n += times;
-    h->sum += v * (double)times;
+    while (i < SRV_N_BUCKETS && value > hist->bounds[i]) i++;
+    hist->counts[i] += times;
+    hist->n_values += times;
+    hist->sum += value * (double)times;
 }
 
-static void srv_metrics_init(srv_metrics *m) {
-    *m = (srv_metrics){0};
-    m->ttft.le = m->itl.le = m->tpot.le = m->e2e.le = srv_seconds;
-    m->prompt_tokens.le = m->output_tokens.le = m->params_n.le = srv_counts;
+static void srv_metrics_init(srv_metrics *metrics) {
+    *metrics = (srv_metrics){0};
+    metrics->ttft.bounds = metrics->itl.bounds = metrics->tpot.bounds = metrics->e2e.bounds = srv_time_bounds;
+    metrics->prompt_tokens.bounds = metrics->output_tokens.bounds = metrics->params_n.bounds = srv_count_bounds;
 }
 
 /* Appends "# HELP", "# TYPE" and the value of one series. label: the labels that all series have,
  * already escaped, without the braces. */
-static void srv_put_series(buf *b, const char *name, const char *type, const char *help,
-                           const char *label, double v) {
-    buf_printf(b, "# HELP toka:%s %s\n# TYPE toka:%s %s\ntoka:%s{%s} %.17g\n", name, help, name,
-               type, name, label, v);
+static void srv_put_series(buf *out, const char *name, const char *type, const char *help,
+                           const char *label, double value) {
+    buf_printf(out, "# HELP toka:%s %s\n# TYPE toka:%s %s\ntoka:%s{%s} %.17g\n", name, help, name,
+               type, name, label, value);
 }
 
-static void srv_put_hist(buf *b, const char *name, const char *help, const char *label,
-                         const srv_hist *h) {
-    int64_t sum = 0;
-    buf_printf(b, "# HELP toka:%s %s\n# TYPE toka:%s histogram\n", name, help, name);
-    for (int i = 0; i <= SRV_BUCKETS; i++) {
-        sum += h->counts[i];
-        if (i < SRV_BUCKETS)
-            buf_printf(b, "toka:%s_bucket{%s,le=\"%g\"} %lld\n", name, label, h->le[i],
-                       (long long)sum);
+static void srv_put_histogram(buf *out, const char *name, const char *help, const char *label,
+                         const srv_histogram *hist) {
+    int64_t cumulative = 0;
+    buf_printf(out, "# HELP toka:%s %s\n# TYPE toka:%s histogram\n", name, help, name);
+    for (int i = 0; i <= SRV_N_BUCKETS; i++) {
+        cumulative += hist->counts[i];
+        if (i < SRV_N_BUCKETS)
+            buf_printf(out, "toka:%s_bucket{%s,le=\"%g\"} %lld\n", name, label, hist->bounds[i],
+                       (long long)cumulative);
     }
-    buf_printf(b, "toka:%s_bucket{%s,le=\"+Inf\"} %lld\n", name, label, (long long)h->n);
-    buf_printf(b, "toka:%s_sum{%s} %.17g\ntoka:%s_count{%s} %lld\n", name, label, h->sum, name,
-               label, (long long)h->n);
+    buf_printf(out, "toka:%s_bucket{%s,le=\"+Inf\"} %lld\n", name, label, (long long)hist->n_values);
+    buf_printf(out, "toka:%s_sum{%s} %.17g\ntoka:%s_count{%s} %lld\n", name, label, hist->sum, name,
+               label, (long long)hist->n_values);
 }
 
 static void srv_put_label_value(buf *b, str s) { /* escaped as the text format requires */
@@ -23968,18 +23968,18 @@ static void srv_put_label_value(buf *b, str s) { /* escaped as the text format r
 
 /* Appends a counter with one more label, `key`, and one line for each of its values. Skips values
  * that are NULL. */
-static void srv_put_labelled(buf *b, const char *name, const char *help, const char *label,
+static void srv_put_labeled(buf *out, const char *name, const char *help, const char *label,
                              const char *key, const char *const *values, const double *counts,
                              int n) {
-    buf_printf(b, "# HELP toka:%s %s\n# TYPE toka:%s counter\n", name, help, name);
+    buf_printf(out, "# HELP toka:%s %s\n# TYPE toka:%s counter\n", name, help, name);
     for (int i = 0; i < n; i++)
         if (values[i])
-            buf_printf(b, "toka:%s{%s,%s=\"%s\"} %.17g\n", name, label, key, values[i], counts[i]);
+            buf_printf(out, "toka:%s{%s,%s=\"%s\"} %.17g\n", name, label, key, values[i], counts[i]);
 }
 
 /* Appends all metrics in Prometheus' text format 0.0.4. Names after the prefix, units and meanings
  * are vLLM's. Where vLLM counts its engine's requests, toka counts samples. */
-static void srv_put_metrics(buf *b, const srv_metrics *m, const toka_stats *t, str model,
+static void srv_put_metrics(buf *out, const srv_metrics *metrics, const toka_stats *stats, str model,
                             int n_waiting, int n_connections) {
     static const char *const reasons[5] = {NULL, "stop", "length", "abort", "error"};
     static const char *const codes[6] = {NULL, NULL, "2xx", NULL, "4xx", "5xx"};
@@ -23988,53 +23988,53 @@ static void srv_put_metrics(buf *b, const srv_metrics *m, const toka_stats *t, s
     buf_c(&label, "engine=\"0\",model_name=\"");
     srv_put_label_value(&label, model);
     buf_char(&label, '"');
-    const char *l = label.p;
-    srv_put_series(b, "num_requests_running", "gauge", "Samples that the engine runs.", l,
-                   t->running);
-    srv_put_series(b, "num_requests_waiting", "gauge", "Samples that wait for the engine.", l,
-                   t->waiting);
-    srv_put_series(b, "kv_cache_usage_perc", "gauge",
-                   "Share of the KV cache held by running samples, 1 is all of it.", l,
-                   t->kv_pages ? (double)t->kv_pages_used / t->kv_pages : 0);
-    srv_put_series(b, "prefix_cache_queries_total", "counter",
-                   "Prompt tokens looked up in the prefix tree.", l, (double)t->prompt_tokens);
-    srv_put_series(b, "prefix_cache_hits_total", "counter", "Prompt tokens found there.", l,
-                   (double)t->prompt_tokens_shared);
-    srv_put_series(b, "num_preemptions_total", "counter", "Samples put back because pages ran out.",
-                   l, (double)t->preemptions);
-    srv_put_series(b, "prompt_tokens_total", "counter", "Prompt tokens of samples that started.", l,
-                   (double)t->prompt_tokens);
-    srv_put_series(b, "generation_tokens_total", "counter", "Tokens generated.", l,
-                   (double)t->output_tokens);
-    srv_put_series(b, "attended_tokens_total", "counter",
-                   "Positions attended to, summed over tokens.", l, (double)t->attended);
-    srv_put_series(b, "attended_tokens_shared_total", "counter", "Of these, in shared prefixes.", l,
-                   (double)t->attended_shared);
-    srv_put_series(b, "engine_steps_total", "counter", "Forward steps.", l, (double)t->steps);
-    srv_put_labelled(b, "engine_seconds_total",
+    const char *labels = label.p;
+    srv_put_series(out, "num_requests_running", "gauge", "Samples that the engine runs.", labels,
+                   stats->running);
+    srv_put_series(out, "num_requests_waiting", "gauge", "Samples that wait for the engine.", labels,
+                   stats->waiting);
+    srv_put_series(out, "kv_cache_usage_perc", "gauge",
+                   "Share of the KV cache held by running samples, 1 is all of it.", labels,
+                   stats->kv_pages ? (double)stats->kv_pages_used / stats->kv_pages : 0);
+    srv_put_series(out, "prefix_cache_queries_total", "counter",
+                   "Prompt tokens looked up in the prefix tree.", labels, (double)stats->prompt_tokens);
+    srv_put_series(out, "prefix_cache_hits_total", "counter", "Prompt tokens found there.", labels,
+                   (double)stats->prompt_tokens_shared);
+    srv_put_series(out, "num_preemptions_total", "counter", "Samples put back because pages ran out.",
+                   labels, (double)stats->preemptions);
+    srv_put_series(out, "prompt_tokens_total", "counter", "Prompt tokens of samples that started.", labels,
+                   (double)stats->prompt_tokens);
+    srv_put_series(out, "generation_tokens_total", "counter", "Tokens generated.", labels,
+                   (double)stats->output_tokens);
+    srv_put_series(out, "attended_tokens_total", "counter",
+                   "Positions attended to, summed over tokens.", labels, (double)stats->attended);
+    srv_put_series(out, "attended_tokens_shared_total", "counter", "Of these, in shared prefixes.", labels,
+                   (double)stats->attended_shared);
+    srv_put_series(out, "engine_steps_total", "counter", "Forward steps.", labels, (double)stats->steps);
+    srv_put_labeled(out, "engine_seconds_total",
                      "Where the engine's time went; run: with a step's waits for other ranks; "
-                     "commit: with the events.", l,
-                     "phase", phases, (double[]){t->plan_s, t->run_s, t->commit_s}, 3);
-    srv_put_labelled(b, "request_success_total", "Samples that ended, by reason.", l,
-                     "finished_reason", reasons, m->finished, 5);
-    srv_put_labelled(b, "http_responses_total", "Answers by class of status.", l, "code", codes,
-                     m->statuses, 6);
-    srv_put_series(b, "http_requests_waiting", "gauge", "Requests without a first token.", l,
+                     "commit: with the events.", labels,
+                     "phase", phases, (double[]){stats->plan_s, stats->run_s, stats->commit_s}, 3);
+    srv_put_labeled(out, "request_success_total", "Samples that ended, by reason.", labels,
+                     "finished_reason", reasons, metrics->finished, 5);
+    srv_put_labeled(out, "http_responses_total", "Answers by class of status.", labels, "code", codes,
+                     metrics->statuses, 6);
+    srv_put_series(out, "http_requests_waiting", "gauge", "Requests without a first token.", labels,
                    n_waiting);
-    srv_put_series(b, "http_requests_rejected_total", "counter",
-                   "Requests refused because the queue was full.", l, (double)m->rejected);
-    srv_put_series(b, "http_connections", "gauge", "Open connections.", l, n_connections);
-    srv_put_hist(b, "time_to_first_token_seconds", "From a request's last byte to its first token.",
-                 l, &m->ttft);
-    srv_put_hist(b, "inter_token_latency_seconds", "Between tokens of a sample.", l, &m->itl);
-    srv_put_hist(b, "request_time_per_output_token_seconds", "Mean time per token after the first.",
-                 l, &m->tpot);
-    srv_put_hist(b, "e2e_request_latency_seconds", "From a request's last byte to its last token.",
-                 l, &m->e2e);
-    srv_put_hist(b, "request_prompt_tokens", "Prompt tokens of a request.", l, &m->prompt_tokens);
-    srv_put_hist(b, "request_generation_tokens", "Output tokens of a request.", l,
-                 &m->output_tokens);
-    srv_put_hist(b, "request_params_n", "Samples of a request.", l, &m->params_n);
+    srv_put_series(out, "http_requests_rejected_total", "counter",
+                   "Requests refused because the queue was full.", labels, (double)metrics->rejected);
+    srv_put_series(out, "http_connections", "gauge", "Open connections.", labels, n_connections);
+    srv_put_histogram(out, "time_to_first_token_seconds", "From a request's last byte to its first token.",
+                 labels, &metrics->ttft);
+    srv_put_histogram(out, "inter_token_latency_seconds", "Between tokens of a sample.", labels, &metrics->itl);
+    srv_put_histogram(out, "request_time_per_output_token_seconds", "Mean time per token after the first.",
+                 labels, &metrics->tpot);
+    srv_put_histogram(out, "e2e_request_latency_seconds", "From a request's last byte to its last token.",
+                 labels, &metrics->e2e);
+    srv_put_histogram(out, "request_prompt_tokens", "Prompt tokens of a request.", labels, &metrics->prompt_tokens);
+    srv_put_histogram(out, "request_generation_tokens", "Output tokens of a request.", labels,
+                 &metrics->output_tokens);
+    srv_put_histogram(out, "request_params_n", "Samples of a request.", labels, &metrics->params_n);
     buf_free(&label);
 }
 
@@ -24044,145 +24044,145 @@ static void srv_put_metrics(buf *b, const srv_metrics *m, const toka_stats *t, s
  * srv.held counts for it; updated in any case. Returns false if the holder has more than remains
  * free for all others, or if the spare memory is in use; never false up to SRV_SMALL_BYTES.
  * Any thread, but for one holder only one at a time. */
-static bool srv_hold(srv *s, int64_t *mine, size_t bytes) {
-    const int64_t more = (int64_t)bytes - *mine, held = atomic_fetch_add(&s->held, more) + more;
-    *mine += more;
-    return bytes <= SRV_SMALL_BYTES || (!mem_is_low() && (int64_t)bytes <= s->room - held);
+static bool srv_account(srv *server, int64_t *counted, size_t bytes) {
+    const int64_t change = (int64_t)bytes - *counted, held = atomic_fetch_add(&server->held_bytes, change) + change;
+    *counted += change;
+    return bytes <= SRV_SMALL_BYTES || (!mem_is_low() && (int64_t)bytes <= server->memory_limit - held);
 }
 
 /* The same for memory that a worker is about to need: checks also that the system has it now. */
-static bool srv_can_work(srv_call *c, size_t bytes) {
-    return srv_hold(c->s, &c->work_held, bytes) && (bytes <= SRV_PIECE_BYTES || mem_is_available(bytes));
+static bool srv_account_work(srv_request *request, size_t bytes) {
+    return srv_account(request->server, &request->work_held, bytes) && (bytes <= SRV_PIECE_BYTES || mem_is_available(bytes));
 }
 
-static void srv_free_body(srv_call *c) {
-    srv_hold(c->s, &c->body_held, 0);
-    buf_free(&c->body);
+static void srv_free_body(srv_request *request) {
+    srv_account(request->server, &request->body_held, 0);
+    buf_free(&request->body);
 }
 
 /* ---- Calls: references and lists; with srv.lock held unless noted ---- */
 
 /* After the last reference is gone. Any thread, without the lock. */
-static void srv_call_free(srv_call *c) {
+static void srv_request_free(srv_request *request) {
     http_reply unused = {0};
-    if (c->upload) fb_upload_close(c->upload, false, &unused);
+    if (request->upload) files_upload_close(request->upload, false, &unused);
     buf_free(&unused.headers), buf_free(&unused.body);
-    api_free(&c->api);
-    srv_free_body(c);
-    buf_free(&c->reply.headers), buf_free(&c->reply.body);
-    if (c->reply.fd_bytes > 0) close(c->reply.fd);
-    buf_free(&c->fresh), buf_free(&c->records), buf_free(&c->left), buf_free(&c->out);
-    srv_hold(c->s, &c->held, 0);
-    srv_hold(c->s, &c->work_held, 0);
-    arena_free(&c->a);
-    free(c);
+    api_free(&request->api);
+    srv_free_body(request);
+    buf_free(&request->reply.headers), buf_free(&request->reply.body);
+    if (request->reply.fd_bytes > 0) close(request->reply.fd);
+    buf_free(&request->step_records), buf_free(&request->records), buf_free(&request->unfed), buf_free(&request->output);
+    srv_account(request->server, &request->held_bytes, 0);
+    srv_account(request->server, &request->work_held, 0);
+    arena_free(&request->memory);
+    free(request);
 }
 
 /* The call leaves the queue of calls without a first token, if it is in it. */
-static void srv_uncount(srv_call *c) {
-    if (c->counted) {
-        c->counted = false;
-        c->s->n_waiting--;
-        c->s->n_left++;
+static void srv_leave_queue(srv_request *request) {
+    if (request->in_queue) {
+        request->in_queue = false;
+        request->server->n_waiting--;
+        request->server->n_dequeued++;
     }
 }
 
-static bool srv_unref(srv_call *c) { /* true: the caller must free it after unlocking */
-    assert(c->refs > 0);
-    if (!--c->refs) srv_uncount(c);
-    return !c->refs;
+static bool srv_unref(srv_request *request) { /* true: the caller must free it after unlocking */
+    assert(request->refs > 0);
+    if (!--request->refs) srv_leave_queue(request);
+    return !request->refs;
 }
 
-static void srv_release(srv_call *c) { /* without the lock */
-    pthread_mutex_lock(&c->s->lock);
-    bool last = srv_unref(c);
-    pthread_mutex_unlock(&c->s->lock);
-    if (last) srv_call_free(c);
+static void srv_unref_unlocked(srv_request *request) { /* without the lock */
+    pthread_mutex_lock(&request->server->lock);
+    bool last = srv_unref(request);
+    pthread_mutex_unlock(&request->server->lock);
+    if (last) srv_request_free(request);
 }
 
 /* Bytes of records that have not been made into text. */
-static size_t srv_not_fed(const srv_call *c) { return c->records.n + c->left.n - c->left_at; }
+static size_t srv_unfed_bytes(const srv_request *request) { return request->records.n + request->unfed.n - request->unfed_at; }
 
 /* Updates what srv.held counts for the call's answer. Returns false if it is too much. */
-static bool srv_count_held(srv_call *c) {
-    return srv_hold(c->s, &c->held, srv_not_fed(c) + c->collected + c->out.n);
+static bool srv_account_answer(srv_request *request) {
+    return srv_account(request->server, &request->held_bytes, srv_unfed_bytes(request) + request->collected_bytes + request->output.n);
 }
 
 /* Must the call be put into the ready list? */
-static bool srv_wants_work(const srv_call *c) {
-    if (c->queued || c->gone || c->stage == SRV_ENDED) return false;
-    if (c->stage == SRV_NEW) return !c->want_piece;
-    return !c->stalled && (!c->n_open || srv_not_fed(c) > (c->api.stream ? 0 : SRV_FEW_RECORDS));
+static bool srv_needs_worker(const srv_request *request) {
+    if (request->with_workers || request->disconnected || request->state == SRV_ENDED) return false;
+    if (request->state == SRV_NEW) return !request->wants_piece;
+    return !request->paused && (!request->n_unended || srv_unfed_bytes(request) > (request->api.stream ? 0 : SRV_MIN_RECORDS));
 }
 
 /* Only the first call in an empty list wakes a worker. A worker that leaves calls in the list wakes
  * the next worker. So there is not one wake-up for each token of each stream. */
-static void srv_push_ready(srv_call *c) {
-    srv *s = c->s;
-    c->queued = true;
-    c->refs++;
-    c->next_ready = NULL;
-    *s->ready_end = c;
-    s->ready_end = &c->next_ready;
-    if (!s->n_ready++ && s->n_idle) pthread_cond_signal(&s->work);
+static void srv_queue_work(srv_request *request) {
+    srv *server = request->server;
+    request->with_workers = true;
+    request->refs++;
+    request->next_queued = NULL;
+    *server->work_queue_end = request;
+    server->work_queue_end = &request->next_queued;
+    if (!server->n_queued++ && server->n_idle_workers) pthread_cond_signal(&server->has_work);
 }
 
 /* Tells the loop that the call has something for it, and wakes the loop if nothing else did. */
-static void srv_push_dirty(srv_call *c) {
-    srv *s = c->s;
-    if (c->in_dirty) return;
-    c->in_dirty = true;
-    c->refs++;
-    c->next_dirty = s->dirty;
-    s->dirty = c;
-    if (s->woken) return;
-    s->woken = true;
-    ssize_t unused = write(s->wake_fd, &(uint64_t){1}, 8);
+static void srv_notify_loop(srv_request *request) {
+    srv *server = request->server;
+    if (request->in_loop_list) return;
+    request->in_loop_list = true;
+    request->refs++;
+    request->next_in_loop_list = server->loop_list;
+    server->loop_list = request;
+    if (server->loop_woken) return;
+    server->loop_woken = true;
+    ssize_t unused = write(server->wake_fd, &(uint64_t){1}, 8);
     (void)unused; /* fails only if the counter is full; then the loop is awake */
 }
 
 /* Ends a call that holds too much memory or has no memory for its records: discards its records and
  * cancels its engine requests. The loop disconnects a stalled stream; any other call is answered
  * with a 503. */
-static void srv_end_large(srv_call *c) {
-    if (c->too_much || c->gone) return;
-    c->too_much = true;
-    if (c->stalled) srv_push_dirty(c);
-    buf_free(&c->records);
-    srv_count_held(c);
-    for (int i = 0; i < c->n_submitted; i++) toka_cancel(c->s->t, c->api.prompts[i].engine_id);
+static void srv_abort_large(srv_request *request) {
+    if (request->over_limit || request->disconnected) return;
+    request->over_limit = true;
+    if (request->paused) srv_notify_loop(request);
+    buf_free(&request->records);
+    srv_account_answer(request);
+    for (int i = 0; i < request->n_submitted; i++) toka_cancel(request->server->toka, request->api.prompts[i].engine_id);
 }
 
 /* The client has disconnected: no more text is made, and the engine requests are cancelled. Drops
  * the connection's reference. Called by the loop, without the lock. */
-static void srv_abandon(srv_call *c) {
-    srv *s = c->s;
-    pthread_mutex_lock(&s->lock);
-    c->gone = true;
-    int n = c->n_open ? c->n_submitted : 0;
-    srv_uncount(c);
-    pthread_mutex_unlock(&s->lock);
-    c->conn = NULL;
-    for (int i = 0; i < n; i++) toka_cancel(s->t, c->api.prompts[i].engine_id);
-    srv_release(c);
+static void srv_on_disconnect(srv_request *request) {
+    srv *server = request->server;
+    pthread_mutex_lock(&server->lock);
+    request->disconnected = true;
+    int n_to_cancel = request->n_unended ? request->n_submitted : 0;
+    srv_leave_queue(request);
+    pthread_mutex_unlock(&server->lock);
+    request->conn = NULL;
+    for (int i = 0; i < n_to_cancel; i++) toka_cancel(server->toka, request->api.prompts[i].engine_id);
+    srv_unref_unlocked(request);
 }
 
 /* ---- Answers ---- */
 
-static void srv_error(srv_call *c, int status, const char *fmt, ...)
+static void srv_error(srv_request *request, int status, const char *fmt, ...)
     __attribute__((format(printf, 3, 4)));
 /* Makes c->reply an OpenAI error object with this status. */
-static void srv_error(srv_call *c, int status, const char *fmt, ...) {
+static void srv_error(srv_request *request, int status, const char *fmt, ...) {
     toka_err e;
     va_list ap;
     va_start(ap, fmt);
     vsnprintf(e.msg, sizeof e.msg, fmt, ap);
     va_end(ap);
-    c->reply.status = status;
-    buf_clear(&c->reply.body);
-    api_put_error(&c->reply.body, status, e.msg, NULL, NULL, NULL);
-    if (status == 401) buf_c(&c->reply.headers, "WWW-Authenticate: Bearer\r\n");
-    if (status == 503) buf_c(&c->reply.headers, "Retry-After: 1\r\n");
+    request->reply.status = status;
+    buf_clear(&request->reply.body);
+    api_put_error(&request->reply.body, status, e.msg, NULL, NULL, NULL);
+    if (status == 401) buf_c(&request->reply.headers, "WWW-Authenticate: Bearer\r\n");
+    if (status == 503) buf_c(&request->reply.headers, "Retry-After: 1\r\n");
 }
 
 static void srv_put_cors(buf *b, str origin) {
@@ -24194,69 +24194,69 @@ static void srv_put_cors(buf *b, str origin) {
 /* Appends the body to the head. Copies the shorter of the two: if that is the head, the body's
  * memory becomes the result's. *body is an unused buffer afterwards; the caller frees it. */
 static void srv_put_body(buf *head, buf *body) {
-    const size_t n = head->n;
-    if (body->n <= n || !buf_try_reserve(body, n)) {
+    const size_t n_head = head->n;
+    if (body->n <= n_head || !buf_try_reserve(body, n_head)) {
         buf_str(head, buf_view(body));
         return;
     }
-    memmove(body->p + n, body->p, body->n + 1);
-    memcpy(body->p, head->p, n);
-    body->n += n;
-    buf old = *head;
+    memmove(body->p + n_head, body->p, body->n + 1);
+    memcpy(body->p, head->p, n_head);
+    body->n += n_head;
+    buf swap = *head;
     *head = *body;
-    *body = old;
+    *body = swap;
 }
 
 /* Makes a whole answer of c->reply: status line, headers and body. An answer to HEAD has the
  * Content-Length of the body but no body. */
-static void srv_put_reply(buf *b, srv_call *c) {
-    http_reply *r = &c->reply;
-    int64_t length = r->fd_bytes > 0 ? r->fd_bytes : (int64_t)r->body.n;
-    const char *type = r->type ? r->type : "application/json";
-    if (!r->status) r->status = 200;
-    if (c->s->draining) c->keep_alive = false;
-    srv_put_cors(&r->headers, c->origin);
-    http_put_head(b, r->status, r->status == 204 ? NULL : type, length, c->keep_alive,
-                  (int64_t)time(NULL), buf_view(&r->headers));
-    bool head = c->req && c->req->method == HTTP_HEAD;
-    if (!head && r->fd_bytes <= 0) srv_put_body(b, &r->body);
-    if (head && r->fd_bytes > 0) {
-        close(r->fd);
-        r->fd_bytes = 0;
+static void srv_put_reply(buf *out, srv_request *request) {
+    http_reply *reply = &request->reply;
+    int64_t length = reply->fd_bytes > 0 ? reply->fd_bytes : (int64_t)reply->body.n;
+    const char *type = reply->type ? reply->type : "application/json";
+    if (!reply->status) reply->status = 200;
+    if (request->server->draining) request->keep_alive = false;
+    srv_put_cors(&reply->headers, request->origin);
+    http_put_head(out, reply->status, reply->status == 204 ? NULL : type, length, request->keep_alive,
+                  (int64_t)time(NULL), buf_view(&reply->headers));
+    bool is_head = request->http && request->http->method == HTTP_HEAD;
+    if (!is_head && reply->fd_bytes <= 0) srv_put_body(out, &reply->body);
+    if (is_head && reply->fd_bytes > 0) {
+        close(reply->fd);
+        reply->fd_bytes = 0;
     }
-    buf_free(&r->headers), buf_free(&r->body);
+    buf_free(&reply->headers), buf_free(&reply->body);
 }
 
 /* Hands the bytes that a worker made to the loop. Afterwards `made` is an unused buffer, which the
  * caller frees. done: they are the answer's last bytes. With the lock held. */
-static void srv_hand_over(srv_call *c, buf *made, bool done) {
-    c->unsent += made->n;
-    c->stalled = !done && c->unsent > SRV_MAX_UNSENT;
-    if (!c->out.n) {
-        buf old = c->out;
-        c->out = *made;
-        *made = old;
-    } else if (!buf_try_put(&c->out, made->p, made->n)) {
+static void srv_pass_to_loop(srv_request *request, buf *bytes, bool is_last) {
+    request->unsent_bytes += bytes->n;
+    request->paused = !is_last && request->unsent_bytes > SRV_MAX_UNSENT;
+    if (!request->output.n) {
+        buf swap = request->output;
+        request->output = *bytes;
+        *bytes = swap;
+    } else if (!buf_try_put(&request->output, bytes->p, bytes->n)) {
         /* Bytes of the stream are lost: it ends here, with an error or a closed connection. */
-        c->keep_alive &= !done;
-        srv_end_large(c);
+        request->keep_alive &= !is_last;
+        srv_abort_large(request);
     }
-    if (done) {
-        c->stage = SRV_ENDED;
-        c->done = true;
-        srv_uncount(c);
+    if (is_last) {
+        request->state = SRV_ENDED;
+        request->output_ended = true;
+        srv_leave_queue(request);
     }
-    if (!c->gone) srv_push_dirty(c);
+    if (!request->disconnected) srv_notify_loop(request);
 }
 
 /* Hands c->reply to the loop as the whole answer. Called by a worker, without the lock. */
-static void srv_publish_reply(srv_call *c) {
-    buf made = {0};
-    srv_put_reply(&made, c);
-    pthread_mutex_lock(&c->s->lock);
-    srv_hand_over(c, &made, true);
-    pthread_mutex_unlock(&c->s->lock);
-    buf_free(&made);
+static void srv_publish_reply(srv_request *request) {
+    buf bytes = {0};
+    srv_put_reply(&bytes, request);
+    pthread_mutex_lock(&request->server->lock);
+    srv_pass_to_loop(request, &bytes, true);
+    pthread_mutex_unlock(&request->server->lock);
+    buf_free(&bytes);
 }
 
 /* ---- Retry-After: how long the queue takes to drain ---- */
@@ -24264,454 +24264,454 @@ static void srv_publish_reply(srv_call *c) {
 /* Called when a call enters the queue or is refused. n_waiting: calls that are in the queue; left:
  * calls that have left it since the server started. Measuring starts anew when the queue is empty:
  * an empty queue says nothing about the drain rate of a full one. */
-static void srv_pace_look(srv_pace *p, int n_waiting, int64_t left, double now) {
-    if (!n_waiting || !p->t[0]) {
-        p->t[0] = p->t[1] = now;
-        p->left[0] = p->left[1] = left;
+static void srv_update_queue_rate(srv_queue_rate *rate, int n_waiting, int64_t n_dequeued, double now) {
+    if (!n_waiting || !rate->interval_start[0]) {
+        rate->interval_start[0] = rate->interval_start[1] = now;
+        rate->n_dequeued[0] = rate->n_dequeued[1] = n_dequeued;
     }
-    if (now - p->t[1] > SRV_PACE_S) {
-        p->t[0] = p->t[1];
-        p->left[0] = p->left[1];
-        p->t[1] = now;
-        p->left[1] = left;
+    if (now - rate->interval_start[1] > SRV_QUEUE_RATE_S) {
+        rate->interval_start[0] = rate->interval_start[1];
+        rate->n_dequeued[0] = rate->n_dequeued[1];
+        rate->interval_start[1] = now;
+        rate->n_dequeued[1] = n_dequeued;
     }
 }
 
 /* Returns the seconds, 1 to SRV_MAX_RETRY_S, until all waiting calls have left the queue at the
  * measured rate. If no call has left since the interval began, it counts as one. */
-static int srv_pace_retry(const srv_pace *p, int n_waiting, int64_t left, double now) {
-    double seconds = n_waiting * MAX(now - p->t[0], 0.0) /
-                     (double)MAX(left - p->left[0], (int64_t)1);
+static int srv_retry_after_s(const srv_queue_rate *rate, int n_waiting, int64_t n_dequeued, double now) {
+    double seconds = n_waiting * MAX(now - rate->interval_start[0], 0.0) /
+                     (double)MAX(n_dequeued - rate->n_dequeued[0], (int64_t)1);
     return seconds < 1 ? 1 : seconds > SRV_MAX_RETRY_S ? SRV_MAX_RETRY_S : (int)ceil(seconds);
 }
 
 /* Appends the header Retry-After to c->reply. Without the lock. */
-static void srv_put_retry(srv_call *c) {
-    srv *s = c->s;
+static void srv_put_retry_after(srv_request *request) {
+    srv *server = request->server;
     double now = os_now();
-    pthread_mutex_lock(&s->lock);
-    srv_pace_look(&s->pace, s->n_waiting, s->n_left, now);
-    int seconds = srv_pace_retry(&s->pace, s->n_waiting, s->n_left, now);
-    pthread_mutex_unlock(&s->lock);
-    buf_printf(&c->reply.headers, "Retry-After: %d\r\n", seconds);
+    pthread_mutex_lock(&server->lock);
+    srv_update_queue_rate(&server->queue_rate, server->n_waiting, server->n_dequeued, now);
+    int seconds = srv_retry_after_s(&server->queue_rate, server->n_waiting, server->n_dequeued, now);
+    pthread_mutex_unlock(&server->lock);
+    buf_printf(&request->reply.headers, "Retry-After: %d\r\n", seconds);
 }
 
 /* ---- Events: the engine's thread ---- */
 
 /* Counts the tokens of this step in the metrics. With the lock held. */
-static void srv_count_tokens(srv_call *c, double now) {
-    srv_metrics *m = &c->s->m;
-    if (!c->fresh_tokens) return;
-    if (!c->t_first) {
-        srv_uncount(c);
-        c->t_first = now;
-        srv_observe(&m->ttft, now - c->t_start, 1);
-    } else if (c->fresh_tokens > c->fresh_first) {
-        srv_observe(&m->itl, now - c->t_last, c->fresh_tokens - c->fresh_first);
+static void srv_count_tokens(srv_request *request, double now) {
+    srv_metrics *metrics = &request->server->metrics;
+    if (!request->step_tokens) return;
+    if (!request->first_token_time) {
+        srv_leave_queue(request);
+        request->first_token_time = now;
+        srv_observe(&metrics->ttft, now - request->arrival_time, 1);
+    } else if (request->step_tokens > request->step_first_tokens) {
+        srv_observe(&metrics->itl, now - request->last_token_time, request->step_tokens - request->step_first_tokens);
     }
-    c->t_last = now;
-    c->n_tokens += c->fresh_tokens;
-    c->fresh_tokens = c->fresh_first = 0;
+    request->last_token_time = now;
+    request->n_tokens += request->step_tokens;
+    request->step_tokens = request->step_first_tokens = 0;
 }
 
 /* The last event of the call's last part has come. With the lock held. */
-static void srv_count_end(srv_call *c, double now) {
-    srv_metrics *m = &c->s->m;
+static void srv_count_finished(srv_request *request, double now) {
+    srv_metrics *metrics = &request->server->metrics;
     /* tokens after the first one, mean over the samples */
-    double later = (double)c->n_tokens / MAX(c->api.n_choices, 1) - 1;
-    if (!c->t_first) return;
-    srv_observe(&m->e2e, now - c->t_start, 1);
-    if (later > 0) srv_observe(&m->tpot, (c->t_last - c->t_first) / later, 1);
-    srv_observe(&m->prompt_tokens, (double)c->api.n_prompt_tokens, 1);
-    srv_observe(&m->output_tokens, (double)c->n_tokens, 1);
-    srv_observe(&m->params_n, (double)c->api.n_choices / c->api.n_prompts, 1);
+    double later_tokens = (double)request->n_tokens / MAX(request->api.n_choices, 1) - 1;
+    if (!request->first_token_time) return;
+    srv_observe(&metrics->e2e, now - request->arrival_time, 1);
+    if (later_tokens > 0) srv_observe(&metrics->tpot, (request->last_token_time - request->first_token_time) / later_tokens, 1);
+    srv_observe(&metrics->prompt_tokens, (double)request->api.n_prompt_tokens, 1);
+    srv_observe(&metrics->output_tokens, (double)request->n_tokens, 1);
+    srv_observe(&metrics->params_n, (double)request->api.n_choices / request->api.n_prompts, 1);
 }
 
 /* The engine's callback. Packs the event. At the part's last event of a step, or when a sample
  * ends, hands the records to the workers: so the lock is taken once a step. Always returns 0 (go
  * on); a call is cancelled by toka_cancel. */
 static int srv_on_event(void *user, const toka_event *ev) {
-    srv_part *p = user;
-    srv_call *c = p->call;
-    srv *s = c->s;
-    const bool dropped = c->gone || c->too_much;
-    const bool kept = dropped || buf_try_reserve(&c->fresh, api_record_bytes(ev));
-    if (kept && !dropped) api_pack_event(p->part, ev, &c->fresh);
+    srv_prompt *prompt = user;
+    srv_request *request = prompt->request;
+    srv *server = request->server;
+    const bool discard = request->disconnected || request->over_limit;
+    const bool fits = discard || buf_try_reserve(&request->step_records, api_record_bytes(ev));
+    if (fits && !discard) api_pack_event(prompt->prompt, ev, &request->step_records);
     if (ev->sample >= 0 && ev->id >= 0) {
-        c->fresh_tokens++;
-        c->fresh_first += !bit_get(p->begun, ev->sample);
-        bit_set(p->begun, ev->sample);
+        request->step_tokens++;
+        request->step_first_tokens += !bit_get(prompt->has_token, ev->sample);
+        bit_set(prompt->has_token, ev->sample);
     }
     bool ended = ev->finish != TOKA_RUNNING;
-    p->n_left -= ended;
-    if (ev->more && p->n_left && !ended && kept) return 0;
+    prompt->n_unended -= ended;
+    if (ev->more && prompt->n_unended && !ended && fits) return 0;
     double now = os_now();
-    pthread_mutex_lock(&s->lock);
-    s->m.finished[ev->finish] += ended;
-    srv_count_tokens(c, now);
-    bool fits = kept &&
-                (c->gone || c->too_much || buf_try_put(&c->records, c->fresh.p, c->fresh.n));
-    buf_clear(&c->fresh);
-    if (!fits || !srv_count_held(c)) srv_end_large(c);
-    bool last = false;
-    if (!p->n_left) {
-        if (!--c->n_open) srv_count_end(c, now);
-        last = true;
+    pthread_mutex_lock(&server->lock);
+    server->metrics.finished[ev->finish] += ended;
+    srv_count_tokens(request, now);
+    bool stored = fits &&
+                (request->disconnected || request->over_limit || buf_try_put(&request->records, request->step_records.p, request->step_records.n));
+    buf_clear(&request->step_records);
+    if (!stored || !srv_account_answer(request)) srv_abort_large(request);
+    bool last_event = false;
+    if (!prompt->n_unended) {
+        if (!--request->n_unended) srv_count_finished(request, now);
+        last_event = true;
     }
-    /* the loop checks whether the client still reads, and disconnects it if not (srv_unstall) */
-    if (c->stalled && srv_not_fed(c) > SRV_MAX_RECORDS) srv_push_dirty(c);
-    if (srv_wants_work(c)) srv_push_ready(c);
-    last = last && srv_unref(c);
-    pthread_mutex_unlock(&s->lock);
-    if (last) srv_call_free(c);
+    /* the loop checks whether the client still reads, and disconnects it if not (srv_resume) */
+    if (request->paused && srv_unfed_bytes(request) > SRV_MAX_RECORDS) srv_notify_loop(request);
+    if (srv_needs_worker(request)) srv_queue_work(request);
+    last_event = last_event && srv_unref(request);
+    pthread_mutex_unlock(&server->lock);
+    if (last_event) srv_request_free(request);
     return 0;
 }
 
 /* ---- Completions: workers ---- */
 
 /* Callback of api_parse: a request has an unknown field. Reports each name once. */
-static void srv_unknown(void *user, str name) {
-    srv *s = user;
-    buf shown = {0};
-    pthread_mutex_lock(&s->lock);
-    bool news = api_should_report(&s->unknown, name, &shown);
-    pthread_mutex_unlock(&s->lock);
-    if (news)
+static void srv_on_unknown_field(void *user, str name) {
+    srv *server = user;
+    buf printable = {0};
+    pthread_mutex_lock(&server->lock);
+    bool is_new = api_should_report(&server->reported_fields, name, &printable);
+    pthread_mutex_unlock(&server->lock);
+    if (is_new)
         fprintf(stderr, "toka: a request has an unknown field, ignored from here on: %s\n",
-                shown.p);
-    buf_free(&shown);
+                printable.p);
+    buf_free(&printable);
 }
 
 /* A new id: a hash of a counter and a random number of this process. */
-static uint64_t srv_serial(srv *s, int which) {
-    return hash_mix(s->random[which] + 0x9E3779B97F4A7C15u * (uint64_t)++s->n_serial);
+static uint64_t srv_new_id(srv *server, int which) {
+    return hash_mix(server->random[which] + 0x9E3779B97F4A7C15u * (uint64_t)++server->last_id);
 }
 
 /* Submits the parts to the engine. Stops at the first error (c->refused), or when the client has
  * disconnected. Parts that were not submitted have no events, so their references are dropped. */
-static void srv_submit(srv *s, srv_call *c) {
-    int n = c->api.n_prompts, i;
-    bool gone = false;
-    for (i = 0; i < n; i++) {
-        int samples = MAX(1, c->api.prompts[i].engine_request.n);
-        c->parts[i] = (srv_part){c, &c->api.prompts[i], samples,
-                                 arena_zalloc(&c->a, bit_bytes(samples))};
+static void srv_submit(srv *server, srv_request *request) {
+    int n_prompts = request->api.n_prompts, i;
+    bool stop = false;
+    for (i = 0; i < n_prompts; i++) {
+        int n_samples = MAX(1, request->api.prompts[i].engine_request.n);
+        request->prompts[i] = (srv_prompt){request, &request->api.prompts[i], n_samples,
+                                 arena_zalloc(&request->memory, bit_bytes(n_samples))};
     }
-    pthread_mutex_lock(&s->lock);
-    c->n_open = n;
-    c->refs += n;
-    c->stage = SRV_RUNNING;
-    pthread_mutex_unlock(&s->lock);
-    for (i = 0; i < n && !gone; i++) {
-        api_prompt *part = &c->api.prompts[i];
-        if (toka_submit(s->t, &part->engine_request, srv_on_event, &c->parts[i], &part->engine_id, &c->refused))
+    pthread_mutex_lock(&server->lock);
+    request->n_unended = n_prompts;
+    request->refs += n_prompts;
+    request->state = SRV_RUNNING;
+    pthread_mutex_unlock(&server->lock);
+    for (i = 0; i < n_prompts && !stop; i++) {
+        api_prompt *prompt = &request->api.prompts[i];
+        if (toka_submit(server->toka, &prompt->engine_request, srv_on_event, &request->prompts[i], &prompt->engine_id, &request->submit_error))
             break;
-        c->refused.code = 0;
-        pthread_mutex_lock(&s->lock);
-        c->n_submitted = i + 1;
-        gone = c->gone || c->too_much;
-        pthread_mutex_unlock(&s->lock);
-        /* srv_abandon or srv_end_large has cancelled the parts before this one */
-        if (gone) toka_cancel(s->t, part->engine_id);
+        request->submit_error.code = 0;
+        pthread_mutex_lock(&server->lock);
+        request->n_submitted = i + 1;
+        stop = request->disconnected || request->over_limit;
+        pthread_mutex_unlock(&server->lock);
+        /* srv_on_disconnect or srv_abort_large has cancelled the parts before this one */
+        if (stop) toka_cancel(server->toka, prompt->engine_id);
     }
-    if (i == n) return;
-    if (!gone)
-        for (int k = 0; k < i; k++) toka_cancel(s->t, c->api.prompts[k].engine_id);
-    pthread_mutex_lock(&s->lock);
-    c->n_open -= n - i;
-    c->refs -= n - i; /* stays above 0: the worker has a reference, too */
-    pthread_mutex_unlock(&s->lock);
+    if (i == n_prompts) return;
+    if (!stop)
+        for (int j = 0; j < i; j++) toka_cancel(server->toka, request->api.prompts[j].engine_id);
+    pthread_mutex_lock(&server->lock);
+    request->n_unended -= n_prompts - i;
+    request->refs -= n_prompts - i; /* stays above 0: the worker has a reference, too */
+    pthread_mutex_unlock(&server->lock);
 }
 
 /* Is there enough memory to parse the body? If not, publishes a 503 and returns false. */
-static bool srv_can_read(srv_call *c) {
-    if (srv_can_work(c, c->body.n * SRV_READING)) return true;
-    srv_hold(c->s, &c->work_held, 0);
-    srv_error(c, 503, "a body of %zu bytes takes more memory than there is now", c->body.n);
-    return srv_publish_reply(c), false;
+static bool srv_can_parse(srv_request *request) {
+    if (srv_account_work(request, request->body.n * SRV_PARSE_FACTOR)) return true;
+    srv_account(request->server, &request->work_held, 0);
+    srv_error(request, 503, "a body of %zu bytes takes more memory than there is now", request->body.n);
+    return srv_publish_reply(request), false;
 }
 
 /* Handler of the completion routes: parses the body and submits its prompts. */
-static void srv_begin_api(srv *s, srv_call *c) {
+static void srv_begin_api(srv *server, srv_request *request) {
     toka_err e;
-    c->api.serial[0] = srv_serial(s, 0);
-    c->api.serial[1] = srv_serial(s, 1);
-    c->api.created = (int64_t)time(NULL);
-    c->api.user = c;
-    if (!srv_can_read(c)) return;
-    int code = api_parse(&s->model, (enum api_route)c->route->api, buf_view(&c->body), &c->api, &e);
-    srv_free_body(c);
-    srv_hold(s, &c->work_held, 0);
+    request->api.serial[0] = srv_new_id(server, 0);
+    request->api.serial[1] = srv_new_id(server, 1);
+    request->api.created = (int64_t)time(NULL);
+    request->api.user = request;
+    if (!srv_can_parse(request)) return;
+    int code = api_parse(&server->model, (enum api_route)request->route->api_route, buf_view(&request->body), &request->api, &e);
+    srv_free_body(request);
+    srv_account(server, &request->work_held, 0);
     if (code) {
-        c->reply.status = c->api.status;
-        api_put_error(&c->reply.body, c->api.status, e.msg, c->api.type, c->api.param, c->api.code);
-        if (c->api.status == 503) srv_put_retry(c);
-        srv_publish_reply(c);
+        request->reply.status = request->api.status;
+        api_put_error(&request->reply.body, request->api.status, e.msg, request->api.type, request->api.param, request->api.code);
+        if (request->api.status == 503) srv_put_retry_after(request);
+        srv_publish_reply(request);
         return;
     }
-    c->parts = arena_alloc(&c->a, (size_t)c->api.n_prompts * sizeof *c->parts);
-    srv_submit(s, c);
+    request->prompts = arena_alloc(&request->memory, (size_t)request->api.n_prompts * sizeof *request->prompts);
+    srv_submit(server, request);
 }
 
-static void srv_put_stream_head(buf *b, srv_call *c) {
-    buf more = {0};
-    bool chunked = c->req->minor > 0;
-    c->head_sent = true;
-    c->keep_alive = c->keep_alive && chunked && !c->s->draining;
-    buf_c(&more, "Cache-Control: no-cache\r\nX-Accel-Buffering: no\r\n");
-    srv_put_cors(&more, c->origin);
-    http_put_head(b, 200, "text/event-stream; charset=utf-8",
-                  chunked ? HTTP_CHUNKED : HTTP_UNTIL_CLOSE, c->keep_alive, (int64_t)time(NULL),
-                  buf_view(&more));
-    buf_free(&more);
+static void srv_put_stream_head(buf *out, srv_request *request) {
+    buf headers = {0};
+    bool chunked = request->http->minor > 0;
+    request->head_sent = true;
+    request->keep_alive = request->keep_alive && chunked && !request->server->draining;
+    buf_c(&headers, "Cache-Control: no-cache\r\nX-Accel-Buffering: no\r\n");
+    srv_put_cors(&headers, request->origin);
+    http_put_head(out, 200, "text/event-stream; charset=utf-8",
+                  chunked ? HTTP_CHUNKED : HTTP_UNTIL_CLOSE, request->keep_alive, (int64_t)time(NULL),
+                  buf_view(&headers));
+    buf_free(&headers);
 }
 
 /* Makes c->reply the error of a call of which the engine did not accept all parts, or whose answer
  * needs too much memory. */
-static void srv_refuse(srv_call *c) {
-    const bool large = !c->refused.code;
-    int status = large ? 503 : c->refused.code == TOKA_E_USE ? 429 : 500;
-    srv_error(c, status, "%s",
-              large ? "the answer takes more memory than there is now" : c->refused.msg);
-    if (status == 429) srv_put_retry(c);
+static void srv_set_refusal(srv_request *request) {
+    const bool over_limit = !request->submit_error.code;
+    int status = over_limit ? 503 : request->submit_error.code == TOKA_E_USE ? 429 : 500;
+    srv_error(request, status, "%s",
+              over_limit ? "the answer takes more memory than there is now" : request->submit_error.msg);
+    if (status == 429) srv_put_retry_after(request);
 }
 
-/* Appends the error of srv_refuse: as a whole answer, or as the last event of a stream that has
+/* Appends the error of srv_set_refusal: as a whole answer, or as the last event of a stream that has
  * begun. */
-static void srv_put_refusal(srv_call *c, buf *made) {
-    srv_refuse(c);
-    if (!c->head_sent) {
-        srv_put_reply(made, c);
+static void srv_put_refusal(srv_request *request, buf *out) {
+    srv_set_refusal(request);
+    if (!request->head_sent) {
+        srv_put_reply(out, request);
         return;
     }
     buf text = {0};
-    buf_printf(&text, "data: %s\n\ndata: [DONE]\n\n", c->reply.body.p);
-    if (c->req->minor > 0) http_put_chunk(made, buf_view(&text)), http_put_last_chunk(made);
-    else buf_str(made, buf_view(&text));
+    buf_printf(&text, "data: %s\n\ndata: [DONE]\n\n", request->reply.body.p);
+    if (request->http->minor > 0) http_put_chunk(out, buf_view(&text)), http_put_last_chunk(out);
+    else buf_str(out, buf_view(&text));
     buf_free(&text);
 }
 
 /* Is there enough memory for the text of an answer that is not streamed? */
-static bool srv_can_finish(srv_call *c) {
-    return c->api.stream || srv_can_work(c, api_answer_bytes(&c->api));
+static bool srv_can_finish(srv_request *request) {
+    return request->api.stream || srv_account_work(request, api_answer_bytes(&request->api));
 }
 
 /* Makes records into bytes for the socket and appends them to `made`; of a stream, about
  * SRV_MAX_UNSENT bytes in one turn. *last on entry: no records come after these. *last on return:
  * no bytes come after `made`. Returns how many bytes of records were used. */
-static size_t srv_continue(srv_call *c, str records, bool *last, buf *made) {
+static size_t srv_make_output(srv_request *request, str records, bool *last, buf *out) {
     buf text = {0};
-    if (c->refused.code || c->too_much) { /* discards the output of parts that were accepted */
-        if (*last) srv_put_refusal(c, made);
+    if (request->submit_error.code || request->over_limit) { /* discards the output of parts that were accepted */
+        if (*last) srv_put_refusal(request, out);
         return records.n;
     }
-    const size_t fed = api_feed_until(&c->api, records, SRV_MAX_UNSENT, &text);
-    *last = *last && fed == records.n;
-    if (*last && c->api.failure && !c->head_sent) { /* nothing was sent yet: answer with a status */
-        c->api.stream = false;
+    const size_t n_fed = api_feed_until(&request->api, records, SRV_MAX_UNSENT, &text);
+    *last = *last && n_fed == records.n;
+    if (*last && request->api.failure && !request->head_sent) { /* nothing was sent yet: answer with a status */
+        request->api.stream = false;
         buf_clear(&text);
     }
-    if (*last && !srv_can_finish(c)) {
-        srv_put_refusal(c, made);
-        return fed;
+    if (*last && !srv_can_finish(request)) {
+        srv_put_refusal(request, out);
+        return n_fed;
     }
-    int status = *last ? api_finish(&c->api, &text) : 0;
-    if (!c->api.stream) {
+    int status = *last ? api_finish(&request->api, &text) : 0;
+    if (!request->api.stream) {
         if (*last) {
-            c->reply.status = status;
-            c->reply.body = text;
-            srv_put_reply(made, c);
+            request->reply.status = status;
+            request->reply.body = text;
+            srv_put_reply(out, request);
         }
-        return fed;
+        return n_fed;
     }
-    bool chunked = c->req->minor > 0;
-    c->reply.status = 200;
-    if (!c->head_sent && (text.n || *last)) srv_put_stream_head(made, c);
-    if (chunked) http_put_chunk(made, buf_view(&text));
-    else buf_str(made, buf_view(&text));
-    if (chunked && *last) http_put_last_chunk(made);
+    bool chunked = request->http->minor > 0;
+    request->reply.status = 200;
+    if (!request->head_sent && (text.n || *last)) srv_put_stream_head(out, request);
+    if (chunked) http_put_chunk(out, buf_view(&text));
+    else buf_str(out, buf_view(&text));
+    if (chunked && *last) http_put_last_chunk(out);
     buf_free(&text);
-    return fed;
+    return n_fed;
 }
 
 /* ---- Other handlers of workers ---- */
 
 /* Handler of /tokenize and /detokenize. */
-static void srv_simple(srv *s, srv_call *c) {
+static void srv_tokenize(srv *server, srv_request *request) {
     toka_err e;
-    api_fault f;
-    if (!srv_can_read(c)) return;
-    if (api_answer_tokenize(&s->model, (enum api_route)c->route->api, buf_view(&c->body), &c->reply.body, &e,
-                   &f)) {
-        c->reply.status = f.status;
-        buf_clear(&c->reply.body);
-        api_put_error(&c->reply.body, f.status, e.msg, f.type, f.param, f.code);
-        if (f.status == 503) srv_put_retry(c);
+    api_fault fault;
+    if (!srv_can_parse(request)) return;
+    if (api_answer_tokenize(&server->model, (enum api_route)request->route->api_route, buf_view(&request->body), &request->reply.body, &e,
+                   &fault)) {
+        request->reply.status = fault.status;
+        buf_clear(&request->reply.body);
+        api_put_error(&request->reply.body, fault.status, e.msg, fault.type, fault.param, fault.code);
+        if (fault.status == 503) srv_put_retry_after(request);
     }
-    srv_publish_reply(c);
+    srv_publish_reply(request);
 }
 
-static void srv_files(srv *s, srv_call *c) {
-    fb_handle(s->files, c->req, buf_view(&c->body), &c->reply);
-    srv_publish_reply(c);
+static void srv_files(srv *server, srv_request *request) {
+    files_handle(server->files, request->http, buf_view(&request->body), &request->reply);
+    srv_publish_reply(request);
 }
 
 /* Writes one piece of an upload to disk. Then asks the loop for the next piece, or publishes the
  * answer. */
-static void srv_upload(srv *s, srv_call *c) {
-    str type = http_find_header(c->req, "content-type");
-    bool ok = c->upload ||
-              (c->upload = fb_upload_open(s->files, type.p ? type : STR(""), &c->reply)) != NULL;
-    if (ok) ok = fb_upload_put(c->upload, buf_view(&c->body), &c->reply);
-    srv_free_body(c);
-    if (ok && !c->upload_whole) {
-        pthread_mutex_lock(&s->lock);
-        c->want_piece = true; /* srv_end_job tells the loop when the worker is done with the call */
-        pthread_mutex_unlock(&s->lock);
+static void srv_upload(srv *server, srv_request *request) {
+    str type = http_find_header(request->http, "content-type");
+    bool ok = request->upload ||
+              (request->upload = files_upload_open(server->files, type.p ? type : STR(""), &request->reply)) != NULL;
+    if (ok) ok = files_upload_feed(request->upload, buf_view(&request->body), &request->reply);
+    srv_free_body(request);
+    if (ok && !request->upload_ended) {
+        pthread_mutex_lock(&server->lock);
+        request->wants_piece = true; /* srv_end_job tells the loop when the worker is done with the call */
+        pthread_mutex_unlock(&server->lock);
         return;
     }
     http_reply unused = {0};
-    if (c->upload) fb_upload_close(c->upload, ok, ok ? &c->reply : &unused);
+    if (request->upload) files_upload_close(request->upload, ok, ok ? &request->reply : &unused);
     buf_free(&unused.headers), buf_free(&unused.body);
-    c->upload = NULL;
-    if (!c->upload_whole) c->keep_alive = false; /* the rest of the body will not be read */
-    srv_publish_reply(c);
+    request->upload = NULL;
+    if (!request->upload_ended) request->keep_alive = false; /* the rest of the body will not be read */
+    srv_publish_reply(request);
 }
 
 typedef struct srv_job { /* one turn of a worker with a call */
-    srv_call *c;
-    enum srv_stage stage;
-    buf records, made;
-    size_t at;  /* records are fed up to here */
+    srv_request *request;
+    enum srv_state state;
+    buf records, output;
+    size_t fed;  /* records are fed up to here */
     bool last;  /* before the turn: no records come after these; after it: no bytes after made */
     bool freed; /* the call's last reference is gone; the worker frees it */
 } srv_job;
 
 /* Takes the call's records: those left over from the last turn, or else all that came since. With
  * the lock held. */
-static void srv_take_job(srv_job *j, srv_call *c) {
-    buf *from = c->left.n ? &c->left : &c->records;
-    enum srv_stage stage = c->gone ? SRV_ENDED : c->stage;
-    *j = (srv_job){.c = c, .stage = stage, .records = *from, .at = c->left_at};
-    *from = (buf){0};
-    c->left_at = 0;
-    j->last = !c->n_open && !c->records.n;
+static void srv_begin_job(srv_job *job, srv_request *request) {
+    buf *source = request->unfed.n ? &request->unfed : &request->records;
+    enum srv_state state = request->disconnected ? SRV_ENDED : request->state;
+    *job = (srv_job){.request = request, .state = state, .records = *source, .fed = request->unfed_at};
+    *source = (buf){0};
+    request->unfed_at = 0;
+    job->last = !request->n_unended && !request->records.n;
 }
 
 /* A light job takes so little time that the jobs taken with it do not wait long. */
-static bool srv_is_light(const srv_call *c) {
-    return c->stage == SRV_RUNNING && c->api.stream && srv_not_fed(c) <= SRV_LIGHT_RECORDS;
+static bool srv_is_light(const srv_request *request) {
+    return request->state == SRV_RUNNING && request->api.stream && srv_unfed_bytes(request) <= SRV_LIGHT_BYTES;
 }
 
 /* Takes a worker's next jobs from the ready list: its share of light ones, or one that is not
  * light. Returns how many. With the lock held. */
-static int srv_take_jobs(srv *s, srv_job *job) {
-    int n = 0, most = MIN(SRV_JOBS, 1 + s->n_ready / s->o->n_workers);
-    for (srv_call *c; (c = s->ready) && n < most; s->n_ready--) {
-        const bool light = srv_is_light(c);
-        if (n && !light) break;
-        if (!light) most = 1;
-        if (!(s->ready = c->next_ready)) s->ready_end = &s->ready;
-        srv_take_job(&job[n++], c);
+static int srv_take_jobs(srv *server, srv_job *jobs) {
+    int n_jobs = 0, max_jobs = MIN(SRV_MAX_JOBS, 1 + server->n_queued / server->options->n_workers);
+    for (srv_request *request; (request = server->work_queue) && n_jobs < max_jobs; server->n_queued--) {
+        const bool light = srv_is_light(request);
+        if (n_jobs && !light) break;
+        if (!light) max_jobs = 1;
+        if (!(server->work_queue = request->next_queued)) server->work_queue_end = &server->work_queue;
+        srv_begin_job(&jobs[n_jobs++], request);
     }
-    return n;
+    return n_jobs;
 }
 
-static void srv_do_job(srv *s, srv_job *j) { /* without the lock */
-    str records = str_sub(buf_view(&j->records), j->at, j->records.n);
-    if (j->stage == SRV_NEW) j->c->route->work(s, j->c);
-    if (j->stage == SRV_RUNNING) j->at += srv_continue(j->c, records, &j->last, &j->made);
-    if (j->stage != SRV_RUNNING || j->at == j->records.n) {
-        buf_free(&j->records);
-        j->at = 0;
+static void srv_run_job(srv *server, srv_job *job) { /* without the lock */
+    str records = str_sub(buf_view(&job->records), job->fed, job->records.n);
+    if (job->state == SRV_NEW) job->request->route->on_worker(server, job->request);
+    if (job->state == SRV_RUNNING) job->fed += srv_make_output(job->request, records, &job->last, &job->output);
+    if (job->state != SRV_RUNNING || job->fed == job->records.n) {
+        buf_free(&job->records);
+        job->fed = 0;
     }
 }
 
 /* Gives the call back: hands on the bytes made and keeps the records that are left. With the lock
  * held. */
-static void srv_end_job(srv_job *j) {
-    srv_call *c = j->c;
-    if (j->stage == SRV_RUNNING && (j->made.n || j->last)) srv_hand_over(c, &j->made, j->last);
-    c->queued = false;
-    c->left = j->records;
-    c->left_at = j->at;
-    c->collected = c->api.held_bytes;
-    if (!srv_count_held(c) && c->n_open) srv_end_large(c);
-    if (c->want_piece && !c->gone) srv_push_dirty(c);
-    if (srv_wants_work(c)) srv_push_ready(c);
-    j->freed = srv_unref(c);
+static void srv_end_job(srv_job *job) {
+    srv_request *request = job->request;
+    if (job->state == SRV_RUNNING && (job->output.n || job->last)) srv_pass_to_loop(request, &job->output, job->last);
+    request->with_workers = false;
+    request->unfed = job->records;
+    request->unfed_at = job->fed;
+    request->collected_bytes = request->api.held_bytes;
+    if (!srv_account_answer(request) && request->n_unended) srv_abort_large(request);
+    if (request->wants_piece && !request->disconnected) srv_notify_loop(request);
+    if (srv_needs_worker(request)) srv_queue_work(request);
+    job->freed = srv_unref(request);
 }
 
-static void *srv_worker(void *arg) {
-    srv *s = arg;
-    srv_job job[SRV_JOBS];
+static void *srv_worker_thread(void *arg) {
+    srv *server = arg;
+    srv_job jobs[SRV_MAX_JOBS];
     pthread_setname_np(pthread_self(), "toka-worker");
-    pthread_mutex_lock(&s->lock);
-    for (int n;;) {
-        for (s->n_idle++; !s->ready && !s->stopping;) pthread_cond_wait(&s->work, &s->lock);
-        s->n_idle--;
-        if (!(n = srv_take_jobs(s, job))) break;
-        if (s->ready && s->n_idle) pthread_cond_signal(&s->work);
-        pthread_mutex_unlock(&s->lock);
-        for (int i = 0; i < n; i++) srv_do_job(s, &job[i]);
-        pthread_mutex_lock(&s->lock);
-        for (int i = 0; i < n; i++) srv_end_job(&job[i]);
-        pthread_mutex_unlock(&s->lock);
-        for (int i = 0; i < n; i++) {
-            buf_free(&job[i].made);
-            if (job[i].freed) srv_call_free(job[i].c);
+    pthread_mutex_lock(&server->lock);
+    for (int n_jobs;;) {
+        for (server->n_idle_workers++; !server->work_queue && !server->stopping;) pthread_cond_wait(&server->has_work, &server->lock);
+        server->n_idle_workers--;
+        if (!(n_jobs = srv_take_jobs(server, jobs))) break;
+        if (server->work_queue && server->n_idle_workers) pthread_cond_signal(&server->has_work);
+        pthread_mutex_unlock(&server->lock);
+        for (int i = 0; i < n_jobs; i++) srv_run_job(server, &jobs[i]);
+        pthread_mutex_lock(&server->lock);
+        for (int i = 0; i < n_jobs; i++) srv_end_job(&jobs[i]);
+        pthread_mutex_unlock(&server->lock);
+        for (int i = 0; i < n_jobs; i++) {
+            buf_free(&jobs[i].output);
+            if (jobs[i].freed) srv_request_free(jobs[i].request);
         }
-        pthread_mutex_lock(&s->lock);
+        pthread_mutex_lock(&server->lock);
     }
-    pthread_mutex_unlock(&s->lock);
+    pthread_mutex_unlock(&server->lock);
     return NULL;
 }
 
 /* ---- Handlers of the loop ---- */
 
-static void srv_health(srv *s, srv_call *c) {
-    int phase = s->phase;
-    if (phase == SRV_LOADING) srv_error(c, 503, "the model is loading");
-    else if (phase == SRV_FAILED) srv_error(c, 503, "the engine has failed");
-    else if (s->wedged)
-        srv_error(c, 503, "requests are under way, but the engine has made no step for %g s",
-                  s->o->step_timeout);
-    else if (s->draining) srv_error(c, 503, "the server is shutting down");
-    else buf_c(&c->reply.body, "{\"status\":\"ok\"}");
+static void srv_health(srv *server, srv_request *request) {
+    int phase = server->phase;
+    if (phase == SRV_LOADING) srv_error(request, 503, "the model is loading");
+    else if (phase == SRV_FAILED) srv_error(request, 503, "the engine has failed");
+    else if (server->hung)
+        srv_error(request, 503, "requests are under way, but the engine has made no step for %g s",
+                  server->options->step_timeout);
+    else if (server->draining) srv_error(request, 503, "the server is shutting down");
+    else buf_c(&request->reply.body, "{\"status\":\"ok\"}");
 }
 
-static void srv_version(srv *s, srv_call *c) {
-    (void)s;
-    buf_c(&c->reply.body, "{\"version\":\"" TOKA_VERSION "\"}");
+static void srv_version(srv *server, srv_request *request) {
+    (void)server;
+    buf_c(&request->reply.body, "{\"version\":\"" TOKA_VERSION "\"}");
 }
 
-static void srv_page_reply(srv *s, srv_call *c) {
-    (void)s;
-    c->reply.type = "text/html; charset=utf-8";
-    buf_c(&c->reply.headers,
+static void srv_page_reply(srv *server, srv_request *request) {
+    (void)server;
+    request->reply.type = "text/html; charset=utf-8";
+    buf_c(&request->reply.headers,
           "Content-Security-Policy: default-src 'self' 'unsafe-inline'; img-src data:\r\n");
-    buf_put(&c->reply.body, srv_page, sizeof srv_page - 1);
+    buf_put(&request->reply.body, srv_page, sizeof srv_page - 1);
 }
 
-static void srv_models(srv *s, srv_call *c) {
-    str path = c->req->path, id = path.n > 11 ? str_sub(path, 11, path.n) : STR("");
+static void srv_models(srv *server, srv_request *request) {
+    str path = request->http->path, id = path.n > 11 ? str_sub(path, 11, path.n) : STR("");
     toka_err e;
-    if (api_put_models(&s->model, id, s->started, &c->reply.body)) return;
+    if (api_put_models(&server->model, id, server->start_time, &request->reply.body)) return;
     fail(&e, TOKA_E_USE, "the model '%.*s' does not exist", STRF(id));
-    c->reply.status = 404;
-    api_put_error(&c->reply.body, 404, e.msg, NULL, "model", "model_not_found");
+    request->reply.status = 404;
+    api_put_error(&request->reply.body, 404, e.msg, NULL, "model", "model_not_found");
 }
 
-static int srv_n_connections(const srv *s);
+static int srv_n_connections(const srv *server);
 
-static void srv_metrics_reply(srv *s, srv_call *c) {
-    toka_stats t = toka_get_stats(s->t);
-    c->reply.type = "text/plain; version=0.0.4; charset=utf-8";
-    pthread_mutex_lock(&s->lock);
-    srv_metrics m = s->m;
-    int n_waiting = s->n_waiting;
-    pthread_mutex_unlock(&s->lock);
-    srv_put_metrics(&c->reply.body, &m, &t, str_c(s->name), n_waiting, srv_n_connections(s));
+static void srv_metrics_reply(srv *server, srv_request *request) {
+    toka_stats t = toka_get_stats(server->toka);
+    request->reply.type = "text/plain; version=0.0.4; charset=utf-8";
+    pthread_mutex_lock(&server->lock);
+    srv_metrics metrics = server->metrics;
+    int n_waiting = server->n_waiting;
+    pthread_mutex_unlock(&server->lock);
+    srv_put_metrics(&request->reply.body, &metrics, &t, str_c(server->name), n_waiting, srv_n_connections(server));
 }
 
 /* ---- Routes ---- */
@@ -24726,28 +24726,28 @@ static const srv_route srv_routes[] = {
     {"/v1/models", true, SRV_GET, false, false, srv_models, NULL, 0},
     {"/v1/completions", false, SRV_POST, false, false, NULL, srv_begin_api, API_COMPLETIONS},
     {"/v1/chat/completions", false, SRV_POST, false, false, NULL, srv_begin_api, API_CHAT},
-    {"/tokenize", false, SRV_POST, false, false, NULL, srv_simple, API_TOKENIZE},
-    {"/detokenize", false, SRV_POST, false, false, NULL, srv_simple, API_DETOKENIZE},
+    {"/tokenize", false, SRV_POST, false, false, NULL, srv_tokenize, API_TOKENIZE},
+    {"/detokenize", false, SRV_POST, false, false, NULL, srv_tokenize, API_DETOKENIZE},
     {"/v1/files", true, 0, false, false, NULL, srv_files, 0},
     {"/v1/batches", true, 0, false, false, NULL, srv_files, 0},
 };
 static const srv_route srv_upload_route = {
     "/v1/files", false, SRV_POST, false, false, NULL, srv_upload, 0};
 
-static const srv_route *srv_find_route(const http_request *r) {
-    if (r->method == HTTP_POST && str_is(r->path, srv_upload_route.path)) return &srv_upload_route;
+static const srv_route *srv_find_route(const http_request *http) {
+    if (http->method == HTTP_POST && str_is(http->path, srv_upload_route.path)) return &srv_upload_route;
     for (int i = 0; i < COUNT(srv_routes); i++) {
         str path = str_c(srv_routes[i].path);
-        if (str_eq(r->path, path)) return &srv_routes[i];
-        bool below = str_starts(r->path, path) && r->path.n > path.n && r->path.p[path.n] == '/';
-        if (srv_routes[i].prefix && below) return &srv_routes[i];
+        if (str_eq(http->path, path)) return &srv_routes[i];
+        bool below = str_starts(http->path, path) && http->path.n > path.n && http->path.p[path.n] == '/';
+        if (srv_routes[i].is_prefix && below) return &srv_routes[i];
     }
     return NULL;
 }
 
 /* Compares in a time that depends on the key's length only, so that a client cannot find a key by
  * measuring how much of a guess was right. */
-static bool srv_key_is(str given, const char *key) {
+static bool srv_same_key(str given, const char *key) {
     size_t n = strlen(key);
     volatile unsigned char differs = given.n != n;
     for (size_t i = 0; i < n; i++)
@@ -24755,53 +24755,53 @@ static bool srv_key_is(str given, const char *key) {
     return !differs;
 }
 
-static bool srv_allowed(const srv_options *o, const http_request *r) {
-    str given = http_find_header(r, "authorization");
+static bool srv_is_authorized(const srv_options *options, const http_request *http) {
+    str given = http_find_header(http, "authorization");
     bool bearer = given.n > 7 && http_is(str_sub(given, 0, 7), "bearer "), found = false;
-    if (!o->n_keys) return true;
+    if (!options->n_keys) return true;
     given = bearer ? http_trim(str_sub(given, 7, given.n)) : STR("");
-    for (int i = 0; i < o->n_keys; i++) found |= srv_key_is(given, o->keys[i]);
+    for (int i = 0; i < options->n_keys; i++) found |= srv_same_key(given, options->keys[i]);
     return found;
 }
 
 /* ---- The host that a request names ---- */
 
-static struct in6_addr srv_mapped(struct in_addr four) { /* an IPv4 address as ::ffff:a.b.c.d */
+static struct in6_addr srv_map_ipv4(struct in_addr four) { /* an IPv4 address as ::ffff:a.b.c.d */
     struct in6_addr a = {.s6_addr = {[10] = 0xFF, [11] = 0xFF}};
     memcpy(a.s6_addr + 12, &four, 4);
     return a;
 }
 
-static bool srv_read_address(str name, struct in6_addr *a) { /* false: name is not an IP address */
+static bool srv_read_address(str name, struct in6_addr *address) { /* false: name is not an IP address */
     char text[INET6_ADDRSTRLEN];
     struct in_addr four;
     if (name.n >= sizeof text) return false;
     snprintf(text, sizeof text, "%.*s", STRF(name));
-    if (inet_pton(AF_INET6, text, a) == 1) return true;
+    if (inet_pton(AF_INET6, text, address) == 1) return true;
     if (inet_pton(AF_INET, text, &four) != 1) return false;
-    *a = srv_mapped(four);
+    *address = srv_map_ipv4(four);
     return true;
 }
 
 /* The IP address in a socket address; :: for a unix socket. */
-static struct in6_addr srv_address_of(const struct sockaddr_storage *s) {
-    if (s->ss_family == AF_INET) return srv_mapped(((const struct sockaddr_in *)s)->sin_addr);
-    if (s->ss_family == AF_INET6) return ((const struct sockaddr_in6 *)s)->sin6_addr;
+static struct in6_addr srv_address_of(const struct sockaddr_storage *address) {
+    if (address->ss_family == AF_INET) return srv_map_ipv4(((const struct sockaddr_in *)address)->sin_addr);
+    if (address->ss_family == AF_INET6) return ((const struct sockaddr_in6 *)address)->sin6_addr;
     return (struct in6_addr){0};
 }
 
-static bool srv_is_loopback(const struct in6_addr *a) {
-    return IN6_IS_ADDR_LOOPBACK(a) || (IN6_IS_ADDR_V4MAPPED(a) && a->s6_addr[12] == 127);
+static bool srv_is_loopback(const struct in6_addr *address) {
+    return IN6_IS_ADDR_LOOPBACK(address) || (IN6_IS_ADDR_V4MAPPED(address) && address->s6_addr[12] == 127);
 }
 
 /* Is this a loopback address, or the local address of the connection? */
-static bool srv_is_own_address(const struct in6_addr *a, int fd) {
+static bool srv_is_own_address(const struct in6_addr *address, int fd) {
     struct sockaddr_storage own;
     socklen_t n = sizeof own;
-    if (srv_is_loopback(a)) return true;
+    if (srv_is_loopback(address)) return true;
     if (getsockname(fd, (struct sockaddr *)&own, &n) || own.ss_family == AF_UNIX) return false;
     const struct in6_addr here = srv_address_of(&own);
-    return !memcmp(a, &here, sizeof here);
+    return !memcmp(address, &here, sizeof here);
 }
 
 /* Does the element mean all names below a domain ("*.example.org"), or these and the domain itself
@@ -24813,18 +24813,18 @@ static bool srv_is_domain(str element, str *domain) {
 
 /* Does an element of --allowed-hosts match this host? name: the host without its port, from
  * http_split_host. */
-static bool srv_host_is(str element, str host, str name) {
+static bool srv_match_host(str element, str host, str name) {
     str own, domain;
-    struct in6_addr a, b;
+    struct in6_addr own_address, address;
     if (srv_is_domain(element, &domain)) {
-        const str above = str_sub(domain, 1, domain.n);
-        const size_t at = name.n - MIN(domain.n, name.n);
-        if (at && http_equal_nocase(str_sub(name, at, name.n), domain)) return true;
-        return domain.n == element.n && http_equal_nocase(name, above);
+        const str parent = str_sub(domain, 1, domain.n);
+        const size_t tail_at = name.n - MIN(domain.n, name.n);
+        if (tail_at && http_equal_nocase(str_sub(name, tail_at, name.n), domain)) return true;
+        return domain.n == element.n && http_equal_nocase(name, parent);
     }
     if (str_is(element, "*") || http_equal_nocase(element, host) || http_equal_nocase(element, name)) return true;
     if (!http_split_host(element, &own)) own = element; /* maybe an IPv6 address without brackets */
-    return srv_read_address(own, &a) && srv_read_address(name, &b) && !memcmp(&a, &b, sizeof a);
+    return srv_read_address(own, &own_address) && srv_read_address(name, &address) && !memcmp(&own_address, &address, sizeof own_address);
 }
 
 /* Protection against DNS rebinding: is the host that a request names this server? Allowed are
@@ -24834,17 +24834,17 @@ static bool srv_host_is(str element, str host, str name) {
  * A request without a host is allowed: it does not come from a browser. A web page has no API key
  * and cannot reach a unix socket; so in these cases hosts are checked only if --allowed-hosts is
  * given. Ports are ignored because tunnels change them. */
-static bool srv_is_own_host(const srv_options *o, str host, int fd) {
-    char machine[256] = "";
-    str name, each, list = STR("localhost,*.localhost"), more = str_c(o->hosts ? o->hosts : "");
-    struct in6_addr a;
-    if (!host.p || (!more.n && (o->n_keys || o->uds))) return true;
+static bool srv_is_own_host(const srv_options *options, str host, int fd) {
+    char host_name[256] = "";
+    str name, each, list = STR("localhost,*.localhost"), extra = str_c(options->hosts ? options->hosts : "");
+    struct in6_addr address;
+    if (!host.p || (!extra.n && (options->n_keys || options->uds))) return true;
     if (!http_split_host(host, &name) || !name.n) return false;
-    while (http_next_element(&list, &each) || http_next_element(&more, &each))
-        if (srv_host_is(each, host, name)) return true;
-    if (srv_read_address(name, &a) && srv_is_own_address(&a, fd)) return true;
-    gethostname(machine, sizeof machine - 1);
-    return http_is(name, machine) || (o->host && http_is(name, o->host));
+    while (http_next_element(&list, &each) || http_next_element(&extra, &each))
+        if (srv_match_host(each, host, name)) return true;
+    if (srv_read_address(name, &address) && srv_is_own_address(&address, fd)) return true;
+    gethostname(host_name, sizeof host_name - 1);
+    return http_is(name, host_name) || (options->host && http_is(name, options->host));
 }
 
 /* Returns an error if an element of --allowed-hosts could never match. */
@@ -24853,9 +24853,9 @@ static int srv_check_hosts(const char *hosts, toka_err *e) {
     str name, domain;
     for (str list = str_c(hosts), each; http_next_element(&list, &each);) {
         const str plain = srv_is_domain(each, &domain) ? str_sub(domain, 1, domain.n) : each;
-        const bool stars = plain.n && memchr(plain.p, '*', plain.n);
-        const bool host = http_split_host(plain, &name) && name.n && !stars;
-        if (!str_is(each, "*") && !host && !srv_read_address(each, &unused))
+        const bool has_star = plain.n && memchr(plain.p, '*', plain.n);
+        const bool is_host = http_split_host(plain, &name) && name.n && !has_star;
+        if (!str_is(each, "*") && !is_host && !srv_read_address(each, &unused))
             return fail(e, TOKA_E_USE, "--allowed-hosts: '%.*s', expected names such as "
                         "llm.example.org or *.example.org, or *", STRF(each));
     }
@@ -24863,8 +24863,8 @@ static int srv_check_hosts(const char *hosts, toka_err *e) {
 }
 
 /* Returns the request's Origin if --allowed-origins has it, else an empty string. */
-static str srv_origin(const srv_options *o, const http_request *r) {
-    str origin = http_find_header(r, "origin"), list = o->origins ? str_c(o->origins) : STR(""), each;
+static str srv_origin(const srv_options *options, const http_request *http) {
+    str origin = http_find_header(http, "origin"), list = options->origins ? str_c(options->origins) : STR(""), each;
     while (origin.n && http_next_element(&list, &each))
         if (str_eq(each, origin) || str_is(each, "*")) return origin;
     return STR("");
@@ -24880,110 +24880,110 @@ static void srv_put_allow(buf *b, const char *name, unsigned methods) {
 
 /* Answer to OPTIONS: the methods of the route. For an allowed origin it also answers a CORS
  * preflight, which a browser sends before the request. */
-static void srv_options_reply(srv_call *c) {
+static void srv_options_reply(srv_request *request) {
     const unsigned all = SRV_GET | SRV_POST | 1 << HTTP_DELETE;
-    unsigned methods = c->route && c->route->methods ? c->route->methods : all;
-    c->reply.status = 204;
-    srv_put_allow(&c->reply.headers, "Allow", methods);
-    if (!c->origin.n) return;
-    srv_put_allow(&c->reply.headers, "Access-Control-Allow-Methods", methods);
+    unsigned methods = request->route && request->route->methods ? request->route->methods : all;
+    request->reply.status = 204;
+    srv_put_allow(&request->reply.headers, "Allow", methods);
+    if (!request->origin.n) return;
+    srv_put_allow(&request->reply.headers, "Access-Control-Allow-Methods", methods);
     /* allow all headers that the client asks for: some add their own, such as x-stainless-os */
-    str wanted = http_find_header(c->req, "access-control-request-headers");
-    buf_c(&c->reply.headers, "Access-Control-Allow-Headers: ");
-    buf_str(&c->reply.headers, wanted.n ? wanted : STR("Authorization, Content-Type"));
-    buf_c(&c->reply.headers, "\r\nAccess-Control-Max-Age: 600\r\n");
+    str wanted = http_find_header(request->http, "access-control-request-headers");
+    buf_c(&request->reply.headers, "Access-Control-Allow-Headers: ");
+    buf_str(&request->reply.headers, wanted.n ? wanted : STR("Authorization, Content-Type"));
+    buf_c(&request->reply.headers, "\r\nAccess-Control-Max-Age: 600\r\n");
 }
 
 /* Protection against cross-site requests: does a web page of another origin send a request that
  * changes something? The page could not read the answer, but the request would be carried out. Only
  * browsers send the headers Sec-Fetch-Site and Origin. Over plain HTTP to another machine they send
  * no Sec-Fetch-Site; then Origin, which names the page, must be this host. */
-static bool srv_is_foreign(const srv_call *c) {
-    const str site = http_find_header(c->req, "sec-fetch-site"), from = http_find_header(c->req, "origin");
+static bool srv_is_cross_origin(const srv_request *request) {
+    const str site = http_find_header(request->http, "sec-fetch-site"), from = http_find_header(request->http, "origin");
     const str scheme = STR("http://");
-    const bool changes = c->req->method == HTTP_POST || c->req->method == HTTP_DELETE;
-    if (!changes || c->origin.n) return false;
+    const bool changes = request->http->method == HTTP_POST || request->http->method == HTTP_DELETE;
+    if (!changes || request->origin.n) return false;
     if (site.n) return !http_is(site, "same-origin") && !http_is(site, "none");
     if (from.n && !str_starts(from, scheme)) return true;
-    return from.n && !http_equal_nocase(str_sub(from, scheme.n, from.n), c->req->host);
+    return from.n && !http_equal_nocase(str_sub(from, scheme.n, from.n), request->http->host);
 }
 
 /* Checks a request whose head is complete, before its body is read: host, path, route, origin, key,
  * method and headers. Returns true if c->reply already has the answer. */
-static bool srv_check(srv *s, srv_call *c) {
-    http_request *r = c->req;
+static bool srv_check_head(srv *server, srv_request *request) {
+    http_request *http = request->http;
     buf path = {0};
-    c->keep_alive = r->keep_alive;
-    c->origin = srv_origin(s->o, r);
-    if (!srv_is_own_host(s->o, r->host, c->fd)) {
-        srv_error(c, 403, "Host: '%.*s' does not name this server; see --allowed-hosts",
-                  STRF(r->host));
+    request->keep_alive = http->keep_alive;
+    request->origin = srv_origin(server->options, http);
+    if (!srv_is_own_host(server->options, http->host, request->fd)) {
+        srv_error(request, 403, "Host: '%.*s' does not name this server; see --allowed-hosts",
+                  STRF(http->host));
         return true;
     }
-    bool ok = http_decode(r->path, false, &path);
-    if (ok) r->path = arena_str(&c->a, buf_view(&path));
+    bool decoded = http_decode(http->path, false, &path);
+    if (decoded) http->path = arena_str(&request->memory, buf_view(&path));
     buf_free(&path);
-    if (!ok) return srv_error(c, 400, "the path has a broken percent escape"), true;
-    c->route = srv_find_route(r);
-    if (!c->route && !str_is(r->path, "*"))
-        return srv_error(c, 404, "there is nothing at %.*s", STRF(r->path)), true;
-    if (r->method == HTTP_OPTIONS) return srv_options_reply(c), true;
-    if (srv_is_foreign(c)) {
-        srv_error(c, 403, "pages come here only from the origins of --allowed-origins");
+    if (!decoded) return srv_error(request, 400, "the path has a broken percent escape"), true;
+    request->route = srv_find_route(http);
+    if (!request->route && !str_is(http->path, "*"))
+        return srv_error(request, 404, "there is nothing at %.*s", STRF(http->path)), true;
+    if (http->method == HTTP_OPTIONS) return srv_options_reply(request), true;
+    if (srv_is_cross_origin(request)) {
+        srv_error(request, 403, "pages come here only from the origins of --allowed-origins");
         return true;
     }
-    if (!c->route->open && !srv_allowed(s->o, r))
-        return srv_error(c, 401, "no API key, or one that is not valid here"), true;
-    if (c->route->methods && !(c->route->methods >> r->method & 1)) {
-        srv_error(c, 405, "%s is not answered to this method", c->route->path);
-        return srv_put_allow(&c->reply.headers, "Allow", c->route->methods), true;
+    if (!request->route->is_public && !srv_is_authorized(server->options, http))
+        return srv_error(request, 401, "no API key, or one that is not valid here"), true;
+    if (request->route->methods && !(request->route->methods >> http->method & 1)) {
+        srv_error(request, 405, "%s is not answered to this method", request->route->path);
+        return srv_put_allow(&request->reply.headers, "Allow", request->route->methods), true;
     }
-    str coding = http_find_header(r, "content-encoding"), type = http_find_header(r, "content-type");
+    str coding = http_find_header(http, "content-encoding"), type = http_find_header(http, "content-type");
     if (coding.n && !http_is(coding, "identity"))
-        return srv_error(c, 415, "Content-Encoding: expected none"), true;
-    ptrdiff_t semi = str_find(type, STR(";"), 0);
+        return srv_error(request, 415, "Content-Encoding: expected none"), true;
+    ptrdiff_t semicolon = str_find(type, STR(";"), 0);
     bool is_json =
-        !type.p || http_is(http_trim(str_sub(type, 0, semi < 0 ? type.n : (size_t)semi)),
+        !type.p || http_is(http_trim(str_sub(type, 0, semicolon < 0 ? type.n : (size_t)semicolon)),
                              "application/json");
-    if (c->route->methods == SRV_POST && c->route != &srv_upload_route && !is_json)
-        return srv_error(c, 415, "Content-Type: expected application/json"), true;
-    if (!c->route->early && s->phase == SRV_LOADING)
-        return srv_error(c, 503, "the model is loading"), true;
-    if (!c->route->early && s->phase == SRV_FAILED)
-        return srv_error(c, 503, "the engine has failed"), true;
+    if (request->route->methods == SRV_POST && request->route != &srv_upload_route && !is_json)
+        return srv_error(request, 415, "Content-Type: expected application/json"), true;
+    if (!request->route->before_ready && server->phase == SRV_LOADING)
+        return srv_error(request, 503, "the model is loading"), true;
+    if (!request->route->before_ready && server->phase == SRV_FAILED)
+        return srv_error(request, 503, "the engine has failed"), true;
     return false;
 }
 
 /* Returns the longest body that this request may have. *by: what sets this limit, a flag or the
  * route; for error messages. */
-static int64_t srv_body_limit(const srv *s, const srv_call *c, const char **by) {
-    if (c->route == &srv_upload_route) return *by = "--max-upload-bytes", s->o->max_upload_bytes;
-    bool prompt = c->route && c->route->work && c->route->work != srv_files;
-    if (prompt) return *by = "--max-body-bytes", s->o->max_body_bytes;
-    return *by = c->route ? c->route->path : "this path", SRV_SIMPLE_BYTES;
+static int64_t srv_body_limit(const srv *server, const srv_request *request, const char **limit_name) {
+    if (request->route == &srv_upload_route) return *limit_name = "--max-upload-bytes", server->options->max_upload_bytes;
+    bool prompt = request->route && request->route->on_worker && request->route->on_worker != srv_files;
+    if (prompt) return *limit_name = "--max-body-bytes", server->options->max_body_bytes;
+    return *limit_name = request->route ? request->route->path : "this path", SRV_OTHER_BODY_BYTES;
 }
 
 /* The request, or a piece of an upload, has arrived. Returns true if c->reply has the answer, false
  * if it was handed to a worker, which will publish the answer. */
-static bool srv_dispatch(srv *s, srv_call *c) {
-    bool api = c->route->work == srv_begin_api;
-    if (c->route->now) return c->route->now(s, c), true;
-    pthread_mutex_lock(&s->lock);
-    bool full = api && s->n_waiting >= s->o->max_queue;
-    if (full) s->m.rejected++;
+static bool srv_dispatch(srv *server, srv_request *request) {
+    bool is_completion = request->route->on_worker == srv_begin_api;
+    if (request->route->on_loop) return request->route->on_loop(server, request), true;
+    pthread_mutex_lock(&server->lock);
+    bool queue_full = is_completion && server->n_waiting >= server->options->max_queue;
+    if (queue_full) server->metrics.rejected++;
     else {
-        if (api) {
-            srv_pace_look(&s->pace, s->n_waiting, s->n_left, c->t_start);
-            c->counted = true;
-            s->n_waiting++;
+        if (is_completion) {
+            srv_update_queue_rate(&server->queue_rate, server->n_waiting, server->n_dequeued, request->arrival_time);
+            request->in_queue = true;
+            server->n_waiting++;
         }
-        c->want_piece = false;
-        srv_push_ready(c);
+        request->wants_piece = false;
+        srv_queue_work(request);
     }
-    pthread_mutex_unlock(&s->lock);
-    if (!full) return false;
-    srv_error(c, 429, "%d requests wait already, as many as --max-queue allows", s->o->max_queue);
-    srv_put_retry(c);
+    pthread_mutex_unlock(&server->lock);
+    if (!queue_full) return false;
+    srv_error(request, 429, "%d requests wait already, as many as --max-queue allows", server->options->max_queue);
+    srv_put_retry_after(request);
     return true;
 }
 
@@ -24992,19 +24992,19 @@ static bool srv_dispatch(srv *s, srv_call *c) {
  * One thread, the event loop, owns every socket and waits in epoll. The states of a connection:
  *
  *     SRV_HEAD     reads a head
- *         |  http_parse_head, srv_check
+ *         |  http_parse_head, srv_check_head
  *     SRV_BODY     reads a body <--> SRV_PIECE: a worker stores one piece of an upload
  *         |  http_body_read, srv_dispatch
- *     SRV_BUSY     waits for the answer
- *         |  the answer is complete (srv_end_call)
+ *     SRV_ANSWERING     waits for the answer
+ *         |  the answer is complete (srv_end_request)
  *         +-> SRV_HEAD     if the connection is kept alive
- *         +-> SRV_LAST     else; sends what is left of the answer
- *                |  all is sent (srv_linger)
- *             SRV_LINGER   discards what the client still sends, for a moment. Closing a socket
+ *         +-> SRV_LAST_ANSWER     else; sends what is left of the answer
+ *                |  all is sent (srv_start_lingering)
+ *             SRV_LINGERING   discards what the client still sends, for a moment. Closing a socket
  *                          with unread bytes would reset the connection and destroy the answer
  *
  * A client that closes only its sending half (shutdown) still gets its answers. Over TCP it cannot
- * be told from a client that has left until something is sent to it. So srv_probe sends the first
+ * be told from a client that has left until something is sent to it. So srv_probe_client sends the first
  * bytes of the answer early. If the client has left, its system replies with a reset, and its
  * requests are cancelled.
  *
@@ -25017,288 +25017,288 @@ enum {
     SRV_READ_BYTES = 64 << 10,   /* of one read; also the limit of pipelined bytes in `in` */
     SRV_SEND_BYTES = 1 << 20,    /* of one write, at most */
     SRV_SPARE_FDS = 64,          /* file descriptors kept for files, the model, libraries */
-    SRV_LINGER_BYTES = 16 << 20, /* discarded by SRV_LINGER, at most */
-    SRV_LINGER_S = 2,            /* longest time in SRV_LINGER */
+    SRV_LINGER_BYTES = 16 << 20, /* discarded by SRV_LINGERING, at most */
+    SRV_LINGER_S = 2,            /* longest time in SRV_LINGERING */
     SRV_BODY_RATE = 4096,        /* lowest rate of a body, bytes a second, after --read-timeout */
     SRV_MAX_LISTENERS = 8,
-    SRV_EVENTS = 256,            /* events of one epoll_wait, at most */
-    SRV_NEWS = 64,               /* calls whose bytes the loop takes under one lock */
+    SRV_MAX_EVENTS = 256,            /* events of one epoll_wait, at most */
+    SRV_MAX_OUTPUTS = 64,               /* calls whose bytes the loop takes under one lock */
     SRV_TICK_MS = 100,           /* longest epoll_wait: the delay until a signal is seen */
     SRV_FAILED_S = 1,            /* once the engine has failed, requests get errors so long ... */
-    SRV_FAILED_LAST_S = 5,       /* ... and the server ends after so long, even with bytes unsent */
+    SRV_FAILED_MAX_S = 5,       /* ... and the server ends after so long, even with bytes unsent */
 };
 
-#define SRV_AHEAD "HTTP/1.1 " /* the first bytes of every answer; srv_probe sends them early */
+#define SRV_ANSWER_PREFIX "HTTP/1.1 " /* the first bytes of every answer; srv_probe_client sends them early */
 
-enum srv_conn_state { SRV_HEAD, SRV_BODY, SRV_PIECE, SRV_BUSY, SRV_LAST, SRV_LINGER };
+enum srv_conn_state { SRV_HEAD, SRV_BODY, SRV_PIECE, SRV_ANSWERING, SRV_LAST_ANSWER, SRV_LINGERING };
 
 typedef struct srv_conn { /* one connection; owned by the loop */
     int fd;
     enum srv_conn_state state;
     unsigned events;        /* the events that epoll waits for */
-    bool half;              /* the client has closed its sending half */
+    bool half_closed;              /* the client has closed its sending half */
     bool eof;               /* everything that the client sent was received */
     bool closed;            /* closed and in srv_loop.dead */
-    bool begun;             /* bytes of its call's answer were put into out */
-    size_t ahead;           /* bytes of SRV_AHEAD that srv_probe has sent */
-    double t_probe;         /* when the next one is due */
-    bool sending;           /* the deadline is --write-timeout's */
-    bool stalled;           /* its call was stalled when the loop last took its bytes */
+    bool answer_begun;             /* bytes of its call's answer were put into out */
+    size_t n_probed;           /* bytes of SRV_ANSWER_PREFIX that srv_probe_client has sent */
+    double probe_time;         /* when the next one is due */
+    bool is_write_deadline;           /* the deadline is --write-timeout's */
+    bool paused;           /* its call was stalled when the loop last took its bytes */
     buf in, out;            /* in: received, parsed up to in_at; out: made, sent up to out_at */
-    size_t in_at;
-    size_t in_seen;         /* bytes of an incomplete head already searched for its end */
-    size_t out_at;
+    size_t in_parsed;
+    size_t in_searched;         /* bytes of an incomplete head already searched for its end */
+    size_t out_sent;
     int file;               /* if file_left > 0: a file to be sent after out, from file_at on */
-    off_t file_at;
+    off_t file_offset;
     int64_t file_left;      /* bytes */
     http_body body;
-    srv_call *call;         /* from the end of the head to the end of the answer; else NULL */
+    srv_request *request;         /* from the end of the head to the end of the answer; else NULL */
     double deadline;        /* 0: none */
-    double t_state;         /* when the state began; in SRV_HEAD: when the head's first byte came */
-    int64_t lingered;       /* bytes discarded in SRV_LINGER */
-    int64_t held;           /* counted in srv.held: for in and out */
-    struct srv_conn *next, *before;
+    double state_time;         /* when the state began; in SRV_HEAD: when the head's first byte came */
+    int64_t n_discarded;       /* bytes discarded in SRV_LINGERING */
+    int64_t held_bytes;           /* counted in srv.held: for in and out */
+    struct srv_conn *next, *prev;
 } srv_conn;
 
-typedef struct srv_news { /* a call's output that the loop has taken */
-    srv_call *c;
-    buf made;
-    bool done;  /* made ends the answer */
-    bool piece; /* the worker needs the next piece of an upload */
-} srv_news;
+typedef struct srv_output { /* a call's output that the loop has taken */
+    srv_request *request;
+    buf bytes;
+    bool last;  /* made ends the answer */
+    bool wants_piece; /* the worker needs the next piece of an upload */
+} srv_output;
 
 typedef struct srv_loop { /* owned by the loop's thread */
-    int epoll, listeners[SRV_MAX_LISTENERS], n_listeners;
+    int epoll_fd, listeners[SRV_MAX_LISTENERS], n_listeners;
     bool accepting;         /* the listeners are in epoll */
-    bool said_full;         /* the warning that no more connections fit was printed */
-    bool beyond;            /* a listener can be reached from other machines */
+    bool warned_full;         /* the warning that no more connections fit was printed */
+    bool is_reachable;            /* a listener can be reached from other machines */
     int n_conns, max_conns;
     srv_conn *conns;        /* list of open connections */
-    srv_conn *dead;         /* closed ones; freed at the end of the round, because later events of
+    srv_conn *closed_conns;         /* closed ones; freed at the end of the round, because later events of
                                the same epoll_wait may point to them */
-    char *scratch;          /* [SRV_READ_BYTES] */
+    char *recv_buffer;          /* [SRV_READ_BYTES] */
     http_request head;      /* the head being parsed */
     double now;             /* time of this round */
-    double t_second;        /* last time of the work done once a second */
-    double t_status;        /* last status line */
-    double t_step;          /* last time when the engine made a step or had no work */
-    toka_stats last;        /* at the last status line */
-    bool said_overwritten;  /* the warning that a weight file was modified was printed */
-    int64_t last_steps;     /* steps at t_step */
+    double last_tick;        /* last time of the work done once a second */
+    double last_status;        /* last status line */
+    double last_step_time;          /* last time when the engine made a step or had no work */
+    toka_stats last_stats;        /* at the last status line */
+    bool warned_overwritten;  /* the warning that a weight file was modified was printed */
+    int64_t last_n_steps;     /* steps at t_step */
 } srv_loop;
 
-static int srv_n_connections(const srv *s) { return s->loop->n_conns; }
+static int srv_n_connections(const srv *server) { return server->loop->n_conns; }
 
 /* ---- Ends of a connection ---- */
 
 /* Is something left to be sent? */
-static bool srv_unsent(const srv_conn *k) { return k->out_at < k->out.n || k->file_left > 0; }
+static bool srv_has_unsent(const srv_conn *conn) { return conn->out_sent < conn->out.n || conn->file_left > 0; }
 
-static void srv_want(srv *s, srv_conn *k) { /* tells epoll which events to wait for */
-    bool reads = !k->eof && (k->state == SRV_LINGER || k->in.n - k->in_at < SRV_READ_BYTES);
-    unsigned events = (reads ? EPOLLIN : 0u) | (srv_unsent(k) ? EPOLLOUT : 0u);
-    if (!k->half) events |= EPOLLRDHUP;
-    if (k->closed || events == k->events) return;
-    k->events = events;
-    epoll_ctl(s->loop->epoll, EPOLL_CTL_MOD, k->fd,
-              &(struct epoll_event){.events = events, .data.ptr = k});
+static void srv_update_events(srv *server, srv_conn *conn) { /* tells epoll which events to wait for */
+    bool reads = !conn->eof && (conn->state == SRV_LINGERING || conn->in.n - conn->in_parsed < SRV_READ_BYTES);
+    unsigned events = (reads ? EPOLLIN : 0u) | (srv_has_unsent(conn) ? EPOLLOUT : 0u);
+    if (!conn->half_closed) events |= EPOLLRDHUP;
+    if (conn->closed || events == conn->events) return;
+    conn->events = events;
+    epoll_ctl(server->loop->epoll_fd, EPOLL_CTL_MOD, conn->fd,
+              &(struct epoll_event){.events = events, .data.ptr = conn});
 }
 
-/* Closes the connection and cancels its call. srv_bury frees it. */
-static void srv_close(srv *s, srv_conn *k) {
-    srv_loop *l = s->loop;
-    if (k->closed) return;
-    k->closed = true;
-    srv_hold(s, &k->held, 0);
-    if (k->call) srv_abandon(k->call);
-    k->call = NULL;
-    close(k->fd);
-    if (k->file_left > 0) close(k->file);
-    if (k->before) k->before->next = k->next;
-    else l->conns = k->next;
-    if (k->next) k->next->before = k->before;
-    k->next = l->dead;
-    l->dead = k;
-    l->n_conns--;
+/* Closes the connection and cancels its call. srv_free_closed frees it. */
+static void srv_conn_close(srv *server, srv_conn *conn) {
+    srv_loop *loop = server->loop;
+    if (conn->closed) return;
+    conn->closed = true;
+    srv_account(server, &conn->held_bytes, 0);
+    if (conn->request) srv_on_disconnect(conn->request);
+    conn->request = NULL;
+    close(conn->fd);
+    if (conn->file_left > 0) close(conn->file);
+    if (conn->prev) conn->prev->next = conn->next;
+    else loop->conns = conn->next;
+    if (conn->next) conn->next->prev = conn->prev;
+    conn->next = loop->closed_conns;
+    loop->closed_conns = conn;
+    loop->n_conns--;
 }
 
 /* Frees the closed connections. */
-static void srv_bury(srv_loop *l) {
-    for (srv_conn *k = l->dead, *next; k; k = next) {
-        next = k->next;
-        buf_free(&k->in), buf_free(&k->out);
-        free(k);
+static void srv_free_closed(srv_loop *loop) {
+    for (srv_conn *conn = loop->closed_conns, *next; conn; conn = next) {
+        next = conn->next;
+        buf_free(&conn->in), buf_free(&conn->out);
+        free(conn);
     }
-    l->dead = NULL;
+    loop->closed_conns = NULL;
 }
 
 /* ---- Sending ---- */
 
-static void srv_forget(buf *b, size_t *at) { /* removes the bytes before *at */
-    if (*at) {
-        memmove(b->p, b->p + *at, b->n - *at);
-        b->n -= *at;
-        *at = 0;
+static void srv_drop_before(buf *bytes, size_t *n_before) { /* removes the bytes before *at */
+    if (*n_before) {
+        memmove(bytes->p, bytes->p + *n_before, bytes->n - *n_before);
+        bytes->n -= *n_before;
+        *n_before = 0;
     }
 }
 
 /* Appends bytes for the socket to k->out; takes `made`. Returns false if there is no memory. */
-static bool srv_append(srv_conn *k, buf *made) {
-    bool kept = true;
-    if (k->out_at == k->out.n) {
-        buf_free(&k->out);
-        k->out = *made;
-        k->out_at = 0;
+static bool srv_append(srv_conn *conn, buf *bytes) {
+    bool fits = true;
+    if (conn->out_sent == conn->out.n) {
+        buf_free(&conn->out);
+        conn->out = *bytes;
+        conn->out_sent = 0;
     } else {
         /* `out` of a stream may never become empty, so remove what was sent here */
-        if (k->out_at > k->out.n / 2) srv_forget(&k->out, &k->out_at);
-        kept = buf_try_put(&k->out, made->p, made->n);
-        buf_free(made);
+        if (conn->out_sent > conn->out.n / 2) srv_drop_before(&conn->out, &conn->out_sent);
+        fits = buf_try_put(&conn->out, bytes->p, bytes->n);
+        buf_free(bytes);
     }
-    *made = (buf){0};
-    return kept;
+    *bytes = (buf){0};
+    return fits;
 }
 
 /* Sends what the socket accepts now. At most four writes, so that other connections have their
  * turn. Returns false if the connection is lost. */
-static bool srv_send_some(srv_conn *k) {
-    for (int round = 0; round < 4 && srv_unsent(k); round++) {
-        bool text = k->out_at < k->out.n;
-        size_t most = (size_t)MIN(text ? (int64_t)(k->out.n - k->out_at) : k->file_left,
+static bool srv_send_some(srv_conn *conn) {
+    for (int round = 0; round < 4 && srv_has_unsent(conn); round++) {
+        bool from_out = conn->out_sent < conn->out.n;
+        size_t max_bytes = (size_t)MIN(from_out ? (int64_t)(conn->out.n - conn->out_sent) : conn->file_left,
                                   (int64_t)SRV_SEND_BYTES);
-        ssize_t n = text ? send(k->fd, k->out.p + k->out_at, most, MSG_NOSIGNAL)
-                         : sendfile(k->fd, k->file, &k->file_at, most);
-        if (n < 0 && errno == EINTR) continue;
-        if (n < 0 && errno == EAGAIN) return true;
-        if (n <= 0) return false; /* 0: the file is shorter now than its Content-Length */
-        k->sending = false;       /* progress: a new deadline */
-        if (text) k->out_at += (size_t)n;
-        else if (!(k->file_left -= n)) close(k->file);
+        ssize_t n_sent = from_out ? send(conn->fd, conn->out.p + conn->out_sent, max_bytes, MSG_NOSIGNAL)
+                         : sendfile(conn->fd, conn->file, &conn->file_offset, max_bytes);
+        if (n_sent < 0 && errno == EINTR) continue;
+        if (n_sent < 0 && errno == EAGAIN) return true;
+        if (n_sent <= 0) return false; /* 0: the file is shorter now than its Content-Length */
+        conn->is_write_deadline = false;       /* progress: a new deadline */
+        if (from_out) conn->out_sent += (size_t)n_sent;
+        else if (!(conn->file_left -= n_sent)) close(conn->file);
     }
     return true;
 }
 
 /* Sets the deadline. While something is unsent: --write-timeout after the last byte that the client
  * accepted. Else the state decides. */
-static void srv_set_deadline(srv *s, srv_conn *k) {
-    const srv_options *o = s->o;
-    bool unsent = srv_unsent(k);
-    if (unsent && k->sending) return;
-    k->sending = unsent;
-    if (unsent) k->deadline = s->loop->now + o->write_timeout;
-    else if (k->state == SRV_HEAD)
-        k->deadline = k->t_state + (k->in_seen ? o->read_timeout : o->keep_alive);
-    else if (k->state == SRV_BODY)
-        k->deadline = k->t_state + o->read_timeout + (double)k->call->body.n / SRV_BODY_RATE;
-    else if (k->state == SRV_LINGER) k->deadline = k->t_state + SRV_LINGER_S;
-    else k->deadline = 0;
+static void srv_set_deadline(srv *server, srv_conn *conn) {
+    const srv_options *options = server->options;
+    bool unsent = srv_has_unsent(conn);
+    if (unsent && conn->is_write_deadline) return;
+    conn->is_write_deadline = unsent;
+    if (unsent) conn->deadline = server->loop->now + options->write_timeout;
+    else if (conn->state == SRV_HEAD)
+        conn->deadline = conn->state_time + (conn->in_searched ? options->read_timeout : options->keep_alive);
+    else if (conn->state == SRV_BODY)
+        conn->deadline = conn->state_time + options->read_timeout + (double)conn->request->body.n / SRV_BODY_RATE;
+    else if (conn->state == SRV_LINGERING) conn->deadline = conn->state_time + SRV_LINGER_S;
+    else conn->deadline = 0;
 }
 
-static void srv_enter(srv *s, srv_conn *k, enum srv_conn_state state) {
-    k->state = state;
-    k->t_state = s->loop->now;
+static void srv_set_state(srv *server, srv_conn *conn, enum srv_conn_state state) {
+    conn->state = state;
+    conn->state_time = server->loop->now;
 }
 
 /* The connection's last answer is sent: closes the sending half, and waits for the client to close
  * its own if it has not. */
-static void srv_linger(srv *s, srv_conn *k) {
-    if (k->eof) {
-        srv_close(s, k);
+static void srv_start_lingering(srv *server, srv_conn *conn) {
+    if (conn->eof) {
+        srv_conn_close(server, conn);
         return;
     }
-    shutdown(k->fd, SHUT_WR);
-    srv_enter(s, k, SRV_LINGER);
-    buf_free(&k->in);
-    k->in_at = 0;
+    shutdown(conn->fd, SHUT_WR);
+    srv_set_state(server, conn, SRV_LINGERING);
+    buf_free(&conn->in);
+    conn->in_parsed = 0;
 }
 
 /* After the socket has accepted bytes of a stalled stream: resumes making its text if little enough
  * is unsent. Returns false if the client is still behind and its call holds too much. */
-static bool srv_unstall(srv_conn *k) {
-    srv_call *c = k->call;
-    pthread_mutex_lock(&c->s->lock);
-    c->unsent = k->out.n - k->out_at + c->out.n;
-    if (c->stalled && c->unsent < SRV_MAX_UNSENT / 2) {
-        c->stalled = k->stalled = false;
-        if (srv_wants_work(c)) srv_push_ready(c);
+static bool srv_resume(srv_conn *conn) {
+    srv_request *request = conn->request;
+    pthread_mutex_lock(&request->server->lock);
+    request->unsent_bytes = conn->out.n - conn->out_sent + request->output.n;
+    if (request->paused && request->unsent_bytes < SRV_MAX_UNSENT / 2) {
+        request->paused = conn->paused = false;
+        if (srv_needs_worker(request)) srv_queue_work(request);
     }
-    bool behind = c->stalled && ((c->n_open && srv_not_fed(c) > SRV_MAX_RECORDS) || c->too_much);
-    pthread_mutex_unlock(&c->s->lock);
-    return !behind;
+    bool too_slow = request->paused && ((request->n_unended && srv_unfed_bytes(request) > SRV_MAX_RECORDS) || request->over_limit);
+    pthread_mutex_unlock(&request->server->lock);
+    return !too_slow;
 }
 
 /* Sends what the socket accepts, and does what follows from it. */
-static void srv_send(srv *s, srv_conn *k) {
-    if (k->closed) return;
-    if (!srv_send_some(k)) {
-        srv_close(s, k);
+static void srv_send(srv *server, srv_conn *conn) {
+    if (conn->closed) return;
+    if (!srv_send_some(conn)) {
+        srv_conn_close(server, conn);
         return;
     }
-    if (k->out_at == k->out.n) {
-        buf_free(&k->out);
-        k->out_at = 0;
+    if (conn->out_sent == conn->out.n) {
+        buf_free(&conn->out);
+        conn->out_sent = 0;
     }
-    if (k->call && k->state == SRV_BUSY && k->stalled && !srv_unstall(k)) srv_close(s, k);
-    if (k->state == SRV_LAST && !srv_unsent(k)) srv_linger(s, k);
-    if (!k->closed) srv_set_deadline(s, k);
+    if (conn->request && conn->state == SRV_ANSWERING && conn->paused && !srv_resume(conn)) srv_conn_close(server, conn);
+    if (conn->state == SRV_LAST_ANSWER && !srv_has_unsent(conn)) srv_start_lingering(server, conn);
+    if (!conn->closed) srv_set_deadline(server, conn);
 }
 
 /* ---- Calls of a connection ---- */
 
-static srv_call *srv_call_new(srv *s, srv_conn *k) {
-    srv_call *c = mem_zalloc(sizeof *c);
-    *c = (srv_call){.s = s, .conn = k, .fd = k->fd, .refs = 1, .t_start = s->loop->now};
-    return k->call = c;
+static srv_request *srv_request_new(srv *server, srv_conn *conn) {
+    srv_request *request = mem_zalloc(sizeof *request);
+    *request = (srv_request){.server = server, .conn = conn, .fd = conn->fd, .refs = 1, .arrival_time = server->loop->now};
+    return conn->request = request;
 }
 
 /* The whole answer is in k->out (and k->file). Drops the call; then the connection waits for its
  * next request or ends. */
-static void srv_end_call(srv *s, srv_conn *k) {
-    srv_call *c = k->call;
-    bool keep = c->keep_alive && !s->draining;
-    if (c->reply.fd_bytes > 0) { /* the connection takes the file */
-        k->file = c->reply.fd;
-        k->file_left = c->reply.fd_bytes;
-        k->file_at = 0;
-        c->reply.fd_bytes = 0;
+static void srv_end_request(srv *server, srv_conn *conn) {
+    srv_request *request = conn->request;
+    bool keep = request->keep_alive && !server->draining;
+    if (request->reply.fd_bytes > 0) { /* the connection takes the file */
+        conn->file = request->reply.fd;
+        conn->file_left = request->reply.fd_bytes;
+        conn->file_offset = 0;
+        request->reply.fd_bytes = 0;
     }
-    pthread_mutex_lock(&s->lock);
-    s->m.statuses[MIN(MAX(c->reply.status / 100, 0), 5)]++;
-    c->stage = SRV_ENDED;
-    pthread_mutex_unlock(&s->lock);
-    k->call = NULL;
-    c->conn = NULL;
-    srv_release(c);
-    srv_enter(s, k, keep ? SRV_HEAD : SRV_LAST);
-    k->in_seen = 0;
-    k->begun = false;
-    k->ahead = 0;
+    pthread_mutex_lock(&server->lock);
+    server->metrics.statuses[MIN(MAX(request->reply.status / 100, 0), 5)]++;
+    request->state = SRV_ENDED;
+    pthread_mutex_unlock(&server->lock);
+    conn->request = NULL;
+    request->conn = NULL;
+    srv_unref_unlocked(request);
+    srv_set_state(server, conn, keep ? SRV_HEAD : SRV_LAST_ANSWER);
+    conn->in_searched = 0;
+    conn->answer_begun = false;
+    conn->n_probed = 0;
 }
 
-static void srv_answer(srv *s, srv_conn *k) { /* sends k->call->reply */
-    buf made = {0};
-    srv_put_reply(&made, k->call);
-    const bool kept = srv_append(k, &made);
-    srv_end_call(s, k);
-    if (!kept) srv_close(s, k);
+static void srv_answer(srv *server, srv_conn *conn) { /* sends k->call->reply */
+    buf bytes = {0};
+    srv_put_reply(&bytes, conn->request);
+    const bool fits = srv_append(conn, &bytes);
+    srv_end_request(server, conn);
+    if (!fits) srv_conn_close(server, conn);
 }
 
 /* Answers a request of which the rest cannot be read, so this is the connection's last answer.
  * status 0: c->reply has the error already. */
-static void srv_answer_last(srv *s, srv_conn *k, int status, const char *why) {
-    srv_call *c = k->call ? k->call : srv_call_new(s, k);
-    c->keep_alive = false;
-    if (!c->req) { /* the head is incomplete; parse what there is, it may be a HEAD request */
-        c->req = arena_alloc(&c->a, sizeof *c->req);
-        http_parse_head(str_sub(buf_view(&k->in), k->in_at, k->in.n), c->req);
+static void srv_answer_last(srv *server, srv_conn *conn, int status, const char *why) {
+    srv_request *request = conn->request ? conn->request : srv_request_new(server, conn);
+    request->keep_alive = false;
+    if (!request->http) { /* the head is incomplete; parse what there is, it may be a HEAD request */
+        request->http = arena_alloc(&request->memory, sizeof *request->http);
+        http_parse_head(str_sub(buf_view(&conn->in), conn->in_parsed, conn->in.n), request->http);
     }
-    if (status) srv_error(c, status, "%s", why);
-    srv_answer(s, k);
+    if (status) srv_error(request, status, "%s", why);
+    srv_answer(server, conn);
 }
 
 /* The message for a status that the parser (24) returned. */
-static const char *srv_why(int status, const http_request *r) {
-    const bool coding = http_count_headers(r, "transfer-encoding");
+static const char *srv_status_message(int status, const http_request *http) {
+    const bool coding = http_count_headers(http, "transfer-encoding");
     switch (status) {
     case 413: return "Content-Length: more bytes than any request may have";
     case 414: return "the target is too long";
@@ -25314,670 +25314,670 @@ static const char *srv_why(int status, const http_request *r) {
 }
 
 /* Answers a body that is longer than its route allows. The message names the limit and its flag. */
-static void srv_answer_too_long(srv *s, srv_conn *k) {
+static void srv_answer_too_long(srv *server, srv_conn *conn) {
     const char *flag;
-    const int64_t limit = srv_body_limit(s, k->call, &flag);
-    srv_error(k->call, 413, "the body is longer than %lld bytes, the limit of %s", (long long)limit,
+    const int64_t limit = srv_body_limit(server, conn->request, &flag);
+    srv_error(conn->request, 413, "the body is longer than %lld bytes, the limit of %s", (long long)limit,
               flag);
-    srv_answer_last(s, k, 0, NULL);
+    srv_answer_last(server, conn, 0, NULL);
 }
 
 /* ---- Reading ---- */
 
 /* The head is complete: checks it and starts to read the body, or answers. */
-static void srv_on_head(srv *s, srv_conn *k, str head) {
-    srv_call *c = srv_call_new(s, k);
-    c->req = arena_alloc(&c->a, sizeof *c->req);
+static void srv_on_head(srv *server, srv_conn *conn, str head) {
+    srv_request *request = srv_request_new(server, conn);
+    request->http = arena_alloc(&request->memory, sizeof *request->http);
     /* parsed again from a copy, so that its slices live as long as the call */
-    http_parse_head(arena_str(&c->a, head), c->req);
-    bool has_body = c->req->chunked || c->req->content_length, answered = srv_check(s, c);
-    const char *by;
-    int status = answered ? 0 : http_body_init(&k->body, c->req, srv_body_limit(s, c, &by));
+    http_parse_head(arena_str(&request->memory, head), request->http);
+    bool has_body = request->http->chunked || request->http->content_length, answered = srv_check_head(server, request);
+    const char *limit_name;
+    int status = answered ? 0 : http_body_init(&conn->body, request->http, srv_body_limit(server, request, &limit_name));
     if (status == 413) {
-        srv_answer_too_long(s, k);
+        srv_answer_too_long(server, conn);
     } else if (status || (answered && has_body)) {
-        srv_answer_last(s, k, status, srv_why(status, c->req));
+        srv_answer_last(server, conn, status, srv_status_message(status, request->http));
     } else if (answered) {
-        srv_answer(s, k);
+        srv_answer(server, conn);
     } else {
-        buf go = {0};
-        if (c->req->expects_continue && has_body && k->in_at == k->in.n) {
-            buf_c(&go, "HTTP/1.1 100 Continue\r\n\r\n");
-            srv_append(k, &go);
+        buf interim = {0};
+        if (request->http->expects_continue && has_body && conn->in_parsed == conn->in.n) {
+            buf_c(&interim, "HTTP/1.1 100 Continue\r\n\r\n");
+            srv_append(conn, &interim);
         }
-        srv_enter(s, k, SRV_BODY);
+        srv_set_state(server, conn, SRV_BODY);
     }
 }
 
 /* Reads a head from k->in. Returns true if it is complete or was answered with an error. */
-static bool srv_read_head(srv *s, srv_conn *k) {
-    srv_loop *l = s->loop;
-    str rest = str_sub(buf_view(&k->in), k->in_at, k->in.n);
-    if (!rest.n || rest.n == k->in_seen) return false;
-    bool first = !k->in_seen;
-    if (first) k->t_state = l->now;
-    bool line = memchr(rest.p + k->in_seen, '\n', rest.n - k->in_seen) != NULL;
-    if (!first && !line && rest.n < HTTP_MAX_HEAD) { /* no new line end: it is still incomplete */
-        k->in_seen = rest.n;
+static bool srv_read_head(srv *server, srv_conn *conn) {
+    srv_loop *loop = server->loop;
+    str rest = str_sub(buf_view(&conn->in), conn->in_parsed, conn->in.n);
+    if (!rest.n || rest.n == conn->in_searched) return false;
+    bool first = !conn->in_searched;
+    if (first) conn->state_time = loop->now;
+    bool has_newline = memchr(rest.p + conn->in_searched, '\n', rest.n - conn->in_searched) != NULL;
+    if (!first && !has_newline && rest.n < HTTP_MAX_HEAD) { /* no new line end: it is still incomplete */
+        conn->in_searched = rest.n;
         return false;
     }
-    ptrdiff_t used = http_parse_head(rest, &l->head);
-    k->in_seen = rest.n;
+    ptrdiff_t used = http_parse_head(rest, &loop->head);
+    conn->in_searched = rest.n;
     if (!used) return false;
     if (used < 0) {
-        srv_answer_last(s, k, (int)-used, srv_why((int)-used, &l->head));
+        srv_answer_last(server, conn, (int)-used, srv_status_message((int)-used, &loop->head));
         return true;
     }
-    k->in_at += (size_t)used;
-    srv_on_head(s, k, str_sub(rest, 0, (size_t)used));
+    conn->in_parsed += (size_t)used;
+    srv_on_head(server, conn, str_sub(rest, 0, (size_t)used));
     return true;
 }
 
 /* Reads a body from k->in. Returns true if it (or a piece of an upload) is complete, or if it was
  * answered with an error. */
-static bool srv_read_body(srv *s, srv_conn *k) {
-    srv_call *c = k->call;
-    ptrdiff_t used = http_body_read(&k->body, str_sub(buf_view(&k->in), k->in_at, k->in.n),
-                                    &c->body);
-    const bool fits = srv_hold(s, &c->body_held, c->body.n);
+static bool srv_read_body(srv *server, srv_conn *conn) {
+    srv_request *request = conn->request;
+    ptrdiff_t used = http_body_read(&conn->body, str_sub(buf_view(&conn->in), conn->in_parsed, conn->in.n),
+                                    &request->body);
+    const bool fits = srv_account(server, &request->body_held, request->body.n);
     if (used == -413) {
-        srv_answer_too_long(s, k);
+        srv_answer_too_long(server, conn);
         return true;
     }
     if (used < 0) {
         const int status = (int)-used;
         const char *chunks = "the body's chunks are not well-formed";
-        srv_answer_last(s, k, status, status == 400 ? chunks : srv_why(status, c->req));
+        srv_answer_last(server, conn, status, status == 400 ? chunks : srv_status_message(status, request->http));
         return true;
     }
-    k->in_at += (size_t)used;
+    conn->in_parsed += (size_t)used;
     if (!fits) {
-        srv_answer_last(s, k, 503, "the bodies of all requests take more memory than there is now");
+        srv_answer_last(server, conn, 503, "the bodies of all requests take more memory than there is now");
         return true;
     }
-    bool whole = k->body.state == HTTP_BODY_DONE, upload = c->route == &srv_upload_route;
-    if (!whole && !(upload && c->body.n >= SRV_PIECE_BYTES)) return false;
-    srv_enter(s, k, whole ? SRV_BUSY : SRV_PIECE);
-    c->upload_whole = whole;
-    c->t_start = os_now();
-    if (srv_dispatch(s, c)) srv_answer(s, k);
+    bool ended = conn->body.state == HTTP_BODY_DONE, is_upload = request->route == &srv_upload_route;
+    if (!ended && !(is_upload && request->body.n >= SRV_PIECE_BYTES)) return false;
+    srv_set_state(server, conn, ended ? SRV_ANSWERING : SRV_PIECE);
+    request->upload_ended = ended;
+    request->arrival_time = os_now();
+    if (srv_dispatch(server, request)) srv_answer(server, conn);
     return true;
 }
 
 /* Is so much unsent that the next pipelined request must wait? */
-static bool srv_is_behind(const srv_conn *k) {
-    return k->file_left || k->out.n - k->out_at >= SRV_MAX_UNSENT;
+static bool srv_out_is_full(const srv_conn *conn) {
+    return conn->file_left || conn->out.n - conn->out_sent >= SRV_MAX_UNSENT;
 }
 
 /* For a client that waits for generated text, has closed its sending half and has got nothing of
- * its answer: sends one more byte of SRV_AHEAD to find out whether it still reads. The first byte
+ * its answer: sends one more byte of SRV_ANSWER_PREFIX to find out whether it still reads. The first byte
  * is sent at once, the next ones 1, 2, 4 ... seconds after the one before. */
-static void srv_probe(srv *s, srv_conn *k) {
-    const str all = STR(SRV_AHEAD);
+static void srv_probe_client(srv *server, srv_conn *conn) {
+    const str all = STR(SRV_ANSWER_PREFIX);
     buf byte = {0};
-    if (!k->half || k->closed || k->state != SRV_BUSY) return;
-    if (k->call->route->work != srv_begin_api || k->begun || srv_unsent(k)) return;
-    if (k->ahead == all.n) return;
-    if (k->ahead && s->loop->now < k->t_probe) return;
-    buf_char(&byte, all.p[k->ahead]);
-    srv_append(k, &byte);
-    k->t_probe = s->loop->now + (double)(1 << k->ahead++);
-    srv_send(s, k);
-    srv_want(s, k);
+    if (!conn->half_closed || conn->closed || conn->state != SRV_ANSWERING) return;
+    if (conn->request->route->on_worker != srv_begin_api || conn->answer_begun || srv_has_unsent(conn)) return;
+    if (conn->n_probed == all.n) return;
+    if (conn->n_probed && server->loop->now < conn->probe_time) return;
+    buf_char(&byte, all.p[conn->n_probed]);
+    srv_append(conn, &byte);
+    conn->probe_time = server->loop->now + (double)(1 << conn->n_probed++);
+    srv_send(server, conn);
+    srv_update_events(server, conn);
 }
 
 /* Handles all requests that the received bytes complete, and sends what is ready. Closes the
  * connection if its client has left or if it holds too much memory. */
-static void srv_advance(srv *s, srv_conn *k) {
-    for (bool more = true; more && !k->closed;) {
-        bool behind = srv_is_behind(k);
+static void srv_handle_input(srv *server, srv_conn *conn) {
+    for (bool more = true; more && !conn->closed;) {
+        bool was_full = srv_out_is_full(conn);
         more = false;
-        if (k->state == SRV_HEAD && !behind) more = srv_read_head(s, k);
-        else if (k->state == SRV_BODY) more = srv_read_body(s, k);
+        if (conn->state == SRV_HEAD && !was_full) more = srv_read_head(server, conn);
+        else if (conn->state == SRV_BODY) more = srv_read_body(server, conn);
         if (more) continue;
-        srv_send(s, k);
+        srv_send(server, conn);
         /* A request that had to wait is read now: there may be no later event for it. */
-        more = behind && !srv_is_behind(k);
+        more = was_full && !srv_out_is_full(conn);
     }
-    if (k->in_at == k->in.n) {
-        buf_free(&k->in);
-        k->in_at = 0;
+    if (conn->in_parsed == conn->in.n) {
+        buf_free(&conn->in);
+        conn->in_parsed = 0;
     }
-    if (!k->closed && !srv_hold(s, &k->held, k->in.cap + k->out.cap) && !srv_unsent(k))
-        srv_close(s, k);
-    if (k->eof && !k->closed) {
-        bool answered = k->state == SRV_HEAD && !srv_unsent(k);
-        if (k->state == SRV_BODY || k->state == SRV_LINGER || answered) srv_close(s, k);
+    if (!conn->closed && !srv_account(server, &conn->held_bytes, conn->in.cap + conn->out.cap) && !srv_has_unsent(conn))
+        srv_conn_close(server, conn);
+    if (conn->eof && !conn->closed) {
+        bool answered = conn->state == SRV_HEAD && !srv_has_unsent(conn);
+        if (conn->state == SRV_BODY || conn->state == SRV_LINGERING || answered) srv_conn_close(server, conn);
     }
-    srv_probe(s, k);
+    srv_probe_client(server, conn);
 }
 
 /* Receives what the client sent; at most four reads, so that other connections have their turn. */
-static void srv_receive(srv *s, srv_conn *k) {
-    srv_loop *l = s->loop;
+static void srv_receive(srv *server, srv_conn *conn) {
+    srv_loop *loop = server->loop;
     for (int round = 0; round < 4; round++) {
-        if (k->state != SRV_LINGER && k->in.n - k->in_at >= SRV_READ_BYTES) break;
-        ssize_t n = recv(k->fd, l->scratch, SRV_READ_BYTES, 0);
-        if (n < 0 && errno == EINTR) continue;
-        if (n < 0 && errno == EAGAIN) break;
-        if (n < 0) {
-            srv_close(s, k);
+        if (conn->state != SRV_LINGERING && conn->in.n - conn->in_parsed >= SRV_READ_BYTES) break;
+        ssize_t n_read = recv(conn->fd, loop->recv_buffer, SRV_READ_BYTES, 0);
+        if (n_read < 0 && errno == EINTR) continue;
+        if (n_read < 0 && errno == EAGAIN) break;
+        if (n_read < 0) {
+            srv_conn_close(server, conn);
             return;
         }
-        k->eof = !n;
-        k->half |= !n;
-        if (k->state == SRV_LINGER) {
-            if (!n || (k->lingered += n) > SRV_LINGER_BYTES) srv_close(s, k);
+        conn->eof = !n_read;
+        conn->half_closed |= !n_read;
+        if (conn->state == SRV_LINGERING) {
+            if (!n_read || (conn->n_discarded += n_read) > SRV_LINGER_BYTES) srv_conn_close(server, conn);
         } else {
-            srv_forget(&k->in, &k->in_at);
-            if (!buf_try_put(&k->in, l->scratch, (size_t)n)) srv_close(s, k);
-            else srv_advance(s, k);
+            srv_drop_before(&conn->in, &conn->in_parsed);
+            if (!buf_try_put(&conn->in, loop->recv_buffer, (size_t)n_read)) srv_conn_close(server, conn);
+            else srv_handle_input(server, conn);
         }
-        if (k->closed || n < SRV_READ_BYTES) return;
+        if (conn->closed || n_read < SRV_READ_BYTES) return;
     }
 }
 
-static void srv_on_socket(srv *s, srv_conn *k, unsigned events) {
-    if (k->closed) return;
-    if (events & (EPOLLERR | EPOLLHUP)) srv_close(s, k);
-    if (events & EPOLLRDHUP) k->half = true; /* not eof: `in` may be too full for the rest */
-    if (!k->closed && events & EPOLLOUT) srv_advance(s, k);
-    if (!k->closed && events & (EPOLLIN | EPOLLRDHUP)) srv_receive(s, k);
-    if (!k->closed) srv_probe(s, k);
-    srv_want(s, k);
+static void srv_on_socket(srv *server, srv_conn *conn, unsigned events) {
+    if (conn->closed) return;
+    if (events & (EPOLLERR | EPOLLHUP)) srv_conn_close(server, conn);
+    if (events & EPOLLRDHUP) conn->half_closed = true; /* not eof: `in` may be too full for the rest */
+    if (!conn->closed && events & EPOLLOUT) srv_handle_input(server, conn);
+    if (!conn->closed && events & (EPOLLIN | EPOLLRDHUP)) srv_receive(server, conn);
+    if (!conn->closed) srv_probe_client(server, conn);
+    srv_update_events(server, conn);
 }
 
 /* ---- Output of workers ---- */
 
 /* Takes the output of a call. With the lock held. */
-static void srv_take(srv_call *c, srv_news *news) {
-    srv_conn *k = c->conn;
-    *news = (srv_news){c, c->out, c->done, c->want_piece};
-    c->out = (buf){0};
-    c->in_dirty = c->want_piece = false;
-    if (k) {
-        k->stalled = c->stalled;
-        c->unsent = k->out.n - k->out_at + news->made.n;
+static void srv_take_output(srv_request *request, srv_output *output) {
+    srv_conn *conn = request->conn;
+    *output = (srv_output){request, request->output, request->output_ended, request->wants_piece};
+    request->output = (buf){0};
+    request->in_loop_list = request->wants_piece = false;
+    if (conn) {
+        conn->paused = request->paused;
+        request->unsent_bytes = conn->out.n - conn->out_sent + output->bytes.n;
     }
 }
 
 /* Appends the output to that of the connection, if the client is still there, and sends it. */
-static void srv_deliver(srv *s, srv_news *news) {
-    srv_conn *k = news->c->conn;
-    if (k && news->made.n) {
-        srv_forget(&news->made, &k->ahead);
-        k->begun = true;
-        if (!srv_append(k, &news->made)) srv_close(s, k);
+static void srv_deliver_output(srv *server, srv_output *output) {
+    srv_conn *conn = output->request->conn;
+    if (conn && output->bytes.n) {
+        srv_drop_before(&output->bytes, &conn->n_probed);
+        conn->answer_begun = true;
+        if (!srv_append(conn, &output->bytes)) srv_conn_close(server, conn);
     }
-    buf_free(&news->made);
-    if (!k || k->closed) return;
-    if (news->done) srv_end_call(s, k);
-    if (news->piece) srv_enter(s, k, SRV_BODY);
-    srv_advance(s, k);
-    srv_want(s, k);
+    buf_free(&output->bytes);
+    if (!conn || conn->closed) return;
+    if (output->last) srv_end_request(server, conn);
+    if (output->wants_piece) srv_set_state(server, conn, SRV_BODY);
+    srv_handle_input(server, conn);
+    srv_update_events(server, conn);
 }
 
-/* Delivers the output of the first calls of the list, at most SRV_NEWS, with one lock for all of
+/* Delivers the output of the first calls of the list, at most SRV_MAX_OUTPUTS, with one lock for all of
  * them. Returns the rest of the list. */
-static srv_call *srv_take_some(srv *s, srv_call *c) {
-    srv_news news[SRV_NEWS];
-    int n = 0, n_freed = 0;
-    pthread_mutex_lock(&s->lock);
-    for (; c && n < SRV_NEWS; c = c->next_dirty) srv_take(c, &news[n++]);
-    pthread_mutex_unlock(&s->lock);
-    for (int i = 0; i < n; i++) srv_deliver(s, &news[i]);
-    pthread_mutex_lock(&s->lock);
-    for (int i = 0; i < n; i++)
-        if (srv_unref(news[i].c)) news[n_freed++].c = news[i].c;
-    pthread_mutex_unlock(&s->lock);
-    for (int i = 0; i < n_freed; i++) srv_call_free(news[i].c);
-    return c;
+static srv_request *srv_deliver_some(srv *server, srv_request *request) {
+    srv_output outputs[SRV_MAX_OUTPUTS];
+    int n_outputs = 0, n_freed = 0;
+    pthread_mutex_lock(&server->lock);
+    for (; request && n_outputs < SRV_MAX_OUTPUTS; request = request->next_in_loop_list) srv_take_output(request, &outputs[n_outputs++]);
+    pthread_mutex_unlock(&server->lock);
+    for (int i = 0; i < n_outputs; i++) srv_deliver_output(server, &outputs[i]);
+    pthread_mutex_lock(&server->lock);
+    for (int i = 0; i < n_outputs; i++)
+        if (srv_unref(outputs[i].request)) outputs[n_freed++].request = outputs[i].request;
+    pthread_mutex_unlock(&server->lock);
+    for (int i = 0; i < n_freed; i++) srv_request_free(outputs[i].request);
+    return request;
 }
 
 /* wake_fd is readable: delivers the output of all calls in the dirty list. */
-static void srv_take_all(srv *s) {
-    uint64_t n;
-    ssize_t unused = read(s->wake_fd, &n, 8);
+static void srv_deliver_all(srv *server) {
+    uint64_t count;
+    ssize_t unused = read(server->wake_fd, &count, 8);
     (void)unused;
-    pthread_mutex_lock(&s->lock);
-    srv_call *c = s->dirty;
-    s->dirty = NULL;
-    s->woken = false;
-    pthread_mutex_unlock(&s->lock);
-    while (c) c = srv_take_some(s, c);
+    pthread_mutex_lock(&server->lock);
+    srv_request *request = server->loop_list;
+    server->loop_list = NULL;
+    server->loop_woken = false;
+    pthread_mutex_unlock(&server->lock);
+    while (request) request = srv_deliver_some(server, request);
 }
 
 /* ---- Listening ---- */
 
-static void srv_set_accepting(srv *s, bool on) {
-    srv_loop *l = s->loop;
-    if (on == l->accepting) return;
-    l->accepting = on;
-    for (int i = 0; i < l->n_listeners; i++)
-        epoll_ctl(l->epoll, on ? EPOLL_CTL_ADD : EPOLL_CTL_DEL, l->listeners[i],
-                  &(struct epoll_event){.events = EPOLLIN, .data.ptr = &l->listeners[i]});
+static void srv_set_accepting(srv *server, bool on) {
+    srv_loop *loop = server->loop;
+    if (on == loop->accepting) return;
+    loop->accepting = on;
+    for (int i = 0; i < loop->n_listeners; i++)
+        epoll_ctl(loop->epoll_fd, on ? EPOLL_CTL_ADD : EPOLL_CTL_DEL, loop->listeners[i],
+                  &(struct epoll_event){.events = EPOLLIN, .data.ptr = &loop->listeners[i]});
 }
 
 /* No more connections fit. Prints a warning once and answers the client on fd with a 503. fd -1:
  * the system had no file descriptor for the connection; stops accepting for up to a second. */
-static void srv_full(srv *s, int fd) {
-    srv_loop *l = s->loop;
-    if (!l->said_full)
+static void srv_refuse_connection(srv *server, int fd) {
+    srv_loop *loop = server->loop;
+    if (!loop->warned_full)
         fprintf(stderr, "toka: %d connections are open, all that the limit of open files "
-                "(ulimit -n) allows; more get a 503\n", l->n_conns);
-    l->said_full = true;
+                "(ulimit -n) allows; more get a 503\n", loop->n_conns);
+    loop->warned_full = true;
     if (fd < 0) {
-        srv_set_accepting(s, false); /* srv_tick starts it again */
+        srv_set_accepting(server, false); /* srv_tick starts it again */
         return;
     }
-    buf b = {0}, body = {0};
+    buf out = {0}, body = {0};
     api_put_error(&body, 503, "all connections are taken", NULL, NULL, NULL);
-    http_put_head(&b, 503, "application/json", (int64_t)body.n, false, (int64_t)time(NULL),
+    http_put_head(&out, 503, "application/json", (int64_t)body.n, false, (int64_t)time(NULL),
                   STR("Retry-After: 1\r\n"));
-    buf_str(&b, buf_view(&body));
-    ssize_t unused = send(fd, b.p, b.n, MSG_NOSIGNAL);
+    buf_str(&out, buf_view(&body));
+    ssize_t unused = send(fd, out.p, out.n, MSG_NOSIGNAL);
     (void)unused;
     close(fd);
-    buf_free(&b), buf_free(&body);
-    pthread_mutex_lock(&s->lock);
-    s->m.statuses[5]++;
-    pthread_mutex_unlock(&s->lock);
+    buf_free(&out), buf_free(&body);
+    pthread_mutex_lock(&server->lock);
+    server->metrics.statuses[5]++;
+    pthread_mutex_unlock(&server->lock);
 }
 
-static void srv_accept(srv *s, int listener) {
-    srv_loop *l = s->loop;
-    for (int i = 0; i < SRV_EVENTS; i++) {
+static void srv_accept(srv *server, int listener) {
+    srv_loop *loop = server->loop;
+    for (int i = 0; i < SRV_MAX_EVENTS; i++) {
         int fd = accept4(listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
         if (fd < 0 && (errno == EINTR || errno == ECONNABORTED)) continue;
         if (fd < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM))
-            srv_full(s, -1);
+            srv_refuse_connection(server, -1);
         if (fd < 0) return;
-        if (l->n_conns >= l->max_conns) {
-            srv_full(s, fd);
+        if (loop->n_conns >= loop->max_conns) {
+            srv_refuse_connection(server, fd);
             continue;
         }
         /* fails on unix sockets, which have no delay */
         setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &(int){1}, sizeof(int));
-        srv_conn *k = mem_zalloc(sizeof *k);
-        *k = (srv_conn){.fd = fd, .events = EPOLLIN | EPOLLRDHUP, .t_state = l->now,
-                        .next = l->conns};
-        srv_set_deadline(s, k);
-        if (l->conns) l->conns->before = k;
-        l->conns = k;
-        l->n_conns++;
-        if (epoll_ctl(l->epoll, EPOLL_CTL_ADD, fd,
-                      &(struct epoll_event){.events = k->events, .data.ptr = k}))
-            srv_close(s, k);
+        srv_conn *conn = mem_zalloc(sizeof *conn);
+        *conn = (srv_conn){.fd = fd, .events = EPOLLIN | EPOLLRDHUP, .state_time = loop->now,
+                        .next = loop->conns};
+        srv_set_deadline(server, conn);
+        if (loop->conns) loop->conns->prev = conn;
+        loop->conns = conn;
+        loop->n_conns++;
+        if (epoll_ctl(loop->epoll_fd, EPOLL_CTL_ADD, fd,
+                      &(struct epoll_event){.events = conn->events, .data.ptr = conn}))
+            srv_conn_close(server, conn);
     }
 }
 
-static int srv_listen_unix(srv *s, const char *path, toka_err *e) {
-    struct sockaddr_un a = {.sun_family = AF_UNIX};
-    struct stat st;
-    if (!*path || strlen(path) >= sizeof a.sun_path)
+static int srv_listen_unix(srv *server, const char *path, toka_err *e) {
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    struct stat info;
+    if (!*path || strlen(path) >= sizeof address.sun_path)
         return fail(e, TOKA_E_USE, "--uds '%s': %zu bytes, expected 1 to %zu", path, strlen(path),
-                    sizeof a.sun_path - 1);
-    strcpy(a.sun_path, path);
+                    sizeof address.sun_path - 1);
+    strcpy(address.sun_path, path);
     int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     if (fd < 0) return fail(e, TOKA_E_IO, "--uds %s: %s", path, strerror(errno));
-    if (lstat(path, &st) == 0 && S_ISSOCK(st.st_mode)) { /* in use, or left by a killed server */
-        if (connect(fd, (struct sockaddr *)&a, sizeof a) == 0) {
+    if (lstat(path, &info) == 0 && S_ISSOCK(info.st_mode)) { /* in use, or left by a killed server */
+        if (connect(fd, (struct sockaddr *)&address, sizeof address) == 0) {
             close(fd);
             return fail(e, TOKA_E_USE, "--uds %s: another server listens there", path);
         }
         if (errno == ECONNREFUSED) unlink(path);
     }
-    if (bind(fd, (struct sockaddr *)&a, sizeof a) || listen(fd, 4096)) {
+    if (bind(fd, (struct sockaddr *)&address, sizeof address) || listen(fd, 4096)) {
         int code = fail(e, TOKA_E_IO, "--uds %s: %s", path, strerror(errno));
         close(fd);
         return code;
     }
-    s->loop->listeners[s->loop->n_listeners++] = fd;
+    server->loop->listeners[server->loop->n_listeners++] = fd;
     fprintf(stderr, "toka: listening on unix:%s\n", path);
     return 0;
 }
 
 /* Listens on one address. *port: the port; if it is 0, becomes the port that the system chose. */
-static int srv_listen_one(srv *s, const struct addrinfo *a, int *port, toka_err *e) {
-    struct sockaddr_storage got;
-    socklen_t n = sizeof got;
-    int fd = socket(a->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-    if (fd < 0) return fail(e, TOKA_E_IO, "--host %s: %s", s->o->host, strerror(errno));
+static int srv_listen_one(srv *server, const struct addrinfo *wanted, int *port, toka_err *e) {
+    struct sockaddr_storage bound;
+    socklen_t n_bound = sizeof bound;
+    int fd = socket(wanted->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    if (fd < 0) return fail(e, TOKA_E_IO, "--host %s: %s", server->options->host, strerror(errno));
     setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &(int){1}, sizeof(int));
-    if (a->ai_family == AF_INET6) setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &(int){1}, sizeof(int));
-    if (bind(fd, a->ai_addr, a->ai_addrlen) || listen(fd, 4096) ||
-        getsockname(fd, (struct sockaddr *)&got, &n)) {
-        int code = fail(e, TOKA_E_IO, "cannot listen on %s port %d: %s", s->o->host, *port,
+    if (wanted->ai_family == AF_INET6) setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &(int){1}, sizeof(int));
+    if (bind(fd, wanted->ai_addr, wanted->ai_addrlen) || listen(fd, 4096) ||
+        getsockname(fd, (struct sockaddr *)&bound, &n_bound)) {
+        int code = fail(e, TOKA_E_IO, "cannot listen on %s port %d: %s", server->options->host, *port,
                         strerror(errno));
         close(fd);
         return code;
     }
-    bool six = got.ss_family == AF_INET6;
-    *port = ntohs(six ? ((struct sockaddr_in6 *)&got)->sin6_port
-                      : ((struct sockaddr_in *)&got)->sin_port);
-    s->loop->listeners[s->loop->n_listeners++] = fd;
-    const struct in6_addr address = srv_address_of(&got);
-    s->loop->beyond |= !srv_is_loopback(&address);
+    bool is_ipv6 = bound.ss_family == AF_INET6;
+    *port = ntohs(is_ipv6 ? ((struct sockaddr_in6 *)&bound)->sin6_port
+                      : ((struct sockaddr_in *)&bound)->sin_port);
+    server->loop->listeners[server->loop->n_listeners++] = fd;
+    const struct in6_addr address = srv_address_of(&bound);
+    server->loop->is_reachable |= !srv_is_loopback(&address);
     char host[64];
-    getnameinfo((struct sockaddr *)&got, n, host, sizeof host, NULL, 0, NI_NUMERICHOST);
-    fprintf(stderr, "toka: listening on http://%s%s%s:%d\n", six ? "[" : "", host, six ? "]" : "",
+    getnameinfo((struct sockaddr *)&bound, n_bound, host, sizeof host, NULL, 0, NI_NUMERICHOST);
+    fprintf(stderr, "toka: listening on http://%s%s%s:%d\n", is_ipv6 ? "[" : "", host, is_ipv6 ? "]" : "",
             *port);
     return 0;
 }
 
-static int srv_listen(srv *s, toka_err *e) {
+static int srv_listen(srv *server, toka_err *e) {
     struct addrinfo *all = NULL;
     char service[16];
-    int port = s->o->port, code = 0;
-    if (s->o->uds) return srv_listen_unix(s, s->o->uds, e);
+    int port = server->options->port, code = 0;
+    if (server->options->uds) return srv_listen_unix(server, server->options->uds, e);
     snprintf(service, sizeof service, "%d", port);
-    int bad = getaddrinfo(s->o->host, service,
+    int bad = getaddrinfo(server->options->host, service,
                           &(struct addrinfo){.ai_socktype = SOCK_STREAM, .ai_flags = AI_PASSIVE},
                           &all);
-    if (bad) return fail(e, TOKA_E_USE, "--host %s: %s", s->o->host, gai_strerror(bad));
-    for (struct addrinfo *a = all; a && s->loop->n_listeners < SRV_MAX_LISTENERS; a = a->ai_next) {
-        if (a->ai_family == AF_INET)
-            ((struct sockaddr_in *)a->ai_addr)->sin_port = htons((uint16_t)port);
-        if (a->ai_family == AF_INET6)
-            ((struct sockaddr_in6 *)a->ai_addr)->sin6_port = htons((uint16_t)port);
-        int failed = srv_listen_one(s, a, &port, e);
+    if (bad) return fail(e, TOKA_E_USE, "--host %s: %s", server->options->host, gai_strerror(bad));
+    for (struct addrinfo *address = all; address && server->loop->n_listeners < SRV_MAX_LISTENERS; address = address->ai_next) {
+        if (address->ai_family == AF_INET)
+            ((struct sockaddr_in *)address->ai_addr)->sin_port = htons((uint16_t)port);
+        if (address->ai_family == AF_INET6)
+            ((struct sockaddr_in6 *)address->ai_addr)->sin6_port = htons((uint16_t)port);
+        int failed = srv_listen_one(server, address, &port, e);
         if (failed) code = failed;
     }
     freeaddrinfo(all);
-    if (s->loop->beyond && !s->o->n_keys)
+    if (server->loop->is_reachable && !server->options->n_keys)
         fprintf(stderr, "toka: warning: with --host %s and no --api-key everybody who reaches port "
-                "%d may run prompts and read files\n", s->o->host, port);
+                "%d may run prompts and read files\n", server->options->host, port);
     /* One address is enough: a host name may have an IPv6 address on a machine without IPv6. */
-    return s->loop->n_listeners ? 0 : code;
+    return server->loop->n_listeners ? 0 : code;
 }
 
 /* Raises the limit of file descriptors to the hard limit. All but SRV_SPARE_FDS are for
  * connections. */
-static int srv_limit_files(srv_loop *l, toka_err *e) {
-    struct rlimit r;
-    if (getrlimit(RLIMIT_NOFILE, &r))
+static int srv_raise_fd_limit(srv_loop *loop, toka_err *e) {
+    struct rlimit limit;
+    if (getrlimit(RLIMIT_NOFILE, &limit))
         return fail(e, TOKA_E_IO, "the limit of open files: %s", strerror(errno));
-    r.rlim_cur = r.rlim_max == RLIM_INFINITY ? 1 << 20 : r.rlim_max;
-    setrlimit(RLIMIT_NOFILE, &r);
-    getrlimit(RLIMIT_NOFILE, &r);
-    if (r.rlim_cur < 2 * SRV_SPARE_FDS)
+    limit.rlim_cur = limit.rlim_max == RLIM_INFINITY ? 1 << 20 : limit.rlim_max;
+    setrlimit(RLIMIT_NOFILE, &limit);
+    getrlimit(RLIMIT_NOFILE, &limit);
+    if (limit.rlim_cur < 2 * SRV_SPARE_FDS)
         return fail(e, TOKA_E_USE,
                     "the limit of open files (ulimit -n) is %lld, expected at least %d",
-                    (long long)r.rlim_cur, 2 * SRV_SPARE_FDS);
-    l->max_conns = (int)MIN(r.rlim_cur, (rlim_t)1 << 20) - SRV_SPARE_FDS;
+                    (long long)limit.rlim_cur, 2 * SRV_SPARE_FDS);
+    loop->max_conns = (int)MIN(limit.rlim_cur, (rlim_t)1 << 20) - SRV_SPARE_FDS;
     return 0;
 }
 
 /* ---- Time ---- */
 
 /* The deadline is over: answers a request that has begun with a 408, else closes the connection. */
-static void srv_expire(srv *s, srv_conn *k) {
-    bool begun = (k->state == SRV_HEAD && k->in_seen) || k->state == SRV_BODY;
-    if (!begun || k->sending) {
-        srv_close(s, k);
+static void srv_on_deadline(srv *server, srv_conn *conn) {
+    bool has_begun = (conn->state == SRV_HEAD && conn->in_searched) || conn->state == SRV_BODY;
+    if (!has_begun || conn->is_write_deadline) {
+        srv_conn_close(server, conn);
         return;
     }
-    srv_answer_last(s, k, 408, "the request did not arrive in time; see --read-timeout");
-    srv_advance(s, k);
-    srv_want(s, k);
+    srv_answer_last(server, conn, 408, "the request did not arrive in time; see --read-timeout");
+    srv_handle_input(server, conn);
+    srv_update_events(server, conn);
 }
 
 /* Once a second: checks the deadlines and sends probes. While draining, also closes connections
  * that wait for a next request. */
-static void srv_check_deadlines(srv *s) {
-    srv_loop *l = s->loop;
-    for (srv_conn *k = l->conns, *next; k; k = next) {
-        next = k->next;
-        bool idle = k->state == SRV_HEAD && !srv_unsent(k);
-        if (s->draining && idle) srv_close(s, k);
-        else if (k->deadline && l->now > k->deadline) srv_expire(s, k);
-        else srv_probe(s, k);
+static void srv_check_deadlines(srv *server) {
+    srv_loop *loop = server->loop;
+    for (srv_conn *conn = loop->conns, *next; conn; conn = next) {
+        next = conn->next;
+        bool idle = conn->state == SRV_HEAD && !srv_has_unsent(conn);
+        if (server->draining && idle) srv_conn_close(server, conn);
+        else if (conn->deadline && loop->now > conn->deadline) srv_on_deadline(server, conn);
+        else srv_probe_client(server, conn);
     }
 }
 
 /* Watchdog: the engine hangs if it has work but has made no step for --step-timeout. */
-static void srv_check_engine(srv *s, const toka_stats *t) {
-    srv_loop *l = s->loop;
-    if (!l->t_step || t->steps != l->last_steps || !(t->running + t->waiting)) {
-        l->last_steps = t->steps;
-        l->t_step = l->now;
+static void srv_check_engine(srv *server, const toka_stats *t) {
+    srv_loop *loop = server->loop;
+    if (!loop->last_step_time || t->steps != loop->last_n_steps || !(t->running + t->waiting)) {
+        loop->last_n_steps = t->steps;
+        loop->last_step_time = loop->now;
     }
-    s->wedged = l->now - l->t_step > s->o->step_timeout;
+    server->hung = loop->now - loop->last_step_time > server->options->step_timeout;
 }
 
 /* Prints what the engine did since the last status line, unless it did nothing. */
-static void srv_status_line(srv *s, const toka_stats *t) {
-    srv_loop *l = s->loop;
-    const toka_stats *was = &l->last;
-    double dt = l->now - l->t_status, out = (double)(t->output_tokens - was->output_tokens);
-    double rows = (double)(t->rows - was->rows);
-    double prompt = (double)(t->prompt_tokens - was->prompt_tokens);
-    double pairs = (double)(t->attended - was->attended);
-    double hits = (double)(t->prompt_tokens_shared - was->prompt_tokens_shared);
-    double shared = (double)(t->attended_shared - was->attended_shared);
-    if (!s->o->quiet && (rows > 0 || t->running || t->waiting))
+static void srv_print_status(srv *server, const toka_stats *stats) {
+    srv_loop *loop = server->loop;
+    const toka_stats *last = &loop->last_stats;
+    double seconds = loop->now - loop->last_status, out = (double)(stats->output_tokens - last->output_tokens);
+    double rows = (double)(stats->rows - last->rows);
+    double prompt = (double)(stats->prompt_tokens - last->prompt_tokens);
+    double pairs = (double)(stats->attended - last->attended);
+    double hits = (double)(stats->prompt_tokens_shared - last->prompt_tokens_shared);
+    double shared = (double)(stats->attended_shared - last->attended_shared);
+    if (!server->options->quiet && (rows > 0 || stats->running || stats->waiting))
         fprintf(stderr, "prefill %.0f tok/s, decode %.0f tok/s, running %d, waiting %d, KV %.1f%%, "
                 "prefix hits %.1f%%, shared %.1f%%, connections %d\n",
-                MAX(rows - out, 0) / dt, out / dt, t->running, t->waiting,
-                t->kv_pages ? 100.0 * t->kv_pages_used / t->kv_pages : 0,
+                MAX(rows - out, 0) / seconds, out / seconds, stats->running, stats->waiting,
+                stats->kv_pages ? 100.0 * stats->kv_pages_used / stats->kv_pages : 0,
                 prompt > 0 ? 100 * hits / prompt : 0, pairs > 0 ? 100 * shared / pairs : 0,
-                l->n_conns);
-    l->t_status = l->now;
-    l->last = *t;
+                loop->n_conns);
+    loop->last_status = loop->now;
+    loop->last_stats = *stats;
 }
 
 /* The work done once a second and every five seconds. */
-static void srv_tick(srv *s) {
-    srv_loop *l = s->loop;
-    if (l->now - l->t_second < 1) return;
-    l->t_second = l->now;
-    srv_check_deadlines(s);
-    if (!s->draining) srv_set_accepting(s, true);
-    if (s->phase != SRV_READY) {
-        l->t_status = l->now; /* the first line's rates are measured from SRV_READY on */
+static void srv_tick(srv *server) {
+    srv_loop *loop = server->loop;
+    if (loop->now - loop->last_tick < 1) return;
+    loop->last_tick = loop->now;
+    srv_check_deadlines(server);
+    if (!server->draining) srv_set_accepting(server, true);
+    if (server->phase != SRV_READY) {
+        loop->last_status = loop->now; /* the first line's rates are measured from SRV_READY on */
         return;
     }
-    toka_stats t = toka_get_stats(s->t);
-    srv_check_engine(s, &t);
-    if (l->now - l->t_status < 5) return;
-    run_warn_overwritten(s->t, &l->said_overwritten);
-    srv_status_line(s, &t);
+    toka_stats stats = toka_get_stats(server->toka);
+    srv_check_engine(server, &stats);
+    if (loop->now - loop->last_status < 5) return;
+    run_warn_overwritten(server->toka, &loop->warned_overwritten);
+    srv_print_status(server, &stats);
 }
 
 /* ---- The loop ---- */
 
 /* Shutdown begins: closes the listeners; open connections end after their current answers. */
-static void srv_start_draining(srv *s) {
-    srv_loop *l = s->loop;
-    srv_set_accepting(s, false);
-    for (int i = 0; i < l->n_listeners; i++) close(l->listeners[i]);
-    l->n_listeners = 0;
-    if (s->o->uds) unlink(s->o->uds);
-    s->draining = true;
-    l->t_second = 0;
+static void srv_start_draining(srv *server) {
+    srv_loop *loop = server->loop;
+    srv_set_accepting(server, false);
+    for (int i = 0; i < loop->n_listeners; i++) close(loop->listeners[i]);
+    loop->n_listeners = 0;
+    if (server->options->uds) unlink(server->options->uds);
+    server->draining = true;
+    loop->last_tick = 0;
 }
 
-static void srv_round(srv *s, struct epoll_event *events) { /* one turn of the event loop */
-    srv_loop *l = s->loop;
-    int n = epoll_wait(l->epoll, events, SRV_EVENTS, SRV_TICK_MS);
-    l->now = os_now();
-    for (int i = 0; i < n; i++) {
-        void *p = events[i].data.ptr;
-        int *listener = p;
-        if (p == &s->wake_fd) srv_take_all(s);
-        else if (listener >= l->listeners && listener < l->listeners + SRV_MAX_LISTENERS)
-            srv_accept(s, *listener);
-        else srv_on_socket(s, p, events[i].events);
+static void srv_loop_once(srv *server, struct epoll_event *events) { /* one turn of the event loop */
+    srv_loop *loop = server->loop;
+    int n_events = epoll_wait(loop->epoll_fd, events, SRV_MAX_EVENTS, SRV_TICK_MS);
+    loop->now = os_now();
+    for (int i = 0; i < n_events; i++) {
+        void *source = events[i].data.ptr;
+        int *listener = source;
+        if (source == &server->wake_fd) srv_deliver_all(server);
+        else if (listener >= loop->listeners && listener < loop->listeners + SRV_MAX_LISTENERS)
+            srv_accept(server, *listener);
+        else srv_on_socket(server, source, events[i].events);
     }
-    srv_tick(s);
-    srv_bury(l);
+    srv_tick(server);
+    srv_free_closed(loop);
     mem_keep_spare();
 }
 
 /* Runs until a signal has come and all answers are sent, or until the engine has failed and its
  * clients were told. A second signal ends the program (34). */
-static void srv_run_loop(srv *s) {
-    srv_loop *l = s->loop;
-    struct epoll_event events[SRV_EVENTS];
+static void srv_run_loop(srv *server) {
+    srv_loop *loop = server->loop;
+    struct epoll_event events[SRV_MAX_EVENTS];
     double t_failed = 0;
-    bool served = false;
+    bool was_ready = false;
     for (;;) {
-        srv_round(s, events);
-        served |= s->phase == SRV_READY;
-        if (s->phase == SRV_FAILED && !t_failed) t_failed = l->now;
-        bool told = t_failed && (!served || l->now - t_failed > SRV_FAILED_S);
-        if ((*s->o->interrupted || told) && !s->draining) srv_start_draining(s);
-        if (s->draining && (!l->conns || (t_failed && l->now - t_failed > SRV_FAILED_LAST_S)))
+        srv_loop_once(server, events);
+        was_ready |= server->phase == SRV_READY;
+        if (server->phase == SRV_FAILED && !t_failed) t_failed = loop->now;
+        bool clients_informed = t_failed && (!was_ready || loop->now - t_failed > SRV_FAILED_S);
+        if ((*server->options->interrupted || clients_informed) && !server->draining) srv_start_draining(server);
+        if (server->draining && (!loop->conns || (t_failed && loop->now - t_failed > SRV_FAILED_MAX_S)))
             break;
     }
-    while (l->conns) srv_close(s, l->conns);
-    srv_bury(l);
+    while (loop->conns) srv_conn_close(server, loop->conns);
+    srv_free_closed(loop);
 }
 
 /* ---- Start and end ---- */
 
 /* Prints the sampling defaults that come from the model's generation_config.json. */
-static void srv_say_defaults(const srv *s) {
-    const toka_sampling *p = &s->model.defaults.sampling;
-    const mf_defaults *d = &s->t->files->defaults;
-    bool any = d->has_temperature || d->has_do_sample || d->has_top_p || d->has_top_k ||
-               d->has_min_p || d->has_repetition_penalty || d->max_tokens || d->min_tokens ||
-               d->n_stop || d->n_bad;
-    if (!s->o->model_defaults) return;
-    run_warn_unused(s->t);
+static void srv_print_defaults(const srv *server) {
+    const toka_sampling *sampling = &server->model.defaults.sampling;
+    const mf_defaults *defaults = &server->toka->files->defaults;
+    bool any = defaults->has_temperature || defaults->has_do_sample || defaults->has_top_p || defaults->has_top_k ||
+               defaults->has_min_p || defaults->has_repetition_penalty || defaults->max_tokens || defaults->min_tokens ||
+               defaults->n_stop || defaults->n_bad;
+    if (!server->options->model_defaults) return;
+    run_warn_unused(server->toka);
     if (!any) return;
-    buf more = {0};
-    if (d->max_tokens) buf_printf(&more, ", max_tokens %d", d->max_tokens);
-    if (d->min_tokens) buf_printf(&more, ", min_tokens %d", d->min_tokens);
-    if (d->n_stop) buf_printf(&more, ", %d stop strings", d->n_stop);
-    if (d->n_bad) buf_printf(&more, ", %d bad words", d->n_bad);
+    buf others = {0};
+    if (defaults->max_tokens) buf_printf(&others, ", max_tokens %d", defaults->max_tokens);
+    if (defaults->min_tokens) buf_printf(&others, ", min_tokens %d", defaults->min_tokens);
+    if (defaults->n_stop) buf_printf(&others, ", %d stop strings", defaults->n_stop);
+    if (defaults->n_bad) buf_printf(&others, ", %d bad words", defaults->n_bad);
     fprintf(stderr, "toka: defaults from generation_config.json: temperature %g, top_p %g, "
             "top_k %d, min_p %g, repetition_penalty %g%s; --generation-config vllm leaves them "
             "out\n",
-            (double)p->temperature, (double)p->top_p, p->top_k, (double)p->min_p,
-            (double)p->repetition_penalty, more.n ? more.p : "");
-    buf_free(&more);
+            (double)sampling->temperature, (double)sampling->top_p, sampling->top_k, (double)sampling->min_p,
+            (double)sampling->repetition_penalty, others.n ? others.p : "");
+    buf_free(&others);
 }
 
-static void srv_init_model(srv *s) {
-    const srv_options *o = s->o;
-    s->info = toka_get_info(s->t);
-    s->name = o->n_names ? o->names[0] : s->info.model_name;
-    snprintf(s->fingerprint, sizeof s->fingerprint, "toka-%s-%s", TOKA_VERSION,
-             s->t->engine->backend->name);
+static void srv_init_model(srv *server) {
+    const srv_options *options = server->options;
+    server->info = toka_get_info(server->toka);
+    server->name = options->n_names ? options->names[0] : server->info.model_name;
+    snprintf(server->fingerprint, sizeof server->fingerprint, "toka-%s-%s", TOKA_VERSION,
+             server->toka->engine->backend->name);
     toka_request base = toka_request_default();
-    if (o->model_defaults) toka_request_model_defaults(s->t, &base);
-    s->model = (api_config){.toka = s->t,
-                           .names = o->n_names ? o->names : &s->name,
-                           .n_names = MAX(1, o->n_names),
-                           .name = s->name,
-                           .fingerprint = s->fingerprint,
+    if (options->model_defaults) toka_request_model_defaults(server->toka, &base);
+    server->model = (api_config){.toka = server->toka,
+                           .names = options->n_names ? options->names : &server->name,
+                           .n_names = MAX(1, options->n_names),
+                           .name = server->name,
+                           .fingerprint = server->fingerprint,
                            .defaults = base,
                            .completion_tokens = 16,
-                           .max_len = s->info.max_model_len,
+                           .max_len = server->info.max_model_len,
                            .max_choices = SRV_MAX_CHOICES,
-                           .max_answer_bytes = o->max_answer_bytes,
-                           .now = o->now,
-                           .limits = {128, (size_t)o->max_body_bytes},
-                           .strict = o->strict,
+                           .max_answer_bytes = options->max_answer_bytes,
+                           .now = options->now,
+                           .limits = {128, (size_t)options->max_body_bytes},
+                           .strict = options->strict,
                            .live = true,
-                           .on_unknown_field = srv_unknown,
-                           .user = s};
+                           .on_unknown_field = srv_on_unknown_field,
+                           .user = server};
 }
 
 /* On the engine's thread: opens the model and what depends on it. */
-static int srv_load(srv *s, toka_err *e) {
+static int srv_load_model(srv *server, toka_err *e) {
     double t0 = os_now();
-    int code = toka_open(&s->t, &s->o->open, e);
+    int code = toka_open(&server->toka, &server->options->open, e);
     if (code) return code;
-    srv_init_model(s);
-    s->room = MAX(os_available_bytes() / 2, (int64_t)SRV_LEAST_ROOM);
-    run_print_start(s->t, s->name, os_now() - t0);
-    srv_say_defaults(s);
-    fb_options fb = {.dir = s->o->files_dir, .t = s->t, .m = &s->model};
-    if ((code = fb_open(&s->files, &fb, e))) return code;
+    srv_init_model(server);
+    server->memory_limit = MAX(os_available_bytes() / 2, (int64_t)SRV_MIN_MEMORY_LIMIT);
+    run_print_start(server->toka, server->name, os_now() - t0);
+    srv_print_defaults(server);
+    files_options files_opts = {.folder = server->options->files_dir, .toka = server->toka, .model = &server->model};
+    if ((code = files_open(&server->files, &files_opts, e))) return code;
     toka_err why;
-    const char *folder = fb_folder(s->files, &why);
+    const char *folder = files_folder(server->files, &why);
     if (folder) fprintf(stderr, "toka: files of batches are kept in %s\n", folder);
     else fprintf(stderr, "toka: %s\n", why.msg);
     return 0;
 }
 
-static void *srv_engine(void *arg) { /* opens the model, then drives it until toka_stop */
-    srv *s = arg;
+static void *srv_engine_thread(void *arg) { /* opens the model, then drives it until toka_stop */
+    srv *server = arg;
     pthread_setname_np(pthread_self(), "toka-engine"); /* the device's threads inherit it */
-    int code = srv_load(s, &s->e);
+    int code = srv_load_model(server, &server->error);
     if (!code) {
-        buf line = {0};
-        lib_put_startup(s->t, &line);
-        fprintf(stderr, "toka: %s\ntoka: ready\n", line.p);
-        buf_free(&line);
-        s->phase = SRV_READY;
-        code = toka_run(s->t, true, &s->e);
+        buf startup = {0};
+        lib_put_startup(server->toka, &startup);
+        fprintf(stderr, "toka: %s\ntoka: ready\n", startup.p);
+        buf_free(&startup);
+        server->phase = SRV_READY;
+        code = toka_run(server->toka, true, &server->error);
     }
-    if (code) s->phase = SRV_FAILED;
+    if (code) server->phase = SRV_FAILED;
     return NULL;
 }
 
 /* Opens the loop's system objects and the listeners. */
-static int srv_open(srv *s, srv_loop *l, toka_err *e) {
-    l->epoll = epoll_create1(EPOLL_CLOEXEC);
-    s->wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
-    if (l->epoll < 0 || s->wake_fd < 0) return fail(e, TOKA_E_IO, "epoll: %s", strerror(errno));
-    int code = srv_limit_files(l, e);
-    if (!code) code = srv_listen(s, e);
+static int srv_open(srv *server, srv_loop *loop, toka_err *e) {
+    loop->epoll_fd = epoll_create1(EPOLL_CLOEXEC);
+    server->wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+    if (loop->epoll_fd < 0 || server->wake_fd < 0) return fail(e, TOKA_E_IO, "epoll: %s", strerror(errno));
+    int code = srv_raise_fd_limit(loop, e);
+    if (!code) code = srv_listen(server, e);
     if (code) return code;
-    if (getrandom(s->random, sizeof s->random, 0) != sizeof s->random)
+    if (getrandom(server->random, sizeof server->random, 0) != sizeof server->random)
         return fail(e, TOKA_E_IO, "getrandom: %s", strerror(errno));
-    epoll_ctl(l->epoll, EPOLL_CTL_ADD, s->wake_fd,
-              &(struct epoll_event){.events = EPOLLIN, .data.ptr = &s->wake_fd});
-    srv_set_accepting(s, true);
+    epoll_ctl(loop->epoll_fd, EPOLL_CTL_ADD, server->wake_fd,
+              &(struct epoll_event){.events = EPOLLIN, .data.ptr = &server->wake_fd});
+    srv_set_accepting(server, true);
     return 0;
 }
 
-static void srv_free(srv *s, srv_loop *l) {
-    for (int i = 0; i < l->n_listeners; i++) close(l->listeners[i]);
-    if (l->epoll >= 0) close(l->epoll);
-    if (s->wake_fd >= 0) close(s->wake_fd);
-    pthread_mutex_destroy(&s->lock), pthread_cond_destroy(&s->work);
-    buf_free(&s->unknown);
-    free(l->scratch);
+static void srv_free(srv *server, srv_loop *loop) {
+    for (int i = 0; i < loop->n_listeners; i++) close(loop->listeners[i]);
+    if (loop->epoll_fd >= 0) close(loop->epoll_fd);
+    if (server->wake_fd >= 0) close(server->wake_fd);
+    pthread_mutex_destroy(&server->lock), pthread_cond_destroy(&server->has_work);
+    buf_free(&server->reported_fields);
+    free(loop->recv_buffer);
 }
 
 /* toka serve, on the thread that becomes the event loop. Returns 0 after a signal, when all answers
  * are sent; else an error of the start or of the engine. */
-static int srv_run(const srv_options *o, toka_err *e) {
-    srv_loop l = {.scratch = mem_alloc(SRV_READ_BYTES), .now = os_now(), .t_status = os_now()};
-    srv s = {.o = o, .loop = &l, .started = (int64_t)time(NULL), .ready_end = &s.ready,
-             .room = SRV_LEAST_ROOM};
+static int srv_run(const srv_options *options, toka_err *e) {
+    srv_loop loop = {.recv_buffer = mem_alloc(SRV_READ_BYTES), .now = os_now(), .last_status = os_now()};
+    srv server = {.options = options, .loop = &loop, .start_time = (int64_t)time(NULL), .work_queue_end = &server.work_queue,
+             .memory_limit = SRV_MIN_MEMORY_LIMIT};
     pthread_t engine, workers[64];
     int n_workers = 0;
-    pthread_mutex_init(&s.lock, NULL), pthread_cond_init(&s.work, NULL);
+    pthread_mutex_init(&server.lock, NULL), pthread_cond_init(&server.has_work, NULL);
     os_limit_heaps(), mem_keep_spare();
-    srv_metrics_init(&s.m);
-    int code = srv_open(&s, &l, e);
-    bool driven = !code && !(code = os_thread_start(&engine, srv_engine, &s, e));
-    for (int n = MIN(o->n_workers, COUNT(workers)); !code && n_workers < n; n_workers += !code)
-        code = os_thread_start(&workers[n_workers], srv_worker, &s, e);
-    if (!code) srv_run_loop(&s);
+    srv_metrics_init(&server.metrics);
+    int code = srv_open(&server, &loop, e);
+    bool has_engine = !code && !(code = os_thread_start(&engine, srv_engine_thread, &server, e));
+    for (int max_workers = MIN(options->n_workers, COUNT(workers)); !code && n_workers < max_workers; n_workers += !code)
+        code = os_thread_start(&workers[n_workers], srv_worker_thread, &server, e);
+    if (!code) srv_run_loop(&server);
     /* loading cannot be interrupted, except by a second signal, which ends the program */
-    while (driven && s.phase == SRV_LOADING) usleep(10000);
-    if (s.files) fb_stop(s.files);
-    if (s.t) run_warn_overwritten(s.t, &l.said_overwritten);
-    if (s.t) toka_stop(s.t);
-    if (driven) pthread_join(engine, NULL);
-    pthread_mutex_lock(&s.lock);
-    s.stopping = true;
-    pthread_cond_broadcast(&s.work);
-    pthread_mutex_unlock(&s.lock);
+    while (has_engine && server.phase == SRV_LOADING) usleep(10000);
+    if (server.files) files_stop(server.files);
+    if (server.toka) run_warn_overwritten(server.toka, &loop.warned_overwritten);
+    if (server.toka) toka_stop(server.toka);
+    if (has_engine) pthread_join(engine, NULL);
+    pthread_mutex_lock(&server.lock);
+    server.stopping = true;
+    pthread_cond_broadcast(&server.has_work);
+    pthread_mutex_unlock(&server.lock);
     for (int i = 0; i < n_workers; i++) pthread_join(workers[i], NULL);
-    fb_close(s.files); /* after the workers: one may have had an upload whose client disconnected */
-    toka_close(s.t);   /* sends last events to calls that are still open, which frees them */
-    if (!code && s.phase == SRV_FAILED) {
-        *e = s.e;
+    files_close(server.files); /* after the workers: one may have had an upload whose client disconnected */
+    toka_close(server.toka);   /* sends last events to calls that are still open, which frees them */
+    if (!code && server.phase == SRV_FAILED) {
+        *e = server.error;
         code = e->code;
     }
-    srv_free(&s, &l);
+    srv_free(&server, &loop);
     return code;
 }
 
@@ -25988,30 +25988,30 @@ static int srv_run(const srv_options *o, toka_err *e) {
  *                         sample gets the output length that the dataset gives. Works on dummy
  *                         weights, too.
  *   run_bench_plan        `toka bench plan`: measures chapters 14 to 17 alone, without a model.
- *   plan_make             `toka plan`: calculates which splits of a model fit on which GPUs, and an
+ *   plan_answer             `toka plan`: calculates which splits of a model fit on which GPUs, and an
  *                         upper bound of their speed. It runs nothing.
  * =========================================================================== */
 
 /* ---- Dummy weights: the shapes of a line of models.txt, filled with random numbers ---- */
 
-typedef struct run_fill_part { /* the work of one thread: a range of elements of one matrix */
-    uint16_t *p;      /* the whole matrix, bf16; not owned */
+typedef struct run_fill_range { /* the work of one thread: a range of elements of one matrix */
+    uint16_t *data;      /* the whole matrix, bf16; not owned */
     int64_t from, to; /* elements; `to` is exclusive */
     uint64_t stream;  /* identifies the matrix in the random number generator */
     float scale;      /* the numbers are in (-scale, scale) */
-} run_fill_part;
+} run_fill_range;
 
 /* Thread function. Fills the range with uniform bf16 numbers in (-scale, scale). Each number of the
  * counter-based generator gives four elements. */
 static void *run_fill_random(void *user) {
-    const run_fill_part *f = user;
-    for (int64_t i = f->from; i < f->to; i += 4) {
-        uint64_t z = hash_mix((f->stream << 40) + (uint64_t)i / 4 * 0x9E3779B97F4A7C15u);
-        for (int k = 0; k < 4 && i + k < f->to; k++, z >>= 16) {
-            float x = ((float)(z & 0xFFFF) * 0x1p-15f - (1 - 0x1p-16f)) * f->scale;
+    const run_fill_range *range = user;
+    for (int64_t i = range->from; i < range->to; i += 4) {
+        uint64_t random = hash_mix((range->stream << 40) + (uint64_t)i / 4 * 0x9E3779B97F4A7C15u);
+        for (int j = 0; j < 4 && i + j < range->to; j++, random >>= 16) {
+            float value = ((float)(random & 0xFFFF) * 0x1p-15f - (1 - 0x1p-16f)) * range->scale;
             uint32_t bits;
-            memcpy(&bits, &x, sizeof bits);
-            f->p[i + k] = (uint16_t)(bits >> 16);
+            memcpy(&bits, &value, sizeof bits);
+            range->data[i + j] = (uint16_t)(bits >> 16);
         }
     }
     return NULL;
@@ -26020,32 +26020,32 @@ static void *run_fill_random(void *user) {
 /* Places one tensor at *at, fills it, and moves *at behind it, to a multiple of 64 bytes. `base` is
  * the struct that has the tensor's field. A norm's weights are 1 and biases are 0. The scale of a
  * matrix is chosen so that its output has about the magnitude of its input. */
-static void run_dummy_tensor(mf_model *m, const mf_binding *slot, void *base, char **at) {
+static void run_dummy_tensor(mf_model *model, const mf_binding *binding, void *base, char **end) {
     enum { MOST = 64 };
-    int64_t n = mf_binding_size(slot, &m->config);
-    uint16_t *p = (uint16_t *)(void *)*at;
-    if (!n) return;
-    int rows = mf_dim_product(slot->rows, &m->shape), cols = mf_dim_product(slot->cols, &m->shape);
-    *(toka_tensor *)(void *)((char *)base + slot->field) =
-        (toka_tensor){p, TOKA_BF16, rows, cols, cols};
-    *at += ((size_t)n * sizeof *p + 63) & ~(size_t)63;
-    if (*slot->rows) {
-        run_fill_part part[MOST];
-        pthread_t thread[MOST];
-        int parts = n < 1 << 20 ? 1 : MIN(os_n_cores(), MOST), started = 1;
-        int64_t each = (n / parts + 3) / 4 * 4;
-        for (int i = 0; i < parts; i++)
-            part[i] = (run_fill_part){p, each * i, i + 1 < parts ? each * (i + 1) : n,
-                                      (uint64_t)(*at - m->maps[0].p) >> 6, sqrtf(3 / (float)cols)};
-        while (started < parts &&
-               !pthread_create(&thread[started], NULL, run_fill_random, &part[started]))
-            started++;
-        for (int i = started; i < parts; i++) run_fill_random(&part[i]);
-        run_fill_random(&part[0]);
-        for (int i = 1; i < started; i++) pthread_join(thread[i], NULL);
+    int64_t n_elements = mf_binding_size(binding, &model->config);
+    uint16_t *data = (uint16_t *)(void *)*end;
+    if (!n_elements) return;
+    int rows = mf_dim_product(binding->rows, &model->shape), cols = mf_dim_product(binding->cols, &model->shape);
+    *(toka_tensor *)(void *)((char *)base + binding->field) =
+        (toka_tensor){data, TOKA_BF16, rows, cols, cols};
+    *end += ((size_t)n_elements * sizeof *data + 63) & ~(size_t)63;
+    if (*binding->rows) {
+        run_fill_range ranges[MOST];
+        pthread_t threads[MOST];
+        int n_ranges = n_elements < 1 << 20 ? 1 : MIN(os_n_cores(), MOST), n_started = 1;
+        int64_t per_range = (n_elements / n_ranges + 3) / 4 * 4;
+        for (int i = 0; i < n_ranges; i++)
+            ranges[i] = (run_fill_range){data, per_range * i, i + 1 < n_ranges ? per_range * (i + 1) : n_elements,
+                                      (uint64_t)(*end - model->maps[0].p) >> 6, sqrtf(3 / (float)cols)};
+        while (n_started < n_ranges &&
+               !pthread_create(&threads[n_started], NULL, run_fill_random, &ranges[n_started]))
+            n_started++;
+        for (int i = n_started; i < n_ranges; i++) run_fill_random(&ranges[i]);
+        run_fill_random(&ranges[0]);
+        for (int i = 1; i < n_started; i++) pthread_join(threads[i], NULL);
     } else {
-        for (int64_t i = 0; i < n && str_ends(str_c(slot->suffix), STR("norm.weight")); i++)
-            p[i] = 0x3F80;
+        for (int64_t i = 0; i < n_elements && str_ends(str_c(binding->suffix), STR("norm.weight")); i++)
+            data[i] = 0x3F80;
     }
 }
 
@@ -26056,41 +26056,41 @@ enum { RUN_DUMMY_BYTES = 2000000000 };
 
 /* Allocates and fills all weights of `m`, whose config and shape are set. `m` owns the memory.
  * Returns TOKA_E_MEMORY if the weights do not fit into memory. */
-static int run_dummy_weights(mf_model *m, toka_err *e) {
-    const int L = m->shape.L;
+static int run_dummy_weights(mf_model *model, toka_err *e) {
+    const int L = model->shape.L;
     size_t pad = (size_t)(COUNT(mf_layer_bindings) * L + COUNT(mf_model_bindings) + 1) * 64;
     size_t layer_bytes = 0;
-    m->n_parameters = mf_n_parameters(&m->config);
-    m->weight_bytes = (size_t)m->n_parameters * 2;
+    model->n_parameters = mf_n_parameters(&model->config);
+    model->weight_bytes = (size_t)model->n_parameters * 2;
     for (int i = 0; i < COUNT(mf_layer_bindings); i++)
-        layer_bytes += (size_t)mf_binding_size(&mf_layer_bindings[i], &m->config) * 2;
-    const int own = (int)MIN((size_t)L, RUN_DUMMY_BYTES / layer_bytes + 1);
-    size_t bytes = m->weight_bytes - (size_t)(L - own) * layer_bytes + pad;
-    char *at = MAP_FAILED;
+        layer_bytes += (size_t)mf_binding_size(&mf_layer_bindings[i], &model->config) * 2;
+    const int n_own = (int)MIN((size_t)L, RUN_DUMMY_BYTES / layer_bytes + 1);
+    size_t bytes = model->weight_bytes - (size_t)(L - n_own) * layer_bytes + pad;
+    char *end = MAP_FAILED;
     if ((int64_t)bytes <= os_ram_bytes())
-        at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
+        end = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
                   -1, 0);
-    if (at == MAP_FAILED)
-        return fail(e, TOKA_E_MEMORY, "%s: %zu bytes of dummy weights do not fit", m->name, bytes);
-    m->maps = mem_alloc(sizeof *m->maps);
-    m->maps[m->n_maps++] = (str){at, bytes};
-    m->weights.layers = arena_zalloc(&m->memory, (size_t)L * sizeof *m->weights.layers);
+    if (end == MAP_FAILED)
+        return fail(e, TOKA_E_MEMORY, "%s: %zu bytes of dummy weights do not fit", model->name, bytes);
+    model->maps = mem_alloc(sizeof *model->maps);
+    model->maps[model->n_maps++] = (str){end, bytes};
+    model->weights.layers = arena_zalloc(&model->memory, (size_t)L * sizeof *model->weights.layers);
     for (int i = 0; i < COUNT(mf_model_bindings); i++)
-        run_dummy_tensor(m, &mf_model_bindings[i], &m->weights, &at);
+        run_dummy_tensor(model, &mf_model_bindings[i], &model->weights, &end);
     for (int layer = 0; layer < L; layer++) {
-        for (int i = 0; i < COUNT(mf_layer_bindings) && layer < own; i++)
-            run_dummy_tensor(m, &mf_layer_bindings[i], &m->weights.layers[layer], &at);
-        if (layer >= own) m->weights.layers[layer] = m->weights.layers[layer % own];
-        m->weights.layers[layer].window = m->config.window[layer];
+        for (int i = 0; i < COUNT(mf_layer_bindings) && layer < n_own; i++)
+            run_dummy_tensor(model, &mf_layer_bindings[i], &model->weights.layers[layer], &end);
+        if (layer >= n_own) model->weights.layers[layer] = model->weights.layers[layer % n_own];
+        model->weights.layers[layer].window = model->config.window[layer];
     }
-    run_dummy_tensor(m, &mf_lm_head_binding, &m->weights, &at);
-    if (!m->weights.lm_head.rows) m->weights.lm_head = m->weights.embed;
+    run_dummy_tensor(model, &mf_lm_head_binding, &model->weights, &end);
+    if (!model->weights.lm_head.rows) model->weights.lm_head = model->weights.embed;
     return 0;
 }
 
 /* Finds the line of models.txt with this name or hub id. *found is allocated in `a`, or NULL if no
  * line matches. *n is the number of lines. Returns 0 or the error of mf_read_models_file. */
-static int run_find_known(const char *models_file, const char *model, arena *a,
+static int run_find_model(const char *models_file, const char *model, arena *a,
                           const mf_known_model **found, int *n, toka_err *e) {
     mf_known_model *known;
     int code = mf_read_models_file(models_file, a, &known, n, e);
@@ -26102,38 +26102,38 @@ static int run_find_known(const char *models_file, const char *model, arena *a,
 }
 
 /* Returns the error for a model that models.txt does not have, with the most similar name. */
-static int run_dummy_unknown(const toka_options *o, arena *a, toka_err *e) {
+static int run_dummy_unknown(const toka_options *options, arena *a, toka_err *e) {
     mf_known_model *known;
     int n;
-    suggestion near = {.typed = str_c(o->model)};
-    if (mf_read_models_file(o->models_file, a, &known, &n, e)) return e->code;
-    if (!n) return fail(e, TOKA_E_USE, "%s: %s", o->model, mf_no_models_file);
-    for (int i = 0; i < n; i++) suggest_try(&near, known[i].name);
-    fail(e, TOKA_E_USE, "%s: not a name of models.txt, which --dummy-weights needs", o->model);
-    return suggest_fail(&near, "", e);
+    suggestion nearest = {.typed = str_c(options->model)};
+    if (mf_read_models_file(options->models_file, a, &known, &n, e)) return e->code;
+    if (!n) return fail(e, TOKA_E_USE, "%s: %s", options->model, mf_no_models_file);
+    for (int i = 0; i < n; i++) suggest_try(&nearest, known[i].name);
+    fail(e, TOKA_E_USE, "%s: not a name of models.txt, which --dummy-weights needs", options->model);
+    return suggest_fail(&nearest, "", e);
 }
 
 /* Opens a toka without model files: shapes from models.txt, random weights, no tokenizer. The
  * caller closes *out. If it fails, *out is NULL or unchanged. */
-static int run_dummy_open(toka **out, const toka_options *o, toka_err *e) {
+static int run_dummy_open(toka **out, const toka_options *options, toka_err *e) {
     const mf_known_model *found = NULL;
-    int n_known, code = lib_check_options(o, e);
+    int n_known, code = lib_check_options(options, e);
     if (code) return code;
-    if (!o->model)
+    if (!options->model)
         return fail(e, TOKA_E_USE, "--dummy-weights needs -m NAME, a name of models.txt");
     toka *t = mem_zalloc(sizeof *t);
-    mf_model *m = t->files = mem_zalloc(sizeof *m);
-    m->tokenizer_json = m->tokenizer_config = STR("");
-    m->defaults = mf_no_defaults;
-    code = run_find_known(o->models_file, o->model, &m->memory, &found, &n_known, e);
-    if (!code && !found) code = run_dummy_unknown(o, &m->memory, e);
+    mf_model *model = t->files = mem_zalloc(sizeof *model);
+    model->tokenizer_json = model->tokenizer_config = STR("");
+    model->defaults = mf_no_defaults;
+    code = run_find_model(options->models_file, options->model, &model->memory, &found, &n_known, e);
+    if (!code && !found) code = run_dummy_unknown(options, &model->memory, e);
     if (!code) {
-        m->name = found->name;
-        m->config = found->config;
-        m->shape = t->shape = found->config.shape;
-        code = run_dummy_weights(m, e);
+        model->name = found->name;
+        model->config = found->config;
+        model->shape = t->shape = found->config.shape;
+        code = run_dummy_weights(model, e);
     }
-    if (!code) code = eng_open(&t->engine, lib_find_backend(o->device), m, &t->shape, NULL, o, e);
+    if (!code) code = eng_open(&t->engine, lib_find_backend(options->device), model, &t->shape, NULL, options, e);
     if (code) {
         toka_close(t);
         t = NULL;
@@ -26154,7 +26154,7 @@ typedef struct run_bench_options {
     double load_s;           /* seconds that opening the model took */
     bool json;               /* print the result as one JSON object */
     bool quiet;              /* no report on stderr */
-    bool said;               /* the text of run_print_start has already been printed */
+    bool start_printed;               /* the text of run_print_start has already been printed */
     atomic_int *interrupted; /* not 0 after Ctrl-C */
 } run_bench_options;
 
@@ -26169,159 +26169,159 @@ typedef struct run_bench_sample {
  * one is submitted. So while samples are left, the engine has twice as many requests as it can run
  * at once. */
 typedef struct run_bench_state {
-    const run_bench_options *o;
-    toka *t;
+    const run_bench_options *options;
+    toka *toka;
     ids tokens;               /* the tokens of all prompts, one after another */
-    size_t *prompt;           /* [n_prompts + 1] where each prompt begins in `tokens` */
-    run_bench_sample *sample; /* [n_samples] in the order of the file */
+    size_t *prompt_at;           /* [n_prompts + 1] where each prompt begins in `tokens` */
+    run_bench_sample *samples; /* [n_samples] in the order of the file */
     int64_t n_prompts, n_samples, cap_prompts, cap_samples;
     int64_t next;             /* index of the sample to submit next; n_samples: none is left */
     int64_t n_output;         /* output tokens of all samples */
     bool cancelled;           /* Ctrl-C: all submitted requests have been cancelled */
-    toka_err e;               /* the error of the first toka_submit that failed */
+    toka_err error;               /* the error of the first toka_submit that failed */
 } run_bench_state;
 
 /* Handles one line of a dataset. `number` is its line number. Returns 0, or an error code. */
-typedef int run_take_fn(void *user, const json *root, int64_t number, toka_err *e);
+typedef int run_line_fn(void *user, const json *root, int64_t number, toka_err *e);
 
 /* Parses the lines of a file as JSON and calls `take` for each, for at most `most` lines. Skips
  * blank lines. Stops at the first line that is not JSON, or for which `take` fails. Returns 0;
  * TOKA_E_INPUT for a bad line or a file without lines; TOKA_E_CANCELLED after Ctrl-C; or the error
  * of `take`. */
-static int run_dataset(const char *path, int64_t most, atomic_int *interrupted, run_take_fn *take,
+static int run_dataset(const char *path, int64_t max_lines, atomic_int *interrupted, run_line_fn *on_line,
                        void *user, toka_err *e) {
-    run_input in;
+    run_input input;
     str line;
-    int64_t n = 0;
+    int64_t n_lines = 0;
     int code = 0, fd = open(path, O_RDONLY | O_CLOEXEC);
     if (fd < 0) return fail(e, TOKA_E_INPUT, "%s: %s", path, strerror(errno));
-    run_input_init(&in, fd, path, interrupted);
-    while (n < most && (code = run_next_line(&in, &line, NULL, e)) > 0) {
-        arena a = {0};
+    run_input_init(&input, fd, path, interrupted);
+    while (n_lines < max_lines && (code = run_next_line(&input, &line, NULL, e)) > 0) {
+        arena memory = {0};
         toka_err why;
         if (run_is_blank(line)) continue;
-        const json *root = json_parse(&a, line, run_limits, &why);
-        code = root ? take(user, root, in.line_number, e)
-                    : fail(e, TOKA_E_INPUT, "%s: line %lld: %.400s", path, (long long)in.line_number,
+        const json *root = json_parse(&memory, line, run_limits, &why);
+        code = root ? on_line(user, root, input.line_number, e)
+                    : fail(e, TOKA_E_INPUT, "%s: line %lld: %.400s", path, (long long)input.line_number,
                            why.msg);
-        arena_free(&a);
-        n++;
+        arena_free(&memory);
+        n_lines++;
         if (code) break;
     }
     /* Replaces other errors: an interrupted read may have left an incomplete line. */
     if (*interrupted) code = fail(e, TOKA_E_CANCELLED, "interrupted");
-    if (!code && !n) code = fail(e, TOKA_E_INPUT, "%s: no lines", path);
-    run_input_free(&in);
+    if (!code && !n_lines) code = fail(e, TOKA_E_INPUT, "%s: no lines", path);
+    run_input_free(&input);
     close(fd);
     return code;
 }
 
-/* run_take_fn: adds a line's prompt and samples to the state. Returns TOKA_E_INPUT if the line has
+/* run_line_fn: adds a line's prompt and samples to the state. Returns TOKA_E_INPUT if the line has
  * no prompt or no output_lengths, or if a sequence is longer than the model allows. */
 static int run_bench_line(void *user, const json *root, int64_t number, toka_err *e) {
-    run_bench_state *b = user;
+    run_bench_state *bench = user;
     const json *prompt = json_get(root, "prompt_token_ids"), *text = json_get(root, "prompt");
     const json *lengths = json_get(root, "output_lengths");
-    if (b->n_prompts + 1 >= b->cap_prompts) {
-        b->cap_prompts = MAX(1024, 2 * b->cap_prompts);
-        b->prompt = mem_realloc(b->prompt, (size_t)b->cap_prompts * sizeof *b->prompt);
-        b->prompt[b->n_prompts] = b->tokens.n;
+    if (bench->n_prompts + 1 >= bench->cap_prompts) {
+        bench->cap_prompts = MAX(1024, 2 * bench->cap_prompts);
+        bench->prompt_at = mem_realloc(bench->prompt_at, (size_t)bench->cap_prompts * sizeof *bench->prompt_at);
+        bench->prompt_at[bench->n_prompts] = bench->tokens.n;
     }
-    size_t first = b->tokens.n;
+    size_t first = bench->tokens.n;
     if (json_is(prompt, JSON_ARRAY)) {
-        JSON_EACH(it, prompt)
-            ids_push(&b->tokens, (int32_t)MAX(-1, MIN(json_int(it, -1), INT32_MAX)));
+        JSON_EACH(item, prompt)
+            ids_push(&bench->tokens, (int32_t)MAX(-1, MIN(json_int(item, -1), INT32_MAX)));
     } else if (json_is(text, JSON_STRING)) {
-        if (lib_require_tokenizer(b->t, e) ||
-            tok_encode(b->t->tok, json_str(text), TOKA_ADD_SPECIAL | TOKA_PARSE_SPECIAL, &b->tokens,
+        if (lib_require_tokenizer(bench->toka, e) ||
+            tok_encode(bench->toka->tok, json_str(text), TOKA_ADD_SPECIAL | TOKA_PARSE_SPECIAL, &bench->tokens,
                        e))
             return e->code;
     }
-    int64_t n = (int64_t)(b->tokens.n - first);
-    if (!n || !json_is(lengths, JSON_ARRAY) || !lengths->n)
+    int64_t n_prompt = (int64_t)(bench->tokens.n - first);
+    if (!n_prompt || !json_is(lengths, JSON_ARRAY) || !lengths->n)
         return fail(e, TOKA_E_INPUT,
                     "%s: line %lld: expected prompt_token_ids or prompt, and output_lengths",
-                    b->o->dataset, (long long)number);
-    JSON_EACH(it, lengths) {
+                    bench->options->dataset, (long long)number);
+    JSON_EACH(item, lengths) {
         int64_t length;
-        if (!json_whole(it, &length))
+        if (!json_whole(item, &length))
             return fail(e, TOKA_E_INPUT, "%s: line %lld: output_lengths: expected whole numbers",
-                        b->o->dataset, (long long)number);
-        if (length < 1 || length > b->t->shape.max_len - n)
+                        bench->options->dataset, (long long)number);
+        if (length < 1 || length > bench->toka->shape.max_len - n_prompt)
             return fail(e, TOKA_E_INPUT,
                         "%s: line %lld: a prompt of %lld tokens and an output of %lld, expected at "
                         "least 1 and at most %d in all",
-                        b->o->dataset, (long long)number, (long long)n, (long long)length,
-                        b->t->shape.max_len);
-        if (b->n_samples == b->cap_samples) {
-            b->cap_samples = MAX(1024, 2 * b->cap_samples);
-            b->sample = mem_realloc(b->sample, (size_t)b->cap_samples * sizeof *b->sample);
+                        bench->options->dataset, (long long)number, (long long)n_prompt, (long long)length,
+                        bench->toka->shape.max_len);
+        if (bench->n_samples == bench->cap_samples) {
+            bench->cap_samples = MAX(1024, 2 * bench->cap_samples);
+            bench->samples = mem_realloc(bench->samples, (size_t)bench->cap_samples * sizeof *bench->samples);
         }
-        b->sample[b->n_samples++] = (run_bench_sample){(int)b->n_prompts, (int)length, 0};
-        b->n_output += length;
+        bench->samples[bench->n_samples++] = (run_bench_sample){(int)bench->n_prompts, (int)length, 0};
+        bench->n_output += length;
     }
-    b->prompt[++b->n_prompts] = b->tokens.n;
+    bench->prompt_at[++bench->n_prompts] = bench->tokens.n;
     return 0;
 }
 
 static int run_bench_event(void *user, const toka_event *ev);
 
 /* Submits the next sample, if one is left and no submit failed. */
-static void run_bench_submit(run_bench_state *b) {
-    if (b->next == b->n_samples || b->e.code) return;
-    run_bench_sample *s = &b->sample[b->next];
-    toka_request q = b->o->base;
-    q.ids = b->tokens.p + b->prompt[s->prompt];
-    q.n_ids = b->prompt[s->prompt + 1] - b->prompt[s->prompt];
-    q.sampling.seed = api_derive_seed(q.sampling.seed, (uint64_t[]){0, (uint64_t)b->next++});
-    q.sampling.max_tokens = s->length;
-    q.sampling.ignore_eos = true;
-    toka_submit(b->t, &q, run_bench_event, b, &s->id, &b->e);
+static void run_bench_submit(run_bench_state *bench) {
+    if (bench->next == bench->n_samples || bench->error.code) return;
+    run_bench_sample *sample = &bench->samples[bench->next];
+    toka_request request = bench->options->base;
+    request.ids = bench->tokens.p + bench->prompt_at[sample->prompt];
+    request.n_ids = bench->prompt_at[sample->prompt + 1] - bench->prompt_at[sample->prompt];
+    request.sampling.seed = api_derive_seed(request.sampling.seed, (uint64_t[]){0, (uint64_t)bench->next++});
+    request.sampling.max_tokens = sample->length;
+    request.sampling.ignore_eos = true;
+    toka_submit(bench->toka, &request, run_bench_event, bench, &sample->id, &bench->error);
 }
 
 /* Event callback of a request. Submits the next sample when this one has finished. After Ctrl-C it
  * cancels all requests once. Returning 1 cancels this request. */
 static int run_bench_event(void *user, const toka_event *ev) {
-    run_bench_state *b = user;
-    if (*b->o->interrupted) { /* also cancel the requests that get no event */
-        for (int64_t i = 0; i < b->next && !b->cancelled; i++) toka_cancel(b->t, b->sample[i].id);
-        b->cancelled = true;
-        b->next = b->n_samples;
+    run_bench_state *bench = user;
+    if (*bench->options->interrupted) { /* also cancel the requests that get no event */
+        for (int64_t i = 0; i < bench->next && !bench->cancelled; i++) toka_cancel(bench->toka, bench->samples[i].id);
+        bench->cancelled = true;
+        bench->next = bench->n_samples;
         return 1;
     }
-    if (ev->finish != TOKA_RUNNING) run_bench_submit(b);
+    if (ev->finish != TOKA_RUNNING) run_bench_submit(bench);
     return 0;
 }
 
 /* Prints the result to stdout, with the names and lines of vLLM's `bench throughput`. A request
  * here is a line of the dataset, and its prompt is counted once for all its samples. */
-static void run_bench_print(const run_bench_state *b, const run_report *p) {
-    int64_t prompt = (int64_t)b->tokens.n, total = prompt + b->n_output;
-    double s = p->elapsed_s;
-    if (!b->o->json) {
+static void run_bench_print(const run_bench_state *bench, const run_report *report) {
+    int64_t prompt = (int64_t)bench->tokens.n, total = prompt + bench->n_output;
+    double seconds = report->elapsed_s;
+    if (!bench->options->json) {
         printf("Throughput: %.2f requests/s, %.2f total tokens/s, %.2f output tokens/s\n"
                "Total num prompt tokens:  %lld\nTotal num output tokens:  %lld\n",
-               (double)b->n_prompts / s, (double)total / s, (double)b->n_output / s,
-               (long long)prompt, (long long)b->n_output);
+               (double)bench->n_prompts / seconds, (double)total / seconds, (double)bench->n_output / seconds,
+               (long long)prompt, (long long)bench->n_output);
         return;
     }
     const struct { const char *name; double value; } numbers[] = {
-        {"requests_per_second", (double)b->n_prompts / s}, {"tokens_per_second", (double)total / s},
-        {"output_tokens_per_second", (double)b->n_output / s}, {"prefix_hit_share", p->prefix_hit_share},
-        {"mean_batch_size", p->rows_per_step}, {"plan_share", p->plan_share}, {"run_share", p->run_share},
-        {"commit_share", p->commit_share}, {"idle_share", p->idle_share}};
+        {"requests_per_second", (double)bench->n_prompts / seconds}, {"tokens_per_second", (double)total / seconds},
+        {"output_tokens_per_second", (double)bench->n_output / seconds}, {"prefix_hit_share", report->prefix_hit_share},
+        {"mean_batch_size", report->rows_per_step}, {"plan_share", report->plan_share}, {"run_share", report->run_share},
+        {"commit_share", report->commit_share}, {"idle_share", report->idle_share}};
     const struct { const char *name; int64_t value; } counts[] = {
-        {"num_requests", b->n_prompts}, {"num_samples", b->n_samples}, {"total_num_tokens", total},
-        {"total_prompt_tokens", prompt}, {"total_output_tokens", b->n_output},
-        {"steps", p->stats.steps}, {"preemptions", p->stats.preemptions}};
+        {"num_requests", bench->n_prompts}, {"num_samples", bench->n_samples}, {"total_num_tokens", total},
+        {"total_prompt_tokens", prompt}, {"total_output_tokens", bench->n_output},
+        {"steps", report->stats.steps}, {"preemptions", report->stats.preemptions}};
     buf out = {0};
     json_put_open(&out, '{');
-    json_put_key(&out, "elapsed_time"), json_put_num(&out, s, false);
+    json_put_key(&out, "elapsed_time"), json_put_num(&out, seconds, false);
     for (int i = 0; i < COUNT(counts); i++)
         json_put_key(&out, counts[i].name), json_put_int(&out, counts[i].value);
     for (int i = 0; i < COUNT(numbers); i++)
         json_put_key(&out, numbers[i].name), json_put_num(&out, numbers[i].value, true);
-    run_report_put_device(&out, p);
+    run_report_put_device(&out, report);
     json_put_close(&out, '}');
     printf("%s\n", out.p);
     buf_free(&out);
@@ -26338,11 +26338,11 @@ static void run_timeline_step(void *user, const eng_timing *t) {
 
 /* Opens the timeline's file and registers the callback. Overwrites an existing file, but refuses to
  * overwrite the dataset. *file is NULL if no timeline is wanted. */
-static int run_timeline_open(toka *t, const run_bench_options *o, FILE **file, toka_err *e) {
-    const char *path = o->timeline;
-    struct stat to, from;
-    if (path && !stat(path, &to) && !stat(o->dataset, &from) && S_ISREG(to.st_mode) &&
-        to.st_dev == from.st_dev && to.st_ino == from.st_ino)
+static int run_timeline_open(toka *t, const run_bench_options *options, FILE **file, toka_err *e) {
+    const char *path = options->timeline;
+    struct stat target, source;
+    if (path && !stat(path, &target) && !stat(options->dataset, &source) && S_ISREG(target.st_mode) &&
+        target.st_dev == source.st_dev && target.st_ino == source.st_ino)
         return fail(e, TOKA_E_USE, "--timeline: %s is the dataset", path);
     *file = path ? fopen(path, "w") : NULL;
     if (path && !*file)
@@ -26364,30 +26364,30 @@ static int run_timeline_close(FILE *file, const char *path, toka_err *e) {
 }
 
 /* Reads the dataset, runs all samples and prints the result. Returns 0, or the first error. */
-static int run_bench_throughput(toka *t, const run_bench_options *o, toka_err *e) {
-    run_bench_state b = {.o = o, .t = t};
+static int run_bench_throughput(toka *t, const run_bench_options *options, toka_err *e) {
+    run_bench_state bench = {.options = options, .toka = t};
     FILE *timeline = NULL;
-    int code = run_dataset(o->dataset, o->num_prompts ? o->num_prompts : INT_MAX - 1,
-                           o->interrupted, run_bench_line, &b, e);
-    if (!code) code = run_timeline_open(t, o, &timeline, e);
+    int code = run_dataset(options->dataset, options->num_prompts ? options->num_prompts : INT_MAX - 1,
+                           options->interrupted, run_bench_line, &bench, e);
+    if (!code) code = run_timeline_open(t, options, &timeline, e);
     if (!code) {
         double t0 = os_now();
-        for (int i = 0; i < 2 * t->engine->max_seqs; i++) run_bench_submit(&b);
-        double said = os_now();
-        if (!b.e.code && !o->quiet && !o->said)
-            run_print_start(t, toka_get_info(t).model_name, o->load_s);
-        t0 += os_now() - said; /* run_print_start queries the devices: leave out its time */
+        for (int i = 0; i < 2 * t->engine->max_seqs; i++) run_bench_submit(&bench);
+        double print_began = os_now();
+        if (!bench.error.code && !options->quiet && !options->start_printed)
+            run_print_start(t, toka_get_info(t).model_name, options->load_s);
+        t0 += os_now() - print_began; /* run_print_start queries the devices: leave out its time */
         code = toka_run(t, false, e);
-        if (!code && b.e.code) *e = b.e, code = e->code;
-        run_report p = run_report_make(t, os_now() - t0);
-        if (!code && !*o->interrupted) run_bench_print(&b, &p);
-        if (!code && !o->quiet) run_report_print(&p);
-        toka_err late;
-        if (run_timeline_close(timeline, o->timeline, &late) && !code) *e = late, code = late.code;
+        if (!code && bench.error.code) *e = bench.error, code = e->code;
+        run_report report = run_report_make(t, os_now() - t0);
+        if (!code && !*options->interrupted) run_bench_print(&bench, &report);
+        if (!code && !options->quiet) run_report_print(&report);
+        toka_err close_error;
+        if (run_timeline_close(timeline, options->timeline, &close_error) && !code) *e = close_error, code = close_error.code;
     }
-    ids_free(&b.tokens);
-    free(b.prompt);
-    free(b.sample);
+    ids_free(&bench.tokens);
+    free(bench.prompt_at);
+    free(bench.samples);
     return code;
 }
 
@@ -26398,35 +26398,35 @@ static int run_bench_throughput(toka *t, const run_bench_options *o, toka_err *e
  * 150, max_tokens is 1,024, and 8,192 sequences run at once. A step's tokens arrive two steps
  * later, as they do with in-flight steps. The backend does nothing. Times are CPU time of the only
  * thread. */
-enum { RUN_PLAN_LAG = 2, RUN_PLAN_PROMPTS = 128, RUN_PLAN_SAMPLES = 1024, RUN_PLAN_PROMPT = 715,
+enum { RUN_PLAN_AHEAD = 2, RUN_PLAN_PROMPTS = 128, RUN_PLAN_SAMPLES = 1024, RUN_PLAN_PROMPT = 715,
        RUN_PLAN_SHARED = 600, RUN_PLAN_MEAN = 150, RUN_PLAN_MAX = 1024, RUN_PLAN_SEQS = 8192,
-       RUN_PLAN_START = 10, RUN_PLAN_STEPS = 1000 };
+       RUN_PLAN_WARM_UP = 10, RUN_PLAN_STEPS = 1000 };
 
-typedef struct run_plan_late { /* the samples of an in-flight step, whose tokens have not arrived */
-    batch_sample *out; /* [RUN_PLAN_SEQS]; the first n are used */
-    int n;
-} run_plan_late;
+typedef struct run_plan_pending { /* the samples of an in-flight step, whose tokens have not arrived */
+    batch_sample *samples; /* [RUN_PLAN_SEQS]; the first n are used */
+    int n_samples;
+} run_plan_pending;
 
 typedef struct run_plan {
-    scheduler s;
-    batch_builder b;
+    scheduler sched;
+    batch_builder builder;
     batch_step built;
-    run_plan_late late[RUN_PLAN_LAG]; /* ring: step i uses entry i % RUN_PLAN_LAG */
-    int *length;       /* [RUN_PLAN_SEQS] output length of a sequence, drawn at its first token */
-    uint32_t *started; /* [RUN_PLAN_SEQS] generation + 1 of the sequence that `length` is for */
-    uint64_t rng;
+    run_plan_pending pending[RUN_PLAN_AHEAD]; /* ring: step i uses entry i % RUN_PLAN_AHEAD */
+    int *out_lens;       /* [RUN_PLAN_SEQS] output length of a sequence, drawn at its first token */
+    uint32_t *drawn_for; /* [RUN_PLAN_SEQS] generation + 1 of the sequence that `length` is for */
+    uint64_t random_state;
     double plan_s, build_s, commit_s; /* seconds of CPU time, summed over the measured steps */
 } run_plan;
 
 typedef struct run_plan_case { /* one case to measure, with its results */
     const char *name;
-    int extra;   /* in: requests of one sample each, queued behind the others */
+    int n_extra;   /* in: requests of one sample each, queued behind the others */
     int n_pages; /* in: pages of the KV cache, 16 tokens each */
-    int steps;   /* measured */
-    double ms, plan_ms, build_ms, commit_ms; /* means of a step */
-    double p50, p99;                         /* ms of a step */
-    double running;                          /* mean number of running sequences */
-    double start_ms; /* longest of the first RUN_PLAN_START steps, which admit the sequences */
+    int n_steps;   /* measured */
+    double step_ms, plan_ms, build_ms, commit_ms; /* means of a step */
+    double p50_ms, p99_ms;                         /* ms of a step */
+    double mean_running;                          /* mean number of running sequences */
+    double start_ms; /* longest of the first RUN_PLAN_WARM_UP steps, which admit the sequences */
     int64_t n_preempted;
 } run_plan_case;
 
@@ -26438,80 +26438,80 @@ static double run_cpu_now(void) {
 }
 
 /* A random number, uniform in [0, 1): the generator xorshift64*. */
-static double run_plan_unit(run_plan *t) {
-    t->rng ^= t->rng >> 12;
-    t->rng ^= t->rng << 25;
-    t->rng ^= t->rng >> 27;
-    return (double)((t->rng * 0x2545F4914F6CDD1Du) >> 11) * 0x1p-53;
+static double run_plan_random(run_plan *bench) {
+    bench->random_state ^= bench->random_state >> 12;
+    bench->random_state ^= bench->random_state << 25;
+    bench->random_state ^= bench->random_state >> 27;
+    return (double)((bench->random_state * 0x2545F4914F6CDD1Du) >> 11) * 0x1p-53;
 }
 
 /* A random output length: lognormal with sigma 0.7, from 1 to RUN_PLAN_MAX. */
-static int run_plan_length(run_plan *t) {
-    double normal = sqrt(-2 * log(1 - run_plan_unit(t))) *
-                    cos(6.283185307179586 * run_plan_unit(t));
+static int run_plan_length(run_plan *bench) {
+    double normal = sqrt(-2 * log(1 - run_plan_random(bench))) *
+                    cos(6.283185307179586 * run_plan_random(bench));
     double sigma = 0.7;
     double length = exp(log(RUN_PLAN_MEAN) - sigma * sigma / 2 + sigma * normal);
     return (int)MAX(1.0, MIN(length + 0.5, (double)RUN_PLAN_MAX));
 }
 
 /* Submits a request of n samples. Returns 0 or an error code. */
-static int run_plan_submit(run_plan *t, int prompt_no, int n, toka_err *e) {
+static int run_plan_submit(run_plan *bench, int prompt_no, int n, toka_err *e) {
     int32_t prompt[RUN_PLAN_PROMPT];
     for (int i = 0; i < RUN_PLAN_PROMPT; i++)
         prompt[i] = i < RUN_PLAN_SHARED ? 1000 + i : (prompt_no * 7919 + i * 31) % 100000;
     sched_job job = {.prompt = prompt, .n_prompt = RUN_PLAN_PROMPT, .n = n,
                      .max_tokens = RUN_PLAN_MAX};
-    return MIN(sched_submit(&t->s, &job, e), 0);
+    return MIN(sched_submit(&bench->sched, &job, e), 0);
 }
 
-/* Plans and builds one step, then commits the tokens of the step RUN_PLAN_LAG steps before it. */
-static void run_plan_step(run_plan *t, int step) {
+/* Plans and builds one step, then commits the tokens of the step RUN_PLAN_AHEAD steps before it. */
+static void run_plan_step(run_plan *bench, int step) {
     double t0 = run_cpu_now();
-    sched_plan(&t->s);
+    sched_plan(&bench->sched);
     double t1 = run_cpu_now();
-    batch_build(&t->b, &t->built, &t->s);
+    batch_build(&bench->builder, &bench->built, &bench->sched);
     double t2 = run_cpu_now();
-    /* The entry holds the samples of step - RUN_PLAN_LAG. Commit them, then store this step's. */
-    run_plan_late *l = &t->late[step % RUN_PLAN_LAG];
-    for (int i = 0; i < l->n; i++) {
-        batch_sample o = l->out[i];
-        const sched_seq *x = &t->s.seqs[o.seq];
-        if (x->generation != o.generation) continue;
-        if (t->started[o.seq] != x->generation + 1) {
-            t->started[o.seq] = x->generation + 1;
-            t->length[o.seq] = run_plan_length(t);
+    /* The entry holds the samples of step - RUN_PLAN_AHEAD. Commit them, then store this step's. */
+    run_plan_pending *pending = &bench->pending[step % RUN_PLAN_AHEAD];
+    for (int i = 0; i < pending->n_samples; i++) {
+        batch_sample sample = pending->samples[i];
+        const sched_seq *sequence = &bench->sched.seqs[sample.seq];
+        if (sequence->generation != sample.generation) continue;
+        if (bench->drawn_for[sample.seq] != sequence->generation + 1) {
+            bench->drawn_for[sample.seq] = sequence->generation + 1;
+            bench->out_lens[sample.seq] = run_plan_length(bench);
         }
-        int n = x->n_known - x->n_prompt + 1;
-        int32_t token = (int32_t)((t->rng + (uint64_t)o.seq * 0x9E3779B9u + (uint64_t)n) % 100000);
-        sched_commit(&t->s, o.seq, o.generation, token, n >= t->length[o.seq]);
+        int n_out = sequence->n_known - sequence->n_prompt + 1;
+        int32_t token = (int32_t)((bench->random_state + (uint64_t)sample.seq * 0x9E3779B9u + (uint64_t)n_out) % 100000);
+        sched_commit(&bench->sched, sample.seq, sample.generation, token, n_out >= bench->out_lens[sample.seq]);
     }
-    l->n = t->built.n_samples;
-    memcpy(l->out, t->built.samples, (size_t)l->n * sizeof *l->out);
-    t->plan_s += t1 - t0;
-    t->build_s += t2 - t1;
-    t->commit_s += run_cpu_now() - t2;
+    pending->n_samples = bench->built.n_samples;
+    memcpy(pending->samples, bench->built.samples, (size_t)pending->n_samples * sizeof *pending->samples);
+    bench->plan_s += t1 - t0;
+    bench->build_s += t2 - t1;
+    bench->commit_s += run_cpu_now() - t2;
 }
 
 /* Initializes *t. After an error, too, the caller calls run_plan_close. */
-static int run_plan_open(run_plan *t, int n_pages, toka_err *e) {
-    *t = (run_plan){.rng = 12345};
-    sched_config c = {.B = 16, .n_pages = n_pages, .max_seqs = RUN_PLAN_SEQS, .max_tokens = 32768,
+static int run_plan_open(run_plan *bench, int n_pages, toka_err *e) {
+    *bench = (run_plan){.random_state = 12345};
+    sched_config config = {.B = 16, .n_pages = n_pages, .max_seqs = RUN_PLAN_SEQS, .max_tokens = 32768,
                       .max_len = 2048, .n_classes = 1024};
-    int code = sched_init(&t->s, &c, e);
+    int code = sched_init(&bench->sched, &config, e);
     if (!code)
-        batch_init(&t->b, &t->s, (batch_cost){.merge_tok = 4, .span_tok = 64, .tile_rows = 64});
-    if (!code) code = batch_step_init(&t->built, &t->s, e);
-    t->length = mem_zalloc(RUN_PLAN_SEQS * sizeof(int));
-    t->started = mem_zalloc(RUN_PLAN_SEQS * sizeof(uint32_t));
-    for (int i = 0; i < RUN_PLAN_LAG; i++)
-        t->late[i].out = mem_alloc(RUN_PLAN_SEQS * sizeof(batch_sample));
+        batch_init(&bench->builder, &bench->sched, (batch_cost){.merge_tok = 4, .span_tok = 64, .tile_rows = 64});
+    if (!code) code = batch_step_init(&bench->built, &bench->sched, e);
+    bench->out_lens = mem_zalloc(RUN_PLAN_SEQS * sizeof(int));
+    bench->drawn_for = mem_zalloc(RUN_PLAN_SEQS * sizeof(uint32_t));
+    for (int i = 0; i < RUN_PLAN_AHEAD; i++)
+        bench->pending[i].samples = mem_alloc(RUN_PLAN_SEQS * sizeof(batch_sample));
     return code;
 }
 
-static void run_plan_close(run_plan *t) {
-    for (int i = 0; i < RUN_PLAN_LAG; i++) free(t->late[i].out);
-    free(t->length), free(t->started);
-    batch_step_free(&t->built), batch_free(&t->b), sched_free(&t->s);
+static void run_plan_close(run_plan *bench) {
+    for (int i = 0; i < RUN_PLAN_AHEAD; i++) free(bench->pending[i].samples);
+    free(bench->out_lens), free(bench->drawn_for);
+    batch_step_free(&bench->built), batch_free(&bench->builder), sched_free(&bench->sched);
 }
 
 static int run_compare_doubles(const void *a, const void *b) {
@@ -26521,90 +26521,90 @@ static int run_compare_doubles(const void *a, const void *b) {
 
 /* Runs one case and fills its results. Returns 0 or an error code. Stops early after Ctrl-C, or
  * when every sequence has started. */
-static int run_plan_measure(run_plan_case *c, atomic_int *interrupted, toka_err *e) {
-    run_plan t;
-    int n = 0;
-    double *ms = mem_alloc(RUN_PLAN_STEPS * sizeof *ms);
-    int code = run_plan_open(&t, c->n_pages, e);
+static int run_plan_case_run(run_plan_case *bench_case, atomic_int *interrupted, toka_err *e) {
+    run_plan bench;
+    int n_measured = 0;
+    double *times_ms = mem_alloc(RUN_PLAN_STEPS * sizeof *times_ms);
+    int code = run_plan_open(&bench, bench_case->n_pages, e);
     for (int i = 0; i < RUN_PLAN_PROMPTS && !code; i++)
-        code = run_plan_submit(&t, i, RUN_PLAN_SAMPLES, e);
-    for (int i = 0; i < c->extra && !code; i++)
-        code = run_plan_submit(&t, RUN_PLAN_PROMPTS + i, 1, e);
+        code = run_plan_submit(&bench, i, RUN_PLAN_SAMPLES, e);
+    for (int i = 0; i < bench_case->n_extra && !code; i++)
+        code = run_plan_submit(&bench, RUN_PLAN_PROMPTS + i, 1, e);
     for (int i = 0;
-         i < RUN_PLAN_START + RUN_PLAN_STEPS && t.s.n_unstarted && !code && !*interrupted; i++) {
-        if (i == RUN_PLAN_START) t.plan_s = t.build_s = t.commit_s = 0;
+         i < RUN_PLAN_WARM_UP + RUN_PLAN_STEPS && bench.sched.n_unstarted && !code && !*interrupted; i++) {
+        if (i == RUN_PLAN_WARM_UP) bench.plan_s = bench.build_s = bench.commit_s = 0;
         double t0 = run_cpu_now();
-        run_plan_step(&t, i);
-        double took = (run_cpu_now() - t0) * 1e3;
-        if (i < RUN_PLAN_START) {
-            c->start_ms = MAX(c->start_ms, took);
+        run_plan_step(&bench, i);
+        double took_ms = (run_cpu_now() - t0) * 1e3;
+        if (i < RUN_PLAN_WARM_UP) {
+            bench_case->start_ms = MAX(bench_case->start_ms, took_ms);
         } else {
-            ms[n++] = took;
-            c->ms += took;
-            c->running += t.s.n_running;
+            times_ms[n_measured++] = took_ms;
+            bench_case->step_ms += took_ms;
+            bench_case->mean_running += bench.sched.n_running;
         }
     }
-    qsort(ms, (size_t)n, sizeof *ms, run_compare_doubles);
-    c->steps = n;
-    c->n_preempted = t.s.n_preempted;
-    if (n) {
-        c->ms /= n;
-        c->running /= n;
-        c->p50 = ms[n / 2];
-        c->p99 = ms[n * 99 / 100];
-        c->plan_ms = t.plan_s * 1e3 / n;
-        c->build_ms = t.build_s * 1e3 / n;
-        c->commit_ms = t.commit_s * 1e3 / n;
+    qsort(times_ms, (size_t)n_measured, sizeof *times_ms, run_compare_doubles);
+    bench_case->n_steps = n_measured;
+    bench_case->n_preempted = bench.sched.n_preempted;
+    if (n_measured) {
+        bench_case->step_ms /= n_measured;
+        bench_case->mean_running /= n_measured;
+        bench_case->p50_ms = times_ms[n_measured / 2];
+        bench_case->p99_ms = times_ms[n_measured * 99 / 100];
+        bench_case->plan_ms = bench.plan_s * 1e3 / n_measured;
+        bench_case->build_ms = bench.build_s * 1e3 / n_measured;
+        bench_case->commit_ms = bench.commit_s * 1e3 / n_measured;
     }
-    free(ms);
-    run_plan_close(&t);
+    free(times_ms);
+    run_plan_close(&bench);
     return code;
 }
 
 /* Appends the keys of a case's results to the open JSON object. */
-static void run_plan_json(buf *b, const run_plan_case *c) {
+static void run_plan_put_json(buf *out, const run_plan_case *bench_case) {
     const struct { const char *name; double value; } numbers[] = {
-        {"ms_per_step", c->ms}, {"plan_ms", c->plan_ms}, {"build_ms", c->build_ms},
-        {"commit_ms", c->commit_ms}, {"p50_ms", c->p50}, {"p99_ms", c->p99},
-        {"mean_running", c->running}, {"most_start_ms", c->start_ms}};
+        {"ms_per_step", bench_case->step_ms}, {"plan_ms", bench_case->plan_ms}, {"build_ms", bench_case->build_ms},
+        {"commit_ms", bench_case->commit_ms}, {"p50_ms", bench_case->p50_ms}, {"p99_ms", bench_case->p99_ms},
+        {"mean_running", bench_case->mean_running}, {"most_start_ms", bench_case->start_ms}};
     for (int i = 0; i < COUNT(numbers); i++)
-        json_put_key(b, numbers[i].name), json_put_num(b, numbers[i].value, true);
-    json_put_key(b, "steps"), json_put_int(b, c->steps);
-    json_put_key(b, "preemptions"), json_put_int(b, c->n_preempted);
+        json_put_key(out, numbers[i].name), json_put_num(out, numbers[i].value, true);
+    json_put_key(out, "steps"), json_put_int(out, bench_case->n_steps);
+    json_put_key(out, "preemptions"), json_put_int(out, bench_case->n_preempted);
 }
 
 /* Measures all cases and prints them to stdout, as text or as one JSON object. The object's own
  * keys are the results of the first case; its key "cases" has all cases. */
 static int run_bench_plan(bool as_json, atomic_int *interrupted, toka_err *e) {
     run_plan_case cases[] = {{.name = "8,192 running", .n_pages = 1572864 / 16},
-                             {.name = "65,536 more requests queued", .extra = 65536,
+                             {.name = "65,536 more requests queued", .n_extra = 65536,
                               .n_pages = 1572864 / 16},
                              {.name = "half the KV cache, always full", .n_pages = 1572864 / 32}};
-    buf b = {0};
-    json_put_open(&b, '{');
+    buf out = {0};
+    json_put_open(&out, '{');
     for (int i = 0; i < COUNT(cases) && !*interrupted; i++) {
-        run_plan_case *c = &cases[i];
-        int code = run_plan_measure(c, interrupted, e);
-        if (code) return buf_free(&b), code;
+        run_plan_case *bench_case = &cases[i];
+        int code = run_plan_case_run(bench_case, interrupted, e);
+        if (code) return buf_free(&out), code;
         if (!i) {
-            run_plan_json(&b, c);
-            json_put_key(&b, "cases"), json_put_open(&b, '[');
+            run_plan_put_json(&out, bench_case);
+            json_put_key(&out, "cases"), json_put_open(&out, '[');
         }
-        json_put_open(&b, '{');
-        json_put_key(&b, "name"), json_put_str(&b, str_c(c->name));
-        run_plan_json(&b, c);
-        json_put_close(&b, '}');
+        json_put_open(&out, '{');
+        json_put_key(&out, "name"), json_put_str(&out, str_c(bench_case->name));
+        run_plan_put_json(&out, bench_case);
+        json_put_close(&out, '}');
         if (as_json || *interrupted) continue;
         printf("%s: %.3f ms a step (plan %.3f, build %.3f, commit %.3f; p50 %.3f, p99 %.3f)\n",
-               c->name, c->ms, c->plan_ms, c->build_ms, c->commit_ms, c->p50, c->p99);
+               bench_case->name, bench_case->step_ms, bench_case->plan_ms, bench_case->build_ms, bench_case->commit_ms, bench_case->p50_ms, bench_case->p99_ms);
         printf("  %d steps, %.0f sequences running, %lld preemptions; before that %d steps from "
                "empty to full, at most %.1f ms\n",
-               c->steps, c->running, (long long)c->n_preempted, RUN_PLAN_START, c->start_ms);
+               bench_case->n_steps, bench_case->mean_running, (long long)bench_case->n_preempted, RUN_PLAN_WARM_UP, bench_case->start_ms);
         fflush(stdout);
     }
-    json_put_close(&b, ']'), json_put_close(&b, '}');
-    if (as_json && !*interrupted) printf("%s\n", b.p);
-    buf_free(&b);
+    json_put_close(&out, ']'), json_put_close(&out, '}');
+    if (as_json && !*interrupted) printf("%s\n", out.p);
+    buf_free(&out);
     return 0;
 }
 
@@ -26633,39 +26633,39 @@ static int run_bench_plan(bool as_json, atomic_int *interrupted, toka_err *e) {
  * lengths vary. */
 
 enum {
-    PLAN_MOST_GPUS = ENG_MAX_PARALLEL, /* the engine must accept the recommended flags */
+    PLAN_MAX_GPUS = ENG_MAX_PARALLEL, /* the engine must accept the recommended flags */
     /* Default workload in tokens: that of GSM8K, or less if the model's length allows less. */
     PLAN_INPUT = 715, PLAN_OUTPUT = 150
 };
 #define PLAN_LATENCY 40e-6        /* seconds of one all-reduce or send */
 #define PLAN_CONTEXT_BYTES 0x1p29 /* of a GPU's memory: in use before toka asks what is free */
 
-typedef struct plan_ask { /* the question; plan_check checks all of it */
+typedef struct plan_query { /* the question; plan_check checks all of it */
     const mf_config *model;
     const run_gpu *gpu;
-    int gpus;            /* number of GPUs */
+    int n_gpus;            /* number of GPUs */
     double utilization;  /* share of a GPU's memory that may be used, 0 to 1 */
     int max_len;         /* tokens of a sequence */
     int max_seqs;        /* running sequences of a replica */
     int max_tokens;      /* rows of a step */
-    int input, output;   /* the workload: tokens of a prompt, and of an answer */
-    int samples;         /* the workload: answers per prompt */
-} plan_ask;
+    int input_len, output_len;   /* the workload: tokens of a prompt, and of an answer */
+    int n_samples;         /* the workload: answers per prompt */
+} plan_query;
 
 typedef struct plan_rank { /* one GPU of a replica */
     toka_shape shape; /* of this rank's part: H, K, F, V, L are smaller than the model's */
-    int l0;           /* its first layer */
-    bool first;       /* it is in the first stage and has the embedding */
-    bool last;        /* it is in the last stage and has the LM head */
-    int64_t weights, scratch; /* bytes */
+    int first_layer;           /* its first layer */
+    bool is_first_stage;       /* it is in the first stage and has the embedding */
+    bool is_last_stage;        /* it is in the last stage and has the LM head */
+    int64_t weight_bytes, scratch_bytes; /* bytes */
     int64_t token_bytes;      /* bytes of K and V of one token */
     int64_t kv_tokens;        /* capacity of its KV cache; less than 1: no room for any */
 } plan_rank;
 
 typedef struct plan_load { /* one step of one microbatch; means, so counts are fractions */
-    double rows;    /* through the layers */
-    double outputs; /* rows that sample a token */
-    double prompts; /* prompts that are computed */
+    double n_rows;    /* through the layers */
+    double n_sampled; /* rows that sample a token */
+    double n_prompts; /* prompts that are computed */
 } plan_load;
 
 /* Seconds of one rank in one step, by the resource that limits the ops: reading weights, reading
@@ -26676,29 +26676,29 @@ typedef struct plan_time {
 } plan_time;
 
 typedef struct plan_rate { /* of all replicas together */
-    int64_t running;       /* sequences */
+    int64_t n_running;       /* sequences */
     double step_s;         /* seconds in which every sequence makes one step */
-    double output, total;  /* tokens per second: sampled; sampled and of prompts */
+    double output_rate, total_rate;  /* tokens per second: sampled; sampled and of prompts */
     const char *bound;     /* the resource that limits the speed; see plan_bound */
 } plan_rate;
 
-typedef struct plan_split {
+typedef struct plan_layout {
     int tp, pp, dp;
     bool fits;
-    int64_t weights, scratch, token_bytes; /* bytes; each the maximum over the ranks */
+    int64_t weight_bytes, scratch_bytes, token_bytes; /* bytes; each the maximum over the ranks */
     int64_t kv_tokens;                     /* of all replicas; 0 if the model does not fit */
-    double at_len;                         /* sequences of max_len tokens that fit in kv_tokens */
-    plan_rate decode, work;                /* decode steps alone; the workload with its prompts */
-} plan_split;
+    double n_max_len_seqs;                         /* sequences of max_len tokens that fit in kv_tokens */
+    plan_rate decode, workload;                /* decode steps alone; the workload with its prompts */
+} plan_layout;
 
 /* ---- Memory: the part of the model that a rank has ---- */
 
 /* Returns 0 if the model can be split into tp ranks a stage and pp stages, else TOKA_E_USE. */
-static int plan_check_split(const toka_shape *s, int tp, int pp, toka_err *e) {
-    mf_tp_ranges part;
-    if (pp > s->L)
-        return fail(e, TOKA_E_USE, "pipeline parallel size %d: the model has %d layers", pp, s->L);
-    if (mf_split_tp(s, 0, tp, &part, e)) return e->code;
+static int plan_check_layout(const toka_shape *shape, int tp, int pp, toka_err *e) {
+    mf_tp_ranges shard;
+    if (pp > shape->L)
+        return fail(e, TOKA_E_USE, "pipeline parallel size %d: the model has %d layers", pp, shape->L);
+    if (mf_split_tp(shape, 0, tp, &shard, e)) return e->code;
     return tp <= TOKA_GPU_MAX_TP
                ? 0
                : fail(e, TOKA_E_USE, "tensor parallel size %d: GPUs run %d tensor ranks at most",
@@ -26706,213 +26706,213 @@ static int plan_check_split(const toka_shape *s, int tp, int pp, toka_err *e) {
 }
 
 /* Returns a layer whose tensors have sizes but no data. */
-static toka_layer plan_layer(const mf_config *c, const toka_shape *s) {
+static toka_layer plan_layer_shapes(const mf_config *config, const toka_shape *shape) {
     toka_layer layer = {0};
     for (int i = 0; i < COUNT(mf_layer_bindings); i++) {
-        const mf_binding *slot = &mf_layer_bindings[i];
-        if (slot->feature & ~c->features) continue;
-        toka_tensor *t = (toka_tensor *)(void *)((char *)&layer + slot->field);
-        t->rows = mf_dim_product(slot->rows, s), t->cols = mf_dim_product(slot->cols, s);
+        const mf_binding *binding = &mf_layer_bindings[i];
+        if (binding->feature & ~config->features) continue;
+        toka_tensor *tensor = (toka_tensor *)(void *)((char *)&layer + binding->field);
+        tensor->rows = mf_dim_product(binding->rows, shape), tensor->cols = mf_dim_product(binding->cols, shape);
     }
     return layer;
 }
 
-/* Returns rank r of tp in stage `stage` of pp. The split must have passed plan_check_split. */
-static plan_rank plan_rank_of(const plan_ask *a, int tp, int pp, int stage, int r) {
-    const toka_shape *all = &a->model->shape;
-    plan_rank p = {.shape = *all, .first = !stage, .last = stage == pp - 1};
-    toka_shape *s = &p.shape;
-    mf_range layers = mf_stage_layers(all, stage, pp);
-    mf_tp_ranges part;
-    const int code = mf_split_tp(all, r, tp, &part, &(toka_err){0});
+/* Returns rank r of tp in stage `stage` of pp. The split must have passed plan_check_layout. */
+static plan_rank plan_make_rank(const plan_query *query, int tp, int pp, int stage, int tp_rank) {
+    const toka_shape *whole = &query->model->shape;
+    plan_rank rank = {.shape = *whole, .is_first_stage = !stage, .is_last_stage = stage == pp - 1};
+    toka_shape *shape = &rank.shape;
+    mf_range layers = mf_stage_layers(whole, stage, pp);
+    mf_tp_ranges shard;
+    const int code = mf_split_tp(whole, tp_rank, tp, &shard, &(toka_err){0});
     assert(!code), (void)code;
-    p.l0 = layers.first;
-    s->L = layers.count;
-    s->H = part.H.count;
-    s->K = part.K.count;
-    s->F = part.F.count;
-    s->V = part.V.count;
-    toka_layer layer = plan_layer(a->model, s);
-    toka_tensor head = {.rows = s->V, .cols = s->E};
-    bool tied = !(a->model->features & MF_LM_HEAD);
+    rank.first_layer = layers.first;
+    shape->L = layers.count;
+    shape->H = shard.H.count;
+    shape->K = shard.K.count;
+    shape->F = shard.F.count;
+    shape->V = shard.V.count;
+    toka_layer layer = plan_layer_shapes(query->model, shape);
+    toka_tensor head = {.rows = shape->V, .cols = shape->E};
+    bool tied = !(query->model->features & MF_LM_HEAD);
     /* Embedding and LM head. If they are tied and on the same rank, they are one matrix. */
-    int heads = p.first + p.last - (p.first && p.last && tied);
-    p.weights = (int64_t)toka_gpu_layer_bytes(&layer) * s->L +
-                (int64_t)toka_gpu_matrix_bytes(&head) * heads;
+    int n_embeddings = rank.is_first_stage + rank.is_last_stage - (rank.is_first_stage && rank.is_last_stage && tied);
+    rank.weight_bytes = (int64_t)toka_gpu_layer_bytes(&layer) * shape->L +
+                (int64_t)toka_gpu_matrix_bytes(&head) * n_embeddings;
     /* For the model's own maximal length (s->max_len, not a->max_len), as in eng_open. */
-    p.scratch = (int64_t)toka_gpu_scratch_bytes(s, a->max_tokens) +
-                (int64_t)toka_gpu_group_bytes(s, a->max_tokens, tp, pp);
-    p.token_bytes = (int64_t)2 * s->L * s->K * s->D * 2;
-    int64_t room = (int64_t)(a->utilization * (a->gpu->memory - PLAN_CONTEXT_BYTES)) - p.weights -
-                   p.scratch;
-    p.kv_tokens = MIN(eng_full_tokens(a->max_seqs, a->max_len, TOKA_GPU_PAGE_TOK),
-                      room / p.token_bytes);
-    return p;
+    rank.scratch_bytes = (int64_t)toka_gpu_scratch_bytes(shape, query->max_tokens) +
+                (int64_t)toka_gpu_group_bytes(shape, query->max_tokens, tp, pp);
+    rank.token_bytes = (int64_t)2 * shape->L * shape->K * shape->D * 2;
+    int64_t kv_bytes = (int64_t)(query->utilization * (query->gpu->memory - PLAN_CONTEXT_BYTES)) - rank.weight_bytes -
+                   rank.scratch_bytes;
+    rank.kv_tokens = MIN(eng_full_tokens(query->max_seqs, query->max_len, TOKA_GPU_PAGE_TOK),
+                      kv_bytes / rank.token_bytes);
+    return rank;
 }
 
 /* ---- Time of a step ---- */
 
 /* Seconds of an all-reduce of `bytes` over tp ranks. */
-static double plan_reduce(const run_gpu *g, int tp, double bytes) {
-    return PLAN_LATENCY + 2.0 * (tp - 1) / tp * bytes / g->link_rate;
+static double plan_all_reduce_s(const run_gpu *gpu, int tp, double bytes) {
+    return PLAN_LATENCY + 2.0 * (tp - 1) / tp * bytes / gpu->link_rate;
 }
 /* Seconds of sending `bytes` to the next stage. */
-static double plan_send(const run_gpu *g, double bytes) { return PLAN_LATENCY + bytes / g->link_rate; }
+static double plan_send_s(const run_gpu *gpu, double bytes) { return PLAN_LATENCY + bytes / gpu->link_rate; }
 
 /* Adds the time of an op with `flop` FLOP and `bytes` of memory traffic: to t->tensor if the
  * arithmetic takes longer, else to *memory. */
-static void plan_op(const run_gpu *g, double flop, double bytes, plan_time *t, double *memory) {
-    double arithmetic = flop / g->flops, reading = bytes / g->memory_rate;
-    *(arithmetic > reading ? &t->tensor : memory) += MAX(arithmetic, reading);
+static void plan_add_op(const run_gpu *gpu, double flop, double bytes, plan_time *times, double *memory) {
+    double arithmetic = flop / gpu->flops, reading = bytes / gpu->memory_rate;
+    *(arithmetic > reading ? &times->tensor : memory) += MAX(arithmetic, reading);
 }
 
 /* Adds the attention of one layer. A row that samples attends on average to the prompt and to half
  * of its answer. A sliding window (window > 0, in tokens) leaves out positions farther back. */
-static void plan_attention(const plan_ask *a, const plan_rank *p, const plan_load *l, double window,
-                           plan_time *t) {
-    double prompt = a->input, own = a->output / 2.0, pairs = prompt * prompt / 2;
-    double running = ceil(l->outputs / a->samples);
+static void plan_add_attention(const plan_query *query, const plan_rank *rank, const plan_load *load, double window,
+                           plan_time *times) {
+    double prompt = query->input_len, own_rows = query->output_len / 2.0, pairs = prompt * prompt / 2;
+    double running = ceil(load->n_sampled / query->n_samples);
     if (window > 0) {
         if (window < prompt) pairs = window * prompt - window * window / 2;
-        own = MIN(own, window), prompt = MIN(prompt, window - own);
+        own_rows = MIN(own_rows, window), prompt = MIN(prompt, window - own_rows);
     }
-    double flop = 4.0 * p->shape.H * p->shape.D, bytes = 4.0 * p->shape.K * p->shape.D;
-    plan_op(a->gpu, flop * l->outputs * own, bytes * l->outputs * own, t, &t->kv);
-    plan_op(a->gpu, flop * l->outputs * prompt, bytes * running * prompt, t, &t->kv);
-    plan_op(a->gpu, flop * l->prompts * pairs, bytes * l->prompts * a->input, t, &t->kv);
+    double flop = 4.0 * rank->shape.H * rank->shape.D, bytes = 4.0 * rank->shape.K * rank->shape.D;
+    plan_add_op(query->gpu, flop * load->n_sampled * own_rows, bytes * load->n_sampled * own_rows, times, &times->kv);
+    plan_add_op(query->gpu, flop * load->n_sampled * prompt, bytes * running * prompt, times, &times->kv);
+    plan_add_op(query->gpu, flop * load->n_prompts * pairs, bytes * load->n_prompts * query->input_len, times, &times->kv);
 }
 
 /* Returns the seconds of one rank in one step of the load. */
-static plan_time plan_rank_time(const plan_ask *a, const plan_rank *p, int tp, const plan_load *l) {
-    const run_gpu *g = a->gpu;
-    plan_time t = {0};
-    toka_layer layer = plan_layer(a->model, &p->shape);
-    double layers = (double)toka_gpu_layer_bytes(&layer) * p->shape.L;
-    double head = p->last ? 2.0 * p->shape.V * p->shape.E : 0;
+static plan_time plan_rank_time(const plan_query *query, const plan_rank *rank, int tp, const plan_load *load) {
+    const run_gpu *gpu = query->gpu;
+    plan_time times = {0};
+    toka_layer layer = plan_layer_shapes(query->model, &rank->shape);
+    double layers = (double)toka_gpu_layer_bytes(&layer) * rank->shape.L;
+    double head = rank->is_last_stage ? 2.0 * rank->shape.V * rank->shape.E : 0;
     /* A bf16 parameter is 2 bytes and costs 2 FLOP a row: bytes are also the FLOP of one row. */
-    plan_op(g, l->rows * layers, layers, &t, &t.weights);
-    plan_op(g, l->outputs * head, head, &t, &t.weights);
-    for (int i = p->l0; i < p->l0 + p->shape.L; i++)
-        plan_attention(a, p, l, a->model->window[i], &t);
-    double message = l->rows * p->shape.E * 2;
-    const int sums = 2 * p->shape.L;
+    plan_add_op(gpu, load->n_rows * layers, layers, &times, &times.weights);
+    plan_add_op(gpu, load->n_sampled * head, head, &times, &times.weights);
+    for (int i = rank->first_layer; i < rank->first_layer + rank->shape.L; i++)
+        plan_add_attention(query, rank, load, query->model->window[i], &times);
+    double message_bytes = load->n_rows * rank->shape.E * 2;
+    const int n_all_reduces = 2 * rank->shape.L;
     /* Seconds of an all-reduce that overlap the matrix products. */
-    const double beside = g->arch == 90 && message >= TOKA_GPU_SCATTER_BYTES
-                              ? (tp - 1.0) / tp * message / g->link_rate
+    const double overlapped = gpu->arch == 90 && message_bytes >= TOKA_GPU_SCATTER_BYTES
+                              ? (tp - 1.0) / tp * message_bytes / gpu->link_rate
                               : 0;
     if (tp > 1) {
-        t.link = (sums + p->first) * plan_reduce(g, tp, message) - sums * beside;
-        t.send = sums * beside;
+        times.link = (n_all_reduces + rank->is_first_stage) * plan_all_reduce_s(gpu, tp, message_bytes) - n_all_reduces * overlapped;
+        times.send = n_all_reduces * overlapped;
     }
-    if (!p->last) t.send += plan_send(g, message);
-    return t;
+    if (!rank->is_last_stage) times.send += plan_send_s(gpu, message_bytes);
+    return times;
 }
 
 /* Seconds without t->send. */
-static double plan_work(const plan_time *t) { return t->weights + t->kv + t->tensor + t->link; }
+static double plan_busy_s(const plan_time *times) { return times->weights + times->kv + times->tensor + times->link; }
 /* Seconds of the step: t->send overlaps the rest. */
-static double plan_seconds(const plan_time *t) { return MAX(plan_work(t), t->send); }
+static double plan_step_s(const plan_time *times) { return MAX(plan_busy_s(times), times->send); }
 
 /* Returns the name of the resource that takes the most time. If reading the weights takes the most
  * and the KV cache limits the number of sequences (kv_full), the answer is "KV capacity": more
  * sequences would share each read of the weights. */
-static const char *plan_bound(const plan_time *t, bool kv_full) {
-    double most = MAX(MAX(t->weights, t->kv), MAX(t->tensor, t->link));
-    if (t->link == most || t->send > plan_work(t)) return "link";
-    if (t->tensor == most) return "tensor cores";
-    return t->kv == most ? "HBM, KV" : kv_full ? "KV capacity" : "HBM, weights";
+static const char *plan_bound(const plan_time *times, bool kv_full) {
+    double longest = MAX(MAX(times->weights, times->kv), MAX(times->tensor, times->link));
+    if (times->link == longest || times->send > plan_busy_s(times)) return "link";
+    if (times->tensor == longest) return "tensor cores";
+    return times->kv == longest ? "HBM, KV" : kv_full ? "KV capacity" : "HBM, weights";
 }
 
 /* Returns the number of sequences that a replica keeps running. Limits are the KV cache, max_seqs
  * and the rows of a step. In the KV cache, the samples of a prompt share its full pages, and each
  * sequence has half of its answer. rows: rows of a sequence in a step, with its share of prompts.
  * *kv_full: the KV cache is the lowest limit. */
-static int64_t plan_running(const plan_ask *a, int pp, int64_t kv_tokens, double rows,
+static int64_t plan_n_running(const plan_query *query, int pp, int64_t kv_tokens, double rows,
                             bool *kv_full) {
-    double shared = a->input / TOKA_GPU_PAGE_TOK * TOKA_GPU_PAGE_TOK;
-    double each = shared / a->samples + (a->input - shared) + a->output / 2.0 +
+    double shared = query->input_len / TOKA_GPU_PAGE_TOK * TOKA_GPU_PAGE_TOK;
+    double tokens_per_seq = shared / query->n_samples + (query->input_len - shared) + query->output_len / 2.0 +
                   TOKA_GPU_PAGE_TOK / 2.0;
-    double most = MIN((double)a->max_seqs, (double)a->max_tokens * pp / rows);
-    double fit = (double)kv_tokens / each;
-    *kv_full = fit < most;
-    return (int64_t)MAX(MIN(most, fit), 1.0);
+    double max_running = MIN((double)query->max_seqs, (double)query->max_tokens * pp / rows);
+    double fit_in_kv = (double)kv_tokens / tokens_per_seq;
+    *kv_full = fit_in_kv < max_running;
+    return (int64_t)MAX(MIN(max_running, fit_in_kv), 1.0);
 }
 
 /* Returns the speed of a split that fits. prompts: also compute the prompts of new sequences, which
  * replace the finished ones; false: decode alone. ranks: [tp * pp], stage by stage. */
-static plan_rate plan_rate_of(const plan_ask *a, const plan_rank *ranks, const plan_split *s,
+static plan_rate plan_make_rate(const plan_query *query, const plan_rank *ranks, const plan_layout *layout,
                               bool prompts) {
     bool kv_full;
     /* Prompt rows for each row that samples. */
-    double more = prompts ? (a->input - 1.0) / ((double)a->samples * a->output) : 0;
-    int64_t n = plan_running(a, s->pp, s->kv_tokens / s->dp, 1 + more, &kv_full);
-    double part = (double)n / (double)MIN(n, (int64_t)s->pp); /* sequences of a microbatch */
-    plan_load load = {part * (1 + more), part,
-                      prompts ? part / ((double)a->samples * a->output) : 0};
+    double prompt_rows = prompts ? (query->input_len - 1.0) / ((double)query->n_samples * query->output_len) : 0;
+    int64_t n_running = plan_n_running(query, layout->pp, layout->kv_tokens / layout->dp, 1 + prompt_rows, &kv_full);
+    double per_micro = (double)n_running / (double)MIN(n_running, (int64_t)layout->pp); /* sequences of a microbatch */
+    plan_load load = {per_micro * (1 + prompt_rows), per_micro,
+                      prompts ? per_micro / ((double)query->n_samples * query->output_len) : 0};
     plan_time slowest = {0};
-    for (int i = 0; i < s->tp * s->pp; i++) {
-        plan_time t = plan_rank_time(a, &ranks[i], s->tp, &load);
-        if (plan_seconds(&t) > plan_seconds(&slowest)) slowest = t;
+    for (int i = 0; i < layout->tp * layout->pp; i++) {
+        plan_time times = plan_rank_time(query, &ranks[i], layout->tp, &load);
+        if (plan_step_s(&times) > plan_step_s(&slowest)) slowest = times;
     }
-    plan_rate r = {.running = n * s->dp, .step_s = plan_seconds(&slowest) * s->pp,
+    plan_rate rate = {.n_running = n_running * layout->dp, .step_s = plan_step_s(&slowest) * layout->pp,
                    .bound = plan_bound(&slowest, kv_full)};
-    r.output = (double)r.running / r.step_s;
-    r.total = prompts ? r.output * (1 + (double)a->input / ((double)a->samples * a->output))
-                      : r.output;
-    return r;
+    rate.output_rate = (double)rate.n_running / rate.step_s;
+    rate.total_rate = prompts ? rate.output_rate * (1 + (double)query->input_len / ((double)query->n_samples * query->output_len))
+                      : rate.output_rate;
+    return rate;
 }
 
-/* Returns the split with all its results. It must have passed plan_check_split. It fits if every
+/* Returns the split with all its results. It must have passed plan_check_layout. It fits if every
  * rank's KV cache has room for one sequence of must_hold tokens. */
-static plan_split plan_split_of(const plan_ask *a, int tp, int pp, int dp, int must_hold) {
-    plan_split s = {.tp = tp, .pp = pp, .dp = dp, .kv_tokens = INT64_MAX};
-    plan_rank ranks[PLAN_MOST_GPUS];
+static plan_layout plan_make_layout(const plan_query *query, int tp, int pp, int dp, int must_hold) {
+    plan_layout layout = {.tp = tp, .pp = pp, .dp = dp, .kv_tokens = INT64_MAX};
+    plan_rank ranks[PLAN_MAX_GPUS];
     for (int i = 0; i < tp * pp; i++) {
-        const plan_rank *p = &ranks[i];
-        ranks[i] = plan_rank_of(a, tp, pp, i / tp, i % tp);
-        s.weights = MAX(s.weights, p->weights);
-        s.scratch = MAX(s.scratch, p->scratch);
-        s.token_bytes = MAX(s.token_bytes, p->token_bytes);
-        s.kv_tokens = MIN(s.kv_tokens, p->kv_tokens);
+        const plan_rank *rank = &ranks[i];
+        ranks[i] = plan_make_rank(query, tp, pp, i / tp, i % tp);
+        layout.weight_bytes = MAX(layout.weight_bytes, rank->weight_bytes);
+        layout.scratch_bytes = MAX(layout.scratch_bytes, rank->scratch_bytes);
+        layout.token_bytes = MAX(layout.token_bytes, rank->token_bytes);
+        layout.kv_tokens = MIN(layout.kv_tokens, rank->kv_tokens);
     }
-    s.fits = s.kv_tokens >= must_hold;
-    s.kv_tokens = s.fits ? s.kv_tokens * dp : 0;
-    s.at_len = (double)s.kv_tokens / a->max_len;
-    if (s.fits) {
-        s.decode = plan_rate_of(a, ranks, &s, false);
-        s.work = plan_rate_of(a, ranks, &s, true);
+    layout.fits = layout.kv_tokens >= must_hold;
+    layout.kv_tokens = layout.fits ? layout.kv_tokens * dp : 0;
+    layout.n_max_len_seqs = (double)layout.kv_tokens / query->max_len;
+    if (layout.fits) {
+        layout.decode = plan_make_rate(query, ranks, &layout, false);
+        layout.workload = plan_make_rate(query, ranks, &layout, true);
     }
-    return s;
+    return layout;
 }
 
-/* Writes all splits of a->gpus that the model allows to out[PLAN_MOST_GPUS], in the order of tp,
+/* Writes all splits of a->gpus that the model allows to out[PLAN_MAX_GPUS], in the order of tp,
  * then pp. Returns their number. */
-static int plan_splits(const plan_ask *a, int must_hold, plan_split *out) {
+static int plan_layouts(const plan_query *query, int must_hold, plan_layout *out) {
     toka_err e;
     int n = 0;
-    for (int tp = 1; tp <= a->gpus; tp++)
-        for (int pp = 1; pp <= a->gpus / tp; pp++)
-            if (a->gpus % tp == 0 && a->gpus / tp % pp == 0 &&
-                !plan_check_split(&a->model->shape, tp, pp, &e))
-                out[n++] = plan_split_of(a, tp, pp, a->gpus / tp / pp, must_hold);
+    for (int tp = 1; tp <= query->n_gpus; tp++)
+        for (int pp = 1; pp <= query->n_gpus / tp; pp++)
+            if (query->n_gpus % tp == 0 && query->n_gpus / tp % pp == 0 &&
+                !plan_check_layout(&query->model->shape, tp, pp, &e))
+                out[n++] = plan_make_layout(query, tp, pp, query->n_gpus / tp / pp, must_hold);
     return n;
 }
 
 /* Returns the split with the highest output rate, or NULL if none fits. Earlier splits of the list
  * (smaller tp, then smaller pp) are preferred: a later one must be over 2 % faster. */
-static const plan_split *plan_best(const plan_split *s, int n) {
-    const plan_split *best = NULL;
-    for (int i = 0; i < n; i++)
-        if (s[i].fits && (!best || s[i].work.output > 1.02 * best->work.output)) best = &s[i];
+static const plan_layout *plan_best_layout(const plan_layout *layouts, int n_layouts) {
+    const plan_layout *best = NULL;
+    for (int i = 0; i < n_layouts; i++)
+        if (layouts[i].fits && (!best || layouts[i].workload.output_rate > 1.02 * best->workload.output_rate)) best = &layouts[i];
     return best;
 }
 
 /* Returns the smallest number of these GPUs on which the model fits; 0 if it does not fit on
- * PLAN_MOST_GPUS. */
-static int plan_least(plan_ask a, int must_hold) {
-    plan_split s[PLAN_MOST_GPUS];
-    for (a.gpus = 1; a.gpus <= PLAN_MOST_GPUS; a.gpus++)
-        if (plan_best(s, plan_splits(&a, must_hold, s))) return a.gpus;
+ * PLAN_MAX_GPUS. */
+static int plan_min_gpus(plan_query query, int must_hold) {
+    plan_layout layouts[PLAN_MAX_GPUS];
+    for (query.n_gpus = 1; query.n_gpus <= PLAN_MAX_GPUS; query.n_gpus++)
+        if (plan_best_layout(layouts, plan_layouts(&query, must_hold, layouts))) return query.n_gpus;
     return 0;
 }
 
@@ -26920,7 +26920,7 @@ static int plan_least(plan_ask a, int must_hold) {
 
 typedef struct plan_options { /* of the command line; 0 or NULL: not given */
     const char *model, *models_file, *gpu;
-    int gpus, max_len, max_seqs, max_tokens, input, output, samples;
+    int n_gpus, max_len, max_seqs, max_tokens, input_len, output_len, n_samples;
     double utilization;
     bool json;
 } plan_options;
@@ -26939,163 +26939,163 @@ static bool plan_same_name(const char *a, const char *b) {
 static int plan_find_gpu(const char *name, const run_gpu **out, toka_err *e) {
     char names[200] = "";
     for (int i = 0; i < COUNT(run_gpus); i++) {
-        const run_gpu *g = &run_gpus[i];
-        if (plan_same_name(g->name, name)) return *out = g, 0;
-        size_t at = strlen(names);
-        snprintf(names + at, sizeof names - at, "%s%s",
-                 !i ? "" : i + 1 < COUNT(run_gpus) ? ", " : " or ", g->name);
+        const run_gpu *gpu = &run_gpus[i];
+        if (plan_same_name(gpu->name, name)) return *out = gpu, 0;
+        size_t length = strlen(names);
+        snprintf(names + length, sizeof names - length, "%s%s",
+                 !i ? "" : i + 1 < COUNT(run_gpus) ? ", " : " or ", gpu->name);
     }
     return fail(e, TOKA_E_USE, "--gpu: '%s', expected %s", name, names);
 }
 
 /* Checks the options and writes them to *a; the caller has set a->model. *must_hold: the tokens of
  * one sequence for which there must be room. Returns TOKA_E_USE for a bad option. */
-static int plan_check(const plan_options *o, plan_ask *a, int *must_hold, toka_err *e) {
-    const struct { const char *name; int value, least, most; } numbers[] = {
-        {"--gpus", o->gpus, 1, PLAN_MOST_GPUS}, {"--max-num-seqs", o->max_seqs, 0, 65536},
-        {"--max-num-batched-tokens", o->max_tokens, 0, 65536},
-        {"--samples", o->samples, 1, ENG_MAX_N}, {"--input-len", o->input, 0, 1 << 30},
-        {"--output-len", o->output, 0, 1 << 30}};
+static int plan_check(const plan_options *options, plan_query *query, int *must_hold, toka_err *e) {
+    const struct { const char *name; int value, min, max; } numbers[] = {
+        {"--gpus", options->n_gpus, 1, PLAN_MAX_GPUS}, {"--max-num-seqs", options->max_seqs, 0, 65536},
+        {"--max-num-batched-tokens", options->max_tokens, 0, 65536},
+        {"--samples", options->n_samples, 1, ENG_MAX_N}, {"--input-len", options->input_len, 0, 1 << 30},
+        {"--output-len", options->output_len, 0, 1 << 30}};
     for (int i = 0; i < COUNT(numbers); i++)
-        if (numbers[i].value < numbers[i].least || numbers[i].value > numbers[i].most)
+        if (numbers[i].value < numbers[i].min || numbers[i].value > numbers[i].max)
             return fail(e, TOKA_E_USE, "%s: %d, expected %d to %d", numbers[i].name,
-                        numbers[i].value, numbers[i].least, numbers[i].most);
-    if (!(o->utilization >= 0 && o->utilization <= 1))
-        return fail(e, TOKA_E_USE, "--gpu-memory-utilization: %g, expected 0 to 1", o->utilization);
-    int limit = a->model->shape.max_len;
-    if (o->max_len < 0 || o->max_len > limit || o->max_len == 1)
+                        numbers[i].value, numbers[i].min, numbers[i].max);
+    if (!(options->utilization >= 0 && options->utilization <= 1))
+        return fail(e, TOKA_E_USE, "--gpu-memory-utilization: %g, expected 0 to 1", options->utilization);
+    int limit = query->model->shape.max_len;
+    if (options->max_len < 0 || options->max_len > limit || options->max_len == 1)
         return fail(e, TOKA_E_USE, "--max-model-len: %d, expected 2 to %d, the model's own limit",
-                    o->max_len, limit);
+                    options->max_len, limit);
     /* The same defaults as in eng_open. */
-    a->max_tokens = o->max_tokens ? o->max_tokens : MAX(TOKA_GPU_MAX_TOKENS, o->max_seqs);
-    a->max_seqs = o->max_seqs ? o->max_seqs : MIN(TOKA_GPU_MAX_SEQS, a->max_tokens);
-    if (a->max_seqs > a->max_tokens)
+    query->max_tokens = options->max_tokens ? options->max_tokens : MAX(TOKA_GPU_MAX_TOKENS, options->max_seqs);
+    query->max_seqs = options->max_seqs ? options->max_seqs : MIN(TOKA_GPU_MAX_SEQS, query->max_tokens);
+    if (query->max_seqs > query->max_tokens)
         return fail(e, TOKA_E_USE,
                     "--max-num-batched-tokens: %d, expected at least --max-num-seqs, %d",
-                    a->max_tokens, a->max_seqs);
-    a->max_len = o->max_len ? o->max_len : limit;
-    a->gpus = o->gpus;
-    a->samples = o->samples;
-    a->output = o->output ? o->output
-                          : MIN(PLAN_OUTPUT, MAX(1, o->input ? a->max_len - o->input
-                                                             : a->max_len / 2));
-    a->input = o->input ? o->input : MIN(PLAN_INPUT, MAX(1, a->max_len - a->output));
-    a->utilization = toka_gpu_utilization(o->utilization);
-    if (a->input > a->max_len - a->output)
+                    query->max_tokens, query->max_seqs);
+    query->max_len = options->max_len ? options->max_len : limit;
+    query->n_gpus = options->n_gpus;
+    query->n_samples = options->n_samples;
+    query->output_len = options->output_len ? options->output_len
+                          : MIN(PLAN_OUTPUT, MAX(1, options->input_len ? query->max_len - options->input_len
+                                                             : query->max_len / 2));
+    query->input_len = options->input_len ? options->input_len : MIN(PLAN_INPUT, MAX(1, query->max_len - query->output_len));
+    query->utilization = toka_gpu_utilization(options->utilization);
+    if (query->input_len > query->max_len - query->output_len)
         return fail(e, TOKA_E_USE,
                     "--input-len %d and --output-len %d: expected at most %d in all, the longest "
                     "sequence",
-                    a->input, a->output, a->max_len);
-    *must_hold = o->max_len ? a->max_len : a->input + a->output;
-    return plan_find_gpu(o->gpu, &a->gpu, e);
+                    query->input_len, query->output_len, query->max_len);
+    *must_hold = options->max_len ? query->max_len : query->input_len + query->output_len;
+    return plan_find_gpu(options->gpu, &query->gpu, e);
 }
 
 /* Finds the model. A name or hub id of models.txt needs no model files. A folder, or a hub id in
  * the cache, needs config.json. *c and *name point into *m or *lines, which the caller frees. */
-static int plan_find_model(const plan_options *o, mf_model **m, arena *lines, const mf_config **c,
+static int plan_find_model(const plan_options *options, mf_model **model, arena *lines, const mf_config **config,
                            const char **name, toka_err *e) {
-    struct stat st;
+    struct stat info;
     const mf_known_model *known = NULL;
-    int n, code = o->model && stat(o->model, &st)
-                      ? run_find_known(o->models_file, o->model, lines, &known, &n, e)
+    int n_lines, code = options->model && stat(options->model, &info)
+                      ? run_find_model(options->models_file, options->model, lines, &known, &n_lines, e)
                       : 0;
     if (code) return code;
-    if (known) return *c = &known->config, *name = known->name, 0;
-    const mf_embedded *embedded = o->model ? NULL : embedded_model;
-    if ((code = mf_open_text(m, o->model, o->models_file, embedded, true, e))) return code;
-    *c = &(*m)->config, *name = (*m)->name;
+    if (known) return *config = &known->config, *name = known->name, 0;
+    const mf_embedded *embedded = options->model ? NULL : embedded_model;
+    if ((code = mf_open_text(model, options->model, options->models_file, embedded, true, e))) return code;
+    *config = &(*model)->config, *name = (*model)->name;
     return 0;
 }
 
 /* ---- The answer: a table or JSON ---- */
 
 /* Writes n, at least 0, as 1,234,567. Returns z. */
-static const char *plan_commas(int64_t n, char z[32]) {
+static const char *plan_format_int(int64_t number, char text[32]) {
     char digits[24];
-    int len = snprintf(digits, sizeof digits, "%lld", (long long)n), at = 0;
-    for (int i = 0; i < len; i++) {
-        if (i && (len - i) % 3 == 0) z[at++] = ',';
-        z[at++] = digits[i];
+    int n_digits = snprintf(digits, sizeof digits, "%lld", (long long)number), length = 0;
+    for (int i = 0; i < n_digits; i++) {
+        if (i && (n_digits - i) % 3 == 0) text[length++] = ',';
+        text[length++] = digits[i];
     }
-    z[at] = 0;
-    return z;
+    text[length] = 0;
+    return text;
 }
 /* Writes x with three significant digits, since a roofline is no more precise. Returns z. */
-static const char *plan_round(double x, char z[32]) {
-    double unit = x >= 1 ? pow(10, floor(log10(x)) - 2) : 1;
-    return plan_commas((int64_t)(floor(x / unit + 0.5) * unit + 0.5), z);
+static const char *plan_format_3_digits(double number, char text[32]) {
+    double unit = number >= 1 ? pow(10, floor(log10(number)) - 2) : 1;
+    return plan_format_int((int64_t)(floor(number / unit + 0.5) * unit + 0.5), text);
 }
 
 /* Appends the flags with which toka runs this split: the sizes over 1, and the options given. */
-static void plan_put_flags(const plan_options *o, const plan_split *s, buf *b) {
+static void plan_put_flags(const plan_options *options, const plan_layout *layout, buf *out) {
     const struct { const char *name; int value; } flags[] = {
-        {"tensor-parallel-size", s->tp}, {"pipeline-parallel-size", s->pp},
-        {"data-parallel-size", s->dp}, {"max-model-len", o->max_len},
-        {"max-num-seqs", o->max_seqs}, {"max-num-batched-tokens", o->max_tokens}};
+        {"tensor-parallel-size", layout->tp}, {"pipeline-parallel-size", layout->pp},
+        {"data-parallel-size", layout->dp}, {"max-model-len", options->max_len},
+        {"max-num-seqs", options->max_seqs}, {"max-num-batched-tokens", options->max_tokens}};
     for (int i = 0; i < COUNT(flags); i++)
         if (flags[i].value > (i < 3))
-            buf_printf(b, "%s--%s %d", b->n ? " " : "", flags[i].name, flags[i].value);
-    if (o->utilization > 0)
-        buf_printf(b, "%s--gpu-memory-utilization %g", b->n ? " " : "", o->utilization);
+            buf_printf(out, "%s--%s %d", out->n ? " " : "", flags[i].name, flags[i].value);
+    if (options->utilization > 0)
+        buf_printf(out, "%s--gpu-memory-utilization %g", out->n ? " " : "", options->utilization);
 }
 
 /* Appends a sentence: can this build of toka run on these GPUs? */
-static void plan_put_today(const plan_ask *a, buf *b) {
-    const run_gpu *g = a->gpu;
-    buf_printf(b, "toka %s ", TOKA_VERSION);
-    if (g->arch > 90)
-        buf_printf(b, "has no machine code for compute capability %d.%d: it cannot run on a %s",
-                   g->arch / 10, g->arch % 10, g->name);
-    else if (a->gpus > 1)
-        buf_printf(b, "runs such splits over the GPUs of one host; four H200 are the most that it "
+static void plan_put_support(const plan_query *query, buf *out) {
+    const run_gpu *gpu = query->gpu;
+    buf_printf(out, "toka %s ", TOKA_VERSION);
+    if (gpu->arch > 90)
+        buf_printf(out, "has no machine code for compute capability %d.%d: it cannot run on a %s",
+                   gpu->arch / 10, gpu->arch % 10, gpu->name);
+    else if (query->n_gpus > 1)
+        buf_printf(out, "runs such splits over the GPUs of one host; four H200 are the most that it "
                       "was measured on");
     else
-        buf_printf(b, "runs this%s",
+        buf_printf(out, "runs this%s",
                    lib_find_backend("cuda")
                        ? ""
                        : ", built with the GPU half, which this build is without");
 }
 
 /* Appends what the table is about: model, GPUs, workload. */
-static void plan_put_head(const plan_ask *a, const char *name, buf *b) {
-    char z[32], y[32];
-    const run_gpu *g = a->gpu;
-    const mf_config *c = a->model;
-    double parameters = (double)mf_n_parameters(c);
-    buf_printf(b, "%s: %.3g B parameters, %.3g GB as bf16; %s bytes of K and V a token\n", name,
+static void plan_put_head(const plan_query *query, const char *name, buf *out) {
+    char text1[32], text2[32];
+    const run_gpu *gpu = query->gpu;
+    const mf_config *config = query->model;
+    double parameters = (double)mf_n_parameters(config);
+    buf_printf(out, "%s: %.3g B parameters, %.3g GB as bf16; %s bytes of K and V a token\n", name,
                1e-9 * parameters, 2e-9 * parameters,
-               plan_commas((int64_t)4 * c->shape.L * c->shape.K * c->shape.D, z));
-    buf_printf(b, "%d x %s: %.1f GB, of which %g %% are taken; %.0f TFLOP/s, %.2f TB/s, "
+               plan_format_int((int64_t)4 * config->shape.L * config->shape.K * config->shape.D, text1));
+    buf_printf(out, "%d x %s: %.1f GB, of which %g %% are taken; %.0f TFLOP/s, %.2f TB/s, "
                   "link %.0f GB/s (%s)\n",
-               a->gpus, g->name, 1e-9 * g->memory, 100 * a->utilization, 1e-12 * g->flops,
-               1e-12 * g->memory_rate, 1e-9 * g->link_rate, g->source);
-    buf_printf(b, "workload: %d tokens in, %d out, %d answer%s a prompt; ", a->input, a->output,
-               a->samples, a->samples > 1 ? "s" : "");
-    buf_printf(b, "a replica runs at most %s sequences, %s tokens a step\n\n",
-               plan_commas(a->max_seqs, z), plan_commas(a->max_tokens, y));
+               query->n_gpus, gpu->name, 1e-9 * gpu->memory, 100 * query->utilization, 1e-12 * gpu->flops,
+               1e-12 * gpu->memory_rate, 1e-9 * gpu->link_rate, gpu->source);
+    buf_printf(out, "workload: %d tokens in, %d out, %d answer%s a prompt; ", query->input_len, query->output_len,
+               query->n_samples, query->n_samples > 1 ? "s" : "");
+    buf_printf(out, "a replica runs at most %s sequences, %s tokens a step\n\n",
+               plan_format_int(query->max_seqs, text1), plan_format_int(query->max_tokens, text2));
 }
 
 /* Appends the table's row of a split. */
-static void plan_put_row(const plan_split *s, buf *b) {
+static void plan_put_table_row(const plan_layout *layout, buf *out) {
     char kv[32], running[32], decode[32], output[32], total[32];
-    buf_printf(b, "%3d %3d %3d %8.1f %8.1f", s->tp, s->pp, s->dp, 1e-9 * (double)s->weights,
-               1e-9 * (double)s->scratch);
-    if (s->fits)
-        buf_printf(b, " %12s %9.1f %8s %10s  %-12s %10s %10s  %s\n", plan_commas(s->kv_tokens, kv),
-                   s->at_len, plan_commas(s->work.running, running),
-                   plan_round(s->decode.output, decode), s->decode.bound,
-                   plan_round(s->work.output, output), plan_round(s->work.total, total),
-                   s->work.bound);
-    else buf_c(b, "  does not fit\n");
+    buf_printf(out, "%3d %3d %3d %8.1f %8.1f", layout->tp, layout->pp, layout->dp, 1e-9 * (double)layout->weight_bytes,
+               1e-9 * (double)layout->scratch_bytes);
+    if (layout->fits)
+        buf_printf(out, " %12s %9.1f %8s %10s  %-12s %10s %10s  %s\n", plan_format_int(layout->kv_tokens, kv),
+                   layout->n_max_len_seqs, plan_format_int(layout->workload.n_running, running),
+                   plan_format_3_digits(layout->decode.output_rate, decode), layout->decode.bound,
+                   plan_format_3_digits(layout->workload.output_rate, output), plan_format_3_digits(layout->workload.total_rate, total),
+                   layout->workload.bound);
+    else buf_c(out, "  does not fit\n");
 }
 
 /* Appends a sentence for each tp and each pp that the model does not allow: with JSON an array's
  * elements, else lines. */
-static void plan_put_refused(const plan_ask *a, bool as_json, buf *b) {
+static void plan_put_not_possible(const plan_query *query, bool as_json, buf *b) {
     toka_err e;
-    for (int k = 1; k <= a->gpus; k++)
+    for (int size = 1; size <= query->n_gpus; size++)
         for (int i = 0; i < 2; i++) {
-            if (a->gpus % k || !plan_check_split(&a->model->shape, i ? 1 : k, i ? k : 1, &e))
+            if (query->n_gpus % size || !plan_check_layout(&query->model->shape, i ? 1 : size, i ? size : 1, &e))
                 continue;
             if (as_json) json_put_str(b, str_c(e.msg));
             else buf_printf(b, "not possible: %s\n", e.msg);
@@ -27103,120 +27103,120 @@ static void plan_put_refused(const plan_ask *a, bool as_json, buf *b) {
 }
 
 /* Appends the answer as text. s: [n], of which at least one fits. */
-static void plan_put_text(const plan_options *o, const plan_ask *a, const char *name,
-                          const plan_split *s, int n, buf *b) {
-    char z[32], y[40];
+static void plan_put_text(const plan_options *options, const plan_query *query, const char *name,
+                          const plan_layout *layouts, int n_layouts, buf *out) {
+    char max_len[32], seqs_title[40];
     buf flags = {0};
-    plan_put_head(a, name, b);
-    buf_printf(b, "%-11s %-17s %-31s %-23s %s\n", "split", "GB on a GPU", "on all", "decode alone",
+    plan_put_head(query, name, out);
+    buf_printf(out, "%-11s %-17s %-31s %-23s %s\n", "split", "GB on a GPU", "on all", "decode alone",
                "the workload");
-    snprintf(y, sizeof y, "x%s", plan_commas(a->max_len, z));
-    buf_printf(b, "%3s %3s %3s %8s %8s %12s %9s %8s %10s  %-12s %10s %10s  %s\n", "tp", "pp", "dp",
-               "weights", "scratch", "KV tokens", y, "running", "tok/s", "bound", "out tok/s",
+    snprintf(seqs_title, sizeof seqs_title, "x%s", plan_format_int(query->max_len, max_len));
+    buf_printf(out, "%3s %3s %3s %8s %8s %12s %9s %8s %10s  %-12s %10s %10s  %s\n", "tp", "pp", "dp",
+               "weights", "scratch", "KV tokens", seqs_title, "running", "tok/s", "bound", "out tok/s",
                "all tok/s", "bound");
-    for (int i = 0; i < n; i++) plan_put_row(&s[i], b);
-    plan_put_refused(a, false, b);
-    plan_put_flags(o, plan_best(s, n), &flags);
-    buf_printf(b, "\nrecommended: %s\n", flags.n ? flags.p : "no flags, the defaults do");
-    plan_put_today(a, b);
-    buf_char(b, '\n');
+    for (int i = 0; i < n_layouts; i++) plan_put_table_row(&layouts[i], out);
+    plan_put_not_possible(query, false, out);
+    plan_put_flags(options, plan_best_layout(layouts, n_layouts), &flags);
+    buf_printf(out, "\nrecommended: %s\n", flags.n ? flags.p : "no flags, the defaults do");
+    plan_put_support(query, out);
+    buf_char(out, '\n');
     buf_free(&flags);
 }
 
-static void plan_put_json_rate(const char *name, const plan_rate *r, buf *b) {
+static void plan_put_json_rate(const char *name, const plan_rate *rate, buf *b) {
     json_put_key(b, name), json_put_open(b, '{');
-    json_put_key(b, "running"), json_put_int(b, r->running);
-    json_put_key(b, "step_ms"), json_put_num(b, 1e3 * r->step_s, true);
-    json_put_key(b, "output_tokens_per_second"), json_put_num(b, r->output, true);
-    json_put_key(b, "tokens_per_second"), json_put_num(b, r->total, true);
-    json_put_key(b, "bound"), json_put_str(b, str_c(r->bound));
+    json_put_key(b, "running"), json_put_int(b, rate->n_running);
+    json_put_key(b, "step_ms"), json_put_num(b, 1e3 * rate->step_s, true);
+    json_put_key(b, "output_tokens_per_second"), json_put_num(b, rate->output_rate, true);
+    json_put_key(b, "tokens_per_second"), json_put_num(b, rate->total_rate, true);
+    json_put_key(b, "bound"), json_put_str(b, str_c(rate->bound));
     json_put_close(b, '}');
 }
 
-static void plan_put_json_split(const plan_options *o, const plan_split *s, buf *b) {
+static void plan_put_json_layout(const plan_options *options, const plan_layout *layout, buf *out) {
     const struct { const char *name; int64_t value; } numbers[] = {
-        {"tensor_parallel_size", s->tp}, {"pipeline_parallel_size", s->pp},
-        {"data_parallel_size", s->dp}, {"weight_bytes", s->weights}, {"scratch_bytes", s->scratch},
-        {"kv_bytes_per_token", s->token_bytes}, {"kv_tokens", s->kv_tokens}};
+        {"tensor_parallel_size", layout->tp}, {"pipeline_parallel_size", layout->pp},
+        {"data_parallel_size", layout->dp}, {"weight_bytes", layout->weight_bytes}, {"scratch_bytes", layout->scratch_bytes},
+        {"kv_bytes_per_token", layout->token_bytes}, {"kv_tokens", layout->kv_tokens}};
     buf flags = {0};
-    json_put_open(b, '{');
+    json_put_open(out, '{');
     for (int i = 0; i < COUNT(numbers); i++)
-        json_put_key(b, numbers[i].name), json_put_int(b, numbers[i].value);
-    json_put_key(b, "fits"), json_put_bool(b, s->fits);
-    if (s->fits) {
-        plan_put_flags(o, s, &flags);
-        json_put_key(b, "sequences_of_max_model_len"), json_put_num(b, s->at_len, true);
-        plan_put_json_rate("decode", &s->decode, b);
-        plan_put_json_rate("workload", &s->work, b);
-        json_put_key(b, "flags"), json_put_str(b, buf_view(&flags));
+        json_put_key(out, numbers[i].name), json_put_int(out, numbers[i].value);
+    json_put_key(out, "fits"), json_put_bool(out, layout->fits);
+    if (layout->fits) {
+        plan_put_flags(options, layout, &flags);
+        json_put_key(out, "sequences_of_max_model_len"), json_put_num(out, layout->n_max_len_seqs, true);
+        plan_put_json_rate("decode", &layout->decode, out);
+        plan_put_json_rate("workload", &layout->workload, out);
+        json_put_key(out, "flags"), json_put_str(out, buf_view(&flags));
     }
-    json_put_close(b, '}');
+    json_put_close(out, '}');
     buf_free(&flags);
 }
 
 /* Appends the answer as one JSON object. s: [n], of which at least one fits. */
-static void plan_put_json(const plan_options *o, const plan_ask *a, const char *name,
-                          const plan_split *s, int n, buf *b) {
-    const run_gpu *g = a->gpu;
+static void plan_put_json(const plan_options *options, const plan_query *query, const char *name,
+                          const plan_layout *layouts, int n_layouts, buf *out) {
+    const run_gpu *gpu = query->gpu;
     const struct { const char *name; double value; } rates[] = {
-        {"memory_bytes", g->memory}, {"flops", g->flops}, {"read_bytes_per_second", g->memory_rate},
-        {"link_bytes_per_second", g->link_rate}};
-    const struct { const char *name; int64_t value; } asked[] = {
-        {"gpus", a->gpus}, {"n_parameters", mf_n_parameters(a->model)},
-        {"max_model_len", a->max_len}, {"max_num_seqs", a->max_seqs},
-        {"max_num_batched_tokens", a->max_tokens}, {"input_len", a->input},
-        {"output_len", a->output}, {"samples", a->samples}};
-    buf today = {0};
-    plan_put_today(a, &today);
-    json_put_open(b, '{');
-    json_put_key(b, "model"), json_put_str(b, str_c(name));
-    for (int i = 0; i < COUNT(asked); i++)
-        json_put_key(b, asked[i].name), json_put_int(b, asked[i].value);
-    json_put_key(b, "gpu_memory_utilization"), json_put_num(b, a->utilization, false);
-    json_put_key(b, "gpu"), json_put_open(b, '{');
-    json_put_key(b, "name"), json_put_str(b, str_c(g->name));
+        {"memory_bytes", gpu->memory}, {"flops", gpu->flops}, {"read_bytes_per_second", gpu->memory_rate},
+        {"link_bytes_per_second", gpu->link_rate}};
+    const struct { const char *name; int64_t value; } sizes[] = {
+        {"gpus", query->n_gpus}, {"n_parameters", mf_n_parameters(query->model)},
+        {"max_model_len", query->max_len}, {"max_num_seqs", query->max_seqs},
+        {"max_num_batched_tokens", query->max_tokens}, {"input_len", query->input_len},
+        {"output_len", query->output_len}, {"samples", query->n_samples}};
+    buf support = {0};
+    plan_put_support(query, &support);
+    json_put_open(out, '{');
+    json_put_key(out, "model"), json_put_str(out, str_c(name));
+    for (int i = 0; i < COUNT(sizes); i++)
+        json_put_key(out, sizes[i].name), json_put_int(out, sizes[i].value);
+    json_put_key(out, "gpu_memory_utilization"), json_put_num(out, query->utilization, false);
+    json_put_key(out, "gpu"), json_put_open(out, '{');
+    json_put_key(out, "name"), json_put_str(out, str_c(gpu->name));
     for (int i = 0; i < COUNT(rates); i++)
-        json_put_key(b, rates[i].name), json_put_int(b, (int64_t)rates[i].value);
-    json_put_key(b, "source"), json_put_str(b, str_c(g->source));
-    json_put_close(b, '}');
-    json_put_key(b, "splits"), json_put_open(b, '[');
-    for (int i = 0; i < n; i++) plan_put_json_split(o, &s[i], b);
-    json_put_close(b, ']');
-    json_put_key(b, "not_possible"), json_put_open(b, '[');
-    plan_put_refused(a, true, b);
-    json_put_close(b, ']');
-    json_put_key(b, "recommended"), plan_put_json_split(o, plan_best(s, n), b);
-    json_put_key(b, "note"), json_put_str(b, buf_view(&today));
-    json_put_close(b, '}'), buf_char(b, '\n');
-    buf_free(&today);
+        json_put_key(out, rates[i].name), json_put_int(out, (int64_t)rates[i].value);
+    json_put_key(out, "source"), json_put_str(out, str_c(gpu->source));
+    json_put_close(out, '}');
+    json_put_key(out, "splits"), json_put_open(out, '[');
+    for (int i = 0; i < n_layouts; i++) plan_put_json_layout(options, &layouts[i], out);
+    json_put_close(out, ']');
+    json_put_key(out, "not_possible"), json_put_open(out, '[');
+    plan_put_not_possible(query, true, out);
+    json_put_close(out, ']');
+    json_put_key(out, "recommended"), plan_put_json_layout(options, plan_best_layout(layouts, n_layouts), out);
+    json_put_key(out, "note"), json_put_str(out, buf_view(&support));
+    json_put_close(out, '}'), buf_char(out, '\n');
+    buf_free(&support);
 }
 
 /* Appends the answer to *out, as a table or as one JSON object. If the model does not fit, returns
  * TOKA_E_USE with a message that says on how many GPUs it does. */
-static int plan_make(const plan_options *o, buf *out, toka_err *e) {
+static int plan_answer(const plan_options *options, buf *out, toka_err *e) {
     arena lines = {0};
-    mf_model *m = NULL;
-    plan_ask a = {0};
-    plan_split s[PLAN_MOST_GPUS];
+    mf_model *model = NULL;
+    plan_query query = {0};
+    plan_layout layouts[PLAN_MAX_GPUS];
     const char *name = NULL;
-    int must_hold = 0, n = 0, code = plan_find_model(o, &m, &lines, &a.model, &name, e);
-    if (!code) code = plan_check(o, &a, &must_hold, e);
-    if (!code) n = plan_splits(&a, must_hold, s);
-    if (!code && !plan_best(s, n)) {
-        int least = plan_least(a, must_hold);
-        char tell[64];
-        snprintf(tell, sizeof tell, "nor do they on any number of them up to %d", PLAN_MOST_GPUS);
-        if (least)
-            snprintf(tell, sizeof tell,
-                     least > a.gpus ? "at least %d are needed" : "on %d of them they do", least);
+    int must_hold = 0, n_layouts = 0, code = plan_find_model(options, &model, &lines, &query.model, &name, e);
+    if (!code) code = plan_check(options, &query, &must_hold, e);
+    if (!code) n_layouts = plan_layouts(&query, must_hold, layouts);
+    if (!code && !plan_best_layout(layouts, n_layouts)) {
+        int min_gpus = plan_min_gpus(query, must_hold);
+        char hint[64];
+        snprintf(hint, sizeof hint, "nor do they on any number of them up to %d", PLAN_MAX_GPUS);
+        if (min_gpus)
+            snprintf(hint, sizeof hint,
+                     min_gpus > query.n_gpus ? "at least %d are needed" : "on %d of them they do", min_gpus);
         code = fail(e, TOKA_E_USE,
                     "%s: %.3g GB of weights and a sequence of %d tokens do not fit on %d x %s, "
                     "however they are split; %s",
-                    name, 2e-9 * (double)mf_n_parameters(a.model), must_hold, a.gpus, a.gpu->name,
-                    tell);
+                    name, 2e-9 * (double)mf_n_parameters(query.model), must_hold, query.n_gpus, query.gpu->name,
+                    hint);
     }
-    if (!code) (o->json ? plan_put_json : plan_put_text)(o, &a, name, s, n, out);
-    mf_close(m), arena_free(&lines);
+    if (!code) (options->json ? plan_put_json : plan_put_text)(options, &query, name, layouts, n_layouts, out);
+    mf_close(model), arena_free(&lines);
     return code;
 }
 
@@ -27232,10 +27232,10 @@ static int plan_make(const plan_options *o, buf *out, toka_err *e) {
  *
  * There is one thread with one epoll loop. A request goes through
  *
- *     bs_run  ->  bs_start  ->  bs_on_ready (writes, reads)  ->  bs_end  ->  bs_measure
- *                               calls bs_reply_take, bs_on_line
+ *     benchclient_run_requests  ->  benchclient_start_request  ->  benchclient_on_socket (writes, reads)  ->  benchclient_end_request  ->  benchclient_measure
+ *                               calls benchclient_response_read, benchclient_on_event_line
  *
- * Open loop: each request is sent at a time drawn before the run (bs_draw_times), whatever the
+ * Open loop: each request is sent at a time drawn before the run (benchclient_draw_times), whatever the
  * server does. Closed loop: at most --max-concurrency requests are in flight, and the others wait
  * in order.
  *
@@ -27246,12 +27246,12 @@ static int plan_make(const plan_options *o, buf *out, toka_err *e) {
  * =========================================================================== */
 
 enum {
-    BS_LINE_BYTES = 64 << 20, /* maximum of a line of the event stream */
-    BS_HEAD_BYTES = 64 << 10, /* maximum of a header line, and of an error text */
-    BS_WORDS = 4000           /* words of the text that is sent to /tokenize */
+    BENCHCLIENT_LINE_BYTES = 64 << 20, /* maximum of a line of the event stream */
+    BENCHCLIENT_HEAD_BYTES = 64 << 10, /* maximum of a header line, and of an error text */
+    BENCHCLIENT_WORDS = 4000           /* words of the text that is sent to /tokenize */
 };
 
-typedef struct bs_options { /* the options of `toka bench serve`; strings are borrowed */
+typedef struct benchclient_options { /* the options of `toka bench serve`; strings are borrowed */
     const char *base_url;   /* "http://host:port"; NULL: use `host` and `port` */
     const char *host, *endpoint;
     const char *model;      /* NULL: the first model that the server lists */
@@ -27267,111 +27267,111 @@ typedef struct bs_options { /* the options of `toka bench serve`; strings are bo
     const char *extra_body; /* a JSON object whose members go into every request; may be NULL */
     const char *goodput, *metrics, *percentiles; /* "ttft:200 e2el:3000", "ttft,itl", "50,99" */
     atomic_int *interrupted; /* not 0 after Ctrl-C */
-} bs_options;
+} benchclient_options;
 
-typedef struct bs_request {
-    size_t at, n; /* the prompt: n token ids of bs.tokens from `at`; if text, bytes of bs.texts */
-    bool text;
-    bool chunked; /* at least one chunk has been received */
+typedef struct benchclient_request {
+    size_t prompt_at, prompt_n; /* the prompt: n token ids of bs.tokens from `at`; if text, bytes of bs.texts */
+    bool is_text;
+    bool has_chunk; /* at least one chunk has been received */
     int max_tokens;
-    double due;   /* when to send it, in seconds after the start of the run */
-    double start, first, last; /* times of os_now: sent, first chunk, last chunk */
-    buf gaps;            /* float [chunks - 1], seconds between chunks */
+    double send_at;   /* when to send it, in seconds after the start of the run */
+    double sent_time, first_time, last_time; /* times of os_now: sent, first chunk, last chunk */
+    buf chunk_gaps;            /* float [chunks - 1], seconds between chunks */
     int64_t n_in, n_out; /* tokens of the prompt and the answer; 0: not known */
     char *error;         /* owned; NULL: no error */
-} bs_request;
+} benchclient_request;
 
 /* The part of the response that is read next: the head; with chunked encoding a chunk's size line,
  * its bytes, the line end after them, the trailer; a body of known length; a body that ends when
- * the server closes the connection. BS_WHOLE: the response is complete. */
-enum bs_state {
-    BS_HEAD, BS_SIZE, BS_CHUNK, BS_CHUNK_END, BS_TRAILER, BS_LENGTH, BS_TO_CLOSE, BS_WHOLE
+ * the server closes the connection. BENCHCLIENT_COMPLETE: the response is complete. */
+enum benchclient_state {
+    BENCHCLIENT_HEAD, BENCHCLIENT_SIZE, BENCHCLIENT_CHUNK, BENCHCLIENT_CHUNK_END, BENCHCLIENT_TRAILER, BENCHCLIENT_LENGTH, BENCHCLIENT_TO_CLOSE, BENCHCLIENT_COMPLETE
 };
 
-typedef struct bs_reply { /* the state of an HTTP response that is being received */
-    enum bs_state state;
+typedef struct benchclient_response { /* the state of an HTTP response that is being received */
+    enum benchclient_state state;
     int status;   /* 0: no status line yet */
     bool chunked; /* Transfer-Encoding: chunked */
     bool close;   /* Connection: close */
-    bool any;     /* at least one byte has been received */
-    int64_t left; /* bytes left of the chunk or the body; -1: no Content-Length */
+    bool has_bytes;     /* at least one byte has been received */
+    int64_t n_left; /* bytes left of the chunk or the body; -1: no Content-Length */
     buf line;     /* the incomplete line */
-} bs_reply;
+} benchclient_response;
 
-typedef struct bs_conn {
+typedef struct benchclient_conn {
     int fd;          /* owned; -1: none */
     int request;     /* index of the request in flight; -1: idle */
     bool reused;     /* it has already served a request, so the server may have closed it since */
     buf out;         /* the bytes of the request */
-    size_t sent;     /* bytes of `out` that have been sent */
-    bs_reply reply;
-    buf line;        /* the incomplete line of the event stream, or the body of an error response */
-    bool done;       /* "data: [DONE]" has been received */
-    struct bs_conn *next; /* in the list of idle connections */
-} bs_conn;
+    size_t n_sent;     /* bytes of `out` that have been sent */
+    benchclient_response response;
+    buf event_line;        /* the incomplete line of the event stream, or the body of an error response */
+    bool has_done;       /* "data: [DONE]" has been received */
+    struct benchclient_conn *next; /* in the list of idle connections */
+} benchclient_conn;
 
-typedef struct bs { /* the state of the benchmark */
-    const bs_options *o;
+typedef struct benchclient { /* the state of the benchmark */
+    const benchclient_options *options;
     struct addrinfo *addresses; /* all addresses of the server's name; owned */
     struct addrinfo *address;   /* the address in use */
     char host[256], prefix[256], model[256]; /* prefix: the path of --base-url */
     int port;
-    const char *key; /* OPENAI_API_KEY; NULL: none */
-    str extra;       /* the text between the braces of --extra-body */
+    const char *api_key; /* OPENAI_API_KEY; NULL: none */
+    str extra_members;       /* the text between the braces of --extra-body */
     ids tokens;      /* prompts of token ids, one after another */
     ids vocabulary;  /* token ids from which random prompts are drawn; may be empty */
     buf texts;       /* prompts of text, one after another */
-    bs_request *requests; /* [n] */
-    int64_t n, cap;
+    benchclient_request *requests; /* [n] */
+    int64_t n_requests, capacity;
     int64_t next;      /* index of the request to send next */
     int64_t n_ended, n_running;
     uint64_t n_random; /* random numbers drawn so far */
-    int epoll;         /* file descriptor; -1: none */
-    bs_conn *idle;     /* list of idle connections, which can be reused */
-    double t0, end;    /* begin and end of the run, times of os_now */
-} bs;
+    int epoll_fd;         /* file descriptor; -1: none */
+    benchclient_conn *idle;     /* list of idle connections, which can be reused */
+    double begin, end;    /* begin and end of the run, times of os_now */
+} benchclient;
 
 /* ---- Random numbers ---- */
 
 /* Uniform in [0, 1). */
-static double bs_unit(bs *b) {
-    return (double)(api_derive_seed(b->o->seed, (uint64_t[2]){0, b->n_random++}) >> 11) * 0x1p-53;
+static double benchclient_random(benchclient *client) {
+    return (double)(api_derive_seed(client->options->seed, (uint64_t[2]){0, client->n_random++}) >> 11) * 0x1p-53;
 }
 
 /* A uniform whole number from lo to hi, both included. */
-static int64_t bs_between(bs *b, int64_t lo, int64_t hi) {
-    return lo + (int64_t)(bs_unit(b) * (double)(hi - lo + 1));
+static int64_t benchclient_random_int(benchclient *client, int64_t lo, int64_t hi) {
+    return lo + (int64_t)(benchclient_random(client) * (double)(hi - lo + 1));
 }
 
 /* From the gamma distribution with this shape and scale 1 (Marsaglia & Tsang, 2000). For a shape
  * below 1, the method draws with shape + 1 and multiplies by a factor, `boost`. */
-static double bs_gamma(bs *b, double shape) {
+static double benchclient_random_gamma(benchclient *client, double shape) {
     double boost = 1;
     if (shape < 1) {
-        boost = pow(1 - bs_unit(b), 1 / shape);
+        boost = pow(1 - benchclient_random(client), 1 / shape);
         shape += 1;
     }
-    double d = shape - 1.0 / 3, c = 1 / sqrt(9 * d);
+    double shape_d = shape - 1.0 / 3, scale_c = 1 / sqrt(9 * shape_d);
     for (;;) {
-        double x = sqrt(-2 * log(1 - bs_unit(b))) * cos(6.283185307179586 * bs_unit(b));
-        double v = 1 + c * x;
-        if (v <= 0) continue;
-        v = v * v * v;
-        if (log(1 - bs_unit(b)) < x * x / 2 + d - d * v + d * log(v)) return d * v * boost;
+        double normal = sqrt(-2 * log(1 - benchclient_random(client))) * cos(6.283185307179586 * benchclient_random(client));
+        double cube = 1 + scale_c * normal;
+        if (cube <= 0) continue;
+        cube = cube * cube * cube;
+        if (log(1 - benchclient_random(client)) < normal * normal / 2 + shape_d - shape_d * cube + shape_d * log(cube)) return shape_d * cube * boost;
     }
 }
 
 /* Draws when each request is sent. The gaps have mean 1 / rate. They are scaled so that the last
  * request is sent after exactly n / rate seconds. */
-static void bs_draw_times(bs *b) {
-    double rate = b->o->request_rate, sum = 0;
+static void benchclient_draw_times(benchclient *client) {
+    double rate = client->options->request_rate, sum = 0;
     if (!isfinite(rate)) return;
-    for (int64_t i = 0; i < b->n; i++)
-        b->requests[i].due = sum += isfinite(b->o->burstiness) ? bs_gamma(b, b->o->burstiness) : 1;
+    for (int64_t i = 0; i < client->n_requests; i++)
+        client->requests[i].send_at = sum += isfinite(client->options->burstiness) ? benchclient_random_gamma(client, client->options->burstiness) : 1;
     /* Rounding can make the sum 0 or infinite. Then use equal gaps. */
     const bool drawn = sum > 0 && isfinite(sum);
-    for (int64_t i = 0; i < b->n; i++)
-        b->requests[i].due = drawn ? b->requests[i].due * ((double)b->n / rate / sum)
+    for (int64_t i = 0; i < client->n_requests; i++)
+        client->requests[i].send_at = drawn ? client->requests[i].send_at * ((double)client->n_requests / rate / sum)
                                    : (double)(i + 1) / rate;
 }
 
@@ -27380,18 +27380,18 @@ static void bs_draw_times(bs *b) {
 /* Appends the bytes up to the line feed to `line`. *used is the number of bytes consumed. Returns 1
  * if the line is complete (it has no line end then), 0 if more bytes are needed, -1 if the line is
  * longer than `most`. */
-static int bs_take_line(buf *line, str in, size_t most, size_t *used) {
-    const char *feed = in.n ? memchr(in.p, '\n', in.n) : NULL;
-    size_t n = feed ? (size_t)(feed - in.p) : in.n;
-    *used = n + (feed != NULL);
-    if (line->n + n > most) return -1;
-    buf_put(line, in.p, n);
-    if (feed && line->n && line->p[line->n - 1] == '\r') line->p[--line->n] = 0;
-    return feed != NULL;
+static int benchclient_take_line(buf *line, str input, size_t max_bytes, size_t *used) {
+    const char *newline = input.n ? memchr(input.p, '\n', input.n) : NULL;
+    size_t n_line = newline ? (size_t)(newline - input.p) : input.n;
+    *used = n_line + (newline != NULL);
+    if (line->n + n_line > max_bytes) return -1;
+    buf_put(line, input.p, n_line);
+    if (newline && line->n && line->p[line->n - 1] == '\r') line->p[--line->n] = 0;
+    return newline != NULL;
 }
 
 /* Returns true if the line is a header with this name. *value is its value, a slice of the line. */
-static bool bs_header(str line, const char *name, str *value) {
+static bool benchclient_match_header(str line, const char *name, str *value) {
     size_t n = strlen(name);
     if (line.n <= n || line.p[n] != ':' || strncasecmp(line.p, name, n)) return false;
     *value = str_sub(line, n + 1, line.n);
@@ -27402,108 +27402,108 @@ static bool bs_header(str line, const char *name, str *value) {
 
 /* Handles one line of the response's head. The empty line ends the head and sets the next state.
  * Returns false if the status line is invalid. */
-static bool bs_head_line(bs_reply *r, str line) {
+static bool benchclient_read_head_line(benchclient_response *response, str line) {
     str value;
     int status;
-    if (!r->status) {
-        r->left = -1;
-        return sscanf(line.p, "HTTP/1.%*1d %3d", &status) == 1 && (r->status = status) >= 100;
+    if (!response->status) {
+        response->n_left = -1;
+        return sscanf(line.p, "HTTP/1.%*1d %3d", &status) == 1 && (response->status = status) >= 100;
     }
-    if (bs_header(line, "content-length", &value)) r->left = strtoll(value.p, NULL, 10);
-    if (bs_header(line, "transfer-encoding", &value))
-        r->chunked = !strncasecmp(value.p, "chunked", 7);
-    if (bs_header(line, "connection", &value)) r->close = !strncasecmp(value.p, "close", 5);
+    if (benchclient_match_header(line, "content-length", &value)) response->n_left = strtoll(value.p, NULL, 10);
+    if (benchclient_match_header(line, "transfer-encoding", &value))
+        response->chunked = !strncasecmp(value.p, "chunked", 7);
+    if (benchclient_match_header(line, "connection", &value)) response->close = !strncasecmp(value.p, "close", 5);
     if (line.n) return true;
-    if (r->status < 200) r->status = 0; /* such as 100 Continue: the final head follows */
-    else if (r->chunked) r->state = BS_SIZE;
-    else if (r->left == 0 || r->status == 204) r->state = BS_WHOLE;
-    else r->state = r->left > 0 ? BS_LENGTH : BS_TO_CLOSE;
+    if (response->status < 200) response->status = 0; /* such as 100 Continue: the final head follows */
+    else if (response->chunked) response->state = BENCHCLIENT_SIZE;
+    else if (response->n_left == 0 || response->status == 204) response->state = BENCHCLIENT_COMPLETE;
+    else response->state = response->n_left > 0 ? BENCHCLIENT_LENGTH : BENCHCLIENT_TO_CLOSE;
     return true;
 }
 
 /* Consumes some of the received bytes. *body is the slice of them that belongs to the body. Returns
  * the number of bytes consumed; the caller repeats the call with the rest until the state is
- * BS_WHOLE. Returns -1 if this is not HTTP. */
-static ptrdiff_t bs_reply_take(bs_reply *r, str in, str *body) {
+ * BENCHCLIENT_COMPLETE. Returns -1 if this is not HTTP. */
+static ptrdiff_t benchclient_response_read(benchclient_response *response, str input, str *body) {
     size_t used = 0;
     *body = STR("");
-    r->any = true;
-    if (r->state == BS_LENGTH || r->state == BS_CHUNK || r->state == BS_TO_CLOSE) {
-        size_t n = r->state == BS_TO_CLOSE ? in.n : (size_t)MIN((int64_t)in.n, r->left);
-        *body = str_sub(in, 0, n);
-        if (r->state != BS_TO_CLOSE && !(r->left -= (int64_t)n))
-            r->state = r->state == BS_LENGTH ? BS_WHOLE : BS_CHUNK_END;
-        return (ptrdiff_t)n;
+    response->has_bytes = true;
+    if (response->state == BENCHCLIENT_LENGTH || response->state == BENCHCLIENT_CHUNK || response->state == BENCHCLIENT_TO_CLOSE) {
+        size_t n_body = response->state == BENCHCLIENT_TO_CLOSE ? input.n : (size_t)MIN((int64_t)input.n, response->n_left);
+        *body = str_sub(input, 0, n_body);
+        if (response->state != BENCHCLIENT_TO_CLOSE && !(response->n_left -= (int64_t)n_body))
+            response->state = response->state == BENCHCLIENT_LENGTH ? BENCHCLIENT_COMPLETE : BENCHCLIENT_CHUNK_END;
+        return (ptrdiff_t)n_body;
     }
-    int got = bs_take_line(&r->line, in, BS_HEAD_BYTES, &used);
-    if (got <= 0) return got ? -1 : (ptrdiff_t)used;
-    str line = buf_view(&r->line);
+    int has_line = benchclient_take_line(&response->line, input, BENCHCLIENT_HEAD_BYTES, &used);
+    if (has_line <= 0) return has_line ? -1 : (ptrdiff_t)used;
+    str line = buf_view(&response->line);
     bool good = true;
-    if (r->state == BS_HEAD) {
-        good = bs_head_line(r, line);
-    } else if (r->state == BS_SIZE) {
+    if (response->state == BENCHCLIENT_HEAD) {
+        good = benchclient_read_head_line(response, line);
+    } else if (response->state == BENCHCLIENT_SIZE) {
         good = line.n && isxdigit((unsigned char)line.p[0]) &&
-               (r->left = (int64_t)strtoull(line.p, NULL, 16)) >= 0;
-        r->state = r->left ? BS_CHUNK : BS_TRAILER;
-    } else if (r->state == BS_CHUNK_END) {
+               (response->n_left = (int64_t)strtoull(line.p, NULL, 16)) >= 0;
+        response->state = response->n_left ? BENCHCLIENT_CHUNK : BENCHCLIENT_TRAILER;
+    } else if (response->state == BENCHCLIENT_CHUNK_END) {
         good = !line.n;
-        r->state = BS_SIZE;
+        response->state = BENCHCLIENT_SIZE;
     } else if (!line.n) {
-        r->state = BS_WHOLE;
+        response->state = BENCHCLIENT_COMPLETE;
     }
-    buf_clear(&r->line);
+    buf_clear(&response->line);
     return good ? (ptrdiff_t)used : -1;
 }
 
-static void bs_reply_free(bs_reply *r) {
-    buf_free(&r->line);
-    *r = (bs_reply){0};
+static void benchclient_response_free(benchclient_response *response) {
+    buf_free(&response->line);
+    *response = (benchclient_response){0};
 }
 
 /* ---- The server's address, and calls to it before the run ---- */
 
 /* Reads --base-url, or --host and --port, and looks up the addresses. Returns 0 or TOKA_E_USE. */
-static int bs_resolve(bs *b, toka_err *e) {
-    const char *url = b->o->base_url, *p = url;
+static int benchclient_resolve(benchclient *client, toka_err *e) {
+    const char *url = client->options->base_url, *rest = url;
     char port[8];
-    long n = b->o->port;
+    long port_number = client->options->port;
     int code;
-    snprintf(b->host, sizeof b->host, "%s", b->o->host);
+    snprintf(client->host, sizeof client->host, "%s", client->options->host);
     if (url) {
-        bool plain = !strncmp(url, "http://", 7);
-        p += 7 * plain;
-        n = 80;
-        const bool six = *p == '['; /* an IPv6 address is written in brackets */
-        size_t host = strcspn(p += six, six ? "]" : ":/");
-        if (!plain || !host || host >= sizeof b->host || (six && !p[host]))
+        bool is_http = !strncmp(url, "http://", 7);
+        rest += 7 * is_http;
+        port_number = 80;
+        const bool is_ipv6 = *rest == '['; /* an IPv6 address is written in brackets */
+        size_t n_host = strcspn(rest += is_ipv6, is_ipv6 ? "]" : ":/");
+        if (!is_http || !n_host || n_host >= sizeof client->host || (is_ipv6 && !rest[n_host]))
             return fail(e, TOKA_E_USE, "--base-url: '%s', expected http://HOST[:PORT] (no TLS)",
                         url);
-        snprintf(b->host, sizeof b->host, "%.*s", (int)host, p);
-        p += host + six;
-        if (*p == ':') n = strtol(p + 1, (char **)(void *)&p, 10);
-        size_t tail = strlen(p);
-        while (tail && p[tail - 1] == '/') tail--;
-        if ((*p && *p != '/') || tail >= sizeof b->prefix)
+        snprintf(client->host, sizeof client->host, "%.*s", (int)n_host, rest);
+        rest += n_host + is_ipv6;
+        if (*rest == ':') port_number = strtol(rest + 1, (char **)(void *)&rest, 10);
+        size_t n_tail = strlen(rest);
+        while (n_tail && rest[n_tail - 1] == '/') n_tail--;
+        if ((*rest && *rest != '/') || n_tail >= sizeof client->prefix)
             return fail(e, TOKA_E_USE, "--base-url: '%s', expected http://HOST[:PORT] (no TLS)",
                         url);
-        snprintf(b->prefix, sizeof b->prefix, "%.*s", (int)tail, p);
+        snprintf(client->prefix, sizeof client->prefix, "%.*s", (int)n_tail, rest);
     }
-    if (n < 1 || n > 65535) return fail(e, TOKA_E_USE, "port %ld: expected 1 to 65535", n);
-    snprintf(port, sizeof port, "%d", b->port = (int)n);
+    if (port_number < 1 || port_number > 65535) return fail(e, TOKA_E_USE, "port %ld: expected 1 to 65535", port_number);
+    snprintf(port, sizeof port, "%d", client->port = (int)port_number);
     struct addrinfo hints = {.ai_socktype = SOCK_STREAM};
-    code = getaddrinfo(b->host, port, &hints, &b->addresses);
-    if (code) return fail(e, TOKA_E_USE, "%s: %s", b->host, gai_strerror(code));
-    b->address = b->addresses;
+    code = getaddrinfo(client->host, port, &hints, &client->addresses);
+    if (code) return fail(e, TOKA_E_USE, "%s: %s", client->host, gai_strerror(code));
+    client->address = client->addresses;
     return 0;
 }
 
 /* Writes the bytes of an HTTP request to *out. If body.p is NULL, it is a GET, else a POST. */
-static void bs_put_request(const bs *b, const char *path, str body, buf *out) {
+static void benchclient_put_request(const benchclient *client, const char *path, str body, buf *out) {
     buf_clear(out);
-    const bool six = strchr(b->host, ':');
-    buf_printf(out, "%s %s%s HTTP/1.1\r\nHost: %s%s%s:%d\r\n", body.p ? "POST" : "GET", b->prefix,
-               path, six ? "[" : "", b->host, six ? "]" : "", b->port);
-    if (b->key) buf_printf(out, "Authorization: Bearer %s\r\n", b->key);
+    const bool is_ipv6 = strchr(client->host, ':');
+    buf_printf(out, "%s %s%s HTTP/1.1\r\nHost: %s%s%s:%d\r\n", body.p ? "POST" : "GET", client->prefix,
+               path, is_ipv6 ? "[" : "", client->host, is_ipv6 ? "]" : "", client->port);
+    if (client->api_key) buf_printf(out, "Authorization: Bearer %s\r\n", client->api_key);
     if (body.p)
         buf_printf(out, "Content-Type: application/json\r\nContent-Length: %zu\r\n", body.n);
     buf_c(out, "\r\n");
@@ -27512,390 +27512,390 @@ static void bs_put_request(const bs *b, const char *path, str body, buf *out) {
 
 /* Sends one request over its own connection and waits for the whole response. The body is appended
  * to *answer, which is cleared first. Returns the HTTP status, or TOKA_E_IO (below 0). */
-static int bs_call(const bs *b, const char *path, str body, buf *answer, toka_err *e) {
+static int benchclient_fetch(const benchclient *client, const char *path, str body, buf *answer, toka_err *e) {
     enum { SECONDS = 30 };
-    buf out = {0}, in = {0};
-    bs_reply r = {0};
-    struct timeval wait = {.tv_sec = SECONDS};
-    int code = 0, fd = socket(b->address->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    buf out = {0}, input = {0};
+    benchclient_response response = {0};
+    struct timeval timeout = {.tv_sec = SECONDS};
+    int code = 0, fd = socket(client->address->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
     buf_clear(answer);
-    setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &wait, sizeof wait);
-    setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &wait, sizeof wait);
-    bs_put_request(b, path, body, &out);
-    if (fd < 0 || connect(fd, b->address->ai_addr, b->address->ai_addrlen))
-        code = fail(e, TOKA_E_IO, "%s: %s", b->host, strerror(errno));
-    for (size_t at = 0; at < out.n && !code;) {
-        ssize_t n = send(fd, out.p + at, out.n - at, MSG_NOSIGNAL);
-        if (n > 0) at += (size_t)n;
-        else code = fail(e, TOKA_E_IO, "%s: %s", b->host, strerror(errno));
+    setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &timeout, sizeof timeout);
+    setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &timeout, sizeof timeout);
+    benchclient_put_request(client, path, body, &out);
+    if (fd < 0 || connect(fd, client->address->ai_addr, client->address->ai_addrlen))
+        code = fail(e, TOKA_E_IO, "%s: %s", client->host, strerror(errno));
+    for (size_t n_sent = 0; n_sent < out.n && !code;) {
+        ssize_t n = send(fd, out.p + n_sent, out.n - n_sent, MSG_NOSIGNAL);
+        if (n > 0) n_sent += (size_t)n;
+        else code = fail(e, TOKA_E_IO, "%s: %s", client->host, strerror(errno));
     }
-    buf_reserve(&in, 65536);
-    while (!code && r.state != BS_WHOLE) {
-        ssize_t n = recv(fd, in.p, 65536, 0);
-        if (n == 0 && r.state == BS_TO_CLOSE) break;
+    buf_reserve(&input, 65536);
+    while (!code && response.state != BENCHCLIENT_COMPLETE) {
+        ssize_t n = recv(fd, input.p, 65536, 0);
+        if (n == 0 && response.state == BENCHCLIENT_TO_CLOSE) break;
         if (n <= 0)
-            code = fail(e, TOKA_E_IO, "%s%s: %s", b->host, path,
+            code = fail(e, TOKA_E_IO, "%s%s: %s", client->host, path,
                         n ? strerror(errno) : "the connection was closed");
-        for (str piece, left = {in.p, (size_t)MAX(n, 0)}; left.n && !code && r.state != BS_WHOLE;) {
-            ptrdiff_t used = bs_reply_take(&r, left, &piece);
-            if (used < 0 || answer->n > BS_LINE_BYTES) {
-                code = fail(e, TOKA_E_IO, "%s%s: not an HTTP response", b->host, path);
+        for (str piece, unread = {input.p, (size_t)MAX(n, 0)}; unread.n && !code && response.state != BENCHCLIENT_COMPLETE;) {
+            ptrdiff_t used = benchclient_response_read(&response, unread, &piece);
+            if (used < 0 || answer->n > BENCHCLIENT_LINE_BYTES) {
+                code = fail(e, TOKA_E_IO, "%s%s: not an HTTP response", client->host, path);
             } else {
-                left = str_sub(left, (size_t)used, left.n);
+                unread = str_sub(unread, (size_t)used, unread.n);
                 buf_str(answer, piece);
             }
         }
     }
-    if (!code) code = r.status;
+    if (!code) code = response.status;
     if (fd >= 0) close(fd);
-    buf_free(&out), buf_free(&in), bs_reply_free(&r);
+    buf_free(&out), buf_free(&input), benchclient_response_free(&response);
     return code;
 }
 
 /* Requests /v1/models until the server answers 200, or the time is over. Tries the addresses of the
  * server's name in turn. Retries after a 503, but fails at once on any other status. Sets b->model:
  * --model, or else the first model of the list. Returns 0, TOKA_E_IO or TOKA_E_CANCELLED. */
-static int bs_wait_ready(bs *b, toka_err *e) {
+static int benchclient_wait_ready(benchclient *client, toka_err *e) {
     buf answer = {0};
-    arena a = {0};
-    double until = os_now() + b->o->ready_s, told = 0;
+    arena memory = {0};
+    double deadline = os_now() + client->options->ready_s, warned = 0;
     int code;
-    while ((code = bs_call(b, "/v1/models", (str){0}, &answer, e)) != 200) {
-        if (code < 0 && !*b->o->interrupted && b->address->ai_next) {
-            b->address = b->address->ai_next;
+    while ((code = benchclient_fetch(client, "/v1/models", (str){0}, &answer, e)) != 200) {
+        if (code < 0 && !*client->options->interrupted && client->address->ai_next) {
+            client->address = client->address->ai_next;
             continue;
         }
-        b->address = code < 0 ? b->addresses : b->address;
+        client->address = code < 0 ? client->addresses : client->address;
         if (code > 0)
-            fail(e, TOKA_E_IO, "%s/v1/models: HTTP status %d: %.*s", b->host, code,
+            fail(e, TOKA_E_IO, "%s/v1/models: HTTP status %d: %.*s", client->host, code,
                  STRF(buf_view(&answer)));
-        if (os_now() > until || *b->o->interrupted || (code > 0 && code != 503)) break;
-        if (!told++ && !b->o->quiet)
+        if (os_now() > deadline || *client->options->interrupted || (code > 0 && code != 503)) break;
+        if (!warned++ && !client->options->quiet)
             fprintf(stderr, "toka bench: waiting for the server: %s\n", e->msg);
         usleep(200000);
     }
     if (code == 200) {
-        const json *root = json_parse(&a, buf_view(&answer), json_trusted, e);
-        str name = b->o->model ? str_c(b->o->model)
+        const json *root = json_parse(&memory, buf_view(&answer), json_trusted, e);
+        str name = client->options->model ? str_c(client->options->model)
                                : json_str(json_get(json_at(json_get(root, "data"), 0), "id"));
-        snprintf(b->model, sizeof b->model, "%.*s", (int)MIN(name.n, sizeof b->model - 1), name.p);
+        snprintf(client->model, sizeof client->model, "%.*s", (int)MIN(name.n, sizeof client->model - 1), name.p);
         code = !root    ? e->code
                : name.n ? 0
                         : fail(e, TOKA_E_IO, "%s: no model in /v1/models; give one with --model",
-                               b->host);
+                               client->host);
     } else {
-        code = *b->o->interrupted ? fail(e, TOKA_E_CANCELLED, "interrupted") : e->code;
+        code = *client->options->interrupted ? fail(e, TOKA_E_CANCELLED, "interrupted") : e->code;
     }
     buf_free(&answer);
-    arena_free(&a);
+    arena_free(&memory);
     return code;
 }
 
 /* ---- Prompts and request bodies ---- */
 
 /* Appends n random words of 1 to 8 letters, with spaces between them. */
-static void bs_put_words(bs *b, int64_t n, buf *out) {
+static void benchclient_put_words(benchclient *client, int64_t n, buf *out) {
     for (int64_t i = 0; i < n; i++) {
         if (i) buf_char(out, ' ');
-        for (int64_t k = bs_between(b, 1, 8); k > 0; k--)
-            buf_char(out, (char)('a' + bs_between(b, 0, 25)));
+        for (int64_t n_letters = benchclient_random_int(client, 1, 8); n_letters > 0; n_letters--)
+            buf_char(out, (char)('a' + benchclient_random_int(client, 0, 25)));
     }
 }
 
 /* Fills b->vocabulary with token ids that occur in text: those of a random text, from the server's
  * /tokenize. It stays empty if the server has no /tokenize. */
-static void bs_learn_vocabulary(bs *b) {
+static void benchclient_fetch_vocabulary(benchclient *client) {
     buf text = {0}, body = {0}, answer = {0};
-    arena a = {0};
+    arena memory = {0};
     toka_err ignored;
-    bs_put_words(b, BS_WORDS, &text);
+    benchclient_put_words(client, BENCHCLIENT_WORDS, &text);
     json_put_open(&body, '{');
-    json_put_key(&body, "model"), json_put_str(&body, str_c(b->model));
+    json_put_key(&body, "model"), json_put_str(&body, str_c(client->model));
     json_put_key(&body, "prompt"), json_put_str(&body, buf_view(&text));
     json_put_key(&body, "add_special_tokens"), json_put_bool(&body, false);
     json_put_close(&body, '}');
-    if (bs_call(b, "/tokenize", buf_view(&body), &answer, &ignored) == 200) {
-        const json *tokens = json_get(json_parse(&a, buf_view(&answer), json_trusted, &ignored),
+    if (benchclient_fetch(client, "/tokenize", buf_view(&body), &answer, &ignored) == 200) {
+        const json *tokens = json_get(json_parse(&memory, buf_view(&answer), json_trusted, &ignored),
                                       "tokens");
         if (json_is(tokens, JSON_ARRAY))
-            JSON_EACH(it, tokens) ids_push(&b->vocabulary, (int32_t)json_int(it, 0));
+            JSON_EACH(item, tokens) ids_push(&client->vocabulary, (int32_t)json_int(item, 0));
     }
-    buf_free(&text), buf_free(&body), buf_free(&answer), arena_free(&a);
+    buf_free(&text), buf_free(&body), buf_free(&answer), arena_free(&memory);
 }
 
 /* Appends a request and returns it. The pointer is valid until the next call. */
-static bs_request *bs_add(bs *b, int max_tokens) {
-    if (b->n == b->cap) {
-        b->cap = MAX(1024, 2 * b->cap);
-        b->requests = mem_realloc(b->requests, (size_t)b->cap * sizeof *b->requests);
+static benchclient_request *benchclient_add_request(benchclient *client, int max_tokens) {
+    if (client->n_requests == client->capacity) {
+        client->capacity = MAX(1024, 2 * client->capacity);
+        client->requests = mem_realloc(client->requests, (size_t)client->capacity * sizeof *client->requests);
     }
-    b->requests[b->n] = (bs_request){.max_tokens = max_tokens};
-    return &b->requests[b->n++];
+    client->requests[client->n_requests] = (benchclient_request){.max_tokens = max_tokens};
+    return &client->requests[client->n_requests++];
 }
 
-static bool bs_is_chat(const bs *b) {
-    return str_ends(str_c(b->o->endpoint), STR("/chat/completions"));
+static bool benchclient_is_chat(const benchclient *client) {
+    return str_ends(str_c(client->options->endpoint), STR("/chat/completions"));
 }
 
 /* Adds the random prompts: of token ids if there is a vocabulary, else of words. All begin with the
  * same prefix of --random-prefix-len. Returns 0 or TOKA_E_USE. */
-static int bs_random_prompts(bs *b, toka_err *e) {
-    const bs_options *o = b->o;
-    const double r = o->range_ratio;
-    if (o->input_len < 1 || o->output_len < 1 || o->prefix_len < 0 || !(r >= 0 && r < 1))
+static int benchclient_make_prompts(benchclient *client, toka_err *e) {
+    const benchclient_options *options = client->options;
+    const double ratio = options->range_ratio;
+    if (options->input_len < 1 || options->output_len < 1 || options->prefix_len < 0 || !(ratio >= 0 && ratio < 1))
         return fail(e, TOKA_E_USE,
                     "--random-input-len %d, --random-output-len %d, --random-prefix-len %d, "
                     "--random-range-ratio %g: expected at least 1, 1, 0, and a ratio below 1",
-                    o->input_len, o->output_len, o->prefix_len, r);
-    if (!bs_is_chat(b)) bs_learn_vocabulary(b);
-    bool text = !b->vocabulary.n;
-    const int64_t n = o->num_prompts ? o->num_prompts : 1000;
-    const double tokens = o->prefix_len + ceil(o->input_len * (1 + r));
+                    options->input_len, options->output_len, options->prefix_len, ratio);
+    if (!benchclient_is_chat(client)) benchclient_fetch_vocabulary(client);
+    bool is_text = !client->vocabulary.n;
+    const int64_t n_prompts = options->num_prompts ? options->num_prompts : 1000;
+    const double tokens = options->prefix_len + ceil(options->input_len * (1 + ratio));
     const double ram = (double)os_ram_bytes();
     /* Twice the size, because a buffer that grows is copied. */
-    const double bytes = 2 * (double)n *
-                         (sizeof(bs_request) + tokens * (text ? 9 : sizeof(int32_t)));
+    const double bytes = 2 * (double)n_prompts *
+                         (sizeof(benchclient_request) + tokens * (is_text ? 9 : sizeof(int32_t)));
     if (bytes > ram)
         return fail(e, TOKA_E_USE,
                     "%lld prompts of up to %.0f tokens take %.0f GB of memory, there are %.0f",
-                    (long long)n, tokens, 1e-9 * bytes, 1e-9 * ram);
+                    (long long)n_prompts, tokens, 1e-9 * bytes, 1e-9 * ram);
     /* The prefix is drawn for the first prompt. The other prompts copy it. */
-    size_t prefix_at = text ? b->texts.n : b->tokens.n, prefix_n = 0;
-    for (int64_t i = 0; i < n; i++) {
-        int64_t in = MAX(1, bs_between(b, (int64_t)floor(o->input_len * (1 - r)),
-                                       (int64_t)ceil(o->input_len * (1 + r))));
-        int64_t out = MAX(1, bs_between(b, (int64_t)floor(o->output_len * (1 - r)),
-                                        (int64_t)ceil(o->output_len * (1 + r))));
-        bs_request *q = bs_add(b, (int)MIN(out, INT_MAX));
-        q->text = text;
-        q->at = text ? b->texts.n : b->tokens.n;
-        if (text) {
+    size_t prefix_at = is_text ? client->texts.n : client->tokens.n, prefix_n = 0;
+    for (int64_t i = 0; i < n_prompts; i++) {
+        int64_t n_input = MAX(1, benchclient_random_int(client, (int64_t)floor(options->input_len * (1 - ratio)),
+                                       (int64_t)ceil(options->input_len * (1 + ratio))));
+        int64_t n_output = MAX(1, benchclient_random_int(client, (int64_t)floor(options->output_len * (1 - ratio)),
+                                        (int64_t)ceil(options->output_len * (1 + ratio))));
+        benchclient_request *request = benchclient_add_request(client, (int)MIN(n_output, INT_MAX));
+        request->is_text = is_text;
+        request->prompt_at = is_text ? client->texts.n : client->tokens.n;
+        if (is_text) {
             if (i) {
-                buf_reserve(&b->texts, prefix_n);
-                buf_put(&b->texts, b->texts.p + prefix_at, prefix_n);
-            } else if (o->prefix_len) {
-                bs_put_words(b, o->prefix_len, &b->texts);
-                buf_char(&b->texts, ' ');
+                buf_reserve(&client->texts, prefix_n);
+                buf_put(&client->texts, client->texts.p + prefix_at, prefix_n);
+            } else if (options->prefix_len) {
+                benchclient_put_words(client, options->prefix_len, &client->texts);
+                buf_char(&client->texts, ' ');
             }
-            if (!i) prefix_n = b->texts.n - prefix_at;
-            bs_put_words(b, in, &b->texts);
+            if (!i) prefix_n = client->texts.n - prefix_at;
+            benchclient_put_words(client, n_input, &client->texts);
         } else {
-            ids_reserve(&b->tokens, (size_t)(o->prefix_len + in));
-            for (int64_t k = 0; k < o->prefix_len + in; k++) {
-                bool shared = k < o->prefix_len && i;
-                ids_push(&b->tokens,
-                         shared ? b->tokens.p[prefix_at + (size_t)k]
-                                : b->vocabulary.p[bs_between(b, 0, (int64_t)b->vocabulary.n - 1)]);
+            ids_reserve(&client->tokens, (size_t)(options->prefix_len + n_input));
+            for (int64_t j = 0; j < options->prefix_len + n_input; j++) {
+                bool shared = j < options->prefix_len && i;
+                ids_push(&client->tokens,
+                         shared ? client->tokens.p[prefix_at + (size_t)j]
+                                : client->vocabulary.p[benchclient_random_int(client, 0, (int64_t)client->vocabulary.n - 1)]);
             }
         }
-        q->n = (text ? b->texts.n : b->tokens.n) - q->at;
-        q->n_in = text ? 0 : (int64_t)q->n;
+        request->prompt_n = (is_text ? client->texts.n : client->tokens.n) - request->prompt_at;
+        request->n_in = is_text ? 0 : (int64_t)request->prompt_n;
     }
     return 0;
 }
 
 /* Reads the number of tokens of an answer into *n. If v is NULL, keeps *n. Returns false if the
  * number is not a whole number of at least 1. */
-static bool bs_length(const json *v, int *n) {
-    int64_t length = *n;
-    if ((v && !json_whole(v, &length)) || length < 1 || length > INT_MAX) return false;
-    *n = (int)length;
+static bool benchclient_read_length(const json *item, int *length) {
+    int64_t value = *length;
+    if ((item && !json_whole(item, &value)) || value < 1 || value > INT_MAX) return false;
+    *length = (int)value;
     return true;
 }
 
-/* run_take_fn: adds the requests of a line of the dataset. The prompt is "prompt_token_ids" or
+/* run_line_fn: adds the requests of a line of the dataset. The prompt is "prompt_token_ids" or
  * "prompt". With "output_lengths" there is a request for each of them. Otherwise there is one
  * request of "output_tokens", or of --random-output-len if that is missing. */
-static int bs_dataset_line(void *user, const json *root, int64_t number, toka_err *e) {
-    bs *b = user;
+static int benchclient_on_dataset_line(void *user, const json *root, int64_t number, toka_err *e) {
+    benchclient *client = user;
     const json *list = json_get(root, "prompt_token_ids"), *text = json_get(root, "prompt"),
                *lengths = json_get(root, "output_lengths");
-    bs_request q = {.text = json_is(text, JSON_STRING) && !list};
-    q.at = q.text ? b->texts.n : b->tokens.n;
-    if (q.text) buf_str(&b->texts, json_str(text));
+    benchclient_request request = {.is_text = json_is(text, JSON_STRING) && !list};
+    request.prompt_at = request.is_text ? client->texts.n : client->tokens.n;
+    if (request.is_text) buf_str(&client->texts, json_str(text));
     else if (json_is(list, JSON_ARRAY))
-        JSON_EACH(it, list)
-            ids_push(&b->tokens, (int32_t)MAX(-1, MIN(json_int(it, -1), INT32_MAX)));
-    q.n = (q.text ? b->texts.n : b->tokens.n) - q.at;
-    if (!q.n)
+        JSON_EACH(item, list)
+            ids_push(&client->tokens, (int32_t)MAX(-1, MIN(json_int(item, -1), INT32_MAX)));
+    request.prompt_n = (request.is_text ? client->texts.n : client->tokens.n) - request.prompt_at;
+    if (!request.prompt_n)
         return fail(e, TOKA_E_INPUT, "%s: line %lld: expected prompt_token_ids or prompt",
-                    b->o->dataset, (long long)number);
-    if (!q.text && bs_is_chat(b))
+                    client->options->dataset, (long long)number);
+    if (!request.is_text && benchclient_is_chat(client))
         return fail(e, TOKA_E_USE, "%s: line %lld: a prompt of token ids cannot go to %s",
-                    b->o->dataset, (long long)number, b->o->endpoint);
-    q.n_in = q.text ? 0 : (int64_t)q.n;
-    const json *one = json_get(root, "output_tokens");
+                    client->options->dataset, (long long)number, client->options->endpoint);
+    request.n_in = request.is_text ? 0 : (int64_t)request.prompt_n;
+    const json *length = json_get(root, "output_tokens");
     bool good = true;
-    q.max_tokens = b->o->output_len;
-    if (!lengths && (good = bs_length(json_is(one, JSON_NULL) ? NULL : one, &q.max_tokens)))
-        *bs_add(b, 0) = q;
+    request.max_tokens = client->options->output_len;
+    if (!lengths && (good = benchclient_read_length(json_is(length, JSON_NULL) ? NULL : length, &request.max_tokens)))
+        *benchclient_add_request(client, 0) = request;
     if (lengths) good = json_is(lengths, JSON_ARRAY) && lengths->n;
     if (lengths && good)
-        JSON_EACH(it, lengths) if ((good = good && bs_length(it, &q.max_tokens))) *bs_add(b, 0) = q;
+        JSON_EACH(item, lengths) if ((good = good && benchclient_read_length(item, &request.max_tokens))) *benchclient_add_request(client, 0) = request;
     return good ? 0
                 : fail(e, TOKA_E_INPUT,
                        "%s: line %lld: expected output_lengths, a list of whole numbers from 1 on, "
                        "or such a number as output_tokens or --random-output-len",
-                       b->o->dataset, (long long)number);
+                       client->options->dataset, (long long)number);
 }
 
 /* Appends the JSON body of a request. */
-static void bs_put_body(const bs *b, const bs_request *q, buf *out) {
-    str text = q->text ? (str){b->texts.p + q->at, q->n} : STR("");
+static void benchclient_put_body(const benchclient *client, const benchclient_request *request, buf *out) {
+    str text = request->is_text ? (str){client->texts.p + request->prompt_at, request->prompt_n} : STR("");
     json_put_open(out, '{');
-    json_put_key(out, "model"), json_put_str(out, str_c(b->model));
-    if (bs_is_chat(b)) {
+    json_put_key(out, "model"), json_put_str(out, str_c(client->model));
+    if (benchclient_is_chat(client)) {
         buf_c(out, ",\"messages\":[{\"role\":\"user\",\"content\":");
         json_put_str(out, text);
         buf_c(out, "}]");
-    } else if (q->text) {
+    } else if (request->is_text) {
         json_put_key(out, "prompt"), json_put_str(out, text);
     } else {
         json_put_key(out, "prompt"), json_put_open(out, '[');
-        for (size_t i = 0; i < q->n; i++) json_put_int(out, b->tokens.p[q->at + i]);
+        for (size_t i = 0; i < request->prompt_n; i++) json_put_int(out, client->tokens.p[request->prompt_at + i]);
         json_put_close(out, ']');
     }
-    json_put_key(out, "max_tokens"), json_put_int(out, q->max_tokens);
-    json_put_key(out, "temperature"), json_put_num(out, b->o->temperature, false);
+    json_put_key(out, "max_tokens"), json_put_int(out, request->max_tokens);
+    json_put_key(out, "temperature"), json_put_num(out, client->options->temperature, false);
     json_put_key(out, "stream"), json_put_bool(out, true);
     buf_c(out, ",\"stream_options\":{\"include_usage\":true}");
-    if (b->o->ignore_eos) json_put_key(out, "ignore_eos"), json_put_bool(out, true);
-    if (b->extra.n) json_comma(out), buf_str(out, b->extra);
+    if (client->options->ignore_eos) json_put_key(out, "ignore_eos"), json_put_bool(out, true);
+    if (client->extra_members.n) json_comma(out), buf_str(out, client->extra_members);
     json_put_close(out, '}');
 }
 
 /* ---- One request ---- */
 
 /* Closes and frees the connection. */
-static void bs_close(bs_conn *c) {
-    if (c->fd >= 0) close(c->fd);
-    buf_free(&c->out);
-    buf_free(&c->line);
-    bs_reply_free(&c->reply);
-    free(c);
+static void benchclient_conn_close(benchclient_conn *conn) {
+    if (conn->fd >= 0) close(conn->fd);
+    buf_free(&conn->out);
+    buf_free(&conn->event_line);
+    benchclient_response_free(&conn->response);
+    free(conn);
 }
 
 /* Ends the connection's request. error: why it failed; NULL if the response is complete. Keeps the
  * connection in the idle list if it can be reused, else closes and frees it. */
-static void bs_end(bs *b, bs_conn *c, const char *error) {
-    bs_request *q = &b->requests[c->request];
-    if (error && !q->error) q->error = mem_check(strdup(error));
-    b->n_ended++;
-    b->n_running--;
-    c->request = -1;
-    bool keep = c->reply.state == BS_WHOLE && !c->reply.close && !error;
+static void benchclient_end_request(benchclient *client, benchclient_conn *conn, const char *error) {
+    benchclient_request *request = &client->requests[conn->request];
+    if (error && !request->error) request->error = mem_check(strdup(error));
+    client->n_ended++;
+    client->n_running--;
+    conn->request = -1;
+    bool keep = conn->response.state == BENCHCLIENT_COMPLETE && !conn->response.close && !error;
     if (!keep) {
-        bs_close(c);
+        benchclient_conn_close(conn);
         return;
     }
-    bs_reply_free(&c->reply);
-    buf_clear(&c->line);
-    c->reused = true;
-    c->next = b->idle;
-    b->idle = c;
+    benchclient_response_free(&conn->response);
+    buf_clear(&conn->event_line);
+    conn->reused = true;
+    conn->next = client->idle;
+    client->idle = conn;
 }
 
 /* Creates the socket and starts to connect, without waiting. Returns false, with errno set, if that
  * fails. The socket is registered with epoll, edge-triggered. */
-static bool bs_connect(bs *b, bs_conn *c) {
-    int on = 1;
-    c->fd = socket(b->address->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-    if (c->fd < 0) return false;
-    setsockopt(c->fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-    struct epoll_event ev = {.events = EPOLLIN | EPOLLOUT | EPOLLET, .data.ptr = c};
-    if (epoll_ctl(b->epoll, EPOLL_CTL_ADD, c->fd, &ev)) return false;
-    return !connect(c->fd, b->address->ai_addr, b->address->ai_addrlen) || errno == EINPROGRESS;
+static bool benchclient_connect(benchclient *client, benchclient_conn *conn) {
+    int one = 1;
+    conn->fd = socket(client->address->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    if (conn->fd < 0) return false;
+    setsockopt(conn->fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+    struct epoll_event event = {.events = EPOLLIN | EPOLLOUT | EPOLLET, .data.ptr = conn};
+    if (epoll_ctl(client->epoll_fd, EPOLL_CTL_ADD, conn->fd, &event)) return false;
+    return !connect(conn->fd, client->address->ai_addr, client->address->ai_addrlen) || errno == EINPROGRESS;
 }
 
 /* Sends as much of the request as the socket accepts. Returns false, with errno set, if the
  * connection is broken. */
-static bool bs_write(bs_conn *c) {
-    while (c->sent < c->out.n) {
-        ssize_t n = send(c->fd, c->out.p + c->sent, c->out.n - c->sent, MSG_NOSIGNAL);
+static bool benchclient_send(benchclient_conn *conn) {
+    while (conn->n_sent < conn->out.n) {
+        ssize_t n = send(conn->fd, conn->out.p + conn->n_sent, conn->out.n - conn->n_sent, MSG_NOSIGNAL);
         if (n < 0) return errno == EAGAIN || errno == ENOTCONN;
-        c->sent += (size_t)n;
+        conn->n_sent += (size_t)n;
     }
     return true;
 }
 
 /* Sends request i over an idle connection, or over a new one if none is idle or `fresh` is set. If
  * an idle connection turns out to be broken, tries again with a new one. */
-static void bs_start(bs *b, int64_t i, bool fresh) {
+static void benchclient_start_request(benchclient *client, int64_t index, bool new_conn) {
     buf body = {0};
-    bs_conn *c = fresh ? NULL : b->idle;
-    if (c) b->idle = c->next;
-    else *(c = mem_zalloc(sizeof *c)) = (bs_conn){.fd = -1};
-    c->request = (int)i;
-    c->sent = 0;
-    c->done = false;
-    bs_put_body(b, &b->requests[i], &body);
-    bs_put_request(b, b->o->endpoint, buf_view(&body), &c->out);
+    benchclient_conn *conn = new_conn ? NULL : client->idle;
+    if (conn) client->idle = conn->next;
+    else *(conn = mem_zalloc(sizeof *conn)) = (benchclient_conn){.fd = -1};
+    conn->request = (int)index;
+    conn->n_sent = 0;
+    conn->has_done = false;
+    benchclient_put_body(client, &client->requests[index], &body);
+    benchclient_put_request(client, client->options->endpoint, buf_view(&body), &conn->out);
     buf_free(&body);
-    b->n_running++;
-    b->requests[i].start = os_now();
-    if ((c->fd < 0 && !bs_connect(b, c)) || !bs_write(c)) {
-        if (c->reused) {
-            b->n_running--;
-            bs_close(c);
-            bs_start(b, i, true);
+    client->n_running++;
+    client->requests[index].sent_time = os_now();
+    if ((conn->fd < 0 && !benchclient_connect(client, conn)) || !benchclient_send(conn)) {
+        if (conn->reused) {
+            client->n_running--;
+            benchclient_conn_close(conn);
+            benchclient_start_request(client, index, true);
             return;
         }
-        bs_end(b, c, strerror(errno));
+        benchclient_end_request(client, conn, strerror(errno));
     }
 }
 
 /* Records the time of a chunk. */
-static void bs_on_chunk(bs_request *q, double now) {
-    float gap = (float)(now - q->last);
-    if (q->chunked) {
-        buf_put(&q->gaps, &gap, sizeof gap);
+static void benchclient_on_chunk(benchclient_request *request, double now) {
+    float gap = (float)(now - request->last_time);
+    if (request->has_chunk) {
+        buf_put(&request->chunk_gaps, &gap, sizeof gap);
     } else {
-        q->first = now;
-        q->chunked = true;
+        request->first_time = now;
+        request->has_chunk = true;
     }
-    q->last = now;
+    request->last_time = now;
 }
 
 /* Handles one line of the event stream: a chunk, the usage, an error or [DONE]. */
-static void bs_on_line(bs *b, bs_conn *c, str line, double now) {
-    bs_request *q = &b->requests[c->request];
-    arena a = {0};
+static void benchclient_on_event_line(benchclient *client, benchclient_conn *conn, str line, double now) {
+    benchclient_request *request = &client->requests[conn->request];
+    arena memory = {0};
     toka_err e;
     if (!str_starts(line, STR("data:"))) return;
     line = str_sub(line, line.n > 5 && line.p[5] == ' ' ? 6 : 5, line.n);
     if (str_is(line, "[DONE]")) {
-        c->done = true;
+        conn->has_done = true;
         return;
     }
-    const json *root = json_parse(&a, line, run_limits, &e);
+    const json *root = json_parse(&memory, line, run_limits, &e);
     const json *choices = json_get(root, "choices"), *usage = json_get(root, "usage");
     const json *error = json_get(root, "error");
-    if (json_is(choices, JSON_ARRAY) && choices->n) bs_on_chunk(q, now);
+    if (json_is(choices, JSON_ARRAY) && choices->n) benchclient_on_chunk(request, now);
     if (json_is(usage, JSON_OBJECT)) {
-        q->n_in = json_int(json_get(usage, "prompt_tokens"), q->n_in);
-        q->n_out = json_int(json_get(usage, "completion_tokens"), q->n_out);
+        request->n_in = json_int(json_get(usage, "prompt_tokens"), request->n_in);
+        request->n_out = json_int(json_get(usage, "completion_tokens"), request->n_out);
     }
     if (!root || json_is(error, JSON_OBJECT)) {
         str text = root ? json_str(json_get(error, "message")) : str_c(e.msg);
-        if (!q->error) q->error = mem_check(strndup(text.p, text.n));
+        if (!request->error) request->error = mem_check(strndup(text.p, text.n));
     }
-    arena_free(&a);
+    arena_free(&memory);
 }
 
 /* Handles bytes of a body: lines of the event stream, or the text of an error response, which is
- * cut at BS_HEAD_BYTES. Returns false if a line is longer than BS_LINE_BYTES. */
-static bool bs_on_body(bs *b, bs_conn *c, str body, double now) {
-    if (c->reply.status != 200) {
-        buf_put(&c->line, body.p,
-                MIN(body.n, (size_t)BS_HEAD_BYTES - MIN(c->line.n, (size_t)BS_HEAD_BYTES)));
+ * cut at BENCHCLIENT_HEAD_BYTES. Returns false if a line is longer than BENCHCLIENT_LINE_BYTES. */
+static bool benchclient_on_body(benchclient *client, benchclient_conn *conn, str body, double now) {
+    if (conn->response.status != 200) {
+        buf_put(&conn->event_line, body.p,
+                MIN(body.n, (size_t)BENCHCLIENT_HEAD_BYTES - MIN(conn->event_line.n, (size_t)BENCHCLIENT_HEAD_BYTES)));
         return true;
     }
     for (size_t used; body.n; body = str_sub(body, used, body.n)) {
-        int got = bs_take_line(&c->line, body, BS_LINE_BYTES, &used);
-        if (got < 0) return false;
-        if (got) {
-            bs_on_line(b, c, buf_view(&c->line), now);
-            buf_clear(&c->line);
+        int has_line = benchclient_take_line(&conn->event_line, body, BENCHCLIENT_LINE_BYTES, &used);
+        if (has_line < 0) return false;
+        if (has_line) {
+            benchclient_on_event_line(client, conn, buf_view(&conn->event_line), now);
+            buf_clear(&conn->event_line);
         }
     }
     return true;
@@ -27903,72 +27903,72 @@ static bool bs_on_body(bs *b, bs_conn *c, str body, double now) {
 
 /* The response is complete: ends the request. It failed if the status is not 200, or if the stream
  * had no chunk or no [DONE]. */
-static void bs_on_whole(bs *b, bs_conn *c) {
-    bs_request *q = &b->requests[c->request];
+static void benchclient_on_complete(benchclient *client, benchclient_conn *conn) {
+    benchclient_request *request = &client->requests[conn->request];
     char why[400];
-    snprintf(why, sizeof why, "HTTP status %d: %.*s", c->reply.status, STRF(buf_view(&c->line)));
-    if (c->reply.status != 200) q->error = mem_check(strdup(why));
-    else if (!q->error && (!q->chunked || !c->done))
-        q->error = mem_check(strdup("the stream ended early"));
-    bs_end(b, c, NULL);
+    snprintf(why, sizeof why, "HTTP status %d: %.*s", conn->response.status, STRF(buf_view(&conn->event_line)));
+    if (conn->response.status != 200) request->error = mem_check(strdup(why));
+    else if (!request->error && (!request->has_chunk || !conn->has_done))
+        request->error = mem_check(strdup("the stream ended early"));
+    benchclient_end_request(client, conn, NULL);
 }
 
 /* The connection broke before the response was complete. If it was a reused connection and no byte
  * of the response was received, the server closed it while it was idle: send the request again over
  * a new one. Otherwise the request fails. */
-static void bs_on_broken(bs *b, bs_conn *c, const char *why) {
-    int64_t i = c->request;
-    bool again = c->reused && !c->reply.any;
-    if (!again) {
-        bs_end(b, c, why);
+static void benchclient_on_broken(benchclient *client, benchclient_conn *conn, const char *why) {
+    int64_t index = conn->request;
+    bool retry = conn->reused && !conn->response.has_bytes;
+    if (!retry) {
+        benchclient_end_request(client, conn, why);
         return;
     }
-    b->n_running--;
-    bs_close(c);
-    bs_start(b, i, true);
+    client->n_running--;
+    benchclient_conn_close(conn);
+    benchclient_start_request(client, index, true);
 }
 
 /* Removes an idle connection that the server closed, and frees it. */
-static void bs_drop_idle(bs *b, bs_conn *c) {
-    bs_conn **at = &b->idle;
-    while (*at && *at != c) at = &(*at)->next;
-    if (*at) {
-        *at = c->next;
-        bs_close(c);
+static void benchclient_drop_idle(benchclient *client, benchclient_conn *conn) {
+    benchclient_conn **link = &client->idle;
+    while (*link && *link != conn) link = &(*link)->next;
+    if (*link) {
+        *link = conn->next;
+        benchclient_conn_close(conn);
     }
 }
 
 /* Handles an epoll event: sends, then reads until the socket is empty or the request has ended.
  * `bytes` is a buffer of `room` bytes. The connection may be freed. */
-static void bs_on_ready(bs *b, bs_conn *c, char *bytes, size_t room) {
-    if (c->request >= 0 && !bs_write(c)) {
-        bs_on_broken(b, c, strerror(errno));
+static void benchclient_on_socket(benchclient *client, benchclient_conn *conn, char *buffer, size_t size) {
+    if (conn->request >= 0 && !benchclient_send(conn)) {
+        benchclient_on_broken(client, conn, strerror(errno));
         return;
     }
     for (;;) {
-        ssize_t n = recv(c->fd, bytes, room, 0);
-        if (n < 0 && (errno == EAGAIN || errno == ENOTCONN)) return;
-        if (c->request < 0) { /* idle: an unexpected byte, an error, or the end of the connection */
-            bs_drop_idle(b, c);
+        ssize_t n_read = recv(conn->fd, buffer, size, 0);
+        if (n_read < 0 && (errno == EAGAIN || errno == ENOTCONN)) return;
+        if (conn->request < 0) { /* idle: an unexpected byte, an error, or the end of the connection */
+            benchclient_drop_idle(client, conn);
             return;
         }
-        if (n == 0 && c->reply.state == BS_TO_CLOSE) c->reply.state = BS_WHOLE;
-        else if (n <= 0) {
-            bs_on_broken(b, c, n ? strerror(errno) : "the server closed the connection");
+        if (n_read == 0 && conn->response.state == BENCHCLIENT_TO_CLOSE) conn->response.state = BENCHCLIENT_COMPLETE;
+        else if (n_read <= 0) {
+            benchclient_on_broken(client, conn, n_read ? strerror(errno) : "the server closed the connection");
             return;
         }
         double now = os_now();
-        str left = {bytes, (size_t)n}, body;
-        while (left.n && c->reply.state != BS_WHOLE) {
-            ptrdiff_t used = bs_reply_take(&c->reply, left, &body);
-            if (used < 0 || !bs_on_body(b, c, body, now)) {
-                bs_end(b, c, "not an HTTP response");
+        str input = {buffer, (size_t)n_read}, body;
+        while (input.n && conn->response.state != BENCHCLIENT_COMPLETE) {
+            ptrdiff_t used = benchclient_response_read(&conn->response, input, &body);
+            if (used < 0 || !benchclient_on_body(client, conn, body, now)) {
+                benchclient_end_request(client, conn, "not an HTTP response");
                 return;
             }
-            left = str_sub(left, (size_t)used, left.n);
+            input = str_sub(input, (size_t)used, input.n);
         }
-        if (c->reply.state == BS_WHOLE) {
-            bs_on_whole(b, c);
+        if (conn->response.state == BENCHCLIENT_COMPLETE) {
+            benchclient_on_complete(client, conn);
             return;
         }
     }
@@ -27978,342 +27978,342 @@ static void bs_on_ready(bs *b, bs_conn *c, char *bytes, size_t room) {
 
 /* Shows progress on stderr if it is a terminal, at most four times a second. *shown: time of the
  * last output; 0: none yet. */
-static void bs_progress(const bs *b, double *shown) {
+static void benchclient_print_progress(const benchclient *client, double *last_shown) {
     double now = os_now();
-    if (b->o->quiet || !isatty(2) || now - *shown < 0.25) return;
-    *shown = now;
-    fprintf(stderr, "\r%lld of %lld requests, %lld under way\x1b[K", (long long)b->n_ended,
-            (long long)b->n, (long long)b->n_running);
+    if (client->options->quiet || !isatty(2) || now - *last_shown < 0.25) return;
+    *last_shown = now;
+    fprintf(stderr, "\r%lld of %lld requests, %lld under way\x1b[K", (long long)client->n_ended,
+            (long long)client->n_requests, (long long)client->n_running);
 }
 
 /* Runs the requests from .. to - 1: sends each when it is due and the concurrency allows it.
  * Returns when all have ended: 0, TOKA_E_IO if epoll fails, or TOKA_E_CANCELLED after Ctrl-C. */
-static int bs_run(bs *b, int64_t from, int64_t to, toka_err *e) {
+static int benchclient_run_requests(benchclient *client, int64_t from, int64_t to, toka_err *e) {
     enum { EVENTS = 256, BYTES = 1 << 16 };
     struct epoll_event ready[EVENTS];
-    char *bytes = mem_alloc(BYTES);
-    int64_t most = b->o->max_concurrency ? b->o->max_concurrency : INT64_MAX;
-    double shown = 0;
+    char *buffer = mem_alloc(BYTES);
+    int64_t max_running = client->options->max_concurrency ? client->options->max_concurrency : INT64_MAX;
+    double last_shown = 0;
     int code = 0;
-    b->next = from;
-    b->n_ended = 0;
-    b->t0 = os_now();
-    while (b->n_ended < to - from && !*b->o->interrupted) {
-        double now = os_now() - b->t0;
-        while (b->next < to && b->n_running < most && b->requests[b->next].due <= now)
-            bs_start(b, b->next++, false);
-        double wait = b->next < to && b->n_running < most
-                          ? b->requests[b->next].due - (os_now() - b->t0)
+    client->next = from;
+    client->n_ended = 0;
+    client->begin = os_now();
+    while (client->n_ended < to - from && !*client->options->interrupted) {
+        double now = os_now() - client->begin;
+        while (client->next < to && client->n_running < max_running && client->requests[client->next].send_at <= now)
+            benchclient_start_request(client, client->next++, false);
+        double wait = client->next < to && client->n_running < max_running
+                          ? client->requests[client->next].send_at - (os_now() - client->begin)
                           : 0.2;
-        int n = epoll_wait(b->epoll, ready, EVENTS, (int)(1e3 * MAX(0.0, MIN(wait, 0.2))));
-        if (n < 0 && errno != EINTR &&
+        int n_ready = epoll_wait(client->epoll_fd, ready, EVENTS, (int)(1e3 * MAX(0.0, MIN(wait, 0.2))));
+        if (n_ready < 0 && errno != EINTR &&
             (code = fail(e, TOKA_E_IO, "epoll_wait: %s", strerror(errno))))
             break;
-        for (int i = 0; i < n; i++) bs_on_ready(b, ready[i].data.ptr, bytes, BYTES);
-        bs_progress(b, &shown);
+        for (int i = 0; i < n_ready; i++) benchclient_on_socket(client, ready[i].data.ptr, buffer, BYTES);
+        benchclient_print_progress(client, &last_shown);
     }
-    b->end = os_now();
-    if (shown > 0) fputs("\r\x1b[K", stderr);
-    free(bytes);
-    return *b->o->interrupted ? fail(e, TOKA_E_CANCELLED, "interrupted") : code;
+    client->end = os_now();
+    if (last_shown > 0) fputs("\r\x1b[K", stderr);
+    free(buffer);
+    return *client->options->interrupted ? fail(e, TOKA_E_CANCELLED, "interrupted") : code;
 }
 
 /* ---- Metrics ---- */
 
-enum { BS_TTFT, BS_TPOT, BS_ITL, BS_E2EL, BS_METRICS, BS_MAX_PERCENTILES = 16 };
+enum { BENCHCLIENT_TTFT, BENCHCLIENT_TPOT, BENCHCLIENT_ITL, BENCHCLIENT_E2EL, BENCHCLIENT_N_METRICS, BENCHCLIENT_MAX_PERCENTILES = 16 };
 static const struct {
     const char *key, *name, *title;
-} bs_metrics[BS_METRICS] = {{"ttft", "TTFT", "Time to First Token"},
+} benchclient_metrics[BENCHCLIENT_N_METRICS] = {{"ttft", "TTFT", "Time to First Token"},
                             {"tpot", "TPOT", "Time per Output Token (excl. 1st token)"},
                             {"itl", "ITL", "Inter-token Latency"},
                             {"e2el", "E2EL", "End-to-end Latency"}};
 
-typedef struct bs_wanted { /* the metrics that the flags ask for */
-    bool metric[BS_METRICS]; /* of --percentile-metrics */
-    double percentile[BS_MAX_PERCENTILES]; /* [n_percentiles] of --metric-percentiles, 0 to 100 */
-    double limit_ms[BS_METRICS]; /* of --goodput; INFINITY: no limit */
+typedef struct benchclient_selection { /* the metrics that the flags ask for */
+    bool metrics[BENCHCLIENT_N_METRICS]; /* of --percentile-metrics */
+    double percentiles[BENCHCLIENT_MAX_PERCENTILES]; /* [n_percentiles] of --metric-percentiles, 0 to 100 */
+    double limits_ms[BENCHCLIENT_N_METRICS]; /* of --goodput; INFINITY: no limit */
     int n_percentiles;
-    bool goodput; /* --goodput is given */
-} bs_wanted;
+    bool has_goodput; /* --goodput is given */
+} benchclient_selection;
 
-typedef struct bs_series { /* the values of one metric */
-    double *v; /* [n] seconds; owned; sorted after bs_finish */
-    size_t n, cap;
-    double mean, std; /* set by bs_finish */
-} bs_series;
+typedef struct benchclient_series { /* the values of one metric */
+    double *values; /* [n] seconds; owned; sorted after benchclient_finish_series */
+    size_t n_values, capacity;
+    double mean, std; /* set by benchclient_finish_series */
+} benchclient_series;
 
-typedef struct bs_result {
+typedef struct benchclient_result {
     double duration;         /* seconds */
-    int64_t completed, failed; /* requests */
-    int64_t good;            /* completed requests within all limits of --goodput */
+    int64_t n_completed, n_failed; /* requests */
+    int64_t n_good;            /* completed requests within all limits of --goodput */
     int64_t n_in, n_out;     /* tokens of the completed requests */
     double peak_rate;        /* most chunks in one second */
     int64_t peak_concurrent; /* most requests in flight at one time */
-    bs_series series[BS_METRICS];
-} bs_result;
+    benchclient_series series[BENCHCLIENT_N_METRICS];
+} benchclient_result;
 
 /* Returns the index of the metric with this key, or -1. */
-static int bs_metric(str name) {
-    for (int i = 0; i < BS_METRICS; i++)
-        if (str_is(name, bs_metrics[i].key)) return i;
+static int benchclient_find_metric(str name) {
+    for (int i = 0; i < BENCHCLIENT_N_METRICS; i++)
+        if (str_is(name, benchclient_metrics[i].key)) return i;
     return -1;
 }
 
 /* Reads the next word of a list that commas or spaces separate. Returns false at the end. */
-static bool bs_word(const char **p, str *word) {
-    *p += strspn(*p, ", ");
-    *word = (str){*p, strcspn(*p, ", ")};
-    *p += word->n;
+static bool benchclient_next_word(const char **list, str *word) {
+    *list += strspn(*list, ", ");
+    *word = (str){*list, strcspn(*list, ", ")};
+    *list += word->n;
     return word->n > 0;
 }
 
 /* Parses the flags about metrics. Returns 0 or TOKA_E_USE. */
-static int bs_read_wanted(const bs_options *o, bs_wanted *w, toka_err *e) {
+static int benchclient_read_selection(const benchclient_options *options, benchclient_selection *selection, toka_err *e) {
     str word;
-    *w = (bs_wanted){0};
-    for (int i = 0; i < BS_METRICS; i++) w->limit_ms[i] = INFINITY;
-    for (const char *p = o->metrics; bs_word(&p, &word);) {
-        int i = bs_metric(word);
-        if (i < 0)
+    *selection = (benchclient_selection){0};
+    for (int metric = 0; metric < BENCHCLIENT_N_METRICS; metric++) selection->limits_ms[metric] = INFINITY;
+    for (const char *list = options->metrics; benchclient_next_word(&list, &word);) {
+        int metric = benchclient_find_metric(word);
+        if (metric < 0)
             return fail(e, TOKA_E_USE,
                         "--percentile-metrics: '%.*s', expected ttft, tpot, itl or e2el",
                         STRF(word));
-        w->metric[i] = true;
+        selection->metrics[metric] = true;
     }
-    for (const char *p = o->percentiles; bs_word(&p, &word);) {
+    for (const char *list = options->percentiles; benchclient_next_word(&list, &word);) {
         char *end;
-        double v = strtod(word.p, &end);
-        if (end != word.p + word.n || !(v >= 0 && v <= 100) ||
-            w->n_percentiles == BS_MAX_PERCENTILES)
+        double value = strtod(word.p, &end);
+        if (end != word.p + word.n || !(value >= 0 && value <= 100) ||
+            selection->n_percentiles == BENCHCLIENT_MAX_PERCENTILES)
             return fail(e, TOKA_E_USE,
                         "--metric-percentiles: '%s', expected at most %d numbers from 0 to 100",
-                        o->percentiles, BS_MAX_PERCENTILES);
-        w->percentile[w->n_percentiles++] = v;
+                        options->percentiles, BENCHCLIENT_MAX_PERCENTILES);
+        selection->percentiles[selection->n_percentiles++] = value;
     }
-    for (const char *p = o->goodput ? o->goodput : ""; bs_word(&p, &word);) {
+    for (const char *list = options->goodput ? options->goodput : ""; benchclient_next_word(&list, &word);) {
         ptrdiff_t colon = str_find(word, STR(":"), 0);
-        int i = colon < 0 ? -1 : bs_metric(str_sub(word, 0, (size_t)colon));
+        int metric = colon < 0 ? -1 : benchclient_find_metric(str_sub(word, 0, (size_t)colon));
         char *end = NULL;
-        double v = i < 0 || i == BS_ITL ? -1 : strtod(word.p + colon + 1, &end);
-        if (!(v >= 0) || end != word.p + word.n || (size_t)colon + 1 == word.n)
+        double value = metric < 0 || metric == BENCHCLIENT_ITL ? -1 : strtod(word.p + colon + 1, &end);
+        if (!(value >= 0) || end != word.p + word.n || (size_t)colon + 1 == word.n)
             return fail(e, TOKA_E_USE,
                         "--goodput: '%.*s', expected ttft, tpot or e2el, a colon and milliseconds",
                         STRF(word));
-        w->limit_ms[i] = v;
-        w->goodput = true;
+        selection->limits_ms[metric] = value;
+        selection->has_goodput = true;
     }
     return 0;
 }
 
-static void bs_put_value(bs_series *s, double v) {
-    if (s->n == s->cap) {
-        s->cap = MAX((size_t)1024, 2 * s->cap);
-        s->v = mem_realloc(s->v, s->cap * sizeof *s->v);
+static void benchclient_add_value(benchclient_series *series, double value) {
+    if (series->n_values == series->capacity) {
+        series->capacity = MAX((size_t)1024, 2 * series->capacity);
+        series->values = mem_realloc(series->values, series->capacity * sizeof *series->values);
     }
-    s->v[s->n++] = v;
+    series->values[series->n_values++] = value;
 }
 
 /* Computes mean and standard deviation, and sorts the values. */
-static void bs_finish(bs_series *s) {
+static void benchclient_finish_series(benchclient_series *series) {
     double sum = 0, squares = 0;
-    for (size_t i = 0; i < s->n; i++) sum += s->v[i];
-    s->mean = s->n ? sum / (double)s->n : 0;
-    for (size_t i = 0; i < s->n; i++) squares += (s->v[i] - s->mean) * (s->v[i] - s->mean);
-    s->std = s->n ? sqrt(squares / (double)s->n) : 0;
-    if (s->n) qsort(s->v, s->n, sizeof *s->v, run_compare_doubles);
+    for (size_t i = 0; i < series->n_values; i++) sum += series->values[i];
+    series->mean = series->n_values ? sum / (double)series->n_values : 0;
+    for (size_t i = 0; i < series->n_values; i++) squares += (series->values[i] - series->mean) * (series->values[i] - series->mean);
+    series->std = series->n_values ? sqrt(squares / (double)series->n_values) : 0;
+    if (series->n_values) qsort(series->values, series->n_values, sizeof *series->values, run_compare_doubles);
 }
 
 /* Returns a percentile of the sorted values, with linear interpolation as in numpy; 0 if there are
  * no values. */
-static double bs_percentile(const bs_series *s, double percent) {
-    if (!s->n) return 0;
-    double at = percent / 100 * (double)(s->n - 1);
-    size_t i = (size_t)at, next = MIN(i + 1, s->n - 1);
-    return s->v[i] + (at - (double)i) * (s->v[next] - s->v[i]);
+static double benchclient_percentile(const benchclient_series *series, double percent) {
+    if (!series->n_values) return 0;
+    double position = percent / 100 * (double)(series->n_values - 1);
+    size_t below = (size_t)position, above = MIN(below + 1, series->n_values - 1);
+    return series->values[below] + (position - (double)below) * (series->values[above] - series->values[below]);
 }
 
 /* Sets peak_rate and peak_concurrent. Seconds are counted from the start of the first request.
  * Failed requests do not count. */
-static void bs_peaks(const bs *b, bs_result *r) {
-    bs_series starts = {0}, ends = {0};
-    size_t seconds = (size_t)(b->end - b->t0) + 2;
-    int64_t *per_second = mem_zalloc(seconds * sizeof *per_second), most = 0;
+static void benchclient_find_peaks(const benchclient *client, benchclient_result *result) {
+    benchclient_series starts = {0}, ends = {0};
+    size_t seconds = (size_t)(client->end - client->begin) + 2;
+    int64_t *per_second = mem_zalloc(seconds * sizeof *per_second), max_chunks = 0;
     double t0 = INFINITY;
-    for (int64_t i = 0; i < b->n; i++)
-        if (!b->requests[i].error) t0 = MIN(t0, b->requests[i].start);
-    for (int64_t i = 0; i < b->n; i++) {
-        const bs_request *q = &b->requests[i];
-        const float *gap = (const float *)(const void *)q->gaps.p;
-        if (q->error) continue;
-        double t = q->first - t0;
-        for (size_t k = 0;; t += gap[k++]) {
-            per_second[(size_t)MAX(0.0, MIN(t, (double)(seconds - 1)))]++;
-            if (k == q->gaps.n / sizeof *gap) break;
+    for (int64_t i = 0; i < client->n_requests; i++)
+        if (!client->requests[i].error) t0 = MIN(t0, client->requests[i].sent_time);
+    for (int64_t i = 0; i < client->n_requests; i++) {
+        const benchclient_request *request = &client->requests[i];
+        const float *gap = (const float *)(const void *)request->chunk_gaps.p;
+        if (request->error) continue;
+        double time_s = request->first_time - t0;
+        for (size_t j = 0;; time_s += gap[j++]) {
+            per_second[(size_t)MAX(0.0, MIN(time_s, (double)(seconds - 1)))]++;
+            if (j == request->chunk_gaps.n / sizeof *gap) break;
         }
-        bs_put_value(&starts, q->start);
-        bs_put_value(&ends, q->last);
+        benchclient_add_value(&starts, request->sent_time);
+        benchclient_add_value(&ends, request->last_time);
     }
-    for (size_t s = 0; s < seconds; s++) most = MAX(most, per_second[s]);
-    bs_finish(&starts), bs_finish(&ends);
+    for (size_t second = 0; second < seconds; second++) max_chunks = MAX(max_chunks, per_second[second]);
+    benchclient_finish_series(&starts), benchclient_finish_series(&ends);
     /* Before the start i, k requests have ended. At equal times the end comes before the start. */
-    for (size_t i = 0, k = 0; i < starts.n; i++) {
-        while (ends.v[k] <= starts.v[i]) k++;
-        r->peak_concurrent = MAX(r->peak_concurrent, (int64_t)(i + 1 - k));
+    for (size_t i = 0, j = 0; i < starts.n_values; i++) {
+        while (ends.values[j] <= starts.values[i]) j++;
+        result->peak_concurrent = MAX(result->peak_concurrent, (int64_t)(i + 1 - j));
     }
-    r->peak_rate = (double)most;
-    free(per_second), free(starts.v), free(ends.v);
+    result->peak_rate = (double)max_chunks;
+    free(per_second), free(starts.values), free(ends.values);
 }
 
 /* Computes the result of the run. The caller frees the series' values. If the server reported no
  * usage, each chunk counts as one token. */
-static void bs_measure(const bs *b, const bs_wanted *w, bs_result *r) {
-    *r = (bs_result){.duration = b->end - b->t0};
-    for (int64_t i = 0; i < b->n; i++) {
-        const bs_request *q = &b->requests[i];
-        const float *gap = (const float *)(const void *)q->gaps.p;
-        if (q->error) {
-            r->failed++;
+static void benchclient_measure(const benchclient *client, const benchclient_selection *selection, benchclient_result *result) {
+    *result = (benchclient_result){.duration = client->end - client->begin};
+    for (int64_t i = 0; i < client->n_requests; i++) {
+        const benchclient_request *request = &client->requests[i];
+        const float *gap = (const float *)(const void *)request->chunk_gaps.p;
+        if (request->error) {
+            result->n_failed++;
             continue;
         }
-        int64_t n_out = q->n_out ? q->n_out : (int64_t)(q->gaps.n / sizeof *gap) + 1;
-        double value[BS_METRICS] = {[BS_TTFT] = q->first - q->start,
-                                    [BS_E2EL] = q->last - q->start};
+        int64_t n_out = request->n_out ? request->n_out : (int64_t)(request->chunk_gaps.n / sizeof *gap) + 1;
+        double values[BENCHCLIENT_N_METRICS] = {[BENCHCLIENT_TTFT] = request->first_time - request->sent_time,
+                                    [BENCHCLIENT_E2EL] = request->last_time - request->sent_time};
         if (n_out > 1)
-            bs_put_value(&r->series[BS_TPOT],
-                         value[BS_TPOT] = (q->last - q->first) / (double)(n_out - 1));
-        bs_put_value(&r->series[BS_TTFT], value[BS_TTFT]);
-        bs_put_value(&r->series[BS_E2EL], value[BS_E2EL]);
-        for (size_t k = 0; k < q->gaps.n / sizeof *gap; k++)
-            bs_put_value(&r->series[BS_ITL], gap[k]);
+            benchclient_add_value(&result->series[BENCHCLIENT_TPOT],
+                         values[BENCHCLIENT_TPOT] = (request->last_time - request->first_time) / (double)(n_out - 1));
+        benchclient_add_value(&result->series[BENCHCLIENT_TTFT], values[BENCHCLIENT_TTFT]);
+        benchclient_add_value(&result->series[BENCHCLIENT_E2EL], values[BENCHCLIENT_E2EL]);
+        for (size_t j = 0; j < request->chunk_gaps.n / sizeof *gap; j++)
+            benchclient_add_value(&result->series[BENCHCLIENT_ITL], gap[j]);
         bool good = true;
-        for (int k = 0; k < BS_METRICS; k++) good &= 1e3 * value[k] <= w->limit_ms[k];
-        r->completed++;
-        r->good += good;
-        r->n_in += q->n_in;
-        r->n_out += n_out;
+        for (int j = 0; j < BENCHCLIENT_N_METRICS; j++) good &= 1e3 * values[j] <= selection->limits_ms[j];
+        result->n_completed++;
+        result->n_good += good;
+        result->n_in += request->n_in;
+        result->n_out += n_out;
     }
-    bs_peaks(b, r);
-    for (int k = 0; k < BS_METRICS; k++) bs_finish(&r->series[k]);
+    benchclient_find_peaks(client, result);
+    for (int j = 0; j < BENCHCLIENT_N_METRICS; j++) benchclient_finish_series(&result->series[j]);
 }
 
 /* Prints a title in the middle of a line of 50 characters. `line` is the fill character. */
-static void bs_title(const char *title, char line) {
-    int n = (int)strlen(title), left = (50 - n) / 2;
-    for (int i = 0; i < 50; i++) putchar(i < left || i >= left + n ? line : title[i - left]);
+static void benchclient_print_title(const char *title, char fill) {
+    int n_title = (int)strlen(title), n_left = (50 - n_title) / 2;
+    for (int i = 0; i < 50; i++) putchar(i < n_left || i >= n_left + n_title ? fill : title[i - n_left]);
     putchar('\n');
 }
 
 /* Prints the result as text to stdout. */
-static void bs_print(const bs_options *o, const bs_wanted *w, const bs_result *r) {
-    const double s = r->duration;
-    const char *row = "%-40s %-10.2f\n", *whole = "%-40s %-10lld\n";
-    bs_title(" Serving Benchmark Result ", '=');
-    printf(whole, "Successful requests:", (long long)r->completed);
-    printf(whole, "Failed requests:", (long long)r->failed);
-    if (o->max_concurrency)
-        printf(whole, "Maximum request concurrency:", (long long)o->max_concurrency);
-    if (isfinite(o->request_rate)) printf(row, "Request rate configured (RPS):", o->request_rate);
-    printf(row, "Benchmark duration (s):", s);
-    printf(whole, "Total input tokens:", (long long)r->n_in);
-    printf(whole, "Total generated tokens:", (long long)r->n_out);
-    printf(row, "Request throughput (req/s):", (double)r->completed / s);
-    if (w->goodput) printf(row, "Request goodput (req/s):", (double)r->good / s);
-    printf(row, "Output token throughput (tok/s):", (double)r->n_out / s);
-    printf(row, "Peak output token throughput (tok/s):", r->peak_rate);
-    printf(row, "Peak concurrent requests:", (double)r->peak_concurrent);
-    printf(row, "Total token throughput (tok/s):", (double)(r->n_in + r->n_out) / s);
-    for (int k = 0; k < BS_METRICS; k++) {
+static void benchclient_print_text(const benchclient_options *options, const benchclient_selection *selection, const benchclient_result *result) {
+    const double seconds = result->duration;
+    const char *float_row = "%-40s %-10.2f\n", *int_row = "%-40s %-10lld\n";
+    benchclient_print_title(" Serving Benchmark Result ", '=');
+    printf(int_row, "Successful requests:", (long long)result->n_completed);
+    printf(int_row, "Failed requests:", (long long)result->n_failed);
+    if (options->max_concurrency)
+        printf(int_row, "Maximum request concurrency:", (long long)options->max_concurrency);
+    if (isfinite(options->request_rate)) printf(float_row, "Request rate configured (RPS):", options->request_rate);
+    printf(float_row, "Benchmark duration (s):", seconds);
+    printf(int_row, "Total input tokens:", (long long)result->n_in);
+    printf(int_row, "Total generated tokens:", (long long)result->n_out);
+    printf(float_row, "Request throughput (req/s):", (double)result->n_completed / seconds);
+    if (selection->has_goodput) printf(float_row, "Request goodput (req/s):", (double)result->n_good / seconds);
+    printf(float_row, "Output token throughput (tok/s):", (double)result->n_out / seconds);
+    printf(float_row, "Peak output token throughput (tok/s):", result->peak_rate);
+    printf(float_row, "Peak concurrent requests:", (double)result->peak_concurrent);
+    printf(float_row, "Total token throughput (tok/s):", (double)(result->n_in + result->n_out) / seconds);
+    for (int metric = 0; metric < BENCHCLIENT_N_METRICS; metric++) {
         char name[64];
-        if (!w->metric[k]) continue;
-        bs_title(bs_metrics[k].title, '-');
-        snprintf(name, sizeof name, "Mean %s (ms):", bs_metrics[k].name);
-        printf(row, name, 1e3 * r->series[k].mean);
-        snprintf(name, sizeof name, "Median %s (ms):", bs_metrics[k].name);
-        printf(row, name, 1e3 * bs_percentile(&r->series[k], 50));
-        for (int i = 0; i < w->n_percentiles; i++) {
-            snprintf(name, sizeof name, "P%g %s (ms):", w->percentile[i], bs_metrics[k].name);
-            printf(row, name, 1e3 * bs_percentile(&r->series[k], w->percentile[i]));
+        if (!selection->metrics[metric]) continue;
+        benchclient_print_title(benchclient_metrics[metric].title, '-');
+        snprintf(name, sizeof name, "Mean %s (ms):", benchclient_metrics[metric].name);
+        printf(float_row, name, 1e3 * result->series[metric].mean);
+        snprintf(name, sizeof name, "Median %s (ms):", benchclient_metrics[metric].name);
+        printf(float_row, name, 1e3 * benchclient_percentile(&result->series[metric], 50));
+        for (int i = 0; i < selection->n_percentiles; i++) {
+            snprintf(name, sizeof name, "P%g %s (ms):", selection->percentiles[i], benchclient_metrics[metric].name);
+            printf(float_row, name, 1e3 * benchclient_percentile(&result->series[metric], selection->percentiles[i]));
         }
     }
-    bs_title("", '=');
+    benchclient_print_title("", '=');
 }
 
-static void bs_put_figure(buf *out, const char *name, double v) {
+static void benchclient_put_number(buf *out, const char *name, double v) {
     json_put_key(out, name);
     json_put_num(out, v, false);
 }
 
 /* Appends arrays with one element for each request, in the order of the dataset. Times are in
  * seconds. */
-static void bs_put_details(const bs *b, buf *out) {
+static void benchclient_put_details(const benchclient *client, buf *out) {
     buf list[7] = {{0}};
     static const char *const names[COUNT(list)] = {"input_lens", "output_lens", "ttfts", "itls",
                                                    "latencies",  "start_times", "errors"};
-    for (int64_t i = 0; i < b->n; i++) {
-        const bs_request *q = &b->requests[i];
-        size_t n_gaps = q->gaps.n / sizeof(float);
-        json_put_int(&list[0], q->n_in);
-        json_put_int(&list[1], q->error ? 0 : q->n_out ? q->n_out : (int64_t)n_gaps + 1);
-        json_put_num(&list[2], q->chunked ? q->first - q->start : 0, false);
+    for (int64_t i = 0; i < client->n_requests; i++) {
+        const benchclient_request *request = &client->requests[i];
+        size_t n_gaps = request->chunk_gaps.n / sizeof(float);
+        json_put_int(&list[0], request->n_in);
+        json_put_int(&list[1], request->error ? 0 : request->n_out ? request->n_out : (int64_t)n_gaps + 1);
+        json_put_num(&list[2], request->has_chunk ? request->first_time - request->sent_time : 0, false);
         json_put_open(&list[3], '[');
-        for (size_t k = 0; k < n_gaps; k++)
-            json_put_num(&list[3], ((const float *)(const void *)q->gaps.p)[k], true);
+        for (size_t j = 0; j < n_gaps; j++)
+            json_put_num(&list[3], ((const float *)(const void *)request->chunk_gaps.p)[j], true);
         json_put_close(&list[3], ']');
-        json_put_num(&list[4], q->chunked ? q->last - q->start : 0, false);
-        json_put_num(&list[5], q->start, false);
-        json_put_str(&list[6], str_c(q->error ? q->error : ""));
+        json_put_num(&list[4], request->has_chunk ? request->last_time - request->sent_time : 0, false);
+        json_put_num(&list[5], request->sent_time, false);
+        json_put_str(&list[6], str_c(request->error ? request->error : ""));
     }
-    for (int k = 0; k < COUNT(list); k++) {
-        json_put_key(out, names[k]);
+    for (int j = 0; j < COUNT(list); j++) {
+        json_put_key(out, names[j]);
         json_put_open(out, '[');
-        buf_str(out, buf_view(&list[k]));
+        buf_str(out, buf_view(&list[j]));
         json_put_close(out, ']');
-        buf_free(&list[k]);
+        buf_free(&list[j]);
     }
 }
 
 /* Prints the result as one JSON object to stdout. */
-static void bs_print_json(const bs *b, const bs_wanted *w, const bs_result *r) {
-    const bs_options *o = b->o;
+static void benchclient_print_json(const benchclient *client, const benchclient_selection *selection, const benchclient_result *result) {
+    const benchclient_options *options = client->options;
     buf out = {0};
     json_put_open(&out, '{');
-    json_put_key(&out, "model_id"), json_put_str(&out, str_c(b->model));
-    json_put_key(&out, "num_prompts"), json_put_int(&out, b->n);
+    json_put_key(&out, "model_id"), json_put_str(&out, str_c(client->model));
+    json_put_key(&out, "num_prompts"), json_put_int(&out, client->n_requests);
     json_put_key(&out, "request_rate");
-    if (isfinite(o->request_rate)) json_put_num(&out, o->request_rate, false);
+    if (isfinite(options->request_rate)) json_put_num(&out, options->request_rate, false);
     else json_put_str(&out, STR("inf"));
-    bs_put_figure(&out, "burstiness", o->burstiness);
+    benchclient_put_number(&out, "burstiness", options->burstiness);
     json_put_key(&out, "max_concurrency");
-    if (o->max_concurrency) json_put_int(&out, o->max_concurrency);
+    if (options->max_concurrency) json_put_int(&out, options->max_concurrency);
     else json_put_null(&out);
-    bs_put_figure(&out, "duration", r->duration);
-    const struct { const char *name; int64_t v; } counts[] = {
-        {"completed", r->completed}, {"failed", r->failed}, {"total_input_tokens", r->n_in},
-        {"total_output_tokens", r->n_out}, {"max_concurrent_requests", r->peak_concurrent}};
+    benchclient_put_number(&out, "duration", result->duration);
+    const struct { const char *name; int64_t value; } counts[] = {
+        {"completed", result->n_completed}, {"failed", result->n_failed}, {"total_input_tokens", result->n_in},
+        {"total_output_tokens", result->n_out}, {"max_concurrent_requests", result->peak_concurrent}};
     for (int i = 0; i < COUNT(counts); i++)
-        json_put_key(&out, counts[i].name), json_put_int(&out, counts[i].v);
-    bs_put_figure(&out, "request_throughput", (double)r->completed / r->duration);
+        json_put_key(&out, counts[i].name), json_put_int(&out, counts[i].value);
+    benchclient_put_number(&out, "request_throughput", (double)result->n_completed / result->duration);
     /* Without --goodput this is null. */
-    bs_put_figure(&out, "request_goodput", w->goodput ? (double)r->good / r->duration : NAN);
-    bs_put_figure(&out, "output_throughput", (double)r->n_out / r->duration);
-    bs_put_figure(&out, "total_token_throughput", (double)(r->n_in + r->n_out) / r->duration);
-    bs_put_figure(&out, "max_output_tokens_per_s", r->peak_rate);
-    for (int k = 0; k < BS_METRICS; k++) {
+    benchclient_put_number(&out, "request_goodput", selection->has_goodput ? (double)result->n_good / result->duration : NAN);
+    benchclient_put_number(&out, "output_throughput", (double)result->n_out / result->duration);
+    benchclient_put_number(&out, "total_token_throughput", (double)(result->n_in + result->n_out) / result->duration);
+    benchclient_put_number(&out, "max_output_tokens_per_s", result->peak_rate);
+    for (int metric = 0; metric < BENCHCLIENT_N_METRICS; metric++) {
         char name[64];
-        if (!w->metric[k]) continue;
-        const bs_series *v = &r->series[k];
-        snprintf(name, sizeof name, "mean_%s_ms", bs_metrics[k].key);
-        bs_put_figure(&out, name, 1e3 * v->mean);
-        snprintf(name, sizeof name, "median_%s_ms", bs_metrics[k].key);
-        bs_put_figure(&out, name, 1e3 * bs_percentile(v, 50));
-        snprintf(name, sizeof name, "std_%s_ms", bs_metrics[k].key);
-        bs_put_figure(&out, name, 1e3 * v->std);
-        for (int i = 0; i < w->n_percentiles; i++) {
-            snprintf(name, sizeof name, "p%g_%s_ms", w->percentile[i], bs_metrics[k].key);
-            bs_put_figure(&out, name, 1e3 * bs_percentile(v, w->percentile[i]));
+        if (!selection->metrics[metric]) continue;
+        const benchclient_series *series = &result->series[metric];
+        snprintf(name, sizeof name, "mean_%s_ms", benchclient_metrics[metric].key);
+        benchclient_put_number(&out, name, 1e3 * series->mean);
+        snprintf(name, sizeof name, "median_%s_ms", benchclient_metrics[metric].key);
+        benchclient_put_number(&out, name, 1e3 * benchclient_percentile(series, 50));
+        snprintf(name, sizeof name, "std_%s_ms", benchclient_metrics[metric].key);
+        benchclient_put_number(&out, name, 1e3 * series->std);
+        for (int i = 0; i < selection->n_percentiles; i++) {
+            snprintf(name, sizeof name, "p%g_%s_ms", selection->percentiles[i], benchclient_metrics[metric].key);
+            benchclient_put_number(&out, name, 1e3 * benchclient_percentile(series, selection->percentiles[i]));
         }
     }
-    if (o->detailed) bs_put_details(b, &out);
+    if (options->detailed) benchclient_put_details(client, &out);
     json_put_close(&out, '}');
     printf("%s\n", out.p);
     buf_free(&out);
@@ -28322,20 +28322,20 @@ static void bs_print_json(const bs *b, const bs_wanted *w, const bs_result *r) {
 /* ---- toka bench serve ---- */
 
 /* Checks the options. Returns 0 or TOKA_E_USE. */
-static int bs_check(const bs_options *o, toka_err *e) {
-    if (!(o->request_rate > 0))
-        return fail(e, TOKA_E_USE, "--request-rate: %g, expected more than 0", o->request_rate);
-    if (!(o->burstiness > 0))
-        return fail(e, TOKA_E_USE, "--burstiness: %g, expected more than 0", o->burstiness);
-    if (o->max_concurrency < 0 || o->num_prompts < 0 || o->num_warmups < 0 || o->ready_s < 0)
+static int benchclient_check_options(const benchclient_options *options, toka_err *e) {
+    if (!(options->request_rate > 0))
+        return fail(e, TOKA_E_USE, "--request-rate: %g, expected more than 0", options->request_rate);
+    if (!(options->burstiness > 0))
+        return fail(e, TOKA_E_USE, "--burstiness: %g, expected more than 0", options->burstiness);
+    if (options->max_concurrency < 0 || options->num_prompts < 0 || options->num_warmups < 0 || options->ready_s < 0)
         return fail(e, TOKA_E_USE,
                     "--max-concurrency, --num-prompts, --num-warmups, --ready-check-timeout-sec: "
                     "expected 0 or more");
-    if (*o->endpoint != '/')
+    if (*options->endpoint != '/')
         return fail(e, TOKA_E_USE, "--endpoint: '%s', expected a path, as /v1/completions",
-                    o->endpoint);
-    if (o->detailed && !o->json) return fail(e, TOKA_E_USE, "--save-detailed: needs --json");
-    if (o->dataset && o->prefix_len)
+                    options->endpoint);
+    if (options->detailed && !options->json) return fail(e, TOKA_E_USE, "--save-detailed: needs --json");
+    if (options->dataset && options->prefix_len)
         return fail(e, TOKA_E_USE,
                     "--random-prefix-len: of random prompts, --dataset has its own");
     return 0;
@@ -28343,111 +28343,111 @@ static int bs_check(const bs_options *o, toka_err *e) {
 
 /* Sets b->extra to the text between the braces of --extra-body. It is a slice of the option.
  * Returns TOKA_E_USE if the option is not a JSON object. */
-static int bs_read_extra(bs *b, toka_err *e) {
-    arena a = {0};
+static int benchclient_read_extra(benchclient *client, toka_err *e) {
+    arena memory = {0};
     toka_err why;
-    str text = str_c(b->o->extra_body ? b->o->extra_body : "{}");
-    const json *root = json_parse(&a, text, run_limits, &why);
+    str text = str_c(client->options->extra_body ? client->options->extra_body : "{}");
+    const json *root = json_parse(&memory, text, run_limits, &why);
     bool good = json_is(root, JSON_OBJECT), any = good && root->n;
-    arena_free(&a);
+    arena_free(&memory);
     if (!good) return fail(e, TOKA_E_USE, "--extra-body: expected a JSON object");
     while (text.p[0] != '{') text = str_sub(text, 1, text.n);
     while (text.p[text.n - 1] != '}') text.n--;
-    if (any) b->extra = str_sub(text, 1, text.n - 1);
+    if (any) client->extra_members = str_sub(text, 1, text.n - 1);
     return 0;
 }
 
 /* Runs the first prompt --num-warmups times. These requests are placed behind the n of the run and
  * do not count. Returns the error of the first one that failed. */
-static int bs_warm_up(bs *b, toka_err *e) {
-    int64_t n = b->n;
-    bs_request first = b->requests[0];
-    first.due = 0;
-    for (int i = 0; i < b->o->num_warmups; i++) *bs_add(b, 0) = first;
-    b->n = n;
-    int code = bs_run(b, n, n + b->o->num_warmups, e);
-    for (int64_t i = n; i < n + b->o->num_warmups; i++) {
-        bs_request *q = &b->requests[i];
-        if (q->error && !code) code = fail(e, TOKA_E_IO, "warm-up: %s", q->error);
-        buf_free(&q->gaps);
-        free(q->error);
+static int benchclient_warm_up(benchclient *client, toka_err *e) {
+    int64_t n_run = client->n_requests;
+    benchclient_request first = client->requests[0];
+    first.send_at = 0;
+    for (int i = 0; i < client->options->num_warmups; i++) *benchclient_add_request(client, 0) = first;
+    client->n_requests = n_run;
+    int code = benchclient_run_requests(client, n_run, n_run + client->options->num_warmups, e);
+    for (int64_t i = n_run; i < n_run + client->options->num_warmups; i++) {
+        benchclient_request *request = &client->requests[i];
+        if (request->error && !code) code = fail(e, TOKA_E_IO, "warm-up: %s", request->error);
+        buf_free(&request->chunk_gaps);
+        free(request->error);
     }
     return code;
 }
 
 /* Everything before the first request: checks the options, waits until the server is ready, makes
  * or reads the prompts and draws the times. Returns 0 or an error code. */
-static int bs_prepare(bs *b, toka_err *e) {
-    struct rlimit files;
+static int benchclient_prepare(benchclient *client, toka_err *e) {
+    struct rlimit fd_limit;
     /* Each connection needs a file descriptor. */
-    if (getrlimit(RLIMIT_NOFILE, &files) == 0 && files.rlim_cur < files.rlim_max) {
-        files.rlim_cur = files.rlim_max;
-        setrlimit(RLIMIT_NOFILE, &files);
+    if (getrlimit(RLIMIT_NOFILE, &fd_limit) == 0 && fd_limit.rlim_cur < fd_limit.rlim_max) {
+        fd_limit.rlim_cur = fd_limit.rlim_max;
+        setrlimit(RLIMIT_NOFILE, &fd_limit);
     }
-    b->key = getenv("OPENAI_API_KEY");
-    if (b->key && (!*b->key || strpbrk(b->key, "\r\n"))) b->key = NULL;
-    b->epoll = epoll_create1(EPOLL_CLOEXEC);
-    if (b->epoll < 0) return fail(e, TOKA_E_IO, "epoll_create1: %s", strerror(errno));
-    int code = bs_check(b->o, e);
-    if (!code) code = bs_read_extra(b, e);
-    if (!code) code = bs_resolve(b, e);
-    if (!code) code = bs_wait_ready(b, e);
-    const int64_t most = b->o->num_prompts ? b->o->num_prompts : INT64_MAX;
-    if (!code && b->o->dataset)
-        code = run_dataset(b->o->dataset, most, b->o->interrupted, bs_dataset_line, b, e);
-    if (!code && !b->o->dataset) code = bs_random_prompts(b, e);
-    const int64_t all = b->n + b->o->num_warmups;
+    client->api_key = getenv("OPENAI_API_KEY");
+    if (client->api_key && (!*client->api_key || strpbrk(client->api_key, "\r\n"))) client->api_key = NULL;
+    client->epoll_fd = epoll_create1(EPOLL_CLOEXEC);
+    if (client->epoll_fd < 0) return fail(e, TOKA_E_IO, "epoll_create1: %s", strerror(errno));
+    int code = benchclient_check_options(client->options, e);
+    if (!code) code = benchclient_read_extra(client, e);
+    if (!code) code = benchclient_resolve(client, e);
+    if (!code) code = benchclient_wait_ready(client, e);
+    const int64_t max_lines = client->options->num_prompts ? client->options->num_prompts : INT64_MAX;
+    if (!code && client->options->dataset)
+        code = run_dataset(client->options->dataset, max_lines, client->options->interrupted, benchclient_on_dataset_line, client, e);
+    if (!code && !client->options->dataset) code = benchclient_make_prompts(client, e);
+    const int64_t n_all = client->n_requests + client->options->num_warmups;
     if (!code &&
-        (all > INT_MAX / 2 || 2.0 * (double)all * sizeof(bs_request) > (double)os_ram_bytes()))
-        code = fail(e, TOKA_E_USE, "%lld requests, expected fewer", (long long)all);
-    if (!code) bs_draw_times(b);
+        (n_all > INT_MAX / 2 || 2.0 * (double)n_all * sizeof(benchclient_request) > (double)os_ram_bytes()))
+        code = fail(e, TOKA_E_USE, "%lld requests, expected fewer", (long long)n_all);
+    if (!code) benchclient_draw_times(client);
     return code;
 }
 
 /* Prints the errors of the first ten failed requests to stderr. */
-static void bs_tell_failures(const bs *b) {
-    int told = 0;
-    for (int64_t i = 0; i < b->n && told < 10; i++)
-        if (b->requests[i].error) {
+static void benchclient_print_failures(const benchclient *client) {
+    int n_printed = 0;
+    for (int64_t i = 0; i < client->n_requests && n_printed < 10; i++)
+        if (client->requests[i].error) {
             fprintf(stderr, "toka bench: request %lld failed: %s\n", (long long)i,
-                    b->requests[i].error);
-            told++;
+                    client->requests[i].error);
+            n_printed++;
         }
 }
 
 /* Runs the benchmark and prints the result to stdout. Returns 0 or an error code; TOKA_E_IO if
  * every request failed. */
-static int bs_bench(const bs_options *o, toka_err *e) {
-    bs b = {.o = o, .epoll = -1};
-    bs_wanted w;
-    bs_result r = {0};
-    int code = bs_read_wanted(o, &w, e);
-    if (!code) code = bs_prepare(&b, e);
-    if (!code && o->num_warmups) code = bs_warm_up(&b, e);
-    if (!code) code = bs_run(&b, 0, b.n, e);
+static int benchclient_run(const benchclient_options *options, toka_err *e) {
+    benchclient client = {.options = options, .epoll_fd = -1};
+    benchclient_selection selection;
+    benchclient_result result = {0};
+    int code = benchclient_read_selection(options, &selection, e);
+    if (!code) code = benchclient_prepare(&client, e);
+    if (!code && options->num_warmups) code = benchclient_warm_up(&client, e);
+    if (!code) code = benchclient_run_requests(&client, 0, client.n_requests, e);
     if (!code) {
-        bs_measure(&b, &w, &r);
-        bs_tell_failures(&b);
-        if (o->json) bs_print_json(&b, &w, &r);
-        else bs_print(o, &w, &r);
-        if (!r.completed) code = fail(e, TOKA_E_IO, "all %lld requests failed", (long long)b.n);
+        benchclient_measure(&client, &selection, &result);
+        benchclient_print_failures(&client);
+        if (options->json) benchclient_print_json(&client, &selection, &result);
+        else benchclient_print_text(options, &selection, &result);
+        if (!result.n_completed) code = fail(e, TOKA_E_IO, "all %lld requests failed", (long long)client.n_requests);
     }
-    while (b.idle) {
-        bs_conn *c = b.idle;
-        b.idle = c->next;
-        bs_close(c);
+    while (client.idle) {
+        benchclient_conn *conn = client.idle;
+        client.idle = conn->next;
+        benchclient_conn_close(conn);
     }
-    for (int64_t i = 0; i < b.n; i++) {
-        buf_free(&b.requests[i].gaps);
-        free(b.requests[i].error);
+    for (int64_t i = 0; i < client.n_requests; i++) {
+        buf_free(&client.requests[i].chunk_gaps);
+        free(client.requests[i].error);
     }
-    for (int k = 0; k < BS_METRICS; k++) free(r.series[k].v);
-    if (b.epoll >= 0) close(b.epoll);
-    if (b.addresses) freeaddrinfo(b.addresses);
-    free(b.requests);
-    ids_free(&b.tokens);
-    ids_free(&b.vocabulary);
-    buf_free(&b.texts);
+    for (int metric = 0; metric < BENCHCLIENT_N_METRICS; metric++) free(result.series[metric].values);
+    if (client.epoll_fd >= 0) close(client.epoll_fd);
+    if (client.addresses) freeaddrinfo(client.addresses);
+    free(client.requests);
+    ids_free(&client.tokens);
+    ids_free(&client.vocabulary);
+    buf_free(&client.texts);
     return code;
 }
 
@@ -28464,8 +28464,8 @@ static int bs_bench(const bs_options *o, toka_err *e) {
 enum { CLI_MAX_LIST = 16, CLI_MAX_INPUT = 1 << 30 };
 
 typedef struct cli_list { /* the values of a flag that may be given several times */
-    const char *at[CLI_MAX_LIST];
-    int n;
+    const char *values[CLI_MAX_LIST];
+    int n_values;
 } cli_list;
 
 typedef struct cli { /* the values of all flags; the fields are named like the flags */
@@ -28483,7 +28483,7 @@ typedef struct cli { /* the values of all flags; the fields are named like the f
     bool dummy_weights;
     const char *host, *request_rate;
     int port;
-    bs_options bench;  /* flags of bench serve only; cli_bench_serve sets the others */
+    benchclient_options bench;  /* flags of bench serve only; cli_bench_serve sets the others */
     srv_options serve; /* flags of serve only; cli_serve sets the others */
     cli_list api_keys, served_names;
     const char *api_key_file, *generation_config;
@@ -28493,10 +28493,10 @@ typedef struct cli { /* the values of all flags; the fields are named like the f
 enum cli_type { CLI_BOOL, CLI_INT, CLI_INT64, CLI_FLOAT, CLI_TEXT, CLI_LIST };
 
 typedef struct cli_flag {
-    const char *name, *brief; /* "max-tokens", "n" or "" */
-    const char *arg;          /* name of the value in --help, "" for a switch */
+    const char *name, *short_name; /* "max-tokens", "n" or "" */
+    const char *value_name;          /* name of the value in --help, "" for a switch */
     enum cli_type type;
-    size_t field;      /* offset in cli of the field that it sets */
+    size_t offset;      /* offset in cli of the field that it sets */
     unsigned commands; /* FOR_ bits of the commands that take it */
     const char *help;
 } cli_flag;
@@ -28690,12 +28690,12 @@ static const cli_flag cli_flags[] = {
     {"server-threads", "", "N", CLI_INT, AT(serve.n_workers), FOR_SERVE,
      "threads that tokenize requests and write answers (default: 2 to 8, by cores)"},
     {NULL, NULL, NULL, 0, 0, 0, "Plan"},
-    {"gpus", "", "N", CLI_INT, AT(plan.gpus), FOR_PLAN, "how many GPUs of one host (default: 1)"},
+    {"gpus", "", "N", CLI_INT, AT(plan.n_gpus), FOR_PLAN, "how many GPUs of one host (default: 1)"},
     {"gpu", "", "NAME", CLI_TEXT, AT(plan.gpu), FOR_PLAN,
      "B200, H200, H100, A100-80G, A100-40G, L40S, L4, A10, RTX-4090 or RTX-3090 (default: H100)"},
-    {"input-len", "", "N", CLI_INT, AT(plan.input), FOR_PLAN,
+    {"input-len", "", "N", CLI_INT, AT(plan.input_len), FOR_PLAN,
      "tokens of a prompt (default: 715, a GSM8K problem with four examples, or what the longest sequence leaves)"},
-    {"output-len", "", "N", CLI_INT, AT(plan.output), FOR_PLAN,
+    {"output-len", "", "N", CLI_INT, AT(plan.output_len), FOR_PLAN,
      "tokens of an answer (default: 150, or likewise)"},
     {NULL, NULL, NULL, 0, 0, 0, "Output"},
     {"logprobs", "", "K", CLI_INT, AT(logprobs), FOR_RUN,
@@ -28716,9 +28716,9 @@ static const cli_flag cli_flags[] = {
     {"version", "", "", CLI_BOOL, AT(version), FOR_ANY, "version and build"},
 };
 
-/* If a command has more than CLI_MANY_FLAGS flags, its --help shows only those in cli_often. */
+/* If a command has more than CLI_MANY_FLAGS flags, its --help shows only those in cli_common_flags. */
 enum { CLI_MANY_FLAGS = 16 };
-static const char *const cli_often[] = {
+static const char *const cli_common_flags[] = {
     "model", "prompt", "file", "chat", "max-tokens", "temp", "input-file", "output-file", "dataset",
     "num-prompts", "base-url", "request-rate", "max-concurrency", "host", "port", "api-key",
     "json"};
@@ -28746,7 +28746,7 @@ static cli cli_default(void) {
                            .metrics = "ttft,tpot,itl,e2el",
                            .percentiles = "99"},
                  .generation_config = "auto",
-                 .plan = {.gpu = "H100", .gpus = 1},
+                 .plan = {.gpu = "H100", .n_gpus = 1},
                  .serve = {.max_queue = 65536,
                            .max_body_bytes = 64 << 20,
                            .max_answer_bytes = (int64_t)4 << 30,
@@ -28760,7 +28760,7 @@ static cli cli_default(void) {
 /* ---- Output: the first failed write to standard output ends the program with one sentence ---- */
 
 static atomic_int cli_interrupted;     /* signals so far; lock-free, so a handler may count them */
-static atomic_int cli_patience_s = 10; /* shutdown timeout in seconds: how long the first signal
+static atomic_int cli_stop_timeout_s = 10; /* shutdown timeout in seconds: how long the first signal
                                           lets a step of a device run on */
 
 /* The first signal begins a shutdown, the second ends the program, whatever its kind. But a SIGHUP
@@ -28768,21 +28768,21 @@ static atomic_int cli_patience_s = 10; /* shutdown timeout in seconds: how long 
 static void cli_on_signal(int sig) {
     if (sig == SIGHUP && cli_interrupted) return;
     if (cli_interrupted++) _exit(130);
-    os_stop_timeout_s = cli_patience_s;
+    os_stop_timeout_s = cli_stop_timeout_s;
 }
 
 /* Handler of SIGBUS. Weights are read from the mapped file. If the file is truncated meanwhile or
  * its disk fails, reading raises SIGBUS, often in several threads at once. */
-static void cli_on_lost_page(int sig, siginfo_t *info, void *context) {
+static void cli_on_sigbus(int sig, siginfo_t *info, void *context) {
     static const char why[] =
         "toka: a file of the model can no longer be read: it was cut short, or its disk failed\n";
-    static atomic_flag told = ATOMIC_FLAG_INIT;
+    static atomic_flag printed = ATOMIC_FLAG_INIT;
     (void)context;
     if (info->si_code != BUS_ADRERR && info->si_code != BUS_OBJERR) {
         signal(sig, SIG_DFL); /* a bug: the instruction runs again and ends the program */
         return;
     }
-    while (atomic_flag_test_and_set(&told)) pause(); /* another thread prints it and exits */
+    while (atomic_flag_test_and_set(&printed)) pause(); /* another thread prints it and exits */
     ssize_t unused = write(2, why, sizeof why - 1);
     (void)unused;
     _exit(2);
@@ -28790,11 +28790,11 @@ static void cli_on_lost_page(int sig, siginfo_t *info, void *context) {
 
 /* Installs the handlers: the first Ctrl-C ends the output cleanly, the second ends the program. */
 static void cli_catch_signals(void) {
-    struct sigaction a = {.sa_handler = cli_on_signal, .sa_flags = (int)SA_RESETHAND};
+    struct sigaction stop = {.sa_handler = cli_on_signal, .sa_flags = (int)SA_RESETHAND};
     struct sigaction hangup = {.sa_handler = cli_on_signal}, before = {0};
-    struct sigaction bus = {.sa_sigaction = cli_on_lost_page, .sa_flags = SA_SIGINFO};
-    sigaction(SIGINT, &a, NULL);
-    sigaction(SIGTERM, &a, NULL);
+    struct sigaction bus = {.sa_sigaction = cli_on_sigbus, .sa_flags = SA_SIGINFO};
+    sigaction(SIGINT, &stop, NULL);
+    sigaction(SIGTERM, &stop, NULL);
     sigaction(SIGHUP, NULL, &before);
     if (before.sa_handler != SIG_IGN) sigaction(SIGHUP, &hangup, NULL); /* nohup has it ignored */
     sigaction(SIGBUS, &bus, NULL);
@@ -28803,12 +28803,12 @@ static void cli_catch_signals(void) {
     signal(SIGXFSZ, SIG_IGN);
 }
 
-static bool cli_reader_left; /* standard output is a closed pipe; this is not a failure */
+static bool cli_stdout_closed; /* standard output is a closed pipe; this is not a failure */
 
 /* Writes to standard output and flushes it. */
-static int cli_write(str s, toka_err *e) {
-    if (fwrite(s.p, 1, s.n, stdout) == s.n && fflush(stdout) == 0 && !ferror(stdout)) return 0;
-    cli_reader_left = errno == EPIPE;
+static int cli_write(str text, toka_err *e) {
+    if (fwrite(text.p, 1, text.n, stdout) == text.n && fflush(stdout) == 0 && !ferror(stdout)) return 0;
+    cli_stdout_closed = errno == EPIPE;
     return fail(e, TOKA_E_IO, "standard output: %s", strerror(errno));
 }
 
@@ -28832,23 +28832,23 @@ static const char cli_commands[] =
     "  toka COMMAND --help     how that command is used; --help-all: all its flags, and no others\n";
 
 /* Returns the line of cli_commands about the command of these words. */
-static str cli_about(int n_words, char **words) {
+static str cli_find_summary(int n_words, char **words) {
     str all = str_c(cli_commands), line;
-    buf begin = {0};
-    buf_c(&begin, "  toka");
-    for (int i = 0; i < n_words; i++) buf_char(&begin, ' '), buf_c(&begin, words[i]);
-    buf_char(&begin, ' ');
+    buf prefix = {0};
+    buf_c(&prefix, "  toka");
+    for (int i = 0; i < n_words; i++) buf_char(&prefix, ' '), buf_c(&prefix, words[i]);
+    buf_char(&prefix, ' ');
     do {
         size_t end = 0;
         while (all.p[end] != '\n') end++;
         line = (str){all.p, end};
         all = str_sub(all, end + 1, all.n);
-    } while (all.n && !str_starts(line, buf_view(&begin)));
-    buf_free(&begin);
+    } while (all.n && !str_starts(line, buf_view(&prefix)));
+    buf_free(&prefix);
     return line;
 }
 
-static const char cli_brief[] =
+static const char cli_short_commands[] =
     "  toka -p TEXT                       complete a prompt, text streams to standard output\n"
     "  toka serve                         OpenAI-compatible server\n"
     "  toka batch -i IN -o OUT            a file of requests to a file of results\n"
@@ -28879,28 +28879,28 @@ static const struct {
      "  toka bench throughput -m llama-3.1-8b --dummy-weights --dataset lengths.jsonl\n"},
     {FOR_BENCH_SERVE, "  toka bench serve --port 8000 --num-prompts 500 --request-rate 20\n"}};
 
-static bool cli_is_often(const cli_flag *f) {
-    for (int i = 0; i < COUNT(cli_often); i++)
-        if (!strcmp(f->name, cli_often[i])) return true;
+static bool cli_is_common(const cli_flag *flag) {
+    for (int i = 0; i < COUNT(cli_common_flags); i++)
+        if (!strcmp(flag->name, cli_common_flags[i])) return true;
     return false;
 }
 
-/* Appends a line for each flag of the command. all: every flag, in groups; else cli_often's. */
-static void cli_put_flags(buf *b, unsigned command, bool all) {
+/* Appends a line for each flag of the command. all: every flag, in groups; else cli_common_flags's. */
+static void cli_put_flags(buf *out, unsigned command, bool all) {
     const char *group = NULL;
-    if (!all) buf_c(b, "\nThe flags used most\n");
+    if (!all) buf_c(out, "\nThe flags used most\n");
     for (int i = 0; i < COUNT(cli_flags); i++) {
-        const cli_flag *f = &cli_flags[i];
-        char left[64];
-        if (!f->name) group = f->help;
-        if (!f->name || !(f->commands & command) || !(all || cli_is_often(f))) continue;
+        const cli_flag *flag = &cli_flags[i];
+        char usage[64];
+        if (!flag->name) group = flag->help;
+        if (!flag->name || !(flag->commands & command) || !(all || cli_is_common(flag))) continue;
         if (group && all) {
-            buf_printf(b, "\n%s\n", group);
+            buf_printf(out, "\n%s\n", group);
             group = NULL;
         }
-        snprintf(left, sizeof left, "%s%s%s--%s%s%s", *f->brief ? "-" : "    ", f->brief,
-                 *f->brief ? ", " : "", f->name, *f->arg ? " " : "", f->arg);
-        buf_printf(b, "  %-32s %s\n", left, f->help);
+        snprintf(usage, sizeof usage, "%s%s%s--%s%s%s", *flag->short_name ? "-" : "    ", flag->short_name,
+                 *flag->short_name ? ", " : "", flag->name, *flag->value_name ? " " : "", flag->value_name);
+        buf_printf(out, "  %-32s %s\n", usage, flag->help);
     }
 }
 
@@ -28922,61 +28922,61 @@ static const char cli_notes[] =
 /* Prints the help of a command, or of the program if n_words is 0. all: with every flag; else with
  * those used most. */
 static int cli_help(bool all, unsigned command, int n_words, char **words, toka_err *e) {
-    buf b = {0};
-    buf_printf(&b, "toka %s - a high-throughput LLM inference engine in one C file\n\n",
+    buf out = {0};
+    buf_printf(&out, "toka %s - a high-throughput LLM inference engine in one C file\n\n",
                TOKA_VERSION);
-    const bool few = n_words && cli_count_flags(command) <= CLI_MANY_FLAGS;
-    if (n_words) buf_printf(&b, "%.*s\n", STRF(cli_about(n_words, words)));
-    else buf_c(&b, all ? cli_commands : cli_brief);
+    const bool show_all = n_words && cli_count_flags(command) <= CLI_MANY_FLAGS;
+    if (n_words) buf_printf(&out, "%.*s\n", STRF(cli_find_summary(n_words, words)));
+    else buf_c(&out, all ? cli_commands : cli_short_commands);
     for (int i = 0; i < COUNT(cli_examples) && n_words; i++)
         if (cli_examples[i].command == command)
-            buf_printf(&b, "\nExample\n%s", cli_examples[i].text);
-    cli_put_flags(&b, n_words || all ? command : FOR_RUN, all || few);
+            buf_printf(&out, "\nExample\n%s", cli_examples[i].text);
+    cli_put_flags(&out, n_words || all ? command : FOR_RUN, all || show_all);
     if (all) {
-        buf_c(&b, cli_notes);
-    } else if (!few) {
-        buf_c(&b, "\nAll flags: toka");
-        for (int i = 0; i < n_words; i++) buf_printf(&b, " %s", words[i]);
-        buf_c(&b, n_words ? " --help-all\n" : " --help-all. Of one command: toka COMMAND --help\n");
+        buf_c(&out, cli_notes);
+    } else if (!show_all) {
+        buf_c(&out, "\nAll flags: toka");
+        for (int i = 0; i < n_words; i++) buf_printf(&out, " %s", words[i]);
+        buf_c(&out, n_words ? " --help-all\n" : " --help-all. Of one command: toka COMMAND --help\n");
     }
-    int code = cli_write(buf_view(&b), e);
-    buf_free(&b);
+    int code = cli_write(buf_view(&out), e);
+    buf_free(&out);
     return code;
 }
 
 /* ---- Reading flags ---- */
 
 /* Parses a flag's value and sets its field. shown: the name of the flag in error messages. */
-static int cli_set(cli *c, const cli_flag *f, const char *value, const char *shown, toka_err *e) {
-    char *field = (char *)c + f->field, *end = NULL;
+static int cli_set_flag(cli *flags, const cli_flag *flag, const char *value, const char *name, toka_err *e) {
+    char *field = (char *)flags + flag->offset, *end = NULL;
     errno = 0;
-    switch (f->type) {
+    switch (flag->type) {
     case CLI_BOOL: *(bool *)(void *)field = true; return 0;
     case CLI_TEXT: memcpy(field, &value, sizeof value); return 0;
     case CLI_LIST: {
         cli_list *list = (cli_list *)(void *)field;
-        if (list->n == CLI_MAX_LIST)
-            return fail(e, TOKA_E_USE, "%s: given more than %d times", shown, CLI_MAX_LIST);
-        list->at[list->n++] = value;
+        if (list->n_values == CLI_MAX_LIST)
+            return fail(e, TOKA_E_USE, "%s: given more than %d times", name, CLI_MAX_LIST);
+        list->values[list->n_values++] = value;
         return 0;
     }
     case CLI_FLOAT: {
-        double v = strtod(value, &end);
-        if (end == value || *end || !isfinite(v))
-            return fail(e, TOKA_E_USE, "%s: '%s' is not a number", shown, value);
-        memcpy(field, &v, sizeof v);
+        double number = strtod(value, &end);
+        if (end == value || *end || !isfinite(number))
+            return fail(e, TOKA_E_USE, "%s: '%s' is not a number", name, value);
+        memcpy(field, &number, sizeof number);
         return 0;
     }
     case CLI_INT: case CLI_INT64: {
-        long long v = strtoll(value, &end, 10);
+        long long number = strtoll(value, &end, 10);
         if (end == value || *end)
-            return fail(e, TOKA_E_USE, "%s: '%s' is not a whole number", shown, value);
+            return fail(e, TOKA_E_USE, "%s: '%s' is not a whole number", name, value);
         /* most flags have a smaller range, which is checked later */
-        const bool fits = !errno && (f->type == CLI_INT64 || (v >= INT_MIN && v <= INT_MAX));
+        const bool fits = !errno && (flag->type == CLI_INT64 || (number >= INT_MIN && number <= INT_MAX));
         if (!fits)
-            return fail(e, TOKA_E_USE, "%s: %s is too %s", shown, value, v < 0 ? "low" : "high");
-        if (f->type == CLI_INT) *(int *)(void *)field = (int)v;
-        else *(int64_t *)(void *)field = v;
+            return fail(e, TOKA_E_USE, "%s: %s is too %s", name, value, number < 0 ? "low" : "high");
+        if (flag->type == CLI_INT) *(int *)(void *)field = (int)number;
+        else *(int64_t *)(void *)field = number;
     }
     }
     return 0;
@@ -28984,94 +28984,94 @@ static int cli_set(cli *c, const cli_flag *f, const char *value, const char *sho
 
 /* Sets a flag from the environment: --max-tokens from TOKA_MAX_TOKENS. Switches and flags of other
  * commands are not read from the environment. */
-static int cli_environment(cli *c, const cli_flag *f, unsigned command, toka_err *e) {
+static int cli_set_from_env(cli *flags, const cli_flag *flag, unsigned command, toka_err *e) {
     char name[64] = "TOKA_";
-    if (!f->name || f->type == CLI_BOOL || !(f->commands & command)) return 0;
-    for (size_t k = 0; k <= strlen(f->name); k++)
-        name[5 + k] = f->name[k] == '-' ? '_' : (char)toupper((unsigned char)f->name[k]);
+    if (!flag->name || flag->type == CLI_BOOL || !(flag->commands & command)) return 0;
+    for (size_t i = 0; i <= strlen(flag->name); i++)
+        name[5 + i] = flag->name[i] == '-' ? '_' : (char)toupper((unsigned char)flag->name[i]);
     const char *value = getenv(name);
-    return value && *value ? cli_set(c, f, value, name, e) : 0;
+    return value && *value ? cli_set_flag(flags, flag, value, name, e) : 0;
 }
 
 /* Finds a flag by its n bytes "-m" or "--model". Returns NULL if there is none. */
-static const cli_flag *cli_find(const char *arg, size_t n) {
+static const cli_flag *cli_find_flag(const char *arg, size_t n) {
     for (int i = 0; i < COUNT(cli_flags); i++) {
-        const cli_flag *f = &cli_flags[i];
-        if (!f->name) continue;
-        if (n == 2 && f->brief[0] && arg[1] == f->brief[0]) return f;
-        if (n > 2 && arg[1] == '-' && strlen(f->name) == n - 2 && !memcmp(arg + 2, f->name, n - 2))
-            return f;
+        const cli_flag *flag = &cli_flags[i];
+        if (!flag->name) continue;
+        if (n == 2 && flag->short_name[0] && arg[1] == flag->short_name[0]) return flag;
+        if (n > 2 && arg[1] == '-' && strlen(flag->name) == n - 2 && !memcmp(arg + 2, flag->name, n - 2))
+            return flag;
     }
     return NULL;
 }
 
 /* Returns the error for an unknown flag, with the most similar flag of the command. */
-static int cli_no_flag(str arg, unsigned command, toka_err *e) {
-    suggestion near = {.typed = arg};
-    while (near.typed.n && *near.typed.p == '-') near.typed = str_sub(near.typed, 1, near.typed.n);
+static int cli_fail_unknown_flag(str arg, unsigned command, toka_err *e) {
+    suggestion nearest = {.typed = arg};
+    while (nearest.typed.n && *nearest.typed.p == '-') nearest.typed = str_sub(nearest.typed, 1, nearest.typed.n);
     for (int i = 0; i < COUNT(cli_flags); i++)
         if (cli_flags[i].name && (cli_flags[i].commands & command))
-            suggest_try(&near, cli_flags[i].name);
+            suggest_try(&nearest, cli_flags[i].name);
     fail(e, TOKA_E_USE, "%.*s: unknown flag%s", STRF(arg),
-         near.best ? "" : "; see toka --help-all");
-    return suggest_fail(&near, "--", e);
+         nearest.best ? "" : "; see toka --help-all");
+    return suggest_fail(&nearest, "--", e);
 }
 
 /* A flag on the command line has precedence over the environment. Clears the values from the
  * environment that flag f excludes, and the environment's values of a list. env: the values that
  * the environment gave. */
-static void cli_override(cli *c, const cli *env, const cli_flag *f) {
-    if (f->field == AT(prompt) && c->file == env->file) c->file = NULL;
-    if (f->field == AT(file) && c->prompt == env->prompt) c->prompt = NULL;
-    if (f->field == AT(raw) && c->system == env->system) c->system = NULL;
-    if (f->field == AT(chat) && c->file == env->file) c->file = NULL;
-    if (f->field == AT(chat) && c->samples == env->samples) c->samples = 1;
-    const bool address = f->field == AT(host) || f->field == AT(port);
-    if (address && c->bench.base_url == env->bench.base_url) c->bench.base_url = NULL;
-    if (address && c->serve.uds == env->serve.uds) c->serve.uds = NULL;
-    cli_list *list = f->type == CLI_LIST ? (cli_list *)(void *)((char *)c + f->field) : NULL;
-    const cli_list *before =
-        f->type == CLI_LIST ? (const cli_list *)(const void *)((const char *)env + f->field) : NULL;
-    if (list && list->n && list->at[0] == before->at[0]) list->n = 0;
+static void cli_override_env(cli *flags, const cli *env, const cli_flag *flag) {
+    if (flag->offset == AT(prompt) && flags->file == env->file) flags->file = NULL;
+    if (flag->offset == AT(file) && flags->prompt == env->prompt) flags->prompt = NULL;
+    if (flag->offset == AT(raw) && flags->system == env->system) flags->system = NULL;
+    if (flag->offset == AT(chat) && flags->file == env->file) flags->file = NULL;
+    if (flag->offset == AT(chat) && flags->samples == env->samples) flags->samples = 1;
+    const bool address = flag->offset == AT(host) || flag->offset == AT(port);
+    if (address && flags->bench.base_url == env->bench.base_url) flags->bench.base_url = NULL;
+    if (address && flags->serve.uds == env->serve.uds) flags->serve.uds = NULL;
+    cli_list *list = flag->type == CLI_LIST ? (cli_list *)(void *)((char *)flags + flag->offset) : NULL;
+    const cli_list *env_list =
+        flag->type == CLI_LIST ? (const cli_list *)(const void *)((const char *)env + flag->offset) : NULL;
+    if (list && list->n_values && list->values[0] == env_list->values[0]) list->n_values = 0;
 }
 
 /* Reads the flags of a command from the environment, then from its arguments. */
-static int cli_parse(cli *c, unsigned command, int argc, char **argv, toka_err *e) {
+static int cli_parse(cli *flags, unsigned command, int argc, char **argv, toka_err *e) {
     /* values of the environment with an error; it counts only if no flag replaces the value */
-    bool wrong[COUNT(cli_flags)];
+    bool bad_env[COUNT(cli_flags)];
     for (int i = 0; i < COUNT(cli_flags); i++)
-        wrong[i] = cli_environment(c, &cli_flags[i], command, e) != 0;
-    const cli env = *c;
+        bad_env[i] = cli_set_from_env(flags, &cli_flags[i], command, e) != 0;
+    const cli env = *flags;
     const cli_flag *address = NULL; /* --host or --port, if the command line has it */
     int code = 0;
     for (int i = 0; i < argc && !code; i++) {
-        const char *arg = argv[i], *eq = arg[0] == '-' && arg[1] == '-' ? strchr(arg, '=') : NULL;
-        size_t n = eq ? (size_t)(eq - arg) : strlen(arg);
-        const cli_flag *f = arg[0] == '-' && n > 1 ? cli_find(arg, n) : NULL;
-        if (!f && arg[0] == '-') return cli_no_flag((str){arg, n}, command, e);
-        if (!f)
+        const char *arg = argv[i], *equals = arg[0] == '-' && arg[1] == '-' ? strchr(arg, '=') : NULL;
+        size_t n_name = equals ? (size_t)(equals - arg) : strlen(arg);
+        const cli_flag *flag = arg[0] == '-' && n_name > 1 ? cli_find_flag(arg, n_name) : NULL;
+        if (!flag && arg[0] == '-') return cli_fail_unknown_flag((str){arg, n_name}, command, e);
+        if (!flag)
             return fail(e, TOKA_E_USE,
                         "%s: unknown argument; a command comes before its flags, see toka --help",
                         arg);
-        if (!(f->commands & command))
+        if (!(flag->commands & command))
             return fail(e, TOKA_E_USE, "--%s is not for this command; see toka --help-all",
-                        f->name);
-        const char *value = eq ? eq + 1 : NULL;
-        if (f->type == CLI_BOOL && eq) return fail(e, TOKA_E_USE, "--%s takes no value", f->name);
-        if (f->type != CLI_BOOL && !value) {
-            if (i + 1 == argc) return fail(e, TOKA_E_USE, "%s needs a value: %s", arg, f->arg);
+                        flag->name);
+        const char *value = equals ? equals + 1 : NULL;
+        if (flag->type == CLI_BOOL && equals) return fail(e, TOKA_E_USE, "--%s takes no value", flag->name);
+        if (flag->type != CLI_BOOL && !value) {
+            if (i + 1 == argc) return fail(e, TOKA_E_USE, "%s needs a value: %s", arg, flag->value_name);
             value = argv[++i];
         }
-        cli_override(c, &env, f);
-        code = cli_set(c, f, value, arg, e);
-        wrong[f - cli_flags] = false;
-        if (f->field == AT(host) || f->field == AT(port)) address = f;
+        cli_override_env(flags, &env, flag);
+        code = cli_set_flag(flags, flag, value, arg, e);
+        bad_env[flag - cli_flags] = false;
+        if (flag->offset == AT(host) || flag->offset == AT(port)) address = flag;
     }
-    if (c->help || c->help_all || c->version) return code; /* whatever the environment has */
-    if (!code && address && c->serve.uds)
+    if (flags->help || flags->help_all || flags->version) return code; /* whatever the environment has */
+    if (!code && address && flags->serve.uds)
         code = fail(e, TOKA_E_USE, "--uds goes without --%s", address->name);
     for (int i = 0; i < COUNT(cli_flags) && !code; i++)
-        if (wrong[i]) code = cli_environment(c, &cli_flags[i], command, e);
+        if (bad_env[i]) code = cli_set_from_env(flags, &cli_flags[i], command, e);
     return code;
 }
 
@@ -29083,17 +29083,17 @@ typedef struct cli_sample { /* one answer while it is generated */
     int stop_id;
 } cli_sample;
 
-typedef struct cli_run { /* the running request: the callback's user pointer */
-    const cli *c;
-    const toka *t;
+typedef struct cli_generation { /* the running request: the callback's user pointer */
+    const cli *flags;
+    const toka *toka;
     cli_sample *samples;
-    int n_shown; /* with several samples: how many were printed, in order */
-    toka_err e;  /* error of writing to standard output; code 0: none */
-} cli_run;
+    int n_printed; /* with several samples: how many were printed, in order */
+    toka_err error;  /* error of writing to standard output; code 0: none */
+} cli_generation;
 
-static const char *cli_finish_name(toka_finish f) {
+static const char *cli_finish_name(toka_finish finish) {
     static const char *const names[] = {"running", "stop", "length", "cancelled", "error"};
-    return names[f];
+    return names[finish];
 }
 
 /* Appends the text that a token has inside a text, as a JSON string. */
@@ -29106,89 +29106,89 @@ static void cli_put_token_text(buf *b, const tok *words, int32_t id) {
 
 /* {"id":..,"token":"..","logprob":..,"sampled_logprob":..,
  *  "top":[{"id":..,"token":"..","logprob":..} ..]} */
-static void cli_put_token(buf *b, const toka *t, const toka_event *ev) {
-    json_put_open(b, '{');
+static void cli_put_token(buf *out, const toka *t, const toka_event *ev) {
+    json_put_open(out, '{');
     for (int i = -1; i < ev->n_top; i++) {
         int32_t id = i < 0 ? ev->id : ev->top_ids[i];
-        if (i == 0) json_put_key(b, "top"), json_put_open(b, '[');
-        if (i >= 0) json_put_open(b, '{');
-        json_put_key(b, "id"), json_put_int(b, id);
-        if (t->tok) json_put_key(b, "token"), cli_put_token_text(b, t->tok, id);
-        json_put_key(b, "logprob");
-        json_put_num(b, i < 0 ? ev->logprob : ev->top_logprobs[i], true);
-        if (i < 0) json_put_key(b, "sampled_logprob"), json_put_num(b, ev->sampled_logprob, true);
-        else json_put_close(b, '}');
+        if (i == 0) json_put_key(out, "top"), json_put_open(out, '[');
+        if (i >= 0) json_put_open(out, '{');
+        json_put_key(out, "id"), json_put_int(out, id);
+        if (t->tok) json_put_key(out, "token"), cli_put_token_text(out, t->tok, id);
+        json_put_key(out, "logprob");
+        json_put_num(out, i < 0 ? ev->logprob : ev->top_logprobs[i], true);
+        if (i < 0) json_put_key(out, "sampled_logprob"), json_put_num(out, ev->sampled_logprob, true);
+        else json_put_close(out, '}');
     }
-    if (ev->n_top) json_put_close(b, ']');
-    json_put_close(b, '}');
+    if (ev->n_top) json_put_close(out, ']');
+    json_put_close(out, '}');
 }
 
 /* With several samples: prints those that have ended, in order, each one whole. A sample waits
  * until those before it have ended. */
-static void cli_show_ended(cli_run *r) {
-    while (!r->e.code && r->n_shown < r->c->samples &&
-           r->samples[r->n_shown].finish != TOKA_RUNNING) {
-        buf b = {0};
-        buf_printf(&b, "--- sample %d (%s)\n", r->n_shown,
-                   cli_finish_name(r->samples[r->n_shown].finish));
-        buf_str(&b, buf_view(&r->samples[r->n_shown++].text));
-        if (b.p[b.n - 1] != '\n') buf_char(&b, '\n');
-        cli_write(buf_view(&b), &r->e);
-        buf_free(&b);
+static void cli_print_ended(cli_generation *run) {
+    while (!run->error.code && run->n_printed < run->flags->samples &&
+           run->samples[run->n_printed].finish != TOKA_RUNNING) {
+        buf out = {0};
+        buf_printf(&out, "--- sample %d (%s)\n", run->n_printed,
+                   cli_finish_name(run->samples[run->n_printed].finish));
+        buf_str(&out, buf_view(&run->samples[run->n_printed++].text));
+        if (out.p[out.n - 1] != '\n') buf_char(&out, '\n');
+        cli_write(buf_view(&out), &run->error);
+        buf_free(&out);
     }
 }
 
 /* The engine's callback. Returns not 0, which cancels, after Ctrl-C or a failed write. */
 static int cli_on_event(void *user, const toka_event *ev) {
-    cli_run *r = user;
-    cli_sample *s = &r->samples[ev->sample];
-    bool stream = !r->c->json && r->c->samples == 1;
-    buf_put(&s->text, ev->text, ev->text_bytes);
-    if (ev->id >= 0 && (r->c->json || r->c->logprobs >= 0)) {
-        if (s->tokens.n) buf_c(&s->tokens, r->c->json ? ",\n" : "\n");
-        cli_put_token(&s->tokens, r->t, ev);
+    cli_generation *run = user;
+    cli_sample *sample = &run->samples[ev->sample];
+    bool stream = !run->flags->json && run->flags->samples == 1;
+    buf_put(&sample->text, ev->text, ev->text_bytes);
+    if (ev->id >= 0 && (run->flags->json || run->flags->logprobs >= 0)) {
+        if (sample->tokens.n) buf_c(&sample->tokens, run->flags->json ? ",\n" : "\n");
+        cli_put_token(&sample->tokens, run->toka, ev);
     }
-    s->finish = ev->finish;
-    s->stop_id = ev->stop_id;
-    if (stream) cli_write((str){ev->text, ev->text_bytes}, &r->e);
-    else if (!r->c->json) cli_show_ended(r);
-    return cli_interrupted || r->e.code;
+    sample->finish = ev->finish;
+    sample->stop_id = ev->stop_id;
+    if (stream) cli_write((str){ev->text, ev->text_bytes}, &run->error);
+    else if (!run->flags->json) cli_print_ended(run);
+    return cli_interrupted || run->error.code;
 }
 
 /* Reads the prompt from --prompt, --file or standard input. */
-static int cli_read_prompt(const cli *c, buf *out, toka_err *e) {
-    if (c->prompt && c->file) return fail(e, TOKA_E_USE, "--prompt and --file exclude each other");
-    if (c->prompt) return buf_c(out, c->prompt), 0;
-    bool from_stdin = !c->file || !strcmp(c->file, "-");
-    int fd = from_stdin ? 0 : open(c->file, O_RDONLY | O_CLOEXEC);
+static int cli_read_prompt(const cli *flags, buf *out, toka_err *e) {
+    if (flags->prompt && flags->file) return fail(e, TOKA_E_USE, "--prompt and --file exclude each other");
+    if (flags->prompt) return buf_c(out, flags->prompt), 0;
+    bool from_stdin = !flags->file || !strcmp(flags->file, "-");
+    int fd = from_stdin ? 0 : open(flags->file, O_RDONLY | O_CLOEXEC);
     const int why = errno == EINTR ? TOKA_E_CANCELLED : TOKA_E_INPUT;
-    if (fd < 0) return fail(e, why, "%s: %s", c->file, strerror(errno));
-    int code = os_read_all(fd, from_stdin ? "standard input" : c->file, CLI_MAX_INPUT, out, e);
+    if (fd < 0) return fail(e, why, "%s: %s", flags->file, strerror(errno));
+    int code = os_read_all(fd, from_stdin ? "standard input" : flags->file, CLI_MAX_INPUT, out, e);
     if (!from_stdin) close(fd);
     if (!code && cli_interrupted) code = fail(e, TOKA_E_CANCELLED, "interrupted");
     return code;
 }
 
 /* Sets r's sampling. Precedence: flags, then the model's defaults, then what r has. */
-static void cli_sampling(const cli *c, const toka *t, toka_request *r) {
-    toka_sampling *s = &r->sampling;
-    toka_request_model_defaults(t, r);
-    if (!isnan(c->temperature)) s->temperature = samp_to_float(c->temperature);
-    if (!isnan(c->top_p)) s->top_p = samp_to_float(c->top_p);
-    if (!isnan(c->min_p)) s->min_p = samp_to_float(c->min_p);
-    if (!isnan(c->repetition_penalty)) s->repetition_penalty = samp_to_float(c->repetition_penalty);
-    if (!isnan(c->presence_penalty)) s->presence_penalty = samp_to_float(c->presence_penalty);
-    if (!isnan(c->frequency_penalty)) s->frequency_penalty = samp_to_float(c->frequency_penalty);
-    if (c->top_k != INT_MIN) s->top_k = c->top_k;
-    s->seed = (uint64_t)c->seed;
-    if (c->max_tokens != INT_MIN) s->max_tokens = c->max_tokens;
-    if (c->min_tokens != INT_MIN) s->min_tokens = c->min_tokens;
-    samp_fix_min_max(s, c->max_tokens == INT_MIN, c->min_tokens == INT_MIN);
-    s->ignore_eos = c->ignore_eos;
-    s->include_stop = c->include_stop;
-    s->logprobs = c->logprobs >= 0 ? c->logprobs : c->json ? 0 : TOKA_NO_LOGPROBS;
-    if (c->stop.n) s->stop = c->stop.at, s->n_stop = c->stop.n;
-    r->n = c->samples;
+static void cli_set_sampling(const cli *flags, const toka *t, toka_request *request) {
+    toka_sampling *sampling = &request->sampling;
+    toka_request_model_defaults(t, request);
+    if (!isnan(flags->temperature)) sampling->temperature = samp_to_float(flags->temperature);
+    if (!isnan(flags->top_p)) sampling->top_p = samp_to_float(flags->top_p);
+    if (!isnan(flags->min_p)) sampling->min_p = samp_to_float(flags->min_p);
+    if (!isnan(flags->repetition_penalty)) sampling->repetition_penalty = samp_to_float(flags->repetition_penalty);
+    if (!isnan(flags->presence_penalty)) sampling->presence_penalty = samp_to_float(flags->presence_penalty);
+    if (!isnan(flags->frequency_penalty)) sampling->frequency_penalty = samp_to_float(flags->frequency_penalty);
+    if (flags->top_k != INT_MIN) sampling->top_k = flags->top_k;
+    sampling->seed = (uint64_t)flags->seed;
+    if (flags->max_tokens != INT_MIN) sampling->max_tokens = flags->max_tokens;
+    if (flags->min_tokens != INT_MIN) sampling->min_tokens = flags->min_tokens;
+    samp_fix_min_max(sampling, flags->max_tokens == INT_MIN, flags->min_tokens == INT_MIN);
+    sampling->ignore_eos = flags->ignore_eos;
+    sampling->include_stop = flags->include_stop;
+    sampling->logprobs = flags->logprobs >= 0 ? flags->logprobs : flags->json ? 0 : TOKA_NO_LOGPROBS;
+    if (flags->stop.n_values) sampling->stop = flags->stop.values, sampling->n_stop = flags->stop.n_values;
+    request->n = flags->samples;
 }
 
 static void cli_put_message(buf *b, const char *role, str content) {
@@ -29200,108 +29200,108 @@ static void cli_put_message(buf *b, const char *role, str content) {
 
 /* Renders the chat template. messages: the elements of the JSON array, without its brackets. out:
  * the text of the prompt. */
-static int cli_render(const cli *c, const toka *t, const buf *messages, buf *out, toka_err *e) {
+static int cli_render(const cli *flags, const toka *t, const buf *messages, buf *out, toka_err *e) {
     buf b = {0};
     if (lib_require_template(t, e)) return e->code;
     buf_printf(&b, "{\"messages\":[%s],\"add_generation_prompt\":true}", messages->p);
     buf_clear(out);
-    int code = lib_render(t, t->files, buf_view(&b), json_trusted, c->now, out, e);
+    int code = lib_render(t, t->files, buf_view(&b), json_trusted, flags->now, out, e);
     buf_free(&b);
     return code;
 }
 
 /* Prints token counts and speed on standard error, unless --quiet. */
-static void cli_last_line(const cli *c, const toka_usage *u) {
-    if (c->quiet) return;
-    double rate = u->decode_s > 0 ? (double)MAX(u->output_tokens - 1, 0) / u->decode_s : 0;
+static void cli_print_speed(const cli *flags, const toka_usage *usage) {
+    if (flags->quiet) return;
+    double rate = usage->decode_s > 0 ? (double)MAX(usage->output_tokens - 1, 0) / usage->decode_s : 0;
     fprintf(stderr, "prompt %lld tokens, generated %lld tokens, %.1f tok/s, %s after %.0f ms\n",
-            (long long)u->prompt_tokens, (long long)u->output_tokens, rate,
-            u->output_tokens ? "first token" : "ended", 1e3 * u->prefill_s);
+            (long long)usage->prompt_tokens, (long long)usage->output_tokens, rate,
+            usage->output_tokens ? "first token" : "ended", 1e3 * usage->prefill_s);
 }
 
 /* The output of --json. */
-static void cli_put_result(buf *b, const cli_run *r, const toka_usage *u) {
-    json_put_open(b, '{');
-    json_put_key(b, "model"), json_put_str(b, str_c(r->t->files->name));
-    json_put_key(b, "samples"), json_put_open(b, '[');
-    for (int i = 0; i < r->c->samples; i++) {
-        const cli_sample *s = &r->samples[i];
-        json_put_open(b, '{');
-        json_put_key(b, "index"), json_put_int(b, i);
-        json_put_key(b, "text"), json_put_str(b, buf_view(&s->text));
-        json_put_key(b, "finish_reason"), json_put_str(b, str_c(cli_finish_name(s->finish)));
-        if (s->stop_id >= 0) json_put_key(b, "stop_id"), json_put_int(b, s->stop_id);
-        json_put_key(b, "tokens");
-        buf_printf(b, "[%s]}", s->tokens.n ? s->tokens.p : "");
+static void cli_put_result(buf *out, const cli_generation *run, const toka_usage *usage) {
+    json_put_open(out, '{');
+    json_put_key(out, "model"), json_put_str(out, str_c(run->toka->files->name));
+    json_put_key(out, "samples"), json_put_open(out, '[');
+    for (int i = 0; i < run->flags->samples; i++) {
+        const cli_sample *sample = &run->samples[i];
+        json_put_open(out, '{');
+        json_put_key(out, "index"), json_put_int(out, i);
+        json_put_key(out, "text"), json_put_str(out, buf_view(&sample->text));
+        json_put_key(out, "finish_reason"), json_put_str(out, str_c(cli_finish_name(sample->finish)));
+        if (sample->stop_id >= 0) json_put_key(out, "stop_id"), json_put_int(out, sample->stop_id);
+        json_put_key(out, "tokens");
+        buf_printf(out, "[%s]}", sample->tokens.n ? sample->tokens.p : "");
     }
-    json_put_close(b, ']');
-    json_put_key(b, "prompt_tokens"), json_put_int(b, u->prompt_tokens);
-    json_put_key(b, "output_tokens"), json_put_int(b, u->output_tokens);
-    json_put_key(b, "prefill_s"), json_put_num(b, u->prefill_s, true);
-    json_put_key(b, "decode_s"), json_put_num(b, u->decode_s, true);
-    json_put_close(b, '}');
-    buf_char(b, '\n');
+    json_put_close(out, ']');
+    json_put_key(out, "prompt_tokens"), json_put_int(out, usage->prompt_tokens);
+    json_put_key(out, "output_tokens"), json_put_int(out, usage->output_tokens);
+    json_put_key(out, "prefill_s"), json_put_num(out, usage->prefill_s, true);
+    json_put_key(out, "decode_s"), json_put_num(out, usage->decode_s, true);
+    json_put_close(out, '}');
+    buf_char(out, '\n');
 }
 
 /* --logprobs without --json: prints one line a token on standard error. */
-static void cli_show_logprobs(const cli_run *r) {
-    if (r->c->json || r->c->logprobs < 0) return;
-    for (int i = 0; i < r->c->samples; i++) {
-        if (r->c->samples > 1) fprintf(stderr, "--- sample %d\n", i);
-        fprintf(stderr, "%s\n", buf_view(&r->samples[i].tokens).p);
+static void cli_print_logprobs(const cli_generation *run) {
+    if (run->flags->json || run->flags->logprobs < 0) return;
+    for (int i = 0; i < run->flags->samples; i++) {
+        if (run->flags->samples > 1) fprintf(stderr, "--- sample %d\n", i);
+        fprintf(stderr, "%s\n", buf_view(&run->samples[i].tokens).p);
     }
 }
 
 /* Runs one prompt and prints its output. answer: gets the first sample's text, for the history of a
  * chat; or NULL. */
-static int cli_complete(const cli *c, toka *t, str prompt, int text_flags, buf *answer,
+static int cli_complete(const cli *flags, toka *t, str prompt, int text_flags, buf *answer,
                         toka_err *e) {
-    toka_request r = toka_request_default();
-    toka_usage u = {0};
-    r.sampling.temperature = t->files->defaults.do_sample ? 1 : 0; /* the default is greedy */
-    cli_sampling(c, t, &r);
-    r.text = prompt.p, r.text_bytes = prompt.n, r.text_flags = text_flags;
-    if (check_int("--samples", c->samples, 1, ENG_MAX_N, e)) return e->code;
-    if (c->logprobs != INT_MIN && check_int("--logprobs", c->logprobs, 0, TOKA_MAX_LOGPROBS, e))
+    toka_request request = toka_request_default();
+    toka_usage usage = {0};
+    request.sampling.temperature = t->files->defaults.do_sample ? 1 : 0; /* the default is greedy */
+    cli_set_sampling(flags, t, &request);
+    request.text = prompt.p, request.text_bytes = prompt.n, request.text_flags = text_flags;
+    if (check_int("--samples", flags->samples, 1, ENG_MAX_N, e)) return e->code;
+    if (flags->logprobs != INT_MIN && check_int("--logprobs", flags->logprobs, 0, TOKA_MAX_LOGPROBS, e))
         return e->code;
-    cli_run run = {.c = c, .t = t, .samples = mem_zalloc((size_t)c->samples * sizeof(cli_sample))};
-    for (int i = 0; i < c->samples; i++) run.samples[i].stop_id = -1;
-    int code = toka_generate(t, &r, cli_on_event, &run, &u, e);
-    if (run.e.code) {
-        *e = run.e;
+    cli_generation run = {.flags = flags, .toka = t, .samples = mem_zalloc((size_t)flags->samples * sizeof(cli_sample))};
+    for (int i = 0; i < flags->samples; i++) run.samples[i].stop_id = -1;
+    int code = toka_generate(t, &request, cli_on_event, &run, &usage, e);
+    if (run.error.code) {
+        *e = run.error;
         code = e->code;
     }
     bool interrupted = code == TOKA_E_CANCELLED;
     if (interrupted) code = 0;
-    for (int i = 0; i < c->samples && interrupted; i++)
+    for (int i = 0; i < flags->samples && interrupted; i++)
         if (run.samples[i].finish == TOKA_RUNNING) run.samples[i].finish = TOKA_CANCELLED;
-    if (!code && c->json) {
-        buf b = {0};
-        cli_put_result(&b, &run, &u);
-        code = cli_write(buf_view(&b), e);
-        buf_free(&b);
-    } else if (!code && c->samples > 1) {
-        cli_show_ended(&run);
-        if (run.e.code) {
-            *e = run.e;
+    if (!code && flags->json) {
+        buf out = {0};
+        cli_put_result(&out, &run, &usage);
+        code = cli_write(buf_view(&out), e);
+        buf_free(&out);
+    } else if (!code && flags->samples > 1) {
+        cli_print_ended(&run);
+        if (run.error.code) {
+            *e = run.error;
             code = e->code;
         }
     } else if (!code) {
         code = cli_write(STR("\n"), e);
     }
     if (!code) {
-        cli_show_logprobs(&run);
-        cli_last_line(c, &u);
+        cli_print_logprobs(&run);
+        cli_print_speed(flags, &usage);
     }
     toka_err unused;
     /* after a failure, end the line that was begun */
-    if (code && !run.e.code && c->samples == 1 && !c->json && run.samples[0].text.n)
+    if (code && !run.error.code && flags->samples == 1 && !flags->json && run.samples[0].text.n)
         cli_write(STR("\n"), &unused);
     if (answer) {
         buf_clear(answer);
         buf_str(answer, buf_view(&run.samples[0].text));
     }
-    for (int i = 0; i < c->samples; i++) {
+    for (int i = 0; i < flags->samples; i++) {
         buf_free(&run.samples[i].text);
         buf_free(&run.samples[i].tokens);
     }
@@ -29310,11 +29310,11 @@ static int cli_complete(const cli *c, toka *t, str prompt, int text_flags, buf *
 }
 
 /* Reads one line of standard input, without its line end. *more: false if there was none. */
-static int cli_read_line(buf *line, bool *more, toka_err *e) {
+static int cli_read_line(buf *line, bool *has_line, toka_err *e) {
     int ch = 0;
     buf_clear(line);
     while (!cli_interrupted && (ch = getchar()) != EOF && ch != '\n') buf_char(line, (char)ch);
-    *more = !cli_interrupted && (ch == '\n' || line->n);
+    *has_line = !cli_interrupted && (ch == '\n' || line->n);
     if (ch == '\n' && line->n && line->p[line->n - 1] == '\r') line->n--;
     if (ch == EOF && ferror(stdin) && !cli_interrupted)
         return fail(e, TOKA_E_IO, "standard input: %s", strerror(errno));
@@ -29323,24 +29323,24 @@ static int cli_read_line(buf *line, bool *more, toka_err *e) {
 
 /* --chat: each line of input is a user's turn. Each turn renders the whole history through the chat
  * template. A turn that the engine refuses (it does not fit) is removed from the history. */
-static int cli_chat(const cli *c, toka *t, toka_err *e) {
+static int cli_chat(const cli *flags, toka *t, toka_err *e) {
     buf line = {0}, messages = {0}, prompt = {0}, answer = {0};
-    bool terminal = isatty(0), more = true, answered = false, said = false;
+    bool terminal = isatty(0), has_line = true, answered = false, warned = false;
     int code = 0, refused = 0;
     if (lib_require_template(t, e)) return e->code; /* now, not after the user has typed a line */
-    if (c->system) cli_put_message(&messages, "system", str_c(c->system));
-    if (c->prompt) buf_c(&line, c->prompt);
+    if (flags->system) cli_put_message(&messages, "system", str_c(flags->system));
+    if (flags->prompt) buf_c(&line, flags->prompt);
     while (!cli_interrupted) {
         if (terminal && !line.n) fputs("> ", stderr);
-        if (!line.n && (code = cli_read_line(&line, &more, e))) break;
-        if (!more) break;
+        if (!line.n && (code = cli_read_line(&line, &has_line, e))) break;
+        if (!has_line) break;
         if (!line.n) continue;
         const size_t before = messages.n;
         cli_put_message(&messages, "user", buf_view(&line));
         buf_clear(&line);
-        code = cli_render(c, t, &messages, &prompt, e);
-        if (!code) code = cli_complete(c, t, buf_view(&prompt), TOKA_PARSE_SPECIAL, &answer, e);
-        run_warn_overwritten(t, &said);
+        code = cli_render(flags, t, &messages, &prompt, e);
+        if (!code) code = cli_complete(flags, t, buf_view(&prompt), TOKA_PARSE_SPECIAL, &answer, e);
+        run_warn_overwritten(t, &warned);
         if (code && code != TOKA_E_USE) break;
         if (!code) {
             cli_put_message(&messages, "assistant", buf_view(&answer));
@@ -29357,71 +29357,71 @@ static int cli_chat(const cli *c, toka *t, toka_err *e) {
 }
 
 /* Completes one prompt, through the chat template if the model has one and --raw is not given. */
-static int cli_run_prompt(const cli *c, toka *t, toka_err *e) {
+static int cli_run_prompt(const cli *flags, toka *t, toka_err *e) {
     buf text = {0}, messages = {0}, prompt = {0};
-    bool templated = (t->chat_template || t->chat_error.code) && !c->raw, said = false;
-    int code = cli_read_prompt(c, &text, e);
-    if (!code && c->raw && c->system)
+    bool use_template = (t->chat_template || t->chat_error.code) && !flags->raw, warned = false;
+    int code = cli_read_prompt(flags, &text, e);
+    if (!code && flags->raw && flags->system)
         code = fail(e, TOKA_E_USE, "--system needs the chat template, --raw leaves it out");
-    if (!code && !templated && c->system)
+    if (!code && !use_template && flags->system)
         code = fail(e, TOKA_E_USE, "--system: %s has no chat template", t->files->name);
-    if (!code && !templated && !c->raw && !c->quiet && t->tok)
+    if (!code && !use_template && !flags->raw && !flags->quiet && t->tok)
         fprintf(stderr, "toka: %s has no chat template, so the text is completed as it is "
                 "(--raw says so)\n", t->files->name);
-    if (!code && templated) {
-        if (c->system) cli_put_message(&messages, "system", str_c(c->system));
+    if (!code && use_template) {
+        if (flags->system) cli_put_message(&messages, "system", str_c(flags->system));
         cli_put_message(&messages, "user", buf_view(&text));
-        code = cli_render(c, t, &messages, &prompt, e);
+        code = cli_render(flags, t, &messages, &prompt, e);
     }
-    if (!code && templated)
-        code = cli_complete(c, t, buf_view(&prompt), TOKA_PARSE_SPECIAL, NULL, e);
+    if (!code && use_template)
+        code = cli_complete(flags, t, buf_view(&prompt), TOKA_PARSE_SPECIAL, NULL, e);
     else if (!code)
-        code = cli_complete(c, t, buf_view(&text), TOKA_ADD_SPECIAL | TOKA_PARSE_SPECIAL, NULL, e);
-    run_warn_overwritten(t, &said);
+        code = cli_complete(flags, t, buf_view(&text), TOKA_ADD_SPECIAL | TOKA_PARSE_SPECIAL, NULL, e);
+    run_warn_overwritten(t, &warned);
     buf_free(&text), buf_free(&messages), buf_free(&prompt);
     return code;
 }
 
 /* A build with the GPU half on a machine without a GPU: prints a note; the CPU is used. */
-static void cli_note_device(const cli *c) {
-    char line[200];
-    bool any = !c->open.device || !strcmp(c->open.device, "auto");
-    if (any && !c->quiet && COUNT(lib_backends) > 1 &&
-        !lib_backends[0]->probe(0, line, sizeof line))
-        fprintf(stderr, "toka: no GPU (%s); using the CPU\n", line);
+static void cli_print_no_gpu(const cli *flags) {
+    char description[200];
+    bool is_auto = !flags->open.device || !strcmp(flags->open.device, "auto");
+    if (is_auto && !flags->quiet && COUNT(lib_backends) > 1 &&
+        !lib_backends[0]->probe(0, description, sizeof description))
+        fprintf(stderr, "toka: no GPU (%s); using the CPU\n", description);
 }
 
-static void cli_note_unused(const cli *c, const toka *t) {
-    if (!c->quiet) run_warn_unused(t);
+static void cli_warn_unused(const cli *flags, const toka *t) {
+    if (!flags->quiet) run_warn_unused(t);
 }
 
 /* Opens the model, for a command that runs one. */
-static int cli_open(const cli *c, toka **t, toka_err *e) {
-    buf line = {0};
+static int cli_open(const cli *flags, toka **t, toka_err *e) {
+    buf startup = {0};
     const double t0 = os_now();
-    int code = c->dummy_weights ? run_dummy_open(t, &c->open, e) : toka_open(t, &c->open, e);
+    int code = flags->dummy_weights ? run_dummy_open(t, &flags->open, e) : toka_open(t, &flags->open, e);
     if (code) return code;
-    cli_note_device(c);
-    if (c->verbose) {
-        lib_put_startup(*t, &line);
+    cli_print_no_gpu(flags);
+    if (flags->verbose) {
+        lib_put_startup(*t, &startup);
         run_print_start(*t, (*t)->files->name, os_now() - t0);
-        fprintf(stderr, "toka: %s\n", line.p);
+        fprintf(stderr, "toka: %s\n", startup.p);
     }
-    buf_free(&line);
+    buf_free(&startup);
     return 0;
 }
 
-static int cli_run_command(const cli *c, toka_err *e) { /* toka without a command word */
+static int cli_run_command(const cli *flags, toka_err *e) { /* toka without a command word */
     toka *t;
-    if (c->chat && (c->raw || c->file || c->samples != 1))
+    if (flags->chat && (flags->raw || flags->file || flags->samples != 1))
         return fail(e, TOKA_E_USE, "--chat goes without --raw, --file and --samples");
-    if (!c->prompt && !c->file && !c->chat && isatty(0))
+    if (!flags->prompt && !flags->file && !flags->chat && isatty(0))
         return fail(e, TOKA_E_USE, "no prompt: give -p TEXT, -f FILE, text on standard input, "
                     "or --chat; see toka --help");
-    int code = cli_open(c, &t, e);
+    int code = cli_open(flags, &t, e);
     if (code) return code;
-    cli_note_unused(c, t);
-    code = c->chat ? cli_chat(c, t, e) : cli_run_prompt(c, t, e);
+    cli_warn_unused(flags, t);
+    code = flags->chat ? cli_chat(flags, t, e) : cli_run_prompt(flags, t, e);
     toka_close(t);
     return code;
 }
@@ -29429,320 +29429,320 @@ static int cli_run_command(const cli *c, toka_err *e) { /* toka without a comman
 /* ---- toka tokenize, template, score, models ---- */
 
 static int cli_parse_ids(str text, ids *out, toka_err *e) {
-    const char *p = text.p, *end = text.p + text.n; /* NUL-terminated by os_read_all */
+    const char *pos = text.p, *end = text.p + text.n; /* NUL-terminated by os_read_all */
     for (;;) {
-        while (p < end && isspace((unsigned char)*p)) p++;
-        if (p == end) return 0;
+        while (pos < end && isspace((unsigned char)*pos)) pos++;
+        if (pos == end) return 0;
         char *next;
         errno = 0;
-        long v = strtol(p, &next, 10);
-        if (next == p || errno || v < 0 || v > INT32_MAX ||
+        long number = strtol(pos, &next, 10);
+        if (next == pos || errno || number < 0 || number > INT32_MAX ||
             (next < end && !isspace((unsigned char)*next)))
-            return fail(e, TOKA_E_INPUT, "--decode: not a token id at byte %td", p - text.p);
-        ids_push(out, (int32_t)v);
-        p = next;
+            return fail(e, TOKA_E_INPUT, "--decode: not a token id at byte %td", pos - text.p);
+        ids_push(out, (int32_t)number);
+        pos = next;
     }
 }
 
-static int cli_tokenize(const cli *c, toka_err *e) {
-    buf in = {0}, out = {0};
-    ids v = {0};
+static int cli_tokenize(const cli *flags, toka_err *e) {
+    buf input = {0}, out = {0};
+    ids tokens = {0};
     toka *t = NULL;
-    int code = lib_check_options(&c->open, e);
-    if (!code) code = lib_open_text(&t, &c->open, false, e);
+    int code = lib_check_options(&flags->open, e);
+    if (!code) code = lib_open_text(&t, &flags->open, false, e);
     if (!code) code = lib_require_tokenizer(t, e);
-    if (!code) code = cli_read_prompt(c, &in, e);
-    if (!code && c->decode) {
-        code = cli_parse_ids(buf_view(&in), &v, e);
+    if (!code) code = cli_read_prompt(flags, &input, e);
+    if (!code && flags->decode) {
+        code = cli_parse_ids(buf_view(&input), &tokens, e);
         if (!code)
-            code = tok_decode(t->tok, v.p, v.n, c->no_special ? TOKA_SKIP_SPECIAL : 0, &out, e);
+            code = tok_decode(t->tok, tokens.p, tokens.n, flags->no_special ? TOKA_SKIP_SPECIAL : 0, &out, e);
     } else if (!code) {
-        code = tok_encode(t->tok, buf_view(&in),
-                          TOKA_PARSE_SPECIAL | (c->no_special ? 0 : TOKA_ADD_SPECIAL), &v, e);
-        for (size_t i = 0; i < v.n && !code; i++) buf_printf(&out, i ? " %d" : "%d", (int)v.p[i]);
+        code = tok_encode(t->tok, buf_view(&input),
+                          TOKA_PARSE_SPECIAL | (flags->no_special ? 0 : TOKA_ADD_SPECIAL), &tokens, e);
+        for (size_t i = 0; i < tokens.n && !code; i++) buf_printf(&out, i ? " %d" : "%d", (int)tokens.p[i]);
         if (!code) buf_char(&out, '\n');
     }
     if (!code) code = cli_write(buf_view(&out), e);
-    buf_free(&in), buf_free(&out), ids_free(&v);
+    buf_free(&input), buf_free(&out), ids_free(&tokens);
     toka_close(t);
     return code;
 }
 
-static int cli_template(const cli *c, toka_err *e) {
-    buf in = {0}, out = {0};
+static int cli_template(const cli *flags, toka_err *e) {
+    buf input = {0}, out = {0};
     toka *t = NULL;
     mf_model names = {0};
-    toka alone = {.files = &names};
-    bool needs_model = c->open.model || !c->open.chat_template; /* a template FILE needs none */
-    int code = needs_model ? lib_check_options(&c->open, e)
-                           : lib_parse_template_file(&alone, c->open.chat_template, &names, e);
-    if (!code && needs_model) code = lib_open_text(&t, &c->open, false, e);
+    toka file_only = {.files = &names};
+    bool needs_model = flags->open.model || !flags->open.chat_template; /* a template FILE needs none */
+    int code = needs_model ? lib_check_options(&flags->open, e)
+                           : lib_parse_template_file(&file_only, flags->open.chat_template, &names, e);
+    if (!code && needs_model) code = lib_open_text(&t, &flags->open, false, e);
     if (!code && needs_model) code = lib_require_template(t, e);
-    if (!code) code = cli_read_prompt(c, &in, e);
-    const toka *by = t ? t : &alone;
-    if (!code) code = lib_render(by, by->files, buf_view(&in), json_trusted, c->now, &out, e);
+    if (!code) code = cli_read_prompt(flags, &input, e);
+    const toka *source = t ? t : &file_only;
+    if (!code) code = lib_render(source, source->files, buf_view(&input), json_trusted, flags->now, &out, e);
     if (!code) code = cli_write(buf_view(&out), e);
-    buf_free(&in), buf_free(&out);
+    buf_free(&input), buf_free(&out);
     arena_free(&names.memory);
-    tmpl_del(alone.chat_template), tmpl_del(alone.tool_template);
+    tmpl_del(file_only.chat_template), tmpl_del(file_only.tool_template);
     toka_close(t);
     return code;
 }
 
 /* Prints lines "logprob id token", and the total on standard error; or one JSON object. */
-static int cli_put_scores(const cli *c, const toka *t, const int32_t *v, size_t n,
+static int cli_put_scores(const cli *flags, const toka *t, const int32_t *tokens, size_t n_tokens,
                           const float *logprobs, toka_err *e) {
     buf out = {0};
     double sum = 0;
-    if (c->json) json_put_open(&out, '{'), json_put_key(&out, "tokens"), json_put_open(&out, '[');
-    for (size_t i = 0; i < n; i++) {
+    if (flags->json) json_put_open(&out, '{'), json_put_key(&out, "tokens"), json_put_open(&out, '[');
+    for (size_t i = 0; i < n_tokens; i++) {
         sum += logprobs[i];
-        if (c->json) {
+        if (flags->json) {
             json_put_open(&out, '{');
-            json_put_key(&out, "id"), json_put_int(&out, v[i]);
-            json_put_key(&out, "token"), cli_put_token_text(&out, t->tok, v[i]);
+            json_put_key(&out, "id"), json_put_int(&out, tokens[i]);
+            json_put_key(&out, "token"), cli_put_token_text(&out, t->tok, tokens[i]);
             json_put_key(&out, "logprob");
             if (i) json_put_num(&out, logprobs[i], true);
             else json_put_null(&out);
             json_put_close(&out, '}');
         } else {
-            buf_printf(&out, "%10.5f %7d ", logprobs[i], (int)v[i]);
-            cli_put_token_text(&out, t->tok, v[i]), buf_char(&out, '\n');
+            buf_printf(&out, "%10.5f %7d ", logprobs[i], (int)tokens[i]);
+            cli_put_token_text(&out, t->tok, tokens[i]), buf_char(&out, '\n');
         }
     }
-    double perplexity = n > 1 ? exp(-sum / (double)(n - 1)) : 1;
-    if (c->json) {
+    double perplexity = n_tokens > 1 ? exp(-sum / (double)(n_tokens - 1)) : 1;
+    if (flags->json) {
         json_put_close(&out, ']');
         json_put_key(&out, "logprob"), json_put_num(&out, sum, false);
         json_put_key(&out, "perplexity"), json_put_num(&out, perplexity, false);
         buf_c(&out, "}\n");
     }
     int code = cli_write(buf_view(&out), e);
-    if (!code && !c->quiet)
-        fprintf(stderr, "%zu tokens, log-probability %.5f, perplexity %.4f\n", n, sum, perplexity);
+    if (!code && !flags->quiet)
+        fprintf(stderr, "%zu tokens, log-probability %.5f, perplexity %.4f\n", n_tokens, sum, perplexity);
     buf_free(&out);
     return code;
 }
 
-static int cli_score(const cli *c, toka_err *e) {
-    buf in = {0};
+static int cli_score(const cli *flags, toka_err *e) {
+    buf input = {0};
     toka *t = NULL;
-    int32_t *v = NULL;
-    size_t n = 0;
+    int32_t *tokens = NULL;
+    size_t n_tokens = 0;
     float *logprobs = NULL;
-    int code = cli_open(c, &t, e);
-    if (!code) code = cli_read_prompt(c, &in, e);
+    int code = cli_open(flags, &t, e);
+    if (!code) code = cli_read_prompt(flags, &input, e);
     if (!code)
-        code = toka_encode(t, buf_view(&in).p, in.n,
-                           TOKA_PARSE_SPECIAL | (c->no_special ? 0 : TOKA_ADD_SPECIAL), &v, &n, e);
-    if (!code) logprobs = mem_zalloc(n * sizeof *logprobs), code = toka_score(t, v, n, logprobs, e);
-    if (!code) code = cli_put_scores(c, t, v, n, logprobs, e);
-    free(v), free(logprobs), buf_free(&in);
+        code = toka_encode(t, buf_view(&input).p, input.n,
+                           TOKA_PARSE_SPECIAL | (flags->no_special ? 0 : TOKA_ADD_SPECIAL), &tokens, &n_tokens, e);
+    if (!code) logprobs = mem_zalloc(n_tokens * sizeof *logprobs), code = toka_score(t, tokens, n_tokens, logprobs, e);
+    if (!code) code = cli_put_scores(flags, t, tokens, n_tokens, logprobs, e);
+    free(tokens), free(logprobs), buf_free(&input);
     toka_close(t);
     return code;
 }
 
 /* Prints the table of known models and whether the hub cache of this machine has them. */
-static int cli_models(const cli *c, toka_err *e) {
-    arena a = {0};
+static int cli_models(const cli *flags, toka_err *e) {
+    arena memory = {0};
     buf out = {0};
     mf_known_model *known;
     toka_err absent;
-    int n;
-    int code = mf_read_models_file(c->open.models_file, &a, &known, &n, e);
-    if (!code && !n) code = fail(e, TOKA_E_USE, "%s", mf_no_models_file);
-    for (int i = 0; i < n && !code; i++) {
+    int n_known;
+    int code = mf_read_models_file(flags->open.models_file, &memory, &known, &n_known, e);
+    if (!code && !n_known) code = fail(e, TOKA_E_USE, "%s", mf_no_models_file);
+    for (int i = 0; i < n_known && !code; i++) {
         char *folder = NULL;
-        const char *here = mf_find_in_hub_cache(known[i].hub_id, NULL, &folder, &a, &absent)
+        const char *where = mf_find_in_hub_cache(known[i].hub_id, NULL, &folder, &memory, &absent)
                                ? ""
                                : "in the hub cache";
         if (!i)
             buf_printf(&out, "%-28s %-44s %9s  %-8s %s\n", "name", "hub id", "weights", "template",
                        "here");
         buf_printf(&out, "%-28s %-44s %7.2f B  %-8s %s\n", known[i].name, known[i].hub_id,
-                   1e-9 * (double)mf_n_parameters(&known[i].config), known[i].family, here);
+                   1e-9 * (double)mf_n_parameters(&known[i].config), known[i].family, where);
     }
     if (!code) code = cli_write(buf_view(&out), e);
-    arena_free(&a), buf_free(&out);
+    arena_free(&memory), buf_free(&out);
     return code;
 }
 
-static int cli_check_names(const cli *c, toka_err *e) {
-    for (int i = 0; i < c->served_names.n; i++)
-        if (!*c->served_names.at[i]) return fail(e, TOKA_E_USE, "--served-model-name: it is empty");
+static int cli_check_names(const cli *flags, toka_err *e) {
+    for (int i = 0; i < flags->served_names.n_values; i++)
+        if (!*flags->served_names.values[i]) return fail(e, TOKA_E_USE, "--served-model-name: it is empty");
     return 0;
 }
 
-static int cli_batch(const cli *c, toka_err *e) {
+static int cli_batch(const cli *flags, toka_err *e) {
     toka *t;
-    if (!c->input || !c->output)
+    if (!flags->input || !flags->output)
         return fail(e, TOKA_E_USE, "toka batch needs -i IN.jsonl and -o OUT.jsonl");
-    if (check_int("--samples", c->samples, 1, ENG_MAX_N, e) || cli_check_names(c, e))
+    if (check_int("--samples", flags->samples, 1, ENG_MAX_N, e) || cli_check_names(flags, e))
         return e->code;
-    if (check_int("--max-answer-bytes", c->serve.max_answer_bytes, 1, INT64_MAX, e)) return e->code;
-    int code = cli_open(c, &t, e);
+    if (check_int("--max-answer-bytes", flags->serve.max_answer_bytes, 1, INT64_MAX, e)) return e->code;
+    int code = cli_open(flags, &t, e);
     if (code) return code;
-    run_options o = {.in = c->input,
-                     .out = c->output,
-                     .report = c->report,
-                     .now = c->now,
+    run_options options = {.in = flags->input,
+                     .out = flags->output,
+                     .report = flags->report,
+                     .now = flags->now,
                      .defaults = toka_request_default(),
-                     .name = c->served_names.n ? c->served_names.at[0] : NULL,
-                     .quiet = c->quiet,
-                     .max_answer_bytes = c->serve.max_answer_bytes,
+                     .name = flags->served_names.n_values ? flags->served_names.values[0] : NULL,
+                     .quiet = flags->quiet,
+                     .max_answer_bytes = flags->serve.max_answer_bytes,
                      .interrupted = &cli_interrupted};
-    cli_note_unused(c, t);
-    cli_sampling(c, t, &o.defaults);
-    o.defaults.sampling.logprobs = 0;
+    cli_warn_unused(flags, t);
+    cli_set_sampling(flags, t, &options.defaults);
+    options.defaults.sampling.logprobs = 0;
     /* Bad flags fail here. Otherwise each line would become an error record, which is final. */
-    code = samp_check(&o.defaults.sampling, t->shape.V, e);
-    if (!code) code = run_batch(t, &o, e);
+    code = samp_check(&options.defaults.sampling, t->shape.V, e);
+    if (!code) code = run_batch(t, &options, e);
     toka_close(t);
     return code;
 }
 
-static int cli_bench_throughput(const cli *c, toka_err *e) {
+static int cli_bench_throughput(const cli *flags, toka_err *e) {
     toka *t;
-    if (!c->dataset) return fail(e, TOKA_E_USE, "toka bench throughput needs --dataset FILE");
-    if (check_int("--num-prompts", c->num_prompts, 0, INT_MAX, e)) return e->code;
+    if (!flags->dataset) return fail(e, TOKA_E_USE, "toka bench throughput needs --dataset FILE");
+    if (check_int("--num-prompts", flags->num_prompts, 0, INT_MAX, e)) return e->code;
     const double t0 = os_now();
-    int code = cli_open(c, &t, e);
+    int code = cli_open(flags, &t, e);
     if (code) return code;
-    run_bench_options o = {.dataset = c->dataset,
-                           .timeline = c->timeline,
-                           .num_prompts = c->num_prompts,
+    run_bench_options options = {.dataset = flags->dataset,
+                           .timeline = flags->timeline,
+                           .num_prompts = flags->num_prompts,
                            .base = toka_request_default(),
                            .load_s = os_now() - t0,
-                           .json = c->json,
-                           .quiet = c->quiet,
-                           .said = c->verbose,
+                           .json = flags->json,
+                           .quiet = flags->quiet,
+                           .start_printed = flags->verbose,
                            .interrupted = &cli_interrupted};
-    cli_sampling(c, t, &o.base);
-    o.base.n = 1;
-    o.base.sampling.min_tokens = o.base.sampling.n_stop = 0;
-    o.base.sampling.logprobs = TOKA_NO_LOGPROBS;
-    code = run_bench_throughput(t, &o, e);
+    cli_set_sampling(flags, t, &options.base);
+    options.base.n = 1;
+    options.base.sampling.min_tokens = options.base.sampling.n_stop = 0;
+    options.base.sampling.logprobs = TOKA_NO_LOGPROBS;
+    code = run_bench_throughput(t, &options, e);
     toka_close(t);
     return code ? code : cli_write(STR(""), e);
 }
 
-static int cli_bench_serve(const cli *c, toka_err *e) {
-    bs_options o = c->bench;
+static int cli_bench_serve(const cli *flags, toka_err *e) {
+    benchclient_options options = flags->bench;
     char *end = NULL;
     /* strtod accepts "inf", too */
-    o.request_rate = c->request_rate ? strtod(c->request_rate, &end) : (double)INFINITY;
-    if (end && (end == c->request_rate || *end))
-        return fail(e, TOKA_E_USE, "--request-rate: '%s' is not a number", c->request_rate);
-    o.host = c->host;
-    o.port = c->port;
-    o.model = c->open.model;
-    o.dataset = c->dataset;
-    o.num_prompts = c->num_prompts;
-    o.temperature = isnan(c->temperature) ? 0 : c->temperature;
-    o.seed = (uint64_t)c->seed;
-    o.ignore_eos = c->ignore_eos;
-    o.json = c->json;
-    o.quiet = c->quiet;
-    o.interrupted = &cli_interrupted;
-    int code = bs_bench(&o, e);
+    options.request_rate = flags->request_rate ? strtod(flags->request_rate, &end) : (double)INFINITY;
+    if (end && (end == flags->request_rate || *end))
+        return fail(e, TOKA_E_USE, "--request-rate: '%s' is not a number", flags->request_rate);
+    options.host = flags->host;
+    options.port = flags->port;
+    options.model = flags->open.model;
+    options.dataset = flags->dataset;
+    options.num_prompts = flags->num_prompts;
+    options.temperature = isnan(flags->temperature) ? 0 : flags->temperature;
+    options.seed = (uint64_t)flags->seed;
+    options.ignore_eos = flags->ignore_eos;
+    options.json = flags->json;
+    options.quiet = flags->quiet;
+    options.interrupted = &cli_interrupted;
+    int code = benchclient_run(&options, e);
     return code ? code : cli_write(STR(""), e);
 }
 
 /* ---- toka bench ops ---- */
 
-typedef struct run_ops {
-    bool json, first;
-    double read; /* measured read bandwidth, bytes per second; from the first row */
-} run_ops;
+typedef struct run_ops_state {
+    bool json, is_first;
+    double read_bytes_per_s; /* measured read bandwidth, bytes per second; from the first row */
+} run_ops_state;
 
 /* Prints one row. share: the time that the roofline allows, divided by the measured time. The
  * roofline is made of the measured read bandwidth and RUN_PEAK_TFLOPS. */
-static void run_ops_row(void *user, const toka_bench_row *r) {
-    run_ops *o = user;
-    double s = r->us * 1e-6;
-    if (o->first) o->read = r->bytes / s;
-    double floor_s = MAX(r->flop / (RUN_PEAK_TFLOPS * 1e12), r->bytes / o->read);
-    const char *bound = r->flop / (RUN_PEAK_TFLOPS * 1e12) > r->bytes / o->read ? "arithmetic"
+static void run_ops_print_row(void *user, const toka_bench_row *row) {
+    run_ops_state *state = user;
+    double seconds = row->us * 1e-6;
+    if (state->is_first) state->read_bytes_per_s = row->bytes / seconds;
+    double floor_s = MAX(row->flop / (RUN_PEAK_TFLOPS * 1e12), row->bytes / state->read_bytes_per_s);
+    const char *bound = row->flop / (RUN_PEAK_TFLOPS * 1e12) > row->bytes / state->read_bytes_per_s ? "arithmetic"
                                                                                 : "memory";
-    if (o->json)
+    if (state->json)
         printf("%s\n  {\"op\":\"%s\",\"model\":\"%s\",\"shape\":\"%s\",\"us\":%.3f,"
                "\"tflops\":%.2f,\"tbps\":%.4f,\"share\":%.4f,\"bound\":\"%s\"}",
-               o->first ? "[" : ",", r->op, r->model, r->shape, r->us, r->flop / s * 1e-12,
-               r->bytes / s * 1e-12, floor_s / s, bound);
+               state->is_first ? "[" : ",", row->op, row->model, row->shape, row->us, row->flop / seconds * 1e-12,
+               row->bytes / seconds * 1e-12, floor_s / seconds, bound);
     else {
-        if (o->first)
+        if (state->is_first)
             printf("%-16s %-14s %-28s %10s %9s %7s %7s  %s\n", "op", "model", "shape", "us",
                    "TFLOP/s", "TB/s", "share", "bound by");
-        printf("%-16s %-14s %-28s %10.2f %9.1f %7.3f %6.1f%%  %s\n", r->op, r->model, r->shape,
-               r->us, r->flop / s * 1e-12, r->bytes / s * 1e-12, 100 * floor_s / s, bound);
+        printf("%-16s %-14s %-28s %10.2f %9.1f %7.3f %6.1f%%  %s\n", row->op, row->model, row->shape,
+               row->us, row->flop / seconds * 1e-12, row->bytes / seconds * 1e-12, 100 * floor_s / seconds, bound);
     }
-    o->first = false;
+    state->is_first = false;
 }
 
 static int run_bench_ops(bool as_json, toka_err *e) {
-    char line[200];
-    const toka_backend *be = lib_backends[0];
-    if (!be->bench)
+    char description[200];
+    const toka_backend *backend = lib_backends[0];
+    if (!backend->bench)
         return fail(e, TOKA_E_USE,
                     "toka bench ops needs a build with the GPU half (nvcc, toka_kernels.cu)");
-    if (!be->probe(0, line, sizeof line)) return fail(e, TOKA_E_DEVICE, "no GPU: %s", line);
-    run_ops o = {.json = as_json, .first = true};
-    if (!as_json) printf("%s\n", line);
-    int code = be->bench(run_ops_row, &o, e);
-    if (as_json && !o.first) puts("\n]");
+    if (!backend->probe(0, description, sizeof description)) return fail(e, TOKA_E_DEVICE, "no GPU: %s", description);
+    run_ops_state state = {.json = as_json, .is_first = true};
+    if (!as_json) printf("%s\n", description);
+    int code = backend->bench(run_ops_print_row, &state, e);
+    if (as_json && !state.is_first) puts("\n]");
     return code;
 }
 
-static int cli_bench_ops(const cli *c, toka_err *e) {
-    int code = run_bench_ops(c->json, e);
+static int cli_bench_ops(const cli *flags, toka_err *e) {
+    int code = run_bench_ops(flags->json, e);
     return code ? code : cli_write(STR(""), e);
 }
 
-static int cli_bench_plan(const cli *c, toka_err *e) {
-    int code = run_bench_plan(c->json, &cli_interrupted, e);
+static int cli_bench_plan(const cli *flags, toka_err *e) {
+    int code = run_bench_plan(flags->json, &cli_interrupted, e);
     return code ? code : cli_write(STR(""), e);
 }
 
-static int cli_plan(const cli *c, toka_err *e) {
-    const toka_options *open = &c->open;
-    plan_options o = c->plan;
-    buf b = {0};
-    o.model = open->model;
-    o.models_file = open->models_file;
-    o.max_len = open->max_model_len;
-    o.max_seqs = open->max_num_seqs;
-    o.max_tokens = open->max_num_batched_tokens;
-    o.utilization = open->gpu_memory_utilization;
-    o.samples = c->samples;
-    o.json = c->json;
-    int code = plan_make(&o, &b, e);
-    if (!code) code = cli_write(buf_view(&b), e);
-    buf_free(&b);
+static int cli_plan(const cli *flags, toka_err *e) {
+    const toka_options *open = &flags->open;
+    plan_options options = flags->plan;
+    buf out = {0};
+    options.model = open->model;
+    options.models_file = open->models_file;
+    options.max_len = open->max_model_len;
+    options.max_seqs = open->max_num_seqs;
+    options.max_tokens = open->max_num_batched_tokens;
+    options.utilization = open->gpu_memory_utilization;
+    options.n_samples = flags->samples;
+    options.json = flags->json;
+    int code = plan_answer(&options, &out, e);
+    if (!code) code = cli_write(buf_view(&out), e);
+    buf_free(&out);
     return code;
 }
 
 /* Prints a line for each device that this build can use. For a kind of device that this machine
  * does not have, the line says why. */
-static int cli_devices(const cli *c, toka_err *e) {
-    buf b = {0};
-    char line[200];
-    (void)c;
+static int cli_devices(const cli *flags, toka_err *e) {
+    buf out = {0};
+    char description[200];
+    (void)flags;
     for (int i = 0; i < COUNT(lib_backends); i++) {
-        const toka_backend *be = lib_backends[i];
-        int n = 0;
-        for (; be->probe(n, line, sizeof line); n++)
-            if (n || be->probe(1, (char[200]){0}, 200))
-                buf_printf(&b, "%s:%d  %s\n", be->name, n, line);
-            else buf_printf(&b, "%s  %s\n", be->name, line);
-        if (!n) buf_printf(&b, "%s  none: %s\n", be->name, line);
+        const toka_backend *backend = lib_backends[i];
+        int n_found = 0;
+        for (; backend->probe(n_found, description, sizeof description); n_found++)
+            if (n_found || backend->probe(1, (char[200]){0}, 200))
+                buf_printf(&out, "%s:%d  %s\n", backend->name, n_found, description);
+            else buf_printf(&out, "%s  %s\n", backend->name, description);
+        if (!n_found) buf_printf(&out, "%s  none: %s\n", backend->name, description);
     }
-    int code = cli_write(buf_view(&b), e);
-    buf_free(&b);
+    int code = cli_write(buf_view(&out), e);
+    buf_free(&out);
     return code;
 }
 
 /* Prints the progress of opening a model; used on a terminal only. */
-static void cli_progress(void *user, const char *what, double done) {
+static void cli_print_progress(void *user, const char *what, double done) {
     (void)user;
     fprintf(stderr, done < 1 ? "\r\033[K%s %3.0f %%" : "\r\033[K", what, 100 * done);
 }
@@ -29759,123 +29759,123 @@ static str cli_trim_key(str key) {
 }
 
 /* Appends the lines of --api-key-file to the keys. keys: [CLI_MAX_KEYS]; their bytes are in a. */
-static int cli_read_keys(const char *path, arena *a, const char **keys, int *n, toka_err *e) {
+static int cli_read_key_file(const char *path, arena *memory, const char **keys, int *n_keys, toka_err *e) {
     str text;
-    int code = os_map(path, &text, e), before = *n;
+    int code = os_map(path, &text, e), n_before = *n_keys;
     if (code) return code;
     for (str rest = str_skip_bom(text), line; !code && str_split_next(&rest, '\n', &line);) {
         line = cli_trim_key(line);
         if (!line.n || line.p[0] == '#') continue;
-        if (*n == CLI_MAX_KEYS)
+        if (*n_keys == CLI_MAX_KEYS)
             code = fail(e, TOKA_E_INPUT, "--api-key-file %s: more than %d keys", path,
                         CLI_MAX_KEYS);
-        else keys[(*n)++] = arena_cstr(a, line);
+        else keys[(*n_keys)++] = arena_cstr(memory, line);
     }
     os_unmap(text);
-    if (!code && *n == before)
+    if (!code && *n_keys == n_before)
         code = fail(e, TOKA_E_INPUT, "--api-key-file %s: there is no key in it", path);
     return code;
 }
 
 /* Checks the ranges of the server's flags. */
-static int cli_check_serve(const cli *c, const srv_options *o, toka_err *e) {
-    if (check_int("--port", c->port, 0, 65535, e)) return e->code;
-    if (strcmp(c->generation_config, "auto") && strcmp(c->generation_config, "vllm"))
+static int cli_check_serve(const cli *flags, const srv_options *options, toka_err *e) {
+    if (check_int("--port", flags->port, 0, 65535, e)) return e->code;
+    if (strcmp(flags->generation_config, "auto") && strcmp(flags->generation_config, "vllm"))
         return fail(e, TOKA_E_USE, "--generation-config: '%s', expected auto or vllm",
-                    c->generation_config);
-    if (check_int("--max-queue", o->max_queue, 1, INT_MAX, e)) return e->code;
-    if (check_int("--max-body-bytes", o->max_body_bytes, 1, (int64_t)1 << 31, e)) return e->code;
-    if (check_int("--max-answer-bytes", o->max_answer_bytes, 1, INT64_MAX, e)) return e->code;
-    if (check_int("--max-upload-bytes", o->max_upload_bytes, 1, INT64_MAX, e)) return e->code;
-    if (check_int("--server-threads", o->n_workers, 0, 64, e)) return e->code;
-    if (o->read_timeout <= 0 || o->write_timeout <= 0 || o->keep_alive <= 0 || o->step_timeout <= 0)
+                    flags->generation_config);
+    if (check_int("--max-queue", options->max_queue, 1, INT_MAX, e)) return e->code;
+    if (check_int("--max-body-bytes", options->max_body_bytes, 1, (int64_t)1 << 31, e)) return e->code;
+    if (check_int("--max-answer-bytes", options->max_answer_bytes, 1, INT64_MAX, e)) return e->code;
+    if (check_int("--max-upload-bytes", options->max_upload_bytes, 1, INT64_MAX, e)) return e->code;
+    if (check_int("--server-threads", options->n_workers, 0, 64, e)) return e->code;
+    if (options->read_timeout <= 0 || options->write_timeout <= 0 || options->keep_alive <= 0 || options->step_timeout <= 0)
         return fail(e, TOKA_E_USE, "--read-timeout, --write-timeout, --keep-alive, "
                     "--step-timeout: expected more than 0 seconds");
-    if (o->hosts && srv_check_hosts(o->hosts, e)) return e->code;
-    if (o->files_dir && !*o->files_dir)
+    if (options->hosts && srv_check_hosts(options->hosts, e)) return e->code;
+    if (options->files_dir && !*options->files_dir)
         return fail(e, TOKA_E_USE, "--files-dir: it is empty; expected a folder, or off");
     const char *key = getenv("TOKA_API_KEY");
-    if (key && !*key && !c->api_keys.n && !c->api_key_file)
+    if (key && !*key && !flags->api_keys.n_values && !flags->api_key_file)
         return fail(e, TOKA_E_USE,
                     "TOKA_API_KEY is empty; unset it for a server that asks for no key");
-    return cli_check_names(c, e);
+    return cli_check_names(flags, e);
 }
 
 /* Takes the keys of --api-key or TOKA_API_KEY. */
-static int cli_take_keys(const cli *c, arena *a, const char **keys, int *n, toka_err *e) {
-    for (int i = 0; i < c->api_keys.n; i++) {
-        str key = cli_trim_key(str_c(c->api_keys.at[i]));
+static int cli_add_keys(const cli *flags, arena *a, const char **keys, int *n_keys, toka_err *e) {
+    for (int i = 0; i < flags->api_keys.n_values; i++) {
+        str key = cli_trim_key(str_c(flags->api_keys.values[i]));
         if (!key.n) return fail(e, TOKA_E_USE, "--api-key: it is empty");
-        keys[(*n)++] = arena_cstr(a, key);
+        keys[(*n_keys)++] = arena_cstr(a, key);
     }
     return 0;
 }
 
-static int cli_serve(const cli *c, toka_err *e) {
-    srv_options o = c->serve;
-    arena a = {0};
-    int code = cli_check_serve(c, &o, e);
-    if (!code) code = lib_check_options(&c->open, e);
-    const char **keys = arena_alloc(&a, CLI_MAX_KEYS * sizeof *keys);
-    if (!code) code = cli_take_keys(c, &a, keys, &o.n_keys, e);
-    if (!code && c->api_key_file) code = cli_read_keys(c->api_key_file, &a, keys, &o.n_keys, e);
-    o.open = c->open;
-    o.host = c->host;
-    o.port = c->port;
-    o.keys = keys;
-    o.now = c->now;
-    o.quiet = c->quiet;
-    o.names = c->served_names.at;
-    o.n_names = c->served_names.n;
-    o.model_defaults = !strcmp(c->generation_config, "auto");
-    if (!o.n_workers) o.n_workers = MIN(8, MAX(2, os_n_cores() / 4));
-    o.interrupted = &cli_interrupted;
-    cli_patience_s = (int)MAX(1, MIN(o.step_timeout, INT_MAX));
-    if (!code) code = srv_run(&o, e);
+static int cli_serve(const cli *flags, toka_err *e) {
+    srv_options options = flags->serve;
+    arena memory = {0};
+    int code = cli_check_serve(flags, &options, e);
+    if (!code) code = lib_check_options(&flags->open, e);
+    const char **keys = arena_alloc(&memory, CLI_MAX_KEYS * sizeof *keys);
+    if (!code) code = cli_add_keys(flags, &memory, keys, &options.n_keys, e);
+    if (!code && flags->api_key_file) code = cli_read_key_file(flags->api_key_file, &memory, keys, &options.n_keys, e);
+    options.open = flags->open;
+    options.host = flags->host;
+    options.port = flags->port;
+    options.keys = keys;
+    options.now = flags->now;
+    options.quiet = flags->quiet;
+    options.names = flags->served_names.values;
+    options.n_names = flags->served_names.n_values;
+    options.model_defaults = !strcmp(flags->generation_config, "auto");
+    if (!options.n_workers) options.n_workers = MIN(8, MAX(2, os_n_cores() / 4));
+    options.interrupted = &cli_interrupted;
+    cli_stop_timeout_s = (int)MAX(1, MIN(options.step_timeout, INT_MAX));
+    if (!code) code = srv_run(&options, e);
     /* a signal is the normal way to end a server: exit status 0, not 130 */
     if (!code && cli_interrupted == 1) cli_interrupted = 0;
-    arena_free(&a);
+    arena_free(&memory);
     return code;
 }
 
 static int cli_version(toka_err *e) {
-    buf b = {0};
-    char line[200];
-    buf_printf(&b, "toka %s (device:", TOKA_VERSION);
+    buf out = {0};
+    char description[200];
+    buf_printf(&out, "toka %s (device:", TOKA_VERSION);
     for (int i = 0; i < COUNT(lib_backends); i++)
-        buf_printf(&b, "%s %s%s", i ? "," : "", lib_backends[i]->name,
-                   lib_backends[i]->probe(0, line, sizeof line) ? "" : " (none found)");
-    buf_printf(&b, "%s)\n", embedded_model ? "; with the embedded model" : "");
-    int code = cli_write(buf_view(&b), e);
-    buf_free(&b);
+        buf_printf(&out, "%s %s%s", i ? "," : "", lib_backends[i]->name,
+                   lib_backends[i]->probe(0, description, sizeof description) ? "" : " (none found)");
+    buf_printf(&out, "%s)\n", embedded_model ? "; with the embedded model" : "");
+    int code = cli_write(buf_view(&out), e);
+    buf_free(&out);
     return code;
 }
 
 /* In the library 0 means the default of these sizes; on the command line it is an error. */
-static int cli_check_split(const toka_options *o, toka_err *e) {
-    if (check_int("--tensor-parallel-size", o->tensor_parallel_size, 1, ENG_MAX_PARALLEL, e))
+static int cli_check_parallel(const toka_options *options, toka_err *e) {
+    if (check_int("--tensor-parallel-size", options->tensor_parallel_size, 1, ENG_MAX_PARALLEL, e))
         return e->code;
-    if (check_int("--pipeline-parallel-size", o->pipeline_parallel_size, 1, ENG_MAX_PARALLEL, e))
+    if (check_int("--pipeline-parallel-size", options->pipeline_parallel_size, 1, ENG_MAX_PARALLEL, e))
         return e->code;
-    return check_int("--data-parallel-size", o->data_parallel_size, 1, ENG_MAX_PARALLEL, e);
+    return check_int("--data-parallel-size", options->data_parallel_size, 1, ENG_MAX_PARALLEL, e);
 }
 
 /* Returns an error, before a model is loaded, if a flag that takes a file names a directory. */
-static int cli_check_files(const cli *c, unsigned command, toka_err *e) {
+static int cli_check_files(const cli *flags, unsigned command, toka_err *e) {
     for (int i = 0; i < COUNT(cli_flags); i++) {
-        const cli_flag *f = &cli_flags[i];
+        const cli_flag *flag = &cli_flags[i];
         const char *path;
-        if (!f->name || !str_starts(str_c(f->arg), STR("FILE")) || !(f->commands & command)) continue;
-        memcpy(&path, (const char *)c + f->field, sizeof path);
-        if (path && f->field != AT(report) && os_is_dir(path)) /* run_check_report checks it */
-            return fail(e, TOKA_E_INPUT, "--%s: %s is a directory, expected a file", f->name, path);
+        if (!flag->name || !str_starts(str_c(flag->value_name), STR("FILE")) || !(flag->commands & command)) continue;
+        memcpy(&path, (const char *)flags + flag->offset, sizeof path);
+        if (path && flag->offset != AT(report) && os_is_dir(path)) /* run_check_report checks it */
+            return fail(e, TOKA_E_INPUT, "--%s: %s is a directory, expected a file", flag->name, path);
     }
     return 0;
 }
 
 typedef struct cli_command {
-    const char *name, *second; /* the words, such as "bench", "plan"; second NULL: only one word */
-    unsigned bit;
+    const char *name, *second_name; /* the words, such as "bench", "plan"; second NULL: only one word */
+    unsigned for_bit;
     int (*main)(const cli *, toka_err *);
 } cli_command;
 
@@ -29893,88 +29893,88 @@ static const cli_command cli_command_table[] = {
 static const cli_command *cli_find_command(const char *first, const char *second) {
     for (int i = 0; i < COUNT(cli_command_table); i++) {
         const cli_command *it = &cli_command_table[i];
-        if (!strcmp(first, it->name) && (!it->second || !strcmp(second, it->second))) return it;
+        if (!strcmp(first, it->name) && (!it->second_name || !strcmp(second, it->second_name))) return it;
     }
     return NULL;
 }
 
 /* Returns the error for an unknown command, with the most similar one. */
-static int cli_no_command(const char *first, const char *second, toka_err *e) {
-    const bool bench = !strcmp(first, "bench");
-    suggestion near = {.typed = str_c(bench ? second : first)};
-    if (!bench) suggest_try(&near, "help");
+static int cli_fail_unknown_command(const char *first, const char *second, toka_err *e) {
+    const bool is_bench = !strcmp(first, "bench");
+    suggestion nearest = {.typed = str_c(is_bench ? second : first)};
+    if (!is_bench) suggest_try(&nearest, "help");
     for (int i = 0; i < COUNT(cli_command_table); i++) {
-        const cli_command *it = &cli_command_table[i];
-        if (!bench || it->second) suggest_try(&near, bench ? it->second : it->name);
+        const cli_command *command = &cli_command_table[i];
+        if (!is_bench || command->second_name) suggest_try(&nearest, is_bench ? command->second_name : command->name);
     }
-    if (bench) fail(e, TOKA_E_USE, "toka bench: expected throughput, serve, plan or ops");
+    if (is_bench) fail(e, TOKA_E_USE, "toka bench: expected throughput, serve, plan or ops");
     else fail(e, TOKA_E_USE, "%s: no such command; see toka --help", first);
-    return suggest_fail(&near, bench ? "toka bench " : "toka ", e);
+    return suggest_fail(&nearest, is_bench ? "toka bench " : "toka ", e);
 }
 
 /* toka help, toka help COMMAND, toka bench --help. words: the n words after "help". */
-static int cli_help_on(bool all, int n, char **words, toka_err *e) {
-    if (!n || words[0][0] == '-') return cli_help(all, FOR_ANY, 0, NULL, e);
-    const char *second = n > 1 ? words[1] : "";
+static int cli_help_for(bool all, int n_words, char **words, toka_err *e) {
+    if (!n_words || words[0][0] == '-') return cli_help(all, FOR_ANY, 0, NULL, e);
+    const char *second = n_words > 1 ? words[1] : "";
     const cli_command *command = cli_find_command(words[0], second);
-    const bool bench = !strcmp(words[0], "bench") && !*second;
-    if (bench) return cli_help(all, FOR_ANY, 0, NULL, e);
-    if (!command) return cli_no_command(words[0], second, e);
-    return cli_help(all, command->bit, command->second ? 2 : 1, words, e);
+    const bool is_bench = !strcmp(words[0], "bench") && !*second;
+    if (is_bench) return cli_help(all, FOR_ANY, 0, NULL, e);
+    if (!command) return cli_fail_unknown_command(words[0], second, e);
+    return cli_help(all, command->for_bit, command->second_name ? 2 : 1, words, e);
 }
 
 /* Reads the flags after the command's words and runs the command. command NULL: toka without a
  * command word. */
-static int cli_run_words(const cli_command *command, int n_words, int argc, char **argv,
+static int cli_run_args(const cli_command *command, int n_words, int argc, char **argv,
                          toka_err *e) {
-    cli c = cli_default();
+    cli flags = cli_default();
     tmpl_time now;
-    const unsigned bit = command ? command->bit : FOR_RUN;
-    int code = cli_parse(&c, bit, argc - 1 - n_words, argv + 1 + n_words, e);
+    const unsigned bit = command ? command->for_bit : FOR_RUN;
+    int code = cli_parse(&flags, bit, argc - 1 - n_words, argv + 1 + n_words, e);
     if (code) return code;
-    if (c.help || c.help_all)
-        return cli_help(c.help_all, command ? bit : FOR_ANY, n_words, argv + 1, e);
-    if (c.version) return cli_version(e);
-    if ((code = cli_check_split(&c.open, e)) || (code = lib_parse_now(c.now, &now, e))) return code;
-    if ((code = cli_check_files(&c, bit, e))) return code;
-    if (isatty(2) && !c.quiet) c.open.progress = cli_progress;
-    return command ? command->main(&c, e) : cli_run_command(&c, e);
+    if (flags.help || flags.help_all)
+        return cli_help(flags.help_all, command ? bit : FOR_ANY, n_words, argv + 1, e);
+    if (flags.version) return cli_version(e);
+    if ((code = cli_check_parallel(&flags.open, e)) || (code = lib_parse_now(flags.now, &now, e))) return code;
+    if ((code = cli_check_files(&flags, bit, e))) return code;
+    if (isatty(2) && !flags.quiet) flags.open.progress = cli_print_progress;
+    return command ? command->main(&flags, e) : cli_run_command(&flags, e);
 }
 
 static int cli_dispatch(int argc, char **argv, toka_err *e) {
     const char *first = argc > 1 && argv[1][0] != '-' ? argv[1] : NULL;
     const char *next = argc > 2 ? argv[2] : "";
-    if (!first) return cli_run_words(NULL, 0, argc, argv, e);
-    const bool all = !strcmp(next, "--help-all");
-    if (!strcmp(first, "help")) return cli_help_on(all, argc - 2, argv + 2, e);
+    if (!first) return cli_run_args(NULL, 0, argc, argv, e);
+    const bool help_all = !strcmp(next, "--help-all");
+    if (!strcmp(first, "help")) return cli_help_for(help_all, argc - 2, argv + 2, e);
     const char *second = *next != '-' ? next : "";
     const cli_command *command = cli_find_command(first, second);
-    if (command) return cli_run_words(command, command->second ? 2 : 1, argc, argv, e);
-    const bool asks = all || !strcmp(next, "--help") || !strcmp(next, "-h");
-    if (asks && !strcmp(first, "bench")) return cli_help_on(all, 0, NULL, e);
-    return cli_no_command(first, second, e);
+    if (command) return cli_run_args(command, command->second_name ? 2 : 1, argc, argv, e);
+    const bool wants_help = help_all || !strcmp(next, "--help") || !strcmp(next, "-h");
+    if (wants_help && !strcmp(first, "bench")) return cli_help_for(help_all, 0, NULL, e);
+    return cli_fail_unknown_command(first, second, e);
 }
 
 /* If standard input, output or error is closed, the next opened file would take its descriptor.
  * Opens /dev/null there, in the wrong direction, so that reading or writing it still fails. */
-static void cli_keep_standard(void) {
+static void cli_reserve_std_fds(void) {
     for (int fd = 0; fd < 3; fd++)
         if (fcntl(fd, F_GETFD) < 0) open("/dev/null", fd ? O_RDONLY : O_WRONLY);
 }
 
 int toka_main(int argc, char **argv) {
     toka_err e = {0};
-    cli_keep_standard();
+    cli_reserve_std_fds();
     cli_catch_signals();
     int code = cli_dispatch(argc, argv, &e);
-    const bool quiet = cli_reader_left || (cli_interrupted && code == TOKA_E_CANCELLED);
+    const bool quiet = cli_stdout_closed || (cli_interrupted && code == TOKA_E_CANCELLED);
     if (code && !quiet) fprintf(stderr, "toka: %s\n", e.msg);
     if (cli_interrupted && code == TOKA_E_DEVICE) {
         fflush(NULL);
         _exit(130); /* not exit(): a hung rank may still use what it would destroy */
     }
     if (cli_interrupted) return 130;
-    return !code || cli_reader_left ? 0 : code == TOKA_E_USE || code == TOKA_E_INPUT ? 1 : 2;
+    return !code || cli_stdout_closed ? 0 : code == TOKA_E_USE || code == TOKA_E_INPUT ? 1 : 2;
 }
 
 #ifdef TOKA_MAIN

@@ -5,24 +5,24 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
 /* Parts as text; pieces of `step` bytes. False: it was refused. */
 static bool parts(str type, str body, size_t step, buf *out) {
-    fb_form f;
-    bool good = fb_form_init(&f, type);
+    files_form f;
+    bool good = files_form_init(&f, type);
     for (size_t n; body.n && good; body = str_sub(body, n, body.n)) {
         n = step < body.n ? step : body.n;
         for (str piece = str_sub(body, 0, n), part; piece.n && good;) {
             size_t used;
-            enum fb_form_event event = fb_form_take(&f, piece, &used, &part);
+            enum files_form_event event = files_form_next(&f, piece, &used, &part);
             if (used > piece.n) abort();
-            if (event == FB_FORM_PART)
+            if (event == FILES_FORM_PART)
                 buf_c(out, "\nPART "), buf_str(out, buf_view(&f.name)), buf_char(out, '\n'), buf_str(out, buf_view(&f.filename));
-            if (event == FB_FORM_DATA) buf_str(out, part);
-            if (event == FB_FORM_PART_END) buf_c(out, "\nEND\n");
-            if (event == FB_FORM_END) buf_c(out, "\nWHOLE\n");
-            good = event != FB_FORM_BAD;
+            if (event == FILES_FORM_DATA) buf_str(out, part);
+            if (event == FILES_FORM_PART_END) buf_c(out, "\nEND\n");
+            if (event == FILES_FORM_END) buf_c(out, "\nWHOLE\n");
+            good = event != FILES_FORM_BAD;
             piece = str_sub(piece, used, piece.n);
         }
     }
-    fb_form_free(&f);
+    files_form_free(&f);
     return good;
 }
 

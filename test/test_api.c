@@ -941,14 +941,14 @@ static void test_api_refused_part(void) {
     api_config m = api_test_model();
     srv s = {0};
     http_request r = {.minor = 1};
-    srv_call c = {.s = &s, .req = &r, .refs = 1, .stage = SRV_RUNNING, .refused = {.code = TOKA_E_DEVICE, .msg = "it broke"}};
+    srv_request c = {.server = &s, .http = &r, .refs = 1, .state = SRV_RUNNING, .submit_error = {.code = TOKA_E_DEVICE, .msg = "it broke"}};
     buf records = {0}, made = {0};
     bool last = false;
     api_must_parse(&m, API_COMPLETIONS, "{\"prompt\":[\"Tom\",\"Ann\"],\"stream\":true}", &c.api);
     api_put_event(&c.api.prompts[0], 0, &(api_fake){{20, 21}, 2, false}, 0, &records);
-    CHECK(srv_continue(&c, buf_view(&records), &last, &made) == records.n && !made.n && !last && !c.head_sent);
+    CHECK(srv_make_output(&c, buf_view(&records), &last, &made) == records.n && !made.n && !last && !c.head_sent);
     last = true;
-    srv_continue(&c, STR(""), &last, &made);
+    srv_make_output(&c, STR(""), &last, &made);
     CHECK(last && str_starts(buf_view(&made), STR("HTTP/1.1 500 ")));
     buf_free(&records), buf_free(&made), api_free(&c.api);
 }

@@ -11,9 +11,9 @@ typedef struct fbt_parts { /* what came out: "name=filename:data|" a part */
 /* Feeds body in pieces of `step` bytes; 0: of random sizes. */
 static fbt_parts fbt_form(const char *type, str body, size_t step, uint64_t *seed) {
     fbt_parts p = {0};
-    fb_form f;
+    files_form f;
     int idle = 0;
-    if (!fb_form_init(&f, str_c(type))) {
+    if (!files_form_init(&f, str_c(type))) {
         p.bad = true;
         return p;
     }
@@ -23,15 +23,15 @@ static fbt_parts fbt_form(const char *type, str body, size_t step, uint64_t *see
         memcpy(copy, body.p, n);
         for (str piece = {copy, n}; piece.n && !p.bad; piece = str_sub(piece, used, piece.n)) {
             str data;
-            switch (fb_form_take(&f, piece, &used, &data)) {
-            case FB_FORM_PART:
+            switch (files_form_next(&f, piece, &used, &data)) {
+            case FILES_FORM_PART:
                 buf_printf(&p.out, "%s=%s:", buf_view(&f.name).p, f.filename.n ? buf_view(&f.filename).p : "(none)");
                 break;
-            case FB_FORM_DATA: buf_str(&p.out, data); break;
-            case FB_FORM_PART_END: buf_char(&p.out, '|'); break;
-            case FB_FORM_END: p.whole = true; break;
-            case FB_FORM_BAD: p.bad = true; break;
-            case FB_FORM_MORE: break;
+            case FILES_FORM_DATA: buf_str(&p.out, data); break;
+            case FILES_FORM_PART_END: buf_char(&p.out, '|'); break;
+            case FILES_FORM_END: p.whole = true; break;
+            case FILES_FORM_BAD: p.bad = true; break;
+            case FILES_FORM_MORE: break;
             }
             idle = used || p.bad ? 0 : idle + 1;
             CHECK(used <= piece.n && idle < 2); /* it may give without taking, but not twice */
@@ -39,7 +39,7 @@ static fbt_parts fbt_form(const char *type, str body, size_t step, uint64_t *see
         free(copy);
         body = str_sub(body, n, body.n);
     }
-    fb_form_free(&f);
+    files_form_free(&f);
     return p;
 }
 
@@ -97,7 +97,7 @@ static void fb_test_form_bad(void) {
             buf_free(&p.out);
         }
     buf_c(&head, "--b\r\n");
-    while (head.n < FB_HEAD_BYTES + 100) buf_c(&head, "X-Long: header\r\n");
+    while (head.n < FILES_FORM_HEAD_BYTES + 100) buf_c(&head, "X-Long: header\r\n");
     fbt_parts p = fbt_form("multipart/form-data; boundary=b", buf_view(&head), 0, &seed);
     CHECK(p.bad);
     buf_free(&p.out), buf_free(&head);
@@ -127,11 +127,11 @@ static void fb_test_form_random(void) {
 /* ---- Ids and times ---- */
 
 static void fb_test_ids(void) {
-    fb_store s = {0};
-    fb_id id, back, before = {{0}};
+    files_store s = {0};
+    files_id id, back, before = {{0}};
     for (int i = 0; i < 1000; i++) {
-        id = fb_new_id(&s, "file-");
-        CHECK(fb_read_id(str_c(id.z), "file-", &back) && !strcmp(back.z, id.z) && strcmp(before.z, id.z) < 0);
+        id = files_new_id(&s, "file-");
+        CHECK(files_read_id(str_c(id.text), "file-", &back) && !strcmp(back.text, id.text) && strcmp(before.text, id.text) < 0);
         before = id;
     }
     static const char *const bad[] = {"",
@@ -144,8 +144,8 @@ static void fb_test_ids(void) {
                                       "file_0123456789abcdef0123456789abcdef",
                                       "file-../../../../etc/passwd/////////",
                                       "file-0123456789abcdef0123456789abcde/"};
-    for (int i = 0; i < COUNT(bad); i++) CHECK_MSG(!fb_read_id(str_c(bad[i]), "file-", &id) && !*id.z, "%s", bad[i]);
-    CHECK(!fb_read_id((str){"file-0123456789abcdef0123456789abcde\0", 37}, "file-", &id));
+    for (int i = 0; i < COUNT(bad); i++) CHECK_MSG(!files_read_id(str_c(bad[i]), "file-", &id) && !*id.text, "%s", bad[i]);
+    CHECK(!files_read_id((str){"file-0123456789abcdef0123456789abcde\0", 37}, "file-", &id));
 }
 
 static void fb_test_window(void) {
@@ -154,14 +154,14 @@ static void fb_test_window(void) {
                  {"0h", -1},     {"", -1},     {"h", -1},     {"24", -1},        {"-1h", -1},
                  {"1.5h", -1},   {"24hh", -1}, {" 24h", -1},  {"99999999d", -1}, {"999999999999999999h", -1}};
     for (int i = 0; i < COUNT(cases); i++)
-        CHECK_MSG(fb_read_window(str_c(cases[i].text)) == cases[i].seconds, "%s", cases[i].text);
+        CHECK_MSG(files_read_window(str_c(cases[i].text)) == cases[i].seconds, "%s", cases[i].text);
 }
 
 /* ---- A store on a folder ---- */
 
 typedef struct fbt { /* a store without an engine: its batches end before they run */
     char dir[64];
-    fb_store *s;
+    files_store *s;
     http_reply reply; /* of the last call */
     arena a;
 } fbt;
@@ -171,8 +171,8 @@ static const api_config fbt_model = {.names = fbt_names, .n_names = 1};
 
 static void fbt_open(fbt *f) {
     toka_err e;
-    fb_options o = {.dir = f->dir, .m = &fbt_model};
-    CHECK_MSG(!fb_open(&f->s, &o, &e), "%s", e.msg);
+    files_options o = {.folder = f->dir, .model = &fbt_model};
+    CHECK_MSG(!files_open(&f->s, &o, &e), "%s", e.msg);
 }
 static void fbt_init(fbt *f) {
     *f = (fbt){.dir = "/tmp/toka-test-XXXXXX"};
@@ -186,7 +186,7 @@ static void fbt_clear(fbt *f) {
 }
 static void fbt_free(fbt *f) {
     char command[128];
-    fbt_clear(f), arena_free(&f->a), fb_close(f->s);
+    fbt_clear(f), arena_free(&f->a), files_close(f->s);
     snprintf(command, sizeof command, "rm -r %s", f->dir);
     CHECK(!system(command));
 }
@@ -200,7 +200,7 @@ static const json *fbt_call(fbt *f, enum http_method method, const char *target,
                       .query = str_c(mark ? mark + 1 : "")};
     r.headers[r.n_headers++] = (http_header){STR("Content-Type"), STR("multipart/form-data; boundary=b")};
     fbt_clear(f);
-    fb_handle(f->s, &r, str_c(body), &f->reply);
+    files_handle(f->s, &r, str_c(body), &f->reply);
     if (f->reply.fd_bytes || f->reply.type) return NULL;
     const json *root = json_parse(&f->a, arena_str(&f->a, buf_view(&f->reply.body)), json_trusted, &e);
     CHECK_MSG(root != NULL, "%s: %s", target, e.msg);
@@ -261,7 +261,7 @@ static void fb_test_files(void) {
         fbt_call(&f, HTTP_GET, fbt_path(&f, "/v1/files/%s/content", id), "");
         CHECK(f.reply.status == 200 && f.reply.fd_bytes == 5 && read(f.reply.fd, got, 8) == 5 && !strcmp(got, "hello"));
         CHECK(str_find(buf_view(&f.reply.headers), STR("filename=\"in____x_.jsonl\""), 0) >= 0);
-        fb_close(f.s), fbt_open(&f);
+        files_close(f.s), fbt_open(&f);
     }
     CHECK(!fbt_upload(&f, "batch", "") && f.reply.status == 400);
     CHECK(!fbt_upload(&f, "nonsense", "x") && f.reply.status == 400);
@@ -270,7 +270,7 @@ static void fb_test_files(void) {
     fbt_call(&f, HTTP_GET, fbt_path(&f, "/v1/files/%s", id), "");
     CHECK(f.reply.status == 404);
     id = fbt_upload(&f, "batch", "lost with the disk's last second");
-    fb_close(f.s), fbt_write(&f, id, ""), fbt_open(&f);
+    files_close(f.s), fbt_write(&f, id, ""), fbt_open(&f);
     fbt_call(&f, HTTP_GET, fbt_path(&f, "/v1/files/%s/content", id), "");
     CHECK(f.reply.status == 200 && !f.reply.body.n && !f.reply.fd_bytes && !f.reply.fd); /* who sends it would not close a file */
     fbt_free(&f);
@@ -286,7 +286,7 @@ static void fb_test_metadata(void) {
         buf_clear(&b), buf_c(&b, i & 2 ? "{\"" : "{\"k\":\"");
         for (int k = 0; k < chars; k++) buf_c(&b, character);
         buf_c(&b, i & 2 ? "\":\"v\"}" : "\"}");
-        CHECK_MSG(fb_check_metadata(json_parse(&a, buf_view(&b), json_trusted, &e)) == !(i & 1), "case %d", i);
+        CHECK_MSG(files_check_metadata(json_parse(&a, buf_view(&b), json_trusted, &e)) == !(i & 1), "case %d", i);
         arena_free(&a);
     }
     buf_free(&b);
@@ -365,7 +365,7 @@ static void fb_test_routes(void) {
              fbt_path(&f, "{\"input_file_id\":\"%s\",\"endpoint\":\"/v1/completions\",\"completion_window\":\"24h\"}", other));
     CHECK(f.reply.status == 400); /* its purpose is not batch */
     buf long_body = {0};
-    for (int i = 0; i <= FB_BODY_BYTES; i++) buf_char(&long_body, ' ');
+    for (int i = 0; i <= FILES_BODY_BYTES; i++) buf_char(&long_body, ' ');
     fbt_call(&f, HTTP_POST, "/v1/batches", long_body.p);
     CHECK(f.reply.status == 413);
     buf_free(&long_body);
@@ -384,13 +384,13 @@ static void fb_test_no_descriptors(void) {
     CHECK(!getrlimit(RLIMIT_NOFILE, &limit));
     none = limit, none.rlim_cur = 0;
     pthread_mutex_lock(&f.s->lock); /* before the worker looks at it */
-    fbt_clear(&f), fb_create(f.s, str_c(body), &f.reply);
-    const fb_batch *b = f.s->batches.at[0];
-    const char *id = fbt_path(&f, "%s", b->id.z);
+    fbt_clear(&f), files_create_batch(f.s, str_c(body), &f.reply);
+    const files_batch *b = f.s->batches.entries[0];
+    const char *id = fbt_path(&f, "%s", b->id.text);
     CHECK(!setrlimit(RLIMIT_NOFILE, &none));
-    while (!waits && b->status == FB_VALIDATING) {
+    while (!waits && b->status == FILES_VALIDATING) {
         pthread_mutex_unlock(&f.s->lock), usleep(2000), pthread_mutex_lock(&f.s->lock);
-        waits = b->waits;
+        waits = b->warned_waits;
     }
     CHECK(waits && !setrlimit(RLIMIT_NOFILE, &limit));
     pthread_mutex_unlock(&f.s->lock);
@@ -436,7 +436,7 @@ static void fb_test_failed_batch(void) {
         for (size_t i = 0; i < COUNT(expected); i++)
             CHECK(fbt_is(json_at(errors, i), "code", expected[i].code) &&
                   json_int(json_get(json_at(errors, i), "line"), 0) == expected[i].line);
-        fb_close(f.s), fbt_open(&f);
+        files_close(f.s), fbt_open(&f);
         root = fbt_call(&f, HTTP_GET, fbt_path(&f, "/v1/batches/%s", id), "");
     }
     fbt_call(&f, HTTP_POST, fbt_path(&f, "/v1/batches/%s/cancel", id), "");
@@ -464,12 +464,12 @@ static bool fbt_there(const fbt *f, const char *name) {
 static void fb_test_leftovers(void) {
     fbt f;
     toka_err e;
-    fb_store *second = NULL;
+    files_store *second = NULL;
     fbt_init(&f);
     const char *id = fbt_upload(&f, "batch", "x");
-    fb_options o = {.dir = f.dir, .m = &fbt_model};
-    CHECK(fb_open(&second, &o, &e) == TOKA_E_USE && strstr(e.msg, "in use")); /* one server at a time */
-    fb_close(f.s);
+    files_options o = {.folder = f.dir, .model = &fbt_model};
+    CHECK(files_open(&second, &o, &e) == TOKA_E_USE && strstr(e.msg, "in use")); /* one server at a time */
+    files_close(f.s);
     fbt_write(&f, "file-00000000000000010000000000000000.part", "half an upload");
     fbt_write(&f, "file-00000000000000020000000000000000", "contents without a record");
     fbt_write(&f, "file-00000000000000030000000000000000.json", "{\"purpose\":\"batch\"}"); /* a record without contents */
@@ -498,7 +498,7 @@ static void fb_test_leftovers(void) {
     CHECK(!fbt_there(&f, "file-00000000000000080000000000000000") && fbt_there(&f, "notes.txt") &&
           fbt_there(&f, "download.part") && fbt_there(&f, "x.json.part"));
     CHECK(fbt_there(&f, "file-00000000000000040000000000000000"));
-    fb_close(f.s);
+    files_close(f.s);
     fbt_write(&f, "batch_00000000000000090000000000000000.json", "{\"id\":"); /* it alone knows whose results these are */
     fbt_write(&f, "file-000000000000000a0000000000000000", "{\"whole\":1}\n");
     fbt_write(&f, "file-7fffffffffffffff0000000000000000", "x"); /* made by a clock that was far ahead: times after it are counted on */
@@ -535,27 +535,27 @@ static void fb_test_unpublished(void) {
     fbt f;
     char part[64];
     fbt_init(&f);
-    fb_batch b = {.status = FB_FINALIZING, .model = "m"};
+    files_batch b = {.status = FILES_FINALIZING, .model = "m"};
     pthread_mutex_lock(&f.s->lock);
-    b.id = fb_new_id(f.s, "batch_"), b.input = fb_new_id(f.s, "file-");
-    b.out = fb_new_id(f.s, "file-"), b.err = fb_new_id(f.s, "file-");
-    CHECK(!fb_save_batch(f.s, &b));
-    fbt_write(&f, b.out.z, "result\n");
-    snprintf(part, sizeof part, "%s.json.part", b.out.z);
-    CHECK(!mkdirat(f.s->dir, part, 0700));
-    fb_finish(f.s, &b, FB_COMPLETED);
-    CHECK(b.status == FB_COMPLETED && b.has_out && !b.has_err && fb_find(&f.s->files, &b.out)); /* for as long as this server lives */
-    CHECK(!unlinkat(f.s->dir, part, AT_REMOVEDIR));
+    b.id = files_new_id(f.s, "batch_"), b.input = files_new_id(f.s, "file-");
+    b.output = files_new_id(f.s, "file-"), b.errors_file = files_new_id(f.s, "file-");
+    CHECK(!files_save_batch(f.s, &b));
+    fbt_write(&f, b.output.text, "result\n");
+    snprintf(part, sizeof part, "%s.json.part", b.output.text);
+    CHECK(!mkdirat(f.s->dir_fd, part, 0700));
+    files_finish_batch(f.s, &b, FILES_COMPLETED);
+    CHECK(b.status == FILES_COMPLETED && b.has_out && !b.has_err && files_find(&f.s->files, &b.output)); /* for as long as this server lives */
+    CHECK(!unlinkat(f.s->dir_fd, part, AT_REMOVEDIR));
     pthread_mutex_unlock(&f.s->lock);
     for (int round = 0; round < 2; round++) {
-        fb_close(f.s), fbt_open(&f);
-        fbt_await(&f, b.id.z, "completed");
-        const json *root = fbt_call(&f, HTTP_GET, fbt_path(&f, "/v1/files/%s", b.out.z), "");
+        files_close(f.s), fbt_open(&f);
+        fbt_await(&f, b.id.text, "completed");
+        const json *root = fbt_call(&f, HTTP_GET, fbt_path(&f, "/v1/files/%s", b.output.text), "");
         CHECK(f.reply.status == 200 && json_int(json_get(root, "bytes"), 0) == 7);
     }
-    b.out = fb_new_id(f.s, "file-");
-    CHECK(!mkfifoat(f.s->dir, b.out.z, 0600)); /* stands for a disk that fails: nobody can fsync it */
-    CHECK(!fb_publish(f.s, &b, &b.out, "output", &b.has_out) && fbt_there(&f, b.out.z));
+    b.output = files_new_id(f.s, "file-");
+    CHECK(!mkfifoat(f.s->dir_fd, b.output.text, 0600)); /* stands for a disk that fails: nobody can fsync it */
+    CHECK(!files_list_output(f.s, &b, &b.output, "output", &b.has_out) && fbt_there(&f, b.output.text));
     fbt_free(&f);
 }
 
@@ -567,7 +567,7 @@ static void fb_test_cannot(void) {
                  {EMFILE, 503}, {ENFILE, 503}, {ENOMEM, 503}, {EIO, 500},   {ENOENT, 500}};
     for (int i = 0; i < COUNT(cases); i++) {
         http_reply reply = {0};
-        fb_cannot(&reply, cases[i].why);
+        files_system_error(&reply, cases[i].why);
         CHECK_MSG(reply.status == cases[i].status && strstr(reply.body.p, strerror(cases[i].why)),
                   "%s: %d", strerror(cases[i].why), reply.status);
         CHECK((reply.headers.n > 0) == (reply.status == 503));
@@ -584,27 +584,27 @@ static void fb_test_no_folder(void) {
     snprintf(path, sizeof path, "%s/file", f.dir);
     fbt_write(&f, "file", "x");
     setenv("XDG_DATA_HOME", path, 1);
-    fb_store *s = NULL;
+    files_store *s = NULL;
     http_reply reply = {0};
     http_request request = {.method = HTTP_POST, .path = STR("/v1/batches")};
-    fb_options o = {.m = &fbt_model};
-    CHECK(!fb_open(&s, &o, &e));
+    files_options o = {.model = &fbt_model};
+    CHECK(!files_open(&s, &o, &e));
     for (int round = 0; round < 2; round++) { /* both ask for the folder */
-        fb_handle(s, &request, STR("{}"), &reply);
+        files_handle(s, &request, STR("{}"), &reply);
         CHECK(reply.status == 500 && strstr(reply.body.p, "Not a directory") && !strstr(reply.body.p, f.dir));
         buf_free(&reply.body), buf_free(&reply.headers), reply = (http_reply){0};
     }
-    fb_close(s);
+    files_close(s);
     unsetenv("XDG_DATA_HOME");
     pthread_mutex_lock(&f.s->lock);
-    int dir = f.s->dir;
-    f.s->dir = open("/dev/null", O_RDONLY | O_CLOEXEC);
+    int dir = f.s->dir_fd;
+    f.s->dir_fd = open("/dev/null", O_RDONLY | O_CLOEXEC);
     pthread_mutex_unlock(&f.s->lock);
-    CHECK(!fb_upload_open(f.s, STR("multipart/form-data; boundary=b"), &reply));
+    CHECK(!files_upload_open(f.s, STR("multipart/form-data; boundary=b"), &reply));
     CHECK(reply.status == 500 && !strstr(reply.body.p, f.dir));
     buf_free(&reply.body);
     pthread_mutex_lock(&f.s->lock);
-    close(f.s->dir), f.s->dir = dir;
+    close(f.s->dir_fd), f.s->dir_fd = dir;
     pthread_mutex_unlock(&f.s->lock);
     fbt_free(&f);
 }
@@ -616,7 +616,7 @@ static void fb_test_torn(void) {
     int fd = mkstemp(path);
     for (int i = 0; i < COUNT(texts); i++) {
         CHECK(!ftruncate(fd, 0) && pwrite(fd, texts[i], strlen(texts[i]), 0) == (ssize_t)strlen(texts[i]));
-        fb_cut_torn(fd);
+        files_cut_partial_line(fd);
         CHECK(lseek(fd, 0, SEEK_END) == left[i]);
     }
     for (int tail = 4090; tail < 8200; tail += 1366) { /* the last line feed lies in an earlier block */
@@ -624,7 +624,7 @@ static void fb_test_torn(void) {
         buf_c(&b, "first\n");
         for (int i = 0; i < tail; i++) buf_char(&b, 'x');
         CHECK(!ftruncate(fd, 0) && pwrite(fd, b.p, b.n, 0) == (ssize_t)b.n);
-        fb_cut_torn(fd);
+        files_cut_partial_line(fd);
         CHECK(lseek(fd, 0, SEEK_END) == 6);
         buf_free(&b);
     }

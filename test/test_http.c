@@ -293,8 +293,8 @@ static void test_srv_keys(void) {
         buf b = {0};
         buf_printf(&b, "GET / HTTP/1.1\r\nHost: h\r\n%s\r\n", cases[i].header);
         CHECK(http_parse_head(buf_view(&b), &r) > 0);
-        CHECK_MSG(srv_allowed(&o, &r) == cases[i].ok, "%s", cases[i].header);
-        CHECK(srv_allowed(&(srv_options){0}, &r));
+        CHECK_MSG(srv_is_authorized(&o, &r) == cases[i].ok, "%s", cases[i].header);
+        CHECK(srv_is_authorized(&(srv_options){0}, &r));
         buf_free(&b);
     }
 }
@@ -335,9 +335,9 @@ static void test_srv_histogram(void) {
     srv_observe(&m.ttft, 0.001, 1); /* a bound counts in its own bucket */
     srv_observe(&m.ttft, 0.0011, 2);
     srv_observe(&m.ttft, 1e9, 1);
-    CHECK(m.ttft.counts[0] == 1 && m.ttft.counts[1] == 2 && m.ttft.counts[SRV_BUCKETS] == 1 && m.ttft.n == 4);
+    CHECK(m.ttft.counts[0] == 1 && m.ttft.counts[1] == 2 && m.ttft.counts[SRV_N_BUCKETS] == 1 && m.ttft.n_values == 4);
     buf b = {0};
-    srv_put_hist(&b, "x", "Help.", "a=\"b\"", &m.ttft);
+    srv_put_histogram(&b, "x", "Help.", "a=\"b\"", &m.ttft);
     CHECK(str_find(buf_view(&b), STR("toka:x_bucket{a=\"b\",le=\"0.0025\"} 3\n"), 0) >= 0);
     CHECK(str_find(buf_view(&b), STR("toka:x_bucket{a=\"b\",le=\"+Inf\"} 4\n"), 0) >= 0);
     CHECK(str_find(buf_view(&b), STR("toka:x_count{a=\"b\"} 4\n"), 0) >= 0);
@@ -347,59 +347,59 @@ static void test_srv_histogram(void) {
 static void test_srv_heartbeat(void) { /* wedged: work, and no step for a while */
     srv_loop l = {.now = 1e6};
     srv_options o = {.step_timeout = 120};
-    srv s = {.o = &o, .loop = &l};
+    srv s = {.options = &o, .loop = &l};
     toka_stats t = {.waiting = 1}; /* the first look finds work and no step yet */
     srv_check_engine(&s, &t);
-    CHECK(!s.wedged);
+    CHECK(!s.hung);
     t = (toka_stats){.steps = 5, .running = 1};
     srv_check_engine(&s, &t);
-    CHECK(!s.wedged);
+    CHECK(!s.hung);
     l.now += 119;
     srv_check_engine(&s, &t);
-    CHECK(!s.wedged);
+    CHECK(!s.hung);
     l.now += 2;
     srv_check_engine(&s, &t);
-    CHECK(s.wedged);
+    CHECK(s.hung);
     t.steps++;
     srv_check_engine(&s, &t);
-    CHECK(!s.wedged);
+    CHECK(!s.hung);
     t.running = 0;
     l.now += 121;
     srv_check_engine(&s, &t);
-    CHECK(!s.wedged);
+    CHECK(!s.hung);
 }
 
 static void test_srv_tick(void) { /* rates of the status line count from the engine's start, not from the machine's */
     srv_loop l = {.now = 1e6};
     srv s = {.loop = &l, .phase = SRV_LOADING};
     srv_tick(&s);
-    CHECK(l.t_status == 1e6);
+    CHECK(l.last_status == 1e6);
 }
 
 /* Retry-After: the queue's length over the rate at which it has been left since it was last empty, or for the last while. */
 static void test_srv_pace(void) {
-    srv_pace p = {0};
+    srv_queue_rate p = {0};
     int64_t left = 1000; /* of earlier, idle hours */
     double now = 5000;
-    srv_pace_look(&p, 0, left, now);
-    CHECK(srv_pace_retry(&p, 40, left, now) == 1 && srv_pace_retry(&p, 40, left, now + 0.09) == 4); /* nothing is known yet */
-    CHECK(srv_pace_retry(&p, 40, left, now + 100) == SRV_MAX_RETRY_S && srv_pace_retry(&p, 0, left, now + 100) == 1);
+    srv_update_queue_rate(&p, 0, left, now);
+    CHECK(srv_retry_after_s(&p, 40, left, now) == 1 && srv_retry_after_s(&p, 40, left, now + 0.09) == 4); /* nothing is known yet */
+    CHECK(srv_retry_after_s(&p, 40, left, now + 100) == SRV_MAX_RETRY_S && srv_retry_after_s(&p, 0, left, now + 100) == 1);
     for (int i = 0; i < 600; i++) { /* a minute of a queue of 40 that is left 5 times in a second: 8 s */
         now += 0.1, left += i % 2;
-        srv_pace_look(&p, 40, left, now);
-        int s = srv_pace_retry(&p, 40, left, now);
+        srv_update_queue_rate(&p, 40, left, now);
+        int s = srv_retry_after_s(&p, 40, left, now);
         if (i > 10) CHECK_MSG(s == 8 || s == 9, "%d s after %d", s, i);
     }
     for (int i = 0; i < 250; i++) { /* ten times as fast: 0.8 s. What was before is forgotten */
         now += 0.1, left += 5;
-        srv_pace_look(&p, 40, left, now);
+        srv_update_queue_rate(&p, 40, left, now);
     }
-    CHECK(srv_pace_retry(&p, 40, left, now) == 1 && srv_pace_retry(&p, 390, left, now) == 8);
-    for (int i = 0; i < 250; i++) srv_pace_look(&p, 40, left, now += 0.1); /* a pause: nobody leaves */
-    CHECK(srv_pace_retry(&p, 40, left, now) == SRV_MAX_RETRY_S);
+    CHECK(srv_retry_after_s(&p, 40, left, now) == 1 && srv_retry_after_s(&p, 390, left, now) == 8);
+    for (int i = 0; i < 250; i++) srv_update_queue_rate(&p, 40, left, now += 0.1); /* a pause: nobody leaves */
+    CHECK(srv_retry_after_s(&p, 40, left, now) == SRV_MAX_RETRY_S);
     now += 3600;
-    srv_pace_look(&p, 0, left, now); /* empty for an hour, then a burst: the hour does not count */
-    CHECK(srv_pace_retry(&p, 100, left + 20, now + 0.5) == 3);
+    srv_update_queue_rate(&p, 0, left, now); /* empty for an hour, then a burst: the hour does not count */
+    CHECK(srv_retry_after_s(&p, 100, left + 20, now + 0.5) == 3);
 }
 
 /* A reader who never catches up: what it has taken does not stay. */
@@ -412,11 +412,11 @@ static void test_srv_append(void) {
         memset(line, 'a' + i % 26, sizeof line);
         buf_put(&made, line, sizeof line);
         srv_append(&k, &made);
-        for (int n = i < 100 ? 0 : 1000; n > 0; n--, k.out_at++, sent++) /* 100 lines behind */
-            if (k.out.p[k.out_at] != (char)('a' + sent / 1000 % 26)) check_failed++;
+        for (int n = i < 100 ? 0 : 1000; n > 0; n--, k.out_sent++, sent++) /* 100 lines behind */
+            if (k.out.p[k.out_sent] != (char)('a' + sent / 1000 % 26)) check_failed++;
         most = MAX(most, k.out.cap);
     }
-    CHECK(k.out.n - k.out_at == 100000);
+    CHECK(k.out.n - k.out_sent == 100000);
     CHECK_MSG(most < 1 << 20, "%zu bytes", most);
     buf_free(&k.out);
 }
@@ -424,8 +424,8 @@ static void test_srv_append(void) {
 /* Dropped is a reader whose socket took too little, with more records than may wait and more to come. Only counts are looked at. */
 static void test_srv_behind(void) {
     srv s = {0};
-    srv_call c = {.s = &s, .stage = SRV_RUNNING, .queued = true, .refs = 1};
-    srv_conn k = {.call = &c};
+    srv_request c = {.server = &s, .state = SRV_RUNNING, .with_workers = true, .refs = 1};
+    srv_conn k = {.request = &c};
     pthread_mutex_init(&s.lock, NULL);
     static const struct {
         size_t records, left, left_at, unsent;
@@ -438,42 +438,42 @@ static void test_srv_behind(void) {
                  {SRV_MAX_RECORDS + 1, 0, 0, SRV_MAX_UNSENT, 0, true, true},
                  {SRV_MAX_RECORDS + 1, 0, 0, SRV_MAX_UNSENT / 2 - 1, 1, true, false}};
     for (int i = 0; i < COUNT(cases); i++) {
-        c.records.n = cases[i].records, c.left.n = cases[i].left, c.left_at = cases[i].left_at, c.n_open = cases[i].n_open;
-        c.stalled = true, k.out.n = cases[i].unsent;
-        CHECK_MSG(srv_unstall(&k) == cases[i].stays && c.stalled == cases[i].stalled, "case %d", i);
+        c.records.n = cases[i].records, c.unfed.n = cases[i].left, c.unfed_at = cases[i].left_at, c.n_unended = cases[i].n_open;
+        c.paused = true, k.out.n = cases[i].unsent;
+        CHECK_MSG(srv_resume(&k) == cases[i].stays && c.paused == cases[i].stalled, "case %d", i);
     }
     pthread_mutex_destroy(&s.lock);
 }
 
-/* Calls go to workers in their order: streams with few records by shares of what there is, SRV_JOBS at most; a new one, a whole answer and
+/* Calls go to workers in their order: streams with few records by shares of what there is, SRV_MAX_JOBS at most; a new one, a whole answer and
  * one with many records by themselves, for who stands behind them would wait. */
 static void test_srv_jobs(void) {
     srv_options o = {.n_workers = 2};
-    srv s = {.o = &o, .ready_end = &s.ready};
-    srv_call c[60] = {0};
-    srv_job job[SRV_JOBS];
+    srv s = {.options = &o, .work_queue_end = &s.work_queue};
+    srv_request c[60] = {0};
+    srv_job job[SRV_MAX_JOBS];
     int next = 0, sizes[12] = {0}, n_turns = 0;
     static const int expected[] = {16, 16, 9, 1, 1, 1, 1, 8, 4, 2, 1};
     for (int i = 0; i < COUNT(c); i++) {
-        c[i] = (srv_call){.s = &s, .stage = i == 41 || i == 43 ? SRV_NEW : SRV_RUNNING, .n_open = i % 2};
+        c[i] = (srv_request){.server = &s, .state = i == 41 || i == 43 ? SRV_NEW : SRV_RUNNING, .n_unended = i % 2};
         c[i].api.stream = i != 42;
         buf_char(&c[i].records, 'r');
-        while (i == 44 && c[i].records.n <= SRV_LIGHT_RECORDS) buf_char(&c[i].records, 'r');
-        if (i % 3 == 0) buf_c(&c[i].left, "left"), c[i].left_at = 2;
-        srv_push_ready(&c[i]);
+        while (i == 44 && c[i].records.n <= SRV_LIGHT_BYTES) buf_char(&c[i].records, 'r');
+        if (i % 3 == 0) buf_c(&c[i].unfed, "left"), c[i].unfed_at = 2;
+        srv_queue_work(&c[i]);
     }
-    CHECK(s.n_ready == 60);
+    CHECK(s.n_queued == 60);
     for (int n; (n = srv_take_jobs(&s, job)); n_turns++) {
         sizes[MIN(n_turns, 11)] = n;
         for (int i = 0; i < n; i++, next++) {
             bool left = next % 3 == 0; /* what was left goes first, and is not the last then */
-            CHECK_MSG(job[i].c == &c[next] && job[i].stage == c[next].stage, "call %d", next);
-            CHECK_MSG(str_starts(buf_view(&job[i].records), left ? STR("left") : STR("r")) && job[i].at == (left ? 2u : 0u), "call %d", next);
+            CHECK_MSG(job[i].request == &c[next] && job[i].state == c[next].state, "call %d", next);
+            CHECK_MSG(str_starts(buf_view(&job[i].records), left ? STR("left") : STR("r")) && job[i].fed == (left ? 2u : 0u), "call %d", next);
             CHECK_MSG(job[i].last == (!left && next % 2 == 0), "call %d", next);
             buf_free(&job[i].records), buf_free(&c[next].records);
         }
     }
-    CHECK(next == 60 && !s.n_ready && !s.ready && s.ready_end == &s.ready);
+    CHECK(next == 60 && !s.n_queued && !s.work_queue && s.work_queue_end == &s.work_queue);
     CHECK_MSG(n_turns == COUNT(expected) && !memcmp(sizes, expected, sizeof expected), "%d turns: %d %d %d %d %d %d %d %d %d %d %d", n_turns,
               sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10]);
 }

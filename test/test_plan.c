@@ -4,7 +4,7 @@ typedef struct plan_fix { /* the models of models.txt, and an ask with the progr
     arena a;
     mf_known_model *known;
     int n;
-    plan_ask ask;
+    plan_query ask;
 } plan_fix;
 
 static plan_fix plan_fix_open(const char *model, const char *gpu) {
@@ -12,9 +12,9 @@ static plan_fix plan_fix_open(const char *model, const char *gpu) {
     toka_err e = {0};
     const mf_known_model *found = NULL;
     int must_hold, n;
-    CHECK(!mf_read_models_file("models.txt", &f.a, &f.known, &f.n, &e) && !run_find_known("models.txt", model, &f.a, &found, &n, &e) && found && n == f.n);
+    CHECK(!mf_read_models_file("models.txt", &f.a, &f.known, &f.n, &e) && !run_find_model("models.txt", model, &f.a, &found, &n, &e) && found && n == f.n);
     f.ask.model = &found->config;
-    plan_options o = {.gpu = gpu, .gpus = 1, .input = 715, .output = 150, .samples = 1};
+    plan_options o = {.gpu = gpu, .n_gpus = 1, .input_len = 715, .output_len = 150, .n_samples = 1};
     CHECK_MSG(!plan_check(&o, &f.ask, &must_hold, &e) && must_hold == 865, "%s", e.msg);
     return f;
 }
@@ -29,40 +29,40 @@ static int64_t plan_vectors(const mf_config *c) {
 
 static void plan_test_memory(void) {
     plan_fix f = plan_fix_open("llama-3.2-1b", "H200");
-    plan_rank p = plan_rank_of(&f.ask, 1, 1, 0, 0);
+    plan_rank p = plan_make_rank(&f.ask, 1, 1, 0, 0);
     /* layer 2048*2048 * 2 + 2*512*2048 + 3*2048*8192 = 60,817,408; 16 of them and 128256*2048, once: the head is tied; 2 bytes each */
-    CHECK(p.weights == 2471493632 && p.token_bytes == 2 * 16 * 8 * 64 * 2);
+    CHECK(p.weight_bytes == 2471493632 && p.token_bytes == 2 * 16 * 8 * 64 * 2);
     /* 8448 rows of 2*2048 + 2*32*64 + 48*64 + 8192 elements, a table of 131072 * 32 pairs of floats, 1.5 GiB */
-    CHECK(p.scratch == 8448 * (19456 * 2 + 32 * 65 * 4) + 131072 * 32 * 8 + 1610612736);
-    CHECK(p.kv_tokens == ((int64_t)(0.9 * (139.8 * 0x1p30 - 0x1p29)) - p.weights - p.scratch) / 32768);
+    CHECK(p.scratch_bytes == 8448 * (19456 * 2 + 32 * 65 * 4) + 131072 * 32 * 8 + 1610612736);
+    CHECK(p.kv_tokens == ((int64_t)(0.9 * (139.8 * 0x1p30 - 0x1p29)) - p.weight_bytes - p.scratch_bytes) / 32768);
     arena_free(&f.a);
 
     f = plan_fix_open("meta-llama/Llama-3.1-8B", "h200"); /* by hub id; untied */
-    CHECK(plan_rank_of(&f.ask, 1, 1, 0, 0).weights == 16059990016);
-    p = plan_rank_of(&f.ask, 2, 1, 0, 1);
+    CHECK(plan_make_rank(&f.ask, 1, 1, 0, 0).weight_bytes == 16059990016);
+    p = plan_make_rank(&f.ask, 2, 1, 0, 1);
     /* half of each: 32 * (2048*4096 * 2 + 2*512*4096 + 3*7168*4096) + 2 * 64256*4096: 251 of 501 blocks of ids */
-    CHECK(p.shape.H == 16 && p.shape.K == 4 && p.shape.F == 7168 && p.shape.V == 64256 && p.weights == 8032092160 && p.token_bytes == 65536);
+    CHECK(p.shape.H == 16 && p.shape.K == 4 && p.shape.F == 7168 && p.shape.V == 64256 && p.weight_bytes == 8032092160 && p.token_bytes == 65536);
     arena_free(&f.a);
 
     f = plan_fix_open("llama-3.1-70b", "H200");
-    CHECK(plan_rank_of(&f.ask, 1, 1, 0, 0).weights == 141104775168);
+    CHECK(plan_make_rank(&f.ask, 1, 1, 0, 0).weight_bytes == 141104775168);
     /* a layer is 855,638,016 elements, the embedding and the head 1,050,673,152 each */
     for (int stage = 0; stage < 8; stage++) {
-        p = plan_rank_of(&f.ask, 1, 8, stage, 0);
-        CHECK(p.l0 == 10 * stage && p.shape.L == 10);
-        CHECK(p.weights == 2 * ((int64_t)p.shape.L * 855638016 + (stage == 0 || stage == 7 ? 1050673152 : 0)));
+        p = plan_make_rank(&f.ask, 1, 8, stage, 0);
+        CHECK(p.first_layer == 10 * stage && p.shape.L == 10);
+        CHECK(p.weight_bytes == 2 * ((int64_t)p.shape.L * 855638016 + (stage == 0 || stage == 7 ? 1050673152 : 0)));
     }
-    p = plan_rank_of(&f.ask, 8, 1, 0, 3);
+    p = plan_make_rank(&f.ask, 8, 1, 0, 3);
     /* of the vocabulary 63 of 501 blocks: 16,128 ids, 96 more than an eighth */
-    CHECK(p.shape.H == 8 && p.shape.K == 1 && p.weights == 141104775168 / 8 + 2 * 2 * 96 * 8192 && p.token_bytes == 327680 / 8);
-    p = plan_rank_of(&f.ask, 16, 1, 0, 3); /* 8 kv heads on 16 ranks */
+    CHECK(p.shape.H == 8 && p.shape.K == 1 && p.weight_bytes == 141104775168 / 8 + 2 * 2 * 96 * 8192 && p.token_bytes == 327680 / 8);
+    p = plan_make_rank(&f.ask, 16, 1, 0, 3); /* 8 kv heads on 16 ranks */
     CHECK(p.shape.H == 4 && p.shape.K == 1 && p.token_bytes == 327680 / 8);
     arena_free(&f.a);
 
     f = plan_fix_open("qwen2.5-0.5b", "L4"); /* 14 query heads, 2 kv heads */
-    p = plan_rank_of(&f.ask, 14, 1, 0, 0);
+    p = plan_make_rank(&f.ask, 14, 1, 0, 0);
     /* F 347 -> 352, V 42 of 594 blocks: 24 * (64*896 * 2 + 2*64*896 + 3*352*896) + 10752*896 */
-    CHECK(p.shape.H == 1 && p.shape.K == 1 && p.shape.F == 347 && p.shape.V == 10752 && p.weights == 75694080);
+    CHECK(p.shape.H == 1 && p.shape.K == 1 && p.shape.F == 347 && p.shape.V == 10752 && p.weight_bytes == 75694080);
     arena_free(&f.a);
 }
 
@@ -73,24 +73,24 @@ static void plan_test_allowed(void) {
     toka_err e;
     for (int i = 0; i < COUNT(cases); i++) {
         toka_shape s = {.L = 24, .H = cases[i].H, .K = cases[i].K, .D = 64, .E = 896, .F = 4864, .V = 1000, .V_all = 1000};
-        bool can = !plan_check_split(&s, cases[i].tp, 1, &e);
+        bool can = !plan_check_layout(&s, cases[i].tp, 1, &e);
         CHECK_MSG(can == (cases[i].divides && cases[i].tp <= 8), "H %d K %d tp %d", s.H, s.K, cases[i].tp);
         if (!can) CHECK(strstr(e.msg, cases[i].divides ? "8 tensor ranks at most" : "kv heads"));
-        CHECK(plan_check_split(&s, 1, 25, &e) == TOKA_E_USE && !plan_check_split(&s, 1, 24, &e));
+        CHECK(plan_check_layout(&s, 1, 25, &e) == TOKA_E_USE && !plan_check_layout(&s, 1, 24, &e));
     }
 }
 
 /* Layers without gap, heads and columns without loss, every byte of the model somewhere. */
-static void plan_check_cover(const plan_ask *a, int tp, int pp, int64_t whole) {
+static void plan_check_cover(const plan_query *a, int tp, int pp, int64_t whole) {
     const toka_shape *all = &a->model->shape;
     int64_t weights = 0;
     int layer = 0;
     for (int stage = 0; stage < pp; stage++) {
         int H = 0, K = 0, F = 0, V = 0, L = 0;
         for (int r = 0; r < tp; r++) {
-            plan_rank p = plan_rank_of(a, tp, pp, stage, r);
-            CHECK(p.l0 == layer && p.shape.L >= 1 && p.shape.H % p.shape.K == 0 && p.first == !stage && p.last == (stage == pp - 1));
-            H += p.shape.H, K += p.shape.K, F += p.shape.F, V += p.shape.V, L = p.shape.L, weights += p.weights;
+            plan_rank p = plan_make_rank(a, tp, pp, stage, r);
+            CHECK(p.first_layer == layer && p.shape.L >= 1 && p.shape.H % p.shape.K == 0 && p.is_first_stage == !stage && p.is_last_stage == (stage == pp - 1));
+            H += p.shape.H, K += p.shape.K, F += p.shape.F, V += p.shape.V, L = p.shape.L, weights += p.weight_bytes;
         }
         CHECK(H == all->H && K == MAX(all->K, tp) && F == all->F && V == all->V);
         layer += L;
@@ -107,16 +107,16 @@ static void plan_test_properties(void) {
         int64_t whole = 2 * (mf_n_parameters(f.ask.model) - plan_vectors(f.ask.model)), by_tp = 0, by_pp = 0;
         for (int n = 1; n <= 32; n++) {
             for (int pp = 1; pp <= n; pp++)
-                if (n % pp == 0 && !plan_check_split(&f.ask.model->shape, n / pp, pp, &e)) plan_check_cover(&f.ask, n / pp, pp, whole);
+                if (n % pp == 0 && !plan_check_layout(&f.ask.model->shape, n / pp, pp, &e)) plan_check_cover(&f.ask, n / pp, pp, whole);
             for (int pp = 0; pp < 2; pp++) { /* more GPUs to a replica, one way or the other: never fewer tokens */
-                if (plan_check_split(&f.ask.model->shape, pp ? 1 : n, pp ? n : 1, &e)) continue;
-                plan_split s = plan_split_of(&f.ask, pp ? 1 : n, pp ? n : 1, 1, 865);
+                if (plan_check_layout(&f.ask.model->shape, pp ? 1 : n, pp ? n : 1, &e)) continue;
+                plan_layout s = plan_make_layout(&f.ask, pp ? 1 : n, pp ? n : 1, 1, 865);
                 CHECK_MSG(s.kv_tokens >= (pp ? by_pp : by_tp), "%s: %d", f.known[m].name, n);
                 *(pp ? &by_pp : &by_tp) = s.kv_tokens;
             }
-            plan_split one = plan_split_of(&f.ask, 1, 1, 1, 865), more = plan_split_of(&f.ask, 1, 1, n, 865); /* more replicas: in step */
-            CHECK(more.kv_tokens == n * one.kv_tokens && more.work.running == n * one.work.running);
-            CHECK(fabs(more.work.output - n * one.work.output) <= 1e-9 * more.work.output && more.decode.output >= one.decode.output);
+            plan_layout one = plan_make_layout(&f.ask, 1, 1, 1, 865), more = plan_make_layout(&f.ask, 1, 1, n, 865); /* more replicas: in step */
+            CHECK(more.kv_tokens == n * one.kv_tokens && more.workload.n_running == n * one.workload.n_running);
+            CHECK(fabs(more.workload.output_rate - n * one.workload.output_rate) <= 1e-9 * more.workload.output_rate && more.decode.output_rate >= one.decode.output_rate);
         }
     }
     arena_free(&f.a);
@@ -129,8 +129,8 @@ static void plan_test_engine(void) {
     toka_shape whole = f.ask.model->shape;
     for (int seqs = 1; seqs < 5000; seqs *= 4) {
         f.ask.max_seqs = seqs;
-        plan_rank p = plan_rank_of(&f.ask, 1, 1, 0, 0);
-        int64_t room = (int64_t)(0.9 * (f.ask.gpu->memory - PLAN_CONTEXT_BYTES)) - p.weights - p.scratch;
+        plan_rank p = plan_make_rank(&f.ask, 1, 1, 0, 0);
+        int64_t room = (int64_t)(0.9 * (f.ask.gpu->memory - PLAN_CONTEXT_BYTES)) - p.weight_bytes - p.scratch_bytes;
         CHECK(p.kv_tokens == eng_kv_tokens(&whole, seqs, &be, room));
     }
     arena_free(&f.a);
@@ -142,52 +142,52 @@ static void plan_test_time(void) {
     plan_fix f = plan_fix_open("llama-3.2-1b", "H200");
     /* 4,096 samples, 900 tokens of prompt shared by 1,024 each, 150 own at a time: products 2 * 4096 * 1,235,746,816 at 790e12 = 12.815 ms,
      * prompt 4 * 2048 * 4096 * 900 * 16 at 790e12 = 0.612 ms, own K and V 4096 * 150 * 32768 at 4.1e12 = 4.910 ms */
-    f.ask.input = 900, f.ask.output = 300, f.ask.samples = 1024, f.ask.max_seqs = 4096;
-    plan_split s = plan_split_of(&f.ask, 1, 1, 1, 1200);
-    CHECK_MSG(plan_near(s.decode.step_s, 18.337e-3, 1e-3) && plan_near(s.decode.output, 4096 / 18.337e-3, 1e-3), "%g", s.decode.step_s);
-    CHECK(!strcmp(s.decode.bound, "tensor cores") && s.decode.running == 4096);
+    f.ask.input_len = 900, f.ask.output_len = 300, f.ask.n_samples = 1024, f.ask.max_seqs = 4096;
+    plan_layout s = plan_make_layout(&f.ask, 1, 1, 1, 1200);
+    CHECK_MSG(plan_near(s.decode.step_s, 18.337e-3, 1e-3) && plan_near(s.decode.output_rate, 4096 / 18.337e-3, 1e-3), "%g", s.decode.step_s);
+    CHECK(!strcmp(s.decode.bound, "tensor cores") && s.decode.n_running == 4096);
     /* each with its own prompt: half of the KV cache is not enough for 4,096; reading K and V takes longest */
-    f.ask.samples = 1;
-    s = plan_split_of(&f.ask, 1, 1, 1, 1200);
-    CHECK(!strcmp(s.decode.bound, "HBM, KV") && s.decode.running == (int64_t)((double)s.kv_tokens / (900 + 150 + 32)));
+    f.ask.n_samples = 1;
+    s = plan_make_layout(&f.ask, 1, 1, 1, 1200);
+    CHECK(!strcmp(s.decode.bound, "HBM, KV") && s.decode.n_running == (int64_t)((double)s.kv_tokens / (900 + 150 + 32)));
     /* one sequence: 2,471,493,632 bytes of weights and 16 layers of K and V of 715 + 75 tokens, at 4.1e12 */
-    f.ask.max_seqs = 1, f.ask.input = 715, f.ask.output = 150;
-    s = plan_split_of(&f.ask, 1, 1, 1, 865);
+    f.ask.max_seqs = 1, f.ask.input_len = 715, f.ask.output_len = 150;
+    s = plan_make_layout(&f.ask, 1, 1, 1, 865);
     CHECK(plan_near(s.decode.step_s, (2471493632 + 790 * 32768.0) / 4.1e12, 1e-6) && !strcmp(s.decode.bound, "HBM, weights"));
     /* in two stages it passes both in turn; in a step one of them works */
-    plan_split two = plan_split_of(&f.ask, 1, 2, 1, 865);
-    CHECK(two.decode.step_s > s.decode.step_s && two.decode.step_s < 1.5 * s.decode.step_s && two.decode.running == 1);
+    plan_layout two = plan_make_layout(&f.ask, 1, 2, 1, 865);
+    CHECK(two.decode.step_s > s.decode.step_s && two.decode.step_s < 1.5 * s.decode.step_s && two.decode.n_running == 1);
     arena_free(&f.a);
 
     f = plan_fix_open("mistral-7b-v0.1", "H200"); /* a window of 4,096 */
-    f.ask.input = 20000, f.ask.output = 2000, f.ask.max_seqs = 8;
-    plan_rank p = plan_rank_of(&f.ask, 1, 1, 0, 0);
+    f.ask.input_len = 20000, f.ask.output_len = 2000, f.ask.max_seqs = 8;
+    plan_rank p = plan_make_rank(&f.ask, 1, 1, 0, 0);
     plan_load l = {8, 8, 0};
     plan_time t = plan_rank_time(&f.ask, &p, 1, &l);
     CHECK(plan_near(t.kv, 8 * 4096 * 131072.0 / 4.1e12, 1e-6));
-    l.prompts = 1, t = plan_rank_time(&f.ask, &p, 1, &l); /* pairs: 4096 * 20000 - 4096^2 / 2 */
+    l.n_prompts = 1, t = plan_rank_time(&f.ask, &p, 1, &l); /* pairs: 4096 * 20000 - 4096^2 / 2 */
     CHECK(plan_near(t.tensor, 4.0 * 4096 * (4096 * 20000.0 - 4096 * 2048) * 32 / 790e12, 1e-6));
     arena_free(&f.a);
 
     f = plan_fix_open("llama-3.2-1b", "H200"); /* sums over tensor ranks: of many rows half of a layer's go beside the products */
-    f.ask.input = 315, f.ask.output = 120;
-    p = plan_rank_of(&f.ask, 2, 1, 0, 0), l = (plan_load){4096, 4096, 0}, t = plan_rank_time(&f.ask, &p, 2, &l);
+    f.ask.input_len = 315, f.ask.output_len = 120;
+    p = plan_make_rank(&f.ask, 2, 1, 0, 0), l = (plan_load){4096, 4096, 0}, t = plan_rank_time(&f.ask, &p, 2, &l);
     CHECK(plan_near(t.kv, 4096 * 375 * 16384.0 / 4.1e12, 1e-6));
     CHECK(plan_near(t.send, 32 * 4096 * 4096 * 0.5 / 300e9, 1e-6));
-    CHECK(plan_near(t.link + t.send, 33 * plan_reduce(f.ask.gpu, 2, 4096 * 4096.0), 1e-6));
+    CHECK(plan_near(t.link + t.send, 33 * plan_all_reduce_s(f.ask.gpu, 2, 4096 * 4096.0), 1e-6));
     l = (plan_load){1023, 1023, 0}, t = plan_rank_time(&f.ask, &p, 2, &l); /* less than 4 MB */
-    CHECK(t.send == 0 && plan_near(t.link, 33 * plan_reduce(f.ask.gpu, 2, 1023 * 4096.0), 1e-6));
+    CHECK(t.send == 0 && plan_near(t.link, 33 * plan_all_reduce_s(f.ask.gpu, 2, 1023 * 4096.0), 1e-6));
     arena_free(&f.a);
     f = plan_fix_open("llama-3.2-1b", "A100-80G"); /* no Hopper */
-    p = plan_rank_of(&f.ask, 2, 1, 0, 0), l = (plan_load){4096, 4096, 0}, t = plan_rank_time(&f.ask, &p, 2, &l);
+    p = plan_make_rank(&f.ask, 2, 1, 0, 0), l = (plan_load){4096, 4096, 0}, t = plan_rank_time(&f.ask, &p, 2, &l);
     CHECK(t.send == 0);
     arena_free(&f.a);
 
     f = plan_fix_open("llama-3.1-70b", "L40S"); /* what little KV fits beside the weights keeps the batch small */
-    s = plan_split_of(&f.ask, 1, 8, 1, 865);
-    CHECK(!strcmp(s.decode.bound, "KV capacity") && s.decode.running < 1000);
-    s = plan_split_of(&f.ask, 8, 1, 1, 865); /* PCIe */
-    CHECK(!strcmp(s.work.bound, "link"));
+    s = plan_make_layout(&f.ask, 1, 8, 1, 865);
+    CHECK(!strcmp(s.decode.bound, "KV capacity") && s.decode.n_running < 1000);
+    s = plan_make_layout(&f.ask, 8, 1, 1, 865); /* PCIe */
+    CHECK(!strcmp(s.workload.bound, "link"));
     arena_free(&f.a);
 }
 
@@ -196,44 +196,44 @@ static void plan_test_measured(void) {
     static const double tokens[] = {64, 256, 1024, 4096, 8192}, us[2][5] = {{54, 80, 166, 405, 767}, {53, 55, 92, 271, 534}};
     plan_fix f = plan_fix_open("llama-3.2-1b", "H200");
     for (int i = 0; i < 10; i++) {
-        double found = 1e6 * plan_reduce(f.ask.gpu, i < 5 ? 8 : 2, tokens[i % 5] * 16384);
+        double found = 1e6 * plan_all_reduce_s(f.ask.gpu, i < 5 ? 8 : 2, tokens[i % 5] * 16384);
         CHECK_MSG(plan_near(found, us[i / 5][i % 5], 0.2), "%g tokens: %g us", tokens[i % 5], found);
     }
-    CHECK(plan_near(1e6 * plan_send(f.ask.gpu, 1024 * 16384), 84, 0.2));
+    CHECK(plan_near(1e6 * plan_send_s(f.ask.gpu, 1024 * 16384), 84, 0.2));
     arena_free(&f.a);
     f = plan_fix_open("llama-3.2-1b", "H100");
-    f.ask.samples = 96, f.ask.max_seqs = 8192;
-    plan_split s = plan_split_of(&f.ask, 1, 1, 1, 865);
-    CHECK_MSG(s.work.output > 128891 && s.work.output < 2 * 128891, "%g", s.work.output);
+    f.ask.n_samples = 96, f.ask.max_seqs = 8192;
+    plan_layout s = plan_make_layout(&f.ask, 1, 1, 1, 865);
+    CHECK_MSG(s.workload.output_rate > 128891 && s.workload.output_rate < 2 * 128891, "%g", s.workload.output_rate);
     f.ask.max_seqs = 4096;
-    CHECK(plan_split_of(&f.ask, 1, 1, 1, 865).work.output > 123617);
+    CHECK(plan_make_layout(&f.ask, 1, 1, 1, 865).workload.output_rate > 123617);
     arena_free(&f.a);
 }
 
 /* The search for splits, the choice, and how many GPUs are too few. */
 static void plan_test_choice(void) {
     plan_fix f = plan_fix_open("llama-3.1-70b", "H100");
-    plan_split s[PLAN_MOST_GPUS];
-    f.ask.gpus = 8;
-    int n = plan_splits(&f.ask, 865, s);
+    plan_layout s[PLAN_MAX_GPUS];
+    f.ask.n_gpus = 8;
+    int n = plan_layouts(&f.ask, 865, s);
     CHECK(n == 10 && s[0].tp == 1 && s[0].pp == 1 && s[0].dp == 8 && !s[0].fits && s[9].tp == 8);
     for (int i = 0; i < n; i++) CHECK(s[i].tp * s[i].pp * s[i].dp == 8 && (s[i].fits || !s[i].kv_tokens));
-    const plan_split *best = plan_best(s, n);
+    const plan_layout *best = plan_best_layout(s, n);
     CHECK(best && best->fits);
-    for (int i = 0; i < n; i++) CHECK(!s[i].fits || s[i].work.output <= 1.02 * best->work.output);
-    f.ask.gpus = 2; /* 2 x (0.9 * 78.6 GiB - 2.4 GB) are 147 GB: the weights fit with a little KV, the whole length does not */
-    CHECK(plan_best(s, plan_splits(&f.ask, 865, s)) && !plan_best(s, plan_splits(&f.ask, 131072, s)));
-    CHECK(plan_least(f.ask, 865) == 2 && plan_least(f.ask, 131072) == 3 && f.ask.gpus == 2);
-    f.ask.gpus = 60, f.ask.model = &f.known[0].config;
-    CHECK(plan_splits(&f.ask, 865, s) <= PLAN_MOST_GPUS);
+    for (int i = 0; i < n; i++) CHECK(!s[i].fits || s[i].workload.output_rate <= 1.02 * best->workload.output_rate);
+    f.ask.n_gpus = 2; /* 2 x (0.9 * 78.6 GiB - 2.4 GB) are 147 GB: the weights fit with a little KV, the whole length does not */
+    CHECK(plan_best_layout(s, plan_layouts(&f.ask, 865, s)) && !plan_best_layout(s, plan_layouts(&f.ask, 131072, s)));
+    CHECK(plan_min_gpus(f.ask, 865) == 2 && plan_min_gpus(f.ask, 131072) == 3 && f.ask.n_gpus == 2);
+    f.ask.n_gpus = 60, f.ask.model = &f.known[0].config;
+    CHECK(plan_layouts(&f.ask, 865, s) <= PLAN_MAX_GPUS);
     arena_free(&f.a);
 }
 
 static void plan_test_words(void) {
     char z[32];
-    CHECK(!strcmp(plan_commas(0, z), "0") && !strcmp(plan_commas(999, z), "999") && !strcmp(plan_commas(1234567, z), "1,234,567"));
-    CHECK(!strcmp(plan_round(0.4, z), "0") && !strcmp(plan_round(7, z), "7") && !strcmp(plan_round(239912.3, z), "240,000"));
-    CHECK(!strcmp(plan_round(999.6, z), "1,000") && !strcmp(plan_round(28.04, z), "28") && !strcmp(plan_round(1234, z), "1,230"));
+    CHECK(!strcmp(plan_format_int(0, z), "0") && !strcmp(plan_format_int(999, z), "999") && !strcmp(plan_format_int(1234567, z), "1,234,567"));
+    CHECK(!strcmp(plan_format_3_digits(0.4, z), "0") && !strcmp(plan_format_3_digits(7, z), "7") && !strcmp(plan_format_3_digits(239912.3, z), "240,000"));
+    CHECK(!strcmp(plan_format_3_digits(999.6, z), "1,000") && !strcmp(plan_format_3_digits(28.04, z), "28") && !strcmp(plan_format_3_digits(1234, z), "1,230"));
     CHECK(plan_same_name("RTX-4090", "rtx 4090") && plan_same_name("A100-80G", "a10080g") && !plan_same_name("A100-80G", "A100"));
     CHECK(!strcmp(run_find_gpu("NVIDIA H200, 150 GB, wgmma kernels")->name, "H200"));
     CHECK(!strcmp(run_find_gpu("NVIDIA H100 80GB HBM3, 85 GB, wgmma kernels")->name, "H100"));
