@@ -669,7 +669,8 @@ static void arena_reserve_first(arena *a, size_t n) {
 /* Returns n_bytes, 16-byte aligned and not initialized. The arena owns them. */
 static void *arena_alloc(arena *memory, size_t n_bytes) {
     size_t offset = (memory->used + 15) & ~(size_t)15;
-    if (!memory->blocks || n_bytes > memory->blocks->cap || offset > memory->blocks->cap - n_bytes) {
+    if (!memory->blocks || n_bytes > memory->blocks->cap ||
+        offset > memory->blocks->cap - n_bytes) {
         size_t cap = memory->blocks ? MIN(memory->blocks->cap * 2, (size_t)1 << 20) : 4096;
         if (cap < n_bytes) cap = n_bytes;
         struct arena_block *block = mem_alloc(sizeof *block + cap);
@@ -885,7 +886,8 @@ static const json_limits json_trusted = {512, (size_t)1 << 31}; /* for a model's
 
 typedef struct json_reader {
     const char *at, *start, *end; /* next byte, first byte, one past the last */
-    arena *memory;                    /* gets the unescaped strings, and at the end the block of nodes */
+    /* gets the unescaped strings, and at the end the block of nodes */
+    arena *memory;
     /* The block with the nodes. It grows by realloc, because growing inside the arena would keep
      * the old copies. The reader owns it until the text is parsed, then the arena owns it. */
     struct arena_block *block;
@@ -902,12 +904,14 @@ typedef struct json_reader {
 } json_reader;
 
 static bool json_fail(json_reader *reader, const char *what) {
-    fail(reader->e, TOKA_E_INPUT, "JSON: %s at byte %zu", what, (size_t)(reader->at - reader->start));
+    fail(reader->e, TOKA_E_INPUT, "JSON: %s at byte %zu", what,
+         (size_t)(reader->at - reader->start));
     return false;
 }
 
 static bool json_resize_nodes(json_reader *reader, size_t cap) {
-    struct arena_block *block = realloc(reader->block, sizeof *reader->block + cap * sizeof *reader->nodes);
+    struct arena_block *block = realloc(reader->block,
+                                        sizeof *reader->block + cap * sizeof *reader->nodes);
     if (!block) return false;
     reader->block = block;
     reader->block->cap = cap * sizeof *reader->nodes;
@@ -924,19 +928,24 @@ static json *json_add_node(json_reader *reader, int type) {
 }
 
 static void json_skip_space(json_reader *reader) {
-    while (reader->at < reader->end && (*reader->at == ' ' || *reader->at == '\n' || *reader->at == '\r' || *reader->at == '\t'))
+    while (reader->at < reader->end && (*reader->at == ' ' || *reader->at == '\n' ||
+                                        *reader->at == '\r' || *reader->at == '\t'))
         reader->at++;
 }
 
 /* Returns the length of the UTF-8 sequence at p, 1 to 4 bytes, or 0 if it is not well formed
  * (Unicode, table 3-7). p < end. */
 static int utf8_len(const char *bytes, const char *end) {
-    unsigned char first = (unsigned char)bytes[0], second = end - bytes > 1 ? (unsigned char)bytes[1] : 0;
+    unsigned char first = (unsigned char)bytes[0],
+                  second = end - bytes > 1 ? (unsigned char)bytes[1] : 0;
     if (first < 0x80) return 1;
-    int len = first >= 0xC2 && first <= 0xDF ? 2 : (first & 0xF0) == 0xE0 ? 3 : first >= 0xF0 && first <= 0xF4 ? 4 : 0;
+    int len = first >= 0xC2 && first <= 0xDF   ? 2
+              : (first & 0xF0) == 0xE0         ? 3
+              : first >= 0xF0 && first <= 0xF4 ? 4
+                                               : 0;
     if (!len || end - bytes < len || (second & 0xC0) != 0x80) return 0;
-    if ((first == 0xE0 && second < 0xA0) || (first == 0xED && second > 0x9F) || (first == 0xF0 && second < 0x90) ||
-        (first == 0xF4 && second > 0x8F))
+    if ((first == 0xE0 && second < 0xA0) || (first == 0xED && second > 0x9F) ||
+        (first == 0xF0 && second < 0x90) || (first == 0xF4 && second > 0x8F))
         return 0;
     for (int i = 2; i < len; i++)
         if (((unsigned char)bytes[i] & 0xC0) != 0x80) return 0;
@@ -982,7 +991,9 @@ static bool json_unicode_escape(json_reader *reader, uint32_t *code) {
     *code = (uint32_t)high;
     if (high < 0xD800 || high > 0xDFFF) return true;
     *code = 0xFFFD;
-    if (high > 0xDBFF || reader->end - reader->at < 6 || reader->at[0] != '\\' || reader->at[1] != 'u') return true;
+    if (high > 0xDBFF || reader->end - reader->at < 6 || reader->at[0] != '\\' ||
+        reader->at[1] != 'u')
+        return true;
     const char *escape = reader->at;
     reader->at += 2;
     int low = json_hex4(reader);
@@ -999,8 +1010,10 @@ static bool json_unicode_escape(json_reader *reader, uint32_t *code) {
 static bool json_escaped_string(json_reader *reader, str head, json *node) {
     const char *close = reader->at;
     while (close < reader->end && *close != '"') close += *close == '\\' ? 2 : 1;
-    if (close >= reader->end) return reader->at = reader->end, json_fail(reader, "string without an end");
-    char *out = arena_alloc(reader->memory, head.n + (size_t)(close - reader->at) + 1), *dest = out + head.n;
+    if (close >= reader->end)
+        return reader->at = reader->end, json_fail(reader, "string without an end");
+    char *out = arena_alloc(reader->memory, head.n + (size_t)(close - reader->at) + 1),
+         *dest = out + head.n;
     memcpy(out, head.p, head.n);
     for (;;) {
         unsigned char byte = (unsigned char)*reader->at;
@@ -1040,14 +1053,16 @@ static bool json_string(json_reader *reader) {
     json *node = json_add_node(reader, JSON_STRING);
     const char *start = reader->at;
     for (;;) {
-        while (reader->at < reader->end && (unsigned char)*reader->at >= 0x20 && (unsigned char)*reader->at < 0x80 &&
-               *reader->at != '"' && *reader->at != '\\')
+        while (reader->at < reader->end && (unsigned char)*reader->at >= 0x20 &&
+               (unsigned char)*reader->at < 0x80 && *reader->at != '"' && *reader->at != '\\')
             reader->at++;
         if (reader->at == reader->end) return json_fail(reader, "string without an end");
         if (*reader->at == '"') break;
-        if (*reader->at == '\\') return json_escaped_string(reader, (str){start, (size_t)(reader->at - start)}, node);
+        if (*reader->at == '\\')
+            return json_escaped_string(reader, (str){start, (size_t)(reader->at - start)}, node);
         int len = (unsigned char)*reader->at < 0x20 ? -1 : utf8_len(reader->at, reader->end);
-        if (len <= 0) return json_fail(reader, len < 0 ? "control character in a string" : "invalid UTF-8");
+        if (len <= 0)
+            return json_fail(reader, len < 0 ? "control character in a string" : "invalid UTF-8");
         reader->at += len;
     }
     node->chars = start;
@@ -1080,7 +1095,8 @@ static bool json_number(json_reader *reader) {
     bool exact = true, big = false, negative = *reader->at == '-';
     uint64_t digits = 0;
     reader->at += negative;
-    if (reader->at == reader->end || !isdigit((unsigned char)*reader->at)) return json_fail(reader, "digit expected");
+    if (reader->at == reader->end || !isdigit((unsigned char)*reader->at))
+        return json_fail(reader, "digit expected");
     if (*reader->at == '0' && reader->at + 1 < reader->end && isdigit((unsigned char)reader->at[1]))
         return json_fail(reader, "leading zero");
     for (; reader->at < reader->end && isdigit((unsigned char)*reader->at); reader->at++) {
@@ -1103,7 +1119,8 @@ static bool json_number(json_reader *reader) {
     }
     const str text = {start, (size_t)(reader->at - start)};
     const double real = exact && !big ? 0 : json_strtod(text);
-    if (!isfinite(real) && !reader->allow_not_finite) return reader->at = start, json_fail(reader, "number out of range");
+    if (!isfinite(real) && !reader->allow_not_finite)
+        return reader->at = start, json_fail(reader, "number out of range");
     json *node = json_add_node(reader, JSON_NUMBER);
     node->is_int = exact && !big;
     node->is_big_int = exact && big;
@@ -1146,9 +1163,12 @@ static void json_close_container(json_reader *reader) {
 
 static bool json_make_room(json_reader *reader) {
     if (reader->n_nodes < reader->cap) return true;
-    if (reader->n_nodes < reader->max_nodes && json_resize_nodes(reader, MAX(reader->cap * 2, (size_t)64))) return true;
+    if (reader->n_nodes < reader->max_nodes &&
+        json_resize_nodes(reader, MAX(reader->cap * 2, (size_t)64)))
+        return true;
     if (reader->n_nodes < reader->max_nodes)
-        fail(reader->e, TOKA_E_MEMORY, "JSON: there is no memory for more than %zu values", reader->n_nodes);
+        fail(reader->e, TOKA_E_MEMORY, "JSON: there is no memory for more than %zu values",
+             reader->n_nodes);
     else
         fail(reader->e, TOKA_E_INPUT, "JSON: more than %zu values at byte %zu", reader->max_nodes,
              (size_t)(reader->at - reader->start));
@@ -1163,7 +1183,8 @@ static bool json_not_finite(json_reader *reader) {
         double value;
     } rows[] = {{"NaN", NAN}, {"Infinity", INFINITY}, {"-Infinity", -INFINITY}};
     for (int i = 0; i < COUNT(rows); i++) {
-        if (!str_starts((str){reader->at, (size_t)(reader->end - reader->at)}, str_c(rows[i].word))) continue;
+        if (!str_starts((str){reader->at, (size_t)(reader->end - reader->at)}, str_c(rows[i].word)))
+            continue;
         json_add_node(reader, JSON_NUMBER)->real = rows[i].value;
         reader->at += strlen(rows[i].word);
         return true;
@@ -1185,14 +1206,17 @@ static bool json_value(json_reader *reader) {
     case '-': case '0': case '1': case '2': case '3': case '4':
     case '5': case '6': case '7': case '8': case '9':
         return json_number(reader);
-    default: return json_fail(reader, reader->at < reader->end ? "value expected" : "text ends too early");
+    default:
+        return json_fail(reader,
+                         reader->at < reader->end ? "value expected" : "text ends too early");
     }
 }
 
 /* Reads a member name, its colon and the white space around them. */
 static bool json_key(json_reader *reader) {
     json_skip_space(reader);
-    if (reader->at == reader->end || *reader->at != '"') return json_fail(reader, "member name expected");
+    if (reader->at == reader->end || *reader->at != '"')
+        return json_fail(reader, "member name expected");
     reader->at++;
     if (!json_make_room(reader) || !json_string(reader)) return false;
     json_skip_space(reader);
@@ -1226,7 +1250,9 @@ static bool json_document(json_reader *reader) {
     json_skip_space(reader);
     if (!json_value(reader)) return false;
     while (reader->container) {
-        bool first = reader->nodes[reader->n_nodes - 1].type >= JSON_ARRAY && reader->container == reader->n_nodes, more;
+        bool first = reader->nodes[reader->n_nodes - 1].type >= JSON_ARRAY &&
+                     reader->container == reader->n_nodes,
+             more;
         if (!json_next_element(reader, first, &more)) return false;
         if (more && !json_value(reader)) return false;
     }
@@ -1238,8 +1264,12 @@ static const json *json_parse_as(arena *memory, str text, json_limits limits, bo
                                  toka_err *e) {
     const size_t max_bytes = MIN(limits.max_bytes, (size_t)UINT32_MAX); /* counts are 32 bits */
     if (!text.n) text = STR("");
-    json_reader reader = {
-        .at = text.p, .start = text.p, .end = text.p + text.n, .memory = memory, .limits = limits, .e = e};
+    json_reader reader = {.at = text.p,
+                          .start = text.p,
+                          .end = text.p + text.n,
+                          .memory = memory,
+                          .limits = limits,
+                          .e = e};
     reader.allow_not_finite = allow_not_finite;
     reader.max_nodes = MAX(max_bytes / sizeof(json), (size_t)JSON_ALWAYS_NODES);
     if (text.n > max_bytes) {
@@ -1336,7 +1366,9 @@ static void json_put_str(buf *out, str text) {
     buf_char(out, '"');
     for (size_t i = 0, start; i < text.n;) {
         start = i;
-        while (i < text.n && text.p[i] >= 0x20 && text.p[i] < 0x7F && text.p[i] != '"' && text.p[i] != '\\') i++;
+        while (i < text.n && text.p[i] >= 0x20 && text.p[i] < 0x7F && text.p[i] != '"' &&
+               text.p[i] != '\\')
+            i++;
         buf_put(out, text.p + start, i - start);
         if (i == text.n) break;
         unsigned char byte = (unsigned char)text.p[i];
@@ -1368,7 +1400,8 @@ static void json_put_member_or_null(buf *out, const char *name, const char *valu
 /* Writes n / 10^k in the form of printf's %g. n > 0. x: decimal exponent of the first digit. If
  * k > 0, the last digit of n is not 0. */
 static void json_put_decimal(buf *out, int64_t digits, int n_decimals, int exponent) {
-    const bool small = exponent < 0 && exponent >= -4; /* as 0.0123; smaller numbers have an exponent: 1.23e-05 */
+    /* as 0.0123; smaller numbers have an exponent: 1.23e-05 */
+    const bool small = exponent < 0 && exponent >= -4;
     if (small) buf_put(out, "0.000", (size_t)(1 - exponent));
     const size_t point = out->n + (exponent < 0 ? 1 : (size_t)exponent + 1);
     buf_int(out, digits);
@@ -1388,17 +1421,21 @@ static void json_put_decimal(buf *out, int64_t digits, int n_decimals, int expon
  * digits. Returns false and writes nothing if only printf can be trusted: f is out of the range, or
  * the product is too near to n + 1/2. */
 static bool json_put_float(buf *out, float value) {
-    static const double powers[] = {1e0,  1e1,  1e2,  1e3,  1e4,  1e5,  1e6,  1e7,  1e8,  1e9,  1e10,
-                                 1e11, 1e12, 1e13, 1e14, 1e15, 1e16, 1e17, 1e18, 1e19, 1e20, 1e21};
+    static const double powers[] = {1e0,  1e1,  1e2,  1e3,  1e4,  1e5,  1e6,  1e7,
+                                    1e8,  1e9,  1e10, 1e11, 1e12, 1e13, 1e14, 1e15,
+                                    1e16, 1e17, 1e18, 1e19, 1e20, 1e21};
     const double magnitude = fabs((double)value);
     double scaled = 0;
-    int exponent = 4, n_digits = 5, n_decimals; /* x: exponent of the first digit; k: digits after the point */
+    /* x: exponent of the first digit; k: digits after the point */
+    int exponent = 4, n_digits = 5, n_decimals;
     if (!(magnitude >= 1e-13 && magnitude < 1e5)) return false;
-    while (exponent >= 0 ? magnitude < powers[exponent] : magnitude * powers[-exponent] < 1) exponent--;
+    while (exponent >= 0 ? magnitude < powers[exponent] : magnitude * powers[-exponent] < 1)
+        exponent--;
     do {
         n_decimals = n_digits++ - exponent;
         scaled = rint(magnitude * powers[n_decimals]);
-        if (n_decimals > 12 && fabs(fabs(magnitude * powers[n_decimals] - scaled) - 0.5) < 1e-6) return false;
+        if (n_decimals > 12 && fabs(fabs(magnitude * powers[n_decimals] - scaled) - 0.5) < 1e-6)
+            return false;
     } while (n_digits < 9 && (float)(scaled / powers[n_decimals]) != fabsf(value));
     if (scaled >= powers[n_digits]) return false; /* rounding up gave one more digit */
     int64_t integer = (int64_t)scaled;
@@ -1430,7 +1467,8 @@ static void json_put_num(buf *out, double value, bool is_float) {
     json_comma(out);
     buf_put(out, digits, found ? (size_t)(found - digits) : strlen(digits));
     if (found) buf_char(out, '.'), buf_c(out, found + strlen(point));
-    if (value == 0 && signbit(value)) buf_c(out, ".0"); /* "-0" would be read back as the integer 0 */
+    /* "-0" would be read back as the integer 0 */
+    if (value == 0 && signbit(value)) buf_c(out, ".0");
 }
 
 /* Writes a parsed value with all that it contains. The recursion is at most as deep as json_limits
@@ -1446,7 +1484,8 @@ static void json_put_value(buf *out, const json *value) {
         if (value->is_int) json_put_int(out, value->integer);
         else if (value->is_big_int) json_comma(out), buf_str(out, json_digits(value));
         else json_put_num(out, value->real, false);
-        if (!value->is_int && !value->is_big_int && isfinite(value->real) && !strpbrk(out->p + start, ".e"))
+        if (!value->is_int && !value->is_big_int && isfinite(value->real) &&
+            !strpbrk(out->p + start, ".e"))
             buf_c(out, ".0"); /* so that 1.0 does not become an integer */
         break;
     case JSON_ARRAY:
@@ -1535,14 +1574,15 @@ typedef struct uni {        /* owns its arrays; read-only after uni_init */
 
 enum uni_case { UNI_UPPERCASE, UNI_LOWERCASE, UNI_TITLECASE, UNI_FOLDED };
 
-enum { /* bits of a code point's kind, with Unicode's names of the properties */
-    UNI_IS_LOWER = 1,  /* Lowercase */
-    UNI_IS_UPPER = 2,  /* Uppercase */
-    UNI_IS_TITLE = 4,  /* Titlecase_Letter */
-    UNI_IS_CASED = 7,  /* any of these three */
-    UNI_CASE_IGNORABLE = 8,   /* Case_Ignorable: the rule of the final sigma skips it */
-    UNI_ALTERNATING = 16,    /* only of runs: an upper case, its lower case, the next upper case ... */
-    UNI_NO_TITLECASE = 32  /* its title case is itself */
+enum {                   /* bits of a code point's kind, with Unicode's names of the properties */
+       UNI_IS_LOWER = 1, /* Lowercase */
+       UNI_IS_UPPER = 2, /* Uppercase */
+       UNI_IS_TITLE = 4, /* Titlecase_Letter */
+       UNI_IS_CASED = 7, /* any of these three */
+       UNI_CASE_IGNORABLE = 8, /* Case_Ignorable: the rule of the final sigma skips it */
+       UNI_ALTERNATING =
+           16, /* only of runs: an upper case, its lower case, the next upper case ... */
+       UNI_NO_TITLECASE = 32 /* its title case is itself */
 };
 
 typedef struct uni_case_run { /* code points first .. last are of this kind */
@@ -1786,12 +1826,14 @@ static void uni_init_classes(uni *unicode) {
 
 static void uni_init_marks(uni *unicode) {
     uint32_t end = 0;
-    unicode->marks = mem_alloc(sizeof uni_mark_text * sizeof *unicode->marks); /* an upper bound; cut below */
+    /* an upper bound; cut below */
+    unicode->marks = mem_alloc(sizeof uni_mark_text * sizeof *unicode->marks);
     for (const char *next = uni_mark_text; *next;) {
         uint32_t first = end + uni_read_number(&next);
         uint32_t last = first + uni_read_number(&next);
         uint32_t number = uni_read_number(&next);
-        unicode->marks[unicode->n_marks++] = (uni_mark_range){first, last, (uint8_t)(number / 2), number & 1};
+        unicode->marks[unicode->n_marks++] = (uni_mark_range){first, last, (uint8_t)(number / 2),
+                                                              number & 1};
         for (uint32_t code = first; code <= last; code++) unicode->props[code] |= UNI_UNSTABLE;
         end = last + 1;
     }
@@ -1806,14 +1848,17 @@ static void uni_init_pairs(uni *unicode) {
         code += number / 6;
         first = uni_read_delta(&next, first);
         if (kind != 2) second = uni_read_delta(&next, second);
-        unicode->pairs[unicode->n_pairs++] = (uni_pair){code, first, kind == 2 ? 0 : second, kind == 0, number & 1};
+        unicode->pairs[unicode->n_pairs++] = (uni_pair){code, first, kind == 2 ? 0 : second,
+                                                        kind == 0, number & 1};
         unicode->props[kind == 0 ? second : code] |= UNI_UNSTABLE;
     }
     unicode->pairs = mem_realloc(unicode->pairs, (size_t)unicode->n_pairs * sizeof *unicode->pairs);
     unicode->compositions = mem_alloc((size_t)unicode->n_pairs * sizeof *unicode->compositions);
     for (int i = 0; i < unicode->n_pairs; i++)
-        if (unicode->pairs[i].composes) unicode->compositions[unicode->n_compositions++] = unicode->pairs[i];
-    qsort(unicode->compositions, (size_t)unicode->n_compositions, sizeof *unicode->compositions, uni_compare_pairs);
+        if (unicode->pairs[i].composes)
+            unicode->compositions[unicode->n_compositions++] = unicode->pairs[i];
+    qsort(unicode->compositions, (size_t)unicode->n_compositions, sizeof *unicode->compositions,
+          uni_compare_pairs);
     /* Hangul vowels and final consonants compose with the character before them */
     for (uint32_t j = 0x1161; j <= 0x1175; j++) unicode->props[j] |= UNI_UNSTABLE;
     for (uint32_t j = 0x11A8; j <= 0x11C2; j++) unicode->props[j] |= UNI_UNSTABLE;
@@ -1859,7 +1904,9 @@ static int uni_bad_len(const char *bytes, const char *end, bool *cut) {
                 : first >= 0xF0 && first <= 0xF4 ? 4
                                          : 1;
     int len = 1;
-    for (; len < full_len && end - bytes > len && (unsigned char)bytes[len] >= low && (unsigned char)bytes[len] <= high; len++)
+    for (; len < full_len && end - bytes > len && (unsigned char)bytes[len] >= low &&
+           (unsigned char)bytes[len] <= high;
+         len++)
         low = 0x80, high = 0xBF;
     *cut = len < full_len && end - bytes == len;
     return len;
@@ -1899,8 +1946,13 @@ typedef struct uni_points { /* the code points that are being normalized; owned 
 /* Hangul (Unicode 3.12): first code points of the syllables (S), leading consonants (L), vowels (V)
  * and trailing consonants (T; UNI_NO_TRAILING itself stands for "none"), and how many there are (_N). */
 enum {
-    UNI_FIRST_SYLLABLE = 0xAC00, UNI_FIRST_LEADING = 0x1100, UNI_FIRST_VOWEL = 0x1161, UNI_NO_TRAILING = 0x11A7,
-    UNI_N_VOWELS = 21, UNI_N_TRAILING = 28, UNI_N_SYLLABLES = 11172
+    UNI_FIRST_SYLLABLE = 0xAC00,
+    UNI_FIRST_LEADING = 0x1100,
+    UNI_FIRST_VOWEL = 0x1161,
+    UNI_NO_TRAILING = 0x11A7,
+    UNI_N_VOWELS = 21,
+    UNI_N_TRAILING = 28,
+    UNI_N_SYLLABLES = 11172
 };
 
 /* The combining class of c; 0: c is a starter. */
@@ -1912,7 +1964,8 @@ static int uni_combining_class(const uni *unicode, uint32_t code, int version) {
         if (unicode->marks[mid].last < code) low = mid + 1;
         else high = mid;
     }
-    if (low == unicode->n_marks || code < unicode->marks[low].first || (unicode->marks[low].after_v9 && version == UNI_V9))
+    if (low == unicode->n_marks || code < unicode->marks[low].first ||
+        (unicode->marks[low].after_v9 && version == UNI_V9))
         return 0;
     return unicode->marks[low].class;
 }
@@ -1925,7 +1978,8 @@ static const uni_pair *uni_find_decomposition(const uni *unicode, uint32_t code,
         if (unicode->pairs[mid].whole < code) low = mid + 1;
         else high = mid;
     }
-    if (low == unicode->n_pairs || unicode->pairs[low].whole != code || (unicode->pairs[low].after_v9 && version == UNI_V9))
+    if (low == unicode->n_pairs || unicode->pairs[low].whole != code ||
+        (unicode->pairs[low].after_v9 && version == UNI_V9))
         return NULL;
     return &unicode->pairs[low];
 }
@@ -1933,18 +1987,24 @@ static const uni_pair *uni_find_decomposition(const uni *unicode, uint32_t code,
 /* Returns the code point that a and b compose to, or 0 if they do not compose. */
 static uint32_t uni_compose(const uni *unicode, uint32_t first, uint32_t second, int version) {
     if (first - UNI_FIRST_LEADING < 19 && second - UNI_FIRST_VOWEL < UNI_N_VOWELS)
-        return UNI_FIRST_SYLLABLE + ((first - UNI_FIRST_LEADING) * UNI_N_VOWELS + (second - UNI_FIRST_VOWEL)) * UNI_N_TRAILING;
-    if (first - UNI_FIRST_SYLLABLE < UNI_N_SYLLABLES && (first - UNI_FIRST_SYLLABLE) % UNI_N_TRAILING == 0 && second - UNI_NO_TRAILING - 1 < UNI_N_TRAILING - 1)
+        return UNI_FIRST_SYLLABLE +
+               ((first - UNI_FIRST_LEADING) * UNI_N_VOWELS + (second - UNI_FIRST_VOWEL)) *
+                   UNI_N_TRAILING;
+    if (first - UNI_FIRST_SYLLABLE < UNI_N_SYLLABLES &&
+        (first - UNI_FIRST_SYLLABLE) % UNI_N_TRAILING == 0 &&
+        second - UNI_NO_TRAILING - 1 < UNI_N_TRAILING - 1)
         return first + (second - UNI_NO_TRAILING);
     int low = 0, high = unicode->n_compositions;
     while (low < high) {
         int mid = (low + high) / 2;
         const uni_pair *tried = &unicode->compositions[mid];
-        if (tried->first < first || (tried->first == first && tried->second < second)) low = mid + 1;
+        if (tried->first < first || (tried->first == first && tried->second < second))
+            low = mid + 1;
         else high = mid;
     }
     const uni_pair *found = &unicode->compositions[low];
-    return low < unicode->n_compositions && found->first == first && found->second == second && !(found->after_v9 && version == UNI_V9)
+    return low < unicode->n_compositions && found->first == first && found->second == second &&
+                   !(found->after_v9 && version == UNI_V9)
                ? found->whole
                : 0;
 }
@@ -1952,7 +2012,8 @@ static uint32_t uni_compose(const uni *unicode, uint32_t first, uint32_t second,
 /* Appends c and its combining class. */
 static void uni_add_point(const uni *unicode, uni_points *run, uint32_t code, int version) {
     if (run->n == run->cap)
-        run->points = mem_realloc(run->points, (run->cap = MAX(run->cap * 2, (size_t)64)) * sizeof *run->points);
+        run->points = mem_realloc(run->points,
+                                  (run->cap = MAX(run->cap * 2, (size_t)64)) * sizeof *run->points);
     run->points[run->n++] = code | (uint32_t)uni_combining_class(unicode, code, version) << 24;
 }
 
@@ -1963,12 +2024,16 @@ static void uni_decompose(const uni *unicode, uni_points *run, uint32_t code, in
     int n_seconds = 0;
     if (code - UNI_FIRST_SYLLABLE < UNI_N_SYLLABLES) {
         uint32_t syllable = code - UNI_FIRST_SYLLABLE, trailing = syllable % UNI_N_TRAILING;
-        uni_add_point(unicode, run, UNI_FIRST_LEADING + syllable / (UNI_N_VOWELS * UNI_N_TRAILING), version);
-        uni_add_point(unicode, run, UNI_FIRST_VOWEL + syllable / UNI_N_TRAILING % UNI_N_VOWELS, version);
+        uni_add_point(unicode, run, UNI_FIRST_LEADING + syllable / (UNI_N_VOWELS * UNI_N_TRAILING),
+                      version);
+        uni_add_point(unicode, run, UNI_FIRST_VOWEL + syllable / UNI_N_TRAILING % UNI_N_VOWELS,
+                      version);
         if (trailing) uni_add_point(unicode, run, UNI_NO_TRAILING + trailing, version);
         return;
     }
-    for (const uni_pair *pair; n_seconds < COUNT(seconds) && (pair = uni_find_decomposition(unicode, code, version)); code = pair->first)
+    for (const uni_pair *pair;
+         n_seconds < COUNT(seconds) && (pair = uni_find_decomposition(unicode, code, version));
+         code = pair->first)
         if (pair->second) seconds[n_seconds++] = pair->second;
     uni_add_point(unicode, run, code, version);
     while (n_seconds) uni_add_point(unicode, run, seconds[--n_seconds], version);
@@ -1978,16 +2043,19 @@ static void uni_decompose(const uni *unicode, uni_points *run, uint32_t code, in
  * time (counting sort), because a text may have a megabyte of marks. */
 static void uni_reorder(uni_points *run) {
     uint32_t *sorted = NULL;
-    for (size_t group = 0, group_end; group < run->n; group = group_end + 1) { /* [i, j): a group; a starter or the end follows */
+    /* [i, j): a group; a starter or the end follows */
+    for (size_t group = 0, group_end; group < run->n; group = group_end + 1) {
         bool ordered = true;
         for (group_end = group; group_end < run->n && run->points[group_end] >> 24; group_end++)
-            ordered &= group_end == group || run->points[group_end - 1] >> 24 <= run->points[group_end] >> 24;
+            ordered &= group_end == group ||
+                       run->points[group_end - 1] >> 24 <= run->points[group_end] >> 24;
         if (ordered) continue;
         size_t offset[257] = {0};
         for (size_t i = group; i < group_end; i++) offset[(run->points[i] >> 24) + 1]++;
         for (int i = 0; i < 256; i++) offset[i + 1] += offset[i];
         if (!sorted) sorted = mem_alloc(run->n * sizeof *sorted);
-        for (size_t i = group; i < group_end; i++) sorted[offset[run->points[i] >> 24]++] = run->points[i];
+        for (size_t i = group; i < group_end; i++)
+            sorted[offset[run->points[i] >> 24]++] = run->points[i];
         memcpy(run->points + group, sorted, (group_end - group) * sizeof *sorted);
     }
     free(sorted);
@@ -2061,9 +2129,14 @@ static str uni_nfc(const uni *unicode, str text, int version, buf *out) {
 /* ---- Letter case ---- */
 
 static void uni_cases_init(uni_cases *cases) {
-    static const uint8_t kinds[] = { /* KINDS of test/make_unicode.py */
-        UNI_IS_LOWER, UNI_IS_UPPER, UNI_IS_TITLE, UNI_CASE_IGNORABLE, UNI_IS_LOWER | UNI_CASE_IGNORABLE,
-        UNI_ALTERNATING, UNI_IS_LOWER | UNI_NO_TITLECASE};
+    static const uint8_t kinds[] = {/* KINDS of test/make_unicode.py */
+                                    UNI_IS_LOWER,
+                                    UNI_IS_UPPER,
+                                    UNI_IS_TITLE,
+                                    UNI_CASE_IGNORABLE,
+                                    UNI_IS_LOWER | UNI_CASE_IGNORABLE,
+                                    UNI_ALTERNATING,
+                                    UNI_IS_LOWER | UNI_NO_TITLECASE};
     uint32_t code = 0;
     *cases = (uni_cases){ /* upper bounds: an entry has at least two characters of text */
         .runs = mem_alloc(sizeof uni_case_text / 2 * sizeof *cases->runs),
@@ -2071,7 +2144,8 @@ static void uni_cases_init(uni_cases *cases) {
     for (const char *next = uni_case_text; *next;) {
         uint32_t number = uni_read_number(&next);
         uni_case_run *run = &cases->runs[cases->n_runs++];
-        *run = (uni_case_run){.first = code + number / COUNT(kinds), .kind = kinds[number % COUNT(kinds)]};
+        *run = (uni_case_run){.first = code + number / COUNT(kinds),
+                              .kind = kinds[number % COUNT(kinds)]};
         run->last = run->first + uni_read_number(&next);
         bool mapped = run->kind != UNI_CASE_IGNORABLE && run->kind != UNI_ALTERNATING;
         if (mapped) run->delta = (int32_t)uni_read_delta(&next, 0);
@@ -2082,7 +2156,8 @@ static void uni_cases_init(uni_cases *cases) {
         uint32_t number = uni_read_number(&next);
         uni_exception *exception = &cases->exceptions[cases->n_exceptions++];
         *exception = (uni_exception){.key = code += number / 3, .n_to = (int)(number % 3) + 1};
-        for (int i = 0; i < exception->n_to; i++) exception->to[i] = uni_read_delta(&next, exception->key / 4);
+        for (int i = 0; i < exception->n_to; i++)
+            exception->to[i] = uni_read_delta(&next, exception->key / 4);
     }
 }
 static void uni_cases_free(uni_cases *cases) {
@@ -2116,7 +2191,8 @@ static const uni_exception *uni_find_exception(const uni_cases *cases, uint32_t 
         if (cases->exceptions[mid].key < key) low = mid + 1;
         else high = mid;
     }
-    return low < cases->n_exceptions && cases->exceptions[low].key == key ? &cases->exceptions[low] : NULL;
+    return low < cases->n_exceptions && cases->exceptions[low].key == key ? &cases->exceptions[low]
+                                                                          : NULL;
 }
 
 /* Writes c in another case to out. Returns the number of code points, 1 to 3. */
@@ -2126,9 +2202,11 @@ static int uni_map_case(const uni_cases *cases, uint32_t code, enum uni_case to,
     if (to == UNI_FOLDED) { /* lower case of the upper case; but Cherokee folds to upper case */
         uint32_t upper[3];
         bool cherokee = (code >= 0x13A0 && code < 0x1400) || (code >= 0xAB70 && code < 0xABC0);
-        int n_mapped = 0, n_upper = uni_map_case(cases, code, UNI_UPPERCASE, cherokee ? out : upper);
+        int n_mapped = 0,
+            n_upper = uni_map_case(cases, code, UNI_UPPERCASE, cherokee ? out : upper);
         if (cherokee) return n_upper;
-        for (int i = 0; i < n_upper; i++) n_mapped += uni_map_case(cases, upper[i], UNI_LOWERCASE, out + n_mapped);
+        for (int i = 0; i < n_upper; i++)
+            n_mapped += uni_map_case(cases, upper[i], UNI_LOWERCASE, out + n_mapped);
         return n_mapped;
     }
     int32_t delta;
@@ -2222,7 +2300,8 @@ typedef struct tok_rule {
     const char *regex; /* its text in tokenizer.json; NULL: for a pre-tokenizer without a pattern */
     enum { TOK_NO_CONTRACTION, TOK_EXACT, TOK_ANY_CASE } contraction;
     bool ascii_word, space_prefix, cased;
-    bool contraction_suffix; /* a contraction may follow alternative 3, instead of being alternative 1 */
+    /* a contraction may follow alternative 3, instead of being alternative 1 */
+    bool contraction_suffix;
     uint32_t letter_prefix, letters, punct; /* sets of uni_class */
     int digits;                    /* 0: the pattern does not have this alternative */
     const char *punct_suffix;              /* NULL: none */
@@ -2237,45 +2316,88 @@ typedef struct tok_rule {
 static const tok_rule tok_rules[] = {
     /* GPT-2, also what ByteLevel does by itself */
     {.regex = "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+",
-     .contraction = TOK_EXACT, .space_prefix = true, .letters = UNI_LETTER, .digits = INT_MAX,
-     .punct = TOK_PUNCT, .spaces = true},
+     .contraction = TOK_EXACT,
+     .space_prefix = true,
+     .letters = UNI_LETTER,
+     .digits = INT_MAX,
+     .punct = TOK_PUNCT,
+     .spaces = true},
     /* GPT-4, Llama-3 */
-    {.regex = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|"
-              "\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
-     .contraction = TOK_ANY_CASE, .letter_prefix = TOK_LETTER_PREFIX, .letters = UNI_LETTER, .digits = 3,
-     .punct = TOK_PUNCT, .punct_suffix = "\r\n", .line_ends = true, .spaces = true},
+    {.regex =
+         "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|"
+         "\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
+     .contraction = TOK_ANY_CASE,
+     .letter_prefix = TOK_LETTER_PREFIX,
+     .letters = UNI_LETTER,
+     .digits = 3,
+     .punct = TOK_PUNCT,
+     .punct_suffix = "\r\n",
+     .line_ends = true,
+     .spaces = true},
     /* Qwen2, Qwen2.5, Qwen3 */
-    {.regex = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|"
-              "\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
-     .contraction = TOK_ANY_CASE, .letter_prefix = TOK_LETTER_PREFIX, .letters = UNI_LETTER, .digits = 1,
-     .punct = TOK_PUNCT, .punct_suffix = "\r\n", .line_ends = true, .spaces = true},
+    {.regex =
+         "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|"
+         "\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
+     .contraction = TOK_ANY_CASE,
+     .letter_prefix = TOK_LETTER_PREFIX,
+     .letters = UNI_LETTER,
+     .digits = 1,
+     .punct = TOK_PUNCT,
+     .punct_suffix = "\r\n",
+     .line_ends = true,
+     .spaces = true},
     /* Qwen3.5 */
     {.regex = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?[\\p{L}\\p{M}]+|\\p{N}|"
               " ?[^\\s\\p{L}\\p{M}\\p{N}]+[\\r\\n]*|"
               "\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
-     .contraction = TOK_ANY_CASE, .letter_prefix = TOK_LETTER_PREFIX, .letters = UNI_LETTER | UNI_MARK, .digits = 1,
-     .punct = TOK_PUNCT & ~UNI_MARK, .punct_suffix = "\r\n", .line_ends = true, .spaces = true},
+     .contraction = TOK_ANY_CASE,
+     .letter_prefix = TOK_LETTER_PREFIX,
+     .letters = UNI_LETTER | UNI_MARK,
+     .digits = 1,
+     .punct = TOK_PUNCT & ~UNI_MARK,
+     .punct_suffix = "\r\n",
+     .line_ends = true,
+     .spaces = true},
     /* GPT-4o, gpt-oss (o200k) */
-    {.regex = "[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]*[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]+"
-              "(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
-              "[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]+[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]*"
-              "(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
-              "\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
-     .cased = true, .contraction_suffix = true, .letter_prefix = TOK_LETTER_PREFIX, .digits = 3, .punct = TOK_PUNCT,
-     .punct_suffix = "\r\n/", .line_ends = true, .spaces = true},
+    {.regex =
+         "[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]*[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]+"
+         "(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+         "[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]+[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]*"
+         "(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+         "\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
+     .cased = true,
+     .contraction_suffix = true,
+     .letter_prefix = TOK_LETTER_PREFIX,
+     .digits = 3,
+     .punct = TOK_PUNCT,
+     .punct_suffix = "\r\n/",
+     .line_ends = true,
+     .spaces = true},
     /* Mistral's Tekken */
-    {.regex = "[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]*[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]+|"
-              "[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]+[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]*|"
-              "\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
-     .cased = true, .letter_prefix = TOK_LETTER_PREFIX, .digits = 1, .punct = TOK_PUNCT, .punct_suffix = "\r\n/",
-     .line_ends = true, .spaces = true},
+    {.regex =
+         "[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]*[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]+|"
+         "[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]+[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]*|"
+         "\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
+     .cased = true,
+     .letter_prefix = TOK_LETTER_PREFIX,
+     .digits = 1,
+     .punct = TOK_PUNCT,
+     .punct_suffix = "\r\n/",
+     .line_ends = true,
+     .spaces = true},
     /* DeepSeek-V3 and R1: three patterns in a row */
-    {.regex = "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\\r\\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+|"
-              " ?[\\p{P}\\p{S}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
-     .ascii_word = true, .letter_prefix = ~(UNI_BIT(LINE_END) | UNI_LETTER | UNI_PUNCT | UNI_SYMBOL),
-     .letters = UNI_LETTER | UNI_MARK, .punct = UNI_PUNCT | UNI_SYMBOL, .punct_suffix = "\r\n",
-     .line_ends = true, .spaces = true},
-    {.regex = "[\xE4\xB8\x80-\xE9\xBE\xA5\xE3\x81\x80-\xE3\x82\x9F\xE3\x82\xA0-\xE3\x83\xBF]+", .cjk = true},
+    {.regex =
+         "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\\r\\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+|"
+         " ?[\\p{P}\\p{S}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
+     .ascii_word = true,
+     .letter_prefix = ~(UNI_BIT(LINE_END) | UNI_LETTER | UNI_PUNCT | UNI_SYMBOL),
+     .letters = UNI_LETTER | UNI_MARK,
+     .punct = UNI_PUNCT | UNI_SYMBOL,
+     .punct_suffix = "\r\n",
+     .line_ends = true,
+     .spaces = true},
+    {.regex = "[\xE4\xB8\x80-\xE9\xBE\xA5\xE3\x81\x80-\xE3\x82\x9F\xE3\x82\xA0-\xE3\x83\xBF]+",
+     .cjk = true},
     {.regex = "\\p{N}{1,3}", .digits = 3},
     {.regex = "\\p{N}", .digits = 1},
 };
@@ -2285,7 +2407,8 @@ static const tok_rule tok_all_digits = {.digits = INT_MAX, .unicode17 = true};
 
 /* The class of the character at p as a set of one uni_class; the empty set at `end`. *n: the
  * character's bytes. */
-static inline uint32_t tok_char_class(const uni *unicode, const char *p, const char *end, int *len) {
+static inline uint32_t tok_char_class(const uni *unicode, const char *p, const char *end,
+                                      int *len) {
     if (p == end) return *len = 0, 0;
     return 1u << (unicode->props[uni_next(p, len)] & 31);
 }
@@ -2303,7 +2426,8 @@ static bool tok_is_cjk(const char *p, const char *end, int *len) {
 
 /* Is the character at p a number? The Digits pre-tokenizer (r->newer) uses Rust's tables, which
  * have 13 more digits than those of the patterns. */
-static bool tok_is_number(const uni *unicode, const tok_rule *rule, const char *p, const char *end, int *len) {
+static bool tok_is_number(const uni *unicode, const tok_rule *rule, const char *p, const char *end,
+                          int *len) {
     if (tok_char_class(unicode, p, end, len) & UNI_NUMBER) return true;
     uint32_t code = rule->unicode17 && p < end ? uni_next(p, len) : 0;
     return (code >= 0x11DE0 && code <= 0x11DE9) || (code >= 0x16FF4 && code <= 0x16FF6);
@@ -2312,9 +2436,12 @@ static bool tok_is_number(const uni *unicode, const tok_rule *rule, const char *
 /* The bytes of the contraction at p; 0 if there is none. With any_case, U+017F counts as s, too. */
 static int tok_contraction_len(const char *p, const char *end, bool any_case) {
     if (end - p < 2 || *p != '\'') return 0;
-    int case_bit = any_case ? 32 : 0, second = p[1] | case_bit, third = end - p > 2 ? p[2] | case_bit : 0;
+    int case_bit = any_case ? 32 : 0, second = p[1] | case_bit,
+        third = end - p > 2 ? p[2] | case_bit : 0;
     if (second == 's' || second == 't' || second == 'm' || second == 'd') return 2;
-    if ((second == 'r' && third == 'e') || (second == 'v' && third == 'e') || (second == 'l' && third == 'l')) return 3;
+    if ((second == 'r' && third == 'e') || (second == 'v' && third == 'e') ||
+        (second == 'l' && third == 'l'))
+        return 3;
     return any_case && end - p > 2 && p[1] == '\xC5' && p[2] == '\xBF' ? 3 : 0;
 }
 
@@ -2322,7 +2449,8 @@ static int tok_contraction_len(const char *p, const char *end, bool any_case) {
  * is lower case, and characters without case are in both sets. If no L follows the run of U, the
  * matcher gives characters of the run back until the last of them is in L: `both` is the end of the
  * last character of the run that is in both sets. Returns NULL if nothing matches. */
-static const char *tok_match_cased(const uni *unicode, const tok_rule *rule, const char *at, const char *end) {
+static const char *tok_match_cased(const uni *unicode, const tok_rule *rule, const char *at,
+                                   const char *end) {
     int len;
     uint32_t class = tok_char_class(unicode, at, end, &len);
     const char *letters = class & rule->letter_prefix ? at + len : at, *upper_end = NULL;
@@ -2338,21 +2466,25 @@ static const char *tok_match_cased(const uni *unicode, const tok_rule *rule, con
 }
 
 /* Alternative 3. s, n: tok_char_class at p. Returns the end of the word, or NULL if there is none at p. */
-static const char *tok_match_word(const uni *unicode, const tok_rule *rule, const char *at, const char *end,
-                            uint32_t class, int len) {
+static const char *tok_match_word(const uni *unicode, const tok_rule *rule, const char *at,
+                                  const char *end, uint32_t class, int len) {
     if (rule->cased) {
         const char *word_end = tok_match_cased(unicode, rule, at, end);
-        return word_end && rule->contraction_suffix ? word_end + tok_contraction_len(word_end, end, true) : word_end;
+        return word_end && rule->contraction_suffix
+                   ? word_end + tok_contraction_len(word_end, end, true)
+                   : word_end;
     }
     if (class & rule->letters) return tok_run_end(unicode, at + len, end, rule->letters);
     int second_len;
-    if ((rule->space_prefix ? *at == ' ' : (class & rule->letter_prefix) != 0) && tok_char_class(unicode, at + len, end, &second_len) & rule->letters)
+    if ((rule->space_prefix ? *at == ' ' : (class & rule->letter_prefix) != 0) &&
+        tok_char_class(unicode, at + len, end, &second_len) & rule->letters)
         return tok_run_end(unicode, at + len + second_len, end, rule->letters);
     return NULL;
 }
 
 /* Alternatives 6 and 7; at p is white space. Returns the end of the match, or NULL. */
-static const char *tok_match_space(const uni *unicode, const tok_rule *rule, const char *p, const char *end) {
+static const char *tok_match_space(const uni *unicode, const tok_rule *rule, const char *p,
+                                   const char *end) {
     const char *space_end = tok_run_end(unicode, p, end, UNI_SPACE), *last = space_end;
     if (rule->line_ends)
         for (const char *line_end = space_end; line_end > p; line_end--)
@@ -2365,32 +2497,40 @@ static const char *tok_match_space(const uni *unicode, const tok_rule *rule, con
 
 /* Returns the end of the pattern's match at p < end, or NULL if it does not match there. The
  * pattern sees `end` as the end of the text. */
-static const char *tok_match(const uni *unicode, const tok_rule *rule, const char *at, const char *end) {
+static const char *tok_match(const uni *unicode, const tok_rule *rule, const char *at,
+                             const char *end) {
     int len, next_len;
     const char *next;
     uint32_t class = tok_char_class(unicode, at, end, &len);
-    if (rule->contraction && (next_len = tok_contraction_len(at, end, rule->contraction == TOK_ANY_CASE)))
+    if (rule->contraction &&
+        (next_len = tok_contraction_len(at, end, rule->contraction == TOK_ANY_CASE)))
         return at + next_len;
     if (rule->ascii_word && class & (UNI_PUNCT | UNI_SYMBOL) && len == 1) {
         for (next = at + 1; next < end && (unsigned)((*next | 32) - 'a') < 26;) next++;
         if (next > at + 1) return next;
     }
-    if ((rule->letters || rule->cased) && (next = tok_match_word(unicode, rule, at, end, class, len))) return next;
+    if ((rule->letters || rule->cased) &&
+        (next = tok_match_word(unicode, rule, at, end, class, len)))
+        return next;
     if (rule->digits) {
         next = rule->space_prefix && *at == ' ' ? at + 1 : at;
         const char *first = next;
-        for (int count = 0; count < rule->digits && tok_is_number(unicode, rule, next, end, &next_len); count++) next += next_len;
+        for (int count = 0;
+             count < rule->digits && tok_is_number(unicode, rule, next, end, &next_len); count++)
+            next += next_len;
         if (next > first) return next;
     }
     if (rule->punct) {
         const char *first = *at == ' ' ? at + 1 : at;
         next = tok_run_end(unicode, first, end, rule->punct);
         if (next > first) {
-            while (rule->punct_suffix && next < end && *next && strchr(rule->punct_suffix, *next)) next++;
+            while (rule->punct_suffix && next < end && *next && strchr(rule->punct_suffix, *next))
+                next++;
             return next;
         }
     }
-    if (class & UNI_SPACE && (rule->line_ends || rule->spaces)) return tok_match_space(unicode, rule, at, end);
+    if (class & UNI_SPACE && (rule->line_ends || rule->spaces))
+        return tok_match_space(unicode, rule, at, end);
     if (!rule->cjk) return NULL;
     for (next = at; tok_is_cjk(next, end, &len);) next += len;
     return next > at ? next : NULL;
@@ -2484,7 +2624,8 @@ struct tok {
     tok_added *added;  /* [n_added] */
     int32_t *added_at; /* [cap] 1 + index of the id's added token; 0: it has none */
     int n_added;
-    tok_matcher raw_matcher, normalized_matcher; /* added tokens to find before and after normalizing */
+    /* added tokens to find before and after normalizing */
+    tok_matcher raw_matcher, normalized_matcher;
     tok_normalizer normalizers[TOK_MAX_CHAIN];
     int n_normalizers;
     size_t growth; /* while loading: the replacements so far make a text at most this many times
@@ -2503,7 +2644,8 @@ struct tok {
     bool ignore_merges, fuse_unk, byte_fallback;
     bool all_bytes; /* byte fallback has a token for each byte: no character is unknown */
     int32_t unk, byte_id[256]; /* -1: none */
-    ids outer_before, outer_after;            /* the ids that the post-processor puts before and after a text */
+    /* the ids that the post-processor puts before and after a text */
+    ids outer_before, outer_after;
 
     /* TOK_SPACE_JOINED: tokenizer.json has no decoder; decode puts spaces between the tokens.
      * TOK_BYTE_LEVEL: ByteLevel. TOK_CHAIN: some of Replace, ByteFallback, Fuse, Strip.
@@ -2553,7 +2695,8 @@ static void tok_index_init(tok_index *table, const str *key, size_t n) {
 static tok_merge *tok_merges_entry(const tok *tokenizer, int32_t a, int32_t b) {
     uint64_t hash = ((uint64_t)(uint32_t)a << 32 | (uint32_t)b) * 0x9E3779B97F4A7C15u;
     uint32_t i = (uint32_t)(hash >> 32) & tokenizer->merge_mask;
-    while (tokenizer->merges[i].left >= 0 && (tokenizer->merges[i].left != a || tokenizer->merges[i].right != b))
+    while (tokenizer->merges[i].left >= 0 &&
+           (tokenizer->merges[i].left != a || tokenizer->merges[i].right != b))
         i = (i + 1) & tokenizer->merge_mask;
     return &tokenizer->merges[i];
 }
@@ -2580,8 +2723,10 @@ static bool tok_cache_get(tok_cache_entry *entry, const uint64_t key[3], size_t 
     uint64_t head = atomic_load_explicit(&entry->words[0], memory_order_acquire), packed[4];
     if ((head & 0xFF) != n_bytes || head & TOK_CACHE_BUSY) return false;
     for (int i = 0; i < 3; i++)
-        if (atomic_load_explicit(&entry->words[1 + i], memory_order_relaxed) != key[i]) return false;
-    for (int i = 0; i < 4; i++) packed[i] = atomic_load_explicit(&entry->words[4 + i], memory_order_relaxed);
+        if (atomic_load_explicit(&entry->words[1 + i], memory_order_relaxed) != key[i])
+            return false;
+    for (int i = 0; i < 4; i++)
+        packed[i] = atomic_load_explicit(&entry->words[4 + i], memory_order_relaxed);
     atomic_thread_fence(memory_order_acquire);
     if (atomic_load_explicit(&entry->words[0], memory_order_relaxed) != head) return false;
     ids_reserve(out, TOK_CACHE_IDS);
@@ -2592,8 +2737,8 @@ static bool tok_cache_get(tok_cache_entry *entry, const uint64_t key[3], size_t 
 
 /* Stores a piece in the entry, in place of the earlier one. Does nothing if another thread is
  * writing the entry. */
-static void tok_cache_put(tok_cache_entry *entry, const uint64_t key[3], size_t n_bytes, const int32_t *piece,
-                         size_t n_ids) {
+static void tok_cache_put(tok_cache_entry *entry, const uint64_t key[3], size_t n_bytes,
+                          const int32_t *piece, size_t n_ids) {
     uint64_t head = atomic_load_explicit(&entry->words[0], memory_order_relaxed), packed[4] = {0};
     if (head & TOK_CACHE_BUSY ||
         !atomic_compare_exchange_strong_explicit(&entry->words[0], &head, head | TOK_CACHE_BUSY,
@@ -2601,7 +2746,8 @@ static void tok_cache_put(tok_cache_entry *entry, const uint64_t key[3], size_t 
         return;
     atomic_thread_fence(memory_order_release);
     if (n_ids) memcpy(packed, piece, n_ids * sizeof *piece);
-    for (int i = 0; i < 3; i++) atomic_store_explicit(&entry->words[1 + i], key[i], memory_order_relaxed);
+    for (int i = 0; i < 3; i++)
+        atomic_store_explicit(&entry->words[1 + i], key[i], memory_order_relaxed);
     for (int i = 0; i < 4; i++)
         atomic_store_explicit(&entry->words[4 + i], packed[i], memory_order_relaxed);
     head = ((head >> 32) + 1) << 32 | n_ids << 8 | n_bytes;
@@ -2610,7 +2756,8 @@ static void tok_cache_put(tok_cache_entry *entry, const uint64_t key[3], size_t 
 
 /* ---- Byte pair merges ---- */
 
-typedef struct tok_encoder { /* one call of tok_encode; the buffers are reused from piece to piece */
+/* one call of tok_encode; the buffers are reused from piece to piece */
+typedef struct tok_encoder {
     const tok *tokenizer;
     int flags; /* TOKA_ADD_SPECIAL, TOKA_PARSE_SPECIAL */
     ids *out;
@@ -2623,7 +2770,8 @@ typedef struct tok_encoder { /* one call of tok_encode; the buffers are reused f
 static size_t tok_merge_short(const tok *tokenizer, int32_t *symbol, size_t n_symbols) {
     uint32_t rank[TOK_SHORT_PIECE];
     int32_t merged[TOK_SHORT_PIECE];
-    for (size_t i = 0; i + 1 < n_symbols; i++) rank[i] = tok_merge_rank(tokenizer, symbol[i], symbol[i + 1], &merged[i]);
+    for (size_t i = 0; i + 1 < n_symbols; i++)
+        rank[i] = tok_merge_rank(tokenizer, symbol[i], symbol[i + 1], &merged[i]);
     while (n_symbols > 1) {
         size_t best = 0;
         for (size_t i = 1; i + 1 < n_symbols; i++)
@@ -2636,8 +2784,11 @@ static size_t tok_merge_short(const tok *tokenizer, int32_t *symbol, size_t n_sy
             rank[i - 1] = rank[i];
             merged[i - 1] = merged[i];
         }
-        if (best + 1 < n_symbols) rank[best] = tok_merge_rank(tokenizer, symbol[best], symbol[best + 1], &merged[best]);
-        if (best > 0) rank[best - 1] = tok_merge_rank(tokenizer, symbol[best - 1], symbol[best], &merged[best - 1]);
+        if (best + 1 < n_symbols)
+            rank[best] = tok_merge_rank(tokenizer, symbol[best], symbol[best + 1], &merged[best]);
+        if (best > 0)
+            rank[best - 1] = tok_merge_rank(tokenizer, symbol[best - 1], symbol[best],
+                                            &merged[best - 1]);
     }
     return n_symbols;
 }
@@ -2650,7 +2801,8 @@ typedef struct tok_heap {
 
 static void tok_heap_push(tok_heap *heap, uint64_t value) {
     size_t i = heap->n++;
-    for (; i && heap->items[(i - 1) / 2] > value; i = (i - 1) / 2) heap->items[i] = heap->items[(i - 1) / 2];
+    for (; i && heap->items[(i - 1) / 2] > value; i = (i - 1) / 2)
+        heap->items[i] = heap->items[(i - 1) / 2];
     heap->items[i] = value;
 }
 static void tok_heap_sink(tok_heap *heap, size_t i) {
@@ -2673,13 +2825,15 @@ static uint64_t tok_heap_pop(tok_heap *heap) {
  * entry is stale, and is skipped, if its pair no longer exists. The heap has at most 3 n entries: n
  * at the start, and two for each of at most n merges. Returns the number of symbols left. */
 static size_t tok_merge_long(const tok *tokenizer, int32_t *symbol, size_t n_symbols) {
-    uint32_t *prev = mem_alloc(n_symbols * sizeof *prev), *next = mem_alloc(n_symbols * sizeof *next), rank;
+    uint32_t *prev = mem_alloc(n_symbols * sizeof *prev),
+             *next = mem_alloc(n_symbols * sizeof *next), rank;
     tok_heap heap = {.items = mem_alloc(3 * n_symbols * sizeof *heap.items)};
     int32_t id;
     for (size_t i = 0; i < n_symbols; i++) {
         prev[i] = i ? (uint32_t)i - 1 : UINT32_MAX;
         next[i] = i + 1 < n_symbols ? (uint32_t)i + 1 : UINT32_MAX;
-        rank = i + 1 < n_symbols ? tok_merge_rank(tokenizer, symbol[i], symbol[i + 1], &id) : UINT32_MAX;
+        rank = i + 1 < n_symbols ? tok_merge_rank(tokenizer, symbol[i], symbol[i + 1], &id)
+                                 : UINT32_MAX;
         if (rank != UINT32_MAX) heap.items[heap.n++] = (uint64_t)rank << 32 | i;
     }
     for (size_t i = heap.n / 2; i--;) tok_heap_sink(&heap, i);
@@ -2724,7 +2878,8 @@ static void tok_init_symbols(tok_encoder *enc, str text) {
         int32_t id = tokenizer->byte_level ? tokenizer->byte_id[(unsigned char)text.p[i]]
                                    : tok_index_find(&tokenizer->keys, (str){text.p + i, len});
         bool as_bytes = id < 0 && tokenizer->byte_fallback;
-        for (size_t byte = 0; as_bytes && byte < len; byte++) as_bytes = tokenizer->byte_id[(unsigned char)text.p[i + byte]] >= 0;
+        for (size_t byte = 0; as_bytes && byte < len; byte++)
+            as_bytes = tokenizer->byte_id[(unsigned char)text.p[i + byte]] >= 0;
         if (as_bytes) {
             for (size_t byte = 0; byte < len; byte++)
                 ids_push(&enc->symbols, tokenizer->byte_id[(unsigned char)text.p[i + byte]]);
@@ -2751,7 +2906,8 @@ static void tok_encode_piece(tok_encoder *enc, str text) {
         memcpy(key, text.p, text.n);
         uint64_t hash = (key[0] * 0x9E3779B97F4A7C15u ^ key[1]) * 0xC2B2AE3D27D4EB4Fu ^
                      key[2] * 0x165667B19E3779F9u;
-        entry = &tokenizer->cache[(hash ^ hash >> 29) * 0x9E3779B97F4A7C15u >> 50]; /* 64 - 50 = log2(TOK_CACHE_ENTRIES) */
+        /* 64 - 50 = log2(TOK_CACHE_ENTRIES) */
+        entry = &tokenizer->cache[(hash ^ hash >> 29) * 0x9E3779B97F4A7C15u >> 50];
         if (tok_cache_get(entry, key, text.n, enc->out)) return;
     }
     if (tokenizer->ignore_merges && (id = tok_index_find(&tokenizer->keys, text)) >= 0) {
@@ -2762,11 +2918,13 @@ static void tok_encode_piece(tok_encoder *enc, str text) {
         n_ids = n_ids <= TOK_SHORT_PIECE ? tok_merge_short(tokenizer, enc->symbols.p, n_ids)
                            : tok_merge_long(tokenizer, enc->symbols.p, n_ids);
         ids_reserve(enc->out, n_ids);
-        if (n_ids) memcpy(enc->out->p + enc->out->n, enc->symbols.p, n_ids * sizeof *enc->symbols.p);
+        if (n_ids)
+            memcpy(enc->out->p + enc->out->n, enc->symbols.p, n_ids * sizeof *enc->symbols.p);
         enc->out->n += n_ids;
     }
     size_t n_ids = enc->out->n - before;
-    if (entry && n_ids && n_ids <= TOK_CACHE_IDS) tok_cache_put(entry, key, text.n, enc->out->p + before, n_ids);
+    if (entry && n_ids && n_ids <= TOK_CACHE_IDS)
+        tok_cache_put(entry, key, text.n, enc->out->p + before, n_ids);
 }
 
 /* ---- From text to pieces ---- */
@@ -2784,7 +2942,8 @@ static void tok_split_characters(tok_encoder *enc, str text) {
     for (const char *at = text.p; tokenizer->joins && at < end; at += len) {
         uint32_t code = uni_next(at, &len);
         if (at > start && !*tok_joins_entry(tokenizer, before, code) &&
-            (tokenizer->all_bytes || tok_index_find(&tokenizer->keys, (str){at, (size_t)len}) >= 0)) {
+            (tokenizer->all_bytes ||
+             tok_index_find(&tokenizer->keys, (str){at, (size_t)len}) >= 0)) {
             tok_encode_piece(enc, (str){start, (size_t)(at - start)});
             start = at;
         }
@@ -2814,8 +2973,10 @@ static void tok_split_pieces(tok_encoder *enc, int pattern, str text) {
             at += len;
             continue;
         }
-        if (between < at) tok_split_pieces(enc, pattern + 1, (str){between, (size_t)(at - between)});
-        if (at < match_end && !tokenizer->pre_patterns[pattern].removed) tok_split_pieces(enc, pattern + 1, (str){at, (size_t)(match_end - at)});
+        if (between < at)
+            tok_split_pieces(enc, pattern + 1, (str){between, (size_t)(at - between)});
+        if (at < match_end && !tokenizer->pre_patterns[pattern].removed)
+            tok_split_pieces(enc, pattern + 1, (str){at, (size_t)(match_end - at)});
         between = at = match_end;
     }
     if (between < end) tok_split_pieces(enc, pattern + 1, (str){between, (size_t)(end - between)});
@@ -2850,7 +3011,8 @@ static str tok_normalize(const tok *tokenizer, str s, buf buffers[2]) {
         const tok_normalizer *normalizer = &tokenizer->normalizers[i];
         buf *to = s.p == buffers[0].p ? &buffers[1] : &buffers[0];
         if (normalizer->kind == TOK_NFC) s = uni_nfc(&tokenizer->uni, s, UNI_V9, to);
-        else if (normalizer->kind == TOK_REPLACE) s = tok_replace(s, normalizer->from, normalizer->to, to);
+        else if (normalizer->kind == TOK_REPLACE)
+            s = tok_replace(s, normalizer->from, normalizer->to, to);
         else if (s.n) s = tok_prepend(s, normalizer->to, to);
     }
     return s;
@@ -2860,17 +3022,21 @@ static str tok_normalize(const tok *tokenizer, str s, buf buffers[2]) {
  * the whole text. */
 static void tok_encode_segment(tok_encoder *enc, str text, bool first) {
     const tok *tokenizer = enc->tokenizer;
-    if (tokenizer->prefix_space && *text.p != ' ') text = tok_prepend(text, STR(" "), &enc->rewritten);
+    if (tokenizer->prefix_space && *text.p != ' ')
+        text = tok_prepend(text, STR(" "), &enc->rewritten);
     if (tokenizer->metaspace.mark.n) {
-        bool prepend = tokenizer->metaspace.prepend == TOK_ALWAYS || (tokenizer->metaspace.prepend == TOK_FIRST && first);
+        bool prepend = tokenizer->metaspace.prepend == TOK_ALWAYS ||
+                       (tokenizer->metaspace.prepend == TOK_FIRST && first);
         const buf *first_buf = &enc->normalized[0]; /* if s is in it, the other one is free */
-        bool inside = first_buf->p && text.p >= first_buf->p && text.p < first_buf->p + first_buf->cap;
+        bool inside = first_buf->p && text.p >= first_buf->p &&
+                      text.p < first_buf->p + first_buf->cap;
         buf *spare = &enc->normalized[inside];
         text = tok_replace(text, STR(" "), tokenizer->metaspace.mark, spare);
         if (prepend && !str_starts(text, tokenizer->metaspace.mark))
             text = tok_prepend(text, tokenizer->metaspace.mark, &enc->rewritten);
     }
-    for (ptrdiff_t next; tokenizer->metaspace.split && (next = str_find(text, tokenizer->metaspace.mark, 1)) > 0;
+    for (ptrdiff_t next;
+         tokenizer->metaspace.split && (next = str_find(text, tokenizer->metaspace.mark, 1)) > 0;
          text = str_sub(text, (size_t)next, text.n))
         tok_split_pieces(enc, 0, str_sub(text, 0, (size_t)next)); /* each mark begins a piece */
     tok_split_pieces(enc, 0, text);
@@ -2892,7 +3058,8 @@ static const struct tok_text *tok_longest_match(const tok_matcher *matcher, str 
             int first = low, last = high;
             while (first < last) {
                 int mid = (first + last) / 2;
-                if ((unsigned char)matcher->sorted[mid].text.p[depth] < byte + side) first = mid + 1;
+                if ((unsigned char)matcher->sorted[mid].text.p[depth] < byte + side)
+                    first = mid + 1;
                 else last = mid;
             }
             if (side) high = first;
@@ -2907,9 +3074,10 @@ static const struct tok_text *tok_longest_match(const tok_matcher *matcher, str 
 static bool tok_is_word(const uni *unicode, const char *p) {
     int len;
     uint32_t code = uni_next(p, &len), class = 1u << (unicode->props[code] & 31);
-    return class & (UNI_LETTER | UNI_MARK | UNI_BIT(ND) | UNI_BIT(NL) | UNI_BIT(PC)) || code == 0x200C ||
-           code == 0x200D || (code >= 0x24B6 && code <= 0x24E9) || (code >= 0x1F130 && code <= 0x1F149) ||
-           (code >= 0x1F150 && code <= 0x1F169) || (code >= 0x1F170 && code <= 0x1F189);
+    return class & (UNI_LETTER | UNI_MARK | UNI_BIT(ND) | UNI_BIT(NL) | UNI_BIT(PC)) ||
+           code == 0x200C || code == 0x200D || (code >= 0x24B6 && code <= 0x24E9) ||
+           (code >= 0x1F130 && code <= 0x1F149) || (code >= 0x1F150 && code <= 0x1F169) ||
+           (code >= 0x1F170 && code <= 0x1F189);
 }
 static const char *tok_prev_char(const char *p) { /* start of the character before p */
     while (((unsigned char)*--p & 0xC0) == 0x80) continue;
@@ -2927,7 +3095,8 @@ static const char *tok_prev_char(const char *p) { /* start of the character befo
  * twice. */
 static void tok_split_added(tok_encoder *enc, bool normalized, str text, bool first) {
     const tok *tokenizer = enc->tokenizer;
-    const tok_matcher *matcher = normalized ? &tokenizer->normalized_matcher : &tokenizer->raw_matcher;
+    const tok_matcher *matcher = normalized ? &tokenizer->normalized_matcher
+                                            : &tokenizer->raw_matcher;
     if (normalized) text = tok_normalize(tokenizer, text, enc->normalized);
     const char *at = text.p, *end = text.p + text.n, *done = text.p, *space_end = text.p;
     for (;;) {
@@ -2941,14 +3110,17 @@ static void tok_split_added(tok_encoder *enc, bool normalized, str text, bool fi
             int len;
             at += hit->text.n;
             if (added->special && !(enc->flags & TOKA_PARSE_SPECIAL)) continue;
-            if (added->single_word && from > text.p && tok_is_word(&tokenizer->uni, tok_prev_char(from))) continue;
+            if (added->single_word && from > text.p &&
+                tok_is_word(&tokenizer->uni, tok_prev_char(from)))
+                continue;
             if (added->single_word && at < end && tok_is_word(&tokenizer->uni, at)) continue;
             while (added->lstrip && from > done &&
                    tok_char_class(&tokenizer->uni, tok_prev_char(from), end, &len) & UNI_SPACE)
                 from = tok_prev_char(from);
             if (added->lstrip) from = MAX(from, done);
             /* If blank >= p, the white space at p was scanned already and ends at blank. */
-            if (added->rstrip && space_end < at) space_end = tok_run_end(&tokenizer->uni, at, end, UNI_SPACE);
+            if (added->rstrip && space_end < at)
+                space_end = tok_run_end(&tokenizer->uni, at, end, UNI_SPACE);
             to = added->rstrip ? space_end : at;
         }
         if (done < from) {
@@ -2957,7 +3129,8 @@ static void tok_split_added(tok_encoder *enc, bool normalized, str text, bool fi
             else tok_split_added(enc, true, between, first && done == text.p);
         }
         if (!added) break;
-        if (from < to) ids_push(enc->out, added->id); /* else the previous token took all of its text */
+        /* else the previous token took all of its text */
+        if (from < to) ids_push(enc->out, added->id);
         done = to;
     }
 }
@@ -2972,9 +3145,11 @@ static int tok_encode(const tok *tokenizer, str text, int flags, ids *out, toka_
     bool add = flags & TOKA_ADD_SPECIAL;
     if (text.n > INT32_MAX)
         return fail(e, TOKA_E_USE, "text of %zu bytes: at most %d are taken", text.n, INT32_MAX);
-    for (size_t i = 0; add && i < tokenizer->outer_before.n; i++) ids_push(out, tokenizer->outer_before.p[i]);
+    for (size_t i = 0; add && i < tokenizer->outer_before.n; i++)
+        ids_push(out, tokenizer->outer_before.p[i]);
     if (text.n) tok_split_added(&enc, false, uni_repair(text, &enc.repaired), true);
-    for (size_t i = 0; add && i < tokenizer->outer_after.n; i++) ids_push(out, tokenizer->outer_after.p[i]);
+    for (size_t i = 0; add && i < tokenizer->outer_after.n; i++)
+        ids_push(out, tokenizer->outer_after.p[i]);
     buf_free(&enc.repaired);
     buf_free(&enc.normalized[0]);
     buf_free(&enc.normalized[1]);
@@ -3034,9 +3209,11 @@ static void tok_stream_put_chars(tok_stream *stream, bool all, buf *out) {
  * byte. */
 static void tok_stream_put_run(tok_stream *stream, buf *out) {
     size_t i = 0, n_held = stream->held.n, len;
-    while (i < n_held && (len = (size_t)utf8_len(stream->held.p + i, stream->held.p + n_held)) > 0) i += len;
+    while (i < n_held && (len = (size_t)utf8_len(stream->held.p + i, stream->held.p + n_held)) > 0)
+        i += len;
     if (i == n_held) tok_stream_put_text(stream, buf_view(&stream->held), out);
-    for (len = 0; i < n_held && len < n_held; len++) tok_stream_put_text(stream, STR("\xEF\xBF\xBD"), out);
+    for (len = 0; i < n_held && len < n_held; len++)
+        tok_stream_put_text(stream, STR("\xEF\xBF\xBD"), out);
     stream->held.n = 0;
 }
 
@@ -3082,20 +3259,23 @@ static void tok_stream_put(tok_stream *stream, int32_t id, buf *out) {
  * already. The stream is then not at the start of a text, so the decoder does not remove the first
  * space. After a special token it is still at the start. */
 static void tok_stream_continue(tok_stream *stream, int32_t id) {
-    if (id >= 0 && id < stream->tokenizer->n_ids && stream->tokenizer->flag[id] & TOK_SPECIAL) return;
+    if (id >= 0 && id < stream->tokenizer->n_ids && stream->tokenizer->flag[id] & TOK_SPECIAL)
+        return;
     stream->begun = true;
     stream->n_strip = 0;
 }
 
 /* Ends the stream: appends the held bytes; an unfinished character becomes U+FFFD. */
 static void tok_stream_end(tok_stream *stream, buf *out) {
-    if (stream->held.n && stream->tokenizer->decoder == TOK_BYTE_LEVEL) tok_stream_put_chars(stream, true, out);
+    if (stream->held.n && stream->tokenizer->decoder == TOK_BYTE_LEVEL)
+        tok_stream_put_chars(stream, true, out);
     if (stream->held.n) tok_stream_put_run(stream, out);
 }
 
 /* Decodes ids and appends the text to out. flags: TOKA_SKIP_SPECIAL. Returns TOKA_E_USE if an id is
  * out of range. */
-static int tok_decode(const tok *tokenizer, const int32_t *id, size_t n_ids, int flags, buf *out, toka_err *e) {
+static int tok_decode(const tok *tokenizer, const int32_t *id, size_t n_ids, int flags, buf *out,
+                      toka_err *e) {
     tok_stream stream;
     for (size_t i = 0; i < n_ids; i++)
         if (id[i] < 0 || id[i] >= tokenizer->n_ids)
@@ -3114,7 +3294,8 @@ static void tok_put_bytes(const tok *tokenizer, int32_t id, buf *out) {
     tok_stream stream = {.tokenizer = tokenizer, .begun = true};
     if (id < 0 || id >= tokenizer->n_ids || !(tokenizer->flag[id] & TOK_KNOWN)) return;
     if (tokenizer->decoder == TOK_SPACE_JOINED) buf_char(out, ' ');
-    if (tokenizer->decoder == TOK_METASPACE) tok_stream_put_metaspace(&stream, tokenizer->text[id], out);
+    if (tokenizer->decoder == TOK_METASPACE)
+        tok_stream_put_metaspace(&stream, tokenizer->text[id], out);
     else buf_str(out, tokenizer->text[id]);
 }
 
@@ -3216,7 +3397,8 @@ static int tok_load_vocab(tok *tokenizer, const json *vocab, size_t n_added, tok
 static int32_t tok_id(const tok *tokenizer, str content) {
     int32_t id = tok_index_find(&tokenizer->names, content);
     buf raw = {0};
-    if (id < 0 && tok_put_key(tokenizer, content, &raw)) id = tok_index_find(&tokenizer->keys, buf_view(&raw));
+    if (id < 0 && tok_put_key(tokenizer, content, &raw))
+        id = tok_index_find(&tokenizer->keys, buf_view(&raw));
     buf_free(&raw);
     return id;
 }
@@ -3225,14 +3407,16 @@ static int32_t tok_id(const tok *tokenizer, str content) {
  * tokenizer, else the ids of <0x00> .. <0xFF>. */
 static int tok_load_bytes(tok *tokenizer, const json *model, toka_err *e) {
     str unk = json_str(json_get(model, "unk_token"));
-    tokenizer->unk = json_is(json_get(model, "unk_token"), JSON_STRING) ? tok_id(tokenizer, unk) : -1;
+    tokenizer->unk = json_is(json_get(model, "unk_token"), JSON_STRING) ? tok_id(tokenizer, unk)
+                                                                        : -1;
     if (tokenizer->unk < 0 && json_is(json_get(model, "unk_token"), JSON_STRING))
         return TOK_FAIL("model.unk_token \"%.*s\" is not in the vocabulary", STRF(unk));
     tokenizer->all_bytes = tokenizer->byte_fallback;
     for (int byte = 0; byte < 256; byte++) {
         char name[8] = {(char)byte};
         size_t name_len = 1;
-        if (!tokenizer->byte_level) name_len = (size_t)snprintf(name, sizeof name, "<0x%02X>", (unsigned)byte);
+        if (!tokenizer->byte_level)
+            name_len = (size_t)snprintf(name, sizeof name, "<0x%02X>", (unsigned)byte);
         tokenizer->byte_id[byte] = tok_index_find(&tokenizer->keys, (str){name, name_len});
         tokenizer->all_bytes = tokenizer->all_bytes && tokenizer->byte_id[byte] >= 0;
         if (tokenizer->byte_fallback && tokenizer->byte_level && tokenizer->byte_id[byte] < 0)
@@ -3266,11 +3450,12 @@ static size_t tok_merge_space(const tok *tokenizer, str text) {
 
 /* Reads a merge, ["a","b"] or "a b", and writes the keys of a and b to *both, one after the other.
  * *cut: where b begins. Returns 0 or an error code. */
-static int tok_read_merge(const tok *tokenizer, const json *merge, uint32_t rank, buf *both, size_t *cut,
-                           toka_err *e) {
+static int tok_read_merge(const tok *tokenizer, const json *merge, uint32_t rank, buf *both,
+                          size_t *cut, toka_err *e) {
     const json *first = json_at(merge, 0), *second = json_at(merge, 1);
     str left = json_str(first), right = json_str(second), text = json_str(merge);
-    bool pair = first && merge->n == 2 && json_is(first, JSON_STRING) && json_is(second, JSON_STRING);
+    bool pair = first && merge->n == 2 && json_is(first, JSON_STRING) &&
+                json_is(second, JSON_STRING);
     if (!pair && !json_is(merge, JSON_STRING))
         return TOK_FAIL("model.merges[%u]: \"a b\" or [\"a\",\"b\"] was expected", rank);
     if (!pair) {
@@ -3309,11 +3494,15 @@ static int tok_load_merges(tok *tokenizer, const json *merges, toka_err *e) {
     if (!json_is(merges, JSON_ARRAY)) return TOK_FAIL("model.merges: an array was expected");
     tokenizer->merge_mask = tok_table_mask(merges->n);
     tokenizer->merges = mem_alloc(((size_t)tokenizer->merge_mask + 1) * sizeof *tokenizer->merges);
-    memset(tokenizer->merges, 0xFF, ((size_t)tokenizer->merge_mask + 1) * sizeof *tokenizer->merges);
+    memset(tokenizer->merges, 0xFF,
+           ((size_t)tokenizer->merge_mask + 1) * sizeof *tokenizer->merges);
     /* Without a token for every byte or an unknown token, a character may produce no symbol. Then
      * the characters beside it become neighbours, and cutting between them would change ids. */
-    bool joins = !tokenizer->byte_level && !tokenizer->ignore_merges && (tokenizer->all_bytes || tokenizer->unk >= 0);
-    if (joins) tokenizer->joins = mem_zalloc(((size_t)tokenizer->merge_mask + 1) * sizeof *tokenizer->joins);
+    bool joins = !tokenizer->byte_level && !tokenizer->ignore_merges &&
+                 (tokenizer->all_bytes || tokenizer->unk >= 0);
+    if (joins)
+        tokenizer->joins = mem_zalloc(((size_t)tokenizer->merge_mask + 1) *
+                                      sizeof *tokenizer->joins);
     uint32_t rank = 0;
     buf both = {0};
     JSON_EACH(merge, merges) {
@@ -3325,13 +3514,15 @@ static int tok_load_merges(tok *tokenizer, const json *merges, toka_err *e) {
         int32_t id = tok_index_find(&tokenizer->keys, pair);
         if (left < 0 || right < 0 || id < 0) {
             TOK_FAIL("model.merges[%u]: %s is not in the vocabulary", rank,
-                     left < 0 ? "the first token" : right < 0 ? "the second token" : "what it makes");
+                     left < 0    ? "the first token"
+                     : right < 0 ? "the second token"
+                                 : "what it makes");
             break;
         }
         *tok_merges_entry(tokenizer, left, right) = (tok_merge){left, right, id, rank++};
         if (joins) tok_add_join(tokenizer, left, right);
-        joins = joins && left != tokenizer->unk && right != tokenizer->unk && !tok_is_byte_id(tokenizer, left) &&
-                !tok_is_byte_id(tokenizer, right);
+        joins = joins && left != tokenizer->unk && right != tokenizer->unk &&
+                !tok_is_byte_id(tokenizer, left) && !tok_is_byte_id(tokenizer, right);
     }
     buf_free(&both);
     if (rank < merges->n) return e->code;
@@ -3349,7 +3540,9 @@ static int tok_load_merges(tok *tokenizer, const json *merges, toka_err *e) {
 static int tok_compare_texts(const void *a, const void *b) {
     const struct tok_text *left = a, *right = b;
     int order = memcmp(left->text.p, right->text.p, MIN(left->text.n, right->text.n));
-    return order ? order : left->text.n != right->text.n ? (left->text.n < right->text.n ? -1 : 1) : left->added_index - right->added_index;
+    return order                           ? order
+           : left->text.n != right->text.n ? (left->text.n < right->text.n ? -1 : 1)
+                                           : left->added_index - right->added_index;
 }
 
 /* Fills the matcher of all added tokens whose field `normalized` has this value. */
@@ -3359,11 +3552,14 @@ static void tok_load_matcher(tok *tokenizer, tok_matcher *matcher, bool normaliz
     for (int i = 0; i < tokenizer->n_added; i++) {
         const tok_added *added = &tokenizer->added[i];
         if (added->normalized != normalized) continue;
-        str text = normalized ? arena_str(&tokenizer->memory, tok_normalize(tokenizer, added->content, buffers)) : added->content;
+        str text = normalized ? arena_str(&tokenizer->memory,
+                                          tok_normalize(tokenizer, added->content, buffers))
+                              : added->content;
         tokenizer->text[added->id] = text;
         /* When HF decides whether decoding skips a token, it looks up the normalized text. It does
          * not find a special token whose normalized text differs from its content. */
-        if (str_eq(text, added->content) && added->special) tokenizer->flag[added->id] |= TOK_SKIPPED;
+        if (str_eq(text, added->content) && added->special)
+            tokenizer->flag[added->id] |= TOK_SKIPPED;
         if (!text.n) continue;
         matcher->starts[(unsigned char)*text.p] = true;
         matcher->sorted[matcher->n_texts++] = (struct tok_text){text, i};
@@ -3392,7 +3588,9 @@ static void tok_put_added(tok *tokenizer, const tok_added *added) {
  * special if the old one was. A token of TOK_LIST_NAMED does not replace anything: it only makes the old
  * token special, if that one may be named. */
 static void tok_add_from_list(tok *tokenizer, tok_added *added, int list) {
-    const tok_added *old = tokenizer->added_at[added->id] ? &tokenizer->added[tokenizer->added_at[added->id] - 1] : NULL;
+    const tok_added *old = tokenizer->added_at[added->id]
+                               ? &tokenizer->added[tokenizer->added_at[added->id] - 1]
+                               : NULL;
     if (old && list == TOK_LIST_NAMED) {
         if (!old->may_be_named) return;
         *added = *old;
@@ -3411,12 +3609,14 @@ static int tok_read_added(tok *tokenizer, const json *item, int list, int32_t *n
     const json *content = is_text ? item : json_get(item, "content");
     const json *normalized = json_get(item, "normalized");
     const str text = json_str(content);
-    if (!json_is(content, JSON_STRING)) return TOK_FAIL("added_tokens[%d]: no content", tokenizer->n_added);
+    if (!json_is(content, JSON_STRING))
+        return TOK_FAIL("added_tokens[%d]: no content", tokenizer->n_added);
     if (!text.n) return 0;
     if (text.n > TOK_MAX_CONTENT)
         return TOK_FAIL("added_tokens[%d]: %zu bytes, at most %d", tokenizer->n_added, text.n,
                         TOK_MAX_CONTENT);
-    tok_added added = {.content = arena_str(&tokenizer->memory, text), .id = tok_id(tokenizer, text)};
+    tok_added added = {.content = arena_str(&tokenizer->memory, text),
+                       .id = tok_id(tokenizer, text)};
     if (added.id < 0) added.id = *next;
     added.special = list == TOK_LIST_NAMED || json_is_true(json_get(item, "special"));
     added.may_be_named = list != TOK_LIST_TOKENIZER || tokenizer->own_may_be_named;
@@ -3454,8 +3654,8 @@ static int tok_unsupported(toka_err *e, const char *where, str what) {
  * depth and the number of members are limited, because each member may cost a pass over the
  * vocabulary. Returns 0 or the first error code. */
 typedef int tok_load_fn(tok *t, const json *v, toka_err *e);
-static int tok_load_each(tok *tokenizer, const json *config, const char *list, int depth, tok_load_fn *one,
-                         toka_err *e) {
+static int tok_load_each(tok *tokenizer, const json *config, const char *list, int depth,
+                         tok_load_fn *one, toka_err *e) {
     if (!config || json_is(config, JSON_NULL)) return 0;
     if (!str_is(tok_type_of(config), "Sequence")) return one(tokenizer, config, e);
     const json *items = json_get(config, list);
@@ -3466,7 +3666,8 @@ static int tok_load_each(tok *tokenizer, const json *config, const char *list, i
     return 0;
 }
 
-static str tok_copy_text(tok *tokenizer, str s) { return arena_str(&tokenizer->memory, s); } /* a copy that lives with t */
+/* a copy that lives with t */
+static str tok_copy_text(tok *tokenizer, str s) { return arena_str(&tokenizer->memory, s); }
 
 /* The text that a pattern matches: s of {"String": s}, or of {"Regex": s} if s has no special
  * characters. Empty if the pattern is anything else. */
@@ -3484,18 +3685,22 @@ static bool tok_count_growth(tok *tokenizer, str from, str to) {
     return tokenizer->growth > TOK_MAX_GROWTH;
 }
 
-static int tok_load_normalizer(tok *tokenizer, const json *config, toka_err *e) { /* one normalizer */
+/* one normalizer */
+static int tok_load_normalizer(tok *tokenizer, const json *config, toka_err *e) {
     str type = tok_type_of(config);
-    if (tokenizer->n_normalizers == TOK_MAX_CHAIN) return TOK_FAIL("more than %d normalizers", TOK_MAX_CHAIN);
+    if (tokenizer->n_normalizers == TOK_MAX_CHAIN)
+        return TOK_FAIL("more than %d normalizers", TOK_MAX_CHAIN);
     tok_normalizer *normalizer = &tokenizer->normalizers[tokenizer->n_normalizers++];
     if (str_is(type, "NFC")) {
         normalizer->kind = TOK_NFC;
     } else if (str_is(type, "Prepend")) {
-        *normalizer = (tok_normalizer){TOK_PREPEND, STR(""), tok_copy_text(tokenizer, json_str(json_get(config, "prepend")))};
+        *normalizer = (tok_normalizer){
+            TOK_PREPEND, STR(""), tok_copy_text(tokenizer, json_str(json_get(config, "prepend")))};
     } else if (str_is(type, "Replace")) {
         const json *pattern = json_get(config, "pattern");
-        *normalizer = (tok_normalizer){TOK_REPLACE, tok_copy_text(tokenizer, tok_pattern_literal(pattern)),
-                          tok_copy_text(tokenizer, json_str(json_get(config, "content")))};
+        *normalizer = (tok_normalizer){
+            TOK_REPLACE, tok_copy_text(tokenizer, tok_pattern_literal(pattern)),
+            tok_copy_text(tokenizer, json_str(json_get(config, "content")))};
         if (!normalizer->from.n)
             return tok_unsupported(e, "normalizer Replace: the pattern",
                                    json_str(json_get(pattern, "Regex")));
@@ -3504,19 +3709,23 @@ static int tok_load_normalizer(tok *tokenizer, const json *config, toka_err *e) 
     } else {
         return tok_unsupported(e, "normalizer", type);
     }
-    if (normalizer->to.n > TOK_MAX_CONTENT) return tok_unsupported(e, "normalizer: the content", normalizer->to);
+    if (normalizer->to.n > TOK_MAX_CONTENT)
+        return tok_unsupported(e, "normalizer: the content", normalizer->to);
     return 0;
 }
 
 static int tok_add_pre_pattern(tok *tokenizer, const tok_rule *rule, bool removed, toka_err *e) {
-    if (tokenizer->n_pre_patterns == TOK_MAX_CHAIN) return TOK_FAIL("more than %d pre-tokenizers", TOK_MAX_CHAIN);
+    if (tokenizer->n_pre_patterns == TOK_MAX_CHAIN)
+        return TOK_FAIL("more than %d pre-tokenizers", TOK_MAX_CHAIN);
     tokenizer->pre_patterns[tokenizer->n_pre_patterns++] = (tok_pre_pattern){rule, removed};
     return 0;
 }
 
-static int tok_load_split(tok *tokenizer, const json *config, toka_err *e) { /* pre-tokenizer Split */
+/* pre-tokenizer Split */
+static int tok_load_split(tok *tokenizer, const json *config, toka_err *e) {
     const json *pattern = json_get(config, "pattern");
-    str regex = json_str(json_get(pattern, "Regex")), behavior = json_str(json_get(config, "behavior"));
+    str regex = json_str(json_get(pattern, "Regex")),
+        behavior = json_str(json_get(config, "behavior"));
     if (json_is_true(json_get(config, "invert")))
         return tok_unsupported(e, "pre_tokenizer Split: invert with the pattern", regex);
     if (!str_is(behavior, "Isolated") && !str_is(behavior, "Removed"))
@@ -3528,30 +3737,39 @@ static int tok_load_split(tok *tokenizer, const json *config, toka_err *e) { /* 
                            regex.n ? regex : json_str(json_get(pattern, "String")));
 }
 
-static int tok_load_metaspace(tok *tokenizer, const json *config, toka_err *e) { /* pre-tokenizer Metaspace */
-    const json *scheme = json_get(config, "prepend_scheme"), *prefix = json_get(config, "add_prefix_space");
+/* pre-tokenizer Metaspace */
+static int tok_load_metaspace(tok *tokenizer, const json *config, toka_err *e) {
+    const json *scheme = json_get(config, "prepend_scheme"),
+               *prefix = json_get(config, "add_prefix_space");
     const json *split = json_get(config, "split");
     str scheme_name = scheme ? json_str(scheme) : STR("always");
     tokenizer->metaspace.mark = tok_copy_text(tokenizer, json_str(json_get(config, "replacement")));
     tokenizer->metaspace.split = !json_is(split, JSON_FALSE);
-    tokenizer->metaspace.prepend = str_is(scheme_name, "always") ? TOK_ALWAYS : str_is(scheme_name, "first") ? TOK_FIRST : TOK_NEVER;
+    tokenizer->metaspace.prepend = str_is(scheme_name, "always")  ? TOK_ALWAYS
+                                   : str_is(scheme_name, "first") ? TOK_FIRST
+                                                                  : TOK_NEVER;
     if (json_is(prefix, JSON_FALSE)) tokenizer->metaspace.prepend = TOK_NEVER;
-    if (tokenizer->metaspace.prepend == TOK_NEVER && !json_is(prefix, JSON_FALSE) && !str_is(scheme_name, "never"))
+    if (tokenizer->metaspace.prepend == TOK_NEVER && !json_is(prefix, JSON_FALSE) &&
+        !str_is(scheme_name, "never"))
         return tok_unsupported(e, "pre_tokenizer Metaspace: the prepend_scheme", scheme_name);
     if (tokenizer->metaspace.mark.n >= 1 && tokenizer->metaspace.mark.n <= 4) return 0;
-    return tok_unsupported(e, "pre_tokenizer Metaspace: the replacement", tokenizer->metaspace.mark);
+    return tok_unsupported(e, "pre_tokenizer Metaspace: the replacement",
+                           tokenizer->metaspace.mark);
 }
 
-static int tok_load_pre_tokenizer(tok *tokenizer, const json *config, toka_err *e) { /* one pre-tokenizer */
+/* one pre-tokenizer */
+static int tok_load_pre_tokenizer(tok *tokenizer, const json *config, toka_err *e) {
     str type = tok_type_of(config);
     if (tokenizer->byte_level || tokenizer->metaspace.mark.n)
         return TOK_FAIL("pre_tokenizer \"%.*s\" behind ByteLevel or Metaspace is not supported",
                         STRF(type));
     if (str_is(type, "Split")) return tok_load_split(tokenizer, config, e);
     if (str_is(type, "Digits"))
-        return tok_add_pre_pattern(
-            tokenizer, json_is_true(json_get(config, "individual_digits")) ? &tok_each_digit : &tok_all_digits,
-            false, e);
+        return tok_add_pre_pattern(tokenizer,
+                                   json_is_true(json_get(config, "individual_digits"))
+                                       ? &tok_each_digit
+                                       : &tok_all_digits,
+                                   false, e);
     if (str_is(type, "Metaspace")) {
         if (tokenizer->n_pre_patterns)
             return TOK_FAIL("pre_tokenizer \"Metaspace\" behind another is not supported");
@@ -3580,7 +3798,8 @@ static int tok_add_outer(tok *tokenizer, ids *list, const json *id, toka_err *e)
 }
 
 /* TemplateProcessing: reads the ids before and after sequence A of "single". */
-static int tok_load_template(tok *tokenizer, const json *config, ids *before, ids *after, toka_err *e) {
+static int tok_load_template(tok *tokenizer, const json *config, ids *before, ids *after,
+                             toka_err *e) {
     const json *single = json_get(config, "single"), *tokens = json_get(config, "special_tokens");
     int n_sequences = 0;
     if (!json_is(single, JSON_ARRAY) || single->n > 64)
@@ -3598,13 +3817,15 @@ static int tok_load_template(tok *tokenizer, const json *config, ids *before, id
                 if (str_eq(json_str(key), name)) list = json_get(key + 1, "ids");
         if (!json_is(list, JSON_ARRAY))
             return TOK_FAIL("post_processor: no ids for the special token \"%.*s\"", STRF(name));
-        JSON_EACH(id, list) if (tok_add_outer(tokenizer, n_sequences ? after : before, id, e)) return e->code;
+        JSON_EACH(id, list)
+        if (tok_add_outer(tokenizer, n_sequences ? after : before, id, e)) return e->code;
     }
     if (!n_sequences) return TOK_FAIL("post_processor: \"single\" must have sequence A once");
     return 0;
 }
 
-static int tok_load_post_processor(tok *tokenizer, const json *config, toka_err *e) { /* one post-processor */
+/* one post-processor */
+static int tok_load_post_processor(tok *tokenizer, const json *config, toka_err *e) {
     str type = tok_type_of(config);
     ids before = {0}, after = {0};
     int err = 0;
@@ -3617,7 +3838,8 @@ static int tok_load_post_processor(tok *tokenizer, const json *config, toka_err 
         err = tok_unsupported(e, "post_processor", type);
     }
     /* The ids of a later processor go outside those of the earlier ones. */
-    for (size_t i = 0; !err && i < tokenizer->outer_before.n; i++) ids_push(&before, tokenizer->outer_before.p[i]);
+    for (size_t i = 0; !err && i < tokenizer->outer_before.n; i++)
+        ids_push(&before, tokenizer->outer_before.p[i]);
     for (size_t i = 0; !err && i < after.n; i++) ids_push(&tokenizer->outer_after, after.p[i]);
     ids_free(&after);
     ids_free(&tokenizer->outer_before);
@@ -3628,7 +3850,8 @@ static int tok_load_post_processor(tok *tokenizer, const json *config, toka_err 
 /* Decoder Replace: replaces `from` in the decoded text of every token. */
 static int tok_load_decode_replace(tok *tokenizer, const json *config, toka_err *e) {
     const json *pattern = json_get(config, "pattern");
-    str from = tok_pattern_literal(pattern), to = tok_copy_text(tokenizer, json_str(json_get(config, "content")));
+    str from = tok_pattern_literal(pattern),
+        to = tok_copy_text(tokenizer, json_str(json_get(config, "content")));
     buf replaced = {0};
     if (!from.n)
         return tok_unsupported(e, "decoder Replace: the pattern",
@@ -3636,7 +3859,8 @@ static int tok_load_decode_replace(tok *tokenizer, const json *config, toka_err 
     if (tok_count_growth(tokenizer, from, to))
         return TOK_FAIL("decoders make a text over %d times longer", TOK_MAX_GROWTH);
     for (int i = 0; i < tokenizer->n_ids; i++) {
-        str text = tokenizer->text[i].n ? tok_replace(tokenizer->text[i], from, to, &replaced) : tokenizer->text[i];
+        str text = tokenizer->text[i].n ? tok_replace(tokenizer->text[i], from, to, &replaced)
+                                        : tokenizer->text[i];
         if (text.p != tokenizer->text[i].p) tokenizer->text[i] = tok_copy_text(tokenizer, text);
     }
     buf_free(&replaced);
@@ -3649,9 +3873,11 @@ static void tok_load_decode_bytes(tok *tokenizer) {
     buf bytes = {0};
     tokenizer->decoder = TOK_BYTE_LEVEL;
     for (int i = 0; i < tokenizer->n_ids; i++) {
-        if (tokenizer->byte_level && tokenizer->key[i].p && !tokenizer->added_at[i]) continue; /* already bytes */
+        /* already bytes */
+        if (tokenizer->byte_level && tokenizer->key[i].p && !tokenizer->added_at[i]) continue;
         buf_clear(&bytes);
-        if (tok_put_unmapped(tokenizer->text[i], &bytes)) tokenizer->text[i] = tok_copy_text(tokenizer, buf_view(&bytes));
+        if (tok_put_unmapped(tokenizer->text[i], &bytes))
+            tokenizer->text[i] = tok_copy_text(tokenizer, buf_view(&bytes));
     }
     buf_free(&bytes);
 }
@@ -3678,15 +3904,17 @@ static int tok_load_decoder(tok *tokenizer, const json *config, toka_err *e) {
         return tok_unsupported(e, "decoder in this Sequence:", type);
     if (str_is(type, "ByteLevel") && !chain) return tok_load_decode_bytes(tokenizer), 0;
     if (str_is(type, "Metaspace") && !chain) {
-        str scheme = json_get(config, "prepend_scheme") ? json_str(json_get(config, "prepend_scheme"))
-                                                   : STR("always");
-        tokenizer->decode_mark = tok_copy_text(tokenizer, json_str(json_get(config, "replacement")));
+        str scheme = json_get(config, "prepend_scheme")
+                         ? json_str(json_get(config, "prepend_scheme"))
+                         : STR("always");
+        tokenizer->decode_mark = tok_copy_text(tokenizer,
+                                               json_str(json_get(config, "replacement")));
         tokenizer->decode_drop_first = !str_is(scheme, "never") &&
                        !json_is(json_get(config, "add_prefix_space"), JSON_FALSE);
         tokenizer->decoder = TOK_METASPACE;
-        return tokenizer->decode_mark.n
-                   ? 0
-                   : tok_unsupported(e, "decoder Metaspace: the replacement", tokenizer->decode_mark);
+        return tokenizer->decode_mark.n ? 0
+                                        : tok_unsupported(e, "decoder Metaspace: the replacement",
+                                                          tokenizer->decode_mark);
     }
     tokenizer->decoder = TOK_CHAIN;
     if (str_is(type, "Replace") && !tokenizer->decode_fallback && !tokenizer->decode_fuse)
@@ -3698,7 +3926,8 @@ static int tok_load_decoder(tok *tokenizer, const json *config, toka_err *e) {
         json_int(json_get(config, "stop"), -1) == 0) {
         int64_t count = json_int(json_get(config, "start"), -1);
         tokenizer->strip_char = tok_copy_text(tokenizer, json_str(json_get(config, "content")));
-        if (count >= 0 && count <= INT32_MAX && tokenizer->strip_char.n && tokenizer->strip_char.n <= 4)
+        if (count >= 0 && count <= INT32_MAX && tokenizer->strip_char.n &&
+            tokenizer->strip_char.n <= 4)
             return tokenizer->n_strip = (int)count, 0;
     }
     return tok_unsupported(e, "decoder in this place:", type);
@@ -3731,7 +3960,8 @@ static int tok_load_model(tok *tokenizer, const json *root, const json *more, to
     const json *prefix = json_get(model, "continuing_subword_prefix");
     const json *suffix = json_get(model, "end_of_word_suffix");
     if (!json_is(model, JSON_OBJECT)) return TOK_FAIL("no object \"model\"");
-    if (!str_is(tok_type_of(model), "BPE")) return tok_unsupported(e, "model type", tok_type_of(model));
+    if (!str_is(tok_type_of(model), "BPE"))
+        return tok_unsupported(e, "model type", tok_type_of(model));
     if (json_num(dropout, 0) != 0) return TOK_FAIL("model.dropout is not supported");
     if (json_str(prefix).n)
         return tok_unsupported(e, "model.continuing_subword_prefix", json_str(prefix));
@@ -3747,15 +3977,18 @@ static int tok_load_model(tok *tokenizer, const json *root, const json *more, to
  * prepend it and turns Metaspace's prefix off; true is an error if tokenizer.json does not add such
  * a space, because the flag does not say how. */
 static int tok_load_prefix(tok *tokenizer, const json *root, const json *more, toka_err *e) {
-    const json *space = json_get(more, "add_prefix_space"), *pre_tokenizer = json_get(root, "pre_tokenizer");
+    const json *space = json_get(more, "add_prefix_space"),
+               *pre_tokenizer = json_get(root, "pre_tokenizer");
     const json *dummy = tokenizer->byte_level ? NULL : json_get(more, "dummy_prefix");
     bool adds_space = tokenizer->metaspace.mark.n && tokenizer->metaspace.prepend != TOK_NEVER;
-    if (space && str_is(tok_type_of(pre_tokenizer), "ByteLevel")) tokenizer->prefix_space = json_is_true(space);
+    if (space && str_is(tok_type_of(pre_tokenizer), "ByteLevel"))
+        tokenizer->prefix_space = json_is_true(space);
     for (int i = 0, n_before = tokenizer->n_normalizers; i < n_before; i++) {
         const tok_normalizer normalizer = tokenizer->normalizers[i];
         adds_space |= normalizer.kind == TOK_PREPEND;
         if (i == 0) tokenizer->n_normalizers = 0;
-        if (normalizer.kind != TOK_PREPEND || !json_is(dummy, JSON_FALSE)) tokenizer->normalizers[tokenizer->n_normalizers++] = normalizer;
+        if (normalizer.kind != TOK_PREPEND || !json_is(dummy, JSON_FALSE))
+            tokenizer->normalizers[tokenizer->n_normalizers++] = normalizer;
     }
     if (json_is_true(dummy) && !adds_space)
         return fail(e, TOKA_E_INPUT, "tokenizer_config.json: add_prefix_space is true, but "
@@ -3773,7 +4006,8 @@ static void tok_fix_mistral(tok *tokenizer, const json *root, const json *more) 
     if (!json_is_true(json_get(more, "fix_mistral_regex")) || !tokenizer->byte_level) return;
     if (vocab->n <= 100000 || !str_is(tok_type_of(json_at(list, 0)), "Split")) return;
     for (int i = 0; i < COUNT(tok_rules); i++)
-        if (tok_rules[i].cased && !tok_rules[i].contraction_suffix) tokenizer->pre_patterns[0].rule = &tok_rules[i];
+        if (tok_rules[i].cased && !tok_rules[i].contraction_suffix)
+            tokenizer->pre_patterns[0].rule = &tok_rules[i];
     tokenizer->pre_patterns[0].removed = false;
 }
 
@@ -3782,14 +4016,17 @@ static int tok_load_json(tok *tokenizer, const json *root, const json *more, tok
     tokenizer->growth = 1;
     tokenizer->split_special = json_is_true(json_get(more, "split_special_tokens"));
     tokenizer->own_may_be_named = json_is_true(json_get(more, "names_own"));
-    if (tok_load_each(tokenizer, json_get(root, "normalizer"), "normalizers", 0, tok_load_normalizer, e))
+    if (tok_load_each(tokenizer, json_get(root, "normalizer"), "normalizers", 0,
+                      tok_load_normalizer, e))
         return e->code;
-    if (tok_load_each(tokenizer, json_get(root, "pre_tokenizer"), "pretokenizers", 0, tok_load_pre_tokenizer, e))
+    if (tok_load_each(tokenizer, json_get(root, "pre_tokenizer"), "pretokenizers", 0,
+                      tok_load_pre_tokenizer, e))
         return e->code;
     if (tok_load_prefix(tokenizer, root, more, e)) return e->code;
     if (tok_load_model(tokenizer, root, more, e)) return e->code;
     tok_fix_mistral(tokenizer, root, more);
-    if (tok_load_each(tokenizer, json_get(root, "post_processor"), "processors", 0, tok_load_post_processor, e))
+    if (tok_load_each(tokenizer, json_get(root, "post_processor"), "processors", 0,
+                      tok_load_post_processor, e))
         return e->code;
     tokenizer->growth = 1;
     if (tok_load_each(tokenizer, json_get(root, "decoder"), "decoders", 0, tok_load_decoder, e))
@@ -3817,7 +4054,8 @@ static int tok_load(tok **out, str tokenizer_json, str more, toka_err *e) {
     toka_err error;
     *out = NULL;
     const json *root = json_parse(&memory, tokenizer_json, json_trusted, &error), *settings = NULL;
-    if (root && more.n && !(settings = json_parse(&memory, more, json_trusted, &error))) root = NULL;
+    if (root && more.n && !(settings = json_parse(&memory, more, json_trusted, &error)))
+        root = NULL;
     if (!root) {
         arena_free(&memory);
         return fail(e, error.code, "tokenizer.json: %.400s", error.msg);
@@ -4018,9 +4256,10 @@ static size_t tmpl_space_len(str s, size_t i) {
     int len;
     if (i >= s.n || (s.p[i] & 0xC0) == 0x80) return 0;
     uint32_t code = uni_next(s.p + i, &len);
-    bool space = (code >= 9 && code <= 13) || (code >= 0x1C && code <= 0x20) || code == 0x85 || code == 0xA0 ||
-                 code == 0x1680 || (code >= 0x2000 && code <= 0x200A) || code == 0x2028 || code == 0x2029 ||
-                 code == 0x202F || code == 0x205F || code == 0x3000;
+    bool space = (code >= 9 && code <= 13) || (code >= 0x1C && code <= 0x20) || code == 0x85 ||
+                 code == 0xA0 || code == 0x1680 || (code >= 0x2000 && code <= 0x200A) ||
+                 code == 0x2028 || code == 0x2029 || code == 0x202F || code == 0x205F ||
+                 code == 0x3000;
     return space ? (size_t)len : 0;
 }
 /* Returns the index of the first byte at or after i that is not white space. */
@@ -4050,10 +4289,13 @@ static void tmpl_push_token(tmpl_lexer *lexer, int type, int op, str s) {
 }
 
 /* The byte of the source at `at`; 0 after its end. */
-static char tmpl_char_at(const tmpl_lexer *lexer, size_t at) { return at < lexer->source.n ? lexer->source.p[at] : 0; }
+static char tmpl_char_at(const tmpl_lexer *lexer, size_t at) {
+    return at < lexer->source.n ? lexer->source.p[at] : 0;
+}
 /* Does the source continue with `what` at `at`? */
 static bool tmpl_source_has(const tmpl_lexer *lexer, size_t at, const char *what) {
-    return at <= lexer->source.n && str_starts(str_sub(lexer->source, at, lexer->source.n), str_c(what));
+    return at <= lexer->source.n &&
+           str_starts(str_sub(lexer->source, at, lexer->source.n), str_c(what));
 }
 static void tmpl_advance(tmpl_lexer *lexer, size_t to) { /* moves to byte `to` and counts lines */
     for (; lexer->at < to; lexer->at++) lexer->line += lexer->source.p[lexer->at] == '\n';
@@ -4065,7 +4307,8 @@ static void tmpl_advance(tmpl_lexer *lexer, size_t to) { /* moves to byte `to` a
 static size_t tmpl_tag_end(const tmpl_lexer *lexer, size_t at, char closer) {
     const char end[] = {closer, '}', 0};
     char sign = tmpl_char_at(lexer, at);
-    if (sign == '-' && tmpl_source_has(lexer, at + 1, end)) return tmpl_skip_space(lexer->source, at + 3);
+    if (sign == '-' && tmpl_source_has(lexer, at + 1, end))
+        return tmpl_skip_space(lexer->source, at + 3);
     if (sign == '+' && closer != '}' && tmpl_source_has(lexer, at + 1, end)) return at + 3;
     if (!tmpl_source_has(lexer, at, end)) return 0;
     return at + 2 + (closer != '}' && tmpl_char_at(lexer, at + 2) == '\n');
@@ -4081,7 +4324,8 @@ static void tmpl_push_text(tmpl_lexer *lexer, size_t open, char kind, char sign)
     } else if (sign != '+' && (kind == '%' || kind == '#')) {
         size_t line_start = text.n;
         while (line_start && text.p[line_start - 1] != '\n') line_start--;
-        bool at_line_start = line_start > 0 || lexer->at == 0 || lexer->source.p[lexer->at - 1] == '\n';
+        bool at_line_start = line_start > 0 || lexer->at == 0 ||
+                             lexer->source.p[lexer->at - 1] == '\n';
         if (at_line_start && tmpl_skip_space(text, line_start) == text.n) text.n = line_start;
     }
     if (text.n) tmpl_push_token(lexer, TT_DATA, 0, text);
@@ -4102,7 +4346,8 @@ static bool tmpl_lex_escape(tmpl_lexer *lexer, str text, size_t *at, buf *out) {
     static const char letters[] = "\\'\"abfnrtv", meanings[] = "\\'\"\a\b\f\n\r\t\v";
     char letter = text.p[*at + 1], utf8[4];
     const char *found = letter ? strchr(letters, letter) : NULL;
-    bool octal = letter >= '0' && letter <= '7'; /* octal: 1 to 3 digits; hexadecimal: all digits needed */
+    /* octal: 1 to 3 digits; hexadecimal: all digits needed */
+    bool octal = letter >= '0' && letter <= '7';
     int digits = octal ? 3 : letter == 'x' ? 2 : letter == 'u' ? 4 : letter == 'U' ? 8 : 0;
     int base = octal ? 8 : 16, digit;
     *at += octal ? 1 : 2;
@@ -4110,7 +4355,8 @@ static bool tmpl_lex_escape(tmpl_lexer *lexer, str text, size_t *at, buf *out) {
     if (found) return buf_char(out, meanings[found - letters]), true;
     if (!digits) return buf_put(out, text.p + *at - 2, 2), true;
     uint32_t code = 0;
-    for (; digits && *at < text.n && (digit = hex_digit(text.p[*at])) >= 0 && digit < base; digits--, ++*at)
+    for (; digits && *at < text.n && (digit = hex_digit(text.p[*at])) >= 0 && digit < base;
+         digits--, ++*at)
         code = code * (uint32_t)base + (uint32_t)digit;
     if ((digits && !octal) || code > 0x10FFFF)
         return tmpl_syntax_error(lexer->e, lexer->line, "wrong \\%c escape in a string", letter);
@@ -4122,8 +4368,10 @@ static bool tmpl_lex_escape(tmpl_lexer *lexer, str text, size_t *at, buf *out) {
 static bool tmpl_lex_string(tmpl_lexer *lexer) {
     size_t from = lexer->at + 1, to = from;
     char quote = lexer->source.p[lexer->at];
-    while (to < lexer->source.n && lexer->source.p[to] != quote) to += lexer->source.p[to] == '\\' ? 2 : 1;
-    if (to >= lexer->source.n) return tmpl_syntax_error(lexer->e, lexer->line, "string without an end");
+    while (to < lexer->source.n && lexer->source.p[to] != quote)
+        to += lexer->source.p[to] == '\\' ? 2 : 1;
+    if (to >= lexer->source.n)
+        return tmpl_syntax_error(lexer->e, lexer->line, "string without an end");
     str literal = str_sub(lexer->source, from, to);
     buf value = {0};
     bool ok = true;
@@ -4146,13 +4394,16 @@ static size_t tmpl_digits_end(const tmpl_lexer *lexer, size_t at) {
 static void tmpl_lex_number(tmpl_lexer *lexer) {
     size_t end = tmpl_digits_end(lexer, lexer->at);
     int type = TT_INT;
-    bool member = lexer->source.p[lexer->at - 1] == '.'; /* after a dot: a.0.1 means (a.0).1, not a[0.1] */
-    if (!member && tmpl_char_at(lexer, end) == '.' && isdigit((unsigned char)tmpl_char_at(lexer, end + 1))) {
+    /* after a dot: a.0.1 means (a.0).1, not a[0.1] */
+    bool member = lexer->source.p[lexer->at - 1] == '.';
+    if (!member && tmpl_char_at(lexer, end) == '.' &&
+        isdigit((unsigned char)tmpl_char_at(lexer, end + 1))) {
         end = tmpl_digits_end(lexer, end + 1);
         type = TT_FLOAT;
     }
     if (!member && (tmpl_char_at(lexer, end) | 32) == 'e') {
-        size_t power = end + 1 + (tmpl_char_at(lexer, end + 1) == '+' || tmpl_char_at(lexer, end + 1) == '-');
+        size_t power = end + 1 +
+                       (tmpl_char_at(lexer, end + 1) == '+' || tmpl_char_at(lexer, end + 1) == '-');
         if (isdigit((unsigned char)tmpl_char_at(lexer, power))) {
             end = tmpl_digits_end(lexer, power);
             type = TT_FLOAT;
@@ -4168,16 +4419,19 @@ static bool tmpl_lex_operator(tmpl_lexer *lexer) {
     char sign = lexer->source.p[lexer->at];
     for (int i = 0; i < COUNT(twos); i++)
         if (tmpl_source_has(lexer, lexer->at, twos[i])) {
-            tmpl_push_token(lexer, TT_OP, OP2(twos[i][0], twos[i][1]), str_sub(lexer->source, lexer->at, lexer->at + 2));
+            tmpl_push_token(lexer, TT_OP, OP2(twos[i][0], twos[i][1]),
+                            str_sub(lexer->source, lexer->at, lexer->at + 2));
             return lexer->at += 2, true;
         }
     if (!sign || !strchr("+-/*%~[](){}><=.:|,", sign)) {
         int len = utf8_len(lexer->source.p + lexer->at, lexer->source.p + lexer->source.n);
-        return tmpl_syntax_error(lexer->e, lexer->line, "unexpected character '%.*s'", len, lexer->source.p + lexer->at);
+        return tmpl_syntax_error(lexer->e, lexer->line, "unexpected character '%.*s'", len,
+                                 lexer->source.p + lexer->at);
     }
     if (strchr("([{", sign)) {
         if (lexer->n_open == TMPL_NESTING)
-            return tmpl_syntax_error(lexer->e, lexer->line, "brackets nested more than %d deep", TMPL_NESTING);
+            return tmpl_syntax_error(lexer->e, lexer->line, "brackets nested more than %d deep",
+                                     TMPL_NESTING);
         lexer->closers[lexer->n_open++] = (char)(sign == '(' ? ')' : sign + 2);
     }
     if (strchr(")]}", sign) && (!lexer->n_open || lexer->closers[--lexer->n_open] != sign))
@@ -4196,17 +4450,20 @@ static bool tmpl_lex_tag(tmpl_lexer *lexer, char closer) {
             tmpl_push_token(lexer, TT_CLOSE, 0, closer == '%' ? STR("%}") : STR("}}"));
             return tmpl_advance(lexer, end), true;
         }
-        if (lexer->at >= lexer->source.n) return tmpl_syntax_error(lexer->e, line, "tag without its end '%c}'", closer);
+        if (lexer->at >= lexer->source.n)
+            return tmpl_syntax_error(lexer->e, line, "tag without its end '%c}'", closer);
         unsigned char byte = (unsigned char)lexer->source.p[lexer->at];
         if (isdigit(byte)) {
             tmpl_lex_number(lexer);
         } else if (isalpha(byte) || byte == '_' || byte >= 0x80) {
             end = lexer->at;
-            while (isalnum(byte) || byte == '_' || (byte >= 0x80 && !tmpl_space_len(lexer->source, end)))
+            while (isalnum(byte) || byte == '_' ||
+                   (byte >= 0x80 && !tmpl_space_len(lexer->source, end)))
                 byte = (unsigned char)tmpl_char_at(lexer, ++end);
             tmpl_push_token(lexer, TT_NAME, 0, str_sub(lexer->source, lexer->at, end));
             lexer->at = end;
-        } else if (byte == '"' || byte == '\'' ? !tmpl_lex_string(lexer) : !tmpl_lex_operator(lexer)) {
+        } else if (byte == '"' || byte == '\'' ? !tmpl_lex_string(lexer)
+                                               : !tmpl_lex_operator(lexer)) {
             return false;
         }
     }
@@ -4229,7 +4486,8 @@ static bool tmpl_lex_raw(tmpl_lexer *lexer, bool *is_raw) {
     for (size_t open = lexer->at; open < lexer->source.n; open++) {
         if (!tmpl_source_has(lexer, open, "{%")) continue;
         const char sign = tmpl_char_at(lexer, open + 2);
-        const size_t last = tmpl_named_tag(lexer, open + 2 + (sign == '-' || sign == '+'), "endraw");
+        const size_t last = tmpl_named_tag(lexer, open + 2 + (sign == '-' || sign == '+'),
+                                           "endraw");
         const size_t end = last ? tmpl_tag_end(lexer, last, '%') : 0;
         if (end) return tmpl_push_text(lexer, open, '%', sign), tmpl_advance(lexer, end), true;
     }
@@ -4241,8 +4499,8 @@ static bool tmpl_lex(tmpl_lexer *lexer) {
     str text = lexer->source;
     while (lexer->at < text.n) {
         size_t open = lexer->at;
-        while (open < text.n &&
-               !(text.p[open] == '{' && tmpl_char_at(lexer, open + 1) && strchr("%{#", text.p[open + 1])))
+        while (open < text.n && !(text.p[open] == '{' && tmpl_char_at(lexer, open + 1) &&
+                                  strchr("%{#", text.p[open + 1])))
             open++;
         char kind = tmpl_char_at(lexer, open + 1), sign = tmpl_char_at(lexer, open + 2);
         tmpl_push_text(lexer, open, kind, sign);
@@ -4252,8 +4510,10 @@ static bool tmpl_lex(tmpl_lexer *lexer) {
         if (kind == '%' && !tmpl_lex_raw(lexer, &raw)) return false;
         if (raw) continue;
         if (kind != '#')
-            tmpl_push_token(lexer, kind == '%' ? TT_BLOCK : TT_PRINT, 0, str_sub(text, open, open + 2));
-        if (kind == '#' ? !tmpl_lex_comment(lexer) : !tmpl_lex_tag(lexer, kind == '%' ? '%' : '}')) return false;
+            tmpl_push_token(lexer, kind == '%' ? TT_BLOCK : TT_PRINT, 0,
+                            str_sub(text, open, open + 2));
+        if (kind == '#' ? !tmpl_lex_comment(lexer) : !tmpl_lex_tag(lexer, kind == '%' ? '%' : '}'))
+            return false;
     }
     tmpl_push_token(lexer, TT_END, 0, STR("end of template"));
     return true;
@@ -4278,7 +4538,8 @@ static bool tmpl_parse_body(tmpl_parser *parser, const char *ends, tmpl_node **b
 /* Reports that `what` was expected at the next token. Returns NULL. All parse functions return NULL
  * (or false) after an error, with *e filled in. */
 static tmpl_node *tmpl_expected(tmpl_parser *parser, const char *what) {
-    tmpl_syntax_error(parser->e, parser->token->line, "%s expected, found '%.*s'", what, STRF(parser->token->text));
+    tmpl_syntax_error(parser->e, parser->token->line, "%s expected, found '%.*s'", what,
+                      STRF(parser->token->text));
     return NULL;
 }
 
@@ -4288,7 +4549,8 @@ static tmpl_node *tmpl_new_node(tmpl_parser *parser, int kind, int line) {
     node->line = line;
     return node;
 }
-static tmpl_node *tmpl_take_node(tmpl_parser *parser, int kind) { /* consumes a token; returns it as a node */
+/* consumes a token; returns it as a node */
+static tmpl_node *tmpl_take_node(tmpl_parser *parser, int kind) {
     tmpl_node *node = tmpl_new_node(parser, kind, parser->token->line);
     node->text = parser->token->text;
     node->op = parser->token++->op;
@@ -4298,7 +4560,9 @@ static tmpl_node *tmpl_take_node(tmpl_parser *parser, int kind) { /* consumes a 
 /* Calls `parse` one level deeper. Every recursive call goes through here, to bound the depth. */
 static tmpl_node *tmpl_nested(tmpl_parser *parser, tmpl_node *(*parse)(tmpl_parser *)) {
     if (parser->depth == TMPL_NESTING)
-        return tmpl_syntax_error(parser->e, parser->token->line, "nested more than %d deep", TMPL_NESTING), NULL;
+        return tmpl_syntax_error(parser->e, parser->token->line, "nested more than %d deep",
+                                 TMPL_NESTING),
+               NULL;
     parser->depth++;
     tmpl_node *node = parse(parser);
     parser->depth--;
@@ -4312,14 +4576,19 @@ static bool tmpl_at_op(const tmpl_parser *parser, int op) {
 static bool tmpl_at_word(const tmpl_parser *parser, const char *word) {
     return parser->token->type == TT_NAME && str_is(parser->token->text, word);
 }
-static bool tmpl_take_op(tmpl_parser *parser, int op) { return tmpl_at_op(parser, op) && parser->token++; }
-static bool tmpl_take_word(tmpl_parser *parser, const char *word) { return tmpl_at_word(parser, word) && parser->token++; }
+static bool tmpl_take_op(tmpl_parser *parser, int op) {
+    return tmpl_at_op(parser, op) && parser->token++;
+}
+static bool tmpl_take_word(tmpl_parser *parser, const char *word) {
+    return tmpl_at_word(parser, word) && parser->token++;
+}
 static bool tmpl_need_op(tmpl_parser *parser, char op) {
     const char what[] = {'\'', op, '\'', 0};
     return tmpl_take_op(parser, op) || tmpl_expected(parser, what);
 }
 static bool tmpl_need_close(tmpl_parser *parser) {
-    return (parser->token->type == TT_CLOSE && parser->token++) || tmpl_expected(parser, "end of the tag");
+    return (parser->token->type == TT_CLOSE && parser->token++) ||
+           tmpl_expected(parser, "end of the tag");
 }
 /* Called before each item in brackets. Consumes the closing bracket, if it is next (*closed: true),
  * else a comma, unless this is the first item. The bracket may follow a comma. Returns false, with
@@ -4339,12 +4608,15 @@ static int tmpl_name_id(tmpl_parser *parser, str s) {
     for (int i = 0; i < template->n_names; i++)
         if (str_eq(template->names[i], s)) return i;
     if (template->n_names == TMPL_MAX_NAMES)
-        return tmpl_syntax_error(parser->e, parser->token->line, "more than %d different names", TMPL_MAX_NAMES), -1;
+        return tmpl_syntax_error(parser->e, parser->token->line, "more than %d different names",
+                                 TMPL_MAX_NAMES),
+               -1;
     template->names[template->n_names] = s;
     return template->n_names++;
 }
 
-static tmpl_node *tmpl_parse_name(tmpl_parser *parser, int kind) { /* a variable name as a node of this kind */
+/* a variable name as a node of this kind */
+static tmpl_node *tmpl_parse_name(tmpl_parser *parser, int kind) {
     if (parser->token->type != TT_NAME) return tmpl_expected(parser, "name");
     tmpl_node *node = tmpl_take_node(parser, kind);
     node->id = tmpl_name_id(parser, node->text);
@@ -4353,7 +4625,8 @@ static tmpl_node *tmpl_parse_name(tmpl_parser *parser, int kind) { /* a variable
 
 /* Parses items separated by commas. Returns a TN_TUPLE, or the item itself if it is the only one
  * and no comma follows. Only in parentheses may the tuple be empty. */
-static tmpl_node *tmpl_parse_tuple(tmpl_parser *parser, tmpl_node *(*item)(tmpl_parser *), bool parentheses) {
+static tmpl_node *tmpl_parse_tuple(tmpl_parser *parser, tmpl_node *(*item)(tmpl_parser *),
+                                   bool parentheses) {
     tmpl_node *tuple = tmpl_new_node(parser, TN_TUPLE, parser->token->line), **tail = &tuple->b;
     bool comma = false;
     for (;;) {
@@ -4383,11 +4656,15 @@ static bool tmpl_parse_arguments(tmpl_parser *parser, tmpl_node **args) {
     for (tmpl_node **tail = args;; tail = &(*tail)->next) {
         if (!tmpl_next_item(parser, tail == args, ')', &closed)) return false;
         if (closed) return true;
-        bool named = parser->token->type == TT_NAME && parser->token[1].type == TT_OP && parser->token[1].op == '=';
+        bool named = parser->token->type == TT_NAME && parser->token[1].type == TT_OP &&
+                     parser->token[1].op == '=';
         int kind = named ? 1 : tmpl_at_op(parser, '*') ? 2 : tmpl_at_op(parser, OP_POWER) ? 3 : 0;
         if (seen & not_behind[kind])
-            return tmpl_syntax_error(parser->e, parser->token->line, "%s argument behind a %s argument", names[kind],
-                               names[seen & 8 ? 3 : seen & 4 ? 2 : 1]);
+            return tmpl_syntax_error(parser->e, parser->token->line,
+                                     "%s argument behind a %s argument", names[kind],
+                                     names[seen & 8   ? 3
+                                           : seen & 4 ? 2
+                                                      : 1]);
         seen |= 1 << kind;
         tmpl_node *node = kind ? tmpl_take_node(parser, kinds[kind]) : NULL;
         parser->token += named;
@@ -4405,7 +4682,9 @@ static tmpl_node *tmpl_parse_int(tmpl_parser *parser) {
     for (size_t i = 0; ok && i < node->text.n; i++)
         ok = !__builtin_mul_overflow(node->integer, 10, &node->integer) &&
              !__builtin_add_overflow(node->integer, node->text.p[i] - '0', &node->integer);
-    if (!ok) tmpl_syntax_error(parser->e, node->line, "integer '%.*s' is not supported", STRF(node->text));
+    if (!ok)
+        tmpl_syntax_error(parser->e, node->line, "integer '%.*s' is not supported",
+                          STRF(node->text));
     return ok ? node : NULL;
 }
 
@@ -4425,7 +4704,8 @@ static tmpl_node *tmpl_parse_dict(tmpl_parser *parser) {
     for (tmpl_node **tail = &node->b;; tail = &(*tail)->next->next) {
         if (!tmpl_next_item(parser, !node->b, '}', &closed)) return NULL;
         if (closed) return node;
-        if (!(*tail = tmpl_parse_expr(parser)) || !tmpl_need_op(parser, ':') || !((*tail)->next = tmpl_parse_expr(parser)))
+        if (!(*tail = tmpl_parse_expr(parser)) || !tmpl_need_op(parser, ':') ||
+            !((*tail)->next = tmpl_parse_expr(parser)))
             return NULL;
     }
 }
@@ -4452,7 +4732,8 @@ static tmpl_node *tmpl_parse_string(tmpl_parser *parser) {
 static tmpl_node *tmpl_parse_word(tmpl_parser *parser) {
     bool value;
     int constant = tmpl_constant(parser->token->text, &value);
-    tmpl_node *node = constant ? tmpl_take_node(parser, constant) : tmpl_parse_name(parser, TN_NAME);
+    tmpl_node *node = constant ? tmpl_take_node(parser, constant)
+                               : tmpl_parse_name(parser, TN_NAME);
     if (constant) node->integer = value;
     else if (node && node->id == TMPL_CALLER && !parser->sets_caller) parser->reads_caller = true;
     return node;
@@ -4483,7 +4764,9 @@ static tmpl_node *tmpl_parse_subscript(tmpl_parser *parser, tmpl_node *of) {
     tmpl_node *node = tmpl_take_node(parser, TN_ITEM), **part[3] = {&node->b, &node->c, &node->d};
     node->a = of;
     for (int i = 0; i < 3; i++) {
-        if (!tmpl_at_op(parser, ':') && !tmpl_at_op(parser, ']') && !(*part[i] = tmpl_parse_expr(parser))) return NULL;
+        if (!tmpl_at_op(parser, ':') && !tmpl_at_op(parser, ']') &&
+            !(*part[i] = tmpl_parse_expr(parser)))
+            return NULL;
         if (i == 2 || !tmpl_take_op(parser, ':')) break;
         node->kind = TN_SLICE;
     }
@@ -4505,7 +4788,8 @@ static tmpl_node *tmpl_parse_postfix(tmpl_parser *parser, tmpl_node *node) {
             if (parser->token->type != TT_NAME && parser->token->type != TT_INT)
                 return tmpl_expected(parser, "attribute name");
             bool number = parser->token->type == TT_INT;
-            node = number ? tmpl_new_node(parser, TN_ITEM, parser->token->line) : tmpl_take_node(parser, TN_ATTR);
+            node = number ? tmpl_new_node(parser, TN_ITEM, parser->token->line)
+                          : tmpl_take_node(parser, TN_ATTR);
             node->a = of;
             if (number && !(node->b = tmpl_parse_int(parser))) return NULL;
         } else {
@@ -4532,16 +4816,21 @@ static tmpl_node *tmpl_parse_test(tmpl_parser *parser, tmpl_node *of) {
     if (!node) return NULL;
     node->op = negated;
     if (parser->token[-1].type == TT_OP) return node; /* its arguments were in parentheses */
-    bool word = parser->token->type == TT_NAME && tmpl_word_index("else or and if", parser->token->text) < 0;
+    bool word = parser->token->type == TT_NAME &&
+                tmpl_word_index("else or and if", parser->token->text) < 0;
     bool literal = parser->token->type == TT_STRING || parser->token->type == TT_INT ||
-                   parser->token->type == TT_FLOAT || tmpl_at_op(parser, '[') || tmpl_at_op(parser, '{');
+                   parser->token->type == TT_FLOAT || tmpl_at_op(parser, '[') ||
+                   tmpl_at_op(parser, '{');
     if (tmpl_at_word(parser, "is")) return tmpl_expected(parser, "one test only");
-    if ((word || literal) && !(node->b = tmpl_parse_postfix(parser, tmpl_parse_primary(parser)))) return NULL;
+    if ((word || literal) && !(node->b = tmpl_parse_postfix(parser, tmpl_parse_primary(parser))))
+        return NULL;
     return node;
 }
 
-static tmpl_node *tmpl_parse_signed(tmpl_parser *parser) { /* an operand without its filters: -a, a, a.b ... */
-    if (!tmpl_at_op(parser, '-') && !tmpl_at_op(parser, '+')) return tmpl_parse_postfix(parser, tmpl_parse_primary(parser));
+static tmpl_node *tmpl_parse_signed(
+    tmpl_parser *parser) { /* an operand without its filters: -a, a, a.b ... */
+    if (!tmpl_at_op(parser, '-') && !tmpl_at_op(parser, '+'))
+        return tmpl_parse_postfix(parser, tmpl_parse_primary(parser));
     tmpl_node *node = tmpl_take_node(parser, TN_SIGN);
     return (node->a = tmpl_nested(parser, tmpl_parse_signed)) ? node : NULL;
 }
@@ -4575,12 +4864,14 @@ static int tmpl_take_operator(tmpl_parser *parser, int level) {
         if (tmpl_take_op(parser, *sign)) return *sign;
     if (level != TL_COMPARE) return 0;
     if (tmpl_take_word(parser, "in")) return OP_IN;
-    if (!tmpl_at_word(parser, "not") || parser->token[1].type != TT_NAME || !str_is(parser->token[1].text, "in"))
+    if (!tmpl_at_word(parser, "not") || parser->token[1].type != TT_NAME ||
+        !str_is(parser->token[1].text, "in"))
         return 0;
     return parser->token += 2, OP_NOT_IN;
 }
 
-static tmpl_node *tmpl_binary_node(tmpl_parser *parser, int line, int op, tmpl_node *a, tmpl_node *b) {
+static tmpl_node *tmpl_binary_node(tmpl_parser *parser, int line, int op, tmpl_node *a,
+                                   tmpl_node *b) {
     tmpl_node *node = tmpl_new_node(parser, TN_BINARY, line);
     node->op = (uint16_t)op;
     node->a = a;
@@ -4602,7 +4893,8 @@ static tmpl_node *tmpl_parse_level(tmpl_parser *parser, int level) {
         tmpl_node *right = tmpl_parse_level(parser, level + 1);
         if (!right) return NULL;
         bool chained = level == TL_COMPARE && node != left;
-        tmpl_node *pair = tmpl_binary_node(parser, line, op, level == TL_COMPARE ? left : node, right);
+        tmpl_node *pair = tmpl_binary_node(parser, line, op, level == TL_COMPARE ? left : node,
+                                           right);
         node = chained ? tmpl_binary_node(parser, line, OP_AND, node, pair) : pair;
         left = right;
     }
@@ -4614,7 +4906,9 @@ static tmpl_node *tmpl_parse_not(tmpl_parser *parser) {
 }
 
 /* An expression without "a if b else c". Used where a statement has an `if` of its own. */
-static tmpl_node *tmpl_parse_no_ternary(tmpl_parser *parser) { return tmpl_parse_level(parser, TL_OR); }
+static tmpl_node *tmpl_parse_no_ternary(tmpl_parser *parser) {
+    return tmpl_parse_level(parser, TL_OR);
+}
 
 static tmpl_node *tmpl_parse_ternary(tmpl_parser *parser) { /* a [if b [else c]] */
     tmpl_node *node = tmpl_parse_level(parser, TL_OR);
@@ -4622,19 +4916,25 @@ static tmpl_node *tmpl_parse_ternary(tmpl_parser *parser) { /* a [if b [else c]]
         tmpl_node *condition = tmpl_take_node(parser, TN_TERNARY);
         condition->b = node;
         if (!(condition->a = tmpl_parse_level(parser, TL_OR))) return NULL;
-        if (tmpl_take_word(parser, "else") && !(condition->c = tmpl_parse_expr(parser))) return NULL;
+        if (tmpl_take_word(parser, "else") && !(condition->c = tmpl_parse_expr(parser)))
+            return NULL;
         node = condition;
     }
     return node;
 }
-static tmpl_node *tmpl_parse_expr(tmpl_parser *parser) { return tmpl_nested(parser, tmpl_parse_ternary); }
+static tmpl_node *tmpl_parse_expr(tmpl_parser *parser) {
+    return tmpl_nested(parser, tmpl_parse_ternary);
+}
 
 /* ---- Statements ---- */
 
 static tmpl_node *tmpl_parse_one_target(tmpl_parser *parser);
-static tmpl_node *tmpl_parse_target(tmpl_parser *parser) { return tmpl_parse_tuple(parser, tmpl_parse_one_target, false); }
+static tmpl_node *tmpl_parse_target(tmpl_parser *parser) {
+    return tmpl_parse_tuple(parser, tmpl_parse_one_target, false);
+}
 
-static tmpl_node *tmpl_parse_one_target(tmpl_parser *parser) { /* name, namespace.name or (targets) */
+/* name, namespace.name or (targets) */
+static tmpl_node *tmpl_parse_one_target(tmpl_parser *parser) {
     bool value;
     if (tmpl_take_op(parser, '(')) {
         tmpl_node *tuple = tmpl_nested(parser, tmpl_parse_target);
@@ -4685,7 +4985,8 @@ static tmpl_node *tmpl_parse_if(tmpl_parser *parser, int line) {
 
 /* Is n an expression of the form content, x.content or x["content"]? */
 static bool tmpl_is_content(const tmpl_node *node) {
-    if (node->kind == TN_ITEM) return node->b->kind == TN_STRING && str_is(node->b->text, "content");
+    if (node->kind == TN_ITEM)
+        return node->b->kind == TN_STRING && str_is(node->b->text, "content");
     return (node->kind == TN_NAME || node->kind == TN_ATTR) && str_is(node->text, "content");
 }
 
@@ -4701,7 +5002,8 @@ static tmpl_node *tmpl_parse_for(tmpl_parser *parser, int line) {
     parser->n_loops++;
     bool ok = tmpl_parse_block(parser, "else endfor", &node->c);
     parser->n_loops--;
-    if (ok && str_is(parser->token[-1].text, "else")) ok = tmpl_parse_block(parser, "endfor", &node->e);
+    if (ok && str_is(parser->token[-1].text, "else"))
+        ok = tmpl_parse_block(parser, "endfor", &node->e);
     return ok ? node : NULL;
 }
 
@@ -4709,7 +5011,8 @@ static tmpl_node *tmpl_parse_for(tmpl_parser *parser, int line) {
  * tag (`first` is true) the first name has no "|". */
 static tmpl_node *tmpl_parse_block_filters(tmpl_parser *parser, bool first) {
     tmpl_node *node = tmpl_new_node(parser, TN_CAPTURED, parser->token->line);
-    while (node && (first || tmpl_take_op(parser, '|'))) node = tmpl_parse_applied(parser, TN_FILTER, node), first = false;
+    while (node && (first || tmpl_take_op(parser, '|')))
+        node = tmpl_parse_applied(parser, TN_FILTER, node), first = false;
     return node;
 }
 
@@ -4717,9 +5020,11 @@ static tmpl_node *tmpl_parse_block_filters(tmpl_parser *parser, bool first) {
 static tmpl_node *tmpl_parse_set(tmpl_parser *parser, int line) {
     tmpl_node *node = tmpl_new_node(parser, TN_SET, line);
     if (!(node->a = tmpl_parse_target(parser))) return NULL;
-    if (tmpl_take_op(parser, '=')) return (node->b = tmpl_parse_tuple(parser, tmpl_parse_expr, false)) ? node : NULL;
+    if (tmpl_take_op(parser, '='))
+        return (node->b = tmpl_parse_tuple(parser, tmpl_parse_expr, false)) ? node : NULL;
     node->kind = TN_SET_BLOCK;
-    return (node->b = tmpl_parse_block_filters(parser, false)) && tmpl_parse_closed_block(parser, "endset", &node->c)
+    return (node->b = tmpl_parse_block_filters(parser, false)) &&
+                   tmpl_parse_closed_block(parser, "endset", &node->c)
                ? node
                : NULL;
 }
@@ -4755,7 +5060,8 @@ static bool tmpl_parse_macro_body(tmpl_parser *parser, tmpl_node *macro, const c
     for (const tmpl_node *it = macro->b; ok && it; it = it->next) {
         if (it->id != TMPL_CALLER) continue;
         if (macro->integer && !it->a)
-            return tmpl_syntax_error(parser->e, it->line, "the parameter caller needs a default value");
+            return tmpl_syntax_error(parser->e, it->line,
+                                     "the parameter caller needs a default value");
         macro->integer = false;
     }
     return ok;
@@ -4791,7 +5097,8 @@ static tmpl_node *tmpl_parse_statement(tmpl_parser *parser) { /* called after "{
     case 3: return tmpl_parse_macro(parser);
     case 4:
         node->kind = TN_FILTER_BLOCK;
-        return (node->b = tmpl_parse_block_filters(parser, true)) && tmpl_parse_closed_block(parser, "endfilter", &node->c)
+        return (node->b = tmpl_parse_block_filters(parser, true)) &&
+                       tmpl_parse_closed_block(parser, "endfilter", &node->c)
                    ? node
                    : NULL;
     case 5: return tmpl_parse_closed_block(parser, "endgeneration", &node->c) ? node : NULL;
@@ -4799,9 +5106,11 @@ static tmpl_node *tmpl_parse_statement(tmpl_parser *parser) { /* called after "{
         node->kind = str_is(word, "break") ? TN_BREAK : TN_CONTINUE;
         return parser->n_loops
                    ? node
-                   : (tmpl_syntax_error(parser->e, line, "%.*s outside of a loop", STRF(word)), NULL);
+                   : (tmpl_syntax_error(parser->e, line, "%.*s outside of a loop", STRF(word)),
+                      NULL);
     case 8: return tmpl_parse_call_block(parser, line);
-    default: return tmpl_syntax_error(parser->e, line, "tag '%.*s' is not supported", STRF(word)), NULL;
+    default:
+        return tmpl_syntax_error(parser->e, line, "tag '%.*s' is not supported", STRF(word)), NULL;
     }
 }
 
@@ -4811,7 +5120,10 @@ static tmpl_node *tmpl_parse_piece(tmpl_parser *parser) {
     if (parser->token->type == TT_DATA) return tmpl_take_node(parser, TN_TEXT);
     if (parser->token->type == TT_PRINT) {
         node = tmpl_take_node(parser, TN_PRINT);
-        return (node->a = tmpl_parse_tuple(parser, tmpl_parse_expr, false)) && tmpl_need_close(parser) ? node : NULL;
+        return (node->a = tmpl_parse_tuple(parser, tmpl_parse_expr, false)) &&
+                       tmpl_need_close(parser)
+                   ? node
+                   : NULL;
     }
     parser->token++;
     node = tmpl_nested(parser, tmpl_parse_statement);
@@ -4954,7 +5266,9 @@ static tval tv_bool(bool b) { return (tval){.type = TV_BOOL, .integer = b}; }
 static tval tv_int(int64_t i) { return (tval){.type = TV_INT, .integer = i}; }
 static tval tv_float(double f) { return (tval){.type = TV_FLOAT, .real = f}; }
 static tval tv_str(str s) { return (tval){.type = TV_STR, .n = (uint32_t)s.n, .chars = s.p}; }
-static tval tv_big_int(str s) { return (tval){.type = TV_BIG_INT, .n = (uint32_t)s.n, .chars = s.p}; }
+static tval tv_big_int(str s) {
+    return (tval){.type = TV_BIG_INT, .n = (uint32_t)s.n, .chars = s.p};
+}
 static tval tv_list(tval_type type, tmpl_items *list) {
     return (tval){.type = (uint8_t)type, .list = list};
 }
@@ -4969,7 +5283,9 @@ static bool tv_is_integer(tval v) { return v.type == TV_BOOL || v.type == TV_INT
 static bool tv_is_number(tval v) { return tv_is_integer(v) || v.type == TV_FLOAT; }
 static bool tv_is_list(tval v) { return v.type == TV_LIST || v.type == TV_TUPLE; }
 static double tv_double(tval v) { /* of a number or TV_BIG_INT */
-    return v.type == TV_FLOAT ? v.real : v.type == TV_BIG_INT ? json_strtod(tv_text(v)) : (double)v.integer;
+    return v.type == TV_FLOAT     ? v.real
+           : v.type == TV_BIG_INT ? json_strtod(tv_text(v))
+                                  : (double)v.integer;
 }
 
 static bool tv_true(tval v) { /* bool(v) */
@@ -5152,21 +5468,28 @@ static bool tmpl_put_value(tmpl_run *run, buf *out, tval value, bool quoted) {
     case TV_UNDEFINED: return tmpl_put_c(run, out, quoted ? "Undefined" : "");
     case TV_NONE: return tmpl_put_c(run, out, "None");
     case TV_BOOL: return tmpl_put_c(run, out, value.integer ? "True" : "False");
-    case TV_INT: return snprintf(digits, sizeof digits, "%lld", (long long)value.integer), tmpl_put_c(run, out, digits);
+    case TV_INT:
+        return snprintf(digits, sizeof digits, "%lld", (long long)value.integer),
+               tmpl_put_c(run, out, digits);
     case TV_FLOAT: return tmpl_float_text(out, value.real), tmpl_charge_text(run, 0, out);
     case TV_BIG_INT: return tmpl_put(run, out, tv_text(value));
-    case TV_STR: return quoted ? tmpl_put_quoted(run, out, tv_text(value)) : tmpl_put(run, out, tv_text(value));
+    case TV_STR:
+        return quoted ? tmpl_put_quoted(run, out, tv_text(value))
+                      : tmpl_put(run, out, tv_text(value));
     case TV_LIST: case TV_TUPLE: case TV_DICT: break;
     default: return tmpl_bad_type(run, "printing", value);
     }
     if (!tmpl_enter(run)) return false;
     buf_char(out, value.type == TV_LIST ? '[' : value.type == TV_TUPLE ? '(' : '{');
     for (size_t i = 0; value.type != TV_DICT && ok && i < value.list->n; i++)
-        ok = (!i || tmpl_put_c(run, out, ", ")) && tmpl_put_value(run, out, value.list->values[i], true);
+        ok = (!i || tmpl_put_c(run, out, ", ")) &&
+             tmpl_put_value(run, out, value.list->values[i], true);
     if (value.type == TV_TUPLE && value.list->n == 1) buf_char(out, ',');
     for (size_t i = 0; value.type == TV_DICT && ok && i < value.dict->n_members; i++)
-        ok = (!i || tmpl_put_c(run, out, ", ")) && tmpl_put_value(run, out, value.dict->members[i].key, true) &&
-             tmpl_put_c(run, out, ": ") && tmpl_put_value(run, out, value.dict->members[i].value, true);
+        ok = (!i || tmpl_put_c(run, out, ", ")) &&
+             tmpl_put_value(run, out, value.dict->members[i].key, true) &&
+             tmpl_put_c(run, out, ": ") &&
+             tmpl_put_value(run, out, value.dict->members[i].value, true);
     buf_char(out, value.type == TV_LIST ? ']' : value.type == TV_TUPLE ? ')' : '}');
     return tmpl_leave(run, ok);
 }
@@ -5193,7 +5516,8 @@ static str tmpl_int_text(tval v, char digits[24]) {
 static bool tmpl_compare_big(tval left, tval right, int *order) {
     char digits[2][24];
     if (left.type != TV_BIG_INT && right.type != TV_BIG_INT) return false;
-    if ((left.type != TV_BIG_INT && !tv_is_number(left)) || (right.type != TV_BIG_INT && !tv_is_number(right)))
+    if ((left.type != TV_BIG_INT && !tv_is_number(left)) ||
+        (right.type != TV_BIG_INT && !tv_is_number(right)))
         return false;
     if (left.type == TV_FLOAT || right.type == TV_FLOAT) {
         double left_real = tv_double(left), right_real = tv_double(right);
@@ -5201,9 +5525,13 @@ static bool tmpl_compare_big(tval left, tval right, int *order) {
     }
     str left_text = tmpl_int_text(left, digits[0]), right_text = tmpl_int_text(right, digits[1]);
     bool left_negative = *left_text.p == '-', right_negative = *right_text.p == '-';
-    int order_abs = left_text.n != right_text.n ? (left_text.n > right_text.n) - (left_text.n < right_text.n) : memcmp(left_text.p, right_text.p, left_text.n);
+    int order_abs = left_text.n != right_text.n
+                        ? (left_text.n > right_text.n) - (left_text.n < right_text.n)
+                        : memcmp(left_text.p, right_text.p, left_text.n);
     if (left_negative) order_abs = -order_abs;
-    return *order = left_negative != right_negative ? right_negative - left_negative : (order_abs > 0) - (order_abs < 0), true;
+    return *order = left_negative != right_negative ? right_negative - left_negative
+                                                    : (order_abs > 0) - (order_abs < 0),
+           true;
 }
 
 /* *equal: a == b as in Python. Returns false only if the comparison exceeds a limit. */
@@ -5213,13 +5541,16 @@ static bool tmpl_equal(tmpl_run *run, tval left, tval right, bool *equal) {
     *equal = false;
     if (!tmpl_charge_steps(run, 0)) return false;
     if (tmpl_compare_big(left, right, &order)) return *equal = !order, tmpl_charge_steps(run, 64);
-    if (tv_is_integer(left) && tv_is_integer(right)) return *equal = left.integer == right.integer, true;
-    if (tv_is_number(left) && tv_is_number(right)) return *equal = tv_double(left) == tv_double(right), true;
+    if (tv_is_integer(left) && tv_is_integer(right))
+        return *equal = left.integer == right.integer, true;
+    if (tv_is_number(left) && tv_is_number(right))
+        return *equal = tv_double(left) == tv_double(right), true;
     if (left.type != right.type) return true;
     switch (left.type) {
     case TV_UNDEFINED: case TV_NONE: return *equal = true;
     case TV_STR:
-        return *equal = str_eq(tv_text(left), tv_text(right)), left.n != right.n || tmpl_charge_steps(run, left.n);
+        return *equal = str_eq(tv_text(left), tv_text(right)),
+               left.n != right.n || tmpl_charge_steps(run, left.n);
     case TV_LIST: case TV_TUPLE: *equal = left.list->n == right.list->n; break;
     case TV_DICT: *equal = left.dict->n_members == right.dict->n_members; break;
     default: return *equal = left.list == right.list, true; /* the same object */
@@ -5240,15 +5571,19 @@ static bool tmpl_equal(tmpl_run *run, tval left, tval right, bool *equal) {
 static bool tmpl_compare(tmpl_run *run, tval left, tval right, int *order) {
     if (tmpl_compare_big(left, right, order)) return tmpl_charge_steps(run, 64);
     if (tv_is_integer(left) && tv_is_integer(right))
-        return *order = (left.integer > right.integer) - (left.integer < right.integer), tmpl_charge_steps(run, 0);
+        return *order = (left.integer > right.integer) - (left.integer < right.integer),
+               tmpl_charge_steps(run, 0);
     if (tv_is_number(left) && tv_is_number(right)) {
         double left_real = tv_double(left), right_real = tv_double(right);
-        return *order = (left_real > right_real) - (left_real < right_real), tmpl_charge_steps(run, 0);
+        return *order = (left_real > right_real) - (left_real < right_real),
+               tmpl_charge_steps(run, 0);
     }
     if (left.type == TV_STR && right.type == TV_STR) {
         size_t n_common = MIN(left.n, right.n);
-        int difference = n_common ? memcmp(left.chars, right.chars, n_common) : 0; /* in UTF-8 byte order is code point order */
-        *order = difference ? (difference > 0) - (difference < 0) : (left.n > right.n) - (left.n < right.n);
+        /* in UTF-8 byte order is code point order */
+        int difference = n_common ? memcmp(left.chars, right.chars, n_common) : 0;
+        *order = difference ? (difference > 0) - (difference < 0)
+                            : (left.n > right.n) - (left.n < right.n);
         return tmpl_charge_steps(run, n_common);
     }
     if (left.type == TV_UNDEFINED || right.type == TV_UNDEFINED)
@@ -5326,7 +5661,9 @@ static tmpl_items *tmpl_dict_list(tmpl_run *run, const tmpl_dict *dict, tmpl_dic
         tmpl_member member = dict->members[i];
         tmpl_items *pair = view == DICT_ITEMS ? tmpl_new_pair(run, member.key, member.value) : NULL;
         if (view == DICT_ITEMS && !pair) return NULL;
-        list->values[i] = pair ? tv_list(TV_TUPLE, pair) : view == DICT_KEYS ? member.key : member.value;
+        list->values[i] = pair                ? tv_list(TV_TUPLE, pair)
+                          : view == DICT_KEYS ? member.key
+                                              : member.value;
     }
     return list;
 }
@@ -5383,9 +5720,11 @@ static bool tmpl_put_json_str(tmpl_run *run, buf *out, str text, bool ascii) {
         uint32_t code = uni_next(text.p + i, &len);
         const char *found = code && code < 0x80 ? strchr(escaped, (int)code) : NULL;
         if (found) buf_char(out, '\\'), buf_char(out, letters[found - escaped]);
-        else if (code < 0x20 || (ascii && code >= 0x7F && code < 0x10000)) buf_printf(out, "\\u%04x", code);
+        else if (code < 0x20 || (ascii && code >= 0x7F && code < 0x10000))
+            buf_printf(out, "\\u%04x", code);
         else if (ascii && code >= 0x10000)
-            buf_printf(out, "\\u%04x\\u%04x", 0xD800 + ((code - 0x10000) >> 10), 0xDC00 + (code & 0x3FF));
+            buf_printf(out, "\\u%04x\\u%04x", 0xD800 + ((code - 0x10000) >> 10),
+                       0xDC00 + (code & 0x3FF));
         else buf_put(out, text.p + i, (size_t)len);
     }
     buf_char(out, '"');
@@ -5401,17 +5740,20 @@ static bool tmpl_put_json_line(tmpl_run *run, buf *b, const tmpl_json_style *sty
     return true;
 }
 
-static bool tmpl_put_json(tmpl_run *run, buf *out, tval value, const tmpl_json_style *style, int level);
+static bool tmpl_put_json(tmpl_run *run, buf *out, tval value, const tmpl_json_style *style,
+                          int level);
 
 static bool tmpl_put_json_key(tmpl_run *run, buf *b, tval key, const tmpl_json_style *style) {
     if (key.type == TV_STR) return tmpl_put_json_str(run, b, tv_text(key), style->ascii);
     if (key.type != TV_NONE && key.type != TV_BIG_INT && !tv_is_number(key))
         return tmpl_bad_type(run, "a JSON member name", key);
-    return tmpl_put_c(run, b, "\"") && tmpl_put_json(run, b, key, style, 0) && tmpl_put_c(run, b, "\"");
+    return tmpl_put_c(run, b, "\"") && tmpl_put_json(run, b, key, style, 0) &&
+           tmpl_put_c(run, b, "\"");
 }
 
 /* Appends json.dumps(v) as Hugging Face's filter tojson calls it. level: depth of v, from 0. */
-static bool tmpl_put_json(tmpl_run *run, buf *out, tval value, const tmpl_json_style *style, int level) {
+static bool tmpl_put_json(tmpl_run *run, buf *out, tval value, const tmpl_json_style *style,
+                          int level) {
     tmpl_items *keys = NULL, *list = value.list;
     switch (value.type) {
     case TV_NONE: return tmpl_put_c(run, out, "null");
@@ -5428,14 +5770,17 @@ static bool tmpl_put_json(tmpl_run *run, buf *out, tval value, const tmpl_json_s
         if (!list || (style->sort_keys && !tmpl_sort(run, keys, list, false))) return false;
         break;
     default:
-        return tmpl_fail(run, "tojson: a value of type '%s' has no JSON", tmpl_type_name(value.type));
+        return tmpl_fail(run, "tojson: a value of type '%s' has no JSON",
+                         tmpl_type_name(value.type));
     }
     bool ok = tmpl_enter(run);
     buf_char(out, keys ? '{' : '[');
     for (size_t i = 0; ok && i < list->n; i++) {
-        ok = (!i || tmpl_put(run, out, style->comma)) && tmpl_put_json_line(run, out, style, level + 1);
+        ok = (!i || tmpl_put(run, out, style->comma)) &&
+             tmpl_put_json_line(run, out, style, level + 1);
         if (keys)
-            ok = ok && tmpl_put_json_key(run, out, keys->values[i], style) && tmpl_put(run, out, style->colon);
+            ok = ok && tmpl_put_json_key(run, out, keys->values[i], style) &&
+                 tmpl_put(run, out, style->colon);
         ok = ok && tmpl_put_json(run, out, list->values[i], style, level + 1);
     }
     if (ok && list->n) ok = tmpl_put_json_line(run, out, style, level);
@@ -5505,7 +5850,8 @@ static bool tmpl_element(tmpl_run *run, tval v, tval key, tval *out) {
 static bool tmpl_concat(tmpl_run *run, str left, str right, tval *out) {
     buf before = {.n = left.n};
     if (!tmpl_charge_text(run, right.n, &before)) return false;
-    if (left.n && left.p == run->last_text && left.n == run->last_n && run->last_cap - left.n >= right.n) {
+    if (left.n && left.p == run->last_text && left.n == run->last_n &&
+        run->last_cap - left.n >= right.n) {
         memcpy(run->last_text + left.n, right.p, right.n);
     } else {
         size_t cap = left.n + right.n < 1024 ? left.n + right.n : 2 * (left.n + right.n);
@@ -5534,7 +5880,8 @@ static bool tmpl_escape_html(tmpl_run *run, tval value, tval *out) {
     bool ok = true;
     for (size_t i = 0; ok && i < value.n; i++) {
         const char *found = value.chars[i] ? strchr(plain, value.chars[i]) : NULL;
-        ok = found ? tmpl_put_c(run, &result, entities[found - plain]) : tmpl_put(run, &result, (str){value.chars + i, 1});
+        ok = found ? tmpl_put_c(run, &result, entities[found - plain])
+                   : tmpl_put(run, &result, (str){value.chars + i, 1});
     }
     return tmpl_finish_text(run, &result, ok, out) && (out->safe = true);
 }
@@ -5542,7 +5889,8 @@ static bool tmpl_escape_html(tmpl_run *run, tval value, tval *out) {
 /* a + b for texts. If one is safe HTML, the other is escaped and the result is safe. */
 static bool tmpl_add_texts(tmpl_run *run, tval left, tval right, tval *out) {
     bool safe = left.safe || right.safe;
-    if (safe && (!tmpl_escape_html(run, left, &left) || !tmpl_escape_html(run, right, &right))) return false;
+    if (safe && (!tmpl_escape_html(run, left, &left) || !tmpl_escape_html(run, right, &right)))
+        return false;
     if (!tmpl_concat(run, tv_text(left), tv_text(right), out)) return false;
     return out->safe = safe, true;
 }
@@ -5566,8 +5914,8 @@ static bool tmpl_repeat_list(tmpl_run *run, tval a, int64_t n, tval *out) {
     size_t total;
     const bool overflow = __builtin_mul_overflow(a.list->n, (size_t)MAX(n, (int64_t)0), &total) ||
                       total > UINT32_MAX;
-    tmpl_items *list =
-        overflow ? (tmpl_fail(run, "values need too much memory"), NULL) : tmpl_new_items(run, total);
+    tmpl_items *list = overflow ? (tmpl_fail(run, "values need too much memory"), NULL)
+                                : tmpl_new_items(run, total);
     for (size_t i = 0; list && i < total; i++) list->values[i] = a.list->values[i % a.list->n];
     return list && (*out = tv_list(a.type, list), true);
 }
@@ -5619,19 +5967,24 @@ static bool tmpl_float_op(tmpl_run *run, int op, double left, double right, tval
 /* a op b for + - * / // %: numbers, text + text, list + list, and text or list * integer. */
 static bool tmpl_arithmetic(tmpl_run *run, int op, tval left, tval right, tval *out) {
     const char sign[3] = {(char)op, (char)(op >> 8), 0};
-    if (tv_is_integer(left) && tv_is_integer(right)) return tmpl_int_op(run, op, left.integer, right.integer, out);
+    if (tv_is_integer(left) && tv_is_integer(right))
+        return tmpl_int_op(run, op, left.integer, right.integer, out);
     if (tv_is_number(left) && tv_is_number(right))
         return tmpl_float_op(run, op, tv_double(left), tv_double(right), out);
     if (left.type == TV_BIG_INT || right.type == TV_BIG_INT)
         return tmpl_fail(run, "'%s' with an integer beyond 64 bits", sign);
-    if (op == '+' && left.type == TV_STR && right.type == TV_STR) return tmpl_add_texts(run, left, right, out);
-    if (op == '+' && tv_is_list(left) && left.type == right.type) return tmpl_join_lists(run, left, right, out);
+    if (op == '+' && left.type == TV_STR && right.type == TV_STR)
+        return tmpl_add_texts(run, left, right, out);
+    if (op == '+' && tv_is_list(left) && left.type == right.type)
+        return tmpl_join_lists(run, left, right, out);
     if (op == '*' && left.type == TV_STR && tv_is_integer(right))
         return tmpl_repeat(run, tv_text(left), right.integer, out);
     if (op == '*' && tv_is_integer(left) && right.type == TV_STR)
         return tmpl_repeat(run, tv_text(right), left.integer, out);
-    if (op == '*' && tv_is_list(left) && tv_is_integer(right)) return tmpl_repeat_list(run, left, right.integer, out);
-    if (op == '*' && tv_is_integer(left) && tv_is_list(right)) return tmpl_repeat_list(run, right, left.integer, out);
+    if (op == '*' && tv_is_list(left) && tv_is_integer(right))
+        return tmpl_repeat_list(run, left, right.integer, out);
+    if (op == '*' && tv_is_integer(left) && tv_is_list(right))
+        return tmpl_repeat_list(run, right, left.integer, out);
     if (left.type == TV_UNDEFINED || right.type == TV_UNDEFINED)
         return tmpl_bad_type(run, sign, left.type == TV_UNDEFINED ? left : right);
     return tmpl_fail(run, "'%s' does not go with '%s' and '%s'", sign, tmpl_type_name(left.type),
@@ -5644,7 +5997,8 @@ static bool tmpl_contains(tmpl_run *run, tval element, tval container, bool *fou
     tval value;
     *found = false;
     if (container.type == TV_DICT)
-        return tmpl_dict_find(run, container.dict, element, &value) && (*found = value.type != TV_ABSENT, true);
+        return tmpl_dict_find(run, container.dict, element, &value) &&
+               (*found = value.type != TV_ABSENT, true);
     if (container.type == TV_STR) {
         if (element.type != TV_STR) return tmpl_bad_type(run, "'in' a text", element);
         *found = str_find(tv_text(container), tv_text(element), 0) >= 0;
@@ -5724,7 +6078,8 @@ static bool tmpl_f_case(tmpl_run *run, tmpl_args *args, tval *out) {
     if (!tmpl_to_text(run, args->self, &value)) return false;
     str text = tv_text(value);
     size_t word = 0; /* byte where the context for the rule of the final sigma begins */
-    bool first = true, ok = tmpl_charge_steps(run, 4 * text.n); /* the text may become three times as long */
+    /* the text may become three times as long */
+    bool first = true, ok = tmpl_charge_steps(run, 4 * text.n);
     for (size_t i = 0, len = 0; ok && i < text.n; i += len) {
         int read_len;
         int32_t delta;
@@ -5734,7 +6089,8 @@ static bool tmpl_f_case(tmpl_run *run, tmpl_args *args, tval *out) {
         len = (size_t)uni_put_case(run->cases, str_sub(text, word, text.n), i - word, to, &result);
         bool gap = tmpl_space_len(text, i) || (code && code < 0x80 && strchr("-([{<", (int)code));
         if (args->op == CASE_TITLE && first && !gap) word = i + len;
-        first = args->op == CASE_TITLE ? gap : args->op == CASE_TITLE_METHOD && !(kind & UNI_IS_CASED);
+        first = args->op == CASE_TITLE ? gap
+                                       : args->op == CASE_TITLE_METHOD && !(kind & UNI_IS_CASED);
     }
     return tmpl_finish_text(run, &result, ok && tmpl_charge_text(run, 0, &result), out);
 }
@@ -5744,9 +6100,11 @@ static bool tmpl_is_case(tmpl_run *run, tval value, int kind, tval *out) {
     bool all = true, some = false;
     int len;
     int32_t delta;
-    if (!tmpl_to_text(run, value, &value) || !tmpl_charge_steps(run, 4 * (size_t)value.n)) return false;
+    if (!tmpl_to_text(run, value, &value) || !tmpl_charge_steps(run, 4 * (size_t)value.n))
+        return false;
     for (size_t i = 0; all && i < value.n; i += (size_t)len) {
-        int cased = uni_case_kind(run->cases, uni_next(value.chars + i, &len), &delta) & UNI_IS_CASED;
+        int cased = uni_case_kind(run->cases, uni_next(value.chars + i, &len), &delta) &
+                    UNI_IS_CASED;
         all = !(cased & ~kind);
         some |= cased != 0;
     }
@@ -5775,17 +6133,21 @@ static bool tmpl_f_strip(tmpl_run *run, tmpl_args *args, tval *out) {
     return *out = tv_str(text), true;
 }
 
-static bool tmpl_f_replace(tmpl_run *run, tmpl_args *args, tval *out) { /* parameters: old new count */
+/* parameters: old new count */
+static bool tmpl_f_replace(tmpl_run *run, tmpl_args *args, tval *out) {
     tval texts[3];
-    if (!tmpl_to_text(run, args->self, &texts[0]) || !tmpl_to_text(run, args->param[0], &texts[1]) ||
+    if (!tmpl_to_text(run, args->self, &texts[0]) ||
+        !tmpl_to_text(run, args->param[0], &texts[1]) ||
         !tmpl_to_text(run, args->param[1], &texts[2]))
         return false;
     str text = tv_text(texts[0]), old = tv_text(texts[1]);
     buf result = {0};
     bool ok = tmpl_charge_steps(run, text.n) && (old.n || tmpl_fail(run, "replace: empty text"));
-    int64_t count = tv_is_integer(args->param[2]) ? MAX(args->param[2].integer, -1) : -1; /* -1: all */
+    /* -1: all */
+    int64_t count = tv_is_integer(args->param[2]) ? MAX(args->param[2].integer, -1) : -1;
     for (ptrdiff_t at; ok && count-- != 0 && (at = str_find(text, old, 0)) >= 0;) {
-        ok = tmpl_put(run, &result, str_sub(text, 0, (size_t)at)) && tmpl_put(run, &result, tv_text(texts[2]));
+        ok = tmpl_put(run, &result, str_sub(text, 0, (size_t)at)) &&
+             tmpl_put(run, &result, tv_text(texts[2]));
         text = str_sub(text, (size_t)at + old.n, text.n);
     }
     return tmpl_finish_text(run, &result, ok && tmpl_put(run, &result, text), out);
@@ -5811,8 +6173,11 @@ static bool tmpl_f_split(tmpl_run *run, tmpl_args *args, tval *out) {
     str text = tv_text(args->self), sep = tv_text(args->param[0]), part;
     bool by_space = args->param[0].type <= TV_NONE;
     size_t n_parts = 0, at = 0;
-    size_t max_parts = tv_is_integer(args->param[1]) && args->param[1].integer >= 0 ? (size_t)args->param[1].integer + 1 : SIZE_MAX;
-    if (!by_space && args->param[0].type != TV_STR) return tmpl_bad_type(run, "split", args->param[0]);
+    size_t max_parts = tv_is_integer(args->param[1]) && args->param[1].integer >= 0
+                           ? (size_t)args->param[1].integer + 1
+                           : SIZE_MAX;
+    if (!by_space && args->param[0].type != TV_STR)
+        return tmpl_bad_type(run, "split", args->param[0]);
     if (!by_space && !sep.n) return tmpl_fail(run, "split: empty separator");
     if (!tmpl_charge_steps(run, text.n)) return false;
     while (tmpl_next_part(text, by_space ? NULL : &sep, &at, &part)) n_parts++;
@@ -5835,11 +6200,15 @@ static bool tmpl_f_split(tmpl_run *run, tmpl_args *args, tval *out) {
     if (n_parts < max_parts) return true;
     if (!args->op) { /* the last part extends to the end of the text */
         list->n = max_parts;
-        list->values[max_parts - 1] = tv_str((str){list->values[max_parts - 1].chars, (size_t)(text.p + text.n - list->values[max_parts - 1].chars)});
+        list->values[max_parts - 1] = tv_str(
+            (str){list->values[max_parts - 1].chars,
+                  (size_t)(text.p + text.n - list->values[max_parts - 1].chars)});
         return true;
     }
-    size_t extra = n_parts - max_parts; /* rsplit: the first part extends to the start of the text */
-    list->values[extra] = tv_str((str){text.p, (size_t)(list->values[extra].chars - text.p) + list->values[extra].n});
+    /* rsplit: the first part extends to the start of the text */
+    size_t extra = n_parts - max_parts;
+    list->values[extra] = tv_str(
+        (str){text.p, (size_t)(list->values[extra].chars - text.p) + list->values[extra].n});
     memmove(list->values, list->values + extra, max_parts * sizeof(tval));
     list->n = max_parts;
     return true;
@@ -5849,10 +6218,13 @@ enum { AFFIX_STARTS, AFFIX_ENDS, AFFIX_REMOVE_PREFIX, AFFIX_REMOVE_SUFFIX };
 
 /* startswith, endswith, removeprefix, removesuffix (op: AFFIX_*). Parameter: the affix. */
 static bool tmpl_f_affix(tmpl_run *run, tmpl_args *args, tval *out) {
-    if (args->op <= AFFIX_ENDS && args->param[0].type == TV_TUPLE) { /* true if any of the tuple matches */
+    /* true if any of the tuple matches */
+    if (args->op <= AFFIX_ENDS && args->param[0].type == TV_TUPLE) {
         *out = tv_bool(false);
         for (size_t i = 0; i < args->param[0].list->n && !out->integer; i++) {
-            tmpl_args one = {.self = args->self, .param = {args->param[0].list->values[i]}, .op = args->op};
+            tmpl_args one = {.self = args->self,
+                             .param = {args->param[0].list->values[i]},
+                             .op = args->op};
             if (one.param[0].type != TV_STR) return tmpl_bad_type(run, "an affix", one.param[0]);
             if (!tmpl_f_affix(run, &one, out)) return false;
         }
@@ -5865,18 +6237,25 @@ static bool tmpl_f_affix(tmpl_run *run, tmpl_args *args, tval *out) {
     if (args->op <= AFFIX_ENDS)
         *out = tv_bool(has);
     else
-        *out = tv_str(!has ? text : end ? str_sub(text, 0, text.n - affix.n) : str_sub(text, affix.n, text.n));
+        *out = tv_str(!has  ? text
+                      : end ? str_sub(text, 0, text.n - affix.n)
+                            : str_sub(text, affix.n, text.n));
     return tmpl_charge_steps(run, affix.n);
 }
 
 /* *out: the bound v of a slice as an index, as in Python's slice.indices: 0..n, or -1..n-1 if the
  * step is negative (`down`). If v is None or not given: `otherwise`. n: length of the sequence. */
-static bool tmpl_slice_bound(tmpl_run *run, tval v, int64_t length, bool down, int64_t otherwise, int64_t *out) {
+static bool tmpl_slice_bound(tmpl_run *run, tval v, int64_t length, bool down, int64_t otherwise,
+                             int64_t *out) {
     *out = otherwise;
     if (v.type <= TV_NONE) return true;
     if (!tv_is_integer(v)) return tmpl_bad_type(run, "a slice", v);
     int64_t low = down ? -1 : 0, high = down ? length - 1 : length;
-    *out = MIN(MAX(v.integer >= 0 ? v.integer : v.integer < -length ? low : v.integer + length, low), high);
+    *out = MIN(MAX(v.integer >= 0        ? v.integer
+                   : v.integer < -length ? low
+                                         : v.integer + length,
+                   low),
+               high);
     return true;
 }
 
@@ -5899,12 +6278,14 @@ static bool tmpl_f_find(tmpl_run *run, tmpl_args *args, tval *out) {
     ptrdiff_t at = -1;
     if (!tmpl_charge_steps(run, text.n)) return false;
     if (args->param[0].type != TV_STR) return tmpl_bad_type(run, "find", args->param[0]);
-    if (!tmpl_slice_bound(run, args->param[1], length, false, 0, &from) || !tmpl_slice_bound(run, args->param[2], length, false, length, &to))
+    if (!tmpl_slice_bound(run, args->param[1], length, false, 0, &from) ||
+        !tmpl_slice_bound(run, args->param[2], length, false, length, &to))
         return false;
-    bool inside = from <= to && (args->param[1].type <= TV_NONE || args->param[1].integer <= length);
+    bool inside = from <= to &&
+                  (args->param[1].type <= TV_NONE || args->param[1].integer <= length);
     text = str_sub(text, 0, tmpl_cp_bytes(text, to));
-    if (inside &&
-        !tmpl_find(run, text, tv_text(args->param[0]), tmpl_cp_bytes(text, from), args->op & FIND_LAST, &at))
+    if (inside && !tmpl_find(run, text, tv_text(args->param[0]), tmpl_cp_bytes(text, from),
+                             args->op & FIND_LAST, &at))
         return false;
     if (at < 0 && args->op & FIND_REQUIRED)
         return tmpl_fail(run, "index: '%.*s' is not in the text", STRF(tv_text(args->param[0])));
@@ -5957,7 +6338,8 @@ static bool tmpl_f_splitlines(tmpl_run *run, tmpl_args *args, tval *out) { /* pa
     while (tmpl_next_line(text, keep, &at, &line)) n_lines++;
     tmpl_items *list = tmpl_new_items(run, n_lines);
     if (!list) return false;
-    for (n_lines = at = 0; tmpl_next_line(text, keep, &at, &line); n_lines++) list->values[n_lines] = tv_str(line);
+    for (n_lines = at = 0; tmpl_next_line(text, keep, &at, &line); n_lines++)
+        list->values[n_lines] = tv_str(line);
     return *out = tv_list(TV_LIST, list), true;
 }
 
@@ -5991,9 +6373,11 @@ static bool tmpl_f_indent(tmpl_run *run, tmpl_args *args, tval *out) {
     str line, line_feed = STR("\n");
     int64_t width = args->param[0].type ? args->param[0].integer : 4;
     if (args->self.type != TV_STR) return tmpl_bad_type(run, "indent", args->self);
-    if (args->param[0].type && !tv_is_integer(args->param[0])) return tmpl_bad_type(run, "indent", args->param[0]);
+    if (args->param[0].type && !tv_is_integer(args->param[0]))
+        return tmpl_bad_type(run, "indent", args->param[0]);
     bool ok = true, first = true;
-    for (size_t at = 0; ok && tmpl_next_part(tv_text(args->self), &line_feed, &at, &line); first = false) {
+    for (size_t at = 0; ok && tmpl_next_part(tv_text(args->self), &line_feed, &at, &line);
+         first = false) {
         bool indented = first ? tv_true(args->param[1]) : line.n || tv_true(args->param[2]);
         if (!first) ok = tmpl_put(run, &result, line_feed);
         for (int64_t i = 0; ok && indented && i < width; i++) ok = tmpl_put_c(run, &result, " ");
@@ -6015,7 +6399,8 @@ static bool tmpl_f_tojson(tmpl_run *run, tmpl_args *args, tval *out) {
     }
     if (args->param[2].type > TV_NONE) {
         const tmpl_items *list = tv_is_list(args->param[2]) ? args->param[2].list : NULL;
-        if (!list || list->n != 2 || list->values[0].type != TV_STR || list->values[1].type != TV_STR)
+        if (!list || list->n != 2 || list->values[0].type != TV_STR ||
+            list->values[1].type != TV_STR)
             return tmpl_fail(run, "tojson: separators is a pair of texts");
         style.comma = tv_text(list->values[0]);
         style.colon = tv_text(list->values[1]);
@@ -6060,7 +6445,8 @@ static bool tmpl_f_number(tmpl_run *run, tmpl_args *args, tval *out) {
     if (value.type == TV_UNDEFINED) return tmpl_bad_type(run, "int", value);
     if (value.type == TV_STR && !tmpl_text_to_number(run, tv_text(value), &value)) return false;
     *out = args->param[0].type ? args->param[0] : args->op == TV_INT ? tv_int(0) : tv_float(0);
-    if (value.type == TV_BIG_INT) return *out = args->op == TV_INT ? value : tv_float(tv_double(value)), true;
+    if (value.type == TV_BIG_INT)
+        return *out = args->op == TV_INT ? value : tv_float(tv_double(value)), true;
     if (!tv_is_number(value)) return true;
     if (args->op == TV_FLOAT) return *out = tv_float(tv_double(value)), true;
     if (value.type == TV_FLOAT && !(value.real >= -0x1p63 && value.real < 0x1p63))
@@ -6082,20 +6468,24 @@ static bool tmpl_f_round(tmpl_run *run, tmpl_args *args, tval *out) {
     char digits_text[400];
     const tval value = args->self;
     const int64_t n_digits = args->param[0].type ? args->param[0].integer : 0;
-    const int method = args->param[1].type == TV_STR ? tmpl_word_index(methods, tv_text(args->param[1]))
-                       : args->param[1].type         ? -1
-                                              : 0;
+    const int method = args->param[1].type == TV_STR
+                           ? tmpl_word_index(methods, tv_text(args->param[1]))
+                       : args->param[1].type ? -1
+                                             : 0;
     if (!tv_is_number(value)) return tmpl_bad_type(run, "round", value);
-    if (args->param[0].type && !tv_is_integer(args->param[0])) return tmpl_bad_type(run, "round", args->param[0]);
+    if (args->param[0].type && !tv_is_integer(args->param[0]))
+        return tmpl_bad_type(run, "round", args->param[0]);
     if (n_digits < 0 || n_digits > MOST)
         return tmpl_fail(run, "round: %lld digits, expected 0 to %d", (long long)n_digits, MOST);
     if (method < 0) return tmpl_fail(run, "round: the method is common, ceil or floor");
-    if (tv_is_integer(value)) return *out = method ? tv_float((double)value.integer) : tv_int(value.integer), true;
+    if (tv_is_integer(value))
+        return *out = method ? tv_float((double)value.integer) : tv_int(value.integer), true;
     const double scale = pow(10, (double)n_digits), scaled = value.real * scale;
     if (method && !isfinite(scaled)) return tmpl_fail(run, "round: a number out of range");
     if (method)
         return *out = tv_float((method == 1 ? ceil(scaled) : floor(scaled)) / scale + 0.0), true;
-    snprintf(digits_text, sizeof digits_text, "%.*f", (int)n_digits, value.real); /* rounds half to even, as Python does */
+    /* rounds half to even, as Python does */
+    snprintf(digits_text, sizeof digits_text, "%.*f", (int)n_digits, value.real);
     return *out = tv_float(strtod(digits_text, NULL)), true;
 }
 
@@ -6197,7 +6587,8 @@ static bool tmpl_f_default(tmpl_run *run, tmpl_args *args, tval *out) {
 
 /* Joins the texts of the elements, or of one attribute of each. attribute: a path for
  * tmpl_attr_path. */
-static bool tmpl_join(tmpl_run *run, const tmpl_items *list, str between, tval attribute, tval *out) {
+static bool tmpl_join(tmpl_run *run, const tmpl_items *list, str between, tval attribute,
+                      tval *out) {
     buf result = {0};
     bool ok = true;
     for (size_t i = 0; ok && i < list->n; i++) {
@@ -6212,11 +6603,13 @@ static bool tmpl_join(tmpl_run *run, const tmpl_items *list, str between, tval a
 /* op 0: list|join(text, attribute). op 1: text.join(list), whose elements must be texts. */
 static bool tmpl_f_join(tmpl_run *run, tmpl_args *args, tval *out) {
     tmpl_items *elements;
-    tval between = args->op ? args->self : args->param[0], list = args->op ? args->param[0] : args->self;
+    tval between = args->op ? args->self : args->param[0],
+         list = args->op ? args->param[0] : args->self;
     if (!between.type) between = tv_str(STR(""));
     if (!tmpl_elements(run, list, &elements) || !tmpl_to_text(run, between, &between)) return false;
     for (size_t i = 0; args->op && i < elements->n; i++)
-        if (elements->values[i].type != TV_STR) return tmpl_bad_type(run, "join", elements->values[i]);
+        if (elements->values[i].type != TV_STR)
+            return tmpl_bad_type(run, "join", elements->values[i]);
     return tmpl_join(run, elements, tv_text(between), args->op ? (tval){0} : args->param[1], out);
 }
 
@@ -6232,8 +6625,11 @@ static bool tmpl_f_list(tmpl_run *run, tmpl_args *args, tval *out) {
         return tmpl_bad_type(run, "items", args->self);
     if (!tmpl_elements(run, args->self, &list)) return false;
     switch (args->op) {
-    case LIST_FIRST: return *out = list->n ? list->values[0] : tv_undefined(STR("first"), TV_LIST), true;
-    case LIST_LAST: return *out = list->n ? list->values[list->n - 1] : tv_undefined(STR("last"), TV_LIST), true;
+    case LIST_FIRST:
+        return *out = list->n ? list->values[0] : tv_undefined(STR("first"), TV_LIST), true;
+    case LIST_LAST:
+        return *out = list->n ? list->values[list->n - 1] : tv_undefined(STR("last"), TV_LIST),
+               true;
     case LIST_REVERSED:
         if (!(reversed = tmpl_new_items(run, list->n))) return false;
         for (size_t i = 0; i < list->n; i++) reversed->values[i] = list->values[list->n - 1 - i];
@@ -6266,7 +6662,8 @@ static bool tmpl_sort_keys(tmpl_run *run, tval value, tval attribute, tval case_
 /* sort(reverse, case_sensitive, attribute) */
 static bool tmpl_f_sort(tmpl_run *run, tmpl_args *args, tval *out) {
     tmpl_items *list, *keys;
-    if (!tmpl_sort_keys(run, args->self, args->param[2], args->param[1], &list, &keys)) return false;
+    if (!tmpl_sort_keys(run, args->self, args->param[2], args->param[1], &list, &keys))
+        return false;
     return *out = tv_list(TV_LIST, list), tmpl_sort(run, keys, list, tv_true(args->param[0]));
 }
 
@@ -6276,7 +6673,8 @@ static bool tmpl_f_dictsort(tmpl_run *run, tmpl_args *args, tval *out) {
     if (args->self.type != TV_DICT) return tmpl_bad_type(run, "dictsort", args->self);
     bool by_value = args->param[1].type == TV_STR && str_is(tv_text(args->param[1]), "value");
     if (!(pairs = tmpl_dict_list(run, args->self.dict, DICT_ITEMS))) return false;
-    if (!tmpl_sort_keys(run, tv_list(TV_LIST, pairs), tv_int(by_value), args->param[0], &list, &keys))
+    if (!tmpl_sort_keys(run, tv_list(TV_LIST, pairs), tv_int(by_value), args->param[0], &list,
+                        &keys))
         return false;
     return *out = tv_list(TV_LIST, list), tmpl_sort(run, keys, list, tv_true(args->param[2]));
 }
@@ -6286,13 +6684,15 @@ static bool tmpl_f_dictsort(tmpl_run *run, tmpl_args *args, tval *out) {
 static bool tmpl_f_min_max(tmpl_run *run, tmpl_args *args, tval *out) {
     tmpl_items *list, *keys;
     size_t best = 0;
-    if (!tmpl_sort_keys(run, args->self, args->param[1], args->param[0], &list, &keys)) return false;
+    if (!tmpl_sort_keys(run, args->self, args->param[1], args->param[0], &list, &keys))
+        return false;
     for (size_t i = 1; i < list->n; i++) {
         int order = 0;
         if (!tmpl_compare(run, keys->values[i], keys->values[best], &order)) return false;
         if (order == args->op) best = i;
     }
-    return *out = list->n ? list->values[best] : tv_undefined(args->op > 0 ? STR("max") : STR("min"), TV_LIST),
+    return *out = list->n ? list->values[best]
+                          : tv_undefined(args->op > 0 ? STR("max") : STR("min"), TV_LIST),
            true;
 }
 
@@ -6312,8 +6712,10 @@ static bool tmpl_f_sum(tmpl_run *run, tmpl_args *args, tval *out) {
 /* unique(case_sensitive, attribute) */
 static bool tmpl_f_unique(tmpl_run *run, tmpl_args *args, tval *out) {
     tmpl_items *list, *keys;
-    size_t n_kept = 0; /* elements kept so far; they and their keys move to the front of both lists */
-    if (!tmpl_sort_keys(run, args->self, args->param[1], args->param[0], &list, &keys)) return false;
+    /* elements kept so far; they and their keys move to the front of both lists */
+    size_t n_kept = 0;
+    if (!tmpl_sort_keys(run, args->self, args->param[1], args->param[0], &list, &keys))
+        return false;
     for (size_t i = 0, total = list->n; i < total; i++) {
         bool seen;
         keys->n = n_kept;
@@ -6359,7 +6761,8 @@ static bool tmpl_f_map(tmpl_run *run, tmpl_args *args, tval *out) {
     tval path = tmpl_named_arg(args, STR("attribute"));
     tval otherwise = tmpl_named_arg(args, STR("default"));
     if (!args->n_pos && !path.type) return tmpl_fail(run, "map needs a filter or attribute=");
-    if (!tmpl_elements_or_none(run, args->self, &list) || !(results = tmpl_new_items(run, list->n))) return false;
+    if (!tmpl_elements_or_none(run, args->self, &list) || !(results = tmpl_new_items(run, list->n)))
+        return false;
     for (size_t i = 0; i < list->n; i++)
         if (args->n_pos ? !tmpl_apply_arg(run, false, args, 0, list->values[i], &results->values[i])
                      : !tmpl_attr_path(run, list->values[i], path, otherwise, &results->values[i]))
@@ -6376,12 +6779,15 @@ static bool tmpl_f_select(tmpl_run *run, tmpl_args *args, tval *out) {
     tmpl_items *list, *kept;
     int attr = args->op & SELECT_ATTR;
     if (attr && !args->n_pos) return tmpl_fail(run, "an attribute name is missing");
-    if (!tmpl_elements_or_none(run, args->self, &list) || !(kept = tmpl_new_items(run, list->n))) return false;
+    if (!tmpl_elements_or_none(run, args->self, &list) || !(kept = tmpl_new_items(run, list->n)))
+        return false;
     kept->n = 0;
     for (size_t i = 0; i < list->n; i++) {
         tval tested = list->values[i];
-        if (attr && !tmpl_attr_path(run, tested, args->positional[0], (tval){0}, &tested)) return false;
-        if (args->n_pos > attr && !tmpl_apply_arg(run, true, args, attr, tested, &tested)) return false;
+        if (attr && !tmpl_attr_path(run, tested, args->positional[0], (tval){0}, &tested))
+            return false;
+        if (args->n_pos > attr && !tmpl_apply_arg(run, true, args, attr, tested, &tested))
+            return false;
         if (tv_true(tested) == !(args->op & SELECT_NOT)) kept->values[kept->n++] = list->values[i];
     }
     return *out = tv_list(TV_GENERATOR, kept), true;
@@ -6419,7 +6825,8 @@ static bool tmpl_has_type(tval value, int test) {
     case 8: return tv_is_number(value) || value.type == TV_BIG_INT;
     case 9: return value.type == TV_STR;
     case 10: return value.type == TV_DICT;
-    case 11: return value.type == TV_UNDEFINED || (value.type >= TV_STR && value.type <= TV_GENERATOR);
+    case 11:
+        return value.type == TV_UNDEFINED || (value.type >= TV_STR && value.type <= TV_GENERATOR);
     case 12: return value.type == TV_UNDEFINED || (value.type >= TV_STR && value.type <= TV_DICT);
     default: return value.type == TV_UNDEFINED || value.type >= TV_LOOP; /* a call may still fail */
     }
@@ -6443,9 +6850,11 @@ static bool tmpl_apply_test(tmpl_run *run, str name, const tmpl_args *args, tval
         return tmpl_fail(run, "test '%.*s': wrong number of arguments", STRF(name));
     if (type >= 0) return *out = tv_bool(tmpl_has_type(self, type)), true;
     if (letters >= 0) return tmpl_is_case(run, self, letters ? UNI_IS_UPPER : UNI_IS_LOWER, out);
-    if (str_is(name, "sameas") && self.type != args->positional[0].type) return *out = tv_bool(false), true;
+    if (str_is(name, "sameas") && self.type != args->positional[0].type)
+        return *out = tv_bool(false), true;
     if (comparison >= 0) return tmpl_binary(run, ops[comparison], self, args->positional[0], out);
-    if (!tmpl_binary(run, '%', self, division == 2 ? args->positional[0] : tv_int(2), &rest)) return false;
+    if (!tmpl_binary(run, '%', self, division == 2 ? args->positional[0] : tv_int(2), &rest))
+        return false;
     return *out = tv_bool(tv_double(rest) == (division == 1)), true;
 }
 
@@ -6454,9 +6863,11 @@ static bool tmpl_apply_test(tmpl_run *run, str name, const tmpl_args *args, tval
 /* range([start,] stop[, step]): at most 100,000 numbers, the limit of Jinja's sandbox. */
 static bool tmpl_g_range(tmpl_run *run, tmpl_args *args, tval *out) {
     for (int i = 0; i < 3; i++)
-        if (args->param[i].type && !tv_is_integer(args->param[i])) return tmpl_bad_type(run, "range", args->param[i]);
+        if (args->param[i].type && !tv_is_integer(args->param[i]))
+            return tmpl_bad_type(run, "range", args->param[i]);
     bool only_stop = !args->param[1].type;
-    int64_t from = only_stop ? 0 : args->param[0].integer, to = args->param[only_stop ? 0 : 1].integer;
+    int64_t from = only_stop ? 0 : args->param[0].integer,
+            to = args->param[only_stop ? 0 : 1].integer;
     int64_t step = args->param[2].type ? args->param[2].integer : 1;
     if (!step) return tmpl_fail(run, "range: step 0");
     uint64_t distance = step > 0 ? (uint64_t)to - (uint64_t)from : (uint64_t)from - (uint64_t)to;
@@ -6473,8 +6884,10 @@ static bool tmpl_g_range(tmpl_run *run, tmpl_args *args, tval *out) {
  * TV_NAMESPACE. */
 static bool tmpl_g_dict(tmpl_run *run, tmpl_args *args, tval *out) {
     tmpl_dict *dict = tmpl_new_dict(run);
-    tmpl_dict *from = args->n_pos && args->positional[0].type == TV_DICT ? args->positional[0].dict : NULL;
-    bool ok = dict && (args->n_pos == (from != NULL) || tmpl_fail(run, "a dict and name=value expected"));
+    tmpl_dict *from = args->n_pos && args->positional[0].type == TV_DICT ? args->positional[0].dict
+                                                                         : NULL;
+    bool ok = dict &&
+              (args->n_pos == (from != NULL) || tmpl_fail(run, "a dict and name=value expected"));
     for (size_t i = 0; ok && from && i < from->n_members; i++)
         ok = tmpl_dict_set(run, dict, from->members[i].key, from->members[i].value);
     for (int i = 0; ok && i < args->n_named; i++)
@@ -6525,7 +6938,8 @@ static bool tmpl_g_strftime(tmpl_run *run, tmpl_args *args, tval *out) {
     if (args->param[0].type != TV_STR) return tmpl_bad_type(run, "strftime_now", args->param[0]);
     str text = tv_text(args->param[0]);
     buf result = {0};
-    bool ok = tmpl_charge_text(run, 10 * text.n, &result); /* no conversion makes the text longer than that */
+    /* no conversion makes the text longer than that */
+    bool ok = tmpl_charge_text(run, 10 * text.n, &result);
     for (size_t i = 0; ok && i < text.n; i++) {
         bool pad = !(i + 1 < text.n && text.p[i] == '%' && text.p[i + 1] == '-');
         if (text.p[i] != '%') buf_char(&result, text.p[i]);
@@ -6627,13 +7041,16 @@ static bool tmpl_apply(tmpl_run *run, const tmpl_fn *fn, tmpl_args *args, tval *
         int index = named ? tmpl_word_index(fn->params, args->names[i - args->n_pos]) : i;
         int n_params = *fn->params ? 1 : 0; /* number of parameters: words of fn->params */
         for (const char *at = fn->params; *at; at++) n_params += *at == ' ';
-        if (index >= n_params) return tmpl_fail(run, "%s: %d arguments, at most %d", fn->name, args->n_pos, n_params);
+        if (index >= n_params)
+            return tmpl_fail(run, "%s: %d arguments, at most %d", fn->name, args->n_pos, n_params);
         if (index < 0) return tmpl_fail(run, "%s: an argument name is not known", fn->name);
-        if (args->param[index].type) return tmpl_fail(run, "%s: argument %d is given twice", fn->name, index + 1);
+        if (args->param[index].type)
+            return tmpl_fail(run, "%s: argument %d is given twice", fn->name, index + 1);
         args->param[index] = named ? args->named[i - args->n_pos] : args->positional[i];
     }
     for (int i = 0; i < fn->n_required; i++)
-        if (!args->param[i].type) return tmpl_fail(run, "%s: argument %d is missing", fn->name, i + 1);
+        if (!args->param[i].type)
+            return tmpl_fail(run, "%s: argument %d is missing", fn->name, i + 1);
     args->op = fn->op;
     return tmpl_enter(run) && tmpl_leave(run, fn->run(run, args, out));
 }
@@ -6655,8 +7072,10 @@ static bool tmpl_own_attr(tmpl_run *run, tval value, str name, tval *out) {
     if (value.type == TV_LOOP) return tmpl_loop_attr(run, value.loop, name, out);
     if (value.type == TV_NAMESPACE) return tmpl_dict_find(run, value.dict, tv_str(name), out);
     if (value.type != TV_STR && value.type != TV_DICT && !tv_is_list(value)) return true;
-    const tmpl_fn *fn =
-        tmpl_find_fn(value.type == TV_STR ? OF_STR : value.type == TV_DICT ? OF_DICT : OF_LIST, name);
+    const tmpl_fn *fn = tmpl_find_fn(value.type == TV_STR    ? OF_STR
+                                     : value.type == TV_DICT ? OF_DICT
+                                                             : OF_LIST,
+                                     name);
     if (!fn) return true;
     tmpl_method *method = tmpl_alloc(run, 1, sizeof *method);
     if (!method) return false;
@@ -6721,7 +7140,8 @@ static bool tmpl_set_var(tmpl_run *run, int id, tval value) {
     tmpl_scope *scope = run->scope;
     if (!scope) return run->globals[id] = value, true;
     for (int i = 0; i < scope->n_vars; i++)
-        if (scope->vars[i].id == id) return scope->vars[i].value = value, tmpl_charge_steps(run, (size_t)i);
+        if (scope->vars[i].id == id)
+            return scope->vars[i].value = value, tmpl_charge_steps(run, (size_t)i);
     if (scope->n_vars == scope->cap) {
         int cap = MAX(scope->cap * 2, 4);
         tmpl_var *vars = tmpl_alloc(run, (size_t)cap, sizeof *vars);
@@ -6763,7 +7183,8 @@ static bool tmpl_eval_each(tmpl_run *run, const tmpl_node *chain, tval *values, 
         bool whole = it->kind != TN_KEYWORD && it->kind != TN_SPREAD && it->kind != TN_SPREAD_DICT;
         if (!tmpl_eval(run, whole ? it : it->a, values)) return false;
         if (it->kind == TN_SPREAD && !tmpl_elements(run, *values, &list)) return false;
-        if (it->kind == TN_SPREAD_DICT && values->type != TV_DICT) return tmpl_bad_type(run, "**", *values);
+        if (it->kind == TN_SPREAD_DICT && values->type != TV_DICT)
+            return tmpl_bad_type(run, "**", *values);
         if (it->kind == TN_SPREAD) {
             *values = tv_list(TV_LIST, list);
             args->n_pos += (int)list->n;
@@ -6802,7 +7223,8 @@ static bool tmpl_eval_args(tmpl_run *run, const tmpl_node *chain, tval caller, t
     *args = (tmpl_args){0};
     if (n_nodes && (!values || !tmpl_eval_each(run, chain, values, &all))) return false;
     size_t n_pos = (size_t)all.n_pos, n_named = (size_t)all.n_named;
-    if (n_pos && !(args->positional = tmpl_alloc(run, n_pos, sizeof *args->positional))) return false;
+    if (n_pos && !(args->positional = tmpl_alloc(run, n_pos, sizeof *args->positional)))
+        return false;
     if (n_named && !(args->named = tmpl_alloc(run, n_named, sizeof *args->named))) return false;
     if (n_named && !(args->names = tmpl_alloc(run, n_named, sizeof *args->names))) return false;
     if (caller.type) {
@@ -6817,7 +7239,8 @@ static bool tmpl_eval_args(tmpl_run *run, const tmpl_node *chain, tval caller, t
         } else if (it->kind == TN_SPREAD_DICT) {
             if (!tmpl_spread_names(run, values->dict, args)) return false;
         } else if (it->kind == TN_SPREAD) {
-            for (size_t i = 0; i < values->list->n; i++) args->positional[args->n_pos++] = values->list->values[i];
+            for (size_t i = 0; i < values->list->n; i++)
+                args->positional[args->n_pos++] = values->list->values[i];
         } else {
             args->positional[args->n_pos++] = *values;
         }
@@ -6843,13 +7266,17 @@ static bool tmpl_bind_params(tmpl_run *run, const tmpl_args *args, const tmpl_no
         if (!tmpl_charge_steps(run, (size_t)args->n_named)) return false;
         if (value.type) used_named++;
         if (value.type && index < args->n_pos)
-            return tmpl_fail(run, "%.*s: argument '%.*s' is given twice", STRF(macro->text), STRF(param->text));
-        if (!tmpl_set_var(run, param->id, index < args->n_pos ? args->positional[index] : value)) return false;
+            return tmpl_fail(run, "%.*s: argument '%.*s' is given twice", STRF(macro->text),
+                             STRF(param->text));
+        if (!tmpl_set_var(run, param->id, index < args->n_pos ? args->positional[index] : value))
+            return false;
     }
     if (args->n_pos > index)
-        return tmpl_fail(run, "%.*s: %d arguments, at most %d", STRF(macro->text), args->n_pos, index);
+        return tmpl_fail(run, "%.*s: %d arguments, at most %d", STRF(macro->text), args->n_pos,
+                         index);
     if (used_named < args->n_named && !macro->integer && tmpl_named_arg(args, STR("caller")).type)
-        return tmpl_fail(run, "%.*s: a macro without caller() has no call block", STRF(macro->text));
+        return tmpl_fail(run, "%.*s: a macro without caller() has no call block",
+                         STRF(macro->text));
     if (used_named < args->n_named)
         return tmpl_fail(run, "%.*s: an argument name is not known", STRF(macro->text));
     /* Defaults come last: they may use all parameters, and the variables around the macro's
@@ -6857,16 +7284,19 @@ static bool tmpl_bind_params(tmpl_run *run, const tmpl_args *args, const tmpl_no
     for (const tmpl_node *param = macro->b; param; param = param->next) {
         tval value;
         if (!tmpl_get_var(run, param->id, &value)) return false;
-        if (!value.type && param->a && (!tmpl_eval(run, param->a, &value) || !tmpl_set_var(run, param->id, value)))
+        if (!value.type && param->a &&
+            (!tmpl_eval(run, param->a, &value) || !tmpl_set_var(run, param->id, value)))
             return false;
     }
     return true;
 }
 
 /* *out: the text that the macro's body writes. */
-static bool tmpl_call_macro(tmpl_run *run, const tmpl_macro *macro, const tmpl_args *args, tval *out) {
+static bool tmpl_call_macro(tmpl_run *run, const tmpl_macro *macro, const tmpl_args *args,
+                            tval *out) {
     tmpl_scope *outer_scope = run->scope;
-    bool ok = tmpl_enter(run) && tmpl_push_scope(run, macro->scope) && tmpl_bind_params(run, args, macro->node);
+    bool ok = tmpl_enter(run) && tmpl_push_scope(run, macro->scope) &&
+              tmpl_bind_params(run, args, macro->node);
     ok = ok && tmpl_capture(run, macro->node->c, out);
     run->scope = outer_scope;
     return tmpl_leave(run, ok);
@@ -6876,10 +7306,13 @@ static bool tmpl_call_macro(tmpl_run *run, const tmpl_macro *macro, const tmpl_a
 static bool tmpl_call(tmpl_run *run, const tmpl_node *node, tval caller, tval *out) {
     tmpl_args args;
     tval callee;
-    if (!tmpl_eval(run, node->a, &callee) || !tmpl_eval_args(run, node->b, caller, &args)) return false;
+    if (!tmpl_eval(run, node->a, &callee) || !tmpl_eval_args(run, node->b, caller, &args))
+        return false;
     switch (callee.type) {
     case TV_MACRO: return tmpl_call_macro(run, callee.macro, &args, out);
-    case TV_METHOD: args.self = callee.method->self; return tmpl_apply(run, callee.method->fn, &args, out);
+    case TV_METHOD:
+        args.self = callee.method->self;
+        return tmpl_apply(run, callee.method->fn, &args, out);
     case TV_FUNCTION: return tmpl_apply(run, callee.fn, &args, out);
     case TV_UNDEFINED: return tmpl_bad_type(run, "a call", callee);
     default: return tmpl_fail(run, "'%s' object is not callable", tmpl_type_name(callee.type));
@@ -6902,7 +7335,8 @@ static bool tmpl_eval_dict(tmpl_run *run, const tmpl_node *node, tval *out) {
     if (!dict) return false;
     for (const tmpl_node *key = node->b; key; key = key->next->next) {
         tval name, value;
-        if (!tmpl_eval(run, key, &name) || !tmpl_eval(run, key->next, &value) || !tmpl_dict_set(run, dict, name, value))
+        if (!tmpl_eval(run, key, &name) || !tmpl_eval(run, key->next, &value) ||
+            !tmpl_dict_set(run, dict, name, value))
             return false;
     }
     return *out = (tval){.type = TV_DICT, .dict = dict}, true;
@@ -6922,10 +7356,13 @@ static bool tmpl_eval_slice(tmpl_run *run, const tmpl_node *node, tval *out) {
     tval value, step_value = tv_int(1);
     int64_t from, to;
     tmpl_items *elements, *list;
-    if (!tmpl_eval(run, node->a, &value) || (node->d && !tmpl_eval(run, node->d, &step_value))) return false;
+    if (!tmpl_eval(run, node->a, &value) || (node->d && !tmpl_eval(run, node->d, &step_value)))
+        return false;
     if (value.type != TV_STR && !tv_is_list(value)) return tmpl_bad_type(run, "a slice", value);
-    if (!tv_is_integer(step_value) || !step_value.integer) return tmpl_fail(run, "slice: wrong step");
-    int64_t length = tmpl_length(value), step = MAX(MIN(step_value.integer, (int64_t)1 << 40), -((int64_t)1 << 40));
+    if (!tv_is_integer(step_value) || !step_value.integer)
+        return tmpl_fail(run, "slice: wrong step");
+    int64_t length = tmpl_length(value),
+            step = MAX(MIN(step_value.integer, (int64_t)1 << 40), -((int64_t)1 << 40));
     bool down = step < 0;
     if (!tmpl_eval_bound(run, node->b, length, down, down ? length - 1 : 0, &from) ||
         !tmpl_eval_bound(run, node->c, length, down, down ? -1 : length, &to)) return false;
@@ -6933,7 +7370,8 @@ static bool tmpl_eval_slice(tmpl_run *run, const tmpl_node *node, tval *out) {
         return *out = tmpl_substring(value, from, MAX(from, to)), tmpl_charge_steps(run, value.n);
     int64_t count = down ? (from > to ? (from - to - 1) / -step + 1 : 0)
                          : to > from ? (to - from - 1) / step + 1 : 0;
-    if (!tmpl_elements(run, value, &elements) || !(list = tmpl_new_items(run, (size_t)count))) return false;
+    if (!tmpl_elements(run, value, &elements) || !(list = tmpl_new_items(run, (size_t)count)))
+        return false;
     for (int64_t i = 0; i < count; i++) list->values[i] = elements->values[from + i * step];
     if (value.type == TV_STR) return tmpl_join(run, list, STR(""), (tval){0}, out);
     return *out = tv_list(value.type, list), true;
@@ -6947,13 +7385,16 @@ static bool tmpl_eval_sign(tmpl_run *run, const tmpl_node *node, tval *out) {
     return tmpl_int_op(run, node->op, 0, v.integer, out);
 }
 
-static bool tmpl_eval_applied(tmpl_run *run, const tmpl_node *node, tval *out) { /* filter or test */
+/* filter or test */
+static bool tmpl_eval_applied(tmpl_run *run, const tmpl_node *node, tval *out) {
     tmpl_args args;
     tval self;
-    if (!tmpl_eval(run, node->a, &self) || !tmpl_eval_args(run, node->b, (tval){0}, &args)) return false;
+    if (!tmpl_eval(run, node->a, &self) || !tmpl_eval_args(run, node->b, (tval){0}, &args))
+        return false;
     args.self = self;
     if (node->kind == TN_FILTER) return tmpl_apply_filter(run, node->text, &args, out);
-    return tmpl_apply_test(run, node->text, &args, out) && (*out = tv_bool(tv_true(*out) != node->op), true);
+    return tmpl_apply_test(run, node->text, &args, out) &&
+           (*out = tv_bool(tv_true(*out) != node->op), true);
 }
 
 static bool tmpl_eval_binary(tmpl_run *run, const tmpl_node *node, tval *out) {
@@ -6961,7 +7402,8 @@ static bool tmpl_eval_binary(tmpl_run *run, const tmpl_node *node, tval *out) {
     if (!tmpl_eval(run, node->a, &left)) return false;
     /* `and` and `or` return one of their operands. They evaluate the right one only if needed. */
     if (node->op == OP_AND || node->op == OP_OR)
-        return tv_true(left) == (node->op == OP_OR) ? (*out = left, true) : tmpl_eval(run, node->b, out);
+        return tv_true(left) == (node->op == OP_OR) ? (*out = left, true)
+                                                    : tmpl_eval(run, node->b, out);
     return tmpl_eval(run, node->b, &right) && tmpl_binary(run, node->op, left, right, out);
 }
 
@@ -6979,13 +7421,16 @@ static bool tmpl_eval_any(tmpl_run *run, const tmpl_node *node, tval *out) {
         return out->type || (*out = tv_undefined(node->text, 0), true);
     case TN_LIST: case TN_TUPLE: return tmpl_eval_list(run, node, out);
     case TN_DICT: return tmpl_eval_dict(run, node, out);
-    case TN_ATTR: return tmpl_eval(run, node->a, &object) && tmpl_attr(run, object, node->text, out);
+    case TN_ATTR:
+        return tmpl_eval(run, node->a, &object) && tmpl_attr(run, object, node->text, out);
     case TN_ITEM:
-        return tmpl_eval(run, node->a, &object) && tmpl_eval(run, node->b, &key) && tmpl_item(run, object, key, out);
+        return tmpl_eval(run, node->a, &object) && tmpl_eval(run, node->b, &key) &&
+               tmpl_item(run, object, key, out);
     case TN_SLICE: return tmpl_eval_slice(run, node, out);
     case TN_CALL: return tmpl_call(run, node, (tval){0}, out);
     case TN_FILTER: case TN_TEST: return tmpl_eval_applied(run, node, out);
-    case TN_NOT: return tmpl_eval(run, node->a, &object) && (*out = tv_bool(!tv_true(object)), true);
+    case TN_NOT:
+        return tmpl_eval(run, node->a, &object) && (*out = tv_bool(!tv_true(object)), true);
     case TN_SIGN: return tmpl_eval_sign(run, node, out);
     case TN_BINARY: return tmpl_eval_binary(run, node, out);
     case TN_TERNARY:
@@ -7002,7 +7447,8 @@ static bool tmpl_eval_any(tmpl_run *run, const tmpl_node *node, tval *out) {
 static bool tmpl_eval(tmpl_run *run, const tmpl_node *node, tval *out) {
     int line = run->line;
     run->line = node->line;
-    if (!tmpl_charge_steps(run, 0) || !tmpl_enter(run) || !tmpl_eval_any(run, node, out)) return false;
+    if (!tmpl_charge_steps(run, 0) || !tmpl_enter(run) || !tmpl_eval_any(run, node, out))
+        return false;
     run->line = line; /* not after an error: then r->line stays at the line that failed */
     return tmpl_leave(run, true);
 }
@@ -7021,13 +7467,16 @@ static bool tmpl_assign(tmpl_run *run, const tmpl_node *target, tval value) {
     case TN_NAME: return tmpl_set_var(run, target->id, value);
     case TN_NAMESPACE_ATTR:
         if (!tmpl_get_var(run, target->id, &object)) return false;
-        if (object.type == TV_NAMESPACE) return tmpl_dict_set(run, object.dict, tv_str(target->text), value);
-        return tmpl_fail(run, "cannot assign attribute '%.*s': not a namespace", STRF(target->text));
+        if (object.type == TV_NAMESPACE)
+            return tmpl_dict_set(run, object.dict, tv_str(target->text), value);
+        return tmpl_fail(run, "cannot assign attribute '%.*s': not a namespace",
+                         STRF(target->text));
     default: break;
     }
     size_t n_targets = (size_t)tmpl_chain_len(target->b);
     if (!tmpl_elements(run, value, &list)) return false;
-    if (n_targets != list->n) return tmpl_fail(run, "%zu values to unpack into %zu names", list->n, n_targets);
+    if (n_targets != list->n)
+        return tmpl_fail(run, "%zu values to unpack into %zu names", list->n, n_targets);
     n_targets = 0;
     for (const tmpl_node *it = target->b; it; it = it->next)
         if (!tmpl_assign(run, it, list->values[n_targets++])) return false;
@@ -7068,7 +7517,8 @@ static bool tmpl_new_macro(tmpl_run *run, const tmpl_node *node, tval *out) {
  * result, which must be a text. */
 static bool tmpl_exec_call(tmpl_run *run, const tmpl_node *node) {
     tval caller, v;
-    if (!tmpl_new_macro(run, node->b, &caller) || !tmpl_call(run, node->a, caller, &v)) return false;
+    if (!tmpl_new_macro(run, node->b, &caller) || !tmpl_call(run, node->a, caller, &v))
+        return false;
     if (v.type != TV_STR) return tmpl_bad_type(run, "a call block", v);
     return tmpl_put(run, run->out, tv_text(v));
 }
@@ -7101,7 +7551,8 @@ static bool tmpl_loop_next(tmpl_run *run, tmpl_loop *loop, tval *value) {
         tval candidate = loop->items->values[loop->at++], passed = tv_bool(true);
         if (!tmpl_charge_steps(run, 0)) return false;
         if (loop->node->d && !loop->filtered) {
-            bool ok = tmpl_push_scope(run, loop->scope) && tmpl_assign(run, loop->node->a, candidate) &&
+            bool ok = tmpl_push_scope(run, loop->scope) &&
+                      tmpl_assign(run, loop->node->a, candidate) &&
                       tmpl_eval(run, loop->node->d, &passed);
             run->scope = outer_scope;
             if (!ok) return false;
@@ -7132,7 +7583,8 @@ static bool tmpl_loop_filter_rest(tmpl_run *run, tmpl_loop *loop) {
 static bool tmpl_loop_attr(tmpl_run *run, tmpl_loop *loop, str name, tval *out) {
     int which = tmpl_word_index("index index0 first previtem depth0 depth "
                                 "last nextitem length revindex revindex0", name);
-    if (which > 5 && !tmpl_loop_filter_rest(run, loop)) return false; /* those from `last` on look ahead */
+    /* those from `last` on look ahead */
+    if (which > 5 && !tmpl_loop_filter_rest(run, loop)) return false;
     int64_t n_left = (int64_t)(loop->items->n - loop->at); /* elements after the current one */
     switch (which) {
     case 0: *out = tv_int(loop->index0 + 1); break;
@@ -7196,13 +7648,21 @@ static tmpl_flow tmpl_exec_one(tmpl_run *run, const tmpl_node *node) {
     bool ok = true;
     switch (node->kind) {
     case TN_TEXT: ok = tmpl_put(run, run->out, node->text); break;
-    case TN_PRINT: ok = tmpl_eval(run, node->a, &value) && tmpl_put_value(run, run->out, value, false); break;
+    case TN_PRINT:
+        ok = tmpl_eval(run, node->a, &value) && tmpl_put_value(run, run->out, value, false);
+        break;
     case TN_IF: return tmpl_exec_if(run, node);
     case TN_FOR: return tmpl_exec_for(run, node);
     case TN_SET: ok = tmpl_eval(run, node->b, &value) && tmpl_assign(run, node->a, value); break;
-    case TN_SET_BLOCK: ok = tmpl_eval_block(run, node, &value) && tmpl_assign(run, node->a, value); break;
-    case TN_FILTER_BLOCK: ok = tmpl_eval_block(run, node, &value) && tmpl_put_value(run, run->out, value, false); break;
-    case TN_MACRO: ok = tmpl_new_macro(run, node, &value) && tmpl_set_var(run, node->id, value); break;
+    case TN_SET_BLOCK:
+        ok = tmpl_eval_block(run, node, &value) && tmpl_assign(run, node->a, value);
+        break;
+    case TN_FILTER_BLOCK:
+        ok = tmpl_eval_block(run, node, &value) && tmpl_put_value(run, run->out, value, false);
+        break;
+    case TN_MACRO:
+        ok = tmpl_new_macro(run, node, &value) && tmpl_set_var(run, node->id, value);
+        break;
     case TN_CALL_BLOCK: ok = tmpl_exec_call(run, node); break;
     case TN_SCOPE: return tmpl_exec_scope(run, run->scope, node->c);
     case TN_BREAK: return FLOW_BREAK;
@@ -7247,7 +7707,8 @@ static int tmpl_render(const tmpl *template, const json *context, tmpl_time now,
     JSON_MEMBERS(key, context) {
         ok = ok && tmpl_charge_steps(&run, (size_t)template->n_names);
         for (int i = 0; ok && i < template->n_names; i++)
-            if (str_eq(template->names[i], json_str(key))) ok = tmpl_from_json(&run, key + 1, &run.globals[i]);
+            if (str_eq(template->names[i], json_str(key)))
+                ok = tmpl_from_json(&run, key + 1, &run.globals[i]);
     }
     ok = ok && tmpl_exec(&run, template->body) == FLOW_NORMAL;
     if (ok) buf_str(out, buf_view(&text));
@@ -7373,7 +7834,8 @@ typedef struct mf_model {
     const mf_embedded *embedded; /* not NULL: the files come from here, not from folder */
     str *maps;            /* [n_maps] heap; the mapped files, which mf_close unmaps */
     int n_maps;
-    mf_file_state *weight_files;     /* [n_stamps] heap; one for each weight file; none if embedded */
+    /* [n_stamps] heap; one for each weight file; none if embedded */
+    mf_file_state *weight_files;
     int n_weight_files;
 } mf_model;
 
@@ -7448,15 +7910,17 @@ static void mf_rope_table(const mf_rope *rope, int D, float *freq, float *scale)
 typedef struct mf_reader {
     const json *object;     /* the object; NULL: every field is missing */
     const char *where; /* the file's name, for messages */
-    const char *prefix;  /* for messages, goes before a field's name: "" or "rope_parameters." ... */
+    const char *prefix; /* for messages, goes before a field's name: "" or "rope_parameters." ... */
     toka_err *err;       /* code 0 until the first error, which stays */
 } mf_reader;
 
 /* Writes to z how an error message shows this value ("missing" if v is NULL), and returns z. */
 static const char *mf_value_text(const json *value, char text[80]) {
     if (!value) snprintf(text, 80, "missing");
-    else if (value->type == JSON_STRING) snprintf(text, 80, "\"%.*s\"", (int)MIN(value->n, 60u), value->chars);
-    else if (value->type == JSON_NUMBER && value->is_int) snprintf(text, 80, "%lld", (long long)value->integer);
+    else if (value->type == JSON_STRING)
+        snprintf(text, 80, "\"%.*s\"", (int)MIN(value->n, 60u), value->chars);
+    else if (value->type == JSON_NUMBER && value->is_int)
+        snprintf(text, 80, "%lld", (long long)value->integer);
     else if (value->type == JSON_NUMBER) snprintf(text, 80, "%g", json_num(value, 0));
     else
         snprintf(text, 80, "%s",
@@ -7467,14 +7931,16 @@ static const char *mf_value_text(const json *value, char text[80]) {
 
 /* Records an error unless there is one already:
  * "config.json: hidden_size is "big", expected a whole number" */
-static void mf_field_error(mf_reader *reader, const char *name, const json *value, const char *expected) {
+static void mf_field_error(mf_reader *reader, const char *name, const json *value,
+                           const char *expected) {
     char found[80];
     if (reader->err->code) return;
-    fail(reader->err, TOKA_E_INPUT, "%s: %s%s is %s, expected %s", reader->where, reader->prefix, name, mf_value_text(value, found),
-         expected);
+    fail(reader->err, TOKA_E_INPUT, "%s: %s%s is %s, expected %s", reader->where, reader->prefix,
+         name, mf_value_text(value, found), expected);
 }
 
-static const json *mf_field(const mf_reader *reader, const char *name) { /* NULL if absent or null */
+/* NULL if absent or null */
+static const json *mf_field(const mf_reader *reader, const char *name) {
     const json *v = json_get(reader->object, name);
     return json_is(v, JSON_NULL) ? NULL : v;
 }
@@ -7484,7 +7950,8 @@ static int64_t mf_int(mf_reader *reader, const char *name, int64_t otherwise) {
     int64_t i;
     return json_whole(v, &i) ? i : (mf_field_error(reader, name, v, "a whole number"), otherwise);
 }
-static double mf_num(mf_reader *reader, const char *name, double otherwise, double min, double max) {
+static double mf_num(mf_reader *reader, const char *name, double otherwise, double min,
+                     double max) {
     const json *value = mf_field(reader, name);
     char expected[80];
     if (!value) return otherwise;
@@ -7496,13 +7963,15 @@ static double mf_num(mf_reader *reader, const char *name, double otherwise, doub
 static bool mf_bool(mf_reader *reader, const char *name, bool otherwise) {
     const json *v = mf_field(reader, name);
     if (!v) return otherwise;
-    if (v->type != JSON_TRUE && v->type != JSON_FALSE) mf_field_error(reader, name, v, "true or false");
+    if (v->type != JSON_TRUE && v->type != JSON_FALSE)
+        mf_field_error(reader, name, v, "true or false");
     return v->type == JSON_TRUE;
 }
 
 /* Parses a file of the model as a JSON object. Such files are mostly written by Python, so Python's
  * extensions of JSON are accepted. Returns NULL on an error; the message begins with `where`. */
-static const json *mf_parse_json(str text, const char *where, arena *memory, json_limits limits, toka_err *e) {
+static const json *mf_parse_json(str text, const char *where, arena *memory, json_limits limits,
+                                 toka_err *e) {
     const json *object = json_parse_python(memory, text, limits, e);
     if (!object) {
         toka_err inner = *e;
@@ -7586,18 +8055,21 @@ static void mf_read_arch(mf_reader *reader, mf_config *config) {
         if (!config->arch) mf_field_error(reader, "architectures[0]", first, known);
         else if (type && !str_is(json_str(type), config->arch->model_type)) {
             /* The two disagree. transformers would follow model_type. */
-            snprintf(expected, sizeof expected, "\"%s\", that of %s", config->arch->model_type, config->arch->name);
+            snprintf(expected, sizeof expected, "\"%s\", that of %s", config->arch->model_type,
+                     config->arch->name);
             mf_field_error(reader, "model_type", type, expected);
         }
         return;
     }
     for (int i = 0; type && i < COUNT(mf_archs); i++)
         if (str_is(json_str(type), mf_archs[i].model_type)) config->arch = &mf_archs[i];
-    if (!config->arch) mf_field_error(reader, list ? "architectures" : "model_type", list ? list : type, known);
+    if (!config->arch)
+        mf_field_error(reader, list ? "architectures" : "model_type", list ? list : type, known);
 }
 
 /* Checks the numbers of a shape and stores them in c->shape. */
-static int mf_set_dims(mf_config *config, const int64_t dims[MF_N_DIMS], const char *where, toka_err *e) {
+static int mf_set_dims(mf_config *config, const int64_t dims[MF_N_DIMS], const char *where,
+                       toka_err *e) {
     for (int i = 0; i < MF_N_DIMS; i++)
         if (dims[i] < 1 || dims[i] > mf_dims[i].max)
             return fail(e, TOKA_E_INPUT, "%s: %s (%s) is %lld, expected 1 to %lld", where,
@@ -7632,7 +8104,10 @@ static void mf_read_dims(mf_reader *reader, mf_config *config) {
     bool K_is_H = !arch->K || json_is(json_get(reader->object, "num_key_value_heads"), JSON_NULL);
     dims[MF_K] = mf_int(reader, "num_key_value_heads", K_is_H ? dims[MF_H] : arch->K);
     bool divides = dims[MF_H] > 0 && dims[MF_E] % dims[MF_H] == 0;
-    dims[MF_D] = mf_int(reader, "head_dim", arch->D ? arch->D : divides ? dims[MF_E] / dims[MF_H] : -1);
+    dims[MF_D] = mf_int(reader, "head_dim",
+                        arch->D   ? arch->D
+                        : divides ? dims[MF_E] / dims[MF_H]
+                                  : -1);
     dims[MF_F] = mf_int(reader, "intermediate_size", arch->F);
     dims[MF_V] = mf_int(reader, "vocab_size", arch->V);
     dims[MF_MAX_LEN] = mf_int(reader, "max_position_embeddings", arch->max_len);
@@ -7671,7 +8146,8 @@ static void mf_refuse_unsupported(mf_reader *reader) {
         mf_field_error(reader, "is_causal", mf_field(reader, "is_causal"),
                "true: attention to later tokens is not supported");
     const json *activation = mf_field(reader, "hidden_act");
-    if (activation && !str_is(json_str(activation), "silu") && !str_is(json_str(activation), "swish"))
+    if (activation && !str_is(json_str(activation), "silu") &&
+        !str_is(json_str(activation), "swish"))
         mf_field_error(reader, "hidden_act", activation, "\"silu\"");
 }
 
@@ -7693,12 +8169,15 @@ static mf_rope_kind mf_read_rope_kind(mf_reader *reader) {
  * top: config.json; r: its RoPE object. */
 static double mf_read_original_len(mf_reader *config_reader, mf_reader *reader, int max_len) {
     const char *const field = "original_max_position_embeddings";
-    return mf_num(mf_field(config_reader, field) ? config_reader : reader, field, max_len, 1, 1 << 30);
+    return mf_num(mf_field(config_reader, field) ? config_reader : reader, field, max_len, 1,
+                  1 << 30);
 }
 
 /* The fields of all kinds except default. */
-static void mf_read_rope_scaling(mf_reader *config_reader, mf_reader *reader, const mf_config *config, mf_rope *rope) {
-    if (rope->kind != MF_ROPE_YARN && !mf_field(reader, "factor")) mf_field_error(reader, "factor", NULL, "a number");
+static void mf_read_rope_scaling(mf_reader *config_reader, mf_reader *reader,
+                                 const mf_config *config, mf_rope *rope) {
+    if (rope->kind != MF_ROPE_YARN && !mf_field(reader, "factor"))
+        mf_field_error(reader, "factor", NULL, "a number");
     if (rope->kind == MF_ROPE_LINEAR) {
         rope->factor = mf_num(reader, "factor", 1, 1e-3, 1e6);
         return;
@@ -7735,7 +8214,8 @@ static void mf_read_rope(mf_reader *config_reader, mf_config *config) {
         prefix = "rope_parameters.";
         object = mf_field(config_reader, name);
     }
-    if (object && object->type != JSON_OBJECT) mf_field_error(config_reader, name, object, "an object");
+    if (object && object->type != JSON_OBJECT)
+        mf_field_error(config_reader, name, object, "an object");
     if (config_reader->err->code) return;
     mf_reader rope_reader = *config_reader, *reader = &rope_reader;
     reader->object = object;
@@ -7746,7 +8226,8 @@ static void mf_read_rope(mf_reader *config_reader, mf_config *config) {
                    "none: one RoPE for all layers");
     mf_rope *rope = &config->rope;
     rope->kind = mf_read_rope_kind(reader);
-    rope->theta = mf_num(mf_field(reader, "rope_theta") ? reader : config_reader, "rope_theta", 10000, 1.0001, 1e18);
+    rope->theta = mf_num(mf_field(reader, "rope_theta") ? reader : config_reader, "rope_theta",
+                         10000, 1.0001, 1e18);
     mf_reader *partial = mf_field(reader, "partial_rotary_factor") ? reader : config_reader;
     if (mf_num(partial, "partial_rotary_factor", 1, 0, 1) != 1)
         mf_field_error(partial, "partial_rotary_factor", mf_field(partial, "partial_rotary_factor"),
@@ -7755,8 +8236,9 @@ static void mf_read_rope(mf_reader *config_reader, mf_config *config) {
     /* yarn extends the length to original_len * factor. max_position_embeddings often still has
      * the original length. */
     if (rope->kind == MF_ROPE_YARN)
-        config->shape.max_len = (int)MAX(config->shape.max_len, MIN(rope->original_len * rope->factor,
-                                                          (double)mf_dims[MF_MAX_LEN].max));
+        config->shape.max_len = (int)MAX(config->shape.max_len,
+                                         MIN(rope->original_len * rope->factor,
+                                             (double)mf_dims[MF_MAX_LEN].max));
 }
 
 /* Sets the attention window of each layer. If the file has layer_types, it decides which layers
@@ -7766,11 +8248,14 @@ static void mf_read_rope(mf_reader *config_reader, mf_config *config) {
 static void mf_read_windows(mf_reader *reader, mf_config *config, arena *memory) {
     int L = config->shape.L;
     config->window = arena_zalloc(memory, (size_t)L * sizeof *config->window);
-    bool no_window = !config->arch->window || json_is(json_get(reader->object, "sliding_window"), JSON_NULL);
-    if (config->arch->window_opt_in && !mf_bool(reader, "use_sliding_window", false)) no_window = true;
+    bool no_window = !config->arch->window ||
+                     json_is(json_get(reader->object, "sliding_window"), JSON_NULL);
+    if (config->arch->window_opt_in && !mf_bool(reader, "use_sliding_window", false))
+        no_window = true;
     int64_t window = no_window ? 0 : mf_int(reader, "sliding_window", config->arch->window);
     if (!no_window && (window < 1 || window > mf_dims[MF_MAX_LEN].max))
-        mf_field_error(reader, "sliding_window", mf_field(reader, "sliding_window"), "1 or more tokens, or null");
+        mf_field_error(reader, "sliding_window", mf_field(reader, "sliding_window"),
+                       "1 or more tokens, or null");
     int64_t first_layer = config->arch->window_opt_in ? mf_int(reader, "max_window_layers", 28) : 0;
     for (int i = 0; i < L; i++) config->window[i] = i >= first_layer ? (int)window : 0;
 
@@ -7781,9 +8266,11 @@ static void mf_read_windows(mf_reader *reader, mf_config *config, arena *memory)
         const json *type = json_at(types, (size_t)i);
         bool has_window = str_is(json_str(type), mf_layer_types[1]);
         if (!has_window && !str_is(json_str(type), mf_layer_types[0]))
-            mf_field_error(reader, "layer_types", type, "\"full_attention\" or \"sliding_attention\"");
+            mf_field_error(reader, "layer_types", type,
+                           "\"full_attention\" or \"sliding_attention\"");
         if (has_window && !window)
-            mf_field_error(reader, "layer_types", type, "\"full_attention\", as there is no window");
+            mf_field_error(reader, "layer_types", type,
+                           "\"full_attention\", as there is no window");
         config->window[i] = has_window ? (int)window : 0;
     }
 }
@@ -7792,7 +8279,8 @@ static void mf_read_windows(mf_reader *reader, mf_config *config, arena *memory)
 
 /* Reads a token id or a list of them into an array in `a`. Ids outside the vocabulary are left out:
  * the model can never sample them. If the field is missing, *list and *n stay as they are. */
-static void mf_read_ids(mf_reader *reader, const char *name, int V, arena *memory, int32_t **list, int *n_ids) {
+static void mf_read_ids(mf_reader *reader, const char *name, int V, arena *memory, int32_t **list,
+                        int *n_ids) {
     const json *value = mf_field(reader, name);
     if (!value) return;
     size_t n_values = value->type == JSON_ARRAY ? value->n : 1;
@@ -7809,7 +8297,8 @@ static void mf_read_ids(mf_reader *reader, const char *name, int V, arena *memor
     }
 }
 
-static int32_t mf_read_id(mf_reader *reader, const char *name, int otherwise, int V) { /* -1: none */
+/* -1: none */
+static int32_t mf_read_id(mf_reader *reader, const char *name, int otherwise, int V) {
     int64_t id = mf_int(reader, name, otherwise);
     return id >= 0 && id < V ? (int32_t)id : -1;
 }
@@ -7822,12 +8311,14 @@ static void mf_set_rope_table(mf_config *config, arena *memory) {
 }
 
 /* Parses config.json into *c; everything that c points to is in `a`. Returns 0 or an error code. */
-static int mf_config_parse(str text, const char *where, arena *memory, mf_config *config, toka_err *e) {
+static int mf_config_parse(str text, const char *where, arena *memory, mf_config *config,
+                           toka_err *e) {
     *config = (mf_config){0};
     *e = (toka_err){0};
     const json *object = mf_parse_json(text, where, memory, mf_json_limits, e);
     if (!object) return e->code;
-    mf_reader file_reader = {.object = object, .where = where, .prefix = "", .err = e}, *reader = &file_reader;
+    mf_reader file_reader = {.object = object, .where = where, .prefix = "", .err = e},
+              *reader = &file_reader;
     mf_read_arch(reader, config);
     mf_refuse_unsupported(reader);
     if (e->code) return e->code;
@@ -7839,14 +8330,16 @@ static int mf_config_parse(str text, const char *where, arena *memory, mf_config
     if (config->arch->attention_bias && mf_bool(reader, "attention_bias", false))
         config->features |= config->arch->attention_bias;
     if (!mf_bool(reader, "tie_word_embeddings", false)) config->features |= MF_LM_HEAD;
-    config->bos_id = mf_read_id(reader, "bos_token_id", json_get(object, "bos_token_id") ? -1 : config->arch->bos,
-                           config->shape.V);
+    config->bos_id = mf_read_id(reader, "bos_token_id",
+                                json_get(object, "bos_token_id") ? -1 : config->arch->bos,
+                                config->shape.V);
     if (config->arch->eos >= 0 && !json_get(object, "eos_token_id")) {
         config->eos_ids = arena_alloc(memory, sizeof *config->eos_ids);
         config->eos_ids[0] = config->arch->eos;
         config->n_eos_ids = config->arch->eos < config->shape.V;
     }
-    mf_read_ids(reader, "eos_token_id", config->shape.V, memory, &config->eos_ids, &config->n_eos_ids);
+    mf_read_ids(reader, "eos_token_id", config->shape.V, memory, &config->eos_ids,
+                &config->n_eos_ids);
     if (!e->code) mf_set_rope_table(config, memory);
     return e->code;
 }
@@ -7854,11 +8347,13 @@ static int mf_config_parse(str text, const char *where, arena *memory, mf_config
 /* ---- generation_config.json: defaults of requests ---- */
 
 static void mf_read_lengths(mf_reader *reader, mf_defaults *defaults) {
-    const int64_t max = mf_int(reader, "max_new_tokens", 0), min = mf_int(reader, "min_new_tokens", 0);
+    const int64_t max = mf_int(reader, "max_new_tokens", 0),
+                  min = mf_int(reader, "min_new_tokens", 0);
     if (max < 1 && mf_field(reader, "max_new_tokens"))
         mf_field_error(reader, "max_new_tokens", mf_field(reader, "max_new_tokens"), "1 or more");
     if (min < 0 || (max && min > max))
-        mf_field_error(reader, "min_new_tokens", mf_field(reader, "min_new_tokens"), "0 to max_new_tokens");
+        mf_field_error(reader, "min_new_tokens", mf_field(reader, "min_new_tokens"),
+                       "0 to max_new_tokens");
     defaults->max_tokens = (int)MIN(max, (int64_t)INT_MAX);
     defaults->min_tokens = (int)MIN(min, (int64_t)INT_MAX);
 }
@@ -7874,7 +8369,8 @@ static void mf_read_stop_strings(mf_reader *reader, arena *memory, mf_defaults *
         return;
     }
     defaults->stop = arena_alloc(memory, (is_text ? 1 : (size_t)value->n) * sizeof *defaults->stop);
-    for (const json *it = is_text ? value : value + 1, *end = json_next(value); it < end; it = json_next(it)) {
+    for (const json *it = is_text ? value : value + 1, *end = json_next(value); it < end;
+         it = json_next(it)) {
         const str text = json_str(it);
         if (!text.n || memchr(text.p, 0, text.n)) {
             mf_field_error(reader, name, it, expected);
@@ -7887,7 +8383,8 @@ static void mf_read_stop_strings(mf_reader *reader, arena *memory, mf_defaults *
 /* Appends one sequence of bad_words_ids after the *n ids already stored. As in transformers, a
  * sequence that is only one end id is ignored. A sequence with an id outside the vocabulary is
  * ignored, too: it can never occur. Returns false if the sequence is not a list of ids. */
-static bool mf_read_bad_word(const json *word, const mf_config *config, mf_defaults *defaults, int *n_stored) {
+static bool mf_read_bad_word(const json *word, const mf_config *config, mf_defaults *defaults,
+                             int *n_stored) {
     int32_t *stored = defaults->bad_ids + *n_stored;
     int length = 0;
     bool in_vocab = true, is_end_id = false;
@@ -7898,14 +8395,16 @@ static bool mf_read_bad_word(const json *word, const mf_config *config, mf_defau
         in_vocab &= i < config->shape.V;
         stored[length++] = (int32_t)i;
     }
-    for (int i = 0; i < config->n_eos_ids; i++) is_end_id |= length == 1 && stored[0] == config->eos_ids[i];
+    for (int i = 0; i < config->n_eos_ids; i++)
+        is_end_id |= length == 1 && stored[0] == config->eos_ids[i];
     if (!in_vocab || is_end_id) return true;
     defaults->bad_lengths[defaults->n_bad++] = length;
     *n_stored += length;
     return true;
 }
 
-static void mf_read_bad_words(mf_reader *reader, arena *memory, const mf_config *config, mf_defaults *defaults) {
+static void mf_read_bad_words(mf_reader *reader, arena *memory, const mf_config *config,
+                              mf_defaults *defaults) {
     static const char name[] = "bad_words_ids";
     const json *value = mf_field(reader, name);
     int n_stored = 0;
@@ -7914,21 +8413,24 @@ static void mf_read_bad_words(mf_reader *reader, arena *memory, const mf_config 
     if (good) JSON_EACH(word, value) n_ids += word->type == JSON_ARRAY ? word->n : 0;
     if (good) defaults->bad_lengths = arena_alloc(memory, value->n * sizeof *defaults->bad_lengths);
     if (good) defaults->bad_ids = arena_alloc(memory, n_ids * sizeof *defaults->bad_ids);
-    if (good) JSON_EACH(word, value) good = good && mf_read_bad_word(word, config, defaults, &n_stored);
+    if (good)
+        JSON_EACH(word, value) good = good && mf_read_bad_word(word, config, defaults, &n_stored);
     if (value && !good) mf_field_error(reader, name, value, "a list of lists of token ids");
 }
 
 /* Does this value of a field turn something on? off: the number that means off; NAN: no number. */
 static bool mf_turns_on(const json *value, double off_value) {
     if (!value || value->type == JSON_FALSE) return false;
-    if (value->type == JSON_STRING || value->type == JSON_ARRAY || value->type == JSON_OBJECT) return value->n > 0;
+    if (value->type == JSON_STRING || value->type == JSON_ARRAY || value->type == JSON_OBJECT)
+        return value->n > 0;
     return value->type != JSON_NUMBER || json_num(value, NAN) != off_value;
 }
 
 /* Sets d->unused: the fields of transformers' GenerationConfig that change the generated text and
  * that toka does not implement. max_length is ignored where it has no effect: if max_new_tokens is
  * given, or if it is not below the model's own length. */
-static void mf_read_unused(const mf_reader *reader, arena *memory, const mf_config *config, mf_defaults *defaults) {
+static void mf_read_unused(const mf_reader *reader, arena *memory, const mf_config *config,
+                           mf_defaults *defaults) {
     static const struct { const char *name; double off; } fields[] = {
         {"max_length", 0}, {"min_length", 0}, {"max_time", 0}, {"num_return_sequences", 1},
         {"num_beams", 1}, {"num_beam_groups", 1}, {"length_penalty", 1}, {"early_stopping", 0},
@@ -7944,7 +8446,8 @@ static void mf_read_unused(const mf_reader *reader, arena *memory, const mf_conf
     for (int i = 0; i < COUNT(fields); i++) {
         const json *value = mf_field(reader, fields[i].name);
         /* Field 0 is max_length. */
-        const bool no_effect = !i && (defaults->max_tokens || json_num(value, 0) >= config->shape.max_len);
+        const bool no_effect = !i && (defaults->max_tokens ||
+                                      json_num(value, 0) >= config->shape.max_len);
         if (mf_turns_on(value, fields[i].off) && !no_effect)
             buf_printf(&names, "%s%s", names.n ? ", " : "", fields[i].name);
     }
@@ -7954,15 +8457,17 @@ static void mf_read_unused(const mf_reader *reader, arena *memory, const mf_conf
 
 /* Parses generation_config.json. If the file has begin or end ids, they replace those of *c. The
  * defaults for requests go to *d. Returns 0 or an error code. */
-static int mf_generation_parse(str text, const char *where, arena *memory, mf_config *config, mf_defaults *defaults,
-                               toka_err *e) {
+static int mf_generation_parse(str text, const char *where, arena *memory, mf_config *config,
+                               mf_defaults *defaults, toka_err *e) {
     *defaults = mf_no_defaults;
     *e = (toka_err){0};
     const json *object = mf_parse_json(text, where, memory, mf_json_limits, e);
     if (!object) return e->code;
-    mf_reader file_reader = {.object = object, .where = where, .prefix = "", .err = e}, *reader = &file_reader;
+    mf_reader file_reader = {.object = object, .where = where, .prefix = "", .err = e},
+              *reader = &file_reader;
     config->bos_id = mf_read_id(reader, "bos_token_id", config->bos_id, config->shape.V);
-    mf_read_ids(reader, "eos_token_id", config->shape.V, memory, &config->eos_ids, &config->n_eos_ids);
+    mf_read_ids(reader, "eos_token_id", config->shape.V, memory, &config->eos_ids,
+                &config->n_eos_ids);
     defaults->has_do_sample = mf_field(reader, "do_sample");
     defaults->do_sample = mf_bool(reader, "do_sample", false);
     defaults->has_temperature = mf_field(reader, "temperature");
@@ -7991,7 +8496,8 @@ static int mf_generation_parse(str text, const char *where, arena *memory, mf_co
 static char *mf_special_text(mf_reader *reader, const char *name, arena *memory) {
     const json *v = mf_field(reader, name);
     if (json_is(v, JSON_OBJECT)) v = json_get(v, "content");
-    if (v && v->type != JSON_STRING) mf_field_error(reader, name, v, "a string or an object with content");
+    if (v && v->type != JSON_STRING)
+        mf_field_error(reader, name, v, "a string or an object with content");
     return json_is(v, JSON_STRING) ? arena_cstr(memory, json_str(v)) : NULL;
 }
 
@@ -8006,7 +8512,8 @@ static str mf_tokenizer_class(const mf_reader *reader) {
 static const char *const mf_special_names[] = {"bos_token", "eos_token", "pad_token", "unk_token",
                                                "sep_token", "cls_token", "mask_token"};
 static char **mf_special_field(mf_model *files, int i) { /* the field of *m for name i, 0 to 3 */
-    char **const fields[4] = {&files->bos_token, &files->eos_token, &files->pad_token, &files->unk_token};
+    char **const fields[4] = {&files->bos_token, &files->eos_token, &files->pad_token,
+                              &files->unk_token};
     return fields[i];
 }
 
@@ -8017,11 +8524,13 @@ static bool mf_is_token(const json *v) { /* "<s>" or {"content": "<s>", ...} */
 /* Checks a list of tokens. extra_special_tokens may also be an object whose values are tokens. */
 static void mf_check_tokens(mf_reader *reader, const char *name, const json *v) {
     const char *expected = "a list of strings or objects with content";
-    if (!json_is(v, JSON_ARRAY) && !json_is(v, JSON_OBJECT)) mf_field_error(reader, name, v, expected);
+    if (!json_is(v, JSON_ARRAY) && !json_is(v, JSON_OBJECT))
+        mf_field_error(reader, name, v, expected);
     if (json_is(v, JSON_ARRAY))
         JSON_EACH(it, v) if (!mf_is_token(it)) mf_field_error(reader, name, it, expected);
     if (json_is(v, JSON_OBJECT))
-        JSON_MEMBERS(key, v) if (!mf_is_token(key + 1)) mf_field_error(reader, name, key + 1, expected);
+        JSON_MEMBERS(key, v)
+        if (!mf_is_token(key + 1)) mf_field_error(reader, name, key + 1, expected);
 }
 
 /* Appends the file's fields that name special tokens to m->special_fields: the seven of
@@ -8031,9 +8540,11 @@ static void mf_put_special_fields(mf_reader *reader, arena *memory, mf_model *fi
                                         "model_specific_special_tokens"};
     buf members = {0};
     buf_str(&members, files->special_fields);
-    for (int i = 4; i < COUNT(mf_special_names); i++) mf_special_text(reader, mf_special_names[i], memory);
+    for (int i = 4; i < COUNT(mf_special_names); i++)
+        mf_special_text(reader, mf_special_names[i], memory);
     for (int i = 0; i < COUNT(lists); i++)
-        if (mf_field(reader, lists[i])) mf_check_tokens(reader, lists[i], mf_field(reader, lists[i]));
+        if (mf_field(reader, lists[i]))
+            mf_check_tokens(reader, lists[i], mf_field(reader, lists[i]));
     if (!reader->err->code) JSON_MEMBERS(key, reader->object) {
         const str name = json_str(key);
         bool is_token = mf_is_token(key + 1) || key[1].type == JSON_NULL;
@@ -8109,7 +8620,8 @@ static str mf_added_tokens(const json *decoder, arena *memory) {
 
 /* Parses added_tokens.json, {content: id}, into m->added_tokens. It counts only in folders whose
  * tokenizer_config.json has no added_tokens_decoder. Returns 0 or an error code. */
-static int mf_added_tokens_parse(str text, const char *where, arena *memory, mf_model *files, toka_err *e) {
+static int mf_added_tokens_parse(str text, const char *where, arena *memory, mf_model *files,
+                                 toka_err *e) {
     arena tmp = {0};
     buf decoder_text = {0};
     toka_err unused;
@@ -8123,7 +8635,8 @@ static int mf_added_tokens_parse(str text, const char *where, arena *memory, mf_
         json_put_close(&decoder_text, '}');
     }
     json_put_close(&decoder_text, '}');
-    const json *decoder = object ? json_parse(&tmp, buf_view(&decoder_text), json_trusted, &unused) : NULL;
+    const json *decoder = object ? json_parse(&tmp, buf_view(&decoder_text), json_trusted, &unused)
+                                 : NULL;
     if (object) files->added_tokens = mf_added_tokens(decoder, memory);
     buf_free(&decoder_text);
     arena_free(&tmp);
@@ -8137,7 +8650,8 @@ static void mf_put_special_list(const json *fields, buf *out) {
     static const char *const order[] = {"bos_token", "eos_token", "unk_token", "sep_token",
                                         "pad_token", "cls_token", "mask_token"};
     for (int i = 0; i < COUNT(order); i++)
-        if (mf_is_token(json_get(fields, order[i]))) json_put_value(out, json_get(fields, order[i]));
+        if (mf_is_token(json_get(fields, order[i])))
+            json_put_value(out, json_get(fields, order[i]));
     JSON_MEMBERS(key, fields) {
         bool is_one_of_seven = false;
         for (int i = 0; i < COUNT(order); i++) is_one_of_seven |= str_is(json_str(key), order[i]);
@@ -8191,8 +8705,9 @@ static void mf_put_flag(buf *out, const char *name, bool value) {
  *   legacy, do_lower_case and other flags have no effect if there is a tokenizer.json.
  * Spaces of decoded text are not cleaned up, as in transformers 5. */
 static str mf_token_flags(mf_reader *reader, const mf_arch *arch, arena *memory) {
-    static const char clean_up[] = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_"
-                                "output";
+    static const char clean_up[] =
+        "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_"
+        "output";
     const json *prefix_space = mf_field(reader, "add_prefix_space");
     const json *fast_files = mf_field(reader, "fast_tokenizer_files");
     const str class = mf_tokenizer_class(reader);
@@ -8200,13 +8715,17 @@ static str mf_token_flags(mf_reader *reader, const mf_arch *arch, arena *memory)
     bool is_mistral = arch && str_ends(str_c(arch->model_type), STR("istral"));
     buf members = {0};
     if (mf_bool(reader, clean_up, false))
-        mf_field_error(reader, clean_up, mf_field(reader, clean_up), "false: toka leaves the spaces of its text alone");
+        mf_field_error(reader, clean_up, mf_field(reader, clean_up),
+                       "false: toka leaves the spaces of its text alone");
     if (json_is(fast_files, JSON_ARRAY) && fast_files->n)
-        mf_field_error(reader, "fast_tokenizer_files", fast_files, "none: toka reads tokenizer.json");
+        mf_field_error(reader, "fast_tokenizer_files", fast_files,
+                       "none: toka reads tokenizer.json");
     mf_put_flag(&members, "split_special_tokens", mf_bool(reader, "split_special_tokens", false));
-    if (prefix_space) mf_put_flag(&members, "add_prefix_space", mf_bool(reader, "add_prefix_space", false));
+    if (prefix_space)
+        mf_put_flag(&members, "add_prefix_space", mf_bool(reader, "add_prefix_space", false));
     if (prefix_space && rebuilds) mf_put_flag(&members, "dummy_prefix", json_is_true(prefix_space));
-    mf_put_flag(&members, "fix_mistral_regex", mf_bool(reader, "fix_mistral_regex", false) && is_mistral);
+    mf_put_flag(&members, "fix_mistral_regex",
+                mf_bool(reader, "fix_mistral_regex", false) && is_mistral);
     const str flags = arena_str(memory, buf_view(&members));
     buf_free(&members);
     return flags;
@@ -8219,7 +8738,8 @@ static int mf_read_add_flag(mf_reader *reader, const char *name) {
     static const char *const classes[] = {"LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer",
                                           "CohereTokenizer", "GPTNeoXTokenizer"};
     bool rebuilds = false;
-    for (int i = 0; i < COUNT(classes); i++) rebuilds |= str_is(mf_tokenizer_class(reader), classes[i]);
+    for (int i = 0; i < COUNT(classes); i++)
+        rebuilds |= str_is(mf_tokenizer_class(reader), classes[i]);
     return rebuilds && mf_field(reader, name) ? mf_bool(reader, name, false) : -1;
 }
 
@@ -8241,10 +8761,14 @@ static str mf_template_named(const mf_model *files, const char *name) {
     return STR("");
 }
 
-static void mf_read_template(mf_reader *reader, const json *name, const json *source, mf_model *files) {
+static void mf_read_template(mf_reader *reader, const json *name, const json *source,
+                             mf_model *files) {
     const bool strings = json_is(name, JSON_STRING) && json_is(source, JSON_STRING);
-    if (!strings) mf_field_error(reader, "chat_template", source, "a string or a list of named ones");
-    else mf_add_template(files, arena_str(&files->memory, json_str(name)), arena_str(&files->memory, json_str(source)));
+    if (!strings)
+        mf_field_error(reader, "chat_template", source, "a string or a list of named ones");
+    else
+        mf_add_template(files, arena_str(&files->memory, json_str(name)),
+                        arena_str(&files->memory, json_str(source)));
 }
 
 /* Reads the field chat_template: a string (the template "default"), a list of {"name", "template"},
@@ -8253,7 +8777,8 @@ static void mf_read_templates(mf_reader *reader, mf_model *files) {
     static const json default_name = {.type = JSON_STRING, .n = 7, .chars = "default"};
     const json *value = mf_field(reader, "chat_template");
     if (json_is(value, JSON_ARRAY)) {
-        JSON_EACH(it, value) mf_read_template(reader, json_get(it, "name"), json_get(it, "template"), files);
+        JSON_EACH(it, value)
+        mf_read_template(reader, json_get(it, "name"), json_get(it, "template"), files);
     } else if (json_is(value, JSON_OBJECT)) {
         JSON_MEMBERS(key, value) mf_read_template(reader, key, key + 1, files);
     } else if (value) {
@@ -8268,7 +8793,8 @@ static int mf_tokenizer_config_parse(str text, const char *where, arena *memory,
     arena tmp = {0}; /* the JSON nodes: these files have hundreds of added tokens */
     const json *object = mf_parse_json(text, where, &tmp, json_trusted, e);
     if (object) {
-        mf_reader file_reader = {.object = object, .where = where, .prefix = "", .err = e}, *reader = &file_reader;
+        mf_reader file_reader = {.object = object, .where = where, .prefix = "", .err = e},
+                  *reader = &file_reader;
         files->bos_token = files->eos_token = files->pad_token = files->unk_token = NULL;
         files->legacy_tokens = !json_get(object, "added_tokens_decoder");
         files->added_tokens = mf_added_tokens(json_get(object, "added_tokens_decoder"), memory);
@@ -8297,7 +8823,8 @@ static int mf_template_file_parse(str text, const char *where, mf_model *files, 
 
 /* Parses special_tokens_map.json, which newer folders do not need. Its tokens replace those of
  * tokenizer_config.json. */
-static int mf_special_map_parse(str text, const char *where, arena *memory, mf_model *files, toka_err *e) {
+static int mf_special_map_parse(str text, const char *where, arena *memory, mf_model *files,
+                                toka_err *e) {
     *e = (toka_err){0};
     const json *object = mf_parse_json(text, where, memory, mf_json_limits, e);
     mf_reader reader = {.object = object, .where = where, .prefix = "", .err = e};
@@ -8342,7 +8869,8 @@ static int mf_special_map_parse(str text, const char *where, arena *memory, mf_m
 typedef struct st_dtype {
     const char *name;
     int bits;
-    int toka_dtype; /* toka_dtype; -1: the file may have tensors of this type, but toka cannot use them */
+    /* toka_dtype; -1: the file may have tensors of this type, but toka cannot use them */
+    int toka_dtype;
 } st_dtype;
 
 static const st_dtype st_dtypes[] = {
@@ -8434,7 +8962,8 @@ static int st_compare_offsets(const void *a, const void *b) {
 
 /* Sorts the tensors by offset and sets their data pointers. Refuses holes, overlaps and tensors
  * outside `data`. */
-static int st_place_tensors(st_tensor *tensors, int n_tensors, str data, const char *file, toka_err *e) {
+static int st_place_tensors(st_tensor *tensors, int n_tensors, str data, const char *file,
+                            toka_err *e) {
     qsort(tensors, (size_t)n_tensors, sizeof *tensors, st_compare_offsets);
     uint64_t pos = 0;
     for (int i = 0; i < n_tensors; i++) {
@@ -8445,11 +8974,11 @@ static int st_place_tensors(st_tensor *tensors, int n_tensors, str data, const c
                         file, STRF(tensors[i].name), (unsigned long long)tensors[i].begin,
                         (unsigned long long)tensors[i].end, data.n);
         if (tensors[i].begin != pos)
-            return fail(e, TOKA_E_INPUT,
-                        "%s: %.*s: data_offsets begin at %llu, expected %llu, %s", file,
-                        STRF(tensors[i].name), (unsigned long long)tensors[i].begin, (unsigned long long)pos,
+            return fail(e, TOKA_E_INPUT, "%s: %.*s: data_offsets begin at %llu, expected %llu, %s",
+                        file, STRF(tensors[i].name), (unsigned long long)tensors[i].begin,
+                        (unsigned long long)pos,
                         tensors[i].begin < pos ? "they overlap another tensor"
-                                        : "there is a hole before them");
+                                               : "there is a hole before them");
         pos = tensors[i].end;
         tensors[i].data = data.p + tensors[i].begin;
     }
@@ -8461,8 +8990,8 @@ static int st_place_tensors(st_tensor *tensors, int n_tensors, str data, const c
 
 /* Parses a file into the list of its tensors, sorted by offset. The list is in `a`; names are in
  * `a` or in the file's bytes. __metadata__ is added to *names. Returns 0 or an error code. */
-static int st_parse(str text, const char *file, arena *memory, st_tensor **out, int *n_tensors, st_alias_list **aliases,
-                    toka_err *e) {
+static int st_parse(str text, const char *file, arena *memory, st_tensor **out, int *n_tensors,
+                    st_alias_list **aliases, toka_err *e) {
     uint64_t header_bytes = 0;
     *n_tensors = 0;
     if (text.n < 8)
@@ -8477,14 +9006,16 @@ static int st_parse(str text, const char *file, arena *memory, st_tensor **out, 
     if (!header_bytes || text.p[8] != '{')
         return fail(e, TOKA_E_INPUT, "%s: the header does not begin with {", file);
     const json_limits limits = {3, ST_MAX_HEADER};
-    const json *object = mf_parse_json(str_sub(text, 8, 8 + (size_t)header_bytes), file, memory, limits, e);
+    const json *object = mf_parse_json(str_sub(text, 8, 8 + (size_t)header_bytes), file, memory,
+                                       limits, e);
     if (!object) return e->code;
     st_tensor *tensors = *out = arena_alloc(memory, object->n * sizeof *tensors);
     JSON_MEMBERS(key, object) {
         if (str_is((str){key->chars, key->n}, "__metadata__")) {
             bool are_strings = key[1].type == JSON_OBJECT || key[1].type == JSON_NULL;
             if (key[1].type == JSON_OBJECT)
-                JSON_MEMBERS(member, key + 1) are_strings = are_strings && member[1].type == JSON_STRING;
+                JSON_MEMBERS(member, key + 1)
+                are_strings = are_strings && member[1].type == JSON_STRING;
             if (!are_strings)
                 return fail(e, TOKA_E_INPUT, "%s: __metadata__ is not an object of strings", file);
             if (key[1].type == JSON_OBJECT) st_alias_list_add(aliases, key + 1, memory);
@@ -8492,7 +9023,8 @@ static int st_parse(str text, const char *file, arena *memory, st_tensor **out, 
             return e->code;
         }
     }
-    return st_place_tensors(tensors, *n_tensors, str_sub(text, 8 + (size_t)header_bytes, text.n), file, e);
+    return st_place_tensors(tensors, *n_tensors, str_sub(text, 8 + (size_t)header_bytes, text.n),
+                            file, e);
 }
 
 /* Parses model.safetensors.index.json into the list of its files, each once. A file's name must not
@@ -8500,7 +9032,8 @@ static int st_parse(str text, const char *file, arena *memory, st_tensor **out, 
  * 0 or an error code. */
 static int st_index_parse(str text, const char *where, arena *memory, str **files, int *n_files,
                           st_alias_list **aliases, toka_err *e) {
-    const json *object = mf_parse_json(text, where, memory, json_trusted, e), *map = json_get(object, "weight_map");
+    const json *object = mf_parse_json(text, where, memory, json_trusted, e),
+               *map = json_get(object, "weight_map");
     const json *metadata = json_get(object, "metadata");
     *n_files = 0;
     if (!object) return e->code;
@@ -8563,8 +9096,8 @@ static int st_set_add(st_set *set, const st_tensor *tensor, toka_err *e) {
     if (*entry && (*entry)->file == tensor->file)
         return fail(e, TOKA_E_INPUT, "%s: %.*s is there twice", tensor->file, STRF(tensor->name));
     if (*entry)
-        return fail(e, TOKA_E_INPUT, "%.*s is in two files, %s and %s", STRF(tensor->name), (*entry)->file,
-                    tensor->file);
+        return fail(e, TOKA_E_INPUT, "%.*s is in two files, %s and %s", STRF(tensor->name),
+                    (*entry)->file, tensor->file);
     *entry = tensor;
     set->n_tensors++;
     return 0;
@@ -8587,7 +9120,7 @@ static void st_set_add_alias(st_set *set, str name, str stored, arena *memory) {
 static void st_set_add_aliases(st_set *set, const st_alias_list *list, arena *memory) {
     for (; list; list = list->next)
         JSON_MEMBERS(key, list->aliases)
-            if (key[1].type == JSON_STRING) st_set_add_alias(set, json_str(key), json_str(key + 1), memory);
+    if (key[1].type == JSON_STRING) st_set_add_alias(set, json_str(key), json_str(key + 1), memory);
 }
 
 /* ---- Binding: the tensor names of a checkpoint, and the field and shape of each ---- */
@@ -8622,8 +9155,8 @@ static const mf_binding mf_model_bindings[] = {
     [MF_EMBED] = {"embed_tokens.weight", offsetof(toka_weights, embed), "V", "E", 0},
     [MF_NORM] = {"norm.weight", offsetof(toka_weights, norm), "", "E", 0},
 };
-static const mf_binding mf_lm_head_binding = {"lm_head.weight", offsetof(toka_weights, lm_head), "V", "E",
-                                        MF_LM_HEAD};
+static const mf_binding mf_lm_head_binding = {"lm_head.weight", offsetof(toka_weights, lm_head),
+                                              "V", "E", MF_LM_HEAD};
 
 static int mf_dim_product(const char *letters, const toka_shape *shape) { /* "KD" -> K*D; "" -> 1 */
     int product = 1;
@@ -8645,14 +9178,17 @@ static int mf_dim_product(const char *letters, const toka_shape *shape) { /* "KD
 /* The number of elements of a tensor; 0 if the model does not have it. */
 static int64_t mf_binding_size(const mf_binding *binding, const mf_config *config) {
     if (binding->feature & ~config->features) return 0;
-    return (int64_t)mf_dim_product(binding->rows, &config->shape) * mf_dim_product(binding->cols, &config->shape);
+    return (int64_t)mf_dim_product(binding->rows, &config->shape) *
+           mf_dim_product(binding->cols, &config->shape);
 }
 
 /* The number of parameters of a model of this shape. A tied LM head is not counted again. */
 static int64_t mf_n_parameters(const mf_config *config) {
     int64_t layer = 0, rest = mf_binding_size(&mf_lm_head_binding, config);
-    for (int i = 0; i < COUNT(mf_layer_bindings); i++) layer += mf_binding_size(&mf_layer_bindings[i], config);
-    for (int i = 0; i < COUNT(mf_model_bindings); i++) rest += mf_binding_size(&mf_model_bindings[i], config);
+    for (int i = 0; i < COUNT(mf_layer_bindings); i++)
+        layer += mf_binding_size(&mf_layer_bindings[i], config);
+    for (int i = 0; i < COUNT(mf_model_bindings); i++)
+        rest += mf_binding_size(&mf_model_bindings[i], config);
     return layer * config->shape.L + rest;
 }
 
@@ -8684,7 +9220,8 @@ static int mf_bind_one(mf_binder *binder, const mf_binding *binding, const char 
     const int cols = mf_dim_product(binding->cols, &binder->config->shape);
     const int64_t dims[2] = {*binding->rows ? rows : cols, cols};
     const int n_dims = *binding->rows ? 2 : 1;
-    if (tensor->n_dims != n_dims || tensor->dims[0] != dims[0] || (n_dims == 2 && tensor->dims[1] != dims[1])) {
+    if (tensor->n_dims != n_dims || tensor->dims[0] != dims[0] ||
+        (n_dims == 2 && tensor->dims[1] != dims[1])) {
         char found[64], expected[64];
         mf_dims_text(tensor->dims, tensor->n_dims, found), mf_dims_text(dims, n_dims, expected);
         return fail(e, TOKA_E_INPUT, "%s: %s, expected %s", name, found, expected);
@@ -8702,7 +9239,8 @@ static int mf_bind_one(mf_binder *binder, const mf_binding *binding, const char 
 
 /* Adds second names of tensors: those that the files list, and the embedding of a tied model, for
  * which some writers store only lm_head.weight. */
-static void mf_add_aliases(const mf_config *config, st_set *set, const st_alias_list *aliases, arena *memory) {
+static void mf_add_aliases(const mf_config *config, st_set *set, const st_alias_list *aliases,
+                           arena *memory) {
     const bool is_bare = st_set_get(set, "norm.weight"), is_tied = !(config->features & MF_LM_HEAD);
     const char *embed = is_bare ? "embed_tokens.weight" : "model.embed_tokens.weight";
     st_set_add_aliases(set, aliases, memory);
@@ -8716,15 +9254,20 @@ static int mf_bind(mf_binder *binder, arena *memory, toka_err *e) {
     char name[128];
     int code;
     const char *prefix = st_set_get(binder->set, "embed_tokens.weight") ? "" : "model.";
-    *binder->weights = (toka_weights){.layers = arena_zalloc(memory, (size_t)binder->config->shape.L * sizeof *binder->weights->layers)};
+    *binder->weights = (toka_weights){
+        .layers = arena_zalloc(memory,
+                               (size_t)binder->config->shape.L * sizeof *binder->weights->layers)};
     for (int i = 0; i < COUNT(mf_model_bindings); i++) {
         snprintf(name, sizeof name, "%s%s", prefix, mf_model_bindings[i].suffix);
-        if ((code = mf_bind_one(binder, &mf_model_bindings[i], name, binder->weights, e)) != 0) return code;
+        if ((code = mf_bind_one(binder, &mf_model_bindings[i], name, binder->weights, e)) != 0)
+            return code;
     }
     for (int layer = 0; layer < binder->config->shape.L; layer++) {
         for (int i = 0; i < COUNT(mf_layer_bindings); i++) {
-            snprintf(name, sizeof name, "%slayers.%d.%s", prefix, layer, mf_layer_bindings[i].suffix);
-            code = mf_bind_one(binder, &mf_layer_bindings[i], name, &binder->weights->layers[layer], e);
+            snprintf(name, sizeof name, "%slayers.%d.%s", prefix, layer,
+                     mf_layer_bindings[i].suffix);
+            code = mf_bind_one(binder, &mf_layer_bindings[i], name, &binder->weights->layers[layer],
+                               e);
             if (code != 0) return code;
         }
         binder->weights->layers[layer].window = binder->config->window[layer];
@@ -8734,7 +9277,8 @@ static int mf_bind(mf_binder *binder, arena *memory, toka_err *e) {
      * comparison, which would read both matrices here. */
     mf_binding lm_head = mf_lm_head_binding;
     if (st_set_get(binder->set, lm_head.suffix)) lm_head.feature = 0;
-    if ((code = mf_bind_one(binder, &lm_head, lm_head.suffix, binder->weights, e)) != 0) return code;
+    if ((code = mf_bind_one(binder, &lm_head, lm_head.suffix, binder->weights, e)) != 0)
+        return code;
     if (!binder->weights->lm_head.rows) binder->weights->lm_head = binder->weights->embed;
     return 0;
 }
@@ -8774,7 +9318,8 @@ static double mf_busiest_stage_time(int L, int n_others, int n_last, double head
  * evenly. On Llama-3.1-8B this gives 17 + 15 layers: many answers gain more than conversations lose
  * (3.8 % and 2.4 % against 16 + 16; two H200, 2026-11-22). */
 static mf_range mf_stage_layers(const toka_shape *shape, int i, int pp_size) {
-    const double layer_work = (double)shape->E * ((2.0 * shape->H + 2.0 * shape->K) * shape->D + 3.0 * shape->F);
+    const double layer_work = (double)shape->E *
+                              ((2.0 * shape->H + 2.0 * shape->K) * shape->D + 3.0 * shape->F);
     const double head_layers = (double)shape->V_all * shape->E / layer_work;
     int n_others = pp_size - 1, n_last = shape->L - n_others;
     double least_time = INFINITY;
@@ -8783,7 +9328,8 @@ static mf_range mf_stage_layers(const toka_shape *shape, int i, int pp_size) {
                        mf_busiest_stage_time(shape->L, n_others, tried, head_layers * 2 / 3);
         if (time < least_time) least_time = time, n_last = tried;
     }
-    return i < n_others ? mf_even_share(shape->L - n_last, i, n_others) : (mf_range){shape->L - n_last, n_last};
+    return i < n_others ? mf_even_share(shape->L - n_last, i, n_others)
+                        : (mf_range){shape->L - n_last, n_last};
 }
 
 /* Share i of the vocabulary. If the vocabulary is large enough, each share begins at a multiple of
@@ -8803,7 +9349,8 @@ typedef struct mf_tp_ranges {
 } mf_tp_ranges;
 
 /* Computes *p. Returns TOKA_E_USE if the model cannot be split over so many ranks. */
-static int mf_split_tp(const toka_shape *shape, int tp_rank, int tp_size, mf_tp_ranges *ranges, toka_err *e) {
+static int mf_split_tp(const toka_shape *shape, int tp_rank, int tp_size, mf_tp_ranges *ranges,
+                       toka_err *e) {
     const int heads_per_kv = shape->H / shape->K;
     if (tp_size > shape->F || tp_size > shape->V)
         return fail(e, TOKA_E_USE,
@@ -8817,8 +9364,9 @@ static int mf_split_tp(const toka_shape *shape, int tp_rank, int tp_size, mf_tp_
                     tp_size, shape->H, shape->K, shape->K);
     ranges->K = shape->K < tp_size ? (mf_range){tp_rank / (tp_size / shape->K), 1}
                           : mf_even_share(shape->K, tp_rank, tp_size);
-    ranges->H = shape->K < tp_size ? mf_even_share(shape->H, tp_rank, tp_size)
-                          : (mf_range){ranges->K.first * heads_per_kv, ranges->K.count * heads_per_kv};
+    ranges->H = shape->K < tp_size
+                    ? mf_even_share(shape->H, tp_rank, tp_size)
+                    : (mf_range){ranges->K.first * heads_per_kv, ranges->K.count * heads_per_kv};
     ranges->F = mf_even_share(shape->F, tp_rank, tp_size);
     ranges->V = mf_vocab_share(shape->V, tp_rank, tp_size);
     return 0;
@@ -8838,22 +9386,24 @@ static mf_range mf_dim_range(const mf_tp_ranges *ranges, const char *letters, in
 
 /* Sets the slot's tensor of `to` to the part's slice of that of `from`. Both are a toka_layer or
  * both a toka_weights. */
-static void mf_slice_tensor(const mf_binding *binding, const mf_tp_ranges *ranges, int D, const void *from, void *to) {
-    const toka_tensor *tensor = (const toka_tensor *)(const void *)((const char *)from + binding->field);
+static void mf_slice_tensor(const mf_binding *binding, const mf_tp_ranges *ranges, int D,
+                            const void *from, void *to) {
+    const toka_tensor *tensor = (const toka_tensor *)(const void *)((const char *)from +
+                                                                    binding->field);
     if (!tensor->rows) return;
     mf_range rows = mf_dim_range(ranges, binding->rows, tensor->rows, D);
     mf_range cols = mf_dim_range(ranges, binding->cols, tensor->cols, D);
     const size_t offset = ((size_t)rows.first * (size_t)tensor->stride + (size_t)cols.first) *
                       (tensor->dtype == TOKA_F32 ? 4 : 2);
-    *(toka_tensor *)(void *)((char *)to + binding->field) =
-        (toka_tensor){(const char *)tensor->data + offset, tensor->dtype, rows.count, cols.count, tensor->stride};
+    *(toka_tensor *)(void *)((char *)to + binding->field) = (toka_tensor){
+        (const char *)tensor->data + offset, tensor->dtype, rows.count, cols.count, tensor->stride};
 }
 
 /* Computes the shape and the weights of one rank. The weights are slices of `whole`; nothing is
  * copied. Only the first stage has the embedding, only the last has the final norm and the LM head.
  * out->layers is in `a`. Returns 0, or TOKA_E_USE if the model cannot be split this way. */
-static int mf_shard(const toka_shape *full, const toka_weights *full_weights, const mf_rank *rank, arena *memory,
-                    toka_shape *shape, toka_weights *out, toka_err *e) {
+static int mf_shard(const toka_shape *full, const toka_weights *full_weights, const mf_rank *rank,
+                    arena *memory, toka_shape *shape, toka_weights *out, toka_err *e) {
     mf_tp_ranges ranges = {0};
     assert(rank->tp_rank >= 0 && rank->tp_rank < rank->tp_size && rank->pp_rank >= 0 &&
            rank->pp_rank < rank->pp_size && full->V == full->V_all);
@@ -8871,14 +9421,16 @@ static int mf_shard(const toka_shape *full, const toka_weights *full_weights, co
     shape->F = ranges.F.count;
     shape->V = ranges.V.count;
     shape->v0 = ranges.V.first;
-    *out = (toka_weights){.layers = arena_zalloc(memory, (size_t)layers.count * sizeof *out->layers)};
+    *out = (toka_weights){
+        .layers = arena_zalloc(memory, (size_t)layers.count * sizeof *out->layers)};
     for (int layer = 0; layer < layers.count; layer++) {
         const toka_layer *source = &full_weights->layers[layers.first + layer];
         for (int i = 0; i < COUNT(mf_layer_bindings); i++)
             mf_slice_tensor(&mf_layer_bindings[i], &ranges, full->D, source, &out->layers[layer]);
         out->layers[layer].window = source->window;
     }
-    if (rank->pp_rank == 0) mf_slice_tensor(&mf_model_bindings[MF_EMBED], &ranges, full->D, full_weights, out);
+    if (rank->pp_rank == 0)
+        mf_slice_tensor(&mf_model_bindings[MF_EMBED], &ranges, full->D, full_weights, out);
     if (rank->pp_rank == rank->pp_size - 1) {
         mf_slice_tensor(&mf_model_bindings[MF_NORM], &ranges, full->D, full_weights, out);
         mf_slice_tensor(&mf_lm_head_binding, &ranges, full->D, full_weights, out);
@@ -8924,7 +9476,8 @@ static int mf_parse_numbers(str list, double *out, int max_numbers) {
     toka_err e;
     bool valid = !str_ends(list, STR(","));
     for (str word; valid && str_split_next(&list, ',', &word); n_numbers++) {
-        const json *value = n_numbers < max_numbers ? json_parse(&memory, word, json_trusted, &e) : NULL;
+        const json *value = n_numbers < max_numbers ? json_parse(&memory, word, json_trusted, &e)
+                                                    : NULL;
         valid = value && (out[n_numbers] = json_num(value, -1)) >= 0;
     }
     arena_free(&memory);
@@ -8942,7 +9495,8 @@ static bool mf_parse_rope_column(str text, mf_rope *rope) {
         rope->kind = (mf_rope_kind)kind;
         if (kind == MF_ROPE_DEFAULT) return text.n == name.n;
         if (text.n == name.n || text.p[name.n] != ':') return false;
-        if (mf_parse_numbers(str_sub(text, name.n + 1, text.n), numbers, 4) != n_numbers[kind]) return false;
+        if (mf_parse_numbers(str_sub(text, name.n + 1, text.n), numbers, 4) != n_numbers[kind])
+            return false;
         rope->factor = numbers[0];
         rope->beta_fast = 32;
         rope->beta_slow = 1;
@@ -8951,7 +9505,9 @@ static bool mf_parse_rope_column(str text, mf_rope *rope) {
         rope->high_freq_factor = numbers[2];
         /* The limits are those of mf_read_rope_scaling. */
         if (rope->factor < 1e-3 || rope->factor > 1e6) return false;
-        if (kind == MF_ROPE_LLAMA3 && (numbers[1] < 1e-3 || numbers[2] > 1e6 || numbers[2] <= numbers[1])) return false;
+        if (kind == MF_ROPE_LLAMA3 &&
+            (numbers[1] < 1e-3 || numbers[2] > 1e6 || numbers[2] <= numbers[1]))
+            return false;
         return kind == MF_ROPE_LINEAR || (rope->original_len >= 1 && rope->original_len <= 1 << 30);
     }
     return false;
@@ -8975,14 +9531,15 @@ static bool mf_parse_extras(str text, mf_config *config, double *window) {
 }
 
 /* Reads the columns of one line into *k. where: "models.txt line 7". Returns 0 or an error code. */
-static int mf_parse_model_line(const str cols[MF_N_COLS], const char *where, arena *memory, mf_known_model *known,
-                         toka_err *e) {
+static int mf_parse_model_line(const str cols[MF_N_COLS], const char *where, arena *memory,
+                               mf_known_model *known, toka_err *e) {
     mf_config *config = &known->config;
     double numbers[MF_N_DIMS], theta, eps, window;
     int64_t dims[MF_N_DIMS];
     for (int i = 0; i < MF_N_DIMS; i++) {
         str text = cols[i == MF_MAX_LEN ? MF_COL_MAX_LEN : MF_COL_DIMS + i];
-        if (mf_parse_numbers(text, &numbers[i], 1) != 1 || numbers[i] > 1e12 || numbers[i] != floor(numbers[i]))
+        if (mf_parse_numbers(text, &numbers[i], 1) != 1 || numbers[i] > 1e12 ||
+            numbers[i] != floor(numbers[i]))
             return fail(e, TOKA_E_INPUT, "%s: %s is \"%.*s\", expected a whole number", where,
                         mf_dims[i].letter, STRF(text));
         dims[i] = (int64_t)numbers[i];
@@ -9038,7 +9595,8 @@ static int mf_split_columns(str line, str cols[MF_N_COLS]) {
 }
 
 /* Parses models.txt into a list of models; everything is in `a`. Returns 0 or an error code. */
-static int mf_models_parse(str text, arena *memory, mf_known_model **list, int *n_models, toka_err *e) {
+static int mf_models_parse(str text, arena *memory, mf_known_model **list, int *n_models,
+                           toka_err *e) {
     size_t cap = 1;
     for (size_t i = 0; i < text.n; i++) cap += text.p[i] == '\n';
     mf_known_model *known = *list = arena_zalloc(memory, cap * sizeof *known);
@@ -9070,7 +9628,8 @@ static const char mf_no_models_file[] =
 
 /* Reads models.txt: the given file (NULL: none given), else the one beside the program, else the
  * one in the current folder. If there is none, the list is empty. Returns 0 or an error code. */
-static int mf_read_models_file(const char *models_file, arena *memory, mf_known_model **list, int *n_models, toka_err *e) {
+static int mf_read_models_file(const char *models_file, arena *memory, mf_known_model **list,
+                               int *n_models, toka_err *e) {
     char path[PATH_MAX + 16];
     str text;
     *list = NULL;
@@ -9129,7 +9688,8 @@ static bool mf_is_hub_id(str id) {
  * models--org--name/snapshots/COMMIT, where the file models--org--name/refs/REVISION has the
  * commit's name. called: the name that the user gave, if it was not the id; else NULL. Returns 0 or
  * an error code. */
-static int mf_find_in_hub_cache(const char *id, const char *given_name, char **folder, arena *memory, toka_err *e) {
+static int mf_find_in_hub_cache(const char *id, const char *given_name, char **folder,
+                                arena *memory, toka_err *e) {
     const char *at_sign = strchr(id, '@');
     const str repo = {id, at_sign ? (size_t)(at_sign - id) : strlen(id)};
     const str revision = at_sign ? str_c(at_sign + 1) : STR("main");
@@ -9209,9 +9769,11 @@ static int mf_find_model(mf_model *files, const char *model, const char *models_
         if (strcasecmp(known[i].name, model) == 0) {
             files->name = known[i].name;
             files->hub_id = known[i].hub_id;
-            return mf_find_in_hub_cache(files->hub_id, files->name, &files->folder, &files->memory, e);
+            return mf_find_in_hub_cache(files->hub_id, files->name, &files->folder, &files->memory,
+                                        e);
         }
-    if (!n_models) return fail(e, TOKA_E_USE, "%s: no such folder, and %s", model, mf_no_models_file);
+    if (!n_models)
+        return fail(e, TOKA_E_USE, "%s: no such folder, and %s", model, mf_no_models_file);
     suggestion suggested = {.typed = given};
     for (int i = 0; i < n_models; i++) suggest_try(&suggested, known[i].name);
     fail(e, TOKA_E_USE, "%s: no such folder, and no such name in models.txt (see: toka models)",
@@ -9263,7 +9825,9 @@ static int mf_open_shape(mf_model *files, toka_err *e) {
     if (mf_map_file(files, "config.json", true, where, &text, e)) return e->code;
     if (mf_config_parse(text, where, &files->memory, &files->config, e)) return e->code;
     if (mf_map_file(files, "generation_config.json", false, where, &text, e)) return e->code;
-    return text.n ? mf_generation_parse(text, where, &files->memory, &files->config, &files->defaults, e) : 0;
+    return text.n ? mf_generation_parse(text, where, &files->memory, &files->config,
+                                        &files->defaults, e)
+                  : 0;
 }
 
 static int mf_compare_names(const void *x, const void *y) {
@@ -9326,16 +9890,24 @@ static int mf_open_configs(mf_model *files, bool needs_shape, toka_err *e) {
         if (needs_shape) return e->code;
         files->config = (mf_config){.bos_id = -1};
     }
-    if (mf_map_file(files, "tokenizer.json", false, where, &files->tokenizer_json, e)) return e->code;
-    if (mf_map_file(files, "tokenizer_config.json", false, where, &files->tokenizer_config, e)) return e->code;
+    if (mf_map_file(files, "tokenizer.json", false, where, &files->tokenizer_json, e))
+        return e->code;
+    if (mf_map_file(files, "tokenizer_config.json", false, where, &files->tokenizer_config, e))
+        return e->code;
     if (files->tokenizer_config.n &&
         mf_tokenizer_config_parse(files->tokenizer_config, where, &files->memory, files, e))
         return e->code;
-    if (files->legacy_tokens && mf_map_file(files, "special_tokens_map.json", false, where, &text, e))
+    if (files->legacy_tokens &&
+        mf_map_file(files, "special_tokens_map.json", false, where, &text, e))
         return e->code;
-    if (files->legacy_tokens && text.n && mf_special_map_parse(text, where, &files->memory, files, e)) return e->code;
-    if (files->legacy_tokens && mf_map_file(files, "added_tokens.json", false, where, &text, e)) return e->code;
-    if (files->legacy_tokens && text.n && mf_added_tokens_parse(text, where, &files->memory, files, e)) return e->code;
+    if (files->legacy_tokens && text.n &&
+        mf_special_map_parse(text, where, &files->memory, files, e))
+        return e->code;
+    if (files->legacy_tokens && mf_map_file(files, "added_tokens.json", false, where, &text, e))
+        return e->code;
+    if (files->legacy_tokens && text.n &&
+        mf_added_tokens_parse(text, where, &files->memory, files, e))
+        return e->code;
     mf_join_tokens(files);
     files->shape = files->config.shape;
     return mf_open_templates(files, e);
@@ -9348,7 +9920,8 @@ static void mf_record_file_state(mf_model *files, const char *name) {
     buf_printf(&path, "%s/%s", files->folder ? files->folder : "", name);
     if (files->folder && stat(path.p, &state.info) == 0) {
         state.path = arena_cstr(&files->memory, buf_view(&path));
-        files->weight_files = mem_realloc(files->weight_files, (size_t)(files->n_weight_files + 1) * sizeof *files->weight_files);
+        files->weight_files = mem_realloc(files->weight_files, (size_t)(files->n_weight_files + 1) *
+                                                                   sizeof *files->weight_files);
         files->weight_files[files->n_weight_files++] = state;
     }
     buf_free(&path);
@@ -9373,15 +9946,16 @@ static const char *mf_find_overwritten(const mf_model *files) {
 
 /* Maps one weight file and adds its tensors to the set; its parsed header is in tmp. Returns 0 or
  * an error code. */
-static int mf_open_shard(mf_model *files, const char *name, st_set *set, st_alias_list **aliases, arena *tmp,
-                         toka_err *e) {
+static int mf_open_shard(mf_model *files, const char *name, st_set *set, st_alias_list **aliases,
+                         arena *tmp, toka_err *e) {
     char where[256];
     str text;
     st_tensor *tensors;
     int n_tensors;
     mf_record_file_state(files, name);
     if (mf_map_file(files, name, true, where, &text, e)) return e->code;
-    if (st_parse(text, arena_cstr(tmp, str_c(where)), tmp, &tensors, &n_tensors, aliases, e)) return e->code;
+    if (st_parse(text, arena_cstr(tmp, str_c(where)), tmp, &tensors, &n_tensors, aliases, e))
+        return e->code;
     for (int i = 0; i < n_tensors; i++)
         if (st_set_add(set, &tensors[i], e)) return e->code;
     return 0;
@@ -9401,7 +9975,8 @@ static bool mf_has_file(const mf_model *files, const char *name) {
 
 /* Adds the tensors of model.safetensors, or else of all files that the index names, to the set.
  * Returns 0 or an error code. */
-static int mf_open_shards(mf_model *files, st_set *set, st_alias_list **aliases, arena *tmp, toka_err *e) {
+static int mf_open_shards(mf_model *files, st_set *set, st_alias_list **aliases, arena *tmp,
+                          toka_err *e) {
     static const char single[] = "model.safetensors", index[] = "model.safetensors.index.json";
     char where[256];
     str text, *shards;
@@ -9410,8 +9985,10 @@ static int mf_open_shards(mf_model *files, st_set *set, st_alias_list **aliases,
     if (!mf_has_file(files, index))
         return fail(e, TOKA_E_INPUT, "%s: there is no %s and no %s%s%s%s",
                     files->folder ? files->folder : "embedded", single, index,
-                    mf_has_file(files, "pytorch_model.bin") ? "; pytorch_model.bin is not read" : "",
-                    files->hub_id ? "; get them with: hf download " : "", files->hub_id ? files->hub_id : "");
+                    mf_has_file(files, "pytorch_model.bin") ? "; pytorch_model.bin is not read"
+                                                            : "",
+                    files->hub_id ? "; get them with: hf download " : "",
+                    files->hub_id ? files->hub_id : "");
     if (mf_map_file(files, index, true, where, &text, e)) return e->code;
     if (st_index_parse(text, where, tmp, &shards, &n_shards, aliases, e)) return e->code;
     for (int i = 0; i < n_shards; i++)
@@ -17563,7 +18140,8 @@ static int lib_open_tokenizer(toka *t, toka_err *e) {
     if (id < 0 || id >= config->shape.V ||
         samp_is_listed(config->eos_ids, config->n_eos_ids, id))
         return code;
-    int32_t *eos_ids = arena_alloc(&files->memory, (size_t)(config->n_eos_ids + 1) * sizeof *eos_ids);
+    int32_t *eos_ids = arena_alloc(&files->memory,
+                                   (size_t)(config->n_eos_ids + 1) * sizeof *eos_ids);
     if (config->n_eos_ids)
         memcpy(eos_ids, config->eos_ids, (size_t)config->n_eos_ids * sizeof *eos_ids);
     eos_ids[config->n_eos_ids++] = id;
@@ -18160,20 +18738,24 @@ static int http_parse_target(http_request *request) {
     str target = request->target, name;
     if (target.n > HTTP_MAX_TARGET) return 414;
     for (size_t i = 0; i < target.n; i++)
-        if ((unsigned char)target.p[i] <= ' ' || (unsigned char)target.p[i] >= 0x7F || target.p[i] == '#')
+        if ((unsigned char)target.p[i] <= ' ' || (unsigned char)target.p[i] >= 0x7F ||
+            target.p[i] == '#')
             return 400; /* '#': clients do not send the fragment of a URL */
     size_t scheme = 0;
     if (http_is(str_sub(target, 0, MIN(target.n, (size_t)7)), "http://")) scheme = 7;
     if (http_is(str_sub(target, 0, MIN(target.n, (size_t)8)), "https://")) scheme = 8;
     if (scheme) {
         size_t authority_end = scheme;
-        while (authority_end < target.n && target.p[authority_end] != '/' && target.p[authority_end] != '?') authority_end++;
+        while (authority_end < target.n && target.p[authority_end] != '/' &&
+               target.p[authority_end] != '?')
+            authority_end++;
         request->host = str_sub(target, scheme, authority_end);
         if (!http_split_host(request->host, &name) || !name.n) return 400;
         target = str_sub(target, authority_end, target.n);
     } else if (target.n && target.p[0] != '/' && request->method == HTTP_OTHER) {
         return 501;
-    } else if (!str_is(target, "*") ? !target.n || target.p[0] != '/' : request->method != HTTP_OPTIONS) {
+    } else if (!str_is(target, "*") ? !target.n || target.p[0] != '/'
+                                    : request->method != HTTP_OPTIONS) {
         return 400;
     }
     ptrdiff_t question = str_find(target, STR("?"), 0);
@@ -18218,7 +18800,8 @@ static int http_check_length(http_request *request) {
     for (size_t i = 0; i < value.n; i++)
         if (!isdigit((unsigned char)value.p[i])) return 400;
     if (value.n > 18) return 413;
-    for (size_t i = 0; i < value.n; i++) request->content_length = request->content_length * 10 + (value.p[i] - '0');
+    for (size_t i = 0; i < value.n; i++)
+        request->content_length = request->content_length * 10 + (value.p[i] - '0');
     return 0;
 }
 
@@ -18246,8 +18829,11 @@ static int http_check_host(http_request *request) {
     const int n_hosts = http_count_headers(request, "host");
     const str value = http_find_header(request, "host");
     str name;
-    if (n_hosts > 1 || (n_hosts == 0 && request->minor) || (value.n && !http_split_host(value, &name))) return 400;
-    if (!request->host.n) request->host = value; /* the host of an absolute target has priority (RFC 9112 3.2.2) */
+    if (n_hosts > 1 || (n_hosts == 0 && request->minor) ||
+        (value.n && !http_split_host(value, &name)))
+        return 400;
+    /* the host of an absolute target has priority (RFC 9112 3.2.2) */
+    if (!request->host.n) request->host = value;
     return 0;
 }
 
@@ -18280,7 +18866,8 @@ static ptrdiff_t http_parse_head(str received, http_request *request) {
     ptrdiff_t pos = 0, used;
     int code = 0;
     *request = (http_request){0};
-    while (pos < 8 && (used = http_read_line(str_sub(head, (size_t)pos, head.n), &line)) > 0 && !line.n)
+    while (pos < 8 && (used = http_read_line(str_sub(head, (size_t)pos, head.n), &line)) > 0 &&
+           !line.n)
         pos += used;
     request->method = http_parse_method(str_sub(head, (size_t)pos, head.n));
     for (int n_lines = 0;; n_lines++) {
@@ -18330,8 +18917,11 @@ typedef struct http_body { /* the state of reading one body */
 
 /* Returns 0, or 413 if Content-Length is over the limit. */
 static int http_body_init(http_body *body, const http_request *request, int64_t limit) {
-    *body = (http_body){.limit = limit, .remaining = request->chunked ? 0 : request->content_length};
-    body->state = request->chunked ? HTTP_BODY_SIZE : request->content_length ? HTTP_BODY_FIXED : HTTP_BODY_DONE;
+    *body = (http_body){.limit = limit,
+                        .remaining = request->chunked ? 0 : request->content_length};
+    body->state = request->chunked          ? HTTP_BODY_SIZE
+                  : request->content_length ? HTTP_BODY_FIXED
+                                            : HTTP_BODY_DONE;
     return request->content_length > limit ? 413 : 0;
 }
 
@@ -18360,7 +18950,8 @@ static int http_parse_trailer(http_body *body, str line) {
     http_header unused;
     if (!line.n) return body->state = HTTP_BODY_DONE, 0;
     body->extra_bytes += line.n;
-    if (++body->n_trailers > HTTP_MAX_HEADERS || body->extra_bytes > HTTP_MAX_CHUNK_EXTRA) return 431;
+    if (++body->n_trailers > HTTP_MAX_HEADERS || body->extra_bytes > HTTP_MAX_CHUNK_EXTRA)
+        return 431;
     return http_parse_header(line, &unused);
 }
 
@@ -18384,7 +18975,8 @@ static ptrdiff_t http_body_read_data(http_body *body, str input, buf *out) {
     if (!buf_try_put(out, input.p, n)) return -503;
     body->remaining -= (int64_t)n;
     body->total += (int64_t)n;
-    if (!body->remaining) body->state = body->state == HTTP_BODY_FIXED ? HTTP_BODY_DONE : HTTP_BODY_DATA_END;
+    if (!body->remaining)
+        body->state = body->state == HTTP_BODY_FIXED ? HTTP_BODY_DONE : HTTP_BODY_DATA_END;
     return (ptrdiff_t)n;
 }
 
@@ -18441,10 +19033,13 @@ static void http_put_date(buf *out, int64_t unix_s) {
     int64_t day = unix_s / 86400;
     int64_t march_day = day + 719468; /* days since 0000-03-01 */
     int64_t era = march_day / 146097, day_of_era = march_day - era * 146097;
-    int64_t year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36524 - day_of_era / 146096) / 365;
+    int64_t year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36524 -
+                           day_of_era / 146096) /
+                          365;
     int64_t day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
     /* mp: month from March = 0; month: from January = 0 */
-    int64_t march_month = (5 * day_of_year + 2) / 153, month = march_month < 10 ? march_month + 2 : march_month - 10;
+    int64_t march_month = (5 * day_of_year + 2) / 153,
+            month = march_month < 10 ? march_month + 2 : march_month - 10;
     int second = (int)(unix_s % 86400);
     int day_of_month = (int)(day_of_year - (153 * march_month + 2) / 5 + 1);
     int year = (int)(year_of_era + era * 400 + (month < 2));
@@ -18462,7 +19057,8 @@ static void http_put_head(buf *out, int status, const char *type, int64_t length
     http_put_date(out, unix_s);
     buf_c(out, "\r\n");
     if (type) buf_printf(out, "Content-Type: %s\r\n", type);
-    if (length >= 0 && status != 204) buf_printf(out, "Content-Length: %lld\r\n", (long long)length);
+    if (length >= 0 && status != 204)
+        buf_printf(out, "Content-Length: %lld\r\n", (long long)length);
     if (length == HTTP_CHUNKED) buf_c(out, "Transfer-Encoding: chunked\r\n");
     buf_printf(out, "Connection: %s\r\n", keep_alive ? "keep-alive" : "close");
     buf_str(out, more_headers);
@@ -18531,7 +19127,8 @@ typedef struct api_config {
     int n_names;
     const char *name;         /* the "model" of all answers if n_names is 0 */
     const char *fingerprint;  /* system_fingerprint of live answers; NULL: none */
-    const char *const *caller_fields; /* fields that the caller handles: NULL-terminated names, or NULL */
+    /* fields that the caller handles: NULL-terminated names, or NULL */
+    const char *const *caller_fields;
     toka_request defaults;        /* defaults for fields that a body does not have */
     int completion_tokens;    /* max_tokens of a completion if neither the body nor base has it;
                                * 0: as many as fit */
@@ -18543,7 +19140,8 @@ typedef struct api_config {
     bool strict;              /* an unknown field is an error */
     bool live;                /* answers include stop_reason, system_fingerprint and cached_tokens;
                                * the last two depend on the server and its prefix cache */
-    void (*on_unknown_field)(void *user, str name); /* called for unknown fields, if not strict; or NULL */
+    /* called for unknown fields, if not strict; or NULL */
+    void (*on_unknown_field)(void *user, str name);
     void *user;               /* for unknown */
 } api_config;
 
@@ -18551,7 +19149,8 @@ typedef struct api_token { /* a token, or one of its alternatives */
     int32_t id;            /* -1: there is no such alternative */
     float logprob;
     union {
-        float sampled_logprob; /* output token: log-probability in the distribution it was drawn from */
+        /* output token: log-probability in the distribution it was drawn from */
+        float sampled_logprob;
         int32_t rank;  /* token of a prompt: 1 is the most likely; 0: not known */
     };
 } api_token;
@@ -18613,7 +19212,8 @@ typedef struct api_request {
     buf token_text;           /* streaming: text of the current token */
     buf token_bytes, scratch, seen_names; /* scratch of api_token_text and api_put_top */
 
-    size_t held_bytes;        /* bytes of the choices, their text, all tokens, and the waiting records */
+    /* bytes of the choices, their text, all tokens, and the waiting records */
+    size_t held_bytes;
 
     int status;         /* for api_put_error after a failed api_parse: HTTP status */
     const char *type, *param, *code; /* and the rest of its arguments: static, or NULL */
@@ -18659,10 +19259,12 @@ typedef struct api_body { /* the fields of a body: their values or the defaults 
 
 typedef struct api_field {
     const char *name;
-    int routes;             /* bodies that may have it: API_ON_COMPLETIONS | API_ON_CHAT | API_ON_TOKENIZE | API_ON_DETOKENIZE */
+    /* bodies that may have it: API_ON_COMPLETIONS | API_ON_CHAT | API_ON_TOKENIZE |
+     * API_ON_DETOKENIZE */
+    int routes;
     enum api_kind kind;
     enum api_use use;
-    size_t offset;             /* API_USED: offset of the value in api_body. kind gives its type: float,
+    size_t offset;         /* API_USED: offset of the value in api_body. kind gives its type: float,
                             * int64_t, int (API_BOOL), str or const json * */
     int64_t low, high;     /* API_INTEGER: the limits */
     const char *harmless[2]; /* API_REFUSED: JSON of values that ask for nothing, besides null and
@@ -18786,27 +19388,32 @@ static int api_max_choices(const api_config *config) {
 /* The highest value that an error message names for a field: the limit that applies in the end. */
 static int64_t api_highest_value(const api_config *config, const api_field *field) {
     const bool is_min = field->offset == API_OFFSET(min_tokens);
-    const bool is_max = field->offset == API_OFFSET(max_tokens) || field->offset == API_OFFSET(max_completion_tokens);
-    return field->offset == API_OFFSET(n) ? api_max_choices(config) : is_min || is_max ? config->max_len : field->high;
+    const bool is_max = field->offset == API_OFFSET(max_tokens) ||
+                        field->offset == API_OFFSET(max_completion_tokens);
+    return field->offset == API_OFFSET(n) ? api_max_choices(config)
+           : is_min || is_max             ? config->max_len
+                                          : field->high;
 }
 
-static int api_read_int(const api_config *config, const api_field *field, const json *value, int64_t *out,
-                          toka_err *e) {
+static int api_read_int(const api_config *config, const api_field *field, const json *value,
+                        int64_t *out, toka_err *e) {
     int64_t whole;
     const double number = json_num(value, 0);
     const long long low = field->low, high = api_highest_value(config, field);
-    if (!json_whole(value, &whole) && fabs(number) >= 0x1p53) /* a whole number, but its exact value is lost */
+    /* a whole number, but its exact value is lost */
+    if (!json_whole(value, &whole) && fabs(number) >= 0x1p53)
         return API_INVALID("%s: %g, expected %lld to %lld", field->name, number, low, high);
     if (!json_whole(value, &whole)) return API_INVALID("%s: expected a whole number", field->name);
     if (whole < low || whole > field->high || (field->offset == API_OFFSET(n) && whole > high))
-        return API_INVALID("%s: %lld, expected %lld to %lld", field->name, (long long)whole, low, high);
+        return API_INVALID("%s: %lld, expected %lld to %lld", field->name, (long long)whole, low,
+                           high);
     *out = whole;
     return 0;
 }
 
 /* Checks the kind of a value and stores it in the body. null counts as absent. */
-static int api_read_field(api_request *request, const api_field *field, const json *value, api_body *body,
-                          toka_err *e) {
+static int api_read_field(api_request *request, const api_field *field, const json *value,
+                          api_body *body, toka_err *e) {
     static const char *const expected[] = {
         "", "a number", "", "true or false", "a text", "a list", "an object"};
     static const int types[] = {-1, JSON_NUMBER, -1, -1, JSON_STRING, JSON_ARRAY, JSON_OBJECT};
@@ -18863,18 +19470,34 @@ static bool api_should_report(buf *seen, str name, buf *shown) {
 }
 
 /* Fills *b from a body; fields that the body does not have get the defaults of the model. */
-static int api_read_body(api_request *request, enum api_route route, const json *root, api_body *body,
-                         toka_err *e) {
+static int api_read_body(api_request *request, enum api_route route, const json *root,
+                         api_body *body, toka_err *e) {
     const toka_sampling *sampling = &request->config->defaults.sampling;
-    int default_max = sampling->max_tokens || route == API_CHAT ? sampling->max_tokens : request->config->completion_tokens;
+    int default_max = sampling->max_tokens || route == API_CHAT
+                          ? sampling->max_tokens
+                          : request->config->completion_tokens;
     int code = 0;
-    *body = (api_body){
-        .temperature = sampling->temperature, .top_p = sampling->top_p, .min_p = sampling->min_p, .top_k = sampling->top_k,
-        .repetition_penalty = sampling->repetition_penalty, .presence_penalty = sampling->presence_penalty,
-        .frequency_penalty = sampling->frequency_penalty, .ignore_eos = sampling->ignore_eos,
-        .include_stop = sampling->include_stop, .max_tokens = -1, .max_completion_tokens = -1,
-        .min_tokens = -1, .n = request->config->defaults.n, .best_of = -1, .n_logprobs = -1, .top_logprobs = -1,
-        .prompt_logprobs = -1, .special = -1, .skip_special = 1, .generate = 1, .model = STR("")};
+    *body = (api_body){.temperature = sampling->temperature,
+                       .top_p = sampling->top_p,
+                       .min_p = sampling->min_p,
+                       .top_k = sampling->top_k,
+                       .repetition_penalty = sampling->repetition_penalty,
+                       .presence_penalty = sampling->presence_penalty,
+                       .frequency_penalty = sampling->frequency_penalty,
+                       .ignore_eos = sampling->ignore_eos,
+                       .include_stop = sampling->include_stop,
+                       .max_tokens = -1,
+                       .max_completion_tokens = -1,
+                       .min_tokens = -1,
+                       .n = request->config->defaults.n,
+                       .best_of = -1,
+                       .n_logprobs = -1,
+                       .top_logprobs = -1,
+                       .prompt_logprobs = -1,
+                       .special = -1,
+                       .skip_special = 1,
+                       .generate = 1,
+                       .model = STR("")};
     if (!json_is(root, JSON_OBJECT)) return API_INVALID("body: expected a JSON object");
     JSON_MEMBERS(key, root) {
         const api_field *field = api_find_field((str){key->chars, key->n}, 1 << route);
@@ -18893,12 +19516,14 @@ static int api_read_body(api_request *request, enum api_route route, const json 
 /* ---- Lists of ids, texts, biases ---- */
 
 /* Appends the token ids of a JSON list. Returns an error that names the field and the element. */
-static int api_read_id_list(const api_config *config, const json *value, const char *name, ids *out, toka_err *e) {
+static int api_read_id_list(const api_config *config, const json *value, const char *name, ids *out,
+                            toka_err *e) {
     if (!json_is(value, JSON_ARRAY)) return API_INVALID("%s: expected a list of token ids", name);
     ids_reserve(out, value->n);
     JSON_EACH(it, value) {
         int64_t id;
-        if (it->type != JSON_NUMBER) return API_INVALID("%s: element %zu is no token id", name, out->n);
+        if (it->type != JSON_NUMBER)
+            return API_INVALID("%s: element %zu is no token id", name, out->n);
         if (!json_whole(it, &id) || id < 0 || id > INT32_MAX)
             return API_INVALID("%s[%zu]: %.15g is no token id, expected 0 to %d", name, out->n,
                            json_num(it, 0), config->toka->shape.V - 1);
@@ -18908,8 +19533,8 @@ static int api_read_id_list(const api_config *config, const json *value, const c
 }
 
 /* As api_read_id_list, but puts the ids into the arena of the call. Absent (NULL) or []: none. */
-static int api_read_ids(api_request *request, const json *value, const char *name, const int32_t **out, int *n_ids,
-                   toka_err *e) {
+static int api_read_ids(api_request *request, const json *value, const char *name,
+                        const int32_t **out, int *n_ids, toka_err *e) {
     ids list = {0};
     int code = value ? api_read_id_list(request->config, value, name, &list, e) : 0;
     if (!code && value) {
@@ -18920,13 +19545,17 @@ static int api_read_ids(api_request *request, const json *value, const char *nam
     return code;
 }
 
-static int api_read_stops(api_request *request, const json *value, toka_sampling *sampling, toka_err *e) {
+static int api_read_stops(api_request *request, const json *value, toka_sampling *sampling,
+                          toka_err *e) {
     if (!value) return 0;
     bool is_text = value->type == JSON_STRING;
-    if (!is_text && value->type != JSON_ARRAY) return API_INVALID("stop: expected a text or a list of texts");
+    if (!is_text && value->type != JSON_ARRAY)
+        return API_INVALID("stop: expected a text or a list of texts");
     int n_stops = 0;
-    const char **stop = arena_alloc(&request->memory, (is_text ? 1 : (size_t)value->n) * sizeof *stop);
-    for (const json *it = is_text ? value : value + 1, *end = json_next(value); it < end; it = json_next(it)) {
+    const char **stop = arena_alloc(&request->memory,
+                                    (is_text ? 1 : (size_t)value->n) * sizeof *stop);
+    for (const json *it = is_text ? value : value + 1, *end = json_next(value); it < end;
+         it = json_next(it)) {
         if (it->type != JSON_STRING || memchr(it->chars, 0, it->n))
             return API_INVALID("stop: expected a text or a list of texts");
         stop[n_stops++] = arena_cstr(&request->memory, json_str(it));
@@ -18948,7 +19577,8 @@ static int api_compare_bias_ids(const void *a, const void *b) {
 }
 
 /* Reads logit_bias, {"id": bias}. If an id has two members, the last one counts. */
-static int api_read_bias(api_request *request, const json *value, toka_sampling *sampling, toka_err *e) {
+static int api_read_bias(api_request *request, const json *value, toka_sampling *sampling,
+                         toka_err *e) {
     if (!value) return 0;
     int n_entries = 0, n_kept = 0;
     api_bias_entry *entries = arena_alloc(&request->memory, (size_t)value->n * sizeof *entries);
@@ -18962,8 +19592,10 @@ static int api_read_bias(api_request *request, const json *value, toka_sampling 
         if (!isdigit((unsigned char)*digits) || end != digits + key->n || isnan(number))
             return API_INVALID("logit_bias: expected an object of token ids and numbers");
         if (i > INT32_MAX)
-            return API_INVALID("logit_bias: id %.30s, expected 0 to %d", digits, request->config->toka->shape.V - 1);
-        if (check_range("logit_bias", number, SAMP_MIN_BIAS, SAMP_MAX_BIAS, false, e)) return e->code;
+            return API_INVALID("logit_bias: id %.30s, expected 0 to %d", digits,
+                               request->config->toka->shape.V - 1);
+        if (check_range("logit_bias", number, SAMP_MIN_BIAS, SAMP_MAX_BIAS, false, e))
+            return e->code;
         entries[n_entries] = (api_bias_entry){(int32_t)i, n_entries, (float)number};
         n_entries++;
     }
@@ -18979,7 +19611,8 @@ static int api_read_bias(api_request *request, const json *value, toka_sampling 
     return 0;
 }
 
-static int api_read_bad_words(api_request *request, const json *value, toka_sampling *sampling, toka_err *e) {
+static int api_read_bad_words(api_request *request, const json *value, toka_sampling *sampling,
+                              toka_err *e) {
     int n_words = 0;
     if (value) sampling->n_bad = 0; /* the words of the body replace those of the model */
     if (!value || !value->n) return 0;
@@ -18999,16 +19632,22 @@ static int api_read_bad_words(api_request *request, const json *value, toka_samp
 
 /* Reads what a body asks about log-probabilities. "logprobs" of a completion is the number of
  * alternatives; "logprobs" of a chat is true, and the number is in top_logprobs. */
-static int api_read_logprobs(api_request *request, const api_body *body, toka_request *engine_request, toka_err *e) {
+static int api_read_logprobs(api_request *request, const api_body *body,
+                             toka_request *engine_request, toka_err *e) {
     int64_t n_asked = request->chat ? body->top_logprobs : body->n_logprobs;
-    if (request->chat && n_asked > 0 && !body->chat_logprobs) return API_INVALID("top_logprobs needs logprobs: true");
+    if (request->chat && n_asked > 0 && !body->chat_logprobs)
+        return API_INVALID("top_logprobs needs logprobs: true");
     request->want_logprobs = request->chat ? body->chat_logprobs != 0 : n_asked >= 0;
     request->n_top = request->want_logprobs ? (int)MAX(n_asked, 0) : 0;
-    engine_request->sampling.logprobs = request->want_logprobs || request->packed ? request->n_top : TOKA_NO_LOGPROBS;
+    engine_request->sampling.logprobs = request->want_logprobs || request->packed
+                                            ? request->n_top
+                                            : TOKA_NO_LOGPROBS;
     request->want_prompt_logprobs = body->prompt_logprobs >= 0;
     request->n_prompt_top = (int)MAX(body->prompt_logprobs, 0);
-    if (request->echo && request->want_logprobs) request->n_prompt_top = MAX(request->n_prompt_top, request->n_top);
-    engine_request->prompt_logprobs = request->want_prompt_logprobs || (request->echo && request->want_logprobs);
+    if (request->echo && request->want_logprobs)
+        request->n_prompt_top = MAX(request->n_prompt_top, request->n_top);
+    engine_request->prompt_logprobs = request->want_prompt_logprobs ||
+                                      (request->echo && request->want_logprobs);
     engine_request->prompt_top = request->n_prompt_top;
     engine_request->prompt_ranks = request->want_prompt_logprobs && !request->packed;
     if (request->stream && request->want_prompt_logprobs)
@@ -19022,7 +19661,8 @@ static uint64_t api_derive_seed(uint64_t seed, const uint64_t serial[2]) {
 }
 
 /* Fills the sampling parameters of a request from a body. */
-static int api_read_sampling(api_request *request, const api_body *body, toka_request *engine_request, toka_err *e) {
+static int api_read_sampling(api_request *request, const api_body *body,
+                             toka_request *engine_request, toka_err *e) {
     toka_sampling *sampling = &engine_request->sampling;
     sampling->temperature = body->temperature;
     sampling->top_p = body->top_p;
@@ -19034,18 +19674,24 @@ static int api_read_sampling(api_request *request, const api_body *body, toka_re
     sampling->ignore_eos = body->ignore_eos;
     sampling->include_stop = body->include_stop;
     sampling->max_tokens = (int)MAX(body->max_tokens, 0);
-    const bool has_min = body->min_tokens >= 0, no_model_max = !request->config->defaults.sampling.max_tokens;
+    const bool has_min = body->min_tokens >= 0,
+               no_model_max = !request->config->defaults.sampling.max_tokens;
     const bool default_max = !body->has_max_tokens && !(no_model_max && has_min);
     if (has_min) sampling->min_tokens = (int)body->min_tokens;
     samp_fix_min_max(sampling, default_max, !has_min);
-    sampling->seed = body->has_seed ? (uint64_t)body->seed : api_derive_seed(sampling->seed, request->serial);
+    sampling->seed = body->has_seed ? (uint64_t)body->seed
+                                    : api_derive_seed(sampling->seed, request->serial);
     /* In a body a lower priority is earlier, as in vLLM; in toka_request a higher one is. */
-    engine_request->priority = (int)MAX(MIN(engine_request->priority - body->priority, (int64_t)INT_MAX), (int64_t)-INT_MAX);
+    engine_request->priority = (int)MAX(
+        MIN(engine_request->priority - body->priority, (int64_t)INT_MAX), (int64_t)-INT_MAX);
     request->n_samples = engine_request->n = (int)body->n;
     int code = api_read_logprobs(request, body, engine_request, e);
-    if (!code) code = api_read_ids(request, body->stop_ids, "stop_token_ids", &sampling->stop_ids, &sampling->n_stop_ids, e);
     if (!code)
-        code = api_read_ids(request, body->allowed, "allowed_token_ids", &sampling->allowed_ids, &sampling->n_allowed, e);
+        code = api_read_ids(request, body->stop_ids, "stop_token_ids", &sampling->stop_ids,
+                            &sampling->n_stop_ids, e);
+    if (!code)
+        code = api_read_ids(request, body->allowed, "allowed_token_ids", &sampling->allowed_ids,
+                            &sampling->n_allowed, e);
     if (!code) code = api_read_stops(request, body->stop, sampling, e);
     if (!code) code = api_read_bias(request, body->bias, sampling, e);
     if (!code) code = api_read_bad_words(request, body->bad_words, sampling, e);
@@ -19063,7 +19709,10 @@ static int api_read_sampling(api_request *request, const api_body *body, toka_re
         sampling->n_stop = 0;
         sampling->min_tokens = 0;
     }
-    engine_request->length_class = request->n_samples < 16 ? 2 * (uint64_t)(uint32_t)sampling->max_tokens + request->chat + 1 : 0;
+    engine_request->length_class = request->n_samples < 16
+                                       ? 2 * (uint64_t)(uint32_t)sampling->max_tokens +
+                                             request->chat + 1
+                                       : 0;
     engine_request->ids_only = 1;
     engine_request->keep_special = !body->skip_special;
     return 0;
@@ -19072,13 +19721,16 @@ static int api_read_sampling(api_request *request, const api_body *body, toka_re
 static int api_read_stream_option(api_request *request, str name, const json *value, toka_err *e) {
     static const char *const names[] = {"include_usage", "continuous_usage_stats",
                                         "include_obfuscation"};
-    bool obfuscated = false, *const targets[] = {&request->include_usage, &request->continuous_usage, &obfuscated};
+    bool obfuscated = false, *const targets[] = {&request->include_usage,
+                                                 &request->continuous_usage, &obfuscated};
     for (int i = 0; i < COUNT(names); i++) {
         if (!str_is(name, names[i])) continue;
         if (value->type != JSON_TRUE && value->type != JSON_FALSE && value->type != JSON_NULL)
             return API_INVALID("stream_options: %s: expected true or false", names[i]);
         *targets[i] = json_is_true(value);
-        return obfuscated ? API_UNSUPPORTED(request, "stream_options: %s is not supported", names[i]) : 0;
+        return obfuscated
+                   ? API_UNSUPPORTED(request, "stream_options: %s is not supported", names[i])
+                   : 0;
     }
     buf path = {0};
     buf_c(&path, "stream_options."), buf_str(&path, name);
@@ -19135,7 +19787,8 @@ static bool api_content_part_text(const json *part, str *text) {
 
 /* Writes a content that is a list of text parts. walked: the template loops over the parts, so it
  * gets the list as it is; other templates get one text, each part on lines of its own. */
-static int api_put_content_parts(api_request *request, const json *parts, bool as_list, buf *out, toka_err *e) {
+static int api_put_content_parts(api_request *request, const json *parts, bool as_list, buf *out,
+                                 toka_err *e) {
     buf text = {0};
     bool all_text = true;
     JSON_EACH(part, parts) {
@@ -19148,7 +19801,9 @@ static int api_put_content_parts(api_request *request, const json *parts, bool a
     if (all_text && as_list && parts->n > 1) json_put_value(out, parts);
     else if (all_text) json_put_str(out, buf_view(&text));
     buf_free(&text);
-    return all_text ? 0 : API_UNSUPPORTED(request, "messages: content other than text is not supported");
+    return all_text
+               ? 0
+               : API_UNSUPPORTED(request, "messages: content other than text is not supported");
 }
 
 /* Writes a tool call that an assistant made. Its arguments came as a text of JSON: templates want
@@ -19162,8 +19817,9 @@ static void api_put_tool_call(api_request *request, const json *call, buf *out) 
         bool is_arguments = str_is(json_str(key), "arguments") &&
                          (key[1].type == JSON_STRING || key[1].type == JSON_NULL);
         str text = json_str(key + 1);
-        const json *parsed =
-            is_arguments ? json_parse(&memory, text.n ? text : STR("{}"), request->config->limits, &ignored) : NULL;
+        const json *parsed = is_arguments ? json_parse(&memory, text.n ? text : STR("{}"),
+                                                       request->config->limits, &ignored)
+                                          : NULL;
         if (str_is(json_str(key), "function") && key[1].type == JSON_OBJECT)
             api_put_tool_call(request, key + 1, out);
         else
@@ -19175,7 +19831,8 @@ static void api_put_tool_call(api_request *request, const json *call, buf *out) 
 
 /* Writes one message. A content that is null or missing becomes an empty text, as in vLLM:
  * templates join contents or loop over them, also in messages with tool calls. */
-static int api_put_message(api_request *request, const json *message, bool as_list, buf *out, toka_err *e) {
+static int api_put_message(api_request *request, const json *message, bool as_list, buf *out,
+                           toka_err *e) {
     int code = 0;
     const json *role = json_get(message, "role");
     const bool assistant = str_is(json_str(role), "assistant");
@@ -19203,7 +19860,8 @@ static int api_put_message(api_request *request, const json *message, bool as_li
         } else if (str_is(name, "tool_calls") && key[1].type == JSON_ARRAY) {
             json_put_open(out, '[');
             JSON_EACH(tool_call, key + 1)
-                tool_call->type == JSON_OBJECT ? api_put_tool_call(request, tool_call, out) : json_put_value(out, tool_call);
+            tool_call->type == JSON_OBJECT ? api_put_tool_call(request, tool_call, out)
+                                           : json_put_value(out, tool_call);
             json_put_close(out, ']');
         } else {
             json_put_value(out, key + 1);
@@ -19230,7 +19888,8 @@ static int api_put_chat_context(api_request *request, const api_body *body, buf 
     json_put_key(out, "messages"), json_put_open(out, '[');
     const tmpl *chat = lib_chat_template(request->config->toka, tools);
     JSON_EACH(message, messages)
-        if ((code = api_put_message(request, message, chat && chat->loops_over_content, out, e))) return code;
+    if ((code = api_put_message(request, message, chat && chat->loops_over_content, out, e)))
+        return code;
     json_put_close(out, ']');
     json_put_key(out, "add_generation_prompt"), json_put_bool(out, body->generate);
     if (tools) json_put_key(out, "tools"), json_put_value(out, tools);
@@ -19244,11 +19903,12 @@ static int api_put_chat_context(api_request *request, const api_body *body, buf 
 
 /* Encodes one prompt (NULL: the chat) into ids. If the call echoes it, *text gets its text, in the
  * arena of the call. */
-static int api_encode_prompt(api_request *request, const api_body *body, const json *prompt, ids *out, str *text,
-                      toka_err *e) {
+static int api_encode_prompt(api_request *request, const api_body *body, const json *prompt,
+                             ids *out, str *text, toka_err *e) {
     buf context = {0}, rendered = {0};
     int code = 0, special = body->special >= 0 ? body->special : prompt != NULL;
-    if (json_is(prompt, JSON_ARRAY)) return api_read_id_list(request->config, prompt, "prompt", out, e);
+    if (json_is(prompt, JSON_ARRAY))
+        return api_read_id_list(request->config, prompt, "prompt", out, e);
     if (lib_require_tokenizer(request->config->toka, e)) return e->code;
     if (!prompt) {
         code = api_put_chat_context(request, body, &context, e);
@@ -19256,14 +19916,16 @@ static int api_encode_prompt(api_request *request, const api_body *body, const j
         /* May be deeper and larger than the body: the arguments of tool calls are values now. */
         const json_limits limits = {json_trusted.max_depth, 2 * request->config->limits.max_bytes};
         const str context_text = buf_view(&context);
-        if (!code) code = lib_render(request->config->toka, request->config->toka->files, context_text, limits, request->config->now, &rendered, e);
+        if (!code)
+            code = lib_render(request->config->toka, request->config->toka->files, context_text,
+                              limits, request->config->now, &rendered, e);
     } else if (prompt->type != JSON_STRING) {
         code = API_INVALID("prompt: expected a text, token ids, or a list of either");
     }
     str source = prompt ? json_str(prompt) : buf_view(&rendered);
     if (!code)
-        code = tok_encode(request->config->toka->tok, source, TOKA_PARSE_SPECIAL | (special ? TOKA_ADD_SPECIAL : 0),
-                          out, e);
+        code = tok_encode(request->config->toka->tok, source,
+                          TOKA_PARSE_SPECIAL | (special ? TOKA_ADD_SPECIAL : 0), out, e);
     if (!code && request->echo) *text = arena_str(&request->memory, source);
     buf_free(&context), buf_free(&rendered);
     return code;
@@ -19275,8 +19937,11 @@ static const char *api_max_tokens_name(const api_body *body) {
 
 /* Checks that a prompt leaves room for the max_tokens of the body: it is granted or refused, as by
  * OpenAI and vLLM. A default that is too large is reduced to the room instead. */
-static int api_check_max_tokens(api_request *request, const api_body *body, size_t n_prompt, toka_err *e) {
-    if (!body->has_max_tokens || n_prompt + (size_t)body->max_tokens <= (size_t)request->config->max_len) return 0;
+static int api_check_max_tokens(api_request *request, const api_body *body, size_t n_prompt,
+                                toka_err *e) {
+    if (!body->has_max_tokens ||
+        n_prompt + (size_t)body->max_tokens <= (size_t)request->config->max_len)
+        return 0;
     request->code = "context_length_exceeded";
     return API_INVALID("%s: %lld behind a prompt of %zu tokens, expected at most %zu "
                    "(max_model_len %d)",
@@ -19285,13 +19950,17 @@ static int api_check_max_tokens(api_request *request, const api_body *body, size
 }
 
 /* Encodes one prompt into the next part and checks its request. */
-static int api_prompt_init(api_request *request, const api_body *body, const toka_request *engine_request, const json *value,
-                         toka_err *e) {
+static int api_prompt_init(api_request *request, const api_body *body,
+                           const toka_request *engine_request, const json *value, toka_err *e) {
     int index = request->n_prompts++;
     api_prompt *prompt = &request->prompts[index];
-    *prompt = (api_prompt){.request = request, .engine_request = *engine_request, .first_choice = index * request->n_samples, .text = STR("")};
+    *prompt = (api_prompt){.request = request,
+                           .engine_request = *engine_request,
+                           .first_choice = index * request->n_samples,
+                           .text = STR("")};
     if (index && !body->has_seed)
-        prompt->engine_request.sampling.seed = api_derive_seed(engine_request->sampling.seed, (uint64_t[]){request->serial[0], (uint64_t)index});
+        prompt->engine_request.sampling.seed = api_derive_seed(
+            engine_request->sampling.seed, (uint64_t[]){request->serial[0], (uint64_t)index});
     int code = api_encode_prompt(request, body, value, &prompt->ids, &prompt->text, e);
     if (code) return code;
     ids_reserve(&prompt->ids, 1); /* not NULL, even if empty: NULL would mean that q has a text */
@@ -19299,14 +19968,17 @@ static int api_prompt_init(api_request *request, const api_body *body, const tok
     prompt->engine_request.n_ids = prompt->ids.n;
     prompt->logprobs.n_top = request->n_prompt_top;
     request->n_prompt_tokens += (int64_t)prompt->ids.n;
-    if (prompt->ids.n + (prompt->engine_request.n != 0) > (size_t)request->config->max_len) request->code = "context_length_exceeded";
+    if (prompt->ids.n + (prompt->engine_request.n != 0) > (size_t)request->config->max_len)
+        request->code = "context_length_exceeded";
     const toka *t = request->config->toka;
-    code = eng_check(t->files, t->tok, request->config->max_len, &prompt->engine_request, prompt->ids.p, prompt->ids.n, e);
+    code = eng_check(t->files, t->tok, request->config->max_len, &prompt->engine_request,
+                     prompt->ids.p, prompt->ids.n, e);
     if (!code) code = api_check_max_tokens(request, body, prompt->ids.n, e);
     if (!code && request->echo && json_is(value, JSON_ARRAY) && request->config->toka->tok) {
         /* The prompt came as ids; its text is their decoded text. */
         buf_clear(&request->scratch);
-        code = tok_decode(request->config->toka->tok, prompt->ids.p, prompt->ids.n, 0, &request->scratch, e);
+        code = tok_decode(request->config->toka->tok, prompt->ids.p, prompt->ids.n, 0,
+                          &request->scratch, e);
         prompt->text = arena_str(&request->memory, buf_view(&request->scratch));
     }
     return code;
@@ -19317,10 +19989,12 @@ static int api_prompt_init(api_request *request, const api_body *body, const tok
 static double api_prompt_bytes(const api_request *request, const api_prompt *prompt) {
     const double n_tokens = (double)prompt->ids.n;
     double bytes = request->echo ? (double)prompt->text.n : 0;
-    if (request->echo && request->want_logprobs && !request->packed) bytes += n_tokens * (64 + 32.0 * (1 + request->n_top));
+    if (request->echo && request->want_logprobs && !request->packed)
+        bytes += n_tokens * (64 + 32.0 * (1 + request->n_top));
     if (request->want_ids || request->packed) bytes += n_tokens * 8;
     /* Log-probabilities of an echo alone are counted above, or they are packed. */
-    if (request->want_prompt_logprobs || (request->packed && prompt->engine_request.prompt_logprobs))
+    if (request->want_prompt_logprobs ||
+        (request->packed && prompt->engine_request.prompt_logprobs))
         bytes += n_tokens * (1 + request->n_prompt_top) * (request->packed ? 12 : 80);
     return bytes;
 }
@@ -19338,7 +20012,8 @@ static double api_token_bytes(const api_request *request) {
  * stays in memory until its last sample has ended, so its size needs a limit. A stream keeps only
  * one api_choice for each choice. */
 static int api_check_answer_size(const api_request *request, const api_body *body, toka_err *e) {
-    const double max_bytes = (double)request->config->max_answer_bytes, per_token = api_token_bytes(request);
+    const double max_bytes = (double)request->config->max_answer_bytes,
+                 per_token = api_token_bytes(request);
     const int n_choices = request->n_samples * request->n_prompts;
     double repeated = 0, bytes = (double)n_choices * sizeof(api_choice);
     int longest = 0;
@@ -19352,23 +20027,28 @@ static int api_check_answer_size(const api_request *request, const api_body *bod
         repeated += api_prompt_bytes(request, prompt) * (request->chat ? 1 : request->n_samples);
     }
     if (!max_bytes || bytes + repeated <= max_bytes) return 0;
-    const char *field = request->n_samples > 1 ? "n" : request->n_prompts > 1 ? "prompt" : api_max_tokens_name(body);
+    const char *field = request->n_samples > 1   ? "n"
+                        : request->n_prompts > 1 ? "prompt"
+                                                 : api_max_tokens_name(body);
     return API_INVALID(
         "%s: %d choices%s of up to %d tokens (max_tokens) with %d alternatives each (logprobs) may "
         "be an answer of %.3g GB, expected at most %.3g GB (--max-answer-bytes); a stream has no "
         "such limit",
-        field, n_choices, repeated > 0 ? " that each repeat their prompt," : "", longest, request->n_top,
-        1e-9 * (bytes + repeated), 1e-9 * max_bytes);
+        field, n_choices, repeated > 0 ? " that each repeat their prompt," : "", longest,
+        request->n_top, 1e-9 * (bytes + repeated), 1e-9 * max_bytes);
 }
 
 /* Makes the parts of a call. A prompt is a text, a list of token ids, or a list of either. */
-static int api_prompts_init(api_request *request, const api_body *body, const toka_request *engine_request, toka_err *e) {
+static int api_prompts_init(api_request *request, const api_body *body,
+                            const toka_request *engine_request, toka_err *e) {
     const json *value = request->chat ? NULL : body->prompt, *first = json_at(value, 0);
     bool is_list = first && first->type != JSON_NUMBER;
-    size_t n_prompts = is_list ? value->n : 1, max_choices = (size_t)api_max_choices(request->config);
+    size_t n_prompts = is_list ? value->n : 1,
+           max_choices = (size_t)api_max_choices(request->config);
     if (!request->chat && !value) return API_INVALID("prompt: missing");
     if (n_prompts > max_choices / (size_t)request->n_samples)
-        return API_INVALID("n: %d for each of %zu prompts, expected at most %zu in all", request->n_samples, n_prompts, max_choices);
+        return API_INVALID("n: %d for each of %zu prompts, expected at most %zu in all",
+                           request->n_samples, n_prompts, max_choices);
     request->prompts = mem_zalloc(n_prompts * sizeof *request->prompts);
     if (!is_list) return api_prompt_init(request, body, engine_request, value, e);
     JSON_EACH(it, value) if (api_prompt_init(request, body, engine_request, it, e)) return e->code;
@@ -19387,12 +20067,14 @@ static void api_choices_init(api_request *request) {
         choice->tokens.n_top = request->n_top;
         choice->stop_id = choice->stop_text = -1;
         if (!request->config->toka->tok) continue;
-        tok_stream_init(&choice->stream, request->config->toka->tok, prompt->engine_request.keep_special ? 0 : TOKA_SKIP_SPECIAL);
+        tok_stream_init(&choice->stream, request->config->toka->tok,
+                        prompt->engine_request.keep_special ? 0 : TOKA_SKIP_SPECIAL);
         tok_stream_continue(&choice->stream, prompt->ids.p[prompt->ids.n - 1]);
     }
 }
 
-static int api_parse_fields(api_request *request, enum api_route route, const json *root, toka_err *e) {
+static int api_parse_fields(api_request *request, enum api_route route, const json *root,
+                            toka_err *e) {
     api_body body;
     toka_request engine_request = request->config->defaults;
     request->chat = route == API_CHAT;
@@ -19403,9 +20085,11 @@ static int api_parse_fields(api_request *request, enum api_route route, const js
     request->want_ids = body.return_token_ids;
     request->packed = body.return_packed;
     request->names_are_ids = body.names_are_ids;
-    if ((code = api_check_model(request, body.model, e)) || (code = api_read_stream_options(request, &body, e)))
+    if ((code = api_check_model(request, body.model, e)) ||
+        (code = api_read_stream_options(request, &body, e)))
         return code;
-    if (!(code = api_read_sampling(request, &body, &engine_request, e)) && !(code = api_prompts_init(request, &body, &engine_request, e)))
+    if (!(code = api_read_sampling(request, &body, &engine_request, e)) &&
+        !(code = api_prompts_init(request, &body, &engine_request, e)))
         code = api_check_answer_size(request, &body, e);
     return code;
 }
@@ -19430,8 +20114,8 @@ static void api_set_fault(api_request *request, enum api_route route, const toka
  * negative code and sets the status, type, param, code and unsupported of the call. In both cases
  * the caller calls api_free. It encodes text, which takes time: do not call it on the driving
  * thread. */
-static int api_parse_json(const api_config *config, enum api_route route, const json *root, api_request *request,
-                          toka_err *e) {
+static int api_parse_json(const api_config *config, enum api_route route, const json *root,
+                          api_request *request, toka_err *e) {
     request->config = config;
     int code = api_parse_fields(request, route, root, e);
     if (code) api_set_fault(request, route, e);
@@ -19440,7 +20124,8 @@ static int api_parse_json(const api_config *config, enum api_route route, const 
 }
 
 /* As api_parse_json, of a body that is still text. */
-static int api_parse(const api_config *config, enum api_route route, str body, api_request *request, toka_err *e) {
+static int api_parse(const api_config *config, enum api_route route, str body, api_request *request,
+                     toka_err *e) {
     arena memory = {0};
     const json *root = json_parse(&memory, str_skip_bom(body), config->limits, e);
     int code = root ? api_parse_json(config, route, root, request, e) : e->code;
@@ -19533,7 +20218,8 @@ static api_record api_unpack_record(str records, str *rest, size_t *n_bytes) {
     api_record record;
     assert(records.n >= sizeof record);
     memcpy(&record, records.p, sizeof record);
-    *n_bytes = sizeof record + (size_t)record.n_top * (sizeof(int32_t) + sizeof(float)) + record.n_text;
+    *n_bytes = sizeof record + (size_t)record.n_top * (sizeof(int32_t) + sizeof(float)) +
+               record.n_text;
     assert(records.n >= *n_bytes);
     *rest = str_sub(records, sizeof record, *n_bytes);
     return record;
@@ -19542,7 +20228,9 @@ static api_record api_unpack_record(str records, str *rest, size_t *n_bytes) {
 /* Appends the token of a record and its alternatives (id -1: fewer than n_top). `rest` as above. */
 static void api_tokens_add(api_tokens *tokens, const api_record *record, str rest) {
     const size_t n_top = (size_t)record->n_top;
-    api_token token = {.id = record->id, .logprob = record->logprob, .sampled_logprob = record->sampled_logprob};
+    api_token token = {.id = record->id,
+                       .logprob = record->logprob,
+                       .sampled_logprob = record->sampled_logprob};
     if (record->sample == TOKA_PROMPT) token.rank = record->rank;
     buf_put(&tokens->data, &token, sizeof token);
     for (size_t i = 0; i < (size_t)tokens->n_top; i++) {
@@ -19591,7 +20279,8 @@ static void api_put_ids(buf *out, const char *name, const int32_t *list, size_t 
 
 /* Writes {token: logprob ..} of the n_top alternatives of token i and of the token itself. If
  * several have the same text, only the first is written: the most likely one. */
-static void api_put_top(api_request *request, const api_tokens *tokens, size_t i, int n_top, buf *out) {
+static void api_put_top(api_request *request, const api_tokens *tokens, size_t i, int n_top,
+                        buf *out) {
     buf *seen = &request->seen_names;
     str bytes;
     buf_clear(seen), buf_char(seen, '\n'); /* line feeds separate names: JSON text has none */
@@ -19614,8 +20303,8 @@ static void api_put_top(api_request *request, const api_tokens *tokens, size_t i
 
 /* Is the space before this token dropped if the token begins a text? Tokenizers like
  * SentencePiece put a space before the first word, and decoding removes it. */
-static bool api_drops_space(const api_request *request, const api_prompt *prompt, bool in_prompt, int32_t id,
-                            str bytes) {
+static bool api_drops_space(const api_request *request, const api_prompt *prompt, bool in_prompt,
+                            int32_t id, str bytes) {
     const tok *tokenizer = request->config->toka->tok;
     buf alone = {0};
     toka_err unused;
@@ -19632,21 +20321,23 @@ static bool api_drops_space(const api_request *request, const api_prompt *prompt
 /* How many characters of its choice's text come from this token (prompt: it is a token of an echoed
  * prompt). A special token has 0 if the text does not show it: in an answer if special tokens are
  * skipped, in a prompt if the tokenizer put it before the given text. */
-static int64_t api_token_chars(const api_request *request, const api_prompt *prompt, bool in_prompt, int32_t id,
-                               str bytes, int64_t offset) {
+static int64_t api_token_chars(const api_request *request, const api_prompt *prompt, bool in_prompt,
+                               int32_t id, str bytes, int64_t offset) {
     const tok *tokenizer = request->config->toka->tok;
     bool special = bytes.n && tokenizer->flag[id] & (in_prompt ? TOK_SPECIAL : TOK_SKIPPED);
-    bool hidden = special && (in_prompt ? !offset && !str_starts(prompt->text, bytes) : !prompt->engine_request.keep_special);
+    bool hidden = special && (in_prompt ? !offset && !str_starts(prompt->text, bytes)
+                                        : !prompt->engine_request.keep_special);
     return hidden ? 0
-               : utf8_count(bytes) -
-                     (!special && !offset && api_drops_space(request, prompt, in_prompt, id, bytes));
+                  : utf8_count(bytes) - (!special && !offset &&
+                                         api_drops_space(request, prompt, in_prompt, id, bytes));
 }
 
 /* Writes {"tokens":[..],"token_logprobs":[..],"top_logprobs":[..],"text_offset":[..]} of the tokens
  * of echo (NULL: no echo), then of t. The first token of a prompt has null for its logprobs.
  * text_offset counts characters of the text from *offset on; *offset is advanced. */
-static void api_put_completion_logprobs(api_request *request, const api_prompt *prompt, const api_tokens *echo,
-                                  const api_tokens *tokens, int64_t *offset, buf *out) {
+static void api_put_completion_logprobs(api_request *request, const api_prompt *prompt,
+                                        const api_tokens *echo, const api_tokens *tokens,
+                                        int64_t *offset, buf *out) {
     const api_tokens *const lists[] = {echo, tokens};
     buf offsets = {0};
     str bytes;
@@ -19729,7 +20420,8 @@ static void api_put_prompt_logprobs(api_request *request, const api_tokens *toke
             json_put_key(out, "rank");
             if (alt || own->rank) json_put_int(out, alt ? alt : own->rank);
             else json_put_null(out);
-            json_put_key(out, "decoded_token"), json_put_str(out, api_token_text(request, token->id, &bytes));
+            json_put_key(out, "decoded_token"),
+                json_put_str(out, api_token_text(request, token->id, &bytes));
             json_put_close(out, '}');
         }
         if (i) json_put_close(out, '}');
@@ -19747,8 +20439,10 @@ static void api_put_base64(buf *out, const char *name, const buf *bytes) {
     for (size_t i = 0; i < bytes->n; i += 3) {
         size_t n_bytes = MIN(bytes->n - i, (size_t)3);
         uint32_t bits = 0;
-        for (size_t j = 0; j < 3; j++) bits = bits << 8 | (j < n_bytes ? (unsigned char)bytes->p[i + j] : 0u);
-        char four[4] = {digits[bits >> 18], digits[bits >> 12 & 63], n_bytes > 1 ? digits[bits >> 6 & 63] : '=',
+        for (size_t j = 0; j < 3; j++)
+            bits = bits << 8 | (j < n_bytes ? (unsigned char)bytes->p[i + j] : 0u);
+        char four[4] = {digits[bits >> 18], digits[bits >> 12 & 63],
+                        n_bytes > 1 ? digits[bits >> 6 & 63] : '=',
                         n_bytes > 2 ? digits[bits & 63] : '='};
         buf_put(out, four, 4);
     }
@@ -19763,8 +20457,9 @@ static void api_put_le32(buf *out, const void *value) { /* 4 bytes, little-endia
 
 /* Writes one packed array over all tokens: the 4 bytes at offset `member` of an api_token, for the
  * entries k0 .. k1 of each token (0: the token; 1 and up: its alternatives). */
-static void api_put_packed_array(api_request *request, buf *out, const char *name, const api_tokens *tokens, size_t offset,
-                          int first_alt, int last_alt) {
+static void api_put_packed_array(api_request *request, buf *out, const char *name,
+                                 const api_tokens *tokens, size_t offset, int first_alt,
+                                 int last_alt) {
     buf *raw = &request->scratch;
     buf_clear(raw);
     for (size_t i = 0; i < api_tokens_n(tokens); i++)
@@ -19773,16 +20468,22 @@ static void api_put_packed_array(api_request *request, buf *out, const char *nam
     api_put_base64(out, name, raw);
 }
 
-static void api_put_packed(api_request *request, const char *name, const api_tokens *tokens, bool sampled,
-                           buf *out) {
+static void api_put_packed(api_request *request, const char *name, const api_tokens *tokens,
+                           bool sampled, buf *out) {
     json_put_key(out, name), json_put_open(out, '{');
     json_put_key(out, "n"), json_put_int(out, (int64_t)api_tokens_n(tokens));
     api_put_packed_array(request, out, "token_ids", tokens, offsetof(api_token, id), 0, 0);
     api_put_packed_array(request, out, "logprobs", tokens, offsetof(api_token, logprob), 0, 0);
-    if (sampled) api_put_packed_array(request, out, "sampled_logprobs", tokens, offsetof(api_token, sampled_logprob), 0, 0);
+    if (sampled)
+        api_put_packed_array(request, out, "sampled_logprobs", tokens,
+                             offsetof(api_token, sampled_logprob), 0, 0);
     json_put_key(out, "top_n"), json_put_int(out, tokens->n_top);
-    if (tokens->n_top) api_put_packed_array(request, out, "top_ids", tokens, offsetof(api_token, id), 1, tokens->n_top);
-    if (tokens->n_top) api_put_packed_array(request, out, "top_logprobs", tokens, offsetof(api_token, logprob), 1, tokens->n_top);
+    if (tokens->n_top)
+        api_put_packed_array(request, out, "top_ids", tokens, offsetof(api_token, id), 1,
+                             tokens->n_top);
+    if (tokens->n_top)
+        api_put_packed_array(request, out, "top_logprobs", tokens, offsetof(api_token, logprob), 1,
+                             tokens->n_top);
     json_put_close(out, '}');
 }
 
@@ -19792,28 +20493,32 @@ static bool api_wants_tokens(const api_request *request) {
     return request->want_ids || request->want_logprobs || request->packed;
 }
 
-static void api_put_logprobs(api_request *request, const api_tokens *echo, api_choice *choice, buf *out) {
+static void api_put_logprobs(api_request *request, const api_tokens *echo, api_choice *choice,
+                             buf *out) {
     json_put_key(out, "logprobs");
     if (!request->want_logprobs || request->packed) json_put_null(out);
     else if (request->chat) api_put_chat_logprobs(request, &choice->tokens, out);
     else
-        api_put_completion_logprobs(request, &request->prompts[(choice - request->choices) / request->n_samples], echo, &choice->tokens, &choice->text_offset,
-                              out);
+        api_put_completion_logprobs(
+            request, &request->prompts[(choice - request->choices) / request->n_samples], echo,
+            &choice->tokens, &choice->text_offset, out);
 }
 
 /* Writes finish_reason (null if the choice has not ended) and, in live answers, stop_reason: the
  * text of `stop` or the id of stop_token_ids that ended the choice; null if an end id of the model
  * or the length ended it. If it stopped without a text or an id, no token was left to sample. */
-static void api_put_finish(const api_request *request, const api_choice *choice, const api_prompt *prompt, bool ended,
-                           buf *out) {
+static void api_put_finish(const api_request *request, const api_choice *choice,
+                           const api_prompt *prompt, bool ended, buf *out) {
     json_put_key(out, "finish_reason");
     if (!ended) json_put_null(out);
     else json_put_str(out, choice->finish == TOKA_STOP ? STR("stop") : STR("length"));
     if (!request->config->live) return;
     json_put_key(out, "stop_reason");
     bool asked = ended && choice->stop_id >= 0 &&
-                 samp_is_listed(prompt->engine_request.sampling.stop_ids, prompt->engine_request.sampling.n_stop_ids, choice->stop_id);
-    if (ended && choice->stop_text >= 0) json_put_str(out, str_c(prompt->engine_request.sampling.stop[choice->stop_text]));
+                 samp_is_listed(prompt->engine_request.sampling.stop_ids,
+                                prompt->engine_request.sampling.n_stop_ids, choice->stop_id);
+    if (ended && choice->stop_text >= 0)
+        json_put_str(out, str_c(prompt->engine_request.sampling.stop[choice->stop_text]));
     else if (asked) json_put_int(out, choice->stop_id);
     else if (ended && choice->finish == TOKA_STOP && choice->stop_id < 0)
         json_put_str(out, STR("nothing is left to draw"));
@@ -19834,11 +20539,12 @@ static void api_put_choice_ids(api_request *request, api_choice *choice, buf *ou
  * after the choices of a chat. */
 static void api_put_prompt(api_request *request, api_prompt *prompt, buf *out) {
     if (request->packed && (request->want_ids || prompt->engine_request.prompt_logprobs)) {
-        if (!prompt->logprobs.data.n) { /* only ids were computed: NaN says that there are no logprobs */
+        /* only ids were computed: NaN says that there are no logprobs */
+        if (!prompt->logprobs.data.n) {
             prompt->logprobs.n_top = 0;
             for (size_t i = 0; i < prompt->ids.n; i++)
-                buf_put(&prompt->logprobs.data, &(api_token){.id = prompt->ids.p[i], .logprob = NAN},
-                        sizeof(api_token));
+                buf_put(&prompt->logprobs.data,
+                        &(api_token){.id = prompt->ids.p[i], .logprob = NAN}, sizeof(api_token));
         }
         api_put_packed(request, "prompt_packed", &prompt->logprobs, false, out);
         return;
@@ -19860,8 +20566,11 @@ static void api_put_choice(api_request *request, int index, buf *out) {
         json_put_close(out, '}');
     } else {
         buf_clear(&request->scratch);
-        if (request->echo) buf_str(&request->scratch, prompt->text), buf_str(&request->scratch, buf_view(&choice->text));
-        json_put_key(out, "text"), json_put_str(out, buf_view(request->echo ? &request->scratch : &choice->text));
+        if (request->echo)
+            buf_str(&request->scratch, prompt->text),
+                buf_str(&request->scratch, buf_view(&choice->text));
+        json_put_key(out, "text"),
+            json_put_str(out, buf_view(request->echo ? &request->scratch : &choice->text));
     }
     api_put_logprobs(request, request->echo ? &prompt->logprobs : NULL, choice, out);
     api_put_finish(request, choice, prompt, true, out);
@@ -19874,7 +20583,8 @@ static void api_put_usage(const api_request *request, buf *out) {
     json_put_key(out, "usage"), json_put_open(out, '{');
     json_put_key(out, "prompt_tokens"), json_put_int(out, request->n_prompt_tokens);
     json_put_key(out, "completion_tokens"), json_put_int(out, request->n_output_tokens);
-    json_put_key(out, "total_tokens"), json_put_int(out, request->n_prompt_tokens + request->n_output_tokens);
+    json_put_key(out, "total_tokens"),
+        json_put_int(out, request->n_prompt_tokens + request->n_output_tokens);
     if (request->config->live) {
         json_put_key(out, "prompt_tokens_details"), json_put_open(out, '{');
         json_put_key(out, "cached_tokens"), json_put_int(out, request->n_cached_tokens);
@@ -19895,14 +20605,16 @@ static void api_put_head(const api_request *request, buf *out) {
     json_put_key(out, "created"), json_put_int(out, request->created);
     json_put_key(out, "model"), json_put_str(out, request->model);
     if (request->config->live && request->config->fingerprint)
-        json_put_key(out, "system_fingerprint"), json_put_str(out, str_c(request->config->fingerprint));
+        json_put_key(out, "system_fingerprint"),
+            json_put_str(out, str_c(request->config->fingerprint));
     json_put_key(out, "choices"), json_put_open(out, '[');
 }
 
 /* ---- Streaming ---- */
 
 static void api_chunk_open(api_request *request, buf *out) {
-    if (!request->chunk_prefix.n) buf_c(&request->chunk_prefix, "data: "), api_put_head(request, &request->chunk_prefix);
+    if (!request->chunk_prefix.n)
+        buf_c(&request->chunk_prefix, "data: "), api_put_head(request, &request->chunk_prefix);
     buf_str(out, buf_view(&request->chunk_prefix));
 }
 /* prompt: the part whose prompt members are to be written, or NULL. */
@@ -19927,7 +20639,8 @@ static void api_put_first_chunk(api_request *request, int index, buf *out) {
     else json_put_key(out, "text"), json_put_str(out, prompt->text);
     json_put_key(out, "logprobs");
     if (request->echo && request->want_logprobs && !request->packed)
-        api_put_completion_logprobs(request, prompt, &prompt->logprobs, &none, &choice->text_offset, out);
+        api_put_completion_logprobs(request, prompt, &prompt->logprobs, &none, &choice->text_offset,
+                                    out);
     else json_put_null(out);
     api_put_finish(request, choice, prompt, false, out);
     if (!request->chat) api_put_prompt(request, prompt, out);
@@ -19961,9 +20674,11 @@ static void api_put_chunk(api_request *request, int index, str text, buf *out) {
  * end to report. */
 static void api_put_token_chunks(api_request *request, int index, str text, buf *out) {
     api_choice *choice = &request->choices[index];
-    if (!choice->begun && (request->chat || request->echo || request->want_ids)) api_put_first_chunk(request, index, out);
+    if (!choice->begun && (request->chat || request->echo || request->want_ids))
+        api_put_first_chunk(request, index, out);
     choice->begun = true;
-    if (text.n || choice->tokens.data.n || choice->finish != TOKA_RUNNING) api_put_chunk(request, index, text, out);
+    if (text.n || choice->tokens.data.n || choice->finish != TOKA_RUNNING)
+        api_put_chunk(request, index, text, out);
     buf_clear(&choice->tokens.data);
 }
 
@@ -19979,7 +20694,8 @@ static void api_end_choice(api_request *request, api_choice *choice, const api_r
 }
 
 /* Handles a record of a sample: a token, its end, or both. */
-static void api_feed_sample(api_request *request, api_prompt *prompt, const api_record *record, str rest, buf *out) {
+static void api_feed_sample(api_request *request, api_prompt *prompt, const api_record *record,
+                            str rest, buf *out) {
     int index = prompt->first_choice + record->sample;
     api_choice *choice = &request->choices[index];
     const size_t before = choice->text.n + choice->tokens.data.n;
@@ -19993,18 +20709,21 @@ static void api_feed_sample(api_request *request, api_prompt *prompt, const api_
     }
     if (record->has_text) buf_put(text, rest.p + rest.n - record->n_text, record->n_text);
     else if (request->config->toka->tok) {
-        if (record->id >= 0 && (record->stop_id < 0 || prompt->engine_request.sampling.include_stop))
+        if (record->id >= 0 &&
+            (record->stop_id < 0 || prompt->engine_request.sampling.include_stop))
             tok_stream_put(&choice->stream, record->id, text);
         if (record->finish != TOKA_RUNNING) tok_stream_end(&choice->stream, text);
     }
     if (record->finish != TOKA_RUNNING) api_end_choice(request, choice, record);
-    if (request->stream && !request->failure) api_put_token_chunks(request, index, buf_view(&request->token_text), out);
+    if (request->stream && !request->failure)
+        api_put_token_chunks(request, index, buf_view(&request->token_text), out);
     request->held_bytes += choice->text.n + choice->tokens.data.n - before;
 }
 
 /* Handles a record of a prompt: a token, its end, or both. If the call samples no tokens, the end
  * of the prompt ends its choices. */
-static void api_feed_prompt(api_request *request, api_prompt *prompt, const api_record *record, str rest, buf *out) {
+static void api_feed_prompt(api_request *request, api_prompt *prompt, const api_record *record,
+                            str rest, buf *out) {
     if (record->id >= 0) {
         api_tokens_add(&prompt->logprobs, record, rest);
         prompt->n_logprobs++;
@@ -20012,14 +20731,16 @@ static void api_feed_prompt(api_request *request, api_prompt *prompt, const api_
     }
     for (int i = 0; i < request->n_samples && record->finish != TOKA_RUNNING; i++) {
         api_end_choice(request, &request->choices[prompt->first_choice + i], record);
-        if (request->stream && !request->failure) api_put_token_chunks(request, prompt->first_choice + i, STR(""), out);
+        if (request->stream && !request->failure)
+            api_put_token_chunks(request, prompt->first_choice + i, STR(""), out);
     }
 }
 
 /* Handles the records that waited for the prompt of their part, and frees them. */
 static void api_feed_waiting(api_request *request, api_prompt *prompt, buf *out) {
     size_t n_bytes;
-    for (str records = buf_view(&prompt->waiting), rest; records.n; records = str_sub(records, n_bytes, records.n)) {
+    for (str records = buf_view(&prompt->waiting), rest; records.n;
+         records = str_sub(records, n_bytes, records.n)) {
         api_record record = api_unpack_record(records, &rest, &n_bytes);
         api_feed_sample(request, prompt, &record, rest, out);
     }
@@ -20039,12 +20760,14 @@ static size_t api_feed_until(api_request *request, str records, size_t max_bytes
         str remaining = str_sub(records, used, records.n);
         api_record record = api_unpack_record(remaining, &rest, &n_bytes);
         api_prompt *prompt = &request->prompts[record.prompt];
-        bool must_wait = request->stream && prompt->engine_request.prompt_logprobs && prompt->n_logprobs < (int)prompt->ids.n;
+        bool must_wait = request->stream && prompt->engine_request.prompt_logprobs &&
+                         prompt->n_logprobs < (int)prompt->ids.n;
         if (record.sample == TOKA_PROMPT) api_feed_prompt(request, prompt, &record, rest, out);
         else if (must_wait && !request->failure && record.finish < TOKA_CANCELLED)
             buf_put(&prompt->waiting, remaining.p, n_bytes), request->held_bytes += n_bytes;
         else api_feed_sample(request, prompt, &record, rest, out);
-        if (must_wait && prompt->n_logprobs == (int)prompt->ids.n) api_feed_waiting(request, prompt, out);
+        if (must_wait && prompt->n_logprobs == (int)prompt->ids.n)
+            api_feed_waiting(request, prompt, out);
     }
     for (int i = 0; i < request->n_prompts && request->stream && request->failure; i++)
         api_feed_waiting(request, &request->prompts[i], out);
@@ -20081,9 +20804,11 @@ static void api_put_error(buf *out, int status, const char *message, const char 
 
 /* Estimates the bytes that the JSON of a whole answer takes while it is made. */
 static size_t api_answer_bytes(const api_request *request) {
-    double bytes = (double)request->n_output_tokens * api_token_bytes(request) + (double)request->held_bytes;
+    double bytes = (double)request->n_output_tokens * api_token_bytes(request) +
+                   (double)request->held_bytes;
     for (int i = 0; i < request->n_prompts; i++)
-        bytes += api_prompt_bytes(request, &request->prompts[i]) * (request->chat ? 1 : request->n_samples);
+        bytes += api_prompt_bytes(request, &request->prompts[i]) *
+                 (request->chat ? 1 : request->n_samples);
     return (size_t)bytes;
 }
 
@@ -20143,7 +20868,8 @@ static void api_put_model(const api_config *config, const char *name, int64_t cr
  * is no such model. */
 static bool api_put_models(const api_config *config, str id, int64_t created, buf *out) {
     for (int i = 0; i < config->n_names && id.n; i++)
-        if (str_is(id, config->names[i])) return api_put_model(config, config->names[i], created, out), true;
+        if (str_is(id, config->names[i]))
+            return api_put_model(config, config->names[i], created, out), true;
     if (id.n) return false;
     json_put_open(out, '{');
     json_put_key(out, "object"), json_put_str(out, STR("list"));
@@ -20157,7 +20883,9 @@ static bool api_put_models(const api_config *config, str id, int64_t created, bu
 static int api_put_tokenized(api_request *request, const api_body *body, buf *out, toka_err *e) {
     ids tokens = {0};
     str text, bytes;
-    int code = body->prompt && body->prompt->type != JSON_STRING ? API_INVALID("prompt: expected a text") : 0;
+    int code = body->prompt && body->prompt->type != JSON_STRING
+                   ? API_INVALID("prompt: expected a text")
+                   : 0;
     if (!code && !body->prompt && !body->messages) code = API_INVALID("prompt: missing");
     if (!code) code = api_encode_prompt(request, body, body->prompt, &tokens, &text, e);
     if (!code) {
@@ -20188,12 +20916,15 @@ static int api_put_detokenized(api_request *request, const api_body *body, buf *
     size_t bytes = 0; /* limits the answer: an id of two bytes may be a text of hundreds of bytes */
     if (!code) code = lib_require_tokenizer(request->config->toka, e);
     for (size_t i = 0; i < tokens.n && !code; i++)
-        bytes += tokens.p[i] < request->config->toka->tok->n_ids ? request->config->toka->tok->text[tokens.p[i]].n : 0;
+        bytes += tokens.p[i] < request->config->toka->tok->n_ids
+                     ? request->config->toka->tok->text[tokens.p[i]].n
+                     : 0;
     if (bytes > request->config->limits.max_bytes)
         code = API_INVALID("tokens: their text has %zu bytes, at most %zu are given", bytes,
                        request->config->limits.max_bytes);
     toka_err why;
-    if (!code && tok_decode(request->config->toka->tok, tokens.p, tokens.n, 0, &request->scratch, &why))
+    if (!code &&
+        tok_decode(request->config->toka->tok, tokens.p, tokens.n, 0, &request->scratch, &why))
         code = API_INVALID("tokens: %.400s", why.msg);
     if (!code) {
         json_put_open(out, '{');
@@ -20211,8 +20942,8 @@ typedef struct api_fault { /* why a body was refused, in the arguments of api_pu
 
 /* Answers a body of /tokenize or /detokenize at once. Returns 0, or a negative code with *fault
  * set. */
-static int api_answer_tokenize(const api_config *config, enum api_route route, str text, buf *out, toka_err *e,
-                      api_fault *fault) {
+static int api_answer_tokenize(const api_config *config, enum api_route route, str text, buf *out,
+                               toka_err *e, api_fault *fault) {
     api_request request = {.config = config};
     api_body body;
     const json *root = json_parse(&request.memory, str_skip_bom(text), config->limits, e);
@@ -20277,7 +21008,8 @@ enum {
                                      this: a node takes two bytes of text at least */
     RUN_KEPT_RESULT_BYTES = 1 << 20,    /* of the writer's buffer, kept for the next line */
     RUN_MIN_INFLIGHT_LINES = 4, /* lines that are in flight even if they have many samples */
-    RUN_PARSE_BYTES_FACTOR = 24   /* bytes of memory that parsing may take for each byte of a line */
+    /* bytes of memory that parsing may take for each byte of a line */
+    RUN_PARSE_BYTES_FACTOR = 24
 };
 static const json_limits run_limits = {128, RUN_MAX_LINE_BYTES};
 
@@ -20288,24 +21020,29 @@ typedef struct run_options { /* what toka batch was asked to do */
     const char *now;      /* the chat template's clock; NULL: local time */
     const char *name;     /* model name in results; NULL: the model's own name */
     toka_request defaults;    /* defaults for what a line does not set */
-    const api_config *api_config; /* OpenAI's batch lines are parsed with it; NULL: made from base */
+    /* OpenAI's batch lines are parsed with it; NULL: made from base */
+    const api_config *api_config;
     int64_t max_answer_bytes; /* memory that a line's answer may take; 0: no limit */
     bool quiet;           /* no progress, no report */
     bool wait_if_full;         /* full disk: keep results in memory and wait; else the run ends */
-    bool hide_folders;          /* clients read the messages: they name files without their folder */
+    /* clients read the messages: they name files without their folder */
+    bool hide_folders;
     atomic_int *interrupted; /* the caller's; not 0: stop (Ctrl-C) */
     int64_t deadline;        /* deadline, seconds since 1970; 0: none */
     bool expired;         /* the deadline has passed: each line left becomes an error record */
-    atomic_llong *n_completed, *n_failed; /* get the number of results and of errors written, those of
+    atomic_llong *n_completed,
+        *n_failed; /* get the number of results and of errors written, those of
                                          earlier runs included; may be NULL */
-    atomic_llong *n_damaged; /* gets the number of output lines that were not results; may be NULL */
+    /* gets the number of output lines that were not results; may be NULL */
+    atomic_llong *n_damaged;
 } run_options;
 
 enum run_outcome { RUN_RETRY, /* files could not be opened for now: try again */
                RUN_INCOMPLETE,    /* stopped, or failed on the way */
                RUN_COMPLETE };   /* every line has its result or error */
 
-typedef struct run_id_hash { /* hash of a custom_id: FNV-1a of 128 bits, the same on every machine */
+/* hash of a custom_id: FNV-1a of 128 bits, the same on every machine */
+typedef struct run_id_hash {
     uint64_t hi, lo;
 } run_id_hash;
 
@@ -20342,8 +21079,9 @@ typedef struct run_line { /* one request, from reading it to writing its result 
     uint64_t line_hash; /* run_line_hash of it */
     api_request request;
     size_t bytes;       /* of the input line */
-    buf driver_records;          /* records of events; the driver's, until it moves them to `ready` */
-    buf ready_records;          /* records for the writer; run.lock guards them, in_flight, queued, held
+    /* records of events; the driver's, until it moves them to `ready` */
+    buf driver_records;
+    buf ready_records;      /* records for the writer; run.lock guards them, in_flight, queued, held
                            and the lists below */
     bool in_flight, queued; /* the engine has it; it is in the writer's queue */
     size_t held_bytes;        /* call.held, as counted in run_state.n_flight_held */
@@ -20374,7 +21112,8 @@ typedef struct run_state { /* a running batch */
     int64_t first_changed;    /* number of the first of them */
     bool warned_changed;        /* the user was told about them */
     api_config configs[2]; /* to parse bodies: [0] of short lines, [1] of OpenAI's batch lines */
-    buf warned_fields;          /* names of unknown fields that were warned about, for api_should_report */
+    /* names of unknown fields that were warned about, for api_should_report */
+    buf warned_fields;
     bool warned_model;   /* warned once that a line's "model" is ignored */
     buf other_model;         /* api_put_printable of another model that the output has results of */
     double t_start;           /* start */
@@ -20420,7 +21159,8 @@ static run_table_entry *run_table_find(run_table *table, run_id_hash id_hash) {
         free(old.entries);
     }
     size_t i = (size_t)(id_hash.lo ^ id_hash.hi >> 7) & (table->cap - 1);
-    while (table->entries[i].state && (table->entries[i].id_hash.hi != id_hash.hi || table->entries[i].id_hash.lo != id_hash.lo))
+    while (table->entries[i].state && (table->entries[i].id_hash.hi != id_hash.hi ||
+                                       table->entries[i].id_hash.lo != id_hash.lo))
         i = (i + 1) & (table->cap - 1);
     table->entries[i].id_hash = id_hash;
     return &table->entries[i];
@@ -20433,8 +21173,11 @@ static void run_table_set(run_table *table, run_table_entry *entry, uint64_t sta
 /* ---- Lines of a file ---- */
 
 static void run_input_init(run_input *input, int fd, const char *name, atomic_int *interrupted) {
-    *input = (run_input){.fd = fd, .name = name, .max_bytes = RUN_MAX_LINE_BYTES, .interrupted = interrupted,
-                     .chunk = mem_alloc(RUN_READ_BYTES)};
+    *input = (run_input){.fd = fd,
+                         .name = name,
+                         .max_bytes = RUN_MAX_LINE_BYTES,
+                         .interrupted = interrupted,
+                         .chunk = mem_alloc(RUN_READ_BYTES)};
 }
 static void run_input_free(run_input *input) { free(input->chunk), buf_free(&input->line); }
 static bool run_input_is_stopped(const run_input *input) {
@@ -20509,10 +21252,13 @@ static int run_next_line(run_input *input, str *line, bool *complete, toka_err *
     input->line_bytes = 0;
     while (!found_end) {
         int code = input->pos < input->n_bytes ? 1 : run_input_fill(input, e);
-        if (code < 0 || (!code && run_input_is_stopped(input))) return code; /* stopped: drop half a line */
+        /* stopped: drop half a line */
+        if (code < 0 || (!code && run_input_is_stopped(input))) return code;
         if (!code) break;
-        const char *start = input->chunk + input->pos, *feed = memchr(start, '\n', input->n_bytes - input->pos);
-        size_t n_bytes = feed ? (size_t)(feed - start) : input->n_bytes - input->pos, room = input->max_bytes - input->line.n;
+        const char *start = input->chunk + input->pos,
+                   *feed = memchr(start, '\n', input->n_bytes - input->pos);
+        size_t n_bytes = feed ? (size_t)(feed - start) : input->n_bytes - input->pos,
+               room = input->max_bytes - input->line.n;
         input->too_long |= n_bytes > room;
         run_input_append(input, start, MIN(n_bytes, room));
         input->line_bytes += (int64_t)n_bytes;
@@ -20545,7 +21291,8 @@ static void run_get_custom_id(const json *root, int64_t number, buf *id) {
     if (!value && !run_is_openai_form(root)) value = json_get(root, "id");
     buf_clear(id);
     if (json_is(value, JSON_STRING)) buf_str(id, json_str(value));
-    else if (json_is(value, JSON_NUMBER) && value->is_int) buf_printf(id, "%lld", (long long)value->integer);
+    else if (json_is(value, JSON_NUMBER) && value->is_int)
+        buf_printf(id, "%lld", (long long)value->integer);
     else buf_printf(id, "line-%lld", (long long)number);
 }
 
@@ -20592,11 +21339,12 @@ static void run_count_changed(run_state *run, const run_table_entry *entry, uint
 static void run_warn_changed(run_state *run) {
     if (!run->n_changed || run->warned_changed) return;
     run->warned_changed = true;
-    fprintf(stderr,
-            "toka batch: %s: %lld %s changed since the answers in %s were written, the first is line %lld; "
-            "those answers stay (give another -o to do them again)\n",
-            run->input.name, (long long)run->n_changed, run->n_changed == 1 ? "line has" : "lines have",
-            run->results.path, (long long)run->first_changed);
+    fprintf(
+        stderr,
+        "toka batch: %s: %lld %s changed since the answers in %s were written, the first is line %lld; "
+        "those answers stay (give another -o to do them again)\n",
+        run->input.name, (long long)run->n_changed, run->n_changed == 1 ? "line has" : "lines have",
+        run->results.path, (long long)run->first_changed);
 }
 
 static void run_warn_unknown(void *user, str name) {
@@ -20613,7 +21361,9 @@ static void run_warn_unknown(void *user, str name) {
  * model, whose name results have. Warns once. */
 static void run_warn_model(run_state *run, const json *body) {
     const str model = json_str(json_get(body, "model"));
-    if (run->warned_model || !model.n || run->options->api_config || str_is(model, run->configs[0].name)) return;
+    if (run->warned_model || !model.n || run->options->api_config ||
+        str_is(model, run->configs[0].name))
+        return;
     buf shown = {0};
     api_put_printable(&shown, model);
     fprintf(stderr, "toka batch: line %lld: \"model\" is %s; this and all other lines run on %s\n",
@@ -20668,11 +21418,13 @@ static int run_parse_line(run_line *line, const json *root, toka_err *e) {
     line->request.serial[0] = line->id_hash.hi;
     line->request.serial[1] = line->id_hash.lo;
     run_warn_model(line->run, body);
-    code = api_parse_json(&line->run->configs[run_is_openai_form(root)], route, body, &line->request, e);
+    code = api_parse_json(&line->run->configs[run_is_openai_form(root)], route, body,
+                          &line->request, e);
     /* a server's batch has a negative priority: none of its lines gets ahead of waiting clients */
     const int max_priority = line->run->options->defaults.priority;
     for (int i = 0; i < line->request.n_prompts && max_priority < 0; i++)
-        line->request.prompts[i].engine_request.priority = MIN(line->request.prompts[i].engine_request.priority, max_priority);
+        line->request.prompts[i].engine_request.priority = MIN(
+            line->request.prompts[i].engine_request.priority, max_priority);
     if (code) line->error = line->request.unsupported ? "unsupported" : "invalid_request";
     else if (line->request.stream) {
         code = RUN_FAIL(line, "unsupported", "stream is not supported in a batch");
@@ -20684,11 +21436,17 @@ static int run_parse_line(run_line *line, const json *root, toka_err *e) {
 
 static void run_init_configs(run_state *run) {
     static const char *const caller_fields[] = {"custom_id", "id", NULL};
-    run->configs[0] = (api_config){.toka = run->toka, .name = run->options->name ? run->options->name : run->toka->files->name,
-                               .caller_fields = caller_fields, .defaults = run->options->defaults,
-                               .max_len = run->toka->shape.max_len, .now = run->options->now,
-                               .limits = run_limits, .max_answer_bytes = run->options->max_answer_bytes,
-                               .on_unknown_field = run_warn_unknown, .user = run};
+    run->configs[0] = (api_config){.toka = run->toka,
+                                   .name = run->options->name ? run->options->name
+                                                              : run->toka->files->name,
+                                   .caller_fields = caller_fields,
+                                   .defaults = run->options->defaults,
+                                   .max_len = run->toka->shape.max_len,
+                                   .now = run->options->now,
+                                   .limits = run_limits,
+                                   .max_answer_bytes = run->options->max_answer_bytes,
+                                   .on_unknown_field = run_warn_unknown,
+                                   .user = run};
     run->configs[1] = run->options->api_config ? *run->options->api_config : run->configs[0];
     run->configs[1].completion_tokens = 16; /* the API's default */
     run->configs[1].live = false;           /* an output line depends on its input line alone */
@@ -20733,7 +21491,8 @@ static int run_on_event(void *user, const toka_event *ev) {
     const api_prompt *prompt = user;
     run_line *line = prompt->request->user;
     api_pack_event(prompt, ev, &line->driver_records);
-    if ((ev->finish == TOKA_RUNNING || ev->more) && line->driver_records.n < RUN_FLUSH_BYTES) return 0;
+    if ((ev->finish == TOKA_RUNNING || ev->more) && line->driver_records.n < RUN_FLUSH_BYTES)
+        return 0;
     pthread_mutex_lock(&line->run->lock);
     if (!line->ready_records.n) {
         buf empty = line->ready_records;
@@ -20749,7 +21508,8 @@ static int run_on_event(void *user, const toka_event *ev) {
 }
 
 static void run_cancel_line(run_state *run, const run_line *line) {
-    for (int i = 0; i < line->request.n_prompts; i++) toka_cancel(run->toka, line->request.prompts[i].engine_id);
+    for (int i = 0; i < line->request.n_prompts; i++)
+        toka_cancel(run->toka, line->request.prompts[i].engine_id);
 }
 
 /* Stops the batch and cancels in-flight lines. e NULL: Ctrl-C. With run.lock held. */
@@ -20757,7 +21517,8 @@ static void run_stop(run_state *run, const toka_err *e) {
     if (run->stopped) return;
     run->stopped = true;
     if (e) run->err = *e;
-    for (run_line *line = run->inflight; line; line = line->next_inflight) run_cancel_line(run, line);
+    for (run_line *line = run->inflight; line; line = line->next_inflight)
+        run_cancel_line(run, line);
     pthread_cond_broadcast(&run->wake);
 }
 
@@ -20776,9 +21537,11 @@ static bool run_device_failed(run_state *run, toka_err *e) {
 static bool run_wait_for_room(run_state *run) {
     int64_t max_samples = 4 * (int64_t)run->toka->engine->max_seqs;
     pthread_mutex_lock(&run->lock);
-    while (!run->stopped && ((run->n_inflight_samples >= max_samples && run->n_inflight_lines >= RUN_MIN_INFLIGHT_LINES) ||
-                           (run->n_inflight_bytes > RUN_MAX_INFLIGHT_BYTES && run->n_inflight_lines) ||
-                           (run->n_inflight_held > run->max_inflight_held && run->n_inflight_lines)))
+    while (!run->stopped &&
+           ((run->n_inflight_samples >= max_samples &&
+             run->n_inflight_lines >= RUN_MIN_INFLIGHT_LINES) ||
+            (run->n_inflight_bytes > RUN_MAX_INFLIGHT_BYTES && run->n_inflight_lines) ||
+            (run->n_inflight_held > run->max_inflight_held && run->n_inflight_lines)))
         pthread_cond_wait(&run->wake, &run->lock);
     bool go_on = !run->stopped;
     pthread_mutex_unlock(&run->lock);
@@ -20797,8 +21560,8 @@ static int run_submit_line(run_state *run, run_line *line, toka_err *e) {
     run->inflight = line;
     for (int i = 0; i < request->n_prompts; i++) {
         if (!code)
-            code = toka_submit(run->toka, &request->prompts[i].engine_request, run_on_event, &request->prompts[i],
-                               &request->prompts[i].engine_id, e);
+            code = toka_submit(run->toka, &request->prompts[i].engine_request, run_on_event,
+                               &request->prompts[i], &request->prompts[i].engine_id, e);
         if (code) api_pack_ends(&request->prompts[i], TOKA_CANCELLED, &line->ready_records);
     }
     if (!code) return 0;
@@ -20827,9 +21590,10 @@ static int run_start_line(run_state *run, run_line *line, int code, toka_err *e)
     return failure;
 }
 
-static int run_fail_duplicate(const run_state *run, int64_t number, const run_table_entry *entry, str id, toka_err *e) {
-    return fail(e, TOKA_E_USE, "%s: lines %lld and %lld have the same custom_id '%.*s'", run->input.name,
-                (long long)(entry->state >> 1), (long long)number, STRF(id));
+static int run_fail_duplicate(const run_state *run, int64_t number, const run_table_entry *entry,
+                              str id, toka_err *e) {
+    return fail(e, TOKA_E_USE, "%s: lines %lld and %lld have the same custom_id '%.*s'",
+                run->input.name, (long long)(entry->state >> 1), (long long)number, STRF(id));
 }
 
 /* Handles one input line: skips it if its id has a result, else starts it. Returns 0, or an error
@@ -20916,7 +21680,9 @@ static void run_put_result(run_line *line, buf *out) {
         json_put_key(out, "status_code"), json_put_int(out, line->error ? request->status : 200);
         run_put_hash_id(out, "request_id", "req_", line->id_hash);
         json_put_key(out, "body");
-        if (line->error) api_put_error(out, request->status, line->message, request->type, request->param, request->code);
+        if (line->error)
+            api_put_error(out, request->status, line->message, request->type, request->param,
+                          request->code);
         else api_finish(&line->request, out);
         json_put_close(out, '}');
     }
@@ -20977,7 +21743,8 @@ static int run_check_weight_files(run_state *run, toka_err *e) {
 /* ---- Writer ---- */
 
 static bool run_must_stop(const run_state *run) {
-    return *run->options->interrupted || (run->options->deadline && time(NULL) >= run->options->deadline);
+    return *run->options->interrupted ||
+           (run->options->deadline && time(NULL) >= run->options->deadline);
 }
 
 /* The disk is full: waits a second. Returns true if the write should be tried again, false if
@@ -20997,7 +21764,8 @@ static int run_write_all(run_state *run, run_output *output, str text, toka_err 
     for (size_t pos = 0; pos < text.n;) {
         struct pollfd poll_fd = {.fd = output->fd, .events = POLLOUT};
         if (!output->is_file && poll(&poll_fd, 1, 200) <= 0) {
-            if (*run->options->interrupted) return fail(e, TOKA_E_CANCELLED, "%s: interrupted", output->path);
+            if (*run->options->interrupted)
+                return fail(e, TOKA_E_CANCELLED, "%s: interrupted", output->path);
             continue;
         }
         ssize_t n_written = write(output->fd, text.p + pos,
@@ -21011,8 +21779,8 @@ static int run_write_all(run_state *run, run_output *output, str text, toka_err 
             if (pos && output->is_file && ftruncate(output->fd, output->bytes)) errno = why;
             if (waits) return fail(e, TOKA_E_CANCELLED, "%s: %s", output->path, strerror(why));
             const char *next = output->is_file ? ", the same command goes on from there" : "";
-            return fail(e, TOKA_E_IO, "%s: %s; %lld lines are written%s", output->path, strerror(why),
-                        (long long)(run->n_done_before + run->n_written), next);
+            return fail(e, TOKA_E_IO, "%s: %s; %lld lines are written%s", output->path,
+                        strerror(why), (long long)(run->n_done_before + run->n_written), next);
         }
         pos += (size_t)n_written;
     }
@@ -21126,7 +21894,8 @@ static const str run_result_after_id = {",\"response\":", 12};
 static str run_find_result_id(str line) {
     const str name = STR("\",\"custom_id\":");
     size_t start = run_result_prefix.n + 32 + name.n, end = start + 1;
-    if (!str_starts(line, run_result_prefix) || line.n <= end || line.p[start] != '"') return (str){0};
+    if (!str_starts(line, run_result_prefix) || line.n <= end || line.p[start] != '"')
+        return (str){0};
     if (!str_starts(str_sub(line, start - name.n, line.n), name)) return (str){0};
     while (end < line.n && line.p[end] != '"') end += line.p[end] == '\\' ? 2 : 1;
     return end < line.n && str_starts(str_sub(line, end + 1, line.n), run_result_after_id)
@@ -21165,8 +21934,8 @@ static bool run_is_result(const json *root) {
 static bool run_read_result(run_state *run, const run_input *input, str line, arena *memory,
                             run_result *result) {
     toka_err ignored;
-    const json *root = json_parse(memory, input->too_long ? run_find_result_id(line) : line, json_trusted,
-                                  &ignored);
+    const json *root = json_parse(memory, input->too_long ? run_find_result_id(line) : line,
+                                  json_trusted, &ignored);
     const json *value = input->too_long ? root : json_get(root, "custom_id");
     if (!json_is(value, JSON_STRING)) return false;
     if (!input->too_long && !run_is_result(root)) return false;
@@ -21178,7 +21947,8 @@ static bool run_read_result(run_state *run, const run_input *input, str line, ar
     const str model = input->too_long ? (str){0}
                                    : json_str(json_get(json_get(json_get(root, "response"), "body"),
                                                        "model"));
-    if (model.n && !run->other_model.n && !run->options->api_config && !str_is(model, run->configs[0].name))
+    if (model.n && !run->other_model.n && !run->options->api_config &&
+        !str_is(model, run->configs[0].name))
         api_put_printable(&run->other_model, model);
     return true;
 }
@@ -21190,7 +21960,8 @@ typedef struct run_byte_range { /* a range of bytes of a file */
 typedef struct run_scan { /* state while reading what earlier runs wrote */
     run_input input;
     run_result result;
-    run_byte_range line;  /* of the line last read; its line feed counts, even where it is missing */
+    /* of the line last read; its line feed counts, even where it is missing */
+    run_byte_range line;
     bool whole;     /* a line feed ends the line */
     bool bad;       /* the line is not a result */
     bool begins_as_result;      /* the line is bad, and is empty or begins as a result does */
@@ -21213,7 +21984,8 @@ static void run_scan_line(run_state *run, run_scan *scan, str line, bool complet
     arena memory = {0};
     scan->line = (run_byte_range){scan->line.to, scan->line.to + scan->input.line_bytes + 1};
     scan->whole = complete;
-    scan->bad = (!scan->whole && scan->input.too_long) || !run_read_result(run, &scan->input, line, &memory, &scan->result);
+    scan->bad = (!scan->whole && scan->input.too_long) ||
+                !run_read_result(run, &scan->input, line, &memory, &scan->result);
     arena_free(&memory);
     const run_id_hash id_hash = run_hash_text(buf_view(&scan->result.custom_id));
     run_table_entry *entry = scan->bad ? NULL : run_table_find(&run->seen, id_hash);
@@ -21259,8 +22031,8 @@ static void run_warn_output(run_state *run, const run_scan *scan, const run_outp
                 (long long)scan->first_bad, action);
     if (scan->n_duplicates)
         fprintf(stderr, "toka batch: %s: %lld %s the custom_id of an earlier one; they %s\n",
-                output->path, (long long)scan->n_duplicates, scan->n_duplicates == 1 ? "result has" : "results have",
-                action);
+                output->path, (long long)scan->n_duplicates,
+                scan->n_duplicates == 1 ? "result has" : "results have", action);
     if (run->other_model.n)
         fprintf(stderr,
                 "toka batch: %s has results of the model %s, which stay; the rest runs on %s\n",
@@ -21271,7 +22043,8 @@ static void run_warn_output(run_state *run, const run_scan *scan, const run_outp
 static bool run_copy_bytes(int to_fd, int from_fd, run_byte_range range) {
     off_t pos = (off_t)range.from;
     while (pos < range.to) {
-        ssize_t n_copied = sendfile(to_fd, from_fd, &pos, (size_t)MIN(range.to - pos, (int64_t)1 << 30));
+        ssize_t n_copied = sendfile(to_fd, from_fd, &pos,
+                                    (size_t)MIN(range.to - pos, (int64_t)1 << 30));
         if (n_copied == 0) errno = EIO; /* the file became shorter meanwhile */
         if (n_copied == 0 || (n_copied < 0 && errno != EINTR)) return false;
     }
@@ -21316,15 +22089,18 @@ static int run_scan_output(run_state *run, run_output *output, atomic_llong *cou
     int code;
     run_input_init(&scan.input, output->fd, output->path, run->options->interrupted);
     scan.input.max_bytes = RUN_MAX_RESULT_BYTES; /* a result holds all samples of a request */
-    while ((code = run_next_line(&scan.input, &line, &complete, e)) > 0) run_scan_line(run, &scan, line, complete);
-    if (!code && *run->options->interrupted) { /* the reading was cut short: the last line may be, too */
+    while ((code = run_next_line(&scan.input, &line, &complete, e)) > 0)
+        run_scan_line(run, &scan, line, complete);
+    /* the reading was cut short: the last line may be, too */
+    if (!code && *run->options->interrupted) {
         code = fail(e, TOKA_E_CANCELLED, "%s: interrupted", output->path);
     }
     if (!code && scan.any_foreign && !scan.n_results && !run->options->errors)
         code = fail(e, TOKA_E_INPUT, "%s: not a result file of toka batch; give another -o",
                     output->path);
     if (!code) code = run_repair_last_line(run, &scan, output, e);
-    if (!code && run->options->errors && scan.removed.n) code = run_remove_lines(run, &scan, output, e);
+    if (!code && run->options->errors && scan.removed.n)
+        code = run_remove_lines(run, &scan, output, e);
     if (!code) run_warn_output(run, &scan, output);
     run->n_damaged += scan.n_bad;
     if (!code && count) *count = scan.n_results; /* set once: other threads read it meanwhile */
@@ -21342,7 +22118,9 @@ static const char *run_display_name(const run_options *options, const char *path
 /* Fails with errno. EINTR: Ctrl-C, while open() waited for the other end of a named pipe. */
 static int run_fail_open(const char *path, toka_err *e) {
     if (errno == EISDIR) return fail(e, TOKA_E_INPUT, "%s is a directory, expected a file", path);
-    int code = errno == EINTR ? TOKA_E_CANCELLED : os_is_resource_error(errno) ? TOKA_E_IO : TOKA_E_INPUT;
+    int code = errno == EINTR                ? TOKA_E_CANCELLED
+               : os_is_resource_error(errno) ? TOKA_E_IO
+                                             : TOKA_E_INPUT;
     return fail(e, code, "%s: %s", path, strerror(errno));
 }
 
@@ -21351,8 +22129,8 @@ static bool run_is_same_file(int fd, const struct stat *file) {
     return !fstat(fd, &st) && st.st_dev == file->st_dev && st.st_ino == file->st_ino;
 }
 
-static int run_open_output(run_state *run, run_output *output, const char *path, atomic_llong *count,
-                           toka_err *e) {
+static int run_open_output(run_state *run, run_output *output, const char *path,
+                           atomic_llong *count, toka_err *e) {
     struct stat st;
     *output = (run_output){.path = run_display_name(run->options, path), .fd = 1};
     if (!strcmp(path, "-")) return 0;
@@ -21365,8 +22143,8 @@ static int run_open_output(run_state *run, run_output *output, const char *path,
     if (run_is_same_file(run->input.fd, &st))
         return fail(e, TOKA_E_USE, "%s is the input and the output", output->path);
     struct flock whole_file = {.l_type = F_WRLCK, .l_whence = SEEK_SET};
-    for (int tries = 0; fcntl(output->fd, F_SETLK, &whole_file) && (errno == EACCES || errno == EAGAIN);
-         tries++) {
+    for (int tries = 0;
+         fcntl(output->fd, F_SETLK, &whole_file) && (errno == EACCES || errno == EAGAIN); tries++) {
         if (tries == 30 || atomic_load(run->options->interrupted))
             return fail(e, TOKA_E_USE, "%s: another toka batch is writing it", output->path);
         usleep(100000); /* a process that was just killed holds the lock until it is cleaned up */
@@ -21404,7 +22182,8 @@ static int run_scan_input(run_state *run, toka_err *e) {
             break;
         }
         run->n_done_before += entry->state & 1;
-        run_table_set(&run->seen, entry, (uint64_t)run->input.line_number << 1 | (entry->state & 1));
+        run_table_set(&run->seen, entry,
+                      (uint64_t)run->input.line_number << 1 | (entry->state & 1));
         n_lines++;
     }
     buf_free(&id);
@@ -21428,7 +22207,8 @@ static int run_check_report(const run_state *run, toka_err *e) {
     bool exists = !stat(path, &st), regular = exists && S_ISREG(st.st_mode);
     if (regular && (run_is_same_file(run->input.fd, &st) || run_is_same_file(run->results.fd, &st)))
         return fail(e, TOKA_E_USE, "%s is the report and the input or the output", path);
-    if (exists && !regular && !S_ISDIR(st.st_mode)) return 0; /* a pipe; its reader may come later */
+    /* a pipe; its reader may come later */
+    if (exists && !regular && !S_ISDIR(st.st_mode)) return 0;
     int fd = open(path, O_WRONLY | O_CREAT | O_CLOEXEC, 0666);
     if (fd < 0) return run_fail_open(path, e);
     close(fd);
@@ -21439,12 +22219,14 @@ static int run_open(run_state *run, toka_err *e) {
     bool is_stdin = !strcmp(run->options->in, "-");
     int fd = is_stdin ? 0 : open(run->options->in, O_RDONLY | O_CLOEXEC);
     run->results.fd = run->errors.fd = -1;
-    run_input_init(&run->input, fd, is_stdin ? "standard input" : run_display_name(run->options, run->options->in),
+    run_input_init(&run->input, fd,
+                   is_stdin ? "standard input" : run_display_name(run->options, run->options->in),
                    run->options->interrupted);
     run->input.stopped = &run->stopped;
     if (fd < 0) return run_fail_open(run->input.name, e);
     int code = run_open_output(run, &run->results, run->options->out, run->options->n_completed, e);
-    if (!code && run->options->errors) code = run_open_output(run, &run->errors, run->options->errors, run->options->n_failed, e);
+    if (!code && run->options->errors)
+        code = run_open_output(run, &run->errors, run->options->errors, run->options->n_failed, e);
     if (!code && run->options->report) code = run_check_report(run, e);
     if (!code) code = run_scan_input(run, e);
     if (!code) run_warn_changed(run);
@@ -21529,7 +22311,8 @@ static void *run_probe_thread(void *user) {
         before = now;
         for (size_t i = 0; i + 8 <= probe->n_words; i += 8)
             for (int j = 0; j < 8; j++) sum[j] += probe->words[i + (size_t)j];
-        double done = probe->words ? (double)(probe->n_words * sizeof *probe->words) : run_fma(probe->device, values);
+        double done = probe->words ? (double)(probe->n_words * sizeof *probe->words)
+                                   : run_fma(probe->device, values);
         now = os_now();
         probe->best_rate = MAX(probe->best_rate, done / (now - before));
     } while (now < end);
@@ -21553,9 +22336,10 @@ static double run_probe_rate(const eng *engine, size_t bytes) {
     double rate = 0;
     if (memory) memset(memory, 1, n_words * sizeof *memory);
     for (int i = 0; i < n_threads; i++)
-        probes[i] = (run_probe){memory ? memory + n_words / (size_t)n_threads * (size_t)i : NULL, n_words / (size_t)n_threads, device,
-                           0, 0};
-    while (started < n_threads && !pthread_create(&threads[started], NULL, run_probe_thread, &probes[started]))
+        probes[i] = (run_probe){memory ? memory + n_words / (size_t)n_threads * (size_t)i : NULL,
+                                n_words / (size_t)n_threads, device, 0, 0};
+    while (started < n_threads &&
+           !pthread_create(&threads[started], NULL, run_probe_thread, &probes[started]))
         started++;
     run_probe_thread(&probes[0]);
     for (int i = 1; i < started; i++) pthread_join(threads[i], NULL);
@@ -21704,10 +22488,13 @@ static void run_report_rank(run_report *report, model_grid *model, int replica, 
     if (report->n_ranks == RUN_RANKS || !model_device_times(model, rank, &times)) return;
     run_extrapolate_ops(&times);
     const double wall_s = times.busy_s + times.idle_s;
-    report->ranks[report->n_ranks++] = (run_rank_shares){replica, rank / model->tp, rank % model->tp,
-                                        run_ratio(times.idle_s, wall_s),
-                                        run_ratio(times.op[TOKA_OP_ALL_REDUCE].seconds, wall_s),
-                                        run_ratio(times.op[TOKA_OP_SEND_RECEIVE].seconds, wall_s)};
+    report->ranks[report->n_ranks++] = (run_rank_shares){
+        replica,
+        rank / model->tp,
+        rank % model->tp,
+        run_ratio(times.idle_s, wall_s),
+        run_ratio(times.op[TOKA_OP_ALL_REDUCE].seconds, wall_s),
+        run_ratio(times.op[TOKA_OP_SEND_RECEIVE].seconds, wall_s)};
     if (report->n_ranks == 1) report->device = times;
 }
 
@@ -21727,7 +22514,8 @@ static void run_report_device(run_report *report, toka *t) {
 /* Returns the most bytes per second that a part can move: over the links, or from the device's
  * memory. */
 static double run_op_peak_rate(const run_report *report, int op) {
-    return op == TOKA_OP_ALL_REDUCE || op == TOKA_OP_SEND_RECEIVE ? report->gpu->link_rate : report->gpu->memory_rate;
+    return op == TOKA_OP_ALL_REDUCE || op == TOKA_OP_SEND_RECEIVE ? report->gpu->link_rate
+                                                                  : report->gpu->memory_rate;
 }
 
 /* Prints a line for each part of a step: its share of the time, its rates, and these as shares of
@@ -21738,14 +22526,17 @@ static void run_report_print_device(const run_report *report) {
     fprintf(stderr, "  %s; %.1f %% of the steps were graphs\n", report->device_text,
             100 * run_ratio((double)times->graphs, (double)times->steps));
     fprintf(stderr, "  by the device's clock: %.3f ms a step, idle between steps %.2f %%",
-            1e3 * times->busy_s / (double)times->steps, wall_s > 0 ? 100 * times->idle_s / wall_s : 0);
+            1e3 * times->busy_s / (double)times->steps,
+            wall_s > 0 ? 100 * times->idle_s / wall_s : 0);
     if (report->gpu)
-        fprintf(stderr, "; 100 %% is %.0f TFLOP/s and %.2f TB/s (%s, %s)", 1e-12 * report->gpu->flops,
-                1e-12 * report->gpu->memory_rate, report->gpu->name, report->gpu->source);
+        fprintf(stderr, "; 100 %% is %.0f TFLOP/s and %.2f TB/s (%s, %s)",
+                1e-12 * report->gpu->flops, 1e-12 * report->gpu->memory_rate, report->gpu->name,
+                report->gpu->source);
     fputs("\n  part        of the time   TFLOP/s             TB/s\n", stderr);
     for (int i = 0; i < TOKA_N_OPS && times->n_timed; i++) {
         const toka_op_times *op = &times->op[i];
-        const double flops = run_ratio(op->flop, op->seconds), bytes = run_ratio(op->bytes, op->seconds);
+        const double flops = run_ratio(op->flop, op->seconds),
+                     bytes = run_ratio(op->bytes, op->seconds);
         if (i > TOKA_OP_HEAD && op->seconds <= 0) continue; /* there is only one rank */
         fprintf(stderr, "  %-10s %10.1f %%  %8.1f", run_op_names[i],
                 100 * run_ratio(op->seconds, times->busy_s), 1e-12 * flops);
@@ -21774,8 +22565,9 @@ static void run_report_print_ranks(const run_report *report) {
     fputs("  replica  stage  tensor rank       idle       sums   messages\n", stderr);
     for (int i = 0; i < report->n_ranks; i++) {
         const run_rank_shares *rank = &report->ranks[i];
-        fprintf(stderr, "  %7d  %5d  %11d  %7.2f %%  %7.2f %%  %7.2f %%\n", rank->replica, rank->stage,
-                rank->tensor, 100 * rank->idle, 100 * rank->all_reduce, 100 * rank->send_receive);
+        fprintf(stderr, "  %7d  %5d  %11d  %7.2f %%  %7.2f %%  %7.2f %%\n", rank->replica,
+                rank->stage, rank->tensor, 100 * rank->idle, 100 * rank->all_reduce,
+                100 * rank->send_receive);
     }
 }
 
@@ -21791,9 +22583,11 @@ static void run_report_put_device(buf *out, const run_report *report) {
     json_put_key(out, "steps_timed"), json_put_int(out, times->n_timed);
     for (int i = 0; i < TOKA_N_OPS; i++) {
         const toka_op_times *op = &times->op[i];
-        const double flops = run_ratio(op->flop, op->seconds), bytes = run_ratio(op->bytes, op->seconds);
+        const double flops = run_ratio(op->flop, op->seconds),
+                     bytes = run_ratio(op->bytes, op->seconds);
         json_put_key(out, run_op_names[i]), json_put_open(out, '{');
-        json_put_key(out, "time_share"), json_put_num(out, run_ratio(op->seconds, times->busy_s), true);
+        json_put_key(out, "time_share"),
+            json_put_num(out, run_ratio(op->seconds, times->busy_s), true);
         json_put_key(out, "tflops"), json_put_num(out, 1e-12 * flops, true);
         json_put_key(out, "tbps"), json_put_num(out, 1e-12 * bytes, true);
         if (report->gpu) {
@@ -21825,10 +22619,13 @@ static run_report run_report_make(toka *t, double elapsed_s) {
     const mf_model *files = t->files;
     const double head_params = (double)files->shape.V * files->shape.E;
     const double is_tied = files->weights.lm_head.data == files->weights.embed.data;
-    const double body_params = (double)files->n_parameters - (is_tied ? head_params : 2 * head_params);
+    const double body_params = (double)files->n_parameters -
+                               (is_tied ? head_params : 2 * head_params);
     report.output_rate = (double)stats->output_tokens / report.elapsed_s;
     report.total_rate = (double)(stats->output_tokens + stats->prompt_tokens) / report.elapsed_s;
-    report.prefix_hit_share = stats->prompt_tokens ? (double)stats->prompt_tokens_shared / (double)stats->prompt_tokens : 0;
+    report.prefix_hit_share = stats->prompt_tokens ? (double)stats->prompt_tokens_shared /
+                                                         (double)stats->prompt_tokens
+                                                   : 0;
     report.rows_per_step = stats->steps ? (double)stats->rows / (double)stats->steps : 0;
     report.plan_share = stats->plan_s / report.elapsed_s;
     report.run_share = stats->run_s / report.elapsed_s;
@@ -21837,14 +22634,19 @@ static run_report run_report_make(toka *t, double elapsed_s) {
     report.idle_share = MAX(0.0, 1 - report.run_share);
     if (stats->run_s > 0) {
         /* a step does not read all of embed */
-        double bytes = (double)files->weight_bytes * (body_params + head_params) / (double)files->n_parameters;
+        double bytes = (double)files->weight_bytes * (body_params + head_params) /
+                       (double)files->n_parameters;
         report.read_gbs = 1e-9 * bytes * (double)stats->steps / stats->run_s;
-        report.gflops = 2e-9 * (body_params * (double)stats->rows + head_params * (double)stats->output_tokens) / stats->run_s;
+        report.gflops = 2e-9 *
+                        (body_params * (double)stats->rows +
+                         head_params * (double)stats->output_tokens) /
+                        stats->run_s;
     }
     if (t->engine->backend == &toka_cpu && stats->steps) {
         report.peak_gbs = 1e-9 * run_probe_rate(t->engine, files->weight_bytes);
         report.peak_gflops = 1e-9 * run_probe_rate(t->engine, 0);
-        report.ceiling_share = MAX(report.read_gbs / report.peak_gbs, report.gflops / report.peak_gflops);
+        report.ceiling_share = MAX(report.read_gbs / report.peak_gbs,
+                                   report.gflops / report.peak_gflops);
     }
     return report;
 }
@@ -21852,18 +22654,22 @@ static run_report run_report_make(toka *t, double elapsed_s) {
 static void run_report_print(const run_report *report) {
     const toka_stats *stats = &report->stats;
     if (!stats->steps) return;
-    fprintf(stderr,
-            "  prompt %lld tokens, %.1f %% from the prefix tree; output %lld tokens, %.1f tok/s; %.1f tok/s in all\n"
-            "  %lld steps of %.1f tokens, %lld preemptions; device busy %.1f %%, idle %.1f %%; beside it planning %.1f %%, "
-            "events %.1f %%\n",
-            (long long)stats->prompt_tokens, 100 * report->prefix_hit_share, (long long)stats->output_tokens,
-            report->output_rate, report->total_rate, (long long)stats->steps, report->rows_per_step,
-            (long long)stats->preemptions, 100 * report->run_share, 100 * report->idle_share, 100 * report->plan_share,
-            100 * report->commit_share);
+    fprintf(
+        stderr,
+        "  prompt %lld tokens, %.1f %% from the prefix tree; output %lld tokens, %.1f tok/s; %.1f tok/s in all\n"
+        "  %lld steps of %.1f tokens, %lld preemptions; device busy %.1f %%, idle %.1f %%; beside it planning %.1f %%, "
+        "events %.1f %%\n",
+        (long long)stats->prompt_tokens, 100 * report->prefix_hit_share,
+        (long long)stats->output_tokens, report->output_rate, report->total_rate,
+        (long long)stats->steps, report->rows_per_step, (long long)stats->preemptions,
+        100 * report->run_share, 100 * report->idle_share, 100 * report->plan_share,
+        100 * report->commit_share);
     if (report->ceiling_share > 0)
-        fprintf(stderr,
-                "  weights were read at %.1f of %.1f GB/s and used at %.1f of %.1f GFLOP/s: %.0f %% of the ceiling\n",
-                report->read_gbs, report->peak_gbs, report->gflops, report->peak_gflops, 100 * report->ceiling_share);
+        fprintf(
+            stderr,
+            "  weights were read at %.1f of %.1f GB/s and used at %.1f of %.1f GFLOP/s: %.0f %% of the ceiling\n",
+            report->read_gbs, report->peak_gbs, report->gflops, report->peak_gflops,
+            100 * report->ceiling_share);
     if (report->timed) run_report_print_device(report), run_report_print_ranks(report);
 }
 
@@ -21914,7 +22720,8 @@ static int run_report_write(const run_state *run, const run_report *report, toka
     bool good = file && fwrite(out.p, 1, out.n, file) == out.n;
     if (file) good &= !(file == stdout ? fflush(file) : fclose(file));
     buf_free(&out);
-    if (!good && file == stdout && errno == EPIPE) return 0; /* its reader has ended: not an error */
+    /* its reader has ended: not an error */
+    if (!good && file == stdout && errno == EPIPE) return 0;
     return good ? 0 : fail(e, TOKA_E_IO, "%s: %s", run->options->report, strerror(errno));
 }
 
@@ -21941,14 +22748,19 @@ static int run_lines(run_state *run, toka_err *e) {
         fail(e, TOKA_E_DEVICE,
              "%.300s; %lld lines are written, the same command goes on from there", run->err.msg,
              (long long)(run->n_done_before + run->n_written));
-    if (!run->err.code && !run->stopped && !*run->options->interrupted && run->n_done_before + run->n_written < run->n_lines)
+    if (!run->err.code && !run->stopped && !*run->options->interrupted &&
+        run->n_done_before + run->n_written < run->n_lines)
         return fail(e, TOKA_E_IO, "%s: it was cut while it was read, from %lld lines to %lld",
-                    run->input.name, (long long)run->n_lines, (long long)(run->n_done_before + run->n_written));
+                    run->input.name, (long long)run->n_lines,
+                    (long long)(run->n_done_before + run->n_written));
     return run->err.code;
 }
 
 static void run_init(run_state *run, toka *t, const run_options *options) {
-    *run = (run_state){.options = options, .toka = t, .t_start = os_now(), .max_inflight_held = os_available_bytes() / 4};
+    *run = (run_state){.options = options,
+                       .toka = t,
+                       .t_start = os_now(),
+                       .max_inflight_held = os_available_bytes() / 4};
     run->t_shown = run->t_files = run->t_start;
     run->queue_end = &run->queue;
     run_init_configs(run);
@@ -21967,7 +22779,8 @@ static int run_batch(toka *t, const run_options *options, toka_err *e) {
         if (!options->quiet) {
             fprintf(stderr, "toka batch: %lld lines in %.1f s, %lld of them errors",
                     (long long)run.n_written, report.elapsed_s, (long long)run.n_errors);
-            if (run.n_done_before) fprintf(stderr, "; %lld were done before", (long long)run.n_done_before);
+            if (run.n_done_before)
+                fprintf(stderr, "; %lld were done before", (long long)run.n_done_before);
             if (run.n_failed_before)
                 fprintf(stderr, "; of earlier runs %lld error records stay",
                         (long long)run.n_failed_before);
@@ -21988,7 +22801,8 @@ static int run_batch(toka *t, const run_options *options, toka_err *e) {
 
 /* The same on the caller's thread, while another thread drives the engine. *end: how far the
  * batch came. */
-static int run_batch_served(toka *t, const run_options *options, enum run_outcome *end, toka_err *e) {
+static int run_batch_served(toka *t, const run_options *options, enum run_outcome *end,
+                            toka_err *e) {
     run_state run;
     toka_err late;
     pthread_t reader;
@@ -22063,7 +22877,8 @@ enum {
     FILES_MAX_DAYS = 30,        /* of a completion window */
     FILES_NAME_BYTES = 512,
     FILES_PURPOSE_BYTES = 64,
-    FILES_BATCH_PRIORITY = -1000 /* of a batch's requests: a million steps behind a waiting client's */
+    /* of a batch's requests: a million steps behind a waiting client's */
+    FILES_BATCH_PRIORITY = -1000
 };
 #define FILES_FILE_BYTES ((int64_t)4 << 30)
 static const json_limits files_limits = {32, FILES_BODY_BYTES};
@@ -22079,12 +22894,22 @@ typedef struct files_file {
     const char *purpose; /* one of files_purposes */
 } files_file;
 
-enum files_status { FILES_VALIDATING, FILES_FAILED, FILES_IN_PROGRESS, FILES_FINALIZING, FILES_COMPLETED,
-                 FILES_EXPIRED, FILES_CANCELLING, FILES_CANCELLED, FILES_N_STATUSES };
+enum files_status {
+    FILES_VALIDATING,
+    FILES_FAILED,
+    FILES_IN_PROGRESS,
+    FILES_FINALIZING,
+    FILES_COMPLETED,
+    FILES_EXPIRED,
+    FILES_CANCELLING,
+    FILES_CANCELLED,
+    FILES_N_STATUSES
+};
 
 typedef struct files_batch {
     files_id id, input;
-    files_id output, errors_file;            /* files of results and of errors; listed once the batch has ended */
+    /* files of results and of errors; listed once the batch has ended */
+    files_id output, errors_file;
     enum files_status status;
     bool chat;                 /* endpoint: /v1/chat/completions, else /v1/completions */
     char window[16];           /* completion_window as given: "24h" */
@@ -22096,7 +22921,7 @@ typedef struct files_batch {
     char *metadata, *errors;   /* JSON, owned: an object; a list of errors. NULL: none */
     bool has_out, has_err;     /* out, err are in the table of files */
     bool warned_model;              /* its model is not served here; logged once */
-    bool warned_waits;                /* for room on the disk, descriptors or threads; logged once, until
+    bool warned_waits; /* for room on the disk, descriptors or threads; logged once, until
                                   it gets on */
     atomic_llong total, completed, failed; /* lines */
     atomic_llong damaged;      /* lines of out and err that were not results at a restart */
@@ -22114,14 +22939,16 @@ typedef struct files_options {
     const char *folder;    /* the folder; "off": none;
                            NULL: $XDG_DATA_HOME/toka/files or ~/.local/share/toka/files */
     toka *toka;            /* another thread drives it until files_stop has returned */
-    const api_config *model; /* to parse bodies; its first name is the model of batches. m->unknown may
+    const api_config
+        *model; /* to parse bodies; its first name is the model of batches. m->unknown may
                            be called with store.lock held */
 } files_options;
 
 typedef struct files_store {
     files_options options;
     char *folder;      /* of the folder, owned; NULL: there is none */
-    toka_err folder_error;    /* why the folder cannot be used, for the operator; code 0: it can be used */
+    /* why the folder cannot be used, for the operator; code 0: it can be used */
+    toka_err folder_error;
     int folder_errno;     /* errno of that error, or 0 */
     int dir_fd, lock_fd; /* descriptors of the folder and of its lock; -1: not open */
     pthread_mutex_t lock;
@@ -22144,15 +22971,27 @@ static const char *const files_purposes[] = {"batch", "batch_output", "fine-tune
                                           "vision", "user_data", "evals"};
 
 static bool files_has_ended(const files_batch *batch) {
-    return batch->status == FILES_FAILED || batch->status == FILES_COMPLETED || batch->status == FILES_EXPIRED ||
-           batch->status == FILES_CANCELLED;
+    return batch->status == FILES_FAILED || batch->status == FILES_COMPLETED ||
+           batch->status == FILES_EXPIRED || batch->status == FILES_CANCELLED;
 }
 
 /* ---- Multipart forms (RFC 7578); pure: takes bytes in pieces of any size, gives parts ---- */
 
-enum files_form_event { FILES_FORM_MORE, FILES_FORM_PART, FILES_FORM_DATA, FILES_FORM_PART_END, FILES_FORM_END,
-                     FILES_FORM_BAD };
-enum files_form_state { FILES_FORM_PREAMBLE, FILES_FORM_BODY, FILES_FORM_DELIMITER, FILES_FORM_HEAD, FILES_FORM_DONE };
+enum files_form_event {
+    FILES_FORM_MORE,
+    FILES_FORM_PART,
+    FILES_FORM_DATA,
+    FILES_FORM_PART_END,
+    FILES_FORM_END,
+    FILES_FORM_BAD
+};
+enum files_form_state {
+    FILES_FORM_PREAMBLE,
+    FILES_FORM_BODY,
+    FILES_FORM_DELIMITER,
+    FILES_FORM_HEAD,
+    FILES_FORM_DONE
+};
 
 typedef struct files_form {
     enum files_form_state state;
@@ -22221,7 +23060,8 @@ static void files_form_free(files_form *form) {
 /* Scans up to the next delimiter, or to the end of the input. Returns the number of bytes taken.
  * The only CR of a delimiter is its first byte. So after a failed match, the next one can only
  * begin at the byte that failed. */
-static size_t files_form_scan(files_form *form, str input, str *data, enum files_form_event *event) {
+static size_t files_form_scan(files_form *form, str input, str *data,
+                              enum files_form_event *event) {
     size_t n_taken = 0;
     *event = FILES_FORM_MORE;
     if (!form->n_matched) {
@@ -22233,7 +23073,8 @@ static size_t files_form_scan(files_form *form, str input, str *data, enum files
             return n_taken;
         }
     }
-    while (n_taken < input.n && form->n_matched < form->n_delimiter && input.p[n_taken] == form->delimiter[form->n_matched]) {
+    while (n_taken < input.n && form->n_matched < form->n_delimiter &&
+           input.p[n_taken] == form->delimiter[form->n_matched]) {
         n_taken++;
         form->n_matched++;
     }
@@ -22276,7 +23117,8 @@ static enum files_form_event files_form_delimiter(files_form *form, char byte) {
         return FILES_FORM_MORE;
     }
     /* white space may follow */
-    bool may_follow = head.n < 32 && (byte == ' ' || byte == '\t' || byte == '\r' || (byte == '-' && head.n == 1));
+    bool may_follow = head.n < 32 &&
+                      (byte == ' ' || byte == '\t' || byte == '\r' || (byte == '-' && head.n == 1));
     return may_follow ? FILES_FORM_MORE : FILES_FORM_BAD;
 }
 
@@ -22319,8 +23161,8 @@ static files_id files_new_id(files_store *store, const char *prefix) {
     clock_gettime(CLOCK_REALTIME, &now);
     store->last_us = MAX(store->last_us + 1, (int64_t)now.tv_sec * 1000000 + now.tv_nsec / 1000);
     while (getrandom(&noise, sizeof noise, 0) != sizeof noise) {}
-    snprintf(id.text, sizeof id.text, "%s%016llx%016llx", prefix, (unsigned long long)store->last_us,
-             (unsigned long long)noise);
+    snprintf(id.text, sizeof id.text, "%s%016llx%016llx", prefix,
+             (unsigned long long)store->last_us, (unsigned long long)noise);
     return id;
 }
 
@@ -22349,7 +23191,9 @@ static size_t files_lower_bound(const files_table *table, const files_id *id) {
 /* Returns NULL if there is none. */
 static void *files_find(const files_table *table, const files_id *id) {
     size_t i = files_lower_bound(table, id);
-    return i < table->n_entries && !strcmp(((const files_id *)table->entries[i])->text, id->text) ? table->entries[i] : NULL;
+    return i < table->n_entries && !strcmp(((const files_id *)table->entries[i])->text, id->text)
+               ? table->entries[i]
+               : NULL;
 }
 static void files_insert(files_table *table, void *entry) {
     size_t i = files_lower_bound(table, entry);
@@ -22357,7 +23201,8 @@ static void files_insert(files_table *table, void *entry) {
         table->capacity = MAX((size_t)64, 2 * table->capacity);
         table->entries = mem_realloc(table->entries, table->capacity * sizeof *table->entries);
     }
-    memmove(&table->entries[i + 1], &table->entries[i], (table->n_entries++ - i) * sizeof *table->entries);
+    memmove(&table->entries[i + 1], &table->entries[i],
+            (table->n_entries++ - i) * sizeof *table->entries);
     table->entries[i] = entry;
 }
 
@@ -22418,7 +23263,8 @@ static void files_put_batch(const files_batch *batch, bool on_disk, buf *out) {
     json_put_key(out, "expires_at"), json_put_int(out, batch->expires_at);
     for (int i = 0; i < COUNT(times); i++) {
         json_put_key(out, times[i].name);
-        if (batch->status_times[times[i].status]) json_put_int(out, batch->status_times[times[i].status]);
+        if (batch->status_times[times[i].status])
+            json_put_int(out, batch->status_times[times[i].status]);
         else json_put_null(out);
     }
     json_put_key(out, "request_counts"), json_put_open(out, '{');
@@ -22450,7 +23296,8 @@ static int files_save_record(files_store *store, const files_id *id, str record)
         saved = n > 0 || (n < 0 && errno == EINTR);
         if (n > 0) written += (size_t)n;
     }
-    saved = saved && !fsync(fd) && !renameat(store->dir_fd, part_name, store->dir_fd, name) && !fsync(store->dir_fd);
+    saved = saved && !fsync(fd) && !renameat(store->dir_fd, part_name, store->dir_fd, name) &&
+            !fsync(store->dir_fd);
     int error = errno;
     if (fd >= 0) close(fd);
     if (saved) return 0;
@@ -22508,7 +23355,8 @@ static char *files_strdup(str s) { return mem_check(strndup(s.p, s.n)); }
 static bool files_load_file(files_store *store, const files_id *id, const json *root) {
     struct stat info;
     const char *purpose = files_find_purpose(json_str(json_get(root, "purpose")));
-    if (!purpose || fstatat(store->dir_fd, id->text, &info, AT_SYMLINK_NOFOLLOW) || !S_ISREG(info.st_mode))
+    if (!purpose || fstatat(store->dir_fd, id->text, &info, AT_SYMLINK_NOFOLLOW) ||
+        !S_ISREG(info.st_mode))
         return false;
     char *name = files_strdup(json_str(json_get(root, "filename")));
     files_insert(&store->files, files_file_new(id, (int64_t)info.st_size,
@@ -22543,8 +23391,10 @@ static bool files_load_batch(files_store *store, const files_id *id, const json 
     batch->id = *id;
     bool good = status >= 0 && window.n < sizeof batch->window &&
                 files_read_id(json_str(json_get(root, "input_file_id")), "file-", &batch->input) &&
-                files_read_id(json_str(json_get(private_part, "output")), "file-", &batch->output) &&
-                files_read_id(json_str(json_get(private_part, "errors")), "file-", &batch->errors_file);
+                files_read_id(json_str(json_get(private_part, "output")), "file-",
+                              &batch->output) &&
+                files_read_id(json_str(json_get(private_part, "errors")), "file-",
+                              &batch->errors_file);
     if (!good) {
         files_batch_del(batch);
         return false;
@@ -22554,7 +23404,8 @@ static bool files_load_batch(files_store *store, const files_id *id, const json 
     memcpy(batch->window, window.p, window.n);
     for (int i = 0; i < FILES_N_STATUSES; i++) {
         char name[32];
-        snprintf(name, sizeof name, "%s_at", i == FILES_VALIDATING ? "created" : files_status_names[i]);
+        snprintf(name, sizeof name, "%s_at",
+                 i == FILES_VALIDATING ? "created" : files_status_names[i]);
         batch->status_times[i] = json_int(json_get(root, name), 0);
     }
     batch->expires_at = json_int(json_get(root, "expires_at"), 0);
@@ -22591,7 +23442,8 @@ static void files_load_entry(files_store *store, const char *name) {
     buf_printf(&path, "%s/%s", store->folder, name);
     bool is_read = !os_map(path.p, &text, &e);
     const json *root = is_read ? json_parse(&memory, text, json_trusted, &e) : NULL;
-    bool good = root && (is_file ? files_load_file(store, &id, root) : files_load_batch(store, &id, root));
+    bool good = root &&
+                (is_file ? files_load_file(store, &id, root) : files_load_batch(store, &id, root));
     if (!good)
         fprintf(stderr,
                 "toka serve: %s: not a record that can be read, left alone with what it names\n",
@@ -22600,7 +23452,8 @@ static void files_load_entry(files_store *store, const char *name) {
     char created_us[17] = {0};
     memcpy(created_us, strpbrk(id.text, "-_") + 1, 16);
     /* bounded, so that there is room to count up */
-    store->last_us = MAX(store->last_us, (int64_t)(strtoull(created_us, NULL, 16) & INT64_MAX >> 1));
+    store->last_us = MAX(store->last_us,
+                         (int64_t)(strtoull(created_us, NULL, 16) & INT64_MAX >> 1));
     if (is_read) os_unmap(text);
     arena_free(&memory), buf_free(&path);
 }
@@ -22611,13 +23464,16 @@ static void files_load_entry(files_store *store, const char *name) {
 static void files_remove_orphan(files_store *store, const char *name) {
     files_id id;
     char record[64];
-    if (store->unread_batch || !files_read_id(str_c(name), "file-", &id) || files_find(&store->files, &id))
+    if (store->unread_batch || !files_read_id(str_c(name), "file-", &id) ||
+        files_find(&store->files, &id))
         return;
     snprintf(record, sizeof record, "%s.json", id.text);
     if (!faccessat(store->dir_fd, record, F_OK, 0)) return;
     for (size_t i = 0; i < store->batches.n_entries; i++) {
         const files_batch *batch = store->batches.entries[i];
-        if (!files_has_ended(batch) && (!strcmp(batch->output.text, id.text) || !strcmp(batch->errors_file.text, id.text))) return;
+        if (!files_has_ended(batch) &&
+            (!strcmp(batch->output.text, id.text) || !strcmp(batch->errors_file.text, id.text)))
+            return;
     }
     unlinkat(store->dir_fd, name, 0);
 }
@@ -22627,7 +23483,8 @@ static int files_fail_path(files_store *store, const char *path, int error, toka
     return fail(e, TOKA_E_IO, "%s: %s", path, strerror(error));
 }
 
-static int files_each_entry(files_store *store, void (*visit)(files_store *, const char *), toka_err *e) {
+static int files_each_entry(files_store *store, void (*visit)(files_store *, const char *),
+                            toka_err *e) {
     DIR *dir = opendir(store->folder);
     if (!dir) return files_fail_path(store, store->folder, errno, e);
     for (const struct dirent *entry; (entry = readdir(dir));) visit(store, entry->d_name);
@@ -22641,7 +23498,9 @@ static int files_make_folder(files_store *store, toka_err *e) {
         if (*end && *end != '/') continue;
         char end_char = *end;
         *end = 0;
-        int code = mkdir(store->folder, 0700) && errno != EEXIST ? files_fail_path(store, store->folder, errno, e) : 0;
+        int code = mkdir(store->folder, 0700) && errno != EEXIST
+                       ? files_fail_path(store, store->folder, errno, e)
+                       : 0;
         *end = end_char;
         if (code || !end_char) return code;
     }
@@ -22654,8 +23513,10 @@ static int files_open_folder(files_store *store, toka_err *e) {
     int code = files_make_folder(store, e);
     if (code) return code;
     if (store->dir_fd < 0) store->dir_fd = open(store->folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (store->dir_fd >= 0) store->lock_fd = openat(store->dir_fd, "lock", O_RDWR | O_CREAT | O_CLOEXEC, 0600);
-    if (store->dir_fd < 0 || store->lock_fd < 0) return files_fail_path(store, store->folder, errno, e);
+    if (store->dir_fd >= 0)
+        store->lock_fd = openat(store->dir_fd, "lock", O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+    if (store->dir_fd < 0 || store->lock_fd < 0)
+        return files_fail_path(store, store->folder, errno, e);
     for (int tries = 0; flock(store->lock_fd, LOCK_EX | LOCK_NB); tries++) {
         if (errno != EWOULDBLOCK) return files_fail_path(store, store->folder, errno, e);
         if (tries == 30)
@@ -22663,9 +23524,11 @@ static int files_open_folder(files_store *store, toka_err *e) {
                         store->folder);
         usleep(100000); /* a process that was just killed holds the lock until it is cleaned up */
     }
-    if ((code = files_each_entry(store, files_load_entry, e)) || (code = files_each_entry(store, files_remove_orphan, e)))
+    if ((code = files_each_entry(store, files_load_entry, e)) ||
+        (code = files_each_entry(store, files_remove_orphan, e)))
         return code;
-    if (os_thread_start(&store->worker, files_worker_thread, store, e)) return store->folder_errno = EAGAIN, e->code;
+    if (os_thread_start(&store->worker, files_worker_thread, store, e))
+        return store->folder_errno = EAGAIN, e->code;
     store->worker_started = true;
     return 0;
 }
@@ -22673,11 +23536,13 @@ static int files_open_folder(files_store *store, toka_err *e) {
 /* Calls files_open_folder when the folder is first needed. Its error is kept and returned to all
  * later callers, except that a full disk is tried again. With store.lock held. */
 static int files_ensure_folder(files_store *store, toka_err *e) {
-    if (!store->worker_started && (!store->folder_error.code || os_is_disk_full(store->folder_errno))) {
+    if (!store->worker_started &&
+        (!store->folder_error.code || os_is_disk_full(store->folder_errno))) {
         store->folder_errno = 0;
         store->folder_error.code = files_open_folder(store, e);
         if (store->folder_error.code && store->options.folder) store->folder_error = *e;
-        else if (store->folder_error.code) fail(&store->folder_error, e->code, "this server keeps no files: %.300s", e->msg);
+        else if (store->folder_error.code)
+            fail(&store->folder_error, e->code, "this server keeps no files: %.300s", e->msg);
     }
     *e = store->folder_error;
     return e->code;
@@ -22709,7 +23574,8 @@ static void files_close(files_store *store) {
     if (!store) return;
     files_stop(store);
     for (size_t i = 0; i < store->files.n_entries; i++) files_file_del(store->files.entries[i]);
-    for (size_t i = 0; i < store->batches.n_entries; i++) files_batch_del(store->batches.entries[i]);
+    for (size_t i = 0; i < store->batches.n_entries; i++)
+        files_batch_del(store->batches.entries[i]);
     if (store->lock_fd >= 0) close(store->lock_fd);
     if (store->dir_fd >= 0) close(store->dir_fd);
     pthread_mutex_destroy(&store->lock), pthread_cond_destroy(&store->has_work);
@@ -22726,12 +23592,16 @@ static int files_open(files_store **out, const files_options *options, toka_err 
     store->options = *options;
     store->dir_fd = store->lock_fd = -1;
     pthread_mutex_init(&store->lock, NULL), os_cond_init(&store->has_work);
-    store->folder = is_off ? NULL : options->folder ? mem_check(strdup(options->folder)) : files_default_folder();
+    store->folder = is_off            ? NULL
+                    : options->folder ? mem_check(strdup(options->folder))
+                                      : files_default_folder();
     const char *why = is_off ? "--files-dir off" : "no HOME, and no --files-dir";
-    if (!store->folder) fail(&store->folder_error, TOKA_E_USE, "this server keeps no files: %s", why);
+    if (!store->folder)
+        fail(&store->folder_error, TOKA_E_USE, "this server keeps no files: %s", why);
     pthread_mutex_lock(&store->lock);
     if (options->folder && !is_off) code = files_ensure_folder(store, e);
-    else if (store->folder && os_is_dir(store->folder)) files_ensure_folder(store, &ignored); /* files_folder has the error */
+    /* files_folder has the error */
+    else if (store->folder && os_is_dir(store->folder)) files_ensure_folder(store, &ignored);
     pthread_mutex_unlock(&store->lock);
     *out = store;
     if (code) {
@@ -22750,7 +23620,8 @@ static void files_put_error(buf *list, const char *code, int64_t line, const cha
     json_put_key(list, "line");
     if (line) json_put_int(list, line);
     else json_put_null(list);
-    json_put_member_or_null(list, "message", message), json_put_member_or_null(list, "param", param);
+    json_put_member_or_null(list, "message", message),
+        json_put_member_or_null(list, "param", param);
     json_put_close(list, '}');
 }
 
@@ -22777,15 +23648,16 @@ static const char *files_line_error(const files_batch *batch, const json *root, 
     return NULL;
 }
 
-static void files_validate_line(files_batch *batch, run_table *seen, const run_input *input, str line,
-                             buf *errors, int *n_errors) {
+static void files_validate_line(files_batch *batch, run_table *seen, const run_input *input,
+                                str line, buf *errors, int *n_errors) {
     arena memory = {0};
     toka_err why = {0};
     const char *param = NULL, *message = why.msg, *code;
     const json *root = run_parse_json(input, &memory, line, &why);
     code = root ? files_line_error(batch, root, &param, &message) : "invalid_json_line";
     if (!code) {
-        run_table_entry *entry = run_table_find(seen, run_hash_text(json_str(json_get(root, "custom_id"))));
+        run_table_entry *entry = run_table_find(seen, run_hash_text(
+                                                          json_str(json_get(root, "custom_id"))));
         if (entry->state) {
             fail(&why, TOKA_E_USE, "the custom_id of line %lld again", (long long)entry->state);
             code = "duplicate_custom_id";
@@ -22801,7 +23673,8 @@ static void files_validate_line(files_batch *batch, run_table *seen, const run_i
 
 /* Reads the input once. Sets b->total and appends to the list of errors. Returns an error if the
  * system cannot open the file for now. */
-static int files_validate_input(files_store *store, files_batch *batch, buf *errors, toka_err *why) {
+static int files_validate_input(files_store *store, files_batch *batch, buf *errors,
+                                toka_err *why) {
     run_table seen = {0};
     run_input input;
     str line;
@@ -22834,17 +23707,28 @@ static int files_validate_input(files_store *store, files_batch *batch, buf *err
 }
 
 /* Runs the lines that are not done yet. expired: each of them becomes an error record. */
-static int files_run_lines(files_store *store, files_batch *batch, bool expired, enum run_outcome *end, toka_err *e) {
+static int files_run_lines(files_store *store, files_batch *batch, bool expired,
+                           enum run_outcome *end, toka_err *e) {
     buf in_path = {0}, out_path = {0}, err_path = {0};
-    buf_printf(&in_path, "%s/%s", store->folder, batch->input.text), buf_printf(&out_path, "%s/%s", store->folder, batch->output.text);
+    buf_printf(&in_path, "%s/%s", store->folder, batch->input.text),
+        buf_printf(&out_path, "%s/%s", store->folder, batch->output.text);
     buf_printf(&err_path, "%s/%s", store->folder, batch->errors_file.text);
-    run_options options = {.in = in_path.p, .out = out_path.p, .errors = err_path.p, .now = store->options.model->now,
-                     .defaults = store->options.model->defaults, .api_config = store->options.model,
-                     .quiet = true, .wait_if_full = true, .hide_folders = true,
-                     .max_answer_bytes = store->options.model->max_answer_bytes,
-                     .interrupted = &batch->stop, .deadline = expired ? 0 : batch->expires_at,
-                     .expired = expired, .n_completed = &batch->completed, .n_failed = &batch->failed,
-                     .n_damaged = &batch->damaged};
+    run_options options = {.in = in_path.p,
+                           .out = out_path.p,
+                           .errors = err_path.p,
+                           .now = store->options.model->now,
+                           .defaults = store->options.model->defaults,
+                           .api_config = store->options.model,
+                           .quiet = true,
+                           .wait_if_full = true,
+                           .hide_folders = true,
+                           .max_answer_bytes = store->options.model->max_answer_bytes,
+                           .interrupted = &batch->stop,
+                           .deadline = expired ? 0 : batch->expires_at,
+                           .expired = expired,
+                           .n_completed = &batch->completed,
+                           .n_failed = &batch->failed,
+                           .n_damaged = &batch->damaged};
     options.defaults.priority = FILES_BATCH_PRIORITY;
     int code = run_batch_served(store->options.toka, &options, end, e);
     buf_free(&in_path), buf_free(&out_path), buf_free(&err_path);
@@ -22870,16 +23754,18 @@ static void files_cut_partial_line(int fd) {
  * *has: it is listed. Returns false if its contents or its record are not safe on disk; this is
  * logged. Then the file is listed in memory only, or not at all if the disk is full (s->full).
  * With store.lock held. */
-static bool files_list_output(files_store *store, const files_batch *batch, const files_id *id, const char *kind,
-                       bool *is_listed) {
+static bool files_list_output(files_store *store, const files_batch *batch, const files_id *id,
+                              const char *kind, bool *is_listed) {
     struct stat info;
-    if ((*is_listed = files_find(&store->files, id) != NULL)) return true; /* it was listed before a crash */
+    /* it was listed before a crash */
+    if ((*is_listed = files_find(&store->files, id) != NULL)) return true;
     int fd = openat(store->dir_fd, id->text, O_RDWR | O_CLOEXEC | O_NOFOLLOW);
     if (fd >= 0) files_cut_partial_line(fd);
     bool saved = fd >= 0 && !fsync(fd);
     int error = errno;
     if (fd >= 0) close(fd);
-    if (fstatat(store->dir_fd, id->text, &info, AT_SYMLINK_NOFOLLOW)) return errno == ENOENT; /* no output */
+    /* no output */
+    if (fstatat(store->dir_fd, id->text, &info, AT_SYMLINK_NOFOLLOW)) return errno == ENOENT;
     if (!saved) {
         store->disk_full |= os_is_disk_full(error);
         files_log(batch, id->text, strerror(error));
@@ -22888,7 +23774,8 @@ static bool files_list_output(files_store *store, const files_batch *batch, cons
     if (!(*is_listed = info.st_size > 0)) return saved;
     buf name = {0};
     buf_printf(&name, "%s_%s.jsonl", batch->id.text, kind);
-    files_file *file = files_file_new(id, (int64_t)info.st_size, files_now(), name.p, "batch_output");
+    files_file *file = files_file_new(id, (int64_t)info.st_size, files_now(), name.p,
+                                      "batch_output");
     if (saved && (error = files_save_file(store, file))) {
         saved = false;
         files_log(batch, id->text, strerror(error));
@@ -22924,7 +23811,8 @@ static bool files_finish_batch(files_store *store, files_batch *batch, enum file
 /* The system lacks descriptors, threads or room on the disk for now. The batch does not fail: its
  * step is done again in a second. why: logged; NULL: it was logged before. With store.lock held. */
 static void files_retry_later(files_store *store, files_batch *batch, const char *why) {
-    if (why && !batch->warned_waits) fprintf(stderr, "toka serve: %s waits: %s\n", batch->id.text, why);
+    if (why && !batch->warned_waits)
+        fprintf(stderr, "toka serve: %s waits: %s\n", batch->id.text, why);
     batch->warned_waits = true;
     if (!store->stopping) os_cond_wait(&store->has_work, &store->lock, 1);
 }
@@ -22949,8 +23837,10 @@ static void files_step_validate(files_store *store, files_batch *batch) {
     int code = files_validate_input(store, batch, &errors, &e);
     pthread_mutex_lock(&store->lock);
     if (code) files_retry_later(store, batch, e.msg);
-    else if (errors.n && batch->status == FILES_VALIDATING) files_fail_batch(store, batch, buf_view(&errors));
-    else if (batch->status == FILES_VALIDATING && !batch->stop) files_save_status(store, batch, FILES_IN_PROGRESS);
+    else if (errors.n && batch->status == FILES_VALIDATING)
+        files_fail_batch(store, batch, buf_view(&errors));
+    else if (batch->status == FILES_VALIDATING && !batch->stop)
+        files_save_status(store, batch, FILES_IN_PROGRESS);
     pthread_mutex_unlock(&store->lock);
     buf_free(&errors);
 }
@@ -22994,11 +23884,12 @@ static files_batch *files_next_batch(const files_store *store, bool *others_wait
     for (size_t i = 0; i < store->batches.n_entries; i++) {
         files_batch *batch = store->batches.entries[i];
         if (files_has_ended(batch)) continue;
-        bool is_served = files_is_served(store, batch) || batch->status == FILES_CANCELLING || batch->status == FILES_FINALIZING;
+        bool is_served = files_is_served(store, batch) || batch->status == FILES_CANCELLING ||
+                         batch->status == FILES_FINALIZING;
         if (is_served || files_now() >= batch->expires_at) return batch;
         if (!batch->warned_model)
-            fprintf(stderr, "toka serve: %s waits: its model %s is not served here\n", batch->id.text,
-                    batch->model);
+            fprintf(stderr, "toka serve: %s waits: its model %s is not served here\n",
+                    batch->id.text, batch->model);
         batch->warned_model = *others_wait = true;
     }
     return NULL;
@@ -23011,7 +23902,8 @@ static void *files_worker_thread(void *user) {
         bool others_wait;
         files_batch *batch = store->running = files_next_batch(store, &others_wait);
         if (!batch && others_wait) {
-            os_cond_wait(&store->has_work, &store->lock, 1); /* their deadline may have passed by then */
+            /* their deadline may have passed by then */
+            os_cond_wait(&store->has_work, &store->lock, 1);
         } else if (!batch) {
             pthread_cond_wait(&store->has_work, &store->lock);
         } else if (batch->status == FILES_FINALIZING) {
@@ -23020,7 +23912,8 @@ static void *files_worker_thread(void *user) {
             files_step_finish(store, batch, FILES_CANCELLED);
         } else {
             const bool is_new = batch->status == FILES_VALIDATING;
-            void (*step)(files_store *, files_batch *) = is_new ? files_step_validate : files_step_run;
+            void (*step)(files_store *, files_batch *) = is_new ? files_step_validate
+                                                                : files_step_run;
             pthread_mutex_unlock(&store->lock);
             step(store, batch);
             pthread_mutex_lock(&store->lock);
@@ -23048,7 +23941,8 @@ static void files_error(http_reply *reply, int status, const char *param, const 
 /* Answers with an error of the system: no room, no permission, or something that may work later.
  * Clients do not learn where the files are. */
 static void files_system_error(http_reply *reply, int error) {
-    bool no_retry = os_is_disk_full(error) || error == EFBIG || error == EROFS || error == EACCES || error == EPERM;
+    bool no_retry = os_is_disk_full(error) || error == EFBIG || error == EROFS || error == EACCES ||
+                    error == EPERM;
     int status = no_retry ? 507 : os_is_resource_error(error) ? 503 : 500;
     files_error(reply, status, NULL, "the server's files: %s", strerror(error));
     if (status == 503) buf_c(&reply->headers, "Retry-After: 1\r\n");
@@ -23091,8 +23985,8 @@ static bool files_read_limit(const http_request *http, int max, int fallback, si
 
 /* Reads ?after=ID: the list goes on after that entry. *at: its index, or n if it is not given.
  * Returns false if there is no such entry: the reply says so. */
-static bool files_read_after(const files_table *table, const char *prefix, const http_request *http, size_t *index,
-                          http_reply *reply) {
+static bool files_read_after(const files_table *table, const char *prefix, const http_request *http,
+                             size_t *index, http_reply *reply) {
     buf text = {0};
     files_id id;
     bool given = http_query_field(http, "after", &text);
@@ -23111,7 +24005,8 @@ static void files_put_list_end(buf *b, const char *first, const char *last, bool
 }
 
 /* GET /v1/files: the newest first, unless order=asc. */
-static void files_list_files(const files_store *store, const http_request *http, http_reply *reply) {
+static void files_list_files(const files_store *store, const http_request *http,
+                             http_reply *reply) {
     buf purpose = {0}, order = {0};
     size_t limit, after, n_listed = 0;
     const char *first = NULL, *last = NULL;
@@ -23124,9 +24019,11 @@ static void files_list_files(const files_store *store, const http_request *http,
         files_read_limit(http, 10000, 10000, &limit, reply)) {
         buf_c(&reply->body, "{\"object\":\"list\",\"data\":[");
         const files_table *table = &store->files;
-        size_t n_left = ascending ? table->n_entries - (after == table->n_entries ? 0 : after + 1) : after;
+        size_t n_left = ascending ? table->n_entries - (after == table->n_entries ? 0 : after + 1)
+                                  : after;
         for (size_t i = 0; i < n_left && !more; i++) {
-            const files_file *file = table->entries[ascending ? table->n_entries - n_left + i : n_left - 1 - i];
+            const files_file *file =
+                table->entries[ascending ? table->n_entries - n_left + i : n_left - 1 - i];
             if (by_purpose && !str_is(buf_view(&purpose), file->purpose)) continue;
             if ((more = n_listed == limit)) break;
             files_put_file(file, &reply->body);
@@ -23139,7 +24036,8 @@ static void files_list_files(const files_store *store, const http_request *http,
 }
 
 /* GET /v1/batches: the newest first. */
-static void files_list_batches(const files_store *store, const http_request *http, http_reply *reply) {
+static void files_list_batches(const files_store *store, const http_request *http,
+                               http_reply *reply) {
     size_t limit, after, n_listed = 0;
     if (!files_read_after(&store->batches, "batch_", http, &after, reply) ||
         !files_read_limit(http, 100, 20, &limit, reply))
@@ -23156,7 +24054,8 @@ static void files_list_batches(const files_store *store, const http_request *htt
 }
 
 /* GET /v1/files/{id}/content: gives the server a descriptor to send from. */
-static void files_send_content(const files_store *store, const files_file *file, http_reply *reply) {
+static void files_send_content(const files_store *store, const files_file *file,
+                               http_reply *reply) {
     int fd = openat(store->dir_fd, file->id.text, O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
     if (fd < 0) {
         files_system_error(reply, errno);
@@ -23180,9 +24079,11 @@ static void files_delete_file(files_store *store, files_file *file, http_reply *
     files_id id = file->id;
     for (size_t i = 0; i < store->batches.n_entries; i++) {
         const files_batch *batch = store->batches.entries[i];
-        bool uses = !strcmp(batch->input.text, id.text) || !strcmp(batch->output.text, id.text) || !strcmp(batch->errors_file.text, id.text);
+        bool uses = !strcmp(batch->input.text, id.text) || !strcmp(batch->output.text, id.text) ||
+                    !strcmp(batch->errors_file.text, id.text);
         if (!files_has_ended(batch) && uses) {
-            files_error(reply, 409, "id", "%s belongs to %s, which has not ended", id.text, batch->id.text);
+            files_error(reply, 409, "id", "%s belongs to %s, which has not ended", id.text,
+                        batch->id.text);
             return;
         }
     }
@@ -23194,7 +24095,8 @@ static void files_delete_file(files_store *store, files_file *file, http_reply *
     }
     unlinkat(store->dir_fd, id.text, 0);
     size_t index = files_lower_bound(&store->files, &id);
-    memmove(&store->files.entries[index], &store->files.entries[index + 1], (--store->files.n_entries - index) * sizeof *store->files.entries);
+    memmove(&store->files.entries[index], &store->files.entries[index + 1],
+            (--store->files.n_entries - index) * sizeof *store->files.entries);
     files_file_del(file);
     buf_printf(&reply->body, "{\"id\":\"%s\",\"object\":\"file\",\"deleted\":true}", id.text);
 }
@@ -23208,7 +24110,9 @@ static int64_t files_read_window(str text) {
         if (!isdigit((unsigned char)text.p[i])) return -1;
         value = value * 10 + text.p[i] - '0';
     }
-    const char *unit = text.n >= 2 && text.n < 9 && text.p[text.n - 1] ? strchr(units, text.p[text.n - 1]) : NULL;
+    const char *unit = text.n >= 2 && text.n < 9 && text.p[text.n - 1]
+                           ? strchr(units, text.p[text.n - 1])
+                           : NULL;
     value = unit ? value * seconds[unit - units] : 0;
     return value >= 1 && value <= FILES_MAX_DAYS * 86400 ? value : -1;
 }
@@ -23232,7 +24136,8 @@ static int files_check_members(const files_store *store, const json *root, toka_
     JSON_MEMBERS(key, root) {
         int i = 0;
         while (i < COUNT(known) && !str_is(json_str(key), known[i])) i++;
-        if (i == COUNT(known) && api_unknown_field(store->options.model, json_str(key), e)) return e->code;
+        if (i == COUNT(known) && api_unknown_field(store->options.model, json_str(key), e))
+            return e->code;
     }
     return 0;
 }
@@ -23302,14 +24207,16 @@ static void files_create_batch(files_store *store, str body, http_reply *reply) 
 }
 
 static void files_cancel_batch(files_store *store, files_batch *batch, http_reply *reply) {
-    if (batch->status != FILES_VALIDATING && batch->status != FILES_IN_PROGRESS && batch->status != FILES_CANCELLING) {
+    if (batch->status != FILES_VALIDATING && batch->status != FILES_IN_PROGRESS &&
+        batch->status != FILES_CANCELLING) {
         files_error(reply, 409, "id", "a batch that is %s cannot be cancelled",
                  files_status_names[batch->status]);
         return;
     }
     files_save_status(store, batch, FILES_CANCELLING);
     batch->stop = 1;
-    if (batch != store->running && !files_finish_batch(store, batch, FILES_CANCELLED)) pthread_cond_broadcast(&store->has_work);
+    if (batch != store->running && !files_finish_batch(store, batch, FILES_CANCELLED))
+        pthread_cond_broadcast(&store->has_work);
     files_put_batch(batch, false, &reply->body);
 }
 
@@ -23334,16 +24241,19 @@ static files_upload *files_upload_open(files_store *store, str content_type, htt
     upload->fd = -1;
     bool is_form = files_form_init(&upload->form, content_type);
     pthread_mutex_lock(&store->lock);
-    bool has_folder = !is_form || files_need_folder(store, reply), full = store->files.n_entries >= FILES_MAX_FILES;
+    bool has_folder = !is_form || files_need_folder(store, reply),
+         full = store->files.n_entries >= FILES_MAX_FILES;
     upload->id = files_new_id(store, "file-");
     pthread_mutex_unlock(&store->lock);
     char part_name[64];
     snprintf(part_name, sizeof part_name, "%s.part", upload->id.text);
     if (!is_form)
         files_error(reply, 400, NULL, "Content-Type: expected multipart/form-data with a boundary");
-    else if (has_folder && full) files_error(reply, 400, NULL, "there are too many files; delete some");
+    else if (has_folder && full)
+        files_error(reply, 400, NULL, "there are too many files; delete some");
     else if (has_folder) {
-        upload->fd = openat(store->dir_fd, part_name, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+        upload->fd = openat(store->dir_fd, part_name, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC,
+                            0600);
         if (upload->fd >= 0) return upload;
         files_system_error(reply, errno);
     }
@@ -23373,8 +24283,10 @@ static bool files_upload_part(files_upload *upload, http_reply *reply) {
     bool expires = str_starts(name, STR("expires_after"));
     if (expires)
         return files_error(reply, 400, "expires_after", "expires_after is not supported"), false;
-    if (upload->in_file && upload->has_file) return files_error(reply, 400, "file", "file: given twice"), false;
-    if (!upload->in_file && !upload->in_purpose && api_unknown_field(upload->store->options.model, name, &e))
+    if (upload->in_file && upload->has_file)
+        return files_error(reply, 400, "file", "file: given twice"), false;
+    if (!upload->in_file && !upload->in_purpose &&
+        api_unknown_field(upload->store->options.model, name, &e))
         return files_error(reply, 400, NULL, "%s", e.msg), false;
     if (upload->in_file) {
         str path = buf_view(&upload->form.filename);
@@ -23396,8 +24308,10 @@ static bool files_upload_feed(files_upload *upload, str piece, http_reply *reply
         if (event == FILES_FORM_BAD)
             return files_error(reply, 400, NULL, "the body is not a multipart form"), false;
         if (event == FILES_FORM_PART && !files_upload_part(upload, reply)) return false;
-        if (event == FILES_FORM_DATA && upload->in_file && !files_upload_write(upload, data, reply)) return false;
-        if (event == FILES_FORM_DATA && upload->in_purpose && upload->purpose.n < FILES_PURPOSE_BYTES)
+        if (event == FILES_FORM_DATA && upload->in_file && !files_upload_write(upload, data, reply))
+            return false;
+        if (event == FILES_FORM_DATA && upload->in_purpose &&
+            upload->purpose.n < FILES_PURPOSE_BYTES)
             buf_put(&upload->purpose, data.p, MIN(data.n, (size_t)FILES_PURPOSE_BYTES));
         if (event == FILES_FORM_PART_END) upload->in_file = upload->in_purpose = false;
         if (event == FILES_FORM_END) upload->form_ended = true;
@@ -23410,9 +24324,13 @@ static bool files_upload_feed(files_upload *upload, str piece, http_reply *reply
 static void files_upload_commit(files_upload *upload, const char *purpose, http_reply *reply) {
     files_store *store = upload->store;
     char part_name[64];
-    files_file *file = files_file_new(&upload->id, upload->bytes, files_now(), files_strdup(buf_view(&upload->name)), purpose);
+    files_file *file = files_file_new(&upload->id, upload->bytes, files_now(),
+                                      files_strdup(buf_view(&upload->name)), purpose);
     snprintf(part_name, sizeof part_name, "%s.part", upload->id.text);
-    int error = fsync(upload->fd) || renameat(store->dir_fd, part_name, store->dir_fd, upload->id.text) ? errno : files_save_file(store, file);
+    int error = fsync(upload->fd) ||
+                        renameat(store->dir_fd, part_name, store->dir_fd, upload->id.text)
+                    ? errno
+                    : files_save_file(store, file);
     if (error) {
         unlinkat(store->dir_fd, upload->id.text, 0);
         files_file_del(file);
@@ -23432,19 +24350,23 @@ static void files_upload_close(files_upload *upload, bool is_complete, http_repl
     snprintf(part_name, sizeof part_name, "%s.part", upload->id.text);
     if (is_complete) {
         reply->status = 200;
-        bool is_reserved = purpose && !strcmp(purpose, "batch_output"); /* only we make such files */
+        /* only we make such files */
+        bool is_reserved = purpose && !strcmp(purpose, "batch_output");
         /* fsync may be slow: done before the lock is taken. files_upload_commit repeats it and checks
          * the result. */
         fsync(upload->fd);
         pthread_mutex_lock(&store->lock);
-        if (!upload->form_ended) files_error(reply, 400, NULL, "the body ends before its form does");
+        if (!upload->form_ended)
+            files_error(reply, 400, NULL, "the body ends before its form does");
         else if (!upload->has_file) files_error(reply, 400, "file", "file: missing");
         else if (!upload->bytes) files_error(reply, 400, "file", "file: it is empty");
-        else if (!purpose || is_reserved) files_error(reply, 400, "purpose", "purpose: missing or unknown");
+        else if (!purpose || is_reserved)
+            files_error(reply, 400, "purpose", "purpose: missing or unknown");
         else files_upload_commit(upload, purpose, reply);
         pthread_mutex_unlock(&store->lock);
     }
-    if (upload->fd >= 0) unlinkat(store->dir_fd, part_name, 0), close(upload->fd); /* if kept, .part is gone already */
+    /* if kept, .part is gone already */
+    if (upload->fd >= 0) unlinkat(store->dir_fd, part_name, 0), close(upload->fd);
     files_form_free(&upload->form), buf_free(&upload->name), buf_free(&upload->purpose);
     free(upload);
 }
@@ -23475,7 +24397,8 @@ static void files_route_batch(files_store *store, const http_request *http, str 
                            http_reply *reply) {
     bool is_get = http->method == HTTP_GET || http->method == HTTP_HEAD;
     files_id id;
-    files_batch *batch = files_read_id(id_text, "batch_", &id) ? files_find(&store->batches, &id) : NULL;
+    files_batch *batch = files_read_id(id_text, "batch_", &id) ? files_find(&store->batches, &id)
+                                                               : NULL;
     if (!batch || (verb.n && !str_is(verb, "/cancel")))
         files_error(reply, 404, "id", "no such batch: '%.*s'", STRF(id_text));
     else if (verb.n && http->method == HTTP_POST) files_cancel_batch(store, batch, reply);
@@ -23485,18 +24408,21 @@ static void files_route_batch(files_store *store, const http_request *http, str 
 }
 
 /* Takes a whole upload at once. */
-static void files_upload_at_once(files_store *store, const http_request *http, str body, http_reply *reply) {
+static void files_upload_at_once(files_store *store, const http_request *http, str body,
+                                 http_reply *reply) {
     str type = http_find_header(http, "content-type");
     files_upload *upload = files_upload_open(store, type.p ? type : STR(""), reply);
     if (upload) files_upload_close(upload, files_upload_feed(upload, body, reply), reply);
 }
 
 /* Handles every path under /v1/files and /v1/batches. May wait for the disk. Thread: any. */
-static void files_handle(files_store *store, const http_request *http, str body, http_reply *reply) {
+static void files_handle(files_store *store, const http_request *http, str body,
+                         http_reply *reply) {
     const str files_path = STR("/v1/files"), batches_path = STR("/v1/batches");
     bool is_files = str_starts(http->path, files_path);
     bool is_get = http->method == HTTP_GET || http->method == HTTP_HEAD;
-    str rest = str_sub(http->path, is_files ? files_path.n : MIN(batches_path.n, http->path.n), http->path.n);
+    str rest = str_sub(http->path, is_files ? files_path.n : MIN(batches_path.n, http->path.n),
+                       http->path.n);
     str id = {0}, verb = {0};
     reply->status = 200;
     if (rest.n && rest.p[0] == '/') {
@@ -23510,8 +24436,10 @@ static void files_handle(files_store *store, const http_request *http, str body,
         return;
     }
     pthread_mutex_lock(&store->lock);
-    if (store->folder_error.code && !os_is_disk_full(store->folder_errno)) files_reply_folder(store, reply);
-    else if (body.n > FILES_BODY_BYTES) files_error(reply, 413, NULL, "the body is longer than 1 MiB");
+    if (store->folder_error.code && !os_is_disk_full(store->folder_errno))
+        files_reply_folder(store, reply);
+    else if (body.n > FILES_BODY_BYTES)
+        files_error(reply, 413, NULL, "the body is longer than 1 MiB");
     else if (rest.n && is_files) files_route_file(store, http, id, verb, reply);
     else if (rest.n) files_route_batch(store, http, id, verb, reply);
     else if (is_get) (is_files ? files_list_files : files_list_batches)(store, http, reply);
@@ -23747,13 +24675,15 @@ enum {
                                      disconnected */
     SRV_MIN_RECORDS = 64 << 10,   /* an answer that is not streamed: a worker takes its records only
                                      when they exceed this, or at the end */
-    SRV_OTHER_BODY_BYTES = 1 << 20,   /* longest body of requests that are neither prompts nor files */
+    /* longest body of requests that are neither prompts nor files */
+    SRV_OTHER_BODY_BYTES = 1 << 20,
     SRV_PIECE_BYTES = 1 << 20,    /* an upload is handed to a worker in pieces of this size */
     SRV_LIGHT_BYTES = 4 << 10,  /* a stream with at most so many bytes of records is light */
     SRV_MAX_JOBS = 16,                /* light jobs that a worker takes at once, at most */
     SRV_SMALL_BYTES = 64 << 10,   /* each holder may have this much in any case */
     SRV_MIN_MEMORY_LIMIT = 32 << 20,    /* smallest srv.room, in bytes */
-    SRV_PARSE_FACTOR = 24,             /* memory needed to parse a body, per byte: values, ids, texts */
+    /* memory needed to parse a body, per byte: values, ids, texts */
+    SRV_PARSE_FACTOR = 24,
     SRV_MAX_CHOICES = 1 << 16,    /* choices of one request */
     SRV_QUEUE_RATE_S = 10,              /* seconds over which srv_queue_rate measures, at least */
     SRV_MAX_RETRY_S = 60,         /* largest Retry-After, in seconds */
@@ -23799,8 +24729,10 @@ typedef struct srv_metrics {
     int64_t rejected;   /* requests answered with a 429 because the queue was full */
 } srv_metrics;
 
-typedef struct srv_queue_rate { /* how fast calls leave the queue, over SRV_QUEUE_RATE_S to 2 * SRV_QUEUE_RATE_S */
-    double interval_start[2];     /* [0]: start of the interval that is measured; [1]: start of the next one.
+/* how fast calls leave the queue, over SRV_QUEUE_RATE_S to 2 * SRV_QUEUE_RATE_S */
+typedef struct srv_queue_rate {
+    double interval_start
+        [2]; /* [0]: start of the interval that is measured; [1]: start of the next one.
                         Both are set to now whenever the queue is empty. 0: none yet */
     int64_t n_dequeued[2]; /* srv.n_left at those times */
 } srv_queue_rate;
@@ -23822,11 +24754,13 @@ typedef struct srv {
     atomic_ullong last_id;
     int64_t start_time;      /* unix seconds */
     atomic_llong held_bytes;    /* bytes that clients make the server hold */
-    atomic_llong memory_limit;    /* limit of held: half of the memory free after loading the model */
+    /* limit of held: half of the memory free after loading the model */
+    atomic_llong memory_limit;
 
     pthread_mutex_t lock; /* guards the fields from here to unknown */
     pthread_cond_t has_work;
-    struct srv_request *work_queue, **work_queue_end; /* FIFO of calls that have work for a worker */
+    /* FIFO of calls that have work for a worker */
+    struct srv_request *work_queue, **work_queue_end;
     struct srv_request *loop_list; /* LIFO of calls that have something for the loop */
     int n_queued, n_idle_workers;  /* calls in `ready`; workers that wait */
     bool stopping;        /* the workers shall end */
@@ -23835,7 +24769,8 @@ typedef struct srv {
     int64_t n_dequeued;       /* calls that have left this queue */
     srv_queue_rate queue_rate;
     srv_metrics metrics;
-    buf reported_fields;          /* names of unknown fields that were reported; `seen` of api_should_report */
+    /* names of unknown fields that were reported; `seen` of api_should_report */
+    buf reported_fields;
     toka_err error;           /* why the phase is SRV_FAILED */
 
     struct srv_loop *loop; /* chapter 31 */
@@ -23845,7 +24780,8 @@ typedef struct srv {
 typedef struct srv_prompt { /* one engine request of a call: the `user` of its events */
     struct srv_request *request;
     api_prompt *prompt;
-    int n_unended;     /* samples that have not ended; used by the engine's thread only, like begun */
+    /* samples that have not ended; used by the engine's thread only, like begun */
+    int n_unended;
     uint8_t *has_token; /* one bit a sample: it has had a token */
 } srv_prompt;
 
@@ -23860,7 +24796,8 @@ typedef struct srv_request { /* one HTTP request and its answer */
     http_request *http;
     buf body;
     int64_t body_held, work_held;  /* counted in srv.held: for the body; for a worker's memory */
-    double arrival_time;                /* when the request had arrived; latencies count from here */
+    /* when the request had arrived; latencies count from here */
+    double arrival_time;
     bool keep_alive, head_sent;
     bool in_queue;                  /* (lock) counted in srv.n_waiting */
     int fd;                        /* socket of the connection; the loop's */
@@ -23872,16 +24809,19 @@ typedef struct srv_request { /* one HTTP request and its answer */
     api_request api;
     srv_prompt *prompts;               /* [api.n_parts] */
     toka_err submit_error;              /* error of toka_submit; code 0: it accepted all parts */
-    buf step_records;                     /* records of this step; the engine's thread, as the next two */
+    /* records of this step; the engine's thread, as the next two */
+    buf step_records;
     int step_tokens;              /* tokens of this step ... */
-    int step_first_tokens;               /* ... and how many of them are the first of their sample */
+    int step_first_tokens;        /* ... and how many of them are the first of their sample */
 
     /* (lock) from here on */
     int refs;
     enum srv_state state;
-    bool with_workers, in_loop_list;         /* in the ready list or with a worker; in the dirty list */
-    atomic_bool disconnected;              /* the client has disconnected; written with the lock held */
-    atomic_bool over_limit;          /* it holds too much memory: its samples are cancelled and it is
+    /* in the ready list or with a worker; in the dirty list */
+    bool with_workers, in_loop_list;
+    /* the client has disconnected; written with the lock held */
+    atomic_bool disconnected;
+    atomic_bool over_limit;       /* it holds too much memory: its samples are cancelled and it is
                                       answered with a 503; written with the lock held */
     bool paused;                  /* the client reads slowly: no text is made */
     bool output_ended;                     /* the whole answer is in out */
@@ -23889,7 +24829,8 @@ typedef struct srv_request { /* one HTTP request and its answer */
     int n_unended;                    /* engine requests that have not had their last event */
     int n_submitted;               /* engine requests whose engine_id is set */
     int64_t n_tokens;
-    double first_token_time, last_token_time;        /* times of the first and the last token; 0: none yet */
+    /* times of the first and the last token; 0: none yet */
+    double first_token_time, last_token_time;
     buf records;                   /* packed records that no worker has taken */
     buf unfed;                      /* records that a worker took, fed up to left_at */
     buf output;                       /* bytes of the answer that the loop has not taken */
@@ -23906,8 +24847,10 @@ typedef struct srv_route {
     unsigned methods; /* bits 1 << http_method; 0: the handler checks the method */
     bool is_public;        /* needs no API key */
     bool before_ready;       /* answered even while the model loads or after the engine failed */
-    void (*on_loop)(srv *s, srv_request *c);  /* handler on the loop: quick, fills c->reply; or NULL */
-    void (*on_worker)(srv *s, srv_request *c); /* handler on a worker: publishes c->reply or starts work
+    /* handler on the loop: quick, fills c->reply; or NULL */
+    void (*on_loop)(srv *s, srv_request *c);
+    void (*on_worker)(srv *s,
+                      srv_request *c); /* handler on a worker: publishes c->reply or starts work
                                           that ends by publishing an answer; or NULL */
     int api_route;          /* enum api_route, for srv_begin_api and srv_tokenize */
 } srv_route;
@@ -23932,8 +24875,10 @@ static void srv_observe(srv_histogram *hist, double value, int64_t times) {
 
 static void srv_metrics_init(srv_metrics *metrics) {
     *metrics = (srv_metrics){0};
-    metrics->ttft.bounds = metrics->itl.bounds = metrics->tpot.bounds = metrics->e2e.bounds = srv_time_bounds;
-    metrics->prompt_tokens.bounds = metrics->output_tokens.bounds = metrics->params_n.bounds = srv_count_bounds;
+    metrics->ttft.bounds = metrics->itl.bounds = metrics->tpot.bounds = metrics->e2e.bounds =
+        srv_time_bounds;
+    metrics->prompt_tokens.bounds = metrics->output_tokens.bounds = metrics->params_n.bounds =
+        srv_count_bounds;
 }
 
 /* Appends "# HELP", "# TYPE" and the value of one series. label: the labels that all series have,
@@ -23954,7 +24899,8 @@ static void srv_put_histogram(buf *out, const char *name, const char *help, cons
             buf_printf(out, "toka:%s_bucket{%s,le=\"%g\"} %lld\n", name, label, hist->bounds[i],
                        (long long)cumulative);
     }
-    buf_printf(out, "toka:%s_bucket{%s,le=\"+Inf\"} %lld\n", name, label, (long long)hist->n_values);
+    buf_printf(out, "toka:%s_bucket{%s,le=\"+Inf\"} %lld\n", name, label,
+               (long long)hist->n_values);
     buf_printf(out, "toka:%s_sum{%s} %.17g\ntoka:%s_count{%s} %lld\n", name, label, hist->sum, name,
                label, (long long)hist->n_values);
 }
@@ -23974,13 +24920,14 @@ static void srv_put_labeled(buf *out, const char *name, const char *help, const 
     buf_printf(out, "# HELP toka:%s %s\n# TYPE toka:%s counter\n", name, help, name);
     for (int i = 0; i < n; i++)
         if (values[i])
-            buf_printf(out, "toka:%s{%s,%s=\"%s\"} %.17g\n", name, label, key, values[i], counts[i]);
+            buf_printf(out, "toka:%s{%s,%s=\"%s\"} %.17g\n", name, label, key, values[i],
+                       counts[i]);
 }
 
 /* Appends all metrics in Prometheus' text format 0.0.4. Names after the prefix, units and meanings
  * are vLLM's. Where vLLM counts its engine's requests, toka counts samples. */
-static void srv_put_metrics(buf *out, const srv_metrics *metrics, const toka_stats *stats, str model,
-                            int n_waiting, int n_connections) {
+static void srv_put_metrics(buf *out, const srv_metrics *metrics, const toka_stats *stats,
+                            str model, int n_waiting, int n_connections) {
     static const char *const reasons[5] = {NULL, "stop", "length", "abort", "error"};
     static const char *const codes[6] = {NULL, NULL, "2xx", NULL, "4xx", "5xx"};
     static const char *const phases[3] = {"plan", "run", "commit"};
@@ -23991,8 +24938,8 @@ static void srv_put_metrics(buf *out, const srv_metrics *metrics, const toka_sta
     const char *labels = label.p;
     srv_put_series(out, "num_requests_running", "gauge", "Samples that the engine runs.", labels,
                    stats->running);
-    srv_put_series(out, "num_requests_waiting", "gauge", "Samples that wait for the engine.", labels,
-                   stats->waiting);
+    srv_put_series(out, "num_requests_waiting", "gauge", "Samples that wait for the engine.",
+                   labels, stats->waiting);
     srv_put_series(out, "kv_cache_usage_perc", "gauge",
                    "Share of the KV cache held by running samples, 1 is all of it.", labels,
                    stats->kv_pages ? (double)stats->kv_pages_used / stats->kv_pages : 0);
@@ -24000,38 +24947,41 @@ static void srv_put_metrics(buf *out, const srv_metrics *metrics, const toka_sta
                    "Prompt tokens looked up in the prefix tree.", labels, (double)stats->prompt_tokens);
     srv_put_series(out, "prefix_cache_hits_total", "counter", "Prompt tokens found there.", labels,
                    (double)stats->prompt_tokens_shared);
-    srv_put_series(out, "num_preemptions_total", "counter", "Samples put back because pages ran out.",
-                   labels, (double)stats->preemptions);
-    srv_put_series(out, "prompt_tokens_total", "counter", "Prompt tokens of samples that started.", labels,
-                   (double)stats->prompt_tokens);
+    srv_put_series(out, "num_preemptions_total", "counter",
+                   "Samples put back because pages ran out.", labels, (double)stats->preemptions);
+    srv_put_series(out, "prompt_tokens_total", "counter", "Prompt tokens of samples that started.",
+                   labels, (double)stats->prompt_tokens);
     srv_put_series(out, "generation_tokens_total", "counter", "Tokens generated.", labels,
                    (double)stats->output_tokens);
     srv_put_series(out, "attended_tokens_total", "counter",
                    "Positions attended to, summed over tokens.", labels, (double)stats->attended);
-    srv_put_series(out, "attended_tokens_shared_total", "counter", "Of these, in shared prefixes.", labels,
-                   (double)stats->attended_shared);
-    srv_put_series(out, "engine_steps_total", "counter", "Forward steps.", labels, (double)stats->steps);
+    srv_put_series(out, "attended_tokens_shared_total", "counter", "Of these, in shared prefixes.",
+                   labels, (double)stats->attended_shared);
+    srv_put_series(out, "engine_steps_total", "counter", "Forward steps.", labels,
+                   (double)stats->steps);
     srv_put_labeled(out, "engine_seconds_total",
                      "Where the engine's time went; run: with a step's waits for other ranks; "
                      "commit: with the events.", labels,
                      "phase", phases, (double[]){stats->plan_s, stats->run_s, stats->commit_s}, 3);
     srv_put_labeled(out, "request_success_total", "Samples that ended, by reason.", labels,
                      "finished_reason", reasons, metrics->finished, 5);
-    srv_put_labeled(out, "http_responses_total", "Answers by class of status.", labels, "code", codes,
-                     metrics->statuses, 6);
+    srv_put_labeled(out, "http_responses_total", "Answers by class of status.", labels, "code",
+                    codes, metrics->statuses, 6);
     srv_put_series(out, "http_requests_waiting", "gauge", "Requests without a first token.", labels,
                    n_waiting);
     srv_put_series(out, "http_requests_rejected_total", "counter",
                    "Requests refused because the queue was full.", labels, (double)metrics->rejected);
     srv_put_series(out, "http_connections", "gauge", "Open connections.", labels, n_connections);
-    srv_put_histogram(out, "time_to_first_token_seconds", "From a request's last byte to its first token.",
-                 labels, &metrics->ttft);
-    srv_put_histogram(out, "inter_token_latency_seconds", "Between tokens of a sample.", labels, &metrics->itl);
-    srv_put_histogram(out, "request_time_per_output_token_seconds", "Mean time per token after the first.",
-                 labels, &metrics->tpot);
-    srv_put_histogram(out, "e2e_request_latency_seconds", "From a request's last byte to its last token.",
-                 labels, &metrics->e2e);
-    srv_put_histogram(out, "request_prompt_tokens", "Prompt tokens of a request.", labels, &metrics->prompt_tokens);
+    srv_put_histogram(out, "time_to_first_token_seconds",
+                      "From a request's last byte to its first token.", labels, &metrics->ttft);
+    srv_put_histogram(out, "inter_token_latency_seconds", "Between tokens of a sample.", labels,
+                      &metrics->itl);
+    srv_put_histogram(out, "request_time_per_output_token_seconds",
+                      "Mean time per token after the first.", labels, &metrics->tpot);
+    srv_put_histogram(out, "e2e_request_latency_seconds",
+                      "From a request's last byte to its last token.", labels, &metrics->e2e);
+    srv_put_histogram(out, "request_prompt_tokens", "Prompt tokens of a request.", labels,
+                      &metrics->prompt_tokens);
     srv_put_histogram(out, "request_generation_tokens", "Output tokens of a request.", labels,
                  &metrics->output_tokens);
     srv_put_histogram(out, "request_params_n", "Samples of a request.", labels, &metrics->params_n);
@@ -24045,14 +24995,17 @@ static void srv_put_metrics(buf *out, const srv_metrics *metrics, const toka_sta
  * free for all others, or if the spare memory is in use; never false up to SRV_SMALL_BYTES.
  * Any thread, but for one holder only one at a time. */
 static bool srv_account(srv *server, int64_t *counted, size_t bytes) {
-    const int64_t change = (int64_t)bytes - *counted, held = atomic_fetch_add(&server->held_bytes, change) + change;
+    const int64_t change = (int64_t)bytes - *counted,
+                  held = atomic_fetch_add(&server->held_bytes, change) + change;
     *counted += change;
-    return bytes <= SRV_SMALL_BYTES || (!mem_is_low() && (int64_t)bytes <= server->memory_limit - held);
+    return bytes <= SRV_SMALL_BYTES ||
+           (!mem_is_low() && (int64_t)bytes <= server->memory_limit - held);
 }
 
 /* The same for memory that a worker is about to need: checks also that the system has it now. */
 static bool srv_account_work(srv_request *request, size_t bytes) {
-    return srv_account(request->server, &request->work_held, bytes) && (bytes <= SRV_PIECE_BYTES || mem_is_available(bytes));
+    return srv_account(request->server, &request->work_held, bytes) &&
+           (bytes <= SRV_PIECE_BYTES || mem_is_available(bytes));
 }
 
 static void srv_free_body(srv_request *request) {
@@ -24071,7 +25024,8 @@ static void srv_request_free(srv_request *request) {
     srv_free_body(request);
     buf_free(&request->reply.headers), buf_free(&request->reply.body);
     if (request->reply.fd_bytes > 0) close(request->reply.fd);
-    buf_free(&request->step_records), buf_free(&request->records), buf_free(&request->unfed), buf_free(&request->output);
+    buf_free(&request->step_records), buf_free(&request->records), buf_free(&request->unfed),
+        buf_free(&request->output);
     srv_account(request->server, &request->held_bytes, 0);
     srv_account(request->server, &request->work_held, 0);
     arena_free(&request->memory);
@@ -24101,18 +25055,23 @@ static void srv_unref_unlocked(srv_request *request) { /* without the lock */
 }
 
 /* Bytes of records that have not been made into text. */
-static size_t srv_unfed_bytes(const srv_request *request) { return request->records.n + request->unfed.n - request->unfed_at; }
+static size_t srv_unfed_bytes(const srv_request *request) {
+    return request->records.n + request->unfed.n - request->unfed_at;
+}
 
 /* Updates what srv.held counts for the call's answer. Returns false if it is too much. */
 static bool srv_account_answer(srv_request *request) {
-    return srv_account(request->server, &request->held_bytes, srv_unfed_bytes(request) + request->collected_bytes + request->output.n);
+    return srv_account(request->server, &request->held_bytes,
+                       srv_unfed_bytes(request) + request->collected_bytes + request->output.n);
 }
 
 /* Must the call be put into the ready list? */
 static bool srv_needs_worker(const srv_request *request) {
     if (request->with_workers || request->disconnected || request->state == SRV_ENDED) return false;
     if (request->state == SRV_NEW) return !request->wants_piece;
-    return !request->paused && (!request->n_unended || srv_unfed_bytes(request) > (request->api.stream ? 0 : SRV_MIN_RECORDS));
+    return !request->paused &&
+           (!request->n_unended ||
+            srv_unfed_bytes(request) > (request->api.stream ? 0 : SRV_MIN_RECORDS));
 }
 
 /* Only the first call in an empty list wakes a worker. A worker that leaves calls in the list wakes
@@ -24150,7 +25109,8 @@ static void srv_abort_large(srv_request *request) {
     if (request->paused) srv_notify_loop(request);
     buf_free(&request->records);
     srv_account_answer(request);
-    for (int i = 0; i < request->n_submitted; i++) toka_cancel(request->server->toka, request->api.prompts[i].engine_id);
+    for (int i = 0; i < request->n_submitted; i++)
+        toka_cancel(request->server->toka, request->api.prompts[i].engine_id);
 }
 
 /* The client has disconnected: no more text is made, and the engine requests are cancelled. Drops
@@ -24163,7 +25123,8 @@ static void srv_on_disconnect(srv_request *request) {
     srv_leave_queue(request);
     pthread_mutex_unlock(&server->lock);
     request->conn = NULL;
-    for (int i = 0; i < n_to_cancel; i++) toka_cancel(server->toka, request->api.prompts[i].engine_id);
+    for (int i = 0; i < n_to_cancel; i++)
+        toka_cancel(server->toka, request->api.prompts[i].engine_id);
     srv_unref_unlocked(request);
 }
 
@@ -24216,8 +25177,8 @@ static void srv_put_reply(buf *out, srv_request *request) {
     if (!reply->status) reply->status = 200;
     if (request->server->draining) request->keep_alive = false;
     srv_put_cors(&reply->headers, request->origin);
-    http_put_head(out, reply->status, reply->status == 204 ? NULL : type, length, request->keep_alive,
-                  (int64_t)time(NULL), buf_view(&reply->headers));
+    http_put_head(out, reply->status, reply->status == 204 ? NULL : type, length,
+                  request->keep_alive, (int64_t)time(NULL), buf_view(&reply->headers));
     bool is_head = request->http && request->http->method == HTTP_HEAD;
     if (!is_head && reply->fd_bytes <= 0) srv_put_body(out, &reply->body);
     if (is_head && reply->fd_bytes > 0) {
@@ -24264,7 +25225,8 @@ static void srv_publish_reply(srv_request *request) {
 /* Called when a call enters the queue or is refused. n_waiting: calls that are in the queue; left:
  * calls that have left it since the server started. Measuring starts anew when the queue is empty:
  * an empty queue says nothing about the drain rate of a full one. */
-static void srv_update_queue_rate(srv_queue_rate *rate, int n_waiting, int64_t n_dequeued, double now) {
+static void srv_update_queue_rate(srv_queue_rate *rate, int n_waiting, int64_t n_dequeued,
+                                  double now) {
     if (!n_waiting || !rate->interval_start[0]) {
         rate->interval_start[0] = rate->interval_start[1] = now;
         rate->n_dequeued[0] = rate->n_dequeued[1] = n_dequeued;
@@ -24279,7 +25241,8 @@ static void srv_update_queue_rate(srv_queue_rate *rate, int n_waiting, int64_t n
 
 /* Returns the seconds, 1 to SRV_MAX_RETRY_S, until all waiting calls have left the queue at the
  * measured rate. If no call has left since the interval began, it counts as one. */
-static int srv_retry_after_s(const srv_queue_rate *rate, int n_waiting, int64_t n_dequeued, double now) {
+static int srv_retry_after_s(const srv_queue_rate *rate, int n_waiting, int64_t n_dequeued,
+                             double now) {
     double seconds = n_waiting * MAX(now - rate->interval_start[0], 0.0) /
                      (double)MAX(n_dequeued - rate->n_dequeued[0], (int64_t)1);
     return seconds < 1 ? 1 : seconds > SRV_MAX_RETRY_S ? SRV_MAX_RETRY_S : (int)ceil(seconds);
@@ -24291,7 +25254,8 @@ static void srv_put_retry_after(srv_request *request) {
     double now = os_now();
     pthread_mutex_lock(&server->lock);
     srv_update_queue_rate(&server->queue_rate, server->n_waiting, server->n_dequeued, now);
-    int seconds = srv_retry_after_s(&server->queue_rate, server->n_waiting, server->n_dequeued, now);
+    int seconds = srv_retry_after_s(&server->queue_rate, server->n_waiting, server->n_dequeued,
+                                    now);
     pthread_mutex_unlock(&server->lock);
     buf_printf(&request->reply.headers, "Retry-After: %d\r\n", seconds);
 }
@@ -24307,7 +25271,8 @@ static void srv_count_tokens(srv_request *request, double now) {
         request->first_token_time = now;
         srv_observe(&metrics->ttft, now - request->arrival_time, 1);
     } else if (request->step_tokens > request->step_first_tokens) {
-        srv_observe(&metrics->itl, now - request->last_token_time, request->step_tokens - request->step_first_tokens);
+        srv_observe(&metrics->itl, now - request->last_token_time,
+                    request->step_tokens - request->step_first_tokens);
     }
     request->last_token_time = now;
     request->n_tokens += request->step_tokens;
@@ -24321,7 +25286,9 @@ static void srv_count_finished(srv_request *request, double now) {
     double later_tokens = (double)request->n_tokens / MAX(request->api.n_choices, 1) - 1;
     if (!request->first_token_time) return;
     srv_observe(&metrics->e2e, now - request->arrival_time, 1);
-    if (later_tokens > 0) srv_observe(&metrics->tpot, (request->last_token_time - request->first_token_time) / later_tokens, 1);
+    if (later_tokens > 0)
+        srv_observe(&metrics->tpot,
+                    (request->last_token_time - request->first_token_time) / later_tokens, 1);
     srv_observe(&metrics->prompt_tokens, (double)request->api.n_prompt_tokens, 1);
     srv_observe(&metrics->output_tokens, (double)request->n_tokens, 1);
     srv_observe(&metrics->params_n, (double)request->api.n_choices / request->api.n_prompts, 1);
@@ -24349,8 +25316,9 @@ static int srv_on_event(void *user, const toka_event *ev) {
     pthread_mutex_lock(&server->lock);
     server->metrics.finished[ev->finish] += ended;
     srv_count_tokens(request, now);
-    bool stored = fits &&
-                (request->disconnected || request->over_limit || buf_try_put(&request->records, request->step_records.p, request->step_records.n));
+    bool stored = fits && (request->disconnected || request->over_limit ||
+                           buf_try_put(&request->records, request->step_records.p,
+                                       request->step_records.n));
     buf_clear(&request->step_records);
     if (!stored || !srv_account_answer(request)) srv_abort_large(request);
     bool last_event = false;
@@ -24404,7 +25372,8 @@ static void srv_submit(srv *server, srv_request *request) {
     pthread_mutex_unlock(&server->lock);
     for (i = 0; i < n_prompts && !stop; i++) {
         api_prompt *prompt = &request->api.prompts[i];
-        if (toka_submit(server->toka, &prompt->engine_request, srv_on_event, &request->prompts[i], &prompt->engine_id, &request->submit_error))
+        if (toka_submit(server->toka, &prompt->engine_request, srv_on_event, &request->prompts[i],
+                        &prompt->engine_id, &request->submit_error))
             break;
         request->submit_error.code = 0;
         pthread_mutex_lock(&server->lock);
@@ -24427,7 +25396,8 @@ static void srv_submit(srv *server, srv_request *request) {
 static bool srv_can_parse(srv_request *request) {
     if (srv_account_work(request, request->body.n * SRV_PARSE_FACTOR)) return true;
     srv_account(request->server, &request->work_held, 0);
-    srv_error(request, 503, "a body of %zu bytes takes more memory than there is now", request->body.n);
+    srv_error(request, 503, "a body of %zu bytes takes more memory than there is now",
+              request->body.n);
     return srv_publish_reply(request), false;
 }
 
@@ -24439,17 +25409,20 @@ static void srv_begin_api(srv *server, srv_request *request) {
     request->api.created = (int64_t)time(NULL);
     request->api.user = request;
     if (!srv_can_parse(request)) return;
-    int code = api_parse(&server->model, (enum api_route)request->route->api_route, buf_view(&request->body), &request->api, &e);
+    int code = api_parse(&server->model, (enum api_route)request->route->api_route,
+                         buf_view(&request->body), &request->api, &e);
     srv_free_body(request);
     srv_account(server, &request->work_held, 0);
     if (code) {
         request->reply.status = request->api.status;
-        api_put_error(&request->reply.body, request->api.status, e.msg, request->api.type, request->api.param, request->api.code);
+        api_put_error(&request->reply.body, request->api.status, e.msg, request->api.type,
+                      request->api.param, request->api.code);
         if (request->api.status == 503) srv_put_retry_after(request);
         srv_publish_reply(request);
         return;
     }
-    request->prompts = arena_alloc(&request->memory, (size_t)request->api.n_prompts * sizeof *request->prompts);
+    request->prompts = arena_alloc(&request->memory,
+                                   (size_t)request->api.n_prompts * sizeof *request->prompts);
     srv_submit(server, request);
 }
 
@@ -24461,8 +25434,8 @@ static void srv_put_stream_head(buf *out, srv_request *request) {
     buf_c(&headers, "Cache-Control: no-cache\r\nX-Accel-Buffering: no\r\n");
     srv_put_cors(&headers, request->origin);
     http_put_head(out, 200, "text/event-stream; charset=utf-8",
-                  chunked ? HTTP_CHUNKED : HTTP_UNTIL_CLOSE, request->keep_alive, (int64_t)time(NULL),
-                  buf_view(&headers));
+                  chunked ? HTTP_CHUNKED : HTTP_UNTIL_CLOSE, request->keep_alive,
+                  (int64_t)time(NULL), buf_view(&headers));
     buf_free(&headers);
 }
 
@@ -24472,7 +25445,8 @@ static void srv_set_refusal(srv_request *request) {
     const bool over_limit = !request->submit_error.code;
     int status = over_limit ? 503 : request->submit_error.code == TOKA_E_USE ? 429 : 500;
     srv_error(request, status, "%s",
-              over_limit ? "the answer takes more memory than there is now" : request->submit_error.msg);
+              over_limit ? "the answer takes more memory than there is now"
+                         : request->submit_error.msg);
     if (status == 429) srv_put_retry_after(request);
 }
 
@@ -24501,13 +25475,15 @@ static bool srv_can_finish(srv_request *request) {
  * no bytes come after `made`. Returns how many bytes of records were used. */
 static size_t srv_make_output(srv_request *request, str records, bool *last, buf *out) {
     buf text = {0};
-    if (request->submit_error.code || request->over_limit) { /* discards the output of parts that were accepted */
+    /* discards the output of parts that were accepted */
+    if (request->submit_error.code || request->over_limit) {
         if (*last) srv_put_refusal(request, out);
         return records.n;
     }
     const size_t n_fed = api_feed_until(&request->api, records, SRV_MAX_UNSENT, &text);
     *last = *last && n_fed == records.n;
-    if (*last && request->api.failure && !request->head_sent) { /* nothing was sent yet: answer with a status */
+    /* nothing was sent yet: answer with a status */
+    if (*last && request->api.failure && !request->head_sent) {
         request->api.stream = false;
         buf_clear(&text);
     }
@@ -24541,11 +25517,12 @@ static void srv_tokenize(srv *server, srv_request *request) {
     toka_err e;
     api_fault fault;
     if (!srv_can_parse(request)) return;
-    if (api_answer_tokenize(&server->model, (enum api_route)request->route->api_route, buf_view(&request->body), &request->reply.body, &e,
-                   &fault)) {
+    if (api_answer_tokenize(&server->model, (enum api_route)request->route->api_route,
+                            buf_view(&request->body), &request->reply.body, &e, &fault)) {
         request->reply.status = fault.status;
         buf_clear(&request->reply.body);
-        api_put_error(&request->reply.body, fault.status, e.msg, fault.type, fault.param, fault.code);
+        api_put_error(&request->reply.body, fault.status, e.msg, fault.type, fault.param,
+                      fault.code);
         if (fault.status == 503) srv_put_retry_after(request);
     }
     srv_publish_reply(request);
@@ -24561,12 +25538,14 @@ static void srv_files(srv *server, srv_request *request) {
 static void srv_upload(srv *server, srv_request *request) {
     str type = http_find_header(request->http, "content-type");
     bool ok = request->upload ||
-              (request->upload = files_upload_open(server->files, type.p ? type : STR(""), &request->reply)) != NULL;
+              (request->upload = files_upload_open(server->files, type.p ? type : STR(""),
+                                                   &request->reply)) != NULL;
     if (ok) ok = files_upload_feed(request->upload, buf_view(&request->body), &request->reply);
     srv_free_body(request);
     if (ok && !request->upload_ended) {
         pthread_mutex_lock(&server->lock);
-        request->wants_piece = true; /* srv_end_job tells the loop when the worker is done with the call */
+        /* srv_end_job tells the loop when the worker is done with the call */
+        request->wants_piece = true;
         pthread_mutex_unlock(&server->lock);
         return;
     }
@@ -24574,7 +25553,8 @@ static void srv_upload(srv *server, srv_request *request) {
     if (request->upload) files_upload_close(request->upload, ok, ok ? &request->reply : &unused);
     buf_free(&unused.headers), buf_free(&unused.body);
     request->upload = NULL;
-    if (!request->upload_ended) request->keep_alive = false; /* the rest of the body will not be read */
+    /* the rest of the body will not be read */
+    if (!request->upload_ended) request->keep_alive = false;
     srv_publish_reply(request);
 }
 
@@ -24592,7 +25572,8 @@ typedef struct srv_job { /* one turn of a worker with a call */
 static void srv_begin_job(srv_job *job, srv_request *request) {
     buf *source = request->unfed.n ? &request->unfed : &request->records;
     enum srv_state state = request->disconnected ? SRV_ENDED : request->state;
-    *job = (srv_job){.request = request, .state = state, .records = *source, .fed = request->unfed_at};
+    *job = (srv_job){
+        .request = request, .state = state, .records = *source, .fed = request->unfed_at};
     *source = (buf){0};
     request->unfed_at = 0;
     job->last = !request->n_unended && !request->records.n;
@@ -24600,18 +25581,21 @@ static void srv_begin_job(srv_job *job, srv_request *request) {
 
 /* A light job takes so little time that the jobs taken with it do not wait long. */
 static bool srv_is_light(const srv_request *request) {
-    return request->state == SRV_RUNNING && request->api.stream && srv_unfed_bytes(request) <= SRV_LIGHT_BYTES;
+    return request->state == SRV_RUNNING && request->api.stream &&
+           srv_unfed_bytes(request) <= SRV_LIGHT_BYTES;
 }
 
 /* Takes a worker's next jobs from the ready list: its share of light ones, or one that is not
  * light. Returns how many. With the lock held. */
 static int srv_take_jobs(srv *server, srv_job *jobs) {
     int n_jobs = 0, max_jobs = MIN(SRV_MAX_JOBS, 1 + server->n_queued / server->options->n_workers);
-    for (srv_request *request; (request = server->work_queue) && n_jobs < max_jobs; server->n_queued--) {
+    for (srv_request *request; (request = server->work_queue) && n_jobs < max_jobs;
+         server->n_queued--) {
         const bool light = srv_is_light(request);
         if (n_jobs && !light) break;
         if (!light) max_jobs = 1;
-        if (!(server->work_queue = request->next_queued)) server->work_queue_end = &server->work_queue;
+        if (!(server->work_queue = request->next_queued))
+            server->work_queue_end = &server->work_queue;
         srv_begin_job(&jobs[n_jobs++], request);
     }
     return n_jobs;
@@ -24620,7 +25604,8 @@ static int srv_take_jobs(srv *server, srv_job *jobs) {
 static void srv_run_job(srv *server, srv_job *job) { /* without the lock */
     str records = str_sub(buf_view(&job->records), job->fed, job->records.n);
     if (job->state == SRV_NEW) job->request->route->on_worker(server, job->request);
-    if (job->state == SRV_RUNNING) job->fed += srv_make_output(job->request, records, &job->last, &job->output);
+    if (job->state == SRV_RUNNING)
+        job->fed += srv_make_output(job->request, records, &job->last, &job->output);
     if (job->state != SRV_RUNNING || job->fed == job->records.n) {
         buf_free(&job->records);
         job->fed = 0;
@@ -24631,7 +25616,8 @@ static void srv_run_job(srv *server, srv_job *job) { /* without the lock */
  * held. */
 static void srv_end_job(srv_job *job) {
     srv_request *request = job->request;
-    if (job->state == SRV_RUNNING && (job->output.n || job->last)) srv_pass_to_loop(request, &job->output, job->last);
+    if (job->state == SRV_RUNNING && (job->output.n || job->last))
+        srv_pass_to_loop(request, &job->output, job->last);
     request->with_workers = false;
     request->unfed = job->records;
     request->unfed_at = job->fed;
@@ -24648,7 +25634,8 @@ static void *srv_worker_thread(void *arg) {
     pthread_setname_np(pthread_self(), "toka-worker");
     pthread_mutex_lock(&server->lock);
     for (int n_jobs;;) {
-        for (server->n_idle_workers++; !server->work_queue && !server->stopping;) pthread_cond_wait(&server->has_work, &server->lock);
+        for (server->n_idle_workers++; !server->work_queue && !server->stopping;)
+            pthread_cond_wait(&server->has_work, &server->lock);
         server->n_idle_workers--;
         if (!(n_jobs = srv_take_jobs(server, jobs))) break;
         if (server->work_queue && server->n_idle_workers) pthread_cond_signal(&server->has_work);
@@ -24711,7 +25698,8 @@ static void srv_metrics_reply(srv *server, srv_request *request) {
     srv_metrics metrics = server->metrics;
     int n_waiting = server->n_waiting;
     pthread_mutex_unlock(&server->lock);
-    srv_put_metrics(&request->reply.body, &metrics, &t, str_c(server->name), n_waiting, srv_n_connections(server));
+    srv_put_metrics(&request->reply.body, &metrics, &t, str_c(server->name), n_waiting,
+                    srv_n_connections(server));
 }
 
 /* ---- Routes ---- */
@@ -24735,11 +25723,13 @@ static const srv_route srv_upload_route = {
     "/v1/files", false, SRV_POST, false, false, NULL, srv_upload, 0};
 
 static const srv_route *srv_find_route(const http_request *http) {
-    if (http->method == HTTP_POST && str_is(http->path, srv_upload_route.path)) return &srv_upload_route;
+    if (http->method == HTTP_POST && str_is(http->path, srv_upload_route.path))
+        return &srv_upload_route;
     for (int i = 0; i < COUNT(srv_routes); i++) {
         str path = str_c(srv_routes[i].path);
         if (str_eq(http->path, path)) return &srv_routes[i];
-        bool below = str_starts(http->path, path) && http->path.n > path.n && http->path.p[path.n] == '/';
+        bool below = str_starts(http->path, path) && http->path.n > path.n &&
+                     http->path.p[path.n] == '/';
         if (srv_routes[i].is_prefix && below) return &srv_routes[i];
     }
     return NULL;
@@ -24772,7 +25762,8 @@ static struct in6_addr srv_map_ipv4(struct in_addr four) { /* an IPv4 address as
     return a;
 }
 
-static bool srv_read_address(str name, struct in6_addr *address) { /* false: name is not an IP address */
+/* false: name is not an IP address */
+static bool srv_read_address(str name, struct in6_addr *address) {
     char text[INET6_ADDRSTRLEN];
     struct in_addr four;
     if (name.n >= sizeof text) return false;
@@ -24785,13 +25776,15 @@ static bool srv_read_address(str name, struct in6_addr *address) { /* false: nam
 
 /* The IP address in a socket address; :: for a unix socket. */
 static struct in6_addr srv_address_of(const struct sockaddr_storage *address) {
-    if (address->ss_family == AF_INET) return srv_map_ipv4(((const struct sockaddr_in *)address)->sin_addr);
+    if (address->ss_family == AF_INET)
+        return srv_map_ipv4(((const struct sockaddr_in *)address)->sin_addr);
     if (address->ss_family == AF_INET6) return ((const struct sockaddr_in6 *)address)->sin6_addr;
     return (struct in6_addr){0};
 }
 
 static bool srv_is_loopback(const struct in6_addr *address) {
-    return IN6_IS_ADDR_LOOPBACK(address) || (IN6_IS_ADDR_V4MAPPED(address) && address->s6_addr[12] == 127);
+    return IN6_IS_ADDR_LOOPBACK(address) ||
+           (IN6_IS_ADDR_V4MAPPED(address) && address->s6_addr[12] == 127);
 }
 
 /* Is this a loopback address, or the local address of the connection? */
@@ -24822,9 +25815,12 @@ static bool srv_match_host(str element, str host, str name) {
         if (tail_at && http_equal_nocase(str_sub(name, tail_at, name.n), domain)) return true;
         return domain.n == element.n && http_equal_nocase(name, parent);
     }
-    if (str_is(element, "*") || http_equal_nocase(element, host) || http_equal_nocase(element, name)) return true;
+    if (str_is(element, "*") || http_equal_nocase(element, host) ||
+        http_equal_nocase(element, name))
+        return true;
     if (!http_split_host(element, &own)) own = element; /* maybe an IPv6 address without brackets */
-    return srv_read_address(own, &own_address) && srv_read_address(name, &address) && !memcmp(&own_address, &address, sizeof own_address);
+    return srv_read_address(own, &own_address) && srv_read_address(name, &address) &&
+           !memcmp(&own_address, &address, sizeof own_address);
 }
 
 /* Protection against DNS rebinding: is the host that a request names this server? Allowed are
@@ -24836,7 +25832,8 @@ static bool srv_match_host(str element, str host, str name) {
  * given. Ports are ignored because tunnels change them. */
 static bool srv_is_own_host(const srv_options *options, str host, int fd) {
     char host_name[256] = "";
-    str name, each, list = STR("localhost,*.localhost"), extra = str_c(options->hosts ? options->hosts : "");
+    str name, each, list = STR("localhost,*.localhost"),
+                    extra = str_c(options->hosts ? options->hosts : "");
     struct in6_addr address;
     if (!host.p || (!extra.n && (options->n_keys || options->uds))) return true;
     if (!http_split_host(host, &name) || !name.n) return false;
@@ -24864,7 +25861,8 @@ static int srv_check_hosts(const char *hosts, toka_err *e) {
 
 /* Returns the request's Origin if --allowed-origins has it, else an empty string. */
 static str srv_origin(const srv_options *options, const http_request *http) {
-    str origin = http_find_header(http, "origin"), list = options->origins ? str_c(options->origins) : STR(""), each;
+    str origin = http_find_header(http, "origin"),
+        list = options->origins ? str_c(options->origins) : STR(""), each;
     while (origin.n && http_next_element(&list, &each))
         if (str_eq(each, origin) || str_is(each, "*")) return origin;
     return STR("");
@@ -24899,7 +25897,8 @@ static void srv_options_reply(srv_request *request) {
  * browsers send the headers Sec-Fetch-Site and Origin. Over plain HTTP to another machine they send
  * no Sec-Fetch-Site; then Origin, which names the page, must be this host. */
 static bool srv_is_cross_origin(const srv_request *request) {
-    const str site = http_find_header(request->http, "sec-fetch-site"), from = http_find_header(request->http, "origin");
+    const str site = http_find_header(request->http, "sec-fetch-site"),
+              from = http_find_header(request->http, "origin");
     const str scheme = STR("http://");
     const bool changes = request->http->method == HTTP_POST || request->http->method == HTTP_DELETE;
     if (!changes || request->origin.n) return false;
@@ -24938,7 +25937,8 @@ static bool srv_check_head(srv *server, srv_request *request) {
         srv_error(request, 405, "%s is not answered to this method", request->route->path);
         return srv_put_allow(&request->reply.headers, "Allow", request->route->methods), true;
     }
-    str coding = http_find_header(http, "content-encoding"), type = http_find_header(http, "content-type");
+    str coding = http_find_header(http, "content-encoding"),
+        type = http_find_header(http, "content-type");
     if (coding.n && !http_is(coding, "identity"))
         return srv_error(request, 415, "Content-Encoding: expected none"), true;
     ptrdiff_t semicolon = str_find(type, STR(";"), 0);
@@ -24956,9 +25956,12 @@ static bool srv_check_head(srv *server, srv_request *request) {
 
 /* Returns the longest body that this request may have. *by: what sets this limit, a flag or the
  * route; for error messages. */
-static int64_t srv_body_limit(const srv *server, const srv_request *request, const char **limit_name) {
-    if (request->route == &srv_upload_route) return *limit_name = "--max-upload-bytes", server->options->max_upload_bytes;
-    bool prompt = request->route && request->route->on_worker && request->route->on_worker != srv_files;
+static int64_t srv_body_limit(const srv *server, const srv_request *request,
+                              const char **limit_name) {
+    if (request->route == &srv_upload_route)
+        return *limit_name = "--max-upload-bytes", server->options->max_upload_bytes;
+    bool prompt = request->route && request->route->on_worker &&
+                  request->route->on_worker != srv_files;
     if (prompt) return *limit_name = "--max-body-bytes", server->options->max_body_bytes;
     return *limit_name = request->route ? request->route->path : "this path", SRV_OTHER_BODY_BYTES;
 }
@@ -24973,7 +25976,8 @@ static bool srv_dispatch(srv *server, srv_request *request) {
     if (queue_full) server->metrics.rejected++;
     else {
         if (is_completion) {
-            srv_update_queue_rate(&server->queue_rate, server->n_waiting, server->n_dequeued, request->arrival_time);
+            srv_update_queue_rate(&server->queue_rate, server->n_waiting, server->n_dequeued,
+                                  request->arrival_time);
             request->in_queue = true;
             server->n_waiting++;
         }
@@ -24982,7 +25986,8 @@ static bool srv_dispatch(srv *server, srv_request *request) {
     }
     pthread_mutex_unlock(&server->lock);
     if (!queue_full) return false;
-    srv_error(request, 429, "%d requests wait already, as many as --max-queue allows", server->options->max_queue);
+    srv_error(request, 429, "%d requests wait already, as many as --max-queue allows",
+              server->options->max_queue);
     srv_put_retry_after(request);
     return true;
 }
@@ -25030,7 +26035,14 @@ enum {
 
 #define SRV_ANSWER_PREFIX "HTTP/1.1 " /* the first bytes of every answer; srv_probe_client sends them early */
 
-enum srv_conn_state { SRV_HEAD, SRV_BODY, SRV_PIECE, SRV_ANSWERING, SRV_LAST_ANSWER, SRV_LINGERING };
+enum srv_conn_state {
+    SRV_HEAD,
+    SRV_BODY,
+    SRV_PIECE,
+    SRV_ANSWERING,
+    SRV_LAST_ANSWER,
+    SRV_LINGERING
+};
 
 typedef struct srv_conn { /* one connection; owned by the loop */
     int fd;
@@ -25054,7 +26066,8 @@ typedef struct srv_conn { /* one connection; owned by the loop */
     http_body body;
     srv_request *request;         /* from the end of the head to the end of the answer; else NULL */
     double deadline;        /* 0: none */
-    double state_time;         /* when the state began; in SRV_HEAD: when the head's first byte came */
+    /* when the state began; in SRV_HEAD: when the head's first byte came */
+    double state_time;
     int64_t n_discarded;       /* bytes discarded in SRV_LINGERING */
     int64_t held_bytes;           /* counted in srv.held: for in and out */
     struct srv_conn *next, *prev;
@@ -25074,7 +26087,7 @@ typedef struct srv_loop { /* owned by the loop's thread */
     bool is_reachable;            /* a listener can be reached from other machines */
     int n_conns, max_conns;
     srv_conn *conns;        /* list of open connections */
-    srv_conn *closed_conns;         /* closed ones; freed at the end of the round, because later events of
+    srv_conn *closed_conns; /* closed ones; freed at the end of the round, because later events of
                                the same epoll_wait may point to them */
     char *recv_buffer;          /* [SRV_READ_BYTES] */
     http_request head;      /* the head being parsed */
@@ -25092,10 +26105,14 @@ static int srv_n_connections(const srv *server) { return server->loop->n_conns; 
 /* ---- Ends of a connection ---- */
 
 /* Is something left to be sent? */
-static bool srv_has_unsent(const srv_conn *conn) { return conn->out_sent < conn->out.n || conn->file_left > 0; }
+static bool srv_has_unsent(const srv_conn *conn) {
+    return conn->out_sent < conn->out.n || conn->file_left > 0;
+}
 
-static void srv_update_events(srv *server, srv_conn *conn) { /* tells epoll which events to wait for */
-    bool reads = !conn->eof && (conn->state == SRV_LINGERING || conn->in.n - conn->in_parsed < SRV_READ_BYTES);
+/* tells epoll which events to wait for */
+static void srv_update_events(srv *server, srv_conn *conn) {
+    bool reads = !conn->eof &&
+                 (conn->state == SRV_LINGERING || conn->in.n - conn->in_parsed < SRV_READ_BYTES);
     unsigned events = (reads ? EPOLLIN : 0u) | (srv_has_unsent(conn) ? EPOLLOUT : 0u);
     if (!conn->half_closed) events |= EPOLLRDHUP;
     if (conn->closed || events == conn->events) return;
@@ -25164,10 +26181,12 @@ static bool srv_append(srv_conn *conn, buf *bytes) {
 static bool srv_send_some(srv_conn *conn) {
     for (int round = 0; round < 4 && srv_has_unsent(conn); round++) {
         bool from_out = conn->out_sent < conn->out.n;
-        size_t max_bytes = (size_t)MIN(from_out ? (int64_t)(conn->out.n - conn->out_sent) : conn->file_left,
-                                  (int64_t)SRV_SEND_BYTES);
-        ssize_t n_sent = from_out ? send(conn->fd, conn->out.p + conn->out_sent, max_bytes, MSG_NOSIGNAL)
-                         : sendfile(conn->fd, conn->file, &conn->file_offset, max_bytes);
+        size_t max_bytes = (size_t)MIN(from_out ? (int64_t)(conn->out.n - conn->out_sent)
+                                                : conn->file_left,
+                                       (int64_t)SRV_SEND_BYTES);
+        ssize_t n_sent = from_out
+                             ? send(conn->fd, conn->out.p + conn->out_sent, max_bytes, MSG_NOSIGNAL)
+                             : sendfile(conn->fd, conn->file, &conn->file_offset, max_bytes);
         if (n_sent < 0 && errno == EINTR) continue;
         if (n_sent < 0 && errno == EAGAIN) return true;
         if (n_sent <= 0) return false; /* 0: the file is shorter now than its Content-Length */
@@ -25187,9 +26206,11 @@ static void srv_set_deadline(srv *server, srv_conn *conn) {
     conn->is_write_deadline = unsent;
     if (unsent) conn->deadline = server->loop->now + options->write_timeout;
     else if (conn->state == SRV_HEAD)
-        conn->deadline = conn->state_time + (conn->in_searched ? options->read_timeout : options->keep_alive);
+        conn->deadline = conn->state_time +
+                         (conn->in_searched ? options->read_timeout : options->keep_alive);
     else if (conn->state == SRV_BODY)
-        conn->deadline = conn->state_time + options->read_timeout + (double)conn->request->body.n / SRV_BODY_RATE;
+        conn->deadline = conn->state_time + options->read_timeout +
+                         (double)conn->request->body.n / SRV_BODY_RATE;
     else if (conn->state == SRV_LINGERING) conn->deadline = conn->state_time + SRV_LINGER_S;
     else conn->deadline = 0;
 }
@@ -25222,7 +26243,9 @@ static bool srv_resume(srv_conn *conn) {
         request->paused = conn->paused = false;
         if (srv_needs_worker(request)) srv_queue_work(request);
     }
-    bool too_slow = request->paused && ((request->n_unended && srv_unfed_bytes(request) > SRV_MAX_RECORDS) || request->over_limit);
+    bool too_slow = request->paused &&
+                    ((request->n_unended && srv_unfed_bytes(request) > SRV_MAX_RECORDS) ||
+                     request->over_limit);
     pthread_mutex_unlock(&request->server->lock);
     return !too_slow;
 }
@@ -25238,7 +26261,8 @@ static void srv_send(srv *server, srv_conn *conn) {
         buf_free(&conn->out);
         conn->out_sent = 0;
     }
-    if (conn->request && conn->state == SRV_ANSWERING && conn->paused && !srv_resume(conn)) srv_conn_close(server, conn);
+    if (conn->request && conn->state == SRV_ANSWERING && conn->paused && !srv_resume(conn))
+        srv_conn_close(server, conn);
     if (conn->state == SRV_LAST_ANSWER && !srv_has_unsent(conn)) srv_start_lingering(server, conn);
     if (!conn->closed) srv_set_deadline(server, conn);
 }
@@ -25247,7 +26271,11 @@ static void srv_send(srv *server, srv_conn *conn) {
 
 static srv_request *srv_request_new(srv *server, srv_conn *conn) {
     srv_request *request = mem_zalloc(sizeof *request);
-    *request = (srv_request){.server = server, .conn = conn, .fd = conn->fd, .refs = 1, .arrival_time = server->loop->now};
+    *request = (srv_request){.server = server,
+                             .conn = conn,
+                             .fd = conn->fd,
+                             .refs = 1,
+                             .arrival_time = server->loop->now};
     return conn->request = request;
 }
 
@@ -25288,7 +26316,8 @@ static void srv_answer(srv *server, srv_conn *conn) { /* sends k->call->reply */
 static void srv_answer_last(srv *server, srv_conn *conn, int status, const char *why) {
     srv_request *request = conn->request ? conn->request : srv_request_new(server, conn);
     request->keep_alive = false;
-    if (!request->http) { /* the head is incomplete; parse what there is, it may be a HEAD request */
+    /* the head is incomplete; parse what there is, it may be a HEAD request */
+    if (!request->http) {
         request->http = arena_alloc(&request->memory, sizeof *request->http);
         http_parse_head(str_sub(buf_view(&conn->in), conn->in_parsed, conn->in.n), request->http);
     }
@@ -25317,8 +26346,8 @@ static const char *srv_status_message(int status, const http_request *http) {
 static void srv_answer_too_long(srv *server, srv_conn *conn) {
     const char *flag;
     const int64_t limit = srv_body_limit(server, conn->request, &flag);
-    srv_error(conn->request, 413, "the body is longer than %lld bytes, the limit of %s", (long long)limit,
-              flag);
+    srv_error(conn->request, 413, "the body is longer than %lld bytes, the limit of %s",
+              (long long)limit, flag);
     srv_answer_last(server, conn, 0, NULL);
 }
 
@@ -25330,9 +26359,12 @@ static void srv_on_head(srv *server, srv_conn *conn, str head) {
     request->http = arena_alloc(&request->memory, sizeof *request->http);
     /* parsed again from a copy, so that its slices live as long as the call */
     http_parse_head(arena_str(&request->memory, head), request->http);
-    bool has_body = request->http->chunked || request->http->content_length, answered = srv_check_head(server, request);
+    bool has_body = request->http->chunked || request->http->content_length,
+         answered = srv_check_head(server, request);
     const char *limit_name;
-    int status = answered ? 0 : http_body_init(&conn->body, request->http, srv_body_limit(server, request, &limit_name));
+    int status = answered ? 0
+                          : http_body_init(&conn->body, request->http,
+                                           srv_body_limit(server, request, &limit_name));
     if (status == 413) {
         srv_answer_too_long(server, conn);
     } else if (status || (answered && has_body)) {
@@ -25357,7 +26389,8 @@ static bool srv_read_head(srv *server, srv_conn *conn) {
     bool first = !conn->in_searched;
     if (first) conn->state_time = loop->now;
     bool has_newline = memchr(rest.p + conn->in_searched, '\n', rest.n - conn->in_searched) != NULL;
-    if (!first && !has_newline && rest.n < HTTP_MAX_HEAD) { /* no new line end: it is still incomplete */
+    /* no new line end: it is still incomplete */
+    if (!first && !has_newline && rest.n < HTTP_MAX_HEAD) {
         conn->in_searched = rest.n;
         return false;
     }
@@ -25377,7 +26410,8 @@ static bool srv_read_head(srv *server, srv_conn *conn) {
  * answered with an error. */
 static bool srv_read_body(srv *server, srv_conn *conn) {
     srv_request *request = conn->request;
-    ptrdiff_t used = http_body_read(&conn->body, str_sub(buf_view(&conn->in), conn->in_parsed, conn->in.n),
+    ptrdiff_t used = http_body_read(&conn->body,
+                                    str_sub(buf_view(&conn->in), conn->in_parsed, conn->in.n),
                                     &request->body);
     const bool fits = srv_account(server, &request->body_held, request->body.n);
     if (used == -413) {
@@ -25387,15 +26421,18 @@ static bool srv_read_body(srv *server, srv_conn *conn) {
     if (used < 0) {
         const int status = (int)-used;
         const char *chunks = "the body's chunks are not well-formed";
-        srv_answer_last(server, conn, status, status == 400 ? chunks : srv_status_message(status, request->http));
+        srv_answer_last(server, conn, status,
+                        status == 400 ? chunks : srv_status_message(status, request->http));
         return true;
     }
     conn->in_parsed += (size_t)used;
     if (!fits) {
-        srv_answer_last(server, conn, 503, "the bodies of all requests take more memory than there is now");
+        srv_answer_last(server, conn, 503,
+                        "the bodies of all requests take more memory than there is now");
         return true;
     }
-    bool ended = conn->body.state == HTTP_BODY_DONE, is_upload = request->route == &srv_upload_route;
+    bool ended = conn->body.state == HTTP_BODY_DONE,
+         is_upload = request->route == &srv_upload_route;
     if (!ended && !(is_upload && request->body.n >= SRV_PIECE_BYTES)) return false;
     srv_set_state(server, conn, ended ? SRV_ANSWERING : SRV_PIECE);
     request->upload_ended = ended;
@@ -25416,7 +26453,9 @@ static void srv_probe_client(srv *server, srv_conn *conn) {
     const str all = STR(SRV_ANSWER_PREFIX);
     buf byte = {0};
     if (!conn->half_closed || conn->closed || conn->state != SRV_ANSWERING) return;
-    if (conn->request->route->on_worker != srv_begin_api || conn->answer_begun || srv_has_unsent(conn)) return;
+    if (conn->request->route->on_worker != srv_begin_api || conn->answer_begun ||
+        srv_has_unsent(conn))
+        return;
     if (conn->n_probed == all.n) return;
     if (conn->n_probed && server->loop->now < conn->probe_time) return;
     buf_char(&byte, all.p[conn->n_probed]);
@@ -25443,11 +26482,13 @@ static void srv_handle_input(srv *server, srv_conn *conn) {
         buf_free(&conn->in);
         conn->in_parsed = 0;
     }
-    if (!conn->closed && !srv_account(server, &conn->held_bytes, conn->in.cap + conn->out.cap) && !srv_has_unsent(conn))
+    if (!conn->closed && !srv_account(server, &conn->held_bytes, conn->in.cap + conn->out.cap) &&
+        !srv_has_unsent(conn))
         srv_conn_close(server, conn);
     if (conn->eof && !conn->closed) {
         bool answered = conn->state == SRV_HEAD && !srv_has_unsent(conn);
-        if (conn->state == SRV_BODY || conn->state == SRV_LINGERING || answered) srv_conn_close(server, conn);
+        if (conn->state == SRV_BODY || conn->state == SRV_LINGERING || answered)
+            srv_conn_close(server, conn);
     }
     srv_probe_client(server, conn);
 }
@@ -25467,10 +26508,12 @@ static void srv_receive(srv *server, srv_conn *conn) {
         conn->eof = !n_read;
         conn->half_closed |= !n_read;
         if (conn->state == SRV_LINGERING) {
-            if (!n_read || (conn->n_discarded += n_read) > SRV_LINGER_BYTES) srv_conn_close(server, conn);
+            if (!n_read || (conn->n_discarded += n_read) > SRV_LINGER_BYTES)
+                srv_conn_close(server, conn);
         } else {
             srv_drop_before(&conn->in, &conn->in_parsed);
-            if (!buf_try_put(&conn->in, loop->recv_buffer, (size_t)n_read)) srv_conn_close(server, conn);
+            if (!buf_try_put(&conn->in, loop->recv_buffer, (size_t)n_read))
+                srv_conn_close(server, conn);
             else srv_handle_input(server, conn);
         }
         if (conn->closed || n_read < SRV_READ_BYTES) return;
@@ -25480,7 +26523,8 @@ static void srv_receive(srv *server, srv_conn *conn) {
 static void srv_on_socket(srv *server, srv_conn *conn, unsigned events) {
     if (conn->closed) return;
     if (events & (EPOLLERR | EPOLLHUP)) srv_conn_close(server, conn);
-    if (events & EPOLLRDHUP) conn->half_closed = true; /* not eof: `in` may be too full for the rest */
+    /* not eof: `in` may be too full for the rest */
+    if (events & EPOLLRDHUP) conn->half_closed = true;
     if (!conn->closed && events & EPOLLOUT) srv_handle_input(server, conn);
     if (!conn->closed && events & (EPOLLIN | EPOLLRDHUP)) srv_receive(server, conn);
     if (!conn->closed) srv_probe_client(server, conn);
@@ -25523,7 +26567,8 @@ static srv_request *srv_deliver_some(srv *server, srv_request *request) {
     srv_output outputs[SRV_MAX_OUTPUTS];
     int n_outputs = 0, n_freed = 0;
     pthread_mutex_lock(&server->lock);
-    for (; request && n_outputs < SRV_MAX_OUTPUTS; request = request->next_in_loop_list) srv_take_output(request, &outputs[n_outputs++]);
+    for (; request && n_outputs < SRV_MAX_OUTPUTS; request = request->next_in_loop_list)
+        srv_take_output(request, &outputs[n_outputs++]);
     pthread_mutex_unlock(&server->lock);
     for (int i = 0; i < n_outputs; i++) srv_deliver_output(server, &outputs[i]);
     pthread_mutex_lock(&server->lock);
@@ -25620,7 +26665,8 @@ static int srv_listen_unix(srv *server, const char *path, toka_err *e) {
     strcpy(address.sun_path, path);
     int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     if (fd < 0) return fail(e, TOKA_E_IO, "--uds %s: %s", path, strerror(errno));
-    if (lstat(path, &info) == 0 && S_ISSOCK(info.st_mode)) { /* in use, or left by a killed server */
+    /* in use, or left by a killed server */
+    if (lstat(path, &info) == 0 && S_ISSOCK(info.st_mode)) {
         if (connect(fd, (struct sockaddr *)&address, sizeof address) == 0) {
             close(fd);
             return fail(e, TOKA_E_USE, "--uds %s: another server listens there", path);
@@ -25644,11 +26690,12 @@ static int srv_listen_one(srv *server, const struct addrinfo *wanted, int *port,
     int fd = socket(wanted->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     if (fd < 0) return fail(e, TOKA_E_IO, "--host %s: %s", server->options->host, strerror(errno));
     setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &(int){1}, sizeof(int));
-    if (wanted->ai_family == AF_INET6) setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &(int){1}, sizeof(int));
+    if (wanted->ai_family == AF_INET6)
+        setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &(int){1}, sizeof(int));
     if (bind(fd, wanted->ai_addr, wanted->ai_addrlen) || listen(fd, 4096) ||
         getsockname(fd, (struct sockaddr *)&bound, &n_bound)) {
-        int code = fail(e, TOKA_E_IO, "cannot listen on %s port %d: %s", server->options->host, *port,
-                        strerror(errno));
+        int code = fail(e, TOKA_E_IO, "cannot listen on %s port %d: %s", server->options->host,
+                        *port, strerror(errno));
         close(fd);
         return code;
     }
@@ -25660,8 +26707,8 @@ static int srv_listen_one(srv *server, const struct addrinfo *wanted, int *port,
     server->loop->is_reachable |= !srv_is_loopback(&address);
     char host[64];
     getnameinfo((struct sockaddr *)&bound, n_bound, host, sizeof host, NULL, 0, NI_NUMERICHOST);
-    fprintf(stderr, "toka: listening on http://%s%s%s:%d\n", is_ipv6 ? "[" : "", host, is_ipv6 ? "]" : "",
-            *port);
+    fprintf(stderr, "toka: listening on http://%s%s%s:%d\n", is_ipv6 ? "[" : "", host,
+            is_ipv6 ? "]" : "", *port);
     return 0;
 }
 
@@ -25675,7 +26722,8 @@ static int srv_listen(srv *server, toka_err *e) {
                           &(struct addrinfo){.ai_socktype = SOCK_STREAM, .ai_flags = AI_PASSIVE},
                           &all);
     if (bad) return fail(e, TOKA_E_USE, "--host %s: %s", server->options->host, gai_strerror(bad));
-    for (struct addrinfo *address = all; address && server->loop->n_listeners < SRV_MAX_LISTENERS; address = address->ai_next) {
+    for (struct addrinfo *address = all; address && server->loop->n_listeners < SRV_MAX_LISTENERS;
+         address = address->ai_next) {
         if (address->ai_family == AF_INET)
             ((struct sockaddr_in *)address->ai_addr)->sin_port = htons((uint16_t)port);
         if (address->ai_family == AF_INET6)
@@ -25749,7 +26797,8 @@ static void srv_check_engine(srv *server, const toka_stats *t) {
 static void srv_print_status(srv *server, const toka_stats *stats) {
     srv_loop *loop = server->loop;
     const toka_stats *last = &loop->last_stats;
-    double seconds = loop->now - loop->last_status, out = (double)(stats->output_tokens - last->output_tokens);
+    double seconds = loop->now - loop->last_status,
+           out = (double)(stats->output_tokens - last->output_tokens);
     double rows = (double)(stats->rows - last->rows);
     double prompt = (double)(stats->prompt_tokens - last->prompt_tokens);
     double pairs = (double)(stats->attended - last->attended);
@@ -25797,7 +26846,8 @@ static void srv_start_draining(srv *server) {
     loop->last_tick = 0;
 }
 
-static void srv_loop_once(srv *server, struct epoll_event *events) { /* one turn of the event loop */
+/* one turn of the event loop */
+static void srv_loop_once(srv *server, struct epoll_event *events) {
     srv_loop *loop = server->loop;
     int n_events = epoll_wait(loop->epoll_fd, events, SRV_MAX_EVENTS, SRV_TICK_MS);
     loop->now = os_now();
@@ -25826,8 +26876,10 @@ static void srv_run_loop(srv *server) {
         was_ready |= server->phase == SRV_READY;
         if (server->phase == SRV_FAILED && !t_failed) t_failed = loop->now;
         bool clients_informed = t_failed && (!was_ready || loop->now - t_failed > SRV_FAILED_S);
-        if ((*server->options->interrupted || clients_informed) && !server->draining) srv_start_draining(server);
-        if (server->draining && (!loop->conns || (t_failed && loop->now - t_failed > SRV_FAILED_MAX_S)))
+        if ((*server->options->interrupted || clients_informed) && !server->draining)
+            srv_start_draining(server);
+        if (server->draining &&
+            (!loop->conns || (t_failed && loop->now - t_failed > SRV_FAILED_MAX_S)))
             break;
     }
     while (loop->conns) srv_conn_close(server, loop->conns);
@@ -25840,9 +26892,9 @@ static void srv_run_loop(srv *server) {
 static void srv_print_defaults(const srv *server) {
     const toka_sampling *sampling = &server->model.defaults.sampling;
     const mf_defaults *defaults = &server->toka->files->defaults;
-    bool any = defaults->has_temperature || defaults->has_do_sample || defaults->has_top_p || defaults->has_top_k ||
-               defaults->has_min_p || defaults->has_repetition_penalty || defaults->max_tokens || defaults->min_tokens ||
-               defaults->n_stop || defaults->n_bad;
+    bool any = defaults->has_temperature || defaults->has_do_sample || defaults->has_top_p ||
+               defaults->has_top_k || defaults->has_min_p || defaults->has_repetition_penalty ||
+               defaults->max_tokens || defaults->min_tokens || defaults->n_stop || defaults->n_bad;
     if (!server->options->model_defaults) return;
     run_warn_unused(server->toka);
     if (!any) return;
@@ -25851,11 +26903,13 @@ static void srv_print_defaults(const srv *server) {
     if (defaults->min_tokens) buf_printf(&others, ", min_tokens %d", defaults->min_tokens);
     if (defaults->n_stop) buf_printf(&others, ", %d stop strings", defaults->n_stop);
     if (defaults->n_bad) buf_printf(&others, ", %d bad words", defaults->n_bad);
-    fprintf(stderr, "toka: defaults from generation_config.json: temperature %g, top_p %g, "
+    fprintf(stderr,
+            "toka: defaults from generation_config.json: temperature %g, top_p %g, "
             "top_k %d, min_p %g, repetition_penalty %g%s; --generation-config vllm leaves them "
             "out\n",
-            (double)sampling->temperature, (double)sampling->top_p, sampling->top_k, (double)sampling->min_p,
-            (double)sampling->repetition_penalty, others.n ? others.p : "");
+            (double)sampling->temperature, (double)sampling->top_p, sampling->top_k,
+            (double)sampling->min_p, (double)sampling->repetition_penalty,
+            others.n ? others.p : "");
     buf_free(&others);
 }
 
@@ -25894,7 +26948,9 @@ static int srv_load_model(srv *server, toka_err *e) {
     server->memory_limit = MAX(os_available_bytes() / 2, (int64_t)SRV_MIN_MEMORY_LIMIT);
     run_print_start(server->toka, server->name, os_now() - t0);
     srv_print_defaults(server);
-    files_options files_opts = {.folder = server->options->files_dir, .toka = server->toka, .model = &server->model};
+    files_options files_opts = {.folder = server->options->files_dir,
+                                .toka = server->toka,
+                                .model = &server->model};
     if ((code = files_open(&server->files, &files_opts, e))) return code;
     toka_err why;
     const char *folder = files_folder(server->files, &why);
@@ -25923,7 +26979,8 @@ static void *srv_engine_thread(void *arg) { /* opens the model, then drives it u
 static int srv_open(srv *server, srv_loop *loop, toka_err *e) {
     loop->epoll_fd = epoll_create1(EPOLL_CLOEXEC);
     server->wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
-    if (loop->epoll_fd < 0 || server->wake_fd < 0) return fail(e, TOKA_E_IO, "epoll: %s", strerror(errno));
+    if (loop->epoll_fd < 0 || server->wake_fd < 0)
+        return fail(e, TOKA_E_IO, "epoll: %s", strerror(errno));
     int code = srv_raise_fd_limit(loop, e);
     if (!code) code = srv_listen(server, e);
     if (code) return code;
@@ -25947,9 +27004,14 @@ static void srv_free(srv *server, srv_loop *loop) {
 /* toka serve, on the thread that becomes the event loop. Returns 0 after a signal, when all answers
  * are sent; else an error of the start or of the engine. */
 static int srv_run(const srv_options *options, toka_err *e) {
-    srv_loop loop = {.recv_buffer = mem_alloc(SRV_READ_BYTES), .now = os_now(), .last_status = os_now()};
-    srv server = {.options = options, .loop = &loop, .start_time = (int64_t)time(NULL), .work_queue_end = &server.work_queue,
-             .memory_limit = SRV_MIN_MEMORY_LIMIT};
+    srv_loop loop = {.recv_buffer = mem_alloc(SRV_READ_BYTES),
+                     .now = os_now(),
+                     .last_status = os_now()};
+    srv server = {.options = options,
+                  .loop = &loop,
+                  .start_time = (int64_t)time(NULL),
+                  .work_queue_end = &server.work_queue,
+                  .memory_limit = SRV_MIN_MEMORY_LIMIT};
     pthread_t engine, workers[64];
     int n_workers = 0;
     pthread_mutex_init(&server.lock, NULL), pthread_cond_init(&server.has_work, NULL);
@@ -25957,7 +27019,8 @@ static int srv_run(const srv_options *options, toka_err *e) {
     srv_metrics_init(&server.metrics);
     int code = srv_open(&server, &loop, e);
     bool has_engine = !code && !(code = os_thread_start(&engine, srv_engine_thread, &server, e));
-    for (int max_workers = MIN(options->n_workers, COUNT(workers)); !code && n_workers < max_workers; n_workers += !code)
+    for (int max_workers = MIN(options->n_workers, COUNT(workers));
+         !code && n_workers < max_workers; n_workers += !code)
         code = os_thread_start(&workers[n_workers], srv_worker_thread, &server, e);
     if (!code) srv_run_loop(&server);
     /* loading cannot be interrupted, except by a second signal, which ends the program */
@@ -25971,8 +27034,10 @@ static int srv_run(const srv_options *options, toka_err *e) {
     pthread_cond_broadcast(&server.has_work);
     pthread_mutex_unlock(&server.lock);
     for (int i = 0; i < n_workers; i++) pthread_join(workers[i], NULL);
-    files_close(server.files); /* after the workers: one may have had an upload whose client disconnected */
-    toka_close(server.toka);   /* sends last events to calls that are still open, which frees them */
+    /* after the workers: one may have had an upload whose client disconnected */
+    files_close(server.files);
+    /* sends last events to calls that are still open, which frees them */
+    toka_close(server.toka);
     if (!code && server.phase == SRV_FAILED) {
         *e = server.error;
         code = e->code;
@@ -26025,7 +27090,8 @@ static void run_dummy_tensor(mf_model *model, const mf_binding *binding, void *b
     int64_t n_elements = mf_binding_size(binding, &model->config);
     uint16_t *data = (uint16_t *)(void *)*end;
     if (!n_elements) return;
-    int rows = mf_dim_product(binding->rows, &model->shape), cols = mf_dim_product(binding->cols, &model->shape);
+    int rows = mf_dim_product(binding->rows, &model->shape),
+        cols = mf_dim_product(binding->cols, &model->shape);
     *(toka_tensor *)(void *)((char *)base + binding->field) =
         (toka_tensor){data, TOKA_BF16, rows, cols, cols};
     *end += ((size_t)n_elements * sizeof *data + 63) & ~(size_t)63;
@@ -26035,8 +27101,10 @@ static void run_dummy_tensor(mf_model *model, const mf_binding *binding, void *b
         int n_ranges = n_elements < 1 << 20 ? 1 : MIN(os_n_cores(), MOST), n_started = 1;
         int64_t per_range = (n_elements / n_ranges + 3) / 4 * 4;
         for (int i = 0; i < n_ranges; i++)
-            ranges[i] = (run_fill_range){data, per_range * i, i + 1 < n_ranges ? per_range * (i + 1) : n_elements,
-                                      (uint64_t)(*end - model->maps[0].p) >> 6, sqrtf(3 / (float)cols)};
+            ranges[i] = (run_fill_range){data, per_range * i,
+                                         i + 1 < n_ranges ? per_range * (i + 1) : n_elements,
+                                         (uint64_t)(*end - model->maps[0].p) >> 6,
+                                         sqrtf(3 / (float)cols)};
         while (n_started < n_ranges &&
                !pthread_create(&threads[n_started], NULL, run_fill_random, &ranges[n_started]))
             n_started++;
@@ -26044,7 +27112,8 @@ static void run_dummy_tensor(mf_model *model, const mf_binding *binding, void *b
         run_fill_random(&ranges[0]);
         for (int i = 1; i < n_started; i++) pthread_join(threads[i], NULL);
     } else {
-        for (int64_t i = 0; i < n_elements && str_ends(str_c(binding->suffix), STR("norm.weight")); i++)
+        for (int64_t i = 0; i < n_elements && str_ends(str_c(binding->suffix), STR("norm.weight"));
+             i++)
             data[i] = 0x3F80;
     }
 }
@@ -26071,7 +27140,8 @@ static int run_dummy_weights(mf_model *model, toka_err *e) {
         end = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
                   -1, 0);
     if (end == MAP_FAILED)
-        return fail(e, TOKA_E_MEMORY, "%s: %zu bytes of dummy weights do not fit", model->name, bytes);
+        return fail(e, TOKA_E_MEMORY, "%s: %zu bytes of dummy weights do not fit", model->name,
+                    bytes);
     model->maps = mem_alloc(sizeof *model->maps);
     model->maps[model->n_maps++] = (str){end, bytes};
     model->weights.layers = arena_zalloc(&model->memory, (size_t)L * sizeof *model->weights.layers);
@@ -26109,7 +27179,8 @@ static int run_dummy_unknown(const toka_options *options, arena *a, toka_err *e)
     if (mf_read_models_file(options->models_file, a, &known, &n, e)) return e->code;
     if (!n) return fail(e, TOKA_E_USE, "%s: %s", options->model, mf_no_models_file);
     for (int i = 0; i < n; i++) suggest_try(&nearest, known[i].name);
-    fail(e, TOKA_E_USE, "%s: not a name of models.txt, which --dummy-weights needs", options->model);
+    fail(e, TOKA_E_USE, "%s: not a name of models.txt, which --dummy-weights needs",
+         options->model);
     return suggest_fail(&nearest, "", e);
 }
 
@@ -26125,7 +27196,8 @@ static int run_dummy_open(toka **out, const toka_options *options, toka_err *e) 
     mf_model *model = t->files = mem_zalloc(sizeof *model);
     model->tokenizer_json = model->tokenizer_config = STR("");
     model->defaults = mf_no_defaults;
-    code = run_find_model(options->models_file, options->model, &model->memory, &found, &n_known, e);
+    code = run_find_model(options->models_file, options->model, &model->memory, &found, &n_known,
+                          e);
     if (!code && !found) code = run_dummy_unknown(options, &model->memory, e);
     if (!code) {
         model->name = found->name;
@@ -26133,7 +27205,9 @@ static int run_dummy_open(toka **out, const toka_options *options, toka_err *e) 
         model->shape = t->shape = found->config.shape;
         code = run_dummy_weights(model, e);
     }
-    if (!code) code = eng_open(&t->engine, lib_find_backend(options->device), model, &t->shape, NULL, options, e);
+    if (!code)
+        code = eng_open(&t->engine, lib_find_backend(options->device), model, &t->shape, NULL,
+                        options, e);
     if (code) {
         toka_close(t);
         t = NULL;
@@ -26188,8 +27262,8 @@ typedef int run_line_fn(void *user, const json *root, int64_t number, toka_err *
  * blank lines. Stops at the first line that is not JSON, or for which `take` fails. Returns 0;
  * TOKA_E_INPUT for a bad line or a file without lines; TOKA_E_CANCELLED after Ctrl-C; or the error
  * of `take`. */
-static int run_dataset(const char *path, int64_t max_lines, atomic_int *interrupted, run_line_fn *on_line,
-                       void *user, toka_err *e) {
+static int run_dataset(const char *path, int64_t max_lines, atomic_int *interrupted,
+                       run_line_fn *on_line, void *user, toka_err *e) {
     run_input input;
     str line;
     int64_t n_lines = 0;
@@ -26202,8 +27276,8 @@ static int run_dataset(const char *path, int64_t max_lines, atomic_int *interrup
         if (run_is_blank(line)) continue;
         const json *root = json_parse(&memory, line, run_limits, &why);
         code = root ? on_line(user, root, input.line_number, e)
-                    : fail(e, TOKA_E_INPUT, "%s: line %lld: %.400s", path, (long long)input.line_number,
-                           why.msg);
+                    : fail(e, TOKA_E_INPUT, "%s: line %lld: %.400s", path,
+                           (long long)input.line_number, why.msg);
         arena_free(&memory);
         n_lines++;
         if (code) break;
@@ -26224,7 +27298,8 @@ static int run_bench_line(void *user, const json *root, int64_t number, toka_err
     const json *lengths = json_get(root, "output_lengths");
     if (bench->n_prompts + 1 >= bench->cap_prompts) {
         bench->cap_prompts = MAX(1024, 2 * bench->cap_prompts);
-        bench->prompt_at = mem_realloc(bench->prompt_at, (size_t)bench->cap_prompts * sizeof *bench->prompt_at);
+        bench->prompt_at = mem_realloc(bench->prompt_at,
+                                       (size_t)bench->cap_prompts * sizeof *bench->prompt_at);
         bench->prompt_at[bench->n_prompts] = bench->tokens.n;
     }
     size_t first = bench->tokens.n;
@@ -26233,8 +27308,8 @@ static int run_bench_line(void *user, const json *root, int64_t number, toka_err
             ids_push(&bench->tokens, (int32_t)MAX(-1, MIN(json_int(item, -1), INT32_MAX)));
     } else if (json_is(text, JSON_STRING)) {
         if (lib_require_tokenizer(bench->toka, e) ||
-            tok_encode(bench->toka->tok, json_str(text), TOKA_ADD_SPECIAL | TOKA_PARSE_SPECIAL, &bench->tokens,
-                       e))
+            tok_encode(bench->toka->tok, json_str(text), TOKA_ADD_SPECIAL | TOKA_PARSE_SPECIAL,
+                       &bench->tokens, e))
             return e->code;
     }
     int64_t n_prompt = (int64_t)(bench->tokens.n - first);
@@ -26251,13 +27326,15 @@ static int run_bench_line(void *user, const json *root, int64_t number, toka_err
             return fail(e, TOKA_E_INPUT,
                         "%s: line %lld: a prompt of %lld tokens and an output of %lld, expected at "
                         "least 1 and at most %d in all",
-                        bench->options->dataset, (long long)number, (long long)n_prompt, (long long)length,
-                        bench->toka->shape.max_len);
+                        bench->options->dataset, (long long)number, (long long)n_prompt,
+                        (long long)length, bench->toka->shape.max_len);
         if (bench->n_samples == bench->cap_samples) {
             bench->cap_samples = MAX(1024, 2 * bench->cap_samples);
-            bench->samples = mem_realloc(bench->samples, (size_t)bench->cap_samples * sizeof *bench->samples);
+            bench->samples = mem_realloc(bench->samples,
+                                         (size_t)bench->cap_samples * sizeof *bench->samples);
         }
-        bench->samples[bench->n_samples++] = (run_bench_sample){(int)bench->n_prompts, (int)length, 0};
+        bench->samples[bench->n_samples++] = (run_bench_sample){(int)bench->n_prompts, (int)length,
+                                                                0};
         bench->n_output += length;
     }
     bench->prompt_at[++bench->n_prompts] = bench->tokens.n;
@@ -26273,7 +27350,8 @@ static void run_bench_submit(run_bench_state *bench) {
     toka_request request = bench->options->base;
     request.ids = bench->tokens.p + bench->prompt_at[sample->prompt];
     request.n_ids = bench->prompt_at[sample->prompt + 1] - bench->prompt_at[sample->prompt];
-    request.sampling.seed = api_derive_seed(request.sampling.seed, (uint64_t[]){0, (uint64_t)bench->next++});
+    request.sampling.seed = api_derive_seed(request.sampling.seed,
+                                            (uint64_t[]){0, (uint64_t)bench->next++});
     request.sampling.max_tokens = sample->length;
     request.sampling.ignore_eos = true;
     toka_submit(bench->toka, &request, run_bench_event, bench, &sample->id, &bench->error);
@@ -26284,7 +27362,8 @@ static void run_bench_submit(run_bench_state *bench) {
 static int run_bench_event(void *user, const toka_event *ev) {
     run_bench_state *bench = user;
     if (*bench->options->interrupted) { /* also cancel the requests that get no event */
-        for (int64_t i = 0; i < bench->next && !bench->cancelled; i++) toka_cancel(bench->toka, bench->samples[i].id);
+        for (int64_t i = 0; i < bench->next && !bench->cancelled; i++)
+            toka_cancel(bench->toka, bench->samples[i].id);
         bench->cancelled = true;
         bench->next = bench->n_samples;
         return 1;
@@ -26301,19 +27380,28 @@ static void run_bench_print(const run_bench_state *bench, const run_report *repo
     if (!bench->options->json) {
         printf("Throughput: %.2f requests/s, %.2f total tokens/s, %.2f output tokens/s\n"
                "Total num prompt tokens:  %lld\nTotal num output tokens:  %lld\n",
-               (double)bench->n_prompts / seconds, (double)total / seconds, (double)bench->n_output / seconds,
-               (long long)prompt, (long long)bench->n_output);
+               (double)bench->n_prompts / seconds, (double)total / seconds,
+               (double)bench->n_output / seconds, (long long)prompt, (long long)bench->n_output);
         return;
     }
-    const struct { const char *name; double value; } numbers[] = {
-        {"requests_per_second", (double)bench->n_prompts / seconds}, {"tokens_per_second", (double)total / seconds},
-        {"output_tokens_per_second", (double)bench->n_output / seconds}, {"prefix_hit_share", report->prefix_hit_share},
-        {"mean_batch_size", report->rows_per_step}, {"plan_share", report->plan_share}, {"run_share", report->run_share},
-        {"commit_share", report->commit_share}, {"idle_share", report->idle_share}};
-    const struct { const char *name; int64_t value; } counts[] = {
-        {"num_requests", bench->n_prompts}, {"num_samples", bench->n_samples}, {"total_num_tokens", total},
-        {"total_prompt_tokens", prompt}, {"total_output_tokens", bench->n_output},
-        {"steps", report->stats.steps}, {"preemptions", report->stats.preemptions}};
+    const struct { const char *name; double value;
+    } numbers[] = {{"requests_per_second", (double)bench->n_prompts / seconds},
+                   {"tokens_per_second", (double)total / seconds},
+                   {"output_tokens_per_second", (double)bench->n_output / seconds},
+                   {"prefix_hit_share", report->prefix_hit_share},
+                   {"mean_batch_size", report->rows_per_step},
+                   {"plan_share", report->plan_share},
+                   {"run_share", report->run_share},
+                   {"commit_share", report->commit_share},
+                   {"idle_share", report->idle_share}};
+    const struct { const char *name; int64_t value;
+    } counts[] = {{"num_requests", bench->n_prompts},
+                  {"num_samples", bench->n_samples},
+                  {"total_num_tokens", total},
+                  {"total_prompt_tokens", prompt},
+                  {"total_output_tokens", bench->n_output},
+                  {"steps", report->stats.steps},
+                  {"preemptions", report->stats.preemptions}};
     buf out = {0};
     json_put_open(&out, '{');
     json_put_key(&out, "elapsed_time"), json_put_num(&out, seconds, false);
@@ -26341,8 +27429,8 @@ static void run_timeline_step(void *user, const eng_timing *t) {
 static int run_timeline_open(toka *t, const run_bench_options *options, FILE **file, toka_err *e) {
     const char *path = options->timeline;
     struct stat target, source;
-    if (path && !stat(path, &target) && !stat(options->dataset, &source) && S_ISREG(target.st_mode) &&
-        target.st_dev == source.st_dev && target.st_ino == source.st_ino)
+    if (path && !stat(path, &target) && !stat(options->dataset, &source) &&
+        S_ISREG(target.st_mode) && target.st_dev == source.st_dev && target.st_ino == source.st_ino)
         return fail(e, TOKA_E_USE, "--timeline: %s is the dataset", path);
     *file = path ? fopen(path, "w") : NULL;
     if (path && !*file)
@@ -26367,7 +27455,8 @@ static int run_timeline_close(FILE *file, const char *path, toka_err *e) {
 static int run_bench_throughput(toka *t, const run_bench_options *options, toka_err *e) {
     run_bench_state bench = {.options = options, .toka = t};
     FILE *timeline = NULL;
-    int code = run_dataset(options->dataset, options->num_prompts ? options->num_prompts : INT_MAX - 1,
+    int code = run_dataset(options->dataset,
+                           options->num_prompts ? options->num_prompts : INT_MAX - 1,
                            options->interrupted, run_bench_line, &bench, e);
     if (!code) code = run_timeline_open(t, options, &timeline, e);
     if (!code) {
@@ -26383,7 +27472,8 @@ static int run_bench_throughput(toka *t, const run_bench_options *options, toka_
         if (!code && !*options->interrupted) run_bench_print(&bench, &report);
         if (!code && !options->quiet) run_report_print(&report);
         toka_err close_error;
-        if (run_timeline_close(timeline, options->timeline, &close_error) && !code) *e = close_error, code = close_error.code;
+        if (run_timeline_close(timeline, options->timeline, &close_error) && !code)
+            *e = close_error, code = close_error.code;
     }
     ids_free(&bench.tokens);
     free(bench.prompt_at);
@@ -26402,7 +27492,8 @@ enum { RUN_PLAN_AHEAD = 2, RUN_PLAN_PROMPTS = 128, RUN_PLAN_SAMPLES = 1024, RUN_
        RUN_PLAN_SHARED = 600, RUN_PLAN_MEAN = 150, RUN_PLAN_MAX = 1024, RUN_PLAN_SEQS = 8192,
        RUN_PLAN_WARM_UP = 10, RUN_PLAN_STEPS = 1000 };
 
-typedef struct run_plan_pending { /* the samples of an in-flight step, whose tokens have not arrived */
+/* the samples of an in-flight step, whose tokens have not arrived */
+typedef struct run_plan_pending {
     batch_sample *samples; /* [RUN_PLAN_SEQS]; the first n are used */
     int n_samples;
 } run_plan_pending;
@@ -26482,11 +27573,15 @@ static void run_plan_step(run_plan *bench, int step) {
             bench->out_lens[sample.seq] = run_plan_length(bench);
         }
         int n_out = sequence->n_known - sequence->n_prompt + 1;
-        int32_t token = (int32_t)((bench->random_state + (uint64_t)sample.seq * 0x9E3779B9u + (uint64_t)n_out) % 100000);
-        sched_commit(&bench->sched, sample.seq, sample.generation, token, n_out >= bench->out_lens[sample.seq]);
+        int32_t token = (int32_t)((bench->random_state + (uint64_t)sample.seq * 0x9E3779B9u +
+                                   (uint64_t)n_out) %
+                                  100000);
+        sched_commit(&bench->sched, sample.seq, sample.generation, token,
+                     n_out >= bench->out_lens[sample.seq]);
     }
     pending->n_samples = bench->built.n_samples;
-    memcpy(pending->samples, bench->built.samples, (size_t)pending->n_samples * sizeof *pending->samples);
+    memcpy(pending->samples, bench->built.samples,
+           (size_t)pending->n_samples * sizeof *pending->samples);
     bench->plan_s += t1 - t0;
     bench->build_s += t2 - t1;
     bench->commit_s += run_cpu_now() - t2;
@@ -26495,11 +27590,16 @@ static void run_plan_step(run_plan *bench, int step) {
 /* Initializes *t. After an error, too, the caller calls run_plan_close. */
 static int run_plan_open(run_plan *bench, int n_pages, toka_err *e) {
     *bench = (run_plan){.random_state = 12345};
-    sched_config config = {.B = 16, .n_pages = n_pages, .max_seqs = RUN_PLAN_SEQS, .max_tokens = 32768,
-                      .max_len = 2048, .n_classes = 1024};
+    sched_config config = {.B = 16,
+                           .n_pages = n_pages,
+                           .max_seqs = RUN_PLAN_SEQS,
+                           .max_tokens = 32768,
+                           .max_len = 2048,
+                           .n_classes = 1024};
     int code = sched_init(&bench->sched, &config, e);
     if (!code)
-        batch_init(&bench->builder, &bench->sched, (batch_cost){.merge_tok = 4, .span_tok = 64, .tile_rows = 64});
+        batch_init(&bench->builder, &bench->sched,
+                   (batch_cost){.merge_tok = 4, .span_tok = 64, .tile_rows = 64});
     if (!code) code = batch_step_init(&bench->built, &bench->sched, e);
     bench->out_lens = mem_zalloc(RUN_PLAN_SEQS * sizeof(int));
     bench->drawn_for = mem_zalloc(RUN_PLAN_SEQS * sizeof(uint32_t));
@@ -26531,7 +27631,8 @@ static int run_plan_case_run(run_plan_case *bench_case, atomic_int *interrupted,
     for (int i = 0; i < bench_case->n_extra && !code; i++)
         code = run_plan_submit(&bench, RUN_PLAN_PROMPTS + i, 1, e);
     for (int i = 0;
-         i < RUN_PLAN_WARM_UP + RUN_PLAN_STEPS && bench.sched.n_unstarted && !code && !*interrupted; i++) {
+         i < RUN_PLAN_WARM_UP + RUN_PLAN_STEPS && bench.sched.n_unstarted && !code && !*interrupted;
+         i++) {
         if (i == RUN_PLAN_WARM_UP) bench.plan_s = bench.build_s = bench.commit_s = 0;
         double t0 = run_cpu_now();
         run_plan_step(&bench, i);
@@ -26563,10 +27664,15 @@ static int run_plan_case_run(run_plan_case *bench_case, atomic_int *interrupted,
 
 /* Appends the keys of a case's results to the open JSON object. */
 static void run_plan_put_json(buf *out, const run_plan_case *bench_case) {
-    const struct { const char *name; double value; } numbers[] = {
-        {"ms_per_step", bench_case->step_ms}, {"plan_ms", bench_case->plan_ms}, {"build_ms", bench_case->build_ms},
-        {"commit_ms", bench_case->commit_ms}, {"p50_ms", bench_case->p50_ms}, {"p99_ms", bench_case->p99_ms},
-        {"mean_running", bench_case->mean_running}, {"most_start_ms", bench_case->start_ms}};
+    const struct { const char *name; double value;
+    } numbers[] = {{"ms_per_step", bench_case->step_ms},
+                   {"plan_ms", bench_case->plan_ms},
+                   {"build_ms", bench_case->build_ms},
+                   {"commit_ms", bench_case->commit_ms},
+                   {"p50_ms", bench_case->p50_ms},
+                   {"p99_ms", bench_case->p99_ms},
+                   {"mean_running", bench_case->mean_running},
+                   {"most_start_ms", bench_case->start_ms}};
     for (int i = 0; i < COUNT(numbers); i++)
         json_put_key(out, numbers[i].name), json_put_num(out, numbers[i].value, true);
     json_put_key(out, "steps"), json_put_int(out, bench_case->n_steps);
@@ -26596,10 +27702,12 @@ static int run_bench_plan(bool as_json, atomic_int *interrupted, toka_err *e) {
         json_put_close(&out, '}');
         if (as_json || *interrupted) continue;
         printf("%s: %.3f ms a step (plan %.3f, build %.3f, commit %.3f; p50 %.3f, p99 %.3f)\n",
-               bench_case->name, bench_case->step_ms, bench_case->plan_ms, bench_case->build_ms, bench_case->commit_ms, bench_case->p50_ms, bench_case->p99_ms);
+               bench_case->name, bench_case->step_ms, bench_case->plan_ms, bench_case->build_ms,
+               bench_case->commit_ms, bench_case->p50_ms, bench_case->p99_ms);
         printf("  %d steps, %.0f sequences running, %lld preemptions; before that %d steps from "
                "empty to full, at most %.1f ms\n",
-               bench_case->n_steps, bench_case->mean_running, (long long)bench_case->n_preempted, RUN_PLAN_WARM_UP, bench_case->start_ms);
+               bench_case->n_steps, bench_case->mean_running, (long long)bench_case->n_preempted,
+               RUN_PLAN_WARM_UP, bench_case->start_ms);
         fflush(stdout);
     }
     json_put_close(&out, ']'), json_put_close(&out, '}');
@@ -26687,8 +27795,10 @@ typedef struct plan_layout {
     bool fits;
     int64_t weight_bytes, scratch_bytes, token_bytes; /* bytes; each the maximum over the ranks */
     int64_t kv_tokens;                     /* of all replicas; 0 if the model does not fit */
-    double n_max_len_seqs;                         /* sequences of max_len tokens that fit in kv_tokens */
-    plan_rate decode, workload;                /* decode steps alone; the workload with its prompts */
+    /* sequences of max_len tokens that fit in kv_tokens */
+    double n_max_len_seqs;
+    /* decode steps alone; the workload with its prompts */
+    plan_rate decode, workload;
 } plan_layout;
 
 /* ---- Memory: the part of the model that a rank has ---- */
@@ -26697,7 +27807,8 @@ typedef struct plan_layout {
 static int plan_check_layout(const toka_shape *shape, int tp, int pp, toka_err *e) {
     mf_tp_ranges shard;
     if (pp > shape->L)
-        return fail(e, TOKA_E_USE, "pipeline parallel size %d: the model has %d layers", pp, shape->L);
+        return fail(e, TOKA_E_USE, "pipeline parallel size %d: the model has %d layers", pp,
+                    shape->L);
     if (mf_split_tp(shape, 0, tp, &shard, e)) return e->code;
     return tp <= TOKA_GPU_MAX_TP
                ? 0
@@ -26712,7 +27823,8 @@ static toka_layer plan_layer_shapes(const mf_config *config, const toka_shape *s
         const mf_binding *binding = &mf_layer_bindings[i];
         if (binding->feature & ~config->features) continue;
         toka_tensor *tensor = (toka_tensor *)(void *)((char *)&layer + binding->field);
-        tensor->rows = mf_dim_product(binding->rows, shape), tensor->cols = mf_dim_product(binding->cols, shape);
+        tensor->rows = mf_dim_product(binding->rows, shape),
+        tensor->cols = mf_dim_product(binding->cols, shape);
     }
     return layer;
 }
@@ -26736,15 +27848,16 @@ static plan_rank plan_make_rank(const plan_query *query, int tp, int pp, int sta
     toka_tensor head = {.rows = shape->V, .cols = shape->E};
     bool tied = !(query->model->features & MF_LM_HEAD);
     /* Embedding and LM head. If they are tied and on the same rank, they are one matrix. */
-    int n_embeddings = rank.is_first_stage + rank.is_last_stage - (rank.is_first_stage && rank.is_last_stage && tied);
+    int n_embeddings = rank.is_first_stage + rank.is_last_stage -
+                       (rank.is_first_stage && rank.is_last_stage && tied);
     rank.weight_bytes = (int64_t)toka_gpu_layer_bytes(&layer) * shape->L +
                 (int64_t)toka_gpu_matrix_bytes(&head) * n_embeddings;
     /* For the model's own maximal length (s->max_len, not a->max_len), as in eng_open. */
     rank.scratch_bytes = (int64_t)toka_gpu_scratch_bytes(shape, query->max_tokens) +
                 (int64_t)toka_gpu_group_bytes(shape, query->max_tokens, tp, pp);
     rank.token_bytes = (int64_t)2 * shape->L * shape->K * shape->D * 2;
-    int64_t kv_bytes = (int64_t)(query->utilization * (query->gpu->memory - PLAN_CONTEXT_BYTES)) - rank.weight_bytes -
-                   rank.scratch_bytes;
+    int64_t kv_bytes = (int64_t)(query->utilization * (query->gpu->memory - PLAN_CONTEXT_BYTES)) -
+                       rank.weight_bytes - rank.scratch_bytes;
     rank.kv_tokens = MIN(eng_full_tokens(query->max_seqs, query->max_len, TOKA_GPU_PAGE_TOK),
                       kv_bytes / rank.token_bytes);
     return rank;
@@ -26757,33 +27870,41 @@ static double plan_all_reduce_s(const run_gpu *gpu, int tp, double bytes) {
     return PLAN_LATENCY + 2.0 * (tp - 1) / tp * bytes / gpu->link_rate;
 }
 /* Seconds of sending `bytes` to the next stage. */
-static double plan_send_s(const run_gpu *gpu, double bytes) { return PLAN_LATENCY + bytes / gpu->link_rate; }
+static double plan_send_s(const run_gpu *gpu, double bytes) {
+    return PLAN_LATENCY + bytes / gpu->link_rate;
+}
 
 /* Adds the time of an op with `flop` FLOP and `bytes` of memory traffic: to t->tensor if the
  * arithmetic takes longer, else to *memory. */
-static void plan_add_op(const run_gpu *gpu, double flop, double bytes, plan_time *times, double *memory) {
+static void plan_add_op(const run_gpu *gpu, double flop, double bytes, plan_time *times,
+                        double *memory) {
     double arithmetic = flop / gpu->flops, reading = bytes / gpu->memory_rate;
     *(arithmetic > reading ? &times->tensor : memory) += MAX(arithmetic, reading);
 }
 
 /* Adds the attention of one layer. A row that samples attends on average to the prompt and to half
  * of its answer. A sliding window (window > 0, in tokens) leaves out positions farther back. */
-static void plan_add_attention(const plan_query *query, const plan_rank *rank, const plan_load *load, double window,
-                           plan_time *times) {
-    double prompt = query->input_len, own_rows = query->output_len / 2.0, pairs = prompt * prompt / 2;
+static void plan_add_attention(const plan_query *query, const plan_rank *rank,
+                               const plan_load *load, double window, plan_time *times) {
+    double prompt = query->input_len, own_rows = query->output_len / 2.0,
+           pairs = prompt * prompt / 2;
     double running = ceil(load->n_sampled / query->n_samples);
     if (window > 0) {
         if (window < prompt) pairs = window * prompt - window * window / 2;
         own_rows = MIN(own_rows, window), prompt = MIN(prompt, window - own_rows);
     }
     double flop = 4.0 * rank->shape.H * rank->shape.D, bytes = 4.0 * rank->shape.K * rank->shape.D;
-    plan_add_op(query->gpu, flop * load->n_sampled * own_rows, bytes * load->n_sampled * own_rows, times, &times->kv);
-    plan_add_op(query->gpu, flop * load->n_sampled * prompt, bytes * running * prompt, times, &times->kv);
-    plan_add_op(query->gpu, flop * load->n_prompts * pairs, bytes * load->n_prompts * query->input_len, times, &times->kv);
+    plan_add_op(query->gpu, flop * load->n_sampled * own_rows, bytes * load->n_sampled * own_rows,
+                times, &times->kv);
+    plan_add_op(query->gpu, flop * load->n_sampled * prompt, bytes * running * prompt, times,
+                &times->kv);
+    plan_add_op(query->gpu, flop * load->n_prompts * pairs,
+                bytes * load->n_prompts * query->input_len, times, &times->kv);
 }
 
 /* Returns the seconds of one rank in one step of the load. */
-static plan_time plan_rank_time(const plan_query *query, const plan_rank *rank, int tp, const plan_load *load) {
+static plan_time plan_rank_time(const plan_query *query, const plan_rank *rank, int tp,
+                                const plan_load *load) {
     const run_gpu *gpu = query->gpu;
     plan_time times = {0};
     toka_layer layer = plan_layer_shapes(query->model, &rank->shape);
@@ -26801,7 +27922,9 @@ static plan_time plan_rank_time(const plan_query *query, const plan_rank *rank, 
                               ? (tp - 1.0) / tp * message_bytes / gpu->link_rate
                               : 0;
     if (tp > 1) {
-        times.link = (n_all_reduces + rank->is_first_stage) * plan_all_reduce_s(gpu, tp, message_bytes) - n_all_reduces * overlapped;
+        times.link = (n_all_reduces + rank->is_first_stage) *
+                         plan_all_reduce_s(gpu, tp, message_bytes) -
+                     n_all_reduces * overlapped;
         times.send = n_all_reduces * overlapped;
     }
     if (!rank->is_last_stage) times.send += plan_send_s(gpu, message_bytes);
@@ -26809,7 +27932,9 @@ static plan_time plan_rank_time(const plan_query *query, const plan_rank *rank, 
 }
 
 /* Seconds without t->send. */
-static double plan_busy_s(const plan_time *times) { return times->weights + times->kv + times->tensor + times->link; }
+static double plan_busy_s(const plan_time *times) {
+    return times->weights + times->kv + times->tensor + times->link;
+}
 /* Seconds of the step: t->send overlaps the rest. */
 static double plan_step_s(const plan_time *times) { return MAX(plan_busy_s(times), times->send); }
 
@@ -26830,8 +27955,8 @@ static const char *plan_bound(const plan_time *times, bool kv_full) {
 static int64_t plan_n_running(const plan_query *query, int pp, int64_t kv_tokens, double rows,
                             bool *kv_full) {
     double shared = query->input_len / TOKA_GPU_PAGE_TOK * TOKA_GPU_PAGE_TOK;
-    double tokens_per_seq = shared / query->n_samples + (query->input_len - shared) + query->output_len / 2.0 +
-                  TOKA_GPU_PAGE_TOK / 2.0;
+    double tokens_per_seq = shared / query->n_samples + (query->input_len - shared) +
+                            query->output_len / 2.0 + TOKA_GPU_PAGE_TOK / 2.0;
     double max_running = MIN((double)query->max_seqs, (double)query->max_tokens * pp / rows);
     double fit_in_kv = (double)kv_tokens / tokens_per_seq;
     *kv_full = fit_in_kv < max_running;
@@ -26840,13 +27965,17 @@ static int64_t plan_n_running(const plan_query *query, int pp, int64_t kv_tokens
 
 /* Returns the speed of a split that fits. prompts: also compute the prompts of new sequences, which
  * replace the finished ones; false: decode alone. ranks: [tp * pp], stage by stage. */
-static plan_rate plan_make_rate(const plan_query *query, const plan_rank *ranks, const plan_layout *layout,
-                              bool prompts) {
+static plan_rate plan_make_rate(const plan_query *query, const plan_rank *ranks,
+                                const plan_layout *layout, bool prompts) {
     bool kv_full;
     /* Prompt rows for each row that samples. */
-    double prompt_rows = prompts ? (query->input_len - 1.0) / ((double)query->n_samples * query->output_len) : 0;
-    int64_t n_running = plan_n_running(query, layout->pp, layout->kv_tokens / layout->dp, 1 + prompt_rows, &kv_full);
-    double per_micro = (double)n_running / (double)MIN(n_running, (int64_t)layout->pp); /* sequences of a microbatch */
+    double prompt_rows = prompts ? (query->input_len - 1.0) /
+                                       ((double)query->n_samples * query->output_len)
+                                 : 0;
+    int64_t n_running = plan_n_running(query, layout->pp, layout->kv_tokens / layout->dp,
+                                       1 + prompt_rows, &kv_full);
+    /* sequences of a microbatch */
+    double per_micro = (double)n_running / (double)MIN(n_running, (int64_t)layout->pp);
     plan_load load = {per_micro * (1 + prompt_rows), per_micro,
                       prompts ? per_micro / ((double)query->n_samples * query->output_len) : 0};
     plan_time slowest = {0};
@@ -26854,17 +27983,21 @@ static plan_rate plan_make_rate(const plan_query *query, const plan_rank *ranks,
         plan_time times = plan_rank_time(query, &ranks[i], layout->tp, &load);
         if (plan_step_s(&times) > plan_step_s(&slowest)) slowest = times;
     }
-    plan_rate rate = {.n_running = n_running * layout->dp, .step_s = plan_step_s(&slowest) * layout->pp,
-                   .bound = plan_bound(&slowest, kv_full)};
+    plan_rate rate = {.n_running = n_running * layout->dp,
+                      .step_s = plan_step_s(&slowest) * layout->pp,
+                      .bound = plan_bound(&slowest, kv_full)};
     rate.output_rate = (double)rate.n_running / rate.step_s;
-    rate.total_rate = prompts ? rate.output_rate * (1 + (double)query->input_len / ((double)query->n_samples * query->output_len))
-                      : rate.output_rate;
+    rate.total_rate = prompts ? rate.output_rate *
+                                    (1 + (double)query->input_len /
+                                             ((double)query->n_samples * query->output_len))
+                              : rate.output_rate;
     return rate;
 }
 
 /* Returns the split with all its results. It must have passed plan_check_layout. It fits if every
  * rank's KV cache has room for one sequence of must_hold tokens. */
-static plan_layout plan_make_layout(const plan_query *query, int tp, int pp, int dp, int must_hold) {
+static plan_layout plan_make_layout(const plan_query *query, int tp, int pp, int dp,
+                                    int must_hold) {
     plan_layout layout = {.tp = tp, .pp = pp, .dp = dp, .kv_tokens = INT64_MAX};
     plan_rank ranks[PLAN_MAX_GPUS];
     for (int i = 0; i < tp * pp; i++) {
@@ -26903,7 +28036,9 @@ static int plan_layouts(const plan_query *query, int must_hold, plan_layout *out
 static const plan_layout *plan_best_layout(const plan_layout *layouts, int n_layouts) {
     const plan_layout *best = NULL;
     for (int i = 0; i < n_layouts; i++)
-        if (layouts[i].fits && (!best || layouts[i].workload.output_rate > 1.02 * best->workload.output_rate)) best = &layouts[i];
+        if (layouts[i].fits &&
+            (!best || layouts[i].workload.output_rate > 1.02 * best->workload.output_rate))
+            best = &layouts[i];
     return best;
 }
 
@@ -26912,7 +28047,8 @@ static const plan_layout *plan_best_layout(const plan_layout *layouts, int n_lay
 static int plan_min_gpus(plan_query query, int must_hold) {
     plan_layout layouts[PLAN_MAX_GPUS];
     for (query.n_gpus = 1; query.n_gpus <= PLAN_MAX_GPUS; query.n_gpus++)
-        if (plan_best_layout(layouts, plan_layouts(&query, must_hold, layouts))) return query.n_gpus;
+        if (plan_best_layout(layouts, plan_layouts(&query, must_hold, layouts)))
+            return query.n_gpus;
     return 0;
 }
 
@@ -26951,24 +28087,29 @@ static int plan_find_gpu(const char *name, const run_gpu **out, toka_err *e) {
 /* Checks the options and writes them to *a; the caller has set a->model. *must_hold: the tokens of
  * one sequence for which there must be room. Returns TOKA_E_USE for a bad option. */
 static int plan_check(const plan_options *options, plan_query *query, int *must_hold, toka_err *e) {
-    const struct { const char *name; int value, min, max; } numbers[] = {
-        {"--gpus", options->n_gpus, 1, PLAN_MAX_GPUS}, {"--max-num-seqs", options->max_seqs, 0, 65536},
-        {"--max-num-batched-tokens", options->max_tokens, 0, 65536},
-        {"--samples", options->n_samples, 1, ENG_MAX_N}, {"--input-len", options->input_len, 0, 1 << 30},
-        {"--output-len", options->output_len, 0, 1 << 30}};
+    const struct { const char *name; int value, min, max;
+    } numbers[] = {{"--gpus", options->n_gpus, 1, PLAN_MAX_GPUS},
+                   {"--max-num-seqs", options->max_seqs, 0, 65536},
+                   {"--max-num-batched-tokens", options->max_tokens, 0, 65536},
+                   {"--samples", options->n_samples, 1, ENG_MAX_N},
+                   {"--input-len", options->input_len, 0, 1 << 30},
+                   {"--output-len", options->output_len, 0, 1 << 30}};
     for (int i = 0; i < COUNT(numbers); i++)
         if (numbers[i].value < numbers[i].min || numbers[i].value > numbers[i].max)
             return fail(e, TOKA_E_USE, "%s: %d, expected %d to %d", numbers[i].name,
                         numbers[i].value, numbers[i].min, numbers[i].max);
     if (!(options->utilization >= 0 && options->utilization <= 1))
-        return fail(e, TOKA_E_USE, "--gpu-memory-utilization: %g, expected 0 to 1", options->utilization);
+        return fail(e, TOKA_E_USE, "--gpu-memory-utilization: %g, expected 0 to 1",
+                    options->utilization);
     int limit = query->model->shape.max_len;
     if (options->max_len < 0 || options->max_len > limit || options->max_len == 1)
         return fail(e, TOKA_E_USE, "--max-model-len: %d, expected 2 to %d, the model's own limit",
                     options->max_len, limit);
     /* The same defaults as in eng_open. */
-    query->max_tokens = options->max_tokens ? options->max_tokens : MAX(TOKA_GPU_MAX_TOKENS, options->max_seqs);
-    query->max_seqs = options->max_seqs ? options->max_seqs : MIN(TOKA_GPU_MAX_SEQS, query->max_tokens);
+    query->max_tokens = options->max_tokens ? options->max_tokens
+                                            : MAX(TOKA_GPU_MAX_TOKENS, options->max_seqs);
+    query->max_seqs = options->max_seqs ? options->max_seqs
+                                        : MIN(TOKA_GPU_MAX_SEQS, query->max_tokens);
     if (query->max_seqs > query->max_tokens)
         return fail(e, TOKA_E_USE,
                     "--max-num-batched-tokens: %d, expected at least --max-num-seqs, %d",
@@ -26976,10 +28117,14 @@ static int plan_check(const plan_options *options, plan_query *query, int *must_
     query->max_len = options->max_len ? options->max_len : limit;
     query->n_gpus = options->n_gpus;
     query->n_samples = options->n_samples;
-    query->output_len = options->output_len ? options->output_len
-                          : MIN(PLAN_OUTPUT, MAX(1, options->input_len ? query->max_len - options->input_len
-                                                             : query->max_len / 2));
-    query->input_len = options->input_len ? options->input_len : MIN(PLAN_INPUT, MAX(1, query->max_len - query->output_len));
+    query->output_len = options->output_len
+                            ? options->output_len
+                            : MIN(PLAN_OUTPUT,
+                                  MAX(1, options->input_len ? query->max_len - options->input_len
+                                                            : query->max_len / 2));
+    query->input_len = options->input_len
+                           ? options->input_len
+                           : MIN(PLAN_INPUT, MAX(1, query->max_len - query->output_len));
     query->utilization = toka_gpu_utilization(options->utilization);
     if (query->input_len > query->max_len - query->output_len)
         return fail(e, TOKA_E_USE,
@@ -26992,17 +28137,19 @@ static int plan_check(const plan_options *options, plan_query *query, int *must_
 
 /* Finds the model. A name or hub id of models.txt needs no model files. A folder, or a hub id in
  * the cache, needs config.json. *c and *name point into *m or *lines, which the caller frees. */
-static int plan_find_model(const plan_options *options, mf_model **model, arena *lines, const mf_config **config,
-                           const char **name, toka_err *e) {
+static int plan_find_model(const plan_options *options, mf_model **model, arena *lines,
+                           const mf_config **config, const char **name, toka_err *e) {
     struct stat info;
     const mf_known_model *known = NULL;
     int n_lines, code = options->model && stat(options->model, &info)
-                      ? run_find_model(options->models_file, options->model, lines, &known, &n_lines, e)
-                      : 0;
+                            ? run_find_model(options->models_file, options->model, lines, &known,
+                                             &n_lines, e)
+                            : 0;
     if (code) return code;
     if (known) return *config = &known->config, *name = known->name, 0;
     const mf_embedded *embedded = options->model ? NULL : embedded_model;
-    if ((code = mf_open_text(model, options->model, options->models_file, embedded, true, e))) return code;
+    if ((code = mf_open_text(model, options->model, options->models_file, embedded, true, e)))
+        return code;
     *config = &(*model)->config, *name = (*model)->name;
     return 0;
 }
@@ -27064,13 +28211,15 @@ static void plan_put_head(const plan_query *query, const char *name, buf *out) {
     double parameters = (double)mf_n_parameters(config);
     buf_printf(out, "%s: %.3g B parameters, %.3g GB as bf16; %s bytes of K and V a token\n", name,
                1e-9 * parameters, 2e-9 * parameters,
-               plan_format_int((int64_t)4 * config->shape.L * config->shape.K * config->shape.D, text1));
-    buf_printf(out, "%d x %s: %.1f GB, of which %g %% are taken; %.0f TFLOP/s, %.2f TB/s, "
-                  "link %.0f GB/s (%s)\n",
-               query->n_gpus, gpu->name, 1e-9 * gpu->memory, 100 * query->utilization, 1e-12 * gpu->flops,
-               1e-12 * gpu->memory_rate, 1e-9 * gpu->link_rate, gpu->source);
-    buf_printf(out, "workload: %d tokens in, %d out, %d answer%s a prompt; ", query->input_len, query->output_len,
-               query->n_samples, query->n_samples > 1 ? "s" : "");
+               plan_format_int((int64_t)4 * config->shape.L * config->shape.K * config->shape.D,
+                               text1));
+    buf_printf(out,
+               "%d x %s: %.1f GB, of which %g %% are taken; %.0f TFLOP/s, %.2f TB/s, "
+               "link %.0f GB/s (%s)\n",
+               query->n_gpus, gpu->name, 1e-9 * gpu->memory, 100 * query->utilization,
+               1e-12 * gpu->flops, 1e-12 * gpu->memory_rate, 1e-9 * gpu->link_rate, gpu->source);
+    buf_printf(out, "workload: %d tokens in, %d out, %d answer%s a prompt; ", query->input_len,
+               query->output_len, query->n_samples, query->n_samples > 1 ? "s" : "");
     buf_printf(out, "a replica runs at most %s sequences, %s tokens a step\n\n",
                plan_format_int(query->max_seqs, text1), plan_format_int(query->max_tokens, text2));
 }
@@ -27078,13 +28227,15 @@ static void plan_put_head(const plan_query *query, const char *name, buf *out) {
 /* Appends the table's row of a split. */
 static void plan_put_table_row(const plan_layout *layout, buf *out) {
     char kv[32], running[32], decode[32], output[32], total[32];
-    buf_printf(out, "%3d %3d %3d %8.1f %8.1f", layout->tp, layout->pp, layout->dp, 1e-9 * (double)layout->weight_bytes,
-               1e-9 * (double)layout->scratch_bytes);
+    buf_printf(out, "%3d %3d %3d %8.1f %8.1f", layout->tp, layout->pp, layout->dp,
+               1e-9 * (double)layout->weight_bytes, 1e-9 * (double)layout->scratch_bytes);
     if (layout->fits)
-        buf_printf(out, " %12s %9.1f %8s %10s  %-12s %10s %10s  %s\n", plan_format_int(layout->kv_tokens, kv),
-                   layout->n_max_len_seqs, plan_format_int(layout->workload.n_running, running),
+        buf_printf(out, " %12s %9.1f %8s %10s  %-12s %10s %10s  %s\n",
+                   plan_format_int(layout->kv_tokens, kv), layout->n_max_len_seqs,
+                   plan_format_int(layout->workload.n_running, running),
                    plan_format_3_digits(layout->decode.output_rate, decode), layout->decode.bound,
-                   plan_format_3_digits(layout->workload.output_rate, output), plan_format_3_digits(layout->workload.total_rate, total),
+                   plan_format_3_digits(layout->workload.output_rate, output),
+                   plan_format_3_digits(layout->workload.total_rate, total),
                    layout->workload.bound);
     else buf_c(out, "  does not fit\n");
 }
@@ -27095,7 +28246,8 @@ static void plan_put_not_possible(const plan_query *query, bool as_json, buf *b)
     toka_err e;
     for (int size = 1; size <= query->n_gpus; size++)
         for (int i = 0; i < 2; i++) {
-            if (query->n_gpus % size || !plan_check_layout(&query->model->shape, i ? 1 : size, i ? size : 1, &e))
+            if (query->n_gpus % size ||
+                !plan_check_layout(&query->model->shape, i ? 1 : size, i ? size : 1, &e))
                 continue;
             if (as_json) json_put_str(b, str_c(e.msg));
             else buf_printf(b, "not possible: %s\n", e.msg);
@@ -27108,12 +28260,12 @@ static void plan_put_text(const plan_options *options, const plan_query *query, 
     char max_len[32], seqs_title[40];
     buf flags = {0};
     plan_put_head(query, name, out);
-    buf_printf(out, "%-11s %-17s %-31s %-23s %s\n", "split", "GB on a GPU", "on all", "decode alone",
-               "the workload");
+    buf_printf(out, "%-11s %-17s %-31s %-23s %s\n", "split", "GB on a GPU", "on all",
+               "decode alone", "the workload");
     snprintf(seqs_title, sizeof seqs_title, "x%s", plan_format_int(query->max_len, max_len));
-    buf_printf(out, "%3s %3s %3s %8s %8s %12s %9s %8s %10s  %-12s %10s %10s  %s\n", "tp", "pp", "dp",
-               "weights", "scratch", "KV tokens", seqs_title, "running", "tok/s", "bound", "out tok/s",
-               "all tok/s", "bound");
+    buf_printf(out, "%3s %3s %3s %8s %8s %12s %9s %8s %10s  %-12s %10s %10s  %s\n", "tp", "pp",
+               "dp", "weights", "scratch", "KV tokens", seqs_title, "running", "tok/s", "bound",
+               "out tok/s", "all tok/s", "bound");
     for (int i = 0; i < n_layouts; i++) plan_put_table_row(&layouts[i], out);
     plan_put_not_possible(query, false, out);
     plan_put_flags(options, plan_best_layout(layouts, n_layouts), &flags);
@@ -27134,10 +28286,12 @@ static void plan_put_json_rate(const char *name, const plan_rate *rate, buf *b) 
 }
 
 static void plan_put_json_layout(const plan_options *options, const plan_layout *layout, buf *out) {
-    const struct { const char *name; int64_t value; } numbers[] = {
-        {"tensor_parallel_size", layout->tp}, {"pipeline_parallel_size", layout->pp},
-        {"data_parallel_size", layout->dp}, {"weight_bytes", layout->weight_bytes}, {"scratch_bytes", layout->scratch_bytes},
-        {"kv_bytes_per_token", layout->token_bytes}, {"kv_tokens", layout->kv_tokens}};
+    const struct { const char *name; int64_t value;
+    } numbers[] = {
+        {"tensor_parallel_size", layout->tp},     {"pipeline_parallel_size", layout->pp},
+        {"data_parallel_size", layout->dp},       {"weight_bytes", layout->weight_bytes},
+        {"scratch_bytes", layout->scratch_bytes}, {"kv_bytes_per_token", layout->token_bytes},
+        {"kv_tokens", layout->kv_tokens}};
     buf flags = {0};
     json_put_open(out, '{');
     for (int i = 0; i < COUNT(numbers); i++)
@@ -27145,7 +28299,8 @@ static void plan_put_json_layout(const plan_options *options, const plan_layout 
     json_put_key(out, "fits"), json_put_bool(out, layout->fits);
     if (layout->fits) {
         plan_put_flags(options, layout, &flags);
-        json_put_key(out, "sequences_of_max_model_len"), json_put_num(out, layout->n_max_len_seqs, true);
+        json_put_key(out, "sequences_of_max_model_len"),
+            json_put_num(out, layout->n_max_len_seqs, true);
         plan_put_json_rate("decode", &layout->decode, out);
         plan_put_json_rate("workload", &layout->workload, out);
         json_put_key(out, "flags"), json_put_str(out, buf_view(&flags));
@@ -27158,9 +28313,11 @@ static void plan_put_json_layout(const plan_options *options, const plan_layout 
 static void plan_put_json(const plan_options *options, const plan_query *query, const char *name,
                           const plan_layout *layouts, int n_layouts, buf *out) {
     const run_gpu *gpu = query->gpu;
-    const struct { const char *name; double value; } rates[] = {
-        {"memory_bytes", gpu->memory}, {"flops", gpu->flops}, {"read_bytes_per_second", gpu->memory_rate},
-        {"link_bytes_per_second", gpu->link_rate}};
+    const struct { const char *name; double value;
+    } rates[] = {{"memory_bytes", gpu->memory},
+                 {"flops", gpu->flops},
+                 {"read_bytes_per_second", gpu->memory_rate},
+                 {"link_bytes_per_second", gpu->link_rate}};
     const struct { const char *name; int64_t value; } sizes[] = {
         {"gpus", query->n_gpus}, {"n_parameters", mf_n_parameters(query->model)},
         {"max_model_len", query->max_len}, {"max_num_seqs", query->max_seqs},
@@ -27185,7 +28342,8 @@ static void plan_put_json(const plan_options *options, const plan_query *query, 
     json_put_key(out, "not_possible"), json_put_open(out, '[');
     plan_put_not_possible(query, true, out);
     json_put_close(out, ']');
-    json_put_key(out, "recommended"), plan_put_json_layout(options, plan_best_layout(layouts, n_layouts), out);
+    json_put_key(out, "recommended"),
+        plan_put_json_layout(options, plan_best_layout(layouts, n_layouts), out);
     json_put_key(out, "note"), json_put_str(out, buf_view(&support));
     json_put_close(out, '}'), buf_char(out, '\n');
     buf_free(&support);
@@ -27199,7 +28357,8 @@ static int plan_answer(const plan_options *options, buf *out, toka_err *e) {
     plan_query query = {0};
     plan_layout layouts[PLAN_MAX_GPUS];
     const char *name = NULL;
-    int must_hold = 0, n_layouts = 0, code = plan_find_model(options, &model, &lines, &query.model, &name, e);
+    int must_hold = 0, n_layouts = 0,
+        code = plan_find_model(options, &model, &lines, &query.model, &name, e);
     if (!code) code = plan_check(options, &query, &must_hold, e);
     if (!code) n_layouts = plan_layouts(&query, must_hold, layouts);
     if (!code && !plan_best_layout(layouts, n_layouts)) {
@@ -27208,14 +28367,17 @@ static int plan_answer(const plan_options *options, buf *out, toka_err *e) {
         snprintf(hint, sizeof hint, "nor do they on any number of them up to %d", PLAN_MAX_GPUS);
         if (min_gpus)
             snprintf(hint, sizeof hint,
-                     min_gpus > query.n_gpus ? "at least %d are needed" : "on %d of them they do", min_gpus);
+                     min_gpus > query.n_gpus ? "at least %d are needed" : "on %d of them they do",
+                     min_gpus);
         code = fail(e, TOKA_E_USE,
                     "%s: %.3g GB of weights and a sequence of %d tokens do not fit on %d x %s, "
                     "however they are split; %s",
-                    name, 2e-9 * (double)mf_n_parameters(query.model), must_hold, query.n_gpus, query.gpu->name,
-                    hint);
+                    name, 2e-9 * (double)mf_n_parameters(query.model), must_hold, query.n_gpus,
+                    query.gpu->name, hint);
     }
-    if (!code) (options->json ? plan_put_json : plan_put_text)(options, &query, name, layouts, n_layouts, out);
+    if (!code)
+        (options->json ? plan_put_json : plan_put_text)(options, &query, name, layouts, n_layouts,
+                                                        out);
     mf_close(model), arena_free(&lines);
     return code;
 }
@@ -27270,7 +28432,8 @@ typedef struct benchclient_options { /* the options of `toka bench serve`; strin
 } benchclient_options;
 
 typedef struct benchclient_request {
-    size_t prompt_at, prompt_n; /* the prompt: n token ids of bs.tokens from `at`; if text, bytes of bs.texts */
+    /* the prompt: n token ids of bs.tokens from `at`; if text, bytes of bs.texts */
+    size_t prompt_at, prompt_n;
     bool is_text;
     bool has_chunk; /* at least one chunk has been received */
     int max_tokens;
@@ -27285,7 +28448,14 @@ typedef struct benchclient_request {
  * its bytes, the line end after them, the trailer; a body of known length; a body that ends when
  * the server closes the connection. BENCHCLIENT_COMPLETE: the response is complete. */
 enum benchclient_state {
-    BENCHCLIENT_HEAD, BENCHCLIENT_SIZE, BENCHCLIENT_CHUNK, BENCHCLIENT_CHUNK_END, BENCHCLIENT_TRAILER, BENCHCLIENT_LENGTH, BENCHCLIENT_TO_CLOSE, BENCHCLIENT_COMPLETE
+    BENCHCLIENT_HEAD,
+    BENCHCLIENT_SIZE,
+    BENCHCLIENT_CHUNK,
+    BENCHCLIENT_CHUNK_END,
+    BENCHCLIENT_TRAILER,
+    BENCHCLIENT_LENGTH,
+    BENCHCLIENT_TO_CLOSE,
+    BENCHCLIENT_COMPLETE
 };
 
 typedef struct benchclient_response { /* the state of an HTTP response that is being received */
@@ -27305,7 +28475,8 @@ typedef struct benchclient_conn {
     buf out;         /* the bytes of the request */
     size_t n_sent;     /* bytes of `out` that have been sent */
     benchclient_response response;
-    buf event_line;        /* the incomplete line of the event stream, or the body of an error response */
+    /* the incomplete line of the event stream, or the body of an error response */
+    buf event_line;
     bool has_done;       /* "data: [DONE]" has been received */
     struct benchclient_conn *next; /* in the list of idle connections */
 } benchclient_conn;
@@ -27335,7 +28506,9 @@ typedef struct benchclient { /* the state of the benchmark */
 
 /* Uniform in [0, 1). */
 static double benchclient_random(benchclient *client) {
-    return (double)(api_derive_seed(client->options->seed, (uint64_t[2]){0, client->n_random++}) >> 11) * 0x1p-53;
+    return (double)(api_derive_seed(client->options->seed, (uint64_t[2]){0, client->n_random++}) >>
+                    11) *
+           0x1p-53;
 }
 
 /* A uniform whole number from lo to hi, both included. */
@@ -27353,11 +28526,14 @@ static double benchclient_random_gamma(benchclient *client, double shape) {
     }
     double shape_d = shape - 1.0 / 3, scale_c = 1 / sqrt(9 * shape_d);
     for (;;) {
-        double normal = sqrt(-2 * log(1 - benchclient_random(client))) * cos(6.283185307179586 * benchclient_random(client));
+        double normal = sqrt(-2 * log(1 - benchclient_random(client))) *
+                        cos(6.283185307179586 * benchclient_random(client));
         double cube = 1 + scale_c * normal;
         if (cube <= 0) continue;
         cube = cube * cube * cube;
-        if (log(1 - benchclient_random(client)) < normal * normal / 2 + shape_d - shape_d * cube + shape_d * log(cube)) return shape_d * cube * boost;
+        if (log(1 - benchclient_random(client)) <
+            normal * normal / 2 + shape_d - shape_d * cube + shape_d * log(cube))
+            return shape_d * cube * boost;
     }
 }
 
@@ -27367,12 +28543,16 @@ static void benchclient_draw_times(benchclient *client) {
     double rate = client->options->request_rate, sum = 0;
     if (!isfinite(rate)) return;
     for (int64_t i = 0; i < client->n_requests; i++)
-        client->requests[i].send_at = sum += isfinite(client->options->burstiness) ? benchclient_random_gamma(client, client->options->burstiness) : 1;
+        client->requests[i].send_at = sum += isfinite(client->options->burstiness)
+                                                 ? benchclient_random_gamma(
+                                                       client, client->options->burstiness)
+                                                 : 1;
     /* Rounding can make the sum 0 or infinite. Then use equal gaps. */
     const bool drawn = sum > 0 && isfinite(sum);
     for (int64_t i = 0; i < client->n_requests; i++)
-        client->requests[i].send_at = drawn ? client->requests[i].send_at * ((double)client->n_requests / rate / sum)
-                                   : (double)(i + 1) / rate;
+        client->requests[i].send_at = drawn ? client->requests[i].send_at *
+                                                  ((double)client->n_requests / rate / sum)
+                                            : (double)(i + 1) / rate;
 }
 
 /* ---- Reading a response ---- */
@@ -27407,16 +28587,21 @@ static bool benchclient_read_head_line(benchclient_response *response, str line)
     int status;
     if (!response->status) {
         response->n_left = -1;
-        return sscanf(line.p, "HTTP/1.%*1d %3d", &status) == 1 && (response->status = status) >= 100;
+        return sscanf(line.p, "HTTP/1.%*1d %3d", &status) == 1 &&
+               (response->status = status) >= 100;
     }
-    if (benchclient_match_header(line, "content-length", &value)) response->n_left = strtoll(value.p, NULL, 10);
+    if (benchclient_match_header(line, "content-length", &value))
+        response->n_left = strtoll(value.p, NULL, 10);
     if (benchclient_match_header(line, "transfer-encoding", &value))
         response->chunked = !strncasecmp(value.p, "chunked", 7);
-    if (benchclient_match_header(line, "connection", &value)) response->close = !strncasecmp(value.p, "close", 5);
+    if (benchclient_match_header(line, "connection", &value))
+        response->close = !strncasecmp(value.p, "close", 5);
     if (line.n) return true;
-    if (response->status < 200) response->status = 0; /* such as 100 Continue: the final head follows */
+    /* such as 100 Continue: the final head follows */
+    if (response->status < 200) response->status = 0;
     else if (response->chunked) response->state = BENCHCLIENT_SIZE;
-    else if (response->n_left == 0 || response->status == 204) response->state = BENCHCLIENT_COMPLETE;
+    else if (response->n_left == 0 || response->status == 204)
+        response->state = BENCHCLIENT_COMPLETE;
     else response->state = response->n_left > 0 ? BENCHCLIENT_LENGTH : BENCHCLIENT_TO_CLOSE;
     return true;
 }
@@ -27428,11 +28613,15 @@ static ptrdiff_t benchclient_response_read(benchclient_response *response, str i
     size_t used = 0;
     *body = STR("");
     response->has_bytes = true;
-    if (response->state == BENCHCLIENT_LENGTH || response->state == BENCHCLIENT_CHUNK || response->state == BENCHCLIENT_TO_CLOSE) {
-        size_t n_body = response->state == BENCHCLIENT_TO_CLOSE ? input.n : (size_t)MIN((int64_t)input.n, response->n_left);
+    if (response->state == BENCHCLIENT_LENGTH || response->state == BENCHCLIENT_CHUNK ||
+        response->state == BENCHCLIENT_TO_CLOSE) {
+        size_t n_body = response->state == BENCHCLIENT_TO_CLOSE
+                            ? input.n
+                            : (size_t)MIN((int64_t)input.n, response->n_left);
         *body = str_sub(input, 0, n_body);
         if (response->state != BENCHCLIENT_TO_CLOSE && !(response->n_left -= (int64_t)n_body))
-            response->state = response->state == BENCHCLIENT_LENGTH ? BENCHCLIENT_COMPLETE : BENCHCLIENT_CHUNK_END;
+            response->state = response->state == BENCHCLIENT_LENGTH ? BENCHCLIENT_COMPLETE
+                                                                    : BENCHCLIENT_CHUNK_END;
         return (ptrdiff_t)n_body;
     }
     int has_line = benchclient_take_line(&response->line, input, BENCHCLIENT_HEAD_BYTES, &used);
@@ -27488,7 +28677,8 @@ static int benchclient_resolve(benchclient *client, toka_err *e) {
                         url);
         snprintf(client->prefix, sizeof client->prefix, "%.*s", (int)n_tail, rest);
     }
-    if (port_number < 1 || port_number > 65535) return fail(e, TOKA_E_USE, "port %ld: expected 1 to 65535", port_number);
+    if (port_number < 1 || port_number > 65535)
+        return fail(e, TOKA_E_USE, "port %ld: expected 1 to 65535", port_number);
     snprintf(port, sizeof port, "%d", client->port = (int)port_number);
     struct addrinfo hints = {.ai_socktype = SOCK_STREAM};
     code = getaddrinfo(client->host, port, &hints, &client->addresses);
@@ -27498,11 +28688,13 @@ static int benchclient_resolve(benchclient *client, toka_err *e) {
 }
 
 /* Writes the bytes of an HTTP request to *out. If body.p is NULL, it is a GET, else a POST. */
-static void benchclient_put_request(const benchclient *client, const char *path, str body, buf *out) {
+static void benchclient_put_request(const benchclient *client, const char *path, str body,
+                                    buf *out) {
     buf_clear(out);
     const bool is_ipv6 = strchr(client->host, ':');
-    buf_printf(out, "%s %s%s HTTP/1.1\r\nHost: %s%s%s:%d\r\n", body.p ? "POST" : "GET", client->prefix,
-               path, is_ipv6 ? "[" : "", client->host, is_ipv6 ? "]" : "", client->port);
+    buf_printf(out, "%s %s%s HTTP/1.1\r\nHost: %s%s%s:%d\r\n", body.p ? "POST" : "GET",
+               client->prefix, path, is_ipv6 ? "[" : "", client->host, is_ipv6 ? "]" : "",
+               client->port);
     if (client->api_key) buf_printf(out, "Authorization: Bearer %s\r\n", client->api_key);
     if (body.p)
         buf_printf(out, "Content-Type: application/json\r\nContent-Length: %zu\r\n", body.n);
@@ -27512,7 +28704,8 @@ static void benchclient_put_request(const benchclient *client, const char *path,
 
 /* Sends one request over its own connection and waits for the whole response. The body is appended
  * to *answer, which is cleared first. Returns the HTTP status, or TOKA_E_IO (below 0). */
-static int benchclient_fetch(const benchclient *client, const char *path, str body, buf *answer, toka_err *e) {
+static int benchclient_fetch(const benchclient *client, const char *path, str body, buf *answer,
+                             toka_err *e) {
     enum { SECONDS = 30 };
     buf out = {0}, input = {0};
     benchclient_response response = {0};
@@ -27536,7 +28729,8 @@ static int benchclient_fetch(const benchclient *client, const char *path, str bo
         if (n <= 0)
             code = fail(e, TOKA_E_IO, "%s%s: %s", client->host, path,
                         n ? strerror(errno) : "the connection was closed");
-        for (str piece, unread = {input.p, (size_t)MAX(n, 0)}; unread.n && !code && response.state != BENCHCLIENT_COMPLETE;) {
+        for (str piece, unread = {input.p, (size_t)MAX(n, 0)};
+             unread.n && !code && response.state != BENCHCLIENT_COMPLETE;) {
             ptrdiff_t used = benchclient_response_read(&response, unread, &piece);
             if (used < 0 || answer->n > BENCHCLIENT_LINE_BYTES) {
                 code = fail(e, TOKA_E_IO, "%s%s: not an HTTP response", client->host, path);
@@ -27569,7 +28763,8 @@ static int benchclient_wait_ready(benchclient *client, toka_err *e) {
         if (code > 0)
             fail(e, TOKA_E_IO, "%s/v1/models: HTTP status %d: %.*s", client->host, code,
                  STRF(buf_view(&answer)));
-        if (os_now() > deadline || *client->options->interrupted || (code > 0 && code != 503)) break;
+        if (os_now() > deadline || *client->options->interrupted || (code > 0 && code != 503))
+            break;
         if (!warned++ && !client->options->quiet)
             fprintf(stderr, "toka bench: waiting for the server: %s\n", e->msg);
         usleep(200000);
@@ -27578,7 +28773,8 @@ static int benchclient_wait_ready(benchclient *client, toka_err *e) {
         const json *root = json_parse(&memory, buf_view(&answer), json_trusted, e);
         str name = client->options->model ? str_c(client->options->model)
                                : json_str(json_get(json_at(json_get(root, "data"), 0), "id"));
-        snprintf(client->model, sizeof client->model, "%.*s", (int)MIN(name.n, sizeof client->model - 1), name.p);
+        snprintf(client->model, sizeof client->model, "%.*s",
+                 (int)MIN(name.n, sizeof client->model - 1), name.p);
         code = !root    ? e->code
                : name.n ? 0
                         : fail(e, TOKA_E_IO, "%s: no model in /v1/models; give one with --model",
@@ -27615,8 +28811,8 @@ static void benchclient_fetch_vocabulary(benchclient *client) {
     json_put_key(&body, "add_special_tokens"), json_put_bool(&body, false);
     json_put_close(&body, '}');
     if (benchclient_fetch(client, "/tokenize", buf_view(&body), &answer, &ignored) == 200) {
-        const json *tokens = json_get(json_parse(&memory, buf_view(&answer), json_trusted, &ignored),
-                                      "tokens");
+        const json *tokens = json_get(
+            json_parse(&memory, buf_view(&answer), json_trusted, &ignored), "tokens");
         if (json_is(tokens, JSON_ARRAY))
             JSON_EACH(item, tokens) ids_push(&client->vocabulary, (int32_t)json_int(item, 0));
     }
@@ -27627,7 +28823,8 @@ static void benchclient_fetch_vocabulary(benchclient *client) {
 static benchclient_request *benchclient_add_request(benchclient *client, int max_tokens) {
     if (client->n_requests == client->capacity) {
         client->capacity = MAX(1024, 2 * client->capacity);
-        client->requests = mem_realloc(client->requests, (size_t)client->capacity * sizeof *client->requests);
+        client->requests = mem_realloc(client->requests,
+                                       (size_t)client->capacity * sizeof *client->requests);
     }
     client->requests[client->n_requests] = (benchclient_request){.max_tokens = max_tokens};
     return &client->requests[client->n_requests++];
@@ -27642,7 +28839,8 @@ static bool benchclient_is_chat(const benchclient *client) {
 static int benchclient_make_prompts(benchclient *client, toka_err *e) {
     const benchclient_options *options = client->options;
     const double ratio = options->range_ratio;
-    if (options->input_len < 1 || options->output_len < 1 || options->prefix_len < 0 || !(ratio >= 0 && ratio < 1))
+    if (options->input_len < 1 || options->output_len < 1 || options->prefix_len < 0 ||
+        !(ratio >= 0 && ratio < 1))
         return fail(e, TOKA_E_USE,
                     "--random-input-len %d, --random-output-len %d, --random-prefix-len %d, "
                     "--random-range-ratio %g: expected at least 1, 1, 0, and a ratio below 1",
@@ -27662,10 +28860,12 @@ static int benchclient_make_prompts(benchclient *client, toka_err *e) {
     /* The prefix is drawn for the first prompt. The other prompts copy it. */
     size_t prefix_at = is_text ? client->texts.n : client->tokens.n, prefix_n = 0;
     for (int64_t i = 0; i < n_prompts; i++) {
-        int64_t n_input = MAX(1, benchclient_random_int(client, (int64_t)floor(options->input_len * (1 - ratio)),
-                                       (int64_t)ceil(options->input_len * (1 + ratio))));
-        int64_t n_output = MAX(1, benchclient_random_int(client, (int64_t)floor(options->output_len * (1 - ratio)),
-                                        (int64_t)ceil(options->output_len * (1 + ratio))));
+        int64_t n_input = MAX(
+            1, benchclient_random_int(client, (int64_t)floor(options->input_len * (1 - ratio)),
+                                      (int64_t)ceil(options->input_len * (1 + ratio))));
+        int64_t n_output = MAX(
+            1, benchclient_random_int(client, (int64_t)floor(options->output_len * (1 - ratio)),
+                                      (int64_t)ceil(options->output_len * (1 + ratio))));
         benchclient_request *request = benchclient_add_request(client, (int)MIN(n_output, INT_MAX));
         request->is_text = is_text;
         request->prompt_at = is_text ? client->texts.n : client->tokens.n;
@@ -27683,9 +28883,10 @@ static int benchclient_make_prompts(benchclient *client, toka_err *e) {
             ids_reserve(&client->tokens, (size_t)(options->prefix_len + n_input));
             for (int64_t j = 0; j < options->prefix_len + n_input; j++) {
                 bool shared = j < options->prefix_len && i;
-                ids_push(&client->tokens,
-                         shared ? client->tokens.p[prefix_at + (size_t)j]
-                                : client->vocabulary.p[benchclient_random_int(client, 0, (int64_t)client->vocabulary.n - 1)]);
+                ids_push(&client->tokens, shared
+                                              ? client->tokens.p[prefix_at + (size_t)j]
+                                              : client->vocabulary.p[benchclient_random_int(
+                                                    client, 0, (int64_t)client->vocabulary.n - 1)]);
             }
         }
         request->prompt_n = (is_text ? client->texts.n : client->tokens.n) - request->prompt_at;
@@ -27727,11 +28928,14 @@ static int benchclient_on_dataset_line(void *user, const json *root, int64_t num
     const json *length = json_get(root, "output_tokens");
     bool good = true;
     request.max_tokens = client->options->output_len;
-    if (!lengths && (good = benchclient_read_length(json_is(length, JSON_NULL) ? NULL : length, &request.max_tokens)))
+    if (!lengths && (good = benchclient_read_length(json_is(length, JSON_NULL) ? NULL : length,
+                                                    &request.max_tokens)))
         *benchclient_add_request(client, 0) = request;
     if (lengths) good = json_is(lengths, JSON_ARRAY) && lengths->n;
     if (lengths && good)
-        JSON_EACH(item, lengths) if ((good = good && benchclient_read_length(item, &request.max_tokens))) *benchclient_add_request(client, 0) = request;
+        JSON_EACH(item, lengths)
+            if ((good = good && benchclient_read_length(item, &request.max_tokens))) *
+            benchclient_add_request(client, 0) = request;
     return good ? 0
                 : fail(e, TOKA_E_INPUT,
                        "%s: line %lld: expected output_lengths, a list of whole numbers from 1 on, "
@@ -27740,8 +28944,10 @@ static int benchclient_on_dataset_line(void *user, const json *root, int64_t num
 }
 
 /* Appends the JSON body of a request. */
-static void benchclient_put_body(const benchclient *client, const benchclient_request *request, buf *out) {
-    str text = request->is_text ? (str){client->texts.p + request->prompt_at, request->prompt_n} : STR("");
+static void benchclient_put_body(const benchclient *client, const benchclient_request *request,
+                                 buf *out) {
+    str text = request->is_text ? (str){client->texts.p + request->prompt_at, request->prompt_n}
+                                : STR("");
     json_put_open(out, '{');
     json_put_key(out, "model"), json_put_str(out, str_c(client->model));
     if (benchclient_is_chat(client)) {
@@ -27752,7 +28958,8 @@ static void benchclient_put_body(const benchclient *client, const benchclient_re
         json_put_key(out, "prompt"), json_put_str(out, text);
     } else {
         json_put_key(out, "prompt"), json_put_open(out, '[');
-        for (size_t i = 0; i < request->prompt_n; i++) json_put_int(out, client->tokens.p[request->prompt_at + i]);
+        for (size_t i = 0; i < request->prompt_n; i++)
+            json_put_int(out, client->tokens.p[request->prompt_at + i]);
         json_put_close(out, ']');
     }
     json_put_key(out, "max_tokens"), json_put_int(out, request->max_tokens);
@@ -27777,7 +28984,8 @@ static void benchclient_conn_close(benchclient_conn *conn) {
 
 /* Ends the connection's request. error: why it failed; NULL if the response is complete. Keeps the
  * connection in the idle list if it can be reused, else closes and frees it. */
-static void benchclient_end_request(benchclient *client, benchclient_conn *conn, const char *error) {
+static void benchclient_end_request(benchclient *client, benchclient_conn *conn,
+                                    const char *error) {
     benchclient_request *request = &client->requests[conn->request];
     if (error && !request->error) request->error = mem_check(strdup(error));
     client->n_ended++;
@@ -27804,14 +29012,16 @@ static bool benchclient_connect(benchclient *client, benchclient_conn *conn) {
     setsockopt(conn->fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
     struct epoll_event event = {.events = EPOLLIN | EPOLLOUT | EPOLLET, .data.ptr = conn};
     if (epoll_ctl(client->epoll_fd, EPOLL_CTL_ADD, conn->fd, &event)) return false;
-    return !connect(conn->fd, client->address->ai_addr, client->address->ai_addrlen) || errno == EINPROGRESS;
+    return !connect(conn->fd, client->address->ai_addr, client->address->ai_addrlen) ||
+           errno == EINPROGRESS;
 }
 
 /* Sends as much of the request as the socket accepts. Returns false, with errno set, if the
  * connection is broken. */
 static bool benchclient_send(benchclient_conn *conn) {
     while (conn->n_sent < conn->out.n) {
-        ssize_t n = send(conn->fd, conn->out.p + conn->n_sent, conn->out.n - conn->n_sent, MSG_NOSIGNAL);
+        ssize_t n = send(conn->fd, conn->out.p + conn->n_sent, conn->out.n - conn->n_sent,
+                         MSG_NOSIGNAL);
         if (n < 0) return errno == EAGAIN || errno == ENOTCONN;
         conn->n_sent += (size_t)n;
     }
@@ -27857,7 +29067,8 @@ static void benchclient_on_chunk(benchclient_request *request, double now) {
 }
 
 /* Handles one line of the event stream: a chunk, the usage, an error or [DONE]. */
-static void benchclient_on_event_line(benchclient *client, benchclient_conn *conn, str line, double now) {
+static void benchclient_on_event_line(benchclient *client, benchclient_conn *conn, str line,
+                                      double now) {
     benchclient_request *request = &client->requests[conn->request];
     arena memory = {0};
     toka_err e;
@@ -27887,11 +29098,13 @@ static void benchclient_on_event_line(benchclient *client, benchclient_conn *con
 static bool benchclient_on_body(benchclient *client, benchclient_conn *conn, str body, double now) {
     if (conn->response.status != 200) {
         buf_put(&conn->event_line, body.p,
-                MIN(body.n, (size_t)BENCHCLIENT_HEAD_BYTES - MIN(conn->event_line.n, (size_t)BENCHCLIENT_HEAD_BYTES)));
+                MIN(body.n, (size_t)BENCHCLIENT_HEAD_BYTES -
+                                MIN(conn->event_line.n, (size_t)BENCHCLIENT_HEAD_BYTES)));
         return true;
     }
     for (size_t used; body.n; body = str_sub(body, used, body.n)) {
-        int has_line = benchclient_take_line(&conn->event_line, body, BENCHCLIENT_LINE_BYTES, &used);
+        int has_line = benchclient_take_line(&conn->event_line, body, BENCHCLIENT_LINE_BYTES,
+                                             &used);
         if (has_line < 0) return false;
         if (has_line) {
             benchclient_on_event_line(client, conn, buf_view(&conn->event_line), now);
@@ -27906,7 +29119,8 @@ static bool benchclient_on_body(benchclient *client, benchclient_conn *conn, str
 static void benchclient_on_complete(benchclient *client, benchclient_conn *conn) {
     benchclient_request *request = &client->requests[conn->request];
     char why[400];
-    snprintf(why, sizeof why, "HTTP status %d: %.*s", conn->response.status, STRF(buf_view(&conn->event_line)));
+    snprintf(why, sizeof why, "HTTP status %d: %.*s", conn->response.status,
+             STRF(buf_view(&conn->event_line)));
     if (conn->response.status != 200) request->error = mem_check(strdup(why));
     else if (!request->error && (!request->has_chunk || !conn->has_done))
         request->error = mem_check(strdup("the stream ended early"));
@@ -27940,7 +29154,8 @@ static void benchclient_drop_idle(benchclient *client, benchclient_conn *conn) {
 
 /* Handles an epoll event: sends, then reads until the socket is empty or the request has ended.
  * `bytes` is a buffer of `room` bytes. The connection may be freed. */
-static void benchclient_on_socket(benchclient *client, benchclient_conn *conn, char *buffer, size_t size) {
+static void benchclient_on_socket(benchclient *client, benchclient_conn *conn, char *buffer,
+                                  size_t size) {
     if (conn->request >= 0 && !benchclient_send(conn)) {
         benchclient_on_broken(client, conn, strerror(errno));
         return;
@@ -27948,13 +29163,16 @@ static void benchclient_on_socket(benchclient *client, benchclient_conn *conn, c
     for (;;) {
         ssize_t n_read = recv(conn->fd, buffer, size, 0);
         if (n_read < 0 && (errno == EAGAIN || errno == ENOTCONN)) return;
-        if (conn->request < 0) { /* idle: an unexpected byte, an error, or the end of the connection */
+        /* idle: an unexpected byte, an error, or the end of the connection */
+        if (conn->request < 0) {
             benchclient_drop_idle(client, conn);
             return;
         }
-        if (n_read == 0 && conn->response.state == BENCHCLIENT_TO_CLOSE) conn->response.state = BENCHCLIENT_COMPLETE;
+        if (n_read == 0 && conn->response.state == BENCHCLIENT_TO_CLOSE)
+            conn->response.state = BENCHCLIENT_COMPLETE;
         else if (n_read <= 0) {
-            benchclient_on_broken(client, conn, n_read ? strerror(errno) : "the server closed the connection");
+            benchclient_on_broken(client, conn,
+                                  n_read ? strerror(errno) : "the server closed the connection");
             return;
         }
         double now = os_now();
@@ -27992,7 +29210,8 @@ static int benchclient_run_requests(benchclient *client, int64_t from, int64_t t
     enum { EVENTS = 256, BYTES = 1 << 16 };
     struct epoll_event ready[EVENTS];
     char *buffer = mem_alloc(BYTES);
-    int64_t max_running = client->options->max_concurrency ? client->options->max_concurrency : INT64_MAX;
+    int64_t max_running = client->options->max_concurrency ? client->options->max_concurrency
+                                                           : INT64_MAX;
     double last_shown = 0;
     int code = 0;
     client->next = from;
@@ -28000,16 +29219,19 @@ static int benchclient_run_requests(benchclient *client, int64_t from, int64_t t
     client->begin = os_now();
     while (client->n_ended < to - from && !*client->options->interrupted) {
         double now = os_now() - client->begin;
-        while (client->next < to && client->n_running < max_running && client->requests[client->next].send_at <= now)
+        while (client->next < to && client->n_running < max_running &&
+               client->requests[client->next].send_at <= now)
             benchclient_start_request(client, client->next++, false);
         double wait = client->next < to && client->n_running < max_running
                           ? client->requests[client->next].send_at - (os_now() - client->begin)
                           : 0.2;
-        int n_ready = epoll_wait(client->epoll_fd, ready, EVENTS, (int)(1e3 * MAX(0.0, MIN(wait, 0.2))));
+        int n_ready = epoll_wait(client->epoll_fd, ready, EVENTS,
+                                 (int)(1e3 * MAX(0.0, MIN(wait, 0.2))));
         if (n_ready < 0 && errno != EINTR &&
             (code = fail(e, TOKA_E_IO, "epoll_wait: %s", strerror(errno))))
             break;
-        for (int i = 0; i < n_ready; i++) benchclient_on_socket(client, ready[i].data.ptr, buffer, BYTES);
+        for (int i = 0; i < n_ready; i++)
+            benchclient_on_socket(client, ready[i].data.ptr, buffer, BYTES);
         benchclient_print_progress(client, &last_shown);
     }
     client->end = os_now();
@@ -28020,7 +29242,14 @@ static int benchclient_run_requests(benchclient *client, int64_t from, int64_t t
 
 /* ---- Metrics ---- */
 
-enum { BENCHCLIENT_TTFT, BENCHCLIENT_TPOT, BENCHCLIENT_ITL, BENCHCLIENT_E2EL, BENCHCLIENT_N_METRICS, BENCHCLIENT_MAX_PERCENTILES = 16 };
+enum {
+    BENCHCLIENT_TTFT,
+    BENCHCLIENT_TPOT,
+    BENCHCLIENT_ITL,
+    BENCHCLIENT_E2EL,
+    BENCHCLIENT_N_METRICS,
+    BENCHCLIENT_MAX_PERCENTILES = 16
+};
 static const struct {
     const char *key, *name, *title;
 } benchclient_metrics[BENCHCLIENT_N_METRICS] = {{"ttft", "TTFT", "Time to First Token"},
@@ -28030,7 +29259,8 @@ static const struct {
 
 typedef struct benchclient_selection { /* the metrics that the flags ask for */
     bool metrics[BENCHCLIENT_N_METRICS]; /* of --percentile-metrics */
-    double percentiles[BENCHCLIENT_MAX_PERCENTILES]; /* [n_percentiles] of --metric-percentiles, 0 to 100 */
+    /* [n_percentiles] of --metric-percentiles, 0 to 100 */
+    double percentiles[BENCHCLIENT_MAX_PERCENTILES];
     double limits_ms[BENCHCLIENT_N_METRICS]; /* of --goodput; INFINITY: no limit */
     int n_percentiles;
     bool has_goodput; /* --goodput is given */
@@ -28068,10 +29298,12 @@ static bool benchclient_next_word(const char **list, str *word) {
 }
 
 /* Parses the flags about metrics. Returns 0 or TOKA_E_USE. */
-static int benchclient_read_selection(const benchclient_options *options, benchclient_selection *selection, toka_err *e) {
+static int benchclient_read_selection(const benchclient_options *options,
+                                      benchclient_selection *selection, toka_err *e) {
     str word;
     *selection = (benchclient_selection){0};
-    for (int metric = 0; metric < BENCHCLIENT_N_METRICS; metric++) selection->limits_ms[metric] = INFINITY;
+    for (int metric = 0; metric < BENCHCLIENT_N_METRICS; metric++)
+        selection->limits_ms[metric] = INFINITY;
     for (const char *list = options->metrics; benchclient_next_word(&list, &word);) {
         int metric = benchclient_find_metric(word);
         if (metric < 0)
@@ -28090,11 +29322,13 @@ static int benchclient_read_selection(const benchclient_options *options, benchc
                         options->percentiles, BENCHCLIENT_MAX_PERCENTILES);
         selection->percentiles[selection->n_percentiles++] = value;
     }
-    for (const char *list = options->goodput ? options->goodput : ""; benchclient_next_word(&list, &word);) {
+    for (const char *list = options->goodput ? options->goodput : "";
+         benchclient_next_word(&list, &word);) {
         ptrdiff_t colon = str_find(word, STR(":"), 0);
         int metric = colon < 0 ? -1 : benchclient_find_metric(str_sub(word, 0, (size_t)colon));
         char *end = NULL;
-        double value = metric < 0 || metric == BENCHCLIENT_ITL ? -1 : strtod(word.p + colon + 1, &end);
+        double value = metric < 0 || metric == BENCHCLIENT_ITL ? -1
+                                                               : strtod(word.p + colon + 1, &end);
         if (!(value >= 0) || end != word.p + word.n || (size_t)colon + 1 == word.n)
             return fail(e, TOKA_E_USE,
                         "--goodput: '%.*s', expected ttft, tpot or e2el, a colon and milliseconds",
@@ -28118,9 +29352,11 @@ static void benchclient_finish_series(benchclient_series *series) {
     double sum = 0, squares = 0;
     for (size_t i = 0; i < series->n_values; i++) sum += series->values[i];
     series->mean = series->n_values ? sum / (double)series->n_values : 0;
-    for (size_t i = 0; i < series->n_values; i++) squares += (series->values[i] - series->mean) * (series->values[i] - series->mean);
+    for (size_t i = 0; i < series->n_values; i++)
+        squares += (series->values[i] - series->mean) * (series->values[i] - series->mean);
     series->std = series->n_values ? sqrt(squares / (double)series->n_values) : 0;
-    if (series->n_values) qsort(series->values, series->n_values, sizeof *series->values, run_compare_doubles);
+    if (series->n_values)
+        qsort(series->values, series->n_values, sizeof *series->values, run_compare_doubles);
 }
 
 /* Returns a percentile of the sorted values, with linear interpolation as in numpy; 0 if there are
@@ -28129,7 +29365,8 @@ static double benchclient_percentile(const benchclient_series *series, double pe
     if (!series->n_values) return 0;
     double position = percent / 100 * (double)(series->n_values - 1);
     size_t below = (size_t)position, above = MIN(below + 1, series->n_values - 1);
-    return series->values[below] + (position - (double)below) * (series->values[above] - series->values[below]);
+    return series->values[below] +
+           (position - (double)below) * (series->values[above] - series->values[below]);
 }
 
 /* Sets peak_rate and peak_concurrent. Seconds are counted from the start of the first request.
@@ -28153,7 +29390,8 @@ static void benchclient_find_peaks(const benchclient *client, benchclient_result
         benchclient_add_value(&starts, request->sent_time);
         benchclient_add_value(&ends, request->last_time);
     }
-    for (size_t second = 0; second < seconds; second++) max_chunks = MAX(max_chunks, per_second[second]);
+    for (size_t second = 0; second < seconds; second++)
+        max_chunks = MAX(max_chunks, per_second[second]);
     benchclient_finish_series(&starts), benchclient_finish_series(&ends);
     /* Before the start i, k requests have ended. At equal times the end comes before the start. */
     for (size_t i = 0, j = 0; i < starts.n_values; i++) {
@@ -28166,7 +29404,8 @@ static void benchclient_find_peaks(const benchclient *client, benchclient_result
 
 /* Computes the result of the run. The caller frees the series' values. If the server reported no
  * usage, each chunk counts as one token. */
-static void benchclient_measure(const benchclient *client, const benchclient_selection *selection, benchclient_result *result) {
+static void benchclient_measure(const benchclient *client, const benchclient_selection *selection,
+                                benchclient_result *result) {
     *result = (benchclient_result){.duration = client->end - client->begin};
     for (int64_t i = 0; i < client->n_requests; i++) {
         const benchclient_request *request = &client->requests[i];
@@ -28175,18 +29414,23 @@ static void benchclient_measure(const benchclient *client, const benchclient_sel
             result->n_failed++;
             continue;
         }
-        int64_t n_out = request->n_out ? request->n_out : (int64_t)(request->chunk_gaps.n / sizeof *gap) + 1;
-        double values[BENCHCLIENT_N_METRICS] = {[BENCHCLIENT_TTFT] = request->first_time - request->sent_time,
-                                    [BENCHCLIENT_E2EL] = request->last_time - request->sent_time};
+        int64_t n_out = request->n_out ? request->n_out
+                                       : (int64_t)(request->chunk_gaps.n / sizeof *gap) + 1;
+        double values[BENCHCLIENT_N_METRICS] = {
+            [BENCHCLIENT_TTFT] = request->first_time - request->sent_time,
+            [BENCHCLIENT_E2EL] = request->last_time - request->sent_time};
         if (n_out > 1)
             benchclient_add_value(&result->series[BENCHCLIENT_TPOT],
-                         values[BENCHCLIENT_TPOT] = (request->last_time - request->first_time) / (double)(n_out - 1));
+                                  values[BENCHCLIENT_TPOT] = (request->last_time -
+                                                              request->first_time) /
+                                                             (double)(n_out - 1));
         benchclient_add_value(&result->series[BENCHCLIENT_TTFT], values[BENCHCLIENT_TTFT]);
         benchclient_add_value(&result->series[BENCHCLIENT_E2EL], values[BENCHCLIENT_E2EL]);
         for (size_t j = 0; j < request->chunk_gaps.n / sizeof *gap; j++)
             benchclient_add_value(&result->series[BENCHCLIENT_ITL], gap[j]);
         bool good = true;
-        for (int j = 0; j < BENCHCLIENT_N_METRICS; j++) good &= 1e3 * values[j] <= selection->limits_ms[j];
+        for (int j = 0; j < BENCHCLIENT_N_METRICS; j++)
+            good &= 1e3 * values[j] <= selection->limits_ms[j];
         result->n_completed++;
         result->n_good += good;
         result->n_in += request->n_in;
@@ -28199,12 +29443,15 @@ static void benchclient_measure(const benchclient *client, const benchclient_sel
 /* Prints a title in the middle of a line of 50 characters. `line` is the fill character. */
 static void benchclient_print_title(const char *title, char fill) {
     int n_title = (int)strlen(title), n_left = (50 - n_title) / 2;
-    for (int i = 0; i < 50; i++) putchar(i < n_left || i >= n_left + n_title ? fill : title[i - n_left]);
+    for (int i = 0; i < 50; i++)
+        putchar(i < n_left || i >= n_left + n_title ? fill : title[i - n_left]);
     putchar('\n');
 }
 
 /* Prints the result as text to stdout. */
-static void benchclient_print_text(const benchclient_options *options, const benchclient_selection *selection, const benchclient_result *result) {
+static void benchclient_print_text(const benchclient_options *options,
+                                   const benchclient_selection *selection,
+                                   const benchclient_result *result) {
     const double seconds = result->duration;
     const char *float_row = "%-40s %-10.2f\n", *int_row = "%-40s %-10lld\n";
     benchclient_print_title(" Serving Benchmark Result ", '=');
@@ -28212,16 +29459,19 @@ static void benchclient_print_text(const benchclient_options *options, const ben
     printf(int_row, "Failed requests:", (long long)result->n_failed);
     if (options->max_concurrency)
         printf(int_row, "Maximum request concurrency:", (long long)options->max_concurrency);
-    if (isfinite(options->request_rate)) printf(float_row, "Request rate configured (RPS):", options->request_rate);
+    if (isfinite(options->request_rate))
+        printf(float_row, "Request rate configured (RPS):", options->request_rate);
     printf(float_row, "Benchmark duration (s):", seconds);
     printf(int_row, "Total input tokens:", (long long)result->n_in);
     printf(int_row, "Total generated tokens:", (long long)result->n_out);
     printf(float_row, "Request throughput (req/s):", (double)result->n_completed / seconds);
-    if (selection->has_goodput) printf(float_row, "Request goodput (req/s):", (double)result->n_good / seconds);
+    if (selection->has_goodput)
+        printf(float_row, "Request goodput (req/s):", (double)result->n_good / seconds);
     printf(float_row, "Output token throughput (tok/s):", (double)result->n_out / seconds);
     printf(float_row, "Peak output token throughput (tok/s):", result->peak_rate);
     printf(float_row, "Peak concurrent requests:", (double)result->peak_concurrent);
-    printf(float_row, "Total token throughput (tok/s):", (double)(result->n_in + result->n_out) / seconds);
+    printf(float_row,
+           "Total token throughput (tok/s):", (double)(result->n_in + result->n_out) / seconds);
     for (int metric = 0; metric < BENCHCLIENT_N_METRICS; metric++) {
         char name[64];
         if (!selection->metrics[metric]) continue;
@@ -28231,8 +29481,11 @@ static void benchclient_print_text(const benchclient_options *options, const ben
         snprintf(name, sizeof name, "Median %s (ms):", benchclient_metrics[metric].name);
         printf(float_row, name, 1e3 * benchclient_percentile(&result->series[metric], 50));
         for (int i = 0; i < selection->n_percentiles; i++) {
-            snprintf(name, sizeof name, "P%g %s (ms):", selection->percentiles[i], benchclient_metrics[metric].name);
-            printf(float_row, name, 1e3 * benchclient_percentile(&result->series[metric], selection->percentiles[i]));
+            snprintf(name, sizeof name, "P%g %s (ms):", selection->percentiles[i],
+                     benchclient_metrics[metric].name);
+            printf(float_row, name,
+                   1e3 *
+                       benchclient_percentile(&result->series[metric], selection->percentiles[i]));
         }
     }
     benchclient_print_title("", '=');
@@ -28253,13 +29506,17 @@ static void benchclient_put_details(const benchclient *client, buf *out) {
         const benchclient_request *request = &client->requests[i];
         size_t n_gaps = request->chunk_gaps.n / sizeof(float);
         json_put_int(&list[0], request->n_in);
-        json_put_int(&list[1], request->error ? 0 : request->n_out ? request->n_out : (int64_t)n_gaps + 1);
-        json_put_num(&list[2], request->has_chunk ? request->first_time - request->sent_time : 0, false);
+        json_put_int(&list[1], request->error   ? 0
+                               : request->n_out ? request->n_out
+                                                : (int64_t)n_gaps + 1);
+        json_put_num(&list[2], request->has_chunk ? request->first_time - request->sent_time : 0,
+                     false);
         json_put_open(&list[3], '[');
         for (size_t j = 0; j < n_gaps; j++)
             json_put_num(&list[3], ((const float *)(const void *)request->chunk_gaps.p)[j], true);
         json_put_close(&list[3], ']');
-        json_put_num(&list[4], request->has_chunk ? request->last_time - request->sent_time : 0, false);
+        json_put_num(&list[4], request->has_chunk ? request->last_time - request->sent_time : 0,
+                     false);
         json_put_num(&list[5], request->sent_time, false);
         json_put_str(&list[6], str_c(request->error ? request->error : ""));
     }
@@ -28273,7 +29530,9 @@ static void benchclient_put_details(const benchclient *client, buf *out) {
 }
 
 /* Prints the result as one JSON object to stdout. */
-static void benchclient_print_json(const benchclient *client, const benchclient_selection *selection, const benchclient_result *result) {
+static void benchclient_print_json(const benchclient *client,
+                                   const benchclient_selection *selection,
+                                   const benchclient_result *result) {
     const benchclient_options *options = client->options;
     buf out = {0};
     json_put_open(&out, '{');
@@ -28287,16 +29546,23 @@ static void benchclient_print_json(const benchclient *client, const benchclient_
     if (options->max_concurrency) json_put_int(&out, options->max_concurrency);
     else json_put_null(&out);
     benchclient_put_number(&out, "duration", result->duration);
-    const struct { const char *name; int64_t value; } counts[] = {
-        {"completed", result->n_completed}, {"failed", result->n_failed}, {"total_input_tokens", result->n_in},
-        {"total_output_tokens", result->n_out}, {"max_concurrent_requests", result->peak_concurrent}};
+    const struct { const char *name; int64_t value;
+    } counts[] = {{"completed", result->n_completed},
+                  {"failed", result->n_failed},
+                  {"total_input_tokens", result->n_in},
+                  {"total_output_tokens", result->n_out},
+                  {"max_concurrent_requests", result->peak_concurrent}};
     for (int i = 0; i < COUNT(counts); i++)
         json_put_key(&out, counts[i].name), json_put_int(&out, counts[i].value);
-    benchclient_put_number(&out, "request_throughput", (double)result->n_completed / result->duration);
+    benchclient_put_number(&out, "request_throughput",
+                           (double)result->n_completed / result->duration);
     /* Without --goodput this is null. */
-    benchclient_put_number(&out, "request_goodput", selection->has_goodput ? (double)result->n_good / result->duration : NAN);
+    benchclient_put_number(&out, "request_goodput",
+                           selection->has_goodput ? (double)result->n_good / result->duration
+                                                  : NAN);
     benchclient_put_number(&out, "output_throughput", (double)result->n_out / result->duration);
-    benchclient_put_number(&out, "total_token_throughput", (double)(result->n_in + result->n_out) / result->duration);
+    benchclient_put_number(&out, "total_token_throughput",
+                           (double)(result->n_in + result->n_out) / result->duration);
     benchclient_put_number(&out, "max_output_tokens_per_s", result->peak_rate);
     for (int metric = 0; metric < BENCHCLIENT_N_METRICS; metric++) {
         char name[64];
@@ -28309,8 +29575,10 @@ static void benchclient_print_json(const benchclient *client, const benchclient_
         snprintf(name, sizeof name, "std_%s_ms", benchclient_metrics[metric].key);
         benchclient_put_number(&out, name, 1e3 * series->std);
         for (int i = 0; i < selection->n_percentiles; i++) {
-            snprintf(name, sizeof name, "p%g_%s_ms", selection->percentiles[i], benchclient_metrics[metric].key);
-            benchclient_put_number(&out, name, 1e3 * benchclient_percentile(series, selection->percentiles[i]));
+            snprintf(name, sizeof name, "p%g_%s_ms", selection->percentiles[i],
+                     benchclient_metrics[metric].key);
+            benchclient_put_number(&out, name,
+                                   1e3 * benchclient_percentile(series, selection->percentiles[i]));
         }
     }
     if (options->detailed) benchclient_put_details(client, &out);
@@ -28324,17 +29592,20 @@ static void benchclient_print_json(const benchclient *client, const benchclient_
 /* Checks the options. Returns 0 or TOKA_E_USE. */
 static int benchclient_check_options(const benchclient_options *options, toka_err *e) {
     if (!(options->request_rate > 0))
-        return fail(e, TOKA_E_USE, "--request-rate: %g, expected more than 0", options->request_rate);
+        return fail(e, TOKA_E_USE, "--request-rate: %g, expected more than 0",
+                    options->request_rate);
     if (!(options->burstiness > 0))
         return fail(e, TOKA_E_USE, "--burstiness: %g, expected more than 0", options->burstiness);
-    if (options->max_concurrency < 0 || options->num_prompts < 0 || options->num_warmups < 0 || options->ready_s < 0)
+    if (options->max_concurrency < 0 || options->num_prompts < 0 || options->num_warmups < 0 ||
+        options->ready_s < 0)
         return fail(e, TOKA_E_USE,
                     "--max-concurrency, --num-prompts, --num-warmups, --ready-check-timeout-sec: "
                     "expected 0 or more");
     if (*options->endpoint != '/')
         return fail(e, TOKA_E_USE, "--endpoint: '%s', expected a path, as /v1/completions",
                     options->endpoint);
-    if (options->detailed && !options->json) return fail(e, TOKA_E_USE, "--save-detailed: needs --json");
+    if (options->detailed && !options->json)
+        return fail(e, TOKA_E_USE, "--save-detailed: needs --json");
     if (options->dataset && options->prefix_len)
         return fail(e, TOKA_E_USE,
                     "--random-prefix-len: of random prompts, --dataset has its own");
@@ -28363,7 +29634,8 @@ static int benchclient_warm_up(benchclient *client, toka_err *e) {
     int64_t n_run = client->n_requests;
     benchclient_request first = client->requests[0];
     first.send_at = 0;
-    for (int i = 0; i < client->options->num_warmups; i++) *benchclient_add_request(client, 0) = first;
+    for (int i = 0; i < client->options->num_warmups; i++)
+        *benchclient_add_request(client, 0) = first;
     client->n_requests = n_run;
     int code = benchclient_run_requests(client, n_run, n_run + client->options->num_warmups, e);
     for (int64_t i = n_run; i < n_run + client->options->num_warmups; i++) {
@@ -28385,20 +29657,23 @@ static int benchclient_prepare(benchclient *client, toka_err *e) {
         setrlimit(RLIMIT_NOFILE, &fd_limit);
     }
     client->api_key = getenv("OPENAI_API_KEY");
-    if (client->api_key && (!*client->api_key || strpbrk(client->api_key, "\r\n"))) client->api_key = NULL;
+    if (client->api_key && (!*client->api_key || strpbrk(client->api_key, "\r\n")))
+        client->api_key = NULL;
     client->epoll_fd = epoll_create1(EPOLL_CLOEXEC);
     if (client->epoll_fd < 0) return fail(e, TOKA_E_IO, "epoll_create1: %s", strerror(errno));
     int code = benchclient_check_options(client->options, e);
     if (!code) code = benchclient_read_extra(client, e);
     if (!code) code = benchclient_resolve(client, e);
     if (!code) code = benchclient_wait_ready(client, e);
-    const int64_t max_lines = client->options->num_prompts ? client->options->num_prompts : INT64_MAX;
+    const int64_t max_lines = client->options->num_prompts ? client->options->num_prompts
+                                                           : INT64_MAX;
     if (!code && client->options->dataset)
-        code = run_dataset(client->options->dataset, max_lines, client->options->interrupted, benchclient_on_dataset_line, client, e);
+        code = run_dataset(client->options->dataset, max_lines, client->options->interrupted,
+                           benchclient_on_dataset_line, client, e);
     if (!code && !client->options->dataset) code = benchclient_make_prompts(client, e);
     const int64_t n_all = client->n_requests + client->options->num_warmups;
-    if (!code &&
-        (n_all > INT_MAX / 2 || 2.0 * (double)n_all * sizeof(benchclient_request) > (double)os_ram_bytes()))
+    if (!code && (n_all > INT_MAX / 2 ||
+                  2.0 * (double)n_all * sizeof(benchclient_request) > (double)os_ram_bytes()))
         code = fail(e, TOKA_E_USE, "%lld requests, expected fewer", (long long)n_all);
     if (!code) benchclient_draw_times(client);
     return code;
@@ -28430,7 +29705,8 @@ static int benchclient_run(const benchclient_options *options, toka_err *e) {
         benchclient_print_failures(&client);
         if (options->json) benchclient_print_json(&client, &selection, &result);
         else benchclient_print_text(options, &selection, &result);
-        if (!result.n_completed) code = fail(e, TOKA_E_IO, "all %lld requests failed", (long long)client.n_requests);
+        if (!result.n_completed)
+            code = fail(e, TOKA_E_IO, "all %lld requests failed", (long long)client.n_requests);
     }
     while (client.idle) {
         benchclient_conn *conn = client.idle;
@@ -28441,7 +29717,8 @@ static int benchclient_run(const benchclient_options *options, toka_err *e) {
         buf_free(&client.requests[i].chunk_gaps);
         free(client.requests[i].error);
     }
-    for (int metric = 0; metric < BENCHCLIENT_N_METRICS; metric++) free(result.series[metric].values);
+    for (int metric = 0; metric < BENCHCLIENT_N_METRICS; metric++)
+        free(result.series[metric].values);
     if (client.epoll_fd >= 0) close(client.epoll_fd);
     if (client.addresses) freeaddrinfo(client.addresses);
     free(client.requests);
@@ -28807,7 +30084,8 @@ static bool cli_stdout_closed; /* standard output is a closed pipe; this is not 
 
 /* Writes to standard output and flushes it. */
 static int cli_write(str text, toka_err *e) {
-    if (fwrite(text.p, 1, text.n, stdout) == text.n && fflush(stdout) == 0 && !ferror(stdout)) return 0;
+    if (fwrite(text.p, 1, text.n, stdout) == text.n && fflush(stdout) == 0 && !ferror(stdout))
+        return 0;
     cli_stdout_closed = errno == EPIPE;
     return fail(e, TOKA_E_IO, "standard output: %s", strerror(errno));
 }
@@ -28898,8 +30176,9 @@ static void cli_put_flags(buf *out, unsigned command, bool all) {
             buf_printf(out, "\n%s\n", group);
             group = NULL;
         }
-        snprintf(usage, sizeof usage, "%s%s%s--%s%s%s", *flag->short_name ? "-" : "    ", flag->short_name,
-                 *flag->short_name ? ", " : "", flag->name, *flag->value_name ? " " : "", flag->value_name);
+        snprintf(usage, sizeof usage, "%s%s%s--%s%s%s", *flag->short_name ? "-" : "    ",
+                 flag->short_name, *flag->short_name ? ", " : "", flag->name,
+                 *flag->value_name ? " " : "", flag->value_name);
         buf_printf(out, "  %-32s %s\n", usage, flag->help);
     }
 }
@@ -28937,7 +30216,8 @@ static int cli_help(bool all, unsigned command, int n_words, char **words, toka_
     } else if (!show_all) {
         buf_c(&out, "\nAll flags: toka");
         for (int i = 0; i < n_words; i++) buf_printf(&out, " %s", words[i]);
-        buf_c(&out, n_words ? " --help-all\n" : " --help-all. Of one command: toka COMMAND --help\n");
+        buf_c(&out,
+              n_words ? " --help-all\n" : " --help-all. Of one command: toka COMMAND --help\n");
     }
     int code = cli_write(buf_view(&out), e);
     buf_free(&out);
@@ -28947,7 +30227,8 @@ static int cli_help(bool all, unsigned command, int n_words, char **words, toka_
 /* ---- Reading flags ---- */
 
 /* Parses a flag's value and sets its field. shown: the name of the flag in error messages. */
-static int cli_set_flag(cli *flags, const cli_flag *flag, const char *value, const char *name, toka_err *e) {
+static int cli_set_flag(cli *flags, const cli_flag *flag, const char *value, const char *name,
+                        toka_err *e) {
     char *field = (char *)flags + flag->offset, *end = NULL;
     errno = 0;
     switch (flag->type) {
@@ -28972,9 +30253,11 @@ static int cli_set_flag(cli *flags, const cli_flag *flag, const char *value, con
         if (end == value || *end)
             return fail(e, TOKA_E_USE, "%s: '%s' is not a whole number", name, value);
         /* most flags have a smaller range, which is checked later */
-        const bool fits = !errno && (flag->type == CLI_INT64 || (number >= INT_MIN && number <= INT_MAX));
+        const bool fits = !errno &&
+                          (flag->type == CLI_INT64 || (number >= INT_MIN && number <= INT_MAX));
         if (!fits)
-            return fail(e, TOKA_E_USE, "%s: %s is too %s", name, value, number < 0 ? "low" : "high");
+            return fail(e, TOKA_E_USE, "%s: %s is too %s", name, value,
+                        number < 0 ? "low" : "high");
         if (flag->type == CLI_INT) *(int *)(void *)field = (int)number;
         else *(int64_t *)(void *)field = number;
     }
@@ -28999,7 +30282,8 @@ static const cli_flag *cli_find_flag(const char *arg, size_t n) {
         const cli_flag *flag = &cli_flags[i];
         if (!flag->name) continue;
         if (n == 2 && flag->short_name[0] && arg[1] == flag->short_name[0]) return flag;
-        if (n > 2 && arg[1] == '-' && strlen(flag->name) == n - 2 && !memcmp(arg + 2, flag->name, n - 2))
+        if (n > 2 && arg[1] == '-' && strlen(flag->name) == n - 2 &&
+            !memcmp(arg + 2, flag->name, n - 2))
             return flag;
     }
     return NULL;
@@ -29008,7 +30292,8 @@ static const cli_flag *cli_find_flag(const char *arg, size_t n) {
 /* Returns the error for an unknown flag, with the most similar flag of the command. */
 static int cli_fail_unknown_flag(str arg, unsigned command, toka_err *e) {
     suggestion nearest = {.typed = arg};
-    while (nearest.typed.n && *nearest.typed.p == '-') nearest.typed = str_sub(nearest.typed, 1, nearest.typed.n);
+    while (nearest.typed.n && *nearest.typed.p == '-')
+        nearest.typed = str_sub(nearest.typed, 1, nearest.typed.n);
     for (int i = 0; i < COUNT(cli_flags); i++)
         if (cli_flags[i].name && (cli_flags[i].commands & command))
             suggest_try(&nearest, cli_flags[i].name);
@@ -29029,9 +30314,12 @@ static void cli_override_env(cli *flags, const cli *env, const cli_flag *flag) {
     const bool address = flag->offset == AT(host) || flag->offset == AT(port);
     if (address && flags->bench.base_url == env->bench.base_url) flags->bench.base_url = NULL;
     if (address && flags->serve.uds == env->serve.uds) flags->serve.uds = NULL;
-    cli_list *list = flag->type == CLI_LIST ? (cli_list *)(void *)((char *)flags + flag->offset) : NULL;
-    const cli_list *env_list =
-        flag->type == CLI_LIST ? (const cli_list *)(const void *)((const char *)env + flag->offset) : NULL;
+    cli_list *list = flag->type == CLI_LIST ? (cli_list *)(void *)((char *)flags + flag->offset)
+                                            : NULL;
+    const cli_list *env_list = flag->type == CLI_LIST
+                                   ? (const cli_list *)(const void *)((const char *)env +
+                                                                      flag->offset)
+                                   : NULL;
     if (list && list->n_values && list->values[0] == env_list->values[0]) list->n_values = 0;
 }
 
@@ -29045,7 +30333,8 @@ static int cli_parse(cli *flags, unsigned command, int argc, char **argv, toka_e
     const cli_flag *address = NULL; /* --host or --port, if the command line has it */
     int code = 0;
     for (int i = 0; i < argc && !code; i++) {
-        const char *arg = argv[i], *equals = arg[0] == '-' && arg[1] == '-' ? strchr(arg, '=') : NULL;
+        const char *arg = argv[i],
+                   *equals = arg[0] == '-' && arg[1] == '-' ? strchr(arg, '=') : NULL;
         size_t n_name = equals ? (size_t)(equals - arg) : strlen(arg);
         const cli_flag *flag = arg[0] == '-' && n_name > 1 ? cli_find_flag(arg, n_name) : NULL;
         if (!flag && arg[0] == '-') return cli_fail_unknown_flag((str){arg, n_name}, command, e);
@@ -29057,9 +30346,11 @@ static int cli_parse(cli *flags, unsigned command, int argc, char **argv, toka_e
             return fail(e, TOKA_E_USE, "--%s is not for this command; see toka --help-all",
                         flag->name);
         const char *value = equals ? equals + 1 : NULL;
-        if (flag->type == CLI_BOOL && equals) return fail(e, TOKA_E_USE, "--%s takes no value", flag->name);
+        if (flag->type == CLI_BOOL && equals)
+            return fail(e, TOKA_E_USE, "--%s takes no value", flag->name);
         if (flag->type != CLI_BOOL && !value) {
-            if (i + 1 == argc) return fail(e, TOKA_E_USE, "%s needs a value: %s", arg, flag->value_name);
+            if (i + 1 == argc)
+                return fail(e, TOKA_E_USE, "%s needs a value: %s", arg, flag->value_name);
             value = argv[++i];
         }
         cli_override_env(flags, &env, flag);
@@ -29067,7 +30358,8 @@ static int cli_parse(cli *flags, unsigned command, int argc, char **argv, toka_e
         bad_env[flag - cli_flags] = false;
         if (flag->offset == AT(host) || flag->offset == AT(port)) address = flag;
     }
-    if (flags->help || flags->help_all || flags->version) return code; /* whatever the environment has */
+    /* whatever the environment has */
+    if (flags->help || flags->help_all || flags->version) return code;
     if (!code && address && flags->serve.uds)
         code = fail(e, TOKA_E_USE, "--uds goes without --%s", address->name);
     for (int i = 0; i < COUNT(cli_flags) && !code; i++)
@@ -29116,7 +30408,8 @@ static void cli_put_token(buf *out, const toka *t, const toka_event *ev) {
         if (t->tok) json_put_key(out, "token"), cli_put_token_text(out, t->tok, id);
         json_put_key(out, "logprob");
         json_put_num(out, i < 0 ? ev->logprob : ev->top_logprobs[i], true);
-        if (i < 0) json_put_key(out, "sampled_logprob"), json_put_num(out, ev->sampled_logprob, true);
+        if (i < 0)
+            json_put_key(out, "sampled_logprob"), json_put_num(out, ev->sampled_logprob, true);
         else json_put_close(out, '}');
     }
     if (ev->n_top) json_put_close(out, ']');
@@ -29157,7 +30450,8 @@ static int cli_on_event(void *user, const toka_event *ev) {
 
 /* Reads the prompt from --prompt, --file or standard input. */
 static int cli_read_prompt(const cli *flags, buf *out, toka_err *e) {
-    if (flags->prompt && flags->file) return fail(e, TOKA_E_USE, "--prompt and --file exclude each other");
+    if (flags->prompt && flags->file)
+        return fail(e, TOKA_E_USE, "--prompt and --file exclude each other");
     if (flags->prompt) return buf_c(out, flags->prompt), 0;
     bool from_stdin = !flags->file || !strcmp(flags->file, "-");
     int fd = from_stdin ? 0 : open(flags->file, O_RDONLY | O_CLOEXEC);
@@ -29176,9 +30470,12 @@ static void cli_set_sampling(const cli *flags, const toka *t, toka_request *requ
     if (!isnan(flags->temperature)) sampling->temperature = samp_to_float(flags->temperature);
     if (!isnan(flags->top_p)) sampling->top_p = samp_to_float(flags->top_p);
     if (!isnan(flags->min_p)) sampling->min_p = samp_to_float(flags->min_p);
-    if (!isnan(flags->repetition_penalty)) sampling->repetition_penalty = samp_to_float(flags->repetition_penalty);
-    if (!isnan(flags->presence_penalty)) sampling->presence_penalty = samp_to_float(flags->presence_penalty);
-    if (!isnan(flags->frequency_penalty)) sampling->frequency_penalty = samp_to_float(flags->frequency_penalty);
+    if (!isnan(flags->repetition_penalty))
+        sampling->repetition_penalty = samp_to_float(flags->repetition_penalty);
+    if (!isnan(flags->presence_penalty))
+        sampling->presence_penalty = samp_to_float(flags->presence_penalty);
+    if (!isnan(flags->frequency_penalty))
+        sampling->frequency_penalty = samp_to_float(flags->frequency_penalty);
     if (flags->top_k != INT_MIN) sampling->top_k = flags->top_k;
     sampling->seed = (uint64_t)flags->seed;
     if (flags->max_tokens != INT_MIN) sampling->max_tokens = flags->max_tokens;
@@ -29186,8 +30483,11 @@ static void cli_set_sampling(const cli *flags, const toka *t, toka_request *requ
     samp_fix_min_max(sampling, flags->max_tokens == INT_MIN, flags->min_tokens == INT_MIN);
     sampling->ignore_eos = flags->ignore_eos;
     sampling->include_stop = flags->include_stop;
-    sampling->logprobs = flags->logprobs >= 0 ? flags->logprobs : flags->json ? 0 : TOKA_NO_LOGPROBS;
-    if (flags->stop.n_values) sampling->stop = flags->stop.values, sampling->n_stop = flags->stop.n_values;
+    sampling->logprobs = flags->logprobs >= 0 ? flags->logprobs
+                         : flags->json        ? 0
+                                              : TOKA_NO_LOGPROBS;
+    if (flags->stop.n_values)
+        sampling->stop = flags->stop.values, sampling->n_stop = flags->stop.n_values;
     request->n = flags->samples;
 }
 
@@ -29213,7 +30513,8 @@ static int cli_render(const cli *flags, const toka *t, const buf *messages, buf 
 /* Prints token counts and speed on standard error, unless --quiet. */
 static void cli_print_speed(const cli *flags, const toka_usage *usage) {
     if (flags->quiet) return;
-    double rate = usage->decode_s > 0 ? (double)MAX(usage->output_tokens - 1, 0) / usage->decode_s : 0;
+    double rate = usage->decode_s > 0 ? (double)MAX(usage->output_tokens - 1, 0) / usage->decode_s
+                                      : 0;
     fprintf(stderr, "prompt %lld tokens, generated %lld tokens, %.1f tok/s, %s after %.0f ms\n",
             (long long)usage->prompt_tokens, (long long)usage->output_tokens, rate,
             usage->output_tokens ? "first token" : "ended", 1e3 * usage->prefill_s);
@@ -29229,7 +30530,8 @@ static void cli_put_result(buf *out, const cli_generation *run, const toka_usage
         json_put_open(out, '{');
         json_put_key(out, "index"), json_put_int(out, i);
         json_put_key(out, "text"), json_put_str(out, buf_view(&sample->text));
-        json_put_key(out, "finish_reason"), json_put_str(out, str_c(cli_finish_name(sample->finish)));
+        json_put_key(out, "finish_reason"),
+            json_put_str(out, str_c(cli_finish_name(sample->finish)));
         if (sample->stop_id >= 0) json_put_key(out, "stop_id"), json_put_int(out, sample->stop_id);
         json_put_key(out, "tokens");
         buf_printf(out, "[%s]}", sample->tokens.n ? sample->tokens.p : "");
@@ -29262,9 +30564,12 @@ static int cli_complete(const cli *flags, toka *t, str prompt, int text_flags, b
     cli_set_sampling(flags, t, &request);
     request.text = prompt.p, request.text_bytes = prompt.n, request.text_flags = text_flags;
     if (check_int("--samples", flags->samples, 1, ENG_MAX_N, e)) return e->code;
-    if (flags->logprobs != INT_MIN && check_int("--logprobs", flags->logprobs, 0, TOKA_MAX_LOGPROBS, e))
+    if (flags->logprobs != INT_MIN &&
+        check_int("--logprobs", flags->logprobs, 0, TOKA_MAX_LOGPROBS, e))
         return e->code;
-    cli_generation run = {.flags = flags, .toka = t, .samples = mem_zalloc((size_t)flags->samples * sizeof(cli_sample))};
+    cli_generation run = {.flags = flags,
+                          .toka = t,
+                          .samples = mem_zalloc((size_t)flags->samples * sizeof(cli_sample))};
     for (int i = 0; i < flags->samples; i++) run.samples[i].stop_id = -1;
     int code = toka_generate(t, &request, cli_on_event, &run, &usage, e);
     if (run.error.code) {
@@ -29376,7 +30681,8 @@ static int cli_run_prompt(const cli *flags, toka *t, toka_err *e) {
     if (!code && use_template)
         code = cli_complete(flags, t, buf_view(&prompt), TOKA_PARSE_SPECIAL, NULL, e);
     else if (!code)
-        code = cli_complete(flags, t, buf_view(&text), TOKA_ADD_SPECIAL | TOKA_PARSE_SPECIAL, NULL, e);
+        code = cli_complete(flags, t, buf_view(&text), TOKA_ADD_SPECIAL | TOKA_PARSE_SPECIAL, NULL,
+                            e);
     run_warn_overwritten(t, &warned);
     buf_free(&text), buf_free(&messages), buf_free(&prompt);
     return code;
@@ -29399,7 +30705,8 @@ static void cli_warn_unused(const cli *flags, const toka *t) {
 static int cli_open(const cli *flags, toka **t, toka_err *e) {
     buf startup = {0};
     const double t0 = os_now();
-    int code = flags->dummy_weights ? run_dummy_open(t, &flags->open, e) : toka_open(t, &flags->open, e);
+    int code = flags->dummy_weights ? run_dummy_open(t, &flags->open, e)
+                                    : toka_open(t, &flags->open, e);
     if (code) return code;
     cli_print_no_gpu(flags);
     if (flags->verbose) {
@@ -29455,11 +30762,14 @@ static int cli_tokenize(const cli *flags, toka_err *e) {
     if (!code && flags->decode) {
         code = cli_parse_ids(buf_view(&input), &tokens, e);
         if (!code)
-            code = tok_decode(t->tok, tokens.p, tokens.n, flags->no_special ? TOKA_SKIP_SPECIAL : 0, &out, e);
+            code = tok_decode(t->tok, tokens.p, tokens.n, flags->no_special ? TOKA_SKIP_SPECIAL : 0,
+                              &out, e);
     } else if (!code) {
         code = tok_encode(t->tok, buf_view(&input),
-                          TOKA_PARSE_SPECIAL | (flags->no_special ? 0 : TOKA_ADD_SPECIAL), &tokens, e);
-        for (size_t i = 0; i < tokens.n && !code; i++) buf_printf(&out, i ? " %d" : "%d", (int)tokens.p[i]);
+                          TOKA_PARSE_SPECIAL | (flags->no_special ? 0 : TOKA_ADD_SPECIAL), &tokens,
+                          e);
+        for (size_t i = 0; i < tokens.n && !code; i++)
+            buf_printf(&out, i ? " %d" : "%d", (int)tokens.p[i]);
         if (!code) buf_char(&out, '\n');
     }
     if (!code) code = cli_write(buf_view(&out), e);
@@ -29473,14 +30783,18 @@ static int cli_template(const cli *flags, toka_err *e) {
     toka *t = NULL;
     mf_model names = {0};
     toka file_only = {.files = &names};
-    bool needs_model = flags->open.model || !flags->open.chat_template; /* a template FILE needs none */
-    int code = needs_model ? lib_check_options(&flags->open, e)
-                           : lib_parse_template_file(&file_only, flags->open.chat_template, &names, e);
+    /* a template FILE needs none */
+    bool needs_model = flags->open.model || !flags->open.chat_template;
+    int code = needs_model
+                   ? lib_check_options(&flags->open, e)
+                   : lib_parse_template_file(&file_only, flags->open.chat_template, &names, e);
     if (!code && needs_model) code = lib_open_text(&t, &flags->open, false, e);
     if (!code && needs_model) code = lib_require_template(t, e);
     if (!code) code = cli_read_prompt(flags, &input, e);
     const toka *source = t ? t : &file_only;
-    if (!code) code = lib_render(source, source->files, buf_view(&input), json_trusted, flags->now, &out, e);
+    if (!code)
+        code = lib_render(source, source->files, buf_view(&input), json_trusted, flags->now, &out,
+                          e);
     if (!code) code = cli_write(buf_view(&out), e);
     buf_free(&input), buf_free(&out);
     arena_free(&names.memory);
@@ -29494,7 +30808,8 @@ static int cli_put_scores(const cli *flags, const toka *t, const int32_t *tokens
                           const float *logprobs, toka_err *e) {
     buf out = {0};
     double sum = 0;
-    if (flags->json) json_put_open(&out, '{'), json_put_key(&out, "tokens"), json_put_open(&out, '[');
+    if (flags->json)
+        json_put_open(&out, '{'), json_put_key(&out, "tokens"), json_put_open(&out, '[');
     for (size_t i = 0; i < n_tokens; i++) {
         sum += logprobs[i];
         if (flags->json) {
@@ -29519,7 +30834,8 @@ static int cli_put_scores(const cli *flags, const toka *t, const int32_t *tokens
     }
     int code = cli_write(buf_view(&out), e);
     if (!code && !flags->quiet)
-        fprintf(stderr, "%zu tokens, log-probability %.5f, perplexity %.4f\n", n_tokens, sum, perplexity);
+        fprintf(stderr, "%zu tokens, log-probability %.5f, perplexity %.4f\n", n_tokens, sum,
+                perplexity);
     buf_free(&out);
     return code;
 }
@@ -29534,8 +30850,11 @@ static int cli_score(const cli *flags, toka_err *e) {
     if (!code) code = cli_read_prompt(flags, &input, e);
     if (!code)
         code = toka_encode(t, buf_view(&input).p, input.n,
-                           TOKA_PARSE_SPECIAL | (flags->no_special ? 0 : TOKA_ADD_SPECIAL), &tokens, &n_tokens, e);
-    if (!code) logprobs = mem_zalloc(n_tokens * sizeof *logprobs), code = toka_score(t, tokens, n_tokens, logprobs, e);
+                           TOKA_PARSE_SPECIAL | (flags->no_special ? 0 : TOKA_ADD_SPECIAL), &tokens,
+                           &n_tokens, e);
+    if (!code)
+        logprobs = mem_zalloc(n_tokens * sizeof *logprobs),
+        code = toka_score(t, tokens, n_tokens, logprobs, e);
     if (!code) code = cli_put_scores(flags, t, tokens, n_tokens, logprobs, e);
     free(tokens), free(logprobs), buf_free(&input);
     toka_close(t);
@@ -29569,7 +30888,8 @@ static int cli_models(const cli *flags, toka_err *e) {
 
 static int cli_check_names(const cli *flags, toka_err *e) {
     for (int i = 0; i < flags->served_names.n_values; i++)
-        if (!*flags->served_names.values[i]) return fail(e, TOKA_E_USE, "--served-model-name: it is empty");
+        if (!*flags->served_names.values[i])
+            return fail(e, TOKA_E_USE, "--served-model-name: it is empty");
     return 0;
 }
 
@@ -29579,7 +30899,8 @@ static int cli_batch(const cli *flags, toka_err *e) {
         return fail(e, TOKA_E_USE, "toka batch needs -i IN.jsonl and -o OUT.jsonl");
     if (check_int("--samples", flags->samples, 1, ENG_MAX_N, e) || cli_check_names(flags, e))
         return e->code;
-    if (check_int("--max-answer-bytes", flags->serve.max_answer_bytes, 1, INT64_MAX, e)) return e->code;
+    if (check_int("--max-answer-bytes", flags->serve.max_answer_bytes, 1, INT64_MAX, e))
+        return e->code;
     int code = cli_open(flags, &t, e);
     if (code) return code;
     run_options options = {.in = flags->input,
@@ -29630,7 +30951,8 @@ static int cli_bench_serve(const cli *flags, toka_err *e) {
     benchclient_options options = flags->bench;
     char *end = NULL;
     /* strtod accepts "inf", too */
-    options.request_rate = flags->request_rate ? strtod(flags->request_rate, &end) : (double)INFINITY;
+    options.request_rate = flags->request_rate ? strtod(flags->request_rate, &end)
+                                               : (double)INFINITY;
     if (end && (end == flags->request_rate || *end))
         return fail(e, TOKA_E_USE, "--request-rate: '%s' is not a number", flags->request_rate);
     options.host = flags->host;
@@ -29661,20 +30983,23 @@ static void run_ops_print_row(void *user, const toka_bench_row *row) {
     run_ops_state *state = user;
     double seconds = row->us * 1e-6;
     if (state->is_first) state->read_bytes_per_s = row->bytes / seconds;
-    double floor_s = MAX(row->flop / (RUN_PEAK_TFLOPS * 1e12), row->bytes / state->read_bytes_per_s);
-    const char *bound = row->flop / (RUN_PEAK_TFLOPS * 1e12) > row->bytes / state->read_bytes_per_s ? "arithmetic"
-                                                                                : "memory";
+    double floor_s = MAX(row->flop / (RUN_PEAK_TFLOPS * 1e12),
+                         row->bytes / state->read_bytes_per_s);
+    const char *bound = row->flop / (RUN_PEAK_TFLOPS * 1e12) > row->bytes / state->read_bytes_per_s
+                            ? "arithmetic"
+                            : "memory";
     if (state->json)
         printf("%s\n  {\"op\":\"%s\",\"model\":\"%s\",\"shape\":\"%s\",\"us\":%.3f,"
                "\"tflops\":%.2f,\"tbps\":%.4f,\"share\":%.4f,\"bound\":\"%s\"}",
-               state->is_first ? "[" : ",", row->op, row->model, row->shape, row->us, row->flop / seconds * 1e-12,
-               row->bytes / seconds * 1e-12, floor_s / seconds, bound);
+               state->is_first ? "[" : ",", row->op, row->model, row->shape, row->us,
+               row->flop / seconds * 1e-12, row->bytes / seconds * 1e-12, floor_s / seconds, bound);
     else {
         if (state->is_first)
             printf("%-16s %-14s %-28s %10s %9s %7s %7s  %s\n", "op", "model", "shape", "us",
                    "TFLOP/s", "TB/s", "share", "bound by");
-        printf("%-16s %-14s %-28s %10.2f %9.1f %7.3f %6.1f%%  %s\n", row->op, row->model, row->shape,
-               row->us, row->flop / seconds * 1e-12, row->bytes / seconds * 1e-12, 100 * floor_s / seconds, bound);
+        printf("%-16s %-14s %-28s %10.2f %9.1f %7.3f %6.1f%%  %s\n", row->op, row->model,
+               row->shape, row->us, row->flop / seconds * 1e-12, row->bytes / seconds * 1e-12,
+               100 * floor_s / seconds, bound);
     }
     state->is_first = false;
 }
@@ -29685,7 +31010,8 @@ static int run_bench_ops(bool as_json, toka_err *e) {
     if (!backend->bench)
         return fail(e, TOKA_E_USE,
                     "toka bench ops needs a build with the GPU half (nvcc, toka_kernels.cu)");
-    if (!backend->probe(0, description, sizeof description)) return fail(e, TOKA_E_DEVICE, "no GPU: %s", description);
+    if (!backend->probe(0, description, sizeof description))
+        return fail(e, TOKA_E_DEVICE, "no GPU: %s", description);
     run_ops_state state = {.json = as_json, .is_first = true};
     if (!as_json) printf("%s\n", description);
     int code = backend->bench(run_ops_print_row, &state, e);
@@ -29759,7 +31085,8 @@ static str cli_trim_key(str key) {
 }
 
 /* Appends the lines of --api-key-file to the keys. keys: [CLI_MAX_KEYS]; their bytes are in a. */
-static int cli_read_key_file(const char *path, arena *memory, const char **keys, int *n_keys, toka_err *e) {
+static int cli_read_key_file(const char *path, arena *memory, const char **keys, int *n_keys,
+                             toka_err *e) {
     str text;
     int code = os_map(path, &text, e), n_before = *n_keys;
     if (code) return code;
@@ -29784,11 +31111,13 @@ static int cli_check_serve(const cli *flags, const srv_options *options, toka_er
         return fail(e, TOKA_E_USE, "--generation-config: '%s', expected auto or vllm",
                     flags->generation_config);
     if (check_int("--max-queue", options->max_queue, 1, INT_MAX, e)) return e->code;
-    if (check_int("--max-body-bytes", options->max_body_bytes, 1, (int64_t)1 << 31, e)) return e->code;
+    if (check_int("--max-body-bytes", options->max_body_bytes, 1, (int64_t)1 << 31, e))
+        return e->code;
     if (check_int("--max-answer-bytes", options->max_answer_bytes, 1, INT64_MAX, e)) return e->code;
     if (check_int("--max-upload-bytes", options->max_upload_bytes, 1, INT64_MAX, e)) return e->code;
     if (check_int("--server-threads", options->n_workers, 0, 64, e)) return e->code;
-    if (options->read_timeout <= 0 || options->write_timeout <= 0 || options->keep_alive <= 0 || options->step_timeout <= 0)
+    if (options->read_timeout <= 0 || options->write_timeout <= 0 || options->keep_alive <= 0 ||
+        options->step_timeout <= 0)
         return fail(e, TOKA_E_USE, "--read-timeout, --write-timeout, --keep-alive, "
                     "--step-timeout: expected more than 0 seconds");
     if (options->hosts && srv_check_hosts(options->hosts, e)) return e->code;
@@ -29818,7 +31147,8 @@ static int cli_serve(const cli *flags, toka_err *e) {
     if (!code) code = lib_check_options(&flags->open, e);
     const char **keys = arena_alloc(&memory, CLI_MAX_KEYS * sizeof *keys);
     if (!code) code = cli_add_keys(flags, &memory, keys, &options.n_keys, e);
-    if (!code && flags->api_key_file) code = cli_read_key_file(flags->api_key_file, &memory, keys, &options.n_keys, e);
+    if (!code && flags->api_key_file)
+        code = cli_read_key_file(flags->api_key_file, &memory, keys, &options.n_keys, e);
     options.open = flags->open;
     options.host = flags->host;
     options.port = flags->port;
@@ -29844,7 +31174,8 @@ static int cli_version(toka_err *e) {
     buf_printf(&out, "toka %s (device:", TOKA_VERSION);
     for (int i = 0; i < COUNT(lib_backends); i++)
         buf_printf(&out, "%s %s%s", i ? "," : "", lib_backends[i]->name,
-                   lib_backends[i]->probe(0, description, sizeof description) ? "" : " (none found)");
+                   lib_backends[i]->probe(0, description, sizeof description) ? ""
+                                                                              : " (none found)");
     buf_printf(&out, "%s)\n", embedded_model ? "; with the embedded model" : "");
     int code = cli_write(buf_view(&out), e);
     buf_free(&out);
@@ -29855,7 +31186,8 @@ static int cli_version(toka_err *e) {
 static int cli_check_parallel(const toka_options *options, toka_err *e) {
     if (check_int("--tensor-parallel-size", options->tensor_parallel_size, 1, ENG_MAX_PARALLEL, e))
         return e->code;
-    if (check_int("--pipeline-parallel-size", options->pipeline_parallel_size, 1, ENG_MAX_PARALLEL, e))
+    if (check_int("--pipeline-parallel-size", options->pipeline_parallel_size, 1, ENG_MAX_PARALLEL,
+                  e))
         return e->code;
     return check_int("--data-parallel-size", options->data_parallel_size, 1, ENG_MAX_PARALLEL, e);
 }
@@ -29865,16 +31197,20 @@ static int cli_check_files(const cli *flags, unsigned command, toka_err *e) {
     for (int i = 0; i < COUNT(cli_flags); i++) {
         const cli_flag *flag = &cli_flags[i];
         const char *path;
-        if (!flag->name || !str_starts(str_c(flag->value_name), STR("FILE")) || !(flag->commands & command)) continue;
+        if (!flag->name || !str_starts(str_c(flag->value_name), STR("FILE")) ||
+            !(flag->commands & command))
+            continue;
         memcpy(&path, (const char *)flags + flag->offset, sizeof path);
         if (path && flag->offset != AT(report) && os_is_dir(path)) /* run_check_report checks it */
-            return fail(e, TOKA_E_INPUT, "--%s: %s is a directory, expected a file", flag->name, path);
+            return fail(e, TOKA_E_INPUT, "--%s: %s is a directory, expected a file", flag->name,
+                        path);
     }
     return 0;
 }
 
 typedef struct cli_command {
-    const char *name, *second_name; /* the words, such as "bench", "plan"; second NULL: only one word */
+    /* the words, such as "bench", "plan"; second NULL: only one word */
+    const char *name, *second_name;
     unsigned for_bit;
     int (*main)(const cli *, toka_err *);
 } cli_command;
@@ -29893,7 +31229,8 @@ static const cli_command cli_command_table[] = {
 static const cli_command *cli_find_command(const char *first, const char *second) {
     for (int i = 0; i < COUNT(cli_command_table); i++) {
         const cli_command *it = &cli_command_table[i];
-        if (!strcmp(first, it->name) && (!it->second_name || !strcmp(second, it->second_name))) return it;
+        if (!strcmp(first, it->name) && (!it->second_name || !strcmp(second, it->second_name)))
+            return it;
     }
     return NULL;
 }
@@ -29905,7 +31242,8 @@ static int cli_fail_unknown_command(const char *first, const char *second, toka_
     if (!is_bench) suggest_try(&nearest, "help");
     for (int i = 0; i < COUNT(cli_command_table); i++) {
         const cli_command *command = &cli_command_table[i];
-        if (!is_bench || command->second_name) suggest_try(&nearest, is_bench ? command->second_name : command->name);
+        if (!is_bench || command->second_name)
+            suggest_try(&nearest, is_bench ? command->second_name : command->name);
     }
     if (is_bench) fail(e, TOKA_E_USE, "toka bench: expected throughput, serve, plan or ops");
     else fail(e, TOKA_E_USE, "%s: no such command; see toka --help", first);
@@ -29935,7 +31273,8 @@ static int cli_run_args(const cli_command *command, int n_words, int argc, char 
     if (flags.help || flags.help_all)
         return cli_help(flags.help_all, command ? bit : FOR_ANY, n_words, argv + 1, e);
     if (flags.version) return cli_version(e);
-    if ((code = cli_check_parallel(&flags.open, e)) || (code = lib_parse_now(flags.now, &now, e))) return code;
+    if ((code = cli_check_parallel(&flags.open, e)) || (code = lib_parse_now(flags.now, &now, e)))
+        return code;
     if ((code = cli_check_files(&flags, bit, e))) return code;
     if (isatty(2) && !flags.quiet) flags.open.progress = cli_print_progress;
     return command ? command->main(&flags, e) : cli_run_command(&flags, e);
