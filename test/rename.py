@@ -5,6 +5,7 @@
     pip install libclang                      and clang, for its headers
     python3 test/rename.py NAMES.tsv          applies the rows, in order
     python3 test/rename.py --check NAMES.tsv  only says what would fail
+    python3 test/rename.py --cuda NAMES.tsv   rows of toka_kernels.cu: C files, which may have the same names, stay
 
 A row is OLD <tab> NEW; what follows a second tab is a remark. OLD is one of
     kv_match_prefix     a function, a type, a macro, an enumerator or a variable of file scope
@@ -39,7 +40,8 @@ UNITS = ["toka.c", "test/unit.c", "test/bench_cpu.c", "test/soak.c", "test/examp
          "test/gpu_ranks.c", "test/gpu_samp.c", "test/tok_driver.c", *sorted(glob.glob("test/fuzz_*.c", root_dir=ROOT)),
          "toka_kernels.cu", *sorted(glob.glob("test/gpu_*.cu", root_dir=ROOT))]
 MUTANTS = os.path.join(ROOT, "test/gpu_mutants.py")
-KERNELS = os.path.join(ROOT, "toka_kernels.cu")
+SOURCES = [os.path.join(ROOT, name) for name in ("toka.h", "toka.c", "toka_kernels.cu")]
+KERNELS = SOURCES[-1]
 KINDS = cindex.CursorKind
 MEMBERS = (KINDS.FIELD_DECL, KINDS.CXX_METHOD)
 VARIABLES = (KINDS.PARM_DECL, KINDS.VAR_DECL, KINDS.TEMPLATE_TYPE_PARAMETER, KINDS.TEMPLATE_NON_TYPE_PARAMETER)
@@ -219,7 +221,10 @@ def rename_uses(rows, texts):
         name = plain_name(old)
         if not uses.at[old]:
             missing.append(old)
+        in_source = any(path in SOURCES for path, _ in uses.at[old])
         for path, offset in uses.at[old]:
+            if ":" in old and in_source and path not in SOURCES:  # a function of a test, of that name
+                continue
             if path in texts and texts[path][offset:offset + len(name)] == name.encode():
                 edits[path][offset] = (len(name), new.encode())
     for path, offset, name, new in unresolved(rows, uses, texts):
@@ -293,11 +298,13 @@ def literal(text):
 def main():
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     p.add_argument("--check", action="store_true")
+    p.add_argument("--cuda", action="store_true")
     p.add_argument("names", nargs="+")
     a = p.parse_args()
     rows = [line.rstrip("\n").split("\t")[:2] for name in a.names for line in open(name) if line.strip() and not line.startswith("#")]
     rows = [(old.strip(), new.strip()) for old, new in rows]
-    texts = {path: read(path) for path in {*files_of_names(), *(os.path.join(ROOT, u) for u in UNITS)}}
+    texts = {path: read(path) for path in {*files_of_names(), *(os.path.join(ROOT, u) for u in UNITS)}
+             if not a.cuda or not path.endswith((".c", ".h"))}
     before = dict(texts)
     by_text = [row for row in rows if is_global(row[0]) and "_" in row[0]]
     bad = rename_uses([row for row in rows if row not in by_text], texts)
