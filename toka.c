@@ -143,7 +143,7 @@
  *   Hydragen: the queries of all sequences that      2402.05099      17 batch_choose_spans
  *     share a prefix attend to it in one matrix                      20 cpu_attend_span
  *     product, which reads its K and V once; then                    cu 8 attn_plan_step
- *     the results of prefix and own tokens are                       cu 9 attn_join
+ *     the results of prefix and own tokens are                       cu 9 attn_merge_splits
  *     merged
  *   PagedAttention                                   2309.06180      14 kv_alloc_seq,
  *                                                                       kv_append_page
@@ -151,7 +151,7 @@
  *   chunked prefill                                  2308.16369      16 sched_plan_prefill
  *                                                    (Sarathi)
  *   FlashAttention 1, 2 and 3                        2205.14135      cu 9 attn_mma,
- *                                                    2307.08691           attn_wg_launch (Hopper)
+ *                                                    2307.08691           attn_wgmma_launch (Hopper)
  *                                                    2407.08608
  *   online softmax                                   1805.02867      19 cpu_online_softmax
  *                                                                    20 cpu_attend_page
@@ -164,7 +164,7 @@
  *   pipeline parallelism with microbatches           2104.04473      17 batch_make_micros
  *                                                    (Megatron-LM)   21 rank_step
  *   CUDA graphs of decode steps                      CUDA C++ guide  cu 15 cuda_capture
- *   sampling fused into the LM head: Gumbel-max      1411.0030       cu 11 samp_head,
+ *   sampling fused into the LM head: Gumbel-max      1411.0030       cu 11 samp_lm_head,
  *     over groups of ids; on Hopper the logits of                         samp_reduce_kernel
  *     plain rows are never stored
  *

@@ -9,7 +9,7 @@
  * sampling (chapter 12); the ops only launch kernels on one stream, and `end` puts an event behind them. So the next step can be
  * begun while this one runs: what was drawn last for each slot stays on the device (toka_device.last), where `embed` of the next
  * step finds it. `finish` waits for the event of the oldest step and hands out its picks. What a step needs on the host there is
- * STEPS_AHEAD times. Decode steps of up to 1,024 rows are graphs, captured at open: then the ops launch nothing, and the last of
+ * STEPS_IN_FLIGHT times. Decode steps of up to 1,024 rows are graphs, captured at open: then the ops launch nothing, and the last of
  * them launches the graph (chapter 15).
  *
  * NUMBERS. Weights and activations are bf16, accumulators, norms, softmax and log-probabilities float32. The residual stream x is
@@ -19,7 +19,7 @@
  * MEMORY. Everything is taken by cuda_open and cuda_alloc. Layouts:
  *
  *   weights     W [N][K] row-major bf16; E, F, V zero-padded to multiples of 8. q, k and v are one [(H+2K)*D][E], on Hopper at D
- *               64, 128 with each head's rows in qkv_place's order (chapter 4); gate and up are one [2F][E], 8 rows of gate and
+ *               64, 128 with each head's rows in qkv_interleave's order (chapter 4); gate and up are one [2F][E], 8 rows of gate and
  *               the same 8 of up by turns, so that silu(gate)*up meets in one thread
  *   x           [T][E] bf16, E rounded up: zeros behind the model's own
  *   q, o        [T][H][D] bf16
@@ -36,21 +36,21 @@
  *   copies of pages    copy_pages_kernel     any                          copy         not measured
  *   embed              embed_kernel          any                          copy         not measured
  *   norms              rmsnorm_kernel        any E; up to 8 rows: GEMMs   copy         not measured
- *   qkv, o, gate_up,   gemm_kernel           M > 64 (some: 32), Hopper    arithmetic   1.04x cuBLAS over 61 shapes, M >= 512
- *   down, logits       gemm_few_kernel       M <= 64, Hopper              W's bytes    M = 64: 80 % (1B gate_up), 40 % (1B o)
- *                      gemm_thin_kernel      M <= 8; 16 on other cards    W's bytes    M = 1: 97 % (8B down), 60 % (1B o)
+ *   qkv, o, gate_up,   gemm_wgmma_kernel           M > 64 (some: 32), Hopper    arithmetic   1.04x cuBLAS over 61 shapes, M >= 512
+ *   down, logits       gemm_smallm_kernel       M <= 64, Hopper              W's bytes    M = 64: 80 % (1B gate_up), 40 % (1B o)
+ *                      gemm_gemv_kernel      M <= 8; 16 on other cards    W's bytes    M = 1: 97 % (8B down), 60 % (1B o)
  *                      gemm_mma_kernel       any M, any card              arithmetic   about 60 % of wgmma's rate (H100)
  *   RoPE, KV append    in GEMMs (D 64, 128, Hopper), rope_kernel else     copy         not measured
- *   attention, decode  attn_small, attn_gang <= 16 queries, Hopper        K, V bytes   84 % (64 x 4,096) to 100 % (2,048 x 900)
- *   samples of prompts attn_both             D 64, 128, Hopper            K, V bytes   84, 79 % (8,192 of 88 own, 675 shared)
- *     few of them      attn_gang, attn_squad D 64 to 128, Hopper          launches     64 of 4 prompts: 10 us a layer, levels 34
- *   prefill, shared    attn_wg               D 64, 96, 128, Hopper        arithmetic   487, 579 TFLOP/s at 16k (cuDNN 437, 566)
- *   all of it          attn_mma              any D, any card              either       prefill half of attn_wg (H100)
- *   parts of it        attn_join             split K and V                copy         not measured
+ *   attention, decode  attn_small, attn_cta_split <= 16 queries, Hopper        K, V bytes   84 % (64 x 4,096) to 100 % (2,048 x 900)
+ *   samples of prompts attn_fused             D 64, 128, Hopper            K, V bytes   84, 79 % (8,192 of 88 own, 675 shared)
+ *     few of them      attn_cta_split, attn_cluster_split D 64 to 128, Hopper          launches     64 of 4 prompts: 10 us a layer, levels 34
+ *   prefill, shared    attn_wgmma               D 64, 96, 128, Hopper        arithmetic   487, 579 TFLOP/s at 16k (cuDNN 437, 566)
+ *   all of it          attn_mma              any D, any card              either       prefill half of attn_wgmma (H100)
+ *   parts of it        attn_merge_splits             split K and V                copy         not measured
  *   sums over ranks    one_shot_kernel, two_shot_kernel                   links        285 GB/s of two H200's 450; 6.2 us at least
- *     of many rows     gemm_kernel with epi_scatter, sum_norm_kernel      links        255 GB/s for the half not behind products
- *   LM head, sampling  gemm_kernel with epi_sample, samp_reduce_kernel    arithmetic   1.04 to 1.13x of cuBLAS's GEMM alone
- *   filtered rows      samp_filter_kernel, samp_blocks_kernel             either       top_p 0.9: 16 us for a row, 47 us for 512
+ *     of many rows     gemm_wgmma_kernel with epi_scatter, reduce_norm_kernel      links        255 GB/s for the half not behind products
+ *   LM head, sampling  gemm_wgmma_kernel with epi_sample, samp_reduce_kernel    arithmetic   1.04 to 1.13x of cuBLAS's GEMM alone
+ *   filtered rows      samp_filter_kernel, samp_partials_kernel             either       top_p 0.9: 16 us for a row, 47 us for 512
  *
  * CONTENTS (build.sh checks it against the banners)
  *
@@ -112,21 +112,21 @@ typedef __nv_bfloat16 bf16;
 /* Steps begun and not finished at most: one runs, the next waits behind it on the stream. NVIDIA H200, 1B, 2026-11-22, output
  * tok/s with 1, 2 and 3 of them: 857, 926, 920 (1 sequence), 29,849, 31,754, 31,624 (64), 134,998, 145,261, 143,932 (8,192). The
  * host's 0.5 to 0.9 ms of launching is hidden. */
-enum { STEPS_AHEAD = 2, STEP_RING = STEPS_AHEAD + 1 }; /* one more: idle time counts from the end of the step before */
+enum { STEPS_IN_FLIGHT = 2, STEP_RING_SIZE = STEPS_IN_FLIGHT + 1 }; /* one more: idle time counts from the end of the step before */
 
-/* An upload buffer: pinned host buffers used in turn, and device buffers of the same layout. stage_put returns the device
- * address, valid once stage_send has run. A step uploads all that it needs, 9 KB for 64 sequences, 726 KB for 8,192, while the
+/* An upload buffer: pinned host buffers used in turn, and device buffers of the same layout. upload_put returns the device
+ * address, valid once upload_send has run. A step uploads all that it needs, 9 KB for 64 sequences, 726 KB for 8,192, while the
  * step ahead of it runs: so it goes up for nothing (chapter 3). */
-typedef struct stage {
-    char *host[STEPS_AHEAD], *dev[STEPS_AHEAD];
+typedef struct upload_buffer {
+    char *host[STEPS_IN_FLIGHT], *device[STEPS_IN_FLIGHT];
     cudaStream_t stream; /* of its own, beside the device's; or NULL: one device buffer, filled on the device's stream */
-    int turn;            /* the buffers that are being filled */
+    int current;            /* the buffers that are being filled */
     size_t used, cap;
-    cudaEvent_t sent[STEPS_AHEAD]; /* host buffer may be filled again */
-} stage;
+    cudaEvent_t sent[STEPS_IN_FLIGHT]; /* host buffer may be filled again */
+} upload_buffer;
 
 typedef struct weight { /* a matrix on the device; N and K are multiples of 8 */
-    bf16 *p;            /* [N][K] */
+    bf16 *data;            /* [N][K] */
     const float *bias;  /* [N] or NULL */
     int N, K;
 } weight;
@@ -140,97 +140,97 @@ typedef struct layer_weights {
 
 typedef struct step_rows { /* the running step, on the device */
     int T;
-    const int *ids, *pos, *slot; /* [T] */
+    const int *ids, *pos, *kv_slot; /* [T] */
     const toka_copy *copies;
 } step_rows;
 
 /* Events around the steps begun and not finished, in rings: `done` is what finish waits for (asleep: to spin for it gained nothing
- * at 1 and 64 sequences). Every TIME_EVERY-th step has events between its ops, too; of those that could be graphs every
- * TIME_GRAPHS-th of these, for launched kernel by kernel one takes 0.4 ms longer. */
-enum { TIME_EVERY = 64, TIME_GRAPHS = 4 };
+ * at 1 and 64 sequences). Every CLOCK_STEP_INTERVAL-th step has events between its ops, too; of those that could be graphs every
+ * CLOCK_GRAPH_FACTOR-th of these, for launched kernel by kernel one takes 0.4 ms longer. */
+enum { CLOCK_STEP_INTERVAL = 64, CLOCK_GRAPH_FACTOR = 4 };
 typedef struct step_clock {
-    cudaEvent_t begun[STEP_RING], done[STEP_RING];
-    cudaEvent_t *at; /* [cap_at] behind the ops of the step whose parts are timed */
-    char *part;      /* [cap_at] of TOKA_N_OPS: of which op */
-    int n_at, cap_at, timed; /* timed: that step's place in the ring; -1: there is none */
+    cudaEvent_t begun[STEP_RING_SIZE], done[STEP_RING_SIZE];
+    cudaEvent_t *op_ends; /* [cap_at] behind the ops of the step whose parts are timed */
+    char *op_kind;      /* [cap_at] of TOKA_N_OPS: of which op */
+    int n_op_ends, cap_op_ends, timed_index; /* timed: that step's place in the ring; -1: there is none */
     int64_t n_begun, n_done;
-    toka_times t;
+    toka_times times;
 } step_clock;
 
 /* Decode steps are CUDA graphs, captured at open (chapter 15): one per size, to which smaller steps are padded with rows that are
  * nobody's, and per number of attention kernels a layer. Small sizes have one more, for squads: a node keeps its cluster size,
  * and other kernels there would lose the CTAs that do not fill a cluster. Before a launch the attention nodes become the kernels
  * of the step's work list, and the last one or two those for plain or for filtered rows. All others stay as captured: what varies
- * lies at fixed places in the stage, and those that read it are given the buffer whose turn it is (graph_reader). */
-enum { GRAPH_ROWS = 1024, GRAPH_SIZES = 15, GRAPH_ATTENTIONS = 6, GRAPH_KINDS = GRAPH_ATTENTIONS + 1, GRAPH_DRAWS = 2 };
-enum graph_role { GRAPH_LAUNCHES, GRAPH_KEEPS, GRAPH_RENEWS }; /* what becomes of a kernel: see launch_as */
+ * lies at fixed places in the stage, and those that read it are given the buffer whose turn it is (graph_upload_node). */
+enum { GRAPH_MAX_ROWS = 1024, GRAPH_N_SIZES = 15, GRAPH_MAX_ATTENTION = 6, GRAPH_N_KINDS = GRAPH_MAX_ATTENTION + 1, GRAPH_SAMPLE_NODES = 2 };
+enum graph_role { GRAPH_ROLE_LAUNCH, GRAPH_ROLE_RECORD, GRAPH_ROLE_UPDATE }; /* what becomes of a kernel: see launch_by_role */
 /* Of a kernel: its arguments; addresses in the stage among them; kernels whose arguments are remembered */
-enum { GRAPH_ARGUMENTS = 24, GRAPH_WORDS = 8, GRAPH_KNOWN = 16 };
-typedef struct graph_reader { /* a node that reads the stage and stays the kernel that it is */
+enum { GRAPH_MAX_ARGUMENTS = 24, GRAPH_MAX_POINTERS = 8, GRAPH_CACHED_KERNELS = 16 };
+typedef struct graph_upload_node { /* a node that reads the stage and stays the kernel that it is */
     cudaGraphNode_t node;
     cudaKernelNodeParams params;
-    char **block; /* its arguments: where each is, and they themselves, 8-byte aligned */
-    char **words[GRAPH_WORDS]; /* [n_words] those in the block that are addresses in the stage */
-    int n_words;
-} graph_reader;
+    char **arg_block; /* its arguments: where each is, and they themselves, 8-byte aligned */
+    char **upload_ptrs[GRAPH_MAX_POINTERS]; /* [n_words] those in the block that are addresses in the stage */
+    int n_upload_ptrs;
+} graph_upload_node;
 typedef struct graph_kernel {
     const void *function;
-    size_t bytes[GRAPH_ARGUMENTS]; /* [n] of its arguments */
-    int n;
+    size_t arg_bytes[GRAPH_MAX_ARGUMENTS]; /* [n] of its arguments */
+    int n_args;
 } graph_kernel;
 typedef struct step_graph {
-    cudaGraph_t graph;
+    cudaGraph_t cuda_graph;
     cudaGraphExec_t exec;   /* NULL: not captured */
-    cudaGraphNode_t *nodes; /* [n_nodes] that become other kernels, in the order of their launches: attention's, and ... */
-    int n_nodes;            /* ... up to GRAPH_DRAWS of the last op */
-    graph_reader *readers;  /* [n_readers] */
-    int n_readers, turn;    /* turn: of the stage, which they read now */
-    int meetings;           /* of ranks, in the last op (chapter 10) */
+    cudaGraphNode_t *variable_nodes; /* [n_nodes] that become other kernels, in the order of their launches: attention's, and ... */
+    int n_variable_nodes;            /* ... up to GRAPH_SAMPLE_NODES of the last op */
+    graph_upload_node *upload_nodes;  /* [n_readers] */
+    int n_upload_nodes, upload_current;    /* turn: of the stage, which they read now */
+    int n_barriers;           /* of ranks, in the last op (chapter 10) */
 } step_graph;
 typedef struct step_graphs {
     bool capturing;            /* the step that is begun is captured */
     enum graph_role role;      /* of the kernels that are launched now */
-    step_graph *now;           /* of the step that is begun; NULL: it is launched kernel by kernel */
-    int at;                    /* its next node to become another kernel */
-    int next, n;               /* the next to capture; captured */
-    double seconds;            /* that it took */
-    size_t free_before;        /* bytes of the GPU, before the first was captured */
-    int64_t n_run;             /* steps that were graphs */
-    graph_kernel known[GRAPH_KNOWN];
-    int n_known;
-    toka_step step;            /* the step that is begun, filled up; its rows: */
-    int ids[GRAPH_ROWS], pos[GRAPH_ROWS], slot[GRAPH_ROWS];
-    toka_sample_row out[GRAPH_ROWS];
-    step_graph all[GRAPH_SIZES * GRAPH_KINDS]; /* [size][launches, or 0: squads] */
+    step_graph *current;           /* of the step that is begun; NULL: it is launched kernel by kernel */
+    int next_node;                    /* its next node to become another kernel */
+    int next_capture, n_captured;               /* the next to capture; captured */
+    double capture_s;            /* that it took */
+    size_t free_bytes_before;        /* bytes of the GPU, before the first was captured */
+    int64_t n_graph_steps;             /* steps that were graphs */
+    graph_kernel kernels[GRAPH_CACHED_KERNELS];
+    int n_kernels;
+    toka_step padded_step;            /* the step that is begun, filled up; its rows: */
+    int ids[GRAPH_MAX_ROWS], pos[GRAPH_MAX_ROWS], kv_slot[GRAPH_MAX_ROWS];
+    toka_sample_row samples[GRAPH_MAX_ROWS];
+    step_graph all[GRAPH_N_SIZES * GRAPH_N_KINDS]; /* [size][launches, or 0: squads] */
 } step_graphs;
 
 struct attn_plan; /* chapter 8 */
 struct samp_plan; /* chapter 11 */
 struct group_rank; /* chapter 10 */
 
-enum { MEET_RANKS = TOKA_GPU_MAX_TP };
+enum { BARRIER_MAX_RANKS = TOKA_GPU_MAX_TP };
 
-struct meet_line; /* chapter 10 */
-typedef struct meeting { /* what a kernel needs to meet the same kernel of other ranks (chapter 10) */
-    int me, n;
-    unsigned *count;              /* own, [MEET_CTAS] */
-    volatile int *over;           /* host memory: the group is broken */
-    volatile unsigned *trace;     /* host memory: number of the meeting that CTA 0 came to, and that it left */
-    meet_line *lines[MEET_RANKS]; /* of each rank [MEET_CTAS][MEET_RANKS] */
-    char *inbox[MEET_RANKS];      /* of each rank: group_inbox_bytes */
-} meeting;
+struct signal_flag; /* chapter 10 */
+typedef struct rank_barrier { /* what a kernel needs to meet the same kernel of other ranks (chapter 10) */
+    int tp_rank, tp_size;
+    unsigned *counts;              /* own, [BARRIER_CTAS] */
+    volatile int *aborted;           /* host memory: the group is broken */
+    volatile unsigned *progress;     /* host memory: number of the meeting that CTA 0 came to, and that it left */
+    signal_flag *signal_flags[BARRIER_MAX_RANKS]; /* of each rank [BARRIER_CTAS][BARRIER_MAX_RANKS] */
+    char *recv_buffers[BARRIER_MAX_RANKS];      /* of each rank: group_recv_bytes */
+} rank_barrier;
 
 struct toka_device {
     toka_device_options options;
     const toka_shape *shape;
     const toka_weights *weights;
     toka_err error; /* the first failure; code 0: none */
-    char about[320];
+    char description[320];
     int E, F, V;             /* of the shape, rounded up to multiples of 8: what lies behind is 0 */
     int ordinal;             /* of the GPU */
     int arch, n_sms;         /* 80, 89, 90 ...; multiprocessors */
-    int smem_most;           /* bytes of shared memory that a CTA can have */
-    int n_quads;             /* Hopper: clusters of four large CTAs that run at once */
+    int max_smem;           /* bytes of shared memory that a CTA can have */
+    int max_clusters_of_4;             /* Hopper: clusters of four large CTAs that run at once */
     bool hopper;             /* wgmma and TMA kernels run */
     cudaStream_t stream;
     CUresult (*encode_map)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *, const cuuint64_t *,
@@ -241,111 +241,111 @@ struct toka_device {
     const float *norm;       /* [E] */
     weight lm_head;          /* [V][E] */
     float2 *rope;            /* [max_len][D/2] cosine and sine, rope_scale included */
-    bf16 *kv;                /* pool */
-    size_t kv_layer;         /* elements of one layer */
+    bf16 *kv_pool;                /* pool */
+    size_t kv_layer_elems;         /* elements of one layer */
     bf16 *xn, *qkv, *act;    /* scratch: [T][E] normed rows, [T][(H+2K)*D], [T][F] */
-    float *squares;          /* scratch: [FOLD_ROWS][E/16] */
-    bool folded;             /* the op before has left what the norm of the next one needs (chapter 4) */
-    stage up;
+    float *row_sumsq;          /* scratch: [FUSE_NORM_MAX_ROWS][E/16] */
+    bool norm_ready;             /* the op before has left what the norm of the next one needs (chapter 4) */
+    upload_buffer upload;
     step_rows rows;
-    int *last;               /* [n_slots] the id drawn last for each slot */
+    int *last_tokens;               /* [n_slots] the id drawn last for each slot */
     step_clock clock;
     step_graphs graphs;
     const toka_step *step;   /* the one that is begun, as it runs: filled up to a graph's size, if it is one */
-    int newest, oldest;      /* places in the rings of STEP_RING: of the step begun last, of the one finished last */
+    int last_begun, last_finished;      /* places in the rings of STEP_RING_SIZE: of the step begun last, of the one finished last */
     attn_plan *attn;
     samp_plan *samp;
     size_t free_at_open;     /* bytes of the GPU that were free then */
     int64_t weight_bytes;    /* that the model takes */
-    void **blocks;           /* what cudaMalloc gave */
-    int n_blocks;
-    int fault_in, stall_in;  /* debugging: this many steps from now a kernel fails, or never ends; 0: none */
-    int capture_fails;       /* debugging: this many captures from now; 0: none */
-    const void *prepared[64]; /* kernels, by launch_prepare */
-    int n_prepared;
+    void **allocations;           /* what cudaMalloc gave */
+    int n_allocations;
+    int steps_to_fault, steps_to_stall;  /* debugging: this many steps from now a kernel fails, or never ends; 0: none */
+    int captures_to_fault;       /* debugging: this many captures from now; 0: none */
+    const void *prepared_kernels[64]; /* kernels, by launch_prepare */
+    int n_prepared_kernels;
     toka_group *group;       /* NULL: alone */
     group_rank *rank;        /* this one's place in it */
-    char where[72];          /* "rank 1 (stage 0, tensor rank 1): ", or nothing */
-    meeting meet;            /* with tensor ranks */
-    int meet_ctas;
-    unsigned op_at;          /* meetings enqueued when an op was last noted in rank->ops */
-    bf16 *scattered;         /* x without a sum, whose parts lie in boxes (chapter 10), or NULL */
-    cudaStream_t copies;     /* with stages: what goes to others by copy engine */
-    cudaEvent_t drawn;       /* tp rank 0 of the last stage: the table of last tokens can be sent */
+    char rank_prefix[72];          /* "rank 1 (stage 0, tensor rank 1): ", or nothing */
+    rank_barrier barrier;            /* with tensor ranks */
+    int barrier_ctas;
+    unsigned noted_barriers;          /* meetings enqueued when an op was last noted in rank->ops */
+    bf16 *unreduced_x;         /* x without a sum, whose parts lie in boxes (chapter 10), or NULL */
+    cudaStream_t send_stream;     /* with stages: what goes to others by copy engine */
+    cudaEvent_t sampled_event;       /* tp rank 0 of the last stage: the table of last tokens can be sent */
 };
 
 /* Latches the first failure; later ones are its consequences. */
-static void latch(toka_device *d, cudaError_t code, const char *what) {
-    if (code == cudaSuccess || d->error.code) return;
-    d->error.code = code == cudaErrorMemoryAllocation ? TOKA_E_MEMORY : TOKA_E_DEVICE;
-    snprintf(d->error.msg, sizeof d->error.msg, "GPU: %s%s: %s", d->where, what, cudaGetErrorString(code));
+static void latch_error(toka_device *dev, cudaError_t code, const char *what) {
+    if (code == cudaSuccess || dev->error.code) return;
+    dev->error.code = code == cudaErrorMemoryAllocation ? TOKA_E_MEMORY : TOKA_E_DEVICE;
+    snprintf(dev->error.msg, sizeof dev->error.msg, "GPU: %s%s: %s", dev->rank_prefix, what, cudaGetErrorString(code));
 }
-#define LAUNCHED(d, what) latch(d, cudaGetLastError(), what) /* behind every <<<>>> */
+#define CHECK_LAUNCH(dev, what) latch_error(dev, cudaGetLastError(), what) /* behind every <<<>>> */
 
 /* Behind an op, or a part of one, of a step whose parts are timed (chapter 13). */
-static void clock_part(toka_device *d, int part) {
-    step_clock *c = &d->clock;
-    if (c->timed != d->newest || d->error.code) return;
-    assert(c->n_at < c->cap_at);
-    c->part[c->n_at] = (char)part;
-    latch(d, cudaEventRecord(c->at[c->n_at++], d->stream), "step");
+static void clock_record_op(toka_device *dev, int op) {
+    step_clock *clk = &dev->clock;
+    if (clk->timed_index != dev->last_begun || dev->error.code) return;
+    assert(clk->n_op_ends < clk->cap_op_ends);
+    clk->op_kind[clk->n_op_ends] = (char)op;
+    latch_error(dev, cudaEventRecord(clk->op_ends[clk->n_op_ends++], dev->stream), "step");
 }
 
 /* Before a device's first launch of a kernel: opts in to all the shared memory a CTA can have. Beyond 48 KB this is required, and
  * all who use the GPU in this process share the setting, so all set the same maximum. On Hopper it also asks for the largest
  * carveout: an SM must drain to change it, and then no kernel could start beside another. */
-static void launch_prepare(toka_device *d, const char *what, const void *kernel) {
-    int i = 0, cap = sizeof d->prepared / sizeof *d->prepared;
-    while (i < d->n_prepared && d->prepared[i] != kernel) i++;
-    if (i < d->n_prepared) return;
-    cudaFuncAttributes own = {};
-    latch(d, cudaFuncGetAttributes(&own, kernel), what);
-    const int rest = d->smem_most - (int)own.sharedSizeBytes;
-    latch(d, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, rest), what);
-    const cudaFuncAttribute share = cudaFuncAttributePreferredSharedMemoryCarveout;
-    if (d->hopper) latch(d, cudaFuncSetAttribute(kernel, share, cudaSharedmemCarveoutMaxShared), what);
-    if (i < cap) d->prepared[d->n_prepared++] = kernel; /* else set each time */
+static void launch_prepare(toka_device *dev, const char *what, const void *kernel) {
+    int index = 0, capacity = sizeof dev->prepared_kernels / sizeof *dev->prepared_kernels;
+    while (index < dev->n_prepared_kernels && dev->prepared_kernels[index] != kernel) index++;
+    if (index < dev->n_prepared_kernels) return;
+    cudaFuncAttributes attributes = {};
+    latch_error(dev, cudaFuncGetAttributes(&attributes, kernel), what);
+    const int max_dynamic = dev->max_smem - (int)attributes.sharedSizeBytes;
+    latch_error(dev, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, max_dynamic), what);
+    const cudaFuncAttribute carveout = cudaFuncAttributePreferredSharedMemoryCarveout;
+    if (dev->hopper) latch_error(dev, cudaFuncSetAttribute(kernel, carveout, cudaSharedmemCarveoutMaxShared), what);
+    if (index < capacity) dev->prepared_kernels[dev->n_prepared_kernels++] = kernel; /* else set each time */
 }
 
 /* The step that is begun is run by a graph, launched at its end: until then its ops launch nothing. */
-static bool graph_runs(const toka_device *d) { return d->graphs.now && !d->graphs.capturing; }
+static bool graph_is_replay(const toka_device *dev) { return dev->graphs.current && !dev->graphs.capturing; }
 
 /* Behind the last op that the step's graph has, if there is one: then it runs. */
-static void graph_launch(toka_device *d) {
-    if (graph_runs(d) && !d->error.code) latch(d, cudaGraphLaunch(d->graphs.now->exec, d->stream), "step");
+static void graph_launch(toka_device *dev) {
+    if (graph_is_replay(dev) && !dev->error.code) latch_error(dev, cudaGraphLaunch(dev->graphs.current->exec, dev->stream), "step");
 }
 
 /* A kernel in a graph that other steps need another way: remembered when it is captured, made another one with other arguments
  * before it is replayed. */
-static void graph_keep(toka_device *d) {
+static void graph_record_node(toka_device *dev) {
     cudaStreamCaptureStatus status;
     const cudaGraphNode_t *last;
     const cudaGraphEdgeData *edges;
     size_t n = 0;
 #if CUDART_VERSION >= 13000
-    latch(d, cudaStreamGetCaptureInfo(d->stream, &status, NULL, NULL, &last, &edges, &n), "capture");
+    latch_error(dev, cudaStreamGetCaptureInfo(dev->stream, &status, NULL, NULL, &last, &edges, &n), "capture");
 #else
-    latch(d, cudaStreamGetCaptureInfo_v3(d->stream, &status, NULL, NULL, &last, &edges, &n), "capture");
+    latch_error(dev, cudaStreamGetCaptureInfo_v3(dev->stream, &status, NULL, NULL, &last, &edges, &n), "capture");
 #endif
-    assert(d->error.code || n == 1);
-    if (!d->error.code) d->graphs.now->nodes[d->graphs.now->n_nodes++] = *last;
+    assert(dev->error.code || n == 1);
+    if (!dev->error.code) dev->graphs.current->variable_nodes[dev->graphs.current->n_variable_nodes++] = *last;
 }
-static void graph_renew(toka_device *d, const cudaLaunchConfig_t *config, const void *kernel, void **arguments) {
-    step_graph *g = d->graphs.now;
-    cudaKernelNodeParams p = {};
-    p.func = (void *)kernel, p.gridDim = config->gridDim, p.blockDim = config->blockDim;
-    p.sharedMemBytes = (unsigned)config->dynamicSmemBytes, p.kernelParams = arguments;
-    assert(d->graphs.at < g->n_nodes);
-    latch(d, cudaGraphExecKernelNodeSetParams(g->exec, g->nodes[d->graphs.at++], &p), "step");
+static void graph_update_node(toka_device *dev, const cudaLaunchConfig_t *config, const void *kernel, void **arguments) {
+    step_graph *graph = dev->graphs.current;
+    cudaKernelNodeParams params = {};
+    params.func = (void *)kernel, params.gridDim = config->gridDim, params.blockDim = config->blockDim;
+    params.sharedMemBytes = (unsigned)config->dynamicSmemBytes, params.kernelParams = arguments;
+    assert(dev->graphs.next_node < graph->n_variable_nodes);
+    latch_error(dev, cudaGraphExecKernelNodeSetParams(graph->exec, graph->variable_nodes[dev->graphs.next_node++], &params), "step");
 }
 /* Launches a kernel, keeps its node too, or makes the graph's next node it: as the role of the moment says. */
-static void launch_as(toka_device *d, const char *what, const cudaLaunchConfig_t *config, const void *kernel, void **arguments) {
-    if (d->graphs.role == GRAPH_RENEWS) graph_renew(d, config, kernel, arguments);
-    else latch(d, cudaLaunchKernelExC(config, kernel, arguments), what);
-    if (d->graphs.role == GRAPH_KEEPS && !d->error.code) graph_keep(d);
+static void launch_by_role(toka_device *dev, const char *what, const cudaLaunchConfig_t *config, const void *kernel, void **arguments) {
+    if (dev->graphs.role == GRAPH_ROLE_UPDATE) graph_update_node(dev, config, kernel, arguments);
+    else latch_error(dev, cudaLaunchKernelExC(config, kernel, arguments), what);
+    if (dev->graphs.role == GRAPH_ROLE_RECORD && !dev->error.code) graph_record_node(dev);
 }
 
-template <class T> struct as_declared { typedef T type; }; /* keeps a parameter out of template deduction */
+template <class T> struct type_identity { typedef T type; }; /* keeps a parameter out of template deduction */
 
 /* Launches a kernel in clusters of `cluster` CTAs, with `smem` bytes of dynamic shared memory. On Hopper it may start while the
  * kernel ahead still runs: a thread that reads what an earlier kernel writes, or writes what one reads, first passes grid_wait().
@@ -354,19 +354,19 @@ template <class T> struct as_declared { typedef T type; }; /* keeps a parameter 
  *
  * Clusters are placed by load balancing. By the default policy, where CTAs of the next kernel wait beside this one's, the 128 of
  * each soon crowd onto 64 to 70 SMs, two on one, the next kernel's onto the others; now onto 116 to 124 (H200, 2026-11-24, 40
- * launches of gemm_few). Shares of the time to read W: 2048 x 8192, 64 rows 54 -> 67 %, 2048 x 2048, 16 and 32 rows 53 -> 71, 52
+ * launches of gemm_smallm). Shares of the time to read W: 2048 x 8192, 64 rows 54 -> 67 %, 2048 x 2048, 16 and 32 rows 53 -> 71, 52
  * -> 64, 4096 x 4096 in four parts, 64 rows 50 -> 72. The spread policy changes nothing, nor does this one for gemm_wgmma, whose
  * CTAs have an SM each. */
 template <class... P>
-static void launch_dependent(toka_device *d, const char *what, void (*kernel)(P...), dim3 grid, int threads, size_t smem,
-                             int cluster, typename as_declared<P>::type... args) {
+static void launch_dependent(toka_device *dev, const char *what, void (*kernel)(P...), dim3 grid, int threads, size_t smem,
+                             int cluster, typename type_identity<P>::type... args) {
     cudaLaunchAttribute attributes[3] = {};
     cudaLaunchConfig_t config = {};
     void *pointers[] = {(void *)&args...};
-    launch_prepare(d, what, (const void *)kernel);
+    launch_prepare(dev, what, (const void *)kernel);
     config.gridDim = grid, config.blockDim = dim3((unsigned)threads);
-    config.dynamicSmemBytes = smem, config.stream = d->stream, config.attrs = attributes;
-    if (d->hopper) {
+    config.dynamicSmemBytes = smem, config.stream = dev->stream, config.attrs = attributes;
+    if (dev->hopper) {
         attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
         attributes[0].val.programmaticStreamSerializationAllowed = 1;
         config.numAttrs = 1;
@@ -377,24 +377,24 @@ static void launch_dependent(toka_device *d, const char *what, void (*kernel)(P.
         attributes[config.numAttrs].id = cudaLaunchAttributeClusterSchedulingPolicyPreference;
         attributes[config.numAttrs++].val.clusterSchedulingPolicyPreference = cudaClusterSchedulingPolicyLoadBalancing;
     }
-    launch_as(d, what, &config, (const void *)kernel, pointers);
+    launch_by_role(dev, what, &config, (const void *)kernel, pointers);
 }
 
 /* For tests with few GPUs: all ranks in turn on the first so many; 0: each has its own. */
-static int gpus_shared(void) {
+static int debug_shared_gpus(void) {
     const char *value = getenv("TOKA_DEBUG_SHARE_GPU");
     return value ? max(0, atoi(value)) : 0;
 }
 
 static inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
-static inline int up_8(int n) { return (n + 7) & ~7; }
+static inline int round_up_8(int n) { return (n + 7) & ~7; }
 
 /* ===========================================================================
  * MARK: 2. PTX [device]
- * One small function per instruction, named as the PTX manual names it. Addresses of shared memory are 32-bit (smem_at).
+ * One small function per instruction, named as the PTX manual names it. Addresses of shared memory are 32-bit (smem_addr).
  * =========================================================================== */
 
-__device__ static inline uint32_t smem_at(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+__device__ static inline uint32_t smem_addr(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
 /* ---- Arithmetic ---- */
 
@@ -434,7 +434,7 @@ __device__ static inline void ldmatrix_x4_trans(uint32_t r[4], uint32_t at) {
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
 }
 /* The transpose of an 8x8 matrix of 2-byte elements, of which lane l holds (l/4, 2(l%4)+{0,1}) before and after. */
-__device__ static inline uint32_t transpose_8x8(uint32_t x) {
+__device__ static inline uint32_t movmatrix_trans(uint32_t x) {
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(x));
     return x;
 }
@@ -442,12 +442,12 @@ __device__ static inline uint32_t transpose_8x8(uint32_t x) {
 __device__ static inline void cp_async_16(uint32_t to, const void *from, int n) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(n) : "memory");
 }
-/* The same for what is read once, with policy l2_once(): it leaves the L2 cache first. */
-__device__ static inline void cp_async_16_once(uint32_t to, const void *from, int n, uint64_t policy) {
+/* The same for what is read once, with policy l2_evict_first_policy(): it leaves the L2 cache first. */
+__device__ static inline void cp_async_16_evict_first(uint32_t to, const void *from, int n, uint64_t policy) {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;"
                  ::"r"(to), "l"(from), "r"(n), "l"(policy) : "memory");
 }
-__device__ static inline uint64_t l2_once() {
+__device__ static inline uint64_t l2_evict_first_policy() {
     uint64_t policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     return policy;
@@ -473,7 +473,7 @@ __device__ static inline void grid_launch_dependents() {
 }
 
 /* A barrier of some warps of a CTA. */
-__device__ static inline void named_sync(int id, int threads) {
+__device__ static inline void bar_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
@@ -492,7 +492,7 @@ __device__ static inline void mbar_expect_tx(uint32_t bar, int bytes) { /* arriv
 }
 /* Arrives at the barrier of the same offset in CTA `cta` of the cluster: this CTA's wgmma has done reading. Publishes no writes;
  * .release.cluster would, by a fence that costs as much as a block of products. */
-__device__ static inline void mbar_arrive_remote_read(uint32_t bar, int cta) {
+__device__ static inline void mbar_arrive_remote(uint32_t bar, int cta) {
     asm volatile("{.reg .b32 r; mapa.shared::cluster.u32 r, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [r];}"
                  ::"r"(bar), "r"(cta) : "memory");
 }
@@ -513,7 +513,7 @@ __device__ static inline void tma_load_2d(uint32_t to, const CUtensorMap *m, uin
                  ::"r"(to), "l"(m), "r"(bar), "r"(c0), "r"(c1) : "memory");
 }
 /* The same for what is read once: it leaves the L2 cache first. */
-__device__ static inline void tma_load_2d_once(uint32_t to, const CUtensorMap *m, uint32_t bar, int c0, int c1) {
+__device__ static inline void tma_load_2d_evict_first(uint32_t to, const CUtensorMap *m, uint32_t bar, int c0, int c1) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
                  " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(m), "r"(bar), "r"(c0), "r"(c1), "l"(0x12F0000000000000ull)
                  : "memory");
@@ -524,7 +524,7 @@ __device__ static inline void tma_load_5d(uint32_t to, const CUtensorMap *m, uin
                  " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
                  ::"r"(to), "l"(m), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4) : "memory");
 }
-__device__ static inline void tma_load_5d_once(uint32_t to, const CUtensorMap *m, uint32_t bar, int c0, int c1, int c2, int c3,
+__device__ static inline void tma_load_5d_evict_first(uint32_t to, const CUtensorMap *m, uint32_t bar, int c0, int c1, int c2, int c3,
                                                int c4) {
     asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
                  " [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;"
@@ -554,9 +554,9 @@ __device__ static inline void fence_async_smem() { asm volatile("fence.proxy.asy
 
 /* ---- Warpgroups and clusters ---- */
 
-template <int N> __device__ static inline void regs_give() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
-template <int N> __device__ static inline void regs_take() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
-__device__ static inline void named_arrive(int id, int threads) {
+template <int N> __device__ static inline void setmaxnreg_dec() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
+template <int N> __device__ static inline void setmaxnreg_inc() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
+__device__ static inline void bar_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 /* True in one lane; all 32 must come. The compiler knows that it is one: instructions that want uniform registers need no loop. */
@@ -570,7 +570,7 @@ __device__ static inline int cluster_rank() {
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
     return r;
 }
-__device__ static inline float4 smem_load_floats(uint32_t at) { /* 16 bytes */
+__device__ static inline float4 smem_load_float4(uint32_t at) { /* 16 bytes */
     float4 v;
     asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at) : "memory");
     return v;
@@ -670,7 +670,7 @@ __device__ static inline void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4]
     WG_RS(256, 128, 128, 129, 130, 131, 132, 133, 134);
 }
 /* Keeps the compiler from moving reads of d above the wgmma_wait before it. */
-template <int N> __device__ static inline void wgmma_keep(float (&d)[N]) {
+template <int N> __device__ static inline void wgmma_fence_operand(float (&d)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i]));
 }
@@ -680,29 +680,29 @@ __device__ static inline uint64_t wgmma_desc_trans(uint32_t at, int panel_bytes)
     return (uint64_t)((at & 0x3FFFF) >> 4) | (uint64_t)(panel_bytes >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
 }
 /* All threads of the cluster meet; orders no memory (barrier.cluster.arrive.release costs a fence of the whole GPU). */
-__device__ static inline void cluster_meet_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-__device__ static inline void cluster_meet_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
-__device__ static inline void cluster_meet() { cluster_meet_arrive(), cluster_meet_wait(); }
+__device__ static inline void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ static inline void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+__device__ static inline void cluster_sync_relaxed() { cluster_arrive_relaxed(), cluster_wait(); }
 /* The address of `at` in CTA `cta` of the cluster. */
-__device__ static inline uint32_t peer_at(uint32_t at, int cta) {
+__device__ static inline uint32_t mapa(uint32_t at, int cta) {
     uint32_t r;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(at), "r"(cta));
     return r;
 }
-/* 16 bytes from registers to a peer_at address; the barrier `bar` of the same CTA, a peer_at address too, is told. */
-__device__ static inline void send_to_peer(uint32_t to, const float v[4], uint32_t bar) {
+/* 16 bytes from registers to a mapa address; the barrier `bar` of the same CTA, a mapa address too, is told. */
+__device__ static inline void st_async_16(uint32_t to, const float v[4], uint32_t bar) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];"
                  ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(bar) : "memory");
 }
 /* The same with 8 bytes. */
-__device__ static inline void send_pair_to_peer(uint32_t to, float x, float y, uint32_t bar) {
+__device__ static inline void st_async_8(uint32_t to, float x, float y, uint32_t bar) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1,%2}, [%3];"
                  ::"r"(to), "f"(x), "f"(y), "r"(bar) : "memory");
 }
 __device__ static inline void smem_store_16(uint32_t at, uint4 v) {
     asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-__device__ static inline void smem_store_floats(uint32_t at, const float v[4]) { /* accumulators go out without a copy */
+__device__ static inline void smem_store_float4(uint32_t at, const float v[4]) { /* accumulators go out without a copy */
     asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
 }
 __device__ static inline uint4 smem_load_16(uint32_t at) {
@@ -722,66 +722,66 @@ __device__ static inline void stmatrix_x4(uint32_t at, uint32_t r0, uint32_t r1,
  * =========================================================================== */
 
 /* Memory that cuda_close frees; NULL latches the failure. */
-static void *dev_alloc(toka_device *d, size_t bytes, const char *what) {
-    void *p = NULL;
-    if (d->error.code) return NULL;
-    cudaError_t code = cudaMalloc(&p, bytes ? bytes : 1);
+static void *dev_alloc(toka_device *dev, size_t bytes, const char *what) {
+    void *memory = NULL;
+    if (dev->error.code) return NULL;
+    cudaError_t code = cudaMalloc(&memory, bytes ? bytes : 1);
     if (code == cudaErrorMemoryAllocation) {
         size_t free_bytes = 0, total = 0;
         cudaGetLastError();
         cudaMemGetInfo(&free_bytes, &total);
-        d->error.code = TOKA_E_MEMORY;
-        snprintf(d->error.msg, sizeof d->error.msg, "GPU: %s%s: %.2f GB asked for, %.2f of %.2f GB are free", d->where, what,
+        dev->error.code = TOKA_E_MEMORY;
+        snprintf(dev->error.msg, sizeof dev->error.msg, "GPU: %s%s: %.2f GB asked for, %.2f of %.2f GB are free", dev->rank_prefix, what,
                  bytes / 1e9, free_bytes / 1e9, total / 1e9);
         return NULL;
     }
-    latch(d, code, what);
+    latch_error(dev, code, what);
     if (code) return NULL;
-    void **blocks = (void **)realloc(d->blocks, (size_t)(d->n_blocks + 1) * sizeof *blocks);
-    if (!blocks) abort();
-    d->blocks = blocks;
-    d->blocks[d->n_blocks++] = p;
-    return p;
+    void **allocations = (void **)realloc(dev->allocations, (size_t)(dev->n_allocations + 1) * sizeof *allocations);
+    if (!allocations) abort();
+    dev->allocations = allocations;
+    dev->allocations[dev->n_allocations++] = memory;
+    return memory;
 }
 
 /* ---- The step's way up ---- */
 
 /* beside: transfers go on a stream of its own, and the device's waits for them. So a step is sent while the one before it, which
  * reads the other buffer, still runs; the one before that has been finished. */
-static void stage_open(toka_device *d, stage *s, size_t cap, bool beside) {
-    *s = stage{.cap = cap};
-    if (beside && !d->error.code) latch(d, cudaStreamCreateWithFlags(&s->stream, cudaStreamNonBlocking), "step buffer");
-    for (int i = 0; i < STEPS_AHEAD && !d->error.code; i++) {
-        s->dev[i] = i && !beside ? s->dev[0] : (char *)dev_alloc(d, cap, "step buffer");
-        latch(d, cudaHostAlloc((void **)&s->host[i], cap, cudaHostAllocDefault), "pinned step buffer");
-        latch(d, cudaEventCreateWithFlags(&s->sent[i], cudaEventDisableTiming | cudaEventBlockingSync), "pinned step buffer");
+static void upload_open(toka_device *dev, upload_buffer *upload, size_t cap, bool own_stream) {
+    *upload = upload_buffer{.cap = cap};
+    if (own_stream && !dev->error.code) latch_error(dev, cudaStreamCreateWithFlags(&upload->stream, cudaStreamNonBlocking), "step buffer");
+    for (int i = 0; i < STEPS_IN_FLIGHT && !dev->error.code; i++) {
+        upload->device[i] = i && !own_stream ? upload->device[0] : (char *)dev_alloc(dev, cap, "step buffer");
+        latch_error(dev, cudaHostAlloc((void **)&upload->host[i], cap, cudaHostAllocDefault), "pinned step buffer");
+        latch_error(dev, cudaEventCreateWithFlags(&upload->sent[i], cudaEventDisableTiming | cudaEventBlockingSync), "pinned step buffer");
     }
 }
-static void stage_close(stage *s) { /* what lies on the host */
-    if (s->stream) cudaStreamDestroy(s->stream);
-    for (int i = 0; i < STEPS_AHEAD; i++) {
-        cudaFreeHost(s->host[i]);
-        if (s->sent[i]) cudaEventDestroy(s->sent[i]);
+static void upload_close(upload_buffer *upload) { /* what lies on the host */
+    if (upload->stream) cudaStreamDestroy(upload->stream);
+    for (int i = 0; i < STEPS_IN_FLIGHT; i++) {
+        cudaFreeHost(upload->host[i]);
+        if (upload->sent[i]) cudaEventDestroy(upload->sent[i]);
     }
-    *s = stage{};
+    *upload = upload_buffer{};
 }
-static void stage_begin(toka_device *d, stage *s) { /* waits until the last transfer from the next host buffer has left it */
-    s->turn = (s->turn + 1) % STEPS_AHEAD;
-    latch(d, cudaEventSynchronize(s->sent[s->turn]), "step upload");
-    s->used = 0;
+static void upload_begin(toka_device *dev, upload_buffer *upload) { /* waits until the last transfer from the next host buffer has left it */
+    upload->current = (upload->current + 1) % STEPS_IN_FLIGHT;
+    latch_error(dev, cudaEventSynchronize(upload->sent[upload->current]), "step upload");
+    upload->used = 0;
 }
 
 /* Room for `bytes`, 16-byte aligned: *host to fill, and the address on the device. The caller has sized the stage so that it
  * fits. */
-static void *stage_room(stage *s, size_t bytes, void **host) {
-    size_t at = (s->used + 15) & ~(size_t)15;
-    assert(at + bytes <= s->cap);
-    s->used = at + bytes;
-    *host = s->host[s->turn] + at;
-    return s->dev[s->turn] + at;
+static void *upload_alloc(upload_buffer *upload, size_t bytes, void **host) {
+    size_t offset = (upload->used + 15) & ~(size_t)15;
+    assert(offset + bytes <= upload->cap);
+    upload->used = offset + bytes;
+    *host = upload->host[upload->current] + offset;
+    return upload->device[upload->current] + offset;
 }
-static void *stage_put(stage *s, const void *from, size_t bytes) {
-    void *host, *dev = stage_room(s, bytes, &host);
+static void *upload_put(upload_buffer *upload, const void *from, size_t bytes) {
+    void *host, *dev = upload_alloc(upload, bytes, &host);
     if (bytes) memcpy(host, from, bytes);
     return dev;
 }
@@ -792,11 +792,11 @@ static void *stage_put(stage *s, const void *from, size_t bytes) {
  * on the device slot by slot, has nothing to gain; sampling parameters kept so made small steps 2 us longer, by one more dependent
  * read. Kernels read the stage ahead of grid_wait(), for it is there before the first one of the step starts: the wait for the
  * transfer stands between it and what ran before. */
-static void stage_send(toka_device *d, stage *s) {
-    const cudaStream_t by = s->stream ? s->stream : d->stream;
-    latch(d, cudaMemcpyAsync(s->dev[s->turn], s->host[s->turn], s->used, cudaMemcpyHostToDevice, by), "step upload");
-    latch(d, cudaEventRecord(s->sent[s->turn], by), "step upload");
-    if (s->stream) latch(d, cudaStreamWaitEvent(d->stream, s->sent[s->turn], 0), "step upload");
+static void upload_send(toka_device *dev, upload_buffer *upload) {
+    const cudaStream_t stream = upload->stream ? upload->stream : dev->stream;
+    latch_error(dev, cudaMemcpyAsync(upload->device[upload->current], upload->host[upload->current], upload->used, cudaMemcpyHostToDevice, stream), "step upload");
+    latch_error(dev, cudaEventRecord(upload->sent[upload->current], stream), "step upload");
+    if (upload->stream) latch_error(dev, cudaStreamWaitEvent(dev->stream, upload->sent[upload->current], 0), "step upload");
 }
 
 /* ---- Weights: mapped file -> pinned buffers -> device ----
@@ -806,7 +806,7 @@ static void stage_send(toka_device *d, stage *s) {
  * stream, with the kernel that converts and places. There is no second copy on the host beyond those buffers. Bound by the slower
  * of page cache and bus. */
 
-enum { LOAD_THREADS = 8, LOAD_BYTES = 2 << 20 };
+enum { LOAD_THREADS = 8, LOAD_PIECE_BYTES = 2 << 20 };
 
 typedef struct load_job { /* one tensor, or slice of one, and where it goes */
     const toka_tensor *from;
@@ -814,208 +814,208 @@ typedef struct load_job { /* one tensor, or slice of one, and where it goes */
     int stride;    /* columns of the target: those of the tensor rounded up */
     bool f32;
     int row0;      /* first row in the target */
-    bool by_turns; /* rows go to row0 + r/8*16 + r%8: 8 of gate, 8 of up */
+    bool interleaved; /* rows go to row0 + r/8*16 + r%8: 8 of gate, 8 of up */
 } load_job;
 
-typedef struct loader {
-    toka_device *d;
+typedef struct weight_loader {
+    toka_device *dev;
     load_job *jobs;
-    int n_jobs, cap;
-    size_t bytes, done;      /* of the file; done and what follows under the lock */
-    int job;                 /* the next piece: job and its first element */
-    size_t at;
+    int n_jobs, cap_jobs;
+    size_t total_bytes, done_bytes;      /* of the file; done and what follows under the lock */
+    int next_job;                 /* the next piece: job and its first element */
+    size_t next_elem;
     toka_err error;
     pthread_mutex_t lock;
-} loader;
+} weight_loader;
 
-static void load_add(loader *l, const toka_tensor *from, void *to, int stride, bool f32, int row0, bool by_turns) {
+static void load_add_job(weight_loader *loader, const toka_tensor *from, void *to, int stride, bool f32, int row0, bool interleaved) {
     if (!from->rows) return;
-    if (l->n_jobs == l->cap) {
-        l->cap = l->cap ? 2 * l->cap : 256;
-        l->jobs = (load_job *)realloc(l->jobs, (size_t)l->cap * sizeof *l->jobs);
-        if (!l->jobs) abort();
+    if (loader->n_jobs == loader->cap_jobs) {
+        loader->cap_jobs = loader->cap_jobs ? 2 * loader->cap_jobs : 256;
+        loader->jobs = (load_job *)realloc(loader->jobs, (size_t)loader->cap_jobs * sizeof *loader->jobs);
+        if (!loader->jobs) abort();
     }
-    l->jobs[l->n_jobs++] = load_job{from, to, stride, f32, row0, by_turns};
-    l->bytes += (size_t)from->rows * from->cols * (from->dtype == TOKA_F32 ? 4 : 2);
+    loader->jobs[loader->n_jobs++] = load_job{from, to, stride, f32, row0, interleaved};
+    loader->total_bytes += (size_t)from->rows * from->cols * (from->dtype == TOKA_F32 ? 4 : 2);
 }
 
 /* Elements at .. at+n-1 of a tensor, in raw: converted to the target's type and put into its rows. A thread an element. */
-__global__ static void __launch_bounds__(256) load_place(const void *raw, size_t at, size_t n, int cols, toka_dtype type,
-                                                         load_job j) {
+__global__ static void __launch_bounds__(256) load_convert_kernel(const void *raw, size_t first_elem, size_t n_elems, int cols, toka_dtype dtype,
+                                                         load_job job) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= n) return;
-    int r = (int)((at + i) / cols), c = (int)((at + i) % cols);
-    size_t to = (size_t)(j.row0 + (j.by_turns ? r / 8 * 16 + r % 8 : r)) * j.stride + c;
-    float v = type == TOKA_F32   ? ((const float *)raw)[i]
-              : type == TOKA_F16 ? __half2float(((const __half *)raw)[i])
+    if (i >= n_elems) return;
+    int row = (int)((first_elem + i) / cols), col = (int)((first_elem + i) % cols);
+    size_t to = (size_t)(job.row0 + (job.interleaved ? row / 8 * 16 + row % 8 : row)) * job.stride + col;
+    float value = dtype == TOKA_F32   ? ((const float *)raw)[i]
+              : dtype == TOKA_F16 ? __half2float(((const __half *)raw)[i])
                                  : __bfloat162float(((const bf16 *)raw)[i]);
-    if (j.f32) ((float *)j.to)[to] = v;
-    else ((bf16 *)j.to)[to] = __float2bfloat16(v);
+    if (job.f32) ((float *)job.to)[to] = value;
+    else ((bf16 *)job.to)[to] = __float2bfloat16(value);
 }
 
 /* Takes the next piece, of a slice of columns whole rows; false: none is left, or something failed. */
-static bool load_next(loader *l, load_job *job, size_t *at, size_t *n) {
-    pthread_mutex_lock(&l->lock);
-    bool more = l->job < l->n_jobs && !l->error.code;
+static bool load_next(weight_loader *loader, load_job *job, size_t *first_elem, size_t *n_elems) {
+    pthread_mutex_lock(&loader->lock);
+    bool more = loader->next_job < loader->n_jobs && !loader->error.code;
     if (more) {
-        *job = l->jobs[l->job], *at = l->at;
-        const toka_tensor *t = job->from;
-        size_t size = t->dtype == TOKA_F32 ? 4 : 2, all = (size_t)t->rows * t->cols, most = LOAD_BYTES / size;
-        const bool slice = t->rows > 1 && t->stride != t->cols;
-        assert(!slice || most >= (size_t)t->cols);
-        if (slice) most -= most % t->cols;
-        *n = all - *at < most ? all - *at : most;
-        l->at += *n, l->done += *n * size;
-        if (l->at == all) l->job++, l->at = 0;
-        if (l->d->options.progress) l->d->options.progress(l->d->options.user, "loading weights", (double)l->done / l->bytes);
+        *job = loader->jobs[loader->next_job], *first_elem = loader->next_elem;
+        const toka_tensor *tensor = job->from;
+        size_t elem_bytes = tensor->dtype == TOKA_F32 ? 4 : 2, total = (size_t)tensor->rows * tensor->cols, max_elems = LOAD_PIECE_BYTES / elem_bytes;
+        const bool is_slice = tensor->rows > 1 && tensor->stride != tensor->cols;
+        assert(!is_slice || max_elems >= (size_t)tensor->cols);
+        if (is_slice) max_elems -= max_elems % tensor->cols;
+        *n_elems = total - *first_elem < max_elems ? total - *first_elem : max_elems;
+        loader->next_elem += *n_elems, loader->done_bytes += *n_elems * elem_bytes;
+        if (loader->next_elem == total) loader->next_job++, loader->next_elem = 0;
+        if (loader->dev->options.progress) loader->dev->options.progress(loader->dev->options.user, "loading weights", (double)loader->done_bytes / loader->total_bytes);
     }
-    pthread_mutex_unlock(&l->lock);
+    pthread_mutex_unlock(&loader->lock);
     return more;
 }
 
 /* Elements at .. at+n-1 of a tensor, from the mapped file. */
-static void load_read(const toka_tensor *t, size_t at, size_t n, char *to) {
-    size_t size = t->dtype == TOKA_F32 ? 4 : 2, cols = (size_t)t->cols;
-    const char *data = (const char *)t->data;
-    if (t->rows == 1 || t->stride == t->cols) memcpy(to, data + at * size, n * size);
+static void load_read(const toka_tensor *tensor, size_t first_elem, size_t n_elems, char *to) {
+    size_t elem_bytes = tensor->dtype == TOKA_F32 ? 4 : 2, cols = (size_t)tensor->cols;
+    const char *data = (const char *)tensor->data;
+    if (tensor->rows == 1 || tensor->stride == tensor->cols) memcpy(to, data + first_elem * elem_bytes, n_elems * elem_bytes);
     else
-        for (size_t i = 0; i < n; i += cols) memcpy(to + i * size, data + (at + i) / cols * t->stride * size, cols * size);
+        for (size_t i = 0; i < n_elems; i += cols) memcpy(to + i * elem_bytes, data + (first_elem + i) / cols * tensor->stride * elem_bytes, cols * elem_bytes);
 }
 
-static cudaError_t load_piece(const load_job *j, size_t at, size_t n, char *host, char *dev, cudaStream_t stream) {
-    size_t size = j->from->dtype == TOKA_F32 ? 4 : 2;
-    load_read(j->from, at, n, host);
-    if (j->from->dtype == TOKA_BF16 && !j->f32 && !j->by_turns && j->stride == j->from->cols)
-        return cudaMemcpyAsync((bf16 *)j->to + (size_t)j->row0 * j->stride + at, host, n * size, cudaMemcpyHostToDevice, stream);
-    cudaError_t code = cudaMemcpyAsync(dev, host, n * size, cudaMemcpyHostToDevice, stream);
+static cudaError_t load_piece(const load_job *job, size_t first_elem, size_t n_elems, char *host_buf, char *dev_buf, cudaStream_t stream) {
+    size_t elem_bytes = job->from->dtype == TOKA_F32 ? 4 : 2;
+    load_read(job->from, first_elem, n_elems, host_buf);
+    if (job->from->dtype == TOKA_BF16 && !job->f32 && !job->interleaved && job->stride == job->from->cols)
+        return cudaMemcpyAsync((bf16 *)job->to + (size_t)job->row0 * job->stride + first_elem, host_buf, n_elems * elem_bytes, cudaMemcpyHostToDevice, stream);
+    cudaError_t code = cudaMemcpyAsync(dev_buf, host_buf, n_elems * elem_bytes, cudaMemcpyHostToDevice, stream);
     if (code) return code;
-    load_place<<<(unsigned)((n + 255) / 256), 256, 0, stream>>>(dev, at, n, j->from->cols, j->from->dtype, *j);
+    load_convert_kernel<<<(unsigned)((n_elems + 255) / 256), 256, 0, stream>>>(dev_buf, first_elem, n_elems, job->from->cols, job->from->dtype, *job);
     return cudaGetLastError();
 }
 
 static void *load_thread(void *arg) {
-    loader *l = (loader *)arg;
+    weight_loader *loader = (weight_loader *)arg;
     cudaStream_t stream = NULL;
-    cudaEvent_t free_again[2] = {NULL, NULL};
-    char *host = NULL, *dev = NULL;
+    cudaEvent_t reusable[2] = {NULL, NULL};
+    char *host_buf = NULL, *dev_buf = NULL;
     load_job job;
-    size_t at, n;
-    cudaError_t code = cudaSetDevice(l->d->ordinal);
+    size_t first_elem, n_elems;
+    cudaError_t code = cudaSetDevice(loader->dev->ordinal);
     if (!code) code = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
-    for (int i = 0; i < 2 && !code; i++) code = cudaEventCreateWithFlags(&free_again[i], cudaEventDisableTiming);
-    if (!code) code = cudaHostAlloc((void **)&host, 2 * LOAD_BYTES, cudaHostAllocDefault);
-    if (!code) code = cudaMalloc((void **)&dev, 2 * LOAD_BYTES);
-    for (int i = 0; !code && load_next(l, &job, &at, &n); i ^= 1) {
-        code = cudaEventSynchronize(free_again[i]);
-        if (!code) code = load_piece(&job, at, n, host + i * LOAD_BYTES, dev + i * LOAD_BYTES, stream);
-        if (!code) code = cudaEventRecord(free_again[i], stream);
+    for (int i = 0; i < 2 && !code; i++) code = cudaEventCreateWithFlags(&reusable[i], cudaEventDisableTiming);
+    if (!code) code = cudaHostAlloc((void **)&host_buf, 2 * LOAD_PIECE_BYTES, cudaHostAllocDefault);
+    if (!code) code = cudaMalloc((void **)&dev_buf, 2 * LOAD_PIECE_BYTES);
+    for (int i = 0; !code && load_next(loader, &job, &first_elem, &n_elems); i ^= 1) {
+        code = cudaEventSynchronize(reusable[i]);
+        if (!code) code = load_piece(&job, first_elem, n_elems, host_buf + i * LOAD_PIECE_BYTES, dev_buf + i * LOAD_PIECE_BYTES, stream);
+        if (!code) code = cudaEventRecord(reusable[i], stream);
     }
     if (!code) code = cudaStreamSynchronize(stream);
     if (code) {
-        pthread_mutex_lock(&l->lock);
-        if (!l->error.code) {
-            l->error.code = code == cudaErrorMemoryAllocation ? TOKA_E_MEMORY : TOKA_E_DEVICE;
-            snprintf(l->error.msg, sizeof l->error.msg, "GPU: loading weights: %s", cudaGetErrorString(code));
+        pthread_mutex_lock(&loader->lock);
+        if (!loader->error.code) {
+            loader->error.code = code == cudaErrorMemoryAllocation ? TOKA_E_MEMORY : TOKA_E_DEVICE;
+            snprintf(loader->error.msg, sizeof loader->error.msg, "GPU: loading weights: %s", cudaGetErrorString(code));
         }
-        pthread_mutex_unlock(&l->lock);
+        pthread_mutex_unlock(&loader->lock);
     }
-    cudaFree(dev), cudaFreeHost(host);
-    for (cudaEvent_t e : free_again)
-        if (e) cudaEventDestroy(e);
+    cudaFree(dev_buf), cudaFreeHost(host_buf);
+    for (cudaEvent_t event : reusable)
+        if (event) cudaEventDestroy(event);
     if (stream) cudaStreamDestroy(stream);
     return NULL;
 }
 
 /* Runs all jobs and frees the list. */
-static void load_run(loader *l) {
+static void load_run(weight_loader *loader) {
     pthread_t threads[LOAD_THREADS];
-    int n = 0;
-    const int n_threads = l->d->options.n_devices > 4 ? LOAD_THREADS / 2 : LOAD_THREADS; /* several devices load side by side */
-    pthread_mutex_init(&l->lock, NULL);
-    while (n < n_threads && !pthread_create(&threads[n], NULL, load_thread, l)) n++;
-    if (!n) load_thread(l);
-    for (int i = 0; i < n; i++) pthread_join(threads[i], NULL);
-    pthread_mutex_destroy(&l->lock);
-    if (l->error.code && !l->d->error.code) l->d->error = l->error;
-    free(l->jobs);
+    int n_started = 0;
+    const int n_threads = loader->dev->options.n_devices > 4 ? LOAD_THREADS / 2 : LOAD_THREADS; /* several devices load side by side */
+    pthread_mutex_init(&loader->lock, NULL);
+    while (n_started < n_threads && !pthread_create(&threads[n_started], NULL, load_thread, loader)) n_started++;
+    if (!n_started) load_thread(loader);
+    for (int i = 0; i < n_started; i++) pthread_join(threads[i], NULL);
+    pthread_mutex_destroy(&loader->lock);
+    if (loader->error.code && !loader->dev->error.code) loader->dev->error = loader->error;
+    free(loader->jobs);
 }
 
 /* ---- The model on the device ---- */
 
 /* [rows][cols], both rounded up to 8, the room between set to 0. */
-static weight weight_room(toka_device *d, int rows, int cols) {
-    weight w = {NULL, NULL, up_8(rows), up_8(cols)};
+static weight weight_alloc(toka_device *dev, int rows, int cols) {
+    weight w = {NULL, NULL, round_up_8(rows), round_up_8(cols)};
     size_t bytes = (size_t)w.N * w.K * sizeof(bf16);
-    w.p = (bf16 *)dev_alloc(d, bytes, "weights"), d->weight_bytes += (int64_t)bytes;
-    if (w.p && (w.N > rows || w.K > cols)) latch(d, cudaMemset(w.p, 0, bytes), "weights");
+    w.data = (bf16 *)dev_alloc(dev, bytes, "weights"), dev->weight_bytes += (int64_t)bytes;
+    if (w.data && (w.N > rows || w.K > cols)) latch_error(dev, cudaMemset(w.data, 0, bytes), "weights");
     return w;
 }
 /* n floats rounded up to 8, zeros until something is loaded. */
-static float *vector_room(toka_device *d, int n) {
-    float *p = (float *)dev_alloc(d, (size_t)up_8(n) * sizeof(float), "weights");
-    d->weight_bytes += (int64_t)up_8(n) * (int64_t)sizeof(float);
-    if (p) latch(d, cudaMemset(p, 0, (size_t)up_8(n) * sizeof(float)), "weights");
-    return p;
+static float *vector_alloc(toka_device *dev, int n) {
+    float *vector = (float *)dev_alloc(dev, (size_t)round_up_8(n) * sizeof(float), "weights");
+    dev->weight_bytes += (int64_t)round_up_8(n) * (int64_t)sizeof(float);
+    if (vector) latch_error(dev, cudaMemset(vector, 0, (size_t)round_up_8(n) * sizeof(float)), "weights");
+    return vector;
 }
-static float *weight_vector(toka_device *d, loader *l, const toka_tensor *t) { /* a norm or bias; NULL: absent */
-    if (!t->rows) return NULL;
-    float *p = vector_room(d, t->cols);
-    load_add(l, t, p, t->cols, true, 0, false);
-    return p;
+static float *weight_load_vector(toka_device *dev, weight_loader *loader, const toka_tensor *tensor) { /* a norm or bias; NULL: absent */
+    if (!tensor->rows) return NULL;
+    float *vector = vector_alloc(dev, tensor->cols);
+    load_add_job(loader, tensor, vector, tensor->cols, true, 0, false);
+    return vector;
 }
-static weight weight_plain(toka_device *d, loader *l, const toka_tensor *from, const toka_tensor *bias) {
-    weight to = weight_room(d, from->rows, from->cols);
-    if (bias) to.bias = weight_vector(d, l, bias);
-    load_add(l, from, to.p, to.K, false, 0, false);
+static weight weight_load_matrix(toka_device *dev, weight_loader *loader, const toka_tensor *from, const toka_tensor *bias) {
+    weight to = weight_alloc(dev, from->rows, from->cols);
+    if (bias) to.bias = weight_load_vector(dev, loader, bias);
+    load_add_job(loader, from, to.data, to.K, false, 0, false);
     return to;
 }
 
 /* q, k and v behind each other, and their biases; a bias that only some of them have is 0 for the others. */
-static weight weight_qkv(toka_device *d, loader *l, const toka_layer *from) {
-    const toka_tensor *w[3] = {&from->q, &from->k, &from->v}, *b[3] = {&from->q_bias, &from->k_bias, &from->v_bias};
-    weight to = weight_room(d, from->q.rows + from->k.rows + from->v.rows, from->q.cols);
-    float *bias = b[0]->rows || b[1]->rows || b[2]->rows ? vector_room(d, to.N) : NULL;
-    for (int i = 0, row = 0; i < 3; row += w[i++]->rows) {
-        load_add(l, w[i], to.p, to.K, false, row, false);
-        if (bias) load_add(l, b[i], bias + row, b[i]->cols, true, 0, false);
+static weight weight_load_qkv(toka_device *dev, weight_loader *loader, const toka_layer *from) {
+    const toka_tensor *matrices[3] = {&from->q, &from->k, &from->v}, *biases[3] = {&from->q_bias, &from->k_bias, &from->v_bias};
+    weight to = weight_alloc(dev, from->q.rows + from->k.rows + from->v.rows, from->q.cols);
+    float *bias = biases[0]->rows || biases[1]->rows || biases[2]->rows ? vector_alloc(dev, to.N) : NULL;
+    for (int i = 0, row = 0; i < 3; row += matrices[i++]->rows) {
+        load_add_job(loader, matrices[i], to.data, to.K, false, row, false);
+        if (bias) load_add_job(loader, biases[i], bias + row, biases[i]->cols, true, 0, false);
     }
     to.bias = bias;
     return to;
 }
 /* By turns of 8 rows; where F was rounded up, the last turn of each has rows of zeros. */
-static weight weight_gate_up(toka_device *d, loader *l, const toka_layer *from) {
-    int F = up_8(from->gate.rows);
-    weight to = weight_room(d, 2 * F, from->gate.cols);
-    if (F > from->gate.rows) latch(d, cudaMemset(to.p, 0, (size_t)to.N * to.K * sizeof(bf16)), "weights");
-    load_add(l, &from->gate, to.p, to.K, false, 0, true);
-    load_add(l, &from->up, to.p, to.K, false, 8, true);
+static weight weight_load_gate_up(toka_device *dev, weight_loader *loader, const toka_layer *from) {
+    int F = round_up_8(from->gate.rows);
+    weight to = weight_alloc(dev, 2 * F, from->gate.cols);
+    if (F > from->gate.rows) latch_error(dev, cudaMemset(to.data, 0, (size_t)to.N * to.K * sizeof(bf16)), "weights");
+    load_add_job(loader, &from->gate, to.data, to.K, false, 0, true);
+    load_add_job(loader, &from->up, to.data, to.K, false, 8, true);
     return to;
 }
 
 /* All weights to the device; a tied LM head is the embedding. */
-static void weights_open(toka_device *d) {
-    const toka_weights *w = d->weights;
-    loader l = {};
-    l.d = d;
-    d->layers = (layer_weights *)calloc((size_t)d->shape->L, sizeof *d->layers);
-    if (!d->layers) abort();
-    d->embed = weight_plain(d, &l, &w->embed, NULL).p;
-    d->norm = weight_vector(d, &l, &w->norm);
-    bool tied = w->lm_head.data == w->embed.data;
-    d->lm_head = tied ? weight{d->embed, NULL, d->V, d->E} : weight_plain(d, &l, &w->lm_head, NULL);
-    for (int i = 0; i < d->shape->L && !d->error.code; i++) {
-        const toka_layer *from = &w->layers[i];
-        layer_weights *to = &d->layers[i];
-        to->attn_norm = weight_vector(d, &l, &from->attn_norm), to->mlp_norm = weight_vector(d, &l, &from->mlp_norm);
-        to->q_norm = weight_vector(d, &l, &from->q_norm), to->k_norm = weight_vector(d, &l, &from->k_norm);
-        to->qkv = weight_qkv(d, &l, from), to->gate_up = weight_gate_up(d, &l, from);
-        to->o = weight_plain(d, &l, &from->o, d->options.tp_rank ? NULL : &from->o_bias);
-        to->down = weight_plain(d, &l, &from->down, NULL);
+static void weights_load(toka_device *dev) {
+    const toka_weights *weights = dev->weights;
+    weight_loader loader = {};
+    loader.dev = dev;
+    dev->layers = (layer_weights *)calloc((size_t)dev->shape->L, sizeof *dev->layers);
+    if (!dev->layers) abort();
+    dev->embed = weight_load_matrix(dev, &loader, &weights->embed, NULL).data;
+    dev->norm = weight_load_vector(dev, &loader, &weights->norm);
+    bool tied = weights->lm_head.data == weights->embed.data;
+    dev->lm_head = tied ? weight{dev->embed, NULL, dev->V, dev->E} : weight_load_matrix(dev, &loader, &weights->lm_head, NULL);
+    for (int i = 0; i < dev->shape->L && !dev->error.code; i++) {
+        const toka_layer *from = &weights->layers[i];
+        layer_weights *to = &dev->layers[i];
+        to->attn_norm = weight_load_vector(dev, &loader, &from->attn_norm), to->mlp_norm = weight_load_vector(dev, &loader, &from->mlp_norm);
+        to->q_norm = weight_load_vector(dev, &loader, &from->q_norm), to->k_norm = weight_load_vector(dev, &loader, &from->k_norm);
+        to->qkv = weight_load_qkv(dev, &loader, from), to->gate_up = weight_load_gate_up(dev, &loader, from);
+        to->o = weight_load_matrix(dev, &loader, &from->o, dev->options.tp_rank ? NULL : &from->o_bias);
+        to->down = weight_load_matrix(dev, &loader, &from->down, NULL);
         to->window = from->window;
     }
-    latch(d, cudaStreamSynchronize(cudaStreamLegacy), "weights"); /* the zeros are there before what goes on top of them */
-    if (d->error.code) free(l.jobs);
-    else load_run(&l);
+    latch_error(dev, cudaStreamSynchronize(cudaStreamLegacy), "weights"); /* the zeros are there before what goes on top of them */
+    if (dev->error.code) free(loader.jobs);
+    else load_run(&loader);
 }
 
 /* ===========================================================================
@@ -1025,28 +1025,28 @@ static void weights_open(toka_device *d) {
 /* ---- Copies of KV pages ----
  * pool[layer][to] = pool[layer][from], 16 bytes a thread and turn. Grid (copies, layers), block 256. Moves 2 * page bytes: copy
  * speed. */
-__global__ static void __launch_bounds__(256) copy_pages_kernel(const toka_copy *copies, bf16 *kv, size_t layer, int page) {
+__global__ static void __launch_bounds__(256) copy_pages_kernel(const toka_copy *copies, bf16 *kv, size_t layer_elems, int page_elems) {
     grid_launch_dependents();
     grid_wait();
-    toka_copy c = copies[blockIdx.x];
-    bf16 *pool = kv + blockIdx.y * layer;
-    const uint4 *from = (const uint4 *)(pool + (size_t)c.from * page);
-    uint4 *to = (uint4 *)(pool + (size_t)c.to * page);
-    for (int i = threadIdx.x; i < page / 8; i += 256) to[i] = from[i];
+    toka_copy copy = copies[blockIdx.x];
+    bf16 *pool = kv + blockIdx.y * layer_elems;
+    const uint4 *from = (const uint4 *)(pool + (size_t)copy.from * page_elems);
+    uint4 *to = (uint4 *)(pool + (size_t)copy.to * page_elems);
+    for (int i = threadIdx.x; i < page_elems / 8; i += 256) to[i] = from[i];
 }
 
 /* ---- RMSNorm ----
  * y[t][i] = x[r][i] * w[i] / sqrt(mean(x[r]^2) + eps), r = rows ? rows[t] : t. x, y bf16 [.][E], w float32, one rounding at the
- * end. Grid T, block 128. A thread keeps its first NORM_HELD runs of x and w in registers, w from before grid_wait(); what is
+ * end. Grid T, block 128. A thread keeps its first NORM_CACHED_VECS runs of x and w in registers, w from before grid_wait(); what is
  * beyond is read twice. Reads 2*T*E, writes 2*T*E bytes: copy speed. Sums: each thread over its own elements, then a tree over
  * lanes and warps: one order for every T. */
-enum { NORM_HELD = 4 }; /* runs of 8 columns a thread holds: E up to 4,096 */
+enum { NORM_CACHED_VECS = 4 }; /* runs of 8 columns a thread holds: E up to 4,096 */
 __device__ static inline float block_sum_128(float v) { /* to all threads */
-    __shared__ float part[4];
+    __shared__ float warp_sums[4];
     for (int s = 16; s; s >>= 1) v += __shfl_xor_sync(~0u, v, s);
-    if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = v;
+    if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = v;
     __syncthreads();
-    return (part[0] + part[1]) + (part[2] + part[3]);
+    return (warp_sums[0] + warp_sums[1]) + (warp_sums[2] + warp_sums[3]);
 }
 __device__ static inline void unpack_8(uint4 v, float f[8]) {
     uint32_t w[4] = {v.x, v.y, v.z, v.w};
@@ -1056,97 +1056,97 @@ __device__ static inline void unpack_8(uint4 v, float f[8]) {
 __device__ static inline uint4 pack_8(const float f[8]) {
     return make_uint4(pack_bf16(f[0], f[1]), pack_bf16(f[2], f[3]), pack_bf16(f[4], f[5]), pack_bf16(f[6], f[7]));
 }
-__device__ static inline float norm_square(uint4 v, float sum) {
+__device__ static inline float norm_add_squares(uint4 v, float sum) {
     float f[8];
     unpack_8(v, f);
 #pragma unroll
     for (int j = 0; j < 8; j++) sum += f[j] * f[j];
     return sum;
 }
-__device__ static inline uint4 norm_scaled(uint4 v, float scale, float4 a, float4 b) {
+__device__ static inline uint4 norm_scale_8(uint4 v, float scale, float4 a, float4 b) {
     float f[8];
     unpack_8(v, f);
     return make_uint4(pack_bf16(f[0] * scale * a.x, f[1] * scale * a.y), pack_bf16(f[2] * scale * a.z, f[3] * scale * a.w),
                       pack_bf16(f[4] * scale * b.x, f[5] * scale * b.y), pack_bf16(f[6] * scale * b.z, f[7] * scale * b.w));
 }
-__global__ static void __launch_bounds__(128) rmsnorm_kernel(const bf16 *x, const int *rows, const float *w, bf16 *y, int E,
-                                                            float per_E, float eps) { /* E rounded up; 1 / the model's own */
-    const int n = E / 8, t = (int)threadIdx.x;
-    const float4 *g = (const float4 *)w;
-    float4 held[NORM_HELD][2] = {};
-    uint4 v[NORM_HELD] = {};
+__global__ static void __launch_bounds__(128) rmsnorm_kernel(const bf16 *x, const int *row_index, const float *w, bf16 *y, int E,
+                                                            float inv_E, float eps) { /* E rounded up; 1 / the model's own */
+    const int n_vecs = E / 8, thread = (int)threadIdx.x;
+    const float4 *w_vecs = (const float4 *)w;
+    float4 w_cached[NORM_CACHED_VECS][2] = {};
+    uint4 x_cached[NORM_CACHED_VECS] = {};
     float sum = 0;
     grid_launch_dependents();
 #pragma unroll
-    for (int k = 0; k < NORM_HELD; k++)
-        if (t + 128 * k < n) held[k][0] = g[2 * (t + 128 * k)], held[k][1] = g[2 * (t + 128 * k) + 1];
+    for (int k = 0; k < NORM_CACHED_VECS; k++)
+        if (thread + 128 * k < n_vecs) w_cached[k][0] = w_vecs[2 * (thread + 128 * k)], w_cached[k][1] = w_vecs[2 * (thread + 128 * k) + 1];
     grid_wait();
-    const uint4 *from = (const uint4 *)(x + (size_t)(rows ? rows[blockIdx.x] : blockIdx.x) * E);
+    const uint4 *from = (const uint4 *)(x + (size_t)(row_index ? row_index[blockIdx.x] : blockIdx.x) * E);
     uint4 *to = (uint4 *)(y + (size_t)blockIdx.x * E);
 #pragma unroll
-    for (int k = 0; k < NORM_HELD; k++)
-        if (t + 128 * k < n) v[k] = from[t + 128 * k];
+    for (int k = 0; k < NORM_CACHED_VECS; k++)
+        if (thread + 128 * k < n_vecs) x_cached[k] = from[thread + 128 * k];
 #pragma unroll
-    for (int k = 0; k < NORM_HELD; k++) sum = norm_square(v[k], sum);
-    for (int i = t + 128 * NORM_HELD; i < n; i += 128) sum = norm_square(from[i], sum);
-    float scale = rsqrtf(block_sum_128(sum) * per_E + eps);
+    for (int k = 0; k < NORM_CACHED_VECS; k++) sum = norm_add_squares(x_cached[k], sum);
+    for (int i = thread + 128 * NORM_CACHED_VECS; i < n_vecs; i += 128) sum = norm_add_squares(from[i], sum);
+    float scale = rsqrtf(block_sum_128(sum) * inv_E + eps);
 #pragma unroll
-    for (int k = 0; k < NORM_HELD; k++)
-        if (t + 128 * k < n) to[t + 128 * k] = norm_scaled(v[k], scale, held[k][0], held[k][1]);
-    for (int i = t + 128 * NORM_HELD; i < n; i += 128) to[i] = norm_scaled(from[i], scale, g[2 * i], g[2 * i + 1]);
+    for (int k = 0; k < NORM_CACHED_VECS; k++)
+        if (thread + 128 * k < n_vecs) to[thread + 128 * k] = norm_scale_8(x_cached[k], scale, w_cached[k][0], w_cached[k][1]);
+    for (int i = thread + 128 * NORM_CACHED_VECS; i < n_vecs; i += 128) to[i] = norm_scale_8(from[i], scale, w_vecs[2 * i], w_vecs[2 * i + 1]);
 }
-static void rmsnorm(toka_device *d, const bf16 *x, const int *rows, const float *w, bf16 *y, int n_rows) {
-    const float per_E = 1.0f / d->shape->E;
-    launch_dependent(d, "RMSNorm", rmsnorm_kernel, dim3(n_rows), 128, 0, 1, x, rows, w, y, d->E, per_E, d->shape->eps);
+static void rmsnorm(toka_device *dev, const bf16 *x, const int *row_index, const float *w, bf16 *y, int n_rows) {
+    const float inv_E = 1.0f / dev->shape->E;
+    launch_dependent(dev, "RMSNorm", rmsnorm_kernel, dim3(n_rows), 128, 0, 1, x, row_index, w, y, dev->E, inv_E, dev->shape->eps);
 }
 
 /* ---- RMSNorm folded into GEMMs, for up to 8 rows ----
  * norm(x) W^T = (x w) W^T / rms(x): the kernel that makes x also stores x w and the sums of squares of every 16 columns; the GEMM
  * that reads it scales its output by 1 / rms. One kernel less in the chain is worth more than it costs that every CTA adds up the
  * squares again. */
-enum { FOLD_ROWS = 8, FOLD_N = 16, FOLD_HELD = 8 /* in registers: E up to 4,096 */ };
-typedef struct norm_fold {
+enum { FUSE_NORM_MAX_ROWS = 8, FUSE_NORM_COLS = 16, FUSE_NORM_LANE_SUMS = 8 /* in registers: E up to 4,096 */ };
+typedef struct fused_norm {
     const float *w;     /* [E] of the norm that follows; NULL: none */
     bf16 *xw;           /* [M][E] */
-    float *squares;     /* [M][n] */
-    const float *given; /* [M][n], those of x; NULL: x is no norm's */
-    int n;
-    float per_E, eps;
-} norm_fold;
-static norm_fold fold_for(const toka_device *d, const float *w, bool given) {
-    if (!w && !given) return norm_fold{};
-    return norm_fold{w, d->xn, d->squares, given ? d->squares : NULL, ceil_div(d->E, FOLD_N), 1.0f / d->shape->E, d->shape->eps};
+    float *row_sumsq;     /* [M][n] */
+    const float *input_sumsq; /* [M][n], those of x; NULL: x is no norm's */
+    int n_sums;
+    float inv_E, eps;
+} fused_norm;
+static fused_norm fuse_norm_args(const toka_device *dev, const float *norm_w, bool reads_sumsq) {
+    if (!norm_w && !reads_sumsq) return fused_norm{};
+    return fused_norm{norm_w, dev->xn, dev->row_sumsq, reads_sumsq ? dev->row_sumsq : NULL, ceil_div(dev->E, FUSE_NORM_COLS), 1.0f / dev->shape->E, dev->shape->eps};
 }
 /* The op before has done its part of it. */
-static bool fold_take(toka_device *d) {
-    const bool folded = d->folded;
-    d->folded = false;
-    return folded;
+static bool fuse_norm_consume(toka_device *dev) {
+    const bool fused = dev->norm_ready;
+    dev->norm_ready = false;
+    return fused;
 }
 
 /* ---- embed ----
  * x[t][:] = E[ids[t] - v0][:], bf16, zeros for an id that is not among the table's V; an id -1 - q is the one drawn last for slot
  * q. fold.w: and what the norm that follows needs. Grid T, block 128, 32 bytes a thread and turn. Moves 2*T*E*2 bytes: copy
  * speed. */
-__global__ static void __launch_bounds__(128) embed_kernel(const int *ids, const int *last, const bf16 *table, int v0, int V,
-                                                           bf16 *x, int E, const norm_fold fold) {
+__global__ static void __launch_bounds__(128) embed_kernel(const int *ids, const int *last_tokens, const bf16 *table, int v0, int V,
+                                                           bf16 *x, int E, const fused_norm fused) {
     grid_launch_dependents();
     grid_wait();
-    int id = ids[blockIdx.x], row = (id < 0 ? last[-1 - id] : id) - v0;
+    int id = ids[blockIdx.x], row = (id < 0 ? last_tokens[-1 - id] : id) - v0;
     const uint4 *from = (const uint4 *)(table + (size_t)row * E);
-    const float4 *w = (const float4 *)fold.w;
+    const float4 *norm_w = (const float4 *)fused.w;
     const size_t to = (size_t)blockIdx.x * (E / 8);
-    for (int k = threadIdx.x; k * FOLD_N < E; k += blockDim.x) {
+    for (int k = threadIdx.x; k * FUSE_NORM_COLS < E; k += blockDim.x) {
         float sum = 0;
 #pragma unroll
         for (int i = 2 * k; i < 2 * k + 2; i++) {
             if (i == E / 8) break;
-            const uint4 v = row >= 0 && row < V ? from[i] : make_uint4(0, 0, 0, 0);
-            ((uint4 *)x)[to + i] = v;
-            sum = norm_square(v, sum);
-            if (w) ((uint4 *)fold.xw)[to + i] = norm_scaled(v, 1, w[2 * i], w[2 * i + 1]);
+            const uint4 vec = row >= 0 && row < V ? from[i] : make_uint4(0, 0, 0, 0);
+            ((uint4 *)x)[to + i] = vec;
+            sum = norm_add_squares(vec, sum);
+            if (norm_w) ((uint4 *)fused.xw)[to + i] = norm_scale_8(vec, 1, norm_w[2 * i], norm_w[2 * i + 1]);
         }
-        if (w) fold.squares[blockIdx.x * fold.n + k] = sum;
+        if (norm_w) fused.row_sumsq[blockIdx.x * fused.n_sums + k] = sum;
     }
 }
 
@@ -1161,16 +1161,16 @@ __global__ static void rope_table_kernel(float2 *table, const float *freq, float
         table[i] = make_float2((float)c * scale, (float)s * scale);
     }
 }
-static void rope_open(toka_device *d) {
-    int half = d->shape->D / 2;
-    size_t n = (size_t)d->shape->max_len * half;
-    float *freq = (float *)dev_alloc(d, (size_t)half * sizeof(float), "RoPE");
-    d->rope = (float2 *)dev_alloc(d, n * sizeof *d->rope, "RoPE table");
-    if (d->error.code) return;
+static void rope_open(toka_device *dev) {
+    int half = dev->shape->D / 2;
+    size_t n = (size_t)dev->shape->max_len * half;
+    float *freq = (float *)dev_alloc(dev, (size_t)half * sizeof(float), "RoPE");
+    dev->rope = (float2 *)dev_alloc(dev, n * sizeof *dev->rope, "RoPE table");
+    if (dev->error.code) return;
     /* on the stream of its reader: the default stream may still be at a copy from pageable memory when cudaMemcpy returns */
-    latch(d, cudaMemcpyAsync(freq, d->shape->rope_freq, (size_t)half * sizeof *freq, cudaMemcpyHostToDevice, d->stream), "RoPE");
-    rope_table_kernel<<<1024, 256, 0, d->stream>>>(d->rope, freq, d->shape->rope_scale, half, n);
-    LAUNCHED(d, "RoPE table");
+    latch_error(dev, cudaMemcpyAsync(freq, dev->shape->rope_freq, (size_t)half * sizeof *freq, cudaMemcpyHostToDevice, dev->stream), "RoPE");
+    rope_table_kernel<<<1024, 256, 0, dev->stream>>>(dev->rope, freq, dev->shape->rope_scale, half, n);
+    CHECK_LAUNCH(dev, "RoPE table");
 }
 
 /* ---- QK-norm, RoPE, K and V to their pages ----
@@ -1183,27 +1183,27 @@ static void rope_open(toka_device *d) {
 typedef struct rope_args {
     const bf16 *qkv;
     bf16 *q, *kv; /* kv: the layer's pool */
-    const int *pos, *slot;
+    const int *pos, *kv_slot;
     const float2 *table;
     const float *q_norm, *k_norm;
     int T, H, K, D, B;
     float eps;
-    bool by_turns; /* a head's elements lie as qkv_place says */
+    bool interleaved; /* a head's elements lie as qkv_interleave says */
 } rope_args;
 
 /* Where element i of a head stands when 8 of its first half and the 8 that RoPE pairs them with take turns: in the rows of W that
  * the fused GEMM reads (chapter 6), so that a pair meets in one thread and any 16 columns can be turned by themselves. */
-__host__ __device__ static inline int qkv_place(int i, int half) {
+__host__ __device__ static inline int qkv_interleave(int i, int half) {
     return i < half ? i / 8 * 16 + i % 8 : (i - half) / 8 * 16 + 8 + (i - half) % 8;
 }
 
-__device__ static inline void store_pair(bf16 *to, float a, float b) { *(uint32_t *)to = pack_bf16(a, b); }
+__device__ static inline void store_bf16x2(bf16 *to, float a, float b) { *(uint32_t *)to = pack_bf16(a, b); }
 
-__global__ static void __launch_bounds__(256) rope_kernel(rope_args a) {
-    int heads = a.H + 2 * a.K, w = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
-    int t = w / heads, h = w % heads, half = a.D / 2;
-    float4 turn[2] = {make_float4(1, 0, 1, 0), make_float4(1, 0, 1, 0)}; /* cosines and sines */
-    const float *norm = h < a.H ? a.q_norm : h < a.H + a.K ? a.k_norm : NULL;
+__global__ static void __launch_bounds__(256) rope_kernel(rope_args args) {
+    int n_heads = args.H + 2 * args.K, warp = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
+    int row = warp / n_heads, head = warp % n_heads, half = args.D / 2;
+    float4 cos_sin[2] = {make_float4(1, 0, 1, 0), make_float4(1, 0, 1, 0)}; /* cosines and sines */
+    const float *norm = head < args.H ? args.q_norm : head < args.H + args.K ? args.k_norm : NULL;
     float2 norm_lo[2] = {}, norm_hi[2] = {};
     grid_launch_dependents();
 #pragma unroll
@@ -1211,46 +1211,46 @@ __global__ static void __launch_bounds__(256) rope_kernel(rope_args a) {
         int i = 2 * lane + 64 * k;
         if (norm && i < half) norm_lo[k] = *(const float2 *)(norm + i), norm_hi[k] = *(const float2 *)(norm + half + i);
     }
-    if (t < a.T && h < a.H + a.K) {
-        const float2 *table = a.table + (size_t)a.pos[t] * half;
+    if (row < args.T && head < args.H + args.K) {
+        const float2 *table = args.table + (size_t)args.pos[row] * half;
 #pragma unroll
         for (int k = 0; k < 2; k++)
-            if (2 * lane + 64 * k < half) turn[k] = *(const float4 *)(table + 2 * lane + 64 * k);
+            if (2 * lane + 64 * k < half) cos_sin[k] = *(const float4 *)(table + 2 * lane + 64 * k);
     }
-    int slot = t < a.T ? a.slot[t] : 0;
+    int kv_slot = row < args.T ? args.kv_slot[row] : 0;
     grid_wait();
-    if (t >= a.T) return;
-    const bf16 *from = a.qkv + (size_t)w * a.D;
+    if (row >= args.T) return;
+    const bf16 *from = args.qkv + (size_t)warp * args.D;
     float lo[4], hi[4], sum = 0;
 #pragma unroll
     for (int k = 0; k < 2; k++) {
         int i = 2 * lane + 64 * k;
-        int i0 = a.by_turns ? qkv_place(i, half) : i, i1 = i0 + (a.by_turns ? 8 : half);
-        uint32_t u = i < half ? *(const uint32_t *)(from + i0) : 0, v = i < half ? *(const uint32_t *)(from + i1) : 0;
-        lo[2 * k] = bf16_low(u), lo[2 * k + 1] = bf16_high(u), hi[2 * k] = bf16_low(v), hi[2 * k + 1] = bf16_high(v);
+        int lo_index = args.interleaved ? qkv_interleave(i, half) : i, hi_index = lo_index + (args.interleaved ? 8 : half);
+        uint32_t lo0 = i < half ? *(const uint32_t *)(from + lo_index) : 0, hi0 = i < half ? *(const uint32_t *)(from + hi_index) : 0;
+        lo[2 * k] = bf16_low(lo0), lo[2 * k + 1] = bf16_high(lo0), hi[2 * k] = bf16_low(hi0), hi[2 * k + 1] = bf16_high(hi0);
     }
     if (norm) {
 #pragma unroll
         for (int k = 0; k < 4; k++) sum += lo[k] * lo[k] + hi[k] * hi[k];
-        for (int s = 16; s; s >>= 1) sum += __shfl_xor_sync(~0u, sum, s);
-        float scale = rsqrtf(sum / a.D + a.eps);
+        for (int lanes = 16; lanes; lanes >>= 1) sum += __shfl_xor_sync(~0u, sum, lanes);
+        float scale = rsqrtf(sum / args.D + args.eps);
 #pragma unroll
         for (int k = 0; k < 2; k++) {
             lo[2 * k] *= scale * norm_lo[k].x, lo[2 * k + 1] *= scale * norm_lo[k].y;
             hi[2 * k] *= scale * norm_hi[k].x, hi[2 * k + 1] *= scale * norm_hi[k].y;
         }
     }
-    int kv_head = h < a.H + a.K ? h - a.H : h - a.H - a.K;
-    bf16 *to = h < a.H ? a.q + ((size_t)t * a.H + h) * a.D
-                       : a.kv + ((((size_t)(slot / a.B) * a.K + kv_head) * 2 + (h >= a.H + a.K)) * a.B + slot % a.B) * a.D;
+    int kv_head = head < args.H + args.K ? head - args.H : head - args.H - args.K;
+    bf16 *out = head < args.H ? args.q + ((size_t)row * args.H + head) * args.D
+                       : args.kv + ((((size_t)(kv_slot / args.B) * args.K + kv_head) * 2 + (head >= args.H + args.K)) * args.B + kv_slot % args.B) * args.D;
 #pragma unroll
     for (int k = 0; k < 2; k++) {
         int i = 2 * lane + 64 * k;
         if (i >= half) break;
-        float4 cs = turn[k];
-        float u = lo[2 * k], v = hi[2 * k], y = lo[2 * k + 1], z = hi[2 * k + 1];
-        store_pair(to + i, u * cs.x - v * cs.y, y * cs.z - z * cs.w);
-        store_pair(to + half + i, v * cs.x + u * cs.y, z * cs.z + y * cs.w);
+        float4 cs = cos_sin[k];
+        float lo0 = lo[2 * k], hi0 = hi[2 * k], lo1 = lo[2 * k + 1], hi1 = hi[2 * k + 1];
+        store_bf16x2(out + i, lo0 * cs.x - hi0 * cs.y, lo1 * cs.z - hi1 * cs.w);
+        store_bf16x2(out + half + i, hi0 * cs.x + lo0 * cs.y, hi1 * cs.z + lo1 * cs.w);
     }
 }
 
@@ -1264,92 +1264,92 @@ enum epilogue {
     EPI_RESIDUAL, /* y += acc + bias, bf16 [M][N]; the sum in float32, rounded once */
     EPI_SWIGLU,   /* W is gate and up by turns of 8 rows: y[M][N/2] = silu(gate) * up in float32, rounded once */
     EPI_LOGITS,   /* y = acc, float32 [M][N]; y points to floats */
-    EPI_QKV       /* W is q, k and v by turns (qkv_place): RoPE, then q and the pages of K and V; gemm_thin, gemm_few */
+    EPI_QKV       /* W is q, k and v by turns (qkv_interleave): RoPE, then q and the pages of K and V; gemm_gemv, gemm_smallm */
 };
 
 /* TMA fetches x in boxes of up to 128 rows, and is slower the more of them lie outside the tensor map: down of the 1B model with
  * 160 rows 35 us, with 256 rows 19 (H200, 2026-11-23). So maps extend to the end of the last box: rows behind the last of x are
  * read, whatever they hold, and what comes of them is dropped. */
-enum { GEMM_ROOM = 127 }; /* rows */
+enum { GEMM_PAD_ROWS = 127 }; /* rows */
 
 typedef struct gemm_args {
     int M;
-    const bf16 *x; /* [M][K], row stride ldx, 16-byte aligned; with GEMM_ROOM rows behind it */
+    const bf16 *x; /* [M][K], row stride ldx, 16-byte aligned; with GEMM_PAD_ROWS rows behind it */
     int ldx;
     const weight *w;
     bf16 *y;       /* row stride ldy */
     int ldy;
     enum epilogue epi;
-    const float *norm;            /* RESIDUAL of gemm_thin, M <= 8, or NULL: the weights of the norm that y goes through next. What
+    const float *next_norm;            /* RESIDUAL of gemm_gemv, M <= 8, or NULL: the weights of the norm that y goes through next. What
                                      it needs is left in d->xn and d->squares ... */
-    bool folded;                  /* ... where the next GEMM of up to 8 rows finds it: x is d->xn */
+    bool norm_ready;                  /* ... where the next GEMM of up to 8 rows finds it: x is d->xn */
     const struct qkv_params *qkv; /* of EPI_QKV */
 } gemm_args;
 
 /* What a lane adds up for 1 / rms of row m: asked for ahead of the products ... */
-typedef struct fold_part {
-    float sum[FOLD_HELD]; /* in the order of their columns */
-} fold_part;
-__device__ static inline fold_part fold_begin(const norm_fold &f, int m, int lane) {
-    fold_part p = {};
+typedef struct lane_sumsq {
+    float sum[FUSE_NORM_LANE_SUMS]; /* in the order of their columns */
+} lane_sumsq;
+__device__ static inline lane_sumsq rms_prefetch(const fused_norm &f, int m, int lane) {
+    lane_sumsq p = {};
 #pragma unroll
-    for (int k = 0; k < FOLD_HELD; k++)
-        if (lane + 32 * k < f.n) p.sum[k] = f.given[m * f.n + lane + 32 * k];
+    for (int k = 0; k < FUSE_NORM_LANE_SUMS; k++)
+        if (lane + 32 * k < f.n_sums) p.sum[k] = f.input_sumsq[m * f.n_sums + lane + 32 * k];
     return p;
 }
 /* ... and needed behind them. To the whole warp, in one order. */
-__device__ static inline float fold_end(const norm_fold &f, int m, int lane, const fold_part &p) {
+__device__ static inline float rms_inverse(const fused_norm &f, int m, int lane, const lane_sumsq &p) {
     float sum = 0;
 #pragma unroll
-    for (int k = 0; k < FOLD_HELD; k++) sum += p.sum[k];
-    for (int i = lane + 32 * FOLD_HELD; i < f.n; i += 32) sum += f.given[m * f.n + i];
+    for (int k = 0; k < FUSE_NORM_LANE_SUMS; k++) sum += p.sum[k];
+    for (int i = lane + 32 * FUSE_NORM_LANE_SUMS; i < f.n_sums; i += 32) sum += f.input_sumsq[m * f.n_sums + i];
     for (int s = 16; s; s >>= 1) sum += __shfl_xor_sync(~0u, sum, s);
-    return rsqrtf(sum * f.per_E + f.eps);
+    return rsqrtf(sum * f.inv_E + f.eps);
 }
-static norm_fold fold_of(const toka_device *d, const gemm_args *a) {
-    assert((!a->norm && !a->folded) || (a->M <= FOLD_ROWS && (!a->norm || a->w->N == d->E)));
-    return fold_for(d, a->norm, a->folded);
+static fused_norm gemm_fuse_norm_args(const toka_device *dev, const gemm_args *args) {
+    assert((!args->next_norm && !args->norm_ready) || (args->M <= FUSE_NORM_MAX_ROWS && (!args->next_norm || args->w->N == dev->E)));
+    return fuse_norm_args(dev, args->next_norm, args->norm_ready);
 }
 
 /* ---- Epilogues, shared by all GEMMs ---- */
 
-typedef struct gemm_call { /* gemm_args as a kernel takes them */
+typedef struct gemm_kernel_args { /* gemm_args as a kernel takes them */
     const bf16 *x, *w;
     const float *bias; /* [N] or NULL */
     bf16 *y;
     int M, N, K, ldx, ldy;
     enum epilogue epi;
-    norm_fold fold;
-} gemm_call;
+    fused_norm norm;
+} gemm_kernel_args;
 
 /* silu(gate) up */
 __device__ static inline float swiglu(float gate, float up) { return __fdividef(gate * up, 1 + ex2(-1.4426950408889634f * gate)); }
 
-__device__ static inline uint32_t gemm_old_pair(const gemm_call &c, int m, int n) { /* the pair that RESIDUAL adds to */
-    return c.epi == EPI_RESIDUAL ? *(uint32_t *)(c.y + (size_t)m * c.ldy + n) : 0;
+__device__ static inline uint32_t gemm_residual_pair(const gemm_kernel_args &args, int m, int n) { /* the pair that RESIDUAL adds to */
+    return args.epi == EPI_RESIDUAL ? *(uint32_t *)(args.y + (size_t)m * args.ldy + n) : 0;
 }
 /* STORE, RESIDUAL and LOGITS: columns n and n+1 (n even) of row m. */
-__device__ static inline void gemm_put_pair(const gemm_call &c, int m, int n, float a0, float a1, uint32_t old) {
-    if (c.epi == EPI_LOGITS) {
-        *(float2 *)((float *)c.y + (size_t)m * c.ldy + n) = float2{a0, a1};
+__device__ static inline void gemm_store_pair(const gemm_kernel_args &args, int m, int n, float a0, float a1, uint32_t residual) {
+    if (args.epi == EPI_LOGITS) {
+        *(float2 *)((float *)args.y + (size_t)m * args.ldy + n) = float2{a0, a1};
         return;
     }
-    if (c.bias) a0 += c.bias[n], a1 += c.bias[n + 1];
-    if (c.epi == EPI_RESIDUAL) a0 += bf16_low(old), a1 += bf16_high(old);
-    *(uint32_t *)(c.y + (size_t)m * c.ldy + n) = pack_bf16(a0, a1);
+    if (args.bias) a0 += args.bias[n], a1 += args.bias[n + 1];
+    if (args.epi == EPI_RESIDUAL) a0 += bf16_low(residual), a1 += bf16_high(residual);
+    *(uint32_t *)(args.y + (size_t)m * args.ldy + n) = pack_bf16(a0, a1);
 }
 /* SWIGLU: accumulator columns n, n+1 are gates and n+8, n+9 their ups; n % 16 < 8, even. */
-__device__ static inline void gemm_put_gated(const gemm_call &c, int m, int n, float g0, float g1, float u0, float u1) {
-    if (c.bias) g0 += c.bias[n], g1 += c.bias[n + 1], u0 += c.bias[n + 8], u1 += c.bias[n + 9];
-    *(uint32_t *)(c.y + (size_t)m * c.ldy + (n / 16 * 8 + n % 8)) = pack_bf16(swiglu(g0, u0), swiglu(g1, u1));
+__device__ static inline void gemm_store_swiglu(const gemm_kernel_args &args, int m, int n, float g0, float g1, float u0, float u1) {
+    if (args.bias) g0 += args.bias[n], g1 += args.bias[n + 1], u0 += args.bias[n + 8], u1 += args.bias[n + 9];
+    *(uint32_t *)(args.y + (size_t)m * args.ldy + (n / 16 * 8 + n % 8)) = pack_bf16(swiglu(g0, u0), swiglu(g1, u1));
 }
 
-static gemm_call gemm_checked(const gemm_args *a) {
-    const weight *w = a->w;
-    assert(a->M > 0 && w->N > 0 && w->K > 0 && w->N % 8 == 0 && w->K % 8 == 0 && a->ldx % 8 == 0 && a->ldy % 8 == 0);
-    assert(((uintptr_t)a->x | (uintptr_t)w->p | (uintptr_t)a->y) % 16 == 0);
-    assert(a->ldx >= w->K && a->ldy >= (a->epi == EPI_SWIGLU ? w->N / 2 : w->N) && (a->epi != EPI_SWIGLU || w->N % 16 == 0));
-    return gemm_call{a->x, w->p, w->bias, a->y, a->M, w->N, w->K, a->ldx, a->ldy, a->epi};
+static gemm_kernel_args gemm_checked_args(const gemm_args *args) {
+    const weight *w = args->w;
+    assert(args->M > 0 && w->N > 0 && w->K > 0 && w->N % 8 == 0 && w->K % 8 == 0 && args->ldx % 8 == 0 && args->ldy % 8 == 0);
+    assert(((uintptr_t)args->x | (uintptr_t)w->data | (uintptr_t)args->y) % 16 == 0);
+    assert(args->ldx >= w->K && args->ldy >= (args->epi == EPI_SWIGLU ? w->N / 2 : w->N) && (args->epi != EPI_SWIGLU || w->N % 16 == 0));
+    return gemm_kernel_args{args->x, w->data, w->bias, args->y, args->M, w->N, w->K, args->ldx, args->ldy, args->epi};
 }
 
 /* ---- y[M][N] = x[M][K] W[N][K]^T on mma.sync m16n8k16 ----
@@ -1364,7 +1364,7 @@ static gemm_call gemm_checked(const gemm_args *a) {
  * 64 accumulators per thread and lets two CTAs share a multiprocessor; 64 x 64 with warps of 32 x 32 is for launches of few
  * tiles. It is the GEMM of sm_80 and sm_89 and the tests' second opinion on Hopper, where mma.sync reaches about 60 % of wgmma. */
 
-enum { MMA_K = 32, MMA_STAGES = 4, MMA_RASTER = 8 };
+enum { MMA_K = 32, MMA_BUFS = 4, MMA_RASTER = 8 };
 
 /* This thread's part of a slice of `ROWS` rows from row0, matrix [n_rows][ld], columns k0 .. k0+31 of K. */
 template <int ROWS, int THREADS>
@@ -1372,24 +1372,24 @@ __device__ static inline void mma_load(uint32_t to, const bf16 *from, int row0, 
     int chunk = (int)threadIdx.x % 4, k = k0 + 8 * chunk;
 #pragma unroll
     for (int i = 0; i < ROWS / (THREADS / 4); i++) {
-        int r = (int)threadIdx.x / 4 + i * (THREADS / 4);
-        bool inside = row0 + r < n_rows && k < K;
-        cp_async_16(to + r * 64 + (chunk ^ (r / 2 % 4)) * 16, inside ? from + (size_t)(row0 + r) * ld + k : from, inside ? 16 : 0);
+        int row = (int)threadIdx.x / 4 + i * (THREADS / 4);
+        bool inside = row0 + row < n_rows && k < K;
+        cp_async_16(to + row * 64 + (chunk ^ (row / 2 % 4)) * 16, inside ? from + (size_t)(row0 + row) * ld + k : from, inside ? 16 : 0);
     }
 }
 
 /* acc[WM/16][WN/8] += the warp's part of one stage. */
 template <int WM, int WN>
-__device__ static inline void mma_slice(float acc[WM / 16][WN / 8][4], uint32_t x_at, uint32_t w_at, int lane) {
-    int xr = lane % 16, wr = lane % 8 + lane / 16 * 8; /* ldmatrix: the row whose address this lane gives; all bases are */
+__device__ static inline void mma_multiply(float acc[WM / 16][WN / 8][4], uint32_t x_at, uint32_t w_at, int lane) {
+    int x_row = lane % 16, w_row = lane % 8 + lane / 16 * 8; /* ldmatrix: the row whose address this lane gives; all bases are */
 #pragma unroll                                         /* multiples of 16 rows, so the swizzle depends on these alone */
     for (int k16 = 0; k16 < MMA_K / 16; k16++) {
         uint32_t a[WM / 16][4], b[WN / 16][4];
-        uint32_t xc = ((2 * k16 + lane / 16) ^ (xr / 2 % 4)) * 16, wc = ((2 * k16 + lane / 8 % 2) ^ (wr / 2 % 4)) * 16;
+        uint32_t x_chunk = ((2 * k16 + lane / 16) ^ (x_row / 2 % 4)) * 16, w_chunk = ((2 * k16 + lane / 8 % 2) ^ (w_row / 2 % 4)) * 16;
 #pragma unroll
-        for (int i = 0; i < WM / 16; i++) ldmatrix_x4(a[i], x_at + (16 * i + xr) * 64 + xc);
+        for (int i = 0; i < WM / 16; i++) ldmatrix_x4(a[i], x_at + (16 * i + x_row) * 64 + x_chunk);
 #pragma unroll
-        for (int j = 0; j < WN / 16; j++) ldmatrix_x4(b[j], w_at + (16 * j + wr) * 64 + wc);
+        for (int j = 0; j < WN / 16; j++) ldmatrix_x4(b[j], w_at + (16 * j + w_row) * 64 + w_chunk);
 #pragma unroll
         for (int i = 0; i < WM / 16; i++)
 #pragma unroll
@@ -1399,69 +1399,69 @@ __device__ static inline void mma_slice(float acc[WM / 16][WN / 8][4], uint32_t 
 
 /* The warp's accumulators through the epilogue; (m0, n0) is its corner. */
 template <int WM, int WN>
-__device__ static inline void mma_put(const gemm_call &c, float acc[WM / 16][WN / 8][4], int m0, int n0, int lane) {
+__device__ static inline void mma_epilogue(const gemm_kernel_args &args, float acc[WM / 16][WN / 8][4], int m0, int n0, int lane) {
 #pragma unroll
     for (int i = 0; i < 2 * (WM / 16); i++) {
-        int m = m0 + 8 * i + lane / 4, h = i % 2 * 2;
-        if (m >= c.M) continue;
+        int m = m0 + 8 * i + lane / 4, half = i % 2 * 2;
+        if (m >= args.M) continue;
 #pragma unroll
         for (int j = 0; j < WN / 8; j++) {
             int n = n0 + 8 * j + lane % 4 * 2;
-            const float *v = acc[i / 2][j] + h, *up = acc[i / 2][j | 1] + h;
-            if (n >= c.N) continue;
-            if (c.epi != EPI_SWIGLU) gemm_put_pair(c, m, n, v[0], v[1], gemm_old_pair(c, m, n));
-            else if (j % 2 == 0) gemm_put_gated(c, m, n, v[0], v[1], up[0], up[1]);
+            const float *values = acc[i / 2][j] + half, *up = acc[i / 2][j | 1] + half;
+            if (n >= args.N) continue;
+            if (args.epi != EPI_SWIGLU) gemm_store_pair(args, m, n, values[0], values[1], gemm_residual_pair(args, m, n));
+            else if (j % 2 == 0) gemm_store_swiglu(args, m, n, values[0], values[1], up[0], up[1]);
         }
     }
 }
 
 template <int BM, int BN, int WM, int WN>
-__global__ static void __launch_bounds__(BM / WM * (BN / WN) * 32) gemm_mma_kernel(const gemm_call c) {
-    constexpr int THREADS = BM / WM * (BN / WN) * 32, STAGE = (BM + BN) * MMA_K * 2;
+__global__ static void __launch_bounds__(BM / WM * (BN / WN) * 32) gemm_mma_kernel(const gemm_kernel_args args) {
+    constexpr int THREADS = BM / WM * (BN / WN) * 32, BUF_BYTES = (BM + BN) * MMA_K * 2;
     extern __shared__ __align__(128) char smem[];
-    int tiles_m = (c.M + BM - 1) / BM, tiles_n = (c.N + BN - 1) / BN, band = (int)blockIdx.x / (MMA_RASTER * tiles_n);
+    int tiles_m = (args.M + BM - 1) / BM, tiles_n = (args.N + BN - 1) / BN, band = (int)blockIdx.x / (MMA_RASTER * tiles_n);
     int in_band = (int)blockIdx.x - band * MMA_RASTER * tiles_n, height = min(MMA_RASTER, tiles_m - band * MMA_RASTER);
     int m0 = (band * MMA_RASTER + in_band % height) * BM, n0 = in_band / height * BN;
-    int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32, wm = warp / (BN / WN) * WM, wn = warp % (BN / WN) * WN;
-    int slices = (c.K + MMA_K - 1) / MMA_K;
-    uint32_t ring = smem_at(smem);
+    int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32, warp_m = warp / (BN / WN) * WM, warp_n = warp % (BN / WN) * WN;
+    int n_slices = (args.K + MMA_K - 1) / MMA_K;
+    uint32_t ring = smem_addr(smem);
     float acc[WM / 16][WN / 8][4] = {};
 
     grid_launch_dependents();
-    for (int s = 0; s < MMA_STAGES - 1; s++) /* weights need not wait for the kernel ahead */
-        mma_load<BN, THREADS>(ring + s * STAGE + BM * 64, c.w, n0, c.N, c.K, s * MMA_K, c.K);
+    for (int slice = 0; slice < MMA_BUFS - 1; slice++) /* weights need not wait for the kernel ahead */
+        mma_load<BN, THREADS>(ring + slice * BUF_BYTES + BM * 64, args.w, n0, args.N, args.K, slice * MMA_K, args.K);
     grid_wait();
-    for (int s = 0; s < MMA_STAGES - 1; s++) {
-        mma_load<BM, THREADS>(ring + s * STAGE, c.x, m0, c.M, c.ldx, s * MMA_K, c.K);
+    for (int slice = 0; slice < MMA_BUFS - 1; slice++) {
+        mma_load<BM, THREADS>(ring + slice * BUF_BYTES, args.x, m0, args.M, args.ldx, slice * MMA_K, args.K);
         cp_async_commit();
     }
-    for (int s = 0; s < slices; s++) {
-        uint32_t at = ring + s % MMA_STAGES * STAGE, next = ring + (s + MMA_STAGES - 1) % MMA_STAGES * STAGE;
-        int k = (s + MMA_STAGES - 1) * MMA_K;
-        cp_async_wait<MMA_STAGES - 2>();
+    for (int slice = 0; slice < n_slices; slice++) {
+        uint32_t buf_at = ring + slice % MMA_BUFS * BUF_BYTES, next_at = ring + (slice + MMA_BUFS - 1) % MMA_BUFS * BUF_BYTES;
+        int k = (slice + MMA_BUFS - 1) * MMA_K;
+        cp_async_wait<MMA_BUFS - 2>();
         __syncthreads(); /* slice s is there for all, and all are done with s-1, whose stage is filled next */
-        mma_load<BM, THREADS>(next, c.x, m0, c.M, c.ldx, k, c.K);
-        mma_load<BN, THREADS>(next + BM * 64, c.w, n0, c.N, c.K, k, c.K);
+        mma_load<BM, THREADS>(next_at, args.x, m0, args.M, args.ldx, k, args.K);
+        mma_load<BN, THREADS>(next_at + BM * 64, args.w, n0, args.N, args.K, k, args.K);
         cp_async_commit();
-        mma_slice<WM, WN>(acc, at + wm * 64, at + (BM + wn) * 64, lane);
+        mma_multiply<WM, WN>(acc, buf_at + warp_m * 64, buf_at + (BM + warp_n) * 64, lane);
     }
-    mma_put<WM, WN>(c, acc, m0 + wm, n0 + wn, lane);
+    mma_epilogue<WM, WN>(args, acc, m0 + warp_m, n0 + warp_n, lane);
 }
 
-template <int BM, int BN, int WM, int WN> static void gemm_mma_tile(toka_device *d, const gemm_args *a) {
-    gemm_call c = gemm_checked(a);
-    launch_dependent(d, "GEMM (mma)", gemm_mma_kernel<BM, BN, WM, WN>, dim3((unsigned)(ceil_div(c.M, BM) * ceil_div(c.N, BN))),
-                     BM / WM * (BN / WN) * 32, MMA_STAGES * (BM + BN) * MMA_K * 2, 1, c);
+template <int BM, int BN, int WM, int WN> static void gemm_mma_tile(toka_device *dev, const gemm_args *args) {
+    gemm_kernel_args kernel_args = gemm_checked_args(args);
+    launch_dependent(dev, "GEMM (mma)", gemm_mma_kernel<BM, BN, WM, WN>, dim3((unsigned)(ceil_div(kernel_args.M, BM) * ceil_div(kernel_args.N, BN))),
+                     BM / WM * (BN / WN) * 32, MMA_BUFS * (BM + BN) * MMA_K * 2, 1, kernel_args);
 }
-static void gemm_mma(toka_device *d, const gemm_args *a) {
-    if (ceil_div(a->M, 128) * ceil_div(a->w->N, 128) >= d->n_sms) gemm_mma_tile<128, 128, 64, 32>(d, a);
-    else gemm_mma_tile<64, 64, 32, 32>(d, a);
+static void gemm_mma(toka_device *dev, const gemm_args *args) {
+    if (ceil_div(args->M, 128) * ceil_div(args->w->N, 128) >= dev->n_sms) gemm_mma_tile<128, 128, 64, 32>(dev, args);
+    else gemm_mma_tile<64, 64, 32, 32>(dev, args);
 }
 
 /* ===========================================================================
  * MARK: 6. GEMM on wgmma [kernel]
  *
- * y[M][N] = x[M][K] W[N][K]^T for M from 65 rows up (33 for some W, 17 for the LM head: gemm_way), and what is done to the
+ * y[M][N] = x[M][K] W[N][K]^T for M from 65 rows up (33 for some W, 17 for the LM head: gemm_family), and what is done to the
  * accumulators before they leave (epi_*).
  *
  * One CTA of 384 threads works on tiles of 128 rows by BN columns, K in blocks of 64 (one 128-byte row of the swizzle).
@@ -1486,7 +1486,7 @@ static void gemm_mma(toka_device *d, const gemm_args *a) {
  *   warpgroup 1 products end      products end
  *   warpgroup 2          products end      products ...    begin when the other has asked for its last: named barriers 2, 3
  *
- * gemm_lead: for epilogues that are long beside their products. Each consumer has its 64 rows of every tile, but warpgroup 1 ends
+ * gemm_stagger: for epilogues that are long beside their products. Each consumer has its 64 rows of every tile, but warpgroup 1 ends
  * first: 2 stops a few blocks of K short and does those during 1's epilogue; 1 begins the next tile during 2's epilogue.
  *
  *   warpgroup 1   products ... products   | epilogue       products (alone)  products ...
@@ -1514,7 +1514,7 @@ static void gemm_mma(toka_device *d, const gemm_args *a) {
  * ring: behind the last block it is waited for 2,400 clocks, ahead of the first it delays x. Sums exchanged by st.shared::cluster
  * between cluster barriers: 3.4 us, by bulk copies 1.4, by st.async now 0.9 (parts of 128 columns). One producer thread for all
  * loads: each takes it 150 to 240 clocks. W of QKV in the model's order, tiles of 1.5 heads fetched as six quarters of heads by
- * three warps: 150 to 260 clocks more a block than one box of rows that lie by turns. gemm_lead of 2, 3, 4 for QKV (H100, M =
+ * three warps: 150 to 260 clocks more a block than one box of rows that lie by turns. gemm_stagger of 2, 3, 4 for QKV (H100, M =
  * 1,024 to 8,192 of three models, in turns): 1.02, 1.01, 1.02 of the time without; o with its residual 1.00, 0.99, 0.99, down
  * 1.01, 1.00, 1.01. Ping-pong for EPI_RESIDUAL: 1 to 8 % slower than BN 256, for QKV at BN 128 4 to 6 % (192 has no registers for
  * it), for the LM head with sampling, BN 192 and groups of 48 ids (chapter 11), 0 to 3 % faster at K = 2048, but 10 to 12 % slower
@@ -1528,29 +1528,29 @@ static void gemm_mma(toka_device *d, const gemm_args *a) {
  * staging each tile twice takes as long as the norm, which is launched before the kernel ahead has ended.
  * =========================================================================== */
 
-struct gemm_job { /* what the kernel is told */
+struct gemm_problem { /* what the kernel is told */
     int M, N, K;
     int units_m, tiles_n; /* ceil(M / (128 mc)), ceil(N / BN) */
-    int group, mc;
-    float per_group, per_height, per_last; /* 1 / (group * tiles_n), 1 / group, 1 / height of the last group */
+    int raster_m, multicast;
+    float inv_band, inv_height, inv_last_height; /* 1 / (group * tiles_n), 1 / group, 1 / height of the last group */
 };
 
 /* Shared memory of one instance, from a multiple of 1,024 on: the ring; staging of OUT columns (0: none); with SPLIT > 1
  * partial sums that come from the other CTAs; barriers full[stages], empty[stages], sums[2], res[8]. */
-template <int BN, int SPLIT, int OUT> struct gemm_smem {
-    static constexpr int stage_bytes = (128 + BN) * 128;
-    static constexpr int out_bytes = 128 * OUT * 2;
-    static constexpr int sum_bytes = 128 * (BN / SPLIT) * 4 * (SPLIT - 1);
-    static constexpr int rest = 1024 + 256 + out_bytes + sum_bytes;
-    static constexpr int stages = (232448 - rest) / stage_bytes < 8 ? (232448 - rest) / stage_bytes : 8;
-    static constexpr int bytes = rest + stages * stage_bytes;
-    static constexpr int out_at = stages * stage_bytes, sums_at = out_at + out_bytes, bars_at = sums_at + sum_bytes;
+template <int BN, int SPLIT, int OUT_COLS> struct gemm_smem {
+    static constexpr int buf_bytes = (128 + BN) * 128;
+    static constexpr int out_bytes = 128 * OUT_COLS * 2;
+    static constexpr int partial_bytes = 128 * (BN / SPLIT) * 4 * (SPLIT - 1);
+    static constexpr int fixed_bytes = 1024 + 256 + out_bytes + partial_bytes;
+    static constexpr int n_bufs = (232448 - fixed_bytes) / buf_bytes < 8 ? (232448 - fixed_bytes) / buf_bytes : 8;
+    static constexpr int bytes = fixed_bytes + n_bufs * buf_bytes;
+    static constexpr int out_at = n_bufs * buf_bytes, partials_at = out_at + out_bytes, bars_at = partials_at + partial_bytes;
 };
 
 /* Output of C columns is staged in rounds of this many, so that staging leaves room for four stages. */
-__host__ __device__ constexpr int gemm_round(int cols) { return cols > 128 && cols % 128 == 0 ? 128 : cols; }
+__host__ __device__ constexpr int gemm_round_cols(int cols) { return cols > 128 && cols % 128 == 0 ? 128 : cols; }
 /* Staged output lies in panels of 16 rows by this many columns, swizzled over their 128, 64 or 32 bytes. */
-__host__ __device__ constexpr int gemm_panel(int cols) { return cols % 64 == 0 ? 64 : cols % 32 == 0 ? 32 : 16; }
+__host__ __device__ constexpr int gemm_panel_cols(int cols) { return cols % 64 == 0 ? 64 : cols % 32 == 0 ? 32 : 16; }
 
 /* One warp's part of a tile, as epilogues get it: the accumulators of C columns from col0 on of rows row0 .. row0+15; lane l
  * has rows row0 + l/4 and + 8, columns col0 + 8j + 2(l%4) + {0,1} in acc[4j .. 4j+3] (see wgmma). */
@@ -1559,59 +1559,59 @@ struct gemm_tile {
     int row0, col0;
     int lane;
     uint32_t out;   /* the warp's staging: 16 rows of the epilogue's out(C) columns */
-    uint32_t res;   /* barrier of what is loaded into it */
-    int turn;       /* tiles before this one: parity of the barrier */
+    uint32_t load_bar;   /* barrier of what is loaded into it */
+    int tile_count;       /* tiles before this one: parity of the barrier */
 };
 /* Blocks of K by which consumer group 0 leads group 1 at the end of a tile, for long epilogues; 0: both run side by side. */
-template <class EPI> constexpr int gemm_lead = 0;
+template <class EPI> constexpr int gemm_stagger = 0;
 /* What an epilogue fetches while the products run and keeps in registers. */
-template <class EPI, int C> struct gemm_held {};
-template <class EPI, int C> constexpr bool gemm_holds = sizeof(gemm_held<EPI, C>) > 1;
+template <class EPI, int COLS> struct gemm_prefetched {};
+template <class EPI, int C> constexpr bool gemm_has_prefetched = sizeof(gemm_prefetched<EPI, C>) > 1;
 
 #if HOPPER
 /* ---- The staged output ---- */
 
 /* Lane l's address of the 16x16 block `jj` of C columns (as stmatrix takes it: rows 0-7, 8-15, then the right 8 columns). */
-template <int C> __device__ static inline uint32_t gemm_out_at(uint32_t out, int lane, int jj) {
-    constexpr int P = gemm_panel(C);
-    int row = lane & 15, col = 16 * jj + (lane >> 4) * 8;
-    uint32_t byte = (uint32_t)(col / P * (32 * P) + row * (2 * P) + col % P * 2);
-    return out + (byte ^ (byte >> 7 & (P / 8 - 1)) << 4);
+template <int COLS> __device__ static inline uint32_t gemm_staging_at(uint32_t out, int lane, int block) {
+    constexpr int PANEL = gemm_panel_cols(COLS);
+    int row = lane & 15, col = 16 * block + (lane >> 4) * 8;
+    uint32_t byte = (uint32_t)(col / PANEL * (32 * PANEL) + row * (2 * PANEL) + col % PANEL * 2);
+    return out + (byte ^ (byte >> 7 & (PANEL / 8 - 1)) << 4);
 }
 /* Accumulators of C columns to the staging, rounded to bf16. */
-template <int C> __device__ static inline void gemm_out_put(const float *acc, const gemm_tile &t) {
+template <int COLS> __device__ static inline void gemm_staging_write(const float *acc, const gemm_tile &tile) {
 #pragma unroll
-    for (int jj = 0; jj < C / 16; jj++) {
-        const float *v = acc + 8 * jj;
-        stmatrix_x4(gemm_out_at<C>(t.out, t.lane, jj), pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]),
-                    pack_bf16(v[6], v[7]));
+    for (int block = 0; block < COLS / 16; block++) {
+        const float *values = acc + 8 * block;
+        stmatrix_x4(gemm_staging_at<COLS>(tile.out, tile.lane, block), pack_bf16(values[0], values[1]), pack_bf16(values[2], values[3]), pack_bf16(values[4], values[5]),
+                    pack_bf16(values[6], values[7]));
     }
 }
 /* The warp's 16 rows of C staged columns go to y at (row0, col0), of n_cols. */
-template <int C> __device__ static inline void gemm_out_store(const gemm_tile &t, const CUtensorMap *my, int col0, int n_cols) {
-    constexpr int P = gemm_panel(C);
+template <int COLS> __device__ static inline void gemm_staging_store(const gemm_tile &tile, const CUtensorMap *map_y, int col0, int n_cols) {
+    constexpr int PANEL = gemm_panel_cols(COLS);
     fence_async_smem();
     __syncwarp();
-    if (t.lane == 0 && t.row0 < t.M) {
+    if (tile.lane == 0 && tile.row0 < tile.M) {
 #pragma unroll
-        for (int p = 0; p < C / P; p++)
-            if (col0 + p * P < n_cols) tma_store_2d(my, t.out + p * 32 * P, col0 + p * P, t.row0);
+        for (int panel = 0; panel < COLS / PANEL; panel++)
+            if (col0 + panel * PANEL < n_cols) tma_store_2d(map_y, tile.out + panel * 32 * PANEL, col0 + panel * PANEL, tile.row0);
         tma_store_commit();
     }
 }
 /* Until the staging may be written again. */
-__device__ static inline void gemm_out_wait(const gemm_tile &t) {
-    if (t.lane == 0) tma_store_wait_read<0>();
+__device__ static inline void gemm_staging_wait(const gemm_tile &tile) {
+    if (tile.lane == 0) tma_store_wait_read<0>();
     __syncwarp();
 }
 
-template <int C> __device__ static inline void gemm_add_bias(float (&acc)[C / 2], const gemm_tile &t, const float *bias) {
+template <int COLS> __device__ static inline void gemm_add_bias(float (&acc)[COLS / 2], const gemm_tile &tile, const float *bias) {
     if (!bias) return;
 #pragma unroll
-    for (int j = 0; j < C / 8; j++) {
-        int col = t.col0 + 8 * j;
-        if (col >= t.N) continue;
-        float2 b = *(const float2 *)(bias + col + 2 * (t.lane & 3));
+    for (int j = 0; j < COLS / 8; j++) {
+        int col = tile.col0 + 8 * j;
+        if (col >= tile.N) continue;
+        float2 b = *(const float2 *)(bias + col + 2 * (tile.lane & 3));
         acc[4 * j] += b.x, acc[4 * j + 1] += b.y, acc[4 * j + 2] += b.x, acc[4 * j + 3] += b.y;
     }
 }
@@ -1633,18 +1633,18 @@ struct epi_store { /* y = acc + bias */
         const bf16 *y;     /* epi_residual: [M][N], row stride ldy */
         int ldy;
     };
-    __host__ __device__ static constexpr int out(int c) { return gemm_round(c); }
+    __host__ __device__ static constexpr int staged_cols(int cols) { return gemm_round_cols(cols); }
 #if HOPPER
-    template <int C> __device__ static inline void begin(const gemm_tile &, const CUtensorMap *, const params &) {}
-    template <int C>
-    __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, const CUtensorMap *my, const params &p) {
-        constexpr int R = gemm_round(C);
-        gemm_add_bias<C>(acc, t, p.bias);
+    template <int COLS> __device__ static inline void prefetch(const gemm_tile &, const CUtensorMap *, const params &) {}
+    template <int COLS>
+    __device__ static inline void run(float (&acc)[COLS / 2], const gemm_tile &tile, const CUtensorMap *map_y, const params &epi_args) {
+        constexpr int ROUND = gemm_round_cols(COLS);
+        gemm_add_bias<COLS>(acc, tile, epi_args.bias);
 #pragma unroll
-        for (int i = 0; i < C / R; i++) {
-            gemm_out_wait(t);
-            gemm_out_put<R>(acc + i * (R / 2), t);
-            gemm_out_store<R>(t, my, t.col0 + i * R, t.N);
+        for (int i = 0; i < COLS / ROUND; i++) {
+            gemm_staging_wait(tile);
+            gemm_staging_write<ROUND>(acc + i * (ROUND / 2), tile);
+            gemm_staging_store<ROUND>(tile, map_y, tile.col0 + i * ROUND, tile.N);
         }
     }
 #endif
@@ -1654,74 +1654,74 @@ struct epi_store { /* y = acc + bias */
  * products of other tiles run. */
 struct epi_scatter {
     struct params {
-        CUtensorMap to[MEET_RANKS]; /* a box [share][N] at each rank; boxes of 16 rows */
+        CUtensorMap recv_maps[BARRIER_MAX_RANKS]; /* a box [share][N] at each rank; boxes of 16 rows */
         const float *bias;          /* or NULL */
-        int share;                  /* a multiple of 16, so that a warp's rows go to one rank */
+        int rows_per_rank;                  /* a multiple of 16, so that a warp's rows go to one rank */
     };
-    __host__ __device__ static constexpr int out(int c) { return gemm_round(c); }
+    __host__ __device__ static constexpr int staged_cols(int cols) { return gemm_round_cols(cols); }
 #if HOPPER
-    template <int C> __device__ static inline void begin(const gemm_tile &, const CUtensorMap *, const params &) {}
-    template <int C>
-    __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, const CUtensorMap *, const params &p) {
-        const int q = t.row0 / p.share;
-        gemm_tile at = t;
-        at.row0 -= q * p.share, at.M -= q * p.share;
-        epi_store::run<C>(acc, at, p.to + q, {p.bias, NULL, 0});
+    template <int COLS> __device__ static inline void prefetch(const gemm_tile &, const CUtensorMap *, const params &) {}
+    template <int COLS>
+    __device__ static inline void run(float (&acc)[COLS / 2], const gemm_tile &tile, const CUtensorMap *, const params &epi_args) {
+        const int rank = tile.row0 / epi_args.rows_per_rank;
+        gemm_tile rank_tile = tile;
+        rank_tile.row0 -= rank * epi_args.rows_per_rank, rank_tile.M -= rank * epi_args.rows_per_rank;
+        epi_store::run<COLS>(acc, rank_tile, epi_args.recv_maps + rank, {epi_args.bias, NULL, 0});
     }
 #endif
 };
-template <class EPI> constexpr bool gemm_far = false; /* y may be in another GPU's memory */
-template <> constexpr bool gemm_far<epi_scatter> = true;
+template <class EPI> constexpr bool gemm_stores_remote = false; /* y may be in another GPU's memory */
+template <> constexpr bool gemm_stores_remote<epi_scatter> = true;
 
 /* y += acc + bias. The first out(C) columns of y come into the staging by TMA while the products run, the others into
  * registers while the first are added. */
 struct epi_residual {
     typedef epi_store::params params;
-    __host__ __device__ static constexpr int out(int c) { return gemm_round(c); }
+    __host__ __device__ static constexpr int staged_cols(int cols) { return gemm_round_cols(cols); }
 #if HOPPER
-    template <int C> __device__ static inline void begin(const gemm_tile &t, const CUtensorMap *my, const params &) {
-        constexpr int R = gemm_round(C), P = gemm_panel(R);
-        if (t.lane != 0) return;
+    template <int COLS> __device__ static inline void prefetch(const gemm_tile &tile, const CUtensorMap *map_y, const params &) {
+        constexpr int ROUND = gemm_round_cols(COLS), PANEL = gemm_panel_cols(ROUND);
+        if (tile.lane != 0) return;
         tma_store_wait_read<0>();
-        mbar_expect_tx(t.res, 32 * R);
-        for (int i = 0; i < R / P; i++) tma_load_2d(t.out + i * 32 * P, my, t.res, t.col0 + i * P, t.row0);
+        mbar_expect_tx(tile.load_bar, 32 * ROUND);
+        for (int i = 0; i < ROUND / PANEL; i++) tma_load_2d(tile.out + i * 32 * PANEL, map_y, tile.load_bar, tile.col0 + i * PANEL, tile.row0);
     }
     /* acc + staged y of R columns goes to the staging and out. */
-    template <int R> __device__ static inline void add(const float *acc, const gemm_tile &t, const CUtensorMap *my, int col0) {
+    template <int ROUND> __device__ static inline void add(const float *acc, const gemm_tile &tile, const CUtensorMap *map_y, int col0) {
 #pragma unroll
-        for (int jj = 0; jj < R / 16; jj++) {
-            const float *v = acc + 8 * jj;
-            uint32_t at = gemm_out_at<R>(t.out, t.lane, jj), r[4];
-            ldmatrix_x4(r, at);
+        for (int block = 0; block < ROUND / 16; block++) {
+            const float *values = acc + 8 * block;
+            uint32_t staged_at = gemm_staging_at<ROUND>(tile.out, tile.lane, block), pairs[4];
+            ldmatrix_x4(pairs, staged_at);
 #pragma unroll
-            for (int i = 0; i < 4; i++) r[i] = pack_bf16(v[2 * i] + bf16_low(r[i]), v[2 * i + 1] + bf16_high(r[i]));
-            stmatrix_x4(at, r[0], r[1], r[2], r[3]);
+            for (int i = 0; i < 4; i++) pairs[i] = pack_bf16(values[2 * i] + bf16_low(pairs[i]), values[2 * i + 1] + bf16_high(pairs[i]));
+            stmatrix_x4(staged_at, pairs[0], pairs[1], pairs[2], pairs[3]);
         }
-        gemm_out_store<R>(t, my, col0, t.N);
+        gemm_staging_store<ROUND>(tile, map_y, col0, tile.N);
     }
-    template <int C>
-    __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, const CUtensorMap *my, const params &p) {
-        constexpr int R = gemm_round(C), per_row = R / 8, n = C > R ? 16 * per_row / 32 : 0;
-        uint4 y[n + 1];
-        int row = t.lane / per_row, chunk = t.lane % per_row, col = t.col0 + R + 8 * chunk;
+    template <int COLS>
+    __device__ static inline void run(float (&acc)[COLS / 2], const gemm_tile &tile, const CUtensorMap *map_y, const params &epi_args) {
+        constexpr int ROUND = gemm_round_cols(COLS), per_row = ROUND / 8, n_chunks = COLS > ROUND ? 16 * per_row / 32 : 0;
+        uint4 y[n_chunks + 1];
+        int row = tile.lane / per_row, chunk = tile.lane % per_row, col = tile.col0 + ROUND + 8 * chunk;
 #pragma unroll
-        for (int i = 0; i < n; i++) {
-            int r = t.row0 + i * (32 / per_row) + row;
-            y[i] = r < t.M && col < t.N ? *(const uint4 *)(p.y + (size_t)r * p.ldy + col) : uint4{};
+        for (int i = 0; i < n_chunks; i++) {
+            int r = tile.row0 + i * (32 / per_row) + row;
+            y[i] = r < tile.M && col < tile.N ? *(const uint4 *)(epi_args.y + (size_t)r * epi_args.ldy + col) : uint4{};
         }
-        gemm_add_bias<C>(acc, t, p.bias);
-        mbar_wait(t.res, t.turn & 1);
-        add<R>(acc, t, my, t.col0);
-        if constexpr (n > 0) {
-            static_assert(C == 2 * R && R == 128, "two rounds of two panels of 64 columns");
-            gemm_out_wait(t);
+        gemm_add_bias<COLS>(acc, tile, epi_args.bias);
+        mbar_wait(tile.load_bar, tile.tile_count & 1);
+        add<ROUND>(acc, tile, map_y, tile.col0);
+        if constexpr (n_chunks > 0) {
+            static_assert(COLS == 2 * ROUND && ROUND == 128, "two rounds of two panels of 64 columns");
+            gemm_staging_wait(tile);
 #pragma unroll
-            for (int i = 0; i < n; i++) {
+            for (int i = 0; i < n_chunks; i++) {
                 uint32_t byte = (uint32_t)(chunk / 8 * 2048 + (i * (32 / per_row) + row) * 128 + chunk % 8 * 16);
-                smem_store_16(t.out + (byte ^ (byte >> 7 & 7) << 4), y[i]);
+                smem_store_16(tile.out + (byte ^ (byte >> 7 & 7) << 4), y[i]);
             }
             __syncwarp();
-            add<R>(acc + R / 2, t, my, t.col0 + R);
+            add<ROUND>(acc + ROUND / 2, tile, map_y, tile.col0 + ROUND);
         }
     }
 #endif
@@ -1731,23 +1731,23 @@ struct epi_swiglu { /* y[M][N/2] = silu(gate) up: of two blocks of 8 columns the
     struct params {
         int unused;
     };
-    __host__ __device__ static constexpr int out(int c) { return c / 2; }
+    __host__ __device__ static constexpr int staged_cols(int cols) { return cols / 2; }
 #if HOPPER
-    template <int C> __device__ static inline void begin(const gemm_tile &, const CUtensorMap *, const params &) {}
-    template <int C>
-    __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, const CUtensorMap *my, const params &) {
-        gemm_out_wait(t);
+    template <int COLS> __device__ static inline void prefetch(const gemm_tile &, const CUtensorMap *, const params &) {}
+    template <int COLS>
+    __device__ static inline void run(float (&acc)[COLS / 2], const gemm_tile &tile, const CUtensorMap *map_y, const params &) {
+        gemm_staging_wait(tile);
 #pragma unroll
-        for (int jj = 0; jj < C / 32; jj++) {
+        for (int block = 0; block < COLS / 32; block++) {
             uint32_t r[4];
 #pragma unroll
             for (int i = 0; i < 4; i++) { /* rows 0-7 and 8-15 of the left, then of the right 8 columns of output */
-                const float *v = acc + 16 * jj + 8 * (i >> 1) + 2 * (i & 1);
-                r[i] = pack_bf16(swiglu(v[0], v[4]), swiglu(v[1], v[5]));
+                const float *logits_a = acc + 16 * block + 8 * (i >> 1) + 2 * (i & 1);
+                r[i] = pack_bf16(swiglu(logits_a[0], logits_a[4]), swiglu(logits_a[1], logits_a[5]));
             }
-            stmatrix_x4(gemm_out_at<C / 2>(t.out, t.lane, jj), r[0], r[1], r[2], r[3]);
+            stmatrix_x4(gemm_staging_at<COLS / 2>(tile.out, tile.lane, block), r[0], r[1], r[2], r[3]);
         }
-        gemm_out_store<C / 2>(t, my, t.col0 / 2, t.N / 2);
+        gemm_staging_store<COLS / 2>(tile, map_y, tile.col0 / 2, tile.N / 2);
     }
 #endif
 };
@@ -1757,18 +1757,18 @@ struct epi_logits { /* y = acc, float32; each 32-byte sector is written by four 
         float *y;
         int ld;
     };
-    __host__ __device__ static constexpr int out(int) { return 0; }
+    __host__ __device__ static constexpr int staged_cols(int) { return 0; }
 #if HOPPER
-    template <int C> __device__ static inline void begin(const gemm_tile &, const CUtensorMap *, const params &) {}
-    template <int C>
-    __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, const CUtensorMap *, const params &p) {
-        int row = t.row0 + t.lane / 4, col = t.col0 + 2 * (t.lane & 3);
-        float *y = p.y + (size_t)row * p.ld + col;
+    template <int COLS> __device__ static inline void prefetch(const gemm_tile &, const CUtensorMap *, const params &) {}
+    template <int COLS>
+    __device__ static inline void run(float (&acc)[COLS / 2], const gemm_tile &tile, const CUtensorMap *, const params &epi_args) {
+        int row = tile.row0 + tile.lane / 4, col = tile.col0 + 2 * (tile.lane & 3);
+        float *y = epi_args.y + (size_t)row * epi_args.ld + col;
 #pragma unroll
-        for (int j = 0; j < C / 8; j++) {
-            if (t.col0 + 8 * j >= t.N) continue;
-            if (row < t.M) *(float2 *)(y + 8 * j) = make_float2(acc[4 * j], acc[4 * j + 1]);
-            if (row + 8 < t.M) *(float2 *)(y + (size_t)8 * p.ld + 8 * j) = make_float2(acc[4 * j + 2], acc[4 * j + 3]);
+        for (int j = 0; j < COLS / 8; j++) {
+            if (tile.col0 + 8 * j >= tile.N) continue;
+            if (row < tile.M) *(float2 *)(y + 8 * j) = make_float2(acc[4 * j], acc[4 * j + 1]);
+            if (row + 8 < tile.M) *(float2 *)(y + (size_t)8 * epi_args.ld + 8 * j) = make_float2(acc[4 * j + 2], acc[4 * j + 3]);
         }
     }
 #endif
@@ -1781,160 +1781,160 @@ struct qkv_params {
     const float *q_norm, *k_norm; /* [D] or NULL */
     float eps;
     int H, K, B;
-    const int *pos, *slot;        /* [T]; slot = page * B + offset */
+    const int *pos, *kv_slot;        /* [T]; slot = page * B + offset */
     const float2 *rope;           /* [max_len][D/2] cosine and sine */
     bf16 *q;                      /* [T][H][D] */
     bf16 *kv;                     /* the layer's pages: [page][K][K, V][B][D] */
     int D;                        /* where the type does not say it */
 };
-static bool qkv_has_norms(const qkv_params *p) { return p->q_norm || p->k_norm; }
+static bool qkv_has_norms(const qkv_params *qkv) { return qkv->q_norm || qkv->k_norm; }
 
-/* W's rows (and the bias) lie by turns, see qkv_place: a tile may begin and end anywhere in a head, its pairs are whole. Only
+/* W's rows (and the bias) lie by turns, see qkv_interleave: a tile may begin and end anywhere in a head, its pairs are whole. Only
  * QK-norm needs the whole head. All arithmetic is float32 on the accumulators, rounded once. The bf16 rows go through the warp's
  * staging, so that each head's row leaves in 16-byte chunks, one panel's side by side. */
 template <int D> struct epi_qkv;
-template <int D, int C> struct gemm_held<epi_qkv<D>, C> {
-    static constexpr int blocks = (C < D ? C : D) / 16; /* the table's values repeat from head to head */
-    static constexpr bool early = C + D <= 320;         /* there are registers for them */
-    static constexpr int panel = gemm_panel(gemm_round(C)) / 8, step = 32 / panel, chunks = 16 / step; /* see send */
-    int pos[2], slot; /* positions of the lane's two rows; slot of row row0 + lane % 16 */
+template <int D, int COLS> struct gemm_prefetched<epi_qkv<D>, COLS> {
+    static constexpr int rope_blocks = (COLS < D ? COLS : D) / 16; /* the table's values repeat from head to head */
+    static constexpr bool preload_rope = COLS + D <= 320;         /* there are registers for them */
+    static constexpr int panel_chunks = gemm_panel_cols(gemm_round_cols(COLS)) / 8, row_step = 32 / panel_chunks, chunks = 16 / row_step; /* see send */
+    int pos[2], kv_slot; /* positions of the lane's two rows; slot of row row0 + lane % 16 */
     uint32_t q_at[chunks], kv_at[chunks]; /* where the lane's rows lie in q and in the pages, in units of D elements */
-    float4 table[early ? blocks : 1][2]; /* cosines and sines of the lane's two pairs, in either row, of each 16 columns */
+    float4 rope_table[preload_rope ? rope_blocks : 1][2]; /* cosines and sines of the lane's two pairs, in either row, of each 16 columns */
 };
 
 template <int D> struct epi_qkv {
     typedef qkv_params params;
-    template <int C> using held = gemm_held<epi_qkv<D>, C>;
-    __host__ __device__ static constexpr int out(int c) { return gemm_round(c); }
+    template <int COLS> using prefetched = gemm_prefetched<epi_qkv<D>, COLS>;
+    __host__ __device__ static constexpr int staged_cols(int cols) { return gemm_round_cols(cols); }
 #if HOPPER
-    template <int C> __device__ static inline void begin(const gemm_tile &t, held<C> &h, const params &p) {
-        int r = t.row0 + t.lane / 4, last = t.M - 1;
-        h.pos[0] = p.pos[min(r, last)], h.pos[1] = p.pos[min(r + 8, last)];
-        h.slot = p.slot[min(t.row0 + (t.lane & 15), last)];
-        if (p.bias && 32 * t.lane < min(C, t.N - t.col0)) l2_prefetch(p.bias + t.col0 + 32 * t.lane);
+    template <int COLS> __device__ static inline void prefetch(const gemm_tile &tile, prefetched<COLS> &fetched, const params &epi_args) {
+        int row = tile.row0 + tile.lane / 4, last_row = tile.M - 1;
+        fetched.pos[0] = epi_args.pos[min(row, last_row)], fetched.pos[1] = epi_args.pos[min(row + 8, last_row)];
+        fetched.kv_slot = epi_args.kv_slot[min(tile.row0 + (tile.lane & 15), last_row)];
+        if (epi_args.bias && 32 * tile.lane < min(COLS, tile.N - tile.col0)) l2_prefetch(epi_args.bias + tile.col0 + 32 * tile.lane);
     }
-    template <int C>
-    __device__ static inline void look_up(float4 to[2], int j, const gemm_tile &t, const held<C> &h, const params &p) {
-        int e = (t.col0 + 16 * j) % D / 2 + 2 * (t.lane & 3);
+    template <int COLS>
+    __device__ static inline void load_rope(float4 to[2], int block, const gemm_tile &tile, const prefetched<COLS> &fetched, const params &epi_args) {
+        int elem = (tile.col0 + 16 * block) % D / 2 + 2 * (tile.lane & 3);
 #pragma unroll
-        for (int i = 0; i < 2; i++) to[i] = *(const float4 *)(p.rope + (size_t)h.pos[i] * (D / 2) + e);
+        for (int i = 0; i < 2; i++) to[i] = *(const float4 *)(epi_args.rope + (size_t)fetched.pos[i] * (D / 2) + elem);
     }
-    template <int C> __device__ static inline void later(const gemm_tile &t, held<C> &h, const params &p) {
-        int log2_B = 31 - __clz(p.B);
+    template <int COLS> __device__ static inline void prefetch_indirect(const gemm_tile &tile, prefetched<COLS> &fetched, const params &epi_args) {
+        int log2_B = 31 - __clz(epi_args.B);
 #pragma unroll
-        for (int i = 0; i < held<C>::chunks; i++) {
-            int r = t.lane / held<C>::panel + i * held<C>::step, slot = __shfl_sync(~0u, h.slot, r);
-            h.q_at[i] = (uint32_t)((t.row0 + r) * p.H);
-            h.kv_at[i] = ((uint32_t)(slot >> log2_B) * (uint32_t)(2 * p.K) << log2_B) + (uint32_t)(slot & (p.B - 1));
+        for (int i = 0; i < prefetched<COLS>::chunks; i++) {
+            int row = tile.lane / prefetched<COLS>::panel_chunks + i * prefetched<COLS>::row_step, kv_slot = __shfl_sync(~0u, fetched.kv_slot, row);
+            fetched.q_at[i] = (uint32_t)((tile.row0 + row) * epi_args.H);
+            fetched.kv_at[i] = ((uint32_t)(kv_slot >> log2_B) * (uint32_t)(2 * epi_args.K) << log2_B) + (uint32_t)(kv_slot & (epi_args.B - 1));
         }
-        if constexpr (held<C>::early) {
-            if (t.col0 >= (p.H + p.K) * D) return;
+        if constexpr (prefetched<COLS>::preload_rope) {
+            if (tile.col0 >= (epi_args.H + epi_args.K) * D) return;
 #pragma unroll
-            for (int j = 0; j < held<C>::blocks; j++) look_up<C>(h.table[j], j, t, h, p);
+            for (int block = 0; block < prefetched<COLS>::rope_blocks; block++) load_rope<COLS>(fetched.rope_table[block], block, tile, fetched, epi_args);
         }
     }
 
-    template <int C> __device__ static inline void norm(float (&acc)[C / 2], const gemm_tile &t, const params &p) {
+    template <int COLS> __device__ static inline void norm(float (&acc)[COLS / 2], const gemm_tile &tile, const params &epi_args) {
 #pragma unroll
-        for (int h = 0; h < C / D; h++) {
-            int head = t.col0 / D + h;
-            const float *w = head < p.H ? p.q_norm : p.k_norm;
-            if (!w || head >= p.H + p.K) continue;
-            float *v = acc + h * (D / 2), s0 = 0, s1 = 0;
+        for (int local_head = 0; local_head < COLS / D; local_head++) {
+            int head = tile.col0 / D + local_head;
+            const float *weights = head < epi_args.H ? epi_args.q_norm : epi_args.k_norm;
+            if (!weights || head >= epi_args.H + epi_args.K) continue;
+            float *values = acc + local_head * (D / 2), sum0 = 0, sum1 = 0;
 #pragma unroll
             for (int i = 0; i < D / 2; i += 4)
-                s0 += v[i] * v[i] + v[i + 1] * v[i + 1], s1 += v[i + 2] * v[i + 2] + v[i + 3] * v[i + 3];
-            s0 += __shfl_xor_sync(~0u, s0, 1), s1 += __shfl_xor_sync(~0u, s1, 1);
-            s0 += __shfl_xor_sync(~0u, s0, 2), s1 += __shfl_xor_sync(~0u, s1, 2);
-            s0 = rsqrtf(s0 * (1.0f / D) + p.eps), s1 = rsqrtf(s1 * (1.0f / D) + p.eps);
+                sum0 += values[i] * values[i] + values[i + 1] * values[i + 1], sum1 += values[i + 2] * values[i + 2] + values[i + 3] * values[i + 3];
+            sum0 += __shfl_xor_sync(~0u, sum0, 1), sum1 += __shfl_xor_sync(~0u, sum1, 1);
+            sum0 += __shfl_xor_sync(~0u, sum0, 2), sum1 += __shfl_xor_sync(~0u, sum1, 2);
+            sum0 = rsqrtf(sum0 * (1.0f / D) + epi_args.eps), sum1 = rsqrtf(sum1 * (1.0f / D) + epi_args.eps);
 #pragma unroll
             for (int i = 0; i < D / 2; i += 4) {
-                float2 g = *(const float2 *)(w + i / 8 * 8 + i / 4 % 2 * (D / 2) + 2 * (t.lane & 3));
-                v[i] *= s0 * g.x, v[i + 1] *= s0 * g.y, v[i + 2] *= s1 * g.x, v[i + 3] *= s1 * g.y;
+                float2 gain = *(const float2 *)(weights + i / 8 * 8 + i / 4 % 2 * (D / 2) + 2 * (tile.lane & 3));
+                values[i] *= sum0 * gain.x, values[i + 1] *= sum0 * gain.y, values[i + 2] *= sum1 * gain.x, values[i + 3] *= sum1 * gain.y;
             }
         }
     }
 
-    __device__ static inline void turn(float &a, float &b, float cosine, float sine) {
+    __device__ static inline void rotate(float &a, float &b, float cosine, float sine) {
         float x = a, y = b;
         a = x * cosine - y * sine, b = y * cosine + x * sine;
     }
     /* Two rows of 8 pairs at v[0 .. 7]; c0, c1: cosines and sines of the lane's two pairs in either row. */
-    __device__ static inline void turn_block(float *v, float4 c0, float4 c1) {
-        turn(v[0], v[4], c0.x, c0.y), turn(v[1], v[5], c0.z, c0.w);
-        turn(v[2], v[6], c1.x, c1.y), turn(v[3], v[7], c1.z, c1.w);
+    __device__ static inline void rotate_block(float *values, float4 c0, float4 c1) {
+        rotate(values[0], values[4], c0.x, c0.y), rotate(values[1], values[5], c0.z, c0.w);
+        rotate(values[2], values[6], c1.x, c1.y), rotate(values[3], values[7], c1.z, c1.w);
     }
-    template <int C> __device__ static inline void rope(float (&acc)[C / 2], const gemm_tile &t, held<C> &h, const params &p) {
-        int turned = (p.H + p.K) * D - t.col0; /* columns of this tile */
+    template <int COLS> __device__ static inline void rope(float (&acc)[COLS / 2], const gemm_tile &tile, prefetched<COLS> &fetched, const params &epi_args) {
+        int rope_cols = (epi_args.H + epi_args.K) * D - tile.col0; /* columns of this tile */
 #pragma unroll
-        for (int j = 0; j < held<C>::blocks; j++) {
-            float4 *c = h.table[held<C>::early ? j : 0];
-            if (!held<C>::early) look_up<C>(c, j, t, h, p);
+        for (int rope_block = 0; rope_block < prefetched<COLS>::rope_blocks; rope_block++) {
+            float4 *cos_sin = fetched.rope_table[prefetched<COLS>::preload_rope ? rope_block : 0];
+            if (!prefetched<COLS>::preload_rope) load_rope<COLS>(cos_sin, rope_block, tile, fetched, epi_args);
 #pragma unroll
-            for (int b = j; b < C / 16; b += D / 16)
-                if (16 * b < turned) turn_block(acc + 8 * b, c[0], c[1]);
+            for (int block = rope_block; block < COLS / 16; block += D / 16)
+                if (16 * block < rope_cols) rotate_block(acc + 8 * block, cos_sin[0], cos_sin[1]);
         }
     }
 
     /* R staged columns from col0 on go to q and the pages, panel by panel: a lane has one chunk of 8 columns in every step-th
      * row. */
-    template <int C, int R> __device__ static inline void send(const gemm_tile &t, const held<C> &h, const params &p, int col0) {
-        constexpr int P = gemm_panel(R);
-        int j = t.lane % (P / 8), row = t.lane / (P / 8), log2_B = 31 - __clz(p.B);
+    template <int COLS, int ROUND> __device__ static inline void send(const gemm_tile &tile, const prefetched<COLS> &fetched, const params &epi_args, int col0) {
+        constexpr int PANEL = gemm_panel_cols(ROUND);
+        int chunk = tile.lane % (PANEL / 8), row = tile.lane / (PANEL / 8), log2_B = 31 - __clz(epi_args.B);
 #pragma unroll
-        for (int panel = 0; panel < R / P; panel++) {
-            int col = col0 + panel * P + 8 * j, head = col / D, kv = head - p.H, value = kv >= p.K;
-            int e = col % D / 16 * 8 + col / 8 % 2 * (D / 2);
-            uint32_t first = kv < 0 ? (uint32_t)head : (uint32_t)((kv - value * p.K) * 2 + value) << log2_B;
-            bf16 *to = (kv < 0 ? p.q : p.kv) + e;
+        for (int panel = 0; panel < ROUND / PANEL; panel++) {
+            int col = col0 + panel * PANEL + 8 * chunk, head = col / D, kv_head = head - epi_args.H, is_v = kv_head >= epi_args.K;
+            int elem = col % D / 16 * 8 + col / 8 % 2 * (D / 2);
+            uint32_t base_row = kv_head < 0 ? (uint32_t)head : (uint32_t)((kv_head - is_v * epi_args.K) * 2 + is_v) << log2_B;
+            bf16 *to = (kv_head < 0 ? epi_args.q : epi_args.kv) + elem;
 #pragma unroll
-            for (int i = 0; i < held<C>::chunks; i++) {
-                uint32_t byte = (uint32_t)((row + i * held<C>::step) * (2 * P) + j * 16);
-                uint32_t from = t.out + panel * 32 * P + (byte ^ (byte >> 7 & (P / 8 - 1)) << 4);
-                if (col < t.N && t.row0 + row + i * held<C>::step < t.M)
-                    *(uint4 *)(to + (size_t)(first + (kv < 0 ? h.q_at[i] : h.kv_at[i])) * D) = smem_load_16(from);
+            for (int i = 0; i < prefetched<COLS>::chunks; i++) {
+                uint32_t byte = (uint32_t)((row + i * prefetched<COLS>::row_step) * (2 * PANEL) + chunk * 16);
+                uint32_t from = tile.out + panel * 32 * PANEL + (byte ^ (byte >> 7 & (PANEL / 8 - 1)) << 4);
+                if (col < tile.N && tile.row0 + row + i * prefetched<COLS>::row_step < tile.M)
+                    *(uint4 *)(to + (size_t)(base_row + (kv_head < 0 ? fetched.q_at[i] : fetched.kv_at[i])) * D) = smem_load_16(from);
             }
         }
     }
 
-    template <int C>
-    __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, held<C> &h, const params &p) {
-        constexpr int R = gemm_round(C);
-        gemm_add_bias<C>(acc, t, p.bias);
-        if constexpr (C % D == 0) norm<C>(acc, t, p);
-        rope<C>(acc, t, h, p);
+    template <int COLS>
+    __device__ static inline void run(float (&acc)[COLS / 2], const gemm_tile &tile, prefetched<COLS> &fetched, const params &epi_args) {
+        constexpr int ROUND = gemm_round_cols(COLS);
+        gemm_add_bias<COLS>(acc, tile, epi_args.bias);
+        if constexpr (COLS % D == 0) norm<COLS>(acc, tile, epi_args);
+        rope<COLS>(acc, tile, fetched, epi_args);
 #pragma unroll
-        for (int i = 0; i < C / R; i++) {
+        for (int i = 0; i < COLS / ROUND; i++) {
             __syncwarp();
-            gemm_out_put<R>(acc + i * (R / 2), t);
+            gemm_staging_write<ROUND>(acc + i * (ROUND / 2), tile);
             __syncwarp();
-            send<C, R>(t, h, p, t.col0 + i * R);
+            send<COLS, ROUND>(tile, fetched, epi_args, tile.col0 + i * ROUND);
         }
     }
 #endif
 };
 
-/* Rows of q, k and v and their biases from the model's order to qkv_place's; once, in place. One CTA takes 64 columns of a head
+/* Rows of q, k and v and their biases from the model's order to qkv_interleave's; once, in place. One CTA takes 64 columns of a head
  * through shared memory. Grid (N / D, ceil(K / 64)), block 256; D at most 128, K a multiple of 8. */
-__global__ static void __launch_bounds__(256) qkv_order_kernel(bf16 *w, float *bias, int K, int D) {
-    __shared__ uint4 rows[128 * 8];
-    __shared__ float b[128];
+__global__ static void __launch_bounds__(256) qkv_reorder_kernel(bf16 *w, float *bias, int K, int D) {
+    __shared__ uint4 old_rows[128 * 8];
+    __shared__ float old_bias[128];
     bf16 *head = w + (size_t)blockIdx.x * D * K + blockIdx.y * 64;
-    int left = (K - (int)blockIdx.y * 64) / 8, i = (int)threadIdx.x;
-    for (int c = i; c < D * 8; c += 256)
-        if (c % 8 < left) rows[c] = *(uint4 *)(head + (size_t)(c / 8) * K + c % 8 * 8);
-    bool has_bias = bias && blockIdx.y == 0 && i < D;
-    if (has_bias) b[i] = bias[blockIdx.x * D + i];
+    int n_chunks = (K - (int)blockIdx.y * 64) / 8, tid = (int)threadIdx.x;
+    for (int chunk = tid; chunk < D * 8; chunk += 256)
+        if (chunk % 8 < n_chunks) old_rows[chunk] = *(uint4 *)(head + (size_t)(chunk / 8) * K + chunk % 8 * 8);
+    bool has_bias = bias && blockIdx.y == 0 && tid < D;
+    if (has_bias) old_bias[tid] = bias[blockIdx.x * D + tid];
     __syncthreads();
-    for (int c = i; c < D * 8; c += 256)
-        if (c % 8 < left) *(uint4 *)(head + (size_t)qkv_place(c / 8, D / 2) * K + c % 8 * 8) = rows[c];
-    if (has_bias) bias[blockIdx.x * D + qkv_place(i, D / 2)] = b[i];
+    for (int chunk = tid; chunk < D * 8; chunk += 256)
+        if (chunk % 8 < n_chunks) *(uint4 *)(head + (size_t)qkv_interleave(chunk / 8, D / 2) * K + chunk % 8 * 8) = old_rows[chunk];
+    if (has_bias) bias[blockIdx.x * D + qkv_interleave(tid, D / 2)] = old_bias[tid];
 }
-static bool qkv_fuses(const toka_device *d, int D) { return d->hopper && (D == 64 || D == 128); } /* then rows lie by turns */
-static void qkv_order(toka_device *d, const weight *w, int D) {
+static bool qkv_is_interleaved(const toka_device *dev, int D) { return dev->hopper && (D == 64 || D == 128); } /* then rows lie by turns */
+static void qkv_reorder(toka_device *dev, const weight *w, int D) {
     const dim3 grid((unsigned)(w->N / D), (unsigned)ceil_div(w->K, 64));
-    qkv_order_kernel<<<grid, 256, 0, d->stream>>>(w->p, (float *)w->bias, w->K, D);
-    LAUNCHED(d, "order of q, k and v");
+    qkv_reorder_kernel<<<grid, 256, 0, dev->stream>>>(w->data, (float *)w->bias, w->K, D);
+    CHECK_LAUNCH(dev, "order of q, k and v");
 }
 
 #if HOPPER
@@ -1944,12 +1944,12 @@ struct gemm_maps {
     const CUtensorMap *x, *w, *y;
 };
 struct gemm_cta {
-    gemm_job j;
-    gemm_maps map;
-    uint32_t ring, full, empty, sums, res; /* stages, barriers */
-    int part, row;            /* part of K; row of tiles in the unit */
-    int k0, n_k;              /* blocks of K */
-    int first, stride, units; /* units: first, first + stride ... */
+    gemm_problem problem;
+    gemm_maps maps;
+    uint32_t ring, full, empty, partials_bar, load_bars; /* stages, barriers */
+    int k_rank, multicast_rank;            /* part of K; row of tiles in the unit */
+    int k_block0, n_k_blocks;              /* blocks of K */
+    int first_unit, unit_stride, n_units; /* units: first, first + stride ... */
 };
 
 /* a / b for a, b < 2^22, per_b = 1 / b: the rounded product is off by one at most. */
@@ -1957,62 +1957,62 @@ __device__ static inline int gemm_divide(int a, int b, float per_b) {
     int q = (int)((float)a * per_b), r = a - q * b;
     return q + (r >= b) - (r < 0);
 }
-struct gemm_unit {
+struct gemm_coord {
     int m, n; /* tile indices */
 };
-__device__ static inline gemm_unit gemm_unit_at(const gemm_cta &c, int u) {
-    const gemm_job &j = c.j;
-    int size = j.group * j.tiles_n, g = gemm_divide(u, size, j.per_group), i = u - g * size, left = j.units_m - g * j.group;
-    int height = min(j.group, left), n = gemm_divide(i, height, left < j.group ? j.per_last : j.per_height);
-    return {(g * j.group + i - n * height) * j.mc + c.row, n};
+__device__ static inline gemm_coord gemm_tile_coord(const gemm_cta &cta, int unit) {
+    const gemm_problem &problem = cta.problem;
+    int band_units = problem.raster_m * problem.tiles_n, band = gemm_divide(unit, band_units, problem.inv_band), in_band = unit - band * band_units, units_left = problem.units_m - band * problem.raster_m;
+    int height = min(problem.raster_m, units_left), n = gemm_divide(in_band, height, units_left < problem.raster_m ? problem.inv_last_height : problem.inv_height);
+    return {(band * problem.raster_m + in_band - n * height) * problem.multicast + cta.multicast_rank, n};
 }
 
 struct gemm_ring {
-    int s, parity; /* the next stage and its phase */
+    int buf, parity; /* the next stage and its phase */
 };
-template <int STAGES> __device__ static inline void gemm_next(gemm_ring &r) {
-    if (++r.s == STAGES) r.s = 0, r.parity ^= 1;
+template <int BUFS> __device__ static inline void gemm_ring_next(gemm_ring &ring) {
+    if (++ring.buf == BUFS) ring.buf = 0, ring.parity ^= 1;
 }
-template <int STAGES> __device__ static inline void gemm_skip(gemm_ring &r, int n) { /* n stages that are the other's */
-    unsigned to = (unsigned)(r.s + n);
-    r.s = (int)(to % STAGES), r.parity ^= (int)(to / STAGES & 1);
+template <int BUFS> __device__ static inline void gemm_ring_skip(gemm_ring &ring, int n) { /* n stages that are the other's */
+    unsigned index = (unsigned)(ring.buf + n);
+    ring.buf = (int)(index % BUFS), ring.parity ^= (int)(index / BUFS & 1);
 }
 
 /* ---- The producers: one thread each of two warps of warpgroup 0 ---- */
 
 /* Warp 0 fetches W, which does not depend on the kernels ahead: it starts at once. */
-template <int BN, int STAGES> __device__ static inline void gemm_produce_w(const gemm_cta &c) {
-    uint16_t both = (uint16_t)(3 << c.part * 2);
-    gemm_ring r = {0, 0};
-    for (int u = c.first; u < c.units; u += c.stride) {
-        int n = gemm_unit_at(c, u).n;
-        for (int k = c.k0; k < c.k0 + c.n_k; k++) {
-            uint32_t full = c.full + 8 * r.s, at = c.ring + r.s * ((128 + BN) * 128) + 128 * 128;
-            mbar_wait(c.empty + 8 * r.s, r.parity ^ 1);
+template <int BN, int BUFS> __device__ static inline void gemm_produce_w(const gemm_cta &cta) {
+    uint16_t multicast_mask = (uint16_t)(3 << cta.k_rank * 2);
+    gemm_ring ring = {0, 0};
+    for (int unit = cta.first_unit; unit < cta.n_units; unit += cta.unit_stride) {
+        int n = gemm_tile_coord(cta, unit).n;
+        for (int k = cta.k_block0; k < cta.k_block0 + cta.n_k_blocks; k++) {
+            uint32_t full = cta.full + 8 * ring.buf, buf_at = cta.ring + ring.buf * ((128 + BN) * 128) + 128 * 128;
+            mbar_wait(cta.empty + 8 * ring.buf, ring.parity ^ 1);
             mbar_expect_tx(full, BN * 128);
-            if (c.j.mc == 1) tma_load_2d(at, c.map.w, full, k * 64, n * BN);
-            else tma_load_2d_multicast(at + c.row * (BN / 2 * 128), c.map.w, full, k * 64, n * BN + c.row * (BN / 2), both);
-            gemm_next<STAGES>(r);
+            if (cta.problem.multicast == 1) tma_load_2d(buf_at, cta.maps.w, full, k * 64, n * BN);
+            else tma_load_2d_multicast(buf_at + cta.multicast_rank * (BN / 2 * 128), cta.maps.w, full, k * 64, n * BN + cta.multicast_rank * (BN / 2), multicast_mask);
+            gemm_ring_next<BUFS>(ring);
         }
     }
-    for (int i = 0; i < STAGES && c.j.mc > 1; i++) { /* what the peer says it has read must find this CTA here */
-        mbar_wait(c.empty + 8 * r.s, r.parity ^ 1);
-        gemm_next<STAGES>(r);
+    for (int i = 0; i < BUFS && cta.problem.multicast > 1; i++) { /* what the peer says it has read must find this CTA here */
+        mbar_wait(cta.empty + 8 * ring.buf, ring.parity ^ 1);
+        gemm_ring_next<BUFS>(ring);
     }
 }
 /* Warp 1 fetches x. */
-template <int BN, int STAGES> __device__ static inline void gemm_produce_x(const gemm_cta &c) {
-    gemm_ring r = {0, 0};
+template <int BN, int BUFS> __device__ static inline void gemm_produce_x(const gemm_cta &cta) {
+    gemm_ring ring = {0, 0};
     grid_wait();
-    for (int u = c.first; u < c.units; u += c.stride) {
-        gemm_unit t = gemm_unit_at(c, u);
-        if (u + c.stride >= c.units) grid_launch_dependents();
-        for (int k = c.k0; k < c.k0 + c.n_k; k++) {
-            uint32_t full = c.full + 8 * r.s;
-            mbar_wait(c.empty + 8 * r.s, r.parity ^ 1);
+    for (int unit = cta.first_unit; unit < cta.n_units; unit += cta.unit_stride) {
+        gemm_coord coord = gemm_tile_coord(cta, unit);
+        if (unit + cta.unit_stride >= cta.n_units) grid_launch_dependents();
+        for (int k = cta.k_block0; k < cta.k_block0 + cta.n_k_blocks; k++) {
+            uint32_t full = cta.full + 8 * ring.buf;
+            mbar_wait(cta.empty + 8 * ring.buf, ring.parity ^ 1);
             mbar_expect_tx(full, 128 * 128);
-            tma_load_2d(c.ring + r.s * ((128 + BN) * 128), c.map.x, full, k * 64, t.m * 128);
-            gemm_next<STAGES>(r);
+            tma_load_2d(cta.ring + ring.buf * ((128 + BN) * 128), cta.maps.x, full, k * 64, coord.m * 128);
+            gemm_ring_next<BUFS>(ring);
         }
     }
 }
@@ -2020,193 +2020,193 @@ template <int BN, int STAGES> __device__ static inline void gemm_produce_x(const
 /* ---- The consumers: two warpgroups ---- */
 
 /* This warpgroup has read stage s. */
-__device__ static inline void gemm_release(const gemm_cta &c, int s) {
+__device__ static inline void gemm_release(const gemm_cta &cta, int buf) {
     int tid = threadIdx.x & 127;
-    if (c.j.mc == 1) {
-        if (tid == 0) mbar_arrive(c.empty + 8 * s);
-    } else if (tid < 2) mbar_arrive_remote_read(c.empty + 8 * s, c.part * 2 + tid);
+    if (cta.problem.multicast == 1) {
+        if (tid == 0) mbar_arrive(cta.empty + 8 * buf);
+    } else if (tid < 2) mbar_arrive_remote(cta.empty + 8 * buf, cta.k_rank * 2 + tid);
 }
 
-template <class EPI, int C>
-__device__ static inline void gemm_begin(const gemm_tile &t, gemm_held<EPI, C> &h, const gemm_cta &c,
-                                         const typename EPI::params &p) {
-    if constexpr (gemm_holds<EPI, C>) EPI::template begin<C>(t, h, p);
-    else EPI::template begin<C>(t, c.map.y, p);
+template <class EPI, int COLS>
+__device__ static inline void gemm_prefetch(const gemm_tile &tile, gemm_prefetched<EPI, COLS> &fetched, const gemm_cta &cta,
+                                         const typename EPI::params &epi_args) {
+    if constexpr (gemm_has_prefetched<EPI, COLS>) EPI::template prefetch<COLS>(tile, fetched, epi_args);
+    else EPI::template prefetch<COLS>(tile, cta.maps.y, epi_args);
 }
-template <class EPI, int C>
-__device__ static inline void gemm_later(const gemm_tile &t, gemm_held<EPI, C> &h, const typename EPI::params &p) {
-    if constexpr (gemm_holds<EPI, C>) EPI::template later<C>(t, h, p);
+template <class EPI, int COLS>
+__device__ static inline void gemm_prefetch_indirect(const gemm_tile &tile, gemm_prefetched<EPI, COLS> &fetched, const typename EPI::params &epi_args) {
+    if constexpr (gemm_has_prefetched<EPI, COLS>) EPI::template prefetch_indirect<COLS>(tile, fetched, epi_args);
 }
 
 /* The products of unit u's tile: 64 rows (H 1) or 128 (H 2, ping-pong). In ping-pong, too, stages are consumed in order: a
  * warpgroup begins when the other has issued its last products, which are still in flight. Waiting for a stage sooner, it could
  * take the phase before last, which has the same parity, for its own. */
-template <class EPI, int BN, int C, int STAGES, int H>
-__device__ static inline void gemm_multiply(float (&acc)[H][BN / 2], const gemm_cta &c, gemm_ring &r, int group, int u,
-                                            const gemm_tile &t, gemm_held<EPI, C> &h, const typename EPI::params &p) {
-    constexpr int stage_bytes = (128 + BN) * 128;
-    int last = 0;
+template <class EPI, int BN, int COLS, int BUFS, int HALVES>
+__device__ static inline void gemm_mainloop(float (&acc)[HALVES][BN / 2], const gemm_cta &cta, gemm_ring &ring, int consumer, int unit,
+                                            const gemm_tile &tile, gemm_prefetched<EPI, COLS> &fetched, const typename EPI::params &epi_args) {
+    constexpr int buf_bytes = (128 + BN) * 128;
+    int last_buf = 0;
     /* zeros, and not a first product that does not add: ptxas before 12.9 takes what the epilogue left in acc for its input
      * (C7515) */
 #pragma unroll
-    for (int i = 0; i < H * (BN / 2); i++) acc[i / (BN / 2)][i % (BN / 2)] = 0;
-    if (H == 2 && u != c.first) named_sync(2 + group, 256);
-    for (int k = 0; k < c.n_k; k++) {
-        mbar_wait(c.full + 8 * r.s, r.parity);
-        uint32_t stage = c.ring + r.s * stage_bytes;
-        uint64_t a = wgmma_desc(stage + (H == 1 ? group * 64 * 128 : 0)), b = wgmma_desc(stage + 128 * 128);
+    for (int i = 0; i < HALVES * (BN / 2); i++) acc[i / (BN / 2)][i % (BN / 2)] = 0;
+    if (HALVES == 2 && unit != cta.first_unit) bar_sync(2 + consumer, 256);
+    for (int k = 0; k < cta.n_k_blocks; k++) {
+        mbar_wait(cta.full + 8 * ring.buf, ring.parity);
+        uint32_t buf_at = cta.ring + ring.buf * buf_bytes;
+        uint64_t a_desc = wgmma_desc(buf_at + (HALVES == 1 ? consumer * 64 * 128 : 0)), b_desc = wgmma_desc(buf_at + 128 * 128);
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < 4; i++)
 #pragma unroll
-            for (int half = 0; half < H; half++) wgmma_ss<BN>(acc[half], a + half * (64 * 128 / 16) + 2 * i, b + 2 * i, 1);
+            for (int half = 0; half < HALVES; half++) wgmma_ss<BN>(acc[half], a_desc + half * (64 * 128 / 16) + 2 * i, b_desc + 2 * i, 1);
         wgmma_commit();
-        if (H == 1 && k == c.n_k / 2) gemm_begin<EPI, C>(t, h, c, p);
-        if (H == 1 && k == c.n_k * 3 / 4) gemm_later<EPI, C>(t, h, p);
+        if (HALVES == 1 && k == cta.n_k_blocks / 2) gemm_prefetch<EPI, COLS>(tile, fetched, cta, epi_args);
+        if (HALVES == 1 && k == cta.n_k_blocks * 3 / 4) gemm_prefetch_indirect<EPI, COLS>(tile, fetched, epi_args);
         if (k) {
             wgmma_wait<1>();
-            gemm_release(c, last);
+            gemm_release(cta, last_buf);
         }
-        last = r.s;
-        gemm_next<STAGES>(r);
+        last_buf = ring.buf;
+        gemm_ring_next<BUFS>(ring);
     }
-    if (H == 2 && u + c.stride < c.units) named_arrive(3 - group, 256);
+    if (HALVES == 2 && unit + cta.unit_stride < cta.n_units) bar_arrive(3 - consumer, 256);
     wgmma_wait<0>();
 #pragma unroll
-    for (int half = 0; half < H; half++) wgmma_keep(acc[half]);
-    gemm_release(c, last);
+    for (int half = 0; half < HALVES; half++) wgmma_fence_operand(acc[half]);
+    gemm_release(cta, last_buf);
 }
 
-/* The same for long epilogues (gemm_lead). Consumer group 1 stops LEAD blocks before a tile's end until group 0 has issued all of
+/* The same for long epilogues (gemm_stagger). Consumer group 1 stops LEAD blocks before a tile's end until group 0 has issued all of
  * its products, then issues its own last ones during 0's epilogue; 0 begins the next tile during 1's epilogue. A group alone must
  * keep the tensor cores busy, so it releases stages and computes the tile's position while products are in flight. */
-template <class EPI, int BN, int C, int STAGES>
-__device__ static inline void gemm_multiply_apart(float (&acc)[BN / 2], const gemm_cta &c, gemm_ring &r, int group, int u,
-                                                  gemm_tile &t, gemm_held<EPI, C> &h, const typename EPI::params &p) {
-    constexpr int stage_bytes = (128 + BN) * 128, LEAD = gemm_lead<EPI>;
-    static_assert(LEAD <= STAGES, "the ring holds what one warpgroup is ahead");
-    const int apart = c.n_k > STAGES ? c.n_k - LEAD : -1; /* else the other could be a whole tile ahead, and arrive twice */
-    constexpr bool zeros = NVCC_VERSION < 1209; /* see above */
-    int last = 0;
+template <class EPI, int BN, int COLS, int BUFS>
+__device__ static inline void gemm_mainloop_staggered(float (&acc)[BN / 2], const gemm_cta &cta, gemm_ring &ring, int consumer, int unit,
+                                                  gemm_tile &tile, gemm_prefetched<EPI, COLS> &fetched, const typename EPI::params &epi_args) {
+    constexpr int buf_bytes = (128 + BN) * 128, STAGGER = gemm_stagger<EPI>;
+    static_assert(STAGGER <= BUFS, "the ring holds what one warpgroup is ahead");
+    const int pause_block = cta.n_k_blocks > BUFS ? cta.n_k_blocks - STAGGER : -1; /* else the other could be a whole tile ahead, and arrive twice */
+    constexpr bool zero_acc = NVCC_VERSION < 1209; /* see above */
+    int last_buf = 0;
 #pragma unroll
-    for (int i = 0; zeros && i < BN / 2; i++) acc[i] = 0;
-    for (int k = 0; k < c.n_k; k++) {
-        const bool stop = group && k == apart;
-        if (stop) {
+    for (int i = 0; zero_acc && i < BN / 2; i++) acc[i] = 0;
+    for (int k = 0; k < cta.n_k_blocks; k++) {
+        const bool pause = consumer && k == pause_block;
+        if (pause) {
             wgmma_wait<0>();
-            gemm_release(c, last);
-            named_sync(2, 256);
+            gemm_release(cta, last_buf);
+            bar_sync(2, 256);
         }
-        mbar_wait(c.full + 8 * r.s, r.parity);
-        uint32_t stage = c.ring + r.s * stage_bytes;
-        uint64_t a = wgmma_desc(stage + group * 64 * 128), b = wgmma_desc(stage + 128 * 128);
+        mbar_wait(cta.full + 8 * ring.buf, ring.parity);
+        uint32_t buf_at = cta.ring + ring.buf * buf_bytes;
+        uint64_t a_desc = wgmma_desc(buf_at + consumer * 64 * 128), b_desc = wgmma_desc(buf_at + 128 * 128);
         wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < 2; i++) wgmma_ss<BN>(acc, a + 2 * i, b + 2 * i, zeros || k > 0 || i > 0);
+        for (int i = 0; i < 2; i++) wgmma_ss<BN>(acc, a_desc + 2 * i, b_desc + 2 * i, zero_acc || k > 0 || i > 0);
         wgmma_commit();
         wgmma_wait<1>(); /* always: in a branch it would serialise the products (C7520) */
-        if (k && !stop) gemm_release(c, last);
+        if (k && !pause) gemm_release(cta, last_buf);
         wgmma_fence();
 #pragma unroll
-        for (int i = 2; i < 4; i++) wgmma_ss<BN>(acc, a + 2 * i, b + 2 * i, 1);
+        for (int i = 2; i < 4; i++) wgmma_ss<BN>(acc, a_desc + 2 * i, b_desc + 2 * i, 1);
         wgmma_commit();
-        if (k == c.n_k / 2) {
-            gemm_unit at = gemm_unit_at(c, u);
-            t.row0 = at.m * 128 + ((int)threadIdx.x / 32 - 4) * 16, t.col0 = at.n * BN;
-            gemm_begin<EPI, C>(t, h, c, p);
+        if (k == cta.n_k_blocks / 2) {
+            gemm_coord coord = gemm_tile_coord(cta, unit);
+            tile.row0 = coord.m * 128 + ((int)threadIdx.x / 32 - 4) * 16, tile.col0 = coord.n * BN;
+            gemm_prefetch<EPI, COLS>(tile, fetched, cta, epi_args);
         }
-        if (k == c.n_k * 3 / 4) gemm_later<EPI, C>(t, h, p);
-        last = r.s;
-        gemm_next<STAGES>(r);
+        if (k == cta.n_k_blocks * 3 / 4) gemm_prefetch_indirect<EPI, COLS>(tile, fetched, epi_args);
+        last_buf = ring.buf;
+        gemm_ring_next<BUFS>(ring);
     }
-    if (apart >= 0 && !group) named_arrive(2, 256);
+    if (pause_block >= 0 && !consumer) bar_arrive(2, 256);
     wgmma_wait<0>();
-    wgmma_keep(acc);
-    gemm_release(c, last);
+    wgmma_fence_operand(acc);
+    gemm_release(cta, last_buf);
 }
 
 /* Adds the partial sums of a cluster's SPLIT CTAs, always in the order of K; this CTA gets slice `part` of the columns. The
  * slices of the others go from registers to get_at in their CTAs: [SPLIT-1][warpgroup][C/8][128 threads] x 16 bytes;
  * c.sums[warpgroup] counts the bytes that come. */
 template <int BN, int SPLIT>
-__device__ static inline void gemm_reduce(const float (&acc)[BN / 2], float (&sum)[BN / SPLIT / 2], const gemm_cta &c,
-                                          uint32_t get_at, int group) {
-    constexpr int C = BN / SPLIT, bytes = C / 8 * 2048;
-    int tid = threadIdx.x & 127, part = c.part;
-    float own[C / 2];
+__device__ static inline void gemm_reduce_split(const float (&acc)[BN / 2], float (&sum)[BN / SPLIT / 2], const gemm_cta &cta,
+                                          uint32_t partials_at, int consumer) {
+    constexpr int COLS = BN / SPLIT, bytes = COLS / 8 * 2048;
+    int tid = threadIdx.x & 127, k_rank = cta.k_rank;
+    float own[COLS / 2];
 #pragma unroll
-    for (int s = 0; s < SPLIT; s++)
-        if (s == part) {
+    for (int to_rank = 0; to_rank < SPLIT; to_rank++)
+        if (to_rank == k_rank) {
 #pragma unroll
-            for (int i = 0; i < C / 2; i++) own[i] = acc[s * (C / 2) + i];
+            for (int i = 0; i < COLS / 2; i++) own[i] = acc[to_rank * (COLS / 2) + i];
         } else {
-            int cta = s * c.j.mc + c.row;
-            uint32_t to = peer_at(get_at + (2 * (part - (part > s)) + group) * bytes + tid * 16, cta);
-            uint32_t bar = peer_at(c.sums + 8 * group, cta);
+            int peer = to_rank * cta.problem.multicast + cta.multicast_rank;
+            uint32_t to = mapa(partials_at + (2 * (k_rank - (k_rank > to_rank)) + consumer) * bytes + tid * 16, peer);
+            uint32_t bar = mapa(cta.partials_bar + 8 * consumer, peer);
 #pragma unroll
-            for (int i = 0; i < C / 8; i++) send_to_peer(to + i * 2048, acc + s * (C / 2) + 4 * i, bar);
+            for (int i = 0; i < COLS / 8; i++) st_async_16(to + i * 2048, acc + to_rank * (COLS / 2) + 4 * i, bar);
         }
-    mbar_wait(c.sums + 8 * group, 0);
+    mbar_wait(cta.partials_bar + 8 * consumer, 0);
 #pragma unroll
-    for (int i = 0; i < C / 2; i++) sum[i] = 0;
+    for (int i = 0; i < COLS / 2; i++) sum[i] = 0;
 #pragma unroll 1
-    for (int q = 0; q < SPLIT; q++) {
-        uint32_t from = get_at + (2 * (q - (q > part)) + group) * bytes + tid * 16;
+    for (int from_rank = 0; from_rank < SPLIT; from_rank++) {
+        uint32_t from = partials_at + (2 * (from_rank - (from_rank > k_rank)) + consumer) * bytes + tid * 16;
 #pragma unroll
-        for (int i = 0; i < C / 8; i++) {
-            float *v = own + 4 * i, *to = sum + 4 * i;
-            uint4 other = q == part ? uint4{} : smem_load_16(from + i * 2048);
-            to[0] += q == part ? v[0] : __uint_as_float(other.x), to[1] += q == part ? v[1] : __uint_as_float(other.y);
-            to[2] += q == part ? v[2] : __uint_as_float(other.z), to[3] += q == part ? v[3] : __uint_as_float(other.w);
+        for (int i = 0; i < COLS / 8; i++) {
+            float *values = own + 4 * i, *to = sum + 4 * i;
+            uint4 other = from_rank == k_rank ? uint4{} : smem_load_16(from + i * 2048);
+            to[0] += from_rank == k_rank ? values[0] : __uint_as_float(other.x), to[1] += from_rank == k_rank ? values[1] : __uint_as_float(other.y);
+            to[2] += from_rank == k_rank ? values[2] : __uint_as_float(other.z), to[3] += from_rank == k_rank ? values[3] : __uint_as_float(other.w);
         }
     }
 }
 
 /* What becomes of a tile's accumulators; two halves use the same staging one after the other. */
-template <class EPI, int C, int H>
-__device__ static inline void gemm_end(float (&acc)[H][C / 2], gemm_tile &t, gemm_held<EPI, C> &h, const gemm_cta &c,
-                                       const typename EPI::params &p) {
+template <class EPI, int COLS, int HALVES>
+__device__ static inline void gemm_epilogue(float (&acc)[HALVES][COLS / 2], gemm_tile &tile, gemm_prefetched<EPI, COLS> &fetched, const gemm_cta &cta,
+                                       const typename EPI::params &epi_args) {
 #pragma unroll
-    for (int half = 0; half < H; half++) {
-        if (half) t.row0 += 64, t.turn++;
-        if (H == 2) gemm_begin<EPI, C>(t, h, c, p), gemm_later<EPI, C>(t, h, p);
-        if constexpr (gemm_holds<EPI, C>) EPI::template run<C>(acc[half], t, h, p);
-        else EPI::template run<C>(acc[half], t, c.map.y, p);
+    for (int half = 0; half < HALVES; half++) {
+        if (half) tile.row0 += 64, tile.tile_count++;
+        if (HALVES == 2) gemm_prefetch<EPI, COLS>(tile, fetched, cta, epi_args), gemm_prefetch_indirect<EPI, COLS>(tile, fetched, epi_args);
+        if constexpr (gemm_has_prefetched<EPI, COLS>) EPI::template run<COLS>(acc[half], tile, fetched, epi_args);
+        else EPI::template run<COLS>(acc[half], tile, cta.maps.y, epi_args);
     }
 }
 
 /* All units of one warpgroup. */
 template <class EPI, int BN, int SPLIT, bool PINGPONG>
-__device__ static inline void gemm_consume(const gemm_cta &c, int group, const typename EPI::params &p) {
-    constexpr int C = BN / SPLIT, H = PINGPONG ? 2 : 1;
-    typedef gemm_smem<BN, SPLIT, EPI::out(C)> L;
+__device__ static inline void gemm_consume(const gemm_cta &cta, int consumer, const typename EPI::params &epi_args) {
+    constexpr int COLS = BN / SPLIT, HALVES = PINGPONG ? 2 : 1;
+    typedef gemm_smem<BN, SPLIT, EPI::staged_cols(COLS)> layout;
     int warp = threadIdx.x / 32 - 4;
-    gemm_ring r = {0, 0};
-    uint32_t out = c.ring + L::out_at + warp * (L::out_bytes / 8);
-    gemm_tile t = {c.j.M, c.j.N, 0, 0, (int)threadIdx.x & 31, out, c.res + 8 * warp, 0};
-    if (PINGPONG && group) gemm_skip<L::stages>(r, c.n_k);
+    gemm_ring ring = {0, 0};
+    uint32_t out = cta.ring + layout::out_at + warp * (layout::out_bytes / 8);
+    gemm_tile tile = {cta.problem.M, cta.problem.N, 0, 0, (int)threadIdx.x & 31, out, cta.load_bars + 8 * warp, 0};
+    if (PINGPONG && consumer) gemm_ring_skip<layout::n_bufs>(ring, cta.n_k_blocks);
     grid_wait();
-    for (int u = c.first + (PINGPONG ? group * c.stride : 0); u < c.units; u += H * c.stride, t.turn++) {
-        float acc[H][BN / 2];
-        gemm_held<EPI, C> h;
-        if constexpr (gemm_lead<EPI>) {
+    for (int unit = cta.first_unit + (PINGPONG ? consumer * cta.unit_stride : 0); unit < cta.n_units; unit += HALVES * cta.unit_stride, tile.tile_count++) {
+        float acc[HALVES][BN / 2];
+        gemm_prefetched<EPI, COLS> fetched;
+        if constexpr (gemm_stagger<EPI>) {
             static_assert(SPLIT == 1 && !PINGPONG, "both warpgroups have their part of each tile");
-            gemm_multiply_apart<EPI, BN, C, L::stages>(acc[0], c, r, group, u, t, h, p);
+            gemm_mainloop_staggered<EPI, BN, COLS, layout::n_bufs>(acc[0], cta, ring, consumer, unit, tile, fetched, epi_args);
         } else {
-            gemm_unit at = gemm_unit_at(c, u);
-            t.row0 = at.m * 128 + (PINGPONG ? warp & 3 : warp) * 16, t.col0 = at.n * BN + c.part * C;
-            gemm_multiply<EPI, BN, C, L::stages, H>(acc, c, r, group, u, t, h, p);
+            gemm_coord coord = gemm_tile_coord(cta, unit);
+            tile.row0 = coord.m * 128 + (PINGPONG ? warp & 3 : warp) * 16, tile.col0 = coord.n * BN + cta.k_rank * COLS;
+            gemm_mainloop<EPI, BN, COLS, layout::n_bufs, HALVES>(acc, cta, ring, consumer, unit, tile, fetched, epi_args);
         }
-        if (PINGPONG) gemm_skip<L::stages>(r, c.n_k);
-        if constexpr (SPLIT == 1) gemm_end<EPI, C, H>(acc, t, h, c, p);
+        if (PINGPONG) gemm_ring_skip<layout::n_bufs>(ring, cta.n_k_blocks);
+        if constexpr (SPLIT == 1) gemm_epilogue<EPI, COLS, HALVES>(acc, tile, fetched, cta, epi_args);
         else {
-            float sum[1][C / 2];
-            gemm_reduce<BN, SPLIT>(acc[0], sum[0], c, c.ring + L::sums_at, group);
-            gemm_end<EPI, C, 1>(sum, t, h, c, p);
+            float sum[1][COLS / 2];
+            gemm_reduce_split<BN, SPLIT>(acc[0], sum[0], cta, cta.ring + layout::partials_at, consumer);
+            gemm_epilogue<EPI, COLS, 1>(sum, tile, fetched, cta, epi_args);
         }
     }
-    if (t.lane == 0) {
-        if constexpr (gemm_far<EPI>) tma_store_wait();
+    if (tile.lane == 0) {
+        if constexpr (gemm_stores_remote<EPI>) tma_store_wait();
         else tma_store_wait_read<0>();
     }
     __syncwarp();
@@ -2215,39 +2215,39 @@ __device__ static inline void gemm_consume(const gemm_cta &c, int group, const t
 
 template <class EPI, int BN, int SPLIT, bool PINGPONG = false>
 __global__ void __launch_bounds__(384, 1)
-gemm_kernel(const __grid_constant__ CUtensorMap mx, const __grid_constant__ CUtensorMap mw,
-            const __grid_constant__ CUtensorMap my, const __grid_constant__ gemm_job j,
-            const __grid_constant__ typename EPI::params p) {
+gemm_wgmma_kernel(const __grid_constant__ CUtensorMap map_x, const __grid_constant__ CUtensorMap map_w,
+            const __grid_constant__ CUtensorMap map_y, const __grid_constant__ gemm_problem problem,
+            const __grid_constant__ typename EPI::params epi_args) {
 #if HOPPER
     extern __shared__ char smem[];
-    typedef gemm_smem<BN, SPLIT, EPI::out(BN / SPLIT)> L;
-    int rank = cluster_rank(), part = rank / j.mc, per_cluster = j.mc * SPLIT, warp = threadIdx.x / 32;
-    int blocks = (j.K + 63) / 64, k0 = blocks * part / SPLIT, n_k = blocks * (part + 1) / SPLIT - k0;
-    uint32_t ring = (smem_at(smem) + 1023) & ~1023u, full = ring + L::bars_at, empty = full + 8 * L::stages;
-    uint32_t sums = empty + 8 * L::stages;
-    gemm_cta c = {j, {&mx, &mw, &my}, ring, full, empty, sums, sums + 16, part, rank - part * j.mc, k0, n_k,
-                  (int)blockIdx.x / per_cluster, (int)gridDim.x / per_cluster, j.units_m * j.tiles_n};
+    typedef gemm_smem<BN, SPLIT, EPI::staged_cols(BN / SPLIT)> layout;
+    int cta_rank = cluster_rank(), k_rank = cta_rank / problem.multicast, per_cluster = problem.multicast * SPLIT, warp = threadIdx.x / 32;
+    int k_blocks = (problem.K + 63) / 64, k_block0 = k_blocks * k_rank / SPLIT, n_k_blocks = k_blocks * (k_rank + 1) / SPLIT - k_block0;
+    uint32_t ring = (smem_addr(smem) + 1023) & ~1023u, full = ring + layout::bars_at, empty = full + 8 * layout::n_bufs;
+    uint32_t partials_bar = empty + 8 * layout::n_bufs;
+    gemm_cta cta = {problem, {&map_x, &map_w, &map_y}, ring, full, empty, partials_bar, partials_bar + 16, k_rank, cta_rank - k_rank * problem.multicast, k_block0, n_k_blocks,
+                  (int)blockIdx.x / per_cluster, (int)gridDim.x / per_cluster, problem.units_m * problem.tiles_n};
     if (threadIdx.x == 0) {
-        for (int s = 0; s < L::stages; s++) mbar_init(full + 8 * s, 2), mbar_init(empty + 8 * s, (PINGPONG ? 1 : 2) * j.mc);
-        for (int w = 0; w < 8; w++) mbar_init(c.res + 8 * w, 1);
-        for (int g = 0; g < 2 && SPLIT > 1; g++) mbar_init(sums + 8 * g, 1), mbar_expect_tx(sums + 8 * g, L::sum_bytes / 2);
+        for (int buf = 0; buf < layout::n_bufs; buf++) mbar_init(full + 8 * buf, 2), mbar_init(empty + 8 * buf, (PINGPONG ? 1 : 2) * problem.multicast);
+        for (int i = 0; i < 8; i++) mbar_init(cta.load_bars + 8 * i, 1);
+        for (int consumer = 0; consumer < 2 && SPLIT > 1; consumer++) mbar_init(partials_bar + 8 * consumer, 1), mbar_expect_tx(partials_bar + 8 * consumer, layout::partial_bytes / 2);
         mbar_init_fence();
     }
     __syncwarp();
-    if (per_cluster > 1) cluster_meet();
-    else if (warp == 0) named_arrive(1, 384); /* need not wait for the others */
-    else named_sync(1, 384);
+    if (per_cluster > 1) cluster_sync_relaxed();
+    else if (warp == 0) bar_arrive(1, 384); /* need not wait for the others */
+    else bar_sync(1, 384);
     if (warp < 4) {
-        regs_give<40>();
+        setmaxnreg_dec<40>();
         if (warp == 1) {
-            if (elect_one()) gemm_produce_x<BN, L::stages>(c);
+            if (elect_one()) gemm_produce_x<BN, layout::n_bufs>(cta);
         } else if (warp == 0) {
-            if (elect_one()) gemm_produce_w<BN, L::stages>(c);
+            if (elect_one()) gemm_produce_w<BN, layout::n_bufs>(cta);
         }
         __syncwarp();
     } else {
-        regs_take<232>();
-        gemm_consume<EPI, BN, SPLIT, PINGPONG>(c, warp / 4 - 1, p);
+        setmaxnreg_inc<232>();
+        gemm_consume<EPI, BN, SPLIT, PINGPONG>(cta, warp / 4 - 1, epi_args);
     }
     /* A CTA may leave before its peers: all that they send it, rows of W, sums, and word of what they have read, it waits for. */
 #else
@@ -2262,13 +2262,13 @@ enum { GEMM_QKV64 = EPI_LOGITS + 1, GEMM_QKV128, GEMM_SCATTER }; /* kinds of epi
 typedef struct gemm_variant {
     int kind, bn, split;
     bool pingpong;
-    int out, smem; /* staged columns; bytes */
+    int staged_cols, smem_bytes; /* staged columns; bytes */
     const void *kernel;
 } gemm_variant;
 
 #define GEMM_INSTANCE(kind, EPI, BN, SPLIT, PINGPONG)                                                                         \
-    {kind, BN, SPLIT, PINGPONG, EPI::out(BN / SPLIT), gemm_smem<BN, SPLIT, EPI::out(BN / SPLIT)>::bytes,                      \
-     (const void *)gemm_kernel<EPI, BN, SPLIT, PINGPONG>}
+    {kind, BN, SPLIT, PINGPONG, EPI::staged_cols(BN / SPLIT), gemm_smem<BN, SPLIT, EPI::staged_cols(BN / SPLIT)>::bytes,                      \
+     (const void *)gemm_wgmma_kernel<EPI, BN, SPLIT, PINGPONG>}
 #define GEMM_VARIANT(kind, EPI, BN, SPLIT) GEMM_INSTANCE(kind, EPI, BN, SPLIT, false)
 #define GEMM_PINGPONG(kind, EPI, BN) GEMM_INSTANCE(kind, EPI, BN, 1, true)
 static const gemm_variant gemm_variants[] = {
@@ -2299,8 +2299,8 @@ static const gemm_variant gemm_variants[] = {
 enum { N_GEMM_VARIANTS = sizeof gemm_variants / sizeof *gemm_variants };
 
 typedef struct gemm_plan {
-    const gemm_variant *v;
-    int mc, group;
+    const gemm_variant *variant;
+    int multicast, raster_m;
 } gemm_plan;
 
 /* Estimated clocks of a variant. Constants from sweeps of all variants over the shapes of `toka bench ops` on an H100 and an H200
@@ -2308,68 +2308,68 @@ typedef struct gemm_plan {
  * that of 64 bytes a clock into a multiprocessor; with a long K the CTAs that read the same rows drift apart, so L2 gives less.
  * Over several waves the card's power holds all, of which bytes from L2 take a part, too. A tile ends in an epilogue, the last of
  * ping-pong alone is seen, a split one in the exchange of sums, and every wave of split ones starts from an empty ring. */
-static double gemm_cost(const toka_device *d, const gemm_variant *v, int mc, int M, int N, int K) {
-    int per_cluster = mc * v->split, units = ceil_div(M, 128 * mc) * ceil_div(N, v->bn);
-    int at_once = per_cluster == 4 ? d->n_quads : d->n_sms / per_cluster, waves = ceil_div(units, at_once);
-    double ctas = (double)min(units, at_once) * per_cluster, k = ceil_div(ceil_div(K, 64), v->split);
-    double math = 4.0 * v->bn + 45, port = (128.0 + v->bn) * 2, bytes = (128.0 + v->bn / mc) * 128 * ctas;
-    double l2 = bytes / (K >= 4096 ? 6154 : 8192), block = l2 > math ? l2 : math, end = 1500 + (v->pingpong ? 8 : 4) * v->bn;
-    if (block < port) block = port;
-    if (waves > 1) block += 0.3 * bytes / 8192;
-    if (v->split > 1) end += 1000 + 31 * v->bn;
-    return waves * k * block + (v->pingpong ? 1 : waves) * end + (mc == 2 ? 300 : 0);
+static double gemm_cost(const toka_device *dev, const gemm_variant *variant, int multicast, int M, int N, int K) {
+    int per_cluster = multicast * variant->split, n_units = ceil_div(M, 128 * multicast) * ceil_div(N, variant->bn);
+    int max_clusters = per_cluster == 4 ? dev->max_clusters_of_4 : dev->n_sms / per_cluster, waves = ceil_div(n_units, max_clusters);
+    double ctas = (double)min(n_units, max_clusters) * per_cluster, k_blocks = ceil_div(ceil_div(K, 64), variant->split);
+    double tensor_clocks = 4.0 * variant->bn + 45, port_clocks = (128.0 + variant->bn) * 2, bytes = (128.0 + variant->bn / multicast) * 128 * ctas;
+    double l2_clocks = bytes / (K >= 4096 ? 6154 : 8192), block_clocks = l2_clocks > tensor_clocks ? l2_clocks : tensor_clocks, epilogue_clocks = 1500 + (variant->pingpong ? 8 : 4) * variant->bn;
+    if (block_clocks < port_clocks) block_clocks = port_clocks;
+    if (waves > 1) block_clocks += 0.3 * bytes / 8192;
+    if (variant->split > 1) epilogue_clocks += 1000 + 31 * variant->bn;
+    return waves * k_blocks * block_clocks + (variant->pingpong ? 1 : waves) * epilogue_clocks + (multicast == 2 ? 300 : 0);
 }
 
 /* Whether QK-norm can follow. */
-static bool gemm_holds_heads(const gemm_variant *v) { return v->bn / v->split % (v->kind == GEMM_QKV64 ? 64 : 128) == 0; }
+static bool gemm_whole_heads(const gemm_variant *variant) { return variant->bn / variant->split % (variant->kind == GEMM_QKV64 ? 64 : 128) == 0; }
 
 /* The cheapest variant of a kind; whole_heads: QK-norm follows. */
-static gemm_plan gemm_pick(const toka_device *d, int kind, int M, int N, int K, bool whole_heads) {
-    gemm_plan best = {.group = 8};
-    double least = 0;
+static gemm_plan gemm_choose(const toka_device *dev, int kind, int M, int N, int K, bool whole_heads) {
+    gemm_plan best = {.raster_m = 8};
+    double least_cost = 0;
     for (int i = 0; i < N_GEMM_VARIANTS; i++)
-        for (int mc = 1; mc <= 2; mc++) {
-            const gemm_variant *v = &gemm_variants[i];
-            if (v->kind != kind || v->split > ceil_div(K, 64) || mc * v->split > 4 || (mc == 2 && M <= 128)) continue;
-            if (mc * v->split == 4 && !d->n_quads) continue;
-            if (whole_heads && !gemm_holds_heads(v)) continue;
-            double cost = gemm_cost(d, v, mc, M, N, K);
-            if (!best.v || cost < least) best.v = v, best.mc = mc, least = cost;
+        for (int multicast = 1; multicast <= 2; multicast++) {
+            const gemm_variant *variant = &gemm_variants[i];
+            if (variant->kind != kind || variant->split > ceil_div(K, 64) || multicast * variant->split > 4 || (multicast == 2 && M <= 128)) continue;
+            if (multicast * variant->split == 4 && !dev->max_clusters_of_4) continue;
+            if (whole_heads && !gemm_whole_heads(variant)) continue;
+            double cost = gemm_cost(dev, variant, multicast, M, N, K);
+            if (!best.variant || cost < least_cost) best.variant = variant, best.multicast = multicast, least_cost = cost;
         }
     return best;
 }
 
 /* The map of a row-major bf16 matrix, read or written in boxes of box_rows x box_cols; box_cols 64, 32 or 16, swizzled over
  * the box's row. */
-static CUtensorMap gemm_map(toka_device *d, const bf16 *p, int rows, int cols, int ld, int box_rows, int box_cols) {
-    CUtensorMap m;
-    cuuint64_t dims[2] = {(cuuint64_t)cols, (cuuint64_t)rows}, stride[1] = {(cuuint64_t)ld * 2};
-    cuuint32_t box[2] = {(cuuint32_t)box_cols, (cuuint32_t)box_rows}, step[2] = {1, 1};
+static CUtensorMap gemm_tensor_map(toka_device *dev, const bf16 *data, int rows, int cols, int ld, int box_rows, int box_cols) {
+    CUtensorMap map;
+    cuuint64_t dims[2] = {(cuuint64_t)cols, (cuuint64_t)rows}, strides[1] = {(cuuint64_t)ld * 2};
+    cuuint32_t box[2] = {(cuuint32_t)box_cols, (cuuint32_t)box_rows}, elem_strides[2] = {1, 1};
     CUtensorMapSwizzle swizzle = box_cols == 64 ? CU_TENSOR_MAP_SWIZZLE_128B
                                  : box_cols == 32 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_32B;
-    CUresult r = d->encode_map(&m, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, (void *)p, dims, stride, box, step,
+    CUresult result = dev->encode_map(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, (void *)data, dims, strides, box, elem_strides,
                                CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    latch(d, r ? cudaErrorInvalidValue : cudaSuccess, "tensor map of a GEMM");
-    return m;
+    latch_error(dev, result ? cudaErrorInvalidValue : cudaSuccess, "tensor map of a GEMM");
+    return map;
 }
 
 /* Launches any instance: also the LM head's, whose epilogue stands in chapter 11. `params` is the epilogue's; a->y is used
  * only where the instance stages output for it. */
-static void gemm_start(toka_device *d, gemm_plan plan, const gemm_args *a, const void *params) {
-    const gemm_variant *v = plan.v;
-    int M = a->M, N = a->w->N, K = a->w->K, cols = v->kind == EPI_SWIGLU ? N / 2 : N, per_cluster = plan.mc * v->split;
-    assert(M > 0 && N % 8 == 0 && K % 8 == 0 && a->ldx % 8 == 0 && (uintptr_t)a->x % 16 == 0 && (uintptr_t)a->w->p % 16 == 0);
-    gemm_job job = {M, N, K, ceil_div(M, 128 * plan.mc), ceil_div(N, v->bn), plan.group, plan.mc, 0, 0, 0};
-    int last = job.units_m % job.group ? job.units_m % job.group : job.group;
-    int units = job.units_m * job.tiles_n, clusters = v->split > 1 ? units : min(units, d->n_sms / per_cluster);
-    job.per_group = 1.0f / ((float)job.group * job.tiles_n), job.per_height = 1.0f / job.group, job.per_last = 1.0f / last;
-    assert(units < 1 << 22);
-    CUtensorMap mx = gemm_map(d, a->x, ceil_div(M, 128) * 128, K, a->ldx, 128, 64), my = mx;
-    CUtensorMap mw = gemm_map(d, a->w->p, N, K, K, v->bn / plan.mc, 64);
-    if (v->out && a->y) {
-        assert(a->ldy % 8 == 0 && (uintptr_t)a->y % 16 == 0 && cols % 8 == 0);
-        my = gemm_map(d, a->y, M, cols, a->ldy, 16, gemm_panel(v->out));
+static void gemm_launch(toka_device *dev, gemm_plan plan, const gemm_args *args, const void *params) {
+    const gemm_variant *variant = plan.variant;
+    int M = args->M, N = args->w->N, K = args->w->K, cols = variant->kind == EPI_SWIGLU ? N / 2 : N, per_cluster = plan.multicast * variant->split;
+    assert(M > 0 && N % 8 == 0 && K % 8 == 0 && args->ldx % 8 == 0 && (uintptr_t)args->x % 16 == 0 && (uintptr_t)args->w->data % 16 == 0);
+    gemm_problem problem = {M, N, K, ceil_div(M, 128 * plan.multicast), ceil_div(N, variant->bn), plan.raster_m, plan.multicast, 0, 0, 0};
+    int last_height = problem.units_m % problem.raster_m ? problem.units_m % problem.raster_m : problem.raster_m;
+    int n_units = problem.units_m * problem.tiles_n, n_clusters = variant->split > 1 ? n_units : min(n_units, dev->n_sms / per_cluster);
+    problem.inv_band = 1.0f / ((float)problem.raster_m * problem.tiles_n), problem.inv_height = 1.0f / problem.raster_m, problem.inv_last_height = 1.0f / last_height;
+    assert(n_units < 1 << 22);
+    CUtensorMap map_x = gemm_tensor_map(dev, args->x, ceil_div(M, 128) * 128, K, args->ldx, 128, 64), map_y = map_x;
+    CUtensorMap map_w = gemm_tensor_map(dev, args->w->data, N, K, K, variant->bn / plan.multicast, 64);
+    if (variant->staged_cols && args->y) {
+        assert(args->ldy % 8 == 0 && (uintptr_t)args->y % 16 == 0 && cols % 8 == 0);
+        map_y = gemm_tensor_map(dev, args->y, M, cols, args->ldy, 16, gemm_panel_cols(variant->staged_cols));
     }
     cudaLaunchAttribute attr[2] = {};
     attr[0].id = cudaLaunchAttributeClusterDimension;
@@ -2377,80 +2377,80 @@ static void gemm_start(toka_device *d, gemm_plan plan, const gemm_args *a, const
     attr[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attr[1].val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t cfg = {};
-    cfg.gridDim = dim3((unsigned)(clusters * per_cluster)), cfg.blockDim = dim3(384), cfg.dynamicSmemBytes = (size_t)v->smem;
-    cfg.stream = d->stream, cfg.attrs = attr, cfg.numAttrs = 2;
-    void *args[] = {&mx, &mw, &my, &job, (void *)params};
-    if (d->error.code) return;
-    launch_as(d, "GEMM", &cfg, (const void *)v->kernel, args);
+    cfg.gridDim = dim3((unsigned)(n_clusters * per_cluster)), cfg.blockDim = dim3(384), cfg.dynamicSmemBytes = (size_t)variant->smem_bytes;
+    cfg.stream = dev->stream, cfg.attrs = attr, cfg.numAttrs = 2;
+    void *kernel_args[] = {&map_x, &map_w, &map_y, &problem, (void *)params};
+    if (dev->error.code) return;
+    launch_by_role(dev, "GEMM", &cfg, (const void *)variant->kernel, kernel_args);
 }
 
 /* Once per device, before the first launch. */
-static void gemm_open(toka_device *d) {
-    for (int i = 0; i < N_GEMM_VARIANTS && d->hopper; i++) {
-        const gemm_variant *v = &gemm_variants[i];
-        latch(d, cudaFuncSetAttribute(v->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, v->smem),
+static void gemm_open(toka_device *dev) {
+    for (int i = 0; i < N_GEMM_VARIANTS && dev->hopper; i++) {
+        const gemm_variant *variant = &gemm_variants[i];
+        latch_error(dev, cudaFuncSetAttribute(variant->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, variant->smem_bytes),
               "shared memory of a GEMM");
-        if (v->split != 4 || d->n_quads) continue;
-        cudaLaunchAttribute four = {};
-        four.id = cudaLaunchAttributeClusterDimension;
-        four.val.clusterDim.x = 4, four.val.clusterDim.y = four.val.clusterDim.z = 1;
+        if (variant->split != 4 || dev->max_clusters_of_4) continue;
+        cudaLaunchAttribute cluster4 = {};
+        cluster4.id = cudaLaunchAttributeClusterDimension;
+        cluster4.val.clusterDim.x = 4, cluster4.val.clusterDim.y = cluster4.val.clusterDim.z = 1;
         cudaLaunchConfig_t cfg = {};
-        cfg.gridDim = dim3(4), cfg.blockDim = dim3(384), cfg.dynamicSmemBytes = (size_t)v->smem;
-        cfg.attrs = &four, cfg.numAttrs = 1;
-        latch(d, cudaOccupancyMaxActiveClusters(&d->n_quads, v->kernel, &cfg), "clusters of a GEMM");
+        cfg.gridDim = dim3(4), cfg.blockDim = dim3(384), cfg.dynamicSmemBytes = (size_t)variant->smem_bytes;
+        cfg.attrs = &cluster4, cfg.numAttrs = 1;
+        latch_error(dev, cudaOccupancyMaxActiveClusters(&dev->max_clusters_of_4, variant->kernel, &cfg), "clusters of a GEMM");
     }
 }
 
 /* y = epilogue(x W^T), chapter 5's terms. */
-static void gemm_wgmma_by(toka_device *d, const gemm_args *a, gemm_plan plan) {
-    epi_store::params p = {a->w->bias, a->y, a->ldy}; /* epi_residual's too */
-    epi_logits::params f = {(float *)a->y, a->ldy};
-    assert(a->epi != EPI_SWIGLU || (!a->w->bias && a->w->N % 16 == 0));
-    assert(a->epi != EPI_LOGITS || (!a->w->bias && a->ldy % 2 == 0));
-    gemm_start(d, plan, a, a->epi == EPI_LOGITS ? (void *)&f : (void *)&p);
+static void gemm_wgmma_with(toka_device *dev, const gemm_args *args, gemm_plan plan) {
+    epi_store::params store_args = {args->w->bias, args->y, args->ldy}; /* epi_residual's too */
+    epi_logits::params logits_args = {(float *)args->y, args->ldy};
+    assert(args->epi != EPI_SWIGLU || (!args->w->bias && args->w->N % 16 == 0));
+    assert(args->epi != EPI_LOGITS || (!args->w->bias && args->ldy % 2 == 0));
+    gemm_launch(dev, plan, args, args->epi == EPI_LOGITS ? (void *)&logits_args : (void *)&store_args);
 }
-static void gemm_wgmma(toka_device *d, const gemm_args *a) {
-    gemm_wgmma_by(d, a, gemm_pick(d, a->epi, a->M, a->w->N, a->w->K, false));
+static void gemm_wgmma(toka_device *dev, const gemm_args *args) {
+    gemm_wgmma_with(dev, args, gemm_choose(dev, args->epi, args->M, args->w->N, args->w->K, false));
 }
 
 /* q, K and V of M rows; head size D 64 or 128. */
-static gemm_plan gemm_qkv_pick(const toka_device *d, int M, const weight *w, const qkv_params *p) {
-    int heads = p->H + 2 * p->K;
-    return gemm_pick(d, w->N == 64 * heads ? GEMM_QKV64 : GEMM_QKV128, M, w->N, w->K, qkv_has_norms(p));
+static gemm_plan gemm_choose_qkv(const toka_device *dev, int M, const weight *w, const qkv_params *qkv) {
+    int heads = qkv->H + 2 * qkv->K;
+    return gemm_choose(dev, w->N == 64 * heads ? GEMM_QKV64 : GEMM_QKV128, M, w->N, w->K, qkv_has_norms(qkv));
 }
 /* Whether that beats EPI_STORE, whose tiles may be of more widths, and a kernel that reads and writes the result once more. */
-static bool gemm_qkv_pays(const toka_device *d, int M, const weight *w, const qkv_params *p) {
-    gemm_plan fused = gemm_qkv_pick(d, M, w, p), plain = gemm_pick(d, EPI_STORE, M, w->N, w->K, false);
+static bool gemm_qkv_worth_fusing(const toka_device *dev, int M, const weight *w, const qkv_params *qkv) {
+    gemm_plan fused = gemm_choose_qkv(dev, M, w, qkv), plain = gemm_choose(dev, EPI_STORE, M, w->N, w->K, false);
     /* in whole tiles, as all of it: the choice is the same for each M of one */
-    double after = 4000 + 4.0 * ceil_div(M, 128) * 128 * w->N / 1500;
-    return gemm_cost(d, fused.v, fused.mc, M, w->N, w->K) < gemm_cost(d, plain.v, plain.mc, M, w->N, w->K) + after;
+    double rope_clocks = 4000 + 4.0 * ceil_div(M, 128) * 128 * w->N / 1500;
+    return gemm_cost(dev, fused.variant, fused.multicast, M, w->N, w->K) < gemm_cost(dev, plain.variant, plain.multicast, M, w->N, w->K) + rope_clocks;
 }
-static void gemm_wgmma_qkv_by(toka_device *d, int M, const bf16 *x, int ldx, const weight *w, const qkv_params *p,
+static void gemm_wgmma_qkv_with(toka_device *dev, int M, const bf16 *x, int ldx, const weight *w, const qkv_params *qkv,
                               gemm_plan plan) {
-    gemm_args a = {.M = M, .x = x, .ldx = ldx, .w = w};
-    int D = plan.v->kind == GEMM_QKV64 ? 64 : 128;
-    assert(w->N == (p->H + 2 * p->K) * D && (p->B & (p->B - 1)) == 0 && (!qkv_has_norms(p) || gemm_holds_heads(plan.v)));
+    gemm_args args = {.M = M, .x = x, .ldx = ldx, .w = w};
+    int D = plan.variant->kind == GEMM_QKV64 ? 64 : 128;
+    assert(w->N == (qkv->H + 2 * qkv->K) * D && (qkv->B & (qkv->B - 1)) == 0 && (!qkv_has_norms(qkv) || gemm_whole_heads(plan.variant)));
     (void)D;
-    gemm_start(d, plan, &a, p);
+    gemm_launch(dev, plan, &args, qkv);
 }
-static void gemm_wgmma_qkv(toka_device *d, int M, const bf16 *x, int ldx, const weight *w, const qkv_params *p) {
-    gemm_wgmma_qkv_by(d, M, x, ldx, w, p, gemm_qkv_pick(d, M, w, p));
+static void gemm_wgmma_qkv(toka_device *dev, int M, const bf16 *x, int ldx, const weight *w, const qkv_params *qkv) {
+    gemm_wgmma_qkv_with(dev, M, x, ldx, w, qkv, gemm_choose_qkv(dev, M, w, qkv));
 }
 
 /* x W^T, whose rows go to n boxes, `share` to each (see epi_scatter); a->y and a->epi are not used. */
-static void gemm_wgmma_scatter_by(toka_device *d, const gemm_args *a, bf16 *const *boxes, int n, int share, gemm_plan plan) {
-    const int M = a->M, N = a->w->N;
-    gemm_args product = *a;
-    product.y = NULL;
-    epi_scatter::params p = {};
-    assert(n <= MEET_RANKS && share % 16 == 0 && n * share >= M);
-    for (int q = 0; q < n && q * share < M; q++) /* the last box may get less, and those behind it nothing */
-        p.to[q] = gemm_map(d, boxes[q], min(share, M - q * share), N, N, 16, gemm_panel(plan.v->out));
-    p.bias = a->w->bias, p.share = share;
-    gemm_start(d, plan, &product, &p);
+static void gemm_wgmma_scatter_with(toka_device *dev, const gemm_args *args, bf16 *const *recv_buffers, int n_ranks, int rows_per_rank, gemm_plan plan) {
+    const int M = args->M, N = args->w->N;
+    gemm_args product_args = *args;
+    product_args.y = NULL;
+    epi_scatter::params epi_args = {};
+    assert(n_ranks <= BARRIER_MAX_RANKS && rows_per_rank % 16 == 0 && n_ranks * rows_per_rank >= M);
+    for (int rank = 0; rank < n_ranks && rank * rows_per_rank < M; rank++) /* the last box may get less, and those behind it nothing */
+        epi_args.recv_maps[rank] = gemm_tensor_map(dev, recv_buffers[rank], min(rows_per_rank, M - rank * rows_per_rank), N, N, 16, gemm_panel_cols(plan.variant->staged_cols));
+    epi_args.bias = args->w->bias, epi_args.rows_per_rank = rows_per_rank;
+    gemm_launch(dev, plan, &product_args, &epi_args);
 }
-static void gemm_wgmma_scatter(toka_device *d, const gemm_args *a, bf16 *const *boxes, int n, int share) {
-    gemm_wgmma_scatter_by(d, a, boxes, n, share, gemm_pick(d, GEMM_SCATTER, a->M, a->w->N, a->w->K, false));
+static void gemm_wgmma_scatter(toka_device *dev, const gemm_args *args, bf16 *const *recv_buffers, int n_ranks, int rows_per_rank) {
+    gemm_wgmma_scatter_with(dev, args, recv_buffers, n_ranks, rows_per_rank, gemm_choose(dev, GEMM_SCATTER, args->M, args->w->N, args->w->K, false));
 }
 
 /* ===========================================================================
@@ -2491,104 +2491,104 @@ static void gemm_wgmma_scatter(toka_device *d, const gemm_args *a, bf16 *const *
  * norms folded in for more than 8 rows, sums of 64 columns left by this kernel (1B, 64 sequences 58,170 -> 52,720 tokens a second,
  * 32 33,460 -> 31,610, for each CTA of gate_up reads all rows' sums; ahead of qkv alone 57,680 and 34,050). */
 
-/* EPI_QKV, here and in gemm_thin: the row of D elements of q, or of the pages of K and V, that is head h of row m. */
-__device__ static inline size_t qkv_row(const qkv_params &p, int m, int h) {
-    int slot = p.slot[m], kv_head = h < p.H + p.K ? h - p.H : h - p.H - p.K;
-    return h < p.H ? (size_t)m * p.H + h : (((size_t)(slot / p.B) * p.K + kv_head) * 2 + (h >= p.H + p.K)) * p.B + slot % p.B;
+/* EPI_QKV, here and in gemm_gemv: the row of D elements of q, or of the pages of K and V, that is head h of row m. */
+__device__ static inline size_t qkv_row(const qkv_params &qkv, int m, int head) {
+    int kv_slot = qkv.kv_slot[m], kv_head = head < qkv.H + qkv.K ? head - qkv.H : head - qkv.H - qkv.K;
+    return head < qkv.H ? (size_t)m * qkv.H + head : (((size_t)(kv_slot / qkv.B) * qkv.K + kv_head) * 2 + (head >= qkv.H + qkv.K)) * qkv.B + kv_slot % qkv.B;
 }
 
-/* gemm_few_kernel with qkv_params is for EPI_QKV, with few_nothing for all others: as a branch of one kernel it made one row of the
+/* gemm_smallm_kernel with qkv_params is for EPI_QKV, with smallm_no_qkv for all others: as a branch of one kernel it made one row of the
  * 1B model, which does not take it, 0.9 % slower (0.749 -> 0.756 ms a step, H200, 2026-11-24). */
-typedef struct few_nothing {
-} few_nothing;
-template <class P> constexpr bool few_turns = false;
-template <> constexpr bool few_turns<qkv_params> = true;
+typedef struct smallm_no_qkv {
+} smallm_no_qkv;
+template <class P> constexpr bool smallm_has_qkv = false;
+template <> constexpr bool smallm_has_qkv<qkv_params> = true;
 
-enum { FEW_K = 64, FEW_N = 64, FEW_THREADS = 192, FEW_W = FEW_N * FEW_K * 2 /* bytes of W in a stage; x lies behind */ };
-enum { FEW_ROW = FEW_N * 4 /* bytes of sums of a row of x */, FEW_BLOCK = 8 * FEW_ROW /* of 8 rows */ };
-enum { FEW_STAGES = 12 /* at most */ };
-enum { FEW_NORMED = 4 /* CTAs of a cluster with QK-norm, at most: larger ones do not all run at once */ };
-template <int ROWS> struct few_ring {
-    enum { STAGE = FEW_W + ROWS * FEW_K * 2, BARS = 16 * FEW_STAGES + 16 /* full and empty per stage, sums */ };
-    static_assert(3 * STAGE >= 2 * ROWS * FEW_ROW, "a part's own sums take the ring's place, and what is put out, too");
+enum { SMALLM_K = 64, SMALLM_N = 64, SMALLM_THREADS = 192, SMALLM_W_BYTES = SMALLM_N * SMALLM_K * 2 /* bytes of W in a stage; x lies behind */ };
+enum { SMALLM_ROW_BYTES = SMALLM_N * 4 /* bytes of sums of a row of x */, SMALLM_BLOCK_BYTES = 8 * SMALLM_ROW_BYTES /* of 8 rows */ };
+enum { SMALLM_MAX_BUFS = 12 /* at most */ };
+enum { SMALLM_NORM_CTAS = 4 /* CTAs of a cluster with QK-norm, at most: larger ones do not all run at once */ };
+template <int ROWS> struct smallm_ring {
+    enum { BUF_BYTES = SMALLM_W_BYTES + ROWS * SMALLM_K * 2, BAR_BYTES = 16 * SMALLM_MAX_BUFS + 16 /* full and empty per stage, sums */ };
+    static_assert(3 * BUF_BYTES >= 2 * ROWS * SMALLM_ROW_BYTES, "a part's own sums take the ring's place, and what is put out, too");
 };
 /* What comes from the other parts, for up to `rows` rows of x; stages of the ring beside it. */
-__host__ __device__ constexpr int few_guests(int rows, int split) {
-    return (split - 1) * ((rows + 8 * split - 1) / (8 * split)) * FEW_BLOCK;
+__host__ __device__ constexpr int smallm_partial_bytes(int rows, int split) {
+    return (split - 1) * ((rows + 8 * split - 1) / (8 * split)) * SMALLM_BLOCK_BYTES;
 }
-template <int ROWS> __host__ __device__ constexpr int few_stages(int split) {
-    int fit = (112 * 1024 - few_guests(ROWS, split)) / few_ring<ROWS>::STAGE;
-    return fit < FEW_STAGES ? fit : FEW_STAGES;
+template <int ROWS> __host__ __device__ constexpr int smallm_n_bufs(int split) {
+    int fit = (112 * 1024 - smallm_partial_bytes(ROWS, split)) / smallm_ring<ROWS>::BUF_BYTES;
+    return fit < SMALLM_MAX_BUFS ? fit : SMALLM_MAX_BUFS;
 }
 
 #if HOPPER
-typedef struct few_place { /* where a CTA works */
-    int n0, kb0, n_kb;     /* its rows of W, its slices of K */
-    int part, split;       /* its rank in the cluster, of how many */
-    int each, m0, rows;    /* blocks of 8 rows of x whose sums a part adds up and puts out; this one's rows */
-    int stages;
-    uint32_t ring, guests, full, empty;
-    uint32_t sums;         /* barrier: those of the others have come */
-    int peer0;             /* rank in the cluster of its tile's first part: not 0 in the second of two tiles of a head */
-    uint32_t norms, squares; /* with QK-norm: barrier, and what comes of the head's other tile, 8 bytes a row */
-} few_place;
+typedef struct smallm_cta { /* where a CTA works */
+    int n0, k_block0, n_k_blocks;     /* its rows of W, its slices of K */
+    int k_rank, split;       /* its rank in the cluster, of how many */
+    int blocks_per_rank, m0, rows;    /* blocks of 8 rows of x whose sums a part adds up and puts out; this one's rows */
+    int n_bufs;
+    uint32_t ring, partials, full, empty;
+    uint32_t partials_bar;         /* barrier: those of the others have come */
+    int first_rank;             /* rank in the cluster of its tile's first part: not 0 in the second of two tiles of a head */
+    uint32_t norm_bar, peer_sumsq; /* with QK-norm: barrier, and what comes of the head's other tile, 8 bytes a row */
+} smallm_cta;
 
-template <int ROWS> __device__ static inline few_place few_where(uint32_t ring, int M, int K, int split) {
-    int slices = (K + FEW_K - 1) / FEW_K;
-    few_place w;
-    w.part = (int)blockIdx.x % split, w.split = split, w.n0 = (int)blockIdx.x / split * FEW_N;
-    w.kb0 = slices * w.part / split, w.n_kb = slices * (w.part + 1) / split - w.kb0;
-    w.stages = few_stages<ROWS>(split), w.ring = ring, w.guests = ring + w.stages * few_ring<ROWS>::STAGE;
-    w.full = w.guests + few_guests(ROWS, split), w.empty = w.full + 8 * FEW_STAGES, w.sums = w.empty + 8 * FEW_STAGES;
-    w.norms = w.sums + 8, w.squares = w.sums + 16, w.peer0 = 0;
-    w.each = (M + 8 * split - 1) / (8 * split), w.m0 = 8 * w.each * w.part, w.rows = max(min(8 * w.each, M - w.m0), 0);
-    return w;
+template <int ROWS> __device__ static inline smallm_cta smallm_cta_init(uint32_t ring, int M, int K, int split) {
+    int k_blocks = (K + SMALLM_K - 1) / SMALLM_K;
+    smallm_cta cta;
+    cta.k_rank = (int)blockIdx.x % split, cta.split = split, cta.n0 = (int)blockIdx.x / split * SMALLM_N;
+    cta.k_block0 = k_blocks * cta.k_rank / split, cta.n_k_blocks = k_blocks * (cta.k_rank + 1) / split - cta.k_block0;
+    cta.n_bufs = smallm_n_bufs<ROWS>(split), cta.ring = ring, cta.partials = ring + cta.n_bufs * smallm_ring<ROWS>::BUF_BYTES;
+    cta.full = cta.partials + smallm_partial_bytes(ROWS, split), cta.empty = cta.full + 8 * SMALLM_MAX_BUFS, cta.partials_bar = cta.empty + 8 * SMALLM_MAX_BUFS;
+    cta.norm_bar = cta.partials_bar + 8, cta.peer_sumsq = cta.partials_bar + 16, cta.first_rank = 0;
+    cta.blocks_per_rank = (M + 8 * split - 1) / (8 * split), cta.m0 = 8 * cta.blocks_per_rank * cta.k_rank, cta.rows = max(min(8 * cta.blocks_per_rank, M - cta.m0), 0);
+    return cta;
 }
 
 /* One thread fetches W: as much as there is room for before the kernel ahead has ended. It also announces the bytes of x. */
-template <int ROWS> __device__ static inline void few_fetch_w(const CUtensorMap *map, const few_place &w) {
-    int s = 0, parity = 1;
-    for (int i = 0; i < w.n_kb; i++) {
-        mbar_wait(w.empty + 8 * s, parity);
-        mbar_expect_tx(w.full + 8 * s, few_ring<ROWS>::STAGE);
-        tma_load_2d_once(w.ring + s * few_ring<ROWS>::STAGE, map, w.full + 8 * s, (w.kb0 + i) * FEW_K, w.n0);
-        if (++s == w.stages) s = 0, parity ^= 1;
+template <int ROWS> __device__ static inline void smallm_produce_w(const CUtensorMap *map, const smallm_cta &cta) {
+    int buf = 0, parity = 1;
+    for (int i = 0; i < cta.n_k_blocks; i++) {
+        mbar_wait(cta.empty + 8 * buf, parity);
+        mbar_expect_tx(cta.full + 8 * buf, smallm_ring<ROWS>::BUF_BYTES);
+        tma_load_2d_evict_first(cta.ring + buf * smallm_ring<ROWS>::BUF_BYTES, map, cta.full + 8 * buf, (cta.k_block0 + i) * SMALLM_K, cta.n0);
+        if (++buf == cta.n_bufs) buf = 0, parity ^= 1;
     }
 }
 /* Another fetches x. */
-template <int ROWS> __device__ static inline void few_fetch_x(const CUtensorMap *map, const few_place &w) {
-    int s = 0, parity = 0, ahead = min(w.stages, w.n_kb);
-    uint32_t ring = w.ring + FEW_W;
+template <int ROWS> __device__ static inline void smallm_produce_x(const CUtensorMap *map, const smallm_cta &cta) {
+    int buf = 0, parity = 0, n_prefetch = min(cta.n_bufs, cta.n_k_blocks);
+    uint32_t ring = cta.ring + SMALLM_W_BYTES;
     tma_prefetch_map(map);
     grid_wait();
-    for (int i = 0; i < ahead; i++) tma_load_2d(ring + i * few_ring<ROWS>::STAGE, map, w.full + 8 * i, (w.kb0 + i) * FEW_K, 0);
-    for (int i = ahead; i < w.n_kb; i++) {
-        mbar_wait(w.empty + 8 * s, parity);
-        tma_load_2d(ring + s * few_ring<ROWS>::STAGE, map, w.full + 8 * s, (w.kb0 + i) * FEW_K, 0);
-        if (++s == w.stages) s = 0, parity ^= 1;
+    for (int i = 0; i < n_prefetch; i++) tma_load_2d(ring + i * smallm_ring<ROWS>::BUF_BYTES, map, cta.full + 8 * i, (cta.k_block0 + i) * SMALLM_K, 0);
+    for (int i = n_prefetch; i < cta.n_k_blocks; i++) {
+        mbar_wait(cta.empty + 8 * buf, parity);
+        tma_load_2d(ring + buf * smallm_ring<ROWS>::BUF_BYTES, map, cta.full + 8 * buf, (cta.k_block0 + i) * SMALLM_K, 0);
+        if (++buf == cta.n_bufs) buf = 0, parity ^= 1;
     }
 }
 
 /* The warpgroup: acc[n][m] = its rows of W times x. A wgmma of few columns is issued faster than the one before has accumulated,
  * so CHAINS independent sums are kept and added at the end. */
-template <int ROWS, int CHAINS> __device__ static inline void few_multiply(float (&acc)[CHAINS][ROWS / 2], const few_place &w) {
-    int s = 0, parity = 0, last = 0;
-    for (int i = 0; i < w.n_kb; i++) {
-        uint32_t at = w.ring + s * few_ring<ROWS>::STAGE;
-        uint64_t a = wgmma_desc(at), b = wgmma_desc(at + FEW_W);
-        mbar_wait(w.full + 8 * s, parity);
+template <int ROWS, int CHAINS> __device__ static inline void smallm_mainloop(float (&acc)[CHAINS][ROWS / 2], const smallm_cta &cta) {
+    int buf = 0, parity = 0, last_buf = 0;
+    for (int i = 0; i < cta.n_k_blocks; i++) {
+        uint32_t buf_at = cta.ring + buf * smallm_ring<ROWS>::BUF_BYTES;
+        uint64_t a_desc = wgmma_desc(buf_at), b_desc = wgmma_desc(buf_at + SMALLM_W_BYTES);
+        mbar_wait(cta.full + 8 * buf, parity);
         wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < FEW_K / 16; k++) wgmma_ss<ROWS>(acc[k % CHAINS], a + 2 * k, b + 2 * k, 1);
+        for (int k = 0; k < SMALLM_K / 16; k++) wgmma_ss<ROWS>(acc[k % CHAINS], a_desc + 2 * k, b_desc + 2 * k, 1);
         wgmma_commit();
         wgmma_wait<1>(); /* the slice before is done with */
-        if (i > 0 && threadIdx.x == 0) mbar_arrive(w.empty + 8 * last);
-        last = s;
-        if (++s == w.stages) s = 0, parity ^= 1;
+        if (i > 0 && threadIdx.x == 0) mbar_arrive(cta.empty + 8 * last_buf);
+        last_buf = buf;
+        if (++buf == cta.n_bufs) buf = 0, parity ^= 1;
     }
     wgmma_wait<0>();
 #pragma unroll
-    for (int k = 0; k < CHAINS; k++) wgmma_keep(acc[k]);
+    for (int k = 0; k < CHAINS; k++) wgmma_fence_operand(acc[k]);
 #pragma unroll
     for (int i = 0; i < ROWS / 2 * (CHAINS - 1); i++) acc[0][i % (ROWS / 2)] += acc[1 + i / (ROWS / 2)][i % (ROWS / 2)];
 }
@@ -2597,49 +2597,49 @@ template <int ROWS, int CHAINS> __device__ static inline void few_multiply(float
  *
  * Block j is 8 rows of x, 64 of W: acc[4j .. 4j+3] of 128 threads. A part gets the others' of its own blocks as
  * [sender][block][thread] x 16 bytes, in room that is nothing else's: nobody need say that he is ready. What is put out lies as
- * [rows][FEW_N] floats, of row m the groups of 8 exchanged so that the 32 lanes of a store meet 32 banks. */
+ * [rows][SMALLM_N] floats, of row m the groups of 8 exchanged so that the 32 lanes of a store meet 32 banks. */
 
-__device__ static inline uint32_t few_sum_at(int m, int n) { return (uint32_t)(m * FEW_ROW + (n ^ (m >> 1 & 3) << 3) * 4); }
+__device__ static inline uint32_t smallm_staging_at(int m, int n) { return (uint32_t)(m * SMALLM_ROW_BYTES + (n ^ (m >> 1 & 3) << 3) * 4); }
 
-__device__ static inline uint32_t few_guest(const few_place &w, int from, int to) {
-    return w.guests + (uint32_t)((from - (from > to)) * w.each * FEW_BLOCK) + threadIdx.x * 16;
+__device__ static inline uint32_t smallm_partial_at(const smallm_cta &cta, int from_rank, int to_rank) {
+    return cta.partials + (uint32_t)((from_rank - (from_rank > to_rank)) * cta.blocks_per_rank * SMALLM_BLOCK_BYTES) + threadIdx.x * 16;
 }
 /* To each other part its blocks. */
-template <int ROWS> __device__ static inline void few_send(const float (&acc)[ROWS / 2], const few_place &w, int M) {
-    int to = 0, first = 0;
+template <int ROWS> __device__ static inline void smallm_send_partials(const float (&acc)[ROWS / 2], const smallm_cta &cta, int M) {
+    int to_rank = 0, first_block = 0;
 #pragma unroll
-    for (int j = 0; j < ROWS / 8; j++) {
-        if (j == first + w.each) to++, first = j;
-        if (to != w.part && 8 * j < M)
-            send_to_peer(peer_at(few_guest(w, w.part, to) + (j - first) * FEW_BLOCK, w.peer0 + to), acc + 4 * j,
-                         peer_at(w.sums, w.peer0 + to));
+    for (int block = 0; block < ROWS / 8; block++) {
+        if (block == first_block + cta.blocks_per_rank) to_rank++, first_block = block;
+        if (to_rank != cta.k_rank && 8 * block < M)
+            st_async_16(mapa(smallm_partial_at(cta, cta.k_rank, to_rank) + (block - first_block) * SMALLM_BLOCK_BYTES, cta.first_rank + to_rank), acc + 4 * block,
+                         mapa(cta.partials_bar, cta.first_rank + to_rank));
     }
 }
 /* Four sums of block j of this part's to where they are put out from. */
-__device__ static inline void few_stage(const few_place &w, int j, const float v[4]) {
+__device__ static inline void smallm_staging_write(const smallm_cta &cta, int block, const float values[4]) {
     int lane = (int)threadIdx.x % 32, n = (int)threadIdx.x / 32 * 16 + lane / 4;
 #pragma unroll
-    for (int i = 0; i < 4; i++) smem_store_float(w.ring + few_sum_at(j * 8 + lane % 4 * 2 + i % 2, n + i / 2 * 8), v[i]);
+    for (int i = 0; i < 4; i++) smem_store_float(cta.ring + smallm_staging_at(block * 8 + lane % 4 * 2 + i % 2, n + i / 2 * 8), values[i]);
 }
 /* This part's blocks, the parts of K added in their order. Its own lie where the ring was. */
-template <int ROWS> __device__ static inline void few_add(const float (&acc)[ROWS / 2], const few_place &w) {
-    uint32_t own = w.ring + ROWS * FEW_ROW + threadIdx.x * 16;
-    int first = w.part * w.each;
+template <int ROWS> __device__ static inline void smallm_reduce_split(const float (&acc)[ROWS / 2], const smallm_cta &cta) {
+    uint32_t own = cta.ring + ROWS * SMALLM_ROW_BYTES + threadIdx.x * 16;
+    int first_block = cta.k_rank * cta.blocks_per_rank;
 #pragma unroll
-    for (int j = 0; j < ROWS / 8; j++) {
-        if (w.split == 1) few_stage(w, j, acc + 4 * j);
-        else if (j >= first && j < first + w.each) smem_store_floats(own + (j - first) * FEW_BLOCK, acc + 4 * j);
+    for (int block = 0; block < ROWS / 8; block++) {
+        if (cta.split == 1) smallm_staging_write(cta, block, acc + 4 * block);
+        else if (block >= first_block && block < first_block + cta.blocks_per_rank) smem_store_float4(own + (block - first_block) * SMALLM_BLOCK_BYTES, acc + 4 * block);
     }
-    if (w.split == 1) return;
-    mbar_wait(w.sums, 0);
-    for (int j = 0; 8 * j < w.rows; j++) {
-        float v[4] = {};
+    if (cta.split == 1) return;
+    mbar_wait(cta.partials_bar, 0);
+    for (int block = 0; 8 * block < cta.rows; block++) {
+        float values[4] = {};
 #pragma unroll 4
-        for (int q = 0; q < w.split; q++) {
-            float4 p = smem_load_floats((q == w.part ? own : few_guest(w, q, w.part)) + j * FEW_BLOCK);
-            v[0] += p.x, v[1] += p.y, v[2] += p.z, v[3] += p.w;
+        for (int k_rank = 0; k_rank < cta.split; k_rank++) {
+            float4 partial = smem_load_float4((k_rank == cta.k_rank ? own : smallm_partial_at(cta, k_rank, cta.k_rank)) + block * SMALLM_BLOCK_BYTES);
+            values[0] += partial.x, values[1] += partial.y, values[2] += partial.z, values[3] += partial.w;
         }
-        few_stage(w, j, v);
+        smallm_staging_write(cta, block, values);
     }
 }
 
@@ -2647,189 +2647,189 @@ template <int ROWS> __device__ static inline void few_add(const float (&acc)[ROW
 
 /* The item-th piece of this thread: row *m and column *n of the tile's (gates and ups, and both halves of a head, counted both).
  * False: there is none. */
-template <class P> __device__ static inline bool few_item(const gemm_call &c, const few_place &w, int item, int *m, int *n) {
-    int gated = few_turns<P> || c.epi == EPI_SWIGLU, per_row_log2 = 3 - gated, i = item * FEW_THREADS + (int)threadIdx.x;
-    *m = w.m0 + (i >> per_row_log2), *n = (i & (1 << per_row_log2) - 1) * (8 << gated);
-    return i < w.rows << per_row_log2 && w.n0 + *n < c.N;
+template <class QKV> __device__ static inline bool smallm_item_at(const gemm_kernel_args &args, const smallm_cta &cta, int item, int *m, int *n) {
+    int paired = smallm_has_qkv<QKV> || args.epi == EPI_SWIGLU, per_row_log2 = 3 - paired, index = item * SMALLM_THREADS + (int)threadIdx.x;
+    *m = cta.m0 + (index >> per_row_log2), *n = (index & (1 << per_row_log2) - 1) * (8 << paired);
+    return index < cta.rows << per_row_log2 && cta.n0 + *n < args.N;
 }
 /* v = columns n .. n+7 of row m, times scale. */
-__device__ static inline void few_sum(float v[8], const few_place &w, int m, int n, float scale) {
-    uint32_t at = w.ring + few_sum_at(m - w.m0, n);
-    float4 a = smem_load_floats(at), b = smem_load_floats(at + 16);
-    v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+__device__ static inline void smallm_staging_read(float values[8], const smallm_cta &cta, int m, int n, float scale) {
+    uint32_t at = cta.ring + smallm_staging_at(m - cta.m0, n);
+    float4 a = smem_load_float4(at), b = smem_load_float4(at + 16);
+    values[0] = a.x, values[1] = a.y, values[2] = a.z, values[3] = a.w, values[4] = b.x, values[5] = b.y, values[6] = b.z, values[7] = b.w;
 #pragma unroll
-    for (int k = 0; k < 8; k++) v[k] *= scale;
+    for (int k = 0; k < 8; k++) values[k] *= scale;
 }
-__device__ static inline void few_bias(float v[8], const float *bias, int n) {
+__device__ static inline void smallm_add_bias(float values[8], const float *bias, int n) {
     if (!bias) return;
 #pragma unroll
-    for (int i = 0; i < 8; i++) v[i] += bias[n + i];
+    for (int i = 0; i < 8; i++) values[i] += bias[n + i];
 }
 /* The sums of 8 outputs; SWIGLU's are final. */
-__device__ static inline void few_value(float v[8], const gemm_call &c, const few_place &w, int m, int n, float scale) {
+__device__ static inline void smallm_outputs(float values[8], const gemm_kernel_args &args, const smallm_cta &cta, int m, int n, float scale) {
     float up[8];
-    few_sum(v, w, m, n, scale);
-    if (c.epi != EPI_SWIGLU) return;
-    few_sum(up, w, m, n + 8, scale);
-    few_bias(v, c.bias, w.n0 + n);
-    few_bias(up, c.bias, w.n0 + n + 8);
+    smallm_staging_read(values, cta, m, n, scale);
+    if (args.epi != EPI_SWIGLU) return;
+    smallm_staging_read(up, cta, m, n + 8, scale);
+    smallm_add_bias(values, args.bias, cta.n0 + n);
+    smallm_add_bias(up, args.bias, cta.n0 + n + 8);
 #pragma unroll
-    for (int k = 0; k < 8; k++) v[k] = swiglu(v[k], up[k]);
+    for (int k = 0; k < 8; k++) values[k] = swiglu(values[k], up[k]);
 }
-__device__ static inline void few_put(float v[8], const gemm_call &c, const few_place &w, int m, int n, uint4 old) {
-    int gated = c.epi == EPI_SWIGLU;
-    if (!gated) few_bias(v, c.bias, w.n0 + n);
-    if (c.epi == EPI_RESIDUAL) {
-        v[0] += bf16_low(old.x), v[1] += bf16_high(old.x), v[2] += bf16_low(old.y), v[3] += bf16_high(old.y);
-        v[4] += bf16_low(old.z), v[5] += bf16_high(old.z), v[6] += bf16_low(old.w), v[7] += bf16_high(old.w);
+__device__ static inline void smallm_store(float values[8], const gemm_kernel_args &args, const smallm_cta &cta, int m, int n, uint4 residual) {
+    int gated = args.epi == EPI_SWIGLU;
+    if (!gated) smallm_add_bias(values, args.bias, cta.n0 + n);
+    if (args.epi == EPI_RESIDUAL) {
+        values[0] += bf16_low(residual.x), values[1] += bf16_high(residual.x), values[2] += bf16_low(residual.y), values[3] += bf16_high(residual.y);
+        values[4] += bf16_low(residual.z), values[5] += bf16_high(residual.z), values[6] += bf16_low(residual.w), values[7] += bf16_high(residual.w);
     }
-    *(uint4 *)(c.y + (size_t)m * c.ldy + (w.n0 + n >> gated)) = pack_8(v);
+    *(uint4 *)(args.y + (size_t)m * args.ldy + (cta.n0 + n >> gated)) = pack_8(values);
 }
 /* EPI_QKV: eight elements of the first half of a head of row m, and the eight of its second half: where they go, and how they are
  * turned. Reads nothing that a kernel of the step writes. */
-typedef struct few_pair {
+typedef struct smallm_rope_pairs {
     bf16 *to;
-    const float4 *turn; /* cosine, sine of each; NULL: of a head of V */
-} few_pair;
-__device__ static inline few_pair few_pair_at(const qkv_params &p, int m, int n) { /* n: a column of the first half, by turns */
-    const int h = n / p.D, i = n % p.D / 16 * 8;
-    const size_t row = qkv_row(p, m, h);
-    const float4 *turn = (const float4 *)(p.rope + (size_t)p.pos[m] * (p.D / 2) + i);
-    return few_pair{(h < p.H ? p.q : p.kv) + row * p.D + i, h < p.H + p.K ? turn : NULL};
+    const float4 *cos_sin; /* cosine, sine of each; NULL: of a head of V */
+} smallm_rope_pairs;
+__device__ static inline smallm_rope_pairs smallm_rope_pairs_at(const qkv_params &qkv, int m, int n) { /* n: a column of the first half, by turns */
+    const int head = n / qkv.D, elem = n % qkv.D / 16 * 8;
+    const size_t row = qkv_row(qkv, m, head);
+    const float4 *cos_sin = (const float4 *)(qkv.rope + (size_t)qkv.pos[m] * (qkv.D / 2) + elem);
+    return smallm_rope_pairs{(head < qkv.H ? qkv.q : qkv.kv) + row * qkv.D + elem, head < qkv.H + qkv.K ? cos_sin : NULL};
 }
 /* Columns n .. n+7 of row m, and the eight that lie behind them, with the bias. */
-__device__ static inline void few_both(float v[8], float u[8], const gemm_call &c, const few_place &w, int m, int n, float scale) {
-    few_sum(v, w, m, n, scale);
-    few_sum(u, w, m, n + 8, scale);
-    few_bias(v, c.bias, w.n0 + n);
-    few_bias(u, c.bias, w.n0 + n + 8);
+__device__ static inline void smallm_load_halves(float lo[8], float hi[8], const gemm_kernel_args &args, const smallm_cta &cta, int m, int n, float scale) {
+    smallm_staging_read(lo, cta, m, n, scale);
+    smallm_staging_read(hi, cta, m, n + 8, scale);
+    smallm_add_bias(lo, args.bias, cta.n0 + n);
+    smallm_add_bias(hi, args.bias, cta.n0 + n + 8);
 }
-__device__ static inline void few_put_turned(float v[8], float u[8], const few_pair &pair, const float4 turn[4], int half) {
+__device__ static inline void smallm_store_rope(float lo[8], float hi[8], const smallm_rope_pairs &rope, const float4 cos_sin[4], int half) {
 #pragma unroll
     for (int k = 0; k < 8; k++) {
-        const float cs = k % 2 ? turn[k / 2].z : turn[k / 2].x, sn = k % 2 ? turn[k / 2].w : turn[k / 2].y, a = v[k];
-        v[k] = a * cs - u[k] * sn, u[k] = u[k] * cs + a * sn;
+        const float cosine = k % 2 ? cos_sin[k / 2].z : cos_sin[k / 2].x, sine = k % 2 ? cos_sin[k / 2].w : cos_sin[k / 2].y, old_lo = lo[k];
+        lo[k] = old_lo * cosine - hi[k] * sine, hi[k] = hi[k] * cosine + old_lo * sine;
     }
-    *(uint4 *)pair.to = pack_8(v), *(uint4 *)(pair.to + half) = pack_8(u);
+    *(uint4 *)rope.to = pack_8(lo), *(uint4 *)(rope.to + half) = pack_8(hi);
 }
-__device__ static inline void few_put_logits(const float v[8], const gemm_call &c, const few_place &w, int m, int n) {
-    float4 *to = (float4 *)((float *)c.y + (size_t)m * c.ldy + w.n0 + n);
-    to[0] = make_float4(v[0], v[1], v[2], v[3]), to[1] = make_float4(v[4], v[5], v[6], v[7]);
+__device__ static inline void smallm_store_logits(const float values[8], const gemm_kernel_args &args, const smallm_cta &cta, int m, int n) {
+    float4 *to = (float4 *)((float *)args.y + (size_t)m * args.ldy + cta.n0 + n);
+    to[0] = make_float4(values[0], values[1], values[2], values[3]), to[1] = make_float4(values[4], values[5], values[6], values[7]);
 }
 
 /* QK-norm, for up to 8 rows: a thread has one piece at most, and four of them are a row. The weights of its columns; w NULL: the
  * tile's head has no norm. */
-typedef struct few_norm {
+typedef struct smallm_qk_norm {
     const float *w;
     float lo[8], hi[8];
-} few_norm;
-__device__ static inline few_norm few_norm_of(const qkv_params &p, int n) { /* n: a column of the first half, by turns */
-    const int h = n / p.D, i = n % p.D / 16 * 8;
-    few_norm r = {h < p.H ? p.q_norm : h < p.H + p.K ? p.k_norm : NULL};
+} smallm_qk_norm;
+__device__ static inline smallm_qk_norm smallm_qk_norm_at(const qkv_params &qkv, int n) { /* n: a column of the first half, by turns */
+    const int head = n / qkv.D, elem = n % qkv.D / 16 * 8;
+    smallm_qk_norm norm = {head < qkv.H ? qkv.q_norm : head < qkv.H + qkv.K ? qkv.k_norm : NULL};
 #pragma unroll
-    for (int k = 0; k < 8; k++) r.lo[k] = r.w ? r.w[i + k] : 1, r.hi[k] = r.w ? r.w[p.D / 2 + i + k] : 1;
-    return r;
+    for (int k = 0; k < 8; k++) norm.lo[k] = norm.w ? norm.w[elem + k] : 1, norm.hi[k] = norm.w ? norm.w[qkv.D / 2 + elem + k] : 1;
+    return norm;
 }
 /* Of two tiles of a head each sends the other its rows' sums of squares. All threads come; there: this one has a piece of row m. */
-__device__ static inline void few_normalize(float v[8], float u[8], bool there, int m, const few_norm &norm, const qkv_params &p,
-                                            const few_place &w) {
-    const int other = w.split - w.peer0 + w.part;
-    const uint32_t at = w.squares + 8 * (m - w.m0);
-    const bool two = p.D > FEW_N;
+__device__ static inline void smallm_apply_qk_norm(float lo[8], float hi[8], bool valid, int m, const smallm_qk_norm &norm, const qkv_params &qkv,
+                                            const smallm_cta &cta) {
+    const int peer = cta.split - cta.first_rank + cta.k_rank;
+    const uint32_t sumsq_at = cta.peer_sumsq + 8 * (m - cta.m0);
+    const bool two_tiles = qkv.D > SMALLM_N;
     float sum = 0;
 #pragma unroll
-    for (int k = 0; k < 8 && there; k++) sum += v[k] * v[k] + u[k] * u[k];
+    for (int k = 0; k < 8 && valid; k++) sum += lo[k] * lo[k] + hi[k] * hi[k];
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
-    if (two && there && threadIdx.x % 4 == 0) send_pair_to_peer(peer_at(at, other), sum, 0, peer_at(w.norms, other));
-    if (two) mbar_wait(w.norms, 0);
-    if (two && there) sum += smem_load_float(at);
-    const float scale = rsqrtf(sum / p.D + p.eps);
+    if (two_tiles && valid && threadIdx.x % 4 == 0) st_async_8(mapa(sumsq_at, peer), sum, 0, mapa(cta.norm_bar, peer));
+    if (two_tiles) mbar_wait(cta.norm_bar, 0);
+    if (two_tiles && valid) sum += smem_load_float(sumsq_at);
+    const float scale = rsqrtf(sum / qkv.D + qkv.eps);
 #pragma unroll
-    for (int k = 0; k < 8; k++) v[k] *= scale * norm.lo[k], u[k] *= scale * norm.hi[k];
+    for (int k = 0; k < 8; k++) lo[k] *= scale * norm.lo[k], hi[k] *= scale * norm.hi[k];
 }
 #endif
 
-template <int ROWS, class P, bool NORMED>
-__global__ static void __launch_bounds__(FEW_THREADS, 2)
-gemm_few_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_constant__ CUtensorMap map_x, const gemm_call c,
-                int split, const P p) {
+template <int ROWS, class QKV, bool QK_NORM>
+__global__ static void __launch_bounds__(SMALLM_THREADS, 2)
+gemm_smallm_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_constant__ CUtensorMap map_x, const gemm_kernel_args args,
+                int split, const QKV qkv) {
 #if HOPPER
-    constexpr int ITEMS = (ROWS * FEW_N / 8 + FEW_THREADS - 1) / FEW_THREADS;
-    constexpr int TURNS = few_turns<P> ? (ROWS * FEW_N / 16 + FEW_THREADS - 1) / FEW_THREADS : 0; /* pieces of EPI_QKV */
-    extern __shared__ __align__(1024) char few_smem[];
-    few_place w = few_where<ROWS>(smem_at(few_smem), c.M, c.K, split);
+    constexpr int ITEMS = (ROWS * SMALLM_N / 8 + SMALLM_THREADS - 1) / SMALLM_THREADS;
+    constexpr int ROPE_ITEMS = smallm_has_qkv<QKV> ? (ROWS * SMALLM_N / 16 + SMALLM_THREADS - 1) / SMALLM_THREADS : 0; /* pieces of EPI_QKV */
+    extern __shared__ __align__(1024) char smallm_smem[];
+    smallm_cta cta = smallm_cta_init<ROWS>(smem_addr(smallm_smem), args.M, args.K, split);
     int m, n, tid = (int)threadIdx.x, warp = tid / 32, lane = tid % 32;
-    uint4 old[ITEMS]; /* what a residual is added to is fetched ahead */
-    few_pair pair[TURNS + 1];
-    float4 turn[TURNS + 1][4];
-    __shared__ float scales[FOLD_ROWS];
-    int cluster = split;
-    if constexpr (NORMED) cluster = p.D / FEW_N * split, w.peer0 = (int)blockIdx.x % cluster - w.part;
+    uint4 residual[ITEMS]; /* what a residual is added to is fetched ahead */
+    smallm_rope_pairs rope[ROPE_ITEMS + 1];
+    float4 cos_sin[ROPE_ITEMS + 1][4];
+    __shared__ float row_scale[FUSE_NORM_MAX_ROWS];
+    int cluster_ctas = split;
+    if constexpr (QK_NORM) cluster_ctas = qkv.D / SMALLM_N * split, cta.first_rank = (int)blockIdx.x % cluster_ctas - cta.k_rank;
 
     if (tid == 0) {
-        for (int i = 0; i < w.stages; i++) mbar_init(w.full + 8 * i, 1), mbar_init(w.empty + 8 * i, 1);
-        mbar_init(w.sums, 1), mbar_init(w.norms, 1);
+        for (int i = 0; i < cta.n_bufs; i++) mbar_init(cta.full + 8 * i, 1), mbar_init(cta.empty + 8 * i, 1);
+        mbar_init(cta.partials_bar, 1), mbar_init(cta.norm_bar, 1);
         mbar_init_fence();
-        mbar_expect_tx(w.sums, (split - 1) * ((w.rows + 7) / 8) * FEW_BLOCK);
-        if (NORMED) mbar_expect_tx(w.norms, 8 * w.rows);
+        mbar_expect_tx(cta.partials_bar, (split - 1) * ((cta.rows + 7) / 8) * SMALLM_BLOCK_BYTES);
+        if (QK_NORM) mbar_expect_tx(cta.norm_bar, 8 * cta.rows);
     }
     __syncthreads();
     grid_launch_dependents();
-    if (cluster > 1) cluster_meet_arrive(); /* the others may know that the barriers are there */
-    if (warp == 4 && lane == 0) few_fetch_w<ROWS>(&map_w, w);
-    if (warp == 5 && lane == 0) few_fetch_x<ROWS>(&map_x, w);
+    if (cluster_ctas > 1) cluster_arrive_relaxed(); /* the others may know that the barriers are there */
+    if (warp == 4 && lane == 0) smallm_produce_w<ROWS>(&map_w, cta);
+    if (warp == 5 && lane == 0) smallm_produce_x<ROWS>(&map_x, cta);
     __syncwarp();
 #pragma unroll
-    for (int i = 0; i < TURNS; i++)
-        if constexpr (few_turns<P>)
-            if (few_item<P>(c, w, i, &m, &n)) pair[i] = few_pair_at(p, m, w.n0 + n);
-    few_norm norm;
-    if constexpr (NORMED) norm = few_norm_of(p, w.n0 + tid % 4 * 16);
-    if (c.bias && tid < FEW_N / 32 && w.n0 + 32 * tid < c.N) l2_prefetch(c.bias + w.n0 + 32 * tid);
+    for (int i = 0; i < ROPE_ITEMS; i++)
+        if constexpr (smallm_has_qkv<QKV>)
+            if (smallm_item_at<QKV>(args, cta, i, &m, &n)) rope[i] = smallm_rope_pairs_at(qkv, m, cta.n0 + n);
+    smallm_qk_norm norm;
+    if constexpr (QK_NORM) norm = smallm_qk_norm_at(qkv, cta.n0 + tid % 4 * 16);
+    if (args.bias && tid < SMALLM_N / 32 && cta.n0 + 32 * tid < args.N) l2_prefetch(args.bias + cta.n0 + 32 * tid);
     grid_wait();
 #pragma unroll
     for (int i = 0; i < ITEMS; i++)
-        if (c.epi == EPI_RESIDUAL && few_item<P>(c, w, i, &m, &n)) old[i] = *(uint4 *)(c.y + (size_t)m * c.ldy + w.n0 + n);
-    fold_part squares = {};
-    if (ROWS == FOLD_ROWS && c.fold.given && warp < c.M) squares = fold_begin(c.fold, warp, lane);
+        if (args.epi == EPI_RESIDUAL && smallm_item_at<QKV>(args, cta, i, &m, &n)) residual[i] = *(uint4 *)(args.y + (size_t)m * args.ldy + cta.n0 + n);
+    lane_sumsq sumsq = {};
+    if (ROWS == FUSE_NORM_MAX_ROWS && args.norm.input_sumsq && warp < args.M) sumsq = rms_prefetch(args.norm, warp, lane);
     constexpr int CHAINS = ROWS <= 16 ? 4 : 2;
     float acc[CHAINS][ROWS / 2] = {};
-    if (warp < 4) few_multiply<ROWS, CHAINS>(acc, w);
-    for (int i = warp; ROWS == FOLD_ROWS && c.fold.given && i < c.M; i += FEW_THREADS / 32) {
-        if (i > warp) squares = fold_begin(c.fold, i, lane);
-        float scale = fold_end(c.fold, i, lane, squares);
-        if (lane == 0) scales[i] = scale;
+    if (warp < 4) smallm_mainloop<ROWS, CHAINS>(acc, cta);
+    for (int i = warp; ROWS == FUSE_NORM_MAX_ROWS && args.norm.input_sumsq && i < args.M; i += SMALLM_THREADS / 32) {
+        if (i > warp) sumsq = rms_prefetch(args.norm, i, lane);
+        float scale = rms_inverse(args.norm, i, lane, sumsq);
+        if (lane == 0) row_scale[i] = scale;
     }
     __syncwarp();
-    if (cluster > 1) cluster_meet_wait();
-    if (split > 1 && warp < 4) few_send<ROWS>(acc[0], w, c.M);
+    if (cluster_ctas > 1) cluster_wait();
+    if (split > 1 && warp < 4) smallm_send_partials<ROWS>(acc[0], cta, args.M);
 #pragma unroll
-    for (int i = 0; i < 4 * TURNS; i++) /* while the sums are on their way */
-        if (few_item<P>(c, w, i / 4, &m, &n))
-            turn[i / 4][i % 4] = pair[i / 4].turn ? pair[i / 4].turn[i % 4] : make_float4(1, 0, 1, 0);
+    for (int i = 0; i < 4 * ROPE_ITEMS; i++) /* while the sums are on their way */
+        if (smallm_item_at<QKV>(args, cta, i / 4, &m, &n))
+            cos_sin[i / 4][i % 4] = rope[i / 4].cos_sin ? rope[i / 4].cos_sin[i % 4] : make_float4(1, 0, 1, 0);
     __syncthreads(); /* nobody reads the ring any more, and all that was to come has come */
-    if (warp < 4) few_add<ROWS>(acc[0], w);
+    if (warp < 4) smallm_reduce_split<ROWS>(acc[0], cta);
     __syncthreads();
-    const bool scaled = ROWS == FOLD_ROWS && c.fold.given;
-    if constexpr (few_turns<P>) {
+    const bool scaled = ROWS == FUSE_NORM_MAX_ROWS && args.norm.input_sumsq;
+    if constexpr (smallm_has_qkv<QKV>) {
 #pragma unroll
-        for (int i = 0; i < TURNS; i++) {
-            float v[8], u[8];
-            const bool there = few_item<P>(c, w, i, &m, &n);
-            if (there) few_both(v, u, c, w, m, n, scaled ? scales[m] : 1);
-            if constexpr (NORMED)
-                if (norm.w) few_normalize(v, u, there, m, norm, p, w);
-            if (there) few_put_turned(v, u, pair[i], turn[i], p.D / 2);
+        for (int i = 0; i < ROPE_ITEMS; i++) {
+            float values[8], values_hi[8];
+            const bool valid = smallm_item_at<QKV>(args, cta, i, &m, &n);
+            if (valid) smallm_load_halves(values, values_hi, args, cta, m, n, scaled ? row_scale[m] : 1);
+            if constexpr (QK_NORM)
+                if (norm.w) smallm_apply_qk_norm(values, values_hi, valid, m, norm, qkv, cta);
+            if (valid) smallm_store_rope(values, values_hi, rope[i], cos_sin[i], qkv.D / 2);
         }
     } else {
 #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
-            float v[8];
-            if (!few_item<P>(c, w, i, &m, &n)) continue;
-            few_value(v, c, w, m, n, scaled ? scales[m] : 1);
-            if (c.epi == EPI_LOGITS) few_put_logits(v, c, w, m, n);
-            else few_put(v, c, w, m, n, old[i]);
+            float values[8];
+            if (!smallm_item_at<QKV>(args, cta, i, &m, &n)) continue;
+            smallm_outputs(values, args, cta, m, n, scaled ? row_scale[m] : 1);
+            if (args.epi == EPI_LOGITS) smallm_store_logits(values, args, cta, m, n);
+            else smallm_store(values, args, cta, m, n, residual[i]);
         }
     }
 #else
@@ -2837,22 +2837,22 @@ gemm_few_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_constant
 #endif
 }
 
-template <int ROWS, class P, bool NORMED>
-static void gemm_few_start(toka_device *d, const gemm_args *a, int split, int pair, const P &p) {
-    gemm_call c = gemm_checked(a);
-    c.fold = fold_of(d, a);
-    assert(c.M <= ROWS && split * pair <= 8 && !a->norm);
-    const int smem = few_stages<ROWS>(split) * few_ring<ROWS>::STAGE + few_guests(ROWS, split) + few_ring<ROWS>::BARS;
-    launch_dependent(d, "GEMM (few rows)", gemm_few_kernel<ROWS, P, NORMED>, dim3((unsigned)(ceil_div(c.N, FEW_N) * split)),
-                     FEW_THREADS, smem + (NORMED ? 8 * ROWS : 0), split * pair, gemm_map(d, c.w, c.N, c.K, c.K, FEW_N, FEW_K),
-                     gemm_map(d, c.x, ROWS, c.K, c.ldx, ROWS, FEW_K), c, split, p);
+template <int ROWS, class QKV, bool QK_NORM>
+static void gemm_smallm_launch(toka_device *dev, const gemm_args *args, int split, int tiles_per_head, const QKV &qkv) {
+    gemm_kernel_args kernel_args = gemm_checked_args(args);
+    kernel_args.norm = gemm_fuse_norm_args(dev, args);
+    assert(kernel_args.M <= ROWS && split * tiles_per_head <= 8 && !args->next_norm);
+    const int smem_bytes = smallm_n_bufs<ROWS>(split) * smallm_ring<ROWS>::BUF_BYTES + smallm_partial_bytes(ROWS, split) + smallm_ring<ROWS>::BAR_BYTES;
+    launch_dependent(dev, "GEMM (few rows)", gemm_smallm_kernel<ROWS, QKV, QK_NORM>, dim3((unsigned)(ceil_div(kernel_args.N, SMALLM_N) * split)),
+                     SMALLM_THREADS, smem_bytes + (QK_NORM ? 8 * ROWS : 0), split * tiles_per_head, gemm_tensor_map(dev, kernel_args.w, kernel_args.N, kernel_args.K, kernel_args.K, SMALLM_N, SMALLM_K),
+                     gemm_tensor_map(dev, kernel_args.x, ROWS, kernel_args.K, kernel_args.ldx, ROWS, SMALLM_K), kernel_args, split, qkv);
 }
-template <int ROWS> static void gemm_few_tile(toka_device *d, const gemm_args *a, int split) {
-    const bool normed = a->epi == EPI_QKV && qkv_has_norms(a->qkv);
-    assert(!normed || ROWS == FOLD_ROWS);
-    if (a->epi != EPI_QKV) gemm_few_start<ROWS, few_nothing, false>(d, a, split, 1, few_nothing{});
-    else if (!normed) gemm_few_start<ROWS, qkv_params, false>(d, a, split, 1, *a->qkv);
-    else gemm_few_start<FOLD_ROWS, qkv_params, true>(d, a, split, a->qkv->D / FEW_N, *a->qkv);
+template <int ROWS> static void gemm_smallm_tile(toka_device *dev, const gemm_args *args, int split) {
+    const bool qk_norm = args->epi == EPI_QKV && qkv_has_norms(args->qkv);
+    assert(!qk_norm || ROWS == FUSE_NORM_MAX_ROWS);
+    if (args->epi != EPI_QKV) gemm_smallm_launch<ROWS, smallm_no_qkv, false>(dev, args, split, 1, smallm_no_qkv{});
+    else if (!qk_norm) gemm_smallm_launch<ROWS, qkv_params, false>(dev, args, split, 1, *args->qkv);
+    else gemm_smallm_launch<FUSE_NORM_MAX_ROWS, qkv_params, true>(dev, args, split, args->qkv->D / SMALLM_N, *args->qkv);
 }
 /* How many CTAs share a tile's K: as many as run at once, two a multiprocessor, but eight only where these have one each; and each
  * has three slices of K or more. Where somewhat more tiles than multiprocessors would leave many of these idle, a long K is halved;
@@ -2861,28 +2861,28 @@ template <int ROWS> static void gemm_few_tile(toka_device *d, const gemm_args *a
  * 74, 83, 62 (4096 x 4096), 20, 35, 46, 54 (896 x 4864), 73, 46, 41, 24 (9728 x 896), 84, 74, 85, 92 (5120 x 17408), 80, 73, 79, 82
  * (5120 x 8192), 41, 59, 65, 73 (1536 x 8960), 73, 79, 88, 92 (3584 x 18944), 68, 68, 80, 76 (3072 x 8192), 82, 85, 91, 78 (4096 x
  * 12288). Eight parts, a step of 16 sequences: Qwen3-14B 7.85 -> 7.78 ms, Qwen2.5-1.5B 1.411 -> 1.381. */
-static double few_busy(int ctas, int at_once) { return (double)ctas / (ceil_div(ctas, at_once) * at_once); } /* of the time */
-static int gemm_few_split(const toka_device *d, int N, int K) {
-    int tiles = ceil_div(N, FEW_N), slices = ceil_div(K, FEW_K), split = 1, two = 2 * d->n_sms;
-    while (split < 8 && 2 * split * tiles <= d->n_sms * (split < 4 ? 2 : 1)) split *= 2;
-    while (split > 1 && slices < 3 * split) split /= 2;
-    if (tiles > d->n_sms) return 2 * tiles < 3 * d->n_sms && slices >= 64 ? 2 : split;
-    const int eights = max(two - 24, 8); /* CTAs that run at once in clusters of eight, which do not fill all parts of the GPU */
-    return slices >= 128 && few_busy(8 * tiles, eights) > few_busy(split * tiles, two) + 0.075 ? 8 : split;
+static double smallm_utilization(int ctas, int max_ctas) { return (double)ctas / (ceil_div(ctas, max_ctas) * max_ctas); } /* of the time */
+static int gemm_smallm_split(const toka_device *dev, int N, int K) {
+    int tiles = ceil_div(N, SMALLM_N), k_blocks = ceil_div(K, SMALLM_K), split = 1, two_per_sm = 2 * dev->n_sms;
+    while (split < 8 && 2 * split * tiles <= dev->n_sms * (split < 4 ? 2 : 1)) split *= 2;
+    while (split > 1 && k_blocks < 3 * split) split /= 2;
+    if (tiles > dev->n_sms) return 2 * tiles < 3 * dev->n_sms && k_blocks >= 64 ? 2 : split;
+    const int max_ctas_8 = max(two_per_sm - 24, 8); /* CTAs that run at once in clusters of eight, which do not fill all parts of the GPU */
+    return k_blocks >= 128 && smallm_utilization(8 * tiles, max_ctas_8) > smallm_utilization(split * tiles, two_per_sm) + 0.075 ? 8 : split;
 }
-static void gemm_few(toka_device *d, const gemm_args *a) {
-    int split = gemm_few_split(d, a->w->N, a->w->K);
-    if (a->epi == EPI_QKV && qkv_has_norms(a->qkv)) split = min(split, FEW_NORMED / (a->qkv->D / FEW_N));
-    if (a->M <= 8) gemm_few_tile<8>(d, a, split);
-    else if (a->M <= 16) gemm_few_tile<16>(d, a, split);
-    else if (a->M <= 32) gemm_few_tile<32>(d, a, split);
-    else gemm_few_tile<64>(d, a, split);
+static void gemm_smallm(toka_device *dev, const gemm_args *args) {
+    int split = gemm_smallm_split(dev, args->w->N, args->w->K);
+    if (args->epi == EPI_QKV && qkv_has_norms(args->qkv)) split = min(split, SMALLM_NORM_CTAS / (args->qkv->D / SMALLM_N));
+    if (args->M <= 8) gemm_smallm_tile<8>(dev, args, split);
+    else if (args->M <= 16) gemm_smallm_tile<16>(dev, args, split);
+    else if (args->M <= 32) gemm_smallm_tile<32>(dev, args, split);
+    else gemm_smallm_tile<64>(dev, args, split);
 }
 
 /* ---- y[M][N] = x[M][K] W[N][K]^T for up to 16 rows, on mma.sync with the sides swapped ----
  *
  * in, out as in chapter 5, not LOGITS; M <= ROWS (8, 16). It also does what a chain of few rows needs beside the products: RoPE
- * and the pages of K and V (EPI_QKV), the norms (norm_fold). Where W is read in a few microseconds, what counts is the time from
+ * and the pages of K and V (EPI_QKV), the norms (fused_norm). Where W is read in a few microseconds, what counts is the time from
  * the end of the kernel ahead to the end of this one. So there is no cluster and few steps: a CTA has only 16 rows of W, the
  * side m16 of mma.sync, and all of K, of which its eight warps take slices of 64 columns by turns. Each warp has its own ring of
  * slices, so that nobody waits for anybody until the eight sums meet in shared memory and are added in the order of the warps. The
@@ -2893,41 +2893,41 @@ static void gemm_few(toka_device *d, const gemm_args *a) {
  * both: 785 us, and 980 with 8 rows.
  *
  * grid: 16 rows of W each; block: 256; shared: 96 KB; 2NK bytes. Rings of 48 KB for four CTAs a multiprocessor: slower but where
- * many CTAs read little each, and there gemm_few is faster still. */
+ * many CTAs read little each, and there gemm_smallm is faster still. */
 
-enum { THIN_N = 16, THIN_K = 64, THIN_WARPS = 8, THIN_PITCH = THIN_N + 4 /* floats from row to row of the sums */ };
-template <int ROWS> struct thin_ring {
-    enum { STAGE = (THIN_N + ROWS) * THIN_K * 2, STAGES = 96 * 1024 / THIN_WARPS / STAGE, SMEM = THIN_WARPS * STAGES * STAGE };
+enum { GEMV_N = 16, GEMV_K = 64, GEMV_WARPS = 8, GEMV_PITCH = GEMV_N + 4 /* floats from row to row of the sums */ };
+template <int ROWS> struct gemv_ring {
+    enum { BUF_BYTES = (GEMV_N + ROWS) * GEMV_K * 2, BUFS = 96 * 1024 / GEMV_WARPS / BUF_BYTES, SMEM_BYTES = GEMV_WARPS * BUFS * BUF_BYTES };
 };
 
 /* W's rows row0 .. row0+15, columns k0 .. k0+63 of K, by one warp; and those columns of x. */
-__device__ static inline void thin_load_w(uint32_t to, const gemm_call &c, int row0, int k0, int lane, uint64_t once) {
+__device__ static inline void gemv_load_w(uint32_t to, const gemm_kernel_args &args, int row0, int k0, int lane, uint64_t policy) {
     int k = k0 + lane % 8 * 8;
 #pragma unroll
-    for (int r = lane / 8; r < THIN_N; r += 4) {
-        bool inside = row0 + r < c.N && k < c.K;
-        cp_async_16_once(to + r * 128 + ((lane ^ r) % 8) * 16, inside ? c.w + (size_t)(row0 + r) * c.K + k : c.w,
-                         inside ? 16 : 0, once);
+    for (int row = lane / 8; row < GEMV_N; row += 4) {
+        bool inside = row0 + row < args.N && k < args.K;
+        cp_async_16_evict_first(to + row * 128 + ((lane ^ row) % 8) * 16, inside ? args.w + (size_t)(row0 + row) * args.K + k : args.w,
+                         inside ? 16 : 0, policy);
     }
 }
-template <int ROWS> __device__ static inline void thin_load_x(uint32_t to, const gemm_call &c, int k0, int lane) {
+template <int ROWS> __device__ static inline void gemv_load_x(uint32_t to, const gemm_kernel_args &args, int k0, int lane) {
     int k = k0 + lane % 8 * 8;
 #pragma unroll
-    for (int r = lane / 8; r < ROWS; r += 4) {
-        bool inside = r < c.M && k < c.K;
-        cp_async_16(to + r * 128 + ((lane ^ r) % 8) * 16, inside ? c.x + (size_t)r * c.ldx + k : c.x, inside ? 16 : 0);
+    for (int row = lane / 8; row < ROWS; row += 4) {
+        bool inside = row < args.M && k < args.K;
+        cp_async_16(to + row * 128 + ((lane ^ row) % 8) * 16, inside ? args.x + (size_t)row * args.ldx + k : args.x, inside ? 16 : 0);
     }
 }
 /* acc[m block][.] += one slice. */
-template <int ROWS> __device__ static inline void thin_multiply(float acc[ROWS / 8][4], uint32_t at, int lane) {
+template <int ROWS> __device__ static inline void gemv_multiply(float acc[ROWS / 8][4], uint32_t buf_at, int lane) {
     uint32_t a[4][4], b[ROWS / 4][4];
 #pragma unroll
-    for (int k = 0; k < 4; k++) ldmatrix_x4(a[k], at + lane % 16 * 128 + (((2 * k + lane / 16) ^ lane) % 8) * 16);
+    for (int k = 0; k < 4; k++) ldmatrix_x4(a[k], buf_at + lane % 16 * 128 + (((2 * k + lane / 16) ^ lane) % 8) * 16);
 #pragma unroll
     for (int i = 0; i < ROWS / 8; i++) /* 8 rows of x, 32 columns at a time */
 #pragma unroll
         for (int k = 0; k < 2; k++)
-            ldmatrix_x4(b[2 * i + k], at + (THIN_N + 8 * i + lane % 8) * 128 + (((4 * k + lane / 8) ^ lane) % 8) * 16);
+            ldmatrix_x4(b[2 * i + k], buf_at + (GEMV_N + 8 * i + lane % 8) * 128 + (((4 * k + lane / 8) ^ lane) % 8) * 16);
 #pragma unroll
     for (int k = 0; k < 4; k++)
 #pragma unroll
@@ -2936,169 +2936,169 @@ template <int ROWS> __device__ static inline void thin_multiply(float acc[ROWS /
 
 /* Columns n and n+1 of row m with RESIDUAL, and what the norm that follows needs of them: w, its two weights. All threads come;
  * the 8 of a row lie side by side. */
-__device__ static inline void thin_put_normed(const gemm_call &c, bool puts, int m, int n, float2 v, uint32_t old, float2 w) {
+__device__ static inline void gemv_store_normed(const gemm_kernel_args &args, bool valid, int m, int n, float2 values, uint32_t residual, float2 norm_w) {
     uint32_t y = 0;
-    if (puts) {
-        if (c.bias) v.x += c.bias[n], v.y += c.bias[n + 1];
-        y = pack_bf16(v.x + bf16_low(old), v.y + bf16_high(old));
-        *(uint32_t *)(c.y + (size_t)m * c.ldy + n) = y;
-        *(uint32_t *)(c.fold.xw + (size_t)m * c.N + n) = pack_bf16(bf16_low(y) * w.x, bf16_high(y) * w.y);
+    if (valid) {
+        if (args.bias) values.x += args.bias[n], values.y += args.bias[n + 1];
+        y = pack_bf16(values.x + bf16_low(residual), values.y + bf16_high(residual));
+        *(uint32_t *)(args.y + (size_t)m * args.ldy + n) = y;
+        *(uint32_t *)(args.norm.xw + (size_t)m * args.N + n) = pack_bf16(bf16_low(y) * norm_w.x, bf16_high(y) * norm_w.y);
     }
     float sum = bf16_low(y) * bf16_low(y) + bf16_high(y) * bf16_high(y);
-    for (int s = 4; s; s >>= 1) sum += __shfl_xor_sync(~0u, sum, s);
-    if (threadIdx.x % 8 == 0 && m < c.M) c.fold.squares[m * c.fold.n + (int)blockIdx.x] = sum;
+    for (int delta = 4; delta; delta >>= 1) sum += __shfl_xor_sync(~0u, sum, delta);
+    if (threadIdx.x % 8 == 0 && m < args.M) args.norm.row_sumsq[m * args.norm.n_sums + (int)blockIdx.x] = sum;
 }
 
 /* EPI_QKV: the pairs of element i and i + D/2, and of the next two, of a head of row m: where they go and how they are turned.
  * Reads nothing that a kernel of the step writes. */
-typedef struct thin_pair {
+typedef struct gemv_rope_pairs {
     bf16 *to;
-    float4 turn; /* cosine, sine of either */
-} thin_pair;
-__device__ static inline thin_pair thin_pair_at(const qkv_params &p, int m, int n) { /* n: a column of the first half, by turns */
-    int h = n / p.D, i = n % p.D / 16 * 8 + n % 8;
-    size_t row = qkv_row(p, m, h);
-    float4 turn = h < p.H + p.K ? *(const float4 *)(p.rope + (size_t)p.pos[m] * (p.D / 2) + i) : make_float4(1, 0, 1, 0);
-    return thin_pair{(h < p.H ? p.q : p.kv) + row * p.D + i, turn};
+    float4 cos_sin; /* cosine, sine of either */
+} gemv_rope_pairs;
+__device__ static inline gemv_rope_pairs gemv_rope_pairs_at(const qkv_params &qkv, int m, int n) { /* n: a column of the first half, by turns */
+    int head = n / qkv.D, elem = n % qkv.D / 16 * 8 + n % 8;
+    size_t row = qkv_row(qkv, m, head);
+    float4 cos_sin = head < qkv.H + qkv.K ? *(const float4 *)(qkv.rope + (size_t)qkv.pos[m] * (qkv.D / 2) + elem) : make_float4(1, 0, 1, 0);
+    return gemv_rope_pairs{(head < qkv.H ? qkv.q : qkv.kv) + row * qkv.D + elem, cos_sin};
 }
-__device__ static inline void thin_put_turned(const thin_pair &p, int half, float2 a, float2 b) {
-    float4 t = p.turn;
-    store_pair(p.to, a.x * t.x - b.x * t.y, a.y * t.z - b.y * t.w);
-    store_pair(p.to + half, b.x * t.x + a.x * t.y, b.y * t.z + a.y * t.w);
+__device__ static inline void gemv_store_rope(const gemv_rope_pairs &rope, int half, float2 a, float2 b) {
+    float4 cos_sin = rope.cos_sin;
+    store_bf16x2(rope.to, a.x * cos_sin.x - b.x * cos_sin.y, a.y * cos_sin.z - b.y * cos_sin.w);
+    store_bf16x2(rope.to + half, b.x * cos_sin.x + a.x * cos_sin.y, b.y * cos_sin.z + a.y * cos_sin.w);
 }
 
 template <int ROWS>
-__global__ static void __launch_bounds__(32 * THIN_WARPS, 2) gemm_thin_kernel(const gemm_call c, const qkv_params p) {
-    constexpr int STAGE = thin_ring<ROWS>::STAGE, STAGES = thin_ring<ROWS>::STAGES;
-    extern __shared__ __align__(128) char thin_smem[];
-    int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32, n0 = (int)blockIdx.x * THIN_N, step = THIN_WARPS * THIN_K;
-    uint32_t ring = smem_at(thin_smem) + warp * STAGES * STAGE;
-    const uint64_t once = l2_once(); /* x, K and V and instructions stay in the cache */
-    float acc[ROWS / 8][4] = {}, *sums = (float *)thin_smem;
-    __shared__ float scales[THIN_WARPS];
-    bool turns = c.epi == EPI_QKV, gated = turns || c.epi == EPI_SWIGLU; /* then n is a gate's column, its up's is n + 8 */
-    int pairs = gated ? 4 : 8, m = (int)threadIdx.x / pairs, n = (int)threadIdx.x % pairs * 2;
-    bool puts = m < c.M && n0 + n < c.N;
+__global__ static void __launch_bounds__(32 * GEMV_WARPS, 2) gemm_gemv_kernel(const gemm_kernel_args args, const qkv_params qkv) {
+    constexpr int BUF_BYTES = gemv_ring<ROWS>::BUF_BYTES, BUFS = gemv_ring<ROWS>::BUFS;
+    extern __shared__ __align__(128) char gemv_smem[];
+    int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32, n0 = (int)blockIdx.x * GEMV_N, k_step = GEMV_WARPS * GEMV_K;
+    uint32_t ring = smem_addr(gemv_smem) + warp * BUFS * BUF_BYTES;
+    const uint64_t policy = l2_evict_first_policy(); /* x, K and V and instructions stay in the cache */
+    float acc[ROWS / 8][4] = {}, *sums = (float *)gemv_smem;
+    __shared__ float row_scale[GEMV_WARPS];
+    bool is_qkv = args.epi == EPI_QKV, paired = is_qkv || args.epi == EPI_SWIGLU; /* then n is a gate's column, its up's is n + 8 */
+    int pairs_per_row = paired ? 4 : 8, m = (int)threadIdx.x / pairs_per_row, n = (int)threadIdx.x % pairs_per_row * 2;
+    bool valid = m < args.M && n0 + n < args.N;
 
     grid_launch_dependents();
 #pragma unroll
-    for (int i = 0; i < STAGES; i++)
-        thin_load_w(ring + i * STAGE, c, n0, warp * THIN_K + i * step, lane, once);
-    thin_pair pair = {};
-    float2 w = {};
-    if (puts && turns) pair = thin_pair_at(p, m, n0 + n);
-    if (puts && c.fold.w) w = *(const float2 *)(c.fold.w + n0 + n);
-    if (c.bias && threadIdx.x == 0) l2_prefetch(c.bias + n0);
+    for (int i = 0; i < BUFS; i++)
+        gemv_load_w(ring + i * BUF_BYTES, args, n0, warp * GEMV_K + i * k_step, lane, policy);
+    gemv_rope_pairs rope = {};
+    float2 norm_w = {};
+    if (valid && is_qkv) rope = gemv_rope_pairs_at(qkv, m, n0 + n);
+    if (valid && args.norm.w) norm_w = *(const float2 *)(args.norm.w + n0 + n);
+    if (args.bias && threadIdx.x == 0) l2_prefetch(args.bias + n0);
     grid_wait();
 #pragma unroll
-    for (int i = 0; i < STAGES; i++) {
-        thin_load_x<ROWS>(ring + i * STAGE + THIN_N * 128, c, warp * THIN_K + i * step, lane);
+    for (int i = 0; i < BUFS; i++) {
+        gemv_load_x<ROWS>(ring + i * BUF_BYTES + GEMV_N * 128, args, warp * GEMV_K + i * k_step, lane);
         cp_async_commit();
     }
-    uint32_t old = puts ? gemm_old_pair(c, m, n0 + n) : 0;
-    bool scales_row = c.fold.given && warp < c.M; /* this warp sees to row `warp` */
-    fold_part squares = {};
-    if (scales_row) squares = fold_begin(c.fold, warp, lane);
-    for (int k = warp * THIN_K, s = 0; k < c.K; k += step) {
-        uint32_t at = ring + s * STAGE;
-        cp_async_wait<STAGES - 1>();
+    uint32_t residual = valid ? gemm_residual_pair(args, m, n0 + n) : 0;
+    bool has_scale_row = args.norm.input_sumsq && warp < args.M; /* this warp sees to row `warp` */
+    lane_sumsq sumsq = {};
+    if (has_scale_row) sumsq = rms_prefetch(args.norm, warp, lane);
+    for (int k = warp * GEMV_K, buf = 0; k < args.K; k += k_step) {
+        uint32_t buf_at = ring + buf * BUF_BYTES;
+        cp_async_wait<BUFS - 1>();
         __syncwarp();
-        thin_multiply<ROWS>(acc, at, lane);
+        gemv_multiply<ROWS>(acc, buf_at, lane);
         __syncwarp();
-        if (k + STAGES * step < c.K) { /* zeros cost as much as columns */
-            thin_load_w(at, c, n0, k + STAGES * step, lane, once);
-            thin_load_x<ROWS>(at + THIN_N * 128, c, k + STAGES * step, lane);
+        if (k + BUFS * k_step < args.K) { /* zeros cost as much as columns */
+            gemv_load_w(buf_at, args, n0, k + BUFS * k_step, lane, policy);
+            gemv_load_x<ROWS>(buf_at + GEMV_N * 128, args, k + BUFS * k_step, lane);
         }
         cp_async_commit();
-        if (++s == STAGES) s = 0;
+        if (++buf == BUFS) buf = 0;
     }
     cp_async_wait<0>();
-    if (scales_row) {
-        float scale = fold_end(c.fold, warp, lane, squares);
-        if (lane == 0) scales[warp] = scale;
+    if (has_scale_row) {
+        float scale = rms_inverse(args.norm, warp, lane, sumsq);
+        if (lane == 0) row_scale[warp] = scale;
     }
     __syncthreads(); /* the sums take the rings' place */
 #pragma unroll
     for (int i = 0; i < ROWS / 2; i++)
-        sums[(warp * ROWS + i / 4 * 8 + lane % 4 * 2 + i % 2) * THIN_PITCH + lane / 4 + i % 4 / 2 * 8] = acc[i / 4][i % 4];
+        sums[(warp * ROWS + i / 4 * 8 + lane % 4 * 2 + i % 2) * GEMV_PITCH + lane / 4 + i % 4 / 2 * 8] = acc[i / 4][i % 4];
     __syncthreads();
-    if (!puts && !c.fold.w) return;
-    float2 v = {}, up = {};
+    if (!valid && !args.norm.w) return;
+    float2 first = {}, second = {};
 #pragma unroll
-    for (int i = 0; i < THIN_WARPS && puts; i++) {
-        const float *part = sums + (i * ROWS + m) * THIN_PITCH + n;
-        v.x += part[0], v.y += part[1];
-        if (gated) up.x += part[8], up.y += part[9];
+    for (int i = 0; i < GEMV_WARPS && valid; i++) {
+        const float *warp_sum = sums + (i * ROWS + m) * GEMV_PITCH + n;
+        first.x += warp_sum[0], first.y += warp_sum[1];
+        if (paired) second.x += warp_sum[8], second.y += warp_sum[9];
     }
-    if (puts && c.fold.given) v.x *= scales[m], v.y *= scales[m], up.x *= scales[m], up.y *= scales[m];
-    if (c.fold.w) {
-        thin_put_normed(c, puts, m, n0 + n, v, old, w);
-    } else if (turns) {
-        if (c.bias) v.x += c.bias[n0 + n], v.y += c.bias[n0 + n + 1], up.x += c.bias[n0 + n + 8], up.y += c.bias[n0 + n + 9];
-        thin_put_turned(pair, p.D / 2, v, up);
-    } else if (gated) gemm_put_gated(c, m, n0 + n, v.x, v.y, up.x, up.y);
-    else gemm_put_pair(c, m, n0 + n, v.x, v.y, old);
+    if (valid && args.norm.input_sumsq) first.x *= row_scale[m], first.y *= row_scale[m], second.x *= row_scale[m], second.y *= row_scale[m];
+    if (args.norm.w) {
+        gemv_store_normed(args, valid, m, n0 + n, first, residual, norm_w);
+    } else if (is_qkv) {
+        if (args.bias) first.x += args.bias[n0 + n], first.y += args.bias[n0 + n + 1], second.x += args.bias[n0 + n + 8], second.y += args.bias[n0 + n + 9];
+        gemv_store_rope(rope, qkv.D / 2, first, second);
+    } else if (paired) gemm_store_swiglu(args, m, n0 + n, first.x, first.y, second.x, second.y);
+    else gemm_store_pair(args, m, n0 + n, first.x, first.y, residual);
 }
 
-template <int ROWS> static void gemm_thin_tile(toka_device *d, const gemm_args *a) {
-    gemm_call c = gemm_checked(a);
-    c.fold = fold_of(d, a);
-    assert(c.M <= ROWS && c.epi != EPI_LOGITS && (!a->norm || c.epi == EPI_RESIDUAL) && (c.epi != EPI_QKV || a->qkv));
-    launch_dependent(d, "GEMM (up to 16 rows)", gemm_thin_kernel<ROWS>, dim3((unsigned)ceil_div(c.N, THIN_N)), 32 * THIN_WARPS,
-                     thin_ring<ROWS>::SMEM, 1, c, a->qkv ? *a->qkv : qkv_params{});
+template <int ROWS> static void gemm_gemv_tile(toka_device *dev, const gemm_args *args) {
+    gemm_kernel_args kernel_args = gemm_checked_args(args);
+    kernel_args.norm = gemm_fuse_norm_args(dev, args);
+    assert(kernel_args.M <= ROWS && kernel_args.epi != EPI_LOGITS && (!args->next_norm || kernel_args.epi == EPI_RESIDUAL) && (kernel_args.epi != EPI_QKV || args->qkv));
+    launch_dependent(dev, "GEMM (up to 16 rows)", gemm_gemv_kernel<ROWS>, dim3((unsigned)ceil_div(kernel_args.N, GEMV_N)), 32 * GEMV_WARPS,
+                     gemv_ring<ROWS>::SMEM_BYTES, 1, kernel_args, args->qkv ? *args->qkv : qkv_params{});
 }
-static void gemm_thin(toka_device *d, const gemm_args *a) {
-    if (a->M <= 8) gemm_thin_tile<8>(d, a);
-    else gemm_thin_tile<16>(d, a);
+static void gemm_gemv(toka_device *dev, const gemm_args *args) {
+    if (args->M <= 8) gemm_gemv_tile<8>(dev, args);
+    else gemm_gemv_tile<16>(dev, args);
 }
 
 /* ---- The choice ---- */
 
-enum { FEW_ALL = 32, FEW_MAX = 64 }; /* up to so many rows W is best the left operand: at every shape, at some shapes */
-enum { SAMP_FEW = 16 }; /* up to so many rows, storing all logits with gemm_few beats sampling from tiles of 128 rows */
-enum gemm_way { BY_THIN, BY_FEW /* up to here EPI_QKV is done, too */, BY_MMA, BY_WGMMA };
+enum { SMALLM_ALWAYS = 32, SMALLM_MAX = 64 }; /* up to so many rows W is best the left operand: at every shape, at some shapes */
+enum { SAMP_STORED_MAX = 16 }; /* up to so many rows, storing all logits with gemm_smallm beats sampling from tiles of 128 rows */
+enum gemm_family { BY_GEMV, BY_SMALLM /* up to here EPI_QKV is done, too */, BY_MMA, BY_WGMMA };
 
-/* Measured on an H200 in chains of one GEMM over weights that no cache holds; shares of the time to read W. gemm_thin against
- * gemm_few, 8 rows, 2026-11-24: 69 : 72 % (N x K 3072 x 2048), 56 : 73 (2048 x 2048), 80 : 76 (2048 x 8192), 81 : 83 (6144 x
+/* Measured on an H200 in chains of one GEMM over weights that no cache holds; shares of the time to read W. gemm_gemv against
+ * gemm_smallm, 8 rows, 2026-11-24: 69 : 72 % (N x K 3072 x 2048), 56 : 73 (2048 x 2048), 80 : 76 (2048 x 8192), 81 : 83 (6144 x
  * 4096), 90 : 85 (4096 x 4096), 98 : 94 (4096 x 14336), 43 : 72 (9728 x 896), 42 : 66 (896 x 4864); but thin brings the norm
- * behind it along, and where gemm_few does so, too, and all of the 1B model's qkv and o go there, a step of one row takes 2 to 5 %
+ * behind it along, and where gemm_smallm does so, too, and all of the 1B model's qkv and o go there, a step of one row takes 2 to 5 %
  * longer. More of W, 2026-11-25: 86 : 89 (7168 x 5120), 87 : 84 (10240 x 5120), 74 : 84 (12288 x 2048), 89 : 92 (16384 x 3072), 65
  * : 74 (17920 x 1536), 83 : 83 (19456 x 2560), 79 : 84 (22016 x 2048), 96 : 87 (24576 x 4096), 98 : 92 (37888 x 3584); but what
  * counts is a step, ms, one row and eight: the last, of Qwen2.5-7B, 3.53 : 3.74, 3.79 : 3.97; 22016 x 2048, Qwen2.5-3B, 1.95 :
  * 1.99, 2.19 : 2.22; 19456 x 2560, Qwen3-4B, 2.54 : 2.56, 2.85 : 2.86; 6144 x 4096, 8B, 3.84 : 3.82, 4.17 : 4.16, Qwen3-8B 3.99 :
- * 3.97, 4.35 : 4.32. 16 rows: 63 : 69, 48 : 71, 62 : 76, 72 : 83, 81 : 83, 93 : 94, 40 : 73, 32 : 55. gemm_few against gemm_wgmma,
+ * 3.97, 4.35 : 4.32. 16 rows: 63 : 69, 48 : 71, 62 : 76, 72 : 83, 81 : 83, 93 : 94, 40 : 73, 32 : 55. gemm_smallm against gemm_wgmma,
  * 64 rows: 50 : 45 (3072 x 2048), 67 : 46 (2048 x 8192), 72 : 66 (4096 x 4096), 89 : 78 (4096 x 14336), but 50 : 56 (9728 x 896);
  * 15 : 13 (1152 x 896) and 12 : 11 (896 x 896), yet 64 sequences of that model 1 % slower; us of the least and the most
  * (2026-11-23): 17.8, 18.6 : 19.5 (16384 x 2048), 61, 64 : 59, 60 (28672 x 4096), 229, 257 : 232, 238 (57344 x 8192), 117, 125 :
  * 117, 121 (8192 x 28672). 2026-11-25: 40 : 39 (4096 x 1024), 47 : 41 (6144 x 1024), 76 : 62 (5120 x 17408), 81 : 62 (5120 x
  * 25600). Where tiles of 64 fill a wave and a bit gemm_wgmma is ahead, 70 : 80 (19456 x 2560), 61 : 71 (17920 x 1536), 74 : 78
  * (22016 x 2048), but a step of 64 sequences is not: Qwen3-4B 3.20 : 3.20 ms, Qwen2.5-1.5B 1.54 : 1.57, Qwen2.5-3B 2.45 : 2.53,
- * probably as the kernel behind it starts later. Nor is a gemm_few in whose CTAs take tile after tile, two a multiprocessor: alone
+ * probably as the kernel behind it starts later. Nor is a gemm_smallm in whose CTAs take tile after tile, two a multiprocessor: alone
  * 1 to 15 % faster (tiles of 1.06 to 1.45 waves, up to 32 rows), steps of 16 and 32 rows of ten models 0.9 % faster to 2.3 %
- * slower. A gemm_few for 128 rows (2026-11-22): 24 : 28 to 61 : 59. */
-static enum gemm_way gemm_way(const toka_device *d, int M, const weight *w) {
-    const int tiles = ceil_div(w->N, FEW_N), thins = ceil_div(w->N, THIN_N);
-    const bool many = tiles > d->n_sms && w->K >= (thins > 8 * d->n_sms ? 2048 : 4096);
-    const bool big = tiles > d->n_sms && (int64_t)w->N * w->K >= 64 << 20;
-    if (!d->hopper) return M <= 16 ? BY_THIN : BY_MMA;
-    if (M <= 8 && (thins <= 2 * d->n_sms || many || w->N == d->E)) return BY_THIN; /* N = E: a norm follows */
-    return M <= FEW_ALL || (M <= FEW_MAX && w->K >= 1024 && !big) ? BY_FEW : BY_WGMMA;
+ * slower. A gemm_smallm for 128 rows (2026-11-22): 24 : 28 to 61 : 59. */
+static enum gemm_family gemm_family(const toka_device *dev, int M, const weight *w) {
+    const int tiles = ceil_div(w->N, SMALLM_N), gemv_tiles = ceil_div(w->N, GEMV_N);
+    const bool large_n_k = tiles > dev->n_sms && w->K >= (gemv_tiles > 8 * dev->n_sms ? 2048 : 4096);
+    const bool large_weights = tiles > dev->n_sms && (int64_t)w->N * w->K >= 64 << 20;
+    if (!dev->hopper) return M <= 16 ? BY_GEMV : BY_MMA;
+    if (M <= 8 && (gemv_tiles <= 2 * dev->n_sms || large_n_k || w->N == dev->E)) return BY_GEMV; /* N = E: a norm follows */
+    return M <= SMALLM_ALWAYS || (M <= SMALLM_MAX && w->K >= 1024 && !large_weights) ? BY_SMALLM : BY_WGMMA;
 }
-/* EPI_QKV is done, and pays. With QK-norm, where two tiles of a head meet, gemm_few does it for up to 8 rows: Qwen3-4B, one
+/* EPI_QKV is done, and pays. With QK-norm, where two tiles of a head meet, gemm_smallm does it for up to 8 rows: Qwen3-4B, one
  * sequence 2.506 -> 2.461 ms a step, 8 2.662 -> 2.647, 14B 7.243 -> 7.214, 7.593 -> 7.609; but 16 and 64 rows 2.806 -> 2.838, 4.015
- * -> 4.040 (0.6B 0.933 -> 0.924, 1.500 -> 1.527, 1.7B 1.440 -> 1.466, 2.153 -> 2.250), and one of 0.6B, which is gemm_thin's, 0.703
+ * -> 4.040 (0.6B 0.933 -> 0.924, 1.500 -> 1.527, 1.7B 1.440 -> 1.466, 2.153 -> 2.250), and one of 0.6B, which is gemm_gemv's, 0.703
  * -> 0.783 (H200, 2026-11-25, of a form for any number of rows that read the sums twice). */
-static bool gemm_turns(const toka_device *d, int M, const weight *w, const qkv_params *p) {
-    const enum gemm_way way = gemm_way(d, M, w);
-    return qkv_has_norms(p) ? way == BY_FEW && M <= FOLD_ROWS : way <= BY_FEW;
+static bool gemm_fuses_qkv(const toka_device *dev, int M, const weight *w, const qkv_params *qkv) {
+    const enum gemm_family family = gemm_family(dev, M, w);
+    return qkv_has_norms(qkv) ? family == BY_SMALLM && M <= FUSE_NORM_MAX_ROWS : family <= BY_SMALLM;
 }
-static void gemm(toka_device *d, const gemm_args *a) {
-    enum gemm_way way = gemm_way(d, a->M, a->w);
-    if (a->epi == EPI_LOGITS) way = !d->hopper ? BY_MMA : a->M <= SAMP_FEW ? BY_FEW : BY_WGMMA;
-    if (way == BY_THIN) gemm_thin(d, a);
-    else if (way == BY_FEW) gemm_few(d, a);
-    else if (way == BY_MMA) gemm_mma(d, a);
-    else gemm_wgmma(d, a);
+static void gemm(toka_device *dev, const gemm_args *args) {
+    enum gemm_family family = gemm_family(dev, args->M, args->w);
+    if (args->epi == EPI_LOGITS) family = !dev->hopper ? BY_MMA : args->M <= SAMP_STORED_MAX ? BY_SMALLM : BY_WGMMA;
+    if (family == BY_GEMV) gemm_gemv(dev, args);
+    else if (family == BY_SMALLM) gemm_smallm(dev, args);
+    else if (family == BY_MMA) gemm_mma(dev, args);
+    else gemm_wgmma(dev, args);
 }
 
 /* ===========================================================================
@@ -3116,13 +3116,13 @@ static void gemm(toka_device *d, const gemm_args *a) {
  * row has one state no matter how many spans it lies in, and the order of sums is fixed.
  *
  * Many rows that have one span together and then each its own, as in decoding samples of a prompt, need no level: one kernel
- * does both spans (attn_both).
+ * does both spans (attn_fused).
  *
  * Few items do not fill the GPU: then kv ranges are split (split-KV), parts go to part_o and part_lse, and a merge per row
  * follows in the same level. The length of a part depends only on the level's total of kv positions. On Hopper, if no small item
- * of a level needs more than attn_gang_most short parts (attn_gang_part) and some need two, each is a gang: one CTA, a warp per
+ * of a level needs more than attn_cta_split_max short parts (attn_cta_split_len) and some need two, each is a gang: one CTA, a warp per
  * part, merged in shared memory. Where few rows share prefixes, as samples of a few prompts do, a gang does up to six of them with
- * their own parts and all they share (attn_plan_kin): one launch for two or three a level. Its rows are kin, of one prompt; where
+ * their own parts and all they share (attn_plan_prefix_groups): one launch for two or three a level. Its rows are kin, of one prompt; where
  * that would make more gangs than run at once, it takes rows side by side, whatever prompts they are of. Few gangs, and nothing
  * beside them, are squads: the warps of each spread over the four CTAs of a cluster.
  *
@@ -3134,28 +3134,28 @@ static void gemm(toka_device *d, const gemm_args *a) {
 enum {
     ATTN_TILE_Q = 64,    /* queries of a tile on mma.sync */
     ATTN_SMALL_Q = 16,   /* queries of a small item, and the unit of the split-KV buffer */
-    ATTN_MIN_PART = 128, /* kv positions of a part of a small item, at least */
-    ATTN_BRIEF = 128,    /* small items with fewer positions than this on average are brief; */
-    ATTN_LENGTHY = 3000, /* tiles of spans with as many as this are lengthy */
-    ATTN_BOTH_ROWS = 32, ATTN_BOTH_Q = 128, /* rows and queries of an item of attn_both, at most */
-    ATTN_BOTH_D = NVCC_VERSION < 1208 ? 64 : 128, /* head sizes up to it, see there */
-    ATTN_BOTH_OWN = 1024,                   /* own positions of such a row, at most: a warp does them one behind the other */
-    ATTN_OWN_START = 24,                    /* what such a row takes beside them, in positions, roughly */
-    ATTN_JOIN_START = 250, /* what it takes to merge parts of tiles at all, in kv positions */
-    ATTN_WARPS = 16,     /* small items that an SM works on at a time, roughly */
-    ATTN_GANG_PART = 64, /* kv positions of a part of a gang, at least; */
-    ATTN_GANG_STEP = 32, /* a multiple of so many */
-    ATTN_KIN = 6,        /* rows of kin at most: each has a part at least */
-    ATTN_SQUAD = 4,      /* CTAs of a gang that is a squad */
-    ATTN_EARLY_ROWS = 8, /* of a step whose K and V are fetched early, at most */
+    ATTN_MIN_SPLIT = 128, /* kv positions of a part of a small item, at least */
+    ATTN_SHORT_KV = 128,    /* small items with fewer positions than this on average are brief; */
+    ATTN_LONG_KV = 3000, /* tiles of spans with as many as this are lengthy */
+    ATTN_FUSED_ROWS = 32, ATTN_FUSED_Q = 128, /* rows and queries of an item of attn_fused, at most */
+    ATTN_FUSED_D = NVCC_VERSION < 1208 ? 64 : 128, /* head sizes up to it, see there */
+    ATTN_FUSED_OWN = 1024,                   /* own positions of such a row, at most: a warp does them one behind the other */
+    ATTN_OWN_COST = 24,                    /* what such a row takes beside them, in positions, roughly */
+    ATTN_MERGE_COST = 250, /* what it takes to merge parts of tiles at all, in kv positions */
+    ATTN_SM_WARPS = 16,     /* small items that an SM works on at a time, roughly */
+    ATTN_CTA_SPLIT_MIN = 64, /* kv positions of a part of a gang, at least; */
+    ATTN_CTA_SPLIT_STEP = 32, /* a multiple of so many */
+    ATTN_PREFIX_GROUP = 6,        /* rows of kin at most: each has a part at least */
+    ATTN_CLUSTER = 4,      /* CTAs of a gang that is a squad */
+    ATTN_PREFETCH_ROWS = 8, /* of a step whose K and V are fetched early, at most */
 };
 
 /* Warps of a gang at most: what shared memory (D <= 64) or registers allow. */
-__host__ __device__ static constexpr int attn_gang_most(int D) { return D <= 64 ? 14 : 12; }
+__host__ __device__ static constexpr int attn_cta_split_max(int D) { return D <= 64 ? 14 : 12; }
 
 /* A layer's tensor maps, by rows of the box; PAIR: of K and V at once. */
 enum { ATTN_MAP_8, ATTN_MAP_16, ATTN_MAP_32, ATTN_MAP_64, ATTN_MAP_PAIR, ATTN_MAPS };
-enum { ATTN_SEED = 1, ATTN_TO_O = 2, ATTN_TO_STATE = 4, ATTN_SLOT = 3 /* shift */ }; /* attn_item.where; neither TO: a part */
+enum { ATTN_MERGE_STATE = 1, ATTN_TO_O = 2, ATTN_TO_STATE = 4, ATTN_INDEX_SHIFT = 3 /* shift */ }; /* attn_item.where; neither TO: a part */
 
 typedef struct attn_item {
     int q0;             /* queries row*G + g, for every kv head ... */
@@ -3163,592 +3163,592 @@ typedef struct attn_item {
     int kv0, kv1;       /* positions; kv0 is a multiple of B */
     int page0;          /* of attn_plan.dev_pages, page of kv0 */
     int pos_lo, pos_hi; /* lowest and highest position of the rows */
-    int where;          /* ATTN_SEED: begin with the rows' state; ATTN_TO_O, ATTN_TO_STATE, or slot << ATTN_SLOT of part_o; of
-                         * attn_both: number << ATTN_SLOT of the first row's own item */
+    int flags;          /* ATTN_MERGE_STATE: begin with the rows' state; ATTN_TO_O, ATTN_TO_STATE, or slot << ATTN_INDEX_SHIFT of part_o; of
+                         * attn_fused: number << ATTN_INDEX_SHIFT of the first row's own item */
 } attn_item;
 
 typedef struct attn_merge { /* the n parts of one item become one */
     int q0, nq;
-    int slot, n; /* parts lie in slot after slot from this one on; a gang's are items, of the level's small ones */
-    int where;
+    int first, n_splits; /* parts lie in slot after slot from this one on; a gang's are items, of the level's small ones */
+    int flags;
 } attn_merge;
 
 typedef struct attn_level {
     int tile0, n_tiles, small0, n_small, merge0, n_merges;
     int merge_nq; /* most queries of a merge */
-    bool brief, lengthy; /* small items have less than ATTN_BRIEF positions on average; tiles' spans ATTN_LENGTHY or more */
-    int gang0, n_gangs, gang_warps; /* of the merges, those that are gangs; then small items are theirs alone. Most parts of one */
-    int gang_part;                  /* kv positions of a part of a gang; 0: there are none; while planning */
+    bool short_items, long_tiles; /* small items have less than ATTN_SHORT_KV positions on average; tiles' spans ATTN_LONG_KV or more */
+    int cta_split0, n_cta_splits, cta_split_warps; /* of the merges, those that are gangs; then small items are theirs alone. Most parts of one */
+    int cta_split_len;                  /* kv positions of a part of a gang; 0: there are none; while planning */
 } attn_level;
 
-typedef struct attn_span { /* of a toka_span, for the time of planning */
-    int level, page0, where;
+typedef struct attn_span_plan { /* of a toka_span, for the time of planning */
+    int level, page0, flags;
     int parent; /* the span before it of its rows, -1: none */
-    bool small, both;
-    int n_items; /* of attn_both, that the span leads */
-} attn_span;
+    bool small, fused;
+    int n_items; /* of attn_fused, that the span leads */
+} attn_span_plan;
 
-typedef struct attn_load { /* of a block, or of what it may do next, while planning */
+typedef struct attn_cta_load { /* of a block, or of what it may do next, while planning */
     int load, id;
-} attn_load;
+} attn_cta_load;
 
 struct attn_plan {
     int K, n_sms;              /* kv heads and multiprocessors that work is cut for: see attn_agree */
     int G, small_rows, tile_q; /* query heads of a kv head; rows of a small span at most; queries of a tile */
-    int max_items, max_merges, max_spans, max_levels, max_slots;
+    int max_items, max_merges, max_spans, max_levels, max_split_bufs;
     bool hopper;                /* the kernels with tensor maps */
-    bool has_both;              /* attn_both too */
+    bool has_fused;              /* attn_fused too */
     CUtensorMap *maps;          /* [L][ATTN_MAPS] or NULL */
     size_t max_pages;
     float *state_o, *state_lse; /* [T][H][D], [T][H]: base-2 LSE */
-    float *part_o, *part_lse;   /* [slots][K][16][D], [slots][K][16] */
-    float *hubs;                /* of attn_both, D = 128: [n_sms][2][ATTN_BOTH_Q][D] */
-    attn_span *spans;           /* [max_spans] */
+    float *split_o, *split_lse;   /* [slots][K][16][D], [slots][K][16] */
+    float *exchange;                /* of attn_fused, D = 128: [n_sms][2][ATTN_FUSED_Q][D] */
+    attn_span_plan *spans;           /* [max_spans] */
     attn_level *levels;         /* [max_levels] */
     uint16_t *row_level;        /* [max_tokens] levels that the row has behind it; while planning */
     int *row_span;              /* [max_tokens] the last span of the row */
-    int n_levels, n_items, n_merges, n_slots;
-    int n_whole;                /* items to come, if none of them is cut: what is cut leaves room for them */
-    int64_t kin_work;           /* kv positions that kin read, times kv heads, at most: beyond, others are faster; */
-    int64_t kin_work_many;      /* where attn_both could do it */
-    int both_least;             /* rows of attn_both, times kv heads, from which on it is taken */
-    bool kin, kin_mixed;        /* the step is done by gangs of kin, or of whatever rows lie side by side */
-    int kin_least;              /* kv positions of a part of them, at least */
-    bool squads, mixes;         /* gangs may be squads, and of rows that are no kin */
-    int both0, n_both;          /* items of attn_both; behind them their rows' own */
-    attn_load *blocks, *round;  /* [n_sms] */
-    int grid, n_rounds;         /* of attn_both: */
+    int n_levels, n_items, n_merges, n_split_bufs;
+    int n_unsplit;                /* items to come, if none of them is cut: what is cut leaves room for them */
+    int64_t group_max_work;           /* kv positions that kin read, times kv heads, at most: beyond, others are faster; */
+    int64_t group_max_work_fused;      /* where attn_fused could do it */
+    int fused_min_row_heads;             /* rows of attn_fused, times kv heads, from which on it is taken */
+    bool prefix_groups, mixed_groups;        /* the step is done by gangs of kin, or of whatever rows lie side by side */
+    int group_min_split;              /* kv positions of a part of them, at least */
+    bool allow_clusters, allow_mixed;         /* gangs may be squads, and of rows that are no kin */
+    int fused0, n_fused;          /* items of attn_fused; behind them their rows' own */
+    attn_cta_load *ctas, *round_jobs;  /* [n_sms] */
+    int grid, n_rounds;         /* of attn_fused: */
     const int *dev_jobs;        /* [n_rounds][grid] what each block does: item * K + kv head, or -1 at the end */
     attn_merge *merges;         /* [max_merges] this step's, on the host while planning ... */
     attn_item *items;           /* ... in d->up ... */
     const attn_item *dev_items; /* ... and on the device */
     const attn_merge *dev_merges;
     const int *dev_pages;
-    bool early;                 /* attn_is_early */
+    bool prefetch;                 /* attn_can_prefetch */
 };
 
 /* How much there may be of everything. */
-static void attn_sizes(const toka_device *d, attn_plan *p) {
-    const toka_shape *sh = d->shape;
-    int T = d->options.max_tokens, G = sh->H / sh->K, seq_pages = ceil_div(sh->max_len, sh->B);
+static void attn_plan_sizes(const toka_device *dev, attn_plan *plan) {
+    const toka_shape *shape = dev->shape;
+    int T = dev->options.max_tokens, G = shape->H / shape->K, seq_pages = ceil_div(shape->max_len, shape->B);
     int64_t pages = (int64_t)T * (seq_pages + 1); /* a group's tail is read from one more */
-    p->hopper = d->hopper && sh->B >= 64 && sh->D >= 64 && sh->D <= 128 && d->kv_layer / sh->D < INT_MAX;
-    p->has_both = p->hopper && (sh->D == 64 || sh->D == ATTN_BOTH_D) && G <= 8;
-    p->G = G, p->small_rows = ATTN_SMALL_Q / G;
-    p->tile_q = !p->hopper ? ATTN_TILE_Q : sh->D == 64 ? 192 : 128;
-    p->max_spans = 2 * T + 64;
-    p->max_levels = seq_pages + 1;
-    p->max_pages = (size_t)(pages < 1 << 24 ? pages : 1 << 24);
-    /* about twice what attn_small_part and attn_tile_part aim at; beyond, ranges stay whole */
-    p->max_slots = p->n_sms * (ATTN_WARPS + p->tile_q / ATTN_SMALL_Q) * 3 / 2 / p->K + 64;
-    p->max_merges = 2 * p->max_slots;
-    p->kin_work = (int64_t)p->n_sms * (sh->D <= 64 ? 2400 : 1900);
-    p->kin_work_many = (int64_t)p->n_sms * (sh->D <= 64 ? 2400 : 900);
-    /* of 67 rows with eight kv heads on. D = 128, 80 rows of four prompts: kin 39 us, attn_both 33, levels 57 (`gpu_attn bench
+    plan->hopper = dev->hopper && shape->B >= 64 && shape->D >= 64 && shape->D <= 128 && dev->kv_layer_elems / shape->D < INT_MAX;
+    plan->has_fused = plan->hopper && (shape->D == 64 || shape->D == ATTN_FUSED_D) && G <= 8;
+    plan->G = G, plan->small_rows = ATTN_SMALL_Q / G;
+    plan->tile_q = !plan->hopper ? ATTN_TILE_Q : shape->D == 64 ? 192 : 128;
+    plan->max_spans = 2 * T + 64;
+    plan->max_levels = seq_pages + 1;
+    plan->max_pages = (size_t)(pages < 1 << 24 ? pages : 1 << 24);
+    /* about twice what attn_small_split_len and attn_tile_split_len aim at; beyond, ranges stay whole */
+    plan->max_split_bufs = plan->n_sms * (ATTN_SM_WARPS + plan->tile_q / ATTN_SMALL_Q) * 3 / 2 / plan->K + 64;
+    plan->max_merges = 2 * plan->max_split_bufs;
+    plan->group_max_work = (int64_t)plan->n_sms * (shape->D <= 64 ? 2400 : 1900);
+    plan->group_max_work_fused = (int64_t)plan->n_sms * (shape->D <= 64 ? 2400 : 900);
+    /* of 67 rows with eight kv heads on. D = 128, 80 rows of four prompts: kin 39 us, attn_fused 33, levels 57 (`gpu_attn bench
      * running`, H200, 2026-11-24) */
-    p->both_least = p->n_sms * 4;
-    p->squads = p->mixes = true;
+    plan->fused_min_row_heads = plan->n_sms * 4;
+    plan->allow_clusters = plan->allow_mixed = true;
     /* Levels of all rows, at most: a span that chapter 17 shares saves more than merge_tok positions for each of its R rows, so
      * where r rows leave a chain of them behind g positions, r g > merge_tok R; then the sum of R is at most
      * T sqrt(max_len / merge_tok). */
-    const int levels = 12 + (int)sqrt((double)sh->max_len / toka_cuda.merge_tok);
-    p->max_items = p->max_spans + p->max_slots + levels * ceil_div(T * G, p->tile_q);
+    const int levels = 12 + (int)sqrt((double)shape->max_len / toka_cuda.merge_tok);
+    plan->max_items = plan->max_spans + plan->max_split_bufs + levels * ceil_div(T * G, plan->tile_q);
 }
 
 /* Host memory of planning, in d->attn. shape, options, n_sms, hopper and kv_layer are set. */
-static void attn_plan_open(toka_device *d) {
-    const toka_shape *sh = d->shape;
-    attn_plan *p = (attn_plan *)calloc(1, sizeof *p);
-    if (!p) abort();
-    assert(sh->D % 8 == 0 && sh->D <= 256 && sh->H % sh->K == 0 && sh->B >= 16 && (sh->B & (sh->B - 1)) == 0);
-    d->attn = p;
-    p->K = sh->K, p->n_sms = d->n_sms;
-    attn_sizes(d, p);
-    p->spans = (attn_span *)malloc((size_t)p->max_spans * sizeof *p->spans);
-    p->levels = (attn_level *)malloc((size_t)p->max_levels * sizeof *p->levels);
-    p->merges = (attn_merge *)malloc((size_t)p->max_merges * sizeof *p->merges);
-    p->row_level = (uint16_t *)malloc((size_t)d->options.max_tokens * sizeof *p->row_level);
-    p->row_span = (int *)malloc((size_t)d->options.max_tokens * sizeof *p->row_span);
-    p->blocks = (attn_load *)malloc((size_t)d->n_sms * sizeof *p->blocks);
-    p->round = (attn_load *)malloc((size_t)d->n_sms * sizeof *p->round);
-    if (!p->spans || !p->levels || !p->merges || !p->row_level || !p->row_span || !p->blocks || !p->round) abort();
+static void attn_plan_open(toka_device *dev) {
+    const toka_shape *shape = dev->shape;
+    attn_plan *plan = (attn_plan *)calloc(1, sizeof *plan);
+    if (!plan) abort();
+    assert(shape->D % 8 == 0 && shape->D <= 256 && shape->H % shape->K == 0 && shape->B >= 16 && (shape->B & (shape->B - 1)) == 0);
+    dev->attn = plan;
+    plan->K = shape->K, plan->n_sms = dev->n_sms;
+    attn_plan_sizes(dev, plan);
+    plan->spans = (attn_span_plan *)malloc((size_t)plan->max_spans * sizeof *plan->spans);
+    plan->levels = (attn_level *)malloc((size_t)plan->max_levels * sizeof *plan->levels);
+    plan->merges = (attn_merge *)malloc((size_t)plan->max_merges * sizeof *plan->merges);
+    plan->row_level = (uint16_t *)malloc((size_t)dev->options.max_tokens * sizeof *plan->row_level);
+    plan->row_span = (int *)malloc((size_t)dev->options.max_tokens * sizeof *plan->row_span);
+    plan->ctas = (attn_cta_load *)malloc((size_t)dev->n_sms * sizeof *plan->ctas);
+    plan->round_jobs = (attn_cta_load *)malloc((size_t)dev->n_sms * sizeof *plan->round_jobs);
+    if (!plan->spans || !plan->levels || !plan->merges || !plan->row_level || !plan->row_span || !plan->ctas || !plan->round_jobs) abort();
 }
 
 /* Tensor ranks plan alike: for the most kv heads that one of them has, and the fewest multiprocessors. Else some would be a launch
  * short of a graph that others have (chapter 15), and their sums would be of other rows. What was taken for fewer heads is enough
  * for more. */
-static void attn_agree(toka_device *d, int K, int n_sms) {
-    attn_plan *p = d->attn;
-    assert(K >= p->K && n_sms <= p->n_sms);
-    p->K = K, p->n_sms = n_sms;
-    attn_sizes(d, p);
+static void attn_agree(toka_device *dev, int K, int n_sms) {
+    attn_plan *plan = dev->attn;
+    assert(K >= plan->K && n_sms <= plan->n_sms);
+    plan->K = K, plan->n_sms = n_sms;
+    attn_plan_sizes(dev, plan);
 }
 
-static void attn_close(toka_device *d) { /* host memory; the device's goes with all blocks */
-    if (!d->attn) return;
-    free(d->attn->spans), free(d->attn->levels), free(d->attn->merges), free(d->attn->maps);
-    free(d->attn->row_level), free(d->attn->row_span), free(d->attn->blocks), free(d->attn->round);
-    free(d->attn);
-    d->attn = NULL;
+static void attn_close(toka_device *dev) { /* host memory; the device's goes with all blocks */
+    if (!dev->attn) return;
+    free(dev->attn->spans), free(dev->attn->levels), free(dev->attn->merges), free(dev->attn->maps);
+    free(dev->attn->row_level), free(dev->attn->row_span), free(dev->attn->ctas), free(dev->attn->round_jobs);
+    free(dev->attn);
+    dev->attn = NULL;
 }
 
 /* Bytes of d->up that attn_plan_step takes at most. */
-static size_t attn_stage_bytes(const toka_device *d) {
-    const attn_plan *p = d->attn;
-    size_t lists = (size_t)p->max_items * sizeof(attn_item) + (size_t)p->max_merges * sizeof(attn_merge);
-    if (p->has_both) lists += ((size_t)d->options.max_tokens * d->shape->K + (size_t)d->n_sms) * sizeof(int); /* a row an item */
-    return lists + p->max_pages * sizeof(int) + 64;
+static size_t attn_upload_bytes(const toka_device *dev) {
+    const attn_plan *plan = dev->attn;
+    size_t lists = (size_t)plan->max_items * sizeof(attn_item) + (size_t)plan->max_merges * sizeof(attn_merge);
+    if (plan->has_fused) lists += ((size_t)dev->options.max_tokens * dev->shape->K + (size_t)dev->n_sms) * sizeof(int); /* a row an item */
+    return lists + plan->max_pages * sizeof(int) + 64;
 }
 
 /* Levels, and which span is the last of its rows. Those that end rows with a small item all go to the last level: one launch. */
-static void attn_plan_levels(toka_device *d, const toka_step *s) {
-    attn_plan *p = d->attn;
-    memset(p->row_level, 0, (size_t)s->T * sizeof *p->row_level);
-    p->n_levels = 0;
-    for (int i = 0; i < s->n_spans; i++) {
-        const toka_span *sp = &s->spans[i];
-        int level = p->row_level[sp->row0];
-        p->spans[i].parent = level ? p->row_span[sp->row0] : -1;
-        for (int r = sp->row0; r < sp->row0 + sp->n_rows; r++) {
-            assert(p->row_level[r] == level);
-            p->row_level[r] = (uint16_t)(level + 1), p->row_span[r] = i;
+static void attn_plan_levels(toka_device *dev, const toka_step *step) {
+    attn_plan *plan = dev->attn;
+    memset(plan->row_level, 0, (size_t)step->T * sizeof *plan->row_level);
+    plan->n_levels = 0;
+    for (int i = 0; i < step->n_spans; i++) {
+        const toka_span *span = &step->spans[i];
+        int level = plan->row_level[span->row0];
+        plan->spans[i].parent = level ? plan->row_span[span->row0] : -1;
+        for (int row = span->row0; row < span->row0 + span->n_rows; row++) {
+            assert(plan->row_level[row] == level);
+            plan->row_level[row] = (uint16_t)(level + 1), plan->row_span[row] = i;
         }
-        p->spans[i].level = level, p->spans[i].small = sp->n_rows <= p->small_rows;
-        p->n_levels = max(p->n_levels, level + 1);
+        plan->spans[i].level = level, plan->spans[i].small = span->n_rows <= plan->small_rows;
+        plan->n_levels = max(plan->n_levels, level + 1);
     }
-    assert(p->n_levels <= p->max_levels);
-    for (int i = 0; i < s->n_spans; i++) {
-        const toka_span *sp = &s->spans[i];
-        attn_span *a = &p->spans[i];
-        bool last = p->row_level[sp->row0] == a->level + 1;
-        a->where = (a->level ? ATTN_SEED : 0) | (last ? ATTN_TO_O : ATTN_TO_STATE);
-        if (last && a->small) a->level = p->n_levels - 1;
+    assert(plan->n_levels <= plan->max_levels);
+    for (int i = 0; i < step->n_spans; i++) {
+        const toka_span *span = &step->spans[i];
+        attn_span_plan *span_plan = &plan->spans[i];
+        bool last = plan->row_level[span->row0] == span_plan->level + 1;
+        span_plan->flags = (span_plan->level ? ATTN_MERGE_STATE : 0) | (last ? ATTN_TO_O : ATTN_TO_STATE);
+        if (last && span_plan->small) span_plan->level = plan->n_levels - 1;
     }
 }
 
 /* log2 of the rows of an item at most. */
-static int attn_both_log2_rows(const attn_plan *p) {
+static int attn_fused_log2_rows(const attn_plan *plan) {
     int n = 0;
-    while (2 << n <= ATTN_BOTH_ROWS && 2 * p->G << n <= ATTN_BOTH_Q) n++;
+    while (2 << n <= ATTN_FUSED_ROWS && 2 * plan->G << n <= ATTN_FUSED_Q) n++;
     return n;
 }
 
-/* Can attn_both do this span and the rows' own? */
-static bool attn_fits_both(const toka_device *d, const toka_step *s, int i) {
-    const attn_plan *p = d->attn;
-    const toka_span *sp = &s->spans[i];
-    if (p->spans[i].where & ATTN_TO_O || !sp->n_kv) return false;
-    for (int r = sp->row0; r < sp->row0 + sp->n_rows; r++) {
-        const toka_span *own = &s->spans[p->row_span[r]];
-        if (p->row_level[r] != p->spans[i].level + 2 || own->n_rows > 1 || own->n_kv > ATTN_BOTH_OWN) return false;
-        if (s->pos[r] < sp->kv0 + sp->n_kv) return false;
+/* Can attn_fused do this span and the rows' own? */
+static bool attn_fits_fused(const toka_device *dev, const toka_step *step, int span_id) {
+    const attn_plan *plan = dev->attn;
+    const toka_span *span = &step->spans[span_id];
+    if (plan->spans[span_id].flags & ATTN_TO_O || !span->n_kv) return false;
+    for (int row = span->row0; row < span->row0 + span->n_rows; row++) {
+        const toka_span *own_span = &step->spans[plan->row_span[row]];
+        if (plan->row_level[row] != plan->spans[span_id].level + 2 || own_span->n_rows > 1 || own_span->n_kv > ATTN_FUSED_OWN) return false;
+        if (step->pos[row] < span->kv0 + span->n_kv) return false;
     }
     return true;
 }
 /* Or is it the only span of a single row, and short enough for one warp? */
-static bool attn_alone(const toka_device *d, const toka_step *s, int i) {
-    return s->spans[i].n_rows == 1 && d->attn->row_level[s->spans[i].row0] == 1 && s->spans[i].n_kv <= ATTN_BOTH_OWN;
+static bool attn_single_row(const toka_device *dev, const toka_step *step, int span_id) {
+    return step->spans[span_id].n_rows == 1 && dev->attn->row_level[step->spans[span_id].row0] == 1 && step->spans[span_id].n_kv <= ATTN_FUSED_OWN;
 }
 
-/* Which spans attn_both does: all that it can, if there are rows enough for every SM and no layer has a window. A few rows that
+/* Which spans attn_fused does: all that it can, if there are rows enough for every SM and no layer has a window. A few rows that
  * share little or nothing ride along: for themselves they would cost a launch or four more. */
-static void attn_plan_both(toka_device *d, const toka_step *s) {
-    attn_plan *p = d->attn;
-    int n_large = 0, n_few = 0, rows = 0; /* items; rows of large ones */
-    bool wanted = p->has_both;
-    for (int i = 0; i < d->shape->L && d->layers; i++) wanted = wanted && !d->layers[i].window;
-    for (int i = 0; i < s->n_spans; i++) {
-        attn_span *a = &p->spans[i];
-        a->both = wanted && (attn_fits_both(d, s, i) || attn_alone(d, s, i));
-        a->n_items = a->both ? ceil_div(s->spans[i].n_rows, 1 << attn_both_log2_rows(p)) : 0;
-        *(a->small ? &n_few : &n_large) += a->n_items;
-        rows += a->both && !a->small ? s->spans[i].n_rows : 0;
+static void attn_plan_fused(toka_device *dev, const toka_step *step) {
+    attn_plan *plan = dev->attn;
+    int n_large = 0, n_small = 0, rows = 0; /* items; rows of large ones */
+    bool possible = plan->has_fused;
+    for (int i = 0; i < dev->shape->L && dev->layers; i++) possible = possible && !dev->layers[i].window;
+    for (int i = 0; i < step->n_spans; i++) {
+        attn_span_plan *span_plan = &plan->spans[i];
+        span_plan->fused = possible && (attn_fits_fused(dev, step, i) || attn_single_row(dev, step, i));
+        span_plan->n_items = span_plan->fused ? ceil_div(step->spans[i].n_rows, 1 << attn_fused_log2_rows(plan)) : 0;
+        *(span_plan->small ? &n_small : &n_large) += span_plan->n_items;
+        rows += span_plan->fused && !span_plan->small ? step->spans[i].n_rows : 0;
     }
-    bool any = rows * p->K >= p->both_least, few = any && n_few * 4 <= n_large;
-    p->n_both = any ? n_large + few * n_few : 0;
-    for (int i = 0; i < s->n_spans; i++) {
-        attn_span *a = &p->spans[i];
-        if ((a->where & ATTN_TO_O) && (a->where & ATTN_SEED)) continue; /* it goes with the one before it */
-        a->both = a->both && (a->small ? few : any);
-        for (int r = s->spans[i].row0; !(a->where & ATTN_TO_O) && r < s->spans[i].row0 + s->spans[i].n_rows; r++)
-            p->spans[p->row_span[r]].both = a->both && p->row_level[r] == a->level + 2;
+    bool enough = rows * plan->K >= plan->fused_min_row_heads, with_small = enough && n_small * 4 <= n_large;
+    plan->n_fused = enough ? n_large + with_small * n_small : 0;
+    for (int i = 0; i < step->n_spans; i++) {
+        attn_span_plan *span_plan = &plan->spans[i];
+        if ((span_plan->flags & ATTN_TO_O) && (span_plan->flags & ATTN_MERGE_STATE)) continue; /* it goes with the one before it */
+        span_plan->fused = span_plan->fused && (span_plan->small ? with_small : enough);
+        for (int row = step->spans[i].row0; !(span_plan->flags & ATTN_TO_O) && row < step->spans[i].row0 + step->spans[i].n_rows; row++)
+            plan->spans[plan->row_span[row]].fused = span_plan->fused && plan->row_level[row] == span_plan->level + 2;
     }
 }
 
-/* Is it a span that items of attn_both are made of, not that of a row which belongs to one of them? */
-static bool attn_leads_both(const attn_plan *p, int i) {
-    return p->spans[i].both && !((p->spans[i].where & ATTN_TO_O) && (p->spans[i].where & ATTN_SEED));
+/* Is it a span that items of attn_fused are made of, not that of a row which belongs to one of them? */
+static bool attn_is_fused_prefix(const attn_plan *plan, int span_id) {
+    return plan->spans[span_id].fused && !((plan->spans[span_id].flags & ATTN_TO_O) && (plan->spans[span_id].flags & ATTN_MERGE_STATE));
 }
 
-/* More items of attn_both, of fewer rows, until there is a job for every SM in the last round, too. */
-static void attn_plan_rounds(toka_device *d, const toka_step *s) {
-    attn_plan *p = d->attn;
-    auto rows = [&](int i) { return (float)s->spans[i].n_rows / (float)p->spans[i].n_items; };
-    while (p->n_both * d->shape->K % d->n_sms) {
-        int most = -1;
-        for (int i = 0; i < s->n_spans; i++)
-            if (!p->spans[i].small && attn_leads_both(p, i) && (most < 0 || rows(i) > rows(most))) most = i;
-        if (most < 0 || rows(most) < 2) return;
-        p->spans[most].n_items++, p->n_both++;
+/* More items of attn_fused, of fewer rows, until there is a job for every SM in the last round, too. */
+static void attn_plan_rounds(toka_device *dev, const toka_step *step) {
+    attn_plan *plan = dev->attn;
+    auto rows_per_item = [&](int i) { return (float)step->spans[i].n_rows / (float)plan->spans[i].n_items; };
+    while (plan->n_fused * dev->shape->K % dev->n_sms) {
+        int largest = -1;
+        for (int i = 0; i < step->n_spans; i++)
+            if (!plan->spans[i].small && attn_is_fused_prefix(plan, i) && (largest < 0 || rows_per_item(i) > rows_per_item(largest))) largest = i;
+        if (largest < 0 || rows_per_item(largest) < 2) return;
+        plan->spans[largest].n_items++, plan->n_fused++;
     }
 }
 
 /* The page table entries of all spans, one behind the other. */
-static bool attn_plan_pages(toka_device *d, const toka_step *s) {
-    attn_plan *p = d->attn;
-    int64_t n = 0;
+static bool attn_plan_pages(toka_device *dev, const toka_step *step) {
+    attn_plan *plan = dev->attn;
+    int64_t n_pages = 0;
     void *host;
-    int B = d->shape->B, shift = __builtin_ctz(B);
-    auto span_pages = [&](const toka_span *sp) { return ((sp->kv0 & (B - 1)) + sp->n_kv + B - 1) >> shift; };
-    for (int i = 0; i < s->n_spans; i++) p->spans[i].page0 = (int)n, n += span_pages(&s->spans[i]);
-    if (n > (int64_t)p->max_pages) {
-        d->error.code = TOKA_E_DEVICE;
-        snprintf(d->error.msg, sizeof d->error.msg, "GPU: attention: the step names %lld pages, there is room for %zu",
-                 (long long)n, p->max_pages);
+    int B = dev->shape->B, log2_B = __builtin_ctz(B);
+    auto span_pages = [&](const toka_span *span) { return ((span->kv0 & (B - 1)) + span->n_kv + B - 1) >> log2_B; };
+    for (int i = 0; i < step->n_spans; i++) plan->spans[i].page0 = (int)n_pages, n_pages += span_pages(&step->spans[i]);
+    if (n_pages > (int64_t)plan->max_pages) {
+        dev->error.code = TOKA_E_DEVICE;
+        snprintf(dev->error.msg, sizeof dev->error.msg, "GPU: attention: the step names %lld pages, there is room for %zu",
+                 (long long)n_pages, plan->max_pages);
         return false;
     }
-    p->dev_pages = (const int *)stage_room(&d->up, (size_t)n * sizeof(int), &host);
-    for (int i = 0; i < s->n_spans; i++) {
-        if (i + 8 < s->n_spans) __builtin_prefetch(s->pages + s->spans[i + 8].page0);
-        memcpy((int *)host + p->spans[i].page0, s->pages + s->spans[i].page0,
-               (size_t)span_pages(&s->spans[i]) * sizeof(int));
+    plan->dev_pages = (const int *)upload_alloc(&dev->upload, (size_t)n_pages * sizeof(int), &host);
+    for (int i = 0; i < step->n_spans; i++) {
+        if (i + 8 < step->n_spans) __builtin_prefetch(step->pages + step->spans[i + 8].page0);
+        memcpy((int *)host + plan->spans[i].page0, step->pages + step->spans[i].page0,
+               (size_t)span_pages(&step->spans[i]) * sizeof(int));
     }
     return true;
 }
 
 /* How long the parts of small items are: as many as keep all warps at work, if all ranges were cut into parts. */
-static int attn_small_part(const toka_device *d, int64_t kv_positions) {
-    int64_t len = kv_positions * d->attn->K / (d->attn->n_sms * ATTN_WARPS);
-    return len < ATTN_MIN_PART ? ATTN_MIN_PART : len < INT_MAX / 2 ? (int)len : INT_MAX / 2;
+static int attn_small_split_len(const toka_device *dev, int64_t kv_positions) {
+    int64_t len = kv_positions * dev->attn->K / (dev->attn->n_sms * ATTN_SM_WARPS);
+    return len < ATTN_MIN_SPLIT ? ATTN_MIN_SPLIT : len < INT_MAX / 2 ? (int)len : INT_MAX / 2;
 }
 /* The same of tiles. They run one on an SM, in waves: the number of parts for which waves times their length, and the merge, take
- * least. In kv positions of a tile a merge costs ATTN_JOIN_START, one for every ten queries and one for every 70 parts of a query
+ * least. In kv positions of a tile a merge costs ATTN_MERGE_COST, one for every ten queries and one for every 70 parts of a query
  * (H200: 33,792 queries in two parts 50 us, 3,072 queries in 33 parts 15 us more than in 8). More than two waves stay as they
  * are. */
-static int attn_tile_part(const toka_device *d, int64_t kv_positions, int n_tiles) {
-    const attn_plan *p = d->attn;
-    int64_t items = (int64_t)n_tiles * p->K, len = kv_positions / max(n_tiles, 1), best = 1;
-    int64_t queries = items * p->tile_q, least = (items + p->n_sms - 1) / p->n_sms * len;
-    if (items > 2 * p->n_sms) return INT_MAX / 2;
-    for (int64_t n = 2; n <= len / (2 * ATTN_MIN_PART); n++) {
-        int64_t waves = (items * n + p->n_sms - 1) / p->n_sms, join = ATTN_JOIN_START + queries / 10 + queries * n / 70;
-        int64_t cost = waves * ((len + n - 1) / n) + join;
-        if (cost < least) best = n, least = cost;
+static int attn_tile_split_len(const toka_device *dev, int64_t kv_positions, int n_tiles) {
+    const attn_plan *plan = dev->attn;
+    int64_t items = (int64_t)n_tiles * plan->K, len = kv_positions / max(n_tiles, 1), best_splits = 1;
+    int64_t queries = items * plan->tile_q, min_cost = (items + plan->n_sms - 1) / plan->n_sms * len;
+    if (items > 2 * plan->n_sms) return INT_MAX / 2;
+    for (int64_t n_splits = 2; n_splits <= len / (2 * ATTN_MIN_SPLIT); n_splits++) {
+        int64_t waves = (items * n_splits + plan->n_sms - 1) / plan->n_sms, merge_cost = ATTN_MERGE_COST + queries / 10 + queries * n_splits / 70;
+        int64_t cost = waves * ((len + n_splits - 1) / n_splits) + merge_cost;
+        if (cost < min_cost) best_splits = n_splits, min_cost = cost;
     }
-    return best == 1 ? INT_MAX / 2 : (int)((len + best - 1) / best);
+    return best_splits == 1 ? INT_MAX / 2 : (int)((len + best_splits - 1) / best_splits);
 }
 
-static void attn_add(attn_plan *p, const attn_item *item) { /* too many: attn_plan_step says so */
-    if (p->n_items < p->max_items) p->items[p->n_items] = *item;
-    p->n_items++;
+static void attn_add_item(attn_plan *plan, const attn_item *item) { /* too many: attn_plan_step says so */
+    if (plan->n_items < plan->max_items) plan->items[plan->n_items] = *item;
+    plan->n_items++;
 }
 
 /* n parts of `part` positions, and their merge. */
-static void attn_emit_parts(attn_plan *p, attn_level *l, const attn_item *item, int n, int part, int part_pages) {
-    p->merges[p->n_merges++] = attn_merge{item->q0, item->nq, p->n_slots, n, item->where};
-    l->merge_nq = max(l->merge_nq, item->nq);
-    for (int i = 0; i < n; i++, p->n_slots += ceil_div(item->nq, ATTN_SMALL_Q)) {
-        attn_item *a = &p->items[p->n_items++];
-        *a = *item;
-        a->kv0 = item->kv0 + i * part, a->kv1 = min(a->kv0 + part, item->kv1), a->skip = i ? 0 : item->skip;
-        a->page0 = item->page0 + i * part_pages, a->where = p->n_slots << ATTN_SLOT;
+static void attn_emit_splits(attn_plan *plan, attn_level *level, const attn_item *item, int n_splits, int split_len, int split_pages) {
+    plan->merges[plan->n_merges++] = attn_merge{item->q0, item->nq, plan->n_split_bufs, n_splits, item->flags};
+    level->merge_nq = max(level->merge_nq, item->nq);
+    for (int i = 0; i < n_splits; i++, plan->n_split_bufs += ceil_div(item->nq, ATTN_SMALL_Q)) {
+        attn_item *split = &plan->items[plan->n_items++];
+        *split = *item;
+        split->kv0 = item->kv0 + i * split_len, split->kv1 = min(split->kv0 + split_len, item->kv1), split->skip = i ? 0 : item->skip;
+        split->page0 = item->page0 + i * split_pages, split->flags = plan->n_split_bufs << ATTN_INDEX_SHIFT;
     }
 }
 
 /* How long the parts of gangs are; 0: there are to be none. n items, the longest of `most` positions. A warp is at it too long
  * where it has many: one sequence of 4,096 positions, 512 a warp, takes 20 us at D = 64 and 64 us at D = 128 (8 kv heads, H200),
- * where parts that all SMs share, and attn_join, take 9 and 17. At D = 128 parts of 64 at most, so that sequences of more than 768
+ * where parts that all SMs share, and attn_merge_splits, take 9 and 17. At D = 128 parts of 64 at most, so that sequences of more than 768
  * had none: one of 1,100 13.1 us for 10.3, 16 of 1,100 31.2 for 23.5, 64 of 640 57.8 for 49.2, eight of 1,400 17.9 for 18.5. */
-static int attn_gang_part(const toka_device *d, int64_t kv_positions, int n, int most) {
-    const attn_plan *p = d->attn;
-    const int longest = 128, step = ATTN_GANG_STEP, warps = attn_gang_most(d->shape->D);
-    int part = (int)(kv_positions * p->K / (p->n_sms * ATTN_WARPS));
-    part = max((int)ATTN_GANG_PART, ceil_div(min(part, longest), step) * step);
-    if (n * p->K <= p->n_sms) part = max(part, ceil_div(ceil_div(most, warps), step) * step);
-    bool fits = p->hopper && part <= longest && most > part && most <= part * warps && n <= p->max_merges - p->n_merges;
-    return fits && n * ceil_div(most, part) <= p->max_items - p->n_items - (p->n_whole - n) ? part : 0;
+static int attn_cta_split_len(const toka_device *dev, int64_t kv_positions, int n_items, int max_len) {
+    const attn_plan *plan = dev->attn;
+    const int max_split = 128, multiple = ATTN_CTA_SPLIT_STEP, max_warps = attn_cta_split_max(dev->shape->D);
+    int split_len = (int)(kv_positions * plan->K / (plan->n_sms * ATTN_SM_WARPS));
+    split_len = max((int)ATTN_CTA_SPLIT_MIN, ceil_div(min(split_len, max_split), multiple) * multiple);
+    if (n_items * plan->K <= plan->n_sms) split_len = max(split_len, ceil_div(ceil_div(max_len, max_warps), multiple) * multiple);
+    bool fits = plan->hopper && split_len <= max_split && max_len > split_len && max_len <= split_len * max_warps && n_items <= plan->max_merges - plan->n_merges;
+    return fits && n_items * ceil_div(max_len, split_len) <= plan->max_items - plan->n_items - (plan->n_unsplit - n_items) ? split_len : 0;
 }
-static void attn_emit_gang_parts(const toka_device *d, const attn_item *item, int part) {
-    attn_plan *p = d->attn;
-    for (int i = 0, n = max(1, ceil_div(item->kv1 - item->kv0, part)); i < n; i++) {
-        attn_item *a = &p->items[p->n_items++];
-        *a = *item;
-        const int at = i * part, page = at / d->shape->B;
-        a->kv0 = item->kv0 + page * d->shape->B, a->kv1 = min(item->kv0 + at + part, item->kv1);
-        a->skip = (short)(i ? at % d->shape->B : item->skip), a->page0 = item->page0 + page;
+static void attn_emit_cta_splits(const toka_device *dev, const attn_item *item, int split_len) {
+    attn_plan *plan = dev->attn;
+    for (int i = 0, n_splits = max(1, ceil_div(item->kv1 - item->kv0, split_len)); i < n_splits; i++) {
+        attn_item *split = &plan->items[plan->n_items++];
+        *split = *item;
+        const int offset = i * split_len, page = offset / dev->shape->B;
+        split->kv0 = item->kv0 + page * dev->shape->B, split->kv1 = min(item->kv0 + offset + split_len, item->kv1);
+        split->skip = (short)(i ? offset % dev->shape->B : item->skip), split->page0 = item->page0 + page;
     }
 }
 /* The gang of what was emitted from `first` on. */
-static void attn_emit_gang(attn_plan *p, attn_level *l, int first, int q0, int nq, int where) {
-    const int n = p->n_items - first;
-    p->merges[p->n_merges++] = attn_merge{q0, nq, first - l->small0, n, where};
-    l->n_gangs++, l->gang_warps = max(l->gang_warps, n);
+static void attn_emit_cta_merge(attn_plan *plan, attn_level *level, int first_item, int q0, int nq, int flags) {
+    const int n_splits = plan->n_items - first_item;
+    plan->merges[plan->n_merges++] = attn_merge{q0, nq, first_item - level->small0, n_splits, flags};
+    level->n_cta_splits++, level->cta_split_warps = max(level->cta_split_warps, n_splits);
 }
 
 /* One item, whole or in parts of about part_len positions. */
-static void attn_emit(toka_device *d, attn_level *l, const attn_item *item, int part_len) {
-    attn_plan *p = d->attn;
+static void attn_emit_item(toka_device *dev, attn_level *level, const attn_item *item, int target_len) {
+    attn_plan *plan = dev->attn;
     int len = item->kv1 - item->kv0;
-    p->n_whole--;
-    if (l->gang_part) {
-        const int first = p->n_items;
-        attn_emit_gang_parts(d, item, l->gang_part);
-        attn_emit_gang(p, l, first, item->q0, item->nq, item->where);
+    plan->n_unsplit--;
+    if (level->cta_split_len) {
+        const int first_item = plan->n_items;
+        attn_emit_cta_splits(dev, item, level->cta_split_len);
+        attn_emit_cta_merge(plan, level, first_item, item->q0, item->nq, item->flags);
         return;
     }
-    if (len >= part_len + part_len / 2) {
-        int pages = ceil_div(ceil_div(len, (len + part_len / 2) / part_len), d->shape->B), part = pages * d->shape->B;
-        int n = ceil_div(len, part), slots = p->n_slots + n * ceil_div(item->nq, ATTN_SMALL_Q);
-        bool fits = slots <= p->max_slots && p->n_items + n <= p->max_items - p->n_whole && p->n_merges < p->max_merges;
-        if (n > 1 && fits) {
-            attn_emit_parts(p, l, item, n, part, pages);
+    if (len >= target_len + target_len / 2) {
+        int split_pages = ceil_div(ceil_div(len, (len + target_len / 2) / target_len), dev->shape->B), split_len = split_pages * dev->shape->B;
+        int n_splits = ceil_div(len, split_len), n_bufs = plan->n_split_bufs + n_splits * ceil_div(item->nq, ATTN_SMALL_Q);
+        bool fits = n_bufs <= plan->max_split_bufs && plan->n_items + n_splits <= plan->max_items - plan->n_unsplit && plan->n_merges < plan->max_merges;
+        if (n_splits > 1 && fits) {
+            attn_emit_splits(plan, level, item, n_splits, split_len, split_pages);
             return;
         }
     }
-    attn_add(p, item);
+    attn_add_item(plan, item);
 }
 
 /* nq queries of a span from q0 on, those of rows row .. last, uncut. */
-static attn_item attn_item_of(const toka_device *d, const toka_step *s, int i, int q0, int nq, int row, int last) {
-    const toka_span *sp = &s->spans[i];
-    const attn_span *a = &d->attn->spans[i];
-    int skip = sp->kv0 & (d->shape->B - 1);
-    attn_item item = {.q0 = q0, .nq = (short)nq, .skip = (short)skip, .kv0 = sp->kv0 - skip, .page0 = a->page0, .pos_lo = INT_MAX,
-                      .pos_hi = -1, .where = a->where};
-    for (int r = row; r <= last; r++) {
-        item.pos_lo = min(item.pos_lo, s->pos[r]);
-        item.pos_hi = max(item.pos_hi, s->pos[r]);
+static attn_item attn_item_of(const toka_device *dev, const toka_step *step, int span_id, int q0, int nq, int first_row, int last_row) {
+    const toka_span *span = &step->spans[span_id];
+    const attn_span_plan *span_plan = &dev->attn->spans[span_id];
+    int skip = span->kv0 & (dev->shape->B - 1);
+    attn_item item = {.q0 = q0, .nq = (short)nq, .skip = (short)skip, .kv0 = span->kv0 - skip, .page0 = span_plan->page0, .pos_lo = INT_MAX,
+                      .pos_hi = -1, .flags = span_plan->flags};
+    for (int row = first_row; row <= last_row; row++) {
+        item.pos_lo = min(item.pos_lo, step->pos[row]);
+        item.pos_hi = max(item.pos_hi, step->pos[row]);
     }
-    item.kv1 = max(sp->kv0, min(sp->kv0 + sp->n_kv, item.pos_hi + 1));
+    item.kv1 = max(span->kv0, min(span->kv0 + span->n_kv, item.pos_hi + 1));
     return item;
 }
 
 /* Into how many items a span goes, if none is cut. */
-static int attn_span_items(const attn_plan *p, const toka_step *s, int i) {
-    return p->spans[i].small ? 1 : ceil_div(s->spans[i].n_rows * p->G, p->tile_q);
+static int attn_span_items(const attn_plan *plan, const toka_step *step, int span_id) {
+    return plan->spans[span_id].small ? 1 : ceil_div(step->spans[span_id].n_rows * plan->G, plan->tile_q);
 }
 
 /* The items of one span; the last rows, which see most, come first. */
-static void attn_emit_span(toka_device *d, const toka_step *s, int i, attn_level *l, int part_len) {
-    const toka_span *sp = &s->spans[i];
-    bool small = d->attn->spans[i].small;
-    int G = d->attn->G, end = (sp->row0 + sp->n_rows) * G;
-    int tile = small ? ATTN_SMALL_Q : d->attn->tile_q;
-    for (int t = attn_span_items(d->attn, s, i) - 1; t >= 0; t--) {
-        int q0 = sp->row0 * G + t * tile, nq = min(tile, end - q0);
-        int row = small ? sp->row0 : q0 / G; /* 8,192 divisions less */
-        int last = small ? sp->row0 + sp->n_rows - 1 : (q0 + nq - 1) / G;
-        attn_item item = attn_item_of(d, s, i, q0, nq, row, last);
-        attn_emit(d, l, &item, part_len);
+static void attn_emit_span(toka_device *dev, const toka_step *step, int span_id, attn_level *level, int target_len) {
+    const toka_span *span = &step->spans[span_id];
+    bool small = dev->attn->spans[span_id].small;
+    int G = dev->attn->G, q_end = (span->row0 + span->n_rows) * G;
+    int tile_q = small ? ATTN_SMALL_Q : dev->attn->tile_q;
+    for (int tile = attn_span_items(dev->attn, step, span_id) - 1; tile >= 0; tile--) {
+        int q0 = span->row0 * G + tile * tile_q, nq = min(tile_q, q_end - q0);
+        int first_row = small ? span->row0 : q0 / G; /* 8,192 divisions less */
+        int last_row = small ? span->row0 + span->n_rows - 1 : (q0 + nq - 1) / G;
+        attn_item item = attn_item_of(dev, step, span_id, q0, nq, first_row, last_row);
+        attn_emit_item(dev, level, &item, target_len);
     }
 }
 
 /* All items of a level of one kind. */
-static void attn_plan_kind(toka_device *d, const toka_step *s, int level, bool small) {
-    attn_plan *p = d->attn;
+static void attn_plan_kind(toka_device *dev, const toka_step *step, int level, bool small) {
+    attn_plan *plan = dev->attn;
     int64_t work = 0;
-    int n = 0, most = 0, part_len;
-    for (int i = 0; i < s->n_spans; i++) {
-        if (p->spans[i].level != level || p->spans[i].small != small || p->spans[i].both) continue;
-        int tiles = attn_span_items(p, s, i);
-        work += (int64_t)s->spans[i].n_kv * tiles, n += tiles;
-        most = max(most, s->spans[i].n_kv + (s->spans[i].kv0 & (d->shape->B - 1)));
+    int n_items = 0, max_len = 0, target_len;
+    for (int i = 0; i < step->n_spans; i++) {
+        if (plan->spans[i].level != level || plan->spans[i].small != small || plan->spans[i].fused) continue;
+        int span_items = attn_span_items(plan, step, i);
+        work += (int64_t)step->spans[i].n_kv * span_items, n_items += span_items;
+        max_len = max(max_len, step->spans[i].n_kv + (step->spans[i].kv0 & (dev->shape->B - 1)));
     }
-    p->levels[level].gang_part = small ? attn_gang_part(d, work, n, most) : 0;
-    part_len = small ? attn_small_part(d, work) : attn_tile_part(d, work, n);
-    if (small) p->levels[level].brief = work < (int64_t)n * ATTN_BRIEF;
-    else p->levels[level].lengthy = work >= (int64_t)n * ATTN_LENGTHY;
-    for (int i = 0; work && i < s->n_spans; i++) {
-        const attn_span *a = &p->spans[i];
-        if (a->level == level && a->small == small && !a->both) attn_emit_span(d, s, i, &p->levels[level], part_len);
+    plan->levels[level].cta_split_len = small ? attn_cta_split_len(dev, work, n_items, max_len) : 0;
+    target_len = small ? attn_small_split_len(dev, work) : attn_tile_split_len(dev, work, n_items);
+    if (small) plan->levels[level].short_items = work < (int64_t)n_items * ATTN_SHORT_KV;
+    else plan->levels[level].long_tiles = work >= (int64_t)n_items * ATTN_LONG_KV;
+    for (int i = 0; work && i < step->n_spans; i++) {
+        const attn_span_plan *span_plan = &plan->spans[i];
+        if (span_plan->level == level && span_plan->small == small && !span_plan->fused) attn_emit_span(dev, step, i, &plan->levels[level], target_len);
     }
 }
 
 /* Rows from `row` on that one gang does, no more than a small item has: kin, that have all spans but their own in common, or, if
  * `mixed`, whatever they have. */
-static int attn_kin(const attn_plan *p, const toka_step *s, int row, bool mixed) {
-    const int parent = p->spans[p->row_span[row]].parent, most = min(min(p->small_rows, (int)ATTN_KIN), s->T - row);
-    int n = 1;
-    while (n < most && (mixed || (parent >= 0 && p->spans[p->row_span[row + n]].parent == parent))) n++;
-    return n;
+static int attn_prefix_group_rows(const attn_plan *plan, const toka_step *step, int row, bool mixed) {
+    const int parent = plan->spans[plan->row_span[row]].parent, max_rows = min(min(plan->small_rows, (int)ATTN_PREFIX_GROUP), step->T - row);
+    int n_rows = 1;
+    while (n_rows < max_rows && (mixed || (parent >= 0 && plan->spans[plan->row_span[row + n_rows]].parent == parent))) n_rows++;
+    return n_rows;
 }
 /* each(span, its first row that counts, how many) for all spans of n rows. */
-template <class F> static void attn_kin_spans(const attn_plan *p, const toka_step *s, int row, int n, F each) {
-    for (int r = row; r < row + n; r++)
-        for (int i = p->row_span[r]; i >= 0; i = p->spans[i].parent) {
-            const toka_span *sp = &s->spans[i];
-            if (r == max(row, sp->row0)) each(i, r, min(row + n, sp->row0 + sp->n_rows) - r);
+template <class Visit> static void attn_prefix_group_spans(const attn_plan *plan, const toka_step *step, int first_row, int n_rows, Visit visit) {
+    for (int row = first_row; row < first_row + n_rows; row++)
+        for (int span_id = plan->row_span[row]; span_id >= 0; span_id = plan->spans[span_id].parent) {
+            const toka_span *span = &step->spans[span_id];
+            if (row == max(first_row, span->row0)) visit(span_id, row, min(first_row + n_rows, span->row0 + span->n_rows) - row);
         }
 }
 /* How long the parts of such a gang are, in kv positions: as short as its warps allow, at least `least`. 0: too long. */
-static int attn_kin_part(const toka_device *d, const toka_step *s, int row, int n, int least) {
-    const attn_plan *p = d->attn;
-    const int B = d->shape->B, longest = 256, step = ATTN_GANG_STEP;
-    for (int part = ceil_div(least, step) * step; part <= longest; part += step) {
-        int parts = 0;
-        attn_kin_spans(p, s, row, n, [&](int i, int, int) {
-            parts += max(1, ceil_div((s->spans[i].kv0 & (B - 1)) + s->spans[i].n_kv, part));
+static int attn_prefix_group_split(const toka_device *dev, const toka_step *step, int row, int n_rows, int min_len) {
+    const attn_plan *plan = dev->attn;
+    const int B = dev->shape->B, max_len = 256, multiple = ATTN_CTA_SPLIT_STEP;
+    for (int split_len = ceil_div(min_len, multiple) * multiple; split_len <= max_len; split_len += multiple) {
+        int n_splits = 0;
+        attn_prefix_group_spans(plan, step, row, n_rows, [&](int span_id, int, int) {
+            n_splits += max(1, ceil_div((step->spans[span_id].kv0 & (B - 1)) + step->spans[span_id].n_kv, split_len));
         });
-        if (parts <= attn_gang_most(d->shape->D)) return part;
+        if (n_splits <= attn_cta_split_max(dev->shape->D)) return split_len;
     }
     return 0;
 }
 
 /* Can gangs do the step? They are for steps whose rows have spans in common, each one of its own behind them, and few of all. */
-static bool attn_kin_fits(toka_device *d, const toka_step *s, bool mixed) {
-    attn_plan *p = d->attn;
-    const int64_t limit = p->has_both && s->T * p->K >= p->both_least ? min(p->kin_work, p->kin_work_many) : p->kin_work;
+static bool attn_prefix_groups_fit(toka_device *dev, const toka_step *step, bool mixed) {
+    attn_plan *plan = dev->attn;
+    const int64_t max_work = plan->has_fused && step->T * plan->K >= plan->fused_min_row_heads ? min(plan->group_max_work, plan->group_max_work_fused) : plan->group_max_work;
     int64_t work = 0;
-    int n_gangs = 0;
-    p->kin_mixed = mixed;
-    for (int row = 0, n; row < s->T; row += n, n_gangs++) {
-        n = attn_kin(p, s, row, mixed);
-        attn_kin_spans(p, s, row, n, [&](int i, int, int) { work += s->spans[i].n_kv; });
-        for (int r = row; r < row + n; r++)
-            if (s->spans[p->row_span[r]].n_rows > 1) return false;
-        if (work * p->K > limit) return false;
+    int n_groups = 0;
+    plan->mixed_groups = mixed;
+    for (int row = 0, n_rows; row < step->T; row += n_rows, n_groups++) {
+        n_rows = attn_prefix_group_rows(plan, step, row, mixed);
+        attn_prefix_group_spans(plan, step, row, n_rows, [&](int span_id, int, int) { work += step->spans[span_id].n_kv; });
+        for (int group_row = row; group_row < row + n_rows; group_row++)
+            if (step->spans[plan->row_span[group_row]].n_rows > 1) return false;
+        if (work * plan->K > max_work) return false;
     }
-    if (n_gangs > p->max_merges || n_gangs * attn_gang_most(d->shape->D) > p->max_items) return false;
-    p->kin_least = max((int)ATTN_GANG_PART, (int)(work * p->K / (p->n_sms * ATTN_WARPS)));
-    for (int row = 0, n; row < s->T; row += n) {
-        n = attn_kin(p, s, row, mixed);
-        if (!attn_kin_part(d, s, row, n, p->kin_least)) return false;
+    if (n_groups > plan->max_merges || n_groups * attn_cta_split_max(dev->shape->D) > plan->max_items) return false;
+    plan->group_min_split = max((int)ATTN_CTA_SPLIT_MIN, (int)(work * plan->K / (plan->n_sms * ATTN_SM_WARPS)));
+    for (int row = 0, n_rows; row < step->T; row += n_rows) {
+        n_rows = attn_prefix_group_rows(plan, step, row, mixed);
+        if (!attn_prefix_group_split(dev, step, row, n_rows, plan->group_min_split)) return false;
     }
     return true;
 }
 /* Kin, unless their gangs are more CTAs than run at once: the last gang of each prompt is seldom full, mixed gangs all are. */
-static bool attn_choose_kin(toka_device *d, const toka_step *s) {
-    const attn_plan *p = d->attn;
-    const int most = min(p->small_rows, (int)ATTN_KIN);
-    if (!p->hopper || p->n_levels < 2 || !most) return false;
-    int n_gangs = 0;
-    const bool may_mix = p->mixes && ceil_div(s->T, most) * p->K <= p->n_sms;
-    for (int row = 0; may_mix && row < s->T; n_gangs++) row += attn_kin(p, s, row, false);
-    return (n_gangs * p->K > p->n_sms && attn_kin_fits(d, s, true)) || attn_kin_fits(d, s, false);
+static bool attn_choose_prefix_groups(toka_device *dev, const toka_step *step) {
+    const attn_plan *plan = dev->attn;
+    const int max_rows = min(plan->small_rows, (int)ATTN_PREFIX_GROUP);
+    if (!plan->hopper || plan->n_levels < 2 || !max_rows) return false;
+    int n_groups = 0;
+    const bool may_mix = plan->allow_mixed && ceil_div(step->T, max_rows) * plan->K <= plan->n_sms;
+    for (int row = 0; may_mix && row < step->T; n_groups++) row += attn_prefix_group_rows(plan, step, row, false);
+    return (n_groups * plan->K > plan->n_sms && attn_prefix_groups_fit(dev, step, true)) || attn_prefix_groups_fit(dev, step, false);
 }
 
 /* All of a step of kin: one level. */
-static void attn_plan_kin(toka_device *d, const toka_step *s) {
-    attn_plan *p = d->attn;
-    const int G = p->G;
-    attn_level *l = p->levels;
-    p->n_levels = 1, *l = attn_level{};
-    for (int row = 0, n; row < s->T; row += n) {
-        n = attn_kin(p, s, row, p->kin_mixed);
-        const int first = p->n_items, part = attn_kin_part(d, s, row, n, p->kin_least);
-        attn_kin_spans(p, s, row, n, [&](int i, int r, int rows) {
-            const attn_item item = attn_item_of(d, s, i, r * G, rows * G, r, r + rows - 1);
-            attn_emit_gang_parts(d, &item, part);
+static void attn_plan_prefix_groups(toka_device *dev, const toka_step *step) {
+    attn_plan *plan = dev->attn;
+    const int G = plan->G;
+    attn_level *level = plan->levels;
+    plan->n_levels = 1, *level = attn_level{};
+    for (int row = 0, n_rows; row < step->T; row += n_rows) {
+        n_rows = attn_prefix_group_rows(plan, step, row, plan->mixed_groups);
+        const int first_item = plan->n_items, split_len = attn_prefix_group_split(dev, step, row, n_rows, plan->group_min_split);
+        attn_prefix_group_spans(plan, step, row, n_rows, [&](int span_id, int first_row, int rows) {
+            const attn_item item = attn_item_of(dev, step, span_id, first_row * G, rows * G, first_row, first_row + rows - 1);
+            attn_emit_cta_splits(dev, &item, split_len);
         });
-        attn_emit_gang(p, l, first, row * G, n * G, ATTN_TO_O);
+        attn_emit_cta_merge(plan, level, first_item, row * G, n_rows * G, ATTN_TO_O);
     }
 }
 
-/* The items of attn_both, and then those of their rows. Rows by themselves, which take longest, come first: the shared part of
+/* The items of attn_fused, and then those of their rows. Rows by themselves, which take longest, come first: the shared part of
  * their items is empty. */
-static void attn_plan_both_items(toka_device *d, const toka_step *s) {
-    attn_plan *p = d->attn;
-    int G = p->G, own = p->n_both;
-    p->both0 = p->n_items;
-    for (int i = s->n_spans - 1; i >= 0 && p->n_both; i--) {
-        const toka_span *sp = &s->spans[i];
-        if (!attn_leads_both(p, i)) continue;
-        for (int row = sp->row0, n_items = p->spans[i].n_items, j = 0, n; j < n_items; row += n, own += n, j++) {
-            n = sp->row0 + (j + 1) * sp->n_rows / n_items - row;
-            attn_item item = attn_item_of(d, s, i, row * G, n * G, row, row + n - 1);
-            item.where |= own << ATTN_SLOT;
-            if (item.where & ATTN_TO_O) item.kv1 = item.kv0, item.skip = 0;
-            attn_add(p, &item);
+static void attn_plan_fused_items(toka_device *dev, const toka_step *step) {
+    attn_plan *plan = dev->attn;
+    int G = plan->G, own_item = plan->n_fused;
+    plan->fused0 = plan->n_items;
+    for (int i = step->n_spans - 1; i >= 0 && plan->n_fused; i--) {
+        const toka_span *span = &step->spans[i];
+        if (!attn_is_fused_prefix(plan, i)) continue;
+        for (int row = span->row0, n_items = plan->spans[i].n_items, j = 0, n_rows; j < n_items; row += n_rows, own_item += n_rows, j++) {
+            n_rows = span->row0 + (j + 1) * span->n_rows / n_items - row;
+            attn_item item = attn_item_of(dev, step, i, row * G, n_rows * G, row, row + n_rows - 1);
+            item.flags |= own_item << ATTN_INDEX_SHIFT;
+            if (item.flags & ATTN_TO_O) item.kv1 = item.kv0, item.skip = 0;
+            attn_add_item(plan, &item);
         }
     }
-    for (int i = s->n_spans - 1; i >= 0 && p->n_both; i--) {
-        const toka_span *sp = &s->spans[i];
-        if (!attn_leads_both(p, i)) continue;
-        for (int row = sp->row0; row < sp->row0 + sp->n_rows; row++) {
-            attn_item item = attn_item_of(d, s, p->row_span[row], row * G, G, row, row);
-            attn_add(p, &item);
+    for (int i = step->n_spans - 1; i >= 0 && plan->n_fused; i--) {
+        const toka_span *span = &step->spans[i];
+        if (!attn_is_fused_prefix(plan, i)) continue;
+        for (int row = span->row0; row < span->row0 + span->n_rows; row++) {
+            attn_item item = attn_item_of(dev, step, plan->row_span[row], row * G, G, row, row);
+            attn_add_item(plan, &item);
         }
     }
 }
 
-static int attn_by_load(const void *a, const void *b) {
-    const attn_load *x = (const attn_load *)a, *y = (const attn_load *)b;
+static int attn_compare_load(const void *a, const void *b) {
+    const attn_cta_load *x = (const attn_cta_load *)a, *y = (const attn_cta_load *)b;
     return x->load != y->load ? (x->load < y->load ? -1 : 1) : x->id < y->id ? -1 : x->id > y->id;
 }
-/* Which block of attn_both does what: in each round one job, an item and a kv head; the longest of them go to the blocks that have
+/* Which block of attn_fused does what: in each round one job, an item and a kv head; the longest of them go to the blocks that have
  * done least so far. In their order the longest of 132 blocks had a tenth more to do than the mean, so it is 1 %. Items of a span
  * stay together, for its K and V are in the cache then. */
-static void attn_plan_jobs(toka_device *d) {
-    attn_plan *p = d->attn;
-    const attn_item *items = p->items + p->both0;
-    int K = d->shape->K, n_jobs = p->n_both * K, *jobs;
-    p->grid = min(d->n_sms, n_jobs), p->n_rounds = n_jobs ? ceil_div(n_jobs, p->grid) : 0;
-    p->dev_jobs = (const int *)stage_room(&d->up, (size_t)p->grid * p->n_rounds * sizeof(int), (void **)&jobs);
-    for (int i = 0; i < p->grid; i++) p->blocks[i] = attn_load{0, i};
-    for (int first = 0, n; first < n_jobs; first += n, jobs += p->grid) {
-        n = min(p->grid, n_jobs - first);
-        for (int i = 0; i < n; i++) {
-            const attn_item *it = items + (first + i) / K, *own = items + (it->where >> ATTN_SLOT);
-            p->round[i] = attn_load{0, first + i};
-            if (i && (first + i) % K) p->round[i].load = p->round[i - 1].load;
+static void attn_plan_jobs(toka_device *dev) {
+    attn_plan *plan = dev->attn;
+    const attn_item *items = plan->items + plan->fused0;
+    int K = dev->shape->K, n_jobs = plan->n_fused * K, *jobs;
+    plan->grid = min(dev->n_sms, n_jobs), plan->n_rounds = n_jobs ? ceil_div(n_jobs, plan->grid) : 0;
+    plan->dev_jobs = (const int *)upload_alloc(&dev->upload, (size_t)plan->grid * plan->n_rounds * sizeof(int), (void **)&jobs);
+    for (int i = 0; i < plan->grid; i++) plan->ctas[i] = attn_cta_load{0, i};
+    for (int first_job = 0, n_round; first_job < n_jobs; first_job += n_round, jobs += plan->grid) {
+        n_round = min(plan->grid, n_jobs - first_job);
+        for (int i = 0; i < n_round; i++) {
+            const attn_item *item = items + (first_job + i) / K, *own_items = items + (item->flags >> ATTN_INDEX_SHIFT);
+            plan->round_jobs[i] = attn_cta_load{0, first_job + i};
+            if (i && (first_job + i) % K) plan->round_jobs[i].load = plan->round_jobs[i - 1].load;
             else
-                for (int r = 0; r < it->nq / p->G; r++)
-                    p->round[i].load -= own[r].kv1 - own[r].kv0 - own[r].skip + ATTN_OWN_START;
+                for (int row = 0; row < item->nq / plan->G; row++)
+                    plan->round_jobs[i].load -= own_items[row].kv1 - own_items[row].kv0 - own_items[row].skip + ATTN_OWN_COST;
         }
-        qsort(p->round, (size_t)n, sizeof *p->round, attn_by_load);
-        qsort(p->blocks, (size_t)p->grid, sizeof *p->blocks, attn_by_load);
-        for (int i = 0; i < p->grid; i++) jobs[p->blocks[i].id] = i < n ? p->round[i].id : -1;
-        for (int i = 0; i < n; i++) p->blocks[i].load -= p->round[i].load; /* it is below 0 */
+        qsort(plan->round_jobs, (size_t)n_round, sizeof *plan->round_jobs, attn_compare_load);
+        qsort(plan->ctas, (size_t)plan->grid, sizeof *plan->ctas, attn_compare_load);
+        for (int i = 0; i < plan->grid; i++) jobs[plan->ctas[i].id] = i < n_round ? plan->round_jobs[i].id : -1;
+        for (int i = 0; i < n_round; i++) plan->ctas[i].load -= plan->round_jobs[i].load; /* it is below 0 */
     }
 }
 
 /* Whether, in a step of few rows, all K and V but what its rows store are in place before its first kernel starts: then they are
  * fetched ahead of q. No row stores into pages that another row reads, and the step copies no pages. */
-static bool attn_is_early(const toka_device *d, const toka_step *s) {
-    const int B = d->shape->B;
-    if (s->T > ATTN_EARLY_ROWS || s->n_copies || !s->kv_slot) return false;
-    for (int i = 0; i < s->n_spans; i++) {
-        const toka_span *sp = &s->spans[i];
-        for (int r = 0; r < s->T; r++)
-            for (int p = 0; p < ((sp->kv0 & (B - 1)) + sp->n_kv + B - 1) / B; p++)
-                if (s->pages[sp->page0 + p] == s->kv_slot[r] / B && (r != sp->row0 || sp->n_rows > 1)) return false;
+static bool attn_can_prefetch(const toka_device *dev, const toka_step *step) {
+    const int B = dev->shape->B;
+    if (step->T > ATTN_PREFETCH_ROWS || step->n_copies || !step->kv_slot) return false;
+    for (int i = 0; i < step->n_spans; i++) {
+        const toka_span *span = &step->spans[i];
+        for (int row = 0; row < step->T; row++)
+            for (int page = 0; page < ((span->kv0 & (B - 1)) + span->n_kv + B - 1) / B; page++)
+                if (step->pages[span->page0 + page] == step->kv_slot[row] / B && (row != span->row0 || span->n_rows > 1)) return false;
     }
     return true;
 }
 
-/* Makes the lists of this step and puts them into d->up. Before stage_send. */
-static void attn_plan_step(toka_device *d, const toka_step *s) {
-    attn_plan *p = d->attn;
-    p->early = attn_is_early(d, s);
-    assert(s->n_spans <= p->max_spans && s->T <= d->options.max_tokens);
-    attn_plan_levels(d, s);
-    p->kin = attn_choose_kin(d, s), p->n_both = 0;
-    if (!p->kin) attn_plan_both(d, s), attn_plan_rounds(d, s);
-    if (!attn_plan_pages(d, s)) return;
-    p->dev_items = (const attn_item *)stage_room(&d->up, (size_t)p->max_items * sizeof *p->items, (void **)&p->items);
-    p->n_items = p->n_merges = 0, p->n_whole = p->n_both;
-    for (int i = 0; i < s->n_spans && !p->kin; i++)
-        p->n_whole += attn_leads_both(p, i) ? s->spans[i].n_rows : p->spans[i].both ? 0 : attn_span_items(p, s, i);
-    if (p->kin) attn_plan_kin(d, s);
-    for (int i = 0; i < p->n_levels && !p->kin; i++) {
-        attn_level *l = &p->levels[i];
-        *l = attn_level{.tile0 = p->n_items, .merge0 = p->n_merges};
-        p->n_slots = 0;
-        attn_plan_kind(d, s, i, false);
-        l->n_tiles = p->n_items - l->tile0, l->small0 = p->n_items, l->gang0 = p->n_merges;
-        attn_plan_kind(d, s, i, true);
-        l->n_small = l->n_gangs ? 0 : p->n_items - l->small0, l->n_merges = p->n_merges - l->merge0 - l->n_gangs;
+/* Makes the lists of this step and puts them into d->up. Before upload_send. */
+static void attn_plan_step(toka_device *dev, const toka_step *step) {
+    attn_plan *plan = dev->attn;
+    plan->prefetch = attn_can_prefetch(dev, step);
+    assert(step->n_spans <= plan->max_spans && step->T <= dev->options.max_tokens);
+    attn_plan_levels(dev, step);
+    plan->prefix_groups = attn_choose_prefix_groups(dev, step), plan->n_fused = 0;
+    if (!plan->prefix_groups) attn_plan_fused(dev, step), attn_plan_rounds(dev, step);
+    if (!attn_plan_pages(dev, step)) return;
+    plan->dev_items = (const attn_item *)upload_alloc(&dev->upload, (size_t)plan->max_items * sizeof *plan->items, (void **)&plan->items);
+    plan->n_items = plan->n_merges = 0, plan->n_unsplit = plan->n_fused;
+    for (int i = 0; i < step->n_spans && !plan->prefix_groups; i++)
+        plan->n_unsplit += attn_is_fused_prefix(plan, i) ? step->spans[i].n_rows : plan->spans[i].fused ? 0 : attn_span_items(plan, step, i);
+    if (plan->prefix_groups) attn_plan_prefix_groups(dev, step);
+    for (int i = 0; i < plan->n_levels && !plan->prefix_groups; i++) {
+        attn_level *level = &plan->levels[i];
+        *level = attn_level{.tile0 = plan->n_items, .merge0 = plan->n_merges};
+        plan->n_split_bufs = 0;
+        attn_plan_kind(dev, step, i, false);
+        level->n_tiles = plan->n_items - level->tile0, level->small0 = plan->n_items, level->cta_split0 = plan->n_merges;
+        attn_plan_kind(dev, step, i, true);
+        level->n_small = level->n_cta_splits ? 0 : plan->n_items - level->small0, level->n_merges = plan->n_merges - level->merge0 - level->n_cta_splits;
     }
-    attn_plan_both_items(d, s);
-    d->up.used -= (size_t)(p->max_items - min(p->n_items, p->max_items)) * sizeof *p->items;
-    p->dev_merges = (const attn_merge *)stage_put(&d->up, p->merges, (size_t)p->n_merges * sizeof *p->merges);
-    if (p->n_items <= p->max_items) {
-        attn_plan_jobs(d);
+    attn_plan_fused_items(dev, step);
+    dev->upload.used -= (size_t)(plan->max_items - min(plan->n_items, plan->max_items)) * sizeof *plan->items;
+    plan->dev_merges = (const attn_merge *)upload_put(&dev->upload, plan->merges, (size_t)plan->n_merges * sizeof *plan->merges);
+    if (plan->n_items <= plan->max_items) {
+        attn_plan_jobs(dev);
         return;
     }
-    d->error.code = TOKA_E_DEVICE;
-    snprintf(d->error.msg, sizeof d->error.msg, "GPU: attention: the step has %d items of work, there is room for %d",
-             p->n_items, p->max_items);
+    dev->error.code = TOKA_E_DEVICE;
+    snprintf(dev->error.msg, sizeof dev->error.msg, "GPU: attention: the step has %d items of work, there is room for %d",
+             plan->n_items, plan->max_items);
 }
 
 /* ===========================================================================
@@ -3773,7 +3773,7 @@ static void attn_plan_step(toka_device *d, const toka_step *s) {
  *      kernel      case                                D = 64            D = 96            D = 128
  *      attn_small  4096 sequences of 150..900          95 % of reading                     94 %
  *                  64 sequences of 4096, in parts      87 %                                89 %
- *      attn_wg     causal prefill of 1,024, TFLOP/s    218, cuDNN 191    269, cuDNN 204    345, cuDNN 268
+ *      attn_wgmma     causal prefill of 1,024, TFLOP/s    218, cuDNN 191    269, cuDNN 204    345, cuDNN 268
  *                  causal prefill of 4,096             432, cuDNN 379    427, cuDNN 394    553, cuDNN 524
  *                  causal prefill of 16,384            487, cuDNN 437    450, cuDNN 440    579, cuDNN 566
  *                  16 prompts of 512                   171               184               235
@@ -3785,11 +3785,11 @@ typedef struct attn_args {
     const bf16 *kv; /* [page][K][K, V][B][D] of this layer */
     const int *pages, *pos;
     const attn_item *items;
-    float *state_o, *state_lse, *part_o, *part_lse;
+    float *state_o, *state_lse, *split_o, *split_lse;
     int K, G, D, log2_B, window;
     uint32_t inv_G; /* 2^31 / G, rounded up */
     float scale;    /* log2(e) / sqrt(D) */
-    bool early;  /* attn_is_early */
+    bool prefetch;  /* attn_can_prefetch */
 } attn_args;
 
 __device__ static inline float quad_max(float x) {
@@ -3801,74 +3801,74 @@ __device__ static inline float quad_sum(float x) {
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-/* q / G without a division, for q < 2^31 / G: a thread of attn_wg has up to nine of them before its first product. */
-__device__ static inline int attn_row(const attn_args &a, int q) { return (int)__umulhi(2u * (uint32_t)q, a.inv_G); }
+/* q / G without a division, for q < 2^31 / G: a thread of attn_wgmma has up to nine of them before its first product. */
+__device__ static inline int attn_row(const attn_args &args, int q) { return (int)__umulhi(2u * (uint32_t)q, args.inv_G); }
 /* Where O and LSE of query q of kv head h go: index of a head in [T][H], or of a row of part_o. */
-__device__ static inline size_t attn_head_at(const attn_args &a, int q, int h) {
-    const int row = attn_row(a, q);
-    return (size_t)row * (a.K * a.G) + h * a.G + q - row * a.G;
+__device__ static inline size_t attn_head_at(const attn_args &args, int q, int kv_head) {
+    const int row = attn_row(args, q);
+    return (size_t)row * (args.K * args.G) + kv_head * args.G + q - row * args.G;
 }
-__device__ static inline size_t attn_part_at(const attn_args &a, int slot, int i, int h) {
-    return ((size_t)(slot + i / ATTN_SMALL_Q) * a.K + h) * ATTN_SMALL_Q + i % ATTN_SMALL_Q;
+__device__ static inline size_t attn_split_at(const attn_args &args, int buf, int query, int kv_head) {
+    return ((size_t)(buf + query / ATTN_SMALL_Q) * args.K + kv_head) * ATTN_SMALL_Q + query % ATTN_SMALL_Q;
 }
 
 /* How a finished query leaves: weights of what is in registers (`own`, 1 / sum included) and of the state it began with. */
-typedef struct attn_exit {
+typedef struct attn_output {
     bf16 *o;                 /* one of the two: rows of D */
-    float *o32;
-    const float *seed;       /* or NULL */
-    float own, old;
+    float *o_f32;
+    const float *state;       /* or NULL */
+    float new_weight, state_weight;
     float lse;               /* of all */
-} attn_exit;
+} attn_output;
 
 /* LSE of the state that query i of the item begins with, -inf if none. All threads read it before one writes the new one. */
-__device__ static inline float attn_old_lse(const attn_args &a, const attn_item &it, int i, int h) {
-    return it.where & ATTN_SEED ? a.state_lse[attn_head_at(a, it.q0 + i, h)] : -INFINITY;
+__device__ static inline float attn_state_lse(const attn_args &args, const attn_item &item, int query, int kv_head) {
+    return item.flags & ATTN_MERGE_STATE ? args.state_lse[attn_head_at(args, item.q0 + query, kv_head)] : -INFINITY;
 }
 /* What sums of maximum m and sum l of keys, and a state of LSE `old`, count for in the sum of both. */
-__device__ static inline attn_exit attn_weigh(float m, float l, float old) {
-    attn_exit e = {};
-    e.own = l > 0 ? 1 / l : 0, e.lse = l > 0 ? m + log2f(l) : -INFINITY;
-    if (old == -INFINITY) return e;
-    float top = fmaxf(e.lse, old), w = ex2(e.lse - top), w_old = ex2(old - top), sum = w + w_old;
-    e.own *= w / sum, e.old = w_old / sum, e.lse = top + log2f(sum);
-    return e;
+__device__ static inline attn_output attn_merge_lse(float row_max, float row_sum, float state_lse) {
+    attn_output out = {};
+    out.new_weight = row_sum > 0 ? 1 / row_sum : 0, out.lse = row_sum > 0 ? row_max + log2f(row_sum) : -INFINITY;
+    if (state_lse == -INFINITY) return out;
+    float max_lse = fmaxf(out.lse, state_lse), new_weight = ex2(out.lse - max_lse), state_weight = ex2(state_lse - max_lse), sum = new_weight + state_weight;
+    out.new_weight *= new_weight / sum, out.state_weight = state_weight / sum, out.lse = max_lse + log2f(sum);
+    return out;
 }
 /* Query i of the item, with maximum m and sum l of its own keys and `old` of its state: writes LSE (thread `first` of those that
  * hold the query) and says how O leaves. */
-__device__ static inline attn_exit attn_leave(const attn_args &a, const attn_item &it, int i, int h, float m, float l, float old,
-                                            bool first) {
-    bool is_part = !(it.where & (ATTN_TO_O | ATTN_TO_STATE));
-    attn_exit e = attn_weigh(m, l, is_part ? -INFINITY : old);
-    size_t at = attn_head_at(a, it.q0 + i, h);
-    if (is_part) {
-        size_t part = attn_part_at(a, it.where >> ATTN_SLOT, i, h);
-        if (first) a.part_lse[part] = e.lse;
-        e.o32 = a.part_o + part * a.D;
-        return e;
+__device__ static inline attn_output attn_finish_query(const attn_args &args, const attn_item &item, int query, int kv_head, float row_max, float row_sum, float state_lse,
+                                            bool writes_lse) {
+    bool is_split = !(item.flags & (ATTN_TO_O | ATTN_TO_STATE));
+    attn_output out = attn_merge_lse(row_max, row_sum, is_split ? -INFINITY : state_lse);
+    size_t head_index = attn_head_at(args, item.q0 + query, kv_head);
+    if (is_split) {
+        size_t split_index = attn_split_at(args, item.flags >> ATTN_INDEX_SHIFT, query, kv_head);
+        if (writes_lse) args.split_lse[split_index] = out.lse;
+        out.o_f32 = args.split_o + split_index * args.D;
+        return out;
     }
-    if (old > -INFINITY) e.seed = a.state_o + at * a.D;
-    if (it.where & ATTN_TO_O) {
-        e.o = a.o + at * a.D;
-        return e;
+    if (state_lse > -INFINITY) out.state = args.state_o + head_index * args.D;
+    if (item.flags & ATTN_TO_O) {
+        out.o = args.o + head_index * args.D;
+        return out;
     }
-    e.o32 = a.state_o + at * a.D;
-    if (first) a.state_lse[at] = e.lse;
-    return e;
+    out.o_f32 = args.state_o + head_index * args.D;
+    if (writes_lse) args.state_lse[head_index] = out.lse;
+    return out;
 }
 /* What leaves of columns col and col + 1; seeded: they have a state. */
-__device__ static inline float2 attn_leave_sum(const attn_exit &e, bool seeded, int col, float x, float y) {
-    x *= e.own, y *= e.own;
-    if (seeded) {
-        float2 s = *(const float2 *)(e.seed + col);
-        x += e.old * s.x, y += e.old * s.y;
+__device__ static inline float2 attn_merge_pair(const attn_output &out, bool has_state, int col, float x, float y) {
+    x *= out.new_weight, y *= out.new_weight;
+    if (has_state) {
+        float2 state = *(const float2 *)(out.state + col);
+        x += out.state_weight * state.x, y += out.state_weight * state.y;
     }
     return make_float2(x, y);
 }
-__device__ static inline void attn_leave_pair(const attn_exit &e, int col, float x, float y) {
-    const float2 v = attn_leave_sum(e, e.seed, col, x, y);
-    if (e.o) *(uint32_t *)(e.o + col) = pack_bf16(v.x, v.y);
-    else *(float2 *)(e.o32 + col) = v;
+__device__ static inline void attn_store_pair(const attn_output &out, int col, float x, float y) {
+    const float2 v = attn_merge_pair(out, out.state, col, x, y);
+    if (out.o) *(uint32_t *)(out.o + col) = pack_bf16(v.x, v.y);
+    else *(float2 *)(out.o_f32 + col) = v;
 }
 
 /* ---- Items on mma.sync: any D, any card ----
@@ -3880,8 +3880,8 @@ __device__ static inline void attn_leave_pair(const attn_exit &e, int col, float
  * the block. */
 template <int DP, int WARPS> struct attn_tile_shape {
     static constexpr int TOK = DP == 256 ? 16 : WARPS == 1 ? 2048 / DP : 64;
-    static constexpr int STAGES = WARPS == 1 ? 3 : 2;
-    static constexpr int BYTES = STAGES * 2 * TOK * DP * 2;
+    static constexpr int BUFS = WARPS == 1 ? 3 : 2;
+    static constexpr int BYTES = BUFS * 2 * TOK * DP * 2;
 };
 
 /* A tile in shared memory: panels of 64 columns, each [rows][64] in rows of 128 bytes, 16-byte pieces at piece ^ (row % 8): what
@@ -3892,227 +3892,227 @@ __device__ static inline int attn_piece_at(int rows, int row, int piece) {
 
 /* Positions kv .. kv+TOK-1 of K and V to stage memory; beyond kv1 and beyond D: zeros. */
 template <int DP, int WARPS>
-__device__ static inline void attn_load_tile(const attn_args &a, const attn_item &it, int h, int kv, bf16 *to) {
+__device__ static inline void attn_load_tile(const attn_args &args, const attn_item &item, int kv_head, int kv, bf16 *to) {
     constexpr int TOK = attn_tile_shape<DP, WARPS>::TOK;
-    int pieces = (a.D + 15) / 16 * 2, page_mask = (1 << a.log2_B) - 1;
+    int pieces = (args.D + 15) / 16 * 2, page_mask = (1 << args.log2_B) - 1;
     for (int i = threadIdx.x; i < 2 * TOK * pieces; i += WARPS * 32) {
-        int piece = i % pieces, r = i / pieces, row = r % TOK, is_v = r / TOK, t = kv + row - it.kv0;
-        bool there = kv + row < it.kv1 && piece * 8 < a.D;
-        const bf16 *from = a.kv;
-        if (there) {
-            size_t block = ((size_t)a.pages[it.page0 + (t >> a.log2_B)] * a.K + h) * 2 + is_v;
-            from += ((block << a.log2_B) + (t & page_mask)) * a.D + piece * 8;
+        int piece = i % pieces, kv_row = i / pieces, row = kv_row % TOK, is_v = kv_row / TOK, offset = kv + row - item.kv0;
+        bool valid = kv + row < item.kv1 && piece * 8 < args.D;
+        const bf16 *from = args.kv;
+        if (valid) {
+            size_t matrix = ((size_t)args.pages[item.page0 + (offset >> args.log2_B)] * args.K + kv_head) * 2 + is_v;
+            from += ((matrix << args.log2_B) + (offset & page_mask)) * args.D + piece * 8;
         }
-        cp_async_16(smem_at(to + is_v * TOK * DP + attn_piece_at(TOK, row, piece)), from, there ? 16 : 0);
+        cp_async_16(smem_addr(to + is_v * TOK * DP + attn_piece_at(TOK, row, piece)), from, valid ? 16 : 0);
     }
 }
 
 /* s[8-column block][4] = Q K^T of one warp: 16 queries, TOK positions. */
 template <int DP, int TOK>
-__device__ static inline void attn_qk(float (&s)[TOK / 2], const uint32_t (&q)[DP / 16][4], const bf16 *k, int D) {
+__device__ static inline void attn_qk(float (&scores)[TOK / 2], const uint32_t (&q)[DP / 16][4], const bf16 *k, int D) {
     int lane = threadIdx.x % 32, row = (lane & 7) + (lane >> 4) * 8, piece = lane >> 3 & 1;
 #pragma unroll
-    for (int n = 0; n < TOK / 2; n++) s[n] = 0;
+    for (int n = 0; n < TOK / 2; n++) scores[n] = 0;
 #pragma unroll
     for (int c = 0; c < DP / 16; c++) {
         if (c * 16 >= D) break;
 #pragma unroll
         for (int n = 0; n < TOK / 16; n++) {
             uint32_t b[4];
-            ldmatrix_x4(b, smem_at(k + attn_piece_at(TOK, n * 16 + row, c * 2 + piece)));
-            mma_16816(s + 8 * n, q[c], b);
-            mma_16816(s + 8 * n + 4, q[c], b + 2);
+            ldmatrix_x4(b, smem_addr(k + attn_piece_at(TOK, n * 16 + row, c * 2 + piece)));
+            mma_16816(scores + 8 * n, q[c], b);
+            mma_16816(scores + 8 * n + 4, q[c], b + 2);
         }
     }
 }
 
 /* P as the A operand of the second product. */
-template <int N> __device__ static inline void attn_pack(uint32_t (&p)[N / 8][4], const float (&s)[N]) {
+template <int N> __device__ static inline void attn_pack(uint32_t (&probs)[N / 8][4], const float (&scores)[N]) {
 #pragma unroll
     for (int n = 0; n < N / 8; n++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) p[n][i] = pack_bf16(s[8 * n + 2 * i], s[8 * n + 2 * i + 1]);
+        for (int i = 0; i < 4; i++) probs[n][i] = pack_bf16(scores[8 * n + 2 * i], scores[8 * n + 2 * i + 1]);
 }
 
 /* acc[8-column block][4] += P V of one warp. */
 template <int DP, int TOK>
-__device__ static inline void attn_pv(float (&acc)[DP / 2], const float (&s)[TOK / 2], const bf16 *v, int D) {
+__device__ static inline void attn_pv(float (&acc)[DP / 2], const float (&scores)[TOK / 2], const bf16 *v, int D) {
     int lane = threadIdx.x % 32, row = lane & 15, piece = lane >> 4;
-    uint32_t p[TOK / 16][4];
-    attn_pack(p, s);
+    uint32_t probs[TOK / 16][4];
+    attn_pack(probs, scores);
 #pragma unroll
     for (int n = 0; n < TOK / 16; n++)
 #pragma unroll
         for (int c = 0; c < DP / 16; c++) {
             if (c * 16 >= D) break;
             uint32_t b[4];
-            ldmatrix_x4_trans(b, smem_at(v + attn_piece_at(TOK, n * 16 + row, c * 2 + piece)));
-            mma_16816(acc + 8 * c, p[n], b);
-            mma_16816(acc + 8 * c + 4, p[n], b + 2);
+            ldmatrix_x4_trans(b, smem_addr(v + attn_piece_at(TOK, n * 16 + row, c * 2 + piece)));
+            mma_16816(acc + 8 * c, probs[n], b);
+            mma_16816(acc + 8 * c + 4, probs[n], b + 2);
         }
 }
 
 /* Position of query i of the item; -1: there is none. */
-__device__ static inline int attn_pos(const attn_args &a, const attn_item &it, int i) {
-    return i < it.nq ? a.pos[attn_row(a, it.q0 + i)] : -1;
+__device__ static inline int attn_pos(const attn_args &args, const attn_item &item, int query) {
+    return query < item.nq ? args.pos[attn_row(args, item.q0 + query)] : -1;
 }
 /* Scores of positions that a query must not see become -inf. at: positions of the thread's queries; kv: position of column 0. */
 template <int N>
-__device__ static inline void attn_mask(const attn_args &a, const attn_item &it, float (&s)[N], int2 at, int kv) {
-    const int pos[2] = {at.x, at.y};
+__device__ static inline void attn_mask(const attn_args &args, const attn_item &item, float (&scores)[N], int2 q_pos, int kv) {
+    const int pos[2] = {q_pos.x, q_pos.y};
     int from[2], to[2]; /* the first position seen and the first not seen */
     kv += threadIdx.x % 4 * 2;
 #pragma unroll
     for (int r = 0; r < 2; r++)
-        from[r] = max(it.kv0 + it.skip, a.window ? pos[r] - a.window + 1 : 0), to[r] = min(pos[r] + 1, it.kv1);
+        from[r] = max(item.kv0 + item.skip, args.window ? pos[r] - args.window + 1 : 0), to[r] = min(pos[r] + 1, item.kv1);
 #pragma unroll
     for (int j = 0; j < N; j++) {
-        int t = kv + j / 4 * 8 + (j & 1), r = j >> 1 & 1;
-        if (t < from[r] || t >= to[r]) s[j] = -INFINITY;
+        int kv_pos = kv + j / 4 * 8 + (j & 1), r = j >> 1 & 1;
+        if (kv_pos < from[r] || kv_pos >= to[r]) scores[j] = -INFINITY;
     }
 }
 
 /* s of the thread's query r becomes 2^(scale s - m); their sum. */
-template <int N> __device__ static inline float attn_powers(float (&s)[N], int r, float m, float scale) {
-    const float base = m == -INFINITY ? 0 : m;
+template <int N> __device__ static inline float attn_exp_sum(float (&scores)[N], int r, float row_max, float scale) {
+    const float base = row_max == -INFINITY ? 0 : row_max;
     float sum = 0;
 #pragma unroll
     for (int i = 2 * r; i < N; i += 4) {
-        s[i] = ex2(fmaf(s[i], scale, -base)), s[i + 1] = ex2(fmaf(s[i + 1], scale, -base));
-        sum += s[i] + s[i + 1];
+        scores[i] = ex2(fmaf(scores[i], scale, -base)), scores[i + 1] = ex2(fmaf(scores[i + 1], scale, -base));
+        sum += scores[i] + scores[i + 1];
     }
     return sum;
 }
-template <int N> __device__ static inline float attn_top(const float (&s)[N], int r) { /* the largest of the query's s */
-    float top = -INFINITY;
+template <int N> __device__ static inline float attn_row_max(const float (&scores)[N], int r) { /* the largest of the query's s */
+    float max_score = -INFINITY;
 #pragma unroll
-    for (int i = 2 * r; i < N; i += 4) top = fmaxf(top, fmaxf(s[i], s[i + 1]));
-    return quad_max(top);
+    for (int i = 2 * r; i < N; i += 4) max_score = fmaxf(max_score, fmaxf(scores[i], scores[i + 1]));
+    return quad_max(max_score);
 }
 /* Online softmax of the thread's two queries (one, if `rows` is 1): s becomes 2^(scale s - m), m and l go on; fade is what the
  * sums so far are to be multiplied by. */
 template <int N>
-__device__ static inline void attn_soften(float (&s)[N], float m[2], float l[2], float fade[2], float scale, int rows = 2) {
+__device__ static inline void attn_softmax_update(float (&scores)[N], float row_max[2], float row_sum[2], float rescale[2], float scale, int rows = 2) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        fade[r] = 1;
+        rescale[r] = 1;
         if (r >= rows) break;
-        const float top = fmaxf(m[r], attn_top(s, r) * scale);
-        fade[r] = ex2(m[r] - (top == -INFINITY ? 0 : top));
-        m[r] = top, l[r] = l[r] * fade[r] + attn_powers(s, r, top, scale);
+        const float new_max = fmaxf(row_max[r], attn_row_max(scores, r) * scale);
+        rescale[r] = ex2(row_max[r] - (new_max == -INFINITY ? 0 : new_max));
+        row_max[r] = new_max, row_sum[r] = row_sum[r] * rescale[r] + attn_exp_sum(scores, r, new_max, scale);
     }
 }
 /* The same with a maximum that stays behind by up to 8: 2^(scale s - m) is at most 256 then, and the sums so far mostly stay as
  * they are. Whether they are to be multiplied by fade in some thread of the warp. */
 template <int N>
-__device__ static inline bool attn_soften_lazily(float (&s)[N], float m[2], float l[2], float fade[2], float scale) {
-    const float top[2] = {attn_top(s, 0) * scale, attn_top(s, 1) * scale};
-    bool grows = false;
+__device__ static inline bool attn_softmax_update_lazy(float (&scores)[N], float row_max[2], float row_sum[2], float rescale[2], float scale) {
+    const float new_max[2] = {attn_row_max(scores, 0) * scale, attn_row_max(scores, 1) * scale};
+    bool must_rescale = false;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        const bool more = top[r] > m[r] + 8;
-        fade[r] = more ? ex2(m[r] - top[r]) : 1, m[r] = more ? top[r] : m[r], grows = grows || more;
-        l[r] = l[r] * fade[r] + attn_powers(s, r, m[r], scale);
+        const bool exceeds = new_max[r] > row_max[r] + 8;
+        rescale[r] = exceeds ? ex2(row_max[r] - new_max[r]) : 1, row_max[r] = exceeds ? new_max[r] : row_max[r], must_rescale = must_rescale || exceeds;
+        row_sum[r] = row_sum[r] * rescale[r] + attn_exp_sum(scores, r, row_max[r], scale);
     }
-    return __any_sync(~0u, grows);
+    return __any_sync(~0u, must_rescale);
 }
-template <int N> __device__ static inline void attn_fade(float (&acc)[N], const float fade[2]) {
+template <int N> __device__ static inline void attn_rescale(float (&acc)[N], const float rescale[2]) {
 #pragma unroll
-    for (int i = 0; i < N; i++) acc[i] *= fade[i >> 1 & 1];
+    for (int i = 0; i < N; i++) acc[i] *= rescale[i >> 1 & 1];
 }
 
 /* First position that some row of the item sees, down to a whole number of tiles from kv0. */
-__device__ static inline int attn_first(const attn_args &a, const attn_item &it, int tile) {
-    int first = max((int)it.skip, a.window ? it.pos_lo - a.window + 1 - it.kv0 : 0);
-    return it.kv0 + first / tile * tile;
+__device__ static inline int attn_first_kv(const attn_args &args, const attn_item &item, int tile) {
+    int first = max((int)item.skip, args.window ? item.pos_lo - args.window + 1 - item.kv0 : 0);
+    return item.kv0 + first / tile * tile;
 }
 /* Tiles x .. y-1 from `first` on are seen whole by all rows of the item: no mask. */
-__device__ static inline int2 attn_open_tiles(const attn_args &a, const attn_item &it, int first, int tile) {
+__device__ static inline int2 attn_unmasked_tiles(const attn_args &args, const attn_item &item, int first_kv, int tile) {
     /* the last position, counted from `first`, that some row does not see, as it is another span's or behind the window */
-    int hidden = max(it.kv0 + it.skip - 1, a.window ? it.pos_hi - a.window : -1) - first;
-    return make_int2(hidden >= 0 ? hidden / tile + 1 : 0, max(0, min(it.pos_lo + 1, it.kv1) - first) / tile);
+    int last_hidden = max(item.kv0 + item.skip - 1, args.window ? item.pos_hi - args.window : -1) - first_kv;
+    return make_int2(last_hidden >= 0 ? last_hidden / tile + 1 : 0, max(0, min(item.pos_lo + 1, item.kv1) - first_kv) / tile);
 }
 
-typedef struct attn_rows { /* a thread's two queries: i and i + 8 of the item */
-    int i;
-    float m[2], l[2];
-} attn_rows;
+typedef struct attn_row_stats { /* a thread's two queries: i and i + 8 of the item */
+    int query;
+    float row_max[2], row_sum[2];
+} attn_row_stats;
 
 /* All of a warp together. */
-template <int N> __device__ static inline void attn_rows_end(const attn_args &a, const attn_item &it, const attn_rows &w, int h,
+template <int N> __device__ static inline void attn_store_rows(const attn_args &args, const attn_item &item, const attn_row_stats &stats, int kv_head,
                                                              const float (&acc)[N]) {
     int quad = threadIdx.x % 4;
-    float old[2] = {-INFINITY, -INFINITY};
+    float state_lse[2] = {-INFINITY, -INFINITY};
 #pragma unroll
     for (int r = 0; r < 2; r++)
-        if (w.i + 8 * r < it.nq) old[r] = attn_old_lse(a, it, w.i + 8 * r, h);
+        if (stats.query + 8 * r < item.nq) state_lse[r] = attn_state_lse(args, item, stats.query + 8 * r, kv_head);
     __syncwarp(); /* all have read it */
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        float sum = quad_sum(w.l[r]);
-        if (w.i + 8 * r >= it.nq) continue;
-        attn_exit e = attn_leave(a, it, w.i + 8 * r, h, w.m[r], sum, old[r], quad == 0);
+        float sum = quad_sum(stats.row_sum[r]);
+        if (stats.query + 8 * r >= item.nq) continue;
+        attn_output out = attn_finish_query(args, item, stats.query + 8 * r, kv_head, stats.row_max[r], sum, state_lse[r], quad == 0);
 #pragma unroll
         for (int c = 0; c < N / 4; c++)
-            if (c * 8 < a.D) attn_leave_pair(e, c * 8 + quad * 2, acc[4 * c + 2 * r], acc[4 * c + 2 * r + 1]);
+            if (c * 8 < args.D) attn_store_pair(out, c * 8 + quad * 2, acc[4 * c + 2 * r], acc[4 * c + 2 * r + 1]);
     }
 }
 
 /* The A operand of the first product, 16 queries of one warp, from global memory; what is not there is 0. */
 template <int DP>
-__device__ static inline void attn_load_q(const attn_args &a, const attn_item &it, int i, int h, uint32_t (&q)[DP / 16][4]) {
+__device__ static inline void attn_load_q(const attn_args &args, const attn_item &item, int query, int kv_head, uint32_t (&q)[DP / 16][4]) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        const bf16 *from = a.q + attn_head_at(a, it.q0 + i + 8 * r, h) * a.D + threadIdx.x % 4 * 2;
-        bool there = i + 8 * r < it.nq;
+        const bf16 *from = args.q + attn_head_at(args, item.q0 + query + 8 * r, kv_head) * args.D + threadIdx.x % 4 * 2;
+        bool valid = query + 8 * r < item.nq;
 #pragma unroll
         for (int c = 0; c < DP / 8; c++)
-            q[c / 2][r + c % 2 * 2] = there && c * 8 < a.D ? *(const uint32_t *)(from + c * 8) : 0;
+            q[c / 2][r + c % 2 * 2] = valid && c * 8 < args.D ? *(const uint32_t *)(from + c * 8) : 0;
     }
 }
 
-template <int DP, int WARPS> __global__ void __launch_bounds__(WARPS * 32, 1) attn_mma(const __grid_constant__ attn_args a) {
+template <int DP, int WARPS> __global__ void __launch_bounds__(WARPS * 32, 1) attn_mma(const __grid_constant__ attn_args args) {
     typedef attn_tile_shape<DP, WARPS> shape;
-    constexpr int TOK = shape::TOK, STAGES = shape::STAGES;
+    constexpr int TOK = shape::TOK, BUFS = shape::BUFS;
     extern __shared__ __align__(1024) char attn_smem[];
     bf16 *ring = (bf16 *)attn_smem;
     grid_launch_dependents();
     grid_wait();
-    const attn_item it = a.items[blockIdx.x / a.K];
-    int h = blockIdx.x % a.K, i0 = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
-    int first = attn_first(a, it, TOK), n_tiles = it.kv1 > first ? (it.kv1 - first + TOK - 1) / TOK : 0;
-    int2 open = attn_open_tiles(a, it, first, TOK);
-    for (int i = 0; i < STAGES - 1; i++) {
-        if (i < n_tiles) attn_load_tile<DP, WARPS>(a, it, h, first + i * TOK, ring + i * 2 * TOK * DP);
+    const attn_item item = args.items[blockIdx.x / args.K];
+    int kv_head = blockIdx.x % args.K, query0 = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+    int first_kv = attn_first_kv(args, item, TOK), n_tiles = item.kv1 > first_kv ? (item.kv1 - first_kv + TOK - 1) / TOK : 0;
+    int2 unmasked = attn_unmasked_tiles(args, item, first_kv, TOK);
+    for (int i = 0; i < BUFS - 1; i++) {
+        if (i < n_tiles) attn_load_tile<DP, WARPS>(args, item, kv_head, first_kv + i * TOK, ring + i * 2 * TOK * DP);
         cp_async_commit();
     }
     uint32_t q[DP / 16][4];
-    float acc[DP / 2] = {}, fade[2];
-    attn_rows w = {i0, {-INFINITY, -INFINITY}};
-    attn_load_q<DP>(a, it, i0, h, q);
+    float acc[DP / 2] = {}, rescale[2];
+    attn_row_stats stats = {query0, {-INFINITY, -INFINITY}};
+    attn_load_q<DP>(args, item, query0, kv_head, q);
     for (int i = 0; i < n_tiles; i++) {
-        int next = i + STAGES - 1, kv = first + i * TOK;
-        if (next < n_tiles) attn_load_tile<DP, WARPS>(a, it, h, first + next * TOK, ring + next % STAGES * 2 * TOK * DP);
+        int next = i + BUFS - 1, kv = first_kv + i * TOK;
+        if (next < n_tiles) attn_load_tile<DP, WARPS>(args, item, kv_head, first_kv + next * TOK, ring + next % BUFS * 2 * TOK * DP);
         cp_async_commit();
-        cp_async_wait<STAGES - 1>();
+        cp_async_wait<BUFS - 1>();
         if (WARPS > 1) __syncthreads();
         else __syncwarp();
-        const bf16 *k = ring + i % STAGES * 2 * TOK * DP;
-        float s[TOK / 2];
-        attn_qk<DP, TOK>(s, q, k, a.D);
-        if (i < open.x || i >= open.y) attn_mask(a, it, s, make_int2(attn_pos(a, it, w.i), attn_pos(a, it, w.i + 8)), kv);
-        attn_soften(s, w.m, w.l, fade, a.scale);
-        attn_fade(acc, fade);
-        attn_pv<DP, TOK>(acc, s, k + TOK * DP, a.D);
+        const bf16 *k = ring + i % BUFS * 2 * TOK * DP;
+        float scores[TOK / 2];
+        attn_qk<DP, TOK>(scores, q, k, args.D);
+        if (i < unmasked.x || i >= unmasked.y) attn_mask(args, item, scores, make_int2(attn_pos(args, item, stats.query), attn_pos(args, item, stats.query + 8)), kv);
+        attn_softmax_update(scores, stats.row_max, stats.row_sum, rescale, args.scale);
+        attn_rescale(acc, rescale);
+        attn_pv<DP, TOK>(acc, scores, k + TOK * DP, args.D);
         if (WARPS > 1) __syncthreads();
         else __syncwarp();
     }
-    attn_rows_end(a, it, w, h, acc);
+    attn_store_rows(args, item, stats, kv_head, acc);
 }
 
-template <int DP, int WARPS> static void attn_mma_launch(toka_device *d, const attn_args &a, int n) {
-    launch_dependent(d, "attention", attn_mma<DP, WARPS>, dim3((unsigned)(n * a.K)), WARPS * 32,
-                     attn_tile_shape<DP, WARPS>::BYTES, 1, a);
+template <int DP, int WARPS> static void attn_mma_launch(toka_device *dev, const attn_args &args, int n_items) {
+    launch_dependent(dev, "attention", attn_mma<DP, WARPS>, dim3((unsigned)(n_items * args.K)), WARPS * 32,
+                     attn_tile_shape<DP, WARPS>::BYTES, 1, args);
 }
 
 /* ---- Small items on Hopper: one warp, fed by TMA ----
@@ -4128,105 +4128,105 @@ template <int DP, int WARPS> static void attn_mma_launch(toka_device *d, const a
  * the same (977 and 1,200 to 1,344 us) up to some 128 positions an item, but 64 sequences of 4,096 in parts take 306 and 259. */
 #if HOPPER
 /* One warp's work, up to what leaves it. full: [STAGES] barriers. */
-template <int DP, int TOK, int STAGES>
-__device__ static inline void attn_small_work(const attn_args &a, const attn_item &it, int h, const CUtensorMap *whole,
-                                              const CUtensorMap *fine, bf16 *ring, uint64_t *full, attn_rows &w,
+template <int DP, int TOK, int BUFS>
+__device__ static inline void attn_small_mainloop(const attn_args &args, const attn_item &item, int kv_head, const CUtensorMap *tile_map,
+                                              const CUtensorMap *map_8, bf16 *ring, uint64_t *full, attn_row_stats &stats,
                                               float (&acc)[DP / 2]) {
     constexpr int HALF = TOK * DP; /* elements of K's or V's tile */
-    int lane = threadIdx.x % 32, first = attn_first(a, it, TOK), ids = 0, ids_at = -32;
-    int n_tiles = it.kv1 > first ? (it.kv1 - first + TOK - 1) / TOK : 0;
-    int2 open = attn_open_tiles(a, it, first, TOK);
+    int lane = threadIdx.x % 32, first_kv = attn_first_kv(args, item, TOK), page_ids = 0, first_page = -32;
+    int n_tiles = item.kv1 > first_kv ? (item.kv1 - first_kv + TOK - 1) / TOK : 0;
+    int2 unmasked = attn_unmasked_tiles(args, item, first_kv, TOK);
     if (lane == 0) {
-        for (int i = 0; i < STAGES; i++) mbar_init(smem_at(&full[i]), 1);
+        for (int i = 0; i < BUFS; i++) mbar_init(smem_addr(&full[i]), 1);
         mbar_init_fence();
     }
     __syncwarp();
     grid_launch_dependents();
-    auto ask = [&](int i) {
-        int t = first + i * TOK - it.kv0, n = min(TOK, it.kv1 - it.kv0 - t), page = t >> a.log2_B;
-        if (page - ids_at >= 32) ids_at = page, ids = a.pages[it.page0 + min(page + lane, (it.kv1 - it.kv0 - 1) >> a.log2_B)];
-        int row = ((__shfl_sync(~0u, ids, page - ids_at) * a.K + h) * 2 << a.log2_B) + (t & ((1 << a.log2_B) - 1));
+    auto request_tile = [&](int i) {
+        int offset = first_kv + i * TOK - item.kv0, n_kv = min(TOK, item.kv1 - item.kv0 - offset), page = offset >> args.log2_B;
+        if (page - first_page >= 32) first_page = page, page_ids = args.pages[item.page0 + min(page + lane, (item.kv1 - item.kv0 - 1) >> args.log2_B)];
+        int row = ((__shfl_sync(~0u, page_ids, page - first_page) * args.K + kv_head) * 2 << args.log2_B) + (offset & ((1 << args.log2_B) - 1));
         if (lane) return;
-        uint32_t to = smem_at(ring + i % STAGES * 2 * HALF), bar = smem_at(&full[i % STAGES]);
-        const bool is_whole = n == TOK && it.skip <= t;
-        if (is_whole && (DP == 64 || a.D == DP)) { /* then `whole` is of K and V at once */
+        uint32_t to = smem_addr(ring + i % BUFS * 2 * HALF), bar = smem_addr(&full[i % BUFS]);
+        const bool is_full = n_kv == TOK && item.skip <= offset;
+        if (is_full && (DP == 64 || args.D == DP)) { /* then `whole` is of K and V at once */
             mbar_expect_tx(bar, 2 * HALF * 2);
-            tma_load_5d(to, whole, bar, 0, 0, row, 0, 0);
+            tma_load_5d(to, tile_map, bar, 0, 0, row, 0, 0);
             return;
         }
-        const int from = max(0, it.skip - t) / 8, pieces = (n + 7) / 8;
+        const int from = max(0, item.skip - offset) / 8, pieces = (n_kv + 7) / 8;
         mbar_expect_tx(bar, 2 * DP * 2 * (pieces - from) * 8);
-        for (int v = 0; v < 2; v++)
+        for (int k_or_v = 0; k_or_v < 2; k_or_v++)
             for (int panel = 0; panel < DP / 64; panel++)
-                for (int j = from; j < (is_whole ? 1 : pieces); j++)
-                    tma_load_2d(to + (v * HALF + panel * TOK * 64 + j * 8 * 64) * 2, is_whole ? whole : fine, bar, panel * 64,
-                                row + (v << a.log2_B) + j * 8);
+                for (int j = from; j < (is_full ? 1 : pieces); j++)
+                    tma_load_2d(to + (k_or_v * HALF + panel * TOK * 64 + j * 8 * 64) * 2, is_full ? tile_map : map_8, bar, panel * 64,
+                                row + (k_or_v << args.log2_B) + j * 8);
     };
-    const int t = first - it.kv0, last = it.kv1 - it.kv0 - 1, in_page = t & ((1 << a.log2_B) - 1);
+    const int offset = first_kv - item.kv0, last_offset = item.kv1 - item.kv0 - 1, page_offset = offset & ((1 << args.log2_B) - 1);
     /* its last row is asked for too early */
-    const bool renews = a.early && n_tiles && n_tiles <= STAGES && it.kv1 == it.pos_hi + 1;
+    const bool reload_last = args.prefetch && n_tiles && n_tiles <= BUFS && item.kv1 == item.pos_hi + 1;
     int page = 0; /* of the last position */
     if (n_tiles) { /* no kernel of the step writes page tables; K and V may still change, but in the cache they do no harm */
-        ids_at = t >> a.log2_B, ids = a.pages[it.page0 + min(ids_at + lane, last >> a.log2_B)];
-        int of = lane / 2 % 2, from = of ? (t | ((1 << a.log2_B) - 1)) + 1 : t; /* two pages, as a gang's warps have at most */
-        size_t row = (((size_t)__shfl_sync(~0u, ids, of) * a.K + h) * 2 + lane % 2 << a.log2_B) + (of ? 0 : in_page);
-        if (lane < (a.early ? 4 : 2) && from <= last)
-            bulk_prefetch(a.kv + row * a.D, min((1 << a.log2_B) - (of ? 0 : in_page), last + 1 - from) * a.D * 2);
-        page = __shfl_sync(~0u, ids, min((last >> a.log2_B) - ids_at, 31));
+        first_page = offset >> args.log2_B, page_ids = args.pages[item.page0 + min(first_page + lane, last_offset >> args.log2_B)];
+        int page_bit = lane / 2 % 2, from = page_bit ? (offset | ((1 << args.log2_B) - 1)) + 1 : offset; /* two pages, as a gang's warps have at most */
+        size_t row = (((size_t)__shfl_sync(~0u, page_ids, page_bit) * args.K + kv_head) * 2 + lane % 2 << args.log2_B) + (page_bit ? 0 : page_offset);
+        if (lane < (args.prefetch ? 4 : 2) && from <= last_offset)
+            bulk_prefetch(args.kv + row * args.D, min((1 << args.log2_B) - (page_bit ? 0 : page_offset), last_offset + 1 - from) * args.D * 2);
+        page = __shfl_sync(~0u, page_ids, min((last_offset >> args.log2_B) - first_page, 31));
     }
-    for (int i = 0; a.early && i < STAGES && i < n_tiles; i++) ask(i);
+    for (int i = 0; args.prefetch && i < BUFS && i < n_tiles; i++) request_tile(i);
     grid_wait();
-    for (int i = 0; !a.early && i < STAGES && i < n_tiles; i++) ask(i);
-    uint4 fresh = {};
+    for (int i = 0; !args.prefetch && i < BUFS && i < n_tiles; i++) request_tile(i);
+    uint4 last_row = {};
     const int is_v = lane / (DP / 8), piece = lane % (DP / 8);
-    if (renews && is_v < 2 && piece * 8 < a.D) {
-        const size_t row = ((((size_t)page * a.K + h) * 2 + is_v) << a.log2_B) + (last & ((1 << a.log2_B) - 1));
-        fresh = *(const uint4 *)(a.kv + row * a.D + piece * 8);
+    if (reload_last && is_v < 2 && piece * 8 < args.D) {
+        const size_t row = ((((size_t)page * args.K + kv_head) * 2 + is_v) << args.log2_B) + (last_offset & ((1 << args.log2_B) - 1));
+        last_row = *(const uint4 *)(args.kv + row * args.D + piece * 8);
     }
     uint32_t q[DP / 16][4];
-    float fade[2];
-    w = attn_rows{lane / 4, {-INFINITY, -INFINITY}};
-    attn_load_q<DP>(a, it, lane / 4, h, q);
-    int rows = it.nq > 8 ? 2 : 1;
+    float rescale[2];
+    stats = attn_row_stats{lane / 4, {-INFINITY, -INFINITY}};
+    attn_load_q<DP>(args, item, lane / 4, kv_head, q);
+    int rows = item.nq > 8 ? 2 : 1;
     for (int i = 0; i < n_tiles; i++) {
-        int kv = first + i * TOK, n = it.kv1 - kv;
-        bf16 *k = ring + i % STAGES * 2 * HALF;
-        float s[TOK / 2];
-        mbar_wait(smem_at(&full[i % STAGES]), i / STAGES & 1);
-        if (renews && i == n_tiles - 1) {
-            if (is_v < 2) *(uint4 *)(k + is_v * HALF + attn_piece_at(TOK, n - 1, piece)) = fresh;
+        int kv = first_kv + i * TOK, n_kv = item.kv1 - kv;
+        bf16 *k = ring + i % BUFS * 2 * HALF;
+        float scores[TOK / 2];
+        mbar_wait(smem_addr(&full[i % BUFS]), i / BUFS & 1);
+        if (reload_last && i == n_tiles - 1) {
+            if (is_v < 2) *(uint4 *)(k + is_v * HALF + attn_piece_at(TOK, n_kv - 1, piece)) = last_row;
             __syncwarp();
         }
-        attn_qk<DP, TOK>(s, q, k, DP == 64 ? 64 : a.D);
-        int from = max(0, it.kv0 + it.skip - kv) / 8 * 8;
-        if (n < TOK || from) { /* 0 times what lies around the positions asked for must be 0 */
+        attn_qk<DP, TOK>(scores, q, k, DP == 64 ? 64 : args.D);
+        int from = max(0, item.kv0 + item.skip - kv) / 8 * 8;
+        if (n_kv < TOK || from) { /* 0 times what lies around the positions asked for must be 0 */
             for (int j = lane; j < TOK * (DP / 8); j += 32)
-                if (j / (DP / 8) < from || j / (DP / 8) >= n)
+                if (j / (DP / 8) < from || j / (DP / 8) >= n_kv)
                     *(uint4 *)(k + HALF + attn_piece_at(TOK, j / (DP / 8), j % (DP / 8))) = uint4{};
             fence_async_smem(); /* TMA will write there again */
             __syncwarp();
         }
-        if (i < open.x || i >= open.y) attn_mask(a, it, s, make_int2(attn_pos(a, it, w.i), attn_pos(a, it, w.i + 8)), kv);
-        attn_soften(s, w.m, w.l, fade, a.scale, rows);
-        attn_fade(acc, fade);
-        attn_pv<DP, TOK>(acc, s, k + HALF, DP == 64 ? 64 : a.D);
+        if (i < unmasked.x || i >= unmasked.y) attn_mask(args, item, scores, make_int2(attn_pos(args, item, stats.query), attn_pos(args, item, stats.query + 8)), kv);
+        attn_softmax_update(scores, stats.row_max, stats.row_sum, rescale, args.scale, rows);
+        attn_rescale(acc, rescale);
+        attn_pv<DP, TOK>(acc, scores, k + HALF, DP == 64 ? 64 : args.D);
         __syncwarp();
-        if (i + STAGES < n_tiles) ask(i + STAGES);
+        if (i + BUFS < n_tiles) request_tile(i + BUFS);
     }
 }
 #endif
 
-template <int DP, int TOK, int STAGES>
-__global__ void __launch_bounds__(32) attn_small(const __grid_constant__ attn_args a, const __grid_constant__ CUtensorMap whole,
-                                                 const __grid_constant__ CUtensorMap fine) {
+template <int DP, int TOK, int BUFS>
+__global__ void __launch_bounds__(32) attn_small(const __grid_constant__ attn_args args, const __grid_constant__ CUtensorMap tile_map,
+                                                 const __grid_constant__ CUtensorMap map_8) {
 #if HOPPER
     extern __shared__ __align__(1024) char attn_smem[];
-    __shared__ uint64_t full[STAGES];
-    const attn_item it = a.items[blockIdx.x / a.K];
-    attn_rows w;
+    __shared__ uint64_t full[BUFS];
+    const attn_item item = args.items[blockIdx.x / args.K];
+    attn_row_stats stats;
     float acc[DP / 2] = {};
-    attn_small_work<DP, TOK, STAGES>(a, it, blockIdx.x % a.K, &whole, &fine, (bf16 *)attn_smem, full, w, acc);
-    attn_rows_end(a, it, w, blockIdx.x % a.K, acc);
+    attn_small_mainloop<DP, TOK, BUFS>(args, item, blockIdx.x % args.K, &tile_map, &map_8, (bf16 *)attn_smem, full, stats, acc);
+    attn_store_rows(args, item, stats, blockIdx.x % args.K, acc);
 #else
     __trap();
 #endif
@@ -4235,8 +4235,8 @@ __global__ void __launch_bounds__(32) attn_small(const __grid_constant__ attn_ar
 /* ---- Gangs: the parts of a small item in one CTA ----
  * In: gangs (grid: gang, kv head), n parts each, a warp for each; items: the level's small ones, of all queries of the gang or of
  * some. Out as above. Shared: STAGES tiles a warp; its sums take their place. Why: with few sequences each launch counts (3 us of
- * attn_join in a layer, H200), and parts that meet in shared memory need none. Sums: in the order of the parts.
- * Rows that share prefixes, by kin, attn_both and levels, us a layer (`gpu_attn bench kin`, H200, 2026-11-24; 704
+ * attn_merge_splits in a layer, H200), and parts that meet in shared memory need none. Sums: in the order of the parts.
+ * Rows that share prefixes, by kin, attn_fused and levels, us a layer (`gpu_attn bench kin`, H200, 2026-11-24; 704
  * positions of a prompt, of which 640 are common to all, up to 150 of a row's own, H = 32, K = 8):
  *
  *      samples         1 x 16            4 x 8             16 x 4            16 x 8            16 x 16           16 x 64
@@ -4249,64 +4249,64 @@ __global__ void __launch_bounds__(32) attn_small(const __grid_constant__ attn_ar
 #if HOPPER
 /* The parts of query i of a gang become one, in their order: columns col, col + 1, col + step ... by this thread of those that
  * hold it. marks(j), sums(j): of part j. All threads of a warp come. */
-template <int MOST, class Marks, class Sums>
-__device__ static inline void attn_gang_meet(const attn_args &a, const attn_merge &me, int i, int h, int col, int step,
-                                             const Marks &marks, const Sums &sums) {
-    attn_item it = {};
-    it.q0 = me.q0, it.nq = (short)me.nq, it.where = me.where;
-    bool there = i < me.nq;
-    float old = there ? attn_old_lse(a, it, i, h) : -INFINITY, m = -INFINITY, l = 0;
+template <int MAX_SPLITS, class MaxSum, class SplitO>
+__device__ static inline void attn_merge_query(const attn_args &args, const attn_merge &merge, int query, int kv_head, int col, int col_step,
+                                             const MaxSum &max_sum, const SplitO &split_o) {
+    attn_item item = {};
+    item.q0 = merge.q0, item.nq = (short)merge.nq, item.flags = merge.flags;
+    bool valid = query < merge.nq;
+    float state_lse = valid ? attn_state_lse(args, item, query, kv_head) : -INFINITY, row_max = -INFINITY, row_sum = 0;
     __syncwarp(); /* all have read it */
-    if (!there) return;
-    float2 part[MOST];
+    if (!valid) return;
+    float2 split[MAX_SPLITS];
 #pragma unroll
-    for (int j = 0; j < MOST; j++) part[j] = j < me.n ? marks(j) : make_float2(-INFINITY, 0), m = fmaxf(m, part[j].x);
-    float base = m == -INFINITY ? 0 : m;
+    for (int j = 0; j < MAX_SPLITS; j++) split[j] = j < merge.n_splits ? max_sum(j) : make_float2(-INFINITY, 0), row_max = fmaxf(row_max, split[j].x);
+    float base = row_max == -INFINITY ? 0 : row_max;
 #pragma unroll
-    for (int j = 0; j < MOST; j++) part[j].x = ex2(part[j].x - base), l += part[j].y * part[j].x;
-    attn_exit e = attn_leave(a, it, i, h, m, l, old, col == 0);
-    for (; col < a.D; col += step) {
+    for (int j = 0; j < MAX_SPLITS; j++) split[j].x = ex2(split[j].x - base), row_sum += split[j].y * split[j].x;
+    attn_output out = attn_finish_query(args, item, query, kv_head, row_max, row_sum, state_lse, col == 0);
+    for (; col < args.D; col += col_step) {
         float x = 0, y = 0;
 #pragma unroll
-        for (int j = 0; j < MOST; j++) {
-            if (j >= me.n) break;
-            if (part[j].x == 0) continue; /* it may not have the query: there are no sums */
-            float2 v = *(const float2 *)(sums(j) + col);
-            x += part[j].x * v.x, y += part[j].x * v.y;
+        for (int j = 0; j < MAX_SPLITS; j++) {
+            if (j >= merge.n_splits) break;
+            if (split[j].x == 0) continue; /* it may not have the query: there are no sums */
+            float2 v = *(const float2 *)(split_o(j) + col);
+            x += split[j].x * v.x, y += split[j].x * v.y;
         }
-        attn_leave_pair(e, col, x, y);
+        attn_store_pair(out, col, x, y);
     }
 }
 #endif
 
-template <int DP, int TOK, int STAGES>
-__global__ void __launch_bounds__(32 * attn_gang_most(DP), 1)
-    attn_gang(const __grid_constant__ attn_args a, const __grid_constant__ CUtensorMap whole,
-              const __grid_constant__ CUtensorMap fine, const attn_merge *gangs) {
+template <int DP, int TOK, int BUFS>
+__global__ void __launch_bounds__(32 * attn_cta_split_max(DP), 1)
+    attn_cta_split(const __grid_constant__ attn_args args, const __grid_constant__ CUtensorMap tile_map,
+              const __grid_constant__ CUtensorMap map_8, const attn_merge *merges) {
 #if HOPPER
-    constexpr int RING = STAGES * 2 * TOK * DP, GANG = attn_gang_most(DP); /* RING: elements */
+    constexpr int RING = BUFS * 2 * TOK * DP, MAX_SPLITS = attn_cta_split_max(DP); /* RING: elements */
     static_assert(RING * sizeof(bf16) >= ATTN_SMALL_Q * DP * sizeof(float), "sums take the ring's place");
     extern __shared__ __align__(1024) char attn_smem[];
-    __shared__ uint64_t full[GANG][STAGES];
-    __shared__ float2 marks[GANG][ATTN_SMALL_Q]; /* maximum and sum of each query */
-    const attn_merge me = gangs[blockIdx.x / a.K];
-    int h = blockIdx.x % a.K, warp = threadIdx.x / 32, quad = threadIdx.x % 4;
-    if (warp < me.n) {
-        const attn_item it = a.items[me.slot + warp];
-        attn_rows w;
-        float acc[DP / 2] = {}, *sums = (float *)((bf16 *)attn_smem + warp * RING);
-        if (threadIdx.x % 32 < ATTN_SMALL_Q) marks[warp][threadIdx.x % 32] = float2{-INFINITY, 0};
-        attn_small_work<DP, TOK, STAGES>(a, it, h, &whole, &fine, (bf16 *)attn_smem + warp * RING, full[warp], w, acc);
+    __shared__ uint64_t full[MAX_SPLITS][BUFS];
+    __shared__ float2 max_sum[MAX_SPLITS][ATTN_SMALL_Q]; /* maximum and sum of each query */
+    const attn_merge merge = merges[blockIdx.x / args.K];
+    int kv_head = blockIdx.x % args.K, warp = threadIdx.x / 32, quad = threadIdx.x % 4;
+    if (warp < merge.n_splits) {
+        const attn_item item = args.items[merge.first + warp];
+        attn_row_stats stats;
+        float acc[DP / 2] = {}, *split_o = (float *)((bf16 *)attn_smem + warp * RING);
+        if (threadIdx.x % 32 < ATTN_SMALL_Q) max_sum[warp][threadIdx.x % 32] = float2{-INFINITY, 0};
+        attn_small_mainloop<DP, TOK, BUFS>(args, item, kv_head, &tile_map, &map_8, (bf16 *)attn_smem + warp * RING, full[warp], stats, acc);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            float sum = quad_sum(w.l[r]);
-            const int i = it.q0 - me.q0 + w.i + 8 * r; /* of the gang */
-            if (w.i + 8 * r >= it.nq) continue;
-            if (quad == 0) marks[warp][i] = float2{w.m[r], sum};
+            float sum = quad_sum(stats.row_sum[r]);
+            const int query = item.q0 - merge.q0 + stats.query + 8 * r; /* of the gang */
+            if (stats.query + 8 * r >= item.nq) continue;
+            if (quad == 0) max_sum[warp][query] = float2{stats.row_max[r], sum};
 #pragma unroll
             for (int c = 0; c < DP / 8; c++) {
                 const float2 pair = {acc[4 * c + 2 * r], acc[4 * c + 2 * r + 1]};
-                *(float2 *)(sums + i * DP + c * 8 + quad * 2) = pair;
+                *(float2 *)(split_o + query * DP + c * 8 + quad * 2) = pair;
             }
         }
     } else {
@@ -4314,10 +4314,10 @@ __global__ void __launch_bounds__(32 * attn_gang_most(DP), 1)
         grid_wait();
     }
     __syncthreads();
-    for (int at = 0; at < me.nq; at += blockDim.x / 16) { /* 16 threads a query */
-        const int i = at + threadIdx.x / 16;
-        attn_gang_meet<GANG>(a, me, i, h, threadIdx.x % 16 * 2, 32, [&](int j) { return marks[j][i]; }, [&](int j) {
-            return (const float *)((bf16 *)attn_smem + j * RING) + i * DP;
+    for (int query0 = 0; query0 < merge.nq; query0 += blockDim.x / 16) { /* 16 threads a query */
+        const int query = query0 + threadIdx.x / 16;
+        attn_merge_query<MAX_SPLITS>(args, merge, query, kv_head, threadIdx.x % 16 * 2, 32, [&](int j) { return max_sum[j][query]; }, [&](int j) {
+            return (const float *)((bf16 *)attn_smem + j * RING) + query * DP;
         });
     }
 #else
@@ -4326,81 +4326,81 @@ __global__ void __launch_bounds__(32 * attn_gang_most(DP), 1)
 }
 
 /* ---- Squads: a gang in a cluster ----
- * In and out as attn_gang. Grid: (gang, kv head, rank), in clusters of ATTN_SQUAD; warp w of rank r has part w * ATTN_SQUAD + r;
- * query i is rank i % ATTN_SQUAD's, to which all parts send what they have of it. Shared: STAGES tiles a warp, then the sums that
- * come, [part][row][DP]; added in the order of the parts, to the bit as in attn_gang. Why: 10 parts in one CTA are 160 KB, which
+ * In and out as attn_cta_split. Grid: (gang, kv head, rank), in clusters of ATTN_CLUSTER; warp w of rank r has part w * ATTN_CLUSTER + r;
+ * query i is rank i % ATTN_CLUSTER's, to which all parts send what they have of it. Shared: STAGES tiles a warp, then the sums that
+ * come, [part][row][DP]; added in the order of the parts, to the bit as in attn_cta_split. Why: 10 parts in one CTA are 160 KB, which
  * fit an SM only when the kernel ahead has left it; so K and V could not be fetched meanwhile, and all came through one SM. 1B, a
  * step: one sequence 759 -> 747 us, eight samples 845 -> 827 (H200, 2026-11-23). Two ranks where four do not fit: eight sequences
  * 829 -> 834. Eight ranks: as four. At least one CTA an SM: else ptxas counts with the whole cluster on one, and spills. */
-template <int DP> __host__ __device__ static constexpr int attn_squad_most() { /* parts */
-    return (attn_gang_most(DP) + ATTN_SQUAD - 1) / ATTN_SQUAD * ATTN_SQUAD;
+template <int DP> __host__ __device__ static constexpr int attn_cluster_split_max() { /* parts */
+    return (attn_cta_split_max(DP) + ATTN_CLUSTER - 1) / ATTN_CLUSTER * ATTN_CLUSTER;
 }
 #if HOPPER
 /* How many of the queries 0 .. n-1 are rank c's. */
-__device__ static inline int attn_squad_rows(int n, int c) { return (n - c + ATTN_SQUAD - 1) / ATTN_SQUAD; }
+__device__ static inline int attn_cluster_queries(int n, int cta_rank) { return (n - cta_rank + ATTN_CLUSTER - 1) / ATTN_CLUSTER; }
 #endif
-template <int DP, int TOK, int STAGES>
-IN_CLUSTERS(ATTN_SQUAD) __global__ void __launch_bounds__(32 * (attn_squad_most<DP>() / ATTN_SQUAD), 1)
-    attn_squad(const __grid_constant__ attn_args a, const __grid_constant__ CUtensorMap whole,
-               const __grid_constant__ CUtensorMap fine, const attn_merge *gangs) {
+template <int DP, int TOK, int BUFS>
+IN_CLUSTERS(ATTN_CLUSTER) __global__ void __launch_bounds__(32 * (attn_cluster_split_max<DP>() / ATTN_CLUSTER), 1)
+    attn_cluster_split(const __grid_constant__ attn_args args, const __grid_constant__ CUtensorMap tile_map,
+               const __grid_constant__ CUtensorMap map_8, const attn_merge *merges) {
 #if HOPPER
-    constexpr int CTAS = ATTN_SQUAD, ROWS = ATTN_SMALL_Q / CTAS, MOST = attn_squad_most<DP>();
-    constexpr int RING = STAGES * 2 * TOK * DP; /* elements */
+    constexpr int CTAS = ATTN_CLUSTER, ROWS = ATTN_SMALL_Q / CTAS, MAX_SPLITS = attn_cluster_split_max<DP>();
+    constexpr int RING = BUFS * 2 * TOK * DP; /* elements */
     extern __shared__ __align__(1024) char attn_smem[];
-    __shared__ uint64_t full[MOST / CTAS][STAGES], come;
-    __shared__ float2 marks[MOST][ROWS]; /* maximum and sum of each query */
-    const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = cluster_rank();
-    if (threadIdx.x == 0) mbar_init(smem_at(&come), 1), mbar_init_fence();
+    __shared__ uint64_t full[MAX_SPLITS / CTAS][BUFS], recv_bar;
+    __shared__ float2 max_sum[MAX_SPLITS][ROWS]; /* maximum and sum of each query */
+    const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32, cta_rank = cluster_rank();
+    if (threadIdx.x == 0) mbar_init(smem_addr(&recv_bar), 1), mbar_init_fence();
     __syncthreads();
-    cluster_meet_arrive(); /* the others may know that the barrier is there */
-    const int h = blockIdx.x / CTAS % a.K, n = warp * CTAS + rank; /* this warp's part */
-    const attn_merge me = gangs[blockIdx.x / CTAS / a.K];
+    cluster_arrive_relaxed(); /* the others may know that the barrier is there */
+    const int kv_head = blockIdx.x / CTAS % args.K, split = warp * CTAS + cta_rank; /* this warp's part */
+    const attn_merge merge = merges[blockIdx.x / CTAS / args.K];
     if (warp == 0) { /* bytes that come here: of each part its marks of this rank's queries, and the sums of those that it has */
         int bytes = 0;
-        if (lane < me.n) {
-            const attn_item of = a.items[me.slot + lane];
-            const int at = of.q0 - me.q0, own = attn_squad_rows(at + of.nq, rank) - attn_squad_rows(at, rank);
-            bytes = attn_squad_rows(me.nq, rank) * 8 + own * DP * 4;
+        if (lane < merge.n_splits) {
+            const attn_item split_item = args.items[merge.first + lane];
+            const int at = split_item.q0 - merge.q0, n_queries = attn_cluster_queries(at + split_item.nq, cta_rank) - attn_cluster_queries(at, cta_rank);
+            bytes = attn_cluster_queries(merge.nq, cta_rank) * 8 + n_queries * DP * 4;
         }
         bytes = __reduce_add_sync(~0u, bytes);
-        if (lane == 0) mbar_expect_tx(smem_at(&come), bytes);
+        if (lane == 0) mbar_expect_tx(smem_addr(&recv_bar), bytes);
     }
-    const bool works = n < me.n;
-    const uint32_t room = smem_at(attn_smem) + warps * RING * 2;
-    attn_item it = {};
-    attn_rows w;
+    const bool has_split = split < merge.n_splits;
+    const uint32_t recv_smem = smem_addr(attn_smem) + warps * RING * 2;
+    attn_item item = {};
+    attn_row_stats stats;
     float acc[DP / 2] = {};
-    if (works) {
-        it = a.items[me.slot + n];
-        attn_small_work<DP, TOK, STAGES>(a, it, h, &whole, &fine, (bf16 *)attn_smem + warp * RING, full[warp], w, acc);
+    if (has_split) {
+        item = args.items[merge.first + split];
+        attn_small_mainloop<DP, TOK, BUFS>(args, item, kv_head, &tile_map, &map_8, (bf16 *)attn_smem + warp * RING, full[warp], stats, acc);
     } else {
         grid_launch_dependents();
         grid_wait();
     }
     __syncwarp();
-    cluster_meet_wait();
-    const int q0 = it.q0 - me.q0;
-    if (works) {
-        if (lane < me.nq && (lane < q0 || lane >= q0 + it.nq)) /* queries that the part does not have */
-            send_pair_to_peer(peer_at(smem_at(&marks[n][lane / CTAS]), lane % CTAS), -INFINITY, 0,
-                              peer_at(smem_at(&come), lane % CTAS));
+    cluster_wait();
+    const int query0 = item.q0 - merge.q0;
+    if (has_split) {
+        if (lane < merge.nq && (lane < query0 || lane >= query0 + item.nq)) /* queries that the part does not have */
+            st_async_8(mapa(smem_addr(&max_sum[split][lane / CTAS]), lane % CTAS), -INFINITY, 0,
+                              mapa(smem_addr(&recv_bar), lane % CTAS));
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            const float sum = quad_sum(w.l[r]);
-            const int i = q0 + w.i + 8 * r, to = i % CTAS;
-            if (w.i + 8 * r >= it.nq) continue;
-            const uint32_t bar = peer_at(smem_at(&come), to);
-            const uint32_t at = peer_at(room + ((n * ROWS + i / CTAS) * DP + lane % 4 * 2) * 4, to);
-            if (lane % 4 == 0) send_pair_to_peer(peer_at(smem_at(&marks[n][i / CTAS]), to), w.m[r], sum, bar);
+            const float sum = quad_sum(stats.row_sum[r]);
+            const int query = query0 + stats.query + 8 * r, to_rank = query % CTAS;
+            if (stats.query + 8 * r >= item.nq) continue;
+            const uint32_t bar = mapa(smem_addr(&recv_bar), to_rank);
+            const uint32_t at = mapa(recv_smem + ((split * ROWS + query / CTAS) * DP + lane % 4 * 2) * 4, to_rank);
+            if (lane % 4 == 0) st_async_8(mapa(smem_addr(&max_sum[split][query / CTAS]), to_rank), stats.row_max[r], sum, bar);
 #pragma unroll
-            for (int c = 0; c < DP / 8; c++) send_pair_to_peer(at + c * 32, acc[4 * c + 2 * r], acc[4 * c + 2 * r + 1], bar);
+            for (int c = 0; c < DP / 8; c++) st_async_8(at + c * 32, acc[4 * c + 2 * r], acc[4 * c + 2 * r + 1], bar);
         }
     }
-    mbar_wait(smem_at(&come), 0); /* also so that nobody sends to a block that has left */
-    const float *sums = (const float *)(attn_smem + warps * RING * 2);
-    for (int row = warp; row * CTAS + rank < me.nq; row += warps)
-        attn_gang_meet<MOST>(a, me, row * CTAS + rank, h, lane * 2, 64, [&](int j) { return marks[j][row]; },
-                             [&](int j) { return sums + (j * ROWS + row) * DP; });
+    mbar_wait(smem_addr(&recv_bar), 0); /* also so that nobody sends to a block that has left */
+    const float *split_o = (const float *)(attn_smem + warps * RING * 2);
+    for (int row = warp; row * CTAS + cta_rank < merge.nq; row += warps)
+        attn_merge_query<MAX_SPLITS>(args, merge, row * CTAS + cta_rank, kv_head, lane * 2, 64, [&](int j) { return max_sum[j][row]; },
+                             [&](int j) { return split_o + (j * ROWS + row) * DP; });
 #else
     __trap();
 #endif
@@ -4415,7 +4415,7 @@ IN_CLUSTERS(ATTN_SQUAD) __global__ void __launch_bounds__(32 * (attn_squad_most<
  * exponentials while the tensor cores work for another.
  * A tile of 128 positions took a warpgroup 3,250 clocks at D = 128: giving out its own products 1,000 to 1,270, so that nothing
  * else of it runs beside them (P is read from its registers, probably why); exponentials 1,200 to 1,560; the rest turns, fading and
- * packing. So every instruction counts. Sums that mostly need not fade (attn_soften_lazily) and, where spans are long, tiles of 192
+ * packing. So every instruction counts. Sums that mostly need not fade (attn_softmax_update_lazy) and, where spans are long, tiles of 192
  * positions: causal prefill of 16,384 rows, us on an H200, 2026-11-24, D = 64 / 128: 2,328 / 4,204 before, 2,235 / 3,800 with. Few
  * rows a span: what an item took besides its tiles was as much as they take: no divisions ahead of Q, positions fetched along with
  * Q, and rows that leave by way of shared memory instead of four bytes at a time: 16 prompts of 512 rows 115 / 178 -> 101 / 146.
@@ -4428,51 +4428,51 @@ IN_CLUSTERS(ATTN_SQUAD) __global__ void __launch_bounds__(32 * (attn_squad_most<
  * turns that end ahead of P V, or none, 2,222 / 3,675 -> 2,252 / 3,732, 2,246 / 3,755; every eighth, fourth, third of the
  * exponentials as a polynomial, D = 64, 2,249 -> 2,386, 2,475, 2,535; two warpgroups and 192 positions, D = 64, 2,222 -> 2,456.
  * Tiles of 192 positions for short spans, 16 x 512 rows, D = 128: 178 -> 197. */
-template <int DP, int WGS, int N, int STAGES> struct attn_wg_shape {
+template <int DP, int WGS, int N, int BUFS> struct attn_wgmma_shape {
     static constexpr int PANELS = (DP + 63) / 64, THREADS = WGS * 128 + 128;
-    static constexpr int REGS = WGS == 2 ? 240 : 160, FEED_REGS = WGS == 2 ? 24 : 32;
-    static constexpr int Q = PANELS * WGS * 64 * 128, TILE = PANELS * N * 128, BYTES = Q + STAGES * 2 * TILE;
+    static constexpr int REGS = WGS == 2 ? 240 : 160, PRODUCER_REGS = WGS == 2 ? 24 : 32;
+    static constexpr int Q = PANELS * WGS * 64 * 128, TILE = PANELS * N * 128, BYTES = Q + BUFS * 2 * TILE;
 };
 
-template <int DP, int N> __device__ static inline void attn_wg_qk(float (&s)[N / 2], uint32_t q, int q_panel, uint32_t k) {
+template <int DP, int N> __device__ static inline void attn_wgmma_qk(float (&scores)[N / 2], uint32_t q, int q_panel, uint32_t k) {
 #if HOPPER
     wgmma_fence();
 #pragma unroll
     for (int c = 0; c < DP / 16; c++)
-        wgmma_ss<N>(s, wgmma_desc(q + c / 4 * q_panel) + c % 4 * 2, wgmma_desc(k + c / 4 * N * 128) + c % 4 * 2, c > 0);
+        wgmma_ss<N>(scores, wgmma_desc(q + c / 4 * q_panel) + c % 4 * 2, wgmma_desc(k + c / 4 * N * 128) + c % 4 * 2, c > 0);
     wgmma_commit();
 #endif
 }
 template <int DP, int N>
-__device__ static inline void attn_wg_pv(float (&acc)[DP / 2], const uint32_t (&p)[N / 16][4], uint32_t v) {
+__device__ static inline void attn_wgmma_pv(float (&acc)[DP / 2], const uint32_t (&probs)[N / 16][4], uint32_t v) {
 #if HOPPER
     wgmma_fence();
 #pragma unroll
-    for (int n = 0; n < N / 16; n++) wgmma_rs<DP, 1>(acc, p[n], wgmma_desc_trans(v, N * 128) + n * 128, 1);
+    for (int n = 0; n < N / 16; n++) wgmma_rs<DP, 1>(acc, probs[n], wgmma_desc_trans(v, N * 128) + n * 128, 1);
     wgmma_commit();
 #endif
 }
 
 /* The feeding warp: K and V of all tiles, in the order in which they are used, in blocks of 64 positions; blocks behind the last
  * position are left out. `before`: tiles that have gone through the ring. */
-template <int DP, int WGS, int N, int STAGES>
-__device__ static inline void attn_wg_feed(const attn_args &a, const CUtensorMap *map, const attn_item &it, int h, int first,
-                                           int n_tiles, int before, uint32_t ks, uint32_t bars) {
+template <int DP, int WGS, int N, int BUFS>
+__device__ static inline void attn_wgmma_producer(const attn_args &args, const CUtensorMap *map, const attn_item &item, int kv_head, int first_kv,
+                                           int n_tiles, int n_before, uint32_t k_smem, uint32_t bars) {
 #if HOPPER
-    typedef attn_wg_shape<DP, WGS, N, STAGES> shape;
-    int lane = threadIdx.x % 32, last = it.kv1 - it.kv0 - 1;
-    int ids = 0, ids_at = -32; /* numbers of the pages ids_at .. ids_at+31, one per lane */
+    typedef attn_wgmma_shape<DP, WGS, N, BUFS> shape;
+    int lane = threadIdx.x % 32, last_offset = item.kv1 - item.kv0 - 1;
+    int page_ids = 0, first_page = -32; /* numbers of the pages ids_at .. ids_at+31, one per lane */
     for (int i = 0; i < 2 * n_tiles; i++) { /* K0, K1, V0, K2, V1 ... */
-        int v = i == 2 * n_tiles - 1 || (i > 1 && i % 2 == 0), j = v ? (i - 1) / 2 : (i + 1) / 2, turn = before + j;
-        int at = v * STAGES + turn % STAGES;
-        int t = first + j * N - it.kv0, blocks = min(N / 64, (last - t) / 64 + 1);
-        uint32_t to = ks + at * shape::TILE, full = bars + 8 * at;
-        mbar_wait(full + 16 * STAGES, (turn / STAGES & 1) ^ 1);
-        if (lane == 0) mbar_expect_tx(full, blocks * 64 * shape::PANELS * 128);
-        for (int b = 0; b < blocks; b++, t += 64, to += 64 * 128) {
-            int page = t >> a.log2_B;
-            if (page - ids_at >= 32 || page < ids_at) ids_at = page, ids = a.pages[it.page0 + min(page + lane, last >> a.log2_B)];
-            int row = (((__shfl_sync(~0u, ids, page - ids_at) * a.K + h) * 2 + v) << a.log2_B) + (t & ((1 << a.log2_B) - 1));
+        int is_v = i == 2 * n_tiles - 1 || (i > 1 && i % 2 == 0), tile = is_v ? (i - 1) / 2 : (i + 1) / 2, ring_tile = n_before + tile;
+        int buf = is_v * BUFS + ring_tile % BUFS;
+        int offset = first_kv + tile * N - item.kv0, n_boxes = min(N / 64, (last_offset - offset) / 64 + 1);
+        uint32_t to = k_smem + buf * shape::TILE, full = bars + 8 * buf;
+        mbar_wait(full + 16 * BUFS, (ring_tile / BUFS & 1) ^ 1);
+        if (lane == 0) mbar_expect_tx(full, n_boxes * 64 * shape::PANELS * 128);
+        for (int box = 0; box < n_boxes; box++, offset += 64, to += 64 * 128) {
+            int page = offset >> args.log2_B;
+            if (page - first_page >= 32 || page < first_page) first_page = page, page_ids = args.pages[item.page0 + min(page + lane, last_offset >> args.log2_B)];
+            int row = (((__shfl_sync(~0u, page_ids, page - first_page) * args.K + kv_head) * 2 + is_v) << args.log2_B) + (offset & ((1 << args.log2_B) - 1));
             for (int panel = 0; panel < shape::PANELS && lane == 0; panel++)
                 tma_load_2d(to + panel * N * 128, map, full, panel * 64, row);
         }
@@ -4481,171 +4481,171 @@ __device__ static inline void attn_wg_feed(const attn_args &a, const CUtensorMap
 }
 
 /* Q of one warpgroup to shared memory, swizzled, and its queries' positions, if wanted; what is not there is 0, and -1. */
-template <int DP, int WGS, bool POS>
-__device__ static inline void attn_wg_load_q(const attn_args &a, const attn_item &it, int h, int wg, bf16 *to, int *pos) {
+template <int DP, int WGS, bool LOAD_POS>
+__device__ static inline void attn_wgmma_load_q(const attn_args &args, const attn_item &item, int kv_head, int wg, bf16 *to, int *pos) {
 #if HOPPER
     constexpr int PIECES = (DP + 63) / 64 * 8;
-    if (POS && threadIdx.x % 128 < 64) pos[wg * 64 + threadIdx.x % 128] = attn_pos(a, it, wg * 64 + threadIdx.x % 128);
+    if (LOAD_POS && threadIdx.x % 128 < 64) pos[wg * 64 + threadIdx.x % 128] = attn_pos(args, item, wg * 64 + threadIdx.x % 128);
     int piece = threadIdx.x % PIECES, row0 = wg * 64 + threadIdx.x % 128 / PIECES;
     uint4 x[PIECES / 2];
 #pragma unroll
     for (int i = 0; i < PIECES / 2; i++) {
         int row = row0 + i * (128 / PIECES);
         x[i] = uint4{};
-        if (row < it.nq && piece * 8 < a.D) x[i] = *(const uint4 *)(a.q + attn_head_at(a, it.q0 + row, h) * a.D + piece * 8);
+        if (row < item.nq && piece * 8 < args.D) x[i] = *(const uint4 *)(args.q + attn_head_at(args, item.q0 + row, kv_head) * args.D + piece * 8);
     }
 #pragma unroll
     for (int i = 0; i < PIECES / 2; i++) *(uint4 *)(to + attn_piece_at(WGS * 64, row0 + i * (128 / PIECES), piece)) = x[i];
     fence_async_smem();
-    named_sync(1 + wg, 128);
+    bar_sync(1 + wg, 128);
 #endif
 }
 
 /* Rows n .. N-1 of a tile of V become 0, as 0 times what lies there must be 0. By one warpgroup; another may do the same. */
-template <int DP, int N> __device__ static inline void attn_wg_clear(bf16 *v, int n, int wg) {
+template <int DP, int N> __device__ static inline void attn_wgmma_zero_tail(bf16 *v, int n_kv, int wg) {
 #if HOPPER
-    for (int i = threadIdx.x % 128 + n * 8; i < N * 8; i += 128)
+    for (int i = threadIdx.x % 128 + n_kv * 8; i < N * 8; i += 128)
         for (int panel = 0; panel < (DP + 63) / 64; panel++) *(uint4 *)(v + attn_piece_at(N, i / 8, panel * 8 + i % 8)) = uint4{};
     fence_async_smem();
-    named_sync(1 + wg, 128);
+    bar_sync(1 + wg, 128);
 #endif
 }
 
 /* Keeps ptxas from sinking the softmax below the wgmma_wait behind it, where it would overlap no products: a store that never
  * happens (x is at least 0), but needs x and may not move past the wait. */
-__device__ static inline void attn_hold(float x, uint32_t at) {
+__device__ static inline void attn_pin_softmax(float x, uint32_t at) {
     asm volatile("{.reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p st.shared.b32 [%1], %1;}" ::"f"(x), "r"(at) : "memory");
 }
 
-/* One warpgroup: its 64 queries against all tiles. BOTH: for attn_both, where all see the whole span, and where the tensor cores
+/* One warpgroup: its 64 queries against all tiles. BOTH: for attn_fused, where all see the whole span, and where the tensor cores
  * have time to spare, so that lazy maxima would cost more than they save; else pos is room for the queries' positions. end(rows,
  * acc) says what becomes of the sums. */
-template <int DP, int WGS, int N, int STAGES, bool BOTH, class End>
-__device__ static inline void attn_wg_work(const attn_args &a, const attn_item &it, int h, int wg, int first, int n_tiles,
-                                           int before, uint32_t qs, uint32_t full_k, char *smem, int *pos, const End &end) {
+template <int DP, int WGS, int N, int BUFS, bool FUSED, class Store>
+__device__ static inline void attn_wgmma_mainloop(const attn_args &args, const attn_item &item, int kv_head, int wg, int first_kv, int n_tiles,
+                                           int n_before, uint32_t q_smem, uint32_t full_k, char *smem, int *pos, const Store &store) {
 #if HOPPER
-    typedef attn_wg_shape<DP, WGS, N, STAGES> shape;
-    int lane = threadIdx.x % 32, at = before % STAGES, parity = before / STAGES & 1; /* of the tile that is next for P V */
-    uint32_t ks = qs + shape::Q, vs = ks + STAGES * shape::TILE, full_v = full_k + 8 * STAGES;
-    uint32_t empty_k = full_v + 8 * STAGES, empty_v = empty_k + 8 * STAGES;
-    attn_rows w = {wg * 64 + (int)threadIdx.x % 128 / 32 * 16 + lane / 4, {-INFINITY, -INFINITY}};
-    float s[N / 2], acc[DP / 2] = {}, fade[2];
-    uint32_t p[N / 16][4];
-    int2 open = attn_open_tiles(a, it, first, N);
-    bool fades = true;
-    auto soften = [&](int j) {
-        if (j < open.x || j >= open.y)
-            attn_mask(a, it, s, BOTH ? make_int2(it.kv1, it.kv1) : make_int2(pos[w.i], pos[w.i + 8]), first + j * N);
-        if (BOTH) attn_soften(s, w.m, w.l, fade, a.scale);
-        else fades = attn_soften_lazily(s, w.m, w.l, fade, a.scale);
+    typedef attn_wgmma_shape<DP, WGS, N, BUFS> shape;
+    int lane = threadIdx.x % 32, buf = n_before % BUFS, parity = n_before / BUFS & 1; /* of the tile that is next for P V */
+    uint32_t k_smem = q_smem + shape::Q, v_smem = k_smem + BUFS * shape::TILE, full_v = full_k + 8 * BUFS;
+    uint32_t empty_k = full_v + 8 * BUFS, empty_v = empty_k + 8 * BUFS;
+    attn_row_stats stats = {wg * 64 + (int)threadIdx.x % 128 / 32 * 16 + lane / 4, {-INFINITY, -INFINITY}};
+    float scores[N / 2], acc[DP / 2] = {}, rescale[2];
+    uint32_t probs[N / 16][4];
+    int2 unmasked = attn_unmasked_tiles(args, item, first_kv, N);
+    bool must_rescale = true;
+    auto softmax_update = [&](int j) {
+        if (j < unmasked.x || j >= unmasked.y)
+            attn_mask(args, item, scores, FUSED ? make_int2(item.kv1, item.kv1) : make_int2(pos[stats.query], pos[stats.query + 8]), first_kv + j * N);
+        if (FUSED) attn_softmax_update(scores, stats.row_max, stats.row_sum, rescale, args.scale);
+        else must_rescale = attn_softmax_update_lazy(scores, stats.row_max, stats.row_sum, rescale, args.scale);
     };
-    attn_wg_load_q<DP, WGS, !BOTH>(a, it, h, wg, (bf16 *)smem, pos);
-    qs += wg * 64 * 128;
+    attn_wgmma_load_q<DP, WGS, !FUSED>(args, item, kv_head, wg, (bf16 *)smem, pos);
+    q_smem += wg * 64 * 128;
     if (n_tiles) {
-        mbar_wait(full_k + 8 * at, parity);
-        attn_wg_qk<DP, N>(s, qs, WGS * 64 * 128, ks + at * shape::TILE);
+        mbar_wait(full_k + 8 * buf, parity);
+        attn_wgmma_qk<DP, N>(scores, q_smem, WGS * 64 * 128, k_smem + buf * shape::TILE);
         wgmma_wait<0>();
-        wgmma_keep(s);
-        if (lane == 0) mbar_arrive(empty_k + 8 * at);
-        soften(0);
-        attn_pack(p, s);
+        wgmma_fence_operand(scores);
+        if (lane == 0) mbar_arrive(empty_k + 8 * buf);
+        softmax_update(0);
+        attn_pack(probs, scores);
     }
-    if (wg == WGS - 1 && !before) named_arrive(1 + WGS, 256); /* the first turn is the first's */
+    if (wg == WGS - 1 && !n_before) bar_arrive(1 + WGS, 256); /* the first turn is the first's */
     for (int j = 1; j < n_tiles; j++) {
-        int was = at, was_parity = parity;
-        if (++at == STAGES) at = 0, parity ^= 1;
-        mbar_wait(full_k + 8 * at, parity);
-        named_sync(1 + WGS + wg, 256); /* this warpgroup's turn */
-        attn_wg_qk<DP, N>(s, qs, WGS * 64 * 128, ks + at * shape::TILE);
-        mbar_wait(full_v + 8 * was, was_parity);
-        attn_wg_pv<DP, N>(acc, p, vs + was * shape::TILE);
-        named_arrive(wg == WGS - 1 ? 1 + WGS : 2 + WGS + wg, 256);
+        int prev_buf = buf, prev_parity = parity;
+        if (++buf == BUFS) buf = 0, parity ^= 1;
+        mbar_wait(full_k + 8 * buf, parity);
+        bar_sync(1 + WGS + wg, 256); /* this warpgroup's turn */
+        attn_wgmma_qk<DP, N>(scores, q_smem, WGS * 64 * 128, k_smem + buf * shape::TILE);
+        mbar_wait(full_v + 8 * prev_buf, prev_parity);
+        attn_wgmma_pv<DP, N>(acc, probs, v_smem + prev_buf * shape::TILE);
+        bar_arrive(wg == WGS - 1 ? 1 + WGS : 2 + WGS + wg, 256);
         wgmma_wait<1>();
-        wgmma_keep(s);
-        if (lane == 0) mbar_arrive(empty_k + 8 * at);
-        soften(j);
-        attn_hold(w.l[0] + w.l[1], empty_k);
+        wgmma_fence_operand(scores);
+        if (lane == 0) mbar_arrive(empty_k + 8 * buf);
+        softmax_update(j);
+        attn_pin_softmax(stats.row_sum[0] + stats.row_sum[1], empty_k);
         wgmma_wait<0>();
-        wgmma_keep(acc);
-        if (lane == 0) mbar_arrive(empty_v + 8 * was);
-        if (fades) attn_fade(acc, fade);
-        attn_pack(p, s);
+        wgmma_fence_operand(acc);
+        if (lane == 0) mbar_arrive(empty_v + 8 * prev_buf);
+        if (must_rescale) attn_rescale(acc, rescale);
+        attn_pack(probs, scores);
     }
     if (n_tiles) {
-        int n = it.kv1 - first - (n_tiles - 1) * N;
-        mbar_wait(full_v + 8 * at, parity);
-        if (n < N) attn_wg_clear<DP, N>((bf16 *)(smem + shape::Q + (STAGES + at) * shape::TILE), n, wg);
-        attn_wg_pv<DP, N>(acc, p, vs + at * shape::TILE);
+        int n_kv = item.kv1 - first_kv - (n_tiles - 1) * N;
+        mbar_wait(full_v + 8 * buf, parity);
+        if (n_kv < N) attn_wgmma_zero_tail<DP, N>((bf16 *)(smem + shape::Q + (BUFS + buf) * shape::TILE), n_kv, wg);
+        attn_wgmma_pv<DP, N>(acc, probs, v_smem + buf * shape::TILE);
         wgmma_wait<0>();
-        wgmma_keep(acc);
-        if (lane == 0) mbar_arrive(empty_v + 8 * at);
+        wgmma_fence_operand(acc);
+        if (lane == 0) mbar_arrive(empty_v + 8 * buf);
     }
-    end(w, acc);
+    store(stats, acc);
 #endif
 }
 
 /* One warpgroup's queries that are done leave by way of the shared memory where Q was, in pieces of 16 bytes. */
 template <int DP, int WGS>
-__device__ static inline void attn_wg_leave(const attn_args &a, const attn_item &it, const attn_rows &w, int h, int wg,
-                                            const float (&acc)[DP / 2], bf16 *room) {
+__device__ static inline void attn_wgmma_store(const attn_args &args, const attn_item &item, const attn_row_stats &stats, int kv_head, int wg,
+                                            const float (&acc)[DP / 2], bf16 *o_smem) {
 #if HOPPER
     constexpr int PIECES = (DP + 63) / 64 * 8;
     const int lane = threadIdx.x % 32, quad = lane % 4, row0 = wg * 64 + threadIdx.x % 128 / 32 * 16;
-    named_sync(1 + wg, 128); /* Q has been read */
+    bar_sync(1 + wg, 128); /* Q has been read */
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        const int i = w.i + 8 * r;
-        const float sum = quad_sum(w.l[r]);
-        if (i >= it.nq) continue;
-        const attn_exit e = attn_leave(a, it, i, h, w.m[r], sum, attn_old_lse(a, it, i, h), false);
+        const int query = stats.query + 8 * r;
+        const float sum = quad_sum(stats.row_sum[r]);
+        if (query >= item.nq) continue;
+        const attn_output out = attn_finish_query(args, item, query, kv_head, stats.row_max[r], sum, attn_state_lse(args, item, query, kv_head), false);
 #pragma unroll
         for (int c = 0; c < DP / 8; c++) {
-            const float2 v = attn_leave_sum(e, e.seed && c * 8 < a.D, c * 8 + quad * 2, acc[4 * c + 2 * r], acc[4 * c + 2 * r + 1]);
-            *((uint32_t *)(room + attn_piece_at(WGS * 64, i, c)) + quad) = pack_bf16(v.x, v.y);
+            const float2 pair = attn_merge_pair(out, out.state && c * 8 < args.D, c * 8 + quad * 2, acc[4 * c + 2 * r], acc[4 * c + 2 * r + 1]);
+            *((uint32_t *)(o_smem + attn_piece_at(WGS * 64, query, c)) + quad) = pack_bf16(pair.x, pair.y);
         }
     }
     __syncwarp();
 #pragma unroll
     for (int k = 0; k < PIECES / 2; k++) {
         const int row = row0 + k * (32 / PIECES) + lane / PIECES, piece = lane % PIECES;
-        if (row < it.nq && piece * 8 < a.D)
-            *(uint4 *)(a.o + attn_head_at(a, it.q0 + row, h) * a.D + piece * 8) =
-                *(const uint4 *)(room + attn_piece_at(WGS * 64, row, piece));
+        if (row < item.nq && piece * 8 < args.D)
+            *(uint4 *)(args.o + attn_head_at(args, item.q0 + row, kv_head) * args.D + piece * 8) =
+                *(const uint4 *)(o_smem + attn_piece_at(WGS * 64, row, piece));
     }
 #endif
 }
 
-template <int DP, int WGS, int N, int STAGES>
-__global__ void __launch_bounds__(attn_wg_shape<DP, WGS, N, STAGES>::THREADS, 1)
-    attn_wg(const __grid_constant__ attn_args a, const __grid_constant__ CUtensorMap map) {
+template <int DP, int WGS, int N, int BUFS>
+__global__ void __launch_bounds__(attn_wgmma_shape<DP, WGS, N, BUFS>::THREADS, 1)
+    attn_wgmma(const __grid_constant__ attn_args args, const __grid_constant__ CUtensorMap map) {
 #if HOPPER
-    typedef attn_wg_shape<DP, WGS, N, STAGES> shape;
+    typedef attn_wgmma_shape<DP, WGS, N, BUFS> shape;
     extern __shared__ __align__(1024) char attn_smem[];
-    __shared__ uint64_t bars[4 * STAGES]; /* full K, full V, empty K, empty V */
-    __shared__ attn_item it; /* not in registers, which are scarce */
+    __shared__ uint64_t bars[4 * BUFS]; /* full K, full V, empty K, empty V */
+    __shared__ attn_item item; /* not in registers, which are scarce */
     __shared__ int pos[WGS * 64];
-    uint32_t qs = smem_at(attn_smem), full_k = smem_at(bars);
-    int h = blockIdx.x % a.K;
+    uint32_t q_smem = smem_addr(attn_smem), full_k = smem_addr(bars);
+    int kv_head = blockIdx.x % args.K;
     if (threadIdx.x == 0) {
-        it = a.items[blockIdx.x / a.K];
-        for (int i = 0; i < 2 * STAGES; i++) mbar_init(full_k + 8 * i, 1), mbar_init(full_k + 8 * (2 * STAGES + i), 4 * WGS);
+        item = args.items[blockIdx.x / args.K];
+        for (int i = 0; i < 2 * BUFS; i++) mbar_init(full_k + 8 * i, 1), mbar_init(full_k + 8 * (2 * BUFS + i), 4 * WGS);
         mbar_init_fence();
     }
     __syncthreads();
     grid_launch_dependents();
     grid_wait();
-    int first = attn_first(a, it, N), n_tiles = it.kv1 > first ? (it.kv1 - first + N - 1) / N : 0;
+    int first_kv = attn_first_kv(args, item, N), n_tiles = item.kv1 > first_kv ? (item.kv1 - first_kv + N - 1) / N : 0;
     if (threadIdx.x < 128) {
-        regs_give<shape::FEED_REGS>();
-        if (threadIdx.x < 32) attn_wg_feed<DP, WGS, N, STAGES>(a, &map, it, h, first, n_tiles, 0, qs + shape::Q, full_k);
+        setmaxnreg_dec<shape::PRODUCER_REGS>();
+        if (threadIdx.x < 32) attn_wgmma_producer<DP, WGS, N, BUFS>(args, &map, item, kv_head, first_kv, n_tiles, 0, q_smem + shape::Q, full_k);
     } else {
-        regs_take<shape::REGS>();
+        setmaxnreg_inc<shape::REGS>();
         const int wg = threadIdx.x / 128 - 1;
-        auto end = [&](const attn_rows &w, const float(&acc)[DP / 2]) {
-            if (it.where & ATTN_TO_O) attn_wg_leave<DP, WGS>(a, it, w, h, wg, acc, (bf16 *)attn_smem);
-            else attn_rows_end(a, it, w, h, acc);
+        auto store = [&](const attn_row_stats &stats, const float(&acc)[DP / 2]) {
+            if (item.flags & ATTN_TO_O) attn_wgmma_store<DP, WGS>(args, item, stats, kv_head, wg, acc, (bf16 *)attn_smem);
+            else attn_store_rows(args, item, stats, kv_head, acc);
         };
-        attn_wg_work<DP, WGS, N, STAGES, false>(a, it, h, wg, first, n_tiles, 0, qs, full_k, attn_smem, pos, end);
+        attn_wgmma_mainloop<DP, WGS, N, BUFS, false>(args, item, kv_head, wg, first_kv, n_tiles, 0, q_smem, full_k, attn_smem, pos, store);
     }
 #else
     __trap();
@@ -4656,14 +4656,14 @@ __global__ void __launch_bounds__(attn_wg_shape<DP, WGS, N, STAGES>::THREADS, 1)
  * In: items (n of them, then their rows' own items, one a row), each at most 128 queries of at most 1 << log2_rows rows against a
  * span that all of them see, or one row against none; each row's next and last span is its own. Out: o. Grid: a CTA per SM, which
  * does the (item, kv head) pairs that attn_plan_jobs gave it. One warp feeds two warpgroups with the
- * shared K and V as in attn_wg; seven warps take own parts, row by row as they come free. Bytes: K and V of the own positions;
+ * shared K and V as in attn_wgmma; seven warps take own parts, row by row as they come free. Bytes: K and V of the own positions;
  * FLOPs: 4 * 128 * D * shared positions. Why: the shared part is bound by the tensor cores, own parts by the bytes, so side by
  * side both cost what the longer one costs alone. The state between them waits in a hub, of which a block has two, until a warp
  * takes it: at D = 64 in shared memory. At D = 128, where Q takes 32 KB, the shared ring 64 and the own ones 112, there is no room
  * for twice 64 more, and items of half the queries would read the shared K and V twice; so hubs are 17 MB of global memory, a
  * third of the L2 cache. The state joins a row's own sums at their end: a block's first shared part begins when own parts do.
  * Measured on an H200, 2026-11-23 (`gpu_attn bench samples`: 8,192 samples of eight prompts, 675 positions shared, 88 on average
- * of their own): D = 64 395 us, where attn_wg takes 168 and attn_small 466 behind it; D = 128 851 us, 261 and 983. Of a job's 29
+ * of their own): D = 64 395 us, where attn_wgmma takes 168 and attn_small 466 behind it; D = 128 851 us, 261 and 983. Of a job's 29
  * prompts: 367 and 789. States ahead of own sums: 399 and 854, and for 64 rows of four prompts, D = 128, 35 us instead of 30;
  * ahead where they are there by then: 395 and 846, but then time decides the order of sums, and with it the last bit. Copies that
  * promise the L2 cache 256 bytes: 401 and 873.
@@ -4675,143 +4675,143 @@ __global__ void __launch_bounds__(attn_wg_shape<DP, WGS, N, STAGES>::THREADS, 1)
  * before it is worked on: no gain.
  * ptxas before 12.8 spills where D = 64 has 112 registers for a thread of the shared part, and for any split at D = 128; there
  * levels do it, as for other head sizes. */
-enum { ATTN_BOTH_N = 64, ATTN_OWN_STAGES = 2, ATTN_OWN_WARPS = 7 };
-template <int DP> struct attn_both_shape {
-    static constexpr int WGS = 2, N = ATTN_BOTH_N, STAGES = 2, THREADS = 512;
+enum { ATTN_FUSED_N = 64, ATTN_OWN_BUFS = 2, ATTN_OWN_WARPS = 7 };
+template <int DP> struct attn_fused_shape {
+    static constexpr int WGS = 2, N = ATTN_FUSED_N, BUFS = 2, THREADS = 512;
     static constexpr int REGS = DP == 128 ? 144 : NVCC_VERSION < 1208 ? 120 : 112; /* of a thread of the shared part; */
     static constexpr int OWN_REGS = 256 - REGS;                                    /* of others */
-    typedef attn_wg_shape<DP, WGS, N, STAGES> shared;
+    typedef attn_wgmma_shape<DP, WGS, N, BUFS> shared;
     static constexpr int TOK = 2048 / DP;                         /* own positions of a tile */
     static constexpr int OWN_TILE = TOK * DP * 2;                 /* bytes of K or V */
-    static constexpr int OWN_RING = ATTN_OWN_STAGES * 2 * OWN_TILE; /* of a warp */
-    static constexpr int HUB = ATTN_BOTH_Q * DP;                  /* floats */
+    static constexpr int OWN_RING = ATTN_OWN_BUFS * 2 * OWN_TILE; /* of a warp */
+    static constexpr int EXCHANGE = ATTN_FUSED_Q * DP;                  /* floats */
     static constexpr int OWN_AT = shared::BYTES, LSE_AT = OWN_AT + ATTN_OWN_WARPS * OWN_RING;
-    static constexpr int HUB_AT = LSE_AT + 2 * ATTN_BOTH_Q * 4, BYTES = HUB_AT + (DP == 64 ? 2 * HUB * 4 : 0);
+    static constexpr int EXCHANGE_AT = LSE_AT + 2 * ATTN_FUSED_Q * 4, BYTES = EXCHANGE_AT + (DP == 64 ? 2 * EXCHANGE * 4 : 0);
 };
 
 /* hub i % 2: the states of the block's item number i, on their way from the shared part to the own ones */
-typedef struct attn_hubs {
-    float *o, *lse; /* [2][ATTN_BOTH_Q][DP], of a query as attn_hub_at has it; [2][ATTN_BOTH_Q] */
+typedef struct attn_exchange {
+    float *o, *lse; /* [2][ATTN_FUSED_Q][DP], of a query as attn_exchange_at has it; [2][ATTN_FUSED_Q] */
     uint32_t full;  /* two barriers: an arrival a thread that writes; */
     uint32_t empty; /* and two: a thread of those that read, when its warp has left */
-} attn_hubs;
+} attn_exchange;
 /* Columns 32 j + g + {0, 8, 16, 24} of query i lie together: who wrote them holds all four, and so does who reads. Neither meets a
  * bank twice, and both fill sectors. */
-template <int DP> __device__ static inline float4 *attn_hub_at(const attn_hubs &hubs, int round, int i, int j, int g) {
-    return (float4 *)(hubs.o + (round & 1) * attn_both_shape<DP>::HUB + i * DP + j * 32 + ((g ^ i) & 7) * 4);
+template <int DP> __device__ static inline float4 *attn_exchange_at(const attn_exchange &exchange, int round, int query, int j, int g) {
+    return (float4 *)(exchange.o + (round & 1) * attn_fused_shape<DP>::EXCHANGE + query * DP + j * 32 + ((g ^ query) & 7) * 4);
 }
-__device__ static inline float *attn_hub_lse(const attn_hubs &hubs, int round) { return hubs.lse + (round & 1) * ATTN_BOTH_Q; }
+__device__ static inline float *attn_exchange_lse(const attn_exchange &exchange, int round) { return exchange.lse + (round & 1) * ATTN_FUSED_Q; }
 
 /* A warp of the shared part leaves its queries of the block's item number `round`. */
 template <int DP>
-__device__ static inline void attn_hub_put(const attn_args &a, const attn_item &it, const attn_rows &w, int h,
-                                           const float (&acc)[DP / 2], const attn_hubs &hubs, int round) {
+__device__ static inline void attn_exchange_put(const attn_args &args, const attn_item &item, const attn_row_stats &stats, int kv_head,
+                                           const float (&acc)[DP / 2], const attn_exchange &exchange, int round) {
 #if HOPPER
     int quad = threadIdx.x % 4;
-    mbar_wait(hubs.empty + 8 * (round & 1), (round >> 1 & 1) ^ 1);
+    mbar_wait(exchange.empty + 8 * (round & 1), (round >> 1 & 1) ^ 1);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        int i = w.i + 8 * r;
-        float sum = quad_sum(w.l[r]);
-        if (i >= it.nq) continue;
-        attn_exit e = attn_leave(a, it, i, h, w.m[r], sum, attn_old_lse(a, it, i, h), false);
-        if (quad == 0) attn_hub_lse(hubs, round)[i] = e.lse;
+        int query = stats.query + 8 * r;
+        float sum = quad_sum(stats.row_sum[r]);
+        if (query >= item.nq) continue;
+        attn_output out = attn_finish_query(args, item, query, kv_head, stats.row_max[r], sum, attn_state_lse(args, item, query, kv_head), false);
+        if (quad == 0) attn_exchange_lse(exchange, round)[query] = out.lse;
 #pragma unroll
         for (int j = 0; j < DP / 16; j++) {
             float x[4];
 #pragma unroll
             for (int k = 0; k < 4; k++) {
                 int c = j / 2 * 4 + k;
-                x[k] = acc[4 * c + 2 * r + j % 2] * e.own;
-                if (e.seed) x[k] += e.old * e.seed[c * 8 + quad * 2 + j % 2];
+                x[k] = acc[4 * c + 2 * r + j % 2] * out.new_weight;
+                if (out.state) x[k] += out.state_weight * out.state[c * 8 + quad * 2 + j % 2];
             }
-            *attn_hub_at<DP>(hubs, round, i, j / 2, quad * 2 + j % 2) = float4{x[0], x[1], x[2], x[3]};
+            *attn_exchange_at<DP>(exchange, round, query, j / 2, quad * 2 + j % 2) = float4{x[0], x[1], x[2], x[3]};
         }
     }
-    mbar_arrive(hubs.full + 8 * (round & 1));
+    mbar_arrive(exchange.full + 8 * (round & 1));
 #endif
 }
 
 typedef struct attn_own_row {
     int round, query;    /* number of the item in this block; the row's first query in it */
-    int at;              /* of its queries in q and in o, elements */
-    unsigned short from, to; /* positions, counted from its first page's */
+    int q_offset;              /* of its queries in q and in o, elements */
+    unsigned short kv_from, kv_to; /* positions, counted from its first page's */
 } attn_own_row;
 
 /* An item of a row by itself has no shared part. */
-__device__ static inline void attn_hub_put_none(const attn_item &it, const attn_hubs &hubs, int round) {
+__device__ static inline void attn_exchange_put_none(const attn_item &item, const attn_exchange &exchange, int round) {
 #if HOPPER
-    mbar_wait(hubs.empty + 8 * (round & 1), (round >> 1 & 1) ^ 1);
-    if ((int)threadIdx.x - 128 < it.nq) attn_hub_lse(hubs, round)[threadIdx.x - 128] = -INFINITY;
-    mbar_arrive(hubs.full + 8 * (round & 1));
+    mbar_wait(exchange.empty + 8 * (round & 1), (round >> 1 & 1) ^ 1);
+    if ((int)threadIdx.x - 128 < item.nq) attn_exchange_lse(exchange, round)[threadIdx.x - 128] = -INFINITY;
+    mbar_arrive(exchange.full + 8 * (round & 1));
 #endif
 }
 
 /* What the blocks do, round by round (attn_plan.dev_jobs). */
 typedef struct attn_jobs {
-    const int *all;
+    const int *job_ids;
     int n_rounds;
-    __device__ inline int at(int round) const { return all[round * gridDim.x + blockIdx.x]; }
+    __device__ inline int at(int round) const { return job_ids[round * gridDim.x + blockIdx.x]; }
     __device__ inline int rounds() const { return n_rounds - (at(n_rounds - 1) < 0); } /* of this block */
 } attn_jobs;
 
 /* Positions of the tile of own positions that begins with t. All lie in one page. */
-template <int TOK> __device__ static inline int attn_own_tile(const attn_args &a, int t, int end) {
-    return min(min(TOK, end - t), (1 << a.log2_B) - (t & (1 << a.log2_B) - 1));
+template <int TOK> __device__ static inline int attn_own_tile_len(const attn_args &args, int offset, int end) {
+    return min(min(TOK, end - offset), (1 << args.log2_B) - (offset & (1 << args.log2_B) - 1));
 }
 
 /* The rows that a warp does: it draws them from all of the block's, in their order, and asks for their tiles one behind the other.
  * All of it is time in which the warp computes nothing, so no divisions for a row, and a tile is one copy (attn_open_pair_map): its
  * n positions are the last n rows of K's and of V's part, before them are zeros. */
-template <int DP> struct attn_own_feed {
-    typedef attn_both_shape<DP> shape;
-    const attn_args &a;
+template <int DP> struct attn_own_producer {
+    typedef attn_fused_shape<DP> shape;
+    const attn_args &args;
     const CUtensorMap *map;
     attn_jobs jobs;
     int n_rounds, log2_rows; /* of this block; rows of an item, at most */
-    int *tickets;          /* of the block */
-    attn_own_row *drawn;   /* [4] in shared memory */
+    int *row_counter;          /* of the block */
+    attn_own_row *taken;   /* [4] in shared memory */
     uint32_t ring, full;
-    int round, own, nq, h; /* the item that the row drawn last is of; the first of its rows' own items; its queries; kv head */
-    int n_drawn, n_asked;       /* rows, tiles */
-    int t, end, page_ids;       /* the row drawn last: its next tile, and where it ends; its page number `lane` */
-    __device__ inline bool draw() {
+    int round, own_item0, nq, kv_head; /* the item that the row drawn last is of; the first of its rows' own items; its queries; kv head */
+    int n_taken, n_requested;       /* rows, tiles */
+    int next_kv, end_kv, page_ids;       /* the row drawn last: its next tile, and where it ends; its page number `lane` */
+    __device__ inline bool take_row() {
 #if HOPPER
         for (int lane = threadIdx.x % 32;;) {
-            int ticket = __shfl_sync(~0u, lane ? 0 : atomicAdd(tickets, 1), 0);
-            int n = ticket >> log2_rows, r = ticket & (1 << log2_rows) - 1;
-            if (n != round) {
-                if (n >= n_rounds) return false;
-                int job = jobs.at(n);
-                const attn_item &it = a.items[job / a.K];
-                round = n, h = job % a.K, own = it.where >> ATTN_SLOT, nq = it.nq;
+            int index = __shfl_sync(~0u, lane ? 0 : atomicAdd(row_counter, 1), 0);
+            int item_round = index >> log2_rows, row = index & (1 << log2_rows) - 1;
+            if (item_round != round) {
+                if (item_round >= n_rounds) return false;
+                int job = jobs.at(item_round);
+                const attn_item &item = args.items[job / args.K];
+                round = item_round, kv_head = job % args.K, own_item0 = item.flags >> ATTN_INDEX_SHIFT, nq = item.nq;
             }
-            if (r * a.G >= nq) continue; /* the item has fewer rows */
-            const attn_item &it = a.items[own + r];
-            t = it.skip, end = it.kv1 - it.kv0;
-            page_ids = a.pages[it.page0 + min(lane, (end - 1) >> a.log2_B)];
+            if (row * args.G >= nq) continue; /* the item has fewer rows */
+            const attn_item &item = args.items[own_item0 + row];
+            next_kv = item.skip, end_kv = item.kv1 - item.kv0;
+            page_ids = args.pages[item.page0 + min(lane, (end_kv - 1) >> args.log2_B)];
             if (lane == 0)
-                drawn[n_drawn % 4] = attn_own_row{n, r * a.G, (it.q0 * a.K + h * a.G) * DP, (unsigned short)t,
-                                                  (unsigned short)end};
+                taken[n_taken % 4] = attn_own_row{item_round, row * args.G, (item.q0 * args.K + kv_head * args.G) * DP, (unsigned short)next_kv,
+                                                  (unsigned short)end_kv};
             __syncwarp();
-            n_drawn++;
+            n_taken++;
             return true;
         }
 #else
         return false;
 #endif
     }
-    __device__ inline void ask() {
+    __device__ inline void request_tile() {
 #if HOPPER
-        if (t >= end && !draw()) return;
-        const int in_page = t & (1 << a.log2_B) - 1, n = attn_own_tile<shape::TOK>(a, t, end), slot = n_asked % ATTN_OWN_STAGES;
-        const int row = ((__shfl_sync(~0u, page_ids, t >> a.log2_B) * a.K + h) * 2 << a.log2_B) + in_page;
-        const uint32_t to = ring + slot * 2 * shape::OWN_TILE, bar = full + 8 * slot;
+        if (next_kv >= end_kv && !take_row()) return;
+        const int page_offset = next_kv & (1 << args.log2_B) - 1, n_kv = attn_own_tile_len<shape::TOK>(args, next_kv, end_kv), buf = n_requested % ATTN_OWN_BUFS;
+        const int row = ((__shfl_sync(~0u, page_ids, next_kv >> args.log2_B) * args.K + kv_head) * 2 << args.log2_B) + page_offset;
+        const uint32_t to = ring + buf * 2 * shape::OWN_TILE, bar = full + 8 * buf;
         if (elect_one()) {
             mbar_expect_tx(bar, 2 * shape::OWN_TILE); /* zeros count too */
-            tma_load_5d_once(to, map, bar, 0, n - shape::TOK, row, 0, 0);
+            tma_load_5d_evict_first(to, map, bar, 0, n_kv - shape::TOK, row, 0, 0);
         }
-        n_asked++, t += n;
+        n_requested++, next_kv += n_kv;
 #endif
     }
 };
@@ -4821,222 +4821,222 @@ template <int DP> struct attn_own_feed {
  * the products and, at D = 128, more registers than there are. Piece 2 c + i of a row lies at piece i's address ^ c * 32. */
 
 /* Query lane/4 of a row as the B operand. */
-template <int DP> __device__ static inline void attn_own_q(const attn_args &a, int at, uint32_t (&q)[DP / 16][2]) {
-    const bf16 *from = a.q + at + threadIdx.x % 32 / 4 * DP + threadIdx.x % 4 * 2;
+template <int DP> __device__ static inline void attn_own_load_q(const attn_args &args, int q_offset, uint32_t (&q)[DP / 16][2]) {
+    const bf16 *from = args.q + q_offset + threadIdx.x % 32 / 4 * DP + threadIdx.x % 4 * 2;
 #pragma unroll
-    for (int c = 0; c < DP / 8; c++) q[c / 2][c % 2] = threadIdx.x % 32 / 4 < a.G ? *(const uint32_t *)(from + c * 8) : 0;
+    for (int c = 0; c < DP / 8; c++) q[c / 2][c % 2] = threadIdx.x % 32 / 4 < args.G ? *(const uint32_t *)(from + c * 8) : 0;
 }
 
 /* s[16-position block][4] = K Q^T, in two chains of products, as one would be long. */
 template <int DP, int TOK>
-__device__ static inline void attn_own_qk(float (&s)[TOK / 4], const uint32_t (&q)[DP / 16][2], const bf16 *k) {
-    const uint32_t at = smem_at(k + attn_piece_at(TOK, threadIdx.x % 16, threadIdx.x % 32 / 16));
-    float odd[TOK / 4];
+__device__ static inline void attn_own_qk(float (&scores)[TOK / 4], const uint32_t (&q)[DP / 16][2], const bf16 *k) {
+    const uint32_t at = smem_addr(k + attn_piece_at(TOK, threadIdx.x % 16, threadIdx.x % 32 / 16));
+    float odd_scores[TOK / 4];
 #pragma unroll
-    for (int i = 0; i < TOK / 4; i++) s[i] = odd[i] = 0;
+    for (int i = 0; i < TOK / 4; i++) scores[i] = odd_scores[i] = 0;
 #pragma unroll
     for (int i = 0; i < DP * TOK / 256; i += 4) { /* four at a time are under way */
         uint32_t x[4][4];
 #pragma unroll
         for (int c = 0; c < 4; c++) ldmatrix_x4(x[c], (at ^ c * 32) + i * 512);
 #pragma unroll
-        for (int c = 0; c < 4; c++) mma_16816((c % 2 ? odd : s) + (DP == 64 ? i : 0), x[c], q[DP == 64 ? c : i + c]);
+        for (int c = 0; c < 4; c++) mma_16816((c % 2 ? odd_scores : scores) + (DP == 64 ? i : 0), x[c], q[DP == 64 ? c : i + c]);
     }
 #pragma unroll
-    for (int i = 0; i < TOK / 4; i++) s[i] += odd[i];
+    for (int i = 0; i < TOK / 4; i++) scores[i] += odd_scores[i];
 }
 
 /* Scores of a tile's first positions, all but n, become -inf. */
-template <int TOK> __device__ static inline void attn_own_trim(float (&s)[TOK / 4], int n) {
+template <int TOK> __device__ static inline void attn_own_mask(float (&scores)[TOK / 4], int n_kv) {
 #pragma unroll
     for (int i = 0; i < TOK / 4; i++)
-        if ((int)threadIdx.x % 32 / 4 + i / 2 * 8 < TOK - n) s[i] = -INFINITY;
+        if ((int)threadIdx.x % 32 / 4 + i / 2 * 8 < TOK - n_kv) scores[i] = -INFINITY;
 }
 
-/* attn_soften of the thread's two queries. A tile has a position at least: the maximum is a number. */
+/* attn_softmax_update of the thread's two queries. A tile has a position at least: the maximum is a number. */
 template <int N>
-__device__ static inline void attn_own_soften(float (&s)[N], float (&m)[2], float (&l)[2], float (&fade)[2], float scale) {
+__device__ static inline void attn_own_softmax_update(float (&scores)[N], float (&row_max)[2], float (&row_sum)[2], float (&rescale)[2], float scale) {
 #pragma unroll
-    for (int e = 0; e < 2; e++) {
-        float top = s[e];
+    for (int col = 0; col < 2; col++) {
+        float new_max = scores[col];
 #pragma unroll
-        for (int i = e + 2; i < N; i += 2) top = fmaxf(top, s[i]);
+        for (int i = col + 2; i < N; i += 2) new_max = fmaxf(new_max, scores[i]);
 #pragma unroll
-        for (int k = 4; k < 32; k *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, k));
-        top = fmaxf(m[e], top * scale);
-        fade[e] = ex2(m[e] - top), l[e] *= fade[e], m[e] = top;
+        for (int k = 4; k < 32; k *= 2) new_max = fmaxf(new_max, __shfl_xor_sync(~0u, new_max, k));
+        new_max = fmaxf(row_max[col], new_max * scale);
+        rescale[col] = ex2(row_max[col] - new_max), row_sum[col] *= rescale[col], row_max[col] = new_max;
 #pragma unroll
-        for (int i = e; i < N; i += 2) s[i] = ex2(fmaf(s[i], scale, -top)), l[e] += s[i];
+        for (int i = col; i < N; i += 2) scores[i] = ex2(fmaf(scores[i], scale, -new_max)), row_sum[col] += scores[i];
     }
 }
 
 /* acc[16-column block of O][4] += V^T P^T. */
 template <int DP, int TOK>
-__device__ static inline void attn_own_pv(float (&acc)[DP / 4], const float (&s)[TOK / 4], const bf16 *v) {
-    const uint32_t at = smem_at(v + attn_piece_at(TOK, threadIdx.x % 8 + threadIdx.x % 32 / 16 * 8, threadIdx.x / 8 % 2));
+__device__ static inline void attn_own_pv(float (&acc)[DP / 4], const float (&scores)[TOK / 4], const bf16 *v) {
+    const uint32_t at = smem_addr(v + attn_piece_at(TOK, threadIdx.x % 8 + threadIdx.x % 32 / 16 * 8, threadIdx.x / 8 % 2));
 #pragma unroll
     for (int n = 0; n < TOK / 16; n++) {
-        uint32_t p[2];
+        uint32_t probs[2];
 #pragma unroll
-        for (int i = 0; i < 2; i++) p[i] = transpose_8x8(pack_bf16(s[4 * n + 2 * i], s[4 * n + 2 * i + 1]));
+        for (int i = 0; i < 2; i++) probs[i] = movmatrix_trans(pack_bf16(scores[4 * n + 2 * i], scores[4 * n + 2 * i + 1]));
 #pragma unroll
         for (int i = 0; i < DP / 16; i += 4) {
             uint32_t x[4][4];
 #pragma unroll
             for (int c = 0; c < 4; c++) ldmatrix_x4_trans(x[c], (at ^ c * 32) + i * TOK * 32 + n * 2048);
 #pragma unroll
-            for (int c = 0; c < 4; c++) mma_16816(acc + 4 * (i + c), x[c], p);
+            for (int c = 0; c < 4; c++) mma_16816(acc + 4 * (i + c), x[c], probs);
         }
     }
 }
 
 /* The row's state joins its sums, like a key of score LSE and value O. */
 template <int DP>
-__device__ static inline void attn_own_join(const attn_args &a, const attn_own_row &row, float (&acc)[DP / 4], float (&m)[2],
-                                            float (&l)[2], const attn_hubs &hubs) {
-    int group = threadIdx.x % 32 / 4;
+__device__ static inline void attn_own_merge_state(const attn_args &args, const attn_own_row &row, float (&acc)[DP / 4], float (&row_max)[2],
+                                            float (&row_sum)[2], const attn_exchange &exchange) {
+    int lane_group = threadIdx.x % 32 / 4;
 #pragma unroll
-    for (int e = 0; e < 2; e++) {
-        int g = threadIdx.x % 4 * 2 + e, i = row.query + min(g, a.G - 1);
-        float lse = g < a.G ? attn_hub_lse(hubs, row.round)[i] : -INFINITY, top = fmaxf(m[e], lse);
-        bool there = lse > -INFINITY; /* else what lies in the hub may be no number */
-        float w = there ? ex2(m[e] - top) : 1, w_old = there ? ex2(lse - top) : 0;
-        m[e] = top, l[e] = l[e] * w + (group == 0 ? w_old : 0); /* of a query's l, eight threads hold a part */
+    for (int col = 0; col < 2; col++) {
+        int head = threadIdx.x % 4 * 2 + col, query = row.query + min(head, args.G - 1);
+        float lse = head < args.G ? attn_exchange_lse(exchange, row.round)[query] : -INFINITY, new_max = fmaxf(row_max[col], lse);
+        bool valid = lse > -INFINITY; /* else what lies in the hub may be no number */
+        float own_weight = valid ? ex2(row_max[col] - new_max) : 1, state_weight = valid ? ex2(lse - new_max) : 0;
+        row_max[col] = new_max, row_sum[col] = row_sum[col] * own_weight + (lane_group == 0 ? state_weight : 0); /* of a query's l, eight threads hold a part */
 #pragma unroll
         for (int j = 0; j < DP / 32; j++) {
-            const float4 *from = attn_hub_at<DP>(hubs, row.round, i, j, group), x = DP == 64 ? *from : __ldcg(from);
-            float *to = acc + 8 * j + e;
-            to[0] = to[0] * w + (there ? w_old * x.x : 0), to[2] = to[2] * w + (there ? w_old * x.y : 0);
-            to[4] = to[4] * w + (there ? w_old * x.z : 0), to[6] = to[6] * w + (there ? w_old * x.w : 0);
+            const float4 *from = attn_exchange_at<DP>(exchange, row.round, query, j, lane_group), x = DP == 64 ? *from : __ldcg(from);
+            float *to = acc + 8 * j + col;
+            to[0] = to[0] * own_weight + (valid ? state_weight * x.x : 0), to[2] = to[2] * own_weight + (valid ? state_weight * x.y : 0);
+            to[4] = to[4] * own_weight + (valid ? state_weight * x.z : 0), to[6] = to[6] * own_weight + (valid ? state_weight * x.w : 0);
         }
     }
 }
 
 /* It leaves as o. */
-template <int DP> __device__ static inline void attn_own_end(const attn_args &a, const attn_own_row &row,
-                                                             const float (&acc)[DP / 4], float (&l)[2]) {
-    const int g = threadIdx.x % 32 / 4;
+template <int DP> __device__ static inline void attn_own_store(const attn_args &args, const attn_own_row &row,
+                                                             const float (&acc)[DP / 4], float (&row_sum)[2]) {
+    const int head = threadIdx.x % 32 / 4;
 #pragma unroll
-    for (int e = 0; e < 2; e++) {
+    for (int col = 0; col < 2; col++) {
 #pragma unroll
-        for (int k = 4; k < 32; k *= 2) l[e] += __shfl_xor_sync(~0u, l[e], k);
-        l[e] = __fdividef(1, l[e]);
+        for (int k = 4; k < 32; k *= 2) row_sum[col] += __shfl_xor_sync(~0u, row_sum[col], k);
+        row_sum[col] = __fdividef(1, row_sum[col]);
     }
-    bf16 *o = a.o + row.at + g * DP + threadIdx.x % 4 * 2;
+    bf16 *o = args.o + row.q_offset + head * DP + threadIdx.x % 4 * 2;
 #pragma unroll
     for (int c = 0; c < DP / 8; c++) {
-        uint32_t x = transpose_8x8(pack_bf16(acc[2 * c] * l[0], acc[2 * c + 1] * l[1]));
-        if (g < a.G) *(uint32_t *)(o + c * 8) = x;
+        uint32_t x = movmatrix_trans(pack_bf16(acc[2 * c] * row_sum[0], acc[2 * c + 1] * row_sum[1]));
+        if (head < args.G) *(uint32_t *)(o + c * 8) = x;
     }
 }
 
 /* This warp has done with the hub states before number `to`; it released those before `left` already. Each warp releases each,
  * rows or not, once it is full: not having waited for a hub's last state, it would take that one's phase for this one's. */
-__device__ static inline void attn_hubs_leave(const attn_hubs &hubs, int &left, int to) {
+__device__ static inline void attn_exchange_release(const attn_exchange &exchange, int &n_released, int until) {
 #if HOPPER
-    for (; left < to; left++) {
-        mbar_wait(hubs.full + 8 * (left & 1), left >> 1 & 1);
-        mbar_arrive(hubs.empty + 8 * (left & 1));
+    for (; n_released < until; n_released++) {
+        mbar_wait(exchange.full + 8 * (n_released & 1), n_released >> 1 & 1);
+        mbar_arrive(exchange.empty + 8 * (n_released & 1));
     }
 #endif
 }
 
 /* One warp: its rows, tile by tile. When one is done, the next is drawn already, for its first tile was asked for; else there is
  * none. */
-template <int DP> __device__ static inline void attn_own_work(attn_own_feed<DP> &feed, const attn_hubs &hubs, bf16 *ring) {
+template <int DP> __device__ static inline void attn_own_process_rows(attn_own_producer<DP> &producer, const attn_exchange &exchange, bf16 *ring) {
 #if HOPPER
-    typedef attn_both_shape<DP> shape;
+    typedef attn_fused_shape<DP> shape;
     constexpr int TOK = shape::TOK;
-    const attn_args &a = feed.a;
-    int left = 0;
-    for (int i = 0; i < ATTN_OWN_STAGES; i++) feed.ask();
-    for (int k = 0, used = 0; k < feed.n_drawn; k++) {
-        const attn_own_row row = feed.drawn[k % 4];
+    const attn_args &args = producer.args;
+    int n_released = 0;
+    for (int i = 0; i < ATTN_OWN_BUFS; i++) producer.request_tile();
+    for (int row_index = 0, n_used = 0; row_index < producer.n_taken; row_index++) {
+        const attn_own_row row = producer.taken[row_index % 4];
         uint32_t q[DP / 16][2];
-        float acc[DP / 4] = {}, m[2] = {-INFINITY, -INFINITY}, l[2] = {}, fade[2];
-        attn_own_q<DP>(a, row.at, q);
-        for (int t = row.from, n; t < row.to; t += n, used++) {
-            int slot = used % ATTN_OWN_STAGES;
-            bf16 *kt = ring + slot * shape::OWN_TILE, *vt = kt + shape::OWN_TILE / 2;
-            float s[TOK / 4];
-            n = attn_own_tile<TOK>(a, t, row.to);
-            mbar_wait(feed.full + 8 * slot, used / ATTN_OWN_STAGES & 1);
-            attn_own_qk<DP, TOK>(s, q, kt);
-            if (n < TOK) attn_own_trim<TOK>(s, n);
-            attn_own_soften(s, m, l, fade, a.scale);
+        float acc[DP / 4] = {}, row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {}, rescale[2];
+        attn_own_load_q<DP>(args, row.q_offset, q);
+        for (int offset = row.kv_from, n_kv; offset < row.kv_to; offset += n_kv, n_used++) {
+            int buf = n_used % ATTN_OWN_BUFS;
+            bf16 *k_tile = ring + buf * shape::OWN_TILE, *v_tile = k_tile + shape::OWN_TILE / 2;
+            float scores[TOK / 4];
+            n_kv = attn_own_tile_len<TOK>(args, offset, row.kv_to);
+            mbar_wait(producer.full + 8 * buf, n_used / ATTN_OWN_BUFS & 1);
+            attn_own_qk<DP, TOK>(scores, q, k_tile);
+            if (n_kv < TOK) attn_own_mask<TOK>(scores, n_kv);
+            attn_own_softmax_update(scores, row_max, row_sum, rescale, args.scale);
 #pragma unroll
-            for (int i = 0; i < DP / 4; i++) acc[i] *= fade[i & 1];
-            attn_own_pv<DP, TOK>(acc, s, vt);
+            for (int i = 0; i < DP / 4; i++) acc[i] *= rescale[i & 1];
+            attn_own_pv<DP, TOK>(acc, scores, v_tile);
             __syncwarp();
-            feed.ask();
+            producer.request_tile();
         }
-        attn_hubs_leave(hubs, left, row.round); /* those in which it has no rows */
-        mbar_wait(hubs.full + 8 * (row.round & 1), row.round >> 1 & 1);
-        attn_own_join<DP>(a, row, acc, m, l, hubs);
-        attn_own_end<DP>(a, row, acc, l);
-        if (k + 1 == feed.n_drawn || feed.drawn[(k + 1) % 4].round > row.round) attn_hubs_leave(hubs, left, row.round + 1);
+        attn_exchange_release(exchange, n_released, row.round); /* those in which it has no rows */
+        mbar_wait(exchange.full + 8 * (row.round & 1), row.round >> 1 & 1);
+        attn_own_merge_state<DP>(args, row, acc, row_max, row_sum, exchange);
+        attn_own_store<DP>(args, row, acc, row_sum);
+        if (row_index + 1 == producer.n_taken || producer.taken[(row_index + 1) % 4].round > row.round) attn_exchange_release(exchange, n_released, row.round + 1);
     }
-    attn_hubs_leave(hubs, left, feed.n_rounds);
+    attn_exchange_release(exchange, n_released, producer.n_rounds);
 #endif
 }
 
 /* The two warpgroups and the warp that feeds them go through the block's items. */
-template <class Work> __device__ static inline void attn_both_items(const attn_args &a, const attn_jobs &jobs, const Work &work) {
-    for (int round = 0, tiles = 0, n_rounds = jobs.rounds(); round < n_rounds; round++) {
+template <class Visit> __device__ static inline void attn_fused_each_item(const attn_args &args, const attn_jobs &jobs, const Visit &visit) {
+    for (int round = 0, n_before = 0, n_rounds = jobs.rounds(); round < n_rounds; round++) {
         const int job = jobs.at(round);
-        const attn_item &it = a.items[job / a.K];
-        constexpr int N = ATTN_BOTH_N;
-        int first = attn_first(a, it, N), n_tiles = (it.kv1 - first + N - 1) / N;
-        work(it, job % a.K, first, n_tiles, tiles, round);
-        tiles += n_tiles;
+        const attn_item &item = args.items[job / args.K];
+        constexpr int N = ATTN_FUSED_N;
+        int first_kv = attn_first_kv(args, item, N), n_tiles = (item.kv1 - first_kv + N - 1) / N;
+        visit(item, job % args.K, first_kv, n_tiles, n_before, round);
+        n_before += n_tiles;
     }
 }
 
 template <int DP>
-__global__ void __launch_bounds__(attn_both_shape<DP>::THREADS, 1)
-    attn_both(const __grid_constant__ attn_args a, const attn_jobs jobs, int log2_rows, float *far_hubs,
+__global__ void __launch_bounds__(attn_fused_shape<DP>::THREADS, 1)
+    attn_fused(const __grid_constant__ attn_args args, const attn_jobs jobs, int log2_rows, float *global_exchange,
               const __grid_constant__ CUtensorMap shared_map, const __grid_constant__ CUtensorMap own_map) {
 #if HOPPER
-    typedef attn_both_shape<DP> shape;
-    constexpr int WGS = shape::WGS, N = shape::N, STAGES = shape::STAGES, OWN = ATTN_OWN_STAGES * ATTN_OWN_WARPS;
+    typedef attn_fused_shape<DP> shape;
+    constexpr int WGS = shape::WGS, N = shape::N, BUFS = shape::BUFS, OWN_BARS = ATTN_OWN_BUFS * ATTN_OWN_WARPS;
     extern __shared__ __align__(1024) char attn_smem[];
-    __shared__ uint64_t bars[4 * STAGES + OWN + 4];
-    __shared__ attn_own_row drawn[ATTN_OWN_WARPS][4];
-    __shared__ int tickets;
-    uint32_t qs = smem_at(attn_smem), full_k = smem_at(bars), own_full = full_k + 32 * STAGES, meet = own_full + 8 * OWN;
-    attn_hubs hubs = {DP == 64 ? (float *)(attn_smem + shape::HUB_AT) : far_hubs + (size_t)blockIdx.x * 2 * shape::HUB,
-                      (float *)(attn_smem + shape::LSE_AT), meet, meet + 16};
+    __shared__ uint64_t bars[4 * BUFS + OWN_BARS + 4];
+    __shared__ attn_own_row taken[ATTN_OWN_WARPS][4];
+    __shared__ int row_counter;
+    uint32_t q_smem = smem_addr(attn_smem), full_k = smem_addr(bars), own_full = full_k + 32 * BUFS, exchange_bars = own_full + 8 * OWN_BARS;
+    attn_exchange exchange = {DP == 64 ? (float *)(attn_smem + shape::EXCHANGE_AT) : global_exchange + (size_t)blockIdx.x * 2 * shape::EXCHANGE,
+                      (float *)(attn_smem + shape::LSE_AT), exchange_bars, exchange_bars + 16};
     int role = threadIdx.x / 128, warp = threadIdx.x / 32;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < 2 * STAGES; i++) mbar_init(full_k + 8 * i, 1), mbar_init(full_k + 8 * (2 * STAGES + i), 4 * WGS);
-        for (int i = 0; i < OWN; i++) mbar_init(own_full + 8 * i, 1);
-        for (int i = 0; i < 2; i++) mbar_init(hubs.full + 8 * i, WGS * 128), mbar_init(hubs.empty + 8 * i, ATTN_OWN_WARPS * 32);
-        tickets = 0;
+        for (int i = 0; i < 2 * BUFS; i++) mbar_init(full_k + 8 * i, 1), mbar_init(full_k + 8 * (2 * BUFS + i), 4 * WGS);
+        for (int i = 0; i < OWN_BARS; i++) mbar_init(own_full + 8 * i, 1);
+        for (int i = 0; i < 2; i++) mbar_init(exchange.full + 8 * i, WGS * 128), mbar_init(exchange.empty + 8 * i, ATTN_OWN_WARPS * 32);
+        row_counter = 0;
         mbar_init_fence();
     }
     __syncthreads();
     grid_launch_dependents();
     grid_wait();
     if (role == 1 || role == 2) {
-        if constexpr (DP == 64) regs_give<shape::REGS>();
-        else regs_take<shape::REGS>();
-        attn_both_items(a, jobs, [&](const attn_item &it, int h, int first, int n_tiles, int before, int round) {
-            if (!n_tiles) return attn_hub_put_none(it, hubs, round);
-            auto put = [&](const attn_rows &w, const float(&acc)[DP / 2]) { attn_hub_put<DP>(a, it, w, h, acc, hubs, round); };
-            attn_wg_work<DP, WGS, N, STAGES, true>(a, it, h, role - 1, first, n_tiles, before, qs, full_k, attn_smem, NULL, put);
-            named_sync(role, 128); /* Q has been read */
+        if constexpr (DP == 64) setmaxnreg_dec<shape::REGS>();
+        else setmaxnreg_inc<shape::REGS>();
+        attn_fused_each_item(args, jobs, [&](const attn_item &item, int kv_head, int first_kv, int n_tiles, int n_before, int round) {
+            if (!n_tiles) return attn_exchange_put_none(item, exchange, round);
+            auto put = [&](const attn_row_stats &stats, const float(&acc)[DP / 2]) { attn_exchange_put<DP>(args, item, stats, kv_head, acc, exchange, round); };
+            attn_wgmma_mainloop<DP, WGS, N, BUFS, true>(args, item, kv_head, role - 1, first_kv, n_tiles, n_before, q_smem, full_k, attn_smem, NULL, put);
+            bar_sync(role, 128); /* Q has been read */
         });
     } else {
-        if constexpr (DP == 64) regs_take<shape::OWN_REGS>();
-        else regs_give<shape::OWN_REGS>();
-        int own = warp < 4 ? warp - 1 : warp - 9; /* warps 1, 2, 3 and 12 .. 15 */
-        char *ring = attn_smem + shape::OWN_AT + own * shape::OWN_RING;
-        attn_own_feed<DP> feed = {a, &own_map, jobs, jobs.rounds(), log2_rows, &tickets, drawn[max(own, 0)], smem_at(ring),
-                                  own_full + 8 * ATTN_OWN_STAGES * own, -1};
-        if (own >= 0) attn_own_work<DP>(feed, hubs, (bf16 *)ring);
+        if constexpr (DP == 64) setmaxnreg_inc<shape::OWN_REGS>();
+        else setmaxnreg_dec<shape::OWN_REGS>();
+        int own_warp = warp < 4 ? warp - 1 : warp - 9; /* warps 1, 2, 3 and 12 .. 15 */
+        char *ring = attn_smem + shape::OWN_AT + own_warp * shape::OWN_RING;
+        attn_own_producer<DP> producer = {args, &own_map, jobs, jobs.rounds(), log2_rows, &row_counter, taken[max(own_warp, 0)], smem_addr(ring),
+                                  own_full + 8 * ATTN_OWN_BUFS * own_warp, -1};
+        if (own_warp >= 0) attn_own_process_rows<DP>(producer, exchange, (bf16 *)ring);
         if (warp == 0)
-            attn_both_items(a, jobs, [&](const attn_item &it, int h, int first, int n_tiles, int before, int) {
-                attn_wg_feed<DP, WGS, N, STAGES>(a, &shared_map, it, h, first, n_tiles, before, qs + shape::shared::Q, full_k);
+            attn_fused_each_item(args, jobs, [&](const attn_item &item, int kv_head, int first_kv, int n_tiles, int n_before, int) {
+                attn_wgmma_producer<DP, WGS, N, BUFS>(args, &shared_map, item, kv_head, first_kv, n_tiles, n_before, q_smem + shape::shared::Q, full_k);
             });
     }
 #else
@@ -5044,39 +5044,39 @@ __global__ void __launch_bounds__(attn_both_shape<DP>::THREADS, 1)
 #endif
 }
 
-template <int DP> static void attn_both_launch(toka_device *d, const attn_args &a, const CUtensorMap *map) {
-    const attn_plan *p = d->attn;
-    typedef attn_both_shape<DP> room;
-    launch_dependent(d, "attention", attn_both<DP>, dim3((unsigned)p->grid), room::THREADS, room::BYTES, 1, a,
-                     attn_jobs{p->dev_jobs, p->n_rounds}, attn_both_log2_rows(p), p->hubs, map[ATTN_MAP_64], map[ATTN_MAP_PAIR]);
+template <int DP> static void attn_fused_launch(toka_device *dev, const attn_args &args, const CUtensorMap *map) {
+    const attn_plan *plan = dev->attn;
+    typedef attn_fused_shape<DP> room;
+    launch_dependent(dev, "attention", attn_fused<DP>, dim3((unsigned)plan->grid), room::THREADS, room::BYTES, 1, args,
+                     attn_jobs{plan->dev_jobs, plan->n_rounds}, attn_fused_log2_rows(plan), plan->exchange, map[ATTN_MAP_64], map[ATTN_MAP_PAIR]);
 }
 
 /* The map of whole tiles of TOK positions: of K and V at once, where their rows fill the panels. */
-template <int DP, int TOK> static const CUtensorMap &attn_whole_map(const attn_args &a, const CUtensorMap *map) {
-    return map[a.D == DP ? ATTN_MAP_PAIR : TOK == 16 ? ATTN_MAP_16 : ATTN_MAP_32];
+template <int DP, int TOK> static const CUtensorMap &attn_tile_map(const attn_args &args, const CUtensorMap *map) {
+    return map[args.D == DP ? ATTN_MAP_PAIR : TOK == 16 ? ATTN_MAP_16 : ATTN_MAP_32];
 }
-template <int DP, int TOK, int STAGES>
-static void attn_small_launch(toka_device *d, const attn_args &a, int n, const CUtensorMap *map) {
-    launch_dependent(d, "attention", attn_small<DP, TOK, STAGES>, dim3((unsigned)(n * a.K)), 32, STAGES * 2 * TOK * DP * 2, 1, a,
-                     attn_whole_map<DP, TOK>(a, map), map[ATTN_MAP_8]);
+template <int DP, int TOK, int BUFS>
+static void attn_small_launch(toka_device *dev, const attn_args &args, int n_items, const CUtensorMap *map) {
+    launch_dependent(dev, "attention", attn_small<DP, TOK, BUFS>, dim3((unsigned)(n_items * args.K)), 32, BUFS * 2 * TOK * DP * 2, 1, args,
+                     attn_tile_map<DP, TOK>(args, map), map[ATTN_MAP_8]);
 }
-template <int DP, int TOK, int STAGES>
-static void attn_gang_launch(toka_device *d, const attn_args &a, const attn_level *l, const CUtensorMap *map) {
-    launch_dependent(d, "attention", attn_gang<DP, TOK, STAGES>, dim3((unsigned)(l->n_gangs * a.K)), 32 * l->gang_warps,
-                     (size_t)l->gang_warps * STAGES * 2 * TOK * DP * 2, 1, a, attn_whole_map<DP, TOK>(a, map),
-                     map[ATTN_MAP_8], d->attn->dev_merges + l->gang0);
+template <int DP, int TOK, int BUFS>
+static void attn_cta_split_launch(toka_device *dev, const attn_args &args, const attn_level *level, const CUtensorMap *map) {
+    launch_dependent(dev, "attention", attn_cta_split<DP, TOK, BUFS>, dim3((unsigned)(level->n_cta_splits * args.K)), 32 * level->cta_split_warps,
+                     (size_t)level->cta_split_warps * BUFS * 2 * TOK * DP * 2, 1, args, attn_tile_map<DP, TOK>(args, map),
+                     map[ATTN_MAP_8], dev->attn->dev_merges + level->cta_split0);
 }
-template <int DP, int TOK, int STAGES>
-static void attn_squad_launch(toka_device *d, const attn_args &a, const attn_level *l, const CUtensorMap *map) {
-    const int warps = ceil_div(l->gang_warps, ATTN_SQUAD);
-    launch_dependent(d, "attention", attn_squad<DP, TOK, STAGES>, dim3((unsigned)(l->n_gangs * a.K * ATTN_SQUAD)), 32 * warps,
-                     (size_t)warps * (STAGES * 2 * TOK * DP * 2 + ATTN_SMALL_Q * DP * 4), 1, a,
-                     attn_whole_map<DP, TOK>(a, map), map[ATTN_MAP_8], d->attn->dev_merges + l->gang0);
+template <int DP, int TOK, int BUFS>
+static void attn_cluster_split_launch(toka_device *dev, const attn_args &args, const attn_level *level, const CUtensorMap *map) {
+    const int warps = ceil_div(level->cta_split_warps, ATTN_CLUSTER);
+    launch_dependent(dev, "attention", attn_cluster_split<DP, TOK, BUFS>, dim3((unsigned)(level->n_cta_splits * args.K * ATTN_CLUSTER)), 32 * warps,
+                     (size_t)warps * (BUFS * 2 * TOK * DP * 2 + ATTN_SMALL_Q * DP * 4), 1, args,
+                     attn_tile_map<DP, TOK>(args, map), map[ATTN_MAP_8], dev->attn->dev_merges + level->cta_split0);
 }
-template <int DP, int WGS, int N, int STAGES>
-static void attn_wg_launch(toka_device *d, const attn_args &a, int n, const CUtensorMap *map) {
-    typedef attn_wg_shape<DP, WGS, N, STAGES> room;
-    launch_dependent(d, "attention", attn_wg<DP, WGS, N, STAGES>, dim3((unsigned)(n * a.K)), room::THREADS, room::BYTES, 1, a,
+template <int DP, int WGS, int N, int BUFS>
+static void attn_wgmma_launch(toka_device *dev, const attn_args &args, int n_items, const CUtensorMap *map) {
+    typedef attn_wgmma_shape<DP, WGS, N, BUFS> room;
+    launch_dependent(dev, "attention", attn_wgmma<DP, WGS, N, BUFS>, dim3((unsigned)(n_items * args.K)), room::THREADS, room::BYTES, 1, args,
                      map[ATTN_MAP_64]);
 }
 
@@ -5085,166 +5085,166 @@ static void attn_wg_launch(toka_device *d, const attn_args &a, int n, const CUte
  * threads; D/4 of them hold a row, so 128 / (D/4) parts are read at a time; the sums of these groups are added in a fixed order.
  * Bytes: n * D * 4 per query.
  * Retired: a warp per query and merge of an item one behind the other; 57 us where this one and the tiles together take 12. */
-__global__ static void __launch_bounds__(128) attn_join(const __grid_constant__ attn_args a, const attn_merge *merges) {
-    __shared__ float4 sums[128];
-    __shared__ float tops[4], weights[128];
-    const attn_merge me = merges[blockIdx.x / a.K];
-    int h = blockIdx.x % a.K, i = blockIdx.y;
-    int row = a.D / 4, groups = 128 / row, group = threadIdx.x / row, col = threadIdx.x % row * 4;
+__global__ static void __launch_bounds__(128) attn_merge_splits(const __grid_constant__ attn_args args, const attn_merge *merges) {
+    __shared__ float4 o_sums[128];
+    __shared__ float warp_max[4], weight_sums[128];
+    const attn_merge merge = merges[blockIdx.x / args.K];
+    int kv_head = blockIdx.x % args.K, query = blockIdx.y;
+    int row_threads = args.D / 4, groups = 128 / row_threads, group = threadIdx.x / row_threads, col = threadIdx.x % row_threads * 4;
     grid_launch_dependents();
     grid_wait();
-    if (i >= me.nq) return;
-    size_t first = attn_part_at(a, me.slot, i, h), step = attn_part_at(a, (me.nq + ATTN_SMALL_Q - 1) / ATTN_SMALL_Q, 0, 0);
-    attn_item it = {};
-    it.q0 = me.q0, it.nq = me.nq, it.where = me.where;
-    float m = -INFINITY, l = 0, old = attn_old_lse(a, it, i, h);
+    if (query >= merge.nq) return;
+    size_t first_split = attn_split_at(args, merge.first, query, kv_head), split_stride = attn_split_at(args, (merge.nq + ATTN_SMALL_Q - 1) / ATTN_SMALL_Q, 0, 0);
+    attn_item item = {};
+    item.q0 = merge.q0, item.nq = merge.nq, item.flags = merge.flags;
+    float row_max = -INFINITY, row_sum = 0, state_lse = attn_state_lse(args, item, query, kv_head);
     float4 acc = {};
-    for (int j = threadIdx.x; j < me.n; j += 128) m = fmaxf(m, a.part_lse[first + j * step]);
-    for (int k = 16; k; k /= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, k));
-    if (threadIdx.x % 32 == 0) tops[threadIdx.x / 32] = m;
+    for (int j = threadIdx.x; j < merge.n_splits; j += 128) row_max = fmaxf(row_max, args.split_lse[first_split + j * split_stride]);
+    for (int k = 16; k; k /= 2) row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, k));
+    if (threadIdx.x % 32 == 0) warp_max[threadIdx.x / 32] = row_max;
     __syncthreads(); /* all have read the old LSE too */
-    m = fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3]));
+    row_max = fmaxf(fmaxf(warp_max[0], warp_max[1]), fmaxf(warp_max[2], warp_max[3]));
 #pragma unroll 4
-    for (int j = group; j < me.n; j += groups) {
-        if (group >= groups || m == -INFINITY) break;
-        float w = ex2(a.part_lse[first + j * step] - m);
-        float4 x = *(const float4 *)(a.part_o + (first + j * step) * a.D + col);
-        l += w, acc.x += w * x.x, acc.y += w * x.y, acc.z += w * x.z, acc.w += w * x.w;
+    for (int j = group; j < merge.n_splits; j += groups) {
+        if (group >= groups || row_max == -INFINITY) break;
+        float weight = ex2(args.split_lse[first_split + j * split_stride] - row_max);
+        float4 x = *(const float4 *)(args.split_o + (first_split + j * split_stride) * args.D + col);
+        row_sum += weight, acc.x += weight * x.x, acc.y += weight * x.y, acc.z += weight * x.z, acc.w += weight * x.w;
     }
-    sums[threadIdx.x] = acc, weights[threadIdx.x] = l;
+    o_sums[threadIdx.x] = acc, weight_sums[threadIdx.x] = row_sum;
     __syncthreads();
     if (group) return;
     for (int j = 1; j < groups; j++) {
-        float4 x = sums[j * row + threadIdx.x];
-        l += weights[j * row], acc.x += x.x, acc.y += x.y, acc.z += x.z, acc.w += x.w;
+        float4 x = o_sums[j * row_threads + threadIdx.x];
+        row_sum += weight_sums[j * row_threads], acc.x += x.x, acc.y += x.y, acc.z += x.z, acc.w += x.w;
     }
-    attn_exit e = attn_leave(a, it, i, h, m, l, old, threadIdx.x == 0);
-    attn_leave_pair(e, col, acc.x, acc.y), attn_leave_pair(e, col + 2, acc.z, acc.w);
+    attn_output out = attn_finish_query(args, item, query, kv_head, row_max, row_sum, state_lse, threadIdx.x == 0);
+    attn_store_pair(out, col, acc.x, acc.y), attn_store_pair(out, col + 2, acc.z, acc.w);
 }
 
 /* ---- The op ---- */
 
-static void attn_open_map(toka_device *d, CUtensorMap *map, const bf16 *kv, int rank, const cuuint64_t *size,
+static void attn_open_map(toka_device *dev, CUtensorMap *map, const bf16 *kv, int n_dims, const cuuint64_t *size,
                           const cuuint64_t *strides, const cuuint32_t *box) {
-    const cuuint32_t step[5] = {1, 1, 1, 1, 1};
-    CUresult code = d->encode_map(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, (cuuint32_t)rank, (void *)kv, size, strides, box, step,
+    const cuuint32_t elem_strides[5] = {1, 1, 1, 1, 1};
+    CUresult code = dev->encode_map(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, (cuuint32_t)n_dims, (void *)kv, size, strides, box, elem_strides,
                                   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
                                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    latch(d, code ? cudaErrorInvalidValue : cudaSuccess, "tensor map of the KV cache");
+    latch_error(dev, code ? cudaErrorInvalidValue : cudaSuccess, "tensor map of the KV cache");
 }
 /* Any number of positions up to TOK of K and V, from any on, in one copy; D 64 or 128. Coordinates (0, i, row, 0, 0), row: of K's
  * first position in the layer. Dimensions 1 and 2 both go from row to row: i = n - TOK is outside of dimension 1 until there are n
  * rows to go, and what is outside is not read, but 0 in shared memory. Dimension 3 goes from panel to panel. */
-static void attn_open_pair_map(toka_device *d, CUtensorMap *map, const bf16 *kv) {
-    const cuuint64_t D = (cuuint64_t)d->shape->D, row = D * sizeof(bf16), size[5] = {64, 2048 / D, d->kv_layer / D, D / 64, 2};
-    const cuuint64_t strides[4] = {row, row, 128, row * (cuuint64_t)d->shape->B};
+static void attn_open_pair_map(toka_device *dev, CUtensorMap *map, const bf16 *kv) {
+    const cuuint64_t D = (cuuint64_t)dev->shape->D, row = D * sizeof(bf16), size[5] = {64, 2048 / D, dev->kv_layer_elems / D, D / 64, 2};
+    const cuuint64_t strides[4] = {row, row, 128, row * (cuuint64_t)dev->shape->B};
     const cuuint32_t box[5] = {64, 2048 / (cuuint32_t)D, 1, (cuuint32_t)D / 64, 2};
-    attn_open_map(d, map, kv, 5, size, strides, box);
+    attn_open_map(dev, map, kv, 5, size, strides, box);
 }
 
-/* Tensor maps of K and V, boxes of 64 columns and 8, 16, 32 and 64 rows, where the Hopper kernels can run, and attn_both's. */
-static void attn_open_maps(toka_device *d) {
-    const toka_shape *sh = d->shape;
-    attn_plan *p = d->attn;
-    if (!p->hopper || d->error.code) return;
-    p->maps = (CUtensorMap *)aligned_alloc(64, (size_t)sh->L * ATTN_MAPS * sizeof *p->maps);
-    if (!p->maps) abort();
-    for (int i = 0; i < sh->L * ATTN_MAPS; i++) {
-        const bf16 *kv = d->kv + (size_t)(i / ATTN_MAPS) * d->kv_layer;
-        const cuuint64_t size[2] = {(cuuint64_t)sh->D, d->kv_layer / sh->D}, stride = (cuuint64_t)sh->D * sizeof(bf16);
+/* Tensor maps of K and V, boxes of 64 columns and 8, 16, 32 and 64 rows, where the Hopper kernels can run, and attn_fused's. */
+static void attn_open_maps(toka_device *dev) {
+    const toka_shape *shape = dev->shape;
+    attn_plan *plan = dev->attn;
+    if (!plan->hopper || dev->error.code) return;
+    plan->maps = (CUtensorMap *)aligned_alloc(64, (size_t)shape->L * ATTN_MAPS * sizeof *plan->maps);
+    if (!plan->maps) abort();
+    for (int i = 0; i < shape->L * ATTN_MAPS; i++) {
+        const bf16 *kv = dev->kv_pool + (size_t)(i / ATTN_MAPS) * dev->kv_layer_elems;
+        const cuuint64_t size[2] = {(cuuint64_t)shape->D, dev->kv_layer_elems / shape->D}, stride = (cuuint64_t)shape->D * sizeof(bf16);
         const cuuint32_t box[2] = {64, 8u << i % ATTN_MAPS};
-        if (i % ATTN_MAPS != ATTN_MAP_PAIR) attn_open_map(d, p->maps + i, kv, 2, size, &stride, box);
-        else if (sh->D == 64 || sh->D == 128) attn_open_pair_map(d, p->maps + i, kv);
+        if (i % ATTN_MAPS != ATTN_MAP_PAIR) attn_open_map(dev, plan->maps + i, kv, 2, size, &stride, box);
+        else if (shape->D == 64 || shape->D == 128) attn_open_pair_map(dev, plan->maps + i, kv);
     }
 }
 
 /* Takes all memory of attention. d->kv and stream are set beside what attn_plan_open wants. Failures are latched. */
-static void attn_open(toka_device *d) {
-    const toka_shape *sh = d->shape;
-    attn_plan_open(d);
-    attn_plan *p = d->attn;
-    size_t rows = (size_t)d->options.max_tokens * sh->H, parts = (size_t)p->max_slots * sh->K * ATTN_SMALL_Q;
-    p->state_o = (float *)dev_alloc(d, rows * sh->D * sizeof(float), "attention state");
-    p->state_lse = (float *)dev_alloc(d, rows * sizeof(float), "attention state");
-    p->part_o = (float *)dev_alloc(d, parts * sh->D * sizeof(float), "attention parts");
-    p->part_lse = (float *)dev_alloc(d, parts * sizeof(float), "attention parts");
-    if (p->has_both && sh->D == 128) /* else they are in shared memory */
-        p->hubs = (float *)dev_alloc(d, (size_t)d->n_sms * 2 * attn_both_shape<128>::HUB * sizeof(float), "attention hubs");
-    attn_open_maps(d);
+static void attn_open(toka_device *dev) {
+    const toka_shape *shape = dev->shape;
+    attn_plan_open(dev);
+    attn_plan *plan = dev->attn;
+    size_t rows = (size_t)dev->options.max_tokens * shape->H, split_rows = (size_t)plan->max_split_bufs * shape->K * ATTN_SMALL_Q;
+    plan->state_o = (float *)dev_alloc(dev, rows * shape->D * sizeof(float), "attention state");
+    plan->state_lse = (float *)dev_alloc(dev, rows * sizeof(float), "attention state");
+    plan->split_o = (float *)dev_alloc(dev, split_rows * shape->D * sizeof(float), "attention parts");
+    plan->split_lse = (float *)dev_alloc(dev, split_rows * sizeof(float), "attention parts");
+    if (plan->has_fused && shape->D == 128) /* else they are in shared memory */
+        plan->exchange = (float *)dev_alloc(dev, (size_t)dev->n_sms * 2 * attn_fused_shape<128>::EXCHANGE * sizeof(float), "attention hubs");
+    attn_open_maps(dev);
 }
 
-static void attn_launch_items(toka_device *d, int layer, attn_args a, const attn_level *l, bool small) {
-    const attn_plan *p = d->attn;
-    const CUtensorMap *map = p->maps ? p->maps + ATTN_MAPS * layer : NULL;
-    const int n = small ? l->n_small : l->n_tiles;
-    if (!n) return;
-    a.items = p->dev_items + (small ? l->small0 : l->tile0);
-    if (map && small && a.D <= 64) attn_small_launch<64, 32, 2>(d, a, n, map);
-    else if (map && small) l->brief ? attn_small_launch<128, 16, 2>(d, a, n, map) : attn_small_launch<128, 16, 3>(d, a, n, map);
-    else if (map && a.D <= 64) attn_wg_launch<64, 3, 128, 3>(d, a, n, map);
-    else if (map && a.D <= 96) attn_wg_launch<96, 2, 128, 3>(d, a, n, map);
-    else if (map && l->lengthy && !(a.window && a.window < ATTN_LENGTHY)) attn_wg_launch<128, 2, 192, 2>(d, a, n, map);
-    else if (map) attn_wg_launch<128, 2, 128, 3>(d, a, n, map);
-    else if (a.D <= 64) small ? attn_mma_launch<64, 1>(d, a, n) : attn_mma_launch<64, 4>(d, a, n);
-    else if (a.D <= 128) small ? attn_mma_launch<128, 1>(d, a, n) : attn_mma_launch<128, 4>(d, a, n);
-    else small ? attn_mma_launch<256, 1>(d, a, n) : attn_mma_launch<256, 4>(d, a, n);
+static void attn_launch_items(toka_device *dev, int layer, attn_args args, const attn_level *level, bool small) {
+    const attn_plan *plan = dev->attn;
+    const CUtensorMap *map = plan->maps ? plan->maps + ATTN_MAPS * layer : NULL;
+    const int n_items = small ? level->n_small : level->n_tiles;
+    if (!n_items) return;
+    args.items = plan->dev_items + (small ? level->small0 : level->tile0);
+    if (map && small && args.D <= 64) attn_small_launch<64, 32, 2>(dev, args, n_items, map);
+    else if (map && small) level->short_items ? attn_small_launch<128, 16, 2>(dev, args, n_items, map) : attn_small_launch<128, 16, 3>(dev, args, n_items, map);
+    else if (map && args.D <= 64) attn_wgmma_launch<64, 3, 128, 3>(dev, args, n_items, map);
+    else if (map && args.D <= 96) attn_wgmma_launch<96, 2, 128, 3>(dev, args, n_items, map);
+    else if (map && level->long_tiles && !(args.window && args.window < ATTN_LONG_KV)) attn_wgmma_launch<128, 2, 192, 2>(dev, args, n_items, map);
+    else if (map) attn_wgmma_launch<128, 2, 128, 3>(dev, args, n_items, map);
+    else if (args.D <= 64) small ? attn_mma_launch<64, 1>(dev, args, n_items) : attn_mma_launch<64, 4>(dev, args, n_items);
+    else if (args.D <= 128) small ? attn_mma_launch<128, 1>(dev, args, n_items) : attn_mma_launch<128, 4>(dev, args, n_items);
+    else small ? attn_mma_launch<256, 1>(dev, args, n_items) : attn_mma_launch<256, 4>(dev, args, n_items);
 }
 
 /* Gangs are squads where they are all there is to do, and all blocks run at once. The latter is the same for all tensor ranks. */
-static bool attn_is_squad(const attn_plan *p) {
-    const attn_level *l = p->levels;
-    bool alone = p->squads && p->n_levels == 1 && l->n_gangs && !l->n_tiles && !l->n_merges && !p->n_both;
-    return alone && l->n_gangs * p->K * ATTN_SQUAD <= p->n_sms;
+static bool attn_uses_cluster(const attn_plan *plan) {
+    const attn_level *level = plan->levels;
+    bool only_splits = plan->allow_clusters && plan->n_levels == 1 && level->n_cta_splits && !level->n_tiles && !level->n_merges && !plan->n_fused;
+    return only_splits && level->n_cta_splits * plan->K * ATTN_CLUSTER <= plan->n_sms;
 }
 
-static void attn_launch_gangs(toka_device *d, int layer, attn_args a, const attn_level *l) {
-    const attn_plan *p = d->attn;
-    const CUtensorMap *map = p->maps + ATTN_MAPS * layer;
-    a.items = p->dev_items + l->small0;
-    if (attn_is_squad(p)) a.D <= 64 ? attn_squad_launch<64, 32, 2>(d, a, l, map) : attn_squad_launch<128, 16, 2>(d, a, l, map);
-    else a.D <= 64 ? attn_gang_launch<64, 32, 2>(d, a, l, map) : attn_gang_launch<128, 16, 2>(d, a, l, map);
+static void attn_launch_cta_splits(toka_device *dev, int layer, attn_args args, const attn_level *level) {
+    const attn_plan *plan = dev->attn;
+    const CUtensorMap *map = plan->maps + ATTN_MAPS * layer;
+    args.items = plan->dev_items + level->small0;
+    if (attn_uses_cluster(plan)) args.D <= 64 ? attn_cluster_split_launch<64, 32, 2>(dev, args, level, map) : attn_cluster_split_launch<128, 16, 2>(dev, args, level, map);
+    else args.D <= 64 ? attn_cta_split_launch<64, 32, 2>(dev, args, level, map) : attn_cta_split_launch<128, 16, 2>(dev, args, level, map);
 }
 
 /* Are squads captured for T rows? If those can be squads: then the gangs are as few as they can be. */
-static bool attn_has_squads(const attn_plan *p, int T) {
-    if (!p || !p->hopper || !p->squads || !p->small_rows) return false;
-    return ceil_div(T, p->small_rows) * p->K * ATTN_SQUAD <= p->n_sms;
+static bool attn_may_use_cluster(const attn_plan *plan, int T) {
+    if (!plan || !plan->hopper || !plan->allow_clusters || !plan->small_rows) return false;
+    return ceil_div(T, plan->small_rows) * plan->K * ATTN_CLUSTER <= plan->n_sms;
 }
 
 /* Kernels that `attention` launches for the plan. */
-static int attn_launches(const attn_plan *p) {
-    int n = p->n_both > 0;
-    for (int i = 0; i < p->n_levels; i++) {
-        const attn_level *l = &p->levels[i];
-        n += (l->n_tiles > 0) + (l->n_small > 0) + (l->n_gangs > 0) + (l->n_merges > 0);
+static int attn_launches(const attn_plan *plan) {
+    int n_kernels = plan->n_fused > 0;
+    for (int i = 0; i < plan->n_levels; i++) {
+        const attn_level *level = &plan->levels[i];
+        n_kernels += (level->n_tiles > 0) + (level->n_small > 0) + (level->n_cta_splits > 0) + (level->n_merges > 0);
     }
-    return n;
+    return n_kernels;
 }
 
 /* q: [T][H][D], o: [T][H][D], both on the device, not the same. Pages and work lists are those of attn_plan_step. */
-static void attention(toka_device *d, int layer, const bf16 *q, bf16 *o) {
-    const toka_shape *sh = d->shape;
-    const attn_plan *p = d->attn;
-    const int G = sh->H / sh->K;
-    attn_args a = {.q = q, .o = o, .kv = d->kv + (size_t)layer * d->kv_layer, .pages = p->dev_pages, .pos = d->rows.pos,
-                   .state_o = p->state_o, .state_lse = p->state_lse, .part_o = p->part_o, .part_lse = p->part_lse,
-                   .K = sh->K, .G = G, .D = sh->D, .log2_B = __builtin_ctz(sh->B), .window = d->layers[layer].window,
-                   .inv_G = (uint32_t)(((1ll << 31) - 1) / G + 1), .scale = (float)(M_LOG2E / sqrt((double)sh->D)),
-                   .early = p->early};
-    if (d->error.code) return;
-    for (int i = 0; i < p->n_levels; i++) {
-        const attn_level *l = &p->levels[i];
-        attn_launch_items(d, layer, a, l, false);
-        attn_launch_items(d, layer, a, l, true);
-        if (l->n_gangs) attn_launch_gangs(d, layer, a, l);
-        if (!l->n_merges) continue;
-        launch_dependent(d, "attention, parts", attn_join, dim3((unsigned)(l->n_merges * a.K), (unsigned)l->merge_nq), 128, 0, 1,
-                         a, p->dev_merges + l->merge0);
+static void attention(toka_device *dev, int layer, const bf16 *q, bf16 *o) {
+    const toka_shape *shape = dev->shape;
+    const attn_plan *plan = dev->attn;
+    const int G = shape->H / shape->K;
+    attn_args args = {.q = q, .o = o, .kv = dev->kv_pool + (size_t)layer * dev->kv_layer_elems, .pages = plan->dev_pages, .pos = dev->rows.pos,
+                   .state_o = plan->state_o, .state_lse = plan->state_lse, .split_o = plan->split_o, .split_lse = plan->split_lse,
+                   .K = shape->K, .G = G, .D = shape->D, .log2_B = __builtin_ctz(shape->B), .window = dev->layers[layer].window,
+                   .inv_G = (uint32_t)(((1ll << 31) - 1) / G + 1), .scale = (float)(M_LOG2E / sqrt((double)shape->D)),
+                   .prefetch = plan->prefetch};
+    if (dev->error.code) return;
+    for (int i = 0; i < plan->n_levels; i++) {
+        const attn_level *level = &plan->levels[i];
+        attn_launch_items(dev, layer, args, level, false);
+        attn_launch_items(dev, layer, args, level, true);
+        if (level->n_cta_splits) attn_launch_cta_splits(dev, layer, args, level);
+        if (!level->n_merges) continue;
+        launch_dependent(dev, "attention, parts", attn_merge_splits, dim3((unsigned)(level->n_merges * args.K), (unsigned)level->merge_nq), 128, 0, 1,
+                         args, plan->dev_merges + level->merge0);
     }
-    if (!p->n_both) return;
-    const CUtensorMap *map = p->maps + ATTN_MAPS * layer;
-    a.items = p->dev_items + p->both0;
-    a.D == 64 ? attn_both_launch<64>(d, a, map) : attn_both_launch<ATTN_BOTH_D>(d, a, map);
+    if (!plan->n_fused) return;
+    const CUtensorMap *map = plan->maps + ATTN_MAPS * layer;
+    args.items = plan->dev_items + plan->fused0;
+    args.D == 64 ? attn_fused_launch<64>(dev, args, map) : attn_fused_launch<ATTN_FUSED_D>(dev, args, map);
 }
 
 /* ===========================================================================
@@ -5286,80 +5286,80 @@ static void attention(toka_device *d, int layer, const bf16 *q, bf16 *o) {
  *
  * Failure. `over` lies in host memory that all GPUs see: whoever spins looks at it now and then and leaves; threads that wait are
  * woken, ops return at once. So after group_abort the streams run empty, with results that nobody reads. Who hangs is found from
- * what the kernels that meet leave in `trace`, from events, and from where the threads are (group_blame).
+ * what the kernels that meet leave in `trace`, from events, and from where the threads are (group_diagnose).
  * =========================================================================== */
 
 enum {
-    GROUP_RANKS = 64,
-    MEET_CTAS = 96,             /* of every kernel that meets */
-    MEET_SHARED_CTAS = 8,       /* where ranks share a GPU */
-    MEET_THREADS = 512,
-    MEET_OPS = 1024,            /* more than there are meetings in all steps under way */
-    ONE_SHOT_BYTES = 1 << 20,   /* largest message that goes in one shot; less than TOKA_GPU_SCATTER_BYTES, whose sums meet twice */
-    EXCHANGE_BYTES = 4096 * 24, /* parts of rows that one rank sends to another at once (chapter 11) */
-    DRAW_EVENTS = 128           /* more than there are steps under way */
+    GROUP_MAX_RANKS = 64,
+    BARRIER_CTAS = 96,             /* of every kernel that meets */
+    BARRIER_SHARED_CTAS = 8,       /* where ranks share a GPU */
+    BARRIER_THREADS = 512,
+    OP_RING = 1024,            /* more than there are meetings in all steps under way */
+    ONE_SHOT_MAX_BYTES = 1 << 20,   /* largest message that goes in one shot; less than TOKA_GPU_SCATTER_BYTES, whose sums meet twice */
+    SAMP_RECV_BYTES = 4096 * 24, /* parts of rows that one rank sends to another at once (chapter 11) */
+    SAMPLED_EVENTS = 128           /* more than there are steps under way */
 };
-#define GROUP_PATIENCE 30.0 /* seconds in which no rank gets on, until who waits gives up */
+#define GROUP_WATCHDOG_S 30.0 /* seconds in which no rank gets on, until who waits gives up */
 
-typedef struct meet_line { /* mail from one CTA to its namesake on another rank */
-    unsigned count;        /* meetings that it came to */
+typedef struct signal_flag { /* mail from one CTA to its namesake on another rank */
+    unsigned n_arrived;        /* meetings that it came to */
     unsigned unused;
-    unsigned long long x;  /* its rank's x */
-} meet_line;
+    unsigned long long x_addr;  /* its rank's x */
+} signal_flag;
 
-enum group_waits { GROUP_RUNS, GROUP_WAITS_OPEN, GROUP_WAITS_BEFORE, GROUP_WAITS_NEXT, GROUP_WAITS_DRAWN };
+enum group_wait_reason { GROUP_WAIT_NONE, GROUP_WAIT_OPEN, GROUP_WAIT_PREV_STAGE, GROUP_WAIT_NEXT_STAGE, GROUP_WAIT_SAMPLED };
 
 typedef struct group_rank { /* what others know of a rank */
-    toka_device *d;         /* from the time it joined until it closes */
+    toka_device *dev;         /* from the time it joined until it closes */
     int ordinal;
     int K, n_sms, arch;     /* kv heads; multiprocessors; 80, 89, 90 ... From the time it joined */
-    bool reaches;           /* other ranks' memory: what breaks their GPUs breaks this one */
-    bool told;              /* its error says so */
-    meet_line *lines;
-    char *inbox, *slots;    /* slots: [TOKA_GPU_LINK_BUFFERS] messages from the stage before */
-    int *last;              /* the first stage's table of drawn ids */
+    bool has_peer_access;           /* other ranks' memory: what breaks their GPUs breaks this one */
+    bool peer_fault_noted;              /* its error says so */
+    signal_flag *signal_flags;
+    char *recv_buffer, *channel_buffers;    /* slots: [TOKA_GPU_LINK_BUFFERS] messages from the stage before */
+    int *last_tokens;              /* the first stage's table of drawn ids */
     float *logits;          /* the last stage's */
     /* for who looks whom to blame; under the lock, but for what is written by atomic stores: */
-    enum group_waits waits; /* of its thread */
+    enum group_wait_reason waits_for; /* of its thread */
     const char *op;         /* that its thread is in, or was in last */
-    const char *ops[MEET_OPS]; /* [i % MEET_OPS]: the first op behind meeting i */
-    unsigned n_meetings;    /* enqueued */
-    int64_t asks;           /* steps for which its GPU was told to wait for another rank: for a message, or for draws */
-    cudaEvent_t asked[TOKA_GPU_LINK_BUFFERS]; /* [i % TOKA_GPU_LINK_BUFFERS] the GPU has come to the wait; more than there are steps under way */
-    int64_t needs[TOKA_GPU_LINK_BUFFERS]; /* the step whose draws it waits for there */
+    const char *op_ring[OP_RING]; /* [i % OP_RING]: the first op behind meeting i */
+    unsigned n_barriers;    /* enqueued */
+    int64_t n_waits;           /* steps for which its GPU was told to wait for another rank: for a message, or for draws */
+    cudaEvent_t wait_events[TOKA_GPU_LINK_BUFFERS]; /* [i % TOKA_GPU_LINK_BUFFERS] the GPU has come to the wait; more than there are steps under way */
+    int64_t needs_step[TOKA_GPU_LINK_BUFFERS]; /* the step whose draws it waits for there */
 } group_rank;
 
-typedef struct group_link { /* from a rank to the same tp rank of the next stage */
-    int64_t sent, taken;    /* messages enqueued to be sent, and to be taken; each raised by one thread, under the lock */
-    int rows[TOKA_GPU_LINK_BUFFERS];
-    bf16 *outbox;
-    cudaEvent_t ready;      /* the outbox is full */
-    cudaEvent_t sent_at[TOKA_GPU_LINK_BUFFERS], taken_at[TOKA_GPU_LINK_BUFFERS];
-} group_link;
+typedef struct group_channel { /* from a rank to the same tp rank of the next stage */
+    int64_t n_sent, n_received;    /* messages enqueued to be sent, and to be taken; each raised by one thread, under the lock */
+    int n_rows[TOKA_GPU_LINK_BUFFERS];
+    bf16 *send_buffer;
+    cudaEvent_t send_ready;      /* the outbox is full */
+    cudaEvent_t sent_events[TOKA_GPU_LINK_BUFFERS], received_events[TOKA_GPU_LINK_BUFFERS];
+} group_channel;
 
 struct toka_group {
     int tp_size, pp_size;
-    double patience, quiet; /* quiet: group_watch's seconds without progress, since `seen` */
-    uint64_t seen, progress; /* progress: changes while threads get on */
-    group_rank ranks[GROUP_RANKS]; /* [pp][tp] */
-    group_link links[GROUP_RANKS];
-    int n_joined, n_leaving;
-    int64_t drawn;          /* the last step whose draws were enqueued to be sent; */
-    cudaEvent_t drawn_at[DRAW_EVENTS]; /* [step % DRAW_EVENTS] they have arrived */
-    int *over;              /* host memory that GPUs see, as meeting.over ... */
-    unsigned *trace;        /* ... and .trace, [ranks][2] */
-    char about[320];
+    double watchdog_s, stalled_s; /* quiet: group_watchdog's seconds without progress, since `seen` */
+    uint64_t last_progress, progress; /* progress: changes while threads get on */
+    group_rank ranks[GROUP_MAX_RANKS]; /* [pp][tp] */
+    group_channel channels[GROUP_MAX_RANKS];
+    int n_joined, n_closing;
+    int64_t last_sampled_step;          /* the last step whose draws were enqueued to be sent; */
+    cudaEvent_t sampled_events[SAMPLED_EVENTS]; /* [step % SAMPLED_EVENTS] they have arrived */
+    int *aborted;              /* host memory that GPUs see, as meeting.over ... */
+    unsigned *barrier_progress;        /* ... and .trace, [ranks][2] */
+    char description[320];
     bool no_graphs;         /* a rank could not capture its own */
-    bool broken, hangs;     /* hangs: a GPU did not end its work, or a rank did not come: it may still look at what others have */
+    bool broken, hung;     /* hangs: a GPU did not end its work, or a rank did not come: it may still look at what others have */
     pthread_mutex_t lock;
     pthread_cond_t changed;
     toka_err error;         /* why it is broken; code 0: it was told to end */
 };
 
-static int tp_size(const toka_device *d) { return d->group ? d->group->tp_size : 1; }
-static int pp_size(const toka_device *d) { return d->group ? d->group->pp_size : 1; }
-static bool first_stage(const toka_device *d) { return d->options.pp_rank == 0; }
-static bool last_stage(const toka_device *d) { return d->options.pp_rank == pp_size(d) - 1; }
+static int tp_size(const toka_device *dev) { return dev->group ? dev->group->tp_size : 1; }
+static int pp_size(const toka_device *dev) { return dev->group ? dev->group->pp_size : 1; }
+static bool is_first_stage(const toka_device *dev) { return dev->options.pp_rank == 0; }
+static bool is_last_stage(const toka_device *dev) { return dev->options.pp_rank == pp_size(dev) - 1; }
 
 /* ---- Meetings ---- */
 
@@ -5374,124 +5374,124 @@ __device__ static inline unsigned ld_acquire_sys(const unsigned *from) {
 
 /* The meeting number c of this CTA: what any CTA in it wrote before, all threads of all of them see behind it. The others learn x.
  * False: the group is broken, and they may not have come. All threads call it. */
-__device__ static __forceinline__ bool meet(const meeting &m, unsigned c, const void *x) {
-    const int q = (int)threadIdx.x, b = (int)blockIdx.x;
-    int over = 0;
+__device__ static __forceinline__ bool rank_barrier_sync(const rank_barrier &barrier, unsigned number, const void *x) {
+    const int rank = (int)threadIdx.x, cta = (int)blockIdx.x;
+    int aborted = 0;
     __syncthreads();
-    if (b == 0 && q == 0) m.trace[0] = c;
-    if (q < m.n && q != m.me) {
-        meet_line *to = m.lines[q] + b * MEET_RANKS + m.me;
-        const meet_line *from = m.lines[m.me] + b * MEET_RANKS + q;
-        *(volatile unsigned long long *)&to->x = (unsigned long long)x;
-        st_release_sys(&to->count, c);
-        for (unsigned spins = 1; (int)(ld_acquire_sys(&from->count) - c) < 0 && !over; spins++)
-            over = spins % 1024 == 0 && *m.over;
+    if (cta == 0 && rank == 0) barrier.progress[0] = number;
+    if (rank < barrier.tp_size && rank != barrier.tp_rank) {
+        signal_flag *to = barrier.signal_flags[rank] + cta * BARRIER_MAX_RANKS + barrier.tp_rank;
+        const signal_flag *from = barrier.signal_flags[barrier.tp_rank] + cta * BARRIER_MAX_RANKS + rank;
+        *(volatile unsigned long long *)&to->x_addr = (unsigned long long)x;
+        st_release_sys(&to->n_arrived, number);
+        for (unsigned spins = 1; (int)(ld_acquire_sys(&from->n_arrived) - number) < 0 && !aborted; spins++)
+            aborted = spins % 1024 == 0 && *barrier.aborted;
     }
-    over = __syncthreads_or(over);
-    if (b == 0 && q == 0) m.trace[1] = c;
-    return !over;
+    aborted = __syncthreads_or(aborted);
+    if (cta == 0 && rank == 0) barrier.progress[1] = number;
+    return !aborted;
 }
 /* What rank q told in the last meeting; only thread q may ask. */
-__device__ static inline uint4 *meet_x(const meeting &m, int q) {
-    return (uint4 *)*(volatile unsigned long long *)&m.lines[m.me][blockIdx.x * MEET_RANKS + q].x;
+__device__ static inline uint4 *rank_barrier_peer_x(const rank_barrier &barrier, int rank) {
+    return (uint4 *)*(volatile unsigned long long *)&barrier.signal_flags[barrier.tp_rank][blockIdx.x * BARRIER_MAX_RANKS + rank].x_addr;
 }
-__device__ static inline unsigned meet_count(const meeting &m) { return m.count[blockIdx.x]; }
-__device__ static inline void meet_done(const meeting &m, unsigned c) { /* c: the last one of the kernel */
-    if (threadIdx.x == 0) m.count[blockIdx.x] = c;
+__device__ static inline unsigned rank_barrier_count(const rank_barrier &barrier) { return barrier.counts[blockIdx.x]; }
+__device__ static inline void rank_barrier_finish(const rank_barrier &barrier, unsigned number) { /* c: the last one of the kernel */
+    if (threadIdx.x == 0) barrier.counts[blockIdx.x] = number;
 }
 
 /* ---- all_reduce ----
  *
  * in/out  x bf16, n vectors of 8, at the same place in the op order on every rank of the stage
- * grid: MEET_CTAS, block: 512. One-shot pushes (ranks - 1) * bytes over each GPU's links, two-shot 2 (ranks - 1) / ranks of them;
+ * grid: BARRIER_CTAS, block: 512. One-shot pushes (ranks - 1) * bytes over each GPU's links, two-shot 2 (ranks - 1) / ranks of them;
  * memory of its own GPU moves about ten times as fast. 4096 columns on two H200 (NVLink, 18 links each; 2026-11-22): 1 to 8 rows
  * 6.2 us, 64 rows 7.6, 256 rows 15, 1024 rows 37, 4096 rows 118 (285 GB/s); NCCL 2.x there, without multicast: 17.6, 21, 27, 46
  * and 141, more at every size, so it is not needed. With 48 CTAs 132 us at 4096 rows; one shot of 2 MB 15.9 us, two 15.3. */
 
 typedef struct sum_8 { /* eight sums in float32 */
-    float v[8];
+    float sums[8];
 } sum_8;
-__device__ static inline void sum_add(sum_8 &s, uint4 x) {
+__device__ static inline void sum_8_add(sum_8 &s, uint4 x) {
     float f[8];
     unpack_8(x, f);
 #pragma unroll
-    for (int i = 0; i < 8; i++) s.v[i] += f[i];
+    for (int i = 0; i < 8; i++) s.sums[i] += f[i];
 }
 
 /* Part `who` of the halves c % 2 of a rank's inbox. */
-__device__ static inline uint4 *one_shot_box(const meeting &m, int rank, unsigned c, int who) {
-    return (uint4 *)m.inbox[rank] + ((size_t)(c & 1) * m.n + who) * (ONE_SHOT_BYTES / 16);
+__device__ static inline uint4 *one_shot_buffer(const rank_barrier &barrier, int rank, unsigned number, int sender) {
+    return (uint4 *)barrier.recv_buffers[rank] + ((size_t)(number & 1) * barrier.tp_size + sender) * (ONE_SHOT_MAX_BYTES / 16);
 }
 /* Behind those halves: the boxes of two-shot and of scattered sums, one for each rank. */
-__host__ __device__ static inline uint4 *two_shot_boxes(const meeting &m, int rank) {
-    return (uint4 *)m.inbox[rank] + (size_t)2 * m.n * (ONE_SHOT_BYTES / 16);
+__host__ __device__ static inline uint4 *two_shot_buffers(const rank_barrier &barrier, int rank) {
+    return (uint4 *)barrier.recv_buffers[rank] + (size_t)2 * barrier.tp_size * (ONE_SHOT_MAX_BYTES / 16);
 }
-__global__ static void __launch_bounds__(MEET_THREADS, 1) one_shot_kernel(meeting m, uint4 *x, int n) {
-    const int first = (int)(blockIdx.x * MEET_THREADS + threadIdx.x), stride = (int)gridDim.x * MEET_THREADS;
+__global__ static void __launch_bounds__(BARRIER_THREADS, 1) one_shot_kernel(rank_barrier barrier, uint4 *x, int n_vectors) {
+    const int first = (int)(blockIdx.x * BARRIER_THREADS + threadIdx.x), stride = (int)gridDim.x * BARRIER_THREADS;
     grid_wait();
-    const unsigned c = meet_count(m) + 1;
-    for (int i = first; i < n; i += stride) {
+    const unsigned number = rank_barrier_count(barrier) + 1;
+    for (int i = first; i < n_vectors; i += stride) {
         const uint4 own = x[i];
-        for (int q = 0; q < m.n; q++)
-            if (q != m.me) one_shot_box(m, q, c, m.me)[i] = own;
+        for (int rank = 0; rank < barrier.tp_size; rank++)
+            if (rank != barrier.tp_rank) one_shot_buffer(barrier, rank, number, barrier.tp_rank)[i] = own;
     }
-    meet(m, c, x);
+    rank_barrier_sync(barrier, number, x);
     grid_launch_dependents();
-    for (int i = first; i < n; i += stride) {
+    for (int i = first; i < n_vectors; i += stride) {
         sum_8 sum = {};
-        for (int q = 0; q < m.n; q++) sum_add(sum, q == m.me ? x[i] : __ldcg(one_shot_box(m, m.me, c, q) + i));
-        x[i] = pack_8(sum.v);
+        for (int rank = 0; rank < barrier.tp_size; rank++) sum_8_add(sum, rank == barrier.tp_rank ? x[i] : __ldcg(one_shot_buffer(barrier, barrier.tp_rank, number, rank) + i));
+        x[i] = pack_8(sum.sums);
     }
-    meet_done(m, c);
+    rank_barrier_finish(barrier, number);
 }
 
-enum { TWO_SHOT_TURN = 4 }; /* vectors that a thread has under way */
+enum { TWO_SHOT_VECTORS = 4 }; /* vectors that a thread has under way */
 
 /* Of the part that this rank adds up, `share` vectors at most, n of them in x: with the parts that the others sent, into
  * everybody's x. */
-__device__ static inline void two_shot_add(const meeting &m, const uint4 *box, uint4 *const *x, int share, int at, int n) {
-    const int first = (int)(blockIdx.x * MEET_THREADS + threadIdx.x), stride = (int)gridDim.x * MEET_THREADS;
-    for (int i = first; i < n; i += TWO_SHOT_TURN * stride) {
-        sum_8 sum[TWO_SHOT_TURN] = {};
-        for (int q = 0; q < m.n; q++) {
-            const uint4 *from = q == m.me ? x[m.me] + at : box + (size_t)q * share;
+__device__ static inline void two_shot_add(const rank_barrier &barrier, const uint4 *recv_buffer, uint4 *const *x_of_rank, int share, int offset, int n_vectors) {
+    const int first = (int)(blockIdx.x * BARRIER_THREADS + threadIdx.x), stride = (int)gridDim.x * BARRIER_THREADS;
+    for (int i = first; i < n_vectors; i += TWO_SHOT_VECTORS * stride) {
+        sum_8 sum[TWO_SHOT_VECTORS] = {};
+        for (int rank = 0; rank < barrier.tp_size; rank++) {
+            const uint4 *from = rank == barrier.tp_rank ? x_of_rank[barrier.tp_rank] + offset : recv_buffer + (size_t)rank * share;
 #pragma unroll
-            for (int k = 0; k < TWO_SHOT_TURN; k++)
-                if (i + k * stride < n) sum_add(sum[k], __ldcg(from + i + k * stride));
+            for (int k = 0; k < TWO_SHOT_VECTORS; k++)
+                if (i + k * stride < n_vectors) sum_8_add(sum[k], __ldcg(from + i + k * stride));
         }
-        for (int q = 0; q < m.n; q++)
+        for (int rank = 0; rank < barrier.tp_size; rank++)
 #pragma unroll
-            for (int k = 0; k < TWO_SHOT_TURN; k++)
-                if (i + k * stride < n) x[q][at + i + k * stride] = pack_8(sum[k].v);
+            for (int k = 0; k < TWO_SHOT_VECTORS; k++)
+                if (i + k * stride < n_vectors) x_of_rank[rank][offset + i + k * stride] = pack_8(sum[k].sums);
     }
 }
-__global__ static void __launch_bounds__(MEET_THREADS, 1) two_shot_kernel(meeting m, uint4 *x, int n) {
-    __shared__ uint4 *everybody[MEET_RANKS];
-    const int first = (int)(blockIdx.x * MEET_THREADS + threadIdx.x), stride = (int)gridDim.x * MEET_THREADS;
-    const int share = (n + m.n - 1) / m.n;
+__global__ static void __launch_bounds__(BARRIER_THREADS, 1) two_shot_kernel(rank_barrier barrier, uint4 *x, int n_vectors) {
+    __shared__ uint4 *x_of_rank[BARRIER_MAX_RANKS];
+    const int first = (int)(blockIdx.x * BARRIER_THREADS + threadIdx.x), stride = (int)gridDim.x * BARRIER_THREADS;
+    const int share = (n_vectors + barrier.tp_size - 1) / barrier.tp_size;
     grid_wait();
-    const unsigned c = meet_count(m) + 1;
-    for (int turn = 1; turn < m.n; turn++) { /* each begins with another one */
-        const int q = (m.me + turn) % m.n, at = q * share, size = min(share, n - at);
-        uint4 *to = two_shot_boxes(m, q) + (size_t)m.me * share;
-        for (int i = first; i < size; i += TWO_SHOT_TURN * stride) {
-            uint4 v[TWO_SHOT_TURN];
+    const unsigned number = rank_barrier_count(barrier) + 1;
+    for (int shift = 1; shift < barrier.tp_size; shift++) { /* each begins with another one */
+        const int rank = (barrier.tp_rank + shift) % barrier.tp_size, offset = rank * share, size = min(share, n_vectors - offset);
+        uint4 *to = two_shot_buffers(barrier, rank) + (size_t)barrier.tp_rank * share;
+        for (int i = first; i < size; i += TWO_SHOT_VECTORS * stride) {
+            uint4 vectors[TWO_SHOT_VECTORS];
 #pragma unroll
-            for (int k = 0; k < TWO_SHOT_TURN; k++)
-                if (i + k * stride < size) v[k] = x[at + i + k * stride];
+            for (int k = 0; k < TWO_SHOT_VECTORS; k++)
+                if (i + k * stride < size) vectors[k] = x[offset + i + k * stride];
 #pragma unroll
-            for (int k = 0; k < TWO_SHOT_TURN; k++)
-                if (i + k * stride < size) to[i + k * stride] = v[k];
+            for (int k = 0; k < TWO_SHOT_VECTORS; k++)
+                if (i + k * stride < size) to[i + k * stride] = vectors[k];
         }
     }
-    const bool all = meet(m, c, x);
-    if ((int)threadIdx.x < m.n)
-        everybody[threadIdx.x] = (int)threadIdx.x == m.me ? x : meet_x(m, (int)threadIdx.x);
+    const bool complete = rank_barrier_sync(barrier, number, x);
+    if ((int)threadIdx.x < barrier.tp_size)
+        x_of_rank[threadIdx.x] = (int)threadIdx.x == barrier.tp_rank ? x : rank_barrier_peer_x(barrier, (int)threadIdx.x);
     __syncthreads();
-    if (all) two_shot_add(m, two_shot_boxes(m, m.me), everybody, share, m.me * share, min(share, n - m.me * share));
-    meet(m, c + 1, x);
+    if (complete) two_shot_add(barrier, two_shot_buffers(barrier, barrier.tp_rank), x_of_rank, share, barrier.tp_rank * share, min(share, n_vectors - barrier.tp_rank * share));
+    rank_barrier_sync(barrier, number + 1, x);
     grid_launch_dependents();
-    meet_done(m, c + 1);
+    rank_barrier_finish(barrier, number + 1);
 }
 
 /* ---- A sum that the GEMM has scattered, and the norm behind it ----
@@ -5500,54 +5500,54 @@ __global__ static void __launch_bounds__(MEET_THREADS, 1) two_shot_kernel(meetin
  *         me * share .. + n - 1 are this rank's: without the sum
  * out     those rows of x with the sum, in float32, rounded once; y of everybody [.][E]: their RMSNorm, summed in rmsnorm_kernel's
  *         order. Without w: x of everybody
- * grid: MEET_CTAS, block: 512, of which 128 threads work on a row. A GPU sends (ranks - 1) / ranks of the bytes of x, half of what
+ * grid: BARRIER_CTAS, block: 512, of which 128 threads work on a row. A GPU sends (ranks - 1) / ranks of the bytes of x, half of what
  * two shots send, and reads and writes 3 / ranks + 1 of them. Two H200, 8,448 rows of 4,096: 136 us, of which 95 at the 365 GB/s
  * that such stores reach there. Rows made in shared memory that leave by bulk copies, and 128 CTAs: no faster. */
-__global__ static void __launch_bounds__(MEET_THREADS, 1) sum_norm_kernel(meeting m, uint4 *x, uint4 *y, const uint4 *parts,
-                                                                          int share, int n, const float *w, int E, float per_E,
+__global__ static void __launch_bounds__(BARRIER_THREADS, 1) reduce_norm_kernel(rank_barrier barrier, uint4 *x, uint4 *y, const uint4 *partials,
+                                                                          int share_rows, int n_rows, const float *norm_weight, int E, float inv_E,
                                                                           float eps) {
-    __shared__ float squares_of[2][MEET_THREADS / 128][4];
-    __shared__ uint4 *everybody[MEET_RANKS];
-    const int group = (int)threadIdx.x / 128, t = (int)threadIdx.x % 128, groups = (int)gridDim.x * (MEET_THREADS / 128);
-    const int each = E / 8;
+    __shared__ float warp_sums_of[2][BARRIER_THREADS / 128][4];
+    __shared__ uint4 *everybody[BARRIER_MAX_RANKS];
+    const int row_group = (int)threadIdx.x / 128, thread = (int)threadIdx.x % 128, n_row_groups = (int)gridDim.x * (BARRIER_THREADS / 128);
+    const int row_vectors = E / 8;
     grid_wait();
-    const unsigned c = meet_count(m) + 1;
-    if (!meet(m, c, y)) n = 0;
-    if ((int)threadIdx.x < m.n) everybody[threadIdx.x] = (int)threadIdx.x == m.me ? y : meet_x(m, (int)threadIdx.x);
+    const unsigned number = rank_barrier_count(barrier) + 1;
+    if (!rank_barrier_sync(barrier, number, y)) n_rows = 0;
+    if ((int)threadIdx.x < barrier.tp_size) everybody[threadIdx.x] = (int)threadIdx.x == barrier.tp_rank ? y : rank_barrier_peer_x(barrier, (int)threadIdx.x);
     __syncthreads();
-    for (int row = (int)blockIdx.x * (MEET_THREADS / 128) + group, turn = 0; row < n; row += groups, turn ^= 1) {
-        const size_t at = ((size_t)m.me * share + row) * each;
-        float squares = 0;
-        for (int i = t; i < each; i += TWO_SHOT_TURN * 128) {
-            sum_8 sum[TWO_SHOT_TURN] = {};
-            for (int q = -1; q < m.n; q++) {
-                const uint4 *from = q < 0 ? x + at : parts + ((size_t)q * share + row) * each;
+    for (int row = (int)blockIdx.x * (BARRIER_THREADS / 128) + row_group, parity = 0; row < n_rows; row += n_row_groups, parity ^= 1) {
+        const size_t offset = ((size_t)barrier.tp_rank * share_rows + row) * row_vectors;
+        float row_sumsq = 0;
+        for (int i = thread; i < row_vectors; i += TWO_SHOT_VECTORS * 128) {
+            sum_8 sum[TWO_SHOT_VECTORS] = {};
+            for (int rank = -1; rank < barrier.tp_size; rank++) {
+                const uint4 *from = rank < 0 ? x + offset : partials + ((size_t)rank * share_rows + row) * row_vectors;
 #pragma unroll
-                for (int k = 0; k < TWO_SHOT_TURN; k++)
-                    if (i + k * 128 < each) sum_add(sum[k], __ldcg(from + i + k * 128));
+                for (int k = 0; k < TWO_SHOT_VECTORS; k++)
+                    if (i + k * 128 < row_vectors) sum_8_add(sum[k], __ldcg(from + i + k * 128));
             }
 #pragma unroll
-            for (int k = 0; k < TWO_SHOT_TURN; k++) {
-                const uint4 v = pack_8(sum[k].v);
-                if (i + k * 128 >= each) break;
-                x[at + i + k * 128] = v;
-                squares = norm_square(v, squares);
+            for (int k = 0; k < TWO_SHOT_VECTORS; k++) {
+                const uint4 vector = pack_8(sum[k].sums);
+                if (i + k * 128 >= row_vectors) break;
+                x[offset + i + k * 128] = vector;
+                row_sumsq = norm_add_squares(vector, row_sumsq);
             }
         }
-        for (int lanes = 16; lanes; lanes >>= 1) squares += __shfl_xor_sync(~0u, squares, lanes);
-        float *sums = squares_of[turn][group];
-        if (t % 32 == 0) sums[t / 32] = squares;
-        named_sync(1 + group, 128); /* the row's threads, who have read squares_of[turn] before they come here for the next row */
-        const float scale = rsqrtf((sums[0] + sums[1] + (sums[2] + sums[3])) * per_E + eps);
-        for (int i = t; i < each; i += 128) {
-            const float4 *g = (const float4 *)w + 2 * i;
-            const uint4 v = w ? norm_scaled(x[at + i], scale, g[0], g[1]) : x[at + i];
-            for (int q = 0; q < m.n; q++) everybody[q][at + i] = v;
+        for (int lanes = 16; lanes; lanes >>= 1) row_sumsq += __shfl_xor_sync(~0u, row_sumsq, lanes);
+        float *warp_sums = warp_sums_of[parity][row_group];
+        if (thread % 32 == 0) warp_sums[thread / 32] = row_sumsq;
+        bar_sync(1 + row_group, 128); /* the row's threads, who have read squares_of[turn] before they come here for the next row */
+        const float scale = rsqrtf((warp_sums[0] + warp_sums[1] + (warp_sums[2] + warp_sums[3])) * inv_E + eps);
+        for (int i = thread; i < row_vectors; i += 128) {
+            const float4 *weight8 = (const float4 *)norm_weight + 2 * i;
+            const uint4 vector = norm_weight ? norm_scale_8(x[offset + i], scale, weight8[0], weight8[1]) : x[offset + i];
+            for (int rank = 0; rank < barrier.tp_size; rank++) everybody[rank][offset + i] = vector;
         }
     }
-    meet(m, c + 1, y);
+    rank_barrier_sync(barrier, number + 1, y);
     grid_launch_dependents();
-    meet_done(m, c + 1);
+    rank_barrier_finish(barrier, number + 1);
 }
 
 /* Does a message go in one shot? It takes (n - 1) B / rate + t, two shots 2 (n - 1) / n B / rate + 2 t, with t of 2.8 us and a
@@ -5556,564 +5556,564 @@ __global__ static void __launch_bounds__(MEET_THREADS, 1) sum_norm_kernel(meetin
 static bool one_shot_pays(int n, size_t bytes) {
     /* n > 2: n (n - 1) (1 - 2 / n) B <= n t rate */
     const size_t two = (size_t)(n - 1) * (n - 2) * bytes, one = (size_t)n * 800000;
-    return bytes <= ONE_SHOT_BYTES && two <= one;
+    return bytes <= ONE_SHOT_MAX_BYTES && two <= one;
 }
 
 /* In an inbox: boxes of one-shot; of two-shot, or of scattered sums; then from *parts on the exchange of samples. */
-static size_t group_inbox_bytes(const toka_device *d, size_t *parts) {
-    const size_t n = (size_t)tp_size(d);
-    *parts = 2 * n * ONE_SHOT_BYTES + ((size_t)d->options.max_tokens + 16 * n) * d->E * sizeof(bf16);
-    return *parts + 2 * n * (last_stage(d) ? EXCHANGE_BYTES : 0);
+static size_t group_recv_bytes(const toka_device *dev, size_t *samp_offset) {
+    const size_t n = (size_t)tp_size(dev);
+    *samp_offset = 2 * n * ONE_SHOT_MAX_BYTES + ((size_t)dev->options.max_tokens + 16 * n) * dev->E * sizeof(bf16);
+    return *samp_offset + 2 * n * (is_last_stage(dev) ? SAMP_RECV_BYTES : 0);
 }
 
 /* ---- A group's life ---- */
 
-static void group_close(toka_group *g) {
-    if (!g || g->hangs) return;
-    if (g->over) cudaFreeHost(g->over);
-    pthread_cond_destroy(&g->changed);
-    pthread_mutex_destroy(&g->lock);
-    free(g);
+static void group_close(toka_group *group) {
+    if (!group || group->hung) return;
+    if (group->aborted) cudaFreeHost(group->aborted);
+    pthread_cond_destroy(&group->changed);
+    pthread_mutex_destroy(&group->lock);
+    free(group);
 }
 
 static int group_open(toka_group **out, int tp, int pp, toka_err *e) {
-    const char *patience = getenv("TOKA_DEBUG_PATIENCE");
+    const char *timeout = getenv("TOKA_DEBUG_PATIENCE");
     e->code = 0;
-    if (tp < 1 || pp < 1 || tp > MEET_RANKS || tp * pp > GROUP_RANKS) {
+    if (tp < 1 || pp < 1 || tp > BARRIER_MAX_RANKS || tp * pp > GROUP_MAX_RANKS) {
         e->code = TOKA_E_USE;
         snprintf(e->msg, sizeof e->msg, "GPU: %d stages of %d tensor ranks, expected at most %d ranks a stage and %d in all", pp,
-                 tp, MEET_RANKS, GROUP_RANKS);
+                 tp, BARRIER_MAX_RANKS, GROUP_MAX_RANKS);
         return e->code;
     }
-    toka_group *g = (toka_group *)calloc(1, sizeof *g);
-    if (!g) abort();
+    toka_group *group = (toka_group *)calloc(1, sizeof *group);
+    if (!group) abort();
     pthread_condattr_t monotonic;
-    g->tp_size = tp, g->pp_size = pp, g->patience = patience && atof(patience) > 0 ? atof(patience) : GROUP_PATIENCE;
-    pthread_mutex_init(&g->lock, NULL);
+    group->tp_size = tp, group->pp_size = pp, group->watchdog_s = timeout && atof(timeout) > 0 ? atof(timeout) : GROUP_WATCHDOG_S;
+    pthread_mutex_init(&group->lock, NULL);
     pthread_condattr_init(&monotonic);
     pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    pthread_cond_init(&g->changed, &monotonic);
+    pthread_cond_init(&group->changed, &monotonic);
     pthread_condattr_destroy(&monotonic);
     const size_t bytes = sizeof(int) * 16 + sizeof(unsigned) * 2 * (size_t)(tp * pp);
-    cudaError_t code = cudaHostAlloc((void **)&g->over, bytes, cudaHostAllocPortable | cudaHostAllocMapped);
+    cudaError_t code = cudaHostAlloc((void **)&group->aborted, bytes, cudaHostAllocPortable | cudaHostAllocMapped);
     if (code) {
         e->code = TOKA_E_DEVICE;
         snprintf(e->msg, sizeof e->msg, "GPU: memory that the ranks share: %s", cudaGetErrorString(code));
-        group_close(g);
+        group_close(group);
         return e->code;
     }
-    memset(g->over, 0, bytes);
-    g->trace = (unsigned *)(g->over + 16);
-    *out = g;
+    memset(group->aborted, 0, bytes);
+    group->barrier_progress = (unsigned *)(group->aborted + 16);
+    *out = group;
     return 0;
 }
 
-static bool group_is_broken(toka_group *g) { return __atomic_load_n(&g->broken, __ATOMIC_ACQUIRE); }
-static void group_break(toka_group *g) { /* with the lock held */
-    __atomic_store_n(&g->broken, true, __ATOMIC_RELEASE);
-    *(volatile int *)g->over = 1;
-    pthread_cond_broadcast(&g->changed);
+static bool group_is_broken(toka_group *group) { return __atomic_load_n(&group->broken, __ATOMIC_ACQUIRE); }
+static void group_break(toka_group *group) { /* with the lock held */
+    __atomic_store_n(&group->broken, true, __ATOMIC_RELEASE);
+    *(volatile int *)group->aborted = 1;
+    pthread_cond_broadcast(&group->changed);
 }
-static void group_abort(toka_group *g) {
-    pthread_mutex_lock(&g->lock);
-    group_break(g);
-    pthread_mutex_unlock(&g->lock);
+static void group_abort(toka_group *group) {
+    pthread_mutex_lock(&group->lock);
+    group_break(group);
+    pthread_mutex_unlock(&group->lock);
 }
 
-static void group_rank_name(const toka_group *g, int i, char z[64]) {
-    snprintf(z, 64, "rank %d (stage %d, tensor rank %d)", i, i / g->tp_size, i % g->tp_size);
+static void group_rank_name(const toka_group *group, int rank, char name[64]) {
+    snprintf(name, 64, "rank %d (stage %d, tensor rank %d)", rank, rank / group->tp_size, rank % group->tp_size);
 }
 
 /* ---- Who hangs ---- */
 
-static unsigned group_trace(const toka_group *g, int i, int which) { return ((volatile unsigned *)g->trace)[2 * i + which]; }
+static unsigned group_barrier_progress(const toka_group *group, int rank, int which) { return ((volatile unsigned *)group->barrier_progress)[2 * rank + which]; }
 
 /* Has what the event marks not happened yet? One of a GPU that failed has. */
-static bool group_pending(cudaEvent_t e) { return cudaEventQuery(e) == cudaErrorNotReady; }
+static bool group_event_pending(cudaEvent_t event) { return cudaEventQuery(event) == cudaErrorNotReady; }
 
 /* Whom rank i waits for, its thread or its GPU; i itself: nobody. With the lock held, as the next two. */
-static int group_ahead(toka_group *g, int i) {
-    const int tp = g->tp_size, stage = i / tp, last = (g->pp_size - 1) * tp;
-    const group_rank *r = &g->ranks[i];
-    const unsigned came = group_trace(g, i, 0);
-    if (came != group_trace(g, i, 1)) /* its GPU is in a meeting; to those who have not come */
-        for (int q = stage * tp; q < (stage + 1) * tp; q++)
-            if ((int)(group_trace(g, q, 0) - came) < 0) return q;
-    for (int64_t k = r->asks < TOKA_GPU_LINK_BUFFERS ? 0 : r->asks - TOKA_GPU_LINK_BUFFERS; k < r->asks; k++) {
+static int group_rank_blocker(toka_group *group, int rank) {
+    const int tp = group->tp_size, stage = rank / tp, last_rank0 = (group->pp_size - 1) * tp;
+    const group_rank *state = &group->ranks[rank];
+    const unsigned arrived = group_barrier_progress(group, rank, 0);
+    if (arrived != group_barrier_progress(group, rank, 1)) /* its GPU is in a meeting; to those who have not come */
+        for (int other = stage * tp; other < (stage + 1) * tp; other++)
+            if ((int)(group_barrier_progress(group, other, 0) - arrived) < 0) return other;
+    for (int64_t wait = state->n_waits < TOKA_GPU_LINK_BUFFERS ? 0 : state->n_waits - TOKA_GPU_LINK_BUFFERS; wait < state->n_waits; wait++) {
         /* it has come there, and does not get on */
-        const int at = (int)(k % TOKA_GPU_LINK_BUFFERS);
-        if (group_pending(r->asked[at])) continue;
-        if (stage > 0 && group_pending(g->links[i - tp].taken_at[at])) return i - tp;
-        if (stage == 0 && group_pending(g->drawn_at[r->needs[at] % DRAW_EVENTS])) return last;
+        const int index = (int)(wait % TOKA_GPU_LINK_BUFFERS);
+        if (group_event_pending(state->wait_events[index])) continue;
+        if (stage > 0 && group_event_pending(group->channels[rank - tp].received_events[index])) return rank - tp;
+        if (stage == 0 && group_event_pending(group->sampled_events[state->needs_step[index] % SAMPLED_EVENTS])) return last_rank0;
     }
-    switch (r->waits) {
-    case GROUP_WAITS_BEFORE: return i - tp;
-    case GROUP_WAITS_NEXT: return i + tp;
-    case GROUP_WAITS_DRAWN: return last;
-    default: return i;
+    switch (state->waits_for) {
+    case GROUP_WAIT_PREV_STAGE: return rank - tp;
+    case GROUP_WAIT_NEXT_STAGE: return rank + tp;
+    case GROUP_WAIT_SAMPLED: return last_rank0;
+    default: return rank;
     }
 }
 
 /* The op that a rank's GPU is in, as far as can be told: the first one behind the last meeting it left. */
-static const char *group_op(toka_group *g, int i) {
-    group_rank *r = &g->ranks[i];
-    const unsigned came = group_trace(g, i, 0), left = group_trace(g, i, 1);
-    const char *op = __atomic_load_n(&r->op, __ATOMIC_ACQUIRE);
-    const char *behind = __atomic_load_n(&r->ops[left % MEET_OPS], __ATOMIC_ACQUIRE);
-    if (came != left) return "all_reduce";
-    if (g->tp_size > 1 && left < r->n_meetings && behind) return behind;
+static const char *group_op(toka_group *group, int rank) {
+    group_rank *state = &group->ranks[rank];
+    const unsigned arrived = group_barrier_progress(group, rank, 0), departed = group_barrier_progress(group, rank, 1);
+    const char *op = __atomic_load_n(&state->op, __ATOMIC_ACQUIRE);
+    const char *next_op = __atomic_load_n(&state->op_ring[departed % OP_RING], __ATOMIC_ACQUIRE);
+    if (arrived != departed) return "all_reduce";
+    if (group->tp_size > 1 && departed < state->n_barriers && next_op) return next_op;
     return op ? op : "no op";
 }
 
 /* Nobody got on for too long. To blame is who waits for nobody, at the end of the chain of those who wait, seen from rank `me`. */
-static void group_blame(toka_group *g, int me) {
-    const int n = g->tp_size * g->pp_size;
-    int who = me, next;
-    char name[64], mine[64];
-    for (int i = 0; i < n && (next = group_ahead(g, who)) != who; i++) who = next;
-    group_rank_name(g, who, name), group_rank_name(g, me, mine);
-    g->error.code = TOKA_E_DEVICE;
-    if (group_ahead(g, who) != who)
-        snprintf(g->error.msg, sizeof g->error.msg, "GPU: all ranks have waited for each other for %g s, %s in %s", g->patience,
-                 mine, group_op(g, me));
-    else if (who == me)
-        snprintf(g->error.msg, sizeof g->error.msg, "GPU: %s has not moved for %g s, last seen in %s", name, g->patience,
-                 group_op(g, who));
+static void group_diagnose(toka_group *group, int me) {
+    const int n_ranks = group->tp_size * group->pp_size;
+    int suspect = me, next;
+    char name[64], my_name[64];
+    for (int i = 0; i < n_ranks && (next = group_rank_blocker(group, suspect)) != suspect; i++) suspect = next;
+    group_rank_name(group, suspect, name), group_rank_name(group, me, my_name);
+    group->error.code = TOKA_E_DEVICE;
+    if (group_rank_blocker(group, suspect) != suspect)
+        snprintf(group->error.msg, sizeof group->error.msg, "GPU: all ranks have waited for each other for %g s, %s in %s", group->watchdog_s,
+                 my_name, group_op(group, me));
+    else if (suspect == me)
+        snprintf(group->error.msg, sizeof group->error.msg, "GPU: %s has not moved for %g s, last seen in %s", name, group->watchdog_s,
+                 group_op(group, suspect));
     else
-        snprintf(g->error.msg, sizeof g->error.msg, "GPU: %s has not moved for %g s, last seen in %s; %s waits for it in %s", name,
-                 g->patience, group_op(g, who), mine, group_op(g, me));
-    group_break(g);
+        snprintf(group->error.msg, sizeof group->error.msg, "GPU: %s has not moved for %g s, last seen in %s; %s waits for it in %s", name,
+                 group->watchdog_s, group_op(group, suspect), my_name, group_op(group, me));
+    group_break(group);
 }
 
 /* Has any thread or GPU moved since `seen`? */
-static bool group_moved(toka_group *g, uint64_t *seen) {
-    uint64_t now = __atomic_load_n(&g->progress, __ATOMIC_ACQUIRE) << 20;
-    for (int i = 0; i < g->tp_size * g->pp_size; i++) now += group_trace(g, i, 0) + group_trace(g, i, 1);
-    const bool moved = now != *seen;
-    *seen = now;
+static bool group_moved(toka_group *group, uint64_t *last_progress) {
+    uint64_t progress = __atomic_load_n(&group->progress, __ATOMIC_ACQUIRE) << 20;
+    for (int rank = 0; rank < group->tp_size * group->pp_size; rank++) progress += group_barrier_progress(group, rank, 0) + group_barrier_progress(group, rank, 1);
+    const bool moved = progress != *last_progress;
+    *last_progress = progress;
     return moved;
 }
 
-static int group_watch(toka_group *g, int who, double slept, toka_err *e) {
+static int group_watchdog(toka_group *group, int rank, double waited_s, toka_err *e) {
     int code = 0;
-    g->quiet = group_moved(g, &g->seen) ? 0 : g->quiet + slept;
-    if (g->quiet < g->patience) return 0;
-    pthread_mutex_lock(&g->lock);
-    if (!g->broken) group_blame(g, who), *e = g->error, code = e->code;
-    pthread_mutex_unlock(&g->lock);
+    group->stalled_s = group_moved(group, &group->last_progress) ? 0 : group->stalled_s + waited_s;
+    if (group->stalled_s < group->watchdog_s) return 0;
+    pthread_mutex_lock(&group->lock);
+    if (!group->broken) group_diagnose(group, rank), *e = group->error, code = e->code;
+    pthread_mutex_unlock(&group->lock);
     return code;
 }
 
 /* ---- Threads that wait for threads ---- */
 
-static void group_raise(toka_group *g, int64_t *count, int64_t to) {
-    pthread_mutex_lock(&g->lock);
-    *count = to;
-    __atomic_fetch_add(&g->progress, 1, __ATOMIC_RELEASE);
-    pthread_cond_broadcast(&g->changed);
-    pthread_mutex_unlock(&g->lock);
+static void group_advance(toka_group *group, int64_t *counter, int64_t value) {
+    pthread_mutex_lock(&group->lock);
+    *counter = value;
+    __atomic_fetch_add(&group->progress, 1, __ATOMIC_RELEASE);
+    pthread_cond_broadcast(&group->changed);
+    pthread_mutex_unlock(&group->lock);
 }
 
 /* Sleeps until something changed, 0.1 s at most; true: it was that long. With the lock held. */
-static bool group_nap(toka_group *g) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    t.tv_nsec += 100000000;
-    if (t.tv_nsec >= 1000000000) t.tv_sec++, t.tv_nsec -= 1000000000;
-    return pthread_cond_timedwait(&g->changed, &g->lock, &t) != 0;
+static bool group_sleep(toka_group *group) {
+    struct timespec deadline;
+    clock_gettime(CLOCK_MONOTONIC, &deadline);
+    deadline.tv_nsec += 100000000;
+    if (deadline.tv_nsec >= 1000000000) deadline.tv_sec++, deadline.tv_nsec -= 1000000000;
+    return pthread_cond_timedwait(&group->changed, &group->lock, &deadline) != 0;
 }
 
 /* Waits until *count has come to `want`. False: it has not, and the group is broken. */
-static bool group_wait(toka_device *d, enum group_waits whom, const int64_t *count, int64_t want) {
-    toka_group *g = d->group;
-    uint64_t seen = 0;
-    double quiet = 0;
-    pthread_mutex_lock(&g->lock);
-    d->rank->waits = whom;
-    while (*count < want && !g->broken) {
-        const bool slept = group_nap(g);
-        quiet = group_moved(g, &seen) ? 0 : quiet + slept * 0.1;
-        if (quiet >= g->patience && *count < want && !g->broken) group_blame(g, (int)(d->rank - g->ranks));
+static bool group_wait(toka_device *dev, enum group_wait_reason reason, const int64_t *counter, int64_t target) {
+    toka_group *group = dev->group;
+    uint64_t last_progress = 0;
+    double stalled_s = 0;
+    pthread_mutex_lock(&group->lock);
+    dev->rank->waits_for = reason;
+    while (*counter < target && !group->broken) {
+        const bool timed_out = group_sleep(group);
+        stalled_s = group_moved(group, &last_progress) ? 0 : stalled_s + timed_out * 0.1;
+        if (stalled_s >= group->watchdog_s && *counter < target && !group->broken) group_diagnose(group, (int)(dev->rank - group->ranks));
     }
-    d->rank->waits = GROUP_RUNS;
-    const bool there = *count >= want && !g->broken;
-    pthread_mutex_unlock(&g->lock);
-    return there;
+    dev->rank->waits_for = GROUP_WAIT_NONE;
+    const bool reached = *counter >= target && !group->broken;
+    pthread_mutex_unlock(&group->lock);
+    return reached;
 }
 
 /* Every op begins here; NULL: it has no name. False: the device or the group has failed and there is nothing to do. */
-static bool op_begins(toka_device *d, const char *op) {
-    if (d->error.code) return false;
-    if (!d->group) return true;
-    if (group_is_broken(d->group)) return false;
-    if (!op || d->graphs.capturing) return true;
-    const char **behind = &d->rank->ops[d->rank->n_meetings % MEET_OPS];
-    if (d->op_at != d->rank->n_meetings) d->op_at = d->rank->n_meetings, __atomic_store_n(behind, op, __ATOMIC_RELEASE);
-    __atomic_store_n(&d->rank->op, op, __ATOMIC_RELEASE);
-    __atomic_fetch_add(&d->group->progress, 1, __ATOMIC_RELEASE);
+static bool op_begin(toka_device *dev, const char *op) {
+    if (dev->error.code) return false;
+    if (!dev->group) return true;
+    if (group_is_broken(dev->group)) return false;
+    if (!op || dev->graphs.capturing) return true;
+    const char **entry = &dev->rank->op_ring[dev->rank->n_barriers % OP_RING];
+    if (dev->noted_barriers != dev->rank->n_barriers) dev->noted_barriers = dev->rank->n_barriers, __atomic_store_n(entry, op, __ATOMIC_RELEASE);
+    __atomic_store_n(&dev->rank->op, op, __ATOMIC_RELEASE);
+    __atomic_fetch_add(&dev->group->progress, 1, __ATOMIC_RELEASE);
     return true;
 }
 
 /* The stream waits for another rank's event; draws of step `needs`, or 0: a message. The step begins, as far as time is counted,
  * behind that: what the GPU waits is a pipeline's bubble. */
-static void group_ask(toka_device *d, cudaEvent_t event, int64_t needs) {
-    group_rank *r = d->rank;
-    const int at = (int)(r->asks % TOKA_GPU_LINK_BUFFERS);
-    latch(d, cudaEventRecord(r->asked[at], d->stream), "wait for a rank");
-    pthread_mutex_lock(&d->group->lock);
-    r->needs[at] = needs, r->asks++;
-    pthread_mutex_unlock(&d->group->lock);
-    latch(d, cudaStreamWaitEvent(d->stream, event, 0), "wait for a rank");
-    latch(d, cudaEventRecord(d->clock.begun[d->newest], d->stream), "step");
+static void group_stream_wait(toka_device *dev, cudaEvent_t event, int64_t needs_step) {
+    group_rank *state = dev->rank;
+    const int index = (int)(state->n_waits % TOKA_GPU_LINK_BUFFERS);
+    latch_error(dev, cudaEventRecord(state->wait_events[index], dev->stream), "wait for a rank");
+    pthread_mutex_lock(&dev->group->lock);
+    state->needs_step[index] = needs_step, state->n_waits++;
+    pthread_mutex_unlock(&dev->group->lock);
+    latch_error(dev, cudaStreamWaitEvent(dev->stream, event, 0), "wait for a rank");
+    latch_error(dev, cudaEventRecord(dev->clock.begun[dev->last_begun], dev->stream), "step");
 }
 
-/* A kernel with meetings. Graphs may hold it, as the GPU counts; the host's count is for group_blame, and is raised as graphs are
+/* A kernel with meetings. Graphs may hold it, as the GPU counts; the host's count is for group_diagnose, and is raised as graphs are
  * launched. */
 template <class... P>
-static void launch_meeting(toka_device *d, const char *what, int meetings, void (*kernel)(meeting, P...),
-                           typename as_declared<P>::type... args) {
-    if (!graph_runs(d)) launch_dependent(d, what, kernel, dim3((unsigned)d->meet_ctas), MEET_THREADS, 0, 1, d->meet, args...);
-    if (d->graphs.capturing) d->graphs.now->meetings += meetings;
-    else d->rank->n_meetings += (unsigned)meetings;
+static void launch_barrier_kernel(toka_device *dev, const char *what, int n_barriers, void (*kernel)(rank_barrier, P...),
+                           typename type_identity<P>::type... args) {
+    if (!graph_is_replay(dev)) launch_dependent(dev, what, kernel, dim3((unsigned)dev->barrier_ctas), BARRIER_THREADS, 0, 1, dev->barrier, args...);
+    if (dev->graphs.capturing) dev->graphs.current->n_barriers += n_barriers;
+    else dev->rank->n_barriers += (unsigned)n_barriers;
 }
 
 /* ---- Opening: a rank joins ---- */
 
-static cudaEvent_t group_event(toka_device *d) {
-    cudaEvent_t e = NULL;
-    if (!d->error.code) latch(d, cudaEventCreateWithFlags(&e, cudaEventDisableTiming), "an event");
-    return e;
+static cudaEvent_t group_event_create(toka_device *dev) {
+    cudaEvent_t event = NULL;
+    if (!dev->error.code) latch_error(dev, cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "an event");
+    return event;
 }
 
 /* What this rank has for the others. */
-static void group_take_memory(toka_device *d) {
-    toka_group *g = d->group;
-    group_rank *r = d->rank;
-    const size_t x = (size_t)d->options.max_tokens * d->E * sizeof(bf16);
-    if (g->tp_size > 1) {
-        size_t parts, bytes = group_inbox_bytes(d, &parts);
-        size_t lines = (size_t)MEET_CTAS * MEET_RANKS * sizeof(meet_line);
-        r->inbox = (char *)dev_alloc(d, bytes, "room for sums");
-        r->lines = (meet_line *)dev_alloc(d, lines, "room for sums");
-        d->meet.count = (unsigned *)dev_alloc(d, MEET_CTAS * sizeof(unsigned), "room for sums");
-        if (d->error.code) return;
-        latch(d, cudaMemsetAsync(r->lines, 0, lines, d->stream), "room for sums");
-        latch(d, cudaMemsetAsync(d->meet.count, 0, MEET_CTAS * sizeof(unsigned), d->stream), "room for sums");
+static void group_alloc(toka_device *dev) {
+    toka_group *group = dev->group;
+    group_rank *state = dev->rank;
+    const size_t x_bytes = (size_t)dev->options.max_tokens * dev->E * sizeof(bf16);
+    if (group->tp_size > 1) {
+        size_t samp_offset, bytes = group_recv_bytes(dev, &samp_offset);
+        size_t flags_bytes = (size_t)BARRIER_CTAS * BARRIER_MAX_RANKS * sizeof(signal_flag);
+        state->recv_buffer = (char *)dev_alloc(dev, bytes, "room for sums");
+        state->signal_flags = (signal_flag *)dev_alloc(dev, flags_bytes, "room for sums");
+        dev->barrier.counts = (unsigned *)dev_alloc(dev, BARRIER_CTAS * sizeof(unsigned), "room for sums");
+        if (dev->error.code) return;
+        latch_error(dev, cudaMemsetAsync(state->signal_flags, 0, flags_bytes, dev->stream), "room for sums");
+        latch_error(dev, cudaMemsetAsync(dev->barrier.counts, 0, BARRIER_CTAS * sizeof(unsigned), dev->stream), "room for sums");
     }
-    r->last = d->last;
-    if (g->pp_size > 1) latch(d, cudaStreamCreateWithFlags(&d->copies, cudaStreamNonBlocking), "cudaStreamCreate");
-    for (cudaEvent_t &e : r->asked)
-        if (g->pp_size > 1) e = group_event(d);
-    if (!first_stage(d)) {
-        group_link *l = &g->links[r - g->ranks - g->tp_size];
-        r->slots = (char *)dev_alloc(d, TOKA_GPU_LINK_BUFFERS * x, "room for messages");
-        for (cudaEvent_t &e : l->taken_at) e = group_event(d);
+    state->last_tokens = dev->last_tokens;
+    if (group->pp_size > 1) latch_error(dev, cudaStreamCreateWithFlags(&dev->send_stream, cudaStreamNonBlocking), "cudaStreamCreate");
+    for (cudaEvent_t &event : state->wait_events)
+        if (group->pp_size > 1) event = group_event_create(dev);
+    if (!is_first_stage(dev)) {
+        group_channel *channel = &group->channels[state - group->ranks - group->tp_size];
+        state->channel_buffers = (char *)dev_alloc(dev, TOKA_GPU_LINK_BUFFERS * x_bytes, "room for messages");
+        for (cudaEvent_t &event : channel->received_events) event = group_event_create(dev);
     }
-    if (!last_stage(d)) {
-        group_link *l = &g->links[r - g->ranks];
-        l->outbox = (bf16 *)dev_alloc(d, x, "room for messages");
-        l->ready = group_event(d);
-        for (cudaEvent_t &e : l->sent_at) e = group_event(d);
+    if (!is_last_stage(dev)) {
+        group_channel *channel = &group->channels[state - group->ranks];
+        channel->send_buffer = (bf16 *)dev_alloc(dev, x_bytes, "room for messages");
+        channel->send_ready = group_event_create(dev);
+        for (cudaEvent_t &event : channel->sent_events) event = group_event_create(dev);
     }
-    if (last_stage(d) && g->pp_size > 1 && d->options.tp_rank == 0) {
-        d->drawn = group_event(d);
-        for (cudaEvent_t &e : g->drawn_at) e = group_event(d);
+    if (is_last_stage(dev) && group->pp_size > 1 && dev->options.tp_rank == 0) {
+        dev->sampled_event = group_event_create(dev);
+        for (cudaEvent_t &event : group->sampled_events) event = group_event_create(dev);
     }
 }
 
 /* What it took besides memory. */
-static void group_free(toka_device *d) {
-    toka_group *g = d->group;
-    const int i = (int)(d->rank - g->ranks);
+static void group_free(toka_device *dev) {
+    toka_group *group = dev->group;
+    const int rank = (int)(dev->rank - group->ranks);
     cudaEvent_t none = NULL;
-    auto end = [&](cudaEvent_t &e) {
-        if (e) cudaEventDestroy(e);
-        e = none;
+    auto destroy = [&](cudaEvent_t &event) {
+        if (event) cudaEventDestroy(event);
+        event = none;
     };
-    if (!first_stage(d))
-        for (cudaEvent_t &e : g->links[i - g->tp_size].taken_at) end(e);
-    if (!last_stage(d)) {
-        end(g->links[i].ready);
-        for (cudaEvent_t &e : g->links[i].sent_at) end(e);
+    if (!is_first_stage(dev))
+        for (cudaEvent_t &event : group->channels[rank - group->tp_size].received_events) destroy(event);
+    if (!is_last_stage(dev)) {
+        destroy(group->channels[rank].send_ready);
+        for (cudaEvent_t &event : group->channels[rank].sent_events) destroy(event);
     }
-    for (cudaEvent_t &e : d->rank->asked) end(e);
-    if (d->drawn)
-        for (cudaEvent_t &e : g->drawn_at) end(e);
-    end(d->drawn);
-    if (d->copies) cudaStreamDestroy(d->copies);
+    for (cudaEvent_t &event : dev->rank->wait_events) destroy(event);
+    if (dev->sampled_event)
+        for (cudaEvent_t &event : group->sampled_events) destroy(event);
+    destroy(dev->sampled_event);
+    if (dev->send_stream) cudaStreamDestroy(dev->send_stream);
 }
 
 /* Lets this GPU reach the memory of those that it meets or sends to. */
-static void group_reach(toka_device *d) {
-    toka_group *g = d->group;
-    for (int i = 0; i < g->tp_size * g->pp_size && !d->error.code; i++) {
-        const int other = g->ranks[i].ordinal;
-        int can = other == d->ordinal;
-        if (!can) latch(d, cudaDeviceCanAccessPeer(&can, d->ordinal, other), "peer access");
-        d->rank->reaches |= can && &g->ranks[i] != d->rank;
-        if (can && other != d->ordinal) {
+static void group_enable_peers(toka_device *dev) {
+    toka_group *group = dev->group;
+    for (int rank = 0; rank < group->tp_size * group->pp_size && !dev->error.code; rank++) {
+        const int other = group->ranks[rank].ordinal;
+        int can_access = other == dev->ordinal;
+        if (!can_access) latch_error(dev, cudaDeviceCanAccessPeer(&can_access, dev->ordinal, other), "peer access");
+        dev->rank->has_peer_access |= can_access && &group->ranks[rank] != dev->rank;
+        if (can_access && other != dev->ordinal) {
             cudaError_t code = cudaDeviceEnablePeerAccess(other, 0);
-            if (code != cudaErrorPeerAccessAlreadyEnabled) latch(d, code, "peer access");
+            if (code != cudaErrorPeerAccessAlreadyEnabled) latch_error(dev, code, "peer access");
             cudaGetLastError();
         }
-        if (can || i / g->tp_size != d->options.pp_rank || d->error.code) continue;
-        d->error.code = TOKA_E_DEVICE;
-        snprintf(d->error.msg, sizeof d->error.msg, "GPU: GPUs %d and %d cannot reach each other's memory (no peer access), which "
-                 "tensor ranks need; --pipeline-parallel-size and --data-parallel-size do not", d->ordinal, other);
+        if (can_access || rank / group->tp_size != dev->options.pp_rank || dev->error.code) continue;
+        dev->error.code = TOKA_E_DEVICE;
+        snprintf(dev->error.msg, sizeof dev->error.msg, "GPU: GPUs %d and %d cannot reach each other's memory (no peer access), which "
+                 "tensor ranks need; --pipeline-parallel-size and --data-parallel-size do not", dev->ordinal, other);
     }
 }
 
 /* Tensor ranks do the same with a step: what they choose by, they choose by what all of them have. With the lock held. */
-static void group_agree(toka_device *d) {
-    const toka_group *g = d->group;
-    const group_rank *r = d->rank - d->options.tp_rank;
+static void group_agree(toka_device *dev) {
+    const toka_group *group = dev->group;
+    const group_rank *ranks = dev->rank - dev->options.tp_rank;
     int K = 0, n_sms = INT_MAX, other = 0;
-    for (int q = 0; q < g->tp_size; q++) {
-        K = max(K, r[q].K), n_sms = min(n_sms, r[q].n_sms);
-        if ((r[q].arch == 90) != (r[0].arch == 90)) other = q;
+    for (int rank = 0; rank < group->tp_size; rank++) {
+        K = max(K, ranks[rank].K), n_sms = min(n_sms, ranks[rank].n_sms);
+        if ((ranks[rank].arch == 90) != (ranks[0].arch == 90)) other = rank;
     }
-    attn_agree(d, K, n_sms);
+    attn_agree(dev, K, n_sms);
     if (!other) return;
-    d->error.code = TOKA_E_DEVICE;
-    snprintf(d->error.msg, sizeof d->error.msg, "GPU: GPUs %d and %d have compute capability %d.%d and %d.%d, expected 9.0 of all "
-             "tensor ranks or of none; --pipeline-parallel-size and --data-parallel-size take both", r->ordinal,
-             r[other].ordinal, r->arch / 10, r->arch % 10, r[other].arch / 10, r[other].arch % 10);
+    dev->error.code = TOKA_E_DEVICE;
+    snprintf(dev->error.msg, sizeof dev->error.msg, "GPU: GPUs %d and %d have compute capability %d.%d and %d.%d, expected 9.0 of all "
+             "tensor ranks or of none; --pipeline-parallel-size and --data-parallel-size take both", ranks->ordinal,
+             ranks[other].ordinal, ranks->arch / 10, ranks->arch % 10, ranks[other].arch / 10, ranks[other].arch % 10);
 }
 
 /* "4 x NVIDIA H200, 150 GB each": all GPUs that this process opens. */
-static void group_describe(toka_device *d) {
-    toka_group *g = d->group;
-    const int n = d->options.n_devices;
-    int peers = 1;
-    for (int i = 0; i < g->tp_size * g->pp_size; i++) {
-        int can = g->ranks[i].ordinal == d->ordinal;
-        if (!can) cudaDeviceCanAccessPeer(&can, d->ordinal, g->ranks[i].ordinal);
-        peers &= can;
+static void group_describe(toka_device *dev) {
+    toka_group *group = dev->group;
+    const int n_devices = dev->options.n_devices;
+    int all_peers = 1;
+    for (int rank = 0; rank < group->tp_size * group->pp_size; rank++) {
+        int can_access = group->ranks[rank].ordinal == dev->ordinal;
+        if (!can_access) cudaDeviceCanAccessPeer(&can_access, dev->ordinal, group->ranks[rank].ordinal);
+        all_peers &= can_access;
     }
-    char said[sizeof g->about]; /* by ranks that have got further */
-    pthread_mutex_lock(&g->lock);
-    memcpy(said, g->about, sizeof said);
-    snprintf(g->about, sizeof g->about, "%d x %s%s%s%s", n, d->about, gpus_shared() ? ", which ranks share" : "",
-             g->tp_size * g->pp_size == 1 ? "" : peers ? ", peer access" : ", no peer access: messages go through the host", said);
-    pthread_mutex_unlock(&g->lock);
+    char others[sizeof group->description]; /* by ranks that have got further */
+    pthread_mutex_lock(&group->lock);
+    memcpy(others, group->description, sizeof others);
+    snprintf(group->description, sizeof group->description, "%d x %s%s%s%s", n_devices, dev->description, debug_shared_gpus() ? ", which ranks share" : "",
+             group->tp_size * group->pp_size == 1 ? "" : all_peers ? ", peer access" : ", no peer access: messages go through the host", others);
+    pthread_mutex_unlock(&group->lock);
 }
 
 /* Takes the device's place in its group, waits until all ranks have theirs, and finds what they have. Last step of opening. */
-static void group_join(toka_device *d) {
-    toka_group *g = d->group;
-    const int tp = g->tp_size, first = d->options.pp_rank * tp;
-    pthread_mutex_lock(&g->lock);
-    d->rank->d = d, d->rank->waits = GROUP_WAITS_OPEN, g->n_joined++;
-    d->rank->K = d->shape->K, d->rank->n_sms = d->n_sms, d->rank->arch = d->arch;
-    pthread_cond_broadcast(&g->changed);
-    while (g->n_joined < tp * g->pp_size && !g->broken) group_nap(g);
-    d->rank->waits = GROUP_RUNS;
-    if (g->broken && g->error.code) d->error = g->error;
-    else if (g->broken) {
-        d->error.code = TOKA_E_DEVICE;
-        snprintf(d->error.msg, sizeof d->error.msg, "GPU: %sthe ranks were told to end while they opened", d->where);
-    } else group_agree(d);
-    pthread_mutex_unlock(&g->lock);
-    if (!d->error.code) group_reach(d);
-    d->meet.me = d->options.tp_rank, d->meet.n = tp, d->meet.over = g->over, d->meet.trace = g->trace + 2 * (d->rank - g->ranks);
-    for (int q = 0; q < tp; q++) d->meet.lines[q] = g->ranks[first + q].lines, d->meet.inbox[q] = g->ranks[first + q].inbox;
-    d->meet_ctas = gpus_shared() ? MEET_SHARED_CTAS : MEET_CTAS;
-    if (first == 0 && d->options.tp_rank == 0) group_describe(d);
+static void group_join(toka_device *dev) {
+    toka_group *group = dev->group;
+    const int tp = group->tp_size, rank0 = dev->options.pp_rank * tp;
+    pthread_mutex_lock(&group->lock);
+    dev->rank->dev = dev, dev->rank->waits_for = GROUP_WAIT_OPEN, group->n_joined++;
+    dev->rank->K = dev->shape->K, dev->rank->n_sms = dev->n_sms, dev->rank->arch = dev->arch;
+    pthread_cond_broadcast(&group->changed);
+    while (group->n_joined < tp * group->pp_size && !group->broken) group_sleep(group);
+    dev->rank->waits_for = GROUP_WAIT_NONE;
+    if (group->broken && group->error.code) dev->error = group->error;
+    else if (group->broken) {
+        dev->error.code = TOKA_E_DEVICE;
+        snprintf(dev->error.msg, sizeof dev->error.msg, "GPU: %sthe ranks were told to end while they opened", dev->rank_prefix);
+    } else group_agree(dev);
+    pthread_mutex_unlock(&group->lock);
+    if (!dev->error.code) group_enable_peers(dev);
+    dev->barrier.tp_rank = dev->options.tp_rank, dev->barrier.tp_size = tp, dev->barrier.aborted = group->aborted, dev->barrier.progress = group->barrier_progress + 2 * (dev->rank - group->ranks);
+    for (int rank = 0; rank < tp; rank++) dev->barrier.signal_flags[rank] = group->ranks[rank0 + rank].signal_flags, dev->barrier.recv_buffers[rank] = group->ranks[rank0 + rank].recv_buffer;
+    dev->barrier_ctas = debug_shared_gpus() ? BARRIER_SHARED_CTAS : BARRIER_CTAS;
+    if (rank0 == 0 && dev->options.tp_rank == 0) group_describe(dev);
 }
 
 /* The place of a device that is about to be opened. */
-static void group_place(toka_device *d) {
-    toka_group *g = d->group = d->options.group;
-    const int i = d->options.pp_rank * g->tp_size + d->options.tp_rank;
-    assert(i < g->tp_size * g->pp_size && d->options.tp_rank < g->tp_size && !g->ranks[i].d);
-    d->rank = &g->ranks[i], d->rank->ordinal = d->ordinal, d->op_at = ~0u;
+static void group_assign_rank(toka_device *dev) {
+    toka_group *group = dev->group = dev->options.group;
+    const int rank = dev->options.pp_rank * group->tp_size + dev->options.tp_rank;
+    assert(rank < group->tp_size * group->pp_size && dev->options.tp_rank < group->tp_size && !group->ranks[rank].dev);
+    dev->rank = &group->ranks[rank], dev->rank->ordinal = dev->ordinal, dev->noted_barriers = ~0u;
     char name[64];
-    group_rank_name(g, i, name);
-    snprintf(d->where, sizeof d->where, "%s: ", name);
+    group_rank_name(group, rank, name);
+    snprintf(dev->rank_prefix, sizeof dev->rank_prefix, "%s: ", name);
 }
 
 /* ---- Failure, and closing ---- */
 
 /* A rank that cannot open ends the others, too, which wait for it. */
-static void group_fail(toka_group *g, const toka_err *e) {
-    pthread_mutex_lock(&g->lock);
-    if (!g->error.code) g->error = *e;
-    group_break(g);
-    pthread_mutex_unlock(&g->lock);
+static void group_fail(toka_group *group, const toka_err *e) {
+    pthread_mutex_lock(&group->lock);
+    if (!group->error.code) group->error = *e;
+    group_break(group);
+    pthread_mutex_unlock(&group->lock);
 }
 
 /* The group's failure becomes the device's. */
-static void group_latch(toka_device *d) {
-    toka_group *g = d->group;
+static void group_latch_error(toka_device *dev) {
+    toka_group *group = dev->group;
     char name[64];
-    pthread_mutex_lock(&g->lock);
-    d->error = g->error;
-    if (!g->error.code) {
-        group_rank_name(g, (int)(d->rank - g->ranks), name);
-        d->error.code = TOKA_E_DEVICE;
-        snprintf(d->error.msg, sizeof d->error.msg, "GPU: the ranks were told to end; %s was in %s", name,
-                 d->rank->op ? d->rank->op : "no op");
+    pthread_mutex_lock(&group->lock);
+    dev->error = group->error;
+    if (!group->error.code) {
+        group_rank_name(group, (int)(dev->rank - group->ranks), name);
+        dev->error.code = TOKA_E_DEVICE;
+        snprintf(dev->error.msg, sizeof dev->error.msg, "GPU: the ranks were told to end; %s was in %s", name,
+                 dev->rank->op ? dev->rank->op : "no op");
     }
-    pthread_mutex_unlock(&g->lock);
+    pthread_mutex_unlock(&group->lock);
 }
 
 /* A GPU that faults takes those along that reach its memory, and the rank that looks first has the error: not always the one at
  * fault. What is known beside that: who had not come to a meeting that others of its stage had come to. */
-static void group_doubt(toka_device *d) {
-    toka_group *g = d->group;
-    group_rank *r = d->rank;
-    const int me = (int)(r - g->ranks), first = me / g->tp_size * g->tp_size;
-    const cudaError_t code = d->stream ? cudaStreamQuery(d->stream) : cudaSuccess;
-    if (r->told || !r->reaches || code == cudaSuccess || code == cudaErrorNotReady) return;
-    int behind = first, n_ahead = 0;
+static void group_note_peer_fault(toka_device *dev) {
+    toka_group *group = dev->group;
+    group_rank *state = dev->rank;
+    const int me = (int)(state - group->ranks), rank0 = me / group->tp_size * group->tp_size;
+    const cudaError_t code = dev->stream ? cudaStreamQuery(dev->stream) : cudaSuccess;
+    if (state->peer_fault_noted || !state->has_peer_access || code == cudaSuccess || code == cudaErrorNotReady) return;
+    int late_rank = rank0, n_ahead = 0;
     char name[64];
-    for (int q = first; q < first + g->tp_size; q++)
-        if ((int)(group_trace(g, q, 0) - group_trace(g, behind, 0)) < 0) behind = q;
-    for (int q = first; q < first + g->tp_size; q++) n_ahead += group_trace(g, q, 0) != group_trace(g, behind, 0);
-    const bool known = n_ahead > 0 && n_ahead == g->tp_size - 1;
-    r->told = true;
-    if (known && behind == me) return;
-    const size_t n = strlen(d->error.msg);
-    group_rank_name(g, behind, name);
-    snprintf(d->error.msg + n, sizeof d->error.msg - n,
+    for (int other = rank0; other < rank0 + group->tp_size; other++)
+        if ((int)(group_barrier_progress(group, other, 0) - group_barrier_progress(group, late_rank, 0)) < 0) late_rank = other;
+    for (int other = rank0; other < rank0 + group->tp_size; other++) n_ahead += group_barrier_progress(group, other, 0) != group_barrier_progress(group, late_rank, 0);
+    const bool is_known = n_ahead > 0 && n_ahead == group->tp_size - 1;
+    state->peer_fault_noted = true;
+    if (is_known && late_rank == me) return;
+    const size_t length = strlen(dev->error.msg);
+    group_rank_name(group, late_rank, name);
+    snprintf(dev->error.msg + length, sizeof dev->error.msg - length,
              "; it may be another rank's fault, GPUs that reach each other's memory fail together%s%s%s",
-             known ? ": " : "", known ? name : "", known ? " is behind, the others waited for it" : "");
+             is_known ? ": " : "", is_known ? name : "", is_known ? " is behind, the others waited for it" : "");
 }
 
 /* Waits for an event of this rank's stream, or until the group is broken: another rank may be why it never comes. */
-static void group_sync(toka_device *d, cudaEvent_t event) {
+static void group_sync(toka_device *dev, cudaEvent_t event) {
     cudaError_t code;
-    for (int turn = 0; (code = cudaEventQuery(event)) == cudaErrorNotReady && !group_is_broken(d->group); turn++)
-        if (turn < 64) sched_yield();
+    for (int n_polls = 0; (code = cudaEventQuery(event)) == cudaErrorNotReady && !group_is_broken(dev->group); n_polls++)
+        if (n_polls < 64) sched_yield();
         else usleep(20);
-    if (code != cudaErrorNotReady) latch(d, code, "step");
-    __atomic_fetch_add(&d->group->progress, 1, __ATOMIC_RELEASE);
+    if (code != cudaErrorNotReady) latch_error(dev, code, "step");
+    __atomic_fetch_add(&dev->group->progress, 1, __ATOMIC_RELEASE);
 }
 
 /* Before anything of a device is freed: it, and all ranks that joined, have ended what they do with one another's memory. False:
  * some GPU has not ended, or a rank has not come for longer than the two streams of one may take; then nobody frees anything. */
-static bool group_leave(toka_device *d) {
-    toka_group *g = d->group;
-    bool ends = true;
-    for (cudaStream_t stream : {d->stream, d->copies})
-        for (int ms = 0; ends && stream && cudaStreamQuery(stream) == cudaErrorNotReady; ms += group_is_broken(g))
-            ends = ms < 2000, usleep(1000);
-    pthread_mutex_lock(&g->lock);
-    const bool joined = d->rank->d;
-    g->n_leaving += joined, g->hangs |= !ends;
-    pthread_cond_broadcast(&g->changed);
-    for (int naps = 0; joined && g->n_leaving < g->n_joined && naps < (g->broken ? 60 : 100);) naps += group_nap(g);
-    g->hangs |= joined && g->n_leaving < g->n_joined;
-    const bool hangs = g->hangs;
-    pthread_mutex_unlock(&g->lock);
-    if (!hangs) group_free(d);
-    return !hangs;
+static bool group_leave(toka_device *dev) {
+    toka_group *group = dev->group;
+    bool finished = true;
+    for (cudaStream_t stream : {dev->stream, dev->send_stream})
+        for (int ms = 0; finished && stream && cudaStreamQuery(stream) == cudaErrorNotReady; ms += group_is_broken(group))
+            finished = ms < 2000, usleep(1000);
+    pthread_mutex_lock(&group->lock);
+    const bool joined = dev->rank->dev;
+    group->n_closing += joined, group->hung |= !finished;
+    pthread_cond_broadcast(&group->changed);
+    for (int n_timeouts = 0; joined && group->n_closing < group->n_joined && n_timeouts < (group->broken ? 60 : 100);) n_timeouts += group_sleep(group);
+    group->hung |= joined && group->n_closing < group->n_joined;
+    const bool hung = group->hung;
+    pthread_mutex_unlock(&group->lock);
+    if (!hung) group_free(dev);
+    return !hung;
 }
 
 /* ---- Ops: all_reduce, send, receive ---- */
 
-static bool sum_scatters(const toka_device *d, int rows) {
-    const size_t bytes = (size_t)ceil_div(rows, 128) * 128 * d->E * sizeof(bf16); /* of whole tiles, to which graphs fill up */
-    return tp_size(d) > 1 && d->hopper && rows > FEW_MAX && bytes >= TOKA_GPU_SCATTER_BYTES;
+static bool reduce_scatter_pays(const toka_device *dev, int rows) {
+    const size_t bytes = (size_t)ceil_div(rows, 128) * 128 * dev->E * sizeof(bf16); /* of whole tiles, to which graphs fill up */
+    return tp_size(dev) > 1 && dev->hopper && rows > SMALLM_MAX && bytes >= TOKA_GPU_SCATTER_BYTES;
 }
 /* Of that many rows those that one rank adds up; the last ranks may have fewer. */
-static int sum_share(const toka_device *d, int rows) { return ceil_div(rows, 16 * tp_size(d)) * 16; }
+static int reduce_share_rows(const toka_device *dev, int rows) { return ceil_div(rows, 16 * tp_size(dev)) * 16; }
 /* y = x W^T on the way to a sum over tensor ranks: in boxes of the ranks that add it up. False: nothing was done. */
-static bool sum_scatter(toka_device *d, const gemm_args *a) {
-    const int n = tp_size(d), share = sum_share(d, a->M);
-    if (!sum_scatters(d, a->M)) return false;
-    bf16 *boxes[MEET_RANKS];
-    for (int q = 0; q < n; q++) boxes[q] = (bf16 *)two_shot_boxes(d->meet, q) + (size_t)d->meet.me * share * d->E;
-    gemm_wgmma_scatter(d, a, boxes, n, share);
-    d->scattered = a->y;
+static bool gemm_reduce_scatter(toka_device *dev, const gemm_args *args) {
+    const int n_ranks = tp_size(dev), share_rows = reduce_share_rows(dev, args->M);
+    if (!reduce_scatter_pays(dev, args->M)) return false;
+    bf16 *buffers[BARRIER_MAX_RANKS];
+    for (int rank = 0; rank < n_ranks; rank++) buffers[rank] = (bf16 *)two_shot_buffers(dev->barrier, rank) + (size_t)dev->barrier.tp_rank * share_rows * dev->E;
+    gemm_wgmma_scatter(dev, args, buffers, n_ranks, share_rows);
+    dev->unreduced_x = args->y;
     return true;
 }
 /* Before x is read: it has the sum, each rank its own rows, and its norm by w is in xn; without w the sum is in everybody's x.
  * False: x has it already, and nothing was done. */
-static bool sum_norm(toka_device *d, const float *w) {
-    if (!d->scattered) return false;
-    const int T = d->step->T, share = sum_share(d, T), rows = min(share, T - d->meet.me * share);
-    bf16 *x = d->scattered;
-    d->scattered = NULL;
-    launch_meeting(d, "sum", 2, sum_norm_kernel, (uint4 *)x, w ? (uint4 *)d->xn : (uint4 *)x,
-                   (const uint4 *)two_shot_boxes(d->meet, d->meet.me), share, rows, w, d->E, 1.0f / d->shape->E, d->shape->eps);
-    if (!d->graphs.capturing)
-        d->op_at = d->rank->n_meetings, __atomic_store_n(&d->rank->ops[d->op_at % MEET_OPS], d->rank->op, __ATOMIC_RELEASE);
-    clock_part(d, TOKA_OP_ALL_REDUCE);
+static bool reduce_norm(toka_device *dev, const float *norm_weight) {
+    if (!dev->unreduced_x) return false;
+    const int T = dev->step->T, share_rows = reduce_share_rows(dev, T), rows = min(share_rows, T - dev->barrier.tp_rank * share_rows);
+    bf16 *x = dev->unreduced_x;
+    dev->unreduced_x = NULL;
+    launch_barrier_kernel(dev, "sum", 2, reduce_norm_kernel, (uint4 *)x, norm_weight ? (uint4 *)dev->xn : (uint4 *)x,
+                   (const uint4 *)two_shot_buffers(dev->barrier, dev->barrier.tp_rank), share_rows, rows, norm_weight, dev->E, 1.0f / dev->shape->E, dev->shape->eps);
+    if (!dev->graphs.capturing)
+        dev->noted_barriers = dev->rank->n_barriers, __atomic_store_n(&dev->rank->op_ring[dev->noted_barriers % OP_RING], dev->rank->op, __ATOMIC_RELEASE);
+    clock_record_op(dev, TOKA_OP_ALL_REDUCE);
     return true;
 }
 
-static void cuda_all_reduce(toka_device *d, toka_dev_ptr x, int rows) {
-    const size_t bytes = (size_t)(d->graphs.now ? d->step->T : rows) * d->E * sizeof(bf16);
-    if (tp_size(d) == 1 || !op_begins(d, "all_reduce") || d->scattered) return; /* see sum_norm */
-    const bool once = one_shot_pays(d->meet.n, bytes);
-    launch_meeting(d, "all-reduce", once ? 1 : 2, once ? one_shot_kernel : two_shot_kernel, (uint4 *)x.at, (int)(bytes / 16));
-    clock_part(d, TOKA_OP_ALL_REDUCE);
+static void cuda_all_reduce(toka_device *dev, toka_dev_ptr x, int rows) {
+    const size_t bytes = (size_t)(dev->graphs.current ? dev->step->T : rows) * dev->E * sizeof(bf16);
+    if (tp_size(dev) == 1 || !op_begin(dev, "all_reduce") || dev->unreduced_x) return; /* see reduce_norm */
+    const bool one_shot = one_shot_pays(dev->barrier.tp_size, bytes);
+    launch_barrier_kernel(dev, "all-reduce", one_shot ? 1 : 2, one_shot ? one_shot_kernel : two_shot_kernel, (uint4 *)x.at, (int)(bytes / 16));
+    clock_record_op(dev, TOKA_OP_ALL_REDUCE);
 }
 
-static void cuda_send(toka_device *d, toka_dev_ptr x, int rows) {
-    if (!op_begins(d, "send")) return;
-    sum_norm(d, NULL); /* in a graph, where the step is one */
-    if (d->graphs.capturing) return;
-    graph_launch(d);
-    toka_group *g = d->group;
-    group_link *l = &g->links[d->rank - g->ranks];
-    const group_rank *to = d->rank + g->tp_size;
-    const size_t bytes = (size_t)rows * d->E * sizeof(bf16), room = (size_t)d->options.max_tokens * d->E * sizeof(bf16);
-    const int64_t i = l->sent;
-    const int at = (int)(i % TOKA_GPU_LINK_BUFFERS);
-    if (i) latch(d, cudaStreamWaitEvent(d->stream, l->sent_at[(i - 1) % TOKA_GPU_LINK_BUFFERS], 0), "send");
-    latch(d, cudaMemcpyAsync(l->outbox, (const void *)x.at, bytes, cudaMemcpyDeviceToDevice, d->stream), "send");
-    latch(d, cudaEventRecord(l->ready, d->stream), "send");
-    if (!group_wait(d, GROUP_WAITS_NEXT, &l->taken, i + 1 - TOKA_GPU_LINK_BUFFERS)) return;
-    latch(d, cudaStreamWaitEvent(d->copies, l->ready, 0), "send");
-    if (i >= TOKA_GPU_LINK_BUFFERS) latch(d, cudaStreamWaitEvent(d->copies, l->taken_at[at], 0), "send");
-    latch(d, cudaMemcpyPeerAsync(to->slots + at * room, to->ordinal, l->outbox, d->ordinal, bytes, d->copies), "send");
-    latch(d, cudaEventRecord(l->sent_at[at], d->copies), "send");
-    l->rows[at] = rows;
-    group_raise(g, &l->sent, i + 1);
-    clock_part(d, TOKA_OP_SEND_RECEIVE);
+static void cuda_send(toka_device *dev, toka_dev_ptr x, int rows) {
+    if (!op_begin(dev, "send")) return;
+    reduce_norm(dev, NULL); /* in a graph, where the step is one */
+    if (dev->graphs.capturing) return;
+    graph_launch(dev);
+    toka_group *group = dev->group;
+    group_channel *channel = &group->channels[dev->rank - group->ranks];
+    const group_rank *to = dev->rank + group->tp_size;
+    const size_t bytes = (size_t)rows * dev->E * sizeof(bf16), buffer_bytes = (size_t)dev->options.max_tokens * dev->E * sizeof(bf16);
+    const int64_t message = channel->n_sent;
+    const int index = (int)(message % TOKA_GPU_LINK_BUFFERS);
+    if (message) latch_error(dev, cudaStreamWaitEvent(dev->stream, channel->sent_events[(message - 1) % TOKA_GPU_LINK_BUFFERS], 0), "send");
+    latch_error(dev, cudaMemcpyAsync(channel->send_buffer, (const void *)x.at, bytes, cudaMemcpyDeviceToDevice, dev->stream), "send");
+    latch_error(dev, cudaEventRecord(channel->send_ready, dev->stream), "send");
+    if (!group_wait(dev, GROUP_WAIT_NEXT_STAGE, &channel->n_received, message + 1 - TOKA_GPU_LINK_BUFFERS)) return;
+    latch_error(dev, cudaStreamWaitEvent(dev->send_stream, channel->send_ready, 0), "send");
+    if (message >= TOKA_GPU_LINK_BUFFERS) latch_error(dev, cudaStreamWaitEvent(dev->send_stream, channel->received_events[index], 0), "send");
+    latch_error(dev, cudaMemcpyPeerAsync(to->channel_buffers + index * buffer_bytes, to->ordinal, channel->send_buffer, dev->ordinal, bytes, dev->send_stream), "send");
+    latch_error(dev, cudaEventRecord(channel->sent_events[index], dev->send_stream), "send");
+    channel->n_rows[index] = rows;
+    group_advance(group, &channel->n_sent, message + 1);
+    clock_record_op(dev, TOKA_OP_SEND_RECEIVE);
 }
 
-static void cuda_receive(toka_device *d, toka_dev_ptr x, int rows) {
-    if (!op_begins(d, "receive") || d->graphs.capturing) return;
-    toka_group *g = d->group;
-    group_link *l = &g->links[d->rank - g->ranks - g->tp_size];
-    const size_t bytes = (size_t)rows * d->E * sizeof(bf16), room = (size_t)d->options.max_tokens * d->E * sizeof(bf16);
-    const int64_t i = l->taken;
-    const int at = (int)(i % TOKA_GPU_LINK_BUFFERS);
-    if (!group_wait(d, GROUP_WAITS_BEFORE, &l->sent, i + 1)) return;
-    assert(l->rows[at] == rows);
-    group_ask(d, l->sent_at[at], 0);
-    latch(d, cudaMemcpyAsync((void *)x.at, d->rank->slots + at * room, bytes, cudaMemcpyDeviceToDevice, d->stream), "receive");
-    latch(d, cudaEventRecord(l->taken_at[at], d->stream), "receive");
-    group_raise(g, &l->taken, i + 1);
-    clock_part(d, TOKA_OP_SEND_RECEIVE);
+static void cuda_receive(toka_device *dev, toka_dev_ptr x, int rows) {
+    if (!op_begin(dev, "receive") || dev->graphs.capturing) return;
+    toka_group *group = dev->group;
+    group_channel *channel = &group->channels[dev->rank - group->ranks - group->tp_size];
+    const size_t bytes = (size_t)rows * dev->E * sizeof(bf16), buffer_bytes = (size_t)dev->options.max_tokens * dev->E * sizeof(bf16);
+    const int64_t message = channel->n_received;
+    const int index = (int)(message % TOKA_GPU_LINK_BUFFERS);
+    if (!group_wait(dev, GROUP_WAIT_PREV_STAGE, &channel->n_sent, message + 1)) return;
+    assert(channel->n_rows[index] == rows);
+    group_stream_wait(dev, channel->sent_events[index], 0);
+    latch_error(dev, cudaMemcpyAsync((void *)x.at, dev->rank->channel_buffers + index * buffer_bytes, bytes, cudaMemcpyDeviceToDevice, dev->stream), "receive");
+    latch_error(dev, cudaEventRecord(channel->received_events[index], dev->stream), "receive");
+    group_advance(group, &channel->n_received, message + 1);
+    clock_record_op(dev, TOKA_OP_SEND_RECEIVE);
 }
 
 /* ---- Draws, from the last stage to the first ---- */
 
 /* Behind the sampling of a step: the table of drawn ids to the first stage. */
-static void group_send_drawn(toka_device *d, const toka_step *s) {
-    toka_group *g = d->group;
-    if (pp_size(d) == 1 || d->options.tp_rank || d->error.code || group_is_broken(g)) return;
-    latch(d, cudaEventRecord(d->drawn, d->stream), "drawn ids");
-    latch(d, cudaStreamWaitEvent(d->copies, d->drawn, 0), "drawn ids");
-    for (int r = 0; r < g->tp_size; r++)
-        latch(d, cudaMemcpyPeerAsync(g->ranks[r].last, g->ranks[r].ordinal, d->last, d->ordinal,
-                                     (size_t)d->options.n_seqs * sizeof(int), d->copies), "drawn ids");
-    latch(d, cudaEventRecord(g->drawn_at[s->number % DRAW_EVENTS], d->copies), "drawn ids");
-    group_raise(g, &g->drawn, s->number);
+static void group_send_sampled(toka_device *dev, const toka_step *step) {
+    toka_group *group = dev->group;
+    if (pp_size(dev) == 1 || dev->options.tp_rank || dev->error.code || group_is_broken(group)) return;
+    latch_error(dev, cudaEventRecord(dev->sampled_event, dev->stream), "drawn ids");
+    latch_error(dev, cudaStreamWaitEvent(dev->send_stream, dev->sampled_event, 0), "drawn ids");
+    for (int rank = 0; rank < group->tp_size; rank++)
+        latch_error(dev, cudaMemcpyPeerAsync(group->ranks[rank].last_tokens, group->ranks[rank].ordinal, dev->last_tokens, dev->ordinal,
+                                     (size_t)dev->options.n_seqs * sizeof(int), dev->send_stream), "drawn ids");
+    latch_error(dev, cudaEventRecord(group->sampled_events[step->number % SAMPLED_EVENTS], dev->send_stream), "drawn ids");
+    group_advance(group, &group->last_sampled_step, step->number);
 }
 
 /* Before a step is embedded: what it needs has been drawn. False: it never will. */
-static bool group_wait_drawn(toka_device *d, const toka_step *s) {
-    toka_group *g = d->group;
-    if (pp_size(d) == 1 || !s->needs_step) return true;
-    assert(s->number - s->needs_step < DRAW_EVENTS);
-    if (!group_wait(d, GROUP_WAITS_DRAWN, &g->drawn, s->needs_step)) return false;
-    group_ask(d, g->drawn_at[s->needs_step % DRAW_EVENTS], s->needs_step);
-    return !d->error.code;
+static bool group_wait_sampled(toka_device *dev, const toka_step *step) {
+    toka_group *group = dev->group;
+    if (pp_size(dev) == 1 || !step->needs_step) return true;
+    assert(step->number - step->needs_step < SAMPLED_EVENTS);
+    if (!group_wait(dev, GROUP_WAIT_SAMPLED, &group->last_sampled_step, step->needs_step)) return false;
+    group_stream_wait(dev, group->sampled_events[step->needs_step % SAMPLED_EVENTS], step->needs_step);
+    return !dev->error.code;
 }
 
 /* ===========================================================================
@@ -6135,50 +6135,50 @@ static bool group_wait_drawn(toka_device *d, const toka_step *s) {
  *
  * Rows come in two kinds. A plain row (greedy, drawn at a temperature, or scored; no filter, list, penalty or top
  * log-probabilities) needs nothing but its groups. A filtered row has its logits stored, too, and of these the few that can count
- * are worked over; what is left of them goes the same way. In graphs (chapter 15) and in steps of up to FOLD_ROWS, all rows of a
+ * are worked over; what is left of them goes the same way. In graphs (chapter 15) and in steps of up to FUSE_NORM_MAX_ROWS, all rows of a
  * step are of one kind. A row whose rank is wanted is filtered. A step:
  *
  *   rmsnorm             x -> xn: wanted rows
- *   LM head             xn -> parts, one samp_part per (row, block): on Hopper the epilogue of the wgmma GEMM, from which only
- *                       filtered rows' logits leave. Up to SAMP_FEW rows, on other cards, and where the caller wants them, all
- *                       logits are stored (EPI_LOGITS) and samp_blocks_kernel reads them
+ *   LM head             xn -> parts, one samp_partial per (row, block): on Hopper the epilogue of the wgmma GEMM, from which only
+ *                       filtered rows' logits leave. Up to SAMP_STORED_MAX rows, on other cards, and where the caller wants them, all
+ *                       logits are stored (EPI_LOGITS) and samp_partials_kernel reads them
  *   samp_reduce_kernel  parts -> results, plain rows
  *   samp_filter_kernel  parts and logits -> results, filtered rows: lists, penalties, top log-probabilities, the cut, the draw
  * =========================================================================== */
 
 enum {
     SAMP_BLOCK = 256,           /* ids of a block */
-    SAMP_OWN = 64,              /* of a group */
-    SAMP_LANES = 64,            /* threads that merge a row's parts: they say in which order that is done */
+    SAMP_GROUP_IDS = 64,              /* of a group */
+    SAMP_MERGE_THREADS = 64,            /* threads that merge a row's parts: they say in which order that is done */
     SAMP_REDUCE_ROWS = 4,       /* rows of a reducing CTA */
     FILTER_THREADS = 256,
-    FILTER_WINDOW = 16384,      /* ids counted together for penalties; as bits, 524,288 ids of allowed_ids */
-    FILTER_NEAR = 8192,         /* ids that are gathered in shared memory */
+    FILTER_ID_RANGE = 16384,      /* ids counted together for penalties; as bits, 524,288 ids of allowed_ids */
+    FILTER_CANDIDATES = 8192,         /* ids that are gathered in shared memory */
     FILTER_BINS = 8192,         /* parts of a range in which a row's ids are counted */
-    FILTER_MANY = 32,           /* blocks, from which on a draw does not look at all; four times that if their mass is not known */
-    SAMP_DRAW = -1,             /* samp_ask.forced: nothing is forced */
-    SAMP_DRAW_ONLY = -2         /* nor is the raw log-probability wanted */
+    FILTER_MANY_BLOCKS = 32,           /* blocks, from which on a draw does not look at all; four times that if their mass is not known */
+    SAMP_DRAW = -1,             /* samp_params.forced: nothing is forced */
+    SAMP_DRAW_NO_LOGPROB = -2         /* nor is the raw log-probability wanted */
 };
 #define SAMP_LOG2E 1.4426950408889634f
 #define SAMP_LN2 0.6931471805599453f
 /* a weight of 1 in fixed point: sums of up to 2^18 weights are exact and come out the same in any order */
-#define SAMP_ONE 0x1p44f
+#define SAMP_MASS_ONE 0x1p44f
 
-typedef struct samp_ask { /* a toka_sample_row, as all kernels need it: 32 bytes */
-    uint32_t key[2], sample, position; /* of Philox */
-    uint32_t u;                        /* the row's uniform */
+typedef struct samp_params { /* a toka_sample_row, as all kernels need it: 32 bytes */
+    uint32_t philox_key[2], sample, position; /* of Philox */
+    uint32_t uniform;                        /* the row's uniform */
     float scale;                       /* log2(e) / temperature; 0: greedy */
-    int forced;                        /* >= 0: score this id; else SAMP_DRAW or SAMP_DRAW_ONLY */
-    int slot;                          /* >= 0: the id becomes this slot's last */
-} samp_ask;
+    int forced_id;                        /* >= 0: score this id; else SAMP_DRAW or SAMP_DRAW_NO_LOGPROB */
+    int seq;                          /* >= 0: the id becomes this slot's last */
+} samp_params;
 
-typedef struct samp_part { /* what some ids of a row come to */
+typedef struct samp_partial { /* what some ids of a row come to */
     float max;             /* highest logit; -inf: none may be drawn */
-    float key;             /* the candidate's, less max * scale */
+    float gumbel;             /* the candidate's, less max * scale */
     int id;                /* the candidate, INT_MAX: none */
-    float x;               /* its logit */
+    float logit;               /* its logit */
     float sum, raw_sum;    /* of 2^((x - max) * scale), and the same at temperature 1, where that is wanted */
-} samp_part;
+} samp_partial;
 
 typedef struct samp_result { /* what comes down for every row */
     int id;
@@ -6186,10 +6186,10 @@ typedef struct samp_result { /* what comes down for every row */
     int rank; /* of a filtered row that asks for it, else 0 */
 } samp_result;
 
-typedef struct samp_best { /* and for rows that ask for top log-probabilities */
+typedef struct samp_top { /* and for rows that ask for top log-probabilities */
     int ids[TOKA_MAX_LOGPROBS];
     float logprobs[TOKA_MAX_LOGPROBS];
-} samp_best;
+} samp_top;
 
 typedef struct samp_filter { /* what a filtered row asks besides; lists are on the device */
     const int *history, *bias_ids, *allowed, *forbidden;
@@ -6198,36 +6198,36 @@ typedef struct samp_filter { /* what a filtered row asks besides; lists are on t
     float temperature, top_p;                /* 1: off */
     float repetition, frequency, presence;   /* penalties */
     int top_k;                               /* 0: off */
-    int n_top, best;                         /* ids wanted, and where in tops; 0: none */
-    int n_history, n_prompt, n_bias, n_allowed, n_forbidden, last_resort;
+    int n_top, top_index;                         /* ids wanted, and where in tops; 0: none */
+    int n_history, n_prompt, n_bias, n_allowed, n_forbidden, fallback_id;
     int ranked;                              /* the forced id's rank is wanted */
 } samp_filter;
 
-typedef struct samp_down { /* what comes down of a step, until it is finished */
+typedef struct samp_host_results { /* what comes down of a step, until it is finished */
     samp_result *results;  /* [max_out] pinned */
-    samp_best *tops;       /* [max_out] pinned */
+    samp_top *tops;       /* [max_out] pinned */
     int *order;            /* [max_out] ask i is s->samples[order[i]]; plain rows first */
     int n_tops;
-    toka_sample_result *picks;      /* the caller's; NULL: the step has none */
-} samp_down;
+    toka_sample_result *caller_results;      /* the caller's; NULL: the step has none */
+} samp_host_results;
 
 struct samp_plan {
-    int n_blocks, ldl;       /* ceil(V_all / 256); row stride of logits */
-    int chunk, part_rows;    /* rows whose logits, and whose parts, are held together */
+    int n_blocks, ld_logits;       /* ceil(V_all / 256); row stride of logits */
+    int chunk_rows, partial_rows;    /* rows whose logits, and whose parts, are held together */
     float *logits;           /* [chunk][ldl] */
-    samp_part *parts;        /* [n_blocks][part_rows] */
-    float *own;              /* [chunk][own_ldl] logits of the rank's own ids; alone: logits */
-    int own_blocks, own_ldl;
-    bool whole_blocks;       /* the ranks' ids begin at blocks, so each rank can make the parts of its own */
-    samp_part *merged;       /* with tensor ranks: [part_rows] what the rank's own ids come to */
-    size_t exchange;         /* where in the inbox the others' are */
-    uint32_t *reached;       /* [part_rows] samp_logit_to_key of the highest key of the row so far; 0, none, between launches of the head */
-    samp_result *far_results; /* [max_out] on the device */
-    samp_best *tops;         /* [max_out] */
-    stage lists;             /* of one that is launched: filters, and as many of their lists as there is room for */
-    samp_down down[STEP_RING];
+    samp_partial *partials;        /* [n_blocks][part_rows] */
+    float *own_logits;              /* [chunk][own_ldl] logits of the rank's own ids; alone: logits */
+    int own_blocks, ld_own;
+    bool ranks_own_blocks;       /* the ranks' ids begin at blocks, so each rank can make the parts of its own */
+    samp_partial *merged;       /* with tensor ranks: [part_rows] what the rank's own ids come to */
+    size_t recv_offset;         /* where in the inbox the others' are */
+    uint32_t *best_keys;       /* [part_rows] samp_logit_to_key of the highest key of the row so far; 0, none, between launches of the head */
+    samp_result *dev_results; /* [max_out] on the device */
+    samp_top *tops;         /* [max_out] */
+    upload_buffer list_upload;             /* of one that is launched: filters, and as many of their lists as there is room for */
+    samp_host_results host_results[STEP_RING_SIZE];
     /* of the step: */
-    samp_ask *ask;           /* device, [n_out] */
+    samp_params *params;           /* device, [n_out] */
     int *rows;               /* device, [n_out] of x */
     int n_plain;
     samp_filter *filters;    /* device, [n_out] if it is a graph; NULL: no row has one */
@@ -6238,14 +6238,14 @@ struct samp_plan {
 /* ---- A group: 64 logits in one thread's registers ---- */
 
 /* Philox4x32-10, as samp_philox of toka.c. */
-__host__ __device__ static inline void philox(uint32_t c[4], uint32_t k0, uint32_t k1) {
+__host__ __device__ static inline void philox(uint32_t counter[4], uint32_t k0, uint32_t k1) {
 #pragma unroll
     for (int round = 0; round < 10; round++) {
-        uint64_t a = (uint64_t)0xD2511F53u * c[0], b = (uint64_t)0xCD9E8D57u * c[2];
-        c[0] = (uint32_t)(b >> 32) ^ c[1] ^ k0;
-        c[2] = (uint32_t)(a >> 32) ^ c[3] ^ k1;
-        c[1] = (uint32_t)b;
-        c[3] = (uint32_t)a;
+        uint64_t a = (uint64_t)0xD2511F53u * counter[0], b = (uint64_t)0xCD9E8D57u * counter[2];
+        counter[0] = (uint32_t)(b >> 32) ^ counter[1] ^ k0;
+        counter[2] = (uint32_t)(a >> 32) ^ counter[3] ^ k1;
+        counter[1] = (uint32_t)b;
+        counter[3] = (uint32_t)a;
         k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
     }
 }
@@ -6271,26 +6271,26 @@ __device__ static inline float samp_clean(float x) { return x > FLT_MAX ? FLT_MA
 
 /* Which of the eight weights holds u's place. u's upper half counts from the far end: a place close to either end is known
  * as finely as its 32 bits say. *target: u times the sum of all, from that end; on return what is left of it inside. */
-__device__ static inline int samp_place(const float (&w)[8], bool flip, float *target) {
-    int at = -1, last = 0;
-    float left = *target;
+__device__ static inline int samp_inverse_cdf(const float (&weights)[8], bool from_end, float *target) {
+    int found = -1, last = 0;
+    float remaining = *target;
 #pragma unroll
     for (int k = 0; k < 8; k++) {
-        float wk = flip ? w[7 - k] : w[k];
-        if (wk > 0 && at < 0) last = flip ? 7 - k : k;
-        if (at < 0 && left < wk) at = last, *target = left;
-        left = __fsub_rn(left, wk);
+        float wk = from_end ? weights[7 - k] : weights[k];
+        if (wk > 0 && found < 0) last = from_end ? 7 - k : k;
+        if (found < 0 && remaining < wk) found = last, *target = remaining;
+        remaining = __fsub_rn(remaining, wk);
     }
-    return at < 0 ? last : at; /* rounding may lead past the end */
+    return found < 0 ? last : found; /* rounding may lead past the end */
 }
 
 /* What a thread knows of its group. */
-typedef struct samp_group {
+typedef struct samp_id_group {
     float max, sums[8], sum, raw_sum; /* of 2^(v * scale - top), by eight ids and of all; of all at temperature 1, if wanted */
-    float scale, top, down;           /* down: v is the logit, cleaned, less this, where `rough` */
-    int highest;                      /* which eight have the maximum first */
-    bool rough;
-} samp_group;
+    float scale, scaled_max, shift;           /* down: v is the logit, cleaned, less this, where `rough` */
+    int max_octet;                      /* which eight have the maximum first */
+    bool inexact;
+} samp_id_group;
 
 __device__ static inline float samp_add_8(const float (&x)[8]) {
     float low = __fadd_rn(__fadd_rn(x[0], x[1]), __fadd_rn(x[2], x[3]));
@@ -6299,49 +6299,49 @@ __device__ static inline float samp_add_8(const float (&x)[8]) {
 }
 
 /* Rest of rounding base * scale: what the group's sums are too large by, in log2. */
-__device__ static inline float samp_rest(float base, float scale) { return __fmaf_rn(base, scale, -__fmul_rn(base, scale)); }
+__device__ static inline float samp_round_error(float base, float scale) { return __fmaf_rn(base, scale, -__fmul_rn(base, scale)); }
 
 /* v[2j + b]: logit of id0 + 8j + b. One maximum, multiply-add, ex2 and sum per id, the last three twice if the raw sum is apart.
  * UNROLL 8, or 1 for v in memory. */
 template <int UNROLL>
-__device__ static inline void samp_highest(const float (&v)[SAMP_OWN], float scale, samp_group &g) {
-    g.max = -INFINITY, g.highest = 0, g.scale = scale;
+__device__ static inline void samp_group_max(const float (&logits)[SAMP_GROUP_IDS], float scale, samp_id_group &group) {
+    group.max = -INFINITY, group.max_octet = 0, group.scale = scale;
 #pragma unroll UNROLL
-    for (int s = 0; s < 8; s++) {
-        float highest = v[8 * s];
+    for (int octet = 0; octet < 8; octet++) {
+        float octet_max = logits[8 * octet];
 #pragma unroll UNROLL
-        for (int k = 1; k < 8; k++) highest = fmaxf(highest, v[8 * s + k]);
-        if (highest > g.max) g.max = highest, g.highest = s;
+        for (int k = 1; k < 8; k++) octet_max = fmaxf(octet_max, logits[8 * octet + k]);
+        if (octet_max > group.max) group.max = octet_max, group.max_octet = octet;
     }
-    g.top = __fmul_rn(g.max > -INFINITY ? g.max : 0, scale);
+    group.scaled_max = __fmul_rn(group.max > -INFINITY ? group.max : 0, scale);
 }
 /* 2^(v * scale - top), added up by eight ids; returns the sum of all. */
 template <int UNROLL>
-__device__ static inline float samp_add_up(const float (&v)[SAMP_OWN], float scale, float top, float (&sums)[8]) {
+__device__ static inline float samp_sum_exp(const float (&logits)[SAMP_GROUP_IDS], float scale, float scaled_max, float (&sums)[8]) {
 #pragma unroll UNROLL
-    for (int s = 0; s < 8; s++) {
-        sums[s] = ex2(__fmaf_rn(v[8 * s], scale, -top));
+    for (int octet = 0; octet < 8; octet++) {
+        sums[octet] = ex2(__fmaf_rn(logits[8 * octet], scale, -scaled_max));
 #pragma unroll UNROLL
-        for (int k = 1; k < 8; k++) sums[s] = __fadd_rn(sums[s], ex2(__fmaf_rn(v[8 * s + k], scale, -top)));
+        for (int k = 1; k < 8; k++) sums[octet] = __fadd_rn(sums[octet], ex2(__fmaf_rn(logits[8 * octet + k], scale, -scaled_max)));
     }
     return samp_add_8(sums);
 }
-template <int UNROLL> __device__ static inline void samp_add_weights(const float (&v)[SAMP_OWN], samp_group &g) {
+template <int UNROLL> __device__ static inline void samp_group_sum(const float (&logits)[SAMP_GROUP_IDS], samp_id_group &group) {
     float sums[8];
-    g.sum = samp_add_up<UNROLL>(v, g.scale, g.top, sums);
+    group.sum = samp_sum_exp<UNROLL>(logits, group.scale, group.scaled_max, sums);
 #pragma unroll
-    for (int s = 0; s < 8; s++) g.sums[s] = sums[s];
+    for (int octet = 0; octet < 8; octet++) group.sums[octet] = sums[octet];
 }
-__device__ static inline float samp_raw_top(const samp_group &g) { return __fmul_rn(g.max > -INFINITY ? g.max : 0, SAMP_LOG2E); }
-template <int UNROLL> __device__ static inline void samp_add_raw(const float (&v)[SAMP_OWN], samp_group &g) {
+__device__ static inline float samp_raw_scaled_max(const samp_id_group &group) { return __fmul_rn(group.max > -INFINITY ? group.max : 0, SAMP_LOG2E); }
+template <int UNROLL> __device__ static inline void samp_group_raw_sum(const float (&logits)[SAMP_GROUP_IDS], samp_id_group &group) {
     float sums[8];
-    g.raw_sum = samp_add_up<UNROLL>(v, SAMP_LOG2E, samp_raw_top(g), sums);
+    group.raw_sum = samp_sum_exp<UNROLL>(logits, SAMP_LOG2E, samp_raw_scaled_max(group), sums);
 }
 /* Behind the sums. True if a NaN or infinity was among the logits, or the maximum is so high that rounding it when scaled, here or
  * at temperature 1, would matter: `apart` or not makes no difference. */
-__device__ static inline bool samp_is_rough(bool apart, samp_group &g) {
-    if (!apart) g.raw_sum = g.sum;
-    return !(g.sum >= 0 && fabsf(g.top) < 0x1p23f && fabsf(samp_raw_top(g)) < 0x1p23f);
+__device__ static inline bool samp_is_inexact(bool two_sums, samp_id_group &group) {
+    if (!two_sums) group.raw_sum = group.sum;
+    return !(group.sum >= 0 && fabsf(group.scaled_max) < 0x1p23f && fabsf(samp_raw_scaled_max(group)) < 0x1p23f);
 }
 
 /* Where v[i] is, less id0. */
@@ -6350,76 +6350,76 @@ __device__ static inline int samp_column(int i) { return i / 2 * 8 + i % 2; }
 /* The sums again where they are rough. Such rare v are worked over in a copy, so that v itself, which may be accumulators of
  * wgmma, is only read: else the compiler would keep another 64 registers. The copy, and sums of eight where loops are not
  * unrolled, are the stack frame of 320 bytes that ptxas reports for kernels which inline this; only those rare ones touch it. */
-__device__ static inline void samp_smooth(const float (&v)[SAMP_OWN], float scale, bool apart, samp_group &g) {
-    if (!g.rough) return;
-    float copy[SAMP_OWN];
+__device__ static inline void samp_recompute(const float (&logits)[SAMP_GROUP_IDS], float scale, bool two_sums, samp_id_group &group) {
+    if (!group.inexact) return;
+    float copy[SAMP_GROUP_IDS];
 #pragma unroll
-    for (int i = 0; i < SAMP_OWN; i++) copy[i] = v[i];
-    for (int round = 0; round < 2; round++) {
+    for (int i = 0; i < SAMP_GROUP_IDS; i++) copy[i] = logits[i];
+    for (int pass = 0; pass < 2; pass++) {
 #pragma unroll 1
-        for (int i = 0; i < SAMP_OWN; i++) copy[i] = __fsub_rn(samp_clean(copy[i]), g.down);
-        samp_highest<1>(copy, scale, g);
-        if (apart) samp_add_raw<1>(copy, g);
-        samp_add_weights<1>(copy, g);
-        if (!samp_is_rough(apart, g) || round) break;
-        g.down = g.max;
+        for (int i = 0; i < SAMP_GROUP_IDS; i++) copy[i] = __fsub_rn(samp_clean(copy[i]), group.shift);
+        samp_group_max<1>(copy, scale, group);
+        if (two_sums) samp_group_raw_sum<1>(copy, group);
+        samp_group_sum<1>(copy, group);
+        if (!samp_is_inexact(two_sums, group) || pass) break;
+        group.shift = group.max;
     }
 }
 /* Any v. apart: the raw sum is wanted and another one. */
-__device__ static inline samp_group samp_sums(const float (&v)[SAMP_OWN], float scale, bool apart) {
-    samp_group g;
-    g.down = 0;
-    samp_highest<8>(v, scale, g);
-    if (apart) samp_add_raw<8>(v, g);
-    samp_add_weights<8>(v, g);
-    g.rough = samp_is_rough(apart, g);
-    samp_smooth(v, scale, apart, g);
-    return g;
+__device__ static inline samp_id_group samp_group_sums(const float (&logits)[SAMP_GROUP_IDS], float scale, bool two_sums) {
+    samp_id_group group;
+    group.shift = 0;
+    samp_group_max<8>(logits, scale, group);
+    if (two_sums) samp_group_raw_sum<8>(logits, group);
+    samp_group_sum<8>(logits, group);
+    group.inexact = samp_is_inexact(two_sums, group);
+    samp_recompute(logits, scale, two_sums, group);
+    return group;
 }
 /* The same for two rows: the maxima of b while the exponentials of a, which bound it, are made. */
-__device__ static inline void samp_sums_2(const float (&v)[SAMP_OWN], float scale_a, bool apart_a, samp_group &a,
-                                          const float (&other)[SAMP_OWN], float scale_b, bool apart_b, samp_group &b) {
-    a.down = b.down = 0;
-    samp_highest<8>(v, scale_a, a), samp_add_weights<8>(v, a);
-    samp_highest<8>(other, scale_b, b);
-    if (apart_a) samp_add_raw<8>(v, a);
-    samp_add_weights<8>(other, b);
-    if (apart_b) samp_add_raw<8>(other, b);
-    a.rough = samp_is_rough(apart_a, a), b.rough = samp_is_rough(apart_b, b);
-    samp_smooth(v, scale_a, apart_a, a), samp_smooth(other, scale_b, apart_b, b);
+__device__ static inline void samp_group_sums_2(const float (&logits_a)[SAMP_GROUP_IDS], float scale_a, bool two_sums_a, samp_id_group &group_a,
+                                          const float (&logits_b)[SAMP_GROUP_IDS], float scale_b, bool two_sums_b, samp_id_group &group_b) {
+    group_a.shift = group_b.shift = 0;
+    samp_group_max<8>(logits_a, scale_a, group_a), samp_group_sum<8>(logits_a, group_a);
+    samp_group_max<8>(logits_b, scale_b, group_b);
+    if (two_sums_a) samp_group_raw_sum<8>(logits_a, group_a);
+    samp_group_sum<8>(logits_b, group_b);
+    if (two_sums_b) samp_group_raw_sum<8>(logits_b, group_b);
+    group_a.inexact = samp_is_inexact(two_sums_a, group_a), group_b.inexact = samp_is_inexact(two_sums_b, group_b);
+    samp_recompute(logits_a, scale_a, two_sums_a, group_a), samp_recompute(logits_b, scale_b, two_sums_b, group_b);
 }
 
-/* Where the row's uniform number lies in a sum, from the end that samp_place counts from. */
-__device__ static inline float samp_target(const samp_ask &a, bool flip, float sum) {
-    return __fmul_rn(__fmul_rn(__fadd_rn((float)(flip ? ~a.u : a.u), 0.5f), 0x1p-32f), sum);
+/* Where the row's uniform number lies in a sum, from the end that samp_inverse_cdf counts from. */
+__device__ static inline float samp_target(const samp_params &params, bool from_end, float sum) {
+    return __fmul_rn(__fmul_rn(__fadd_rn((float)(from_end ? ~params.uniform : params.uniform), 0.5f), 0x1p-32f), sum);
 }
 
 /* The group's candidate: its id less id0, and *x = its v. own: place of the forced id in the group, -1: it is not here. */
-__device__ static inline int samp_candidate(const float (&v)[SAMP_OWN], const samp_group &g, const samp_ask &a, int own,
-                                            float *x) {
-    bool flip = a.u >> 31, draw = a.forced < 0 && a.scale > 0;
-    float target = samp_target(a, flip, g.sum), y[8];
-    int sub = draw ? samp_place(g.sums, flip, &target) : a.forced < 0 ? g.highest : own / 8 & 7, at = own & 7;
+__device__ static inline int samp_candidate(const float (&logits)[SAMP_GROUP_IDS], const samp_id_group &group, const samp_params &params, int forced_index,
+                                            float *logit) {
+    bool from_end = params.uniform >> 31, is_drawn = params.forced_id < 0 && params.scale > 0;
+    float target = samp_target(params, from_end, group.sum), octet_logits[8];
+    int octet = is_drawn ? samp_inverse_cdf(group.sums, from_end, &target) : params.forced_id < 0 ? group.max_octet : forced_index / 8 & 7, index = forced_index & 7;
 #pragma unroll
     for (int k = 0; k < 8; k++) {
-        y[k] = v[k];
+        octet_logits[k] = logits[k];
 #pragma unroll
-        for (int s = 1; s < 8; s++) y[k] = sub == s ? v[8 * s + k] : y[k];
-        if (g.rough) y[k] = __fsub_rn(samp_clean(y[k]), g.down);
+        for (int i = 1; i < 8; i++) octet_logits[k] = octet == i ? logits[8 * i + k] : octet_logits[k];
+        if (group.inexact) octet_logits[k] = __fsub_rn(samp_clean(octet_logits[k]), group.shift);
     }
-    if (draw) {
-        float w[8];
+    if (is_drawn) {
+        float weights[8];
 #pragma unroll
-        for (int k = 0; k < 8; k++) w[k] = ex2(__fmaf_rn(y[k], g.scale, -g.top));
-        at = samp_place(w, flip, &target);
-    } else if (a.forced < 0) {
+        for (int k = 0; k < 8; k++) weights[k] = ex2(__fmaf_rn(octet_logits[k], group.scale, -group.scaled_max));
+        index = samp_inverse_cdf(weights, from_end, &target);
+    } else if (params.forced_id < 0) {
 #pragma unroll
-        for (int k = 7; k >= 0; k--) at = y[k] == g.max ? k : at;
+        for (int k = 7; k >= 0; k--) index = octet_logits[k] == group.max ? k : index;
     }
-    *x = y[0];
+    *logit = octet_logits[0];
 #pragma unroll
-    for (int k = 1; k < 8; k++) *x = at == k ? y[k] : *x;
-    return 32 * sub + samp_column(at);
+    for (int k = 1; k < 8; k++) *logit = index == k ? octet_logits[k] : *logit;
+    return 32 * octet + samp_column(index);
 }
 
 __device__ static inline float samp_quad_sum(float x) {
@@ -6428,97 +6428,97 @@ __device__ static inline float samp_quad_sum(float x) {
 }
 
 /* The best candidate of four lanes becomes p's. */
-__device__ static inline void samp_quad_best(samp_part &p, float rank, int id, float x) {
+__device__ static inline void samp_quad_best(samp_partial &partial, float score, int id, float logit) {
 #pragma unroll
     for (int lanes = 1; lanes < 4; lanes *= 2) {
-        float rank_b = __shfl_xor_sync(~0u, rank, lanes), x_b = __shfl_xor_sync(~0u, x, lanes);
-        int id_b = __shfl_xor_sync(~0u, id, lanes);
-        if (rank_b > rank || (rank_b == rank && id_b < id)) rank = rank_b, x = x_b, id = id_b;
+        float other_score = __shfl_xor_sync(~0u, score, lanes), other_logit = __shfl_xor_sync(~0u, logit, lanes);
+        int other_id = __shfl_xor_sync(~0u, id, lanes);
+        if (other_score > score || (other_score == score && other_id < id)) score = other_score, logit = other_logit, id = other_id;
     }
-    p.key = rank, p.id = id, p.x = x;
+    partial.gumbel = score, partial.id = id, partial.logit = logit;
 }
 
 /* A block on its way to its part: what one of its four lanes knows. */
-typedef struct samp_weight {
-    samp_part p;
-    float max, below, key; /* the group's maximum, less the block's, scaled noise and sum */
-    int own;               /* place of the forced id in the group, -1: it is not here */
-    bool draw, forced, wanted;
-} samp_weight;
+typedef struct samp_block_state {
+    samp_partial partial;
+    float max, rel_max, gumbel; /* the group's maximum, less the block's, scaled noise and sum */
+    int forced_index;               /* place of the forced id in the group, -1: it is not here */
+    bool is_drawn, is_forced, needs_id;
+} samp_block_state;
 
 /* word: the group's noise. best: a key that some block of the row has reached, in log2, NaN: none known; a block whose key is
  * certainly lower is not wanted. `inside` false: nothing is wanted of this row. */
-__device__ static inline samp_weight samp_weigh(const samp_group &g, const samp_ask &a, uint32_t word, int id0, float best,
-                                                bool inside) {
-    samp_weight w;
-    w.forced = a.forced >= 0, w.draw = !w.forced && a.scale > 0;
-    float base = g.max > -INFINITY ? g.max : 0;
-    float rest = samp_rest(base, g.scale), raw_rest = samp_rest(base, SAMP_LOG2E);
-    w.max = __fadd_rn(g.max, g.down);
-    w.key = w.draw ? __fsub_rn(__fsub_rn(lg2(g.sum), rest), samp_log2_exponential(word)) : 0;
-    float reached = __fmaf_rn(w.max, g.scale, w.key);
-    int rel = a.forced - id0;
-    w.own = w.forced && rel >= 0 && rel < SAMP_BLOCK && (rel & 6) == 0 ? rel / 8 * 2 + rel % 2 : -1;
-    float enough = best - 0.01f - 1e-6f * fabsf(best), top = quad_max(w.max), high = top > -INFINITY ? top : 0;
-    w.below = __fsub_rn(w.max, high);
-    w.p = samp_part{top, -INFINITY, INT_MAX, -INFINITY, 0, 0};
-    w.p.sum = samp_quad_sum(__fmul_rn(g.sum, ex2(__fsub_rn(__fmul_rn(w.below, g.scale), rest))));
-    w.p.raw_sum = samp_quad_sum(__fmul_rn(g.raw_sum, ex2(__fsub_rn(__fmul_rn(w.below, SAMP_LOG2E), raw_rest))));
-    w.wanted = inside && (w.forced ? w.own >= 0 : !(reached < enough));
-    return w;
+__device__ static inline samp_block_state samp_block_sums(const samp_id_group &group, const samp_params &params, uint32_t noise, int id0, float best_gumbel,
+                                                bool row_valid) {
+    samp_block_state state;
+    state.is_forced = params.forced_id >= 0, state.is_drawn = !state.is_forced && params.scale > 0;
+    float base = group.max > -INFINITY ? group.max : 0;
+    float round_error = samp_round_error(base, group.scale), raw_round_error = samp_round_error(base, SAMP_LOG2E);
+    state.max = __fadd_rn(group.max, group.shift);
+    state.gumbel = state.is_drawn ? __fsub_rn(__fsub_rn(lg2(group.sum), round_error), samp_log2_exponential(noise)) : 0;
+    float gumbel = __fmaf_rn(state.max, group.scale, state.gumbel);
+    int forced_offset = params.forced_id - id0;
+    state.forced_index = state.is_forced && forced_offset >= 0 && forced_offset < SAMP_BLOCK && (forced_offset & 6) == 0 ? forced_offset / 8 * 2 + forced_offset % 2 : -1;
+    float min_gumbel = best_gumbel - 0.01f - 1e-6f * fabsf(best_gumbel), block_max = quad_max(state.max), finite_max = block_max > -INFINITY ? block_max : 0;
+    state.rel_max = __fsub_rn(state.max, finite_max);
+    state.partial = samp_partial{block_max, -INFINITY, INT_MAX, -INFINITY, 0, 0};
+    state.partial.sum = samp_quad_sum(__fmul_rn(group.sum, ex2(__fsub_rn(__fmul_rn(state.rel_max, group.scale), round_error))));
+    state.partial.raw_sum = samp_quad_sum(__fmul_rn(group.raw_sum, ex2(__fsub_rn(__fmul_rn(state.rel_max, SAMP_LOG2E), raw_round_error))));
+    state.needs_id = row_valid && (state.is_forced ? state.forced_index >= 0 : !(gumbel < min_gumbel));
+    return state;
 }
-/* The part of a block, which four lanes side by side hold a group of each (v as in samp_sums) and all return. It gets a candidate
+/* The part of a block, which four lanes side by side hold a group of each (v as in samp_group_sums) and all return. It gets a candidate
  * where that is wanted of it or of another row in the warp: else the search for its id is spared. The arithmetic is pinned down to
  * the rounding, so that every kernel that inlines this draws alike. */
-__device__ static inline samp_part samp_choose(const float (&v)[SAMP_OWN], const samp_group &g, const samp_ask &a, int id0,
-                                               const samp_weight &w) {
-    samp_part p = w.p;
-    if (!__any_sync(~0u, w.wanted)) return p;
-    float x, rank = w.forced ? w.own >= 0 ? 1 : 0 : w.draw ? __fmaf_rn(w.below, g.scale, w.key) : w.max;
-    int id = id0 + samp_candidate(v, g, a, w.own, &x);
-    x = __fadd_rn(x, g.down);
-    if (w.forced ? w.own < 0 : w.max == -INFINITY) id = INT_MAX;
-    samp_quad_best(p, rank, id, x);
-    return p;
+__device__ static inline samp_partial samp_block_partial(const float (&logits)[SAMP_GROUP_IDS], const samp_id_group &group, const samp_params &params, int id0,
+                                               const samp_block_state &state) {
+    samp_partial partial = state.partial;
+    if (!__any_sync(~0u, state.needs_id)) return partial;
+    float logit, score = state.is_forced ? state.forced_index >= 0 ? 1 : 0 : state.is_drawn ? __fmaf_rn(state.rel_max, group.scale, state.gumbel) : state.max;
+    int id = id0 + samp_candidate(logits, group, params, state.forced_index, &logit);
+    logit = __fadd_rn(logit, group.shift);
+    if (state.is_forced ? state.forced_index < 0 : state.max == -INFINITY) id = INT_MAX;
+    samp_quad_best(partial, score, id, logit);
+    return partial;
 }
 /* The scale of the weights that count: for scores those at temperature 1. */
-__device__ static inline float samp_scale(const samp_ask &a) { return a.forced < 0 && a.scale > 0 ? a.scale : SAMP_LOG2E; }
+__device__ static inline float samp_scale(const samp_params &params) { return params.forced_id < 0 && params.scale > 0 ? params.scale : SAMP_LOG2E; }
 /* Is the raw sum wanted, and another one? */
-__device__ static inline bool samp_apart(const samp_ask &a) {
-    return a.forced == SAMP_DRAW && a.scale > 0 && a.scale != SAMP_LOG2E;
+__device__ static inline bool samp_needs_two_sums(const samp_params &params) {
+    return params.forced_id == SAMP_DRAW && params.scale > 0 && params.scale != SAMP_LOG2E;
 }
 /* All of it, where no other block's key is known. */
-__device__ static inline samp_part samp_block(const float (&v)[SAMP_OWN], const samp_ask &a, bool apart, uint32_t word, int id0) {
-    const samp_group g = samp_sums(v, samp_scale(a), apart);
-    return samp_choose(v, g, a, id0, samp_weigh(g, a, word, id0, NAN, true));
+__device__ static inline samp_partial samp_make_partial(const float (&logits)[SAMP_GROUP_IDS], const samp_params &params, bool two_sums, uint32_t noise, int id0) {
+    const samp_id_group group = samp_group_sums(logits, samp_scale(params), two_sums);
+    return samp_block_partial(logits, group, params, id0, samp_block_sums(group, params, noise, id0, NAN, true));
 }
 
-__device__ static inline samp_part samp_nothing() { return samp_part{-INFINITY, -INFINITY, INT_MAX, -INFINITY, 0, 0}; }
+__device__ static inline samp_partial samp_empty_partial() { return samp_partial{-INFINITY, -INFINITY, INT_MAX, -INFINITY, 0, 0}; }
 
 /* a and b, of the same row, become one: bitwise the same whichever comes first. */
-__device__ static inline samp_part samp_merge(const samp_part &a, const samp_part &b, const samp_ask &ask) {
-    float scale = ask.scale > 0 && ask.forced < 0 ? ask.scale : SAMP_LOG2E;
-    float max = fmaxf(a.max, b.max), base = fmaxf(max, -FLT_MAX);
-    float below_a = __fsub_rn(a.max, base), below_b = __fsub_rn(b.max, base);
-    float key_a = __fadd_rn(a.key, __fmul_rn(below_a, scale)), key_b = __fadd_rn(b.key, __fmul_rn(below_b, scale));
-    bool second = b.id < a.id; /* forced: only one has it. Else the tie */
-    if (ask.forced < 0) {
-        float rank_a = ask.scale > 0 ? key_a : a.max, rank_b = ask.scale > 0 ? key_b : b.max;
-        second = rank_b > rank_a || (rank_b == rank_a && second);
+__device__ static inline samp_partial samp_merge(const samp_partial &partial_a, const samp_partial &partial_b, const samp_params &params) {
+    float scale = params.scale > 0 && params.forced_id < 0 ? params.scale : SAMP_LOG2E;
+    float max = fmaxf(partial_a.max, partial_b.max), base = fmaxf(max, -FLT_MAX);
+    float rel_max_a = __fsub_rn(partial_a.max, base), rel_max_b = __fsub_rn(partial_b.max, base);
+    float gumbel_a = __fadd_rn(partial_a.gumbel, __fmul_rn(rel_max_a, scale)), gumbel_b = __fadd_rn(partial_b.gumbel, __fmul_rn(rel_max_b, scale));
+    bool take_b = partial_b.id < partial_a.id; /* forced: only one has it. Else the tie */
+    if (params.forced_id < 0) {
+        float score_a = params.scale > 0 ? gumbel_a : partial_a.max, score_b = params.scale > 0 ? gumbel_b : partial_b.max;
+        take_b = score_b > score_a || (score_b == score_a && take_b);
     }
-    samp_part r = second ? b : a;
-    r.max = max, r.key = second ? key_b : key_a;
-    r.sum = __fadd_rn(__fmul_rn(a.sum, ex2(__fmul_rn(below_a, scale))), __fmul_rn(b.sum, ex2(__fmul_rn(below_b, scale))));
-    r.raw_sum = __fadd_rn(__fmul_rn(a.raw_sum, ex2(__fmul_rn(below_a, SAMP_LOG2E))),
-                          __fmul_rn(b.raw_sum, ex2(__fmul_rn(below_b, SAMP_LOG2E))));
-    return r;
+    samp_partial merged = take_b ? partial_b : partial_a;
+    merged.max = max, merged.gumbel = take_b ? gumbel_b : gumbel_a;
+    merged.sum = __fadd_rn(__fmul_rn(partial_a.sum, ex2(__fmul_rn(rel_max_a, scale))), __fmul_rn(partial_b.sum, ex2(__fmul_rn(rel_max_b, scale))));
+    merged.raw_sum = __fadd_rn(__fmul_rn(partial_a.raw_sum, ex2(__fmul_rn(rel_max_a, SAMP_LOG2E))),
+                          __fmul_rn(partial_b.raw_sum, ex2(__fmul_rn(rel_max_b, SAMP_LOG2E))));
+    return merged;
 }
 
 /* Noise of group g of a block. */
-__device__ static inline uint32_t samp_noise(const samp_ask &a, int block, int g) {
-    uint32_t c[4] = {a.sample, a.position, 1 + (uint32_t)block, 0};
-    philox(c, a.key[0], a.key[1]);
-    return g < 2 ? g ? c[1] : c[0] : g == 2 ? c[2] : c[3];
+__device__ static inline uint32_t samp_noise(const samp_params &params, int block, int group) {
+    uint32_t counter[4] = {params.sample, params.position, 1 + (uint32_t)block, 0};
+    philox(counter, params.philox_key[0], params.philox_key[1]);
+    return group < 2 ? group ? counter[1] : counter[0] : group == 2 ? counter[2] : counter[3];
 }
 
 /* ---- Sums and maxima over a CTA ---- */
@@ -6527,14 +6527,14 @@ struct op_max { template <class T> __device__ T operator()(T a, T b) const { ret
 struct op_add { template <class T> __device__ T operator()(T a, T b) const { return a + b; } };
 
 /* x of all threads, folded in a fixed order; every thread gets it. scratch: [33] in shared memory. */
-template <class T, class F> __device__ static inline T block_fold(T x, T *scratch, F op) {
-    int warp = (int)threadIdx.x / 32, warps = (int)blockDim.x / 32;
+template <class T, class F> __device__ static inline T block_reduce(T x, T *scratch, F op) {
+    int warp = (int)threadIdx.x / 32, n_warps = (int)blockDim.x / 32;
     for (int lanes = 16; lanes; lanes /= 2) x = op(x, __shfl_xor_sync(~0u, x, lanes));
     __syncthreads(); /* an earlier fold's result has been read */
     if (threadIdx.x % 32 == 0) scratch[warp] = x;
     __syncthreads();
     if (threadIdx.x == 0) {
-        for (int i = 1; i < warps; i++) x = op(x, scratch[i]);
+        for (int i = 1; i < n_warps; i++) x = op(x, scratch[i]);
         scratch[32] = x;
     }
     __syncthreads();
@@ -6546,24 +6546,24 @@ template <class T, class F> __device__ static inline T block_fold(T x, T *scratc
  * in   logits float32 [n][ldl] of the V ids from v0 on, ldl and v0 multiples of 256      out  parts[block][ld], columns 0 .. n-1
  * A thread loads what it would own in a wgmma tile: four threads side by side read 32 bytes, a warp eight blocks of a row.
  * grid: (ceil(blocks / 32), n); block: 128. Reads V * 4 bytes a row, writes 24 bytes a block. */
-__global__ static void __launch_bounds__(128) samp_blocks_kernel(const samp_ask *ask, const float *logits, int ldl, int v0, int V,
-                                                                 samp_part *parts, int ld) {
-    int g = (int)threadIdx.x % 4, block = (int)(blockIdx.x * 32 + threadIdx.x / 4), id0 = block * SAMP_BLOCK + 2 * g;
+__global__ static void __launch_bounds__(128) samp_partials_kernel(const samp_params *params, const float *logits, int ld_logits, int v0, int V,
+                                                                 samp_partial *partials, int ld_partials) {
+    int group = (int)threadIdx.x % 4, block = (int)(blockIdx.x * 32 + threadIdx.x / 4), id0 = block * SAMP_BLOCK + 2 * group;
     int row = (int)blockIdx.y;
-    float v[SAMP_OWN];
+    float own[SAMP_GROUP_IDS];
     grid_launch_dependents();
     grid_wait();
-    const samp_ask a = ask[row];
-    bool inside = block * SAMP_BLOCK < V;
-    const float *from = logits + (size_t)row * ldl + id0;
+    const samp_params row_params = params[row];
+    bool in_range = block * SAMP_BLOCK < V;
+    const float *from = logits + (size_t)row * ld_logits + id0;
 #pragma unroll
-    for (int j = 0; j < SAMP_OWN / 2; j++) {
-        float2 pair = inside ? *(const float2 *)(from + 8 * j) : float2{-INFINITY, -INFINITY};
-        v[2 * j] = id0 + 8 * j < V ? pair.x : -INFINITY;
-        v[2 * j + 1] = id0 + 8 * j + 1 < V ? pair.y : -INFINITY;
+    for (int j = 0; j < SAMP_GROUP_IDS / 2; j++) {
+        float2 pair = in_range ? *(const float2 *)(from + 8 * j) : float2{-INFINITY, -INFINITY};
+        own[2 * j] = id0 + 8 * j < V ? pair.x : -INFINITY;
+        own[2 * j + 1] = id0 + 8 * j + 1 < V ? pair.y : -INFINITY;
     }
-    samp_part p = samp_block(v, a, samp_apart(a), samp_noise(a, v0 / SAMP_BLOCK + block, g), v0 + id0);
-    if (inside && g == 0) parts[(size_t)block * ld + row] = p;
+    samp_partial partial = samp_make_partial(own, row_params, samp_needs_two_sums(row_params), samp_noise(row_params, v0 / SAMP_BLOCK + block, group), v0 + id0);
+    if (in_range && group == 0) partials[(size_t)block * ld_partials + row] = partial;
 }
 
 /* ---- The LM head's epilogue on wgmma (chapter 6) ----
@@ -6575,7 +6575,7 @@ __global__ static void __launch_bounds__(128) samp_blocks_kernel(const samp_ask 
  * ones, beside 16 K for the products. What is asked of the rows is fetched and the noise made beside the products; one Philox
  * call serves both rows of a thread: its four words are the noise of the row's four groups. The search for a group's id comes
  * only where its key may be the row's highest so far (reached), in about a tenth of a warp's tiles; the other warps wait for it at
- * the ring. One warpgroup's epilogue goes beside the other's last or first products (gemm_lead).
+ * the ring. One warpgroup's epilogue goes beside the other's last or first products (gemm_stagger).
  *
  * Where a tile's clocks went when both warpgroups ended together (V 151936, E 896, 512 rows, T = 1, H200 at 1.66 GHz, 2026-11-23):
  * products 14,900, sums 2,800, weights 750, search and parts 1,100, until the next products are asked for 650. Of 231 us 7 are the
@@ -6590,92 +6590,92 @@ __global__ static void __launch_bounds__(128) samp_blocks_kernel(const samp_ask 
  * over both rows, for half the code: 1 % slower. */
 
 typedef struct samp_fused {
-    const samp_ask *ask; /* [M] */
-    samp_part *parts;
-    uint32_t *reached; /* [M] */
+    const samp_params *params; /* [M] */
+    samp_partial *partials;
+    uint32_t *best_keys; /* [M] */
     float *logits;     /* [M - stored][ldl]: those of rows from `stored` on */
-    int ld, ldl, v0, V, stored; /* columns are the ids v0 .. v0+V-1 */
+    int ld_partials, ld_logits, v0, V, first_stored; /* columns are the ids v0 .. v0+V-1 */
 } samp_fused;
 
 struct epi_sample;
-template <> constexpr int gemm_lead<epi_sample> = 3;
-template <int C> struct gemm_held<epi_sample, C> {
+template <> constexpr int gemm_stagger<epi_sample> = 3;
+template <int COLS> struct gemm_prefetched<epi_sample, COLS> {
     uint4 noise;   /* Philox's key, sample and position of one row of this thread; then the noise of both: x, y */
-    uint4 how[2];  /* the other half of samp_ask of both rows: u, scale, forced */
+    uint4 param_words[2];  /* the other half of samp_params of both rows: u, scale, forced */
 };
 
 struct epi_sample {
     typedef samp_fused params;
-    template <int C> using held = gemm_held<epi_sample, C>;
-    __host__ __device__ static constexpr int out(int) { return 0; }
+    template <int C> using prefetched = gemm_prefetched<epi_sample, C>;
+    __host__ __device__ static constexpr int staged_cols(int) { return 0; }
 #if HOPPER
     /* Lanes 0 and 1 of four make the first row's noise, 2 and 3 the second's. */
-    template <int C> __device__ static inline void begin(const gemm_tile &t, held<C> &h, const params &p) {
-        const uint4 *ask = (const uint4 *)p.ask;
-        int first = min(t.row0 + t.lane / 4, t.M - 1), second = min(t.row0 + t.lane / 4 + 8, t.M - 1);
-        h.noise = ask[2 * (t.lane % 4 < 2 ? first : second)], h.how[0] = ask[2 * first + 1], h.how[1] = ask[2 * second + 1];
+    template <int COLS> __device__ static inline void prefetch(const gemm_tile &tile, prefetched<COLS> &fetched, const params &epi_args) {
+        const uint4 *param_words = (const uint4 *)epi_args.params;
+        int first = min(tile.row0 + tile.lane / 4, tile.M - 1), second = min(tile.row0 + tile.lane / 4 + 8, tile.M - 1);
+        fetched.noise = param_words[2 * (tile.lane % 4 < 2 ? first : second)], fetched.param_words[0] = param_words[2 * first + 1], fetched.param_words[1] = param_words[2 * second + 1];
     }
-    template <int C> __device__ static inline void later(const gemm_tile &t, held<C> &h, const params &p) {
-        int g = t.lane % 4;
-        uint32_t c[4] = {h.noise.z, h.noise.w, 1 + (uint32_t)((p.v0 + t.col0) / SAMP_BLOCK), 0};
-        philox(c, h.noise.x, h.noise.y);
-        uint32_t keep = g < 2 ? g ? c[1] : c[0] : g == 2 ? c[2] : c[3], give = g < 2 ? g ? c[3] : c[2] : g == 2 ? c[0] : c[1];
-        uint32_t got = __shfl_xor_sync(~0u, give, 2);
-        h.noise.x = g < 2 ? keep : got, h.noise.y = g < 2 ? got : keep;
+    template <int COLS> __device__ static inline void prefetch_indirect(const gemm_tile &tile, prefetched<COLS> &fetched, const params &epi_args) {
+        int group = tile.lane % 4;
+        uint32_t counter[4] = {fetched.noise.z, fetched.noise.w, 1 + (uint32_t)((epi_args.v0 + tile.col0) / SAMP_BLOCK), 0};
+        philox(counter, fetched.noise.x, fetched.noise.y);
+        uint32_t own = group < 2 ? group ? counter[1] : counter[0] : group == 2 ? counter[2] : counter[3], for_peer = group < 2 ? group ? counter[3] : counter[2] : group == 2 ? counter[0] : counter[1];
+        uint32_t from_peer = __shfl_xor_sync(~0u, for_peer, 2);
+        fetched.noise.x = group < 2 ? own : from_peer, fetched.noise.y = group < 2 ? from_peer : own;
     }
 
-    __device__ static inline samp_ask ask_of(uint4 how) {
-        return samp_ask{.u = how.x, .scale = __uint_as_float(how.y), .forced = (int)how.z};
+    __device__ static inline samp_params unpack_params(uint4 words) {
+        return samp_params{.uniform = words.x, .scale = __uint_as_float(words.y), .forced_id = (int)words.z};
     }
-    __device__ static inline float reached(int row, const gemm_tile &t, const params &p) {
-        return samp_key_to_logit(__ldcg(p.reached + min(row, t.M - 1)));
+    __device__ static inline float best_key(int row, const gemm_tile &tile, const params &epi_args) {
+        return samp_key_to_logit(__ldcg(epi_args.best_keys + min(row, tile.M - 1)));
     }
     /* One of this thread's two rows is put out. */
-    __device__ static inline void put(const float (&v)[SAMP_OWN], int row, const gemm_tile &t, const params &p, const samp_ask &a,
-                                      float before, const samp_part &part) {
-        int g = t.lane % 4, id0 = t.col0 + 2 * g;
-        if (row >= t.M) return;
-        if (row >= p.stored) { /* each 32-byte sector is written by four lanes */
-            float2 *to = (float2 *)(p.logits + (size_t)(row - p.stored) * p.ldl + id0);
+    __device__ static inline void store_row(const float (&logits)[SAMP_GROUP_IDS], int row, const gemm_tile &tile, const params &epi_args, const samp_params &row_params,
+                                      float old_best, const samp_partial &partial) {
+        int group = tile.lane % 4, id0 = tile.col0 + 2 * group;
+        if (row >= tile.M) return;
+        if (row >= epi_args.first_stored) { /* each 32-byte sector is written by four lanes */
+            float2 *to = (float2 *)(epi_args.logits + (size_t)(row - epi_args.first_stored) * epi_args.ld_logits + id0);
 #pragma unroll
-            for (int j = 0; j < SAMP_OWN / 2; j++) to[4 * j] = float2{v[2 * j], v[2 * j + 1]};
+            for (int j = 0; j < SAMP_GROUP_IDS / 2; j++) to[4 * j] = float2{logits[2 * j], logits[2 * j + 1]};
         }
-        if (g == 0 && part.id != INT_MAX && a.forced < 0) {
-            float reached = a.scale > 0 ? part.max * a.scale + part.key : part.max * SAMP_LOG2E;
-            if (!(reached <= before)) atomicMax(p.reached + row, samp_logit_to_key(reached));
+        if (group == 0 && partial.id != INT_MAX && row_params.forced_id < 0) {
+            float gumbel = row_params.scale > 0 ? partial.max * row_params.scale + partial.gumbel : partial.max * SAMP_LOG2E;
+            if (!(gumbel <= old_best)) atomicMax(epi_args.best_keys + row, samp_logit_to_key(gumbel));
         }
-        float2 piece = g == 0   ? float2{part.max, part.key}
-                       : g == 1 ? float2{__int_as_float(part.id), part.x} : float2{part.sum, part.raw_sum};
-        if (g < 3) ((float2 *)(p.parts + (size_t)(t.col0 / SAMP_BLOCK) * p.ld + row))[g] = piece;
+        float2 words = group == 0   ? float2{partial.max, partial.gumbel}
+                       : group == 1 ? float2{__int_as_float(partial.id), partial.logit} : float2{partial.sum, partial.raw_sum};
+        if (group < 3) ((float2 *)(epi_args.partials + (size_t)(tile.col0 / SAMP_BLOCK) * epi_args.ld_partials + row))[group] = words;
     }
 
-    template <int C> __device__ static inline void run(float (&acc)[C / 2], const gemm_tile &t, held<C> &h, const params &p) {
-        static_assert(C == SAMP_BLOCK, "a tile's columns are one block");
-        if (t.row0 >= t.M || t.col0 >= p.V) return; /* the warp's */
-        int g = t.lane % 4, row0 = t.row0 + t.lane / 4;
-        if (t.col0 + SAMP_BLOCK > p.V) {
+    template <int COLS> __device__ static inline void run(float (&acc)[COLS / 2], const gemm_tile &tile, prefetched<COLS> &fetched, const params &epi_args) {
+        static_assert(COLS == SAMP_BLOCK, "a tile's columns are one block");
+        if (tile.row0 >= tile.M || tile.col0 >= epi_args.V) return; /* the warp's */
+        int group = tile.lane % 4, row0 = tile.row0 + tile.lane / 4;
+        if (tile.col0 + SAMP_BLOCK > epi_args.V) {
 #pragma unroll
             for (int i = 0; i < SAMP_BLOCK / 2; i++)
-                if (t.col0 + 2 * g + i / 4 * 8 + i % 2 >= p.V) acc[i] = -INFINITY;
+                if (tile.col0 + 2 * group + i / 4 * 8 + i % 2 >= epi_args.V) acc[i] = -INFINITY;
         }
-        float v[SAMP_OWN], other[SAMP_OWN];
+        float logits_a[SAMP_GROUP_IDS], logits_b[SAMP_GROUP_IDS];
 #pragma unroll
-        for (int i = 0; i < SAMP_OWN; i++) v[i] = acc[i / 2 * 4 + i % 2], other[i] = acc[i / 2 * 4 + 2 + i % 2];
+        for (int i = 0; i < SAMP_GROUP_IDS; i++) logits_a[i] = acc[i / 2 * 4 + i % 2], logits_b[i] = acc[i / 2 * 4 + 2 + i % 2];
         /* Both rows' sums, then what comes of either side by side: chains of few instructions that wait for each other. */
-        const samp_ask a = ask_of(h.how[0]), b = ask_of(h.how[1]);
-        float before_a = reached(row0, t, p), before_b = reached(row0 + 8, t, p);
-        samp_group of_a, of_b;
-        samp_sums_2(v, samp_scale(a), samp_apart(a), of_a, other, samp_scale(b), samp_apart(b), of_b);
-        int id0 = p.v0 + t.col0 + 2 * g;
-        samp_weight w = samp_weigh(of_a, a, h.noise.x, id0, before_a, row0 < t.M);
-        samp_weight x = samp_weigh(of_b, b, h.noise.y, id0, before_b, row0 + 8 < t.M);
-        put(v, row0, t, p, a, before_a, samp_choose(v, of_a, a, id0, w));
-        put(other, row0 + 8, t, p, b, before_b, samp_choose(other, of_b, b, id0, x));
+        const samp_params params_a = unpack_params(fetched.param_words[0]), params_b = unpack_params(fetched.param_words[1]);
+        float best_a = best_key(row0, tile, epi_args), best_b = best_key(row0 + 8, tile, epi_args);
+        samp_id_group group_a, group_b;
+        samp_group_sums_2(logits_a, samp_scale(params_a), samp_needs_two_sums(params_a), group_a, logits_b, samp_scale(params_b), samp_needs_two_sums(params_b), group_b);
+        int id0 = epi_args.v0 + tile.col0 + 2 * group;
+        samp_block_state state_a = samp_block_sums(group_a, params_a, fetched.noise.x, id0, best_a, row0 < tile.M);
+        samp_block_state state_b = samp_block_sums(group_b, params_b, fetched.noise.y, id0, best_b, row0 + 8 < tile.M);
+        store_row(logits_a, row0, tile, epi_args, params_a, best_a, samp_block_partial(logits_a, group_a, params_a, id0, state_a));
+        store_row(logits_b, row0 + 8, tile, epi_args, params_b, best_b, samp_block_partial(logits_b, group_b, params_b, id0, state_b));
     }
 #endif
 };
 
-static const gemm_variant samp_head_variant = GEMM_VARIANT(0, epi_sample, 256, 1);
+static const gemm_variant samp_lm_head_variant = GEMM_VARIANT(0, epi_sample, 256, 1);
 
 /* ---- Parts to results ----
  *
@@ -6683,62 +6683,62 @@ static const gemm_variant samp_head_variant = GEMM_VARIANT(0, epi_sample, 256, 1
  * out  merged [n], or if that is NULL results [n] and last; reached is 0 again
  * A row's parts are merged in an order that the number of blocks alone fixes, also where its step has filtered rows.
  * grid: ceil(n / 4); block: 256, thread t merges blocks t/4, t/4 + 64 ... of row t%4. Reads 24 bytes a part. */
-__device__ static inline samp_result samp_finish(const samp_ask &a, const samp_part &p, float raw_max, float raw_log_sum,
-                                                 int last_resort) {
-    samp_result out = {p.id, p.x == -INFINITY ? -INFINITY : p.x - raw_max - raw_log_sum, 0, 0};
-    if (a.forced >= 0) out.sampled_logprob = out.logprob;
-    else if (p.max == -INFINITY) out.id = last_resort, out.logprob = -INFINITY;
-    else if (a.scale > 0) out.sampled_logprob = ((p.x - p.max) * a.scale - log2f(p.sum)) * SAMP_LN2;
-    return out;
+__device__ static inline samp_result samp_make_result(const samp_params &params, const samp_partial &partial, float raw_max, float raw_log_sum,
+                                                 int fallback_id) {
+    samp_result result = {partial.id, partial.logit == -INFINITY ? -INFINITY : partial.logit - raw_max - raw_log_sum, 0, 0};
+    if (params.forced_id >= 0) result.sampled_logprob = result.logprob;
+    else if (partial.max == -INFINITY) result.id = fallback_id, result.logprob = -INFINITY;
+    else if (params.scale > 0) result.sampled_logprob = ((partial.logit - partial.max) * params.scale - log2f(partial.sum)) * SAMP_LN2;
+    return result;
 }
 
 /* What all ids of a plain row come to is its result. */
-__device__ static inline void samp_settle(const samp_ask &a, const samp_part &p, int row, samp_result *results, int *last) {
-    samp_result out = samp_finish(a, p, p.max, logf(p.raw_sum), 0);
-    results[row] = out;
-    if (a.slot >= 0) last[a.slot] = out.id;
+__device__ static inline void samp_write_result(const samp_params &params, const samp_partial &partial, int row, samp_result *results, int *last_tokens) {
+    samp_result result = samp_make_result(params, partial, partial.max, logf(partial.raw_sum), 0);
+    results[row] = result;
+    if (params.seq >= 0) last_tokens[params.seq] = result.id;
 }
 
-/* What a row's parts come to, so far as lane k of SAMP_LANES has them: blocks k, k + SAMP_LANES ... in turn. parts: the row's
+/* What a row's parts come to, so far as lane k of SAMP_MERGE_THREADS has them: blocks k, k + SAMP_MERGE_THREADS ... in turn. parts: the row's
  * column. maxes: where the blocks' maxima go, too, or NULL. */
-__device__ static inline samp_part samp_lane(const samp_ask &a, const samp_part *parts, int ld, int n_blocks, int k,
+__device__ static inline samp_partial samp_merge_strided(const samp_params &params, const samp_partial *partials, int ld_partials, int n_blocks, int thread,
                                              float *maxes) {
-    constexpr int AHEAD = 10;
-    samp_part p = samp_nothing();
-    for (int b = k; b < n_blocks; b += SAMP_LANES * AHEAD) {
-        samp_part next[AHEAD]; /* all on their way at once */
+    constexpr int PREFETCH = 10;
+    samp_partial merged = samp_empty_partial();
+    for (int block = thread; block < n_blocks; block += SAMP_MERGE_THREADS * PREFETCH) {
+        samp_partial next[PREFETCH]; /* all on their way at once */
 #pragma unroll
-        for (int i = 0; i < AHEAD; i++)
-            next[i] = b + SAMP_LANES * i < n_blocks ? parts[(size_t)(b + SAMP_LANES * i) * ld] : samp_nothing();
+        for (int i = 0; i < PREFETCH; i++)
+            next[i] = block + SAMP_MERGE_THREADS * i < n_blocks ? partials[(size_t)(block + SAMP_MERGE_THREADS * i) * ld_partials] : samp_empty_partial();
 #pragma unroll
-        for (int i = 0; i < AHEAD; i++) {
-            if (maxes && b + SAMP_LANES * i < n_blocks) maxes[b + SAMP_LANES * i] = next[i].max;
-            p = samp_merge(p, next[i], a);
+        for (int i = 0; i < PREFETCH; i++) {
+            if (maxes && block + SAMP_MERGE_THREADS * i < n_blocks) maxes[block + SAMP_MERGE_THREADS * i] = next[i].max;
+            merged = samp_merge(merged, next[i], params);
         }
     }
-    return p;
+    return merged;
 }
 
-__global__ static void __launch_bounds__(256) samp_reduce_kernel(const samp_ask *ask, const samp_part *parts, int ld, int n_blocks,
-                                                                 int n, uint32_t *reached, samp_part *merged,
-                                                                 samp_result *results, int *last) {
-    __shared__ samp_part all[SAMP_LANES][SAMP_REDUCE_ROWS];
-    int r = (int)threadIdx.x % SAMP_REDUCE_ROWS, k = (int)threadIdx.x / SAMP_REDUCE_ROWS;
-    int row = (int)blockIdx.x * SAMP_REDUCE_ROWS + r;
+__global__ static void __launch_bounds__(256) samp_reduce_kernel(const samp_params *params, const samp_partial *partials, int ld_partials, int n_blocks,
+                                                                 int n_rows, uint32_t *best_keys, samp_partial *merged,
+                                                                 samp_result *results, int *last_tokens) {
+    __shared__ samp_partial shared[SAMP_MERGE_THREADS][SAMP_REDUCE_ROWS];
+    int row_in_cta = (int)threadIdx.x % SAMP_REDUCE_ROWS, thread = (int)threadIdx.x / SAMP_REDUCE_ROWS;
+    int row = (int)blockIdx.x * SAMP_REDUCE_ROWS + row_in_cta;
     grid_launch_dependents();
     grid_wait();
-    int from = min(row, n - 1);
-    const samp_ask a = ask[from];
-    samp_part p = samp_lane(a, parts + from, ld, n_blocks, k, NULL);
-    all[k][r] = p;
-    for (int half = SAMP_LANES / 2; half; half /= 2) {
+    int safe_row = min(row, n_rows - 1);
+    const samp_params row_params = params[safe_row];
+    samp_partial partial = samp_merge_strided(row_params, partials + safe_row, ld_partials, n_blocks, thread, NULL);
+    shared[thread][row_in_cta] = partial;
+    for (int half = SAMP_MERGE_THREADS / 2; half; half /= 2) {
         __syncthreads();
-        if (k < half) all[k][r] = p = samp_merge(p, all[k + half][r], a);
+        if (thread < half) shared[thread][row_in_cta] = partial = samp_merge(partial, shared[thread + half][row_in_cta], row_params);
     }
-    if (k || row >= n) return;
-    reached[row] = 0;
-    if (merged) merged[row] = p;
-    else samp_settle(a, p, row, results, last);
+    if (thread || row >= n_rows) return;
+    best_keys[row] = 0;
+    if (merged) merged[row] = partial;
+    else samp_write_result(row_params, partial, row, results, last_tokens);
 }
 
 /* ---- Tensor ranks: one part a row from each, or whole rows of logits ----
@@ -6747,48 +6747,48 @@ __global__ static void __launch_bounds__(256) samp_reduce_kernel(const samp_ask 
  * Filtered rows need all logits: each rank pushes its columns into the others' rows and goes on as if it were alone. Two meetings
  * there: before it writes, all must be done with the rows before. */
 
-__global__ static void __launch_bounds__(MEET_THREADS, 1) samp_exchange_kernel(meeting m, size_t at, const samp_ask *ask,
-                                                                               const samp_part *merged, int n,
-                                                                               samp_result *results, int *last) {
-    const int first = (int)(blockIdx.x * MEET_THREADS + threadIdx.x), stride = (int)gridDim.x * MEET_THREADS;
+__global__ static void __launch_bounds__(BARRIER_THREADS, 1) samp_merge_ranks_kernel(rank_barrier barrier, size_t recv_offset, const samp_params *params,
+                                                                               const samp_partial *merged, int n_rows,
+                                                                               samp_result *results, int *last_tokens) {
+    const int first = (int)(blockIdx.x * BARRIER_THREADS + threadIdx.x), stride = (int)gridDim.x * BARRIER_THREADS;
     grid_wait();
-    const unsigned c = meet_count(m) + 1;
-    const size_t half = (size_t)(c & 1) * m.n;
-    for (int row = first; row < n; row += stride)
-        for (int q = 0; q < m.n; q++)
-            if (q != m.me) ((samp_part *)(m.inbox[q] + at + (half + m.me) * EXCHANGE_BYTES))[row] = merged[row];
-    meet(m, c, NULL);
+    const unsigned number = rank_barrier_count(barrier) + 1;
+    const size_t buffer0 = (size_t)(number & 1) * barrier.tp_size;
+    for (int row = first; row < n_rows; row += stride)
+        for (int rank = 0; rank < barrier.tp_size; rank++)
+            if (rank != barrier.tp_rank) ((samp_partial *)(barrier.recv_buffers[rank] + recv_offset + (buffer0 + barrier.tp_rank) * SAMP_RECV_BYTES))[row] = merged[row];
+    rank_barrier_sync(barrier, number, NULL);
     grid_launch_dependents();
-    for (int row = first; row < n; row += stride) {
-        const samp_ask a = ask[row];
-        samp_part all = samp_nothing();
-        for (int q = 0; q < m.n; q++) {
-            const samp_part p = q == m.me ? merged[row] : ((samp_part *)(m.inbox[m.me] + at + (half + q) * EXCHANGE_BYTES))[row];
-            all = q ? samp_merge(all, p, a) : p;
+    for (int row = first; row < n_rows; row += stride) {
+        const samp_params row_params = params[row];
+        samp_partial total = samp_empty_partial();
+        for (int rank = 0; rank < barrier.tp_size; rank++) {
+            const samp_partial partial = rank == barrier.tp_rank ? merged[row] : ((samp_partial *)(barrier.recv_buffers[barrier.tp_rank] + recv_offset + (buffer0 + rank) * SAMP_RECV_BYTES))[row];
+            total = rank ? samp_merge(total, partial, row_params) : partial;
         }
-        samp_settle(a, all, row, results, last);
+        samp_write_result(row_params, total, row, results, last_tokens);
     }
-    meet_done(m, c);
+    rank_barrier_finish(barrier, number);
 }
 
-typedef struct samp_everybody { /* each rank's samp_plan.logits */
-    float *logits[MEET_RANKS];
-} samp_everybody;
+typedef struct samp_rank_logits { /* each rank's samp_plan.logits */
+    float *logits[BARRIER_MAX_RANKS];
+} samp_rank_logits;
 
-__global__ static void __launch_bounds__(MEET_THREADS, 1)
-    samp_gather_kernel(meeting m, const __grid_constant__ samp_everybody to, int ldl, const float *own, int own_ldl, int v0, int V,
-                       int n) {
+__global__ static void __launch_bounds__(BARRIER_THREADS, 1)
+    samp_gather_logits_kernel(rank_barrier barrier, const __grid_constant__ samp_rank_logits rank_logits, int ld_logits, const float *own_logits, int ld_own, int v0, int V,
+                       int n_rows) {
     grid_wait();
-    const unsigned c = meet_count(m) + 1;
-    if (!meet(m, c, NULL)) n = 0;
-    for (int row = (int)blockIdx.x; row < n; row += (int)gridDim.x)
-        for (int id = (int)threadIdx.x; id < V; id += MEET_THREADS) {
-            const float x = own[(size_t)row * own_ldl + id];
-            for (int q = 0; q < m.n; q++) to.logits[q][(size_t)row * ldl + v0 + id] = x;
+    const unsigned number = rank_barrier_count(barrier) + 1;
+    if (!rank_barrier_sync(barrier, number, NULL)) n_rows = 0;
+    for (int row = (int)blockIdx.x; row < n_rows; row += (int)gridDim.x)
+        for (int id = (int)threadIdx.x; id < V; id += BARRIER_THREADS) {
+            const float logit = own_logits[(size_t)row * ld_own + id];
+            for (int rank = 0; rank < barrier.tp_size; rank++) rank_logits.logits[rank][(size_t)row * ld_logits + v0 + id] = logit;
         }
-    meet(m, c + 1, NULL);
+    rank_barrier_sync(barrier, number + 1, NULL);
     grid_launch_dependents();
-    meet_done(m, c + 1);
+    rank_barrier_finish(barrier, number + 1);
 }
 
 /* ===========================================================================
@@ -6821,25 +6821,25 @@ typedef unsigned long long samp_mass; /* weight in fixed point; also counts */
 
 typedef struct samp_dist { /* a row as a distribution */
     const float *x;
-    float *maxes;         /* [n_blocks] in shared memory: no logit of the block is higher */
-    float *sums;          /* [n_blocks] of the block's weights, less that maximum, where they are needed; at the end bounds of its
+    float *block_maxes;         /* [n_blocks] in shared memory: no logit of the block is higher */
+    float *block_sums;          /* [n_blocks] of the block's weights, less that maximum, where they are needed; at the end bounds of its
                            * keys. There, too */
-    int *list;            /* [n_list] of [n_blocks], rising: blocks that are looked at; in shared memory */
-    float *near;          /* [n_near] of [FILTER_NEAR] logits gathered from them, in any order, and their ids */
-    int *near_ids;
-    int V, n_blocks, n_list, n_near; /* n_near < 0: nothing is gathered */
-    uint32_t near_low, near_high;    /* gathered is what was kept and has a key in this range */
-    float max, scale, at; /* highest logit; log2(e) / temperature; the cut: kept are logits above it, ... */
-    int last;             /* ... and of those equal to it the ids up to this */
+    int *blocks;            /* [n_list] of [n_blocks], rising: blocks that are looked at; in shared memory */
+    float *candidates;          /* [n_near] of [FILTER_CANDIDATES] logits gathered from them, in any order, and their ids */
+    int *candidate_ids;
+    int V, n_blocks, n_listed, n_candidates; /* n_near < 0: nothing is gathered */
+    uint32_t gathered_low, gathered_high;    /* gathered is what was kept and has a key in this range */
+    float max, scale, min_logit; /* highest logit; log2(e) / temperature; the cut: kept are logits above it, ... */
+    int last_tied;             /* ... and of those equal to it the ids up to this */
 } samp_dist;
 
-__device__ static inline bool samp_is_kept(const samp_dist &r, float x, int id) { return x > r.at || (x == r.at && id <= r.last); }
-__device__ static inline samp_mass samp_mass_of(const samp_dist &r, float x) {
-    return (samp_mass)(ex2(__fmul_rn(__fsub_rn(x, r.max), r.scale)) * SAMP_ONE);
+__device__ static inline bool samp_is_kept(const samp_dist &dist, float x, int id) { return x > dist.min_logit || (x == dist.min_logit && id <= dist.last_tied); }
+__device__ static inline samp_mass samp_mass_of(const samp_dist &dist, float x) {
+    return (samp_mass)(ex2(__fmul_rn(__fsub_rn(x, dist.max), dist.scale)) * SAMP_MASS_ONE);
 }
 
 /* Sum over the CTA, in all threads. scratch: [FILTER_THREADS / 32] in shared memory. */
-__device__ static samp_mass samp_all(samp_mass x, samp_mass *scratch) {
+__device__ static samp_mass samp_cta_sum(samp_mass x, samp_mass *scratch) {
     const uint32_t low = (1u << 21) - 1;
     samp_mass sum = __reduce_add_sync(~0u, (uint32_t)x & low);
     sum += (samp_mass)__reduce_add_sync(~0u, (uint32_t)(x >> 21) & low) << 21;
@@ -6855,147 +6855,147 @@ __device__ static samp_mass samp_all(samp_mass x, samp_mass *scratch) {
 /* each(logits, ids) for the listed blocks, for a warp until it returns false: SAMP_AT_ONCE times four ids side by side, of which
  * ids has the first. A warp takes half as many blocks at a time. All lanes come each time; an id may be V or more. */
 enum { SAMP_AT_ONCE = 8 };
-template <class F> __device__ static inline void samp_sweep_4(const samp_dist &r, F each) {
-    const int SWEEP = SAMP_AT_ONCE / 2, warps = FILTER_THREADS / 32;
+template <class F> __device__ static inline void samp_sweep_4(const samp_dist &dist, F each) {
+    const int BLOCKS = SAMP_AT_ONCE / 2, n_warps = FILTER_THREADS / 32;
     int lane = (int)threadIdx.x % 32;
-    for (int i = (int)threadIdx.x / 32; i < r.n_list; i += SWEEP * warps) {
-        int id[2 * SWEEP];
-        float4 p[2 * SWEEP];
+    for (int i = (int)threadIdx.x / 32; i < dist.n_listed; i += BLOCKS * n_warps) {
+        int ids[2 * BLOCKS];
+        float4 quads[2 * BLOCKS];
 #pragma unroll
-        for (int k = 0; k < 2 * SWEEP; k++) {
-            int at = i + k / 2 * warps;
-            id[k] = at < r.n_list ? r.list[at] * SAMP_BLOCK + k % 2 * 128 + 4 * lane : r.V;
-            p[k] = id[k] < r.V ? *(const float4 *)(r.x + id[k]) : float4{};
+        for (int k = 0; k < 2 * BLOCKS; k++) {
+            int index = i + k / 2 * n_warps;
+            ids[k] = index < dist.n_listed ? dist.blocks[index] * SAMP_BLOCK + k % 2 * 128 + 4 * lane : dist.V;
+            quads[k] = ids[k] < dist.V ? *(const float4 *)(dist.x + ids[k]) : float4{};
         }
 #pragma unroll
-        for (int k = 0; k < 2 * SWEEP; k++)
-            p[k] = float4{samp_clean(p[k].x), samp_clean(p[k].y), samp_clean(p[k].z), samp_clean(p[k].w)};
-        if (!each(p, id)) break;
+        for (int k = 0; k < 2 * BLOCKS; k++)
+            quads[k] = float4{samp_clean(quads[k].x), samp_clean(quads[k].y), samp_clean(quads[k].z), samp_clean(quads[k].w)};
+        if (!each(quads, ids)) break;
     }
 }
 /* each(logit, id) for all ids of the listed blocks. */
-template <class F> __device__ static inline void samp_sweep(const samp_dist &r, F each) {
-    samp_sweep_4(r, [&](const float4 (&p)[SAMP_AT_ONCE], const int (&id)[SAMP_AT_ONCE]) {
+template <class F> __device__ static inline void samp_sweep(const samp_dist &dist, F each) {
+    samp_sweep_4(dist, [&](const float4 (&quads)[SAMP_AT_ONCE], const int (&ids)[SAMP_AT_ONCE]) {
 #pragma unroll
         for (int k = 0; k < SAMP_AT_ONCE; k++) {
-            const float x[4] = {p[k].x, p[k].y, p[k].z, p[k].w};
+            const float logits[4] = {quads[k].x, quads[k].y, quads[k].z, quads[k].w};
 #pragma unroll
-            for (int c = 0; c < 4; c++)
-                if (id[k] + c < r.V) each(x[c], id[k] + c);
+            for (int j = 0; j < 4; j++)
+                if (ids[k] + j < dist.V) each(logits[j], ids[k] + j);
         }
         return true;
     });
 }
 /* The same for what is gathered, or else for the listed blocks. */
-template <class F> __device__ static inline void samp_each(const samp_dist &r, F each) {
-    if (r.n_near < 0) samp_sweep(r, each);
+template <class F> __device__ static inline void samp_for_each(const samp_dist &dist, F each) {
+    if (dist.n_candidates < 0) samp_sweep(dist, each);
     else
-        for (int i = (int)threadIdx.x; i < r.n_near; i += FILTER_THREADS) each(r.near[i], r.near_ids[i]);
+        for (int i = (int)threadIdx.x; i < dist.n_candidates; i += FILTER_THREADS) each(dist.candidates[i], dist.candidate_ids[i]);
 }
 
 /* Lists the blocks among n of which wanted(block) is true; block_of(i) is the i-th of them, and rises. */
-template <class B, class W> __device__ static inline void samp_list(samp_dist &r, int n, B block_of, W wanted) {
+template <class B, class W> __device__ static inline void samp_list_blocks(samp_dist &dist, int n_blocks, B block_of, W wanted) {
     __shared__ int counts[FILTER_THREADS / 32];
-    int t = (int)threadIdx.x, lane = t % 32, have = 0;
-    for (int from = 0; from < n; from += FILTER_THREADS) {
-        int block = from + t < n ? block_of(from + t) : 0; /* read before any of these is overwritten */
-        bool in = from + t < n && wanted(block);
-        unsigned all = __ballot_sync(~0u, in);
+    int thread = (int)threadIdx.x, lane = thread % 32, n_listed = 0;
+    for (int first = 0; first < n_blocks; first += FILTER_THREADS) {
+        int block = first + thread < n_blocks ? block_of(first + thread) : 0; /* read before any of these is overwritten */
+        bool listed = first + thread < n_blocks && wanted(block);
+        unsigned ballot = __ballot_sync(~0u, listed);
         __syncthreads();
-        if (lane == 0) counts[t / 32] = __popc(all);
+        if (lane == 0) counts[thread / 32] = __popc(ballot);
         __syncthreads();
-        int before = have;
+        int index = n_listed;
 #pragma unroll
-        for (int i = 0; i < FILTER_THREADS / 32; i++) before += i < t / 32 ? counts[i] : 0, have += counts[i];
-        if (in) r.list[before + __popc(all & ((1u << lane) - 1))] = block;
+        for (int i = 0; i < FILTER_THREADS / 32; i++) index += i < thread / 32 ? counts[i] : 0, n_listed += counts[i];
+        if (listed) dist.blocks[index + __popc(ballot & ((1u << lane) - 1))] = block;
     }
     __syncthreads();
-    r.n_list = have;
+    dist.n_listed = n_listed;
 }
 /* Lists the blocks that may have a logit of `at` or more. */
-__device__ static void samp_look_at(samp_dist &r, float at) {
-    samp_list(r, r.n_blocks, [](int i) { return i; }, [&](int block) { return r.maxes[block] >= at; });
+__device__ static void samp_list_above(samp_dist &dist, float min_logit) {
+    samp_list_blocks(dist, dist.n_blocks, [](int i) { return i; }, [&](int block) { return dist.block_maxes[block] >= min_logit; });
 }
 
 /* Is what is kept with a key in low .. high gathered? */
-__device__ static inline bool samp_has(const samp_dist &r, uint32_t low, uint32_t high) {
-    return r.n_near >= 0 && r.near_low <= low && r.near_high >= high;
+__device__ static inline bool samp_has_gathered(const samp_dist &dist, uint32_t low, uint32_t high) {
+    return dist.n_candidates >= 0 && dist.gathered_low <= low && dist.gathered_high >= high;
 }
 
 /* Gathers what is kept with a key in low .. high, unless it is gathered already; false if it is too much, seen as soon as it is.
  * Lists its blocks. With `above` it is not there yet, and each(logit) is called for all above high. */
 template <class F>
-__device__ static inline bool samp_gather_and(samp_dist &r, uint32_t low, uint32_t high, bool above, F each) {
-    __shared__ int n;
+__device__ static inline bool samp_gather_range(samp_dist &dist, uint32_t low, uint32_t high, bool visit_above, F each) {
+    __shared__ int n_gathered;
     int lane = (int)threadIdx.x % 32;
-    if (!above && samp_has(r, low, high)) return true;
-    if (threadIdx.x == 0) n = 0;
-    samp_look_at(r, samp_key_to_logit(low)); /* its barriers are those of n, too */
-    float least = samp_key_to_logit(low), most = samp_key_to_logit(high);
-    samp_sweep_4(r, [&](const float4 (&p)[SAMP_AT_ONCE], const int (&id)[SAMP_AT_ONCE]) {
-        uint32_t own = 0; /* a bit for each logit */
-        int at = 0;
+    if (!visit_above && samp_has_gathered(dist, low, high)) return true;
+    if (threadIdx.x == 0) n_gathered = 0;
+    samp_list_above(dist, samp_key_to_logit(low)); /* its barriers are those of n, too */
+    float min_logit = samp_key_to_logit(low), max_logit = samp_key_to_logit(high);
+    samp_sweep_4(dist, [&](const float4 (&quads)[SAMP_AT_ONCE], const int (&ids)[SAMP_AT_ONCE]) {
+        uint32_t kept_bits = 0; /* a bit for each logit */
+        int index = 0;
         bool full;
 #pragma unroll
-        for (int k = 0; k < SAMP_AT_ONCE; k++) {
-            const float x[4] = {p[k].x, p[k].y, p[k].z, p[k].w};
+        for (int quad = 0; quad < SAMP_AT_ONCE; quad++) {
+            const float logits[4] = {quads[quad].x, quads[quad].y, quads[quad].z, quads[quad].w};
 #pragma unroll
-            for (int c = 0; c < 4; c++) {
-                if (id[k] + c < r.V && x[c] >= least && x[c] <= most && samp_is_kept(r, x[c], id[k] + c)) own |= 1u << (4 * k + c);
-                if (above && id[k] + c < r.V && x[c] > most) each(x[c]);
+            for (int j = 0; j < 4; j++) {
+                if (ids[quad] + j < dist.V && logits[j] >= min_logit && logits[j] <= max_logit && samp_is_kept(dist, logits[j], ids[quad] + j)) kept_bits |= 1u << (4 * quad + j);
+                if (visit_above && ids[quad] + j < dist.V && logits[j] > max_logit) each(logits[j]);
             }
         }
-        int count = __popc(own), upto = count;
+        int count = __popc(kept_bits), prefix = count;
         if (!__any_sync(~0u, count)) return true;
 #pragma unroll
         for (int lanes = 1; lanes < 32; lanes *= 2) {
-            int other = __shfl_up_sync(~0u, upto, lanes);
-            if (lane >= lanes) upto += other;
+            int other = __shfl_up_sync(~0u, prefix, lanes);
+            if (lane >= lanes) prefix += other;
         }
-        if (lane == 31) at = atomicAdd(&n, upto);
-        at = __shfl_sync(~0u, at, 31), full = at > FILTER_NEAR, at += upto - count;
+        if (lane == 31) index = atomicAdd(&n_gathered, prefix);
+        index = __shfl_sync(~0u, index, 31), full = index > FILTER_CANDIDATES, index += prefix - count;
 #pragma unroll
-        for (int k = 0; k < SAMP_AT_ONCE; k++) {
-            const float x[4] = {p[k].x, p[k].y, p[k].z, p[k].w};
+        for (int quad = 0; quad < SAMP_AT_ONCE; quad++) {
+            const float logits[4] = {quads[quad].x, quads[quad].y, quads[quad].z, quads[quad].w};
 #pragma unroll
-            for (int c = 0; c < 4; c++) {
-                bool in = own >> (4 * k + c) & 1;
-                if (in && at < FILTER_NEAR) r.near[at] = x[c], r.near_ids[at] = id[k] + c;
-                at += in;
+            for (int j = 0; j < 4; j++) {
+                bool is_kept = kept_bits >> (4 * quad + j) & 1;
+                if (is_kept && index < FILTER_CANDIDATES) dist.candidates[index] = logits[j], dist.candidate_ids[index] = ids[quad] + j;
+                index += is_kept;
             }
         }
-        return above || !full;
+        return visit_above || !full;
     });
     __syncthreads();
-    r.n_near = n <= FILTER_NEAR ? n : -1, r.near_low = low, r.near_high = high;
+    dist.n_candidates = n_gathered <= FILTER_CANDIDATES ? n_gathered : -1, dist.gathered_low = low, dist.gathered_high = high;
     __syncthreads();
-    return r.n_near >= 0;
+    return dist.n_candidates >= 0;
 }
-__device__ static bool samp_gather(samp_dist &r, uint32_t low, uint32_t high) {
-    return samp_gather_and(r, low, high, false, [](float) {});
+__device__ static bool samp_gather(samp_dist &dist, uint32_t low, uint32_t high) {
+    return samp_gather_range(dist, low, high, false, [](float) {});
 }
 /* Is all that is kept gathered? */
-__device__ static inline bool samp_has_kept(const samp_dist &r) {
-    return samp_has(r, samp_logit_to_key(r.at), samp_logit_to_key(r.max));
+__device__ static inline bool samp_has_all_kept(const samp_dist &dist) {
+    return samp_has_gathered(dist, samp_logit_to_key(dist.min_logit), samp_logit_to_key(dist.max));
 }
 
 /* A range of keys in `last` + 1 parts, numbered from above: of as many keys each or, of floats, as wide. */
-typedef struct samp_parts {
-    uint32_t from;
-    int shift, last;
-    float top, per; /* per > 0: as wide, so many to 1 */
-} samp_parts;
-__device__ static inline uint32_t samp_wide_part(const samp_parts &s, float x) {
-    return (uint32_t)fminf(__fmul_rn(__fsub_rn(s.top, x), s.per), (float)s.last);
+typedef struct samp_bin_map {
+    uint32_t low_key;
+    int shift, last_bin;
+    float max_logit, bins_per_logit; /* per > 0: as wide, so many to 1 */
+} samp_bin_map;
+__device__ static inline uint32_t samp_width_bin(const samp_bin_map &map, float x) {
+    return (uint32_t)fminf(__fmul_rn(__fsub_rn(map.max_logit, x), map.bins_per_logit), (float)map.last_bin);
 }
-__device__ static inline uint32_t samp_part_of(const samp_parts &s, uint32_t key) {
-    return s.per > 0 ? samp_wide_part(s, samp_key_to_logit(key)) : (uint32_t)s.last - (key - s.from >> s.shift);
+__device__ static inline uint32_t samp_bin_of(const samp_bin_map &map, uint32_t key) {
+    return map.bins_per_logit > 0 ? samp_width_bin(map, samp_key_to_logit(key)) : (uint32_t)map.last_bin - (key - map.low_key >> map.shift);
 }
 /* The lowest key of low .. high whose part is `part` or lower in number; high's is. */
-__device__ static inline uint32_t samp_part_from(const samp_parts &s, uint32_t low, uint32_t high, uint32_t part) {
+__device__ static inline uint32_t samp_bin_low_key(const samp_bin_map &map, uint32_t low, uint32_t high, uint32_t bin) {
     while (low < high) {
         uint32_t middle = low + (high - low) / 2;
-        if (samp_part_of(s, middle) <= part) high = middle;
+        if (samp_bin_of(map, middle) <= bin) high = middle;
         else low = middle + 1;
     }
     return low;
@@ -7007,22 +7007,22 @@ __device__ static inline uint32_t samp_part_from(const samp_parts &s, uint32_t l
  * range, of finite floats, are as wide as each other. Keys crowd about 0 and at low powers of two: with parts of as many keys,
  * most ids of a row would wait for each other to be added to three or four parts. */
 template <class F>
-__device__ static inline void samp_narrow(uint32_t *low, uint32_t *high, samp_mass want, samp_mass *over, samp_mass *scratch,
-                                          bool wide, F each) {
+__device__ static inline void samp_narrow(uint32_t *low, uint32_t *high, samp_mass target, samp_mass *sum_above, samp_mass *scratch,
+                                          bool by_width, F each) {
     __shared__ uint32_t bins[4][FILTER_THREADS]; /* twelve bits each, so that none runs over; the highest part first */
     __shared__ int found;
-    __shared__ samp_mass before;
-    uint32_t from = *low, to = *high, t = threadIdx.x;
-    int lane = (int)t % 32;
-    float extent = samp_key_to_logit(to) - samp_key_to_logit(from);
-    samp_parts parts = {from, max(0, 24 - __clz((int)(to - from))), FILTER_THREADS - 1, samp_key_to_logit(to), 0};
-    if (wide && extent > 1e-30f && extent < 1e30f) parts.per = FILTER_THREADS / extent;
-    bins[0][t] = bins[1][t] = bins[2][t] = bins[3][t] = 0;
-    if (t == 0) found = -1, before = 0;
+    __shared__ samp_mass found_above;
+    uint32_t first_key = *low, last_key = *high, thread = threadIdx.x;
+    int lane = (int)thread % 32;
+    float width = samp_key_to_logit(last_key) - samp_key_to_logit(first_key);
+    samp_bin_map map = {first_key, max(0, 24 - __clz((int)(last_key - first_key))), FILTER_THREADS - 1, samp_key_to_logit(last_key), 0};
+    if (by_width && width > 1e-30f && width < 1e30f) map.bins_per_logit = FILTER_THREADS / width;
+    bins[0][thread] = bins[1][thread] = bins[2][thread] = bins[3][thread] = 0;
+    if (thread == 0) found = -1, found_above = 0;
     __syncthreads();
     each([&](uint32_t key, samp_mass mass) {
-        if (key < from || key > to) return;
-        uint32_t bin = samp_part_of(parts, key); /* four additions whose result nobody waits for cost less than one */
+        if (key < first_key || key > last_key) return;
+        uint32_t bin = samp_bin_of(map, key); /* four additions whose result nobody waits for cost less than one */
         atomicAdd(&bins[0][bin], (uint32_t)mass & 0xfff);
         if (mass >> 12) {
             atomicAdd(&bins[1][bin], (uint32_t)(mass >> 12) & 0xfff), atomicAdd(&bins[2][bin], (uint32_t)(mass >> 24) & 0xfff);
@@ -7030,82 +7030,82 @@ __device__ static inline void samp_narrow(uint32_t *low, uint32_t *high, samp_ma
         }
     });
     __syncthreads();
-    samp_mass own = bins[0][t] + ((samp_mass)bins[1][t] << 12) + ((samp_mass)bins[2][t] << 24) + ((samp_mass)bins[3][t] << 36);
-    samp_mass upto = own;
+    samp_mass bin_mass = bins[0][thread] + ((samp_mass)bins[1][thread] << 12) + ((samp_mass)bins[2][thread] << 24) + ((samp_mass)bins[3][thread] << 36);
+    samp_mass prefix_mass = bin_mass;
     for (int lanes = 1; lanes < 32; lanes *= 2) {
-        samp_mass other = __shfl_up_sync(~0u, upto, lanes);
-        if (lane >= lanes) upto += other;
+        samp_mass other = __shfl_up_sync(~0u, prefix_mass, lanes);
+        if (lane >= lanes) prefix_mass += other;
     }
-    if (lane == 31) scratch[t / 32] = upto;
+    if (lane == 31) scratch[thread / 32] = prefix_mass;
     __syncthreads();
-    upto += *over;
-    for (uint32_t i = 0; i < t / 32; i++) upto += scratch[i];
-    bool last = t == FILTER_THREADS - 1;
-    if (own && upto >= want && upto - own < want) found = (int)t, before = upto - own;
-    if (last && upto < want) found = -2;
+    prefix_mass += *sum_above;
+    for (uint32_t i = 0; i < thread / 32; i++) prefix_mass += scratch[i];
+    bool is_last = thread == FILTER_THREADS - 1;
+    if (bin_mass && prefix_mass >= target && prefix_mass - bin_mass < target) found = (int)thread, found_above = prefix_mass - bin_mass;
+    if (is_last && prefix_mass < target) found = -2;
     __syncthreads();
     if (found == -2) { /* the lowest in use: the one that reaches the sum of all */
-        if (last) scratch[0] = upto;
+        if (is_last) scratch[0] = prefix_mass;
         __syncthreads();
-        if (own && upto == scratch[0]) found = (int)t, before = upto - own;
+        if (bin_mass && prefix_mass == scratch[0]) found = (int)thread, found_above = prefix_mass - bin_mass;
         __syncthreads();
     }
     uint32_t bin = (uint32_t)max(found, 0);
-    *over = before;
-    if (parts.per > 0) {
-        *low = samp_part_from(parts, from, to, bin);
-        if (bin) *high = samp_part_from(parts, from, to, bin - 1) - 1;
+    *sum_above = found_above;
+    if (map.bins_per_logit > 0) {
+        *low = samp_bin_low_key(map, first_key, last_key, bin);
+        if (bin) *high = samp_bin_low_key(map, first_key, last_key, bin - 1) - 1;
     } else {
-        *low = from + (FILTER_THREADS - 1 - bin << parts.shift);
-        *high = *low + min(to - *low, (1u << parts.shift) - 1);
+        *low = first_key + (FILTER_THREADS - 1 - bin << map.shift);
+        *high = *low + min(last_key - *low, (1u << map.shift) - 1);
     }
     __syncthreads();
 }
 
 /* The key to which samp_narrow narrows low .. high in the end. */
 template <class F>
-__device__ static inline uint32_t samp_search(uint32_t low, uint32_t high, samp_mass want, samp_mass *over, samp_mass *scratch,
+__device__ static inline uint32_t samp_find_key(uint32_t low, uint32_t high, samp_mass target, samp_mass *sum_above, samp_mass *scratch,
                                               F each) {
-    while (low < high) samp_narrow(&low, &high, want, over, scratch, false, each);
+    while (low < high) samp_narrow(&low, &high, target, sum_above, scratch, false, each);
     return low;
 }
 
 /* A bound of the k-th highest logit from below: the k-th highest of the blocks' maxima, or less by up to 2^16 keys, a 128th: the
  * search is stopped there, after two steps. */
-__device__ static float samp_bound(const samp_dist &r, int k, samp_mass *scratch) {
-    uint32_t low = samp_logit_to_key(-INFINITY), high = samp_logit_to_key(r.max);
-    samp_mass over = 0;
-    if (k > r.n_blocks) return -INFINITY;
+__device__ static float samp_kth_bound(const samp_dist &dist, int k, samp_mass *scratch) {
+    uint32_t low = samp_logit_to_key(-INFINITY), high = samp_logit_to_key(dist.max);
+    samp_mass sum_above = 0;
+    if (k > dist.n_blocks) return -INFINITY;
     while (high - low > 0xffff)
-        samp_narrow(&low, &high, (samp_mass)k, &over, scratch, false, [&](auto add) {
-            for (int i = (int)threadIdx.x; i < r.n_blocks; i += FILTER_THREADS) add(samp_logit_to_key(r.maxes[i]), 1);
+        samp_narrow(&low, &high, (samp_mass)k, &sum_above, scratch, false, [&](auto add) {
+            for (int i = (int)threadIdx.x; i < dist.n_blocks; i += FILTER_THREADS) add(samp_logit_to_key(dist.block_maxes[i]), 1);
         });
     return samp_key_to_logit(low);
 }
 
 /* The end of samp_find_threshold, where no more than an id a thread is gathered: each adds up what lies above its own. *over: what lies
  * above low .. high. */
-__device__ static float samp_rank(const samp_dist &r, bool by_count, uint32_t low, uint32_t high, samp_mass want,
-                                  samp_mass *over) {
+__device__ static float samp_rank_small(const samp_dist &dist, bool by_count, uint32_t low, uint32_t high, samp_mass target,
+                                  samp_mass *sum_above) {
     __shared__ samp_mass mass[FILTER_THREADS], before;
     __shared__ float found;
-    int t = (int)threadIdx.x;
-    float x = t < r.n_near ? r.near[t] : 0;
-    bool in = t < r.n_near && samp_is_kept(r, x, r.near_ids[t]) && samp_logit_to_key(x) >= low && samp_logit_to_key(x) <= high, lowest = true;
-    samp_mass own = in ? by_count ? 1 : samp_mass_of(r, x) : 0, above = *over, same = 0;
-    mass[t] = own;
-    if (t == 0) found = samp_key_to_logit(low), before = *over;
+    int thread = (int)threadIdx.x;
+    float logit = thread < dist.n_candidates ? dist.candidates[thread] : 0;
+    bool is_candidate = thread < dist.n_candidates && samp_is_kept(dist, logit, dist.candidate_ids[thread]) && samp_logit_to_key(logit) >= low && samp_logit_to_key(logit) <= high, lowest = true;
+    samp_mass own_mass = is_candidate ? by_count ? 1 : samp_mass_of(dist, logit) : 0, mass_above = *sum_above, mass_tied = 0;
+    mass[thread] = own_mass;
+    if (thread == 0) found = samp_key_to_logit(low), before = *sum_above;
     __syncthreads();
-    bool first = own;
-    for (int i = 0; i < r.n_near && own; i++) {
-        float other = r.near[i];
-        samp_mass more = mass[i];
-        above += other > x ? more : 0, same += other == x ? more : 0;
-        lowest &= !(other < x && more), first &= !(other == x && more && i < t);
+    bool first = own_mass;
+    for (int i = 0; i < dist.n_candidates && own_mass; i++) {
+        float other = dist.candidates[i];
+        samp_mass other_mass = mass[i];
+        mass_above += other > logit ? other_mass : 0, mass_tied += other == logit ? other_mass : 0;
+        lowest &= !(other < logit && other_mass), first &= !(other == logit && other_mass && i < thread);
     }
-    if (first && above < want && (lowest || above + same >= want)) found = x, before = above; /* one thread */
+    if (first && mass_above < target && (lowest || mass_above + mass_tied >= target)) found = logit, before = mass_above; /* one thread */
     __syncthreads();
-    *over = before;
+    *sum_above = before;
     return found;
 }
 
@@ -7113,460 +7113,460 @@ __device__ static float samp_rank(const samp_dist &r, bool by_count, uint32_t lo
  * FILTER_BINS parts, each at the weight of its part's lower end or at that of the upper one, bound where the sum reaches `want`.
  * What lies beyond the new range stays to be added up. False, and nothing is changed, if the parts cannot be made or the sum does
  * not get there. Of 128,256 Gaussian logits the new range has 40 to 400, where none are equal. */
-__device__ static bool samp_tally(samp_dist &r, uint32_t *low, uint32_t *high, samp_mass want) {
-    constexpr int OWN = FILTER_BINS / FILTER_THREADS, WARPS = FILTER_THREADS / 32;
-    static_assert(OWN == 32, "a thread's bins lie in the 32 banks");
-    __shared__ float sums[2][WARPS];
-    __shared__ int first, last;
-    const int t = (int)threadIdx.x, lane = t % 32;
-    const float least = samp_key_to_logit(*low), top = samp_key_to_logit(*high), extent = top - least;
-    if (!(extent > 1e-30f && extent < 1e30f && extent * r.scale < 64)) return false;
-    uint32_t *bins = (uint32_t *)r.near; /* nothing is gathered */
-    const samp_parts parts = {0, 0, FILTER_BINS - 1, top, FILTER_BINS / extent};
-    for (int i = t; i < FILTER_BINS; i += FILTER_THREADS) bins[i] = 0;
-    if (t == 0) first = last = FILTER_BINS;
+__device__ static bool samp_narrow_by_counts(samp_dist &dist, uint32_t *low, uint32_t *high, samp_mass target) {
+    constexpr int THREAD_BINS = FILTER_BINS / FILTER_THREADS, WARPS = FILTER_THREADS / 32;
+    static_assert(THREAD_BINS == 32, "a thread's bins lie in the 32 banks");
+    __shared__ float warp_sums[2][WARPS];
+    __shared__ int upper_bin, lower_bin;
+    const int thread = (int)threadIdx.x, lane = thread % 32;
+    const float min_logit = samp_key_to_logit(*low), max_logit = samp_key_to_logit(*high), width = max_logit - min_logit;
+    if (!(width > 1e-30f && width < 1e30f && width * dist.scale < 64)) return false;
+    uint32_t *bins = (uint32_t *)dist.candidates; /* nothing is gathered */
+    const samp_bin_map map = {0, 0, FILTER_BINS - 1, max_logit, FILTER_BINS / width};
+    for (int i = thread; i < FILTER_BINS; i += FILTER_THREADS) bins[i] = 0;
+    if (thread == 0) upper_bin = lower_bin = FILTER_BINS;
     __syncthreads();
-    samp_sweep(r, [&](float x, int) {
-        if (x >= least) atomicAdd(&bins[samp_wide_part(parts, x)], 1u);
+    samp_sweep(dist, [&](float logit, int) {
+        if (logit >= min_logit) atomicAdd(&bins[samp_width_bin(map, logit)], 1u);
     });
     __syncthreads();
     /* Rounding comes to less than 2^-15: a part's end is known to 2^-10 parts, of 64 / FILTER_BINS in log2 at most, weights to
      * 2^-17, a sum to 2^-18. */
-    const float slack = 0x1p-14f, step = r.scale / parts.per;
-    const float begin = (top - r.max) * r.scale, enough = (float)want / SAMP_ONE;
+    const float margin = 0x1p-14f, bin_step = dist.scale / map.bins_per_logit;
+    const float first_log2 = (max_logit - dist.max) * dist.scale, target_sum = (float)target / SAMP_MASS_ONE;
     float sum[2] = {0, 0}; /* at most, at least */
-    auto add = [&](int bin, float (&to)[2]) {
-        float n = (float)bins[bin], at = begin - (float)bin * step;
-        to[0] += n * ex2(at) * (1 + slack), to[1] += n * ex2(at - step) * (1 - slack);
+    auto add_bin = [&](int bin, float (&to)[2]) {
+        float count = (float)bins[bin], log2_weight = first_log2 - (float)bin * bin_step;
+        to[0] += count * ex2(log2_weight) * (1 + margin), to[1] += count * ex2(log2_weight - bin_step) * (1 - margin);
     };
-    for (int i = 0; i < OWN; i++) add(t * OWN + (i + t) % OWN, sum); /* each lane from another bank */
-    float before[2];
+    for (int i = 0; i < THREAD_BINS; i++) add_bin(thread * THREAD_BINS + (i + thread) % THREAD_BINS, sum); /* each lane from another bank */
+    float sum_before[2];
 #pragma unroll
     for (int side = 0; side < 2; side++) {
-        float upto = sum[side];
+        float prefix = sum[side];
         for (int lanes = 1; lanes < 32; lanes *= 2) {
-            float other = __shfl_up_sync(~0u, upto, lanes);
-            if (lane >= lanes) upto += other;
+            float other = __shfl_up_sync(~0u, prefix, lanes);
+            if (lane >= lanes) prefix += other;
         }
-        if (lane == 31) sums[side][t / 32] = upto;
-        before[side] = __shfl_up_sync(~0u, upto, 1);
-        if (lane == 0) before[side] = 0;
+        if (lane == 31) warp_sums[side][thread / 32] = prefix;
+        sum_before[side] = __shfl_up_sync(~0u, prefix, 1);
+        if (lane == 0) sum_before[side] = 0;
     }
     __syncthreads();
-    for (int i = 0; i < t / 32; i++) before[0] += sums[0][i], before[1] += sums[1][i];
+    for (int i = 0; i < thread / 32; i++) sum_before[0] += warp_sums[0][i], sum_before[1] += warp_sums[1][i];
 #pragma unroll
     for (int side = 0; side < 2; side++) {
-        if (before[side] + sum[side] < enough) continue;
-        float so_far[2] = {before[0], before[1]};
+        if (sum_before[side] + sum[side] < target_sum) continue;
+        float running[2] = {sum_before[0], sum_before[1]};
         int i = 0;
-        for (; i < OWN - 1; i++) {
-            add(t * OWN + i, so_far);
-            if (so_far[side] >= enough) break;
+        for (; i < THREAD_BINS - 1; i++) {
+            add_bin(thread * THREAD_BINS + i, running);
+            if (running[side] >= target_sum) break;
         }
-        atomicMin(side ? &last : &first, t * OWN + i);
+        atomicMin(side ? &lower_bin : &upper_bin, thread * THREAD_BINS + i);
     }
     __syncthreads();
-    const int from = first, to = max(first, last);
+    const int from = upper_bin, to = max(upper_bin, lower_bin);
     if (from == FILTER_BINS) return false;
-    const uint32_t lowest = to < FILTER_BINS ? samp_part_from(parts, *low, *high, (uint32_t)to) : *low;
-    if (from) *high = samp_part_from(parts, *low, *high, (uint32_t)from - 1) - 1;
-    *low = lowest;
+    const uint32_t low_key = to < FILTER_BINS ? samp_bin_low_key(map, *low, *high, (uint32_t)to) : *low;
+    if (from) *high = samp_bin_low_key(map, *low, *high, (uint32_t)from - 1) - 1;
+    *low = low_key;
     return true;
 }
 
 /* From the highest logit down to `floor`, adds up 1 for each kept id (by_count) or its weight; returns the logit at which the sum
  * reaches `want` (the lowest of them if it never does), *over: the sum before the first id of that logit. */
-__device__ static float samp_find_threshold(samp_dist &r, bool by_count, samp_mass want, float floor, samp_mass *over, samp_mass *scratch) {
-    uint32_t low = samp_logit_to_key(floor), high = samp_logit_to_key(r.max);
+__device__ static float samp_find_threshold(samp_dist &dist, bool by_count, samp_mass target, float min_logit, samp_mass *sum_above, samp_mass *scratch) {
+    uint32_t low = samp_logit_to_key(min_logit), high = samp_logit_to_key(dist.max);
     bool fits = false;
-    *over = 0;
+    *sum_above = 0;
     for (bool first = true; low < high; first = false) {
-        if (!fits) fits = samp_gather(r, low, high);
-        const bool tallied = !fits && first && !by_count && (floor > r.at || r.last == INT_MAX);
-        if (tallied && samp_tally(r, &low, &high, want)) {
-            samp_mass own = 0;
-            fits = samp_gather_and(r, low, high, true, [&](float x) { own += samp_mass_of(r, x); });
-            *over = samp_all(own, scratch);
+        if (!fits) fits = samp_gather(dist, low, high);
+        const bool counted = !fits && first && !by_count && (min_logit > dist.min_logit || dist.last_tied == INT_MAX);
+        if (counted && samp_narrow_by_counts(dist, &low, &high, target)) {
+            samp_mass own_mass = 0;
+            fits = samp_gather_range(dist, low, high, true, [&](float logit) { own_mass += samp_mass_of(dist, logit); });
+            *sum_above = samp_cta_sum(own_mass, scratch);
             if (low == high) break;
         }
-        if (fits && r.n_near <= FILTER_THREADS) return samp_rank(r, by_count, low, high, want, over);
-        samp_narrow(&low, &high, want, over, scratch, first, [&](auto add) {
-            samp_each(r, [&](float x, int id) {
-                if (samp_is_kept(r, x, id)) add(samp_logit_to_key(x), by_count ? 1 : samp_mass_of(r, x));
+        if (fits && dist.n_candidates <= FILTER_THREADS) return samp_rank_small(dist, by_count, low, high, target, sum_above);
+        samp_narrow(&low, &high, target, sum_above, scratch, first, [&](auto add) {
+            samp_for_each(dist, [&](float logit, int id) {
+                if (samp_is_kept(dist, logit, id)) add(samp_logit_to_key(logit), by_count ? 1 : samp_mass_of(dist, logit));
             });
         });
     }
-    samp_gather(r, low, high); /* all of that logit are there for samp_nth, or their blocks listed */
+    samp_gather(dist, low, high); /* all of that logit are there for samp_nth_tied, or their blocks listed */
     return samp_key_to_logit(low);
 }
 
 /* The *n-th id, counted from 1, among those with logit `at`, which samp_find_threshold has found; INT_MAX if there are not more than *n,
  * which becomes their number. */
-__device__ static int samp_nth(const samp_dist &r, float at, samp_mass *n, samp_mass *scratch) {
-    samp_mass count = 0, over = 0;
-    samp_each(r, [&](float x, int) { count += x == at; });
-    count = samp_all(count, scratch);
-    if (count <= *n) return *n = count, INT_MAX;
-    return (int)~samp_search(~(uint32_t)(r.V - 1), ~0u, *n, &over, scratch, [&](auto add) {
-        samp_each(r, [&](float x, int id) {
-            if (x == at) add(~(uint32_t)id, 1);
+__device__ static int samp_nth_tied(const samp_dist &dist, float min_logit, samp_mass *nth, samp_mass *scratch) {
+    samp_mass count = 0, sum_above = 0;
+    samp_for_each(dist, [&](float logit, int) { count += logit == min_logit; });
+    count = samp_cta_sum(count, scratch);
+    if (count <= *nth) return *nth = count, INT_MAX;
+    return (int)~samp_find_key(~(uint32_t)(dist.V - 1), ~0u, *nth, &sum_above, scratch, [&](auto add) {
+        samp_for_each(dist, [&](float logit, int id) {
+            if (logit == min_logit) add(~(uint32_t)id, 1);
         });
     });
 }
 
 /* The n best ids by logit, best first, of equal ones the lowest first. -inf counts too. */
-__device__ static void samp_top_logprobs(samp_dist r, int n, float log_sum, samp_best *best, samp_mass *scratch) {
-    __shared__ float x[TOKA_MAX_LOGPROBS];
-    __shared__ int ids[TOKA_MAX_LOGPROBS], have;
-    samp_mass over;
-    r.at = -INFINITY, r.last = INT_MAX;
-    float at = samp_find_threshold(r, true, (samp_mass)n, samp_bound(r, n, scratch), &over, scratch);
-    samp_mass more = (samp_mass)n - over;
-    int last = samp_nth(r, at, &more, scratch);
-    if (threadIdx.x == 0) have = 0;
-    samp_gather(r, samp_logit_to_key(at), samp_logit_to_key(r.max));
-    r.at = at, r.last = last;
+__device__ static void samp_top_logprobs(samp_dist dist, int n_top, float log_sum, samp_top *top, samp_mass *scratch) {
+    __shared__ float top_logits[TOKA_MAX_LOGPROBS];
+    __shared__ int top_ids[TOKA_MAX_LOGPROBS], n_found;
+    samp_mass sum_above;
+    dist.min_logit = -INFINITY, dist.last_tied = INT_MAX;
+    float min_logit = samp_find_threshold(dist, true, (samp_mass)n_top, samp_kth_bound(dist, n_top, scratch), &sum_above, scratch);
+    samp_mass n_tied = (samp_mass)n_top - sum_above;
+    int last_tied = samp_nth_tied(dist, min_logit, &n_tied, scratch);
+    if (threadIdx.x == 0) n_found = 0;
+    samp_gather(dist, samp_logit_to_key(min_logit), samp_logit_to_key(dist.max));
+    dist.min_logit = min_logit, dist.last_tied = last_tied;
     __syncthreads();
-    samp_each(r, [&](float v, int id) {
-        if (!samp_is_kept(r, v, id)) return;
-        int i = atomicAdd(&have, 1); /* n of them, in any order */
-        x[i] = v, ids[i] = id;
+    samp_for_each(dist, [&](float logit, int id) {
+        if (!samp_is_kept(dist, logit, id)) return;
+        int i = atomicAdd(&n_found, 1); /* n of them, in any order */
+        top_logits[i] = logit, top_ids[i] = id;
     });
     __syncthreads();
-    if ((int)threadIdx.x < n) {
-        float v = x[threadIdx.x];
-        int id = ids[threadIdx.x], rank = 0;
-        for (int i = 0; i < n; i++) rank += x[i] > v || (x[i] == v && ids[i] < id);
-        best->ids[rank] = id;
-        best->logprobs[rank] = v == -INFINITY ? -INFINITY : v - r.max - log_sum;
+    if ((int)threadIdx.x < n_top) {
+        float logit = top_logits[threadIdx.x];
+        int id = top_ids[threadIdx.x], index = 0;
+        for (int i = 0; i < n_top; i++) index += top_logits[i] > logit || (top_logits[i] == logit && top_ids[i] < id);
+        top->ids[index] = id;
+        top->logprobs[index] = logit == -INFINITY ? -INFINITY : logit - dist.max - log_sum;
     }
     __syncthreads();
 }
 
 /* Where id stands among all ids: 1 is the best. The order is that of samp_top_logprobs. */
-__device__ static int samp_rank(samp_dist r, int id, samp_mass *scratch) {
-    const float at = samp_clean(r.x[id]);
+__device__ static int samp_rank(samp_dist dist, int id, samp_mass *scratch) {
+    const float id_logit = samp_clean(dist.x[id]);
     samp_mass before = 0;
-    samp_look_at(r, at);
-    samp_sweep(r, [&](float x, int other) { before += x > at || (x == at && other < id); });
-    return 1 + (int)samp_all(before, scratch);
+    samp_list_above(dist, id_logit);
+    samp_sweep(dist, [&](float logit, int other) { before += logit > id_logit || (logit == id_logit && other < id); });
+    return 1 + (int)samp_cta_sum(before, scratch);
 }
 
 /* Bias, lists and penalties tell of each block in which they change logits: touched[block]. */
 
 /* logit_bias; an id named twice gets both, in the list's order. One warp, 32 entries at a time. */
-__device__ static void samp_bias(const samp_filter &f, float *x, int *touched) {
+__device__ static void samp_apply_bias(const samp_filter &filter, float *logits, int *touched) {
     int lane = (int)threadIdx.x;
-    for (int from = 0; from < f.n_bias; from += 32) {
-        int i = from + lane, id = i < f.n_bias ? f.bias_ids[i] : -1 - lane;
-        unsigned same = __match_any_sync(~0u, id);
-        if (id >= 0 && (same & ((1u << lane) - 1)) == 0) { /* the first of them does all */
-            float v = samp_clean(x[id]);
-            for (unsigned left = same; left; left &= left - 1) v = samp_clean(__fadd_rn(v, f.bias[from + __ffs((int)left) - 1]));
-            x[id] = v, touched[id / SAMP_BLOCK] = 1;
+    for (int first = 0; first < filter.n_bias; first += 32) {
+        int i = first + lane, id = i < filter.n_bias ? filter.bias_ids[i] : -1 - lane;
+        unsigned same_id = __match_any_sync(~0u, id);
+        if (id >= 0 && (same_id & ((1u << lane) - 1)) == 0) { /* the first of them does all */
+            float logit = samp_clean(logits[id]);
+            for (unsigned remaining = same_id; remaining; remaining &= remaining - 1) logit = samp_clean(__fadd_rn(logit, filter.bias[first + __ffs((int)remaining) - 1]));
+            logits[id] = logit, touched[id / SAMP_BLOCK] = 1;
         }
         __threadfence_block();
         __syncwarp();
     }
 }
 
-/* Everything but allowed ids becomes -inf. bits: [FILTER_WINDOW], a bit per id. */
-__device__ static void samp_apply_allowed(const samp_filter &f, float *x, int V, uint32_t *bits) {
-    for (int from = 0; from < V; from += 32 * FILTER_WINDOW) {
-        int n = min(32 * FILTER_WINDOW, V - from);
-        for (int i = (int)threadIdx.x; i < FILTER_WINDOW; i += FILTER_THREADS) bits[i] = 0;
+/* Everything but allowed ids becomes -inf. bits: [FILTER_ID_RANGE], a bit per id. */
+__device__ static void samp_apply_allowed(const samp_filter &filter, float *logits, int V, uint32_t *bits) {
+    for (int first_id = 0; first_id < V; first_id += 32 * FILTER_ID_RANGE) {
+        int n_ids = min(32 * FILTER_ID_RANGE, V - first_id);
+        for (int i = (int)threadIdx.x; i < FILTER_ID_RANGE; i += FILTER_THREADS) bits[i] = 0;
         __syncthreads();
-        for (int i = (int)threadIdx.x; i < f.n_allowed; i += FILTER_THREADS) {
-            int at = f.allowed[i] - from;
-            if (at >= 0 && at < n) atomicOr(&bits[at / 32], 1u << at % 32);
+        for (int i = (int)threadIdx.x; i < filter.n_allowed; i += FILTER_THREADS) {
+            int index = filter.allowed[i] - first_id;
+            if (index >= 0 && index < n_ids) atomicOr(&bits[index / 32], 1u << index % 32);
         }
         __syncthreads();
-        for (int i = (int)threadIdx.x; i < n; i += FILTER_THREADS)
-            if (!(bits[i / 32] >> i % 32 & 1)) x[from + i] = -INFINITY;
+        for (int i = (int)threadIdx.x; i < n_ids; i += FILTER_THREADS)
+            if (!(bits[i / 32] >> i % 32 & 1)) logits[first_id + i] = -INFINITY;
         __syncthreads();
     }
 }
 
 /* The penalties of an id that the history has, `count` times in the output. */
-__device__ static void samp_penalize(const samp_filter &f, float *x, int id, uint32_t count, int *touched) {
-    float v = samp_clean(x[id]);
-    v = v < 0 ? __fmul_rn(v, f.repetition) : __fdiv_rn(v, f.repetition);
-    v = __fsub_rn(v, __fmul_rn(f.frequency, (float)count));
-    if (count > 0) v = __fsub_rn(v, f.presence);
-    x[id] = samp_clean(v), touched[id / SAMP_BLOCK] = 1;
+__device__ static void samp_penalize(const samp_filter &filter, float *logits, int id, uint32_t count, int *touched) {
+    float logit = samp_clean(logits[id]);
+    logit = logit < 0 ? __fmul_rn(logit, filter.repetition) : __fdiv_rn(logit, filter.repetition);
+    logit = __fsub_rn(logit, __fmul_rn(filter.frequency, (float)count));
+    if (count > 0) logit = __fsub_rn(logit, filter.presence);
+    logits[id] = samp_clean(logit), touched[id / SAMP_BLOCK] = 1;
 }
 
-/* Penalties, once for each id of a history of up to FILTER_WINDOW / 4 ids, by a hash table of twice as many: id + 1, 0 where there
+/* Penalties, once for each id of a history of up to FILTER_ID_RANGE / 4 ids, by a hash table of twice as many: id + 1, 0 where there
  * is none, then counts. */
-__device__ static void samp_penalties_few(const samp_filter &f, float *x, int V, uint32_t *table, int *touched) {
-    const uint32_t shift = __clz(2 * f.n_history - 1), n = 1u << (32 - shift);
-    for (uint32_t i = threadIdx.x; i < 2 * n; i += FILTER_THREADS) table[i] = 0;
+__device__ static void samp_hash_penalties(const samp_filter &filter, float *logits, int V, uint32_t *table, int *touched) {
+    const uint32_t shift = __clz(2 * filter.n_history - 1), n_entries = 1u << (32 - shift);
+    for (uint32_t i = threadIdx.x; i < 2 * n_entries; i += FILTER_THREADS) table[i] = 0;
     __syncthreads();
-    for (int i = (int)threadIdx.x; i < f.n_history; i += FILTER_THREADS) {
-        uint32_t key = (uint32_t)f.history[i] + 1, at = key * 0x9E3779B1u >> shift;
+    for (int i = (int)threadIdx.x; i < filter.n_history; i += FILTER_THREADS) {
+        uint32_t key = (uint32_t)filter.history[i] + 1, index = key * 0x9E3779B1u >> shift;
         if (key - 1 >= (uint32_t)V) continue;
-        for (uint32_t old; (old = atomicCAS(&table[at], 0u, key)) && old != key;) at = at + 1 & n - 1;
-        if (i >= f.n_prompt) atomicAdd(&table[n + at], 1u);
+        for (uint32_t previous; (previous = atomicCAS(&table[index], 0u, key)) && previous != key;) index = index + 1 & n_entries - 1;
+        if (i >= filter.n_prompt) atomicAdd(&table[n_entries + index], 1u);
     }
     __syncthreads();
-    for (uint32_t i = threadIdx.x; i < n; i += FILTER_THREADS)
-        if (table[i]) samp_penalize(f, x, (int)table[i] - 1, table[n + i], touched);
+    for (uint32_t i = threadIdx.x; i < n_entries; i += FILTER_THREADS)
+        if (table[i]) samp_penalize(filter, logits, (int)table[i] - 1, table[n_entries + i], touched);
     __syncthreads();
 }
 
 /* The same for any history: counts of a window of the vocabulary at a time. Bit 31: the id is there. */
-__device__ static void samp_apply_penalties(const samp_filter &f, float *x, int V, uint32_t *counts, int *touched) {
-    for (int from = 0; from < V; from += FILTER_WINDOW) {
-        int n = min((int)FILTER_WINDOW, V - from);
-        for (int i = (int)threadIdx.x; i < n; i += FILTER_THREADS) counts[i] = 0;
+__device__ static void samp_apply_penalties(const samp_filter &filter, float *logits, int V, uint32_t *counts, int *touched) {
+    for (int first_id = 0; first_id < V; first_id += FILTER_ID_RANGE) {
+        int n_ids = min((int)FILTER_ID_RANGE, V - first_id);
+        for (int i = (int)threadIdx.x; i < n_ids; i += FILTER_THREADS) counts[i] = 0;
         __syncthreads();
-        for (int i = (int)threadIdx.x; i < f.n_history; i += FILTER_THREADS) {
-            int at = f.history[i] - from;
-            if (at < 0 || at >= n) continue;
-            if (i >= f.n_prompt) atomicAdd(&counts[at], 1u);
-            atomicOr(&counts[at], 0x80000000u);
+        for (int i = (int)threadIdx.x; i < filter.n_history; i += FILTER_THREADS) {
+            int index = filter.history[i] - first_id;
+            if (index < 0 || index >= n_ids) continue;
+            if (i >= filter.n_prompt) atomicAdd(&counts[index], 1u);
+            atomicOr(&counts[index], 0x80000000u);
         }
         __syncthreads();
-        for (int i = (int)threadIdx.x; i < n; i += FILTER_THREADS)
-            if (counts[i]) samp_penalize(f, x, from + i, counts[i] & 0x7fffffffu, touched);
+        for (int i = (int)threadIdx.x; i < n_ids; i += FILTER_THREADS)
+            if (counts[i]) samp_penalize(filter, logits, first_id + i, counts[i] & 0x7fffffffu, touched);
         __syncthreads();
     }
 }
 
 /* The maxima of blocks that were touched anew, and the row's; their sums too, if wanted. A warp takes SWEEP blocks at a time. */
-__device__ static void samp_survey(samp_dist &r, const int *touched, bool sums, samp_mass *scratch) {
-    const int SWEEP = 4, warps = FILTER_THREADS / 32;
+__device__ static void samp_update_blocks(samp_dist &dist, const int *touched, bool with_sums, samp_mass *scratch) {
+    const int BLOCKS = 4, n_warps = FILTER_THREADS / 32;
     int lane = (int)threadIdx.x % 32;
-    float max = -INFINITY;
-    for (int from = (int)threadIdx.x / 32; from < r.n_blocks; from += SWEEP * warps) {
-        float4 p[2 * SWEEP];
+    float row_max = -INFINITY;
+    for (int first_block = (int)threadIdx.x / 32; first_block < dist.n_blocks; first_block += BLOCKS * n_warps) {
+        float4 quads[2 * BLOCKS];
 #pragma unroll
-        for (int k = 0; k < 2 * SWEEP; k++) {
-            int b = from + k / 2 * warps, id = b * SAMP_BLOCK + k % 2 * 128 + 4 * lane;
-            p[k] = b < r.n_blocks && touched[b] && id < r.V ? *(const float4 *)(r.x + id) : float4{};
+        for (int k = 0; k < 2 * BLOCKS; k++) {
+            int block = first_block + k / 2 * n_warps, id = block * SAMP_BLOCK + k % 2 * 128 + 4 * lane;
+            quads[k] = block < dist.n_blocks && touched[block] && id < dist.V ? *(const float4 *)(dist.x + id) : float4{};
         }
 #pragma unroll
-        for (int k = 0; k < SWEEP; k++) {
-            int b = from + k * warps, id = b * SAMP_BLOCK + 4 * lane;
-            float x[8], highest = -INFINITY, sum = 0;
-            if (b >= r.n_blocks || !touched[b]) continue;
+        for (int k = 0; k < BLOCKS; k++) {
+            int block = first_block + k * n_warps, id = block * SAMP_BLOCK + 4 * lane;
+            float logits[8], block_max = -INFINITY, sum = 0;
+            if (block >= dist.n_blocks || !touched[block]) continue;
 #pragma unroll
             for (int i = 0; i < 8; i++) {
-                const float4 v = p[2 * k + i / 4];
-                const float y = i % 4 == 0 ? v.x : i % 4 == 1 ? v.y : i % 4 == 2 ? v.z : v.w;
-                x[i] = id + i / 4 * 128 + i % 4 < r.V ? samp_clean(y) : -INFINITY, highest = fmaxf(highest, x[i]);
+                const float4 quad = quads[2 * k + i / 4];
+                const float logit = i % 4 == 0 ? quad.x : i % 4 == 1 ? quad.y : i % 4 == 2 ? quad.z : quad.w;
+                logits[i] = id + i / 4 * 128 + i % 4 < dist.V ? samp_clean(logit) : -INFINITY, block_max = fmaxf(block_max, logits[i]);
             }
-            highest = samp_key_to_logit(__reduce_max_sync(~0u, samp_logit_to_key(highest)));
-            if (lane == 0) r.maxes[b] = highest;
-            if (!sums) continue;
+            block_max = samp_key_to_logit(__reduce_max_sync(~0u, samp_logit_to_key(block_max)));
+            if (lane == 0) dist.block_maxes[block] = block_max;
+            if (!with_sums) continue;
 #pragma unroll
             for (int i = 0; i < 8; i++)
-                sum = __fadd_rn(sum, x[i] > -INFINITY ? ex2(__fmul_rn(__fsub_rn(x[i], highest), r.scale)) : 0);
+                sum = __fadd_rn(sum, logits[i] > -INFINITY ? ex2(__fmul_rn(__fsub_rn(logits[i], block_max), dist.scale)) : 0);
             for (int lanes = 16; lanes; lanes /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, lanes));
-            if (lane == 0) r.sums[b] = sum;
+            if (lane == 0) dist.block_sums[block] = sum;
         }
     }
     __syncthreads();
-    for (int b = (int)threadIdx.x; b < r.n_blocks; b += FILTER_THREADS) max = fmaxf(max, r.maxes[b]);
-    r.max = block_fold(max, (float *)scratch, op_max{});
+    for (int block = (int)threadIdx.x; block < dist.n_blocks; block += FILTER_THREADS) row_max = fmaxf(row_max, dist.block_maxes[block]);
+    dist.max = block_reduce(row_max, (float *)scratch, op_max{});
 }
 
-/* Step 2 of chapter 18. sums: see samp_survey. */
-__device__ static void samp_adjust(samp_dist &r, const samp_filter &f, float *x, bool sums, uint32_t *window,
+/* Step 2 of chapter 18. sums: see samp_update_blocks. */
+__device__ static void samp_adjust(samp_dist &dist, const samp_filter &filter, float *logits, bool with_sums, uint32_t *workspace,
                                    samp_mass *scratch) {
-    int *touched = r.list;
+    int *touched = dist.blocks;
     __syncthreads();
-    for (int b = (int)threadIdx.x; b < r.n_blocks; b += FILTER_THREADS) touched[b] = f.n_allowed > 0;
+    for (int block = (int)threadIdx.x; block < dist.n_blocks; block += FILTER_THREADS) touched[block] = filter.n_allowed > 0;
     __syncthreads();
-    if (threadIdx.x < 32) samp_bias(f, x, touched);
+    if (threadIdx.x < 32) samp_apply_bias(filter, logits, touched);
     __syncthreads();
-    if (f.n_allowed) samp_apply_allowed(f, x, r.V, window);
-    for (int i = (int)threadIdx.x; i < f.n_forbidden; i += FILTER_THREADS) /* end ids may lie outside the vocabulary */
-        if (f.forbidden[i] >= 0 && f.forbidden[i] < r.V) x[f.forbidden[i]] = -INFINITY, touched[f.forbidden[i] / SAMP_BLOCK] = 1;
+    if (filter.n_allowed) samp_apply_allowed(filter, logits, dist.V, workspace);
+    for (int i = (int)threadIdx.x; i < filter.n_forbidden; i += FILTER_THREADS) /* end ids may lie outside the vocabulary */
+        if (filter.forbidden[i] >= 0 && filter.forbidden[i] < dist.V) logits[filter.forbidden[i]] = -INFINITY, touched[filter.forbidden[i] / SAMP_BLOCK] = 1;
     __syncthreads();
-    if (f.n_history > FILTER_WINDOW / 4) samp_apply_penalties(f, x, r.V, window, touched);
-    else if (f.n_history) samp_penalties_few(f, x, r.V, window, touched);
-    samp_survey(r, touched, sums, scratch);
+    if (filter.n_history > FILTER_ID_RANGE / 4) samp_apply_penalties(filter, logits, dist.V, workspace, touched);
+    else if (filter.n_history) samp_hash_penalties(filter, logits, dist.V, workspace, touched);
+    samp_update_blocks(dist, touched, with_sums, scratch);
 }
 
 /* Logits more than `drop` (<= 0) below the best go. */
-__device__ static void samp_min_p(samp_dist &r, double drop) {
-    float at = __double2float_ru(fmax((double)r.max + drop, -(double)FLT_MAX));
-    if (at > r.at) r.at = at, r.last = INT_MAX;
+__device__ static void samp_min_p(samp_dist &dist, double drop) {
+    float min_logit = __double2float_ru(fmax((double)dist.max + drop, -(double)FLT_MAX));
+    if (min_logit > dist.min_logit) dist.min_logit = min_logit, dist.last_tied = INT_MAX;
 }
 
 /* The weights of all ids together, from the blocks' sums. */
-__device__ static samp_mass samp_total(const samp_dist &r, samp_mass *scratch) {
+__device__ static samp_mass samp_total_mass(const samp_dist &dist, samp_mass *scratch) {
     samp_mass sum = 0;
-    for (int b = (int)threadIdx.x; b < r.n_blocks; b += FILTER_THREADS)
-        sum += (samp_mass)(__fmul_rn(ex2(__fmul_rn(__fsub_rn(r.maxes[b], r.max), r.scale)), r.sums[b]) * SAMP_ONE);
-    return samp_all(sum, scratch);
+    for (int block = (int)threadIdx.x; block < dist.n_blocks; block += FILTER_THREADS)
+        sum += (samp_mass)(__fmul_rn(ex2(__fmul_rn(__fsub_rn(dist.block_maxes[block], dist.max), dist.scale)), dist.block_sums[block]) * SAMP_MASS_ONE);
+    return samp_cta_sum(sum, scratch);
 }
 
 /* The same of what is kept, of which all is gathered, or its blocks are listed. */
-__device__ static samp_mass samp_kept_mass(const samp_dist &r, samp_mass *scratch) {
+__device__ static samp_mass samp_kept_mass(const samp_dist &dist, samp_mass *scratch) {
     samp_mass sum = 0;
-    samp_each(r, [&](float x, int id) { sum += samp_is_kept(r, x, id) ? samp_mass_of(r, x) : 0; });
-    return samp_all(sum, scratch);
+    samp_for_each(dist, [&](float logit, int id) { sum += samp_is_kept(dist, logit, id) ? samp_mass_of(dist, logit) : 0; });
+    return samp_cta_sum(sum, scratch);
 }
 
 /* A logit that the one at which the sum of weights reaches `want` does not lie below: usually few ids have that much together, so
  * the best 32 or 256 blocks tell already. Where 32 have less than a 16th of it, eight times as many rarely have enough
  * either, and are not tried. */
-__device__ static float samp_floor(samp_dist &r, samp_mass want, samp_mass *scratch) {
-    for (int k = 32; k < r.n_blocks && !samp_has_kept(r); k *= 8) {
-        float at = samp_bound(r, k, scratch);
-        if (at <= r.at || !samp_gather(r, samp_logit_to_key(at), samp_logit_to_key(r.max))) break;
-        samp_mass sum = samp_kept_mass(r, scratch);
-        if (sum >= want) return at;
-        if (sum < want / 16) break;
+__device__ static float samp_top_p_bound(samp_dist &dist, samp_mass target, samp_mass *scratch) {
+    for (int k = 32; k < dist.n_blocks && !samp_has_all_kept(dist); k *= 8) {
+        float bound = samp_kth_bound(dist, k, scratch);
+        if (bound <= dist.min_logit || !samp_gather(dist, samp_logit_to_key(bound), samp_logit_to_key(dist.max))) break;
+        samp_mass sum = samp_kept_mass(dist, scratch);
+        if (sum >= target) return bound;
+        if (sum < target / 16) break;
     }
-    return r.at;
+    return dist.min_logit;
 }
 
 /* Keeps an id if those before it, from the highest down, have less than p of the mass. A weight of at most 1/V of the mass that
  * may be dropped is dropped ahead of the search: even V of them are not too much, and few ids remain. total: mass of what is kept
  * so far; returns that of what stays. */
-__device__ static samp_mass samp_top_p(samp_dist &r, const samp_filter &f, samp_mass total, samp_mass *scratch) {
-    samp_mass over, want = (samp_mass)ceil((double)f.top_p * (double)total);
-    float at = samp_floor(r, want, scratch);
-    if (at == r.at && !samp_has_kept(r)) {
-        double small = (1 - (double)f.top_p) * ((double)total / (double)SAMP_ONE) / r.V;
-        samp_min_p(r, small < 1 ? f.temperature * log(small) : 0);
-        at = r.at;
+__device__ static samp_mass samp_top_p(samp_dist &dist, const samp_filter &filter, samp_mass total_mass, samp_mass *scratch) {
+    samp_mass sum_above, target = (samp_mass)ceil((double)filter.top_p * (double)total_mass);
+    float min_logit = samp_top_p_bound(dist, target, scratch);
+    if (min_logit == dist.min_logit && !samp_has_all_kept(dist)) {
+        double small_weight = (1 - (double)filter.top_p) * ((double)total_mass / (double)SAMP_MASS_ONE) / dist.V;
+        samp_min_p(dist, small_weight < 1 ? filter.temperature * log(small_weight) : 0);
+        min_logit = dist.min_logit;
     }
-    at = samp_find_threshold(r, false, want, at, &over, scratch);
-    samp_mass each = samp_mass_of(r, at), more = want > over ? want - over : 1;
-    more = each ? (more + each - 1) / each : 1;
-    r.last = samp_nth(r, at, &more, scratch), r.at = at;
-    return over + more * each;
+    min_logit = samp_find_threshold(dist, false, target, min_logit, &sum_above, scratch);
+    samp_mass tied_mass = samp_mass_of(dist, min_logit), n_tied = target > sum_above ? target - sum_above : 1;
+    n_tied = tied_mass ? (n_tied + tied_mass - 1) / tied_mass : 1;
+    dist.last_tied = samp_nth_tied(dist, min_logit, &n_tied, scratch), dist.min_logit = min_logit;
+    return sum_above + n_tied * tied_mass;
 }
 
 /* Step 4 of chapter 18. Returns the mass of what is kept, 0 if that is not known. sum: of the row's weights, 0: not known. */
-__device__ static samp_mass samp_truncate(samp_dist &r, const samp_filter &f, float sum, samp_mass *scratch) {
-    const bool cuts = f.top_k > 0 || f.min_p_drop > -INFINITY;
-    samp_mass total = (samp_mass)(sum * SAMP_ONE), over;
-    if (f.top_k > 0) {
-        float at = samp_find_threshold(r, true, (samp_mass)f.top_k, samp_bound(r, f.top_k, scratch), &over, scratch);
-        r.at = at, r.last = INT_MAX, total = 0;
-        if (f.top_p < 1) samp_gather(r, samp_logit_to_key(r.at), samp_logit_to_key(r.max)), total = samp_kept_mass(r, scratch);
-    } else if (sum == 0 && (f.top_p < 1 || !cuts)) total = samp_total(r, scratch);
-    if (f.top_p < 1) total = samp_top_p(r, f, total, scratch);
-    if (f.min_p_drop > -INFINITY) {
-        float before = r.at;
-        samp_min_p(r, f.min_p_drop);
-        if (r.at > before) total = 0;
+__device__ static samp_mass samp_truncate(samp_dist &dist, const samp_filter &filter, float sum, samp_mass *scratch) {
+    const bool has_cut = filter.top_k > 0 || filter.min_p_drop > -INFINITY;
+    samp_mass mass = (samp_mass)(sum * SAMP_MASS_ONE), sum_above;
+    if (filter.top_k > 0) {
+        float min_logit = samp_find_threshold(dist, true, (samp_mass)filter.top_k, samp_kth_bound(dist, filter.top_k, scratch), &sum_above, scratch);
+        dist.min_logit = min_logit, dist.last_tied = INT_MAX, mass = 0;
+        if (filter.top_p < 1) samp_gather(dist, samp_logit_to_key(dist.min_logit), samp_logit_to_key(dist.max)), mass = samp_kept_mass(dist, scratch);
+    } else if (sum == 0 && (filter.top_p < 1 || !has_cut)) mass = samp_total_mass(dist, scratch);
+    if (filter.top_p < 1) mass = samp_top_p(dist, filter, mass, scratch);
+    if (filter.min_p_drop > -INFINITY) {
+        float old_min_logit = dist.min_logit;
+        samp_min_p(dist, filter.min_p_drop);
+        if (dist.min_logit > old_min_logit) mass = 0;
     }
-    return total;
+    return mass;
 }
 
-__device__ static inline samp_part samp_part_at(const samp_part &p, int lanes) { /* the one that lane ^ lanes has */
-    samp_part q;
-    q.max = __shfl_xor_sync(~0u, p.max, lanes), q.key = __shfl_xor_sync(~0u, p.key, lanes);
-    q.id = __shfl_xor_sync(~0u, p.id, lanes), q.x = __shfl_xor_sync(~0u, p.x, lanes);
-    q.sum = __shfl_xor_sync(~0u, p.sum, lanes), q.raw_sum = __shfl_xor_sync(~0u, p.raw_sum, lanes);
-    return q;
+__device__ static inline samp_partial samp_partial_shuffle(const samp_partial &partial, int lane_mask) { /* the one that lane ^ lanes has */
+    samp_partial other;
+    other.max = __shfl_xor_sync(~0u, partial.max, lane_mask), other.gumbel = __shfl_xor_sync(~0u, partial.gumbel, lane_mask);
+    other.id = __shfl_xor_sync(~0u, partial.id, lane_mask), other.logit = __shfl_xor_sync(~0u, partial.logit, lane_mask);
+    other.sum = __shfl_xor_sync(~0u, partial.sum, lane_mask), other.raw_sum = __shfl_xor_sync(~0u, partial.raw_sum, lane_mask);
+    return other;
 }
 
 /* A part of each of the first n threads, at most 64, to one for all, in the order of samp_reduce_kernel. all: [n], a power of
  * two, in shared memory. */
-__device__ static samp_part samp_fold(samp_part p, const samp_ask &a, samp_part *all, int n) {
-    int t = (int)threadIdx.x;
+__device__ static samp_partial samp_merge_cta(samp_partial partial, const samp_params &params, samp_partial *shared, int n_partials) {
+    int thread = (int)threadIdx.x;
     __syncthreads();
-    if (t < n) all[t] = p;
+    if (thread < n_partials) shared[thread] = partial;
     __syncthreads();
-    if (t < 32) {
-        p = t < n ? all[t] : samp_nothing();
-        if (n > 32) p = samp_merge(p, all[t + 32], a);
-        for (int half = min(n, 32) / 2; half; half /= 2) p = samp_merge(p, samp_part_at(p, half), a);
-        if (t == 0) all[0] = p;
+    if (thread < 32) {
+        partial = thread < n_partials ? shared[thread] : samp_empty_partial();
+        if (n_partials > 32) partial = samp_merge(partial, shared[thread + 32], params);
+        for (int half = min(n_partials, 32) / 2; half; half /= 2) partial = samp_merge(partial, samp_partial_shuffle(partial, half), params);
+        if (thread == 0) shared[0] = partial;
     }
     __syncthreads();
-    return all[0];
+    return shared[0];
 }
 
-/* The part of a block that a warp has, and in all its lanes: as samp_block, to the bit, but lane 4s + g has the s-th eight ids of
+/* The part of a block that a warp has, and in all its lanes: as samp_make_partial, to the bit, but lane 4s + g has the s-th eight ids of
  * group g, so that v is short and so is the code; no raw sums; logits are clean. A row has few blocks, and what counts is how long
  * one takes. id0: of the group. */
-__device__ static samp_part samp_block_of_warp(float (&v)[8], const samp_ask &a, uint32_t word, int id0) {
-    const int g = (int)threadIdx.x % 4;
-    samp_group group;
-    float y[8], own, x = 0;
-    group.scale = samp_scale(a), group.down = 0, group.rough = false;
+__device__ static samp_partial samp_warp_partial(float (&logits)[8], const samp_params &params, uint32_t noise, int id0) {
+    const int group_index = (int)threadIdx.x % 4;
+    samp_id_group group;
+    float weights[8], octet_sum, logit = 0;
+    group.scale = samp_scale(params), group.shift = 0, group.inexact = false;
 #pragma unroll 1
-    for (int round = 0; round < 2; round++) {
-        float highest = v[0], base, raw_top;
+    for (int pass = 0; pass < 2; pass++) {
+        float octet_max = logits[0], base, raw_scaled_max;
 #pragma unroll
-        for (int k = 1; k < 8; k++) highest = fmaxf(highest, v[k]);
-        group.max = fmaxf(highest, __shfl_xor_sync(~0u, highest, 4));
+        for (int k = 1; k < 8; k++) octet_max = fmaxf(octet_max, logits[k]);
+        group.max = fmaxf(octet_max, __shfl_xor_sync(~0u, octet_max, 4));
         group.max = fmaxf(group.max, __shfl_xor_sync(~0u, group.max, 8));
         group.max = fmaxf(group.max, __shfl_xor_sync(~0u, group.max, 16));
-        group.highest = (__ffs((int)(__ballot_sync(~0u, highest == group.max) & 0x11111111u << g)) - 1) / 4;
+        group.max_octet = (__ffs((int)(__ballot_sync(~0u, octet_max == group.max) & 0x11111111u << group_index)) - 1) / 4;
         base = group.max > -INFINITY ? group.max : 0;
-        group.top = __fmul_rn(base, group.scale), raw_top = __fmul_rn(base, SAMP_LOG2E);
-        own = ex2(__fmaf_rn(v[0], group.scale, -group.top));
+        group.scaled_max = __fmul_rn(base, group.scale), raw_scaled_max = __fmul_rn(base, SAMP_LOG2E);
+        octet_sum = ex2(__fmaf_rn(logits[0], group.scale, -group.scaled_max));
 #pragma unroll
-        for (int k = 1; k < 8; k++) own = __fadd_rn(own, ex2(__fmaf_rn(v[k], group.scale, -group.top)));
-        group.sum = __fadd_rn(own, __shfl_xor_sync(~0u, own, 4));
+        for (int k = 1; k < 8; k++) octet_sum = __fadd_rn(octet_sum, ex2(__fmaf_rn(logits[k], group.scale, -group.scaled_max)));
+        group.sum = __fadd_rn(octet_sum, __shfl_xor_sync(~0u, octet_sum, 4));
         group.sum = __fadd_rn(group.sum, __shfl_xor_sync(~0u, group.sum, 8));
         group.sum = __fadd_rn(group.sum, __shfl_xor_sync(~0u, group.sum, 16));
-        bool rough = !(group.sum >= 0 && fabsf(group.top) < 0x1p23f && fabsf(raw_top) < 0x1p23f);
-        if (round || !__any_sync(~0u, rough)) break;
-        group.down = rough ? group.max : 0;
+        bool inexact = !(group.sum >= 0 && fabsf(group.scaled_max) < 0x1p23f && fabsf(raw_scaled_max) < 0x1p23f);
+        if (pass || !__any_sync(~0u, inexact)) break;
+        group.shift = inexact ? group.max : 0;
 #pragma unroll
-        for (int k = 0; k < 8; k++) v[k] = rough ? __fsub_rn(samp_clean(v[k]), group.down) : v[k];
+        for (int k = 0; k < 8; k++) logits[k] = inexact ? __fsub_rn(samp_clean(logits[k]), group.shift) : logits[k];
     }
     group.raw_sum = group.sum;
 #pragma unroll
-    for (int i = 0; i < 8; i++) group.sums[i] = __shfl_sync(~0u, own, 4 * i + g);
-    samp_weight w = samp_weigh(group, a, word, id0, NAN, true);
-    bool flip = a.u >> 31;
-    float target = samp_target(a, flip, group.sum);
-    int sub = w.draw ? samp_place(group.sums, flip, &target) : group.highest, at = 0;
+    for (int i = 0; i < 8; i++) group.sums[i] = __shfl_sync(~0u, octet_sum, 4 * i + group_index);
+    samp_block_state state = samp_block_sums(group, params, noise, id0, NAN, true);
+    bool from_end = params.uniform >> 31;
+    float target = samp_target(params, from_end, group.sum);
+    int octet = state.is_drawn ? samp_inverse_cdf(group.sums, from_end, &target) : group.max_octet, index = 0;
 #pragma unroll
-    for (int k = 0; k < 8; k++) y[k] = ex2(__fmaf_rn(v[k], group.scale, -group.top));
-    if (w.draw) at = samp_place(y, flip, &target);
+    for (int k = 0; k < 8; k++) weights[k] = ex2(__fmaf_rn(logits[k], group.scale, -group.scaled_max));
+    if (state.is_drawn) index = samp_inverse_cdf(weights, from_end, &target);
     else
 #pragma unroll
-        for (int k = 7; k >= 0; k--) at = v[k] == group.max ? k : at;
+        for (int k = 7; k >= 0; k--) index = logits[k] == group.max ? k : index;
 #pragma unroll
-    for (int k = 0; k < 8; k++) x = at == k ? v[k] : x;
-    x = __fadd_rn(__shfl_sync(~0u, x, 4 * sub + g), group.down), at = __shfl_sync(~0u, at, 4 * sub + g);
-    float rank = w.draw ? __fmaf_rn(w.below, group.scale, w.key) : w.max;
-    int id = w.max == -INFINITY ? INT_MAX : id0 + 32 * sub + samp_column(at);
-    samp_quad_best(w.p, rank, id, x);
-    return w.p;
+    for (int k = 0; k < 8; k++) logit = index == k ? logits[k] : logit;
+    logit = __fadd_rn(__shfl_sync(~0u, logit, 4 * octet + group_index), group.shift), index = __shfl_sync(~0u, index, 4 * octet + group_index);
+    float score = state.is_drawn ? __fmaf_rn(state.rel_max, group.scale, state.gumbel) : state.max;
+    int id = state.max == -INFINITY ? INT_MAX : id0 + 32 * octet + samp_column(index);
+    samp_quad_best(state.partial, score, id, logit);
+    return state.partial;
 }
 
 /* What the listed blocks come to, without what is cut and without raw sums: those are known. A warp takes each in turn. */
-__device__ static samp_part samp_draw_of(const samp_dist &r, const samp_ask &a, samp_part *all) {
-    const int warp = (int)threadIdx.x / 32, warps = FILTER_THREADS / 32;
-    const int g = (int)threadIdx.x % 4, first = (int)threadIdx.x % 32 / 4 * 32 + 2 * g; /* of the lane's ids in a block */
-    samp_part p = samp_nothing();
+__device__ static samp_partial samp_draw_blocks(const samp_dist &dist, const samp_params &params, samp_partial *shared) {
+    const int warp = (int)threadIdx.x / 32, n_warps = FILTER_THREADS / 32;
+    const int group = (int)threadIdx.x % 4, first_id = (int)threadIdx.x % 32 / 4 * 32 + 2 * group; /* of the lane's ids in a block */
+    samp_partial partial = samp_empty_partial();
     float2 next[4];
     auto fetch = [&](int i) {
 #pragma unroll
         for (int j = 0; j < 4; j++)
-            next[j] = i < r.n_list ? *(const float2 *)(r.x + r.list[i] * SAMP_BLOCK + first + 8 * j) : float2{};
+            next[j] = i < dist.n_listed ? *(const float2 *)(dist.x + dist.blocks[i] * SAMP_BLOCK + first_id + 8 * j) : float2{};
     };
     fetch(warp);
-    for (int i = warp; i < r.n_list; i += warps) {
-        const int block = r.list[i], id0 = block * SAMP_BLOCK + 2 * g;
-        float v[8];
+    for (int i = warp; i < dist.n_listed; i += n_warps) {
+        const int block = dist.blocks[i], id0 = block * SAMP_BLOCK + 2 * group;
+        float logits[8];
 #pragma unroll
-        for (int j = 0; j < 4; j++) v[2 * j] = samp_clean(next[j].x), v[2 * j + 1] = samp_clean(next[j].y);
-        fetch(i + warps);
+        for (int j = 0; j < 4; j++) logits[2 * j] = samp_clean(next[j].x), logits[2 * j + 1] = samp_clean(next[j].y);
+        fetch(i + n_warps);
 #pragma unroll
         for (int k = 0; k < 8; k++) {
-            int id = block * SAMP_BLOCK + first + samp_column(k);
-            if (id >= r.V || !samp_is_kept(r, v[k], id)) v[k] = -INFINITY;
+            int id = block * SAMP_BLOCK + first_id + samp_column(k);
+            if (id >= dist.V || !samp_is_kept(dist, logits[k], id)) logits[k] = -INFINITY;
         }
-        p = samp_merge(p, samp_block_of_warp(v, a, samp_noise(a, block, g), id0), a);
+        partial = samp_merge(partial, samp_warp_partial(logits, params, samp_noise(params, block, group), id0), params);
     }
     __syncthreads();
-    if (threadIdx.x % 32 == 0) all[SAMP_LANES + warp] = p;
+    if (threadIdx.x % 32 == 0) shared[SAMP_MERGE_THREADS + warp] = partial;
     __syncthreads();
-    return samp_fold(all[SAMP_LANES + threadIdx.x % warps], a, all, warps);
+    return samp_merge_cta(shared[SAMP_MERGE_THREADS + threadIdx.x % n_warps], params, shared, n_warps);
 }
 
 /* Step 5 over the listed blocks. Where they are many, a block's key is bounded by its sum before the cut, sum_of(block), and the
@@ -7574,246 +7574,246 @@ __device__ static samp_part samp_draw_of(const samp_dist &r, const samp_ask &a, 
  * bound is not below the highest of these eight keys: a handful, for a bound is too high by two bits, since a group has but a
  * fourth of the sum, and by what the cut takes. The result's sum is then of these few alone. */
 template <class S>
-__device__ static inline samp_part samp_draw(samp_dist &r, const samp_ask &a, bool many, samp_part *all, S sum_of) {
+__device__ static inline samp_partial samp_draw(samp_dist &dist, const samp_params &params, bool use_bounds, samp_partial *shared, S block_sum) {
     constexpr int WARPS = FILTER_THREADS / 32;
-    __shared__ int first[WARPS];
-    const int t = (int)threadIdx.x, lane = t % 32;
-    int *list = r.list, n = r.n_list;
-    if (many) {
-        float highest = -INFINITY;
-        int best = 0;
-        for (int i = lane * WARPS + t / 32; i < n; i += FILTER_THREADS) {
-            const int block = list[i];
-            uint32_t c[4]; /* by one call of Philox */
+    __shared__ int first_blocks[WARPS];
+    const int thread = (int)threadIdx.x, lane = thread % 32;
+    int *blocks = dist.blocks, n_blocks = dist.n_listed;
+    if (use_bounds) {
+        float max_bound = -INFINITY;
+        int best_block = 0;
+        for (int i = lane * WARPS + thread / 32; i < n_blocks; i += FILTER_THREADS) {
+            const int block = blocks[i];
+            uint32_t counter[4]; /* by one call of Philox */
 #pragma unroll
-            for (int g = 0; g < 4; g++) c[g] = samp_noise(a, block, g);
-            const float noise = samp_log2_exponential(min(min(c[0], c[1]), min(c[2], c[3])));
-            const float bound = __fmaf_rn(__fsub_rn(r.maxes[block], r.max), a.scale, __fsub_rn(lg2(sum_of(block)), noise));
-            r.sums[block] = bound;
-            if (!(bound <= highest) || i < FILTER_THREADS) highest = bound, best = block;
+            for (int group = 0; group < 4; group++) counter[group] = samp_noise(params, block, group);
+            const float noise = samp_log2_exponential(min(min(counter[0], counter[1]), min(counter[2], counter[3])));
+            const float bound = __fmaf_rn(__fsub_rn(dist.block_maxes[block], dist.max), params.scale, __fsub_rn(lg2(block_sum(block)), noise));
+            dist.block_sums[block] = bound;
+            if (!(bound <= max_bound) || i < FILTER_THREADS) max_bound = bound, best_block = block;
         }
-        const uint32_t key = samp_logit_to_key(highest), top = __reduce_max_sync(~0u, lane * WARPS + t / 32 < n ? key : 0);
-        if (lane == __ffs((int)__ballot_sync(~0u, key == top)) - 1) first[t / 32] = best, r.sums[best] = -INFINITY;
+        const uint32_t key = samp_logit_to_key(max_bound), max_key = __reduce_max_sync(~0u, lane * WARPS + thread / 32 < n_blocks ? key : 0);
+        if (lane == __ffs((int)__ballot_sync(~0u, key == max_key)) - 1) first_blocks[thread / 32] = best_block, dist.block_sums[best_block] = -INFINITY;
         __syncthreads();
-        r.list = first, r.n_list = WARPS;
+        dist.blocks = first_blocks, dist.n_listed = WARPS;
     }
-    samp_part p = samp_nothing();
-    for (bool again = many;; again = false) {
-        p = samp_merge(p, samp_draw_of(r, a, all), a);
-        if (!again) return p;
-        const float key = __fmaf_rn(__fsub_rn(p.max, r.max), a.scale, p.key), enough = key - 0.01f - 1e-6f * fabsf(key);
-        r.list = list;
-        samp_list(r, n, [&](int i) { return list[i]; }, [&](int block) { return !(r.sums[block] < enough); });
-        if (!r.n_list) return p;
+    samp_partial partial = samp_empty_partial();
+    for (bool has_more = use_bounds;; has_more = false) {
+        partial = samp_merge(partial, samp_draw_blocks(dist, params, shared), params);
+        if (!has_more) return partial;
+        const float key = __fmaf_rn(__fsub_rn(partial.max, dist.max), params.scale, partial.gumbel), min_bound = key - 0.01f - 1e-6f * fabsf(key);
+        dist.blocks = blocks;
+        samp_list_blocks(dist, n_blocks, [&](int i) { return blocks[i]; }, [&](int block) { return !(dist.block_sums[block] < min_bound); });
+        if (!dist.n_listed) return partial;
     }
 }
 
 /* The raw logit at the picked id from the adjusted one, less the raw log-sum-exp: samp_unadjust of toka.c. */
-__device__ static float samp_undo(const samp_filter &f, int id, double x, float raw_max, float raw_log_sum, int *scratch) {
+__device__ static float samp_unadjust(const samp_filter &filter, int id, double logit, float raw_max, float raw_log_sum, int *scratch) {
     int seen = 0, count = 0;
-    for (int i = (int)threadIdx.x; i < f.n_history; i += FILTER_THREADS) {
-        bool hit = f.history[i] == id;
-        seen |= hit, count += hit && i >= f.n_prompt;
+    for (int i = (int)threadIdx.x; i < filter.n_history; i += FILTER_THREADS) {
+        bool hit = filter.history[i] == id;
+        seen |= hit, count += hit && i >= filter.n_prompt;
     }
-    seen = block_fold(seen, scratch, op_max{});
-    count = block_fold(count, scratch, op_add{});
-    if (count) x += (double)f.frequency * count + f.presence;
-    if (seen) x = x < 0 ? x / f.repetition : x * f.repetition;
-    for (int i = 0; i < f.n_bias; i++)
-        if (f.bias_ids[i] == id) x -= f.bias[i];
-    x = fmin(x, (double)raw_max);
-    return x == -INFINITY ? -INFINITY : (float)(x - raw_max - raw_log_sum);
+    seen = block_reduce(seen, scratch, op_max{});
+    count = block_reduce(count, scratch, op_add{});
+    if (count) logit += (double)filter.frequency * count + filter.presence;
+    if (seen) logit = logit < 0 ? logit / filter.repetition : logit * filter.repetition;
+    for (int i = 0; i < filter.n_bias; i++)
+        if (filter.bias_ids[i] == id) logit -= filter.bias[i];
+    logit = fmin(logit, (double)raw_max);
+    return logit == -INFINITY ? -INFINITY : (float)(logit - raw_max - raw_log_sum);
 }
 
-typedef struct samp_filtering { /* rows 0 .. n-1 of a launch */
-    const samp_ask *ask;
+typedef struct samp_filter_args { /* rows 0 .. n-1 of a launch */
+    const samp_params *params;
     const samp_filter *filters;
     float *logits;
-    const samp_part *parts;
-    int ldl, ld, V, n_blocks;
-    uint32_t *reached;
-    samp_best *tops;
+    const samp_partial *partials;
+    int ld_logits, ld_partials, V, n_blocks;
+    uint32_t *best_keys;
+    samp_top *tops;
     samp_result *results;
-    int *last;
-} samp_filtering;
+    int *last_tokens;
+} samp_filter_args;
 
-static size_t samp_filter_smem(int n_blocks) { return FILTER_WINDOW * sizeof(uint32_t) + (size_t)n_blocks * 3 * sizeof(float); }
+static size_t samp_filter_smem(int n_blocks) { return FILTER_ID_RANGE * sizeof(uint32_t) + (size_t)n_blocks * 3 * sizeof(float); }
 
 /* Blocks on a multiprocessor: shared memory of other cards has room for one of 128,256 ids; older toolkits spill with two. */
-enum { FILTER_BLOCKS = HOPPER && NVCC_VERSION >= 1208 ? 2 : 1 };
-__global__ static void __launch_bounds__(FILTER_THREADS, FILTER_BLOCKS)
-    samp_filter_kernel(const __grid_constant__ samp_filtering s) {
-    extern __shared__ __align__(16) uint32_t window[]; /* [FILTER_WINDOW] counts, bits, gathered ids; 3 x [n_blocks] */
-    __shared__ samp_part all[FILTER_THREADS];
+enum { FILTER_CTAS_PER_SM = HOPPER && NVCC_VERSION >= 1208 ? 2 : 1 };
+__global__ static void __launch_bounds__(FILTER_THREADS, FILTER_CTAS_PER_SM)
+    samp_filter_kernel(const __grid_constant__ samp_filter_args args) {
+    extern __shared__ __align__(16) uint32_t workspace[]; /* [FILTER_ID_RANGE] counts, bits, gathered ids; 3 x [n_blocks] */
+    __shared__ samp_partial partials[FILTER_THREADS];
     __shared__ samp_mass scratch[33];
-    __shared__ samp_filter f;
+    __shared__ samp_filter filter;
     static_assert(FILTER_THREADS == 256, "samp_narrow: eight bits");
-    static_assert(sizeof f % 4 == 0 && sizeof f / 4 <= FILTER_THREADS, "a word a thread");
-    static_assert(2 * FILTER_NEAR <= FILTER_WINDOW && FILTER_BINS <= FILTER_WINDOW, "they take its place");
-    float *maxes = (float *)(window + FILTER_WINDOW), *sums = maxes + s.n_blocks, *x = s.logits + (size_t)blockIdx.x * s.ldl;
+    static_assert(sizeof filter % 4 == 0 && sizeof filter / 4 <= FILTER_THREADS, "a word a thread");
+    static_assert(2 * FILTER_CANDIDATES <= FILTER_ID_RANGE && FILTER_BINS <= FILTER_ID_RANGE, "they take its place");
+    float *block_maxes = (float *)(workspace + FILTER_ID_RANGE), *block_sums = block_maxes + args.n_blocks, *logits = args.logits + (size_t)blockIdx.x * args.ld_logits;
     grid_launch_dependents();
     grid_wait();
-    const samp_ask a = s.ask[blockIdx.x];
-    if (threadIdx.x < sizeof f / 4) ((uint32_t *)&f)[threadIdx.x] = ((const uint32_t *)(s.filters + blockIdx.x))[threadIdx.x];
-    samp_part p = samp_nothing();
-    if (threadIdx.x < SAMP_LANES) p = samp_lane(a, s.parts + blockIdx.x, s.ld, s.n_blocks, (int)threadIdx.x, maxes);
-    p = samp_fold(p, a, all, SAMP_LANES); /* as samp_reduce_kernel does, to the bit */
-    float raw_max = p.max, raw_log_sum = logf(p.raw_sum);
-    samp_dist r = {x, maxes, sums, (int *)(sums + s.n_blocks), (float *)window, (int *)window + FILTER_NEAR, s.V, s.n_blocks, 0,
-                   -1, 0, 0, p.max, samp_scale(a), -INFINITY, -1};
-    if (f.n_top) samp_top_logprobs(r, f.n_top, raw_log_sum, s.tops + f.best, scratch);
-    const int rank = f.ranked ? samp_rank(r, a.forced, scratch) : 0;
-    bool adjusted = a.forced < 0 && (f.n_bias || f.n_allowed || f.n_forbidden || f.n_history);
-    bool draws = a.forced < 0 && a.scale > 0, cut = draws && (f.top_k > 0 || f.top_p < 1 || f.min_p_drop > -INFINITY);
-    const bool summed = adjusted && draws && !f.top_k; /* of top-k only bounds of keys are made, if anything */
-    const samp_part *parts = s.parts + blockIdx.x;
-    for (int b = (int)threadIdx.x; b < s.n_blocks && summed; b += FILTER_THREADS) sums[b] = parts[(size_t)b * s.ld].sum;
-    if (adjusted) samp_adjust(r, f, x, summed, window, scratch);
-    if (adjusted && r.max == -INFINITY) p = samp_nothing();
-    else if ((cut || adjusted) && r.max > -INFINITY) {
+    const samp_params params = args.params[blockIdx.x];
+    if (threadIdx.x < sizeof filter / 4) ((uint32_t *)&filter)[threadIdx.x] = ((const uint32_t *)(args.filters + blockIdx.x))[threadIdx.x];
+    samp_partial partial = samp_empty_partial();
+    if (threadIdx.x < SAMP_MERGE_THREADS) partial = samp_merge_strided(params, args.partials + blockIdx.x, args.ld_partials, args.n_blocks, (int)threadIdx.x, block_maxes);
+    partial = samp_merge_cta(partial, params, partials, SAMP_MERGE_THREADS); /* as samp_reduce_kernel does, to the bit */
+    float raw_max = partial.max, raw_log_sum = logf(partial.raw_sum);
+    samp_dist dist = {logits, block_maxes, block_sums, (int *)(block_sums + args.n_blocks), (float *)workspace, (int *)workspace + FILTER_CANDIDATES, args.V, args.n_blocks, 0,
+                   -1, 0, 0, partial.max, samp_scale(params), -INFINITY, -1};
+    if (filter.n_top) samp_top_logprobs(dist, filter.n_top, raw_log_sum, args.tops + filter.top_index, scratch);
+    const int rank = filter.ranked ? samp_rank(dist, params.forced_id, scratch) : 0;
+    bool adjusted = params.forced_id < 0 && (filter.n_bias || filter.n_allowed || filter.n_forbidden || filter.n_history);
+    bool is_drawn = params.forced_id < 0 && params.scale > 0, has_cut = is_drawn && (filter.top_k > 0 || filter.top_p < 1 || filter.min_p_drop > -INFINITY);
+    const bool with_sums = adjusted && is_drawn && !filter.top_k; /* of top-k only bounds of keys are made, if anything */
+    const samp_partial *row_partials = args.partials + blockIdx.x;
+    for (int block = (int)threadIdx.x; block < args.n_blocks && with_sums; block += FILTER_THREADS) block_sums[block] = row_partials[(size_t)block * args.ld_partials].sum;
+    if (adjusted) samp_adjust(dist, filter, logits, with_sums, workspace, scratch);
+    if (adjusted && dist.max == -INFINITY) partial = samp_empty_partial();
+    else if ((has_cut || adjusted) && dist.max > -INFINITY) {
         samp_mass mass = 0;
-        if (draws) mass = samp_truncate(r, f, adjusted ? 0 : p.sum, scratch);
-        else r.at = r.max, r.last = INT_MAX; /* the best alone counts */
-        samp_look_at(r, r.at);
-        const bool many = draws && r.n_list > (mass ? FILTER_MANY : 4 * FILTER_MANY);
-        if (many && !mass) {
-            if (!samp_has_kept(r)) r.n_near = -1;
-            mass = samp_kept_mass(r, scratch);
+        if (is_drawn) mass = samp_truncate(dist, filter, adjusted ? 0 : partial.sum, scratch);
+        else dist.min_logit = dist.max, dist.last_tied = INT_MAX; /* the best alone counts */
+        samp_list_above(dist, dist.min_logit);
+        const bool use_bounds = is_drawn && dist.n_listed > (mass ? FILTER_MANY_BLOCKS : 4 * FILTER_MANY_BLOCKS);
+        if (use_bounds && !mass) {
+            if (!samp_has_all_kept(dist)) dist.n_candidates = -1;
+            mass = samp_kept_mass(dist, scratch);
         }
-        p = samp_draw(r, a, many, all, [&](int block) {
-            return !adjusted ? parts[(size_t)block * s.ld].sum : summed ? sums[block] : (float)SAMP_BLOCK; /* no sum is above */
+        partial = samp_draw(dist, params, use_bounds, partials, [&](int block) {
+            return !adjusted ? row_partials[(size_t)block * args.ld_partials].sum : with_sums ? block_sums[block] : (float)SAMP_BLOCK; /* no sum is above */
         });
-        if (many) p.max = r.max, p.sum = (float)mass / SAMP_ONE;
+        if (use_bounds) partial.max = dist.max, partial.sum = (float)mass / SAMP_MASS_ONE;
     }
-    samp_result out = samp_finish(a, p, raw_max, raw_log_sum, f.last_resort);
-    if (adjusted && a.forced == SAMP_DRAW && (unsigned)out.id < (unsigned)s.V) /* a broken group's logits can lead anywhere */
-        out.logprob = samp_undo(f, out.id, samp_clean(x[out.id]), raw_max, raw_log_sum, (int *)scratch);
+    samp_result result = samp_make_result(params, partial, raw_max, raw_log_sum, filter.fallback_id);
+    if (adjusted && params.forced_id == SAMP_DRAW && (unsigned)result.id < (unsigned)args.V) /* a broken group's logits can lead anywhere */
+        result.logprob = samp_unadjust(filter, result.id, samp_clean(logits[result.id]), raw_max, raw_log_sum, (int *)scratch);
     if (threadIdx.x) return;
-    out.rank = rank;
-    s.results[blockIdx.x] = out, s.reached[blockIdx.x] = 0;
-    if (a.slot >= 0) s.last[a.slot] = out.id;
+    result.rank = rank;
+    args.results[blockIdx.x] = result, args.best_keys[blockIdx.x] = 0;
+    if (params.seq >= 0) args.last_tokens[params.seq] = result.id;
 }
 
 /* ---- The plan of a step ---- */
 
-enum { SAMP_LOGITS_BYTES = 320 << 20, SAMP_LIST_BYTES = 16 << 20, SAMP_PART_ROWS = 4096,
-       SAMP_GRAPH_BYTES = 4 << 20 /* of filters and lists of a step that is a graph */ };
-static_assert(SAMP_PART_ROWS * sizeof(samp_part) <= EXCHANGE_BYTES, "as chapter 10 has it");
+enum { SAMP_LOGITS_BYTES = 320 << 20, SAMP_LIST_BYTES = 16 << 20, SAMP_PARTIAL_ROWS = 4096,
+       SAMP_GRAPH_LIST_BYTES = 4 << 20 /* of filters and lists of a step that is a graph */ };
+static_assert(SAMP_PARTIAL_ROWS * sizeof(samp_partial) <= SAMP_RECV_BYTES, "as chapter 10 has it");
 static_assert((int)SAMP_BLOCK == (int)TOKA_ID_BLOCK, "as the ranks' parts have it");
 
-static size_t samp_stage_bytes(const toka_device *d) {
-    return (size_t)d->options.max_samples * (sizeof(samp_ask) + sizeof(int)) + 32 + SAMP_GRAPH_BYTES;
+static size_t samp_upload_bytes(const toka_device *dev) {
+    return (size_t)dev->options.max_samples * (sizeof(samp_params) + sizeof(int)) + 32 + SAMP_GRAPH_LIST_BYTES;
 }
 
-static void *samp_pinned(toka_device *d, size_t bytes, const char *what) {
-    void *p = NULL;
-    if (!d->error.code) latch(d, cudaHostAlloc(&p, bytes, cudaHostAllocDefault), what);
-    return p;
+static void *samp_alloc_pinned(toka_device *dev, size_t bytes, const char *what) {
+    void *memory = NULL;
+    if (!dev->error.code) latch_error(dev, cudaHostAlloc(&memory, bytes, cudaHostAllocDefault), what);
+    return memory;
 }
 
 /* No row has reached any key. */
-static void samp_forget(toka_device *d) {
-    samp_plan *p = d->samp;
-    latch(d, cudaMemsetAsync(p->reached, 0, (size_t)p->part_rows * sizeof *p->reached, d->stream), "keys of sampling");
+static void samp_reset_best_keys(toka_device *dev) {
+    samp_plan *plan = dev->samp;
+    latch_error(dev, cudaMemsetAsync(plan->best_keys, 0, (size_t)plan->partial_rows * sizeof *plan->best_keys, dev->stream), "keys of sampling");
 }
 
 /* Takes all memory of this chapter; failures are latched. Needs options, shape and n_sms. */
-static void samp_open(toka_device *d) {
-    samp_plan *p = (samp_plan *)calloc(1, sizeof *p);
-    size_t max_out = (size_t)d->options.max_samples, V = (size_t)d->shape->V_all;
-    const bool ranks = tp_size(d) > 1;
-    if (!p) abort();
-    d->samp = p;
-    p->n_blocks = ceil_div(d->shape->V_all, SAMP_BLOCK), p->ldl = p->n_blocks * SAMP_BLOCK;
-    p->own_blocks = ceil_div(d->shape->V, SAMP_BLOCK), p->own_ldl = p->own_blocks * SAMP_BLOCK;
-    p->whole_blocks = !ranks || d->shape->V_all >= tp_size(d) * SAMP_BLOCK;
-    size_t fit = SAMP_LOGITS_BYTES / ((size_t)p->ldl * sizeof(float));
-    p->chunk = (int)(fit < SAMP_FEW ? SAMP_FEW : fit > max_out ? max_out : fit > 256 ? fit & ~(size_t)255 : fit); /* whole tiles */
-    p->part_rows = (int)(max_out < SAMP_PART_ROWS ? max_out : SAMP_PART_ROWS);
-    const int most = ranks ? SAMP_PART_ROWS : 32768; /* of blockIdx.y there are 65,535 */
-    if (p->chunk > most) p->chunk = most;
-    if (p->part_rows < p->chunk) p->part_rows = p->chunk;
-    p->logits = (float *)dev_alloc(d, (size_t)p->chunk * (size_t)p->ldl * sizeof(float), "logits");
-    p->parts = (samp_part *)dev_alloc(d, (size_t)p->n_blocks * (size_t)p->part_rows * sizeof(samp_part), "parts of sampling");
-    p->reached = (uint32_t *)dev_alloc(d, (size_t)p->part_rows * sizeof(uint32_t), "keys of sampling");
-    if (!d->error.code) samp_forget(d);
-    p->own = ranks ? (float *)dev_alloc(d, (size_t)p->chunk * (size_t)p->own_ldl * sizeof(float), "logits") : p->logits;
-    if (ranks) p->merged = (samp_part *)dev_alloc(d, (size_t)p->part_rows * sizeof(samp_part), "parts of sampling");
-    if (ranks) group_inbox_bytes(d, &p->exchange), d->rank->logits = p->logits;
-    p->results = p->far_results = (samp_result *)dev_alloc(d, max_out * sizeof(samp_result), "picks");
-    p->tops = (samp_best *)dev_alloc(d, max_out * sizeof(samp_best), "top log-probabilities");
-    for (samp_down &down : p->down) {
-        down.results = (samp_result *)samp_pinned(d, max_out * sizeof(samp_result), "pinned picks");
-        down.tops = (samp_best *)samp_pinned(d, max_out * sizeof(samp_best), "pinned top log-probabilities");
-        down.order = (int *)malloc(max_out * sizeof(int));
-        if (!down.order) abort();
+static void samp_open(toka_device *dev) {
+    samp_plan *plan = (samp_plan *)calloc(1, sizeof *plan);
+    size_t max_samples = (size_t)dev->options.max_samples, V = (size_t)dev->shape->V_all;
+    const bool has_ranks = tp_size(dev) > 1;
+    if (!plan) abort();
+    dev->samp = plan;
+    plan->n_blocks = ceil_div(dev->shape->V_all, SAMP_BLOCK), plan->ld_logits = plan->n_blocks * SAMP_BLOCK;
+    plan->own_blocks = ceil_div(dev->shape->V, SAMP_BLOCK), plan->ld_own = plan->own_blocks * SAMP_BLOCK;
+    plan->ranks_own_blocks = !has_ranks || dev->shape->V_all >= tp_size(dev) * SAMP_BLOCK;
+    size_t fitting_rows = SAMP_LOGITS_BYTES / ((size_t)plan->ld_logits * sizeof(float));
+    plan->chunk_rows = (int)(fitting_rows < SAMP_STORED_MAX ? SAMP_STORED_MAX : fitting_rows > max_samples ? max_samples : fitting_rows > 256 ? fitting_rows & ~(size_t)255 : fitting_rows); /* whole tiles */
+    plan->partial_rows = (int)(max_samples < SAMP_PARTIAL_ROWS ? max_samples : SAMP_PARTIAL_ROWS);
+    const int max_rows = has_ranks ? SAMP_PARTIAL_ROWS : 32768; /* of blockIdx.y there are 65,535 */
+    if (plan->chunk_rows > max_rows) plan->chunk_rows = max_rows;
+    if (plan->partial_rows < plan->chunk_rows) plan->partial_rows = plan->chunk_rows;
+    plan->logits = (float *)dev_alloc(dev, (size_t)plan->chunk_rows * (size_t)plan->ld_logits * sizeof(float), "logits");
+    plan->partials = (samp_partial *)dev_alloc(dev, (size_t)plan->n_blocks * (size_t)plan->partial_rows * sizeof(samp_partial), "parts of sampling");
+    plan->best_keys = (uint32_t *)dev_alloc(dev, (size_t)plan->partial_rows * sizeof(uint32_t), "keys of sampling");
+    if (!dev->error.code) samp_reset_best_keys(dev);
+    plan->own_logits = has_ranks ? (float *)dev_alloc(dev, (size_t)plan->chunk_rows * (size_t)plan->ld_own * sizeof(float), "logits") : plan->logits;
+    if (has_ranks) plan->merged = (samp_partial *)dev_alloc(dev, (size_t)plan->partial_rows * sizeof(samp_partial), "parts of sampling");
+    if (has_ranks) group_recv_bytes(dev, &plan->recv_offset), dev->rank->logits = plan->logits;
+    plan->results = plan->dev_results = (samp_result *)dev_alloc(dev, max_samples * sizeof(samp_result), "picks");
+    plan->tops = (samp_top *)dev_alloc(dev, max_samples * sizeof(samp_top), "top log-probabilities");
+    for (samp_host_results &host : plan->host_results) {
+        host.results = (samp_result *)samp_alloc_pinned(dev, max_samples * sizeof(samp_result), "pinned picks");
+        host.tops = (samp_top *)samp_alloc_pinned(dev, max_samples * sizeof(samp_top), "pinned top log-probabilities");
+        host.order = (int *)malloc(max_samples * sizeof(int));
+        if (!host.order) abort();
     }
-    const gemm_variant *h = &samp_head_variant;
-    if (d->hopper) latch(d, cudaFuncSetAttribute(h->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, h->smem), "LM head");
-    const size_t longest = 4 * ((size_t)d->shape->max_len + 4 * V); /* lists of a row */
-    stage_open(d, &p->lists, max_out * sizeof(samp_filter) + SAMP_LIST_BYTES + longest + 64, false);
+    const gemm_variant *head = &samp_lm_head_variant;
+    if (dev->hopper) latch_error(dev, cudaFuncSetAttribute(head->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, head->smem_bytes), "LM head");
+    const size_t row_list_bytes = 4 * ((size_t)dev->shape->max_len + 4 * V); /* lists of a row */
+    upload_open(dev, &plan->list_upload, max_samples * sizeof(samp_filter) + SAMP_LIST_BYTES + row_list_bytes + 64, false);
 }
 
-static void samp_close(toka_device *d) {
-    samp_plan *p = d->samp;
-    if (!p) return;
-    for (samp_down &down : p->down) {
-        cudaFreeHost(down.results);
-        cudaFreeHost(down.tops);
-        free(down.order);
+static void samp_close(toka_device *dev) {
+    samp_plan *plan = dev->samp;
+    if (!plan) return;
+    for (samp_host_results &host : plan->host_results) {
+        cudaFreeHost(host.results);
+        cudaFreeHost(host.tops);
+        free(host.order);
     }
-    stage_close(&p->lists);
-    free(p);
-    d->samp = NULL;
+    upload_close(&plan->list_upload);
+    free(plan);
+    dev->samp = NULL;
 }
 
-static bool samp_penalized(const toka_sampling *s) {
-    return s->repetition_penalty != 1 || s->frequency_penalty != 0 || s->presence_penalty != 0;
+static bool samp_has_penalties(const toka_sampling *sampling) {
+    return sampling->repetition_penalty != 1 || sampling->frequency_penalty != 0 || sampling->presence_penalty != 0;
 }
-static bool samp_filtered(const toka_sample_row *row, int V) {
-    const toka_sampling *s = row->sampling;
-    if (!s) return false;
-    if (s->logprobs > 0 || row->ranked) return true;
+static bool samp_is_filtered(const toka_sample_row *row, int V) {
+    const toka_sampling *sampling = row->sampling;
+    if (!sampling) return false;
+    if (sampling->logprobs > 0 || row->ranked) return true;
     if (row->forced_id >= 0) return false;
-    if (s->n_bias || s->n_allowed || row->n_forbidden || samp_penalized(s)) return true;
-    return s->temperature > 0 && ((s->top_k > 0 && s->top_k < V) || s->top_p < 1 || s->min_p > 0);
+    if (sampling->n_bias || sampling->n_allowed || row->n_forbidden || samp_has_penalties(sampling)) return true;
+    return sampling->temperature > 0 && ((sampling->top_k > 0 && sampling->top_k < V) || sampling->top_p < 1 || sampling->min_p > 0);
 }
 
-static int samp_n_top(const toka_sampling *s, int V) { return max(0, min(min(s->logprobs, TOKA_MAX_LOGPROBS), V)); }
+static int samp_n_top(const toka_sampling *sampling, int V) { return max(0, min(min(sampling->logprobs, TOKA_MAX_LOGPROBS), V)); }
 
 /* The part of the history that penalties look at. */
-static int samp_history_from(const toka_sample_row *row) {
-    if (row->forced_id >= 0 || !samp_penalized(row->sampling)) return row->n_history;
+static int samp_history_start(const toka_sample_row *row) {
+    if (row->forced_id >= 0 || !samp_has_penalties(row->sampling)) return row->n_history;
     return row->sampling->repetition_penalty == 1 ? row->n_prompt : 0;
 }
 
 static size_t samp_list_bytes(const toka_sample_row *row) {
-    const toka_sampling *s = row->sampling;
-    const size_t history = (size_t)(row->n_history - samp_history_from(row));
-    return 4 * (history + 2 * (size_t)s->n_bias + (size_t)s->n_allowed + (size_t)row->n_forbidden) + 5 * 16;
+    const toka_sampling *sampling = row->sampling;
+    const size_t history = (size_t)(row->n_history - samp_history_start(row));
+    return 4 * (history + 2 * (size_t)sampling->n_bias + (size_t)sampling->n_allowed + (size_t)row->n_forbidden) + 5 * 16;
 }
 
 /* Is a row of the step filtered? */
-static bool samp_filters(const toka_device *d, const toka_step *s) {
-    for (int i = 0; i < s->n_samples; i++)
-        if (samp_filtered(&s->samples[i], d->shape->V_all)) return true;
+static bool samp_any_filtered(const toka_device *dev, const toka_step *step) {
+    for (int i = 0; i < step->n_samples; i++)
+        if (samp_is_filtered(&step->samples[i], dev->shape->V_all)) return true;
     return false;
 }
 
 /* Can the step, filled up to n rows, go as one of filtered rows all at once: in its own order, with all filters and lists in the
  * stage? Tensor ranks would exchange the logits of plain rows, too. */
-static bool samp_fits(const toka_device *d, const toka_step *s, int n) {
-    const samp_plan *p = d->samp;
-    size_t bytes = (size_t)n * sizeof(samp_filter) + 16;
-    for (int i = 0; i < s->n_samples; i++)
-        if (samp_filtered(&s->samples[i], d->shape->V_all)) bytes += samp_list_bytes(&s->samples[i]);
-    return tp_size(d) == 1 && n <= p->chunk && bytes <= SAMP_GRAPH_BYTES;
+static bool samp_fits_one_pass(const toka_device *dev, const toka_step *step, int n_rows) {
+    const samp_plan *plan = dev->samp;
+    size_t bytes = (size_t)n_rows * sizeof(samp_filter) + 16;
+    for (int i = 0; i < step->n_samples; i++)
+        if (samp_is_filtered(&step->samples[i], dev->shape->V_all)) bytes += samp_list_bytes(&step->samples[i]);
+    return tp_size(dev) == 1 && n_rows <= plan->chunk_rows && bytes <= SAMP_GRAPH_LIST_BYTES;
 }
 
 /* Are the last kernels of such a step's graph kept, to become those of other steps? Tensor ranks end otherwise, and more rows than
  * logits are stored for go in parts. */
-static bool samp_keeps(const toka_device *d, const toka_step *s) {
-    return tp_size(d) == 1 && s->n_samples <= GRAPH_ROWS && s->n_samples <= d->samp->chunk;
+static bool samp_has_graph_nodes(const toka_device *dev, const toka_step *step) {
+    return tp_size(dev) == 1 && step->n_samples <= GRAPH_MAX_ROWS && step->n_samples <= dev->samp->chunk_rows;
 }
 
 /* Chooses which rows go which way and puts what all rows need into the stage, at the start of a step; filters and their lists
@@ -7824,227 +7824,227 @@ static bool samp_keeps(const toka_device *d, const toka_step *s) {
  * Results of few rows are stored into the host's memory by whoever makes them, and are there when the step is done. Then nothing
  * comes between a step's last kernel and the next step: 5 us of 760 less (1B, one row, H200, 2026-11-23), 5 of 1,570 (256 rows).
  * Tensor ranks make them by a kernel of their own, which graphs do not change. */
-static void samp_plan_step(toka_device *d, const toka_step *s) {
-    samp_plan *p = d->samp;
-    samp_down *down = &p->down[d->newest];
-    samp_ask *ask;
+static void samp_plan_step(toka_device *dev, const toka_step *step) {
+    samp_plan *plan = dev->samp;
+    samp_host_results *host = &plan->host_results[dev->last_begun];
+    samp_params *params;
     int *rows;
-    assert(s->n_samples <= d->options.max_samples);
-    const bool filters = samp_filters(d, s), few = s->n_samples <= FOLD_ROWS && samp_fits(d, s, s->n_samples);
-    int n = 0, last = s->n_samples;
-    p->in_order = !filters || graph_runs(d) || few;
-    for (int i = 0; i < s->n_samples && !p->in_order; i++) down->order[samp_filtered(&s->samples[i], d->shape->V_all) ? --last : n++] = i;
-    for (int i = 0; i < s->n_samples && p->in_order; i++) down->order[i] = i;
-    p->n_plain = filters ? n : s->n_samples, down->n_tops = 0, down->picks = NULL;
-    p->results = samp_keeps(d, s) ? down->results : p->far_results;
-    p->ask = (samp_ask *)stage_room(&d->up, (size_t)s->n_samples * sizeof *ask, (void **)&ask);
-    p->rows = (int *)stage_room(&d->up, (size_t)s->n_samples * sizeof *rows, (void **)&rows);
-    for (int i = 0; i < s->n_samples; i++) {
-        const toka_sample_row *row = &s->samples[down->order[i]];
-        const toka_sampling *how = row->sampling;
-        uint64_t seed = how ? how->seed : 0;
-        float T = how ? how->temperature : 0;
-        assert(row->row >= 0 && row->row < s->T && row->forced_id < d->shape->V_all && (how || row->forced_id >= 0));
-        double scale = T > 0 ? 1.4426950408889634 / T : 0;
-        uint32_t c[4] = {row->sample, row->position, 0, 0};
-        philox(c, (uint32_t)seed, (uint32_t)(seed >> 32));
+    assert(step->n_samples <= dev->options.max_samples);
+    const bool any_filtered = samp_any_filtered(dev, step), one_pass = step->n_samples <= FUSE_NORM_MAX_ROWS && samp_fits_one_pass(dev, step, step->n_samples);
+    int n_plain = 0, end = step->n_samples;
+    plan->in_order = !any_filtered || graph_is_replay(dev) || one_pass;
+    for (int i = 0; i < step->n_samples && !plan->in_order; i++) host->order[samp_is_filtered(&step->samples[i], dev->shape->V_all) ? --end : n_plain++] = i;
+    for (int i = 0; i < step->n_samples && plan->in_order; i++) host->order[i] = i;
+    plan->n_plain = any_filtered ? n_plain : step->n_samples, host->n_tops = 0, host->caller_results = NULL;
+    plan->results = samp_has_graph_nodes(dev, step) ? host->results : plan->dev_results;
+    plan->params = (samp_params *)upload_alloc(&dev->upload, (size_t)step->n_samples * sizeof *params, (void **)&params);
+    plan->rows = (int *)upload_alloc(&dev->upload, (size_t)step->n_samples * sizeof *rows, (void **)&rows);
+    for (int i = 0; i < step->n_samples; i++) {
+        const toka_sample_row *row = &step->samples[host->order[i]];
+        const toka_sampling *sampling = row->sampling;
+        uint64_t seed = sampling ? sampling->seed : 0;
+        float temperature = sampling ? sampling->temperature : 0;
+        assert(row->row >= 0 && row->row < step->T && row->forced_id < dev->shape->V_all && (sampling || row->forced_id >= 0));
+        double scale = temperature > 0 ? 1.4426950408889634 / temperature : 0;
+        uint32_t counter[4] = {row->sample, row->position, 0, 0};
+        philox(counter, (uint32_t)seed, (uint32_t)(seed >> 32));
         rows[i] = row->row;
-        ask[i] = samp_ask{{(uint32_t)seed, (uint32_t)(seed >> 32)}, row->sample, row->position, c[0],
+        params[i] = samp_params{{(uint32_t)seed, (uint32_t)(seed >> 32)}, row->sample, row->position, counter[0],
                           scale > 3e38 ? 3e38f : (float)scale,
-                          row->forced_id >= 0 ? row->forced_id : toka_wants_logprob(row) ? SAMP_DRAW : SAMP_DRAW_ONLY,
-                          row->seq < d->options.n_seqs ? row->seq : -1};
+                          row->forced_id >= 0 ? row->forced_id : toka_wants_logprob(row) ? SAMP_DRAW : SAMP_DRAW_NO_LOGPROB,
+                          row->seq < dev->options.n_seqs ? row->seq : -1};
     }
 }
 
 /* Fills in the filter of one row; lists that its request shares with the row before are sent once. */
-static void samp_fill(toka_device *d, stage *to, const toka_sample_row *row, const toka_sample_row *before, const samp_filter *old,
-                      samp_filter *f) {
-    const toka_sampling *s = row->sampling;
-    int V = d->shape->V_all, from = samp_history_from(row);
-    bool shared = before && before->sampling == s;
-    *f = samp_filter{};
-    f->history = (const int *)stage_put(to, row->history + from, (size_t)(row->n_history - from) * 4);
-    f->n_history = row->n_history - from, f->n_prompt = row->n_prompt > from ? row->n_prompt - from : 0;
-    f->bias_ids = shared ? old->bias_ids : (const int *)stage_put(to, s->bias_ids, (size_t)s->n_bias * 4);
-    f->bias = shared ? old->bias : (const float *)stage_put(to, s->bias_values, (size_t)s->n_bias * 4);
-    f->allowed = shared ? old->allowed : (const int *)stage_put(to, s->allowed_ids, (size_t)s->n_allowed * 4);
-    f->forbidden = (const int *)stage_put(to, row->forbidden, (size_t)row->n_forbidden * 4);
-    f->n_bias = s->n_bias, f->n_allowed = s->n_allowed, f->n_forbidden = row->n_forbidden;
-    f->last_resort = row->forced_id < 0 ? toka_fallback_id(row, V) : 0;
-    f->temperature = s->temperature, f->top_p = s->top_p, f->top_k = s->top_k < V ? s->top_k : 0;
-    f->min_p_drop = s->min_p > 0 ? s->temperature * log((double)s->min_p) : -INFINITY;
-    f->repetition = s->repetition_penalty, f->frequency = s->frequency_penalty, f->presence = s->presence_penalty;
-    f->n_top = samp_n_top(s, V), f->ranked = row->ranked;
-    if (f->n_top) f->best = d->samp->down[d->newest].n_tops++;
+static void samp_fill_filter(toka_device *dev, upload_buffer *upload, const toka_sample_row *row, const toka_sample_row *prev_row, const samp_filter *prev_filter,
+                      samp_filter *filter) {
+    const toka_sampling *sampling = row->sampling;
+    int V = dev->shape->V_all, history_start = samp_history_start(row);
+    bool shared = prev_row && prev_row->sampling == sampling;
+    *filter = samp_filter{};
+    filter->history = (const int *)upload_put(upload, row->history + history_start, (size_t)(row->n_history - history_start) * 4);
+    filter->n_history = row->n_history - history_start, filter->n_prompt = row->n_prompt > history_start ? row->n_prompt - history_start : 0;
+    filter->bias_ids = shared ? prev_filter->bias_ids : (const int *)upload_put(upload, sampling->bias_ids, (size_t)sampling->n_bias * 4);
+    filter->bias = shared ? prev_filter->bias : (const float *)upload_put(upload, sampling->bias_values, (size_t)sampling->n_bias * 4);
+    filter->allowed = shared ? prev_filter->allowed : (const int *)upload_put(upload, sampling->allowed_ids, (size_t)sampling->n_allowed * 4);
+    filter->forbidden = (const int *)upload_put(upload, row->forbidden, (size_t)row->n_forbidden * 4);
+    filter->n_bias = sampling->n_bias, filter->n_allowed = sampling->n_allowed, filter->n_forbidden = row->n_forbidden;
+    filter->fallback_id = row->forced_id < 0 ? toka_fallback_id(row, V) : 0;
+    filter->temperature = sampling->temperature, filter->top_p = sampling->top_p, filter->top_k = sampling->top_k < V ? sampling->top_k : 0;
+    filter->min_p_drop = sampling->min_p > 0 ? sampling->temperature * log((double)sampling->min_p) : -INFINITY;
+    filter->repetition = sampling->repetition_penalty, filter->frequency = sampling->frequency_penalty, filter->presence = sampling->presence_penalty;
+    filter->n_top = samp_n_top(sampling, V), filter->ranked = row->ranked;
+    if (filter->n_top) filter->top_index = dev->samp->host_results[dev->last_begun].n_tops++;
 }
 
 /* Filters of rows first .. of the plan, with their lists, to a stage: as many as fit, at most `most`. Returns how many. */
-static int samp_fill_rows(toka_device *d, const toka_step *s, stage *to, int first, int most, samp_filter **filters) {
-    const int *order = d->samp->down[d->newest].order;
-    samp_filter *f;
-    int n = 0;
-    *filters = (samp_filter *)stage_room(to, (size_t)most * sizeof *f, (void **)&f);
-    for (const toka_sample_row *before = NULL; n < most; n++) {
-        const toka_sample_row *row = &s->samples[order[first + n]];
-        if (!samp_filtered(row, d->shape->V_all)) {
-            f[n] = samp_filter{.min_p_drop = -INFINITY, .temperature = 1, .top_p = 1, .repetition = 1};
-            before = NULL;
+static int samp_fill_filters(toka_device *dev, const toka_step *step, upload_buffer *upload, int first, int max_rows, samp_filter **filters) {
+    const int *order = dev->samp->host_results[dev->last_begun].order;
+    samp_filter *row_filters;
+    int n_filled = 0;
+    *filters = (samp_filter *)upload_alloc(upload, (size_t)max_rows * sizeof *row_filters, (void **)&row_filters);
+    for (const toka_sample_row *prev_row = NULL; n_filled < max_rows; n_filled++) {
+        const toka_sample_row *row = &step->samples[order[first + n_filled]];
+        if (!samp_is_filtered(row, dev->shape->V_all)) {
+            row_filters[n_filled] = samp_filter{.min_p_drop = -INFINITY, .temperature = 1, .top_p = 1, .repetition = 1};
+            prev_row = NULL;
             continue;
         }
-        if (to->used + samp_list_bytes(row) > to->cap) break;
-        samp_fill(d, to, row, before, f + n - 1, f + n);
-        before = row;
+        if (upload->used + samp_list_bytes(row) > upload->cap) break;
+        samp_fill_filter(dev, upload, row, prev_row, row_filters + n_filled - 1, row_filters + n_filled);
+        prev_row = row;
     }
-    return n;
+    return n_filled;
 }
 /* Of a step that is a graph, all: with the rest of the step. */
-static void samp_plan_filters(toka_device *d, const toka_step *s) {
-    samp_plan *p = d->samp;
-    p->filters = NULL;
-    if (p->n_plain < s->n_samples && samp_fill_rows(d, s, &d->up, 0, s->n_samples, &p->filters) < s->n_samples) assert(false);
+static void samp_plan_filters(toka_device *dev, const toka_step *step) {
+    samp_plan *plan = dev->samp;
+    plan->filters = NULL;
+    if (plan->n_plain < step->n_samples && samp_fill_filters(dev, step, &dev->upload, 0, step->n_samples, &plan->filters) < step->n_samples) assert(false);
 }
-/* Of a step that is launched: sends them as samp_fill_rows has it. Returns 0 after a failure. */
-static int samp_send_filters(toka_device *d, const toka_step *s, int first, int most, samp_filter **filters) {
-    stage *to = &d->samp->lists;
-    stage_begin(d, to);
-    const int n = samp_fill_rows(d, s, to, first, most, filters);
-    if (!n && !d->error.code) {
-        d->error.code = TOKA_E_DEVICE;
-        snprintf(d->error.msg, sizeof d->error.msg, "GPU: one row's sampling lists take %zu bytes, expected at most %zu",
-                 samp_list_bytes(&s->samples[d->samp->down[d->newest].order[first]]), to->cap - to->used);
+/* Of a step that is launched: sends them as samp_fill_filters has it. Returns 0 after a failure. */
+static int samp_upload_filters(toka_device *dev, const toka_step *step, int first, int max_rows, samp_filter **filters) {
+    upload_buffer *upload = &dev->samp->list_upload;
+    upload_begin(dev, upload);
+    const int n_filled = samp_fill_filters(dev, step, upload, first, max_rows, filters);
+    if (!n_filled && !dev->error.code) {
+        dev->error.code = TOKA_E_DEVICE;
+        snprintf(dev->error.msg, sizeof dev->error.msg, "GPU: one row's sampling lists take %zu bytes, expected at most %zu",
+                 samp_list_bytes(&step->samples[dev->samp->host_results[dev->last_begun].order[first]]), upload->cap - upload->used);
     }
-    stage_send(d, to);
-    return d->error.code ? 0 : n;
+    upload_send(dev, upload);
+    return dev->error.code ? 0 : n_filled;
 }
 
 /* ---- The op ---- */
 
 /* From here on, or no longer, kernels are launched that a graph has otherwise for filtered rows: the LM head, if it makes parts,
  * and the one that makes results of them. */
-static void graph_draws(toka_device *d, bool on) {
-    const bool keeps = d->graphs.capturing && samp_keeps(d, d->step);
-    d->graphs.role = !on ? GRAPH_LAUNCHES : graph_runs(d) ? GRAPH_RENEWS : keeps ? GRAPH_KEEPS : GRAPH_LAUNCHES;
+static void graph_sampling_role(toka_device *dev, bool on) {
+    const bool records = dev->graphs.capturing && samp_has_graph_nodes(dev, dev->step);
+    dev->graphs.role = !on ? GRAPH_ROLE_LAUNCH : graph_is_replay(dev) ? GRAPH_ROLE_UPDATE : records ? GRAPH_ROLE_RECORD : GRAPH_ROLE_LAUNCH;
 }
 
 /* Parts to results: rows first .. first+n-1 of the plan, whose parts are columns 0 .. n-1; the first n_plain are plain, the rest
  * have filters, and their logits. */
-static void samp_finish_rows(toka_device *d, int first, int n, int n_plain, const samp_filter *filters, float *logits) {
-    samp_plan *p = d->samp;
-    const samp_ask *ask = p->ask + first;
-    samp_result *results = p->results + first;
-    graph_draws(d, true);
+static void samp_launch_results(toka_device *dev, int first, int n_rows, int n_plain, const samp_filter *filters, float *logits) {
+    samp_plan *plan = dev->samp;
+    const samp_params *params = plan->params + first;
+    samp_result *results = plan->results + first;
+    graph_sampling_role(dev, true);
     if (n_plain)
-        launch_dependent(d, "picks", samp_reduce_kernel, dim3((unsigned)ceil_div(n_plain, SAMP_REDUCE_ROWS)), 256, 0, 1, ask,
-                         p->parts, p->part_rows, p->n_blocks, n_plain, p->reached, NULL, results, d->last);
-    samp_filtering rest = {ask + n_plain, filters, logits, p->parts + n_plain, p->ldl, p->part_rows, d->shape->V_all, p->n_blocks,
-                           p->reached + n_plain, p->tops, results + n_plain, d->last};
-    if (n > n_plain)
-        launch_dependent(d, "filters", samp_filter_kernel, dim3((unsigned)(n - n_plain)), FILTER_THREADS,
-                         samp_filter_smem(p->n_blocks), 1, rest);
-    graph_draws(d, false);
+        launch_dependent(dev, "picks", samp_reduce_kernel, dim3((unsigned)ceil_div(n_plain, SAMP_REDUCE_ROWS)), 256, 0, 1, params,
+                         plan->partials, plan->partial_rows, plan->n_blocks, n_plain, plan->best_keys, NULL, results, dev->last_tokens);
+    samp_filter_args args = {params + n_plain, filters, logits, plan->partials + n_plain, plan->ld_logits, plan->partial_rows, dev->shape->V_all, plan->n_blocks,
+                           plan->best_keys + n_plain, plan->tops, results + n_plain, dev->last_tokens};
+    if (n_rows > n_plain)
+        launch_dependent(dev, "filters", samp_filter_kernel, dim3((unsigned)(n_rows - n_plain)), FILTER_THREADS,
+                         samp_filter_smem(plan->n_blocks), 1, args);
+    graph_sampling_role(dev, false);
 }
 
 /* The same for rows whose raw logits are stored, without parts yet. */
-static void samp_from_logits(toka_device *d, int first, int n, int n_plain, const samp_filter *filters) {
-    samp_plan *p = d->samp;
-    launch_dependent(d, "groups", samp_blocks_kernel, dim3((unsigned)ceil_div(p->n_blocks, 32), (unsigned)n), 128, 0, 1,
-                     p->ask + first, p->logits, p->ldl, 0, d->shape->V_all, p->parts, p->part_rows);
-    samp_finish_rows(d, first, n, n_plain, filters, p->logits + (size_t)n_plain * (size_t)p->ldl);
+static void samp_from_logits(toka_device *dev, int first, int n_rows, int n_plain, const samp_filter *filters) {
+    samp_plan *plan = dev->samp;
+    launch_dependent(dev, "groups", samp_partials_kernel, dim3((unsigned)ceil_div(plan->n_blocks, 32), (unsigned)n_rows), 128, 0, 1,
+                     plan->params + first, plan->logits, plan->ld_logits, 0, dev->shape->V_all, plan->partials, plan->partial_rows);
+    samp_launch_results(dev, first, n_rows, n_plain, filters, plan->logits + (size_t)n_plain * (size_t)plan->ld_logits);
 }
 
 /* Plain rows of tensor ranks: the parts of each rank's own ids to results; !there: from the logits of these. */
-static void samp_exchange(toka_device *d, int first, int n, bool there) {
-    samp_plan *p = d->samp;
-    const samp_ask *ask = p->ask + first;
-    if (!there)
-        launch_dependent(d, "groups", samp_blocks_kernel, dim3((unsigned)ceil_div(p->own_blocks, 32), (unsigned)n), 128, 0, 1, ask,
-                         p->own, p->own_ldl, d->shape->v0, d->shape->V, p->parts, p->part_rows);
-    launch_dependent(d, "picks", samp_reduce_kernel, dim3((unsigned)ceil_div(n, SAMP_REDUCE_ROWS)), 256, 0, 1, ask, p->parts,
-                     p->part_rows, p->own_blocks, n, p->reached, p->merged, p->results + first, d->last);
-    launch_meeting(d, "picks", 1, samp_exchange_kernel, p->exchange, ask, p->merged, n, p->results + first, d->last);
+static void samp_merge_ranks(toka_device *dev, int first, int n_rows, bool has_partials) {
+    samp_plan *plan = dev->samp;
+    const samp_params *params = plan->params + first;
+    if (!has_partials)
+        launch_dependent(dev, "groups", samp_partials_kernel, dim3((unsigned)ceil_div(plan->own_blocks, 32), (unsigned)n_rows), 128, 0, 1, params,
+                         plan->own_logits, plan->ld_own, dev->shape->v0, dev->shape->V, plan->partials, plan->partial_rows);
+    launch_dependent(dev, "picks", samp_reduce_kernel, dim3((unsigned)ceil_div(n_rows, SAMP_REDUCE_ROWS)), 256, 0, 1, params, plan->partials,
+                     plan->partial_rows, plan->own_blocks, n_rows, plan->best_keys, plan->merged, plan->results + first, dev->last_tokens);
+    launch_barrier_kernel(dev, "picks", 1, samp_merge_ranks_kernel, plan->recv_offset, params, plan->merged, n_rows, plan->results + first, dev->last_tokens);
 }
 
 /* Logits of n rows, which each tensor rank has for its own ids from row `from` of p->own on, to everybody's p->logits. */
-static void samp_gather_ranks(toka_device *d, int from, int n) {
-    samp_plan *p = d->samp;
-    samp_everybody to = {};
-    for (int q = 0; q < tp_size(d); q++) to.logits[q] = d->rank[q - d->options.tp_rank].logits;
-    launch_meeting(d, "logits of all ranks", 2, samp_gather_kernel, to, p->ldl, p->own + (size_t)from * (size_t)p->own_ldl,
-                   p->own_ldl, d->shape->v0, d->shape->V, n);
+static void samp_gather_logits(toka_device *dev, int first_row, int n_rows) {
+    samp_plan *plan = dev->samp;
+    samp_rank_logits rank_logits = {};
+    for (int rank = 0; rank < tp_size(dev); rank++) rank_logits.logits[rank] = dev->rank[rank - dev->options.tp_rank].logits;
+    launch_barrier_kernel(dev, "logits of all ranks", 2, samp_gather_logits_kernel, rank_logits, plan->ld_logits, plan->own_logits + (size_t)first_row * (size_t)plan->ld_own,
+                   plan->ld_own, dev->shape->v0, dev->shape->V, n_rows);
 }
 
 /* The LM head over rows first .. first+n-1 with wgmma: parts of all, and the logits of those from `stored` on. */
-static void samp_head(toka_device *d, int first, int n, int stored) {
-    samp_plan *p = d->samp;
-    gemm_args a = {.M = n, .x = d->xn + (size_t)first * d->E, .ldx = d->E, .w = &d->lm_head};
-    samp_fused fused = {p->ask + first, p->parts, p->reached, p->own, p->part_rows, p->own_ldl, d->shape->v0, d->shape->V, stored};
-    gemm_plan plan = {&samp_head_variant, n > 128 ? 2 : 1, 8};
-    graph_draws(d, true);
-    gemm_start(d, plan, &a, &fused);
-    graph_draws(d, false);
+static void samp_lm_head(toka_device *dev, int first, int n_rows, int first_stored) {
+    samp_plan *plan = dev->samp;
+    gemm_args args = {.M = n_rows, .x = dev->xn + (size_t)first * dev->E, .ldx = dev->E, .w = &dev->lm_head};
+    samp_fused fused = {plan->params + first, plan->partials, plan->best_keys, plan->own_logits, plan->partial_rows, plan->ld_own, dev->shape->v0, dev->shape->V, first_stored};
+    gemm_plan head_plan = {&samp_lm_head_variant, n_rows > 128 ? 2 : 1, 8};
+    graph_sampling_role(dev, true);
+    gemm_launch(dev, head_plan, &args, &fused);
+    graph_sampling_role(dev, false);
 }
 
 /* The LM head of n rows puts out parts. */
-static bool samp_fuses(const toka_device *d, const toka_step *s, int n) { return d->hopper && !s->logits && n > SAMP_FEW; }
+static bool samp_is_fused(const toka_device *dev, const toka_step *step, int n_rows) { return dev->hopper && !step->logits && n_rows > SAMP_STORED_MAX; }
 
 /* The raw logits of n rows that a test wants, from p->logits. */
-static void samp_show(toka_device *d, const toka_step *s, int first, int n) {
-    samp_plan *p = d->samp;
-    const size_t V = (size_t)d->shape->V_all;
-    for (int i = 0; s->logits && !d->options.tp_rank && i < n; i++) {
-        float *to = s->logits + (size_t)p->down[d->newest].order[first + i] * V;
-        const float *from = p->logits + (size_t)i * p->ldl;
-        latch(d, cudaMemcpyAsync(to, from, V * sizeof(float), cudaMemcpyDeviceToHost, d->stream), "logits");
+static void samp_copy_raw_logits(toka_device *dev, const toka_step *step, int first, int n_rows) {
+    samp_plan *plan = dev->samp;
+    const size_t V = (size_t)dev->shape->V_all;
+    for (int i = 0; step->logits && !dev->options.tp_rank && i < n_rows; i++) {
+        float *to = step->logits + (size_t)plan->host_results[dev->last_begun].order[first + i] * V;
+        const float *from = plan->logits + (size_t)i * plan->ld_logits;
+        latch_error(dev, cudaMemcpyAsync(to, from, V * sizeof(float), cudaMemcpyDeviceToHost, dev->stream), "logits");
     }
 }
 
 /* Rows first .. first+n-1 of the plan from d->xn to results; the first n_plain are plain. Of tensor ranks each has its own ids:
- * plain rows go by samp_exchange, unless blocks straddle ranks or the logits are wanted; the others by gathered logits. */
-static void samp_rows(toka_device *d, const toka_step *s, int first, int n, int n_plain, const samp_filter *filters) {
-    samp_plan *p = d->samp;
-    const bool ranks = tp_size(d) > 1, fused = samp_fuses(d, s, n);
-    const int apart = !ranks || s->logits || !p->whole_blocks ? 0 : n_plain; /* rows that are exchanged */
-    const int stored = fused && (!ranks || p->whole_blocks) ? n_plain : 0;
-    gemm_args product = {n, d->xn + (size_t)first * d->E, d->E, &d->lm_head, (bf16 *)p->own, p->own_ldl, EPI_LOGITS};
-    product.folded = fold_take(d);
-    if (fused) samp_head(d, first, n, stored);
-    else gemm(d, &product);
-    if (apart) samp_exchange(d, first, apart, fused);
-    if (apart == n && ranks) return;
-    if (ranks) samp_gather_ranks(d, apart - stored, n - apart);
-    samp_show(d, s, first, n);
-    if (ranks && fused) samp_forget(d);
-    if (fused && !ranks) samp_finish_rows(d, first, n, n_plain, filters, p->logits + (size_t)(n_plain - stored) * (size_t)p->ldl);
-    else samp_from_logits(d, first + apart, n - apart, n_plain - apart, filters);
+ * plain rows go by samp_merge_ranks, unless blocks straddle ranks or the logits are wanted; the others by gathered logits. */
+static void samp_launch_rows(toka_device *dev, const toka_step *step, int first, int n_rows, int n_plain, const samp_filter *filters) {
+    samp_plan *plan = dev->samp;
+    const bool has_ranks = tp_size(dev) > 1, fused = samp_is_fused(dev, step, n_rows);
+    const int n_exchanged = !has_ranks || step->logits || !plan->ranks_own_blocks ? 0 : n_plain; /* rows that are exchanged */
+    const int first_stored = fused && (!has_ranks || plan->ranks_own_blocks) ? n_plain : 0;
+    gemm_args args = {n_rows, dev->xn + (size_t)first * dev->E, dev->E, &dev->lm_head, (bf16 *)plan->own_logits, plan->ld_own, EPI_LOGITS};
+    args.norm_ready = fuse_norm_consume(dev);
+    if (fused) samp_lm_head(dev, first, n_rows, first_stored);
+    else gemm(dev, &args);
+    if (n_exchanged) samp_merge_ranks(dev, first, n_exchanged, fused);
+    if (n_exchanged == n_rows && has_ranks) return;
+    if (has_ranks) samp_gather_logits(dev, n_exchanged - first_stored, n_rows - n_exchanged);
+    samp_copy_raw_logits(dev, step, first, n_rows);
+    if (has_ranks && fused) samp_reset_best_keys(dev);
+    if (fused && !has_ranks) samp_launch_results(dev, first, n_rows, n_plain, filters, plan->logits + (size_t)(n_plain - first_stored) * (size_t)plan->ld_logits);
+    else samp_from_logits(dev, first + n_exchanged, n_rows - n_exchanged, n_plain - n_exchanged, filters);
 }
 
 /* Queues the results' way down. */
-static void samp_bring(toka_device *d, const toka_step *s, toka_sample_result *picks) {
-    samp_plan *p = d->samp;
-    samp_down *down = &p->down[d->newest];
-    size_t bytes = (size_t)s->n_samples * sizeof(samp_result), top_bytes = (size_t)down->n_tops * sizeof(samp_best);
-    down->picks = picks;
-    if (p->results != down->results)
-        latch(d, cudaMemcpyAsync(down->results, p->results, bytes, cudaMemcpyDeviceToHost, d->stream), "picks");
-    if (top_bytes) latch(d, cudaMemcpyAsync(down->tops, p->tops, top_bytes, cudaMemcpyDeviceToHost, d->stream), "picks");
+static void samp_download(toka_device *dev, const toka_step *step, toka_sample_result *results) {
+    samp_plan *plan = dev->samp;
+    samp_host_results *host = &plan->host_results[dev->last_begun];
+    size_t bytes = (size_t)step->n_samples * sizeof(samp_result), top_bytes = (size_t)host->n_tops * sizeof(samp_top);
+    host->caller_results = results;
+    if (plan->results != host->results)
+        latch_error(dev, cudaMemcpyAsync(host->results, plan->results, bytes, cudaMemcpyDeviceToHost, dev->stream), "picks");
+    if (top_bytes) latch_error(dev, cudaMemcpyAsync(host->tops, plan->tops, top_bytes, cudaMemcpyDeviceToHost, dev->stream), "picks");
 }
 
 /* What came down of a step that is done, into the caller's picks, in the caller's order. */
-static void samp_collect(toka_device *d, const toka_step *s, const samp_down *down) {
-    for (int i = 0, best = 0; down->picks && i < s->n_samples; i++) {
-        const toka_sample_row *row = &s->samples[down->order[i]];
-        toka_sample_result *pick = &down->picks[down->order[i]];
-        pick->id = down->results[i].id;
-        pick->logprob = toka_wants_logprob(row) ? down->results[i].logprob : NAN;
-        pick->sampled_logprob = down->results[i].sampled_logprob;
-        pick->rank = down->results[i].rank;
-        pick->n_top = row->sampling ? samp_n_top(row->sampling, d->shape->V_all) : 0;
-        if (!pick->n_top) continue;
-        const samp_best *b = &down->tops[best++];
-        memcpy(pick->top_ids, b->ids, sizeof b->ids);
-        memcpy(pick->top_logprobs, b->logprobs, sizeof b->logprobs);
-        for (int j = 0; j < pick->n_top; j++) /* the same figure in both places, also where undoing costs a rounding */
-            if (pick->top_ids[j] == pick->id) pick->logprob = pick->top_logprobs[j];
+static void samp_collect(toka_device *dev, const toka_step *step, const samp_host_results *host) {
+    for (int i = 0, top_index = 0; host->caller_results && i < step->n_samples; i++) {
+        const toka_sample_row *row = &step->samples[host->order[i]];
+        toka_sample_result *result = &host->caller_results[host->order[i]];
+        result->id = host->results[i].id;
+        result->logprob = toka_wants_logprob(row) ? host->results[i].logprob : NAN;
+        result->sampled_logprob = host->results[i].sampled_logprob;
+        result->rank = host->results[i].rank;
+        result->n_top = row->sampling ? samp_n_top(row->sampling, dev->shape->V_all) : 0;
+        if (!result->n_top) continue;
+        const samp_top *top = &host->tops[top_index++];
+        memcpy(result->top_ids, top->ids, sizeof top->ids);
+        memcpy(result->top_logprobs, top->logprobs, sizeof top->logprobs);
+        for (int j = 0; j < result->n_top; j++) /* the same figure in both places, also where undoing costs a rounding */
+            if (result->top_ids[j] == result->id) result->logprob = result->top_logprobs[j];
     }
 }
 
@@ -8052,28 +8052,28 @@ static void samp_collect(toka_device *d, const toka_step *s, const samp_down *do
  * has been sent. Uses d->xn. As many rows at a time as there is room for parts, and for the logits of those that have to be
  * stored; plain and filtered rows share a pass over the weights. Filters are sent for all rows at once, if their lists fit: a
  * third transfer of a step would wait for the first, and the host could not run ahead. */
-static void samp_launch(toka_device *d, const toka_step *s, const bf16 *x) {
-    samp_plan *p = d->samp;
-    int most = d->hopper && !s->logits && p->whole_blocks ? p->part_rows : p->chunk;
-    assert(s->n_samples <= d->options.max_tokens);
-    if (!d->folded) rmsnorm(d, x, p->rows, d->norm, d->xn, s->n_samples);
+static void samp_launch(toka_device *dev, const toka_step *step, const bf16 *x) {
+    samp_plan *plan = dev->samp;
+    int max_rows = dev->hopper && !step->logits && plan->ranks_own_blocks ? plan->partial_rows : plan->chunk_rows;
+    assert(step->n_samples <= dev->options.max_tokens);
+    if (!dev->norm_ready) rmsnorm(dev, x, plan->rows, dev->norm, dev->xn, step->n_samples);
     samp_filter *filters = NULL;
-    for (int i = 0, n, first = 0, end = 0; i < s->n_samples && !d->error.code; i += n) {
-        const int n_plain = max(0, min(most, p->n_plain - i)), at = i + n_plain;
-        const int more = min(min(most - n_plain, p->chunk), s->n_samples - at);
-        if (more > 0 && at >= end) first = at, end = at + samp_send_filters(d, s, at, s->n_samples - at, &filters);
-        n = n_plain + max(0, min(more, end - at));
-        if (!d->error.code) samp_rows(d, s, i, n, n_plain, more > 0 ? filters + (at - first) : NULL);
+    for (int row0 = 0, n_rows, first = 0, end = 0; row0 < step->n_samples && !dev->error.code; row0 += n_rows) {
+        const int n_plain = max(0, min(max_rows, plan->n_plain - row0)), first_filtered = row0 + n_plain;
+        const int n_filtered = min(min(max_rows - n_plain, plan->chunk_rows), step->n_samples - first_filtered);
+        if (n_filtered > 0 && first_filtered >= end) first = first_filtered, end = first_filtered + samp_upload_filters(dev, step, first_filtered, step->n_samples - first_filtered, &filters);
+        n_rows = n_plain + max(0, min(n_filtered, end - first_filtered));
+        if (!dev->error.code) samp_launch_rows(dev, step, row0, n_rows, n_plain, n_filtered > 0 ? filters + (first_filtered - first) : NULL);
     }
 }
 
 /* The same for a step that a graph runs, ahead of it: the last kernels become those of filtered rows, if there are any, else of
  * plain ones. */
-static void samp_graph(toka_device *d, const toka_step *s) {
-    samp_plan *p = d->samp;
-    if (!samp_keeps(d, s)) return;
-    if (samp_fuses(d, s, s->n_samples)) samp_head(d, 0, s->n_samples, p->n_plain);
-    samp_finish_rows(d, 0, s->n_samples, p->n_plain, p->filters, p->logits);
+static void samp_update_graph(toka_device *dev, const toka_step *step) {
+    samp_plan *plan = dev->samp;
+    if (!samp_has_graph_nodes(dev, step)) return;
+    if (samp_is_fused(dev, step, step->n_samples)) samp_lm_head(dev, 0, step->n_samples, plan->n_plain);
+    samp_launch_results(dev, 0, step->n_samples, plan->n_plain, plan->filters, plan->logits);
 }
 
 /* ===========================================================================
@@ -8086,7 +8086,7 @@ static int cuda_count(void) {
     int n = 0;
     if (cudaGetDeviceCount(&n)) n = 0;
     cudaGetLastError();
-    return gpus_shared() && n ? GROUP_RANKS : n;
+    return debug_shared_gpus() && n ? GROUP_MAX_RANKS : n;
 }
 
 /* Has this program code for that compute capability? Code for x.y runs on x.z, z >= y; that for 9.0, the only one of its kind,
@@ -8099,283 +8099,283 @@ static bool cuda_has_code(int major, int minor) {
 }
 
 /* What the driver says about GPU i in one line; 0 when there is none that can be used, with the reason in the line. */
-static int cuda_probe(int i, char *line, size_t bytes) {
-    int n = 0, driver = 0;
-    cudaDeviceProp p;
-    cudaError_t code = cudaGetDeviceCount(&n);
-    if (!code && i >= n) code = cudaErrorNoDevice;
-    if (!code) code = cudaGetDeviceProperties(&p, i);
+static int cuda_probe(int index, char *line, size_t bytes) {
+    int n_gpus = 0, driver = 0;
+    cudaDeviceProp props;
+    cudaError_t code = cudaGetDeviceCount(&n_gpus);
+    if (!code && index >= n_gpus) code = cudaErrorNoDevice;
+    if (!code) code = cudaGetDeviceProperties(&props, index);
     cudaGetLastError();
     cudaDriverGetVersion(&driver);
     if (code) {
         snprintf(line, bytes, "%s", driver ? cudaGetErrorString(code) : "no NVIDIA driver is installed");
         return 0;
     }
-    int n_chars = snprintf(line, bytes, "%s, %.0f GB, %d multiprocessors, compute capability %d.%d, driver for CUDA %d.%d", p.name,
-                           p.totalGlobalMem / 1e9, p.multiProcessorCount, p.major, p.minor, driver / 1000, driver % 1000 / 10);
-    if (cuda_has_code(p.major, p.minor)) return 1;
-    size_t at = min((size_t)n_chars, bytes);
-    if (p.major < 8) snprintf(line + at, bytes - at, ": too old, 8.0 or later is needed");
+    int n_chars = snprintf(line, bytes, "%s, %.0f GB, %d multiprocessors, compute capability %d.%d, driver for CUDA %d.%d", props.name,
+                           props.totalGlobalMem / 1e9, props.multiProcessorCount, props.major, props.minor, driver / 1000, driver % 1000 / 10);
+    if (cuda_has_code(props.major, props.minor)) return 1;
+    size_t length = min((size_t)n_chars, bytes);
+    if (props.major < 8) snprintf(line + length, bytes - length, ": too old, 8.0 or later is needed");
     else
-        snprintf(line + at, bytes - at, ": ARCHS=%d%d%s ./build.sh makes a program for it, this one is not", p.major, p.minor,
-                 p.major == 9 ? "a" : "");
+        snprintf(line + length, bytes - length, ": ARCHS=%d%d%s ./build.sh makes a program for it, this one is not", props.major, props.minor,
+                 props.major == 9 ? "a" : "");
     return 0;
 }
 
 /* Which kernels can run, and the encoder of tensor maps from the driver (libcuda is not linked). */
-static void card_open(toka_device *d) {
-    cudaDeviceProp p;
-    latch(d, cudaSetDevice(d->ordinal), "cudaSetDevice");
-    latch(d, cudaGetDeviceProperties(&p, d->ordinal), "cudaGetDeviceProperties");
-    if (d->error.code) return;
-    d->arch = 10 * p.major + p.minor, d->hopper = d->arch == 90;
-    d->n_sms = p.multiProcessorCount, d->smem_most = (int)p.sharedMemPerBlockOptin;
-    snprintf(d->about, sizeof d->about, "%s, %.0f GB, %s kernels", p.name, p.totalGlobalMem / 1e9,
-             d->hopper ? "wgmma" : "mma.sync");
-    latch(d, cudaStreamCreateWithFlags(&d->stream, cudaStreamNonBlocking), "cudaStreamCreate");
-    latch(d, cudaMemGetInfo(&d->free_at_open, &p.totalGlobalMem), "cudaMemGetInfo");
-    if (!d->hopper) return;
+static void gpu_open(toka_device *dev) {
+    cudaDeviceProp props;
+    latch_error(dev, cudaSetDevice(dev->ordinal), "cudaSetDevice");
+    latch_error(dev, cudaGetDeviceProperties(&props, dev->ordinal), "cudaGetDeviceProperties");
+    if (dev->error.code) return;
+    dev->arch = 10 * props.major + props.minor, dev->hopper = dev->arch == 90;
+    dev->n_sms = props.multiProcessorCount, dev->max_smem = (int)props.sharedMemPerBlockOptin;
+    snprintf(dev->description, sizeof dev->description, "%s, %.0f GB, %s kernels", props.name, props.totalGlobalMem / 1e9,
+             dev->hopper ? "wgmma" : "mma.sync");
+    latch_error(dev, cudaStreamCreateWithFlags(&dev->stream, cudaStreamNonBlocking), "cudaStreamCreate");
+    latch_error(dev, cudaMemGetInfo(&dev->free_at_open, &props.totalGlobalMem), "cudaMemGetInfo");
+    if (!dev->hopper) return;
     cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
 #if CUDART_VERSION >= 12050
-    latch(d, cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", (void **)&d->encode_map, 12000, cudaEnableDefault, &found),
+    latch_error(dev, cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", (void **)&dev->encode_map, 12000, cudaEnableDefault, &found),
           "cuTensorMapEncodeTiled");
 #else
-    latch(d, cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", (void **)&d->encode_map, cudaEnableDefault, &found),
+    latch_error(dev, cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", (void **)&dev->encode_map, cudaEnableDefault, &found),
           "cuTensorMapEncodeTiled");
 #endif
-    if (found != cudaDriverEntryPointSuccess) latch(d, cudaErrorNotSupported, "cuTensorMapEncodeTiled");
+    if (found != cudaDriverEntryPointSuccess) latch_error(dev, cudaErrorNotSupported, "cuTensorMapEncodeTiled");
 }
 
 /* ---- Memory, counted before it is taken ---- */
 
-static int cuda_ordinal(const toka_device_options *o) { return gpus_shared() ? o->index % gpus_shared() : o->index; }
+static int cuda_ordinal(const toka_device_options *options) { return debug_shared_gpus() ? options->index % debug_shared_gpus() : options->index; }
 
-static size_t weights_bytes(const toka_shape *s, const toka_weights *w) {
-    size_t n = toka_gpu_matrix_bytes(&w->embed) * (w->lm_head.data != w->embed.data ? 2 : 1);
-    for (int i = 0; i < s->L; i++) n += toka_gpu_layer_bytes(&w->layers[i]);
+static size_t weights_bytes(const toka_shape *shape, const toka_weights *weights) {
+    size_t n = toka_gpu_matrix_bytes(&weights->embed) * (weights->lm_head.data != weights->embed.data ? 2 : 1);
+    for (int i = 0; i < shape->L; i++) n += toka_gpu_layer_bytes(&weights->layers[i]);
     return n;
 }
 
 /* Bytes that the KV pool may take on this card beside the model and a step of this size. Only asks. */
-static int64_t cuda_kv_bytes(const toka_shape *s, const toka_weights *w, const toka_device_options *o) {
+static int64_t cuda_kv_bytes(const toka_shape *shape, const toka_weights *weights, const toka_device_options *options) {
     size_t free_bytes = 0, total = 0;
     cudaGetLastError();
-    if (cudaSetDevice(cuda_ordinal(o)) || cudaMemGetInfo(&free_bytes, &total)) return 0;
-    if (gpus_shared() && o->n_devices > 1) free_bytes /= (size_t)ceil_div(o->n_devices, gpus_shared());
-    const size_t scratch = toka_gpu_scratch_bytes(s, o->max_tokens);
-    const size_t group = toka_gpu_group_bytes(s, o->max_tokens, o->tp_size, o->pp_size);
-    return (int64_t)(toka_gpu_utilization(o->memory_utilization) * free_bytes) - (int64_t)(weights_bytes(s, w) + scratch + group);
+    if (cudaSetDevice(cuda_ordinal(options)) || cudaMemGetInfo(&free_bytes, &total)) return 0;
+    if (debug_shared_gpus() && options->n_devices > 1) free_bytes /= (size_t)ceil_div(options->n_devices, debug_shared_gpus());
+    const size_t scratch = toka_gpu_scratch_bytes(shape, options->max_tokens);
+    const size_t group = toka_gpu_group_bytes(shape, options->max_tokens, options->tp_size, options->pp_size);
+    return (int64_t)(toka_gpu_utilization(options->memory_utilization) * free_bytes) - (int64_t)(weights_bytes(shape, weights) + scratch + group);
 }
 
 /* ---- The device's own view of its time ---- */
 
-static void clock_open(toka_device *d) {
-    step_clock *c = &d->clock;
-    size_t n = 6 * (size_t)d->shape->L + 8; /* every op, with sums and messages (chapter 10) */
-    c->timed = -1, c->cap_at = (int)n;
-    c->at = (cudaEvent_t *)calloc(n, sizeof *c->at), c->part = (char *)malloc(n);
-    if (!c->at || !c->part) abort();
-    for (int i = 0; i < STEP_RING; i++) {
-        latch(d, cudaEventCreate(&c->begun[i]), "events");
-        latch(d, cudaEventCreateWithFlags(&c->done[i], cudaEventBlockingSync), "events");
+static void clock_open(toka_device *dev) {
+    step_clock *clk = &dev->clock;
+    size_t n_events = 6 * (size_t)dev->shape->L + 8; /* every op, with sums and messages (chapter 10) */
+    clk->timed_index = -1, clk->cap_op_ends = (int)n_events;
+    clk->op_ends = (cudaEvent_t *)calloc(n_events, sizeof *clk->op_ends), clk->op_kind = (char *)malloc(n_events);
+    if (!clk->op_ends || !clk->op_kind) abort();
+    for (int i = 0; i < STEP_RING_SIZE; i++) {
+        latch_error(dev, cudaEventCreate(&clk->begun[i]), "events");
+        latch_error(dev, cudaEventCreateWithFlags(&clk->done[i], cudaEventBlockingSync), "events");
     }
-    for (size_t i = 0; i < n; i++) latch(d, cudaEventCreate(&c->at[i]), "events");
+    for (size_t i = 0; i < n_events; i++) latch_error(dev, cudaEventCreate(&clk->op_ends[i]), "events");
 }
-static void clock_close(toka_device *d) {
-    step_clock *c = &d->clock;
-    for (int i = 0; i < STEP_RING; i++) {
-        if (c->begun[i]) cudaEventDestroy(c->begun[i]);
-        if (c->done[i]) cudaEventDestroy(c->done[i]);
+static void clock_close(toka_device *dev) {
+    step_clock *clk = &dev->clock;
+    for (int i = 0; i < STEP_RING_SIZE; i++) {
+        if (clk->begun[i]) cudaEventDestroy(clk->begun[i]);
+        if (clk->done[i]) cudaEventDestroy(clk->done[i]);
     }
-    for (int i = 0; c->at && i < c->cap_at; i++)
-        if (c->at[i]) cudaEventDestroy(c->at[i]);
-    free(c->at), free(c->part);
+    for (int i = 0; clk->op_ends && i < clk->cap_op_ends; i++)
+        if (clk->op_ends[i]) cudaEventDestroy(clk->op_ends[i]);
+    free(clk->op_ends), free(clk->op_kind);
 }
 
 /* FLOP and the least bytes of the parts of a step. */
-static void clock_count(toka_device *d, const toka_step *s) {
-    const toka_shape *sh = d->shape;
-    double T = s->T, E = sh->E, HD = (double)sh->H * sh->D, KD = (double)sh->K * sh->D, L = sh->L, pairs = 0, kv = 0;
-    double sums = sum_scatters(d, s->T) ? L : 2 * L; /* half of their bytes leave with the products */
-    for (int i = 0; i < s->n_spans; i++) {
-        const toka_span *sp = &s->spans[i];
-        kv += sp->n_kv;
-        for (int r = sp->row0; r < sp->row0 + sp->n_rows; r++) pairs += max(0, min(sp->n_kv, s->pos[r] + 1 - sp->kv0));
+static void clock_add_work(toka_device *dev, const toka_step *step) {
+    const toka_shape *shape = dev->shape;
+    double T = step->T, E = shape->E, HD = (double)shape->H * shape->D, KD = (double)shape->K * shape->D, L = shape->L, pairs = 0, kv_tok = 0;
+    double n_reduces = reduce_scatter_pays(dev, step->T) ? L : 2 * L; /* half of their bytes leave with the products */
+    for (int i = 0; i < step->n_spans; i++) {
+        const toka_span *span = &step->spans[i];
+        kv_tok += span->n_kv;
+        for (int row = span->row0; row < span->row0 + span->n_rows; row++) pairs += max(0, min(span->n_kv, step->pos[row] + 1 - span->kv0));
     }
-    const toka_op_times add[TOKA_N_OPS] = {
+    const toka_op_times work[TOKA_N_OPS] = {
         {0, 0, 4 * T * E},
         {0, 2 * T * E * (HD + 2 * KD) * L, 2 * (E * (HD + 2 * KD) + T * (E + HD + 2 * KD)) * L},
-        {0, 4 * HD * pairs * L, (4 * KD * kv + 4 * T * HD) * L},
+        {0, 4 * HD * pairs * L, (4 * KD * kv_tok + 4 * T * HD) * L},
         {0, 2 * T * E * HD * L, 2 * (E * HD + T * (HD + 2 * E)) * L},
-        {0, 6 * T * E * sh->F * L, 2 * (3 * E * sh->F + T * (2 * E + 2.0 * sh->F)) * L},
-        {0, 2.0 * s->n_samples * E * sh->V, 2 * (s->n_samples ? E * sh->V + s->n_samples * E : 0)},
-        {0, 0, 4 * T * E * (1 - 1.0 / tp_size(d)) * (sums + first_stage(d))},
-        {0, 0, last_stage(d) ? 0 : 2 * T * E}};
-    for (int i = 0; i < TOKA_N_OPS; i++) d->clock.t.op[i].flop += add[i].flop, d->clock.t.op[i].bytes += add[i].bytes;
+        {0, 6 * T * E * shape->F * L, 2 * (3 * E * shape->F + T * (2 * E + 2.0 * shape->F)) * L},
+        {0, 2.0 * step->n_samples * E * shape->V, 2 * (step->n_samples ? E * shape->V + step->n_samples * E : 0)},
+        {0, 0, 4 * T * E * (1 - 1.0 / tp_size(dev)) * (n_reduces + is_first_stage(dev))},
+        {0, 0, is_last_stage(dev) ? 0 : 2 * T * E}};
+    for (int i = 0; i < TOKA_N_OPS; i++) dev->clock.times.op[i].flop += work[i].flop, dev->clock.times.op[i].bytes += work[i].bytes;
 }
 
 /* To time the next step's parts; could it be a graph? */
-static bool clock_is_due(const toka_device *d, bool graph) {
-    const int64_t n = d->clock.n_begun, every = graph ? TIME_GRAPHS * TIME_EVERY : TIME_EVERY;
-    return n % every == TIME_EVERY / 2;
+static bool clock_is_due(const toka_device *dev, bool may_be_graph) {
+    const int64_t n = dev->clock.n_begun, every = may_be_graph ? CLOCK_GRAPH_FACTOR * CLOCK_STEP_INTERVAL : CLOCK_STEP_INTERVAL;
+    return n % every == CLOCK_STEP_INTERVAL / 2;
 }
 
 /* Where a step begins; due: its parts are timed. Two of these are never under way at once. */
-static void clock_begin(toka_device *d, const toka_step *s, bool due) {
-    step_clock *c = &d->clock;
-    latch(d, cudaEventRecord(c->begun[d->newest], d->stream), "step");
-    c->n_begun++;
-    if (!due) return;
-    c->timed = d->newest, c->n_at = 0;
-    clock_count(d, s);
+static void clock_begin(toka_device *dev, const toka_step *step, bool timed) {
+    step_clock *clk = &dev->clock;
+    latch_error(dev, cudaEventRecord(clk->begun[dev->last_begun], dev->stream), "step");
+    clk->n_begun++;
+    if (!timed) return;
+    clk->timed_index = dev->last_begun, clk->n_op_ends = 0;
+    clock_add_work(dev, step);
 }
 
-static double clock_between(toka_device *d, cudaEvent_t from, cudaEvent_t to) { /* seconds */
+static double clock_seconds(toka_device *dev, cudaEvent_t from, cudaEvent_t to) { /* seconds */
     float ms = 0;
-    if (!d->error.code) latch(d, cudaEventElapsedTime(&ms, from, to), "step");
+    if (!dev->error.code) latch_error(dev, cudaEventElapsedTime(&ms, from, to), "step");
     return ms * 1e-3;
 }
 
 /* The step at `oldest` is done. */
-static void clock_done(toka_device *d) {
-    step_clock *c = &d->clock;
-    toka_times *t = &c->t;
-    int i = d->oldest;
-    if (!c->n_done++) return; /* the rehearsal */
-    if (t->steps++) {
-        double idle = clock_between(d, c->done[(i + STEP_RING - 1) % STEP_RING], c->begun[i]);
-        t->idle_s += idle, t->begin_s = t->end_s + idle;
+static void clock_finish_step(toka_device *dev) {
+    step_clock *clk = &dev->clock;
+    toka_times *times = &clk->times;
+    int index = dev->last_finished;
+    if (!clk->n_done++) return; /* the rehearsal */
+    if (times->steps++) {
+        double idle_s = clock_seconds(dev, clk->done[(index + STEP_RING_SIZE - 1) % STEP_RING_SIZE], clk->begun[index]);
+        times->idle_s += idle_s, times->begin_s = times->end_s + idle_s;
     }
-    double busy = clock_between(d, c->begun[i], c->done[i]);
-    t->busy_s += busy, t->end_s = t->begin_s + busy;
-    if (c->timed != i) return;
-    for (int k = 0; k < c->n_at; k++) t->op[(int)c->part[k]].seconds += clock_between(d, k ? c->at[k - 1] : c->begun[i], c->at[k]);
-    t->n_timed++, c->timed = -1;
+    double busy_s = clock_seconds(dev, clk->begun[index], clk->done[index]);
+    times->busy_s += busy_s, times->end_s = times->begin_s + busy_s;
+    if (clk->timed_index != index) return;
+    for (int k = 0; k < clk->n_op_ends; k++) times->op[(int)clk->op_kind[k]].seconds += clock_seconds(dev, k ? clk->op_ends[k - 1] : clk->begun[index], clk->op_ends[k]);
+    times->n_timed++, clk->timed_index = -1;
 }
 
-static void cuda_times(toka_device *d, toka_times *t) { *t = d->clock.t, t->graphs = d->graphs.n_run; }
+static void cuda_times(toka_device *dev, toka_times *times) { *times = dev->clock.times, times->graphs = dev->graphs.n_graph_steps; }
 
-static void cuda_memory(const toka_device *d, toka_memory *m) {
+static void cuda_memory(const toka_device *dev, toka_memory *memory) {
     size_t free_bytes = 0, total;
-    if (cudaSetDevice(d->ordinal) || cudaMemGetInfo(&free_bytes, &total)) cudaGetLastError();
-    m->weights = d->weight_bytes, m->kv = (int64_t)d->shape->L * (int64_t)d->kv_layer * (int64_t)sizeof(bf16);
-    m->other = (int64_t)d->free_at_open - (int64_t)free_bytes - m->weights - m->kv;
+    if (cudaSetDevice(dev->ordinal) || cudaMemGetInfo(&free_bytes, &total)) cudaGetLastError();
+    memory->weights = dev->weight_bytes, memory->kv = (int64_t)dev->shape->L * (int64_t)dev->kv_layer_elems * (int64_t)sizeof(bf16);
+    memory->other = (int64_t)dev->free_at_open - (int64_t)free_bytes - memory->weights - memory->kv;
 }
 
 /* ---- Open and close ---- */
 
-static int cuda_check(const toka_device_options *o, const toka_shape *s, toka_err *e) {
+static int cuda_check_options(const toka_device_options *options, const toka_shape *shape, toka_err *e) {
     e->code = 0;
-    if (s->D % 8 || s->D > 256)
-        snprintf(e->msg, sizeof e->msg, "GPU: head size %d, expected a multiple of 8 up to 256", s->D), e->code = TOKA_E_INPUT;
-    else if (o->max_tokens < 1 || o->max_samples < 1 || o->n_pages < 1 || o->n_pages > INT_MAX / s->B)
-        snprintf(e->msg, sizeof e->msg, "GPU: %d tokens and %d outputs a step, %d pages: out of range", o->max_tokens, o->max_samples,
-                 o->n_pages), e->code = TOKA_E_USE;
+    if (shape->D % 8 || shape->D > 256)
+        snprintf(e->msg, sizeof e->msg, "GPU: head size %d, expected a multiple of 8 up to 256", shape->D), e->code = TOKA_E_INPUT;
+    else if (options->max_tokens < 1 || options->max_samples < 1 || options->n_pages < 1 || options->n_pages > INT_MAX / shape->B)
+        snprintf(e->msg, sizeof e->msg, "GPU: %d tokens and %d outputs a step, %d pages: out of range", options->max_tokens, options->max_samples,
+                 options->n_pages), e->code = TOKA_E_USE;
     return e->code;
 }
 
-static void graphs_close(toka_device *d) {
-    for (step_graph &g : d->graphs.all) {
-        if (g.exec) cudaGraphExecDestroy(g.exec);
-        if (g.graph) cudaGraphDestroy(g.graph);
-        free(g.nodes);
-        for (int i = 0; i < g.n_readers; i++) free(g.readers[i].block);
-        free(g.readers);
-        g = step_graph{};
+static void graphs_close(toka_device *dev) {
+    for (step_graph &graph : dev->graphs.all) {
+        if (graph.exec) cudaGraphExecDestroy(graph.exec);
+        if (graph.cuda_graph) cudaGraphDestroy(graph.cuda_graph);
+        free(graph.variable_nodes);
+        for (int i = 0; i < graph.n_upload_nodes; i++) free(graph.upload_nodes[i].arg_block);
+        free(graph.upload_nodes);
+        graph = step_graph{};
     }
 }
 
-static void cuda_close(toka_device *d) {
-    if (!d) return;
-    if (d->group && !group_leave(d)) return; /* its GPU hangs: what that may touch stays */
-    if (d->stream) cudaStreamSynchronize(d->stream);
-    for (int i = 0; i < d->n_blocks; i++) cudaFree(d->blocks[i]);
-    stage_close(&d->up);
-    graphs_close(d);
-    clock_close(d);
-    attn_close(d);
-    samp_close(d);
-    if (d->stream) cudaStreamDestroy(d->stream);
-    free(d->layers);
-    free(d->blocks);
-    free(d);
+static void cuda_close(toka_device *dev) {
+    if (!dev) return;
+    if (dev->group && !group_leave(dev)) return; /* its GPU hangs: what that may touch stays */
+    if (dev->stream) cudaStreamSynchronize(dev->stream);
+    for (int i = 0; i < dev->n_allocations; i++) cudaFree(dev->allocations[i]);
+    upload_close(&dev->upload);
+    graphs_close(dev);
+    clock_close(dev);
+    attn_close(dev);
+    samp_close(dev);
+    if (dev->stream) cudaStreamDestroy(dev->stream);
+    free(dev->layers);
+    free(dev->allocations);
+    free(dev);
 }
 
-static void cuda_take_memory(toka_device *d) {
-    const toka_shape *s = d->shape;
-    size_t T = (size_t)d->options.max_tokens, HD = (size_t)(s->H + 2 * s->K) * s->D, read = T + GEMM_ROOM; /* rows */
-    if (d->options.progress) d->options.progress(d->options.user, "taking memory", 0);
-    d->xn = (bf16 *)dev_alloc(d, read * d->E * sizeof(bf16), "activations");
-    d->qkv = (bf16 *)dev_alloc(d, T * HD * sizeof(bf16), "activations");
-    d->act = (bf16 *)dev_alloc(d, read * d->F * sizeof(bf16), "activations");
-    d->squares = (float *)dev_alloc(d, FOLD_ROWS * (size_t)ceil_div(d->E, FOLD_N) * sizeof(float), "activations");
-    d->kv_layer = (size_t)(d->options.n_pages + 1) * s->K * 2 * s->B * s->D; /* the last page is for rows that are nobody's */
-    d->kv = (bf16 *)dev_alloc(d, (size_t)s->L * d->kv_layer * sizeof(bf16), "KV cache");
-    if (!d->error.code) latch(d, cudaMemsetAsync(d->kv, 0, (size_t)s->L * d->kv_layer * sizeof(bf16), d->stream), "KV cache");
-    if (!d->error.code) attn_open(d);
-    if (!d->error.code && last_stage(d)) samp_open(d);
-    const size_t rows = T * (3 * sizeof(int) + sizeof(toka_copy));
-    if (!d->error.code) stage_open(d, &d->up, rows + attn_stage_bytes(d) + samp_stage_bytes(d) + 4096, true);
-    d->last = (int *)dev_alloc(d, (size_t)d->options.n_seqs * sizeof(int), "last tokens");
-    if (!d->error.code) clock_open(d);
-    if (!d->error.code && d->group) group_take_memory(d);
+static void cuda_alloc_buffers(toka_device *dev) {
+    const toka_shape *shape = dev->shape;
+    size_t T = (size_t)dev->options.max_tokens, HD = (size_t)(shape->H + 2 * shape->K) * shape->D, gemm_rows = T + GEMM_PAD_ROWS; /* rows */
+    if (dev->options.progress) dev->options.progress(dev->options.user, "taking memory", 0);
+    dev->xn = (bf16 *)dev_alloc(dev, gemm_rows * dev->E * sizeof(bf16), "activations");
+    dev->qkv = (bf16 *)dev_alloc(dev, T * HD * sizeof(bf16), "activations");
+    dev->act = (bf16 *)dev_alloc(dev, gemm_rows * dev->F * sizeof(bf16), "activations");
+    dev->row_sumsq = (float *)dev_alloc(dev, FUSE_NORM_MAX_ROWS * (size_t)ceil_div(dev->E, FUSE_NORM_COLS) * sizeof(float), "activations");
+    dev->kv_layer_elems = (size_t)(dev->options.n_pages + 1) * shape->K * 2 * shape->B * shape->D; /* the last page is for rows that are nobody's */
+    dev->kv_pool = (bf16 *)dev_alloc(dev, (size_t)shape->L * dev->kv_layer_elems * sizeof(bf16), "KV cache");
+    if (!dev->error.code) latch_error(dev, cudaMemsetAsync(dev->kv_pool, 0, (size_t)shape->L * dev->kv_layer_elems * sizeof(bf16), dev->stream), "KV cache");
+    if (!dev->error.code) attn_open(dev);
+    if (!dev->error.code && is_last_stage(dev)) samp_open(dev);
+    const size_t row_bytes = T * (3 * sizeof(int) + sizeof(toka_copy));
+    if (!dev->error.code) upload_open(dev, &dev->upload, row_bytes + attn_upload_bytes(dev) + samp_upload_bytes(dev) + 4096, true);
+    dev->last_tokens = (int *)dev_alloc(dev, (size_t)dev->options.n_seqs * sizeof(int), "last tokens");
+    if (!dev->error.code) clock_open(dev);
+    if (!dev->error.code && dev->group) group_alloc(dev);
 }
 
 /* The number in a variable of the environment that breaks a device with this place: "N", for the first stage, or "N@R". */
-static int cuda_debug(const char *name, const toka_device_options *o) {
-    const char *value = getenv(name), *at = value ? strchr(value, '@') : NULL;
-    if (!value || (at ? atoi(at + 1) != o->pp_rank * (o->tp_size > 1 ? o->tp_size : 1) + o->tp_rank : o->pp_rank > 0)) return 0;
+static int cuda_debug_option(const char *name, const toka_device_options *options) {
+    const char *value = getenv(name), *at_sign = value ? strchr(value, '@') : NULL;
+    if (!value || (at_sign ? atoi(at_sign + 1) != options->pp_rank * (options->tp_size > 1 ? options->tp_size : 1) + options->tp_rank : options->pp_rank > 0)) return 0;
     return atoi(value);
 }
 
-static int cuda_open(toka_device **out, const toka_device_options *o, const toka_shape *shape, const toka_weights *weights,
+static int cuda_open(toka_device **out, const toka_device_options *options, const toka_shape *shape, const toka_weights *weights,
                      toka_err *e) {
-    if (cuda_check(o, shape, e)) return e->code;
-    toka_device *d = (toka_device *)calloc(1, sizeof *d);
-    if (!d) abort();
-    d->options = *o, d->shape = shape, d->weights = weights;
-    d->E = up_8(shape->E), d->F = up_8(shape->F), d->V = up_8(shape->V), d->ordinal = cuda_ordinal(o);
-    d->fault_in = cuda_debug("TOKA_DEBUG_FAULT", o), d->stall_in = cuda_debug("TOKA_DEBUG_STALL", o);
-    d->capture_fails = cuda_debug("TOKA_DEBUG_CAPTURE", o);
-    if (o->group) group_place(d);
-    card_open(d);
-    if (!d->error.code) gemm_open(d);
-    if (!d->error.code) weights_open(d);
-    for (int i = 0; i < shape->L && qkv_fuses(d, shape->D) && !d->error.code; i++) qkv_order(d, &d->layers[i].qkv, shape->D);
-    if (!d->error.code) rope_open(d);
-    if (!d->error.code) cuda_take_memory(d);
-    if (!d->error.code) latch(d, cudaStreamSynchronize(d->stream), "opening the model");
-    if (!d->error.code && d->group) group_join(d);
-    if (d->error.code) {
-        *e = d->error;
-        if (d->group) group_fail(d->group, e);
-        cuda_close(d);
+    if (cuda_check_options(options, shape, e)) return e->code;
+    toka_device *dev = (toka_device *)calloc(1, sizeof *dev);
+    if (!dev) abort();
+    dev->options = *options, dev->shape = shape, dev->weights = weights;
+    dev->E = round_up_8(shape->E), dev->F = round_up_8(shape->F), dev->V = round_up_8(shape->V), dev->ordinal = cuda_ordinal(options);
+    dev->steps_to_fault = cuda_debug_option("TOKA_DEBUG_FAULT", options), dev->steps_to_stall = cuda_debug_option("TOKA_DEBUG_STALL", options);
+    dev->captures_to_fault = cuda_debug_option("TOKA_DEBUG_CAPTURE", options);
+    if (options->group) group_assign_rank(dev);
+    gpu_open(dev);
+    if (!dev->error.code) gemm_open(dev);
+    if (!dev->error.code) weights_load(dev);
+    for (int i = 0; i < shape->L && qkv_is_interleaved(dev, shape->D) && !dev->error.code; i++) qkv_reorder(dev, &dev->layers[i].qkv, shape->D);
+    if (!dev->error.code) rope_open(dev);
+    if (!dev->error.code) cuda_alloc_buffers(dev);
+    if (!dev->error.code) latch_error(dev, cudaStreamSynchronize(dev->stream), "opening the model");
+    if (!dev->error.code && dev->group) group_join(dev);
+    if (dev->error.code) {
+        *e = dev->error;
+        if (dev->group) group_fail(dev->group, e);
+        cuda_close(dev);
         return e->code;
     }
-    *out = d;
+    *out = dev;
     return 0;
 }
 
-static const char *cuda_describe(const toka_device *d) { return d->group ? d->group->about : d->about; }
+static const char *cuda_describe(const toka_device *dev) { return dev->group ? dev->group->description : dev->description; }
 
-static int cuda_status(toka_device *d, toka_err *e) {
-    if (!d->error.code && d->group && group_is_broken(d->group)) group_latch(d);
-    else if (d->error.code && d->group) group_doubt(d);
-    if (d->error.code) *e = d->error;
-    return d->error.code;
+static int cuda_status(toka_device *dev, toka_err *e) {
+    if (!dev->error.code && dev->group && group_is_broken(dev->group)) group_latch_error(dev);
+    else if (dev->error.code && dev->group) group_note_peer_fault(dev);
+    if (dev->error.code) *e = dev->error;
+    return dev->error.code;
 }
-static toka_dev_ptr cuda_alloc(toka_device *d, size_t bytes) { /* what it is for may be a product's x, in rows of H * D */
-    const size_t room = (size_t)GEMM_ROOM * d->shape->H * d->shape->D * sizeof(bf16);
-    return toka_dev_ptr{(uint64_t)dev_alloc(d, bytes + room, "activations")};
+static toka_dev_ptr cuda_alloc(toka_device *dev, size_t bytes) { /* what it is for may be a product's x, in rows of H * D */
+    const size_t padding = (size_t)GEMM_PAD_ROWS * dev->shape->H * dev->shape->D * sizeof(bf16);
+    return toka_dev_ptr{(uint64_t)dev_alloc(dev, bytes + padding, "activations")};
 }
-static void cuda_upload(toka_device *d, toka_dev_ptr to, const void *from, size_t bytes) {
-    d->folded = false;
-    latch(d, cudaMemcpyAsync((void *)to.at, from, bytes, cudaMemcpyHostToDevice, d->stream), "upload");
-    latch(d, cudaStreamSynchronize(d->stream), "upload");
+static void cuda_upload(toka_device *dev, toka_dev_ptr to, const void *from, size_t bytes) {
+    dev->norm_ready = false;
+    latch_error(dev, cudaMemcpyAsync((void *)to.at, from, bytes, cudaMemcpyHostToDevice, dev->stream), "upload");
+    latch_error(dev, cudaStreamSynchronize(dev->stream), "upload");
 }
-static void cuda_download(toka_device *d, void *to, toka_dev_ptr from, size_t bytes) {
-    latch(d, cudaMemcpyAsync(to, (const void *)from.at, bytes, cudaMemcpyDeviceToHost, d->stream), "download");
-    latch(d, cudaStreamSynchronize(d->stream), "download");
+static void cuda_download(toka_device *dev, void *to, toka_dev_ptr from, size_t bytes) {
+    latch_error(dev, cudaMemcpyAsync(to, (const void *)from.at, bytes, cudaMemcpyDeviceToHost, dev->stream), "download");
+    latch_error(dev, cudaStreamSynchronize(dev->stream), "download");
 }
 
 /* ===========================================================================
@@ -8387,8 +8387,8 @@ static void cuda_download(toka_device *d, void *to, toka_dev_ptr from, size_t by
 enum { BENCH_CACHE_BYTES = 256 << 20, BENCH_MAX_SETS = 64, BENCH_REPLAYS = 15 };
 
 typedef struct bench {
-    toka_device *d;
-    toka_bench_fn *row;
+    toka_device *dev;
+    toka_bench_fn *on_row;
     void *user;
 } bench;
 
@@ -8401,49 +8401,49 @@ __global__ static void bench_fill_kernel(bf16 *p, size_t n, uint64_t seed, float
         p[i] = __float2bfloat16(scale * ((float)(z >> 40) * 0x1p-23f - 1));
     }
 }
-static bf16 *bench_random(toka_device *d, size_t n, float scale) {
-    bf16 *p = (bf16 *)dev_alloc(d, n * sizeof(bf16), "buffers");
+static bf16 *bench_random(toka_device *dev, size_t n, float scale) {
+    bf16 *p = (bf16 *)dev_alloc(dev, n * sizeof(bf16), "buffers");
     if (!p) return NULL;
-    bench_fill_kernel<<<1024, 256, 0, d->stream>>>(p, n, (uint64_t)d->n_blocks, scale);
-    LAUNCHED(d, "random numbers");
+    bench_fill_kernel<<<1024, 256, 0, dev->stream>>>(p, n, (uint64_t)dev->n_allocations, scale);
+    CHECK_LAUNCH(dev, "random numbers");
     return p;
 }
-static void bench_tell(bench *b, const char *op, const char *model, const char *shape, double us, double flop, double bytes) {
-    toka_bench_row r = {op, model, shape, us, flop, bytes};
-    if (!b->d->error.code) b->row(b->user, &r);
+static void bench_report(bench *ctx, const char *op, const char *model, const char *shape, double us, double flop, double bytes) {
+    toka_bench_row row = {op, model, shape, us, flop, bytes};
+    if (!ctx->dev->error.code) ctx->on_row(ctx->user, &row);
 }
-static void bench_free(toka_device *d, int keep) { /* all blocks taken since there were `keep` */
-    latch(d, cudaStreamSynchronize(d->stream), "bench");
-    while (d->n_blocks > keep) cudaFree(d->blocks[--d->n_blocks]);
+static void bench_free(toka_device *dev, int n_before) { /* all blocks taken since there were `keep` */
+    latch_error(dev, cudaStreamSynchronize(dev->stream), "bench");
+    while (dev->n_allocations > n_before) cudaFree(dev->allocations[--dev->n_allocations]);
 }
 
 /* Median microseconds of op(arg, i): i = 0 .. per_graph-1 are captured once and replayed. */
-static double bench_time(toka_device *d, int per_graph, void (*op)(void *arg, int i), void *arg) {
+static double bench_time(toka_device *dev, int per_graph, void (*op)(void *arg, int i), void *arg) {
     cudaGraph_t graph = NULL;
     cudaGraphExec_t exec = NULL;
-    cudaEvent_t at[2] = {NULL, NULL};
+    cudaEvent_t events[2] = {NULL, NULL};
     float ms[BENCH_REPLAYS] = {0};
     op(arg, 0);
-    for (cudaEvent_t &e : at) latch(d, cudaEventCreate(&e), "bench");
-    latch(d, cudaStreamSynchronize(d->stream), "bench");
-    latch(d, cudaStreamBeginCapture(d->stream, cudaStreamCaptureModeThreadLocal), "capture");
+    for (cudaEvent_t &event : events) latch_error(dev, cudaEventCreate(&event), "bench");
+    latch_error(dev, cudaStreamSynchronize(dev->stream), "bench");
+    latch_error(dev, cudaStreamBeginCapture(dev->stream, cudaStreamCaptureModeThreadLocal), "capture");
     for (int i = 0; i < per_graph; i++) op(arg, i);
-    latch(d, cudaStreamEndCapture(d->stream, &graph), "capture");
-    if (!d->error.code) latch(d, cudaGraphInstantiate(&exec, graph, 0), "capture");
-    for (int i = -3; i < BENCH_REPLAYS && !d->error.code; i++) {
-        latch(d, cudaEventRecord(at[0], d->stream), "bench");
-        latch(d, cudaGraphLaunch(exec, d->stream), "bench");
-        latch(d, cudaEventRecord(at[1], d->stream), "bench");
-        latch(d, cudaEventSynchronize(at[1]), "bench");
-        if (i >= 0) latch(d, cudaEventElapsedTime(&ms[i], at[0], at[1]), "bench");
+    latch_error(dev, cudaStreamEndCapture(dev->stream, &graph), "capture");
+    if (!dev->error.code) latch_error(dev, cudaGraphInstantiate(&exec, graph, 0), "capture");
+    for (int i = -3; i < BENCH_REPLAYS && !dev->error.code; i++) {
+        latch_error(dev, cudaEventRecord(events[0], dev->stream), "bench");
+        latch_error(dev, cudaGraphLaunch(exec, dev->stream), "bench");
+        latch_error(dev, cudaEventRecord(events[1], dev->stream), "bench");
+        latch_error(dev, cudaEventSynchronize(events[1]), "bench");
+        if (i >= 0) latch_error(dev, cudaEventElapsedTime(&ms[i], events[0], events[1]), "bench");
     }
     if (exec) cudaGraphExecDestroy(exec);
     if (graph) cudaGraphDestroy(graph);
-    for (cudaEvent_t e : at) cudaEventDestroy(e);
+    for (cudaEvent_t event : events) cudaEventDestroy(event);
     for (int i = 1; i < BENCH_REPLAYS; i++) /* insertion sort */
         for (int j = i; j && ms[j] < ms[j - 1]; j--) {
-            float t = ms[j];
-            ms[j] = ms[j - 1], ms[j - 1] = t;
+            float swap = ms[j];
+            ms[j] = ms[j - 1], ms[j - 1] = swap;
         }
     return ms[BENCH_REPLAYS / 2] * 1000.0 / per_graph;
 }
@@ -8459,25 +8459,25 @@ __global__ static void __launch_bounds__(512) bench_read_kernel(const uint4 *p, 
     if (sum == 0x12345678u) *out = sum; /* keeps the loads; random data makes it rare, and harmless */
 }
 typedef struct bench_read_arg {
-    toka_device *d;
-    const uint4 *p;
-    size_t n;
+    toka_device *dev;
+    const uint4 *data;
+    size_t n_vecs;
     uint32_t *out;
 } bench_read_arg;
 static void bench_read_op(void *arg, int) {
     bench_read_arg *a = (bench_read_arg *)arg;
-    bench_read_kernel<<<a->d->n_sms * 4, 512, 0, a->d->stream>>>(a->p, a->n, a->out);
-    LAUNCHED(a->d, "reading");
+    bench_read_kernel<<<a->dev->n_sms * 4, 512, 0, a->dev->stream>>>(a->data, a->n_vecs, a->out);
+    CHECK_LAUNCH(a->dev, "reading");
 }
-static void bench_read(bench *b) {
-    size_t n = (size_t)2 << 30;
-    int keep = b->d->n_blocks;
-    bench_read_arg a = {b->d, (const uint4 *)bench_random(b->d, n / 2, 1), n / 16, (uint32_t *)dev_alloc(b->d, 4, "buffers")};
-    if (!b->d->error.code) {
-        double us = bench_time(b->d, 1, bench_read_op, &a);
-        bench_tell(b, "read", "", "2 GiB", us, 0, (double)n);
+static void bench_read(bench *ctx) {
+    size_t n_bytes = (size_t)2 << 30;
+    int n_before = ctx->dev->n_allocations;
+    bench_read_arg arg = {ctx->dev, (const uint4 *)bench_random(ctx->dev, n_bytes / 2, 1), n_bytes / 16, (uint32_t *)dev_alloc(ctx->dev, 4, "buffers")};
+    if (!ctx->dev->error.code) {
+        double us = bench_time(ctx->dev, 1, bench_read_op, &arg);
+        bench_report(ctx, "read", "", "2 GiB", us, 0, (double)n_bytes);
     }
-    bench_free(b->d, keep);
+    bench_free(ctx->dev, n_before);
 }
 
 /* ---- GEMM ---- */
@@ -8493,44 +8493,44 @@ static const bench_shape bench_shapes[] = {{"Llama-3.2-1B", 2048, 32, 8, 64, 819
 static const int bench_rows[] = {1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 8192};
 
 typedef struct bench_gemm_arg {
-    toka_device *d;
-    gemm_args g[BENCH_MAX_SETS];
-    int n;
+    toka_device *dev;
+    gemm_args args[BENCH_MAX_SETS];
+    int n_sets;
 } bench_gemm_arg;
 static void bench_gemm_op(void *arg, int i) {
     bench_gemm_arg *a = (bench_gemm_arg *)arg;
-    gemm(a->d, &a->g[i % a->n]);
+    gemm(a->dev, &a->args[i % a->n_sets]);
 }
-static void bench_gemm(bench *b, const char *name, const char *model, int M, int N, int K, enum epilogue epi) {
-    toka_device *d = b->d;
-    int keep = d->n_blocks, ldy = epi == EPI_SWIGLU ? N / 2 : N;
-    size_t set = ((size_t)N * K + (size_t)M * K + (size_t)M * ldy) * sizeof(bf16);
-    bench_gemm_arg a = {};
-    weight w[BENCH_MAX_SETS];
-    a.d = d, a.n = (int)(BENCH_CACHE_BYTES / set) + 1;
-    if (a.n > BENCH_MAX_SETS) a.n = BENCH_MAX_SETS;
-    for (int i = 0; i < a.n; i++) {
-        w[i] = weight{bench_random(d, (size_t)N * K, sqrtf(3.0f / K)), NULL, N, K};
-        bf16 *x = bench_random(d, (size_t)(M + GEMM_ROOM) * K, 1.7f);
-        a.g[i] = gemm_args{M, x, K, &w[i], bench_random(d, (size_t)M * ldy, 1), ldy, epi};
+static void bench_gemm(bench *ctx, const char *name, const char *model, int M, int N, int K, enum epilogue epi) {
+    toka_device *dev = ctx->dev;
+    int n_before = dev->n_allocations, ldy = epi == EPI_SWIGLU ? N / 2 : N;
+    size_t set_bytes = ((size_t)N * K + (size_t)M * K + (size_t)M * ldy) * sizeof(bf16);
+    bench_gemm_arg arg = {};
+    weight weights[BENCH_MAX_SETS];
+    arg.dev = dev, arg.n_sets = (int)(BENCH_CACHE_BYTES / set_bytes) + 1;
+    if (arg.n_sets > BENCH_MAX_SETS) arg.n_sets = BENCH_MAX_SETS;
+    for (int i = 0; i < arg.n_sets; i++) {
+        weights[i] = weight{bench_random(dev, (size_t)N * K, sqrtf(3.0f / K)), NULL, N, K};
+        bf16 *x = bench_random(dev, (size_t)(M + GEMM_PAD_ROWS) * K, 1.7f);
+        arg.args[i] = gemm_args{M, x, K, &weights[i], bench_random(dev, (size_t)M * ldy, 1), ldy, epi};
     }
-    if (!d->error.code) {
+    if (!dev->error.code) {
         char shape[64];
-        double us = bench_time(d, a.n < 8 ? 8 : a.n, bench_gemm_op, &a);
+        double us = bench_time(dev, arg.n_sets < 8 ? 8 : arg.n_sets, bench_gemm_op, &arg);
         snprintf(shape, sizeof shape, "M=%d %dx%d", M, N, K);
         double bytes = ((double)N * K + (double)M * K + (double)M * ldy * (epi == EPI_RESIDUAL ? 2 : 1)) * sizeof(bf16);
-        bench_tell(b, name, model, shape, us, 2.0 * M * N * K, bytes);
+        bench_report(ctx, name, model, shape, us, 2.0 * M * N * K, bytes);
     }
-    bench_free(d, keep);
+    bench_free(dev, n_before);
 }
-static void bench_gemms(bench *b) {
-    for (const bench_shape &s : bench_shapes)
+static void bench_gemms(bench *ctx) {
+    for (const bench_shape &model : bench_shapes)
         for (int M : bench_rows) {
-            if (b->d->error.code) return;
-            bench_gemm(b, "qkv", s.model, M, (s.H + 2 * s.K) * s.D, s.E, EPI_STORE);
-            bench_gemm(b, "o", s.model, M, s.E, s.H * s.D, EPI_RESIDUAL);
-            bench_gemm(b, "gate_up", s.model, M, 2 * s.F, s.E, EPI_SWIGLU);
-            bench_gemm(b, "down", s.model, M, s.E, s.F, EPI_RESIDUAL);
+            if (ctx->dev->error.code) return;
+            bench_gemm(ctx, "qkv", model.model, M, (model.H + 2 * model.K) * model.D, model.E, EPI_STORE);
+            bench_gemm(ctx, "o", model.model, M, model.E, model.H * model.D, EPI_RESIDUAL);
+            bench_gemm(ctx, "gate_up", model.model, M, 2 * model.F, model.E, EPI_SWIGLU);
+            bench_gemm(ctx, "down", model.model, M, model.E, model.F, EPI_RESIDUAL);
         }
 }
 
@@ -8540,7 +8540,7 @@ static void bench_gemms(bench *b) {
 
 typedef struct bench_step {
     const char *name;
-    int seqs, rows, len, shared;
+    int n_seqs, rows_per_seq, seq_len, shared;
 } bench_step;
 static const bench_step bench_steps[] = {
     {"decode", 4096, 1, 150, 0},      {"decode", 2048, 1, 900, 0},       {"decode", 64, 1, 4096, 0},
@@ -8548,134 +8548,134 @@ static const bench_step bench_steps[] = {
     {"prefill", 1, 16384, 16384, 0},  {"prefill", 16, 512, 512, 0}};
 
 typedef struct bench_attn_arg {
-    toka_device *d;
-    toka_step s;
+    toka_device *dev;
+    toka_step step;
     bf16 *q, *o;
     int L;
 } bench_attn_arg;
 static void bench_attn_op(void *arg, int i) {
     bench_attn_arg *a = (bench_attn_arg *)arg;
-    attention(a->d, i % a->L, a->q, a->o);
+    attention(a->dev, i % a->L, a->q, a->o);
 }
 
 /* Rows, pages and spans of the step in one block of host memory; returns the pages in use. */
-static int bench_plan(toka_step *s, const bench_step *b, int B, int **block) {
-    int T = b->seqs * b->rows, own = ceil_div(b->len - b->shared, B), common = b->shared / B, n = 0;
-    size_t ints = (size_t)(2 * T + common + b->seqs * own) * sizeof(int);
-    int *p = *block = (int *)calloc(ints + (size_t)(b->seqs + 1) * sizeof(toka_span), 1);
-    if (!p) abort();
-    int *pages = p + 2 * T;
-    toka_span *spans = (toka_span *)(pages + common + b->seqs * own);
-    *s = toka_step{.T = T, .ids = p, .pos = p + T, .kv_slot = p, .pages = pages, .spans = spans};
-    for (; n < common + b->seqs * own; n++) pages[n] = (int)((n * 7919LL + 13) % (common + b->seqs * own)); /* anywhere */
-    if (common) spans[s->n_spans++] = toka_span{0, T, 0, 0, b->shared};
-    for (int q = 0; q < b->seqs; q++) {
-        spans[s->n_spans++] = toka_span{q * b->rows, b->rows, common + q * own, b->shared, b->len - b->shared};
-        for (int r = 0; r < b->rows; r++) p[T + q * b->rows + r] = b->len - b->rows + r;
+static int bench_make_step(toka_step *step, const bench_step *config, int B, int **memory) {
+    int T = config->n_seqs * config->rows_per_seq, own_pages = ceil_div(config->seq_len - config->shared, B), shared_pages = config->shared / B, n_pages = 0;
+    size_t n_bytes = (size_t)(2 * T + shared_pages + config->n_seqs * own_pages) * sizeof(int);
+    int *rows = *memory = (int *)calloc(n_bytes + (size_t)(config->n_seqs + 1) * sizeof(toka_span), 1);
+    if (!rows) abort();
+    int *pages = rows + 2 * T;
+    toka_span *spans = (toka_span *)(pages + shared_pages + config->n_seqs * own_pages);
+    *step = toka_step{.T = T, .ids = rows, .pos = rows + T, .kv_slot = rows, .pages = pages, .spans = spans};
+    for (; n_pages < shared_pages + config->n_seqs * own_pages; n_pages++) pages[n_pages] = (int)((n_pages * 7919LL + 13) % (shared_pages + config->n_seqs * own_pages)); /* anywhere */
+    if (shared_pages) spans[step->n_spans++] = toka_span{0, T, 0, 0, config->shared};
+    for (int seq = 0; seq < config->n_seqs; seq++) {
+        spans[step->n_spans++] = toka_span{seq * config->rows_per_seq, config->rows_per_seq, shared_pages + seq * own_pages, config->shared, config->seq_len - config->shared};
+        for (int row = 0; row < config->rows_per_seq; row++) rows[T + seq * config->rows_per_seq + row] = config->seq_len - config->rows_per_seq + row;
     }
-    return n;
+    return n_pages;
 }
 
-static void bench_attention(bench *b, const bench_shape *m, const bench_step *step) {
-    toka_device *d = b->d;
-    toka_shape shape = {.H = m->H, .K = m->K, .D = m->D, .E = m->E, .F = m->F, .V = m->V};
-    shape.B = toka_cuda.page_tok, shape.max_len = step->len;
+static void bench_attention(bench *ctx, const bench_shape *model, const bench_step *step) {
+    toka_device *dev = ctx->dev;
+    toka_shape shape = {.H = model->H, .K = model->K, .D = model->D, .E = model->E, .F = model->F, .V = model->V};
+    shape.B = toka_cuda.page_tok, shape.max_len = step->seq_len;
     layer_weights layers[BENCH_MAX_SETS] = {};
-    bench_attn_arg a = {.d = d};
-    int keep = d->n_blocks, *block, n_pages = bench_plan(&a.s, step, shape.B, &block);
-    size_t heads = (size_t)a.s.T * m->H * m->D;
-    d->shape = &shape, d->layers = layers, d->options.max_tokens = a.s.T, d->options.n_pages = n_pages;
-    d->kv_layer = (size_t)n_pages * 2 * m->K * shape.B * m->D;
-    a.L = (int)(BENCH_CACHE_BYTES / (d->kv_layer * sizeof(bf16))) + 1;
-    if (a.L > BENCH_MAX_SETS) a.L = BENCH_MAX_SETS;
-    shape.L = a.L;
-    d->kv = bench_random(d, d->kv_layer * a.L, 1), a.q = bench_random(d, heads, 2), a.o = bench_random(d, heads, 1);
-    if (!d->error.code) attn_open(d);
-    if (!d->error.code) stage_open(d, &d->up, (size_t)a.s.T * sizeof(int) + attn_stage_bytes(d) + 4096, false);
-    if (!d->error.code) {
-        stage_begin(d, &d->up);
-        d->rows.T = a.s.T, d->rows.pos = (const int *)stage_put(&d->up, a.s.pos, (size_t)a.s.T * sizeof(int));
-        attn_plan_step(d, &a.s);
-        stage_send(d, &d->up);
-        char text[64];
-        double us = bench_time(d, a.L < 4 ? 4 : a.L, bench_attn_op, &a), seen = 0, T = a.s.T;
-        for (int r = 0; r < step->rows; r++) seen += (double)step->seqs * (step->len - r);
-        snprintf(text, sizeof text, step->shared ? "%d x %d, %d shared" : step->rows > 1 ? "%d x %d tokens" : "%d x %d",
-                 step->seqs, step->len, step->shared);
-        double kv = step->shared + (double)step->seqs * (step->len - step->shared);
-        bench_tell(b, step->name, m->model, text, us, 4.0 * m->H * m->D * seen,
-                   (kv * 2 * m->K * m->D + T * 2 * m->H * m->D) * sizeof(bf16));
+    bench_attn_arg arg = {.dev = dev};
+    int n_before = dev->n_allocations, *memory, n_pages = bench_make_step(&arg.step, step, shape.B, &memory);
+    size_t q_elems = (size_t)arg.step.T * model->H * model->D;
+    dev->shape = &shape, dev->layers = layers, dev->options.max_tokens = arg.step.T, dev->options.n_pages = n_pages;
+    dev->kv_layer_elems = (size_t)n_pages * 2 * model->K * shape.B * model->D;
+    arg.L = (int)(BENCH_CACHE_BYTES / (dev->kv_layer_elems * sizeof(bf16))) + 1;
+    if (arg.L > BENCH_MAX_SETS) arg.L = BENCH_MAX_SETS;
+    shape.L = arg.L;
+    dev->kv_pool = bench_random(dev, dev->kv_layer_elems * arg.L, 1), arg.q = bench_random(dev, q_elems, 2), arg.o = bench_random(dev, q_elems, 1);
+    if (!dev->error.code) attn_open(dev);
+    if (!dev->error.code) upload_open(dev, &dev->upload, (size_t)arg.step.T * sizeof(int) + attn_upload_bytes(dev) + 4096, false);
+    if (!dev->error.code) {
+        upload_begin(dev, &dev->upload);
+        dev->rows.T = arg.step.T, dev->rows.pos = (const int *)upload_put(&dev->upload, arg.step.pos, (size_t)arg.step.T * sizeof(int));
+        attn_plan_step(dev, &arg.step);
+        upload_send(dev, &dev->upload);
+        char label[64];
+        double us = bench_time(dev, arg.L < 4 ? 4 : arg.L, bench_attn_op, &arg), n_pairs = 0, T = arg.step.T;
+        for (int row = 0; row < step->rows_per_seq; row++) n_pairs += (double)step->n_seqs * (step->seq_len - row);
+        snprintf(label, sizeof label, step->shared ? "%d x %d, %d shared" : step->rows_per_seq > 1 ? "%d x %d tokens" : "%d x %d",
+                 step->n_seqs, step->seq_len, step->shared);
+        double kv_tok = step->shared + (double)step->n_seqs * (step->seq_len - step->shared);
+        bench_report(ctx, step->name, model->model, label, us, 4.0 * model->H * model->D * n_pairs,
+                   (kv_tok * 2 * model->K * model->D + T * 2 * model->H * model->D) * sizeof(bf16));
     }
-    attn_close(d);
-    stage_close(&d->up);
-    d->attn = NULL, d->layers = NULL;
-    bench_free(d, keep);
-    free(block);
+    attn_close(dev);
+    upload_close(&dev->upload);
+    dev->attn = NULL, dev->layers = NULL;
+    bench_free(dev, n_before);
+    free(memory);
 }
 
 /* ---- LM head with sampling: norm, logits, one draw a row at temperature 1; picks are not brought ---- */
 
 typedef struct bench_head_arg {
-    toka_device *d;
-    toka_step s;
+    toka_device *dev;
+    toka_step step;
     bf16 *x;
 } bench_head_arg;
 static void bench_head_op(void *arg, int) {
     bench_head_arg *a = (bench_head_arg *)arg;
-    samp_launch(a->d, &a->s, a->x);
+    samp_launch(a->dev, &a->step, a->x);
 }
-static void bench_head(bench *b, const bench_shape *m, int M) {
-    toka_device *d = b->d;
-    toka_shape shape = {.L = 1, .H = m->H, .K = m->K, .D = m->D, .E = m->E, .F = m->F, .V = m->V, .V_all = m->V, .eps = 1e-5f};
+static void bench_head(bench *ctx, const bench_shape *model, int M) {
+    toka_device *dev = ctx->dev;
+    toka_shape shape = {.L = 1, .H = model->H, .K = model->K, .D = model->D, .E = model->E, .F = model->F, .V = model->V, .V_all = model->V, .eps = 1e-5f};
     toka_sampling sampling = {.temperature = 1, .top_p = 1, .repetition_penalty = 1};
     toka_sample_row *rows = (toka_sample_row *)calloc((size_t)M, sizeof *rows);
-    bench_head_arg a = {.d = d};
-    int keep = d->n_blocks;
+    bench_head_arg arg = {.dev = dev};
+    int n_before = dev->n_allocations;
     if (!rows) abort();
     for (int i = 0; i < M; i++) rows[i] = toka_sample_row{.row = i, .forced_id = -1, .position = (uint32_t)i, .sampling = &sampling};
-    a.s = toka_step{.T = M, .n_samples = M, .samples = rows};
-    d->shape = &shape, d->E = m->E, d->F = m->F, d->V = up_8(m->V), d->options.max_tokens = d->options.max_samples = M;
-    d->lm_head = weight{bench_random(d, (size_t)d->V * m->E, sqrtf(3.0f / m->E)), NULL, d->V, m->E};
-    a.x = bench_random(d, (size_t)M * m->E, 1.7f), d->xn = bench_random(d, (size_t)(M + GEMM_ROOM) * m->E, 1.7f);
-    float *norm = vector_room(d, m->E);
-    if (norm) latch(d, cudaMemset(norm, 0x3F, (size_t)m->E * sizeof *norm), "bench"); /* 0.747 each */
-    d->norm = norm;
-    if (!d->error.code) samp_open(d);
-    if (!d->error.code) stage_open(d, &d->up, samp_stage_bytes(d) + 4096, false);
-    if (!d->error.code) {
-        stage_begin(d, &d->up);
-        samp_plan_step(d, &a.s);
-        stage_send(d, &d->up);
-        char text[64];
-        double us = bench_time(d, 3, bench_head_op, &a);
-        snprintf(text, sizeof text, "M=%d %dx%d", M, m->V, m->E);
-        bench_tell(b, "lm_head+sample", m->model, text, us, 2.0 * M * m->V * m->E,
-                   ((double)m->V * m->E + 2.0 * M * m->E) * sizeof(bf16));
+    arg.step = toka_step{.T = M, .n_samples = M, .samples = rows};
+    dev->shape = &shape, dev->E = model->E, dev->F = model->F, dev->V = round_up_8(model->V), dev->options.max_tokens = dev->options.max_samples = M;
+    dev->lm_head = weight{bench_random(dev, (size_t)dev->V * model->E, sqrtf(3.0f / model->E)), NULL, dev->V, model->E};
+    arg.x = bench_random(dev, (size_t)M * model->E, 1.7f), dev->xn = bench_random(dev, (size_t)(M + GEMM_PAD_ROWS) * model->E, 1.7f);
+    float *norm = vector_alloc(dev, model->E);
+    if (norm) latch_error(dev, cudaMemset(norm, 0x3F, (size_t)model->E * sizeof *norm), "bench"); /* 0.747 each */
+    dev->norm = norm;
+    if (!dev->error.code) samp_open(dev);
+    if (!dev->error.code) upload_open(dev, &dev->upload, samp_upload_bytes(dev) + 4096, false);
+    if (!dev->error.code) {
+        upload_begin(dev, &dev->upload);
+        samp_plan_step(dev, &arg.step);
+        upload_send(dev, &dev->upload);
+        char label[64];
+        double us = bench_time(dev, 3, bench_head_op, &arg);
+        snprintf(label, sizeof label, "M=%d %dx%d", M, model->V, model->E);
+        bench_report(ctx, "lm_head+sample", model->model, label, us, 2.0 * M * model->V * model->E,
+                   ((double)model->V * model->E + 2.0 * M * model->E) * sizeof(bf16));
     }
-    samp_close(d);
-    stage_close(&d->up);
-    d->samp = NULL;
-    bench_free(d, keep);
+    samp_close(dev);
+    upload_close(&dev->upload);
+    dev->samp = NULL;
+    bench_free(dev, n_before);
     free(rows);
 }
 
 /* Runs every measurement; row is told of each as it is done. */
-static int cuda_bench(toka_bench_fn *row, void *user, toka_err *e) {
-    toka_device *d = (toka_device *)calloc(1, sizeof *d);
-    if (!d) abort();
-    bench b = {d, row, user};
-    card_open(d);
-    if (!d->error.code) gemm_open(d);
-    if (!d->error.code) bench_read(&b);
+static int cuda_bench(toka_bench_fn *on_row, void *user, toka_err *e) {
+    toka_device *dev = (toka_device *)calloc(1, sizeof *dev);
+    if (!dev) abort();
+    bench ctx = {dev, on_row, user};
+    gpu_open(dev);
+    if (!dev->error.code) gemm_open(dev);
+    if (!dev->error.code) bench_read(&ctx);
     for (int i = 0; i < 2; i++)
         for (const bench_step &step : bench_steps)
-            if (!d->error.code) bench_attention(&b, &bench_shapes[i], &step);
-    for (const bench_shape &m : bench_shapes)
+            if (!dev->error.code) bench_attention(&ctx, &bench_shapes[i], &step);
+    for (const bench_shape &model : bench_shapes)
         for (int M : bench_rows)
-            if (!d->error.code && m.V && M <= 4096) bench_head(&b, &m, M);
-    if (!d->error.code) bench_gemms(&b);
-    *e = d->error;
-    cuda_close(d);
+            if (!dev->error.code && model.V && M <= 4096) bench_head(&ctx, &model, M);
+    if (!dev->error.code) bench_gemms(&ctx);
+    *e = dev->error;
+    cuda_close(dev);
     return e->code;
 }
 
@@ -8691,17 +8691,17 @@ static bf16 *dev_bf16(toka_dev_ptr a) { return (bf16 *)a.at; }
 __global__ static void fault_kernel() { __trap(); }
 
 /* One that does not end before the group does; alone never. */
-__global__ static void stall_kernel(volatile int *over) {
-    while (!over || !*over) {}
+__global__ static void stall_kernel(volatile int *aborted) {
+    while (!aborted || !*aborted) {}
 }
 
-static void cuda_break(toka_device *d) {
-    if (d->fault_in && !--d->fault_in) fault_kernel<<<1, 1, 0, d->stream>>>();
-    if (d->stall_in && !--d->stall_in) stall_kernel<<<1, 1, 0, d->stream>>>(d->group ? d->group->over : NULL);
+static void cuda_inject_fault(toka_device *dev) {
+    if (dev->steps_to_fault && !--dev->steps_to_fault) fault_kernel<<<1, 1, 0, dev->stream>>>();
+    if (dev->steps_to_stall && !--dev->steps_to_stall) stall_kernel<<<1, 1, 0, dev->stream>>>(dev->group ? dev->group->aborted : NULL);
 }
 
-/* As op_begins; also false where the step's graph has the op. */
-static bool op_launches(toka_device *d, const char *op) { return op_begins(d, op) && !graph_runs(d); }
+/* As op_begin; also false where the step's graph has the op. */
+static bool op_begin_unless_graph(toka_device *dev, const char *op) { return op_begin(dev, op) && !graph_is_replay(dev); }
 
 /* ---- Captured steps ----
  *
@@ -8736,50 +8736,50 @@ static bool op_launches(toka_device *d, const char *op) { return op_begins(d, op
  * 0.95), 2026-11-23: 1 row 814 and 863, 64 rows 1,424 and 1,488. To capture 86 graphs (now, with squads, 91) took 0.11 to
  * 0.18 s and 36 MB. */
 
-static const int graph_sizes[GRAPH_SIZES] = {1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 640, 768, 896, GRAPH_ROWS};
+static const int graph_sizes[GRAPH_N_SIZES] = {1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 640, 768, 896, GRAPH_MAX_ROWS};
 
 /* Rows `from` .. T-1 of d->graphs.step, which are nobody's. */
-static void graph_fill(toka_device *d, int from, int T) {
-    static const toka_sampling nobody = {.top_p = 1, .repetition_penalty = 1};
-    step_graphs *g = &d->graphs;
-    for (int i = from; i < T; i++) {
-        g->ids[i] = g->pos[i] = 0, g->slot[i] = d->options.n_pages * d->shape->B;
-        g->out[i] = toka_sample_row{.row = i, .seq = -1, .forced_id = -1, .sampling = &nobody};
+static void graph_pad_step(toka_device *dev, int row0, int T) {
+    static const toka_sampling padding = {.top_p = 1, .repetition_penalty = 1};
+    step_graphs *graphs = &dev->graphs;
+    for (int i = row0; i < T; i++) {
+        graphs->ids[i] = graphs->pos[i] = 0, graphs->kv_slot[i] = dev->options.n_pages * dev->shape->B;
+        graphs->samples[i] = toka_sample_row{.row = i, .seq = -1, .forced_id = -1, .sampling = &padding};
     }
-    g->step.T = g->step.n_samples = T;
-    g->step.ids = g->ids, g->step.pos = g->pos, g->step.kv_slot = g->slot, g->step.samples = g->out;
+    graphs->padded_step.T = graphs->padded_step.n_samples = T;
+    graphs->padded_step.ids = graphs->ids, graphs->padded_step.pos = graphs->pos, graphs->padded_step.kv_slot = graphs->kv_slot, graphs->padded_step.samples = graphs->samples;
 }
 
 /* The place in graph_sizes of the graphs that the step may be run by; -1: none. */
-static int graph_size(const toka_device *d, const toka_step *s) {
+static int graph_find_size(const toka_device *dev, const toka_step *step) {
     int size = 0;
-    if (!d->graphs.n || s->n_samples != s->T || s->T > GRAPH_ROWS || s->logits) return -1;
-    if (d->group && __atomic_load_n(&d->group->no_graphs, __ATOMIC_ACQUIRE)) return -1;
-    for (int i = 0; i < s->n_samples; i++)
-        if (s->samples[i].row != i) return -1;
-    while (graph_sizes[size] < s->T) size++;
-    if (d->samp && samp_filters(d, s) && !samp_fits(d, s, graph_sizes[size])) return -1;
-    return d->graphs.all[size * GRAPH_KINDS + 1].exec ? size : -1;
+    if (!dev->graphs.n_captured || step->n_samples != step->T || step->T > GRAPH_MAX_ROWS || step->logits) return -1;
+    if (dev->group && __atomic_load_n(&dev->group->no_graphs, __ATOMIC_ACQUIRE)) return -1;
+    for (int i = 0; i < step->n_samples; i++)
+        if (step->samples[i].row != i) return -1;
+    while (graph_sizes[size] < step->T) size++;
+    if (dev->samp && samp_any_filtered(dev, step) && !samp_fits_one_pass(dev, step, graph_sizes[size])) return -1;
+    return dev->graphs.all[size * GRAPH_N_KINDS + 1].exec ? size : -1;
 }
 
 /* The step filled up to T rows. */
-static const toka_step *graph_step(toka_device *d, const toka_step *s, int T) {
-    step_graphs *g = &d->graphs;
-    g->step = *s;
-    memcpy(g->ids, s->ids, (size_t)s->T * sizeof *g->ids);
-    memcpy(g->pos, s->pos, (size_t)s->T * sizeof *g->pos);
-    memcpy(g->slot, s->kv_slot, (size_t)s->T * sizeof *g->slot);
-    memcpy(g->out, s->samples, (size_t)s->n_samples * sizeof *g->out);
-    graph_fill(d, s->T, T);
-    return &g->step;
+static const toka_step *graph_padded_step(toka_device *dev, const toka_step *step, int T) {
+    step_graphs *graphs = &dev->graphs;
+    graphs->padded_step = *step;
+    memcpy(graphs->ids, step->ids, (size_t)step->T * sizeof *graphs->ids);
+    memcpy(graphs->pos, step->pos, (size_t)step->T * sizeof *graphs->pos);
+    memcpy(graphs->kv_slot, step->kv_slot, (size_t)step->T * sizeof *graphs->kv_slot);
+    memcpy(graphs->samples, step->samples, (size_t)step->n_samples * sizeof *graphs->samples);
+    graph_pad_step(dev, step->T, T);
+    return &graphs->padded_step;
 }
 
 /* Of that size the one for attention's plan; NULL: there is none. */
-static step_graph *graph_of(toka_device *d, int size) {
-    const int n = attn_launches(d->attn);
-    if (n < 1 || n > GRAPH_ATTENTIONS) return NULL;
-    step_graph *g = &d->graphs.all[size * GRAPH_KINDS + (attn_is_squad(d->attn) ? 0 : n)];
-    return g->exec ? g : NULL;
+static step_graph *graph_find(toka_device *dev, int size_index) {
+    const int n_launches = attn_launches(dev->attn);
+    if (n_launches < 1 || n_launches > GRAPH_MAX_ATTENTION) return NULL;
+    step_graph *graph = &dev->graphs.all[size_index * GRAPH_N_KINDS + (attn_uses_cluster(dev->attn) ? 0 : n_launches)];
+    return graph->exec ? graph : NULL;
 }
 
 static size_t graph_free_bytes(void) {
@@ -8789,174 +8789,174 @@ static size_t graph_free_bytes(void) {
 }
 
 /* Adds to what describe says. */
-static void graph_say(toka_device *d, const char *fmt, ...) {
+static void graph_add_description(toka_device *dev, const char *fmt, ...) {
     va_list args;
-    char *about = d->group ? d->group->about : d->about;
-    if (d->group) pthread_mutex_lock(&d->group->lock);
-    size_t at = strlen(about);
+    char *about = dev->group ? dev->group->description : dev->description;
+    if (dev->group) pthread_mutex_lock(&dev->group->lock);
+    size_t length = strlen(about);
     va_start(args, fmt);
-    vsnprintf(about + at, sizeof d->about - at, fmt, args);
+    vsnprintf(about + length, sizeof dev->description - length, fmt, args);
     va_end(args);
-    if (d->group) pthread_mutex_unlock(&d->group->lock);
+    if (dev->group) pthread_mutex_unlock(&dev->group->lock);
 }
 
 /* The next step to be captured: sizes up to what max_num_seqs rows are filled up to. One row has no more than a kernel and its
  * merge. */
-static const toka_step *cuda_capture(toka_device *d) {
-    step_graphs *g = &d->graphs;
-    const int most = min(d->options.max_tokens, d->options.max_samples);
-    if (!g->next) g->free_before = graph_free_bytes();
-    for (; !d->options.eager && !d->error.code && g->next < GRAPH_SIZES * GRAPH_KINDS; g->next++) {
-        const int size = g->next / GRAPH_KINDS, kind = g->next % GRAPH_KINDS, T = graph_sizes[size];
-        if (T > most || (size && graph_sizes[size - 1] >= d->options.n_seqs)) break;
-        if ((T == 1 && kind > 2) || (!kind && !attn_has_squads(d->attn, size ? graph_sizes[size - 1] + 1 : 1))) continue;
-        g->now = &g->all[g->next++], g->capturing = true;
-        g->step = toka_step{};
-        graph_fill(d, 0, T);
-        return &g->step;
+static const toka_step *cuda_capture(toka_device *dev) {
+    step_graphs *graphs = &dev->graphs;
+    const int max_rows = min(dev->options.max_tokens, dev->options.max_samples);
+    if (!graphs->next_capture) graphs->free_bytes_before = graph_free_bytes();
+    for (; !dev->options.eager && !dev->error.code && graphs->next_capture < GRAPH_N_SIZES * GRAPH_N_KINDS; graphs->next_capture++) {
+        const int size = graphs->next_capture / GRAPH_N_KINDS, kind = graphs->next_capture % GRAPH_N_KINDS, T = graph_sizes[size];
+        if (T > max_rows || (size && graph_sizes[size - 1] >= dev->options.n_seqs)) break;
+        if ((T == 1 && kind > 2) || (!kind && !attn_may_use_cluster(dev->attn, size ? graph_sizes[size - 1] + 1 : 1))) continue;
+        graphs->current = &graphs->all[graphs->next_capture++], graphs->capturing = true;
+        graphs->padded_step = toka_step{};
+        graph_pad_step(dev, 0, T);
+        return &graphs->padded_step;
     }
-    const size_t free_now = graph_free_bytes(), took = g->free_before > free_now ? g->free_before - free_now : 0;
-    if (g->n && (!d->group || d->rank == d->group->ranks))
-        graph_say(d, ", %d graphs captured in %.2f s, %.0f MB", g->n, g->seconds, took / 1e6);
+    const size_t free_now = graph_free_bytes(), used_bytes = graphs->free_bytes_before > free_now ? graphs->free_bytes_before - free_now : 0;
+    if (graphs->n_captured && (!dev->group || dev->rank == dev->group->ranks))
+        graph_add_description(dev, ", %d graphs captured in %.2f s, %.0f MB", graphs->n_captured, graphs->capture_s, used_bytes / 1e6);
     return NULL;
 }
 
 /* Bytes of the stage that rows and sampling take. */
-static size_t step_rows_bytes(const toka_device *d, int T, int n_out) {
-    auto whole = [](size_t bytes) { return (bytes + 15) & ~(size_t)15; };
-    size_t draws = d->samp ? whole((size_t)n_out * sizeof(samp_ask)) + whole((size_t)n_out * sizeof(int)) : 0;
-    return 3 * whole((size_t)T * sizeof(int)) + draws;
+static size_t step_rows_bytes(const toka_device *dev, int T, int n_samples) {
+    auto round_up = [](size_t bytes) { return (bytes + 15) & ~(size_t)15; };
+    size_t sample_bytes = dev->samp ? round_up((size_t)n_samples * sizeof(samp_params)) + round_up((size_t)n_samples * sizeof(int)) : 0;
+    return 3 * round_up((size_t)T * sizeof(int)) + sample_bytes;
 }
 
 /* Everything that the step needs into the stage, rows and sampling first: where those lie depends on the number of rows alone.
  * size: up to which of graph_sizes it is filled up, if there is a graph that fits attention's plan; -1: there is none. */
-static void step_plan(toka_device *d, const toka_step *s, int size) {
-    const int T = size < 0 ? s->T : graph_sizes[size];
-    d->up.used = step_rows_bytes(d, T, size < 0 ? s->n_samples : T);
-    attn_plan_step(d, s);
-    d->rows.copies = (const toka_copy *)stage_put(&d->up, s->copies, (size_t)s->n_copies * sizeof *s->copies);
-    d->graphs.now = size < 0 ? NULL : graph_of(d, size);
-    if (d->graphs.now) s = graph_step(d, s, T);
-    const size_t end = d->up.used;
-    d->up.used = 0, d->step = s, d->rows.T = s->T;
-    d->rows.ids = (const int *)stage_put(&d->up, s->ids, (size_t)s->T * sizeof(int));
-    d->rows.pos = (const int *)stage_put(&d->up, s->pos, (size_t)s->T * sizeof(int));
-    d->rows.slot = (const int *)stage_put(&d->up, s->kv_slot, (size_t)s->T * sizeof(int));
-    if (d->samp) samp_plan_step(d, s);
-    assert(d->up.used <= step_rows_bytes(d, s->T, s->n_samples));
-    d->up.used = end;
-    if (d->samp && d->graphs.now) samp_plan_filters(d, s);
+static void step_write_upload(toka_device *dev, const toka_step *step, int size) {
+    const int T = size < 0 ? step->T : graph_sizes[size];
+    dev->upload.used = step_rows_bytes(dev, T, size < 0 ? step->n_samples : T);
+    attn_plan_step(dev, step);
+    dev->rows.copies = (const toka_copy *)upload_put(&dev->upload, step->copies, (size_t)step->n_copies * sizeof *step->copies);
+    dev->graphs.current = size < 0 ? NULL : graph_find(dev, size);
+    if (dev->graphs.current) step = graph_padded_step(dev, step, T);
+    const size_t end_offset = dev->upload.used;
+    dev->upload.used = 0, dev->step = step, dev->rows.T = step->T;
+    dev->rows.ids = (const int *)upload_put(&dev->upload, step->ids, (size_t)step->T * sizeof(int));
+    dev->rows.pos = (const int *)upload_put(&dev->upload, step->pos, (size_t)step->T * sizeof(int));
+    dev->rows.kv_slot = (const int *)upload_put(&dev->upload, step->kv_slot, (size_t)step->T * sizeof(int));
+    if (dev->samp) samp_plan_step(dev, step);
+    assert(dev->upload.used <= step_rows_bytes(dev, step->T, step->n_samples));
+    dev->upload.used = end_offset;
+    if (dev->samp && dev->graphs.current) samp_plan_filters(dev, step);
 }
 
 /* Stand-ins for attention's kernels, which are not known yet: three a level. */
-static void graph_begin(toka_device *d, const toka_step *s) {
-    step_graph *g = d->graphs.now;
-    attn_plan *p = d->attn;
-    const int n = (int)(g - d->graphs.all) % GRAPH_KINDS;
-    d->up.turn = 0;
-    step_plan(d, s, -1);
-    d->graphs.now = g;
-    p->n_levels = ceil_div(n, 3);
-    for (int i = 0; i < p->n_levels; i++)
-        p->levels[i] = attn_level{.n_tiles = n > 3 * i, .n_small = n > 3 * i + 1, .n_merges = n > 3 * i + 2, .merge_nq = 1};
-    if (!n) p->n_levels = 1, p->n_both = 0, *p->levels = attn_level{.n_gangs = 1, .gang_warps = 1};
-    assert(n || attn_is_squad(p));
-    g->nodes = (cudaGraphNode_t *)malloc(((size_t)d->shape->L * (size_t)max(n, 1) + GRAPH_DRAWS) * sizeof *g->nodes);
-    if (!g->nodes) abort();
-    latch(d, cudaStreamBeginCapture(d->stream, cudaStreamCaptureModeRelaxed), "capture");
-    if (d->capture_fails && !--d->capture_fails)
-        latch(d, cudaStreamSynchronize(d->stream), "capture"); /* which a capture forbids */
+static void graph_capture_begin(toka_device *dev, const toka_step *step) {
+    step_graph *graph = dev->graphs.current;
+    attn_plan *plan = dev->attn;
+    const int n_launches = (int)(graph - dev->graphs.all) % GRAPH_N_KINDS;
+    dev->upload.current = 0;
+    step_write_upload(dev, step, -1);
+    dev->graphs.current = graph;
+    plan->n_levels = ceil_div(n_launches, 3);
+    for (int i = 0; i < plan->n_levels; i++)
+        plan->levels[i] = attn_level{.n_tiles = n_launches > 3 * i, .n_small = n_launches > 3 * i + 1, .n_merges = n_launches > 3 * i + 2, .merge_nq = 1};
+    if (!n_launches) plan->n_levels = 1, plan->n_fused = 0, *plan->levels = attn_level{.n_cta_splits = 1, .cta_split_warps = 1};
+    assert(n_launches || attn_uses_cluster(plan));
+    graph->variable_nodes = (cudaGraphNode_t *)malloc(((size_t)dev->shape->L * (size_t)max(n_launches, 1) + GRAPH_SAMPLE_NODES) * sizeof *graph->variable_nodes);
+    if (!graph->variable_nodes) abort();
+    latch_error(dev, cudaStreamBeginCapture(dev->stream, cudaStreamCaptureModeRelaxed), "capture");
+    if (dev->captures_to_fault && !--dev->captures_to_fault)
+        latch_error(dev, cudaStreamSynchronize(dev->stream), "capture"); /* which a capture forbids */
 }
 /* A capture failed: there are to be no graphs, and no failure, if the device works. Of ranks none uses its graphs then, as their
  * steps must be alike; all have captured theirs before the first real step. */
-static void graphs_give_up(toka_device *d) {
-    const toka_err why = d->error;
-    graphs_close(d);
-    d->graphs.n = 0, d->graphs.next = GRAPH_SIZES * GRAPH_KINDS, d->folded = false;
+static void graphs_disable(toka_device *dev) {
+    const toka_err error = dev->error;
+    graphs_close(dev);
+    dev->graphs.n_captured = 0, dev->graphs.next_capture = GRAPH_N_SIZES * GRAPH_N_KINDS, dev->norm_ready = false;
     cudaGetLastError();
-    d->error.code = 0;
-    latch(d, cudaStreamSynchronize(d->stream), "capture");
-    if (!d->group || !__atomic_exchange_n(&d->group->no_graphs, true, __ATOMIC_ACQ_REL)) graph_say(d, ", no graphs (%s)", why.msg);
+    dev->error.code = 0;
+    latch_error(dev, cudaStreamSynchronize(dev->stream), "capture");
+    if (!dev->group || !__atomic_exchange_n(&dev->group->no_graphs, true, __ATOMIC_ACQ_REL)) graph_add_description(dev, ", no graphs (%s)", error.msg);
 }
 
 /* Bytes of each argument of a kernel, which the next node often is, too. */
-static const graph_kernel *graph_kernel_of(toka_device *d, const void *function) {
-    step_graphs *g = &d->graphs;
-    for (const graph_kernel &k : g->known)
-        if (k.function == function) return &k;
-    graph_kernel *k = &g->known[g->n_known++ % GRAPH_KNOWN];
+static const graph_kernel *graph_kernel_info(toka_device *dev, const void *function) {
+    step_graphs *graphs = &dev->graphs;
+    for (const graph_kernel &kernel : graphs->kernels)
+        if (kernel.function == function) return &kernel;
+    graph_kernel *kernel = &graphs->kernels[graphs->n_kernels++ % GRAPH_CACHED_KERNELS];
     cudaError_t code = cudaSuccess;
-    size_t at;
-    *k = graph_kernel{.function = function};
-    while (k->n < GRAPH_ARGUMENTS && !(code = cudaFuncGetParamInfo(function, (size_t)k->n, &at, &k->bytes[k->n]))) k->n++;
+    size_t offset;
+    *kernel = graph_kernel{.function = function};
+    while (kernel->n_args < GRAPH_MAX_ARGUMENTS && !(code = cudaFuncGetParamInfo(function, (size_t)kernel->n_args, &offset, &kernel->arg_bytes[kernel->n_args]))) kernel->n_args++;
     cudaGetLastError(); /* there is no argument n */
-    if (!k->n) latch(d, code, "capture"); /* every kernel of a step has arguments */
-    return k;
+    if (!kernel->n_args) latch_error(dev, code, "capture"); /* every kernel of a step has arguments */
+    return kernel;
 }
 /* Keeps a node of the graph, if it reads the stage, which is seen by its arguments: a word among them that is an address there. */
-static void graph_add_reader(toka_device *d, step_graph *g, cudaGraphNode_t node) {
-    const char *from = d->up.dev[0], *end = from + d->up.cap;
-    cudaKernelNodeParams p;
-    latch(d, cudaGraphKernelNodeGetParams(node, &p), "capture");
-    const graph_kernel *k = d->error.code ? NULL : graph_kernel_of(d, p.func);
-    if (d->error.code) return;
-    assert(k->n < GRAPH_ARGUMENTS);
-    size_t n = 0; /* words */
-    for (int i = 0; i < k->n; i++) n += (k->bytes[i] + 7) / 8;
-    graph_reader r = {.node = node, .params = p, .block = (char **)malloc(((size_t)k->n + n) * sizeof(char *))};
-    if (!r.block) abort();
-    char **word = r.block + k->n;
-    r.params.kernelParams = (void **)r.block;
-    for (int i = 0; i < k->n; word += (k->bytes[i++] + 7) / 8) {
-        memcpy(word, p.kernelParams[i], k->bytes[i]);
-        r.params.kernelParams[i] = word;
-        for (size_t j = 0; j < k->bytes[i] / 8; j++) {
+static void graph_add_upload_node(toka_device *dev, step_graph *graph, cudaGraphNode_t node) {
+    const char *from = dev->upload.device[0], *end = from + dev->upload.cap;
+    cudaKernelNodeParams params;
+    latch_error(dev, cudaGraphKernelNodeGetParams(node, &params), "capture");
+    const graph_kernel *kernel = dev->error.code ? NULL : graph_kernel_info(dev, params.func);
+    if (dev->error.code) return;
+    assert(kernel->n_args < GRAPH_MAX_ARGUMENTS);
+    size_t n_words = 0; /* words */
+    for (int i = 0; i < kernel->n_args; i++) n_words += (kernel->arg_bytes[i] + 7) / 8;
+    graph_upload_node reader = {.node = node, .params = params, .arg_block = (char **)malloc(((size_t)kernel->n_args + n_words) * sizeof(char *))};
+    if (!reader.arg_block) abort();
+    char **word = reader.arg_block + kernel->n_args;
+    reader.params.kernelParams = (void **)reader.arg_block;
+    for (int i = 0; i < kernel->n_args; word += (kernel->arg_bytes[i++] + 7) / 8) {
+        memcpy(word, params.kernelParams[i], kernel->arg_bytes[i]);
+        reader.params.kernelParams[i] = word;
+        for (size_t j = 0; j < kernel->arg_bytes[i] / 8; j++) {
             if (word[j] < from || word[j] >= end) continue;
-            assert(r.n_words < GRAPH_WORDS);
-            r.words[r.n_words++] = word + j;
+            assert(reader.n_upload_ptrs < GRAPH_MAX_POINTERS);
+            reader.upload_ptrs[reader.n_upload_ptrs++] = word + j;
         }
     }
-    if (r.n_words) g->readers[g->n_readers++] = r;
-    else free(r.block);
+    if (reader.n_upload_ptrs) graph->upload_nodes[graph->n_upload_nodes++] = reader;
+    else free(reader.arg_block);
 }
 /* Finds the nodes that read the stage, besides those that become other kernels. */
-static void graph_find_readers(toka_device *d, step_graph *g) {
-    size_t n = 0;
-    latch(d, cudaGraphGetNodes(g->graph, NULL, &n), "capture");
-    cudaGraphNode_t *nodes = (cudaGraphNode_t *)malloc((n + 1) * sizeof *nodes);
-    g->readers = (graph_reader *)malloc((n + 1) * sizeof *g->readers);
-    if (!nodes || !g->readers) abort();
-    latch(d, cudaGraphGetNodes(g->graph, nodes, &n), "capture");
-    for (size_t i = 0; i < n && !d->error.code; i++) {
+static void graph_find_upload_nodes(toka_device *dev, step_graph *graph) {
+    size_t n_nodes = 0;
+    latch_error(dev, cudaGraphGetNodes(graph->cuda_graph, NULL, &n_nodes), "capture");
+    cudaGraphNode_t *nodes = (cudaGraphNode_t *)malloc((n_nodes + 1) * sizeof *nodes);
+    graph->upload_nodes = (graph_upload_node *)malloc((n_nodes + 1) * sizeof *graph->upload_nodes);
+    if (!nodes || !graph->upload_nodes) abort();
+    latch_error(dev, cudaGraphGetNodes(graph->cuda_graph, nodes, &n_nodes), "capture");
+    for (size_t i = 0; i < n_nodes && !dev->error.code; i++) {
         cudaGraphNodeType type = cudaGraphNodeTypeEmpty;
-        latch(d, cudaGraphNodeGetType(nodes[i], &type), "capture");
-        bool other = type != cudaGraphNodeTypeKernel;
-        for (int k = 0; k < g->n_nodes && !other; k++) other = g->nodes[k] == nodes[i];
-        if (!other) graph_add_reader(d, g, nodes[i]);
+        latch_error(dev, cudaGraphNodeGetType(nodes[i], &type), "capture");
+        bool is_skipped = type != cudaGraphNodeTypeKernel;
+        for (int k = 0; k < graph->n_variable_nodes && !is_skipped; k++) is_skipped = graph->variable_nodes[k] == nodes[i];
+        if (!is_skipped) graph_add_upload_node(dev, graph, nodes[i]);
     }
     free(nodes);
 }
 /* Has the graph of the step that is begun read the stage's buffers whose turn it is. Costs the host 0.6 us a node, the GPU
  * nothing, even if it were all nodes (1 and 64 sequences, H200). */
-static void graph_take_turn(toka_device *d) {
-    step_graph *g = d->graphs.now;
-    const ptrdiff_t by = d->up.dev[d->up.turn] - d->up.dev[g->turn];
-    if (!by) return;
-    for (graph_reader *r = g->readers; r < g->readers + g->n_readers; r++) {
-        for (int i = 0; i < r->n_words; i++) *r->words[i] += by;
-        latch(d, cudaGraphExecKernelNodeSetParams(g->exec, r->node, &r->params), "step");
+static void graph_switch_upload(toka_device *dev) {
+    step_graph *graph = dev->graphs.current;
+    const ptrdiff_t delta = dev->upload.device[dev->upload.current] - dev->upload.device[graph->upload_current];
+    if (!delta) return;
+    for (graph_upload_node *reader = graph->upload_nodes; reader < graph->upload_nodes + graph->n_upload_nodes; reader++) {
+        for (int i = 0; i < reader->n_upload_ptrs; i++) *reader->upload_ptrs[i] += delta;
+        latch_error(dev, cudaGraphExecKernelNodeSetParams(graph->exec, reader->node, &reader->params), "step");
     }
-    g->turn = d->up.turn;
+    graph->upload_current = dev->upload.current;
 }
-static void graph_end(toka_device *d) {
-    step_graph *g = d->graphs.now;
-    const cudaError_t code = cudaStreamEndCapture(d->stream, &g->graph); /* also behind a failure */
-    latch(d, code, "capture");
-    if (!d->error.code) graph_find_readers(d, g);
-    if (!d->error.code) latch(d, cudaGraphInstantiate(&g->exec, g->graph, 0), "capture");
-    if (!d->error.code) latch(d, cudaGraphUpload(g->exec, d->stream), "capture");
-    d->graphs.capturing = false, d->graphs.now = NULL, d->graphs.n++;
-    if (d->error.code) graphs_give_up(d);
+static void graph_capture_end(toka_device *dev) {
+    step_graph *graph = dev->graphs.current;
+    const cudaError_t code = cudaStreamEndCapture(dev->stream, &graph->cuda_graph); /* also behind a failure */
+    latch_error(dev, code, "capture");
+    if (!dev->error.code) graph_find_upload_nodes(dev, graph);
+    if (!dev->error.code) latch_error(dev, cudaGraphInstantiate(&graph->exec, graph->cuda_graph, 0), "capture");
+    if (!dev->error.code) latch_error(dev, cudaGraphUpload(graph->exec, dev->stream), "capture");
+    dev->graphs.capturing = false, dev->graphs.current = NULL, dev->graphs.n_captured++;
+    if (dev->error.code) graphs_disable(dev);
 }
 
 static double seconds_now(void) {
@@ -8965,148 +8965,148 @@ static double seconds_now(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-static void cuda_begin(toka_device *d, const toka_step *s) {
-    if (d->graphs.capturing) {
-        d->graphs.seconds -= seconds_now();
-        graph_begin(d, s);
+static void cuda_begin(toka_device *dev, const toka_step *step) {
+    if (dev->graphs.capturing) {
+        dev->graphs.capture_s -= seconds_now();
+        graph_capture_begin(dev, step);
         return;
     }
-    d->newest = (d->newest + 1) % STEP_RING;
-    if (!op_begins(d, NULL)) return;
-    const int size = graph_size(d, s);
-    const bool timed = clock_is_due(d, size >= 0);
-    stage_begin(d, &d->up);
-    step_plan(d, s, timed ? -1 : size);
-    stage_send(d, &d->up);
-    clock_begin(d, s, timed);
-    if (d->graphs.now) graph_take_turn(d);
-    cuda_break(d);
-    d->graphs.at = 0, d->graphs.n_run += d->graphs.now != NULL;
+    dev->last_begun = (dev->last_begun + 1) % STEP_RING_SIZE;
+    if (!op_begin(dev, NULL)) return;
+    const int size = graph_find_size(dev, step);
+    const bool timed = clock_is_due(dev, size >= 0);
+    upload_begin(dev, &dev->upload);
+    step_write_upload(dev, step, timed ? -1 : size);
+    upload_send(dev, &dev->upload);
+    clock_begin(dev, step, timed);
+    if (dev->graphs.current) graph_switch_upload(dev);
+    cuda_inject_fault(dev);
+    dev->graphs.next_node = 0, dev->graphs.n_graph_steps += dev->graphs.current != NULL;
 }
 
-static void cuda_end(toka_device *d, const toka_step *) {
-    sum_norm(d, NULL); /* of a step without outputs */
-    if (d->graphs.capturing) {
-        graph_end(d);
-        d->graphs.seconds += seconds_now();
+static void cuda_end(toka_device *dev, const toka_step *) {
+    reduce_norm(dev, NULL); /* of a step without outputs */
+    if (dev->graphs.capturing) {
+        graph_capture_end(dev);
+        dev->graphs.capture_s += seconds_now();
         return;
     }
-    d->graphs.now = NULL;
-    latch(d, cudaEventRecord(d->clock.done[d->newest], d->stream), "step");
+    dev->graphs.current = NULL;
+    latch_error(dev, cudaEventRecord(dev->clock.done[dev->last_begun], dev->stream), "step");
 }
 
 /* Also behind a failure: what was launched before it may still run. */
-static void cuda_finish(toka_device *d, const toka_step *s) {
-    d->oldest = (d->oldest + 1) % STEP_RING;
-    if (d->group) group_sync(d, d->clock.done[d->oldest]);
-    else latch(d, cudaEventSynchronize(d->clock.done[d->oldest]), "step");
-    if (d->error.code || (d->group && group_is_broken(d->group))) return;
-    clock_done(d);
-    if (d->samp) samp_collect(d, s, &d->samp->down[d->oldest]);
+static void cuda_finish(toka_device *dev, const toka_step *step) {
+    dev->last_finished = (dev->last_finished + 1) % STEP_RING_SIZE;
+    if (dev->group) group_sync(dev, dev->clock.done[dev->last_finished]);
+    else latch_error(dev, cudaEventSynchronize(dev->clock.done[dev->last_finished]), "step");
+    if (dev->error.code || (dev->group && group_is_broken(dev->group))) return;
+    clock_finish_step(dev);
+    if (dev->samp) samp_collect(dev, step, &dev->samp->host_results[dev->last_finished]);
 }
 
-static void cuda_copy_pages(toka_device *d, const toka_step *s) {
-    const toka_shape *sh = d->shape;
-    if (!op_begins(d, NULL)) return; /* the step is seen in what follows; ahead of a graph */
-    launch_dependent(d, "copies of pages", copy_pages_kernel, dim3((unsigned)s->n_copies, (unsigned)sh->L), 256, 0, 1,
-                     d->rows.copies, d->kv, d->kv_layer, sh->K * 2 * sh->B * sh->D);
+static void cuda_copy_pages(toka_device *dev, const toka_step *step) {
+    const toka_shape *shape = dev->shape;
+    if (!op_begin(dev, NULL)) return; /* the step is seen in what follows; ahead of a graph */
+    launch_dependent(dev, "copies of pages", copy_pages_kernel, dim3((unsigned)step->n_copies, (unsigned)shape->L), 256, 0, 1,
+                     dev->rows.copies, dev->kv_pool, dev->kv_layer_elems, shape->K * 2 * shape->B * shape->D);
 }
 
 /* Of the tensor ranks, whose results are added up, one has the old x. */
-static enum epilogue rest_epilogue(const toka_device *d) { return d->options.tp_rank ? EPI_STORE : EPI_RESIDUAL; }
+static enum epilogue residual_epilogue(const toka_device *dev) { return dev->options.tp_rank ? EPI_STORE : EPI_RESIDUAL; }
 
-static void cuda_embed(toka_device *d, const toka_step *s, toka_dev_ptr x) {
-    if (!op_begins(d, "embed") || !group_wait_drawn(d, s) || graph_runs(d)) return;
-    s = d->step;
-    d->folded = s->T <= FOLD_ROWS && tp_size(d) == 1;
-    launch_dependent(d, "embedding", embed_kernel, dim3(s->T), 128, 0, 1, d->rows.ids, d->last, d->embed, d->shape->v0,
-                     d->shape->V, dev_bf16(x), d->E, fold_for(d, d->folded ? d->layers->attn_norm : NULL, false));
-    clock_part(d, TOKA_OP_EMBED);
+static void cuda_embed(toka_device *dev, const toka_step *step, toka_dev_ptr x) {
+    if (!op_begin(dev, "embed") || !group_wait_sampled(dev, step) || graph_is_replay(dev)) return;
+    step = dev->step;
+    dev->norm_ready = step->T <= FUSE_NORM_MAX_ROWS && tp_size(dev) == 1;
+    launch_dependent(dev, "embedding", embed_kernel, dim3(step->T), 128, 0, 1, dev->rows.ids, dev->last_tokens, dev->embed, dev->shape->v0,
+                     dev->shape->V, dev_bf16(x), dev->E, fuse_norm_args(dev, dev->norm_ready ? dev->layers->attn_norm : NULL, false));
+    clock_record_op(dev, TOKA_OP_EMBED);
 }
 
 /* The norm of the op that follows can be folded into this GEMM (chapter 4). */
-static const float *fold_norm(toka_device *d, const gemm_args *g, const float *norm) {
-    d->folded = g->M <= FOLD_ROWS && tp_size(d) == 1 && gemm_way(d, g->M, g->w) == BY_THIN;
-    return d->folded ? norm : NULL;
+static const float *fuse_norm_enable(toka_device *dev, const gemm_args *args, const float *norm) {
+    dev->norm_ready = args->M <= FUSE_NORM_MAX_ROWS && tp_size(dev) == 1 && gemm_family(dev, args->M, args->w) == BY_GEMV;
+    return dev->norm_ready ? norm : NULL;
 }
 /* The rows that are drawn are all, in their order; then the norm before the LM head can be folded, too. */
-static bool fold_draws(const toka_device *d, const toka_step *s) {
-    bool all = d->hopper && d->samp && s->T <= FOLD_ROWS && s->n_samples == s->T && d->samp->in_order &&
-               s->n_samples <= d->samp->chunk;
-    for (int i = 0; all && i < s->n_samples; i++) all = s->samples[i].row == i;
+static bool fuse_norm_for_head(const toka_device *dev, const toka_step *step) {
+    bool all = dev->hopper && dev->samp && step->T <= FUSE_NORM_MAX_ROWS && step->n_samples == step->T && dev->samp->in_order &&
+               step->n_samples <= dev->samp->chunk_rows;
+    for (int i = 0; all && i < step->n_samples; i++) all = step->samples[i].row == i;
     return all;
 }
 
-static void norm_qkv_rope_kv(toka_device *d, int n, int layer, const bf16 *x, bf16 *q) {
-    const toka_shape *sh = d->shape;
-    const layer_weights *l = &d->layers[layer];
-    const step_rows *rows = &d->rows;
-    bf16 *kv = d->kv + (size_t)layer * d->kv_layer;
-    const bool folded = fold_take(d);
-    if (!folded && !sum_norm(d, l->attn_norm)) rmsnorm(d, x, NULL, l->attn_norm, d->xn, n);
-    qkv_params p = {l->qkv.bias, l->q_norm, l->k_norm, sh->eps, sh->H, sh->K, sh->B, rows->pos, rows->slot, d->rope, q, kv, sh->D};
-    if (qkv_fuses(d, sh->D) && n > FEW_MAX && gemm_qkv_pays(d, n, &l->qkv, &p)) {
-        gemm_wgmma_qkv(d, n, d->xn, d->E, &l->qkv, &p); /* all in the epilogue */
+static void norm_qkv_rope_kv(toka_device *dev, int n_rows, int layer, const bf16 *x, bf16 *q) {
+    const toka_shape *shape = dev->shape;
+    const layer_weights *weights = &dev->layers[layer];
+    const step_rows *rows = &dev->rows;
+    bf16 *kv = dev->kv_pool + (size_t)layer * dev->kv_layer_elems;
+    const bool fused = fuse_norm_consume(dev);
+    if (!fused && !reduce_norm(dev, weights->attn_norm)) rmsnorm(dev, x, NULL, weights->attn_norm, dev->xn, n_rows);
+    qkv_params params = {weights->qkv.bias, weights->q_norm, weights->k_norm, shape->eps, shape->H, shape->K, shape->B, rows->pos, rows->kv_slot, dev->rope, q, kv, shape->D};
+    if (qkv_is_interleaved(dev, shape->D) && n_rows > SMALLM_MAX && gemm_qkv_worth_fusing(dev, n_rows, &weights->qkv, &params)) {
+        gemm_wgmma_qkv(dev, n_rows, dev->xn, dev->E, &weights->qkv, &params); /* all in the epilogue */
         return;
     }
-    gemm_args g = {n, d->xn, d->E, &l->qkv, d->qkv, l->qkv.N, EPI_STORE, NULL, folded};
-    if (qkv_fuses(d, sh->D) && gemm_turns(d, n, &l->qkv, &p)) g.epi = EPI_QKV, g.qkv = &p;
-    gemm(d, &g);
-    if (g.epi == EPI_QKV) return;
-    rope_args a = {d->qkv, q, kv, rows->pos, rows->slot, d->rope,
-                   l->q_norm, l->k_norm, n, sh->H, sh->K, sh->D, sh->B, sh->eps, qkv_fuses(d, sh->D)};
-    launch_dependent(d, "RoPE", rope_kernel, dim3(ceil_div(n * (sh->H + 2 * sh->K), 8)), 256, 0, 1, a);
+    gemm_args args = {n_rows, dev->xn, dev->E, &weights->qkv, dev->qkv, weights->qkv.N, EPI_STORE, NULL, fused};
+    if (qkv_is_interleaved(dev, shape->D) && gemm_fuses_qkv(dev, n_rows, &weights->qkv, &params)) args.epi = EPI_QKV, args.qkv = &params;
+    gemm(dev, &args);
+    if (args.epi == EPI_QKV) return;
+    rope_args rope = {dev->qkv, q, kv, rows->pos, rows->kv_slot, dev->rope,
+                   weights->q_norm, weights->k_norm, n_rows, shape->H, shape->K, shape->D, shape->B, shape->eps, qkv_is_interleaved(dev, shape->D)};
+    launch_dependent(dev, "RoPE", rope_kernel, dim3(ceil_div(n_rows * (shape->H + 2 * shape->K), 8)), 256, 0, 1, rope);
 }
-static void cuda_norm_qkv_rope_kv(toka_device *d, const toka_step *, int layer, toka_dev_ptr x, toka_dev_ptr q) {
-    if (!op_launches(d, "norm_qkv_rope_kv")) return;
-    norm_qkv_rope_kv(d, d->step->T, layer, dev_bf16(x), dev_bf16(q));
-    clock_part(d, TOKA_OP_QKV);
-}
-
-static void cuda_attention(toka_device *d, const toka_step *, int layer, toka_dev_ptr q, toka_dev_ptr o) {
-    if (!op_begins(d, "attention")) return;
-    d->graphs.role = graph_runs(d) ? GRAPH_RENEWS : d->graphs.capturing ? GRAPH_KEEPS : GRAPH_LAUNCHES;
-    attention(d, layer, dev_bf16(q), dev_bf16(o));
-    d->graphs.role = GRAPH_LAUNCHES;
-    clock_part(d, TOKA_OP_ATTENTION);
+static void cuda_norm_qkv_rope_kv(toka_device *dev, const toka_step *, int layer, toka_dev_ptr x, toka_dev_ptr q) {
+    if (!op_begin_unless_graph(dev, "norm_qkv_rope_kv")) return;
+    norm_qkv_rope_kv(dev, dev->step->T, layer, dev_bf16(x), dev_bf16(q));
+    clock_record_op(dev, TOKA_OP_QKV);
 }
 
-static void cuda_out_residual(toka_device *d, const toka_step *, int layer, toka_dev_ptr o, toka_dev_ptr x) {
-    if (!op_launches(d, "out_residual")) return;
-    const weight *w = &d->layers[layer].o;
-    gemm_args g = {d->step->T, dev_bf16(o), w->K, w, dev_bf16(x), d->E, rest_epilogue(d)};
-    g.norm = fold_norm(d, &g, d->layers[layer].mlp_norm);
-    if (!sum_scatter(d, &g)) gemm(d, &g);
-    clock_part(d, TOKA_OP_OUT);
+static void cuda_attention(toka_device *dev, const toka_step *, int layer, toka_dev_ptr q, toka_dev_ptr o) {
+    if (!op_begin(dev, "attention")) return;
+    dev->graphs.role = graph_is_replay(dev) ? GRAPH_ROLE_UPDATE : dev->graphs.capturing ? GRAPH_ROLE_RECORD : GRAPH_ROLE_LAUNCH;
+    attention(dev, layer, dev_bf16(q), dev_bf16(o));
+    dev->graphs.role = GRAPH_ROLE_LAUNCH;
+    clock_record_op(dev, TOKA_OP_ATTENTION);
 }
 
-static void cuda_norm_mlp_residual(toka_device *d, const toka_step *, int layer, toka_dev_ptr x) {
-    if (!op_launches(d, "norm_mlp_residual")) return;
-    const layer_weights *l = &d->layers[layer];
-    const int n = d->step->T;
-    const bool folded = fold_take(d);
-    if (!folded && !sum_norm(d, l->mlp_norm)) rmsnorm(d, dev_bf16(x), NULL, l->mlp_norm, d->xn, n);
-    gemm_args up = {n, d->xn, d->E, &l->gate_up, d->act, d->F, EPI_SWIGLU, NULL, folded};
-    gemm(d, &up);
-    gemm_args down = {n, d->act, d->F, &l->down, dev_bf16(x), d->E, rest_epilogue(d)};
-    if (layer + 1 < d->shape->L) down.norm = fold_norm(d, &down, d->layers[layer + 1].attn_norm);
-    else if (fold_draws(d, d->step)) down.norm = fold_norm(d, &down, d->norm);
-    if (!sum_scatter(d, &down)) gemm(d, &down);
-    clock_part(d, TOKA_OP_MLP);
+static void cuda_out_residual(toka_device *dev, const toka_step *, int layer, toka_dev_ptr o, toka_dev_ptr x) {
+    if (!op_begin_unless_graph(dev, "out_residual")) return;
+    const weight *w = &dev->layers[layer].o;
+    gemm_args args = {dev->step->T, dev_bf16(o), w->K, w, dev_bf16(x), dev->E, residual_epilogue(dev)};
+    args.next_norm = fuse_norm_enable(dev, &args, dev->layers[layer].mlp_norm);
+    if (!gemm_reduce_scatter(dev, &args)) gemm(dev, &args);
+    clock_record_op(dev, TOKA_OP_OUT);
 }
 
-static void cuda_norm_logits_sample(toka_device *d, const toka_step *s, toka_dev_ptr x, toka_sample_result *picks) {
-    if (!op_begins(d, "norm_logits_sample")) return;
-    sum_norm(d, NULL);
-    if (d->graphs.capturing) d->graphs.now->meetings = 0;
-    if (graph_runs(d)) samp_graph(d, d->step);
-    else samp_launch(d, d->step, dev_bf16(x));
-    if (d->graphs.capturing) return;
-    graph_launch(d);
-    if (graph_runs(d) && d->rank) d->rank->n_meetings += (unsigned)d->graphs.now->meetings;
-    samp_bring(d, s, picks);
-    group_send_drawn(d, s);
-    clock_part(d, TOKA_OP_HEAD);
+static void cuda_norm_mlp_residual(toka_device *dev, const toka_step *, int layer, toka_dev_ptr x) {
+    if (!op_begin_unless_graph(dev, "norm_mlp_residual")) return;
+    const layer_weights *weights = &dev->layers[layer];
+    const int n_rows = dev->step->T;
+    const bool fused = fuse_norm_consume(dev);
+    if (!fused && !reduce_norm(dev, weights->mlp_norm)) rmsnorm(dev, dev_bf16(x), NULL, weights->mlp_norm, dev->xn, n_rows);
+    gemm_args gate_up = {n_rows, dev->xn, dev->E, &weights->gate_up, dev->act, dev->F, EPI_SWIGLU, NULL, fused};
+    gemm(dev, &gate_up);
+    gemm_args down = {n_rows, dev->act, dev->F, &weights->down, dev_bf16(x), dev->E, residual_epilogue(dev)};
+    if (layer + 1 < dev->shape->L) down.next_norm = fuse_norm_enable(dev, &down, dev->layers[layer + 1].attn_norm);
+    else if (fuse_norm_for_head(dev, dev->step)) down.next_norm = fuse_norm_enable(dev, &down, dev->norm);
+    if (!gemm_reduce_scatter(dev, &down)) gemm(dev, &down);
+    clock_record_op(dev, TOKA_OP_MLP);
+}
+
+static void cuda_norm_logits_sample(toka_device *dev, const toka_step *step, toka_dev_ptr x, toka_sample_result *results) {
+    if (!op_begin(dev, "norm_logits_sample")) return;
+    reduce_norm(dev, NULL);
+    if (dev->graphs.capturing) dev->graphs.current->n_barriers = 0;
+    if (graph_is_replay(dev)) samp_update_graph(dev, dev->step);
+    else samp_launch(dev, dev->step, dev_bf16(x));
+    if (dev->graphs.capturing) return;
+    graph_launch(dev);
+    if (graph_is_replay(dev) && dev->rank) dev->rank->n_barriers += (unsigned)dev->graphs.current->n_barriers;
+    samp_download(dev, step, results);
+    group_send_sampled(dev, step);
+    clock_record_op(dev, TOKA_OP_HEAD);
 }
 
 extern "C" const toka_backend toka_cuda = {
@@ -9125,7 +9125,7 @@ extern "C" const toka_backend toka_cuda = {
     .group_open = group_open,
     .group_close = group_close,
     .group_abort = group_abort,
-    .group_watchdog = group_watch,
+    .group_watchdog = group_watchdog,
     .all_reduce = cuda_all_reduce,
     .send = cuda_send,
     .receive = cuda_receive,
@@ -9147,7 +9147,7 @@ extern "C" const toka_backend toka_cuda = {
     .warm_up = true,
     .default_tokens = TOKA_GPU_MAX_TOKENS,
     .default_seqs = TOKA_GPU_MAX_SEQS,
-    .n_ahead = STEPS_AHEAD,
+    .n_ahead = STEPS_IN_FLIGHT,
     .merge_tok = 8, /* these three: how attention's time grows, measured on an H100 (chapter 9) */
     .span_tok = 512,
     .tile_rows = 32,

@@ -142,7 +142,7 @@ static toka_device *gpu_device() {
     GPU_OK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
     GPU_OK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, 0));
     GPU_OK(cudaDeviceGetAttribute(&d.n_sms, cudaDevAttrMultiProcessorCount, 0));
-    GPU_OK(cudaDeviceGetAttribute(&d.smem_most, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0));
+    GPU_OK(cudaDeviceGetAttribute(&d.max_smem, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0));
     d.arch = 10 * major + minor, d.hopper = d.arch == 90;
     GPU_OK(cudaStreamCreate(&d.stream));
     GPU_OK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", (void **)&d.encode_map, 12000, cudaEnableDefault, &found));

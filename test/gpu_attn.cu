@@ -166,17 +166,17 @@ struct stand : host_step {
         fill_slots<<<1024, 128>>>(kv.p(), dev_slots.p(), (int)slots.size(), s.c.K, s.c.D, __builtin_ctz(s.c.B), seed, 1);
         gpu_random(q, seed + 1, q_scale);
         layer.window = s.c.window;
-        d->shape = &shape, d->layers = &layer, d->kv = kv.p(), d->kv_layer = kv.n;
+        d->shape = &shape, d->layers = &layer, d->kv_pool = kv.p(), d->kv_layer_elems = kv.n;
         d->options.max_tokens = s.T, d->options.n_pages = s.n_pages + 1;
         attn_open(d);
-        stage_open(d, &d->up, attn_stage_bytes(d) + (size_t)s.T * sizeof(int) + 64, false);
+        upload_open(d, &d->upload, attn_upload_bytes(d) + (size_t)s.T * sizeof(int) + 64, false);
         plan();
     }
     void plan() {
-        d->up.used = 0;
-        d->rows.pos = (const int *)stage_put(&d->up, pos.data(), pos.size() * sizeof(int));
+        d->upload.used = 0;
+        d->rows.pos = (const int *)upload_put(&d->upload, pos.data(), pos.size() * sizeof(int));
         attn_plan_step(d, &step);
-        stage_send(d, &d->up);
+        upload_send(d, &d->upload);
         GPU_OK(cudaStreamSynchronize(d->stream));
     }
     void run() { attention(d, 0, q.p(), o.p()); }
@@ -214,16 +214,16 @@ struct stand : host_step {
     }
     ~stand() {
         attn_close(d);
-        for (int i = 0; i < d->n_blocks; i++) cudaFree(d->blocks[i]);
-        stage_close(&d->up);
-        d->n_blocks = 0, d->error.code = 0;
+        for (int i = 0; i < d->n_allocations; i++) cudaFree(d->allocations[i]);
+        upload_close(&d->upload);
+        d->n_allocations = 0, d->error.code = 0;
     }
 };
 
 /* So many multiprocessors that a step of kin has more gangs than run at once, unless they are mixed. */
 static void few_for_kin(attn_plan *p, int T) {
-    p->n_sms = ceil_div(T, std::min(p->small_rows, (int)ATTN_KIN)) * p->K;
-    p->kin_work = p->kin_work_many = INT64_MAX / 2;
+    p->n_sms = ceil_div(T, std::min(p->small_rows, (int)ATTN_PREFIX_GROUP)) * p->K;
+    p->group_max_work = p->group_max_work_fused = INT64_MAX / 2;
 }
 
 static void check(scene &s, const char *name, float q_scale = 1.5f, bool late = false) {
@@ -234,15 +234,15 @@ static void check(scene &s, const char *name, float q_scale = 1.5f, bool late = 
         stand st(s, share, q_scale, (int)(gpu_mix(gpu_seed + s.T * 31 + s.c.D) >> 33));
         for (int way : {USUAL, MIXED, LEVELS}) {
             attn_plan *p = st.d->attn;
-            if (way && !p->kin) break;
+            if (way && !p->prefix_groups) break;
             if (way == MIXED) {
                 const int n_sms = p->n_sms;
                 few_for_kin(p, s.T), st.plan(), p->n_sms = n_sms;
-                if (!p->kin || !p->kin_mixed) continue;
+                if (!p->prefix_groups || !p->mixed_groups) continue;
             }
-            if (way == LEVELS) p->kin_work = 0, st.plan();
+            if (way == LEVELS) p->group_max_work = 0, st.plan();
             snprintf(what, sizeof what, "%s D=%d K=%d G=%d B=%d window=%d%s%s", name, s.c.D, s.c.K, s.c.G, s.c.B, s.c.window,
-                     s.shared.empty() ? "" : share ? " shared" : " unshared", way == LEVELS ? " by levels" : way == MIXED ? " mixed" : p->kin ? " by kin" : "");
+                     s.shared.empty() ? "" : share ? " shared" : " unshared", way == LEVELS ? " by levels" : way == MIXED ? " mixed" : p->prefix_groups ? " by kin" : "");
             st.o.poison();
             late ? st.run_late() : st.run();
             if (!st.ok(what)) continue;
@@ -256,15 +256,15 @@ static void check(scene &s, const char *name, float q_scale = 1.5f, bool late = 
                 if (!(fabs(e) <= worst)) worst = fabs(e), worst_at = i;
             }
             int HD = s.c.K * s.c.G * s.c.D;
-            if (attn_is_squad(st.d->attn)) {
-                st.d->attn->squads = false;
+            if (attn_uses_cluster(st.d->attn)) {
+                st.d->attn->allow_clusters = false;
                 st.o.poison();
                 late ? st.run_late() : st.run();
                 st.ok(what);
                 const std::vector<bf16> alone = st.o.host();
                 gpu_check(!memcmp(alone.data(), got.data(), got.size() * sizeof(bf16)) && st.o.guards_hold(),
                           "%s: squads and gangs have other results", what);
-                st.d->attn->squads = true;
+                st.d->attn->allow_clusters = true;
             }
             gpu_check(sqrt(err / ref) < 5e-3 && worst < 0.05 && st.o.guards_hold() && st.q.guards_hold(),
                       "%s: relative error %.2e, largest %.3g (row %d head %d column %d: %.5g, expected %.5g)", what, sqrt(err / ref),
@@ -308,7 +308,7 @@ static void add_samples(scene &s, int n, int pages, int tail, int most) {
     s.share(first, n, 0, pages);
     if (tail) s.share_tail(first, n, tail);
 }
-/* What attn_both is for: so many samples that it is chosen. */
+/* What attn_fused is for: so many samples that it is chosen. */
 static void test_samples(int D, int G, int rows) {
     scene s({D, 8, G, 64, 0});
     s.add(500, 1), s.add(90, 20);
@@ -388,15 +388,15 @@ static void test_prefill(shape_case c) { /* whole prompts, chunks behind earlier
     check(s, "prefill");
     if (c.B == 64) check(s, "prefill, logits of 50", 14);
 }
-/* Tiles of spans with ATTN_LENGTHY positions and more; under few_sms items stay whole. */
+/* Tiles of spans with ATTN_LONG_KV positions and more; under few_sms items stay whole. */
 static void check_lengthy(scene &s, const char *name) {
-    gpu_check(stand(s, false, 1, 5).d->attn->levels[0].lengthy, "%s: the spans are not", name);
+    gpu_check(stand(s, false, 1, 5).d->attn->levels[0].long_tiles, "%s: the spans are not", name);
     check(s, name);
 }
 static void test_lengthy(shape_case c) {
     scene s(c);
-    s.add(ATTN_LENGTHY, 37);
-    s.add(ATTN_LENGTHY + 333, 70);
+    s.add(ATTN_LONG_KV, 37);
+    s.add(ATTN_LONG_KV + 333, 70);
     check_lengthy(s, "lengthy");
     check(s, "lengthy, logits of 50", 14);
 }
@@ -455,7 +455,7 @@ struct list_check {
     int bad = 0, parts = 0, now = 0;
     void leave(int q0, int nq, int where) {
         for (int q = q0; q < q0 + nq; q++) {
-            bad += state[q] != (where & ATTN_SEED ? 1 : 0) || when[q] == now;
+            bad += state[q] != (where & ATTN_MERGE_STATE ? 1 : 0) || when[q] == now;
             state[q] = where & ATTN_TO_O ? 2 : 1, when[q] = now;
         }
     }
@@ -472,53 +472,53 @@ struct list_check {
         bad += lo != it.pos_lo || hi != it.pos_hi || it.kv0 % h.shape.B || it.kv1 > hi + 1;
     }
     void level(const attn_level &l) {
-        std::vector<char> slots((size_t)p->max_slots, 0);
+        std::vector<char> slots((size_t)p->max_split_bufs, 0);
         for (int m = l.merge0; m < l.merge0 + l.n_merges; m++) {
             const attn_merge &me = p->merges[m];
             int units = ceil_div(me.nq, ATTN_SMALL_Q);
-            bad += me.nq > l.merge_nq || me.slot + me.n * units > p->max_slots;
-            for (int i = me.slot; i < me.slot + me.n * units && i < p->max_slots; i++) bad += slots[i]++ != 0;
+            bad += me.nq > l.merge_nq || me.first + me.n_splits * units > p->max_split_bufs;
+            for (int i = me.first; i < me.first + me.n_splits * units && i < p->max_split_bufs; i++) bad += slots[i]++ != 0;
         }
-        std::vector<char> written((size_t)p->max_slots, 0);
+        std::vector<char> written((size_t)p->max_split_bufs, 0);
         for (int i = l.tile0; i < l.small0 + l.n_small; i++) {
             const attn_item &it = p->items[i];
             bad += it.nq > (i < l.tile0 + l.n_tiles ? p->tile_q : (int)ATTN_SMALL_Q);
             item(it);
-            if (it.where & (ATTN_TO_O | ATTN_TO_STATE)) leave(it.q0, it.nq, it.where);
+            if (it.flags & (ATTN_TO_O | ATTN_TO_STATE)) leave(it.q0, it.nq, it.flags);
             else
-                for (int u = 0; u < ceil_div(it.nq, ATTN_SMALL_Q); u++, parts++) bad += written[(it.where >> ATTN_SLOT) + u]++ != 0;
+                for (int u = 0; u < ceil_div(it.nq, ATTN_SMALL_Q); u++, parts++) bad += written[(it.flags >> ATTN_INDEX_SHIFT) + u]++ != 0;
         }
         bad += slots != written;
-        for (int m = l.merge0; m < l.merge0 + l.n_merges; m++) leave(p->merges[m].q0, p->merges[m].nq, p->merges[m].where);
-        for (int m = l.gang0; m < l.gang0 + l.n_gangs; m++) {
+        for (int m = l.merge0; m < l.merge0 + l.n_merges; m++) leave(p->merges[m].q0, p->merges[m].nq, p->merges[m].flags);
+        for (int m = l.cta_split0; m < l.cta_split0 + l.n_cta_splits; m++) {
             const attn_merge &me = p->merges[m];
-            bad += me.n < 1 || me.n > l.gang_warps || l.gang_warps > attn_gang_most(h.shape.D) || l.n_small;
-            for (int i = 0; i < me.n; i++, parts++) {
-                const attn_item &it = p->items[l.small0 + me.slot + i];
+            bad += me.n_splits < 1 || me.n_splits > l.cta_split_warps || l.cta_split_warps > attn_cta_split_max(h.shape.D) || l.n_small;
+            for (int i = 0; i < me.n_splits; i++, parts++) {
+                const attn_item &it = p->items[l.small0 + me.first + i];
                 bad += it.q0 < me.q0 || it.q0 + it.nq > me.q0 + me.nq || me.nq > ATTN_SMALL_Q;
                 item(it);
             }
-            leave(me.q0, me.nq, me.where);
+            leave(me.q0, me.nq, me.flags);
         }
         now++;
     }
     void both() { /* each item, and its rows' own ones */
-        const attn_item *items = p->items + p->both0;
-        for (int i = 0; i < p->n_both; i++) {
+        const attn_item *items = p->items + p->fused0;
+        for (int i = 0; i < p->n_fused; i++) {
             const attn_item &it = items[i];
             int G = h.shape.H / h.shape.K;
-            bad += it.nq % G || it.nq > ATTN_BOTH_Q || it.nq / G > ATTN_BOTH_ROWS;
-            if (!(it.where & ATTN_TO_O)) item(it), leave(it.q0, it.nq, it.where); /* else a row by itself */
+            bad += it.nq % G || it.nq > ATTN_FUSED_Q || it.nq / G > ATTN_FUSED_ROWS;
+            if (!(it.flags & ATTN_TO_O)) item(it), leave(it.q0, it.nq, it.flags); /* else a row by itself */
             for (int r = 0; r < it.nq / G; r++) {
-                const attn_item &own = items[(it.where >> ATTN_SLOT) + r];
+                const attn_item &own = items[(it.flags >> ATTN_INDEX_SHIFT) + r];
                 bad += own.q0 != it.q0 + r * G || own.nq != G;
-                now++, item(own), leave(own.q0, own.nq, own.where), now--;
+                now++, item(own), leave(own.q0, own.nq, own.flags), now--;
             }
         }
-        if (p->n_both) jobs();
+        if (p->n_fused) jobs();
     }
     void jobs() { /* each item and kv head once, and no block has more to do than another by more than what the largest is */
-        const int K = h.shape.K, n = p->n_both * K;
+        const int K = h.shape.K, n = p->n_fused * K;
         std::vector<char> had((size_t)n, 0);
         std::vector<int> load((size_t)p->grid, 0);
         int most = 0, all = 0;
@@ -526,11 +526,11 @@ struct list_check {
             const int job = p->dev_jobs[i];
             bad += job < -1 || job >= n || (job < 0 && i < p->grid * (p->n_rounds - 1)); /* only the last round has gaps */
             if (job < 0 || job >= n || had[job]++) continue;
-            const attn_item *items = p->items + p->both0, &it = items[job / K];
+            const attn_item *items = p->items + p->fused0, &it = items[job / K];
             int work = 0;
             for (int r = 0; r < it.nq * K / h.shape.H; r++) {
-                const attn_item &own = items[(it.where >> ATTN_SLOT) + r];
-                work += own.kv1 - own.kv0 - own.skip + ATTN_OWN_START;
+                const attn_item &own = items[(it.flags >> ATTN_INDEX_SHIFT) + r];
+                work += own.kv1 - own.kv0 - own.skip + ATTN_OWN_COST;
             }
             load[i % p->grid] += work, most = std::max(most, work), all++;
         }
@@ -542,15 +542,15 @@ static void check_list(scene &s, bool share, bool hopper, bool want_parts, const
                        int n_sms = 132) {
     host_step h(s, share, 99);
     toka_device d = {};
-    d.shape = &h.shape, d.n_sms = n_sms, d.hopper = hopper, d.options.max_tokens = s.T, d.kv_layer = 1 << 20;
+    d.shape = &h.shape, d.n_sms = n_sms, d.hopper = hopper, d.options.max_tokens = s.T, d.kv_layer_elems = 1 << 20;
     attn_plan_open(&d);
-    std::vector<char> up(attn_stage_bytes(&d) + 64);
-    d.up.host[0] = d.up.dev[0] = (char *)(((uintptr_t)up.data() + 15) & ~(uintptr_t)15), d.up.cap = up.size() - 16;
+    std::vector<char> up(attn_upload_bytes(&d) + 64);
+    d.upload.host[0] = d.upload.device[0] = (char *)(((uintptr_t)up.data() + 15) & ~(uintptr_t)15), d.upload.cap = up.size() - 16;
     if (way == MIXED) few_for_kin(d.attn, s.T);
     attn_plan_step(&d, &h.step);
     list_check c = {h, d.attn, d.attn->dev_pages};
     int G = s.c.G, at = 0, left = 0;
-    if (d.error.code) d.attn->n_levels = d.attn->n_both = 0; /* the list was not finished */
+    if (d.error.code) d.attn->n_levels = d.attn->n_fused = 0; /* the list was not finished */
     for (seq &x : s.seqs) {
         c.table.insert(c.table.end(), (size_t)x.rows, at);
         c.tail.insert(c.tail.end(), (size_t)x.rows, share ? x.upto : 0);
@@ -561,8 +561,8 @@ static void check_list(scene &s, bool share, bool hopper, bool want_parts, const
     c.state.resize((size_t)s.T * G, 0), c.when.resize((size_t)s.T * G, -1);
     for (int i = 0; i < d.attn->n_levels; i++) c.level(d.attn->levels[i]);
     c.both();
-    gpu_check(way != BOTH || d.attn->n_both || s.c.D > ATTN_BOTH_D, "work list of %s G=%d D=%d: nothing for attn_both", name, G, s.c.D);
-    gpu_check((way != KIN && way != MIXED) || (d.attn->kin && d.attn->kin_mixed == (way == MIXED)), "work list of %s G=%d D=%d: not by %s", name, G, s.c.D,
+    gpu_check(way != BOTH || d.attn->n_fused || s.c.D > ATTN_FUSED_D, "work list of %s G=%d D=%d: nothing for attn_both", name, G, s.c.D);
+    gpu_check((way != KIN && way != MIXED) || (d.attn->prefix_groups && d.attn->mixed_groups == (way == MIXED)), "work list of %s G=%d D=%d: not by %s", name, G, s.c.D,
               way == MIXED ? "mixed gangs" : "kin");
     for (int q = 0; q < s.T * G; q++) left += c.state[q] != 2 || std::count(c.seen[q].begin(), c.seen[q].end(), 0) != 0;
     gpu_check(!c.bad && !left && !d.error.code && (!want_parts || c.parts),
@@ -624,21 +624,21 @@ static void check_filling(scene &s, bool share, int size, int launches, bool hop
     std::vector<int> ids((size_t)s.T, 3), slot((size_t)s.T, 65);
     std::vector<toka_sample_row> out((size_t)s.T);
     toka_device *d = (toka_device *)calloc(1, sizeof *d);
-    d->shape = &h.shape, d->n_sms = 132, d->options.max_tokens = 512, d->options.n_pages = 1000, d->kv_layer = 1 << 20, d->hopper = hopper;
+    d->shape = &h.shape, d->n_sms = 132, d->options.max_tokens = 512, d->options.n_pages = 1000, d->kv_layer_elems = 1 << 20, d->hopper = hopper;
     h.step.ids = ids.data(), h.step.kv_slot = slot.data(), h.step.samples = out.data(), h.step.n_samples = s.T;
     attn_plan_open(d);
-    std::vector<char> up(attn_stage_bytes(d) + 8192);
-    d->up.host[0] = d->up.dev[0] = (char *)(((uintptr_t)up.data() + 15) & ~(uintptr_t)15), d->up.cap = up.size() - 16;
-    for (int n = 0; n < GRAPH_KINDS; n++) {
-        step_graph *g = &d->graphs.all[size * GRAPH_KINDS + n];
+    std::vector<char> up(attn_upload_bytes(d) + 8192);
+    d->upload.host[0] = d->upload.device[0] = (char *)(((uintptr_t)up.data() + 15) & ~(uintptr_t)15), d->upload.cap = up.size() - 16;
+    for (int n = 0; n < GRAPH_N_KINDS; n++) {
+        step_graph *g = &d->graphs.all[size * GRAPH_N_KINDS + n];
         g->exec = (cudaGraphExec_t)d;
-        step_plan(d, &h.step, size);
+        step_write_upload(d, &h.step, size);
         const bool fits = n == launches;
-        int wrong = d->rows.T != (fits ? graph_sizes[size] : s.T) || d->graphs.now != (fits ? g : NULL) || d->step->T != d->rows.T;
+        int wrong = d->rows.T != (fits ? graph_sizes[size] : s.T) || d->graphs.current != (fits ? g : NULL) || d->step->T != d->rows.T;
         for (int i = 0; i < d->rows.T; i++)
-            wrong += d->rows.ids[i] != (i < s.T ? 3 : 0) || d->rows.pos[i] != (i < s.T ? h.pos[i] : 0) || d->rows.slot[i] != (i < s.T ? 65 : 64000);
+            wrong += d->rows.ids[i] != (i < s.T ? 3 : 0) || d->rows.pos[i] != (i < s.T ? h.pos[i] : 0) || d->rows.kv_slot[i] != (i < s.T ? 65 : 64000);
         list_check c = {h, d->attn, d->attn->dev_pages};
-        wrong += (const char *)c.pages < (const char *)(d->rows.slot + d->rows.T);
+        wrong += (const char *)c.pages < (const char *)(d->rows.kv_slot + d->rows.T);
         gpu_check(!wrong, "graphs: %d rows, %d launches, a graph with %d of %d rows: %d wrong", s.T, launches, n, graph_sizes[size], wrong);
         g->exec = NULL;
     }
@@ -674,11 +674,11 @@ static void check_agreement(scene &s, bool graphs, const char *name) {
             r.shape = h.shape, r.shape.K = 3 - q, r.shape.H = r.shape.K * s.c.G;
             r.d = toka_device{};
             r.d.shape = &r.shape, r.d.n_sms = q ? 132 : 66, r.d.arch = 90, r.d.hopper = true, r.d.options.max_tokens = 512, r.d.options.tp_rank = q;
-            r.d.kv_layer = 1 << 20, r.d.group = g, r.d.rank = &g->ranks[q];
+            r.d.kv_layer_elems = 1 << 20, r.d.group = g, r.d.rank = &g->ranks[q];
             g->ranks[q].K = r.shape.K, g->ranks[q].n_sms = r.d.n_sms, g->ranks[q].arch = 90;
             attn_plan_open(&r.d);
-            r.up.resize(attn_stage_bytes(&r.d) + 64);
-            r.d.up.host[0] = r.d.up.dev[0] = (char *)(((uintptr_t)r.up.data() + 15) & ~(uintptr_t)15), r.d.up.cap = r.up.size() - 16;
+            r.up.resize(attn_upload_bytes(&r.d) + 64);
+            r.d.upload.host[0] = r.d.upload.device[0] = (char *)(((uintptr_t)r.up.data() + 15) & ~(uintptr_t)15), r.d.upload.cap = r.up.size() - 16;
         }
         for (rank &r : ranks) {
             if (agreed) group_agree(&r.d);
@@ -691,7 +691,7 @@ static void check_agreement(scene &s, bool graphs, const char *name) {
         same &= alike == (agreed == 1);
         for (rank &r : ranks) attn_close(&r.d);
     }
-    const bool one_has = (launches[0][0] <= GRAPH_ATTENTIONS) != (launches[0][1] <= GRAPH_ATTENTIONS);
+    const bool one_has = (launches[0][0] <= GRAPH_MAX_ATTENTION) != (launches[0][1] <= GRAPH_MAX_ATTENTION);
     gpu_check(same && launches[1][0] == launches[1][1] && (one_has || !graphs),
               "ranks with 3 and 2 kv heads, %s: %d and %d launches, %d and %d items; where they agree %d and %d, %d and %d", name, launches[0][0],
               launches[0][1], n_items[0][0], n_items[0][1], launches[1][0], launches[1][1], n_items[1][0], n_items[1][1]);
@@ -771,11 +771,11 @@ static void test_tiny() {
     }
     few_sms([] {
         scene s({128, 2, 4, 64, 0});
-        s.add(ATTN_LENGTHY, 70);
+        s.add(ATTN_LONG_KV, 70);
         check_lengthy(s, "tiny, lengthy");
     });
     for (int D : {64, 128})
-        few_sms([=] { /* so that attn_both takes them, several a block */
+        few_sms([=] { /* so that attn_fused takes them, several a block */
             scene s({D, 2, 4, 64, 0});
             for (int i = 0; i < 3; i++) add_samples(s, 34, 1, 7, 9 + i * 70);
             check(s, "tiny samples");
@@ -807,7 +807,7 @@ static void test_all(bool small) {
             check(s, "decode on few multiprocessors");
         });
     for (int G : {1, 3, 4, 8})
-        for (int window : {0, (int)ATTN_LENGTHY, 700}) {
+        for (int window : {0, (int)ATTN_LONG_KV, 700}) {
             auto test = [=] { test_lengthy({128, 2, G, 64, window}); };
             if (!small || G == 3) test(), few_sms(test);
         }
@@ -902,7 +902,7 @@ static void bench_prefill(int D, int prompts, int len, int rows, double ceiling)
     double us = gpu_time_us(st.d->stream, 8, 7, [&](int) { st.run(); }), keys = rows * (len - rows + (rows + 1) * 0.5);
     if (st.ok(what)) say(what, D, us, prompts * (len * 8.0 + rows * 32.0) * D * 4, prompts * keys * 32 * D * 4, ceiling);
 }
-static void bench_plan() {
+static void bench_make_step() {
     scene s({64, 8, 4, 64, 0});
     std::vector<int> prefix = s.take(11);
     for (int i = 0; i < 8192; i++) s.add(704 + 10 + i % 150, 1, prefix);
@@ -911,14 +911,14 @@ static void bench_plan() {
     struct timespec a, b;
     double best = 1e9;
     for (int i = 0; i < 20; i++) {
-        st.d->up.used = 0;
+        st.d->upload.used = 0;
         clock_gettime(CLOCK_MONOTONIC, &a);
         attn_plan_step(st.d, &st.step);
         clock_gettime(CLOCK_MONOTONIC, &b);
         best = std::min(best, (b.tv_sec - a.tv_sec) * 1e6 + (b.tv_nsec - a.tv_nsec) * 1e-3);
     }
     printf(json ? "{\"op\":\"attention\",\"case\":\"work list of 8192 sequences\",\"us\":%.1f,\"bytes\":%zu}\n"
-                : "work list of 8192 sequences, one shared prefix: %.1f us of the host, %zu bytes up\n", best, st.d->up.used);
+                : "work list of 8192 sequences, one shared prefix: %.1f us of the host, %zu bytes up\n", best, st.d->upload.used);
 }
 /* How many tokens a sample of a running job has drawn, after one. */
 static int age_of(size_t sample) {
@@ -955,7 +955,7 @@ static void bench_samples(int D, const std::vector<int> &groups, int pages, int 
     snprintf(what, sizeof what, "%d samples of %zu prompts, tail of %d%s", n, groups.size(), tail, share_tail ? " shared" : "");
     double us = gpu_time_us(st.d->stream, 4, 7, [&](int) { st.run(); });
     if (st.ok(what)) say(what, D, us, own * 8 * D * 4 + rest * 4, (own + shared) * 32 * D * 4, ceiling);
-    p->has_both = false;
+    p->has_fused = false;
     st.plan();
     attn_level levels[2] = {p->levels[0], p->levels[1]};
     us = gpu_time_us(st.d->stream, 4, 7, [&](int) { st.run(); });
@@ -994,18 +994,18 @@ static void bench_kin(int D, int prompts, int each, int common) {
     attn_plan *p = st.d->attn;
     double us[3];
     for (int way = 0; way < 3; way++) {
-        p->kin_work = way == 0 ? INT64_MAX / 2 : 0, p->both_least = way == 1 ? 1 : INT_MAX;
+        p->group_max_work = way == 0 ? INT64_MAX / 2 : 0, p->fused_min_row_heads = way == 1 ? 1 : INT_MAX;
         st.plan();
-        bool there = way == 0 ? p->kin : way == 1 ? p->n_both > 0 : true;
+        bool there = way == 0 ? p->prefix_groups : way == 1 ? p->n_fused > 0 : true;
         us[way] = there ? gpu_time_us(st.d->stream, 16, 7, [&](int) { st.run(); }) : NAN;
         st.ok("few samples");
     }
-    p->kin_work = INT64_MAX / 2, p->both_least = INT_MAX, st.plan();
+    p->group_max_work = INT64_MAX / 2, p->fused_min_row_heads = INT_MAX, st.plan();
     int64_t work = 0;
     for (int i = 0; i < p->n_items; i++) work += p->items[i].kv1 - p->items[i].kv0;
     snprintf(what, sizeof what, "%d samples of each of %d prompts, %d pages common", each, prompts, common);
     printf("%-52s D %3d  kin %6.1f  attn_both %6.1f  levels %6.1f us  work %6lld an SM  warps %d\n", what, D, us[0], us[1], us[2],
-           (long long)work * 8 / p->n_sms, p->levels[0].gang_warps);
+           (long long)work * 8 / p->n_sms, p->levels[0].cta_split_warps);
 }
 /* A running job of few samples at once: so many of each prompt, as old as they come, `common` pages of all prompts. */
 static void bench_running(int D, const std::vector<int> &groups, int common) {
@@ -1024,11 +1024,11 @@ static void bench_running(int D, const std::vector<int> &groups, int common) {
     double us[4];
     int gangs[2] = {};
     int64_t work = 0;
-    for (int way = 0; way < 4; way++) { /* kin, mixed, attn_both, levels */
-        p->mixes = way == 1, p->kin_work = p->kin_work_many = way < 2 ? INT64_MAX / 2 : 0, p->both_least = way == 2 ? 1 : INT_MAX;
+    for (int way = 0; way < 4; way++) { /* kin, mixed, attn_fused, levels */
+        p->allow_mixed = way == 1, p->group_max_work = p->group_max_work_fused = way < 2 ? INT64_MAX / 2 : 0, p->fused_min_row_heads = way == 2 ? 1 : INT_MAX;
         st.plan();
-        bool there = way == 1 ? p->kin && p->kin_mixed : way == 0 ? p->kin : way == 2 ? p->n_both > 0 : true;
-        if (way < 2) gangs[way] = p->levels[0].n_gangs * 100 + p->levels[0].gang_warps;
+        bool there = way == 1 ? p->prefix_groups && p->mixed_groups : way == 0 ? p->prefix_groups : way == 2 ? p->n_fused > 0 : true;
+        if (way < 2) gangs[way] = p->levels[0].n_cta_splits * 100 + p->levels[0].cta_split_warps;
         for (int i = 0; way == 0 && i < p->n_items; i++) work += p->items[i].kv1 - p->items[i].kv0;
         us[way] = there ? gpu_time_us(st.d->stream, 16, 7, [&](int) { st.run(); }) : NAN;
         st.ok("running");
@@ -1069,7 +1069,7 @@ static void bench_kin_all() {
 static void bench_all(bool decode, bool tiles) {
     double ceiling = read_ceiling();
     printf(json ? "{\"op\":\"read\",\"gb_s\":%.1f}\n" : "reading 2 GiB: %.0f GB/s\n", ceiling);
-    bench_plan();
+    bench_make_step();
     for (int D : {64, 128}) {
         if (!decode) break;
         bench_decode("decode, 4096 sequences of 150..900", D, 4096, 150, 900, ceiling);

@@ -61,7 +61,7 @@ __device__ static double ref_sum(const ref_args &a, int i, int n) {
 /* One head of one row after norm and RoPE. */
 __device__ static void ref_head(const ref_args &a, int i, int head, ref_result *r) {
     const qkv_params &p = a.qkv;
-    int D = a.D, row = a.rows[i], kv = head - p.H, slot = p.slot[row];
+    int D = a.D, row = a.rows[i], kv = head - p.H, slot = p.kv_slot[row];
     const float *w = head < p.H ? p.q_norm : head < p.H + p.K ? p.k_norm : NULL;
     double v[256], slack[256], scale = 1;
     for (int e = 0; e < D; e++) v[e] = ref_sum(a, i, head * D + e), slack[e] = REF_SUM * a.size[(size_t)i * a.N + head * D + e];
@@ -126,7 +126,7 @@ __global__ static void ref_untouched(const bf16 *y, int M, int cols, int ldy, re
 struct gemm_case {
     int M, N, K, kind;      /* enum epilogue or GEMM_QKV64, GEMM_QKV128, GEMM_SCATTER */
     bool bias, norm;        /* norm: QK-norm */
-    gemm_plan plan;         /* v NULL: as gemm_pick says */
+    gemm_plan plan;         /* v NULL: as gemm_choose says */
     int pad = 8;            /* columns beyond the rows of x and y, never to be read or written */
 };
 
@@ -134,8 +134,8 @@ static std::string case_name(const gemm_case &c, const gemm_plan &p) {
     static const char *const kinds[] = {"store", "residual", "swiglu", "logits", "qkv64", "qkv128", "scatter"};
     char s[200];
     snprintf(s, sizeof s, "%s M %d N %d K %d%s%s: %sBN %d split %d mc %d group %d", kinds[c.kind], c.M, c.N, c.K,
-             c.bias ? " bias" : "", c.norm ? " norm" : "", p.v && p.v->pingpong ? "ping-pong " : "", p.v ? p.v->bn : 0,
-             p.v ? p.v->split : 0, p.mc, p.group);
+             c.bias ? " bias" : "", c.norm ? " norm" : "", p.variant && p.variant->pingpong ? "ping-pong " : "", p.variant ? p.variant->bn : 0,
+             p.variant ? p.variant->split : 0, p.multicast, p.raster_m);
     return s;
 }
 static int case_cols(const gemm_case &c) { return c.kind == EPI_SWIGLU ? c.N / 2 : c.N; }
@@ -144,7 +144,7 @@ static int case_cols(const gemm_case &c) { return c.kind == EPI_SWIGLU ? c.N / 2
 struct gemm_data {
     gemm_case c;
     int D, H, K, B = 16, ldx, ldy;
-    gpu_buf<bf16> x, w, y, before, q, kv, ordered; /* ordered: w as qkv_order leaves it */
+    gpu_buf<bf16> x, w, y, before, q, kv, ordered; /* ordered: w as qkv_reorder leaves it */
     gpu_buf<float> bias, ordered_bias, q_norm, k_norm;
     gpu_buf<float2> rope;
     gpu_buf<int> pos, slot;
@@ -153,7 +153,7 @@ struct gemm_data {
     explicit gemm_data(const gemm_case &c_)
         : c(c_), D(c_.kind == GEMM_QKV64 ? 64 : c_.kind == GEMM_QKV128 ? 128 : 0),
           H(D ? c_.N / D - 2 * kv_heads() : 0), K(kv_heads()),
-          ldx(c_.K + c_.pad), ldy(case_cols(c_) + c_.pad), x((size_t)c_.M * ldx, (size_t)GEMM_ROOM * ldx), w((size_t)c_.N * c_.K),
+          ldx(c_.K + c_.pad), ldy(case_cols(c_) + c_.pad), x((size_t)c_.M * ldx, (size_t)GEMM_PAD_ROWS * ldx), w((size_t)c_.N * c_.K),
           y((size_t)c_.M * ldy * (c_.kind == EPI_LOGITS ? 2 : 1)),
           before(y.n), q(D ? (size_t)c_.M * H * D : 1), kv(D ? (size_t)(c_.M / B + 2) * B * 2 * K * D : 1), ordered(D ? w.n : 1),
           bias(c_.N), ordered_bias(c_.N), q_norm(256), k_norm(256), rope(64 * 1024), pos(c_.M), slot(c_.M) {
@@ -169,7 +169,7 @@ struct gemm_data {
         GPU_OK(cudaMemcpy(ordered.p(), w.p(), w.n * 2, cudaMemcpyDeviceToDevice));
         GPU_OK(cudaMemcpy(ordered_bias.p(), bias.p(), bias.n * 4, cudaMemcpyDeviceToDevice));
         W = {ordered.p(), c.bias ? ordered_bias.p() : NULL, c.N, c.K};
-        qkv_order(gpu_device(), &W, D);
+        qkv_reorder(gpu_device(), &W, D);
         rows(s + 6);
     }
     int kv_heads() const {
@@ -192,7 +192,7 @@ struct gemm_data {
                q.p(), kv.p()};
     }
     gemm_plan plan(const toka_device *d) const {
-        return c.plan.v ? c.plan : gemm_pick(d, c.kind, c.M, c.N, c.K, c.norm);
+        return c.plan.variant ? c.plan : gemm_choose(d, c.kind, c.M, c.N, c.K, c.norm);
     }
     void fresh() { /* y as it is before a call */
         y.poison(), q.poison(), kv.poison();
@@ -203,15 +203,15 @@ struct gemm_data {
     }
     void launch(toka_device *d, int M) {
         gemm_args a = {M, x.p(), ldx, &W, y.p(), ldy, (enum epilogue)c.kind};
-        if (D) gemm_wgmma_qkv_by(d, M, x.p(), ldx, &W, &qkv, plan(d));
+        if (D) gemm_wgmma_qkv_with(d, M, x.p(), ldx, &W, &qkv, plan(d));
         else if (c.kind == GEMM_SCATTER) launch_scattered(d, M, &a);
-        else gemm_wgmma_by(d, &a, plan(d));
+        else gemm_wgmma_with(d, &a, plan(d));
     }
     void launch_scattered(toka_device *d, int M, const gemm_args *a) { /* to three boxes one behind the other */
         int share = ceil_div(M, 48) * 16;
         bf16 *boxes[3];
         for (int i = 0; i < 3; i++) boxes[i] = y.p() + (size_t)i * share * ldy;
-        gemm_wgmma_scatter_by(d, a, boxes, 3, share, plan(d));
+        gemm_wgmma_scatter_with(d, a, boxes, 3, share, plan(d));
     }
     void launch_apart(toka_device *d, int M) { /* the plain product into y, then rope_kernel */
         gemm_args a = {M, x.p(), ldx, &W, y.p(), c.N, EPI_STORE};
@@ -257,7 +257,7 @@ static void test_case(toka_device *d, const gemm_case &c) {
     GPU_OK(cudaStreamSynchronize(d->stream));
     if (d->error.code) gpu_check(false, "%s", d->error.msg), exit(gpu_report());
     case_check(d, g, c.M, "");
-    if (!g.D || c.plan.v) return;
+    if (!g.D || c.plan.variant) return;
     g.fresh();
     g.launch_apart(d, c.M);
     GPU_OK(cudaStreamSynchronize(d->stream));
@@ -279,7 +279,7 @@ static void test_variants(toka_device *d, const std::vector<int> &rows) { /* onl
                 int kblocks = ceil_div(s[2], 64), cut = v.kind < GEMM_QKV64 ? 48 : v.kind == GEMM_QKV64 ? 64 : 0;
                 if (v.split > kblocks || (v.kind == GEMM_QKV128 && s[1] < 384)) continue;
                 int N = s[1] - (s[1] > 384 ? cut : 0) + (v.kind == GEMM_QKV64 && s[1] == 128 ? 64 : 0);
-                bool bias = s[0] % 4 == 1 && v.kind != EPI_SWIGLU && v.kind != EPI_LOGITS, norm = s[0] % 3 == 0 && gemm_holds_heads(&v);
+                bool bias = s[0] % 4 == 1 && v.kind != EPI_SWIGLU && v.kind != EPI_LOGITS, norm = s[0] % 3 == 0 && gemm_whole_heads(&v);
                 gemm_case c = {s[0], N, s[2], v.kind, bias, norm, {&v, mc, s[0] > 500 ? 2 : 8}};
                 if (v.kind == GEMM_SCATTER) c.pad = 0, c.norm = false;
                 test_case(d, c);
@@ -299,7 +299,7 @@ static void test_tiny(toka_device *d) {
         case_check(d, g, g.c.M, "last of its kind, ");
     }
 }
-/* The instance that gemm_pick takes, at odd M and the models' N and K. */
+/* The instance that gemm_choose takes, at odd M and the models' N and K. */
 static void test_sweep(toka_device *d) {
     static const int Ms[] = {1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 257, 4095, 4224};
     static const struct { int N, K, kind; bool bias, norm; } gemms[] = {
@@ -317,7 +317,7 @@ static void test_sweep(toka_device *d) {
 static void test_repeats(toka_device *d) {
     for (const gemm_variant &v : gemm_variants)
         for (int mc = 1; mc <= 2 && mc * v.split <= 4; mc++) {
-            gemm_case c = {641, 1920, 1088, v.kind, false, gemm_holds_heads(&v), {&v, mc, 3}, v.kind == GEMM_SCATTER ? 0 : 8};
+            gemm_case c = {641, 1920, 1088, v.kind, false, gemm_whole_heads(&v), {&v, mc, 3}, v.kind == GEMM_SCATTER ? 0 : 8};
             gemm_data g(c);
             std::vector<bf16> first[3], now[3];
             bool same = true;
@@ -385,7 +385,7 @@ struct bench_data {
         pos.set(p), slot.set(p);
         gpu_fill_f32<<<264, 256>>>((float *)rope.p(), rope.n * 2, 3, 1);
         for (int i = 0; i < n; i++) {
-            x.emplace_back(new gpu_buf<bf16>((size_t)M * r.K, (size_t)GEMM_ROOM * r.K)), w.emplace_back(new gpu_buf<bf16>((size_t)r.N * r.K));
+            x.emplace_back(new gpu_buf<bf16>((size_t)M * r.K, (size_t)GEMM_PAD_ROWS * r.K)), w.emplace_back(new gpu_buf<bf16>((size_t)r.N * r.K));
             y.emplace_back(new gpu_buf<bf16>((size_t)M * r.N));
             gpu_random(*x[i], gpu_seed + i, 1), gpu_random(*w[i], gpu_seed + i + 1000, 1 / sqrtf((float)r.K));
             gpu_random(*y[i], gpu_seed + i + 2000, 1);
@@ -398,15 +398,15 @@ struct bench_data {
     void call(toka_device *d, int b, gemm_plan plan, bool apart) {
         gemm_args a = {M, x[b]->p(), r.K, &W[b], y[b]->p(), r.kind == EPI_SWIGLU ? r.N / 2 : r.N, (enum epilogue)r.kind};
         if (!D) {
-            gemm_wgmma_by(d, &a, plan);
+            gemm_wgmma_with(d, &a, plan);
             return;
         }
         qkv.q = y[b]->p(), qkv.kv = y[b]->p() + (size_t)M * qkv.H * D;
         if (!apart) {
-            gemm_wgmma_qkv_by(d, M, x[b]->p(), r.K, &W[b], &qkv, plan);
+            gemm_wgmma_qkv_with(d, M, x[b]->p(), r.K, &W[b], &qkv, plan);
             return;
         }
-        rope_args f = {scratch.p(), qkv.q, qkv.kv, qkv.pos, qkv.slot, qkv.rope, NULL, NULL, M, qkv.H, qkv.K, D, qkv.B, qkv.eps, true};
+        rope_args f = {scratch.p(), qkv.q, qkv.kv, qkv.pos, qkv.kv_slot, qkv.rope, NULL, NULL, M, qkv.H, qkv.K, D, qkv.B, qkv.eps, true};
         a.y = scratch.p(), a.epi = EPI_STORE;
         gemm_wgmma(d, &a);
         launch_dependent(d, "RoPE", rope_kernel, dim3(ceil_div(M * (qkv.H + 2 * qkv.K), 8)), 256, 0, 1, f);
@@ -432,14 +432,14 @@ static void bench_table(toka_device *d, bool json, bool paced) {
         for (int M : bench_M) {
             if (!bench_has(r, M) || (paced && getchar() == EOF)) continue;
             bench_data b(r, M);
-            gemm_plan p = gemm_pick(d, r.kind, M, r.N, r.K, false);
-            bool apart = b.D && !gemm_qkv_pays(d, M, &b.W[0], &b.qkv);
-            if (apart) p = gemm_pick(d, EPI_STORE, M, r.N, r.K, false);
+            gemm_plan p = gemm_choose(d, r.kind, M, r.N, r.K, false);
+            bool apart = b.D && !gemm_qkv_worth_fusing(d, M, &b.W[0], &b.qkv);
+            if (apart) p = gemm_choose(d, EPI_STORE, M, r.N, r.K, false);
             double us = b.us(d, p, apart);
             printf(json || paced ? "{\"model\":\"%s\",\"gemm\":\"%s\",\"N\":%d,\"K\":%d,\"M\":%d,\"us\":%.2f,\"tflops\":%.1f,\"bn\":%d,"
                                    "\"split\":%d,\"mc\":%d,\"apart\":%d}\n"
                                  : "%-14s %-8s %7d %6d %6d %9.2f %8.1f  %d/%d/%d%.*s\n",
-                   r.model, r.gemm, r.N, r.K, M, us, bench_tflops(r, M, us), p.v->bn, p.v->split, p.mc, (json || paced ? 1 : 6) * apart, " apart");
+                   r.model, r.gemm, r.N, r.K, M, us, bench_tflops(r, M, us), p.variant->bn, p.variant->split, p.multicast, (json || paced ? 1 : 6) * apart, " apart");
             fflush(stdout);
         }
     if (!paced) return;
@@ -452,7 +452,7 @@ static void sweep(toka_device *d) {
         for (int M : bench_M) {
             if (!bench_has(r, M)) continue;
             bench_data b(r, M);
-            gemm_plan pick = gemm_pick(d, r.kind, M, r.N, r.K, false), best = pick;
+            gemm_plan pick = gemm_choose(d, r.kind, M, r.N, r.K, false), best = pick;
             double least[N_GEMM_VARIANTS][2] = {}, all = 0; /* of three turns: the card's clock falls while it works */
             for (int turn = 0; turn < 3; turn++)
                 for (int i = 0; i < N_GEMM_VARIANTS; i++)
@@ -468,14 +468,14 @@ static void sweep(toka_device *d) {
             for (int i = 0; i < 2 * N_GEMM_VARIANTS; i++) {
                 const gemm_variant &v = gemm_variants[i / 2];
                 if (!least[i / 2][i % 2]) continue;
-                printf(" %s%d%s/%d/%d=%.2f", pick.v == &v && pick.mc == i % 2 + 1 ? "*" : "", v.bn, v.pingpong ? "pp" : "", v.split,
+                printf(" %s%d%s/%d/%d=%.2f", pick.variant == &v && pick.multicast == i % 2 + 1 ? "*" : "", v.bn, v.pingpong ? "pp" : "", v.split,
                        i % 2 + 1, least[i / 2][i % 2]);
             }
             for (int group = 2; group <= 32 && M >= 4096; group *= 2) {
                 usleep(20000);
-                printf(" group %d=%.2f", group, b.us(d, {best.v, best.mc, group}));
+                printf(" group %d=%.2f", group, b.us(d, {best.variant, best.multicast, group}));
             }
-            if (b.D) printf(" apart=%.2f%s", b.us(d, pick, true), gemm_qkv_pays(d, M, &b.W[0], &b.qkv) ? "" : "*");
+            if (b.D) printf(" apart=%.2f%s", b.us(d, pick, true), gemm_qkv_worth_fusing(d, M, &b.W[0], &b.qkv) ? "" : "*");
             printf("\n");
             fflush(stdout);
         }

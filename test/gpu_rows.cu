@@ -79,7 +79,7 @@ static void test_embed(toka_device *d, int T, int E, int v0, int n) {
     ids.set(id), last.set(kept);
     GPU_OK(cudaDeviceSynchronize());
     launch_dependent(d, "embedding", embed_kernel, dim3((unsigned)T), 128, 0, 1, ids.p(), last.p(), table.p() + (size_t)v0 * E, v0, n, x.p(), E,
-                     norm_fold{});
+                     fused_norm{});
     done(d, "embed");
     std::vector<bf16> rows = table.host(), want;
     for (int i : id) {
@@ -113,7 +113,7 @@ static void test_copies(toka_device *d, int L, int n_pages, int page) {
 static void test_norm(toka_device *d, int T, int E, bool chosen, float scale) {
     toka_shape sh = {};
     sh.E = E, sh.eps = 1e-5f;
-    d->shape = &sh, d->E = up_8(E);
+    d->shape = &sh, d->E = round_up_8(E);
     size_t Ep = (size_t)d->E, n = 2 * (size_t)T;
     std::vector<float> v = normals(n * Ep, gpu_seed + 5, scale), g = normals(Ep, gpu_seed + 6, 1);
     std::vector<bf16> h(v.size());
@@ -158,7 +158,7 @@ static void test_table(toka_device *d, int D, int max_len, float scale) {
         worst = std::max(worst, std::max(fabs(got[i].x - cos(a) * scale), fabs(got[i].y - sin(a) * scale)));
     }
     gpu_check(worst < 3e-7 * scale, "RoPE table D=%d, %d positions, scale %g: off by %.2g", D, max_len, scale, worst);
-    while (d->n_blocks) cudaFree(d->blocks[--d->n_blocks]);
+    while (d->n_allocations) cudaFree(d->allocations[--d->n_allocations]);
 }
 
 /* What a head of token t becomes, in float64. in: [D], kind 0 q, 1 k, 2 v. */
@@ -180,7 +180,7 @@ static void test_rope(toka_device *d, int T, int H, int K, int D, int B, bool no
     std::vector<float> v = normals(n, gpu_seed + D, 1), qn = normals(D, gpu_seed + 8, 1), kn = normals(D, gpu_seed + 9, 1);
     std::vector<bf16> h(n);
     for (size_t i = 0; i < n; i++) {
-        bf16 *to = &h[by_turns ? i / D * D + qkv_place((int)(i % D), D / 2) : i];
+        bf16 *to = &h[by_turns ? i / D * D + qkv_interleave((int)(i % D), D / 2) : i];
         *to = __float2bfloat16(v[i]), v[i] = __bfloat162float(*to);
     }
     std::vector<float2> cs((size_t)max_len * D / 2);

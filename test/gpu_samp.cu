@@ -27,21 +27,21 @@ static toka_device *samp_device(int V, int E, int max_out) { /* lm_head and norm
     toka_device *d = gpu_device();
     shape = toka_shape{};
     shape.V = shape.V_all = V, shape.E = E, shape.eps = 1e-5f, shape.max_len = 4096;
-    d->shape = &shape, d->E = up_8(E), d->V = up_8(V);
+    d->shape = &shape, d->E = round_up_8(E), d->V = round_up_8(V);
     d->options = toka_device_options{};
     d->options.max_tokens = d->options.max_samples = max_out;
     gemm_open(d), samp_open(d);
-    d->xn = (bf16 *)dev_alloc(d, (size_t)(max_out + GEMM_ROOM) * d->E * sizeof(bf16), "xn");
-    stage_open(d, &d->up, samp_stage_bytes(d) + 4096, false);
+    d->xn = (bf16 *)dev_alloc(d, (size_t)(max_out + GEMM_PAD_ROWS) * d->E * sizeof(bf16), "xn");
+    upload_open(d, &d->upload, samp_upload_bytes(d) + 4096, false);
     if (d->error.code) printf("FAILED %s\n", d->error.msg), exit(2);
     return d;
 }
 static void samp_device_close(toka_device *d) {
     GPU_OK(cudaStreamSynchronize(d->stream));
     samp_close(d);
-    stage_close(&d->up);
-    for (int i = 0; i < d->n_blocks; i++) cudaFree(d->blocks[i]);
-    free(d->blocks), d->blocks = NULL, d->n_blocks = 0;
+    upload_close(&d->upload);
+    for (int i = 0; i < d->n_allocations; i++) cudaFree(d->allocations[i]);
+    free(d->allocations), d->allocations = NULL, d->n_allocations = 0;
 }
 
 static toka_step step_of(const std::vector<toka_sample_row> &rows) {
@@ -56,23 +56,23 @@ static std::vector<toka_sample_result> picks_of(toka_device *d, const std::vecto
     toka_step s = step_of(rows);
     size_t V = (size_t)d->shape->V;
     std::vector<toka_sample_result> picks(rows.size());
-    stage_begin(d, &d->up);
+    upload_begin(d, &d->upload);
     samp_plan_step(d, &s);
-    stage_send(d, &d->up);
+    upload_send(d, &d->upload);
     for (int i = 0, n; i < s.n_samples; i += n) {
         samp_filter *filters = NULL;
         bool plain = i < p->n_plain;
-        n = std::min(p->chunk, (plain ? p->n_plain : s.n_samples) - i);
-        if (!plain) n = samp_send_filters(d, &s, i, n, &filters);
+        n = std::min(p->chunk_rows, (plain ? p->n_plain : s.n_samples) - i);
+        if (!plain) n = samp_upload_filters(d, &s, i, n, &filters);
         if (!n) break;
-        GPU_OK(cudaMemsetAsync(p->logits, 0xFF, (size_t)p->chunk * p->ldl * sizeof(float), d->stream));
+        GPU_OK(cudaMemsetAsync(p->logits, 0xFF, (size_t)p->chunk_rows * p->ld_logits * sizeof(float), d->stream));
         for (int j = 0; j < n; j++)
-            GPU_OK(cudaMemcpyAsync(p->logits + (size_t)j * p->ldl, logits[p->down[d->newest].order[i + j]], V * sizeof(float), cudaMemcpyHostToDevice, d->stream));
+            GPU_OK(cudaMemcpyAsync(p->logits + (size_t)j * p->ld_logits, logits[p->host_results[d->last_begun].order[i + j]], V * sizeof(float), cudaMemcpyHostToDevice, d->stream));
         samp_from_logits(d, i, n, plain ? n : 0, filters);
     }
-    samp_bring(d, &s, picks.data());
+    samp_download(d, &s, picks.data());
     GPU_OK(cudaStreamSynchronize(d->stream));
-    samp_collect(d, &s, &p->down[d->newest]);
+    samp_collect(d, &s, &p->host_results[d->last_begun]);
     if (d->error.code) printf("FAILED %s\n", d->error.msg), exit(2);
     return picks;
 }
@@ -258,8 +258,8 @@ static void test_wide() {
     } asks[] = {{1, 0.95f, 0, 0, 0, 0},   {0.6f, 0.95f, 0, 20, 5, 0}, {3, 0.5f, 0, 0, 0, 0},       {1, 1, 0, 9000, 0, 0},
                 {1, 1, 0, 300, 20, 0},    {2, 0.9f, 0, 12000, 0, 0},  {1, 0.99f, 0.001f, 0, 0, 1}, {0.7f, 0.8f, 0, 50, 0, 2},
                 {1, 1e-6f, 0, 0, 1, 0},   {50, 0.999f, 0, 0, 0, 0},   {1, 0.7f, 0, 700, 0, 1},     {0, 1, 0, 0, 20, 2},
-                {0.7f, 0.8f, 0, 20, 0, 0, 300}, {1, 1, 0, 0, 0, 1, 3 * FILTER_WINDOW / 8}};
-    std::vector<int32_t> history(3 * FILTER_WINDOW / 8);
+                {0.7f, 0.8f, 0, 20, 0, 0, 300}, {1, 1, 0, 0, 0, 1, 3 * FILTER_ID_RANGE / 8}};
+    std::vector<int32_t> history(3 * FILTER_ID_RANGE / 8);
     for (size_t i = 0; i < history.size(); i++) history[i] = (int32_t)(gpu_mix(i) % (uint64_t)(i % 2 ? V : 200));
     const int32_t forbidden[] = {V / 2, 17};
     static toka_sampling s[14];
@@ -366,25 +366,25 @@ static std::vector<int> draws(toka_device *d, const toka_sampling &how, const st
     std::vector<toka_sample_row> rows;
     toka_sample_row one = drawn(&how, 0);
     one.sample = sample;
-    bool filtered = samp_filtered(&one, V);
-    if (filtered) batch = std::min(batch, p->chunk);
+    bool filtered = samp_is_filtered(&one, V);
+    if (filtered) batch = std::min(batch, p->chunk_rows);
     rows.assign((size_t)batch, one);
-    int stride = filtered ? p->ldl : 0, stored = filtered ? batch : 1, whole = p->ldl;
+    int stride = filtered ? p->ld_logits : 0, stored = filtered ? batch : 1, whole = p->ld_logits;
     gpu_buf<float> master((size_t)stored * (size_t)whole);
     for (int i = 0; i < stored; i++)
         GPU_OK(cudaMemcpy(master.p() + (size_t)i * (size_t)whole, logits.data(), (size_t)V * sizeof(float), cudaMemcpyHostToDevice));
     for (int at = 0; at < n; at += batch) {
         for (int i = 0; i < batch; i++) rows[(size_t)i].position = (uint32_t)(at + i), rows[(size_t)i].row = i;
         toka_step s = step_of(rows);
-        stage_begin(d, &d->up);
+        upload_begin(d, &d->upload);
         samp_plan_step(d, &s);
-        stage_send(d, &d->up);
+        upload_send(d, &d->upload);
         samp_filter *filters = NULL;
-        if (filtered) gpu_check(samp_send_filters(d, &s, 0, batch, &filters) == batch, "lists do not fit");
+        if (filtered) gpu_check(samp_upload_filters(d, &s, 0, batch, &filters) == batch, "lists do not fit");
         GPU_OK(cudaMemcpyAsync(p->logits, master.p(), master.n * sizeof(float), cudaMemcpyDeviceToDevice, d->stream));
-        p->ldl = stride;
+        p->ld_logits = stride;
         samp_from_logits(d, 0, batch, filtered ? 0 : batch, filters);
-        p->ldl = whole;
+        p->ld_logits = whole;
         GPU_OK(cudaMemcpyAsync(results.data(), p->results, (size_t)batch * sizeof(samp_result), cudaMemcpyDefault, d->stream));
         GPU_OK(cudaStreamSynchronize(d->stream));
         for (int i = 0; i < std::min(batch, n - at); i++) seen[(size_t)results[(size_t)i].id]++;
@@ -456,7 +456,7 @@ static void test_pairs() {
     for (int i = 0; i < V * V; i++) p[(size_t)i] = one[(size_t)(i / V)] * one[(size_t)(i % V)];
     samp_plan *plan = d->samp;
     GPU_OK(cudaMemcpyAsync(plan->logits, x.data(), (size_t)V * sizeof(float), cudaMemcpyHostToDevice, d->stream));
-    int whole = plan->ldl;
+    int whole = plan->ld_logits;
     for (int which = 0; which < 4; which++) {
         std::vector<int> seen((size_t)(V * V));
         for (int at = 0; at < n; at += 4096) {
@@ -470,12 +470,12 @@ static void test_pairs() {
                 how[(size_t)i].seed = which == 2 ? number : which == 3 ? (uint64_t)number << 32 | 11 : 11;
             }
             toka_step st = step_of(rows);
-            stage_begin(d, &d->up);
+            upload_begin(d, &d->upload);
             samp_plan_step(d, &st);
-            stage_send(d, &d->up);
-            plan->ldl = 0;
-            for (int i = 0; i < 8192; i += plan->part_rows) samp_from_logits(d, i, plan->part_rows, plan->part_rows, NULL);
-            plan->ldl = whole;
+            upload_send(d, &d->upload);
+            plan->ld_logits = 0;
+            for (int i = 0; i < 8192; i += plan->partial_rows) samp_from_logits(d, i, plan->partial_rows, plan->partial_rows, NULL);
+            plan->ld_logits = whole;
             GPU_OK(cudaMemcpyAsync(results.data(), plan->results, 8192 * sizeof(samp_result), cudaMemcpyDeviceToHost, d->stream));
             GPU_OK(cudaStreamSynchronize(d->stream));
             for (int i = 0; i < 8192; i += 2) seen[(size_t)(results[(size_t)i].id * V + results[(size_t)i + 1].id)]++;
@@ -549,7 +549,7 @@ static void check_last(toka_device *d, const std::vector<toka_sample_row> &rows,
     gpu_buf<int> dev_ids(ids.size());
     gpu_buf<bf16> x(ids.size() * E);
     dev_ids.set(ids);
-    embed_kernel<<<(unsigned)ids.size(), 128, 0, d->stream>>>(dev_ids.p(), last.p(), table.p(), 0, (int)(table.n / E), x.p(), (int)E, norm_fold{});
+    embed_kernel<<<(unsigned)ids.size(), 128, 0, d->stream>>>(dev_ids.p(), last.p(), table.p(), 0, (int)(table.n / E), x.p(), (int)E, fused_norm{});
     GPU_OK(cudaStreamSynchronize(d->stream));
     std::vector<bf16> hx = x.host(), ht = table.host();
     for (size_t i = 0; i < ids.size(); i++) wrong += memcmp(&hx[i * E], &ht[(size_t)(ids[i] < 0 ? want[(size_t)(-1 - ids[i])] : ids[i]) * E], 2 * E) != 0;
@@ -558,13 +558,13 @@ static void check_last(toka_device *d, const std::vector<toka_sample_row> &rows,
 
 /* The whole op on rows of x. */
 static void run_op(toka_device *d, const toka_step *s, const bf16 *x, toka_sample_result *picks) {
-    stage_begin(d, &d->up);
+    upload_begin(d, &d->upload);
     samp_plan_step(d, s);
-    stage_send(d, &d->up);
+    upload_send(d, &d->upload);
     samp_launch(d, s, x);
-    samp_bring(d, s, picks);
+    samp_download(d, s, picks);
     GPU_OK(cudaStreamSynchronize(d->stream));
-    samp_collect(d, s, &d->samp->down[d->newest]);
+    samp_collect(d, s, &d->samp->host_results[d->last_begun]);
 }
 
 static void test_op(int V, int E, int T, int n_out, bool all_logits) {
@@ -586,7 +586,7 @@ static void test_op(int V, int E, int T, int n_out, bool all_logits) {
         if (i % 6 == 5) rows.back().forced_id = i % V, rows.back().sampling = i % 12 == 5 ? NULL : rows.back().sampling;
     }
     gpu_buf<int> last((size_t)n_out);
-    d->last = last.p(), d->options.n_seqs = n_out;
+    d->last_tokens = last.p(), d->options.n_seqs = n_out;
     toka_step s = step_of(rows);
     std::vector<float> logits((size_t)n_out * (size_t)V, NAN);
     s.T = T;
@@ -595,7 +595,7 @@ static void test_op(int V, int E, int T, int n_out, bool all_logits) {
     std::vector<toka_sample_result> picks(rows.size()), again(rows.size()), picks_some(rows.size()), picks_all(rows.size());
     for (std::vector<toka_sample_result> *to : {&picks, &again, &picks_some, &picks_all}) {
         s.samples = to == &picks_some ? some.rows.data() : to == &picks_all ? all.rows.data() : rows.data();
-        GPU_OK(cudaMemset(d->samp->logits, 0xFF, (size_t)d->samp->chunk * (size_t)d->samp->ldl * sizeof(float)));
+        GPU_OK(cudaMemset(d->samp->logits, 0xFF, (size_t)d->samp->chunk_rows * (size_t)d->samp->ld_logits * sizeof(float)));
         run_op(d, &s, x.p(), to->data());
         s.logits = NULL;
     }
@@ -647,7 +647,7 @@ static void test_parts() {
     GPU_OK(cudaDeviceSynchronize());
     d->norm = norm.p(), d->lm_head = weight{w.p(), NULL, d->V, d->E};
     gpu_buf<int> last((size_t)n);
-    d->last = last.p(), d->options.n_seqs = n;
+    d->last_tokens = last.p(), d->options.n_seqs = n;
     std::vector<int> ids((size_t)n);
     std::vector<toka_sampling> how((size_t)n, plain(1));
     std::vector<toka_sample_row> rows;
@@ -657,12 +657,12 @@ static void test_parts() {
         rows.push_back(drawn(&how[(size_t)i], (uint32_t)i)), rows.back().row = i, rows.back().seq = i;
     }
     samp_plan *p = d->samp;
-    const int chunk = p->chunk;
-    const size_t cap = p->lists.cap;
+    const int chunk = p->chunk_rows;
+    const size_t cap = p->list_upload.cap;
     toka_step s = step_of(rows);
     std::vector<toka_sample_result> picks(rows.size()), whole;
     for (int round = 0; round < 3; round++) {
-        p->chunk = round ? 40 : chunk, p->lists.cap = round == 2 ? n * sizeof(samp_filter) + 31 * samp_list_bytes(&rows[1]) : cap;
+        p->chunk_rows = round ? 40 : chunk, p->list_upload.cap = round == 2 ? n * sizeof(samp_filter) + 31 * samp_list_bytes(&rows[1]) : cap;
         run_op(d, &s, x.p(), picks.data());
         if (!round) whole = picks;
         for (size_t i = 0; i < rows.size(); i++)
@@ -670,21 +670,21 @@ static void test_parts() {
                       picks[i].id, whole[i].id, i % 3 ? ids[i] : -1);
     }
     gpu_check(!d->error.code, "%s", d->error.msg);
-    p->chunk = chunk, p->lists.cap = cap;
+    p->chunk_rows = chunk, p->list_upload.cap = cap;
     samp_device_close(d);
 }
 
 /* A vocabulary of more tiles than there are multiprocessors: later blocks know a key that earlier ones reached, and pass over what cannot
  * win. 17 rows: the last one's warp has no other row that might need the block. Against the stored logits' way, which passes over none. */
 static void test_waves(int E) {
-    const int V = 70000, n = SAMP_FEW + 1;
+    const int V = 70000, n = SAMP_STORED_MAX + 1;
     toka_device *d = samp_device(V, E, n);
     gpu_buf<bf16> x((size_t)n * E), w((size_t)V * E);
     gpu_buf<float> norm(E);
     gpu_buf<int> last(1);
     gpu_random(x, gpu_seed + 1, 1), gpu_random(w, gpu_seed + 2, 3 / sqrtf((float)E)), gpu_random(norm, gpu_seed + 3, 1);
     GPU_OK(cudaDeviceSynchronize());
-    d->norm = norm.p(), d->lm_head = weight{w.p(), NULL, V, E}, d->last = last.p(), d->options.n_seqs = 1;
+    d->norm = norm.p(), d->lm_head = weight{w.p(), NULL, V, E}, d->last_tokens = last.p(), d->options.n_seqs = 1;
     std::vector<float> logits((size_t)n * V);
     std::vector<const float *> stored;
     for (int i = 0; i < n; i++) stored.push_back(&logits[(size_t)i * V]);
@@ -722,12 +722,12 @@ static void bench_samp(int V, int E, int n_out, float T, int logprobs, float top
     double plan = 1e9, us;
     for (int i = 0; i < 5; i++) {
         struct timespec a, b;
-        stage_begin(d, &d->up);
+        upload_begin(d, &d->upload);
         clock_gettime(CLOCK_MONOTONIC, &a);
         samp_plan_step(d, &s);
         clock_gettime(CLOCK_MONOTONIC, &b);
         plan = std::min(plan, (double)(b.tv_sec - a.tv_sec) * 1e6 + (double)(b.tv_nsec - a.tv_nsec) * 1e-3);
-        stage_send(d, &d->up);
+        upload_send(d, &d->upload);
     }
     if (top_p == 1 && !top_k) us = gpu_time_us(d->stream, 8, 5, [&](int) { samp_launch(d, &s, x.p()); });
     else { /* lists go up chunk by chunk, which a graph cannot hold */
@@ -762,13 +762,13 @@ static void bench_filters(int V, int n, float deviation) {
                 {1, 1, 0.05f, 0, 0}, {1, 1, 0, 0, 5}, {0.7f, 0.8f, 0, 20, 0, 1000}};
     std::vector<int32_t> history(1000);
     for (size_t i = 0; i < history.size(); i++) history[i] = (int32_t)(gpu_mix(i) % (uint64_t)V);
-    std::vector<float> x((size_t)p->ldl, -INFINITY);
+    std::vector<float> x((size_t)p->ld_logits, -INFINITY);
     const int different = std::min(n, 16);
     for (int row = 0; row < n; row++) {
         for (size_t i = 0; i < (size_t)V && row < different; i++) x[i] = deviation * gpu_normal((uint64_t)row + 1, i);
-        float *to = p->logits + (size_t)row * p->ldl;
+        float *to = p->logits + (size_t)row * p->ld_logits;
         if (row < different) GPU_OK(cudaMemcpy(to, x.data(), x.size() * sizeof(float), cudaMemcpyHostToDevice));
-        else GPU_OK(cudaMemcpy(to, p->logits + (size_t)(row % different) * p->ldl, x.size() * sizeof(float), cudaMemcpyDeviceToDevice));
+        else GPU_OK(cudaMemcpy(to, p->logits + (size_t)(row % different) * p->ld_logits, x.size() * sizeof(float), cudaMemcpyDeviceToDevice));
     }
     printf("V %6d  deviation %.1f  rows %4d ", V, deviation, n);
     for (auto &ask : asks) {
@@ -780,13 +780,13 @@ static void bench_filters(int V, int n, float deviation) {
         for (auto &row : rows) row.history = history.data(), row.n_history = ask.n_history;
         toka_step s = step_of(rows);
         samp_filter *filters = NULL;
-        stage_begin(d, &d->up);
+        upload_begin(d, &d->upload);
         samp_plan_step(d, &s);
-        stage_send(d, &d->up);
+        upload_send(d, &d->upload);
         const int n_plain = p->n_plain;
-        if (!n_plain && samp_send_filters(d, &s, 0, n, &filters) < n) gpu_check(false, "filters");
+        if (!n_plain && samp_upload_filters(d, &s, 0, n, &filters) < n) gpu_check(false, "filters");
         samp_from_logits(d, 0, n, n_plain, filters);
-        double us = gpu_time_us(d->stream, 8, 5, [&](int) { samp_finish_rows(d, 0, n, n_plain, filters, p->logits); });
+        double us = gpu_time_us(d->stream, 8, 5, [&](int) { samp_launch_results(d, 0, n, n_plain, filters, p->logits); });
         printf(" %7.1f", us);
     }
     printf("  us: plain; top_p .95; T .6, top_p .9; T .6, top_k 20, top_p .95; T .7, top_k 20, top_p .8; min_p .05; 5 log-probabilities; the fifth, and a penalty over 1,000 ids\n");
@@ -832,7 +832,7 @@ static void bench_peer(const peer *p, int V, int E, int M) {
             std::vector<toka_sample_row> rows;
             for (int row = 0; row < M; row++) rows.push_back(drawn(&how[k % 3], (uint32_t)row)), rows.back().row = row;
             toka_step s = step_of(rows);
-            stage_begin(d, &d->up), samp_plan_step(d, &s), stage_send(d, &d->up);
+            upload_begin(d, &d->upload), samp_plan_step(d, &s), upload_send(d, &d->upload);
             GPU_OK(cudaStreamSynchronize(d->stream));
             usleep(250000);
             us[k].push_back(gpu_time_us(d->stream, calls, 5, [&](int) { /* 14: bf16, 68: float32 sums */

@@ -16,12 +16,12 @@ struct variant {
     bool plain;  /* no bias with SWIGLU */
     void (*run)(toka_device *, const gemm_args *);
 };
-template <int ROWS, int SPLIT> static void few(toka_device *d, const gemm_args *a) { gemm_few_tile<ROWS>(d, a, SPLIT); }
+template <int ROWS, int SPLIT> static void few(toka_device *d, const gemm_args *a) { gemm_smallm_tile<ROWS>(d, a, SPLIT); }
 #define FEW(rows, split) {#rows "/" #split, rows, true, false, few<rows, split>}
 #define FEW_SPLITS(rows) FEW(rows, 1), FEW(rows, 2), FEW(rows, 4), FEW(rows, 8)
 static const variant variants[] = {
     FEW_SPLITS(8), FEW_SPLITS(16), FEW_SPLITS(32), FEW_SPLITS(64),
-    {"thin 8", 8, false, false, gemm_thin_tile<8>}, {"thin 16", 16, false, false, gemm_thin_tile<16>},
+    {"thin 8", 8, false, false, gemm_gemv_tile<8>}, {"thin 16", 16, false, false, gemm_gemv_tile<16>},
     {"mma 128x128", INT_MAX, false, false, gemm_mma_tile<128, 128, 64, 32>},
     {"mma 64x64", INT_MAX, false, false, gemm_mma_tile<64, 64, 32, 32>},
     {"mma", INT_MAX, false, false, gemm_mma},
@@ -116,7 +116,7 @@ static const char *epi_name(enum epilogue e) { return e == EPI_STORE ? "store" :
 
 static void test_shape(toka_device *d, const shape &s, const std::vector<int> &rows) {
     int N = s.N, K = s.K, ldx = K + 8, ldy = N + 8;
-    gpu_buf<bf16> x((size_t)MAX_M * ldx, (size_t)GEMM_ROOM * ldx), w((size_t)N * K), y((size_t)MAX_M * ldy), y0((size_t)MAX_M * ldy);
+    gpu_buf<bf16> x((size_t)MAX_M * ldx, (size_t)GEMM_PAD_ROWS * ldx), w((size_t)N * K), y((size_t)MAX_M * ldy), y0((size_t)MAX_M * ldy);
     gpu_buf<float> bias((size_t)N);
     gpu_buf<double> acc((size_t)MAX_M * N), mass((size_t)MAX_M * N);
     std::vector<std::string> names;
@@ -160,7 +160,7 @@ static void test_shape(toka_device *d, const shape &s, const std::vector<int> &r
 /* The same launches a hundred times give the same bits. */
 static void test_repeats(toka_device *d, const shape &s, int M) {
     int N = s.N, K = s.K;
-    gpu_buf<bf16> x((size_t)M * K, (size_t)GEMM_ROOM * K), w((size_t)N * K), y0((size_t)M * N), y((size_t)M * N), first((size_t)M * N);
+    gpu_buf<bf16> x((size_t)M * K, (size_t)GEMM_PAD_ROWS * K), w((size_t)N * K), y0((size_t)M * N), y((size_t)M * N), first((size_t)M * N);
     gpu_buf<finding> found(1);
     weight W = {w.p(), NULL, N, K};
     gemm_args a = {M, x.p(), K, &W, y.p(), N, EPI_RESIDUAL};
@@ -185,18 +185,18 @@ static void test_repeats(toka_device *d, const shape &s, int M) {
  * from what is in memory, and as that from x w rounded to bf16. */
 static void test_fold(toka_device *d, int E, int K, int N, int M, bool gated, bool few) {
     toka_shape shape = {.E = E, .eps = 0.01f};
-    gpu_buf<bf16> x((size_t)M * K, (size_t)GEMM_ROOM * K), w((size_t)E * K), y((size_t)M * E), next((size_t)N * E),
-        xn((size_t)FOLD_ROWS * E, (size_t)GEMM_ROOM * E), out((size_t)M * N);
-    gpu_buf<float> norm((size_t)E), bias((size_t)N), squares((size_t)FOLD_ROWS * ceil_div(E, FOLD_N));
+    gpu_buf<bf16> x((size_t)M * K, (size_t)GEMM_PAD_ROWS * K), w((size_t)E * K), y((size_t)M * E), next((size_t)N * E),
+        xn((size_t)FUSE_NORM_MAX_ROWS * E, (size_t)GEMM_PAD_ROWS * E), out((size_t)M * N);
+    gpu_buf<float> norm((size_t)E), bias((size_t)N), squares((size_t)FUSE_NORM_MAX_ROWS * ceil_div(E, FUSE_NORM_COLS));
     weight W = {w.p(), NULL, E, K}, V = {next.p(), bias.p(), N, E};
     gpu_random(x, gpu_seed, 1), gpu_random(w, gpu_seed + 1, 0.1f / sqrtf((float)K)), gpu_random(y, gpu_seed + 2, 0.1f);
     gpu_random(next, gpu_seed + 3, 1 / sqrtf((float)E)), gpu_random(norm, gpu_seed + 4, 1), gpu_random(bias, gpu_seed + 5, 0.5f);
     GPU_OK(cudaDeviceSynchronize());
-    d->shape = &shape, d->E = E, d->xn = xn.p(), d->squares = squares.p();
+    d->shape = &shape, d->E = E, d->xn = xn.p(), d->row_sumsq = squares.p();
     gemm_args first = {M, x.p(), K, &W, y.p(), E, EPI_RESIDUAL, norm.p()};
     gemm_args second = {M, d->xn, E, &V, out.p(), gated ? N / 2 : N, gated ? EPI_SWIGLU : EPI_STORE, NULL, true};
-    gemm_thin(d, &first);
-    few ? gemm_few(d, &second) : gemm_thin(d, &second);
+    gemm_gemv(d, &first);
+    few ? gemm_smallm(d, &second) : gemm_gemv(d, &second);
     GPU_OK(cudaStreamSynchronize(d->stream));
     std::vector<bf16> h = y.host(), v = next.host(), got = out.host();
     std::vector<float> g = norm.host(), b = bias.host();
@@ -221,16 +221,16 @@ static void test_fold(toka_device *d, int E, int K, int N, int M, bool gated, bo
     }
     gpu_check(sqrt(off / all) < 2.5e-3, "fold E=%d N=%d M=%d%s%s: relative L2 %.2e %s", E, N, M, gated ? " swiglu" : "", few ? " few" : "",
               sqrt(off / all), d->error.msg);
-    d->shape = NULL, d->xn = NULL, d->squares = NULL;
+    d->shape = NULL, d->xn = NULL, d->row_sumsq = NULL;
 }
 
 /* q, K and V of M rows turned by the GEMM against the same by a kernel of its own, from which they differ by one rounding more; what is
- * nobody's must stay. by: gemm_few or gemm_thin. */
+ * nobody's must stay. by: gemm_smallm or gemm_gemv. */
 static void test_turned(toka_device *d, int E, int H, int K, int D, int M, bool bias_too, bool norm, const char *name,
                         void (*by)(toka_device *, const gemm_args *)) {
     const int N = (H + 2 * K) * D, B = 16, slots = 96, positions = 64;
     const size_t kv_size = (size_t)slots * K * 2 * D;
-    gpu_buf<bf16> x((size_t)M * E, (size_t)GEMM_ROOM * E), w((size_t)N * E), y((size_t)M * N), q((size_t)M * H * D), q2((size_t)M * H * D), kv(kv_size),
+    gpu_buf<bf16> x((size_t)M * E, (size_t)GEMM_PAD_ROWS * E), w((size_t)N * E), y((size_t)M * N), q((size_t)M * H * D), q2((size_t)M * H * D), kv(kv_size),
         kv2(kv_size);
     gpu_buf<float> bias((size_t)N), q_norm((size_t)D), k_norm((size_t)D);
     gpu_buf<float2> table((size_t)positions * D / 2);
@@ -290,7 +290,7 @@ struct timed_shape {
     gpu_buf<bf16> w, x, y;
     static int how_many(int N, int K) { return (int)std::max<size_t>(2, ((size_t)400 << 20) / ((size_t)N * K * 2) + 1); }
     timed_shape(toka_device *d_, int N_, int K_)
-        : d(d_), N(N_), K(K_), copies(how_many(N_, K_)), w((size_t)copies * N * K), x((size_t)MAX_M * K, (size_t)GEMM_ROOM * K), y((size_t)MAX_M * N) {
+        : d(d_), N(N_), K(K_), copies(how_many(N_, K_)), w((size_t)copies * N * K), x((size_t)MAX_M * K, (size_t)GEMM_PAD_ROWS * K), y((size_t)MAX_M * N) {
         gpu_random(w, 5, 1 / sqrtf((float)K)), gpu_random(x, 6, 1);
     }
     double us(const variant &v, int M, enum epilogue epi) {
@@ -374,8 +374,8 @@ int main(int argc, char **argv) {
                 static const int most[] = {16, 64, 8};
                 const char *name = way ? "few" : "thin";
                 if (M > most[way]) continue;
-                test_turned(d, 264, 5, 2, D, M, M % 2, way == 2, name, way ? gemm_few : gemm_thin);
-                if (!tiny) test_turned(d, 2048, 32, 8, D, M, M % 2, way == 2, name, way ? gemm_few : gemm_thin);
+                test_turned(d, 264, 5, 2, D, M, M % 2, way == 2, name, way ? gemm_smallm : gemm_gemv);
+                if (!tiny) test_turned(d, 2048, 32, 8, D, M, M % 2, way == 2, name, way ? gemm_smallm : gemm_gemv);
             }
     if (!quick && !tiny) {
         for (const shape &s : models) test_shape(d, s, row_counts);
