@@ -112,14 +112,16 @@ typedef __nv_bfloat16 bf16;
 /* Steps begun and not finished at most: one runs, the next waits behind it on the stream. NVIDIA H200, 1B, 2026-11-22, output
  * tok/s with 1, 2 and 3 of them: 857, 926, 920 (1 sequence), 29,849, 31,754, 31,624 (64), 134,998, 145,261, 143,932 (8,192). The
  * host's 0.5 to 0.9 ms of launching is hidden. */
-enum { STEPS_IN_FLIGHT = 2, STEP_RING_SIZE = STEPS_IN_FLIGHT + 1 }; /* one more: idle time counts from the end of the step before */
+/* one more: idle time counts from the end of the step before */
+enum { STEPS_IN_FLIGHT = 2, STEP_RING_SIZE = STEPS_IN_FLIGHT + 1 };
 
 /* An upload buffer: pinned host buffers used in turn, and device buffers of the same layout. upload_put returns the device
  * address, valid once upload_send has run. A step uploads all that it needs, 9 KB for 64 sequences, 726 KB for 8,192, while the
  * step ahead of it runs: so it goes up for nothing (chapter 3). */
 typedef struct upload_buffer {
     char *host[STEPS_IN_FLIGHT], *device[STEPS_IN_FLIGHT];
-    cudaStream_t stream; /* of its own, beside the device's; or NULL: one device buffer, filled on the device's stream */
+    /* of its own, beside the device's; or NULL: one device buffer, filled on the device's stream */
+    cudaStream_t stream;
     int current;            /* the buffers that are being filled */
     size_t used, cap;
     cudaEvent_t sent[STEPS_IN_FLIGHT]; /* host buffer may be filled again */
@@ -152,7 +154,8 @@ typedef struct step_clock {
     cudaEvent_t begun[STEP_RING_SIZE], done[STEP_RING_SIZE];
     cudaEvent_t *op_ends; /* [cap_at] behind the ops of the step whose parts are timed */
     char *op_kind;      /* [cap_at] of TOKA_N_OPS: of which op */
-    int n_op_ends, cap_op_ends, timed_index; /* timed: that step's place in the ring; -1: there is none */
+    /* timed: that step's place in the ring; -1: there is none */
+    int n_op_ends, cap_op_ends, timed_index;
     int64_t n_begun, n_done;
     toka_times times;
 } step_clock;
@@ -162,15 +165,23 @@ typedef struct step_clock {
  * and other kernels there would lose the CTAs that do not fill a cluster. Before a launch the attention nodes become the kernels
  * of the step's work list, and the last one or two those for plain or for filtered rows. All others stay as captured: what varies
  * lies at fixed places in the stage, and those that read it are given the buffer whose turn it is (graph_upload_node). */
-enum { GRAPH_MAX_ROWS = 1024, GRAPH_N_SIZES = 15, GRAPH_MAX_ATTENTION = 6, GRAPH_N_KINDS = GRAPH_MAX_ATTENTION + 1, GRAPH_SAMPLE_NODES = 2 };
-enum graph_role { GRAPH_ROLE_LAUNCH, GRAPH_ROLE_RECORD, GRAPH_ROLE_UPDATE }; /* what becomes of a kernel: see launch_by_role */
+enum {
+    GRAPH_MAX_ROWS = 1024,
+    GRAPH_N_SIZES = 15,
+    GRAPH_MAX_ATTENTION = 6,
+    GRAPH_N_KINDS = GRAPH_MAX_ATTENTION + 1,
+    GRAPH_SAMPLE_NODES = 2
+};
+/* what becomes of a kernel: see launch_by_role */
+enum graph_role { GRAPH_ROLE_LAUNCH, GRAPH_ROLE_RECORD, GRAPH_ROLE_UPDATE };
 /* Of a kernel: its arguments; addresses in the stage among them; kernels whose arguments are remembered */
 enum { GRAPH_MAX_ARGUMENTS = 24, GRAPH_MAX_POINTERS = 8, GRAPH_CACHED_KERNELS = 16 };
 typedef struct graph_upload_node { /* a node that reads the stage and stays the kernel that it is */
     cudaGraphNode_t node;
     cudaKernelNodeParams params;
     char **arg_block; /* its arguments: where each is, and they themselves, 8-byte aligned */
-    char **upload_ptrs[GRAPH_MAX_POINTERS]; /* [n_words] those in the block that are addresses in the stage */
+    /* [n_words] those in the block that are addresses in the stage */
+    char **upload_ptrs[GRAPH_MAX_POINTERS];
     int n_upload_ptrs;
 } graph_upload_node;
 typedef struct graph_kernel {
@@ -181,7 +192,8 @@ typedef struct graph_kernel {
 typedef struct step_graph {
     cudaGraph_t cuda_graph;
     cudaGraphExec_t exec;   /* NULL: not captured */
-    cudaGraphNode_t *variable_nodes; /* [n_nodes] that become other kernels, in the order of their launches: attention's, and ... */
+    cudaGraphNode_t *
+        variable_nodes; /* [n_nodes] that become other kernels, in the order of their launches: attention's, and ... */
     int n_variable_nodes;            /* ... up to GRAPH_SAMPLE_NODES of the last op */
     graph_upload_node *upload_nodes;  /* [n_readers] */
     int n_upload_nodes, upload_current;    /* turn: of the stage, which they read now */
@@ -190,7 +202,8 @@ typedef struct step_graph {
 typedef struct step_graphs {
     bool capturing;            /* the step that is begun is captured */
     enum graph_role role;      /* of the kernels that are launched now */
-    step_graph *current;           /* of the step that is begun; NULL: it is launched kernel by kernel */
+    /* of the step that is begun; NULL: it is launched kernel by kernel */
+    step_graph *current;
     int next_node;                    /* its next node to become another kernel */
     int next_capture, n_captured;               /* the next to capture; captured */
     double capture_s;            /* that it took */
@@ -211,12 +224,15 @@ struct group_rank; /* chapter 10 */
 enum { BARRIER_MAX_RANKS = TOKA_GPU_MAX_TP };
 
 struct signal_flag; /* chapter 10 */
-typedef struct rank_barrier { /* what a kernel needs to meet the same kernel of other ranks (chapter 10) */
+/* what a kernel needs to meet the same kernel of other ranks (chapter 10) */
+typedef struct rank_barrier {
     int tp_rank, tp_size;
     unsigned *counts;              /* own, [BARRIER_CTAS] */
     volatile int *aborted;           /* host memory: the group is broken */
-    volatile unsigned *progress;     /* host memory: number of the meeting that CTA 0 came to, and that it left */
-    signal_flag *signal_flags[BARRIER_MAX_RANKS]; /* of each rank [BARRIER_CTAS][BARRIER_MAX_RANKS] */
+    /* host memory: number of the meeting that CTA 0 came to, and that it left */
+    volatile unsigned *progress;
+    /* of each rank [BARRIER_CTAS][BARRIER_MAX_RANKS] */
+    signal_flag *signal_flags[BARRIER_MAX_RANKS];
     char *recv_buffers[BARRIER_MAX_RANKS];      /* of each rank: group_recv_bytes */
 } rank_barrier;
 
@@ -233,8 +249,9 @@ struct toka_device {
     int max_clusters_of_4;             /* Hopper: clusters of four large CTAs that run at once */
     bool hopper;             /* wgmma and TMA kernels run */
     cudaStream_t stream;
-    CUresult (*encode_map)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *, const cuuint64_t *,
-                           const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle,
+    CUresult (*encode_map)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *,
+                           const cuuint64_t *, const cuuint64_t *, const cuuint32_t *,
+                           const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle,
                            CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
     layer_weights *layers;   /* [L], host */
     bf16 *embed;             /* [V][E] */
@@ -245,21 +262,25 @@ struct toka_device {
     size_t kv_layer_elems;         /* elements of one layer */
     bf16 *xn, *qkv, *act;    /* scratch: [T][E] normed rows, [T][(H+2K)*D], [T][F] */
     float *row_sumsq;          /* scratch: [FUSE_NORM_MAX_ROWS][E/16] */
-    bool norm_ready;             /* the op before has left what the norm of the next one needs (chapter 4) */
+    /* the op before has left what the norm of the next one needs (chapter 4) */
+    bool norm_ready;
     upload_buffer upload;
     step_rows rows;
     int *last_tokens;               /* [n_slots] the id drawn last for each slot */
     step_clock clock;
     step_graphs graphs;
-    const toka_step *step;   /* the one that is begun, as it runs: filled up to a graph's size, if it is one */
-    int last_begun, last_finished;      /* places in the rings of STEP_RING_SIZE: of the step begun last, of the one finished last */
+    /* the one that is begun, as it runs: filled up to a graph's size, if it is one */
+    const toka_step *step;
+    /* places in the rings of STEP_RING_SIZE: of the step begun last, of the one finished last */
+    int last_begun, last_finished;
     attn_plan *attn;
     samp_plan *samp;
     size_t free_at_open;     /* bytes of the GPU that were free then */
     int64_t weight_bytes;    /* that the model takes */
     void **allocations;           /* what cudaMalloc gave */
     int n_allocations;
-    int steps_to_fault, steps_to_stall;  /* debugging: this many steps from now a kernel fails, or never ends; 0: none */
+    /* debugging: this many steps from now a kernel fails, or never ends; 0: none */
+    int steps_to_fault, steps_to_stall;
     int captures_to_fault;       /* debugging: this many captures from now; 0: none */
     const void *prepared_kernels[64]; /* kernels, by launch_prepare */
     int n_prepared_kernels;
@@ -271,14 +292,16 @@ struct toka_device {
     unsigned noted_barriers;          /* meetings enqueued when an op was last noted in rank->ops */
     bf16 *unreduced_x;         /* x without a sum, whose parts lie in boxes (chapter 10), or NULL */
     cudaStream_t send_stream;     /* with stages: what goes to others by copy engine */
-    cudaEvent_t sampled_event;       /* tp rank 0 of the last stage: the table of last tokens can be sent */
+    /* tp rank 0 of the last stage: the table of last tokens can be sent */
+    cudaEvent_t sampled_event;
 };
 
 /* Latches the first failure; later ones are its consequences. */
 static void latch_error(toka_device *dev, cudaError_t code, const char *what) {
     if (code == cudaSuccess || dev->error.code) return;
     dev->error.code = code == cudaErrorMemoryAllocation ? TOKA_E_MEMORY : TOKA_E_DEVICE;
-    snprintf(dev->error.msg, sizeof dev->error.msg, "GPU: %s%s: %s", dev->rank_prefix, what, cudaGetErrorString(code));
+    snprintf(dev->error.msg, sizeof dev->error.msg, "GPU: %s%s: %s", dev->rank_prefix, what,
+             cudaGetErrorString(code));
 }
 #define CHECK_LAUNCH(dev, what) latch_error(dev, cudaGetLastError(), what) /* behind every <<<>>> */
 
@@ -301,18 +324,26 @@ static void launch_prepare(toka_device *dev, const char *what, const void *kerne
     cudaFuncAttributes attributes = {};
     latch_error(dev, cudaFuncGetAttributes(&attributes, kernel), what);
     const int max_dynamic = dev->max_smem - (int)attributes.sharedSizeBytes;
-    latch_error(dev, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, max_dynamic), what);
+    latch_error(
+        dev, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, max_dynamic),
+        what);
     const cudaFuncAttribute carveout = cudaFuncAttributePreferredSharedMemoryCarveout;
-    if (dev->hopper) latch_error(dev, cudaFuncSetAttribute(kernel, carveout, cudaSharedmemCarveoutMaxShared), what);
-    if (index < capacity) dev->prepared_kernels[dev->n_prepared_kernels++] = kernel; /* else set each time */
+    if (dev->hopper)
+        latch_error(dev, cudaFuncSetAttribute(kernel, carveout, cudaSharedmemCarveoutMaxShared),
+                    what);
+    /* else set each time */
+    if (index < capacity) dev->prepared_kernels[dev->n_prepared_kernels++] = kernel;
 }
 
 /* The step that is begun is run by a graph, launched at its end: until then its ops launch nothing. */
-static bool graph_is_replay(const toka_device *dev) { return dev->graphs.current && !dev->graphs.capturing; }
+static bool graph_is_replay(const toka_device *dev) {
+    return dev->graphs.current && !dev->graphs.capturing;
+}
 
 /* Behind the last op that the step's graph has, if there is one: then it runs. */
 static void graph_launch(toka_device *dev) {
-    if (graph_is_replay(dev) && !dev->error.code) latch_error(dev, cudaGraphLaunch(dev->graphs.current->exec, dev->stream), "step");
+    if (graph_is_replay(dev) && !dev->error.code)
+        latch_error(dev, cudaGraphLaunch(dev->graphs.current->exec, dev->stream), "step");
 }
 
 /* A kernel in a graph that other steps need another way: remembered when it is captured, made another one with other arguments
@@ -323,29 +354,40 @@ static void graph_record_node(toka_device *dev) {
     const cudaGraphEdgeData *edges;
     size_t n = 0;
 #if CUDART_VERSION >= 13000
-    latch_error(dev, cudaStreamGetCaptureInfo(dev->stream, &status, NULL, NULL, &last, &edges, &n), "capture");
+    latch_error(dev, cudaStreamGetCaptureInfo(dev->stream, &status, NULL, NULL, &last, &edges, &n),
+                "capture");
 #else
-    latch_error(dev, cudaStreamGetCaptureInfo_v3(dev->stream, &status, NULL, NULL, &last, &edges, &n), "capture");
+    latch_error(dev,
+                cudaStreamGetCaptureInfo_v3(dev->stream, &status, NULL, NULL, &last, &edges, &n),
+                "capture");
 #endif
     assert(dev->error.code || n == 1);
-    if (!dev->error.code) dev->graphs.current->variable_nodes[dev->graphs.current->n_variable_nodes++] = *last;
+    if (!dev->error.code)
+        dev->graphs.current->variable_nodes[dev->graphs.current->n_variable_nodes++] = *last;
 }
-static void graph_update_node(toka_device *dev, const cudaLaunchConfig_t *config, const void *kernel, void **arguments) {
+static void graph_update_node(toka_device *dev, const cudaLaunchConfig_t *config,
+                              const void *kernel, void **arguments) {
     step_graph *graph = dev->graphs.current;
     cudaKernelNodeParams params = {};
-    params.func = (void *)kernel, params.gridDim = config->gridDim, params.blockDim = config->blockDim;
+    params.func = (void *)kernel, params.gridDim = config->gridDim,
+    params.blockDim = config->blockDim;
     params.sharedMemBytes = (unsigned)config->dynamicSmemBytes, params.kernelParams = arguments;
     assert(dev->graphs.next_node < graph->n_variable_nodes);
-    latch_error(dev, cudaGraphExecKernelNodeSetParams(graph->exec, graph->variable_nodes[dev->graphs.next_node++], &params), "step");
+    latch_error(dev,
+                cudaGraphExecKernelNodeSetParams(
+                    graph->exec, graph->variable_nodes[dev->graphs.next_node++], &params),
+                "step");
 }
 /* Launches a kernel, keeps its node too, or makes the graph's next node it: as the role of the moment says. */
-static void launch_by_role(toka_device *dev, const char *what, const cudaLaunchConfig_t *config, const void *kernel, void **arguments) {
+static void launch_by_role(toka_device *dev, const char *what, const cudaLaunchConfig_t *config,
+                           const void *kernel, void **arguments) {
     if (dev->graphs.role == GRAPH_ROLE_UPDATE) graph_update_node(dev, config, kernel, arguments);
     else latch_error(dev, cudaLaunchKernelExC(config, kernel, arguments), what);
     if (dev->graphs.role == GRAPH_ROLE_RECORD && !dev->error.code) graph_record_node(dev);
 }
 
-template <class T> struct type_identity { typedef T type; }; /* keeps a parameter out of template deduction */
+/* keeps a parameter out of template deduction */
+template <class T> struct type_identity { typedef T type; };
 
 /* Launches a kernel in clusters of `cluster` CTAs, with `smem` bytes of dynamic shared memory. On Hopper it may start while the
  * kernel ahead still runs: a thread that reads what an earlier kernel writes, or writes what one reads, first passes grid_wait().
@@ -357,9 +399,10 @@ template <class T> struct type_identity { typedef T type; }; /* keeps a paramete
  * launches of gemm_smallm). Shares of the time to read W: 2048 x 8192, 64 rows 54 -> 67 %, 2048 x 2048, 16 and 32 rows 53 -> 71, 52
  * -> 64, 4096 x 4096 in four parts, 64 rows 50 -> 72. The spread policy changes nothing, nor does this one for gemm_wgmma, whose
  * CTAs have an SM each. */
-template <class... P>
-static void launch_dependent(toka_device *dev, const char *what, void (*kernel)(P...), dim3 grid, int threads, size_t smem,
-                             int cluster, typename type_identity<P>::type... args) {
+template <class... P> static void launch_dependent(toka_device *dev, const char *what,
+                                                   void (*kernel)(P...), dim3 grid, int threads,
+                                                   size_t smem, int cluster,
+                                                   typename type_identity<P>::type... args) {
     cudaLaunchAttribute attributes[3] = {};
     cudaLaunchConfig_t config = {};
     void *pointers[] = {(void *)&args...};
@@ -375,7 +418,8 @@ static void launch_dependent(toka_device *dev, const char *what, void (*kernel)(
         attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
         attributes[config.numAttrs++].val.clusterDim = {(unsigned)cluster, 1, 1};
         attributes[config.numAttrs].id = cudaLaunchAttributeClusterSchedulingPolicyPreference;
-        attributes[config.numAttrs++].val.clusterSchedulingPolicyPreference = cudaClusterSchedulingPolicyLoadBalancing;
+        attributes[config.numAttrs++].val.clusterSchedulingPolicyPreference =
+            cudaClusterSchedulingPolicyLoadBalancing;
     }
     launch_by_role(dev, what, &config, (const void *)kernel, pointers);
 }
@@ -394,7 +438,9 @@ static inline int round_up_8(int n) { return (n + 7) & ~7; }
  * One small function per instruction, named as the PTX manual names it. Addresses of shared memory are 32-bit (smem_addr).
  * =========================================================================== */
 
-__device__ static inline uint32_t smem_addr(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+__device__ static inline uint32_t smem_addr(const void *p) {
+    return (uint32_t)__cvta_generic_to_shared(p);
+}
 
 /* ---- Arithmetic ---- */
 
@@ -414,7 +460,9 @@ __device__ static inline uint32_t pack_bf16(float low, float high) {
     return r;
 }
 __device__ static inline float bf16_low(uint32_t pair) { return __uint_as_float(pair << 16); }
-__device__ static inline float bf16_high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
+__device__ static inline float bf16_high(uint32_t pair) {
+    return __uint_as_float(pair & 0xffff0000u);
+}
 
 /* ---- mma.sync and its feeding (sm_80 and later) ---- */
 
@@ -440,10 +488,12 @@ __device__ static inline uint32_t movmatrix_trans(uint32_t x) {
 }
 /* 16 bytes to shared memory; bytes 0 .. n-1 are read, the rest becomes 0 (n: 0 to 16). */
 __device__ static inline void cp_async_16(uint32_t to, const void *from, int n) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(n) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(n)
+                 : "memory");
 }
 /* The same for what is read once, with policy l2_evict_first_policy(): it leaves the L2 cache first. */
-__device__ static inline void cp_async_16_evict_first(uint32_t to, const void *from, int n, uint64_t policy) {
+__device__ static inline void cp_async_16_evict_first(uint32_t to, const void *from, int n,
+                                                      uint64_t policy) {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;"
                  ::"r"(to), "l"(from), "r"(n), "l"(policy) : "memory");
 }
@@ -455,9 +505,15 @@ __device__ static inline uint64_t l2_evict_first_policy() {
 /* Of what is small and read last: the other weights of a step have driven it out of the cache. A step of one, 16, 128 sequences
  * with the biases of QKV asked for ahead, H200, 2026-11-25, ms: Qwen2.5-0.5B 0.531 -> 0.523, 0.610 -> 0.605, 0.879 -> 0.876;
  * Qwen2.5-1.5B 1.221 -> 1.204, 1.392 -> 1.383, 1.896 -> 1.868. The weights of QK-norm in GEMMs of 128 rows: nothing gained. */
-__device__ static inline void l2_prefetch(const void *from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory"); }
-__device__ static inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int N> __device__ static inline void cp_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
+__device__ static inline void l2_prefetch(const void *from) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
+}
+__device__ static inline void cp_async_commit() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+template <int N> __device__ static inline void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
 
 /* ---- Dependent launches: a kernel may start before the one ahead has ended ---- */
 
@@ -483,12 +539,16 @@ __device__ static inline void bar_sync(int id, int threads) {
 __device__ static inline void mbar_init(uint32_t bar, int count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
 }
-__device__ static inline void mbar_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ static inline void mbar_init_fence() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 __device__ static inline void mbar_arrive(uint32_t bar) {
     asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
 __device__ static inline void mbar_expect_tx(uint32_t bar, int bytes) { /* arrives too */
-    asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(bar),
+                 "r"(bytes)
+                 : "memory");
 }
 /* Arrives at the barrier of the same offset in CTA `cta` of the cluster: this CTA's wgmma has done reading. Publishes no writes;
  * .release.cluster would, by a fence that costs as much as a block of products. */
@@ -508,31 +568,37 @@ __device__ static inline void mbar_wait(uint32_t bar, int parity) {
 __device__ static inline void tma_prefetch_map(const CUtensorMap *m) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(m) : "memory");
 }
-__device__ static inline void tma_load_2d(uint32_t to, const CUtensorMap *m, uint32_t bar, int c0, int c1) {
+__device__ static inline void tma_load_2d(uint32_t to, const CUtensorMap *m, uint32_t bar, int c0,
+                                          int c1) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
                  ::"r"(to), "l"(m), "r"(bar), "r"(c0), "r"(c1) : "memory");
 }
 /* The same for what is read once: it leaves the L2 cache first. */
-__device__ static inline void tma_load_2d_evict_first(uint32_t to, const CUtensorMap *m, uint32_t bar, int c0, int c1) {
+__device__ static inline void tma_load_2d_evict_first(uint32_t to, const CUtensorMap *m,
+                                                      uint32_t bar, int c0, int c1) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
                  " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(m), "r"(bar), "r"(c0), "r"(c1), "l"(0x12F0000000000000ull)
                  : "memory");
 }
-__device__ static inline void tma_load_5d(uint32_t to, const CUtensorMap *m, uint32_t bar, int c0, int c1, int c2, int c3,
-                                          int c4) {
+__device__ static inline void tma_load_5d(uint32_t to, const CUtensorMap *m, uint32_t bar, int c0,
+                                          int c1, int c2, int c3, int c4) {
     asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-                 " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
-                 ::"r"(to), "l"(m), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4) : "memory");
+                 " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(to),
+                 "l"(m), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+                 : "memory");
 }
-__device__ static inline void tma_load_5d_evict_first(uint32_t to, const CUtensorMap *m, uint32_t bar, int c0, int c1, int c2, int c3,
-                                               int c4) {
-    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
-                 " [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;"
-                 ::"r"(to), "l"(m), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "l"(0x12F0000000000000ull) : "memory");
+__device__ static inline void tma_load_5d_evict_first(uint32_t to, const CUtensorMap *m,
+                                                      uint32_t bar, int c0, int c1, int c2, int c3,
+                                                      int c4) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(to),
+        "l"(m), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "l"(0x12F0000000000000ull)
+        : "memory");
 }
 /* Into the same offset of every CTA in `mask`, each CTA's barrier at the same offset is told. */
-__device__ static inline void tma_load_2d_multicast(uint32_t to, const CUtensorMap *m, uint32_t bar, int c0, int c1,
-                                                    uint16_t mask) {
+__device__ static inline void tma_load_2d_multicast(uint32_t to, const CUtensorMap *m, uint32_t bar,
+                                                    int c0, int c1, uint16_t mask) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
                  " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(m), "r"(bar), "r"(c0), "r"(c1), "h"(mask) : "memory");
 }
@@ -544,18 +610,30 @@ __device__ static inline void tma_store_2d(const CUtensorMap *m, uint32_t from, 
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];"
                  ::"l"(m), "r"(from), "r"(c0), "r"(c1) : "memory");
 }
-__device__ static inline void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-template <int N> __device__ static inline void tma_store_wait_read() { /* shared memory may be written again */
+__device__ static inline void tma_store_commit() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+/* shared memory may be written again */
+template <int N> __device__ static inline void tma_store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
 }
-__device__ static inline void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); } /* it is written */
+/* it is written */
+__device__ static inline void tma_store_wait() {
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
 /* Makes ordinary stores to shared memory visible to wgmma and TMA (async proxy); each writing thread, before the barrier. */
-__device__ static inline void fence_async_smem() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ static inline void fence_async_smem() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 
 /* ---- Warpgroups and clusters ---- */
 
-template <int N> __device__ static inline void setmaxnreg_dec() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
-template <int N> __device__ static inline void setmaxnreg_inc() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
+template <int N> __device__ static inline void setmaxnreg_dec() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
+template <int N> __device__ static inline void setmaxnreg_inc() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
 __device__ static inline void bar_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -572,7 +650,10 @@ __device__ static inline int cluster_rank() {
 }
 __device__ static inline float4 smem_load_float4(uint32_t at) { /* 16 bytes */
     float4 v;
-    asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at) : "memory");
+    asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "r"(at)
+                 : "memory");
     return v;
 }
 __device__ static inline float smem_load_float(uint32_t at) {
@@ -583,8 +664,12 @@ __device__ static inline float smem_load_float(uint32_t at) {
 __device__ static inline void smem_store_float(uint32_t at, float v) {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(v) : "memory");
 }
-__device__ static inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ static inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ static inline void wgmma_fence() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ static inline void wgmma_commit() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
 template <int N> __device__ static inline void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
@@ -592,7 +677,8 @@ template <int N> __device__ static inline void wgmma_wait() {
 /* Matrix descriptor of a K-major tile in 128-byte rows with 128-byte swizzle, base aligned to 1,024 bytes: 8 rows every 1,024
  * bytes. The next 16 columns are 32 bytes on: + 2. */
 __device__ static inline uint64_t wgmma_desc(uint32_t at) {
-    return (uint64_t)((at & 0x3FFFF) >> 4) | (uint64_t)1 << 16 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
+    return (uint64_t)((at & 0x3FFFF) >> 4) | (uint64_t)1 << 16 | (uint64_t)(1024 >> 4) << 32 |
+           (uint64_t)1 << 62;
 }
 
 /* ---- wgmma: d[64][N] (+)= a[64][16] b[N][16]^T by one warpgroup ----
@@ -634,16 +720,20 @@ __device__ static inline uint64_t wgmma_desc(uint32_t at) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %" #S ", 0; wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16"         \
                  " {" WG_REGS_##H "}, %" #A ", %" #B ", p, 1, 1, 0, %" #T ";}"                                                \
                  : WG_ACC_##H : "l"(a), "l"(b), "r"(scale_d), "n"(TRANS_B))
-#define WG_RS(n, H, A0, A1, A2, A3, B, S, T)                                                                                  \
-    if constexpr (N == n)                                                                                                     \
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %" #S ", 0; wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16"         \
-                 " {" WG_REGS_##H "}, {%" #A0 ",%" #A1 ",%" #A2 ",%" #A3 "}, %" #B ", p, 1, 1, %" #T ";}"                     \
-                 : WG_ACC_##H : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(scale_d), "n"(TRANS_B))
+#define WG_RS(n, H, A0, A1, A2, A3, B, S, T)                                                       \
+    if constexpr (N == n)                                                                          \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %" #S ", 0; wgmma.mma_async.sync.aligned.m64n" #n  \
+                 "k16.f32.bf16.bf16"                                                               \
+                 " {" WG_REGS_##H "}, {%" #A0 ",%" #A1 ",%" #A2 ",%" #A3 "}, %" #B                 \
+                                  ", p, 1, 1, %" #T ";}"                                           \
+                 : WG_ACC_##H                                                                      \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(scale_d), "n"(TRANS_B))
 
 /* Both from shared memory by descriptor. TRANS_B 1: b lies as [16][N], rows of N (wgmma_desc_trans). */
-template <int N, int TRANS_B = 0> __device__ static inline void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, int scale_d) {
-    static_assert(N == 8 || N == 16 || N == 32 || N == 64 || N == 80 || N == 96 || N == 128 || N == 160 || N == 192 || N == 224 ||
-                  N == 256);
+template <int N, int TRANS_B = 0>
+__device__ static inline void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, int scale_d) {
+    static_assert(N == 8 || N == 16 || N == 32 || N == 64 || N == 80 || N == 96 || N == 128 ||
+                  N == 160 || N == 192 || N == 224 || N == 256);
     WG_SS(8, 4, 4, 5, 6, 7);
     WG_SS(16, 8, 8, 9, 10, 11);
     WG_SS(32, 16, 16, 17, 18, 19);
@@ -657,9 +747,11 @@ template <int N, int TRANS_B = 0> __device__ static inline void wgmma_ss(float (
     WG_SS(256, 128, 128, 129, 130, 131);
 }
 /* a from registers. */
-template <int N, int TRANS_B>
-__device__ static inline void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, int scale_d) {
-    static_assert(N == 64 || N == 80 || N == 96 || N == 128 || N == 160 || N == 192 || N == 224 || N == 256);
+template <int N, int TRANS_B> __device__ static inline void wgmma_rs(float (&d)[N / 2],
+                                                                     const uint32_t (&a)[4],
+                                                                     uint64_t b, int scale_d) {
+    static_assert(N == 64 || N == 80 || N == 96 || N == 128 || N == 160 || N == 192 || N == 224 ||
+                  N == 256);
     WG_RS(64, 32, 32, 33, 34, 35, 36, 37, 38);
     WG_RS(80, 40, 40, 41, 42, 43, 44, 45, 46);
     WG_RS(96, 48, 48, 49, 50, 51, 52, 53, 54);
@@ -677,11 +769,16 @@ template <int N> __device__ static inline void wgmma_fence_operand(float (&d)[N]
 /* Matrix descriptor of b for TRANS_B: rows of 64 columns in 128 bytes with 128-byte swizzle, base aligned to 1,024 bytes; 8 rows
  * every 1,024 bytes; panels of 64 columns lie `panel_bytes` apart. The next 16 rows are 2,048 bytes on: + 128. */
 __device__ static inline uint64_t wgmma_desc_trans(uint32_t at, int panel_bytes) {
-    return (uint64_t)((at & 0x3FFFF) >> 4) | (uint64_t)(panel_bytes >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
+    return (uint64_t)((at & 0x3FFFF) >> 4) | (uint64_t)(panel_bytes >> 4) << 16 |
+           (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
 }
 /* All threads of the cluster meet; orders no memory (barrier.cluster.arrive.release costs a fence of the whole GPU). */
-__device__ static inline void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-__device__ static inline void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+__device__ static inline void cluster_arrive_relaxed() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ static inline void cluster_wait() {
+    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+}
 __device__ static inline void cluster_sync_relaxed() { cluster_arrive_relaxed(), cluster_wait(); }
 /* The address of `at` in CTA `cta` of the cluster. */
 __device__ static inline uint32_t mapa(uint32_t at, int cta) {
@@ -700,18 +797,27 @@ __device__ static inline void st_async_8(uint32_t to, float x, float y, uint32_t
                  ::"r"(to), "f"(x), "f"(y), "r"(bar) : "memory");
 }
 __device__ static inline void smem_store_16(uint32_t at, uint4 v) {
-    asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+    asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z),
+                 "r"(v.w)
+                 : "memory");
 }
-__device__ static inline void smem_store_float4(uint32_t at, const float v[4]) { /* accumulators go out without a copy */
-    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+/* accumulators go out without a copy */
+__device__ static inline void smem_store_float4(uint32_t at, const float v[4]) {
+    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(v[0]), "f"(v[1]), "f"(v[2]),
+                 "f"(v[3])
+                 : "memory");
 }
 __device__ static inline uint4 smem_load_16(uint32_t at) {
     uint4 v;
-    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(at)
+                 : "memory");
     return v;
 }
 /* Four 8x8 matrices of 2-byte elements to shared memory; lane 8i+j gives the address of row j of matrix i, 16 bytes each. */
-__device__ static inline void stmatrix_x4(uint32_t at, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
+__device__ static inline void stmatrix_x4(uint32_t at, uint32_t r0, uint32_t r1, uint32_t r2,
+                                          uint32_t r3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
                  ::"r"(at), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
 }
@@ -731,13 +837,15 @@ static void *dev_alloc(toka_device *dev, size_t bytes, const char *what) {
         cudaGetLastError();
         cudaMemGetInfo(&free_bytes, &total);
         dev->error.code = TOKA_E_MEMORY;
-        snprintf(dev->error.msg, sizeof dev->error.msg, "GPU: %s%s: %.2f GB asked for, %.2f of %.2f GB are free", dev->rank_prefix, what,
+        snprintf(dev->error.msg, sizeof dev->error.msg,
+                 "GPU: %s%s: %.2f GB asked for, %.2f of %.2f GB are free", dev->rank_prefix, what,
                  bytes / 1e9, free_bytes / 1e9, total / 1e9);
         return NULL;
     }
     latch_error(dev, code, what);
     if (code) return NULL;
-    void **allocations = (void **)realloc(dev->allocations, (size_t)(dev->n_allocations + 1) * sizeof *allocations);
+    void **allocations = (void **)realloc(dev->allocations,
+                                          (size_t)(dev->n_allocations + 1) * sizeof *allocations);
     if (!allocations) abort();
     dev->allocations = allocations;
     dev->allocations[dev->n_allocations++] = memory;
@@ -750,11 +858,18 @@ static void *dev_alloc(toka_device *dev, size_t bytes, const char *what) {
  * reads the other buffer, still runs; the one before that has been finished. */
 static void upload_open(toka_device *dev, upload_buffer *upload, size_t cap, bool own_stream) {
     *upload = upload_buffer{.cap = cap};
-    if (own_stream && !dev->error.code) latch_error(dev, cudaStreamCreateWithFlags(&upload->stream, cudaStreamNonBlocking), "step buffer");
+    if (own_stream && !dev->error.code)
+        latch_error(dev, cudaStreamCreateWithFlags(&upload->stream, cudaStreamNonBlocking),
+                    "step buffer");
     for (int i = 0; i < STEPS_IN_FLIGHT && !dev->error.code; i++) {
-        upload->device[i] = i && !own_stream ? upload->device[0] : (char *)dev_alloc(dev, cap, "step buffer");
-        latch_error(dev, cudaHostAlloc((void **)&upload->host[i], cap, cudaHostAllocDefault), "pinned step buffer");
-        latch_error(dev, cudaEventCreateWithFlags(&upload->sent[i], cudaEventDisableTiming | cudaEventBlockingSync), "pinned step buffer");
+        upload->device[i] = i && !own_stream ? upload->device[0]
+                                             : (char *)dev_alloc(dev, cap, "step buffer");
+        latch_error(dev, cudaHostAlloc((void **)&upload->host[i], cap, cudaHostAllocDefault),
+                    "pinned step buffer");
+        latch_error(dev,
+                    cudaEventCreateWithFlags(&upload->sent[i],
+                                             cudaEventDisableTiming | cudaEventBlockingSync),
+                    "pinned step buffer");
     }
 }
 static void upload_close(upload_buffer *upload) { /* what lies on the host */
@@ -765,7 +880,8 @@ static void upload_close(upload_buffer *upload) { /* what lies on the host */
     }
     *upload = upload_buffer{};
 }
-static void upload_begin(toka_device *dev, upload_buffer *upload) { /* waits until the last transfer from the next host buffer has left it */
+/* waits until the last transfer from the next host buffer has left it */
+static void upload_begin(toka_device *dev, upload_buffer *upload) {
     upload->current = (upload->current + 1) % STEPS_IN_FLIGHT;
     latch_error(dev, cudaEventSynchronize(upload->sent[upload->current]), "step upload");
     upload->used = 0;
@@ -794,9 +910,14 @@ static void *upload_put(upload_buffer *upload, const void *from, size_t bytes) {
  * transfer stands between it and what ran before. */
 static void upload_send(toka_device *dev, upload_buffer *upload) {
     const cudaStream_t stream = upload->stream ? upload->stream : dev->stream;
-    latch_error(dev, cudaMemcpyAsync(upload->device[upload->current], upload->host[upload->current], upload->used, cudaMemcpyHostToDevice, stream), "step upload");
+    latch_error(dev,
+                cudaMemcpyAsync(upload->device[upload->current], upload->host[upload->current],
+                                upload->used, cudaMemcpyHostToDevice, stream),
+                "step upload");
     latch_error(dev, cudaEventRecord(upload->sent[upload->current], stream), "step upload");
-    if (upload->stream) latch_error(dev, cudaStreamWaitEvent(dev->stream, upload->sent[upload->current], 0), "step upload");
+    if (upload->stream)
+        latch_error(dev, cudaStreamWaitEvent(dev->stream, upload->sent[upload->current], 0),
+                    "step upload");
 }
 
 /* ---- Weights: mapped file -> pinned buffers -> device ----
@@ -828,11 +949,13 @@ typedef struct weight_loader {
     pthread_mutex_t lock;
 } weight_loader;
 
-static void load_add_job(weight_loader *loader, const toka_tensor *from, void *to, int stride, bool f32, int row0, bool interleaved) {
+static void load_add_job(weight_loader *loader, const toka_tensor *from, void *to, int stride,
+                         bool f32, int row0, bool interleaved) {
     if (!from->rows) return;
     if (loader->n_jobs == loader->cap_jobs) {
         loader->cap_jobs = loader->cap_jobs ? 2 * loader->cap_jobs : 256;
-        loader->jobs = (load_job *)realloc(loader->jobs, (size_t)loader->cap_jobs * sizeof *loader->jobs);
+        loader->jobs = (load_job *)realloc(loader->jobs,
+                                           (size_t)loader->cap_jobs * sizeof *loader->jobs);
         if (!loader->jobs) abort();
     }
     loader->jobs[loader->n_jobs++] = load_job{from, to, stride, f32, row0, interleaved};
@@ -840,12 +963,14 @@ static void load_add_job(weight_loader *loader, const toka_tensor *from, void *t
 }
 
 /* Elements at .. at+n-1 of a tensor, in raw: converted to the target's type and put into its rows. A thread an element. */
-__global__ static void __launch_bounds__(256) load_convert_kernel(const void *raw, size_t first_elem, size_t n_elems, int cols, toka_dtype dtype,
-                                                         load_job job) {
+__global__ static void __launch_bounds__(256)
+    load_convert_kernel(const void *raw, size_t first_elem, size_t n_elems, int cols,
+                        toka_dtype dtype, load_job job) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n_elems) return;
     int row = (int)((first_elem + i) / cols), col = (int)((first_elem + i) % cols);
-    size_t to = (size_t)(job.row0 + (job.interleaved ? row / 8 * 16 + row % 8 : row)) * job.stride + col;
+    size_t to = (size_t)(job.row0 + (job.interleaved ? row / 8 * 16 + row % 8 : row)) * job.stride +
+                col;
     float value = dtype == TOKA_F32   ? ((const float *)raw)[i]
               : dtype == TOKA_F16 ? __half2float(((const __half *)raw)[i])
                                  : __bfloat162float(((const bf16 *)raw)[i]);
@@ -860,14 +985,18 @@ static bool load_next(weight_loader *loader, load_job *job, size_t *first_elem, 
     if (more) {
         *job = loader->jobs[loader->next_job], *first_elem = loader->next_elem;
         const toka_tensor *tensor = job->from;
-        size_t elem_bytes = tensor->dtype == TOKA_F32 ? 4 : 2, total = (size_t)tensor->rows * tensor->cols, max_elems = LOAD_PIECE_BYTES / elem_bytes;
+        size_t elem_bytes = tensor->dtype == TOKA_F32 ? 4 : 2,
+               total = (size_t)tensor->rows * tensor->cols,
+               max_elems = LOAD_PIECE_BYTES / elem_bytes;
         const bool is_slice = tensor->rows > 1 && tensor->stride != tensor->cols;
         assert(!is_slice || max_elems >= (size_t)tensor->cols);
         if (is_slice) max_elems -= max_elems % tensor->cols;
         *n_elems = total - *first_elem < max_elems ? total - *first_elem : max_elems;
         loader->next_elem += *n_elems, loader->done_bytes += *n_elems * elem_bytes;
         if (loader->next_elem == total) loader->next_job++, loader->next_elem = 0;
-        if (loader->dev->options.progress) loader->dev->options.progress(loader->dev->options.user, "loading weights", (double)loader->done_bytes / loader->total_bytes);
+        if (loader->dev->options.progress)
+            loader->dev->options.progress(loader->dev->options.user, "loading weights",
+                                          (double)loader->done_bytes / loader->total_bytes);
     }
     pthread_mutex_unlock(&loader->lock);
     return more;
@@ -877,19 +1006,27 @@ static bool load_next(weight_loader *loader, load_job *job, size_t *first_elem, 
 static void load_read(const toka_tensor *tensor, size_t first_elem, size_t n_elems, char *to) {
     size_t elem_bytes = tensor->dtype == TOKA_F32 ? 4 : 2, cols = (size_t)tensor->cols;
     const char *data = (const char *)tensor->data;
-    if (tensor->rows == 1 || tensor->stride == tensor->cols) memcpy(to, data + first_elem * elem_bytes, n_elems * elem_bytes);
+    if (tensor->rows == 1 || tensor->stride == tensor->cols)
+        memcpy(to, data + first_elem * elem_bytes, n_elems * elem_bytes);
     else
-        for (size_t i = 0; i < n_elems; i += cols) memcpy(to + i * elem_bytes, data + (first_elem + i) / cols * tensor->stride * elem_bytes, cols * elem_bytes);
+        for (size_t i = 0; i < n_elems; i += cols)
+            memcpy(to + i * elem_bytes,
+                   data + (first_elem + i) / cols * tensor->stride * elem_bytes, cols * elem_bytes);
 }
 
-static cudaError_t load_piece(const load_job *job, size_t first_elem, size_t n_elems, char *host_buf, char *dev_buf, cudaStream_t stream) {
+static cudaError_t load_piece(const load_job *job, size_t first_elem, size_t n_elems,
+                              char *host_buf, char *dev_buf, cudaStream_t stream) {
     size_t elem_bytes = job->from->dtype == TOKA_F32 ? 4 : 2;
     load_read(job->from, first_elem, n_elems, host_buf);
-    if (job->from->dtype == TOKA_BF16 && !job->f32 && !job->interleaved && job->stride == job->from->cols)
-        return cudaMemcpyAsync((bf16 *)job->to + (size_t)job->row0 * job->stride + first_elem, host_buf, n_elems * elem_bytes, cudaMemcpyHostToDevice, stream);
-    cudaError_t code = cudaMemcpyAsync(dev_buf, host_buf, n_elems * elem_bytes, cudaMemcpyHostToDevice, stream);
+    if (job->from->dtype == TOKA_BF16 && !job->f32 && !job->interleaved &&
+        job->stride == job->from->cols)
+        return cudaMemcpyAsync((bf16 *)job->to + (size_t)job->row0 * job->stride + first_elem,
+                               host_buf, n_elems * elem_bytes, cudaMemcpyHostToDevice, stream);
+    cudaError_t code = cudaMemcpyAsync(dev_buf, host_buf, n_elems * elem_bytes,
+                                       cudaMemcpyHostToDevice, stream);
     if (code) return code;
-    load_convert_kernel<<<(unsigned)((n_elems + 255) / 256), 256, 0, stream>>>(dev_buf, first_elem, n_elems, job->from->cols, job->from->dtype, *job);
+    load_convert_kernel<<<(unsigned)((n_elems + 255) / 256), 256, 0, stream>>>(
+        dev_buf, first_elem, n_elems, job->from->cols, job->from->dtype, *job);
     return cudaGetLastError();
 }
 
@@ -902,12 +1039,15 @@ static void *load_thread(void *arg) {
     size_t first_elem, n_elems;
     cudaError_t code = cudaSetDevice(loader->dev->ordinal);
     if (!code) code = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
-    for (int i = 0; i < 2 && !code; i++) code = cudaEventCreateWithFlags(&reusable[i], cudaEventDisableTiming);
+    for (int i = 0; i < 2 && !code; i++)
+        code = cudaEventCreateWithFlags(&reusable[i], cudaEventDisableTiming);
     if (!code) code = cudaHostAlloc((void **)&host_buf, 2 * LOAD_PIECE_BYTES, cudaHostAllocDefault);
     if (!code) code = cudaMalloc((void **)&dev_buf, 2 * LOAD_PIECE_BYTES);
     for (int i = 0; !code && load_next(loader, &job, &first_elem, &n_elems); i ^= 1) {
         code = cudaEventSynchronize(reusable[i]);
-        if (!code) code = load_piece(&job, first_elem, n_elems, host_buf + i * LOAD_PIECE_BYTES, dev_buf + i * LOAD_PIECE_BYTES, stream);
+        if (!code)
+            code = load_piece(&job, first_elem, n_elems, host_buf + i * LOAD_PIECE_BYTES,
+                              dev_buf + i * LOAD_PIECE_BYTES, stream);
         if (!code) code = cudaEventRecord(reusable[i], stream);
     }
     if (!code) code = cudaStreamSynchronize(stream);
@@ -915,7 +1055,8 @@ static void *load_thread(void *arg) {
         pthread_mutex_lock(&loader->lock);
         if (!loader->error.code) {
             loader->error.code = code == cudaErrorMemoryAllocation ? TOKA_E_MEMORY : TOKA_E_DEVICE;
-            snprintf(loader->error.msg, sizeof loader->error.msg, "GPU: loading weights: %s", cudaGetErrorString(code));
+            snprintf(loader->error.msg, sizeof loader->error.msg, "GPU: loading weights: %s",
+                     cudaGetErrorString(code));
         }
         pthread_mutex_unlock(&loader->lock);
     }
@@ -930,9 +1071,11 @@ static void *load_thread(void *arg) {
 static void load_run(weight_loader *loader) {
     pthread_t threads[LOAD_THREADS];
     int n_started = 0;
-    const int n_threads = loader->dev->options.n_devices > 4 ? LOAD_THREADS / 2 : LOAD_THREADS; /* several devices load side by side */
+    /* several devices load side by side */
+    const int n_threads = loader->dev->options.n_devices > 4 ? LOAD_THREADS / 2 : LOAD_THREADS;
     pthread_mutex_init(&loader->lock, NULL);
-    while (n_started < n_threads && !pthread_create(&threads[n_started], NULL, load_thread, loader)) n_started++;
+    while (n_started < n_threads && !pthread_create(&threads[n_started], NULL, load_thread, loader))
+        n_started++;
     if (!n_started) load_thread(loader);
     for (int i = 0; i < n_started; i++) pthread_join(threads[i], NULL);
     pthread_mutex_destroy(&loader->lock);
@@ -947,23 +1090,28 @@ static weight weight_alloc(toka_device *dev, int rows, int cols) {
     weight w = {NULL, NULL, round_up_8(rows), round_up_8(cols)};
     size_t bytes = (size_t)w.N * w.K * sizeof(bf16);
     w.data = (bf16 *)dev_alloc(dev, bytes, "weights"), dev->weight_bytes += (int64_t)bytes;
-    if (w.data && (w.N > rows || w.K > cols)) latch_error(dev, cudaMemset(w.data, 0, bytes), "weights");
+    if (w.data && (w.N > rows || w.K > cols))
+        latch_error(dev, cudaMemset(w.data, 0, bytes), "weights");
     return w;
 }
 /* n floats rounded up to 8, zeros until something is loaded. */
 static float *vector_alloc(toka_device *dev, int n) {
     float *vector = (float *)dev_alloc(dev, (size_t)round_up_8(n) * sizeof(float), "weights");
     dev->weight_bytes += (int64_t)round_up_8(n) * (int64_t)sizeof(float);
-    if (vector) latch_error(dev, cudaMemset(vector, 0, (size_t)round_up_8(n) * sizeof(float)), "weights");
+    if (vector)
+        latch_error(dev, cudaMemset(vector, 0, (size_t)round_up_8(n) * sizeof(float)), "weights");
     return vector;
 }
-static float *weight_load_vector(toka_device *dev, weight_loader *loader, const toka_tensor *tensor) { /* a norm or bias; NULL: absent */
+/* a norm or bias; NULL: absent */
+static float *weight_load_vector(toka_device *dev, weight_loader *loader,
+                                 const toka_tensor *tensor) {
     if (!tensor->rows) return NULL;
     float *vector = vector_alloc(dev, tensor->cols);
     load_add_job(loader, tensor, vector, tensor->cols, true, 0, false);
     return vector;
 }
-static weight weight_load_matrix(toka_device *dev, weight_loader *loader, const toka_tensor *from, const toka_tensor *bias) {
+static weight weight_load_matrix(toka_device *dev, weight_loader *loader, const toka_tensor *from,
+                                 const toka_tensor *bias) {
     weight to = weight_alloc(dev, from->rows, from->cols);
     if (bias) to.bias = weight_load_vector(dev, loader, bias);
     load_add_job(loader, from, to.data, to.K, false, 0, false);
@@ -972,9 +1120,11 @@ static weight weight_load_matrix(toka_device *dev, weight_loader *loader, const 
 
 /* q, k and v behind each other, and their biases; a bias that only some of them have is 0 for the others. */
 static weight weight_load_qkv(toka_device *dev, weight_loader *loader, const toka_layer *from) {
-    const toka_tensor *matrices[3] = {&from->q, &from->k, &from->v}, *biases[3] = {&from->q_bias, &from->k_bias, &from->v_bias};
+    const toka_tensor *matrices[3] = {&from->q, &from->k, &from->v},
+                      *biases[3] = {&from->q_bias, &from->k_bias, &from->v_bias};
     weight to = weight_alloc(dev, from->q.rows + from->k.rows + from->v.rows, from->q.cols);
-    float *bias = biases[0]->rows || biases[1]->rows || biases[2]->rows ? vector_alloc(dev, to.N) : NULL;
+    float *bias = biases[0]->rows || biases[1]->rows || biases[2]->rows ? vector_alloc(dev, to.N)
+                                                                        : NULL;
     for (int i = 0, row = 0; i < 3; row += matrices[i++]->rows) {
         load_add_job(loader, matrices[i], to.data, to.K, false, row, false);
         if (bias) load_add_job(loader, biases[i], bias + row, biases[i]->cols, true, 0, false);
@@ -986,7 +1136,8 @@ static weight weight_load_qkv(toka_device *dev, weight_loader *loader, const tok
 static weight weight_load_gate_up(toka_device *dev, weight_loader *loader, const toka_layer *from) {
     int F = round_up_8(from->gate.rows);
     weight to = weight_alloc(dev, 2 * F, from->gate.cols);
-    if (F > from->gate.rows) latch_error(dev, cudaMemset(to.data, 0, (size_t)to.N * to.K * sizeof(bf16)), "weights");
+    if (F > from->gate.rows)
+        latch_error(dev, cudaMemset(to.data, 0, (size_t)to.N * to.K * sizeof(bf16)), "weights");
     load_add_job(loader, &from->gate, to.data, to.K, false, 0, true);
     load_add_job(loader, &from->up, to.data, to.K, false, 8, true);
     return to;
@@ -1002,18 +1153,24 @@ static void weights_load(toka_device *dev) {
     dev->embed = weight_load_matrix(dev, &loader, &weights->embed, NULL).data;
     dev->norm = weight_load_vector(dev, &loader, &weights->norm);
     bool tied = weights->lm_head.data == weights->embed.data;
-    dev->lm_head = tied ? weight{dev->embed, NULL, dev->V, dev->E} : weight_load_matrix(dev, &loader, &weights->lm_head, NULL);
+    dev->lm_head = tied ? weight{dev->embed, NULL, dev->V, dev->E}
+                        : weight_load_matrix(dev, &loader, &weights->lm_head, NULL);
     for (int i = 0; i < dev->shape->L && !dev->error.code; i++) {
         const toka_layer *from = &weights->layers[i];
         layer_weights *to = &dev->layers[i];
-        to->attn_norm = weight_load_vector(dev, &loader, &from->attn_norm), to->mlp_norm = weight_load_vector(dev, &loader, &from->mlp_norm);
-        to->q_norm = weight_load_vector(dev, &loader, &from->q_norm), to->k_norm = weight_load_vector(dev, &loader, &from->k_norm);
-        to->qkv = weight_load_qkv(dev, &loader, from), to->gate_up = weight_load_gate_up(dev, &loader, from);
-        to->o = weight_load_matrix(dev, &loader, &from->o, dev->options.tp_rank ? NULL : &from->o_bias);
+        to->attn_norm = weight_load_vector(dev, &loader, &from->attn_norm),
+        to->mlp_norm = weight_load_vector(dev, &loader, &from->mlp_norm);
+        to->q_norm = weight_load_vector(dev, &loader, &from->q_norm),
+        to->k_norm = weight_load_vector(dev, &loader, &from->k_norm);
+        to->qkv = weight_load_qkv(dev, &loader, from),
+        to->gate_up = weight_load_gate_up(dev, &loader, from);
+        to->o = weight_load_matrix(dev, &loader, &from->o,
+                                   dev->options.tp_rank ? NULL : &from->o_bias);
         to->down = weight_load_matrix(dev, &loader, &from->down, NULL);
         to->window = from->window;
     }
-    latch_error(dev, cudaStreamSynchronize(cudaStreamLegacy), "weights"); /* the zeros are there before what goes on top of them */
+    /* the zeros are there before what goes on top of them */
+    latch_error(dev, cudaStreamSynchronize(cudaStreamLegacy), "weights");
     if (dev->error.code) free(loader.jobs);
     else load_run(&loader);
 }
@@ -1025,7 +1182,8 @@ static void weights_load(toka_device *dev) {
 /* ---- Copies of KV pages ----
  * pool[layer][to] = pool[layer][from], 16 bytes a thread and turn. Grid (copies, layers), block 256. Moves 2 * page bytes: copy
  * speed. */
-__global__ static void __launch_bounds__(256) copy_pages_kernel(const toka_copy *copies, bf16 *kv, size_t layer_elems, int page_elems) {
+__global__ static void __launch_bounds__(256)
+    copy_pages_kernel(const toka_copy *copies, bf16 *kv, size_t layer_elems, int page_elems) {
     grid_launch_dependents();
     grid_wait();
     toka_copy copy = copies[blockIdx.x];
@@ -1054,7 +1212,8 @@ __device__ static inline void unpack_8(uint4 v, float f[8]) {
     for (int i = 0; i < 4; i++) f[2 * i] = bf16_low(w[i]), f[2 * i + 1] = bf16_high(w[i]);
 }
 __device__ static inline uint4 pack_8(const float f[8]) {
-    return make_uint4(pack_bf16(f[0], f[1]), pack_bf16(f[2], f[3]), pack_bf16(f[4], f[5]), pack_bf16(f[6], f[7]));
+    return make_uint4(pack_bf16(f[0], f[1]), pack_bf16(f[2], f[3]), pack_bf16(f[4], f[5]),
+                      pack_bf16(f[6], f[7]));
 }
 __device__ static inline float norm_add_squares(uint4 v, float sum) {
     float f[8];
@@ -1066,11 +1225,15 @@ __device__ static inline float norm_add_squares(uint4 v, float sum) {
 __device__ static inline uint4 norm_scale_8(uint4 v, float scale, float4 a, float4 b) {
     float f[8];
     unpack_8(v, f);
-    return make_uint4(pack_bf16(f[0] * scale * a.x, f[1] * scale * a.y), pack_bf16(f[2] * scale * a.z, f[3] * scale * a.w),
-                      pack_bf16(f[4] * scale * b.x, f[5] * scale * b.y), pack_bf16(f[6] * scale * b.z, f[7] * scale * b.w));
+    return make_uint4(pack_bf16(f[0] * scale * a.x, f[1] * scale * a.y),
+                      pack_bf16(f[2] * scale * a.z, f[3] * scale * a.w),
+                      pack_bf16(f[4] * scale * b.x, f[5] * scale * b.y),
+                      pack_bf16(f[6] * scale * b.z, f[7] * scale * b.w));
 }
-__global__ static void __launch_bounds__(128) rmsnorm_kernel(const bf16 *x, const int *row_index, const float *w, bf16 *y, int E,
-                                                            float inv_E, float eps) { /* E rounded up; 1 / the model's own */
+__global__ static void __launch_bounds__(128)
+    rmsnorm_kernel(const bf16 *x, const int *row_index, const float *w, bf16 *y, int E,
+                   /* E rounded up; 1 / the model's own */
+                   float inv_E, float eps) {
     const int n_vecs = E / 8, thread = (int)threadIdx.x;
     const float4 *w_vecs = (const float4 *)w;
     float4 w_cached[NORM_CACHED_VECS][2] = {};
@@ -1079,32 +1242,44 @@ __global__ static void __launch_bounds__(128) rmsnorm_kernel(const bf16 *x, cons
     grid_launch_dependents();
 #pragma unroll
     for (int k = 0; k < NORM_CACHED_VECS; k++)
-        if (thread + 128 * k < n_vecs) w_cached[k][0] = w_vecs[2 * (thread + 128 * k)], w_cached[k][1] = w_vecs[2 * (thread + 128 * k) + 1];
+        if (thread + 128 * k < n_vecs)
+            w_cached[k][0] = w_vecs[2 * (thread + 128 * k)],
+            w_cached[k][1] = w_vecs[2 * (thread + 128 * k) + 1];
     grid_wait();
-    const uint4 *from = (const uint4 *)(x + (size_t)(row_index ? row_index[blockIdx.x] : blockIdx.x) * E);
+    const uint4 *from =
+        (const uint4 *)(x + (size_t)(row_index ? row_index[blockIdx.x] : blockIdx.x) * E);
     uint4 *to = (uint4 *)(y + (size_t)blockIdx.x * E);
 #pragma unroll
     for (int k = 0; k < NORM_CACHED_VECS; k++)
         if (thread + 128 * k < n_vecs) x_cached[k] = from[thread + 128 * k];
 #pragma unroll
     for (int k = 0; k < NORM_CACHED_VECS; k++) sum = norm_add_squares(x_cached[k], sum);
-    for (int i = thread + 128 * NORM_CACHED_VECS; i < n_vecs; i += 128) sum = norm_add_squares(from[i], sum);
+    for (int i = thread + 128 * NORM_CACHED_VECS; i < n_vecs; i += 128)
+        sum = norm_add_squares(from[i], sum);
     float scale = rsqrtf(block_sum_128(sum) * inv_E + eps);
 #pragma unroll
     for (int k = 0; k < NORM_CACHED_VECS; k++)
-        if (thread + 128 * k < n_vecs) to[thread + 128 * k] = norm_scale_8(x_cached[k], scale, w_cached[k][0], w_cached[k][1]);
-    for (int i = thread + 128 * NORM_CACHED_VECS; i < n_vecs; i += 128) to[i] = norm_scale_8(from[i], scale, w_vecs[2 * i], w_vecs[2 * i + 1]);
+        if (thread + 128 * k < n_vecs)
+            to[thread + 128 * k] = norm_scale_8(x_cached[k], scale, w_cached[k][0], w_cached[k][1]);
+    for (int i = thread + 128 * NORM_CACHED_VECS; i < n_vecs; i += 128)
+        to[i] = norm_scale_8(from[i], scale, w_vecs[2 * i], w_vecs[2 * i + 1]);
 }
-static void rmsnorm(toka_device *dev, const bf16 *x, const int *row_index, const float *w, bf16 *y, int n_rows) {
+static void rmsnorm(toka_device *dev, const bf16 *x, const int *row_index, const float *w, bf16 *y,
+                    int n_rows) {
     const float inv_E = 1.0f / dev->shape->E;
-    launch_dependent(dev, "RMSNorm", rmsnorm_kernel, dim3(n_rows), 128, 0, 1, x, row_index, w, y, dev->E, inv_E, dev->shape->eps);
+    launch_dependent(dev, "RMSNorm", rmsnorm_kernel, dim3(n_rows), 128, 0, 1, x, row_index, w, y,
+                     dev->E, inv_E, dev->shape->eps);
 }
 
 /* ---- RMSNorm folded into GEMMs, for up to 8 rows ----
  * norm(x) W^T = (x w) W^T / rms(x): the kernel that makes x also stores x w and the sums of squares of every 16 columns; the GEMM
  * that reads it scales its output by 1 / rms. One kernel less in the chain is worth more than it costs that every CTA adds up the
  * squares again. */
-enum { FUSE_NORM_MAX_ROWS = 8, FUSE_NORM_COLS = 16, FUSE_NORM_LANE_SUMS = 8 /* in registers: E up to 4,096 */ };
+enum {
+    FUSE_NORM_MAX_ROWS = 8,
+    FUSE_NORM_COLS = 16,
+    FUSE_NORM_LANE_SUMS = 8 /* in registers: E up to 4,096 */
+};
 typedef struct fused_norm {
     const float *w;     /* [E] of the norm that follows; NULL: none */
     bf16 *xw;           /* [M][E] */
@@ -1115,7 +1290,13 @@ typedef struct fused_norm {
 } fused_norm;
 static fused_norm fuse_norm_args(const toka_device *dev, const float *norm_w, bool reads_sumsq) {
     if (!norm_w && !reads_sumsq) return fused_norm{};
-    return fused_norm{norm_w, dev->xn, dev->row_sumsq, reads_sumsq ? dev->row_sumsq : NULL, ceil_div(dev->E, FUSE_NORM_COLS), 1.0f / dev->shape->E, dev->shape->eps};
+    return fused_norm{norm_w,
+                      dev->xn,
+                      dev->row_sumsq,
+                      reads_sumsq ? dev->row_sumsq : NULL,
+                      ceil_div(dev->E, FUSE_NORM_COLS),
+                      1.0f / dev->shape->E,
+                      dev->shape->eps};
 }
 /* The op before has done its part of it. */
 static bool fuse_norm_consume(toka_device *dev) {
@@ -1128,8 +1309,9 @@ static bool fuse_norm_consume(toka_device *dev) {
  * x[t][:] = E[ids[t] - v0][:], bf16, zeros for an id that is not among the table's V; an id -1 - q is the one drawn last for slot
  * q. fold.w: and what the norm that follows needs. Grid T, block 128, 32 bytes a thread and turn. Moves 2*T*E*2 bytes: copy
  * speed. */
-__global__ static void __launch_bounds__(128) embed_kernel(const int *ids, const int *last_tokens, const bf16 *table, int v0, int V,
-                                                           bf16 *x, int E, const fused_norm fused) {
+__global__ static void __launch_bounds__(128)
+    embed_kernel(const int *ids, const int *last_tokens, const bf16 *table, int v0, int V, bf16 *x,
+                 int E, const fused_norm fused) {
     grid_launch_dependents();
     grid_wait();
     int id = ids[blockIdx.x], row = (id < 0 ? last_tokens[-1 - id] : id) - v0;
@@ -1144,7 +1326,9 @@ __global__ static void __launch_bounds__(128) embed_kernel(const int *ids, const
             const uint4 vec = row >= 0 && row < V ? from[i] : make_uint4(0, 0, 0, 0);
             ((uint4 *)x)[to + i] = vec;
             sum = norm_add_squares(vec, sum);
-            if (norm_w) ((uint4 *)fused.xw)[to + i] = norm_scale_8(vec, 1, norm_w[2 * i], norm_w[2 * i + 1]);
+            if (norm_w)
+                ((uint4 *)fused.xw)[to + i] = norm_scale_8(vec, 1, norm_w[2 * i],
+                                                           norm_w[2 * i + 1]);
         }
         if (norm_w) fused.row_sumsq[blockIdx.x * fused.n_sums + k] = sum;
     }
@@ -1154,8 +1338,10 @@ __global__ static void __launch_bounds__(128) embed_kernel(const int *ids, const
 
 /* table[p][i] = (cos, sin)(p * freq[i]) * scale for p < max_len, i < D/2. The angle is rounded to float32 as Hugging Face does and
  * as the CPU backend does. */
-__global__ static void rope_table_kernel(float2 *table, const float *freq, float scale, int half, size_t n) {
-    for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x) {
+__global__ static void rope_table_kernel(float2 *table, const float *freq, float scale, int half,
+                                         size_t n) {
+    for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < n;
+         i += (size_t)gridDim.x * blockDim.x) {
         double s, c, angle = (float)(i / half) * freq[i % half];
         sincos(angle, &s, &c);
         table[i] = make_float2((float)c * scale, (float)s * scale);
@@ -1168,8 +1354,12 @@ static void rope_open(toka_device *dev) {
     dev->rope = (float2 *)dev_alloc(dev, n * sizeof *dev->rope, "RoPE table");
     if (dev->error.code) return;
     /* on the stream of its reader: the default stream may still be at a copy from pageable memory when cudaMemcpy returns */
-    latch_error(dev, cudaMemcpyAsync(freq, dev->shape->rope_freq, (size_t)half * sizeof *freq, cudaMemcpyHostToDevice, dev->stream), "RoPE");
-    rope_table_kernel<<<1024, 256, 0, dev->stream>>>(dev->rope, freq, dev->shape->rope_scale, half, n);
+    latch_error(dev,
+                cudaMemcpyAsync(freq, dev->shape->rope_freq, (size_t)half * sizeof *freq,
+                                cudaMemcpyHostToDevice, dev->stream),
+                "RoPE");
+    rope_table_kernel<<<1024, 256, 0, dev->stream>>>(dev->rope, freq, dev->shape->rope_scale, half,
+                                                     n);
     CHECK_LAUNCH(dev, "RoPE table");
 }
 
@@ -1197,10 +1387,13 @@ __host__ __device__ static inline int qkv_interleave(int i, int half) {
     return i < half ? i / 8 * 16 + i % 8 : (i - half) / 8 * 16 + 8 + (i - half) % 8;
 }
 
-__device__ static inline void store_bf16x2(bf16 *to, float a, float b) { *(uint32_t *)to = pack_bf16(a, b); }
+__device__ static inline void store_bf16x2(bf16 *to, float a, float b) {
+    *(uint32_t *)to = pack_bf16(a, b);
+}
 
 __global__ static void __launch_bounds__(256) rope_kernel(rope_args args) {
-    int n_heads = args.H + 2 * args.K, warp = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
+    int n_heads = args.H + 2 * args.K, warp = blockIdx.x * 8 + threadIdx.x / 32,
+        lane = threadIdx.x % 32;
     int row = warp / n_heads, head = warp % n_heads, half = args.D / 2;
     float4 cos_sin[2] = {make_float4(1, 0, 1, 0), make_float4(1, 0, 1, 0)}; /* cosines and sines */
     const float *norm = head < args.H ? args.q_norm : head < args.H + args.K ? args.k_norm : NULL;
@@ -1209,7 +1402,9 @@ __global__ static void __launch_bounds__(256) rope_kernel(rope_args args) {
 #pragma unroll
     for (int k = 0; k < 2; k++) {
         int i = 2 * lane + 64 * k;
-        if (norm && i < half) norm_lo[k] = *(const float2 *)(norm + i), norm_hi[k] = *(const float2 *)(norm + half + i);
+        if (norm && i < half)
+            norm_lo[k] = *(const float2 *)(norm + i),
+            norm_hi[k] = *(const float2 *)(norm + half + i);
     }
     if (row < args.T && head < args.H + args.K) {
         const float2 *table = args.table + (size_t)args.pos[row] * half;
@@ -1225,9 +1420,12 @@ __global__ static void __launch_bounds__(256) rope_kernel(rope_args args) {
 #pragma unroll
     for (int k = 0; k < 2; k++) {
         int i = 2 * lane + 64 * k;
-        int lo_index = args.interleaved ? qkv_interleave(i, half) : i, hi_index = lo_index + (args.interleaved ? 8 : half);
-        uint32_t lo0 = i < half ? *(const uint32_t *)(from + lo_index) : 0, hi0 = i < half ? *(const uint32_t *)(from + hi_index) : 0;
-        lo[2 * k] = bf16_low(lo0), lo[2 * k + 1] = bf16_high(lo0), hi[2 * k] = bf16_low(hi0), hi[2 * k + 1] = bf16_high(hi0);
+        int lo_index = args.interleaved ? qkv_interleave(i, half) : i,
+            hi_index = lo_index + (args.interleaved ? 8 : half);
+        uint32_t lo0 = i < half ? *(const uint32_t *)(from + lo_index) : 0,
+                 hi0 = i < half ? *(const uint32_t *)(from + hi_index) : 0;
+        lo[2 * k] = bf16_low(lo0), lo[2 * k + 1] = bf16_high(lo0), hi[2 * k] = bf16_low(hi0),
+               hi[2 * k + 1] = bf16_high(hi0);
     }
     if (norm) {
 #pragma unroll
@@ -1242,7 +1440,11 @@ __global__ static void __launch_bounds__(256) rope_kernel(rope_args args) {
     }
     int kv_head = head < args.H + args.K ? head - args.H : head - args.H - args.K;
     bf16 *out = head < args.H ? args.q + ((size_t)row * args.H + head) * args.D
-                       : args.kv + ((((size_t)(kv_slot / args.B) * args.K + kv_head) * 2 + (head >= args.H + args.K)) * args.B + kv_slot % args.B) * args.D;
+                              : args.kv + ((((size_t)(kv_slot / args.B) * args.K + kv_head) * 2 +
+                                            (head >= args.H + args.K)) *
+                                               args.B +
+                                           kv_slot % args.B) *
+                                              args.D;
 #pragma unroll
     for (int k = 0; k < 2; k++) {
         int i = 2 * lane + 64 * k;
@@ -1262,9 +1464,12 @@ __global__ static void __launch_bounds__(256) rope_kernel(rope_args args) {
 enum epilogue {
     EPI_STORE,    /* y = acc + bias, bf16 [M][N] */
     EPI_RESIDUAL, /* y += acc + bias, bf16 [M][N]; the sum in float32, rounded once */
-    EPI_SWIGLU,   /* W is gate and up by turns of 8 rows: y[M][N/2] = silu(gate) * up in float32, rounded once */
+    /* W is gate and up by turns of 8 rows: y[M][N/2] = silu(gate) * up in float32, rounded once */
+    EPI_SWIGLU,
     EPI_LOGITS,   /* y = acc, float32 [M][N]; y points to floats */
-    EPI_QKV       /* W is q, k and v by turns (qkv_interleave): RoPE, then q and the pages of K and V; gemm_gemv, gemm_smallm */
+    /* W is q, k and v by turns (qkv_interleave): RoPE, then q and the pages of K and V;
+     * gemm_gemv, gemm_smallm */
+    EPI_QKV
 };
 
 /* TMA fetches x in boxes of up to 128 rows, and is slower the more of them lie outside the tensor map: down of the 1B model with
@@ -1280,9 +1485,10 @@ typedef struct gemm_args {
     bf16 *y;       /* row stride ldy */
     int ldy;
     enum epilogue epi;
-    const float *next_norm;            /* RESIDUAL of gemm_gemv, M <= 8, or NULL: the weights of the norm that y goes through next. What
+    const float *
+        next_norm; /* RESIDUAL of gemm_gemv, M <= 8, or NULL: the weights of the norm that y goes through next. What
                                      it needs is left in d->xn and d->squares ... */
-    bool norm_ready;                  /* ... where the next GEMM of up to 8 rows finds it: x is d->xn */
+    bool norm_ready;              /* ... where the next GEMM of up to 8 rows finds it: x is d->xn */
     const struct qkv_params *qkv; /* of EPI_QKV */
 } gemm_args;
 
@@ -1298,16 +1504,19 @@ __device__ static inline lane_sumsq rms_prefetch(const fused_norm &f, int m, int
     return p;
 }
 /* ... and needed behind them. To the whole warp, in one order. */
-__device__ static inline float rms_inverse(const fused_norm &f, int m, int lane, const lane_sumsq &p) {
+__device__ static inline float rms_inverse(const fused_norm &f, int m, int lane,
+                                           const lane_sumsq &p) {
     float sum = 0;
 #pragma unroll
     for (int k = 0; k < FUSE_NORM_LANE_SUMS; k++) sum += p.sum[k];
-    for (int i = lane + 32 * FUSE_NORM_LANE_SUMS; i < f.n_sums; i += 32) sum += f.input_sumsq[m * f.n_sums + i];
+    for (int i = lane + 32 * FUSE_NORM_LANE_SUMS; i < f.n_sums; i += 32)
+        sum += f.input_sumsq[m * f.n_sums + i];
     for (int s = 16; s; s >>= 1) sum += __shfl_xor_sync(~0u, sum, s);
     return rsqrtf(sum * f.inv_E + f.eps);
 }
 static fused_norm gemm_fuse_norm_args(const toka_device *dev, const gemm_args *args) {
-    assert((!args->next_norm && !args->norm_ready) || (args->M <= FUSE_NORM_MAX_ROWS && (!args->next_norm || args->w->N == dev->E)));
+    assert((!args->next_norm && !args->norm_ready) ||
+           (args->M <= FUSE_NORM_MAX_ROWS && (!args->next_norm || args->w->N == dev->E)));
     return fuse_norm_args(dev, args->next_norm, args->norm_ready);
 }
 
@@ -1323,13 +1532,17 @@ typedef struct gemm_kernel_args { /* gemm_args as a kernel takes them */
 } gemm_kernel_args;
 
 /* silu(gate) up */
-__device__ static inline float swiglu(float gate, float up) { return __fdividef(gate * up, 1 + ex2(-1.4426950408889634f * gate)); }
+__device__ static inline float swiglu(float gate, float up) {
+    return __fdividef(gate * up, 1 + ex2(-1.4426950408889634f * gate));
+}
 
-__device__ static inline uint32_t gemm_residual_pair(const gemm_kernel_args &args, int m, int n) { /* the pair that RESIDUAL adds to */
+/* the pair that RESIDUAL adds to */
+__device__ static inline uint32_t gemm_residual_pair(const gemm_kernel_args &args, int m, int n) {
     return args.epi == EPI_RESIDUAL ? *(uint32_t *)(args.y + (size_t)m * args.ldy + n) : 0;
 }
 /* STORE, RESIDUAL and LOGITS: columns n and n+1 (n even) of row m. */
-__device__ static inline void gemm_store_pair(const gemm_kernel_args &args, int m, int n, float a0, float a1, uint32_t residual) {
+__device__ static inline void gemm_store_pair(const gemm_kernel_args &args, int m, int n, float a0,
+                                              float a1, uint32_t residual) {
     if (args.epi == EPI_LOGITS) {
         *(float2 *)((float *)args.y + (size_t)m * args.ldy + n) = float2{a0, a1};
         return;
@@ -1339,17 +1552,23 @@ __device__ static inline void gemm_store_pair(const gemm_kernel_args &args, int 
     *(uint32_t *)(args.y + (size_t)m * args.ldy + n) = pack_bf16(a0, a1);
 }
 /* SWIGLU: accumulator columns n, n+1 are gates and n+8, n+9 their ups; n % 16 < 8, even. */
-__device__ static inline void gemm_store_swiglu(const gemm_kernel_args &args, int m, int n, float g0, float g1, float u0, float u1) {
-    if (args.bias) g0 += args.bias[n], g1 += args.bias[n + 1], u0 += args.bias[n + 8], u1 += args.bias[n + 9];
-    *(uint32_t *)(args.y + (size_t)m * args.ldy + (n / 16 * 8 + n % 8)) = pack_bf16(swiglu(g0, u0), swiglu(g1, u1));
+__device__ static inline void gemm_store_swiglu(const gemm_kernel_args &args, int m, int n,
+                                                float g0, float g1, float u0, float u1) {
+    if (args.bias)
+        g0 += args.bias[n], g1 += args.bias[n + 1], u0 += args.bias[n + 8], u1 += args.bias[n + 9];
+    *(uint32_t *)(args.y + (size_t)m * args.ldy + (n / 16 * 8 + n % 8)) = pack_bf16(swiglu(g0, u0),
+                                                                                    swiglu(g1, u1));
 }
 
 static gemm_kernel_args gemm_checked_args(const gemm_args *args) {
     const weight *w = args->w;
-    assert(args->M > 0 && w->N > 0 && w->K > 0 && w->N % 8 == 0 && w->K % 8 == 0 && args->ldx % 8 == 0 && args->ldy % 8 == 0);
+    assert(args->M > 0 && w->N > 0 && w->K > 0 && w->N % 8 == 0 && w->K % 8 == 0 &&
+           args->ldx % 8 == 0 && args->ldy % 8 == 0);
     assert(((uintptr_t)args->x | (uintptr_t)w->data | (uintptr_t)args->y) % 16 == 0);
-    assert(args->ldx >= w->K && args->ldy >= (args->epi == EPI_SWIGLU ? w->N / 2 : w->N) && (args->epi != EPI_SWIGLU || w->N % 16 == 0));
-    return gemm_kernel_args{args->x, w->data, w->bias, args->y, args->M, w->N, w->K, args->ldx, args->ldy, args->epi};
+    assert(args->ldx >= w->K && args->ldy >= (args->epi == EPI_SWIGLU ? w->N / 2 : w->N) &&
+           (args->epi != EPI_SWIGLU || w->N % 16 == 0));
+    return gemm_kernel_args{args->x, w->data, w->bias,   args->y,   args->M,
+                            w->N,    w->K,    args->ldx, args->ldy, args->epi};
 }
 
 /* ---- y[M][N] = x[M][K] W[N][K]^T on mma.sync m16n8k16 ----
@@ -1368,24 +1587,29 @@ enum { MMA_K = 32, MMA_BUFS = 4, MMA_RASTER = 8 };
 
 /* This thread's part of a slice of `ROWS` rows from row0, matrix [n_rows][ld], columns k0 .. k0+31 of K. */
 template <int ROWS, int THREADS>
-__device__ static inline void mma_load(uint32_t to, const bf16 *from, int row0, int n_rows, int ld, int k0, int K) {
+__device__ static inline void mma_load(uint32_t to, const bf16 *from, int row0, int n_rows, int ld,
+                                       int k0, int K) {
     int chunk = (int)threadIdx.x % 4, k = k0 + 8 * chunk;
 #pragma unroll
     for (int i = 0; i < ROWS / (THREADS / 4); i++) {
         int row = (int)threadIdx.x / 4 + i * (THREADS / 4);
         bool inside = row0 + row < n_rows && k < K;
-        cp_async_16(to + row * 64 + (chunk ^ (row / 2 % 4)) * 16, inside ? from + (size_t)(row0 + row) * ld + k : from, inside ? 16 : 0);
+        cp_async_16(to + row * 64 + (chunk ^ (row / 2 % 4)) * 16,
+                    inside ? from + (size_t)(row0 + row) * ld + k : from, inside ? 16 : 0);
     }
 }
 
 /* acc[WM/16][WN/8] += the warp's part of one stage. */
-template <int WM, int WN>
-__device__ static inline void mma_multiply(float acc[WM / 16][WN / 8][4], uint32_t x_at, uint32_t w_at, int lane) {
-    int x_row = lane % 16, w_row = lane % 8 + lane / 16 * 8; /* ldmatrix: the row whose address this lane gives; all bases are */
+template <int WM, int WN> __device__ static inline void mma_multiply(float acc[WM / 16][WN / 8][4],
+                                                                     uint32_t x_at, uint32_t w_at,
+                                                                     int lane) {
+    /* ldmatrix: the row whose address this lane gives; all bases are */
+    int x_row = lane % 16, w_row = lane % 8 + lane / 16 * 8;
 #pragma unroll                                         /* multiples of 16 rows, so the swizzle depends on these alone */
     for (int k16 = 0; k16 < MMA_K / 16; k16++) {
         uint32_t a[WM / 16][4], b[WN / 16][4];
-        uint32_t x_chunk = ((2 * k16 + lane / 16) ^ (x_row / 2 % 4)) * 16, w_chunk = ((2 * k16 + lane / 8 % 2) ^ (w_row / 2 % 4)) * 16;
+        uint32_t x_chunk = ((2 * k16 + lane / 16) ^ (x_row / 2 % 4)) * 16,
+                 w_chunk = ((2 * k16 + lane / 8 % 2) ^ (w_row / 2 % 4)) * 16;
 #pragma unroll
         for (int i = 0; i < WM / 16; i++) ldmatrix_x4(a[i], x_at + (16 * i + x_row) * 64 + x_chunk);
 #pragma unroll
@@ -1398,8 +1622,9 @@ __device__ static inline void mma_multiply(float acc[WM / 16][WN / 8][4], uint32
 }
 
 /* The warp's accumulators through the epilogue; (m0, n0) is its corner. */
-template <int WM, int WN>
-__device__ static inline void mma_epilogue(const gemm_kernel_args &args, float acc[WM / 16][WN / 8][4], int m0, int n0, int lane) {
+template <int WM, int WN> __device__ static inline void mma_epilogue(const gemm_kernel_args &args,
+                                                                     float acc[WM / 16][WN / 8][4],
+                                                                     int m0, int n0, int lane) {
 #pragma unroll
     for (int i = 0; i < 2 * (WM / 16); i++) {
         int m = m0 + 8 * i + lane / 4, half = i % 2 * 2;
@@ -1409,37 +1634,47 @@ __device__ static inline void mma_epilogue(const gemm_kernel_args &args, float a
             int n = n0 + 8 * j + lane % 4 * 2;
             const float *values = acc[i / 2][j] + half, *up = acc[i / 2][j | 1] + half;
             if (n >= args.N) continue;
-            if (args.epi != EPI_SWIGLU) gemm_store_pair(args, m, n, values[0], values[1], gemm_residual_pair(args, m, n));
+            if (args.epi != EPI_SWIGLU)
+                gemm_store_pair(args, m, n, values[0], values[1], gemm_residual_pair(args, m, n));
             else if (j % 2 == 0) gemm_store_swiglu(args, m, n, values[0], values[1], up[0], up[1]);
         }
     }
 }
 
 template <int BM, int BN, int WM, int WN>
-__global__ static void __launch_bounds__(BM / WM * (BN / WN) * 32) gemm_mma_kernel(const gemm_kernel_args args) {
+__global__ static void __launch_bounds__(BM / WM * (BN / WN) * 32)
+    gemm_mma_kernel(const gemm_kernel_args args) {
     constexpr int THREADS = BM / WM * (BN / WN) * 32, BUF_BYTES = (BM + BN) * MMA_K * 2;
     extern __shared__ __align__(128) char smem[];
-    int tiles_m = (args.M + BM - 1) / BM, tiles_n = (args.N + BN - 1) / BN, band = (int)blockIdx.x / (MMA_RASTER * tiles_n);
-    int in_band = (int)blockIdx.x - band * MMA_RASTER * tiles_n, height = min(MMA_RASTER, tiles_m - band * MMA_RASTER);
+    int tiles_m = (args.M + BM - 1) / BM, tiles_n = (args.N + BN - 1) / BN,
+        band = (int)blockIdx.x / (MMA_RASTER * tiles_n);
+    int in_band = (int)blockIdx.x - band * MMA_RASTER * tiles_n,
+        height = min(MMA_RASTER, tiles_m - band * MMA_RASTER);
     int m0 = (band * MMA_RASTER + in_band % height) * BM, n0 = in_band / height * BN;
-    int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32, warp_m = warp / (BN / WN) * WM, warp_n = warp % (BN / WN) * WN;
+    int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32, warp_m = warp / (BN / WN) * WM,
+        warp_n = warp % (BN / WN) * WN;
     int n_slices = (args.K + MMA_K - 1) / MMA_K;
     uint32_t ring = smem_addr(smem);
     float acc[WM / 16][WN / 8][4] = {};
 
     grid_launch_dependents();
-    for (int slice = 0; slice < MMA_BUFS - 1; slice++) /* weights need not wait for the kernel ahead */
-        mma_load<BN, THREADS>(ring + slice * BUF_BYTES + BM * 64, args.w, n0, args.N, args.K, slice * MMA_K, args.K);
+    /* weights need not wait for the kernel ahead */
+    for (int slice = 0; slice < MMA_BUFS - 1; slice++)
+        mma_load<BN, THREADS>(ring + slice * BUF_BYTES + BM * 64, args.w, n0, args.N, args.K,
+                              slice * MMA_K, args.K);
     grid_wait();
     for (int slice = 0; slice < MMA_BUFS - 1; slice++) {
-        mma_load<BM, THREADS>(ring + slice * BUF_BYTES, args.x, m0, args.M, args.ldx, slice * MMA_K, args.K);
+        mma_load<BM, THREADS>(ring + slice * BUF_BYTES, args.x, m0, args.M, args.ldx, slice * MMA_K,
+                              args.K);
         cp_async_commit();
     }
     for (int slice = 0; slice < n_slices; slice++) {
-        uint32_t buf_at = ring + slice % MMA_BUFS * BUF_BYTES, next_at = ring + (slice + MMA_BUFS - 1) % MMA_BUFS * BUF_BYTES;
+        uint32_t buf_at = ring + slice % MMA_BUFS * BUF_BYTES,
+                 next_at = ring + (slice + MMA_BUFS - 1) % MMA_BUFS * BUF_BYTES;
         int k = (slice + MMA_BUFS - 1) * MMA_K;
         cp_async_wait<MMA_BUFS - 2>();
-        __syncthreads(); /* slice s is there for all, and all are done with s-1, whose stage is filled next */
+        /* slice s is there for all, and all are done with s-1, whose stage is filled next */
+        __syncthreads();
         mma_load<BM, THREADS>(next_at, args.x, m0, args.M, args.ldx, k, args.K);
         mma_load<BN, THREADS>(next_at + BM * 64, args.w, n0, args.N, args.K, k, args.K);
         cp_async_commit();
@@ -1448,13 +1683,16 @@ __global__ static void __launch_bounds__(BM / WM * (BN / WN) * 32) gemm_mma_kern
     mma_epilogue<WM, WN>(args, acc, m0 + warp_m, n0 + warp_n, lane);
 }
 
-template <int BM, int BN, int WM, int WN> static void gemm_mma_tile(toka_device *dev, const gemm_args *args) {
+template <int BM, int BN, int WM, int WN>
+static void gemm_mma_tile(toka_device *dev, const gemm_args *args) {
     gemm_kernel_args kernel_args = gemm_checked_args(args);
-    launch_dependent(dev, "GEMM (mma)", gemm_mma_kernel<BM, BN, WM, WN>, dim3((unsigned)(ceil_div(kernel_args.M, BM) * ceil_div(kernel_args.N, BN))),
+    launch_dependent(dev, "GEMM (mma)", gemm_mma_kernel<BM, BN, WM, WN>,
+                     dim3((unsigned)(ceil_div(kernel_args.M, BM) * ceil_div(kernel_args.N, BN))),
                      BM / WM * (BN / WN) * 32, MMA_BUFS * (BM + BN) * MMA_K * 2, 1, kernel_args);
 }
 static void gemm_mma(toka_device *dev, const gemm_args *args) {
-    if (ceil_div(args->M, 128) * ceil_div(args->w->N, 128) >= dev->n_sms) gemm_mma_tile<128, 128, 64, 32>(dev, args);
+    if (ceil_div(args->M, 128) * ceil_div(args->w->N, 128) >= dev->n_sms)
+        gemm_mma_tile<128, 128, 64, 32>(dev, args);
     else gemm_mma_tile<64, 64, 32, 32>(dev, args);
 }
 
@@ -1532,7 +1770,8 @@ struct gemm_problem { /* what the kernel is told */
     int M, N, K;
     int units_m, tiles_n; /* ceil(M / (128 mc)), ceil(N / BN) */
     int raster_m, multicast;
-    float inv_band, inv_height, inv_last_height; /* 1 / (group * tiles_n), 1 / group, 1 / height of the last group */
+    /* 1 / (group * tiles_n), 1 / group, 1 / height of the last group */
+    float inv_band, inv_height, inv_last_height;
 };
 
 /* Shared memory of one instance, from a multiple of 1,024 on: the ring; staging of OUT columns (0: none); with SPLIT > 1
@@ -1542,15 +1781,22 @@ template <int BN, int SPLIT, int OUT_COLS> struct gemm_smem {
     static constexpr int out_bytes = 128 * OUT_COLS * 2;
     static constexpr int partial_bytes = 128 * (BN / SPLIT) * 4 * (SPLIT - 1);
     static constexpr int fixed_bytes = 1024 + 256 + out_bytes + partial_bytes;
-    static constexpr int n_bufs = (232448 - fixed_bytes) / buf_bytes < 8 ? (232448 - fixed_bytes) / buf_bytes : 8;
+    static constexpr int n_bufs = (232448 - fixed_bytes) / buf_bytes < 8
+                                      ? (232448 - fixed_bytes) / buf_bytes
+                                      : 8;
     static constexpr int bytes = fixed_bytes + n_bufs * buf_bytes;
-    static constexpr int out_at = n_bufs * buf_bytes, partials_at = out_at + out_bytes, bars_at = partials_at + partial_bytes;
+    static constexpr int out_at = n_bufs * buf_bytes, partials_at = out_at + out_bytes,
+                         bars_at = partials_at + partial_bytes;
 };
 
 /* Output of C columns is staged in rounds of this many, so that staging leaves room for four stages. */
-__host__ __device__ constexpr int gemm_round_cols(int cols) { return cols > 128 && cols % 128 == 0 ? 128 : cols; }
+__host__ __device__ constexpr int gemm_round_cols(int cols) {
+    return cols > 128 && cols % 128 == 0 ? 128 : cols;
+}
 /* Staged output lies in panels of 16 rows by this many columns, swizzled over their 128, 64 or 32 bytes. */
-__host__ __device__ constexpr int gemm_panel_cols(int cols) { return cols % 64 == 0 ? 64 : cols % 32 == 0 ? 32 : 16; }
+__host__ __device__ constexpr int gemm_panel_cols(int cols) {
+    return cols % 64 == 0 ? 64 : cols % 32 == 0 ? 32 : 16;
+}
 
 /* One warp's part of a tile, as epilogues get it: the accumulators of C columns from col0 on of rows row0 .. row0+15; lane l
  * has rows row0 + l/4 and + 8, columns col0 + 8j + 2(l%4) + {0,1} in acc[4j .. 4j+3] (see wgmma). */
@@ -1566,36 +1812,43 @@ struct gemm_tile {
 template <class EPI> constexpr int gemm_stagger = 0;
 /* What an epilogue fetches while the products run and keeps in registers. */
 template <class EPI, int COLS> struct gemm_prefetched {};
-template <class EPI, int C> constexpr bool gemm_has_prefetched = sizeof(gemm_prefetched<EPI, C>) > 1;
+template <class EPI, int C> constexpr bool gemm_has_prefetched = sizeof(gemm_prefetched<EPI, C>) >
+                                                                 1;
 
 #if HOPPER
 /* ---- The staged output ---- */
 
 /* Lane l's address of the 16x16 block `jj` of C columns (as stmatrix takes it: rows 0-7, 8-15, then the right 8 columns). */
-template <int COLS> __device__ static inline uint32_t gemm_staging_at(uint32_t out, int lane, int block) {
+template <int COLS>
+__device__ static inline uint32_t gemm_staging_at(uint32_t out, int lane, int block) {
     constexpr int PANEL = gemm_panel_cols(COLS);
     int row = lane & 15, col = 16 * block + (lane >> 4) * 8;
     uint32_t byte = (uint32_t)(col / PANEL * (32 * PANEL) + row * (2 * PANEL) + col % PANEL * 2);
     return out + (byte ^ (byte >> 7 & (PANEL / 8 - 1)) << 4);
 }
 /* Accumulators of C columns to the staging, rounded to bf16. */
-template <int COLS> __device__ static inline void gemm_staging_write(const float *acc, const gemm_tile &tile) {
+template <int COLS>
+__device__ static inline void gemm_staging_write(const float *acc, const gemm_tile &tile) {
 #pragma unroll
     for (int block = 0; block < COLS / 16; block++) {
         const float *values = acc + 8 * block;
-        stmatrix_x4(gemm_staging_at<COLS>(tile.out, tile.lane, block), pack_bf16(values[0], values[1]), pack_bf16(values[2], values[3]), pack_bf16(values[4], values[5]),
-                    pack_bf16(values[6], values[7]));
+        stmatrix_x4(gemm_staging_at<COLS>(tile.out, tile.lane, block),
+                    pack_bf16(values[0], values[1]), pack_bf16(values[2], values[3]),
+                    pack_bf16(values[4], values[5]), pack_bf16(values[6], values[7]));
     }
 }
 /* The warp's 16 rows of C staged columns go to y at (row0, col0), of n_cols. */
-template <int COLS> __device__ static inline void gemm_staging_store(const gemm_tile &tile, const CUtensorMap *map_y, int col0, int n_cols) {
+template <int COLS> __device__ static inline void gemm_staging_store(const gemm_tile &tile,
+                                                                     const CUtensorMap *map_y,
+                                                                     int col0, int n_cols) {
     constexpr int PANEL = gemm_panel_cols(COLS);
     fence_async_smem();
     __syncwarp();
     if (tile.lane == 0 && tile.row0 < tile.M) {
 #pragma unroll
         for (int panel = 0; panel < COLS / PANEL; panel++)
-            if (col0 + panel * PANEL < n_cols) tma_store_2d(map_y, tile.out + panel * 32 * PANEL, col0 + panel * PANEL, tile.row0);
+            if (col0 + panel * PANEL < n_cols)
+                tma_store_2d(map_y, tile.out + panel * 32 * PANEL, col0 + panel * PANEL, tile.row0);
         tma_store_commit();
     }
 }
@@ -1605,7 +1858,9 @@ __device__ static inline void gemm_staging_wait(const gemm_tile &tile) {
     __syncwarp();
 }
 
-template <int COLS> __device__ static inline void gemm_add_bias(float (&acc)[COLS / 2], const gemm_tile &tile, const float *bias) {
+template <int COLS> __device__ static inline void gemm_add_bias(float (&acc)[COLS / 2],
+                                                                const gemm_tile &tile,
+                                                                const float *bias) {
     if (!bias) return;
 #pragma unroll
     for (int j = 0; j < COLS / 8; j++) {
@@ -1635,9 +1890,12 @@ struct epi_store { /* y = acc + bias */
     };
     __host__ __device__ static constexpr int staged_cols(int cols) { return gemm_round_cols(cols); }
 #if HOPPER
-    template <int COLS> __device__ static inline void prefetch(const gemm_tile &, const CUtensorMap *, const params &) {}
     template <int COLS>
-    __device__ static inline void run(float (&acc)[COLS / 2], const gemm_tile &tile, const CUtensorMap *map_y, const params &epi_args) {
+    __device__ static inline void prefetch(const gemm_tile &, const CUtensorMap *, const params &) {
+    }
+    template <int COLS>
+    __device__ static inline void run(float (&acc)[COLS / 2], const gemm_tile &tile,
+                                      const CUtensorMap *map_y, const params &epi_args) {
         constexpr int ROUND = gemm_round_cols(COLS);
         gemm_add_bias<COLS>(acc, tile, epi_args.bias);
 #pragma unroll
@@ -1654,23 +1912,30 @@ struct epi_store { /* y = acc + bias */
  * products of other tiles run. */
 struct epi_scatter {
     struct params {
-        CUtensorMap recv_maps[BARRIER_MAX_RANKS]; /* a box [share][N] at each rank; boxes of 16 rows */
+        /* a box [share][N] at each rank; boxes of 16 rows */
+        CUtensorMap recv_maps[BARRIER_MAX_RANKS];
         const float *bias;          /* or NULL */
-        int rows_per_rank;                  /* a multiple of 16, so that a warp's rows go to one rank */
+        /* a multiple of 16, so that a warp's rows go to one rank */
+        int rows_per_rank;
     };
     __host__ __device__ static constexpr int staged_cols(int cols) { return gemm_round_cols(cols); }
 #if HOPPER
-    template <int COLS> __device__ static inline void prefetch(const gemm_tile &, const CUtensorMap *, const params &) {}
     template <int COLS>
-    __device__ static inline void run(float (&acc)[COLS / 2], const gemm_tile &tile, const CUtensorMap *, const params &epi_args) {
+    __device__ static inline void prefetch(const gemm_tile &, const CUtensorMap *, const params &) {
+    }
+    template <int COLS>
+    __device__ static inline void run(float (&acc)[COLS / 2], const gemm_tile &tile,
+                                      const CUtensorMap *, const params &epi_args) {
         const int rank = tile.row0 / epi_args.rows_per_rank;
         gemm_tile rank_tile = tile;
-        rank_tile.row0 -= rank * epi_args.rows_per_rank, rank_tile.M -= rank * epi_args.rows_per_rank;
+        rank_tile.row0 -= rank * epi_args.rows_per_rank,
+            rank_tile.M -= rank * epi_args.rows_per_rank;
         epi_store::run<COLS>(acc, rank_tile, epi_args.recv_maps + rank, {epi_args.bias, NULL, 0});
     }
 #endif
 };
-template <class EPI> constexpr bool gemm_stores_remote = false; /* y may be in another GPU's memory */
+/* y may be in another GPU's memory */
+template <class EPI> constexpr bool gemm_stores_remote = false;
 template <> constexpr bool gemm_stores_remote<epi_scatter> = true;
 
 /* y += acc + bias. The first out(C) columns of y come into the staging by TMA while the products run, the others into
@@ -1679,45 +1944,59 @@ struct epi_residual {
     typedef epi_store::params params;
     __host__ __device__ static constexpr int staged_cols(int cols) { return gemm_round_cols(cols); }
 #if HOPPER
-    template <int COLS> __device__ static inline void prefetch(const gemm_tile &tile, const CUtensorMap *map_y, const params &) {
+    template <int COLS> __device__ static inline void prefetch(const gemm_tile &tile,
+                                                               const CUtensorMap *map_y,
+                                                               const params &) {
         constexpr int ROUND = gemm_round_cols(COLS), PANEL = gemm_panel_cols(ROUND);
         if (tile.lane != 0) return;
         tma_store_wait_read<0>();
         mbar_expect_tx(tile.load_bar, 32 * ROUND);
-        for (int i = 0; i < ROUND / PANEL; i++) tma_load_2d(tile.out + i * 32 * PANEL, map_y, tile.load_bar, tile.col0 + i * PANEL, tile.row0);
+        for (int i = 0; i < ROUND / PANEL; i++)
+            tma_load_2d(tile.out + i * 32 * PANEL, map_y, tile.load_bar, tile.col0 + i * PANEL,
+                        tile.row0);
     }
     /* acc + staged y of R columns goes to the staging and out. */
-    template <int ROUND> __device__ static inline void add(const float *acc, const gemm_tile &tile, const CUtensorMap *map_y, int col0) {
+    template <int ROUND> __device__ static inline void add(const float *acc, const gemm_tile &tile,
+                                                           const CUtensorMap *map_y, int col0) {
 #pragma unroll
         for (int block = 0; block < ROUND / 16; block++) {
             const float *values = acc + 8 * block;
             uint32_t staged_at = gemm_staging_at<ROUND>(tile.out, tile.lane, block), pairs[4];
             ldmatrix_x4(pairs, staged_at);
 #pragma unroll
-            for (int i = 0; i < 4; i++) pairs[i] = pack_bf16(values[2 * i] + bf16_low(pairs[i]), values[2 * i + 1] + bf16_high(pairs[i]));
+            for (int i = 0; i < 4; i++)
+                pairs[i] = pack_bf16(values[2 * i] + bf16_low(pairs[i]),
+                                     values[2 * i + 1] + bf16_high(pairs[i]));
             stmatrix_x4(staged_at, pairs[0], pairs[1], pairs[2], pairs[3]);
         }
         gemm_staging_store<ROUND>(tile, map_y, col0, tile.N);
     }
     template <int COLS>
-    __device__ static inline void run(float (&acc)[COLS / 2], const gemm_tile &tile, const CUtensorMap *map_y, const params &epi_args) {
-        constexpr int ROUND = gemm_round_cols(COLS), per_row = ROUND / 8, n_chunks = COLS > ROUND ? 16 * per_row / 32 : 0;
+    __device__ static inline void run(float (&acc)[COLS / 2], const gemm_tile &tile,
+                                      const CUtensorMap *map_y, const params &epi_args) {
+        constexpr int ROUND = gemm_round_cols(COLS), per_row = ROUND / 8,
+                      n_chunks = COLS > ROUND ? 16 * per_row / 32 : 0;
         uint4 y[n_chunks + 1];
-        int row = tile.lane / per_row, chunk = tile.lane % per_row, col = tile.col0 + ROUND + 8 * chunk;
+        int row = tile.lane / per_row, chunk = tile.lane % per_row,
+            col = tile.col0 + ROUND + 8 * chunk;
 #pragma unroll
         for (int i = 0; i < n_chunks; i++) {
             int r = tile.row0 + i * (32 / per_row) + row;
-            y[i] = r < tile.M && col < tile.N ? *(const uint4 *)(epi_args.y + (size_t)r * epi_args.ldy + col) : uint4{};
+            y[i] = r < tile.M && col < tile.N
+                       ? *(const uint4 *)(epi_args.y + (size_t)r * epi_args.ldy + col)
+                       : uint4{};
         }
         gemm_add_bias<COLS>(acc, tile, epi_args.bias);
         mbar_wait(tile.load_bar, tile.tile_count & 1);
         add<ROUND>(acc, tile, map_y, tile.col0);
         if constexpr (n_chunks > 0) {
-            static_assert(COLS == 2 * ROUND && ROUND == 128, "two rounds of two panels of 64 columns");
+            static_assert(COLS == 2 * ROUND && ROUND == 128,
+                          "two rounds of two panels of 64 columns");
             gemm_staging_wait(tile);
 #pragma unroll
             for (int i = 0; i < n_chunks; i++) {
-                uint32_t byte = (uint32_t)(chunk / 8 * 2048 + (i * (32 / per_row) + row) * 128 + chunk % 8 * 16);
+                uint32_t byte = (uint32_t)(chunk / 8 * 2048 + (i * (32 / per_row) + row) * 128 +
+                                           chunk % 8 * 16);
                 smem_store_16(tile.out + (byte ^ (byte >> 7 & 7) << 4), y[i]);
             }
             __syncwarp();
@@ -1727,25 +2006,32 @@ struct epi_residual {
 #endif
 };
 
-struct epi_swiglu { /* y[M][N/2] = silu(gate) up: of two blocks of 8 columns the left one is gate, the right one up */
+/* y[M][N/2] = silu(gate) up: of two blocks of 8 columns the left one is gate, the right one up */
+struct epi_swiglu {
     struct params {
         int unused;
     };
     __host__ __device__ static constexpr int staged_cols(int cols) { return cols / 2; }
 #if HOPPER
-    template <int COLS> __device__ static inline void prefetch(const gemm_tile &, const CUtensorMap *, const params &) {}
     template <int COLS>
-    __device__ static inline void run(float (&acc)[COLS / 2], const gemm_tile &tile, const CUtensorMap *map_y, const params &) {
+    __device__ static inline void prefetch(const gemm_tile &, const CUtensorMap *, const params &) {
+    }
+    template <int COLS>
+    __device__ static inline void run(float (&acc)[COLS / 2], const gemm_tile &tile,
+                                      const CUtensorMap *map_y, const params &) {
         gemm_staging_wait(tile);
 #pragma unroll
         for (int block = 0; block < COLS / 32; block++) {
             uint32_t r[4];
 #pragma unroll
-            for (int i = 0; i < 4; i++) { /* rows 0-7 and 8-15 of the left, then of the right 8 columns of output */
+            /* rows 0-7 and 8-15 of the left, then of the right 8 columns of output */
+            for (int i = 0; i < 4; i++) {
                 const float *logits_a = acc + 16 * block + 8 * (i >> 1) + 2 * (i & 1);
-                r[i] = pack_bf16(swiglu(logits_a[0], logits_a[4]), swiglu(logits_a[1], logits_a[5]));
+                r[i] = pack_bf16(swiglu(logits_a[0], logits_a[4]),
+                                 swiglu(logits_a[1], logits_a[5]));
             }
-            stmatrix_x4(gemm_staging_at<COLS / 2>(tile.out, tile.lane, block), r[0], r[1], r[2], r[3]);
+            stmatrix_x4(gemm_staging_at<COLS / 2>(tile.out, tile.lane, block), r[0], r[1], r[2],
+                        r[3]);
         }
         gemm_staging_store<COLS / 2>(tile, map_y, tile.col0 / 2, tile.N / 2);
     }
@@ -1759,16 +2045,21 @@ struct epi_logits { /* y = acc, float32; each 32-byte sector is written by four 
     };
     __host__ __device__ static constexpr int staged_cols(int) { return 0; }
 #if HOPPER
-    template <int COLS> __device__ static inline void prefetch(const gemm_tile &, const CUtensorMap *, const params &) {}
     template <int COLS>
-    __device__ static inline void run(float (&acc)[COLS / 2], const gemm_tile &tile, const CUtensorMap *, const params &epi_args) {
+    __device__ static inline void prefetch(const gemm_tile &, const CUtensorMap *, const params &) {
+    }
+    template <int COLS>
+    __device__ static inline void run(float (&acc)[COLS / 2], const gemm_tile &tile,
+                                      const CUtensorMap *, const params &epi_args) {
         int row = tile.row0 + tile.lane / 4, col = tile.col0 + 2 * (tile.lane & 3);
         float *y = epi_args.y + (size_t)row * epi_args.ld + col;
 #pragma unroll
         for (int j = 0; j < COLS / 8; j++) {
             if (tile.col0 + 8 * j >= tile.N) continue;
             if (row < tile.M) *(float2 *)(y + 8 * j) = make_float2(acc[4 * j], acc[4 * j + 1]);
-            if (row + 8 < tile.M) *(float2 *)(y + (size_t)8 * epi_args.ld + 8 * j) = make_float2(acc[4 * j + 2], acc[4 * j + 3]);
+            if (row + 8 < tile.M)
+                *(float2 *)(y + (size_t)8 * epi_args.ld + 8 * j) = make_float2(acc[4 * j + 2],
+                                                                               acc[4 * j + 3]);
         }
     }
 #endif
@@ -1794,12 +2085,17 @@ static bool qkv_has_norms(const qkv_params *qkv) { return qkv->q_norm || qkv->k_
  * staging, so that each head's row leaves in 16-byte chunks, one panel's side by side. */
 template <int D> struct epi_qkv;
 template <int D, int COLS> struct gemm_prefetched<epi_qkv<D>, COLS> {
-    static constexpr int rope_blocks = (COLS < D ? COLS : D) / 16; /* the table's values repeat from head to head */
+    /* the table's values repeat from head to head */
+    static constexpr int rope_blocks = (COLS < D ? COLS : D) / 16;
     static constexpr bool preload_rope = COLS + D <= 320;         /* there are registers for them */
-    static constexpr int panel_chunks = gemm_panel_cols(gemm_round_cols(COLS)) / 8, row_step = 32 / panel_chunks, chunks = 16 / row_step; /* see send */
+    /* see send */
+    static constexpr int panel_chunks = gemm_panel_cols(gemm_round_cols(COLS)) / 8,
+                         row_step = 32 / panel_chunks, chunks = 16 / row_step;
     int pos[2], kv_slot; /* positions of the lane's two rows; slot of row row0 + lane % 16 */
-    uint32_t q_at[chunks], kv_at[chunks]; /* where the lane's rows lie in q and in the pages, in units of D elements */
-    float4 rope_table[preload_rope ? rope_blocks : 1][2]; /* cosines and sines of the lane's two pairs, in either row, of each 16 columns */
+    /* where the lane's rows lie in q and in the pages, in units of D elements */
+    uint32_t q_at[chunks], kv_at[chunks];
+    /* cosines and sines of the lane's two pairs, in either row, of each 16 columns */
+    float4 rope_table[preload_rope ? rope_blocks : 1][2];
 };
 
 template <int D> struct epi_qkv {
@@ -1807,34 +2103,49 @@ template <int D> struct epi_qkv {
     template <int COLS> using prefetched = gemm_prefetched<epi_qkv<D>, COLS>;
     __host__ __device__ static constexpr int staged_cols(int cols) { return gemm_round_cols(cols); }
 #if HOPPER
-    template <int COLS> __device__ static inline void prefetch(const gemm_tile &tile, prefetched<COLS> &fetched, const params &epi_args) {
+    template <int COLS> __device__ static inline void prefetch(const gemm_tile &tile,
+                                                               prefetched<COLS> &fetched,
+                                                               const params &epi_args) {
         int row = tile.row0 + tile.lane / 4, last_row = tile.M - 1;
-        fetched.pos[0] = epi_args.pos[min(row, last_row)], fetched.pos[1] = epi_args.pos[min(row + 8, last_row)];
+        fetched.pos[0] = epi_args.pos[min(row, last_row)],
+        fetched.pos[1] = epi_args.pos[min(row + 8, last_row)];
         fetched.kv_slot = epi_args.kv_slot[min(tile.row0 + (tile.lane & 15), last_row)];
-        if (epi_args.bias && 32 * tile.lane < min(COLS, tile.N - tile.col0)) l2_prefetch(epi_args.bias + tile.col0 + 32 * tile.lane);
+        if (epi_args.bias && 32 * tile.lane < min(COLS, tile.N - tile.col0))
+            l2_prefetch(epi_args.bias + tile.col0 + 32 * tile.lane);
     }
-    template <int COLS>
-    __device__ static inline void load_rope(float4 to[2], int block, const gemm_tile &tile, const prefetched<COLS> &fetched, const params &epi_args) {
+    template <int COLS> __device__ static inline void load_rope(float4 to[2], int block,
+                                                                const gemm_tile &tile,
+                                                                const prefetched<COLS> &fetched,
+                                                                const params &epi_args) {
         int elem = (tile.col0 + 16 * block) % D / 2 + 2 * (tile.lane & 3);
 #pragma unroll
-        for (int i = 0; i < 2; i++) to[i] = *(const float4 *)(epi_args.rope + (size_t)fetched.pos[i] * (D / 2) + elem);
+        for (int i = 0; i < 2; i++)
+            to[i] = *(const float4 *)(epi_args.rope + (size_t)fetched.pos[i] * (D / 2) + elem);
     }
-    template <int COLS> __device__ static inline void prefetch_indirect(const gemm_tile &tile, prefetched<COLS> &fetched, const params &epi_args) {
+    template <int COLS> __device__ static inline void prefetch_indirect(const gemm_tile &tile,
+                                                                        prefetched<COLS> &fetched,
+                                                                        const params &epi_args) {
         int log2_B = 31 - __clz(epi_args.B);
 #pragma unroll
         for (int i = 0; i < prefetched<COLS>::chunks; i++) {
-            int row = tile.lane / prefetched<COLS>::panel_chunks + i * prefetched<COLS>::row_step, kv_slot = __shfl_sync(~0u, fetched.kv_slot, row);
+            int row = tile.lane / prefetched<COLS>::panel_chunks + i * prefetched<COLS>::row_step,
+                kv_slot = __shfl_sync(~0u, fetched.kv_slot, row);
             fetched.q_at[i] = (uint32_t)((tile.row0 + row) * epi_args.H);
-            fetched.kv_at[i] = ((uint32_t)(kv_slot >> log2_B) * (uint32_t)(2 * epi_args.K) << log2_B) + (uint32_t)(kv_slot & (epi_args.B - 1));
+            fetched.kv_at[i] = ((uint32_t)(kv_slot >> log2_B) * (uint32_t)(2 * epi_args.K)
+                                << log2_B) +
+                               (uint32_t)(kv_slot & (epi_args.B - 1));
         }
         if constexpr (prefetched<COLS>::preload_rope) {
             if (tile.col0 >= (epi_args.H + epi_args.K) * D) return;
 #pragma unroll
-            for (int block = 0; block < prefetched<COLS>::rope_blocks; block++) load_rope<COLS>(fetched.rope_table[block], block, tile, fetched, epi_args);
+            for (int block = 0; block < prefetched<COLS>::rope_blocks; block++)
+                load_rope<COLS>(fetched.rope_table[block], block, tile, fetched, epi_args);
         }
     }
 
-    template <int COLS> __device__ static inline void norm(float (&acc)[COLS / 2], const gemm_tile &tile, const params &epi_args) {
+    template <int COLS> __device__ static inline void norm(float (&acc)[COLS / 2],
+                                                           const gemm_tile &tile,
+                                                           const params &epi_args) {
 #pragma unroll
         for (int local_head = 0; local_head < COLS / D; local_head++) {
             int head = tile.col0 / D + local_head;
@@ -1843,14 +2154,18 @@ template <int D> struct epi_qkv {
             float *values = acc + local_head * (D / 2), sum0 = 0, sum1 = 0;
 #pragma unroll
             for (int i = 0; i < D / 2; i += 4)
-                sum0 += values[i] * values[i] + values[i + 1] * values[i + 1], sum1 += values[i + 2] * values[i + 2] + values[i + 3] * values[i + 3];
+                sum0 += values[i] * values[i] + values[i + 1] * values[i + 1],
+                    sum1 += values[i + 2] * values[i + 2] + values[i + 3] * values[i + 3];
             sum0 += __shfl_xor_sync(~0u, sum0, 1), sum1 += __shfl_xor_sync(~0u, sum1, 1);
             sum0 += __shfl_xor_sync(~0u, sum0, 2), sum1 += __shfl_xor_sync(~0u, sum1, 2);
-            sum0 = rsqrtf(sum0 * (1.0f / D) + epi_args.eps), sum1 = rsqrtf(sum1 * (1.0f / D) + epi_args.eps);
+            sum0 = rsqrtf(sum0 * (1.0f / D) + epi_args.eps),
+            sum1 = rsqrtf(sum1 * (1.0f / D) + epi_args.eps);
 #pragma unroll
             for (int i = 0; i < D / 2; i += 4) {
-                float2 gain = *(const float2 *)(weights + i / 8 * 8 + i / 4 % 2 * (D / 2) + 2 * (tile.lane & 3));
-                values[i] *= sum0 * gain.x, values[i + 1] *= sum0 * gain.y, values[i + 2] *= sum1 * gain.x, values[i + 3] *= sum1 * gain.y;
+                float2 gain = *(const float2 *)(weights + i / 8 * 8 + i / 4 % 2 * (D / 2) +
+                                                2 * (tile.lane & 3));
+                values[i] *= sum0 * gain.x, values[i + 1] *= sum0 * gain.y,
+                    values[i + 2] *= sum1 * gain.x, values[i + 3] *= sum1 * gain.y;
             }
         }
     }
@@ -1864,12 +2179,15 @@ template <int D> struct epi_qkv {
         rotate(values[0], values[4], c0.x, c0.y), rotate(values[1], values[5], c0.z, c0.w);
         rotate(values[2], values[6], c1.x, c1.y), rotate(values[3], values[7], c1.z, c1.w);
     }
-    template <int COLS> __device__ static inline void rope(float (&acc)[COLS / 2], const gemm_tile &tile, prefetched<COLS> &fetched, const params &epi_args) {
+    template <int COLS>
+    __device__ static inline void rope(float (&acc)[COLS / 2], const gemm_tile &tile,
+                                       prefetched<COLS> &fetched, const params &epi_args) {
         int rope_cols = (epi_args.H + epi_args.K) * D - tile.col0; /* columns of this tile */
 #pragma unroll
         for (int rope_block = 0; rope_block < prefetched<COLS>::rope_blocks; rope_block++) {
             float4 *cos_sin = fetched.rope_table[prefetched<COLS>::preload_rope ? rope_block : 0];
-            if (!prefetched<COLS>::preload_rope) load_rope<COLS>(cos_sin, rope_block, tile, fetched, epi_args);
+            if (!prefetched<COLS>::preload_rope)
+                load_rope<COLS>(cos_sin, rope_block, tile, fetched, epi_args);
 #pragma unroll
             for (int block = rope_block; block < COLS / 16; block += D / 16)
                 if (16 * block < rope_cols) rotate_block(acc + 8 * block, cos_sin[0], cos_sin[1]);
@@ -1878,27 +2196,38 @@ template <int D> struct epi_qkv {
 
     /* R staged columns from col0 on go to q and the pages, panel by panel: a lane has one chunk of 8 columns in every step-th
      * row. */
-    template <int COLS, int ROUND> __device__ static inline void send(const gemm_tile &tile, const prefetched<COLS> &fetched, const params &epi_args, int col0) {
+    template <int COLS, int ROUND>
+    __device__ static inline void send(const gemm_tile &tile, const prefetched<COLS> &fetched,
+                                       const params &epi_args, int col0) {
         constexpr int PANEL = gemm_panel_cols(ROUND);
-        int chunk = tile.lane % (PANEL / 8), row = tile.lane / (PANEL / 8), log2_B = 31 - __clz(epi_args.B);
+        int chunk = tile.lane % (PANEL / 8), row = tile.lane / (PANEL / 8),
+            log2_B = 31 - __clz(epi_args.B);
 #pragma unroll
         for (int panel = 0; panel < ROUND / PANEL; panel++) {
-            int col = col0 + panel * PANEL + 8 * chunk, head = col / D, kv_head = head - epi_args.H, is_v = kv_head >= epi_args.K;
+            int col = col0 + panel * PANEL + 8 * chunk, head = col / D, kv_head = head - epi_args.H,
+                is_v = kv_head >= epi_args.K;
             int elem = col % D / 16 * 8 + col / 8 % 2 * (D / 2);
-            uint32_t base_row = kv_head < 0 ? (uint32_t)head : (uint32_t)((kv_head - is_v * epi_args.K) * 2 + is_v) << log2_B;
+            uint32_t base_row = kv_head < 0 ? (uint32_t)head
+                                            : (uint32_t)((kv_head - is_v * epi_args.K) * 2 + is_v)
+                                                  << log2_B;
             bf16 *to = (kv_head < 0 ? epi_args.q : epi_args.kv) + elem;
 #pragma unroll
             for (int i = 0; i < prefetched<COLS>::chunks; i++) {
-                uint32_t byte = (uint32_t)((row + i * prefetched<COLS>::row_step) * (2 * PANEL) + chunk * 16);
-                uint32_t from = tile.out + panel * 32 * PANEL + (byte ^ (byte >> 7 & (PANEL / 8 - 1)) << 4);
+                uint32_t byte = (uint32_t)((row + i * prefetched<COLS>::row_step) * (2 * PANEL) +
+                                           chunk * 16);
+                uint32_t from = tile.out + panel * 32 * PANEL +
+                                (byte ^ (byte >> 7 & (PANEL / 8 - 1)) << 4);
                 if (col < tile.N && tile.row0 + row + i * prefetched<COLS>::row_step < tile.M)
-                    *(uint4 *)(to + (size_t)(base_row + (kv_head < 0 ? fetched.q_at[i] : fetched.kv_at[i])) * D) = smem_load_16(from);
+                    *(uint4 *)(to + (size_t)(base_row +
+                                             (kv_head < 0 ? fetched.q_at[i] : fetched.kv_at[i])) *
+                                        D) = smem_load_16(from);
             }
         }
     }
 
     template <int COLS>
-    __device__ static inline void run(float (&acc)[COLS / 2], const gemm_tile &tile, prefetched<COLS> &fetched, const params &epi_args) {
+    __device__ static inline void run(float (&acc)[COLS / 2], const gemm_tile &tile,
+                                      prefetched<COLS> &fetched, const params &epi_args) {
         constexpr int ROUND = gemm_round_cols(COLS);
         gemm_add_bias<COLS>(acc, tile, epi_args.bias);
         if constexpr (COLS % D == 0) norm<COLS>(acc, tile, epi_args);
@@ -1916,21 +2245,28 @@ template <int D> struct epi_qkv {
 
 /* Rows of q, k and v and their biases from the model's order to qkv_interleave's; once, in place. One CTA takes 64 columns of a head
  * through shared memory. Grid (N / D, ceil(K / 64)), block 256; D at most 128, K a multiple of 8. */
-__global__ static void __launch_bounds__(256) qkv_reorder_kernel(bf16 *w, float *bias, int K, int D) {
+__global__ static void __launch_bounds__(256)
+    qkv_reorder_kernel(bf16 *w, float *bias, int K, int D) {
     __shared__ uint4 old_rows[128 * 8];
     __shared__ float old_bias[128];
     bf16 *head = w + (size_t)blockIdx.x * D * K + blockIdx.y * 64;
     int n_chunks = (K - (int)blockIdx.y * 64) / 8, tid = (int)threadIdx.x;
     for (int chunk = tid; chunk < D * 8; chunk += 256)
-        if (chunk % 8 < n_chunks) old_rows[chunk] = *(uint4 *)(head + (size_t)(chunk / 8) * K + chunk % 8 * 8);
+        if (chunk % 8 < n_chunks)
+            old_rows[chunk] = *(uint4 *)(head + (size_t)(chunk / 8) * K + chunk % 8 * 8);
     bool has_bias = bias && blockIdx.y == 0 && tid < D;
     if (has_bias) old_bias[tid] = bias[blockIdx.x * D + tid];
     __syncthreads();
     for (int chunk = tid; chunk < D * 8; chunk += 256)
-        if (chunk % 8 < n_chunks) *(uint4 *)(head + (size_t)qkv_interleave(chunk / 8, D / 2) * K + chunk % 8 * 8) = old_rows[chunk];
+        if (chunk % 8 < n_chunks)
+            *(uint4 *)(head + (size_t)qkv_interleave(chunk / 8, D / 2) * K +
+                       chunk % 8 * 8) = old_rows[chunk];
     if (has_bias) bias[blockIdx.x * D + qkv_interleave(tid, D / 2)] = old_bias[tid];
 }
-static bool qkv_is_interleaved(const toka_device *dev, int D) { return dev->hopper && (D == 64 || D == 128); } /* then rows lie by turns */
+/* then rows lie by turns */
+static bool qkv_is_interleaved(const toka_device *dev, int D) {
+    return dev->hopper && (D == 64 || D == 128);
+}
 static void qkv_reorder(toka_device *dev, const weight *w, int D) {
     const dim3 grid((unsigned)(w->N / D), (unsigned)ceil_div(w->K, 64));
     qkv_reorder_kernel<<<grid, 256, 0, dev->stream>>>(w->data, (float *)w->bias, w->K, D);
@@ -1962,9 +2298,16 @@ struct gemm_coord {
 };
 __device__ static inline gemm_coord gemm_tile_coord(const gemm_cta &cta, int unit) {
     const gemm_problem &problem = cta.problem;
-    int band_units = problem.raster_m * problem.tiles_n, band = gemm_divide(unit, band_units, problem.inv_band), in_band = unit - band * band_units, units_left = problem.units_m - band * problem.raster_m;
-    int height = min(problem.raster_m, units_left), n = gemm_divide(in_band, height, units_left < problem.raster_m ? problem.inv_last_height : problem.inv_height);
-    return {(band * problem.raster_m + in_band - n * height) * problem.multicast + cta.multicast_rank, n};
+    int band_units = problem.raster_m * problem.tiles_n,
+        band = gemm_divide(unit, band_units, problem.inv_band), in_band = unit - band * band_units,
+        units_left = problem.units_m - band * problem.raster_m;
+    int height = min(problem.raster_m, units_left),
+        n = gemm_divide(in_band, height,
+                        units_left < problem.raster_m ? problem.inv_last_height
+                                                      : problem.inv_height);
+    return {(band * problem.raster_m + in_band - n * height) * problem.multicast +
+                cta.multicast_rank,
+            n};
 }
 
 struct gemm_ring {
@@ -1973,7 +2316,8 @@ struct gemm_ring {
 template <int BUFS> __device__ static inline void gemm_ring_next(gemm_ring &ring) {
     if (++ring.buf == BUFS) ring.buf = 0, ring.parity ^= 1;
 }
-template <int BUFS> __device__ static inline void gemm_ring_skip(gemm_ring &ring, int n) { /* n stages that are the other's */
+/* n stages that are the other's */
+template <int BUFS> __device__ static inline void gemm_ring_skip(gemm_ring &ring, int n) {
     unsigned index = (unsigned)(ring.buf + n);
     ring.buf = (int)(index % BUFS), ring.parity ^= (int)(index / BUFS & 1);
 }
@@ -1987,15 +2331,20 @@ template <int BN, int BUFS> __device__ static inline void gemm_produce_w(const g
     for (int unit = cta.first_unit; unit < cta.n_units; unit += cta.unit_stride) {
         int n = gemm_tile_coord(cta, unit).n;
         for (int k = cta.k_block0; k < cta.k_block0 + cta.n_k_blocks; k++) {
-            uint32_t full = cta.full + 8 * ring.buf, buf_at = cta.ring + ring.buf * ((128 + BN) * 128) + 128 * 128;
+            uint32_t full = cta.full + 8 * ring.buf,
+                     buf_at = cta.ring + ring.buf * ((128 + BN) * 128) + 128 * 128;
             mbar_wait(cta.empty + 8 * ring.buf, ring.parity ^ 1);
             mbar_expect_tx(full, BN * 128);
             if (cta.problem.multicast == 1) tma_load_2d(buf_at, cta.maps.w, full, k * 64, n * BN);
-            else tma_load_2d_multicast(buf_at + cta.multicast_rank * (BN / 2 * 128), cta.maps.w, full, k * 64, n * BN + cta.multicast_rank * (BN / 2), multicast_mask);
+            else
+                tma_load_2d_multicast(buf_at + cta.multicast_rank * (BN / 2 * 128), cta.maps.w,
+                                      full, k * 64, n * BN + cta.multicast_rank * (BN / 2),
+                                      multicast_mask);
             gemm_ring_next<BUFS>(ring);
         }
     }
-    for (int i = 0; i < BUFS && cta.problem.multicast > 1; i++) { /* what the peer says it has read must find this CTA here */
+    /* what the peer says it has read must find this CTA here */
+    for (int i = 0; i < BUFS && cta.problem.multicast > 1; i++) {
         mbar_wait(cta.empty + 8 * ring.buf, ring.parity ^ 1);
         gemm_ring_next<BUFS>(ring);
     }
@@ -2011,7 +2360,8 @@ template <int BN, int BUFS> __device__ static inline void gemm_produce_x(const g
             uint32_t full = cta.full + 8 * ring.buf;
             mbar_wait(cta.empty + 8 * ring.buf, ring.parity ^ 1);
             mbar_expect_tx(full, 128 * 128);
-            tma_load_2d(cta.ring + ring.buf * ((128 + BN) * 128), cta.maps.x, full, k * 64, coord.m * 128);
+            tma_load_2d(cta.ring + ring.buf * ((128 + BN) * 128), cta.maps.x, full, k * 64,
+                        coord.m * 128);
             gemm_ring_next<BUFS>(ring);
         }
     }
@@ -2028,22 +2378,31 @@ __device__ static inline void gemm_release(const gemm_cta &cta, int buf) {
 }
 
 template <class EPI, int COLS>
-__device__ static inline void gemm_prefetch(const gemm_tile &tile, gemm_prefetched<EPI, COLS> &fetched, const gemm_cta &cta,
-                                         const typename EPI::params &epi_args) {
-    if constexpr (gemm_has_prefetched<EPI, COLS>) EPI::template prefetch<COLS>(tile, fetched, epi_args);
+__device__ static inline void gemm_prefetch(const gemm_tile &tile,
+                                            gemm_prefetched<EPI, COLS> &fetched,
+                                            const gemm_cta &cta,
+                                            const typename EPI::params &epi_args) {
+    if constexpr (gemm_has_prefetched<EPI, COLS>)
+        EPI::template prefetch<COLS>(tile, fetched, epi_args);
     else EPI::template prefetch<COLS>(tile, cta.maps.y, epi_args);
 }
 template <class EPI, int COLS>
-__device__ static inline void gemm_prefetch_indirect(const gemm_tile &tile, gemm_prefetched<EPI, COLS> &fetched, const typename EPI::params &epi_args) {
-    if constexpr (gemm_has_prefetched<EPI, COLS>) EPI::template prefetch_indirect<COLS>(tile, fetched, epi_args);
+__device__ static inline void gemm_prefetch_indirect(const gemm_tile &tile,
+                                                     gemm_prefetched<EPI, COLS> &fetched,
+                                                     const typename EPI::params &epi_args) {
+    if constexpr (gemm_has_prefetched<EPI, COLS>)
+        EPI::template prefetch_indirect<COLS>(tile, fetched, epi_args);
 }
 
 /* The products of unit u's tile: 64 rows (H 1) or 128 (H 2, ping-pong). In ping-pong, too, stages are consumed in order: a
  * warpgroup begins when the other has issued its last products, which are still in flight. Waiting for a stage sooner, it could
  * take the phase before last, which has the same parity, for its own. */
 template <class EPI, int BN, int COLS, int BUFS, int HALVES>
-__device__ static inline void gemm_mainloop(float (&acc)[HALVES][BN / 2], const gemm_cta &cta, gemm_ring &ring, int consumer, int unit,
-                                            const gemm_tile &tile, gemm_prefetched<EPI, COLS> &fetched, const typename EPI::params &epi_args) {
+__device__ static inline void gemm_mainloop(float (&acc)[HALVES][BN / 2], const gemm_cta &cta,
+                                            gemm_ring &ring, int consumer, int unit,
+                                            const gemm_tile &tile,
+                                            gemm_prefetched<EPI, COLS> &fetched,
+                                            const typename EPI::params &epi_args) {
     constexpr int buf_bytes = (128 + BN) * 128;
     int last_buf = 0;
     /* zeros, and not a first product that does not add: ptxas before 12.9 takes what the epilogue left in acc for its input
@@ -2054,15 +2413,19 @@ __device__ static inline void gemm_mainloop(float (&acc)[HALVES][BN / 2], const 
     for (int k = 0; k < cta.n_k_blocks; k++) {
         mbar_wait(cta.full + 8 * ring.buf, ring.parity);
         uint32_t buf_at = cta.ring + ring.buf * buf_bytes;
-        uint64_t a_desc = wgmma_desc(buf_at + (HALVES == 1 ? consumer * 64 * 128 : 0)), b_desc = wgmma_desc(buf_at + 128 * 128);
+        uint64_t a_desc = wgmma_desc(buf_at + (HALVES == 1 ? consumer * 64 * 128 : 0)),
+                 b_desc = wgmma_desc(buf_at + 128 * 128);
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < 4; i++)
 #pragma unroll
-            for (int half = 0; half < HALVES; half++) wgmma_ss<BN>(acc[half], a_desc + half * (64 * 128 / 16) + 2 * i, b_desc + 2 * i, 1);
+            for (int half = 0; half < HALVES; half++)
+                wgmma_ss<BN>(acc[half], a_desc + half * (64 * 128 / 16) + 2 * i, b_desc + 2 * i, 1);
         wgmma_commit();
-        if (HALVES == 1 && k == cta.n_k_blocks / 2) gemm_prefetch<EPI, COLS>(tile, fetched, cta, epi_args);
-        if (HALVES == 1 && k == cta.n_k_blocks * 3 / 4) gemm_prefetch_indirect<EPI, COLS>(tile, fetched, epi_args);
+        if (HALVES == 1 && k == cta.n_k_blocks / 2)
+            gemm_prefetch<EPI, COLS>(tile, fetched, cta, epi_args);
+        if (HALVES == 1 && k == cta.n_k_blocks * 3 / 4)
+            gemm_prefetch_indirect<EPI, COLS>(tile, fetched, epi_args);
         if (k) {
             wgmma_wait<1>();
             gemm_release(cta, last_buf);
@@ -2081,11 +2444,15 @@ __device__ static inline void gemm_mainloop(float (&acc)[HALVES][BN / 2], const 
  * its products, then issues its own last ones during 0's epilogue; 0 begins the next tile during 1's epilogue. A group alone must
  * keep the tensor cores busy, so it releases stages and computes the tile's position while products are in flight. */
 template <class EPI, int BN, int COLS, int BUFS>
-__device__ static inline void gemm_mainloop_staggered(float (&acc)[BN / 2], const gemm_cta &cta, gemm_ring &ring, int consumer, int unit,
-                                                  gemm_tile &tile, gemm_prefetched<EPI, COLS> &fetched, const typename EPI::params &epi_args) {
+__device__ static inline void gemm_mainloop_staggered(float (&acc)[BN / 2], const gemm_cta &cta,
+                                                      gemm_ring &ring, int consumer, int unit,
+                                                      gemm_tile &tile,
+                                                      gemm_prefetched<EPI, COLS> &fetched,
+                                                      const typename EPI::params &epi_args) {
     constexpr int buf_bytes = (128 + BN) * 128, STAGGER = gemm_stagger<EPI>;
     static_assert(STAGGER <= BUFS, "the ring holds what one warpgroup is ahead");
-    const int pause_block = cta.n_k_blocks > BUFS ? cta.n_k_blocks - STAGGER : -1; /* else the other could be a whole tile ahead, and arrive twice */
+    /* else the other could be a whole tile ahead, and arrive twice */
+    const int pause_block = cta.n_k_blocks > BUFS ? cta.n_k_blocks - STAGGER : -1;
     constexpr bool zero_acc = NVCC_VERSION < 1209; /* see above */
     int last_buf = 0;
 #pragma unroll
@@ -2099,10 +2466,12 @@ __device__ static inline void gemm_mainloop_staggered(float (&acc)[BN / 2], cons
         }
         mbar_wait(cta.full + 8 * ring.buf, ring.parity);
         uint32_t buf_at = cta.ring + ring.buf * buf_bytes;
-        uint64_t a_desc = wgmma_desc(buf_at + consumer * 64 * 128), b_desc = wgmma_desc(buf_at + 128 * 128);
+        uint64_t a_desc = wgmma_desc(buf_at + consumer * 64 * 128),
+                 b_desc = wgmma_desc(buf_at + 128 * 128);
         wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < 2; i++) wgmma_ss<BN>(acc, a_desc + 2 * i, b_desc + 2 * i, zero_acc || k > 0 || i > 0);
+        for (int i = 0; i < 2; i++)
+            wgmma_ss<BN>(acc, a_desc + 2 * i, b_desc + 2 * i, zero_acc || k > 0 || i > 0);
         wgmma_commit();
         wgmma_wait<1>(); /* always: in a branch it would serialise the products (C7520) */
         if (k && !pause) gemm_release(cta, last_buf);
@@ -2129,8 +2498,9 @@ __device__ static inline void gemm_mainloop_staggered(float (&acc)[BN / 2], cons
  * slices of the others go from registers to get_at in their CTAs: [SPLIT-1][warpgroup][C/8][128 threads] x 16 bytes;
  * c.sums[warpgroup] counts the bytes that come. */
 template <int BN, int SPLIT>
-__device__ static inline void gemm_reduce_split(const float (&acc)[BN / 2], float (&sum)[BN / SPLIT / 2], const gemm_cta &cta,
-                                          uint32_t partials_at, int consumer) {
+__device__ static inline void gemm_reduce_split(const float (&acc)[BN / 2],
+                                                float (&sum)[BN / SPLIT / 2], const gemm_cta &cta,
+                                                uint32_t partials_at, int consumer) {
     constexpr int COLS = BN / SPLIT, bytes = COLS / 8 * 2048;
     int tid = threadIdx.x & 127, k_rank = cta.k_rank;
     float own[COLS / 2];
@@ -2141,67 +2511,92 @@ __device__ static inline void gemm_reduce_split(const float (&acc)[BN / 2], floa
             for (int i = 0; i < COLS / 2; i++) own[i] = acc[to_rank * (COLS / 2) + i];
         } else {
             int peer = to_rank * cta.problem.multicast + cta.multicast_rank;
-            uint32_t to = mapa(partials_at + (2 * (k_rank - (k_rank > to_rank)) + consumer) * bytes + tid * 16, peer);
+            uint32_t to = mapa(
+                partials_at + (2 * (k_rank - (k_rank > to_rank)) + consumer) * bytes + tid * 16,
+                peer);
             uint32_t bar = mapa(cta.partials_bar + 8 * consumer, peer);
 #pragma unroll
-            for (int i = 0; i < COLS / 8; i++) st_async_16(to + i * 2048, acc + to_rank * (COLS / 2) + 4 * i, bar);
+            for (int i = 0; i < COLS / 8; i++)
+                st_async_16(to + i * 2048, acc + to_rank * (COLS / 2) + 4 * i, bar);
         }
     mbar_wait(cta.partials_bar + 8 * consumer, 0);
 #pragma unroll
     for (int i = 0; i < COLS / 2; i++) sum[i] = 0;
 #pragma unroll 1
     for (int from_rank = 0; from_rank < SPLIT; from_rank++) {
-        uint32_t from = partials_at + (2 * (from_rank - (from_rank > k_rank)) + consumer) * bytes + tid * 16;
+        uint32_t from = partials_at + (2 * (from_rank - (from_rank > k_rank)) + consumer) * bytes +
+                        tid * 16;
 #pragma unroll
         for (int i = 0; i < COLS / 8; i++) {
             float *values = own + 4 * i, *to = sum + 4 * i;
             uint4 other = from_rank == k_rank ? uint4{} : smem_load_16(from + i * 2048);
-            to[0] += from_rank == k_rank ? values[0] : __uint_as_float(other.x), to[1] += from_rank == k_rank ? values[1] : __uint_as_float(other.y);
-            to[2] += from_rank == k_rank ? values[2] : __uint_as_float(other.z), to[3] += from_rank == k_rank ? values[3] : __uint_as_float(other.w);
+            to[0] += from_rank == k_rank ? values[0] : __uint_as_float(other.x),
+                to[1] += from_rank == k_rank ? values[1] : __uint_as_float(other.y);
+            to[2] += from_rank == k_rank ? values[2] : __uint_as_float(other.z),
+                to[3] += from_rank == k_rank ? values[3] : __uint_as_float(other.w);
         }
     }
 }
 
 /* What becomes of a tile's accumulators; two halves use the same staging one after the other. */
 template <class EPI, int COLS, int HALVES>
-__device__ static inline void gemm_epilogue(float (&acc)[HALVES][COLS / 2], gemm_tile &tile, gemm_prefetched<EPI, COLS> &fetched, const gemm_cta &cta,
-                                       const typename EPI::params &epi_args) {
+__device__ static inline void gemm_epilogue(float (&acc)[HALVES][COLS / 2], gemm_tile &tile,
+                                            gemm_prefetched<EPI, COLS> &fetched,
+                                            const gemm_cta &cta,
+                                            const typename EPI::params &epi_args) {
 #pragma unroll
     for (int half = 0; half < HALVES; half++) {
         if (half) tile.row0 += 64, tile.tile_count++;
-        if (HALVES == 2) gemm_prefetch<EPI, COLS>(tile, fetched, cta, epi_args), gemm_prefetch_indirect<EPI, COLS>(tile, fetched, epi_args);
-        if constexpr (gemm_has_prefetched<EPI, COLS>) EPI::template run<COLS>(acc[half], tile, fetched, epi_args);
+        if (HALVES == 2)
+            gemm_prefetch<EPI, COLS>(tile, fetched, cta, epi_args),
+                gemm_prefetch_indirect<EPI, COLS>(tile, fetched, epi_args);
+        if constexpr (gemm_has_prefetched<EPI, COLS>)
+            EPI::template run<COLS>(acc[half], tile, fetched, epi_args);
         else EPI::template run<COLS>(acc[half], tile, cta.maps.y, epi_args);
     }
 }
 
 /* All units of one warpgroup. */
 template <class EPI, int BN, int SPLIT, bool PINGPONG>
-__device__ static inline void gemm_consume(const gemm_cta &cta, int consumer, const typename EPI::params &epi_args) {
+__device__ static inline void gemm_consume(const gemm_cta &cta, int consumer,
+                                           const typename EPI::params &epi_args) {
     constexpr int COLS = BN / SPLIT, HALVES = PINGPONG ? 2 : 1;
     typedef gemm_smem<BN, SPLIT, EPI::staged_cols(COLS)> layout;
     int warp = threadIdx.x / 32 - 4;
     gemm_ring ring = {0, 0};
     uint32_t out = cta.ring + layout::out_at + warp * (layout::out_bytes / 8);
-    gemm_tile tile = {cta.problem.M, cta.problem.N, 0, 0, (int)threadIdx.x & 31, out, cta.load_bars + 8 * warp, 0};
+    gemm_tile tile = {cta.problem.M,
+                      cta.problem.N,
+                      0,
+                      0,
+                      (int)threadIdx.x & 31,
+                      out,
+                      cta.load_bars + 8 * warp,
+                      0};
     if (PINGPONG && consumer) gemm_ring_skip<layout::n_bufs>(ring, cta.n_k_blocks);
     grid_wait();
-    for (int unit = cta.first_unit + (PINGPONG ? consumer * cta.unit_stride : 0); unit < cta.n_units; unit += HALVES * cta.unit_stride, tile.tile_count++) {
+    for (int unit = cta.first_unit + (PINGPONG ? consumer * cta.unit_stride : 0);
+         unit < cta.n_units; unit += HALVES * cta.unit_stride, tile.tile_count++) {
         float acc[HALVES][BN / 2];
         gemm_prefetched<EPI, COLS> fetched;
         if constexpr (gemm_stagger<EPI>) {
             static_assert(SPLIT == 1 && !PINGPONG, "both warpgroups have their part of each tile");
-            gemm_mainloop_staggered<EPI, BN, COLS, layout::n_bufs>(acc[0], cta, ring, consumer, unit, tile, fetched, epi_args);
+            gemm_mainloop_staggered<EPI, BN, COLS, layout::n_bufs>(acc[0], cta, ring, consumer,
+                                                                   unit, tile, fetched, epi_args);
         } else {
             gemm_coord coord = gemm_tile_coord(cta, unit);
-            tile.row0 = coord.m * 128 + (PINGPONG ? warp & 3 : warp) * 16, tile.col0 = coord.n * BN + cta.k_rank * COLS;
-            gemm_mainloop<EPI, BN, COLS, layout::n_bufs, HALVES>(acc, cta, ring, consumer, unit, tile, fetched, epi_args);
+            tile.row0 = coord.m * 128 + (PINGPONG ? warp & 3 : warp) * 16,
+            tile.col0 = coord.n * BN + cta.k_rank * COLS;
+            gemm_mainloop<EPI, BN, COLS, layout::n_bufs, HALVES>(acc, cta, ring, consumer, unit,
+                                                                 tile, fetched, epi_args);
         }
         if (PINGPONG) gemm_ring_skip<layout::n_bufs>(ring, cta.n_k_blocks);
-        if constexpr (SPLIT == 1) gemm_epilogue<EPI, COLS, HALVES>(acc, tile, fetched, cta, epi_args);
+        if constexpr (SPLIT == 1)
+            gemm_epilogue<EPI, COLS, HALVES>(acc, tile, fetched, cta, epi_args);
         else {
             float sum[1][COLS / 2];
-            gemm_reduce_split<BN, SPLIT>(acc[0], sum[0], cta, cta.ring + layout::partials_at, consumer);
+            gemm_reduce_split<BN, SPLIT>(acc[0], sum[0], cta, cta.ring + layout::partials_at,
+                                         consumer);
             gemm_epilogue<EPI, COLS, 1>(sum, tile, fetched, cta, epi_args);
         }
     }
@@ -2215,22 +2610,43 @@ __device__ static inline void gemm_consume(const gemm_cta &cta, int consumer, co
 
 template <class EPI, int BN, int SPLIT, bool PINGPONG = false>
 __global__ void __launch_bounds__(384, 1)
-gemm_wgmma_kernel(const __grid_constant__ CUtensorMap map_x, const __grid_constant__ CUtensorMap map_w,
-            const __grid_constant__ CUtensorMap map_y, const __grid_constant__ gemm_problem problem,
-            const __grid_constant__ typename EPI::params epi_args) {
+    gemm_wgmma_kernel(const __grid_constant__ CUtensorMap map_x,
+                      const __grid_constant__ CUtensorMap map_w,
+                      const __grid_constant__ CUtensorMap map_y,
+                      const __grid_constant__ gemm_problem problem,
+                      const __grid_constant__ typename EPI::params epi_args) {
 #if HOPPER
     extern __shared__ char smem[];
     typedef gemm_smem<BN, SPLIT, EPI::staged_cols(BN / SPLIT)> layout;
-    int cta_rank = cluster_rank(), k_rank = cta_rank / problem.multicast, per_cluster = problem.multicast * SPLIT, warp = threadIdx.x / 32;
-    int k_blocks = (problem.K + 63) / 64, k_block0 = k_blocks * k_rank / SPLIT, n_k_blocks = k_blocks * (k_rank + 1) / SPLIT - k_block0;
-    uint32_t ring = (smem_addr(smem) + 1023) & ~1023u, full = ring + layout::bars_at, empty = full + 8 * layout::n_bufs;
+    int cta_rank = cluster_rank(), k_rank = cta_rank / problem.multicast,
+        per_cluster = problem.multicast * SPLIT, warp = threadIdx.x / 32;
+    int k_blocks = (problem.K + 63) / 64, k_block0 = k_blocks * k_rank / SPLIT,
+        n_k_blocks = k_blocks * (k_rank + 1) / SPLIT - k_block0;
+    uint32_t ring = (smem_addr(smem) + 1023) & ~1023u, full = ring + layout::bars_at,
+             empty = full + 8 * layout::n_bufs;
     uint32_t partials_bar = empty + 8 * layout::n_bufs;
-    gemm_cta cta = {problem, {&map_x, &map_w, &map_y}, ring, full, empty, partials_bar, partials_bar + 16, k_rank, cta_rank - k_rank * problem.multicast, k_block0, n_k_blocks,
-                  (int)blockIdx.x / per_cluster, (int)gridDim.x / per_cluster, problem.units_m * problem.tiles_n};
+    gemm_cta cta = {problem,
+                    {&map_x, &map_w, &map_y},
+                    ring,
+                    full,
+                    empty,
+                    partials_bar,
+                    partials_bar + 16,
+                    k_rank,
+                    cta_rank - k_rank * problem.multicast,
+                    k_block0,
+                    n_k_blocks,
+                    (int)blockIdx.x / per_cluster,
+                    (int)gridDim.x / per_cluster,
+                    problem.units_m * problem.tiles_n};
     if (threadIdx.x == 0) {
-        for (int buf = 0; buf < layout::n_bufs; buf++) mbar_init(full + 8 * buf, 2), mbar_init(empty + 8 * buf, (PINGPONG ? 1 : 2) * problem.multicast);
+        for (int buf = 0; buf < layout::n_bufs; buf++)
+            mbar_init(full + 8 * buf, 2),
+                mbar_init(empty + 8 * buf, (PINGPONG ? 1 : 2) * problem.multicast);
         for (int i = 0; i < 8; i++) mbar_init(cta.load_bars + 8 * i, 1);
-        for (int consumer = 0; consumer < 2 && SPLIT > 1; consumer++) mbar_init(partials_bar + 8 * consumer, 1), mbar_expect_tx(partials_bar + 8 * consumer, layout::partial_bytes / 2);
+        for (int consumer = 0; consumer < 2 && SPLIT > 1; consumer++)
+            mbar_init(partials_bar + 8 * consumer, 1),
+                mbar_expect_tx(partials_bar + 8 * consumer, layout::partial_bytes / 2);
         mbar_init_fence();
     }
     __syncwarp();
@@ -2257,7 +2673,8 @@ gemm_wgmma_kernel(const __grid_constant__ CUtensorMap map_x, const __grid_consta
 
 /* ---- All instances, and the choice among them ---- */
 
-enum { GEMM_QKV64 = EPI_LOGITS + 1, GEMM_QKV128, GEMM_SCATTER }; /* kinds of epilogue behind those of enum epilogue */
+/* kinds of epilogue behind those of enum epilogue */
+enum { GEMM_QKV64 = EPI_LOGITS + 1, GEMM_QKV128, GEMM_SCATTER };
 
 typedef struct gemm_variant {
     int kind, bn, split;
@@ -2272,28 +2689,48 @@ typedef struct gemm_variant {
 #define GEMM_VARIANT(kind, EPI, BN, SPLIT) GEMM_INSTANCE(kind, EPI, BN, SPLIT, false)
 #define GEMM_PINGPONG(kind, EPI, BN) GEMM_INSTANCE(kind, EPI, BN, 1, true)
 static const gemm_variant gemm_variants[] = {
-    GEMM_VARIANT(EPI_STORE, epi_store, 64, 1),        GEMM_VARIANT(EPI_STORE, epi_store, 64, 2),
-    GEMM_VARIANT(EPI_STORE, epi_store, 96, 1),        GEMM_VARIANT(EPI_STORE, epi_store, 128, 1),
-    GEMM_VARIANT(EPI_STORE, epi_store, 128, 2),       GEMM_VARIANT(EPI_STORE, epi_store, 128, 4),
-    GEMM_VARIANT(EPI_STORE, epi_store, 160, 1),       GEMM_VARIANT(EPI_STORE, epi_store, 192, 1),
-    GEMM_VARIANT(EPI_STORE, epi_store, 256, 1),       GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 64, 1),
-    GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 64, 2),  GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 128, 1),
-    GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 128, 2), GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 128, 4),
-    GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 192, 1), GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 256, 1),
-    GEMM_VARIANT(EPI_STORE, epi_store, 64, 4),        GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 64, 4),
-    GEMM_VARIANT(EPI_SWIGLU, epi_swiglu, 96, 1),      GEMM_VARIANT(EPI_SWIGLU, epi_swiglu, 128, 1),
-    GEMM_VARIANT(EPI_SWIGLU, epi_swiglu, 160, 1),     GEMM_VARIANT(EPI_SWIGLU, epi_swiglu, 224, 1),
+    GEMM_VARIANT(EPI_STORE, epi_store, 64, 1),
+    GEMM_VARIANT(EPI_STORE, epi_store, 64, 2),
+    GEMM_VARIANT(EPI_STORE, epi_store, 96, 1),
+    GEMM_VARIANT(EPI_STORE, epi_store, 128, 1),
+    GEMM_VARIANT(EPI_STORE, epi_store, 128, 2),
+    GEMM_VARIANT(EPI_STORE, epi_store, 128, 4),
+    GEMM_VARIANT(EPI_STORE, epi_store, 160, 1),
+    GEMM_VARIANT(EPI_STORE, epi_store, 192, 1),
+    GEMM_VARIANT(EPI_STORE, epi_store, 256, 1),
+    GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 64, 1),
+    GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 64, 2),
+    GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 128, 1),
+    GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 128, 2),
+    GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 128, 4),
+    GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 192, 1),
+    GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 256, 1),
+    GEMM_VARIANT(EPI_STORE, epi_store, 64, 4),
+    GEMM_VARIANT(EPI_RESIDUAL, epi_residual, 64, 4),
+    GEMM_VARIANT(EPI_SWIGLU, epi_swiglu, 96, 1),
+    GEMM_VARIANT(EPI_SWIGLU, epi_swiglu, 128, 1),
+    GEMM_VARIANT(EPI_SWIGLU, epi_swiglu, 160, 1),
+    GEMM_VARIANT(EPI_SWIGLU, epi_swiglu, 224, 1),
     GEMM_VARIANT(EPI_SWIGLU, epi_swiglu, 256, 1),
-    GEMM_VARIANT(EPI_LOGITS, epi_logits, 192, 1),     GEMM_VARIANT(EPI_LOGITS, epi_logits, 256, 1),
-    GEMM_VARIANT(GEMM_QKV64, epi_qkv<64>, 64, 1),     GEMM_VARIANT(GEMM_QKV64, epi_qkv<64>, 96, 1),
-    GEMM_VARIANT(GEMM_QKV64, epi_qkv<64>, 128, 1),    GEMM_VARIANT(GEMM_QKV64, epi_qkv<64>, 128, 2),
-    GEMM_VARIANT(GEMM_QKV64, epi_qkv<64>, 192, 1),    GEMM_VARIANT(GEMM_QKV64, epi_qkv<64>, 256, 1),
-    GEMM_VARIANT(GEMM_QKV128, epi_qkv<128>, 96, 1),   GEMM_VARIANT(GEMM_QKV128, epi_qkv<128>, 128, 1),
-    GEMM_VARIANT(GEMM_QKV128, epi_qkv<128>, 128, 2),  GEMM_VARIANT(GEMM_QKV128, epi_qkv<128>, 160, 1),
-    GEMM_VARIANT(GEMM_QKV128, epi_qkv<128>, 192, 1),  GEMM_VARIANT(GEMM_QKV128, epi_qkv<128>, 256, 1),
-    GEMM_VARIANT(GEMM_SCATTER, epi_scatter, 128, 1),  GEMM_VARIANT(GEMM_SCATTER, epi_scatter, 192, 1),
+    GEMM_VARIANT(EPI_LOGITS, epi_logits, 192, 1),
+    GEMM_VARIANT(EPI_LOGITS, epi_logits, 256, 1),
+    GEMM_VARIANT(GEMM_QKV64, epi_qkv<64>, 64, 1),
+    GEMM_VARIANT(GEMM_QKV64, epi_qkv<64>, 96, 1),
+    GEMM_VARIANT(GEMM_QKV64, epi_qkv<64>, 128, 1),
+    GEMM_VARIANT(GEMM_QKV64, epi_qkv<64>, 128, 2),
+    GEMM_VARIANT(GEMM_QKV64, epi_qkv<64>, 192, 1),
+    GEMM_VARIANT(GEMM_QKV64, epi_qkv<64>, 256, 1),
+    GEMM_VARIANT(GEMM_QKV128, epi_qkv<128>, 96, 1),
+    GEMM_VARIANT(GEMM_QKV128, epi_qkv<128>, 128, 1),
+    GEMM_VARIANT(GEMM_QKV128, epi_qkv<128>, 128, 2),
+    GEMM_VARIANT(GEMM_QKV128, epi_qkv<128>, 160, 1),
+    GEMM_VARIANT(GEMM_QKV128, epi_qkv<128>, 192, 1),
+    GEMM_VARIANT(GEMM_QKV128, epi_qkv<128>, 256, 1),
+    GEMM_VARIANT(GEMM_SCATTER, epi_scatter, 128, 1),
+    GEMM_VARIANT(GEMM_SCATTER, epi_scatter, 192, 1),
     GEMM_VARIANT(GEMM_SCATTER, epi_scatter, 256, 1),
-    GEMM_PINGPONG(EPI_STORE, epi_store, 192),         GEMM_PINGPONG(EPI_SWIGLU, epi_swiglu, 160),
+    GEMM_PINGPONG(EPI_STORE, epi_store, 192),
+    GEMM_PINGPONG(EPI_SWIGLU, epi_swiglu, 160),
     GEMM_PINGPONG(EPI_SWIGLU, epi_swiglu, 192),
 };
 enum { N_GEMM_VARIANTS = sizeof gemm_variants / sizeof *gemm_variants };
@@ -2308,76 +2745,114 @@ typedef struct gemm_plan {
  * that of 64 bytes a clock into a multiprocessor; with a long K the CTAs that read the same rows drift apart, so L2 gives less.
  * Over several waves the card's power holds all, of which bytes from L2 take a part, too. A tile ends in an epilogue, the last of
  * ping-pong alone is seen, a split one in the exchange of sums, and every wave of split ones starts from an empty ring. */
-static double gemm_cost(const toka_device *dev, const gemm_variant *variant, int multicast, int M, int N, int K) {
-    int per_cluster = multicast * variant->split, n_units = ceil_div(M, 128 * multicast) * ceil_div(N, variant->bn);
-    int max_clusters = per_cluster == 4 ? dev->max_clusters_of_4 : dev->n_sms / per_cluster, waves = ceil_div(n_units, max_clusters);
-    double ctas = (double)min(n_units, max_clusters) * per_cluster, k_blocks = ceil_div(ceil_div(K, 64), variant->split);
-    double tensor_clocks = 4.0 * variant->bn + 45, port_clocks = (128.0 + variant->bn) * 2, bytes = (128.0 + variant->bn / multicast) * 128 * ctas;
-    double l2_clocks = bytes / (K >= 4096 ? 6154 : 8192), block_clocks = l2_clocks > tensor_clocks ? l2_clocks : tensor_clocks, epilogue_clocks = 1500 + (variant->pingpong ? 8 : 4) * variant->bn;
+static double gemm_cost(const toka_device *dev, const gemm_variant *variant, int multicast, int M,
+                        int N, int K) {
+    int per_cluster = multicast * variant->split,
+        n_units = ceil_div(M, 128 * multicast) * ceil_div(N, variant->bn);
+    int max_clusters = per_cluster == 4 ? dev->max_clusters_of_4 : dev->n_sms / per_cluster,
+        waves = ceil_div(n_units, max_clusters);
+    double ctas = (double)min(n_units, max_clusters) * per_cluster,
+           k_blocks = ceil_div(ceil_div(K, 64), variant->split);
+    double tensor_clocks = 4.0 * variant->bn + 45, port_clocks = (128.0 + variant->bn) * 2,
+           bytes = (128.0 + variant->bn / multicast) * 128 * ctas;
+    double l2_clocks = bytes / (K >= 4096 ? 6154 : 8192),
+           block_clocks = l2_clocks > tensor_clocks ? l2_clocks : tensor_clocks,
+           epilogue_clocks = 1500 + (variant->pingpong ? 8 : 4) * variant->bn;
     if (block_clocks < port_clocks) block_clocks = port_clocks;
     if (waves > 1) block_clocks += 0.3 * bytes / 8192;
     if (variant->split > 1) epilogue_clocks += 1000 + 31 * variant->bn;
-    return waves * k_blocks * block_clocks + (variant->pingpong ? 1 : waves) * epilogue_clocks + (multicast == 2 ? 300 : 0);
+    return waves * k_blocks * block_clocks + (variant->pingpong ? 1 : waves) * epilogue_clocks +
+           (multicast == 2 ? 300 : 0);
 }
 
 /* Whether QK-norm can follow. */
-static bool gemm_whole_heads(const gemm_variant *variant) { return variant->bn / variant->split % (variant->kind == GEMM_QKV64 ? 64 : 128) == 0; }
+static bool gemm_whole_heads(const gemm_variant *variant) {
+    return variant->bn / variant->split % (variant->kind == GEMM_QKV64 ? 64 : 128) == 0;
+}
 
 /* The cheapest variant of a kind; whole_heads: QK-norm follows. */
-static gemm_plan gemm_choose(const toka_device *dev, int kind, int M, int N, int K, bool whole_heads) {
+static gemm_plan gemm_choose(const toka_device *dev, int kind, int M, int N, int K,
+                             bool whole_heads) {
     gemm_plan best = {.raster_m = 8};
     double least_cost = 0;
     for (int i = 0; i < N_GEMM_VARIANTS; i++)
         for (int multicast = 1; multicast <= 2; multicast++) {
             const gemm_variant *variant = &gemm_variants[i];
-            if (variant->kind != kind || variant->split > ceil_div(K, 64) || multicast * variant->split > 4 || (multicast == 2 && M <= 128)) continue;
+            if (variant->kind != kind || variant->split > ceil_div(K, 64) ||
+                multicast * variant->split > 4 || (multicast == 2 && M <= 128))
+                continue;
             if (multicast * variant->split == 4 && !dev->max_clusters_of_4) continue;
             if (whole_heads && !gemm_whole_heads(variant)) continue;
             double cost = gemm_cost(dev, variant, multicast, M, N, K);
-            if (!best.variant || cost < least_cost) best.variant = variant, best.multicast = multicast, least_cost = cost;
+            if (!best.variant || cost < least_cost)
+                best.variant = variant, best.multicast = multicast, least_cost = cost;
         }
     return best;
 }
 
 /* The map of a row-major bf16 matrix, read or written in boxes of box_rows x box_cols; box_cols 64, 32 or 16, swizzled over
  * the box's row. */
-static CUtensorMap gemm_tensor_map(toka_device *dev, const bf16 *data, int rows, int cols, int ld, int box_rows, int box_cols) {
+static CUtensorMap gemm_tensor_map(toka_device *dev, const bf16 *data, int rows, int cols, int ld,
+                                   int box_rows, int box_cols) {
     CUtensorMap map;
     cuuint64_t dims[2] = {(cuuint64_t)cols, (cuuint64_t)rows}, strides[1] = {(cuuint64_t)ld * 2};
     cuuint32_t box[2] = {(cuuint32_t)box_cols, (cuuint32_t)box_rows}, elem_strides[2] = {1, 1};
-    CUtensorMapSwizzle swizzle = box_cols == 64 ? CU_TENSOR_MAP_SWIZZLE_128B
-                                 : box_cols == 32 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_32B;
-    CUresult result = dev->encode_map(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, (void *)data, dims, strides, box, elem_strides,
-                               CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    CUtensorMapSwizzle swizzle = box_cols == 64   ? CU_TENSOR_MAP_SWIZZLE_128B
+                                 : box_cols == 32 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                  : CU_TENSOR_MAP_SWIZZLE_32B;
+    CUresult result = dev->encode_map(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, (void *)data, dims,
+                                      strides, box, elem_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                      swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     latch_error(dev, result ? cudaErrorInvalidValue : cudaSuccess, "tensor map of a GEMM");
     return map;
 }
 
 /* Launches any instance: also the LM head's, whose epilogue stands in chapter 11. `params` is the epilogue's; a->y is used
  * only where the instance stages output for it. */
-static void gemm_launch(toka_device *dev, gemm_plan plan, const gemm_args *args, const void *params) {
+static void gemm_launch(toka_device *dev, gemm_plan plan, const gemm_args *args,
+                        const void *params) {
     const gemm_variant *variant = plan.variant;
-    int M = args->M, N = args->w->N, K = args->w->K, cols = variant->kind == EPI_SWIGLU ? N / 2 : N, per_cluster = plan.multicast * variant->split;
-    assert(M > 0 && N % 8 == 0 && K % 8 == 0 && args->ldx % 8 == 0 && (uintptr_t)args->x % 16 == 0 && (uintptr_t)args->w->data % 16 == 0);
-    gemm_problem problem = {M, N, K, ceil_div(M, 128 * plan.multicast), ceil_div(N, variant->bn), plan.raster_m, plan.multicast, 0, 0, 0};
-    int last_height = problem.units_m % problem.raster_m ? problem.units_m % problem.raster_m : problem.raster_m;
-    int n_units = problem.units_m * problem.tiles_n, n_clusters = variant->split > 1 ? n_units : min(n_units, dev->n_sms / per_cluster);
-    problem.inv_band = 1.0f / ((float)problem.raster_m * problem.tiles_n), problem.inv_height = 1.0f / problem.raster_m, problem.inv_last_height = 1.0f / last_height;
+    int M = args->M, N = args->w->N, K = args->w->K, cols = variant->kind == EPI_SWIGLU ? N / 2 : N,
+        per_cluster = plan.multicast * variant->split;
+    assert(M > 0 && N % 8 == 0 && K % 8 == 0 && args->ldx % 8 == 0 &&
+           (uintptr_t)args->x % 16 == 0 && (uintptr_t)args->w->data % 16 == 0);
+    gemm_problem problem = {M,
+                            N,
+                            K,
+                            ceil_div(M, 128 * plan.multicast),
+                            ceil_div(N, variant->bn),
+                            plan.raster_m,
+                            plan.multicast,
+                            0,
+                            0,
+                            0};
+    int last_height = problem.units_m % problem.raster_m ? problem.units_m % problem.raster_m
+                                                         : problem.raster_m;
+    int n_units = problem.units_m * problem.tiles_n,
+        n_clusters = variant->split > 1 ? n_units : min(n_units, dev->n_sms / per_cluster);
+    problem.inv_band = 1.0f / ((float)problem.raster_m * problem.tiles_n),
+    problem.inv_height = 1.0f / problem.raster_m, problem.inv_last_height = 1.0f / last_height;
     assert(n_units < 1 << 22);
-    CUtensorMap map_x = gemm_tensor_map(dev, args->x, ceil_div(M, 128) * 128, K, args->ldx, 128, 64), map_y = map_x;
-    CUtensorMap map_w = gemm_tensor_map(dev, args->w->data, N, K, K, variant->bn / plan.multicast, 64);
+    CUtensorMap map_x = gemm_tensor_map(dev, args->x, ceil_div(M, 128) * 128, K, args->ldx, 128,
+                                        64),
+                map_y = map_x;
+    CUtensorMap map_w = gemm_tensor_map(dev, args->w->data, N, K, K, variant->bn / plan.multicast,
+                                        64);
     if (variant->staged_cols && args->y) {
         assert(args->ldy % 8 == 0 && (uintptr_t)args->y % 16 == 0 && cols % 8 == 0);
-        map_y = gemm_tensor_map(dev, args->y, M, cols, args->ldy, 16, gemm_panel_cols(variant->staged_cols));
+        map_y = gemm_tensor_map(dev, args->y, M, cols, args->ldy, 16,
+                                gemm_panel_cols(variant->staged_cols));
     }
     cudaLaunchAttribute attr[2] = {};
     attr[0].id = cudaLaunchAttributeClusterDimension;
-    attr[0].val.clusterDim.x = (unsigned)per_cluster, attr[0].val.clusterDim.y = attr[0].val.clusterDim.z = 1;
+    attr[0].val.clusterDim.x = (unsigned)per_cluster,
+    attr[0].val.clusterDim.y = attr[0].val.clusterDim.z = 1;
     attr[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attr[1].val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t cfg = {};
-    cfg.gridDim = dim3((unsigned)(n_clusters * per_cluster)), cfg.blockDim = dim3(384), cfg.dynamicSmemBytes = (size_t)variant->smem_bytes;
+    cfg.gridDim = dim3((unsigned)(n_clusters * per_cluster)), cfg.blockDim = dim3(384),
+    cfg.dynamicSmemBytes = (size_t)variant->smem_bytes;
     cfg.stream = dev->stream, cfg.attrs = attr, cfg.numAttrs = 2;
     void *kernel_args[] = {&map_x, &map_w, &map_y, &problem, (void *)params};
     if (dev->error.code) return;
@@ -2388,16 +2863,22 @@ static void gemm_launch(toka_device *dev, gemm_plan plan, const gemm_args *args,
 static void gemm_open(toka_device *dev) {
     for (int i = 0; i < N_GEMM_VARIANTS && dev->hopper; i++) {
         const gemm_variant *variant = &gemm_variants[i];
-        latch_error(dev, cudaFuncSetAttribute(variant->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, variant->smem_bytes),
-              "shared memory of a GEMM");
+        latch_error(dev,
+                    cudaFuncSetAttribute(variant->kernel,
+                                         cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                         variant->smem_bytes),
+                    "shared memory of a GEMM");
         if (variant->split != 4 || dev->max_clusters_of_4) continue;
         cudaLaunchAttribute cluster4 = {};
         cluster4.id = cudaLaunchAttributeClusterDimension;
         cluster4.val.clusterDim.x = 4, cluster4.val.clusterDim.y = cluster4.val.clusterDim.z = 1;
         cudaLaunchConfig_t cfg = {};
-        cfg.gridDim = dim3(4), cfg.blockDim = dim3(384), cfg.dynamicSmemBytes = (size_t)variant->smem_bytes;
+        cfg.gridDim = dim3(4), cfg.blockDim = dim3(384),
+        cfg.dynamicSmemBytes = (size_t)variant->smem_bytes;
         cfg.attrs = &cluster4, cfg.numAttrs = 1;
-        latch_error(dev, cudaOccupancyMaxActiveClusters(&dev->max_clusters_of_4, variant->kernel, &cfg), "clusters of a GEMM");
+        latch_error(dev,
+                    cudaOccupancyMaxActiveClusters(&dev->max_clusters_of_4, variant->kernel, &cfg),
+                    "clusters of a GEMM");
     }
 }
 
@@ -2407,50 +2888,66 @@ static void gemm_wgmma_with(toka_device *dev, const gemm_args *args, gemm_plan p
     epi_logits::params logits_args = {(float *)args->y, args->ldy};
     assert(args->epi != EPI_SWIGLU || (!args->w->bias && args->w->N % 16 == 0));
     assert(args->epi != EPI_LOGITS || (!args->w->bias && args->ldy % 2 == 0));
-    gemm_launch(dev, plan, args, args->epi == EPI_LOGITS ? (void *)&logits_args : (void *)&store_args);
+    gemm_launch(dev, plan, args,
+                args->epi == EPI_LOGITS ? (void *)&logits_args : (void *)&store_args);
 }
 static void gemm_wgmma(toka_device *dev, const gemm_args *args) {
     gemm_wgmma_with(dev, args, gemm_choose(dev, args->epi, args->M, args->w->N, args->w->K, false));
 }
 
 /* q, K and V of M rows; head size D 64 or 128. */
-static gemm_plan gemm_choose_qkv(const toka_device *dev, int M, const weight *w, const qkv_params *qkv) {
+static gemm_plan gemm_choose_qkv(const toka_device *dev, int M, const weight *w,
+                                 const qkv_params *qkv) {
     int heads = qkv->H + 2 * qkv->K;
-    return gemm_choose(dev, w->N == 64 * heads ? GEMM_QKV64 : GEMM_QKV128, M, w->N, w->K, qkv_has_norms(qkv));
+    return gemm_choose(dev, w->N == 64 * heads ? GEMM_QKV64 : GEMM_QKV128, M, w->N, w->K,
+                       qkv_has_norms(qkv));
 }
 /* Whether that beats EPI_STORE, whose tiles may be of more widths, and a kernel that reads and writes the result once more. */
-static bool gemm_qkv_worth_fusing(const toka_device *dev, int M, const weight *w, const qkv_params *qkv) {
-    gemm_plan fused = gemm_choose_qkv(dev, M, w, qkv), plain = gemm_choose(dev, EPI_STORE, M, w->N, w->K, false);
+static bool gemm_qkv_worth_fusing(const toka_device *dev, int M, const weight *w,
+                                  const qkv_params *qkv) {
+    gemm_plan fused = gemm_choose_qkv(dev, M, w, qkv),
+              plain = gemm_choose(dev, EPI_STORE, M, w->N, w->K, false);
     /* in whole tiles, as all of it: the choice is the same for each M of one */
     double rope_clocks = 4000 + 4.0 * ceil_div(M, 128) * 128 * w->N / 1500;
-    return gemm_cost(dev, fused.variant, fused.multicast, M, w->N, w->K) < gemm_cost(dev, plain.variant, plain.multicast, M, w->N, w->K) + rope_clocks;
+    return gemm_cost(dev, fused.variant, fused.multicast, M, w->N, w->K) <
+           gemm_cost(dev, plain.variant, plain.multicast, M, w->N, w->K) + rope_clocks;
 }
-static void gemm_wgmma_qkv_with(toka_device *dev, int M, const bf16 *x, int ldx, const weight *w, const qkv_params *qkv,
-                              gemm_plan plan) {
+static void gemm_wgmma_qkv_with(toka_device *dev, int M, const bf16 *x, int ldx, const weight *w,
+                                const qkv_params *qkv, gemm_plan plan) {
     gemm_args args = {.M = M, .x = x, .ldx = ldx, .w = w};
     int D = plan.variant->kind == GEMM_QKV64 ? 64 : 128;
-    assert(w->N == (qkv->H + 2 * qkv->K) * D && (qkv->B & (qkv->B - 1)) == 0 && (!qkv_has_norms(qkv) || gemm_whole_heads(plan.variant)));
+    assert(w->N == (qkv->H + 2 * qkv->K) * D && (qkv->B & (qkv->B - 1)) == 0 &&
+           (!qkv_has_norms(qkv) || gemm_whole_heads(plan.variant)));
     (void)D;
     gemm_launch(dev, plan, &args, qkv);
 }
-static void gemm_wgmma_qkv(toka_device *dev, int M, const bf16 *x, int ldx, const weight *w, const qkv_params *qkv) {
+static void gemm_wgmma_qkv(toka_device *dev, int M, const bf16 *x, int ldx, const weight *w,
+                           const qkv_params *qkv) {
     gemm_wgmma_qkv_with(dev, M, x, ldx, w, qkv, gemm_choose_qkv(dev, M, w, qkv));
 }
 
 /* x W^T, whose rows go to n boxes, `share` to each (see epi_scatter); a->y and a->epi are not used. */
-static void gemm_wgmma_scatter_with(toka_device *dev, const gemm_args *args, bf16 *const *recv_buffers, int n_ranks, int rows_per_rank, gemm_plan plan) {
+static void gemm_wgmma_scatter_with(toka_device *dev, const gemm_args *args,
+                                    bf16 *const *recv_buffers, int n_ranks, int rows_per_rank,
+                                    gemm_plan plan) {
     const int M = args->M, N = args->w->N;
     gemm_args product_args = *args;
     product_args.y = NULL;
     epi_scatter::params epi_args = {};
     assert(n_ranks <= BARRIER_MAX_RANKS && rows_per_rank % 16 == 0 && n_ranks * rows_per_rank >= M);
-    for (int rank = 0; rank < n_ranks && rank * rows_per_rank < M; rank++) /* the last box may get less, and those behind it nothing */
-        epi_args.recv_maps[rank] = gemm_tensor_map(dev, recv_buffers[rank], min(rows_per_rank, M - rank * rows_per_rank), N, N, 16, gemm_panel_cols(plan.variant->staged_cols));
+    /* the last box may get less, and those behind it nothing */
+    for (int rank = 0; rank < n_ranks && rank * rows_per_rank < M; rank++)
+        epi_args.recv_maps[rank] = gemm_tensor_map(dev, recv_buffers[rank],
+                                                   min(rows_per_rank, M - rank * rows_per_rank), N,
+                                                   N, 16,
+                                                   gemm_panel_cols(plan.variant->staged_cols));
     epi_args.bias = args->w->bias, epi_args.rows_per_rank = rows_per_rank;
     gemm_launch(dev, plan, &product_args, &epi_args);
 }
-static void gemm_wgmma_scatter(toka_device *dev, const gemm_args *args, bf16 *const *recv_buffers, int n_ranks, int rows_per_rank) {
-    gemm_wgmma_scatter_with(dev, args, recv_buffers, n_ranks, rows_per_rank, gemm_choose(dev, GEMM_SCATTER, args->M, args->w->N, args->w->K, false));
+static void gemm_wgmma_scatter(toka_device *dev, const gemm_args *args, bf16 *const *recv_buffers,
+                               int n_ranks, int rows_per_rank) {
+    gemm_wgmma_scatter_with(dev, args, recv_buffers, n_ranks, rows_per_rank,
+                            gemm_choose(dev, GEMM_SCATTER, args->M, args->w->N, args->w->K, false));
 }
 
 /* ===========================================================================
@@ -2493,8 +2990,13 @@ static void gemm_wgmma_scatter(toka_device *dev, const gemm_args *args, bf16 *co
 
 /* EPI_QKV, here and in gemm_gemv: the row of D elements of q, or of the pages of K and V, that is head h of row m. */
 __device__ static inline size_t qkv_row(const qkv_params &qkv, int m, int head) {
-    int kv_slot = qkv.kv_slot[m], kv_head = head < qkv.H + qkv.K ? head - qkv.H : head - qkv.H - qkv.K;
-    return head < qkv.H ? (size_t)m * qkv.H + head : (((size_t)(kv_slot / qkv.B) * qkv.K + kv_head) * 2 + (head >= qkv.H + qkv.K)) * qkv.B + kv_slot % qkv.B;
+    int kv_slot = qkv.kv_slot[m],
+        kv_head = head < qkv.H + qkv.K ? head - qkv.H : head - qkv.H - qkv.K;
+    return head < qkv.H
+               ? (size_t)m * qkv.H + head
+               : (((size_t)(kv_slot / qkv.B) * qkv.K + kv_head) * 2 + (head >= qkv.H + qkv.K)) *
+                         qkv.B +
+                     kv_slot % qkv.B;
 }
 
 /* gemm_smallm_kernel with qkv_params is for EPI_QKV, with smallm_no_qkv for all others: as a branch of one kernel it made one row of the
@@ -2504,13 +3006,28 @@ typedef struct smallm_no_qkv {
 template <class P> constexpr bool smallm_has_qkv = false;
 template <> constexpr bool smallm_has_qkv<qkv_params> = true;
 
-enum { SMALLM_K = 64, SMALLM_N = 64, SMALLM_THREADS = 192, SMALLM_W_BYTES = SMALLM_N * SMALLM_K * 2 /* bytes of W in a stage; x lies behind */ };
-enum { SMALLM_ROW_BYTES = SMALLM_N * 4 /* bytes of sums of a row of x */, SMALLM_BLOCK_BYTES = 8 * SMALLM_ROW_BYTES /* of 8 rows */ };
+enum {
+    SMALLM_K = 64,
+    SMALLM_N = 64,
+    SMALLM_THREADS = 192,
+    SMALLM_W_BYTES = SMALLM_N * SMALLM_K * 2 /* bytes of W in a stage; x lies behind */
+};
+enum {
+    SMALLM_ROW_BYTES = SMALLM_N * 4 /* bytes of sums of a row of x */,
+    SMALLM_BLOCK_BYTES = 8 * SMALLM_ROW_BYTES /* of 8 rows */
+};
 enum { SMALLM_MAX_BUFS = 12 /* at most */ };
-enum { SMALLM_NORM_CTAS = 4 /* CTAs of a cluster with QK-norm, at most: larger ones do not all run at once */ };
+enum {
+    SMALLM_NORM_CTAS =
+        4 /* CTAs of a cluster with QK-norm, at most: larger ones do not all run at once */
+};
 template <int ROWS> struct smallm_ring {
-    enum { BUF_BYTES = SMALLM_W_BYTES + ROWS * SMALLM_K * 2, BAR_BYTES = 16 * SMALLM_MAX_BUFS + 16 /* full and empty per stage, sums */ };
-    static_assert(3 * BUF_BYTES >= 2 * ROWS * SMALLM_ROW_BYTES, "a part's own sums take the ring's place, and what is put out, too");
+    enum {
+        BUF_BYTES = SMALLM_W_BYTES + ROWS * SMALLM_K * 2,
+        BAR_BYTES = 16 * SMALLM_MAX_BUFS + 16 /* full and empty per stage, sums */
+    };
+    static_assert(3 * BUF_BYTES >= 2 * ROWS * SMALLM_ROW_BYTES,
+                  "a part's own sums take the ring's place, and what is put out, too");
 };
 /* What comes from the other parts, for up to `rows` rows of x; stages of the ring beside it. */
 __host__ __device__ constexpr int smallm_partial_bytes(int rows, int split) {
@@ -2525,53 +3042,71 @@ template <int ROWS> __host__ __device__ constexpr int smallm_n_bufs(int split) {
 typedef struct smallm_cta { /* where a CTA works */
     int n0, k_block0, n_k_blocks;     /* its rows of W, its slices of K */
     int k_rank, split;       /* its rank in the cluster, of how many */
-    int blocks_per_rank, m0, rows;    /* blocks of 8 rows of x whose sums a part adds up and puts out; this one's rows */
+    /* blocks of 8 rows of x whose sums a part adds up and puts out; this one's rows */
+    int blocks_per_rank, m0, rows;
     int n_bufs;
     uint32_t ring, partials, full, empty;
     uint32_t partials_bar;         /* barrier: those of the others have come */
-    int first_rank;             /* rank in the cluster of its tile's first part: not 0 in the second of two tiles of a head */
-    uint32_t norm_bar, peer_sumsq; /* with QK-norm: barrier, and what comes of the head's other tile, 8 bytes a row */
+    /* rank in the cluster of its tile's first part: not 0 in the second of two tiles of a head */
+    int first_rank;
+    /* with QK-norm: barrier, and what comes of the head's other tile, 8 bytes a row */
+    uint32_t norm_bar, peer_sumsq;
 } smallm_cta;
 
-template <int ROWS> __device__ static inline smallm_cta smallm_cta_init(uint32_t ring, int M, int K, int split) {
+template <int ROWS>
+__device__ static inline smallm_cta smallm_cta_init(uint32_t ring, int M, int K, int split) {
     int k_blocks = (K + SMALLM_K - 1) / SMALLM_K;
     smallm_cta cta;
-    cta.k_rank = (int)blockIdx.x % split, cta.split = split, cta.n0 = (int)blockIdx.x / split * SMALLM_N;
-    cta.k_block0 = k_blocks * cta.k_rank / split, cta.n_k_blocks = k_blocks * (cta.k_rank + 1) / split - cta.k_block0;
-    cta.n_bufs = smallm_n_bufs<ROWS>(split), cta.ring = ring, cta.partials = ring + cta.n_bufs * smallm_ring<ROWS>::BUF_BYTES;
-    cta.full = cta.partials + smallm_partial_bytes(ROWS, split), cta.empty = cta.full + 8 * SMALLM_MAX_BUFS, cta.partials_bar = cta.empty + 8 * SMALLM_MAX_BUFS;
+    cta.k_rank = (int)blockIdx.x % split, cta.split = split,
+    cta.n0 = (int)blockIdx.x / split * SMALLM_N;
+    cta.k_block0 = k_blocks * cta.k_rank / split,
+    cta.n_k_blocks = k_blocks * (cta.k_rank + 1) / split - cta.k_block0;
+    cta.n_bufs = smallm_n_bufs<ROWS>(split), cta.ring = ring,
+    cta.partials = ring + cta.n_bufs * smallm_ring<ROWS>::BUF_BYTES;
+    cta.full = cta.partials + smallm_partial_bytes(ROWS, split),
+    cta.empty = cta.full + 8 * SMALLM_MAX_BUFS, cta.partials_bar = cta.empty + 8 * SMALLM_MAX_BUFS;
     cta.norm_bar = cta.partials_bar + 8, cta.peer_sumsq = cta.partials_bar + 16, cta.first_rank = 0;
-    cta.blocks_per_rank = (M + 8 * split - 1) / (8 * split), cta.m0 = 8 * cta.blocks_per_rank * cta.k_rank, cta.rows = max(min(8 * cta.blocks_per_rank, M - cta.m0), 0);
+    cta.blocks_per_rank = (M + 8 * split - 1) / (8 * split),
+    cta.m0 = 8 * cta.blocks_per_rank * cta.k_rank,
+    cta.rows = max(min(8 * cta.blocks_per_rank, M - cta.m0), 0);
     return cta;
 }
 
 /* One thread fetches W: as much as there is room for before the kernel ahead has ended. It also announces the bytes of x. */
-template <int ROWS> __device__ static inline void smallm_produce_w(const CUtensorMap *map, const smallm_cta &cta) {
+template <int ROWS>
+__device__ static inline void smallm_produce_w(const CUtensorMap *map, const smallm_cta &cta) {
     int buf = 0, parity = 1;
     for (int i = 0; i < cta.n_k_blocks; i++) {
         mbar_wait(cta.empty + 8 * buf, parity);
         mbar_expect_tx(cta.full + 8 * buf, smallm_ring<ROWS>::BUF_BYTES);
-        tma_load_2d_evict_first(cta.ring + buf * smallm_ring<ROWS>::BUF_BYTES, map, cta.full + 8 * buf, (cta.k_block0 + i) * SMALLM_K, cta.n0);
+        tma_load_2d_evict_first(cta.ring + buf * smallm_ring<ROWS>::BUF_BYTES, map,
+                                cta.full + 8 * buf, (cta.k_block0 + i) * SMALLM_K, cta.n0);
         if (++buf == cta.n_bufs) buf = 0, parity ^= 1;
     }
 }
 /* Another fetches x. */
-template <int ROWS> __device__ static inline void smallm_produce_x(const CUtensorMap *map, const smallm_cta &cta) {
+template <int ROWS>
+__device__ static inline void smallm_produce_x(const CUtensorMap *map, const smallm_cta &cta) {
     int buf = 0, parity = 0, n_prefetch = min(cta.n_bufs, cta.n_k_blocks);
     uint32_t ring = cta.ring + SMALLM_W_BYTES;
     tma_prefetch_map(map);
     grid_wait();
-    for (int i = 0; i < n_prefetch; i++) tma_load_2d(ring + i * smallm_ring<ROWS>::BUF_BYTES, map, cta.full + 8 * i, (cta.k_block0 + i) * SMALLM_K, 0);
+    for (int i = 0; i < n_prefetch; i++)
+        tma_load_2d(ring + i * smallm_ring<ROWS>::BUF_BYTES, map, cta.full + 8 * i,
+                    (cta.k_block0 + i) * SMALLM_K, 0);
     for (int i = n_prefetch; i < cta.n_k_blocks; i++) {
         mbar_wait(cta.empty + 8 * buf, parity);
-        tma_load_2d(ring + buf * smallm_ring<ROWS>::BUF_BYTES, map, cta.full + 8 * buf, (cta.k_block0 + i) * SMALLM_K, 0);
+        tma_load_2d(ring + buf * smallm_ring<ROWS>::BUF_BYTES, map, cta.full + 8 * buf,
+                    (cta.k_block0 + i) * SMALLM_K, 0);
         if (++buf == cta.n_bufs) buf = 0, parity ^= 1;
     }
 }
 
 /* The warpgroup: acc[n][m] = its rows of W times x. A wgmma of few columns is issued faster than the one before has accumulated,
  * so CHAINS independent sums are kept and added at the end. */
-template <int ROWS, int CHAINS> __device__ static inline void smallm_mainloop(float (&acc)[CHAINS][ROWS / 2], const smallm_cta &cta) {
+template <int ROWS, int CHAINS>
+__device__ static inline void smallm_mainloop(float (&acc)[CHAINS][ROWS / 2],
+                                              const smallm_cta &cta) {
     int buf = 0, parity = 0, last_buf = 0;
     for (int i = 0; i < cta.n_k_blocks; i++) {
         uint32_t buf_at = cta.ring + buf * smallm_ring<ROWS>::BUF_BYTES;
@@ -2579,7 +3114,8 @@ template <int ROWS, int CHAINS> __device__ static inline void smallm_mainloop(fl
         mbar_wait(cta.full + 8 * buf, parity);
         wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < SMALLM_K / 16; k++) wgmma_ss<ROWS>(acc[k % CHAINS], a_desc + 2 * k, b_desc + 2 * k, 1);
+        for (int k = 0; k < SMALLM_K / 16; k++)
+            wgmma_ss<ROWS>(acc[k % CHAINS], a_desc + 2 * k, b_desc + 2 * k, 1);
         wgmma_commit();
         wgmma_wait<1>(); /* the slice before is done with */
         if (i > 0 && threadIdx.x == 0) mbar_arrive(cta.empty + 8 * last_buf);
@@ -2590,7 +3126,8 @@ template <int ROWS, int CHAINS> __device__ static inline void smallm_mainloop(fl
 #pragma unroll
     for (int k = 0; k < CHAINS; k++) wgmma_fence_operand(acc[k]);
 #pragma unroll
-    for (int i = 0; i < ROWS / 2 * (CHAINS - 1); i++) acc[0][i % (ROWS / 2)] += acc[1 + i / (ROWS / 2)][i % (ROWS / 2)];
+    for (int i = 0; i < ROWS / 2 * (CHAINS - 1); i++)
+        acc[0][i % (ROWS / 2)] += acc[1 + i / (ROWS / 2)][i % (ROWS / 2)];
 }
 
 /* ---- The sums meet ----
@@ -2599,36 +3136,52 @@ template <int ROWS, int CHAINS> __device__ static inline void smallm_mainloop(fl
  * [sender][block][thread] x 16 bytes, in room that is nothing else's: nobody need say that he is ready. What is put out lies as
  * [rows][SMALLM_N] floats, of row m the groups of 8 exchanged so that the 32 lanes of a store meet 32 banks. */
 
-__device__ static inline uint32_t smallm_staging_at(int m, int n) { return (uint32_t)(m * SMALLM_ROW_BYTES + (n ^ (m >> 1 & 3) << 3) * 4); }
+__device__ static inline uint32_t smallm_staging_at(int m, int n) {
+    return (uint32_t)(m * SMALLM_ROW_BYTES + (n ^ (m >> 1 & 3) << 3) * 4);
+}
 
-__device__ static inline uint32_t smallm_partial_at(const smallm_cta &cta, int from_rank, int to_rank) {
-    return cta.partials + (uint32_t)((from_rank - (from_rank > to_rank)) * cta.blocks_per_rank * SMALLM_BLOCK_BYTES) + threadIdx.x * 16;
+__device__ static inline uint32_t smallm_partial_at(const smallm_cta &cta, int from_rank,
+                                                    int to_rank) {
+    return cta.partials +
+           (uint32_t)((from_rank - (from_rank > to_rank)) * cta.blocks_per_rank *
+                      SMALLM_BLOCK_BYTES) +
+           threadIdx.x * 16;
 }
 /* To each other part its blocks. */
-template <int ROWS> __device__ static inline void smallm_send_partials(const float (&acc)[ROWS / 2], const smallm_cta &cta, int M) {
+template <int ROWS> __device__ static inline void smallm_send_partials(const float (&acc)[ROWS / 2],
+                                                                       const smallm_cta &cta,
+                                                                       int M) {
     int to_rank = 0, first_block = 0;
 #pragma unroll
     for (int block = 0; block < ROWS / 8; block++) {
         if (block == first_block + cta.blocks_per_rank) to_rank++, first_block = block;
         if (to_rank != cta.k_rank && 8 * block < M)
-            st_async_16(mapa(smallm_partial_at(cta, cta.k_rank, to_rank) + (block - first_block) * SMALLM_BLOCK_BYTES, cta.first_rank + to_rank), acc + 4 * block,
-                         mapa(cta.partials_bar, cta.first_rank + to_rank));
+            st_async_16(mapa(smallm_partial_at(cta, cta.k_rank, to_rank) +
+                                 (block - first_block) * SMALLM_BLOCK_BYTES,
+                             cta.first_rank + to_rank),
+                        acc + 4 * block, mapa(cta.partials_bar, cta.first_rank + to_rank));
     }
 }
 /* Four sums of block j of this part's to where they are put out from. */
-__device__ static inline void smallm_staging_write(const smallm_cta &cta, int block, const float values[4]) {
+__device__ static inline void smallm_staging_write(const smallm_cta &cta, int block,
+                                                   const float values[4]) {
     int lane = (int)threadIdx.x % 32, n = (int)threadIdx.x / 32 * 16 + lane / 4;
 #pragma unroll
-    for (int i = 0; i < 4; i++) smem_store_float(cta.ring + smallm_staging_at(block * 8 + lane % 4 * 2 + i % 2, n + i / 2 * 8), values[i]);
+    for (int i = 0; i < 4; i++)
+        smem_store_float(cta.ring +
+                             smallm_staging_at(block * 8 + lane % 4 * 2 + i % 2, n + i / 2 * 8),
+                         values[i]);
 }
 /* This part's blocks, the parts of K added in their order. Its own lie where the ring was. */
-template <int ROWS> __device__ static inline void smallm_reduce_split(const float (&acc)[ROWS / 2], const smallm_cta &cta) {
+template <int ROWS> __device__ static inline void smallm_reduce_split(const float (&acc)[ROWS / 2],
+                                                                      const smallm_cta &cta) {
     uint32_t own = cta.ring + ROWS * SMALLM_ROW_BYTES + threadIdx.x * 16;
     int first_block = cta.k_rank * cta.blocks_per_rank;
 #pragma unroll
     for (int block = 0; block < ROWS / 8; block++) {
         if (cta.split == 1) smallm_staging_write(cta, block, acc + 4 * block);
-        else if (block >= first_block && block < first_block + cta.blocks_per_rank) smem_store_float4(own + (block - first_block) * SMALLM_BLOCK_BYTES, acc + 4 * block);
+        else if (block >= first_block && block < first_block + cta.blocks_per_rank)
+            smem_store_float4(own + (block - first_block) * SMALLM_BLOCK_BYTES, acc + 4 * block);
     }
     if (cta.split == 1) return;
     mbar_wait(cta.partials_bar, 0);
@@ -2636,8 +3189,11 @@ template <int ROWS> __device__ static inline void smallm_reduce_split(const floa
         float values[4] = {};
 #pragma unroll 4
         for (int k_rank = 0; k_rank < cta.split; k_rank++) {
-            float4 partial = smem_load_float4((k_rank == cta.k_rank ? own : smallm_partial_at(cta, k_rank, cta.k_rank)) + block * SMALLM_BLOCK_BYTES);
-            values[0] += partial.x, values[1] += partial.y, values[2] += partial.z, values[3] += partial.w;
+            float4 partial = smem_load_float4(
+                (k_rank == cta.k_rank ? own : smallm_partial_at(cta, k_rank, cta.k_rank)) +
+                block * SMALLM_BLOCK_BYTES);
+            values[0] += partial.x, values[1] += partial.y, values[2] += partial.z,
+                values[3] += partial.w;
         }
         smallm_staging_write(cta, block, values);
     }
@@ -2647,16 +3203,21 @@ template <int ROWS> __device__ static inline void smallm_reduce_split(const floa
 
 /* The item-th piece of this thread: row *m and column *n of the tile's (gates and ups, and both halves of a head, counted both).
  * False: there is none. */
-template <class QKV> __device__ static inline bool smallm_item_at(const gemm_kernel_args &args, const smallm_cta &cta, int item, int *m, int *n) {
-    int paired = smallm_has_qkv<QKV> || args.epi == EPI_SWIGLU, per_row_log2 = 3 - paired, index = item * SMALLM_THREADS + (int)threadIdx.x;
+template <class QKV> __device__ static inline bool smallm_item_at(const gemm_kernel_args &args,
+                                                                  const smallm_cta &cta, int item,
+                                                                  int *m, int *n) {
+    int paired = smallm_has_qkv<QKV> || args.epi == EPI_SWIGLU, per_row_log2 = 3 - paired,
+        index = item * SMALLM_THREADS + (int)threadIdx.x;
     *m = cta.m0 + (index >> per_row_log2), *n = (index & (1 << per_row_log2) - 1) * (8 << paired);
     return index < cta.rows << per_row_log2 && cta.n0 + *n < args.N;
 }
 /* v = columns n .. n+7 of row m, times scale. */
-__device__ static inline void smallm_staging_read(float values[8], const smallm_cta &cta, int m, int n, float scale) {
+__device__ static inline void smallm_staging_read(float values[8], const smallm_cta &cta, int m,
+                                                  int n, float scale) {
     uint32_t at = cta.ring + smallm_staging_at(m - cta.m0, n);
     float4 a = smem_load_float4(at), b = smem_load_float4(at + 16);
-    values[0] = a.x, values[1] = a.y, values[2] = a.z, values[3] = a.w, values[4] = b.x, values[5] = b.y, values[6] = b.z, values[7] = b.w;
+    values[0] = a.x, values[1] = a.y, values[2] = a.z, values[3] = a.w, values[4] = b.x,
+    values[5] = b.y, values[6] = b.z, values[7] = b.w;
 #pragma unroll
     for (int k = 0; k < 8; k++) values[k] *= scale;
 }
@@ -2666,7 +3227,8 @@ __device__ static inline void smallm_add_bias(float values[8], const float *bias
     for (int i = 0; i < 8; i++) values[i] += bias[n + i];
 }
 /* The sums of 8 outputs; SWIGLU's are final. */
-__device__ static inline void smallm_outputs(float values[8], const gemm_kernel_args &args, const smallm_cta &cta, int m, int n, float scale) {
+__device__ static inline void smallm_outputs(float values[8], const gemm_kernel_args &args,
+                                             const smallm_cta &cta, int m, int n, float scale) {
     float up[8];
     smallm_staging_read(values, cta, m, n, scale);
     if (args.epi != EPI_SWIGLU) return;
@@ -2676,12 +3238,15 @@ __device__ static inline void smallm_outputs(float values[8], const gemm_kernel_
 #pragma unroll
     for (int k = 0; k < 8; k++) values[k] = swiglu(values[k], up[k]);
 }
-__device__ static inline void smallm_store(float values[8], const gemm_kernel_args &args, const smallm_cta &cta, int m, int n, uint4 residual) {
+__device__ static inline void smallm_store(float values[8], const gemm_kernel_args &args,
+                                           const smallm_cta &cta, int m, int n, uint4 residual) {
     int gated = args.epi == EPI_SWIGLU;
     if (!gated) smallm_add_bias(values, args.bias, cta.n0 + n);
     if (args.epi == EPI_RESIDUAL) {
-        values[0] += bf16_low(residual.x), values[1] += bf16_high(residual.x), values[2] += bf16_low(residual.y), values[3] += bf16_high(residual.y);
-        values[4] += bf16_low(residual.z), values[5] += bf16_high(residual.z), values[6] += bf16_low(residual.w), values[7] += bf16_high(residual.w);
+        values[0] += bf16_low(residual.x), values[1] += bf16_high(residual.x),
+            values[2] += bf16_low(residual.y), values[3] += bf16_high(residual.y);
+        values[4] += bf16_low(residual.z), values[5] += bf16_high(residual.z),
+            values[6] += bf16_low(residual.w), values[7] += bf16_high(residual.w);
     }
     *(uint4 *)(args.y + (size_t)m * args.ldy + (cta.n0 + n >> gated)) = pack_8(values);
 }
@@ -2691,30 +3256,41 @@ typedef struct smallm_rope_pairs {
     bf16 *to;
     const float4 *cos_sin; /* cosine, sine of each; NULL: of a head of V */
 } smallm_rope_pairs;
-__device__ static inline smallm_rope_pairs smallm_rope_pairs_at(const qkv_params &qkv, int m, int n) { /* n: a column of the first half, by turns */
+/* n: a column of the first half, by turns */
+__device__ static inline smallm_rope_pairs smallm_rope_pairs_at(const qkv_params &qkv, int m,
+                                                                int n) {
     const int head = n / qkv.D, elem = n % qkv.D / 16 * 8;
     const size_t row = qkv_row(qkv, m, head);
     const float4 *cos_sin = (const float4 *)(qkv.rope + (size_t)qkv.pos[m] * (qkv.D / 2) + elem);
-    return smallm_rope_pairs{(head < qkv.H ? qkv.q : qkv.kv) + row * qkv.D + elem, head < qkv.H + qkv.K ? cos_sin : NULL};
+    return smallm_rope_pairs{(head < qkv.H ? qkv.q : qkv.kv) + row * qkv.D + elem,
+                             head < qkv.H + qkv.K ? cos_sin : NULL};
 }
 /* Columns n .. n+7 of row m, and the eight that lie behind them, with the bias. */
-__device__ static inline void smallm_load_halves(float lo[8], float hi[8], const gemm_kernel_args &args, const smallm_cta &cta, int m, int n, float scale) {
+__device__ static inline void smallm_load_halves(float lo[8], float hi[8],
+                                                 const gemm_kernel_args &args,
+                                                 const smallm_cta &cta, int m, int n, float scale) {
     smallm_staging_read(lo, cta, m, n, scale);
     smallm_staging_read(hi, cta, m, n + 8, scale);
     smallm_add_bias(lo, args.bias, cta.n0 + n);
     smallm_add_bias(hi, args.bias, cta.n0 + n + 8);
 }
-__device__ static inline void smallm_store_rope(float lo[8], float hi[8], const smallm_rope_pairs &rope, const float4 cos_sin[4], int half) {
+__device__ static inline void smallm_store_rope(float lo[8], float hi[8],
+                                                const smallm_rope_pairs &rope,
+                                                const float4 cos_sin[4], int half) {
 #pragma unroll
     for (int k = 0; k < 8; k++) {
-        const float cosine = k % 2 ? cos_sin[k / 2].z : cos_sin[k / 2].x, sine = k % 2 ? cos_sin[k / 2].w : cos_sin[k / 2].y, old_lo = lo[k];
+        const float cosine = k % 2 ? cos_sin[k / 2].z : cos_sin[k / 2].x,
+                    sine = k % 2 ? cos_sin[k / 2].w : cos_sin[k / 2].y, old_lo = lo[k];
         lo[k] = old_lo * cosine - hi[k] * sine, hi[k] = hi[k] * cosine + old_lo * sine;
     }
     *(uint4 *)rope.to = pack_8(lo), *(uint4 *)(rope.to + half) = pack_8(hi);
 }
-__device__ static inline void smallm_store_logits(const float values[8], const gemm_kernel_args &args, const smallm_cta &cta, int m, int n) {
+__device__ static inline void smallm_store_logits(const float values[8],
+                                                  const gemm_kernel_args &args,
+                                                  const smallm_cta &cta, int m, int n) {
     float4 *to = (float4 *)((float *)args.y + (size_t)m * args.ldy + cta.n0 + n);
-    to[0] = make_float4(values[0], values[1], values[2], values[3]), to[1] = make_float4(values[4], values[5], values[6], values[7]);
+    to[0] = make_float4(values[0], values[1], values[2], values[3]),
+    to[1] = make_float4(values[4], values[5], values[6], values[7]);
 }
 
 /* QK-norm, for up to 8 rows: a thread has one piece at most, and four of them are a row. The weights of its columns; w NULL: the
@@ -2723,16 +3299,20 @@ typedef struct smallm_qk_norm {
     const float *w;
     float lo[8], hi[8];
 } smallm_qk_norm;
-__device__ static inline smallm_qk_norm smallm_qk_norm_at(const qkv_params &qkv, int n) { /* n: a column of the first half, by turns */
+/* n: a column of the first half, by turns */
+__device__ static inline smallm_qk_norm smallm_qk_norm_at(const qkv_params &qkv, int n) {
     const int head = n / qkv.D, elem = n % qkv.D / 16 * 8;
     smallm_qk_norm norm = {head < qkv.H ? qkv.q_norm : head < qkv.H + qkv.K ? qkv.k_norm : NULL};
 #pragma unroll
-    for (int k = 0; k < 8; k++) norm.lo[k] = norm.w ? norm.w[elem + k] : 1, norm.hi[k] = norm.w ? norm.w[qkv.D / 2 + elem + k] : 1;
+    for (int k = 0; k < 8; k++)
+        norm.lo[k] = norm.w ? norm.w[elem + k] : 1,
+        norm.hi[k] = norm.w ? norm.w[qkv.D / 2 + elem + k] : 1;
     return norm;
 }
 /* Of two tiles of a head each sends the other its rows' sums of squares. All threads come; there: this one has a piece of row m. */
-__device__ static inline void smallm_apply_qk_norm(float lo[8], float hi[8], bool valid, int m, const smallm_qk_norm &norm, const qkv_params &qkv,
-                                            const smallm_cta &cta) {
+__device__ static inline void smallm_apply_qk_norm(float lo[8], float hi[8], bool valid, int m,
+                                                   const smallm_qk_norm &norm,
+                                                   const qkv_params &qkv, const smallm_cta &cta) {
     const int peer = cta.split - cta.first_rank + cta.k_rank;
     const uint32_t sumsq_at = cta.peer_sumsq + 8 * (m - cta.m0);
     const bool two_tiles = qkv.D > SMALLM_N;
@@ -2741,7 +3321,8 @@ __device__ static inline void smallm_apply_qk_norm(float lo[8], float hi[8], boo
     for (int k = 0; k < 8 && valid; k++) sum += lo[k] * lo[k] + hi[k] * hi[k];
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
-    if (two_tiles && valid && threadIdx.x % 4 == 0) st_async_8(mapa(sumsq_at, peer), sum, 0, mapa(cta.norm_bar, peer));
+    if (two_tiles && valid && threadIdx.x % 4 == 0)
+        st_async_8(mapa(sumsq_at, peer), sum, 0, mapa(cta.norm_bar, peer));
     if (two_tiles) mbar_wait(cta.norm_bar, 0);
     if (two_tiles && valid) sum += smem_load_float(sumsq_at);
     const float scale = rsqrtf(sum / qkv.D + qkv.eps);
@@ -2752,11 +3333,15 @@ __device__ static inline void smallm_apply_qk_norm(float lo[8], float hi[8], boo
 
 template <int ROWS, class QKV, bool QK_NORM>
 __global__ static void __launch_bounds__(SMALLM_THREADS, 2)
-gemm_smallm_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_constant__ CUtensorMap map_x, const gemm_kernel_args args,
-                int split, const QKV qkv) {
+    gemm_smallm_kernel(const __grid_constant__ CUtensorMap map_w,
+                       const __grid_constant__ CUtensorMap map_x, const gemm_kernel_args args,
+                       int split, const QKV qkv) {
 #if HOPPER
     constexpr int ITEMS = (ROWS * SMALLM_N / 8 + SMALLM_THREADS - 1) / SMALLM_THREADS;
-    constexpr int ROPE_ITEMS = smallm_has_qkv<QKV> ? (ROWS * SMALLM_N / 16 + SMALLM_THREADS - 1) / SMALLM_THREADS : 0; /* pieces of EPI_QKV */
+    /* pieces of EPI_QKV */
+    constexpr int ROPE_ITEMS = smallm_has_qkv<QKV>
+                                   ? (ROWS * SMALLM_N / 16 + SMALLM_THREADS - 1) / SMALLM_THREADS
+                                   : 0;
     extern __shared__ __align__(1024) char smallm_smem[];
     smallm_cta cta = smallm_cta_init<ROWS>(smem_addr(smallm_smem), args.M, args.K, split);
     int m, n, tid = (int)threadIdx.x, warp = tid / 32, lane = tid % 32;
@@ -2765,10 +3350,13 @@ gemm_smallm_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_const
     float4 cos_sin[ROPE_ITEMS + 1][4];
     __shared__ float row_scale[FUSE_NORM_MAX_ROWS];
     int cluster_ctas = split;
-    if constexpr (QK_NORM) cluster_ctas = qkv.D / SMALLM_N * split, cta.first_rank = (int)blockIdx.x % cluster_ctas - cta.k_rank;
+    if constexpr (QK_NORM)
+        cluster_ctas = qkv.D / SMALLM_N * split,
+        cta.first_rank = (int)blockIdx.x % cluster_ctas - cta.k_rank;
 
     if (tid == 0) {
-        for (int i = 0; i < cta.n_bufs; i++) mbar_init(cta.full + 8 * i, 1), mbar_init(cta.empty + 8 * i, 1);
+        for (int i = 0; i < cta.n_bufs; i++)
+            mbar_init(cta.full + 8 * i, 1), mbar_init(cta.empty + 8 * i, 1);
         mbar_init(cta.partials_bar, 1), mbar_init(cta.norm_bar, 1);
         mbar_init_fence();
         mbar_expect_tx(cta.partials_bar, (split - 1) * ((cta.rows + 7) / 8) * SMALLM_BLOCK_BYTES);
@@ -2776,27 +3364,33 @@ gemm_smallm_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_const
     }
     __syncthreads();
     grid_launch_dependents();
-    if (cluster_ctas > 1) cluster_arrive_relaxed(); /* the others may know that the barriers are there */
+    /* the others may know that the barriers are there */
+    if (cluster_ctas > 1) cluster_arrive_relaxed();
     if (warp == 4 && lane == 0) smallm_produce_w<ROWS>(&map_w, cta);
     if (warp == 5 && lane == 0) smallm_produce_x<ROWS>(&map_x, cta);
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < ROPE_ITEMS; i++)
         if constexpr (smallm_has_qkv<QKV>)
-            if (smallm_item_at<QKV>(args, cta, i, &m, &n)) rope[i] = smallm_rope_pairs_at(qkv, m, cta.n0 + n);
+            if (smallm_item_at<QKV>(args, cta, i, &m, &n))
+                rope[i] = smallm_rope_pairs_at(qkv, m, cta.n0 + n);
     smallm_qk_norm norm;
     if constexpr (QK_NORM) norm = smallm_qk_norm_at(qkv, cta.n0 + tid % 4 * 16);
-    if (args.bias && tid < SMALLM_N / 32 && cta.n0 + 32 * tid < args.N) l2_prefetch(args.bias + cta.n0 + 32 * tid);
+    if (args.bias && tid < SMALLM_N / 32 && cta.n0 + 32 * tid < args.N)
+        l2_prefetch(args.bias + cta.n0 + 32 * tid);
     grid_wait();
 #pragma unroll
     for (int i = 0; i < ITEMS; i++)
-        if (args.epi == EPI_RESIDUAL && smallm_item_at<QKV>(args, cta, i, &m, &n)) residual[i] = *(uint4 *)(args.y + (size_t)m * args.ldy + cta.n0 + n);
+        if (args.epi == EPI_RESIDUAL && smallm_item_at<QKV>(args, cta, i, &m, &n))
+            residual[i] = *(uint4 *)(args.y + (size_t)m * args.ldy + cta.n0 + n);
     lane_sumsq sumsq = {};
-    if (ROWS == FUSE_NORM_MAX_ROWS && args.norm.input_sumsq && warp < args.M) sumsq = rms_prefetch(args.norm, warp, lane);
+    if (ROWS == FUSE_NORM_MAX_ROWS && args.norm.input_sumsq && warp < args.M)
+        sumsq = rms_prefetch(args.norm, warp, lane);
     constexpr int CHAINS = ROWS <= 16 ? 4 : 2;
     float acc[CHAINS][ROWS / 2] = {};
     if (warp < 4) smallm_mainloop<ROWS, CHAINS>(acc, cta);
-    for (int i = warp; ROWS == FUSE_NORM_MAX_ROWS && args.norm.input_sumsq && i < args.M; i += SMALLM_THREADS / 32) {
+    for (int i = warp; ROWS == FUSE_NORM_MAX_ROWS && args.norm.input_sumsq && i < args.M;
+         i += SMALLM_THREADS / 32) {
         if (i > warp) sumsq = rms_prefetch(args.norm, i, lane);
         float scale = rms_inverse(args.norm, i, lane, sumsq);
         if (lane == 0) row_scale[i] = scale;
@@ -2807,7 +3401,8 @@ gemm_smallm_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_const
 #pragma unroll
     for (int i = 0; i < 4 * ROPE_ITEMS; i++) /* while the sums are on their way */
         if (smallm_item_at<QKV>(args, cta, i / 4, &m, &n))
-            cos_sin[i / 4][i % 4] = rope[i / 4].cos_sin ? rope[i / 4].cos_sin[i % 4] : make_float4(1, 0, 1, 0);
+            cos_sin[i / 4][i % 4] = rope[i / 4].cos_sin ? rope[i / 4].cos_sin[i % 4]
+                                                        : make_float4(1, 0, 1, 0);
     __syncthreads(); /* nobody reads the ring any more, and all that was to come has come */
     if (warp < 4) smallm_reduce_split<ROWS>(acc[0], cta);
     __syncthreads();
@@ -2817,7 +3412,8 @@ gemm_smallm_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_const
         for (int i = 0; i < ROPE_ITEMS; i++) {
             float values[8], values_hi[8];
             const bool valid = smallm_item_at<QKV>(args, cta, i, &m, &n);
-            if (valid) smallm_load_halves(values, values_hi, args, cta, m, n, scaled ? row_scale[m] : 1);
+            if (valid)
+                smallm_load_halves(values, values_hi, args, cta, m, n, scaled ? row_scale[m] : 1);
             if constexpr (QK_NORM)
                 if (norm.w) smallm_apply_qk_norm(values, values_hi, valid, m, norm, qkv, cta);
             if (valid) smallm_store_rope(values, values_hi, rope[i], cos_sin[i], qkv.D / 2);
@@ -2838,21 +3434,33 @@ gemm_smallm_kernel(const __grid_constant__ CUtensorMap map_w, const __grid_const
 }
 
 template <int ROWS, class QKV, bool QK_NORM>
-static void gemm_smallm_launch(toka_device *dev, const gemm_args *args, int split, int tiles_per_head, const QKV &qkv) {
+static void gemm_smallm_launch(toka_device *dev, const gemm_args *args, int split,
+                               int tiles_per_head, const QKV &qkv) {
     gemm_kernel_args kernel_args = gemm_checked_args(args);
     kernel_args.norm = gemm_fuse_norm_args(dev, args);
     assert(kernel_args.M <= ROWS && split * tiles_per_head <= 8 && !args->next_norm);
-    const int smem_bytes = smallm_n_bufs<ROWS>(split) * smallm_ring<ROWS>::BUF_BYTES + smallm_partial_bytes(ROWS, split) + smallm_ring<ROWS>::BAR_BYTES;
-    launch_dependent(dev, "GEMM (few rows)", gemm_smallm_kernel<ROWS, QKV, QK_NORM>, dim3((unsigned)(ceil_div(kernel_args.N, SMALLM_N) * split)),
-                     SMALLM_THREADS, smem_bytes + (QK_NORM ? 8 * ROWS : 0), split * tiles_per_head, gemm_tensor_map(dev, kernel_args.w, kernel_args.N, kernel_args.K, kernel_args.K, SMALLM_N, SMALLM_K),
-                     gemm_tensor_map(dev, kernel_args.x, ROWS, kernel_args.K, kernel_args.ldx, ROWS, SMALLM_K), kernel_args, split, qkv);
+    const int smem_bytes = smallm_n_bufs<ROWS>(split) * smallm_ring<ROWS>::BUF_BYTES +
+                           smallm_partial_bytes(ROWS, split) + smallm_ring<ROWS>::BAR_BYTES;
+    launch_dependent(dev, "GEMM (few rows)", gemm_smallm_kernel<ROWS, QKV, QK_NORM>,
+                     dim3((unsigned)(ceil_div(kernel_args.N, SMALLM_N) * split)), SMALLM_THREADS,
+                     smem_bytes + (QK_NORM ? 8 * ROWS : 0), split * tiles_per_head,
+                     gemm_tensor_map(dev, kernel_args.w, kernel_args.N, kernel_args.K,
+                                     kernel_args.K, SMALLM_N, SMALLM_K),
+                     gemm_tensor_map(dev, kernel_args.x, ROWS, kernel_args.K, kernel_args.ldx, ROWS,
+                                     SMALLM_K),
+                     kernel_args, split, qkv);
 }
-template <int ROWS> static void gemm_smallm_tile(toka_device *dev, const gemm_args *args, int split) {
+template <int ROWS>
+static void gemm_smallm_tile(toka_device *dev, const gemm_args *args, int split) {
     const bool qk_norm = args->epi == EPI_QKV && qkv_has_norms(args->qkv);
     assert(!qk_norm || ROWS == FUSE_NORM_MAX_ROWS);
-    if (args->epi != EPI_QKV) gemm_smallm_launch<ROWS, smallm_no_qkv, false>(dev, args, split, 1, smallm_no_qkv{});
+    if (args->epi != EPI_QKV)
+        gemm_smallm_launch<ROWS, smallm_no_qkv, false>(dev, args, split, 1, smallm_no_qkv{});
     else if (!qk_norm) gemm_smallm_launch<ROWS, qkv_params, false>(dev, args, split, 1, *args->qkv);
-    else gemm_smallm_launch<FUSE_NORM_MAX_ROWS, qkv_params, true>(dev, args, split, args->qkv->D / SMALLM_N, *args->qkv);
+    else
+        gemm_smallm_launch<FUSE_NORM_MAX_ROWS, qkv_params, true>(dev, args, split,
+                                                                 args->qkv->D / SMALLM_N,
+                                                                 *args->qkv);
 }
 /* How many CTAs share a tile's K: as many as run at once, two a multiprocessor, but eight only where these have one each; and each
  * has three slices of K or more. Where somewhat more tiles than multiprocessors would leave many of these idle, a long K is halved;
@@ -2861,18 +3469,27 @@ template <int ROWS> static void gemm_smallm_tile(toka_device *dev, const gemm_ar
  * 74, 83, 62 (4096 x 4096), 20, 35, 46, 54 (896 x 4864), 73, 46, 41, 24 (9728 x 896), 84, 74, 85, 92 (5120 x 17408), 80, 73, 79, 82
  * (5120 x 8192), 41, 59, 65, 73 (1536 x 8960), 73, 79, 88, 92 (3584 x 18944), 68, 68, 80, 76 (3072 x 8192), 82, 85, 91, 78 (4096 x
  * 12288). Eight parts, a step of 16 sequences: Qwen3-14B 7.85 -> 7.78 ms, Qwen2.5-1.5B 1.411 -> 1.381. */
-static double smallm_utilization(int ctas, int max_ctas) { return (double)ctas / (ceil_div(ctas, max_ctas) * max_ctas); } /* of the time */
+/* of the time */
+static double smallm_utilization(int ctas, int max_ctas) {
+    return (double)ctas / (ceil_div(ctas, max_ctas) * max_ctas);
+}
 static int gemm_smallm_split(const toka_device *dev, int N, int K) {
-    int tiles = ceil_div(N, SMALLM_N), k_blocks = ceil_div(K, SMALLM_K), split = 1, two_per_sm = 2 * dev->n_sms;
+    int tiles = ceil_div(N, SMALLM_N), k_blocks = ceil_div(K, SMALLM_K), split = 1,
+        two_per_sm = 2 * dev->n_sms;
     while (split < 8 && 2 * split * tiles <= dev->n_sms * (split < 4 ? 2 : 1)) split *= 2;
     while (split > 1 && k_blocks < 3 * split) split /= 2;
     if (tiles > dev->n_sms) return 2 * tiles < 3 * dev->n_sms && k_blocks >= 64 ? 2 : split;
-    const int max_ctas_8 = max(two_per_sm - 24, 8); /* CTAs that run at once in clusters of eight, which do not fill all parts of the GPU */
-    return k_blocks >= 128 && smallm_utilization(8 * tiles, max_ctas_8) > smallm_utilization(split * tiles, two_per_sm) + 0.075 ? 8 : split;
+    /* CTAs that run at once in clusters of eight, which do not fill all parts of the GPU */
+    const int max_ctas_8 = max(two_per_sm - 24, 8);
+    return k_blocks >= 128 && smallm_utilization(8 * tiles, max_ctas_8) >
+                                  smallm_utilization(split * tiles, two_per_sm) + 0.075
+               ? 8
+               : split;
 }
 static void gemm_smallm(toka_device *dev, const gemm_args *args) {
     int split = gemm_smallm_split(dev, args->w->N, args->w->K);
-    if (args->epi == EPI_QKV && qkv_has_norms(args->qkv)) split = min(split, SMALLM_NORM_CTAS / (args->qkv->D / SMALLM_N));
+    if (args->epi == EPI_QKV && qkv_has_norms(args->qkv))
+        split = min(split, SMALLM_NORM_CTAS / (args->qkv->D / SMALLM_N));
     if (args->M <= 8) gemm_smallm_tile<8>(dev, args, split);
     else if (args->M <= 16) gemm_smallm_tile<16>(dev, args, split);
     else if (args->M <= 32) gemm_smallm_tile<32>(dev, args, split);
@@ -2895,39 +3512,56 @@ static void gemm_smallm(toka_device *dev, const gemm_args *args) {
  * grid: 16 rows of W each; block: 256; shared: 96 KB; 2NK bytes. Rings of 48 KB for four CTAs a multiprocessor: slower but where
  * many CTAs read little each, and there gemm_smallm is faster still. */
 
-enum { GEMV_N = 16, GEMV_K = 64, GEMV_WARPS = 8, GEMV_PITCH = GEMV_N + 4 /* floats from row to row of the sums */ };
+enum {
+    GEMV_N = 16,
+    GEMV_K = 64,
+    GEMV_WARPS = 8,
+    GEMV_PITCH = GEMV_N + 4 /* floats from row to row of the sums */
+};
 template <int ROWS> struct gemv_ring {
-    enum { BUF_BYTES = (GEMV_N + ROWS) * GEMV_K * 2, BUFS = 96 * 1024 / GEMV_WARPS / BUF_BYTES, SMEM_BYTES = GEMV_WARPS * BUFS * BUF_BYTES };
+    enum {
+        BUF_BYTES = (GEMV_N + ROWS) * GEMV_K * 2,
+        BUFS = 96 * 1024 / GEMV_WARPS / BUF_BYTES,
+        SMEM_BYTES = GEMV_WARPS * BUFS * BUF_BYTES
+    };
 };
 
 /* W's rows row0 .. row0+15, columns k0 .. k0+63 of K, by one warp; and those columns of x. */
-__device__ static inline void gemv_load_w(uint32_t to, const gemm_kernel_args &args, int row0, int k0, int lane, uint64_t policy) {
+__device__ static inline void gemv_load_w(uint32_t to, const gemm_kernel_args &args, int row0,
+                                          int k0, int lane, uint64_t policy) {
     int k = k0 + lane % 8 * 8;
 #pragma unroll
     for (int row = lane / 8; row < GEMV_N; row += 4) {
         bool inside = row0 + row < args.N && k < args.K;
-        cp_async_16_evict_first(to + row * 128 + ((lane ^ row) % 8) * 16, inside ? args.w + (size_t)(row0 + row) * args.K + k : args.w,
-                         inside ? 16 : 0, policy);
+        cp_async_16_evict_first(to + row * 128 + ((lane ^ row) % 8) * 16,
+                                inside ? args.w + (size_t)(row0 + row) * args.K + k : args.w,
+                                inside ? 16 : 0, policy);
     }
 }
-template <int ROWS> __device__ static inline void gemv_load_x(uint32_t to, const gemm_kernel_args &args, int k0, int lane) {
+template <int ROWS> __device__ static inline void gemv_load_x(uint32_t to,
+                                                              const gemm_kernel_args &args, int k0,
+                                                              int lane) {
     int k = k0 + lane % 8 * 8;
 #pragma unroll
     for (int row = lane / 8; row < ROWS; row += 4) {
         bool inside = row < args.M && k < args.K;
-        cp_async_16(to + row * 128 + ((lane ^ row) % 8) * 16, inside ? args.x + (size_t)row * args.ldx + k : args.x, inside ? 16 : 0);
+        cp_async_16(to + row * 128 + ((lane ^ row) % 8) * 16,
+                    inside ? args.x + (size_t)row * args.ldx + k : args.x, inside ? 16 : 0);
     }
 }
 /* acc[m block][.] += one slice. */
-template <int ROWS> __device__ static inline void gemv_multiply(float acc[ROWS / 8][4], uint32_t buf_at, int lane) {
+template <int ROWS>
+__device__ static inline void gemv_multiply(float acc[ROWS / 8][4], uint32_t buf_at, int lane) {
     uint32_t a[4][4], b[ROWS / 4][4];
 #pragma unroll
-    for (int k = 0; k < 4; k++) ldmatrix_x4(a[k], buf_at + lane % 16 * 128 + (((2 * k + lane / 16) ^ lane) % 8) * 16);
+    for (int k = 0; k < 4; k++)
+        ldmatrix_x4(a[k], buf_at + lane % 16 * 128 + (((2 * k + lane / 16) ^ lane) % 8) * 16);
 #pragma unroll
     for (int i = 0; i < ROWS / 8; i++) /* 8 rows of x, 32 columns at a time */
 #pragma unroll
         for (int k = 0; k < 2; k++)
-            ldmatrix_x4(b[2 * i + k], buf_at + (GEMV_N + 8 * i + lane % 8) * 128 + (((4 * k + lane / 8) ^ lane) % 8) * 16);
+            ldmatrix_x4(b[2 * i + k], buf_at + (GEMV_N + 8 * i + lane % 8) * 128 +
+                                          (((4 * k + lane / 8) ^ lane) % 8) * 16);
 #pragma unroll
     for (int k = 0; k < 4; k++)
 #pragma unroll
@@ -2936,17 +3570,21 @@ template <int ROWS> __device__ static inline void gemv_multiply(float acc[ROWS /
 
 /* Columns n and n+1 of row m with RESIDUAL, and what the norm that follows needs of them: w, its two weights. All threads come;
  * the 8 of a row lie side by side. */
-__device__ static inline void gemv_store_normed(const gemm_kernel_args &args, bool valid, int m, int n, float2 values, uint32_t residual, float2 norm_w) {
+__device__ static inline void gemv_store_normed(const gemm_kernel_args &args, bool valid, int m,
+                                                int n, float2 values, uint32_t residual,
+                                                float2 norm_w) {
     uint32_t y = 0;
     if (valid) {
         if (args.bias) values.x += args.bias[n], values.y += args.bias[n + 1];
         y = pack_bf16(values.x + bf16_low(residual), values.y + bf16_high(residual));
         *(uint32_t *)(args.y + (size_t)m * args.ldy + n) = y;
-        *(uint32_t *)(args.norm.xw + (size_t)m * args.N + n) = pack_bf16(bf16_low(y) * norm_w.x, bf16_high(y) * norm_w.y);
+        *(uint32_t *)(args.norm.xw + (size_t)m * args.N + n) = pack_bf16(bf16_low(y) * norm_w.x,
+                                                                         bf16_high(y) * norm_w.y);
     }
     float sum = bf16_low(y) * bf16_low(y) + bf16_high(y) * bf16_high(y);
     for (int delta = 4; delta; delta >>= 1) sum += __shfl_xor_sync(~0u, sum, delta);
-    if (threadIdx.x % 8 == 0 && m < args.M) args.norm.row_sumsq[m * args.norm.n_sums + (int)blockIdx.x] = sum;
+    if (threadIdx.x % 8 == 0 && m < args.M)
+        args.norm.row_sumsq[m * args.norm.n_sums + (int)blockIdx.x] = sum;
 }
 
 /* EPI_QKV: the pairs of element i and i + D/2, and of the next two, of a head of row m: where they go and how they are turned.
@@ -2955,29 +3593,38 @@ typedef struct gemv_rope_pairs {
     bf16 *to;
     float4 cos_sin; /* cosine, sine of either */
 } gemv_rope_pairs;
-__device__ static inline gemv_rope_pairs gemv_rope_pairs_at(const qkv_params &qkv, int m, int n) { /* n: a column of the first half, by turns */
+/* n: a column of the first half, by turns */
+__device__ static inline gemv_rope_pairs gemv_rope_pairs_at(const qkv_params &qkv, int m, int n) {
     int head = n / qkv.D, elem = n % qkv.D / 16 * 8 + n % 8;
     size_t row = qkv_row(qkv, m, head);
-    float4 cos_sin = head < qkv.H + qkv.K ? *(const float4 *)(qkv.rope + (size_t)qkv.pos[m] * (qkv.D / 2) + elem) : make_float4(1, 0, 1, 0);
+    float4 cos_sin = head < qkv.H + qkv.K
+                         ? *(const float4 *)(qkv.rope + (size_t)qkv.pos[m] * (qkv.D / 2) + elem)
+                         : make_float4(1, 0, 1, 0);
     return gemv_rope_pairs{(head < qkv.H ? qkv.q : qkv.kv) + row * qkv.D + elem, cos_sin};
 }
-__device__ static inline void gemv_store_rope(const gemv_rope_pairs &rope, int half, float2 a, float2 b) {
+__device__ static inline void gemv_store_rope(const gemv_rope_pairs &rope, int half, float2 a,
+                                              float2 b) {
     float4 cos_sin = rope.cos_sin;
     store_bf16x2(rope.to, a.x * cos_sin.x - b.x * cos_sin.y, a.y * cos_sin.z - b.y * cos_sin.w);
-    store_bf16x2(rope.to + half, b.x * cos_sin.x + a.x * cos_sin.y, b.y * cos_sin.z + a.y * cos_sin.w);
+    store_bf16x2(rope.to + half, b.x * cos_sin.x + a.x * cos_sin.y,
+                 b.y * cos_sin.z + a.y * cos_sin.w);
 }
 
-template <int ROWS>
-__global__ static void __launch_bounds__(32 * GEMV_WARPS, 2) gemm_gemv_kernel(const gemm_kernel_args args, const qkv_params qkv) {
+template <int ROWS> __global__ static void __launch_bounds__(32 * GEMV_WARPS, 2)
+    gemm_gemv_kernel(const gemm_kernel_args args, const qkv_params qkv) {
     constexpr int BUF_BYTES = gemv_ring<ROWS>::BUF_BYTES, BUFS = gemv_ring<ROWS>::BUFS;
     extern __shared__ __align__(128) char gemv_smem[];
-    int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32, n0 = (int)blockIdx.x * GEMV_N, k_step = GEMV_WARPS * GEMV_K;
+    int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32, n0 = (int)blockIdx.x * GEMV_N,
+        k_step = GEMV_WARPS * GEMV_K;
     uint32_t ring = smem_addr(gemv_smem) + warp * BUFS * BUF_BYTES;
-    const uint64_t policy = l2_evict_first_policy(); /* x, K and V and instructions stay in the cache */
+    /* x, K and V and instructions stay in the cache */
+    const uint64_t policy = l2_evict_first_policy();
     float acc[ROWS / 8][4] = {}, *sums = (float *)gemv_smem;
     __shared__ float row_scale[GEMV_WARPS];
-    bool is_qkv = args.epi == EPI_QKV, paired = is_qkv || args.epi == EPI_SWIGLU; /* then n is a gate's column, its up's is n + 8 */
-    int pairs_per_row = paired ? 4 : 8, m = (int)threadIdx.x / pairs_per_row, n = (int)threadIdx.x % pairs_per_row * 2;
+    /* then n is a gate's column, its up's is n + 8 */
+    bool is_qkv = args.epi == EPI_QKV, paired = is_qkv || args.epi == EPI_SWIGLU;
+    int pairs_per_row = paired ? 4 : 8, m = (int)threadIdx.x / pairs_per_row,
+        n = (int)threadIdx.x % pairs_per_row * 2;
     bool valid = m < args.M && n0 + n < args.N;
 
     grid_launch_dependents();
@@ -2992,7 +3639,8 @@ __global__ static void __launch_bounds__(32 * GEMV_WARPS, 2) gemm_gemv_kernel(co
     grid_wait();
 #pragma unroll
     for (int i = 0; i < BUFS; i++) {
-        gemv_load_x<ROWS>(ring + i * BUF_BYTES + GEMV_N * 128, args, warp * GEMV_K + i * k_step, lane);
+        gemv_load_x<ROWS>(ring + i * BUF_BYTES + GEMV_N * 128, args, warp * GEMV_K + i * k_step,
+                          lane);
         cp_async_commit();
     }
     uint32_t residual = valid ? gemm_residual_pair(args, m, n0 + n) : 0;
@@ -3020,7 +3668,8 @@ __global__ static void __launch_bounds__(32 * GEMV_WARPS, 2) gemm_gemv_kernel(co
     __syncthreads(); /* the sums take the rings' place */
 #pragma unroll
     for (int i = 0; i < ROWS / 2; i++)
-        sums[(warp * ROWS + i / 4 * 8 + lane % 4 * 2 + i % 2) * GEMV_PITCH + lane / 4 + i % 4 / 2 * 8] = acc[i / 4][i % 4];
+        sums[(warp * ROWS + i / 4 * 8 + lane % 4 * 2 + i % 2) * GEMV_PITCH + lane / 4 +
+             i % 4 / 2 * 8] = acc[i / 4][i % 4];
     __syncthreads();
     if (!valid && !args.norm.w) return;
     float2 first = {}, second = {};
@@ -3030,11 +3679,15 @@ __global__ static void __launch_bounds__(32 * GEMV_WARPS, 2) gemm_gemv_kernel(co
         first.x += warp_sum[0], first.y += warp_sum[1];
         if (paired) second.x += warp_sum[8], second.y += warp_sum[9];
     }
-    if (valid && args.norm.input_sumsq) first.x *= row_scale[m], first.y *= row_scale[m], second.x *= row_scale[m], second.y *= row_scale[m];
+    if (valid && args.norm.input_sumsq)
+        first.x *= row_scale[m], first.y *= row_scale[m], second.x *= row_scale[m],
+            second.y *= row_scale[m];
     if (args.norm.w) {
         gemv_store_normed(args, valid, m, n0 + n, first, residual, norm_w);
     } else if (is_qkv) {
-        if (args.bias) first.x += args.bias[n0 + n], first.y += args.bias[n0 + n + 1], second.x += args.bias[n0 + n + 8], second.y += args.bias[n0 + n + 9];
+        if (args.bias)
+            first.x += args.bias[n0 + n], first.y += args.bias[n0 + n + 1],
+                second.x += args.bias[n0 + n + 8], second.y += args.bias[n0 + n + 9];
         gemv_store_rope(rope, qkv.D / 2, first, second);
     } else if (paired) gemm_store_swiglu(args, m, n0 + n, first.x, first.y, second.x, second.y);
     else gemm_store_pair(args, m, n0 + n, first.x, first.y, residual);
@@ -3043,9 +3696,13 @@ __global__ static void __launch_bounds__(32 * GEMV_WARPS, 2) gemm_gemv_kernel(co
 template <int ROWS> static void gemm_gemv_tile(toka_device *dev, const gemm_args *args) {
     gemm_kernel_args kernel_args = gemm_checked_args(args);
     kernel_args.norm = gemm_fuse_norm_args(dev, args);
-    assert(kernel_args.M <= ROWS && kernel_args.epi != EPI_LOGITS && (!args->next_norm || kernel_args.epi == EPI_RESIDUAL) && (kernel_args.epi != EPI_QKV || args->qkv));
-    launch_dependent(dev, "GEMM (up to 16 rows)", gemm_gemv_kernel<ROWS>, dim3((unsigned)ceil_div(kernel_args.N, GEMV_N)), 32 * GEMV_WARPS,
-                     gemv_ring<ROWS>::SMEM_BYTES, 1, kernel_args, args->qkv ? *args->qkv : qkv_params{});
+    assert(kernel_args.M <= ROWS && kernel_args.epi != EPI_LOGITS &&
+           (!args->next_norm || kernel_args.epi == EPI_RESIDUAL) &&
+           (kernel_args.epi != EPI_QKV || args->qkv));
+    launch_dependent(dev, "GEMM (up to 16 rows)", gemm_gemv_kernel<ROWS>,
+                     dim3((unsigned)ceil_div(kernel_args.N, GEMV_N)), 32 * GEMV_WARPS,
+                     gemv_ring<ROWS>::SMEM_BYTES, 1, kernel_args,
+                     args->qkv ? *args->qkv : qkv_params{});
 }
 static void gemm_gemv(toka_device *dev, const gemm_args *args) {
     if (args->M <= 8) gemm_gemv_tile<8>(dev, args);
@@ -3054,8 +3711,10 @@ static void gemm_gemv(toka_device *dev, const gemm_args *args) {
 
 /* ---- The choice ---- */
 
-enum { SMALLM_ALWAYS = 32, SMALLM_MAX = 64 }; /* up to so many rows W is best the left operand: at every shape, at some shapes */
-enum { SAMP_STORED_MAX = 16 }; /* up to so many rows, storing all logits with gemm_smallm beats sampling from tiles of 128 rows */
+/* up to so many rows W is best the left operand: at every shape, at some shapes */
+enum { SMALLM_ALWAYS = 32, SMALLM_MAX = 64 };
+/* up to so many rows, storing all logits with gemm_smallm beats sampling from tiles of 128 rows */
+enum { SAMP_STORED_MAX = 16 };
 enum gemm_family { BY_GEMV, BY_SMALLM /* up to here EPI_QKV is done, too */, BY_MMA, BY_WGMMA };
 
 /* Measured on an H200 in chains of one GEMM over weights that no cache holds; shares of the time to read W. gemm_gemv against
@@ -3078,11 +3737,14 @@ enum gemm_family { BY_GEMV, BY_SMALLM /* up to here EPI_QKV is done, too */, BY_
  * slower. A gemm_smallm for 128 rows (2026-11-22): 24 : 28 to 61 : 59. */
 static enum gemm_family gemm_family(const toka_device *dev, int M, const weight *w) {
     const int tiles = ceil_div(w->N, SMALLM_N), gemv_tiles = ceil_div(w->N, GEMV_N);
-    const bool large_n_k = tiles > dev->n_sms && w->K >= (gemv_tiles > 8 * dev->n_sms ? 2048 : 4096);
+    const bool large_n_k = tiles > dev->n_sms &&
+                           w->K >= (gemv_tiles > 8 * dev->n_sms ? 2048 : 4096);
     const bool large_weights = tiles > dev->n_sms && (int64_t)w->N * w->K >= 64 << 20;
     if (!dev->hopper) return M <= 16 ? BY_GEMV : BY_MMA;
-    if (M <= 8 && (gemv_tiles <= 2 * dev->n_sms || large_n_k || w->N == dev->E)) return BY_GEMV; /* N = E: a norm follows */
-    return M <= SMALLM_ALWAYS || (M <= SMALLM_MAX && w->K >= 1024 && !large_weights) ? BY_SMALLM : BY_WGMMA;
+    /* N = E: a norm follows */
+    if (M <= 8 && (gemv_tiles <= 2 * dev->n_sms || large_n_k || w->N == dev->E)) return BY_GEMV;
+    return M <= SMALLM_ALWAYS || (M <= SMALLM_MAX && w->K >= 1024 && !large_weights) ? BY_SMALLM
+                                                                                     : BY_WGMMA;
 }
 /* EPI_QKV is done, and pays. With QK-norm, where two tiles of a head meet, gemm_smallm does it for up to 8 rows: Qwen3-4B, one
  * sequence 2.506 -> 2.461 ms a step, 8 2.662 -> 2.647, 14B 7.243 -> 7.214, 7.593 -> 7.609; but 16 and 64 rows 2.806 -> 2.838, 4.015
@@ -3090,11 +3752,13 @@ static enum gemm_family gemm_family(const toka_device *dev, int M, const weight 
  * -> 0.783 (H200, 2026-11-25, of a form for any number of rows that read the sums twice). */
 static bool gemm_fuses_qkv(const toka_device *dev, int M, const weight *w, const qkv_params *qkv) {
     const enum gemm_family family = gemm_family(dev, M, w);
-    return qkv_has_norms(qkv) ? family == BY_SMALLM && M <= FUSE_NORM_MAX_ROWS : family <= BY_SMALLM;
+    return qkv_has_norms(qkv) ? family == BY_SMALLM && M <= FUSE_NORM_MAX_ROWS
+                              : family <= BY_SMALLM;
 }
 static void gemm(toka_device *dev, const gemm_args *args) {
     enum gemm_family family = gemm_family(dev, args->M, args->w);
-    if (args->epi == EPI_LOGITS) family = !dev->hopper ? BY_MMA : args->M <= SAMP_STORED_MAX ? BY_SMALLM : BY_WGMMA;
+    if (args->epi == EPI_LOGITS)
+        family = !dev->hopper ? BY_MMA : args->M <= SAMP_STORED_MAX ? BY_SMALLM : BY_WGMMA;
     if (family == BY_GEMV) gemm_gemv(dev, args);
     else if (family == BY_SMALLM) gemm_smallm(dev, args);
     else if (family == BY_MMA) gemm_mma(dev, args);
@@ -3137,10 +3801,13 @@ enum {
     ATTN_MIN_SPLIT = 128, /* kv positions of a part of a small item, at least */
     ATTN_SHORT_KV = 128,    /* small items with fewer positions than this on average are brief; */
     ATTN_LONG_KV = 3000, /* tiles of spans with as many as this are lengthy */
-    ATTN_FUSED_ROWS = 32, ATTN_FUSED_Q = 128, /* rows and queries of an item of attn_fused, at most */
+    /* rows and queries of an item of attn_fused, at most */
+    ATTN_FUSED_ROWS = 32, ATTN_FUSED_Q = 128,
     ATTN_FUSED_D = NVCC_VERSION < 1208 ? 64 : 128, /* head sizes up to it, see there */
-    ATTN_FUSED_OWN = 1024,                   /* own positions of such a row, at most: a warp does them one behind the other */
-    ATTN_OWN_COST = 24,                    /* what such a row takes beside them, in positions, roughly */
+    /* own positions of such a row, at most: a warp does them one behind the other */
+    ATTN_FUSED_OWN = 1024,
+    /* what such a row takes beside them, in positions, roughly */
+    ATTN_OWN_COST = 24,
     ATTN_MERGE_COST = 250, /* what it takes to merge parts of tiles at all, in kv positions */
     ATTN_SM_WARPS = 16,     /* small items that an SM works on at a time, roughly */
     ATTN_CTA_SPLIT_MIN = 64, /* kv positions of a part of a gang, at least; */
@@ -3155,7 +3822,8 @@ __host__ __device__ static constexpr int attn_cta_split_max(int D) { return D <=
 
 /* A layer's tensor maps, by rows of the box; PAIR: of K and V at once. */
 enum { ATTN_MAP_8, ATTN_MAP_16, ATTN_MAP_32, ATTN_MAP_64, ATTN_MAP_PAIR, ATTN_MAPS };
-enum { ATTN_MERGE_STATE = 1, ATTN_TO_O = 2, ATTN_TO_STATE = 4, ATTN_INDEX_SHIFT = 3 /* shift */ }; /* attn_item.where; neither TO: a part */
+/* attn_item.where; neither TO: a part */
+enum { ATTN_MERGE_STATE = 1, ATTN_TO_O = 2, ATTN_TO_STATE = 4, ATTN_INDEX_SHIFT = 3 /* shift */ };
 
 typedef struct attn_item {
     int q0;             /* queries row*G + g, for every kv head ... */
@@ -3163,22 +3831,28 @@ typedef struct attn_item {
     int kv0, kv1;       /* positions; kv0 is a multiple of B */
     int page0;          /* of attn_plan.dev_pages, page of kv0 */
     int pos_lo, pos_hi; /* lowest and highest position of the rows */
-    int flags;          /* ATTN_MERGE_STATE: begin with the rows' state; ATTN_TO_O, ATTN_TO_STATE, or slot << ATTN_INDEX_SHIFT of part_o; of
+    int flags; /* ATTN_MERGE_STATE: begin with the rows' state; ATTN_TO_O, ATTN_TO_STATE, or slot << ATTN_INDEX_SHIFT of part_o; of
                          * attn_fused: number << ATTN_INDEX_SHIFT of the first row's own item */
 } attn_item;
 
 typedef struct attn_merge { /* the n parts of one item become one */
     int q0, nq;
-    int first, n_splits; /* parts lie in slot after slot from this one on; a gang's are items, of the level's small ones */
+    /* parts lie in slot after slot from this one on; a gang's are items, of the level's small
+     * ones */
+    int first, n_splits;
     int flags;
 } attn_merge;
 
 typedef struct attn_level {
     int tile0, n_tiles, small0, n_small, merge0, n_merges;
     int merge_nq; /* most queries of a merge */
-    bool short_items, long_tiles; /* small items have less than ATTN_SHORT_KV positions on average; tiles' spans ATTN_LONG_KV or more */
-    int cta_split0, n_cta_splits, cta_split_warps; /* of the merges, those that are gangs; then small items are theirs alone. Most parts of one */
-    int cta_split_len;                  /* kv positions of a part of a gang; 0: there are none; while planning */
+    /* small items have less than ATTN_SHORT_KV positions on average; tiles' spans ATTN_LONG_KV
+     * or more */
+    bool short_items, long_tiles;
+    /* of the merges, those that are gangs; then small items are theirs alone. Most parts of one */
+    int cta_split0, n_cta_splits, cta_split_warps;
+    /* kv positions of a part of a gang; 0: there are none; while planning */
+    int cta_split_len;
 } attn_level;
 
 typedef struct attn_span_plan { /* of a toka_span, for the time of planning */
@@ -3193,8 +3867,10 @@ typedef struct attn_cta_load { /* of a block, or of what it may do next, while p
 } attn_cta_load;
 
 struct attn_plan {
-    int K, n_sms;              /* kv heads and multiprocessors that work is cut for: see attn_agree */
-    int G, small_rows, tile_q; /* query heads of a kv head; rows of a small span at most; queries of a tile */
+    /* kv heads and multiprocessors that work is cut for: see attn_agree */
+    int K, n_sms;
+    /* query heads of a kv head; rows of a small span at most; queries of a tile */
+    int G, small_rows, tile_q;
     int max_items, max_merges, max_spans, max_levels, max_split_bufs;
     bool hopper;                /* the kernels with tensor maps */
     bool has_fused;              /* attn_fused too */
@@ -3208,17 +3884,22 @@ struct attn_plan {
     uint16_t *row_level;        /* [max_tokens] levels that the row has behind it; while planning */
     int *row_span;              /* [max_tokens] the last span of the row */
     int n_levels, n_items, n_merges, n_split_bufs;
-    int n_unsplit;                /* items to come, if none of them is cut: what is cut leaves room for them */
-    int64_t group_max_work;           /* kv positions that kin read, times kv heads, at most: beyond, others are faster; */
+    /* items to come, if none of them is cut: what is cut leaves room for them */
+    int n_unsplit;
+    /* kv positions that kin read, times kv heads, at most: beyond, others are faster; */
+    int64_t group_max_work;
     int64_t group_max_work_fused;      /* where attn_fused could do it */
-    int fused_min_row_heads;             /* rows of attn_fused, times kv heads, from which on it is taken */
-    bool prefix_groups, mixed_groups;        /* the step is done by gangs of kin, or of whatever rows lie side by side */
+    /* rows of attn_fused, times kv heads, from which on it is taken */
+    int fused_min_row_heads;
+    /* the step is done by gangs of kin, or of whatever rows lie side by side */
+    bool prefix_groups, mixed_groups;
     int group_min_split;              /* kv positions of a part of them, at least */
     bool allow_clusters, allow_mixed;         /* gangs may be squads, and of rows that are no kin */
     int fused0, n_fused;          /* items of attn_fused; behind them their rows' own */
     attn_cta_load *ctas, *round_jobs;  /* [n_sms] */
     int grid, n_rounds;         /* of attn_fused: */
-    const int *dev_jobs;        /* [n_rounds][grid] what each block does: item * K + kv head, or -1 at the end */
+    /* [n_rounds][grid] what each block does: item * K + kv head, or -1 at the end */
+    const int *dev_jobs;
     attn_merge *merges;         /* [max_merges] this step's, on the host while planning ... */
     attn_item *items;           /* ... in d->up ... */
     const attn_item *dev_items; /* ... and on the device */
@@ -3230,9 +3911,11 @@ struct attn_plan {
 /* How much there may be of everything. */
 static void attn_plan_sizes(const toka_device *dev, attn_plan *plan) {
     const toka_shape *shape = dev->shape;
-    int T = dev->options.max_tokens, G = shape->H / shape->K, seq_pages = ceil_div(shape->max_len, shape->B);
+    int T = dev->options.max_tokens, G = shape->H / shape->K,
+        seq_pages = ceil_div(shape->max_len, shape->B);
     int64_t pages = (int64_t)T * (seq_pages + 1); /* a group's tail is read from one more */
-    plan->hopper = dev->hopper && shape->B >= 64 && shape->D >= 64 && shape->D <= 128 && dev->kv_layer_elems / shape->D < INT_MAX;
+    plan->hopper = dev->hopper && shape->B >= 64 && shape->D >= 64 && shape->D <= 128 &&
+                   dev->kv_layer_elems / shape->D < INT_MAX;
     plan->has_fused = plan->hopper && (shape->D == 64 || shape->D == ATTN_FUSED_D) && G <= 8;
     plan->G = G, plan->small_rows = ATTN_SMALL_Q / G;
     plan->tile_q = !plan->hopper ? ATTN_TILE_Q : shape->D == 64 ? 192 : 128;
@@ -3240,7 +3923,9 @@ static void attn_plan_sizes(const toka_device *dev, attn_plan *plan) {
     plan->max_levels = seq_pages + 1;
     plan->max_pages = (size_t)(pages < 1 << 24 ? pages : 1 << 24);
     /* about twice what attn_small_split_len and attn_tile_split_len aim at; beyond, ranges stay whole */
-    plan->max_split_bufs = plan->n_sms * (ATTN_SM_WARPS + plan->tile_q / ATTN_SMALL_Q) * 3 / 2 / plan->K + 64;
+    plan->max_split_bufs = plan->n_sms * (ATTN_SM_WARPS + plan->tile_q / ATTN_SMALL_Q) * 3 / 2 /
+                               plan->K +
+                           64;
     plan->max_merges = 2 * plan->max_split_bufs;
     plan->group_max_work = (int64_t)plan->n_sms * (shape->D <= 64 ? 2400 : 1900);
     plan->group_max_work_fused = (int64_t)plan->n_sms * (shape->D <= 64 ? 2400 : 900);
@@ -3252,7 +3937,8 @@ static void attn_plan_sizes(const toka_device *dev, attn_plan *plan) {
      * where r rows leave a chain of them behind g positions, r g > merge_tok R; then the sum of R is at most
      * T sqrt(max_len / merge_tok). */
     const int levels = 12 + (int)sqrt((double)shape->max_len / toka_cuda.merge_tok);
-    plan->max_items = plan->max_spans + plan->max_split_bufs + levels * ceil_div(T * G, plan->tile_q);
+    plan->max_items = plan->max_spans + plan->max_split_bufs +
+                      levels * ceil_div(T * G, plan->tile_q);
 }
 
 /* Host memory of planning, in d->attn. shape, options, n_sms, hopper and kv_layer are set. */
@@ -3260,7 +3946,8 @@ static void attn_plan_open(toka_device *dev) {
     const toka_shape *shape = dev->shape;
     attn_plan *plan = (attn_plan *)calloc(1, sizeof *plan);
     if (!plan) abort();
-    assert(shape->D % 8 == 0 && shape->D <= 256 && shape->H % shape->K == 0 && shape->B >= 16 && (shape->B & (shape->B - 1)) == 0);
+    assert(shape->D % 8 == 0 && shape->D <= 256 && shape->H % shape->K == 0 && shape->B >= 16 &&
+           (shape->B & (shape->B - 1)) == 0);
     dev->attn = plan;
     plan->K = shape->K, plan->n_sms = dev->n_sms;
     attn_plan_sizes(dev, plan);
@@ -3271,7 +3958,9 @@ static void attn_plan_open(toka_device *dev) {
     plan->row_span = (int *)malloc((size_t)dev->options.max_tokens * sizeof *plan->row_span);
     plan->ctas = (attn_cta_load *)malloc((size_t)dev->n_sms * sizeof *plan->ctas);
     plan->round_jobs = (attn_cta_load *)malloc((size_t)dev->n_sms * sizeof *plan->round_jobs);
-    if (!plan->spans || !plan->levels || !plan->merges || !plan->row_level || !plan->row_span || !plan->ctas || !plan->round_jobs) abort();
+    if (!plan->spans || !plan->levels || !plan->merges || !plan->row_level || !plan->row_span ||
+        !plan->ctas || !plan->round_jobs)
+        abort();
 }
 
 /* Tensor ranks plan alike: for the most kv heads that one of them has, and the fewest multiprocessors. Else some would be a launch
@@ -3287,7 +3976,8 @@ static void attn_agree(toka_device *dev, int K, int n_sms) {
 static void attn_close(toka_device *dev) { /* host memory; the device's goes with all blocks */
     if (!dev->attn) return;
     free(dev->attn->spans), free(dev->attn->levels), free(dev->attn->merges), free(dev->attn->maps);
-    free(dev->attn->row_level), free(dev->attn->row_span), free(dev->attn->ctas), free(dev->attn->round_jobs);
+    free(dev->attn->row_level), free(dev->attn->row_span), free(dev->attn->ctas),
+        free(dev->attn->round_jobs);
     free(dev->attn);
     dev->attn = NULL;
 }
@@ -3295,8 +3985,12 @@ static void attn_close(toka_device *dev) { /* host memory; the device's goes wit
 /* Bytes of d->up that attn_plan_step takes at most. */
 static size_t attn_upload_bytes(const toka_device *dev) {
     const attn_plan *plan = dev->attn;
-    size_t lists = (size_t)plan->max_items * sizeof(attn_item) + (size_t)plan->max_merges * sizeof(attn_merge);
-    if (plan->has_fused) lists += ((size_t)dev->options.max_tokens * dev->shape->K + (size_t)dev->n_sms) * sizeof(int); /* a row an item */
+    size_t lists = (size_t)plan->max_items * sizeof(attn_item) +
+                   (size_t)plan->max_merges * sizeof(attn_merge);
+    /* a row an item */
+    if (plan->has_fused)
+        lists += ((size_t)dev->options.max_tokens * dev->shape->K + (size_t)dev->n_sms) *
+                 sizeof(int);
     return lists + plan->max_pages * sizeof(int) + 64;
 }
 
@@ -3321,7 +4015,8 @@ static void attn_plan_levels(toka_device *dev, const toka_step *step) {
         const toka_span *span = &step->spans[i];
         attn_span_plan *span_plan = &plan->spans[i];
         bool last = plan->row_level[span->row0] == span_plan->level + 1;
-        span_plan->flags = (span_plan->level ? ATTN_MERGE_STATE : 0) | (last ? ATTN_TO_O : ATTN_TO_STATE);
+        span_plan->flags = (span_plan->level ? ATTN_MERGE_STATE : 0) |
+                           (last ? ATTN_TO_O : ATTN_TO_STATE);
         if (last && span_plan->small) span_plan->level = plan->n_levels - 1;
     }
 }
@@ -3340,14 +4035,18 @@ static bool attn_fits_fused(const toka_device *dev, const toka_step *step, int s
     if (plan->spans[span_id].flags & ATTN_TO_O || !span->n_kv) return false;
     for (int row = span->row0; row < span->row0 + span->n_rows; row++) {
         const toka_span *own_span = &step->spans[plan->row_span[row]];
-        if (plan->row_level[row] != plan->spans[span_id].level + 2 || own_span->n_rows > 1 || own_span->n_kv > ATTN_FUSED_OWN) return false;
+        if (plan->row_level[row] != plan->spans[span_id].level + 2 || own_span->n_rows > 1 ||
+            own_span->n_kv > ATTN_FUSED_OWN)
+            return false;
         if (step->pos[row] < span->kv0 + span->n_kv) return false;
     }
     return true;
 }
 /* Or is it the only span of a single row, and short enough for one warp? */
 static bool attn_single_row(const toka_device *dev, const toka_step *step, int span_id) {
-    return step->spans[span_id].n_rows == 1 && dev->attn->row_level[step->spans[span_id].row0] == 1 && step->spans[span_id].n_kv <= ATTN_FUSED_OWN;
+    return step->spans[span_id].n_rows == 1 &&
+           dev->attn->row_level[step->spans[span_id].row0] == 1 &&
+           step->spans[span_id].n_kv <= ATTN_FUSED_OWN;
 }
 
 /* Which spans attn_fused does: all that it can, if there are rows enough for every SM and no layer has a window. A few rows that
@@ -3356,38 +4055,52 @@ static void attn_plan_fused(toka_device *dev, const toka_step *step) {
     attn_plan *plan = dev->attn;
     int n_large = 0, n_small = 0, rows = 0; /* items; rows of large ones */
     bool possible = plan->has_fused;
-    for (int i = 0; i < dev->shape->L && dev->layers; i++) possible = possible && !dev->layers[i].window;
+    for (int i = 0; i < dev->shape->L && dev->layers; i++)
+        possible = possible && !dev->layers[i].window;
     for (int i = 0; i < step->n_spans; i++) {
         attn_span_plan *span_plan = &plan->spans[i];
-        span_plan->fused = possible && (attn_fits_fused(dev, step, i) || attn_single_row(dev, step, i));
-        span_plan->n_items = span_plan->fused ? ceil_div(step->spans[i].n_rows, 1 << attn_fused_log2_rows(plan)) : 0;
+        span_plan->fused = possible &&
+                           (attn_fits_fused(dev, step, i) || attn_single_row(dev, step, i));
+        span_plan->n_items = span_plan->fused
+                                 ? ceil_div(step->spans[i].n_rows, 1 << attn_fused_log2_rows(plan))
+                                 : 0;
         *(span_plan->small ? &n_small : &n_large) += span_plan->n_items;
         rows += span_plan->fused && !span_plan->small ? step->spans[i].n_rows : 0;
     }
-    bool enough = rows * plan->K >= plan->fused_min_row_heads, with_small = enough && n_small * 4 <= n_large;
+    bool enough = rows * plan->K >= plan->fused_min_row_heads,
+         with_small = enough && n_small * 4 <= n_large;
     plan->n_fused = enough ? n_large + with_small * n_small : 0;
     for (int i = 0; i < step->n_spans; i++) {
         attn_span_plan *span_plan = &plan->spans[i];
-        if ((span_plan->flags & ATTN_TO_O) && (span_plan->flags & ATTN_MERGE_STATE)) continue; /* it goes with the one before it */
+        /* it goes with the one before it */
+        if ((span_plan->flags & ATTN_TO_O) && (span_plan->flags & ATTN_MERGE_STATE)) continue;
         span_plan->fused = span_plan->fused && (span_plan->small ? with_small : enough);
-        for (int row = step->spans[i].row0; !(span_plan->flags & ATTN_TO_O) && row < step->spans[i].row0 + step->spans[i].n_rows; row++)
-            plan->spans[plan->row_span[row]].fused = span_plan->fused && plan->row_level[row] == span_plan->level + 2;
+        for (int row = step->spans[i].row0;
+             !(span_plan->flags & ATTN_TO_O) && row < step->spans[i].row0 + step->spans[i].n_rows;
+             row++)
+            plan->spans[plan->row_span[row]].fused = span_plan->fused &&
+                                                     plan->row_level[row] == span_plan->level + 2;
     }
 }
 
 /* Is it a span that items of attn_fused are made of, not that of a row which belongs to one of them? */
 static bool attn_is_fused_prefix(const attn_plan *plan, int span_id) {
-    return plan->spans[span_id].fused && !((plan->spans[span_id].flags & ATTN_TO_O) && (plan->spans[span_id].flags & ATTN_MERGE_STATE));
+    return plan->spans[span_id].fused && !((plan->spans[span_id].flags & ATTN_TO_O) &&
+                                           (plan->spans[span_id].flags & ATTN_MERGE_STATE));
 }
 
 /* More items of attn_fused, of fewer rows, until there is a job for every SM in the last round, too. */
 static void attn_plan_rounds(toka_device *dev, const toka_step *step) {
     attn_plan *plan = dev->attn;
-    auto rows_per_item = [&](int i) { return (float)step->spans[i].n_rows / (float)plan->spans[i].n_items; };
+    auto rows_per_item = [&](int i) {
+        return (float)step->spans[i].n_rows / (float)plan->spans[i].n_items;
+    };
     while (plan->n_fused * dev->shape->K % dev->n_sms) {
         int largest = -1;
         for (int i = 0; i < step->n_spans; i++)
-            if (!plan->spans[i].small && attn_is_fused_prefix(plan, i) && (largest < 0 || rows_per_item(i) > rows_per_item(largest))) largest = i;
+            if (!plan->spans[i].small && attn_is_fused_prefix(plan, i) &&
+                (largest < 0 || rows_per_item(i) > rows_per_item(largest)))
+                largest = i;
         if (largest < 0 || rows_per_item(largest) < 2) return;
         plan->spans[largest].n_items++, plan->n_fused++;
     }
@@ -3399,11 +4112,15 @@ static bool attn_plan_pages(toka_device *dev, const toka_step *step) {
     int64_t n_pages = 0;
     void *host;
     int B = dev->shape->B, log2_B = __builtin_ctz(B);
-    auto span_pages = [&](const toka_span *span) { return ((span->kv0 & (B - 1)) + span->n_kv + B - 1) >> log2_B; };
-    for (int i = 0; i < step->n_spans; i++) plan->spans[i].page0 = (int)n_pages, n_pages += span_pages(&step->spans[i]);
+    auto span_pages = [&](const toka_span *span) {
+        return ((span->kv0 & (B - 1)) + span->n_kv + B - 1) >> log2_B;
+    };
+    for (int i = 0; i < step->n_spans; i++)
+        plan->spans[i].page0 = (int)n_pages, n_pages += span_pages(&step->spans[i]);
     if (n_pages > (int64_t)plan->max_pages) {
         dev->error.code = TOKA_E_DEVICE;
-        snprintf(dev->error.msg, sizeof dev->error.msg, "GPU: attention: the step names %lld pages, there is room for %zu",
+        snprintf(dev->error.msg, sizeof dev->error.msg,
+                 "GPU: attention: the step names %lld pages, there is room for %zu",
                  (long long)n_pages, plan->max_pages);
         return false;
     }
@@ -3427,31 +4144,39 @@ static int attn_small_split_len(const toka_device *dev, int64_t kv_positions) {
  * are. */
 static int attn_tile_split_len(const toka_device *dev, int64_t kv_positions, int n_tiles) {
     const attn_plan *plan = dev->attn;
-    int64_t items = (int64_t)n_tiles * plan->K, len = kv_positions / max(n_tiles, 1), best_splits = 1;
-    int64_t queries = items * plan->tile_q, min_cost = (items + plan->n_sms - 1) / plan->n_sms * len;
+    int64_t items = (int64_t)n_tiles * plan->K, len = kv_positions / max(n_tiles, 1),
+            best_splits = 1;
+    int64_t queries = items * plan->tile_q,
+            min_cost = (items + plan->n_sms - 1) / plan->n_sms * len;
     if (items > 2 * plan->n_sms) return INT_MAX / 2;
     for (int64_t n_splits = 2; n_splits <= len / (2 * ATTN_MIN_SPLIT); n_splits++) {
-        int64_t waves = (items * n_splits + plan->n_sms - 1) / plan->n_sms, merge_cost = ATTN_MERGE_COST + queries / 10 + queries * n_splits / 70;
+        int64_t waves = (items * n_splits + plan->n_sms - 1) / plan->n_sms,
+                merge_cost = ATTN_MERGE_COST + queries / 10 + queries * n_splits / 70;
         int64_t cost = waves * ((len + n_splits - 1) / n_splits) + merge_cost;
         if (cost < min_cost) best_splits = n_splits, min_cost = cost;
     }
     return best_splits == 1 ? INT_MAX / 2 : (int)((len + best_splits - 1) / best_splits);
 }
 
-static void attn_add_item(attn_plan *plan, const attn_item *item) { /* too many: attn_plan_step says so */
+/* too many: attn_plan_step says so */
+static void attn_add_item(attn_plan *plan, const attn_item *item) {
     if (plan->n_items < plan->max_items) plan->items[plan->n_items] = *item;
     plan->n_items++;
 }
 
 /* n parts of `part` positions, and their merge. */
-static void attn_emit_splits(attn_plan *plan, attn_level *level, const attn_item *item, int n_splits, int split_len, int split_pages) {
-    plan->merges[plan->n_merges++] = attn_merge{item->q0, item->nq, plan->n_split_bufs, n_splits, item->flags};
+static void attn_emit_splits(attn_plan *plan, attn_level *level, const attn_item *item,
+                             int n_splits, int split_len, int split_pages) {
+    plan->merges[plan->n_merges++] = attn_merge{item->q0, item->nq, plan->n_split_bufs, n_splits,
+                                                item->flags};
     level->merge_nq = max(level->merge_nq, item->nq);
     for (int i = 0; i < n_splits; i++, plan->n_split_bufs += ceil_div(item->nq, ATTN_SMALL_Q)) {
         attn_item *split = &plan->items[plan->n_items++];
         *split = *item;
-        split->kv0 = item->kv0 + i * split_len, split->kv1 = min(split->kv0 + split_len, item->kv1), split->skip = i ? 0 : item->skip;
-        split->page0 = item->page0 + i * split_pages, split->flags = plan->n_split_bufs << ATTN_INDEX_SHIFT;
+        split->kv0 = item->kv0 + i * split_len, split->kv1 = min(split->kv0 + split_len, item->kv1),
+        split->skip = i ? 0 : item->skip;
+        split->page0 = item->page0 + i * split_pages,
+        split->flags = plan->n_split_bufs << ATTN_INDEX_SHIFT;
     }
 }
 
@@ -3459,34 +4184,48 @@ static void attn_emit_splits(attn_plan *plan, attn_level *level, const attn_item
  * where it has many: one sequence of 4,096 positions, 512 a warp, takes 20 us at D = 64 and 64 us at D = 128 (8 kv heads, H200),
  * where parts that all SMs share, and attn_merge_splits, take 9 and 17. At D = 128 parts of 64 at most, so that sequences of more than 768
  * had none: one of 1,100 13.1 us for 10.3, 16 of 1,100 31.2 for 23.5, 64 of 640 57.8 for 49.2, eight of 1,400 17.9 for 18.5. */
-static int attn_cta_split_len(const toka_device *dev, int64_t kv_positions, int n_items, int max_len) {
+static int attn_cta_split_len(const toka_device *dev, int64_t kv_positions, int n_items,
+                              int max_len) {
     const attn_plan *plan = dev->attn;
-    const int max_split = 128, multiple = ATTN_CTA_SPLIT_STEP, max_warps = attn_cta_split_max(dev->shape->D);
+    const int max_split = 128, multiple = ATTN_CTA_SPLIT_STEP,
+              max_warps = attn_cta_split_max(dev->shape->D);
     int split_len = (int)(kv_positions * plan->K / (plan->n_sms * ATTN_SM_WARPS));
-    split_len = max((int)ATTN_CTA_SPLIT_MIN, ceil_div(min(split_len, max_split), multiple) * multiple);
-    if (n_items * plan->K <= plan->n_sms) split_len = max(split_len, ceil_div(ceil_div(max_len, max_warps), multiple) * multiple);
-    bool fits = plan->hopper && split_len <= max_split && max_len > split_len && max_len <= split_len * max_warps && n_items <= plan->max_merges - plan->n_merges;
-    return fits && n_items * ceil_div(max_len, split_len) <= plan->max_items - plan->n_items - (plan->n_unsplit - n_items) ? split_len : 0;
+    split_len = max((int)ATTN_CTA_SPLIT_MIN,
+                    ceil_div(min(split_len, max_split), multiple) * multiple);
+    if (n_items * plan->K <= plan->n_sms)
+        split_len = max(split_len, ceil_div(ceil_div(max_len, max_warps), multiple) * multiple);
+    bool fits = plan->hopper && split_len <= max_split && max_len > split_len &&
+                max_len <= split_len * max_warps && n_items <= plan->max_merges - plan->n_merges;
+    return fits && n_items * ceil_div(max_len, split_len) <=
+                       plan->max_items - plan->n_items - (plan->n_unsplit - n_items)
+               ? split_len
+               : 0;
 }
 static void attn_emit_cta_splits(const toka_device *dev, const attn_item *item, int split_len) {
     attn_plan *plan = dev->attn;
-    for (int i = 0, n_splits = max(1, ceil_div(item->kv1 - item->kv0, split_len)); i < n_splits; i++) {
+    for (int i = 0, n_splits = max(1, ceil_div(item->kv1 - item->kv0, split_len)); i < n_splits;
+         i++) {
         attn_item *split = &plan->items[plan->n_items++];
         *split = *item;
         const int offset = i * split_len, page = offset / dev->shape->B;
-        split->kv0 = item->kv0 + page * dev->shape->B, split->kv1 = min(item->kv0 + offset + split_len, item->kv1);
-        split->skip = (short)(i ? offset % dev->shape->B : item->skip), split->page0 = item->page0 + page;
+        split->kv0 = item->kv0 + page * dev->shape->B,
+        split->kv1 = min(item->kv0 + offset + split_len, item->kv1);
+        split->skip = (short)(i ? offset % dev->shape->B : item->skip),
+        split->page0 = item->page0 + page;
     }
 }
 /* The gang of what was emitted from `first` on. */
-static void attn_emit_cta_merge(attn_plan *plan, attn_level *level, int first_item, int q0, int nq, int flags) {
+static void attn_emit_cta_merge(attn_plan *plan, attn_level *level, int first_item, int q0, int nq,
+                                int flags) {
     const int n_splits = plan->n_items - first_item;
-    plan->merges[plan->n_merges++] = attn_merge{q0, nq, first_item - level->small0, n_splits, flags};
+    plan->merges[plan->n_merges++] = attn_merge{q0, nq, first_item - level->small0, n_splits,
+                                                flags};
     level->n_cta_splits++, level->cta_split_warps = max(level->cta_split_warps, n_splits);
 }
 
 /* One item, whole or in parts of about part_len positions. */
-static void attn_emit_item(toka_device *dev, attn_level *level, const attn_item *item, int target_len) {
+static void attn_emit_item(toka_device *dev, attn_level *level, const attn_item *item,
+                           int target_len) {
     attn_plan *plan = dev->attn;
     int len = item->kv1 - item->kv0;
     plan->n_unsplit--;
@@ -3497,9 +4236,14 @@ static void attn_emit_item(toka_device *dev, attn_level *level, const attn_item 
         return;
     }
     if (len >= target_len + target_len / 2) {
-        int split_pages = ceil_div(ceil_div(len, (len + target_len / 2) / target_len), dev->shape->B), split_len = split_pages * dev->shape->B;
-        int n_splits = ceil_div(len, split_len), n_bufs = plan->n_split_bufs + n_splits * ceil_div(item->nq, ATTN_SMALL_Q);
-        bool fits = n_bufs <= plan->max_split_bufs && plan->n_items + n_splits <= plan->max_items - plan->n_unsplit && plan->n_merges < plan->max_merges;
+        int split_pages = ceil_div(ceil_div(len, (len + target_len / 2) / target_len),
+                                   dev->shape->B),
+            split_len = split_pages * dev->shape->B;
+        int n_splits = ceil_div(len, split_len),
+            n_bufs = plan->n_split_bufs + n_splits * ceil_div(item->nq, ATTN_SMALL_Q);
+        bool fits = n_bufs <= plan->max_split_bufs &&
+                    plan->n_items + n_splits <= plan->max_items - plan->n_unsplit &&
+                    plan->n_merges < plan->max_merges;
         if (n_splits > 1 && fits) {
             attn_emit_splits(plan, level, item, n_splits, split_len, split_pages);
             return;
@@ -3509,12 +4253,19 @@ static void attn_emit_item(toka_device *dev, attn_level *level, const attn_item 
 }
 
 /* nq queries of a span from q0 on, those of rows row .. last, uncut. */
-static attn_item attn_item_of(const toka_device *dev, const toka_step *step, int span_id, int q0, int nq, int first_row, int last_row) {
+static attn_item attn_item_of(const toka_device *dev, const toka_step *step, int span_id, int q0,
+                              int nq, int first_row, int last_row) {
     const toka_span *span = &step->spans[span_id];
     const attn_span_plan *span_plan = &dev->attn->spans[span_id];
     int skip = span->kv0 & (dev->shape->B - 1);
-    attn_item item = {.q0 = q0, .nq = (short)nq, .skip = (short)skip, .kv0 = span->kv0 - skip, .page0 = span_plan->page0, .pos_lo = INT_MAX,
-                      .pos_hi = -1, .flags = span_plan->flags};
+    attn_item item = {.q0 = q0,
+                      .nq = (short)nq,
+                      .skip = (short)skip,
+                      .kv0 = span->kv0 - skip,
+                      .page0 = span_plan->page0,
+                      .pos_lo = INT_MAX,
+                      .pos_hi = -1,
+                      .flags = span_plan->flags};
     for (int row = first_row; row <= last_row; row++) {
         item.pos_lo = min(item.pos_lo, step->pos[row]);
         item.pos_hi = max(item.pos_hi, step->pos[row]);
@@ -3525,11 +4276,14 @@ static attn_item attn_item_of(const toka_device *dev, const toka_step *step, int
 
 /* Into how many items a span goes, if none is cut. */
 static int attn_span_items(const attn_plan *plan, const toka_step *step, int span_id) {
-    return plan->spans[span_id].small ? 1 : ceil_div(step->spans[span_id].n_rows * plan->G, plan->tile_q);
+    return plan->spans[span_id].small
+               ? 1
+               : ceil_div(step->spans[span_id].n_rows * plan->G, plan->tile_q);
 }
 
 /* The items of one span; the last rows, which see most, come first. */
-static void attn_emit_span(toka_device *dev, const toka_step *step, int span_id, attn_level *level, int target_len) {
+static void attn_emit_span(toka_device *dev, const toka_step *step, int span_id, attn_level *level,
+                           int target_len) {
     const toka_span *span = &step->spans[span_id];
     bool small = dev->attn->spans[span_id].small;
     int G = dev->attn->G, q_end = (span->row0 + span->n_rows) * G;
@@ -3549,7 +4303,8 @@ static void attn_plan_kind(toka_device *dev, const toka_step *step, int level, b
     int64_t work = 0;
     int n_items = 0, max_len = 0, target_len;
     for (int i = 0; i < step->n_spans; i++) {
-        if (plan->spans[i].level != level || plan->spans[i].small != small || plan->spans[i].fused) continue;
+        if (plan->spans[i].level != level || plan->spans[i].small != small || plan->spans[i].fused)
+            continue;
         int span_items = attn_span_items(plan, step, i);
         work += (int64_t)step->spans[i].n_kv * span_items, n_items += span_items;
         max_len = max(max_len, step->spans[i].n_kv + (step->spans[i].kv0 & (dev->shape->B - 1)));
@@ -3560,34 +4315,47 @@ static void attn_plan_kind(toka_device *dev, const toka_step *step, int level, b
     else plan->levels[level].long_tiles = work >= (int64_t)n_items * ATTN_LONG_KV;
     for (int i = 0; work && i < step->n_spans; i++) {
         const attn_span_plan *span_plan = &plan->spans[i];
-        if (span_plan->level == level && span_plan->small == small && !span_plan->fused) attn_emit_span(dev, step, i, &plan->levels[level], target_len);
+        if (span_plan->level == level && span_plan->small == small && !span_plan->fused)
+            attn_emit_span(dev, step, i, &plan->levels[level], target_len);
     }
 }
 
 /* Rows from `row` on that one gang does, no more than a small item has: kin, that have all spans but their own in common, or, if
  * `mixed`, whatever they have. */
-static int attn_prefix_group_rows(const attn_plan *plan, const toka_step *step, int row, bool mixed) {
-    const int parent = plan->spans[plan->row_span[row]].parent, max_rows = min(min(plan->small_rows, (int)ATTN_PREFIX_GROUP), step->T - row);
+static int attn_prefix_group_rows(const attn_plan *plan, const toka_step *step, int row,
+                                  bool mixed) {
+    const int parent = plan->spans[plan->row_span[row]].parent,
+              max_rows = min(min(plan->small_rows, (int)ATTN_PREFIX_GROUP), step->T - row);
     int n_rows = 1;
-    while (n_rows < max_rows && (mixed || (parent >= 0 && plan->spans[plan->row_span[row + n_rows]].parent == parent))) n_rows++;
+    while (n_rows < max_rows &&
+           (mixed || (parent >= 0 && plan->spans[plan->row_span[row + n_rows]].parent == parent)))
+        n_rows++;
     return n_rows;
 }
 /* each(span, its first row that counts, how many) for all spans of n rows. */
-template <class Visit> static void attn_prefix_group_spans(const attn_plan *plan, const toka_step *step, int first_row, int n_rows, Visit visit) {
+template <class Visit> static void attn_prefix_group_spans(const attn_plan *plan,
+                                                           const toka_step *step, int first_row,
+                                                           int n_rows, Visit visit) {
     for (int row = first_row; row < first_row + n_rows; row++)
-        for (int span_id = plan->row_span[row]; span_id >= 0; span_id = plan->spans[span_id].parent) {
+        for (int span_id = plan->row_span[row]; span_id >= 0;
+             span_id = plan->spans[span_id].parent) {
             const toka_span *span = &step->spans[span_id];
-            if (row == max(first_row, span->row0)) visit(span_id, row, min(first_row + n_rows, span->row0 + span->n_rows) - row);
+            if (row == max(first_row, span->row0))
+                visit(span_id, row, min(first_row + n_rows, span->row0 + span->n_rows) - row);
         }
 }
 /* How long the parts of such a gang are, in kv positions: as short as its warps allow, at least `least`. 0: too long. */
-static int attn_prefix_group_split(const toka_device *dev, const toka_step *step, int row, int n_rows, int min_len) {
+static int attn_prefix_group_split(const toka_device *dev, const toka_step *step, int row,
+                                   int n_rows, int min_len) {
     const attn_plan *plan = dev->attn;
     const int B = dev->shape->B, max_len = 256, multiple = ATTN_CTA_SPLIT_STEP;
-    for (int split_len = ceil_div(min_len, multiple) * multiple; split_len <= max_len; split_len += multiple) {
+    for (int split_len = ceil_div(min_len, multiple) * multiple; split_len <= max_len;
+         split_len += multiple) {
         int n_splits = 0;
         attn_prefix_group_spans(plan, step, row, n_rows, [&](int span_id, int, int) {
-            n_splits += max(1, ceil_div((step->spans[span_id].kv0 & (B - 1)) + step->spans[span_id].n_kv, split_len));
+            n_splits += max(1, ceil_div((step->spans[span_id].kv0 & (B - 1)) +
+                                            step->spans[span_id].n_kv,
+                                        split_len));
         });
         if (n_splits <= attn_cta_split_max(dev->shape->D)) return split_len;
     }
@@ -3597,19 +4365,25 @@ static int attn_prefix_group_split(const toka_device *dev, const toka_step *step
 /* Can gangs do the step? They are for steps whose rows have spans in common, each one of its own behind them, and few of all. */
 static bool attn_prefix_groups_fit(toka_device *dev, const toka_step *step, bool mixed) {
     attn_plan *plan = dev->attn;
-    const int64_t max_work = plan->has_fused && step->T * plan->K >= plan->fused_min_row_heads ? min(plan->group_max_work, plan->group_max_work_fused) : plan->group_max_work;
+    const int64_t max_work = plan->has_fused && step->T * plan->K >= plan->fused_min_row_heads
+                                 ? min(plan->group_max_work, plan->group_max_work_fused)
+                                 : plan->group_max_work;
     int64_t work = 0;
     int n_groups = 0;
     plan->mixed_groups = mixed;
     for (int row = 0, n_rows; row < step->T; row += n_rows, n_groups++) {
         n_rows = attn_prefix_group_rows(plan, step, row, mixed);
-        attn_prefix_group_spans(plan, step, row, n_rows, [&](int span_id, int, int) { work += step->spans[span_id].n_kv; });
+        attn_prefix_group_spans(plan, step, row, n_rows,
+                                [&](int span_id, int, int) { work += step->spans[span_id].n_kv; });
         for (int group_row = row; group_row < row + n_rows; group_row++)
             if (step->spans[plan->row_span[group_row]].n_rows > 1) return false;
         if (work * plan->K > max_work) return false;
     }
-    if (n_groups > plan->max_merges || n_groups * attn_cta_split_max(dev->shape->D) > plan->max_items) return false;
-    plan->group_min_split = max((int)ATTN_CTA_SPLIT_MIN, (int)(work * plan->K / (plan->n_sms * ATTN_SM_WARPS)));
+    if (n_groups > plan->max_merges ||
+        n_groups * attn_cta_split_max(dev->shape->D) > plan->max_items)
+        return false;
+    plan->group_min_split = max((int)ATTN_CTA_SPLIT_MIN,
+                                (int)(work * plan->K / (plan->n_sms * ATTN_SM_WARPS)));
     for (int row = 0, n_rows; row < step->T; row += n_rows) {
         n_rows = attn_prefix_group_rows(plan, step, row, mixed);
         if (!attn_prefix_group_split(dev, step, row, n_rows, plan->group_min_split)) return false;
@@ -3623,8 +4397,10 @@ static bool attn_choose_prefix_groups(toka_device *dev, const toka_step *step) {
     if (!plan->hopper || plan->n_levels < 2 || !max_rows) return false;
     int n_groups = 0;
     const bool may_mix = plan->allow_mixed && ceil_div(step->T, max_rows) * plan->K <= plan->n_sms;
-    for (int row = 0; may_mix && row < step->T; n_groups++) row += attn_prefix_group_rows(plan, step, row, false);
-    return (n_groups * plan->K > plan->n_sms && attn_prefix_groups_fit(dev, step, true)) || attn_prefix_groups_fit(dev, step, false);
+    for (int row = 0; may_mix && row < step->T; n_groups++)
+        row += attn_prefix_group_rows(plan, step, row, false);
+    return (n_groups * plan->K > plan->n_sms && attn_prefix_groups_fit(dev, step, true)) ||
+           attn_prefix_groups_fit(dev, step, false);
 }
 
 /* All of a step of kin: one level. */
@@ -3635,9 +4411,12 @@ static void attn_plan_prefix_groups(toka_device *dev, const toka_step *step) {
     plan->n_levels = 1, *level = attn_level{};
     for (int row = 0, n_rows; row < step->T; row += n_rows) {
         n_rows = attn_prefix_group_rows(plan, step, row, plan->mixed_groups);
-        const int first_item = plan->n_items, split_len = attn_prefix_group_split(dev, step, row, n_rows, plan->group_min_split);
+        const int first_item = plan->n_items,
+                  split_len = attn_prefix_group_split(dev, step, row, n_rows,
+                                                      plan->group_min_split);
         attn_prefix_group_spans(plan, step, row, n_rows, [&](int span_id, int first_row, int rows) {
-            const attn_item item = attn_item_of(dev, step, span_id, first_row * G, rows * G, first_row, first_row + rows - 1);
+            const attn_item item = attn_item_of(dev, step, span_id, first_row * G, rows * G,
+                                                first_row, first_row + rows - 1);
             attn_emit_cta_splits(dev, &item, split_len);
         });
         attn_emit_cta_merge(plan, level, first_item, row * G, n_rows * G, ATTN_TO_O);
@@ -3653,7 +4432,8 @@ static void attn_plan_fused_items(toka_device *dev, const toka_step *step) {
     for (int i = step->n_spans - 1; i >= 0 && plan->n_fused; i--) {
         const toka_span *span = &step->spans[i];
         if (!attn_is_fused_prefix(plan, i)) continue;
-        for (int row = span->row0, n_items = plan->spans[i].n_items, j = 0, n_rows; j < n_items; row += n_rows, own_item += n_rows, j++) {
+        for (int row = span->row0, n_items = plan->spans[i].n_items, j = 0, n_rows; j < n_items;
+             row += n_rows, own_item += n_rows, j++) {
             n_rows = span->row0 + (j + 1) * span->n_rows / n_items - row;
             attn_item item = attn_item_of(dev, step, i, row * G, n_rows * G, row, row + n_rows - 1);
             item.flags |= own_item << ATTN_INDEX_SHIFT;
@@ -3682,23 +4462,30 @@ static void attn_plan_jobs(toka_device *dev) {
     attn_plan *plan = dev->attn;
     const attn_item *items = plan->items + plan->fused0;
     int K = dev->shape->K, n_jobs = plan->n_fused * K, *jobs;
-    plan->grid = min(dev->n_sms, n_jobs), plan->n_rounds = n_jobs ? ceil_div(n_jobs, plan->grid) : 0;
-    plan->dev_jobs = (const int *)upload_alloc(&dev->upload, (size_t)plan->grid * plan->n_rounds * sizeof(int), (void **)&jobs);
+    plan->grid = min(dev->n_sms, n_jobs),
+    plan->n_rounds = n_jobs ? ceil_div(n_jobs, plan->grid) : 0;
+    plan->dev_jobs = (const int *)upload_alloc(&dev->upload,
+                                               (size_t)plan->grid * plan->n_rounds * sizeof(int),
+                                               (void **)&jobs);
     for (int i = 0; i < plan->grid; i++) plan->ctas[i] = attn_cta_load{0, i};
     for (int first_job = 0, n_round; first_job < n_jobs; first_job += n_round, jobs += plan->grid) {
         n_round = min(plan->grid, n_jobs - first_job);
         for (int i = 0; i < n_round; i++) {
-            const attn_item *item = items + (first_job + i) / K, *own_items = items + (item->flags >> ATTN_INDEX_SHIFT);
+            const attn_item *item = items + (first_job + i) / K,
+                            *own_items = items + (item->flags >> ATTN_INDEX_SHIFT);
             plan->round_jobs[i] = attn_cta_load{0, first_job + i};
             if (i && (first_job + i) % K) plan->round_jobs[i].load = plan->round_jobs[i - 1].load;
             else
                 for (int row = 0; row < item->nq / plan->G; row++)
-                    plan->round_jobs[i].load -= own_items[row].kv1 - own_items[row].kv0 - own_items[row].skip + ATTN_OWN_COST;
+                    plan->round_jobs[i].load -= own_items[row].kv1 - own_items[row].kv0 -
+                                                own_items[row].skip + ATTN_OWN_COST;
         }
         qsort(plan->round_jobs, (size_t)n_round, sizeof *plan->round_jobs, attn_compare_load);
         qsort(plan->ctas, (size_t)plan->grid, sizeof *plan->ctas, attn_compare_load);
-        for (int i = 0; i < plan->grid; i++) jobs[plan->ctas[i].id] = i < n_round ? plan->round_jobs[i].id : -1;
-        for (int i = 0; i < n_round; i++) plan->ctas[i].load -= plan->round_jobs[i].load; /* it is below 0 */
+        for (int i = 0; i < plan->grid; i++)
+            jobs[plan->ctas[i].id] = i < n_round ? plan->round_jobs[i].id : -1;
+        /* it is below 0 */
+        for (int i = 0; i < n_round; i++) plan->ctas[i].load -= plan->round_jobs[i].load;
     }
 }
 
@@ -3711,7 +4498,9 @@ static bool attn_can_prefetch(const toka_device *dev, const toka_step *step) {
         const toka_span *span = &step->spans[i];
         for (int row = 0; row < step->T; row++)
             for (int page = 0; page < ((span->kv0 & (B - 1)) + span->n_kv + B - 1) / B; page++)
-                if (step->pages[span->page0 + page] == step->kv_slot[row] / B && (row != span->row0 || span->n_rows > 1)) return false;
+                if (step->pages[span->page0 + page] == step->kv_slot[row] / B &&
+                    (row != span->row0 || span->n_rows > 1))
+                    return false;
     }
     return true;
 }
@@ -3725,30 +4514,39 @@ static void attn_plan_step(toka_device *dev, const toka_step *step) {
     plan->prefix_groups = attn_choose_prefix_groups(dev, step), plan->n_fused = 0;
     if (!plan->prefix_groups) attn_plan_fused(dev, step), attn_plan_rounds(dev, step);
     if (!attn_plan_pages(dev, step)) return;
-    plan->dev_items = (const attn_item *)upload_alloc(&dev->upload, (size_t)plan->max_items * sizeof *plan->items, (void **)&plan->items);
+    plan->dev_items = (const attn_item *)upload_alloc(&dev->upload,
+                                                      (size_t)plan->max_items * sizeof *plan->items,
+                                                      (void **)&plan->items);
     plan->n_items = plan->n_merges = 0, plan->n_unsplit = plan->n_fused;
     for (int i = 0; i < step->n_spans && !plan->prefix_groups; i++)
-        plan->n_unsplit += attn_is_fused_prefix(plan, i) ? step->spans[i].n_rows : plan->spans[i].fused ? 0 : attn_span_items(plan, step, i);
+        plan->n_unsplit += attn_is_fused_prefix(plan, i) ? step->spans[i].n_rows
+                           : plan->spans[i].fused        ? 0
+                                                         : attn_span_items(plan, step, i);
     if (plan->prefix_groups) attn_plan_prefix_groups(dev, step);
     for (int i = 0; i < plan->n_levels && !plan->prefix_groups; i++) {
         attn_level *level = &plan->levels[i];
         *level = attn_level{.tile0 = plan->n_items, .merge0 = plan->n_merges};
         plan->n_split_bufs = 0;
         attn_plan_kind(dev, step, i, false);
-        level->n_tiles = plan->n_items - level->tile0, level->small0 = plan->n_items, level->cta_split0 = plan->n_merges;
+        level->n_tiles = plan->n_items - level->tile0, level->small0 = plan->n_items,
+        level->cta_split0 = plan->n_merges;
         attn_plan_kind(dev, step, i, true);
-        level->n_small = level->n_cta_splits ? 0 : plan->n_items - level->small0, level->n_merges = plan->n_merges - level->merge0 - level->n_cta_splits;
+        level->n_small = level->n_cta_splits ? 0 : plan->n_items - level->small0,
+        level->n_merges = plan->n_merges - level->merge0 - level->n_cta_splits;
     }
     attn_plan_fused_items(dev, step);
-    dev->upload.used -= (size_t)(plan->max_items - min(plan->n_items, plan->max_items)) * sizeof *plan->items;
-    plan->dev_merges = (const attn_merge *)upload_put(&dev->upload, plan->merges, (size_t)plan->n_merges * sizeof *plan->merges);
+    dev->upload.used -= (size_t)(plan->max_items - min(plan->n_items, plan->max_items)) *
+                        sizeof *plan->items;
+    plan->dev_merges = (const attn_merge *)upload_put(
+        &dev->upload, plan->merges, (size_t)plan->n_merges * sizeof *plan->merges);
     if (plan->n_items <= plan->max_items) {
         attn_plan_jobs(dev);
         return;
     }
     dev->error.code = TOKA_E_DEVICE;
-    snprintf(dev->error.msg, sizeof dev->error.msg, "GPU: attention: the step has %d items of work, there is room for %d",
-             plan->n_items, plan->max_items);
+    snprintf(dev->error.msg, sizeof dev->error.msg,
+             "GPU: attention: the step has %d items of work, there is room for %d", plan->n_items,
+             plan->max_items);
 }
 
 /* ===========================================================================
@@ -3802,14 +4600,18 @@ __device__ static inline float quad_sum(float x) {
 }
 
 /* q / G without a division, for q < 2^31 / G: a thread of attn_wgmma has up to nine of them before its first product. */
-__device__ static inline int attn_row(const attn_args &args, int q) { return (int)__umulhi(2u * (uint32_t)q, args.inv_G); }
+__device__ static inline int attn_row(const attn_args &args, int q) {
+    return (int)__umulhi(2u * (uint32_t)q, args.inv_G);
+}
 /* Where O and LSE of query q of kv head h go: index of a head in [T][H], or of a row of part_o. */
 __device__ static inline size_t attn_head_at(const attn_args &args, int q, int kv_head) {
     const int row = attn_row(args, q);
     return (size_t)row * (args.K * args.G) + kv_head * args.G + q - row * args.G;
 }
-__device__ static inline size_t attn_split_at(const attn_args &args, int buf, int query, int kv_head) {
-    return ((size_t)(buf + query / ATTN_SMALL_Q) * args.K + kv_head) * ATTN_SMALL_Q + query % ATTN_SMALL_Q;
+__device__ static inline size_t attn_split_at(const attn_args &args, int buf, int query,
+                                              int kv_head) {
+    return ((size_t)(buf + query / ATTN_SMALL_Q) * args.K + kv_head) * ATTN_SMALL_Q +
+           query % ATTN_SMALL_Q;
 }
 
 /* How a finished query leaves: weights of what is in registers (`own`, 1 / sum included) and of the state it began with. */
@@ -3822,22 +4624,30 @@ typedef struct attn_output {
 } attn_output;
 
 /* LSE of the state that query i of the item begins with, -inf if none. All threads read it before one writes the new one. */
-__device__ static inline float attn_state_lse(const attn_args &args, const attn_item &item, int query, int kv_head) {
-    return item.flags & ATTN_MERGE_STATE ? args.state_lse[attn_head_at(args, item.q0 + query, kv_head)] : -INFINITY;
+__device__ static inline float attn_state_lse(const attn_args &args, const attn_item &item,
+                                              int query, int kv_head) {
+    return item.flags & ATTN_MERGE_STATE
+               ? args.state_lse[attn_head_at(args, item.q0 + query, kv_head)]
+               : -INFINITY;
 }
 /* What sums of maximum m and sum l of keys, and a state of LSE `old`, count for in the sum of both. */
 __device__ static inline attn_output attn_merge_lse(float row_max, float row_sum, float state_lse) {
     attn_output out = {};
-    out.new_weight = row_sum > 0 ? 1 / row_sum : 0, out.lse = row_sum > 0 ? row_max + log2f(row_sum) : -INFINITY;
+    out.new_weight = row_sum > 0 ? 1 / row_sum : 0,
+    out.lse = row_sum > 0 ? row_max + log2f(row_sum) : -INFINITY;
     if (state_lse == -INFINITY) return out;
-    float max_lse = fmaxf(out.lse, state_lse), new_weight = ex2(out.lse - max_lse), state_weight = ex2(state_lse - max_lse), sum = new_weight + state_weight;
-    out.new_weight *= new_weight / sum, out.state_weight = state_weight / sum, out.lse = max_lse + log2f(sum);
+    float max_lse = fmaxf(out.lse, state_lse), new_weight = ex2(out.lse - max_lse),
+          state_weight = ex2(state_lse - max_lse), sum = new_weight + state_weight;
+    out.new_weight *= new_weight / sum, out.state_weight = state_weight / sum,
+                                        out.lse = max_lse + log2f(sum);
     return out;
 }
 /* Query i of the item, with maximum m and sum l of its own keys and `old` of its state: writes LSE (thread `first` of those that
  * hold the query) and says how O leaves. */
-__device__ static inline attn_output attn_finish_query(const attn_args &args, const attn_item &item, int query, int kv_head, float row_max, float row_sum, float state_lse,
-                                            bool writes_lse) {
+__device__ static inline attn_output attn_finish_query(const attn_args &args, const attn_item &item,
+                                                       int query, int kv_head, float row_max,
+                                                       float row_sum, float state_lse,
+                                                       bool writes_lse) {
     bool is_split = !(item.flags & (ATTN_TO_O | ATTN_TO_STATE));
     attn_output out = attn_merge_lse(row_max, row_sum, is_split ? -INFINITY : state_lse);
     size_t head_index = attn_head_at(args, item.q0 + query, kv_head);
@@ -3857,7 +4667,8 @@ __device__ static inline attn_output attn_finish_query(const attn_args &args, co
     return out;
 }
 /* What leaves of columns col and col + 1; seeded: they have a state. */
-__device__ static inline float2 attn_merge_pair(const attn_output &out, bool has_state, int col, float x, float y) {
+__device__ static inline float2 attn_merge_pair(const attn_output &out, bool has_state, int col,
+                                                float x, float y) {
     x *= out.new_weight, y *= out.new_weight;
     if (has_state) {
         float2 state = *(const float2 *)(out.state + col);
@@ -3892,24 +4703,31 @@ __device__ static inline int attn_piece_at(int rows, int row, int piece) {
 
 /* Positions kv .. kv+TOK-1 of K and V to stage memory; beyond kv1 and beyond D: zeros. */
 template <int DP, int WARPS>
-__device__ static inline void attn_load_tile(const attn_args &args, const attn_item &item, int kv_head, int kv, bf16 *to) {
+__device__ static inline void attn_load_tile(const attn_args &args, const attn_item &item,
+                                             int kv_head, int kv, bf16 *to) {
     constexpr int TOK = attn_tile_shape<DP, WARPS>::TOK;
     int pieces = (args.D + 15) / 16 * 2, page_mask = (1 << args.log2_B) - 1;
     for (int i = threadIdx.x; i < 2 * TOK * pieces; i += WARPS * 32) {
-        int piece = i % pieces, kv_row = i / pieces, row = kv_row % TOK, is_v = kv_row / TOK, offset = kv + row - item.kv0;
+        int piece = i % pieces, kv_row = i / pieces, row = kv_row % TOK, is_v = kv_row / TOK,
+            offset = kv + row - item.kv0;
         bool valid = kv + row < item.kv1 && piece * 8 < args.D;
         const bf16 *from = args.kv;
         if (valid) {
-            size_t matrix = ((size_t)args.pages[item.page0 + (offset >> args.log2_B)] * args.K + kv_head) * 2 + is_v;
+            size_t matrix = ((size_t)args.pages[item.page0 + (offset >> args.log2_B)] * args.K +
+                             kv_head) *
+                                2 +
+                            is_v;
             from += ((matrix << args.log2_B) + (offset & page_mask)) * args.D + piece * 8;
         }
-        cp_async_16(smem_addr(to + is_v * TOK * DP + attn_piece_at(TOK, row, piece)), from, valid ? 16 : 0);
+        cp_async_16(smem_addr(to + is_v * TOK * DP + attn_piece_at(TOK, row, piece)), from,
+                    valid ? 16 : 0);
     }
 }
 
 /* s[8-column block][4] = Q K^T of one warp: 16 queries, TOK positions. */
-template <int DP, int TOK>
-__device__ static inline void attn_qk(float (&scores)[TOK / 2], const uint32_t (&q)[DP / 16][4], const bf16 *k, int D) {
+template <int DP, int TOK> __device__ static inline void attn_qk(float (&scores)[TOK / 2],
+                                                                 const uint32_t (&q)[DP / 16][4],
+                                                                 const bf16 *k, int D) {
     int lane = threadIdx.x % 32, row = (lane & 7) + (lane >> 4) * 8, piece = lane >> 3 & 1;
 #pragma unroll
     for (int n = 0; n < TOK / 2; n++) scores[n] = 0;
@@ -3927,16 +4745,19 @@ __device__ static inline void attn_qk(float (&scores)[TOK / 2], const uint32_t (
 }
 
 /* P as the A operand of the second product. */
-template <int N> __device__ static inline void attn_pack(uint32_t (&probs)[N / 8][4], const float (&scores)[N]) {
+template <int N>
+__device__ static inline void attn_pack(uint32_t (&probs)[N / 8][4], const float (&scores)[N]) {
 #pragma unroll
     for (int n = 0; n < N / 8; n++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) probs[n][i] = pack_bf16(scores[8 * n + 2 * i], scores[8 * n + 2 * i + 1]);
+        for (int i = 0; i < 4; i++)
+            probs[n][i] = pack_bf16(scores[8 * n + 2 * i], scores[8 * n + 2 * i + 1]);
 }
 
 /* acc[8-column block][4] += P V of one warp. */
-template <int DP, int TOK>
-__device__ static inline void attn_pv(float (&acc)[DP / 2], const float (&scores)[TOK / 2], const bf16 *v, int D) {
+template <int DP, int TOK> __device__ static inline void attn_pv(float (&acc)[DP / 2],
+                                                                 const float (&scores)[TOK / 2],
+                                                                 const bf16 *v, int D) {
     int lane = threadIdx.x % 32, row = lane & 15, piece = lane >> 4;
     uint32_t probs[TOK / 16][4];
     attn_pack(probs, scores);
@@ -3957,14 +4778,16 @@ __device__ static inline int attn_pos(const attn_args &args, const attn_item &it
     return query < item.nq ? args.pos[attn_row(args, item.q0 + query)] : -1;
 }
 /* Scores of positions that a query must not see become -inf. at: positions of the thread's queries; kv: position of column 0. */
-template <int N>
-__device__ static inline void attn_mask(const attn_args &args, const attn_item &item, float (&scores)[N], int2 q_pos, int kv) {
+template <int N> __device__ static inline void attn_mask(const attn_args &args,
+                                                         const attn_item &item, float (&scores)[N],
+                                                         int2 q_pos, int kv) {
     const int pos[2] = {q_pos.x, q_pos.y};
     int from[2], to[2]; /* the first position seen and the first not seen */
     kv += threadIdx.x % 4 * 2;
 #pragma unroll
     for (int r = 0; r < 2; r++)
-        from[r] = max(item.kv0 + item.skip, args.window ? pos[r] - args.window + 1 : 0), to[r] = min(pos[r] + 1, item.kv1);
+        from[r] = max(item.kv0 + item.skip, args.window ? pos[r] - args.window + 1 : 0),
+        to[r] = min(pos[r] + 1, item.kv1);
 #pragma unroll
     for (int j = 0; j < N; j++) {
         int kv_pos = kv + j / 4 * 8 + (j & 1), r = j >> 1 & 1;
@@ -3973,50 +4796,61 @@ __device__ static inline void attn_mask(const attn_args &args, const attn_item &
 }
 
 /* s of the thread's query r becomes 2^(scale s - m); their sum. */
-template <int N> __device__ static inline float attn_exp_sum(float (&scores)[N], int r, float row_max, float scale) {
+template <int N>
+__device__ static inline float attn_exp_sum(float (&scores)[N], int r, float row_max, float scale) {
     const float base = row_max == -INFINITY ? 0 : row_max;
     float sum = 0;
 #pragma unroll
     for (int i = 2 * r; i < N; i += 4) {
-        scores[i] = ex2(fmaf(scores[i], scale, -base)), scores[i + 1] = ex2(fmaf(scores[i + 1], scale, -base));
+        scores[i] = ex2(fmaf(scores[i], scale, -base)),
+        scores[i + 1] = ex2(fmaf(scores[i + 1], scale, -base));
         sum += scores[i] + scores[i + 1];
     }
     return sum;
 }
-template <int N> __device__ static inline float attn_row_max(const float (&scores)[N], int r) { /* the largest of the query's s */
+/* the largest of the query's s */
+template <int N> __device__ static inline float attn_row_max(const float (&scores)[N], int r) {
     float max_score = -INFINITY;
 #pragma unroll
-    for (int i = 2 * r; i < N; i += 4) max_score = fmaxf(max_score, fmaxf(scores[i], scores[i + 1]));
+    for (int i = 2 * r; i < N; i += 4)
+        max_score = fmaxf(max_score, fmaxf(scores[i], scores[i + 1]));
     return quad_max(max_score);
 }
 /* Online softmax of the thread's two queries (one, if `rows` is 1): s becomes 2^(scale s - m), m and l go on; fade is what the
  * sums so far are to be multiplied by. */
 template <int N>
-__device__ static inline void attn_softmax_update(float (&scores)[N], float row_max[2], float row_sum[2], float rescale[2], float scale, int rows = 2) {
+__device__ static inline void attn_softmax_update(float (&scores)[N], float row_max[2],
+                                                  float row_sum[2], float rescale[2], float scale,
+                                                  int rows = 2) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         rescale[r] = 1;
         if (r >= rows) break;
         const float new_max = fmaxf(row_max[r], attn_row_max(scores, r) * scale);
         rescale[r] = ex2(row_max[r] - (new_max == -INFINITY ? 0 : new_max));
-        row_max[r] = new_max, row_sum[r] = row_sum[r] * rescale[r] + attn_exp_sum(scores, r, new_max, scale);
+        row_max[r] = new_max,
+        row_sum[r] = row_sum[r] * rescale[r] + attn_exp_sum(scores, r, new_max, scale);
     }
 }
 /* The same with a maximum that stays behind by up to 8: 2^(scale s - m) is at most 256 then, and the sums so far mostly stay as
  * they are. Whether they are to be multiplied by fade in some thread of the warp. */
 template <int N>
-__device__ static inline bool attn_softmax_update_lazy(float (&scores)[N], float row_max[2], float row_sum[2], float rescale[2], float scale) {
+__device__ static inline bool attn_softmax_update_lazy(float (&scores)[N], float row_max[2],
+                                                       float row_sum[2], float rescale[2],
+                                                       float scale) {
     const float new_max[2] = {attn_row_max(scores, 0) * scale, attn_row_max(scores, 1) * scale};
     bool must_rescale = false;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const bool exceeds = new_max[r] > row_max[r] + 8;
-        rescale[r] = exceeds ? ex2(row_max[r] - new_max[r]) : 1, row_max[r] = exceeds ? new_max[r] : row_max[r], must_rescale = must_rescale || exceeds;
+        rescale[r] = exceeds ? ex2(row_max[r] - new_max[r]) : 1,
+        row_max[r] = exceeds ? new_max[r] : row_max[r], must_rescale = must_rescale || exceeds;
         row_sum[r] = row_sum[r] * rescale[r] + attn_exp_sum(scores, r, row_max[r], scale);
     }
     return __any_sync(~0u, must_rescale);
 }
-template <int N> __device__ static inline void attn_rescale(float (&acc)[N], const float rescale[2]) {
+template <int N>
+__device__ static inline void attn_rescale(float (&acc)[N], const float rescale[2]) {
 #pragma unroll
     for (int i = 0; i < N; i++) acc[i] *= rescale[i >> 1 & 1];
 }
@@ -4027,10 +4861,13 @@ __device__ static inline int attn_first_kv(const attn_args &args, const attn_ite
     return item.kv0 + first / tile * tile;
 }
 /* Tiles x .. y-1 from `first` on are seen whole by all rows of the item: no mask. */
-__device__ static inline int2 attn_unmasked_tiles(const attn_args &args, const attn_item &item, int first_kv, int tile) {
+__device__ static inline int2 attn_unmasked_tiles(const attn_args &args, const attn_item &item,
+                                                  int first_kv, int tile) {
     /* the last position, counted from `first`, that some row does not see, as it is another span's or behind the window */
-    int last_hidden = max(item.kv0 + item.skip - 1, args.window ? item.pos_hi - args.window : -1) - first_kv;
-    return make_int2(last_hidden >= 0 ? last_hidden / tile + 1 : 0, max(0, min(item.pos_lo + 1, item.kv1) - first_kv) / tile);
+    int last_hidden = max(item.kv0 + item.skip - 1, args.window ? item.pos_hi - args.window : -1) -
+                      first_kv;
+    return make_int2(last_hidden >= 0 ? last_hidden / tile + 1 : 0,
+                     max(0, min(item.pos_lo + 1, item.kv1) - first_kv) / tile);
 }
 
 typedef struct attn_row_stats { /* a thread's two queries: i and i + 8 of the item */
@@ -4039,39 +4876,48 @@ typedef struct attn_row_stats { /* a thread's two queries: i and i + 8 of the it
 } attn_row_stats;
 
 /* All of a warp together. */
-template <int N> __device__ static inline void attn_store_rows(const attn_args &args, const attn_item &item, const attn_row_stats &stats, int kv_head,
-                                                             const float (&acc)[N]) {
+template <int N> __device__ static inline void attn_store_rows(const attn_args &args,
+                                                               const attn_item &item,
+                                                               const attn_row_stats &stats,
+                                                               int kv_head, const float (&acc)[N]) {
     int quad = threadIdx.x % 4;
     float state_lse[2] = {-INFINITY, -INFINITY};
 #pragma unroll
     for (int r = 0; r < 2; r++)
-        if (stats.query + 8 * r < item.nq) state_lse[r] = attn_state_lse(args, item, stats.query + 8 * r, kv_head);
+        if (stats.query + 8 * r < item.nq)
+            state_lse[r] = attn_state_lse(args, item, stats.query + 8 * r, kv_head);
     __syncwarp(); /* all have read it */
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         float sum = quad_sum(stats.row_sum[r]);
         if (stats.query + 8 * r >= item.nq) continue;
-        attn_output out = attn_finish_query(args, item, stats.query + 8 * r, kv_head, stats.row_max[r], sum, state_lse[r], quad == 0);
+        attn_output out = attn_finish_query(args, item, stats.query + 8 * r, kv_head,
+                                            stats.row_max[r], sum, state_lse[r], quad == 0);
 #pragma unroll
         for (int c = 0; c < N / 4; c++)
-            if (c * 8 < args.D) attn_store_pair(out, c * 8 + quad * 2, acc[4 * c + 2 * r], acc[4 * c + 2 * r + 1]);
+            if (c * 8 < args.D)
+                attn_store_pair(out, c * 8 + quad * 2, acc[4 * c + 2 * r], acc[4 * c + 2 * r + 1]);
     }
 }
 
 /* The A operand of the first product, 16 queries of one warp, from global memory; what is not there is 0. */
 template <int DP>
-__device__ static inline void attn_load_q(const attn_args &args, const attn_item &item, int query, int kv_head, uint32_t (&q)[DP / 16][4]) {
+__device__ static inline void attn_load_q(const attn_args &args, const attn_item &item, int query,
+                                          int kv_head, uint32_t (&q)[DP / 16][4]) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        const bf16 *from = args.q + attn_head_at(args, item.q0 + query + 8 * r, kv_head) * args.D + threadIdx.x % 4 * 2;
+        const bf16 *from = args.q + attn_head_at(args, item.q0 + query + 8 * r, kv_head) * args.D +
+                           threadIdx.x % 4 * 2;
         bool valid = query + 8 * r < item.nq;
 #pragma unroll
         for (int c = 0; c < DP / 8; c++)
-            q[c / 2][r + c % 2 * 2] = valid && c * 8 < args.D ? *(const uint32_t *)(from + c * 8) : 0;
+            q[c / 2][r + c % 2 * 2] = valid && c * 8 < args.D ? *(const uint32_t *)(from + c * 8)
+                                                              : 0;
     }
 }
 
-template <int DP, int WARPS> __global__ void __launch_bounds__(WARPS * 32, 1) attn_mma(const __grid_constant__ attn_args args) {
+template <int DP, int WARPS> __global__ void __launch_bounds__(WARPS * 32, 1)
+    attn_mma(const __grid_constant__ attn_args args) {
     typedef attn_tile_shape<DP, WARPS> shape;
     constexpr int TOK = shape::TOK, BUFS = shape::BUFS;
     extern __shared__ __align__(1024) char attn_smem[];
@@ -4080,10 +4926,13 @@ template <int DP, int WARPS> __global__ void __launch_bounds__(WARPS * 32, 1) at
     grid_wait();
     const attn_item item = args.items[blockIdx.x / args.K];
     int kv_head = blockIdx.x % args.K, query0 = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
-    int first_kv = attn_first_kv(args, item, TOK), n_tiles = item.kv1 > first_kv ? (item.kv1 - first_kv + TOK - 1) / TOK : 0;
+    int first_kv = attn_first_kv(args, item, TOK),
+        n_tiles = item.kv1 > first_kv ? (item.kv1 - first_kv + TOK - 1) / TOK : 0;
     int2 unmasked = attn_unmasked_tiles(args, item, first_kv, TOK);
     for (int i = 0; i < BUFS - 1; i++) {
-        if (i < n_tiles) attn_load_tile<DP, WARPS>(args, item, kv_head, first_kv + i * TOK, ring + i * 2 * TOK * DP);
+        if (i < n_tiles)
+            attn_load_tile<DP, WARPS>(args, item, kv_head, first_kv + i * TOK,
+                                      ring + i * 2 * TOK * DP);
         cp_async_commit();
     }
     uint32_t q[DP / 16][4];
@@ -4092,7 +4941,9 @@ template <int DP, int WARPS> __global__ void __launch_bounds__(WARPS * 32, 1) at
     attn_load_q<DP>(args, item, query0, kv_head, q);
     for (int i = 0; i < n_tiles; i++) {
         int next = i + BUFS - 1, kv = first_kv + i * TOK;
-        if (next < n_tiles) attn_load_tile<DP, WARPS>(args, item, kv_head, first_kv + next * TOK, ring + next % BUFS * 2 * TOK * DP);
+        if (next < n_tiles)
+            attn_load_tile<DP, WARPS>(args, item, kv_head, first_kv + next * TOK,
+                                      ring + next % BUFS * 2 * TOK * DP);
         cp_async_commit();
         cp_async_wait<BUFS - 1>();
         if (WARPS > 1) __syncthreads();
@@ -4100,7 +4951,11 @@ template <int DP, int WARPS> __global__ void __launch_bounds__(WARPS * 32, 1) at
         const bf16 *k = ring + i % BUFS * 2 * TOK * DP;
         float scores[TOK / 2];
         attn_qk<DP, TOK>(scores, q, k, args.D);
-        if (i < unmasked.x || i >= unmasked.y) attn_mask(args, item, scores, make_int2(attn_pos(args, item, stats.query), attn_pos(args, item, stats.query + 8)), kv);
+        if (i < unmasked.x || i >= unmasked.y)
+            attn_mask(args, item, scores,
+                      make_int2(attn_pos(args, item, stats.query),
+                                attn_pos(args, item, stats.query + 8)),
+                      kv);
         attn_softmax_update(scores, stats.row_max, stats.row_sum, rescale, args.scale);
         attn_rescale(acc, rescale);
         attn_pv<DP, TOK>(acc, scores, k + TOK * DP, args.D);
@@ -4110,9 +4965,10 @@ template <int DP, int WARPS> __global__ void __launch_bounds__(WARPS * 32, 1) at
     attn_store_rows(args, item, stats, kv_head, acc);
 }
 
-template <int DP, int WARPS> static void attn_mma_launch(toka_device *dev, const attn_args &args, int n_items) {
-    launch_dependent(dev, "attention", attn_mma<DP, WARPS>, dim3((unsigned)(n_items * args.K)), WARPS * 32,
-                     attn_tile_shape<DP, WARPS>::BYTES, 1, args);
+template <int DP, int WARPS>
+static void attn_mma_launch(toka_device *dev, const attn_args &args, int n_items) {
+    launch_dependent(dev, "attention", attn_mma<DP, WARPS>, dim3((unsigned)(n_items * args.K)),
+                     WARPS * 32, attn_tile_shape<DP, WARPS>::BYTES, 1, args);
 }
 
 /* ---- Small items on Hopper: one warp, fed by TMA ----
@@ -4129,11 +4985,14 @@ template <int DP, int WARPS> static void attn_mma_launch(toka_device *dev, const
 #if HOPPER
 /* One warp's work, up to what leaves it. full: [STAGES] barriers. */
 template <int DP, int TOK, int BUFS>
-__device__ static inline void attn_small_mainloop(const attn_args &args, const attn_item &item, int kv_head, const CUtensorMap *tile_map,
-                                              const CUtensorMap *map_8, bf16 *ring, uint64_t *full, attn_row_stats &stats,
-                                              float (&acc)[DP / 2]) {
+__device__ static inline void attn_small_mainloop(const attn_args &args, const attn_item &item,
+                                                  int kv_head, const CUtensorMap *tile_map,
+                                                  const CUtensorMap *map_8, bf16 *ring,
+                                                  uint64_t *full, attn_row_stats &stats,
+                                                  float (&acc)[DP / 2]) {
     constexpr int HALF = TOK * DP; /* elements of K's or V's tile */
-    int lane = threadIdx.x % 32, first_kv = attn_first_kv(args, item, TOK), page_ids = 0, first_page = -32;
+    int lane = threadIdx.x % 32, first_kv = attn_first_kv(args, item, TOK), page_ids = 0,
+        first_page = -32;
     int n_tiles = item.kv1 > first_kv ? (item.kv1 - first_kv + TOK - 1) / TOK : 0;
     int2 unmasked = attn_unmasked_tiles(args, item, first_kv, TOK);
     if (lane == 0) {
@@ -4143,9 +5002,15 @@ __device__ static inline void attn_small_mainloop(const attn_args &args, const a
     __syncwarp();
     grid_launch_dependents();
     auto request_tile = [&](int i) {
-        int offset = first_kv + i * TOK - item.kv0, n_kv = min(TOK, item.kv1 - item.kv0 - offset), page = offset >> args.log2_B;
-        if (page - first_page >= 32) first_page = page, page_ids = args.pages[item.page0 + min(page + lane, (item.kv1 - item.kv0 - 1) >> args.log2_B)];
-        int row = ((__shfl_sync(~0u, page_ids, page - first_page) * args.K + kv_head) * 2 << args.log2_B) + (offset & ((1 << args.log2_B) - 1));
+        int offset = first_kv + i * TOK - item.kv0, n_kv = min(TOK, item.kv1 - item.kv0 - offset),
+            page = offset >> args.log2_B;
+        if (page - first_page >= 32)
+            first_page = page,
+            page_ids =
+                args.pages[item.page0 + min(page + lane, (item.kv1 - item.kv0 - 1) >> args.log2_B)];
+        int row = ((__shfl_sync(~0u, page_ids, page - first_page) * args.K + kv_head) * 2
+                   << args.log2_B) +
+                  (offset & ((1 << args.log2_B) - 1));
         if (lane) return;
         uint32_t to = smem_addr(ring + i % BUFS * 2 * HALF), bar = smem_addr(&full[i % BUFS]);
         const bool is_full = n_kv == TOK && item.skip <= offset;
@@ -4159,19 +5024,33 @@ __device__ static inline void attn_small_mainloop(const attn_args &args, const a
         for (int k_or_v = 0; k_or_v < 2; k_or_v++)
             for (int panel = 0; panel < DP / 64; panel++)
                 for (int j = from; j < (is_full ? 1 : pieces); j++)
-                    tma_load_2d(to + (k_or_v * HALF + panel * TOK * 64 + j * 8 * 64) * 2, is_full ? tile_map : map_8, bar, panel * 64,
+                    tma_load_2d(to + (k_or_v * HALF + panel * TOK * 64 + j * 8 * 64) * 2,
+                                is_full ? tile_map : map_8, bar, panel * 64,
                                 row + (k_or_v << args.log2_B) + j * 8);
     };
-    const int offset = first_kv - item.kv0, last_offset = item.kv1 - item.kv0 - 1, page_offset = offset & ((1 << args.log2_B) - 1);
+    const int offset = first_kv - item.kv0, last_offset = item.kv1 - item.kv0 - 1,
+              page_offset = offset & ((1 << args.log2_B) - 1);
     /* its last row is asked for too early */
-    const bool reload_last = args.prefetch && n_tiles && n_tiles <= BUFS && item.kv1 == item.pos_hi + 1;
+    const bool reload_last = args.prefetch && n_tiles && n_tiles <= BUFS &&
+                             item.kv1 == item.pos_hi + 1;
     int page = 0; /* of the last position */
-    if (n_tiles) { /* no kernel of the step writes page tables; K and V may still change, but in the cache they do no harm */
-        first_page = offset >> args.log2_B, page_ids = args.pages[item.page0 + min(first_page + lane, last_offset >> args.log2_B)];
-        int page_bit = lane / 2 % 2, from = page_bit ? (offset | ((1 << args.log2_B) - 1)) + 1 : offset; /* two pages, as a gang's warps have at most */
-        size_t row = (((size_t)__shfl_sync(~0u, page_ids, page_bit) * args.K + kv_head) * 2 + lane % 2 << args.log2_B) + (page_bit ? 0 : page_offset);
+    /* no kernel of the step writes page tables; K and V may still change, but in the cache they
+     * do no harm */
+    if (n_tiles) {
+        first_page = offset >> args.log2_B,
+        page_ids = args.pages[item.page0 + min(first_page + lane, last_offset >> args.log2_B)];
+        /* two pages, as a gang's warps have at most */
+        int page_bit = lane / 2 % 2,
+            from = page_bit ? (offset | ((1 << args.log2_B) - 1)) + 1 : offset;
+        size_t row =
+            (((size_t)__shfl_sync(~0u, page_ids, page_bit) * args.K + kv_head) * 2 + lane % 2
+             << args.log2_B) +
+            (page_bit ? 0 : page_offset);
         if (lane < (args.prefetch ? 4 : 2) && from <= last_offset)
-            bulk_prefetch(args.kv + row * args.D, min((1 << args.log2_B) - (page_bit ? 0 : page_offset), last_offset + 1 - from) * args.D * 2);
+            bulk_prefetch(args.kv + row * args.D,
+                          min((1 << args.log2_B) - (page_bit ? 0 : page_offset),
+                              last_offset + 1 - from) *
+                              args.D * 2);
         page = __shfl_sync(~0u, page_ids, min((last_offset >> args.log2_B) - first_page, 31));
     }
     for (int i = 0; args.prefetch && i < BUFS && i < n_tiles; i++) request_tile(i);
@@ -4180,7 +5059,8 @@ __device__ static inline void attn_small_mainloop(const attn_args &args, const a
     uint4 last_row = {};
     const int is_v = lane / (DP / 8), piece = lane % (DP / 8);
     if (reload_last && is_v < 2 && piece * 8 < args.D) {
-        const size_t row = ((((size_t)page * args.K + kv_head) * 2 + is_v) << args.log2_B) + (last_offset & ((1 << args.log2_B) - 1));
+        const size_t row = ((((size_t)page * args.K + kv_head) * 2 + is_v) << args.log2_B) +
+                           (last_offset & ((1 << args.log2_B) - 1));
         last_row = *(const uint4 *)(args.kv + row * args.D + piece * 8);
     }
     uint32_t q[DP / 16][4];
@@ -4194,7 +5074,8 @@ __device__ static inline void attn_small_mainloop(const attn_args &args, const a
         float scores[TOK / 2];
         mbar_wait(smem_addr(&full[i % BUFS]), i / BUFS & 1);
         if (reload_last && i == n_tiles - 1) {
-            if (is_v < 2) *(uint4 *)(k + is_v * HALF + attn_piece_at(TOK, n_kv - 1, piece)) = last_row;
+            if (is_v < 2)
+                *(uint4 *)(k + is_v * HALF + attn_piece_at(TOK, n_kv - 1, piece)) = last_row;
             __syncwarp();
         }
         attn_qk<DP, TOK>(scores, q, k, DP == 64 ? 64 : args.D);
@@ -4206,7 +5087,11 @@ __device__ static inline void attn_small_mainloop(const attn_args &args, const a
             fence_async_smem(); /* TMA will write there again */
             __syncwarp();
         }
-        if (i < unmasked.x || i >= unmasked.y) attn_mask(args, item, scores, make_int2(attn_pos(args, item, stats.query), attn_pos(args, item, stats.query + 8)), kv);
+        if (i < unmasked.x || i >= unmasked.y)
+            attn_mask(args, item, scores,
+                      make_int2(attn_pos(args, item, stats.query),
+                                attn_pos(args, item, stats.query + 8)),
+                      kv);
         attn_softmax_update(scores, stats.row_max, stats.row_sum, rescale, args.scale, rows);
         attn_rescale(acc, rescale);
         attn_pv<DP, TOK>(acc, scores, k + HALF, DP == 64 ? 64 : args.D);
@@ -4216,16 +5101,17 @@ __device__ static inline void attn_small_mainloop(const attn_args &args, const a
 }
 #endif
 
-template <int DP, int TOK, int BUFS>
-__global__ void __launch_bounds__(32) attn_small(const __grid_constant__ attn_args args, const __grid_constant__ CUtensorMap tile_map,
-                                                 const __grid_constant__ CUtensorMap map_8) {
+template <int DP, int TOK, int BUFS> __global__ void __launch_bounds__(32)
+    attn_small(const __grid_constant__ attn_args args, const __grid_constant__ CUtensorMap tile_map,
+               const __grid_constant__ CUtensorMap map_8) {
 #if HOPPER
     extern __shared__ __align__(1024) char attn_smem[];
     __shared__ uint64_t full[BUFS];
     const attn_item item = args.items[blockIdx.x / args.K];
     attn_row_stats stats;
     float acc[DP / 2] = {};
-    attn_small_mainloop<DP, TOK, BUFS>(args, item, blockIdx.x % args.K, &tile_map, &map_8, (bf16 *)attn_smem, full, stats, acc);
+    attn_small_mainloop<DP, TOK, BUFS>(args, item, blockIdx.x % args.K, &tile_map, &map_8,
+                                       (bf16 *)attn_smem, full, stats, acc);
     attn_store_rows(args, item, stats, blockIdx.x % args.K, acc);
 #else
     __trap();
@@ -4250,21 +5136,27 @@ __global__ void __launch_bounds__(32) attn_small(const __grid_constant__ attn_ar
 /* The parts of query i of a gang become one, in their order: columns col, col + 1, col + step ... by this thread of those that
  * hold it. marks(j), sums(j): of part j. All threads of a warp come. */
 template <int MAX_SPLITS, class MaxSum, class SplitO>
-__device__ static inline void attn_merge_query(const attn_args &args, const attn_merge &merge, int query, int kv_head, int col, int col_step,
-                                             const MaxSum &max_sum, const SplitO &split_o) {
+__device__ static inline void attn_merge_query(const attn_args &args, const attn_merge &merge,
+                                               int query, int kv_head, int col, int col_step,
+                                               const MaxSum &max_sum, const SplitO &split_o) {
     attn_item item = {};
     item.q0 = merge.q0, item.nq = (short)merge.nq, item.flags = merge.flags;
     bool valid = query < merge.nq;
-    float state_lse = valid ? attn_state_lse(args, item, query, kv_head) : -INFINITY, row_max = -INFINITY, row_sum = 0;
+    float state_lse = valid ? attn_state_lse(args, item, query, kv_head) : -INFINITY,
+          row_max = -INFINITY, row_sum = 0;
     __syncwarp(); /* all have read it */
     if (!valid) return;
     float2 split[MAX_SPLITS];
 #pragma unroll
-    for (int j = 0; j < MAX_SPLITS; j++) split[j] = j < merge.n_splits ? max_sum(j) : make_float2(-INFINITY, 0), row_max = fmaxf(row_max, split[j].x);
+    for (int j = 0; j < MAX_SPLITS; j++)
+        split[j] = j < merge.n_splits ? max_sum(j) : make_float2(-INFINITY, 0),
+        row_max = fmaxf(row_max, split[j].x);
     float base = row_max == -INFINITY ? 0 : row_max;
 #pragma unroll
-    for (int j = 0; j < MAX_SPLITS; j++) split[j].x = ex2(split[j].x - base), row_sum += split[j].y * split[j].x;
-    attn_output out = attn_finish_query(args, item, query, kv_head, row_max, row_sum, state_lse, col == 0);
+    for (int j = 0; j < MAX_SPLITS; j++)
+        split[j].x = ex2(split[j].x - base), row_sum += split[j].y * split[j].x;
+    attn_output out = attn_finish_query(args, item, query, kv_head, row_max, row_sum, state_lse,
+                                        col == 0);
     for (; col < args.D; col += col_step) {
         float x = 0, y = 0;
 #pragma unroll
@@ -4281,11 +5173,14 @@ __device__ static inline void attn_merge_query(const attn_args &args, const attn
 
 template <int DP, int TOK, int BUFS>
 __global__ void __launch_bounds__(32 * attn_cta_split_max(DP), 1)
-    attn_cta_split(const __grid_constant__ attn_args args, const __grid_constant__ CUtensorMap tile_map,
-              const __grid_constant__ CUtensorMap map_8, const attn_merge *merges) {
+    attn_cta_split(const __grid_constant__ attn_args args,
+                   const __grid_constant__ CUtensorMap tile_map,
+                   const __grid_constant__ CUtensorMap map_8, const attn_merge *merges) {
 #if HOPPER
-    constexpr int RING = BUFS * 2 * TOK * DP, MAX_SPLITS = attn_cta_split_max(DP); /* RING: elements */
-    static_assert(RING * sizeof(bf16) >= ATTN_SMALL_Q * DP * sizeof(float), "sums take the ring's place");
+    /* RING: elements */
+    constexpr int RING = BUFS * 2 * TOK * DP, MAX_SPLITS = attn_cta_split_max(DP);
+    static_assert(RING * sizeof(bf16) >= ATTN_SMALL_Q * DP * sizeof(float),
+                  "sums take the ring's place");
     extern __shared__ __align__(1024) char attn_smem[];
     __shared__ uint64_t full[MAX_SPLITS][BUFS];
     __shared__ float2 max_sum[MAX_SPLITS][ATTN_SMALL_Q]; /* maximum and sum of each query */
@@ -4296,7 +5191,8 @@ __global__ void __launch_bounds__(32 * attn_cta_split_max(DP), 1)
         attn_row_stats stats;
         float acc[DP / 2] = {}, *split_o = (float *)((bf16 *)attn_smem + warp * RING);
         if (threadIdx.x % 32 < ATTN_SMALL_Q) max_sum[warp][threadIdx.x % 32] = float2{-INFINITY, 0};
-        attn_small_mainloop<DP, TOK, BUFS>(args, item, kv_head, &tile_map, &map_8, (bf16 *)attn_smem + warp * RING, full[warp], stats, acc);
+        attn_small_mainloop<DP, TOK, BUFS>(args, item, kv_head, &tile_map, &map_8,
+                                           (bf16 *)attn_smem + warp * RING, full[warp], stats, acc);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             float sum = quad_sum(stats.row_sum[r]);
@@ -4316,9 +5212,10 @@ __global__ void __launch_bounds__(32 * attn_cta_split_max(DP), 1)
     __syncthreads();
     for (int query0 = 0; query0 < merge.nq; query0 += blockDim.x / 16) { /* 16 threads a query */
         const int query = query0 + threadIdx.x / 16;
-        attn_merge_query<MAX_SPLITS>(args, merge, query, kv_head, threadIdx.x % 16 * 2, 32, [&](int j) { return max_sum[j][query]; }, [&](int j) {
-            return (const float *)((bf16 *)attn_smem + j * RING) + query * DP;
-        });
+        attn_merge_query<MAX_SPLITS>(
+            args, merge, query, kv_head, threadIdx.x % 16 * 2, 32,
+            [&](int j) { return max_sum[j][query]; },
+            [&](int j) { return (const float *)((bf16 *)attn_smem + j * RING) + query * DP; });
     }
 #else
     __trap();
@@ -4337,29 +5234,39 @@ template <int DP> __host__ __device__ static constexpr int attn_cluster_split_ma
 }
 #if HOPPER
 /* How many of the queries 0 .. n-1 are rank c's. */
-__device__ static inline int attn_cluster_queries(int n, int cta_rank) { return (n - cta_rank + ATTN_CLUSTER - 1) / ATTN_CLUSTER; }
+__device__ static inline int attn_cluster_queries(int n, int cta_rank) {
+    return (n - cta_rank + ATTN_CLUSTER - 1) / ATTN_CLUSTER;
+}
 #endif
-template <int DP, int TOK, int BUFS>
-IN_CLUSTERS(ATTN_CLUSTER) __global__ void __launch_bounds__(32 * (attn_cluster_split_max<DP>() / ATTN_CLUSTER), 1)
-    attn_cluster_split(const __grid_constant__ attn_args args, const __grid_constant__ CUtensorMap tile_map,
-               const __grid_constant__ CUtensorMap map_8, const attn_merge *merges) {
+template <int DP, int TOK, int BUFS> IN_CLUSTERS(ATTN_CLUSTER)
+__global__ void __launch_bounds__(32 * (attn_cluster_split_max<DP>() / ATTN_CLUSTER), 1)
+    attn_cluster_split(const __grid_constant__ attn_args args,
+                       const __grid_constant__ CUtensorMap tile_map,
+                       const __grid_constant__ CUtensorMap map_8, const attn_merge *merges) {
 #if HOPPER
-    constexpr int CTAS = ATTN_CLUSTER, ROWS = ATTN_SMALL_Q / CTAS, MAX_SPLITS = attn_cluster_split_max<DP>();
+    constexpr int CTAS = ATTN_CLUSTER, ROWS = ATTN_SMALL_Q / CTAS,
+                  MAX_SPLITS = attn_cluster_split_max<DP>();
     constexpr int RING = BUFS * 2 * TOK * DP; /* elements */
     extern __shared__ __align__(1024) char attn_smem[];
     __shared__ uint64_t full[MAX_SPLITS / CTAS][BUFS], recv_bar;
     __shared__ float2 max_sum[MAX_SPLITS][ROWS]; /* maximum and sum of each query */
-    const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32, cta_rank = cluster_rank();
+    const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32,
+              cta_rank = cluster_rank();
     if (threadIdx.x == 0) mbar_init(smem_addr(&recv_bar), 1), mbar_init_fence();
     __syncthreads();
     cluster_arrive_relaxed(); /* the others may know that the barrier is there */
-    const int kv_head = blockIdx.x / CTAS % args.K, split = warp * CTAS + cta_rank; /* this warp's part */
+    /* this warp's part */
+    const int kv_head = blockIdx.x / CTAS % args.K, split = warp * CTAS + cta_rank;
     const attn_merge merge = merges[blockIdx.x / CTAS / args.K];
-    if (warp == 0) { /* bytes that come here: of each part its marks of this rank's queries, and the sums of those that it has */
+    /* bytes that come here: of each part its marks of this rank's queries, and the sums of those
+     * that it has */
+    if (warp == 0) {
         int bytes = 0;
         if (lane < merge.n_splits) {
             const attn_item split_item = args.items[merge.first + lane];
-            const int at = split_item.q0 - merge.q0, n_queries = attn_cluster_queries(at + split_item.nq, cta_rank) - attn_cluster_queries(at, cta_rank);
+            const int at = split_item.q0 - merge.q0,
+                      n_queries = attn_cluster_queries(at + split_item.nq, cta_rank) -
+                                  attn_cluster_queries(at, cta_rank);
             bytes = attn_cluster_queries(merge.nq, cta_rank) * 8 + n_queries * DP * 4;
         }
         bytes = __reduce_add_sync(~0u, bytes);
@@ -4372,7 +5279,8 @@ IN_CLUSTERS(ATTN_CLUSTER) __global__ void __launch_bounds__(32 * (attn_cluster_s
     float acc[DP / 2] = {};
     if (has_split) {
         item = args.items[merge.first + split];
-        attn_small_mainloop<DP, TOK, BUFS>(args, item, kv_head, &tile_map, &map_8, (bf16 *)attn_smem + warp * RING, full[warp], stats, acc);
+        attn_small_mainloop<DP, TOK, BUFS>(args, item, kv_head, &tile_map, &map_8,
+                                           (bf16 *)attn_smem + warp * RING, full[warp], stats, acc);
     } else {
         grid_launch_dependents();
         grid_wait();
@@ -4381,7 +5289,8 @@ IN_CLUSTERS(ATTN_CLUSTER) __global__ void __launch_bounds__(32 * (attn_cluster_s
     cluster_wait();
     const int query0 = item.q0 - merge.q0;
     if (has_split) {
-        if (lane < merge.nq && (lane < query0 || lane >= query0 + item.nq)) /* queries that the part does not have */
+        /* queries that the part does not have */
+        if (lane < merge.nq && (lane < query0 || lane >= query0 + item.nq))
             st_async_8(mapa(smem_addr(&max_sum[split][lane / CTAS]), lane % CTAS), -INFINITY, 0,
                               mapa(smem_addr(&recv_bar), lane % CTAS));
 #pragma unroll
@@ -4390,17 +5299,23 @@ IN_CLUSTERS(ATTN_CLUSTER) __global__ void __launch_bounds__(32 * (attn_cluster_s
             const int query = query0 + stats.query + 8 * r, to_rank = query % CTAS;
             if (stats.query + 8 * r >= item.nq) continue;
             const uint32_t bar = mapa(smem_addr(&recv_bar), to_rank);
-            const uint32_t at = mapa(recv_smem + ((split * ROWS + query / CTAS) * DP + lane % 4 * 2) * 4, to_rank);
-            if (lane % 4 == 0) st_async_8(mapa(smem_addr(&max_sum[split][query / CTAS]), to_rank), stats.row_max[r], sum, bar);
+            const uint32_t at = mapa(
+                recv_smem + ((split * ROWS + query / CTAS) * DP + lane % 4 * 2) * 4, to_rank);
+            if (lane % 4 == 0)
+                st_async_8(mapa(smem_addr(&max_sum[split][query / CTAS]), to_rank),
+                           stats.row_max[r], sum, bar);
 #pragma unroll
-            for (int c = 0; c < DP / 8; c++) st_async_8(at + c * 32, acc[4 * c + 2 * r], acc[4 * c + 2 * r + 1], bar);
+            for (int c = 0; c < DP / 8; c++)
+                st_async_8(at + c * 32, acc[4 * c + 2 * r], acc[4 * c + 2 * r + 1], bar);
         }
     }
     mbar_wait(smem_addr(&recv_bar), 0); /* also so that nobody sends to a block that has left */
     const float *split_o = (const float *)(attn_smem + warps * RING * 2);
     for (int row = warp; row * CTAS + cta_rank < merge.nq; row += warps)
-        attn_merge_query<MAX_SPLITS>(args, merge, row * CTAS + cta_rank, kv_head, lane * 2, 64, [&](int j) { return max_sum[j][row]; },
-                             [&](int j) { return split_o + (j * ROWS + row) * DP; });
+        attn_merge_query<MAX_SPLITS>(
+            args, merge, row * CTAS + cta_rank, kv_head, lane * 2, 64,
+            [&](int j) { return max_sum[j][row]; },
+            [&](int j) { return split_o + (j * ROWS + row) * DP; });
 #else
     __trap();
 #endif
@@ -4431,24 +5346,30 @@ IN_CLUSTERS(ATTN_CLUSTER) __global__ void __launch_bounds__(32 * (attn_cluster_s
 template <int DP, int WGS, int N, int BUFS> struct attn_wgmma_shape {
     static constexpr int PANELS = (DP + 63) / 64, THREADS = WGS * 128 + 128;
     static constexpr int REGS = WGS == 2 ? 240 : 160, PRODUCER_REGS = WGS == 2 ? 24 : 32;
-    static constexpr int Q = PANELS * WGS * 64 * 128, TILE = PANELS * N * 128, BYTES = Q + BUFS * 2 * TILE;
+    static constexpr int Q = PANELS * WGS * 64 * 128, TILE = PANELS * N * 128,
+                         BYTES = Q + BUFS * 2 * TILE;
 };
 
-template <int DP, int N> __device__ static inline void attn_wgmma_qk(float (&scores)[N / 2], uint32_t q, int q_panel, uint32_t k) {
+template <int DP, int N> __device__ static inline void attn_wgmma_qk(float (&scores)[N / 2],
+                                                                     uint32_t q, int q_panel,
+                                                                     uint32_t k) {
 #if HOPPER
     wgmma_fence();
 #pragma unroll
     for (int c = 0; c < DP / 16; c++)
-        wgmma_ss<N>(scores, wgmma_desc(q + c / 4 * q_panel) + c % 4 * 2, wgmma_desc(k + c / 4 * N * 128) + c % 4 * 2, c > 0);
+        wgmma_ss<N>(scores, wgmma_desc(q + c / 4 * q_panel) + c % 4 * 2,
+                    wgmma_desc(k + c / 4 * N * 128) + c % 4 * 2, c > 0);
     wgmma_commit();
 #endif
 }
 template <int DP, int N>
-__device__ static inline void attn_wgmma_pv(float (&acc)[DP / 2], const uint32_t (&probs)[N / 16][4], uint32_t v) {
+__device__ static inline void attn_wgmma_pv(float (&acc)[DP / 2],
+                                            const uint32_t (&probs)[N / 16][4], uint32_t v) {
 #if HOPPER
     wgmma_fence();
 #pragma unroll
-    for (int n = 0; n < N / 16; n++) wgmma_rs<DP, 1>(acc, probs[n], wgmma_desc_trans(v, N * 128) + n * 128, 1);
+    for (int n = 0; n < N / 16; n++)
+        wgmma_rs<DP, 1>(acc, probs[n], wgmma_desc_trans(v, N * 128) + n * 128, 1);
     wgmma_commit();
 #endif
 }
@@ -4456,23 +5377,32 @@ __device__ static inline void attn_wgmma_pv(float (&acc)[DP / 2], const uint32_t
 /* The feeding warp: K and V of all tiles, in the order in which they are used, in blocks of 64 positions; blocks behind the last
  * position are left out. `before`: tiles that have gone through the ring. */
 template <int DP, int WGS, int N, int BUFS>
-__device__ static inline void attn_wgmma_producer(const attn_args &args, const CUtensorMap *map, const attn_item &item, int kv_head, int first_kv,
-                                           int n_tiles, int n_before, uint32_t k_smem, uint32_t bars) {
+__device__ static inline void attn_wgmma_producer(const attn_args &args, const CUtensorMap *map,
+                                                  const attn_item &item, int kv_head, int first_kv,
+                                                  int n_tiles, int n_before, uint32_t k_smem,
+                                                  uint32_t bars) {
 #if HOPPER
     typedef attn_wgmma_shape<DP, WGS, N, BUFS> shape;
     int lane = threadIdx.x % 32, last_offset = item.kv1 - item.kv0 - 1;
     int page_ids = 0, first_page = -32; /* numbers of the pages ids_at .. ids_at+31, one per lane */
     for (int i = 0; i < 2 * n_tiles; i++) { /* K0, K1, V0, K2, V1 ... */
-        int is_v = i == 2 * n_tiles - 1 || (i > 1 && i % 2 == 0), tile = is_v ? (i - 1) / 2 : (i + 1) / 2, ring_tile = n_before + tile;
+        int is_v = i == 2 * n_tiles - 1 || (i > 1 && i % 2 == 0),
+            tile = is_v ? (i - 1) / 2 : (i + 1) / 2, ring_tile = n_before + tile;
         int buf = is_v * BUFS + ring_tile % BUFS;
-        int offset = first_kv + tile * N - item.kv0, n_boxes = min(N / 64, (last_offset - offset) / 64 + 1);
+        int offset = first_kv + tile * N - item.kv0,
+            n_boxes = min(N / 64, (last_offset - offset) / 64 + 1);
         uint32_t to = k_smem + buf * shape::TILE, full = bars + 8 * buf;
         mbar_wait(full + 16 * BUFS, (ring_tile / BUFS & 1) ^ 1);
         if (lane == 0) mbar_expect_tx(full, n_boxes * 64 * shape::PANELS * 128);
         for (int box = 0; box < n_boxes; box++, offset += 64, to += 64 * 128) {
             int page = offset >> args.log2_B;
-            if (page - first_page >= 32 || page < first_page) first_page = page, page_ids = args.pages[item.page0 + min(page + lane, last_offset >> args.log2_B)];
-            int row = (((__shfl_sync(~0u, page_ids, page - first_page) * args.K + kv_head) * 2 + is_v) << args.log2_B) + (offset & ((1 << args.log2_B) - 1));
+            if (page - first_page >= 32 || page < first_page)
+                first_page = page,
+                page_ids = args.pages[item.page0 + min(page + lane, last_offset >> args.log2_B)];
+            int row =
+                (((__shfl_sync(~0u, page_ids, page - first_page) * args.K + kv_head) * 2 + is_v)
+                 << args.log2_B) +
+                (offset & ((1 << args.log2_B) - 1));
             for (int panel = 0; panel < shape::PANELS && lane == 0; panel++)
                 tma_load_2d(to + panel * N * 128, map, full, panel * 64, row);
         }
@@ -4482,30 +5412,37 @@ __device__ static inline void attn_wgmma_producer(const attn_args &args, const C
 
 /* Q of one warpgroup to shared memory, swizzled, and its queries' positions, if wanted; what is not there is 0, and -1. */
 template <int DP, int WGS, bool LOAD_POS>
-__device__ static inline void attn_wgmma_load_q(const attn_args &args, const attn_item &item, int kv_head, int wg, bf16 *to, int *pos) {
+__device__ static inline void attn_wgmma_load_q(const attn_args &args, const attn_item &item,
+                                                int kv_head, int wg, bf16 *to, int *pos) {
 #if HOPPER
     constexpr int PIECES = (DP + 63) / 64 * 8;
-    if (LOAD_POS && threadIdx.x % 128 < 64) pos[wg * 64 + threadIdx.x % 128] = attn_pos(args, item, wg * 64 + threadIdx.x % 128);
+    if (LOAD_POS && threadIdx.x % 128 < 64)
+        pos[wg * 64 + threadIdx.x % 128] = attn_pos(args, item, wg * 64 + threadIdx.x % 128);
     int piece = threadIdx.x % PIECES, row0 = wg * 64 + threadIdx.x % 128 / PIECES;
     uint4 x[PIECES / 2];
 #pragma unroll
     for (int i = 0; i < PIECES / 2; i++) {
         int row = row0 + i * (128 / PIECES);
         x[i] = uint4{};
-        if (row < item.nq && piece * 8 < args.D) x[i] = *(const uint4 *)(args.q + attn_head_at(args, item.q0 + row, kv_head) * args.D + piece * 8);
+        if (row < item.nq && piece * 8 < args.D)
+            x[i] = *(const uint4 *)(args.q + attn_head_at(args, item.q0 + row, kv_head) * args.D +
+                                    piece * 8);
     }
 #pragma unroll
-    for (int i = 0; i < PIECES / 2; i++) *(uint4 *)(to + attn_piece_at(WGS * 64, row0 + i * (128 / PIECES), piece)) = x[i];
+    for (int i = 0; i < PIECES / 2; i++)
+        *(uint4 *)(to + attn_piece_at(WGS * 64, row0 + i * (128 / PIECES), piece)) = x[i];
     fence_async_smem();
     bar_sync(1 + wg, 128);
 #endif
 }
 
 /* Rows n .. N-1 of a tile of V become 0, as 0 times what lies there must be 0. By one warpgroup; another may do the same. */
-template <int DP, int N> __device__ static inline void attn_wgmma_zero_tail(bf16 *v, int n_kv, int wg) {
+template <int DP, int N>
+__device__ static inline void attn_wgmma_zero_tail(bf16 *v, int n_kv, int wg) {
 #if HOPPER
     for (int i = threadIdx.x % 128 + n_kv * 8; i < N * 8; i += 128)
-        for (int panel = 0; panel < (DP + 63) / 64; panel++) *(uint4 *)(v + attn_piece_at(N, i / 8, panel * 8 + i % 8)) = uint4{};
+        for (int panel = 0; panel < (DP + 63) / 64; panel++)
+            *(uint4 *)(v + attn_piece_at(N, i / 8, panel * 8 + i % 8)) = uint4{};
     fence_async_smem();
     bar_sync(1 + wg, 128);
 #endif
@@ -4514,30 +5451,43 @@ template <int DP, int N> __device__ static inline void attn_wgmma_zero_tail(bf16
 /* Keeps ptxas from sinking the softmax below the wgmma_wait behind it, where it would overlap no products: a store that never
  * happens (x is at least 0), but needs x and may not move past the wait. */
 __device__ static inline void attn_pin_softmax(float x, uint32_t at) {
-    asm volatile("{.reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p st.shared.b32 [%1], %1;}" ::"f"(x), "r"(at) : "memory");
+    asm volatile("{.reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p st.shared.b32 [%1], %1;}" ::"f"(
+                     x),
+                 "r"(at)
+                 : "memory");
 }
 
 /* One warpgroup: its 64 queries against all tiles. BOTH: for attn_fused, where all see the whole span, and where the tensor cores
  * have time to spare, so that lazy maxima would cost more than they save; else pos is room for the queries' positions. end(rows,
  * acc) says what becomes of the sums. */
 template <int DP, int WGS, int N, int BUFS, bool FUSED, class Store>
-__device__ static inline void attn_wgmma_mainloop(const attn_args &args, const attn_item &item, int kv_head, int wg, int first_kv, int n_tiles,
-                                           int n_before, uint32_t q_smem, uint32_t full_k, char *smem, int *pos, const Store &store) {
+__device__ static inline void attn_wgmma_mainloop(const attn_args &args, const attn_item &item,
+                                                  int kv_head, int wg, int first_kv, int n_tiles,
+                                                  int n_before, uint32_t q_smem, uint32_t full_k,
+                                                  char *smem, int *pos, const Store &store) {
 #if HOPPER
     typedef attn_wgmma_shape<DP, WGS, N, BUFS> shape;
-    int lane = threadIdx.x % 32, buf = n_before % BUFS, parity = n_before / BUFS & 1; /* of the tile that is next for P V */
-    uint32_t k_smem = q_smem + shape::Q, v_smem = k_smem + BUFS * shape::TILE, full_v = full_k + 8 * BUFS;
+    /* of the tile that is next for P V */
+    int lane = threadIdx.x % 32, buf = n_before % BUFS, parity = n_before / BUFS & 1;
+    uint32_t k_smem = q_smem + shape::Q, v_smem = k_smem + BUFS * shape::TILE,
+             full_v = full_k + 8 * BUFS;
     uint32_t empty_k = full_v + 8 * BUFS, empty_v = empty_k + 8 * BUFS;
-    attn_row_stats stats = {wg * 64 + (int)threadIdx.x % 128 / 32 * 16 + lane / 4, {-INFINITY, -INFINITY}};
+    attn_row_stats stats = {wg * 64 + (int)threadIdx.x % 128 / 32 * 16 + lane / 4,
+                            {-INFINITY, -INFINITY}};
     float scores[N / 2], acc[DP / 2] = {}, rescale[2];
     uint32_t probs[N / 16][4];
     int2 unmasked = attn_unmasked_tiles(args, item, first_kv, N);
     bool must_rescale = true;
     auto softmax_update = [&](int j) {
         if (j < unmasked.x || j >= unmasked.y)
-            attn_mask(args, item, scores, FUSED ? make_int2(item.kv1, item.kv1) : make_int2(pos[stats.query], pos[stats.query + 8]), first_kv + j * N);
+            attn_mask(args, item, scores,
+                      FUSED ? make_int2(item.kv1, item.kv1)
+                            : make_int2(pos[stats.query], pos[stats.query + 8]),
+                      first_kv + j * N);
         if (FUSED) attn_softmax_update(scores, stats.row_max, stats.row_sum, rescale, args.scale);
-        else must_rescale = attn_softmax_update_lazy(scores, stats.row_max, stats.row_sum, rescale, args.scale);
+        else
+            must_rescale = attn_softmax_update_lazy(scores, stats.row_max, stats.row_sum, rescale,
+                                                    args.scale);
     };
     attn_wgmma_load_q<DP, WGS, !FUSED>(args, item, kv_head, wg, (bf16 *)smem, pos);
     q_smem += wg * 64 * 128;
@@ -4574,7 +5524,9 @@ __device__ static inline void attn_wgmma_mainloop(const attn_args &args, const a
     if (n_tiles) {
         int n_kv = item.kv1 - first_kv - (n_tiles - 1) * N;
         mbar_wait(full_v + 8 * buf, parity);
-        if (n_kv < N) attn_wgmma_zero_tail<DP, N>((bf16 *)(smem + shape::Q + (BUFS + buf) * shape::TILE), n_kv, wg);
+        if (n_kv < N)
+            attn_wgmma_zero_tail<DP, N>((bf16 *)(smem + shape::Q + (BUFS + buf) * shape::TILE),
+                                        n_kv, wg);
         attn_wgmma_pv<DP, N>(acc, probs, v_smem + buf * shape::TILE);
         wgmma_wait<0>();
         wgmma_fence_operand(acc);
@@ -4586,22 +5538,28 @@ __device__ static inline void attn_wgmma_mainloop(const attn_args &args, const a
 
 /* One warpgroup's queries that are done leave by way of the shared memory where Q was, in pieces of 16 bytes. */
 template <int DP, int WGS>
-__device__ static inline void attn_wgmma_store(const attn_args &args, const attn_item &item, const attn_row_stats &stats, int kv_head, int wg,
-                                            const float (&acc)[DP / 2], bf16 *o_smem) {
+__device__ static inline void attn_wgmma_store(const attn_args &args, const attn_item &item,
+                                               const attn_row_stats &stats, int kv_head, int wg,
+                                               const float (&acc)[DP / 2], bf16 *o_smem) {
 #if HOPPER
     constexpr int PIECES = (DP + 63) / 64 * 8;
-    const int lane = threadIdx.x % 32, quad = lane % 4, row0 = wg * 64 + threadIdx.x % 128 / 32 * 16;
+    const int lane = threadIdx.x % 32, quad = lane % 4,
+              row0 = wg * 64 + threadIdx.x % 128 / 32 * 16;
     bar_sync(1 + wg, 128); /* Q has been read */
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const int query = stats.query + 8 * r;
         const float sum = quad_sum(stats.row_sum[r]);
         if (query >= item.nq) continue;
-        const attn_output out = attn_finish_query(args, item, query, kv_head, stats.row_max[r], sum, attn_state_lse(args, item, query, kv_head), false);
+        const attn_output out = attn_finish_query(args, item, query, kv_head, stats.row_max[r], sum,
+                                                  attn_state_lse(args, item, query, kv_head),
+                                                  false);
 #pragma unroll
         for (int c = 0; c < DP / 8; c++) {
-            const float2 pair = attn_merge_pair(out, out.state && c * 8 < args.D, c * 8 + quad * 2, acc[4 * c + 2 * r], acc[4 * c + 2 * r + 1]);
-            *((uint32_t *)(o_smem + attn_piece_at(WGS * 64, query, c)) + quad) = pack_bf16(pair.x, pair.y);
+            const float2 pair = attn_merge_pair(out, out.state && c * 8 < args.D, c * 8 + quad * 2,
+                                                acc[4 * c + 2 * r], acc[4 * c + 2 * r + 1]);
+            *((uint32_t *)(o_smem + attn_piece_at(WGS * 64, query, c)) + quad) = pack_bf16(pair.x,
+                                                                                           pair.y);
         }
     }
     __syncwarp();
@@ -4628,24 +5586,30 @@ __global__ void __launch_bounds__(attn_wgmma_shape<DP, WGS, N, BUFS>::THREADS, 1
     int kv_head = blockIdx.x % args.K;
     if (threadIdx.x == 0) {
         item = args.items[blockIdx.x / args.K];
-        for (int i = 0; i < 2 * BUFS; i++) mbar_init(full_k + 8 * i, 1), mbar_init(full_k + 8 * (2 * BUFS + i), 4 * WGS);
+        for (int i = 0; i < 2 * BUFS; i++)
+            mbar_init(full_k + 8 * i, 1), mbar_init(full_k + 8 * (2 * BUFS + i), 4 * WGS);
         mbar_init_fence();
     }
     __syncthreads();
     grid_launch_dependents();
     grid_wait();
-    int first_kv = attn_first_kv(args, item, N), n_tiles = item.kv1 > first_kv ? (item.kv1 - first_kv + N - 1) / N : 0;
+    int first_kv = attn_first_kv(args, item, N),
+        n_tiles = item.kv1 > first_kv ? (item.kv1 - first_kv + N - 1) / N : 0;
     if (threadIdx.x < 128) {
         setmaxnreg_dec<shape::PRODUCER_REGS>();
-        if (threadIdx.x < 32) attn_wgmma_producer<DP, WGS, N, BUFS>(args, &map, item, kv_head, first_kv, n_tiles, 0, q_smem + shape::Q, full_k);
+        if (threadIdx.x < 32)
+            attn_wgmma_producer<DP, WGS, N, BUFS>(args, &map, item, kv_head, first_kv, n_tiles, 0,
+                                                  q_smem + shape::Q, full_k);
     } else {
         setmaxnreg_inc<shape::REGS>();
         const int wg = threadIdx.x / 128 - 1;
         auto store = [&](const attn_row_stats &stats, const float(&acc)[DP / 2]) {
-            if (item.flags & ATTN_TO_O) attn_wgmma_store<DP, WGS>(args, item, stats, kv_head, wg, acc, (bf16 *)attn_smem);
+            if (item.flags & ATTN_TO_O)
+                attn_wgmma_store<DP, WGS>(args, item, stats, kv_head, wg, acc, (bf16 *)attn_smem);
             else attn_store_rows(args, item, stats, kv_head, acc);
         };
-        attn_wgmma_mainloop<DP, WGS, N, BUFS, false>(args, item, kv_head, wg, first_kv, n_tiles, 0, q_smem, full_k, attn_smem, pos, store);
+        attn_wgmma_mainloop<DP, WGS, N, BUFS, false>(args, item, kv_head, wg, first_kv, n_tiles, 0,
+                                                     q_smem, full_k, attn_smem, pos, store);
     }
 #else
     __trap();
@@ -4678,7 +5642,8 @@ __global__ void __launch_bounds__(attn_wgmma_shape<DP, WGS, N, BUFS>::THREADS, 1
 enum { ATTN_FUSED_N = 64, ATTN_OWN_BUFS = 2, ATTN_OWN_WARPS = 7 };
 template <int DP> struct attn_fused_shape {
     static constexpr int WGS = 2, N = ATTN_FUSED_N, BUFS = 2, THREADS = 512;
-    static constexpr int REGS = DP == 128 ? 144 : NVCC_VERSION < 1208 ? 120 : 112; /* of a thread of the shared part; */
+    /* of a thread of the shared part; */
+    static constexpr int REGS = DP == 128 ? 144 : NVCC_VERSION < 1208 ? 120 : 112;
     static constexpr int OWN_REGS = 256 - REGS;                                    /* of others */
     typedef attn_wgmma_shape<DP, WGS, N, BUFS> shared;
     static constexpr int TOK = 2048 / DP;                         /* own positions of a tile */
@@ -4686,26 +5651,35 @@ template <int DP> struct attn_fused_shape {
     static constexpr int OWN_RING = ATTN_OWN_BUFS * 2 * OWN_TILE; /* of a warp */
     static constexpr int EXCHANGE = ATTN_FUSED_Q * DP;                  /* floats */
     static constexpr int OWN_AT = shared::BYTES, LSE_AT = OWN_AT + ATTN_OWN_WARPS * OWN_RING;
-    static constexpr int EXCHANGE_AT = LSE_AT + 2 * ATTN_FUSED_Q * 4, BYTES = EXCHANGE_AT + (DP == 64 ? 2 * EXCHANGE * 4 : 0);
+    static constexpr int EXCHANGE_AT = LSE_AT + 2 * ATTN_FUSED_Q * 4,
+                         BYTES = EXCHANGE_AT + (DP == 64 ? 2 * EXCHANGE * 4 : 0);
 };
 
 /* hub i % 2: the states of the block's item number i, on their way from the shared part to the own ones */
 typedef struct attn_exchange {
-    float *o, *lse; /* [2][ATTN_FUSED_Q][DP], of a query as attn_exchange_at has it; [2][ATTN_FUSED_Q] */
+    /* [2][ATTN_FUSED_Q][DP], of a query as attn_exchange_at has it; [2][ATTN_FUSED_Q] */
+    float *o, *lse;
     uint32_t full;  /* two barriers: an arrival a thread that writes; */
     uint32_t empty; /* and two: a thread of those that read, when its warp has left */
 } attn_exchange;
 /* Columns 32 j + g + {0, 8, 16, 24} of query i lie together: who wrote them holds all four, and so does who reads. Neither meets a
  * bank twice, and both fill sectors. */
-template <int DP> __device__ static inline float4 *attn_exchange_at(const attn_exchange &exchange, int round, int query, int j, int g) {
-    return (float4 *)(exchange.o + (round & 1) * attn_fused_shape<DP>::EXCHANGE + query * DP + j * 32 + ((g ^ query) & 7) * 4);
+template <int DP> __device__ static inline float4 *attn_exchange_at(const attn_exchange &exchange,
+                                                                    int round, int query, int j,
+                                                                    int g) {
+    return (float4 *)(exchange.o + (round & 1) * attn_fused_shape<DP>::EXCHANGE + query * DP +
+                      j * 32 + ((g ^ query) & 7) * 4);
 }
-__device__ static inline float *attn_exchange_lse(const attn_exchange &exchange, int round) { return exchange.lse + (round & 1) * ATTN_FUSED_Q; }
+__device__ static inline float *attn_exchange_lse(const attn_exchange &exchange, int round) {
+    return exchange.lse + (round & 1) * ATTN_FUSED_Q;
+}
 
 /* A warp of the shared part leaves its queries of the block's item number `round`. */
 template <int DP>
-__device__ static inline void attn_exchange_put(const attn_args &args, const attn_item &item, const attn_row_stats &stats, int kv_head,
-                                           const float (&acc)[DP / 2], const attn_exchange &exchange, int round) {
+__device__ static inline void attn_exchange_put(const attn_args &args, const attn_item &item,
+                                                const attn_row_stats &stats, int kv_head,
+                                                const float (&acc)[DP / 2],
+                                                const attn_exchange &exchange, int round) {
 #if HOPPER
     int quad = threadIdx.x % 4;
     mbar_wait(exchange.empty + 8 * (round & 1), (round >> 1 & 1) ^ 1);
@@ -4714,7 +5688,8 @@ __device__ static inline void attn_exchange_put(const attn_args &args, const att
         int query = stats.query + 8 * r;
         float sum = quad_sum(stats.row_sum[r]);
         if (query >= item.nq) continue;
-        attn_output out = attn_finish_query(args, item, query, kv_head, stats.row_max[r], sum, attn_state_lse(args, item, query, kv_head), false);
+        attn_output out = attn_finish_query(args, item, query, kv_head, stats.row_max[r], sum,
+                                            attn_state_lse(args, item, query, kv_head), false);
         if (quad == 0) attn_exchange_lse(exchange, round)[query] = out.lse;
 #pragma unroll
         for (int j = 0; j < DP / 16; j++) {
@@ -4725,7 +5700,8 @@ __device__ static inline void attn_exchange_put(const attn_args &args, const att
                 x[k] = acc[4 * c + 2 * r + j % 2] * out.new_weight;
                 if (out.state) x[k] += out.state_weight * out.state[c * 8 + quad * 2 + j % 2];
             }
-            *attn_exchange_at<DP>(exchange, round, query, j / 2, quad * 2 + j % 2) = float4{x[0], x[1], x[2], x[3]};
+            *attn_exchange_at<DP>(exchange, round, query, j / 2,
+                                  quad * 2 + j % 2) = float4{x[0], x[1], x[2], x[3]};
         }
     }
     mbar_arrive(exchange.full + 8 * (round & 1));
@@ -4739,10 +5715,12 @@ typedef struct attn_own_row {
 } attn_own_row;
 
 /* An item of a row by itself has no shared part. */
-__device__ static inline void attn_exchange_put_none(const attn_item &item, const attn_exchange &exchange, int round) {
+__device__ static inline void attn_exchange_put_none(const attn_item &item,
+                                                     const attn_exchange &exchange, int round) {
 #if HOPPER
     mbar_wait(exchange.empty + 8 * (round & 1), (round >> 1 & 1) ^ 1);
-    if ((int)threadIdx.x - 128 < item.nq) attn_exchange_lse(exchange, round)[threadIdx.x - 128] = -INFINITY;
+    if ((int)threadIdx.x - 128 < item.nq)
+        attn_exchange_lse(exchange, round)[threadIdx.x - 128] = -INFINITY;
     mbar_arrive(exchange.full + 8 * (round & 1));
 #endif
 }
@@ -4752,11 +5730,13 @@ typedef struct attn_jobs {
     const int *job_ids;
     int n_rounds;
     __device__ inline int at(int round) const { return job_ids[round * gridDim.x + blockIdx.x]; }
-    __device__ inline int rounds() const { return n_rounds - (at(n_rounds - 1) < 0); } /* of this block */
+    /* of this block */
+    __device__ inline int rounds() const { return n_rounds - (at(n_rounds - 1) < 0); }
 } attn_jobs;
 
 /* Positions of the tile of own positions that begins with t. All lie in one page. */
-template <int TOK> __device__ static inline int attn_own_tile_len(const attn_args &args, int offset, int end) {
+template <int TOK>
+__device__ static inline int attn_own_tile_len(const attn_args &args, int offset, int end) {
     return min(min(TOK, end - offset), (1 << args.log2_B) - (offset & (1 << args.log2_B) - 1));
 }
 
@@ -4772,9 +5752,12 @@ template <int DP> struct attn_own_producer {
     int *row_counter;          /* of the block */
     attn_own_row *taken;   /* [4] in shared memory */
     uint32_t ring, full;
-    int round, own_item0, nq, kv_head; /* the item that the row drawn last is of; the first of its rows' own items; its queries; kv head */
+    /* the item that the row drawn last is of; the first of its rows' own items; its queries; kv
+     * head */
+    int round, own_item0, nq, kv_head;
     int n_taken, n_requested;       /* rows, tiles */
-    int next_kv, end_kv, page_ids;       /* the row drawn last: its next tile, and where it ends; its page number `lane` */
+    /* the row drawn last: its next tile, and where it ends; its page number `lane` */
+    int next_kv, end_kv, page_ids;
     __device__ inline bool take_row() {
 #if HOPPER
         for (int lane = threadIdx.x % 32;;) {
@@ -4784,15 +5767,17 @@ template <int DP> struct attn_own_producer {
                 if (item_round >= n_rounds) return false;
                 int job = jobs.at(item_round);
                 const attn_item &item = args.items[job / args.K];
-                round = item_round, kv_head = job % args.K, own_item0 = item.flags >> ATTN_INDEX_SHIFT, nq = item.nq;
+                round = item_round, kv_head = job % args.K,
+                own_item0 = item.flags >> ATTN_INDEX_SHIFT, nq = item.nq;
             }
             if (row * args.G >= nq) continue; /* the item has fewer rows */
             const attn_item &item = args.items[own_item0 + row];
             next_kv = item.skip, end_kv = item.kv1 - item.kv0;
             page_ids = args.pages[item.page0 + min(lane, (end_kv - 1) >> args.log2_B)];
             if (lane == 0)
-                taken[n_taken % 4] = attn_own_row{item_round, row * args.G, (item.q0 * args.K + kv_head * args.G) * DP, (unsigned short)next_kv,
-                                                  (unsigned short)end_kv};
+                taken[n_taken % 4] = attn_own_row{item_round, row * args.G,
+                                                  (item.q0 * args.K + kv_head * args.G) * DP,
+                                                  (unsigned short)next_kv, (unsigned short)end_kv};
             __syncwarp();
             n_taken++;
             return true;
@@ -4804,8 +5789,12 @@ template <int DP> struct attn_own_producer {
     __device__ inline void request_tile() {
 #if HOPPER
         if (next_kv >= end_kv && !take_row()) return;
-        const int page_offset = next_kv & (1 << args.log2_B) - 1, n_kv = attn_own_tile_len<shape::TOK>(args, next_kv, end_kv), buf = n_requested % ATTN_OWN_BUFS;
-        const int row = ((__shfl_sync(~0u, page_ids, next_kv >> args.log2_B) * args.K + kv_head) * 2 << args.log2_B) + page_offset;
+        const int page_offset = next_kv & (1 << args.log2_B) - 1,
+                  n_kv = attn_own_tile_len<shape::TOK>(args, next_kv, end_kv),
+                  buf = n_requested % ATTN_OWN_BUFS;
+        const int row = ((__shfl_sync(~0u, page_ids, next_kv >> args.log2_B) * args.K + kv_head) * 2
+                         << args.log2_B) +
+                        page_offset;
         const uint32_t to = ring + buf * 2 * shape::OWN_TILE, bar = full + 8 * buf;
         if (elect_one()) {
             mbar_expect_tx(bar, 2 * shape::OWN_TILE); /* zeros count too */
@@ -4821,15 +5810,18 @@ template <int DP> struct attn_own_producer {
  * the products and, at D = 128, more registers than there are. Piece 2 c + i of a row lies at piece i's address ^ c * 32. */
 
 /* Query lane/4 of a row as the B operand. */
-template <int DP> __device__ static inline void attn_own_load_q(const attn_args &args, int q_offset, uint32_t (&q)[DP / 16][2]) {
+template <int DP> __device__ static inline void attn_own_load_q(const attn_args &args, int q_offset,
+                                                                uint32_t (&q)[DP / 16][2]) {
     const bf16 *from = args.q + q_offset + threadIdx.x % 32 / 4 * DP + threadIdx.x % 4 * 2;
 #pragma unroll
-    for (int c = 0; c < DP / 8; c++) q[c / 2][c % 2] = threadIdx.x % 32 / 4 < args.G ? *(const uint32_t *)(from + c * 8) : 0;
+    for (int c = 0; c < DP / 8; c++)
+        q[c / 2][c % 2] = threadIdx.x % 32 / 4 < args.G ? *(const uint32_t *)(from + c * 8) : 0;
 }
 
 /* s[16-position block][4] = K Q^T, in two chains of products, as one would be long. */
 template <int DP, int TOK>
-__device__ static inline void attn_own_qk(float (&scores)[TOK / 4], const uint32_t (&q)[DP / 16][2], const bf16 *k) {
+__device__ static inline void attn_own_qk(float (&scores)[TOK / 4], const uint32_t (&q)[DP / 16][2],
+                                          const bf16 *k) {
     const uint32_t at = smem_addr(k + attn_piece_at(TOK, threadIdx.x % 16, threadIdx.x % 32 / 16));
     float odd_scores[TOK / 4];
 #pragma unroll
@@ -4840,7 +5832,9 @@ __device__ static inline void attn_own_qk(float (&scores)[TOK / 4], const uint32
 #pragma unroll
         for (int c = 0; c < 4; c++) ldmatrix_x4(x[c], (at ^ c * 32) + i * 512);
 #pragma unroll
-        for (int c = 0; c < 4; c++) mma_16816((c % 2 ? odd_scores : scores) + (DP == 64 ? i : 0), x[c], q[DP == 64 ? c : i + c]);
+        for (int c = 0; c < 4; c++)
+            mma_16816((c % 2 ? odd_scores : scores) + (DP == 64 ? i : 0), x[c],
+                      q[DP == 64 ? c : i + c]);
     }
 #pragma unroll
     for (int i = 0; i < TOK / 4; i++) scores[i] += odd_scores[i];
@@ -4855,7 +5849,9 @@ template <int TOK> __device__ static inline void attn_own_mask(float (&scores)[T
 
 /* attn_softmax_update of the thread's two queries. A tile has a position at least: the maximum is a number. */
 template <int N>
-__device__ static inline void attn_own_softmax_update(float (&scores)[N], float (&row_max)[2], float (&row_sum)[2], float (&rescale)[2], float scale) {
+__device__ static inline void attn_own_softmax_update(float (&scores)[N], float (&row_max)[2],
+                                                      float (&row_sum)[2], float (&rescale)[2],
+                                                      float scale) {
 #pragma unroll
     for (int col = 0; col < 2; col++) {
         float new_max = scores[col];
@@ -4864,26 +5860,32 @@ __device__ static inline void attn_own_softmax_update(float (&scores)[N], float 
 #pragma unroll
         for (int k = 4; k < 32; k *= 2) new_max = fmaxf(new_max, __shfl_xor_sync(~0u, new_max, k));
         new_max = fmaxf(row_max[col], new_max * scale);
-        rescale[col] = ex2(row_max[col] - new_max), row_sum[col] *= rescale[col], row_max[col] = new_max;
+        rescale[col] = ex2(row_max[col] - new_max), row_sum[col] *= rescale[col],
+        row_max[col] = new_max;
 #pragma unroll
-        for (int i = col; i < N; i += 2) scores[i] = ex2(fmaf(scores[i], scale, -new_max)), row_sum[col] += scores[i];
+        for (int i = col; i < N; i += 2)
+            scores[i] = ex2(fmaf(scores[i], scale, -new_max)), row_sum[col] += scores[i];
     }
 }
 
 /* acc[16-column block of O][4] += V^T P^T. */
-template <int DP, int TOK>
-__device__ static inline void attn_own_pv(float (&acc)[DP / 4], const float (&scores)[TOK / 4], const bf16 *v) {
-    const uint32_t at = smem_addr(v + attn_piece_at(TOK, threadIdx.x % 8 + threadIdx.x % 32 / 16 * 8, threadIdx.x / 8 % 2));
+template <int DP, int TOK> __device__ static inline void attn_own_pv(float (&acc)[DP / 4],
+                                                                     const float (&scores)[TOK / 4],
+                                                                     const bf16 *v) {
+    const uint32_t at = smem_addr(
+        v + attn_piece_at(TOK, threadIdx.x % 8 + threadIdx.x % 32 / 16 * 8, threadIdx.x / 8 % 2));
 #pragma unroll
     for (int n = 0; n < TOK / 16; n++) {
         uint32_t probs[2];
 #pragma unroll
-        for (int i = 0; i < 2; i++) probs[i] = movmatrix_trans(pack_bf16(scores[4 * n + 2 * i], scores[4 * n + 2 * i + 1]));
+        for (int i = 0; i < 2; i++)
+            probs[i] = movmatrix_trans(pack_bf16(scores[4 * n + 2 * i], scores[4 * n + 2 * i + 1]));
 #pragma unroll
         for (int i = 0; i < DP / 16; i += 4) {
             uint32_t x[4][4];
 #pragma unroll
-            for (int c = 0; c < 4; c++) ldmatrix_x4_trans(x[c], (at ^ c * 32) + i * TOK * 32 + n * 2048);
+            for (int c = 0; c < 4; c++)
+                ldmatrix_x4_trans(x[c], (at ^ c * 32) + i * TOK * 32 + n * 2048);
 #pragma unroll
             for (int c = 0; c < 4; c++) mma_16816(acc + 4 * (i + c), x[c], probs);
         }
@@ -4892,29 +5894,39 @@ __device__ static inline void attn_own_pv(float (&acc)[DP / 4], const float (&sc
 
 /* The row's state joins its sums, like a key of score LSE and value O. */
 template <int DP>
-__device__ static inline void attn_own_merge_state(const attn_args &args, const attn_own_row &row, float (&acc)[DP / 4], float (&row_max)[2],
-                                            float (&row_sum)[2], const attn_exchange &exchange) {
+__device__ static inline void attn_own_merge_state(const attn_args &args, const attn_own_row &row,
+                                                   float (&acc)[DP / 4], float (&row_max)[2],
+                                                   float (&row_sum)[2],
+                                                   const attn_exchange &exchange) {
     int lane_group = threadIdx.x % 32 / 4;
 #pragma unroll
     for (int col = 0; col < 2; col++) {
         int head = threadIdx.x % 4 * 2 + col, query = row.query + min(head, args.G - 1);
-        float lse = head < args.G ? attn_exchange_lse(exchange, row.round)[query] : -INFINITY, new_max = fmaxf(row_max[col], lse);
+        float lse = head < args.G ? attn_exchange_lse(exchange, row.round)[query] : -INFINITY,
+              new_max = fmaxf(row_max[col], lse);
         bool valid = lse > -INFINITY; /* else what lies in the hub may be no number */
-        float own_weight = valid ? ex2(row_max[col] - new_max) : 1, state_weight = valid ? ex2(lse - new_max) : 0;
-        row_max[col] = new_max, row_sum[col] = row_sum[col] * own_weight + (lane_group == 0 ? state_weight : 0); /* of a query's l, eight threads hold a part */
+        float own_weight = valid ? ex2(row_max[col] - new_max) : 1,
+              state_weight = valid ? ex2(lse - new_max) : 0;
+        /* of a query's l, eight threads hold a part */
+        row_max[col] = new_max,
+        row_sum[col] = row_sum[col] * own_weight + (lane_group == 0 ? state_weight : 0);
 #pragma unroll
         for (int j = 0; j < DP / 32; j++) {
-            const float4 *from = attn_exchange_at<DP>(exchange, row.round, query, j, lane_group), x = DP == 64 ? *from : __ldcg(from);
+            const float4 *from = attn_exchange_at<DP>(exchange, row.round, query, j, lane_group),
+                         x = DP == 64 ? *from : __ldcg(from);
             float *to = acc + 8 * j + col;
-            to[0] = to[0] * own_weight + (valid ? state_weight * x.x : 0), to[2] = to[2] * own_weight + (valid ? state_weight * x.y : 0);
-            to[4] = to[4] * own_weight + (valid ? state_weight * x.z : 0), to[6] = to[6] * own_weight + (valid ? state_weight * x.w : 0);
+            to[0] = to[0] * own_weight + (valid ? state_weight * x.x : 0),
+            to[2] = to[2] * own_weight + (valid ? state_weight * x.y : 0);
+            to[4] = to[4] * own_weight + (valid ? state_weight * x.z : 0),
+            to[6] = to[6] * own_weight + (valid ? state_weight * x.w : 0);
         }
     }
 }
 
 /* It leaves as o. */
-template <int DP> __device__ static inline void attn_own_store(const attn_args &args, const attn_own_row &row,
-                                                             const float (&acc)[DP / 4], float (&row_sum)[2]) {
+template <int DP>
+__device__ static inline void attn_own_store(const attn_args &args, const attn_own_row &row,
+                                             const float (&acc)[DP / 4], float (&row_sum)[2]) {
     const int head = threadIdx.x % 32 / 4;
 #pragma unroll
     for (int col = 0; col < 2; col++) {
@@ -4925,14 +5937,16 @@ template <int DP> __device__ static inline void attn_own_store(const attn_args &
     bf16 *o = args.o + row.q_offset + head * DP + threadIdx.x % 4 * 2;
 #pragma unroll
     for (int c = 0; c < DP / 8; c++) {
-        uint32_t x = movmatrix_trans(pack_bf16(acc[2 * c] * row_sum[0], acc[2 * c + 1] * row_sum[1]));
+        uint32_t x = movmatrix_trans(
+            pack_bf16(acc[2 * c] * row_sum[0], acc[2 * c + 1] * row_sum[1]));
         if (head < args.G) *(uint32_t *)(o + c * 8) = x;
     }
 }
 
 /* This warp has done with the hub states before number `to`; it released those before `left` already. Each warp releases each,
  * rows or not, once it is full: not having waited for a hub's last state, it would take that one's phase for this one's. */
-__device__ static inline void attn_exchange_release(const attn_exchange &exchange, int &n_released, int until) {
+__device__ static inline void attn_exchange_release(const attn_exchange &exchange, int &n_released,
+                                                    int until) {
 #if HOPPER
     for (; n_released < until; n_released++) {
         mbar_wait(exchange.full + 8 * (n_released & 1), n_released >> 1 & 1);
@@ -4943,7 +5957,9 @@ __device__ static inline void attn_exchange_release(const attn_exchange &exchang
 
 /* One warp: its rows, tile by tile. When one is done, the next is drawn already, for its first tile was asked for; else there is
  * none. */
-template <int DP> __device__ static inline void attn_own_process_rows(attn_own_producer<DP> &producer, const attn_exchange &exchange, bf16 *ring) {
+template <int DP>
+__device__ static inline void attn_own_process_rows(attn_own_producer<DP> &producer,
+                                                    const attn_exchange &exchange, bf16 *ring) {
 #if HOPPER
     typedef attn_fused_shape<DP> shape;
     constexpr int TOK = shape::TOK;
@@ -4974,14 +5990,18 @@ template <int DP> __device__ static inline void attn_own_process_rows(attn_own_p
         mbar_wait(exchange.full + 8 * (row.round & 1), row.round >> 1 & 1);
         attn_own_merge_state<DP>(args, row, acc, row_max, row_sum, exchange);
         attn_own_store<DP>(args, row, acc, row_sum);
-        if (row_index + 1 == producer.n_taken || producer.taken[(row_index + 1) % 4].round > row.round) attn_exchange_release(exchange, n_released, row.round + 1);
+        if (row_index + 1 == producer.n_taken ||
+            producer.taken[(row_index + 1) % 4].round > row.round)
+            attn_exchange_release(exchange, n_released, row.round + 1);
     }
     attn_exchange_release(exchange, n_released, producer.n_rounds);
 #endif
 }
 
 /* The two warpgroups and the warp that feeds them go through the block's items. */
-template <class Visit> __device__ static inline void attn_fused_each_item(const attn_args &args, const attn_jobs &jobs, const Visit &visit) {
+template <class Visit> __device__ static inline void attn_fused_each_item(const attn_args &args,
+                                                                          const attn_jobs &jobs,
+                                                                          const Visit &visit) {
     for (int round = 0, n_before = 0, n_rounds = jobs.rounds(); round < n_rounds; round++) {
         const int job = jobs.at(round);
         const attn_item &item = args.items[job / args.K];
@@ -4992,25 +6012,32 @@ template <class Visit> __device__ static inline void attn_fused_each_item(const 
     }
 }
 
-template <int DP>
-__global__ void __launch_bounds__(attn_fused_shape<DP>::THREADS, 1)
-    attn_fused(const __grid_constant__ attn_args args, const attn_jobs jobs, int log2_rows, float *global_exchange,
-              const __grid_constant__ CUtensorMap shared_map, const __grid_constant__ CUtensorMap own_map) {
+template <int DP> __global__ void __launch_bounds__(attn_fused_shape<DP>::THREADS, 1)
+    attn_fused(const __grid_constant__ attn_args args, const attn_jobs jobs, int log2_rows,
+               float *global_exchange, const __grid_constant__ CUtensorMap shared_map,
+               const __grid_constant__ CUtensorMap own_map) {
 #if HOPPER
     typedef attn_fused_shape<DP> shape;
-    constexpr int WGS = shape::WGS, N = shape::N, BUFS = shape::BUFS, OWN_BARS = ATTN_OWN_BUFS * ATTN_OWN_WARPS;
+    constexpr int WGS = shape::WGS, N = shape::N, BUFS = shape::BUFS,
+                  OWN_BARS = ATTN_OWN_BUFS * ATTN_OWN_WARPS;
     extern __shared__ __align__(1024) char attn_smem[];
     __shared__ uint64_t bars[4 * BUFS + OWN_BARS + 4];
     __shared__ attn_own_row taken[ATTN_OWN_WARPS][4];
     __shared__ int row_counter;
-    uint32_t q_smem = smem_addr(attn_smem), full_k = smem_addr(bars), own_full = full_k + 32 * BUFS, exchange_bars = own_full + 8 * OWN_BARS;
-    attn_exchange exchange = {DP == 64 ? (float *)(attn_smem + shape::EXCHANGE_AT) : global_exchange + (size_t)blockIdx.x * 2 * shape::EXCHANGE,
-                      (float *)(attn_smem + shape::LSE_AT), exchange_bars, exchange_bars + 16};
+    uint32_t q_smem = smem_addr(attn_smem), full_k = smem_addr(bars), own_full = full_k + 32 * BUFS,
+             exchange_bars = own_full + 8 * OWN_BARS;
+    attn_exchange exchange = {DP == 64 ? (float *)(attn_smem + shape::EXCHANGE_AT)
+                                       : global_exchange + (size_t)blockIdx.x * 2 * shape::EXCHANGE,
+                              (float *)(attn_smem + shape::LSE_AT), exchange_bars,
+                              exchange_bars + 16};
     int role = threadIdx.x / 128, warp = threadIdx.x / 32;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < 2 * BUFS; i++) mbar_init(full_k + 8 * i, 1), mbar_init(full_k + 8 * (2 * BUFS + i), 4 * WGS);
+        for (int i = 0; i < 2 * BUFS; i++)
+            mbar_init(full_k + 8 * i, 1), mbar_init(full_k + 8 * (2 * BUFS + i), 4 * WGS);
         for (int i = 0; i < OWN_BARS; i++) mbar_init(own_full + 8 * i, 1);
-        for (int i = 0; i < 2; i++) mbar_init(exchange.full + 8 * i, WGS * 128), mbar_init(exchange.empty + 8 * i, ATTN_OWN_WARPS * 32);
+        for (int i = 0; i < 2; i++)
+            mbar_init(exchange.full + 8 * i, WGS * 128),
+                mbar_init(exchange.empty + 8 * i, ATTN_OWN_WARPS * 32);
         row_counter = 0;
         mbar_init_fence();
     }
@@ -5020,63 +6047,96 @@ __global__ void __launch_bounds__(attn_fused_shape<DP>::THREADS, 1)
     if (role == 1 || role == 2) {
         if constexpr (DP == 64) setmaxnreg_dec<shape::REGS>();
         else setmaxnreg_inc<shape::REGS>();
-        attn_fused_each_item(args, jobs, [&](const attn_item &item, int kv_head, int first_kv, int n_tiles, int n_before, int round) {
-            if (!n_tiles) return attn_exchange_put_none(item, exchange, round);
-            auto put = [&](const attn_row_stats &stats, const float(&acc)[DP / 2]) { attn_exchange_put<DP>(args, item, stats, kv_head, acc, exchange, round); };
-            attn_wgmma_mainloop<DP, WGS, N, BUFS, true>(args, item, kv_head, role - 1, first_kv, n_tiles, n_before, q_smem, full_k, attn_smem, NULL, put);
-            bar_sync(role, 128); /* Q has been read */
-        });
+        attn_fused_each_item(
+            args, jobs,
+            [&](const attn_item &item, int kv_head, int first_kv, int n_tiles, int n_before,
+                int round) {
+                if (!n_tiles) return attn_exchange_put_none(item, exchange, round);
+                auto put = [&](const attn_row_stats &stats, const float(&acc)[DP / 2]) {
+                    attn_exchange_put<DP>(args, item, stats, kv_head, acc, exchange, round);
+                };
+                attn_wgmma_mainloop<DP, WGS, N, BUFS, true>(args, item, kv_head, role - 1, first_kv,
+                                                            n_tiles, n_before, q_smem, full_k,
+                                                            attn_smem, NULL, put);
+                bar_sync(role, 128); /* Q has been read */
+            });
     } else {
         if constexpr (DP == 64) setmaxnreg_inc<shape::OWN_REGS>();
         else setmaxnreg_dec<shape::OWN_REGS>();
         int own_warp = warp < 4 ? warp - 1 : warp - 9; /* warps 1, 2, 3 and 12 .. 15 */
         char *ring = attn_smem + shape::OWN_AT + own_warp * shape::OWN_RING;
-        attn_own_producer<DP> producer = {args, &own_map, jobs, jobs.rounds(), log2_rows, &row_counter, taken[max(own_warp, 0)], smem_addr(ring),
-                                  own_full + 8 * ATTN_OWN_BUFS * own_warp, -1};
+        attn_own_producer<DP> producer = {args,
+                                          &own_map,
+                                          jobs,
+                                          jobs.rounds(),
+                                          log2_rows,
+                                          &row_counter,
+                                          taken[max(own_warp, 0)],
+                                          smem_addr(ring),
+                                          own_full + 8 * ATTN_OWN_BUFS * own_warp,
+                                          -1};
         if (own_warp >= 0) attn_own_process_rows<DP>(producer, exchange, (bf16 *)ring);
         if (warp == 0)
-            attn_fused_each_item(args, jobs, [&](const attn_item &item, int kv_head, int first_kv, int n_tiles, int n_before, int) {
-                attn_wgmma_producer<DP, WGS, N, BUFS>(args, &shared_map, item, kv_head, first_kv, n_tiles, n_before, q_smem + shape::shared::Q, full_k);
-            });
+            attn_fused_each_item(args, jobs,
+                                 [&](const attn_item &item, int kv_head, int first_kv, int n_tiles,
+                                     int n_before, int) {
+                                     attn_wgmma_producer<DP, WGS, N, BUFS>(
+                                         args, &shared_map, item, kv_head, first_kv, n_tiles,
+                                         n_before, q_smem + shape::shared::Q, full_k);
+                                 });
     }
 #else
     __trap();
 #endif
 }
 
-template <int DP> static void attn_fused_launch(toka_device *dev, const attn_args &args, const CUtensorMap *map) {
+template <int DP>
+static void attn_fused_launch(toka_device *dev, const attn_args &args, const CUtensorMap *map) {
     const attn_plan *plan = dev->attn;
     typedef attn_fused_shape<DP> room;
-    launch_dependent(dev, "attention", attn_fused<DP>, dim3((unsigned)plan->grid), room::THREADS, room::BYTES, 1, args,
-                     attn_jobs{plan->dev_jobs, plan->n_rounds}, attn_fused_log2_rows(plan), plan->exchange, map[ATTN_MAP_64], map[ATTN_MAP_PAIR]);
+    launch_dependent(dev, "attention", attn_fused<DP>, dim3((unsigned)plan->grid), room::THREADS,
+                     room::BYTES, 1, args, attn_jobs{plan->dev_jobs, plan->n_rounds},
+                     attn_fused_log2_rows(plan), plan->exchange, map[ATTN_MAP_64],
+                     map[ATTN_MAP_PAIR]);
 }
 
 /* The map of whole tiles of TOK positions: of K and V at once, where their rows fill the panels. */
-template <int DP, int TOK> static const CUtensorMap &attn_tile_map(const attn_args &args, const CUtensorMap *map) {
+template <int DP, int TOK>
+static const CUtensorMap &attn_tile_map(const attn_args &args, const CUtensorMap *map) {
     return map[args.D == DP ? ATTN_MAP_PAIR : TOK == 16 ? ATTN_MAP_16 : ATTN_MAP_32];
 }
 template <int DP, int TOK, int BUFS>
-static void attn_small_launch(toka_device *dev, const attn_args &args, int n_items, const CUtensorMap *map) {
-    launch_dependent(dev, "attention", attn_small<DP, TOK, BUFS>, dim3((unsigned)(n_items * args.K)), 32, BUFS * 2 * TOK * DP * 2, 1, args,
+static void attn_small_launch(toka_device *dev, const attn_args &args, int n_items,
+                              const CUtensorMap *map) {
+    launch_dependent(dev, "attention", attn_small<DP, TOK, BUFS>,
+                     dim3((unsigned)(n_items * args.K)), 32, BUFS * 2 * TOK * DP * 2, 1, args,
                      attn_tile_map<DP, TOK>(args, map), map[ATTN_MAP_8]);
 }
 template <int DP, int TOK, int BUFS>
-static void attn_cta_split_launch(toka_device *dev, const attn_args &args, const attn_level *level, const CUtensorMap *map) {
-    launch_dependent(dev, "attention", attn_cta_split<DP, TOK, BUFS>, dim3((unsigned)(level->n_cta_splits * args.K)), 32 * level->cta_split_warps,
-                     (size_t)level->cta_split_warps * BUFS * 2 * TOK * DP * 2, 1, args, attn_tile_map<DP, TOK>(args, map),
-                     map[ATTN_MAP_8], dev->attn->dev_merges + level->cta_split0);
+static void attn_cta_split_launch(toka_device *dev, const attn_args &args, const attn_level *level,
+                                  const CUtensorMap *map) {
+    launch_dependent(dev, "attention", attn_cta_split<DP, TOK, BUFS>,
+                     dim3((unsigned)(level->n_cta_splits * args.K)), 32 * level->cta_split_warps,
+                     (size_t)level->cta_split_warps * BUFS * 2 * TOK * DP * 2, 1, args,
+                     attn_tile_map<DP, TOK>(args, map), map[ATTN_MAP_8],
+                     dev->attn->dev_merges + level->cta_split0);
 }
 template <int DP, int TOK, int BUFS>
-static void attn_cluster_split_launch(toka_device *dev, const attn_args &args, const attn_level *level, const CUtensorMap *map) {
+static void attn_cluster_split_launch(toka_device *dev, const attn_args &args,
+                                      const attn_level *level, const CUtensorMap *map) {
     const int warps = ceil_div(level->cta_split_warps, ATTN_CLUSTER);
-    launch_dependent(dev, "attention", attn_cluster_split<DP, TOK, BUFS>, dim3((unsigned)(level->n_cta_splits * args.K * ATTN_CLUSTER)), 32 * warps,
+    launch_dependent(dev, "attention", attn_cluster_split<DP, TOK, BUFS>,
+                     dim3((unsigned)(level->n_cta_splits * args.K * ATTN_CLUSTER)), 32 * warps,
                      (size_t)warps * (BUFS * 2 * TOK * DP * 2 + ATTN_SMALL_Q * DP * 4), 1, args,
-                     attn_tile_map<DP, TOK>(args, map), map[ATTN_MAP_8], dev->attn->dev_merges + level->cta_split0);
+                     attn_tile_map<DP, TOK>(args, map), map[ATTN_MAP_8],
+                     dev->attn->dev_merges + level->cta_split0);
 }
 template <int DP, int WGS, int N, int BUFS>
-static void attn_wgmma_launch(toka_device *dev, const attn_args &args, int n_items, const CUtensorMap *map) {
+static void attn_wgmma_launch(toka_device *dev, const attn_args &args, int n_items,
+                              const CUtensorMap *map) {
     typedef attn_wgmma_shape<DP, WGS, N, BUFS> room;
-    launch_dependent(dev, "attention", attn_wgmma<DP, WGS, N, BUFS>, dim3((unsigned)(n_items * args.K)), room::THREADS, room::BYTES, 1, args,
+    launch_dependent(dev, "attention", attn_wgmma<DP, WGS, N, BUFS>,
+                     dim3((unsigned)(n_items * args.K)), room::THREADS, room::BYTES, 1, args,
                      map[ATTN_MAP_64]);
 }
 
@@ -5085,21 +6145,25 @@ static void attn_wgmma_launch(toka_device *dev, const attn_args &args, int n_ite
  * threads; D/4 of them hold a row, so 128 / (D/4) parts are read at a time; the sums of these groups are added in a fixed order.
  * Bytes: n * D * 4 per query.
  * Retired: a warp per query and merge of an item one behind the other; 57 us where this one and the tiles together take 12. */
-__global__ static void __launch_bounds__(128) attn_merge_splits(const __grid_constant__ attn_args args, const attn_merge *merges) {
+__global__ static void __launch_bounds__(128)
+    attn_merge_splits(const __grid_constant__ attn_args args, const attn_merge *merges) {
     __shared__ float4 o_sums[128];
     __shared__ float warp_max[4], weight_sums[128];
     const attn_merge merge = merges[blockIdx.x / args.K];
     int kv_head = blockIdx.x % args.K, query = blockIdx.y;
-    int row_threads = args.D / 4, groups = 128 / row_threads, group = threadIdx.x / row_threads, col = threadIdx.x % row_threads * 4;
+    int row_threads = args.D / 4, groups = 128 / row_threads, group = threadIdx.x / row_threads,
+        col = threadIdx.x % row_threads * 4;
     grid_launch_dependents();
     grid_wait();
     if (query >= merge.nq) return;
-    size_t first_split = attn_split_at(args, merge.first, query, kv_head), split_stride = attn_split_at(args, (merge.nq + ATTN_SMALL_Q - 1) / ATTN_SMALL_Q, 0, 0);
+    size_t first_split = attn_split_at(args, merge.first, query, kv_head),
+           split_stride = attn_split_at(args, (merge.nq + ATTN_SMALL_Q - 1) / ATTN_SMALL_Q, 0, 0);
     attn_item item = {};
     item.q0 = merge.q0, item.nq = merge.nq, item.flags = merge.flags;
     float row_max = -INFINITY, row_sum = 0, state_lse = attn_state_lse(args, item, query, kv_head);
     float4 acc = {};
-    for (int j = threadIdx.x; j < merge.n_splits; j += 128) row_max = fmaxf(row_max, args.split_lse[first_split + j * split_stride]);
+    for (int j = threadIdx.x; j < merge.n_splits; j += 128)
+        row_max = fmaxf(row_max, args.split_lse[first_split + j * split_stride]);
     for (int k = 16; k; k /= 2) row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, k));
     if (threadIdx.x % 32 == 0) warp_max[threadIdx.x / 32] = row_max;
     __syncthreads(); /* all have read the old LSE too */
@@ -5108,35 +6172,43 @@ __global__ static void __launch_bounds__(128) attn_merge_splits(const __grid_con
     for (int j = group; j < merge.n_splits; j += groups) {
         if (group >= groups || row_max == -INFINITY) break;
         float weight = ex2(args.split_lse[first_split + j * split_stride] - row_max);
-        float4 x = *(const float4 *)(args.split_o + (first_split + j * split_stride) * args.D + col);
-        row_sum += weight, acc.x += weight * x.x, acc.y += weight * x.y, acc.z += weight * x.z, acc.w += weight * x.w;
+        float4 x = *(const float4 *)(args.split_o + (first_split + j * split_stride) * args.D +
+                                     col);
+        row_sum += weight, acc.x += weight * x.x, acc.y += weight * x.y, acc.z += weight * x.z,
+            acc.w += weight * x.w;
     }
     o_sums[threadIdx.x] = acc, weight_sums[threadIdx.x] = row_sum;
     __syncthreads();
     if (group) return;
     for (int j = 1; j < groups; j++) {
         float4 x = o_sums[j * row_threads + threadIdx.x];
-        row_sum += weight_sums[j * row_threads], acc.x += x.x, acc.y += x.y, acc.z += x.z, acc.w += x.w;
+        row_sum += weight_sums[j * row_threads], acc.x += x.x, acc.y += x.y, acc.z += x.z,
+            acc.w += x.w;
     }
-    attn_output out = attn_finish_query(args, item, query, kv_head, row_max, row_sum, state_lse, threadIdx.x == 0);
+    attn_output out = attn_finish_query(args, item, query, kv_head, row_max, row_sum, state_lse,
+                                        threadIdx.x == 0);
     attn_store_pair(out, col, acc.x, acc.y), attn_store_pair(out, col + 2, acc.z, acc.w);
 }
 
 /* ---- The op ---- */
 
-static void attn_open_map(toka_device *dev, CUtensorMap *map, const bf16 *kv, int n_dims, const cuuint64_t *size,
-                          const cuuint64_t *strides, const cuuint32_t *box) {
+static void attn_open_map(toka_device *dev, CUtensorMap *map, const bf16 *kv, int n_dims,
+                          const cuuint64_t *size, const cuuint64_t *strides,
+                          const cuuint32_t *box) {
     const cuuint32_t elem_strides[5] = {1, 1, 1, 1, 1};
-    CUresult code = dev->encode_map(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, (cuuint32_t)n_dims, (void *)kv, size, strides, box, elem_strides,
-                                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-                                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    CUresult code = dev->encode_map(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, (cuuint32_t)n_dims,
+                                    (void *)kv, size, strides, box, elem_strides,
+                                    CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                    CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                                    CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     latch_error(dev, code ? cudaErrorInvalidValue : cudaSuccess, "tensor map of the KV cache");
 }
 /* Any number of positions up to TOK of K and V, from any on, in one copy; D 64 or 128. Coordinates (0, i, row, 0, 0), row: of K's
  * first position in the layer. Dimensions 1 and 2 both go from row to row: i = n - TOK is outside of dimension 1 until there are n
  * rows to go, and what is outside is not read, but 0 in shared memory. Dimension 3 goes from panel to panel. */
 static void attn_open_pair_map(toka_device *dev, CUtensorMap *map, const bf16 *kv) {
-    const cuuint64_t D = (cuuint64_t)dev->shape->D, row = D * sizeof(bf16), size[5] = {64, 2048 / D, dev->kv_layer_elems / D, D / 64, 2};
+    const cuuint64_t D = (cuuint64_t)dev->shape->D, row = D * sizeof(bf16),
+                     size[5] = {64, 2048 / D, dev->kv_layer_elems / D, D / 64, 2};
     const cuuint64_t strides[4] = {row, row, 128, row * (cuuint64_t)dev->shape->B};
     const cuuint32_t box[5] = {64, 2048 / (cuuint32_t)D, 1, (cuuint32_t)D / 64, 2};
     attn_open_map(dev, map, kv, 5, size, strides, box);
@@ -5147,13 +6219,16 @@ static void attn_open_maps(toka_device *dev) {
     const toka_shape *shape = dev->shape;
     attn_plan *plan = dev->attn;
     if (!plan->hopper || dev->error.code) return;
-    plan->maps = (CUtensorMap *)aligned_alloc(64, (size_t)shape->L * ATTN_MAPS * sizeof *plan->maps);
+    plan->maps = (CUtensorMap *)aligned_alloc(64,
+                                              (size_t)shape->L * ATTN_MAPS * sizeof *plan->maps);
     if (!plan->maps) abort();
     for (int i = 0; i < shape->L * ATTN_MAPS; i++) {
         const bf16 *kv = dev->kv_pool + (size_t)(i / ATTN_MAPS) * dev->kv_layer_elems;
-        const cuuint64_t size[2] = {(cuuint64_t)shape->D, dev->kv_layer_elems / shape->D}, stride = (cuuint64_t)shape->D * sizeof(bf16);
+        const cuuint64_t size[2] = {(cuuint64_t)shape->D, dev->kv_layer_elems / shape->D},
+                         stride = (cuuint64_t)shape->D * sizeof(bf16);
         const cuuint32_t box[2] = {64, 8u << i % ATTN_MAPS};
-        if (i % ATTN_MAPS != ATTN_MAP_PAIR) attn_open_map(dev, plan->maps + i, kv, 2, size, &stride, box);
+        if (i % ATTN_MAPS != ATTN_MAP_PAIR)
+            attn_open_map(dev, plan->maps + i, kv, 2, size, &stride, box);
         else if (shape->D == 64 || shape->D == 128) attn_open_pair_map(dev, plan->maps + i, kv);
     }
 }
@@ -5163,46 +6238,67 @@ static void attn_open(toka_device *dev) {
     const toka_shape *shape = dev->shape;
     attn_plan_open(dev);
     attn_plan *plan = dev->attn;
-    size_t rows = (size_t)dev->options.max_tokens * shape->H, split_rows = (size_t)plan->max_split_bufs * shape->K * ATTN_SMALL_Q;
+    size_t rows = (size_t)dev->options.max_tokens * shape->H,
+           split_rows = (size_t)plan->max_split_bufs * shape->K * ATTN_SMALL_Q;
     plan->state_o = (float *)dev_alloc(dev, rows * shape->D * sizeof(float), "attention state");
     plan->state_lse = (float *)dev_alloc(dev, rows * sizeof(float), "attention state");
-    plan->split_o = (float *)dev_alloc(dev, split_rows * shape->D * sizeof(float), "attention parts");
+    plan->split_o = (float *)dev_alloc(dev, split_rows * shape->D * sizeof(float),
+                                       "attention parts");
     plan->split_lse = (float *)dev_alloc(dev, split_rows * sizeof(float), "attention parts");
     if (plan->has_fused && shape->D == 128) /* else they are in shared memory */
-        plan->exchange = (float *)dev_alloc(dev, (size_t)dev->n_sms * 2 * attn_fused_shape<128>::EXCHANGE * sizeof(float), "attention hubs");
+        plan->exchange = (float *)dev_alloc(dev,
+                                            (size_t)dev->n_sms * 2 *
+                                                attn_fused_shape<128>::EXCHANGE * sizeof(float),
+                                            "attention hubs");
     attn_open_maps(dev);
 }
 
-static void attn_launch_items(toka_device *dev, int layer, attn_args args, const attn_level *level, bool small) {
+static void attn_launch_items(toka_device *dev, int layer, attn_args args, const attn_level *level,
+                              bool small) {
     const attn_plan *plan = dev->attn;
     const CUtensorMap *map = plan->maps ? plan->maps + ATTN_MAPS * layer : NULL;
     const int n_items = small ? level->n_small : level->n_tiles;
     if (!n_items) return;
     args.items = plan->dev_items + (small ? level->small0 : level->tile0);
     if (map && small && args.D <= 64) attn_small_launch<64, 32, 2>(dev, args, n_items, map);
-    else if (map && small) level->short_items ? attn_small_launch<128, 16, 2>(dev, args, n_items, map) : attn_small_launch<128, 16, 3>(dev, args, n_items, map);
+    else if (map && small)
+        level->short_items ? attn_small_launch<128, 16, 2>(dev, args, n_items, map)
+                           : attn_small_launch<128, 16, 3>(dev, args, n_items, map);
     else if (map && args.D <= 64) attn_wgmma_launch<64, 3, 128, 3>(dev, args, n_items, map);
     else if (map && args.D <= 96) attn_wgmma_launch<96, 2, 128, 3>(dev, args, n_items, map);
-    else if (map && level->long_tiles && !(args.window && args.window < ATTN_LONG_KV)) attn_wgmma_launch<128, 2, 192, 2>(dev, args, n_items, map);
+    else if (map && level->long_tiles && !(args.window && args.window < ATTN_LONG_KV))
+        attn_wgmma_launch<128, 2, 192, 2>(dev, args, n_items, map);
     else if (map) attn_wgmma_launch<128, 2, 128, 3>(dev, args, n_items, map);
-    else if (args.D <= 64) small ? attn_mma_launch<64, 1>(dev, args, n_items) : attn_mma_launch<64, 4>(dev, args, n_items);
-    else if (args.D <= 128) small ? attn_mma_launch<128, 1>(dev, args, n_items) : attn_mma_launch<128, 4>(dev, args, n_items);
-    else small ? attn_mma_launch<256, 1>(dev, args, n_items) : attn_mma_launch<256, 4>(dev, args, n_items);
+    else if (args.D <= 64)
+        small ? attn_mma_launch<64, 1>(dev, args, n_items)
+              : attn_mma_launch<64, 4>(dev, args, n_items);
+    else if (args.D <= 128)
+        small ? attn_mma_launch<128, 1>(dev, args, n_items)
+              : attn_mma_launch<128, 4>(dev, args, n_items);
+    else
+        small ? attn_mma_launch<256, 1>(dev, args, n_items)
+              : attn_mma_launch<256, 4>(dev, args, n_items);
 }
 
 /* Gangs are squads where they are all there is to do, and all blocks run at once. The latter is the same for all tensor ranks. */
 static bool attn_uses_cluster(const attn_plan *plan) {
     const attn_level *level = plan->levels;
-    bool only_splits = plan->allow_clusters && plan->n_levels == 1 && level->n_cta_splits && !level->n_tiles && !level->n_merges && !plan->n_fused;
+    bool only_splits = plan->allow_clusters && plan->n_levels == 1 && level->n_cta_splits &&
+                       !level->n_tiles && !level->n_merges && !plan->n_fused;
     return only_splits && level->n_cta_splits * plan->K * ATTN_CLUSTER <= plan->n_sms;
 }
 
-static void attn_launch_cta_splits(toka_device *dev, int layer, attn_args args, const attn_level *level) {
+static void attn_launch_cta_splits(toka_device *dev, int layer, attn_args args,
+                                   const attn_level *level) {
     const attn_plan *plan = dev->attn;
     const CUtensorMap *map = plan->maps + ATTN_MAPS * layer;
     args.items = plan->dev_items + level->small0;
-    if (attn_uses_cluster(plan)) args.D <= 64 ? attn_cluster_split_launch<64, 32, 2>(dev, args, level, map) : attn_cluster_split_launch<128, 16, 2>(dev, args, level, map);
-    else args.D <= 64 ? attn_cta_split_launch<64, 32, 2>(dev, args, level, map) : attn_cta_split_launch<128, 16, 2>(dev, args, level, map);
+    if (attn_uses_cluster(plan))
+        args.D <= 64 ? attn_cluster_split_launch<64, 32, 2>(dev, args, level, map)
+                     : attn_cluster_split_launch<128, 16, 2>(dev, args, level, map);
+    else
+        args.D <= 64 ? attn_cta_split_launch<64, 32, 2>(dev, args, level, map)
+                     : attn_cta_split_launch<128, 16, 2>(dev, args, level, map);
 }
 
 /* Are squads captured for T rows? If those can be squads: then the gangs are as few as they can be. */
@@ -5216,7 +6312,8 @@ static int attn_launches(const attn_plan *plan) {
     int n_kernels = plan->n_fused > 0;
     for (int i = 0; i < plan->n_levels; i++) {
         const attn_level *level = &plan->levels[i];
-        n_kernels += (level->n_tiles > 0) + (level->n_small > 0) + (level->n_cta_splits > 0) + (level->n_merges > 0);
+        n_kernels += (level->n_tiles > 0) + (level->n_small > 0) + (level->n_cta_splits > 0) +
+                     (level->n_merges > 0);
     }
     return n_kernels;
 }
@@ -5226,11 +6323,23 @@ static void attention(toka_device *dev, int layer, const bf16 *q, bf16 *o) {
     const toka_shape *shape = dev->shape;
     const attn_plan *plan = dev->attn;
     const int G = shape->H / shape->K;
-    attn_args args = {.q = q, .o = o, .kv = dev->kv_pool + (size_t)layer * dev->kv_layer_elems, .pages = plan->dev_pages, .pos = dev->rows.pos,
-                   .state_o = plan->state_o, .state_lse = plan->state_lse, .split_o = plan->split_o, .split_lse = plan->split_lse,
-                   .K = shape->K, .G = G, .D = shape->D, .log2_B = __builtin_ctz(shape->B), .window = dev->layers[layer].window,
-                   .inv_G = (uint32_t)(((1ll << 31) - 1) / G + 1), .scale = (float)(M_LOG2E / sqrt((double)shape->D)),
-                   .prefetch = plan->prefetch};
+    attn_args args = {.q = q,
+                      .o = o,
+                      .kv = dev->kv_pool + (size_t)layer * dev->kv_layer_elems,
+                      .pages = plan->dev_pages,
+                      .pos = dev->rows.pos,
+                      .state_o = plan->state_o,
+                      .state_lse = plan->state_lse,
+                      .split_o = plan->split_o,
+                      .split_lse = plan->split_lse,
+                      .K = shape->K,
+                      .G = G,
+                      .D = shape->D,
+                      .log2_B = __builtin_ctz(shape->B),
+                      .window = dev->layers[layer].window,
+                      .inv_G = (uint32_t)(((1ll << 31) - 1) / G + 1),
+                      .scale = (float)(M_LOG2E / sqrt((double)shape->D)),
+                      .prefetch = plan->prefetch};
     if (dev->error.code) return;
     for (int i = 0; i < plan->n_levels; i++) {
         const attn_level *level = &plan->levels[i];
@@ -5238,13 +6347,15 @@ static void attention(toka_device *dev, int layer, const bf16 *q, bf16 *o) {
         attn_launch_items(dev, layer, args, level, true);
         if (level->n_cta_splits) attn_launch_cta_splits(dev, layer, args, level);
         if (!level->n_merges) continue;
-        launch_dependent(dev, "attention, parts", attn_merge_splits, dim3((unsigned)(level->n_merges * args.K), (unsigned)level->merge_nq), 128, 0, 1,
-                         args, plan->dev_merges + level->merge0);
+        launch_dependent(dev, "attention, parts", attn_merge_splits,
+                         dim3((unsigned)(level->n_merges * args.K), (unsigned)level->merge_nq), 128,
+                         0, 1, args, plan->dev_merges + level->merge0);
     }
     if (!plan->n_fused) return;
     const CUtensorMap *map = plan->maps + ATTN_MAPS * layer;
     args.items = plan->dev_items + plan->fused0;
-    args.D == 64 ? attn_fused_launch<64>(dev, args, map) : attn_fused_launch<ATTN_FUSED_D>(dev, args, map);
+    args.D == 64 ? attn_fused_launch<64>(dev, args, map)
+                 : attn_fused_launch<ATTN_FUSED_D>(dev, args, map);
 }
 
 /* ===========================================================================
@@ -5295,8 +6406,11 @@ enum {
     BARRIER_SHARED_CTAS = 8,       /* where ranks share a GPU */
     BARRIER_THREADS = 512,
     OP_RING = 1024,            /* more than there are meetings in all steps under way */
-    ONE_SHOT_MAX_BYTES = 1 << 20,   /* largest message that goes in one shot; less than TOKA_GPU_SCATTER_BYTES, whose sums meet twice */
-    SAMP_RECV_BYTES = 4096 * 24, /* parts of rows that one rank sends to another at once (chapter 11) */
+    /* largest message that goes in one shot; less than TOKA_GPU_SCATTER_BYTES, whose sums meet
+     * twice */
+    ONE_SHOT_MAX_BYTES = 1 << 20,
+    /* parts of rows that one rank sends to another at once (chapter 11) */
+    SAMP_RECV_BYTES = 4096 * 24,
     SAMPLED_EVENTS = 128           /* more than there are steps under way */
 };
 #define GROUP_WATCHDOG_S 30.0 /* seconds in which no rank gets on, until who waits gives up */
@@ -5307,16 +6421,24 @@ typedef struct signal_flag { /* mail from one CTA to its namesake on another ran
     unsigned long long x_addr;  /* its rank's x */
 } signal_flag;
 
-enum group_wait_reason { GROUP_WAIT_NONE, GROUP_WAIT_OPEN, GROUP_WAIT_PREV_STAGE, GROUP_WAIT_NEXT_STAGE, GROUP_WAIT_SAMPLED };
+enum group_wait_reason {
+    GROUP_WAIT_NONE,
+    GROUP_WAIT_OPEN,
+    GROUP_WAIT_PREV_STAGE,
+    GROUP_WAIT_NEXT_STAGE,
+    GROUP_WAIT_SAMPLED
+};
 
 typedef struct group_rank { /* what others know of a rank */
     toka_device *dev;         /* from the time it joined until it closes */
     int ordinal;
     int K, n_sms, arch;     /* kv heads; multiprocessors; 80, 89, 90 ... From the time it joined */
-    bool has_peer_access;           /* other ranks' memory: what breaks their GPUs breaks this one */
+    /* other ranks' memory: what breaks their GPUs breaks this one */
+    bool has_peer_access;
     bool peer_fault_noted;              /* its error says so */
     signal_flag *signal_flags;
-    char *recv_buffer, *channel_buffers;    /* slots: [TOKA_GPU_LINK_BUFFERS] messages from the stage before */
+    /* slots: [TOKA_GPU_LINK_BUFFERS] messages from the stage before */
+    char *recv_buffer, *channel_buffers;
     int *last_tokens;              /* the first stage's table of drawn ids */
     float *logits;          /* the last stage's */
     /* for who looks whom to blame; under the lock, but for what is written by atomic stores: */
@@ -5324,13 +6446,17 @@ typedef struct group_rank { /* what others know of a rank */
     const char *op;         /* that its thread is in, or was in last */
     const char *op_ring[OP_RING]; /* [i % OP_RING]: the first op behind meeting i */
     unsigned n_barriers;    /* enqueued */
-    int64_t n_waits;           /* steps for which its GPU was told to wait for another rank: for a message, or for draws */
-    cudaEvent_t wait_events[TOKA_GPU_LINK_BUFFERS]; /* [i % TOKA_GPU_LINK_BUFFERS] the GPU has come to the wait; more than there are steps under way */
+    /* steps for which its GPU was told to wait for another rank: for a message, or for draws */
+    int64_t n_waits;
+    /* [i % TOKA_GPU_LINK_BUFFERS] the GPU has come to the wait; more than there are steps under
+     * way */
+    cudaEvent_t wait_events[TOKA_GPU_LINK_BUFFERS];
     int64_t needs_step[TOKA_GPU_LINK_BUFFERS]; /* the step whose draws it waits for there */
 } group_rank;
 
 typedef struct group_channel { /* from a rank to the same tp rank of the next stage */
-    int64_t n_sent, n_received;    /* messages enqueued to be sent, and to be taken; each raised by one thread, under the lock */
+    /* messages enqueued to be sent, and to be taken; each raised by one thread, under the lock */
+    int64_t n_sent, n_received;
     int n_rows[TOKA_GPU_LINK_BUFFERS];
     bf16 *send_buffer;
     cudaEvent_t send_ready;      /* the outbox is full */
@@ -5339,7 +6465,8 @@ typedef struct group_channel { /* from a rank to the same tp rank of the next st
 
 struct toka_group {
     int tp_size, pp_size;
-    double watchdog_s, stalled_s; /* quiet: group_watchdog's seconds without progress, since `seen` */
+    /* quiet: group_watchdog's seconds without progress, since `seen` */
+    double watchdog_s, stalled_s;
     uint64_t last_progress, progress; /* progress: changes while threads get on */
     group_rank ranks[GROUP_MAX_RANKS]; /* [pp][tp] */
     group_channel channels[GROUP_MAX_RANKS];
@@ -5350,7 +6477,9 @@ struct toka_group {
     unsigned *barrier_progress;        /* ... and .trace, [ranks][2] */
     char description[320];
     bool no_graphs;         /* a rank could not capture its own */
-    bool broken, hung;     /* hangs: a GPU did not end its work, or a rank did not come: it may still look at what others have */
+    /* hangs: a GPU did not end its work, or a rank did not come: it may still look at what
+     * others have */
+    bool broken, hung;
     pthread_mutex_t lock;
     pthread_cond_t changed;
     toka_err error;         /* why it is broken; code 0: it was told to end */
@@ -5359,7 +6488,9 @@ struct toka_group {
 static int tp_size(const toka_device *dev) { return dev->group ? dev->group->tp_size : 1; }
 static int pp_size(const toka_device *dev) { return dev->group ? dev->group->pp_size : 1; }
 static bool is_first_stage(const toka_device *dev) { return dev->options.pp_rank == 0; }
-static bool is_last_stage(const toka_device *dev) { return dev->options.pp_rank == pp_size(dev) - 1; }
+static bool is_last_stage(const toka_device *dev) {
+    return dev->options.pp_rank == pp_size(dev) - 1;
+}
 
 /* ---- Meetings ---- */
 
@@ -5374,17 +6505,20 @@ __device__ static inline unsigned ld_acquire_sys(const unsigned *from) {
 
 /* The meeting number c of this CTA: what any CTA in it wrote before, all threads of all of them see behind it. The others learn x.
  * False: the group is broken, and they may not have come. All threads call it. */
-__device__ static __forceinline__ bool rank_barrier_sync(const rank_barrier &barrier, unsigned number, const void *x) {
+__device__ static __forceinline__ bool rank_barrier_sync(const rank_barrier &barrier,
+                                                         unsigned number, const void *x) {
     const int rank = (int)threadIdx.x, cta = (int)blockIdx.x;
     int aborted = 0;
     __syncthreads();
     if (cta == 0 && rank == 0) barrier.progress[0] = number;
     if (rank < barrier.tp_size && rank != barrier.tp_rank) {
         signal_flag *to = barrier.signal_flags[rank] + cta * BARRIER_MAX_RANKS + barrier.tp_rank;
-        const signal_flag *from = barrier.signal_flags[barrier.tp_rank] + cta * BARRIER_MAX_RANKS + rank;
+        const signal_flag *from = barrier.signal_flags[barrier.tp_rank] + cta * BARRIER_MAX_RANKS +
+                                  rank;
         *(volatile unsigned long long *)&to->x_addr = (unsigned long long)x;
         st_release_sys(&to->n_arrived, number);
-        for (unsigned spins = 1; (int)(ld_acquire_sys(&from->n_arrived) - number) < 0 && !aborted; spins++)
+        for (unsigned spins = 1; (int)(ld_acquire_sys(&from->n_arrived) - number) < 0 && !aborted;
+             spins++)
             aborted = spins % 1024 == 0 && *barrier.aborted;
     }
     aborted = __syncthreads_or(aborted);
@@ -5393,10 +6527,15 @@ __device__ static __forceinline__ bool rank_barrier_sync(const rank_barrier &bar
 }
 /* What rank q told in the last meeting; only thread q may ask. */
 __device__ static inline uint4 *rank_barrier_peer_x(const rank_barrier &barrier, int rank) {
-    return (uint4 *)*(volatile unsigned long long *)&barrier.signal_flags[barrier.tp_rank][blockIdx.x * BARRIER_MAX_RANKS + rank].x_addr;
+    return (uint4 *)*(volatile unsigned long long *)&barrier
+        .signal_flags[barrier.tp_rank][blockIdx.x * BARRIER_MAX_RANKS + rank]
+        .x_addr;
 }
-__device__ static inline unsigned rank_barrier_count(const rank_barrier &barrier) { return barrier.counts[blockIdx.x]; }
-__device__ static inline void rank_barrier_finish(const rank_barrier &barrier, unsigned number) { /* c: the last one of the kernel */
+__device__ static inline unsigned rank_barrier_count(const rank_barrier &barrier) {
+    return barrier.counts[blockIdx.x];
+}
+/* c: the last one of the kernel */
+__device__ static inline void rank_barrier_finish(const rank_barrier &barrier, unsigned number) {
     if (threadIdx.x == 0) barrier.counts[blockIdx.x] = number;
 }
 
@@ -5419,27 +6558,37 @@ __device__ static inline void sum_8_add(sum_8 &s, uint4 x) {
 }
 
 /* Part `who` of the halves c % 2 of a rank's inbox. */
-__device__ static inline uint4 *one_shot_buffer(const rank_barrier &barrier, int rank, unsigned number, int sender) {
-    return (uint4 *)barrier.recv_buffers[rank] + ((size_t)(number & 1) * barrier.tp_size + sender) * (ONE_SHOT_MAX_BYTES / 16);
+__device__ static inline uint4 *one_shot_buffer(const rank_barrier &barrier, int rank,
+                                                unsigned number, int sender) {
+    return (uint4 *)barrier.recv_buffers[rank] +
+           ((size_t)(number & 1) * barrier.tp_size + sender) * (ONE_SHOT_MAX_BYTES / 16);
 }
 /* Behind those halves: the boxes of two-shot and of scattered sums, one for each rank. */
 __host__ __device__ static inline uint4 *two_shot_buffers(const rank_barrier &barrier, int rank) {
-    return (uint4 *)barrier.recv_buffers[rank] + (size_t)2 * barrier.tp_size * (ONE_SHOT_MAX_BYTES / 16);
+    return (uint4 *)barrier.recv_buffers[rank] +
+           (size_t)2 * barrier.tp_size * (ONE_SHOT_MAX_BYTES / 16);
 }
-__global__ static void __launch_bounds__(BARRIER_THREADS, 1) one_shot_kernel(rank_barrier barrier, uint4 *x, int n_vectors) {
-    const int first = (int)(blockIdx.x * BARRIER_THREADS + threadIdx.x), stride = (int)gridDim.x * BARRIER_THREADS;
+__global__ static void __launch_bounds__(BARRIER_THREADS, 1)
+    one_shot_kernel(rank_barrier barrier, uint4 *x, int n_vectors) {
+    const int first = (int)(blockIdx.x * BARRIER_THREADS + threadIdx.x),
+              stride = (int)gridDim.x * BARRIER_THREADS;
     grid_wait();
     const unsigned number = rank_barrier_count(barrier) + 1;
     for (int i = first; i < n_vectors; i += stride) {
         const uint4 own = x[i];
         for (int rank = 0; rank < barrier.tp_size; rank++)
-            if (rank != barrier.tp_rank) one_shot_buffer(barrier, rank, number, barrier.tp_rank)[i] = own;
+            if (rank != barrier.tp_rank)
+                one_shot_buffer(barrier, rank, number, barrier.tp_rank)[i] = own;
     }
     rank_barrier_sync(barrier, number, x);
     grid_launch_dependents();
     for (int i = first; i < n_vectors; i += stride) {
         sum_8 sum = {};
-        for (int rank = 0; rank < barrier.tp_size; rank++) sum_8_add(sum, rank == barrier.tp_rank ? x[i] : __ldcg(one_shot_buffer(barrier, barrier.tp_rank, number, rank) + i));
+        for (int rank = 0; rank < barrier.tp_size; rank++)
+            sum_8_add(sum,
+                      rank == barrier.tp_rank
+                          ? x[i]
+                          : __ldcg(one_shot_buffer(barrier, barrier.tp_rank, number, rank) + i));
         x[i] = pack_8(sum.sums);
     }
     rank_barrier_finish(barrier, number);
@@ -5449,12 +6598,16 @@ enum { TWO_SHOT_VECTORS = 4 }; /* vectors that a thread has under way */
 
 /* Of the part that this rank adds up, `share` vectors at most, n of them in x: with the parts that the others sent, into
  * everybody's x. */
-__device__ static inline void two_shot_add(const rank_barrier &barrier, const uint4 *recv_buffer, uint4 *const *x_of_rank, int share, int offset, int n_vectors) {
-    const int first = (int)(blockIdx.x * BARRIER_THREADS + threadIdx.x), stride = (int)gridDim.x * BARRIER_THREADS;
+__device__ static inline void two_shot_add(const rank_barrier &barrier, const uint4 *recv_buffer,
+                                           uint4 *const *x_of_rank, int share, int offset,
+                                           int n_vectors) {
+    const int first = (int)(blockIdx.x * BARRIER_THREADS + threadIdx.x),
+              stride = (int)gridDim.x * BARRIER_THREADS;
     for (int i = first; i < n_vectors; i += TWO_SHOT_VECTORS * stride) {
         sum_8 sum[TWO_SHOT_VECTORS] = {};
         for (int rank = 0; rank < barrier.tp_size; rank++) {
-            const uint4 *from = rank == barrier.tp_rank ? x_of_rank[barrier.tp_rank] + offset : recv_buffer + (size_t)rank * share;
+            const uint4 *from = rank == barrier.tp_rank ? x_of_rank[barrier.tp_rank] + offset
+                                                        : recv_buffer + (size_t)rank * share;
 #pragma unroll
             for (int k = 0; k < TWO_SHOT_VECTORS; k++)
                 if (i + k * stride < n_vectors) sum_8_add(sum[k], __ldcg(from + i + k * stride));
@@ -5462,17 +6615,21 @@ __device__ static inline void two_shot_add(const rank_barrier &barrier, const ui
         for (int rank = 0; rank < barrier.tp_size; rank++)
 #pragma unroll
             for (int k = 0; k < TWO_SHOT_VECTORS; k++)
-                if (i + k * stride < n_vectors) x_of_rank[rank][offset + i + k * stride] = pack_8(sum[k].sums);
+                if (i + k * stride < n_vectors)
+                    x_of_rank[rank][offset + i + k * stride] = pack_8(sum[k].sums);
     }
 }
-__global__ static void __launch_bounds__(BARRIER_THREADS, 1) two_shot_kernel(rank_barrier barrier, uint4 *x, int n_vectors) {
+__global__ static void __launch_bounds__(BARRIER_THREADS, 1)
+    two_shot_kernel(rank_barrier barrier, uint4 *x, int n_vectors) {
     __shared__ uint4 *x_of_rank[BARRIER_MAX_RANKS];
-    const int first = (int)(blockIdx.x * BARRIER_THREADS + threadIdx.x), stride = (int)gridDim.x * BARRIER_THREADS;
+    const int first = (int)(blockIdx.x * BARRIER_THREADS + threadIdx.x),
+              stride = (int)gridDim.x * BARRIER_THREADS;
     const int share = (n_vectors + barrier.tp_size - 1) / barrier.tp_size;
     grid_wait();
     const unsigned number = rank_barrier_count(barrier) + 1;
     for (int shift = 1; shift < barrier.tp_size; shift++) { /* each begins with another one */
-        const int rank = (barrier.tp_rank + shift) % barrier.tp_size, offset = rank * share, size = min(share, n_vectors - offset);
+        const int rank = (barrier.tp_rank + shift) % barrier.tp_size, offset = rank * share,
+                  size = min(share, n_vectors - offset);
         uint4 *to = two_shot_buffers(barrier, rank) + (size_t)barrier.tp_rank * share;
         for (int i = first; i < size; i += TWO_SHOT_VECTORS * stride) {
             uint4 vectors[TWO_SHOT_VECTORS];
@@ -5486,9 +6643,13 @@ __global__ static void __launch_bounds__(BARRIER_THREADS, 1) two_shot_kernel(ran
     }
     const bool complete = rank_barrier_sync(barrier, number, x);
     if ((int)threadIdx.x < barrier.tp_size)
-        x_of_rank[threadIdx.x] = (int)threadIdx.x == barrier.tp_rank ? x : rank_barrier_peer_x(barrier, (int)threadIdx.x);
+        x_of_rank[threadIdx.x] = (int)threadIdx.x == barrier.tp_rank
+                                     ? x
+                                     : rank_barrier_peer_x(barrier, (int)threadIdx.x);
     __syncthreads();
-    if (complete) two_shot_add(barrier, two_shot_buffers(barrier, barrier.tp_rank), x_of_rank, share, barrier.tp_rank * share, min(share, n_vectors - barrier.tp_rank * share));
+    if (complete)
+        two_shot_add(barrier, two_shot_buffers(barrier, barrier.tp_rank), x_of_rank, share,
+                     barrier.tp_rank * share, min(share, n_vectors - barrier.tp_rank * share));
     rank_barrier_sync(barrier, number + 1, x);
     grid_launch_dependents();
     rank_barrier_finish(barrier, number + 1);
@@ -5503,25 +6664,33 @@ __global__ static void __launch_bounds__(BARRIER_THREADS, 1) two_shot_kernel(ran
  * grid: BARRIER_CTAS, block: 512, of which 128 threads work on a row. A GPU sends (ranks - 1) / ranks of the bytes of x, half of what
  * two shots send, and reads and writes 3 / ranks + 1 of them. Two H200, 8,448 rows of 4,096: 136 us, of which 95 at the 365 GB/s
  * that such stores reach there. Rows made in shared memory that leave by bulk copies, and 128 CTAs: no faster. */
-__global__ static void __launch_bounds__(BARRIER_THREADS, 1) reduce_norm_kernel(rank_barrier barrier, uint4 *x, uint4 *y, const uint4 *partials,
-                                                                          int share_rows, int n_rows, const float *norm_weight, int E, float inv_E,
-                                                                          float eps) {
+__global__ static void __launch_bounds__(BARRIER_THREADS, 1)
+    reduce_norm_kernel(rank_barrier barrier, uint4 *x, uint4 *y, const uint4 *partials,
+                       int share_rows, int n_rows, const float *norm_weight, int E, float inv_E,
+                       float eps) {
     __shared__ float warp_sums_of[2][BARRIER_THREADS / 128][4];
     __shared__ uint4 *everybody[BARRIER_MAX_RANKS];
-    const int row_group = (int)threadIdx.x / 128, thread = (int)threadIdx.x % 128, n_row_groups = (int)gridDim.x * (BARRIER_THREADS / 128);
+    const int row_group = (int)threadIdx.x / 128, thread = (int)threadIdx.x % 128,
+              n_row_groups = (int)gridDim.x * (BARRIER_THREADS / 128);
     const int row_vectors = E / 8;
     grid_wait();
     const unsigned number = rank_barrier_count(barrier) + 1;
     if (!rank_barrier_sync(barrier, number, y)) n_rows = 0;
-    if ((int)threadIdx.x < barrier.tp_size) everybody[threadIdx.x] = (int)threadIdx.x == barrier.tp_rank ? y : rank_barrier_peer_x(barrier, (int)threadIdx.x);
+    if ((int)threadIdx.x < barrier.tp_size)
+        everybody[threadIdx.x] = (int)threadIdx.x == barrier.tp_rank
+                                     ? y
+                                     : rank_barrier_peer_x(barrier, (int)threadIdx.x);
     __syncthreads();
-    for (int row = (int)blockIdx.x * (BARRIER_THREADS / 128) + row_group, parity = 0; row < n_rows; row += n_row_groups, parity ^= 1) {
+    for (int row = (int)blockIdx.x * (BARRIER_THREADS / 128) + row_group, parity = 0; row < n_rows;
+         row += n_row_groups, parity ^= 1) {
         const size_t offset = ((size_t)barrier.tp_rank * share_rows + row) * row_vectors;
         float row_sumsq = 0;
         for (int i = thread; i < row_vectors; i += TWO_SHOT_VECTORS * 128) {
             sum_8 sum[TWO_SHOT_VECTORS] = {};
             for (int rank = -1; rank < barrier.tp_size; rank++) {
-                const uint4 *from = rank < 0 ? x + offset : partials + ((size_t)rank * share_rows + row) * row_vectors;
+                const uint4 *from = rank < 0 ? x + offset
+                                             : partials +
+                                                   ((size_t)rank * share_rows + row) * row_vectors;
 #pragma unroll
                 for (int k = 0; k < TWO_SHOT_VECTORS; k++)
                     if (i + k * 128 < row_vectors) sum_8_add(sum[k], __ldcg(from + i + k * 128));
@@ -5534,14 +6703,20 @@ __global__ static void __launch_bounds__(BARRIER_THREADS, 1) reduce_norm_kernel(
                 row_sumsq = norm_add_squares(vector, row_sumsq);
             }
         }
-        for (int lanes = 16; lanes; lanes >>= 1) row_sumsq += __shfl_xor_sync(~0u, row_sumsq, lanes);
+        for (int lanes = 16; lanes; lanes >>= 1)
+            row_sumsq += __shfl_xor_sync(~0u, row_sumsq, lanes);
         float *warp_sums = warp_sums_of[parity][row_group];
         if (thread % 32 == 0) warp_sums[thread / 32] = row_sumsq;
-        bar_sync(1 + row_group, 128); /* the row's threads, who have read squares_of[turn] before they come here for the next row */
-        const float scale = rsqrtf((warp_sums[0] + warp_sums[1] + (warp_sums[2] + warp_sums[3])) * inv_E + eps);
+        /* the row's threads, who have read squares_of[turn] before they come here for the next
+         * row */
+        bar_sync(1 + row_group, 128);
+        const float scale = rsqrtf(
+            (warp_sums[0] + warp_sums[1] + (warp_sums[2] + warp_sums[3])) * inv_E + eps);
         for (int i = thread; i < row_vectors; i += 128) {
             const float4 *weight8 = (const float4 *)norm_weight + 2 * i;
-            const uint4 vector = norm_weight ? norm_scale_8(x[offset + i], scale, weight8[0], weight8[1]) : x[offset + i];
+            const uint4 vector = norm_weight
+                                     ? norm_scale_8(x[offset + i], scale, weight8[0], weight8[1])
+                                     : x[offset + i];
             for (int rank = 0; rank < barrier.tp_size; rank++) everybody[rank][offset + i] = vector;
         }
     }
@@ -5562,7 +6737,8 @@ static bool one_shot_pays(int n, size_t bytes) {
 /* In an inbox: boxes of one-shot; of two-shot, or of scattered sums; then from *parts on the exchange of samples. */
 static size_t group_recv_bytes(const toka_device *dev, size_t *samp_offset) {
     const size_t n = (size_t)tp_size(dev);
-    *samp_offset = 2 * n * ONE_SHOT_MAX_BYTES + ((size_t)dev->options.max_tokens + 16 * n) * dev->E * sizeof(bf16);
+    *samp_offset = 2 * n * ONE_SHOT_MAX_BYTES +
+                   ((size_t)dev->options.max_tokens + 16 * n) * dev->E * sizeof(bf16);
     return *samp_offset + 2 * n * (is_last_stage(dev) ? SAMP_RECV_BYTES : 0);
 }
 
@@ -5588,17 +6764,20 @@ static int group_open(toka_group **out, int tp, int pp, toka_err *e) {
     toka_group *group = (toka_group *)calloc(1, sizeof *group);
     if (!group) abort();
     pthread_condattr_t monotonic;
-    group->tp_size = tp, group->pp_size = pp, group->watchdog_s = timeout && atof(timeout) > 0 ? atof(timeout) : GROUP_WATCHDOG_S;
+    group->tp_size = tp, group->pp_size = pp,
+    group->watchdog_s = timeout && atof(timeout) > 0 ? atof(timeout) : GROUP_WATCHDOG_S;
     pthread_mutex_init(&group->lock, NULL);
     pthread_condattr_init(&monotonic);
     pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
     pthread_cond_init(&group->changed, &monotonic);
     pthread_condattr_destroy(&monotonic);
     const size_t bytes = sizeof(int) * 16 + sizeof(unsigned) * 2 * (size_t)(tp * pp);
-    cudaError_t code = cudaHostAlloc((void **)&group->aborted, bytes, cudaHostAllocPortable | cudaHostAllocMapped);
+    cudaError_t code = cudaHostAlloc((void **)&group->aborted, bytes,
+                                     cudaHostAllocPortable | cudaHostAllocMapped);
     if (code) {
         e->code = TOKA_E_DEVICE;
-        snprintf(e->msg, sizeof e->msg, "GPU: memory that the ranks share: %s", cudaGetErrorString(code));
+        snprintf(e->msg, sizeof e->msg, "GPU: memory that the ranks share: %s",
+                 cudaGetErrorString(code));
         group_close(group);
         return e->code;
     }
@@ -5608,7 +6787,9 @@ static int group_open(toka_group **out, int tp, int pp, toka_err *e) {
     return 0;
 }
 
-static bool group_is_broken(toka_group *group) { return __atomic_load_n(&group->broken, __ATOMIC_ACQUIRE); }
+static bool group_is_broken(toka_group *group) {
+    return __atomic_load_n(&group->broken, __ATOMIC_ACQUIRE);
+}
 static void group_break(toka_group *group) { /* with the lock held */
     __atomic_store_n(&group->broken, true, __ATOMIC_RELEASE);
     *(volatile int *)group->aborted = 1;
@@ -5621,30 +6802,41 @@ static void group_abort(toka_group *group) {
 }
 
 static void group_rank_name(const toka_group *group, int rank, char name[64]) {
-    snprintf(name, 64, "rank %d (stage %d, tensor rank %d)", rank, rank / group->tp_size, rank % group->tp_size);
+    snprintf(name, 64, "rank %d (stage %d, tensor rank %d)", rank, rank / group->tp_size,
+             rank % group->tp_size);
 }
 
 /* ---- Who hangs ---- */
 
-static unsigned group_barrier_progress(const toka_group *group, int rank, int which) { return ((volatile unsigned *)group->barrier_progress)[2 * rank + which]; }
+static unsigned group_barrier_progress(const toka_group *group, int rank, int which) {
+    return ((volatile unsigned *)group->barrier_progress)[2 * rank + which];
+}
 
 /* Has what the event marks not happened yet? One of a GPU that failed has. */
-static bool group_event_pending(cudaEvent_t event) { return cudaEventQuery(event) == cudaErrorNotReady; }
+static bool group_event_pending(cudaEvent_t event) {
+    return cudaEventQuery(event) == cudaErrorNotReady;
+}
 
 /* Whom rank i waits for, its thread or its GPU; i itself: nobody. With the lock held, as the next two. */
 static int group_rank_blocker(toka_group *group, int rank) {
     const int tp = group->tp_size, stage = rank / tp, last_rank0 = (group->pp_size - 1) * tp;
     const group_rank *state = &group->ranks[rank];
     const unsigned arrived = group_barrier_progress(group, rank, 0);
-    if (arrived != group_barrier_progress(group, rank, 1)) /* its GPU is in a meeting; to those who have not come */
+    /* its GPU is in a meeting; to those who have not come */
+    if (arrived != group_barrier_progress(group, rank, 1))
         for (int other = stage * tp; other < (stage + 1) * tp; other++)
             if ((int)(group_barrier_progress(group, other, 0) - arrived) < 0) return other;
-    for (int64_t wait = state->n_waits < TOKA_GPU_LINK_BUFFERS ? 0 : state->n_waits - TOKA_GPU_LINK_BUFFERS; wait < state->n_waits; wait++) {
+    for (int64_t wait =
+             state->n_waits < TOKA_GPU_LINK_BUFFERS ? 0 : state->n_waits - TOKA_GPU_LINK_BUFFERS;
+         wait < state->n_waits; wait++) {
         /* it has come there, and does not get on */
         const int index = (int)(wait % TOKA_GPU_LINK_BUFFERS);
         if (group_event_pending(state->wait_events[index])) continue;
-        if (stage > 0 && group_event_pending(group->channels[rank - tp].received_events[index])) return rank - tp;
-        if (stage == 0 && group_event_pending(group->sampled_events[state->needs_step[index] % SAMPLED_EVENTS])) return last_rank0;
+        if (stage > 0 && group_event_pending(group->channels[rank - tp].received_events[index]))
+            return rank - tp;
+        if (stage == 0 &&
+            group_event_pending(group->sampled_events[state->needs_step[index] % SAMPLED_EVENTS]))
+            return last_rank0;
     }
     switch (state->waits_for) {
     case GROUP_WAIT_PREV_STAGE: return rank - tp;
@@ -5657,7 +6849,8 @@ static int group_rank_blocker(toka_group *group, int rank) {
 /* The op that a rank's GPU is in, as far as can be told: the first one behind the last meeting it left. */
 static const char *group_op(toka_group *group, int rank) {
     group_rank *state = &group->ranks[rank];
-    const unsigned arrived = group_barrier_progress(group, rank, 0), departed = group_barrier_progress(group, rank, 1);
+    const unsigned arrived = group_barrier_progress(group, rank, 0),
+                   departed = group_barrier_progress(group, rank, 1);
     const char *op = __atomic_load_n(&state->op, __ATOMIC_ACQUIRE);
     const char *next_op = __atomic_load_n(&state->op_ring[departed % OP_RING], __ATOMIC_ACQUIRE);
     if (arrived != departed) return "all_reduce";
@@ -5670,17 +6863,21 @@ static void group_diagnose(toka_group *group, int me) {
     const int n_ranks = group->tp_size * group->pp_size;
     int suspect = me, next;
     char name[64], my_name[64];
-    for (int i = 0; i < n_ranks && (next = group_rank_blocker(group, suspect)) != suspect; i++) suspect = next;
+    for (int i = 0; i < n_ranks && (next = group_rank_blocker(group, suspect)) != suspect; i++)
+        suspect = next;
     group_rank_name(group, suspect, name), group_rank_name(group, me, my_name);
     group->error.code = TOKA_E_DEVICE;
     if (group_rank_blocker(group, suspect) != suspect)
-        snprintf(group->error.msg, sizeof group->error.msg, "GPU: all ranks have waited for each other for %g s, %s in %s", group->watchdog_s,
+        snprintf(group->error.msg, sizeof group->error.msg,
+                 "GPU: all ranks have waited for each other for %g s, %s in %s", group->watchdog_s,
                  my_name, group_op(group, me));
     else if (suspect == me)
-        snprintf(group->error.msg, sizeof group->error.msg, "GPU: %s has not moved for %g s, last seen in %s", name, group->watchdog_s,
+        snprintf(group->error.msg, sizeof group->error.msg,
+                 "GPU: %s has not moved for %g s, last seen in %s", name, group->watchdog_s,
                  group_op(group, suspect));
     else
-        snprintf(group->error.msg, sizeof group->error.msg, "GPU: %s has not moved for %g s, last seen in %s; %s waits for it in %s", name,
+        snprintf(group->error.msg, sizeof group->error.msg,
+                 "GPU: %s has not moved for %g s, last seen in %s; %s waits for it in %s", name,
                  group->watchdog_s, group_op(group, suspect), my_name, group_op(group, me));
     group_break(group);
 }
@@ -5688,7 +6885,8 @@ static void group_diagnose(toka_group *group, int me) {
 /* Has any thread or GPU moved since `seen`? */
 static bool group_moved(toka_group *group, uint64_t *last_progress) {
     uint64_t progress = __atomic_load_n(&group->progress, __ATOMIC_ACQUIRE) << 20;
-    for (int rank = 0; rank < group->tp_size * group->pp_size; rank++) progress += group_barrier_progress(group, rank, 0) + group_barrier_progress(group, rank, 1);
+    for (int rank = 0; rank < group->tp_size * group->pp_size; rank++)
+        progress += group_barrier_progress(group, rank, 0) + group_barrier_progress(group, rank, 1);
     const bool moved = progress != *last_progress;
     *last_progress = progress;
     return moved;
@@ -5724,7 +6922,8 @@ static bool group_sleep(toka_group *group) {
 }
 
 /* Waits until *count has come to `want`. False: it has not, and the group is broken. */
-static bool group_wait(toka_device *dev, enum group_wait_reason reason, const int64_t *counter, int64_t target) {
+static bool group_wait(toka_device *dev, enum group_wait_reason reason, const int64_t *counter,
+                       int64_t target) {
     toka_group *group = dev->group;
     uint64_t last_progress = 0;
     double stalled_s = 0;
@@ -5733,7 +6932,8 @@ static bool group_wait(toka_device *dev, enum group_wait_reason reason, const in
     while (*counter < target && !group->broken) {
         const bool timed_out = group_sleep(group);
         stalled_s = group_moved(group, &last_progress) ? 0 : stalled_s + timed_out * 0.1;
-        if (stalled_s >= group->watchdog_s && *counter < target && !group->broken) group_diagnose(group, (int)(dev->rank - group->ranks));
+        if (stalled_s >= group->watchdog_s && *counter < target && !group->broken)
+            group_diagnose(group, (int)(dev->rank - group->ranks));
     }
     dev->rank->waits_for = GROUP_WAIT_NONE;
     const bool reached = *counter >= target && !group->broken;
@@ -5748,7 +6948,8 @@ static bool op_begin(toka_device *dev, const char *op) {
     if (group_is_broken(dev->group)) return false;
     if (!op || dev->graphs.capturing) return true;
     const char **entry = &dev->rank->op_ring[dev->rank->n_barriers % OP_RING];
-    if (dev->noted_barriers != dev->rank->n_barriers) dev->noted_barriers = dev->rank->n_barriers, __atomic_store_n(entry, op, __ATOMIC_RELEASE);
+    if (dev->noted_barriers != dev->rank->n_barriers)
+        dev->noted_barriers = dev->rank->n_barriers, __atomic_store_n(entry, op, __ATOMIC_RELEASE);
     __atomic_store_n(&dev->rank->op, op, __ATOMIC_RELEASE);
     __atomic_fetch_add(&dev->group->progress, 1, __ATOMIC_RELEASE);
     return true;
@@ -5769,10 +6970,13 @@ static void group_stream_wait(toka_device *dev, cudaEvent_t event, int64_t needs
 
 /* A kernel with meetings. Graphs may hold it, as the GPU counts; the host's count is for group_diagnose, and is raised as graphs are
  * launched. */
-template <class... P>
-static void launch_barrier_kernel(toka_device *dev, const char *what, int n_barriers, void (*kernel)(rank_barrier, P...),
-                           typename type_identity<P>::type... args) {
-    if (!graph_is_replay(dev)) launch_dependent(dev, what, kernel, dim3((unsigned)dev->barrier_ctas), BARRIER_THREADS, 0, 1, dev->barrier, args...);
+template <class... P> static void launch_barrier_kernel(toka_device *dev, const char *what,
+                                                        int n_barriers,
+                                                        void (*kernel)(rank_barrier, P...),
+                                                        typename type_identity<P>::type... args) {
+    if (!graph_is_replay(dev))
+        launch_dependent(dev, what, kernel, dim3((unsigned)dev->barrier_ctas), BARRIER_THREADS, 0,
+                         1, dev->barrier, args...);
     if (dev->graphs.capturing) dev->graphs.current->n_barriers += n_barriers;
     else dev->rank->n_barriers += (unsigned)n_barriers;
 }
@@ -5781,7 +6985,8 @@ static void launch_barrier_kernel(toka_device *dev, const char *what, int n_barr
 
 static cudaEvent_t group_event_create(toka_device *dev) {
     cudaEvent_t event = NULL;
-    if (!dev->error.code) latch_error(dev, cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "an event");
+    if (!dev->error.code)
+        latch_error(dev, cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "an event");
     return event;
 }
 
@@ -5795,18 +7000,26 @@ static void group_alloc(toka_device *dev) {
         size_t flags_bytes = (size_t)BARRIER_CTAS * BARRIER_MAX_RANKS * sizeof(signal_flag);
         state->recv_buffer = (char *)dev_alloc(dev, bytes, "room for sums");
         state->signal_flags = (signal_flag *)dev_alloc(dev, flags_bytes, "room for sums");
-        dev->barrier.counts = (unsigned *)dev_alloc(dev, BARRIER_CTAS * sizeof(unsigned), "room for sums");
+        dev->barrier.counts = (unsigned *)dev_alloc(dev, BARRIER_CTAS * sizeof(unsigned),
+                                                    "room for sums");
         if (dev->error.code) return;
-        latch_error(dev, cudaMemsetAsync(state->signal_flags, 0, flags_bytes, dev->stream), "room for sums");
-        latch_error(dev, cudaMemsetAsync(dev->barrier.counts, 0, BARRIER_CTAS * sizeof(unsigned), dev->stream), "room for sums");
+        latch_error(dev, cudaMemsetAsync(state->signal_flags, 0, flags_bytes, dev->stream),
+                    "room for sums");
+        latch_error(dev,
+                    cudaMemsetAsync(dev->barrier.counts, 0, BARRIER_CTAS * sizeof(unsigned),
+                                    dev->stream),
+                    "room for sums");
     }
     state->last_tokens = dev->last_tokens;
-    if (group->pp_size > 1) latch_error(dev, cudaStreamCreateWithFlags(&dev->send_stream, cudaStreamNonBlocking), "cudaStreamCreate");
+    if (group->pp_size > 1)
+        latch_error(dev, cudaStreamCreateWithFlags(&dev->send_stream, cudaStreamNonBlocking),
+                    "cudaStreamCreate");
     for (cudaEvent_t &event : state->wait_events)
         if (group->pp_size > 1) event = group_event_create(dev);
     if (!is_first_stage(dev)) {
         group_channel *channel = &group->channels[state - group->ranks - group->tp_size];
-        state->channel_buffers = (char *)dev_alloc(dev, TOKA_GPU_LINK_BUFFERS * x_bytes, "room for messages");
+        state->channel_buffers = (char *)dev_alloc(dev, TOKA_GPU_LINK_BUFFERS * x_bytes,
+                                                   "room for messages");
         for (cudaEvent_t &event : channel->received_events) event = group_event_create(dev);
     }
     if (!is_last_stage(dev)) {
@@ -5831,7 +7044,8 @@ static void group_free(toka_device *dev) {
         event = none;
     };
     if (!is_first_stage(dev))
-        for (cudaEvent_t &event : group->channels[rank - group->tp_size].received_events) destroy(event);
+        for (cudaEvent_t &event : group->channels[rank - group->tp_size].received_events)
+            destroy(event);
     if (!is_last_stage(dev)) {
         destroy(group->channels[rank].send_ready);
         for (cudaEvent_t &event : group->channels[rank].sent_events) destroy(event);
@@ -5849,14 +7063,17 @@ static void group_enable_peers(toka_device *dev) {
     for (int rank = 0; rank < group->tp_size * group->pp_size && !dev->error.code; rank++) {
         const int other = group->ranks[rank].ordinal;
         int can_access = other == dev->ordinal;
-        if (!can_access) latch_error(dev, cudaDeviceCanAccessPeer(&can_access, dev->ordinal, other), "peer access");
+        if (!can_access)
+            latch_error(dev, cudaDeviceCanAccessPeer(&can_access, dev->ordinal, other),
+                        "peer access");
         dev->rank->has_peer_access |= can_access && &group->ranks[rank] != dev->rank;
         if (can_access && other != dev->ordinal) {
             cudaError_t code = cudaDeviceEnablePeerAccess(other, 0);
             if (code != cudaErrorPeerAccessAlreadyEnabled) latch_error(dev, code, "peer access");
             cudaGetLastError();
         }
-        if (can_access || rank / group->tp_size != dev->options.pp_rank || dev->error.code) continue;
+        if (can_access || rank / group->tp_size != dev->options.pp_rank || dev->error.code)
+            continue;
         dev->error.code = TOKA_E_DEVICE;
         snprintf(dev->error.msg, sizeof dev->error.msg, "GPU: GPUs %d and %d cannot reach each other's memory (no peer access), which "
                  "tensor ranks need; --pipeline-parallel-size and --data-parallel-size do not", dev->ordinal, other);
@@ -5875,9 +7092,11 @@ static void group_agree(toka_device *dev) {
     attn_agree(dev, K, n_sms);
     if (!other) return;
     dev->error.code = TOKA_E_DEVICE;
-    snprintf(dev->error.msg, sizeof dev->error.msg, "GPU: GPUs %d and %d have compute capability %d.%d and %d.%d, expected 9.0 of all "
-             "tensor ranks or of none; --pipeline-parallel-size and --data-parallel-size take both", ranks->ordinal,
-             ranks[other].ordinal, ranks->arch / 10, ranks->arch % 10, ranks[other].arch / 10, ranks[other].arch % 10);
+    snprintf(dev->error.msg, sizeof dev->error.msg,
+             "GPU: GPUs %d and %d have compute capability %d.%d and %d.%d, expected 9.0 of all "
+             "tensor ranks or of none; --pipeline-parallel-size and --data-parallel-size take both",
+             ranks->ordinal, ranks[other].ordinal, ranks->arch / 10, ranks->arch % 10,
+             ranks[other].arch / 10, ranks[other].arch % 10);
 }
 
 /* "4 x NVIDIA H200, 150 GB each": all GPUs that this process opens. */
@@ -5887,14 +7106,19 @@ static void group_describe(toka_device *dev) {
     int all_peers = 1;
     for (int rank = 0; rank < group->tp_size * group->pp_size; rank++) {
         int can_access = group->ranks[rank].ordinal == dev->ordinal;
-        if (!can_access) cudaDeviceCanAccessPeer(&can_access, dev->ordinal, group->ranks[rank].ordinal);
+        if (!can_access)
+            cudaDeviceCanAccessPeer(&can_access, dev->ordinal, group->ranks[rank].ordinal);
         all_peers &= can_access;
     }
     char others[sizeof group->description]; /* by ranks that have got further */
     pthread_mutex_lock(&group->lock);
     memcpy(others, group->description, sizeof others);
-    snprintf(group->description, sizeof group->description, "%d x %s%s%s%s", n_devices, dev->description, debug_shared_gpus() ? ", which ranks share" : "",
-             group->tp_size * group->pp_size == 1 ? "" : all_peers ? ", peer access" : ", no peer access: messages go through the host", others);
+    snprintf(group->description, sizeof group->description, "%d x %s%s%s%s", n_devices,
+             dev->description, debug_shared_gpus() ? ", which ranks share" : "",
+             group->tp_size * group->pp_size == 1 ? ""
+             : all_peers                          ? ", peer access"
+                         : ", no peer access: messages go through the host",
+             others);
     pthread_mutex_unlock(&group->lock);
 }
 
@@ -5911,12 +7135,17 @@ static void group_join(toka_device *dev) {
     if (group->broken && group->error.code) dev->error = group->error;
     else if (group->broken) {
         dev->error.code = TOKA_E_DEVICE;
-        snprintf(dev->error.msg, sizeof dev->error.msg, "GPU: %sthe ranks were told to end while they opened", dev->rank_prefix);
+        snprintf(dev->error.msg, sizeof dev->error.msg,
+                 "GPU: %sthe ranks were told to end while they opened", dev->rank_prefix);
     } else group_agree(dev);
     pthread_mutex_unlock(&group->lock);
     if (!dev->error.code) group_enable_peers(dev);
-    dev->barrier.tp_rank = dev->options.tp_rank, dev->barrier.tp_size = tp, dev->barrier.aborted = group->aborted, dev->barrier.progress = group->barrier_progress + 2 * (dev->rank - group->ranks);
-    for (int rank = 0; rank < tp; rank++) dev->barrier.signal_flags[rank] = group->ranks[rank0 + rank].signal_flags, dev->barrier.recv_buffers[rank] = group->ranks[rank0 + rank].recv_buffer;
+    dev->barrier.tp_rank = dev->options.tp_rank, dev->barrier.tp_size = tp,
+    dev->barrier.aborted = group->aborted,
+    dev->barrier.progress = group->barrier_progress + 2 * (dev->rank - group->ranks);
+    for (int rank = 0; rank < tp; rank++)
+        dev->barrier.signal_flags[rank] = group->ranks[rank0 + rank].signal_flags,
+        dev->barrier.recv_buffers[rank] = group->ranks[rank0 + rank].recv_buffer;
     dev->barrier_ctas = debug_shared_gpus() ? BARRIER_SHARED_CTAS : BARRIER_CTAS;
     if (rank0 == 0 && dev->options.tp_rank == 0) group_describe(dev);
 }
@@ -5925,7 +7154,8 @@ static void group_join(toka_device *dev) {
 static void group_assign_rank(toka_device *dev) {
     toka_group *group = dev->group = dev->options.group;
     const int rank = dev->options.pp_rank * group->tp_size + dev->options.tp_rank;
-    assert(rank < group->tp_size * group->pp_size && dev->options.tp_rank < group->tp_size && !group->ranks[rank].dev);
+    assert(rank < group->tp_size * group->pp_size && dev->options.tp_rank < group->tp_size &&
+           !group->ranks[rank].dev);
     dev->rank = &group->ranks[rank], dev->rank->ordinal = dev->ordinal, dev->noted_barriers = ~0u;
     char name[64];
     group_rank_name(group, rank, name);
@@ -5951,7 +7181,8 @@ static void group_latch_error(toka_device *dev) {
     if (!group->error.code) {
         group_rank_name(group, (int)(dev->rank - group->ranks), name);
         dev->error.code = TOKA_E_DEVICE;
-        snprintf(dev->error.msg, sizeof dev->error.msg, "GPU: the ranks were told to end; %s was in %s", name,
+        snprintf(dev->error.msg, sizeof dev->error.msg,
+                 "GPU: the ranks were told to end; %s was in %s", name,
                  dev->rank->op ? dev->rank->op : "no op");
     }
     pthread_mutex_unlock(&group->lock);
@@ -5964,26 +7195,36 @@ static void group_note_peer_fault(toka_device *dev) {
     group_rank *state = dev->rank;
     const int me = (int)(state - group->ranks), rank0 = me / group->tp_size * group->tp_size;
     const cudaError_t code = dev->stream ? cudaStreamQuery(dev->stream) : cudaSuccess;
-    if (state->peer_fault_noted || !state->has_peer_access || code == cudaSuccess || code == cudaErrorNotReady) return;
+    if (state->peer_fault_noted || !state->has_peer_access || code == cudaSuccess ||
+        code == cudaErrorNotReady)
+        return;
     int late_rank = rank0, n_ahead = 0;
     char name[64];
     for (int other = rank0; other < rank0 + group->tp_size; other++)
-        if ((int)(group_barrier_progress(group, other, 0) - group_barrier_progress(group, late_rank, 0)) < 0) late_rank = other;
-    for (int other = rank0; other < rank0 + group->tp_size; other++) n_ahead += group_barrier_progress(group, other, 0) != group_barrier_progress(group, late_rank, 0);
+        if ((int)(group_barrier_progress(group, other, 0) -
+                  group_barrier_progress(group, late_rank, 0)) < 0)
+            late_rank = other;
+    for (int other = rank0; other < rank0 + group->tp_size; other++)
+        n_ahead += group_barrier_progress(group, other, 0) !=
+                   group_barrier_progress(group, late_rank, 0);
     const bool is_known = n_ahead > 0 && n_ahead == group->tp_size - 1;
     state->peer_fault_noted = true;
     if (is_known && late_rank == me) return;
     const size_t length = strlen(dev->error.msg);
     group_rank_name(group, late_rank, name);
-    snprintf(dev->error.msg + length, sizeof dev->error.msg - length,
-             "; it may be another rank's fault, GPUs that reach each other's memory fail together%s%s%s",
-             is_known ? ": " : "", is_known ? name : "", is_known ? " is behind, the others waited for it" : "");
+    snprintf(
+        dev->error.msg + length, sizeof dev->error.msg - length,
+        "; it may be another rank's fault, GPUs that reach each other's memory fail together%s%s%s",
+        is_known ? ": " : "", is_known ? name : "",
+        is_known ? " is behind, the others waited for it" : "");
 }
 
 /* Waits for an event of this rank's stream, or until the group is broken: another rank may be why it never comes. */
 static void group_sync(toka_device *dev, cudaEvent_t event) {
     cudaError_t code;
-    for (int n_polls = 0; (code = cudaEventQuery(event)) == cudaErrorNotReady && !group_is_broken(dev->group); n_polls++)
+    for (int n_polls = 0;
+         (code = cudaEventQuery(event)) == cudaErrorNotReady && !group_is_broken(dev->group);
+         n_polls++)
         if (n_polls < 64) sched_yield();
         else usleep(20);
     if (code != cudaErrorNotReady) latch_error(dev, code, "step");
@@ -5996,13 +7237,16 @@ static bool group_leave(toka_device *dev) {
     toka_group *group = dev->group;
     bool finished = true;
     for (cudaStream_t stream : {dev->stream, dev->send_stream})
-        for (int ms = 0; finished && stream && cudaStreamQuery(stream) == cudaErrorNotReady; ms += group_is_broken(group))
+        for (int ms = 0; finished && stream && cudaStreamQuery(stream) == cudaErrorNotReady;
+             ms += group_is_broken(group))
             finished = ms < 2000, usleep(1000);
     pthread_mutex_lock(&group->lock);
     const bool joined = dev->rank->dev;
     group->n_closing += joined, group->hung |= !finished;
     pthread_cond_broadcast(&group->changed);
-    for (int n_timeouts = 0; joined && group->n_closing < group->n_joined && n_timeouts < (group->broken ? 60 : 100);) n_timeouts += group_sleep(group);
+    for (int n_timeouts = 0;
+         joined && group->n_closing < group->n_joined && n_timeouts < (group->broken ? 60 : 100);)
+        n_timeouts += group_sleep(group);
     group->hung |= joined && group->n_closing < group->n_joined;
     const bool hung = group->hung;
     pthread_mutex_unlock(&group->lock);
@@ -6013,17 +7257,22 @@ static bool group_leave(toka_device *dev) {
 /* ---- Ops: all_reduce, send, receive ---- */
 
 static bool reduce_scatter_pays(const toka_device *dev, int rows) {
-    const size_t bytes = (size_t)ceil_div(rows, 128) * 128 * dev->E * sizeof(bf16); /* of whole tiles, to which graphs fill up */
+    /* of whole tiles, to which graphs fill up */
+    const size_t bytes = (size_t)ceil_div(rows, 128) * 128 * dev->E * sizeof(bf16);
     return tp_size(dev) > 1 && dev->hopper && rows > SMALLM_MAX && bytes >= TOKA_GPU_SCATTER_BYTES;
 }
 /* Of that many rows those that one rank adds up; the last ranks may have fewer. */
-static int reduce_share_rows(const toka_device *dev, int rows) { return ceil_div(rows, 16 * tp_size(dev)) * 16; }
+static int reduce_share_rows(const toka_device *dev, int rows) {
+    return ceil_div(rows, 16 * tp_size(dev)) * 16;
+}
 /* y = x W^T on the way to a sum over tensor ranks: in boxes of the ranks that add it up. False: nothing was done. */
 static bool gemm_reduce_scatter(toka_device *dev, const gemm_args *args) {
     const int n_ranks = tp_size(dev), share_rows = reduce_share_rows(dev, args->M);
     if (!reduce_scatter_pays(dev, args->M)) return false;
     bf16 *buffers[BARRIER_MAX_RANKS];
-    for (int rank = 0; rank < n_ranks; rank++) buffers[rank] = (bf16 *)two_shot_buffers(dev->barrier, rank) + (size_t)dev->barrier.tp_rank * share_rows * dev->E;
+    for (int rank = 0; rank < n_ranks; rank++)
+        buffers[rank] = (bf16 *)two_shot_buffers(dev->barrier, rank) +
+                        (size_t)dev->barrier.tp_rank * share_rows * dev->E;
     gemm_wgmma_scatter(dev, args, buffers, n_ranks, share_rows);
     dev->unreduced_x = args->y;
     return true;
@@ -6032,22 +7281,32 @@ static bool gemm_reduce_scatter(toka_device *dev, const gemm_args *args) {
  * False: x has it already, and nothing was done. */
 static bool reduce_norm(toka_device *dev, const float *norm_weight) {
     if (!dev->unreduced_x) return false;
-    const int T = dev->step->T, share_rows = reduce_share_rows(dev, T), rows = min(share_rows, T - dev->barrier.tp_rank * share_rows);
+    const int T = dev->step->T, share_rows = reduce_share_rows(dev, T),
+              rows = min(share_rows, T - dev->barrier.tp_rank * share_rows);
     bf16 *x = dev->unreduced_x;
     dev->unreduced_x = NULL;
-    launch_barrier_kernel(dev, "sum", 2, reduce_norm_kernel, (uint4 *)x, norm_weight ? (uint4 *)dev->xn : (uint4 *)x,
-                   (const uint4 *)two_shot_buffers(dev->barrier, dev->barrier.tp_rank), share_rows, rows, norm_weight, dev->E, 1.0f / dev->shape->E, dev->shape->eps);
+    launch_barrier_kernel(dev, "sum", 2, reduce_norm_kernel, (uint4 *)x,
+                          norm_weight ? (uint4 *)dev->xn : (uint4 *)x,
+                          (const uint4 *)two_shot_buffers(dev->barrier, dev->barrier.tp_rank),
+                          share_rows, rows, norm_weight, dev->E, 1.0f / dev->shape->E,
+                          dev->shape->eps);
     if (!dev->graphs.capturing)
-        dev->noted_barriers = dev->rank->n_barriers, __atomic_store_n(&dev->rank->op_ring[dev->noted_barriers % OP_RING], dev->rank->op, __ATOMIC_RELEASE);
+        dev->noted_barriers = dev->rank->n_barriers,
+        __atomic_store_n(&dev->rank->op_ring[dev->noted_barriers % OP_RING], dev->rank->op,
+                         __ATOMIC_RELEASE);
     clock_record_op(dev, TOKA_OP_ALL_REDUCE);
     return true;
 }
 
 static void cuda_all_reduce(toka_device *dev, toka_dev_ptr x, int rows) {
-    const size_t bytes = (size_t)(dev->graphs.current ? dev->step->T : rows) * dev->E * sizeof(bf16);
-    if (tp_size(dev) == 1 || !op_begin(dev, "all_reduce") || dev->unreduced_x) return; /* see reduce_norm */
+    const size_t bytes = (size_t)(dev->graphs.current ? dev->step->T : rows) * dev->E *
+                         sizeof(bf16);
+    /* see reduce_norm */
+    if (tp_size(dev) == 1 || !op_begin(dev, "all_reduce") || dev->unreduced_x) return;
     const bool one_shot = one_shot_pays(dev->barrier.tp_size, bytes);
-    launch_barrier_kernel(dev, "all-reduce", one_shot ? 1 : 2, one_shot ? one_shot_kernel : two_shot_kernel, (uint4 *)x.at, (int)(bytes / 16));
+    launch_barrier_kernel(dev, "all-reduce", one_shot ? 1 : 2,
+                          one_shot ? one_shot_kernel : two_shot_kernel, (uint4 *)x.at,
+                          (int)(bytes / 16));
     clock_record_op(dev, TOKA_OP_ALL_REDUCE);
 }
 
@@ -6059,16 +7318,32 @@ static void cuda_send(toka_device *dev, toka_dev_ptr x, int rows) {
     toka_group *group = dev->group;
     group_channel *channel = &group->channels[dev->rank - group->ranks];
     const group_rank *to = dev->rank + group->tp_size;
-    const size_t bytes = (size_t)rows * dev->E * sizeof(bf16), buffer_bytes = (size_t)dev->options.max_tokens * dev->E * sizeof(bf16);
+    const size_t bytes = (size_t)rows * dev->E * sizeof(bf16),
+                 buffer_bytes = (size_t)dev->options.max_tokens * dev->E * sizeof(bf16);
     const int64_t message = channel->n_sent;
     const int index = (int)(message % TOKA_GPU_LINK_BUFFERS);
-    if (message) latch_error(dev, cudaStreamWaitEvent(dev->stream, channel->sent_events[(message - 1) % TOKA_GPU_LINK_BUFFERS], 0), "send");
-    latch_error(dev, cudaMemcpyAsync(channel->send_buffer, (const void *)x.at, bytes, cudaMemcpyDeviceToDevice, dev->stream), "send");
+    if (message)
+        latch_error(dev,
+                    cudaStreamWaitEvent(dev->stream,
+                                        channel->sent_events[(message - 1) % TOKA_GPU_LINK_BUFFERS],
+                                        0),
+                    "send");
+    latch_error(dev,
+                cudaMemcpyAsync(channel->send_buffer, (const void *)x.at, bytes,
+                                cudaMemcpyDeviceToDevice, dev->stream),
+                "send");
     latch_error(dev, cudaEventRecord(channel->send_ready, dev->stream), "send");
-    if (!group_wait(dev, GROUP_WAIT_NEXT_STAGE, &channel->n_received, message + 1 - TOKA_GPU_LINK_BUFFERS)) return;
+    if (!group_wait(dev, GROUP_WAIT_NEXT_STAGE, &channel->n_received,
+                    message + 1 - TOKA_GPU_LINK_BUFFERS))
+        return;
     latch_error(dev, cudaStreamWaitEvent(dev->send_stream, channel->send_ready, 0), "send");
-    if (message >= TOKA_GPU_LINK_BUFFERS) latch_error(dev, cudaStreamWaitEvent(dev->send_stream, channel->received_events[index], 0), "send");
-    latch_error(dev, cudaMemcpyPeerAsync(to->channel_buffers + index * buffer_bytes, to->ordinal, channel->send_buffer, dev->ordinal, bytes, dev->send_stream), "send");
+    if (message >= TOKA_GPU_LINK_BUFFERS)
+        latch_error(dev, cudaStreamWaitEvent(dev->send_stream, channel->received_events[index], 0),
+                    "send");
+    latch_error(dev,
+                cudaMemcpyPeerAsync(to->channel_buffers + index * buffer_bytes, to->ordinal,
+                                    channel->send_buffer, dev->ordinal, bytes, dev->send_stream),
+                "send");
     latch_error(dev, cudaEventRecord(channel->sent_events[index], dev->send_stream), "send");
     channel->n_rows[index] = rows;
     group_advance(group, &channel->n_sent, message + 1);
@@ -6079,13 +7354,17 @@ static void cuda_receive(toka_device *dev, toka_dev_ptr x, int rows) {
     if (!op_begin(dev, "receive") || dev->graphs.capturing) return;
     toka_group *group = dev->group;
     group_channel *channel = &group->channels[dev->rank - group->ranks - group->tp_size];
-    const size_t bytes = (size_t)rows * dev->E * sizeof(bf16), buffer_bytes = (size_t)dev->options.max_tokens * dev->E * sizeof(bf16);
+    const size_t bytes = (size_t)rows * dev->E * sizeof(bf16),
+                 buffer_bytes = (size_t)dev->options.max_tokens * dev->E * sizeof(bf16);
     const int64_t message = channel->n_received;
     const int index = (int)(message % TOKA_GPU_LINK_BUFFERS);
     if (!group_wait(dev, GROUP_WAIT_PREV_STAGE, &channel->n_sent, message + 1)) return;
     assert(channel->n_rows[index] == rows);
     group_stream_wait(dev, channel->sent_events[index], 0);
-    latch_error(dev, cudaMemcpyAsync((void *)x.at, dev->rank->channel_buffers + index * buffer_bytes, bytes, cudaMemcpyDeviceToDevice, dev->stream), "receive");
+    latch_error(dev,
+                cudaMemcpyAsync((void *)x.at, dev->rank->channel_buffers + index * buffer_bytes,
+                                bytes, cudaMemcpyDeviceToDevice, dev->stream),
+                "receive");
     latch_error(dev, cudaEventRecord(channel->received_events[index], dev->stream), "receive");
     group_advance(group, &channel->n_received, message + 1);
     clock_record_op(dev, TOKA_OP_SEND_RECEIVE);
@@ -6096,13 +7375,21 @@ static void cuda_receive(toka_device *dev, toka_dev_ptr x, int rows) {
 /* Behind the sampling of a step: the table of drawn ids to the first stage. */
 static void group_send_sampled(toka_device *dev, const toka_step *step) {
     toka_group *group = dev->group;
-    if (pp_size(dev) == 1 || dev->options.tp_rank || dev->error.code || group_is_broken(group)) return;
+    if (pp_size(dev) == 1 || dev->options.tp_rank || dev->error.code || group_is_broken(group))
+        return;
     latch_error(dev, cudaEventRecord(dev->sampled_event, dev->stream), "drawn ids");
     latch_error(dev, cudaStreamWaitEvent(dev->send_stream, dev->sampled_event, 0), "drawn ids");
     for (int rank = 0; rank < group->tp_size; rank++)
-        latch_error(dev, cudaMemcpyPeerAsync(group->ranks[rank].last_tokens, group->ranks[rank].ordinal, dev->last_tokens, dev->ordinal,
-                                     (size_t)dev->options.n_seqs * sizeof(int), dev->send_stream), "drawn ids");
-    latch_error(dev, cudaEventRecord(group->sampled_events[step->number % SAMPLED_EVENTS], dev->send_stream), "drawn ids");
+        latch_error(dev,
+                    cudaMemcpyPeerAsync(group->ranks[rank].last_tokens, group->ranks[rank].ordinal,
+                                        dev->last_tokens, dev->ordinal,
+                                        (size_t)dev->options.n_seqs * sizeof(int),
+                                        dev->send_stream),
+                    "drawn ids");
+    latch_error(dev,
+                cudaEventRecord(group->sampled_events[step->number % SAMPLED_EVENTS],
+                                dev->send_stream),
+                "drawn ids");
     group_advance(group, &group->last_sampled_step, step->number);
 }
 
@@ -6111,8 +7398,10 @@ static bool group_wait_sampled(toka_device *dev, const toka_step *step) {
     toka_group *group = dev->group;
     if (pp_size(dev) == 1 || !step->needs_step) return true;
     assert(step->number - step->needs_step < SAMPLED_EVENTS);
-    if (!group_wait(dev, GROUP_WAIT_SAMPLED, &group->last_sampled_step, step->needs_step)) return false;
-    group_stream_wait(dev, group->sampled_events[step->needs_step % SAMPLED_EVENTS], step->needs_step);
+    if (!group_wait(dev, GROUP_WAIT_SAMPLED, &group->last_sampled_step, step->needs_step))
+        return false;
+    group_stream_wait(dev, group->sampled_events[step->needs_step % SAMPLED_EVENTS],
+                      step->needs_step);
     return !dev->error.code;
 }
 
@@ -6149,13 +7438,17 @@ static bool group_wait_sampled(toka_device *dev, const toka_step *step) {
 enum {
     SAMP_BLOCK = 256,           /* ids of a block */
     SAMP_GROUP_IDS = 64,              /* of a group */
-    SAMP_MERGE_THREADS = 64,            /* threads that merge a row's parts: they say in which order that is done */
+    /* threads that merge a row's parts: they say in which order that is done */
+    SAMP_MERGE_THREADS = 64,
     SAMP_REDUCE_ROWS = 4,       /* rows of a reducing CTA */
     FILTER_THREADS = 256,
-    FILTER_ID_RANGE = 16384,      /* ids counted together for penalties; as bits, 524,288 ids of allowed_ids */
+    /* ids counted together for penalties; as bits, 524,288 ids of allowed_ids */
+    FILTER_ID_RANGE = 16384,
     FILTER_CANDIDATES = 8192,         /* ids that are gathered in shared memory */
     FILTER_BINS = 8192,         /* parts of a range in which a row's ids are counted */
-    FILTER_MANY_BLOCKS = 32,           /* blocks, from which on a draw does not look at all; four times that if their mass is not known */
+    /* blocks, from which on a draw does not look at all; four times that if their mass is not
+     * known */
+    FILTER_MANY_BLOCKS = 32,
     SAMP_DRAW = -1,             /* samp_params.forced: nothing is forced */
     SAMP_DRAW_NO_LOGPROB = -2         /* nor is the raw log-probability wanted */
 };
@@ -6168,7 +7461,8 @@ typedef struct samp_params { /* a toka_sample_row, as all kernels need it: 32 by
     uint32_t philox_key[2], sample, position; /* of Philox */
     uint32_t uniform;                        /* the row's uniform */
     float scale;                       /* log2(e) / temperature; 0: greedy */
-    int forced_id;                        /* >= 0: score this id; else SAMP_DRAW or SAMP_DRAW_NO_LOGPROB */
+    /* >= 0: score this id; else SAMP_DRAW or SAMP_DRAW_NO_LOGPROB */
+    int forced_id;
     int seq;                          /* >= 0: the id becomes this slot's last */
 } samp_params;
 
@@ -6177,7 +7471,8 @@ typedef struct samp_partial { /* what some ids of a row come to */
     float gumbel;             /* the candidate's, less max * scale */
     int id;                /* the candidate, INT_MAX: none */
     float logit;               /* its logit */
-    float sum, raw_sum;    /* of 2^((x - max) * scale), and the same at temperature 1, where that is wanted */
+    /* of 2^((x - max) * scale), and the same at temperature 1, where that is wanted */
+    float sum, raw_sum;
 } samp_partial;
 
 typedef struct samp_result { /* what comes down for every row */
@@ -6194,7 +7489,8 @@ typedef struct samp_top { /* and for rows that ask for top log-probabilities */
 typedef struct samp_filter { /* what a filtered row asks besides; lists are on the device */
     const int *history, *bias_ids, *allowed, *forbidden;
     const float *bias;
-    double min_p_drop;                       /* logits more than this below the best go: temperature * log(min_p); -inf: off */
+    /* logits more than this below the best go: temperature * log(min_p); -inf: off */
+    double min_p_drop;
     float temperature, top_p;                /* 1: off */
     float repetition, frequency, presence;   /* penalties */
     int top_k;                               /* 0: off */
@@ -6216,15 +7512,20 @@ struct samp_plan {
     int chunk_rows, partial_rows;    /* rows whose logits, and whose parts, are held together */
     float *logits;           /* [chunk][ldl] */
     samp_partial *partials;        /* [n_blocks][part_rows] */
-    float *own_logits;              /* [chunk][own_ldl] logits of the rank's own ids; alone: logits */
+    /* [chunk][own_ldl] logits of the rank's own ids; alone: logits */
+    float *own_logits;
     int own_blocks, ld_own;
-    bool ranks_own_blocks;       /* the ranks' ids begin at blocks, so each rank can make the parts of its own */
+    /* the ranks' ids begin at blocks, so each rank can make the parts of its own */
+    bool ranks_own_blocks;
     samp_partial *merged;       /* with tensor ranks: [part_rows] what the rank's own ids come to */
     size_t recv_offset;         /* where in the inbox the others' are */
-    uint32_t *best_keys;       /* [part_rows] samp_logit_to_key of the highest key of the row so far; 0, none, between launches of the head */
+    /* [part_rows] samp_logit_to_key of the highest key of the row so far; 0, none, between
+     * launches of the head */
+    uint32_t *best_keys;
     samp_result *dev_results; /* [max_out] on the device */
     samp_top *tops;         /* [max_out] */
-    upload_buffer list_upload;             /* of one that is launched: filters, and as many of their lists as there is room for */
+    /* of one that is launched: filters, and as many of their lists as there is room for */
+    upload_buffer list_upload;
     samp_host_results host_results[STEP_RING_SIZE];
     /* of the step: */
     samp_params *params;           /* device, [n_out] */
@@ -6232,7 +7533,8 @@ struct samp_plan {
     int n_plain;
     samp_filter *filters;    /* device, [n_out] if it is a graph; NULL: no row has one */
     samp_result *results;    /* where they go: see samp_plan_step */
-    bool in_order;           /* ask i is row i of s->out; all rows are plain, or all go as filtered ones */
+    /* ask i is row i of s->out; all rows are plain, or all go as filtered ones */
+    bool in_order;
 };
 
 /* ---- A group: 64 logits in one thread's registers ---- */
@@ -6253,8 +7555,13 @@ __host__ __device__ static inline void philox(uint32_t counter[4], uint32_t k0, 
 /* log2 of an exponential variable: E = -ln(1 - v) with v uniform, the middle of one of 2^32 cells. Small v, where the high Gumbel
  * keys come from, by the series, since 1 - v would round; the largest key is 33 ln 2 = 22.9. */
 __device__ static inline float samp_log2_exponential(uint32_t word) {
-    float v = __fmul_rn(__fadd_rn((float)word, 0.5f), 0x1p-32f), rest = __fmul_rn(__fadd_rn((float)~word, 0.5f), 0x1p-32f);
-    float series = __fmaf_rn(v, __fmaf_rn(v, __fmaf_rn(v, __fmaf_rn(v, __fmaf_rn(v, 1 / 6.0f, 0.2f), 0.25f), 1 / 3.0f), 0.5f), 1);
+    float v = __fmul_rn(__fadd_rn((float)word, 0.5f), 0x1p-32f),
+          rest = __fmul_rn(__fadd_rn((float)~word, 0.5f), 0x1p-32f);
+    float series = __fmaf_rn(
+        v,
+        __fmaf_rn(v, __fmaf_rn(v, __fmaf_rn(v, __fmaf_rn(v, 1 / 6.0f, 0.2f), 0.25f), 1 / 3.0f),
+                  0.5f),
+        1);
     return lg2(v < 0.0625f ? __fmul_rn(v, series) : __fmul_rn(-SAMP_LN2, lg2(rest)));
 }
 
@@ -6267,11 +7574,14 @@ __device__ static inline float samp_key_to_logit(uint32_t key) {
     return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }
 
-__device__ static inline float samp_clean(float x) { return x > FLT_MAX ? FLT_MAX : x >= -FLT_MAX ? x : -INFINITY; }
+__device__ static inline float samp_clean(float x) {
+    return x > FLT_MAX ? FLT_MAX : x >= -FLT_MAX ? x : -INFINITY;
+}
 
 /* Which of the eight weights holds u's place. u's upper half counts from the far end: a place close to either end is known
  * as finely as its 32 bits say. *target: u times the sum of all, from that end; on return what is left of it inside. */
-__device__ static inline int samp_inverse_cdf(const float (&weights)[8], bool from_end, float *target) {
+__device__ static inline int samp_inverse_cdf(const float (&weights)[8], bool from_end,
+                                              float *target) {
     int found = -1, last = 0;
     float remaining = *target;
 #pragma unroll
@@ -6286,8 +7596,10 @@ __device__ static inline int samp_inverse_cdf(const float (&weights)[8], bool fr
 
 /* What a thread knows of its group. */
 typedef struct samp_id_group {
-    float max, sums[8], sum, raw_sum; /* of 2^(v * scale - top), by eight ids and of all; of all at temperature 1, if wanted */
-    float scale, scaled_max, shift;           /* down: v is the logit, cleaned, less this, where `rough` */
+    /* of 2^(v * scale - top), by eight ids and of all; of all at temperature 1, if wanted */
+    float max, sums[8], sum, raw_sum;
+    /* down: v is the logit, cleaned, less this, where `rough` */
+    float scale, scaled_max, shift;
     int max_octet;                      /* which eight have the maximum first */
     bool inexact;
 } samp_id_group;
@@ -6299,12 +7611,15 @@ __device__ static inline float samp_add_8(const float (&x)[8]) {
 }
 
 /* Rest of rounding base * scale: what the group's sums are too large by, in log2. */
-__device__ static inline float samp_round_error(float base, float scale) { return __fmaf_rn(base, scale, -__fmul_rn(base, scale)); }
+__device__ static inline float samp_round_error(float base, float scale) {
+    return __fmaf_rn(base, scale, -__fmul_rn(base, scale));
+}
 
 /* v[2j + b]: logit of id0 + 8j + b. One maximum, multiply-add, ex2 and sum per id, the last three twice if the raw sum is apart.
  * UNROLL 8, or 1 for v in memory. */
 template <int UNROLL>
-__device__ static inline void samp_group_max(const float (&logits)[SAMP_GROUP_IDS], float scale, samp_id_group &group) {
+__device__ static inline void samp_group_max(const float (&logits)[SAMP_GROUP_IDS], float scale,
+                                             samp_id_group &group) {
     group.max = -INFINITY, group.max_octet = 0, group.scale = scale;
 #pragma unroll UNROLL
     for (int octet = 0; octet < 8; octet++) {
@@ -6317,23 +7632,32 @@ __device__ static inline void samp_group_max(const float (&logits)[SAMP_GROUP_ID
 }
 /* 2^(v * scale - top), added up by eight ids; returns the sum of all. */
 template <int UNROLL>
-__device__ static inline float samp_sum_exp(const float (&logits)[SAMP_GROUP_IDS], float scale, float scaled_max, float (&sums)[8]) {
+__device__ static inline float samp_sum_exp(const float (&logits)[SAMP_GROUP_IDS], float scale,
+                                            float scaled_max, float (&sums)[8]) {
 #pragma unroll UNROLL
     for (int octet = 0; octet < 8; octet++) {
         sums[octet] = ex2(__fmaf_rn(logits[8 * octet], scale, -scaled_max));
 #pragma unroll UNROLL
-        for (int k = 1; k < 8; k++) sums[octet] = __fadd_rn(sums[octet], ex2(__fmaf_rn(logits[8 * octet + k], scale, -scaled_max)));
+        for (int k = 1; k < 8; k++)
+            sums[octet] = __fadd_rn(sums[octet],
+                                    ex2(__fmaf_rn(logits[8 * octet + k], scale, -scaled_max)));
     }
     return samp_add_8(sums);
 }
-template <int UNROLL> __device__ static inline void samp_group_sum(const float (&logits)[SAMP_GROUP_IDS], samp_id_group &group) {
+template <int UNROLL>
+__device__ static inline void samp_group_sum(const float (&logits)[SAMP_GROUP_IDS],
+                                             samp_id_group &group) {
     float sums[8];
     group.sum = samp_sum_exp<UNROLL>(logits, group.scale, group.scaled_max, sums);
 #pragma unroll
     for (int octet = 0; octet < 8; octet++) group.sums[octet] = sums[octet];
 }
-__device__ static inline float samp_raw_scaled_max(const samp_id_group &group) { return __fmul_rn(group.max > -INFINITY ? group.max : 0, SAMP_LOG2E); }
-template <int UNROLL> __device__ static inline void samp_group_raw_sum(const float (&logits)[SAMP_GROUP_IDS], samp_id_group &group) {
+__device__ static inline float samp_raw_scaled_max(const samp_id_group &group) {
+    return __fmul_rn(group.max > -INFINITY ? group.max : 0, SAMP_LOG2E);
+}
+template <int UNROLL>
+__device__ static inline void samp_group_raw_sum(const float (&logits)[SAMP_GROUP_IDS],
+                                                 samp_id_group &group) {
     float sums[8];
     group.raw_sum = samp_sum_exp<UNROLL>(logits, SAMP_LOG2E, samp_raw_scaled_max(group), sums);
 }
@@ -6341,7 +7665,8 @@ template <int UNROLL> __device__ static inline void samp_group_raw_sum(const flo
  * at temperature 1, would matter: `apart` or not makes no difference. */
 __device__ static inline bool samp_is_inexact(bool two_sums, samp_id_group &group) {
     if (!two_sums) group.raw_sum = group.sum;
-    return !(group.sum >= 0 && fabsf(group.scaled_max) < 0x1p23f && fabsf(samp_raw_scaled_max(group)) < 0x1p23f);
+    return !(group.sum >= 0 && fabsf(group.scaled_max) < 0x1p23f &&
+             fabsf(samp_raw_scaled_max(group)) < 0x1p23f);
 }
 
 /* Where v[i] is, less id0. */
@@ -6350,14 +7675,16 @@ __device__ static inline int samp_column(int i) { return i / 2 * 8 + i % 2; }
 /* The sums again where they are rough. Such rare v are worked over in a copy, so that v itself, which may be accumulators of
  * wgmma, is only read: else the compiler would keep another 64 registers. The copy, and sums of eight where loops are not
  * unrolled, are the stack frame of 320 bytes that ptxas reports for kernels which inline this; only those rare ones touch it. */
-__device__ static inline void samp_recompute(const float (&logits)[SAMP_GROUP_IDS], float scale, bool two_sums, samp_id_group &group) {
+__device__ static inline void samp_recompute(const float (&logits)[SAMP_GROUP_IDS], float scale,
+                                             bool two_sums, samp_id_group &group) {
     if (!group.inexact) return;
     float copy[SAMP_GROUP_IDS];
 #pragma unroll
     for (int i = 0; i < SAMP_GROUP_IDS; i++) copy[i] = logits[i];
     for (int pass = 0; pass < 2; pass++) {
 #pragma unroll 1
-        for (int i = 0; i < SAMP_GROUP_IDS; i++) copy[i] = __fsub_rn(samp_clean(copy[i]), group.shift);
+        for (int i = 0; i < SAMP_GROUP_IDS; i++)
+            copy[i] = __fsub_rn(samp_clean(copy[i]), group.shift);
         samp_group_max<1>(copy, scale, group);
         if (two_sums) samp_group_raw_sum<1>(copy, group);
         samp_group_sum<1>(copy, group);
@@ -6366,7 +7693,8 @@ __device__ static inline void samp_recompute(const float (&logits)[SAMP_GROUP_ID
     }
 }
 /* Any v. apart: the raw sum is wanted and another one. */
-__device__ static inline samp_id_group samp_group_sums(const float (&logits)[SAMP_GROUP_IDS], float scale, bool two_sums) {
+__device__ static inline samp_id_group samp_group_sums(const float (&logits)[SAMP_GROUP_IDS],
+                                                       float scale, bool two_sums) {
     samp_id_group group;
     group.shift = 0;
     samp_group_max<8>(logits, scale, group);
@@ -6377,40 +7705,54 @@ __device__ static inline samp_id_group samp_group_sums(const float (&logits)[SAM
     return group;
 }
 /* The same for two rows: the maxima of b while the exponentials of a, which bound it, are made. */
-__device__ static inline void samp_group_sums_2(const float (&logits_a)[SAMP_GROUP_IDS], float scale_a, bool two_sums_a, samp_id_group &group_a,
-                                          const float (&logits_b)[SAMP_GROUP_IDS], float scale_b, bool two_sums_b, samp_id_group &group_b) {
+__device__ static inline void samp_group_sums_2(const float (&logits_a)[SAMP_GROUP_IDS],
+                                                float scale_a, bool two_sums_a,
+                                                samp_id_group &group_a,
+                                                const float (&logits_b)[SAMP_GROUP_IDS],
+                                                float scale_b, bool two_sums_b,
+                                                samp_id_group &group_b) {
     group_a.shift = group_b.shift = 0;
     samp_group_max<8>(logits_a, scale_a, group_a), samp_group_sum<8>(logits_a, group_a);
     samp_group_max<8>(logits_b, scale_b, group_b);
     if (two_sums_a) samp_group_raw_sum<8>(logits_a, group_a);
     samp_group_sum<8>(logits_b, group_b);
     if (two_sums_b) samp_group_raw_sum<8>(logits_b, group_b);
-    group_a.inexact = samp_is_inexact(two_sums_a, group_a), group_b.inexact = samp_is_inexact(two_sums_b, group_b);
-    samp_recompute(logits_a, scale_a, two_sums_a, group_a), samp_recompute(logits_b, scale_b, two_sums_b, group_b);
+    group_a.inexact = samp_is_inexact(two_sums_a, group_a),
+    group_b.inexact = samp_is_inexact(two_sums_b, group_b);
+    samp_recompute(logits_a, scale_a, two_sums_a, group_a),
+        samp_recompute(logits_b, scale_b, two_sums_b, group_b);
 }
 
 /* Where the row's uniform number lies in a sum, from the end that samp_inverse_cdf counts from. */
 __device__ static inline float samp_target(const samp_params &params, bool from_end, float sum) {
-    return __fmul_rn(__fmul_rn(__fadd_rn((float)(from_end ? ~params.uniform : params.uniform), 0.5f), 0x1p-32f), sum);
+    return __fmul_rn(
+        __fmul_rn(__fadd_rn((float)(from_end ? ~params.uniform : params.uniform), 0.5f), 0x1p-32f),
+        sum);
 }
 
 /* The group's candidate: its id less id0, and *x = its v. own: place of the forced id in the group, -1: it is not here. */
-__device__ static inline int samp_candidate(const float (&logits)[SAMP_GROUP_IDS], const samp_id_group &group, const samp_params &params, int forced_index,
-                                            float *logit) {
+__device__ static inline int samp_candidate(const float (&logits)[SAMP_GROUP_IDS],
+                                            const samp_id_group &group, const samp_params &params,
+                                            int forced_index, float *logit) {
     bool from_end = params.uniform >> 31, is_drawn = params.forced_id < 0 && params.scale > 0;
     float target = samp_target(params, from_end, group.sum), octet_logits[8];
-    int octet = is_drawn ? samp_inverse_cdf(group.sums, from_end, &target) : params.forced_id < 0 ? group.max_octet : forced_index / 8 & 7, index = forced_index & 7;
+    int octet = is_drawn               ? samp_inverse_cdf(group.sums, from_end, &target)
+                : params.forced_id < 0 ? group.max_octet
+                                       : forced_index / 8 & 7,
+        index = forced_index & 7;
 #pragma unroll
     for (int k = 0; k < 8; k++) {
         octet_logits[k] = logits[k];
 #pragma unroll
-        for (int i = 1; i < 8; i++) octet_logits[k] = octet == i ? logits[8 * i + k] : octet_logits[k];
+        for (int i = 1; i < 8; i++)
+            octet_logits[k] = octet == i ? logits[8 * i + k] : octet_logits[k];
         if (group.inexact) octet_logits[k] = __fsub_rn(samp_clean(octet_logits[k]), group.shift);
     }
     if (is_drawn) {
         float weights[8];
 #pragma unroll
-        for (int k = 0; k < 8; k++) weights[k] = ex2(__fmaf_rn(octet_logits[k], group.scale, -group.scaled_max));
+        for (int k = 0; k < 8; k++)
+            weights[k] = ex2(__fmaf_rn(octet_logits[k], group.scale, -group.scaled_max));
         index = samp_inverse_cdf(weights, from_end, &target);
     } else if (params.forced_id < 0) {
 #pragma unroll
@@ -6428,12 +7770,15 @@ __device__ static inline float samp_quad_sum(float x) {
 }
 
 /* The best candidate of four lanes becomes p's. */
-__device__ static inline void samp_quad_best(samp_partial &partial, float score, int id, float logit) {
+__device__ static inline void samp_quad_best(samp_partial &partial, float score, int id,
+                                             float logit) {
 #pragma unroll
     for (int lanes = 1; lanes < 4; lanes *= 2) {
-        float other_score = __shfl_xor_sync(~0u, score, lanes), other_logit = __shfl_xor_sync(~0u, logit, lanes);
+        float other_score = __shfl_xor_sync(~0u, score, lanes),
+              other_logit = __shfl_xor_sync(~0u, logit, lanes);
         int other_id = __shfl_xor_sync(~0u, id, lanes);
-        if (other_score > score || (other_score == score && other_id < id)) score = other_score, logit = other_logit, id = other_id;
+        if (other_score > score || (other_score == score && other_id < id))
+            score = other_score, logit = other_logit, id = other_id;
     }
     partial.gumbel = score, partial.id = id, partial.logit = logit;
 }
@@ -6448,33 +7793,49 @@ typedef struct samp_block_state {
 
 /* word: the group's noise. best: a key that some block of the row has reached, in log2, NaN: none known; a block whose key is
  * certainly lower is not wanted. `inside` false: nothing is wanted of this row. */
-__device__ static inline samp_block_state samp_block_sums(const samp_id_group &group, const samp_params &params, uint32_t noise, int id0, float best_gumbel,
-                                                bool row_valid) {
+__device__ static inline samp_block_state samp_block_sums(const samp_id_group &group,
+                                                          const samp_params &params, uint32_t noise,
+                                                          int id0, float best_gumbel,
+                                                          bool row_valid) {
     samp_block_state state;
     state.is_forced = params.forced_id >= 0, state.is_drawn = !state.is_forced && params.scale > 0;
     float base = group.max > -INFINITY ? group.max : 0;
-    float round_error = samp_round_error(base, group.scale), raw_round_error = samp_round_error(base, SAMP_LOG2E);
+    float round_error = samp_round_error(base, group.scale),
+          raw_round_error = samp_round_error(base, SAMP_LOG2E);
     state.max = __fadd_rn(group.max, group.shift);
-    state.gumbel = state.is_drawn ? __fsub_rn(__fsub_rn(lg2(group.sum), round_error), samp_log2_exponential(noise)) : 0;
+    state.gumbel = state.is_drawn ? __fsub_rn(__fsub_rn(lg2(group.sum), round_error),
+                                              samp_log2_exponential(noise))
+                                  : 0;
     float gumbel = __fmaf_rn(state.max, group.scale, state.gumbel);
     int forced_offset = params.forced_id - id0;
-    state.forced_index = state.is_forced && forced_offset >= 0 && forced_offset < SAMP_BLOCK && (forced_offset & 6) == 0 ? forced_offset / 8 * 2 + forced_offset % 2 : -1;
-    float min_gumbel = best_gumbel - 0.01f - 1e-6f * fabsf(best_gumbel), block_max = quad_max(state.max), finite_max = block_max > -INFINITY ? block_max : 0;
+    state.forced_index = state.is_forced && forced_offset >= 0 && forced_offset < SAMP_BLOCK &&
+                                 (forced_offset & 6) == 0
+                             ? forced_offset / 8 * 2 + forced_offset % 2
+                             : -1;
+    float min_gumbel = best_gumbel - 0.01f - 1e-6f * fabsf(best_gumbel),
+          block_max = quad_max(state.max), finite_max = block_max > -INFINITY ? block_max : 0;
     state.rel_max = __fsub_rn(state.max, finite_max);
     state.partial = samp_partial{block_max, -INFINITY, INT_MAX, -INFINITY, 0, 0};
-    state.partial.sum = samp_quad_sum(__fmul_rn(group.sum, ex2(__fsub_rn(__fmul_rn(state.rel_max, group.scale), round_error))));
-    state.partial.raw_sum = samp_quad_sum(__fmul_rn(group.raw_sum, ex2(__fsub_rn(__fmul_rn(state.rel_max, SAMP_LOG2E), raw_round_error))));
-    state.needs_id = row_valid && (state.is_forced ? state.forced_index >= 0 : !(gumbel < min_gumbel));
+    state.partial.sum = samp_quad_sum(
+        __fmul_rn(group.sum, ex2(__fsub_rn(__fmul_rn(state.rel_max, group.scale), round_error))));
+    state.partial.raw_sum = samp_quad_sum(__fmul_rn(
+        group.raw_sum, ex2(__fsub_rn(__fmul_rn(state.rel_max, SAMP_LOG2E), raw_round_error))));
+    state.needs_id = row_valid &&
+                     (state.is_forced ? state.forced_index >= 0 : !(gumbel < min_gumbel));
     return state;
 }
 /* The part of a block, which four lanes side by side hold a group of each (v as in samp_group_sums) and all return. It gets a candidate
  * where that is wanted of it or of another row in the warp: else the search for its id is spared. The arithmetic is pinned down to
  * the rounding, so that every kernel that inlines this draws alike. */
-__device__ static inline samp_partial samp_block_partial(const float (&logits)[SAMP_GROUP_IDS], const samp_id_group &group, const samp_params &params, int id0,
-                                               const samp_block_state &state) {
+__device__ static inline samp_partial samp_block_partial(const float (&logits)[SAMP_GROUP_IDS],
+                                                         const samp_id_group &group,
+                                                         const samp_params &params, int id0,
+                                                         const samp_block_state &state) {
     samp_partial partial = state.partial;
     if (!__any_sync(~0u, state.needs_id)) return partial;
-    float logit, score = state.is_forced ? state.forced_index >= 0 ? 1 : 0 : state.is_drawn ? __fmaf_rn(state.rel_max, group.scale, state.gumbel) : state.max;
+    float logit, score = state.is_forced  ? state.forced_index >= 0 ? 1 : 0
+                         : state.is_drawn ? __fmaf_rn(state.rel_max, group.scale, state.gumbel)
+                                          : state.max;
     int id = id0 + samp_candidate(logits, group, params, state.forced_index, &logit);
     logit = __fadd_rn(logit, group.shift);
     if (state.is_forced ? state.forced_index < 0 : state.max == -INFINITY) id = INT_MAX;
@@ -6482,33 +7843,45 @@ __device__ static inline samp_partial samp_block_partial(const float (&logits)[S
     return partial;
 }
 /* The scale of the weights that count: for scores those at temperature 1. */
-__device__ static inline float samp_scale(const samp_params &params) { return params.forced_id < 0 && params.scale > 0 ? params.scale : SAMP_LOG2E; }
+__device__ static inline float samp_scale(const samp_params &params) {
+    return params.forced_id < 0 && params.scale > 0 ? params.scale : SAMP_LOG2E;
+}
 /* Is the raw sum wanted, and another one? */
 __device__ static inline bool samp_needs_two_sums(const samp_params &params) {
     return params.forced_id == SAMP_DRAW && params.scale > 0 && params.scale != SAMP_LOG2E;
 }
 /* All of it, where no other block's key is known. */
-__device__ static inline samp_partial samp_make_partial(const float (&logits)[SAMP_GROUP_IDS], const samp_params &params, bool two_sums, uint32_t noise, int id0) {
+__device__ static inline samp_partial samp_make_partial(const float (&logits)[SAMP_GROUP_IDS],
+                                                        const samp_params &params, bool two_sums,
+                                                        uint32_t noise, int id0) {
     const samp_id_group group = samp_group_sums(logits, samp_scale(params), two_sums);
-    return samp_block_partial(logits, group, params, id0, samp_block_sums(group, params, noise, id0, NAN, true));
+    return samp_block_partial(logits, group, params, id0,
+                              samp_block_sums(group, params, noise, id0, NAN, true));
 }
 
-__device__ static inline samp_partial samp_empty_partial() { return samp_partial{-INFINITY, -INFINITY, INT_MAX, -INFINITY, 0, 0}; }
+__device__ static inline samp_partial samp_empty_partial() {
+    return samp_partial{-INFINITY, -INFINITY, INT_MAX, -INFINITY, 0, 0};
+}
 
 /* a and b, of the same row, become one: bitwise the same whichever comes first. */
-__device__ static inline samp_partial samp_merge(const samp_partial &partial_a, const samp_partial &partial_b, const samp_params &params) {
+__device__ static inline samp_partial samp_merge(const samp_partial &partial_a,
+                                                 const samp_partial &partial_b,
+                                                 const samp_params &params) {
     float scale = params.scale > 0 && params.forced_id < 0 ? params.scale : SAMP_LOG2E;
     float max = fmaxf(partial_a.max, partial_b.max), base = fmaxf(max, -FLT_MAX);
     float rel_max_a = __fsub_rn(partial_a.max, base), rel_max_b = __fsub_rn(partial_b.max, base);
-    float gumbel_a = __fadd_rn(partial_a.gumbel, __fmul_rn(rel_max_a, scale)), gumbel_b = __fadd_rn(partial_b.gumbel, __fmul_rn(rel_max_b, scale));
+    float gumbel_a = __fadd_rn(partial_a.gumbel, __fmul_rn(rel_max_a, scale)),
+          gumbel_b = __fadd_rn(partial_b.gumbel, __fmul_rn(rel_max_b, scale));
     bool take_b = partial_b.id < partial_a.id; /* forced: only one has it. Else the tie */
     if (params.forced_id < 0) {
-        float score_a = params.scale > 0 ? gumbel_a : partial_a.max, score_b = params.scale > 0 ? gumbel_b : partial_b.max;
+        float score_a = params.scale > 0 ? gumbel_a : partial_a.max,
+              score_b = params.scale > 0 ? gumbel_b : partial_b.max;
         take_b = score_b > score_a || (score_b == score_a && take_b);
     }
     samp_partial merged = take_b ? partial_b : partial_a;
     merged.max = max, merged.gumbel = take_b ? gumbel_b : gumbel_a;
-    merged.sum = __fadd_rn(__fmul_rn(partial_a.sum, ex2(__fmul_rn(rel_max_a, scale))), __fmul_rn(partial_b.sum, ex2(__fmul_rn(rel_max_b, scale))));
+    merged.sum = __fadd_rn(__fmul_rn(partial_a.sum, ex2(__fmul_rn(rel_max_a, scale))),
+                           __fmul_rn(partial_b.sum, ex2(__fmul_rn(rel_max_b, scale))));
     merged.raw_sum = __fadd_rn(__fmul_rn(partial_a.raw_sum, ex2(__fmul_rn(rel_max_a, SAMP_LOG2E))),
                           __fmul_rn(partial_b.raw_sum, ex2(__fmul_rn(rel_max_b, SAMP_LOG2E))));
     return merged;
@@ -6523,7 +7896,9 @@ __device__ static inline uint32_t samp_noise(const samp_params &params, int bloc
 
 /* ---- Sums and maxima over a CTA ---- */
 
-struct op_max { template <class T> __device__ T operator()(T a, T b) const { return a > b ? a : b; } };
+struct op_max {
+    template <class T> __device__ T operator()(T a, T b) const { return a > b ? a : b; }
+};
 struct op_add { template <class T> __device__ T operator()(T a, T b) const { return a + b; } };
 
 /* x of all threads, folded in a fixed order; every thread gets it. scratch: [33] in shared memory. */
@@ -6546,9 +7921,11 @@ template <class T, class F> __device__ static inline T block_reduce(T x, T *scra
  * in   logits float32 [n][ldl] of the V ids from v0 on, ldl and v0 multiples of 256      out  parts[block][ld], columns 0 .. n-1
  * A thread loads what it would own in a wgmma tile: four threads side by side read 32 bytes, a warp eight blocks of a row.
  * grid: (ceil(blocks / 32), n); block: 128. Reads V * 4 bytes a row, writes 24 bytes a block. */
-__global__ static void __launch_bounds__(128) samp_partials_kernel(const samp_params *params, const float *logits, int ld_logits, int v0, int V,
-                                                                 samp_partial *partials, int ld_partials) {
-    int group = (int)threadIdx.x % 4, block = (int)(blockIdx.x * 32 + threadIdx.x / 4), id0 = block * SAMP_BLOCK + 2 * group;
+__global__ static void __launch_bounds__(128)
+    samp_partials_kernel(const samp_params *params, const float *logits, int ld_logits, int v0,
+                         int V, samp_partial *partials, int ld_partials) {
+    int group = (int)threadIdx.x % 4, block = (int)(blockIdx.x * 32 + threadIdx.x / 4),
+        id0 = block * SAMP_BLOCK + 2 * group;
     int row = (int)blockIdx.y;
     float own[SAMP_GROUP_IDS];
     grid_launch_dependents();
@@ -6562,7 +7939,9 @@ __global__ static void __launch_bounds__(128) samp_partials_kernel(const samp_pa
         own[2 * j] = id0 + 8 * j < V ? pair.x : -INFINITY;
         own[2 * j + 1] = id0 + 8 * j + 1 < V ? pair.y : -INFINITY;
     }
-    samp_partial partial = samp_make_partial(own, row_params, samp_needs_two_sums(row_params), samp_noise(row_params, v0 / SAMP_BLOCK + block, group), v0 + id0);
+    samp_partial partial = samp_make_partial(own, row_params, samp_needs_two_sums(row_params),
+                                             samp_noise(row_params, v0 / SAMP_BLOCK + block, group),
+                                             v0 + id0);
     if (in_range && group == 0) partials[(size_t)block * ld_partials + row] = partial;
 }
 
@@ -6600,7 +7979,8 @@ typedef struct samp_fused {
 struct epi_sample;
 template <> constexpr int gemm_stagger<epi_sample> = 3;
 template <int COLS> struct gemm_prefetched<epi_sample, COLS> {
-    uint4 noise;   /* Philox's key, sample and position of one row of this thread; then the noise of both: x, y */
+    /* Philox's key, sample and position of one row of this thread; then the noise of both: x, y */
+    uint4 noise;
     uint4 param_words[2];  /* the other half of samp_params of both rows: u, scale, forced */
 };
 
@@ -6610,46 +7990,76 @@ struct epi_sample {
     __host__ __device__ static constexpr int staged_cols(int) { return 0; }
 #if HOPPER
     /* Lanes 0 and 1 of four make the first row's noise, 2 and 3 the second's. */
-    template <int COLS> __device__ static inline void prefetch(const gemm_tile &tile, prefetched<COLS> &fetched, const params &epi_args) {
+    template <int COLS> __device__ static inline void prefetch(const gemm_tile &tile,
+                                                               prefetched<COLS> &fetched,
+                                                               const params &epi_args) {
         const uint4 *param_words = (const uint4 *)epi_args.params;
-        int first = min(tile.row0 + tile.lane / 4, tile.M - 1), second = min(tile.row0 + tile.lane / 4 + 8, tile.M - 1);
-        fetched.noise = param_words[2 * (tile.lane % 4 < 2 ? first : second)], fetched.param_words[0] = param_words[2 * first + 1], fetched.param_words[1] = param_words[2 * second + 1];
+        int first = min(tile.row0 + tile.lane / 4, tile.M - 1),
+            second = min(tile.row0 + tile.lane / 4 + 8, tile.M - 1);
+        fetched.noise = param_words[2 * (tile.lane % 4 < 2 ? first : second)],
+        fetched.param_words[0] = param_words[2 * first + 1],
+        fetched.param_words[1] = param_words[2 * second + 1];
     }
-    template <int COLS> __device__ static inline void prefetch_indirect(const gemm_tile &tile, prefetched<COLS> &fetched, const params &epi_args) {
+    template <int COLS> __device__ static inline void prefetch_indirect(const gemm_tile &tile,
+                                                                        prefetched<COLS> &fetched,
+                                                                        const params &epi_args) {
         int group = tile.lane % 4;
-        uint32_t counter[4] = {fetched.noise.z, fetched.noise.w, 1 + (uint32_t)((epi_args.v0 + tile.col0) / SAMP_BLOCK), 0};
+        uint32_t counter[4] = {fetched.noise.z, fetched.noise.w,
+                               1 + (uint32_t)((epi_args.v0 + tile.col0) / SAMP_BLOCK), 0};
         philox(counter, fetched.noise.x, fetched.noise.y);
-        uint32_t own = group < 2 ? group ? counter[1] : counter[0] : group == 2 ? counter[2] : counter[3], for_peer = group < 2 ? group ? counter[3] : counter[2] : group == 2 ? counter[0] : counter[1];
+        uint32_t own = group < 2    ? group ? counter[1] : counter[0]
+                          : group == 2 ? counter[2]
+                                    : counter[3],
+                 for_peer = group < 2    ? group ? counter[3] : counter[2]
+                               : group == 2 ? counter[0]
+                                         : counter[1];
         uint32_t from_peer = __shfl_xor_sync(~0u, for_peer, 2);
-        fetched.noise.x = group < 2 ? own : from_peer, fetched.noise.y = group < 2 ? from_peer : own;
+        fetched.noise.x = group < 2 ? own : from_peer,
+        fetched.noise.y = group < 2 ? from_peer : own;
     }
 
     __device__ static inline samp_params unpack_params(uint4 words) {
-        return samp_params{.uniform = words.x, .scale = __uint_as_float(words.y), .forced_id = (int)words.z};
+        return samp_params{.uniform = words.x,
+                           .scale = __uint_as_float(words.y),
+                           .forced_id = (int)words.z};
     }
-    __device__ static inline float best_key(int row, const gemm_tile &tile, const params &epi_args) {
+    __device__ static inline float best_key(int row, const gemm_tile &tile,
+                                            const params &epi_args) {
         return samp_key_to_logit(__ldcg(epi_args.best_keys + min(row, tile.M - 1)));
     }
     /* One of this thread's two rows is put out. */
-    __device__ static inline void store_row(const float (&logits)[SAMP_GROUP_IDS], int row, const gemm_tile &tile, const params &epi_args, const samp_params &row_params,
-                                      float old_best, const samp_partial &partial) {
+    __device__ static inline void store_row(const float (&logits)[SAMP_GROUP_IDS], int row,
+                                            const gemm_tile &tile, const params &epi_args,
+                                            const samp_params &row_params, float old_best,
+                                            const samp_partial &partial) {
         int group = tile.lane % 4, id0 = tile.col0 + 2 * group;
         if (row >= tile.M) return;
         if (row >= epi_args.first_stored) { /* each 32-byte sector is written by four lanes */
-            float2 *to = (float2 *)(epi_args.logits + (size_t)(row - epi_args.first_stored) * epi_args.ld_logits + id0);
+            float2 *to = (float2 *)(epi_args.logits +
+                                    (size_t)(row - epi_args.first_stored) * epi_args.ld_logits +
+                                    id0);
 #pragma unroll
-            for (int j = 0; j < SAMP_GROUP_IDS / 2; j++) to[4 * j] = float2{logits[2 * j], logits[2 * j + 1]};
+            for (int j = 0; j < SAMP_GROUP_IDS / 2; j++)
+                to[4 * j] = float2{logits[2 * j], logits[2 * j + 1]};
         }
         if (group == 0 && partial.id != INT_MAX && row_params.forced_id < 0) {
-            float gumbel = row_params.scale > 0 ? partial.max * row_params.scale + partial.gumbel : partial.max * SAMP_LOG2E;
-            if (!(gumbel <= old_best)) atomicMax(epi_args.best_keys + row, samp_logit_to_key(gumbel));
+            float gumbel = row_params.scale > 0 ? partial.max * row_params.scale + partial.gumbel
+                                                : partial.max * SAMP_LOG2E;
+            if (!(gumbel <= old_best))
+                atomicMax(epi_args.best_keys + row, samp_logit_to_key(gumbel));
         }
         float2 words = group == 0   ? float2{partial.max, partial.gumbel}
-                       : group == 1 ? float2{__int_as_float(partial.id), partial.logit} : float2{partial.sum, partial.raw_sum};
-        if (group < 3) ((float2 *)(epi_args.partials + (size_t)(tile.col0 / SAMP_BLOCK) * epi_args.ld_partials + row))[group] = words;
+                       : group == 1 ? float2{__int_as_float(partial.id), partial.logit}
+                                    : float2{partial.sum, partial.raw_sum};
+        if (group < 3)
+            ((float2 *)(epi_args.partials +
+                        (size_t)(tile.col0 / SAMP_BLOCK) * epi_args.ld_partials +
+                        row))[group] = words;
     }
 
-    template <int COLS> __device__ static inline void run(float (&acc)[COLS / 2], const gemm_tile &tile, prefetched<COLS> &fetched, const params &epi_args) {
+    template <int COLS>
+    __device__ static inline void run(float (&acc)[COLS / 2], const gemm_tile &tile,
+                                      prefetched<COLS> &fetched, const params &epi_args) {
         static_assert(COLS == SAMP_BLOCK, "a tile's columns are one block");
         if (tile.row0 >= tile.M || tile.col0 >= epi_args.V) return; /* the warp's */
         int group = tile.lane % 4, row0 = tile.row0 + tile.lane / 4;
@@ -6660,17 +8070,24 @@ struct epi_sample {
         }
         float logits_a[SAMP_GROUP_IDS], logits_b[SAMP_GROUP_IDS];
 #pragma unroll
-        for (int i = 0; i < SAMP_GROUP_IDS; i++) logits_a[i] = acc[i / 2 * 4 + i % 2], logits_b[i] = acc[i / 2 * 4 + 2 + i % 2];
+        for (int i = 0; i < SAMP_GROUP_IDS; i++)
+            logits_a[i] = acc[i / 2 * 4 + i % 2], logits_b[i] = acc[i / 2 * 4 + 2 + i % 2];
         /* Both rows' sums, then what comes of either side by side: chains of few instructions that wait for each other. */
-        const samp_params params_a = unpack_params(fetched.param_words[0]), params_b = unpack_params(fetched.param_words[1]);
+        const samp_params params_a = unpack_params(fetched.param_words[0]),
+                          params_b = unpack_params(fetched.param_words[1]);
         float best_a = best_key(row0, tile, epi_args), best_b = best_key(row0 + 8, tile, epi_args);
         samp_id_group group_a, group_b;
-        samp_group_sums_2(logits_a, samp_scale(params_a), samp_needs_two_sums(params_a), group_a, logits_b, samp_scale(params_b), samp_needs_two_sums(params_b), group_b);
+        samp_group_sums_2(logits_a, samp_scale(params_a), samp_needs_two_sums(params_a), group_a,
+                          logits_b, samp_scale(params_b), samp_needs_two_sums(params_b), group_b);
         int id0 = epi_args.v0 + tile.col0 + 2 * group;
-        samp_block_state state_a = samp_block_sums(group_a, params_a, fetched.noise.x, id0, best_a, row0 < tile.M);
-        samp_block_state state_b = samp_block_sums(group_b, params_b, fetched.noise.y, id0, best_b, row0 + 8 < tile.M);
-        store_row(logits_a, row0, tile, epi_args, params_a, best_a, samp_block_partial(logits_a, group_a, params_a, id0, state_a));
-        store_row(logits_b, row0 + 8, tile, epi_args, params_b, best_b, samp_block_partial(logits_b, group_b, params_b, id0, state_b));
+        samp_block_state state_a = samp_block_sums(group_a, params_a, fetched.noise.x, id0, best_a,
+                                                   row0 < tile.M);
+        samp_block_state state_b = samp_block_sums(group_b, params_b, fetched.noise.y, id0, best_b,
+                                                   row0 + 8 < tile.M);
+        store_row(logits_a, row0, tile, epi_args, params_a, best_a,
+                  samp_block_partial(logits_a, group_a, params_a, id0, state_a));
+        store_row(logits_b, row0 + 8, tile, epi_args, params_b, best_b,
+                  samp_block_partial(logits_b, group_b, params_b, id0, state_b));
     }
 #endif
 };
@@ -6683,17 +8100,26 @@ static const gemm_variant samp_lm_head_variant = GEMM_VARIANT(0, epi_sample, 256
  * out  merged [n], or if that is NULL results [n] and last; reached is 0 again
  * A row's parts are merged in an order that the number of blocks alone fixes, also where its step has filtered rows.
  * grid: ceil(n / 4); block: 256, thread t merges blocks t/4, t/4 + 64 ... of row t%4. Reads 24 bytes a part. */
-__device__ static inline samp_result samp_make_result(const samp_params &params, const samp_partial &partial, float raw_max, float raw_log_sum,
-                                                 int fallback_id) {
-    samp_result result = {partial.id, partial.logit == -INFINITY ? -INFINITY : partial.logit - raw_max - raw_log_sum, 0, 0};
+__device__ static inline samp_result samp_make_result(const samp_params &params,
+                                                      const samp_partial &partial, float raw_max,
+                                                      float raw_log_sum, int fallback_id) {
+    samp_result result = {partial.id,
+                          partial.logit == -INFINITY ? -INFINITY
+                                                     : partial.logit - raw_max - raw_log_sum,
+                          0, 0};
     if (params.forced_id >= 0) result.sampled_logprob = result.logprob;
     else if (partial.max == -INFINITY) result.id = fallback_id, result.logprob = -INFINITY;
-    else if (params.scale > 0) result.sampled_logprob = ((partial.logit - partial.max) * params.scale - log2f(partial.sum)) * SAMP_LN2;
+    else if (params.scale > 0)
+        result.sampled_logprob = ((partial.logit - partial.max) * params.scale -
+                                  log2f(partial.sum)) *
+                                 SAMP_LN2;
     return result;
 }
 
 /* What all ids of a plain row come to is its result. */
-__device__ static inline void samp_write_result(const samp_params &params, const samp_partial &partial, int row, samp_result *results, int *last_tokens) {
+__device__ static inline void samp_write_result(const samp_params &params,
+                                                const samp_partial &partial, int row,
+                                                samp_result *results, int *last_tokens) {
     samp_result result = samp_make_result(params, partial, partial.max, logf(partial.raw_sum), 0);
     results[row] = result;
     if (params.seq >= 0) last_tokens[params.seq] = result.id;
@@ -6701,39 +8127,50 @@ __device__ static inline void samp_write_result(const samp_params &params, const
 
 /* What a row's parts come to, so far as lane k of SAMP_MERGE_THREADS has them: blocks k, k + SAMP_MERGE_THREADS ... in turn. parts: the row's
  * column. maxes: where the blocks' maxima go, too, or NULL. */
-__device__ static inline samp_partial samp_merge_strided(const samp_params &params, const samp_partial *partials, int ld_partials, int n_blocks, int thread,
-                                             float *maxes) {
+__device__ static inline samp_partial samp_merge_strided(const samp_params &params,
+                                                         const samp_partial *partials,
+                                                         int ld_partials, int n_blocks, int thread,
+                                                         float *maxes) {
     constexpr int PREFETCH = 10;
     samp_partial merged = samp_empty_partial();
     for (int block = thread; block < n_blocks; block += SAMP_MERGE_THREADS * PREFETCH) {
         samp_partial next[PREFETCH]; /* all on their way at once */
 #pragma unroll
         for (int i = 0; i < PREFETCH; i++)
-            next[i] = block + SAMP_MERGE_THREADS * i < n_blocks ? partials[(size_t)(block + SAMP_MERGE_THREADS * i) * ld_partials] : samp_empty_partial();
+            next[i] = block + SAMP_MERGE_THREADS * i < n_blocks
+                          ? partials[(size_t)(block + SAMP_MERGE_THREADS * i) * ld_partials]
+                          : samp_empty_partial();
 #pragma unroll
         for (int i = 0; i < PREFETCH; i++) {
-            if (maxes && block + SAMP_MERGE_THREADS * i < n_blocks) maxes[block + SAMP_MERGE_THREADS * i] = next[i].max;
+            if (maxes && block + SAMP_MERGE_THREADS * i < n_blocks)
+                maxes[block + SAMP_MERGE_THREADS * i] = next[i].max;
             merged = samp_merge(merged, next[i], params);
         }
     }
     return merged;
 }
 
-__global__ static void __launch_bounds__(256) samp_reduce_kernel(const samp_params *params, const samp_partial *partials, int ld_partials, int n_blocks,
-                                                                 int n_rows, uint32_t *best_keys, samp_partial *merged,
-                                                                 samp_result *results, int *last_tokens) {
+__global__ static void __launch_bounds__(256)
+    samp_reduce_kernel(const samp_params *params, const samp_partial *partials, int ld_partials,
+                       int n_blocks, int n_rows, uint32_t *best_keys, samp_partial *merged,
+                       samp_result *results, int *last_tokens) {
     __shared__ samp_partial shared[SAMP_MERGE_THREADS][SAMP_REDUCE_ROWS];
-    int row_in_cta = (int)threadIdx.x % SAMP_REDUCE_ROWS, thread = (int)threadIdx.x / SAMP_REDUCE_ROWS;
+    int row_in_cta = (int)threadIdx.x % SAMP_REDUCE_ROWS,
+        thread = (int)threadIdx.x / SAMP_REDUCE_ROWS;
     int row = (int)blockIdx.x * SAMP_REDUCE_ROWS + row_in_cta;
     grid_launch_dependents();
     grid_wait();
     int safe_row = min(row, n_rows - 1);
     const samp_params row_params = params[safe_row];
-    samp_partial partial = samp_merge_strided(row_params, partials + safe_row, ld_partials, n_blocks, thread, NULL);
+    samp_partial partial = samp_merge_strided(row_params, partials + safe_row, ld_partials,
+                                              n_blocks, thread, NULL);
     shared[thread][row_in_cta] = partial;
     for (int half = SAMP_MERGE_THREADS / 2; half; half /= 2) {
         __syncthreads();
-        if (thread < half) shared[thread][row_in_cta] = partial = samp_merge(partial, shared[thread + half][row_in_cta], row_params);
+        if (thread < half)
+            shared[thread][row_in_cta] = partial = samp_merge(partial,
+                                                              shared[thread + half][row_in_cta],
+                                                              row_params);
     }
     if (thread || row >= n_rows) return;
     best_keys[row] = 0;
@@ -6747,23 +8184,32 @@ __global__ static void __launch_bounds__(256) samp_reduce_kernel(const samp_para
  * Filtered rows need all logits: each rank pushes its columns into the others' rows and goes on as if it were alone. Two meetings
  * there: before it writes, all must be done with the rows before. */
 
-__global__ static void __launch_bounds__(BARRIER_THREADS, 1) samp_merge_ranks_kernel(rank_barrier barrier, size_t recv_offset, const samp_params *params,
-                                                                               const samp_partial *merged, int n_rows,
-                                                                               samp_result *results, int *last_tokens) {
-    const int first = (int)(blockIdx.x * BARRIER_THREADS + threadIdx.x), stride = (int)gridDim.x * BARRIER_THREADS;
+__global__ static void __launch_bounds__(BARRIER_THREADS, 1)
+    samp_merge_ranks_kernel(rank_barrier barrier, size_t recv_offset, const samp_params *params,
+                            const samp_partial *merged, int n_rows, samp_result *results,
+                            int *last_tokens) {
+    const int first = (int)(blockIdx.x * BARRIER_THREADS + threadIdx.x),
+              stride = (int)gridDim.x * BARRIER_THREADS;
     grid_wait();
     const unsigned number = rank_barrier_count(barrier) + 1;
     const size_t buffer0 = (size_t)(number & 1) * barrier.tp_size;
     for (int row = first; row < n_rows; row += stride)
         for (int rank = 0; rank < barrier.tp_size; rank++)
-            if (rank != barrier.tp_rank) ((samp_partial *)(barrier.recv_buffers[rank] + recv_offset + (buffer0 + barrier.tp_rank) * SAMP_RECV_BYTES))[row] = merged[row];
+            if (rank != barrier.tp_rank)
+                ((samp_partial *)(barrier.recv_buffers[rank] + recv_offset +
+                                  (buffer0 + barrier.tp_rank) *
+                                      SAMP_RECV_BYTES))[row] = merged[row];
     rank_barrier_sync(barrier, number, NULL);
     grid_launch_dependents();
     for (int row = first; row < n_rows; row += stride) {
         const samp_params row_params = params[row];
         samp_partial total = samp_empty_partial();
         for (int rank = 0; rank < barrier.tp_size; rank++) {
-            const samp_partial partial = rank == barrier.tp_rank ? merged[row] : ((samp_partial *)(barrier.recv_buffers[barrier.tp_rank] + recv_offset + (buffer0 + rank) * SAMP_RECV_BYTES))[row];
+            const samp_partial partial =
+                rank == barrier.tp_rank
+                    ? merged[row]
+                    : ((samp_partial *)(barrier.recv_buffers[barrier.tp_rank] + recv_offset +
+                                        (buffer0 + rank) * SAMP_RECV_BYTES))[row];
             total = rank ? samp_merge(total, partial, row_params) : partial;
         }
         samp_write_result(row_params, total, row, results, last_tokens);
@@ -6776,15 +8222,17 @@ typedef struct samp_rank_logits { /* each rank's samp_plan.logits */
 } samp_rank_logits;
 
 __global__ static void __launch_bounds__(BARRIER_THREADS, 1)
-    samp_gather_logits_kernel(rank_barrier barrier, const __grid_constant__ samp_rank_logits rank_logits, int ld_logits, const float *own_logits, int ld_own, int v0, int V,
-                       int n_rows) {
+    samp_gather_logits_kernel(rank_barrier barrier,
+                              const __grid_constant__ samp_rank_logits rank_logits, int ld_logits,
+                              const float *own_logits, int ld_own, int v0, int V, int n_rows) {
     grid_wait();
     const unsigned number = rank_barrier_count(barrier) + 1;
     if (!rank_barrier_sync(barrier, number, NULL)) n_rows = 0;
     for (int row = (int)blockIdx.x; row < n_rows; row += (int)gridDim.x)
         for (int id = (int)threadIdx.x; id < V; id += BARRIER_THREADS) {
             const float logit = own_logits[(size_t)row * ld_own + id];
-            for (int rank = 0; rank < barrier.tp_size; rank++) rank_logits.logits[rank][(size_t)row * ld_logits + v0 + id] = logit;
+            for (int rank = 0; rank < barrier.tp_size; rank++)
+                rank_logits.logits[rank][(size_t)row * ld_logits + v0 + id] = logit;
         }
     rank_barrier_sync(barrier, number + 1, NULL);
     grid_launch_dependents();
@@ -6822,18 +8270,25 @@ typedef unsigned long long samp_mass; /* weight in fixed point; also counts */
 typedef struct samp_dist { /* a row as a distribution */
     const float *x;
     float *block_maxes;         /* [n_blocks] in shared memory: no logit of the block is higher */
-    float *block_sums;          /* [n_blocks] of the block's weights, less that maximum, where they are needed; at the end bounds of its
+    float *
+        block_sums; /* [n_blocks] of the block's weights, less that maximum, where they are needed; at the end bounds of its
                            * keys. There, too */
-    int *blocks;            /* [n_list] of [n_blocks], rising: blocks that are looked at; in shared memory */
-    float *candidates;          /* [n_near] of [FILTER_CANDIDATES] logits gathered from them, in any order, and their ids */
+    /* [n_list] of [n_blocks], rising: blocks that are looked at; in shared memory */
+    int *blocks;
+    /* [n_near] of [FILTER_CANDIDATES] logits gathered from them, in any order, and their ids */
+    float *candidates;
     int *candidate_ids;
     int V, n_blocks, n_listed, n_candidates; /* n_near < 0: nothing is gathered */
-    uint32_t gathered_low, gathered_high;    /* gathered is what was kept and has a key in this range */
-    float max, scale, min_logit; /* highest logit; log2(e) / temperature; the cut: kept are logits above it, ... */
+    /* gathered is what was kept and has a key in this range */
+    uint32_t gathered_low, gathered_high;
+    float max, scale,
+        min_logit; /* highest logit; log2(e) / temperature; the cut: kept are logits above it, ... */
     int last_tied;             /* ... and of those equal to it the ids up to this */
 } samp_dist;
 
-__device__ static inline bool samp_is_kept(const samp_dist &dist, float x, int id) { return x > dist.min_logit || (x == dist.min_logit && id <= dist.last_tied); }
+__device__ static inline bool samp_is_kept(const samp_dist &dist, float x, int id) {
+    return x > dist.min_logit || (x == dist.min_logit && id <= dist.last_tied);
+}
 __device__ static inline samp_mass samp_mass_of(const samp_dist &dist, float x) {
     return (samp_mass)(ex2(__fmul_rn(__fsub_rn(x, dist.max), dist.scale)) * SAMP_MASS_ONE);
 }
@@ -6864,12 +8319,15 @@ template <class F> __device__ static inline void samp_sweep_4(const samp_dist &d
 #pragma unroll
         for (int k = 0; k < 2 * BLOCKS; k++) {
             int index = i + k / 2 * n_warps;
-            ids[k] = index < dist.n_listed ? dist.blocks[index] * SAMP_BLOCK + k % 2 * 128 + 4 * lane : dist.V;
+            ids[k] = index < dist.n_listed
+                         ? dist.blocks[index] * SAMP_BLOCK + k % 2 * 128 + 4 * lane
+                         : dist.V;
             quads[k] = ids[k] < dist.V ? *(const float4 *)(dist.x + ids[k]) : float4{};
         }
 #pragma unroll
         for (int k = 0; k < 2 * BLOCKS; k++)
-            quads[k] = float4{samp_clean(quads[k].x), samp_clean(quads[k].y), samp_clean(quads[k].z), samp_clean(quads[k].w)};
+            quads[k] = float4{samp_clean(quads[k].x), samp_clean(quads[k].y),
+                              samp_clean(quads[k].z), samp_clean(quads[k].w)};
         if (!each(quads, ids)) break;
     }
 }
@@ -6890,15 +8348,19 @@ template <class F> __device__ static inline void samp_sweep(const samp_dist &dis
 template <class F> __device__ static inline void samp_for_each(const samp_dist &dist, F each) {
     if (dist.n_candidates < 0) samp_sweep(dist, each);
     else
-        for (int i = (int)threadIdx.x; i < dist.n_candidates; i += FILTER_THREADS) each(dist.candidates[i], dist.candidate_ids[i]);
+        for (int i = (int)threadIdx.x; i < dist.n_candidates; i += FILTER_THREADS)
+            each(dist.candidates[i], dist.candidate_ids[i]);
 }
 
 /* Lists the blocks among n of which wanted(block) is true; block_of(i) is the i-th of them, and rises. */
-template <class B, class W> __device__ static inline void samp_list_blocks(samp_dist &dist, int n_blocks, B block_of, W wanted) {
+template <class B, class W> __device__ static inline void samp_list_blocks(samp_dist &dist,
+                                                                           int n_blocks, B block_of,
+                                                                           W wanted) {
     __shared__ int counts[FILTER_THREADS / 32];
     int thread = (int)threadIdx.x, lane = thread % 32, n_listed = 0;
     for (int first = 0; first < n_blocks; first += FILTER_THREADS) {
-        int block = first + thread < n_blocks ? block_of(first + thread) : 0; /* read before any of these is overwritten */
+        /* read before any of these is overwritten */
+        int block = first + thread < n_blocks ? block_of(first + thread) : 0;
         bool listed = first + thread < n_blocks && wanted(block);
         unsigned ballot = __ballot_sync(~0u, listed);
         __syncthreads();
@@ -6906,7 +8368,8 @@ template <class B, class W> __device__ static inline void samp_list_blocks(samp_
         __syncthreads();
         int index = n_listed;
 #pragma unroll
-        for (int i = 0; i < FILTER_THREADS / 32; i++) index += i < thread / 32 ? counts[i] : 0, n_listed += counts[i];
+        for (int i = 0; i < FILTER_THREADS / 32; i++)
+            index += i < thread / 32 ? counts[i] : 0, n_listed += counts[i];
         if (listed) dist.blocks[index + __popc(ballot & ((1u << lane) - 1))] = block;
     }
     __syncthreads();
@@ -6914,18 +8377,22 @@ template <class B, class W> __device__ static inline void samp_list_blocks(samp_
 }
 /* Lists the blocks that may have a logit of `at` or more. */
 __device__ static void samp_list_above(samp_dist &dist, float min_logit) {
-    samp_list_blocks(dist, dist.n_blocks, [](int i) { return i; }, [&](int block) { return dist.block_maxes[block] >= min_logit; });
+    samp_list_blocks(
+        dist, dist.n_blocks, [](int i) { return i; },
+        [&](int block) { return dist.block_maxes[block] >= min_logit; });
 }
 
 /* Is what is kept with a key in low .. high gathered? */
-__device__ static inline bool samp_has_gathered(const samp_dist &dist, uint32_t low, uint32_t high) {
+__device__ static inline bool samp_has_gathered(const samp_dist &dist, uint32_t low,
+                                                uint32_t high) {
     return dist.n_candidates >= 0 && dist.gathered_low <= low && dist.gathered_high >= high;
 }
 
 /* Gathers what is kept with a key in low .. high, unless it is gathered already; false if it is too much, seen as soon as it is.
  * Lists its blocks. With `above` it is not there yet, and each(logit) is called for all above high. */
-template <class F>
-__device__ static inline bool samp_gather_range(samp_dist &dist, uint32_t low, uint32_t high, bool visit_above, F each) {
+template <class F> __device__ static inline bool samp_gather_range(samp_dist &dist, uint32_t low,
+                                                                   uint32_t high, bool visit_above,
+                                                                   F each) {
     __shared__ int n_gathered;
     int lane = (int)threadIdx.x % 32;
     if (!visit_above && samp_has_gathered(dist, low, high)) return true;
@@ -6941,7 +8408,9 @@ __device__ static inline bool samp_gather_range(samp_dist &dist, uint32_t low, u
             const float logits[4] = {quads[quad].x, quads[quad].y, quads[quad].z, quads[quad].w};
 #pragma unroll
             for (int j = 0; j < 4; j++) {
-                if (ids[quad] + j < dist.V && logits[j] >= min_logit && logits[j] <= max_logit && samp_is_kept(dist, logits[j], ids[quad] + j)) kept_bits |= 1u << (4 * quad + j);
+                if (ids[quad] + j < dist.V && logits[j] >= min_logit && logits[j] <= max_logit &&
+                    samp_is_kept(dist, logits[j], ids[quad] + j))
+                    kept_bits |= 1u << (4 * quad + j);
                 if (visit_above && ids[quad] + j < dist.V && logits[j] > max_logit) each(logits[j]);
             }
         }
@@ -6953,21 +8422,24 @@ __device__ static inline bool samp_gather_range(samp_dist &dist, uint32_t low, u
             if (lane >= lanes) prefix += other;
         }
         if (lane == 31) index = atomicAdd(&n_gathered, prefix);
-        index = __shfl_sync(~0u, index, 31), full = index > FILTER_CANDIDATES, index += prefix - count;
+        index = __shfl_sync(~0u, index, 31), full = index > FILTER_CANDIDATES,
+        index += prefix - count;
 #pragma unroll
         for (int quad = 0; quad < SAMP_AT_ONCE; quad++) {
             const float logits[4] = {quads[quad].x, quads[quad].y, quads[quad].z, quads[quad].w};
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 bool is_kept = kept_bits >> (4 * quad + j) & 1;
-                if (is_kept && index < FILTER_CANDIDATES) dist.candidates[index] = logits[j], dist.candidate_ids[index] = ids[quad] + j;
+                if (is_kept && index < FILTER_CANDIDATES)
+                    dist.candidates[index] = logits[j], dist.candidate_ids[index] = ids[quad] + j;
                 index += is_kept;
             }
         }
         return visit_above || !full;
     });
     __syncthreads();
-    dist.n_candidates = n_gathered <= FILTER_CANDIDATES ? n_gathered : -1, dist.gathered_low = low, dist.gathered_high = high;
+    dist.n_candidates = n_gathered <= FILTER_CANDIDATES ? n_gathered : -1, dist.gathered_low = low,
+    dist.gathered_high = high;
     __syncthreads();
     return dist.n_candidates >= 0;
 }
@@ -6986,13 +8458,16 @@ typedef struct samp_bin_map {
     float max_logit, bins_per_logit; /* per > 0: as wide, so many to 1 */
 } samp_bin_map;
 __device__ static inline uint32_t samp_width_bin(const samp_bin_map &map, float x) {
-    return (uint32_t)fminf(__fmul_rn(__fsub_rn(map.max_logit, x), map.bins_per_logit), (float)map.last_bin);
+    return (uint32_t)fminf(__fmul_rn(__fsub_rn(map.max_logit, x), map.bins_per_logit),
+                           (float)map.last_bin);
 }
 __device__ static inline uint32_t samp_bin_of(const samp_bin_map &map, uint32_t key) {
-    return map.bins_per_logit > 0 ? samp_width_bin(map, samp_key_to_logit(key)) : (uint32_t)map.last_bin - (key - map.low_key >> map.shift);
+    return map.bins_per_logit > 0 ? samp_width_bin(map, samp_key_to_logit(key))
+                                  : (uint32_t)map.last_bin - (key - map.low_key >> map.shift);
 }
 /* The lowest key of low .. high whose part is `part` or lower in number; high's is. */
-__device__ static inline uint32_t samp_bin_low_key(const samp_bin_map &map, uint32_t low, uint32_t high, uint32_t bin) {
+__device__ static inline uint32_t samp_bin_low_key(const samp_bin_map &map, uint32_t low,
+                                                   uint32_t high, uint32_t bin) {
     while (low < high) {
         uint32_t middle = low + (high - low) / 2;
         if (samp_bin_of(map, middle) <= bin) high = middle;
@@ -7006,31 +8481,37 @@ __device__ static inline uint32_t samp_bin_low_key(const samp_bin_map &map, uint
  * `want`, or the lowest part with any mass if there is none; *over becomes the sum beyond the new range. wide: the parts of the
  * range, of finite floats, are as wide as each other. Keys crowd about 0 and at low powers of two: with parts of as many keys,
  * most ids of a row would wait for each other to be added to three or four parts. */
-template <class F>
-__device__ static inline void samp_narrow(uint32_t *low, uint32_t *high, samp_mass target, samp_mass *sum_above, samp_mass *scratch,
-                                          bool by_width, F each) {
-    __shared__ uint32_t bins[4][FILTER_THREADS]; /* twelve bits each, so that none runs over; the highest part first */
+template <class F> __device__ static inline void samp_narrow(uint32_t *low, uint32_t *high,
+                                                             samp_mass target, samp_mass *sum_above,
+                                                             samp_mass *scratch, bool by_width,
+                                                             F each) {
+    /* twelve bits each, so that none runs over; the highest part first */
+    __shared__ uint32_t bins[4][FILTER_THREADS];
     __shared__ int found;
     __shared__ samp_mass found_above;
     uint32_t first_key = *low, last_key = *high, thread = threadIdx.x;
     int lane = (int)thread % 32;
     float width = samp_key_to_logit(last_key) - samp_key_to_logit(first_key);
-    samp_bin_map map = {first_key, max(0, 24 - __clz((int)(last_key - first_key))), FILTER_THREADS - 1, samp_key_to_logit(last_key), 0};
+    samp_bin_map map = {first_key, max(0, 24 - __clz((int)(last_key - first_key))),
+                        FILTER_THREADS - 1, samp_key_to_logit(last_key), 0};
     if (by_width && width > 1e-30f && width < 1e30f) map.bins_per_logit = FILTER_THREADS / width;
     bins[0][thread] = bins[1][thread] = bins[2][thread] = bins[3][thread] = 0;
     if (thread == 0) found = -1, found_above = 0;
     __syncthreads();
     each([&](uint32_t key, samp_mass mass) {
         if (key < first_key || key > last_key) return;
-        uint32_t bin = samp_bin_of(map, key); /* four additions whose result nobody waits for cost less than one */
+        /* four additions whose result nobody waits for cost less than one */
+        uint32_t bin = samp_bin_of(map, key);
         atomicAdd(&bins[0][bin], (uint32_t)mass & 0xfff);
         if (mass >> 12) {
-            atomicAdd(&bins[1][bin], (uint32_t)(mass >> 12) & 0xfff), atomicAdd(&bins[2][bin], (uint32_t)(mass >> 24) & 0xfff);
+            atomicAdd(&bins[1][bin], (uint32_t)(mass >> 12) & 0xfff),
+                atomicAdd(&bins[2][bin], (uint32_t)(mass >> 24) & 0xfff);
             atomicAdd(&bins[3][bin], (uint32_t)(mass >> 36));
         }
     });
     __syncthreads();
-    samp_mass bin_mass = bins[0][thread] + ((samp_mass)bins[1][thread] << 12) + ((samp_mass)bins[2][thread] << 24) + ((samp_mass)bins[3][thread] << 36);
+    samp_mass bin_mass = bins[0][thread] + ((samp_mass)bins[1][thread] << 12) +
+                         ((samp_mass)bins[2][thread] << 24) + ((samp_mass)bins[3][thread] << 36);
     samp_mass prefix_mass = bin_mass;
     for (int lanes = 1; lanes < 32; lanes *= 2) {
         samp_mass other = __shfl_up_sync(~0u, prefix_mass, lanes);
@@ -7041,13 +8522,15 @@ __device__ static inline void samp_narrow(uint32_t *low, uint32_t *high, samp_ma
     prefix_mass += *sum_above;
     for (uint32_t i = 0; i < thread / 32; i++) prefix_mass += scratch[i];
     bool is_last = thread == FILTER_THREADS - 1;
-    if (bin_mass && prefix_mass >= target && prefix_mass - bin_mass < target) found = (int)thread, found_above = prefix_mass - bin_mass;
+    if (bin_mass && prefix_mass >= target && prefix_mass - bin_mass < target)
+        found = (int)thread, found_above = prefix_mass - bin_mass;
     if (is_last && prefix_mass < target) found = -2;
     __syncthreads();
     if (found == -2) { /* the lowest in use: the one that reaches the sum of all */
         if (is_last) scratch[0] = prefix_mass;
         __syncthreads();
-        if (bin_mass && prefix_mass == scratch[0]) found = (int)thread, found_above = prefix_mass - bin_mass;
+        if (bin_mass && prefix_mass == scratch[0])
+            found = (int)thread, found_above = prefix_mass - bin_mass;
         __syncthreads();
     }
     uint32_t bin = (uint32_t)max(found, 0);
@@ -7064,8 +8547,8 @@ __device__ static inline void samp_narrow(uint32_t *low, uint32_t *high, samp_ma
 
 /* The key to which samp_narrow narrows low .. high in the end. */
 template <class F>
-__device__ static inline uint32_t samp_find_key(uint32_t low, uint32_t high, samp_mass target, samp_mass *sum_above, samp_mass *scratch,
-                                              F each) {
+__device__ static inline uint32_t samp_find_key(uint32_t low, uint32_t high, samp_mass target,
+                                                samp_mass *sum_above, samp_mass *scratch, F each) {
     while (low < high) samp_narrow(&low, &high, target, sum_above, scratch, false, each);
     return low;
 }
@@ -7078,21 +8561,26 @@ __device__ static float samp_kth_bound(const samp_dist &dist, int k, samp_mass *
     if (k > dist.n_blocks) return -INFINITY;
     while (high - low > 0xffff)
         samp_narrow(&low, &high, (samp_mass)k, &sum_above, scratch, false, [&](auto add) {
-            for (int i = (int)threadIdx.x; i < dist.n_blocks; i += FILTER_THREADS) add(samp_logit_to_key(dist.block_maxes[i]), 1);
+            for (int i = (int)threadIdx.x; i < dist.n_blocks; i += FILTER_THREADS)
+                add(samp_logit_to_key(dist.block_maxes[i]), 1);
         });
     return samp_key_to_logit(low);
 }
 
 /* The end of samp_find_threshold, where no more than an id a thread is gathered: each adds up what lies above its own. *over: what lies
  * above low .. high. */
-__device__ static float samp_rank_small(const samp_dist &dist, bool by_count, uint32_t low, uint32_t high, samp_mass target,
-                                  samp_mass *sum_above) {
+__device__ static float samp_rank_small(const samp_dist &dist, bool by_count, uint32_t low,
+                                        uint32_t high, samp_mass target, samp_mass *sum_above) {
     __shared__ samp_mass mass[FILTER_THREADS], before;
     __shared__ float found;
     int thread = (int)threadIdx.x;
     float logit = thread < dist.n_candidates ? dist.candidates[thread] : 0;
-    bool is_candidate = thread < dist.n_candidates && samp_is_kept(dist, logit, dist.candidate_ids[thread]) && samp_logit_to_key(logit) >= low && samp_logit_to_key(logit) <= high, lowest = true;
-    samp_mass own_mass = is_candidate ? by_count ? 1 : samp_mass_of(dist, logit) : 0, mass_above = *sum_above, mass_tied = 0;
+    bool is_candidate = thread < dist.n_candidates &&
+                        samp_is_kept(dist, logit, dist.candidate_ids[thread]) &&
+                        samp_logit_to_key(logit) >= low && samp_logit_to_key(logit) <= high,
+         lowest = true;
+    samp_mass own_mass = is_candidate ? by_count ? 1 : samp_mass_of(dist, logit) : 0,
+              mass_above = *sum_above, mass_tied = 0;
     mass[thread] = own_mass;
     if (thread == 0) found = samp_key_to_logit(low), before = *sum_above;
     __syncthreads();
@@ -7101,9 +8589,12 @@ __device__ static float samp_rank_small(const samp_dist &dist, bool by_count, ui
         float other = dist.candidates[i];
         samp_mass other_mass = mass[i];
         mass_above += other > logit ? other_mass : 0, mass_tied += other == logit ? other_mass : 0;
-        lowest &= !(other < logit && other_mass), first &= !(other == logit && other_mass && i < thread);
+        lowest &= !(other < logit && other_mass),
+            first &= !(other == logit && other_mass && i < thread);
     }
-    if (first && mass_above < target && (lowest || mass_above + mass_tied >= target)) found = logit, before = mass_above; /* one thread */
+    /* one thread */
+    if (first && mass_above < target && (lowest || mass_above + mass_tied >= target))
+        found = logit, before = mass_above;
     __syncthreads();
     *sum_above = before;
     return found;
@@ -7113,13 +8604,15 @@ __device__ static float samp_rank_small(const samp_dist &dist, bool by_count, ui
  * FILTER_BINS parts, each at the weight of its part's lower end or at that of the upper one, bound where the sum reaches `want`.
  * What lies beyond the new range stays to be added up. False, and nothing is changed, if the parts cannot be made or the sum does
  * not get there. Of 128,256 Gaussian logits the new range has 40 to 400, where none are equal. */
-__device__ static bool samp_narrow_by_counts(samp_dist &dist, uint32_t *low, uint32_t *high, samp_mass target) {
+__device__ static bool samp_narrow_by_counts(samp_dist &dist, uint32_t *low, uint32_t *high,
+                                             samp_mass target) {
     constexpr int THREAD_BINS = FILTER_BINS / FILTER_THREADS, WARPS = FILTER_THREADS / 32;
     static_assert(THREAD_BINS == 32, "a thread's bins lie in the 32 banks");
     __shared__ float warp_sums[2][WARPS];
     __shared__ int upper_bin, lower_bin;
     const int thread = (int)threadIdx.x, lane = thread % 32;
-    const float min_logit = samp_key_to_logit(*low), max_logit = samp_key_to_logit(*high), width = max_logit - min_logit;
+    const float min_logit = samp_key_to_logit(*low), max_logit = samp_key_to_logit(*high),
+                width = max_logit - min_logit;
     if (!(width > 1e-30f && width < 1e30f && width * dist.scale < 64)) return false;
     uint32_t *bins = (uint32_t *)dist.candidates; /* nothing is gathered */
     const samp_bin_map map = {0, 0, FILTER_BINS - 1, max_logit, FILTER_BINS / width};
@@ -7133,13 +8626,17 @@ __device__ static bool samp_narrow_by_counts(samp_dist &dist, uint32_t *low, uin
     /* Rounding comes to less than 2^-15: a part's end is known to 2^-10 parts, of 64 / FILTER_BINS in log2 at most, weights to
      * 2^-17, a sum to 2^-18. */
     const float margin = 0x1p-14f, bin_step = dist.scale / map.bins_per_logit;
-    const float first_log2 = (max_logit - dist.max) * dist.scale, target_sum = (float)target / SAMP_MASS_ONE;
+    const float first_log2 = (max_logit - dist.max) * dist.scale,
+                target_sum = (float)target / SAMP_MASS_ONE;
     float sum[2] = {0, 0}; /* at most, at least */
     auto add_bin = [&](int bin, float (&to)[2]) {
         float count = (float)bins[bin], log2_weight = first_log2 - (float)bin * bin_step;
-        to[0] += count * ex2(log2_weight) * (1 + margin), to[1] += count * ex2(log2_weight - bin_step) * (1 - margin);
+        to[0] += count * ex2(log2_weight) * (1 + margin),
+            to[1] += count * ex2(log2_weight - bin_step) * (1 - margin);
     };
-    for (int i = 0; i < THREAD_BINS; i++) add_bin(thread * THREAD_BINS + (i + thread) % THREAD_BINS, sum); /* each lane from another bank */
+    /* each lane from another bank */
+    for (int i = 0; i < THREAD_BINS; i++)
+        add_bin(thread * THREAD_BINS + (i + thread) % THREAD_BINS, sum);
     float sum_before[2];
 #pragma unroll
     for (int side = 0; side < 2; side++) {
@@ -7153,7 +8650,8 @@ __device__ static bool samp_narrow_by_counts(samp_dist &dist, uint32_t *low, uin
         if (lane == 0) sum_before[side] = 0;
     }
     __syncthreads();
-    for (int i = 0; i < thread / 32; i++) sum_before[0] += warp_sums[0][i], sum_before[1] += warp_sums[1][i];
+    for (int i = 0; i < thread / 32; i++)
+        sum_before[0] += warp_sums[0][i], sum_before[1] += warp_sums[1][i];
 #pragma unroll
     for (int side = 0; side < 2; side++) {
         if (sum_before[side] + sum[side] < target_sum) continue;
@@ -7168,7 +8666,8 @@ __device__ static bool samp_narrow_by_counts(samp_dist &dist, uint32_t *low, uin
     __syncthreads();
     const int from = upper_bin, to = max(upper_bin, lower_bin);
     if (from == FILTER_BINS) return false;
-    const uint32_t low_key = to < FILTER_BINS ? samp_bin_low_key(map, *low, *high, (uint32_t)to) : *low;
+    const uint32_t low_key = to < FILTER_BINS ? samp_bin_low_key(map, *low, *high, (uint32_t)to)
+                                              : *low;
     if (from) *high = samp_bin_low_key(map, *low, *high, (uint32_t)from - 1) - 1;
     *low = low_key;
     return true;
@@ -7176,38 +8675,47 @@ __device__ static bool samp_narrow_by_counts(samp_dist &dist, uint32_t *low, uin
 
 /* From the highest logit down to `floor`, adds up 1 for each kept id (by_count) or its weight; returns the logit at which the sum
  * reaches `want` (the lowest of them if it never does), *over: the sum before the first id of that logit. */
-__device__ static float samp_find_threshold(samp_dist &dist, bool by_count, samp_mass target, float min_logit, samp_mass *sum_above, samp_mass *scratch) {
+__device__ static float samp_find_threshold(samp_dist &dist, bool by_count, samp_mass target,
+                                            float min_logit, samp_mass *sum_above,
+                                            samp_mass *scratch) {
     uint32_t low = samp_logit_to_key(min_logit), high = samp_logit_to_key(dist.max);
     bool fits = false;
     *sum_above = 0;
     for (bool first = true; low < high; first = false) {
         if (!fits) fits = samp_gather(dist, low, high);
-        const bool counted = !fits && first && !by_count && (min_logit > dist.min_logit || dist.last_tied == INT_MAX);
+        const bool counted = !fits && first && !by_count &&
+                             (min_logit > dist.min_logit || dist.last_tied == INT_MAX);
         if (counted && samp_narrow_by_counts(dist, &low, &high, target)) {
             samp_mass own_mass = 0;
-            fits = samp_gather_range(dist, low, high, true, [&](float logit) { own_mass += samp_mass_of(dist, logit); });
+            fits = samp_gather_range(dist, low, high, true,
+                                     [&](float logit) { own_mass += samp_mass_of(dist, logit); });
             *sum_above = samp_cta_sum(own_mass, scratch);
             if (low == high) break;
         }
-        if (fits && dist.n_candidates <= FILTER_THREADS) return samp_rank_small(dist, by_count, low, high, target, sum_above);
+        if (fits && dist.n_candidates <= FILTER_THREADS)
+            return samp_rank_small(dist, by_count, low, high, target, sum_above);
         samp_narrow(&low, &high, target, sum_above, scratch, first, [&](auto add) {
             samp_for_each(dist, [&](float logit, int id) {
-                if (samp_is_kept(dist, logit, id)) add(samp_logit_to_key(logit), by_count ? 1 : samp_mass_of(dist, logit));
+                if (samp_is_kept(dist, logit, id))
+                    add(samp_logit_to_key(logit), by_count ? 1 : samp_mass_of(dist, logit));
             });
         });
     }
-    samp_gather(dist, low, high); /* all of that logit are there for samp_nth_tied, or their blocks listed */
+    /* all of that logit are there for samp_nth_tied, or their blocks listed */
+    samp_gather(dist, low, high);
     return samp_key_to_logit(low);
 }
 
 /* The *n-th id, counted from 1, among those with logit `at`, which samp_find_threshold has found; INT_MAX if there are not more than *n,
  * which becomes their number. */
-__device__ static int samp_nth_tied(const samp_dist &dist, float min_logit, samp_mass *nth, samp_mass *scratch) {
+__device__ static int samp_nth_tied(const samp_dist &dist, float min_logit, samp_mass *nth,
+                                    samp_mass *scratch) {
     samp_mass count = 0, sum_above = 0;
     samp_for_each(dist, [&](float logit, int) { count += logit == min_logit; });
     count = samp_cta_sum(count, scratch);
     if (count <= *nth) return *nth = count, INT_MAX;
-    return (int)~samp_find_key(~(uint32_t)(dist.V - 1), ~0u, *nth, &sum_above, scratch, [&](auto add) {
+    return (
+        int)~samp_find_key(~(uint32_t)(dist.V - 1), ~0u, *nth, &sum_above, scratch, [&](auto add) {
         samp_for_each(dist, [&](float logit, int id) {
             if (logit == min_logit) add(~(uint32_t)id, 1);
         });
@@ -7215,12 +8723,15 @@ __device__ static int samp_nth_tied(const samp_dist &dist, float min_logit, samp
 }
 
 /* The n best ids by logit, best first, of equal ones the lowest first. -inf counts too. */
-__device__ static void samp_top_logprobs(samp_dist dist, int n_top, float log_sum, samp_top *top, samp_mass *scratch) {
+__device__ static void samp_top_logprobs(samp_dist dist, int n_top, float log_sum, samp_top *top,
+                                         samp_mass *scratch) {
     __shared__ float top_logits[TOKA_MAX_LOGPROBS];
     __shared__ int top_ids[TOKA_MAX_LOGPROBS], n_found;
     samp_mass sum_above;
     dist.min_logit = -INFINITY, dist.last_tied = INT_MAX;
-    float min_logit = samp_find_threshold(dist, true, (samp_mass)n_top, samp_kth_bound(dist, n_top, scratch), &sum_above, scratch);
+    float min_logit = samp_find_threshold(dist, true, (samp_mass)n_top,
+                                          samp_kth_bound(dist, n_top, scratch), &sum_above,
+                                          scratch);
     samp_mass n_tied = (samp_mass)n_top - sum_above;
     int last_tied = samp_nth_tied(dist, min_logit, &n_tied, scratch);
     if (threadIdx.x == 0) n_found = 0;
@@ -7236,7 +8747,8 @@ __device__ static void samp_top_logprobs(samp_dist dist, int n_top, float log_su
     if ((int)threadIdx.x < n_top) {
         float logit = top_logits[threadIdx.x];
         int id = top_ids[threadIdx.x], index = 0;
-        for (int i = 0; i < n_top; i++) index += top_logits[i] > logit || (top_logits[i] == logit && top_ids[i] < id);
+        for (int i = 0; i < n_top; i++)
+            index += top_logits[i] > logit || (top_logits[i] == logit && top_ids[i] < id);
         top->ids[index] = id;
         top->logprobs[index] = logit == -INFINITY ? -INFINITY : logit - dist.max - log_sum;
     }
@@ -7248,7 +8760,9 @@ __device__ static int samp_rank(samp_dist dist, int id, samp_mass *scratch) {
     const float id_logit = samp_clean(dist.x[id]);
     samp_mass before = 0;
     samp_list_above(dist, id_logit);
-    samp_sweep(dist, [&](float logit, int other) { before += logit > id_logit || (logit == id_logit && other < id); });
+    samp_sweep(dist, [&](float logit, int other) {
+        before += logit > id_logit || (logit == id_logit && other < id);
+    });
     return 1 + (int)samp_cta_sum(before, scratch);
 }
 
@@ -7262,7 +8776,9 @@ __device__ static void samp_apply_bias(const samp_filter &filter, float *logits,
         unsigned same_id = __match_any_sync(~0u, id);
         if (id >= 0 && (same_id & ((1u << lane) - 1)) == 0) { /* the first of them does all */
             float logit = samp_clean(logits[id]);
-            for (unsigned remaining = same_id; remaining; remaining &= remaining - 1) logit = samp_clean(__fadd_rn(logit, filter.bias[first + __ffs((int)remaining) - 1]));
+            for (unsigned remaining = same_id; remaining; remaining &= remaining - 1)
+                logit = samp_clean(
+                    __fadd_rn(logit, filter.bias[first + __ffs((int)remaining) - 1]));
             logits[id] = logit, touched[id / SAMP_BLOCK] = 1;
         }
         __threadfence_block();
@@ -7271,7 +8787,8 @@ __device__ static void samp_apply_bias(const samp_filter &filter, float *logits,
 }
 
 /* Everything but allowed ids becomes -inf. bits: [FILTER_ID_RANGE], a bit per id. */
-__device__ static void samp_apply_allowed(const samp_filter &filter, float *logits, int V, uint32_t *bits) {
+__device__ static void samp_apply_allowed(const samp_filter &filter, float *logits, int V,
+                                          uint32_t *bits) {
     for (int first_id = 0; first_id < V; first_id += 32 * FILTER_ID_RANGE) {
         int n_ids = min(32 * FILTER_ID_RANGE, V - first_id);
         for (int i = (int)threadIdx.x; i < FILTER_ID_RANGE; i += FILTER_THREADS) bits[i] = 0;
@@ -7288,7 +8805,8 @@ __device__ static void samp_apply_allowed(const samp_filter &filter, float *logi
 }
 
 /* The penalties of an id that the history has, `count` times in the output. */
-__device__ static void samp_penalize(const samp_filter &filter, float *logits, int id, uint32_t count, int *touched) {
+__device__ static void samp_penalize(const samp_filter &filter, float *logits, int id,
+                                     uint32_t count, int *touched) {
     float logit = samp_clean(logits[id]);
     logit = logit < 0 ? __fmul_rn(logit, filter.repetition) : __fdiv_rn(logit, filter.repetition);
     logit = __fsub_rn(logit, __fmul_rn(filter.frequency, (float)count));
@@ -7298,24 +8816,28 @@ __device__ static void samp_penalize(const samp_filter &filter, float *logits, i
 
 /* Penalties, once for each id of a history of up to FILTER_ID_RANGE / 4 ids, by a hash table of twice as many: id + 1, 0 where there
  * is none, then counts. */
-__device__ static void samp_hash_penalties(const samp_filter &filter, float *logits, int V, uint32_t *table, int *touched) {
+__device__ static void samp_hash_penalties(const samp_filter &filter, float *logits, int V,
+                                           uint32_t *table, int *touched) {
     const uint32_t shift = __clz(2 * filter.n_history - 1), n_entries = 1u << (32 - shift);
     for (uint32_t i = threadIdx.x; i < 2 * n_entries; i += FILTER_THREADS) table[i] = 0;
     __syncthreads();
     for (int i = (int)threadIdx.x; i < filter.n_history; i += FILTER_THREADS) {
         uint32_t key = (uint32_t)filter.history[i] + 1, index = key * 0x9E3779B1u >> shift;
         if (key - 1 >= (uint32_t)V) continue;
-        for (uint32_t previous; (previous = atomicCAS(&table[index], 0u, key)) && previous != key;) index = index + 1 & n_entries - 1;
+        for (uint32_t previous; (previous = atomicCAS(&table[index], 0u, key)) && previous != key;)
+            index = index + 1 & n_entries - 1;
         if (i >= filter.n_prompt) atomicAdd(&table[n_entries + index], 1u);
     }
     __syncthreads();
     for (uint32_t i = threadIdx.x; i < n_entries; i += FILTER_THREADS)
-        if (table[i]) samp_penalize(filter, logits, (int)table[i] - 1, table[n_entries + i], touched);
+        if (table[i])
+            samp_penalize(filter, logits, (int)table[i] - 1, table[n_entries + i], touched);
     __syncthreads();
 }
 
 /* The same for any history: counts of a window of the vocabulary at a time. Bit 31: the id is there. */
-__device__ static void samp_apply_penalties(const samp_filter &filter, float *logits, int V, uint32_t *counts, int *touched) {
+__device__ static void samp_apply_penalties(const samp_filter &filter, float *logits, int V,
+                                            uint32_t *counts, int *touched) {
     for (int first_id = 0; first_id < V; first_id += FILTER_ID_RANGE) {
         int n_ids = min((int)FILTER_ID_RANGE, V - first_id);
         for (int i = (int)threadIdx.x; i < n_ids; i += FILTER_THREADS) counts[i] = 0;
@@ -7328,22 +8850,28 @@ __device__ static void samp_apply_penalties(const samp_filter &filter, float *lo
         }
         __syncthreads();
         for (int i = (int)threadIdx.x; i < n_ids; i += FILTER_THREADS)
-            if (counts[i]) samp_penalize(filter, logits, first_id + i, counts[i] & 0x7fffffffu, touched);
+            if (counts[i])
+                samp_penalize(filter, logits, first_id + i, counts[i] & 0x7fffffffu, touched);
         __syncthreads();
     }
 }
 
 /* The maxima of blocks that were touched anew, and the row's; their sums too, if wanted. A warp takes SWEEP blocks at a time. */
-__device__ static void samp_update_blocks(samp_dist &dist, const int *touched, bool with_sums, samp_mass *scratch) {
+__device__ static void samp_update_blocks(samp_dist &dist, const int *touched, bool with_sums,
+                                          samp_mass *scratch) {
     const int BLOCKS = 4, n_warps = FILTER_THREADS / 32;
     int lane = (int)threadIdx.x % 32;
     float row_max = -INFINITY;
-    for (int first_block = (int)threadIdx.x / 32; first_block < dist.n_blocks; first_block += BLOCKS * n_warps) {
+    for (int first_block = (int)threadIdx.x / 32; first_block < dist.n_blocks;
+         first_block += BLOCKS * n_warps) {
         float4 quads[2 * BLOCKS];
 #pragma unroll
         for (int k = 0; k < 2 * BLOCKS; k++) {
-            int block = first_block + k / 2 * n_warps, id = block * SAMP_BLOCK + k % 2 * 128 + 4 * lane;
-            quads[k] = block < dist.n_blocks && touched[block] && id < dist.V ? *(const float4 *)(dist.x + id) : float4{};
+            int block = first_block + k / 2 * n_warps,
+                id = block * SAMP_BLOCK + k % 2 * 128 + 4 * lane;
+            quads[k] = block < dist.n_blocks && touched[block] && id < dist.V
+                           ? *(const float4 *)(dist.x + id)
+                           : float4{};
         }
 #pragma unroll
         for (int k = 0; k < BLOCKS; k++) {
@@ -7353,38 +8881,51 @@ __device__ static void samp_update_blocks(samp_dist &dist, const int *touched, b
 #pragma unroll
             for (int i = 0; i < 8; i++) {
                 const float4 quad = quads[2 * k + i / 4];
-                const float logit = i % 4 == 0 ? quad.x : i % 4 == 1 ? quad.y : i % 4 == 2 ? quad.z : quad.w;
-                logits[i] = id + i / 4 * 128 + i % 4 < dist.V ? samp_clean(logit) : -INFINITY, block_max = fmaxf(block_max, logits[i]);
+                const float logit = i % 4 == 0   ? quad.x
+                                    : i % 4 == 1 ? quad.y
+                                    : i % 4 == 2 ? quad.z
+                                                 : quad.w;
+                logits[i] = id + i / 4 * 128 + i % 4 < dist.V ? samp_clean(logit) : -INFINITY,
+                block_max = fmaxf(block_max, logits[i]);
             }
             block_max = samp_key_to_logit(__reduce_max_sync(~0u, samp_logit_to_key(block_max)));
             if (lane == 0) dist.block_maxes[block] = block_max;
             if (!with_sums) continue;
 #pragma unroll
             for (int i = 0; i < 8; i++)
-                sum = __fadd_rn(sum, logits[i] > -INFINITY ? ex2(__fmul_rn(__fsub_rn(logits[i], block_max), dist.scale)) : 0);
-            for (int lanes = 16; lanes; lanes /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, lanes));
+                sum = __fadd_rn(sum,
+                                logits[i] > -INFINITY
+                                    ? ex2(__fmul_rn(__fsub_rn(logits[i], block_max), dist.scale))
+                                    : 0);
+            for (int lanes = 16; lanes; lanes /= 2)
+                sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, lanes));
             if (lane == 0) dist.block_sums[block] = sum;
         }
     }
     __syncthreads();
-    for (int block = (int)threadIdx.x; block < dist.n_blocks; block += FILTER_THREADS) row_max = fmaxf(row_max, dist.block_maxes[block]);
+    for (int block = (int)threadIdx.x; block < dist.n_blocks; block += FILTER_THREADS)
+        row_max = fmaxf(row_max, dist.block_maxes[block]);
     dist.max = block_reduce(row_max, (float *)scratch, op_max{});
 }
 
 /* Step 2 of chapter 18. sums: see samp_update_blocks. */
-__device__ static void samp_adjust(samp_dist &dist, const samp_filter &filter, float *logits, bool with_sums, uint32_t *workspace,
-                                   samp_mass *scratch) {
+__device__ static void samp_adjust(samp_dist &dist, const samp_filter &filter, float *logits,
+                                   bool with_sums, uint32_t *workspace, samp_mass *scratch) {
     int *touched = dist.blocks;
     __syncthreads();
-    for (int block = (int)threadIdx.x; block < dist.n_blocks; block += FILTER_THREADS) touched[block] = filter.n_allowed > 0;
+    for (int block = (int)threadIdx.x; block < dist.n_blocks; block += FILTER_THREADS)
+        touched[block] = filter.n_allowed > 0;
     __syncthreads();
     if (threadIdx.x < 32) samp_apply_bias(filter, logits, touched);
     __syncthreads();
     if (filter.n_allowed) samp_apply_allowed(filter, logits, dist.V, workspace);
-    for (int i = (int)threadIdx.x; i < filter.n_forbidden; i += FILTER_THREADS) /* end ids may lie outside the vocabulary */
-        if (filter.forbidden[i] >= 0 && filter.forbidden[i] < dist.V) logits[filter.forbidden[i]] = -INFINITY, touched[filter.forbidden[i] / SAMP_BLOCK] = 1;
+    /* end ids may lie outside the vocabulary */
+    for (int i = (int)threadIdx.x; i < filter.n_forbidden; i += FILTER_THREADS)
+        if (filter.forbidden[i] >= 0 && filter.forbidden[i] < dist.V)
+            logits[filter.forbidden[i]] = -INFINITY, touched[filter.forbidden[i] / SAMP_BLOCK] = 1;
     __syncthreads();
-    if (filter.n_history > FILTER_ID_RANGE / 4) samp_apply_penalties(filter, logits, dist.V, workspace, touched);
+    if (filter.n_history > FILTER_ID_RANGE / 4)
+        samp_apply_penalties(filter, logits, dist.V, workspace, touched);
     else if (filter.n_history) samp_hash_penalties(filter, logits, dist.V, workspace, touched);
     samp_update_blocks(dist, touched, with_sums, scratch);
 }
@@ -7399,14 +8940,19 @@ __device__ static void samp_min_p(samp_dist &dist, double drop) {
 __device__ static samp_mass samp_total_mass(const samp_dist &dist, samp_mass *scratch) {
     samp_mass sum = 0;
     for (int block = (int)threadIdx.x; block < dist.n_blocks; block += FILTER_THREADS)
-        sum += (samp_mass)(__fmul_rn(ex2(__fmul_rn(__fsub_rn(dist.block_maxes[block], dist.max), dist.scale)), dist.block_sums[block]) * SAMP_MASS_ONE);
+        sum += (samp_mass)(__fmul_rn(ex2(__fmul_rn(__fsub_rn(dist.block_maxes[block], dist.max),
+                                                   dist.scale)),
+                                     dist.block_sums[block]) *
+                           SAMP_MASS_ONE);
     return samp_cta_sum(sum, scratch);
 }
 
 /* The same of what is kept, of which all is gathered, or its blocks are listed. */
 __device__ static samp_mass samp_kept_mass(const samp_dist &dist, samp_mass *scratch) {
     samp_mass sum = 0;
-    samp_for_each(dist, [&](float logit, int id) { sum += samp_is_kept(dist, logit, id) ? samp_mass_of(dist, logit) : 0; });
+    samp_for_each(dist, [&](float logit, int id) {
+        sum += samp_is_kept(dist, logit, id) ? samp_mass_of(dist, logit) : 0;
+    });
     return samp_cta_sum(sum, scratch);
 }
 
@@ -7416,7 +8962,9 @@ __device__ static samp_mass samp_kept_mass(const samp_dist &dist, samp_mass *scr
 __device__ static float samp_top_p_bound(samp_dist &dist, samp_mass target, samp_mass *scratch) {
     for (int k = 32; k < dist.n_blocks && !samp_has_all_kept(dist); k *= 8) {
         float bound = samp_kth_bound(dist, k, scratch);
-        if (bound <= dist.min_logit || !samp_gather(dist, samp_logit_to_key(bound), samp_logit_to_key(dist.max))) break;
+        if (bound <= dist.min_logit ||
+            !samp_gather(dist, samp_logit_to_key(bound), samp_logit_to_key(dist.max)))
+            break;
         samp_mass sum = samp_kept_mass(dist, scratch);
         if (sum >= target) return bound;
         if (sum < target / 16) break;
@@ -7427,29 +8975,37 @@ __device__ static float samp_top_p_bound(samp_dist &dist, samp_mass target, samp
 /* Keeps an id if those before it, from the highest down, have less than p of the mass. A weight of at most 1/V of the mass that
  * may be dropped is dropped ahead of the search: even V of them are not too much, and few ids remain. total: mass of what is kept
  * so far; returns that of what stays. */
-__device__ static samp_mass samp_top_p(samp_dist &dist, const samp_filter &filter, samp_mass total_mass, samp_mass *scratch) {
+__device__ static samp_mass samp_top_p(samp_dist &dist, const samp_filter &filter,
+                                       samp_mass total_mass, samp_mass *scratch) {
     samp_mass sum_above, target = (samp_mass)ceil((double)filter.top_p * (double)total_mass);
     float min_logit = samp_top_p_bound(dist, target, scratch);
     if (min_logit == dist.min_logit && !samp_has_all_kept(dist)) {
-        double small_weight = (1 - (double)filter.top_p) * ((double)total_mass / (double)SAMP_MASS_ONE) / dist.V;
+        double small_weight = (1 - (double)filter.top_p) *
+                              ((double)total_mass / (double)SAMP_MASS_ONE) / dist.V;
         samp_min_p(dist, small_weight < 1 ? filter.temperature * log(small_weight) : 0);
         min_logit = dist.min_logit;
     }
     min_logit = samp_find_threshold(dist, false, target, min_logit, &sum_above, scratch);
-    samp_mass tied_mass = samp_mass_of(dist, min_logit), n_tied = target > sum_above ? target - sum_above : 1;
+    samp_mass tied_mass = samp_mass_of(dist, min_logit),
+              n_tied = target > sum_above ? target - sum_above : 1;
     n_tied = tied_mass ? (n_tied + tied_mass - 1) / tied_mass : 1;
     dist.last_tied = samp_nth_tied(dist, min_logit, &n_tied, scratch), dist.min_logit = min_logit;
     return sum_above + n_tied * tied_mass;
 }
 
 /* Step 4 of chapter 18. Returns the mass of what is kept, 0 if that is not known. sum: of the row's weights, 0: not known. */
-__device__ static samp_mass samp_truncate(samp_dist &dist, const samp_filter &filter, float sum, samp_mass *scratch) {
+__device__ static samp_mass samp_truncate(samp_dist &dist, const samp_filter &filter, float sum,
+                                          samp_mass *scratch) {
     const bool has_cut = filter.top_k > 0 || filter.min_p_drop > -INFINITY;
     samp_mass mass = (samp_mass)(sum * SAMP_MASS_ONE), sum_above;
     if (filter.top_k > 0) {
-        float min_logit = samp_find_threshold(dist, true, (samp_mass)filter.top_k, samp_kth_bound(dist, filter.top_k, scratch), &sum_above, scratch);
+        float min_logit = samp_find_threshold(dist, true, (samp_mass)filter.top_k,
+                                              samp_kth_bound(dist, filter.top_k, scratch),
+                                              &sum_above, scratch);
         dist.min_logit = min_logit, dist.last_tied = INT_MAX, mass = 0;
-        if (filter.top_p < 1) samp_gather(dist, samp_logit_to_key(dist.min_logit), samp_logit_to_key(dist.max)), mass = samp_kept_mass(dist, scratch);
+        if (filter.top_p < 1)
+            samp_gather(dist, samp_logit_to_key(dist.min_logit), samp_logit_to_key(dist.max)),
+                mass = samp_kept_mass(dist, scratch);
     } else if (sum == 0 && (filter.top_p < 1 || !has_cut)) mass = samp_total_mass(dist, scratch);
     if (filter.top_p < 1) mass = samp_top_p(dist, filter, mass, scratch);
     if (filter.min_p_drop > -INFINITY) {
@@ -7460,17 +9016,23 @@ __device__ static samp_mass samp_truncate(samp_dist &dist, const samp_filter &fi
     return mass;
 }
 
-__device__ static inline samp_partial samp_partial_shuffle(const samp_partial &partial, int lane_mask) { /* the one that lane ^ lanes has */
+/* the one that lane ^ lanes has */
+__device__ static inline samp_partial samp_partial_shuffle(const samp_partial &partial,
+                                                           int lane_mask) {
     samp_partial other;
-    other.max = __shfl_xor_sync(~0u, partial.max, lane_mask), other.gumbel = __shfl_xor_sync(~0u, partial.gumbel, lane_mask);
-    other.id = __shfl_xor_sync(~0u, partial.id, lane_mask), other.logit = __shfl_xor_sync(~0u, partial.logit, lane_mask);
-    other.sum = __shfl_xor_sync(~0u, partial.sum, lane_mask), other.raw_sum = __shfl_xor_sync(~0u, partial.raw_sum, lane_mask);
+    other.max = __shfl_xor_sync(~0u, partial.max, lane_mask),
+    other.gumbel = __shfl_xor_sync(~0u, partial.gumbel, lane_mask);
+    other.id = __shfl_xor_sync(~0u, partial.id, lane_mask),
+    other.logit = __shfl_xor_sync(~0u, partial.logit, lane_mask);
+    other.sum = __shfl_xor_sync(~0u, partial.sum, lane_mask),
+    other.raw_sum = __shfl_xor_sync(~0u, partial.raw_sum, lane_mask);
     return other;
 }
 
 /* A part of each of the first n threads, at most 64, to one for all, in the order of samp_reduce_kernel. all: [n], a power of
  * two, in shared memory. */
-__device__ static samp_partial samp_merge_cta(samp_partial partial, const samp_params &params, samp_partial *shared, int n_partials) {
+__device__ static samp_partial samp_merge_cta(samp_partial partial, const samp_params &params,
+                                              samp_partial *shared, int n_partials) {
     int thread = (int)threadIdx.x;
     __syncthreads();
     if (thread < n_partials) shared[thread] = partial;
@@ -7478,7 +9040,8 @@ __device__ static samp_partial samp_merge_cta(samp_partial partial, const samp_p
     if (thread < 32) {
         partial = thread < n_partials ? shared[thread] : samp_empty_partial();
         if (n_partials > 32) partial = samp_merge(partial, shared[thread + 32], params);
-        for (int half = min(n_partials, 32) / 2; half; half /= 2) partial = samp_merge(partial, samp_partial_shuffle(partial, half), params);
+        for (int half = min(n_partials, 32) / 2; half; half /= 2)
+            partial = samp_merge(partial, samp_partial_shuffle(partial, half), params);
         if (thread == 0) shared[0] = partial;
     }
     __syncthreads();
@@ -7488,7 +9051,8 @@ __device__ static samp_partial samp_merge_cta(samp_partial partial, const samp_p
 /* The part of a block that a warp has, and in all its lanes: as samp_make_partial, to the bit, but lane 4s + g has the s-th eight ids of
  * group g, so that v is short and so is the code; no raw sums; logits are clean. A row has few blocks, and what counts is how long
  * one takes. id0: of the group. */
-__device__ static samp_partial samp_warp_partial(float (&logits)[8], const samp_params &params, uint32_t noise, int id0) {
+__device__ static samp_partial samp_warp_partial(float (&logits)[8], const samp_params &params,
+                                                 uint32_t noise, int id0) {
     const int group_index = (int)threadIdx.x % 4;
     samp_id_group group;
     float weights[8], octet_sum, logit = 0;
@@ -7501,20 +9065,28 @@ __device__ static samp_partial samp_warp_partial(float (&logits)[8], const samp_
         group.max = fmaxf(octet_max, __shfl_xor_sync(~0u, octet_max, 4));
         group.max = fmaxf(group.max, __shfl_xor_sync(~0u, group.max, 8));
         group.max = fmaxf(group.max, __shfl_xor_sync(~0u, group.max, 16));
-        group.max_octet = (__ffs((int)(__ballot_sync(~0u, octet_max == group.max) & 0x11111111u << group_index)) - 1) / 4;
+        group.max_octet = (__ffs((int)(__ballot_sync(~0u, octet_max == group.max) &
+                                       0x11111111u << group_index)) -
+                           1) /
+                          4;
         base = group.max > -INFINITY ? group.max : 0;
-        group.scaled_max = __fmul_rn(base, group.scale), raw_scaled_max = __fmul_rn(base, SAMP_LOG2E);
+        group.scaled_max = __fmul_rn(base, group.scale),
+        raw_scaled_max = __fmul_rn(base, SAMP_LOG2E);
         octet_sum = ex2(__fmaf_rn(logits[0], group.scale, -group.scaled_max));
 #pragma unroll
-        for (int k = 1; k < 8; k++) octet_sum = __fadd_rn(octet_sum, ex2(__fmaf_rn(logits[k], group.scale, -group.scaled_max)));
+        for (int k = 1; k < 8; k++)
+            octet_sum = __fadd_rn(octet_sum,
+                                  ex2(__fmaf_rn(logits[k], group.scale, -group.scaled_max)));
         group.sum = __fadd_rn(octet_sum, __shfl_xor_sync(~0u, octet_sum, 4));
         group.sum = __fadd_rn(group.sum, __shfl_xor_sync(~0u, group.sum, 8));
         group.sum = __fadd_rn(group.sum, __shfl_xor_sync(~0u, group.sum, 16));
-        bool inexact = !(group.sum >= 0 && fabsf(group.scaled_max) < 0x1p23f && fabsf(raw_scaled_max) < 0x1p23f);
+        bool inexact = !(group.sum >= 0 && fabsf(group.scaled_max) < 0x1p23f &&
+                         fabsf(raw_scaled_max) < 0x1p23f);
         if (pass || !__any_sync(~0u, inexact)) break;
         group.shift = inexact ? group.max : 0;
 #pragma unroll
-        for (int k = 0; k < 8; k++) logits[k] = inexact ? __fsub_rn(samp_clean(logits[k]), group.shift) : logits[k];
+        for (int k = 0; k < 8; k++)
+            logits[k] = inexact ? __fsub_rn(samp_clean(logits[k]), group.shift) : logits[k];
     }
     group.raw_sum = group.sum;
 #pragma unroll
@@ -7522,16 +9094,19 @@ __device__ static samp_partial samp_warp_partial(float (&logits)[8], const samp_
     samp_block_state state = samp_block_sums(group, params, noise, id0, NAN, true);
     bool from_end = params.uniform >> 31;
     float target = samp_target(params, from_end, group.sum);
-    int octet = state.is_drawn ? samp_inverse_cdf(group.sums, from_end, &target) : group.max_octet, index = 0;
+    int octet = state.is_drawn ? samp_inverse_cdf(group.sums, from_end, &target) : group.max_octet,
+        index = 0;
 #pragma unroll
-    for (int k = 0; k < 8; k++) weights[k] = ex2(__fmaf_rn(logits[k], group.scale, -group.scaled_max));
+    for (int k = 0; k < 8; k++)
+        weights[k] = ex2(__fmaf_rn(logits[k], group.scale, -group.scaled_max));
     if (state.is_drawn) index = samp_inverse_cdf(weights, from_end, &target);
     else
 #pragma unroll
         for (int k = 7; k >= 0; k--) index = logits[k] == group.max ? k : index;
 #pragma unroll
     for (int k = 0; k < 8; k++) logit = index == k ? logits[k] : logit;
-    logit = __fadd_rn(__shfl_sync(~0u, logit, 4 * octet + group_index), group.shift), index = __shfl_sync(~0u, index, 4 * octet + group_index);
+    logit = __fadd_rn(__shfl_sync(~0u, logit, 4 * octet + group_index), group.shift),
+    index = __shfl_sync(~0u, index, 4 * octet + group_index);
     float score = state.is_drawn ? __fmaf_rn(state.rel_max, group.scale, state.gumbel) : state.max;
     int id = state.max == -INFINITY ? INT_MAX : id0 + 32 * octet + samp_column(index);
     samp_quad_best(state.partial, score, id, logit);
@@ -7539,34 +9114,42 @@ __device__ static samp_partial samp_warp_partial(float (&logits)[8], const samp_
 }
 
 /* What the listed blocks come to, without what is cut and without raw sums: those are known. A warp takes each in turn. */
-__device__ static samp_partial samp_draw_blocks(const samp_dist &dist, const samp_params &params, samp_partial *shared) {
+__device__ static samp_partial samp_draw_blocks(const samp_dist &dist, const samp_params &params,
+                                                samp_partial *shared) {
     const int warp = (int)threadIdx.x / 32, n_warps = FILTER_THREADS / 32;
-    const int group = (int)threadIdx.x % 4, first_id = (int)threadIdx.x % 32 / 4 * 32 + 2 * group; /* of the lane's ids in a block */
+    /* of the lane's ids in a block */
+    const int group = (int)threadIdx.x % 4, first_id = (int)threadIdx.x % 32 / 4 * 32 + 2 * group;
     samp_partial partial = samp_empty_partial();
     float2 next[4];
     auto fetch = [&](int i) {
 #pragma unroll
         for (int j = 0; j < 4; j++)
-            next[j] = i < dist.n_listed ? *(const float2 *)(dist.x + dist.blocks[i] * SAMP_BLOCK + first_id + 8 * j) : float2{};
+            next[j] = i < dist.n_listed ? *(const float2 *)(dist.x + dist.blocks[i] * SAMP_BLOCK +
+                                                            first_id + 8 * j)
+                                        : float2{};
     };
     fetch(warp);
     for (int i = warp; i < dist.n_listed; i += n_warps) {
         const int block = dist.blocks[i], id0 = block * SAMP_BLOCK + 2 * group;
         float logits[8];
 #pragma unroll
-        for (int j = 0; j < 4; j++) logits[2 * j] = samp_clean(next[j].x), logits[2 * j + 1] = samp_clean(next[j].y);
+        for (int j = 0; j < 4; j++)
+            logits[2 * j] = samp_clean(next[j].x), logits[2 * j + 1] = samp_clean(next[j].y);
         fetch(i + n_warps);
 #pragma unroll
         for (int k = 0; k < 8; k++) {
             int id = block * SAMP_BLOCK + first_id + samp_column(k);
             if (id >= dist.V || !samp_is_kept(dist, logits[k], id)) logits[k] = -INFINITY;
         }
-        partial = samp_merge(partial, samp_warp_partial(logits, params, samp_noise(params, block, group), id0), params);
+        partial = samp_merge(
+            partial, samp_warp_partial(logits, params, samp_noise(params, block, group), id0),
+            params);
     }
     __syncthreads();
     if (threadIdx.x % 32 == 0) shared[SAMP_MERGE_THREADS + warp] = partial;
     __syncthreads();
-    return samp_merge_cta(shared[SAMP_MERGE_THREADS + threadIdx.x % n_warps], params, shared, n_warps);
+    return samp_merge_cta(shared[SAMP_MERGE_THREADS + threadIdx.x % n_warps], params, shared,
+                          n_warps);
 }
 
 /* Step 5 over the listed blocks. Where they are many, a block's key is bounded by its sum before the cut, sum_of(block), and the
@@ -7574,7 +9157,9 @@ __device__ static samp_partial samp_draw_blocks(const samp_dist &dist, const sam
  * bound is not below the highest of these eight keys: a handful, for a bound is too high by two bits, since a group has but a
  * fourth of the sum, and by what the cut takes. The result's sum is then of these few alone. */
 template <class S>
-__device__ static inline samp_partial samp_draw(samp_dist &dist, const samp_params &params, bool use_bounds, samp_partial *shared, S block_sum) {
+__device__ static inline samp_partial samp_draw(samp_dist &dist, const samp_params &params,
+                                                bool use_bounds, samp_partial *shared,
+                                                S block_sum) {
     constexpr int WARPS = FILTER_THREADS / 32;
     __shared__ int first_blocks[WARPS];
     const int thread = (int)threadIdx.x, lane = thread % 32;
@@ -7586,14 +9171,20 @@ __device__ static inline samp_partial samp_draw(samp_dist &dist, const samp_para
             const int block = blocks[i];
             uint32_t counter[4]; /* by one call of Philox */
 #pragma unroll
-            for (int group = 0; group < 4; group++) counter[group] = samp_noise(params, block, group);
-            const float noise = samp_log2_exponential(min(min(counter[0], counter[1]), min(counter[2], counter[3])));
-            const float bound = __fmaf_rn(__fsub_rn(dist.block_maxes[block], dist.max), params.scale, __fsub_rn(lg2(block_sum(block)), noise));
+            for (int group = 0; group < 4; group++)
+                counter[group] = samp_noise(params, block, group);
+            const float noise = samp_log2_exponential(
+                min(min(counter[0], counter[1]), min(counter[2], counter[3])));
+            const float bound = __fmaf_rn(__fsub_rn(dist.block_maxes[block], dist.max),
+                                          params.scale, __fsub_rn(lg2(block_sum(block)), noise));
             dist.block_sums[block] = bound;
             if (!(bound <= max_bound) || i < FILTER_THREADS) max_bound = bound, best_block = block;
         }
-        const uint32_t key = samp_logit_to_key(max_bound), max_key = __reduce_max_sync(~0u, lane * WARPS + thread / 32 < n_blocks ? key : 0);
-        if (lane == __ffs((int)__ballot_sync(~0u, key == max_key)) - 1) first_blocks[thread / 32] = best_block, dist.block_sums[best_block] = -INFINITY;
+        const uint32_t key = samp_logit_to_key(max_bound),
+                       max_key = __reduce_max_sync(~0u,
+                                                   lane * WARPS + thread / 32 < n_blocks ? key : 0);
+        if (lane == __ffs((int)__ballot_sync(~0u, key == max_key)) - 1)
+            first_blocks[thread / 32] = best_block, dist.block_sums[best_block] = -INFINITY;
         __syncthreads();
         dist.blocks = first_blocks, dist.n_listed = WARPS;
     }
@@ -7601,15 +9192,19 @@ __device__ static inline samp_partial samp_draw(samp_dist &dist, const samp_para
     for (bool has_more = use_bounds;; has_more = false) {
         partial = samp_merge(partial, samp_draw_blocks(dist, params, shared), params);
         if (!has_more) return partial;
-        const float key = __fmaf_rn(__fsub_rn(partial.max, dist.max), params.scale, partial.gumbel), min_bound = key - 0.01f - 1e-6f * fabsf(key);
+        const float key = __fmaf_rn(__fsub_rn(partial.max, dist.max), params.scale, partial.gumbel),
+                    min_bound = key - 0.01f - 1e-6f * fabsf(key);
         dist.blocks = blocks;
-        samp_list_blocks(dist, n_blocks, [&](int i) { return blocks[i]; }, [&](int block) { return !(dist.block_sums[block] < min_bound); });
+        samp_list_blocks(
+            dist, n_blocks, [&](int i) { return blocks[i]; },
+            [&](int block) { return !(dist.block_sums[block] < min_bound); });
         if (!dist.n_listed) return partial;
     }
 }
 
 /* The raw logit at the picked id from the adjusted one, less the raw log-sum-exp: samp_unadjust of toka.c. */
-__device__ static float samp_unadjust(const samp_filter &filter, int id, double logit, float raw_max, float raw_log_sum, int *scratch) {
+__device__ static float samp_unadjust(const samp_filter &filter, int id, double logit,
+                                      float raw_max, float raw_log_sum, int *scratch) {
     int seen = 0, count = 0;
     for (int i = (int)threadIdx.x; i < filter.n_history; i += FILTER_THREADS) {
         bool hit = filter.history[i] == id;
@@ -7637,37 +9232,68 @@ typedef struct samp_filter_args { /* rows 0 .. n-1 of a launch */
     int *last_tokens;
 } samp_filter_args;
 
-static size_t samp_filter_smem(int n_blocks) { return FILTER_ID_RANGE * sizeof(uint32_t) + (size_t)n_blocks * 3 * sizeof(float); }
+static size_t samp_filter_smem(int n_blocks) {
+    return FILTER_ID_RANGE * sizeof(uint32_t) + (size_t)n_blocks * 3 * sizeof(float);
+}
 
 /* Blocks on a multiprocessor: shared memory of other cards has room for one of 128,256 ids; older toolkits spill with two. */
 enum { FILTER_CTAS_PER_SM = HOPPER && NVCC_VERSION >= 1208 ? 2 : 1 };
 __global__ static void __launch_bounds__(FILTER_THREADS, FILTER_CTAS_PER_SM)
     samp_filter_kernel(const __grid_constant__ samp_filter_args args) {
-    extern __shared__ __align__(16) uint32_t workspace[]; /* [FILTER_ID_RANGE] counts, bits, gathered ids; 3 x [n_blocks] */
+    /* [FILTER_ID_RANGE] counts, bits, gathered ids; 3 x [n_blocks] */
+    extern __shared__ __align__(16) uint32_t workspace[];
     __shared__ samp_partial partials[FILTER_THREADS];
     __shared__ samp_mass scratch[33];
     __shared__ samp_filter filter;
     static_assert(FILTER_THREADS == 256, "samp_narrow: eight bits");
     static_assert(sizeof filter % 4 == 0 && sizeof filter / 4 <= FILTER_THREADS, "a word a thread");
-    static_assert(2 * FILTER_CANDIDATES <= FILTER_ID_RANGE && FILTER_BINS <= FILTER_ID_RANGE, "they take its place");
-    float *block_maxes = (float *)(workspace + FILTER_ID_RANGE), *block_sums = block_maxes + args.n_blocks, *logits = args.logits + (size_t)blockIdx.x * args.ld_logits;
+    static_assert(2 * FILTER_CANDIDATES <= FILTER_ID_RANGE && FILTER_BINS <= FILTER_ID_RANGE,
+                  "they take its place");
+    float *block_maxes = (float *)(workspace + FILTER_ID_RANGE),
+          *block_sums = block_maxes + args.n_blocks,
+          *logits = args.logits + (size_t)blockIdx.x * args.ld_logits;
     grid_launch_dependents();
     grid_wait();
     const samp_params params = args.params[blockIdx.x];
-    if (threadIdx.x < sizeof filter / 4) ((uint32_t *)&filter)[threadIdx.x] = ((const uint32_t *)(args.filters + blockIdx.x))[threadIdx.x];
+    if (threadIdx.x < sizeof filter / 4)
+        ((uint32_t *)&filter)[threadIdx.x] = ((const uint32_t *)(args.filters +
+                                                                 blockIdx.x))[threadIdx.x];
     samp_partial partial = samp_empty_partial();
-    if (threadIdx.x < SAMP_MERGE_THREADS) partial = samp_merge_strided(params, args.partials + blockIdx.x, args.ld_partials, args.n_blocks, (int)threadIdx.x, block_maxes);
-    partial = samp_merge_cta(partial, params, partials, SAMP_MERGE_THREADS); /* as samp_reduce_kernel does, to the bit */
+    if (threadIdx.x < SAMP_MERGE_THREADS)
+        partial = samp_merge_strided(params, args.partials + blockIdx.x, args.ld_partials,
+                                     args.n_blocks, (int)threadIdx.x, block_maxes);
+    /* as samp_reduce_kernel does, to the bit */
+    partial = samp_merge_cta(partial, params, partials, SAMP_MERGE_THREADS);
     float raw_max = partial.max, raw_log_sum = logf(partial.raw_sum);
-    samp_dist dist = {logits, block_maxes, block_sums, (int *)(block_sums + args.n_blocks), (float *)workspace, (int *)workspace + FILTER_CANDIDATES, args.V, args.n_blocks, 0,
-                   -1, 0, 0, partial.max, samp_scale(params), -INFINITY, -1};
-    if (filter.n_top) samp_top_logprobs(dist, filter.n_top, raw_log_sum, args.tops + filter.top_index, scratch);
+    samp_dist dist = {logits,
+                      block_maxes,
+                      block_sums,
+                      (int *)(block_sums + args.n_blocks),
+                      (float *)workspace,
+                      (int *)workspace + FILTER_CANDIDATES,
+                      args.V,
+                      args.n_blocks,
+                      0,
+                      -1,
+                      0,
+                      0,
+                      partial.max,
+                      samp_scale(params),
+                      -INFINITY,
+                      -1};
+    if (filter.n_top)
+        samp_top_logprobs(dist, filter.n_top, raw_log_sum, args.tops + filter.top_index, scratch);
     const int rank = filter.ranked ? samp_rank(dist, params.forced_id, scratch) : 0;
-    bool adjusted = params.forced_id < 0 && (filter.n_bias || filter.n_allowed || filter.n_forbidden || filter.n_history);
-    bool is_drawn = params.forced_id < 0 && params.scale > 0, has_cut = is_drawn && (filter.top_k > 0 || filter.top_p < 1 || filter.min_p_drop > -INFINITY);
-    const bool with_sums = adjusted && is_drawn && !filter.top_k; /* of top-k only bounds of keys are made, if anything */
+    bool adjusted = params.forced_id < 0 &&
+                    (filter.n_bias || filter.n_allowed || filter.n_forbidden || filter.n_history);
+    bool is_drawn = params.forced_id < 0 && params.scale > 0,
+         has_cut = is_drawn &&
+                   (filter.top_k > 0 || filter.top_p < 1 || filter.min_p_drop > -INFINITY);
+    /* of top-k only bounds of keys are made, if anything */
+    const bool with_sums = adjusted && is_drawn && !filter.top_k;
     const samp_partial *row_partials = args.partials + blockIdx.x;
-    for (int block = (int)threadIdx.x; block < args.n_blocks && with_sums; block += FILTER_THREADS) block_sums[block] = row_partials[(size_t)block * args.ld_partials].sum;
+    for (int block = (int)threadIdx.x; block < args.n_blocks && with_sums; block += FILTER_THREADS)
+        block_sums[block] = row_partials[(size_t)block * args.ld_partials].sum;
     if (adjusted) samp_adjust(dist, filter, logits, with_sums, workspace, scratch);
     if (adjusted && dist.max == -INFINITY) partial = samp_empty_partial();
     else if ((has_cut || adjusted) && dist.max > -INFINITY) {
@@ -7675,19 +9301,26 @@ __global__ static void __launch_bounds__(FILTER_THREADS, FILTER_CTAS_PER_SM)
         if (is_drawn) mass = samp_truncate(dist, filter, adjusted ? 0 : partial.sum, scratch);
         else dist.min_logit = dist.max, dist.last_tied = INT_MAX; /* the best alone counts */
         samp_list_above(dist, dist.min_logit);
-        const bool use_bounds = is_drawn && dist.n_listed > (mass ? FILTER_MANY_BLOCKS : 4 * FILTER_MANY_BLOCKS);
+        const bool use_bounds = is_drawn && dist.n_listed > (mass ? FILTER_MANY_BLOCKS
+                                                                  : 4 * FILTER_MANY_BLOCKS);
         if (use_bounds && !mass) {
             if (!samp_has_all_kept(dist)) dist.n_candidates = -1;
             mass = samp_kept_mass(dist, scratch);
         }
         partial = samp_draw(dist, params, use_bounds, partials, [&](int block) {
-            return !adjusted ? row_partials[(size_t)block * args.ld_partials].sum : with_sums ? block_sums[block] : (float)SAMP_BLOCK; /* no sum is above */
+            /* no sum is above */
+            return !adjusted   ? row_partials[(size_t)block * args.ld_partials].sum
+                   : with_sums ? block_sums[block]
+                               : (float)SAMP_BLOCK;
         });
         if (use_bounds) partial.max = dist.max, partial.sum = (float)mass / SAMP_MASS_ONE;
     }
-    samp_result result = samp_make_result(params, partial, raw_max, raw_log_sum, filter.fallback_id);
-    if (adjusted && params.forced_id == SAMP_DRAW && (unsigned)result.id < (unsigned)args.V) /* a broken group's logits can lead anywhere */
-        result.logprob = samp_unadjust(filter, result.id, samp_clean(logits[result.id]), raw_max, raw_log_sum, (int *)scratch);
+    samp_result result = samp_make_result(params, partial, raw_max, raw_log_sum,
+                                          filter.fallback_id);
+    /* a broken group's logits can lead anywhere */
+    if (adjusted && params.forced_id == SAMP_DRAW && (unsigned)result.id < (unsigned)args.V)
+        result.logprob = samp_unadjust(filter, result.id, samp_clean(logits[result.id]), raw_max,
+                                       raw_log_sum, (int *)scratch);
     if (threadIdx.x) return;
     result.rank = rank;
     args.results[blockIdx.x] = result, args.best_keys[blockIdx.x] = 0;
@@ -7702,19 +9335,24 @@ static_assert(SAMP_PARTIAL_ROWS * sizeof(samp_partial) <= SAMP_RECV_BYTES, "as c
 static_assert((int)SAMP_BLOCK == (int)TOKA_ID_BLOCK, "as the ranks' parts have it");
 
 static size_t samp_upload_bytes(const toka_device *dev) {
-    return (size_t)dev->options.max_samples * (sizeof(samp_params) + sizeof(int)) + 32 + SAMP_GRAPH_LIST_BYTES;
+    return (size_t)dev->options.max_samples * (sizeof(samp_params) + sizeof(int)) + 32 +
+           SAMP_GRAPH_LIST_BYTES;
 }
 
 static void *samp_alloc_pinned(toka_device *dev, size_t bytes, const char *what) {
     void *memory = NULL;
-    if (!dev->error.code) latch_error(dev, cudaHostAlloc(&memory, bytes, cudaHostAllocDefault), what);
+    if (!dev->error.code)
+        latch_error(dev, cudaHostAlloc(&memory, bytes, cudaHostAllocDefault), what);
     return memory;
 }
 
 /* No row has reached any key. */
 static void samp_reset_best_keys(toka_device *dev) {
     samp_plan *plan = dev->samp;
-    latch_error(dev, cudaMemsetAsync(plan->best_keys, 0, (size_t)plan->partial_rows * sizeof *plan->best_keys, dev->stream), "keys of sampling");
+    latch_error(dev,
+                cudaMemsetAsync(plan->best_keys, 0,
+                                (size_t)plan->partial_rows * sizeof *plan->best_keys, dev->stream),
+                "keys of sampling");
 }
 
 /* Takes all memory of this chapter; failures are latched. Needs options, shape and n_sms. */
@@ -7724,34 +9362,62 @@ static void samp_open(toka_device *dev) {
     const bool has_ranks = tp_size(dev) > 1;
     if (!plan) abort();
     dev->samp = plan;
-    plan->n_blocks = ceil_div(dev->shape->V_all, SAMP_BLOCK), plan->ld_logits = plan->n_blocks * SAMP_BLOCK;
-    plan->own_blocks = ceil_div(dev->shape->V, SAMP_BLOCK), plan->ld_own = plan->own_blocks * SAMP_BLOCK;
+    plan->n_blocks = ceil_div(dev->shape->V_all, SAMP_BLOCK),
+    plan->ld_logits = plan->n_blocks * SAMP_BLOCK;
+    plan->own_blocks = ceil_div(dev->shape->V, SAMP_BLOCK),
+    plan->ld_own = plan->own_blocks * SAMP_BLOCK;
     plan->ranks_own_blocks = !has_ranks || dev->shape->V_all >= tp_size(dev) * SAMP_BLOCK;
     size_t fitting_rows = SAMP_LOGITS_BYTES / ((size_t)plan->ld_logits * sizeof(float));
-    plan->chunk_rows = (int)(fitting_rows < SAMP_STORED_MAX ? SAMP_STORED_MAX : fitting_rows > max_samples ? max_samples : fitting_rows > 256 ? fitting_rows & ~(size_t)255 : fitting_rows); /* whole tiles */
+    /* whole tiles */
+    plan->chunk_rows = (int)(fitting_rows < SAMP_STORED_MAX ? SAMP_STORED_MAX
+                             : fitting_rows > max_samples   ? max_samples
+                             : fitting_rows > 256           ? fitting_rows & ~(size_t)255
+                                                            : fitting_rows);
     plan->partial_rows = (int)(max_samples < SAMP_PARTIAL_ROWS ? max_samples : SAMP_PARTIAL_ROWS);
     const int max_rows = has_ranks ? SAMP_PARTIAL_ROWS : 32768; /* of blockIdx.y there are 65,535 */
     if (plan->chunk_rows > max_rows) plan->chunk_rows = max_rows;
     if (plan->partial_rows < plan->chunk_rows) plan->partial_rows = plan->chunk_rows;
-    plan->logits = (float *)dev_alloc(dev, (size_t)plan->chunk_rows * (size_t)plan->ld_logits * sizeof(float), "logits");
-    plan->partials = (samp_partial *)dev_alloc(dev, (size_t)plan->n_blocks * (size_t)plan->partial_rows * sizeof(samp_partial), "parts of sampling");
-    plan->best_keys = (uint32_t *)dev_alloc(dev, (size_t)plan->partial_rows * sizeof(uint32_t), "keys of sampling");
+    plan->logits = (float *)dev_alloc(
+        dev, (size_t)plan->chunk_rows * (size_t)plan->ld_logits * sizeof(float), "logits");
+    plan->partials = (samp_partial *)dev_alloc(dev,
+                                               (size_t)plan->n_blocks * (size_t)plan->partial_rows *
+                                                   sizeof(samp_partial),
+                                               "parts of sampling");
+    plan->best_keys = (uint32_t *)dev_alloc(dev, (size_t)plan->partial_rows * sizeof(uint32_t),
+                                            "keys of sampling");
     if (!dev->error.code) samp_reset_best_keys(dev);
-    plan->own_logits = has_ranks ? (float *)dev_alloc(dev, (size_t)plan->chunk_rows * (size_t)plan->ld_own * sizeof(float), "logits") : plan->logits;
-    if (has_ranks) plan->merged = (samp_partial *)dev_alloc(dev, (size_t)plan->partial_rows * sizeof(samp_partial), "parts of sampling");
+    plan->own_logits = has_ranks ? (float *)dev_alloc(dev,
+                                                      (size_t)plan->chunk_rows *
+                                                          (size_t)plan->ld_own * sizeof(float),
+                                                      "logits")
+                                 : plan->logits;
+    if (has_ranks)
+        plan->merged = (samp_partial *)dev_alloc(dev,
+                                                 (size_t)plan->partial_rows * sizeof(samp_partial),
+                                                 "parts of sampling");
     if (has_ranks) group_recv_bytes(dev, &plan->recv_offset), dev->rank->logits = plan->logits;
-    plan->results = plan->dev_results = (samp_result *)dev_alloc(dev, max_samples * sizeof(samp_result), "picks");
-    plan->tops = (samp_top *)dev_alloc(dev, max_samples * sizeof(samp_top), "top log-probabilities");
+    plan->results = plan->dev_results = (samp_result *)dev_alloc(dev,
+                                                                 max_samples * sizeof(samp_result),
+                                                                 "picks");
+    plan->tops = (samp_top *)dev_alloc(dev, max_samples * sizeof(samp_top),
+                                       "top log-probabilities");
     for (samp_host_results &host : plan->host_results) {
-        host.results = (samp_result *)samp_alloc_pinned(dev, max_samples * sizeof(samp_result), "pinned picks");
-        host.tops = (samp_top *)samp_alloc_pinned(dev, max_samples * sizeof(samp_top), "pinned top log-probabilities");
+        host.results = (samp_result *)samp_alloc_pinned(dev, max_samples * sizeof(samp_result),
+                                                        "pinned picks");
+        host.tops = (samp_top *)samp_alloc_pinned(dev, max_samples * sizeof(samp_top),
+                                                  "pinned top log-probabilities");
         host.order = (int *)malloc(max_samples * sizeof(int));
         if (!host.order) abort();
     }
     const gemm_variant *head = &samp_lm_head_variant;
-    if (dev->hopper) latch_error(dev, cudaFuncSetAttribute(head->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, head->smem_bytes), "LM head");
+    if (dev->hopper)
+        latch_error(dev,
+                    cudaFuncSetAttribute(head->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                         head->smem_bytes),
+                    "LM head");
     const size_t row_list_bytes = 4 * ((size_t)dev->shape->max_len + 4 * V); /* lists of a row */
-    upload_open(dev, &plan->list_upload, max_samples * sizeof(samp_filter) + SAMP_LIST_BYTES + row_list_bytes + 64, false);
+    upload_open(dev, &plan->list_upload,
+                max_samples * sizeof(samp_filter) + SAMP_LIST_BYTES + row_list_bytes + 64, false);
 }
 
 static void samp_close(toka_device *dev) {
@@ -7768,18 +9434,23 @@ static void samp_close(toka_device *dev) {
 }
 
 static bool samp_has_penalties(const toka_sampling *sampling) {
-    return sampling->repetition_penalty != 1 || sampling->frequency_penalty != 0 || sampling->presence_penalty != 0;
+    return sampling->repetition_penalty != 1 || sampling->frequency_penalty != 0 ||
+           sampling->presence_penalty != 0;
 }
 static bool samp_is_filtered(const toka_sample_row *row, int V) {
     const toka_sampling *sampling = row->sampling;
     if (!sampling) return false;
     if (sampling->logprobs > 0 || row->ranked) return true;
     if (row->forced_id >= 0) return false;
-    if (sampling->n_bias || sampling->n_allowed || row->n_forbidden || samp_has_penalties(sampling)) return true;
-    return sampling->temperature > 0 && ((sampling->top_k > 0 && sampling->top_k < V) || sampling->top_p < 1 || sampling->min_p > 0);
+    if (sampling->n_bias || sampling->n_allowed || row->n_forbidden || samp_has_penalties(sampling))
+        return true;
+    return sampling->temperature > 0 && ((sampling->top_k > 0 && sampling->top_k < V) ||
+                                         sampling->top_p < 1 || sampling->min_p > 0);
 }
 
-static int samp_n_top(const toka_sampling *sampling, int V) { return max(0, min(min(sampling->logprobs, TOKA_MAX_LOGPROBS), V)); }
+static int samp_n_top(const toka_sampling *sampling, int V) {
+    return max(0, min(min(sampling->logprobs, TOKA_MAX_LOGPROBS), V));
+}
 
 /* The part of the history that penalties look at. */
 static int samp_history_start(const toka_sample_row *row) {
@@ -7790,7 +9461,9 @@ static int samp_history_start(const toka_sample_row *row) {
 static size_t samp_list_bytes(const toka_sample_row *row) {
     const toka_sampling *sampling = row->sampling;
     const size_t history = (size_t)(row->n_history - samp_history_start(row));
-    return 4 * (history + 2 * (size_t)sampling->n_bias + (size_t)sampling->n_allowed + (size_t)row->n_forbidden) + 5 * 16;
+    return 4 * (history + 2 * (size_t)sampling->n_bias + (size_t)sampling->n_allowed +
+                (size_t)row->n_forbidden) +
+           5 * 16;
 }
 
 /* Is a row of the step filtered? */
@@ -7806,14 +9479,16 @@ static bool samp_fits_one_pass(const toka_device *dev, const toka_step *step, in
     const samp_plan *plan = dev->samp;
     size_t bytes = (size_t)n_rows * sizeof(samp_filter) + 16;
     for (int i = 0; i < step->n_samples; i++)
-        if (samp_is_filtered(&step->samples[i], dev->shape->V_all)) bytes += samp_list_bytes(&step->samples[i]);
+        if (samp_is_filtered(&step->samples[i], dev->shape->V_all))
+            bytes += samp_list_bytes(&step->samples[i]);
     return tp_size(dev) == 1 && n_rows <= plan->chunk_rows && bytes <= SAMP_GRAPH_LIST_BYTES;
 }
 
 /* Are the last kernels of such a step's graph kept, to become those of other steps? Tensor ranks end otherwise, and more rows than
  * logits are stored for go in parts. */
 static bool samp_has_graph_nodes(const toka_device *dev, const toka_step *step) {
-    return tp_size(dev) == 1 && step->n_samples <= GRAPH_MAX_ROWS && step->n_samples <= dev->samp->chunk_rows;
+    return tp_size(dev) == 1 && step->n_samples <= GRAPH_MAX_ROWS &&
+           step->n_samples <= dev->samp->chunk_rows;
 }
 
 /* Chooses which rows go which way and puts what all rows need into the stage, at the start of a step; filters and their lists
@@ -7830,69 +9505,100 @@ static void samp_plan_step(toka_device *dev, const toka_step *step) {
     samp_params *params;
     int *rows;
     assert(step->n_samples <= dev->options.max_samples);
-    const bool any_filtered = samp_any_filtered(dev, step), one_pass = step->n_samples <= FUSE_NORM_MAX_ROWS && samp_fits_one_pass(dev, step, step->n_samples);
+    const bool any_filtered = samp_any_filtered(dev, step),
+               one_pass = step->n_samples <= FUSE_NORM_MAX_ROWS &&
+                          samp_fits_one_pass(dev, step, step->n_samples);
     int n_plain = 0, end = step->n_samples;
     plan->in_order = !any_filtered || graph_is_replay(dev) || one_pass;
-    for (int i = 0; i < step->n_samples && !plan->in_order; i++) host->order[samp_is_filtered(&step->samples[i], dev->shape->V_all) ? --end : n_plain++] = i;
+    for (int i = 0; i < step->n_samples && !plan->in_order; i++)
+        host->order[samp_is_filtered(&step->samples[i], dev->shape->V_all) ? --end : n_plain++] = i;
     for (int i = 0; i < step->n_samples && plan->in_order; i++) host->order[i] = i;
-    plan->n_plain = any_filtered ? n_plain : step->n_samples, host->n_tops = 0, host->caller_results = NULL;
+    plan->n_plain = any_filtered ? n_plain : step->n_samples, host->n_tops = 0,
+    host->caller_results = NULL;
     plan->results = samp_has_graph_nodes(dev, step) ? host->results : plan->dev_results;
-    plan->params = (samp_params *)upload_alloc(&dev->upload, (size_t)step->n_samples * sizeof *params, (void **)&params);
-    plan->rows = (int *)upload_alloc(&dev->upload, (size_t)step->n_samples * sizeof *rows, (void **)&rows);
+    plan->params = (samp_params *)upload_alloc(&dev->upload,
+                                               (size_t)step->n_samples * sizeof *params,
+                                               (void **)&params);
+    plan->rows = (int *)upload_alloc(&dev->upload, (size_t)step->n_samples * sizeof *rows,
+                                     (void **)&rows);
     for (int i = 0; i < step->n_samples; i++) {
         const toka_sample_row *row = &step->samples[host->order[i]];
         const toka_sampling *sampling = row->sampling;
         uint64_t seed = sampling ? sampling->seed : 0;
         float temperature = sampling ? sampling->temperature : 0;
-        assert(row->row >= 0 && row->row < step->T && row->forced_id < dev->shape->V_all && (sampling || row->forced_id >= 0));
+        assert(row->row >= 0 && row->row < step->T && row->forced_id < dev->shape->V_all &&
+               (sampling || row->forced_id >= 0));
         double scale = temperature > 0 ? 1.4426950408889634 / temperature : 0;
         uint32_t counter[4] = {row->sample, row->position, 0, 0};
         philox(counter, (uint32_t)seed, (uint32_t)(seed >> 32));
         rows[i] = row->row;
-        params[i] = samp_params{{(uint32_t)seed, (uint32_t)(seed >> 32)}, row->sample, row->position, counter[0],
-                          scale > 3e38 ? 3e38f : (float)scale,
-                          row->forced_id >= 0 ? row->forced_id : toka_wants_logprob(row) ? SAMP_DRAW : SAMP_DRAW_NO_LOGPROB,
-                          row->seq < dev->options.n_seqs ? row->seq : -1};
+        params[i] = samp_params{{(uint32_t)seed, (uint32_t)(seed >> 32)},
+                                row->sample,
+                                row->position,
+                                counter[0],
+                                scale > 3e38 ? 3e38f : (float)scale,
+                                row->forced_id >= 0       ? row->forced_id
+                                : toka_wants_logprob(row) ? SAMP_DRAW
+                                                          : SAMP_DRAW_NO_LOGPROB,
+                                row->seq < dev->options.n_seqs ? row->seq : -1};
     }
 }
 
 /* Fills in the filter of one row; lists that its request shares with the row before are sent once. */
-static void samp_fill_filter(toka_device *dev, upload_buffer *upload, const toka_sample_row *row, const toka_sample_row *prev_row, const samp_filter *prev_filter,
-                      samp_filter *filter) {
+static void samp_fill_filter(toka_device *dev, upload_buffer *upload, const toka_sample_row *row,
+                             const toka_sample_row *prev_row, const samp_filter *prev_filter,
+                             samp_filter *filter) {
     const toka_sampling *sampling = row->sampling;
     int V = dev->shape->V_all, history_start = samp_history_start(row);
     bool shared = prev_row && prev_row->sampling == sampling;
     *filter = samp_filter{};
-    filter->history = (const int *)upload_put(upload, row->history + history_start, (size_t)(row->n_history - history_start) * 4);
-    filter->n_history = row->n_history - history_start, filter->n_prompt = row->n_prompt > history_start ? row->n_prompt - history_start : 0;
-    filter->bias_ids = shared ? prev_filter->bias_ids : (const int *)upload_put(upload, sampling->bias_ids, (size_t)sampling->n_bias * 4);
-    filter->bias = shared ? prev_filter->bias : (const float *)upload_put(upload, sampling->bias_values, (size_t)sampling->n_bias * 4);
-    filter->allowed = shared ? prev_filter->allowed : (const int *)upload_put(upload, sampling->allowed_ids, (size_t)sampling->n_allowed * 4);
-    filter->forbidden = (const int *)upload_put(upload, row->forbidden, (size_t)row->n_forbidden * 4);
-    filter->n_bias = sampling->n_bias, filter->n_allowed = sampling->n_allowed, filter->n_forbidden = row->n_forbidden;
+    filter->history = (const int *)upload_put(upload, row->history + history_start,
+                                              (size_t)(row->n_history - history_start) * 4);
+    filter->n_history = row->n_history - history_start,
+    filter->n_prompt = row->n_prompt > history_start ? row->n_prompt - history_start : 0;
+    filter->bias_ids = shared ? prev_filter->bias_ids
+                              : (const int *)upload_put(upload, sampling->bias_ids,
+                                                        (size_t)sampling->n_bias * 4);
+    filter->bias = shared ? prev_filter->bias
+                          : (const float *)upload_put(upload, sampling->bias_values,
+                                                      (size_t)sampling->n_bias * 4);
+    filter->allowed = shared ? prev_filter->allowed
+                             : (const int *)upload_put(upload, sampling->allowed_ids,
+                                                       (size_t)sampling->n_allowed * 4);
+    filter->forbidden = (const int *)upload_put(upload, row->forbidden,
+                                                (size_t)row->n_forbidden * 4);
+    filter->n_bias = sampling->n_bias, filter->n_allowed = sampling->n_allowed,
+    filter->n_forbidden = row->n_forbidden;
     filter->fallback_id = row->forced_id < 0 ? toka_fallback_id(row, V) : 0;
-    filter->temperature = sampling->temperature, filter->top_p = sampling->top_p, filter->top_k = sampling->top_k < V ? sampling->top_k : 0;
-    filter->min_p_drop = sampling->min_p > 0 ? sampling->temperature * log((double)sampling->min_p) : -INFINITY;
-    filter->repetition = sampling->repetition_penalty, filter->frequency = sampling->frequency_penalty, filter->presence = sampling->presence_penalty;
+    filter->temperature = sampling->temperature, filter->top_p = sampling->top_p,
+    filter->top_k = sampling->top_k < V ? sampling->top_k : 0;
+    filter->min_p_drop = sampling->min_p > 0 ? sampling->temperature * log((double)sampling->min_p)
+                                             : -INFINITY;
+    filter->repetition = sampling->repetition_penalty,
+    filter->frequency = sampling->frequency_penalty, filter->presence = sampling->presence_penalty;
     filter->n_top = samp_n_top(sampling, V), filter->ranked = row->ranked;
     if (filter->n_top) filter->top_index = dev->samp->host_results[dev->last_begun].n_tops++;
 }
 
 /* Filters of rows first .. of the plan, with their lists, to a stage: as many as fit, at most `most`. Returns how many. */
-static int samp_fill_filters(toka_device *dev, const toka_step *step, upload_buffer *upload, int first, int max_rows, samp_filter **filters) {
+static int samp_fill_filters(toka_device *dev, const toka_step *step, upload_buffer *upload,
+                             int first, int max_rows, samp_filter **filters) {
     const int *order = dev->samp->host_results[dev->last_begun].order;
     samp_filter *row_filters;
     int n_filled = 0;
-    *filters = (samp_filter *)upload_alloc(upload, (size_t)max_rows * sizeof *row_filters, (void **)&row_filters);
+    *filters = (samp_filter *)upload_alloc(upload, (size_t)max_rows * sizeof *row_filters,
+                                           (void **)&row_filters);
     for (const toka_sample_row *prev_row = NULL; n_filled < max_rows; n_filled++) {
         const toka_sample_row *row = &step->samples[order[first + n_filled]];
         if (!samp_is_filtered(row, dev->shape->V_all)) {
-            row_filters[n_filled] = samp_filter{.min_p_drop = -INFINITY, .temperature = 1, .top_p = 1, .repetition = 1};
+            row_filters[n_filled] = samp_filter{
+                .min_p_drop = -INFINITY, .temperature = 1, .top_p = 1, .repetition = 1};
             prev_row = NULL;
             continue;
         }
         if (upload->used + samp_list_bytes(row) > upload->cap) break;
-        samp_fill_filter(dev, upload, row, prev_row, row_filters + n_filled - 1, row_filters + n_filled);
+        samp_fill_filter(dev, upload, row, prev_row, row_filters + n_filled - 1,
+                         row_filters + n_filled);
         prev_row = row;
     }
     return n_filled;
@@ -7901,17 +9607,24 @@ static int samp_fill_filters(toka_device *dev, const toka_step *step, upload_buf
 static void samp_plan_filters(toka_device *dev, const toka_step *step) {
     samp_plan *plan = dev->samp;
     plan->filters = NULL;
-    if (plan->n_plain < step->n_samples && samp_fill_filters(dev, step, &dev->upload, 0, step->n_samples, &plan->filters) < step->n_samples) assert(false);
+    if (plan->n_plain < step->n_samples &&
+        samp_fill_filters(dev, step, &dev->upload, 0, step->n_samples, &plan->filters) <
+            step->n_samples)
+        assert(false);
 }
 /* Of a step that is launched: sends them as samp_fill_filters has it. Returns 0 after a failure. */
-static int samp_upload_filters(toka_device *dev, const toka_step *step, int first, int max_rows, samp_filter **filters) {
+static int samp_upload_filters(toka_device *dev, const toka_step *step, int first, int max_rows,
+                               samp_filter **filters) {
     upload_buffer *upload = &dev->samp->list_upload;
     upload_begin(dev, upload);
     const int n_filled = samp_fill_filters(dev, step, upload, first, max_rows, filters);
     if (!n_filled && !dev->error.code) {
         dev->error.code = TOKA_E_DEVICE;
-        snprintf(dev->error.msg, sizeof dev->error.msg, "GPU: one row's sampling lists take %zu bytes, expected at most %zu",
-                 samp_list_bytes(&step->samples[dev->samp->host_results[dev->last_begun].order[first]]), upload->cap - upload->used);
+        snprintf(dev->error.msg, sizeof dev->error.msg,
+                 "GPU: one row's sampling lists take %zu bytes, expected at most %zu",
+                 samp_list_bytes(
+                     &step->samples[dev->samp->host_results[dev->last_begun].order[first]]),
+                 upload->cap - upload->used);
     }
     upload_send(dev, upload);
     return dev->error.code ? 0 : n_filled;
@@ -7923,33 +9636,53 @@ static int samp_upload_filters(toka_device *dev, const toka_step *step, int firs
  * and the one that makes results of them. */
 static void graph_sampling_role(toka_device *dev, bool on) {
     const bool records = dev->graphs.capturing && samp_has_graph_nodes(dev, dev->step);
-    dev->graphs.role = !on ? GRAPH_ROLE_LAUNCH : graph_is_replay(dev) ? GRAPH_ROLE_UPDATE : records ? GRAPH_ROLE_RECORD : GRAPH_ROLE_LAUNCH;
+    dev->graphs.role = !on                    ? GRAPH_ROLE_LAUNCH
+                       : graph_is_replay(dev) ? GRAPH_ROLE_UPDATE
+                       : records              ? GRAPH_ROLE_RECORD
+                                              : GRAPH_ROLE_LAUNCH;
 }
 
 /* Parts to results: rows first .. first+n-1 of the plan, whose parts are columns 0 .. n-1; the first n_plain are plain, the rest
  * have filters, and their logits. */
-static void samp_launch_results(toka_device *dev, int first, int n_rows, int n_plain, const samp_filter *filters, float *logits) {
+static void samp_launch_results(toka_device *dev, int first, int n_rows, int n_plain,
+                                const samp_filter *filters, float *logits) {
     samp_plan *plan = dev->samp;
     const samp_params *params = plan->params + first;
     samp_result *results = plan->results + first;
     graph_sampling_role(dev, true);
     if (n_plain)
-        launch_dependent(dev, "picks", samp_reduce_kernel, dim3((unsigned)ceil_div(n_plain, SAMP_REDUCE_ROWS)), 256, 0, 1, params,
-                         plan->partials, plan->partial_rows, plan->n_blocks, n_plain, plan->best_keys, NULL, results, dev->last_tokens);
-    samp_filter_args args = {params + n_plain, filters, logits, plan->partials + n_plain, plan->ld_logits, plan->partial_rows, dev->shape->V_all, plan->n_blocks,
-                           plan->best_keys + n_plain, plan->tops, results + n_plain, dev->last_tokens};
+        launch_dependent(dev, "picks", samp_reduce_kernel,
+                         dim3((unsigned)ceil_div(n_plain, SAMP_REDUCE_ROWS)), 256, 0, 1, params,
+                         plan->partials, plan->partial_rows, plan->n_blocks, n_plain,
+                         plan->best_keys, NULL, results, dev->last_tokens);
+    samp_filter_args args = {params + n_plain,
+                             filters,
+                             logits,
+                             plan->partials + n_plain,
+                             plan->ld_logits,
+                             plan->partial_rows,
+                             dev->shape->V_all,
+                             plan->n_blocks,
+                             plan->best_keys + n_plain,
+                             plan->tops,
+                             results + n_plain,
+                             dev->last_tokens};
     if (n_rows > n_plain)
-        launch_dependent(dev, "filters", samp_filter_kernel, dim3((unsigned)(n_rows - n_plain)), FILTER_THREADS,
-                         samp_filter_smem(plan->n_blocks), 1, args);
+        launch_dependent(dev, "filters", samp_filter_kernel, dim3((unsigned)(n_rows - n_plain)),
+                         FILTER_THREADS, samp_filter_smem(plan->n_blocks), 1, args);
     graph_sampling_role(dev, false);
 }
 
 /* The same for rows whose raw logits are stored, without parts yet. */
-static void samp_from_logits(toka_device *dev, int first, int n_rows, int n_plain, const samp_filter *filters) {
+static void samp_from_logits(toka_device *dev, int first, int n_rows, int n_plain,
+                             const samp_filter *filters) {
     samp_plan *plan = dev->samp;
-    launch_dependent(dev, "groups", samp_partials_kernel, dim3((unsigned)ceil_div(plan->n_blocks, 32), (unsigned)n_rows), 128, 0, 1,
-                     plan->params + first, plan->logits, plan->ld_logits, 0, dev->shape->V_all, plan->partials, plan->partial_rows);
-    samp_launch_results(dev, first, n_rows, n_plain, filters, plan->logits + (size_t)n_plain * (size_t)plan->ld_logits);
+    launch_dependent(dev, "groups", samp_partials_kernel,
+                     dim3((unsigned)ceil_div(plan->n_blocks, 32), (unsigned)n_rows), 128, 0, 1,
+                     plan->params + first, plan->logits, plan->ld_logits, 0, dev->shape->V_all,
+                     plan->partials, plan->partial_rows);
+    samp_launch_results(dev, first, n_rows, n_plain, filters,
+                        plan->logits + (size_t)n_plain * (size_t)plan->ld_logits);
 }
 
 /* Plain rows of tensor ranks: the parts of each rank's own ids to results; !there: from the logits of these. */
@@ -7957,27 +9690,38 @@ static void samp_merge_ranks(toka_device *dev, int first, int n_rows, bool has_p
     samp_plan *plan = dev->samp;
     const samp_params *params = plan->params + first;
     if (!has_partials)
-        launch_dependent(dev, "groups", samp_partials_kernel, dim3((unsigned)ceil_div(plan->own_blocks, 32), (unsigned)n_rows), 128, 0, 1, params,
-                         plan->own_logits, plan->ld_own, dev->shape->v0, dev->shape->V, plan->partials, plan->partial_rows);
-    launch_dependent(dev, "picks", samp_reduce_kernel, dim3((unsigned)ceil_div(n_rows, SAMP_REDUCE_ROWS)), 256, 0, 1, params, plan->partials,
-                     plan->partial_rows, plan->own_blocks, n_rows, plan->best_keys, plan->merged, plan->results + first, dev->last_tokens);
-    launch_barrier_kernel(dev, "picks", 1, samp_merge_ranks_kernel, plan->recv_offset, params, plan->merged, n_rows, plan->results + first, dev->last_tokens);
+        launch_dependent(dev, "groups", samp_partials_kernel,
+                         dim3((unsigned)ceil_div(plan->own_blocks, 32), (unsigned)n_rows), 128, 0,
+                         1, params, plan->own_logits, plan->ld_own, dev->shape->v0, dev->shape->V,
+                         plan->partials, plan->partial_rows);
+    launch_dependent(dev, "picks", samp_reduce_kernel,
+                     dim3((unsigned)ceil_div(n_rows, SAMP_REDUCE_ROWS)), 256, 0, 1, params,
+                     plan->partials, plan->partial_rows, plan->own_blocks, n_rows, plan->best_keys,
+                     plan->merged, plan->results + first, dev->last_tokens);
+    launch_barrier_kernel(dev, "picks", 1, samp_merge_ranks_kernel, plan->recv_offset, params,
+                          plan->merged, n_rows, plan->results + first, dev->last_tokens);
 }
 
 /* Logits of n rows, which each tensor rank has for its own ids from row `from` of p->own on, to everybody's p->logits. */
 static void samp_gather_logits(toka_device *dev, int first_row, int n_rows) {
     samp_plan *plan = dev->samp;
     samp_rank_logits rank_logits = {};
-    for (int rank = 0; rank < tp_size(dev); rank++) rank_logits.logits[rank] = dev->rank[rank - dev->options.tp_rank].logits;
-    launch_barrier_kernel(dev, "logits of all ranks", 2, samp_gather_logits_kernel, rank_logits, plan->ld_logits, plan->own_logits + (size_t)first_row * (size_t)plan->ld_own,
-                   plan->ld_own, dev->shape->v0, dev->shape->V, n_rows);
+    for (int rank = 0; rank < tp_size(dev); rank++)
+        rank_logits.logits[rank] = dev->rank[rank - dev->options.tp_rank].logits;
+    launch_barrier_kernel(dev, "logits of all ranks", 2, samp_gather_logits_kernel, rank_logits,
+                          plan->ld_logits,
+                          plan->own_logits + (size_t)first_row * (size_t)plan->ld_own, plan->ld_own,
+                          dev->shape->v0, dev->shape->V, n_rows);
 }
 
 /* The LM head over rows first .. first+n-1 with wgmma: parts of all, and the logits of those from `stored` on. */
 static void samp_lm_head(toka_device *dev, int first, int n_rows, int first_stored) {
     samp_plan *plan = dev->samp;
-    gemm_args args = {.M = n_rows, .x = dev->xn + (size_t)first * dev->E, .ldx = dev->E, .w = &dev->lm_head};
-    samp_fused fused = {plan->params + first, plan->partials, plan->best_keys, plan->own_logits, plan->partial_rows, plan->ld_own, dev->shape->v0, dev->shape->V, first_stored};
+    gemm_args args = {
+        .M = n_rows, .x = dev->xn + (size_t)first * dev->E, .ldx = dev->E, .w = &dev->lm_head};
+    samp_fused fused = {plan->params + first, plan->partials,     plan->best_keys,
+                        plan->own_logits,     plan->partial_rows, plan->ld_own,
+                        dev->shape->v0,       dev->shape->V,      first_stored};
     gemm_plan head_plan = {&samp_lm_head_variant, n_rows > 128 ? 2 : 1, 8};
     graph_sampling_role(dev, true);
     gemm_launch(dev, head_plan, &args, &fused);
@@ -7985,7 +9729,9 @@ static void samp_lm_head(toka_device *dev, int first, int n_rows, int first_stor
 }
 
 /* The LM head of n rows puts out parts. */
-static bool samp_is_fused(const toka_device *dev, const toka_step *step, int n_rows) { return dev->hopper && !step->logits && n_rows > SAMP_STORED_MAX; }
+static bool samp_is_fused(const toka_device *dev, const toka_step *step, int n_rows) {
+    return dev->hopper && !step->logits && n_rows > SAMP_STORED_MAX;
+}
 
 /* The raw logits of n rows that a test wants, from p->logits. */
 static void samp_copy_raw_logits(toka_device *dev, const toka_step *step, int first, int n_rows) {
@@ -7994,18 +9740,24 @@ static void samp_copy_raw_logits(toka_device *dev, const toka_step *step, int fi
     for (int i = 0; step->logits && !dev->options.tp_rank && i < n_rows; i++) {
         float *to = step->logits + (size_t)plan->host_results[dev->last_begun].order[first + i] * V;
         const float *from = plan->logits + (size_t)i * plan->ld_logits;
-        latch_error(dev, cudaMemcpyAsync(to, from, V * sizeof(float), cudaMemcpyDeviceToHost, dev->stream), "logits");
+        latch_error(
+            dev, cudaMemcpyAsync(to, from, V * sizeof(float), cudaMemcpyDeviceToHost, dev->stream),
+            "logits");
     }
 }
 
 /* Rows first .. first+n-1 of the plan from d->xn to results; the first n_plain are plain. Of tensor ranks each has its own ids:
  * plain rows go by samp_merge_ranks, unless blocks straddle ranks or the logits are wanted; the others by gathered logits. */
-static void samp_launch_rows(toka_device *dev, const toka_step *step, int first, int n_rows, int n_plain, const samp_filter *filters) {
+static void samp_launch_rows(toka_device *dev, const toka_step *step, int first, int n_rows,
+                             int n_plain, const samp_filter *filters) {
     samp_plan *plan = dev->samp;
     const bool has_ranks = tp_size(dev) > 1, fused = samp_is_fused(dev, step, n_rows);
-    const int n_exchanged = !has_ranks || step->logits || !plan->ranks_own_blocks ? 0 : n_plain; /* rows that are exchanged */
+    /* rows that are exchanged */
+    const int n_exchanged = !has_ranks || step->logits || !plan->ranks_own_blocks ? 0 : n_plain;
     const int first_stored = fused && (!has_ranks || plan->ranks_own_blocks) ? n_plain : 0;
-    gemm_args args = {n_rows, dev->xn + (size_t)first * dev->E, dev->E, &dev->lm_head, (bf16 *)plan->own_logits, plan->ld_own, EPI_LOGITS};
+    gemm_args args = {n_rows,        dev->xn + (size_t)first * dev->E, dev->E,
+                      &dev->lm_head, (bf16 *)plan->own_logits,         plan->ld_own,
+                      EPI_LOGITS};
     args.norm_ready = fuse_norm_consume(dev);
     if (fused) samp_lm_head(dev, first, n_rows, first_stored);
     else gemm(dev, &args);
@@ -8014,19 +9766,32 @@ static void samp_launch_rows(toka_device *dev, const toka_step *step, int first,
     if (has_ranks) samp_gather_logits(dev, n_exchanged - first_stored, n_rows - n_exchanged);
     samp_copy_raw_logits(dev, step, first, n_rows);
     if (has_ranks && fused) samp_reset_best_keys(dev);
-    if (fused && !has_ranks) samp_launch_results(dev, first, n_rows, n_plain, filters, plan->logits + (size_t)(n_plain - first_stored) * (size_t)plan->ld_logits);
-    else samp_from_logits(dev, first + n_exchanged, n_rows - n_exchanged, n_plain - n_exchanged, filters);
+    if (fused && !has_ranks)
+        samp_launch_results(dev, first, n_rows, n_plain, filters,
+                            plan->logits +
+                                (size_t)(n_plain - first_stored) * (size_t)plan->ld_logits);
+    else
+        samp_from_logits(dev, first + n_exchanged, n_rows - n_exchanged, n_plain - n_exchanged,
+                         filters);
 }
 
 /* Queues the results' way down. */
 static void samp_download(toka_device *dev, const toka_step *step, toka_sample_result *results) {
     samp_plan *plan = dev->samp;
     samp_host_results *host = &plan->host_results[dev->last_begun];
-    size_t bytes = (size_t)step->n_samples * sizeof(samp_result), top_bytes = (size_t)host->n_tops * sizeof(samp_top);
+    size_t bytes = (size_t)step->n_samples * sizeof(samp_result),
+           top_bytes = (size_t)host->n_tops * sizeof(samp_top);
     host->caller_results = results;
     if (plan->results != host->results)
-        latch_error(dev, cudaMemcpyAsync(host->results, plan->results, bytes, cudaMemcpyDeviceToHost, dev->stream), "picks");
-    if (top_bytes) latch_error(dev, cudaMemcpyAsync(host->tops, plan->tops, top_bytes, cudaMemcpyDeviceToHost, dev->stream), "picks");
+        latch_error(dev,
+                    cudaMemcpyAsync(host->results, plan->results, bytes, cudaMemcpyDeviceToHost,
+                                    dev->stream),
+                    "picks");
+    if (top_bytes)
+        latch_error(dev,
+                    cudaMemcpyAsync(host->tops, plan->tops, top_bytes, cudaMemcpyDeviceToHost,
+                                    dev->stream),
+                    "picks");
 }
 
 /* What came down of a step that is done, into the caller's picks, in the caller's order. */
@@ -8043,7 +9808,8 @@ static void samp_collect(toka_device *dev, const toka_step *step, const samp_hos
         const samp_top *top = &host->tops[top_index++];
         memcpy(result->top_ids, top->ids, sizeof top->ids);
         memcpy(result->top_logprobs, top->logprobs, sizeof top->logprobs);
-        for (int j = 0; j < result->n_top; j++) /* the same figure in both places, also where undoing costs a rounding */
+        /* the same figure in both places, also where undoing costs a rounding */
+        for (int j = 0; j < result->n_top; j++)
             if (result->top_ids[j] == result->id) result->logprob = result->top_logprobs[j];
     }
 }
@@ -8054,16 +9820,25 @@ static void samp_collect(toka_device *dev, const toka_step *step, const samp_hos
  * third transfer of a step would wait for the first, and the host could not run ahead. */
 static void samp_launch(toka_device *dev, const toka_step *step, const bf16 *x) {
     samp_plan *plan = dev->samp;
-    int max_rows = dev->hopper && !step->logits && plan->ranks_own_blocks ? plan->partial_rows : plan->chunk_rows;
+    int max_rows = dev->hopper && !step->logits && plan->ranks_own_blocks ? plan->partial_rows
+                                                                          : plan->chunk_rows;
     assert(step->n_samples <= dev->options.max_tokens);
     if (!dev->norm_ready) rmsnorm(dev, x, plan->rows, dev->norm, dev->xn, step->n_samples);
     samp_filter *filters = NULL;
-    for (int row0 = 0, n_rows, first = 0, end = 0; row0 < step->n_samples && !dev->error.code; row0 += n_rows) {
-        const int n_plain = max(0, min(max_rows, plan->n_plain - row0)), first_filtered = row0 + n_plain;
-        const int n_filtered = min(min(max_rows - n_plain, plan->chunk_rows), step->n_samples - first_filtered);
-        if (n_filtered > 0 && first_filtered >= end) first = first_filtered, end = first_filtered + samp_upload_filters(dev, step, first_filtered, step->n_samples - first_filtered, &filters);
+    for (int row0 = 0, n_rows, first = 0, end = 0; row0 < step->n_samples && !dev->error.code;
+         row0 += n_rows) {
+        const int n_plain = max(0, min(max_rows, plan->n_plain - row0)),
+                  first_filtered = row0 + n_plain;
+        const int n_filtered = min(min(max_rows - n_plain, plan->chunk_rows),
+                                   step->n_samples - first_filtered);
+        if (n_filtered > 0 && first_filtered >= end)
+            first = first_filtered,
+            end = first_filtered + samp_upload_filters(dev, step, first_filtered,
+                                                       step->n_samples - first_filtered, &filters);
         n_rows = n_plain + max(0, min(n_filtered, end - first_filtered));
-        if (!dev->error.code) samp_launch_rows(dev, step, row0, n_rows, n_plain, n_filtered > 0 ? filters + (first_filtered - first) : NULL);
+        if (!dev->error.code)
+            samp_launch_rows(dev, step, row0, n_rows, n_plain,
+                             n_filtered > 0 ? filters + (first_filtered - first) : NULL);
     }
 }
 
@@ -8072,7 +9847,8 @@ static void samp_launch(toka_device *dev, const toka_step *step, const bf16 *x) 
 static void samp_update_graph(toka_device *dev, const toka_step *step) {
     samp_plan *plan = dev->samp;
     if (!samp_has_graph_nodes(dev, step)) return;
-    if (samp_is_fused(dev, step, step->n_samples)) samp_lm_head(dev, 0, step->n_samples, plan->n_plain);
+    if (samp_is_fused(dev, step, step->n_samples))
+        samp_lm_head(dev, 0, step->n_samples, plan->n_plain);
     samp_launch_results(dev, 0, step->n_samples, plan->n_plain, plan->filters, plan->logits);
 }
 
@@ -8108,17 +9884,23 @@ static int cuda_probe(int index, char *line, size_t bytes) {
     cudaGetLastError();
     cudaDriverGetVersion(&driver);
     if (code) {
-        snprintf(line, bytes, "%s", driver ? cudaGetErrorString(code) : "no NVIDIA driver is installed");
+        snprintf(line, bytes, "%s",
+                 driver ? cudaGetErrorString(code) : "no NVIDIA driver is installed");
         return 0;
     }
-    int n_chars = snprintf(line, bytes, "%s, %.0f GB, %d multiprocessors, compute capability %d.%d, driver for CUDA %d.%d", props.name,
-                           props.totalGlobalMem / 1e9, props.multiProcessorCount, props.major, props.minor, driver / 1000, driver % 1000 / 10);
+    int n_chars = snprintf(
+        line, bytes,
+        "%s, %.0f GB, %d multiprocessors, compute capability %d.%d, driver for CUDA %d.%d",
+        props.name, props.totalGlobalMem / 1e9, props.multiProcessorCount, props.major, props.minor,
+        driver / 1000, driver % 1000 / 10);
     if (cuda_has_code(props.major, props.minor)) return 1;
     size_t length = min((size_t)n_chars, bytes);
-    if (props.major < 8) snprintf(line + length, bytes - length, ": too old, 8.0 or later is needed");
+    if (props.major < 8)
+        snprintf(line + length, bytes - length, ": too old, 8.0 or later is needed");
     else
-        snprintf(line + length, bytes - length, ": ARCHS=%d%d%s ./build.sh makes a program for it, this one is not", props.major, props.minor,
-                 props.major == 9 ? "a" : "");
+        snprintf(line + length, bytes - length,
+                 ": ARCHS=%d%d%s ./build.sh makes a program for it, this one is not", props.major,
+                 props.minor, props.major == 9 ? "a" : "");
     return 0;
 }
 
@@ -8130,56 +9912,73 @@ static void gpu_open(toka_device *dev) {
     if (dev->error.code) return;
     dev->arch = 10 * props.major + props.minor, dev->hopper = dev->arch == 90;
     dev->n_sms = props.multiProcessorCount, dev->max_smem = (int)props.sharedMemPerBlockOptin;
-    snprintf(dev->description, sizeof dev->description, "%s, %.0f GB, %s kernels", props.name, props.totalGlobalMem / 1e9,
-             dev->hopper ? "wgmma" : "mma.sync");
-    latch_error(dev, cudaStreamCreateWithFlags(&dev->stream, cudaStreamNonBlocking), "cudaStreamCreate");
+    snprintf(dev->description, sizeof dev->description, "%s, %.0f GB, %s kernels", props.name,
+             props.totalGlobalMem / 1e9, dev->hopper ? "wgmma" : "mma.sync");
+    latch_error(dev, cudaStreamCreateWithFlags(&dev->stream, cudaStreamNonBlocking),
+                "cudaStreamCreate");
     latch_error(dev, cudaMemGetInfo(&dev->free_at_open, &props.totalGlobalMem), "cudaMemGetInfo");
     if (!dev->hopper) return;
     cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
 #if CUDART_VERSION >= 12050
-    latch_error(dev, cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", (void **)&dev->encode_map, 12000, cudaEnableDefault, &found),
-          "cuTensorMapEncodeTiled");
+    latch_error(dev,
+                cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled",
+                                                 (void **)&dev->encode_map, 12000,
+                                                 cudaEnableDefault, &found),
+                "cuTensorMapEncodeTiled");
 #else
-    latch_error(dev, cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", (void **)&dev->encode_map, cudaEnableDefault, &found),
-          "cuTensorMapEncodeTiled");
+    latch_error(dev,
+                cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", (void **)&dev->encode_map,
+                                        cudaEnableDefault, &found),
+                "cuTensorMapEncodeTiled");
 #endif
-    if (found != cudaDriverEntryPointSuccess) latch_error(dev, cudaErrorNotSupported, "cuTensorMapEncodeTiled");
+    if (found != cudaDriverEntryPointSuccess)
+        latch_error(dev, cudaErrorNotSupported, "cuTensorMapEncodeTiled");
 }
 
 /* ---- Memory, counted before it is taken ---- */
 
-static int cuda_ordinal(const toka_device_options *options) { return debug_shared_gpus() ? options->index % debug_shared_gpus() : options->index; }
+static int cuda_ordinal(const toka_device_options *options) {
+    return debug_shared_gpus() ? options->index % debug_shared_gpus() : options->index;
+}
 
 static size_t weights_bytes(const toka_shape *shape, const toka_weights *weights) {
-    size_t n = toka_gpu_matrix_bytes(&weights->embed) * (weights->lm_head.data != weights->embed.data ? 2 : 1);
+    size_t n = toka_gpu_matrix_bytes(&weights->embed) *
+               (weights->lm_head.data != weights->embed.data ? 2 : 1);
     for (int i = 0; i < shape->L; i++) n += toka_gpu_layer_bytes(&weights->layers[i]);
     return n;
 }
 
 /* Bytes that the KV pool may take on this card beside the model and a step of this size. Only asks. */
-static int64_t cuda_kv_bytes(const toka_shape *shape, const toka_weights *weights, const toka_device_options *options) {
+static int64_t cuda_kv_bytes(const toka_shape *shape, const toka_weights *weights,
+                             const toka_device_options *options) {
     size_t free_bytes = 0, total = 0;
     cudaGetLastError();
     if (cudaSetDevice(cuda_ordinal(options)) || cudaMemGetInfo(&free_bytes, &total)) return 0;
-    if (debug_shared_gpus() && options->n_devices > 1) free_bytes /= (size_t)ceil_div(options->n_devices, debug_shared_gpus());
+    if (debug_shared_gpus() && options->n_devices > 1)
+        free_bytes /= (size_t)ceil_div(options->n_devices, debug_shared_gpus());
     const size_t scratch = toka_gpu_scratch_bytes(shape, options->max_tokens);
-    const size_t group = toka_gpu_group_bytes(shape, options->max_tokens, options->tp_size, options->pp_size);
-    return (int64_t)(toka_gpu_utilization(options->memory_utilization) * free_bytes) - (int64_t)(weights_bytes(shape, weights) + scratch + group);
+    const size_t group = toka_gpu_group_bytes(shape, options->max_tokens, options->tp_size,
+                                              options->pp_size);
+    return (int64_t)(toka_gpu_utilization(options->memory_utilization) * free_bytes) -
+           (int64_t)(weights_bytes(shape, weights) + scratch + group);
 }
 
 /* ---- The device's own view of its time ---- */
 
 static void clock_open(toka_device *dev) {
     step_clock *clk = &dev->clock;
-    size_t n_events = 6 * (size_t)dev->shape->L + 8; /* every op, with sums and messages (chapter 10) */
+    /* every op, with sums and messages (chapter 10) */
+    size_t n_events = 6 * (size_t)dev->shape->L + 8;
     clk->timed_index = -1, clk->cap_op_ends = (int)n_events;
-    clk->op_ends = (cudaEvent_t *)calloc(n_events, sizeof *clk->op_ends), clk->op_kind = (char *)malloc(n_events);
+    clk->op_ends = (cudaEvent_t *)calloc(n_events, sizeof *clk->op_ends),
+    clk->op_kind = (char *)malloc(n_events);
     if (!clk->op_ends || !clk->op_kind) abort();
     for (int i = 0; i < STEP_RING_SIZE; i++) {
         latch_error(dev, cudaEventCreate(&clk->begun[i]), "events");
         latch_error(dev, cudaEventCreateWithFlags(&clk->done[i], cudaEventBlockingSync), "events");
     }
-    for (size_t i = 0; i < n_events; i++) latch_error(dev, cudaEventCreate(&clk->op_ends[i]), "events");
+    for (size_t i = 0; i < n_events; i++)
+        latch_error(dev, cudaEventCreate(&clk->op_ends[i]), "events");
 }
 static void clock_close(toka_device *dev) {
     step_clock *clk = &dev->clock;
@@ -8195,12 +9994,15 @@ static void clock_close(toka_device *dev) {
 /* FLOP and the least bytes of the parts of a step. */
 static void clock_add_work(toka_device *dev, const toka_step *step) {
     const toka_shape *shape = dev->shape;
-    double T = step->T, E = shape->E, HD = (double)shape->H * shape->D, KD = (double)shape->K * shape->D, L = shape->L, pairs = 0, kv_tok = 0;
-    double n_reduces = reduce_scatter_pays(dev, step->T) ? L : 2 * L; /* half of their bytes leave with the products */
+    double T = step->T, E = shape->E, HD = (double)shape->H * shape->D,
+           KD = (double)shape->K * shape->D, L = shape->L, pairs = 0, kv_tok = 0;
+    /* half of their bytes leave with the products */
+    double n_reduces = reduce_scatter_pays(dev, step->T) ? L : 2 * L;
     for (int i = 0; i < step->n_spans; i++) {
         const toka_span *span = &step->spans[i];
         kv_tok += span->n_kv;
-        for (int row = span->row0; row < span->row0 + span->n_rows; row++) pairs += max(0, min(span->n_kv, step->pos[row] + 1 - span->kv0));
+        for (int row = span->row0; row < span->row0 + span->n_rows; row++)
+            pairs += max(0, min(span->n_kv, step->pos[row] + 1 - span->kv0));
     }
     const toka_op_times work[TOKA_N_OPS] = {
         {0, 0, 4 * T * E},
@@ -8208,15 +10010,19 @@ static void clock_add_work(toka_device *dev, const toka_step *step) {
         {0, 4 * HD * pairs * L, (4 * KD * kv_tok + 4 * T * HD) * L},
         {0, 2 * T * E * HD * L, 2 * (E * HD + T * (HD + 2 * E)) * L},
         {0, 6 * T * E * shape->F * L, 2 * (3 * E * shape->F + T * (2 * E + 2.0 * shape->F)) * L},
-        {0, 2.0 * step->n_samples * E * shape->V, 2 * (step->n_samples ? E * shape->V + step->n_samples * E : 0)},
+        {0, 2.0 * step->n_samples * E * shape->V,
+         2 * (step->n_samples ? E * shape->V + step->n_samples * E : 0)},
         {0, 0, 4 * T * E * (1 - 1.0 / tp_size(dev)) * (n_reduces + is_first_stage(dev))},
         {0, 0, is_last_stage(dev) ? 0 : 2 * T * E}};
-    for (int i = 0; i < TOKA_N_OPS; i++) dev->clock.times.op[i].flop += work[i].flop, dev->clock.times.op[i].bytes += work[i].bytes;
+    for (int i = 0; i < TOKA_N_OPS; i++)
+        dev->clock.times.op[i].flop += work[i].flop, dev->clock.times.op[i].bytes += work[i].bytes;
 }
 
 /* To time the next step's parts; could it be a graph? */
 static bool clock_is_due(const toka_device *dev, bool may_be_graph) {
-    const int64_t n = dev->clock.n_begun, every = may_be_graph ? CLOCK_GRAPH_FACTOR * CLOCK_STEP_INTERVAL : CLOCK_STEP_INTERVAL;
+    const int64_t n = dev->clock.n_begun, every = may_be_graph
+                                                      ? CLOCK_GRAPH_FACTOR * CLOCK_STEP_INTERVAL
+                                                      : CLOCK_STEP_INTERVAL;
     return n % every == CLOCK_STEP_INTERVAL / 2;
 }
 
@@ -8243,34 +10049,46 @@ static void clock_finish_step(toka_device *dev) {
     int index = dev->last_finished;
     if (!clk->n_done++) return; /* the rehearsal */
     if (times->steps++) {
-        double idle_s = clock_seconds(dev, clk->done[(index + STEP_RING_SIZE - 1) % STEP_RING_SIZE], clk->begun[index]);
+        double idle_s = clock_seconds(dev, clk->done[(index + STEP_RING_SIZE - 1) % STEP_RING_SIZE],
+                                      clk->begun[index]);
         times->idle_s += idle_s, times->begin_s = times->end_s + idle_s;
     }
     double busy_s = clock_seconds(dev, clk->begun[index], clk->done[index]);
     times->busy_s += busy_s, times->end_s = times->begin_s + busy_s;
     if (clk->timed_index != index) return;
-    for (int k = 0; k < clk->n_op_ends; k++) times->op[(int)clk->op_kind[k]].seconds += clock_seconds(dev, k ? clk->op_ends[k - 1] : clk->begun[index], clk->op_ends[k]);
+    for (int k = 0; k < clk->n_op_ends; k++)
+        times->op[(int)clk->op_kind[k]].seconds += clock_seconds(
+            dev, k ? clk->op_ends[k - 1] : clk->begun[index], clk->op_ends[k]);
     times->n_timed++, clk->timed_index = -1;
 }
 
-static void cuda_times(toka_device *dev, toka_times *times) { *times = dev->clock.times, times->graphs = dev->graphs.n_graph_steps; }
+static void cuda_times(toka_device *dev, toka_times *times) {
+    *times = dev->clock.times, times->graphs = dev->graphs.n_graph_steps;
+}
 
 static void cuda_memory(const toka_device *dev, toka_memory *memory) {
     size_t free_bytes = 0, total;
     if (cudaSetDevice(dev->ordinal) || cudaMemGetInfo(&free_bytes, &total)) cudaGetLastError();
-    memory->weights = dev->weight_bytes, memory->kv = (int64_t)dev->shape->L * (int64_t)dev->kv_layer_elems * (int64_t)sizeof(bf16);
+    memory->weights = dev->weight_bytes,
+    memory->kv = (int64_t)dev->shape->L * (int64_t)dev->kv_layer_elems * (int64_t)sizeof(bf16);
     memory->other = (int64_t)dev->free_at_open - (int64_t)free_bytes - memory->weights - memory->kv;
 }
 
 /* ---- Open and close ---- */
 
-static int cuda_check_options(const toka_device_options *options, const toka_shape *shape, toka_err *e) {
+static int cuda_check_options(const toka_device_options *options, const toka_shape *shape,
+                              toka_err *e) {
     e->code = 0;
     if (shape->D % 8 || shape->D > 256)
-        snprintf(e->msg, sizeof e->msg, "GPU: head size %d, expected a multiple of 8 up to 256", shape->D), e->code = TOKA_E_INPUT;
-    else if (options->max_tokens < 1 || options->max_samples < 1 || options->n_pages < 1 || options->n_pages > INT_MAX / shape->B)
-        snprintf(e->msg, sizeof e->msg, "GPU: %d tokens and %d outputs a step, %d pages: out of range", options->max_tokens, options->max_samples,
-                 options->n_pages), e->code = TOKA_E_USE;
+        snprintf(e->msg, sizeof e->msg, "GPU: head size %d, expected a multiple of 8 up to 256",
+                 shape->D),
+            e->code = TOKA_E_INPUT;
+    else if (options->max_tokens < 1 || options->max_samples < 1 || options->n_pages < 1 ||
+             options->n_pages > INT_MAX / shape->B)
+        snprintf(e->msg, sizeof e->msg,
+                 "GPU: %d tokens and %d outputs a step, %d pages: out of range",
+                 options->max_tokens, options->max_samples, options->n_pages),
+            e->code = TOKA_E_USE;
     return e->code;
 }
 
@@ -8303,20 +10121,34 @@ static void cuda_close(toka_device *dev) {
 
 static void cuda_alloc_buffers(toka_device *dev) {
     const toka_shape *shape = dev->shape;
-    size_t T = (size_t)dev->options.max_tokens, HD = (size_t)(shape->H + 2 * shape->K) * shape->D, gemm_rows = T + GEMM_PAD_ROWS; /* rows */
+    /* rows */
+    size_t T = (size_t)dev->options.max_tokens, HD = (size_t)(shape->H + 2 * shape->K) * shape->D,
+           gemm_rows = T + GEMM_PAD_ROWS;
     if (dev->options.progress) dev->options.progress(dev->options.user, "taking memory", 0);
     dev->xn = (bf16 *)dev_alloc(dev, gemm_rows * dev->E * sizeof(bf16), "activations");
     dev->qkv = (bf16 *)dev_alloc(dev, T * HD * sizeof(bf16), "activations");
     dev->act = (bf16 *)dev_alloc(dev, gemm_rows * dev->F * sizeof(bf16), "activations");
-    dev->row_sumsq = (float *)dev_alloc(dev, FUSE_NORM_MAX_ROWS * (size_t)ceil_div(dev->E, FUSE_NORM_COLS) * sizeof(float), "activations");
-    dev->kv_layer_elems = (size_t)(dev->options.n_pages + 1) * shape->K * 2 * shape->B * shape->D; /* the last page is for rows that are nobody's */
-    dev->kv_pool = (bf16 *)dev_alloc(dev, (size_t)shape->L * dev->kv_layer_elems * sizeof(bf16), "KV cache");
-    if (!dev->error.code) latch_error(dev, cudaMemsetAsync(dev->kv_pool, 0, (size_t)shape->L * dev->kv_layer_elems * sizeof(bf16), dev->stream), "KV cache");
+    dev->row_sumsq = (float *)dev_alloc(
+        dev, FUSE_NORM_MAX_ROWS * (size_t)ceil_div(dev->E, FUSE_NORM_COLS) * sizeof(float),
+        "activations");
+    /* the last page is for rows that are nobody's */
+    dev->kv_layer_elems = (size_t)(dev->options.n_pages + 1) * shape->K * 2 * shape->B * shape->D;
+    dev->kv_pool = (bf16 *)dev_alloc(dev, (size_t)shape->L * dev->kv_layer_elems * sizeof(bf16),
+                                     "KV cache");
+    if (!dev->error.code)
+        latch_error(dev,
+                    cudaMemsetAsync(dev->kv_pool, 0,
+                                    (size_t)shape->L * dev->kv_layer_elems * sizeof(bf16),
+                                    dev->stream),
+                    "KV cache");
     if (!dev->error.code) attn_open(dev);
     if (!dev->error.code && is_last_stage(dev)) samp_open(dev);
     const size_t row_bytes = T * (3 * sizeof(int) + sizeof(toka_copy));
-    if (!dev->error.code) upload_open(dev, &dev->upload, row_bytes + attn_upload_bytes(dev) + samp_upload_bytes(dev) + 4096, true);
-    dev->last_tokens = (int *)dev_alloc(dev, (size_t)dev->options.n_seqs * sizeof(int), "last tokens");
+    if (!dev->error.code)
+        upload_open(dev, &dev->upload,
+                    row_bytes + attn_upload_bytes(dev) + samp_upload_bytes(dev) + 4096, true);
+    dev->last_tokens = (int *)dev_alloc(dev, (size_t)dev->options.n_seqs * sizeof(int),
+                                        "last tokens");
     if (!dev->error.code) clock_open(dev);
     if (!dev->error.code && dev->group) group_alloc(dev);
 }
@@ -8324,24 +10156,31 @@ static void cuda_alloc_buffers(toka_device *dev) {
 /* The number in a variable of the environment that breaks a device with this place: "N", for the first stage, or "N@R". */
 static int cuda_debug_option(const char *name, const toka_device_options *options) {
     const char *value = getenv(name), *at_sign = value ? strchr(value, '@') : NULL;
-    if (!value || (at_sign ? atoi(at_sign + 1) != options->pp_rank * (options->tp_size > 1 ? options->tp_size : 1) + options->tp_rank : options->pp_rank > 0)) return 0;
+    if (!value || (at_sign ? atoi(at_sign + 1) !=
+                                 options->pp_rank * (options->tp_size > 1 ? options->tp_size : 1) +
+                                     options->tp_rank
+                           : options->pp_rank > 0))
+        return 0;
     return atoi(value);
 }
 
-static int cuda_open(toka_device **out, const toka_device_options *options, const toka_shape *shape, const toka_weights *weights,
-                     toka_err *e) {
+static int cuda_open(toka_device **out, const toka_device_options *options, const toka_shape *shape,
+                     const toka_weights *weights, toka_err *e) {
     if (cuda_check_options(options, shape, e)) return e->code;
     toka_device *dev = (toka_device *)calloc(1, sizeof *dev);
     if (!dev) abort();
     dev->options = *options, dev->shape = shape, dev->weights = weights;
-    dev->E = round_up_8(shape->E), dev->F = round_up_8(shape->F), dev->V = round_up_8(shape->V), dev->ordinal = cuda_ordinal(options);
-    dev->steps_to_fault = cuda_debug_option("TOKA_DEBUG_FAULT", options), dev->steps_to_stall = cuda_debug_option("TOKA_DEBUG_STALL", options);
+    dev->E = round_up_8(shape->E), dev->F = round_up_8(shape->F), dev->V = round_up_8(shape->V),
+    dev->ordinal = cuda_ordinal(options);
+    dev->steps_to_fault = cuda_debug_option("TOKA_DEBUG_FAULT", options),
+    dev->steps_to_stall = cuda_debug_option("TOKA_DEBUG_STALL", options);
     dev->captures_to_fault = cuda_debug_option("TOKA_DEBUG_CAPTURE", options);
     if (options->group) group_assign_rank(dev);
     gpu_open(dev);
     if (!dev->error.code) gemm_open(dev);
     if (!dev->error.code) weights_load(dev);
-    for (int i = 0; i < shape->L && qkv_is_interleaved(dev, shape->D) && !dev->error.code; i++) qkv_reorder(dev, &dev->layers[i].qkv, shape->D);
+    for (int i = 0; i < shape->L && qkv_is_interleaved(dev, shape->D) && !dev->error.code; i++)
+        qkv_reorder(dev, &dev->layers[i].qkv, shape->D);
     if (!dev->error.code) rope_open(dev);
     if (!dev->error.code) cuda_alloc_buffers(dev);
     if (!dev->error.code) latch_error(dev, cudaStreamSynchronize(dev->stream), "opening the model");
@@ -8356,7 +10195,9 @@ static int cuda_open(toka_device **out, const toka_device_options *options, cons
     return 0;
 }
 
-static const char *cuda_describe(const toka_device *dev) { return dev->group ? dev->group->description : dev->description; }
+static const char *cuda_describe(const toka_device *dev) {
+    return dev->group ? dev->group->description : dev->description;
+}
 
 static int cuda_status(toka_device *dev, toka_err *e) {
     if (!dev->error.code && dev->group && group_is_broken(dev->group)) group_latch_error(dev);
@@ -8364,17 +10205,22 @@ static int cuda_status(toka_device *dev, toka_err *e) {
     if (dev->error.code) *e = dev->error;
     return dev->error.code;
 }
-static toka_dev_ptr cuda_alloc(toka_device *dev, size_t bytes) { /* what it is for may be a product's x, in rows of H * D */
+/* what it is for may be a product's x, in rows of H * D */
+static toka_dev_ptr cuda_alloc(toka_device *dev, size_t bytes) {
     const size_t padding = (size_t)GEMM_PAD_ROWS * dev->shape->H * dev->shape->D * sizeof(bf16);
     return toka_dev_ptr{(uint64_t)dev_alloc(dev, bytes + padding, "activations")};
 }
 static void cuda_upload(toka_device *dev, toka_dev_ptr to, const void *from, size_t bytes) {
     dev->norm_ready = false;
-    latch_error(dev, cudaMemcpyAsync((void *)to.at, from, bytes, cudaMemcpyHostToDevice, dev->stream), "upload");
+    latch_error(dev,
+                cudaMemcpyAsync((void *)to.at, from, bytes, cudaMemcpyHostToDevice, dev->stream),
+                "upload");
     latch_error(dev, cudaStreamSynchronize(dev->stream), "upload");
 }
 static void cuda_download(toka_device *dev, void *to, toka_dev_ptr from, size_t bytes) {
-    latch_error(dev, cudaMemcpyAsync(to, (const void *)from.at, bytes, cudaMemcpyDeviceToHost, dev->stream), "download");
+    latch_error(
+        dev, cudaMemcpyAsync(to, (const void *)from.at, bytes, cudaMemcpyDeviceToHost, dev->stream),
+        "download");
     latch_error(dev, cudaStreamSynchronize(dev->stream), "download");
 }
 
@@ -8394,7 +10240,8 @@ typedef struct bench {
 
 /* Uniform in (-scale, scale), from a counter. */
 __global__ static void bench_fill_kernel(bf16 *p, size_t n, uint64_t seed, float scale) {
-    for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x) {
+    for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < n;
+         i += (size_t)gridDim.x * blockDim.x) {
         uint64_t z = (seed << 40) + i * 0x9E3779B97F4A7C15ull;
         z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9ull;
         z = (z ^ z >> 27) * 0x94D049BB133111EBull;
@@ -8408,11 +10255,13 @@ static bf16 *bench_random(toka_device *dev, size_t n, float scale) {
     CHECK_LAUNCH(dev, "random numbers");
     return p;
 }
-static void bench_report(bench *ctx, const char *op, const char *model, const char *shape, double us, double flop, double bytes) {
+static void bench_report(bench *ctx, const char *op, const char *model, const char *shape,
+                         double us, double flop, double bytes) {
     toka_bench_row row = {op, model, shape, us, flop, bytes};
     if (!ctx->dev->error.code) ctx->on_row(ctx->user, &row);
 }
-static void bench_free(toka_device *dev, int n_before) { /* all blocks taken since there were `keep` */
+/* all blocks taken since there were `keep` */
+static void bench_free(toka_device *dev, int n_before) {
     latch_error(dev, cudaStreamSynchronize(dev->stream), "bench");
     while (dev->n_allocations > n_before) cudaFree(dev->allocations[--dev->n_allocations]);
 }
@@ -8426,7 +10275,8 @@ static double bench_time(toka_device *dev, int per_graph, void (*op)(void *arg, 
     op(arg, 0);
     for (cudaEvent_t &event : events) latch_error(dev, cudaEventCreate(&event), "bench");
     latch_error(dev, cudaStreamSynchronize(dev->stream), "bench");
-    latch_error(dev, cudaStreamBeginCapture(dev->stream, cudaStreamCaptureModeThreadLocal), "capture");
+    latch_error(dev, cudaStreamBeginCapture(dev->stream, cudaStreamCaptureModeThreadLocal),
+                "capture");
     for (int i = 0; i < per_graph; i++) op(arg, i);
     latch_error(dev, cudaStreamEndCapture(dev->stream, &graph), "capture");
     if (!dev->error.code) latch_error(dev, cudaGraphInstantiate(&exec, graph, 0), "capture");
@@ -8450,13 +10300,16 @@ static double bench_time(toka_device *dev, int per_graph, void (*op)(void *arg, 
 
 /* ---- Read bandwidth: the ceiling of everything that is bound by memory ---- */
 
-__global__ static void __launch_bounds__(512) bench_read_kernel(const uint4 *p, size_t n, uint32_t *out) {
+__global__ static void __launch_bounds__(512)
+    bench_read_kernel(const uint4 *p, size_t n, uint32_t *out) {
     uint32_t sum = 0;
-    for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x) {
+    for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < n;
+         i += (size_t)gridDim.x * blockDim.x) {
         uint4 v = __ldcs(p + i);
         sum ^= v.x ^ v.y ^ v.z ^ v.w;
     }
-    if (sum == 0x12345678u) *out = sum; /* keeps the loads; random data makes it rare, and harmless */
+    /* keeps the loads; random data makes it rare, and harmless */
+    if (sum == 0x12345678u) *out = sum;
 }
 typedef struct bench_read_arg {
     toka_device *dev;
@@ -8472,7 +10325,8 @@ static void bench_read_op(void *arg, int) {
 static void bench_read(bench *ctx) {
     size_t n_bytes = (size_t)2 << 30;
     int n_before = ctx->dev->n_allocations;
-    bench_read_arg arg = {ctx->dev, (const uint4 *)bench_random(ctx->dev, n_bytes / 2, 1), n_bytes / 16, (uint32_t *)dev_alloc(ctx->dev, 4, "buffers")};
+    bench_read_arg arg = {ctx->dev, (const uint4 *)bench_random(ctx->dev, n_bytes / 2, 1),
+                          n_bytes / 16, (uint32_t *)dev_alloc(ctx->dev, 4, "buffers")};
     if (!ctx->dev->error.code) {
         double us = bench_time(ctx->dev, 1, bench_read_op, &arg);
         bench_report(ctx, "read", "", "2 GiB", us, 0, (double)n_bytes);
@@ -8482,7 +10336,8 @@ static void bench_read(bench *ctx) {
 
 /* ---- GEMM ---- */
 
-typedef struct bench_shape { /* the matrices of a model: qkv, o, gate_up, down, lm_head as N x K follow from these */
+/* the matrices of a model: qkv, o, gate_up, down, lm_head as N x K follow from these */
+typedef struct bench_shape {
     const char *model;
     int E, H, K, D, F, V;
 } bench_shape;
@@ -8501,7 +10356,8 @@ static void bench_gemm_op(void *arg, int i) {
     bench_gemm_arg *a = (bench_gemm_arg *)arg;
     gemm(a->dev, &a->args[i % a->n_sets]);
 }
-static void bench_gemm(bench *ctx, const char *name, const char *model, int M, int N, int K, enum epilogue epi) {
+static void bench_gemm(bench *ctx, const char *name, const char *model, int M, int N, int K,
+                       enum epilogue epi) {
     toka_device *dev = ctx->dev;
     int n_before = dev->n_allocations, ldy = epi == EPI_SWIGLU ? N / 2 : N;
     size_t set_bytes = ((size_t)N * K + (size_t)M * K + (size_t)M * ldy) * sizeof(bf16);
@@ -8512,13 +10368,16 @@ static void bench_gemm(bench *ctx, const char *name, const char *model, int M, i
     for (int i = 0; i < arg.n_sets; i++) {
         weights[i] = weight{bench_random(dev, (size_t)N * K, sqrtf(3.0f / K)), NULL, N, K};
         bf16 *x = bench_random(dev, (size_t)(M + GEMM_PAD_ROWS) * K, 1.7f);
-        arg.args[i] = gemm_args{M, x, K, &weights[i], bench_random(dev, (size_t)M * ldy, 1), ldy, epi};
+        arg.args[i] = gemm_args{M,   x,  K, &weights[i], bench_random(dev, (size_t)M * ldy, 1),
+                                ldy, epi};
     }
     if (!dev->error.code) {
         char shape[64];
         double us = bench_time(dev, arg.n_sets < 8 ? 8 : arg.n_sets, bench_gemm_op, &arg);
         snprintf(shape, sizeof shape, "M=%d %dx%d", M, N, K);
-        double bytes = ((double)N * K + (double)M * K + (double)M * ldy * (epi == EPI_RESIDUAL ? 2 : 1)) * sizeof(bf16);
+        double bytes = ((double)N * K + (double)M * K +
+                        (double)M * ldy * (epi == EPI_RESIDUAL ? 2 : 1)) *
+                       sizeof(bf16);
         bench_report(ctx, name, model, shape, us, 2.0 * M * N * K, bytes);
     }
     bench_free(dev, n_before);
@@ -8527,7 +10386,8 @@ static void bench_gemms(bench *ctx) {
     for (const bench_shape &model : bench_shapes)
         for (int M : bench_rows) {
             if (ctx->dev->error.code) return;
-            bench_gemm(ctx, "qkv", model.model, M, (model.H + 2 * model.K) * model.D, model.E, EPI_STORE);
+            bench_gemm(ctx, "qkv", model.model, M, (model.H + 2 * model.K) * model.D, model.E,
+                       EPI_STORE);
             bench_gemm(ctx, "o", model.model, M, model.E, model.H * model.D, EPI_RESIDUAL);
             bench_gemm(ctx, "gate_up", model.model, M, 2 * model.F, model.E, EPI_SWIGLU);
             bench_gemm(ctx, "down", model.model, M, model.E, model.F, EPI_RESIDUAL);
@@ -8542,10 +10402,14 @@ typedef struct bench_step {
     const char *name;
     int n_seqs, rows_per_seq, seq_len, shared;
 } bench_step;
-static const bench_step bench_steps[] = {
-    {"decode", 4096, 1, 150, 0},      {"decode", 2048, 1, 900, 0},       {"decode", 64, 1, 4096, 0},
-    {"decode", 1, 1, 4096, 0},        {"shared decode", 4096, 1, 1050, 896}, {"prefill", 1, 4096, 4096, 0},
-    {"prefill", 1, 16384, 16384, 0},  {"prefill", 16, 512, 512, 0}};
+static const bench_step bench_steps[] = {{"decode", 4096, 1, 150, 0},
+                                         {"decode", 2048, 1, 900, 0},
+                                         {"decode", 64, 1, 4096, 0},
+                                         {"decode", 1, 1, 4096, 0},
+                                         {"shared decode", 4096, 1, 1050, 896},
+                                         {"prefill", 1, 4096, 4096, 0},
+                                         {"prefill", 1, 16384, 16384, 0},
+                                         {"prefill", 16, 512, 512, 0}};
 
 typedef struct bench_attn_arg {
     toka_device *dev;
@@ -8560,47 +10424,71 @@ static void bench_attn_op(void *arg, int i) {
 
 /* Rows, pages and spans of the step in one block of host memory; returns the pages in use. */
 static int bench_make_step(toka_step *step, const bench_step *config, int B, int **memory) {
-    int T = config->n_seqs * config->rows_per_seq, own_pages = ceil_div(config->seq_len - config->shared, B), shared_pages = config->shared / B, n_pages = 0;
+    int T = config->n_seqs * config->rows_per_seq,
+        own_pages = ceil_div(config->seq_len - config->shared, B),
+        shared_pages = config->shared / B, n_pages = 0;
     size_t n_bytes = (size_t)(2 * T + shared_pages + config->n_seqs * own_pages) * sizeof(int);
-    int *rows = *memory = (int *)calloc(n_bytes + (size_t)(config->n_seqs + 1) * sizeof(toka_span), 1);
+    int *rows = *memory = (int *)calloc(n_bytes + (size_t)(config->n_seqs + 1) * sizeof(toka_span),
+                                        1);
     if (!rows) abort();
     int *pages = rows + 2 * T;
     toka_span *spans = (toka_span *)(pages + shared_pages + config->n_seqs * own_pages);
-    *step = toka_step{.T = T, .ids = rows, .pos = rows + T, .kv_slot = rows, .pages = pages, .spans = spans};
-    for (; n_pages < shared_pages + config->n_seqs * own_pages; n_pages++) pages[n_pages] = (int)((n_pages * 7919LL + 13) % (shared_pages + config->n_seqs * own_pages)); /* anywhere */
+    *step = toka_step{
+        .T = T, .ids = rows, .pos = rows + T, .kv_slot = rows, .pages = pages, .spans = spans};
+    /* anywhere */
+    for (; n_pages < shared_pages + config->n_seqs * own_pages; n_pages++)
+        pages[n_pages] = (int)((n_pages * 7919LL + 13) %
+                               (shared_pages + config->n_seqs * own_pages));
     if (shared_pages) spans[step->n_spans++] = toka_span{0, T, 0, 0, config->shared};
     for (int seq = 0; seq < config->n_seqs; seq++) {
-        spans[step->n_spans++] = toka_span{seq * config->rows_per_seq, config->rows_per_seq, shared_pages + seq * own_pages, config->shared, config->seq_len - config->shared};
-        for (int row = 0; row < config->rows_per_seq; row++) rows[T + seq * config->rows_per_seq + row] = config->seq_len - config->rows_per_seq + row;
+        spans[step->n_spans++] = toka_span{seq * config->rows_per_seq, config->rows_per_seq,
+                                           shared_pages + seq * own_pages, config->shared,
+                                           config->seq_len - config->shared};
+        for (int row = 0; row < config->rows_per_seq; row++)
+            rows[T + seq * config->rows_per_seq + row] = config->seq_len - config->rows_per_seq +
+                                                         row;
     }
     return n_pages;
 }
 
 static void bench_attention(bench *ctx, const bench_shape *model, const bench_step *step) {
     toka_device *dev = ctx->dev;
-    toka_shape shape = {.H = model->H, .K = model->K, .D = model->D, .E = model->E, .F = model->F, .V = model->V};
+    toka_shape shape = {
+        .H = model->H, .K = model->K, .D = model->D, .E = model->E, .F = model->F, .V = model->V};
     shape.B = toka_cuda.page_tok, shape.max_len = step->seq_len;
     layer_weights layers[BENCH_MAX_SETS] = {};
     bench_attn_arg arg = {.dev = dev};
-    int n_before = dev->n_allocations, *memory, n_pages = bench_make_step(&arg.step, step, shape.B, &memory);
+    int n_before = dev->n_allocations, *memory,
+        n_pages = bench_make_step(&arg.step, step, shape.B, &memory);
     size_t q_elems = (size_t)arg.step.T * model->H * model->D;
-    dev->shape = &shape, dev->layers = layers, dev->options.max_tokens = arg.step.T, dev->options.n_pages = n_pages;
+    dev->shape = &shape, dev->layers = layers, dev->options.max_tokens = arg.step.T,
+    dev->options.n_pages = n_pages;
     dev->kv_layer_elems = (size_t)n_pages * 2 * model->K * shape.B * model->D;
     arg.L = (int)(BENCH_CACHE_BYTES / (dev->kv_layer_elems * sizeof(bf16))) + 1;
     if (arg.L > BENCH_MAX_SETS) arg.L = BENCH_MAX_SETS;
     shape.L = arg.L;
-    dev->kv_pool = bench_random(dev, dev->kv_layer_elems * arg.L, 1), arg.q = bench_random(dev, q_elems, 2), arg.o = bench_random(dev, q_elems, 1);
+    dev->kv_pool = bench_random(dev, dev->kv_layer_elems * arg.L, 1),
+    arg.q = bench_random(dev, q_elems, 2), arg.o = bench_random(dev, q_elems, 1);
     if (!dev->error.code) attn_open(dev);
-    if (!dev->error.code) upload_open(dev, &dev->upload, (size_t)arg.step.T * sizeof(int) + attn_upload_bytes(dev) + 4096, false);
+    if (!dev->error.code)
+        upload_open(dev, &dev->upload,
+                    (size_t)arg.step.T * sizeof(int) + attn_upload_bytes(dev) + 4096, false);
     if (!dev->error.code) {
         upload_begin(dev, &dev->upload);
-        dev->rows.T = arg.step.T, dev->rows.pos = (const int *)upload_put(&dev->upload, arg.step.pos, (size_t)arg.step.T * sizeof(int));
+        dev->rows.T = arg.step.T,
+        dev->rows.pos = (const int *)upload_put(&dev->upload, arg.step.pos,
+                                                (size_t)arg.step.T * sizeof(int));
         attn_plan_step(dev, &arg.step);
         upload_send(dev, &dev->upload);
         char label[64];
-        double us = bench_time(dev, arg.L < 4 ? 4 : arg.L, bench_attn_op, &arg), n_pairs = 0, T = arg.step.T;
-        for (int row = 0; row < step->rows_per_seq; row++) n_pairs += (double)step->n_seqs * (step->seq_len - row);
-        snprintf(label, sizeof label, step->shared ? "%d x %d, %d shared" : step->rows_per_seq > 1 ? "%d x %d tokens" : "%d x %d",
+        double us = bench_time(dev, arg.L < 4 ? 4 : arg.L, bench_attn_op, &arg), n_pairs = 0,
+               T = arg.step.T;
+        for (int row = 0; row < step->rows_per_seq; row++)
+            n_pairs += (double)step->n_seqs * (step->seq_len - row);
+        snprintf(label, sizeof label,
+                 step->shared             ? "%d x %d, %d shared"
+                 : step->rows_per_seq > 1 ? "%d x %d tokens"
+                                          : "%d x %d",
                  step->n_seqs, step->seq_len, step->shared);
         double kv_tok = step->shared + (double)step->n_seqs * (step->seq_len - step->shared);
         bench_report(ctx, step->name, model->model, label, us, 4.0 * model->H * model->D * n_pairs,
@@ -8626,19 +10514,33 @@ static void bench_head_op(void *arg, int) {
 }
 static void bench_head(bench *ctx, const bench_shape *model, int M) {
     toka_device *dev = ctx->dev;
-    toka_shape shape = {.L = 1, .H = model->H, .K = model->K, .D = model->D, .E = model->E, .F = model->F, .V = model->V, .V_all = model->V, .eps = 1e-5f};
+    toka_shape shape = {.L = 1,
+                        .H = model->H,
+                        .K = model->K,
+                        .D = model->D,
+                        .E = model->E,
+                        .F = model->F,
+                        .V = model->V,
+                        .V_all = model->V,
+                        .eps = 1e-5f};
     toka_sampling sampling = {.temperature = 1, .top_p = 1, .repetition_penalty = 1};
     toka_sample_row *rows = (toka_sample_row *)calloc((size_t)M, sizeof *rows);
     bench_head_arg arg = {.dev = dev};
     int n_before = dev->n_allocations;
     if (!rows) abort();
-    for (int i = 0; i < M; i++) rows[i] = toka_sample_row{.row = i, .forced_id = -1, .position = (uint32_t)i, .sampling = &sampling};
+    for (int i = 0; i < M; i++)
+        rows[i] = toka_sample_row{
+            .row = i, .forced_id = -1, .position = (uint32_t)i, .sampling = &sampling};
     arg.step = toka_step{.T = M, .n_samples = M, .samples = rows};
-    dev->shape = &shape, dev->E = model->E, dev->F = model->F, dev->V = round_up_8(model->V), dev->options.max_tokens = dev->options.max_samples = M;
-    dev->lm_head = weight{bench_random(dev, (size_t)dev->V * model->E, sqrtf(3.0f / model->E)), NULL, dev->V, model->E};
-    arg.x = bench_random(dev, (size_t)M * model->E, 1.7f), dev->xn = bench_random(dev, (size_t)(M + GEMM_PAD_ROWS) * model->E, 1.7f);
+    dev->shape = &shape, dev->E = model->E, dev->F = model->F, dev->V = round_up_8(model->V),
+    dev->options.max_tokens = dev->options.max_samples = M;
+    dev->lm_head = weight{bench_random(dev, (size_t)dev->V * model->E, sqrtf(3.0f / model->E)),
+                          NULL, dev->V, model->E};
+    arg.x = bench_random(dev, (size_t)M * model->E, 1.7f),
+    dev->xn = bench_random(dev, (size_t)(M + GEMM_PAD_ROWS) * model->E, 1.7f);
     float *norm = vector_alloc(dev, model->E);
-    if (norm) latch_error(dev, cudaMemset(norm, 0x3F, (size_t)model->E * sizeof *norm), "bench"); /* 0.747 each */
+    /* 0.747 each */
+    if (norm) latch_error(dev, cudaMemset(norm, 0x3F, (size_t)model->E * sizeof *norm), "bench");
     dev->norm = norm;
     if (!dev->error.code) samp_open(dev);
     if (!dev->error.code) upload_open(dev, &dev->upload, samp_upload_bytes(dev) + 4096, false);
@@ -8697,11 +10599,14 @@ __global__ static void stall_kernel(volatile int *aborted) {
 
 static void cuda_inject_fault(toka_device *dev) {
     if (dev->steps_to_fault && !--dev->steps_to_fault) fault_kernel<<<1, 1, 0, dev->stream>>>();
-    if (dev->steps_to_stall && !--dev->steps_to_stall) stall_kernel<<<1, 1, 0, dev->stream>>>(dev->group ? dev->group->aborted : NULL);
+    if (dev->steps_to_stall && !--dev->steps_to_stall)
+        stall_kernel<<<1, 1, 0, dev->stream>>>(dev->group ? dev->group->aborted : NULL);
 }
 
 /* As op_begin; also false where the step's graph has the op. */
-static bool op_begin_unless_graph(toka_device *dev, const char *op) { return op_begin(dev, op) && !graph_is_replay(dev); }
+static bool op_begin_unless_graph(toka_device *dev, const char *op) {
+    return op_begin(dev, op) && !graph_is_replay(dev);
+}
 
 /* ---- Captured steps ----
  *
@@ -8736,29 +10641,38 @@ static bool op_begin_unless_graph(toka_device *dev, const char *op) { return op_
  * 0.95), 2026-11-23: 1 row 814 and 863, 64 rows 1,424 and 1,488. To capture 86 graphs (now, with squads, 91) took 0.11 to
  * 0.18 s and 36 MB. */
 
-static const int graph_sizes[GRAPH_N_SIZES] = {1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 640, 768, 896, GRAPH_MAX_ROWS};
+static const int graph_sizes[GRAPH_N_SIZES] = {1,   2,   4,   8,   16,
+                                               32,  64,  128, 256, 384,
+                                               512, 640, 768, 896, GRAPH_MAX_ROWS};
 
 /* Rows `from` .. T-1 of d->graphs.step, which are nobody's. */
 static void graph_pad_step(toka_device *dev, int row0, int T) {
     static const toka_sampling padding = {.top_p = 1, .repetition_penalty = 1};
     step_graphs *graphs = &dev->graphs;
     for (int i = row0; i < T; i++) {
-        graphs->ids[i] = graphs->pos[i] = 0, graphs->kv_slot[i] = dev->options.n_pages * dev->shape->B;
-        graphs->samples[i] = toka_sample_row{.row = i, .seq = -1, .forced_id = -1, .sampling = &padding};
+        graphs->ids[i] = graphs->pos[i] = 0,
+        graphs->kv_slot[i] = dev->options.n_pages * dev->shape->B;
+        graphs->samples[i] = toka_sample_row{
+            .row = i, .seq = -1, .forced_id = -1, .sampling = &padding};
     }
     graphs->padded_step.T = graphs->padded_step.n_samples = T;
-    graphs->padded_step.ids = graphs->ids, graphs->padded_step.pos = graphs->pos, graphs->padded_step.kv_slot = graphs->kv_slot, graphs->padded_step.samples = graphs->samples;
+    graphs->padded_step.ids = graphs->ids, graphs->padded_step.pos = graphs->pos,
+    graphs->padded_step.kv_slot = graphs->kv_slot, graphs->padded_step.samples = graphs->samples;
 }
 
 /* The place in graph_sizes of the graphs that the step may be run by; -1: none. */
 static int graph_find_size(const toka_device *dev, const toka_step *step) {
     int size = 0;
-    if (!dev->graphs.n_captured || step->n_samples != step->T || step->T > GRAPH_MAX_ROWS || step->logits) return -1;
+    if (!dev->graphs.n_captured || step->n_samples != step->T || step->T > GRAPH_MAX_ROWS ||
+        step->logits)
+        return -1;
     if (dev->group && __atomic_load_n(&dev->group->no_graphs, __ATOMIC_ACQUIRE)) return -1;
     for (int i = 0; i < step->n_samples; i++)
         if (step->samples[i].row != i) return -1;
     while (graph_sizes[size] < step->T) size++;
-    if (dev->samp && samp_any_filtered(dev, step) && !samp_fits_one_pass(dev, step, graph_sizes[size])) return -1;
+    if (dev->samp && samp_any_filtered(dev, step) &&
+        !samp_fits_one_pass(dev, step, graph_sizes[size]))
+        return -1;
     return dev->graphs.all[size * GRAPH_N_KINDS + 1].exec ? size : -1;
 }
 
@@ -8778,7 +10692,8 @@ static const toka_step *graph_padded_step(toka_device *dev, const toka_step *ste
 static step_graph *graph_find(toka_device *dev, int size_index) {
     const int n_launches = attn_launches(dev->attn);
     if (n_launches < 1 || n_launches > GRAPH_MAX_ATTENTION) return NULL;
-    step_graph *graph = &dev->graphs.all[size_index * GRAPH_N_KINDS + (attn_uses_cluster(dev->attn) ? 0 : n_launches)];
+    step_graph *graph = &dev->graphs.all[size_index * GRAPH_N_KINDS +
+                                         (attn_uses_cluster(dev->attn) ? 0 : n_launches)];
     return graph->exec ? graph : NULL;
 }
 
@@ -8806,25 +10721,36 @@ static const toka_step *cuda_capture(toka_device *dev) {
     step_graphs *graphs = &dev->graphs;
     const int max_rows = min(dev->options.max_tokens, dev->options.max_samples);
     if (!graphs->next_capture) graphs->free_bytes_before = graph_free_bytes();
-    for (; !dev->options.eager && !dev->error.code && graphs->next_capture < GRAPH_N_SIZES * GRAPH_N_KINDS; graphs->next_capture++) {
-        const int size = graphs->next_capture / GRAPH_N_KINDS, kind = graphs->next_capture % GRAPH_N_KINDS, T = graph_sizes[size];
+    for (; !dev->options.eager && !dev->error.code &&
+           graphs->next_capture < GRAPH_N_SIZES * GRAPH_N_KINDS;
+         graphs->next_capture++) {
+        const int size = graphs->next_capture / GRAPH_N_KINDS,
+                  kind = graphs->next_capture % GRAPH_N_KINDS, T = graph_sizes[size];
         if (T > max_rows || (size && graph_sizes[size - 1] >= dev->options.n_seqs)) break;
-        if ((T == 1 && kind > 2) || (!kind && !attn_may_use_cluster(dev->attn, size ? graph_sizes[size - 1] + 1 : 1))) continue;
+        if ((T == 1 && kind > 2) ||
+            (!kind && !attn_may_use_cluster(dev->attn, size ? graph_sizes[size - 1] + 1 : 1)))
+            continue;
         graphs->current = &graphs->all[graphs->next_capture++], graphs->capturing = true;
         graphs->padded_step = toka_step{};
         graph_pad_step(dev, 0, T);
         return &graphs->padded_step;
     }
-    const size_t free_now = graph_free_bytes(), used_bytes = graphs->free_bytes_before > free_now ? graphs->free_bytes_before - free_now : 0;
+    const size_t free_now = graph_free_bytes(),
+                 used_bytes = graphs->free_bytes_before > free_now
+                                  ? graphs->free_bytes_before - free_now
+                                  : 0;
     if (graphs->n_captured && (!dev->group || dev->rank == dev->group->ranks))
-        graph_add_description(dev, ", %d graphs captured in %.2f s, %.0f MB", graphs->n_captured, graphs->capture_s, used_bytes / 1e6);
+        graph_add_description(dev, ", %d graphs captured in %.2f s, %.0f MB", graphs->n_captured,
+                              graphs->capture_s, used_bytes / 1e6);
     return NULL;
 }
 
 /* Bytes of the stage that rows and sampling take. */
 static size_t step_rows_bytes(const toka_device *dev, int T, int n_samples) {
     auto round_up = [](size_t bytes) { return (bytes + 15) & ~(size_t)15; };
-    size_t sample_bytes = dev->samp ? round_up((size_t)n_samples * sizeof(samp_params)) + round_up((size_t)n_samples * sizeof(int)) : 0;
+    size_t sample_bytes = dev->samp ? round_up((size_t)n_samples * sizeof(samp_params)) +
+                                          round_up((size_t)n_samples * sizeof(int))
+                                    : 0;
     return 3 * round_up((size_t)T * sizeof(int)) + sample_bytes;
 }
 
@@ -8834,14 +10760,16 @@ static void step_write_upload(toka_device *dev, const toka_step *step, int size)
     const int T = size < 0 ? step->T : graph_sizes[size];
     dev->upload.used = step_rows_bytes(dev, T, size < 0 ? step->n_samples : T);
     attn_plan_step(dev, step);
-    dev->rows.copies = (const toka_copy *)upload_put(&dev->upload, step->copies, (size_t)step->n_copies * sizeof *step->copies);
+    dev->rows.copies = (const toka_copy *)upload_put(&dev->upload, step->copies,
+                                                     (size_t)step->n_copies * sizeof *step->copies);
     dev->graphs.current = size < 0 ? NULL : graph_find(dev, size);
     if (dev->graphs.current) step = graph_padded_step(dev, step, T);
     const size_t end_offset = dev->upload.used;
     dev->upload.used = 0, dev->step = step, dev->rows.T = step->T;
     dev->rows.ids = (const int *)upload_put(&dev->upload, step->ids, (size_t)step->T * sizeof(int));
     dev->rows.pos = (const int *)upload_put(&dev->upload, step->pos, (size_t)step->T * sizeof(int));
-    dev->rows.kv_slot = (const int *)upload_put(&dev->upload, step->kv_slot, (size_t)step->T * sizeof(int));
+    dev->rows.kv_slot = (const int *)upload_put(&dev->upload, step->kv_slot,
+                                                (size_t)step->T * sizeof(int));
     if (dev->samp) samp_plan_step(dev, step);
     assert(dev->upload.used <= step_rows_bytes(dev, step->T, step->n_samples));
     dev->upload.used = end_offset;
@@ -8858,25 +10786,35 @@ static void graph_capture_begin(toka_device *dev, const toka_step *step) {
     dev->graphs.current = graph;
     plan->n_levels = ceil_div(n_launches, 3);
     for (int i = 0; i < plan->n_levels; i++)
-        plan->levels[i] = attn_level{.n_tiles = n_launches > 3 * i, .n_small = n_launches > 3 * i + 1, .n_merges = n_launches > 3 * i + 2, .merge_nq = 1};
-    if (!n_launches) plan->n_levels = 1, plan->n_fused = 0, *plan->levels = attn_level{.n_cta_splits = 1, .cta_split_warps = 1};
+        plan->levels[i] = attn_level{.n_tiles = n_launches > 3 * i,
+                                     .n_small = n_launches > 3 * i + 1,
+                                     .n_merges = n_launches > 3 * i + 2,
+                                     .merge_nq = 1};
+    if (!n_launches)
+        plan->n_levels = 1, plan->n_fused = 0,
+        *plan->levels = attn_level{.n_cta_splits = 1, .cta_split_warps = 1};
     assert(n_launches || attn_uses_cluster(plan));
-    graph->variable_nodes = (cudaGraphNode_t *)malloc(((size_t)dev->shape->L * (size_t)max(n_launches, 1) + GRAPH_SAMPLE_NODES) * sizeof *graph->variable_nodes);
+    graph->variable_nodes = (cudaGraphNode_t *)malloc(
+        ((size_t)dev->shape->L * (size_t)max(n_launches, 1) + GRAPH_SAMPLE_NODES) *
+        sizeof *graph->variable_nodes);
     if (!graph->variable_nodes) abort();
     latch_error(dev, cudaStreamBeginCapture(dev->stream, cudaStreamCaptureModeRelaxed), "capture");
     if (dev->captures_to_fault && !--dev->captures_to_fault)
-        latch_error(dev, cudaStreamSynchronize(dev->stream), "capture"); /* which a capture forbids */
+        /* which a capture forbids */
+        latch_error(dev, cudaStreamSynchronize(dev->stream), "capture");
 }
 /* A capture failed: there are to be no graphs, and no failure, if the device works. Of ranks none uses its graphs then, as their
  * steps must be alike; all have captured theirs before the first real step. */
 static void graphs_disable(toka_device *dev) {
     const toka_err error = dev->error;
     graphs_close(dev);
-    dev->graphs.n_captured = 0, dev->graphs.next_capture = GRAPH_N_SIZES * GRAPH_N_KINDS, dev->norm_ready = false;
+    dev->graphs.n_captured = 0, dev->graphs.next_capture = GRAPH_N_SIZES * GRAPH_N_KINDS,
+    dev->norm_ready = false;
     cudaGetLastError();
     dev->error.code = 0;
     latch_error(dev, cudaStreamSynchronize(dev->stream), "capture");
-    if (!dev->group || !__atomic_exchange_n(&dev->group->no_graphs, true, __ATOMIC_ACQ_REL)) graph_add_description(dev, ", no graphs (%s)", error.msg);
+    if (!dev->group || !__atomic_exchange_n(&dev->group->no_graphs, true, __ATOMIC_ACQ_REL))
+        graph_add_description(dev, ", no graphs (%s)", error.msg);
 }
 
 /* Bytes of each argument of a kernel, which the next node often is, too. */
@@ -8888,9 +10826,13 @@ static const graph_kernel *graph_kernel_info(toka_device *dev, const void *funct
     cudaError_t code = cudaSuccess;
     size_t offset;
     *kernel = graph_kernel{.function = function};
-    while (kernel->n_args < GRAPH_MAX_ARGUMENTS && !(code = cudaFuncGetParamInfo(function, (size_t)kernel->n_args, &offset, &kernel->arg_bytes[kernel->n_args]))) kernel->n_args++;
+    while (kernel->n_args < GRAPH_MAX_ARGUMENTS &&
+           !(code = cudaFuncGetParamInfo(function, (size_t)kernel->n_args, &offset,
+                                         &kernel->arg_bytes[kernel->n_args])))
+        kernel->n_args++;
     cudaGetLastError(); /* there is no argument n */
-    if (!kernel->n_args) latch_error(dev, code, "capture"); /* every kernel of a step has arguments */
+    /* every kernel of a step has arguments */
+    if (!kernel->n_args) latch_error(dev, code, "capture");
     return kernel;
 }
 /* Keeps a node of the graph, if it reads the stage, which is seen by its arguments: a word among them that is an address there. */
@@ -8903,7 +10845,10 @@ static void graph_add_upload_node(toka_device *dev, step_graph *graph, cudaGraph
     assert(kernel->n_args < GRAPH_MAX_ARGUMENTS);
     size_t n_words = 0; /* words */
     for (int i = 0; i < kernel->n_args; i++) n_words += (kernel->arg_bytes[i] + 7) / 8;
-    graph_upload_node reader = {.node = node, .params = params, .arg_block = (char **)malloc(((size_t)kernel->n_args + n_words) * sizeof(char *))};
+    graph_upload_node reader = {.node = node,
+                                .params = params,
+                                .arg_block = (char **)malloc(((size_t)kernel->n_args + n_words) *
+                                                             sizeof(char *))};
     if (!reader.arg_block) abort();
     char **word = reader.arg_block + kernel->n_args;
     reader.params.kernelParams = (void **)reader.arg_block;
@@ -8931,7 +10876,8 @@ static void graph_find_upload_nodes(toka_device *dev, step_graph *graph) {
         cudaGraphNodeType type = cudaGraphNodeTypeEmpty;
         latch_error(dev, cudaGraphNodeGetType(nodes[i], &type), "capture");
         bool is_skipped = type != cudaGraphNodeTypeKernel;
-        for (int k = 0; k < graph->n_variable_nodes && !is_skipped; k++) is_skipped = graph->variable_nodes[k] == nodes[i];
+        for (int k = 0; k < graph->n_variable_nodes && !is_skipped; k++)
+            is_skipped = graph->variable_nodes[k] == nodes[i];
         if (!is_skipped) graph_add_upload_node(dev, graph, nodes[i]);
     }
     free(nodes);
@@ -8940,20 +10886,26 @@ static void graph_find_upload_nodes(toka_device *dev, step_graph *graph) {
  * nothing, even if it were all nodes (1 and 64 sequences, H200). */
 static void graph_switch_upload(toka_device *dev) {
     step_graph *graph = dev->graphs.current;
-    const ptrdiff_t delta = dev->upload.device[dev->upload.current] - dev->upload.device[graph->upload_current];
+    const ptrdiff_t delta = dev->upload.device[dev->upload.current] -
+                            dev->upload.device[graph->upload_current];
     if (!delta) return;
-    for (graph_upload_node *reader = graph->upload_nodes; reader < graph->upload_nodes + graph->n_upload_nodes; reader++) {
+    for (graph_upload_node *reader = graph->upload_nodes;
+         reader < graph->upload_nodes + graph->n_upload_nodes; reader++) {
         for (int i = 0; i < reader->n_upload_ptrs; i++) *reader->upload_ptrs[i] += delta;
-        latch_error(dev, cudaGraphExecKernelNodeSetParams(graph->exec, reader->node, &reader->params), "step");
+        latch_error(dev,
+                    cudaGraphExecKernelNodeSetParams(graph->exec, reader->node, &reader->params),
+                    "step");
     }
     graph->upload_current = dev->upload.current;
 }
 static void graph_capture_end(toka_device *dev) {
     step_graph *graph = dev->graphs.current;
-    const cudaError_t code = cudaStreamEndCapture(dev->stream, &graph->cuda_graph); /* also behind a failure */
+    /* also behind a failure */
+    const cudaError_t code = cudaStreamEndCapture(dev->stream, &graph->cuda_graph);
     latch_error(dev, code, "capture");
     if (!dev->error.code) graph_find_upload_nodes(dev, graph);
-    if (!dev->error.code) latch_error(dev, cudaGraphInstantiate(&graph->exec, graph->cuda_graph, 0), "capture");
+    if (!dev->error.code)
+        latch_error(dev, cudaGraphInstantiate(&graph->exec, graph->cuda_graph, 0), "capture");
     if (!dev->error.code) latch_error(dev, cudaGraphUpload(graph->exec, dev->stream), "capture");
     dev->graphs.capturing = false, dev->graphs.current = NULL, dev->graphs.n_captured++;
     if (dev->error.code) graphs_disable(dev);
@@ -9008,30 +10960,38 @@ static void cuda_finish(toka_device *dev, const toka_step *step) {
 static void cuda_copy_pages(toka_device *dev, const toka_step *step) {
     const toka_shape *shape = dev->shape;
     if (!op_begin(dev, NULL)) return; /* the step is seen in what follows; ahead of a graph */
-    launch_dependent(dev, "copies of pages", copy_pages_kernel, dim3((unsigned)step->n_copies, (unsigned)shape->L), 256, 0, 1,
-                     dev->rows.copies, dev->kv_pool, dev->kv_layer_elems, shape->K * 2 * shape->B * shape->D);
+    launch_dependent(dev, "copies of pages", copy_pages_kernel,
+                     dim3((unsigned)step->n_copies, (unsigned)shape->L), 256, 0, 1,
+                     dev->rows.copies, dev->kv_pool, dev->kv_layer_elems,
+                     shape->K * 2 * shape->B * shape->D);
 }
 
 /* Of the tensor ranks, whose results are added up, one has the old x. */
-static enum epilogue residual_epilogue(const toka_device *dev) { return dev->options.tp_rank ? EPI_STORE : EPI_RESIDUAL; }
+static enum epilogue residual_epilogue(const toka_device *dev) {
+    return dev->options.tp_rank ? EPI_STORE : EPI_RESIDUAL;
+}
 
 static void cuda_embed(toka_device *dev, const toka_step *step, toka_dev_ptr x) {
     if (!op_begin(dev, "embed") || !group_wait_sampled(dev, step) || graph_is_replay(dev)) return;
     step = dev->step;
     dev->norm_ready = step->T <= FUSE_NORM_MAX_ROWS && tp_size(dev) == 1;
-    launch_dependent(dev, "embedding", embed_kernel, dim3(step->T), 128, 0, 1, dev->rows.ids, dev->last_tokens, dev->embed, dev->shape->v0,
-                     dev->shape->V, dev_bf16(x), dev->E, fuse_norm_args(dev, dev->norm_ready ? dev->layers->attn_norm : NULL, false));
+    launch_dependent(dev, "embedding", embed_kernel, dim3(step->T), 128, 0, 1, dev->rows.ids,
+                     dev->last_tokens, dev->embed, dev->shape->v0, dev->shape->V, dev_bf16(x),
+                     dev->E,
+                     fuse_norm_args(dev, dev->norm_ready ? dev->layers->attn_norm : NULL, false));
     clock_record_op(dev, TOKA_OP_EMBED);
 }
 
 /* The norm of the op that follows can be folded into this GEMM (chapter 4). */
 static const float *fuse_norm_enable(toka_device *dev, const gemm_args *args, const float *norm) {
-    dev->norm_ready = args->M <= FUSE_NORM_MAX_ROWS && tp_size(dev) == 1 && gemm_family(dev, args->M, args->w) == BY_GEMV;
+    dev->norm_ready = args->M <= FUSE_NORM_MAX_ROWS && tp_size(dev) == 1 &&
+                      gemm_family(dev, args->M, args->w) == BY_GEMV;
     return dev->norm_ready ? norm : NULL;
 }
 /* The rows that are drawn are all, in their order; then the norm before the LM head can be folded, too. */
 static bool fuse_norm_for_head(const toka_device *dev, const toka_step *step) {
-    bool all = dev->hopper && dev->samp && step->T <= FUSE_NORM_MAX_ROWS && step->n_samples == step->T && dev->samp->in_order &&
+    bool all = dev->hopper && dev->samp && step->T <= FUSE_NORM_MAX_ROWS &&
+               step->n_samples == step->T && dev->samp->in_order &&
                step->n_samples <= dev->samp->chunk_rows;
     for (int i = 0; all && i < step->n_samples; i++) all = step->samples[i].row == i;
     return all;
@@ -9043,38 +11003,66 @@ static void norm_qkv_rope_kv(toka_device *dev, int n_rows, int layer, const bf16
     const step_rows *rows = &dev->rows;
     bf16 *kv = dev->kv_pool + (size_t)layer * dev->kv_layer_elems;
     const bool fused = fuse_norm_consume(dev);
-    if (!fused && !reduce_norm(dev, weights->attn_norm)) rmsnorm(dev, x, NULL, weights->attn_norm, dev->xn, n_rows);
-    qkv_params params = {weights->qkv.bias, weights->q_norm, weights->k_norm, shape->eps, shape->H, shape->K, shape->B, rows->pos, rows->kv_slot, dev->rope, q, kv, shape->D};
-    if (qkv_is_interleaved(dev, shape->D) && n_rows > SMALLM_MAX && gemm_qkv_worth_fusing(dev, n_rows, &weights->qkv, &params)) {
-        gemm_wgmma_qkv(dev, n_rows, dev->xn, dev->E, &weights->qkv, &params); /* all in the epilogue */
+    if (!fused && !reduce_norm(dev, weights->attn_norm))
+        rmsnorm(dev, x, NULL, weights->attn_norm, dev->xn, n_rows);
+    qkv_params params = {
+        weights->qkv.bias, weights->q_norm, weights->k_norm, shape->eps, shape->H, shape->K,
+        shape->B,          rows->pos,       rows->kv_slot,   dev->rope,  q,        kv,
+        shape->D};
+    if (qkv_is_interleaved(dev, shape->D) && n_rows > SMALLM_MAX &&
+        gemm_qkv_worth_fusing(dev, n_rows, &weights->qkv, &params)) {
+        /* all in the epilogue */
+        gemm_wgmma_qkv(dev, n_rows, dev->xn, dev->E, &weights->qkv, &params);
         return;
     }
-    gemm_args args = {n_rows, dev->xn, dev->E, &weights->qkv, dev->qkv, weights->qkv.N, EPI_STORE, NULL, fused};
-    if (qkv_is_interleaved(dev, shape->D) && gemm_fuses_qkv(dev, n_rows, &weights->qkv, &params)) args.epi = EPI_QKV, args.qkv = &params;
+    gemm_args args = {n_rows,         dev->xn,   dev->E, &weights->qkv, dev->qkv,
+                      weights->qkv.N, EPI_STORE, NULL,   fused};
+    if (qkv_is_interleaved(dev, shape->D) && gemm_fuses_qkv(dev, n_rows, &weights->qkv, &params))
+        args.epi = EPI_QKV, args.qkv = &params;
     gemm(dev, &args);
     if (args.epi == EPI_QKV) return;
-    rope_args rope = {dev->qkv, q, kv, rows->pos, rows->kv_slot, dev->rope,
-                   weights->q_norm, weights->k_norm, n_rows, shape->H, shape->K, shape->D, shape->B, shape->eps, qkv_is_interleaved(dev, shape->D)};
-    launch_dependent(dev, "RoPE", rope_kernel, dim3(ceil_div(n_rows * (shape->H + 2 * shape->K), 8)), 256, 0, 1, rope);
+    rope_args rope = {dev->qkv,
+                      q,
+                      kv,
+                      rows->pos,
+                      rows->kv_slot,
+                      dev->rope,
+                      weights->q_norm,
+                      weights->k_norm,
+                      n_rows,
+                      shape->H,
+                      shape->K,
+                      shape->D,
+                      shape->B,
+                      shape->eps,
+                      qkv_is_interleaved(dev, shape->D)};
+    launch_dependent(dev, "RoPE", rope_kernel,
+                     dim3(ceil_div(n_rows * (shape->H + 2 * shape->K), 8)), 256, 0, 1, rope);
 }
-static void cuda_norm_qkv_rope_kv(toka_device *dev, const toka_step *, int layer, toka_dev_ptr x, toka_dev_ptr q) {
+static void cuda_norm_qkv_rope_kv(toka_device *dev, const toka_step *, int layer, toka_dev_ptr x,
+                                  toka_dev_ptr q) {
     if (!op_begin_unless_graph(dev, "norm_qkv_rope_kv")) return;
     norm_qkv_rope_kv(dev, dev->step->T, layer, dev_bf16(x), dev_bf16(q));
     clock_record_op(dev, TOKA_OP_QKV);
 }
 
-static void cuda_attention(toka_device *dev, const toka_step *, int layer, toka_dev_ptr q, toka_dev_ptr o) {
+static void cuda_attention(toka_device *dev, const toka_step *, int layer, toka_dev_ptr q,
+                           toka_dev_ptr o) {
     if (!op_begin(dev, "attention")) return;
-    dev->graphs.role = graph_is_replay(dev) ? GRAPH_ROLE_UPDATE : dev->graphs.capturing ? GRAPH_ROLE_RECORD : GRAPH_ROLE_LAUNCH;
+    dev->graphs.role = graph_is_replay(dev)    ? GRAPH_ROLE_UPDATE
+                       : dev->graphs.capturing ? GRAPH_ROLE_RECORD
+                                               : GRAPH_ROLE_LAUNCH;
     attention(dev, layer, dev_bf16(q), dev_bf16(o));
     dev->graphs.role = GRAPH_ROLE_LAUNCH;
     clock_record_op(dev, TOKA_OP_ATTENTION);
 }
 
-static void cuda_out_residual(toka_device *dev, const toka_step *, int layer, toka_dev_ptr o, toka_dev_ptr x) {
+static void cuda_out_residual(toka_device *dev, const toka_step *, int layer, toka_dev_ptr o,
+                              toka_dev_ptr x) {
     if (!op_begin_unless_graph(dev, "out_residual")) return;
     const weight *w = &dev->layers[layer].o;
-    gemm_args args = {dev->step->T, dev_bf16(o), w->K, w, dev_bf16(x), dev->E, residual_epilogue(dev)};
+    gemm_args args = {dev->step->T, dev_bf16(o),           w->K, w, dev_bf16(x),
+                      dev->E,       residual_epilogue(dev)};
     args.next_norm = fuse_norm_enable(dev, &args, dev->layers[layer].mlp_norm);
     if (!gemm_reduce_scatter(dev, &args)) gemm(dev, &args);
     clock_record_op(dev, TOKA_OP_OUT);
@@ -9085,17 +11073,23 @@ static void cuda_norm_mlp_residual(toka_device *dev, const toka_step *, int laye
     const layer_weights *weights = &dev->layers[layer];
     const int n_rows = dev->step->T;
     const bool fused = fuse_norm_consume(dev);
-    if (!fused && !reduce_norm(dev, weights->mlp_norm)) rmsnorm(dev, dev_bf16(x), NULL, weights->mlp_norm, dev->xn, n_rows);
-    gemm_args gate_up = {n_rows, dev->xn, dev->E, &weights->gate_up, dev->act, dev->F, EPI_SWIGLU, NULL, fused};
+    if (!fused && !reduce_norm(dev, weights->mlp_norm))
+        rmsnorm(dev, dev_bf16(x), NULL, weights->mlp_norm, dev->xn, n_rows);
+    gemm_args gate_up = {n_rows,     dev->xn, dev->E, &weights->gate_up, dev->act, dev->F,
+                         EPI_SWIGLU, NULL,    fused};
     gemm(dev, &gate_up);
-    gemm_args down = {n_rows, dev->act, dev->F, &weights->down, dev_bf16(x), dev->E, residual_epilogue(dev)};
-    if (layer + 1 < dev->shape->L) down.next_norm = fuse_norm_enable(dev, &down, dev->layers[layer + 1].attn_norm);
-    else if (fuse_norm_for_head(dev, dev->step)) down.next_norm = fuse_norm_enable(dev, &down, dev->norm);
+    gemm_args down = {
+        n_rows, dev->act, dev->F, &weights->down, dev_bf16(x), dev->E, residual_epilogue(dev)};
+    if (layer + 1 < dev->shape->L)
+        down.next_norm = fuse_norm_enable(dev, &down, dev->layers[layer + 1].attn_norm);
+    else if (fuse_norm_for_head(dev, dev->step))
+        down.next_norm = fuse_norm_enable(dev, &down, dev->norm);
     if (!gemm_reduce_scatter(dev, &down)) gemm(dev, &down);
     clock_record_op(dev, TOKA_OP_MLP);
 }
 
-static void cuda_norm_logits_sample(toka_device *dev, const toka_step *step, toka_dev_ptr x, toka_sample_result *results) {
+static void cuda_norm_logits_sample(toka_device *dev, const toka_step *step, toka_dev_ptr x,
+                                    toka_sample_result *results) {
     if (!op_begin(dev, "norm_logits_sample")) return;
     reduce_norm(dev, NULL);
     if (dev->graphs.capturing) dev->graphs.current->n_barriers = 0;
@@ -9103,7 +11097,8 @@ static void cuda_norm_logits_sample(toka_device *dev, const toka_step *step, tok
     else samp_launch(dev, dev->step, dev_bf16(x));
     if (dev->graphs.capturing) return;
     graph_launch(dev);
-    if (graph_is_replay(dev) && dev->rank) dev->rank->n_barriers += (unsigned)dev->graphs.current->n_barriers;
+    if (graph_is_replay(dev) && dev->rank)
+        dev->rank->n_barriers += (unsigned)dev->graphs.current->n_barriers;
     samp_download(dev, step, results);
     group_send_sampled(dev, step);
     clock_record_op(dev, TOKA_OP_HEAD);

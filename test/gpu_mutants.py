@@ -14,6 +14,7 @@ with status 1 and a FAILED line of the op that was mutated. A crash, a hang or a
 """
 import argparse
 import concurrent.futures
+import functools
 import os
 import re
 import subprocess
@@ -25,7 +26,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 KERNELS = os.path.join(ROOT, "toka_kernels.cu")
 PROGRAMS = ["gpu_attn", "gpu_gemm", "gpu_rows", "gpu_samp", "gpu_smallm"]
 
-# old: text that stands in the file once; the part between backticks (all of it if there are none) is replaced by new. A part that ends
+# old: text that stands in the file once, however its lines are broken; the part between backticks (all of it if there are none) is replaced by new. A part that ends
 # with a semicolon is a statement, any other an expression. test: program and arguments. line: what the FAILED line must match.
 Mutant = namedtuple("Mutant", "name kernel old new test line")
 
@@ -178,7 +179,7 @@ MUTANTS = [
            ("a short tile goes on beyond its positions", "map, bar, 0, `n_kv - shape::TOK`, row, 0, 0);", "0"),
            ("the hub of the other item", "exchange.o + `(round & 1)` * attn_fused_shape<DP>::EXCHANGE", "0"),
            ("a maximum over half of the lanes", "for (int k = 4; `k < 32`; k *= 2) new_max = fmaxf(new_max", "k < 16"),
-           ("the state counts once a lane", "(`lane_group == 0` ? state_weight : 0); /* of", "true"),
+           ("the state counts once a lane", "(`lane_group == 0` ? state_weight : 0)", "true"),
            ("the state never comes", "`attn_own_merge_state<DP>(args, row, acc, row_max, row_sum, exchange)`;", "(void)row_max"),
            ("sums fade by the other query's factor", "acc[i] *= rescale[`i & 1`];", "~i & 1"),
            ("the second half of a tile of K is the first", "ldmatrix_x4(x[c], (at ^ c * 32) + `i * 512`);", "0"),
@@ -346,19 +347,27 @@ int main(int argc, char **argv) {
 """
 
 
+@functools.cache
+def squeezed(text):
+    """The text without white space and comments, and where each character stood: line breaks do not matter to a mutant."""
+    text = re.sub(r"/\*.*?\*/", lambda c: " " * len(c[0]), text, flags=re.S)
+    at = [i for i, c in enumerate(text) if not c.isspace()]
+    return "".join(text[i] for i in at), at
+
+
 def place(text, m):
     """Where the replaced part of a mutant lies: (from, to); or why there is no such place."""
-    parts = m.old.split("`")
+    parts = ["".join(part.split()) for part in m.old.split("`")]
     if len(parts) not in (1, 3):
         return f"{len(parts) - 1} backticks"
-    context = "".join(parts)
-    if text.count(context) != 1:
-        return f"its text stands in the file {text.count(context)} times"
-    part = parts[1] if len(parts) == 3 else context
+    context, (code, at) = "".join(parts), squeezed(text)
+    if code.count(context) != 1:
+        return f"its text stands in the file {code.count(context)} times"
+    head, part = parts[:2] if len(parts) == 3 else ("", context)
     if not part.endswith(";") and re.match(r"(if|for|return)\b", m.new):
         return "an expression becomes a statement"
-    at = text.index(context) + (len(parts[0]) if len(parts) == 3 else 0)
-    return at, at + len(part)
+    first = code.index(context) + len(head)
+    return at[first], at[first + len(part) - 1] + 1
 
 
 def mutated(text):
