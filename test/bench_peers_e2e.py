@@ -3,7 +3,8 @@
 """One dataset through toka and through what else is installed, on the same GPU in the same run: output tokens per second and ratios.
 
     python3 test/make_dataset.py monkeys m.jsonl --samples 96
-    python3 test/bench_peers_e2e.py m.jsonl [--model llama-3.2-1b] [--seconds 60] [--engines toka,vllm,toka-part,hf-cb,hf-static] [-- TOKA FLAGS]
+    python3 test/bench_peers_e2e.py m.jsonl [--model llama-3.2-1b] [--seconds 60] [--engines toka,vllm,toka-part,hf-cb,hf-static]
+        [--vllm-args '{"max_num_seqs": 4096}'] [-- TOKA FLAGS]
 
 A line of the dataset is {"prompt_token_ids": [...] or "prompt": "...", "output_lengths": [l1, l2, ...]} (text needs --tokenizer FILE). All
 engines get the same ids, the model's shape from models.txt with random weights in bf16, sampling at --temp, and every sample forced to
@@ -47,6 +48,7 @@ def arguments():
     p.add_argument("--seconds", type=float, default=60, help="for each peer")
     p.add_argument("--temp", type=float, default=0.6)
     p.add_argument("--vllm-rate", type=float, default=25000, help="output tokens a second that vLLM is thought to reach, to size its part")
+    p.add_argument("--vllm-args", type=json.loads, default={}, help="more arguments of vllm.LLM, as a JSON object")
     p.add_argument("--hf-batch", type=int, default=256)
     p.add_argument("--hf-samples", type=int, default=96, help="for hf-cb and toka-part")
     p.add_argument("--hf-batch-tokens", type=int, help="tokens of a step of hf-cb; without: what transformers takes by itself")
@@ -159,8 +161,8 @@ def run_vllm(a, rows):
     work = samples(rows, a.vllm_rate * a.seconds)
     with tempfile.TemporaryDirectory() as folder:
         json.dump(config_of(a.model), open(os.path.join(folder, "config.json"), "w"))
-        llm = vllm.LLM(model=folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", enable_prefix_caching=True,
-                       max_model_len=longest(work) + 1, gpu_memory_utilization=0.9)
+        llm = vllm.LLM(**{"model": folder, "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "enable_prefix_caching": True,
+                          "max_model_len": longest(work) + 1, "gpu_memory_utilization": 0.9, **a.vllm_args})
 
         def go(part):
             params = [vllm.SamplingParams(temperature=a.temp, max_tokens=n, ignore_eos=True, detokenize=False) for _, n in part]
