@@ -161,8 +161,12 @@
  *                                                    (SGLang)           kv_tree_insert
  *   tensor parallelism                               1909.08053      12 mf_shard
  *                                                    (Megatron-LM)   21 rank_all_reduce
+ *   overlapped tensor parallelism: the epilogue      2406.06858      cu 6 epi_scatter
+ *     of a GEMM sends its tiles to the rank that     (Flux)          cu 10 sum_norm_kernel
+ *     adds them up
  *   pipeline parallelism with microbatches           2104.04473      17 batch_make_micros
  *                                                    (Megatron-LM)   21 rank_step
+ *   data parallelism: replicas behind one queue                      22 eng_route
  *   CUDA graphs of decode steps                      CUDA C++ guide  cu 15 cuda_capture
  *   sampling fused into the LM head: Gumbel-max      1411.0030       cu 11 samp_lm_head,
  *     over groups of ids; on Hopper the logits of                         samp_reduce_kernel
