@@ -1,56 +1,171 @@
-/* toka_kernels.cu - toka's CUDA backend: every kernel is written here.  SPDX-License-Identifier: Apache-2.0
+/* toka_kernels.cu - toka's CUDA backend. SPDX-License-Identifier: Apache-2.0
  *
- * WHAT IT IS. The second instance of `struct toka_backend` (toka.h); the first is chapter 20 of toka.c. It needs the CUDA runtime
- * and nothing else. One binary holds code for sm_80, sm_89 and sm_90a: Hopper runs the wgmma and TMA kernels, older cards the
- * mma.sync kernels, which also run on Hopper and there serve the tests as a second opinion.
+ * WHAT IT IS. The second instance of `struct toka_backend` (toka.h); the first is chapter 20 of
+ * toka.c. All its kernels are written here: it calls the CUDA runtime and no other library. One
+ * binary holds code for sm_80, sm_89 and sm_90a. Hopper (sm_90a) runs the wgmma and TMA kernels.
+ * Other GPUs run the mma.sync kernels; the tests run these on Hopper too, as a cross-check.
  *
- * HOW A STEP RUNS. Plans are integers made on the host (toka.c chapters 16 and 17). `begin` copies what the step needs into one
- * pinned buffer and up in one transfer beside the step before (struct stage), with the work lists of attention (chapter 8) and of
- * sampling (chapter 12); the ops only launch kernels on one stream, and `end` puts an event behind them. So the next step can be
- * begun while this one runs: what was drawn last for each slot stays on the device (toka_device.last), where `embed` of the next
- * step finds it. `finish` waits for the event of the oldest step and hands out its picks. What a step needs on the host there is
- * STEPS_IN_FLIGHT times. Decode steps of up to 1,024 rows are graphs, captured at open: then the ops launch nothing, and the last of
- * them launches the graph (chapter 15).
+ * HOW A STEP RUNS. toka.c decides what a step computes (its chapters 16 and 17).
  *
- * NUMBERS. Weights and activations are bf16, accumulators, norms, softmax and log-probabilities float32. The residual stream x is
- * bf16 between ops. Every sum has a fixed order, so a step repeated is equal to the bit; a row's result may differ by
- * rounding with the number of rows beside it, because another tile shape sums in another order.
+ *   begin    writes the step's inputs and the work lists of attention (chapter 8) and sampling
+ *            (chapter 12) into a pinned upload buffer. One host-to-device copy uploads them on a
+ *            stream of its own, while the previous step runs (struct upload_buffer).
+ *   the ops  launch kernels on one stream. Decode steps of up to 1,024 rows were captured as CUDA
+ *            graphs at open: then the ops update nodes, and the last op launches the graph (15).
+ *   end      records an event.
+ *   finish   waits for the event of the oldest in-flight step and returns its sampled tokens.
  *
- * MEMORY. Everything is taken by cuda_open and cuda_alloc. Layouts:
+ * A step can begin while the previous one runs, because the last sampled token of each sequence
+ * stays on the device (toka_device.last_tokens), where `embed` of the next step reads it. All that
+ * the host writes for a step exists STEPS_IN_FLIGHT times.
  *
- *   weights     W [N][K] row-major bf16; E, F, V zero-padded to multiples of 8. q, k and v are one [(H+2K)*D][E], on Hopper at D
- *               64, 128 with each head's rows in qkv_interleave's order (chapter 4); gate and up are one [2F][E], 8 rows of gate and
- *               the same 8 of up by turns, so that silu(gate)*up meets in one thread
- *   x           [T][E] bf16, E rounded up: zeros behind the model's own
+ * NUMBERS. Weights and activations are bf16. Accumulators, norms, softmax and log-probabilities are
+ * float32. The residual stream x is rounded to bf16 between ops. Every sum has a fixed order, so
+ * the same step gives the same bits again. With more or fewer rows in a step, a row's result can
+ * differ by rounding, because another tile shape sums in another order.
+ *
+ * MEMORY. cuda_open and cuda_alloc allocate everything. Layouts:
+ *
+ *   weights     W [N][K] row-major bf16; E, F, V are padded with zeros to multiples of 8. q, k and
+ *               v are one matrix [(H+2K)*D][E]; on Hopper with D 64 or 128 the rows of each head
+ *               are in the order of qkv_interleave (chapter 4). gate and up are one matrix [2F][E]:
+ *               8 rows of gate, then the same 8 of up, so one thread gets both operands of SwiGLU.
+ *   x           [T][E] bf16; the columns from the model's E to the padded E are zero
  *   q, o        [T][H][D] bf16
  *   K and V     pool[layer][page][kv head][K, V][B tokens][D] bf16
  *   norms       float32
  *
- * LETTERS as in toka.h: T tokens, S sequences, L layers, H query heads, K kv heads, D head size, E width, F mlp width, V
- * vocabulary, B tokens per page. In GEMMs y[M][N] = x[M][K] W[N][K]^T has its own M, N, K.
+ * LETTERS as in toka.h: T tokens (rows) of a step, S sequences, L layers, H query heads, K kv
+ * heads, D head size, E width, F mlp width, V vocabulary, B tokens per page; G = H / K. A GEMM
+ * y[M][N] = x[M][K] W[N][K]^T has its own M, N, K.
  *
- * KERNELS, and what they reach (NVIDIA H200, 2026-11-22 to 24; reads at 4.4 TB/s; test/results/gpu-h200.md has the whole tables,
- * and at which commit; `toka bench ops` measures them anew)
+ * WORDS, one meaning each
  *
- *   op                 kernel                shapes                       bound by     reaches
- *   copies of pages    copy_pages_kernel     any                          copy         not measured
- *   embed              embed_kernel          any                          copy         not measured
- *   norms              rmsnorm_kernel        any E; up to 8 rows: GEMMs   copy         not measured
- *   qkv, o, gate_up,   gemm_wgmma_kernel           M > 64 (some: 32), Hopper    arithmetic   1.04x cuBLAS over 61 shapes, M >= 512
- *   down, logits       gemm_smallm_kernel       M <= 64, Hopper              W's bytes    M = 64: 80 % (1B gate_up), 40 % (1B o)
- *                      gemm_gemv_kernel      M <= 8; 16 on other cards    W's bytes    M = 1: 97 % (8B down), 60 % (1B o)
- *                      gemm_mma_kernel       any M, any card              arithmetic   about 60 % of wgmma's rate (H100)
- *   RoPE, KV append    in GEMMs (D 64, 128, Hopper), rope_kernel else     copy         not measured
- *   attention, decode  attn_small, attn_cta_split <= 16 queries, Hopper        K, V bytes   84 % (64 x 4,096) to 100 % (2,048 x 900)
- *   samples of prompts attn_fused             D 64, 128, Hopper            K, V bytes   84, 79 % (8,192 of 88 own, 675 shared)
- *     few of them      attn_cta_split, attn_cluster_split D 64 to 128, Hopper          launches     64 of 4 prompts: 10 us a layer, levels 34
- *   prefill, shared    attn_wgmma               D 64, 96, 128, Hopper        arithmetic   487, 579 TFLOP/s at 16k (cuDNN 437, 566)
- *   all of it          attn_mma              any D, any card              either       prefill half of attn_wgmma (H100)
- *   parts of it        attn_merge_splits             split K and V                copy         not measured
- *   sums over ranks    one_shot_kernel, two_shot_kernel                   links        285 GB/s of two H200's 450; 6.2 us at least
- *     of many rows     gemm_wgmma_kernel with epi_scatter, reduce_norm_kernel      links        255 GB/s for the half not behind products
- *   LM head, sampling  gemm_wgmma_kernel with epi_sample, samp_reduce_kernel    arithmetic   1.04 to 1.13x of cuBLAS's GEMM alone
- *   filtered rows      samp_filter_kernel, samp_partials_kernel             either       top_p 0.9: 16 us for a row, 47 us for 512
+ *   row            one token of the step
+ *   query          one query head of one row. The G query heads of a kv head are packed: query
+ *                  row*G + g
+ *   span           consecutive rows and a run of KV positions that all of them read (toka_span).
+ *                  The spans of a step form a tree, because prompts share prefixes (Hydragen).
+ *   level          depth of a span in that tree; levels run one after another (cascade attention)
+ *   item           some queries of one span x some KV positions x every kv head: attention's unit
+ *                  of work. A small item has at most 16 queries and is bound by memory; a larger
+ *                  one is a tile of 64, 128 or 192 queries and is bound by the tensor cores.
+ *   own            the KV positions that one row alone reads: its last span
+ *   split          one piece of an item's KV range (split-KV), or of a GEMM's K (split-K)
+ *   state          (O, LSE), float32, of a row and head in global memory: one level writes it, the
+ *                  next one merges it in its epilogue
+ *   prefix group   up to six rows of one prompt with all their spans in one CTA
+ *   unit           the tiles that one cluster of gemm_wgmma computes together
+ *   buffer, BUFS   entry of a ring in shared memory, and how many (CUTLASS calls it a stage)
+ *   staging        shared memory through which an epilogue loads and stores a tile
+ *   stage          a pipeline stage of the model, nothing else
+ *   id group       64 ids of the vocabulary in one thread's registers; an id block has 256
+ *   partial        result of some ids of one row (samp_partial); two partials merge into one
+ *   plain row      needs no stored logits; a filtered row has top-k, top-p, min-p, penalties, lists
+ *
+ * HOW KERNELS WAIT
+ *
+ *   previous kernel   Programmatic dependent launch: a kernel starts while the previous one ends.
+ *                     It reads weights at once and calls grid_wait() before it reads activations.
+ *   inside a CTA      Rings of buffers with two mbarriers each, full and empty. A wait names the
+ *                     parity of the phase that has to complete. bar_sync: some warps of the CTA.
+ *   inside a cluster  Cluster barriers, and st.async, which writes into another CTA's shared memory
+ *                     and signals its mbarrier.
+ *   between GPUs      The rank barrier (chapter 10): CTA b of a kernel waits for CTA b of the same
+ *                     kernel on every tensor rank.
+ *
+ * GEMM FAMILIES (chapters 5 to 7; gemm_family and gemm choose)
+ *
+ *   family      used for                                  MMA          CTA tile         threads
+ *   gemm_gemv   M <= 8 at some shapes; M <= 16 on other   mma.sync,    16 of N x        256
+ *               GPUs than Hopper                          swapped      8 or 16 of M
+ *   gemm_smallm other M <= 32; M <= 64 if K >= 1024 and   wgmma,       64 of N x        192
+ *               W is not large; logits of M <= 16         swapped      8, 16, 32, 64
+ *   gemm_wgmma  the rest on Hopper                        wgmma        128 of M x       384
+ *                                                                      64 to 256 of N
+ *   gemm_mma    the rest on other GPUs                    mma.sync     128 x 128 or     256, 128
+ *                                                                      64 x 64
+ *
+ *   family      split-K                          loads                     epilogues (EPI_)
+ *   gemm_gemv   8 warps, summed in shared        a cp.async ring a warp    STORE, RESIDUAL, SWIGLU,
+ *               memory                                                     QKV without QK-norm
+ *   gemm_smallm 1, 2, 4, 8 CTAs of a cluster,    TMA, up to 12 buffers     STORE, RESIDUAL, SWIGLU,
+ *               reduce-scatter by st.async                                 LOGITS, QKV
+ *   gemm_wgmma  1, 2, 4 CTAs of a cluster        TMA, up to 8 buffers,     all; also SCATTER (ranks),
+ *                                                persistent CTAs           SAMPLE (LM head)
+ *   gemm_mma    none                             cp.async, 4 buffers       STORE, RESIDUAL, SWIGLU,
+ *                                                                          LOGITS
+ *
+ *   "Swapped": the kernel computes y^T = W x^T, so that rows of W fill the MMA's 16 or 64 rows. For
+ *   M <= 8 without tensor parallelism RMSNorm is fused: the kernel that writes x also writes row
+ *   sums of squares, and the next GEMM scales by them (struct fused_norm).
+ *
+ * ATTENTION KERNELS (chapters 8 and 9)
+ *
+ *   kernel              standard name                CTA threads      grid           queries a CTA
+ *   attn_mma            FlashAttention-2, any GPU    32 or 128        items x K      16 or 64
+ *   attn_small          decode attention, one warp   32               items x K      <= 16
+ *   attn_cta_split      split-KV inside a CTA        <= 14 or 12      items or       <= 16
+ *                                                    warps            groups x K
+ *   attn_cluster_split  split-KV inside a cluster    4 CTAs of <= 4   4 x the above  <= 16
+ *                                                    or 3 warps
+ *   attn_wgmma          FlashAttention-3 prefill     512 (D 64), 384  tiles x K      192 or 128
+ *   attn_fused          Hydragen: shared prefix and  512, persistent  <= SMs         128 of the
+ *                       own positions in one kernel                                  prefix
+ *   attn_merge_splits   merge of split-KV            128              merges x K     1
+ *
+ *   kernel              who loads K and V            products         who merges, and where
+ *   attn_mma            all threads, cp.async        mma.sync         epilogue: with the state
+ *   attn_small          lane 0, TMA                  mma.sync         epilogue: with the state
+ *   attn_cta_split      lane 0 of each warp, TMA     mma.sync         the CTA, in shared memory,
+ *                                                                     then with the state
+ *   attn_cluster_split  lane 0 of each warp, TMA     mma.sync         CTA i % 4 merges query i, by
+ *                                                                     st.async; then the state
+ *   attn_wgmma          a producer warp, TMA         wgmma            epilogue: with the state
+ *   attn_fused, prefix  warp 0, TMA                  wgmma            (O, LSE) to exchange buffer
+ *     own positions     7 warps, TMA, evict-first    mma.sync         the row's warp merges it
+ *                                                                     with its own result
+ *   attn_merge_splits   reads no K or V              none             one CTA a query, fixed order
+ *
+ *   How a step chooses (attn_plan_step), on Hopper with B >= 64 and 64 <= D <= 128; all other steps
+ *   use attn_mma and attn_merge_splits:
+ *   1. Prefix groups, if the step has at least two levels and little work: one launch of
+ *      attn_cta_split for all levels (attn_choose_prefix_groups).
+ *   2. Else attn_fused for shared prefixes whose rows have own positions directly below, if there
+ *      are rows enough for every SM and no layer has a window (attn_plan_fused).
+ *   3. Everything else level by level: attn_wgmma for tiles, attn_small or attn_cta_split for small
+ *      items, then attn_merge_splits if a range was split.
+ *   4. attn_cluster_split instead of attn_cta_split, if its CTAs would leave most SMs idle.
+ *
+ * SAMPLING KERNELS (chapters 11 and 12)
+ *
+ *   kernel                     from -> to                                used for
+ *   gemm_wgmma, EPI_SAMPLE     accumulators -> a partial per row and     Hopper, M > 16
+ *                              256 ids; logits of filtered rows
+ *   samp_partials_kernel       stored logits -> the same partials        M <= 16, other GPUs
+ *   samp_reduce_kernel         partials -> token, log-probabilities      plain rows
+ *   samp_filter_kernel         partials and logits -> token              filtered rows
+ *   samp_merge_ranks_kernel    a partial per row and rank -> token       ranks, plain rows
+ *   samp_gather_logits_kernel  logits of a rank -> every rank            ranks, filtered rows
+ *
+ *   Method: Gumbel-max over id groups, then the inverse CDF inside the group that won.
+ *
+ * WHAT THEY REACH. NVIDIA H200, 2026-11-22 to 24. test/results/gpu-h200.md has all tables, with
+ * commits and commands; `toka bench ops` measures again. Shares of reading are of 4.4 TB/s.
+ *
+ *   op                        bound by      reaches
+ *   gemm_wgmma                arithmetic    M >= 512: 1.04 times as fast as cuBLAS (61 shapes)
+ *   gemm_smallm               reading W     M = 64: 80 % (gate_up of 1B), 40 % (o of 1B)
+ *   gemm_gemv                 reading W     M = 1: 97 % (down of 8B), 60 % (o of 1B)
+ *   gemm_mma                  arithmetic    60 % of wgmma's rate (H100)
+ *   decode attention          reading K, V  84 % (64 sequences of 4,096), 100 % (2,048 of 900)
+ *   attn_fused                reading K, V  84 and 79 % (8,192 samples of 88 own, 675 shared)
+ *   prefix groups             launches      64 samples of 4 prompts: 10 us a layer; by levels 34
+ *   attn_wgmma                arithmetic    487 and 579 TFLOP/s at 16k (cuDNN 437 and 566)
+ *   all-reduce of ranks       links         285 GB/s of the 450 of two H200; 6.2 us at least
+ *     in the GEMM's epilogue  links         255 GB/s for the half that the GEMM does not hide
+ *   LM head with sampling     arithmetic    takes 1.04 to 1.13 times as long as cuBLAS's GEMM alone
+ *   filtered rows             either        top_p 0.9: 16 us for one row, 47 us for 512
  *
  * CONTENTS (build.sh checks it against the banners)
  *
