@@ -16559,6 +16559,15 @@ typedef struct eng_waiter { /* a thread in eng_generate */
     struct eng_waiter *next, *prev; /* in eng.waiters */
 } eng_waiter;
 
+typedef struct eng_submission {  /* what eng_submit copies into an eng_request */
+    const toka_request *params;
+    const int32_t *prompt;       /* [n_prompt]; params->ids and params->text are not read */
+    size_t n_prompt;
+    toka_event_fn *callback;     /* is called with `user` for each event */
+    void *user;
+    eng_waiter *waiter;          /* the thread that waits and frees; NULL: the driver frees */
+} eng_submission;
+
 typedef struct eng_request { /* from eng_submit until it is freed */
     int64_t id;
     struct eng_replica *replica; /* NULL: still in the inbox */
@@ -17038,12 +17047,16 @@ static void eng_add_end_ids(const mf_model *files, const toka_sampling *sampling
 
 /* Returns a copy of the request. It owns all that it points to, except its bad words, of which it
  * has a reference. */
-static eng_request *eng_request_new(const eng *engine, const toka_request *params,
-                                    const int32_t *prompt, int n_prompt) {
+static eng_request *eng_request_new(const eng *engine, const eng_submission *submission) {
+    const toka_request *params = submission->params;
+    const int n_prompt = (int)submission->n_prompt;
     eng_request *request = mem_zalloc(sizeof *request);
     toka_sampling *sampling = &request->sampling;
     arena *memory = &request->memory;
     *sampling = params->sampling;
+    request->callback = submission->callback;
+    request->user = submission->user;
+    request->waiter = submission->waiter;
     request->n_prompt = n_prompt;
     request->n_samples = request->n_live = MAX(params->n, 1);
     request->priority = params->priority;
@@ -17055,9 +17068,9 @@ static eng_request *eng_request_new(const eng *engine, const toka_request *param
     request->prompt_sampling.logprobs = params->prompt_top;
     request->prompt_ranks = params->prompt_ranks;
     /* a first block of just this size: most need no more, and a million requests may wait */
-    arena_reserve_first(memory, 64 + (size_t)n_prompt * sizeof *prompt +
-                                    bit_bytes(request->n_samples));
-    request->prompt = arena_copy(memory, prompt, (size_t)n_prompt * sizeof *prompt);
+    const size_t prompt_bytes = (size_t)n_prompt * sizeof *submission->prompt;
+    arena_reserve_first(memory, 64 + prompt_bytes + bit_bytes(request->n_samples));
+    request->prompt = arena_copy(memory, submission->prompt, prompt_bytes);
     request->ended = arena_zalloc(memory, bit_bytes(request->n_samples));
     sampling->stop_ids = arena_copy(memory, sampling->stop_ids,
                                     (size_t)sampling->n_stop_ids * sizeof *sampling->stop_ids);
@@ -17147,17 +17160,14 @@ static void eng_set_new_work(eng *engine, bool has_new_work) {
     pthread_mutex_unlock(&engine->notifier.lock);
 }
 
-/* Puts a copy of the request into the inbox. waiter: the thread that waits for the request and
- * frees *out after its release; NULL: the driver frees it, and `out` is NULL. */
-static int eng_submit(eng *engine, const toka_request *params, const int32_t *prompt,
-                      size_t n_prompt, toka_event_fn *callback, void *user, eng_request **out,
-                      eng_waiter *waiter, int64_t *id, toka_err *e) {
-    int code = eng_check(engine->files, engine->tok, engine->max_len, params, prompt, n_prompt, e);
+/* Puts a copy of the request into the inbox. *id: its number. out: NULL, or *out gets the request,
+ * which the waiting thread frees after its release. */
+static int eng_submit(eng *engine, const eng_submission *submission, eng_request **out,
+                      int64_t *id, toka_err *e) {
+    int code = eng_check(engine->files, engine->tok, engine->max_len, submission->params,
+                         submission->prompt, submission->n_prompt, e);
     if (code) return code;
-    eng_request *request = eng_request_new(engine, params, prompt, (int)n_prompt);
-    request->callback = callback;
-    request->user = user;
-    request->waiter = waiter;
+    eng_request *request = eng_request_new(engine, submission);
     pthread_mutex_lock(&engine->lock);
     if ((code = engine->error.code)) *e = engine->error;
     else if (engine->n_samples + request->n_samples > ENG_MAX_SAMPLES)
@@ -17935,14 +17945,12 @@ static void eng_stop(eng *engine) {
 }
 
 /* Runs one request to its end. *usage is filled also when the request fails or is cancelled. */
-static int eng_generate(eng *engine, const toka_request *params, const int32_t *prompt,
-                        size_t n_prompt, toka_event_fn *callback, void *user, toka_usage *usage,
-                        toka_err *e) {
+static int eng_generate(eng *engine, eng_submission submission, toka_usage *usage, toka_err *e) {
     eng_request *request;
     eng_waiter waiter = {.wake = PTHREAD_COND_INITIALIZER};
     int64_t id;
-    int code = eng_submit(engine, params, prompt, n_prompt, callback, user, &request, &waiter, &id,
-                          e);
+    submission.waiter = &waiter;
+    int code = eng_submit(engine, &submission, &request, &id, e);
     if (code) return code;
     code = eng_drive(engine, request, false, e);
     assert(waiter.done);
@@ -17979,7 +17987,8 @@ static int eng_score(eng *engine, const int32_t *tokens, size_t n_tokens, float 
                            .sampling = {.top_p = 1, .repetition_penalty = 1}};
     eng_scores scores = {logprobs, 0};
     toka_usage unused;
-    return eng_generate(engine, &params, tokens, n_tokens, eng_on_score, &scores, &unused, e);
+    eng_submission submission = {&params, tokens, n_tokens, eng_on_score, &scores, NULL};
+    return eng_generate(engine, submission, &unused, e);
 }
 
 /* ===========================================================================
@@ -18505,29 +18514,35 @@ void toka_request_model_defaults(const toka *t, toka_request *r) {
     r->sampling.n_bad = d->n_bad;
 }
 
+/* What the engine takes for a request. *encoded: the ids of its text, or NULL; the caller frees. */
+static int lib_submission(toka *t, const toka_request *r, toka_event_fn *fn, void *user,
+                          eng_submission *submission, int32_t **encoded, toka_err *e) {
+    size_t n = r->n_ids;
+    *encoded = NULL;
+    int code = r->ids ? 0 : toka_encode(t, r->text, r->text_bytes, r->text_flags, encoded, &n, e);
+    *submission = (eng_submission){r, r->ids ? r->ids : *encoded, n, fn, user, NULL};
+    return code;
+}
+
 int toka_generate(toka *t, const toka_request *r, toka_event_fn *fn, void *user, toka_usage *usage,
                   toka_err *e) {
     toka_usage unused;
-    int32_t *prompt = NULL;
-    size_t n = r->n_ids;
-    int code = r->ids ? 0 : toka_encode(t, r->text, r->text_bytes, r->text_flags, &prompt, &n, e);
-    if (!code)
-        code = eng_generate(t->engine, r, r->ids ? r->ids : prompt, n, fn, user,
-                            usage ? usage : &unused, e);
-    free(prompt);
+    eng_submission submission;
+    int32_t *encoded;
+    int code = lib_submission(t, r, fn, user, &submission, &encoded, e);
+    if (!code) code = eng_generate(t->engine, submission, usage ? usage : &unused, e);
+    free(encoded);
     return code;
 }
 
 int toka_submit(toka *t, const toka_request *r, toka_event_fn *fn, void *user, int64_t *id,
                 toka_err *e) {
-    int32_t *prompt = NULL;
+    eng_submission submission;
+    int32_t *encoded;
     int64_t unwanted;
-    size_t n = r->n_ids;
-    int code = r->ids ? 0 : toka_encode(t, r->text, r->text_bytes, r->text_flags, &prompt, &n, e);
-    if (!code)
-        code = eng_submit(t->engine, r, r->ids ? r->ids : prompt, n, fn, user, NULL, NULL,
-                          id ? id : &unwanted, e);
-    free(prompt);
+    int code = lib_submission(t, r, fn, user, &submission, &encoded, e);
+    if (!code) code = eng_submit(t->engine, &submission, NULL, id ? id : &unwanted, e);
+    free(encoded);
     return code;
 }
 
