@@ -28,8 +28,8 @@ static int unit_thread(pthread_t *t, const pthread_attr_t *a, void *(*run)(void 
 #include "test_pred.c"
 #include "test_sched.c"
 #include "test_batch.c"
-#include "test_fb.c"
-#include "test_bs.c"
+#include "test_files.c"
+#include "test_benchclient.c"
 #include "test_plan.c"
 #include "test_cpu.c"
 #include "test_ranks.c"
@@ -40,7 +40,7 @@ static int unit_thread(pthread_t *t, const pthread_attr_t *a, void *(*run)(void 
 
 static const struct test *const tables[] = {
     base_tests, json_tests, unicode_tests, tok_tests, tmpl_tests, mf_tests, samp_tests, kv_tests, pred_tests, sched_tests,
-    batch_tests, fb_tests, bs_tests, plan_tests, cpu_tests, ranks_tests, pipe_tests, eng_tests, http_tests, api_tests, NULL};
+    batch_tests, files_tests, benchclient_tests, plan_tests, cpu_tests, ranks_tests, pipe_tests, eng_tests, http_tests, api_tests, NULL};
 
 static bool wanted(const char *name, int argc, char **argv) {
     for (int i = 1; i < argc; i++)

@@ -54,7 +54,7 @@ static void fbt_expect(const char *type, str body, const char *expected) {
         }
 }
 
-static void fb_test_form(void) {
+static void files_test_form(void) {
     const char *type = "multipart/form-data; boundary=xYz";
     fbt_expect(
         type,
@@ -74,7 +74,7 @@ static void fb_test_form(void) {
         "q\"\\;=../x;y:1|");
 }
 
-static void fb_test_form_bad(void) {
+static void files_test_form_bad(void) {
     static const char *const types[] = {
         "",
         "application/json",
@@ -107,7 +107,7 @@ static void fb_test_form_bad(void) {
     buf_free(&p.out);
 }
 
-static void fb_test_form_random(void) {
+static void files_test_form_random(void) {
     uint64_t seed = 99;
     for (int i = 0; i < 300; i++) { /* data out of the bytes that marks are made of */
         buf data = {0}, body = {0}, expected = {0};
@@ -126,7 +126,7 @@ static void fb_test_form_random(void) {
 
 /* ---- Ids and times ---- */
 
-static void fb_test_ids(void) {
+static void files_test_ids(void) {
     files_store s = {0};
     files_id id, back, before = {{0}};
     for (int i = 0; i < 1000; i++) {
@@ -148,7 +148,7 @@ static void fb_test_ids(void) {
     CHECK(!files_read_id((str){"file-0123456789abcdef0123456789abcde\0", 37}, "file-", &id));
 }
 
-static void fb_test_window(void) {
+static void files_test_window(void) {
     const struct { const char *text; int64_t seconds;
     } cases[] = {{"24h", 86400}, {"1s", 1},    {"90m", 5400}, {"30d", 2592000},  {"31d", -1},
                  {"0h", -1},     {"", -1},     {"h", -1},     {"24", -1},        {"-1h", -1},
@@ -246,7 +246,7 @@ static void fbt_write(const fbt *f, const char *name, const char *text) {
     CHECK(out && fputs(text, out) >= 0 && !fclose(out));
 }
 
-static void fb_test_files(void) {
+static void files_test_files(void) {
     fbt f;
     fbt_init(&f);
     const char *id = fbt_upload(&f, "batch", "hello");
@@ -276,7 +276,7 @@ static void fb_test_files(void) {
     fbt_free(&f);
 }
 
-static void fb_test_metadata(void) {
+static void files_test_metadata(void) {
     buf b = {0};
     toka_err e;
     for (int i = 0; i < 8; i++) { /* ASCII or two bytes a character; a name or a value; as long as may be or one more */
@@ -292,7 +292,7 @@ static void fb_test_metadata(void) {
     buf_free(&b);
 }
 
-static void fb_test_paging(void) {
+static void files_test_paging(void) {
     fbt f;
     const char *id[25];
     fbt_init(&f);
@@ -329,7 +329,7 @@ static void fb_test_paging(void) {
     fbt_free(&f);
 }
 
-static void fb_test_routes(void) {
+static void files_test_routes(void) {
     fbt f;
     fbt_init(&f);
     const struct { enum http_method method; const char *target; int status;
@@ -373,7 +373,7 @@ static void fb_test_routes(void) {
 }
 
 /* Without a descriptor for the input it waits, and looks at it later. */
-static void fb_test_no_descriptors(void) {
+static void files_test_no_descriptors(void) {
     fbt f;
     struct rlimit limit, none;
     bool waits = false;
@@ -400,7 +400,7 @@ static void fb_test_no_descriptors(void) {
 }
 
 /* A batch whose input is none: every fault is told, with its line. */
-static void fb_test_failed_batch(void) {
+static void files_test_failed_batch(void) {
     fbt f;
     fbt_init(&f);
     const char *good = "{\"custom_id\":\"a\",\"method\":\"POST\",\"url\":\"/v1/completions\",\"body\":{}}\n";
@@ -461,7 +461,7 @@ static bool fbt_there(const fbt *f, const char *name) {
 }
 
 /* What a crash leaves is swept or gone on with; what is not ours stays. */
-static void fb_test_leftovers(void) {
+static void files_test_leftovers(void) {
     fbt f;
     toka_err e;
     files_store *second = NULL;
@@ -510,7 +510,7 @@ static void fb_test_leftovers(void) {
 }
 
 /* Told to stop in the middle of a line, by Ctrl-C or by what failed elsewhere: its beginning is no line. One at the end of the file is. */
-static void fb_test_half_line(void) {
+static void files_test_half_line(void) {
     toka_err e;
     str line;
     int ends[2];
@@ -531,7 +531,7 @@ static void fb_test_half_line(void) {
 }
 
 /* The batch has results, and the record of their file cannot be written: whatever is done next, they stay. */
-static void fb_test_unpublished(void) {
+static void files_test_unpublished(void) {
     fbt f;
     char part[64];
     fbt_init(&f);
@@ -560,7 +560,7 @@ static void fb_test_unpublished(void) {
 }
 
 /* What the system cannot do: a status that says whose turn it is, and no path. */
-static void fb_test_cannot(void) {
+static void files_test_cannot(void) {
     static const struct {
         int why, status;
     } cases[] = {{ENOSPC, 507}, {EDQUOT, 507}, {EFBIG, 507}, {EROFS, 507}, {EACCES, 507}, {EPERM, 507},
@@ -576,7 +576,7 @@ static void fb_test_cannot(void) {
 }
 
 /* A folder that cannot be made: clients do not learn where it would be. One that is lost under the server, too. */
-static void fb_test_no_folder(void) {
+static void files_test_no_folder(void) {
     fbt f;
     fbt_init(&f);
     char path[256];
@@ -609,7 +609,7 @@ static void fb_test_no_folder(void) {
     fbt_free(&f);
 }
 
-static void fb_test_torn(void) {
+static void files_test_torn(void) {
     static const char *const texts[] = {"", "a\n", "a", "a\nb", "a\n\nb\nccc", "\n"};
     static const int64_t left[] = {0, 2, 0, 2, 5, 1};
     char path[] = "/tmp/toka-test-XXXXXX";
@@ -631,21 +631,21 @@ static void fb_test_torn(void) {
     close(fd), unlink(path);
 }
 
-static const struct test fb_tests[] = {{"files: forms in any pieces", fb_test_form},
-                                       {"files: forms that are none", fb_test_form_bad},
-                                       {"files: forms at random", fb_test_form_random},
-                                       {"files: ids", fb_test_ids},
-                                       {"files: completion windows", fb_test_window},
-                                       {"files: upload, read, delete", fb_test_files},
-                                       {"files: metadata", fb_test_metadata},
-                                       {"files: lists by pages", fb_test_paging},
-                                       {"files: routes and refusals", fb_test_routes},
-                                       {"files: a batch that fails", fb_test_failed_batch},
-                                       {"files: no descriptors left", fb_test_no_descriptors},
-                                       {"files: what a crash leaves", fb_test_leftovers},
-                                       {"files: half a line", fb_test_half_line},
-                                       {"files: results that cannot be published", fb_test_unpublished},
-                                       {"files: torn last lines", fb_test_torn},
-                                       {"files: what the system cannot do", fb_test_cannot},
-                                       {"files: no folder", fb_test_no_folder},
+static const struct test files_tests[] = {{"files: forms in any pieces", files_test_form},
+                                       {"files: forms that are none", files_test_form_bad},
+                                       {"files: forms at random", files_test_form_random},
+                                       {"files: ids", files_test_ids},
+                                       {"files: completion windows", files_test_window},
+                                       {"files: upload, read, delete", files_test_files},
+                                       {"files: metadata", files_test_metadata},
+                                       {"files: lists by pages", files_test_paging},
+                                       {"files: routes and refusals", files_test_routes},
+                                       {"files: a batch that fails", files_test_failed_batch},
+                                       {"files: no descriptors left", files_test_no_descriptors},
+                                       {"files: what a crash leaves", files_test_leftovers},
+                                       {"files: half a line", files_test_half_line},
+                                       {"files: results that cannot be published", files_test_unpublished},
+                                       {"files: torn last lines", files_test_torn},
+                                       {"files: what the system cannot do", files_test_cannot},
+                                       {"files: no folder", files_test_no_folder},
                                        {NULL, NULL}};

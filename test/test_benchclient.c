@@ -1,6 +1,6 @@
 /* test_bs.c - bench serve without a server: arrival times, the response parser on bytes in any pieces, percentiles, peaks. */
 
-static void bs_test_arrivals(void) {
+static void benchclient_test_arrivals(void) {
     enum { N = 20000 };
     static const double shapes[] = {0.25, 0.5, 1, 4, 100, INFINITY};
     for (int i = 0; i < COUNT(shapes); i++) {
@@ -27,7 +27,7 @@ static void bs_test_arrivals(void) {
 }
 
 /* Shapes at which every gap rounds to nothing or to infinity: the times are still times. */
-static void bs_test_extreme_shapes(void) {
+static void benchclient_test_extreme_shapes(void) {
     static const double shapes[] = {1e-300, 1e308};
     for (int i = 0; i < COUNT(shapes); i++) {
         benchclient_options o = {.request_rate = 50, .burstiness = shapes[i], .seed = 3};
@@ -56,7 +56,7 @@ static enum benchclient_state bst_read(str text, size_t step, buf *out, benchcli
     return r->state;
 }
 
-static void bs_test_replies(void) {
+static void benchclient_test_replies(void) {
     static const struct { const char *text, *body; int status; enum benchclient_state state; bool close;
     } cases[] = {
         {"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello", "hello", 200, BENCHCLIENT_COMPLETE, false},
@@ -91,7 +91,7 @@ static void bs_test_replies(void) {
     buf_free(&out);
 }
 
-static void bs_test_figures(void) {
+static void benchclient_test_figures(void) {
     static const double values[] = {4, 1, 3, 2};
     benchclient_series s = {0};
     CHECK(benchclient_percentile(&s, 99) == 0);
@@ -128,7 +128,7 @@ static void bs_test_figures(void) {
     free(b.requests);
 }
 
-static void *bs_test_answer(void *listener) { /* one connection: the list of models */
+static void *benchclient_test_answer(void *listener) { /* one connection: the list of models */
     static const char answer[] = "HTTP/1.1 200 OK\r\nContent-Length: 24\r\n\r\n{\"data\":[{\"id\":\"tiny\"}]}";
     char request[4096];
     int fd = accept(*(int *)listener, NULL, NULL);
@@ -138,7 +138,7 @@ static void *bs_test_answer(void *listener) { /* one connection: the list of mod
 }
 
 /* A name with two addresses of which the first is refused, as localhost where the server listens on 127.0.0.1 alone. */
-static void bs_test_addresses(void) {
+static void benchclient_test_addresses(void) {
     struct sockaddr_in at[2] = {{.sin_family = AF_INET, .sin_addr = {htonl(INADDR_LOOPBACK)}}};
     struct addrinfo list[2] = {{0}};
     int fd[2];
@@ -156,7 +156,7 @@ static void bs_test_addresses(void) {
     benchclient b = {.options = &o, .host = "two.test", .addresses = list, .address = list};
     toka_err e = {0};
     pthread_t server;
-    CHECK(!pthread_create(&server, NULL, bs_test_answer, &fd[1]));
+    CHECK(!pthread_create(&server, NULL, benchclient_test_answer, &fd[1]));
     int code = benchclient_wait_ready(&b, &e);
     CHECK_MSG(!code && b.address == &list[1] && !strcmp(b.model, "tiny"), "%d: %s", code, e.msg);
     if (code) shutdown(fd[1], SHUT_RDWR); /* nobody comes */
@@ -165,9 +165,9 @@ static void bs_test_addresses(void) {
     CHECK(benchclient_wait_ready(&b, &e) == TOKA_E_IO); /* nor does one that has nobody to ask wait for ever */
 }
 
-static const struct test bs_tests[] = {{"bench serve: arrivals", bs_test_arrivals},
-                                       {"bench serve: arrival times of extreme shapes", bs_test_extreme_shapes},
-                                       {"bench serve: responses in any pieces", bs_test_replies},
-                                       {"bench serve: figures", bs_test_figures},
-                                       {"bench serve: a name of several addresses", bs_test_addresses},
+static const struct test benchclient_tests[] = {{"bench serve: arrivals", benchclient_test_arrivals},
+                                                {"bench serve: arrival times of extreme shapes", benchclient_test_extreme_shapes},
+                                                {"bench serve: responses in any pieces", benchclient_test_replies},
+                                                {"bench serve: figures", benchclient_test_figures},
+                                                {"bench serve: a name of several addresses", benchclient_test_addresses},
                                        {NULL, NULL}};
