@@ -170,4 +170,4 @@ static const struct test benchclient_tests[] = {{"bench serve: arrivals", benchc
                                                 {"bench serve: responses in any pieces", benchclient_test_replies},
                                                 {"bench serve: figures", benchclient_test_figures},
                                                 {"bench serve: a name of several addresses", benchclient_test_addresses},
-                                       {NULL, NULL}};
+                                                {NULL, NULL}};
