@@ -220,30 +220,35 @@
 
 /* ===========================================================================
  * MARK: 1. Types and the device [host]
+ * The types of the backend, the device object with the first error, and the launch of a kernel:
+ * directly, or as a node of a CUDA graph.
  * =========================================================================== */
 
 typedef __nv_bfloat16 bf16;
 
-/* Steps begun and not finished at most: one runs, the next waits behind it on the stream. NVIDIA H200, 1B, 2026-11-22, output
- * tok/s with 1, 2 and 3 of them: 857, 926, 920 (1 sequence), 29,849, 31,754, 31,624 (64), 134,998, 145,261, 143,932 (8,192). The
- * host's 0.5 to 0.9 ms of launching is hidden. */
-/* one more: idle time counts from the end of the step before */
+/* STEPS_IN_FLIGHT: at most two steps are in flight (begun and not finished). One runs, the other is
+ * queued on the stream. So the GPU hides the 0.5 to 0.9 ms that the host needs to launch a step. A
+ * third step gains nothing: test/results/kernel-choices.md.
+ *
+ * STEP_RING_SIZE: per-step rings have one more entry, because the idle time before a step is
+ * measured from the end of the previous step. */
 enum { STEPS_IN_FLIGHT = 2, STEP_RING_SIZE = STEPS_IN_FLIGHT + 1 };
 
-/* An upload buffer: pinned host buffers used in turn, and device buffers of the same layout. upload_put returns the device
- * address, valid once upload_send has run. A step uploads all that it needs, 9 KB for 64 sequences, 726 KB for 8,192, while the
- * step ahead of it runs: so it goes up for nothing (chapter 3). */
+/* The upload buffer: double-buffered pinned host memory, and device buffers of the same layout. One
+ * copy uploads all inputs of a step (9 KB for 64 sequences, 726 KB for 8,192) while the previous
+ * step runs. So the upload costs no time (chapter 3). upload_put returns a device address. The data
+ * is there after upload_send. */
 typedef struct upload_buffer {
     char *host[STEPS_IN_FLIGHT], *device[STEPS_IN_FLIGHT];
-    /* of its own, beside the device's; or NULL: one device buffer, filled on the device's stream */
+    /* The copy stream. NULL: there is one device buffer, and copies run on dev->stream. */
     cudaStream_t stream;
-    int current;            /* the buffers that are being filled */
-    size_t used, cap;
-    cudaEvent_t sent[STEPS_IN_FLIGHT]; /* host buffer may be filled again */
+    int current;                       /* index of the half that is being filled */
+    size_t used, cap;                  /* bytes of one half */
+    cudaEvent_t sent[STEPS_IN_FLIGHT]; /* the copy has ended: the host buffer may be filled again */
 } upload_buffer;
 
 typedef struct weight { /* a matrix on the device; N and K are multiples of 8 */
-    bf16 *data;            /* [N][K] */
+    bf16 *data;         /* [N][K] */
     const float *bias;  /* [N] or NULL */
     int N, K;
 } weight;
@@ -252,34 +257,47 @@ typedef struct layer_weights {
     weight qkv, o, gate_up, down;
     const float *attn_norm, *mlp_norm; /* [E] */
     const float *q_norm, *k_norm;      /* [D] or NULL */
-    int window;                        /* 0: all */
+    int window;                        /* positions of the sliding window; 0: all positions */
 } layer_weights;
 
-typedef struct step_rows { /* the running step, on the device */
+typedef struct step_rows { /* rows of the current step; device pointers into the upload buffer */
     int T;
     const int *ids, *pos, *kv_slot; /* [T] */
     const toka_copy *copies;
 } step_rows;
 
-/* Events around the steps begun and not finished, in rings: `done` is what finish waits for (asleep: to spin for it gained nothing
- * at 1 and 64 sequences). Every CLOCK_STEP_INTERVAL-th step has events between its ops, too; of those that could be graphs every
- * CLOCK_GRAPH_FACTOR-th of these, for launched kernel by kernel one takes 0.4 ms longer. */
+/* Events of the steps in flight, in rings. cuda_finish waits for `done` and sleeps meanwhile
+ * (blocking sync): spinning was not faster with 1 and with 64 sequences.
+ *
+ * Every CLOCK_STEP_INTERVAL-th step is a timed step: an event follows each op. A timed step is
+ * launched kernel by kernel and takes 0.4 ms longer than a graph. So among steps that could run as
+ * graphs only every (CLOCK_STEP_INTERVAL * CLOCK_GRAPH_FACTOR)-th is timed. */
 enum { CLOCK_STEP_INTERVAL = 64, CLOCK_GRAPH_FACTOR = 4 };
 typedef struct step_clock {
     cudaEvent_t begun[STEP_RING_SIZE], done[STEP_RING_SIZE];
-    cudaEvent_t *op_ends; /* [cap_at] behind the ops of the step whose parts are timed */
-    char *op_kind;      /* [cap_at] of TOKA_N_OPS: of which op */
-    /* timed: that step's place in the ring; -1: there is none */
+    cudaEvent_t *op_ends; /* [cap_op_ends] one event after each op of the timed step */
+    char *op_kind;        /* [cap_op_ends] which op ended there: 0 .. TOKA_N_OPS-1 */
+    /* timed_index: ring index of the timed step; -1: no timed step is in flight */
     int n_op_ends, cap_op_ends, timed_index;
-    int64_t n_begun, n_done;
+    int64_t n_begun, n_done; /* steps since open */
     toka_times times;
 } step_clock;
 
-/* Decode steps are CUDA graphs, captured at open (chapter 15): one per size, to which smaller steps are padded with rows that are
- * nobody's, and per number of attention kernels a layer. Small sizes have one more, for squads: a node keeps its cluster size,
- * and other kernels there would lose the CTAs that do not fill a cluster. Before a launch the attention nodes become the kernels
- * of the step's work list, and the last one or two those for plain or for filtered rows. All others stay as captured: what varies
- * lies at fixed places in the stage, and those that read it are given the buffer whose turn it is (graph_upload_node). */
+/* Decode steps run as CUDA graphs, captured at open (chapter 15). There is one graph for each graph
+ * size and graph kind. A graph size is a number of rows: a smaller step is padded to it with
+ * padding rows. The graph kind is the number of attention launches per layer.
+ *
+ * Kind 0 is for cluster split-KV (attn_cluster_split); only small sizes have it. A graph kernel
+ * node keeps its cluster size when it gets another kernel. Any other kernel in such a node would
+ * lose the CTAs that do not fill a cluster.
+ *
+ * Before each replay a graph is adapted to the step:
+ *   - The variable nodes get another kernel and grid. The attention nodes get the kernels of the
+ *     step's work list. The last one or two nodes get the sampling kernels for plain rows or for
+ *     filtered rows.
+ *   - The upload nodes (graph_upload_node) keep their kernels. Their inputs lie at fixed offsets in
+ *     the upload buffer, and their pointers are moved to its current half.
+ *   - All other nodes stay as captured. */
 enum {
     GRAPH_MAX_ROWS = 1024,
     GRAPH_N_SIZES = 15,
@@ -287,140 +305,146 @@ enum {
     GRAPH_N_KINDS = GRAPH_MAX_ATTENTION + 1,
     GRAPH_SAMPLE_NODES = 2
 };
-/* what becomes of a kernel: see launch_by_role */
+/* What launch_by_role does with a kernel: launch it; launch it and record its node (during
+ * capture); or update the next recorded node with it (before a replay). */
 enum graph_role { GRAPH_ROLE_LAUNCH, GRAPH_ROLE_RECORD, GRAPH_ROLE_UPDATE };
-/* Of a kernel: its arguments; addresses in the stage among them; kernels whose arguments are remembered */
+/* Limits: arguments of a kernel must be fewer than GRAPH_MAX_ARGUMENTS. They hold at most
+ * GRAPH_MAX_POINTERS pointers into the upload buffer. The argument sizes of GRAPH_CACHED_KERNELS
+ * kernels are cached. */
 enum { GRAPH_MAX_ARGUMENTS = 24, GRAPH_MAX_POINTERS = 8, GRAPH_CACHED_KERNELS = 16 };
-typedef struct graph_upload_node { /* a node that reads the stage and stays the kernel that it is */
+typedef struct graph_upload_node { /* a node that keeps its kernel and reads the upload buffer */
     cudaGraphNode_t node;
     cudaKernelNodeParams params;
-    char **arg_block; /* its arguments: where each is, and they themselves, 8-byte aligned */
-    /* [n_words] those in the block that are addresses in the stage */
+    char **arg_block; /* addresses of the arguments, then the arguments, each 8-byte aligned */
+    /* [n_upload_ptrs] the words of arg_block that point into the upload buffer */
     char **upload_ptrs[GRAPH_MAX_POINTERS];
     int n_upload_ptrs;
 } graph_upload_node;
-typedef struct graph_kernel {
+typedef struct graph_kernel { /* a kernel and the sizes of its arguments */
     const void *function;
-    size_t arg_bytes[GRAPH_MAX_ARGUMENTS]; /* [n] of its arguments */
+    size_t arg_bytes[GRAPH_MAX_ARGUMENTS]; /* [n_args] */
     int n_args;
 } graph_kernel;
 typedef struct step_graph {
     cudaGraph_t cuda_graph;
-    cudaGraphExec_t exec;   /* NULL: not captured */
-    cudaGraphNode_t *
-        variable_nodes; /* [n_nodes] that become other kernels, in the order of their launches: attention's, and ... */
-    int n_variable_nodes;            /* ... up to GRAPH_SAMPLE_NODES of the last op */
-    graph_upload_node *upload_nodes;  /* [n_readers] */
-    int n_upload_nodes, upload_current;    /* turn: of the stage, which they read now */
-    int n_barriers;           /* of ranks, in the last op (chapter 10) */
+    cudaGraphExec_t exec; /* NULL: not captured */
+    /* [n_variable_nodes] in launch order: attention of all layers, then the nodes of the last op
+     * (at most GRAPH_SAMPLE_NODES) */
+    cudaGraphNode_t *variable_nodes;
+    int n_variable_nodes;
+    graph_upload_node *upload_nodes; /* [n_upload_nodes] */
+    /* upload_current: the half of the upload buffer that the upload nodes read now */
+    int n_upload_nodes, upload_current;
+    int n_barriers; /* rank barriers in the last op (chapter 10) */
 } step_graph;
 typedef struct step_graphs {
-    bool capturing;            /* the step that is begun is captured */
-    enum graph_role role;      /* of the kernels that are launched now */
-    /* of the step that is begun; NULL: it is launched kernel by kernel */
-    step_graph *current;
-    int next_node;                    /* its next node to become another kernel */
-    int next_capture, n_captured;               /* the next to capture; captured */
-    double capture_s;            /* that it took */
-    size_t free_bytes_before;        /* bytes of the GPU, before the first was captured */
-    int64_t n_graph_steps;             /* steps that were graphs */
+    bool capturing;       /* the current step is being captured */
+    enum graph_role role; /* the role of the kernels that are launched now */
+    step_graph *current;  /* graph of the current step; NULL: it is launched kernel by kernel */
+    int next_node;        /* index of the next variable node to update */
+    /* next_capture: index in `all` of the next graph to capture. n_captured: captured graphs. */
+    int next_capture, n_captured;
+    double capture_s;         /* seconds that all captures took */
+    size_t free_bytes_before; /* free memory of the GPU before the first capture */
+    int64_t n_graph_steps;    /* steps that ran as graphs */
     graph_kernel kernels[GRAPH_CACHED_KERNELS];
-    int n_kernels;
-    toka_step padded_step;            /* the step that is begun, filled up; its rows: */
+    int n_kernels;         /* entries written to `kernels`, a ring */
+    toka_step padded_step; /* the current step, padded to a graph size; its rows: */
     int ids[GRAPH_MAX_ROWS], pos[GRAPH_MAX_ROWS], kv_slot[GRAPH_MAX_ROWS];
     toka_sample_row samples[GRAPH_MAX_ROWS];
-    step_graph all[GRAPH_N_SIZES * GRAPH_N_KINDS]; /* [size][launches, or 0: squads] */
+    step_graph all[GRAPH_N_SIZES * GRAPH_N_KINDS]; /* [size][kind] */
 } step_graphs;
 
-struct attn_plan; /* chapter 8 */
-struct samp_plan; /* chapter 11 */
+struct attn_plan;  /* chapter 8 */
+struct samp_plan;  /* chapter 11 */
 struct group_rank; /* chapter 10 */
 
 enum { BARRIER_MAX_RANKS = TOKA_GPU_MAX_TP };
 
 struct signal_flag; /* chapter 10 */
-/* what a kernel needs to meet the same kernel of other ranks (chapter 10) */
+/* What a kernel needs for a rank barrier: CTA b of a kernel waits for CTA b of the same kernel on
+ * every tensor rank (chapter 10). */
 typedef struct rank_barrier {
     int tp_rank, tp_size;
-    unsigned *counts;              /* own, [BARRIER_CTAS] */
-    volatile int *aborted;           /* host memory: the group is broken */
-    /* host memory: number of the meeting that CTA 0 came to, and that it left */
+    unsigned *counts;      /* [BARRIER_CTAS] of this rank: the last barrier number of each CTA */
+    volatile int *aborted; /* host memory: the group is broken */
+    /* host memory, [2]: the last barrier number at which CTA 0 arrived, and the last it passed */
     volatile unsigned *progress;
-    /* of each rank [BARRIER_CTAS][BARRIER_MAX_RANKS] */
+    /* of each rank: [BARRIER_CTAS][BARRIER_MAX_RANKS] */
     signal_flag *signal_flags[BARRIER_MAX_RANKS];
-    char *recv_buffers[BARRIER_MAX_RANKS];      /* of each rank: group_recv_bytes */
+    char *recv_buffers[BARRIER_MAX_RANKS]; /* of each rank: group_recv_bytes() bytes */
 } rank_barrier;
 
 struct toka_device {
     toka_device_options options;
     const toka_shape *shape;
     const toka_weights *weights;
-    toka_err error; /* the first failure; code 0: none */
-    char description[320];
-    int E, F, V;             /* of the shape, rounded up to multiples of 8: what lies behind is 0 */
-    int ordinal;             /* of the GPU */
-    int arch, n_sms;         /* 80, 89, 90 ...; multiprocessors */
-    int max_smem;           /* bytes of shared memory that a CTA can have */
-    int max_clusters_of_4;             /* Hopper: clusters of four large CTAs that run at once */
-    bool hopper;             /* wgmma and TMA kernels run */
+    toka_err error;        /* the first error; code 0: none */
+    char description[320]; /* what cuda_describe returns */
+    int E, F, V;           /* the shape's, rounded up to multiples of 8; the padding is zero */
+    int ordinal;           /* number of the GPU in the CUDA runtime */
+    int arch, n_sms;       /* arch: 80, 89, 90 ... */
+    int max_smem;          /* bytes of shared memory that a CTA can have */
+    int max_clusters_of_4; /* Hopper: resident clusters of 4, with one GEMM CTA per SM */
+    bool hopper;           /* the wgmma and TMA kernels run */
     cudaStream_t stream;
     CUresult (*encode_map)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *,
                            const cuuint64_t *, const cuuint64_t *, const cuuint32_t *,
                            const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle,
                            CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-    layer_weights *layers;   /* [L], host */
-    bf16 *embed;             /* [V][E] */
-    const float *norm;       /* [E] */
-    weight lm_head;          /* [V][E] */
-    float2 *rope;            /* [max_len][D/2] cosine and sine, rope_scale included */
-    bf16 *kv_pool;                /* pool */
-    size_t kv_layer_elems;         /* elements of one layer */
-    bf16 *xn, *qkv, *act;    /* scratch: [T][E] normed rows, [T][(H+2K)*D], [T][F] */
-    float *row_sumsq;          /* scratch: [FUSE_NORM_MAX_ROWS][E/16] */
-    /* the op before has left what the norm of the next one needs (chapter 4) */
-    bool norm_ready;
+    layer_weights *layers;       /* [L], host */
+    bf16 *embed;                 /* [V][E] */
+    const float *norm;           /* [E] */
+    weight lm_head;              /* [V][E] */
+    float2 *rope;                /* [max_len][D/2] cosine and sine, multiplied by rope_scale */
+    bf16 *kv_pool;               /* [L][page][kv head][K, V][B][D] */
+    size_t kv_layer_elems;       /* elements of one layer of kv_pool */
+    bf16 *xn, *qkv, *act;        /* scratch: [T][E] normed rows, [T][(H+2K)*D], [T][F] */
+    float *row_sumsq;            /* scratch: [FUSE_NORM_MAX_ROWS][ceil(E / 16)] */
+    bool norm_ready;             /* the previous op has written xn and row_sumsq for the next op's
+                                    fused norm (chapter 4) */
     upload_buffer upload;
     step_rows rows;
-    int *last_tokens;               /* [n_slots] the id drawn last for each slot */
+    int *last_tokens;            /* [n_seqs] the last sampled token of each seq */
     step_clock clock;
     step_graphs graphs;
-    /* the one that is begun, as it runs: filled up to a graph's size, if it is one */
-    const toka_step *step;
-    /* places in the rings of STEP_RING_SIZE: of the step begun last, of the one finished last */
+    const toka_step *step;       /* the current step; for a graph, padded to the graph size */
+    /* indices in the per-step rings: of the step begun last, and of the step finished last */
     int last_begun, last_finished;
     attn_plan *attn;
     samp_plan *samp;
-    size_t free_at_open;     /* bytes of the GPU that were free then */
-    int64_t weight_bytes;    /* that the model takes */
-    void **allocations;           /* what cudaMalloc gave */
+    size_t free_at_open;         /* bytes of GPU memory that were free when the device was opened */
+    int64_t weight_bytes;        /* bytes of GPU memory that the weights take */
+    void **allocations;          /* [n_allocations] pointers from cudaMalloc */
     int n_allocations;
-    /* debugging: this many steps from now a kernel fails, or never ends; 0: none */
+    /* debugging: this many steps from now a kernel traps, or does not end; 0: never */
     int steps_to_fault, steps_to_stall;
-    int captures_to_fault;       /* debugging: this many captures from now; 0: none */
-    const void *prepared_kernels[64]; /* kernels, by launch_prepare */
+    int captures_to_fault;       /* debugging: this many captures from now one fails; 0: never */
+    const void *prepared_kernels[64]; /* [n_prepared_kernels] done by launch_prepare */
     int n_prepared_kernels;
-    toka_group *group;       /* NULL: alone */
-    group_rank *rank;        /* this one's place in it */
-    char rank_prefix[72];          /* "rank 1 (stage 0, tensor rank 1): ", or nothing */
-    rank_barrier barrier;            /* with tensor ranks */
-    int barrier_ctas;
-    unsigned noted_barriers;          /* meetings enqueued when an op was last noted in rank->ops */
-    bf16 *unreduced_x;         /* x without a sum, whose parts lie in boxes (chapter 10), or NULL */
-    cudaStream_t send_stream;     /* with stages: what goes to others by copy engine */
-    /* tp rank 0 of the last stage: the table of last tokens can be sent */
-    cudaEvent_t sampled_event;
+    toka_group *group;           /* NULL: the model has one rank */
+    group_rank *rank;            /* this rank's entry in the group */
+    char rank_prefix[72];        /* "rank 1 (stage 0, tensor rank 1): ", or empty */
+    rank_barrier barrier;        /* used if there are several tensor ranks */
+    int barrier_ctas;            /* CTAs of each kernel with a rank barrier */
+    unsigned noted_barriers;     /* rank barriers enqueued when an op was last noted in
+                                    rank->op_ring */
+    bf16 *unreduced_x;           /* x whose partial sums lie in the receive buffers: its all-reduce
+                                    is pending (chapter 10). NULL: none is pending */
+    cudaStream_t send_stream;    /* pipeline stages: DMA copies to other ranks */
+    cudaEvent_t sampled_event;   /* tensor rank 0 of the last stage: last_tokens can be sent */
 };
 
-/* Latches the first failure; later ones are its consequences. */
+/* Stores the first error. Later errors are its consequences and are dropped. */
 static void latch_error(toka_device *dev, cudaError_t code, const char *what) {
     if (code == cudaSuccess || dev->error.code) return;
     dev->error.code = code == cudaErrorMemoryAllocation ? TOKA_E_MEMORY : TOKA_E_DEVICE;
     snprintf(dev->error.msg, sizeof dev->error.msg, "GPU: %s%s: %s", dev->rank_prefix, what,
              cudaGetErrorString(code));
 }
-#define CHECK_LAUNCH(dev, what) latch_error(dev, cudaGetLastError(), what) /* behind every <<<>>> */
+#define CHECK_LAUNCH(dev, what) latch_error(dev, cudaGetLastError(), what) /* after every <<<>>> */
 
-/* Behind an op, or a part of one, of a step whose parts are timed (chapter 13). */
+/* Called after an op, or a part of an op. In a timed step it records an event (chapter 13). */
 static void clock_record_op(toka_device *dev, int op) {
     step_clock *clk = &dev->clock;
     if (clk->timed_index != dev->last_begun || dev->error.code) return;
@@ -429,9 +453,12 @@ static void clock_record_op(toka_device *dev, int op) {
     latch_error(dev, cudaEventRecord(clk->op_ends[clk->n_op_ends++], dev->stream), "step");
 }
 
-/* Before a device's first launch of a kernel: opts in to all the shared memory a CTA can have. Beyond 48 KB this is required, and
- * all who use the GPU in this process share the setting, so all set the same maximum. On Hopper it also asks for the largest
- * carveout: an SM must drain to change it, and then no kernel could start beside another. */
+/* Runs before a device's first launch of a kernel. It allows the kernel all the shared memory that
+ * a CTA can have, which CUDA requires above 48 KB. All devices of this process that use the same
+ * GPU share the setting, so all of them set the same maximum.
+ *
+ * On Hopper it also sets the largest shared memory carveout. An SM must be empty before its
+ * carveout can change. So kernels with different carveouts could not overlap. */
 static void launch_prepare(toka_device *dev, const char *what, const void *kernel) {
     int index = 0, capacity = sizeof dev->prepared_kernels / sizeof *dev->prepared_kernels;
     while (index < dev->n_prepared_kernels && dev->prepared_kernels[index] != kernel) index++;
@@ -446,23 +473,23 @@ static void launch_prepare(toka_device *dev, const char *what, const void *kerne
     if (dev->hopper)
         latch_error(dev, cudaFuncSetAttribute(kernel, carveout, cudaSharedmemCarveoutMaxShared),
                     what);
-    /* else set each time */
+    /* if the list is full, the attributes are set at each launch */
     if (index < capacity) dev->prepared_kernels[dev->n_prepared_kernels++] = kernel;
 }
 
-/* The step that is begun is run by a graph, launched at its end: until then its ops launch nothing. */
+/* True if the current step runs as a graph. Its ops launch nothing, and its last op launches the
+ * graph. */
 static bool graph_is_replay(const toka_device *dev) {
     return dev->graphs.current && !dev->graphs.capturing;
 }
 
-/* Behind the last op that the step's graph has, if there is one: then it runs. */
+/* Launches the graph of the current step, if the step has one. Called in the last op. */
 static void graph_launch(toka_device *dev) {
     if (graph_is_replay(dev) && !dev->error.code)
         latch_error(dev, cudaGraphLaunch(dev->graphs.current->exec, dev->stream), "step");
 }
 
-/* A kernel in a graph that other steps need another way: remembered when it is captured, made another one with other arguments
- * before it is replayed. */
+/* During capture: records the node of the kernel that was captured last as a variable node. */
 static void graph_record_node(toka_device *dev) {
     cudaStreamCaptureStatus status;
     const cudaGraphNode_t *last;
@@ -480,6 +507,7 @@ static void graph_record_node(toka_device *dev) {
     if (!dev->error.code)
         dev->graphs.current->variable_nodes[dev->graphs.current->n_variable_nodes++] = *last;
 }
+/* Before a replay: sets kernel, grid and arguments of the next variable node. */
 static void graph_update_node(toka_device *dev, const cudaLaunchConfig_t *config,
                               const void *kernel, void **arguments) {
     step_graph *graph = dev->graphs.current;
@@ -493,7 +521,7 @@ static void graph_update_node(toka_device *dev, const cudaLaunchConfig_t *config
                     graph->exec, graph->variable_nodes[dev->graphs.next_node++], &params),
                 "step");
 }
-/* Launches a kernel, keeps its node too, or makes the graph's next node it: as the role of the moment says. */
+/* Launches a kernel, records its node or updates a node, as the current role says (graph_role). */
 static void launch_by_role(toka_device *dev, const char *what, const cudaLaunchConfig_t *config,
                            const void *kernel, void **arguments) {
     if (dev->graphs.role == GRAPH_ROLE_UPDATE) graph_update_node(dev, config, kernel, arguments);
@@ -501,19 +529,26 @@ static void launch_by_role(toka_device *dev, const char *what, const cudaLaunchC
     if (dev->graphs.role == GRAPH_ROLE_RECORD && !dev->error.code) graph_record_node(dev);
 }
 
-/* keeps a parameter out of template deduction */
+/* Keeps a parameter out of template argument deduction (std::type_identity of C++20). */
 template <class T> struct type_identity { typedef T type; };
 
-/* Launches a kernel in clusters of `cluster` CTAs, with `smem` bytes of dynamic shared memory. On Hopper it may start while the
- * kernel ahead still runs: a thread that reads what an earlier kernel writes, or writes what one reads, first passes grid_wait().
- * Every kernel must call it, even one that needs nothing: else "the kernel ahead has ended" would say nothing about those before.
- * Only what no kernel of the stream writes, weights above all, may be read earlier.
+/* Launches a kernel in clusters of `cluster` CTAs (1: no clusters), with `smem` bytes of dynamic
+ * shared memory.
  *
- * Clusters are placed by load balancing. By the default policy, where CTAs of the next kernel wait beside this one's, the 128 of
- * each soon crowd onto 64 to 70 SMs, two on one, the next kernel's onto the others; now onto 116 to 124 (H200, 2026-11-24, 40
- * launches of gemm_smallm). Shares of the time to read W: 2048 x 8192, 64 rows 54 -> 67 %, 2048 x 2048, 16 and 32 rows 53 -> 71, 52
- * -> 64, 4096 x 4096 in four parts, 64 rows 50 -> 72. The spread policy changes nothing, nor does this one for gemm_wgmma, whose
- * CTAs have an SM each. */
+ * On Hopper kernels use programmatic dependent launch: a kernel may start while the previous kernel
+ * still runs. So the rules are:
+ *   - A thread calls grid_wait() before it reads data that an earlier kernel writes, and before it
+ *     overwrites data that an earlier kernel reads.
+ *   - Every kernel calls grid_wait(), even one that reads no data of an earlier kernel. Otherwise
+ *     kernel n could end while kernel n-1 still runs, and grid_wait() of kernel n+1 would not wait
+ *     for kernel n-1.
+ *   - Only data that no kernel of the stream writes, mostly weights, may be read before
+ *     grid_wait().
+ *
+ * Clusters are placed by the load balancing policy. With the default policy and dependent
+ * launches the CTAs of a kernel end up two per SM on half of the SMs, and the next kernel's on
+ * the other half. Load balancing makes the small-M GEMMs (gemm_smallm_kernel) 23 to 44 % faster:
+ * test/results/kernel-choices.md. */
 template <class... P> static void launch_dependent(toka_device *dev, const char *what,
                                                    void (*kernel)(P...), dim3 grid, int threads,
                                                    size_t smem, int cluster,
@@ -539,7 +574,8 @@ template <class... P> static void launch_dependent(toka_device *dev, const char 
     launch_by_role(dev, what, &config, (const void *)kernel, pointers);
 }
 
-/* For tests with few GPUs: all ranks in turn on the first so many; 0: each has its own. */
+/* For tests on few GPUs: TOKA_DEBUG_SHARE_GPU=n places the ranks round-robin on the first n GPUs.
+ * Returns n; 0: each rank has its own GPU. */
 static int debug_shared_gpus(void) {
     const char *value = getenv("TOKA_DEBUG_SHARE_GPU");
     return value ? max(0, atoi(value)) : 0;
@@ -587,7 +623,8 @@ __device__ static inline void mma_16816(float d[4], const uint32_t a[4], const u
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
-/* Four 8x8 matrices of 2-byte elements; lane 8i+j gives the address of row j of matrix i, 16 bytes each. */
+/* Four 8x8 matrices of 2-byte elements; lane 8i+j gives the address of row j of matrix i, 16
+ * bytes each. */
 __device__ static inline void ldmatrix_x4(uint32_t r[4], uint32_t at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
@@ -596,7 +633,8 @@ __device__ static inline void ldmatrix_x4_trans(uint32_t r[4], uint32_t at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
 }
-/* The transpose of an 8x8 matrix of 2-byte elements, of which lane l holds (l/4, 2(l%4)+{0,1}) before and after. */
+/* The transpose of an 8x8 matrix of 2-byte elements, of which lane l holds (l/4, 2(l%4)+{0,1})
+ * before and after. */
 __device__ static inline uint32_t movmatrix_trans(uint32_t x) {
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(x));
     return x;
@@ -606,7 +644,8 @@ __device__ static inline void cp_async_16(uint32_t to, const void *from, int n) 
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(n)
                  : "memory");
 }
-/* The same for what is read once, with policy l2_evict_first_policy(): it leaves the L2 cache first. */
+/* The same for what is read once, with policy l2_evict_first_policy(): it leaves the L2 cache
+ * first. */
 __device__ static inline void cp_async_16_evict_first(uint32_t to, const void *from, int n,
                                                       uint64_t policy) {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;"
@@ -617,9 +656,10 @@ __device__ static inline uint64_t l2_evict_first_policy() {
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
-/* Of what is small and read last: the other weights of a step have driven it out of the cache. A step of one, 16, 128 sequences
- * with the biases of QKV asked for ahead, H200, 2026-11-25, ms: Qwen2.5-0.5B 0.531 -> 0.523, 0.610 -> 0.605, 0.879 -> 0.876;
- * Qwen2.5-1.5B 1.221 -> 1.204, 1.392 -> 1.383, 1.896 -> 1.868. The weights of QK-norm in GEMMs of 128 rows: nothing gained. */
+/* Of what is small and read last: the other weights of a step have driven it out of the cache. A
+ * step of one, 16, 128 sequences with the biases of QKV asked for ahead, H200, 2026-11-25, ms:
+ * Qwen2.5-0.5B 0.531 -> 0.523, 0.610 -> 0.605, 0.879 -> 0.876; Qwen2.5-1.5B 1.221 -> 1.204,
+ * 1.392 -> 1.383, 1.896 -> 1.868. The weights of QK-norm in GEMMs of 128 rows: nothing gained. */
 __device__ static inline void l2_prefetch(const void *from) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
 }
@@ -665,8 +705,9 @@ __device__ static inline void mbar_expect_tx(uint32_t bar, int bytes) { /* arriv
                  "r"(bytes)
                  : "memory");
 }
-/* Arrives at the barrier of the same offset in CTA `cta` of the cluster: this CTA's wgmma has done reading. Publishes no writes;
- * .release.cluster would, by a fence that costs as much as a block of products. */
+/* Arrives at the barrier of the same offset in CTA `cta` of the cluster: this CTA's wgmma has
+ * done reading. Publishes no writes; .release.cluster would, by a fence that costs as much as a
+ * block of products. */
 __device__ static inline void mbar_arrive_remote(uint32_t bar, int cta) {
     asm volatile("{.reg .b32 r; mapa.shared::cluster.u32 r, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [r];}"
                  ::"r"(bar), "r"(cta) : "memory");
@@ -736,7 +777,8 @@ template <int N> __device__ static inline void tma_store_wait_read() {
 __device__ static inline void tma_store_wait() {
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
-/* Makes ordinary stores to shared memory visible to wgmma and TMA (async proxy); each writing thread, before the barrier. */
+/* Makes ordinary stores to shared memory visible to wgmma and TMA (async proxy); each writing
+ * thread, before the barrier. */
 __device__ static inline void fence_async_smem() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -752,7 +794,8 @@ template <int N> __device__ static inline void setmaxnreg_inc() {
 __device__ static inline void bar_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-/* True in one lane; all 32 must come. The compiler knows that it is one: instructions that want uniform registers need no loop. */
+/* True in one lane; all 32 must come. The compiler knows that it is one: instructions that want
+ * uniform registers need no loop. */
 __device__ static inline bool elect_one() {
     uint32_t one;
     asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(one));
@@ -789,8 +832,8 @@ template <int N> __device__ static inline void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
-/* Matrix descriptor of a K-major tile in 128-byte rows with 128-byte swizzle, base aligned to 1,024 bytes: 8 rows every 1,024
- * bytes. The next 16 columns are 32 bytes on: + 2. */
+/* Matrix descriptor of a K-major tile in 128-byte rows with 128-byte swizzle, base aligned to
+ * 1,024 bytes: 8 rows every 1,024 bytes. The next 16 columns are 32 bytes on: + 2. */
 __device__ static inline uint64_t wgmma_desc(uint32_t at) {
     return (uint64_t)((at & 0x3FFFF) >> 4) | (uint64_t)1 << 16 | (uint64_t)(1024 >> 4) << 32 |
            (uint64_t)1 << 62;
@@ -844,7 +887,8 @@ __device__ static inline uint64_t wgmma_desc(uint32_t at) {
                  : WG_ACC_##H                                                                      \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(scale_d), "n"(TRANS_B))
 
-/* Both from shared memory by descriptor. TRANS_B 1: b lies as [16][N], rows of N (wgmma_desc_trans). */
+/* Both from shared memory by descriptor. TRANS_B 1: b lies as [16][N], rows of N
+ * (wgmma_desc_trans). */
 template <int N, int TRANS_B = 0>
 __device__ static inline void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, int scale_d) {
     static_assert(N == 8 || N == 16 || N == 32 || N == 64 || N == 80 || N == 96 || N == 128 ||
@@ -881,13 +925,15 @@ template <int N> __device__ static inline void wgmma_fence_operand(float (&d)[N]
 #pragma unroll
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i]));
 }
-/* Matrix descriptor of b for TRANS_B: rows of 64 columns in 128 bytes with 128-byte swizzle, base aligned to 1,024 bytes; 8 rows
- * every 1,024 bytes; panels of 64 columns lie `panel_bytes` apart. The next 16 rows are 2,048 bytes on: + 128. */
+/* Matrix descriptor of b for TRANS_B: rows of 64 columns in 128 bytes with 128-byte swizzle,
+ * base aligned to 1,024 bytes; 8 rows every 1,024 bytes; panels of 64 columns lie `panel_bytes`
+ * apart. The next 16 rows are 2,048 bytes on: + 128. */
 __device__ static inline uint64_t wgmma_desc_trans(uint32_t at, int panel_bytes) {
     return (uint64_t)((at & 0x3FFFF) >> 4) | (uint64_t)(panel_bytes >> 4) << 16 |
            (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
 }
-/* All threads of the cluster meet; orders no memory (barrier.cluster.arrive.release costs a fence of the whole GPU). */
+/* All threads of the cluster meet; orders no memory (barrier.cluster.arrive.release costs a
+ * fence of the whole GPU). */
 __device__ static inline void cluster_arrive_relaxed() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -901,7 +947,8 @@ __device__ static inline uint32_t mapa(uint32_t at, int cta) {
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(at), "r"(cta));
     return r;
 }
-/* 16 bytes from registers to a mapa address; the barrier `bar` of the same CTA, a mapa address too, is told. */
+/* 16 bytes from registers to a mapa address; the barrier `bar` of the same CTA, a mapa address
+ * too, is told. */
 __device__ static inline void st_async_16(uint32_t to, const float v[4], uint32_t bar) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];"
                  ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(bar) : "memory");
@@ -930,7 +977,8 @@ __device__ static inline uint4 smem_load_16(uint32_t at) {
                  : "memory");
     return v;
 }
-/* Four 8x8 matrices of 2-byte elements to shared memory; lane 8i+j gives the address of row j of matrix i, 16 bytes each. */
+/* Four 8x8 matrices of 2-byte elements to shared memory; lane 8i+j gives the address of row j of
+ * matrix i, 16 bytes each. */
 __device__ static inline void stmatrix_x4(uint32_t at, uint32_t r0, uint32_t r1, uint32_t r2,
                                           uint32_t r3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
@@ -969,8 +1017,9 @@ static void *dev_alloc(toka_device *dev, size_t bytes, const char *what) {
 
 /* ---- The step's way up ---- */
 
-/* beside: transfers go on a stream of its own, and the device's waits for them. So a step is sent while the one before it, which
- * reads the other buffer, still runs; the one before that has been finished. */
+/* beside: transfers go on a stream of its own, and the device's waits for them. So a step is
+ * sent while the one before it, which reads the other buffer, still runs; the one before that
+ * has been finished. */
 static void upload_open(toka_device *dev, upload_buffer *upload, size_t cap, bool own_stream) {
     *upload = upload_buffer{.cap = cap};
     if (own_stream && !dev->error.code)
@@ -1002,8 +1051,8 @@ static void upload_begin(toka_device *dev, upload_buffer *upload) {
     upload->used = 0;
 }
 
-/* Room for `bytes`, 16-byte aligned: *host to fill, and the address on the device. The caller has sized the stage so that it
- * fits. */
+/* Room for `bytes`, 16-byte aligned: *host to fill, and the address on the device. The caller
+ * has sized the stage so that it fits. */
 static void *upload_alloc(upload_buffer *upload, size_t bytes, void **host) {
     size_t offset = (upload->used + 15) & ~(size_t)15;
     assert(offset + bytes <= upload->cap);
@@ -1017,11 +1066,13 @@ static void *upload_put(upload_buffer *upload, const void *from, size_t bytes) {
     return dev;
 }
 
-/* In one transfer. What a step needs goes up beside the step before and costs nothing: in turns with the same steps without any
- * transfer, one sequence of the 1B model took 0.725 and 0.726 ms a step, 8 took 0.827 and 0.826, 64 took 1.281 and 1.280 (H200,
- * 2026-11-25). On the device's own stream, by a kernel ahead of the graph, it was 0.729 and 0.830. So sending less, with state kept
- * on the device slot by slot, has nothing to gain; sampling parameters kept so made small steps 2 us longer, by one more dependent
- * read. Kernels read the stage ahead of grid_wait(), for it is there before the first one of the step starts: the wait for the
+/* In one transfer. What a step needs goes up beside the step before and costs nothing: in turns
+ * with the same steps without any transfer, one sequence of the 1B model took 0.725 and 0.726 ms
+ * a step, 8 took 0.827 and 0.826, 64 took 1.281 and 1.280 (H200, 2026-11-25). On the device's
+ * own stream, by a kernel ahead of the graph, it was 0.729 and 0.830. So sending less, with
+ * state kept on the device slot by slot, has nothing to gain; sampling parameters kept so made
+ * small steps 2 us longer, by one more dependent read. Kernels read the stage ahead of
+ * grid_wait(), for it is there before the first one of the step starts: the wait for the
  * transfer stands between it and what ran before. */
 static void upload_send(toka_device *dev, upload_buffer *upload) {
     const cudaStream_t stream = upload->stream ? upload->stream : dev->stream;
@@ -1077,7 +1128,8 @@ static void load_add_job(weight_loader *loader, const toka_tensor *from, void *t
     loader->total_bytes += (size_t)from->rows * from->cols * (from->dtype == TOKA_F32 ? 4 : 2);
 }
 
-/* Elements at .. at+n-1 of a tensor, in raw: converted to the target's type and put into its rows. A thread an element. */
+/* Elements at .. at+n-1 of a tensor, in raw: converted to the target's type and put into its
+ * rows. A thread an element. */
 __global__ static void __launch_bounds__(256)
     load_convert_kernel(const void *raw, size_t first_elem, size_t n_elems, int cols,
                         toka_dtype dtype, load_job job) {
@@ -1093,7 +1145,8 @@ __global__ static void __launch_bounds__(256)
     else ((bf16 *)job.to)[to] = __float2bfloat16(value);
 }
 
-/* Takes the next piece, of a slice of columns whole rows; false: none is left, or something failed. */
+/* Takes the next piece, of a slice of columns whole rows; false: none is left, or something
+ * failed. */
 static bool load_next(weight_loader *loader, load_job *job, size_t *first_elem, size_t *n_elems) {
     pthread_mutex_lock(&loader->lock);
     bool more = loader->next_job < loader->n_jobs && !loader->error.code;
@@ -1233,7 +1286,8 @@ static weight weight_load_matrix(toka_device *dev, weight_loader *loader, const 
     return to;
 }
 
-/* q, k and v behind each other, and their biases; a bias that only some of them have is 0 for the others. */
+/* q, k and v behind each other, and their biases; a bias that only some of them have is 0 for
+ * the others. */
 static weight weight_load_qkv(toka_device *dev, weight_loader *loader, const toka_layer *from) {
     const toka_tensor *matrices[3] = {&from->q, &from->k, &from->v},
                       *biases[3] = {&from->q_bias, &from->k_bias, &from->v_bias};
@@ -1451,8 +1505,8 @@ __global__ static void __launch_bounds__(128)
 
 /* ---- RoPE ---- */
 
-/* table[p][i] = (cos, sin)(p * freq[i]) * scale for p < max_len, i < D/2. The angle is rounded to float32 as Hugging Face does and
- * as the CPU backend does. */
+/* table[p][i] = (cos, sin)(p * freq[i]) * scale for p < max_len, i < D/2. The angle is rounded
+ * to float32 as Hugging Face does and as the CPU backend does. */
 __global__ static void rope_table_kernel(float2 *table, const float *freq, float scale, int half,
                                          size_t n) {
     for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < n;
@@ -1468,7 +1522,8 @@ static void rope_open(toka_device *dev) {
     float *freq = (float *)dev_alloc(dev, (size_t)half * sizeof(float), "RoPE");
     dev->rope = (float2 *)dev_alloc(dev, n * sizeof *dev->rope, "RoPE table");
     if (dev->error.code) return;
-    /* on the stream of its reader: the default stream may still be at a copy from pageable memory when cudaMemcpy returns */
+    /* on the stream of its reader: the default stream may still be at a copy from pageable
+     * memory when cudaMemcpy returns */
     latch_error(dev,
                 cudaMemcpyAsync(freq, dev->shape->rope_freq, (size_t)half * sizeof *freq,
                                 cudaMemcpyHostToDevice, dev->stream),
@@ -1496,8 +1551,9 @@ typedef struct rope_args {
     bool interleaved; /* a head's elements lie as qkv_interleave says */
 } rope_args;
 
-/* Where element i of a head stands when 8 of its first half and the 8 that RoPE pairs them with take turns: in the rows of W that
- * the fused GEMM reads (chapter 6), so that a pair meets in one thread and any 16 columns can be turned by themselves. */
+/* Where element i of a head stands when 8 of its first half and the 8 that RoPE pairs them with
+ * take turns: in the rows of W that the fused GEMM reads (chapter 6), so that a pair meets in
+ * one thread and any 16 columns can be turned by themselves. */
 __host__ __device__ static inline int qkv_interleave(int i, int half) {
     return i < half ? i / 8 * 16 + i % 8 : (i - half) / 8 * 16 + 8 + (i - half) % 8;
 }
