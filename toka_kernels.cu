@@ -586,7 +586,8 @@ static inline int round_up_8(int n) { return (n + 7) & ~7; }
 
 /* ===========================================================================
  * MARK: 2. PTX [device]
- * One small function per instruction, named as the PTX manual names it. Addresses of shared memory are 32-bit (smem_addr).
+ * One small function per PTX instruction. Most have the name that the PTX manual uses. Addresses of
+ * shared memory are 32-bit integers (smem_addr).
  * =========================================================================== */
 
 __device__ static inline uint32_t smem_addr(const void *p) {
@@ -623,29 +624,30 @@ __device__ static inline void mma_16816(float d[4], const uint32_t a[4], const u
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
-/* Four 8x8 matrices of 2-byte elements; lane 8i+j gives the address of row j of matrix i, 16
- * bytes each. */
+/* Loads four 8x8 matrices of 2-byte elements. Lane 8i+j gives the address of row j of matrix i. A
+ * row has 16 bytes. */
 __device__ static inline void ldmatrix_x4(uint32_t r[4], uint32_t at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
 }
+/* The same, and transposes each matrix. */
 __device__ static inline void ldmatrix_x4_trans(uint32_t r[4], uint32_t at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
 }
-/* The transpose of an 8x8 matrix of 2-byte elements, of which lane l holds (l/4, 2(l%4)+{0,1})
+/* Transposes an 8x8 matrix of 2-byte elements. Lane l holds the elements (l/4, 2(l%4)+{0,1}),
  * before and after. */
 __device__ static inline uint32_t movmatrix_trans(uint32_t x) {
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(x));
     return x;
 }
-/* 16 bytes to shared memory; bytes 0 .. n-1 are read, the rest becomes 0 (n: 0 to 16). */
+/* Copies 16 bytes to shared memory. Only the bytes 0 .. n-1 are read (n: 0 to 16); the others
+ * become zero. */
 __device__ static inline void cp_async_16(uint32_t to, const void *from, int n) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(n)
                  : "memory");
 }
-/* The same for what is read once, with policy l2_evict_first_policy(): it leaves the L2 cache
- * first. */
+/* The same for data that is read once. With policy = l2_evict_first_policy() L2 evicts it first. */
 __device__ static inline void cp_async_16_evict_first(uint32_t to, const void *from, int n,
                                                       uint64_t policy) {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;"
@@ -656,10 +658,9 @@ __device__ static inline uint64_t l2_evict_first_policy() {
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
-/* Of what is small and read last: the other weights of a step have driven it out of the cache. A
- * step of one, 16, 128 sequences with the biases of QKV asked for ahead, H200, 2026-11-25, ms:
- * Qwen2.5-0.5B 0.531 -> 0.523, 0.610 -> 0.605, 0.879 -> 0.876; Qwen2.5-1.5B 1.221 -> 1.204,
- * 1.392 -> 1.383, 1.896 -> 1.868. The weights of QK-norm in GEMMs of 128 rows: nothing gained. */
+/* Prefetches one cache line to L2. It is for small data that a kernel reads late, for example a
+ * bias: the other weights of the step have evicted it from L2. Prefetching the biases of QKV makes
+ * a step 0.3 to 1.5 % faster: test/results/kernel-choices.md. */
 __device__ static inline void l2_prefetch(const void *from) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
 }
@@ -670,20 +671,23 @@ template <int N> __device__ static inline void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-/* ---- Dependent launches: a kernel may start before the one ahead has ended ---- */
+/* ---- Programmatic dependent launch: a kernel may start before the previous one has ended ---- */
 
-__device__ static inline void grid_wait() { /* until all memory of the kernels ahead can be seen */
+/* Waits until the previous kernel of the stream has ended and its writes are visible. As every
+ * kernel waits, this holds for all earlier kernels (launch_dependent). */
+__device__ static inline void grid_wait() {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
+/* The next kernel may start when every CTA of this kernel has called this or has ended. */
 __device__ static inline void grid_launch_dependents() {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-/* A barrier of some warps of a CTA. */
+/* Named barrier `id` for `threads` threads (whole warps) of the CTA: arrive and wait. */
 __device__ static inline void bar_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -691,28 +695,33 @@ __device__ static inline void bar_sync(int id, int threads) {
 #if HOPPER
 /* ---- mbarrier ---- */
 
+/* count: the arrivals that complete a phase. */
 __device__ static inline void mbar_init(uint32_t bar, int count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
 }
+/* Makes mbar_init visible to the other CTAs of the cluster and to TMA. */
 __device__ static inline void mbar_init_fence() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 __device__ static inline void mbar_arrive(uint32_t bar) {
     asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
-__device__ static inline void mbar_expect_tx(uint32_t bar, int bytes) { /* arrives too */
+/* Arrives, and makes the phase wait for `bytes` more bytes. */
+__device__ static inline void mbar_expect_tx(uint32_t bar, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(bar),
                  "r"(bytes)
                  : "memory");
 }
-/* Arrives at the barrier of the same offset in CTA `cta` of the cluster: this CTA's wgmma has
- * done reading. Publishes no writes; .release.cluster would, by a fence that costs as much as a
- * block of products. */
+/* Arrives at the mbarrier at the same offset in CTA `cta` of the cluster. It says that the wgmma
+ * of this CTA have finished reading. The default semantics are .release.cta: the writes of this
+ * thread do not become visible to the other CTA. That would need .release.cluster, whose fence
+ * takes as long as the wgmma of one K block. */
 __device__ static inline void mbar_arrive_remote(uint32_t bar, int cta) {
     asm volatile("{.reg .b32 r; mapa.shared::cluster.u32 r, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [r];}"
                  ::"r"(bar), "r"(cta) : "memory");
 }
-/* Until the phase of this parity has completed; a fresh barrier has completed parity 1. */
+/* Waits until the phase with this parity has completed. On a new mbarrier a wait for parity 1
+ * returns at once. */
 __device__ static inline void mbar_wait(uint32_t bar, int parity) {
     asm volatile("{.reg .pred p;\n"
                  "again: mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%0], %1;\n"
@@ -724,18 +733,22 @@ __device__ static inline void mbar_wait(uint32_t bar, int parity) {
 __device__ static inline void tma_prefetch_map(const CUtensorMap *m) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(m) : "memory");
 }
+/* Loads a box of a tensor map to shared memory. c0, c1: coordinates of its first element, innermost
+ * dimension first. When the box has arrived, its bytes are counted on the mbarrier `bar`. */
 __device__ static inline void tma_load_2d(uint32_t to, const CUtensorMap *m, uint32_t bar, int c0,
                                           int c1) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
                  ::"r"(to), "l"(m), "r"(bar), "r"(c0), "r"(c1) : "memory");
 }
-/* The same for what is read once: it leaves the L2 cache first. */
+/* The same for data that is read once: L2 evicts it first. The constant is the cache policy
+ * evict_first (CUTLASS: TMA::CacheHintSm90::EVICT_FIRST). */
 __device__ static inline void tma_load_2d_evict_first(uint32_t to, const CUtensorMap *m,
                                                       uint32_t bar, int c0, int c1) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
                  " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(m), "r"(bar), "r"(c0), "r"(c1), "l"(0x12F0000000000000ull)
                  : "memory");
 }
+/* tma_load_2d for five dimensions. */
 __device__ static inline void tma_load_5d(uint32_t to, const CUtensorMap *m, uint32_t bar, int c0,
                                           int c1, int c2, int c3, int c4) {
     asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
@@ -743,6 +756,7 @@ __device__ static inline void tma_load_5d(uint32_t to, const CUtensorMap *m, uin
                  "l"(m), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
                  : "memory");
 }
+/* tma_load_2d_evict_first for five dimensions. */
 __device__ static inline void tma_load_5d_evict_first(uint32_t to, const CUtensorMap *m,
                                                       uint32_t bar, int c0, int c1, int c2, int c3,
                                                       int c4) {
@@ -752,16 +766,18 @@ __device__ static inline void tma_load_5d_evict_first(uint32_t to, const CUtenso
         "l"(m), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "l"(0x12F0000000000000ull)
         : "memory");
 }
-/* Into the same offset of every CTA in `mask`, each CTA's barrier at the same offset is told. */
+/* TMA multicast: loads the box to the same offset of the shared memory of every CTA in `mask`, and
+ * signals the mbarrier at the same offset in each of these CTAs. */
 __device__ static inline void tma_load_2d_multicast(uint32_t to, const CUtensorMap *m, uint32_t bar,
                                                     int c0, int c1, uint16_t mask) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
                  " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(m), "r"(bar), "r"(c0), "r"(c1), "h"(mask) : "memory");
 }
-/* n bytes, a multiple of 16, to the L2 cache. */
+/* Prefetches n bytes to L2; n is a multiple of 16. */
 __device__ static inline void bulk_prefetch(const void *from, int n) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(n) : "memory");
 }
+/* Stores a box from shared memory to global memory. */
 __device__ static inline void tma_store_2d(const CUtensorMap *m, uint32_t from, int c0, int c1) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];"
                  ::"l"(m), "r"(from), "r"(c0), "r"(c1) : "memory");
@@ -769,38 +785,44 @@ __device__ static inline void tma_store_2d(const CUtensorMap *m, uint32_t from, 
 __device__ static inline void tma_store_commit() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-/* shared memory may be written again */
+/* Waits until at most N committed groups of this thread still read shared memory. With N = 0 the
+ * shared memory of all its stores may be written again. */
 template <int N> __device__ static inline void tma_store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
 }
-/* it is written */
+/* Waits until all committed stores of this thread have been written to global memory. */
 __device__ static inline void tma_store_wait() {
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
-/* Makes ordinary stores to shared memory visible to wgmma and TMA (async proxy); each writing
- * thread, before the barrier. */
+/* Makes ordinary stores to shared memory visible to wgmma and TMA (the async proxy). Each thread
+ * that wrote calls it before the barrier. */
 __device__ static inline void fence_async_smem() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 /* ---- Warpgroups and clusters ---- */
 
+/* Set the registers per thread of this warpgroup to N. dec releases registers, inc waits until
+ * they are free. */
 template <int N> __device__ static inline void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
 }
 template <int N> __device__ static inline void setmaxnreg_inc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
+/* Arrives at a named barrier without waiting (see bar_sync). */
 __device__ static inline void bar_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-/* True in one lane; all 32 must come. The compiler knows that it is one: instructions that want
- * uniform registers need no loop. */
+/* True in one lane of the warp. All 32 lanes must call it. Unlike with `lane == 0`, the compiler
+ * knows that one lane is active: instructions with uniform registers need no loop over the
+ * lanes. */
 __device__ static inline bool elect_one() {
     uint32_t one;
     asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(one));
     return one != 0;
 }
+/* Index of this CTA in its cluster. */
 __device__ static inline int cluster_rank() {
     int r;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
@@ -832,8 +854,9 @@ template <int N> __device__ static inline void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
-/* Matrix descriptor of a K-major tile in 128-byte rows with 128-byte swizzle, base aligned to
- * 1,024 bytes: 8 rows every 1,024 bytes. The next 16 columns are 32 bytes on: + 2. */
+/* Matrix descriptor of a K-major tile: rows of 128 bytes, 128-byte swizzle, base aligned to 1,024
+ * bytes. Each group of 8 rows takes 1,024 bytes. The next 16 columns start 32 bytes later: add 2 to
+ * the descriptor. */
 __device__ static inline uint64_t wgmma_desc(uint32_t at) {
     return (uint64_t)((at & 0x3FFFF) >> 4) | (uint64_t)1 << 16 | (uint64_t)(1024 >> 4) << 32 |
            (uint64_t)1 << 62;
@@ -841,10 +864,18 @@ __device__ static inline uint64_t wgmma_desc(uint32_t at) {
 
 /* ---- wgmma: d[64][N] (+)= a[64][16] b[N][16]^T by one warpgroup ----
  *
- * Warp w of the four holds rows 16w .. 16w+15; of each block j of 8 columns, lane l holds d[4j], d[4j+1] = (row l/4, columns
- * 8j + 2(l%4) + {0,1}) and d[4j+2], d[4j+3] = the same of row l/4 + 8. The packed bf16 of two blocks j, j+1 are the fragment a of
- * one k16. Order: wgmma_fence, any number of wgmma_ss and wgmma_rs, wgmma_commit, wgmma_wait; nobody touches d (or a) between.
- * scale_d 0: d is written, not added to. */
+ * Accumulators: warp w of the warpgroup holds the rows 16w .. 16w+15. Of each block j of 8 columns,
+ * lane l holds
+ *
+ *   d[4j], d[4j+1]     row l/4,     columns 8j + 2(l%4) + {0,1}
+ *   d[4j+2], d[4j+3]   row l/4 + 8, the same columns
+ *
+ * The accumulators of the blocks j and j+1, packed to bf16, are the registers a[4] of one k16 step:
+ * the A operand of the next product (P V).
+ *
+ * Order of the calls: wgmma_fence, any number of wgmma_ss and wgmma_rs, wgmma_commit, wgmma_wait.
+ * No other instruction may use d (or a in registers) between wgmma_fence and the end of wgmma_wait.
+ * scale_d 0: d is overwritten; scale_d 1: the product is added to d. */
 
 #define WG_REGS_4 "%0,%1,%2,%3"
 #define WG_REGS_8 WG_REGS_4 ",%4,%5,%6,%7"
@@ -872,12 +903,16 @@ __device__ static inline uint64_t wgmma_desc(uint32_t at) {
 #define WG_ACC_96 WG_ACC_80, WG_AT_16(80)
 #define WG_ACC_112 WG_ACC_96, WG_AT_16(96)
 #define WG_ACC_128 WG_ACC_112, WG_AT_16(112)
-/* H = n / 2 registers, then the numbers of the operands behind them. */
-#define WG_SS(n, H, A, B, S, T)                                                                                               \
-    if constexpr (N == n)                                                                                                     \
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %" #S ", 0; wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16"         \
-                 " {" WG_REGS_##H "}, %" #A ", %" #B ", p, 1, 1, 0, %" #T ";}"                                                \
-                 : WG_ACC_##H : "l"(a), "l"(b), "r"(scale_d), "n"(TRANS_B))
+/* H = n / 2 accumulator registers: the operands %0 .. %(H-1). The other arguments are the
+ * numbers of the operands that follow them: a (descriptor A, or registers A0 .. A3), descriptor
+ * b, scale_d, TRANS_B. */
+#define WG_SS(n, H, A, B, S, T)                                                                    \
+    if constexpr (N == n)                                                                          \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %" #S ", 0; wgmma.mma_async.sync.aligned.m64n" #n  \
+                 "k16.f32.bf16.bf16"                                                               \
+                 " {" WG_REGS_##H "}, %" #A ", %" #B ", p, 1, 1, 0, %" #T ";}"                     \
+                 : WG_ACC_##H                                                                      \
+                 : "l"(a), "l"(b), "r"(scale_d), "n"(TRANS_B))
 #define WG_RS(n, H, A0, A1, A2, A3, B, S, T)                                                       \
     if constexpr (N == n)                                                                          \
     asm volatile("{.reg .pred p; setp.ne.b32 p, %" #S ", 0; wgmma.mma_async.sync.aligned.m64n" #n  \
@@ -887,8 +922,8 @@ __device__ static inline uint64_t wgmma_desc(uint32_t at) {
                  : WG_ACC_##H                                                                      \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(scale_d), "n"(TRANS_B))
 
-/* Both from shared memory by descriptor. TRANS_B 1: b lies as [16][N], rows of N
- * (wgmma_desc_trans). */
+/* a and b are in shared memory, given by descriptors. TRANS_B 1: b is stored as [16][N], with
+ * rows of N elements (wgmma_desc_trans). */
 template <int N, int TRANS_B = 0>
 __device__ static inline void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, int scale_d) {
     static_assert(N == 8 || N == 16 || N == 32 || N == 64 || N == 80 || N == 96 || N == 128 ||
@@ -905,7 +940,7 @@ __device__ static inline void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b
     WG_SS(224, 112, 112, 113, 114, 115);
     WG_SS(256, 128, 128, 129, 130, 131);
 }
-/* a from registers. */
+/* The same with a in registers. */
 template <int N, int TRANS_B> __device__ static inline void wgmma_rs(float (&d)[N / 2],
                                                                      const uint32_t (&a)[4],
                                                                      uint64_t b, int scale_d) {
@@ -920,20 +955,21 @@ template <int N, int TRANS_B> __device__ static inline void wgmma_rs(float (&d)[
     WG_RS(224, 112, 112, 113, 114, 115, 116, 117, 118);
     WG_RS(256, 128, 128, 129, 130, 131, 132, 133, 134);
 }
-/* Keeps the compiler from moving reads of d above the wgmma_wait before it. */
+/* Keeps the compiler from moving reads of d above the preceding wgmma_wait (CUTLASS:
+ * warpgroup_fence_operand). */
 template <int N> __device__ static inline void wgmma_fence_operand(float (&d)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i]));
 }
-/* Matrix descriptor of b for TRANS_B: rows of 64 columns in 128 bytes with 128-byte swizzle,
- * base aligned to 1,024 bytes; 8 rows every 1,024 bytes; panels of 64 columns lie `panel_bytes`
- * apart. The next 16 rows are 2,048 bytes on: + 128. */
+/* Matrix descriptor of b for TRANS_B = 1: panels of 64 columns, rows of 128 bytes, 128-byte
+ * swizzle, base aligned to 1,024 bytes. Each group of 8 rows takes 1,024 bytes. Panels lie
+ * `panel_bytes` apart. The next 16 rows start 2,048 bytes later: add 128 to the descriptor. */
 __device__ static inline uint64_t wgmma_desc_trans(uint32_t at, int panel_bytes) {
     return (uint64_t)((at & 0x3FFFF) >> 4) | (uint64_t)(panel_bytes >> 4) << 16 |
            (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
 }
-/* All threads of the cluster meet; orders no memory (barrier.cluster.arrive.release costs a
- * fence of the whole GPU). */
+/* Cluster barrier of all threads: arrive, wait, and both. It orders no memory:
+ * barrier.cluster.arrive.release would add a fence for the whole GPU. */
 __device__ static inline void cluster_arrive_relaxed() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -941,14 +977,14 @@ __device__ static inline void cluster_wait() {
     asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 }
 __device__ static inline void cluster_sync_relaxed() { cluster_arrive_relaxed(), cluster_wait(); }
-/* The address of `at` in CTA `cta` of the cluster. */
+/* Maps a shared memory address of this CTA to the same offset in CTA `cta` of the cluster. */
 __device__ static inline uint32_t mapa(uint32_t at, int cta) {
     uint32_t r;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(at), "r"(cta));
     return r;
 }
-/* 16 bytes from registers to a mapa address; the barrier `bar` of the same CTA, a mapa address
- * too, is told. */
+/* Stores 16 bytes from registers to the shared memory of another CTA and signals the mbarrier `bar`
+ * there. `to` and `bar` are addresses from mapa, both in the same CTA. */
 __device__ static inline void st_async_16(uint32_t to, const float v[4], uint32_t bar) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];"
                  ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(bar) : "memory");
@@ -963,7 +999,7 @@ __device__ static inline void smem_store_16(uint32_t at, uint4 v) {
                  "r"(v.w)
                  : "memory");
 }
-/* accumulators go out without a copy */
+/* Stores four accumulators from their registers, without copying them first. */
 __device__ static inline void smem_store_float4(uint32_t at, const float v[4]) {
     asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(v[0]), "f"(v[1]), "f"(v[2]),
                  "f"(v[3])
@@ -977,8 +1013,8 @@ __device__ static inline uint4 smem_load_16(uint32_t at) {
                  : "memory");
     return v;
 }
-/* Four 8x8 matrices of 2-byte elements to shared memory; lane 8i+j gives the address of row j of
- * matrix i, 16 bytes each. */
+/* Stores four 8x8 matrices of 2-byte elements. Lane 8i+j gives the address of row j of matrix i. A
+ * row has 16 bytes. */
 __device__ static inline void stmatrix_x4(uint32_t at, uint32_t r0, uint32_t r1, uint32_t r2,
                                           uint32_t r3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
@@ -1017,9 +1053,8 @@ static void *dev_alloc(toka_device *dev, size_t bytes, const char *what) {
 
 /* ---- The step's way up ---- */
 
-/* beside: transfers go on a stream of its own, and the device's waits for them. So a step is
- * sent while the one before it, which reads the other buffer, still runs; the one before that
- * has been finished. */
+/* beside: transfers go on a stream of its own, and the device's waits for them. So a step is sent while the one before it, which
+ * reads the other buffer, still runs; the one before that has been finished. */
 static void upload_open(toka_device *dev, upload_buffer *upload, size_t cap, bool own_stream) {
     *upload = upload_buffer{.cap = cap};
     if (own_stream && !dev->error.code)
@@ -1051,8 +1086,8 @@ static void upload_begin(toka_device *dev, upload_buffer *upload) {
     upload->used = 0;
 }
 
-/* Room for `bytes`, 16-byte aligned: *host to fill, and the address on the device. The caller
- * has sized the stage so that it fits. */
+/* Room for `bytes`, 16-byte aligned: *host to fill, and the address on the device. The caller has sized the stage so that it
+ * fits. */
 static void *upload_alloc(upload_buffer *upload, size_t bytes, void **host) {
     size_t offset = (upload->used + 15) & ~(size_t)15;
     assert(offset + bytes <= upload->cap);
@@ -1066,13 +1101,11 @@ static void *upload_put(upload_buffer *upload, const void *from, size_t bytes) {
     return dev;
 }
 
-/* In one transfer. What a step needs goes up beside the step before and costs nothing: in turns
- * with the same steps without any transfer, one sequence of the 1B model took 0.725 and 0.726 ms
- * a step, 8 took 0.827 and 0.826, 64 took 1.281 and 1.280 (H200, 2026-11-25). On the device's
- * own stream, by a kernel ahead of the graph, it was 0.729 and 0.830. So sending less, with
- * state kept on the device slot by slot, has nothing to gain; sampling parameters kept so made
- * small steps 2 us longer, by one more dependent read. Kernels read the stage ahead of
- * grid_wait(), for it is there before the first one of the step starts: the wait for the
+/* In one transfer. What a step needs goes up beside the step before and costs nothing: in turns with the same steps without any
+ * transfer, one sequence of the 1B model took 0.725 and 0.726 ms a step, 8 took 0.827 and 0.826, 64 took 1.281 and 1.280 (H200,
+ * 2026-11-25). On the device's own stream, by a kernel ahead of the graph, it was 0.729 and 0.830. So sending less, with state kept
+ * on the device slot by slot, has nothing to gain; sampling parameters kept so made small steps 2 us longer, by one more dependent
+ * read. Kernels read the stage ahead of grid_wait(), for it is there before the first one of the step starts: the wait for the
  * transfer stands between it and what ran before. */
 static void upload_send(toka_device *dev, upload_buffer *upload) {
     const cudaStream_t stream = upload->stream ? upload->stream : dev->stream;
@@ -1128,8 +1161,7 @@ static void load_add_job(weight_loader *loader, const toka_tensor *from, void *t
     loader->total_bytes += (size_t)from->rows * from->cols * (from->dtype == TOKA_F32 ? 4 : 2);
 }
 
-/* Elements at .. at+n-1 of a tensor, in raw: converted to the target's type and put into its
- * rows. A thread an element. */
+/* Elements at .. at+n-1 of a tensor, in raw: converted to the target's type and put into its rows. A thread an element. */
 __global__ static void __launch_bounds__(256)
     load_convert_kernel(const void *raw, size_t first_elem, size_t n_elems, int cols,
                         toka_dtype dtype, load_job job) {
@@ -1145,8 +1177,7 @@ __global__ static void __launch_bounds__(256)
     else ((bf16 *)job.to)[to] = __float2bfloat16(value);
 }
 
-/* Takes the next piece, of a slice of columns whole rows; false: none is left, or something
- * failed. */
+/* Takes the next piece, of a slice of columns whole rows; false: none is left, or something failed. */
 static bool load_next(weight_loader *loader, load_job *job, size_t *first_elem, size_t *n_elems) {
     pthread_mutex_lock(&loader->lock);
     bool more = loader->next_job < loader->n_jobs && !loader->error.code;
@@ -1286,8 +1317,7 @@ static weight weight_load_matrix(toka_device *dev, weight_loader *loader, const 
     return to;
 }
 
-/* q, k and v behind each other, and their biases; a bias that only some of them have is 0 for
- * the others. */
+/* q, k and v behind each other, and their biases; a bias that only some of them have is 0 for the others. */
 static weight weight_load_qkv(toka_device *dev, weight_loader *loader, const toka_layer *from) {
     const toka_tensor *matrices[3] = {&from->q, &from->k, &from->v},
                       *biases[3] = {&from->q_bias, &from->k_bias, &from->v_bias};
@@ -1505,8 +1535,8 @@ __global__ static void __launch_bounds__(128)
 
 /* ---- RoPE ---- */
 
-/* table[p][i] = (cos, sin)(p * freq[i]) * scale for p < max_len, i < D/2. The angle is rounded
- * to float32 as Hugging Face does and as the CPU backend does. */
+/* table[p][i] = (cos, sin)(p * freq[i]) * scale for p < max_len, i < D/2. The angle is rounded to float32 as Hugging Face does and
+ * as the CPU backend does. */
 __global__ static void rope_table_kernel(float2 *table, const float *freq, float scale, int half,
                                          size_t n) {
     for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < n;
@@ -1522,8 +1552,7 @@ static void rope_open(toka_device *dev) {
     float *freq = (float *)dev_alloc(dev, (size_t)half * sizeof(float), "RoPE");
     dev->rope = (float2 *)dev_alloc(dev, n * sizeof *dev->rope, "RoPE table");
     if (dev->error.code) return;
-    /* on the stream of its reader: the default stream may still be at a copy from pageable
-     * memory when cudaMemcpy returns */
+    /* on the stream of its reader: the default stream may still be at a copy from pageable memory when cudaMemcpy returns */
     latch_error(dev,
                 cudaMemcpyAsync(freq, dev->shape->rope_freq, (size_t)half * sizeof *freq,
                                 cudaMemcpyHostToDevice, dev->stream),
@@ -1551,9 +1580,8 @@ typedef struct rope_args {
     bool interleaved; /* a head's elements lie as qkv_interleave says */
 } rope_args;
 
-/* Where element i of a head stands when 8 of its first half and the 8 that RoPE pairs them with
- * take turns: in the rows of W that the fused GEMM reads (chapter 6), so that a pair meets in
- * one thread and any 16 columns can be turned by themselves. */
+/* Where element i of a head stands when 8 of its first half and the 8 that RoPE pairs them with take turns: in the rows of W that
+ * the fused GEMM reads (chapter 6), so that a pair meets in one thread and any 16 columns can be turned by themselves. */
 __host__ __device__ static inline int qkv_interleave(int i, int half) {
     return i < half ? i / 8 * 16 + i % 8 : (i - half) / 8 * 16 + 8 + (i - half) % 8;
 }
