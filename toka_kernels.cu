@@ -1024,9 +1024,10 @@ __device__ static inline void stmatrix_x4(uint32_t at, uint32_t r0, uint32_t r1,
 
 /* ===========================================================================
  * MARK: 3. Memory, transfers, weights [host]
+ * Allocation of GPU memory, the upload of a step's inputs, and the loading of the weights.
  * =========================================================================== */
 
-/* Memory that cuda_close frees; NULL latches the failure. */
+/* Allocates GPU memory, which cuda_close frees. Stores the error and returns NULL if it fails. */
 static void *dev_alloc(toka_device *dev, size_t bytes, const char *what) {
     void *memory = NULL;
     if (dev->error.code) return NULL;
@@ -1051,10 +1052,11 @@ static void *dev_alloc(toka_device *dev, size_t bytes, const char *what) {
     return memory;
 }
 
-/* ---- The step's way up ---- */
+/* ---- Upload of a step's inputs ---- */
 
-/* beside: transfers go on a stream of its own, and the device's waits for them. So a step is sent while the one before it, which
- * reads the other buffer, still runs; the one before that has been finished. */
+/* own_stream: copies run on a copy stream, and dev->stream waits for them. Step n is uploaded to
+ * half n % 2 while step n-1 still reads the other half. Step n-2, which read this half, has been
+ * finished. Without own_stream there is one device buffer, and copies run on dev->stream. */
 static void upload_open(toka_device *dev, upload_buffer *upload, size_t cap, bool own_stream) {
     *upload = upload_buffer{.cap = cap};
     if (own_stream && !dev->error.code)
@@ -1071,7 +1073,8 @@ static void upload_open(toka_device *dev, upload_buffer *upload, size_t cap, boo
                     "pinned step buffer");
     }
 }
-static void upload_close(upload_buffer *upload) { /* what lies on the host */
+/* Frees the host memory, the events and the stream. cuda_close frees the device buffers. */
+static void upload_close(upload_buffer *upload) {
     if (upload->stream) cudaStreamDestroy(upload->stream);
     for (int i = 0; i < STEPS_IN_FLIGHT; i++) {
         cudaFreeHost(upload->host[i]);
@@ -1079,15 +1082,16 @@ static void upload_close(upload_buffer *upload) { /* what lies on the host */
     }
     *upload = upload_buffer{};
 }
-/* waits until the last transfer from the next host buffer has left it */
+/* Switches to the other half. Waits until the last copy from its host buffer has ended. */
 static void upload_begin(toka_device *dev, upload_buffer *upload) {
     upload->current = (upload->current + 1) % STEPS_IN_FLIGHT;
     latch_error(dev, cudaEventSynchronize(upload->sent[upload->current]), "step upload");
     upload->used = 0;
 }
 
-/* Room for `bytes`, 16-byte aligned: *host to fill, and the address on the device. The caller has sized the stage so that it
- * fits. */
+/* Allocates `bytes` in the current half, 16-byte aligned. Sets *host to the memory to fill and
+ * returns the device address. Asserts that the bytes fit: `cap` is computed for the largest
+ * step. */
 static void *upload_alloc(upload_buffer *upload, size_t bytes, void **host) {
     size_t offset = (upload->used + 15) & ~(size_t)15;
     assert(offset + bytes <= upload->cap);
@@ -1095,18 +1099,23 @@ static void *upload_alloc(upload_buffer *upload, size_t bytes, void **host) {
     *host = upload->host[upload->current] + offset;
     return upload->device[upload->current] + offset;
 }
+/* Copies `bytes` into the upload buffer and returns their device address. */
 static void *upload_put(upload_buffer *upload, const void *from, size_t bytes) {
     void *host, *dev = upload_alloc(upload, bytes, &host);
     if (bytes) memcpy(host, from, bytes);
     return dev;
 }
 
-/* In one transfer. What a step needs goes up beside the step before and costs nothing: in turns with the same steps without any
- * transfer, one sequence of the 1B model took 0.725 and 0.726 ms a step, 8 took 0.827 and 0.826, 64 took 1.281 and 1.280 (H200,
- * 2026-11-25). On the device's own stream, by a kernel ahead of the graph, it was 0.729 and 0.830. So sending less, with state kept
- * on the device slot by slot, has nothing to gain; sampling parameters kept so made small steps 2 us longer, by one more dependent
- * read. Kernels read the stage ahead of grid_wait(), for it is there before the first one of the step starts: the wait for the
- * transfer stands between it and what ran before. */
+/* Starts the upload of the current half, in one copy.
+ *
+ * With a copy stream the upload runs concurrently with the previous step and costs no time: steps
+ * without any upload are not faster (test/results/kernel-choices.md). So there is nothing to gain
+ * by sending less and keeping the state of each sequence on the device. Sampling parameters that
+ * were kept there made small steps 2 us longer, because of one more dependent read.
+ *
+ * dev->stream waits for the upload before the first kernel of the step, so that kernel does not
+ * start before the upload has ended. Therefore all kernels of the step may read the upload buffer
+ * before grid_wait(). */
 static void upload_send(toka_device *dev, upload_buffer *upload) {
     const cudaStream_t stream = upload->stream ? upload->stream : dev->stream;
     latch_error(dev,
@@ -1121,30 +1130,37 @@ static void upload_send(toka_device *dev, upload_buffer *upload) {
 
 /* ---- Weights: mapped file -> pinned buffers -> device ----
  *
- * A piece is a run of elements of one tensor. LOAD_THREADS workers take pieces in turn; each copies from the mapped file (where
- * the page faults happen, so that several are under way) into one of its two pinned buffers and queues the transfer on its own
- * stream, with the kernel that converts and places. There is no second copy on the host beyond those buffers. Bound by the slower
- * of page cache and bus. */
+ * Each tensor is split into pieces of at most LOAD_PIECE_BYTES. LOAD_THREADS threads take pieces
+ * from one queue (half as many threads if more than four devices load at the same time). For each
+ * piece a thread does this:
+ *   - It copies the piece from the mapped file into one of its two pinned buffers. The page faults
+ *     happen in this copy, so several of them are served at the same time.
+ *   - It enqueues two operations on its own stream: the copy to the device, and the kernel that
+ *     converts the piece and stores it to its place.
+ *
+ * The host holds no other copy of the weights than these buffers. Bound by the page cache or by the
+ * bus, whichever is slower. */
 
 enum { LOAD_THREADS = 8, LOAD_PIECE_BYTES = 2 << 20 };
 
-typedef struct load_job { /* one tensor, or slice of one, and where it goes */
+typedef struct load_job { /* a tensor, or a slice of a tensor, and its target */
     const toka_tensor *from;
-    void *to;      /* matrices bf16 [.][stride], vectors float32 */
-    int stride;    /* columns of the target: those of the tensor rounded up */
-    bool f32;
-    int row0;      /* first row in the target */
-    bool interleaved; /* rows go to row0 + r/8*16 + r%8: 8 of gate, 8 of up */
+    void *to;         /* target: matrices bf16 [.][stride], vectors float32 */
+    int stride;       /* columns of the target: of a matrix rounded up to a multiple of 8 */
+    bool f32;         /* the target is float32 */
+    int row0;         /* first row in the target */
+    bool interleaved; /* row r goes to row0 + r/8*16 + r%8: 8 rows of gate, then 8 rows of up */
 } load_job;
 
 typedef struct weight_loader {
     toka_device *dev;
-    load_job *jobs;
+    load_job *jobs; /* [n_jobs] */
     int n_jobs, cap_jobs;
-    size_t total_bytes, done_bytes;      /* of the file; done and what follows under the lock */
-    int next_job;                 /* the next piece: job and its first element */
-    size_t next_elem;
-    toka_err error;
+    /* bytes in the file; `lock` guards done_bytes and the fields below */
+    size_t total_bytes, done_bytes;
+    int next_job;     /* job of the next piece */
+    size_t next_elem; /* first element of the next piece in its tensor */
+    toka_err error;   /* the first error of a thread */
     pthread_mutex_t lock;
 } weight_loader;
 
@@ -1161,7 +1177,9 @@ static void load_add_job(weight_loader *loader, const toka_tensor *from, void *t
     loader->total_bytes += (size_t)from->rows * from->cols * (from->dtype == TOKA_F32 ? 4 : 2);
 }
 
-/* Elements at .. at+n-1 of a tensor, in raw: converted to the target's type and put into its rows. A thread an element. */
+/* Converts the elements first_elem .. first_elem+n_elems-1 of a tensor, which lie in raw, to the
+ * type of the target and stores them to its rows. Grid ceil(n_elems / 256), block 256: one
+ * element per thread. */
 __global__ static void __launch_bounds__(256)
     load_convert_kernel(const void *raw, size_t first_elem, size_t n_elems, int cols,
                         toka_dtype dtype, load_job job) {
@@ -1177,7 +1195,9 @@ __global__ static void __launch_bounds__(256)
     else ((bf16 *)job.to)[to] = __float2bfloat16(value);
 }
 
-/* Takes the next piece, of a slice of columns whole rows; false: none is left, or something failed. */
+/* Takes the next piece from the queue: n_elems elements of job, from first_elem. Of a slice of
+ * columns a piece is a whole number of rows. Returns false if no piece is left or if a thread
+ * failed. */
 static bool load_next(weight_loader *loader, load_job *job, size_t *first_elem, size_t *n_elems) {
     pthread_mutex_lock(&loader->lock);
     bool more = loader->next_job < loader->n_jobs && !loader->error.code;
@@ -1201,7 +1221,7 @@ static bool load_next(weight_loader *loader, load_job *job, size_t *first_elem, 
     return more;
 }
 
-/* Elements at .. at+n-1 of a tensor, from the mapped file. */
+/* Copies the elements first_elem .. first_elem+n_elems-1 of a tensor from the mapped file. */
 static void load_read(const toka_tensor *tensor, size_t first_elem, size_t n_elems, char *to) {
     size_t elem_bytes = tensor->dtype == TOKA_F32 ? 4 : 2, cols = (size_t)tensor->cols;
     const char *data = (const char *)tensor->data;
@@ -1213,6 +1233,9 @@ static void load_read(const toka_tensor *tensor, size_t first_elem, size_t n_ele
                    data + (first_elem + i) / cols * tensor->stride * elem_bytes, cols * elem_bytes);
 }
 
+/* Loads one piece. host_buf is pinned. If the elements need no conversion, padding or interleaving,
+ * they are copied straight to the target. Otherwise they are copied to dev_buf, and
+ * load_convert_kernel stores them. */
 static cudaError_t load_piece(const load_job *job, size_t first_elem, size_t n_elems,
                               char *host_buf, char *dev_buf, cudaStream_t stream) {
     size_t elem_bytes = job->from->dtype == TOKA_F32 ? 4 : 2;
@@ -1229,6 +1252,8 @@ static cudaError_t load_piece(const load_job *job, size_t first_elem, size_t n_e
     return cudaGetLastError();
 }
 
+/* A thread of the loader: loads pieces until none is left. reusable[i]: the copy and the kernel
+ * that use buffer i have ended. */
 static void *load_thread(void *arg) {
     weight_loader *loader = (weight_loader *)arg;
     cudaStream_t stream = NULL;
@@ -1266,11 +1291,11 @@ static void *load_thread(void *arg) {
     return NULL;
 }
 
-/* Runs all jobs and frees the list. */
+/* Runs all jobs and frees the list. If no thread can be created, the caller's thread loads. */
 static void load_run(weight_loader *loader) {
     pthread_t threads[LOAD_THREADS];
     int n_started = 0;
-    /* several devices load side by side */
+    /* several devices load at the same time */
     const int n_threads = loader->dev->options.n_devices > 4 ? LOAD_THREADS / 2 : LOAD_THREADS;
     pthread_mutex_init(&loader->lock, NULL);
     while (n_started < n_threads && !pthread_create(&threads[n_started], NULL, load_thread, loader))
@@ -1284,7 +1309,7 @@ static void load_run(weight_loader *loader) {
 
 /* ---- The model on the device ---- */
 
-/* [rows][cols], both rounded up to 8, the room between set to 0. */
+/* Allocates a matrix [rows][cols], both rounded up to multiples of 8. The padding is zero. */
 static weight weight_alloc(toka_device *dev, int rows, int cols) {
     weight w = {NULL, NULL, round_up_8(rows), round_up_8(cols)};
     size_t bytes = (size_t)w.N * w.K * sizeof(bf16);
@@ -1293,7 +1318,7 @@ static weight weight_alloc(toka_device *dev, int rows, int cols) {
         latch_error(dev, cudaMemset(w.data, 0, bytes), "weights");
     return w;
 }
-/* n floats rounded up to 8, zeros until something is loaded. */
+/* Allocates n floats, rounded up to a multiple of 8, all zero. */
 static float *vector_alloc(toka_device *dev, int n) {
     float *vector = (float *)dev_alloc(dev, (size_t)round_up_8(n) * sizeof(float), "weights");
     dev->weight_bytes += (int64_t)round_up_8(n) * (int64_t)sizeof(float);
@@ -1301,7 +1326,7 @@ static float *vector_alloc(toka_device *dev, int n) {
         latch_error(dev, cudaMemset(vector, 0, (size_t)round_up_8(n) * sizeof(float)), "weights");
     return vector;
 }
-/* a norm or bias; NULL: absent */
+/* Loads a norm or a bias. Returns NULL if the model does not have it. */
 static float *weight_load_vector(toka_device *dev, weight_loader *loader,
                                  const toka_tensor *tensor) {
     if (!tensor->rows) return NULL;
@@ -1309,6 +1334,7 @@ static float *weight_load_vector(toka_device *dev, weight_loader *loader,
     load_add_job(loader, tensor, vector, tensor->cols, true, 0, false);
     return vector;
 }
+/* bias: NULL, or a tensor that the model may not have. */
 static weight weight_load_matrix(toka_device *dev, weight_loader *loader, const toka_tensor *from,
                                  const toka_tensor *bias) {
     weight to = weight_alloc(dev, from->rows, from->cols);
@@ -1317,7 +1343,8 @@ static weight weight_load_matrix(toka_device *dev, weight_loader *loader, const 
     return to;
 }
 
-/* q, k and v behind each other, and their biases; a bias that only some of them have is 0 for the others. */
+/* Loads q, k and v into one matrix, one after another, and their biases likewise. If only some of
+ * them have a bias, the bias of the others is zero. */
 static weight weight_load_qkv(toka_device *dev, weight_loader *loader, const toka_layer *from) {
     const toka_tensor *matrices[3] = {&from->q, &from->k, &from->v},
                       *biases[3] = {&from->q_bias, &from->k_bias, &from->v_bias};
@@ -1331,7 +1358,8 @@ static weight weight_load_qkv(toka_device *dev, weight_loader *loader, const tok
     to.bias = bias;
     return to;
 }
-/* By turns of 8 rows; where F was rounded up, the last turn of each has rows of zeros. */
+/* Loads gate and up interleaved in groups of 8 rows. If F was rounded up, the last group of each is
+ * padded with zero rows. */
 static weight weight_load_gate_up(toka_device *dev, weight_loader *loader, const toka_layer *from) {
     int F = round_up_8(from->gate.rows);
     weight to = weight_alloc(dev, 2 * F, from->gate.cols);
@@ -1342,7 +1370,8 @@ static weight weight_load_gate_up(toka_device *dev, weight_loader *loader, const
     return to;
 }
 
-/* All weights to the device; a tied LM head is the embedding. */
+/* Loads all weights to the device. A tied LM head uses the embedding's memory. Of the tensor ranks
+ * only rank 0 loads the bias of o, as the results of the ranks are added up. */
 static void weights_load(toka_device *dev) {
     const toka_weights *weights = dev->weights;
     weight_loader loader = {};
@@ -1368,7 +1397,7 @@ static void weights_load(toka_device *dev) {
         to->down = weight_load_matrix(dev, &loader, &from->down, NULL);
         to->window = from->window;
     }
-    /* the zeros are there before what goes on top of them */
+    /* Wait until the memsets are done. The streams of the loader do not wait for them. */
     latch_error(dev, cudaStreamSynchronize(cudaStreamLegacy), "weights");
     if (dev->error.code) free(loader.jobs);
     else load_run(&loader);
