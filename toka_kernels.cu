@@ -1405,11 +1405,18 @@ static void weights_load(toka_device *dev) {
 
 /* ===========================================================================
  * MARK: 4. Embedding, norms, RoPE [kernel]
+ * Small kernels that are bound by memory bandwidth, and what all kernels with a fused RMSNorm share.
  * =========================================================================== */
 
 /* ---- Copies of KV pages ----
- * pool[layer][to] = pool[layer][from], 16 bytes a thread and turn. Grid (copies, layers), block 256. Moves 2 * page bytes: copy
- * speed. */
+ *
+ * kv[layer][copy.to] = kv[layer][copy.from], for each copy and layer.
+ *
+ *   copies   [n_copies] pairs of page numbers
+ *   kv       pool of K and V: layer_elems elements per layer, page_elems per page (a multiple of 8)
+ *
+ * Grid (n_copies, L), block 256, 16 bytes per thread and iteration. Moves 4 * page_elems bytes per
+ * copy and layer: bound by copy bandwidth. */
 __global__ static void __launch_bounds__(256)
     copy_pages_kernel(const toka_copy *copies, bf16 *kv, size_t layer_elems, int page_elems) {
     grid_launch_dependents();
@@ -1422,12 +1429,24 @@ __global__ static void __launch_bounds__(256)
 }
 
 /* ---- RMSNorm ----
- * y[t][i] = x[r][i] * w[i] / sqrt(mean(x[r]^2) + eps), r = rows ? rows[t] : t. x, y bf16 [.][E], w float32, one rounding at the
- * end. Grid T, block 128. A thread keeps its first NORM_CACHED_VECS runs of x and w in registers, w from before grid_wait(); what is
- * beyond is read twice. Reads 2*T*E, writes 2*T*E bytes: copy speed. Sums: each thread over its own elements, then a tree over
- * lanes and warps: one order for every T. */
-enum { NORM_CACHED_VECS = 4 }; /* runs of 8 columns a thread holds: E up to 4,096 */
-__device__ static inline float block_sum_128(float v) { /* to all threads */
+ *
+ * y[t][i] = x[r][i] * w[i] / sqrt(mean(x[r]^2) + eps), with r = row_index ? row_index[t] : t.
+ *
+ *   x, y        bf16 [.][E]; y is rounded once, at the end
+ *   w           float32 [E]
+ *   row_index   [T] or NULL
+ *
+ * Grid T, block 128. Reads 2*T*E bytes, writes 2*T*E bytes: bound by copy bandwidth.
+ *
+ * A vector is 8 columns. Each thread holds its first NORM_CACHED_VECS vectors of x and w in
+ * registers. It loads these vectors of w before grid_wait(). The columns from 4,096 on are read
+ * twice.
+ *
+ * Order of the sums: each thread adds up its own elements, then a tree adds up lanes and warps. The
+ * order is the same for every T. */
+enum { NORM_CACHED_VECS = 4 }; /* 4 * 128 threads * 8 columns: all of x is cached for E <= 4,096 */
+/* Sum over a block of 128 threads; every thread gets it. */
+__device__ static inline float block_sum_128(float v) {
     __shared__ float warp_sums[4];
     for (int s = 16; s; s >>= 1) v += __shfl_xor_sync(~0u, v, s);
     if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = v;
@@ -1443,6 +1462,7 @@ __device__ static inline uint4 pack_8(const float f[8]) {
     return make_uint4(pack_bf16(f[0], f[1]), pack_bf16(f[2], f[3]), pack_bf16(f[4], f[5]),
                       pack_bf16(f[6], f[7]));
 }
+/* sum + the squares of 8 bf16 */
 __device__ static inline float norm_add_squares(uint4 v, float sum) {
     float f[8];
     unpack_8(v, f);
@@ -1450,6 +1470,7 @@ __device__ static inline float norm_add_squares(uint4 v, float sum) {
     for (int j = 0; j < 8; j++) sum += f[j] * f[j];
     return sum;
 }
+/* 8 bf16 times scale times the weights a, b */
 __device__ static inline uint4 norm_scale_8(uint4 v, float scale, float4 a, float4 b) {
     float f[8];
     unpack_8(v, f);
@@ -1460,7 +1481,7 @@ __device__ static inline uint4 norm_scale_8(uint4 v, float scale, float4 a, floa
 }
 __global__ static void __launch_bounds__(128)
     rmsnorm_kernel(const bf16 *x, const int *row_index, const float *w, bf16 *y, int E,
-                   /* E rounded up; 1 / the model's own */
+                   /* E: rounded up to a multiple of 8; inv_E: 1 / the model's E */
                    float inv_E, float eps) {
     const int n_vecs = E / 8, thread = (int)threadIdx.x;
     const float4 *w_vecs = (const float4 *)w;
@@ -1499,23 +1520,32 @@ static void rmsnorm(toka_device *dev, const bf16 *x, const int *row_index, const
                      dev->E, inv_E, dev->shape->eps);
 }
 
-/* ---- RMSNorm folded into GEMMs, for up to 8 rows ----
- * norm(x) W^T = (x w) W^T / rms(x): the kernel that makes x also stores x w and the sums of squares of every 16 columns; the GEMM
- * that reads it scales its output by 1 / rms. One kernel less in the chain is worth more than it costs that every CTA adds up the
- * squares again. */
+/* ---- RMSNorm fused into GEMMs, for up to 8 rows ----
+ *
+ * norm(x) W^T = (x * w) W^T / rms(x). So the norm is split over two kernels:
+ *   - The producer (embed_kernel, gemm_gemv_kernel) writes x. It also writes x * w, and one sum of
+ *     squares for every FUSE_NORM_COLS columns of a row.
+ *   - The consumer (gemm_gemv_kernel, gemm_smallm_kernel) reads x * w, and multiplies its
+ *     accumulators by 1 / rms(x) in the epilogue.
+ *
+ * Every CTA of the consumer adds up the sums of squares again. That costs less than one more kernel
+ * launch. */
 enum {
     FUSE_NORM_MAX_ROWS = 8,
     FUSE_NORM_COLS = 16,
-    FUSE_NORM_LANE_SUMS = 8 /* in registers: E up to 4,096 */
+    /* sums of squares that a lane holds in registers; enough for E <= 4,096 */
+    FUSE_NORM_LANE_SUMS = 8
 };
 typedef struct fused_norm {
-    const float *w;     /* [E] of the norm that follows; NULL: none */
-    bf16 *xw;           /* [M][E] */
-    float *row_sumsq;     /* [M][n] */
-    const float *input_sumsq; /* [M][n], those of x; NULL: x is no norm's */
-    int n_sums;
-    float inv_E, eps;
+    const float *w;           /* producer: [E] weights of the norm that follows; NULL: no norm */
+    bf16 *xw;                 /* producer: [M][E], x * w */
+    float *row_sumsq;         /* producer: [M][n_sums], sums of squares of x */
+    const float *input_sumsq; /* consumer: [M][n_sums], the input's; NULL: no scaling by 1 / rms */
+    int n_sums;               /* ceil(E / FUSE_NORM_COLS) */
+    float inv_E, eps;         /* inv_E: 1 / the model's E */
 } fused_norm;
+/* norm_w: the kernel is a producer for the norm with these weights. reads_sumsq: it is a
+ * consumer. */
 static fused_norm fuse_norm_args(const toka_device *dev, const float *norm_w, bool reads_sumsq) {
     if (!norm_w && !reads_sumsq) return fused_norm{};
     return fused_norm{norm_w,
@@ -1526,7 +1556,7 @@ static fused_norm fuse_norm_args(const toka_device *dev, const float *norm_w, bo
                       1.0f / dev->shape->E,
                       dev->shape->eps};
 }
-/* The op before has done its part of it. */
+/* True if the previous op has written the data of the fused norm. Clears the flag. */
 static bool fuse_norm_consume(toka_device *dev) {
     const bool fused = dev->norm_ready;
     dev->norm_ready = false;
@@ -1534,9 +1564,18 @@ static bool fuse_norm_consume(toka_device *dev) {
 }
 
 /* ---- embed ----
- * x[t][:] = E[ids[t] - v0][:], bf16, zeros for an id that is not among the table's V; an id -1 - q is the one drawn last for slot
- * q. fold.w: and what the norm that follows needs. Grid T, block 128, 32 bytes a thread and turn. Moves 2*T*E*2 bytes: copy
- * speed. */
+ *
+ * x[t][:] = table[ids[t] - v0][:]. An id -1 - q stands for the last sampled token of seq q. The row
+ * of x is zero if the table of this rank does not have the id. With fused.w the kernel also writes
+ * the data of the fused norm.
+ *
+ *   ids           [T]
+ *   last_tokens   [n_seqs]
+ *   table         bf16 [V][E]: the ids v0 .. v0+V-1
+ *   x             bf16 [T][E]
+ *
+ * Grid T, block 128, 32 bytes per thread and iteration. Moves 4*T*E bytes: bound by copy
+ * bandwidth. */
 __global__ static void __launch_bounds__(128)
     embed_kernel(const int *ids, const int *last_tokens, const bf16 *table, int v0, int V, bf16 *x,
                  int E, const fused_norm fused) {
@@ -1564,8 +1603,8 @@ __global__ static void __launch_bounds__(128)
 
 /* ---- RoPE ---- */
 
-/* table[p][i] = (cos, sin)(p * freq[i]) * scale for p < max_len, i < D/2. The angle is rounded to float32 as Hugging Face does and
- * as the CPU backend does. */
+/* table[p][i] = (cos, sin)(p * freq[i]) * scale for p < max_len, i < half = D/2. n: max_len *
+ * half. The angle is rounded to float32, as Hugging Face and the CPU backend do. Any grid. */
 __global__ static void rope_table_kernel(float2 *table, const float *freq, float scale, int half,
                                          size_t n) {
     for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < n;
@@ -1581,7 +1620,8 @@ static void rope_open(toka_device *dev) {
     float *freq = (float *)dev_alloc(dev, (size_t)half * sizeof(float), "RoPE");
     dev->rope = (float2 *)dev_alloc(dev, n * sizeof *dev->rope, "RoPE table");
     if (dev->error.code) return;
-    /* on the stream of its reader: the default stream may still be at a copy from pageable memory when cudaMemcpy returns */
+    /* This copy runs on the stream of the kernel that reads freq. cudaMemcpy from pageable memory
+     * may return before its copy on the default stream has ended. */
     latch_error(dev,
                 cudaMemcpyAsync(freq, dev->shape->rope_freq, (size_t)half * sizeof *freq,
                                 cudaMemcpyHostToDevice, dev->stream),
@@ -1591,26 +1631,39 @@ static void rope_open(toka_device *dev) {
     CHECK_LAUNCH(dev, "RoPE table");
 }
 
-/* ---- QK-norm, RoPE, K and V to their pages ----
- * qkv[t] = {q [H][D], k [K][D], v [K][D]} bf16, biases added. Each head of q and k: RMSNorm over D where the model has it, then
- * the pair (i, i + D/2) turned by the angle of pos[t]. q goes to q[t][h], k and v to the page of slot[t]. All in float32. One warp
- * a head: lane l has the pairs 2l, 2l+1, 2l+64 ..., so a warp reads 128 bytes of each half at once. Positions, slots, the table and
- * the norms' weights are no kernel's work of this step and are read before the one ahead has ended (the weights, too, H200,
- * 2026-11-25: a step of 16 sequences of Qwen3-0.6B 1.057 -> 1.041 ms, of one 0.730 -> 0.727; if it did nothing 1.039, 0.714). Grid
- * T*(H+2K)/8, block 256. Moves 4*T*(H+2K)*D bytes: copy speed. D/2 is even, D at most 256. */
+/* ---- QK-norm, RoPE, and K and V to their pages ----
+ *
+ * For each head of q and k: RMSNorm over D if the model has QK-norm, then the pair (i, i + D/2) is
+ * rotated by the angle of pos[t]. v is copied. q goes to q[t][h]. k and v go to KV slot kv_slot[t]
+ * of the layer's pool. All arithmetic is float32.
+ *
+ *   qkv   bf16 [T][(H+2K)*D]: q [H][D], k [K][D], v [K][D] of each row; the biases are added
+ *   q     bf16 [T][H][D]
+ *   kv    bf16 [page][kv head][K, V][B][D]: the pool of this layer
+ *
+ * Grid ceil(T*(H+2K) / 8), block 256: one warp per head. Moves 4*T*(H+2K)*D bytes: bound by copy
+ * bandwidth. D/2 is even, D is at most 256.
+ *
+ * Lane l has the pairs 2l, 2l+1, 2l+64, 2l+65. So a warp reads 128 bytes of each half of the head
+ * at once. Positions, KV slots, the table and the norm weights are not written by any kernel of this
+ * step. They are loaded before grid_wait(), which makes small steps faster:
+ * test/results/kernel-choices.md. */
 typedef struct rope_args {
     const bf16 *qkv;
-    bf16 *q, *kv; /* kv: the layer's pool */
-    const int *pos, *kv_slot;
-    const float2 *table;
-    const float *q_norm, *k_norm;
+    bf16 *q, *kv;
+    const int *pos, *kv_slot;     /* [T] */
+    const float2 *table;          /* [max_len][D/2] (cos, sin) */
+    const float *q_norm, *k_norm; /* [D] or NULL */
     int T, H, K, D, B;
     float eps;
-    bool interleaved; /* a head's elements lie as qkv_interleave says */
+    bool interleaved; /* element i of a head is at qkv_interleave(i, D/2) of its row in qkv */
 } rope_args;
 
-/* Where element i of a head stands when 8 of its first half and the 8 that RoPE pairs them with take turns: in the rows of W that
- * the fused GEMM reads (chapter 6), so that a pair meets in one thread and any 16 columns can be turned by themselves. */
+/* The index of element i of a head after interleaving: 8 elements of its first half, then the 8
+ * elements of the second half with which RoPE pairs them, and so on. The rows of W are in this
+ * order for the GEMMs with RoPE in the epilogue (chapters 6 and 7). Then the elements of a pair
+ * are 8 columns apart, and one thread has the accumulators of both. Any 16 aligned columns can
+ * be rotated without the rest of the head. */
 __host__ __device__ static inline int qkv_interleave(int i, int half) {
     return i < half ? i / 8 * 16 + i % 8 : (i - half) / 8 * 16 + 8 + (i - half) % 8;
 }
@@ -1623,7 +1676,8 @@ __global__ static void __launch_bounds__(256) rope_kernel(rope_args args) {
     int n_heads = args.H + 2 * args.K, warp = blockIdx.x * 8 + threadIdx.x / 32,
         lane = threadIdx.x % 32;
     int row = warp / n_heads, head = warp % n_heads, half = args.D / 2;
-    float4 cos_sin[2] = {make_float4(1, 0, 1, 0), make_float4(1, 0, 1, 0)}; /* cosines and sines */
+    /* cosine and sine of two pairs each */
+    float4 cos_sin[2] = {make_float4(1, 0, 1, 0), make_float4(1, 0, 1, 0)};
     const float *norm = head < args.H ? args.q_norm : head < args.H + args.K ? args.k_norm : NULL;
     float2 norm_lo[2] = {}, norm_hi[2] = {};
     grid_launch_dependents();
@@ -1652,8 +1706,8 @@ __global__ static void __launch_bounds__(256) rope_kernel(rope_args args) {
             hi_index = lo_index + (args.interleaved ? 8 : half);
         uint32_t lo0 = i < half ? *(const uint32_t *)(from + lo_index) : 0,
                  hi0 = i < half ? *(const uint32_t *)(from + hi_index) : 0;
-        lo[2 * k] = bf16_low(lo0), lo[2 * k + 1] = bf16_high(lo0), hi[2 * k] = bf16_low(hi0),
-               hi[2 * k + 1] = bf16_high(hi0);
+        lo[2 * k] = bf16_low(lo0), lo[2 * k + 1] = bf16_high(lo0),
+        hi[2 * k] = bf16_low(hi0), hi[2 * k + 1] = bf16_high(hi0);
     }
     if (norm) {
 #pragma unroll
