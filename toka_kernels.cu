@@ -466,9 +466,10 @@ static void launch_prepare(toka_device *dev, const char *what, const void *kerne
     cudaFuncAttributes attributes = {};
     latch_error(dev, cudaFuncGetAttributes(&attributes, kernel), what);
     const int max_dynamic = dev->max_smem - (int)attributes.sharedSizeBytes;
-    latch_error(
-        dev, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, max_dynamic),
-        what);
+    latch_error(dev,
+                cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                     max_dynamic),
+                what);
     const cudaFuncAttribute carveout = cudaFuncAttributePreferredSharedMemoryCarveout;
     if (dev->hopper)
         latch_error(dev, cudaFuncSetAttribute(kernel, carveout, cudaSharedmemCarveoutMaxShared),
@@ -549,10 +550,10 @@ template <class T> struct type_identity { typedef T type; };
  * launches the CTAs of a kernel end up two per SM on half of the SMs, and the next kernel's on
  * the other half. Load balancing makes the small-M GEMMs (gemm_smallm_kernel) 23 to 44 % faster:
  * test/results/kernel-choices.md. */
-template <class... P> static void launch_dependent(toka_device *dev, const char *what,
-                                                   void (*kernel)(P...), dim3 grid, int threads,
-                                                   size_t smem, int cluster,
-                                                   typename type_identity<P>::type... args) {
+template <class... P>
+static void launch_dependent(toka_device *dev, const char *what, void (*kernel)(P...), dim3 grid,
+                             int threads, size_t smem, int cluster,
+                             typename type_identity<P>::type... args) {
     cudaLaunchAttribute attributes[3] = {};
     cudaLaunchConfig_t config = {};
     void *pointers[] = {(void *)&args...};
@@ -745,7 +746,8 @@ __device__ static inline void tma_load_2d(uint32_t to, const CUtensorMap *m, uin
 __device__ static inline void tma_load_2d_evict_first(uint32_t to, const CUtensorMap *m,
                                                       uint32_t bar, int c0, int c1) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
-                 " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(m), "r"(bar), "r"(c0), "r"(c1), "l"(0x12F0000000000000ull)
+                 " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(m), "r"(bar), "r"(c0), "r"(c1),
+                 "l"(0x12F0000000000000ull)
                  : "memory");
 }
 /* tma_load_2d for five dimensions. */
@@ -771,7 +773,8 @@ __device__ static inline void tma_load_5d_evict_first(uint32_t to, const CUtenso
 __device__ static inline void tma_load_2d_multicast(uint32_t to, const CUtensorMap *m, uint32_t bar,
                                                     int c0, int c1, uint16_t mask) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
-                 " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(m), "r"(bar), "r"(c0), "r"(c1), "h"(mask) : "memory");
+                 " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(m), "r"(bar), "r"(c0), "r"(c1),
+                 "h"(mask) : "memory");
 }
 /* Prefetches n bytes to L2; n is a multiple of 16. */
 __device__ static inline void bulk_prefetch(const void *from, int n) {
@@ -889,8 +892,9 @@ __device__ static inline uint64_t wgmma_desc(uint32_t at) {
 #define WG_REGS_96 WG_REGS_80 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
 #define WG_REGS_112 WG_REGS_96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
 #define WG_REGS_128 WG_REGS_112 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-#define WG_AT_8(i) \
-    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define WG_AT_8(i)                                                                                 \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),    \
+        "+f"(d[i + 6]), "+f"(d[i + 7])
 #define WG_AT_16(i) WG_AT_8(i), WG_AT_8(i + 8)
 #define WG_ACC_4 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
 #define WG_ACC_8 WG_AT_8(0)
@@ -941,9 +945,9 @@ __device__ static inline void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b
     WG_SS(256, 128, 128, 129, 130, 131);
 }
 /* The same with a in registers. */
-template <int N, int TRANS_B> __device__ static inline void wgmma_rs(float (&d)[N / 2],
-                                                                     const uint32_t (&a)[4],
-                                                                     uint64_t b, int scale_d) {
+template <int N, int TRANS_B>
+__device__ static inline void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b,
+                                       int scale_d) {
     static_assert(N == 64 || N == 80 || N == 96 || N == 128 || N == 160 || N == 192 || N == 224 ||
                   N == 256);
     WG_RS(64, 32, 32, 33, 34, 35, 36, 37, 38);
@@ -1136,7 +1140,7 @@ static void upload_send(toka_device *dev, upload_buffer *upload) {
  *   - It copies the piece from the mapped file into one of its two pinned buffers. The page faults
  *     happen in this copy, so several of them are served at the same time.
  *   - It enqueues two operations on its own stream: the copy to the device, and the kernel that
- *     converts the piece and stores it to its place.
+ *     converts the piece and stores it in the target tensor.
  *
  * The host holds no other copy of the weights than these buffers. Bound by the page cache or by the
  * bus, whichever is slower. */
@@ -1186,11 +1190,11 @@ __global__ static void __launch_bounds__(256)
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n_elems) return;
     int row = (int)((first_elem + i) / cols), col = (int)((first_elem + i) % cols);
-    size_t to = (size_t)(job.row0 + (job.interleaved ? row / 8 * 16 + row % 8 : row)) * job.stride +
-                col;
+    size_t to =
+        (size_t)(job.row0 + (job.interleaved ? row / 8 * 16 + row % 8 : row)) * job.stride + col;
     float value = dtype == TOKA_F32   ? ((const float *)raw)[i]
-              : dtype == TOKA_F16 ? __half2float(((const __half *)raw)[i])
-                                 : __bfloat162float(((const bf16 *)raw)[i]);
+                  : dtype == TOKA_F16 ? __half2float(((const __half *)raw)[i])
+                                      : __bfloat162float(((const bf16 *)raw)[i]);
     if (job.f32) ((float *)job.to)[to] = value;
     else ((bf16 *)job.to)[to] = __float2bfloat16(value);
 }
@@ -1307,7 +1311,10 @@ static void load_run(weight_loader *loader) {
     free(loader->jobs);
 }
 
-/* ---- The model on the device ---- */
+/* ---- The model on the device ----
+ *
+ * The functions weight_load_* allocate GPU memory and add jobs to the loader. load_run runs the
+ * jobs. */
 
 /* Allocates a matrix [rows][cols], both rounded up to multiples of 8. The padding is zero. */
 static weight weight_alloc(toka_device *dev, int rows, int cols) {
@@ -1326,7 +1333,7 @@ static float *vector_alloc(toka_device *dev, int n) {
         latch_error(dev, cudaMemset(vector, 0, (size_t)round_up_8(n) * sizeof(float)), "weights");
     return vector;
 }
-/* Loads a norm or a bias. Returns NULL if the model does not have it. */
+/* A norm or a bias. Returns NULL if the model does not have it. */
 static float *weight_load_vector(toka_device *dev, weight_loader *loader,
                                  const toka_tensor *tensor) {
     if (!tensor->rows) return NULL;
@@ -1334,7 +1341,7 @@ static float *weight_load_vector(toka_device *dev, weight_loader *loader,
     load_add_job(loader, tensor, vector, tensor->cols, true, 0, false);
     return vector;
 }
-/* bias: NULL, or a tensor that the model may not have. */
+/* A matrix. bias: NULL, or a tensor that the model may not have. */
 static weight weight_load_matrix(toka_device *dev, weight_loader *loader, const toka_tensor *from,
                                  const toka_tensor *bias) {
     weight to = weight_alloc(dev, from->rows, from->cols);
@@ -1343,14 +1350,14 @@ static weight weight_load_matrix(toka_device *dev, weight_loader *loader, const 
     return to;
 }
 
-/* Loads q, k and v into one matrix, one after another, and their biases likewise. If only some of
- * them have a bias, the bias of the others is zero. */
+/* One matrix of q, k and v, one after another, and their biases likewise. If only some of them have
+ * a bias, the bias of the others is zero. */
 static weight weight_load_qkv(toka_device *dev, weight_loader *loader, const toka_layer *from) {
     const toka_tensor *matrices[3] = {&from->q, &from->k, &from->v},
                       *biases[3] = {&from->q_bias, &from->k_bias, &from->v_bias};
     weight to = weight_alloc(dev, from->q.rows + from->k.rows + from->v.rows, from->q.cols);
-    float *bias = biases[0]->rows || biases[1]->rows || biases[2]->rows ? vector_alloc(dev, to.N)
-                                                                        : NULL;
+    float *bias =
+        biases[0]->rows || biases[1]->rows || biases[2]->rows ? vector_alloc(dev, to.N) : NULL;
     for (int i = 0, row = 0; i < 3; row += matrices[i++]->rows) {
         load_add_job(loader, matrices[i], to.data, to.K, false, row, false);
         if (bias) load_add_job(loader, biases[i], bias + row, biases[i]->cols, true, 0, false);
@@ -1358,8 +1365,8 @@ static weight weight_load_qkv(toka_device *dev, weight_loader *loader, const tok
     to.bias = bias;
     return to;
 }
-/* Loads gate and up interleaved in groups of 8 rows. If F was rounded up, the last group of each is
- * padded with zero rows. */
+/* One matrix of gate and up, interleaved in groups of 8 rows. If F was rounded up, the last group
+ * of each is padded with zero rows. */
 static weight weight_load_gate_up(toka_device *dev, weight_loader *loader, const toka_layer *from) {
     int F = round_up_8(from->gate.rows);
     weight to = weight_alloc(dev, 2 * F, from->gate.cols);
@@ -1405,7 +1412,7 @@ static void weights_load(toka_device *dev) {
 
 /* ===========================================================================
  * MARK: 4. Embedding, norms, RoPE [kernel]
- * Small kernels that are bound by memory bandwidth, and what all kernels with a fused RMSNorm share.
+ * Small kernels that are bound by memory bandwidth, and the arguments of the fused RMSNorm.
  * =========================================================================== */
 
 /* ---- Copies of KV pages ----
@@ -1462,7 +1469,7 @@ __device__ static inline uint4 pack_8(const float f[8]) {
     return make_uint4(pack_bf16(f[0], f[1]), pack_bf16(f[2], f[3]), pack_bf16(f[4], f[5]),
                       pack_bf16(f[6], f[7]));
 }
-/* sum + the squares of 8 bf16 */
+/* Adds the squares of 8 bf16 to sum. */
 __device__ static inline float norm_add_squares(uint4 v, float sum) {
     float f[8];
     unpack_8(v, f);
@@ -1470,7 +1477,7 @@ __device__ static inline float norm_add_squares(uint4 v, float sum) {
     for (int j = 0; j < 8; j++) sum += f[j] * f[j];
     return sum;
 }
-/* 8 bf16 times scale times the weights a, b */
+/* Multiplies 8 bf16 by scale and by the 8 weights in a and b. */
 __device__ static inline uint4 norm_scale_8(uint4 v, float scale, float4 a, float4 b) {
     float f[8];
     unpack_8(v, f);
@@ -1544,8 +1551,8 @@ typedef struct fused_norm {
     int n_sums;               /* ceil(E / FUSE_NORM_COLS) */
     float inv_E, eps;         /* inv_E: 1 / the model's E */
 } fused_norm;
-/* norm_w: the kernel is a producer for the norm with these weights. reads_sumsq: it is a
- * consumer. */
+/* norm_w: weights of the norm for which the kernel is a producer, or NULL. reads_sumsq: the
+ * kernel is a consumer. */
 static fused_norm fuse_norm_args(const toka_device *dev, const float *norm_w, bool reads_sumsq) {
     if (!norm_w && !reads_sumsq) return fused_norm{};
     return fused_norm{norm_w,
@@ -1594,8 +1601,8 @@ __global__ static void __launch_bounds__(128)
             ((uint4 *)x)[to + i] = vec;
             sum = norm_add_squares(vec, sum);
             if (norm_w)
-                ((uint4 *)fused.xw)[to + i] = norm_scale_8(vec, 1, norm_w[2 * i],
-                                                           norm_w[2 * i + 1]);
+                ((uint4 *)fused.xw)[to + i] =
+                    norm_scale_8(vec, 1, norm_w[2 * i], norm_w[2 * i + 1]);
         }
         if (norm_w) fused.row_sumsq[blockIdx.x * fused.n_sums + k] = sum;
     }
@@ -1603,8 +1610,9 @@ __global__ static void __launch_bounds__(128)
 
 /* ---- RoPE ---- */
 
-/* table[p][i] = (cos, sin)(p * freq[i]) * scale for p < max_len, i < half = D/2. n: max_len *
- * half. The angle is rounded to float32, as Hugging Face and the CPU backend do. Any grid. */
+/* table[p][i] = (cos, sin)(p * freq[i]) * scale for p < max_len, i < half; half = D/2 and
+ * n = max_len * half. The angle is rounded to float32, as Hugging Face and the CPU backend do. Any
+ * grid. */
 __global__ static void rope_table_kernel(float2 *table, const float *freq, float scale, int half,
                                          size_t n) {
     for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < n;
@@ -1645,9 +1653,10 @@ static void rope_open(toka_device *dev) {
  * bandwidth. D/2 is even, D is at most 256.
  *
  * Lane l has the pairs 2l, 2l+1, 2l+64, 2l+65. So a warp reads 128 bytes of each half of the head
- * at once. Positions, KV slots, the table and the norm weights are not written by any kernel of this
- * step. They are loaded before grid_wait(), which makes small steps faster:
- * test/results/kernel-choices.md. */
+ * at once.
+ *
+ * No kernel of this step writes positions, KV slots, the table or the norm weights. So they are
+ * loaded before grid_wait(), which makes small steps faster: test/results/kernel-choices.md. */
 typedef struct rope_args {
     const bf16 *qkv;
     bf16 *q, *kv;
@@ -1721,12 +1730,11 @@ __global__ static void __launch_bounds__(256) rope_kernel(rope_args args) {
         }
     }
     int kv_head = head < args.H + args.K ? head - args.H : head - args.H - args.K;
-    bf16 *out = head < args.H ? args.q + ((size_t)row * args.H + head) * args.D
-                              : args.kv + ((((size_t)(kv_slot / args.B) * args.K + kv_head) * 2 +
-                                            (head >= args.H + args.K)) *
-                                               args.B +
-                                           kv_slot % args.B) *
-                                              args.D;
+    bf16 *out =
+        head < args.H
+            ? args.q + ((size_t)row * args.H + head) * args.D
+            : args.kv + ((((size_t)(kv_slot / args.B) * args.K + kv_head) * 2 +
+                          (head >= args.H + args.K)) * args.B + kv_slot % args.B) * args.D;
 #pragma unroll
     for (int k = 0; k < 2; k++) {
         int i = 2 * lane + 64 * k;
