@@ -1748,44 +1748,57 @@ __global__ static void __launch_bounds__(256) rope_kernel(rope_args args) {
 
 /* ===========================================================================
  * MARK: 5. GEMM on mma.sync [kernel]
+ *
+ * First what all GEMMs of chapters 5, 6 and 7 share: the epilogues, the arguments and the fused
+ * RMSNorm. Then the GEMM for cards before Hopper.
  * =========================================================================== */
 
-/* What every GEMM here does: y[M][N] = x[M][K] W[N][K]^T, float32 accumulators, and an epilogue on them. K is a multiple of 8. */
+/* Every GEMM computes y[M][N] = x[M][K] W[N][K]^T with float32 accumulators and applies an
+ * epilogue to the accumulators. K is a multiple of 8. */
 enum epilogue {
     EPI_STORE,    /* y = acc + bias, bf16 [M][N] */
-    EPI_RESIDUAL, /* y += acc + bias, bf16 [M][N]; the sum in float32, rounded once */
-    /* W is gate and up by turns of 8 rows: y[M][N/2] = silu(gate) * up in float32, rounded once */
+    EPI_RESIDUAL, /* y += acc + bias, bf16 [M][N]; the sum is float32 and is rounded once */
+    /* y[M][N/2] = silu(gate) * up, computed in float32 and rounded to bf16 once. The rows of W are
+     * gate and up, interleaved in groups of 8. */
     EPI_SWIGLU,
-    EPI_LOGITS,   /* y = acc, float32 [M][N]; y points to floats */
-    /* W is q, k and v by turns (qkv_interleave): RoPE, then q and the pages of K and V;
-     * gemm_gemv, gemm_smallm */
+    EPI_LOGITS, /* y = acc, float32 [M][N]; y points to floats */
+    /* W is q, k and v, the rows of each head in the order of qkv_interleave. The epilogue applies
+     * RoPE and writes q and the KV pages. Only gemm_gemv and gemm_smallm use this value: gemm_wgmma
+     * has GEMM_QKV64 and GEMM_QKV128 (chapter 6) for the same epilogue. */
     EPI_QKV
 };
 
-/* TMA fetches x in boxes of up to 128 rows, and is slower the more of them lie outside the tensor map: down of the 1B model with
- * 160 rows 35 us, with 256 rows 19 (H200, 2026-11-23). So maps extend to the end of the last box: rows behind the last of x are
- * read, whatever they hold, and what comes of them is dropped. */
-enum { GEMM_PAD_ROWS = 127 }; /* rows */
+/* TMA loads x in boxes of up to 128 rows. The more rows of a box lie outside the tensor map, the
+ * slower TMA is (test/results/kernel-choices.md). So the map of x extends to the end of the last
+ * box. TMA then reads the rows after the last row of x, whatever they hold, and the GEMM discards
+ * their outputs. */
+enum { GEMM_PAD_ROWS = 127 }; /* rows that must be allocated after the last row of x */
 
 typedef struct gemm_args {
     int M;
-    const bf16 *x; /* [M][K], row stride ldx, 16-byte aligned; with GEMM_PAD_ROWS rows behind it */
+    const bf16 *x; /* [M][K], row stride ldx, 16-byte aligned; GEMM_PAD_ROWS more rows follow */
     int ldx;
     const weight *w;
-    bf16 *y;       /* row stride ldy */
+    bf16 *y; /* row stride ldy */
     int ldy;
     enum epilogue epi;
-    const float *
-        next_norm; /* RESIDUAL of gemm_gemv, M <= 8, or NULL: the weights of the norm that y goes through next. What
-                                     it needs is left in d->xn and d->squares ... */
-    bool norm_ready;              /* ... where the next GEMM of up to 8 rows finds it: x is d->xn */
-    const struct qkv_params *qkv; /* of EPI_QKV */
+    /* Fused norm, output side: the weights of the RMSNorm that follows, or NULL. With it the GEMM
+     * also writes y * next_norm to dev->xn and row sums of squares to dev->row_sumsq. Only
+     * EPI_RESIDUAL of gemm_gemv, M <= 8. */
+    const float *next_norm;
+    /* Fused norm, input side: x is dev->xn, written by embed or by a GEMM with next_norm. The GEMM
+     * scales its accumulators by 1 / rms from dev->row_sumsq. M <= 8. */
+    bool norm_ready;
+    const struct qkv_params *qkv; /* only for EPI_QKV */
 } gemm_args;
 
-/* What a lane adds up for 1 / rms of row m: asked for ahead of the products ... */
+/* ---- Fused norm, input side: 1 / rms of a row from its sums of squares ---- */
+
+/* The sums of squares that one lane adds. A warp adds the sums of one row. */
 typedef struct lane_sumsq {
     float sum[FUSE_NORM_LANE_SUMS]; /* in the order of their columns */
 } lane_sumsq;
+/* Loads this lane's sums of row m. It is called before the main loop, which hides the latency. */
 __device__ static inline lane_sumsq rms_prefetch(const fused_norm &f, int m, int lane) {
     lane_sumsq p = {};
 #pragma unroll
@@ -1793,7 +1806,8 @@ __device__ static inline lane_sumsq rms_prefetch(const fused_norm &f, int m, int
         if (lane + 32 * k < f.n_sums) p.sum[k] = f.input_sumsq[m * f.n_sums + lane + 32 * k];
     return p;
 }
-/* ... and needed behind them. To the whole warp, in one order. */
+/* Returns 1 / rms of row m to all 32 lanes, which must all call. It is called after the main loop.
+ * The order of the additions is fixed. */
 __device__ static inline float rms_inverse(const fused_norm &f, int m, int lane,
                                            const lane_sumsq &p) {
     float sum = 0;
@@ -1812,7 +1826,7 @@ static fused_norm gemm_fuse_norm_args(const toka_device *dev, const gemm_args *a
 
 /* ---- Epilogues, shared by all GEMMs ---- */
 
-typedef struct gemm_kernel_args { /* gemm_args as a kernel takes them */
+typedef struct gemm_kernel_args { /* gemm_args in the form that kernels take */
     const bf16 *x, *w;
     const float *bias; /* [N] or NULL */
     bf16 *y;
@@ -1826,11 +1840,11 @@ __device__ static inline float swiglu(float gate, float up) {
     return __fdividef(gate * up, 1 + ex2(-1.4426950408889634f * gate));
 }
 
-/* the pair that RESIDUAL adds to */
+/* EPI_RESIDUAL: returns the two bf16 of y at row m, columns n and n + 1. Other epilogues: 0. */
 __device__ static inline uint32_t gemm_residual_pair(const gemm_kernel_args &args, int m, int n) {
     return args.epi == EPI_RESIDUAL ? *(uint32_t *)(args.y + (size_t)m * args.ldy + n) : 0;
 }
-/* STORE, RESIDUAL and LOGITS: columns n and n+1 (n even) of row m. */
+/* EPI_STORE, EPI_RESIDUAL and EPI_LOGITS: writes columns n and n + 1 (n even) of row m. */
 __device__ static inline void gemm_store_pair(const gemm_kernel_args &args, int m, int n, float a0,
                                               float a1, uint32_t residual) {
     if (args.epi == EPI_LOGITS) {
@@ -1841,7 +1855,8 @@ __device__ static inline void gemm_store_pair(const gemm_kernel_args &args, int 
     if (args.epi == EPI_RESIDUAL) a0 += bf16_low(residual), a1 += bf16_high(residual);
     *(uint32_t *)(args.y + (size_t)m * args.ldy + n) = pack_bf16(a0, a1);
 }
-/* SWIGLU: accumulator columns n, n+1 are gates and n+8, n+9 their ups; n % 16 < 8, even. */
+/* EPI_SWIGLU: accumulator columns n and n + 1 are gate, n + 8 and n + 9 are the up of the same
+ * outputs. n is even and n % 16 < 8. */
 __device__ static inline void gemm_store_swiglu(const gemm_kernel_args &args, int m, int n,
                                                 float g0, float g1, float u0, float u1) {
     if (args.bias)
@@ -1861,21 +1876,34 @@ static gemm_kernel_args gemm_checked_args(const gemm_args *args) {
                             w->N,    w->K,    args->ldx, args->ldy, args->epi};
 }
 
-/* ---- y[M][N] = x[M][K] W[N][K]^T on mma.sync m16n8k16 ----
+/* ---- gemm_mma_kernel: y[M][N] = x[M][K] W[N][K]^T on mma.sync m16n8k16 ----
  *
- * in   x bf16 [M][ldx], W bf16 [N][K], bias float32 [N] or NULL; any M, N and K multiples of 8      out  y, see enum epilogue
- * One CTA makes a tile of BM x BN, its warps WM x WN each. K goes by in slices of 32 through a ring of four stages that cp.async
- * fills; rows and columns outside the matrices are filled with zeros. A stage is BM rows of x, then BN rows of W, 64 bytes each,
- * and the 16-byte chunk c of row r lies at c ^ (r/2 % 4): eight rows that ldmatrix fetches together fall into eight different
- * groups of banks. CTAs walk down 8 tiles of M before the next tile of N, so that the x and W of a wave fit the L2 cache.
+ * In    x bf16 [M][ldx]; W bf16 [N][K]; bias float32 [N] or NULL. Any M; N and K multiples of 8.
+ * Out   y of EPI_STORE, EPI_RESIDUAL, EPI_SWIGLU or EPI_LOGITS (enum epilogue)
  *
- * grid: tiles; block: 32 threads per warp tile; shared: 4 * (BM + BN) * 64 bytes; 2MNK FLOP. 128 x 128 with warps of 64 x 32 keeps
- * 64 accumulators per thread and lets two CTAs share a multiprocessor; 64 x 64 with warps of 32 x 32 is for launches of few
- * tiles. It is the GEMM of sm_80 and sm_89 and the tests' second opinion on Hopper, where mma.sync reaches about 60 % of wgmma. */
+ * Grid: one CTA per tile of BM x BN. Block: 32 threads per warp tile of WM x WN.
+ * Shared memory: MMA_BUFS * (BM + BN) * 64 bytes. Work: 2MNK FLOP.
+ *
+ * The main loop runs over K in slices of 32 columns. cp.async fills a ring of four buffers and
+ * writes zeros for rows and columns outside the matrices. A buffer holds BM rows of x, then BN
+ * rows of W, 64 bytes each. Swizzle: the 16-byte chunk c of row r lies at c ^ (r/2 % 4). So the
+ * eight rows that ldmatrix reads together have no bank conflict.
+ *
+ * Rasterization: CTAs are numbered along MMA_RASTER tiles of M before the next tile of N, so that
+ * the x and W tiles of a wave fit in L2.
+ *
+ * Tile 128 x 128, warp tile 64 x 32: 64 accumulators per thread, and two CTAs fit on an SM.
+ * Tile 64 x 64, warp tile 32 x 32: used if there are fewer tiles of 128 x 128 than SMs.
+ * sm_80 and sm_89 use this kernel. On Hopper it is a reference for the tests: there mma.sync
+ * reaches about 60 % of the rate of wgmma.
+ *
+ * The launcher asserts (gemm_checked_args): M > 0; N, K, ldx and ldy are multiples of 8 (N of 16
+ * for EPI_SWIGLU); x, W and y are 16-byte aligned; ldx and ldy are not less than the row length. */
 
 enum { MMA_K = 32, MMA_BUFS = 4, MMA_RASTER = 8 };
 
-/* This thread's part of a slice of `ROWS` rows from row0, matrix [n_rows][ld], columns k0 .. k0+31 of K. */
+/* All threads copy rows row0 .. row0 + ROWS - 1, columns k0 .. k0 + 31, of the matrix `from`
+ * ([n_rows][ld], K columns) into a buffer. */
 template <int ROWS, int THREADS>
 __device__ static inline void mma_load(uint32_t to, const bf16 *from, int row0, int n_rows, int ld,
                                        int k0, int K) {
@@ -1889,13 +1917,14 @@ __device__ static inline void mma_load(uint32_t to, const bf16 *from, int row0, 
     }
 }
 
-/* acc[WM/16][WN/8] += the warp's part of one stage. */
+/* acc += x W^T of the warp's tile over one buffer (32 columns of K). */
 template <int WM, int WN> __device__ static inline void mma_multiply(float acc[WM / 16][WN / 8][4],
                                                                      uint32_t x_at, uint32_t w_at,
                                                                      int lane) {
-    /* ldmatrix: the row whose address this lane gives; all bases are */
+    /* The rows that this lane addresses for ldmatrix. The tiles start at multiples of 16 rows, so
+     * the swizzle depends only on x_row and w_row. */
     int x_row = lane % 16, w_row = lane % 8 + lane / 16 * 8;
-#pragma unroll                                         /* multiples of 16 rows, so the swizzle depends on these alone */
+#pragma unroll
     for (int k16 = 0; k16 < MMA_K / 16; k16++) {
         uint32_t a[WM / 16][4], b[WN / 16][4];
         uint32_t x_chunk = ((2 * k16 + lane / 16) ^ (x_row / 2 % 4)) * 16,
@@ -1911,7 +1940,7 @@ template <int WM, int WN> __device__ static inline void mma_multiply(float acc[W
     }
 }
 
-/* The warp's accumulators through the epilogue; (m0, n0) is its corner. */
+/* Applies the epilogue to the warp's accumulators. (m0, n0): first row and column of its tile. */
 template <int WM, int WN> __device__ static inline void mma_epilogue(const gemm_kernel_args &args,
                                                                      float acc[WM / 16][WN / 8][4],
                                                                      int m0, int n0, int lane) {
@@ -1948,7 +1977,7 @@ __global__ static void __launch_bounds__(BM / WM * (BN / WN) * 32)
     float acc[WM / 16][WN / 8][4] = {};
 
     grid_launch_dependents();
-    /* weights need not wait for the kernel ahead */
+    /* Weights do not depend on the previous kernel, so they are loaded before grid_wait(). */
     for (int slice = 0; slice < MMA_BUFS - 1; slice++)
         mma_load<BN, THREADS>(ring + slice * BUF_BYTES + BM * 64, args.w, n0, args.N, args.K,
                               slice * MMA_K, args.K);
@@ -1963,7 +1992,8 @@ __global__ static void __launch_bounds__(BM / WM * (BN / WN) * 32)
                  next_at = ring + (slice + MMA_BUFS - 1) % MMA_BUFS * BUF_BYTES;
         int k = (slice + MMA_BUFS - 1) * MMA_K;
         cp_async_wait<MMA_BUFS - 2>();
-        /* slice s is there for all, and all are done with s-1, whose stage is filled next */
+        /* Now all threads see this slice. All warps have also read the previous slice, so its
+         * buffer may be overwritten: the next loads go there. */
         __syncthreads();
         mma_load<BM, THREADS>(next_at, args.x, m0, args.M, args.ldx, k, args.K);
         mma_load<BN, THREADS>(next_at + BM * 64, args.w, n0, args.N, args.K, k, args.K);
