@@ -2019,83 +2019,116 @@ static void gemm_mma(toka_device *dev, const gemm_args *args) {
 /* ===========================================================================
  * MARK: 6. GEMM on wgmma [kernel]
  *
- * y[M][N] = x[M][K] W[N][K]^T for M from 65 rows up (33 for some W, 17 for the LM head: gemm_family), and what is done to the
- * accumulators before they leave (epi_*).
+ * y[M][N] = x[M][K] W[N][K]^T on wgmma, with an epilogue on the accumulators (types epi_*). Hopper
+ * uses it for M >= 65, for M >= 33 with some W (gemm_family), and for the LM head with M >= 17
+ * (SAMP_STORED_MAX).
  *
- * One CTA of 384 threads works on tiles of 128 rows by BN columns, K in blocks of 64 (one 128-byte row of the swizzle).
- * Warpgroup 0 gives its registers away; one thread of its warp 0 fetches W by TMA, one of warp 1 x, into a ring of stages.
- * Warpgroups 1 and 2 multiply: 64 rows each, BN/2 float32 accumulators a thread.
+ * In      x bf16 [M][ldx], W bf16 [N][K], bias float32 [N] or NULL
+ * Out     epi_store, epi_residual, epi_swiglu: y bf16; epi_logits: y float32; epi_qkv: q and the KV
+ *         pages; epi_scatter: receive buffers of the tensor ranks; epi_sample: see chapter 11
+ * Sizes   any M >= 1; N a multiple of 8 (EPI_SWIGLU 16), K a multiple of 8. TMA reads zeros beyond
+ *         the last row of W and the last column of K. It reads padding rows of x (GEMM_PAD_ROWS),
+ *         whose outputs are discarded: nothing is stored beyond the edges of y.
+ * Grid    min(units, SMs / cluster size) clusters; with SPLIT > 1 one cluster per unit. Block: 384.
+ *         Shared memory: gemm_smem.
+ * Work    2MNK FLOP. L2 to shared memory: (128 + BN/multicast) * K * 2 bytes per tile.
  *
- *   ring of stages in shared memory, each [128 rows of x][64] and [BN rows of W][64], 128-byte swizzle
- *     full[s]   2 arrivals (expect_tx of W's and x's bytes) and the bytes;  waited for by the consumers
- *     empty[s]  one arrival per warpgroup that read it and CTA of the pair; waited for by the producers
- *   behind the ring: staging of the output, 16 rows per warp, so that each of the 8 warps stores (and for EPI_RESIDUAL has
- *   loaded) its own rows by TMA and waits for no other warp: res[w]
+ * A CTA computes tiles of 128 rows by BN columns. A K block is 64 columns of K: 128 bytes, one row
+ * of the swizzle. The CTA has three warpgroups:
  *
- * Persistent: the grid is one CTA per multiprocessor, a unit of work is `mc` tiles below each other. mc = 2: a cluster of two
- * CTAs shares W's rows, each loads half of them into both. Units go down `group` rows of units, then right, so that a wave's
- * part of x and W stays in L2. The ring runs on across tiles: while the consumers are in the epilogue, the next tile's stages
- * fill.
+ *   warpgroup 0   producer, 40 registers a thread. One thread of warp 0 loads W by TMA, one thread
+ *                 of warp 1 loads x. Both fill the same ring of buffers.
+ *   warpgroup 1   consumer 0, 232 registers a thread: the first 64 rows of the tile. A thread holds
+ *                 BN/2 float32 accumulators.
+ *   warpgroup 2   consumer 1: the other 64 rows
  *
- * PINGPONG: warpgroups 1 and 2 take tiles by turns, all 128 rows of each: BN float32 accumulators a thread, two products of 64
- * rows a step of 16 columns of K. While one is in the epilogue, the other multiplies at the rate of both.
+ * Shared memory:
  *
- *   fetched     tile 0 | tile 1 | tile 2 | tile 3 ...      one order of stages; each reads its own tiles' and skips the others'
- *   warpgroup 1 products end      products end
- *   warpgroup 2          products end      products ...    begin when the other has asked for its last: named barriers 2, 3
+ *   ring          n_bufs buffers, each [128 rows of x][64] and [BN rows of W][64], 128-byte swizzle
+ *   full[buf]     mbarrier that the consumers wait on: 2 arrivals (expect_tx of the W and of the x
+ *                 producer) and the bytes
+ *   empty[buf]    mbarrier that the producers wait on: one arrival of each consumer that reads the
+ *                 buffer (2; ping-pong 1), from each CTA that shares W (`multicast`)
+ *   staging       16 rows of output for each of the 8 consumer warps. A warp stores its own rows by
+ *                 TMA; for epi_residual it also loads them (load_bars[warp]). So no warp waits for
+ *                 another warp.
  *
- * gemm_stagger: for epilogues that are long beside their products. Each consumer has its 64 rows of every tile, but warpgroup 1 ends
- * first: 2 stops a few blocks of K short and does those during 1's epilogue; 1 begins the next tile during 2's epilogue.
+ * Persistent CTAs: there is at most one CTA per SM. A work unit is `multicast` tiles adjacent along
+ * M. With multicast = 2, two CTAs of a cluster share the W tile: each loads half of its rows into
+ * both CTAs. Rasterization: units are numbered along raster_m units of M before the next tile of N,
+ * so that the x and W tiles of a wave stay in L2. The ring continues across tiles: during an
+ * epilogue the producers already load the next tile.
  *
- *   warpgroup 1   products ... products   | epilogue       products (alone)  products ...
- *   warpgroup 2   products ... (stopped)  | products (alone)  epilogue       products ...
+ * PINGPONG: the consumers take tiles alternately. Each computes all 128 rows of its tile: BN
+ * float32 accumulators a thread, two wgmma of 64 rows for each 16 columns of K. While one consumer
+ * is in its epilogue, the other has the full tensor core rate.
  *
- * SPLIT > 1: few tiles. The CTAs of a cluster share one tile and each takes a part of K; then each gets BN/SPLIT columns of all
- * partial sums from the others' registers, adds them in order of K and runs the epilogue on them. One unit per cluster.
+ *   producers    tile 0      | tile 1      | tile 2      | tile 3 ...
+ *   consumer 0   main loop 0 | epilogue 0  | main loop 2 | epilogue 2 ...
+ *   consumer 1               | main loop 1 | epilogue 1  | main loop 3 ...
  *
- * FLOPs 2MNK; L2 to shared memory (128 + BN/mc) K 2 bytes per tile. Any M >= 1; N a multiple of 8 (EPI_SWIGLU 16), K of 8: TMA
- * reads zeros beyond the edges and stores nothing there. Grid: min(units, multiprocessors / cluster) clusters, or with SPLIT > 1
- * one for each unit; block 384; shared: gemm_smem.
+ * There is one ring for both consumers. Each consumer reads the buffers of its own tiles and skips
+ * the others. It starts a main loop when the other consumer has issued its last wgmma (named
+ * barriers 2 and 3).
  *
- * Measured on an H100, 2026-11-21, clocks per block of K: BN 128 505 to 530 (tensor cores alone 512), BN 256 1,020 to 1,040
- * (1,024). A launch costs about 3 us around that: 0.6 until the kernel ahead is seen to have ended, 1.2 for the first x, the
- * last epilogue and its store. torch.mm's (cuBLAS) time over ours, test/bench_peers.py, M >= 512, geometric mean of 61 bare
- * products: 1.04 on an H200, 2026-11-23, least 0.957; with RoPE and pages or a residual behind them 0.865 (1B QKV, M = 512) to
- * 1.08 of the bare product. Above 600 TFLOP/s both are held by the card's power. One shape repeated gives +-5 %, and 12 % where
- * the run lasts (70B gate_up, M = 8192).
- * Ping-pong beside the best of the others, H200, 2026-11-22, us: gate_up of Qwen2.5-0.5B, M = 1024 27.3 (29.1), 4096 98.1 (106.5),
- * 8192 188.7 (203.6); of the 1B model 51.2 (48.8, M = 512), 350.0 (361.6, 4096), 695 (713, 8192); its LM head, plain, 695 (711,
- * 1024). Mostly it is power that bounds them then: what is read counts, so BN 192 is 4 to 5 % faster than 128, mc 2 than 1.
+ * gemm_stagger: for epilogues that are long compared with the main loop. Each consumer computes its
+ * 64 rows of every tile, but consumer 0 finishes first: consumer 1 pauses a few K blocks before the
+ * end of the tile and does them during the epilogue of consumer 0. Consumer 0 begins the next tile
+ * during the epilogue of consumer 1.
  *
- * Retired: releasing a stage of the peer by mbarrier.arrive.release.cluster: a fence of the whole GPU each time, pairs twice as
- * slow. Three stages and 64 KB of staging at BN 256: 1,090 clocks a block, 1,265 in pairs. y of EPI_RESIDUAL as stages of the
- * ring: behind the last block it is waited for 2,400 clocks, ahead of the first it delays x. Sums exchanged by st.shared::cluster
- * between cluster barriers: 3.4 us, by bulk copies 1.4, by st.async now 0.9 (parts of 128 columns). One producer thread for all
- * loads: each takes it 150 to 240 clocks. W of QKV in the model's order, tiles of 1.5 heads fetched as six quarters of heads by
- * three warps: 150 to 260 clocks more a block than one box of rows that lie by turns. gemm_stagger of 2, 3, 4 for QKV (H100, M =
- * 1,024 to 8,192 of three models, in turns): 1.02, 1.01, 1.02 of the time without; o with its residual 1.00, 0.99, 0.99, down
- * 1.01, 1.00, 1.01. Ping-pong for EPI_RESIDUAL: 1 to 8 % slower than BN 256, for QKV at BN 128 4 to 6 % (192 has no registers for
- * it), for the LM head with sampling, BN 192 and groups of 48 ids (chapter 11), 0 to 3 % faster at K = 2048, but 10 to 12 % slower
- * at K = 896 (H200): there one's epilogue outlasts the other's products. For o of the 1B model at M = 512 (H200, 9.6 us): two CTAs
- * a multiprocessor, so that the next kernel's W is fetched beside this one, 12.3 (its four stages cover 1.2 us of L2 latency, and
- * the products in flight hold two); each column of tiles from another block of K on, 12.8 (CTAs no longer ask for the same lines
- * together); x shared by two tiles side by side, 10.4; the rest of W or x fetched into L2 ahead, 12.4 and 10.1; descriptors
- * fetched ahead, 9.6 to 10.0. Sums pass from CTA to CTA while the next columns are multiplied: not tried, 96 KB a CTA take longer
- * than the products (12 KB take 1.3 us). Norms without a kernel also for many rows, as chapter 4 has it for few (EPI_RESIDUAL
- * leaves y w, too, and squares; SwiGLU and QKV scale): 8,192 samples of the 1B model 0.2 % faster, 512 1 % slower, 128 3.6 %:
- * staging each tile twice takes as long as the norm, which is launched before the kernel ahead has ended.
+ *   consumer 0   main loop ........... | epilogue              | main loop (alone) | main loop ...
+ *   consumer 1   main loop ... (pause) | last K blocks (alone) | epilogue          | main loop ...
+ *
+ * SPLIT > 1: split-K, for launches of few tiles. The CTAs of a cluster share one tile, and each
+ * computes a part of K. A reduce-scatter through distributed shared memory (st.async) gives each
+ * CTA the sums of BN/SPLIT columns, added in the order of K. The CTA runs the epilogue on them. A
+ * cluster computes one unit.
+ *
+ * Why this shape (figures: test/results/kernel-choices.md):
+ *   The main loop runs within 4 % of the tensor core rate.
+ *   A launch costs about 3 us in addition: the end of the previous kernel (0.6), the first x (1.2),
+ *   the last epilogue and its store.
+ *   Above 600 TFLOP/s, power limits the GPU. Reading less from L2 saves power: BN 192 is 4 to 5 %
+ *   faster than BN 128, and multicast 2 is faster than 1.
+ *   cuBLAS takes 1.04 times as long (geometric mean of 61 bare GEMMs, M >= 512, H200).
+ *
+ * The launcher asserts (gemm_launch): M > 0; N, K and ldx are multiples of 8; x and W are 16-byte
+ * aligned; for staged output ldy is a multiple of 8 and y 16-byte aligned; units < 2^22.
+ *
+ * Retired (all figures: test/results/kernel-choices.md):
+ *   release a peer's buffer by mbarrier.arrive.release.cluster: it fences the whole GPU; half speed
+ *   BN 256 with 64 KB of staging and only 3 buffers: 1,090 clocks a K block instead of 1,030
+ *   residual y loaded through the ring: 2,400 clocks of waiting after the last K block
+ *   split-K exchange by st.shared::cluster and cluster barriers: 3.4 us, bulk copies 1.4, now 0.9
+ *   one producer thread for x and W: each load keeps the thread busy for 150 to 240 clocks
+ *   W of QKV in the model's order, loaded in six pieces of heads: 150 to 260 clocks more a K block
+ *   gemm_stagger 2, 3, 4 for QKV, o, down: 0.99 to 1.02 of the time
+ *   ping-pong for epi_residual: 1 to 8 % slower than BN 256; for QKV at BN 128: 4 to 6 % slower
+ *   ping-pong for the LM head with sampling: up to 3 % faster at K = 2048, 10 % slower at K = 896
+ *   two CTAs per SM, to load the next kernel's W early: 12.3 us instead of 9.6
+ *   each tile column starts at another K block, less L2 reuse: 12.8 us instead of 9.6
+ *   two tiles adjacent along N share x: 10.4 us instead of 9.6
+ *   the rest of W or x prefetched into L2: 12.4 and 10.1 us instead of 9.6
+ *   tensor maps prefetched: 9.6 to 10.0 us instead of 9.6
+ *   fused norm for many rows: 0.2 % faster with 8,192 rows, 3.6 % slower with 128
+ * Not tried: split-K exchange during the main loop of the next columns. 96 KB a CTA would take
+ * longer than that main loop (12 KB take 1.3 us).
  * =========================================================================== */
 
-struct gemm_problem { /* what the kernel is told */
+/* Kernel argument: the sizes and the rasterization. A band is raster_m rows of units. */
+struct gemm_problem {
     int M, N, K;
-    int units_m, tiles_n; /* ceil(M / (128 mc)), ceil(N / BN) */
-    int raster_m, multicast;
-    /* 1 / (group * tiles_n), 1 / group, 1 / height of the last group */
-    float inv_band, inv_height, inv_last_height;
+    int units_m, tiles_n;   /* ceil(M / (128 * multicast)); ceil(N / BN) */
+    int raster_m,           /* rows of units in a band; the last band may have fewer */
+        multicast;          /* 1 or 2: CTAs that share a W tile, and tiles in a unit */
+    float inv_band,         /* 1 / (raster_m * tiles_n) */
+          inv_height,       /* 1 / raster_m */
+          inv_last_height;  /* 1 / rows of units in the last band */
 };
 
-/* Shared memory of one instance, from a multiple of 1,024 on: the ring; staging of OUT columns (0: none); with SPLIT > 1
- * partial sums that come from the other CTAs; barriers full[stages], empty[stages], sums[2], res[8]. */
+/* Shared memory of one instance. It starts at a multiple of 1,024 bytes and holds, in this order:
+ * the ring; the staging of OUT_COLS columns (0: no staging); with SPLIT > 1 the partial sums that
+ * the other CTAs send; the mbarriers full[n_bufs], empty[n_bufs], partials_bar[2], load_bars[8]. */
 template <int BN, int SPLIT, int OUT_COLS> struct gemm_smem {
     static constexpr int buf_bytes = (128 + BN) * 128;
     static constexpr int out_bytes = 128 * OUT_COLS * 2;
@@ -2109,36 +2142,42 @@ template <int BN, int SPLIT, int OUT_COLS> struct gemm_smem {
                          bars_at = partials_at + partial_bytes;
 };
 
-/* Output of C columns is staged in rounds of this many, so that staging leaves room for four stages. */
+/* The epilogue stages an output of `cols` columns in rounds of this many columns. At most 128 at a
+ * time keep the staging small enough for a ring of four buffers. */
 __host__ __device__ constexpr int gemm_round_cols(int cols) {
     return cols > 128 && cols % 128 == 0 ? 128 : cols;
 }
-/* Staged output lies in panels of 16 rows by this many columns, swizzled over their 128, 64 or 32 bytes. */
+/* Staged output of `cols` columns lies in panels of 16 rows by this many columns, with the 128-byte,
+ * 64-byte or 32-byte swizzle. */
 __host__ __device__ constexpr int gemm_panel_cols(int cols) {
     return cols % 64 == 0 ? 64 : cols % 32 == 0 ? 32 : 16;
 }
 
-/* One warp's part of a tile, as epilogues get it: the accumulators of C columns from col0 on of rows row0 .. row0+15; lane l
- * has rows row0 + l/4 and + 8, columns col0 + 8j + 2(l%4) + {0,1} in acc[4j .. 4j+3] (see wgmma). */
+/* The part of a tile that one warp passes to its epilogue: rows row0 .. row0 + 15 and COLS columns
+ * from col0. Lane l holds rows row0 + l/4 (acc[4j], acc[4j+1]) and row0 + l/4 + 8 (acc[4j+2],
+ * acc[4j+3]), in both rows columns col0 + 8j + 2(l%4) + {0,1} (see wgmma). */
 struct gemm_tile {
-    int M, N;       /* rows and columns that exist */
+    int M, N;          /* rows and columns of the matrix; the tile may reach beyond them */
     int row0, col0;
     int lane;
-    uint32_t out;   /* the warp's staging: 16 rows of the epilogue's out(C) columns */
-    uint32_t load_bar;   /* barrier of what is loaded into it */
-    int tile_count;       /* tiles before this one: parity of the barrier */
+    uint32_t out;      /* the warp's staging: 16 rows of staged_cols(COLS) columns */
+    uint32_t load_bar; /* mbarrier of the TMA loads into the staging */
+    int tile_count;    /* earlier tiles of this warp; the low bit is the parity of load_bar */
 };
-/* Blocks of K by which consumer group 0 leads group 1 at the end of a tile, for long epilogues; 0: both run side by side. */
+/* Staggered consumers, for long epilogues: number of K blocks that consumer 1 still has to do when
+ * consumer 0 has issued its last wgmma of a tile. 0: both consumers finish together. */
 template <class EPI> constexpr int gemm_stagger = 0;
-/* What an epilogue fetches while the products run and keeps in registers. */
+/* Inputs that an epilogue loads during the main loop and keeps in registers. Empty for most. */
 template <class EPI, int COLS> struct gemm_prefetched {};
-template <class EPI, int C> constexpr bool gemm_has_prefetched = sizeof(gemm_prefetched<EPI, C>) >
-                                                                 1;
+template <class EPI, int C>
+constexpr bool gemm_has_prefetched = sizeof(gemm_prefetched<EPI, C>) > 1;
 
 #if HOPPER
-/* ---- The staged output ---- */
+/* ---- Staging of the output ---- */
 
-/* Lane l's address of the 16x16 block `jj` of C columns (as stmatrix takes it: rows 0-7, 8-15, then the right 8 columns). */
+/* Returns the lane's address of the 16 x 16 block `block` in a staging of COLS columns, for
+ * stmatrix_x4 and ldmatrix_x4. Their four 8 x 8 matrices are rows 0-7 and rows 8-15 of the left 8
+ * columns, then the same rows of the right 8 columns. */
 template <int COLS>
 __device__ static inline uint32_t gemm_staging_at(uint32_t out, int lane, int block) {
     constexpr int PANEL = gemm_panel_cols(COLS);
@@ -2146,7 +2185,7 @@ __device__ static inline uint32_t gemm_staging_at(uint32_t out, int lane, int bl
     uint32_t byte = (uint32_t)(col / PANEL * (32 * PANEL) + row * (2 * PANEL) + col % PANEL * 2);
     return out + (byte ^ (byte >> 7 & (PANEL / 8 - 1)) << 4);
 }
-/* Accumulators of C columns to the staging, rounded to bf16. */
+/* Rounds the accumulators of COLS columns to bf16 and writes them to the staging. */
 template <int COLS>
 __device__ static inline void gemm_staging_write(const float *acc, const gemm_tile &tile) {
 #pragma unroll
@@ -2157,7 +2196,8 @@ __device__ static inline void gemm_staging_write(const float *acc, const gemm_ti
                     pack_bf16(values[4], values[5]), pack_bf16(values[6], values[7]));
     }
 }
-/* The warp's 16 rows of C staged columns go to y at (row0, col0), of n_cols. */
+/* Stores the warp's 16 rows of COLS staged columns to y at (tile.row0, col0) by TMA. y has n_cols
+ * columns. */
 template <int COLS> __device__ static inline void gemm_staging_store(const gemm_tile &tile,
                                                                      const CUtensorMap *map_y,
                                                                      int col0, int n_cols) {
@@ -2172,7 +2212,7 @@ template <int COLS> __device__ static inline void gemm_staging_store(const gemm_
         tma_store_commit();
     }
 }
-/* Until the staging may be written again. */
+/* Waits until the TMA stores have read the staging, so that the warp may write it again. */
 __device__ static inline void gemm_staging_wait(const gemm_tile &tile) {
     if (tile.lane == 0) tma_store_wait_read<0>();
     __syncwarp();
@@ -2192,20 +2232,25 @@ template <int COLS> __device__ static inline void gemm_add_bias(float (&acc)[COL
 }
 #endif
 
-/* ---- Epilogues: a type with
- *        params      what the kernel takes as its last argument
- *        out(C)      columns to stage at a time of C columns of accumulators
- *        begin<C>    runs in the middle of a tile's products: not before, its loads would delay the first stages; epilogues that
- *                    hold something have a later<C>, too, which may wait for what begin<C> has asked for
- *        run<C>      takes the accumulators of C columns; all 32 lanes come, also where rows or columns are beyond the edge
- *                    ping-pong: begin<C>, later<C> and run<C> come one after the other behind the products, for each half of a
- *                    tile: the other warpgroup's products hide them
- *        ---- */
+/* ---- Epilogues ----
+ *
+ * An epilogue is a type with these members:
+ *   params                    the last argument of the kernel
+ *   staged_cols(COLS)         number of columns to stage at a time if the tile has COLS columns
+ *   prefetch<COLS>            issues loads of the epilogue's inputs. It runs in the middle of the
+ *                             main loop: earlier, its loads would delay the first ring buffers.
+ *   prefetch_indirect<COLS>   issues loads whose addresses come from those of prefetch. It runs at
+ *                             3/4 of the main loop. Only epilogues with a gemm_prefetched have it.
+ *   run<COLS>                 processes the accumulators of COLS columns. All 32 lanes call it,
+ *                             also if rows or columns lie beyond the edge of the matrix.
+ *
+ * Ping-pong calls prefetch, prefetch_indirect and run one after the other after the main loop, for
+ * each 64 rows of the tile. The main loop of the other consumer hides them. */
 
 struct epi_store { /* y = acc + bias */
     struct params {
-        const float *bias; /* or NULL */
-        const bf16 *y;     /* epi_residual: [M][N], row stride ldy */
+        const float *bias; /* [N] or NULL */
+        const bf16 *y;     /* read by epi_residual only: [M][N], row stride ldy */
         int ldy;
     };
     __host__ __device__ static constexpr int staged_cols(int cols) { return gemm_round_cols(cols); }
@@ -2228,14 +2273,15 @@ struct epi_store { /* y = acc + bias */
 #endif
 };
 
-/* y is this rank's part of a sum over tensor ranks: rows q share .. (q + 1) share - 1 go to rank q, which adds them up, while the
- * products of other tiles run. */
+/* Fused reduce-scatter over the tensor ranks. This rank's acc + bias is a partial sum of y. Rows
+ * q * rows_per_rank .. (q + 1) * rows_per_rank - 1 are stored in the receive buffer of rank q. Rank
+ * q adds the partial sums of all ranks. The stores overlap with the main loop of other tiles. */
 struct epi_scatter {
     struct params {
-        /* a box [share][N] at each rank; boxes of 16 rows */
+        /* one receive buffer [rows_per_rank][N] at each rank; TMA boxes of 16 rows */
         CUtensorMap recv_maps[BARRIER_MAX_RANKS];
-        const float *bias;          /* or NULL */
-        /* a multiple of 16, so that a warp's rows go to one rank */
+        const float *bias; /* [N] or NULL */
+        /* a multiple of 16, so that all rows of a warp go to one rank */
         int rows_per_rank;
     };
     __host__ __device__ static constexpr int staged_cols(int cols) { return gemm_round_cols(cols); }
@@ -2254,12 +2300,14 @@ struct epi_scatter {
     }
 #endif
 };
-/* y may be in another GPU's memory */
+/* True if the epilogue stores to the memory of another GPU. Then the kernel does not end before
+ * these stores are complete. */
 template <class EPI> constexpr bool gemm_stores_remote = false;
 template <> constexpr bool gemm_stores_remote<epi_scatter> = true;
 
-/* y += acc + bias. The first out(C) columns of y come into the staging by TMA while the products run, the others into
- * registers while the first are added. */
+/* y += acc + bias. prefetch loads the first staged_cols(COLS) columns of y into the staging by TMA.
+ * With BN 256 there is a second round of columns: run loads them into registers first, so that
+ * adding the first round hides these loads. */
 struct epi_residual {
     typedef epi_store::params params;
     __host__ __device__ static constexpr int staged_cols(int cols) { return gemm_round_cols(cols); }
@@ -2275,7 +2323,7 @@ struct epi_residual {
             tma_load_2d(tile.out + i * 32 * PANEL, map_y, tile.load_bar, tile.col0 + i * PANEL,
                         tile.row0);
     }
-    /* acc + staged y of R columns goes to the staging and out. */
+    /* Adds acc to the ROUND columns of y in the staging, and stores them at col0. */
     template <int ROUND> __device__ static inline void add(const float *acc, const gemm_tile &tile,
                                                            const CUtensorMap *map_y, int col0) {
 #pragma unroll
@@ -2326,7 +2374,7 @@ struct epi_residual {
 #endif
 };
 
-/* y[M][N/2] = silu(gate) up: of two blocks of 8 columns the left one is gate, the right one up */
+/* y[M][N/2] = silu(gate) * up. In each 16 columns the left 8 are gate, the right 8 are up. */
 struct epi_swiglu {
     struct params {
         int unused;
@@ -2343,8 +2391,8 @@ struct epi_swiglu {
 #pragma unroll
         for (int block = 0; block < COLS / 32; block++) {
             uint32_t r[4];
+            /* i = 0, 1: rows 0-7, 8-15 of the left 8 output columns; i = 2, 3: of the right 8 */
 #pragma unroll
-            /* rows 0-7 and 8-15 of the left, then of the right 8 columns of output */
             for (int i = 0; i < 4; i++) {
                 const float *logits_a = acc + 16 * block + 8 * (i >> 1) + 2 * (i & 1);
                 r[i] = pack_bf16(swiglu(logits_a[0], logits_a[4]),
@@ -2358,9 +2406,10 @@ struct epi_swiglu {
 #endif
 };
 
-struct epi_logits { /* y = acc, float32; each 32-byte sector is written by four lanes */
+/* y = acc, float32, without staging: four lanes write each 32-byte sector. */
+struct epi_logits {
     struct params {
-        float *y;
+        float *y; /* [M][N], row stride ld */
         int ld;
     };
     __host__ __device__ static constexpr int staged_cols(int) { return 0; }
@@ -2385,36 +2434,44 @@ struct epi_logits { /* y = acc, float32; each 32-byte sector is written by four 
 #endif
 };
 
-/* ---- QKV: bias, RMSNorm over each head, RoPE; q in rows, K and V to their pages ---- */
+/* ---- QKV epilogue: bias, QK-norm, RoPE; writes q and the pages of K and V ---- */
 
 struct qkv_params {
     const float *bias;            /* [(H+2K)*D] or NULL */
-    const float *q_norm, *k_norm; /* [D] or NULL */
+    const float *q_norm, *k_norm; /* QK-norm: [D] each, or NULL */
     float eps;
     int H, K, B;
-    const int *pos, *kv_slot;        /* [T]; slot = page * B + offset */
-    const float2 *rope;           /* [max_len][D/2] cosine and sine */
-    bf16 *q;                      /* [T][H][D] */
-    bf16 *kv;                     /* the layer's pages: [page][K][K, V][B][D] */
-    int D;                        /* where the type does not say it */
+    const int *pos,     /* [T] positions */
+        *kv_slot;       /* [T] page * B + offset in the page */
+    const float2 *rope; /* [max_len][D/2] cosine and sine */
+    bf16 *q;            /* [T][H][D] */
+    bf16 *kv;           /* the layer's pages: [page][kv head][K, V][B][D] */
+    int D;              /* for kernels that do not have D as a template parameter */
 };
 static bool qkv_has_norms(const qkv_params *qkv) { return qkv->q_norm || qkv->k_norm; }
 
-/* W's rows (and the bias) lie by turns, see qkv_interleave: a tile may begin and end anywhere in a head, its pairs are whole. Only
- * QK-norm needs the whole head. All arithmetic is float32 on the accumulators, rounded once. The bf16 rows go through the warp's
- * staging, so that each head's row leaves in 16-byte chunks, one panel's side by side. */
+/* The rows of W and the bias are in the order of qkv_interleave, so that one thread holds both
+ * elements of a RoPE pair. A tile may begin or end inside a head, at any multiple of 16 columns,
+ * without cutting a pair. Only QK-norm needs whole heads in a tile (gemm_whole_heads).
+ *
+ * All arithmetic is float32 on the accumulators, and the result is rounded to bf16 once. The bf16
+ * rows pass through the warp's staging, so that they are written to global memory in chunks of 16
+ * bytes, and neighbouring lanes write the chunks of one row of a panel. */
 template <int D> struct epi_qkv;
 template <int D, int COLS> struct gemm_prefetched<epi_qkv<D>, COLS> {
-    /* the table's values repeat from head to head */
+    /* blocks of 16 columns with different cosines and sines; these repeat from head to head */
     static constexpr int rope_blocks = (COLS < D ? COLS : D) / 16;
-    static constexpr bool preload_rope = COLS + D <= 320;         /* there are registers for them */
-    /* see send */
-    static constexpr int panel_chunks = gemm_panel_cols(gemm_round_cols(COLS)) / 8,
-                         row_step = 32 / panel_chunks, chunks = 16 / row_step;
-    int pos[2], kv_slot; /* positions of the lane's two rows; slot of row row0 + lane % 16 */
-    /* where the lane's rows lie in q and in the pages, in units of D elements */
+    /* true: prefetch_indirect loads them all before the epilogue, as there are enough registers */
+    static constexpr bool preload_rope = COLS + D <= 320;
+    static constexpr int /* for send */
+        panel_chunks = gemm_panel_cols(gemm_round_cols(COLS)) / 8, /* chunks in a row of a panel */
+        row_step = 32 / panel_chunks, /* rows of a panel that the 32 lanes cover at a time */
+        chunks = 16 / row_step;       /* chunks of a lane in a panel */
+    int pos[2],  /* positions of the lane's two rows */
+        kv_slot; /* cache position of row row0 + lane % 16 */
+    /* Start of the rows that the lane writes, in units of D elements: in q, and in the pages. */
     uint32_t q_at[chunks], kv_at[chunks];
-    /* cosines and sines of the lane's two pairs, in either row, of each 16 columns */
+    /* cosines and sines of the lane's two pairs in each 16 columns, for either of its rows */
     float4 rope_table[preload_rope ? rope_blocks : 1][2];
 };
 
@@ -2433,6 +2490,7 @@ template <int D> struct epi_qkv {
         if (epi_args.bias && 32 * tile.lane < min(COLS, tile.N - tile.col0))
             l2_prefetch(epi_args.bias + tile.col0 + 32 * tile.lane);
     }
+    /* Loads the cosines and sines of the lane's two pairs in block `block`, for its two rows. */
     template <int COLS> __device__ static inline void load_rope(float4 to[2], int block,
                                                                 const gemm_tile &tile,
                                                                 const prefetched<COLS> &fetched,
@@ -2463,6 +2521,7 @@ template <int D> struct epi_qkv {
         }
     }
 
+    /* QK-norm: RMSNorm over each head of q and k. The four lanes of a row add their squares. */
     template <int COLS> __device__ static inline void norm(float (&acc)[COLS / 2],
                                                            const gemm_tile &tile,
                                                            const params &epi_args) {
@@ -2494,7 +2553,8 @@ template <int D> struct epi_qkv {
         float x = a, y = b;
         a = x * cosine - y * sine, b = y * cosine + x * sine;
     }
-    /* Two rows of 8 pairs at v[0 .. 7]; c0, c1: cosines and sines of the lane's two pairs in either row. */
+    /* Rotates the lane's pairs of one block: two pairs in either of its two rows. c0, c1: cosines
+     * and sines of the first and of the second row. */
     __device__ static inline void rotate_block(float *values, float4 c0, float4 c1) {
         rotate(values[0], values[4], c0.x, c0.y), rotate(values[1], values[5], c0.z, c0.w);
         rotate(values[2], values[6], c1.x, c1.y), rotate(values[3], values[7], c1.z, c1.w);
@@ -2502,7 +2562,8 @@ template <int D> struct epi_qkv {
     template <int COLS>
     __device__ static inline void rope(float (&acc)[COLS / 2], const gemm_tile &tile,
                                        prefetched<COLS> &fetched, const params &epi_args) {
-        int rope_cols = (epi_args.H + epi_args.K) * D - tile.col0; /* columns of this tile */
+        /* the columns of this tile before this one are q or k; the others are v, without RoPE */
+        int rope_cols = (epi_args.H + epi_args.K) * D - tile.col0;
 #pragma unroll
         for (int rope_block = 0; rope_block < prefetched<COLS>::rope_blocks; rope_block++) {
             float4 *cos_sin = fetched.rope_table[prefetched<COLS>::preload_rope ? rope_block : 0];
@@ -2514,8 +2575,8 @@ template <int D> struct epi_qkv {
         }
     }
 
-    /* R staged columns from col0 on go to q and the pages, panel by panel: a lane has one chunk of 8 columns in every step-th
-     * row. */
+    /* Writes the ROUND staged columns from col0 to q and the pages, panel by panel. A lane writes
+     * the same chunk of 8 columns of each row_step-th row. */
     template <int COLS, int ROUND>
     __device__ static inline void send(const gemm_tile &tile, const prefetched<COLS> &fetched,
                                        const params &epi_args, int col0) {
@@ -2563,8 +2624,10 @@ template <int D> struct epi_qkv {
 #endif
 };
 
-/* Rows of q, k and v and their biases from the model's order to qkv_interleave's; once, in place. One CTA takes 64 columns of a head
- * through shared memory. Grid (N / D, ceil(K / 64)), block 256; D at most 128, K a multiple of 8. */
+/* ---- qkv_reorder_kernel ----
+ * Moves the rows of q, k and v and their biases from the model's order to that of qkv_interleave,
+ * once, in place. A CTA moves 64 columns of one head through shared memory. W bf16 [N][K], bias
+ * float32 [N] or NULL. Grid (N / D, ceil(K / 64)), block 256. D at most 128, K a multiple of 8. */
 __global__ static void __launch_bounds__(256)
     qkv_reorder_kernel(bf16 *w, float *bias, int K, int D) {
     __shared__ uint4 old_rows[128 * 8];
@@ -2583,7 +2646,7 @@ __global__ static void __launch_bounds__(256)
                        chunk % 8 * 8) = old_rows[chunk];
     if (has_bias) bias[blockIdx.x * D + qkv_interleave(tid, D / 2)] = old_bias[tid];
 }
-/* then rows lie by turns */
+/* True if the rows of q, k and v are in the order of qkv_interleave. */
 static bool qkv_is_interleaved(const toka_device *dev, int D) {
     return dev->hopper && (D == 64 || D == 128);
 }
