@@ -2147,8 +2147,8 @@ template <int BN, int SPLIT, int OUT_COLS> struct gemm_smem {
 __host__ __device__ constexpr int gemm_round_cols(int cols) {
     return cols > 128 && cols % 128 == 0 ? 128 : cols;
 }
-/* Staged output of `cols` columns lies in panels of 16 rows by this many columns, with the 128-byte,
- * 64-byte or 32-byte swizzle. */
+/* Staged output of `cols` columns lies in panels of 16 rows by this many columns. The panels have
+ * the 128-byte, 64-byte or 32-byte swizzle. */
 __host__ __device__ constexpr int gemm_panel_cols(int cols) {
     return cols % 64 == 0 ? 64 : cols % 32 == 0 ? 32 : 16;
 }
@@ -2657,7 +2657,7 @@ static void qkv_reorder(toka_device *dev, const weight *w, int D) {
 }
 
 #if HOPPER
-/* ---- Who works where ---- */
+/* ---- The work of a CTA, and the position in the ring ---- */
 
 struct gemm_maps {
     const CUtensorMap *x, *w, *y;
@@ -2665,20 +2665,25 @@ struct gemm_maps {
 struct gemm_cta {
     gemm_problem problem;
     gemm_maps maps;
-    uint32_t ring, full, empty, partials_bar, load_bars; /* stages, barriers */
-    int k_rank, multicast_rank;            /* part of K; row of tiles in the unit */
-    int k_block0, n_k_blocks;              /* blocks of K */
-    int first_unit, unit_stride, n_units; /* units: first, first + stride ... */
+    /* addresses in shared memory: the ring of buffers, then the mbarriers (see the chapter head) */
+    uint32_t ring, full, empty, partials_bar, load_bars;
+    int k_rank,         /* index among the SPLIT CTAs that share a tile's K */
+        multicast_rank; /* index among the CTAs that share a W tile; selects the tile in a unit */
+    int k_block0, n_k_blocks; /* first K block of this CTA; number of K blocks */
+    /* This CTA computes the units first_unit, first_unit + unit_stride ... below n_units. */
+    int first_unit, unit_stride, n_units;
 };
 
-/* a / b for a, b < 2^22, per_b = 1 / b: the rounded product is off by one at most. */
+/* Returns a / b for 0 <= a, b < 2^22. per_b = 1 / b. The quotient from the rounded product is off
+ * by one at most, and the last line corrects it. */
 __device__ static inline int gemm_divide(int a, int b, float per_b) {
     int q = (int)((float)a * per_b), r = a - q * b;
     return q + (r >= b) - (r < 0);
 }
 struct gemm_coord {
-    int m, n; /* tile indices */
+    int m, n; /* indices of a tile: rows from 128 m, columns from BN n */
 };
+/* Returns the tile of this CTA in a unit. */
 __device__ static inline gemm_coord gemm_tile_coord(const gemm_cta &cta, int unit) {
     const gemm_problem &problem = cta.problem;
     int band_units = problem.raster_m * problem.tiles_n,
@@ -2694,20 +2699,21 @@ __device__ static inline gemm_coord gemm_tile_coord(const gemm_cta &cta, int uni
 }
 
 struct gemm_ring {
-    int buf, parity; /* the next stage and its phase */
+    int buf,    /* index of the next buffer */
+        parity; /* parity of the phase of full[buf] that the consumer waits for */
 };
 template <int BUFS> __device__ static inline void gemm_ring_next(gemm_ring &ring) {
     if (++ring.buf == BUFS) ring.buf = 0, ring.parity ^= 1;
 }
-/* n stages that are the other's */
+/* Skips n buffers, which belong to a tile of the other consumer. */
 template <int BUFS> __device__ static inline void gemm_ring_skip(gemm_ring &ring, int n) {
     unsigned index = (unsigned)(ring.buf + n);
     ring.buf = (int)(index % BUFS), ring.parity ^= (int)(index / BUFS & 1);
 }
 
-/* ---- The producers: one thread each of two warps of warpgroup 0 ---- */
+/* ---- The producers: one thread of warp 0 and one of warp 1 ---- */
 
-/* Warp 0 fetches W, which does not depend on the kernels ahead: it starts at once. */
+/* Warp 0 loads W. W does not depend on the previous kernels, so there is no grid_wait(). */
 template <int BN, int BUFS> __device__ static inline void gemm_produce_w(const gemm_cta &cta) {
     uint16_t multicast_mask = (uint16_t)(3 << cta.k_rank * 2);
     gemm_ring ring = {0, 0};
@@ -2726,13 +2732,14 @@ template <int BN, int BUFS> __device__ static inline void gemm_produce_w(const g
             gemm_ring_next<BUFS>(ring);
         }
     }
-    /* what the peer says it has read must find this CTA here */
+    /* The peer arrives at the empty barriers of this CTA. So this CTA must not exit before all of
+     * these arrivals. */
     for (int i = 0; i < BUFS && cta.problem.multicast > 1; i++) {
         mbar_wait(cta.empty + 8 * ring.buf, ring.parity ^ 1);
         gemm_ring_next<BUFS>(ring);
     }
 }
-/* Warp 1 fetches x. */
+/* Warp 1 loads x. */
 template <int BN, int BUFS> __device__ static inline void gemm_produce_x(const gemm_cta &cta) {
     gemm_ring ring = {0, 0};
     grid_wait();
@@ -2750,9 +2757,9 @@ template <int BN, int BUFS> __device__ static inline void gemm_produce_x(const g
     }
 }
 
-/* ---- The consumers: two warpgroups ---- */
+/* ---- The consumers: warpgroups 1 and 2 ---- */
 
-/* This warpgroup has read stage s. */
+/* Arrives at empty[buf] when this consumer has read the buffer: in each CTA that shares W. */
 __device__ static inline void gemm_release(const gemm_cta &cta, int buf) {
     int tid = threadIdx.x & 127;
     if (cta.problem.multicast == 1) {
@@ -2777,9 +2784,13 @@ __device__ static inline void gemm_prefetch_indirect(const gemm_tile &tile,
         EPI::template prefetch_indirect<COLS>(tile, fetched, epi_args);
 }
 
-/* The products of unit u's tile: 64 rows (H 1) or 128 (H 2, ping-pong). In ping-pong, too, stages are consumed in order: a
- * warpgroup begins when the other has issued its last products, which are still in flight. Waiting for a stage sooner, it could
- * take the phase before last, which has the same parity, for its own. */
+/* The main loop of one consumer over the tile of `unit`: 64 rows (HALVES = 1) or, in ping-pong, 128
+ * rows (HALVES = 2).
+ *
+ * In ping-pong, too, the buffers are consumed in order: a consumer starts when the other consumer
+ * has issued its last wgmma, which may still be in flight. If it waited on full[buf] earlier, the
+ * last completed phase of that barrier could be the one two phases before the awaited one. That
+ * phase has the same parity, so the wait would return too early. */
 template <class EPI, int BN, int COLS, int BUFS, int HALVES>
 __device__ static inline void gemm_mainloop(float (&acc)[HALVES][BN / 2], const gemm_cta &cta,
                                             gemm_ring &ring, int consumer, int unit,
@@ -2788,8 +2799,8 @@ __device__ static inline void gemm_mainloop(float (&acc)[HALVES][BN / 2], const 
                                             const typename EPI::params &epi_args) {
     constexpr int buf_bytes = (128 + BN) * 128;
     int last_buf = 0;
-    /* zeros, and not a first product that does not add: ptxas before 12.9 takes what the epilogue left in acc for its input
-     * (C7515) */
+    /* The accumulators are set to zero, instead of scale_d = 0 in the first wgmma. With scale_d = 0,
+     * ptxas before 12.9 takes the old values of acc for an input of that wgmma (C7515). */
 #pragma unroll
     for (int i = 0; i < HALVES * (BN / 2); i++) acc[i / (BN / 2)][i % (BN / 2)] = 0;
     if (HALVES == 2 && unit != cta.first_unit) bar_sync(2 + consumer, 256);
@@ -2823,9 +2834,13 @@ __device__ static inline void gemm_mainloop(float (&acc)[HALVES][BN / 2], const 
     gemm_release(cta, last_buf);
 }
 
-/* The same for long epilogues (gemm_stagger). Consumer group 1 stops LEAD blocks before a tile's end until group 0 has issued all of
- * its products, then issues its own last ones during 0's epilogue; 0 begins the next tile during 1's epilogue. A group alone must
- * keep the tensor cores busy, so it releases stages and computes the tile's position while products are in flight. */
+/* The main loop of staggered consumers (gemm_stagger). Consumer 1 pauses STAGGER blocks before the
+ * end of a tile until consumer 0 has issued all its wgmma. Then consumer 1 issues its last ones
+ * during the epilogue of consumer 0. Consumer 0 begins the next tile during the epilogue of
+ * consumer 1.
+ *
+ * While one consumer is in its epilogue, the other one alone must keep the tensor cores busy. So it
+ * releases buffers and computes the position of the tile while its wgmma are in flight. */
 template <class EPI, int BN, int COLS, int BUFS>
 __device__ static inline void gemm_mainloop_staggered(float (&acc)[BN / 2], const gemm_cta &cta,
                                                       gemm_ring &ring, int consumer, int unit,
@@ -2834,9 +2849,10 @@ __device__ static inline void gemm_mainloop_staggered(float (&acc)[BN / 2], cons
                                                       const typename EPI::params &epi_args) {
     constexpr int buf_bytes = (128 + BN) * 128, STAGGER = gemm_stagger<EPI>;
     static_assert(STAGGER <= BUFS, "the ring holds what one warpgroup is ahead");
-    /* else the other could be a whole tile ahead, and arrive twice */
+    /* There is no pause if a tile fits in the ring: consumer 0 could then be a whole tile ahead and
+     * arrive at named barrier 2 twice before consumer 1 gets there. */
     const int pause_block = cta.n_k_blocks > BUFS ? cta.n_k_blocks - STAGGER : -1;
-    constexpr bool zero_acc = NVCC_VERSION < 1209; /* see above */
+    constexpr bool zero_acc = NVCC_VERSION < 1209; /* see gemm_mainloop */
     int last_buf = 0;
 #pragma unroll
     for (int i = 0; zero_acc && i < BN / 2; i++) acc[i] = 0;
@@ -2856,7 +2872,7 @@ __device__ static inline void gemm_mainloop_staggered(float (&acc)[BN / 2], cons
         for (int i = 0; i < 2; i++)
             wgmma_ss<BN>(acc, a_desc + 2 * i, b_desc + 2 * i, zero_acc || k > 0 || i > 0);
         wgmma_commit();
-        wgmma_wait<1>(); /* always: in a branch it would serialise the products (C7520) */
+        wgmma_wait<1>(); /* not in a branch: ptxas would serialize the wgmma (C7520) */
         if (k && !pause) gemm_release(cta, last_buf);
         wgmma_fence();
 #pragma unroll
@@ -2877,9 +2893,11 @@ __device__ static inline void gemm_mainloop_staggered(float (&acc)[BN / 2], cons
     gemm_release(cta, last_buf);
 }
 
-/* Adds the partial sums of a cluster's SPLIT CTAs, always in the order of K; this CTA gets slice `part` of the columns. The
- * slices of the others go from registers to get_at in their CTAs: [SPLIT-1][warpgroup][C/8][128 threads] x 16 bytes;
- * c.sums[warpgroup] counts the bytes that come. */
+/* Split-K: reduce-scatter over the SPLIT CTAs of a cluster. This CTA gets the sums of columns
+ * k_rank * COLS .. (k_rank + 1) * COLS - 1 of the tile, added in the order of K. It sends its
+ * partial sums of the other columns from registers to partials_at in the shared memory of the other
+ * CTAs, as [SPLIT-1][consumer][COLS/8][128 threads] x 16 bytes. partials_bar[consumer] counts the
+ * bytes that arrive. */
 template <int BN, int SPLIT>
 __device__ static inline void gemm_reduce_split(const float (&acc)[BN / 2],
                                                 float (&sum)[BN / SPLIT / 2], const gemm_cta &cta,
@@ -2921,7 +2939,8 @@ __device__ static inline void gemm_reduce_split(const float (&acc)[BN / 2],
     }
 }
 
-/* What becomes of a tile's accumulators; two halves use the same staging one after the other. */
+/* Runs the epilogue on the accumulators of a tile. The two halves of a ping-pong tile use the same
+ * staging one after the other. */
 template <class EPI, int COLS, int HALVES>
 __device__ static inline void gemm_epilogue(float (&acc)[HALVES][COLS / 2], gemm_tile &tile,
                                             gemm_prefetched<EPI, COLS> &fetched,
@@ -2939,7 +2958,7 @@ __device__ static inline void gemm_epilogue(float (&acc)[HALVES][COLS / 2], gemm
     }
 }
 
-/* All units of one warpgroup. */
+/* Main loops and epilogues of all units of one consumer. */
 template <class EPI, int BN, int SPLIT, bool PINGPONG>
 __device__ static inline void gemm_consume(const gemm_cta &cta, int consumer,
                                            const typename EPI::params &epi_args) {
@@ -2948,14 +2967,8 @@ __device__ static inline void gemm_consume(const gemm_cta &cta, int consumer,
     int warp = threadIdx.x / 32 - 4;
     gemm_ring ring = {0, 0};
     uint32_t out = cta.ring + layout::out_at + warp * (layout::out_bytes / 8);
-    gemm_tile tile = {cta.problem.M,
-                      cta.problem.N,
-                      0,
-                      0,
-                      (int)threadIdx.x & 31,
-                      out,
-                      cta.load_bars + 8 * warp,
-                      0};
+    gemm_tile tile = {cta.problem.M, cta.problem.N, 0, 0, (int)threadIdx.x & 31, out,
+                      cta.load_bars + 8 * warp, 0};
     if (PINGPONG && consumer) gemm_ring_skip<layout::n_bufs>(ring, cta.n_k_blocks);
     grid_wait();
     for (int unit = cta.first_unit + (PINGPONG ? consumer * cta.unit_stride : 0);
@@ -3008,19 +3021,11 @@ __global__ void __launch_bounds__(384, 1)
     uint32_t ring = (smem_addr(smem) + 1023) & ~1023u, full = ring + layout::bars_at,
              empty = full + 8 * layout::n_bufs;
     uint32_t partials_bar = empty + 8 * layout::n_bufs;
-    gemm_cta cta = {problem,
-                    {&map_x, &map_w, &map_y},
-                    ring,
-                    full,
-                    empty,
-                    partials_bar,
-                    partials_bar + 16,
-                    k_rank,
-                    cta_rank - k_rank * problem.multicast,
-                    k_block0,
-                    n_k_blocks,
-                    (int)blockIdx.x / per_cluster,
-                    (int)gridDim.x / per_cluster,
+    gemm_cta cta = {problem, {&map_x, &map_w, &map_y},
+                    ring, full, empty, partials_bar, partials_bar + 16,
+                    k_rank, cta_rank - k_rank * problem.multicast,
+                    k_block0, n_k_blocks,
+                    (int)blockIdx.x / per_cluster, (int)gridDim.x / per_cluster,
                     problem.units_m * problem.tiles_n};
     if (threadIdx.x == 0) {
         for (int buf = 0; buf < layout::n_bufs; buf++)
@@ -3034,7 +3039,7 @@ __global__ void __launch_bounds__(384, 1)
     }
     __syncwarp();
     if (per_cluster > 1) cluster_sync_relaxed();
-    else if (warp == 0) bar_arrive(1, 384); /* need not wait for the others */
+    else if (warp == 0) bar_arrive(1, 384); /* it initialized the barriers and need not wait */
     else bar_sync(1, 384);
     if (warp < 4) {
         setmaxnreg_dec<40>();
@@ -3048,26 +3053,30 @@ __global__ void __launch_bounds__(384, 1)
         setmaxnreg_inc<232>();
         gemm_consume<EPI, BN, SPLIT, PINGPONG>(cta, warp / 4 - 1, epi_args);
     }
-    /* A CTA may leave before its peers: all that they send it, rows of W, sums, and word of what they have read, it waits for. */
+    /* A CTA may exit before its peers: it has waited for everything that they write to it, which is
+     * W tiles, partial sums and arrivals at the empty barriers. */
 #else
     __trap();
 #endif
 }
 
-/* ---- All instances, and the choice among them ---- */
+/* ---- All instances, and the selection by a cost model ---- */
 
-/* kinds of epilogue behind those of enum epilogue */
+/* Kinds of epilogue in addition to those of enum epilogue. GEMM_QKV64 takes the value of EPI_QKV,
+ * which is never passed to gemm_wgmma. */
 enum { GEMM_QKV64 = EPI_LOGITS + 1, GEMM_QKV128, GEMM_SCATTER };
 
 typedef struct gemm_variant {
     int kind, bn, split;
     bool pingpong;
-    int staged_cols, smem_bytes; /* staged columns; bytes */
+    int staged_cols, /* columns of output that are staged at a time; 0: no staging */
+        smem_bytes;  /* dynamic shared memory */
     const void *kernel;
 } gemm_variant;
 
-#define GEMM_INSTANCE(kind, EPI, BN, SPLIT, PINGPONG)                                                                         \
-    {kind, BN, SPLIT, PINGPONG, EPI::staged_cols(BN / SPLIT), gemm_smem<BN, SPLIT, EPI::staged_cols(BN / SPLIT)>::bytes,                      \
+#define GEMM_INSTANCE(kind, EPI, BN, SPLIT, PINGPONG)              \
+    {kind, BN, SPLIT, PINGPONG, EPI::staged_cols(BN / SPLIT),      \
+     gemm_smem<BN, SPLIT, EPI::staged_cols(BN / SPLIT)>::bytes,    \
      (const void *)gemm_wgmma_kernel<EPI, BN, SPLIT, PINGPONG>}
 #define GEMM_VARIANT(kind, EPI, BN, SPLIT) GEMM_INSTANCE(kind, EPI, BN, SPLIT, false)
 #define GEMM_PINGPONG(kind, EPI, BN) GEMM_INSTANCE(kind, EPI, BN, 1, true)
@@ -3123,11 +3132,15 @@ typedef struct gemm_plan {
     int multicast, raster_m;
 } gemm_plan;
 
-/* Estimated clocks of a variant. Constants from sweeps of all variants over the shapes of `toka bench ops` on an H100 and an H200
- * (test/gpu_gemm.cu sweep): a block of K costs 4 BN clocks of tensor core and about 45 of waiting, or the time L2 needs for it, or
- * that of 64 bytes a clock into a multiprocessor; with a long K the CTAs that read the same rows drift apart, so L2 gives less.
- * Over several waves the card's power holds all, of which bytes from L2 take a part, too. A tile ends in an epilogue, the last of
- * ping-pong alone is seen, a split one in the exchange of sums, and every wave of split ones starts from an empty ring. */
+/* Estimates the clocks of a variant. The constants come from sweeps of all variants over the shapes
+ * of `toka bench ops` on an H100 and an H200 (test/gpu_gemm.cu sweep).
+ *   K block     the maximum of three times: tensor cores, 4 BN clocks and about 45 of waiting; L2;
+ *               64 bytes a clock into an SM
+ *   L2          8192 bytes a clock for all SMs. With a long K, CTAs that read the same rows drift
+ *               apart, and L2 delivers only 6154.
+ *   power       limits the GPU if there are several waves; reading from L2 uses part of it
+ *   epilogue    added once per wave; in ping-pong only the last one is not hidden
+ *   split-K     adds the exchange of sums, and each wave starts with an empty ring */
 static double gemm_cost(const toka_device *dev, const gemm_variant *variant, int multicast, int M,
                         int N, int K) {
     int per_cluster = multicast * variant->split,
@@ -3148,12 +3161,12 @@ static double gemm_cost(const toka_device *dev, const gemm_variant *variant, int
            (multicast == 2 ? 300 : 0);
 }
 
-/* Whether QK-norm can follow. */
+/* True if each CTA gets whole heads in its tiles, as QK-norm needs. */
 static bool gemm_whole_heads(const gemm_variant *variant) {
     return variant->bn / variant->split % (variant->kind == GEMM_QKV64 ? 64 : 128) == 0;
 }
 
-/* The cheapest variant of a kind; whole_heads: QK-norm follows. */
+/* Returns the cheapest variant of a kind. whole_heads: only variants that allow QK-norm. */
 static gemm_plan gemm_choose(const toka_device *dev, int kind, int M, int N, int K,
                              bool whole_heads) {
     gemm_plan best = {.raster_m = 8};
@@ -3173,8 +3186,8 @@ static gemm_plan gemm_choose(const toka_device *dev, int kind, int M, int N, int
     return best;
 }
 
-/* The map of a row-major bf16 matrix, read or written in boxes of box_rows x box_cols; box_cols 64, 32 or 16, swizzled over
- * the box's row. */
+/* Returns the tensor map of a row-major bf16 matrix, for boxes of box_rows x box_cols. box_cols is
+ * 64, 32 or 16; the swizzle spans one row of the box (128, 64 or 32 bytes). */
 static CUtensorMap gemm_tensor_map(toka_device *dev, const bf16 *data, int rows, int cols, int ld,
                                    int box_rows, int box_cols) {
     CUtensorMap map;
@@ -3191,8 +3204,9 @@ static CUtensorMap gemm_tensor_map(toka_device *dev, const bf16 *data, int rows,
     return map;
 }
 
-/* Launches any instance: also the LM head's, whose epilogue stands in chapter 11. `params` is the epilogue's; a->y is used
- * only where the instance stages output for it. */
+/* Launches any instance, also the one of the LM head (epi_sample, chapter 11). `params` are those
+ * of the epilogue. args->y is used only by epilogues that store it by TMA; for others it may be
+ * NULL. */
 static void gemm_launch(toka_device *dev, gemm_plan plan, const gemm_args *args,
                         const void *params) {
     const gemm_variant *variant = plan.variant;
@@ -3200,16 +3214,8 @@ static void gemm_launch(toka_device *dev, gemm_plan plan, const gemm_args *args,
         per_cluster = plan.multicast * variant->split;
     assert(M > 0 && N % 8 == 0 && K % 8 == 0 && args->ldx % 8 == 0 &&
            (uintptr_t)args->x % 16 == 0 && (uintptr_t)args->w->data % 16 == 0);
-    gemm_problem problem = {M,
-                            N,
-                            K,
-                            ceil_div(M, 128 * plan.multicast),
-                            ceil_div(N, variant->bn),
-                            plan.raster_m,
-                            plan.multicast,
-                            0,
-                            0,
-                            0};
+    gemm_problem problem = {M, N, K, ceil_div(M, 128 * plan.multicast), ceil_div(N, variant->bn),
+                            plan.raster_m, plan.multicast, 0, 0, 0};
     int last_height = problem.units_m % problem.raster_m ? problem.units_m % problem.raster_m
                                                          : problem.raster_m;
     int n_units = problem.units_m * problem.tiles_n,
@@ -3242,7 +3248,8 @@ static void gemm_launch(toka_device *dev, gemm_plan plan, const gemm_args *args,
     launch_by_role(dev, "GEMM", &cfg, (const void *)variant->kernel, kernel_args);
 }
 
-/* Once per device, before the first launch. */
+/* Called once per device, before the first launch: sets the shared memory of all instances, and
+ * asks how many clusters of four CTAs can be resident. */
 static void gemm_open(toka_device *dev) {
     for (int i = 0; i < N_GEMM_VARIANTS && dev->hopper; i++) {
         const gemm_variant *variant = &gemm_variants[i];
@@ -3265,9 +3272,10 @@ static void gemm_open(toka_device *dev) {
     }
 }
 
-/* y = epilogue(x W^T), chapter 5's terms. */
+/* y = epilogue(x W^T) for EPI_STORE, EPI_RESIDUAL, EPI_SWIGLU and EPI_LOGITS. */
 static void gemm_wgmma_with(toka_device *dev, const gemm_args *args, gemm_plan plan) {
-    epi_store::params store_args = {args->w->bias, args->y, args->ldy}; /* epi_residual's too */
+    /* params of epi_store and epi_residual; epi_swiglu ignores them */
+    epi_store::params store_args = {args->w->bias, args->y, args->ldy};
     epi_logits::params logits_args = {(float *)args->y, args->ldy};
     assert(args->epi != EPI_SWIGLU || (!args->w->bias && args->w->N % 16 == 0));
     assert(args->epi != EPI_LOGITS || (!args->w->bias && args->ldy % 2 == 0));
@@ -3278,19 +3286,20 @@ static void gemm_wgmma(toka_device *dev, const gemm_args *args) {
     gemm_wgmma_with(dev, args, gemm_choose(dev, args->epi, args->M, args->w->N, args->w->K, false));
 }
 
-/* q, K and V of M rows; head size D 64 or 128. */
+/* Selects the variant for the QKV epilogue of M rows. The head size is 64 or 128. */
 static gemm_plan gemm_choose_qkv(const toka_device *dev, int M, const weight *w,
                                  const qkv_params *qkv) {
     int heads = qkv->H + 2 * qkv->K;
     return gemm_choose(dev, w->N == 64 * heads ? GEMM_QKV64 : GEMM_QKV128, M, w->N, w->K,
                        qkv_has_norms(qkv));
 }
-/* Whether that beats EPI_STORE, whose tiles may be of more widths, and a kernel that reads and writes the result once more. */
+/* True if the QKV epilogue is faster than EPI_STORE followed by rope_kernel. EPI_STORE can choose
+ * among more tile widths, but rope_kernel reads and writes the result once more. */
 static bool gemm_qkv_worth_fusing(const toka_device *dev, int M, const weight *w,
                                   const qkv_params *qkv) {
     gemm_plan fused = gemm_choose_qkv(dev, M, w, qkv),
               plain = gemm_choose(dev, EPI_STORE, M, w->N, w->K, false);
-    /* in whole tiles, as all of it: the choice is the same for each M of one */
+    /* M is rounded up to whole tiles, as in gemm_cost. So all M of a tile get the same choice. */
     double rope_clocks = 4000 + 4.0 * ceil_div(M, 128) * 128 * w->N / 1500;
     return gemm_cost(dev, fused.variant, fused.multicast, M, w->N, w->K) <
            gemm_cost(dev, plain.variant, plain.multicast, M, w->N, w->K) + rope_clocks;
@@ -3309,7 +3318,8 @@ static void gemm_wgmma_qkv(toka_device *dev, int M, const bf16 *x, int ldx, cons
     gemm_wgmma_qkv_with(dev, M, x, ldx, w, qkv, gemm_choose_qkv(dev, M, w, qkv));
 }
 
-/* x W^T, whose rows go to n boxes, `share` to each (see epi_scatter); a->y and a->epi are not used. */
+/* Computes x W^T + bias and stores rows_per_rank rows of it in each of n_ranks receive buffers (see
+ * epi_scatter). args->y and args->epi are not used. */
 static void gemm_wgmma_scatter_with(toka_device *dev, const gemm_args *args,
                                     bf16 *const *recv_buffers, int n_ranks, int rows_per_rank,
                                     gemm_plan plan) {
@@ -3318,7 +3328,7 @@ static void gemm_wgmma_scatter_with(toka_device *dev, const gemm_args *args,
     product_args.y = NULL;
     epi_scatter::params epi_args = {};
     assert(n_ranks <= BARRIER_MAX_RANKS && rows_per_rank % 16 == 0 && n_ranks * rows_per_rank >= M);
-    /* the last box may get less, and those behind it nothing */
+    /* The last buffer that gets rows may get fewer than the others. Buffers after it get none. */
     for (int rank = 0; rank < n_ranks && rank * rows_per_rank < M; rank++)
         epi_args.recv_maps[rank] = gemm_tensor_map(dev, recv_buffers[rank],
                                                    min(rows_per_rank, M - rank * rows_per_rank), N,
