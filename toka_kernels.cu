@@ -1749,8 +1749,8 @@ __global__ static void __launch_bounds__(256) rope_kernel(rope_args args) {
 /* ===========================================================================
  * MARK: 5. GEMM on mma.sync [kernel]
  *
- * First what all GEMMs of chapters 5, 6 and 7 share: the epilogues, the arguments and the fused
- * RMSNorm. Then the GEMM for cards before Hopper.
+ * First what the GEMMs of chapters 5, 6 and 7 share: the kinds of epilogues, the arguments, and the
+ * input side of the fused RMSNorm (chapter 4). Then the GEMM for cards before Hopper.
  * =========================================================================== */
 
 /* Every GEMM computes y[M][N] = x[M][K] W[N][K]^T with float32 accumulators and applies an
@@ -1835,7 +1835,7 @@ typedef struct gemm_kernel_args { /* gemm_args in the form that kernels take */
     fused_norm norm;
 } gemm_kernel_args;
 
-/* silu(gate) up */
+/* Returns silu(gate) * up. */
 __device__ static inline float swiglu(float gate, float up) {
     return __fdividef(gate * up, 1 + ex2(-1.4426950408889634f * gate));
 }
@@ -1886,8 +1886,8 @@ static gemm_kernel_args gemm_checked_args(const gemm_args *args) {
  *
  * The main loop runs over K in slices of 32 columns. cp.async fills a ring of four buffers and
  * writes zeros for rows and columns outside the matrices. A buffer holds BM rows of x, then BN
- * rows of W, 64 bytes each. Swizzle: the 16-byte chunk c of row r lies at c ^ (r/2 % 4). So the
- * eight rows that ldmatrix reads together have no bank conflict.
+ * rows of W, 64 bytes each. Swizzle: the 16-byte chunk c of row r lies at c ^ (r/2 % 4). So
+ * ldmatrix, which reads eight rows at a time, has no bank conflicts.
  *
  * Rasterization: CTAs are numbered along MMA_RASTER tiles of M before the next tile of N, so that
  * the x and W tiles of a wave fit in L2.
@@ -2068,8 +2068,8 @@ static void gemm_mma(toka_device *dev, const gemm_args *args) {
  *   consumer 1               | main loop 1 | epilogue 1  | main loop 3 ...
  *
  * There is one ring for both consumers. Each consumer reads the buffers of its own tiles and skips
- * the others. It starts a main loop when the other consumer has issued its last wgmma (named
- * barriers 2 and 3).
+ * the others. It starts a main loop when the other consumer has issued the last wgmma of its main
+ * loop (named barriers 2 and 3).
  *
  * gemm_stagger: for epilogues that are long compared with the main loop. Each consumer computes its
  * 64 rows of every tile, but consumer 0 finishes first: consumer 1 pauses a few K blocks before the
@@ -2092,25 +2092,32 @@ static void gemm_mma(toka_device *dev, const gemm_args *args) {
  *   faster than BN 128, and multicast 2 is faster than 1.
  *   cuBLAS takes 1.04 times as long (geometric mean of 61 bare GEMMs, M >= 512, H200).
  *
- * The launcher asserts (gemm_launch): M > 0; N, K and ldx are multiples of 8; x and W are 16-byte
- * aligned; for staged output ldy is a multiple of 8 and y 16-byte aligned; units < 2^22.
+ * The launchers assert:
+ *   all          M > 0; N, K and ldx are multiples of 8; x and W are 16-byte aligned; fewer than
+ *                2^22 units; if y is stored by TMA, ldy is a multiple of 8 and y 16-byte aligned
+ *   EPI_SWIGLU   no bias; N is a multiple of 16
+ *   EPI_LOGITS   no bias; ldy is even
+ *   QKV          N = (H + 2K) * D; page size B is a power of two; QK-norm: whole heads in a tile
+ *   scatter      at most BARRIER_MAX_RANKS ranks; rows_per_rank is a multiple of 16; n_ranks times
+ *                rows_per_rank is at least M
  *
  * Retired (all figures: test/results/kernel-choices.md):
- *   release a peer's buffer by mbarrier.arrive.release.cluster: it fences the whole GPU; half speed
+ *   mbarrier.arrive.release.cluster to release a peer's buffer: fences the GPU; half the speed
  *   BN 256 with 64 KB of staging and only 3 buffers: 1,090 clocks a K block instead of 1,030
  *   residual y loaded through the ring: 2,400 clocks of waiting after the last K block
  *   split-K exchange by st.shared::cluster and cluster barriers: 3.4 us, bulk copies 1.4, now 0.9
  *   one producer thread for x and W: each load keeps the thread busy for 150 to 240 clocks
  *   W of QKV in the model's order, loaded in six pieces of heads: 150 to 260 clocks more a K block
- *   gemm_stagger 2, 3, 4 for QKV, o, down: 0.99 to 1.02 of the time
+ *   gemm_stagger 2, 3, 4 for QKV, o, down: 0.99 to 1.02 of the time without
  *   ping-pong for epi_residual: 1 to 8 % slower than BN 256; for QKV at BN 128: 4 to 6 % slower
- *   ping-pong for the LM head with sampling: up to 3 % faster at K = 2048, 10 % slower at K = 896
- *   two CTAs per SM, to load the next kernel's W early: 12.3 us instead of 9.6
- *   each tile column starts at another K block, less L2 reuse: 12.8 us instead of 9.6
- *   two tiles adjacent along N share x: 10.4 us instead of 9.6
- *   the rest of W or x prefetched into L2: 12.4 and 10.1 us instead of 9.6
- *   tensor maps prefetched: 9.6 to 10.0 us instead of 9.6
- *   fused norm for many rows: 0.2 % faster with 8,192 rows, 3.6 % slower with 128
+ *   ping-pong for the LM head with sampling: 0 to 3 % faster at K = 2048, 10 to 12 % slower at 896
+ *   fused norm for many rows: 8,192 samples 0.2 % faster, 128 samples 3.6 % slower
+ *   for o of Llama-3.2-1B at M = 512, now 9.6 us:
+ *     two CTAs per SM, so that the next kernel loads W concurrently: 12.3 us
+ *     each column of tiles starts at another K block, with less L2 reuse: 12.8 us
+ *     two tiles adjacent along N share x: 10.4 us
+ *     the rest of W prefetched into L2: 12.4 us; the rest of x: 10.1 us
+ *     tensor maps prefetched: 9.6 to 10.0 us
  * Not tried: split-K exchange during the main loop of the next columns. 96 KB a CTA would take
  * longer than that main loop (12 KB take 1.3 us).
  * =========================================================================== */
@@ -2142,8 +2149,8 @@ template <int BN, int SPLIT, int OUT_COLS> struct gemm_smem {
                          bars_at = partials_at + partial_bytes;
 };
 
-/* The epilogue stages an output of `cols` columns in rounds of this many columns. At most 128 at a
- * time keep the staging small enough for a ring of four buffers. */
+/* The epilogue stages an output of `cols` columns in rounds of this many columns: 256 columns in
+ * two rounds, fewer columns at once. So the staging leaves space for a ring of four buffers. */
 __host__ __device__ constexpr int gemm_round_cols(int cols) {
     return cols > 128 && cols % 128 == 0 ? 128 : cols;
 }
@@ -2169,6 +2176,7 @@ struct gemm_tile {
 template <class EPI> constexpr int gemm_stagger = 0;
 /* Inputs that an epilogue loads during the main loop and keeps in registers. Empty for most. */
 template <class EPI, int COLS> struct gemm_prefetched {};
+/* True if gemm_prefetched is not empty. An empty struct has size 1. */
 template <class EPI, int C>
 constexpr bool gemm_has_prefetched = sizeof(gemm_prefetched<EPI, C>) > 1;
 
@@ -2461,7 +2469,8 @@ template <int D> struct epi_qkv;
 template <int D, int COLS> struct gemm_prefetched<epi_qkv<D>, COLS> {
     /* blocks of 16 columns with different cosines and sines; these repeat from head to head */
     static constexpr int rope_blocks = (COLS < D ? COLS : D) / 16;
-    /* true: prefetch_indirect loads them all before the epilogue, as there are enough registers */
+    /* True: prefetch_indirect loads all of them. False: there are too few registers, and the
+     * epilogue loads them block by block. */
     static constexpr bool preload_rope = COLS + D <= 320;
     static constexpr int /* for send */
         panel_chunks = gemm_panel_cols(gemm_round_cols(COLS)) / 8, /* chunks in a row of a panel */
@@ -2681,7 +2690,7 @@ __device__ static inline int gemm_divide(int a, int b, float per_b) {
     return q + (r >= b) - (r < 0);
 }
 struct gemm_coord {
-    int m, n; /* indices of a tile: rows from 128 m, columns from BN n */
+    int m, n; /* indices of a tile: its first row is 128 * m, its first column is BN * n */
 };
 /* Returns the tile of this CTA in a unit. */
 __device__ static inline gemm_coord gemm_tile_coord(const gemm_cta &cta, int unit) {
@@ -2745,6 +2754,7 @@ template <int BN, int BUFS> __device__ static inline void gemm_produce_x(const g
     grid_wait();
     for (int unit = cta.first_unit; unit < cta.n_units; unit += cta.unit_stride) {
         gemm_coord coord = gemm_tile_coord(cta, unit);
+        /* in its last unit the CTA lets the next kernel start */
         if (unit + cta.unit_stride >= cta.n_units) grid_launch_dependents();
         for (int k = cta.k_block0; k < cta.k_block0 + cta.n_k_blocks; k++) {
             uint32_t full = cta.full + 8 * ring.buf;
@@ -2759,7 +2769,7 @@ template <int BN, int BUFS> __device__ static inline void gemm_produce_x(const g
 
 /* ---- The consumers: warpgroups 1 and 2 ---- */
 
-/* Arrives at empty[buf] when this consumer has read the buffer: in each CTA that shares W. */
+/* Releases a buffer that this consumer has read: arrives at empty[buf] of all CTAs that share W. */
 __device__ static inline void gemm_release(const gemm_cta &cta, int buf) {
     int tid = threadIdx.x & 127;
     if (cta.problem.multicast == 1) {
@@ -2799,7 +2809,7 @@ __device__ static inline void gemm_mainloop(float (&acc)[HALVES][BN / 2], const 
                                             const typename EPI::params &epi_args) {
     constexpr int buf_bytes = (128 + BN) * 128;
     int last_buf = 0;
-    /* The accumulators are set to zero, instead of scale_d = 0 in the first wgmma. With scale_d = 0,
+    /* The accumulators are set to zero, instead of scale_d = 0 in the first wgmma. With scale_d = 0
      * ptxas before 12.9 takes the old values of acc for an input of that wgmma (C7515). */
 #pragma unroll
     for (int i = 0; i < HALVES * (BN / 2); i++) acc[i / (BN / 2)][i % (BN / 2)] = 0;
@@ -3004,6 +3014,8 @@ __device__ static inline void gemm_consume(const gemm_cta &cta, int consumer,
 }
 #endif
 
+/* The kernel: see the head of the chapter. A cluster has multicast * SPLIT CTAs; CTA r of it has
+ * k_rank r / multicast and multicast_rank r % multicast. */
 template <class EPI, int BN, int SPLIT, bool PINGPONG = false>
 __global__ void __launch_bounds__(384, 1)
     gemm_wgmma_kernel(const __grid_constant__ CUtensorMap map_x,
@@ -3067,7 +3079,8 @@ __global__ void __launch_bounds__(384, 1)
 enum { GEMM_QKV64 = EPI_LOGITS + 1, GEMM_QKV128, GEMM_SCATTER };
 
 typedef struct gemm_variant {
-    int kind, bn, split;
+    int kind,        /* enum epilogue, or one of the kinds above */
+        bn, split;   /* BN; SPLIT */
     bool pingpong;
     int staged_cols, /* columns of output that are staged at a time; 0: no staging */
         smem_bytes;  /* dynamic shared memory */
@@ -3127,7 +3140,7 @@ static const gemm_variant gemm_variants[] = {
 };
 enum { N_GEMM_VARIANTS = sizeof gemm_variants / sizeof *gemm_variants };
 
-typedef struct gemm_plan {
+typedef struct gemm_plan { /* how to launch a GEMM */
     const gemm_variant *variant;
     int multicast, raster_m;
 } gemm_plan;
@@ -3140,7 +3153,8 @@ typedef struct gemm_plan {
  *               apart, and L2 delivers only 6154.
  *   power       limits the GPU if there are several waves; reading from L2 uses part of it
  *   epilogue    added once per wave; in ping-pong only the last one is not hidden
- *   split-K     adds the exchange of sums, and each wave starts with an empty ring */
+ *   split-K     adds the exchange of sums, and each wave starts with an empty ring
+ *   multicast   adds 300 clocks per launch */
 static double gemm_cost(const toka_device *dev, const gemm_variant *variant, int multicast, int M,
                         int N, int K) {
     int per_cluster = multicast * variant->split,
