@@ -3359,43 +3359,70 @@ static void gemm_wgmma_scatter(toka_device *dev, const gemm_args *args, bf16 *co
 
 /* ===========================================================================
  * MARK: 7. GEMM for few rows, and the choice [kernel]
+ *
+ * Two GEMMs for small M, and the functions that choose a GEMM by M and by the shape of W. Both
+ * GEMMs swap the operands: they compute y^T = W x^T, so W has the large dimension of the MMA.
+ *
+ *      gemm_smallm   M <= 64, wgmma, split-K over the CTAs of a cluster; Hopper only
+ *      gemm_gemv     M <= 16, mma.sync, split-K over the warps of a CTA; any GPU
  * =========================================================================== */
 
-/* ---- y[M][N] = x[M][K] W[N][K]^T for few rows, on wgmma with the sides swapped ----
+/* ---- gemm_smallm: y[M][N] = x[M][K] W[N][K]^T for M <= 64, on wgmma with swapped operands ----
  *
- * in, out as in chapter 5; M <= ROWS (8, 16, 32, 64). W is read once and is all that counts: 2NK bytes. So W is the 64-row operand
- * of wgmma and the rows of x are its columns: D[n][m], of which a few rows waste little. A CTA has 64 rows of W, one consumer
- * warpgroup and two producer warps, which keep a ring of slices of 64 columns of K in flight: 64 rows of W, 128 bytes each, then
- * ROWS rows of x, both with the 128-byte swizzle; what lies outside the matrices arrives as zeros. The ring fills with W before
- * grid_wait(), while the kernel ahead still runs, and is small enough for the CTAs of the next kernel to do the same beside this
- * one. Where W has too few rows for all multiprocessors, `split` CTAs of a cluster share a tile's K. Each gets the sums of 1/split
- * of the rows of x from the registers of all others, adds the parts in the order of K (bitwise repeatable) and puts them out. None
- * leaves before what it expects has come, so nobody sends to one that has left.
+ * Computes y^T = W x^T. 64 rows of W are the A operand of wgmma. ROWS (8, 16, 32 or 64) rows of x
+ * are the B operand. The accumulators are D[n][m]. M <= ROWS, so little of a tile is padding.
  *
- * grid: tiles of 64 rows of W times split, in clusters of split; block: 192; shared: the ring and what comes, 112 KB at most, for
- * two CTAs a multiprocessor (256 bytes beside it, declared static, take 1 KB, and leave room for one: 64 rows 8 % slower). On
- * an H200 (2026-11-22) it reads W at 95 to 99 % of what a plain read reaches where that takes 20 us or more and x has few rows. In
- * a chain each launch costs about 2.5 us that nothing hides: 1 from the last CTA's end until grid_wait() returns in the next
- * kernel, 0.3 to 0.5 for the first x, the sum over the cluster, the stores and the end. Retired: sums left in shared memory
- * between cluster barriers and read from there (the barriers fence to the whole GPU): 2 to 3 us for the sum instead of 1. Bulk
- * copies of the sums, into the peers' rings, which first must say that they are free, or into this room: as fast or 2 to 4 %
- * slower (64 rows). Slices of W and of x in rings of their own, so that more of W is fetched ahead: 1 us slower up to 32 rows, for
- * the thread that fetches x then also says how many bytes come, and 5 % where K is long. 128 rows of x (24 to 35 % of the
- * bandwidth where gemm_wgmma has 28 to 45). 128 rows of W a CTA (fewer reads of x, but two thirds of the speed where fewer
- * multiprocessors then work); neighbouring tiles, two or four, that fetch x together by multicast (as fast at best); rings of 54
- * and 72 KB, for three kernels side by side (slower); fetching the start of the next kernel's W into the L2 cache (its ring holds
- * that already), or the rest of a CTA's own while it waits for x (1B, one row, a step: 813 us; 8 KB of each every 0.25 us 820, all
- * at once 832; what the next kernel needs first, behind the last of its own, 821 to 827: the L2 cache gives hardly more bytes than
- * memory does); each tile from another slice of K on (2 to 20 % slower: CTAs no longer read the same x together); the first x
- * asked for by four warps, four sums side by side from 32 rows on (0 to 4 % slower); slices of 128 columns, fetched as two boxes
- * or as one of three dimensions (as fast up to 32 rows, 64 rows 5 to 11 % slower); x as the 64 rows, 16 or 32 rows of W and all of
- * K, so that no sums meet (6.5 us for 5.3: o of the 1B model, 64 rows; 7.2 for 6.0: qkv); one producer for W and x (half the
- * speed: its loop took longer than the copies). With clusters placed as now (2026-11-24): rings and barriers apart for W and x (0
- * to 15 % slower), and such of 72 KB, three CTAs a multiprocessor (slower but for 6144 x 4096 in four parts, 16 rows 77 -> 87 %);
- * norms folded in for more than 8 rows, sums of 64 columns left by this kernel (1B, 64 sequences 58,170 -> 52,720 tokens a second,
- * 32 33,460 -> 31,610, for each CTA of gate_up reads all rows' sums; ahead of qkv alone 57,680 and 34,050). */
+ * Inputs and outputs are those of chapter 5. The epilogue is any of enum epilogue. With M <= 8 the
+ * kernel also applies a fused RMSNorm (norm_ready), and with EPI_QKV the QK-norm.
+ *
+ * Main loop: one CTA has 64 rows of W, one consumer warpgroup and two producer warps. The producers
+ * keep a ring of n_bufs buffers full. A buffer holds a K block of 64 columns: 64 rows of W, then
+ * ROWS rows of x, 128 bytes each, both with the 128-byte swizzle. TMA writes zeros for columns
+ * beyond K and for rows of W beyond N. It reads the padding rows of x (GEMM_PAD_ROWS) as they are;
+ * their results are not stored.
+ *
+ * Split-K: if W has too few rows for all SMs, the `split` CTAs of a cluster share the K of a tile.
+ * The partial sums are reduced by a reduce-scatter over DSMEM: each CTA owns 1/split of the rows of
+ * x, receives their partials from the registers of the other CTAs, adds them in the order of K
+ * (bitwise repeatable), and stores the result. A CTA exits only after all its partials have
+ * arrived, so no CTA sends to one that has exited.
+ *
+ * Grid: (tiles of 64 rows of W) * split, in clusters of split. With QK-norm at D = 128 a cluster
+ * has the two tiles of a head. Block: 192. Shared: ring and receive buffer, at most 112 KB, and the
+ * barriers. Bytes: the kernel is bound by reading W once, 2NK bytes.
+ *
+ * Why this shape:
+ * - The ring fills with W before grid_wait(), while the previous kernel still runs.
+ * - 112 KB allow two CTAs per SM, so a CTA of the next kernel prefetches its W in the same way.
+ * - The barriers are in dynamic shared memory: 256 bytes of static shared memory would take 1 KB
+ *   and leave space for only one CTA per SM.
+ * - A launch in a chain of kernels has about 2.5 us that nothing hides: 1 us from the end of the
+ *   last CTA until grid_wait() returns in the next kernel; 0.3 to 0.5 us for the first x; the rest
+ *   for the reduction over the cluster, the stores and the end.
+ *
+ * The launcher asserts: M <= ROWS; at most 8 CTAs in a cluster; no next_norm; with QK-norm ROWS = 8.
+ *
+ * Speed: 95 to 99 % of the read bandwidth where reading W takes 20 us or more and M is small.
+ *
+ * Retired or tried (figures: test/results/kernel-choices.md):
+ * - Partials in own shared memory, read by the other CTAs between cluster barriers: slower.
+ * - Bulk copies of the partials, to the ring or to the receive buffer: not faster.
+ * - Separate rings for W and x, so that more of W is prefetched: slower.
+ * - A kernel for 128 rows of x: slower than gemm_wgmma.
+ * - 128 rows of W per CTA: fewer reads of x, but slower, because fewer SMs work.
+ * - Multicast of x to two or four neighbouring tiles: not faster.
+ * - Rings of 54 or 72 KB, for three resident CTAs per SM: slower except for one shape.
+ * - L2 prefetch of the next kernel's W: no gain, its ring already holds it.
+ * - L2 prefetch of the CTA's own W while it waits for x: slower.
+ * - Each tile begins at another K block: slower, because CTAs no longer read the same x together.
+ * - Four warps load the first x; four accumulator chains from 32 rows on: not faster.
+ * - K blocks of 128 columns, as two boxes or as one box of three dimensions: not faster.
+ * - x as the 64-row operand, with 16 or 32 rows of W and all of K, so without split-K: slower.
+ * - One producer thread for W and x: half the speed, its loop took longer than the copies.
+ * - Fused RMSNorm for M > 8 (this kernel writes sums of squares per 64 columns): slower. */
 
-/* EPI_QKV, here and in gemm_gemv: the row of D elements of q, or of the pages of K and V, that is head h of row m. */
+/* EPI_QKV, here and in gemm_gemv: index of the row of D elements that takes head `head` of row m.
+ * It is a row of q for query heads and a row of the KV pages for K and V heads. */
 __device__ static inline size_t qkv_row(const qkv_params &qkv, int m, int head) {
     int kv_slot = qkv.kv_slot[m],
         kv_head = head < qkv.H + qkv.K ? head - qkv.H : head - qkv.H - qkv.K;
@@ -3406,8 +3433,9 @@ __device__ static inline size_t qkv_row(const qkv_params &qkv, int m, int head) 
                      kv_slot % qkv.B;
 }
 
-/* gemm_smallm_kernel with qkv_params is for EPI_QKV, with smallm_no_qkv for all others: as a branch of one kernel it made one row of the
- * 1B model, which does not take it, 0.9 % slower (0.749 -> 0.756 ms a step, H200, 2026-11-24). */
+/* gemm_smallm_kernel has two kinds of instances: with qkv_params for EPI_QKV, with smallm_no_qkv
+ * for all other epilogues. EPI_QKV as a runtime branch of one kernel slowed down steps that never take
+ * the branch by 0.9 %. */
 typedef struct smallm_no_qkv {
 } smallm_no_qkv;
 template <class P> constexpr bool smallm_has_qkv = false;
@@ -3417,46 +3445,56 @@ enum {
     SMALLM_K = 64,
     SMALLM_N = 64,
     SMALLM_THREADS = 192,
-    SMALLM_W_BYTES = SMALLM_N * SMALLM_K * 2 /* bytes of W in a stage; x lies behind */
+    SMALLM_W_BYTES = SMALLM_N * SMALLM_K * 2 /* W in one buffer of the ring; x follows it */
 };
 enum {
-    SMALLM_ROW_BYTES = SMALLM_N * 4 /* bytes of sums of a row of x */,
-    SMALLM_BLOCK_BYTES = 8 * SMALLM_ROW_BYTES /* of 8 rows */
+    SMALLM_ROW_BYTES = SMALLM_N * 4,          /* float32 sums of one row of x */
+    SMALLM_BLOCK_BYTES = 8 * SMALLM_ROW_BYTES /* float32 sums of a block of 8 rows of x */
 };
-enum { SMALLM_MAX_BUFS = 12 /* at most */ };
+enum { SMALLM_MAX_BUFS = 12 /* maximum number of buffers in the ring */ };
 enum {
-    SMALLM_NORM_CTAS =
-        4 /* CTAs of a cluster with QK-norm, at most: larger ones do not all run at once */
+    /* Maximum CTAs of a cluster with QK-norm. Larger clusters are not all resident at once. */
+    SMALLM_NORM_CTAS = 4
 };
 template <int ROWS> struct smallm_ring {
     enum {
         BUF_BYTES = SMALLM_W_BYTES + ROWS * SMALLM_K * 2,
-        BAR_BYTES = 16 * SMALLM_MAX_BUFS + 16 /* full and empty per stage, sums */
+        /* full and empty barriers of each buffer, then partials_bar and norm_bar */
+        BAR_BYTES = 16 * SMALLM_MAX_BUFS + 16
     };
+    /* after the main loop the ring's memory holds the output staging and this CTA's own partials */
     static_assert(3 * BUF_BYTES >= 2 * ROWS * SMALLM_ROW_BYTES,
                   "a part's own sums take the ring's place, and what is put out, too");
 };
-/* What comes from the other parts, for up to `rows` rows of x; stages of the ring beside it. */
+/* Bytes of the receive buffer for the partials of the other CTAs, for up to `rows` rows of x. */
 __host__ __device__ constexpr int smallm_partial_bytes(int rows, int split) {
     return (split - 1) * ((rows + 8 * split - 1) / (8 * split)) * SMALLM_BLOCK_BYTES;
 }
+/* Number of ring buffers that fit next to the receive buffer. */
 template <int ROWS> __host__ __device__ constexpr int smallm_n_bufs(int split) {
     int fit = (112 * 1024 - smallm_partial_bytes(ROWS, split)) / smallm_ring<ROWS>::BUF_BYTES;
     return fit < SMALLM_MAX_BUFS ? fit : SMALLM_MAX_BUFS;
 }
 
 #if HOPPER
-typedef struct smallm_cta { /* where a CTA works */
-    int n0, k_block0, n_k_blocks;     /* its rows of W, its slices of K */
-    int k_rank, split;       /* its rank in the cluster, of how many */
-    /* blocks of 8 rows of x whose sums a part adds up and puts out; this one's rows */
+typedef struct smallm_cta { /* the work and the shared memory of one CTA */
+    /* n0: first row of W of the tile. k_block0, n_k_blocks: first K block of this CTA, and how many
+     * K blocks it has. */
+    int n0, k_block0, n_k_blocks;
+    int k_rank, split; /* split-K rank of this CTA; number of ranks of a tile */
+    /* blocks_per_rank: blocks of 8 rows of x that a rank reduces and stores. m0, rows: first row of
+     * x that this rank reduces and stores, and how many rows it has. */
     int blocks_per_rank, m0, rows;
-    int n_bufs;
+    int n_bufs; /* buffers of the ring */
+    /* Shared memory addresses. ring: the ring. partials: the receive buffer. full, empty: barriers,
+     * one of each per buffer, 8 bytes apart. */
     uint32_t ring, partials, full, empty;
-    uint32_t partials_bar;         /* barrier: those of the others have come */
-    /* rank in the cluster of its tile's first part: not 0 in the second of two tiles of a head */
+    uint32_t partials_bar; /* barrier: all partials of the other ranks have arrived */
+    /* Cluster rank of the tile's first CTA. It differs from 0 only in the second tile of a head:
+     * with QK-norm at D = 128 a cluster has the two tiles of a head. */
     int first_rank;
-    /* with QK-norm: barrier, and what comes of the head's other tile, 8 bytes a row */
+    /* With QK-norm. norm_bar: barrier, the sums of squares of the head's other tile have arrived.
+     * peer_sumsq: these sums, 8 bytes per row. */
     uint32_t norm_bar, peer_sumsq;
 } smallm_cta;
 
@@ -3479,7 +3517,8 @@ __device__ static inline smallm_cta smallm_cta_init(uint32_t ring, int M, int K,
     return cta;
 }
 
-/* One thread fetches W: as much as there is room for before the kernel ahead has ended. It also announces the bytes of x. */
+/* Producer of W, one thread. It fills the whole ring before the previous kernel has ended. It also
+ * announces the bytes of x to the full barriers. */
 template <int ROWS>
 __device__ static inline void smallm_produce_w(const CUtensorMap *map, const smallm_cta &cta) {
     int buf = 0, parity = 1;
@@ -3491,7 +3530,8 @@ __device__ static inline void smallm_produce_w(const CUtensorMap *map, const sma
         if (++buf == cta.n_bufs) buf = 0, parity ^= 1;
     }
 }
-/* Another fetches x. */
+/* Producer of x, one thread of another warp. The first n_prefetch buffers are empty, so it does not
+ * wait for them. */
 template <int ROWS>
 __device__ static inline void smallm_produce_x(const CUtensorMap *map, const smallm_cta &cta) {
     int buf = 0, parity = 0, n_prefetch = min(cta.n_bufs, cta.n_k_blocks);
@@ -3509,8 +3549,9 @@ __device__ static inline void smallm_produce_x(const CUtensorMap *map, const sma
     }
 }
 
-/* The warpgroup: acc[n][m] = its rows of W times x. A wgmma of few columns is issued faster than the one before has accumulated,
- * so CHAINS independent sums are kept and added at the end. */
+/* Main loop of the consumer warpgroup: acc[n][m] = W x^T for this CTA's rows of W and K blocks. A
+ * small wgmma can be issued faster than the previous one finishes its accumulation. So the loop
+ * keeps CHAINS independent sets of accumulators and adds them at the end. */
 template <int ROWS, int CHAINS>
 __device__ static inline void smallm_mainloop(float (&acc)[CHAINS][ROWS / 2],
                                               const smallm_cta &cta) {
@@ -3524,7 +3565,7 @@ __device__ static inline void smallm_mainloop(float (&acc)[CHAINS][ROWS / 2],
         for (int k = 0; k < SMALLM_K / 16; k++)
             wgmma_ss<ROWS>(acc[k % CHAINS], a_desc + 2 * k, b_desc + 2 * k, 1);
         wgmma_commit();
-        wgmma_wait<1>(); /* the slice before is done with */
+        wgmma_wait<1>(); /* the MMAs of the previous K block are complete */
         if (i > 0 && threadIdx.x == 0) mbar_arrive(cta.empty + 8 * last_buf);
         last_buf = buf;
         if (++buf == cta.n_bufs) buf = 0, parity ^= 1;
@@ -3537,16 +3578,20 @@ __device__ static inline void smallm_mainloop(float (&acc)[CHAINS][ROWS / 2],
         acc[0][i % (ROWS / 2)] += acc[1 + i / (ROWS / 2)][i % (ROWS / 2)];
 }
 
-/* ---- The sums meet ----
+/* ---- Split-K: reduce-scatter of the partial sums ----
  *
- * Block j is 8 rows of x, 64 of W: acc[4j .. 4j+3] of 128 threads. A part gets the others' of its own blocks as
- * [sender][block][thread] x 16 bytes, in room that is nothing else's: nobody need say that he is ready. What is put out lies as
- * [rows][SMALLM_N] floats, of row m the groups of 8 exchanged so that the 32 lanes of a store meet 32 banks. */
+ * Block j is 8 rows of x by 64 rows of W: the accumulators acc[4j .. 4j+3] of 128 threads. A rank
+ * receives the partials of its own blocks as [sender][block][thread] x 16 bytes. The receive buffer
+ * is not part of the ring, so no ready handshake is needed.
+ *
+ * The output staging is [rows][SMALLM_N] floats. In row m the groups of 8 columns are swizzled by m
+ * (XOR), so that the 32 lanes of a store hit 32 different banks. */
 
 __device__ static inline uint32_t smallm_staging_at(int m, int n) {
     return (uint32_t)(m * SMALLM_ROW_BYTES + (n ^ (m >> 1 & 3) << 3) * 4);
 }
 
+/* Address of this thread's partials of the first block that from_rank sends to to_rank. */
 __device__ static inline uint32_t smallm_partial_at(const smallm_cta &cta, int from_rank,
                                                     int to_rank) {
     return cta.partials +
@@ -3554,10 +3599,10 @@ __device__ static inline uint32_t smallm_partial_at(const smallm_cta &cta, int f
                       SMALLM_BLOCK_BYTES) +
            threadIdx.x * 16;
 }
-/* To each other part its blocks. */
-template <int ROWS> __device__ static inline void smallm_send_partials(const float (&acc)[ROWS / 2],
-                                                                       const smallm_cta &cta,
-                                                                       int M) {
+/* Sends every other rank the partials of its blocks. */
+template <int ROWS>
+__device__ static inline void smallm_send_partials(const float (&acc)[ROWS / 2],
+                                                   const smallm_cta &cta, int M) {
     int to_rank = 0, first_block = 0;
 #pragma unroll
     for (int block = 0; block < ROWS / 8; block++) {
@@ -3569,7 +3614,7 @@ template <int ROWS> __device__ static inline void smallm_send_partials(const flo
                         acc + 4 * block, mapa(cta.partials_bar, cta.first_rank + to_rank));
     }
 }
-/* Four sums of block j of this part's to where they are put out from. */
+/* Stores four sums of this rank's block `block` to the output staging. */
 __device__ static inline void smallm_staging_write(const smallm_cta &cta, int block,
                                                    const float values[4]) {
     int lane = (int)threadIdx.x % 32, n = (int)threadIdx.x / 32 * 16 + lane / 4;
@@ -3579,9 +3624,11 @@ __device__ static inline void smallm_staging_write(const smallm_cta &cta, int bl
                              smallm_staging_at(block * 8 + lane % 4 * 2 + i % 2, n + i / 2 * 8),
                          values[i]);
 }
-/* This part's blocks, the parts of K added in their order. Its own lie where the ring was. */
-template <int ROWS> __device__ static inline void smallm_reduce_split(const float (&acc)[ROWS / 2],
-                                                                      const smallm_cta &cta) {
+/* Reduces this rank's blocks over the split-K ranks, in rank order, into the output staging. The
+ * rank's own partials are stored in the memory of the ring. */
+template <int ROWS>
+__device__ static inline void smallm_reduce_split(const float (&acc)[ROWS / 2],
+                                                  const smallm_cta &cta) {
     uint32_t own = cta.ring + ROWS * SMALLM_ROW_BYTES + threadIdx.x * 16;
     int first_block = cta.k_rank * cta.blocks_per_rank;
 #pragma unroll
@@ -3606,10 +3653,11 @@ template <int ROWS> __device__ static inline void smallm_reduce_split(const floa
     }
 }
 
-/* ---- Its epilogue: 8 outputs of a row at a time ---- */
+/* ---- Epilogue of gemm_smallm: a thread stores items of 8 outputs of a row ---- */
 
-/* The item-th piece of this thread: row *m and column *n of the tile's (gates and ups, and both halves of a head, counted both).
- * False: there is none. */
+/* Finds the item-th item of this thread: row *m of x and column *n of the accumulator tile. An item
+ * covers 8 columns, or 16 for EPI_SWIGLU (8 of gate, 8 of up) and EPI_QKV (8 of the low half of a
+ * head, 8 of the high half). Returns false if the thread has no such item. */
 template <class QKV> __device__ static inline bool smallm_item_at(const gemm_kernel_args &args,
                                                                   const smallm_cta &cta, int item,
                                                                   int *m, int *n) {
@@ -3618,7 +3666,7 @@ template <class QKV> __device__ static inline bool smallm_item_at(const gemm_ker
     *m = cta.m0 + (index >> per_row_log2), *n = (index & (1 << per_row_log2) - 1) * (8 << paired);
     return index < cta.rows << per_row_log2 && cta.n0 + *n < args.N;
 }
-/* v = columns n .. n+7 of row m, times scale. */
+/* values = columns n .. n+7 of row m, times scale. */
 __device__ static inline void smallm_staging_read(float values[8], const smallm_cta &cta, int m,
                                                   int n, float scale) {
     uint32_t at = cta.ring + smallm_staging_at(m - cta.m0, n);
@@ -3633,7 +3681,7 @@ __device__ static inline void smallm_add_bias(float values[8], const float *bias
 #pragma unroll
     for (int i = 0; i < 8; i++) values[i] += bias[n + i];
 }
-/* The sums of 8 outputs; SWIGLU's are final. */
+/* values = the 8 sums of an item. For EPI_SWIGLU they are the final outputs. */
 __device__ static inline void smallm_outputs(float values[8], const gemm_kernel_args &args,
                                              const smallm_cta &cta, int m, int n, float scale) {
     float up[8];
@@ -3645,6 +3693,7 @@ __device__ static inline void smallm_outputs(float values[8], const gemm_kernel_
 #pragma unroll
     for (int k = 0; k < 8; k++) values[k] = swiglu(values[k], up[k]);
 }
+/* Stores an item of EPI_STORE, EPI_RESIDUAL or EPI_SWIGLU. */
 __device__ static inline void smallm_store(float values[8], const gemm_kernel_args &args,
                                            const smallm_cta &cta, int m, int n, uint4 residual) {
     int gated = args.epi == EPI_SWIGLU;
@@ -3657,13 +3706,14 @@ __device__ static inline void smallm_store(float values[8], const gemm_kernel_ar
     }
     *(uint4 *)(args.y + (size_t)m * args.ldy + (cta.n0 + n >> gated)) = pack_8(values);
 }
-/* EPI_QKV: eight elements of the first half of a head of row m, and the eight of its second half: where they go, and how they are
- * turned. Reads nothing that a kernel of the step writes. */
+/* EPI_QKV: an item is eight elements of the low half of a head of row m, and the eight of its high
+ * half that RoPE pairs with them. This says where they are stored and how they are rotated. It
+ * reads nothing that a kernel of the step writes, so it may run before grid_wait(). */
 typedef struct smallm_rope_pairs {
-    bf16 *to;
-    const float4 *cos_sin; /* cosine, sine of each; NULL: of a head of V */
+    bf16 *to;              /* first of the eight elements of the low half */
+    const float4 *cos_sin; /* (cosine, sine) of each pair; NULL: a V head, which is not rotated */
 } smallm_rope_pairs;
-/* n: a column of the first half, by turns */
+/* n: column of a low half, in the row order of qkv_interleave */
 __device__ static inline smallm_rope_pairs smallm_rope_pairs_at(const qkv_params &qkv, int m,
                                                                 int n) {
     const int head = n / qkv.D, elem = n % qkv.D / 16 * 8;
@@ -3672,7 +3722,7 @@ __device__ static inline smallm_rope_pairs smallm_rope_pairs_at(const qkv_params
     return smallm_rope_pairs{(head < qkv.H ? qkv.q : qkv.kv) + row * qkv.D + elem,
                              head < qkv.H + qkv.K ? cos_sin : NULL};
 }
-/* Columns n .. n+7 of row m, and the eight that lie behind them, with the bias. */
+/* lo = columns n .. n+7 of row m, hi = the next eight; times scale, plus bias. */
 __device__ static inline void smallm_load_halves(float lo[8], float hi[8],
                                                  const gemm_kernel_args &args,
                                                  const smallm_cta &cta, int m, int n, float scale) {
@@ -3681,6 +3731,7 @@ __device__ static inline void smallm_load_halves(float lo[8], float hi[8],
     smallm_add_bias(lo, args.bias, cta.n0 + n);
     smallm_add_bias(hi, args.bias, cta.n0 + n + 8);
 }
+/* Rotates the pairs and stores them. half: D/2, elements from the low to the high half. */
 __device__ static inline void smallm_store_rope(float lo[8], float hi[8],
                                                 const smallm_rope_pairs &rope,
                                                 const float4 cos_sin[4], int half) {
@@ -3700,13 +3751,13 @@ __device__ static inline void smallm_store_logits(const float values[8],
     to[1] = make_float4(values[4], values[5], values[6], values[7]);
 }
 
-/* QK-norm, for up to 8 rows: a thread has one piece at most, and four of them are a row. The weights of its columns; w NULL: the
- * tile's head has no norm. */
+/* QK-norm, for M <= 8: a thread has at most one item, and four threads hold the 64 columns of a
+ * row. This holds the norm weights of the thread's columns. */
 typedef struct smallm_qk_norm {
-    const float *w;
-    float lo[8], hi[8];
+    const float *w;     /* norm weights [D] of the head; NULL: the tile's head has no norm */
+    float lo[8], hi[8]; /* weights of the item's low and high half */
 } smallm_qk_norm;
-/* n: a column of the first half, by turns */
+/* n: column of a low half, in the row order of qkv_interleave */
 __device__ static inline smallm_qk_norm smallm_qk_norm_at(const qkv_params &qkv, int n) {
     const int head = n / qkv.D, elem = n % qkv.D / 16 * 8;
     smallm_qk_norm norm = {head < qkv.H ? qkv.q_norm : head < qkv.H + qkv.K ? qkv.k_norm : NULL};
@@ -3716,7 +3767,9 @@ __device__ static inline smallm_qk_norm smallm_qk_norm_at(const qkv_params &qkv,
         norm.hi[k] = norm.w ? norm.w[qkv.D / 2 + elem + k] : 1;
     return norm;
 }
-/* Of two tiles of a head each sends the other its rows' sums of squares. All threads come; there: this one has a piece of row m. */
+/* Normalizes the item. At D = 128 a head has two tiles, in two CTAs of the cluster: they exchange
+ * their row sums of squares through DSMEM. All threads of the CTA call this. valid: this thread has
+ * an item, in row m. */
 __device__ static inline void smallm_apply_qk_norm(float lo[8], float hi[8], bool valid, int m,
                                                    const smallm_qk_norm &norm,
                                                    const qkv_params &qkv, const smallm_cta &cta) {
@@ -3745,14 +3798,14 @@ __global__ static void __launch_bounds__(SMALLM_THREADS, 2)
                        int split, const QKV qkv) {
 #if HOPPER
     constexpr int ITEMS = (ROWS * SMALLM_N / 8 + SMALLM_THREADS - 1) / SMALLM_THREADS;
-    /* pieces of EPI_QKV */
+    /* items of EPI_QKV per thread; 0 for other epilogues */
     constexpr int ROPE_ITEMS = smallm_has_qkv<QKV>
                                    ? (ROWS * SMALLM_N / 16 + SMALLM_THREADS - 1) / SMALLM_THREADS
                                    : 0;
     extern __shared__ __align__(1024) char smallm_smem[];
     smallm_cta cta = smallm_cta_init<ROWS>(smem_addr(smallm_smem), args.M, args.K, split);
     int m, n, tid = (int)threadIdx.x, warp = tid / 32, lane = tid % 32;
-    uint4 residual[ITEMS]; /* what a residual is added to is fetched ahead */
+    uint4 residual[ITEMS]; /* the residual of EPI_RESIDUAL, loaded before the main loop */
     smallm_rope_pairs rope[ROPE_ITEMS + 1];
     float4 cos_sin[ROPE_ITEMS + 1][4];
     __shared__ float row_scale[FUSE_NORM_MAX_ROWS];
@@ -3771,7 +3824,7 @@ __global__ static void __launch_bounds__(SMALLM_THREADS, 2)
     }
     __syncthreads();
     grid_launch_dependents();
-    /* the others may know that the barriers are there */
+    /* tells the other CTAs of the cluster that the barriers of this CTA are initialized */
     if (cluster_ctas > 1) cluster_arrive_relaxed();
     if (warp == 4 && lane == 0) smallm_produce_w<ROWS>(&map_w, cta);
     if (warp == 5 && lane == 0) smallm_produce_x<ROWS>(&map_x, cta);
@@ -3806,11 +3859,11 @@ __global__ static void __launch_bounds__(SMALLM_THREADS, 2)
     if (cluster_ctas > 1) cluster_wait();
     if (split > 1 && warp < 4) smallm_send_partials<ROWS>(acc[0], cta, args.M);
 #pragma unroll
-    for (int i = 0; i < 4 * ROPE_ITEMS; i++) /* while the sums are on their way */
+    for (int i = 0; i < 4 * ROPE_ITEMS; i++) /* while the partials are in flight */
         if (smallm_item_at<QKV>(args, cta, i / 4, &m, &n))
             cos_sin[i / 4][i % 4] = rope[i / 4].cos_sin ? rope[i / 4].cos_sin[i % 4]
                                                         : make_float4(1, 0, 1, 0);
-    __syncthreads(); /* nobody reads the ring any more, and all that was to come has come */
+    __syncthreads(); /* no wgmma reads the ring any more, and no TMA load into it is pending */
     if (warp < 4) smallm_reduce_split<ROWS>(acc[0], cta);
     __syncthreads();
     const bool scaled = ROWS == FUSE_NORM_MAX_ROWS && args.norm.input_sumsq;
