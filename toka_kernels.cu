@@ -3400,7 +3400,8 @@ static void gemm_wgmma_scatter(toka_device *dev, const gemm_args *args, bf16 *co
  *   last CTA until grid_wait() returns in the next kernel; 0.3 to 0.5 us for the first x; the rest
  *   for the reduction over the cluster, the stores and the end.
  *
- * The launcher asserts: M <= ROWS; at most 8 CTAs in a cluster; no next_norm; with QK-norm ROWS = 8.
+ * The launcher asserts: M <= ROWS; at most 8 CTAs in a cluster; no next_norm; ROWS = 8 with QK-norm
+ * (and what gemm_checked_args asserts).
  *
  * Speed: 95 to 99 % of the read bandwidth where reading W takes 20 us or more and M is small.
  *
@@ -3411,7 +3412,8 @@ static void gemm_wgmma_scatter(toka_device *dev, const gemm_args *args, bf16 *co
  * - A kernel for 128 rows of x: slower than gemm_wgmma.
  * - 128 rows of W per CTA: fewer reads of x, but slower, because fewer SMs work.
  * - Multicast of x to two or four neighbouring tiles: not faster.
- * - Rings of 54 or 72 KB, for three resident CTAs per SM: slower except for one shape.
+ * - Rings of 54 or 72 KB, for three CTAs per SM: slower. Separate rings of 72 KB: slower except for
+ *   one shape.
  * - L2 prefetch of the next kernel's W: no gain, its ring already holds it.
  * - L2 prefetch of the CTA's own W while it waits for x: slower.
  * - Each tile begins at another K block: slower, because CTAs no longer read the same x together.
@@ -3434,8 +3436,8 @@ __device__ static inline size_t qkv_row(const qkv_params &qkv, int m, int head) 
 }
 
 /* gemm_smallm_kernel has two kinds of instances: with qkv_params for EPI_QKV, with smallm_no_qkv
- * for all other epilogues. EPI_QKV as a runtime branch of one kernel slowed down steps that never take
- * the branch by 0.9 %. */
+ * for all other epilogues. EPI_QKV as a runtime branch of one kernel slowed down steps that never
+ * take the branch. */
 typedef struct smallm_no_qkv {
 } smallm_no_qkv;
 template <class P> constexpr bool smallm_has_qkv = false;
@@ -3922,14 +3924,20 @@ static void gemm_smallm_tile(toka_device *dev, const gemm_args *args, int split)
                                                                  args->qkv->D / SMALLM_N,
                                                                  *args->qkv);
 }
-/* How many CTAs share a tile's K: as many as run at once, two a multiprocessor, but eight only where these have one each; and each
- * has three slices of K or more. Where somewhat more tiles than multiprocessors would leave many of these idle, a long K is halved;
- * where a long K's parts would leave more idle than eight do, it is in eight. Shares of the time to read W, 16 rows, in 1, 2, 4 and
- * 8 parts (H200, 2026-11-24 and 25): 50, 67, 69, 48 (3072 x 2048), 37, 46, 71, 35 (2048 x 2048), 66, 82, 77, 70 (6144 x 4096), 69,
- * 74, 83, 62 (4096 x 4096), 20, 35, 46, 54 (896 x 4864), 73, 46, 41, 24 (9728 x 896), 84, 74, 85, 92 (5120 x 17408), 80, 73, 79, 82
- * (5120 x 8192), 41, 59, 65, 73 (1536 x 8960), 73, 79, 88, 92 (3584 x 18944), 68, 68, 80, 76 (3072 x 8192), 82, 85, 91, 78 (4096 x
- * 12288). Eight parts, a step of 16 sequences: Qwen3-14B 7.85 -> 7.78 ms, Qwen2.5-1.5B 1.411 -> 1.381. */
-/* of the time */
+/* ---- Split-K of gemm_smallm ----
+ *
+ * The split is a power of two from 1 to 8. The rules, in this order:
+ *
+ * 1. The largest split with tiles * split <= 2 * SMs (two CTAs per SM are resident). Split 8 needs
+ *    tiles * split <= SMs.
+ * 2. Each CTA has at least three K blocks.
+ * 3. If SMs < tiles < 1.5 * SMs and K is at least about 4,096: split 2. Otherwise many SMs would
+ *    idle in the second wave.
+ * 4. If tiles <= SMs, K is at least about 8,192, and split 8 has a clearly higher utilization than
+ *    the split of rules 1 and 2: split 8.
+ *
+ * The figures are in test/results/kernel-choices.md. */
+/* Share of the CTA slots of all waves that `ctas` CTAs fill, if max_ctas CTAs are resident. */
 static double smallm_utilization(int ctas, int max_ctas) {
     return (double)ctas / (ceil_div(ctas, max_ctas) * max_ctas);
 }
@@ -3939,7 +3947,7 @@ static int gemm_smallm_split(const toka_device *dev, int N, int K) {
     while (split < 8 && 2 * split * tiles <= dev->n_sms * (split < 4 ? 2 : 1)) split *= 2;
     while (split > 1 && k_blocks < 3 * split) split /= 2;
     if (tiles > dev->n_sms) return 2 * tiles < 3 * dev->n_sms && k_blocks >= 64 ? 2 : split;
-    /* CTAs that run at once in clusters of eight, which do not fill all parts of the GPU */
+    /* resident CTAs in clusters of eight, which do not fill all GPCs of the GPU */
     const int max_ctas_8 = max(two_per_sm - 24, 8);
     return k_blocks >= 128 && smallm_utilization(8 * tiles, max_ctas_8) >
                                   smallm_utilization(split * tiles, two_per_sm) + 0.075
@@ -3956,27 +3964,42 @@ static void gemm_smallm(toka_device *dev, const gemm_args *args) {
     else gemm_smallm_tile<64>(dev, args, split);
 }
 
-/* ---- y[M][N] = x[M][K] W[N][K]^T for up to 16 rows, on mma.sync with the sides swapped ----
+/* ---- gemm_gemv: y[M][N] = x[M][K] W[N][K]^T for M <= 16, on mma.sync with swapped operands ----
  *
- * in, out as in chapter 5, not LOGITS; M <= ROWS (8, 16). It also does what a chain of few rows needs beside the products: RoPE
- * and the pages of K and V (EPI_QKV), the norms (fused_norm). Where W is read in a few microseconds, what counts is the time from
- * the end of the kernel ahead to the end of this one. So there is no cluster and few steps: a CTA has only 16 rows of W, the
- * side m16 of mma.sync, and all of K, of which its eight warps take slices of 64 columns by turns. Each warp has its own ring of
- * slices, so that nobody waits for anybody until the eight sums meet in shared memory and are added in the order of the warps. The
- * rings hold the whole K up to 2,048 columns (ROWS 8), and are filled with W before grid_wait(). Behind K nothing is fetched:
- * zeros take as long as columns (0.5 to 1 us). A slice is 16 rows of W, then ROWS rows of x, 128 bytes each, 16-byte chunk c of
- * row r at c ^ r%8. That W leaves the L2 cache first gains 3 % of a step (1B, one row, H200, 2026-11-22: 799 -> 777 us; 8 rows 837
- * -> 819), for then everything else stays there. Retired: x from the L2 cache to registers, and six stages of W instead of four of
- * both: 785 us, and 980 with 8 rows.
+ * Computes y^T = W x^T, like gemm_smallm. Inputs and outputs are those of chapter 5; M <= ROWS (8
+ * or 16). Epilogues: all of enum epilogue except EPI_LOGITS. To save launches at small M the kernel
+ * also fuses the work around the GEMM: RoPE and the KV append (EPI_QKV), and for M <= 8 the RMSNorm
+ * before it (norm_ready) and what the RMSNorm after it needs (next_norm).
  *
- * grid: 16 rows of W each; block: 256; shared: 96 KB; 2NK bytes. Rings of 48 KB for four CTAs a multiprocessor: slower but where
- * many CTAs read little each, and there gemm_smallm is faster still. */
+ * Main loop: a CTA has 16 rows of W (the m16 side of mma.sync) and all of K. The K blocks of 64
+ * columns go to its eight warps in turn. Each warp has its own ring of K blocks. A buffer holds 16
+ * rows of W, then ROWS rows of x, 128 bytes each; the 16-byte chunk c of row r is stored at c ^
+ * r%8. At the end the eight sums are added in shared memory, in the order of the warps.
+ *
+ * Grid: one CTA per 16 rows of W. Block: 256. Shared: 96 KB, the rings; later the sums. Bytes: 2NK.
+ *
+ * Why this shape:
+ * - If W is read in a few microseconds, the time from the end of the previous kernel to the end of
+ *   this one decides. So there is no cluster, and there are few steps.
+ * - The warps are independent until the final reduction.
+ * - The rings hold up to 2,048 columns of K (ROWS 8) and are filled with W before grid_wait().
+ * - The main loop issues no loads beyond the end of K: zero-fill copies cost as much as real ones.
+ *   Only the first fill has zero-fill copies, for K below what the rings hold.
+ * - W is loaded with evict_first, so everything else stays in the L2 cache: 3 % of a step.
+ *
+ * The launcher asserts: M <= ROWS; not EPI_LOGITS; next_norm only with EPI_RESIDUAL; EPI_QKV has
+ * qkv (and what gemm_checked_args asserts).
+ *
+ * Retired or tried (figures: test/results/kernel-choices.md):
+ * - x from the L2 cache to registers, and six buffers of W instead of four of W and x: slower.
+ * - Rings of 48 KB, for four CTAs per SM: slower, except where many CTAs read little each; for
+ *   those shapes gemm_smallm is faster still. */
 
 enum {
     GEMV_N = 16,
     GEMV_K = 64,
     GEMV_WARPS = 8,
-    GEMV_PITCH = GEMV_N + 4 /* floats from row to row of the sums */
+    GEMV_PITCH = GEMV_N + 4 /* floats from one row of the sums to the next; 4 are padding */
 };
 template <int ROWS> struct gemv_ring {
     enum {
@@ -3986,7 +4009,8 @@ template <int ROWS> struct gemv_ring {
     };
 };
 
-/* W's rows row0 .. row0+15, columns k0 .. k0+63 of K, by one warp; and those columns of x. */
+/* gemv_load_w: one warp loads the rows row0 .. row0+15 of W, columns k0 .. k0+63 of K.
+ * gemv_load_x: one warp loads the same columns of x. Both fill zeros outside the matrices. */
 __device__ static inline void gemv_load_w(uint32_t to, const gemm_kernel_args &args, int row0,
                                           int k0, int lane, uint64_t policy) {
     int k = k0 + lane % 8 * 8;
@@ -3998,9 +4022,9 @@ __device__ static inline void gemv_load_w(uint32_t to, const gemm_kernel_args &a
                                 inside ? 16 : 0, policy);
     }
 }
-template <int ROWS> __device__ static inline void gemv_load_x(uint32_t to,
-                                                              const gemm_kernel_args &args, int k0,
-                                                              int lane) {
+template <int ROWS>
+__device__ static inline void gemv_load_x(uint32_t to, const gemm_kernel_args &args, int k0,
+                                          int lane) {
     int k = k0 + lane % 8 * 8;
 #pragma unroll
     for (int row = lane / 8; row < ROWS; row += 4) {
@@ -4009,7 +4033,7 @@ template <int ROWS> __device__ static inline void gemv_load_x(uint32_t to,
                     inside ? args.x + (size_t)row * args.ldx + k : args.x, inside ? 16 : 0);
     }
 }
-/* acc[m block][.] += one slice. */
+/* acc[block of 8 rows of x][.] += the product of one K block. */
 template <int ROWS>
 __device__ static inline void gemv_multiply(float acc[ROWS / 8][4], uint32_t buf_at, int lane) {
     uint32_t a[4][4], b[ROWS / 4][4];
@@ -4017,7 +4041,7 @@ __device__ static inline void gemv_multiply(float acc[ROWS / 8][4], uint32_t buf
     for (int k = 0; k < 4; k++)
         ldmatrix_x4(a[k], buf_at + lane % 16 * 128 + (((2 * k + lane / 16) ^ lane) % 8) * 16);
 #pragma unroll
-    for (int i = 0; i < ROWS / 8; i++) /* 8 rows of x, 32 columns at a time */
+    for (int i = 0; i < ROWS / 8; i++) /* an ldmatrix loads 8 rows of x, 32 columns */
 #pragma unroll
         for (int k = 0; k < 2; k++)
             ldmatrix_x4(b[2 * i + k], buf_at + (GEMV_N + 8 * i + lane % 8) * 128 +
@@ -4028,8 +4052,10 @@ __device__ static inline void gemv_multiply(float acc[ROWS / 8][4], uint32_t buf
         for (int i = 0; i < ROWS / 8; i++) mma_16816(acc[i], a[k], b[2 * i + k / 2] + k % 2 * 2);
 }
 
-/* Columns n and n+1 of row m with RESIDUAL, and what the norm that follows needs of them: w, its two weights. All threads come;
- * the 8 of a row lie side by side. */
+/* EPI_RESIDUAL with next_norm: stores columns n and n+1 of row m of y, and what the next RMSNorm
+ * needs: y times norm_w (the norm weights of the two columns), and the row's sum of squares over
+ * the CTA's 16 columns. All threads of the CTA call this; the 8 threads of a row are neighbours.
+ * valid: row m and column n exist. */
 __device__ static inline void gemv_store_normed(const gemm_kernel_args &args, bool valid, int m,
                                                 int n, float2 values, uint32_t residual,
                                                 float2 norm_w) {
@@ -4047,13 +4073,14 @@ __device__ static inline void gemv_store_normed(const gemm_kernel_args &args, bo
         args.norm.row_sumsq[m * args.norm.n_sums + (int)blockIdx.x] = sum;
 }
 
-/* EPI_QKV: the pairs of element i and i + D/2, and of the next two, of a head of row m: where they go and how they are turned.
- * Reads nothing that a kernel of the step writes. */
+/* EPI_QKV: two RoPE pairs of a head of row m, (i, i + D/2) and (i + 1, i + 1 + D/2). This says
+ * where they are stored and how they are rotated. It reads nothing that a kernel of the step
+ * writes, so it may run before grid_wait(). */
 typedef struct gemv_rope_pairs {
-    bf16 *to;
-    float4 cos_sin; /* cosine, sine of either */
+    bf16 *to;       /* element i */
+    float4 cos_sin; /* (cosine, sine) of each pair; (1, 0) for V heads, which are not rotated */
 } gemv_rope_pairs;
-/* n: a column of the first half, by turns */
+/* n: column of a low half, in the row order of qkv_interleave */
 __device__ static inline gemv_rope_pairs gemv_rope_pairs_at(const qkv_params &qkv, int m, int n) {
     int head = n / qkv.D, elem = n % qkv.D / 16 * 8 + n % 8;
     size_t row = qkv_row(qkv, m, head);
@@ -4062,6 +4089,7 @@ __device__ static inline gemv_rope_pairs gemv_rope_pairs_at(const qkv_params &qk
                          : make_float4(1, 0, 1, 0);
     return gemv_rope_pairs{(head < qkv.H ? qkv.q : qkv.kv) + row * qkv.D + elem, cos_sin};
 }
+/* a: the two elements of the low half, b: of the high half. half: D/2. */
 __device__ static inline void gemv_store_rope(const gemv_rope_pairs &rope, int half, float2 a,
                                               float2 b) {
     float4 cos_sin = rope.cos_sin;
@@ -4070,18 +4098,20 @@ __device__ static inline void gemv_store_rope(const gemv_rope_pairs &rope, int h
                  b.y * cos_sin.z + a.y * cos_sin.w);
 }
 
-template <int ROWS> __global__ static void __launch_bounds__(32 * GEMV_WARPS, 2)
+template <int ROWS>
+__global__ static void __launch_bounds__(32 * GEMV_WARPS, 2)
     gemm_gemv_kernel(const gemm_kernel_args args, const qkv_params qkv) {
     constexpr int BUF_BYTES = gemv_ring<ROWS>::BUF_BYTES, BUFS = gemv_ring<ROWS>::BUFS;
     extern __shared__ __align__(128) char gemv_smem[];
     int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32, n0 = (int)blockIdx.x * GEMV_N,
         k_step = GEMV_WARPS * GEMV_K;
     uint32_t ring = smem_addr(gemv_smem) + warp * BUFS * BUF_BYTES;
-    /* x, K and V and instructions stay in the cache */
+    /* W leaves the L2 cache first: x, K, V and instructions stay there */
     const uint64_t policy = l2_evict_first_policy();
     float acc[ROWS / 8][4] = {}, *sums = (float *)gemv_smem;
     __shared__ float row_scale[GEMV_WARPS];
-    /* then n is a gate's column, its up's is n + 8 */
+    /* paired: n is a column of gate (or of a low half), n + 8 is its column of up (or of the high
+     * half) */
     bool is_qkv = args.epi == EPI_QKV, paired = is_qkv || args.epi == EPI_SWIGLU;
     int pairs_per_row = paired ? 4 : 8, m = (int)threadIdx.x / pairs_per_row,
         n = (int)threadIdx.x % pairs_per_row * 2;
@@ -4104,7 +4134,7 @@ template <int ROWS> __global__ static void __launch_bounds__(32 * GEMV_WARPS, 2)
         cp_async_commit();
     }
     uint32_t residual = valid ? gemm_residual_pair(args, m, n0 + n) : 0;
-    bool has_scale_row = args.norm.input_sumsq && warp < args.M; /* this warp sees to row `warp` */
+    bool has_scale_row = args.norm.input_sumsq && warp < args.M; /* this warp scales row `warp` */
     lane_sumsq sumsq = {};
     if (has_scale_row) sumsq = rms_prefetch(args.norm, warp, lane);
     for (int k = warp * GEMV_K, buf = 0; k < args.K; k += k_step) {
@@ -4113,7 +4143,7 @@ template <int ROWS> __global__ static void __launch_bounds__(32 * GEMV_WARPS, 2)
         __syncwarp();
         gemv_multiply<ROWS>(acc, buf_at, lane);
         __syncwarp();
-        if (k + BUFS * k_step < args.K) { /* zeros cost as much as columns */
+        if (k + BUFS * k_step < args.K) { /* zero-fill copies would cost as much as real ones */
             gemv_load_w(buf_at, args, n0, k + BUFS * k_step, lane, policy);
             gemv_load_x<ROWS>(buf_at + GEMV_N * 128, args, k + BUFS * k_step, lane);
         }
@@ -4125,7 +4155,7 @@ template <int ROWS> __global__ static void __launch_bounds__(32 * GEMV_WARPS, 2)
         float scale = rms_inverse(args.norm, warp, lane, sumsq);
         if (lane == 0) row_scale[warp] = scale;
     }
-    __syncthreads(); /* the sums take the rings' place */
+    __syncthreads(); /* now the memory of the rings holds the sums */
 #pragma unroll
     for (int i = 0; i < ROWS / 2; i++)
         sums[(warp * ROWS + i / 4 * 8 + lane % 4 * 2 + i % 2) * GEMV_PITCH + lane / 4 +
@@ -4169,52 +4199,60 @@ static void gemm_gemv(toka_device *dev, const gemm_args *args) {
     else gemm_gemv_tile<16>(dev, args);
 }
 
-/* ---- The choice ---- */
+/* ---- Which GEMM ---- */
 
-/* up to so many rows W is best the left operand: at every shape, at some shapes */
-enum { SMALLM_ALWAYS = 32, SMALLM_MAX = 64 };
-/* up to so many rows, storing all logits with gemm_smallm beats sampling from tiles of 128 rows */
+enum {
+    SMALLM_ALWAYS = 32, /* up to this M gemm_smallm is used for every shape of W */
+    SMALLM_MAX = 64     /* up to this M gemm_smallm is used for some shapes of W */
+};
+/* LM head: up to this M, storing all logits with gemm_smallm is faster than the fused sampling
+ * epilogue of gemm_wgmma, whose tiles have 128 rows. */
 enum { SAMP_STORED_MAX = 16 };
-enum gemm_family { BY_GEMV, BY_SMALLM /* up to here EPI_QKV is done, too */, BY_MMA, BY_WGMMA };
+enum gemm_family {
+    BY_GEMV,
+    BY_SMALLM, /* the families up to here have EPI_QKV; gemm_fuses_qkv relies on this order */
+    BY_MMA,
+    BY_WGMMA
+};
 
-/* Measured on an H200 in chains of one GEMM over weights that no cache holds; shares of the time to read W. gemm_gemv against
- * gemm_smallm, 8 rows, 2026-11-24: 69 : 72 % (N x K 3072 x 2048), 56 : 73 (2048 x 2048), 80 : 76 (2048 x 8192), 81 : 83 (6144 x
- * 4096), 90 : 85 (4096 x 4096), 98 : 94 (4096 x 14336), 43 : 72 (9728 x 896), 42 : 66 (896 x 4864); but thin brings the norm
- * behind it along, and where gemm_smallm does so, too, and all of the 1B model's qkv and o go there, a step of one row takes 2 to 5 %
- * longer. More of W, 2026-11-25: 86 : 89 (7168 x 5120), 87 : 84 (10240 x 5120), 74 : 84 (12288 x 2048), 89 : 92 (16384 x 3072), 65
- * : 74 (17920 x 1536), 83 : 83 (19456 x 2560), 79 : 84 (22016 x 2048), 96 : 87 (24576 x 4096), 98 : 92 (37888 x 3584); but what
- * counts is a step, ms, one row and eight: the last, of Qwen2.5-7B, 3.53 : 3.74, 3.79 : 3.97; 22016 x 2048, Qwen2.5-3B, 1.95 :
- * 1.99, 2.19 : 2.22; 19456 x 2560, Qwen3-4B, 2.54 : 2.56, 2.85 : 2.86; 6144 x 4096, 8B, 3.84 : 3.82, 4.17 : 4.16, Qwen3-8B 3.99 :
- * 3.97, 4.35 : 4.32. 16 rows: 63 : 69, 48 : 71, 62 : 76, 72 : 83, 81 : 83, 93 : 94, 40 : 73, 32 : 55. gemm_smallm against gemm_wgmma,
- * 64 rows: 50 : 45 (3072 x 2048), 67 : 46 (2048 x 8192), 72 : 66 (4096 x 4096), 89 : 78 (4096 x 14336), but 50 : 56 (9728 x 896);
- * 15 : 13 (1152 x 896) and 12 : 11 (896 x 896), yet 64 sequences of that model 1 % slower; us of the least and the most
- * (2026-11-23): 17.8, 18.6 : 19.5 (16384 x 2048), 61, 64 : 59, 60 (28672 x 4096), 229, 257 : 232, 238 (57344 x 8192), 117, 125 :
- * 117, 121 (8192 x 28672). 2026-11-25: 40 : 39 (4096 x 1024), 47 : 41 (6144 x 1024), 76 : 62 (5120 x 17408), 81 : 62 (5120 x
- * 25600). Where tiles of 64 fill a wave and a bit gemm_wgmma is ahead, 70 : 80 (19456 x 2560), 61 : 71 (17920 x 1536), 74 : 78
- * (22016 x 2048), but a step of 64 sequences is not: Qwen3-4B 3.20 : 3.20 ms, Qwen2.5-1.5B 1.54 : 1.57, Qwen2.5-3B 2.45 : 2.53,
- * probably as the kernel behind it starts later. Nor is a gemm_smallm in whose CTAs take tile after tile, two a multiprocessor: alone
- * 1 to 15 % faster (tiles of 1.06 to 1.45 waves, up to 32 rows), steps of 16 and 32 rows of ten models 0.9 % faster to 2.3 %
- * slower. A gemm_smallm for 128 rows (2026-11-22): 24 : 28 to 61 : 59. */
+/* The GEMM for M rows and this W, for all epilogues except EPI_LOGITS. The rules for Hopper:
+ *
+ *      gemm_gemv     M <= 8, and one of: at most two CTAs (16 rows of W each) per SM; N and K are
+ *                    large; N = E
+ *      gemm_smallm   other M <= 32; and M <= 64 if K >= 1024 and W is not large
+ *      gemm_wgmma    all others
+ *
+ * - N = E (o and down): an RMSNorm follows, and gemm_gemv also writes what that norm needs. This
+ *   saves a kernel. Steps are faster, even for shapes at which gemm_smallm alone is faster.
+ * - Large N and K, and large W: the times of whole steps decided, not those of single GEMMs.
+ * - If the 64-row tiles of W need slightly more than one wave, gemm_wgmma alone is faster at M =
+ *   64, but whole steps are not. Probably the next kernel starts later.
+ *
+ * Other GPUs: gemm_gemv up to M = 16, above it gemm_mma.
+ *
+ * Tried: a persistent gemm_smallm with two CTAs per SM (faster alone, but not in whole steps); a
+ * gemm_smallm for M = 128 (slower than gemm_wgmma). All figures: test/results/kernel-choices.md. */
 static enum gemm_family gemm_family(const toka_device *dev, int M, const weight *w) {
     const int tiles = ceil_div(w->N, SMALLM_N), gemv_tiles = ceil_div(w->N, GEMV_N);
     const bool large_n_k = tiles > dev->n_sms &&
                            w->K >= (gemv_tiles > 8 * dev->n_sms ? 2048 : 4096);
     const bool large_weights = tiles > dev->n_sms && (int64_t)w->N * w->K >= 64 << 20;
     if (!dev->hopper) return M <= 16 ? BY_GEMV : BY_MMA;
-    /* N = E: a norm follows */
+    /* N = E: an RMSNorm follows */
     if (M <= 8 && (gemv_tiles <= 2 * dev->n_sms || large_n_k || w->N == dev->E)) return BY_GEMV;
     return M <= SMALLM_ALWAYS || (M <= SMALLM_MAX && w->K >= 1024 && !large_weights) ? BY_SMALLM
                                                                                      : BY_WGMMA;
 }
-/* EPI_QKV is done, and pays. With QK-norm, where two tiles of a head meet, gemm_smallm does it for up to 8 rows: Qwen3-4B, one
- * sequence 2.506 -> 2.461 ms a step, 8 2.662 -> 2.647, 14B 7.243 -> 7.214, 7.593 -> 7.609; but 16 and 64 rows 2.806 -> 2.838, 4.015
- * -> 4.040 (0.6B 0.933 -> 0.924, 1.500 -> 1.527, 1.7B 1.440 -> 1.466, 2.153 -> 2.250), and one of 0.6B, which is gemm_gemv's, 0.703
- * -> 0.783 (H200, 2026-11-25, of a form for any number of rows that read the sums twice). */
+/* Returns true if EPI_QKV is available for this GEMM and faster than EPI_STORE and rope_kernel.
+ * With QK-norm only gemm_smallm supports it, and only for M <= 8: a head of D = 128 has two tiles,
+ * which exchange sums of squares, and above 8 rows this is slower
+ * (test/results/kernel-choices.md). */
 static bool gemm_fuses_qkv(const toka_device *dev, int M, const weight *w, const qkv_params *qkv) {
     const enum gemm_family family = gemm_family(dev, M, w);
     return qkv_has_norms(qkv) ? family == BY_SMALLM && M <= FUSE_NORM_MAX_ROWS
                               : family <= BY_SMALLM;
 }
+/* Runs the GEMM. EPI_LOGITS has its own limit, SAMP_STORED_MAX. */
 static void gemm(toka_device *dev, const gemm_args *args) {
     enum gemm_family family = gemm_family(dev, args->M, args->w);
     if (args->epi == EPI_LOGITS)
