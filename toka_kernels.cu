@@ -4265,148 +4265,193 @@ static void gemm(toka_device *dev, const gemm_args *args) {
 
 /* ===========================================================================
  * MARK: 8. Attention: the work list [host]
- * Turns the spans of a step into lists of items that kernels take one by one: plain integers, made once per step, used by all
- * layers. A query is one head of one row; the G query heads of a kv head read the same K and V, so they are counted together:
- * query q of kv head h is row q / G, head h*G + q % G. An item is a run of queries of one span against a run of kv positions, for
- * every kv head:
  *
- *      span with at most 16 queries  ->  one small item: a warp, bound by the bytes of K and V
- *      span with more                ->  tiles of tile_q queries: a CTA, bound by the tensor cores
+ * Turns the spans of a step into lists of work items for the kernels of chapter 9. The lists are
+ * arrays of integers. They are made once per step, on the host, and all layers use them.
  *
- * A row that lies in several spans (shared prefix, own part) is done level by level, a level behind the other on the stream: its
- * first span leaves a state (O and LSE, float32), the next begins with it, the last writes o. So nothing is merged twice, every
- * row has one state no matter how many spans it lies in, and the order of sums is fixed.
+ * Words:
+ *   span         consecutive rows that all read one run of KV positions (toka_span). A row can lie
+ *                in several spans: the prefixes that it shares, then its own.
+ *   own          KV positions that only one row reads: the last span of the row.
+ *   query        one (row, query head) pair inside a kv head. The G query heads of a kv head read
+ *                the same K and V, so they are packed: query q of kv head h is row q / G, query
+ *                head h*G + q % G.
+ *   item         some queries of one span x some KV positions, for every kv head
+ *   small item   an item with at most 16 queries: one warp, bound by the bytes of K and V
+ *   tile         an item with up to tile_q queries: one CTA, bound by the tensor cores. A span with
+ *                more than 16 queries becomes tiles.
+ *   level        depth of a span in the tree of spans. Levels run one after another on the stream.
+ *   state        the (O, LSE) of a row and head, float32, in global memory
+ *   split        a part of the KV positions of an item (split-KV)
  *
- * Many rows that have one span together and then each its own, as in decoding samples of a prompt, need no level: one kernel
- * does both spans (attn_fused).
+ * LEVELS. A row that lies in several spans is done level by level. Its first span writes the state.
+ * Each later span computes its own (O, LSE) and merges the state into it in its epilogue. The last
+ * span writes o. So each row has one state, whatever the number of its spans, and the order of all
+ * sums is fixed.
  *
- * Few items do not fill the GPU: then kv ranges are split (split-KV), parts go to part_o and part_lse, and a merge per row
- * follows in the same level. The length of a part depends only on the level's total of kv positions. On Hopper, if no small item
- * of a level needs more than attn_cta_split_max short parts (attn_cta_split_len) and some need two, each is a gang: one CTA, a warp per
- * part, merged in shared memory. Where few rows share prefixes, as samples of a few prompts do, a gang does up to six of them with
- * their own parts and all they share (attn_plan_prefix_groups): one launch for two or three a level. Its rows are kin, of one prompt; where
- * that would make more gangs than run at once, it takes rows side by side, whatever prompts they are of. Few gangs, and nothing
- * beside them, are squads: the warps of each spread over the four CTAs of a cluster.
+ * FUSED. If many rows share one prefix span and each of them has one more span, its own (samples of
+ * one prompt), one kernel does both kinds of spans (attn_fused: cascade attention, Hydragen). No
+ * second level is launched.
  *
- * What is expected of the spans: for each row they come in rising kv0, and of two spans that share a row the earlier one has all
- * rows of the later one (a tree of intervals). Cost: O(spans + rows + pages in use); 8,192 sequences with a shared prefix: 0.15 to
- * 0.3 ms.
+ * SPLIT-KV. Few items do not fill the GPU. Then their KV ranges are split. Each split writes its
+ * (O, LSE) to split_o and split_lse, and one merge per item follows in the same level
+ * (attn_merge_splits). The length of the splits depends on the KV positions of the level; for tiles
+ * also on the number of tiles.
+ *
+ * CTA SPLITS (attn_cta_split). On Hopper the splits of a small item can be in one CTA: one warp per
+ * split, merged in shared memory, no merge kernel. A level uses them if each of its small items
+ * fits in attn_cta_split_max short splits (attn_cta_split_len) and one item needs two.
+ *
+ * PREFIX GROUPS (attn_plan_prefix_groups). If few rows share prefixes (samples of a few prompts),
+ * one CTA takes up to six rows with their own spans and all their shared spans, again one warp per
+ * split. One launch replaces the two or three launches of each level. The rows of a group belong to
+ * one prompt. If such groups need more CTAs than are resident at once, a group takes neighbouring
+ * rows of any prompts (a mixed group).
+ *
+ * CLUSTER SPLITS (attn_cluster_split). If the step is one level that has only CTA splits, and few
+ * of them, the warps of each are spread over the four CTAs of a cluster.
+ *
+ * Expected of the spans: the spans of a row come in rising kv0. Of two spans that share a row, the
+ * earlier one has all rows of the later one (a tree of intervals). Cost: O(spans + rows + pages in
+ * use); for 8,192 sequences with a shared prefix 0.15 to 0.3 ms.
  * =========================================================================== */
 
 enum {
-    ATTN_TILE_Q = 64,    /* queries of a tile on mma.sync */
-    ATTN_SMALL_Q = 16,   /* queries of a small item, and the unit of the split-KV buffer */
-    ATTN_MIN_SPLIT = 128, /* kv positions of a part of a small item, at least */
-    ATTN_SHORT_KV = 128,    /* small items with fewer positions than this on average are brief; */
-    ATTN_LONG_KV = 3000, /* tiles of spans with as many as this are lengthy */
-    /* rows and queries of an item of attn_fused, at most */
+    ATTN_TILE_Q = 64,     /* queries of a tile on mma.sync */
+    ATTN_SMALL_Q = 16,    /* maximum queries of a small item; queries of a split buffer */
+    ATTN_MIN_SPLIT = 128, /* minimum KV positions of a split of a small item */
+    /* If the small items of a level have fewer positions than this on average, attn_small uses two
+     * ring buffers instead of three at D > 64 (attn_level.short_items). */
+    ATTN_SHORT_KV = 128,
+    /* If the spans of a level's tiles have at least this many positions on average, attn_wgmma uses
+     * tiles of 192 positions at D > 96 (attn_level.long_tiles), unless a window is shorter. */
+    ATTN_LONG_KV = 3000,
+    /* maximum rows and maximum queries of an item of attn_fused */
     ATTN_FUSED_ROWS = 32, ATTN_FUSED_Q = 128,
-    ATTN_FUSED_D = NVCC_VERSION < 1208 ? 64 : 128, /* head sizes up to it, see there */
-    /* own positions of such a row, at most: a warp does them one behind the other */
+    ATTN_FUSED_D = NVCC_VERSION < 1208 ? 64 : 128, /* largest D of attn_fused; see its comment */
+    /* maximum own positions of a row of attn_fused: one warp processes them serially */
     ATTN_FUSED_OWN = 1024,
-    /* what such a row takes beside them, in positions, roughly */
+    /* fixed cost of an own row of attn_fused, estimated, in KV positions */
     ATTN_OWN_COST = 24,
-    ATTN_MERGE_COST = 250, /* what it takes to merge parts of tiles at all, in kv positions */
-    ATTN_SM_WARPS = 16,     /* small items that an SM works on at a time, roughly */
-    ATTN_CTA_SPLIT_MIN = 64, /* kv positions of a part of a gang, at least; */
-    ATTN_CTA_SPLIT_STEP = 32, /* a multiple of so many */
-    ATTN_PREFIX_GROUP = 6,        /* rows of kin at most: each has a part at least */
-    ATTN_CLUSTER = 4,      /* CTAs of a gang that is a squad */
-    ATTN_PREFETCH_ROWS = 8, /* of a step whose K and V are fetched early, at most */
+    ATTN_MERGE_COST = 250,    /* fixed cost of merging splits of tiles, in KV positions of a tile */
+    ATTN_SM_WARPS = 16,       /* small items that are in flight on an SM, estimated */
+    ATTN_CTA_SPLIT_MIN = 64,  /* minimum KV positions of a CTA split */
+    ATTN_CTA_SPLIT_STEP = 32, /* the length of a CTA split is a multiple of this */
+    ATTN_PREFIX_GROUP = 6,    /* maximum rows of a prefix group; each row has at least one split */
+    ATTN_CLUSTER = 4,         /* CTAs of a cluster of attn_cluster_split */
+    ATTN_PREFETCH_ROWS = 8,   /* maximum rows of a step for attn_can_prefetch */
 };
 
-/* Warps of a gang at most: what shared memory (D <= 64) or registers allow. */
+/* Maximum warps (splits) of a CTA of attn_cta_split. The limit is shared memory for D <= 64, and
+ * registers for larger D. */
 __host__ __device__ static constexpr int attn_cta_split_max(int D) { return D <= 64 ? 14 : 12; }
 
-/* A layer's tensor maps, by rows of the box; PAIR: of K and V at once. */
+/* The tensor maps of a layer, by the rows of their box. PAIR: one box has K and V. */
 enum { ATTN_MAP_8, ATTN_MAP_16, ATTN_MAP_32, ATTN_MAP_64, ATTN_MAP_PAIR, ATTN_MAPS };
-/* attn_item.where; neither TO: a part */
-enum { ATTN_MERGE_STATE = 1, ATTN_TO_O = 2, ATTN_TO_STATE = 4, ATTN_INDEX_SHIFT = 3 /* shift */ };
+/* The bits of attn_item.flags. An item with neither TO_O nor TO_STATE is a split: it writes to
+ * split_o and split_lse. The bits above hold an index. */
+enum {
+    ATTN_MERGE_STATE = 1, /* merge the state of the rows in the epilogue */
+    ATTN_TO_O = 2,        /* write o */
+    ATTN_TO_STATE = 4,    /* write state_o and state_lse */
+    ATTN_INDEX_SHIFT = 3  /* position of the index in flags */
+};
 
 typedef struct attn_item {
-    int q0;             /* queries row*G + g, for every kv head ... */
-    short nq, skip;     /* ... so many; the positions kv0 .. kv0+skip-1 are another span's */
-    int kv0, kv1;       /* positions; kv0 is a multiple of B */
-    int page0;          /* of attn_plan.dev_pages, page of kv0 */
+    int q0;             /* first query, row*G + g; the same for every kv head */
+    short nq, skip;     /* number of queries; positions kv0 .. kv0+skip-1 are not of this span */
+    int kv0, kv1;       /* positions kv0 .. kv1-1; kv0 is a multiple of B */
+    int page0;          /* index in attn_plan.dev_pages of the page of kv0 */
     int pos_lo, pos_hi; /* lowest and highest position of the rows */
-    int flags; /* ATTN_MERGE_STATE: begin with the rows' state; ATTN_TO_O, ATTN_TO_STATE, or slot << ATTN_INDEX_SHIFT of part_o; of
-                         * attn_fused: number << ATTN_INDEX_SHIFT of the first row's own item */
+    /* ATTN_* bits, and above ATTN_INDEX_SHIFT an index. A split: its first split buffer. An item of
+     * attn_fused: the own item of its first row, counted from attn_plan.fused0. */
+    int flags;
 } attn_item;
 
-typedef struct attn_merge { /* the n parts of one item become one */
-    int q0, nq;
-    /* parts lie in slot after slot from this one on; a gang's are items, of the level's small
-     * ones */
+typedef struct attn_merge { /* merges the splits of one item, or of the rows of a prefix group */
+    int q0, nq;             /* first query, number of queries */
+    /* first: the first split buffer of the splits, which follow one another. With CTA splits: index
+     * of their first item among the small items of the level. n_splits: number of splits. */
     int first, n_splits;
-    int flags;
+    int flags; /* as attn_item.flags: what to merge, and where the result goes */
 } attn_merge;
 
 typedef struct attn_level {
+    /* Ranges of attn_plan.items (tiles, small items) and of attn_plan.merges. */
     int tile0, n_tiles, small0, n_small, merge0, n_merges;
-    int merge_nq; /* most queries of a merge */
-    /* small items have less than ATTN_SHORT_KV positions on average; tiles' spans ATTN_LONG_KV
-     * or more */
+    int merge_nq; /* largest nq of these merges */
+    /* short_items: the small items have fewer than ATTN_SHORT_KV positions on average. long_tiles:
+     * the spans of the tiles have at least ATTN_LONG_KV positions on average. */
     bool short_items, long_tiles;
-    /* of the merges, those that are gangs; then small items are theirs alone. Most parts of one */
+    /* cta_split0, n_cta_splits: range of attn_plan.merges whose splits run in one CTA each. If there
+     * are any, all small items of the level are their splits, and n_small is 0. cta_split_warps:
+     * the largest number of splits of one CTA. */
     int cta_split0, n_cta_splits, cta_split_warps;
-    /* kv positions of a part of a gang; 0: there are none; while planning */
-    int cta_split_len;
+    int cta_split_len; /* while planning: KV positions of a CTA split; 0: no CTA splits */
 } attn_level;
 
-typedef struct attn_span_plan { /* of a toka_span, for the time of planning */
+typedef struct attn_span_plan { /* one toka_span, while planning */
+    /* level: level of the span. page0: index of its first page in dev_pages. flags: those of its
+     * items, without an index. */
     int level, page0, flags;
-    int parent; /* the span before it of its rows, -1: none */
+    int parent; /* the previous span of its rows; -1: none */
+    /* small: the span is one small item. fused: attn_fused does the span. */
     bool small, fused;
-    int n_items; /* of attn_fused, that the span leads */
+    int n_items; /* number of items of attn_fused whose prefix is this span */
 } attn_span_plan;
 
-typedef struct attn_cta_load { /* of a block, or of what it may do next, while planning */
+/* Load of a CTA of attn_fused, or cost of a job (negated), while planning. id: CTA or job. */
+typedef struct attn_cta_load {
     int load, id;
 } attn_cta_load;
 
 struct attn_plan {
-    /* kv heads and multiprocessors that work is cut for: see attn_agree */
-    int K, n_sms;
-    /* query heads of a kv head; rows of a small span at most; queries of a tile */
+    int K, n_sms; /* kv heads and SMs for which the work is split: see attn_agree */
+    /* G: query heads of a kv head. small_rows: maximum rows of a small item. tile_q: queries of a
+     * tile. */
     int G, small_rows, tile_q;
+    /* capacities of the lists; max_split_bufs: number of split buffers */
     int max_items, max_merges, max_spans, max_levels, max_split_bufs;
-    bool hopper;                /* the kernels with tensor maps */
-    bool has_fused;              /* attn_fused too */
+    bool hopper;                /* the Hopper kernels (TMA) can run */
+    bool has_fused;             /* attn_fused can run */
     CUtensorMap *maps;          /* [L][ATTN_MAPS] or NULL */
-    size_t max_pages;
-    float *state_o, *state_lse; /* [T][H][D], [T][H]: base-2 LSE */
-    float *split_o, *split_lse;   /* [slots][K][16][D], [slots][K][16] */
-    float *exchange;                /* of attn_fused, D = 128: [n_sms][2][ATTN_FUSED_Q][D] */
-    attn_span_plan *spans;           /* [max_spans] */
+    size_t max_pages;           /* capacity of dev_pages */
+    float *state_o, *state_lse; /* [T][H][D], [T][H]: the states; base-2 LSE */
+    float *split_o, *split_lse; /* [max_split_bufs][K][16][D], [max_split_bufs][K][16] */
+    float *exchange;            /* attn_fused, D = 128: [n_sms][2][ATTN_FUSED_Q][D] */
+    attn_span_plan *spans;      /* [max_spans] */
     attn_level *levels;         /* [max_levels] */
-    uint16_t *row_level;        /* [max_tokens] levels that the row has behind it; while planning */
+    uint16_t *row_level;        /* [max_tokens] while planning: number of spans of the row */
     int *row_span;              /* [max_tokens] the last span of the row */
+    /* of this step; n_split_bufs: split buffers that the current level uses */
     int n_levels, n_items, n_merges, n_split_bufs;
-    /* items to come, if none of them is cut: what is cut leaves room for them */
+    /* Number of items that will still be emitted if none of them is split. Splitting must leave
+     * space for them in the list. */
     int n_unsplit;
-    /* kv positions that kin read, times kv heads, at most: beyond, others are faster; */
+    /* Prefix groups are used up to this many KV positions read, times kv heads. Above it the other
+     * kernels are faster. */
     int64_t group_max_work;
-    int64_t group_max_work_fused;      /* where attn_fused could do it */
-    /* rows of attn_fused, times kv heads, from which on it is taken */
-    int fused_min_row_heads;
-    /* the step is done by gangs of kin, or of whatever rows lie side by side */
+    int64_t group_max_work_fused; /* the same limit for steps that attn_fused could do */
+    int fused_min_row_heads;      /* attn_fused is used from this many rows, times kv heads */
+    /* prefix_groups: the step uses prefix groups. mixed_groups: they may mix rows of different
+     * prompts. */
     bool prefix_groups, mixed_groups;
-    int group_min_split;              /* kv positions of a part of them, at least */
-    bool allow_clusters, allow_mixed;         /* gangs may be squads, and of rows that are no kin */
-    int fused0, n_fused;          /* items of attn_fused; behind them their rows' own */
+    int group_min_split;               /* minimum KV positions of a split of a prefix group */
+    bool allow_clusters, allow_mixed;  /* allow cluster splits, mixed groups; false only in tests */
+    int fused0, n_fused;               /* items of attn_fused; the own items of their rows follow */
     attn_cta_load *ctas, *round_jobs;  /* [n_sms] */
-    int grid, n_rounds;         /* of attn_fused: */
-    /* [n_rounds][grid] what each block does: item * K + kv head, or -1 at the end */
+    int grid, n_rounds;                /* attn_fused: CTAs, and jobs of each */
+    /* [n_rounds][grid] the job of each CTA: item * K + kv head, or -1 (only in the last round) */
     const int *dev_jobs;
-    attn_merge *merges;         /* [max_merges] this step's, on the host while planning ... */
-    attn_item *items;           /* ... in d->up ... */
-    const attn_item *dev_items; /* ... and on the device */
-    const attn_merge *dev_merges;
-    const int *dev_pages;
-    bool prefetch;                 /* attn_can_prefetch */
+    attn_merge *merges;           /* [max_merges] the merges of this step, on the host */
+    attn_item *items;             /* the items of this step, in dev->upload's host buffer */
+    const attn_item *dev_items;   /* the same items on the device */
+    const attn_merge *dev_merges; /* the same merges on the device */
+    const int *dev_pages;         /* page table entries of all spans, on the device */
+    bool prefetch;                /* result of attn_can_prefetch */
 };
 
-/* How much there may be of everything. */
+/* Sets the capacities, the limits and the properties of the shape. */
 static void attn_plan_sizes(const toka_device *dev, attn_plan *plan) {
     const toka_shape *shape = dev->shape;
     int T = dev->options.max_tokens, G = shape->H / shape->K,
