@@ -4383,9 +4383,9 @@ typedef struct attn_level {
     /* short_items: the small items have fewer than ATTN_SHORT_KV positions on average. long_tiles:
      * the spans of the tiles have at least ATTN_LONG_KV positions on average. */
     bool short_items, long_tiles;
-    /* cta_split0, n_cta_splits: range of attn_plan.merges whose splits run in one CTA each. If there
-     * are any, all small items of the level are their splits, and n_small is 0. cta_split_warps:
-     * the largest number of splits of one CTA. */
+    /* cta_split0, n_cta_splits: range of attn_plan.merges whose splits run in one CTA each. If
+     * there are any, all small items of the level are their splits, and n_small is 0.
+     * cta_split_warps: the largest number of splits of one CTA. */
     int cta_split0, n_cta_splits, cta_split_warps;
     int cta_split_len; /* while planning: KV positions of a CTA split; 0: no CTA splits */
 } attn_level;
@@ -4456,7 +4456,9 @@ static void attn_plan_sizes(const toka_device *dev, attn_plan *plan) {
     const toka_shape *shape = dev->shape;
     int T = dev->options.max_tokens, G = shape->H / shape->K,
         seq_pages = ceil_div(shape->max_len, shape->B);
-    int64_t pages = (int64_t)T * (seq_pages + 1); /* a group's tail is read from one more */
+    /* one more page per row: a shared span and an own span can both list the page in which the
+     * shared prefix ends */
+    int64_t pages = (int64_t)T * (seq_pages + 1);
     plan->hopper = dev->hopper && shape->B >= 64 && shape->D >= 64 && shape->D <= 128 &&
                    dev->kv_layer_elems / shape->D < INT_MAX;
     plan->has_fused = plan->hopper && (shape->D == 64 || shape->D == ATTN_FUSED_D) && G <= 8;
@@ -4465,26 +4467,30 @@ static void attn_plan_sizes(const toka_device *dev, attn_plan *plan) {
     plan->max_spans = 2 * T + 64;
     plan->max_levels = seq_pages + 1;
     plan->max_pages = (size_t)(pages < 1 << 24 ? pages : 1 << 24);
-    /* about twice what attn_small_split_len and attn_tile_split_len aim at; beyond, ranges stay whole */
+    /* 1.5 times what attn_small_split_len and attn_tile_split_len aim at, and 64. If no split
+     * buffer is left, ranges are not split. */
     plan->max_split_bufs = plan->n_sms * (ATTN_SM_WARPS + plan->tile_q / ATTN_SMALL_Q) * 3 / 2 /
                                plan->K +
                            64;
     plan->max_merges = 2 * plan->max_split_bufs;
     plan->group_max_work = (int64_t)plan->n_sms * (shape->D <= 64 ? 2400 : 1900);
     plan->group_max_work_fused = (int64_t)plan->n_sms * (shape->D <= 64 ? 2400 : 900);
-    /* of 67 rows with eight kv heads on. D = 128, 80 rows of four prompts: kin 39 us, attn_fused 33, levels 57 (`gpu_attn bench
-     * running`, H200, 2026-11-24) */
+    /* with eight kv heads and 132 SMs: from 66 rows on (test/results/kernel-choices.md) */
     plan->fused_min_row_heads = plan->n_sms * 4;
     plan->allow_clusters = plan->allow_mixed = true;
-    /* Levels of all rows, at most: a span that chapter 17 shares saves more than merge_tok positions for each of its R rows, so
-     * where r rows leave a chain of them behind g positions, r g > merge_tok R; then the sum of R is at most
-     * T sqrt(max_len / merge_tok). */
+    /* `levels` bounds the number of shared spans per row, on average over all rows:
+     * 1. Chapter 17 of toka.c shares a span of R rows only if this saves more than merge_tok
+     *    positions for each of the rows.
+     * 2. So if r rows leave a chain of nested shared spans after g positions, r g > merge_tok R.
+     * 3. It follows that the sum of R over all shared spans is at most T sqrt(max_len /
+     *    merge_tok). */
     const int levels = 12 + (int)sqrt((double)shape->max_len / toka_cuda.merge_tok);
     plan->max_items = plan->max_spans + plan->max_split_bufs +
                       levels * ceil_div(T * G, plan->tile_q);
 }
 
-/* Host memory of planning, in d->attn. shape, options, n_sms, hopper and kv_layer are set. */
+/* Allocates dev->attn and its host memory. The caller has set shape, options, n_sms, hopper and
+ * kv_layer_elems. */
 static void attn_plan_open(toka_device *dev) {
     const toka_shape *shape = dev->shape;
     attn_plan *plan = (attn_plan *)calloc(1, sizeof *plan);
@@ -4506,9 +4512,10 @@ static void attn_plan_open(toka_device *dev) {
         abort();
 }
 
-/* Tensor ranks plan alike: for the most kv heads that one of them has, and the fewest multiprocessors. Else some would be a launch
- * short of a graph that others have (chapter 15), and their sums would be of other rows. What was taken for fewer heads is enough
- * for more. */
+/* Makes all tensor ranks plan alike: for the largest number of kv heads of a rank, and the smallest
+ * number of SMs. Otherwise the ranks could need different numbers of attention launches and so
+ * choose different graphs (chapter 15). Then their all-reduces would add up different rows. The
+ * buffers were sized for fewer heads and more SMs, so they are large enough. */
 static void attn_agree(toka_device *dev, int K, int n_sms) {
     attn_plan *plan = dev->attn;
     assert(K >= plan->K && n_sms <= plan->n_sms);
@@ -4516,7 +4523,8 @@ static void attn_agree(toka_device *dev, int K, int n_sms) {
     attn_plan_sizes(dev, plan);
 }
 
-static void attn_close(toka_device *dev) { /* host memory; the device's goes with all blocks */
+/* Frees the host memory. The device memory is freed with all other allocations. */
+static void attn_close(toka_device *dev) {
     if (!dev->attn) return;
     free(dev->attn->spans), free(dev->attn->levels), free(dev->attn->merges), free(dev->attn->maps);
     free(dev->attn->row_level), free(dev->attn->row_span), free(dev->attn->ctas),
@@ -4525,19 +4533,20 @@ static void attn_close(toka_device *dev) { /* host memory; the device's goes wit
     dev->attn = NULL;
 }
 
-/* Bytes of d->up that attn_plan_step takes at most. */
+/* Maximum bytes of dev->upload that attn_plan_step takes. */
 static size_t attn_upload_bytes(const toka_device *dev) {
     const attn_plan *plan = dev->attn;
     size_t lists = (size_t)plan->max_items * sizeof(attn_item) +
                    (size_t)plan->max_merges * sizeof(attn_merge);
-    /* a row an item */
+    /* the jobs of attn_fused, in the worst case one item per row */
     if (plan->has_fused)
         lists += ((size_t)dev->options.max_tokens * dev->shape->K + (size_t)dev->n_sms) *
                  sizeof(int);
     return lists + plan->max_pages * sizeof(int) + 64;
 }
 
-/* Levels, and which span is the last of its rows. Those that end rows with a small item all go to the last level: one launch. */
+/* Finds the level of each span, and whether it is the last span of its rows. Small items that are
+ * the last of their rows all move to the last level, so that one launch does them. */
 static void attn_plan_levels(toka_device *dev, const toka_step *step) {
     attn_plan *plan = dev->attn;
     memset(plan->row_level, 0, (size_t)step->T * sizeof *plan->row_level);
@@ -4564,14 +4573,16 @@ static void attn_plan_levels(toka_device *dev, const toka_step *step) {
     }
 }
 
-/* log2 of the rows of an item at most. */
+/* log2 of the maximum rows of an item of attn_fused: a power of two, so that a shift finds a row */
 static int attn_fused_log2_rows(const attn_plan *plan) {
     int n = 0;
     while (2 << n <= ATTN_FUSED_ROWS && 2 * plan->G << n <= ATTN_FUSED_Q) n++;
     return n;
 }
 
-/* Can attn_fused do this span and the rows' own? */
+/* Can attn_fused do this span as a prefix, together with the own spans of its rows? Each row must
+ * have exactly one more span, its own, of one row and at most ATTN_FUSED_OWN positions. All rows
+ * must see the whole prefix. */
 static bool attn_fits_fused(const toka_device *dev, const toka_step *step, int span_id) {
     const attn_plan *plan = dev->attn;
     const toka_span *span = &step->spans[span_id];
@@ -4585,18 +4596,20 @@ static bool attn_fits_fused(const toka_device *dev, const toka_step *step, int s
     }
     return true;
 }
-/* Or is it the only span of a single row, and short enough for one warp? */
+/* Is this the only span of a single row, and short enough for one warp? Then attn_fused can do it
+ * as an own span without a prefix. */
 static bool attn_single_row(const toka_device *dev, const toka_step *step, int span_id) {
     return step->spans[span_id].n_rows == 1 &&
            dev->attn->row_level[step->spans[span_id].row0] == 1 &&
            step->spans[span_id].n_kv <= ATTN_FUSED_OWN;
 }
 
-/* Which spans attn_fused does: all that it can, if there are rows enough for every SM and no layer has a window. A few rows that
- * share little or nothing ride along: for themselves they would cost a launch or four more. */
+/* Chooses the spans that attn_fused does: all that it can, if they have enough rows to fill the SMs
+ * and no layer has a sliding window. Small spans and single rows join if their items are at most a
+ * quarter of the others. Without attn_fused they would need one to four more launches. */
 static void attn_plan_fused(toka_device *dev, const toka_step *step) {
     attn_plan *plan = dev->attn;
-    int n_large = 0, n_small = 0, rows = 0; /* items; rows of large ones */
+    int n_large = 0, n_small = 0, rows = 0; /* items of large and small spans; rows of large ones */
     bool possible = plan->has_fused;
     for (int i = 0; i < dev->shape->L && dev->layers; i++)
         possible = possible && !dev->layers[i].window;
@@ -4615,7 +4628,7 @@ static void attn_plan_fused(toka_device *dev, const toka_step *step) {
     plan->n_fused = enough ? n_large + with_small * n_small : 0;
     for (int i = 0; i < step->n_spans; i++) {
         attn_span_plan *span_plan = &plan->spans[i];
-        /* it goes with the one before it */
+        /* an own span below a prefix: the loop below sets it with its prefix span */
         if ((span_plan->flags & ATTN_TO_O) && (span_plan->flags & ATTN_MERGE_STATE)) continue;
         span_plan->fused = span_plan->fused && (span_plan->small ? with_small : enough);
         for (int row = step->spans[i].row0;
@@ -4626,13 +4639,15 @@ static void attn_plan_fused(toka_device *dev, const toka_step *step) {
     }
 }
 
-/* Is it a span that items of attn_fused are made of, not that of a row which belongs to one of them? */
+/* True for the spans from which the items of attn_fused are made: prefixes, and single rows without
+ * a prefix. False for the own spans below a prefix. */
 static bool attn_is_fused_prefix(const attn_plan *plan, int span_id) {
     return plan->spans[span_id].fused && !((plan->spans[span_id].flags & ATTN_TO_O) &&
                                            (plan->spans[span_id].flags & ATTN_MERGE_STATE));
 }
 
-/* More items of attn_fused, of fewer rows, until there is a job for every SM in the last round, too. */
+/* Splits prefixes into more items of fewer rows, until every SM has a job in the last round, too.
+ * It always splits the prefix with the most rows per item. */
 static void attn_plan_rounds(toka_device *dev, const toka_step *step) {
     attn_plan *plan = dev->attn;
     auto rows_per_item = [&](int i) {
@@ -4649,7 +4664,8 @@ static void attn_plan_rounds(toka_device *dev, const toka_step *step) {
     }
 }
 
-/* The page table entries of all spans, one behind the other. */
+/* Uploads the page table entries of all spans, one span after the other. Returns false, with
+ * dev->error set, if there are too many. */
 static bool attn_plan_pages(toka_device *dev, const toka_step *step) {
     attn_plan *plan = dev->attn;
     int64_t n_pages = 0;
@@ -4676,15 +4692,20 @@ static bool attn_plan_pages(toka_device *dev, const toka_step *step) {
     return true;
 }
 
-/* How long the parts of small items are: as many as keep all warps at work, if all ranges were cut into parts. */
+/* KV positions of a split of small items: the KV work of all small items (positions times kv heads)
+ * divided by the warps that are in flight, at least ATTN_MIN_SPLIT. */
 static int attn_small_split_len(const toka_device *dev, int64_t kv_positions) {
     int64_t len = kv_positions * dev->attn->K / (dev->attn->n_sms * ATTN_SM_WARPS);
     return len < ATTN_MIN_SPLIT ? ATTN_MIN_SPLIT : len < INT_MAX / 2 ? (int)len : INT_MAX / 2;
 }
-/* The same of tiles. They run one on an SM, in waves: the number of parts for which waves times their length, and the merge, take
- * least. In kv positions of a tile a merge costs ATTN_MERGE_COST, one for every ten queries and one for every 70 parts of a query
- * (H200: 33,792 queries in two parts 50 us, 3,072 queries in 33 parts 15 us more than in 8). More than two waves stay as they
- * are. */
+/* KV positions of a split of tiles. Tiles run one per SM, in waves. The function finds the number
+ * of splits for which this cost is lowest, in KV positions of one tile (len: positions of a tile):
+ *
+ *      waves * len / n_splits + merge cost
+ *      merge cost = ATTN_MERGE_COST + queries / 10 + queries * n_splits / 70; 0 without splits
+ *
+ * The merge cost is fitted to measurements (test/results/kernel-choices.md). More than two waves of
+ * tiles are not split. */
 static int attn_tile_split_len(const toka_device *dev, int64_t kv_positions, int n_tiles) {
     const attn_plan *plan = dev->attn;
     int64_t items = (int64_t)n_tiles * plan->K, len = kv_positions / max(n_tiles, 1),
@@ -4701,13 +4722,13 @@ static int attn_tile_split_len(const toka_device *dev, int64_t kv_positions, int
     return best_splits == 1 ? INT_MAX / 2 : (int)((len + best_splits - 1) / best_splits);
 }
 
-/* too many: attn_plan_step says so */
+/* If the list is full, the item is only counted; attn_plan_step reports the error. */
 static void attn_add_item(attn_plan *plan, const attn_item *item) {
     if (plan->n_items < plan->max_items) plan->items[plan->n_items] = *item;
     plan->n_items++;
 }
 
-/* n parts of `part` positions, and their merge. */
+/* Emits n_splits splits of split_len positions (split_pages pages), and their merge. */
 static void attn_emit_splits(attn_plan *plan, attn_level *level, const attn_item *item,
                              int n_splits, int split_len, int split_pages) {
     plan->merges[plan->n_merges++] = attn_merge{item->q0, item->nq, plan->n_split_bufs, n_splits,
@@ -4723,10 +4744,10 @@ static void attn_emit_splits(attn_plan *plan, attn_level *level, const attn_item
     }
 }
 
-/* How long the parts of gangs are; 0: there are to be none. n items, the longest of `most` positions. A warp is at it too long
- * where it has many: one sequence of 4,096 positions, 512 a warp, takes 20 us at D = 64 and 64 us at D = 128 (8 kv heads, H200),
- * where parts that all SMs share, and attn_merge_splits, take 9 and 17. At D = 128 parts of 64 at most, so that sequences of more than 768
- * had none: one of 1,100 13.1 us for 10.3, 16 of 1,100 31.2 for 23.5, 64 of 640 57.8 for 49.2, eight of 1,400 17.9 for 18.5. */
+/* KV positions of the CTA splits of a level with n_items small items, the longest of max_len
+ * positions. 0: the level has no CTA splits. They have at most 128 positions, because one warp
+ * takes too long for more: splits over all SMs and attn_merge_splits are then faster
+ * (test/results/kernel-choices.md). */
 static int attn_cta_split_len(const toka_device *dev, int64_t kv_positions, int n_items,
                               int max_len) {
     const attn_plan *plan = dev->attn;
@@ -4744,6 +4765,8 @@ static int attn_cta_split_len(const toka_device *dev, int64_t kv_positions, int 
                ? split_len
                : 0;
 }
+/* Emits the CTA splits of one item. Each begins at the start of a page and skips the positions of
+ * the split before it. */
 static void attn_emit_cta_splits(const toka_device *dev, const attn_item *item, int split_len) {
     attn_plan *plan = dev->attn;
     for (int i = 0, n_splits = max(1, ceil_div(item->kv1 - item->kv0, split_len)); i < n_splits;
@@ -4757,7 +4780,7 @@ static void attn_emit_cta_splits(const toka_device *dev, const attn_item *item, 
         split->page0 = item->page0 + page;
     }
 }
-/* The gang of what was emitted from `first` on. */
+/* Emits the merge of the CTA splits that were emitted from first_item on. They run in one CTA. */
 static void attn_emit_cta_merge(attn_plan *plan, attn_level *level, int first_item, int q0, int nq,
                                 int flags) {
     const int n_splits = plan->n_items - first_item;
@@ -4766,7 +4789,8 @@ static void attn_emit_cta_merge(attn_plan *plan, attn_level *level, int first_it
     level->n_cta_splits++, level->cta_split_warps = max(level->cta_split_warps, n_splits);
 }
 
-/* One item, whole or in parts of about part_len positions. */
+/* Emits one item: as CTA splits if the level has them, else whole or in splits of about target_len
+ * positions. */
 static void attn_emit_item(toka_device *dev, attn_level *level, const attn_item *item,
                            int target_len) {
     attn_plan *plan = dev->attn;
@@ -4795,7 +4819,8 @@ static void attn_emit_item(toka_device *dev, attn_level *level, const attn_item 
     attn_add_item(plan, item);
 }
 
-/* nq queries of a span from q0 on, those of rows row .. last, uncut. */
+/* The item of nq queries of a span, from q0 on, before splitting. first_row .. last_row are the
+ * rows of the queries. */
 static attn_item attn_item_of(const toka_device *dev, const toka_step *step, int span_id, int q0,
                               int nq, int first_row, int last_row) {
     const toka_span *span = &step->spans[span_id];
@@ -4817,14 +4842,15 @@ static attn_item attn_item_of(const toka_device *dev, const toka_step *step, int
     return item;
 }
 
-/* Into how many items a span goes, if none is cut. */
+/* Number of items of a span before splitting. */
 static int attn_span_items(const attn_plan *plan, const toka_step *step, int span_id) {
     return plan->spans[span_id].small
                ? 1
                : ceil_div(step->spans[span_id].n_rows * plan->G, plan->tile_q);
 }
 
-/* The items of one span; the last rows, which see most, come first. */
+/* Emits the items of one span. The last rows come first: with a causal mask they see the most
+ * positions and take longest. */
 static void attn_emit_span(toka_device *dev, const toka_step *step, int span_id, attn_level *level,
                            int target_len) {
     const toka_span *span = &step->spans[span_id];
@@ -4833,14 +4859,14 @@ static void attn_emit_span(toka_device *dev, const toka_step *step, int span_id,
     int tile_q = small ? ATTN_SMALL_Q : dev->attn->tile_q;
     for (int tile = attn_span_items(dev->attn, step, span_id) - 1; tile >= 0; tile--) {
         int q0 = span->row0 * G + tile * tile_q, nq = min(tile_q, q_end - q0);
-        int first_row = small ? span->row0 : q0 / G; /* 8,192 divisions less */
+        int first_row = small ? span->row0 : q0 / G; /* saves a division for each small span */
         int last_row = small ? span->row0 + span->n_rows - 1 : (q0 + nq - 1) / G;
         attn_item item = attn_item_of(dev, step, span_id, q0, nq, first_row, last_row);
         attn_emit_item(dev, level, &item, target_len);
     }
 }
 
-/* All items of a level of one kind. */
+/* Emits all items of one kind, small items or tiles, of a level. */
 static void attn_plan_kind(toka_device *dev, const toka_step *step, int level, bool small) {
     attn_plan *plan = dev->attn;
     int64_t work = 0;
@@ -4863,8 +4889,8 @@ static void attn_plan_kind(toka_device *dev, const toka_step *step, int level, b
     }
 }
 
-/* Rows from `row` on that one gang does, no more than a small item has: kin, that have all spans but their own in common, or, if
- * `mixed`, whatever they have. */
+/* Number of rows, from `row` on, that form one prefix group. Without `mixed` they have all spans
+ * but their own in common. A group has no more rows than a small item. */
 static int attn_prefix_group_rows(const attn_plan *plan, const toka_step *step, int row,
                                   bool mixed) {
     const int parent = plan->spans[plan->row_span[row]].parent,
@@ -4875,10 +4901,11 @@ static int attn_prefix_group_rows(const attn_plan *plan, const toka_step *step, 
         n_rows++;
     return n_rows;
 }
-/* each(span, its first row that counts, how many) for all spans of n rows. */
-template <class Visit> static void attn_prefix_group_spans(const attn_plan *plan,
-                                                           const toka_step *step, int first_row,
-                                                           int n_rows, Visit visit) {
+/* Calls visit(span, its first row in the group, number of its rows in the group) once for every
+ * span of the group, the rows first_row .. first_row + n_rows - 1. */
+template <class Visit>
+static void attn_prefix_group_spans(const attn_plan *plan, const toka_step *step, int first_row,
+                                    int n_rows, Visit visit) {
     for (int row = first_row; row < first_row + n_rows; row++)
         for (int span_id = plan->row_span[row]; span_id >= 0;
              span_id = plan->spans[span_id].parent) {
@@ -4887,7 +4914,8 @@ template <class Visit> static void attn_prefix_group_spans(const attn_plan *plan
                 visit(span_id, row, min(first_row + n_rows, span->row0 + span->n_rows) - row);
         }
 }
-/* How long the parts of such a gang are, in kv positions: as short as its warps allow, at least `least`. 0: too long. */
+/* KV positions of a split of such a group: as short as the warps of a CTA allow, at least min_len.
+ * 0: the splits would be too long. */
 static int attn_prefix_group_split(const toka_device *dev, const toka_step *step, int row,
                                    int n_rows, int min_len) {
     const attn_plan *plan = dev->attn;
@@ -4905,7 +4933,8 @@ static int attn_prefix_group_split(const toka_device *dev, const toka_step *step
     return 0;
 }
 
-/* Can gangs do the step? They are for steps whose rows have spans in common, each one of its own behind them, and few of all. */
+/* Can prefix groups do the step? The last span of each row must be its own, the KV work must be
+ * below a limit, and each group must fit in one CTA. Sets mixed_groups and group_min_split. */
 static bool attn_prefix_groups_fit(toka_device *dev, const toka_step *step, bool mixed) {
     attn_plan *plan = dev->attn;
     const int64_t max_work = plan->has_fused && step->T * plan->K >= plan->fused_min_row_heads
@@ -4933,7 +4962,9 @@ static bool attn_prefix_groups_fit(toka_device *dev, const toka_step *step, bool
     }
     return true;
 }
-/* Kin, unless their gangs are more CTAs than run at once: the last gang of each prompt is seldom full, mixed gangs all are. */
+/* Chooses prefix groups of one prompt, unless they need more CTAs than are resident at once. Then
+ * it chooses mixed groups, if those need no more CTAs: the last group of each prompt is often not
+ * full, but mixed groups are. Returns false if the step is not done by prefix groups. */
 static bool attn_choose_prefix_groups(toka_device *dev, const toka_step *step) {
     const attn_plan *plan = dev->attn;
     const int max_rows = min(plan->small_rows, (int)ATTN_PREFIX_GROUP);
@@ -4946,7 +4977,7 @@ static bool attn_choose_prefix_groups(toka_device *dev, const toka_step *step) {
            attn_prefix_groups_fit(dev, step, false);
 }
 
-/* All of a step of kin: one level. */
+/* Plans the whole step as prefix groups, in one level. */
 static void attn_plan_prefix_groups(toka_device *dev, const toka_step *step) {
     attn_plan *plan = dev->attn;
     const int G = plan->G;
@@ -4966,8 +4997,8 @@ static void attn_plan_prefix_groups(toka_device *dev, const toka_step *step) {
     }
 }
 
-/* The items of attn_fused, and then those of their rows. Rows by themselves, which take longest, come first: the shared part of
- * their items is empty. */
+/* Emits the items of attn_fused, then the own items of their rows, in the same order. Single rows
+ * come first, because they take longest. The prefix of their items is empty. */
 static void attn_plan_fused_items(toka_device *dev, const toka_step *step) {
     attn_plan *plan = dev->attn;
     int G = plan->G, own_item = plan->n_fused;
@@ -4998,9 +5029,11 @@ static int attn_compare_load(const void *a, const void *b) {
     const attn_cta_load *x = (const attn_cta_load *)a, *y = (const attn_cta_load *)b;
     return x->load != y->load ? (x->load < y->load ? -1 : 1) : x->id < y->id ? -1 : x->id > y->id;
 }
-/* Which block of attn_fused does what: in each round one job, an item and a kv head; the longest of them go to the blocks that have
- * done least so far. In their order the longest of 132 blocks had a tenth more to do than the mean, so it is 1 %. Items of a span
- * stay together, for its K and V are in the cache then. */
+/* Static schedule of attn_fused. In each round a CTA has one job: an item and a kv head. The
+ * longest jobs of the round go to the CTAs with the least load so far. So the busiest of 132 CTAs
+ * has 1 % more work than the mean; without balancing it had 10 % more. The rounds take the jobs in
+ * the order of the items, so that the items of a span run together while its K and V are in the L2
+ * cache. */
 static void attn_plan_jobs(toka_device *dev) {
     attn_plan *plan = dev->attn;
     const attn_item *items = plan->items + plan->fused0;
@@ -5027,13 +5060,15 @@ static void attn_plan_jobs(toka_device *dev) {
         qsort(plan->ctas, (size_t)plan->grid, sizeof *plan->ctas, attn_compare_load);
         for (int i = 0; i < plan->grid; i++)
             jobs[plan->ctas[i].id] = i < n_round ? plan->round_jobs[i].id : -1;
-        /* it is below 0 */
+        /* the cost of a job is negated, so that qsort puts the longest first */
         for (int i = 0; i < n_round; i++) plan->ctas[i].load -= plan->round_jobs[i].load;
     }
 }
 
-/* Whether, in a step of few rows, all K and V but what its rows store are in place before its first kernel starts: then they are
- * fetched ahead of q. No row stores into pages that another row reads, and the step copies no pages. */
+/* Returns true if the step may load K and V before grid_wait() (attn_small). All K and V that the
+ * rows read must be in place before the first kernel of the step starts, except the position that
+ * each row stores itself. This holds if the step copies no pages and no row stores into a page that
+ * another row reads. Only steps of up to ATTN_PREFETCH_ROWS rows are checked. */
 static bool attn_can_prefetch(const toka_device *dev, const toka_step *step) {
     const int B = dev->shape->B;
     if (step->T > ATTN_PREFETCH_ROWS || step->n_copies || !step->kv_slot) return false;
@@ -5048,7 +5083,7 @@ static bool attn_can_prefetch(const toka_device *dev, const toka_step *step) {
     return true;
 }
 
-/* Makes the lists of this step and puts them into d->up. Before upload_send. */
+/* Makes the work lists of this step and puts them into dev->upload. Runs before upload_send. */
 static void attn_plan_step(toka_device *dev, const toka_step *step) {
     attn_plan *plan = dev->attn;
     plan->prefetch = attn_can_prefetch(dev, step);
