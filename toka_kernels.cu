@@ -3382,9 +3382,9 @@ static void gemm_wgmma_scatter(toka_device *dev, const gemm_args *args, bf16 *co
  * their results are not stored.
  *
  * Split-K: if W has too few rows for all SMs, the `split` CTAs of a cluster share the K of a tile.
- * The partial sums are reduced by a reduce-scatter over DSMEM: each CTA owns 1/split of the rows of
- * x, receives their partials from the registers of the other CTAs, adds them in the order of K
- * (bitwise repeatable), and stores the result. A CTA exits only after all its partials have
+ * The partial sums are reduced by a reduce-scatter over DSMEM. Each CTA reduces 1/split of the rows
+ * of x: it receives their partials from the registers of the other CTAs, adds them in the order of
+ * K (bitwise repeatable), and stores the result. A CTA exits only after all its partials have
  * arrived, so no CTA sends to one that has exited.
  *
  * Grid: (tiles of 64 rows of W) * split, in clusters of split. With QK-norm at D = 128 a cluster
@@ -3395,7 +3395,7 @@ static void gemm_wgmma_scatter(toka_device *dev, const gemm_args *args, bf16 *co
  * - The ring fills with W before grid_wait(), while the previous kernel still runs.
  * - 112 KB allow two CTAs per SM, so a CTA of the next kernel prefetches its W in the same way.
  * - The barriers are in dynamic shared memory: 256 bytes of static shared memory would take 1 KB
- *   and leave space for only one CTA per SM.
+ *   and leave space for only one CTA per SM (ROWS = 64).
  * - A launch in a chain of kernels has about 2.5 us that nothing hides: 1 us from the end of the
  *   last CTA until grid_wait() returns in the next kernel; 0.3 to 0.5 us for the first x; the rest
  *   for the reduction over the cluster, the stores and the end.
@@ -3444,9 +3444,9 @@ template <class P> constexpr bool smallm_has_qkv = false;
 template <> constexpr bool smallm_has_qkv<qkv_params> = true;
 
 enum {
-    SMALLM_K = 64,
-    SMALLM_N = 64,
-    SMALLM_THREADS = 192,
+    SMALLM_K = 64,        /* columns of a K block */
+    SMALLM_N = 64,        /* rows of W of a tile */
+    SMALLM_THREADS = 192, /* the consumer warpgroup and two producer warps */
     SMALLM_W_BYTES = SMALLM_N * SMALLM_K * 2 /* W in one buffer of the ring; x follows it */
 };
 enum {
@@ -3775,6 +3775,7 @@ __device__ static inline smallm_qk_norm smallm_qk_norm_at(const qkv_params &qkv,
 __device__ static inline void smallm_apply_qk_norm(float lo[8], float hi[8], bool valid, int m,
                                                    const smallm_qk_norm &norm,
                                                    const qkv_params &qkv, const smallm_cta &cta) {
+    /* cluster rank of the CTA with the same k_rank in the other tile of the head */
     const int peer = cta.split - cta.first_rank + cta.k_rank;
     const uint32_t sumsq_at = cta.peer_sumsq + 8 * (m - cta.m0);
     const bool two_tiles = qkv.D > SMALLM_N;
@@ -3937,6 +3938,7 @@ static void gemm_smallm_tile(toka_device *dev, const gemm_args *args, int split)
  *    the split of rules 1 and 2: split 8.
  *
  * The figures are in test/results/kernel-choices.md. */
+
 /* Share of the CTA slots of all waves that `ctas` CTAs fill, if max_ctas CTAs are resident. */
 static double smallm_utilization(int ctas, int max_ctas) {
     return (double)ctas / (ceil_div(ctas, max_ctas) * max_ctas);
@@ -3996,9 +3998,9 @@ static void gemm_smallm(toka_device *dev, const gemm_args *args) {
  *   those shapes gemm_smallm is faster still. */
 
 enum {
-    GEMV_N = 16,
-    GEMV_K = 64,
-    GEMV_WARPS = 8,
+    GEMV_N = 16,    /* rows of W of a CTA */
+    GEMV_K = 64,    /* columns of a K block */
+    GEMV_WARPS = 8, /* the K blocks go to them in turn */
     GEMV_PITCH = GEMV_N + 4 /* floats from one row of the sums to the next; 4 are padding */
 };
 template <int ROWS> struct gemv_ring {
