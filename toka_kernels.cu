@@ -4274,7 +4274,8 @@ static void gemm(toka_device *dev, const gemm_args *args) {
  * Words:
  *   span         consecutive rows that all read one run of KV positions (toka_span). A row can lie
  *                in several spans: the prefixes that it shares, then its own.
- *   own          KV positions that only one row reads: the last span of the row.
+ *   own          an own span has one row: the KV positions that no other row reads. It is the last
+ *                span of its row.
  *   query        one (row, query head) pair inside a kv head. The G query heads of a kv head read
  *                the same K and V, so they are packed: query q of kv head h is row q / G, query
  *                head h*G + q % G.
@@ -4313,6 +4314,15 @@ static void gemm(toka_device *dev, const gemm_args *args) {
  * CLUSTER SPLITS (attn_cluster_split). If the step is one level that has only CTA splits, and few
  * of them, the warps of each are spread over the four CTAs of a cluster.
  *
+ * CHOICE (attn_plan_step).
+ *   1. Prefix groups do the whole step if it has two or more levels, the last span of each row is
+ *      its own, the KV work is at most group_max_work, and each group fits in one CTA.
+ *   2. Else attn_fused does prefixes and their own spans if no layer has a sliding window and there
+ *      are enough rows (fused_min_row_heads).
+ *   3. All other spans are done level by level: tiles, small items or CTA splits, merges.
+ * On the stream attn_fused comes after all levels. Where the Hopper kernels cannot run (other GPUs,
+ * B < 64, D < 64 or D > 128), there are only levels, with attn_mma and attn_merge_splits.
+ *
  * Expected of the spans: the spans of a row come in rising kv0. Of two spans that share a row, the
  * earlier one has all rows of the later one (a tree of intervals). Cost: O(spans + rows + pages in
  * use); for 8,192 sequences with a shared prefix 0.15 to 0.3 ms.
@@ -4350,8 +4360,9 @@ __host__ __device__ static constexpr int attn_cta_split_max(int D) { return D <=
 
 /* The tensor maps of a layer, by the rows of their box. PAIR: one box has K and V. */
 enum { ATTN_MAP_8, ATTN_MAP_16, ATTN_MAP_32, ATTN_MAP_64, ATTN_MAP_PAIR, ATTN_MAPS };
-/* The bits of attn_item.flags. An item with neither TO_O nor TO_STATE is a split: it writes to
- * split_o and split_lse. The bits above hold an index. */
+/* The bits of attn_item.flags and attn_merge.flags. An item with neither TO_O nor TO_STATE is a
+ * split: it writes to split_o and split_lse. For CTA splits only the flags of their merge count.
+ * The bits above hold an index. */
 enum {
     ATTN_MERGE_STATE = 1, /* merge the state of the rows in the epilogue */
     ATTN_TO_O = 2,        /* write o */
@@ -4438,11 +4449,11 @@ struct attn_plan {
     /* prefix_groups: the step uses prefix groups. mixed_groups: they may mix rows of different
      * prompts. */
     bool prefix_groups, mixed_groups;
-    int group_min_split;               /* minimum KV positions of a split of a prefix group */
-    bool allow_clusters, allow_mixed;  /* allow cluster splits, mixed groups; false only in tests */
-    int fused0, n_fused;               /* items of attn_fused; the own items of their rows follow */
-    attn_cta_load *ctas, *round_jobs;  /* [n_sms] */
-    int grid, n_rounds;                /* attn_fused: CTAs, and jobs of each */
+    int group_min_split;              /* minimum KV positions of a split of a prefix group */
+    bool allow_clusters, allow_mixed; /* allow cluster splits, mixed groups; false only in tests */
+    int fused0, n_fused;              /* items of attn_fused; the own items of their rows follow */
+    attn_cta_load *ctas, *round_jobs; /* [n_sms] */
+    int grid, n_rounds;               /* attn_fused: number of CTAs; number of rounds of jobs */
     /* [n_rounds][grid] the job of each CTA: item * K + kv head, or -1 (only in the last round) */
     const int *dev_jobs;
     attn_merge *merges;           /* [max_merges] the merges of this step, on the host */
@@ -4648,8 +4659,8 @@ static bool attn_is_fused_prefix(const attn_plan *plan, int span_id) {
                                            (plan->spans[span_id].flags & ATTN_MERGE_STATE));
 }
 
-/* Splits prefixes into more items of fewer rows, until every SM has a job in the last round, too.
- * It always splits the prefix with the most rows per item. */
+/* Splits prefixes into more items of fewer rows, until every SM has a job in the last round, too,
+ * or each item has only one row. It always splits the prefix with the most rows per item. */
 static void attn_plan_rounds(toka_device *dev, const toka_step *step) {
     attn_plan *plan = dev->attn;
     auto rows_per_item = [&](int i) {
@@ -4706,8 +4717,8 @@ static int attn_small_split_len(const toka_device *dev, int64_t kv_positions) {
  *      waves * len / n_splits + merge cost
  *      merge cost = ATTN_MERGE_COST + queries / 10 + queries * n_splits / 70; 0 without splits
  *
- * The merge cost is fitted to measurements (test/results/kernel-choices.md). More than two waves of
- * tiles are not split. */
+ * A split has at least 2 * ATTN_MIN_SPLIT positions. More than two waves of tiles are not split.
+ * The merge cost is fitted to measurements (test/results/kernel-choices.md). */
 static int attn_tile_split_len(const toka_device *dev, int64_t kv_positions, int n_tiles) {
     const attn_plan *plan = dev->attn;
     int64_t items = (int64_t)n_tiles * plan->K, len = kv_positions / max(n_tiles, 1),
