@@ -4718,7 +4718,8 @@ static int attn_small_split_len(const toka_device *dev, int64_t kv_positions) {
  *      merge cost = ATTN_MERGE_COST + queries / 10 + queries * n_splits / 70; 0 without splits
  *
  * A split has at least 2 * ATTN_MIN_SPLIT positions. More than two waves of tiles are not split.
- * The merge cost is fitted to measurements (test/results/kernel-choices.md). */
+ * Returns INT_MAX / 2 if the tiles are not split. The merge cost is fitted to measurements
+ * (test/results/kernel-choices.md). */
 static int attn_tile_split_len(const toka_device *dev, int64_t kv_positions, int n_tiles) {
     const attn_plan *plan = dev->attn;
     int64_t items = (int64_t)n_tiles * plan->K, len = kv_positions / max(n_tiles, 1),
