@@ -5143,45 +5143,62 @@ static void attn_plan_step(toka_device *dev, const toka_step *step) {
 
 /* ===========================================================================
  * MARK: 9. Attention: the kernels [kernel]
- * o[row][head] = sum over t of p[t] V[t], p = softmax over t of (q . K[t] / sqrt(D)), t the kv positions that the row sees; in
- * pieces (items of chapter 8), each of which yields O = its own weighted mean and LSE = log2 of its sum of 2^score, with scores
- * times log2(e)/sqrt(D), so that pieces join as
+ * Computes, for each row and query head,
  *
- *      m = max(LSE1, LSE2), w = 2^(LSE - m):   O = (w1 O1 + w2 O2) / (w1 + w2),   LSE = m + log2(w1 + w2)
+ *      o = sum over t of p[t] V[t],   p = softmax over t of (q . K[t] / sqrt(D)),
  *
- * A piece without any key has LSE = -inf and O = 0.
+ * where t runs over the KV positions that the row sees. The unit of work is an item of chapter 8.
+ * For each of its queries an item yields O, the weighted mean of V, and LSE = log2 of the sum of
+ * 2^score. Scores include the factor log2(e) / sqrt(D). An item in which a query sees no key
+ * yields LSE = -inf and O = 0. Two results of one query over different positions merge exactly:
  *
- * Pages: K and V of a page and kv head are [B][D] rows as they come, so whoever stores a token writes plain rows. TMA
- * swizzles them on their way to shared memory, by a tensor map over all pages of a layer as one matrix of rows of D; columns
- * beyond D become 0. As decode reads at 95 % of what reading alone reaches, an image swizzled in memory could win nothing. B = 64:
- * a block of 64 rows is what one copy takes and what the tiles are made of, and the page table stays short; smaller pages, down
- * to 16, run on mma.sync.
+ *      m = max(LSE1, LSE2), w1 = 2^(LSE1 - m), w2 = 2^(LSE2 - m)
+ *      O = (w1 O1 + w2 O2) / (w1 + w2),   LSE = m + log2(w1 + w2)
  *
- * Measured on an H200 (reading 2 GiB: 4.6 TB/s), 2026-11-24, H = 32, K = 8, `gpu_attn bench`; prefill beside PyTorch 2.11's cuDNN
- * in the same run (test/bench_peers_attn.py):
+ * Each kernel computes the (O, LSE) of its item from zero. Its epilogue merges the stored state
+ * of the query if the item has the flag ATTN_MERGE_STATE. It then writes o (flag ATTN_TO_O), the
+ * state (ATTN_TO_STATE), or a split buffer (neither flag; attn_merge_splits follows).
  *
- *      kernel      case                                D = 64            D = 96            D = 128
- *      attn_small  4096 sequences of 150..900          95 % of reading                     94 %
- *                  64 sequences of 4096, in parts      87 %                                89 %
- *      attn_wgmma     causal prefill of 1,024, TFLOP/s    218, cuDNN 191    269, cuDNN 204    345, cuDNN 268
- *                  causal prefill of 4,096             432, cuDNN 379    427, cuDNN 394    553, cuDNN 524
- *                  causal prefill of 16,384            487, cuDNN 437    450, cuDNN 440    579, cuDNN 566
- *                  16 prompts of 512                   171               184               235
+ *   kernel              method                                threads of a CTA    queries of a CTA
+ *   attn_mma            FlashAttention-2 on mma.sync          32; 128             16; 64
+ *   attn_small          decode: one warp, ring filled by TMA  32                  at most 16
+ *   attn_cta_split      split-KV inside a CTA                 at most 14 warps    at most 16
+ *                       (12 warps if D > 64)
+ *   attn_cluster_split  split-KV inside a cluster of 4 CTAs   at most 4 warps     at most 16
+ *                       (3 warps if D > 64)                                       per cluster
+ *   attn_wgmma          FlashAttention-3                      512; D > 64: 384    192; D > 64: 128
+ *   attn_fused          cascade (Hydragen), persistent        512                 128 per item
+ *   attn_merge_splits   split-KV merge                        128                 1
+ *
+ * Order on the stream: for each level tiles, small items, CTA-local or cluster splits,
+ * attn_merge_splits; attn_fused comes last. If attn_plan.hopper is false, attn_mma and
+ * attn_merge_splits do everything.
+ *
+ * Pages. In the pool, K and V of one page and kv head are each a plain [B][D] matrix, so a kernel
+ * that stores a token writes plain rows. TMA swizzles them on the way to shared memory. Its tensor
+ * map sees all pages of a layer as one matrix of rows of D elements; columns beyond D become 0.
+ * Pages stored in swizzled form could gain nothing: decode already reaches 95 % of the read
+ * bandwidth. B = 64 is the usual page: one TMA box takes 64 rows, KV tiles are multiples of 64
+ * positions, and the block table stays short. Smaller pages, down to 16, run on attn_mma.
+ *
+ * Figures of all kernels, with cuDNN's for prefill: test/results/kernel-choices.md, chapter 9.
  * =========================================================================== */
 
 typedef struct attn_args {
-    const bf16 *q;  /* [T][H][D] */
-    bf16 *o;        /* [T][H][D] */
-    const bf16 *kv; /* [page][K][K, V][B][D] of this layer */
-    const int *pages, *pos;
-    const attn_item *items;
-    float *state_o, *state_lse, *split_o, *split_lse;
-    int K, G, D, log2_B, window;
+    const bf16 *q;          /* [T][H][D] */
+    bf16 *o;                /* [T][H][D] */
+    const bf16 *kv;         /* K and V of this layer: [page][K][K, V][B][D] */
+    const int *pages, *pos; /* page ids of all spans (attn_plan.dev_pages); position of each row */
+    const attn_item *items; /* those of this launch */
+    float *state_o, *state_lse, *split_o, *split_lse; /* shapes: see attn_plan */
+    int K, G, D, log2_B, window; /* window: length of the sliding window; 0: none */
     uint32_t inv_G; /* 2^31 / G, rounded up */
     float scale;    /* log2(e) / sqrt(D) */
-    bool prefetch;  /* attn_can_prefetch */
+    bool prefetch;  /* attn_can_prefetch: load K and V before grid_wait() */
 } attn_args;
 
+/* quad_max, quad_sum: maximum and sum of x over the four threads of a quad, which hold one row of
+ * an mma tile. */
 __device__ static inline float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
     return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
@@ -5191,38 +5208,45 @@ __device__ static inline float quad_sum(float x) {
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-/* q / G without a division, for q < 2^31 / G: a thread of attn_wgmma has up to nine of them before its first product. */
+/* q / G without a division, exact for q < 2^31 / G. A thread of attn_wgmma needs up to nine such
+ * quotients before its first wgmma. */
 __device__ static inline int attn_row(const attn_args &args, int q) {
     return (int)__umulhi(2u * (uint32_t)q, args.inv_G);
 }
-/* Where O and LSE of query q of kv head h go: index of a head in [T][H], or of a row of part_o. */
+/* Index of query q of kv head kv_head in [T][H]. */
 __device__ static inline size_t attn_head_at(const attn_args &args, int q, int kv_head) {
     const int row = attn_row(args, q);
     return (size_t)row * (args.K * args.G) + kv_head * args.G + q - row * args.G;
 }
+/* Index of the item's query in split_lse, and of its row of D in split_o. buf: first split buffer
+ * of the item. */
 __device__ static inline size_t attn_split_at(const attn_args &args, int buf, int query,
                                               int kv_head) {
     return ((size_t)(buf + query / ATTN_SMALL_Q) * args.K + kv_head) * ATTN_SMALL_Q +
            query % ATTN_SMALL_Q;
 }
 
-/* How a finished query leaves: weights of what is in registers (`own`, 1 / sum included) and of the state it began with. */
+/* Output descriptor of a finished query: the destination, and the weights of the LSE merge. */
 typedef struct attn_output {
-    bf16 *o;                 /* one of the two: rows of D */
-    float *o_f32;
-    const float *state;       /* or NULL */
+    bf16 *o;            /* destination, a row of D; NULL: the destination is o_f32 */
+    float *o_f32;       /* destination in a state or split buffer, a row of D */
+    const float *state; /* O of the stored state; NULL: the query merges no state */
+    /* new_weight: factor of the item's unnormalized O, includes 1 / row_sum; state_weight: factor
+     * of the state's O */
     float new_weight, state_weight;
-    float lse;               /* of all */
+    float lse; /* LSE of the merged result */
 } attn_output;
 
-/* LSE of the state that query i of the item begins with, -inf if none. All threads read it before one writes the new one. */
+/* LSE of the stored state of the item's query; -inf if the item merges no state. The caller
+ * synchronizes all threads of the query after this read, because attn_finish_query may overwrite
+ * the value. */
 __device__ static inline float attn_state_lse(const attn_args &args, const attn_item &item,
                                               int query, int kv_head) {
     return item.flags & ATTN_MERGE_STATE
                ? args.state_lse[attn_head_at(args, item.q0 + query, kv_head)]
                : -INFINITY;
 }
-/* What sums of maximum m and sum l of keys, and a state of LSE `old`, count for in the sum of both. */
+/* Weights and LSE of the merge of (row_max, row_sum) of new keys with a state of LSE state_lse. */
 __device__ static inline attn_output attn_merge_lse(float row_max, float row_sum, float state_lse) {
     attn_output out = {};
     out.new_weight = row_sum > 0 ? 1 / row_sum : 0,
@@ -5234,8 +5258,10 @@ __device__ static inline attn_output attn_merge_lse(float row_max, float row_sum
                                         out.lse = max_lse + log2f(sum);
     return out;
 }
-/* Query i of the item, with maximum m and sum l of its own keys and `old` of its state: writes LSE (thread `first` of those that
- * hold the query) and says how O leaves. */
+/* Finishes one query of the item. row_max and row_sum are those of the item's own keys;
+ * state_lse is the result of attn_state_lse. Returns destination and weights of O. Writes LSE to
+ * its destination if writes_lse; the caller sets writes_lse in one thread of those that hold the
+ * query. */
 __device__ static inline attn_output attn_finish_query(const attn_args &args, const attn_item &item,
                                                        int query, int kv_head, float row_max,
                                                        float row_sum, float state_lse,
@@ -5258,7 +5284,7 @@ __device__ static inline attn_output attn_finish_query(const attn_args &args, co
     if (writes_lse) args.state_lse[head_index] = out.lse;
     return out;
 }
-/* What leaves of columns col and col + 1; seeded: they have a state. */
+/* Merged values of columns col and col + 1 of O. has_state: the state has these columns. */
 __device__ static inline float2 attn_merge_pair(const attn_output &out, bool has_state, int col,
                                                 float x, float y) {
     x *= out.new_weight, y *= out.new_weight;
@@ -5274,26 +5300,35 @@ __device__ static inline void attn_store_pair(const attn_output &out, int col, f
     else *(float2 *)(out.o_f32 + col) = v;
 }
 
-/* ---- Items on mma.sync: any D, any card ----
- * In: items (grid: item, kv head). Each warp of the block holds 16 queries of the item, all share the tiles of K and V.
- * WARPS 1: small items; WARPS 4: tiles of 64 queries. DP: D rounded up to 64, 128 or 256; what is beyond D is zero and, in steps
- * of 16, not computed. Shared: a ring of STAGES tiles of TOK positions of K and V (attn_piece_at). Bytes: K and V once per item;
- * FLOPs: 4 * 16 * WARPS * D * kv.
- * Why: m16n8k16 leaves P where PV wants its A operand, V is transposed on its way by ldmatrix, and nothing is synchronised beyond
- * the block. */
+/* ---- attn_mma: items on mma.sync; any D, any GPU ----
+ * In: items; grid: item x kv head; CTA: WARPS x 32 threads. WARPS 1: small items; WARPS 4: tiles
+ * of 64 queries. Out: o, state or split buffer, see the head of the chapter.
+ * Each warp of the CTA owns 16 queries of the item. All warps share the tiles of K and V.
+ * DP is D rounded up to 64, 128 or 256. Columns beyond D are zero; whole blocks of 16 columns
+ * beyond D are not computed.
+ * Shared memory: a ring of BUFS tiles, each TOK positions of K and V (layout: attn_piece_at).
+ * Bytes: K and V once per item. FLOPs: 4 * 16 * WARPS * D * kv.
+ * Why this shape:
+ * - The accumulators of S from m16n8k16 already have the layout of the A operand of P V.
+ * - ldmatrix.trans transposes V while it loads V.
+ * - Only barriers inside the CTA are needed.
+ * attn_plan_open asserts D % 8 == 0, D <= 256, B >= 16. */
 template <int DP, int WARPS> struct attn_tile_shape {
     static constexpr int TOK = DP == 256 ? 16 : WARPS == 1 ? 2048 / DP : 64;
     static constexpr int BUFS = WARPS == 1 ? 3 : 2;
     static constexpr int BYTES = BUFS * 2 * TOK * DP * 2;
 };
 
-/* A tile in shared memory: panels of 64 columns, each [rows][64] in rows of 128 bytes, 16-byte pieces at piece ^ (row % 8): what
- * TMA writes and wgmma reads with 128-byte swizzle; ldmatrix meets no bank twice. Element of a piece: */
+/* A tile in shared memory consists of panels of 64 columns, each [rows][64] in rows of 128
+ * bytes. Piece p (16 bytes; 0 .. 7) of such a row lies at p ^ (row % 8). This is the 128-byte
+ * swizzle that TMA writes and wgmma reads; ldmatrix has no bank conflicts in it. Returns the
+ * element index of a piece. */
 __device__ static inline int attn_piece_at(int rows, int row, int piece) {
     return ((piece >> 3) * rows + row) * 64 + ((piece ^ row) & 7) * 8;
 }
 
-/* Positions kv .. kv+TOK-1 of K and V to stage memory; beyond kv1 and beyond D: zeros. */
+/* Loads positions kv .. kv+TOK-1 of K and V to the ring buffer `to`. Positions from item.kv1 on
+ * and columns beyond D become zero. */
 template <int DP, int WARPS>
 __device__ static inline void attn_load_tile(const attn_args &args, const attn_item &item,
                                              int kv_head, int kv, bf16 *to) {
@@ -5316,7 +5351,7 @@ __device__ static inline void attn_load_tile(const attn_args &args, const attn_i
     }
 }
 
-/* s[8-column block][4] = Q K^T of one warp: 16 queries, TOK positions. */
+/* scores[8-column block][4] = Q K^T of one warp: 16 queries x TOK positions, not yet scaled. */
 template <int DP, int TOK> __device__ static inline void attn_qk(float (&scores)[TOK / 2],
                                                                  const uint32_t (&q)[DP / 16][4],
                                                                  const bf16 *k, int D) {
@@ -5336,7 +5371,7 @@ template <int DP, int TOK> __device__ static inline void attn_qk(float (&scores)
     }
 }
 
-/* P as the A operand of the second product. */
+/* Packs P as the A operand of P V. */
 template <int N>
 __device__ static inline void attn_pack(uint32_t (&probs)[N / 8][4], const float (&scores)[N]) {
 #pragma unroll
@@ -5365,16 +5400,17 @@ template <int DP, int TOK> __device__ static inline void attn_pv(float (&acc)[DP
         }
 }
 
-/* Position of query i of the item; -1: there is none. */
+/* Position of the row of the item's query; -1 if the item has no such query. */
 __device__ static inline int attn_pos(const attn_args &args, const attn_item &item, int query) {
     return query < item.nq ? args.pos[attn_row(args, item.q0 + query)] : -1;
 }
-/* Scores of positions that a query must not see become -inf. at: positions of the thread's queries; kv: position of column 0. */
+/* Sets the scores of positions that a query does not see to -inf. q_pos: positions of the
+ * thread's two queries; kv: position of column 0. */
 template <int N> __device__ static inline void attn_mask(const attn_args &args,
                                                          const attn_item &item, float (&scores)[N],
                                                          int2 q_pos, int kv) {
     const int pos[2] = {q_pos.x, q_pos.y};
-    int from[2], to[2]; /* the first position seen and the first not seen */
+    int from[2], to[2]; /* query r sees the positions from[r] .. to[r]-1 */
     kv += threadIdx.x % 4 * 2;
 #pragma unroll
     for (int r = 0; r < 2; r++)
@@ -5387,7 +5423,8 @@ template <int N> __device__ static inline void attn_mask(const attn_args &args,
     }
 }
 
-/* s of the thread's query r becomes 2^(scale s - m); their sum. */
+/* Replaces the scores s of the thread's query r by 2^(scale s - row_max). Returns the sum over
+ * the columns of this thread. */
 template <int N>
 __device__ static inline float attn_exp_sum(float (&scores)[N], int r, float row_max, float scale) {
     const float base = row_max == -INFINITY ? 0 : row_max;
@@ -5400,7 +5437,7 @@ __device__ static inline float attn_exp_sum(float (&scores)[N], int r, float row
     }
     return sum;
 }
-/* the largest of the query's s */
+/* The largest score of the thread's query r, over all columns of the tile. */
 template <int N> __device__ static inline float attn_row_max(const float (&scores)[N], int r) {
     float max_score = -INFINITY;
 #pragma unroll
@@ -5408,8 +5445,10 @@ template <int N> __device__ static inline float attn_row_max(const float (&score
         max_score = fmaxf(max_score, fmaxf(scores[i], scores[i + 1]));
     return quad_max(max_score);
 }
-/* Online softmax of the thread's two queries (one, if `rows` is 1): s becomes 2^(scale s - m), m and l go on; fade is what the
- * sums so far are to be multiplied by. */
+/* Online-softmax update of the thread's two queries (of the first only, if rows is 1). Replaces
+ * the scores s by 2^(scale s - m), m the new maximum, and updates row_max and row_sum.
+ * rescale[r] is the factor by which the caller multiplies the O accumulated so far. row_sum
+ * covers the columns of this thread only: quad_sum completes it. */
 template <int N>
 __device__ static inline void attn_softmax_update(float (&scores)[N], float row_max[2],
                                                   float row_sum[2], float rescale[2], float scale,
@@ -5424,8 +5463,9 @@ __device__ static inline void attn_softmax_update(float (&scores)[N], float row_
         row_sum[r] = row_sum[r] * rescale[r] + attn_exp_sum(scores, r, new_max, scale);
     }
 }
-/* The same with a maximum that stays behind by up to 8: 2^(scale s - m) is at most 256 then, and the sums so far mostly stay as
- * they are. Whether they are to be multiplied by fade in some thread of the warp. */
+/* The same with lazy rescaling, as in FlashAttention-4: row_max changes only if the tile's
+ * maximum exceeds it by more than 8. So 2^(scale s - row_max) is at most 256, and the
+ * accumulated O seldom needs rescaling. Returns true if any thread of the warp must rescale. */
 template <int N>
 __device__ static inline bool attn_softmax_update_lazy(float (&scores)[N], float row_max[2],
                                                        float row_sum[2], float rescale[2],
@@ -5447,27 +5487,32 @@ __device__ static inline void attn_rescale(float (&acc)[N], const float rescale[
     for (int i = 0; i < N; i++) acc[i] *= rescale[i >> 1 & 1];
 }
 
-/* First position that some row of the item sees, down to a whole number of tiles from kv0. */
+/* First position that some row of the item sees, rounded down to a whole number of tiles from
+ * kv0. */
 __device__ static inline int attn_first_kv(const attn_args &args, const attn_item &item, int tile) {
     int first = max((int)item.skip, args.window ? item.pos_lo - args.window + 1 - item.kv0 : 0);
     return item.kv0 + first / tile * tile;
 }
-/* Tiles x .. y-1 from `first` on are seen whole by all rows of the item: no mask. */
+/* Tiles x .. y-1, counted from first_kv, need no mask: all rows of the item see all their
+ * positions. */
 __device__ static inline int2 attn_unmasked_tiles(const attn_args &args, const attn_item &item,
                                                   int first_kv, int tile) {
-    /* the last position, counted from `first`, that some row does not see, as it is another span's or behind the window */
+    /* The last position, counted from first_kv, that some row does not see, because the position
+     * belongs to another span or lies before the row's window. */
     int last_hidden = max(item.kv0 + item.skip - 1, args.window ? item.pos_hi - args.window : -1) -
                       first_kv;
     return make_int2(last_hidden >= 0 ? last_hidden / tile + 1 : 0,
                      max(0, min(item.pos_lo + 1, item.kv1) - first_kv) / tile);
 }
 
-typedef struct attn_row_stats { /* a thread's two queries: i and i + 8 of the item */
+/* A thread's two queries: `query` and `query` + 8 of the item. row_sum covers only the columns of
+ * this thread; quad_sum gives the query's sum. */
+typedef struct attn_row_stats {
     int query;
     float row_max[2], row_sum[2];
 } attn_row_stats;
 
-/* All of a warp together. */
+/* Epilogue of one warp: merges the state and stores O and LSE. All 32 threads must call it. */
 template <int N> __device__ static inline void attn_store_rows(const attn_args &args,
                                                                const attn_item &item,
                                                                const attn_row_stats &stats,
@@ -5478,7 +5523,7 @@ template <int N> __device__ static inline void attn_store_rows(const attn_args &
     for (int r = 0; r < 2; r++)
         if (stats.query + 8 * r < item.nq)
             state_lse[r] = attn_state_lse(args, item, stats.query + 8 * r, kv_head);
-    __syncwarp(); /* all have read it */
+    __syncwarp(); /* all have read the old LSE; attn_finish_query may overwrite it */
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         float sum = quad_sum(stats.row_sum[r]);
@@ -5492,7 +5537,8 @@ template <int N> __device__ static inline void attn_store_rows(const attn_args &
     }
 }
 
-/* The A operand of the first product, 16 queries of one warp, from global memory; what is not there is 0. */
+/* Loads Q of one warp's 16 queries from global memory as the A operand of Q K^T. Missing queries
+ * and columns beyond D are 0. */
 template <int DP>
 __device__ static inline void attn_load_q(const attn_args &args, const attn_item &item, int query,
                                           int kv_head, uint32_t (&q)[DP / 16][4]) {
@@ -5736,7 +5782,7 @@ __device__ static inline void attn_merge_query(const attn_args &args, const attn
     bool valid = query < merge.nq;
     float state_lse = valid ? attn_state_lse(args, item, query, kv_head) : -INFINITY,
           row_max = -INFINITY, row_sum = 0;
-    __syncwarp(); /* all have read it */
+    __syncwarp(); /* all have read the old LSE; attn_finish_query may overwrite it */
     if (!valid) return;
     float2 split[MAX_SPLITS];
 #pragma unroll
