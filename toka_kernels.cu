@@ -5609,19 +5609,30 @@ static void attn_mma_launch(toka_device *dev, const attn_args &args, int n_items
                      WARPS * 32, attn_tile_shape<DP, WARPS>::BYTES, 1, args);
 }
 
-/* ---- Small items on Hopper: one warp, fed by TMA ----
- * In and out as above. Grid: (item, kv head), 32 threads. Shared: STAGES tiles of TOK positions, K and V, each [panels][TOK][64].
- * Bytes: K and V of the item's positions, rounded up to 8 positions at both ends; FLOPs: 4 * 16 * D * kv, of which G/16 are
- * wanted. Why: the limit is the bytes of K and V, so what counts is that many are under way: 9 or 13 warps of 24 or 16 KB on an
- * SM, none of which ever waits for another; the card itself hands the next item to the next free place. One lane asks for a tile
- * in one copy, for the first and the last one in pieces of 8 positions (D = 72 .. 120: two or four copies); the numbers of 32
- * pages lie in the lanes of the warp. Retired: all tiles in two or four copies (kin, D = 128: 23 us for 20, D = 64 10.4 for 10.0),
- * none in pieces (as fast in gangs, 4,096 of 10 to 300 6 % slower: it reads what nobody sees). At D = 64 more warps
- * help more than longer rings, as what an item costs beside its bytes is waiting: 8,192 samples with 88 positions of their own in
- * 454 us with two stages, 555 with three, 687 with four (H200; 398, 432 and 513 of them without a state to begin with). At D = 128
- * the same (977 and 1,200 to 1,344 us) up to some 128 positions an item, but 64 sequences of 4,096 in parts take 306 and 259. */
+/* ---- attn_small: small items on Hopper; one warp with TMA ----
+ * In and out as attn_mma. Grid: item x kv head; CTA: 32 threads.
+ * Shared memory: BUFS tiles of TOK positions, K and V, each [panels][TOK][64].
+ * Bytes: K and V of the item's positions, rounded up to 8 positions at both ends.
+ * FLOPs: 4 * 16 * D * kv; for one row G/16 of them are useful.
+ * Why this shape:
+ * - The kernel is bound by the bytes of K and V, so many of them must be in flight: 9 CTAs with 24
+ *   KB of ring, or 13 with 16 KB, fit on an SM.
+ * - A CTA is one warp, so no warp ever waits for another. The hardware scheduler balances the load.
+ * - One lane issues the TMA loads. A full tile is one copy (D = 72 .. 120: four, one per matrix and
+ *   panel). The first and the last tile, if partial, are loaded in boxes of 8 positions.
+ * - Page ids are kept in registers: each lane holds one of 32 consecutive ones.
+ * - D = 64: two buffers. What an item costs besides its bytes is waiting, and more resident warps
+ *   hide it better than a longer ring. D = 128: two buffers for short items (ATTN_SHORT_KV), else
+ *   three.
+ * Retired: one copy per matrix and panel for every tile (prefix groups, D = 128: 23 us, now 20).
+ * Retired: partial tiles loaded whole. This reads positions that no row sees: 4,096 sequences of 10
+ * to 300 positions are 6 % slower.
+ * Figures: test/results/kernel-choices.md, chapter 9. */
 #if HOPPER
-/* One warp's work, up to what leaves it. full: [STAGES] barriers. */
+/* Main loop of one warp: computes O (not normalized, in acc) and stats of an item. The caller does
+ * the epilogue. ring: BUFS tiles of this warp; full: [BUFS] mbarriers of this warp; tile_map: for
+ * full tiles (attn_tile_map); map_8: boxes of 8 positions. Contains grid_launch_dependents() and
+ * grid_wait(). */
 template <int DP, int TOK, int BUFS>
 __device__ static inline void attn_small_mainloop(const attn_args &args, const attn_item &item,
                                                   int kv_head, const CUtensorMap *tile_map,
@@ -5652,7 +5663,7 @@ __device__ static inline void attn_small_mainloop(const attn_args &args, const a
         if (lane) return;
         uint32_t to = smem_addr(ring + i % BUFS * 2 * HALF), bar = smem_addr(&full[i % BUFS]);
         const bool is_full = n_kv == TOK && item.skip <= offset;
-        if (is_full && (DP == 64 || args.D == DP)) { /* then `whole` is of K and V at once */
+        if (is_full && (DP == 64 || args.D == DP)) { /* tile_map covers K and V in one copy */
             mbar_expect_tx(bar, 2 * HALF * 2);
             tma_load_5d(to, tile_map, bar, 0, 0, row, 0, 0);
             return;
@@ -5668,16 +5679,18 @@ __device__ static inline void attn_small_mainloop(const attn_args &args, const a
     };
     const int offset = first_kv - item.kv0, last_offset = item.kv1 - item.kv0 - 1,
               page_offset = offset & ((1 << args.log2_B) - 1);
-    /* its last row is asked for too early */
+    /* With prefetch, the tile of the last position is requested before the step has stored that
+     * position's K and V. reload_last: load that row again after grid_wait(). */
     const bool reload_last = args.prefetch && n_tiles && n_tiles <= BUFS &&
                              item.kv1 == item.pos_hi + 1;
-    int page = 0; /* of the last position */
-    /* no kernel of the step writes page tables; K and V may still change, but in the cache they
-     * do no harm */
+    int page = 0; /* id of the page of the last position */
+    /* This prefetch does not wait for the previous kernels: no kernel of the step writes page ids.
+     * K and V may still change, but they only come to the L2 cache, so no stale value is used. */
     if (n_tiles) {
         first_page = offset >> args.log2_B,
         page_ids = args.pages[item.page0 + min(first_page + lane, last_offset >> args.log2_B)];
-        /* two pages, as a gang's warps have at most */
+        /* Lanes 0 .. 3: K and V of the item's first page and of the next one. Longer items are
+         * prefetched only in part. */
         int page_bit = lane / 2 % 2,
             from = page_bit ? (offset | ((1 << args.log2_B) - 1)) + 1 : offset;
         size_t row =
@@ -5718,11 +5731,12 @@ __device__ static inline void attn_small_mainloop(const attn_args &args, const a
         }
         attn_qk<DP, TOK>(scores, q, k, DP == 64 ? 64 : args.D);
         int from = max(0, item.kv0 + item.skip - kv) / 8 * 8;
-        if (n_kv < TOK || from) { /* 0 times what lies around the positions asked for must be 0 */
+        /* P is 0 outside of the loaded positions, but 0 * NaN is NaN: zero the rows of V there */
+        if (n_kv < TOK || from) {
             for (int j = lane; j < TOK * (DP / 8); j += 32)
                 if (j / (DP / 8) < from || j / (DP / 8) >= n_kv)
                     *(uint4 *)(k + HALF + attn_piece_at(TOK, j / (DP / 8), j % (DP / 8))) = uint4{};
-            fence_async_smem(); /* TMA will write there again */
+            fence_async_smem(); /* orders these stores before the next TMA write to this buffer */
             __syncwarp();
         }
         if (i < unmasked.x || i >= unmasked.y)
@@ -5756,23 +5770,25 @@ template <int DP, int TOK, int BUFS> __global__ void __launch_bounds__(32)
 #endif
 }
 
-/* ---- Gangs: the parts of a small item in one CTA ----
- * In: gangs (grid: gang, kv head), n parts each, a warp for each; items: the level's small ones, of all queries of the gang or of
- * some. Out as above. Shared: STAGES tiles a warp; its sums take their place. Why: with few sequences each launch counts (3 us of
- * attn_merge_splits in a layer, H200), and parts that meet in shared memory need none. Sums: in the order of the parts.
- * Rows that share prefixes, by kin, attn_fused and levels, us a layer (`gpu_attn bench kin`, H200, 2026-11-24; 704
- * positions of a prompt, of which 640 are common to all, up to 150 of a row's own, H = 32, K = 8):
- *
- *      samples         1 x 16            4 x 8             16 x 4            16 x 8            16 x 16           16 x 64
- *      D = 64     7.0, 17.1, 26.2  8.3, 20.2, 27.7  10.3,   - , 28.6  18.8, 24.7, 35.0  46.1, 30.0, 47.0   - , 72.4, 136
- *      D = 128   16.9, 22.6, 37.2  17.5, 25.3, 38.2  19.6,   - , 44.6  38.4, 37.6, 51.6   109, 47.5, 76.8   - , 134, 242
- *
- * 64 rows as a running job has them, 23, 19, 15 and 7 of four prompts (`gpu_attn bench running`): kin 15.5 and 31.4 us, for 17
- * gangs of eight kv heads are more than there are SMs; mixed, 16 gangs, 10.4 and 20.8.
- */
+/* ---- attn_cta_split: split-KV of a small item inside one CTA ----
+ * In: merges; grid: merge x kv head; CTA: at most attn_cta_split_max(D) warps. Warp j computes
+ * split j of the merge, which is an item of the level's small list. A split covers all queries of
+ * the merge, or only some of them if the merge is a prefix group (attn_plan_prefix_groups). Out as
+ * attn_mma.
+ * Shared memory: BUFS tiles per warp. After the main loop a warp's ring holds the O of its split.
+ * Bytes and FLOPs: as attn_small, for each split.
+ * Why this shape:
+ * - With few sequences every launch counts. Splits that are merged in shared memory need no
+ *   attn_merge_splits, which takes 3 us a layer.
+ * - A prefix group replaces two or three launches per level. It is faster than attn_fused and than
+ *   one launch per level while the rows are few (attn_plan.group_max_work).
+ *   attn_choose_prefix_groups tells when a group may mix rows of different prompts.
+ * - Splits are added in their order, so results are deterministic.
+ * Figures: test/results/kernel-choices.md, chapter 9. */
 #if HOPPER
-/* The parts of query i of a gang become one, in their order: columns col, col + 1, col + step ... by this thread of those that
- * hold it. marks(j), sums(j): of part j. All threads of a warp come. */
+/* Merges the splits of one query of `merge`, in their order, and stores O and LSE. This thread
+ * merges columns col, col + 1, col + col_step, col + col_step + 1 ... max_sum(j): (row_max,
+ * row_sum) of split j; split_o(j): its O, not normalized. All threads of the warp must call. */
 template <int MAX_SPLITS, class MaxSum, class SplitO>
 __device__ static inline void attn_merge_query(const attn_args &args, const attn_merge &merge,
                                                int query, int kv_head, int col, int col_step,
@@ -5800,7 +5816,7 @@ __device__ static inline void attn_merge_query(const attn_args &args, const attn
 #pragma unroll
         for (int j = 0; j < MAX_SPLITS; j++) {
             if (j >= merge.n_splits) break;
-            if (split[j].x == 0) continue; /* it may not have the query: there are no sums */
+            if (split[j].x == 0) continue; /* a split without this query has written no O for it */
             float2 v = *(const float2 *)(split_o(j) + col);
             x += split[j].x * v.x, y += split[j].x * v.y;
         }
@@ -5815,13 +5831,13 @@ __global__ void __launch_bounds__(32 * attn_cta_split_max(DP), 1)
                    const __grid_constant__ CUtensorMap tile_map,
                    const __grid_constant__ CUtensorMap map_8, const attn_merge *merges) {
 #if HOPPER
-    /* RING: elements */
+    /* RING: elements of a warp's ring */
     constexpr int RING = BUFS * 2 * TOK * DP, MAX_SPLITS = attn_cta_split_max(DP);
     static_assert(RING * sizeof(bf16) >= ATTN_SMALL_Q * DP * sizeof(float),
                   "sums take the ring's place");
     extern __shared__ __align__(1024) char attn_smem[];
     __shared__ uint64_t full[MAX_SPLITS][BUFS];
-    __shared__ float2 max_sum[MAX_SPLITS][ATTN_SMALL_Q]; /* maximum and sum of each query */
+    __shared__ float2 max_sum[MAX_SPLITS][ATTN_SMALL_Q]; /* (row_max, row_sum) of each query */
     const attn_merge merge = merges[blockIdx.x / args.K];
     int kv_head = blockIdx.x % args.K, warp = threadIdx.x / 32, quad = threadIdx.x % 4;
     if (warp < merge.n_splits) {
@@ -5834,7 +5850,7 @@ __global__ void __launch_bounds__(32 * attn_cta_split_max(DP), 1)
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             float sum = quad_sum(stats.row_sum[r]);
-            const int query = item.q0 - merge.q0 + stats.query + 8 * r; /* of the gang */
+            const int query = item.q0 - merge.q0 + stats.query + 8 * r; /* within the merge */
             if (stats.query + 8 * r >= item.nq) continue;
             if (quad == 0) max_sum[warp][query] = float2{stats.row_max[r], sum};
 #pragma unroll
@@ -5848,7 +5864,7 @@ __global__ void __launch_bounds__(32 * attn_cta_split_max(DP), 1)
         grid_wait();
     }
     __syncthreads();
-    for (int query0 = 0; query0 < merge.nq; query0 += blockDim.x / 16) { /* 16 threads a query */
+    for (int query0 = 0; query0 < merge.nq; query0 += blockDim.x / 16) { /* 16 threads per query */
         const int query = query0 + threadIdx.x / 16;
         attn_merge_query<MAX_SPLITS>(
             args, merge, query, kv_head, threadIdx.x % 16 * 2, 32,
@@ -5860,18 +5876,26 @@ __global__ void __launch_bounds__(32 * attn_cta_split_max(DP), 1)
 #endif
 }
 
-/* ---- Squads: a gang in a cluster ----
- * In and out as attn_cta_split. Grid: (gang, kv head, rank), in clusters of ATTN_CLUSTER; warp w of rank r has part w * ATTN_CLUSTER + r;
- * query i is rank i % ATTN_CLUSTER's, to which all parts send what they have of it. Shared: STAGES tiles a warp, then the sums that
- * come, [part][row][DP]; added in the order of the parts, to the bit as in attn_cta_split. Why: 10 parts in one CTA are 160 KB, which
- * fit an SM only when the kernel ahead has left it; so K and V could not be fetched meanwhile, and all came through one SM. 1B, a
- * step: one sequence 759 -> 747 us, eight samples 845 -> 827 (H200, 2026-11-23). Two ranks where four do not fit: eight sequences
- * 829 -> 834. Eight ranks: as four. At least one CTA an SM: else ptxas counts with the whole cluster on one, and spills. */
-template <int DP> __host__ __device__ static constexpr int attn_cluster_split_max() { /* parts */
+/* ---- attn_cluster_split: split-KV of a small item inside a cluster ----
+ * In and out as attn_cta_split. Grid: merge x kv head x CTA rank, in clusters of ATTN_CLUSTER CTAs.
+ * Warp w of CTA c computes split w * ATTN_CLUSTER + c. CTA i % ATTN_CLUSTER merges query i: all
+ * splits send it (row_max, row_sum) and O of that query through DSMEM.
+ * Shared memory: BUFS tiles per warp, then the received O as [split][row][DP].
+ * Splits are added in their order: the result equals that of attn_cta_split to the bit.
+ * Why this shape: 10 splits in one CTA need 160 KB. Such a CTA cannot start before the previous
+ * kernel has left its SM, so it prefetches no K and V, and one SM must load everything. The CTAs of
+ * a cluster are small and use four SMs.
+ * The launch bound of one CTA per SM is needed: without it ptxas assumes that all CTAs of a cluster
+ * are on one SM, and spills.
+ * Retired: clusters of two where clusters of four do not fit (slower). Clusters of eight are as
+ * fast as clusters of four.
+ * attn_uses_cluster tells when it is used. Figures: test/results/kernel-choices.md, chapter 9. */
+/* Maximum number of splits of a cluster. */
+template <int DP> __host__ __device__ static constexpr int attn_cluster_split_max() {
     return (attn_cta_split_max(DP) + ATTN_CLUSTER - 1) / ATTN_CLUSTER * ATTN_CLUSTER;
 }
 #if HOPPER
-/* How many of the queries 0 .. n-1 are rank c's. */
+/* How many of the queries 0 .. n-1 CTA cta_rank merges. */
 __device__ static inline int attn_cluster_queries(int n, int cta_rank) {
     return (n - cta_rank + ATTN_CLUSTER - 1) / ATTN_CLUSTER;
 }
@@ -5884,20 +5908,20 @@ __global__ void __launch_bounds__(32 * (attn_cluster_split_max<DP>() / ATTN_CLUS
 #if HOPPER
     constexpr int CTAS = ATTN_CLUSTER, ROWS = ATTN_SMALL_Q / CTAS,
                   MAX_SPLITS = attn_cluster_split_max<DP>();
-    constexpr int RING = BUFS * 2 * TOK * DP; /* elements */
+    constexpr int RING = BUFS * 2 * TOK * DP; /* elements of a warp's ring */
     extern __shared__ __align__(1024) char attn_smem[];
     __shared__ uint64_t full[MAX_SPLITS / CTAS][BUFS], recv_bar;
-    __shared__ float2 max_sum[MAX_SPLITS][ROWS]; /* maximum and sum of each query */
+    __shared__ float2 max_sum[MAX_SPLITS][ROWS]; /* (row_max, row_sum) of each query */
     const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32,
               cta_rank = cluster_rank();
     if (threadIdx.x == 0) mbar_init(smem_addr(&recv_bar), 1), mbar_init_fence();
     __syncthreads();
-    cluster_arrive_relaxed(); /* the others may know that the barrier is there */
-    /* this warp's part */
-    const int kv_head = blockIdx.x / CTAS % args.K, split = warp * CTAS + cta_rank;
+    cluster_arrive_relaxed(); /* recv_bar is initialized: after cluster_wait() others may send */
+    const int kv_head = blockIdx.x / CTAS % args.K,
+              split = warp * CTAS + cta_rank; /* of this warp */
     const attn_merge merge = merges[blockIdx.x / CTAS / args.K];
-    /* bytes that come here: of each part its marks of this rank's queries, and the sums of those
-     * that it has */
+    /* Bytes that this CTA will receive from each split: (row_max, row_sum) of every query that this
+     * CTA merges, and O of those among them that the split covers. */
     if (warp == 0) {
         int bytes = 0;
         if (lane < merge.n_splits) {
@@ -5927,10 +5951,10 @@ __global__ void __launch_bounds__(32 * (attn_cluster_split_max<DP>() / ATTN_CLUS
     cluster_wait();
     const int query0 = item.q0 - merge.q0;
     if (has_split) {
-        /* queries that the part does not have */
+        /* queries that the split does not cover: row_max -inf, row_sum 0 */
         if (lane < merge.nq && (lane < query0 || lane >= query0 + item.nq))
             st_async_8(mapa(smem_addr(&max_sum[split][lane / CTAS]), lane % CTAS), -INFINITY, 0,
-                              mapa(smem_addr(&recv_bar), lane % CTAS));
+                       mapa(smem_addr(&recv_bar), lane % CTAS));
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             const float sum = quad_sum(stats.row_sum[r]);
@@ -5947,7 +5971,8 @@ __global__ void __launch_bounds__(32 * (attn_cluster_split_max<DP>() / ATTN_CLUS
                 st_async_8(at + c * 32, acc[4 * c + 2 * r], acc[4 * c + 2 * r + 1], bar);
         }
     }
-    mbar_wait(smem_addr(&recv_bar), 0); /* also so that nobody sends to a block that has left */
+    /* all splits have arrived; the wait also keeps this CTA alive until the last remote store */
+    mbar_wait(smem_addr(&recv_bar), 0);
     const float *split_o = (const float *)(attn_smem + warps * RING * 2);
     for (int row = warp; row * CTAS + cta_rank < merge.nq; row += warps)
         attn_merge_query<MAX_SPLITS>(
