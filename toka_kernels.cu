@@ -5689,8 +5689,8 @@ __device__ static inline void attn_small_mainloop(const attn_args &args, const a
     if (n_tiles) {
         first_page = offset >> args.log2_B,
         page_ids = args.pages[item.page0 + min(first_page + lane, last_offset >> args.log2_B)];
-        /* Lanes 0 .. 3: K and V of the item's first page and of the next one. Longer items are
-         * prefetched only in part. */
+        /* Lanes 0 and 1: K and V of the item's first page. With args.prefetch lanes 2 and 3: those
+         * of the next page. Longer items are prefetched only in part. */
         int page_bit = lane / 2 % 2,
             from = page_bit ? (offset | ((1 << args.log2_B) - 1)) + 1 : offset;
         size_t row =
@@ -5984,28 +5984,37 @@ __global__ void __launch_bounds__(32 * (attn_cluster_split_max<DP>() / ATTN_CLUS
 #endif
 }
 
-/* ---- Tiles on Hopper: wgmma, after FlashAttention-3 ----
- * In and out as above. Grid: (item, kv head); WGS warpgroups of 64 queries each, and one of which a single warp works: it asks the
- * copy engine for K and V. Shared: Q [panels][64 WGS][64] and STAGES tiles of N positions of K and of V, each [panels][N][64].
- * FLOPs: 4 * 64 WGS * D * kv.
- * Why: S = Q K^T of tile j is under way together with P V of tile j-1, and the softmax of j runs beside the latter; P goes from
- * accumulators to the A operand within the registers. The warpgroups take turns in giving out products, so that one computes
- * exponentials while the tensor cores work for another.
- * A tile of 128 positions took a warpgroup 3,250 clocks at D = 128: giving out its own products 1,000 to 1,270, so that nothing
- * else of it runs beside them (P is read from its registers, probably why); exponentials 1,200 to 1,560; the rest turns, fading and
- * packing. So every instruction counts. Sums that mostly need not fade (attn_softmax_update_lazy) and, where spans are long, tiles of 192
- * positions: causal prefill of 16,384 rows, us on an H200, 2026-11-24, D = 64 / 128: 2,328 / 4,204 before, 2,235 / 3,800 with. Few
- * rows a span: what an item took besides its tiles was as much as they take: no divisions ahead of Q, positions fetched along with
- * Q, and rows that leave by way of shared memory instead of four bytes at a time: 16 prompts of 512 rows 115 / 178 -> 101 / 146.
- * Retired (H100, causal prefill of 4,096 rows at D = 64 / 128, where it did 406 / 500 TFLOP/s then): no warp of its own for
- * loading, warp 0 asked between its products: 290 / 323; blocks that stay and take items in turn: 384 / 484, as the card deals out
- * blocks of unequal length better. The same with jobs dealt out by length and each next item fetched ahead (H200, us, 16 x 512 rows
- * / 4,096 / 16,384): D = 64 95 / 162 / 2,324 where it is 101 / 159 / 2,225, D = 128 148 / 263 / 3,930, 146 / 244 / 3,715 (there
- * with 20 bytes spilled in tiles of 192). 16,384 rows, D = 64 / 128: P by way of shared memory, so that nothing waits for products
- * of it, 2,288 / 3,803 -> 2,567 / 4,383 (the latter in tiles of 128, for there is no room; with P in registers those take 3,997);
- * turns that end ahead of P V, or none, 2,222 / 3,675 -> 2,252 / 3,732, 2,246 / 3,755; every eighth, fourth, third of the
- * exponentials as a polynomial, D = 64, 2,249 -> 2,386, 2,475, 2,535; two warpgroups and 192 positions, D = 64, 2,222 -> 2,456.
- * Tiles of 192 positions for short spans, 16 x 512 rows, D = 128: 178 -> 197. */
+/* ---- attn_wgmma: tiles on Hopper, after FlashAttention-3 ----
+ * In and out as attn_mma. Grid: item x kv head; CTA: WGS consumer warpgroups of 64 queries each,
+ * and one producer warpgroup, of which one warp issues the TMA loads of K and V.
+ * Shared memory: Q [panels][64 WGS][64], then BUFS tiles of N positions of K and BUFS of V, each
+ * [panels][N][64].
+ * FLOPs: 4 * 64 WGS * D * kv. Bytes: Q, and K and V once per item.
+ * Why this shape:
+ * - S = Q K^T of tile j and P V of tile j-1 are in flight together. The softmax of tile j overlaps
+ *   P V of tile j-1. P goes from accumulators to the A operand in registers.
+ * - The consumer warpgroups issue their wgmma in turn (ping-pong by named barriers). So one
+ *   computes exponentials while the tensor cores work for another.
+ * - A warpgroup spends over 30 % of a tile's time on issuing its own wgmma. It does nothing else
+ *   meanwhile, probably because P is read from its registers. About 40 % go to exponentials. The
+ *   rest is barriers, rescaling and packing, so every instruction counts: lazy rescaling
+ *   (attn_softmax_update_lazy) and, for long spans at D > 96, N = 192.
+ * - For short spans the fixed cost of an item was as large as its main loop. So there are no
+ *   divisions before Q is loaded, positions are loaded along with Q, and o is stored through shared
+ *   memory with 16-byte writes.
+ * Retired, with H100 TFLOP/s for causal prefill of 4,096 rows at D = 64 / 128 (then 406 / 500):
+ * - No producer warp, warp 0 issues loads between its wgmma: 290 / 323.
+ * - Persistent CTAs that take items in turn: 384 / 484. The hardware scheduler balances unequal
+ *   items better. With jobs sorted by length and the next item prefetched: 2 to 8 % slower for
+ *   4,096 and 16,384 rows.
+ * Retired, with H200 us for causal prefill of 16,384 rows, D = 64 / 128:
+ * - P through shared memory, so that nothing waits for a wgmma that reads P: 2,567 / 4,383 (there N
+ *   = 128, for lack of space), now 2,288 / 3,803.
+ * - The turn ends before P V: 2,252 / 3,732. No turns: 2,246 / 3,755. Now 2,222 / 3,675.
+ * - A polynomial for 1/8, 1/4, 1/3 of the exponentials, D = 64: 2,386, 2,475, 2,535, now 2,249.
+ * - Two consumer warpgroups with N = 192, D = 64: 2,456, now 2,222.
+ * - N = 192 for short spans, D = 128 (16 prompts of 512 rows): 197, now 178.
+ * All figures: test/results/kernel-choices.md, chapter 9. */
 template <int DP, int WGS, int N, int BUFS> struct attn_wgmma_shape {
     static constexpr int PANELS = (DP + 63) / 64, THREADS = WGS * 128 + 128;
     static constexpr int REGS = WGS == 2 ? 240 : 160, PRODUCER_REGS = WGS == 2 ? 24 : 32;
@@ -6037,8 +6046,9 @@ __device__ static inline void attn_wgmma_pv(float (&acc)[DP / 2],
 #endif
 }
 
-/* The feeding warp: K and V of all tiles, in the order in which they are used, in blocks of 64 positions; blocks behind the last
- * position are left out. `before`: tiles that have gone through the ring. */
+/* The producer warp: loads K and V of all tiles, in the order of their use, in boxes of 64
+ * positions. It skips boxes after the last position of the item. n_before: tiles that have gone
+ * through the ring before this item. */
 template <int DP, int WGS, int N, int BUFS>
 __device__ static inline void attn_wgmma_producer(const attn_args &args, const CUtensorMap *map,
                                                   const attn_item &item, int kv_head, int first_kv,
@@ -6047,8 +6057,9 @@ __device__ static inline void attn_wgmma_producer(const attn_args &args, const C
 #if HOPPER
     typedef attn_wgmma_shape<DP, WGS, N, BUFS> shape;
     int lane = threadIdx.x % 32, last_offset = item.kv1 - item.kv0 - 1;
-    int page_ids = 0, first_page = -32; /* numbers of the pages ids_at .. ids_at+31, one per lane */
-    for (int i = 0; i < 2 * n_tiles; i++) { /* K0, K1, V0, K2, V1 ... */
+    /* page_ids: ids of the item's pages first_page .. first_page + 31, one per lane */
+    int page_ids = 0, first_page = -32;
+    for (int i = 0; i < 2 * n_tiles; i++) { /* order: K0, K1, V0, K2, V1 ... */
         int is_v = i == 2 * n_tiles - 1 || (i > 1 && i % 2 == 0),
             tile = is_v ? (i - 1) / 2 : (i + 1) / 2, ring_tile = n_before + tile;
         int buf = is_v * BUFS + ring_tile % BUFS;
@@ -6073,7 +6084,8 @@ __device__ static inline void attn_wgmma_producer(const attn_args &args, const C
 #endif
 }
 
-/* Q of one warpgroup to shared memory, swizzled, and its queries' positions, if wanted; what is not there is 0, and -1. */
+/* Copies Q of one warpgroup to shared memory, swizzled, and with LOAD_POS the positions of its
+ * queries to pos. Missing queries and columns beyond D become 0, missing positions -1. */
 template <int DP, int WGS, bool LOAD_POS>
 __device__ static inline void attn_wgmma_load_q(const attn_args &args, const attn_item &item,
                                                 int kv_head, int wg, bf16 *to, int *pos) {
@@ -6099,7 +6111,8 @@ __device__ static inline void attn_wgmma_load_q(const attn_args &args, const att
 #endif
 }
 
-/* Rows n .. N-1 of a tile of V become 0, as 0 times what lies there must be 0. By one warpgroup; another may do the same. */
+/* Zeroes rows n_kv .. N-1 of a tile of V: P is 0 there, but 0 * NaN is NaN. One warpgroup calls
+ * this; several may write the same zeros at once. */
 template <int DP, int N>
 __device__ static inline void attn_wgmma_zero_tail(bf16 *v, int n_kv, int wg) {
 #if HOPPER
@@ -6111,8 +6124,9 @@ __device__ static inline void attn_wgmma_zero_tail(bf16 *v, int n_kv, int wg) {
 #endif
 }
 
-/* Keeps ptxas from sinking the softmax below the wgmma_wait behind it, where it would overlap no products: a store that never
- * happens (x is at least 0), but needs x and may not move past the wait. */
+/* Keeps ptxas from moving the softmax below the wgmma_wait that follows, where it would overlap no
+ * wgmma. The predicated store never happens, because x is at least 0. But it needs x, and it may
+ * not move past the wait. at: any shared address. */
 __device__ static inline void attn_pin_softmax(float x, uint32_t at) {
     asm volatile("{.reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p st.shared.b32 [%1], %1;}" ::"f"(
                      x),
@@ -6120,9 +6134,12 @@ __device__ static inline void attn_pin_softmax(float x, uint32_t at) {
                  : "memory");
 }
 
-/* One warpgroup: its 64 queries against all tiles. BOTH: for attn_fused, where all see the whole span, and where the tensor cores
- * have time to spare, so that lazy maxima would cost more than they save; else pos is room for the queries' positions. end(rows,
- * acc) says what becomes of the sums. */
+/* Main loop of one consumer warpgroup: its 64 queries against all tiles of the item. store(stats,
+ * acc) is the epilogue.
+ * FUSED: for attn_fused. All its queries see the whole span, so pos is not used. It rescales
+ * exactly, because the tensor cores are not its bottleneck: lazy rescaling would cost more than it
+ * saves.
+ * Not FUSED: pos is shared memory for the positions of the item's queries, [64 WGS]. */
 template <int DP, int WGS, int N, int BUFS, bool FUSED, class Store>
 __device__ static inline void attn_wgmma_mainloop(const attn_args &args, const attn_item &item,
                                                   int kv_head, int wg, int first_kv, int n_tiles,
@@ -6130,7 +6147,7 @@ __device__ static inline void attn_wgmma_mainloop(const attn_args &args, const a
                                                   char *smem, int *pos, const Store &store) {
 #if HOPPER
     typedef attn_wgmma_shape<DP, WGS, N, BUFS> shape;
-    /* of the tile that is next for P V */
+    /* buf, parity: ring buffer of the tile whose P V comes next, and its mbarrier phase parity */
     int lane = threadIdx.x % 32, buf = n_before % BUFS, parity = n_before / BUFS & 1;
     uint32_t k_smem = q_smem + shape::Q, v_smem = k_smem + BUFS * shape::TILE,
              full_v = full_k + 8 * BUFS;
@@ -6163,12 +6180,13 @@ __device__ static inline void attn_wgmma_mainloop(const attn_args &args, const a
         softmax_update(0);
         attn_pack(probs, scores);
     }
-    if (wg == WGS - 1 && !n_before) bar_arrive(1 + WGS, 256); /* the first turn is the first's */
+    /* arrives for the first turn, which is warpgroup 0's */
+    if (wg == WGS - 1 && !n_before) bar_arrive(1 + WGS, 256);
     for (int j = 1; j < n_tiles; j++) {
         int prev_buf = buf, prev_parity = parity;
         if (++buf == BUFS) buf = 0, parity ^= 1;
         mbar_wait(full_k + 8 * buf, parity);
-        bar_sync(1 + WGS + wg, 256); /* this warpgroup's turn */
+        bar_sync(1 + WGS + wg, 256); /* waits for this warpgroup's turn to issue wgmma */
         attn_wgmma_qk<DP, N>(scores, q_smem, WGS * 64 * 128, k_smem + buf * shape::TILE);
         mbar_wait(full_v + 8 * prev_buf, prev_parity);
         attn_wgmma_pv<DP, N>(acc, probs, v_smem + prev_buf * shape::TILE);
@@ -6199,7 +6217,8 @@ __device__ static inline void attn_wgmma_mainloop(const attn_args &args, const a
 #endif
 }
 
-/* One warpgroup's queries that are done leave by way of the shared memory where Q was, in pieces of 16 bytes. */
+/* Epilogue of one warpgroup for items that write o: O goes through the shared memory that held Q
+ * and is stored with 16-byte writes. */
 template <int DP, int WGS>
 __device__ static inline void attn_wgmma_store(const attn_args &args, const attn_item &item,
                                                const attn_row_stats &stats, int kv_head, int wg,
@@ -6208,7 +6227,7 @@ __device__ static inline void attn_wgmma_store(const attn_args &args, const attn
     constexpr int PIECES = (DP + 63) / 64 * 8;
     const int lane = threadIdx.x % 32, quad = lane % 4,
               row0 = wg * 64 + threadIdx.x % 128 / 32 * 16;
-    bar_sync(1 + wg, 128); /* Q has been read */
+    bar_sync(1 + wg, 128); /* all four warps have read Q */
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const int query = stats.query + 8 * r;
@@ -6242,8 +6261,8 @@ __global__ void __launch_bounds__(attn_wgmma_shape<DP, WGS, N, BUFS>::THREADS, 1
 #if HOPPER
     typedef attn_wgmma_shape<DP, WGS, N, BUFS> shape;
     extern __shared__ __align__(1024) char attn_smem[];
-    __shared__ uint64_t bars[4 * BUFS]; /* full K, full V, empty K, empty V */
-    __shared__ attn_item item; /* not in registers, which are scarce */
+    __shared__ uint64_t bars[4 * BUFS]; /* BUFS each: full K, full V, empty K, empty V */
+    __shared__ attn_item item;          /* not in registers, which are scarce */
     __shared__ int pos[WGS * 64];
     uint32_t q_smem = smem_addr(attn_smem), full_k = smem_addr(bars);
     int kv_head = blockIdx.x % args.K;
