@@ -6298,54 +6298,76 @@ __global__ void __launch_bounds__(attn_wgmma_shape<DP, WGS, N, BUFS>::THREADS, 1
 #endif
 }
 
-/* ---- A shared prefix and what its rows have of their own, in one block, on Hopper; D = 64, 128 ----
- * In: items (n of them, then their rows' own items, one a row), each at most 128 queries of at most 1 << log2_rows rows against a
- * span that all of them see, or one row against none; each row's next and last span is its own. Out: o. Grid: a CTA per SM, which
- * does the (item, kv head) pairs that attn_plan_jobs gave it. One warp feeds two warpgroups with the
- * shared K and V as in attn_wgmma; seven warps take own parts, row by row as they come free. Bytes: K and V of the own positions;
- * FLOPs: 4 * 128 * D * shared positions. Why: the shared part is bound by the tensor cores, own parts by the bytes, so side by
- * side both cost what the longer one costs alone. The state between them waits in a hub, of which a block has two, until a warp
- * takes it: at D = 64 in shared memory. At D = 128, where Q takes 32 KB, the shared ring 64 and the own ones 112, there is no room
- * for twice 64 more, and items of half the queries would read the shared K and V twice; so hubs are 17 MB of global memory, a
- * third of the L2 cache. The state joins a row's own sums at their end: a block's first shared part begins when own parts do.
- * Measured on an H200, 2026-11-23 (`gpu_attn bench samples`: 8,192 samples of eight prompts, 675 positions shared, 88 on average
- * of their own): D = 64 395 us, where attn_wgmma takes 168 and attn_small 466 behind it; D = 128 851 us, 261 and 983. Of a job's 29
- * prompts: 367 and 789. States ahead of own sums: 399 and 854, and for 64 rows of four prompts, D = 128, 35 us instead of 30;
- * ahead where they are there by then: 395 and 846, but then time decides the order of sums, and with it the last bit. Copies that
- * promise the L2 cache 256 bytes: 401 and 873.
- * Retired, all at D = 64: a row's queries as 16 rows of S, half of them 0: 403 where it is 401, and for 256 rows of 16 prompts
- * 34.4 us where it is 29.8. With them: own parts that do not leave the cache first: 431. Own parts by copies of 8, 16 or 32
- * positions, up to 7 too many at both ends, one of K and one of V: 463; in loops over pieces of 8, three divisions a row and six
- * warps: 541; every fourth row to each of four warps, and one hub: 652. Rows that share little as launches of their own: 448 where
- * it was 414 (29 prompts). Jobs as they come to the blocks in turn: 406. A row looked up, or its queries read, while the one
- * before it is worked on: no gain.
- * ptxas before 12.8 spills where D = 64 has 112 registers for a thread of the shared part, and for any split at D = 128; there
- * levels do it, as for other head sizes. */
+/* ---- attn_fused: a shared prefix and its rows' own KV in one CTA; Hopper, D = 64, 128 ----
+ * Cascade attention (Hydragen) in one launch.
+ * In: n_fused prefix items, then the own items, one per row. A prefix item has at most 128 queries
+ * of at most 1 << log2_rows rows, which all see the whole prefix span; the next and last span of
+ * each row is its own. A single row without a prefix has an empty prefix item. Out: o.
+ * Grid: min(SMs, jobs) persistent CTAs. attn_plan_jobs gives each its jobs, (prefix item, kv head)
+ * pairs.
+ * CTA: 512 threads. Warp 0 is the producer for the prefix. Warps 4 .. 11 are two consumer
+ * warpgroups, which compute the prefix as in attn_wgmma. Warps 1 .. 3 and 12 .. 15 compute own
+ * items on mma.sync, one row at a time: each takes the next row from a counter of the CTA.
+ * Shared memory: Q, prefix ring, seven own rings, LSE, and at D = 64 the exchange buffers; see
+ * attn_fused_shape.
+ * Bytes: K and V of the own positions. FLOPs: 4 * 128 * D * prefix positions for each job.
+ * Why this shape:
+ * - The prefix is bound by the tensor cores, own items by the bytes of K and V. Run at the same
+ *   time, they take as long as the slower of the two.
+ * - A CTA has two exchange buffers, through which (O, LSE) of the prefix goes to the own warps. At
+ *   D = 64 they are in shared memory. At D = 128 there is no space for 2 x 64 KB besides Q (32 KB),
+ *   prefix ring (64 KB) and own rings (112 KB). Items of half the queries would read K and V of the
+ *   prefix twice. So the exchange buffers are in global memory: 17 MB, a third of the L2 cache.
+ * - An own warp merges the prefix after its own positions, because prefix and own items of a CTA's
+ *   first job begin at the same time.
+ * - Own K and V are loaded with evict_first: they are read once, K and V of the prefix many times.
+ * - The merge order is fixed. Merging the prefix first where it is ready is as fast, but then the
+ *   timing decides the last bit.
+ * - A row's queries are the 8 columns of the mma, not its 16 rows: half the products.
+ * ptxas before 12.8 spills with 112 registers per prefix thread at D = 64 (so it gets 120), and
+ * with any division of the registers at D = 128. With such a compiler D = 128 runs level by level,
+ * as other head sizes do (ATTN_FUSED_D).
+ * Retired, H200 us for 8,192 samples of eight prompts at D = 64 (this kernel then: 401 to 403):
+ * - Own K and V without evict_first: 431.
+ * - Own tiles in copies of 8, 16 or 32 positions, K and V apart: 463. In loops over 8 positions,
+ *   with three divisions per row and six warps: 541. With every fourth row to each of four warps,
+ *   and one exchange buffer: 652.
+ * - Rows with little or no prefix in launches of their own (29 prompts): 448, then 414 here.
+ * - Jobs given to the CTAs in turn: 406.
+ * - Looking up a row, or loading its queries, during the row before it: no gain.
+ * Retired, the same with this kernel at 395 (D = 64) / 851 (D = 128):
+ * - The prefix merged before the own positions: 399 / 854; worse for few rows (35, now 30).
+ * - L2 promotion of 256 bytes in the tensor map: 401 / 873.
+ * All figures: test/results/kernel-choices.md, chapter 9. */
+/* positions of a prefix tile; ring buffers of an own warp; own warps of a CTA */
 enum { ATTN_FUSED_N = 64, ATTN_OWN_BUFS = 2, ATTN_OWN_WARPS = 7 };
 template <int DP> struct attn_fused_shape {
     static constexpr int WGS = 2, N = ATTN_FUSED_N, BUFS = 2, THREADS = 512;
-    /* of a thread of the shared part; */
+    /* registers of a thread: REGS in the consumer warpgroups, OWN_REGS in all other warps */
     static constexpr int REGS = DP == 128 ? 144 : NVCC_VERSION < 1208 ? 120 : 112;
-    static constexpr int OWN_REGS = 256 - REGS;                                    /* of others */
-    typedef attn_wgmma_shape<DP, WGS, N, BUFS> shared;
-    static constexpr int TOK = 2048 / DP;                         /* own positions of a tile */
-    static constexpr int OWN_TILE = TOK * DP * 2;                 /* bytes of K or V */
-    static constexpr int OWN_RING = ATTN_OWN_BUFS * 2 * OWN_TILE; /* of a warp */
-    static constexpr int EXCHANGE = ATTN_FUSED_Q * DP;                  /* floats */
+    static constexpr int OWN_REGS = 256 - REGS;
+    typedef attn_wgmma_shape<DP, WGS, N, BUFS> shared; /* of the prefix */
+    static constexpr int TOK = 2048 / DP;                         /* positions of an own tile */
+    static constexpr int OWN_TILE = TOK * DP * 2;                 /* bytes of its K or V */
+    static constexpr int OWN_RING = ATTN_OWN_BUFS * 2 * OWN_TILE; /* bytes, per own warp */
+    static constexpr int EXCHANGE = ATTN_FUSED_Q * DP;            /* floats of an exchange buffer */
+    /* offsets in shared memory, and its size */
     static constexpr int OWN_AT = shared::BYTES, LSE_AT = OWN_AT + ATTN_OWN_WARPS * OWN_RING;
     static constexpr int EXCHANGE_AT = LSE_AT + 2 * ATTN_FUSED_Q * 4,
                          BYTES = EXCHANGE_AT + (DP == 64 ? 2 * EXCHANGE * 4 : 0);
 };
 
-/* hub i % 2: the states of the block's item number i, on their way from the shared part to the own ones */
+/* The two exchange buffers of a CTA. Buffer i % 2 takes (O, LSE) of the prefix in round i, from
+ * the consumer warpgroups to the own warps. */
 typedef struct attn_exchange {
-    /* [2][ATTN_FUSED_Q][DP], of a query as attn_exchange_at has it; [2][ATTN_FUSED_Q] */
+    /* o: [2][ATTN_FUSED_Q][DP], columns in the order of attn_exchange_at; lse: [2][ATTN_FUSED_Q] */
     float *o, *lse;
-    uint32_t full;  /* two barriers: an arrival a thread that writes; */
-    uint32_t empty; /* and two: a thread of those that read, when its warp has left */
+    uint32_t full;  /* two mbarriers: one arrival per thread of the consumer warpgroups */
+    uint32_t empty; /* two mbarriers: one arrival per thread of the own warps, after its reads */
 } attn_exchange;
-/* Columns 32 j + g + {0, 8, 16, 24} of query i lie together: who wrote them holds all four, and so does who reads. Neither meets a
- * bank twice, and both fill sectors. */
+/* Address of the columns 32 j + g + {0, 8, 16, 24} of a query, which lie together. The thread that
+ * writes them holds all four, and so does the thread that reads them. Neither has bank conflicts in
+ * shared memory, and both use whole sectors of global memory. */
 template <int DP> __device__ static inline float4 *attn_exchange_at(const attn_exchange &exchange,
                                                                     int round, int query, int j,
                                                                     int g) {
@@ -6356,7 +6378,8 @@ __device__ static inline float *attn_exchange_lse(const attn_exchange &exchange,
     return exchange.lse + (round & 1) * ATTN_FUSED_Q;
 }
 
-/* A warp of the shared part leaves its queries of the block's item number `round`. */
+/* A warp of the consumer warpgroups puts (O, LSE) of its queries into the exchange buffer of
+ * `round`. If the prefix item merges a state of earlier levels, that is done here. */
 template <int DP>
 __device__ static inline void attn_exchange_put(const attn_args &args, const attn_item &item,
                                                 const attn_row_stats &stats, int kv_head,
@@ -6390,13 +6413,13 @@ __device__ static inline void attn_exchange_put(const attn_args &args, const att
 #endif
 }
 
-typedef struct attn_own_row {
-    int round, query;    /* number of the item in this block; the row's first query in it */
-    int q_offset;              /* of its queries in q and in o, elements */
-    unsigned short kv_from, kv_to; /* positions, counted from its first page's */
+typedef struct attn_own_row { /* a row that an own warp has taken */
+    int round, query; /* round of its prefix item in this CTA; the row's first query in that item */
+    int q_offset;     /* of its queries in q and in o, in elements */
+    unsigned short kv_from, kv_to; /* its positions, counted from the first one of its first page */
 } attn_own_row;
 
-/* An item of a row by itself has no shared part. */
+/* The same for the empty prefix item of a single row: LSE is -inf. */
 __device__ static inline void attn_exchange_put_none(const attn_item &item,
                                                      const attn_exchange &exchange, int round) {
 #if HOPPER
@@ -6407,38 +6430,40 @@ __device__ static inline void attn_exchange_put_none(const attn_item &item,
 #endif
 }
 
-/* What the blocks do, round by round (attn_plan.dev_jobs). */
+/* The jobs of the CTAs, round by round (attn_plan.dev_jobs). */
 typedef struct attn_jobs {
-    const int *job_ids;
+    const int *job_ids; /* [n_rounds][gridDim.x] item * K + kv head; -1: none (last round only) */
     int n_rounds;
     __device__ inline int at(int round) const { return job_ids[round * gridDim.x + blockIdx.x]; }
-    /* of this block */
+    /* number of rounds of this CTA */
     __device__ inline int rounds() const { return n_rounds - (at(n_rounds - 1) < 0); }
 } attn_jobs;
 
-/* Positions of the tile of own positions that begins with t. All lie in one page. */
+/* Number of positions of the own tile that begins at `offset`. All lie in one page. */
 template <int TOK>
 __device__ static inline int attn_own_tile_len(const attn_args &args, int offset, int end) {
     return min(min(TOK, end - offset), (1 << args.log2_B) - (offset & (1 << args.log2_B) - 1));
 }
 
-/* The rows that a warp does: it draws them from all of the block's, in their order, and asks for their tiles one behind the other.
- * All of it is time in which the warp computes nothing, so no divisions for a row, and a tile is one copy (attn_open_pair_map): its
- * n positions are the last n rows of K's and of V's part, before them are zeros. */
+/* Producer part of an own warp: takes rows from the CTA's counter, in their order, and issues the
+ * TMA loads of their tiles one after another. The warp computes nothing meanwhile, so this must be
+ * short: no divisions per row, and one copy per tile (attn_open_pair_map). A tile of n positions
+ * has them in the last n rows of the K half and of the V half of its buffer; the rows before them
+ * are zeros. */
 template <int DP> struct attn_own_producer {
     typedef attn_fused_shape<DP> shape;
     const attn_args &args;
     const CUtensorMap *map;
     attn_jobs jobs;
-    int n_rounds, log2_rows; /* of this block; rows of an item, at most */
-    int *row_counter;          /* of the block */
-    attn_own_row *taken;   /* [4] in shared memory */
-    uint32_t ring, full;
-    /* the item that the row drawn last is of; the first of its rows' own items; its queries; kv
-     * head */
+    int n_rounds, log2_rows; /* rounds of this CTA; log2 of the maximum rows of an item */
+    int *row_counter;        /* of the CTA: next row, counted as round << log2_rows | row of item */
+    attn_own_row *taken;     /* [4] in shared memory: row i that this warp took is at i % 4 */
+    uint32_t ring, full;     /* shared addresses of this warp's ring and of its full mbarriers */
+    /* of the prefix item of the row taken last: its round, the index of its first own item, its
+     * queries, its kv head */
     int round, own_item0, nq, kv_head;
-    int n_taken, n_requested;       /* rows, tiles */
-    /* the row drawn last: its next tile, and where it ends; its page number `lane` */
+    int n_taken, n_requested; /* rows taken, tiles requested so far */
+    /* of the row taken last: offset of its next tile, offset of its end, id of its page `lane` */
     int next_kv, end_kv, page_ids;
     __device__ inline bool take_row() {
 #if HOPPER
@@ -6479,7 +6504,7 @@ template <int DP> struct attn_own_producer {
                         page_offset;
         const uint32_t to = ring + buf * 2 * shape::OWN_TILE, bar = full + 8 * buf;
         if (elect_one()) {
-            mbar_expect_tx(bar, 2 * shape::OWN_TILE); /* zeros count too */
+            mbar_expect_tx(bar, 2 * shape::OWN_TILE); /* rows that TMA fills with zeros count too */
             tma_load_5d_evict_first(to, map, bar, 0, n_kv - shape::TOK, row, 0, 0);
         }
         n_requested++, next_kv += n_kv;
@@ -6487,11 +6512,13 @@ template <int DP> struct attn_own_producer {
     }
 };
 
-/* Own parts: a row's queries are the columns of S^T = K Q^T and O^T = V^T P^T, eight of them, of which G count. So a thread holds
- * queries 2 (lane % 4) + {0, 1}, of S positions lane/4 + 8 i, of O columns lane/4 + 8 i. With queries as 16 rows it would be twice
- * the products and, at D = 128, more registers than there are. Piece 2 c + i of a row lies at piece i's address ^ c * 32. */
+/* Own items use swapped operands, S^T = K Q^T and O^T = V^T P^T: a row's queries are the eight
+ * columns of the mma, of which G are valid. A thread holds queries 2 (lane % 4) + {0, 1}; of S^T
+ * the positions lane/4 + 8 i, of O^T the columns lane/4 + 8 i. Queries as the 16 rows of the mma
+ * would need twice the products and, at D = 128, more registers than there are. Piece 2 c + i of a
+ * row lies at the address of piece i, ^ c * 32. */
 
-/* Query lane/4 of a row as the B operand. */
+/* Loads query lane/4 of a row as the B operand of K Q^T. */
 template <int DP> __device__ static inline void attn_own_load_q(const attn_args &args, int q_offset,
                                                                 uint32_t (&q)[DP / 16][2]) {
     const bf16 *from = args.q + q_offset + threadIdx.x % 32 / 4 * DP + threadIdx.x % 4 * 2;
@@ -6500,7 +6527,8 @@ template <int DP> __device__ static inline void attn_own_load_q(const attn_args 
         q[c / 2][c % 2] = threadIdx.x % 32 / 4 < args.G ? *(const uint32_t *)(from + c * 8) : 0;
 }
 
-/* s[16-position block][4] = K Q^T, in two chains of products, as one would be long. */
+/* scores[16-position block][4] = K Q^T, in two independent chains of mma, because one chain would
+ * be long. */
 template <int DP, int TOK>
 __device__ static inline void attn_own_qk(float (&scores)[TOK / 4], const uint32_t (&q)[DP / 16][2],
                                           const bf16 *k) {
@@ -6509,7 +6537,7 @@ __device__ static inline void attn_own_qk(float (&scores)[TOK / 4], const uint32
 #pragma unroll
     for (int i = 0; i < TOK / 4; i++) scores[i] = odd_scores[i] = 0;
 #pragma unroll
-    for (int i = 0; i < DP * TOK / 256; i += 4) { /* four at a time are under way */
+    for (int i = 0; i < DP * TOK / 256; i += 4) { /* four ldmatrix at a time are in flight */
         uint32_t x[4][4];
 #pragma unroll
         for (int c = 0; c < 4; c++) ldmatrix_x4(x[c], (at ^ c * 32) + i * 512);
@@ -6522,14 +6550,15 @@ __device__ static inline void attn_own_qk(float (&scores)[TOK / 4], const uint32
     for (int i = 0; i < TOK / 4; i++) scores[i] += odd_scores[i];
 }
 
-/* Scores of a tile's first positions, all but n, become -inf. */
+/* Sets the scores of a tile's first TOK - n_kv positions, which are not valid, to -inf. */
 template <int TOK> __device__ static inline void attn_own_mask(float (&scores)[TOK / 4], int n_kv) {
 #pragma unroll
     for (int i = 0; i < TOK / 4; i++)
         if ((int)threadIdx.x % 32 / 4 + i / 2 * 8 < TOK - n_kv) scores[i] = -INFINITY;
 }
 
-/* attn_softmax_update of the thread's two queries. A tile has a position at least: the maximum is a number. */
+/* attn_softmax_update for the thread's two queries (columns). Every tile has a valid position, so
+ * the maximum is finite. row_sum covers this thread's positions only. */
 template <int N>
 __device__ static inline void attn_own_softmax_update(float (&scores)[N], float (&row_max)[2],
                                                       float (&row_sum)[2], float (&rescale)[2],
@@ -6574,7 +6603,8 @@ template <int DP, int TOK> __device__ static inline void attn_own_pv(float (&acc
     }
 }
 
-/* The row's state joins its sums, like a key of score LSE and value O. */
+/* Merges (O, LSE) of the prefix into the row's sums, like one more key with score LSE and value
+ * O. */
 template <int DP>
 __device__ static inline void attn_own_merge_state(const attn_args &args, const attn_own_row &row,
                                                    float (&acc)[DP / 4], float (&row_max)[2],
@@ -6586,10 +6616,11 @@ __device__ static inline void attn_own_merge_state(const attn_args &args, const 
         int head = threadIdx.x % 4 * 2 + col, query = row.query + min(head, args.G - 1);
         float lse = head < args.G ? attn_exchange_lse(exchange, row.round)[query] : -INFINITY,
               new_max = fmaxf(row_max[col], lse);
-        bool valid = lse > -INFINITY; /* else what lies in the hub may be no number */
+        bool valid = lse > -INFINITY; /* else O in the exchange buffer may be NaN: not written */
         float own_weight = valid ? ex2(row_max[col] - new_max) : 1,
               state_weight = valid ? ex2(lse - new_max) : 0;
-        /* of a query's l, eight threads hold a part */
+        /* Eight threads hold parts of a query's row_sum; only one of them adds the state's
+         * weight. */
         row_max[col] = new_max,
         row_sum[col] = row_sum[col] * own_weight + (lane_group == 0 ? state_weight : 0);
 #pragma unroll
@@ -6605,7 +6636,7 @@ __device__ static inline void attn_own_merge_state(const attn_args &args, const 
     }
 }
 
-/* It leaves as o. */
+/* Normalizes O of the row and stores it to o. */
 template <int DP>
 __device__ static inline void attn_own_store(const attn_args &args, const attn_own_row &row,
                                              const float (&acc)[DP / 4], float (&row_sum)[2]) {
@@ -6625,8 +6656,10 @@ __device__ static inline void attn_own_store(const attn_args &args, const attn_o
     }
 }
 
-/* This warp has done with the hub states before number `to`; it released those before `left` already. Each warp releases each,
- * rows or not, once it is full: not having waited for a hub's last state, it would take that one's phase for this one's. */
+/* Releases the exchange buffers of rounds n_released .. until - 1: this warp reads them no more.
+ * Every warp waits for the full phase of every round, also where it has no rows. If it skipped
+ * round i, its wait for round i + 2 could return too early, on the phase of round i - 2, which has
+ * the same parity as that of round i + 2. */
 __device__ static inline void attn_exchange_release(const attn_exchange &exchange, int &n_released,
                                                     int until) {
 #if HOPPER
@@ -6637,8 +6670,8 @@ __device__ static inline void attn_exchange_release(const attn_exchange &exchang
 #endif
 }
 
-/* One warp: its rows, tile by tile. When one is done, the next is drawn already, for its first tile was asked for; else there is
- * none. */
+/* Main loop of an own warp: its rows, tile by tile. Loads are issued before they are needed, so
+ * when one row is done the next one has been taken already; if not, no row is left. */
 template <int DP>
 __device__ static inline void attn_own_process_rows(attn_own_producer<DP> &producer,
                                                     const attn_exchange &exchange, bf16 *ring) {
@@ -6668,7 +6701,8 @@ __device__ static inline void attn_own_process_rows(attn_own_producer<DP> &produ
             __syncwarp();
             producer.request_tile();
         }
-        attn_exchange_release(exchange, n_released, row.round); /* those in which it has no rows */
+        /* rounds in which this warp has no rows */
+        attn_exchange_release(exchange, n_released, row.round);
         mbar_wait(exchange.full + 8 * (row.round & 1), row.round >> 1 & 1);
         attn_own_merge_state<DP>(args, row, acc, row_max, row_sum, exchange);
         attn_own_store<DP>(args, row, acc, row_sum);
@@ -6680,7 +6714,8 @@ __device__ static inline void attn_own_process_rows(attn_own_producer<DP> &produ
 #endif
 }
 
-/* The two warpgroups and the warp that feeds them go through the block's items. */
+/* Calls visit for each prefix item of this CTA. The consumer warpgroups and the producer warp use
+ * it. n_before: tiles of the items before. */
 template <class Visit> __device__ static inline void attn_fused_each_item(const attn_args &args,
                                                                           const attn_jobs &jobs,
                                                                           const Visit &visit) {
@@ -6740,7 +6775,7 @@ template <int DP> __global__ void __launch_bounds__(attn_fused_shape<DP>::THREAD
                 attn_wgmma_mainloop<DP, WGS, N, BUFS, true>(args, item, kv_head, role - 1, first_kv,
                                                             n_tiles, n_before, q_smem, full_k,
                                                             attn_smem, NULL, put);
-                bar_sync(role, 128); /* Q has been read */
+                bar_sync(role, 128); /* all four warps have read Q */
             });
     } else {
         if constexpr (DP == 64) setmaxnreg_inc<shape::OWN_REGS>();
