@@ -6817,7 +6817,8 @@ static void attn_fused_launch(toka_device *dev, const attn_args &args, const CUt
                      map[ATTN_MAP_PAIR]);
 }
 
-/* The map of whole tiles of TOK positions: of K and V at once, where their rows fill the panels. */
+/* The tensor map for full tiles of TOK positions. If D fills the panels it covers K and V in one
+ * copy. */
 template <int DP, int TOK>
 static const CUtensorMap &attn_tile_map(const attn_args &args, const CUtensorMap *map) {
     return map[args.D == DP ? ATTN_MAP_PAIR : TOK == 16 ? ATTN_MAP_16 : ATTN_MAP_32];
@@ -6857,11 +6858,15 @@ static void attn_wgmma_launch(toka_device *dev, const attn_args &args, int n_ite
                      map[ATTN_MAP_64]);
 }
 
-/* ---- Merge of the parts of split-KV ----
- * In: merges (grid.x: merge, kv head; grid.y: query), n parts each. Out: as the item that was cut would have written. Block: 128
- * threads; D/4 of them hold a row, so 128 / (D/4) parts are read at a time; the sums of these groups are added in a fixed order.
- * Bytes: n * D * 4 per query.
- * Retired: a warp per query and merge of an item one behind the other; 57 us where this one and the tiles together take 12. */
+/* ---- attn_merge_splits: merge of split-KV ----
+ * In: merges; grid: (merge x kv head, query), 128 threads. Out: what the unsplit item would have
+ * written.
+ * Shared memory: one partial O and row_sum per thread.
+ * Bytes: n_splits * D * 4 per query.
+ * Why this shape: a row takes D/4 threads, so 128 / (D/4) groups of threads each read one split at
+ * a time. The sums of the groups are added in a fixed order.
+ * Retired: one warp per query, the merges of an item one after another: 57 us. This kernel and the
+ * tiles together take 12. */
 __global__ static void __launch_bounds__(128)
     attn_merge_splits(const __grid_constant__ attn_args args, const attn_merge *merges) {
     __shared__ float4 o_sums[128];
@@ -6883,7 +6888,7 @@ __global__ static void __launch_bounds__(128)
         row_max = fmaxf(row_max, args.split_lse[first_split + j * split_stride]);
     for (int k = 16; k; k /= 2) row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, k));
     if (threadIdx.x % 32 == 0) warp_max[threadIdx.x / 32] = row_max;
-    __syncthreads(); /* all have read the old LSE too */
+    __syncthreads(); /* also: all have read the old LSE; attn_finish_query may overwrite it */
     row_max = fmaxf(fmaxf(warp_max[0], warp_max[1]), fmaxf(warp_max[2], warp_max[3]));
 #pragma unroll 4
     for (int j = group; j < merge.n_splits; j += groups) {
@@ -6920,9 +6925,13 @@ static void attn_open_map(toka_device *dev, CUtensorMap *map, const bf16 *kv, in
                                     CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     latch_error(dev, code ? cudaErrorInvalidValue : cudaSuccess, "tensor map of the KV cache");
 }
-/* Any number of positions up to TOK of K and V, from any on, in one copy; D 64 or 128. Coordinates (0, i, row, 0, 0), row: of K's
- * first position in the layer. Dimensions 1 and 2 both go from row to row: i = n - TOK is outside of dimension 1 until there are n
- * rows to go, and what is outside is not read, but 0 in shared memory. Dimension 3 goes from panel to panel. */
+/* Tensor map that loads n <= TOK positions of K and V, from any position on, in one copy. D is 64
+ * or 128.
+ * Coordinates: (0, n - TOK, row, 0, 0), row: that of K's first position in the layer. Dimensions 1
+ * and 2 both step by one row. The start n - TOK < 0 in dimension 1 puts the first TOK - n rows of
+ * the box out of bounds: TMA does not read them and writes zeros to shared memory. So the n
+ * positions are the last n rows of the box. Dimension 3 steps by one panel, dimension 4 from K to V
+ * (within the page). */
 static void attn_open_pair_map(toka_device *dev, CUtensorMap *map, const bf16 *kv) {
     const cuuint64_t D = (cuuint64_t)dev->shape->D, row = D * sizeof(bf16),
                      size[5] = {64, 2048 / D, dev->kv_layer_elems / D, D / 64, 2};
@@ -6931,7 +6940,8 @@ static void attn_open_pair_map(toka_device *dev, CUtensorMap *map, const bf16 *k
     attn_open_map(dev, map, kv, 5, size, strides, box);
 }
 
-/* Tensor maps of K and V, boxes of 64 columns and 8, 16, 32 and 64 rows, where the Hopper kernels can run, and attn_fused's. */
+/* Makes the tensor maps of all layers, if the Hopper kernels can run: boxes of 64 columns and 8,
+ * 16, 32 or 64 rows, and the map of attn_open_pair_map. */
 static void attn_open_maps(toka_device *dev) {
     const toka_shape *shape = dev->shape;
     attn_plan *plan = dev->attn;
@@ -6950,7 +6960,8 @@ static void attn_open_maps(toka_device *dev) {
     }
 }
 
-/* Takes all memory of attention. d->kv and stream are set beside what attn_plan_open wants. Failures are latched. */
+/* Allocates all memory of attention. dev->kv_pool and dev->stream must be set, and all that
+ * attn_plan_open needs. Failures are latched. */
 static void attn_open(toka_device *dev) {
     const toka_shape *shape = dev->shape;
     attn_plan_open(dev);
@@ -6962,7 +6973,7 @@ static void attn_open(toka_device *dev) {
     plan->split_o = (float *)dev_alloc(dev, split_rows * shape->D * sizeof(float),
                                        "attention parts");
     plan->split_lse = (float *)dev_alloc(dev, split_rows * sizeof(float), "attention parts");
-    if (plan->has_fused && shape->D == 128) /* else they are in shared memory */
+    if (plan->has_fused && shape->D == 128) /* at D = 64 they are in shared memory */
         plan->exchange = (float *)dev_alloc(dev,
                                             (size_t)dev->n_sms * 2 *
                                                 attn_fused_shape<128>::EXCHANGE * sizeof(float),
@@ -6997,7 +7008,9 @@ static void attn_launch_items(toka_device *dev, int layer, attn_args args, const
               : attn_mma_launch<256, 4>(dev, args, n_items);
 }
 
-/* Gangs are squads where they are all there is to do, and all blocks run at once. The latter is the same for all tensor ranks. */
+/* Does the step use attn_cluster_split? Yes if it has only CTA-local splits and all their clusters
+ * are resident at once. All tensor ranks have the same plan->K and plan->n_sms (attn_agree), so all
+ * decide alike. */
 static bool attn_uses_cluster(const attn_plan *plan) {
     const attn_level *level = plan->levels;
     bool only_splits = plan->allow_clusters && plan->n_levels == 1 && level->n_cta_splits &&
@@ -7018,13 +7031,14 @@ static void attn_launch_cta_splits(toka_device *dev, int layer, attn_args args,
                      : attn_cta_split_launch<128, 16, 2>(dev, args, level, map);
 }
 
-/* Are squads captured for T rows? If those can be squads: then the gangs are as few as they can be. */
+/* Is a graph with attn_cluster_split worth capturing for T rows? Yes if the fewest clusters that T
+ * rows can need (small_rows rows each) are resident at once. */
 static bool attn_may_use_cluster(const attn_plan *plan, int T) {
     if (!plan || !plan->hopper || !plan->allow_clusters || !plan->small_rows) return false;
     return ceil_div(T, plan->small_rows) * plan->K * ATTN_CLUSTER <= plan->n_sms;
 }
 
-/* Kernels that `attention` launches for the plan. */
+/* Number of kernels that attention() launches for the plan. */
 static int attn_launches(const attn_plan *plan) {
     int n_kernels = plan->n_fused > 0;
     for (int i = 0; i < plan->n_levels; i++) {
@@ -7035,7 +7049,8 @@ static int attn_launches(const attn_plan *plan) {
     return n_kernels;
 }
 
-/* q: [T][H][D], o: [T][H][D], both on the device, not the same. Pages and work lists are those of attn_plan_step. */
+/* Attention of one layer. q, o: [T][H][D] on the device, not the same buffer. Pages and work lists
+ * are those of attn_plan_step. */
 static void attention(toka_device *dev, int layer, const bf16 *q, bf16 *o) {
     const toka_shape *shape = dev->shape;
     const attn_plan *plan = dev->attn;
