@@ -5149,8 +5149,8 @@ static void attn_plan_step(toka_device *dev, const toka_step *step) {
  *
  * where t runs over the KV positions that the row sees. The unit of work is an item of chapter 8.
  * For each of its queries an item yields O, the weighted mean of V, and LSE = log2 of the sum of
- * 2^score. Scores include the factor log2(e) / sqrt(D). An item in which a query sees no key
- * yields LSE = -inf and O = 0. Two results of one query over different positions merge exactly:
+ * 2^score. Scores include the factor log2(e) / sqrt(D). If a query sees no key of the item, LSE is
+ * -inf and O is 0. Two results of one query over different positions merge exactly:
  *
  *      m = max(LSE1, LSE2), w1 = 2^(LSE1 - m), w2 = 2^(LSE2 - m)
  *      O = (w1 O1 + w2 O2) / (w1 + w2),   LSE = m + log2(w1 + w2)
@@ -5187,9 +5187,9 @@ static void attn_plan_step(toka_device *dev, const toka_step *step) {
 typedef struct attn_args {
     const bf16 *q;          /* [T][H][D] */
     bf16 *o;                /* [T][H][D] */
-    const bf16 *kv;         /* K and V of this layer: [page][K][K, V][B][D] */
+    const bf16 *kv;         /* K and V of this layer: [page][kv head][K, V][B][D] */
     const int *pages, *pos; /* page ids of all spans (attn_plan.dev_pages); position of each row */
-    const attn_item *items; /* those of this launch */
+    const attn_item *items; /* items of this launch */
     float *state_o, *state_lse, *split_o, *split_lse; /* shapes: see attn_plan */
     int K, G, D, log2_B, window; /* window: length of the sliding window; 0: none */
     uint32_t inv_G; /* 2^31 / G, rounded up */
@@ -5255,7 +5255,7 @@ __device__ static inline attn_output attn_merge_lse(float row_max, float row_sum
     float max_lse = fmaxf(out.lse, state_lse), new_weight = ex2(out.lse - max_lse),
           state_weight = ex2(state_lse - max_lse), sum = new_weight + state_weight;
     out.new_weight *= new_weight / sum, out.state_weight = state_weight / sum,
-                                        out.lse = max_lse + log2f(sum);
+    out.lse = max_lse + log2f(sum);
     return out;
 }
 /* Finishes one query of the item. row_max and row_sum are those of the item's own keys;
@@ -5294,6 +5294,7 @@ __device__ static inline float2 attn_merge_pair(const attn_output &out, bool has
     }
     return make_float2(x, y);
 }
+/* Stores columns col and col + 1 of the merged O to the destination. */
 __device__ static inline void attn_store_pair(const attn_output &out, int col, float x, float y) {
     const float2 v = attn_merge_pair(out, out.state, col, x, y);
     if (out.o) *(uint32_t *)(out.o + col) = pack_bf16(v.x, v.y);
@@ -5314,9 +5315,9 @@ __device__ static inline void attn_store_pair(const attn_output &out, int col, f
  * - Only barriers inside the CTA are needed.
  * attn_plan_open asserts D % 8 == 0, D <= 256, B >= 16. */
 template <int DP, int WARPS> struct attn_tile_shape {
-    static constexpr int TOK = DP == 256 ? 16 : WARPS == 1 ? 2048 / DP : 64;
+    static constexpr int TOK = DP == 256 ? 16 : WARPS == 1 ? 2048 / DP : 64; /* positions */
     static constexpr int BUFS = WARPS == 1 ? 3 : 2;
-    static constexpr int BYTES = BUFS * 2 * TOK * DP * 2;
+    static constexpr int BYTES = BUFS * 2 * TOK * DP * 2; /* of the ring: all shared memory */
 };
 
 /* A tile in shared memory consists of panels of 64 columns, each [rows][64] in rows of 128
@@ -5340,10 +5341,9 @@ __device__ static inline void attn_load_tile(const attn_args &args, const attn_i
         bool valid = kv + row < item.kv1 && piece * 8 < args.D;
         const bf16 *from = args.kv;
         if (valid) {
-            size_t matrix = ((size_t)args.pages[item.page0 + (offset >> args.log2_B)] * args.K +
-                             kv_head) *
-                                2 +
-                            is_v;
+            size_t matrix =
+                ((size_t)args.pages[item.page0 + (offset >> args.log2_B)] * args.K + kv_head) * 2 +
+                is_v;
             from += ((matrix << args.log2_B) + (offset & page_mask)) * args.D + piece * 8;
         }
         cp_async_16(smem_addr(to + is_v * TOK * DP + attn_piece_at(TOK, row, piece)), from,
@@ -5487,8 +5487,7 @@ __device__ static inline void attn_rescale(float (&acc)[N], const float rescale[
     for (int i = 0; i < N; i++) acc[i] *= rescale[i >> 1 & 1];
 }
 
-/* First position that some row of the item sees, rounded down to a whole number of tiles from
- * kv0. */
+/* First position that any row of the item sees, rounded down to a whole number of tiles from kv0. */
 __device__ static inline int attn_first_kv(const attn_args &args, const attn_item &item, int tile) {
     int first = max((int)item.skip, args.window ? item.pos_lo - args.window + 1 - item.kv0 : 0);
     return item.kv0 + first / tile * tile;
@@ -5549,8 +5548,8 @@ __device__ static inline void attn_load_q(const attn_args &args, const attn_item
         bool valid = query + 8 * r < item.nq;
 #pragma unroll
         for (int c = 0; c < DP / 8; c++)
-            q[c / 2][r + c % 2 * 2] = valid && c * 8 < args.D ? *(const uint32_t *)(from + c * 8)
-                                                              : 0;
+            q[c / 2][r + c % 2 * 2] =
+                valid && c * 8 < args.D ? *(const uint32_t *)(from + c * 8) : 0;
     }
 }
 
@@ -5615,8 +5614,8 @@ static void attn_mma_launch(toka_device *dev, const attn_args &args, int n_items
  * Bytes: K and V of the item's positions, rounded up to 8 positions at both ends.
  * FLOPs: 4 * 16 * D * kv; for one row G/16 of them are useful.
  * Why this shape:
- * - The kernel is bound by the bytes of K and V, so many of them must be in flight: 9 CTAs with 24
- *   KB of ring, or 13 with 16 KB, fit on an SM.
+ * - The kernel is bound by the bytes of K and V, so many of them must be in flight. An SM holds 9
+ *   CTAs with rings of 24 KB, or 13 with rings of 16 KB.
  * - A CTA is one warp, so no warp ever waits for another. The hardware scheduler balances the load.
  * - One lane issues the TMA loads. A full tile is one copy (D = 72 .. 120: four, one per matrix and
  *   panel). The first and the last tile, if partial, are loaded in boxes of 8 positions.
@@ -5631,7 +5630,7 @@ static void attn_mma_launch(toka_device *dev, const attn_args &args, int n_items
 #if HOPPER
 /* Main loop of one warp: computes O (not normalized, in acc) and stats of an item. The caller does
  * the epilogue. ring: BUFS tiles of this warp; full: [BUFS] mbarriers of this warp; tile_map: for
- * full tiles (attn_tile_map); map_8: boxes of 8 positions. Contains grid_launch_dependents() and
+ * full tiles (attn_tile_map); map_8: boxes of 8 positions. Calls grid_launch_dependents() and
  * grid_wait(). */
 template <int DP, int TOK, int BUFS>
 __device__ static inline void attn_small_mainloop(const attn_args &args, const attn_item &item,
@@ -5889,9 +5888,8 @@ __global__ void __launch_bounds__(32 * attn_cta_split_max(DP), 1)
  * are on one SM, and spills.
  * Retired: clusters of two where clusters of four do not fit (slower). Clusters of eight are as
  * fast as clusters of four.
- * attn_uses_cluster tells when it is used. Figures: test/results/kernel-choices.md, chapter 9. */
-/* Maximum number of splits of a cluster. */
-template <int DP> __host__ __device__ static constexpr int attn_cluster_split_max() {
+ * attn_uses_cluster decides whether a step uses it. Figures: test/results/kernel-choices.md, chapter 9. */
+template <int DP> __host__ __device__ static constexpr int attn_cluster_split_max() { /* splits */
     return (attn_cta_split_max(DP) + ATTN_CLUSTER - 1) / ATTN_CLUSTER * ATTN_CLUSTER;
 }
 #if HOPPER
@@ -6008,8 +6006,8 @@ __global__ void __launch_bounds__(32 * (attn_cluster_split_max<DP>() / ATTN_CLUS
  *   items better. With jobs sorted by length and the next item prefetched: 2 to 8 % slower for
  *   4,096 and 16,384 rows.
  * Retired, with H200 us for causal prefill of 16,384 rows, D = 64 / 128:
- * - P through shared memory, so that nothing waits for a wgmma that reads P: 2,567 / 4,383 (there N
- *   = 128, for lack of space), now 2,288 / 3,803.
+ * - P through shared memory, so that nothing waits for a wgmma that reads P: 2,567 / 4,383 (the
+ *   latter with N = 128, for lack of space), now 2,288 / 3,803.
  * - The turn ends before P V: 2,252 / 3,732. No turns: 2,246 / 3,755. Now 2,222 / 3,675.
  * - A polynomial for 1/8, 1/4, 1/3 of the exponentials, D = 64: 2,386, 2,475, 2,535, now 2,249.
  * - Two consumer warpgroups with N = 192, D = 64: 2,456, now 2,222.
@@ -6017,11 +6015,15 @@ __global__ void __launch_bounds__(32 * (attn_cluster_split_max<DP>() / ATTN_CLUS
  * All figures: test/results/kernel-choices.md, chapter 9. */
 template <int DP, int WGS, int N, int BUFS> struct attn_wgmma_shape {
     static constexpr int PANELS = (DP + 63) / 64, THREADS = WGS * 128 + 128;
+    /* registers of a thread of the consumer warpgroups, and of the producer warpgroup */
     static constexpr int REGS = WGS == 2 ? 240 : 160, PRODUCER_REGS = WGS == 2 ? 24 : 32;
+    /* bytes of shared memory: Q, a tile of K or of V, all */
     static constexpr int Q = PANELS * WGS * 64 * 128, TILE = PANELS * N * 128,
                          BYTES = Q + BUFS * 2 * TILE;
 };
 
+/* Issues S = Q K^T of one warpgroup, 64 queries x N positions, as one commit group. q, k: shared
+ * addresses; q_panel: bytes of a panel of Q. */
 template <int DP, int N> __device__ static inline void attn_wgmma_qk(float (&scores)[N / 2],
                                                                      uint32_t q, int q_panel,
                                                                      uint32_t k) {
@@ -6034,6 +6036,7 @@ template <int DP, int N> __device__ static inline void attn_wgmma_qk(float (&sco
     wgmma_commit();
 #endif
 }
+/* Issues acc += P V of one warpgroup, as one commit group. v: shared address. */
 template <int DP, int N>
 __device__ static inline void attn_wgmma_pv(float (&acc)[DP / 2],
                                             const uint32_t (&probs)[N / 16][4], uint32_t v) {
@@ -6128,16 +6131,14 @@ __device__ static inline void attn_wgmma_zero_tail(bf16 *v, int n_kv, int wg) {
  * wgmma. The predicated store never happens, because x is at least 0. But it needs x, and it may
  * not move past the wait. at: any shared address. */
 __device__ static inline void attn_pin_softmax(float x, uint32_t at) {
-    asm volatile("{.reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p st.shared.b32 [%1], %1;}" ::"f"(
-                     x),
-                 "r"(at)
-                 : "memory");
+    asm volatile("{.reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p st.shared.b32 [%1], %1;}"
+                 ::"f"(x), "r"(at) : "memory");
 }
 
 /* Main loop of one consumer warpgroup: its 64 queries against all tiles of the item. store(stats,
  * acc) is the epilogue.
- * FUSED: for attn_fused. All its queries see the whole span, so pos is not used. It rescales
- * exactly, because the tensor cores are not its bottleneck: lazy rescaling would cost more than it
+ * FUSED: for attn_fused. All its queries see the whole span, so pos is not used. It rescales after
+ * every tile: the tensor cores are not its bottleneck, so lazy rescaling would cost more than it
  * saves.
  * Not FUSED: pos is shared memory for the positions of the item's queries, [64 WGS]. */
 template <int DP, int WGS, int N, int BUFS, bool FUSED, class Store>
@@ -6240,8 +6241,8 @@ __device__ static inline void attn_wgmma_store(const attn_args &args, const attn
         for (int c = 0; c < DP / 8; c++) {
             const float2 pair = attn_merge_pair(out, out.state && c * 8 < args.D, c * 8 + quad * 2,
                                                 acc[4 * c + 2 * r], acc[4 * c + 2 * r + 1]);
-            *((uint32_t *)(o_smem + attn_piece_at(WGS * 64, query, c)) + quad) = pack_bf16(pair.x,
-                                                                                           pair.y);
+            *((uint32_t *)(o_smem + attn_piece_at(WGS * 64, query, c)) + quad) =
+                pack_bf16(pair.x, pair.y);
         }
     }
     __syncwarp();
@@ -6339,8 +6340,11 @@ __global__ void __launch_bounds__(attn_wgmma_shape<DP, WGS, N, BUFS>::THREADS, 1
  * - The prefix merged before the own positions: 399 / 854; worse for few rows (35, now 30).
  * - L2 promotion of 256 bytes in the tensor map: 401 / 873.
  * All figures: test/results/kernel-choices.md, chapter 9. */
-/* positions of a prefix tile; ring buffers of an own warp; own warps of a CTA */
-enum { ATTN_FUSED_N = 64, ATTN_OWN_BUFS = 2, ATTN_OWN_WARPS = 7 };
+enum {
+    ATTN_FUSED_N = 64, /* positions of a prefix tile */
+    ATTN_OWN_BUFS = 2, /* buffers of an own warp's ring */
+    ATTN_OWN_WARPS = 7
+};
 template <int DP> struct attn_fused_shape {
     static constexpr int WGS = 2, N = ATTN_FUSED_N, BUFS = 2, THREADS = 512;
     /* registers of a thread: REGS in the consumer warpgroups, OWN_REGS in all other warps */
@@ -6405,8 +6409,8 @@ __device__ static inline void attn_exchange_put(const attn_args &args, const att
                 x[k] = acc[4 * c + 2 * r + j % 2] * out.new_weight;
                 if (out.state) x[k] += out.state_weight * out.state[c * 8 + quad * 2 + j % 2];
             }
-            *attn_exchange_at<DP>(exchange, round, query, j / 2,
-                                  quad * 2 + j % 2) = float4{x[0], x[1], x[2], x[3]};
+            *attn_exchange_at<DP>(exchange, round, query, j / 2, quad * 2 + j % 2) =
+                float4{x[0], x[1], x[2], x[3]};
         }
     }
     mbar_arrive(exchange.full + 8 * (round & 1));
@@ -6419,7 +6423,7 @@ typedef struct attn_own_row { /* a row that an own warp has taken */
     unsigned short kv_from, kv_to; /* its positions, counted from the first one of its first page */
 } attn_own_row;
 
-/* The same for the empty prefix item of a single row: LSE is -inf. */
+/* attn_exchange_put for the empty prefix item of a single row: LSE is -inf. */
 __device__ static inline void attn_exchange_put_none(const attn_item &item,
                                                      const attn_exchange &exchange, int round) {
 #if HOPPER
@@ -6714,8 +6718,8 @@ __device__ static inline void attn_own_process_rows(attn_own_producer<DP> &produ
 #endif
 }
 
-/* Calls visit for each prefix item of this CTA. The consumer warpgroups and the producer warp use
- * it. n_before: tiles of the items before. */
+/* Calls visit for each prefix item of this CTA, for the consumer warpgroups and the producer warp.
+ * n_before: prefix tiles of the rounds before. */
 template <class Visit> __device__ static inline void attn_fused_each_item(const attn_args &args,
                                                                           const attn_jobs &jobs,
                                                                           const Visit &visit) {
@@ -6738,6 +6742,8 @@ template <int DP> __global__ void __launch_bounds__(attn_fused_shape<DP>::THREAD
     constexpr int WGS = shape::WGS, N = shape::N, BUFS = shape::BUFS,
                   OWN_BARS = ATTN_OWN_BUFS * ATTN_OWN_WARPS;
     extern __shared__ __align__(1024) char attn_smem[];
+    /* prefix ring: BUFS each of full K, full V, empty K, empty V; full of the own rings; exchange
+     * buffers: two full, two empty */
     __shared__ uint64_t bars[4 * BUFS + OWN_BARS + 4];
     __shared__ attn_own_row taken[ATTN_OWN_WARPS][4];
     __shared__ int row_counter;
@@ -6747,7 +6753,7 @@ template <int DP> __global__ void __launch_bounds__(attn_fused_shape<DP>::THREAD
                                        : global_exchange + (size_t)blockIdx.x * 2 * shape::EXCHANGE,
                               (float *)(attn_smem + shape::LSE_AT), exchange_bars,
                               exchange_bars + 16};
-    int role = threadIdx.x / 128, warp = threadIdx.x / 32;
+    int role = threadIdx.x / 128, warp = threadIdx.x / 32; /* roles 1 and 2: consumer warpgroups */
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2 * BUFS; i++)
             mbar_init(full_k + 8 * i, 1), mbar_init(full_k + 8 * (2 * BUFS + i), 4 * WGS);
@@ -6914,6 +6920,7 @@ __global__ static void __launch_bounds__(128)
 
 /* ---- The op ---- */
 
+/* Encodes a tensor map of bf16 with the 128-byte swizzle. */
 static void attn_open_map(toka_device *dev, CUtensorMap *map, const bf16 *kv, int n_dims,
                           const cuuint64_t *size, const cuuint64_t *strides,
                           const cuuint32_t *box) {
@@ -6981,6 +6988,8 @@ static void attn_open(toka_device *dev) {
     attn_open_maps(dev);
 }
 
+/* Launches the tiles or the small items of a level. D, the length of the items and the GPU choose
+ * kernel and tile shape. */
 static void attn_launch_items(toka_device *dev, int layer, attn_args args, const attn_level *level,
                               bool small) {
     const attn_plan *plan = dev->attn;
@@ -7018,6 +7027,7 @@ static bool attn_uses_cluster(const attn_plan *plan) {
     return only_splits && level->n_cta_splits * plan->K * ATTN_CLUSTER <= plan->n_sms;
 }
 
+/* Launches the CTA-local splits of a level, as clusters where possible. */
 static void attn_launch_cta_splits(toka_device *dev, int layer, attn_args args,
                                    const attn_level *level) {
     const attn_plan *plan = dev->attn;
