@@ -5321,7 +5321,7 @@ template <int DP, int WARPS> struct attn_tile_shape {
 };
 
 /* A tile in shared memory consists of panels of 64 columns, each [rows][64] in rows of 128
- * bytes. Piece p (16 bytes; 0 .. 7) of such a row lies at p ^ (row % 8). This is the 128-byte
+ * bytes. Piece p (16 bytes; 0 .. 7) of a row lies at p ^ (row % 8). This is the 128-byte
  * swizzle that TMA writes and wgmma reads; ldmatrix has no bank conflicts in it. Returns the
  * element index of a piece. */
 __device__ static inline int attn_piece_at(int rows, int row, int piece) {
@@ -5487,7 +5487,8 @@ __device__ static inline void attn_rescale(float (&acc)[N], const float rescale[
     for (int i = 0; i < N; i++) acc[i] *= rescale[i >> 1 & 1];
 }
 
-/* First position that any row of the item sees, rounded down to a whole number of tiles from kv0. */
+/* First position that any row of the item sees, rounded down to a whole number of tiles after
+ * kv0. */
 __device__ static inline int attn_first_kv(const attn_args &args, const attn_item &item, int tile) {
     int first = max((int)item.skip, args.window ? item.pos_lo - args.window + 1 - item.kv0 : 0);
     return item.kv0 + first / tile * tile;
@@ -5620,9 +5621,8 @@ static void attn_mma_launch(toka_device *dev, const attn_args &args, int n_items
  * - One lane issues the TMA loads. A full tile is one copy (D = 72 .. 120: four, one per matrix and
  *   panel). The first and the last tile, if partial, are loaded in boxes of 8 positions.
  * - Page ids are kept in registers: each lane holds one of 32 consecutive ones.
- * - D = 64: two buffers. What an item costs besides its bytes is waiting, and more resident warps
- *   hide it better than a longer ring. D = 128: two buffers for short items (ATTN_SHORT_KV), else
- *   three.
+ * - Besides its bytes an item costs waiting time, and more resident warps hide it better than a
+ *   longer ring. So D = 64 has two buffers, D = 128 two for short items (ATTN_SHORT_KV), else three.
  * Retired: one copy per matrix and panel for every tile (prefix groups, D = 128: 23 us, now 20).
  * Retired: partial tiles loaded whole. This reads positions that no row sees: 4,096 sequences of 10
  * to 300 positions are 6 % slower.
@@ -5881,14 +5881,15 @@ __global__ void __launch_bounds__(32 * attn_cta_split_max(DP), 1)
  * splits send it (row_max, row_sum) and O of that query through DSMEM.
  * Shared memory: BUFS tiles per warp, then the received O as [split][row][DP].
  * Splits are added in their order: the result equals that of attn_cta_split to the bit.
- * Why this shape: 10 splits in one CTA need 160 KB. Such a CTA cannot start before the previous
+ * Why this shape: 10 splits in one CTA need 160 KB. That CTA cannot start before the previous
  * kernel has left its SM, so it prefetches no K and V, and one SM must load everything. The CTAs of
  * a cluster are small and use four SMs.
  * The launch bound of one CTA per SM is needed: without it ptxas assumes that all CTAs of a cluster
  * are on one SM, and spills.
  * Retired: clusters of two where clusters of four do not fit (slower). Clusters of eight are as
  * fast as clusters of four.
- * attn_uses_cluster decides whether a step uses it. Figures: test/results/kernel-choices.md, chapter 9. */
+ * attn_uses_cluster decides whether a step uses it.
+ * Figures: test/results/kernel-choices.md, chapter 9. */
 template <int DP> __host__ __device__ static constexpr int attn_cluster_split_max() { /* splits */
     return (attn_cta_split_max(DP) + ATTN_CLUSTER - 1) / ATTN_CLUSTER * ATTN_CLUSTER;
 }
@@ -6008,7 +6009,7 @@ __global__ void __launch_bounds__(32 * (attn_cluster_split_max<DP>() / ATTN_CLUS
  * Retired, with H200 us for causal prefill of 16,384 rows, D = 64 / 128:
  * - P through shared memory, so that nothing waits for a wgmma that reads P: 2,567 / 4,383 (the
  *   latter with N = 128, for lack of space), now 2,288 / 3,803.
- * - The turn ends before P V: 2,252 / 3,732. No turns: 2,246 / 3,755. Now 2,222 / 3,675.
+ * - Ping-pong turns that end before P V: 2,252 / 3,732. No turns: 2,246 / 3,755. Now 2,222 / 3,675.
  * - A polynomial for 1/8, 1/4, 1/3 of the exponentials, D = 64: 2,386, 2,475, 2,535, now 2,249.
  * - Two consumer warpgroups with N = 192, D = 64: 2,456, now 2,222.
  * - N = 192 for short spans, D = 128 (16 prompts of 512 rows): 197, now 178.
@@ -6326,7 +6327,7 @@ __global__ void __launch_bounds__(attn_wgmma_shape<DP, WGS, N, BUFS>::THREADS, 1
  *   timing decides the last bit.
  * - A row's queries are the 8 columns of the mma, not its 16 rows: half the products.
  * ptxas before 12.8 spills with 112 registers per prefix thread at D = 64 (so it gets 120), and
- * with any division of the registers at D = 128. With such a compiler D = 128 runs level by level,
+ * with any division of the registers at D = 128. With those compilers D = 128 runs level by level,
  * as other head sizes do (ATTN_FUSED_D).
  * Retired, H200 us for 8,192 samples of eight prompts at D = 64 (this kernel then: 401 to 403):
  * - Own K and V without evict_first: 431.
@@ -6623,8 +6624,7 @@ __device__ static inline void attn_own_merge_state(const attn_args &args, const 
         bool valid = lse > -INFINITY; /* else O in the exchange buffer may be NaN: not written */
         float own_weight = valid ? ex2(row_max[col] - new_max) : 1,
               state_weight = valid ? ex2(lse - new_max) : 0;
-        /* Eight threads hold parts of a query's row_sum; only one of them adds the state's
-         * weight. */
+        /* row_sum of a query is spread over eight threads; only one adds the state's weight */
         row_max[col] = new_max,
         row_sum[col] = row_sum[col] * own_weight + (lane_group == 0 ? state_weight : 0);
 #pragma unroll
