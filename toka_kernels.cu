@@ -5622,7 +5622,7 @@ static void attn_mma_launch(toka_device *dev, const attn_args &args, int n_items
  *   panel). The first and the last tile, if partial, are loaded in boxes of 8 positions.
  * - Page ids are kept in registers: each lane holds one of 32 consecutive ones.
  * - Besides its bytes an item costs waiting time, and more resident warps hide it better than a
- *   longer ring. So D = 64 has two buffers, D = 128 two for short items (ATTN_SHORT_KV), else three.
+ *   longer ring. So D = 64 has two buffers; D > 64 two for short items (ATTN_SHORT_KV), else three.
  * Retired: one copy per matrix and panel for every tile (prefix groups, D = 128: 23 us, now 20).
  * Retired: partial tiles loaded whole. This reads positions that no row sees: 4,096 sequences of 10
  * to 300 positions are 6 % slower.
