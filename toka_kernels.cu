@@ -7102,129 +7102,170 @@ static void attention(toka_device *dev, int layer, const bf16 *q, bf16 *o) {
 
 /* ===========================================================================
  * MARK: 10. Ranks: groups and transfers [kernel]
- * What the ranks of a model share, each a GPU with a thread of its own in this process: sums over the tensor ranks of a stage, x
- * from a stage to the next, drawn ids from the last stage to the first. No op waits for a GPU; where it needs what another rank
- * does it enqueues that its GPU waits.
+ * What the ranks of a model share. Each rank is a GPU with a thread of its own in this process.
+ * This chapter adds up x over the tensor ranks of a stage, sends x from a stage to the next one,
+ * and sends sampled tokens from the last stage to the first one. Host code never waits for a GPU
+ * here: an op that needs the work of another rank enqueues a stream wait.
  *
- *   meeting    CTA b of a kernel and CTA b of the same kernel on the stage's other ranks. Each writes what it has into the memory
- *              of the others, then raises a count in their mailboxes (st.release.sys) and waits until the counts in its own have
- *              come as far (ld.acquire.sys). Counts only rise. Every kernel that meets has the same number of CTAs, so all CTAs of
- *              a rank have met equally often between kernels
- *   sum        one-shot: each rank pushes its x to all others, meets, adds up in the order of the ranks. Two-shot: each pushes to
- *              rank q the q-th part of its x, meets, adds up its own part, pushes the sum into everybody's x, meets. In float32,
- *              rounded once, the same bits on every rank. One-shot has one meeting, two-shot moves 2/n of the bytes
- *   scatter    sums of many rows, on Hopper: two-shot, whose first push is the GEMM's epilogue and hides behind its products. Rank
- *              q adds up the q-th part of the rows, x of which it alone keeps, and pushes what is read next: their norm, or at the
- *              end of a stage x itself
- *   link       x goes into the sender's outbox on its compute stream, from there by a copy engine (its copy stream) into one of
- *              the receiver's TOKA_GPU_LINK_BUFFERS slots, and into x on the receiver's compute stream. Events say when a slot is full,
- *              and when it is free. So a stage computes on while its result travels, and may be some steps ahead of the next
- *   draws      the last stage has the table of the last token of each slot and sends all of it, behind each step that draws, to
- *              the first stage's ranks, with an event per step; embed of a step that `needs` step k waits for k's. A copy may
- *              already hold what a later step m drew for slot q. That is harmless: only steps up to m read the older value, and m
- *              draws only after all first ranks have embedded m
+ * Words, the same as in chapter 20 of toka.c: a group is all ranks of one model, stages x tensor
+ * ranks (tp ranks). A tp group is the tp ranks of one stage. A peer is another rank of the same tp
+ * group.
  *
- * Double buffering. What one-shot (and the exchange of samples in chapter 11) writes into the others' memory goes to half c % 2,
- * c the number of the meeting. Who writes there again is at meeting c + 2 or later, so behind meeting c + 1, which is another
- * kernel's: all ranks had ended the kernel of meeting c when they came to it. Two-shot writes to a rank again only behind its
- * second meeting.
+ *   rank barrier   Synchronizes CTA b of a kernel with CTA b of the same kernel on all peers. A CTA
+ *                  first stores its data into the memory of the peers. It arrives: it writes the
+ *                  barrier's number into its signal flag on each peer (st.release.sys). Then it
+ *                  polls the peers' flags in its own memory until all have this number, or a
+ *                  higher one (ld.acquire.sys), and departs. The numbers only rise. All kernels
+ *                  with rank barriers have the same number of CTAs, so between two kernels all CTAs
+ *                  of a rank have passed the same number of barriers.
+ *   all-reduce     One-shot: each rank stores its x into the receive buffers of all peers, passes a
+ *                  barrier and adds up all x in rank order. Two-shot is a reduce-scatter and an
+ *                  all-gather: each rank stores share q of its x into the receive buffer of rank q,
+ *                  passes a barrier, adds up its own share, stores the sum into the x of all ranks
+ *                  and passes a second barrier. Both add in float32 and round once, so all ranks
+ *                  get the same bits. One-shot has one barrier. Two-shot sends 2/n of the bytes of
+ *                  one-shot, n = tp_size.
+ *   unreduced x    x between the two halves of a large all-reduce on Hopper. The reduce-scatter is
+ *                  the epilogue of the GEMM, so its stores overlap with the main loop. Then
+ *                  reduce_norm_kernel completes the all-reduce: rank q adds up its share of the
+ *                  rows and is the only rank that keeps x of these rows. It stores into all ranks
+ *                  what the next op reads: the RMSNorm of the rows, or x itself if no norm follows
+ *                  (at the end of a stage and before the LM head).
+ *   channel        The queue of steps from a rank to the same tp rank of the next stage. x is
+ *                  copied three times: on the sender's compute stream into its send buffer; on the
+ *                  sender's send stream, by a DMA copy, into one of the receiver's
+ *                  TOKA_GPU_LINK_BUFFERS channel buffers; on the receiver's compute stream into x.
+ *                  Events tell when a channel buffer is full and when it is free again. So a stage
+ *                  computes while its result is copied, and it may be some steps ahead of the next
+ *                  stage.
+ *   last_tokens    [n_seqs] the last sampled token of each seq, in the memory of the last stage.
+ *                  After each step that samples, tp rank 0 of the last stage sends the whole table
+ *                  to all ranks of the first stage and records an event for this step. The embed of
+ *                  a step with needs_step = k waits for the event of step k. The table may then
+ *                  already have the token that a later step m sampled for a seq. This is harmless:
+ *                  only steps up to m read the token that it replaced, and step m samples only
+ *                  after all ranks of the first stage have embedded step m.
  *
- * Why nothing waits for ever. Order all pieces of work by step, within a step by stage, within a stage as the op loop has them
- * (all ranks of a stage run the same ops). A thread waits only for another's enqueueing: receive of step j at stage s for send of
- * j at s - 1; send of j at s for receive of j - TOKA_GPU_LINK_BUFFERS at s + 1; embed of j for the draws of step `needs` < j. A GPU waits
- * for the same, and in a meeting for the same op of its stage. Each waits for what is earlier in the order, or for its equals that
- * wait for earlier ones; so of all that is not done the first can go on. A kernel that spins holds some multiprocessors of its own
- * GPU, of which nobody needs any to come to the meeting. Where a debugging variable puts several ranks on a GPU the kernels that
- * meet are small enough to leave room, and start their dependents only when they have met.
+ * Double buffering. A one-shot kernel with barrier number c stores into half c % 2 of the peers'
+ * receive buffers. samp_merge_ranks_kernel (chapter 11) does the same. The next kernel that stores
+ * into this half has a barrier number of at least c + 2, so it starts after its rank has passed
+ * barrier c + 1. That barrier belongs to a later kernel than barrier c does, so when a rank arrives
+ * at it, its kernel with barrier c has ended and has read the half. Two-shot and unreduced x need
+ * no halves: their last barrier is after their last read.
  *
- * Failure. `over` lies in host memory that all GPUs see: whoever spins looks at it now and then and leaves; threads that wait are
- * woken, ops return at once. So after group_abort the streams run empty, with results that nobody reads. Who hangs is found from
- * what the kernels that meet leave in `trace`, from events, and from where the threads are (group_diagnose).
+ * No deadlock. All work has one order: by step, then by stage, then in the order of the layer loop
+ * (all ranks of a tp group run the same ops). A thread waits until another thread has enqueued
+ * earlier work:
+ *     receive of step j, stage s   waits for send of step j, stage s - 1
+ *     send of step j, stage s      waits for receive of step j - TOKA_GPU_LINK_BUFFERS, stage s + 1
+ *     embed of step j              waits for the sampled tokens of step needs_step < j
+ * A GPU waits for the same work and, in a rank barrier, for the same op on its peers. The peers
+ * themselves wait only for earlier work, or in this barrier. So the earliest work that is not done
+ * can always run. A kernel that polls occupies SMs of its own GPU only, and no peer needs these SMs
+ * to arrive. If TOKA_DEBUG_SHARE_GPU puts several ranks on one GPU, the kernels with rank barriers
+ * have so few CTAs that those of all ranks fit, and they start their dependents only after the
+ * barrier.
+ *
+ * Failure. `aborted` lies in host memory that all GPUs can read. Every 1024 polls a polling thread
+ * reads it and stops waiting if it is set. Waiting host threads are woken, and ops return at once.
+ * So after group_abort all streams drain, and their results are discarded. group_diagnose finds
+ * the rank that hangs from the barrier numbers in barrier_progress, from events, and from what each
+ * host thread waits for.
  * =========================================================================== */
 
 enum {
     GROUP_MAX_RANKS = 64,
-    BARRIER_CTAS = 96,             /* of every kernel that meets */
-    BARRIER_SHARED_CTAS = 8,       /* where ranks share a GPU */
-    BARRIER_THREADS = 512,
-    OP_RING = 1024,            /* more than there are meetings in all steps under way */
-    /* largest message that goes in one shot; less than TOKA_GPU_SCATTER_BYTES, whose sums meet
-     * twice */
-    ONE_SHOT_MAX_BYTES = 1 << 20,
-    /* parts of rows that one rank sends to another at once (chapter 11) */
-    SAMP_RECV_BYTES = 4096 * 24,
-    SAMPLED_EVENTS = 128           /* more than there are steps under way */
+    BARRIER_CTAS = 96,            /* CTAs of every kernel with rank barriers */
+    BARRIER_SHARED_CTAS = 8,      /* the same if several ranks share a GPU (debugging) */
+    BARRIER_THREADS = 512,        /* threads of each of these CTAs */
+    OP_RING = 1024,               /* more than the rank barriers of all in-flight steps */
+    ONE_SHOT_MAX_BYTES = 1 << 20, /* largest x of a one-shot all-reduce. Must be less than
+                                     TOKA_GPU_SCATTER_BYTES: unreduced x has two barriers, and in
+                                     a replayed graph cuda_all_reduce counts them as a two-shot's */
+    SAMP_RECV_BYTES = 4096 * 24,  /* sampling partials that one rank sends to another at once:
+                                     SAMP_PARTIAL_ROWS (chapter 12) */
+    SAMPLED_EVENTS = 128          /* more than the in-flight steps */
 };
-#define GROUP_WATCHDOG_S 30.0 /* seconds in which no rank gets on, until who waits gives up */
+#define GROUP_WATCHDOG_S 30.0 /* watchdog timeout: seconds without progress of any rank */
 
-typedef struct signal_flag { /* mail from one CTA to its namesake on another rank */
-    unsigned n_arrived;        /* meetings that it came to */
+typedef struct signal_flag {   /* written by CTA b of one rank, polled by CTA b of another rank */
+    unsigned n_arrived;        /* number of the last rank barrier at which the writer arrived */
     unsigned unused;
-    unsigned long long x_addr;  /* its rank's x */
+    unsigned long long x_addr; /* address of x on the writer's rank */
 } signal_flag;
 
-enum group_wait_reason {
+enum group_wait_reason {   /* a thread waits until ... */
     GROUP_WAIT_NONE,
-    GROUP_WAIT_OPEN,
-    GROUP_WAIT_PREV_STAGE,
-    GROUP_WAIT_NEXT_STAGE,
-    GROUP_WAIT_SAMPLED
+    GROUP_WAIT_OPEN,       /* all ranks of the group have joined */
+    GROUP_WAIT_PREV_STAGE, /* the previous stage sends a step */
+    GROUP_WAIT_NEXT_STAGE, /* the next stage receives a step, which frees a channel buffer */
+    GROUP_WAIT_SAMPLED     /* the last stage sends the sampled tokens that embed needs */
 };
 
-typedef struct group_rank { /* what others know of a rank */
-    toka_device *dev;         /* from the time it joined until it closes */
-    int ordinal;
-    int K, n_sms, arch;     /* kv heads; multiprocessors; 80, 89, 90 ... From the time it joined */
-    /* other ranks' memory: what breaks their GPUs breaks this one */
-    bool has_peer_access;
-    bool peer_fault_noted;              /* its error says so */
-    signal_flag *signal_flags;
-    /* slots: [TOKA_GPU_LINK_BUFFERS] messages from the stage before */
-    char *recv_buffer, *channel_buffers;
-    int *last_tokens;              /* the first stage's table of drawn ids */
-    float *logits;          /* the last stage's */
-    /* for who looks whom to blame; under the lock, but for what is written by atomic stores: */
-    enum group_wait_reason waits_for; /* of its thread */
-    const char *op;         /* that its thread is in, or was in last */
-    const char *op_ring[OP_RING]; /* [i % OP_RING]: the first op behind meeting i */
-    unsigned n_barriers;    /* enqueued */
-    /* steps for which its GPU was told to wait for another rank: for a message, or for draws */
-    int64_t n_waits;
-    /* [i % TOKA_GPU_LINK_BUFFERS] the GPU has come to the wait; more than there are steps under
-     * way */
-    cudaEvent_t wait_events[TOKA_GPU_LINK_BUFFERS];
-    int64_t needs_step[TOKA_GPU_LINK_BUFFERS]; /* the step whose draws it waits for there */
+typedef struct group_rank { /* state of one rank that other ranks read */
+    toka_device *dev;       /* set when the rank joins; valid until the device closes */
+    int ordinal;            /* of its GPU */
+    int K, n_sms, arch;     /* set when the rank joins: kv heads; SMs; 80, 89, 90 ... */
+    bool has_peer_access;   /* its GPU can access the memory of another rank. Then a fault of the
+                               other GPU also fails this one */
+    bool peer_fault_noted;  /* its error message mentions this (group_note_peer_fault) */
+    signal_flag *signal_flags;           /* [BARRIER_CTAS][BARRIER_MAX_RANKS] flags from peers */
+    char *recv_buffer, *channel_buffers; /* recv_buffer: data from peers, see group_recv_bytes.
+                                            channel_buffers: [TOKA_GPU_LINK_BUFFERS][max_tokens][E]
+                                            bf16, x from the previous stage */
+    int *last_tokens;       /* [n_seqs] last sampled tokens; the last stage writes those of the
+                               first stage's ranks */
+    float *logits;          /* last stage with tp ranks: logits of all ids, written by all peers */
+
+    /* For the deadlock diagnosis. Guarded by group->lock, with two exceptions: op and op_ring are
+     * atomic, and n_barriers is written without the lock by the rank's own thread. */
+    enum group_wait_reason waits_for; /* why its thread waits */
+    const char *op;         /* running op of its thread, or the last one; NULL: none yet */
+    const char *op_ring[OP_RING]; /* [i % OP_RING] first op after rank barrier i */
+    unsigned n_barriers;    /* rank barriers that were enqueued */
+    int64_t n_waits;        /* stream waits on another rank that were enqueued: for x in a channel,
+                               or for sampled tokens. At most one per step */
+    /* Entry i % TOKA_GPU_LINK_BUFFERS belongs to wait i. There are more entries than in-flight
+     * steps. */
+    cudaEvent_t wait_events[TOKA_GPU_LINK_BUFFERS]; /* the GPU has reached the wait */
+    int64_t needs_step[TOKA_GPU_LINK_BUFFERS]; /* the step whose sampled tokens it waits for */
 } group_rank;
 
 typedef struct group_channel { /* from a rank to the same tp rank of the next stage */
-    /* messages enqueued to be sent, and to be taken; each raised by one thread, under the lock */
+    /* Messages whose send and receive was enqueued. Each counter is advanced by one thread, under
+     * the lock. Message i uses channel buffer i % TOKA_GPU_LINK_BUFFERS. */
     int64_t n_sent, n_received;
-    int n_rows[TOKA_GPU_LINK_BUFFERS];
-    bf16 *send_buffer;
-    cudaEvent_t send_ready;      /* the outbox is full */
+    int n_rows[TOKA_GPU_LINK_BUFFERS]; /* rows of the message in each channel buffer */
+    bf16 *send_buffer;                 /* [max_tokens][E] in the sender's memory */
+    cudaEvent_t send_ready;            /* the send buffer is full */
+    /* sent_events: the channel buffer is full; received_events: it is free again */
     cudaEvent_t sent_events[TOKA_GPU_LINK_BUFFERS], received_events[TOKA_GPU_LINK_BUFFERS];
 } group_channel;
 
 struct toka_group {
     int tp_size, pp_size;
-    /* quiet: group_watchdog's seconds without progress, since `seen` */
-    double watchdog_s, stalled_s;
-    uint64_t last_progress, progress; /* progress: changes while threads get on */
-    group_rank ranks[GROUP_MAX_RANKS]; /* [pp][tp] */
-    group_channel channels[GROUP_MAX_RANKS];
-    int n_joined, n_closing;
-    int64_t last_sampled_step;          /* the last step whose draws were enqueued to be sent; */
-    cudaEvent_t sampled_events[SAMPLED_EVENTS]; /* [step % SAMPLED_EVENTS] they have arrived */
-    int *aborted;              /* host memory that GPUs see, as meeting.over ... */
-    unsigned *barrier_progress;        /* ... and .trace, [ranks][2] */
+    double watchdog_s, stalled_s;      /* watchdog_s: GROUP_WATCHDOG_S; tests set less. stalled_s:
+                                          used by group_watchdog only: seconds in which ... */
+    uint64_t last_progress, progress;  /* last_progress: ... group_moved saw no progress.
+                                          progress: atomic; rises when a thread makes progress */
+    group_rank ranks[GROUP_MAX_RANKS]; /* [pp_size][tp_size] */
+    group_channel channels[GROUP_MAX_RANKS]; /* [pp_size][tp_size], index of the sending rank */
+    int n_joined, n_closing;    /* ranks that have joined; those of them that are closing */
+    int64_t last_sampled_step;  /* last step whose sampled tokens were enqueued to be sent */
+    cudaEvent_t sampled_events[SAMPLED_EVENTS]; /* [step % SAMPLED_EVENTS] the tokens of this step
+                                                   are in last_tokens of the first stage */
+    int *aborted;               /* pinned host memory that all GPUs can read; 1: stop waiting */
+    unsigned *barrier_progress; /* in the same memory: [ranks][2] number of the rank barrier at
+                                   which CTA 0 arrived last, and from which it departed last */
     char description[320];
-    bool no_graphs;         /* a rank could not capture its own */
-    /* hangs: a GPU did not end its work, or a rank did not come: it may still look at what
-     * others have */
-    bool broken, hung;
-    pthread_mutex_t lock;
-    pthread_cond_t changed;
-    toka_err error;         /* why it is broken; code 0: it was told to end */
+    bool no_graphs;             /* atomic. A rank could not capture its graphs, so none uses any */
+    bool broken, hung; /* broken: atomic; aborted, failed, or timed out; it stays broken. hung: a
+                          GPU did not finish its work, or a rank did not come to close its device.
+                          It may still access the memory of other ranks, so nothing is freed */
+    pthread_mutex_t lock;       /* guards all that changes after group_open, except the fields that
+                                   are atomic or have one thread */
+    pthread_cond_t changed;     /* a counter or `broken` changed */
+    toka_err error;             /* why the group is broken; code 0: it was aborted */
 };
 
 static int tp_size(const toka_device *dev) { return dev->group ? dev->group->tp_size : 1; }
@@ -7234,7 +7275,7 @@ static bool is_last_stage(const toka_device *dev) {
     return dev->options.pp_rank == pp_size(dev) - 1;
 }
 
-/* ---- Meetings ---- */
+/* ---- Rank barriers ---- */
 
 __device__ static inline void st_release_sys(unsigned *to, unsigned v) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(to), "r"(v) : "memory");
@@ -7245,8 +7286,10 @@ __device__ static inline unsigned ld_acquire_sys(const unsigned *from) {
     return v;
 }
 
-/* The meeting number c of this CTA: what any CTA in it wrote before, all threads of all of them see behind it. The others learn x.
- * False: the group is broken, and they may not have come. All threads call it. */
+/* Rank barrier `number` of this CTA. All writes that a participating CTA makes before the barrier
+ * are visible to all threads of all participating CTAs after it. Also tells the peers the address
+ * x (rank_barrier_peer_x). Returns false if the group was aborted: then a peer may not have
+ * arrived. All threads of the CTA must call it. Thread `rank` waits for that rank. */
 __device__ static __forceinline__ bool rank_barrier_sync(const rank_barrier &barrier,
                                                          unsigned number, const void *x) {
     const int rank = (int)threadIdx.x, cta = (int)blockIdx.x;
@@ -7267,7 +7310,8 @@ __device__ static __forceinline__ bool rank_barrier_sync(const rank_barrier &bar
     if (cta == 0 && rank == 0) barrier.progress[1] = number;
     return !aborted;
 }
-/* What rank q told in the last meeting; only thread q may ask. */
+/* Returns the x that `rank` passed to its last rank barrier. Only thread `rank` may call it,
+ * because only this thread has acquired that rank's flag. */
 __device__ static inline uint4 *rank_barrier_peer_x(const rank_barrier &barrier, int rank) {
     return (uint4 *)*(volatile unsigned long long *)&barrier
         .signal_flags[barrier.tp_rank][blockIdx.x * BARRIER_MAX_RANKS + rank]
@@ -7276,18 +7320,26 @@ __device__ static inline uint4 *rank_barrier_peer_x(const rank_barrier &barrier,
 __device__ static inline unsigned rank_barrier_count(const rank_barrier &barrier) {
     return barrier.counts[blockIdx.x];
 }
-/* c: the last one of the kernel */
+/* Stores the number of the kernel's last barrier for the next kernel. */
 __device__ static inline void rank_barrier_finish(const rank_barrier &barrier, unsigned number) {
     if (threadIdx.x == 0) barrier.counts[blockIdx.x] = number;
 }
 
-/* ---- all_reduce ----
+/* ---- all_reduce: one_shot_kernel, two_shot_kernel ----
  *
- * in/out  x bf16, n vectors of 8, at the same place in the op order on every rank of the stage
- * grid: BARRIER_CTAS, block: 512. One-shot pushes (ranks - 1) * bytes over each GPU's links, two-shot 2 (ranks - 1) / ranks of them;
- * memory of its own GPU moves about ten times as fast. 4096 columns on two H200 (NVLink, 18 links each; 2026-11-22): 1 to 8 rows
- * 6.2 us, 64 rows 7.6, 256 rows 15, 1024 rows 37, 4096 rows 118 (285 GB/s); NCCL 2.x there, without multicast: 17.6, 21, 27, 46
- * and 141, more at every size, so it is not needed. With 48 CTAs 132 us at 4096 rows; one shot of 2 MB 15.9 us, two 15.3. */
+ * x = sum of x over the tp ranks, added in rank order in float32 and rounded once.
+ *
+ * in/out  x bf16, n_vectors vectors of 8 elements. All ranks of the tp group call it at the same
+ *         point of the op order.
+ * grid    BARRIER_CTAS, or BARRIER_SHARED_CTAS if ranks share a GPU
+ * block   BARRIER_THREADS; static shared memory only
+ * bytes   that each GPU sends over its links, for n ranks and B bytes of x:
+ *             one-shot (n - 1) B, two-shot 2 (n - 1) / n B
+ *         Local memory is about ten times as fast as the links, so it is not the bottleneck.
+ * why     One-shot has one barrier and is faster for small x; two-shot sends less (one_shot_pays).
+ *         96 CTAs: 48 CTAs are slower for large x.
+ *         No NCCL: it was slower at every size on two H200 (test/results/kernel-choices.md).
+ * asserts nothing; one_shot_pays limits one-shot to ONE_SHOT_MAX_BYTES */
 
 typedef struct sum_8 { /* eight sums in float32 */
     float sums[8];
@@ -7299,13 +7351,14 @@ __device__ static inline void sum_8_add(sum_8 &s, uint4 x) {
     for (int i = 0; i < 8; i++) s.sums[i] += f[i];
 }
 
-/* Part `who` of the halves c % 2 of a rank's inbox. */
+/* Returns the part for data of `sender` in half number % 2 of the receive buffer of `rank`. */
 __device__ static inline uint4 *one_shot_buffer(const rank_barrier &barrier, int rank,
                                                 unsigned number, int sender) {
     return (uint4 *)barrier.recv_buffers[rank] +
            ((size_t)(number & 1) * barrier.tp_size + sender) * (ONE_SHOT_MAX_BYTES / 16);
 }
-/* Behind those halves: the boxes of two-shot and of scattered sums, one for each rank. */
+/* Returns the receive buffers of `rank` for two-shot and unreduced x, one share for each sender.
+ * They lie after the two halves of one-shot. */
 __host__ __device__ static inline uint4 *two_shot_buffers(const rank_barrier &barrier, int rank) {
     return (uint4 *)barrier.recv_buffers[rank] +
            (size_t)2 * barrier.tp_size * (ONE_SHOT_MAX_BYTES / 16);
@@ -7336,10 +7389,12 @@ __global__ static void __launch_bounds__(BARRIER_THREADS, 1)
     rank_barrier_finish(barrier, number);
 }
 
-enum { TWO_SHOT_VECTORS = 4 }; /* vectors that a thread has under way */
+enum { TWO_SHOT_VECTORS = 4 }; /* vectors that a thread has in flight */
 
-/* Of the part that this rank adds up, `share` vectors at most, n of them in x: with the parts that the others sent, into
- * everybody's x. */
+/* Adds up this rank's share and stores the sums into x of all ranks.
+ * share       vectors of a share; also the stride of the senders in recv_buffer
+ * offset      index in x of the first vector of this rank's share
+ * n_vectors   vectors of this rank's share; the last ranks may have fewer than `share` */
 __device__ static inline void two_shot_add(const rank_barrier &barrier, const uint4 *recv_buffer,
                                            uint4 *const *x_of_rank, int share, int offset,
                                            int n_vectors) {
@@ -7369,7 +7424,8 @@ __global__ static void __launch_bounds__(BARRIER_THREADS, 1)
     const int share = (n_vectors + barrier.tp_size - 1) / barrier.tp_size;
     grid_wait();
     const unsigned number = rank_barrier_count(barrier) + 1;
-    for (int shift = 1; shift < barrier.tp_size; shift++) { /* each begins with another one */
+    /* each rank begins with another peer, so that no peer receives from all ranks at once */
+    for (int shift = 1; shift < barrier.tp_size; shift++) {
         const int rank = (barrier.tp_rank + shift) % barrier.tp_size, offset = rank * share,
                   size = min(share, n_vectors - offset);
         uint4 *to = two_shot_buffers(barrier, rank) + (size_t)barrier.tp_rank * share;
@@ -7397,15 +7453,27 @@ __global__ static void __launch_bounds__(BARRIER_THREADS, 1)
     rank_barrier_finish(barrier, number + 1);
 }
 
-/* ---- A sum that the GEMM has scattered, and the norm behind it ----
+/* ---- Unreduced x: sum, RMSNorm and all-gather ----
  *
- * in      parts: this rank's boxes [ranks][share][E] bf16, one part of the sum in each; x bf16 [.][E], of which rows
- *         me * share .. + n - 1 are this rank's: without the sum
- * out     those rows of x with the sum, in float32, rounded once; y of everybody [.][E]: their RMSNorm, summed in rmsnorm_kernel's
- *         order. Without w: x of everybody
- * grid: BARRIER_CTAS, block: 512, of which 128 threads work on a row. A GPU sends (ranks - 1) / ranks of the bytes of x, half of what
- * two shots send, and reads and writes 3 / ranks + 1 of them. Two H200, 8,448 rows of 4,096: 136 us, of which 95 at the 365 GB/s
- * that such stores reach there. Rows made in shared memory that leave by bulk copies, and 128 CTAs: no faster. */
+ * x[row] += sum over the tp ranks of partials[rank][row], for the rows of this rank's share;
+ * y[row] = RMSNorm(x[row]) * norm_weight, or x[row] if norm_weight is NULL, on all ranks.
+ *
+ * in      partials bf16 [tp_size][share_rows][E], this rank's receive buffers: the partial sums
+ *         that the GEMM epilogues of all ranks, this one included, stored there
+ *         norm_weight float32 [E] or NULL
+ * in/out  x bf16 [.][E]: rows tp_rank * share_rows .. + n_rows - 1 are this rank's. Before: without
+ *         the partial sums. After: added in float32 and rounded once. Other rows stay unreduced
+ * out     y bf16 [.][E] of all ranks: the same rows. The sum of squares has the order of
+ *         rmsnorm_kernel. If norm_weight is NULL, y is x
+ * grid    BARRIER_CTAS, or BARRIER_SHARED_CTAS if ranks share a GPU
+ * block   BARRIER_THREADS; 128 threads work on a row; static shared memory only
+ * bytes   for n ranks and B bytes of x: sends (n - 1) / n B over the links, half of what two-shot
+ *         sends; local reads and writes (1 + 3 / n) B
+ * why     The reduce-scatter, which is half of the bytes, is hidden by the GEMM. What remains here
+ *         is bound by the stores over the links.
+ * asserts nothing
+ * Retired: rows built in shared memory and sent by bulk copies, and 128 CTAs. Both were no faster.
+ * Figures: test/results/kernel-choices.md. */
 __global__ static void __launch_bounds__(BARRIER_THREADS, 1)
     reduce_norm_kernel(rank_barrier barrier, uint4 *x, uint4 *y, const uint4 *partials,
                        int share_rows, int n_rows, const float *norm_weight, int E, float inv_E,
@@ -7449,8 +7517,9 @@ __global__ static void __launch_bounds__(BARRIER_THREADS, 1)
             row_sumsq += __shfl_xor_sync(~0u, row_sumsq, lanes);
         float *warp_sums = warp_sums_of[parity][row_group];
         if (thread % 32 == 0) warp_sums[thread / 32] = row_sumsq;
-        /* the row's threads, who have read squares_of[turn] before they come here for the next
-         * row */
+        /* Barrier of the row's 128 threads. One per row is enough, because warp_sums_of has two
+         * buffers: a thread arrives here for row i + 1 after it has read the sums of row i, and row
+         * i + 2 is the next one that writes into their buffer. */
         bar_sync(1 + row_group, 128);
         const float scale = rsqrtf(
             (warp_sums[0] + warp_sums[1] + (warp_sums[2] + warp_sums[3])) * inv_E + eps);
@@ -7467,16 +7536,24 @@ __global__ static void __launch_bounds__(BARRIER_THREADS, 1)
     rank_barrier_finish(barrier, number + 1);
 }
 
-/* Does a message go in one shot? It takes (n - 1) B / rate + t, two shots 2 (n - 1) / n B / rate + 2 t, with t of 2.8 us and a
- * rate of 285 GB/s on two H200. For n = 2 both send the same bytes, but from 1.5 MB on two shots are faster, as each rank then
- * adds up only half. */
+/* Is one-shot faster than two-shot for x of B = `bytes` bytes on n ranks?
+ *     one-shot takes (n - 1) B / rate + t       t: time of a barrier; rate: bytes per second of the
+ *     two-shot takes 2 (n - 1) / n B / rate + 2 t                     links; t * rate = 800 KB
+ * For n = 2 both send the same bytes. Two-shot is then faster from about 1.5 MB on, because each
+ * rank adds up only half. The receive buffer already limits one-shot to 1 MiB.
+ * Figures: test/results/kernel-choices.md. */
 static bool one_shot_pays(int n, size_t bytes) {
-    /* n > 2: n (n - 1) (1 - 2 / n) B <= n t rate */
+    /* (n - 1) B - 2 (n - 1) / n B <= t * rate, multiplied by n */
     const size_t two = (size_t)(n - 1) * (n - 2) * bytes, one = (size_t)n * 800000;
     return bytes <= ONE_SHOT_MAX_BYTES && two <= one;
 }
 
-/* In an inbox: boxes of one-shot; of two-shot, or of scattered sums; then from *parts on the exchange of samples. */
+/* Bytes of a rank's receive buffer. Its layout:
+ *     one-shot               2 halves x tp_size senders x ONE_SHOT_MAX_BYTES
+ *     two-shot, unreduced x  tp_size senders x one share of x; 16 rows more for each, because a
+ *                            share is rounded up
+ *     from *samp_offset on   sampling partials (chapter 11): 2 halves x tp_size senders x
+ *                            SAMP_RECV_BYTES; last stage only */
 static size_t group_recv_bytes(const toka_device *dev, size_t *samp_offset) {
     const size_t n = (size_t)tp_size(dev);
     *samp_offset = 2 * n * ONE_SHOT_MAX_BYTES +
@@ -7484,7 +7561,7 @@ static size_t group_recv_bytes(const toka_device *dev, size_t *samp_offset) {
     return *samp_offset + 2 * n * (is_last_stage(dev) ? SAMP_RECV_BYTES : 0);
 }
 
-/* ---- A group's life ---- */
+/* ---- Opening, closing and breaking a group ---- */
 
 static void group_close(toka_group *group) {
     if (!group || group->hung) return;
@@ -7499,8 +7576,10 @@ static int group_open(toka_group **out, int tp, int pp, toka_err *e) {
     e->code = 0;
     if (tp < 1 || pp < 1 || tp > BARRIER_MAX_RANKS || tp * pp > GROUP_MAX_RANKS) {
         e->code = TOKA_E_USE;
-        snprintf(e->msg, sizeof e->msg, "GPU: %d stages of %d tensor ranks, expected at most %d ranks a stage and %d in all", pp,
-                 tp, BARRIER_MAX_RANKS, GROUP_MAX_RANKS);
+        snprintf(e->msg, sizeof e->msg,
+                 "GPU: %d stages of %d tensor ranks, expected at most %d ranks a stage and %d in "
+                 "all",
+                 pp, tp, BARRIER_MAX_RANKS, GROUP_MAX_RANKS);
         return e->code;
     }
     toka_group *group = (toka_group *)calloc(1, sizeof *group);
@@ -7548,30 +7627,33 @@ static void group_rank_name(const toka_group *group, int rank, char name[64]) {
              rank % group->tp_size);
 }
 
-/* ---- Who hangs ---- */
+/* ---- Deadlock diagnosis ---- */
 
+/* Number of the rank barrier at which CTA 0 of the rank arrived last (which = 0), or from which it
+ * departed last (which = 1). */
 static unsigned group_barrier_progress(const toka_group *group, int rank, int which) {
     return ((volatile unsigned *)group->barrier_progress)[2 * rank + which];
 }
 
-/* Has what the event marks not happened yet? One of a GPU that failed has. */
+/* Has the event not happened yet? An event of a failed GPU counts as having happened. */
 static bool group_event_pending(cudaEvent_t event) {
     return cudaEventQuery(event) == cudaErrorNotReady;
 }
 
-/* Whom rank i waits for, its thread or its GPU; i itself: nobody. With the lock held, as the next two. */
+/* Returns the rank for which `rank` waits, with its GPU or its thread; `rank` itself if it waits
+ * for none. With the lock held, as group_op and group_diagnose. */
 static int group_rank_blocker(toka_group *group, int rank) {
     const int tp = group->tp_size, stage = rank / tp, last_rank0 = (group->pp_size - 1) * tp;
     const group_rank *state = &group->ranks[rank];
     const unsigned arrived = group_barrier_progress(group, rank, 0);
-    /* its GPU is in a meeting; to those who have not come */
+    /* its GPU is in a rank barrier: a peer that has not arrived */
     if (arrived != group_barrier_progress(group, rank, 1))
         for (int other = stage * tp; other < (stage + 1) * tp; other++)
             if ((int)(group_barrier_progress(group, other, 0) - arrived) < 0) return other;
     for (int64_t wait =
              state->n_waits < TOKA_GPU_LINK_BUFFERS ? 0 : state->n_waits - TOKA_GPU_LINK_BUFFERS;
          wait < state->n_waits; wait++) {
-        /* it has come there, and does not get on */
+        /* a stream wait that its GPU has reached and that has not ended */
         const int index = (int)(wait % TOKA_GPU_LINK_BUFFERS);
         if (group_event_pending(state->wait_events[index])) continue;
         if (stage > 0 && group_event_pending(group->channels[rank - tp].received_events[index]))
@@ -7588,7 +7670,8 @@ static int group_rank_blocker(toka_group *group, int rank) {
     }
 }
 
-/* The op that a rank's GPU is in, as far as can be told: the first one behind the last meeting it left. */
+/* Returns the op that the rank's GPU is in, as far as this is known: all_reduce if it is in a rank
+ * barrier, else the first op after the barrier from which it departed last. */
 static const char *group_op(toka_group *group, int rank) {
     group_rank *state = &group->ranks[rank];
     const unsigned arrived = group_barrier_progress(group, rank, 0),
@@ -7600,7 +7683,9 @@ static const char *group_op(toka_group *group, int rank) {
     return op ? op : "no op";
 }
 
-/* Nobody got on for too long. To blame is who waits for nobody, at the end of the chain of those who wait, seen from rank `me`. */
+/* Deadlock diagnosis, called when the watchdog of rank `me` timed out. Follows the chain of waiting
+ * ranks from `me` to a rank that waits for none and reports that one in group->error. If all ranks
+ * wait for each other, it reports `me`. Breaks the group. */
 static void group_diagnose(toka_group *group, int me) {
     const int n_ranks = group->tp_size * group->pp_size;
     int suspect = me, next;
@@ -7624,7 +7709,7 @@ static void group_diagnose(toka_group *group, int me) {
     group_break(group);
 }
 
-/* Has any thread or GPU moved since `seen`? */
+/* Has any thread or GPU made progress since the last call with this last_progress? */
 static bool group_moved(toka_group *group, uint64_t *last_progress) {
     uint64_t progress = __atomic_load_n(&group->progress, __ATOMIC_ACQUIRE) << 20;
     for (int rank = 0; rank < group->tp_size * group->pp_size; rank++)
@@ -7634,6 +7719,8 @@ static bool group_moved(toka_group *group, uint64_t *last_progress) {
     return moved;
 }
 
+/* rank: one that has not finished the step that the caller waits for; waited_s: seconds since the
+ * last call. Returns 0, or breaks the group and returns the error when the timeout is over. */
 static int group_watchdog(toka_group *group, int rank, double waited_s, toka_err *e) {
     int code = 0;
     group->stalled_s = group_moved(group, &group->last_progress) ? 0 : group->stalled_s + waited_s;
@@ -7646,6 +7733,7 @@ static int group_watchdog(toka_group *group, int rank, double waited_s, toka_err
 
 /* ---- Threads that wait for threads ---- */
 
+/* Sets a counter and wakes the threads that wait for it. */
 static void group_advance(toka_group *group, int64_t *counter, int64_t value) {
     pthread_mutex_lock(&group->lock);
     *counter = value;
@@ -7654,7 +7742,8 @@ static void group_advance(toka_group *group, int64_t *counter, int64_t value) {
     pthread_mutex_unlock(&group->lock);
 }
 
-/* Sleeps until something changed, 0.1 s at most; true: it was that long. With the lock held. */
+/* Sleeps until `changed` is signalled, at most 0.1 s. Returns true after a timeout. With the lock
+ * held. */
 static bool group_sleep(toka_group *group) {
     struct timespec deadline;
     clock_gettime(CLOCK_MONOTONIC, &deadline);
@@ -7663,7 +7752,7 @@ static bool group_sleep(toka_group *group) {
     return pthread_cond_timedwait(&group->changed, &group->lock, &deadline) != 0;
 }
 
-/* Waits until *count has come to `want`. False: it has not, and the group is broken. */
+/* Waits until *counter reaches target. Returns false if the group is broken. */
 static bool group_wait(toka_device *dev, enum group_wait_reason reason, const int64_t *counter,
                        int64_t target) {
     toka_group *group = dev->group;
@@ -7683,7 +7772,8 @@ static bool group_wait(toka_device *dev, enum group_wait_reason reason, const in
     return reached;
 }
 
-/* Every op begins here; NULL: it has no name. False: the device or the group has failed and there is nothing to do. */
+/* Every op calls this first. op: its name for the deadlock diagnosis, or NULL. Returns false if the
+ * device or the group has failed: the op does nothing then. */
 static bool op_begin(toka_device *dev, const char *op) {
     if (dev->error.code) return false;
     if (!dev->group) return true;
@@ -7697,8 +7787,9 @@ static bool op_begin(toka_device *dev, const char *op) {
     return true;
 }
 
-/* The stream waits for another rank's event; draws of step `needs`, or 0: a message. The step begins, as far as time is counted,
- * behind that: what the GPU waits is a pipeline's bubble. */
+/* Enqueues a wait of the device's stream for another rank's event. needs_step: the step whose
+ * sampled tokens the event marks, or 0 if it marks x in a channel. Records the step's begin anew
+ * after the wait, so that its clock counts the wait as idle time: the pipeline bubble. */
 static void group_stream_wait(toka_device *dev, cudaEvent_t event, int64_t needs_step) {
     group_rank *state = dev->rank;
     const int index = (int)(state->n_waits % TOKA_GPU_LINK_BUFFERS);
@@ -7710,8 +7801,10 @@ static void group_stream_wait(toka_device *dev, cudaEvent_t event, int64_t needs
     latch_error(dev, cudaEventRecord(dev->clock.begun[dev->last_begun], dev->stream), "step");
 }
 
-/* A kernel with meetings. Graphs may hold it, as the GPU counts; the host's count is for group_diagnose, and is raised as graphs are
- * launched. */
+/* Launches a kernel with n_barriers rank barriers. It can be part of a graph, because the GPU
+ * counts the barriers itself. The host's count, n_barriers of group_rank, is for the diagnosis
+ * only. When a graph replays, this function launches nothing but still counts.
+ * cuda_norm_logits_sample counts the barriers of the last op when it launches the graph. */
 template <class... P> static void launch_barrier_kernel(toka_device *dev, const char *what,
                                                         int n_barriers,
                                                         void (*kernel)(rank_barrier, P...),
@@ -7732,7 +7825,7 @@ static cudaEvent_t group_event_create(toka_device *dev) {
     return event;
 }
 
-/* What this rank has for the others. */
+/* Allocates the buffers and events of this rank that other ranks use. */
 static void group_alloc(toka_device *dev) {
     toka_group *group = dev->group;
     group_rank *state = dev->rank;
@@ -7776,7 +7869,7 @@ static void group_alloc(toka_device *dev) {
     }
 }
 
-/* What it took besides memory. */
+/* Frees what group_alloc created besides device memory. */
 static void group_free(toka_device *dev) {
     toka_group *group = dev->group;
     const int rank = (int)(dev->rank - group->ranks);
@@ -7799,7 +7892,8 @@ static void group_free(toka_device *dev) {
     if (dev->send_stream) cudaStreamDestroy(dev->send_stream);
 }
 
-/* Lets this GPU reach the memory of those that it meets or sends to. */
+/* Enables peer access from this GPU to the GPUs of all ranks, where possible. Fails if a GPU of the
+ * same tp group cannot be accessed. */
 static void group_enable_peers(toka_device *dev) {
     toka_group *group = dev->group;
     for (int rank = 0; rank < group->tp_size * group->pp_size && !dev->error.code; rank++) {
@@ -7817,12 +7911,16 @@ static void group_enable_peers(toka_device *dev) {
         if (can_access || rank / group->tp_size != dev->options.pp_rank || dev->error.code)
             continue;
         dev->error.code = TOKA_E_DEVICE;
-        snprintf(dev->error.msg, sizeof dev->error.msg, "GPU: GPUs %d and %d cannot reach each other's memory (no peer access), which "
-                 "tensor ranks need; --pipeline-parallel-size and --data-parallel-size do not", dev->ordinal, other);
+        snprintf(dev->error.msg, sizeof dev->error.msg,
+                 "GPU: GPUs %d and %d cannot reach each other's memory (no peer access), which "
+                 "tensor ranks need; --pipeline-parallel-size and --data-parallel-size do not",
+                 dev->ordinal, other);
     }
 }
 
-/* Tensor ranks do the same with a step: what they choose by, they choose by what all of them have. With the lock held. */
+/* All ranks of a tp group must make the same choices for a step. So attention plans with the
+ * maximum of K and the minimum of n_sms over these ranks, and all or none must have compute
+ * capability 9.0. With the lock held. */
 static void group_agree(toka_device *dev) {
     const toka_group *group = dev->group;
     const group_rank *ranks = dev->rank - dev->options.tp_rank;
@@ -7841,7 +7939,8 @@ static void group_agree(toka_device *dev) {
              ranks[other].arch / 10, ranks[other].arch % 10);
 }
 
-/* "4 x NVIDIA H200, 150 GB each": all GPUs that this process opens. */
+/* Describes all GPUs that this process opens: "4 x NVIDIA H200, 150 GB, wgmma kernels, peer
+ * access". Called by rank 0. */
 static void group_describe(toka_device *dev) {
     toka_group *group = dev->group;
     const int n_devices = dev->options.n_devices;
@@ -7852,19 +7951,21 @@ static void group_describe(toka_device *dev) {
             cudaDeviceCanAccessPeer(&can_access, dev->ordinal, group->ranks[rank].ordinal);
         all_peers &= can_access;
     }
-    char others[sizeof group->description]; /* by ranks that have got further */
+    /* text that faster ranks have already added (graph_add_description) */
+    char others[sizeof group->description];
     pthread_mutex_lock(&group->lock);
     memcpy(others, group->description, sizeof others);
     snprintf(group->description, sizeof group->description, "%d x %s%s%s%s", n_devices,
              dev->description, debug_shared_gpus() ? ", which ranks share" : "",
-             group->tp_size * group->pp_size == 1 ? ""
-             : all_peers                          ? ", peer access"
-                         : ", no peer access: messages go through the host",
+             group->tp_size * group->pp_size == 1
+                 ? ""
+                 : all_peers ? ", peer access" : ", no peer access: messages go through the host",
              others);
     pthread_mutex_unlock(&group->lock);
 }
 
-/* Takes the device's place in its group, waits until all ranks have theirs, and finds what they have. Last step of opening. */
+/* Last step of opening: joins the group, waits until all ranks have joined, and collects the
+ * addresses of the peers' buffers. */
 static void group_join(toka_device *dev) {
     toka_group *group = dev->group;
     const int tp = group->tp_size, rank0 = dev->options.pp_rank * tp;
@@ -7892,7 +7993,7 @@ static void group_join(toka_device *dev) {
     if (rank0 == 0 && dev->options.tp_rank == 0) group_describe(dev);
 }
 
-/* The place of a device that is about to be opened. */
+/* First step of opening: makes the device the rank of its group that its options name. */
 static void group_assign_rank(toka_device *dev) {
     toka_group *group = dev->group = dev->options.group;
     const int rank = dev->options.pp_rank * group->tp_size + dev->options.tp_rank;
@@ -7906,7 +8007,7 @@ static void group_assign_rank(toka_device *dev) {
 
 /* ---- Failure, and closing ---- */
 
-/* A rank that cannot open ends the others, too, which wait for it. */
+/* Called by a rank that cannot open. Breaks the group, because the other ranks wait for it. */
 static void group_fail(toka_group *group, const toka_err *e) {
     pthread_mutex_lock(&group->lock);
     if (!group->error.code) group->error = *e;
@@ -7914,7 +8015,7 @@ static void group_fail(toka_group *group, const toka_err *e) {
     pthread_mutex_unlock(&group->lock);
 }
 
-/* The group's failure becomes the device's. */
+/* Copies the group's error into the device's. */
 static void group_latch_error(toka_device *dev) {
     toka_group *group = dev->group;
     char name[64];
@@ -7930,8 +8031,10 @@ static void group_latch_error(toka_device *dev) {
     pthread_mutex_unlock(&group->lock);
 }
 
-/* A GPU that faults takes those along that reach its memory, and the rank that looks first has the error: not always the one at
- * fault. What is known beside that: who had not come to a meeting that others of its stage had come to. */
+/* Adds a note to the device's error. A GPU fault also fails all GPUs with peer access, and the rank
+ * that notices it first reports it. This need not be the rank at fault. The note names the rank
+ * at fault if this is known: it is the only rank of its tp group that had not arrived at a rank
+ * barrier at which all others had arrived. */
 static void group_note_peer_fault(toka_device *dev) {
     toka_group *group = dev->group;
     group_rank *state = dev->rank;
@@ -7961,7 +8064,8 @@ static void group_note_peer_fault(toka_device *dev) {
         is_known ? " is behind, the others waited for it" : "");
 }
 
-/* Waits for an event of this rank's stream, or until the group is broken: another rank may be why it never comes. */
+/* Waits for an event of this rank's stream, or until the group is broken: if another rank fails,
+ * the event may never happen. */
 static void group_sync(toka_device *dev, cudaEvent_t event) {
     cudaError_t code;
     for (int n_polls = 0;
@@ -7973,8 +8077,11 @@ static void group_sync(toka_device *dev, cudaEvent_t event) {
     __atomic_fetch_add(&dev->group->progress, 1, __ATOMIC_RELEASE);
 }
 
-/* Before anything of a device is freed: it, and all ranks that joined, have ended what they do with one another's memory. False:
- * some GPU has not ended, or a rank has not come for longer than the two streams of one may take; then nobody frees anything. */
+/* Called before anything of a device is freed. Waits until the streams of this device are idle and
+ * until all ranks that joined are here, too. Then no rank uses the memory of another any more.
+ * Returns false if a GPU does not finish, or if a rank does not come. Then no rank frees anything.
+ * In a broken group a device waits at most 2 s for each of its two streams, and 6 s for the other
+ * ranks, so that a rank with slow streams still comes in time. */
 static bool group_leave(toka_device *dev) {
     toka_group *group = dev->group;
     bool finished = true;
@@ -7999,15 +8106,18 @@ static bool group_leave(toka_device *dev) {
 /* ---- Ops: all_reduce, send, receive ---- */
 
 static bool reduce_scatter_pays(const toka_device *dev, int rows) {
-    /* of whole tiles, to which graphs fill up */
+    /* Rows rounded up to 128. Graphs of more than 64 rows are padded to multiples of 128, so a step
+     * makes the same choice with its graph as without it. */
     const size_t bytes = (size_t)ceil_div(rows, 128) * 128 * dev->E * sizeof(bf16);
     return tp_size(dev) > 1 && dev->hopper && rows > SMALLM_MAX && bytes >= TOKA_GPU_SCATTER_BYTES;
 }
-/* Of that many rows those that one rank adds up; the last ranks may have fewer. */
+/* Returns the rows of a rank's share, a multiple of 16. The last ranks may have fewer. */
 static int reduce_share_rows(const toka_device *dev, int rows) {
     return ceil_div(rows, 16 * tp_size(dev)) * 16;
 }
-/* y = x W^T on the way to a sum over tensor ranks: in boxes of the ranks that add it up. False: nothing was done. */
+/* Reduce-scatter in the GEMM: computes x W^T, and the epilogue stores the rows of each share into
+ * the receive buffer of the rank that adds them up. args->y becomes unreduced x. Returns false, and
+ * does nothing, if x is too small. */
 static bool gemm_reduce_scatter(toka_device *dev, const gemm_args *args) {
     const int n_ranks = tp_size(dev), share_rows = reduce_share_rows(dev, args->M);
     if (!reduce_scatter_pays(dev, args->M)) return false;
@@ -8019,8 +8129,9 @@ static bool gemm_reduce_scatter(toka_device *dev, const gemm_args *args) {
     dev->unreduced_x = args->y;
     return true;
 }
-/* Before x is read: it has the sum, each rank its own rows, and its norm by w is in xn; without w the sum is in everybody's x.
- * False: x has it already, and nothing was done. */
+/* Completes the all-reduce of unreduced x; called before x is read. Each rank adds up its own rows
+ * of x. Their RMSNorm goes into xn of all ranks; if norm_weight is NULL, x itself goes into x of
+ * all ranks. Returns false, and does nothing, if x is complete. */
 static bool reduce_norm(toka_device *dev, const float *norm_weight) {
     if (!dev->unreduced_x) return false;
     const int T = dev->step->T, share_rows = reduce_share_rows(dev, T),
@@ -8032,6 +8143,7 @@ static bool reduce_norm(toka_device *dev, const float *norm_weight) {
                           (const uint4 *)two_shot_buffers(dev->barrier, dev->barrier.tp_rank),
                           share_rows, rows, norm_weight, dev->E, 1.0f / dev->shape->E,
                           dev->shape->eps);
+    /* the running op is the first one after these barriers */
     if (!dev->graphs.capturing)
         dev->noted_barriers = dev->rank->n_barriers,
         __atomic_store_n(&dev->rank->op_ring[dev->noted_barriers % OP_RING], dev->rank->op,
@@ -8041,9 +8153,10 @@ static bool reduce_norm(toka_device *dev, const float *norm_weight) {
 }
 
 static void cuda_all_reduce(toka_device *dev, toka_dev_ptr x, int rows) {
+    /* a graph has padding rows */
     const size_t bytes = (size_t)(dev->graphs.current ? dev->step->T : rows) * dev->E *
                          sizeof(bf16);
-    /* see reduce_norm */
+    /* unreduced x: reduce_norm completes the sum */
     if (tp_size(dev) == 1 || !op_begin(dev, "all_reduce") || dev->unreduced_x) return;
     const bool one_shot = one_shot_pays(dev->barrier.tp_size, bytes);
     launch_barrier_kernel(dev, "all-reduce", one_shot ? 1 : 2,
@@ -8054,7 +8167,7 @@ static void cuda_all_reduce(toka_device *dev, toka_dev_ptr x, int rows) {
 
 static void cuda_send(toka_device *dev, toka_dev_ptr x, int rows) {
     if (!op_begin(dev, "send")) return;
-    reduce_norm(dev, NULL); /* in a graph, where the step is one */
+    reduce_norm(dev, NULL); /* if the step is a graph, this kernel is part of it */
     if (dev->graphs.capturing) return;
     graph_launch(dev);
     toka_group *group = dev->group;
@@ -8064,6 +8177,7 @@ static void cuda_send(toka_device *dev, toka_dev_ptr x, int rows) {
                  buffer_bytes = (size_t)dev->options.max_tokens * dev->E * sizeof(bf16);
     const int64_t message = channel->n_sent;
     const int index = (int)(message % TOKA_GPU_LINK_BUFFERS);
+    /* the send buffer is free when the previous message has left it */
     if (message)
         latch_error(dev,
                     cudaStreamWaitEvent(dev->stream,
@@ -8075,6 +8189,8 @@ static void cuda_send(toka_device *dev, toka_dev_ptr x, int rows) {
                                 cudaMemcpyDeviceToDevice, dev->stream),
                 "send");
     latch_error(dev, cudaEventRecord(channel->send_ready, dev->stream), "send");
+    /* the channel buffer is free when the receive of its last message is done; received_events is
+     * valid once that receive has been enqueued */
     if (!group_wait(dev, GROUP_WAIT_NEXT_STAGE, &channel->n_received,
                     message + 1 - TOKA_GPU_LINK_BUFFERS))
         return;
@@ -8112,9 +8228,10 @@ static void cuda_receive(toka_device *dev, toka_dev_ptr x, int rows) {
     clock_record_op(dev, TOKA_OP_SEND_RECEIVE);
 }
 
-/* ---- Draws, from the last stage to the first ---- */
+/* ---- Sampled tokens, from the last stage to the first ---- */
 
-/* Behind the sampling of a step: the table of drawn ids to the first stage. */
+/* Called after the sampling of a step. tp rank 0 of the last stage sends last_tokens to all ranks
+ * of the first stage. */
 static void group_send_sampled(toka_device *dev, const toka_step *step) {
     toka_group *group = dev->group;
     if (pp_size(dev) == 1 || dev->options.tp_rank || dev->error.code || group_is_broken(group))
@@ -8135,7 +8252,8 @@ static void group_send_sampled(toka_device *dev, const toka_step *step) {
     group_advance(group, &group->last_sampled_step, step->number);
 }
 
-/* Before a step is embedded: what it needs has been drawn. False: it never will. */
+/* Called before a step is embedded. Makes the stream wait for the sampled tokens that the step
+ * needs. Returns false if the device or the group has failed. */
 static bool group_wait_sampled(toka_device *dev, const toka_step *step) {
     toka_group *group = dev->group;
     if (pp_size(dev) == 1 || !step->needs_step) return true;
