@@ -7298,8 +7298,8 @@ __device__ static __forceinline__ bool rank_barrier_sync(const rank_barrier &bar
     if (cta == 0 && rank == 0) barrier.progress[0] = number;
     if (rank < barrier.tp_size && rank != barrier.tp_rank) {
         signal_flag *to = barrier.signal_flags[rank] + cta * BARRIER_MAX_RANKS + barrier.tp_rank;
-        const signal_flag *from = barrier.signal_flags[barrier.tp_rank] + cta * BARRIER_MAX_RANKS +
-                                  rank;
+        const signal_flag *from =
+            barrier.signal_flags[barrier.tp_rank] + cta * BARRIER_MAX_RANKS + rank;
         *(volatile unsigned long long *)&to->x_addr = (unsigned long long)x;
         st_release_sys(&to->n_arrived, number);
         for (unsigned spins = 1; (int)(ld_acquire_sys(&from->n_arrived) - number) < 0 && !aborted;
@@ -7351,7 +7351,7 @@ __device__ static inline void sum_8_add(sum_8 &s, uint4 x) {
     for (int i = 0; i < 8; i++) s.sums[i] += f[i];
 }
 
-/* Returns the part for data of `sender` in half number % 2 of the receive buffer of `rank`. */
+/* Returns where `sender` stores its x in the receive buffer of `rank`: in half number % 2. */
 __device__ static inline uint4 *one_shot_buffer(const rank_barrier &barrier, int rank,
                                                 unsigned number, int sender) {
     return (uint4 *)barrier.recv_buffers[rank] +
@@ -7498,9 +7498,9 @@ __global__ static void __launch_bounds__(BARRIER_THREADS, 1)
         for (int i = thread; i < row_vectors; i += TWO_SHOT_VECTORS * 128) {
             sum_8 sum[TWO_SHOT_VECTORS] = {};
             for (int rank = -1; rank < barrier.tp_size; rank++) {
-                const uint4 *from = rank < 0 ? x + offset
-                                             : partials +
-                                                   ((size_t)rank * share_rows + row) * row_vectors;
+                const uint4 *from =
+                    rank < 0 ? x + offset
+                             : partials + ((size_t)rank * share_rows + row) * row_vectors;
 #pragma unroll
                 for (int k = 0; k < TWO_SHOT_VECTORS; k++)
                     if (i + k * 128 < row_vectors) sum_8_add(sum[k], __ldcg(from + i + k * 128));
@@ -7640,8 +7640,8 @@ static bool group_event_pending(cudaEvent_t event) {
     return cudaEventQuery(event) == cudaErrorNotReady;
 }
 
-/* Returns the rank for which `rank` waits, with its GPU or its thread; `rank` itself if it waits
- * for none. With the lock held, as group_op and group_diagnose. */
+/* Returns the rank for which the GPU or the thread of `rank` waits; `rank` itself if it waits for
+ * none. group_rank_blocker, group_op and group_diagnose are called with the lock held. */
 static int group_rank_blocker(toka_group *group, int rank) {
     const int tp = group->tp_size, stage = rank / tp, last_rank0 = (group->pp_size - 1) * tp;
     const group_rank *state = &group->ranks[rank];
@@ -7685,7 +7685,7 @@ static const char *group_op(toka_group *group, int rank) {
 
 /* Deadlock diagnosis, called when the watchdog of rank `me` timed out. Follows the chain of waiting
  * ranks from `me` to a rank that waits for none and reports that one in group->error. If all ranks
- * wait for each other, it reports `me`. Breaks the group. */
+ * wait for each other, the error says so and names `me`. Breaks the group. */
 static void group_diagnose(toka_group *group, int me) {
     const int n_ranks = group->tp_size * group->pp_size;
     int suspect = me, next;
@@ -8078,7 +8078,7 @@ static void group_sync(toka_device *dev, cudaEvent_t event) {
 }
 
 /* Called before anything of a device is freed. Waits until the streams of this device are idle and
- * until all ranks that joined are here, too. Then no rank uses the memory of another any more.
+ * until all other ranks that joined have called it, too. Then no rank uses the memory of another.
  * Returns false if a GPU does not finish, or if a rank does not come. Then no rank frees anything.
  * In a broken group a device waits at most 2 s for each of its two streams, and 6 s for the other
  * ranks, so that a rank with slow streams still comes in time. */
@@ -10714,9 +10714,13 @@ static void samp_update_graph(toka_device *dev, const toka_step *step) {
 
 /* ===========================================================================
  * MARK: 13. The card, opening and closing [host]
+ * Implements the functions of the backend table (toka.h) that find, open and close a device, ask
+ * for its state, and copy memory. Also has the step clock, which measures steps and ops by events
+ * on the stream. cuda_open and cuda_alloc allocate all memory; steps allocate none. The first error
+ * is latched in dev->error. After it ops do nothing, and cuda_status returns it.
  * =========================================================================== */
 
-/* ---- The card ---- */
+/* ---- The GPU ---- */
 
 static int cuda_count(void) {
     int n = 0;
@@ -10725,8 +10729,9 @@ static int cuda_count(void) {
     return debug_shared_gpus() && n ? GROUP_MAX_RANKS : n;
 }
 
-/* Has this program code for that compute capability? Code for x.y runs on x.z, z >= y; that for 9.0, the only one of its kind,
- * is sm_90a's. There is no PTX in it that a driver could translate for others. */
+/* Does this program contain code for the compute capability? Code for x.y also runs on x.z with
+ * z >= y. Code for 9.0 is built as sm_90a. The program contains no PTX that a driver could compile
+ * for other capabilities. */
 static bool cuda_has_code(int major, int minor) {
     static const int archs[] = {__CUDA_ARCH_LIST__}; /* 100 x + 10 y */
     for (int arch : archs)
@@ -10734,7 +10739,8 @@ static bool cuda_has_code(int major, int minor) {
     return false;
 }
 
-/* What the driver says about GPU i in one line; 0 when there is none that can be used, with the reason in the line. */
+/* Describes GPU number `index` in one line. Returns 0 if it cannot be used; then line has the
+ * reason. */
 static int cuda_probe(int index, char *line, size_t bytes) {
     int n_gpus = 0, driver = 0;
     cudaDeviceProp props;
@@ -10764,7 +10770,8 @@ static int cuda_probe(int index, char *line, size_t bytes) {
     return 0;
 }
 
-/* Which kernels can run, and the encoder of tensor maps from the driver (libcuda is not linked). */
+/* Selects the GPU, reads its properties and creates the stream. On Hopper it also looks up the
+ * driver's encoder of tensor maps, because libcuda is not linked. */
 static void gpu_open(toka_device *dev) {
     cudaDeviceProp props;
     latch_error(dev, cudaSetDevice(dev->ordinal), "cudaSetDevice");
@@ -10795,7 +10802,7 @@ static void gpu_open(toka_device *dev) {
         latch_error(dev, cudaErrorNotSupported, "cuTensorMapEncodeTiled");
 }
 
-/* ---- Memory, counted before it is taken ---- */
+/* ---- Memory, computed before it is allocated ---- */
 
 static int cuda_ordinal(const toka_device_options *options) {
     return debug_shared_gpus() ? options->index % debug_shared_gpus() : options->index;
@@ -10808,7 +10815,9 @@ static size_t weights_bytes(const toka_shape *shape, const toka_weights *weights
     return n;
 }
 
-/* Bytes that the KV pool may take on this card beside the model and a step of this size. Only asks. */
+/* Returns the bytes that are left for the KV pool on this GPU besides the weights and the buffers
+ * for a step of max_tokens. Negative if these do not fit; 0 if the GPU cannot be used. Allocates
+ * nothing. */
 static int64_t cuda_kv_bytes(const toka_shape *shape, const toka_weights *weights,
                              const toka_device_options *options) {
     size_t free_bytes = 0, total = 0;
@@ -10823,11 +10832,11 @@ static int64_t cuda_kv_bytes(const toka_shape *shape, const toka_weights *weight
            (int64_t)(weights_bytes(shape, weights) + scratch + group);
 }
 
-/* ---- The device's own view of its time ---- */
+/* ---- The step clock ---- */
 
 static void clock_open(toka_device *dev) {
     step_clock *clk = &dev->clock;
-    /* every op, with sums and messages (chapter 10) */
+    /* one for each op of a step, all-reduces, sends and receives included (chapter 10) */
     size_t n_events = 6 * (size_t)dev->shape->L + 8;
     clk->timed_index = -1, clk->cap_op_ends = (int)n_events;
     clk->op_ends = (cudaEvent_t *)calloc(n_events, sizeof *clk->op_ends),
@@ -10851,12 +10860,14 @@ static void clock_close(toka_device *dev) {
     free(clk->op_ends), free(clk->op_kind);
 }
 
-/* FLOP and the least bytes of the parts of a step. */
+/* Adds FLOP and bytes of the step's ops to the sums. bytes: the least that must be moved. */
 static void clock_add_work(toka_device *dev, const toka_step *step) {
     const toka_shape *shape = dev->shape;
+    /* pairs: (row, kv position) pairs with a score; kv_tok: kv positions of all spans */
     double T = step->T, E = shape->E, HD = (double)shape->H * shape->D,
            KD = (double)shape->K * shape->D, L = shape->L, pairs = 0, kv_tok = 0;
-    /* half of their bytes leave with the products */
+    /* n_reduces: all-reduces of the layers, two each. If GEMMs do the reduce-scatter, they send half
+     * of the bytes, and only the other half counts here. */
     double n_reduces = reduce_scatter_pays(dev, step->T) ? L : 2 * L;
     for (int i = 0; i < step->n_spans; i++) {
         const toka_span *span = &step->spans[i];
@@ -10865,7 +10876,7 @@ static void clock_add_work(toka_device *dev, const toka_step *step) {
             pairs += max(0, min(span->n_kv, step->pos[row] + 1 - span->kv0));
     }
     const toka_op_times work[TOKA_N_OPS] = {
-        {0, 0, 4 * T * E},
+        {0, 0, 4 * T * E}, /* rows in the order of TOKA_OP_EMBED, TOKA_OP_QKV ... */
         {0, 2 * T * E * (HD + 2 * KD) * L, 2 * (E * (HD + 2 * KD) + T * (E + HD + 2 * KD)) * L},
         {0, 4 * HD * pairs * L, (4 * KD * kv_tok + 4 * T * HD) * L},
         {0, 2 * T * E * HD * L, 2 * (E * HD + T * (HD + 2 * E)) * L},
@@ -10878,15 +10889,17 @@ static void clock_add_work(toka_device *dev, const toka_step *step) {
         dev->clock.times.op[i].flop += work[i].flop, dev->clock.times.op[i].bytes += work[i].bytes;
 }
 
-/* To time the next step's parts; could it be a graph? */
+/* Is the next step timed op by op? may_be_graph: it could run as a graph. Then steps are timed less
+ * often, because a timed step is launched kernel by kernel. */
 static bool clock_is_due(const toka_device *dev, bool may_be_graph) {
-    const int64_t n = dev->clock.n_begun, every = may_be_graph
-                                                      ? CLOCK_GRAPH_FACTOR * CLOCK_STEP_INTERVAL
-                                                      : CLOCK_STEP_INTERVAL;
+    const int64_t n = dev->clock.n_begun,
+                  every = may_be_graph ? CLOCK_GRAPH_FACTOR * CLOCK_STEP_INTERVAL
+                                       : CLOCK_STEP_INTERVAL;
     return n % every == CLOCK_STEP_INTERVAL / 2;
 }
 
-/* Where a step begins; due: its parts are timed. Two of these are never under way at once. */
+/* Called where the work of a step begins on the stream. timed: the step is timed op by op. At most
+ * one timed step is in flight. */
 static void clock_begin(toka_device *dev, const toka_step *step, bool timed) {
     step_clock *clk = &dev->clock;
     latch_error(dev, cudaEventRecord(clk->begun[dev->last_begun], dev->stream), "step");
@@ -10896,18 +10909,19 @@ static void clock_begin(toka_device *dev, const toka_step *step, bool timed) {
     clock_add_work(dev, step);
 }
 
-static double clock_seconds(toka_device *dev, cudaEvent_t from, cudaEvent_t to) { /* seconds */
+/* Returns the seconds from one event to the other; 0 after an error. */
+static double clock_seconds(toka_device *dev, cudaEvent_t from, cudaEvent_t to) {
     float ms = 0;
     if (!dev->error.code) latch_error(dev, cudaEventElapsedTime(&ms, from, to), "step");
     return ms * 1e-3;
 }
 
-/* The step at `oldest` is done. */
+/* Adds the times of the step at dev->last_finished to the sums. */
 static void clock_finish_step(toka_device *dev) {
     step_clock *clk = &dev->clock;
     toka_times *times = &clk->times;
     int index = dev->last_finished;
-    if (!clk->n_done++) return; /* the rehearsal */
+    if (!clk->n_done++) return; /* the warm-up step */
     if (times->steps++) {
         double idle_s = clock_seconds(dev, clk->done[(index + STEP_RING_SIZE - 1) % STEP_RING_SIZE],
                                       clk->begun[index]);
@@ -10965,7 +10979,8 @@ static void graphs_close(toka_device *dev) {
 
 static void cuda_close(toka_device *dev) {
     if (!dev) return;
-    if (dev->group && !group_leave(dev)) return; /* its GPU hangs: what that may touch stays */
+    /* if a GPU or a rank hangs, it may still use this memory: nothing is freed */
+    if (dev->group && !group_leave(dev)) return;
     if (dev->stream) cudaStreamSynchronize(dev->stream);
     for (int i = 0; i < dev->n_allocations; i++) cudaFree(dev->allocations[i]);
     upload_close(&dev->upload);
@@ -10981,7 +10996,7 @@ static void cuda_close(toka_device *dev) {
 
 static void cuda_alloc_buffers(toka_device *dev) {
     const toka_shape *shape = dev->shape;
-    /* rows */
+    /* gemm_rows: rows of a GEMM input, padding included; HD: width of the qkv rows */
     size_t T = (size_t)dev->options.max_tokens, HD = (size_t)(shape->H + 2 * shape->K) * shape->D,
            gemm_rows = T + GEMM_PAD_ROWS;
     if (dev->options.progress) dev->options.progress(dev->options.user, "taking memory", 0);
@@ -10991,7 +11006,7 @@ static void cuda_alloc_buffers(toka_device *dev) {
     dev->row_sumsq = (float *)dev_alloc(
         dev, FUSE_NORM_MAX_ROWS * (size_t)ceil_div(dev->E, FUSE_NORM_COLS) * sizeof(float),
         "activations");
-    /* the last page is for rows that are nobody's */
+    /* the last page is the dummy page: padding rows store their K and V there */
     dev->kv_layer_elems = (size_t)(dev->options.n_pages + 1) * shape->K * 2 * shape->B * shape->D;
     dev->kv_pool = (bf16 *)dev_alloc(dev, (size_t)shape->L * dev->kv_layer_elems * sizeof(bf16),
                                      "KV cache");
@@ -11013,13 +11028,15 @@ static void cuda_alloc_buffers(toka_device *dev) {
     if (!dev->error.code && dev->group) group_alloc(dev);
 }
 
-/* The number in a variable of the environment that breaks a device with this place: "N", for the first stage, or "N@R". */
+/* Fault injection. The environment variable `name` is "N", for the ranks of the first stage, or
+ * "N@R", for rank R. Returns N if the device is one of these ranks, else 0. */
 static int cuda_debug_option(const char *name, const toka_device_options *options) {
     const char *value = getenv(name), *at_sign = value ? strchr(value, '@') : NULL;
-    if (!value || (at_sign ? atoi(at_sign + 1) !=
-                                 options->pp_rank * (options->tp_size > 1 ? options->tp_size : 1) +
-                                     options->tp_rank
-                           : options->pp_rank > 0))
+    if (!value ||
+        (at_sign ? atoi(at_sign + 1) !=
+                       options->pp_rank * (options->tp_size > 1 ? options->tp_size : 1) +
+                           options->tp_rank
+                 : options->pp_rank > 0))
         return 0;
     return atoi(value);
 }
@@ -11065,7 +11082,9 @@ static int cuda_status(toka_device *dev, toka_err *e) {
     if (dev->error.code) *e = dev->error;
     return dev->error.code;
 }
-/* what it is for may be a product's x, in rows of H * D */
+
+/* The buffer may be the input of a GEMM with rows of H * D, so it gets GEMM_PAD_ROWS rows of
+ * padding. */
 static toka_dev_ptr cuda_alloc(toka_device *dev, size_t bytes) {
     const size_t padding = (size_t)GEMM_PAD_ROWS * dev->shape->H * dev->shape->D * sizeof(bf16);
     return toka_dev_ptr{(uint64_t)dev_alloc(dev, bytes + padding, "activations")};
