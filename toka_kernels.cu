@@ -7104,8 +7104,8 @@ static void attention(toka_device *dev, int layer, const bf16 *q, bf16 *o) {
  * MARK: 10. Ranks: groups and transfers [kernel]
  * What the ranks of a model share. Each rank is a GPU with a thread of its own in this process.
  * This chapter adds up x over the tensor ranks of a stage, sends x from a stage to the next one,
- * and sends sampled tokens from the last stage to the first one. Host code never waits for a GPU
- * here: an op that needs the work of another rank enqueues a stream wait.
+ * and sends sampled tokens from the last stage to the first one. No op waits for a GPU: if it needs
+ * the work of another rank, it enqueues a stream wait.
  *
  * Words, the same as in chapter 20 of toka.c: a group is all ranks of one model, stages x tensor
  * ranks (tp ranks). A tp group is the tp ranks of one stage. A peer is another rank of the same tp
@@ -10866,8 +10866,8 @@ static void clock_add_work(toka_device *dev, const toka_step *step) {
     /* pairs: (row, kv position) pairs with a score; kv_tok: kv positions of all spans */
     double T = step->T, E = shape->E, HD = (double)shape->H * shape->D,
            KD = (double)shape->K * shape->D, L = shape->L, pairs = 0, kv_tok = 0;
-    /* n_reduces: all-reduces of the layers, two each. If GEMMs do the reduce-scatter, they send half
-     * of the bytes, and only the other half counts here. */
+    /* n_reduces: all-reduces of the layers, two each. If GEMMs do the reduce-scatter, they send
+     * half of the bytes, and only the other half counts here. */
     double n_reduces = reduce_scatter_pays(dev, step->T) ? L : 2 * L;
     for (int i = 0; i < step->n_spans; i++) {
         const toka_span *span = &step->spans[i];
