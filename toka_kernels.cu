@@ -8267,139 +8267,154 @@ static bool group_wait_sampled(toka_device *dev, const toka_step *step) {
 
 /* ===========================================================================
  * MARK: 11. LM head, and sampling of plain rows [kernel]
- * Chosen rows of x to tokens: the op norm_logits_sample. The order of work on a row and every rule (ties, NaN, -inf, what a filter
- * keeps, the last resort) are those of chapter 18 of toka.c; only the draw is made another way, so that it needs no pass over
- * stored logits:
+ * The op norm_logits_sample: it takes chosen rows of x and returns one sampled token for each. The
+ * order of work on a row and every rule (ties, NaN, -inf, what a filter keeps, the fallback id) are
+ * those of chapter 18 of toka.c. Only the draw uses another method: Gumbel-max over groups of 64
+ * ids, then the inverse CDF inside the winning group. It needs no pass over stored logits, and it
+ * fits into the epilogue of the LM head's GEMM.
  *
- *   group   the vocabulary is cut, by index alone, into blocks of 256 ids, and a block into four groups: ids with the same
- *           (id / 2) % 4, which are the 64 columns that one thread owns of a row in a 64 x 256 tile of wgmma accumulators
- *   key     log2(sum of the group's weights) + Gumbel noise, one number per (row, group). The group with the highest key is an
- *           exact draw of a group: the maximum of Gumbel variables shifted by their log-weights
- *   id      inside the group the inverse of the cumulative distribution, at a uniform number that all groups of a row share: only
- *           one group wins, and which one does not depend on it
+ *   block   256 consecutive ids (id block). The division into blocks depends on the id alone
+ *   group   the 64 ids of a block with the same (id / 2) % 4 (id group). In a 64 x 256 tile of
+ *           wgmma accumulators, they are the 64 columns of a row that one thread holds
+ *   key     log2(sum of the group's weights) + Gumbel noise: one number per (row, group). The
+ *           weight of an id is 2^(logit * scale), with scale = log2(e) / temperature. The group
+ *           with the highest key is an exact sample of a group: a group wins with a probability
+ *           proportional to its sum (Gumbel-max)
+ *   id      the inverse of the cumulative distribution inside the winning group, at a uniform
+ *           number. All groups of a row use the same uniform number. This is correct: only the
+ *           winning group uses it, and it has no influence on which group wins
  *
- * Noise is Philox's as in chapter 18: key = seed, counter = (sample, position, 1 + block, 0), word g for group g; word 0 of block
- * -1 is the uniform. So the draw is a pure function of (logits, parameters, seed, sample, position): not of the batch, the slot,
- * the tile shape, nor of which kernel computed the logits. Logits, keys and sums are float32; uniforms use all 32 bits.
+ * The noise comes from Philox as in chapter 18: key = seed, counter = (sample, position, 1 + block,
+ * 0); word g of the result is for group g. The uniform number is word 0 for the counter (sample,
+ * position, 0, 0). So the sampled id is a pure function of (logits, parameters, seed, sample,
+ * position). It does not depend on the batch, on the sequence index, on the tile shape, or on which
+ * kernel computed the logits. Logits, keys and sums are float32. Uniform numbers use all 32 bits.
  *
- * Rows come in two kinds. A plain row (greedy, drawn at a temperature, or scored; no filter, list, penalty or top
- * log-probabilities) needs nothing but its groups. A filtered row has its logits stored, too, and of these the few that can count
- * are worked over; what is left of them goes the same way. In graphs (chapter 15) and in steps of up to FUSE_NORM_MAX_ROWS, all rows of a
- * step are of one kind. A row whose rank is wanted is filtered. A step:
+ * There are two kinds of rows:
+ *   plain row      It is greedy, sampled at a temperature, or scored. It has no filter, list or
+ *                  penalty, and wants no top log-probabilities and no rank. The results of its
+ *                  groups suffice.
+ *   filtered row   Any other row. Its logits are stored, too. samp_filter_kernel (chapter 12) works
+ *                  only on the few ids that can matter, and samples from the kept ids by the same
+ *                  groups.
+ * In a graph (chapter 15) all rows of a step are of one kind: one filtered row makes all of them
+ * filtered. The same holds in steps of up to FUSE_NORM_MAX_ROWS rows, if there are no tensor ranks
+ * and the lists of the step fit into its upload buffer.
  *
- *   rmsnorm             x -> xn: wanted rows
- *   LM head             xn -> parts, one samp_partial per (row, block): on Hopper the epilogue of the wgmma GEMM, from which only
- *                       filtered rows' logits leave. Up to SAMP_STORED_MAX rows, on other cards, and where the caller wants them, all
- *                       logits are stored (EPI_LOGITS) and samp_partials_kernel reads them
- *   samp_reduce_kernel  parts -> results, plain rows
- *   samp_filter_kernel  parts and logits -> results, filtered rows: lists, penalties, top log-probabilities, the cut, the draw
+ * The kernels of a step:
+ *   rmsnorm              x -> xn: the sampled rows
+ *   LM head              xn -> partials, one samp_partial per (row, block). On Hopper the epilogue
+ *                        of the wgmma GEMM makes them, and stores the logits of filtered rows
+ *                        only. Up to SAMP_STORED_MAX rows, on other GPUs, and if the caller wants
+ *                        the logits, the GEMM stores all logits instead (EPI_LOGITS)
+ *   samp_partials_kernel stored logits -> partials
+ *   samp_reduce_kernel   partials -> results of plain rows
+ *   samp_filter_kernel   partials and logits -> results of filtered rows: lists, penalties, top
+ *                        log-probabilities, threshold, draw
+ * With tensor ranks, samp_merge_ranks_kernel exchanges the partials of plain rows, and
+ * samp_gather_logits_kernel the logits of filtered rows.
  * =========================================================================== */
 
 enum {
-    SAMP_BLOCK = 256,           /* ids of a block */
-    SAMP_GROUP_IDS = 64,              /* of a group */
-    /* threads that merge a row's parts: they say in which order that is done */
-    SAMP_MERGE_THREADS = 64,
-    SAMP_REDUCE_ROWS = 4,       /* rows of a reducing CTA */
-    FILTER_THREADS = 256,
-    /* ids counted together for penalties; as bits, 524,288 ids of allowed_ids */
-    FILTER_ID_RANGE = 16384,
-    FILTER_CANDIDATES = 8192,         /* ids that are gathered in shared memory */
-    FILTER_BINS = 8192,         /* parts of a range in which a row's ids are counted */
-    /* blocks, from which on a draw does not look at all; four times that if their mass is not
-     * known */
+    SAMP_BLOCK = 256,         /* ids of an id block */
+    SAMP_GROUP_IDS = 64,      /* ids of an id group */
+    SAMP_MERGE_THREADS = 64,  /* threads that merge a row's partials; the number fixes the order */
+    SAMP_REDUCE_ROWS = 4,     /* rows per CTA of samp_reduce_kernel */
+    FILTER_THREADS = 256,     /* threads per CTA of samp_filter_kernel */
+    FILTER_ID_RANGE = 16384,  /* ids counted at a time for penalties; 524,288 allowed ids as bits */
+    FILTER_CANDIDATES = 8192, /* most ids that are gathered in shared memory */
+    FILTER_BINS = 8192,       /* bins of a range of keys, for counting a row's ids */
+    /* If more blocks than this may have kept ids, the draw skips blocks by upper bounds of their
+     * Gumbel keys. If the mass is not known, the limit is four times as high. */
     FILTER_MANY_BLOCKS = 32,
-    SAMP_DRAW = -1,             /* samp_params.forced: nothing is forced */
-    SAMP_DRAW_NO_LOGPROB = -2         /* nor is the raw log-probability wanted */
+    SAMP_DRAW = -1,           /* samp_params.forced_id: sample an id */
+    SAMP_DRAW_NO_LOGPROB = -2 /* the same, and its raw log-probability is not needed */
 };
 #define SAMP_LOG2E 1.4426950408889634f
 #define SAMP_LN2 0.6931471805599453f
-/* a weight of 1 in fixed point: sums of up to 2^18 weights are exact and come out the same in any order */
+/* A weight of 1 in fixed point. Sums of up to 2^18 weights are exact, so the order of the additions
+ * does not change them. */
 #define SAMP_MASS_ONE 0x1p44f
 
-typedef struct samp_params { /* a toka_sample_row, as all kernels need it: 32 bytes */
-    uint32_t philox_key[2], sample, position; /* of Philox */
-    uint32_t uniform;                        /* the row's uniform */
-    float scale;                       /* log2(e) / temperature; 0: greedy */
-    /* >= 0: score this id; else SAMP_DRAW or SAMP_DRAW_NO_LOGPROB */
-    int forced_id;
-    int seq;                          /* >= 0: the id becomes this slot's last */
+typedef struct samp_params { /* what all kernels need of a toka_sample_row: 32 bytes */
+    uint32_t philox_key[2], sample, position; /* key, and words 0 and 1 of the counter, of Philox */
+    uint32_t uniform; /* the row's uniform number, as 32 random bits */
+    float scale;      /* log2(e) / temperature; 0: greedy */
+    int forced_id;    /* >= 0: score this id; else SAMP_DRAW or SAMP_DRAW_NO_LOGPROB */
+    int seq;          /* >= 0: the sampled id goes to last_tokens[seq]; -1: to no entry */
 } samp_params;
 
-typedef struct samp_partial { /* what some ids of a row come to */
-    float max;             /* highest logit; -inf: none may be drawn */
-    float gumbel;             /* the candidate's, less max * scale */
-    int id;                /* the candidate, INT_MAX: none */
-    float logit;               /* its logit */
-    /* of 2^((x - max) * scale), and the same at temperature 1, where that is wanted */
-    float sum, raw_sum;
+/* The partial result of a set of ids of one row. Two partials of a row merge into one. */
+typedef struct samp_partial {
+    float max;          /* highest logit; -inf: none of the ids may be drawn */
+    float gumbel;       /* Gumbel key of the candidate, minus max * scale */
+    int id;             /* the candidate: the sampled id of this set; INT_MAX: none */
+    float logit;        /* logit of the candidate */
+    float sum, raw_sum; /* sum of 2^((logit - max) * scale); the same at temperature 1, if needed */
 } samp_partial;
 
-typedef struct samp_result { /* what comes down for every row */
+typedef struct samp_result { /* result of a row; the host gets one for every row */
     int id;
     float logprob, sampled_logprob;
-    int rank; /* of a filtered row that asks for it, else 0 */
+    int rank; /* rank of the forced id, if a filtered row wants it; else 0 */
 } samp_result;
 
-typedef struct samp_top { /* and for rows that ask for top log-probabilities */
+typedef struct samp_top { /* the host also gets one for each row with top log-probabilities */
     int ids[TOKA_MAX_LOGPROBS];
     float logprobs[TOKA_MAX_LOGPROBS];
 } samp_top;
 
-typedef struct samp_filter { /* what a filtered row asks besides; lists are on the device */
+typedef struct samp_filter { /* more parameters of a filtered row; the lists are on the device */
     const int *history, *bias_ids, *allowed, *forbidden;
     const float *bias;
-    /* logits more than this below the best go: temperature * log(min_p); -inf: off */
+    /* Removes logits below the highest logit plus this: temperature * log(min_p); -inf: off. */
     double min_p_drop;
-    float temperature, top_p;                /* 1: off */
-    float repetition, frequency, presence;   /* penalties */
-    int top_k;                               /* 0: off */
-    int n_top, top_index;                         /* ids wanted, and where in tops; 0: none */
+    float temperature, top_p;              /* top_p 1: off */
+    float repetition, frequency, presence; /* penalties */
+    int top_k;                             /* 0: off */
+    int n_top, top_index; /* top log-probabilities that the row wants, 0: none; its index in tops */
     int n_history, n_prompt, n_bias, n_allowed, n_forbidden, fallback_id;
-    int ranked;                              /* the forced id's rank is wanted */
+    int ranked; /* the row wants the rank of its forced id */
 } samp_filter;
 
-typedef struct samp_host_results { /* what comes down of a step, until it is finished */
-    samp_result *results;  /* [max_out] pinned */
-    samp_top *tops;       /* [max_out] pinned */
-    int *order;            /* [max_out] ask i is s->samples[order[i]]; plain rows first */
+typedef struct samp_host_results { /* results of one step on the host, until it is finished */
+    samp_result *results; /* [max_samples] pinned */
+    samp_top *tops;       /* [max_samples] pinned */
+    int *order; /* [max_samples] samp_params i is of sample row order[i] of the step; plain first */
     int n_tops;
-    toka_sample_result *caller_results;      /* the caller's; NULL: the step has none */
+    toka_sample_result *caller_results; /* the caller's array; NULL: the step has no results */
 } samp_host_results;
 
 struct samp_plan {
-    int n_blocks, ld_logits;       /* ceil(V_all / 256); row stride of logits */
-    int chunk_rows, partial_rows;    /* rows whose logits, and whose parts, are held together */
-    float *logits;           /* [chunk][ldl] */
-    samp_partial *partials;        /* [n_blocks][part_rows] */
-    /* [chunk][own_ldl] logits of the rank's own ids; alone: logits */
-    float *own_logits;
-    int own_blocks, ld_own;
-    /* the ranks' ids begin at blocks, so each rank can make the parts of its own */
-    bool ranks_own_blocks;
-    samp_partial *merged;       /* with tensor ranks: [part_rows] what the rank's own ids come to */
-    size_t recv_offset;         /* where in the inbox the others' are */
-    /* [part_rows] samp_logit_to_key of the highest key of the row so far; 0, none, between
-     * launches of the head */
+    int n_blocks, ld_logits;      /* ceil(V_all / 256); row stride of logits */
+    int chunk_rows, partial_rows; /* most rows whose logits, and whose partials, fit in memory */
+    float *logits;                /* [chunk_rows][ld_logits] */
+    samp_partial *partials;       /* [n_blocks][partial_rows] */
+    float *own_logits; /* [chunk_rows][ld_own] logits of this rank's own ids; one rank: logits */
+    int own_blocks, ld_own; /* blocks of this rank's own ids; row stride of own_logits */
+    bool ranks_own_blocks; /* the ids of each rank begin at a block, so it can make partials */
+    samp_partial *merged;  /* tensor ranks: [partial_rows] merged partials of this rank's own ids */
+    size_t recv_offset;    /* bytes: where the partials of peer ranks begin in the receive buffer */
+    /* [partial_rows] The highest Gumbel key of each row so far, as an ordered key
+     * (samp_logit_to_key). All are 0 (none) between two launches of the LM head. */
     uint32_t *best_keys;
-    samp_result *dev_results; /* [max_out] on the device */
-    samp_top *tops;         /* [max_out] */
-    /* of one that is launched: filters, and as many of their lists as there is room for */
+    samp_result *dev_results; /* device, [max_samples] */
+    samp_top *tops;           /* device, [max_samples] */
+    /* For a step that is launched kernel by kernel: filters, and as many of their lists as fit. */
     upload_buffer list_upload;
     samp_host_results host_results[STEP_RING_SIZE];
-    /* of the step: */
-    samp_params *params;           /* device, [n_out] */
-    int *rows;               /* device, [n_out] of x */
-    int n_plain;
-    samp_filter *filters;    /* device, [n_out] if it is a graph; NULL: no row has one */
-    samp_result *results;    /* where they go: see samp_plan_step */
-    /* ask i is row i of s->out; all rows are plain, or all go as filtered ones */
-    bool in_order;
+    /* The fields below are of the current step. */
+    samp_params *params;  /* device, [n_samples] */
+    int *rows;            /* device, [n_samples] row of x */
+    int n_plain;          /* plain rows */
+    samp_filter *filters; /* device, [n_samples] if the step is a graph; NULL: no filtered row */
+    samp_result *results; /* where the kernels write results: see samp_plan_step */
+    bool in_order; /* order[i] is i: all rows are plain, or all are treated as filtered rows */
 };
 
-/* ---- A group: 64 logits in one thread's registers ---- */
+/* ---- An id group: 64 logits in one thread's registers ---- */
 
-/* Philox4x32-10, as samp_philox of toka.c. */
+/* Philox4x32-10, the same as samp_philox of toka.c. */
 __host__ __device__ static inline void philox(uint32_t counter[4], uint32_t k0, uint32_t k1) {
 #pragma unroll
     for (int round = 0; round < 10; round++) {
@@ -8412,8 +8427,9 @@ __host__ __device__ static inline void philox(uint32_t counter[4], uint32_t k0, 
     }
 }
 
-/* log2 of an exponential variable: E = -ln(1 - v) with v uniform, the middle of one of 2^32 cells. Small v, where the high Gumbel
- * keys come from, by the series, since 1 - v would round; the largest key is 33 ln 2 = 22.9. */
+/* Returns log2(E) of an exponential variable E = -ln(1 - v). v is uniform: the middle of one of
+ * 2^32 cells. A small v gives a high Gumbel key, but 1 - v would round v away. So a series is used
+ * for a small v. The Gumbel noise -log2(E) is at most 33, which is 22.9 as a natural logarithm. */
 __device__ static inline float samp_log2_exponential(uint32_t word) {
     float v = __fmul_rn(__fadd_rn((float)word, 0.5f), 0x1p-32f),
           rest = __fmul_rn(__fadd_rn((float)~word, 0.5f), 0x1p-32f);
@@ -8425,7 +8441,7 @@ __device__ static inline float samp_log2_exponential(uint32_t word) {
     return lg2(v < 0.0625f ? __fmul_rn(v, series) : __fmul_rn(-SAMP_LN2, lg2(rest)));
 }
 
-/* Order-preserving map of floats to integers and back (-0 counts as +0). */
+/* Order-preserving map of floats to integers (ordered keys) and back. -0 counts as +0. */
 __device__ static inline uint32_t samp_logit_to_key(float x) {
     uint32_t u = __float_as_uint(x + 0.0f);
     return u & 0x80000000u ? ~u : u | 0x80000000u;
@@ -8434,12 +8450,15 @@ __device__ static inline float samp_key_to_logit(uint32_t key) {
     return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }
 
+/* Step 1 of chapter 18: NaN becomes -inf, +inf becomes FLT_MAX. */
 __device__ static inline float samp_clean(float x) {
     return x > FLT_MAX ? FLT_MAX : x >= -FLT_MAX ? x : -INFINITY;
 }
 
-/* Which of the eight weights holds u's place. u's upper half counts from the far end: a place close to either end is known
- * as finely as its 32 bits say. *target: u times the sum of all, from that end; on return what is left of it inside. */
+/* Inverse CDF: returns the index of the weight in which *target lies. *target is the uniform number
+ * times the sum of all weights. If the uniform number is 0.5 or more (from_end), both it and the
+ * weights are counted from the far end: so a number close to either end keeps the precision of its
+ * 32 bits. On return *target is what remains of it inside the weight that was found. */
 __device__ static inline int samp_inverse_cdf(const float (&weights)[8], bool from_end,
                                               float *target) {
     int found = -1, last = 0;
@@ -8451,17 +8470,16 @@ __device__ static inline int samp_inverse_cdf(const float (&weights)[8], bool fr
         if (found < 0 && remaining < wk) found = last, *target = remaining;
         remaining = __fsub_rn(remaining, wk);
     }
-    return found < 0 ? last : found; /* rounding may lead past the end */
+    return found < 0 ? last : found; /* by rounding, *target may lie past the end */
 }
 
-/* What a thread knows of its group. */
+/* The 64 logits of an id group as one thread sees them. An octet is eight of them, in the order of
+ * the registers. The sums are of 2^(logit * scale - scaled_max). */
 typedef struct samp_id_group {
-    /* of 2^(v * scale - top), by eight ids and of all; of all at temperature 1, if wanted */
-    float max, sums[8], sum, raw_sum;
-    /* down: v is the logit, cleaned, less this, where `rough` */
-    float scale, scaled_max, shift;
-    int max_octet;                      /* which eight have the maximum first */
-    bool inexact;
+    float max, sums[8], sum, raw_sum; /* sums per octet, and of all; of all at temperature 1 */
+    float scale, scaled_max, shift;   /* shift: inexact groups use cleaned logits minus this */
+    int max_octet;                    /* the first octet with the maximum */
+    bool inexact;                     /* the sums had to be recomputed (samp_recompute) */
 } samp_id_group;
 
 __device__ static inline float samp_add_8(const float (&x)[8]) {
@@ -8470,13 +8488,15 @@ __device__ static inline float samp_add_8(const float (&x)[8]) {
     return __fadd_rn(low, high);
 }
 
-/* Rest of rounding base * scale: what the group's sums are too large by, in log2. */
+/* The rounding error of base * scale: exact minus rounded. The group's sum uses the rounded product
+ * (scaled_max), so its log2 is too large by this error. */
 __device__ static inline float samp_round_error(float base, float scale) {
     return __fmaf_rn(base, scale, -__fmul_rn(base, scale));
 }
 
-/* v[2j + b]: logit of id0 + 8j + b. One maximum, multiply-add, ex2 and sum per id, the last three twice if the raw sum is apart.
- * UNROLL 8, or 1 for v in memory. */
+/* logits[2j + b] is the logit of id0 + 8j + b. The sums cost one max, multiply-add, ex2 and add per
+ * id; the last three are needed twice if there is a separate sum at temperature 1 (raw_sum).
+ * UNROLL is 8, or 1 for logits in local memory. */
 template <int UNROLL>
 __device__ static inline void samp_group_max(const float (&logits)[SAMP_GROUP_IDS], float scale,
                                              samp_id_group &group) {
@@ -8490,7 +8510,7 @@ __device__ static inline void samp_group_max(const float (&logits)[SAMP_GROUP_ID
     }
     group.scaled_max = __fmul_rn(group.max > -INFINITY ? group.max : 0, scale);
 }
-/* 2^(v * scale - top), added up by eight ids; returns the sum of all. */
+/* Sums of 2^(logit * scale - scaled_max) per octet; returns the sum of all. */
 template <int UNROLL>
 __device__ static inline float samp_sum_exp(const float (&logits)[SAMP_GROUP_IDS], float scale,
                                             float scaled_max, float (&sums)[8]) {
@@ -8521,20 +8541,23 @@ __device__ static inline void samp_group_raw_sum(const float (&logits)[SAMP_GROU
     float sums[8];
     group.raw_sum = samp_sum_exp<UNROLL>(logits, SAMP_LOG2E, samp_raw_scaled_max(group), sums);
 }
-/* Behind the sums. True if a NaN or infinity was among the logits, or the maximum is so high that rounding it when scaled, here or
- * at temperature 1, would matter: `apart` or not makes no difference. */
+/* To be called after the sums. Returns true if a logit is NaN or infinite, or if the maximum is so
+ * large that rounding it when scaled would matter, at the row's temperature or at temperature 1.
+ * The answer does not depend on two_sums. If !two_sums, raw_sum becomes sum. */
 __device__ static inline bool samp_is_inexact(bool two_sums, samp_id_group &group) {
     if (!two_sums) group.raw_sum = group.sum;
     return !(group.sum >= 0 && fabsf(group.scaled_max) < 0x1p23f &&
              fabsf(samp_raw_scaled_max(group)) < 0x1p23f);
 }
 
-/* Where v[i] is, less id0. */
+/* The column of logits[i] in its block, minus that of logits[0]. */
 __device__ static inline int samp_column(int i) { return i / 2 * 8 + i % 2; }
 
-/* The sums again where they are rough. Such rare v are worked over in a copy, so that v itself, which may be accumulators of
- * wgmma, is only read: else the compiler would keep another 64 registers. The copy, and sums of eight where loops are not
- * unrolled, are the stack frame of 320 bytes that ptxas reports for kernels which inline this; only those rare ones touch it. */
+/* Recomputes the sums of an inexact group, from cleaned logits; if the maximum is still too large,
+ * from cleaned logits minus the maximum. Inexact groups are rare. The function works on a copy and
+ * only reads `logits`, which may be wgmma accumulators: else the compiler would keep another 64
+ * registers. ptxas reports a stack frame of 320 bytes for kernels that inline this function: the
+ * copy, and the sums per octet where loops are not unrolled. Only inexact groups touch it. */
 __device__ static inline void samp_recompute(const float (&logits)[SAMP_GROUP_IDS], float scale,
                                              bool two_sums, samp_id_group &group) {
     if (!group.inexact) return;
@@ -8552,7 +8575,8 @@ __device__ static inline void samp_recompute(const float (&logits)[SAMP_GROUP_ID
         group.shift = group.max;
     }
 }
-/* Any v. apart: the raw sum is wanted and another one. */
+/* The sums of any group. two_sums: the row needs a sum at its temperature and another one at
+ * temperature 1. */
 __device__ static inline samp_id_group samp_group_sums(const float (&logits)[SAMP_GROUP_IDS],
                                                        float scale, bool two_sums) {
     samp_id_group group;
@@ -8564,7 +8588,8 @@ __device__ static inline samp_id_group samp_group_sums(const float (&logits)[SAM
     samp_recompute(logits, scale, two_sums, group);
     return group;
 }
-/* The same for two rows: the maxima of b while the exponentials of a, which bound it, are made. */
+/* The same for two rows. The maxima of b overlap with the exponentials of a, which are the
+ * bottleneck. */
 __device__ static inline void samp_group_sums_2(const float (&logits_a)[SAMP_GROUP_IDS],
                                                 float scale_a, bool two_sums_a,
                                                 samp_id_group &group_a,
@@ -8583,14 +8608,15 @@ __device__ static inline void samp_group_sums_2(const float (&logits_a)[SAMP_GRO
         samp_recompute(logits_b, scale_b, two_sums_b, group_b);
 }
 
-/* Where the row's uniform number lies in a sum, from the end that samp_inverse_cdf counts from. */
+/* The uniform number times `sum`, counted from the end from which samp_inverse_cdf counts. */
 __device__ static inline float samp_target(const samp_params &params, bool from_end, float sum) {
     return __fmul_rn(
         __fmul_rn(__fadd_rn((float)(from_end ? ~params.uniform : params.uniform), 0.5f), 0x1p-32f),
         sum);
 }
 
-/* The group's candidate: its id less id0, and *x = its v. own: place of the forced id in the group, -1: it is not here. */
+/* Returns the group's candidate, as its id minus id0. *logit becomes its logit (if the group is
+ * inexact: minus shift). forced_index: index of the forced id in the group; -1: it is not there. */
 __device__ static inline int samp_candidate(const float (&logits)[SAMP_GROUP_IDS],
                                             const samp_id_group &group, const samp_params &params,
                                             int forced_index, float *logit) {
@@ -8629,7 +8655,7 @@ __device__ static inline float samp_quad_sum(float x) {
     return __fadd_rn(x, __shfl_xor_sync(~0u, x, 2));
 }
 
-/* The best candidate of four lanes becomes p's. */
+/* The best candidate of a quad (four adjacent lanes) becomes that of `partial`. */
 __device__ static inline void samp_quad_best(samp_partial &partial, float score, int id,
                                              float logit) {
 #pragma unroll
@@ -8643,16 +8669,19 @@ __device__ static inline void samp_quad_best(samp_partial &partial, float score,
     partial.gumbel = score, partial.id = id, partial.logit = logit;
 }
 
-/* A block on its way to its part: what one of its four lanes knows. */
+/* Intermediate result between the sums of the groups and the partial of the block: what one of the
+ * four lanes of a block knows. */
 typedef struct samp_block_state {
     samp_partial partial;
-    float max, rel_max, gumbel; /* the group's maximum, less the block's, scaled noise and sum */
-    int forced_index;               /* place of the forced id in the group, -1: it is not here */
+    float max, rel_max, /* maximum of the group; the same minus that of the block */
+        gumbel;         /* log2 of the group's sum, plus its noise */
+    int forced_index;   /* index of the forced id in the group; -1: the id is not in the group */
     bool is_drawn, is_forced, needs_id;
 } samp_block_state;
 
-/* word: the group's noise. best: a key that some block of the row has reached, in log2, NaN: none known; a block whose key is
- * certainly lower is not wanted. `inside` false: nothing is wanted of this row. */
+/* noise: the random word of the group. best_gumbel: a Gumbel key that some block of the row has
+ * reached, in log2; NaN: none is known. A group whose key is certainly lower needs no id search.
+ * row_valid: false for a row beyond M, which needs none either. */
 __device__ static inline samp_block_state samp_block_sums(const samp_id_group &group,
                                                           const samp_params &params, uint32_t noise,
                                                           int id0, float best_gumbel,
@@ -8684,9 +8713,10 @@ __device__ static inline samp_block_state samp_block_sums(const samp_id_group &g
                      (state.is_forced ? state.forced_index >= 0 : !(gumbel < min_gumbel));
     return state;
 }
-/* The part of a block, which four lanes side by side hold a group of each (v as in samp_group_sums) and all return. It gets a candidate
- * where that is wanted of it or of another row in the warp: else the search for its id is spared. The arithmetic is pinned down to
- * the rounding, so that every kernel that inlines this draws alike. */
+/* Returns the partial of a block to all four lanes of a quad. Each lane holds one group (`logits`
+ * as in samp_group_max). If no row of the warp needs the id of its candidate, the search for it is
+ * skipped, and the partial has no candidate. All arithmetic has explicit rounding, so that every
+ * kernel that inlines this function samples the same ids. */
 __device__ static inline samp_partial samp_block_partial(const float (&logits)[SAMP_GROUP_IDS],
                                                          const samp_id_group &group,
                                                          const samp_params &params, int id0,
@@ -8702,15 +8732,15 @@ __device__ static inline samp_partial samp_block_partial(const float (&logits)[S
     samp_quad_best(partial, score, id, logit);
     return partial;
 }
-/* The scale of the weights that count: for scores those at temperature 1. */
+/* The scale of the weights in `sum`. Greedy and scored rows use that of temperature 1. */
 __device__ static inline float samp_scale(const samp_params &params) {
     return params.forced_id < 0 && params.scale > 0 ? params.scale : SAMP_LOG2E;
 }
-/* Is the raw sum wanted, and another one? */
+/* Does the row need two sums: one at its temperature and a different one at temperature 1? */
 __device__ static inline bool samp_needs_two_sums(const samp_params &params) {
     return params.forced_id == SAMP_DRAW && params.scale > 0 && params.scale != SAMP_LOG2E;
 }
-/* All of it, where no other block's key is known. */
+/* All steps from logits to the partial of a block, if no key of another block is known. */
 __device__ static inline samp_partial samp_make_partial(const float (&logits)[SAMP_GROUP_IDS],
                                                         const samp_params &params, bool two_sums,
                                                         uint32_t noise, int id0) {
@@ -8723,7 +8753,7 @@ __device__ static inline samp_partial samp_empty_partial() {
     return samp_partial{-INFINITY, -INFINITY, INT_MAX, -INFINITY, 0, 0};
 }
 
-/* a and b, of the same row, become one: bitwise the same whichever comes first. */
+/* Merges two partials of the same row. The result is bitwise the same in either order. */
 __device__ static inline samp_partial samp_merge(const samp_partial &partial_a,
                                                  const samp_partial &partial_b,
                                                  const samp_params &params) {
@@ -8732,7 +8762,7 @@ __device__ static inline samp_partial samp_merge(const samp_partial &partial_a,
     float rel_max_a = __fsub_rn(partial_a.max, base), rel_max_b = __fsub_rn(partial_b.max, base);
     float gumbel_a = __fadd_rn(partial_a.gumbel, __fmul_rn(rel_max_a, scale)),
           gumbel_b = __fadd_rn(partial_b.gumbel, __fmul_rn(rel_max_b, scale));
-    bool take_b = partial_b.id < partial_a.id; /* forced: only one has it. Else the tie */
+    bool take_b = partial_b.id < partial_a.id; /* tie; forced: only one partial has the id */
     if (params.forced_id < 0) {
         float score_a = params.scale > 0 ? gumbel_a : partial_a.max,
               score_b = params.scale > 0 ? gumbel_b : partial_b.max;
@@ -8743,11 +8773,11 @@ __device__ static inline samp_partial samp_merge(const samp_partial &partial_a,
     merged.sum = __fadd_rn(__fmul_rn(partial_a.sum, ex2(__fmul_rn(rel_max_a, scale))),
                            __fmul_rn(partial_b.sum, ex2(__fmul_rn(rel_max_b, scale))));
     merged.raw_sum = __fadd_rn(__fmul_rn(partial_a.raw_sum, ex2(__fmul_rn(rel_max_a, SAMP_LOG2E))),
-                          __fmul_rn(partial_b.raw_sum, ex2(__fmul_rn(rel_max_b, SAMP_LOG2E))));
+                               __fmul_rn(partial_b.raw_sum, ex2(__fmul_rn(rel_max_b, SAMP_LOG2E))));
     return merged;
 }
 
-/* Noise of group g of a block. */
+/* The random word of a group of a block. */
 __device__ static inline uint32_t samp_noise(const samp_params &params, int block, int group) {
     uint32_t counter[4] = {params.sample, params.position, 1 + (uint32_t)block, 0};
     philox(counter, params.philox_key[0], params.philox_key[1]);
@@ -8761,11 +8791,12 @@ struct op_max {
 };
 struct op_add { template <class T> __device__ T operator()(T a, T b) const { return a + b; } };
 
-/* x of all threads, folded in a fixed order; every thread gets it. scratch: [33] in shared memory. */
+/* Reduces the x of all threads of the CTA in a fixed order; every thread gets the result.
+ * scratch: [33] in shared memory. */
 template <class T, class F> __device__ static inline T block_reduce(T x, T *scratch, F op) {
     int warp = (int)threadIdx.x / 32, n_warps = (int)blockDim.x / 32;
     for (int lanes = 16; lanes; lanes /= 2) x = op(x, __shfl_xor_sync(~0u, x, lanes));
-    __syncthreads(); /* an earlier fold's result has been read */
+    __syncthreads(); /* the result of an earlier reduction has been read */
     if (threadIdx.x % 32 == 0) scratch[warp] = x;
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -8776,11 +8807,15 @@ template <class T, class F> __device__ static inline T block_reduce(T x, T *scra
     return scratch[32];
 }
 
-/* ---- Stored logits to parts ----
+/* ---- Stored logits to partials ----
  *
- * in   logits float32 [n][ldl] of the V ids from v0 on, ldl and v0 multiples of 256      out  parts[block][ld], columns 0 .. n-1
- * A thread loads what it would own in a wgmma tile: four threads side by side read 32 bytes, a warp eight blocks of a row.
- * grid: (ceil(blocks / 32), n); block: 128. Reads V * 4 bytes a row, writes 24 bytes a block. */
+ * in   logits float32 [n][ld_logits]: the V ids from v0 on. ld_logits and v0 are multiples of 256
+ *      params [n]
+ * out  partials [block][ld_partials], columns 0 .. n-1
+ * A thread loads the group that it would hold in a wgmma tile. Four adjacent threads read 32 bytes
+ * at a time; a warp reads eight blocks of a row.
+ * grid: (ceil(blocks / 32), n); block: 128; shared: 0. Reads V * 4 bytes a row, writes 24 bytes a
+ * block. */
 __global__ static void __launch_bounds__(128)
     samp_partials_kernel(const samp_params *params, const float *logits, int ld_logits, int v0,
                          int V, samp_partial *partials, int ld_partials) {
@@ -8807,41 +8842,50 @@ __global__ static void __launch_bounds__(128)
 
 /* ---- The LM head's epilogue on wgmma (chapter 6) ----
  *
- * Accumulators -> parts[block][ld]; nothing else leaves the multiprocessor but the logits of filtered rows. A tile of 256 columns
- * is a block, and a thread has two rows of one group. Per logit: maximum, multiply-add, ex2, sum, and the last three again if the
- * raw log-probability is asked for at a temperature other than 1, by any of the eight rows that a warp works over side by side.
- * The 16 results a clock of the special function unit bound it: 128 x 256 / 16 = 2,048 clocks a tile, twice that with the second
- * ones, beside 16 K for the products. What is asked of the rows is fetched and the noise made beside the products; one Philox
- * call serves both rows of a thread: its four words are the noise of the row's four groups. The search for a group's id comes
- * only where its key may be the row's highest so far (reached), in about a tenth of a warp's tiles; the other warps wait for it at
- * the ring. One warpgroup's epilogue goes beside the other's last or first products (gemm_stagger).
+ * in   accumulators of a tile of 256 columns, which is an id block; params [M]
+ * out  partials [block][ld_partials]; of filtered rows the logits, too. Nothing else leaves the SM
+ * A thread holds one id group of each of two rows. Per logit it computes max, multiply-add, ex2 and
+ * add. It does the last three twice, if one of the eight rows on which its warp works at the same
+ * time needs its raw log-probability and has a temperature other than 1.
+ * Clocks per tile: the special function unit gives 16 results a clock, so the exponentials take
+ * 128 * 256 / 16 = 2,048 clocks, or 4,096 with the second ones. The MMAs take 16 * K clocks, where
+ * K is the width of x.
  *
- * Where a tile's clocks went when both warpgroups ended together (V 151936, E 896, 512 rows, T = 1, H200 at 1.66 GHz, 2026-11-23):
- * products 14,900, sums 2,800, weights 750, search and parts 1,100, until the next products are asked for 650. Of 231 us 7 are the
- * searches, 13 the exponentials; the same products and no epilogue take 193.
+ * Why this shape:
+ *   - Row parameters are prefetched and the noise is computed during the main loop. One Philox call
+ *     serves both rows of a thread: its four words are the noise of the four groups of a row.
+ *   - The id search runs only if the key of a group may be the highest of its row so far
+ *     (best_keys). This is the case in about a tenth of a warp's tiles. The other warps then wait
+ *     for the ring buffer.
+ *   - The consumers are staggered (gemm_stagger): the epilogue of one overlaps with the last or the
+ *     first MMAs of the other. A stagger of 2 K blocks has the speed of 3; 4 are up to 1 % slower.
+ * Time of the parts of a tile, and of the retired versions: test/results/kernel-choices.md.
  *
- * Retired: differences to the maximum, then a product, instead of one multiply-add, and a candidate from every group: LM head and
- * sampling together against cuBLAS's LM head alone, H200, November 2026, temperature 1 / 0.6: 1.15 / 1.20 (V 151936, E 896, 512
- * rows), 1.06 / 1.21 (1024), 1.18 / 1.24 (4096). Both warpgroups at the end of a tile together: 2 to 3 % slower (E 896), 1 %
- * (E 2048). Warpgroups started three blocks of K apart, and nothing to hold them apart at a tile's end: no gain at temperature 1,
- * 5 % slower at 0.6. A lead of two blocks: the same as three; of four: up to 1 % slower. Half of the second exponentials by a
- * polynomial on the other units, ten instructions each: 3 % slower (V 151936, 512 rows): there are not that many free. One loop
- * over both rows, for half the code: 1 % slower. */
+ * Retired:
+ *   - (logit - max) * scale as a subtraction and a multiplication, and a candidate from each group:
+ *     1.06 to 1.24 of the time of cuBLAS's LM head without sampling.
+ *   - Consumers that end a tile at the same time: 1 to 3 % slower.
+ *   - Consumers that start three K blocks apart, but are not held apart at the end of a tile: no
+ *     gain, or 5 % slower.
+ *   - Half of the second exponentials by a polynomial on the other units: 3 % slower. These units
+ *     have too few free slots.
+ *   - One loop over both rows, which halves the code: 1 % slower. */
 
 typedef struct samp_fused {
     const samp_params *params; /* [M] */
-    samp_partial *partials;
-    uint32_t *best_keys; /* [M] */
-    float *logits;     /* [M - stored][ldl]: those of rows from `stored` on */
-    int ld_partials, ld_logits, v0, V, first_stored; /* columns are the ids v0 .. v0+V-1 */
+    samp_partial *partials;    /* [blocks][ld_partials] */
+    uint32_t *best_keys;       /* [M] */
+    float *logits;             /* [M - first_stored][ld_logits] of the rows from first_stored on */
+    int ld_partials, ld_logits, v0, V, first_stored; /* the columns are the ids v0 .. v0+V-1 */
 } samp_fused;
 
 struct epi_sample;
 template <> constexpr int gemm_stagger<epi_sample> = 3;
 template <int COLS> struct gemm_prefetched<epi_sample, COLS> {
-    /* Philox's key, sample and position of one row of this thread; then the noise of both: x, y */
+    /* prefetch: Philox key, sample and position of one row of this thread. prefetch_indirect: then
+     * x and y are the noise of both rows. */
     uint4 noise;
-    uint4 param_words[2];  /* the other half of samp_params of both rows: u, scale, forced */
+    uint4 param_words[2]; /* second half of samp_params of both rows: uniform, scale, forced_id */
 };
 
 struct epi_sample {
@@ -8849,7 +8893,7 @@ struct epi_sample {
     template <int C> using prefetched = gemm_prefetched<epi_sample, C>;
     __host__ __device__ static constexpr int staged_cols(int) { return 0; }
 #if HOPPER
-    /* Lanes 0 and 1 of four make the first row's noise, 2 and 3 the second's. */
+    /* Lanes 0 and 1 of a quad compute the noise of the first row, lanes 2 and 3 of the second. */
     template <int COLS> __device__ static inline void prefetch(const gemm_tile &tile,
                                                                prefetched<COLS> &fetched,
                                                                const params &epi_args) {
@@ -8868,10 +8912,10 @@ struct epi_sample {
                                1 + (uint32_t)((epi_args.v0 + tile.col0) / SAMP_BLOCK), 0};
         philox(counter, fetched.noise.x, fetched.noise.y);
         uint32_t own = group < 2    ? group ? counter[1] : counter[0]
-                          : group == 2 ? counter[2]
+                       : group == 2 ? counter[2]
                                     : counter[3],
                  for_peer = group < 2    ? group ? counter[3] : counter[2]
-                               : group == 2 ? counter[0]
+                            : group == 2 ? counter[0]
                                          : counter[1];
         uint32_t from_peer = __shfl_xor_sync(~0u, for_peer, 2);
         fetched.noise.x = group < 2 ? own : from_peer,
@@ -8883,18 +8927,19 @@ struct epi_sample {
                            .scale = __uint_as_float(words.y),
                            .forced_id = (int)words.z};
     }
+    /* The highest Gumbel key that the row has reached so far; NaN if there is none (0). */
     __device__ static inline float best_key(int row, const gemm_tile &tile,
                                             const params &epi_args) {
         return samp_key_to_logit(__ldcg(epi_args.best_keys + min(row, tile.M - 1)));
     }
-    /* One of this thread's two rows is put out. */
+    /* Stores the results of one of this thread's two rows. */
     __device__ static inline void store_row(const float (&logits)[SAMP_GROUP_IDS], int row,
                                             const gemm_tile &tile, const params &epi_args,
                                             const samp_params &row_params, float old_best,
                                             const samp_partial &partial) {
         int group = tile.lane % 4, id0 = tile.col0 + 2 * group;
         if (row >= tile.M) return;
-        if (row >= epi_args.first_stored) { /* each 32-byte sector is written by four lanes */
+        if (row >= epi_args.first_stored) { /* four lanes write each sector of 32 bytes */
             float2 *to = (float2 *)(epi_args.logits +
                                     (size_t)(row - epi_args.first_stored) * epi_args.ld_logits +
                                     id0);
@@ -8921,7 +8966,7 @@ struct epi_sample {
     __device__ static inline void run(float (&acc)[COLS / 2], const gemm_tile &tile,
                                       prefetched<COLS> &fetched, const params &epi_args) {
         static_assert(COLS == SAMP_BLOCK, "a tile's columns are one block");
-        if (tile.row0 >= tile.M || tile.col0 >= epi_args.V) return; /* the warp's */
+        if (tile.row0 >= tile.M || tile.col0 >= epi_args.V) return; /* the warp has no row or id */
         int group = tile.lane % 4, row0 = tile.row0 + tile.lane / 4;
         if (tile.col0 + SAMP_BLOCK > epi_args.V) {
 #pragma unroll
@@ -8932,7 +8977,8 @@ struct epi_sample {
 #pragma unroll
         for (int i = 0; i < SAMP_GROUP_IDS; i++)
             logits_a[i] = acc[i / 2 * 4 + i % 2], logits_b[i] = acc[i / 2 * 4 + 2 + i % 2];
-        /* Both rows' sums, then what comes of either side by side: chains of few instructions that wait for each other. */
+        /* First the sums of both rows, then the next steps of both rows side by side: each of them
+         * is a chain of a few dependent instructions, and two chains overlap. */
         const samp_params params_a = unpack_params(fetched.param_words[0]),
                           params_b = unpack_params(fetched.param_words[1]);
         float best_a = best_key(row0, tile, epi_args), best_b = best_key(row0 + 8, tile, epi_args);
@@ -8954,12 +9000,14 @@ struct epi_sample {
 
 static const gemm_variant samp_lm_head_variant = GEMM_VARIANT(0, epi_sample, 256, 1);
 
-/* ---- Parts to results ----
+/* ---- Partials to results ----
  *
- * in   parts [n_blocks][ld], columns 0 .. n-1, plain rows
- * out  merged [n], or if that is NULL results [n] and last; reached is 0 again
- * A row's parts are merged in an order that the number of blocks alone fixes, also where its step has filtered rows.
- * grid: ceil(n / 4); block: 256, thread t merges blocks t/4, t/4 + 64 ... of row t%4. Reads 24 bytes a part. */
+ * in   partials [n_blocks][ld_partials], columns 0 .. n-1, of plain rows; params [n]
+ * out  merged [n]; if that is NULL, results [n] and last_tokens. best_keys [n] becomes 0 again
+ * The order of the merge depends only on the number of blocks. It is the same for a row that is
+ * treated as a filtered one.
+ * grid: ceil(n / 4); block: 256; shared: 256 partials. Thread t merges the blocks t/4, t/4 + 64 ...
+ * of row t%4. Reads 24 bytes a partial. */
 __device__ static inline samp_result samp_make_result(const samp_params &params,
                                                       const samp_partial &partial, float raw_max,
                                                       float raw_log_sum, int fallback_id) {
@@ -8976,7 +9024,7 @@ __device__ static inline samp_result samp_make_result(const samp_params &params,
     return result;
 }
 
-/* What all ids of a plain row come to is its result. */
+/* Writes the result of a plain row from the merged partial of all its ids. */
 __device__ static inline void samp_write_result(const samp_params &params,
                                                 const samp_partial &partial, int row,
                                                 samp_result *results, int *last_tokens) {
@@ -8985,8 +9033,9 @@ __device__ static inline void samp_write_result(const samp_params &params,
     if (params.seq >= 0) last_tokens[params.seq] = result.id;
 }
 
-/* What a row's parts come to, so far as lane k of SAMP_MERGE_THREADS has them: blocks k, k + SAMP_MERGE_THREADS ... in turn. parts: the row's
- * column. maxes: where the blocks' maxima go, too, or NULL. */
+/* Thread `thread` of SAMP_MERGE_THREADS merges the partials of the blocks thread, thread +
+ * SAMP_MERGE_THREADS ... of a row, in this order. partials: the column of the row. maxes: also
+ * stores the maximum of each block there; or NULL. */
 __device__ static inline samp_partial samp_merge_strided(const samp_params &params,
                                                          const samp_partial *partials,
                                                          int ld_partials, int n_blocks, int thread,
@@ -8994,7 +9043,7 @@ __device__ static inline samp_partial samp_merge_strided(const samp_params &para
     constexpr int PREFETCH = 10;
     samp_partial merged = samp_empty_partial();
     for (int block = thread; block < n_blocks; block += SAMP_MERGE_THREADS * PREFETCH) {
-        samp_partial next[PREFETCH]; /* all on their way at once */
+        samp_partial next[PREFETCH]; /* all these loads are in flight at the same time */
 #pragma unroll
         for (int i = 0; i < PREFETCH; i++)
             next[i] = block + SAMP_MERGE_THREADS * i < n_blocks
@@ -9038,11 +9087,19 @@ __global__ static void __launch_bounds__(256)
     else samp_write_result(row_params, partial, row, results, last_tokens);
 }
 
-/* ---- Tensor ranks: one part a row from each, or whole rows of logits ----
+/* ---- Tensor ranks: one partial per row from each rank, or whole rows of logits ----
  *
- * Plain rows: each rank sends what its own ids come to and merges what all sent, in the order of the ranks: 24 bytes a row.
- * Filtered rows need all logits: each rank pushes its columns into the others' rows and goes on as if it were alone. Two meetings
- * there: before it writes, all must be done with the rows before. */
+ * samp_merge_ranks_kernel (plain rows) sends the merged partial of the rank's own ids to all peers,
+ * 24 bytes a row. Then each rank merges the partials of all ranks, in the order of the ranks.
+ * in   merged [n] of this rank; params [n]      out  results [n], last_tokens, on every rank
+ *
+ * samp_gather_logits_kernel (filtered rows, which need all logits) stores the columns of this rank
+ * into the logits of all ranks. Then each rank continues as if it were alone. The kernel has two
+ * rank barriers. After the first one, all ranks have read the logits of the previous rows, so these
+ * may be overwritten. After the second one, all columns have arrived.
+ * in   own_logits float32 [n][ld_own]           out  logits float32 [n][ld_logits] of every rank
+ *
+ * Both: grid: barrier_ctas; block: BARRIER_THREADS; shared: 0. */
 
 __global__ static void __launch_bounds__(BARRIER_THREADS, 1)
     samp_merge_ranks_kernel(rank_barrier barrier, size_t recv_offset, const samp_params *params,
@@ -9077,7 +9134,7 @@ __global__ static void __launch_bounds__(BARRIER_THREADS, 1)
     rank_barrier_finish(barrier, number);
 }
 
-typedef struct samp_rank_logits { /* each rank's samp_plan.logits */
+typedef struct samp_rank_logits { /* samp_plan.logits of each rank */
     float *logits[BARRIER_MAX_RANKS];
 } samp_rank_logits;
 
