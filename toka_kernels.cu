@@ -8866,7 +8866,7 @@ __global__ static void __launch_bounds__(128)
  *     1.06 to 1.24 of the time of cuBLAS's LM head without sampling.
  *   - Consumers that end a tile at the same time: 1 to 3 % slower.
  *   - Consumers that start three K blocks apart, but are not held apart at the end of a tile: no
- *     gain, or 5 % slower.
+ *     gain over these, or 5 % slower.
  *   - Half of the second exponentials by a polynomial on the other units: 3 % slower. These units
  *     have too few free slots.
  *   - One loop over both rows, which halves the code: 1 % slower. */
@@ -11162,11 +11162,20 @@ static void cuda_download(toka_device *dev, void *to, toka_dev_ptr from, size_t 
 
 /* ===========================================================================
  * MARK: 14. Measuring the ops [host]
- * `toka bench ops`: each op at the shapes of well-known models, inside a captured graph, on buffers that together are larger than
- * the L2 cache and filled with random numbers. What the caller gets is time, arithmetic and bytes; it draws the table.
+ * `toka bench ops`: the time of each op at the shapes of well-known models. The calls of an op are
+ * captured in a graph. Their buffers hold random numbers and are too large for the L2 cache.
+ * In:  a callback (toka_bench_fn).
+ * Out: one call of it per measurement, with the time, FLOPs and bytes of one call of the op. The
+ *      caller prints the table.
  * =========================================================================== */
 
-enum { BENCH_CACHE_BYTES = 256 << 20, BENCH_MAX_SETS = 64, BENCH_REPLAYS = 15 };
+enum {
+    /* The calls of a graph use several sets of buffers in turn: sets of this size in all, which is
+     * more than any L2 cache, but at most BENCH_MAX_SETS. */
+    BENCH_CACHE_BYTES = 256 << 20,
+    BENCH_MAX_SETS = 64,
+    BENCH_REPLAYS = 15 /* timed replays of a graph */
+};
 
 typedef struct bench {
     toka_device *dev;
@@ -11174,7 +11183,7 @@ typedef struct bench {
     void *user;
 } bench;
 
-/* Uniform in (-scale, scale), from a counter. */
+/* p[i] becomes a hash of (seed, i), uniform in (-scale, scale). */
 __global__ static void bench_fill_kernel(bf16 *p, size_t n, uint64_t seed, float scale) {
     for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < n;
          i += (size_t)gridDim.x * blockDim.x) {
@@ -11196,13 +11205,14 @@ static void bench_report(bench *ctx, const char *op, const char *model, const ch
     toka_bench_row row = {op, model, shape, us, flop, bytes};
     if (!ctx->dev->error.code) ctx->on_row(ctx->user, &row);
 }
-/* all blocks taken since there were `keep` */
+/* Frees all allocations after the first n_before. */
 static void bench_free(toka_device *dev, int n_before) {
     latch_error(dev, cudaStreamSynchronize(dev->stream), "bench");
     while (dev->n_allocations > n_before) cudaFree(dev->allocations[--dev->n_allocations]);
 }
 
-/* Median microseconds of op(arg, i): i = 0 .. per_graph-1 are captured once and replayed. */
+/* Returns the median time of one call of op(arg, i) in microseconds. The calls i = 0 .. per_graph-1
+ * are captured once; the graph is replayed three times before the clock starts. */
 static double bench_time(toka_device *dev, int per_graph, void (*op)(void *arg, int i), void *arg) {
     cudaGraph_t graph = NULL;
     cudaGraphExec_t exec = NULL;
@@ -11234,7 +11244,7 @@ static double bench_time(toka_device *dev, int per_graph, void (*op)(void *arg, 
     return ms[BENCH_REPLAYS / 2] * 1000.0 / per_graph;
 }
 
-/* ---- Read bandwidth: the ceiling of everything that is bound by memory ---- */
+/* ---- Read bandwidth: the limit of every op that is bound by memory ---- */
 
 __global__ static void __launch_bounds__(512)
     bench_read_kernel(const uint4 *p, size_t n, uint32_t *out) {
@@ -11244,7 +11254,8 @@ __global__ static void __launch_bounds__(512)
         uint4 v = __ldcs(p + i);
         sum ^= v.x ^ v.y ^ v.z ^ v.w;
     }
-    /* keeps the loads; random data makes it rare, and harmless */
+    /* Without a use of the sum the compiler would remove the loads. With random data this store is
+     * rare, and it does no harm. */
     if (sum == 0x12345678u) *out = sum;
 }
 typedef struct bench_read_arg {
@@ -11270,9 +11281,11 @@ static void bench_read(bench *ctx) {
     bench_free(ctx->dev, n_before);
 }
 
-/* ---- GEMM ---- */
+/* ---- GEMM ----
+ * FLOPs: 2MNK. Bytes: W, x and y once, and what EPI_RESIDUAL adds to. */
 
-/* the matrices of a model: qkv, o, gate_up, down, lm_head as N x K follow from these */
+/* The dimensions of a model. N and K of qkv, o, gate_up, down and lm_head follow from them. If V is
+ * 0, the LM head is not measured. */
 typedef struct bench_shape {
     const char *model;
     int E, H, K, D, F, V;
@@ -11331,8 +11344,11 @@ static void bench_gemms(bench *ctx) {
 }
 
 /* ---- Attention ----
- * A step of `seqs` sequences. Each feeds `rows` tokens, the last of `len`; the first `shared` positions are the same pages for all
- * and one span, as chapter 17 of toka.c would make it. */
+ * One step of n_seqs sequences. Each sequence has rows_per_seq rows, which are the last of its
+ * seq_len tokens. The first `shared` positions of all sequences are in the same pages, and one span
+ * covers them, as chapter 17 of toka.c would make it.
+ * FLOPs: 4 * H * D for each pair of a row and a position that it sees. Bytes: K and V of every
+ * position once, q and o. */
 
 typedef struct bench_step {
     const char *name;
@@ -11358,7 +11374,8 @@ static void bench_attn_op(void *arg, int i) {
     attention(a->dev, i % a->L, a->q, a->o);
 }
 
-/* Rows, pages and spans of the step in one block of host memory; returns the pages in use. */
+/* Makes the rows, pages and spans of the step, in one block of host memory (*memory, for the caller
+ * to free). Returns the number of pages in use. */
 static int bench_make_step(toka_step *step, const bench_step *config, int B, int **memory) {
     int T = config->n_seqs * config->rows_per_seq,
         own_pages = ceil_div(config->seq_len - config->shared, B),
@@ -11371,7 +11388,7 @@ static int bench_make_step(toka_step *step, const bench_step *config, int B, int
     toka_span *spans = (toka_span *)(pages + shared_pages + config->n_seqs * own_pages);
     *step = toka_step{
         .T = T, .ids = rows, .pos = rows + T, .kv_slot = rows, .pages = pages, .spans = spans};
-    /* anywhere */
+    /* The pages are in a scattered order: 7919 is a prime. */
     for (; n_pages < shared_pages + config->n_seqs * own_pages; n_pages++)
         pages[n_pages] = (int)((n_pages * 7919LL + 13) %
                                (shared_pages + config->n_seqs * own_pages));
@@ -11437,7 +11454,9 @@ static void bench_attention(bench *ctx, const bench_shape *model, const bench_st
     free(memory);
 }
 
-/* ---- LM head with sampling: norm, logits, one draw a row at temperature 1; picks are not brought ---- */
+/* ---- LM head with sampling ----
+ * RMSNorm, logits, and one sampled token per row at temperature 1. Results are not downloaded. One
+ * set of buffers is enough, as each W is larger than the L2 cache. */
 
 typedef struct bench_head_arg {
     toka_device *dev;
@@ -11475,7 +11494,7 @@ static void bench_head(bench *ctx, const bench_shape *model, int M) {
     arg.x = bench_random(dev, (size_t)M * model->E, 1.7f),
     dev->xn = bench_random(dev, (size_t)(M + GEMM_PAD_ROWS) * model->E, 1.7f);
     float *norm = vector_alloc(dev, model->E);
-    /* 0.747 each */
+    /* Each weight of the norm is 0x3F3F3F3F, which is 0.747. */
     if (norm) latch_error(dev, cudaMemset(norm, 0x3F, (size_t)model->E * sizeof *norm), "bench");
     dev->norm = norm;
     if (!dev->error.code) samp_open(dev);
@@ -11497,7 +11516,7 @@ static void bench_head(bench *ctx, const bench_shape *model, int M) {
     free(rows);
 }
 
-/* Runs every measurement; row is told of each as it is done. */
+/* Runs all measurements and calls on_row after each of them. */
 static int cuda_bench(toka_bench_fn *on_row, void *user, toka_err *e) {
     toka_device *dev = (toka_device *)calloc(1, sizeof *dev);
     if (!dev) abort();
@@ -11519,16 +11538,18 @@ static int cuda_bench(toka_bench_fn *on_row, void *user, toka_err *e) {
 
 /* ===========================================================================
  * MARK: 15. The op table [host]
+ * The ops of struct toka_backend (toka.h), CUDA graphs of decode steps, and the table toka_cuda.
+ * After a failure the ops do nothing: the engine learns of the failure from status().
  * =========================================================================== */
 
-/* ---- The ops. After a failure they do nothing: the engine learns of it from status() ---- */
+/* ---- Before an op ---- */
 
 static bf16 *dev_bf16(toka_dev_ptr a) { return (bf16 *)a.at; }
 
-/* A kernel that fails as a bug or a broken card would, for the test of what happens then. */
+/* Fails as a bug or a broken GPU would: for tests of what happens then. */
 __global__ static void fault_kernel() { __trap(); }
 
-/* One that does not end before the group does; alone never. */
+/* For tests: does not end before the group is aborted. Without a group it never ends. */
 __global__ static void stall_kernel(volatile int *aborted) {
     while (!aborted || !*aborted) {}
 }
@@ -11539,49 +11560,49 @@ static void cuda_inject_fault(toka_device *dev) {
         stall_kernel<<<1, 1, 0, dev->stream>>>(dev->group ? dev->group->aborted : NULL);
 }
 
-/* As op_begin; also false where the step's graph has the op. */
+/* As op_begin; also returns false if the graph of the step contains the op. */
 static bool op_begin_unless_graph(toka_device *dev, const char *op) {
     return op_begin(dev, op) && !graph_is_replay(dev);
 }
 
 /* ---- Captured steps ----
  *
- * A step in which each row draws is a graph, unless it is timed (chapter 13). A size in between runs as the next larger: the
- * added rows have token 0, see no keys, store theirs in a page of nobody's, and their draws are dropped. All kernels treat up to
- * 8, 16, 32 and 64 rows alike, and each further 128, so a row's result does not depend on whether its step is a graph; and as a
- * GEMM tile has 128 rows, those that fill it up cost nothing. Capturing runs nothing: the plan is made up.
+ * Which steps: a step runs as a CUDA graph if its sample rows are all of its rows, in order, unless
+ * it is a timed step (chapter 13). There are graphs for GRAPH_N_SIZES sizes; a step is padded to
+ * the next larger size. A padding row has token 0 and sees no keys. Its K and V go to the dummy
+ * page, and its sampled id is dropped. Padding does not change the result of a row: all kernels
+ * treat up to 8, 16, 32 and 64 rows alike, and from there each further 128 rows. It costs nothing
+ * in the GEMMs, as their tiles have 128 rows. Capture runs no kernel; it uses a made-up plan.
  *
- * A graph has so many attention nodes a layer, and each becomes whatever kernel the step's work list has there, with its grid: so
- * one graph serves all lengths, groups and levels of shared prefixes that need so many launches. Grids are set from the host,
- * which the GPU does not wait for, and fit the lists; kernels that read from the device how much there is would be launched for
- * the most there can be.
+ * Attention nodes: a graph has a fixed number of attention launches per layer, at most
+ * GRAPH_MAX_ATTENTION. Before each replay the host gives every attention node the kernel and the
+ * grid of the step's work list. So one graph serves all lengths, groups and levels of shared
+ * prefixes that need its number of launches. The GPU does not wait for these updates. Kernels that
+ * read the amount of work from device memory would always need the largest grid.
  *
- * The last nodes become others, too. Where a row of the step is filtered, all rows go the filtered way, a plain one with a filter
- * that asks nothing: the LM head stores all logits, and samp_filter_kernel stands for samp_reduce_kernel, with the same result to
- * the bit. Filters and lists go up with the rest of the step. Launched one by one are steps whose logits or lists do not fit at
- * once (V 128,256: more than 512 rows), and those of tensor ranks, which would exchange all rows' logits.
+ * Sampling nodes: the last nodes of a graph are updated, too. If a row of the step is filtered, all
+ * rows are treated as filtered ones; a plain row gets a filter that does nothing. Then the LM head
+ * stores all logits, and samp_filter_kernel takes the place of samp_reduce_kernel. Plain rows get
+ * bitwise the same result. Filters and lists are uploaded with the rest of the step. A step with a
+ * filtered row is launched kernel by kernel in two cases: if its logits or lists do not fit at once
+ * (V 128,256: more than 512 rows), or if there are tensor ranks, which would exchange the logits of
+ * all rows.
  *
- * Tensor ranks meet by counts that their GPUs keep, so sums are in the graphs; the choice between graph and launches is the same
- * on all ranks of a stage, as it follows from the step and what they agreed on (group_agree). Messages of a pipeline, and what
- * waits for other stages, lie before and behind the graph.
+ * Tensor ranks: rank barriers use counts in GPU memory, so all-reduces are part of the graphs. All
+ * ranks of a stage choose alike between graph and launches: the choice follows from the step and
+ * from what they agreed on (group_agree). Messages of a pipeline, and waits for other stages, come
+ * before and after the graph.
  *
- * What a graph gains: launches that lie closer, 40 to 50 us a step of 16 layers up to 512 rows and 100 from 768 on; and the host
- * is busy for 60 to 250 us a step instead of 500 to 800. NVIDIA H200, 2026-11-22, 1B, every other step a graph, us a step with and
- * without; apart: each sequence has its own prompt of 128, samples: of 16 prompts of 520:
- *
- *      rows     64            96            128           256           384           512           768           1,024
- *      apart    1,279  1,322  1,496  1,546  1,577  1,624  2,138  2,177  2,966  3,008  3,470  3,518  4,903  5,004  5,761  5,882
- *      samples  1,706  1,798  2,034  2,092  1,785  1,832  2,161  2,192  2,915  2,951  3,156  3,196  4,469  4,570  5,163  5,278
- *
- * 192 rows, as 256: 2,009 and 2,303, 2,101 and 2,385. With 8,192 rows nothing is gained. Filtered rows (top_k 20, top_p
- * 0.95), 2026-11-23: 1 row 814 and 863, 64 rows 1,424 and 1,488. To capture 86 graphs (now, with squads, 91) took 0.11 to
- * 0.18 s and 36 MB. */
+ * Gain on an H200: launches are closer together, which saves 40 to 50 us a step up to 512 rows, and
+ * 100 us from 768 rows on; with 8,192 rows it would save nothing. The host works 60 to 250 us a
+ * step instead of 500 to 800. Capture of all graphs takes less than 0.2 s and about 36 MB. Tables:
+ * test/results/kernel-choices.md. */
 
 static const int graph_sizes[GRAPH_N_SIZES] = {1,   2,   4,   8,   16,
                                                32,  64,  128, 256, 384,
                                                512, 640, 768, 896, GRAPH_MAX_ROWS};
 
-/* Rows `from` .. T-1 of d->graphs.step, which are nobody's. */
+/* Makes the rows row0 .. T-1 of graphs.padded_step padding rows. */
 static void graph_pad_step(toka_device *dev, int row0, int T) {
     static const toka_sampling padding = {.top_p = 1, .repetition_penalty = 1};
     step_graphs *graphs = &dev->graphs;
@@ -11596,7 +11617,7 @@ static void graph_pad_step(toka_device *dev, int row0, int T) {
     graphs->padded_step.kv_slot = graphs->kv_slot, graphs->padded_step.samples = graphs->samples;
 }
 
-/* The place in graph_sizes of the graphs that the step may be run by; -1: none. */
+/* Returns the index in graph_sizes of the graphs that can run the step; -1: there is none. */
 static int graph_find_size(const toka_device *dev, const toka_step *step) {
     int size = 0;
     if (!dev->graphs.n_captured || step->n_samples != step->T || step->T > GRAPH_MAX_ROWS ||
@@ -11612,7 +11633,7 @@ static int graph_find_size(const toka_device *dev, const toka_step *step) {
     return dev->graphs.all[size * GRAPH_N_KINDS + 1].exec ? size : -1;
 }
 
-/* The step filled up to T rows. */
+/* Returns the step, padded to T rows. */
 static const toka_step *graph_padded_step(toka_device *dev, const toka_step *step, int T) {
     step_graphs *graphs = &dev->graphs;
     graphs->padded_step = *step;
@@ -11624,7 +11645,7 @@ static const toka_step *graph_padded_step(toka_device *dev, const toka_step *ste
     return &graphs->padded_step;
 }
 
-/* Of that size the one for attention's plan; NULL: there is none. */
+/* Returns the graph of this size that fits the plan of attention; NULL: there is none. */
 static step_graph *graph_find(toka_device *dev, int size_index) {
     const int n_launches = attn_launches(dev->attn);
     if (n_launches < 1 || n_launches > GRAPH_MAX_ATTENTION) return NULL;
@@ -11639,7 +11660,7 @@ static size_t graph_free_bytes(void) {
     return free_bytes;
 }
 
-/* Adds to what describe says. */
+/* Adds to the text of describe(). */
 static void graph_add_description(toka_device *dev, const char *fmt, ...) {
     va_list args;
     char *about = dev->group ? dev->group->description : dev->description;
@@ -11651,7 +11672,8 @@ static void graph_add_description(toka_device *dev, const char *fmt, ...) {
     if (dev->group) pthread_mutex_unlock(&dev->group->lock);
 }
 
-/* The next step to be captured: sizes up to what max_num_seqs rows are filled up to. One row has no more than a kernel and its
+/* Returns the next step to capture, or NULL after the last one. Captures sizes up to the one to
+ * which n_seqs rows are padded. One row needs at most two attention launches: a kernel and its
  * merge. */
 static const toka_step *cuda_capture(toka_device *dev) {
     step_graphs *graphs = &dev->graphs;
@@ -11681,7 +11703,7 @@ static const toka_step *cuda_capture(toka_device *dev) {
     return NULL;
 }
 
-/* Bytes of the stage that rows and sampling take. */
+/* Bytes of the upload buffer for the rows of the step and their sampling parameters. */
 static size_t step_rows_bytes(const toka_device *dev, int T, int n_samples) {
     auto round_up = [](size_t bytes) { return (bytes + 15) & ~(size_t)15; };
     size_t sample_bytes = dev->samp ? round_up((size_t)n_samples * sizeof(samp_params)) +
@@ -11690,8 +11712,10 @@ static size_t step_rows_bytes(const toka_device *dev, int T, int n_samples) {
     return 3 * round_up((size_t)T * sizeof(int)) + sample_bytes;
 }
 
-/* Everything that the step needs into the stage, rows and sampling first: where those lie depends on the number of rows alone.
- * size: up to which of graph_sizes it is filled up, if there is a graph that fits attention's plan; -1: there is none. */
+/* Writes all that the step needs to the upload buffer. Rows and sampling parameters come first, so
+ * their offsets depend only on the number of rows, which graphs rely on.
+ * size: index in graph_sizes of the size to which the step is padded, if there is a graph that fits
+ * the plan of attention; -1: the step is launched kernel by kernel. */
 static void step_write_upload(toka_device *dev, const toka_step *step, int size) {
     const int T = size < 0 ? step->T : graph_sizes[size];
     dev->upload.used = step_rows_bytes(dev, T, size < 0 ? step->n_samples : T);
@@ -11712,7 +11736,8 @@ static void step_write_upload(toka_device *dev, const toka_step *step, int size)
     if (dev->samp && dev->graphs.current) samp_plan_filters(dev, step);
 }
 
-/* Stand-ins for attention's kernels, which are not known yet: three a level. */
+/* Begins to capture a step. The kernels of attention are not known yet: the plan gets placeholder
+ * kernels, three per level. */
 static void graph_capture_begin(toka_device *dev, const toka_step *step) {
     step_graph *graph = dev->graphs.current;
     attn_plan *plan = dev->attn;
@@ -11736,11 +11761,12 @@ static void graph_capture_begin(toka_device *dev, const toka_step *step) {
     if (!graph->variable_nodes) abort();
     latch_error(dev, cudaStreamBeginCapture(dev->stream, cudaStreamCaptureModeRelaxed), "capture");
     if (dev->captures_to_fault && !--dev->captures_to_fault)
-        /* which a capture forbids */
+        /* a capture forbids synchronization, so this fails */
         latch_error(dev, cudaStreamSynchronize(dev->stream), "capture");
 }
-/* A capture failed: there are to be no graphs, and no failure, if the device works. Of ranks none uses its graphs then, as their
- * steps must be alike; all have captured theirs before the first real step. */
+/* Called after a failed capture. If the device works, this is no failure: the engine runs without
+ * graphs. Then no rank uses its graphs, because the steps of all ranks must be alike. All ranks
+ * have captured theirs before the first real step. */
 static void graphs_disable(toka_device *dev) {
     const toka_err error = dev->error;
     graphs_close(dev);
@@ -11753,7 +11779,8 @@ static void graphs_disable(toka_device *dev) {
         graph_add_description(dev, ", no graphs (%s)", error.msg);
 }
 
-/* Bytes of each argument of a kernel, which the next node often is, too. */
+/* Returns the number of arguments of a kernel and their bytes. The result is kept, as the next node
+ * often has the same kernel. */
 static const graph_kernel *graph_kernel_info(toka_device *dev, const void *function) {
     step_graphs *graphs = &dev->graphs;
     for (const graph_kernel &kernel : graphs->kernels)
@@ -11766,12 +11793,13 @@ static const graph_kernel *graph_kernel_info(toka_device *dev, const void *funct
            !(code = cudaFuncGetParamInfo(function, (size_t)kernel->n_args, &offset,
                                          &kernel->arg_bytes[kernel->n_args])))
         kernel->n_args++;
-    cudaGetLastError(); /* there is no argument n */
-    /* every kernel of a step has arguments */
+    cudaGetLastError(); /* clears the error that argument n_args does not exist */
+    /* Every kernel of a step has arguments. */
     if (!kernel->n_args) latch_error(dev, code, "capture");
     return kernel;
 }
-/* Keeps a node of the graph, if it reads the stage, which is seen by its arguments: a word among them that is an address there. */
+/* Records a node of the graph if it reads the upload buffer. Its arguments tell: an 8-byte word of
+ * them is an address in the upload buffer. */
 static void graph_add_upload_node(toka_device *dev, step_graph *graph, cudaGraphNode_t node) {
     const char *from = dev->upload.device[0], *end = from + dev->upload.cap;
     cudaKernelNodeParams params;
@@ -11779,7 +11807,7 @@ static void graph_add_upload_node(toka_device *dev, step_graph *graph, cudaGraph
     const graph_kernel *kernel = dev->error.code ? NULL : graph_kernel_info(dev, params.func);
     if (dev->error.code) return;
     assert(kernel->n_args < GRAPH_MAX_ARGUMENTS);
-    size_t n_words = 0; /* words */
+    size_t n_words = 0; /* 8-byte words of all arguments */
     for (int i = 0; i < kernel->n_args; i++) n_words += (kernel->arg_bytes[i] + 7) / 8;
     graph_upload_node reader = {.node = node,
                                 .params = params,
@@ -11800,7 +11828,8 @@ static void graph_add_upload_node(toka_device *dev, step_graph *graph, cudaGraph
     if (reader.n_upload_ptrs) graph->upload_nodes[graph->n_upload_nodes++] = reader;
     else free(reader.arg_block);
 }
-/* Finds the nodes that read the stage, besides those that become other kernels. */
+/* Records the nodes that read the upload buffer. Variable nodes are left out: they are updated
+ * before each replay anyway. */
 static void graph_find_upload_nodes(toka_device *dev, step_graph *graph) {
     size_t n_nodes = 0;
     latch_error(dev, cudaGraphGetNodes(graph->cuda_graph, NULL, &n_nodes), "capture");
@@ -11818,8 +11847,8 @@ static void graph_find_upload_nodes(toka_device *dev, step_graph *graph) {
     }
     free(nodes);
 }
-/* Has the graph of the step that is begun read the stage's buffers whose turn it is. Costs the host 0.6 us a node, the GPU
- * nothing, even if it were all nodes (1 and 64 sequences, H200). */
+/* Makes the graph of the current step read the current half of the upload buffer. Costs the host
+ * 0.6 us per node and the GPU nothing. */
 static void graph_switch_upload(toka_device *dev) {
     step_graph *graph = dev->graphs.current;
     const ptrdiff_t delta = dev->upload.device[dev->upload.current] -
@@ -11836,7 +11865,7 @@ static void graph_switch_upload(toka_device *dev) {
 }
 static void graph_capture_end(toka_device *dev) {
     step_graph *graph = dev->graphs.current;
-    /* also behind a failure */
+    /* after a failure, too: it ends the capture */
     const cudaError_t code = cudaStreamEndCapture(dev->stream, &graph->cuda_graph);
     latch_error(dev, code, "capture");
     if (!dev->error.code) graph_find_upload_nodes(dev, graph);
@@ -11873,7 +11902,7 @@ static void cuda_begin(toka_device *dev, const toka_step *step) {
 }
 
 static void cuda_end(toka_device *dev, const toka_step *) {
-    reduce_norm(dev, NULL); /* of a step without outputs */
+    reduce_norm(dev, NULL); /* x may still be unreduced in a step without sample rows */
     if (dev->graphs.capturing) {
         graph_capture_end(dev);
         dev->graphs.capture_s += seconds_now();
@@ -11883,7 +11912,7 @@ static void cuda_end(toka_device *dev, const toka_step *) {
     latch_error(dev, cudaEventRecord(dev->clock.done[dev->last_begun], dev->stream), "step");
 }
 
-/* Also behind a failure: what was launched before it may still run. */
+/* Waits after a failure, too: kernels that were launched before it may still run. */
 static void cuda_finish(toka_device *dev, const toka_step *step) {
     dev->last_finished = (dev->last_finished + 1) % STEP_RING_SIZE;
     if (dev->group) group_sync(dev, dev->clock.done[dev->last_finished]);
@@ -11895,14 +11924,15 @@ static void cuda_finish(toka_device *dev, const toka_step *step) {
 
 static void cuda_copy_pages(toka_device *dev, const toka_step *step) {
     const toka_shape *shape = dev->shape;
-    if (!op_begin(dev, NULL)) return; /* the step is seen in what follows; ahead of a graph */
+    if (!op_begin(dev, NULL)) return; /* no name: the next op reports progress. Before any graph */
     launch_dependent(dev, "copies of pages", copy_pages_kernel,
                      dim3((unsigned)step->n_copies, (unsigned)shape->L), 256, 0, 1,
                      dev->rows.copies, dev->kv_pool, dev->kv_layer_elems,
                      shape->K * 2 * shape->B * shape->D);
 }
 
-/* Of the tensor ranks, whose results are added up, one has the old x. */
+/* Only tensor rank 0 adds the old x. The other ranks store plain partial sums, as the sums of all
+ * ranks are added up. */
 static enum epilogue residual_epilogue(const toka_device *dev) {
     return dev->options.tp_rank ? EPI_STORE : EPI_RESIDUAL;
 }
@@ -11918,13 +11948,13 @@ static void cuda_embed(toka_device *dev, const toka_step *step, toka_dev_ptr x) 
     clock_record_op(dev, TOKA_OP_EMBED);
 }
 
-/* The norm of the op that follows can be folded into this GEMM (chapter 4). */
+/* Returns the norm of the next op if it can be fused into this GEMM (chapter 4); else NULL. */
 static const float *fuse_norm_enable(toka_device *dev, const gemm_args *args, const float *norm) {
     dev->norm_ready = args->M <= FUSE_NORM_MAX_ROWS && tp_size(dev) == 1 &&
                       gemm_family(dev, args->M, args->w) == BY_GEMV;
     return dev->norm_ready ? norm : NULL;
 }
-/* The rows that are drawn are all, in their order; then the norm before the LM head can be folded, too. */
+/* Are all rows sampled, in their order? Then the norm before the LM head can be fused, too. */
 static bool fuse_norm_for_head(const toka_device *dev, const toka_step *step) {
     bool all = dev->hopper && dev->samp && step->T <= FUSE_NORM_MAX_ROWS &&
                step->n_samples == step->T && dev->samp->in_order &&
@@ -11947,7 +11977,7 @@ static void norm_qkv_rope_kv(toka_device *dev, int n_rows, int layer, const bf16
         shape->D};
     if (qkv_is_interleaved(dev, shape->D) && n_rows > SMALLM_MAX &&
         gemm_qkv_worth_fusing(dev, n_rows, &weights->qkv, &params)) {
-        /* all in the epilogue */
+        /* the epilogue does everything: bias, QK norm, RoPE, q, the pages of K and V */
         gemm_wgmma_qkv(dev, n_rows, dev->xn, dev->E, &weights->qkv, &params);
         return;
     }
@@ -12079,8 +12109,9 @@ extern "C" const toka_backend toka_cuda = {
     .default_tokens = TOKA_GPU_MAX_TOKENS,
     .default_seqs = TOKA_GPU_MAX_SEQS,
     .n_ahead = STEPS_IN_FLIGHT,
-    .merge_tok = 8, /* these three: how attention's time grows, measured on an H100 (chapter 9) */
+    /* Cost of attention, measured on an H100 (chapter 9); units in toka.h. */
+    .merge_tok = 8,
     .span_tok = 512,
     .tile_rows = 32,
-    .span_align_tok = 8, /* what a copy to attn_small fetches at least */
+    .span_align_tok = 8, /* the smallest TMA box of attn_small has 8 positions */
 };
