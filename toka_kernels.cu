@@ -8850,6 +8850,7 @@ __global__ static void __launch_bounds__(128)
  * Clocks per tile: the special function unit gives 16 results a clock, so the exponentials take
  * 128 * 256 / 16 = 2,048 clocks, or 4,096 with the second ones. The MMAs take 16 * K clocks, where
  * K is the width of x.
+ * Bytes written: 24 per row and tile, and 4 per logit of a filtered row.
  *
  * Why this shape:
  *   - Row parameters are prefetched and the noise is computed during the main loop. One Philox call
@@ -11591,10 +11592,11 @@ static bool op_begin_unless_graph(toka_device *dev, const char *op) {
  * Tensor ranks: rank barriers use counts in GPU memory, so all-reduces are part of the graphs. All
  * ranks of a stage choose alike between graph and launches: the choice follows from the step and
  * from what they agreed on (group_agree). Messages of a pipeline, and waits for other stages, come
- * before and after the graph.
+ * before and after the graph. The last op of a step launches the graph: norm_logits_sample, or send
+ * in a stage that is not the last.
  *
  * Gain on an H200: launches are closer together, which saves 40 to 50 us a step up to 512 rows, and
- * 100 us from 768 rows on; with 8,192 rows it would save nothing. The host works 60 to 250 us a
+ * 100 us from 768 rows on; a graph of 8,192 rows would save nothing. The host works 60 to 250 us a
  * step instead of 500 to 800. Capture of all graphs takes less than 0.2 s and about 36 MB. Tables:
  * test/results/kernel-choices.md. */
 
@@ -11630,6 +11632,7 @@ static int graph_find_size(const toka_device *dev, const toka_step *step) {
     if (dev->samp && samp_any_filtered(dev, step) &&
         !samp_fits_one_pass(dev, step, graph_sizes[size]))
         return -1;
+    /* Of each size that is captured, the graph with one attention launch exists. */
     return dev->graphs.all[size * GRAPH_N_KINDS + 1].exec ? size : -1;
 }
 
@@ -11736,8 +11739,8 @@ static void step_write_upload(toka_device *dev, const toka_step *step, int size)
     if (dev->samp && dev->graphs.current) samp_plan_filters(dev, step);
 }
 
-/* Begins to capture a step. The kernels of attention are not known yet: the plan gets placeholder
- * kernels, three per level. */
+/* Begins to capture a step. The attention kernels of later steps are not known yet. So the plan
+ * gets n_launches placeholders, three per level; kind 0 gets one launch of cluster split-KV. */
 static void graph_capture_begin(toka_device *dev, const toka_step *step) {
     step_graph *graph = dev->graphs.current;
     attn_plan *plan = dev->attn;
@@ -11882,6 +11885,8 @@ static double seconds_now(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
+/* ---- The steps ---- */
+
 static void cuda_begin(toka_device *dev, const toka_step *step) {
     if (dev->graphs.capturing) {
         dev->graphs.capture_s -= seconds_now();
@@ -11922,6 +11927,8 @@ static void cuda_finish(toka_device *dev, const toka_step *step) {
     if (dev->samp) samp_collect(dev, step, &dev->samp->host_results[dev->last_finished]);
 }
 
+/* ---- The ops ---- */
+
 static void cuda_copy_pages(toka_device *dev, const toka_step *step) {
     const toka_shape *shape = dev->shape;
     if (!op_begin(dev, NULL)) return; /* no name: the next op reports progress. Before any graph */
@@ -11931,8 +11938,8 @@ static void cuda_copy_pages(toka_device *dev, const toka_step *step) {
                      shape->K * 2 * shape->B * shape->D);
 }
 
-/* Only tensor rank 0 adds the old x. The other ranks store plain partial sums, as the sums of all
- * ranks are added up. */
+/* The all-reduce adds up the results of all tensor ranks. So only tensor rank 0 adds the old x; the
+ * other ranks store plain partial sums. */
 static enum epilogue residual_epilogue(const toka_device *dev) {
     return dev->options.tp_rank ? EPI_STORE : EPI_RESIDUAL;
 }
@@ -12069,6 +12076,8 @@ static void cuda_norm_logits_sample(toka_device *dev, const toka_step *step, tok
     group_send_sampled(dev, step);
     clock_record_op(dev, TOKA_OP_HEAD);
 }
+
+/* ---- The table ---- */
 
 extern "C" const toka_backend toka_cuda = {
     .name = "cuda",
