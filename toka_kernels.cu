@@ -11283,7 +11283,7 @@ static void bench_read(bench *ctx) {
 }
 
 /* ---- GEMM ----
- * FLOPs: 2MNK. Bytes: W, x and y once, and what EPI_RESIDUAL adds to. */
+ * FLOPs: 2MNK. Bytes: W, x and y once; EPI_RESIDUAL also reads y. */
 
 /* The dimensions of a model. N and K of qkv, o, gate_up, down and lm_head follow from them. If V is
  * 0, the LM head is not measured. */
@@ -11457,7 +11457,8 @@ static void bench_attention(bench *ctx, const bench_shape *model, const bench_st
 
 /* ---- LM head with sampling ----
  * RMSNorm, logits, and one sampled token per row at temperature 1. Results are not downloaded. One
- * set of buffers is enough, as each W is larger than the L2 cache. */
+ * set of buffers is enough, as each W is larger than the L2 cache.
+ * FLOPs: 2MVE. Bytes: W, x and xn once. */
 
 typedef struct bench_head_arg {
     toka_device *dev;
