@@ -9159,59 +9159,89 @@ __global__ static void __launch_bounds__(BARRIER_THREADS, 1)
 
 /* ===========================================================================
  * MARK: 12. Sampling of filtered rows, and the op [kernel]
- * Steps 1 to 5 of chapter 18 of toka.c on a stored row with its parts: top log-probabilities, bias, allowed and forbidden ids,
- * penalties, the cut, the draw among what is left. Everything a filter keeps is the head of one order (logit falling, id rising),
- * so a cut is a logit and the last id of it that stays.
- * in   logits float32 [n][ldl], overwritten where lists and penalties say so; parts [n_blocks][ld], columns 0 .. n-1, of the raw
- *      logits
- * out  results [n], tops, last; reached is 0 again
- * The parts tell which blocks can have an id that counts (the k-th highest of the blocks' maxima bounds the k-th highest logit,
- * top-p and min-p bound by weight), and only those are read, usually a few per cent of the row. Their ids that can count are
- * gathered in shared memory: up to one a thread, each adds up what lies above its own; more are searched there. Where they are too
- * many, the part of the range that decides is found by sweeps over the blocks, a 256th at a time, until what is left fits. Of
- * blocks that lists and penalties have changed, the maxima are made anew. Sums that decide are integers: no order of threads
- * shows.
- * grid: n; block: 256; shared: samp_filter_smem.
+ * Two parts:
+ *   The kernel   samp_filter_kernel and its device functions. In: stored logits of filtered rows,
+ *                and their partials (chapter 11). Out: their results.
+ *   The op       norm_logits_sample on the host. In: the sample rows of a step, and x. Out: their
+ *                results. It divides the rows into plain and filtered ones, uploads their
+ *                parameters, launches the kernels and downloads the results.
  *
- * NVIDIA H200, 2026-11-23, V 128,256, us for 1, 64 and 512 rows of Gaussian logits (gpu_samp filters). Deviation 4.4, 1 to 3
- * nats at temperature 1, as of real models: temperature 0.6 and top_p 0.9: 16, 22, 47; 0.7, top_k 20 and top_p 0.8: 16, 20, 42,
- * and with a penalty over 1,000 ids 49, 53, 182; min_p 0.05: 6, 16, 35; five log-probabilities: 8, 10, 24. Where of one row
- * top_p keeps more than fits: 190 to 200, of all: 520 to 550; where nearly flat ones (deviation 1): 151, 158, 438, with min_p 0.05
- * instead 69, 94, 209. Retired: no count ahead of what is gathered, all kept blocks drawn from: flat 280, 285, 758, and 63, 75,
- * 185, rows of real models 1 us less, with penalties 44, 49, 164; the k-th maximum exactly, a search of what is
- * gathered however little it is, all maxima anew after a penalty, a draw by four lanes a block also where few are left: 26, 28,
- * 60; 30, 32, 68; 124, 144, 439.
+ * Words: those of chapter 18 of toka.c (raw and adjusted logit, weight, kept id, threshold) and of
+ * chapter 11 (group, partial, Gumbel key, plain and filtered row). Also:
+ *   block           256 consecutive ids (SAMP_BLOCK); a block of CUDA threads is called a CTA
+ *   mass            a sum of weights as an integer with 44 fraction bits, or a count of ids
+ *   key             a logit as an integer of the same order (samp_logit_to_key)
+ *   bin             one part of a range of keys or of logits; bin 0 has the highest
+ *   listed block    a block that the next sweep over the logits reads (samp_dist.blocks)
+ *   candidates      the kept ids with a key in some range, gathered in shared memory
+ *
+ * ---- samp_filter_kernel ----
+ *
+ * Steps 1 to 5 of chapter 18 of toka.c on a row of stored logits with its partials: top
+ * log-probabilities, bias, allowed and forbidden ids, penalties, the threshold, the draw among the
+ * kept ids. The draw is the one of chapter 11. Sort the ids by (logit falling, id rising): each of
+ * top-k, top-p and min-p keeps the first ids of this order. So one threshold (min_logit, last_tied)
+ * describes the kept ids, and nothing is sorted.
+ *
+ * in    logits float32 [n][ld_logits], overwritten by the adjusted logits; partials
+ *       [n_blocks][ld_partials] of the raw logits, columns 0 .. n-1; params and filters [n]
+ * out   results [n], tops, last_tokens; best_keys [n] become 0 again
+ * grid: n; block: 256; shared: samp_filter_smem.
+ * Reads 24 * n_blocks bytes of partials for each row, and 1 KB for each listed block in each sweep:
+ * usually a few per cent of the row. Allowed ids and penalties of long histories read all logits.
+ * Launcher: samp_launch_results. samp_plan_step asserts the number of rows, row indices and forced
+ * ids.
+ *
+ * Why this kernel:
+ * - The partials tell which blocks can contain kept ids, and only those blocks are read. The k-th
+ *   highest of the block maxima is a lower bound of the k-th highest logit; top-p and min-p have
+ *   bounds by weight. Block maxima are recomputed where lists or penalties have changed logits.
+ * - The ids that may decide are gathered in shared memory. Up to 256 candidates: each thread adds
+ *   up the mass above its own one (samp_rank_small). More: a radix search (samp_narrow).
+ * - If more than 8,192 ids may decide, the range of keys is narrowed first: by one sweep that
+ *   counts ids in 8,192 bins (samp_narrow_by_counts), or by sweeps that each choose one of 256 bins.
+ * - Masses are integers, so sums do not depend on the order of the threads.
+ *
+ * On logits like those of real models, top_p 0.9 takes 16, 22 and 47 us for 1, 64 and 512 rows of
+ * 128,256 ids. A row of which top-p keeps more than 8,192 ids takes 190 us and more (H200,
+ * 2026-11-23; all figures: test/results/kernel-choices.md).
+ * Retired: no counting sweep, and a draw that evaluates all kept blocks: 1.7 to 1.9 times slower
+ * with top-p on nearly flat rows, a little faster on other rows.
+ * Retired: the k-th highest block maximum found exactly, a radix search of any number of
+ * candidates, all block maxima recomputed after a penalty, a draw by four lanes for each block also
+ * where few blocks are kept: 1.3 to 2.7 times slower on rows like those of real models.
  * =========================================================================== */
 
-typedef unsigned long long samp_mass; /* weight in fixed point; also counts */
+typedef unsigned long long samp_mass; /* a sum of weights in fixed point, or a count of ids */
 
-typedef struct samp_dist { /* a row as a distribution */
-    const float *x;
-    float *block_maxes;         /* [n_blocks] in shared memory: no logit of the block is higher */
-    float *
-        block_sums; /* [n_blocks] of the block's weights, less that maximum, where they are needed; at the end bounds of its
-                           * keys. There, too */
-    /* [n_list] of [n_blocks], rising: blocks that are looked at; in shared memory */
-    int *blocks;
-    /* [n_near] of [FILTER_CANDIDATES] logits gathered from them, in any order, and their ids */
-    float *candidates;
-    int *candidate_ids;
-    int V, n_blocks, n_listed, n_candidates; /* n_near < 0: nothing is gathered */
-    /* gathered is what was kept and has a key in this range */
-    uint32_t gathered_low, gathered_high;
-    float max, scale,
-        min_logit; /* highest logit; log2(e) / temperature; the cut: kept are logits above it, ... */
-    int last_tied;             /* ... and of those equal to it the ids up to this */
+/* A row as a distribution: the weight of a kept id is 2^((x - max) * scale), of others 0. */
+typedef struct samp_dist {
+    const float *x;     /* [V] raw logits, or adjusted ones after samp_adjust; global memory */
+    float *block_maxes; /* [n_blocks] shared memory: no logit of the block is higher */
+    /* [n_blocks] shared memory: sum of the block's weights, relative to its maximum, if with_sums;
+     * in samp_draw upper bounds of the block's Gumbel keys */
+    float *block_sums;
+    int *blocks;        /* [n_listed] of [n_blocks] shared memory: the listed blocks, rising */
+    float *candidates;  /* [n_candidates] of [FILTER_CANDIDATES] shared memory, in any order */
+    int *candidate_ids; /* [n_candidates] their ids */
+    int V, n_blocks, n_listed, n_candidates; /* n_candidates < 0: no ids are gathered */
+    uint32_t gathered_low, gathered_high;    /* candidates: the kept ids with keys in this range */
+    float max,     /* highest logit */
+        scale,     /* log2(e) / temperature */
+        min_logit; /* threshold: ids with a higher logit are kept, and ... */
+    int last_tied; /* ... of those with this logit the ids up to last_tied */
 } samp_dist;
 
 __device__ static inline bool samp_is_kept(const samp_dist &dist, float x, int id) {
     return x > dist.min_logit || (x == dist.min_logit && id <= dist.last_tied);
 }
+/* The weight of logit x, as a mass. */
 __device__ static inline samp_mass samp_mass_of(const samp_dist &dist, float x) {
     return (samp_mass)(ex2(__fmul_rn(__fsub_rn(x, dist.max), dist.scale)) * SAMP_MASS_ONE);
 }
 
-/* Sum over the CTA, in all threads. scratch: [FILTER_THREADS / 32] in shared memory. */
+/* Returns the sum of x over the CTA, in all threads. A warp adds 21, 21 and 22 bits of x in three
+ * 32-bit reductions. scratch: [FILTER_THREADS / 32] in shared memory. */
 __device__ static samp_mass samp_cta_sum(samp_mass x, samp_mass *scratch) {
     const uint32_t low = (1u << 21) - 1;
     samp_mass sum = __reduce_add_sync(~0u, (uint32_t)x & low);
@@ -9225,8 +9255,11 @@ __device__ static samp_mass samp_cta_sum(samp_mass x, samp_mass *scratch) {
     return sum;
 }
 
-/* each(logits, ids) for the listed blocks, for a warp until it returns false: SAMP_AT_ONCE times four ids side by side, of which
- * ids has the first. A warp takes half as many blocks at a time. All lanes come each time; an id may be V or more. */
+/* Calls each(quads, ids) for all ids of the listed blocks, SAMP_AT_ONCE quads at a time. A quad is
+ * four consecutive logits, cleaned; ids[k] is the id of the first logit of quads[k], and may be V
+ * or more, as ids[k] + 1 .. + 3 may. A warp reads SAMP_AT_ONCE / 2 blocks at a time: each lane has
+ * two quads of a block. All lanes of a warp make each call, and each() must return the same value
+ * in all of them; the warp stops when it returns false. */
 enum { SAMP_AT_ONCE = 8 };
 template <class F> __device__ static inline void samp_sweep_4(const samp_dist &dist, F each) {
     const int BLOCKS = SAMP_AT_ONCE / 2, n_warps = FILTER_THREADS / 32;
@@ -9249,7 +9282,7 @@ template <class F> __device__ static inline void samp_sweep_4(const samp_dist &d
         if (!each(quads, ids)) break;
     }
 }
-/* each(logit, id) for all ids of the listed blocks. */
+/* Calls each(logit, id) for all ids of the listed blocks. */
 template <class F> __device__ static inline void samp_sweep(const samp_dist &dist, F each) {
     samp_sweep_4(dist, [&](const float4 (&quads)[SAMP_AT_ONCE], const int (&ids)[SAMP_AT_ONCE]) {
 #pragma unroll
@@ -9262,7 +9295,8 @@ template <class F> __device__ static inline void samp_sweep(const samp_dist &dis
         return true;
     });
 }
-/* The same for what is gathered, or else for the listed blocks. */
+/* Calls each(logit, id) for all candidates if ids are gathered, else for all ids of the listed
+ * blocks. */
 template <class F> __device__ static inline void samp_for_each(const samp_dist &dist, F each) {
     if (dist.n_candidates < 0) samp_sweep(dist, each);
     else
@@ -9270,14 +9304,15 @@ template <class F> __device__ static inline void samp_for_each(const samp_dist &
             each(dist.candidates[i], dist.candidate_ids[i]);
 }
 
-/* Lists the blocks among n of which wanted(block) is true; block_of(i) is the i-th of them, and rises. */
+/* Lists those of the blocks block_of(0) .. block_of(n_blocks - 1) for which wanted(block) is true.
+ * block_of must rise with its argument. It may read the old list, dist.blocks. */
 template <class B, class W> __device__ static inline void samp_list_blocks(samp_dist &dist,
                                                                            int n_blocks, B block_of,
                                                                            W wanted) {
     __shared__ int counts[FILTER_THREADS / 32];
     int thread = (int)threadIdx.x, lane = thread % 32, n_listed = 0;
     for (int first = 0; first < n_blocks; first += FILTER_THREADS) {
-        /* read before any of these is overwritten */
+        /* block_of is called before this round overwrites the old list */
         int block = first + thread < n_blocks ? block_of(first + thread) : 0;
         bool listed = first + thread < n_blocks && wanted(block);
         unsigned ballot = __ballot_sync(~0u, listed);
@@ -9293,21 +9328,23 @@ template <class B, class W> __device__ static inline void samp_list_blocks(samp_
     __syncthreads();
     dist.n_listed = n_listed;
 }
-/* Lists the blocks that may have a logit of `at` or more. */
+/* Lists the blocks that may have a logit of min_logit or more. */
 __device__ static void samp_list_above(samp_dist &dist, float min_logit) {
     samp_list_blocks(
         dist, dist.n_blocks, [](int i) { return i; },
         [&](int block) { return dist.block_maxes[block] >= min_logit; });
 }
 
-/* Is what is kept with a key in low .. high gathered? */
+/* Returns whether all kept ids with a key in low .. high are gathered. */
 __device__ static inline bool samp_has_gathered(const samp_dist &dist, uint32_t low,
                                                 uint32_t high) {
     return dist.n_candidates >= 0 && dist.gathered_low <= low && dist.gathered_high >= high;
 }
 
-/* Gathers what is kept with a key in low .. high, unless it is gathered already; false if it is too much, seen as soon as it is.
- * Lists its blocks. With `above` it is not there yet, and each(logit) is called for all above high. */
+/* Gathers the kept ids with a key in low .. high, unless they are gathered already; lists their
+ * blocks. Returns false if there are more than FILTER_CANDIDATES of them: then nothing is gathered,
+ * and a warp stops reading as soon as it sees it. With visit_above, they must not be gathered yet;
+ * no warp stops early, and each(logit) is called for all logits above the range, kept or not. */
 template <class F> __device__ static inline bool samp_gather_range(samp_dist &dist, uint32_t low,
                                                                    uint32_t high, bool visit_above,
                                                                    F each) {
@@ -9315,10 +9352,11 @@ template <class F> __device__ static inline bool samp_gather_range(samp_dist &di
     int lane = (int)threadIdx.x % 32;
     if (!visit_above && samp_has_gathered(dist, low, high)) return true;
     if (threadIdx.x == 0) n_gathered = 0;
-    samp_list_above(dist, samp_key_to_logit(low)); /* its barriers are those of n, too */
+    /* its barriers also make n_gathered = 0 visible */
+    samp_list_above(dist, samp_key_to_logit(low));
     float min_logit = samp_key_to_logit(low), max_logit = samp_key_to_logit(high);
     samp_sweep_4(dist, [&](const float4 (&quads)[SAMP_AT_ONCE], const int (&ids)[SAMP_AT_ONCE]) {
-        uint32_t kept_bits = 0; /* a bit for each logit */
+        uint32_t kept_bits = 0; /* one bit for each logit, at 4 * quad + j */
         int index = 0;
         bool full;
 #pragma unroll
@@ -9361,19 +9399,22 @@ template <class F> __device__ static inline bool samp_gather_range(samp_dist &di
     __syncthreads();
     return dist.n_candidates >= 0;
 }
+/* Gathers without visiting the logits above. */
 __device__ static bool samp_gather(samp_dist &dist, uint32_t low, uint32_t high) {
     return samp_gather_range(dist, low, high, false, [](float) {});
 }
-/* Is all that is kept gathered? */
+/* Returns whether all kept ids are gathered. */
 __device__ static inline bool samp_has_all_kept(const samp_dist &dist) {
     return samp_has_gathered(dist, samp_logit_to_key(dist.min_logit), samp_logit_to_key(dist.max));
 }
 
-/* A range of keys in `last` + 1 parts, numbered from above: of as many keys each or, of floats, as wide. */
+/* Divides a range of keys into bins 0 .. last_bin; bin 0 has the highest keys. The bins have either
+ * equally many keys, or equal widths in logits. */
 typedef struct samp_bin_map {
-    uint32_t low_key;
-    int shift, last_bin;
-    float max_logit, bins_per_logit; /* per > 0: as wide, so many to 1 */
+    uint32_t low_key;    /* lowest key of the range; used by bins of equally many keys */
+    int shift, last_bin; /* such a bin has 2^shift keys */
+    float max_logit,     /* highest logit of the range; used by bins of equal widths */
+        bins_per_logit;  /* > 0: equal widths, so many bins for a width of 1; 0: equally many keys */
 } samp_bin_map;
 __device__ static inline uint32_t samp_width_bin(const samp_bin_map &map, float x) {
     return (uint32_t)fminf(__fmul_rn(__fsub_rn(map.max_logit, x), map.bins_per_logit),
@@ -9383,7 +9424,8 @@ __device__ static inline uint32_t samp_bin_of(const samp_bin_map &map, uint32_t 
     return map.bins_per_logit > 0 ? samp_width_bin(map, samp_key_to_logit(key))
                                   : (uint32_t)map.last_bin - (key - map.low_key >> map.shift);
 }
-/* The lowest key of low .. high whose part is `part` or lower in number; high's is. */
+/* Returns the lowest key of low .. high whose bin has the number `bin` or a lower one, by a binary
+ * search. The bin of `high` must have such a number. */
 __device__ static inline uint32_t samp_bin_low_key(const samp_bin_map &map, uint32_t low,
                                                    uint32_t high, uint32_t bin) {
     while (low < high) {
@@ -9394,16 +9436,19 @@ __device__ static inline uint32_t samp_bin_low_key(const samp_bin_map &map, uint
     return low;
 }
 
-/* One step of a search from above: each(add) calls add(key, mass) for what this thread has; only keys in *low .. *high count. The
- * range becomes the one of its 256 parts with the highest key from which on up the sum, with *over from beyond the range, reaches
- * `want`, or the lowest part with any mass if there is none; *over becomes the sum beyond the new range. wide: the parts of the
- * range, of finite floats, are as wide as each other. Keys crowd about 0 and at low powers of two: with parts of as many keys,
- * most ids of a row would wait for each other to be added to three or four parts. */
+/* One step of a radix search from the highest key down. each(add) calls add(key, mass) for the ids
+ * of this thread; keys outside *low .. *high are ignored. The range is divided into 256 bins and
+ * becomes one of them: the bin at which the mass from the highest key down, added to *sum_above of
+ * the keys above the range, reaches the target. If the mass never reaches it, the range becomes the
+ * lowest bin with any mass. *sum_above becomes the mass above the new range.
+ * by_width: the bins have equal widths in logits, if the range is finite. Keys are dense near 0 and
+ * at low powers of two. With bins of equally many keys, most ids of a row would fall into three or
+ * four bins, and their atomic additions would wait for each other. */
 template <class F> __device__ static inline void samp_narrow(uint32_t *low, uint32_t *high,
                                                              samp_mass target, samp_mass *sum_above,
                                                              samp_mass *scratch, bool by_width,
                                                              F each) {
-    /* twelve bits each, so that none runs over; the highest part first */
+    /* each adds 12 bits of the masses, so that no sum of 2^18 ids overflows; bin 0: highest keys */
     __shared__ uint32_t bins[4][FILTER_THREADS];
     __shared__ int found;
     __shared__ samp_mass found_above;
@@ -9418,7 +9463,7 @@ template <class F> __device__ static inline void samp_narrow(uint32_t *low, uint
     __syncthreads();
     each([&](uint32_t key, samp_mass mass) {
         if (key < first_key || key > last_key) return;
-        /* four additions whose result nobody waits for cost less than one */
+        /* Four 32-bit additions whose result is not used are faster than one 64-bit addition. */
         uint32_t bin = samp_bin_of(map, key);
         atomicAdd(&bins[0][bin], (uint32_t)mass & 0xfff);
         if (mass >> 12) {
@@ -9444,7 +9489,8 @@ template <class F> __device__ static inline void samp_narrow(uint32_t *low, uint
         found = (int)thread, found_above = prefix_mass - bin_mass;
     if (is_last && prefix_mass < target) found = -2;
     __syncthreads();
-    if (found == -2) { /* the lowest in use: the one that reaches the sum of all */
+    /* The target is not reached: take the lowest bin with mass, where the sum becomes that of all. */
+    if (found == -2) {
         if (is_last) scratch[0] = prefix_mass;
         __syncthreads();
         if (bin_mass && prefix_mass == scratch[0])
@@ -9463,7 +9509,7 @@ template <class F> __device__ static inline void samp_narrow(uint32_t *low, uint
     __syncthreads();
 }
 
-/* The key to which samp_narrow narrows low .. high in the end. */
+/* Repeats samp_narrow until the range is one key, and returns that key. */
 template <class F>
 __device__ static inline uint32_t samp_find_key(uint32_t low, uint32_t high, samp_mass target,
                                                 samp_mass *sum_above, samp_mass *scratch, F each) {
@@ -9471,8 +9517,9 @@ __device__ static inline uint32_t samp_find_key(uint32_t low, uint32_t high, sam
     return low;
 }
 
-/* A bound of the k-th highest logit from below: the k-th highest of the blocks' maxima, or less by up to 2^16 keys, a 128th: the
- * search is stopped there, after two steps. */
+/* Returns a lower bound of the k-th highest logit: the k-th highest of the block maxima, or up to
+ * 2^16 keys less, which is a 128th of the logit. The search stops there, after two steps. Returns
+ * -inf if there are fewer than k blocks. */
 __device__ static float samp_kth_bound(const samp_dist &dist, int k, samp_mass *scratch) {
     uint32_t low = samp_logit_to_key(-INFINITY), high = samp_logit_to_key(dist.max);
     samp_mass sum_above = 0;
@@ -9485,8 +9532,10 @@ __device__ static float samp_kth_bound(const samp_dist &dist, int k, samp_mass *
     return samp_key_to_logit(low);
 }
 
-/* The end of samp_find_threshold, where no more than an id a thread is gathered: each adds up what lies above its own. *over: what lies
- * above low .. high. */
+/* The last step of samp_find_threshold if each thread has at most one candidate: each thread adds
+ * up the mass above its own. Only candidates with a key in low .. high count. *sum_above: at first
+ * the mass above the range, on return the mass above the returned logit. If the target is not
+ * reached, returns the lowest candidate with any mass. */
 __device__ static float samp_rank_small(const samp_dist &dist, bool by_count, uint32_t low,
                                         uint32_t high, samp_mass target, samp_mass *sum_above) {
     __shared__ samp_mass mass[FILTER_THREADS], before;
@@ -9510,7 +9559,7 @@ __device__ static float samp_rank_small(const samp_dist &dist, bool by_count, ui
         lowest &= !(other < logit && other_mass),
             first &= !(other == logit && other_mass && i < thread);
     }
-    /* one thread */
+    /* true in one thread only */
     if (first && mass_above < target && (lowest || mass_above + mass_tied >= target))
         found = logit, before = mass_above;
     __syncthreads();
@@ -9518,10 +9567,16 @@ __device__ static float samp_rank_small(const samp_dist &dist, bool by_count, ui
     return found;
 }
 
-/* Narrows low .. high, where all ids are kept, by a sweep that only counts, one addition an id and no weight: the ids of
- * FILTER_BINS parts, each at the weight of its part's lower end or at that of the upper one, bound where the sum reaches `want`.
- * What lies beyond the new range stays to be added up. False, and nothing is changed, if the parts cannot be made or the sum does
- * not get there. Of 128,256 Gaussian logits the new range has 40 to 400, where none are equal. */
+/* Narrows low .. high, of which all ids must be kept, by one sweep that only counts: one 32-bit
+ * addition for each id, and no weight. It counts the ids in FILTER_BINS bins of equal width in
+ * logits. The mass of a bin is at most its count times the weight at its upper end, and at least
+ * its count times the weight at its lower end. So the target is reached at the earliest in the bin
+ * at which the sum of the upper bounds reaches it, and at the latest in the bin at which the sum of
+ * the lower bounds does. The range from the first of these bins to the second is the new one. The
+ * caller must still add up the mass above it.
+ * Returns false, and changes nothing, if the range is too wide or too narrow for bins, or if the
+ * upper bounds do not reach the target. Of 128,256 Gaussian logits the new range has 40 to 400, if
+ * no two of them are equal. */
 __device__ static bool samp_narrow_by_counts(samp_dist &dist, uint32_t *low, uint32_t *high,
                                              samp_mass target) {
     constexpr int THREAD_BINS = FILTER_BINS / FILTER_THREADS, WARPS = FILTER_THREADS / 32;
@@ -9532,7 +9587,7 @@ __device__ static bool samp_narrow_by_counts(samp_dist &dist, uint32_t *low, uin
     const float min_logit = samp_key_to_logit(*low), max_logit = samp_key_to_logit(*high),
                 width = max_logit - min_logit;
     if (!(width > 1e-30f && width < 1e30f && width * dist.scale < 64)) return false;
-    uint32_t *bins = (uint32_t *)dist.candidates; /* nothing is gathered */
+    uint32_t *bins = (uint32_t *)dist.candidates; /* no ids are gathered yet */
     const samp_bin_map map = {0, 0, FILTER_BINS - 1, max_logit, FILTER_BINS / width};
     for (int i = thread; i < FILTER_BINS; i += FILTER_THREADS) bins[i] = 0;
     if (thread == 0) upper_bin = lower_bin = FILTER_BINS;
@@ -9541,18 +9596,19 @@ __device__ static bool samp_narrow_by_counts(samp_dist &dist, uint32_t *low, uin
         if (logit >= min_logit) atomicAdd(&bins[samp_width_bin(map, logit)], 1u);
     });
     __syncthreads();
-    /* Rounding comes to less than 2^-15: a part's end is known to 2^-10 parts, of 64 / FILTER_BINS in log2 at most, weights to
-     * 2^-17, a sum to 2^-18. */
+    /* The relative rounding error of a bound is below 2^-15: the ends of a bin are known to 2^-10
+     * of its width, which is at most 64 / FILTER_BINS = 2^-7 in log2; a weight is known to 2^-17, a
+     * sum to 2^-18. */
     const float margin = 0x1p-14f, bin_step = dist.scale / map.bins_per_logit;
     const float first_log2 = (max_logit - dist.max) * dist.scale,
                 target_sum = (float)target / SAMP_MASS_ONE;
-    float sum[2] = {0, 0}; /* at most, at least */
+    float sum[2] = {0, 0}; /* an upper bound, a lower bound */
     auto add_bin = [&](int bin, float (&to)[2]) {
         float count = (float)bins[bin], log2_weight = first_log2 - (float)bin * bin_step;
         to[0] += count * ex2(log2_weight) * (1 + margin),
             to[1] += count * ex2(log2_weight - bin_step) * (1 - margin);
     };
-    /* each lane from another bank */
+    /* Each lane begins at another bank. */
     for (int i = 0; i < THREAD_BINS; i++)
         add_bin(thread * THREAD_BINS + (i + thread) % THREAD_BINS, sum);
     float sum_before[2];
@@ -9591,8 +9647,14 @@ __device__ static bool samp_narrow_by_counts(samp_dist &dist, uint32_t *low, uin
     return true;
 }
 
-/* From the highest logit down to `floor`, adds up 1 for each kept id (by_count) or its weight; returns the logit at which the sum
- * reaches `want` (the lowest of them if it never does), *over: the sum before the first id of that logit. */
+/* Adds up the kept ids from the highest logit down to min_logit, each as 1 (by_count) or as its
+ * weight. Returns the logit at which the sum reaches the target, or the lowest of these logits if
+ * it never does; *sum_above is the sum of the ids with higher logits.
+ *
+ * As soon as the range fits into shared memory, it is gathered: then samp_rank_small ends the
+ * search if each thread has at most one candidate, else samp_narrow goes on over the candidates.
+ * Before that, one sweep over the listed blocks narrows the range by counts (if by weight and all
+ * ids of the range are kept), and further sweeps narrow it by samp_narrow. */
 __device__ static float samp_find_threshold(samp_dist &dist, bool by_count, samp_mass target,
                                             float min_logit, samp_mass *sum_above,
                                             samp_mass *scratch) {
@@ -9619,13 +9681,14 @@ __device__ static float samp_find_threshold(samp_dist &dist, bool by_count, samp
             });
         });
     }
-    /* all of that logit are there for samp_nth_tied, or their blocks listed */
+    /* so that samp_nth_tied finds all ids with that logit gathered, or their blocks listed */
     samp_gather(dist, low, high);
     return samp_key_to_logit(low);
 }
 
-/* The *n-th id, counted from 1, among those with logit `at`, which samp_find_threshold has found; INT_MAX if there are not more than *n,
- * which becomes their number. */
+/* Returns the *nth-th id, counted from 1, of the ids with logit min_logit, which
+ * samp_find_threshold has returned. If there are not more than *nth of them, returns INT_MAX and
+ * sets *nth to their number. The keys of the search are ~id: the lowest id comes first. */
 __device__ static int samp_nth_tied(const samp_dist &dist, float min_logit, samp_mass *nth,
                                     samp_mass *scratch) {
     samp_mass count = 0, sum_above = 0;
@@ -9640,7 +9703,8 @@ __device__ static int samp_nth_tied(const samp_dist &dist, float min_logit, samp
     });
 }
 
-/* The n best ids by logit, best first, of equal ones the lowest first. -inf counts too. */
+/* Finds the n_top best ids by logit, best first; of equal logits the lowest id comes first. -inf is
+ * a logit like any other. The raw log-sum-exp is dist.max + log_sum. */
 __device__ static void samp_top_logprobs(samp_dist dist, int n_top, float log_sum, samp_top *top,
                                          samp_mass *scratch) {
     __shared__ float top_logits[TOKA_MAX_LOGPROBS];
@@ -9658,7 +9722,7 @@ __device__ static void samp_top_logprobs(samp_dist dist, int n_top, float log_su
     __syncthreads();
     samp_for_each(dist, [&](float logit, int id) {
         if (!samp_is_kept(dist, logit, id)) return;
-        int i = atomicAdd(&n_found, 1); /* n of them, in any order */
+        int i = atomicAdd(&n_found, 1); /* n_top ids, in any order */
         top_logits[i] = logit, top_ids[i] = id;
     });
     __syncthreads();
@@ -9673,7 +9737,7 @@ __device__ static void samp_top_logprobs(samp_dist dist, int n_top, float log_su
     __syncthreads();
 }
 
-/* Where id stands among all ids: 1 is the best. The order is that of samp_top_logprobs. */
+/* Returns the rank of an id among all ids, in the order of samp_top_logprobs; 1 is the best. */
 __device__ static int samp_rank(samp_dist dist, int id, samp_mass *scratch) {
     const float id_logit = samp_clean(dist.x[id]);
     samp_mass before = 0;
@@ -9684,15 +9748,18 @@ __device__ static int samp_rank(samp_dist dist, int id, samp_mass *scratch) {
     return 1 + (int)samp_cta_sum(before, scratch);
 }
 
-/* Bias, lists and penalties tell of each block in which they change logits: touched[block]. */
+/* The next functions set touched[block] for each block in which they change logits. For a list of
+ * allowed ids, samp_adjust marks all blocks. */
 
-/* logit_bias; an id named twice gets both, in the list's order. One warp, 32 entries at a time. */
+/* logit_bias. An id that is named twice gets both values, in the order of the list. Runs in one
+ * warp, 32 entries at a time. */
 __device__ static void samp_apply_bias(const samp_filter &filter, float *logits, int *touched) {
     int lane = (int)threadIdx.x;
     for (int first = 0; first < filter.n_bias; first += 32) {
         int i = first + lane, id = i < filter.n_bias ? filter.bias_ids[i] : -1 - lane;
         unsigned same_id = __match_any_sync(~0u, id);
-        if (id >= 0 && (same_id & ((1u << lane) - 1)) == 0) { /* the first of them does all */
+        /* the first lane with this id adds all its values */
+        if (id >= 0 && (same_id & ((1u << lane) - 1)) == 0) {
             float logit = samp_clean(logits[id]);
             for (unsigned remaining = same_id; remaining; remaining &= remaining - 1)
                 logit = samp_clean(
@@ -9704,7 +9771,8 @@ __device__ static void samp_apply_bias(const samp_filter &filter, float *logits,
     }
 }
 
-/* Everything but allowed ids becomes -inf. bits: [FILTER_ID_RANGE], a bit per id. */
+/* Sets the logits of all ids but the allowed ids to -inf. bits: [FILTER_ID_RANGE] in shared memory,
+ * one bit for each id of a range. */
 __device__ static void samp_apply_allowed(const samp_filter &filter, float *logits, int V,
                                           uint32_t *bits) {
     for (int first_id = 0; first_id < V; first_id += 32 * FILTER_ID_RANGE) {
@@ -9722,7 +9790,8 @@ __device__ static void samp_apply_allowed(const samp_filter &filter, float *logi
     }
 }
 
-/* The penalties of an id that the history has, `count` times in the output. */
+/* Applies the penalties to the logit of an id that is in the history, `count` times in the
+ * output. */
 __device__ static void samp_penalize(const samp_filter &filter, float *logits, int id,
                                      uint32_t count, int *touched) {
     float logit = samp_clean(logits[id]);
@@ -9732,8 +9801,9 @@ __device__ static void samp_penalize(const samp_filter &filter, float *logits, i
     logits[id] = samp_clean(logit), touched[id / SAMP_BLOCK] = 1;
 }
 
-/* Penalties, once for each id of a history of up to FILTER_ID_RANGE / 4 ids, by a hash table of twice as many: id + 1, 0 where there
- * is none, then counts. */
+/* Applies the penalties once to each id of a history of up to FILTER_ID_RANGE / 4 ids. table: in
+ * shared memory, a hash table with n_entries entries, at least twice the length of the history.
+ * First [n_entries] id + 1, or 0 if the entry is empty, then [n_entries] counts in the output. */
 __device__ static void samp_hash_penalties(const samp_filter &filter, float *logits, int V,
                                            uint32_t *table, int *touched) {
     const uint32_t shift = __clz(2 * filter.n_history - 1), n_entries = 1u << (32 - shift);
@@ -9753,7 +9823,9 @@ __device__ static void samp_hash_penalties(const samp_filter &filter, float *log
     __syncthreads();
 }
 
-/* The same for any history: counts of a window of the vocabulary at a time. Bit 31: the id is there. */
+/* The same for a history of any length, for one range of ids at a time. counts: [FILTER_ID_RANGE]
+ * in shared memory, occurrences in the output; bit 31 is set if the id is in the history. Cost:
+ * n_history * V / FILTER_ID_RANGE. */
 __device__ static void samp_apply_penalties(const samp_filter &filter, float *logits, int V,
                                             uint32_t *counts, int *touched) {
     for (int first_id = 0; first_id < V; first_id += FILTER_ID_RANGE) {
@@ -9774,7 +9846,8 @@ __device__ static void samp_apply_penalties(const samp_filter &filter, float *lo
     }
 }
 
-/* The maxima of blocks that were touched anew, and the row's; their sums too, if wanted. A warp takes SWEEP blocks at a time. */
+/* Recomputes the maxima of the touched blocks, with_sums also their sums, and the maximum of the
+ * row. A warp reads BLOCKS blocks at a time. */
 __device__ static void samp_update_blocks(samp_dist &dist, const int *touched, bool with_sums,
                                           samp_mass *scratch) {
     const int BLOCKS = 4, n_warps = FILTER_THREADS / 32;
@@ -9826,7 +9899,8 @@ __device__ static void samp_update_blocks(samp_dist &dist, const int *touched, b
     dist.max = block_reduce(row_max, (float *)scratch, op_max{});
 }
 
-/* Step 2 of chapter 18. sums: see samp_update_blocks. */
+/* Step 2 of chapter 18 of toka.c. with_sums: see samp_update_blocks. workspace:
+ * [FILTER_ID_RANGE]. */
 __device__ static void samp_adjust(samp_dist &dist, const samp_filter &filter, float *logits,
                                    bool with_sums, uint32_t *workspace, samp_mass *scratch) {
     int *touched = dist.blocks;
@@ -9848,13 +9922,14 @@ __device__ static void samp_adjust(samp_dist &dist, const samp_filter &filter, f
     samp_update_blocks(dist, touched, with_sums, scratch);
 }
 
-/* Logits more than `drop` (<= 0) below the best go. */
+/* Removes the ids whose logits are more than -drop below the highest logit; drop <= 0. A limit
+ * below the threshold changes nothing. */
 __device__ static void samp_min_p(samp_dist &dist, double drop) {
     float min_logit = __double2float_ru(fmax((double)dist.max + drop, -(double)FLT_MAX));
     if (min_logit > dist.min_logit) dist.min_logit = min_logit, dist.last_tied = INT_MAX;
 }
 
-/* The weights of all ids together, from the blocks' sums. */
+/* Returns the mass of all ids, from the sums of the blocks. */
 __device__ static samp_mass samp_total_mass(const samp_dist &dist, samp_mass *scratch) {
     samp_mass sum = 0;
     for (int block = (int)threadIdx.x; block < dist.n_blocks; block += FILTER_THREADS)
@@ -9865,7 +9940,7 @@ __device__ static samp_mass samp_total_mass(const samp_dist &dist, samp_mass *sc
     return samp_cta_sum(sum, scratch);
 }
 
-/* The same of what is kept, of which all is gathered, or its blocks are listed. */
+/* Returns the mass of the kept ids. All of them must be gathered, or their blocks listed. */
 __device__ static samp_mass samp_kept_mass(const samp_dist &dist, samp_mass *scratch) {
     samp_mass sum = 0;
     samp_for_each(dist, [&](float logit, int id) {
@@ -9874,9 +9949,11 @@ __device__ static samp_mass samp_kept_mass(const samp_dist &dist, samp_mass *scr
     return samp_cta_sum(sum, scratch);
 }
 
-/* A logit that the one at which the sum of weights reaches `want` does not lie below: usually few ids have that much together, so
- * the best 32 or 256 blocks tell already. Where 32 have less than a 16th of it, eight times as many rarely have enough
- * either, and are not tried. */
+/* Returns a lower bound of the logit at which the sum of weights reaches the target, or
+ * dist.min_logit if none is found. Usually few ids have that much mass together, so the k-th
+ * highest block maximum is such a bound, with k = 32 or 256. If the ids above the 32nd maximum have
+ * less than a 16th of the target, the ids above the 256th rarely reach it either, and are not
+ * tried. */
 __device__ static float samp_top_p_bound(samp_dist &dist, samp_mass target, samp_mass *scratch) {
     for (int k = 32; k < dist.n_blocks && !samp_has_all_kept(dist); k *= 8) {
         float bound = samp_kth_bound(dist, k, scratch);
@@ -9890,9 +9967,11 @@ __device__ static float samp_top_p_bound(samp_dist &dist, samp_mass target, samp
     return dist.min_logit;
 }
 
-/* Keeps an id if those before it, from the highest down, have less than p of the mass. A weight of at most 1/V of the mass that
- * may be dropped is dropped ahead of the search: even V of them are not too much, and few ids remain. total: mass of what is kept
- * so far; returns that of what stays. */
+/* Keeps an id if the ids before it, from the highest logit down, have less than top_p of
+ * total_mass, the mass of the ids kept so far. Returns the mass of the ids that stay.
+ * The removed ids may have at most (1 - top_p) * total_mass. If no better bound is known,
+ * samp_min_p first removes all ids with less than 1/V of that: even V such ids together are not too
+ * much. The search has few ids left. */
 __device__ static samp_mass samp_top_p(samp_dist &dist, const samp_filter &filter,
                                        samp_mass total_mass, samp_mass *scratch) {
     samp_mass sum_above, target = (samp_mass)ceil((double)filter.top_p * (double)total_mass);
@@ -9911,7 +9990,8 @@ __device__ static samp_mass samp_top_p(samp_dist &dist, const samp_filter &filte
     return sum_above + n_tied * tied_mass;
 }
 
-/* Step 4 of chapter 18. Returns the mass of what is kept, 0 if that is not known. sum: of the row's weights, 0: not known. */
+/* Step 4 of chapter 18 of toka.c. sum: the sum of the weights of all ids, 0 if it is not known.
+ * Returns the mass of the kept ids, 0 if it is not known. */
 __device__ static samp_mass samp_truncate(samp_dist &dist, const samp_filter &filter, float sum,
                                           samp_mass *scratch) {
     const bool has_cut = filter.top_k > 0 || filter.min_p_drop > -INFINITY;
