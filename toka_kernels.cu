@@ -9199,7 +9199,7 @@ __global__ static void __launch_bounds__(BARRIER_THREADS, 1)
  * - The ids that may decide are gathered in shared memory. Up to 256 candidates: each thread adds
  *   up the mass above its own one (samp_rank_small). More: a radix search (samp_narrow).
  * - If more than 8,192 ids may decide, the range of keys is narrowed first: by one sweep that
- *   counts ids in 8,192 bins (samp_narrow_by_counts), or by sweeps that each choose one of 256 bins.
+ *   counts ids in 8,192 bins (samp_narrow_by_counts), or by sweeps that each choose 1 of 256 bins.
  * - Masses are integers, so sums do not depend on the order of the threads.
  *
  * On logits like those of real models, top_p 0.9 takes 16, 22 and 47 us for 1, 64 and 512 rows of
@@ -9211,6 +9211,8 @@ __global__ static void __launch_bounds__(BARRIER_THREADS, 1)
  * candidates, all block maxima recomputed after a penalty, a draw by four lanes for each block also
  * where few blocks are kept: 1.3 to 2.7 times slower on rows like those of real models.
  * =========================================================================== */
+
+/* ---- A row as a distribution ---- */
 
 typedef unsigned long long samp_mass; /* a sum of weights in fixed point, or a count of ids */
 
@@ -9254,6 +9256,8 @@ __device__ static samp_mass samp_cta_sum(samp_mass x, samp_mass *scratch) {
     __syncthreads();
     return sum;
 }
+
+/* ---- Sweeps over listed blocks, and candidates ---- */
 
 /* Calls each(quads, ids) for all ids of the listed blocks, SAMP_AT_ONCE quads at a time. A quad is
  * four consecutive logits, cleaned; ids[k] is the id of the first logit of quads[k], and may be V
@@ -9306,9 +9310,9 @@ template <class F> __device__ static inline void samp_for_each(const samp_dist &
 
 /* Lists those of the blocks block_of(0) .. block_of(n_blocks - 1) for which wanted(block) is true.
  * block_of must rise with its argument. It may read the old list, dist.blocks. */
-template <class B, class W> __device__ static inline void samp_list_blocks(samp_dist &dist,
-                                                                           int n_blocks, B block_of,
-                                                                           W wanted) {
+template <class B, class W>
+__device__ static inline void samp_list_blocks(samp_dist &dist, int n_blocks, B block_of,
+                                               W wanted) {
     __shared__ int counts[FILTER_THREADS / 32];
     int thread = (int)threadIdx.x, lane = thread % 32, n_listed = 0;
     for (int first = 0; first < n_blocks; first += FILTER_THREADS) {
@@ -9345,9 +9349,9 @@ __device__ static inline bool samp_has_gathered(const samp_dist &dist, uint32_t 
  * blocks. Returns false if there are more than FILTER_CANDIDATES of them: then nothing is gathered,
  * and a warp stops reading as soon as it sees it. With visit_above, they must not be gathered yet;
  * no warp stops early, and each(logit) is called for all logits above the range, kept or not. */
-template <class F> __device__ static inline bool samp_gather_range(samp_dist &dist, uint32_t low,
-                                                                   uint32_t high, bool visit_above,
-                                                                   F each) {
+template <class F>
+__device__ static inline bool samp_gather_range(samp_dist &dist, uint32_t low, uint32_t high,
+                                                bool visit_above, F each) {
     __shared__ int n_gathered;
     int lane = (int)threadIdx.x % 32;
     if (!visit_above && samp_has_gathered(dist, low, high)) return true;
@@ -9408,13 +9412,15 @@ __device__ static inline bool samp_has_all_kept(const samp_dist &dist) {
     return samp_has_gathered(dist, samp_logit_to_key(dist.min_logit), samp_logit_to_key(dist.max));
 }
 
+/* ---- Searches for a threshold ---- */
+
 /* Divides a range of keys into bins 0 .. last_bin; bin 0 has the highest keys. The bins have either
  * equally many keys, or equal widths in logits. */
 typedef struct samp_bin_map {
     uint32_t low_key;    /* lowest key of the range; used by bins of equally many keys */
     int shift, last_bin; /* such a bin has 2^shift keys */
     float max_logit,     /* highest logit of the range; used by bins of equal widths */
-        bins_per_logit;  /* > 0: equal widths, so many bins for a width of 1; 0: equally many keys */
+        bins_per_logit;  /* > 0: equal widths, bins per unit of logit; 0: equally many keys */
 } samp_bin_map;
 __device__ static inline uint32_t samp_width_bin(const samp_bin_map &map, float x) {
     return (uint32_t)fminf(__fmul_rn(__fsub_rn(map.max_logit, x), map.bins_per_logit),
@@ -9444,10 +9450,10 @@ __device__ static inline uint32_t samp_bin_low_key(const samp_bin_map &map, uint
  * by_width: the bins have equal widths in logits, if the range is finite. Keys are dense near 0 and
  * at low powers of two. With bins of equally many keys, most ids of a row would fall into three or
  * four bins, and their atomic additions would wait for each other. */
-template <class F> __device__ static inline void samp_narrow(uint32_t *low, uint32_t *high,
-                                                             samp_mass target, samp_mass *sum_above,
-                                                             samp_mass *scratch, bool by_width,
-                                                             F each) {
+template <class F>
+__device__ static inline void samp_narrow(uint32_t *low, uint32_t *high, samp_mass target,
+                                          samp_mass *sum_above, samp_mass *scratch, bool by_width,
+                                          F each) {
     /* each adds 12 bits of the masses, so that no sum of 2^18 ids overflows; bin 0: highest keys */
     __shared__ uint32_t bins[4][FILTER_THREADS];
     __shared__ int found;
@@ -9489,7 +9495,7 @@ template <class F> __device__ static inline void samp_narrow(uint32_t *low, uint
         found = (int)thread, found_above = prefix_mass - bin_mass;
     if (is_last && prefix_mass < target) found = -2;
     __syncthreads();
-    /* The target is not reached: take the lowest bin with mass, where the sum becomes that of all. */
+    /* The target is not reached: take the lowest bin with mass, the first with the sum of all. */
     if (found == -2) {
         if (is_last) scratch[0] = prefix_mass;
         __syncthreads();
@@ -9695,13 +9701,15 @@ __device__ static int samp_nth_tied(const samp_dist &dist, float min_logit, samp
     samp_for_each(dist, [&](float logit, int) { count += logit == min_logit; });
     count = samp_cta_sum(count, scratch);
     if (count <= *nth) return *nth = count, INT_MAX;
-    return (
-        int)~samp_find_key(~(uint32_t)(dist.V - 1), ~0u, *nth, &sum_above, scratch, [&](auto add) {
-        samp_for_each(dist, [&](float logit, int id) {
-            if (logit == min_logit) add(~(uint32_t)id, 1);
+    return (int)~samp_find_key(
+        ~(uint32_t)(dist.V - 1), ~0u, *nth, &sum_above, scratch, [&](auto add) {
+            samp_for_each(dist, [&](float logit, int id) {
+                if (logit == min_logit) add(~(uint32_t)id, 1);
+            });
         });
-    });
 }
+
+/* ---- Top log-probabilities and ranks ---- */
 
 /* Finds the n_top best ids by logit, best first; of equal logits the lowest id comes first. -inf is
  * a logit like any other. The raw log-sum-exp is dist.max + log_sum. */
@@ -9747,6 +9755,8 @@ __device__ static int samp_rank(samp_dist dist, int id, samp_mass *scratch) {
     });
     return 1 + (int)samp_cta_sum(before, scratch);
 }
+
+/* ---- Step 2: bias, masks, penalties ---- */
 
 /* The next functions set touched[block] for each block in which they change logits. For a list of
  * allowed ids, samp_adjust marks all blocks. */
@@ -9922,6 +9932,8 @@ __device__ static void samp_adjust(samp_dist &dist, const samp_filter &filter, f
     samp_update_blocks(dist, touched, with_sums, scratch);
 }
 
+/* ---- Step 4: top-k, top-p, min-p ---- */
+
 /* Removes the ids whose logits are more than -drop below the highest logit; drop <= 0. A limit
  * below the threshold changes nothing. */
 __device__ static void samp_min_p(samp_dist &dist, double drop) {
@@ -10014,7 +10026,9 @@ __device__ static samp_mass samp_truncate(samp_dist &dist, const samp_filter &fi
     return mass;
 }
 
-/* the one that lane ^ lanes has */
+/* ---- Step 5: the draw ---- */
+
+/* Returns the partial of lane (lane ^ lane_mask). */
 __device__ static inline samp_partial samp_partial_shuffle(const samp_partial &partial,
                                                            int lane_mask) {
     samp_partial other;
@@ -10027,8 +10041,8 @@ __device__ static inline samp_partial samp_partial_shuffle(const samp_partial &p
     return other;
 }
 
-/* A part of each of the first n threads, at most 64, to one for all, in the order of samp_reduce_kernel. all: [n], a power of
- * two, in shared memory. */
+/* Merges the partials of the first n_partials threads, a power of two up to 64, in the order of
+ * samp_reduce_kernel. All threads get the result. shared: [n_partials] in shared memory. */
 __device__ static samp_partial samp_merge_cta(samp_partial partial, const samp_params &params,
                                               samp_partial *shared, int n_partials) {
     int thread = (int)threadIdx.x;
@@ -10046,9 +10060,11 @@ __device__ static samp_partial samp_merge_cta(samp_partial partial, const samp_p
     return shared[0];
 }
 
-/* The part of a block that a warp has, and in all its lanes: as samp_make_partial, to the bit, but lane 4s + g has the s-th eight ids of
- * group g, so that v is short and so is the code; no raw sums; logits are clean. A row has few blocks, and what counts is how long
- * one takes. id0: of the group. */
+/* Returns the partial of a block, in all lanes of the warp that computes it: bitwise that of
+ * samp_make_partial, but without raw sums. Lane 4 * octet + g has one octet of group g, where a
+ * thread of samp_make_partial has all 64 ids of a group. So the array of logits is short, and so is
+ * the code: a row has few such blocks, and the latency of one block counts. The logits must be
+ * clean. id0: first id of the lane's group. */
 __device__ static samp_partial samp_warp_partial(float (&logits)[8], const samp_params &params,
                                                  uint32_t noise, int id0) {
     const int group_index = (int)threadIdx.x % 4;
@@ -10111,11 +10127,12 @@ __device__ static samp_partial samp_warp_partial(float (&logits)[8], const samp_
     return state.partial;
 }
 
-/* What the listed blocks come to, without what is cut and without raw sums: those are known. A warp takes each in turn. */
+/* Returns the merged partials of the listed blocks. Logits of ids that are not kept count as -inf.
+ * Raw sums are left out, as they are known already. A warp takes one block at a time. */
 __device__ static samp_partial samp_draw_blocks(const samp_dist &dist, const samp_params &params,
                                                 samp_partial *shared) {
     const int warp = (int)threadIdx.x / 32, n_warps = FILTER_THREADS / 32;
-    /* of the lane's ids in a block */
+    /* the lane's group, and the first of its ids in a block */
     const int group = (int)threadIdx.x % 4, first_id = (int)threadIdx.x % 32 / 4 * 32 + 2 * group;
     samp_partial partial = samp_empty_partial();
     float2 next[4];
@@ -10150,10 +10167,14 @@ __device__ static samp_partial samp_draw_blocks(const samp_dist &dist, const sam
                           n_warps);
 }
 
-/* Step 5 over the listed blocks. Where they are many, a block's key is bounded by its sum before the cut, sum_of(block), and the
- * highest of its four groups' noise. Each warp makes the block with the highest bound of an eighth of them, then come those whose
- * bound is not below the highest of these eight keys: a handful, for a bound is too high by two bits, since a group has but a
- * fourth of the sum, and by what the cut takes. The result's sum is then of these few alone. */
+/* Step 5 over the listed blocks. With use_bounds, most of them are skipped: an upper bound of
+ * a block's Gumbel key is computed from its sum before the threshold, block_sum(block), and the
+ * highest noise of its four groups. First, each of the 8 warps evaluates the block with the highest bound
+ * among an eighth of the listed blocks. Then only the blocks are evaluated whose bound is not below
+ * the highest Gumbel key of these 8 blocks: a handful. Bounds are not tight: a group has about a
+ * fourth of its block's sum, so a bound is too high by about 2 in log2, and by the mass that the
+ * threshold removes. The sum in the result is that of the evaluated blocks only; the caller
+ * replaces it. */
 template <class S>
 __device__ static inline samp_partial samp_draw(samp_dist &dist, const samp_params &params,
                                                 bool use_bounds, samp_partial *shared,
@@ -10167,7 +10188,7 @@ __device__ static inline samp_partial samp_draw(samp_dist &dist, const samp_para
         int best_block = 0;
         for (int i = lane * WARPS + thread / 32; i < n_blocks; i += FILTER_THREADS) {
             const int block = blocks[i];
-            uint32_t counter[4]; /* by one call of Philox */
+            uint32_t counter[4]; /* these four calls compile to one call of Philox */
 #pragma unroll
             for (int group = 0; group < 4; group++)
                 counter[group] = samp_noise(params, block, group);
@@ -10200,7 +10221,8 @@ __device__ static inline samp_partial samp_draw(samp_dist &dist, const samp_para
     }
 }
 
-/* The raw logit at the picked id from the adjusted one, less the raw log-sum-exp: samp_unadjust of toka.c. */
+/* Returns the raw log-probability of the sampled id from its adjusted logit: undoes the
+ * adjustments, as samp_unadjust of toka.c does, and subtracts the raw log-sum-exp. */
 __device__ static float samp_unadjust(const samp_filter &filter, int id, double logit,
                                       float raw_max, float raw_log_sum, int *scratch) {
     int seen = 0, count = 0;
@@ -10218,27 +10240,31 @@ __device__ static float samp_unadjust(const samp_filter &filter, int id, double 
     return logit == -INFINITY ? -INFINITY : (float)(logit - raw_max - raw_log_sum);
 }
 
-typedef struct samp_filter_args { /* rows 0 .. n-1 of a launch */
-    const samp_params *params;
-    const samp_filter *filters;
-    float *logits;
-    const samp_partial *partials;
+/* ---- The kernel: see the head of this chapter ---- */
+
+typedef struct samp_filter_args { /* of a launch with n rows */
+    const samp_params *params;    /* [n] */
+    const samp_filter *filters;   /* [n] */
+    float *logits;                /* [n][ld_logits] raw; adjusted in place */
+    const samp_partial *partials; /* [n_blocks][ld_partials] */
     int ld_logits, ld_partials, V, n_blocks;
-    uint32_t *best_keys;
-    samp_top *tops;
-    samp_result *results;
-    int *last_tokens;
+    uint32_t *best_keys;          /* [n] set to 0 */
+    samp_top *tops;               /* of the step; a row's index is filter.top_index */
+    samp_result *results;         /* [n] */
+    int *last_tokens;             /* [n_seqs] */
 } samp_filter_args;
 
+/* Dynamic shared memory of samp_filter_kernel. */
 static size_t samp_filter_smem(int n_blocks) {
     return FILTER_ID_RANGE * sizeof(uint32_t) + (size_t)n_blocks * 3 * sizeof(float);
 }
 
-/* Blocks on a multiprocessor: shared memory of other cards has room for one of 128,256 ids; older toolkits spill with two. */
+/* CTAs on an SM. On cards other than Hopper, shared memory has room for only one with V 128,256;
+ * toolkits before 12.8 spill registers with two. */
 enum { FILTER_CTAS_PER_SM = HOPPER && NVCC_VERSION >= 1208 ? 2 : 1 };
 __global__ static void __launch_bounds__(FILTER_THREADS, FILTER_CTAS_PER_SM)
     samp_filter_kernel(const __grid_constant__ samp_filter_args args) {
-    /* [FILTER_ID_RANGE] counts, bits, gathered ids; 3 x [n_blocks] */
+    /* [FILTER_ID_RANGE] words: counts, bits or candidates; then three arrays of [n_blocks] */
     extern __shared__ __align__(16) uint32_t workspace[];
     __shared__ samp_partial partials[FILTER_THREADS];
     __shared__ samp_mass scratch[33];
@@ -10260,25 +10286,12 @@ __global__ static void __launch_bounds__(FILTER_THREADS, FILTER_CTAS_PER_SM)
     if (threadIdx.x < SAMP_MERGE_THREADS)
         partial = samp_merge_strided(params, args.partials + blockIdx.x, args.ld_partials,
                                      args.n_blocks, (int)threadIdx.x, block_maxes);
-    /* as samp_reduce_kernel does, to the bit */
+    /* bitwise as samp_reduce_kernel does */
     partial = samp_merge_cta(partial, params, partials, SAMP_MERGE_THREADS);
     float raw_max = partial.max, raw_log_sum = logf(partial.raw_sum);
-    samp_dist dist = {logits,
-                      block_maxes,
-                      block_sums,
-                      (int *)(block_sums + args.n_blocks),
-                      (float *)workspace,
-                      (int *)workspace + FILTER_CANDIDATES,
-                      args.V,
-                      args.n_blocks,
-                      0,
-                      -1,
-                      0,
-                      0,
-                      partial.max,
-                      samp_scale(params),
-                      -INFINITY,
-                      -1};
+    samp_dist dist = {logits, block_maxes, block_sums, (int *)(block_sums + args.n_blocks),
+                      (float *)workspace, (int *)workspace + FILTER_CANDIDATES, args.V,
+                      args.n_blocks, 0, -1, 0, 0, partial.max, samp_scale(params), -INFINITY, -1};
     if (filter.n_top)
         samp_top_logprobs(dist, filter.n_top, raw_log_sum, args.tops + filter.top_index, scratch);
     const int rank = filter.ranked ? samp_rank(dist, params.forced_id, scratch) : 0;
@@ -10287,7 +10300,7 @@ __global__ static void __launch_bounds__(FILTER_THREADS, FILTER_CTAS_PER_SM)
     bool is_drawn = params.forced_id < 0 && params.scale > 0,
          has_cut = is_drawn &&
                    (filter.top_k > 0 || filter.top_p < 1 || filter.min_p_drop > -INFINITY);
-    /* of top-k only bounds of keys are made, if anything */
+    /* With top-k, block sums would serve as bounds in samp_draw only, and are not recomputed. */
     const bool with_sums = adjusted && is_drawn && !filter.top_k;
     const samp_partial *row_partials = args.partials + blockIdx.x;
     for (int block = (int)threadIdx.x; block < args.n_blocks && with_sums; block += FILTER_THREADS)
@@ -10297,7 +10310,8 @@ __global__ static void __launch_bounds__(FILTER_THREADS, FILTER_CTAS_PER_SM)
     else if ((has_cut || adjusted) && dist.max > -INFINITY) {
         samp_mass mass = 0;
         if (is_drawn) mass = samp_truncate(dist, filter, adjusted ? 0 : partial.sum, scratch);
-        else dist.min_logit = dist.max, dist.last_tied = INT_MAX; /* the best alone counts */
+        else /* greedy: only the best logit is kept */
+            dist.min_logit = dist.max, dist.last_tied = INT_MAX;
         samp_list_above(dist, dist.min_logit);
         const bool use_bounds = is_drawn && dist.n_listed > (mass ? FILTER_MANY_BLOCKS
                                                                   : 4 * FILTER_MANY_BLOCKS);
@@ -10306,7 +10320,7 @@ __global__ static void __launch_bounds__(FILTER_THREADS, FILTER_CTAS_PER_SM)
             mass = samp_kept_mass(dist, scratch);
         }
         partial = samp_draw(dist, params, use_bounds, partials, [&](int block) {
-            /* no sum is above */
+            /* without sums: a weight is at most 1, so a sum is at most SAMP_BLOCK */
             return !adjusted   ? row_partials[(size_t)block * args.ld_partials].sum
                    : with_sums ? block_sums[block]
                                : (float)SAMP_BLOCK;
@@ -10315,7 +10329,7 @@ __global__ static void __launch_bounds__(FILTER_THREADS, FILTER_CTAS_PER_SM)
     }
     samp_result result = samp_make_result(params, partial, raw_max, raw_log_sum,
                                           filter.fallback_id);
-    /* a broken group's logits can lead anywhere */
+    /* After a failed barrier between ranks the logits may be garbage: check the id. */
     if (adjusted && params.forced_id == SAMP_DRAW && (unsigned)result.id < (unsigned)args.V)
         result.logprob = samp_unadjust(filter, result.id, samp_clean(logits[result.id]), raw_max,
                                        raw_log_sum, (int *)scratch);
@@ -10327,11 +10341,16 @@ __global__ static void __launch_bounds__(FILTER_THREADS, FILTER_CTAS_PER_SM)
 
 /* ---- The plan of a step ---- */
 
-enum { SAMP_LOGITS_BYTES = 320 << 20, SAMP_LIST_BYTES = 16 << 20, SAMP_PARTIAL_ROWS = 4096,
-       SAMP_GRAPH_LIST_BYTES = 4 << 20 /* of filters and lists of a step that is a graph */ };
+enum {
+    SAMP_LOGITS_BYTES = 320 << 20,  /* of stored logits; SAMP_STORED_MAX rows are stored anyway */
+    SAMP_LIST_BYTES = 16 << 20,     /* of lists in list_upload, and the longest lists of a row */
+    SAMP_PARTIAL_ROWS = 4096,       /* rows whose partials are held; more if chunk_rows is more */
+    SAMP_GRAPH_LIST_BYTES = 4 << 20 /* of filters and lists of a step that runs as a graph */
+};
 static_assert(SAMP_PARTIAL_ROWS * sizeof(samp_partial) <= SAMP_RECV_BYTES, "as chapter 10 has it");
 static_assert((int)SAMP_BLOCK == (int)TOKA_ID_BLOCK, "as the ranks' parts have it");
 
+/* Bytes of the step's upload buffer that sampling needs, at most. */
 static size_t samp_upload_bytes(const toka_device *dev) {
     return (size_t)dev->options.max_samples * (sizeof(samp_params) + sizeof(int)) + 32 +
            SAMP_GRAPH_LIST_BYTES;
@@ -10344,7 +10363,7 @@ static void *samp_alloc_pinned(toka_device *dev, size_t bytes, const char *what)
     return memory;
 }
 
-/* No row has reached any key. */
+/* Sets the best Gumbel key of each row to 0: no block has been evaluated yet. */
 static void samp_reset_best_keys(toka_device *dev) {
     samp_plan *plan = dev->samp;
     latch_error(dev,
@@ -10353,7 +10372,8 @@ static void samp_reset_best_keys(toka_device *dev) {
                 "keys of sampling");
 }
 
-/* Takes all memory of this chapter; failures are latched. Needs options, shape and n_sms. */
+/* Allocates the plan and all memory of sampling (chapters 11 and 12). Failures are latched. The
+ * options, the shape and `hopper` of the device must be set, with tensor ranks also the group. */
 static void samp_open(toka_device *dev) {
     samp_plan *plan = (samp_plan *)calloc(1, sizeof *plan);
     size_t max_samples = (size_t)dev->options.max_samples, V = (size_t)dev->shape->V_all;
@@ -10366,13 +10386,14 @@ static void samp_open(toka_device *dev) {
     plan->ld_own = plan->own_blocks * SAMP_BLOCK;
     plan->ranks_own_blocks = !has_ranks || dev->shape->V_all >= tp_size(dev) * SAMP_BLOCK;
     size_t fitting_rows = SAMP_LOGITS_BYTES / ((size_t)plan->ld_logits * sizeof(float));
-    /* whole tiles */
+    /* Above 256 rows, a multiple of 256: whole tiles. */
     plan->chunk_rows = (int)(fitting_rows < SAMP_STORED_MAX ? SAMP_STORED_MAX
                              : fitting_rows > max_samples   ? max_samples
                              : fitting_rows > 256           ? fitting_rows & ~(size_t)255
                                                             : fitting_rows);
     plan->partial_rows = (int)(max_samples < SAMP_PARTIAL_ROWS ? max_samples : SAMP_PARTIAL_ROWS);
-    const int max_rows = has_ranks ? SAMP_PARTIAL_ROWS : 32768; /* of blockIdx.y there are 65,535 */
+    /* a grid has at most 65,535 CTAs in dimension y */
+    const int max_rows = has_ranks ? SAMP_PARTIAL_ROWS : 32768;
     if (plan->chunk_rows > max_rows) plan->chunk_rows = max_rows;
     if (plan->partial_rows < plan->chunk_rows) plan->partial_rows = plan->chunk_rows;
     plan->logits = (float *)dev_alloc(
@@ -10413,7 +10434,8 @@ static void samp_open(toka_device *dev) {
                     cudaFuncSetAttribute(head->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                          head->smem_bytes),
                     "LM head");
-    const size_t row_list_bytes = 4 * ((size_t)dev->shape->max_len + 4 * V); /* lists of a row */
+    /* the longest lists of one row */
+    const size_t row_list_bytes = 4 * ((size_t)dev->shape->max_len + 4 * V);
     upload_open(dev, &plan->list_upload,
                 max_samples * sizeof(samp_filter) + SAMP_LIST_BYTES + row_list_bytes + 64, false);
 }
@@ -10435,6 +10457,7 @@ static bool samp_has_penalties(const toka_sampling *sampling) {
     return sampling->repetition_penalty != 1 || sampling->frequency_penalty != 0 ||
            sampling->presence_penalty != 0;
 }
+/* Returns whether a row is filtered, by the definition of chapter 11. */
 static bool samp_is_filtered(const toka_sample_row *row, int V) {
     const toka_sampling *sampling = row->sampling;
     if (!sampling) return false;
@@ -10450,12 +10473,14 @@ static int samp_n_top(const toka_sampling *sampling, int V) {
     return max(0, min(min(sampling->logprobs, TOKA_MAX_LOGPROBS), V));
 }
 
-/* The part of the history that penalties look at. */
+/* Returns where the part of the history begins that penalties need; n_history: they need none. Only
+ * the repetition penalty needs the prompt. */
 static int samp_history_start(const toka_sample_row *row) {
     if (row->forced_id >= 0 || !samp_has_penalties(row->sampling)) return row->n_history;
     return row->sampling->repetition_penalty == 1 ? row->n_prompt : 0;
 }
 
+/* Bytes of an upload buffer that the five lists of a row need, at most. */
 static size_t samp_list_bytes(const toka_sample_row *row) {
     const toka_sampling *sampling = row->sampling;
     const size_t history = (size_t)(row->n_history - samp_history_start(row));
@@ -10464,15 +10489,16 @@ static size_t samp_list_bytes(const toka_sample_row *row) {
            5 * 16;
 }
 
-/* Is a row of the step filtered? */
+/* Returns whether any row of the step is filtered. */
 static bool samp_any_filtered(const toka_device *dev, const toka_step *step) {
     for (int i = 0; i < step->n_samples; i++)
         if (samp_is_filtered(&step->samples[i], dev->shape->V_all)) return true;
     return false;
 }
 
-/* Can the step, filled up to n rows, go as one of filtered rows all at once: in its own order, with all filters and lists in the
- * stage? Tensor ranks would exchange the logits of plain rows, too. */
+/* Returns whether the step, padded to n_rows rows, can run as one pass over filtered rows only: in
+ * the order of its samples, with all filters and lists in the step's upload buffer. With tensor
+ * ranks it cannot: they would have to exchange the logits of plain rows, too. */
 static bool samp_fits_one_pass(const toka_device *dev, const toka_step *step, int n_rows) {
     const samp_plan *plan = dev->samp;
     size_t bytes = (size_t)n_rows * sizeof(samp_filter) + 16;
@@ -10482,21 +10508,27 @@ static bool samp_fits_one_pass(const toka_device *dev, const toka_step *step, in
     return tp_size(dev) == 1 && n_rows <= plan->chunk_rows && bytes <= SAMP_GRAPH_LIST_BYTES;
 }
 
-/* Are the last kernels of such a step's graph kept, to become those of other steps? Tensor ranks end otherwise, and more rows than
- * logits are stored for go in parts. */
+/* Returns whether a step of this size has sampling nodes that are updated before each launch, if it
+ * runs as a graph (graph_sampling_role). With tensor ranks it has none: its last kernels are others.
+ * Steps with more rows than logits can be stored for run in several passes. */
 static bool samp_has_graph_nodes(const toka_device *dev, const toka_step *step) {
     return tp_size(dev) == 1 && step->n_samples <= GRAPH_MAX_ROWS &&
            step->n_samples <= dev->samp->chunk_rows;
 }
 
-/* Chooses which rows go which way and puts what all rows need into the stage, at the start of a step; filters and their lists
- * follow in samp_plan_filters or samp_launch. Plain rows come first, but where the order of a step with filtered ones is to be its
- * own: in a graph, and where a folded norm needs it. There all go as filtered ones, plain ones with a filter that asks nothing;
- * their results are the same.
+/* Decides at the start of a step which rows are handled as plain and which as filtered, and writes
+ * the parameters of all rows into the step's upload buffer. samp_plan_filters or samp_launch adds
+ * the filters and their lists.
+ * Plain rows come first. Exceptions are steps with filtered rows that need their own order: those
+ * that run as a graph, and those of up to FUSE_NORM_MAX_ROWS rows, because of the fused RMSNorm.
+ * There all rows are handled as filtered, and a plain row gets a filter that does nothing; its
+ * result is the same.
  *
- * Results of few rows are stored into the host's memory by whoever makes them, and are there when the step is done. Then nothing
- * comes between a step's last kernel and the next step: 5 us of 760 less (1B, one row, H200, 2026-11-23), 5 of 1,570 (256 rows).
- * Tensor ranks make them by a kernel of their own, which graphs do not change. */
+ * If samp_has_graph_nodes, the kernels store the results into pinned host memory. They are there
+ * when the step is done, and no copy runs between the last kernel of a step and the next step; it
+ * would take 5 us (test/results/kernel-choices.md). The memory is another one in each step, so a
+ * graph must update the kernel that stores the results. With tensor ranks that is another kernel,
+ * which graphs do not update: it stores the results on the device. */
 static void samp_plan_step(toka_device *dev, const toka_step *step) {
     samp_plan *plan = dev->samp;
     samp_host_results *host = &plan->host_results[dev->last_begun];
@@ -10542,7 +10574,8 @@ static void samp_plan_step(toka_device *dev, const toka_step *step) {
     }
 }
 
-/* Fills in the filter of one row; lists that its request shares with the row before are sent once. */
+/* Fills in the filter of one row. Lists that its request shares with the previous row are uploaded
+ * once. */
 static void samp_fill_filter(toka_device *dev, upload_buffer *upload, const toka_sample_row *row,
                              const toka_sample_row *prev_row, const samp_filter *prev_filter,
                              samp_filter *filter) {
@@ -10578,7 +10611,8 @@ static void samp_fill_filter(toka_device *dev, upload_buffer *upload, const toka
     if (filter->n_top) filter->top_index = dev->samp->host_results[dev->last_begun].n_tops++;
 }
 
-/* Filters of rows first .. of the plan, with their lists, to a stage: as many as fit, at most `most`. Returns how many. */
+/* Writes filters with their lists into an upload buffer: those of rows first, first + 1 .. of the
+ * plan, as many as fit, at most max_rows. Returns how many. */
 static int samp_fill_filters(toka_device *dev, const toka_step *step, upload_buffer *upload,
                              int first, int max_rows, samp_filter **filters) {
     const int *order = dev->samp->host_results[dev->last_begun].order;
@@ -10601,7 +10635,8 @@ static int samp_fill_filters(toka_device *dev, const toka_step *step, upload_buf
     }
     return n_filled;
 }
-/* Of a step that is a graph, all: with the rest of the step. */
+/* For a step that runs as a graph: writes the filters of all rows into the step's upload buffer.
+ * There is room: see samp_fits_one_pass. */
 static void samp_plan_filters(toka_device *dev, const toka_step *step) {
     samp_plan *plan = dev->samp;
     plan->filters = NULL;
@@ -10610,7 +10645,8 @@ static void samp_plan_filters(toka_device *dev, const toka_step *step) {
             step->n_samples)
         assert(false);
 }
-/* Of a step that is launched: sends them as samp_fill_filters has it. Returns 0 after a failure. */
+/* For a step that is launched kernel by kernel: uploads the filters that samp_fill_filters writes.
+ * Returns how many, 0 after a failure; a row whose lists alone do not fit is a failure. */
 static int samp_upload_filters(toka_device *dev, const toka_step *step, int first, int max_rows,
                                samp_filter **filters) {
     upload_buffer *upload = &dev->samp->list_upload;
@@ -10630,8 +10666,10 @@ static int samp_upload_filters(toka_device *dev, const toka_step *step, int firs
 
 /* ---- The op ---- */
 
-/* From here on, or no longer, kernels are launched that a graph has otherwise for filtered rows: the LM head, if it makes parts,
- * and the one that makes results of them. */
+/* Switches the handling of the sampling kernels whose graph nodes differ between plain and filtered
+ * steps: the LM head, if it writes partials, and the kernel that makes results of partials. on:
+ * such kernels follow. In a replay, each launch updates the next node of the graph; in a capture,
+ * it is launched and its node is recorded. Off: kernels are launched as all others. */
 static void graph_sampling_role(toka_device *dev, bool on) {
     const bool records = dev->graphs.capturing && samp_has_graph_nodes(dev, dev->step);
     dev->graphs.role = !on                    ? GRAPH_ROLE_LAUNCH
@@ -10640,8 +10678,9 @@ static void graph_sampling_role(toka_device *dev, bool on) {
                                               : GRAPH_ROLE_LAUNCH;
 }
 
-/* Parts to results: rows first .. first+n-1 of the plan, whose parts are columns 0 .. n-1; the first n_plain are plain, the rest
- * have filters, and their logits. */
+/* From partials to results, for rows first .. first + n_rows - 1 of the plan. Their partials are
+ * the columns 0 .. n_rows - 1. The first n_plain rows are plain. The others are filtered:
+ * filters[0] and the first row of logits belong to row first + n_plain. */
 static void samp_launch_results(toka_device *dev, int first, int n_rows, int n_plain,
                                 const samp_filter *filters, float *logits) {
     samp_plan *plan = dev->samp;
@@ -10653,17 +10692,9 @@ static void samp_launch_results(toka_device *dev, int first, int n_rows, int n_p
                          dim3((unsigned)ceil_div(n_plain, SAMP_REDUCE_ROWS)), 256, 0, 1, params,
                          plan->partials, plan->partial_rows, plan->n_blocks, n_plain,
                          plan->best_keys, NULL, results, dev->last_tokens);
-    samp_filter_args args = {params + n_plain,
-                             filters,
-                             logits,
-                             plan->partials + n_plain,
-                             plan->ld_logits,
-                             plan->partial_rows,
-                             dev->shape->V_all,
-                             plan->n_blocks,
-                             plan->best_keys + n_plain,
-                             plan->tops,
-                             results + n_plain,
+    samp_filter_args args = {params + n_plain, filters, logits, plan->partials + n_plain,
+                             plan->ld_logits, plan->partial_rows, dev->shape->V_all, plan->n_blocks,
+                             plan->best_keys + n_plain, plan->tops, results + n_plain,
                              dev->last_tokens};
     if (n_rows > n_plain)
         launch_dependent(dev, "filters", samp_filter_kernel, dim3((unsigned)(n_rows - n_plain)),
@@ -10671,7 +10702,7 @@ static void samp_launch_results(toka_device *dev, int first, int n_rows, int n_p
     graph_sampling_role(dev, false);
 }
 
-/* The same for rows whose raw logits are stored, without parts yet. */
+/* The same for rows with stored raw logits but without partials: makes the partials first. */
 static void samp_from_logits(toka_device *dev, int first, int n_rows, int n_plain,
                              const samp_filter *filters) {
     samp_plan *plan = dev->samp;
@@ -10683,7 +10714,8 @@ static void samp_from_logits(toka_device *dev, int first, int n_rows, int n_plai
                         plan->logits + (size_t)n_plain * (size_t)plan->ld_logits);
 }
 
-/* Plain rows of tensor ranks: the parts of each rank's own ids to results; !there: from the logits of these. */
+/* Plain rows with tensor ranks: from the partials of each rank's own ids to results. If
+ * !has_partials, makes these partials first, from the stored logits of the own ids. */
 static void samp_merge_ranks(toka_device *dev, int first, int n_rows, bool has_partials) {
     samp_plan *plan = dev->samp;
     const samp_params *params = plan->params + first;
@@ -10700,7 +10732,8 @@ static void samp_merge_ranks(toka_device *dev, int first, int n_rows, bool has_p
                           plan->merged, n_rows, plan->results + first, dev->last_tokens);
 }
 
-/* Logits of n rows, which each tensor rank has for its own ids from row `from` of p->own on, to everybody's p->logits. */
+/* All-gather of the logits of n_rows rows: each tensor rank stores the logits of its own ids, rows
+ * first_row .. of plan->own_logits, into plan->logits of all ranks. */
 static void samp_gather_logits(toka_device *dev, int first_row, int n_rows) {
     samp_plan *plan = dev->samp;
     samp_rank_logits rank_logits = {};
@@ -10712,26 +10745,27 @@ static void samp_gather_logits(toka_device *dev, int first_row, int n_rows) {
                           dev->shape->v0, dev->shape->V, n_rows);
 }
 
-/* The LM head over rows first .. first+n-1 with wgmma: parts of all, and the logits of those from `stored` on. */
+/* The LM head on wgmma, for rows first .. first + n_rows - 1 of the plan: partials of all rows, and
+ * logits of those from first_stored on, counted from `first`. */
 static void samp_lm_head(toka_device *dev, int first, int n_rows, int first_stored) {
     samp_plan *plan = dev->samp;
     gemm_args args = {
         .M = n_rows, .x = dev->xn + (size_t)first * dev->E, .ldx = dev->E, .w = &dev->lm_head};
-    samp_fused fused = {plan->params + first, plan->partials,     plan->best_keys,
-                        plan->own_logits,     plan->partial_rows, plan->ld_own,
-                        dev->shape->v0,       dev->shape->V,      first_stored};
+    samp_fused fused = {plan->params + first, plan->partials, plan->best_keys, plan->own_logits,
+                        plan->partial_rows, plan->ld_own, dev->shape->v0, dev->shape->V,
+                        first_stored};
     gemm_plan head_plan = {&samp_lm_head_variant, n_rows > 128 ? 2 : 1, 8};
     graph_sampling_role(dev, true);
     gemm_launch(dev, head_plan, &args, &fused);
     graph_sampling_role(dev, false);
 }
 
-/* The LM head of n rows puts out parts. */
+/* Returns whether the LM head of n_rows rows writes partials. */
 static bool samp_is_fused(const toka_device *dev, const toka_step *step, int n_rows) {
     return dev->hopper && !step->logits && n_rows > SAMP_STORED_MAX;
 }
 
-/* The raw logits of n rows that a test wants, from p->logits. */
+/* If a test wants them: copies the raw logits of n_rows rows from plan->logits to the host. */
 static void samp_copy_raw_logits(toka_device *dev, const toka_step *step, int first, int n_rows) {
     samp_plan *plan = dev->samp;
     const size_t V = (size_t)dev->shape->V_all;
@@ -10744,18 +10778,19 @@ static void samp_copy_raw_logits(toka_device *dev, const toka_step *step, int fi
     }
 }
 
-/* Rows first .. first+n-1 of the plan from d->xn to results; the first n_plain are plain. Of tensor ranks each has its own ids:
- * plain rows go by samp_merge_ranks, unless blocks straddle ranks or the logits are wanted; the others by gathered logits. */
+/* From dev->xn to results, for rows first .. first + n_rows - 1 of the plan, of which the first
+ * n_plain are plain. With tensor ranks, each rank has the logits of its own ids. Plain rows use
+ * samp_merge_ranks, unless a block straddles two ranks or the caller wants the logits. Other rows
+ * use gathered logits. */
 static void samp_launch_rows(toka_device *dev, const toka_step *step, int first, int n_rows,
                              int n_plain, const samp_filter *filters) {
     samp_plan *plan = dev->samp;
     const bool has_ranks = tp_size(dev) > 1, fused = samp_is_fused(dev, step, n_rows);
-    /* rows that are exchanged */
+    /* plain rows whose partials the ranks exchange */
     const int n_exchanged = !has_ranks || step->logits || !plan->ranks_own_blocks ? 0 : n_plain;
     const int first_stored = fused && (!has_ranks || plan->ranks_own_blocks) ? n_plain : 0;
-    gemm_args args = {n_rows,        dev->xn + (size_t)first * dev->E, dev->E,
-                      &dev->lm_head, (bf16 *)plan->own_logits,         plan->ld_own,
-                      EPI_LOGITS};
+    gemm_args args = {n_rows, dev->xn + (size_t)first * dev->E, dev->E, &dev->lm_head,
+                      (bf16 *)plan->own_logits, plan->ld_own, EPI_LOGITS};
     args.norm_ready = fuse_norm_consume(dev);
     if (fused) samp_lm_head(dev, first, n_rows, first_stored);
     else gemm(dev, &args);
@@ -10763,6 +10798,7 @@ static void samp_launch_rows(toka_device *dev, const toka_step *step, int first,
     if (n_exchanged == n_rows && has_ranks) return;
     if (has_ranks) samp_gather_logits(dev, n_exchanged - first_stored, n_rows - n_exchanged);
     samp_copy_raw_logits(dev, step, first, n_rows);
+    /* The LM head has raised best_keys of gathered rows, too; samp_from_logits clears others. */
     if (has_ranks && fused) samp_reset_best_keys(dev);
     if (fused && !has_ranks)
         samp_launch_results(dev, first, n_rows, n_plain, filters,
@@ -10773,7 +10809,7 @@ static void samp_launch_rows(toka_device *dev, const toka_step *step, int first,
                          filters);
 }
 
-/* Queues the results' way down. */
+/* Queues the download of the results. */
 static void samp_download(toka_device *dev, const toka_step *step, toka_sample_result *results) {
     samp_plan *plan = dev->samp;
     samp_host_results *host = &plan->host_results[dev->last_begun];
@@ -10792,7 +10828,8 @@ static void samp_download(toka_device *dev, const toka_step *step, toka_sample_r
                     "picks");
 }
 
-/* What came down of a step that is done, into the caller's picks, in the caller's order. */
+/* Copies the downloaded results of a finished step to the caller's results, in the caller's
+ * order. */
 static void samp_collect(toka_device *dev, const toka_step *step, const samp_host_results *host) {
     for (int i = 0, top_index = 0; host->caller_results && i < step->n_samples; i++) {
         const toka_sample_row *row = &step->samples[host->order[i]];
@@ -10806,16 +10843,18 @@ static void samp_collect(toka_device *dev, const toka_step *step, const samp_hos
         const samp_top *top = &host->tops[top_index++];
         memcpy(result->top_ids, top->ids, sizeof top->ids);
         memcpy(result->top_logprobs, top->logprobs, sizeof top->logprobs);
-        /* the same figure in both places, also where undoing costs a rounding */
+        /* The same number in both places, even if undoing the adjustments has a rounding error. */
         for (int j = 0; j < result->n_top; j++)
             if (result->top_ids[j] == result->id) result->logprob = result->top_logprobs[j];
     }
 }
 
-/* The op up to the results, which lie where samp_plan_step said: on the device or, of few rows, in the host's memory. The stage
- * has been sent. Uses d->xn. As many rows at a time as there is room for parts, and for the logits of those that have to be
- * stored; plain and filtered rows share a pass over the weights. Filters are sent for all rows at once, if their lists fit: a
- * third transfer of a step would wait for the first, and the host could not run ahead. */
+/* The op up to the results, whose place samp_plan_step has chosen: on the device, or in pinned host
+ * memory. The step's upload buffer has been sent. Uses dev->xn.
+ * A pass has as many rows as partials can be held for, and as logits can be stored for where they
+ * are needed. Plain and filtered rows share a pass over the weights. The filters of all rows are
+ * uploaded at once if their lists fit: a third upload in a step would wait for the first one, and
+ * the host could not run ahead of the GPU. */
 static void samp_launch(toka_device *dev, const toka_step *step, const bf16 *x) {
     samp_plan *plan = dev->samp;
     int max_rows = dev->hopper && !step->logits && plan->ranks_own_blocks ? plan->partial_rows
@@ -10840,8 +10879,8 @@ static void samp_launch(toka_device *dev, const toka_step *step, const bf16 *x) 
     }
 }
 
-/* The same for a step that a graph runs, ahead of it: the last kernels become those of filtered rows, if there are any, else of
- * plain ones. */
+/* The same for a step that runs as a graph, before its launch: the sampling nodes get the kernels
+ * and arguments for filtered rows if the step has any, else for plain rows. */
 static void samp_update_graph(toka_device *dev, const toka_step *step) {
     samp_plan *plan = dev->samp;
     if (!samp_has_graph_nodes(dev, step)) return;
