@@ -9208,8 +9208,8 @@ __global__ static void __launch_bounds__(BARRIER_THREADS, 1)
  * Retired: no counting sweep, and a draw that evaluates all kept blocks: 1.7 to 1.9 times slower
  * with top-p on nearly flat rows, a little faster on other rows.
  * Retired: the k-th highest block maximum found exactly, a radix search of any number of
- * candidates, all block maxima recomputed after a penalty, a draw by four lanes for each block also
- * where few blocks are kept: 1.3 to 2.7 times slower on rows like those of real models.
+ * candidates, all block maxima recomputed after a penalty, a draw with four lanes for each block
+ * also where few blocks are kept: 1.3 to 2.7 times slower on rows like those of real models.
  * =========================================================================== */
 
 /* ---- A row as a distribution ---- */
@@ -9260,11 +9260,11 @@ __device__ static samp_mass samp_cta_sum(samp_mass x, samp_mass *scratch) {
 /* ---- Sweeps over listed blocks, and candidates ---- */
 
 /* Calls each(quads, ids) for all ids of the listed blocks, SAMP_AT_ONCE quads at a time. A quad is
- * four consecutive logits, cleaned; ids[k] is the id of the first logit of quads[k], and may be V
- * or more, as ids[k] + 1 .. + 3 may. A warp reads SAMP_AT_ONCE / 2 blocks at a time: each lane has
- * two quads of a block. All lanes of a warp make each call, and each() must return the same value
- * in all of them; the warp stops when it returns false. */
-enum { SAMP_AT_ONCE = 8 };
+ * four consecutive logits, cleaned; ids[k] is the id of its first logit. Ids may be V or more, also
+ * some ids of a quad: each() must ignore them. A warp reads SAMP_AT_ONCE / 2 blocks at a time: each
+ * lane has two quads of a block. All lanes of a warp make each call, and each() must return the
+ * same value in all of them; the warp stops when it returns false. */
+enum { SAMP_AT_ONCE = 8 }; /* quads */
 template <class F> __device__ static inline void samp_sweep_4(const samp_dist &dist, F each) {
     const int BLOCKS = SAMP_AT_ONCE / 2, n_warps = FILTER_THREADS / 32;
     int lane = (int)threadIdx.x % 32;
@@ -9347,8 +9347,9 @@ __device__ static inline bool samp_has_gathered(const samp_dist &dist, uint32_t 
 
 /* Gathers the kept ids with a key in low .. high, unless they are gathered already; lists their
  * blocks. Returns false if there are more than FILTER_CANDIDATES of them: then nothing is gathered,
- * and a warp stops reading as soon as it sees it. With visit_above, they must not be gathered yet;
- * no warp stops early, and each(logit) is called for all logits above the range, kept or not. */
+ * and a warp stops reading as soon as it sees this. With visit_above, they must not be gathered
+ * yet; no warp stops early, and each(logit) is called for all logits above the range, kept or
+ * not. */
 template <class F>
 __device__ static inline bool samp_gather_range(samp_dist &dist, uint32_t low, uint32_t high,
                                                 bool visit_above, F each) {
@@ -9448,8 +9449,9 @@ __device__ static inline uint32_t samp_bin_low_key(const samp_bin_map &map, uint
  * the keys above the range, reaches the target. If the mass never reaches it, the range becomes the
  * lowest bin with any mass. *sum_above becomes the mass above the new range.
  * by_width: the bins have equal widths in logits, if the range is finite. Keys are dense near 0 and
- * at low powers of two. With bins of equally many keys, most ids of a row would fall into three or
- * four bins, and their atomic additions would wait for each other. */
+ * at low powers of two, so bins of equally many keys are narrow there, and nearly empty. Most ids
+ * of a row would fall into three or four wide bins, and their atomic additions would wait for each
+ * other. */
 template <class F>
 __device__ static inline void samp_narrow(uint32_t *low, uint32_t *high, samp_mass target,
                                           samp_mass *sum_above, samp_mass *scratch, bool by_width,
@@ -9580,9 +9582,9 @@ __device__ static float samp_rank_small(const samp_dist &dist, bool by_count, ui
  * at which the sum of the upper bounds reaches it, and at the latest in the bin at which the sum of
  * the lower bounds does. The range from the first of these bins to the second is the new one. The
  * caller must still add up the mass above it.
- * Returns false, and changes nothing, if the range is too wide or too narrow for bins, or if the
- * upper bounds do not reach the target. Of 128,256 Gaussian logits the new range has 40 to 400, if
- * no two of them are equal. */
+ * The blocks of the range must be listed. Returns false, and changes nothing, if the range is too
+ * wide or too narrow for bins, or if the upper bounds do not reach the target. Of 128,256 Gaussian
+ * logits the new range has 40 to 400, if no two of them are equal. */
 __device__ static bool samp_narrow_by_counts(samp_dist &dist, uint32_t *low, uint32_t *high,
                                              samp_mass target) {
     constexpr int THREAD_BINS = FILTER_BINS / FILTER_THREADS, WARPS = FILTER_THREADS / 32;
@@ -9657,10 +9659,11 @@ __device__ static bool samp_narrow_by_counts(samp_dist &dist, uint32_t *low, uin
  * weight. Returns the logit at which the sum reaches the target, or the lowest of these logits if
  * it never does; *sum_above is the sum of the ids with higher logits.
  *
- * As soon as the range fits into shared memory, it is gathered: then samp_rank_small ends the
- * search if each thread has at most one candidate, else samp_narrow goes on over the candidates.
- * Before that, one sweep over the listed blocks narrows the range by counts (if by weight and all
- * ids of the range are kept), and further sweeps narrow it by samp_narrow. */
+ * While the range does not fit into shared memory, sweeps over the listed blocks narrow it: the
+ * first one by counts (samp_narrow_by_counts, if weights are added up and all ids of the range are
+ * kept), the others by samp_narrow. As soon as the range fits, it is gathered, and samp_narrow goes
+ * on over the candidates. If each thread has at most one candidate, samp_rank_small ends the
+ * search. */
 __device__ static float samp_find_threshold(samp_dist &dist, bool by_count, samp_mass target,
                                             float min_logit, samp_mass *sum_above,
                                             samp_mass *scratch) {
@@ -10167,14 +10170,14 @@ __device__ static samp_partial samp_draw_blocks(const samp_dist &dist, const sam
                           n_warps);
 }
 
-/* Step 5 over the listed blocks. With use_bounds, most of them are skipped: an upper bound of
- * a block's Gumbel key is computed from its sum before the threshold, block_sum(block), and the
- * highest noise of its four groups. First, each of the 8 warps evaluates the block with the highest bound
- * among an eighth of the listed blocks. Then only the blocks are evaluated whose bound is not below
- * the highest Gumbel key of these 8 blocks: a handful. Bounds are not tight: a group has about a
- * fourth of its block's sum, so a bound is too high by about 2 in log2, and by the mass that the
- * threshold removes. The sum in the result is that of the evaluated blocks only; the caller
- * replaces it. */
+/* Step 5 over the listed blocks. With use_bounds, most of them are skipped: an upper bound of a
+ * block's Gumbel key is computed from its sum before the threshold, block_sum(block), and the
+ * highest noise of its four groups; both are relative to dist.max * scale. First, each of the 8
+ * warps evaluates the block with the highest bound among an eighth of the listed blocks. Then only
+ * the blocks are evaluated whose bound is not below the highest Gumbel key of these 8 blocks: a
+ * handful. Bounds are not tight: a group has about a fourth of its block's sum, so a bound is too
+ * high by about 2 in log2, and by the mass that the threshold removes. The sum in the result is
+ * that of the evaluated blocks only; the caller replaces it. */
 template <class S>
 __device__ static inline samp_partial samp_draw(samp_dist &dist, const samp_params &params,
                                                 bool use_bounds, samp_partial *shared,
@@ -10212,7 +10215,7 @@ __device__ static inline samp_partial samp_draw(samp_dist &dist, const samp_para
         partial = samp_merge(partial, samp_draw_blocks(dist, params, shared), params);
         if (!has_more) return partial;
         const float key = __fmaf_rn(__fsub_rn(partial.max, dist.max), params.scale, partial.gumbel),
-                    min_bound = key - 0.01f - 1e-6f * fabsf(key);
+                    min_bound = key - 0.01f - 1e-6f * fabsf(key); /* margin for rounding */
         dist.blocks = blocks;
         samp_list_blocks(
             dist, n_blocks, [&](int i) { return blocks[i]; },
@@ -10343,7 +10346,7 @@ __global__ static void __launch_bounds__(FILTER_THREADS, FILTER_CTAS_PER_SM)
 
 enum {
     SAMP_LOGITS_BYTES = 320 << 20,  /* of stored logits; SAMP_STORED_MAX rows are stored anyway */
-    SAMP_LIST_BYTES = 16 << 20,     /* of lists in list_upload, and the longest lists of a row */
+    SAMP_LIST_BYTES = 16 << 20,     /* of lists in list_upload; plus a row's longest lists */
     SAMP_PARTIAL_ROWS = 4096,       /* rows whose partials are held; more if chunk_rows is more */
     SAMP_GRAPH_LIST_BYTES = 4 << 20 /* of filters and lists of a step that runs as a graph */
 };
@@ -10509,8 +10512,8 @@ static bool samp_fits_one_pass(const toka_device *dev, const toka_step *step, in
 }
 
 /* Returns whether a step of this size has sampling nodes that are updated before each launch, if it
- * runs as a graph (graph_sampling_role). With tensor ranks it has none: its last kernels are others.
- * Steps with more rows than logits can be stored for run in several passes. */
+ * runs as a graph (graph_sampling_role). With tensor ranks it has none: its last kernels are
+ * others. Steps with more rows than logits can be stored for run in several passes. */
 static bool samp_has_graph_nodes(const toka_device *dev, const toka_step *step) {
     return tp_size(dev) == 1 && step->n_samples <= GRAPH_MAX_ROWS &&
            step->n_samples <= dev->samp->chunk_rows;
@@ -10524,10 +10527,10 @@ static bool samp_has_graph_nodes(const toka_device *dev, const toka_step *step) 
  * There all rows are handled as filtered, and a plain row gets a filter that does nothing; its
  * result is the same.
  *
- * If samp_has_graph_nodes, the kernels store the results into pinned host memory. They are there
- * when the step is done, and no copy runs between the last kernel of a step and the next step; it
- * would take 5 us (test/results/kernel-choices.md). The memory is another one in each step, so a
- * graph must update the kernel that stores the results. With tensor ranks that is another kernel,
+ * If samp_has_graph_nodes is true, the kernels store the results into pinned host memory. They are
+ * there when the step is done, and no copy runs between the last kernel of a step and the next
+ * step; it would take 5 us (test/results/kernel-choices.md). Each step has other pinned memory, so
+ * a graph must update the kernel that stores the results. With tensor ranks that is another kernel,
  * which graphs do not update: it stores the results on the device. */
 static void samp_plan_step(toka_device *dev, const toka_step *step) {
     samp_plan *plan = dev->samp;
@@ -10669,7 +10672,7 @@ static int samp_upload_filters(toka_device *dev, const toka_step *step, int firs
 /* Switches the handling of the sampling kernels whose graph nodes differ between plain and filtered
  * steps: the LM head, if it writes partials, and the kernel that makes results of partials. on:
  * such kernels follow. In a replay, each launch updates the next node of the graph; in a capture,
- * it is launched and its node is recorded. Off: kernels are launched as all others. */
+ * it is launched and its node is recorded. off: kernels are launched as all others. */
 static void graph_sampling_role(toka_device *dev, bool on) {
     const bool records = dev->graphs.capturing && samp_has_graph_nodes(dev, dev->step);
     dev->graphs.role = !on                    ? GRAPH_ROLE_LAUNCH
