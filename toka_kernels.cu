@@ -9188,7 +9188,8 @@ __global__ static void __launch_bounds__(BARRIER_THREADS, 1)
  * out   results [n], tops, last_tokens; best_keys [n] become 0 again
  * grid: n; block: 256; shared: samp_filter_smem.
  * Reads 24 * n_blocks bytes of partials for each row, and 1 KB for each listed block in each sweep:
- * usually a few per cent of the row. Allowed ids and penalties of long histories read all logits.
+ * usually a few per cent of the row. After a list of allowed ids all blocks are read, after bias or
+ * penalties the blocks that they have changed.
  * Launcher: samp_launch_results. samp_plan_step asserts the number of rows, row indices and forced
  * ids.
  *
