@@ -175,13 +175,13 @@
  *   4. Embedding, norms, RoPE [kernel]
  *   5. GEMM on mma.sync [kernel]
  *   6. GEMM on wgmma [kernel]
- *   7. GEMM for few rows, and the choice [kernel]
+ *   7. GEMM for small M, and choosing a GEMM [kernel]
  *   8. Attention: the work list [host]
  *   9. Attention: the kernels [kernel]
  *  10. Ranks: groups and transfers [kernel]
  *  11. LM head, and sampling of plain rows [kernel]
  *  12. Sampling of filtered rows, and the op [kernel]
- *  13. The card, opening and closing [host]
+ *  13. The GPU, opening and closing [host]
  *  14. Measuring the ops [host]
  *  15. The op table [host]
  */
@@ -3358,7 +3358,7 @@ static void gemm_wgmma_scatter(toka_device *dev, const gemm_args *args, bf16 *co
 }
 
 /* ===========================================================================
- * MARK: 7. GEMM for few rows, and the choice [kernel]
+ * MARK: 7. GEMM for small M, and choosing a GEMM [kernel]
  *
  * Two GEMMs for small M, and the functions that choose a GEMM by M and by the shape of W. Both
  * GEMMs swap the operands: they compute y^T = W x^T, so W has the large dimension of the MMA.
@@ -3466,7 +3466,7 @@ template <int ROWS> struct smallm_ring {
     };
     /* after the main loop the ring's memory holds the output staging and this CTA's own partials */
     static_assert(3 * BUF_BYTES >= 2 * ROWS * SMALLM_ROW_BYTES,
-                  "a part's own sums take the ring's place, and what is put out, too");
+                  "the partial sums and the staged output reuse the ring's memory");
 };
 /* Bytes of the receive buffer for the partials of the other CTAs, for up to `rows` rows of x. */
 __host__ __device__ constexpr int smallm_partial_bytes(int rows, int split) {
@@ -3904,7 +3904,7 @@ static void gemm_smallm_launch(toka_device *dev, const gemm_args *args, int spli
     assert(kernel_args.M <= ROWS && split * tiles_per_head <= 8 && !args->next_norm);
     const int smem_bytes = smallm_n_bufs<ROWS>(split) * smallm_ring<ROWS>::BUF_BYTES +
                            smallm_partial_bytes(ROWS, split) + smallm_ring<ROWS>::BAR_BYTES;
-    launch_dependent(dev, "GEMM (few rows)", gemm_smallm_kernel<ROWS, QKV, QK_NORM>,
+    launch_dependent(dev, "GEMM (small M)", gemm_smallm_kernel<ROWS, QKV, QK_NORM>,
                      dim3((unsigned)(ceil_div(kernel_args.N, SMALLM_N) * split)), SMALLM_THREADS,
                      smem_bytes + (QK_NORM ? 8 * ROWS : 0), split * tiles_per_head,
                      gemm_tensor_map(dev, kernel_args.w, kernel_args.N, kernel_args.K,
@@ -4191,7 +4191,7 @@ template <int ROWS> static void gemm_gemv_tile(toka_device *dev, const gemm_args
     assert(kernel_args.M <= ROWS && kernel_args.epi != EPI_LOGITS &&
            (!args->next_norm || kernel_args.epi == EPI_RESIDUAL) &&
            (kernel_args.epi != EPI_QKV || args->qkv));
-    launch_dependent(dev, "GEMM (up to 16 rows)", gemm_gemv_kernel<ROWS>,
+    launch_dependent(dev, "GEMM (GEMV)", gemm_gemv_kernel<ROWS>,
                      dim3((unsigned)ceil_div(kernel_args.N, GEMV_N)), 32 * GEMV_WARPS,
                      gemv_ring<ROWS>::SMEM_BYTES, 1, kernel_args,
                      args->qkv ? *args->qkv : qkv_params{});
@@ -5833,7 +5833,7 @@ __global__ void __launch_bounds__(32 * attn_cta_split_max(DP), 1)
     /* RING: elements of a warp's ring */
     constexpr int RING = BUFS * 2 * TOK * DP, MAX_SPLITS = attn_cta_split_max(DP);
     static_assert(RING * sizeof(bf16) >= ATTN_SMALL_Q * DP * sizeof(float),
-                  "sums take the ring's place");
+                  "the sums reuse the ring's memory");
     extern __shared__ __align__(1024) char attn_smem[];
     __shared__ uint64_t full[MAX_SPLITS][BUFS];
     __shared__ float2 max_sum[MAX_SPLITS][ATTN_SMALL_Q]; /* (row_max, row_sum) of each query */
@@ -6978,13 +6978,13 @@ static void attn_open(toka_device *dev) {
     plan->state_o = (float *)dev_alloc(dev, rows * shape->D * sizeof(float), "attention state");
     plan->state_lse = (float *)dev_alloc(dev, rows * sizeof(float), "attention state");
     plan->split_o = (float *)dev_alloc(dev, split_rows * shape->D * sizeof(float),
-                                       "attention parts");
-    plan->split_lse = (float *)dev_alloc(dev, split_rows * sizeof(float), "attention parts");
+                                       "attention splits");
+    plan->split_lse = (float *)dev_alloc(dev, split_rows * sizeof(float), "attention splits");
     if (plan->has_fused && shape->D == 128) /* at D = 64 they are in shared memory */
         plan->exchange = (float *)dev_alloc(dev,
                                             (size_t)dev->n_sms * 2 *
                                                 attn_fused_shape<128>::EXCHANGE * sizeof(float),
-                                            "attention hubs");
+                                            "attention exchange");
     attn_open_maps(dev);
 }
 
@@ -7089,7 +7089,7 @@ static void attention(toka_device *dev, int layer, const bf16 *q, bf16 *o) {
         attn_launch_items(dev, layer, args, level, true);
         if (level->n_cta_splits) attn_launch_cta_splits(dev, layer, args, level);
         if (!level->n_merges) continue;
-        launch_dependent(dev, "attention, parts", attn_merge_splits,
+        launch_dependent(dev, "attention, merge", attn_merge_splits,
                          dim3((unsigned)(level->n_merges * args.K), (unsigned)level->merge_nq), 128,
                          0, 1, args, plan->dev_merges + level->merge0);
     }
@@ -7833,17 +7833,17 @@ static void group_alloc(toka_device *dev) {
     if (group->tp_size > 1) {
         size_t samp_offset, bytes = group_recv_bytes(dev, &samp_offset);
         size_t flags_bytes = (size_t)BARRIER_CTAS * BARRIER_MAX_RANKS * sizeof(signal_flag);
-        state->recv_buffer = (char *)dev_alloc(dev, bytes, "room for sums");
-        state->signal_flags = (signal_flag *)dev_alloc(dev, flags_bytes, "room for sums");
+        state->recv_buffer = (char *)dev_alloc(dev, bytes, "receive buffers");
+        state->signal_flags = (signal_flag *)dev_alloc(dev, flags_bytes, "receive buffers");
         dev->barrier.counts = (unsigned *)dev_alloc(dev, BARRIER_CTAS * sizeof(unsigned),
-                                                    "room for sums");
+                                                    "receive buffers");
         if (dev->error.code) return;
         latch_error(dev, cudaMemsetAsync(state->signal_flags, 0, flags_bytes, dev->stream),
-                    "room for sums");
+                    "receive buffers");
         latch_error(dev,
                     cudaMemsetAsync(dev->barrier.counts, 0, BARRIER_CTAS * sizeof(unsigned),
                                     dev->stream),
-                    "room for sums");
+                    "receive buffers");
     }
     state->last_tokens = dev->last_tokens;
     if (group->pp_size > 1)
@@ -7854,12 +7854,12 @@ static void group_alloc(toka_device *dev) {
     if (!is_first_stage(dev)) {
         group_channel *channel = &group->channels[state - group->ranks - group->tp_size];
         state->channel_buffers = (char *)dev_alloc(dev, TOKA_GPU_LINK_BUFFERS * x_bytes,
-                                                   "room for messages");
+                                                   "send buffers");
         for (cudaEvent_t &event : channel->received_events) event = group_event_create(dev);
     }
     if (!is_last_stage(dev)) {
         group_channel *channel = &group->channels[state - group->ranks];
-        channel->send_buffer = (bf16 *)dev_alloc(dev, x_bytes, "room for messages");
+        channel->send_buffer = (bf16 *)dev_alloc(dev, x_bytes, "send buffers");
         channel->send_ready = group_event_create(dev);
         for (cudaEvent_t &event : channel->sent_events) event = group_event_create(dev);
     }
@@ -8236,19 +8236,19 @@ static void group_send_sampled(toka_device *dev, const toka_step *step) {
     toka_group *group = dev->group;
     if (pp_size(dev) == 1 || dev->options.tp_rank || dev->error.code || group_is_broken(group))
         return;
-    latch_error(dev, cudaEventRecord(dev->sampled_event, dev->stream), "drawn ids");
-    latch_error(dev, cudaStreamWaitEvent(dev->send_stream, dev->sampled_event, 0), "drawn ids");
+    latch_error(dev, cudaEventRecord(dev->sampled_event, dev->stream), "sampled ids");
+    latch_error(dev, cudaStreamWaitEvent(dev->send_stream, dev->sampled_event, 0), "sampled ids");
     for (int rank = 0; rank < group->tp_size; rank++)
         latch_error(dev,
                     cudaMemcpyPeerAsync(group->ranks[rank].last_tokens, group->ranks[rank].ordinal,
                                         dev->last_tokens, dev->ordinal,
                                         (size_t)dev->options.n_seqs * sizeof(int),
                                         dev->send_stream),
-                    "drawn ids");
+                    "sampled ids");
     latch_error(dev,
                 cudaEventRecord(group->sampled_events[step->number % SAMPLED_EVENTS],
                                 dev->send_stream),
-                "drawn ids");
+                "sampled ids");
     group_advance(group, &group->last_sampled_step, step->number);
 }
 
@@ -10276,7 +10276,7 @@ __global__ static void __launch_bounds__(FILTER_THREADS, FILTER_CTAS_PER_SM)
     static_assert(FILTER_THREADS == 256, "samp_narrow: eight bits");
     static_assert(sizeof filter % 4 == 0 && sizeof filter / 4 <= FILTER_THREADS, "a word a thread");
     static_assert(2 * FILTER_CANDIDATES <= FILTER_ID_RANGE && FILTER_BINS <= FILTER_ID_RANGE,
-                  "they take its place");
+                  "they reuse its memory");
     float *block_maxes = (float *)(workspace + FILTER_ID_RANGE),
           *block_sums = block_maxes + args.n_blocks,
           *logits = args.logits + (size_t)blockIdx.x * args.ld_logits;
@@ -10352,7 +10352,7 @@ enum {
     SAMP_GRAPH_LIST_BYTES = 4 << 20 /* of filters and lists of a step that runs as a graph */
 };
 static_assert(SAMP_PARTIAL_ROWS * sizeof(samp_partial) <= SAMP_RECV_BYTES, "as chapter 10 has it");
-static_assert((int)SAMP_BLOCK == (int)TOKA_ID_BLOCK, "as the ranks' parts have it");
+static_assert((int)SAMP_BLOCK == (int)TOKA_ID_BLOCK, "the ranks' partials assume it");
 
 /* Bytes of the step's upload buffer that sampling needs, at most. */
 static size_t samp_upload_bytes(const toka_device *dev) {
@@ -10405,7 +10405,7 @@ static void samp_open(toka_device *dev) {
     plan->partials = (samp_partial *)dev_alloc(dev,
                                                (size_t)plan->n_blocks * (size_t)plan->partial_rows *
                                                    sizeof(samp_partial),
-                                               "parts of sampling");
+                                               "sampling partials");
     plan->best_keys = (uint32_t *)dev_alloc(dev, (size_t)plan->partial_rows * sizeof(uint32_t),
                                             "keys of sampling");
     if (!dev->error.code) samp_reset_best_keys(dev);
@@ -10417,16 +10417,16 @@ static void samp_open(toka_device *dev) {
     if (has_ranks)
         plan->merged = (samp_partial *)dev_alloc(dev,
                                                  (size_t)plan->partial_rows * sizeof(samp_partial),
-                                                 "parts of sampling");
+                                                 "sampling partials");
     if (has_ranks) group_recv_bytes(dev, &plan->recv_offset), dev->rank->logits = plan->logits;
     plan->results = plan->dev_results = (samp_result *)dev_alloc(dev,
                                                                  max_samples * sizeof(samp_result),
-                                                                 "picks");
+                                                                 "sampling");
     plan->tops = (samp_top *)dev_alloc(dev, max_samples * sizeof(samp_top),
                                        "top log-probabilities");
     for (samp_host_results &host : plan->host_results) {
         host.results = (samp_result *)samp_alloc_pinned(dev, max_samples * sizeof(samp_result),
-                                                        "pinned picks");
+                                                        "pinned sampling results");
         host.tops = (samp_top *)samp_alloc_pinned(dev, max_samples * sizeof(samp_top),
                                                   "pinned top log-probabilities");
         host.order = (int *)malloc(max_samples * sizeof(int));
@@ -10692,7 +10692,7 @@ static void samp_launch_results(toka_device *dev, int first, int n_rows, int n_p
     samp_result *results = plan->results + first;
     graph_sampling_role(dev, true);
     if (n_plain)
-        launch_dependent(dev, "picks", samp_reduce_kernel,
+        launch_dependent(dev, "sampling", samp_reduce_kernel,
                          dim3((unsigned)ceil_div(n_plain, SAMP_REDUCE_ROWS)), 256, 0, 1, params,
                          plan->partials, plan->partial_rows, plan->n_blocks, n_plain,
                          plan->best_keys, NULL, results, dev->last_tokens);
@@ -10728,11 +10728,11 @@ static void samp_merge_ranks(toka_device *dev, int first, int n_rows, bool has_p
                          dim3((unsigned)ceil_div(plan->own_blocks, 32), (unsigned)n_rows), 128, 0,
                          1, params, plan->own_logits, plan->ld_own, dev->shape->v0, dev->shape->V,
                          plan->partials, plan->partial_rows);
-    launch_dependent(dev, "picks", samp_reduce_kernel,
+    launch_dependent(dev, "sampling", samp_reduce_kernel,
                      dim3((unsigned)ceil_div(n_rows, SAMP_REDUCE_ROWS)), 256, 0, 1, params,
                      plan->partials, plan->partial_rows, plan->own_blocks, n_rows, plan->best_keys,
                      plan->merged, plan->results + first, dev->last_tokens);
-    launch_barrier_kernel(dev, "picks", 1, samp_merge_ranks_kernel, plan->recv_offset, params,
+    launch_barrier_kernel(dev, "sampling", 1, samp_merge_ranks_kernel, plan->recv_offset, params,
                           plan->merged, n_rows, plan->results + first, dev->last_tokens);
 }
 
@@ -10824,12 +10824,12 @@ static void samp_download(toka_device *dev, const toka_step *step, toka_sample_r
         latch_error(dev,
                     cudaMemcpyAsync(host->results, plan->results, bytes, cudaMemcpyDeviceToHost,
                                     dev->stream),
-                    "picks");
+                    "sampling");
     if (top_bytes)
         latch_error(dev,
                     cudaMemcpyAsync(host->tops, plan->tops, top_bytes, cudaMemcpyDeviceToHost,
                                     dev->stream),
-                    "picks");
+                    "sampling");
 }
 
 /* Copies the downloaded results of a finished step to the caller's results, in the caller's
@@ -10894,7 +10894,7 @@ static void samp_update_graph(toka_device *dev, const toka_step *step) {
 }
 
 /* ===========================================================================
- * MARK: 13. The card, opening and closing [host]
+ * MARK: 13. The GPU, opening and closing [host]
  * Implements the functions of the backend table (toka.h) that find, open and close a device, ask
  * for its state, and copy memory. Also has the step clock, which measures steps and ops by events
  * on the stream. cuda_open and cuda_alloc allocate all memory; steps allocate none. The first error
@@ -11180,7 +11180,7 @@ static void cuda_alloc_buffers(toka_device *dev) {
     /* gemm_rows: rows of a GEMM input, padding included; HD: width of the qkv rows */
     size_t T = (size_t)dev->options.max_tokens, HD = (size_t)(shape->H + 2 * shape->K) * shape->D,
            gemm_rows = T + GEMM_PAD_ROWS;
-    if (dev->options.progress) dev->options.progress(dev->options.user, "taking memory", 0);
+    if (dev->options.progress) dev->options.progress(dev->options.user, "allocating memory", 0);
     dev->xn = (bf16 *)dev_alloc(dev, gemm_rows * dev->E * sizeof(bf16), "activations");
     dev->qkv = (bf16 *)dev_alloc(dev, T * HD * sizeof(bf16), "activations");
     dev->act = (bf16 *)dev_alloc(dev, gemm_rows * dev->F * sizeof(bf16), "activations");
