@@ -301,9 +301,9 @@ typedef struct json {
     uint32_t n;         /* string, big integer: bytes; array: elements; object: members */
     union {
         const char *chars; /* string, big integer */
-        double real;      /* any other number */
-        int64_t integer;     /* number with is_int */
-        size_t skip;   /* container: number of its nodes, with itself and all nested nodes */
+        double real;       /* any other number */
+        int64_t integer;   /* number with is_int */
+        size_t skip;       /* container: number of its nodes, with itself and all nested nodes */
     };
 } json;
 
@@ -880,7 +880,7 @@ static int os_read_all(int fd, const char *name, size_t limit, buf *out, toka_er
  * =========================================================================== */
 
 typedef struct json_limits {
-    int max_depth;        /* of nested containers */
+    int max_depth;    /* of nested containers */
     size_t max_bytes; /* of the text, and of its nodes; but JSON_ALWAYS_NODES are always allowed */
 } json_limits;
 
@@ -900,7 +900,7 @@ typedef struct json_reader {
     /* 1 + index of the innermost open container, 0: none. While a container is open, its .skip
      * holds the value of `open` for the container around it. */
     size_t container;
-    int depth;   /* number of open containers */
+    int depth;        /* number of open containers */
     size_t max_nodes; /* nodes that the limits allow */
     json_limits limits;
     bool allow_not_finite; /* accept what Python's json accepts: numbers that are not finite */
@@ -1557,20 +1557,20 @@ enum { UNI_V9, UNI_V16 }; /* Unicode version of NFC: the argument `version` */
 #define UNI_UNSTABLE 32
 
 typedef struct uni_pair { /* canonical decomposition: c -> a b */
-    uint32_t whole, first, second;     /* code points; b = 0: c -> a */
-    bool composes;        /* NFC composes a b to c */
-    bool after_v9;           /* newer than Unicode 9.0 */
+    uint32_t whole, first, second; /* code points; b = 0: c -> a */
+    bool composes;                 /* NFC composes a b to c */
+    bool after_v9;                 /* newer than Unicode 9.0 */
 } uni_pair;
 
 typedef struct uni_mark_range { /* code points first .. last have this combining class */
     uint32_t first, last;
     uint8_t class; /* Canonical_Combining_Class, not 0 */
-    bool after_v9;    /* newer than Unicode 9.0 */
+    bool after_v9; /* newer than Unicode 9.0 */
 } uni_mark_range;
 
 typedef struct uni {        /* owns its arrays; read-only after uni_init */
     uint8_t *props;         /* [UNI_MAX] uni_class | UNI_UNSTABLE */
-    uni_mark_range *marks;       /* [n_marks] sorted by first */
+    uni_mark_range *marks;  /* [n_marks] sorted by first */
     uni_pair *pairs;        /* [n_pairs] sorted by c */
     uni_pair *compositions; /* [n_compositions] the pairs with `composes`, sorted by (a, b) */
     int n_marks, n_pairs, n_compositions;
@@ -1579,10 +1579,10 @@ typedef struct uni {        /* owns its arrays; read-only after uni_init */
 enum uni_case { UNI_UPPERCASE, UNI_LOWERCASE, UNI_TITLECASE, UNI_FOLDED };
 
 enum {                   /* bits of a code point's kind, with Unicode's names of the properties */
-       UNI_IS_LOWER = 1, /* Lowercase */
-       UNI_IS_UPPER = 2, /* Uppercase */
-       UNI_IS_TITLE = 4, /* Titlecase_Letter */
-       UNI_IS_CASED = 7, /* any of these three */
+       UNI_IS_LOWER = 1,       /* Lowercase */
+       UNI_IS_UPPER = 2,       /* Uppercase */
+       UNI_IS_TITLE = 4,       /* Titlecase_Letter */
+       UNI_IS_CASED = 7,       /* any of these three */
        UNI_CASE_IGNORABLE = 8, /* Case_Ignorable: the rule of the final sigma skips it */
        UNI_ALTERNATING =
            16, /* only of runs: an upper case, its lower case, the next upper case ... */
@@ -1597,8 +1597,8 @@ typedef struct uni_case_run { /* code points first .. last are of this kind */
 } uni_case_run;
 
 typedef struct uni_exception { /* a case mapping that the runs cannot express */
-    uint32_t key;              /* code point * 4 + uni_case */
-    int n_to;                     /* number of code points in `to`, 1 to 3 */
+    uint32_t key; /* code point * 4 + uni_case */
+    int n_to;     /* number of code points in `to`, 1 to 3 */
     uint32_t to[3];
 } uni_exception;
 
@@ -2307,8 +2307,8 @@ typedef struct tok_rule {
     /* a contraction may follow alternative 3, instead of being alternative 1 */
     bool contraction_suffix;
     uint32_t letter_prefix, letters, punct; /* sets of uni_class */
-    int digits;                    /* 0: the pattern does not have this alternative */
-    const char *punct_suffix;              /* NULL: none */
+    int digits;                             /* 0: the pattern does not have this alternative */
+    const char *punct_suffix;               /* NULL: none */
     bool line_ends, spaces, cjk, unicode17;
 } tok_rule;
 
@@ -2543,12 +2543,13 @@ static const char *tok_match(const uni *unicode, const tok_rule *rule, const cha
 /* ---- What a tokenizer is ---- */
 
 enum {
-    TOK_MAX_IDS = 1 << 22,   /* ids of model.vocab are below this */
-    TOK_MAX_CONTENT = 512,   /* bytes of an added token, or of a normalizer's text */
-    TOK_MAX_GROWTH = 64,     /* the factor by which replacements may make a text longer */
-    TOK_MAX_CHAIN = 8,       /* normalizers, patterns or decoders in a row */
-    TOK_SHORT_PIECE = 40,          /* pieces of up to so many symbols are merged by plain scans */
-    TOK_CACHE_BYTES = 24, TOK_CACHE_IDS = 8, TOK_CACHE_ENTRIES = 1 << 14 /* of the piece cache */
+    TOK_MAX_IDS = 1 << 22, /* ids of model.vocab are below this */
+    TOK_MAX_CONTENT = 512, /* bytes of an added token, or of a normalizer's text */
+    TOK_MAX_GROWTH = 64,   /* the factor by which replacements may make a text longer */
+    TOK_MAX_CHAIN = 8,     /* normalizers, patterns or decoders in a row */
+    TOK_SHORT_PIECE = 40,  /* pieces of up to so many symbols are merged by plain scans */
+    /* of the piece cache */
+    TOK_CACHE_BYTES = 24, TOK_CACHE_IDS = 8, TOK_CACHE_ENTRIES = 1 << 14
 };
 
 typedef struct tok_merge { /* symbols a and b become id; the lowest rank is merged first */
@@ -2610,19 +2611,19 @@ enum tok_flag { TOK_KNOWN = 1, TOK_SPECIAL = 2, TOK_SKIPPED = 4, TOK_BYTE = 8 };
 
 struct tok {
     uni uni;
-    arena memory;      /* all text below */
-    int n_ids, cap; /* ids are below n_ids; arrays by id have cap entries */
-    str *key;       /* [cap] the text that encode matches, bytes for a byte-level tokenizer. p NULL:
-                       encode never matches it */
-    str *text;      /* [cap] the text that decode writes */
-    uint8_t *flag;  /* [cap] tok_flag */
-    str *name;      /* [cap] the content of added tokens, and of tokens with characters outside the
-                       byte-level alphabet; for others p is NULL */
+    arena memory;          /* all text below */
+    int n_ids, cap;        /* ids are below n_ids; arrays by id have cap entries */
+    str *key;              /* [cap] the text that encode matches, bytes for a byte-level tokenizer.
+                            * p NULL: encode never matches it */
+    str *text;             /* [cap] the text that decode writes */
+    uint8_t *flag;         /* [cap] tok_flag */
+    str *name;             /* [cap] the content of added tokens, and of tokens with characters
+                            * outside the byte-level alphabet; for others p is NULL */
     tok_index keys, names; /* over key and over name */
     tok_merge *merges;     /* [merge_mask + 1] hash table */
     uint32_t merge_mask;
-    uint64_t *joins; /* [merge_mask + 1] hash set of the pairs of characters that some merge puts
-                        side by side; NULL: do not cut text between characters */
+    uint64_t *joins;        /* [merge_mask + 1] hash set of the pairs of characters that some merge
+                             * puts side by side; NULL: do not cut text between characters */
     tok_cache_entry *cache; /* [TOK_CACHE_ENTRIES] the piece cache */
 
     tok_added *added;  /* [n_added] */
@@ -2637,16 +2638,17 @@ struct tok {
     tok_pre_pattern pre_patterns[TOK_MAX_CHAIN];
     int n_pre_patterns;
     bool byte_level;
-    bool prefix_space;  /* ByteLevel puts a space before a text that does not begin with one */
-    bool own_may_be_named;     /* tokens that only tokenizer.json has may be named; see tok_added */
-    bool split_special; /* special tokens in a text are plain text, whatever the flags say */
+    bool prefix_space;     /* ByteLevel puts a space before a text that does not begin with one */
+    bool own_may_be_named; /* tokens that only tokenizer.json has may be named; see tok_added */
+    bool split_special;    /* special tokens in a text are plain text, whatever the flags say */
     struct {
         str mark; /* replaces the space; empty: no Metaspace */
         enum { TOK_NEVER, TOK_FIRST, TOK_ALWAYS } prepend;
         bool split; /* each mark begins a piece */
     } metaspace;
     bool ignore_merges, fuse_unk, byte_fallback;
-    bool all_bytes; /* byte fallback has a token for each byte: no character is unknown */
+    bool all_bytes;            /* byte fallback has a token for each byte: no character is
+                                * unknown */
     int32_t unk, byte_id[256]; /* -1: none */
     /* the ids that the post-processor puts before and after a text */
     ids outer_before, outer_after;
@@ -2656,9 +2658,10 @@ struct tok {
      * TOK_METASPACE: Metaspace. */
     enum { TOK_SPACE_JOINED, TOK_BYTE_LEVEL, TOK_CHAIN, TOK_METASPACE } decoder;
     bool decode_fallback, decode_fuse; /* the chain has ByteFallback, has Fuse */
-    int n_strip;      /* remove at most so many of strip_char from the start of a text */
+    int n_strip;                       /* remove at most so many of strip_char from the start of a
+                                        * text */
     str strip_char;
-    str decode_mark;  /* the mark that the decoder Metaspace turns into spaces */
+    str decode_mark;        /* the mark that the decoder Metaspace turns into spaces */
     bool decode_drop_first; /* the decoder removes the marks of the first token */
 };
 
@@ -3167,10 +3170,10 @@ static int tok_encode(const tok *tokenizer, str text, int flags, ids *out, toka_
  * one invalid byte makes HF write U+FFFD for each byte of the run. */
 typedef struct tok_stream {
     const tok *tokenizer;
-    int flags;  /* TOKA_SKIP_SPECIAL */
-    int n_strip;  /* so many characters may still be removed from the start */
-    bool begun; /* there was a token already */
-    buf held;   /* the bytes held back */
+    int flags;   /* TOKA_SKIP_SPECIAL */
+    int n_strip; /* so many characters may still be removed from the start */
+    bool begun;  /* there was a token already */
+    buf held;    /* the bytes held back */
 } tok_stream;
 
 static void tok_stream_init(tok_stream *stream, const tok *t, int flags) {
@@ -4135,45 +4138,47 @@ enum { TMPL_NESTING = 100, TMPL_MAX_SOURCE = 1 << 20, TMPL_MAX_NAMES = 1000 };
 
 typedef enum tmpl_kind {
     /* Statements. Comments list the fields that the kind uses. Bodies are lists through .next */
-    TN_TEXT,      /* s */
-    TN_PRINT,     /* a: expression */
-    TN_IF,        /* a: condition (NULL: this is the else arm), b: body, c: next arm */
-    TN_FOR,       /* a: target, b: sequence, c: body, d: condition or NULL, e: else body or NULL */
-    TN_SET,       /* a: target, b: expression */
-    TN_SET_BLOCK,  /* a: target, b: filters over TN_CAPTURED, c: body */
-    TN_FILTER_BLOCK,  /* b: filters over TN_CAPTURED, c: body */
-    TN_MACRO,     /* id, s: name, b: parameters (TN_PARAM), c: body, i 1: has a variable `caller` */
-    TN_CALL_BLOCK, /* a: call, b: the TN_MACRO that the called macro gets as `caller` */
-    TN_SCOPE,     /* c: body with a scope of its own (generation) */
+    TN_TEXT,         /* s */
+    TN_PRINT,        /* a: expression */
+    TN_IF,           /* a: condition (NULL: this is the else arm), b: body, c: next arm */
+    TN_FOR,          /* a: target, b: sequence, c: body, d: condition or NULL, e: else body or
+                      * NULL */
+    TN_SET,          /* a: target, b: expression */
+    TN_SET_BLOCK,    /* a: target, b: filters over TN_CAPTURED, c: body */
+    TN_FILTER_BLOCK, /* b: filters over TN_CAPTURED, c: body */
+    TN_MACRO,        /* id, s: name, b: parameters (TN_PARAM), c: body, i 1: has a variable
+                      * `caller` */
+    TN_CALL_BLOCK,   /* a: call, b: the TN_MACRO that the called macro gets as `caller` */
+    TN_SCOPE,        /* c: body with a scope of its own (generation) */
     TN_BREAK,
     TN_CONTINUE,
     /* Expressions */
     TN_NONE,
-    TN_BOOL,      /* i */
-    TN_INT,       /* i */
-    TN_FLOAT,     /* f */
-    TN_STRING,    /* s */
-    TN_NAME,      /* id, s */
-    TN_LIST,      /* b: list of elements through .next */
-    TN_TUPLE,     /* b: list of elements */
-    TN_DICT,      /* b: list of key, value, key, value ... */
-    TN_ATTR,      /* a.s */
-    TN_ITEM,      /* a[b] */
-    TN_SLICE,     /* a[b:c:d]; b, c and d may each be NULL */
-    TN_CALL,      /* a(b: list of arguments) */
-    TN_FILTER,    /* a|s(b) */
-    TN_TEST,      /* a is s(b); op 1: is not */
-    TN_NOT,       /* not a */
-    TN_SIGN,      /* op '-' or '+', a */
-    TN_BINARY,    /* a op b */
-    TN_TERNARY,      /* b if a else c; c may be NULL */
-    TN_CAPTURED,  /* the text collected by the enclosing set or filter block */
+    TN_BOOL,     /* i */
+    TN_INT,      /* i */
+    TN_FLOAT,    /* f */
+    TN_STRING,   /* s */
+    TN_NAME,     /* id, s */
+    TN_LIST,     /* b: list of elements through .next */
+    TN_TUPLE,    /* b: list of elements */
+    TN_DICT,     /* b: list of key, value, key, value ... */
+    TN_ATTR,     /* a.s */
+    TN_ITEM,     /* a[b] */
+    TN_SLICE,    /* a[b:c:d]; b, c and d may each be NULL */
+    TN_CALL,     /* a(b: list of arguments) */
+    TN_FILTER,   /* a|s(b) */
+    TN_TEST,     /* a is s(b); op 1: is not */
+    TN_NOT,      /* not a */
+    TN_SIGN,     /* op '-' or '+', a */
+    TN_BINARY,   /* a op b */
+    TN_TERNARY,  /* b if a else c; c may be NULL */
+    TN_CAPTURED, /* the text collected by the enclosing set or filter block */
     /* Parts */
-    TN_KEYWORD,   /* s=a in arguments */
-    TN_SPREAD,    /* *a in arguments */
-    TN_SPREAD_DICT, /* **a in arguments */
-    TN_PARAM,     /* id, s: name, a: default or NULL */
-    TN_NAMESPACE_ATTR      /* an assignment target: attribute s of the namespace in variable id */
+    TN_KEYWORD,       /* s=a in arguments */
+    TN_SPREAD,        /* *a in arguments */
+    TN_SPREAD_DICT,   /* **a in arguments */
+    TN_PARAM,         /* id, s: name, a: default or NULL */
+    TN_NAMESPACE_ATTR /* an assignment target: attribute s of the namespace in variable id */
 } tmpl_kind;
 
 /* Code of an operator of two characters. The code of a single character is the character. */
@@ -4199,12 +4204,12 @@ struct tmpl_node { /* tmpl_kind says which fields each kind uses. The tmpl's are
 enum { TMPL_LOOP, TMPL_CALLER, TMPL_RESERVED }; /* numbers of the variables `loop` and `caller` */
 
 typedef struct tmpl { /* a parsed template; immutable */
-    arena memory;                   /* owns the nodes and their texts */
+    arena memory;              /* owns the nodes and their texts */
     tmpl_node *body;           /* list of statements; NULL: empty template */
     str names[TMPL_MAX_NAMES]; /* names of variables, by number; they point into a */
     int n_names;
-    bool loops_over_content;        /* some `for` iterates over the parts of a message's content */
-    uni_cases cases;           /* case tables for lower, upper, title ... */
+    bool loops_over_content; /* some `for` iterates over the parts of a message's content */
+    uni_cases cases;         /* case tables for lower, upper, title ... */
 } tmpl;
 
 /* ---- Tokens ---- */
@@ -4226,7 +4231,7 @@ typedef struct tmpl_lexer {
     int line;                   /* line of `at`, from 1 */
     tmpl_token *tokens;         /* [n], malloc'ed; the caller frees it */
     size_t n_tokens, cap;
-    arena *memory;                   /* owns the values of strings; the template's arena */
+    arena *memory;              /* owns the values of strings; the template's arena */
     char closers[TMPL_NESTING]; /* [n_open] brackets that must close before the tag may end */
     int n_open;
     toka_err *e;
@@ -5241,7 +5246,7 @@ typedef struct tval {
     union {
         int64_t integer;               /* TV_INT, TV_BOOL */
         double real;
-        const char *chars;           /* TV_STR: text; TV_BIG_INT: digits; TV_UNDEFINED: name */
+        const char *chars;       /* TV_STR: text; TV_BIG_INT: digits; TV_UNDEFINED: name */
         struct tmpl_items *list; /* TV_LIST, TV_TUPLE, TV_GENERATOR */
         struct tmpl_dict *dict;  /* TV_DICT, TV_NAMESPACE */
         struct tmpl_loop *loop;
@@ -5323,9 +5328,9 @@ typedef struct tmpl_time {
 
 typedef struct tmpl_run { /* one render; used by one thread */
     tmpl_time now;
-    tmpl_limits budget;         /* steps and depth count down; output_bytes is constant */
-    size_t memory_left;            /* bytes that may still be allocated */
-    arena memory;                  /* owns the values */
+    tmpl_limits budget;       /* steps and depth count down; output_bytes is constant */
+    size_t memory_left;       /* bytes that may still be allocated */
+    arena memory;             /* owns the values */
     buf *out;                 /* statements write here */
     tval captured;            /* text of the innermost set or filter block that applies filters */
     struct tmpl_scope *scope; /* the innermost scope; NULL: top level of the template */
@@ -6041,13 +6046,13 @@ static bool tmpl_binary(tmpl_run *run, int op, tval left, tval right, tval *out)
 enum { TMPL_MAX_ARGS = 4 }; /* maximum number of parameters of a filter, test, method or function */
 
 typedef struct tmpl_args { /* the arguments of one call */
-    tval self;          /* the filtered or tested value; the object of a method */
-    tval *positional;          /* [n_pos] positional arguments */
-    tval *named;        /* [n_named] values of arguments given as name=value */
-    str *names;         /* [n_named] their names */
+    tval self;        /* the filtered or tested value; the object of a method */
+    tval *positional; /* [n_pos] positional arguments */
+    tval *named;      /* [n_named] values of arguments given as name=value */
+    str *names;       /* [n_named] their names */
     int n_pos, n_named;
-    tval param[TMPL_MAX_ARGS];  /* the values of the parameters; TV_ABSENT: not given */
-    int op;             /* selects the variant if several names share one function */
+    tval param[TMPL_MAX_ARGS]; /* the values of the parameters; TV_ABSENT: not given */
+    int op;                    /* selects the variant if several names share one function */
 } tmpl_args;
 
 static bool tmpl_f_string(tmpl_run *run, tmpl_args *args, tval *out) {
@@ -6539,13 +6544,13 @@ typedef struct tmpl_macro {
 
 /* A running for loop: the variable `loop` of its body. */
 typedef struct tmpl_loop {
-    tmpl_items *items;     /* the elements; until settled, also those that the condition rejects */
-    size_t at;             /* index in items of the next element to test */
-    const tmpl_node *node; /* TN_FOR */
-    tmpl_scope *scope;     /* scope outside of the loop; NULL: the template's top level */
-    int64_t index0;        /* number of the current iteration, from 0; -1 before the first one */
+    tmpl_items *items;      /* the elements; until settled, also those that the condition rejects */
+    size_t at;              /* index in items of the next element to test */
+    const tmpl_node *node;  /* TN_FOR */
+    tmpl_scope *scope;      /* scope outside of the loop; NULL: the template's top level */
+    int64_t index0;         /* number of the current iteration, from 0; -1 before the first one */
     bool filtered;          /* all items from `at` on have passed the condition node->d */
-    tval previous, current;      /* elements of the previous and the current iteration */
+    tval previous, current; /* elements of the previous and the current iteration */
 } tmpl_loop;
 
 /* Kinds of functions: filters, methods of texts, lists and dicts, global functions. */
@@ -6555,8 +6560,9 @@ typedef struct tmpl_fn {
     tmpl_owner owner;
     const char *name;
     const char *params; /* names, separated by spaces; "*": run reads c->pos and c->named itself */
-    int n_required;           /* number of required parameters, the first ones */
-    bool (*run)(tmpl_run *r, tmpl_args *c, tval *out); /* returns false after an error */
+    int n_required;     /* number of required parameters, the first ones */
+    /* returns false after an error */
+    bool (*run)(tmpl_run *r, tmpl_args *c, tval *out);
     int op;             /* passed to run as c->op: selects one of several that share a function */
 } tmpl_fn;
 
@@ -7752,8 +7758,9 @@ typedef struct mf_rope {
     double factor;                            /* for all kinds except default */
     double original_len;                      /* llama3, yarn: original_max_position_embeddings */
     double low_freq_factor, high_freq_factor; /* llama3 */
-    double attention_factor; /* yarn; 0: computed from factor, mscale and mscale_all_dim */
-    double mscale, mscale_all_dim; /* yarn */
+    double attention_factor;                  /* yarn; 0: computed from factor, mscale and
+                                               * mscale_all_dim */
+    double mscale, mscale_all_dim;            /* yarn */
     /* yarn: the ramp begins at the pair of dimensions that makes beta_fast full turns over
      * original_len positions, and ends at the pair that makes beta_slow. */
     double beta_fast, beta_slow;
@@ -7809,10 +7816,10 @@ typedef struct mf_file_state { /* the state of a weight file just before it was 
 
 /* A model's files. Immutable after mf_open, except that lib_open_tokenizer may add an end id. */
 typedef struct mf_model {
-    arena memory;              /* owns everything below that is neither mapped nor marked as heap */
-    char *name;           /* the folder's last path part, the hub id or the name in models.txt */
-    char *folder;         /* NULL: embedded */
-    char *hub_id;         /* NULL: the user gave a folder, or the model is embedded */
+    arena memory; /* owns everything below that is neither mapped nor marked as heap */
+    char *name;   /* the folder's last path part, the hub id or the name in models.txt */
+    char *folder; /* NULL: embedded */
+    char *hub_id; /* NULL: the user gave a folder, or the model is embedded */
     mf_config config;
     toka_shape shape;     /* = config.shape */
     toka_weights weights; /* tensors point into the mapped files */
@@ -7823,20 +7830,21 @@ typedef struct mf_model {
      * the last one counts. */
     mf_template *templates;
     int n_templates;
-    char *bos_token, *eos_token, *pad_token, *unk_token; /* texts for the template; NULL: none */
+    /* texts for the template; NULL: none */
+    char *bos_token, *eos_token, *pad_token, *unk_token;
     str added_tokens;     /* of tokenizer_config.json or added_tokens.json: JSON array, or empty */
     str special_fields;   /* the fields of all files that name special tokens, as members of a JSON
-                             object; or empty */
+                           * object; or empty */
     str token_flags;      /* the flags that change ids, as members of a JSON object; or empty */
-    str token_config;      /* the three above joined into one JSON object, for tok_load */
-    bool legacy_tokens;    /* tokenizer_config.json has no list of added tokens. Then
-                             special_tokens_map.json and added_tokens.json count, as in
-                             transformers */
+    str token_config;     /* the three above joined into one JSON object, for tok_load */
+    bool legacy_tokens;   /* tokenizer_config.json has no list of added tokens. Then
+                           * special_tokens_map.json and added_tokens.json count, as in
+                           * transformers */
     int add_bos, add_eos; /* add begin and end tokens to a text: 0 no, 1 yes, -1 as tokenizer.json
-                             says */
+                           * says */
     mf_defaults defaults;
     const mf_embedded *embedded; /* not NULL: the files come from here, not from folder */
-    str *maps;            /* [n_maps] heap; the mapped files, which mf_close unmaps */
+    str *maps;                   /* [n_maps] heap; the mapped files, which mf_close unmaps */
     int n_maps;
     /* [n_stamps] heap; one for each weight file; none if embedded */
     mf_file_state *weight_files;
@@ -7912,10 +7920,10 @@ static void mf_rope_table(const mf_rope *rope, int D, float *freq, float *scale)
  * parser reads all fields and looks at the error later. */
 
 typedef struct mf_reader {
-    const json *object;     /* the object; NULL: every field is missing */
-    const char *where; /* the file's name, for messages */
+    const json *object; /* the object; NULL: every field is missing */
+    const char *where;  /* the file's name, for messages */
     const char *prefix; /* for messages, goes before a field's name: "" or "rope_parameters." ... */
-    toka_err *err;       /* code 0 until the first error, which stays */
+    toka_err *err;      /* code 0 until the first error, which stays */
 } mf_reader;
 
 /* Writes to z how an error message shows this value ("missing" if v is NULL), and returns z. */
@@ -8016,12 +8024,12 @@ typedef struct mf_arch {
     unsigned features;       /* MF_...: what every model of this architecture has */
     unsigned attention_bias; /* the features that attention_bias turns on; 0: it is ignored */
     int E, F, V, max_len;
-    int K;                   /* 0: the same as H. Where the file says null, K is H in all of them */
-    int D;                   /* 0: E / H */
-    int window;              /* sliding_window; 0: the architecture has no windows */
-    bool window_opt_in;        /* windows need use_sliding_window: true, and only layers from
-                                max_window_layers on have one */
-    int bos, eos;            /* -1: none */
+    int K;              /* 0: the same as H. Where the file says null, K is H in all of them */
+    int D;              /* 0: E / H */
+    int window;         /* sliding_window; 0: the architecture has no windows */
+    bool window_opt_in; /* windows need use_sliding_window: true, and only layers from
+                         max_window_layers on have one */
+    int bos, eos;       /* -1: none */
 } mf_arch;
 
 static const mf_arch mf_archs[] = {
@@ -8893,10 +8901,10 @@ typedef struct st_tensor {
     const char *file;     /* its name, for messages */
     const st_dtype *dtype;
     int n_dims;
-    int64_t dims[2];      /* the first two dimensions; tensors that toka uses have no more */
-    uint64_t begin, end;  /* byte offsets in the file's data */
-    const char *data;     /* in the mapped file */
-    bool is_alias;          /* a second name of another tensor: do not count its bytes again */
+    int64_t dims[2];     /* the first two dimensions; tensors that toka uses have no more */
+    uint64_t begin, end; /* byte offsets in the file's data */
+    const char *data;    /* in the mapped file */
+    bool is_alias;       /* a second name of another tensor: do not count its bytes again */
 } st_tensor;
 
 typedef struct st_alias_list { /* a list of objects {"name left out": "name stored"}, in an arena */
@@ -9067,7 +9075,7 @@ static int st_index_parse(str text, const char *where, arena *memory, str **file
 
 typedef struct st_set {
     const st_tensor **entries; /* [cap] heap; the tensors themselves are borrowed; NULL: empty */
-    size_t n_tensors, cap;          /* cap: a power of two, or 0 */
+    size_t n_tensors, cap;     /* cap: a power of two, or 0 */
 } st_set;
 
 static void st_set_free(st_set *set) {
@@ -9134,7 +9142,7 @@ typedef struct mf_binding { /* one tensor that a model or a layer has */
     size_t field;            /* the offset of a toka_tensor in toka_layer, or in toka_weights */
     const char *rows, *cols; /* each a product of dimension letters; rows "": a vector, which has
                                 one dimension in the file */
-    unsigned feature;          /* only models with this feature have the tensor; 0: all have it */
+    unsigned feature;        /* only models with this feature have the tensor; 0: all have it */
 } mf_binding;
 
 static const mf_binding mf_layer_bindings[] = {
@@ -9199,9 +9207,9 @@ static int64_t mf_n_parameters(const mf_config *config) {
 typedef struct mf_binder { /* one call of mf_bind */
     const mf_config *config;
     const st_set *set;
-    const char *where; /* the folder, for messages */
-    toka_weights *weights;   /* out */
-    int64_t n_parameters; /* of the tensors bound so far */
+    const char *where;     /* the folder, for messages */
+    toka_weights *weights; /* out */
+    int64_t n_parameters;  /* of the tensors bound so far */
     size_t weight_bytes;
 } mf_binder;
 
@@ -18584,7 +18592,7 @@ enum {
     HTTP_MAX_HEAD = 32 << 10,    /* bytes of a request line and its headers */
     HTTP_MAX_TARGET = 8 << 10,   /* bytes of a target */
     HTTP_MAX_HEADERS = 100,
-    HTTP_MAX_CHUNK_LINE = 256,   /* bytes of the size line of a chunk, extensions included */
+    HTTP_MAX_CHUNK_LINE = 256,       /* bytes of the size line of a chunk, extensions included */
     HTTP_MAX_CHUNK_EXTRA = 16 << 10, /* bytes of all extensions and trailers of one body */
 };
 
@@ -18603,10 +18611,10 @@ typedef struct http_request {
     str host;             /* "name:port" of an absolute target, else the Host header; .n 0: none */
     http_header headers[HTTP_MAX_HEADERS];
     int n_headers;
-    int64_t content_length;       /* Content-Length, bytes of the body; 0: none */
-    bool chunked;         /* the body comes in chunks (Transfer-Encoding: chunked) */
-    bool keep_alive;      /* the client wants to keep the connection */
-    bool expects_continue; /* the client waits for "100 Continue" before it sends the body */
+    int64_t content_length; /* Content-Length, bytes of the body; 0: none */
+    bool chunked;           /* the body comes in chunks (Transfer-Encoding: chunked) */
+    bool keep_alive;        /* the client wants to keep the connection */
+    bool expects_continue;  /* the client waits for "100 Continue" before it sends the body */
 } http_request;
 
 typedef struct http_reply { /* the answer of a handler; zeroed by the caller */
@@ -18927,10 +18935,10 @@ enum http_body_state {
 
 typedef struct http_body { /* the state of reading one body */
     enum http_body_state state;
-    int64_t remaining;   /* bytes still to come of the body (FIXED) or of this chunk (DATA) */
-    int64_t total;  /* bytes of data read so far */
-    int64_t limit;  /* highest number of bytes of data */
-    size_t extra_bytes;   /* bytes of extensions and trailers read so far */
+    int64_t remaining;  /* bytes still to come of the body (FIXED) or of this chunk (DATA) */
+    int64_t total;      /* bytes of data read so far */
+    int64_t limit;      /* highest number of bytes of data */
+    size_t extra_bytes; /* bytes of extensions and trailers read so far */
     int n_trailers;
 } http_body;
 
@@ -19140,7 +19148,7 @@ enum api_route { API_COMPLETIONS, API_CHAT, API_TOKENIZE, API_DETOKENIZE };
 /* How bodies are read and answered. The caller sets it up; then it is constant, and any thread may
  * read it. */
 typedef struct api_config {
-    const toka *toka;            /* used for its tokenizer, templates and shape, not its engine */
+    const toka *toka;         /* used for its tokenizer, templates and shape, not its engine */
     const char *const *names; /* [n_names] served names; the first is the default. n_names 0: the
                                * "model" of a body is not checked */
     int n_names;
@@ -19148,7 +19156,7 @@ typedef struct api_config {
     const char *fingerprint;  /* system_fingerprint of live answers; NULL: none */
     /* fields that the caller handles: NULL-terminated names, or NULL */
     const char *const *caller_fields;
-    toka_request defaults;        /* defaults for fields that a body does not have */
+    toka_request defaults;    /* defaults for fields that a body does not have */
     int completion_tokens;    /* max_tokens of a completion if neither the body nor base has it;
                                * 0: as many as fit */
     int max_len;              /* highest number of tokens of a sequence, prompt included */
@@ -19188,16 +19196,16 @@ typedef struct api_choice {
     int64_t text_offset;    /* completions: characters of the text that "logprobs" has covered */
     toka_finish finish;
     int stop_id, stop_text; /* what stopped it, as in toka_event; -1: none */
-    bool begun;        /* streaming: its first chunk has been written */
+    bool begun;             /* streaming: its first chunk has been written */
 } api_choice;
 
 typedef struct api_prompt { /* one prompt: one request of the engine; `user` of its events */
     struct api_request *request;
     toka_request engine_request;
     int64_t engine_id; /* for the caller: the result of toka_submit */
-    int first_choice;         /* index of its first choice */
+    int first_choice;  /* index of its first choice */
     ids ids;
-    str text;          /* text of the prompt, if the call echoes it; in the arena of the call */
+    str text;            /* text of the prompt, if the call echoes it; in the arena of the call */
     api_tokens logprobs; /* tokens of the prompt with their log-probabilities, if wanted */
     int n_logprobs;
     buf waiting;       /* streaming: records of samples that wait until the prompt has been sent */
@@ -19211,32 +19219,34 @@ typedef struct api_request {
     void *user;         /* for the caller */
 
     const api_config *config;
-    arena memory;            /* memory that the parts point to */
-    toka_words *words;  /* bad words of all parts; owned, or NULL */
+    arena memory;      /* memory that the parts point to */
+    toka_words *words; /* bad words of all parts; owned, or NULL */
     bool chat, stream;
     bool echo, want_ids, want_logprobs, want_prompt_logprobs, packed;
-    bool names_are_ids; /* return_tokens_as_token_ids: tokens are named "token_id:N" */
+    bool names_are_ids;                   /* return_tokens_as_token_ids: tokens are named
+                                           * "token_id:N" */
     bool include_usage, continuous_usage; /* usage in the last chunk; in every chunk */
-    int n_samples;              /* samples of each prompt */
-    int n_top, n_prompt_top; /* alternatives of an output token, of a token of a prompt */
+    int n_samples;                        /* samples of each prompt */
+    int n_top, n_prompt_top;              /* alternatives of an output token, of a token of a
+                                           * prompt */
     str model;
     api_prompt *prompts;    /* [n_parts], owned */
     int n_prompts;
     api_choice *choices; /* [n_choices], owned; NULL until the first event, to save memory */
     int n_choices;
-    int n_left;         /* choices that have not ended */
+    int n_left;          /* choices that have not ended */
     toka_finish failure; /* TOKA_FAILED or TOKA_CANCELLED if one of them ended a choice; else 0 */
     int64_t n_prompt_tokens, n_output_tokens, n_cached_tokens;
-    buf chunk_prefix;           /* streaming: the bytes that every chunk begins with */
-    buf token_text;           /* streaming: text of the current token */
+    buf chunk_prefix;                     /* streaming: the bytes that every chunk begins with */
+    buf token_text;                       /* streaming: text of the current token */
     buf token_bytes, scratch, seen_names; /* scratch of api_token_text and api_put_top */
 
     /* bytes of the choices, their text, all tokens, and the waiting records */
     size_t held_bytes;
 
-    int status;         /* for api_put_error after a failed api_parse: HTTP status */
+    int status;                      /* for api_put_error after a failed api_parse: HTTP status */
     const char *type, *param, *code; /* and the rest of its arguments: static, or NULL */
-    bool unsupported;   /* the error is a field that is known but not supported */
+    bool unsupported;                /* the error is a field that is known but not supported */
 } api_request;
 
 /* Error returns of functions that read a body. The message begins with the name of the field. */
@@ -19283,9 +19293,9 @@ typedef struct api_field {
     int routes;
     enum api_kind kind;
     enum api_use use;
-    size_t offset;         /* API_USED: offset of the value in api_body. kind gives its type: float,
-                            * int64_t, int (API_BOOL), str or const json * */
-    int64_t low, high;     /* API_INTEGER: the limits */
+    size_t offset;           /* API_USED: offset of the value in api_body. kind gives its type:
+                              * float, int64_t, int (API_BOOL), str or const json * */
+    int64_t low, high;       /* API_INTEGER: the limits */
     const char *harmless[2]; /* API_REFUSED: JSON of values that ask for nothing, besides null and
                               * false */
 } api_field;
@@ -21019,36 +21029,37 @@ static int api_answer_tokenize(const api_config *config, enum api_route route, s
  * =========================================================================== */
 
 enum {
-    RUN_MAX_LINE_BYTES = 64 << 20,    /* of an input line, at most */
-    RUN_READ_BYTES = 1 << 18,    /* of a read() */
+    RUN_MAX_LINE_BYTES = 64 << 20,      /* of an input line, at most */
+    RUN_READ_BYTES = 1 << 18,           /* of a read() */
     RUN_MAX_INFLIGHT_BYTES = 256 << 20, /* of all in-flight input lines; with more, none is read */
-    RUN_FLUSH_BYTES = 1 << 12,   /* of records, above which they go to the writer at once */
-    RUN_MAX_RESULT_BYTES = 250 << 20, /* of an output line. json_trusted parses any line as long as
-                                     this: a node takes two bytes of text at least */
+    RUN_FLUSH_BYTES = 1 << 12,          /* of records, above which they go to the writer at once */
+    RUN_MAX_RESULT_BYTES = 250 << 20,   /* of an output line. json_trusted parses any line as long
+                                         * as this: a node takes two bytes of text at least */
     RUN_KEPT_RESULT_BYTES = 1 << 20,    /* of the writer's buffer, kept for the next line */
-    RUN_MIN_INFLIGHT_LINES = 4, /* lines that are in flight even if they have many samples */
+    RUN_MIN_INFLIGHT_LINES = 4,         /* lines that are in flight even if they have many
+                                         * samples */
     /* bytes of memory that parsing may take for each byte of a line */
     RUN_PARSE_BYTES_FACTOR = 24
 };
 static const json_limits run_limits = {128, RUN_MAX_LINE_BYTES};
 
 typedef struct run_options { /* what toka batch was asked to do */
-    const char *in, *out; /* paths; "-": standard input, standard output */
-    const char *errors;   /* path for error records; NULL: they go to out */
-    const char *report;   /* path of the closing report (JSON); "-": standard output; NULL: none */
-    const char *now;      /* the chat template's clock; NULL: local time */
-    const char *name;     /* model name in results; NULL: the model's own name */
-    toka_request defaults;    /* defaults for what a line does not set */
+    const char *in, *out;  /* paths; "-": standard input, standard output */
+    const char *errors;    /* path for error records; NULL: they go to out */
+    const char *report;    /* path of the closing report (JSON); "-": standard output; NULL: none */
+    const char *now;       /* the chat template's clock; NULL: local time */
+    const char *name;      /* model name in results; NULL: the model's own name */
+    toka_request defaults; /* defaults for what a line does not set */
     /* OpenAI's batch lines are parsed with it; NULL: made from base */
     const api_config *api_config;
     int64_t max_answer_bytes; /* memory that a line's answer may take; 0: no limit */
-    bool quiet;           /* no progress, no report */
-    bool wait_if_full;         /* full disk: keep results in memory and wait; else the run ends */
+    bool quiet;               /* no progress, no report */
+    bool wait_if_full;        /* full disk: keep results in memory and wait; else the run ends */
     /* clients read the messages: they name files without their folder */
     bool hide_folders;
     atomic_int *interrupted; /* the caller's; not 0: stop (Ctrl-C) */
     int64_t deadline;        /* deadline, seconds since 1970; 0: none */
-    bool expired;         /* the deadline has passed: each line left becomes an error record */
+    bool expired;            /* the deadline has passed: each line left becomes an error record */
     atomic_llong *n_completed,
         *n_failed; /* get the number of results and of errors written, those of
                                          earlier runs included; may be NULL */
@@ -21057,8 +21068,8 @@ typedef struct run_options { /* what toka batch was asked to do */
 } run_options;
 
 enum run_outcome { RUN_RETRY, /* files could not be opened for now: try again */
-               RUN_INCOMPLETE,    /* stopped, or failed on the way */
-               RUN_COMPLETE };   /* every line has its result or error */
+               RUN_INCOMPLETE, /* stopped, or failed on the way */
+               RUN_COMPLETE }; /* every line has its result or error */
 
 /* hash of a custom_id: FNV-1a of 128 bits, the same on every machine */
 typedef struct run_id_hash {
@@ -21067,8 +21078,8 @@ typedef struct run_id_hash {
 
 typedef struct run_table_entry { /* a custom_id; state 0: an empty entry */
     run_id_hash id_hash;
-    uint64_t line_hash;  /* run_line_hash of the line that the written result answers; 0: unknown */
-    uint64_t state; /* 2 * number of its input line, + 1 if its result is written */
+    uint64_t line_hash; /* run_line_hash of the line that the written result answers; 0: unknown */
+    uint64_t state;     /* 2 * number of its input line, + 1 if its result is written */
 } run_table_entry;
 
 typedef struct run_table { /* open addressing; cap is a power of two */
@@ -21081,14 +21092,14 @@ typedef struct run_input { /* reads a file line by line */
     const char *name; /* in messages */
     atomic_int *interrupted;
     const atomic_bool *stopped; /* ends reading as Ctrl-C does; NULL: nothing else ends it */
-    char *chunk;    /* [RUN_READ_BYTES] */
-    size_t pos, n_bytes;   /* position in the chunk; bytes in it */
-    int64_t line_number; /* of the line last read, from 1 */
-    int64_t line_bytes; /* its bytes */
-    buf line;       /* the line */
-    size_t max_bytes;    /* bytes of a line, at most */
-    bool too_long;  /* the line is cut: it has more than `most` bytes, or no_memory */
-    bool no_memory; /* there was no memory for the whole line */
+    char *chunk;                /* [RUN_READ_BYTES] */
+    size_t pos, n_bytes;        /* position in the chunk; bytes in it */
+    int64_t line_number;        /* of the line last read, from 1 */
+    int64_t line_bytes;         /* its bytes */
+    buf line;                   /* the line */
+    size_t max_bytes;           /* bytes of a line, at most */
+    bool too_long;              /* the line is cut: it has more than `most` bytes, or no_memory */
+    bool no_memory;             /* there was no memory for the whole line */
 } run_input;
 
 typedef struct run_line { /* one request, from reading it to writing its result */
@@ -21100,21 +21111,22 @@ typedef struct run_line { /* one request, from reading it to writing its result 
     size_t bytes;       /* of the input line */
     /* records of events; the driver's, until it moves them to `ready` */
     buf driver_records;
-    buf ready_records;      /* records for the writer; run.lock guards them, in_flight, queued, held
-                           and the lists below */
-    bool in_flight, queued; /* the engine has it; it is in the writer's queue */
-    size_t held_bytes;        /* call.held, as counted in run_state.n_flight_held */
-    const char *error;  /* code of an error record; NULL: a result */
-    char *message;      /* of the error record; owned; NULL: none */
+    buf ready_records;            /* records for the writer; run.lock guards them, in_flight,
+                                   * queued, held and the lists below */
+    bool in_flight, queued;       /* the engine has it; it is in the writer's queue */
+    size_t held_bytes;            /* call.held, as counted in run_state.n_flight_held */
+    const char *error;            /* code of an error record; NULL: a result */
+    char *message;                /* of the error record; owned; NULL: none */
     struct run_line *next_queued; /* in the writer's queue */
-    struct run_line *prev_inflight, *next_inflight; /* in the list of in-flight lines */
+    /* in the list of in-flight lines */
+    struct run_line *prev_inflight, *next_inflight;
 } run_line;
 
 typedef struct run_output { /* an output file */
     const char *path; /* as shown in messages */
-    int fd;        /* -1: not open */
-    bool is_file;  /* a regular file, not a pipe or device */
-    int64_t bytes; /* of whole lines in the file */
+    int fd;           /* -1: not open */
+    bool is_file;     /* a regular file, not a pipe or device */
+    int64_t bytes;    /* of whole lines in the file */
 } run_output;
 
 typedef struct run_state { /* a running batch */
@@ -21123,33 +21135,36 @@ typedef struct run_state { /* a running batch */
     run_input input;
     run_table seen;
     run_output results, errors; /* errors.fd -1: error records go to results */
-    int64_t n_lines;          /* of the input; -1: unknown */
-    int64_t n_done_before;         /* of these, done by earlier runs */
-    int64_t n_failed_before;  /* error records of earlier runs in the output */
-    int64_t n_damaged;        /* output lines that are not results */
-    int64_t n_changed;        /* input lines that changed since they were answered */
-    int64_t first_changed;    /* number of the first of them */
+    int64_t n_lines;            /* of the input; -1: unknown */
+    int64_t n_done_before;      /* of these, done by earlier runs */
+    int64_t n_failed_before;    /* error records of earlier runs in the output */
+    int64_t n_damaged;          /* output lines that are not results */
+    int64_t n_changed;          /* input lines that changed since they were answered */
+    int64_t first_changed;      /* number of the first of them */
     bool warned_changed;        /* the user was told about them */
-    api_config configs[2]; /* to parse bodies: [0] of short lines, [1] of OpenAI's batch lines */
+    api_config configs[2];      /* to parse bodies: [0] of short lines, [1] of OpenAI's batch
+                                 * lines */
     /* names of unknown fields that were warned about, for api_should_report */
     buf warned_fields;
-    bool warned_model;   /* warned once that a line's "model" is ignored */
-    buf other_model;         /* api_put_printable of another model that the output has results of */
-    double t_start;           /* start */
+    bool warned_model;           /* warned once that a line's "model" is ignored */
+    buf other_model;             /* api_put_printable of another model that the output has results
+                                  * of */
+    double t_start;              /* start */
     double t_shown, t_files;     /* last time that progress was shown, weight files were checked */
     int64_t n_written, n_errors; /* lines written by this run; error records among them */
-    bool warned_full;      /* warned once that the disk is full */
+    bool warned_full;            /* warned once that the disk is full */
 
     pthread_mutex_t lock;
     pthread_cond_t wake;
     run_line *queue, **queue_end; /* for the writer: lines with new records, or already ended */
-    run_line *inflight; /* lines that the engine has */
-    int64_t n_inflight_lines, n_inflight_samples, n_inflight_bytes; /* read and not yet written */
-    int64_t n_inflight_held; /* bytes that these hold of their answers */
-    int64_t max_inflight_held;     /* above this, no line is read */
-    bool reader_done;         /* the reader has ended */
-    atomic_bool stopped; /* Ctrl-C or an error: nothing more is started */
-    toka_err err;          /* the error; code 0: Ctrl-C */
+    run_line *inflight;           /* lines that the engine has */
+    /* read and not yet written */
+    int64_t n_inflight_lines, n_inflight_samples, n_inflight_bytes;
+    int64_t n_inflight_held;      /* bytes that these hold of their answers */
+    int64_t max_inflight_held;    /* above this, no line is read */
+    bool reader_done;             /* the reader has ended */
+    atomic_bool stopped;          /* Ctrl-C or an error: nothing more is started */
+    toka_err err;                 /* the error; code 0: Ctrl-C */
 } run_state;
 
 /* ---- Ids ---- */
@@ -21925,7 +21940,7 @@ static str run_find_result_id(str line) {
 typedef struct run_result { /* a line of an output file */
     buf custom_id;
     uint64_t line_hash; /* run_line_hash of the line that it answers; 0: unknown */
-    bool failed;   /* an error record */
+    bool failed;        /* an error record */
 } run_result;
 
 /* Returns the hash of the input line that a result's id holds. Returns 0 if it holds none, as in
@@ -21981,13 +21996,13 @@ typedef struct run_scan { /* state while reading what earlier runs wrote */
     run_result result;
     /* of the line last read; its line feed counts, even where it is missing */
     run_byte_range line;
-    bool whole;     /* a line feed ends the line */
-    bool bad;       /* the line is not a result */
-    bool begins_as_result;      /* the line is bad, and is empty or begins as a result does */
-    bool any_foreign;   /* some line was bad and not ours */
+    bool whole;            /* a line feed ends the line */
+    bool bad;              /* the line is not a result */
+    bool begins_as_result; /* the line is bad, and is empty or begins as a result does */
+    bool any_foreign;      /* some line was bad and not ours */
     int64_t n_results, n_bad;
-    int64_t n_duplicates;   /* results whose custom_id already has one */
-    int64_t first_bad; /* line number */
+    int64_t n_duplicates; /* results whose custom_id already has one */
+    int64_t first_bad;    /* line number */
     buf removed;          /* run_spans of the lines that a server removes from its file */
 } run_scan;
 
@@ -22282,9 +22297,9 @@ typedef struct run_probe { /* one thread's share */
     const uint64_t *words; /* [n_words]; NULL: measure arithmetic */
     size_t n_words;
     toka_device *device;
-    uint64_t sum;      /* of what was read, so that the compiler keeps the reads */
-    double best_rate;       /* bytes or floating-point operations per second in the fastest round:
-                          other programs may slow down the others */
+    uint64_t sum;     /* of what was read, so that the compiler keeps the reads */
+    double best_rate; /* bytes or floating-point operations per second in the fastest round:
+                    other programs may slow down the others */
 } run_probe;
 
 #ifdef __x86_64__
@@ -22374,12 +22389,12 @@ enum { RUN_PEAK_TFLOPS = 790 };
 
 typedef struct run_gpu {
     const char *name;
-    int arch;            /* compute capability times ten */
-    double memory;       /* bytes that the driver gives out in total */
-    double flops;        /* per second: dense bf16 products, float32 sums */
-    double memory_rate;         /* of memory, bytes per second */
-    double link_rate;         /* bytes per second from one GPU of a host to another, one way */
-    const char *source;  /* of flops, read and link */
+    int arch;           /* compute capability times ten */
+    double memory;      /* bytes that the driver gives out in total */
+    double flops;       /* per second: dense bf16 products, float32 sums */
+    double memory_rate; /* of memory, bytes per second */
+    double link_rate;   /* bytes per second from one GPU of a host to another, one way */
+    const char *source; /* of flops, read and link */
 } run_gpu;
 
 /* Measured rates are these fractions of the datasheet's: products 0.80 (the power limit), reads
@@ -22470,16 +22485,18 @@ typedef struct run_rank_shares {
 
 typedef struct run_report { /* the figures of a finished batch */
     double elapsed_s, output_rate, total_rate, prefix_hit_share, rows_per_step;
-    double plan_share, run_share, commit_share, idle_share; /* shares of elapsed_s */
-    double read_gbs, gflops; /* weights read by the steps, arithmetic on them: 10^9 bytes and
-                                operations per second of run */
+    /* shares of elapsed_s */
+    double plan_share, run_share, commit_share, idle_share;
+    double read_gbs, gflops;      /* weights read by the steps, arithmetic on them: 10^9 bytes and
+                                   * operations per second of run */
     double peak_gbs, peak_gflops; /* what the machine can do; 0 on a GPU */
-    double ceiling_share;    /* the larger of the two shares of these; 0 on a GPU */
-    bool timed;        /* devices time their own steps: run is of the first of them */
-    toka_times device; /* of the first; seconds of parts are extrapolated to all its steps */
-    const char *device_text; /* the device in words */
-    const run_gpu *gpu; /* NULL: not in the list */
-    int n_ranks;        /* that time their own steps */
+    double ceiling_share;         /* the larger of the two shares of these; 0 on a GPU */
+    bool timed;                   /* devices time their own steps: run is of the first of them */
+    toka_times device;            /* of the first; seconds of parts are extrapolated to all its
+                                   * steps */
+    const char *device_text;      /* the device in words */
+    const run_gpu *gpu;           /* NULL: not in the list */
+    int n_ranks;                  /* that time their own steps */
     run_rank_shares ranks[RUN_RANKS];
     toka_stats stats;
 } run_report;
@@ -22909,8 +22926,8 @@ typedef struct files_id {
 typedef struct files_file {
     files_id id;
     int64_t bytes, created_at; /* created_at: unix seconds */
-    char *name;          /* the client's name for it; owned; only shown, never a path */
-    const char *purpose; /* one of files_purposes */
+    char *name;                /* the client's name for it; owned; only shown, never a path */
+    const char *purpose;       /* one of files_purposes */
 } files_file;
 
 enum files_status {
@@ -22930,21 +22947,22 @@ typedef struct files_batch {
     /* files of results and of errors; listed once the batch has ended */
     files_id output, errors_file;
     enum files_status status;
-    bool chat;                 /* endpoint: /v1/chat/completions, else /v1/completions */
-    char window[16];           /* completion_window as given: "24h" */
-    int64_t status_times[FILES_N_STATUSES];   /* unix seconds when it entered each state; 0: never.
-                                  at[FILES_VALIDATING]: created */
-    int64_t expires_at;        /* unix seconds */
-    char *model;               /* the server's model at creation; owned. A server of another model
-                                  does not run the batch, but expires it */
-    char *metadata, *errors;   /* JSON, owned: an object; a list of errors. NULL: none */
-    bool has_out, has_err;     /* out, err are in the table of files */
-    bool warned_model;              /* its model is not served here; logged once */
-    bool warned_waits; /* for room on the disk, descriptors or threads; logged once, until
-                                  it gets on */
-    atomic_llong total, completed, failed; /* lines */
-    atomic_llong damaged;      /* lines of out and err that were not results at a restart */
-    atomic_int stop;           /* asks chapter 27 to stop: cancelled, or the server ends */
+    bool chat;               /* endpoint: /v1/chat/completions, else /v1/completions */
+    char window[16];         /* completion_window as given: "24h" */
+    /* unix seconds when it entered each state; 0: never. at[FILES_VALIDATING]: created */
+    int64_t status_times[FILES_N_STATUSES];
+    int64_t expires_at;      /* unix seconds */
+    char *model;             /* the server's model at creation; owned. A server of another model
+                              * does not run the batch, but expires it */
+    char *metadata, *errors; /* JSON, owned: an object; a list of errors. NULL: none */
+    bool has_out, has_err;   /* out, err are in the table of files */
+    bool warned_model;       /* its model is not served here; logged once */
+    bool warned_waits;       /* for room on the disk, descriptors or threads; logged once, until it
+                              * gets on */
+    /* lines */
+    atomic_llong total, completed, failed;
+    atomic_llong damaged;    /* lines of out and err that were not results at a restart */
+    atomic_int stop;         /* asks chapter 27 to stop: cancelled, or the server ends */
 } files_batch;
 
 /* Pointers to structs that begin with their files_id, sorted by id, so the oldest first. All ids of
@@ -22968,18 +22986,20 @@ typedef struct files_store {
     char *folder;      /* of the folder, owned; NULL: there is none */
     /* why the folder cannot be used, for the operator; code 0: it can be used */
     toka_err folder_error;
-    int folder_errno;     /* errno of that error, or 0 */
+    int folder_errno;    /* errno of that error, or 0 */
     int dir_fd, lock_fd; /* descriptors of the folder and of its lock; -1: not open */
     pthread_mutex_t lock;
     pthread_cond_t has_work;
-    files_table files, batches; /* of files_file, of files_batch; owned */
-    files_batch *running; /* the batch whose step the worker does; NULL: none */
-    int64_t last_us; /* microseconds of the newest id */
-    bool stopping; /* the worker has to end: files_stop was called, or the device failed */
+    files_table files, batches;         /* of files_file, of files_batch; owned */
+    files_batch *running;               /* the batch whose step the worker does; NULL: none */
+    int64_t last_us;                    /* microseconds of the newest id */
+    bool stopping;                      /* the worker has to end: files_stop was called, or the
+                                         * device failed */
     bool worker_started, worker_joined; /* the worker was started; files_stop joins it */
-    bool disk_full;       /* set when a record could not be written because the disk is full; the
-                        caller that looks at it resets it first */
-    bool unread_batch; /* the folder has a record of a batch that could not be read */
+    bool disk_full;                     /* set when a record could not be written because the disk
+                                         * is full; the caller that looks at it resets it first */
+    bool unread_batch;                  /* the folder has a record of a batch that could not be
+                                         * read */
     pthread_t worker;
 } files_store;
 
@@ -23015,10 +23035,10 @@ enum files_form_state {
 typedef struct files_form {
     enum files_form_state state;
     char delimiter[4 + 70]; /* the delimiter that ends a part: CR LF - - boundary */
-    size_t n_delimiter;      /* its bytes */
-    size_t n_matched;     /* bytes of it that match the end of the input so far */
-    buf head;           /* headers of the part */
-    buf name, filename; /* of the part; filename empty: none */
+    size_t n_delimiter;     /* its bytes */
+    size_t n_matched;       /* bytes of it that match the end of the input so far */
+    buf head;               /* headers of the part */
+    buf name, filename;     /* of the part; filename empty: none */
 } files_form;
 
 enum { FILES_FORM_HEAD_BYTES = 8192 };
@@ -24696,16 +24716,16 @@ enum {
                                      when they exceed this, or at the end */
     /* longest body of requests that are neither prompts nor files */
     SRV_OTHER_BODY_BYTES = 1 << 20,
-    SRV_PIECE_BYTES = 1 << 20,    /* an upload is handed to a worker in pieces of this size */
-    SRV_LIGHT_BYTES = 4 << 10,  /* a stream with at most so many bytes of records is light */
-    SRV_MAX_JOBS = 16,                /* light jobs that a worker takes at once, at most */
-    SRV_SMALL_BYTES = 64 << 10,   /* each holder may have this much in any case */
-    SRV_MIN_MEMORY_LIMIT = 32 << 20,    /* smallest srv.room, in bytes */
+    SRV_PIECE_BYTES = 1 << 20,       /* an upload is handed to a worker in pieces of this size */
+    SRV_LIGHT_BYTES = 4 << 10,       /* a stream with at most so many bytes of records is light */
+    SRV_MAX_JOBS = 16,               /* light jobs that a worker takes at once, at most */
+    SRV_SMALL_BYTES = 64 << 10,      /* each holder may have this much in any case */
+    SRV_MIN_MEMORY_LIMIT = 32 << 20, /* smallest srv.room, in bytes */
     /* memory needed to parse a body, per byte: values, ids, texts */
     SRV_PARSE_FACTOR = 24,
-    SRV_MAX_CHOICES = 1 << 16,    /* choices of one request */
-    SRV_QUEUE_RATE_S = 10,              /* seconds over which srv_queue_rate measures, at least */
-    SRV_MAX_RETRY_S = 60,         /* largest Retry-After, in seconds */
+    SRV_MAX_CHOICES = 1 << 16, /* choices of one request */
+    SRV_QUEUE_RATE_S = 10,     /* seconds over which srv_queue_rate measures, at least */
+    SRV_MAX_RETRY_S = 60,      /* largest Retry-After, in seconds */
 };
 
 typedef struct srv_options { /* the options of toka serve; the caller owns the strings */
@@ -24724,9 +24744,10 @@ typedef struct srv_options { /* the options of toka serve; the caller owns the s
     int64_t max_answer_bytes; /* memory that an answer may take if it is not streamed */
     int64_t max_upload_bytes;
     double read_timeout, write_timeout, keep_alive; /* seconds */
-    double step_timeout;      /* seconds without a step, with requests running or queued, until
-                                 /health reports a hung engine; also how long a shutdown
-                                 waits for a step */
+    double step_timeout;                            /* seconds without a step, with requests running
+                                                     * or queued, until /health reports a hung
+                                                     * engine; also how long a shutdown waits for a
+                                                     * step */
     int n_workers;
     bool model_defaults;      /* sampling defaults come from generation_config.json */
     bool strict, quiet;
@@ -24768,11 +24789,11 @@ typedef struct srv {
     char fingerprint[32];
     atomic_int phase;     /* enum srv_phase */
     atomic_bool draining; /* shutting down: no new connections, and the open ones end */
-    atomic_bool hung;   /* the engine hangs: no step for --step-timeout although there is work */
+    atomic_bool hung;     /* the engine hangs: no step for --step-timeout although there is work */
     uint64_t random[2];   /* random numbers of this process, for ids and seeds */
     atomic_ullong last_id;
     int64_t start_time;      /* unix seconds */
-    atomic_llong held_bytes;    /* bytes that clients make the server hold */
+    atomic_llong held_bytes; /* bytes that clients make the server hold */
     /* limit of held: half of the memory free after loading the model */
     atomic_llong memory_limit;
 
@@ -24782,10 +24803,11 @@ typedef struct srv {
     struct srv_request *work_queue, **work_queue_end;
     struct srv_request *loop_list; /* LIFO of calls that have something for the loop */
     int n_queued, n_idle_workers;  /* calls in `ready`; workers that wait */
-    bool stopping;        /* the workers shall end */
-    bool loop_woken;           /* wake_fd was written since the loop last took `dirty` */
-    int n_waiting;        /* calls without a first token: the queue that max_queue limits */
-    int64_t n_dequeued;       /* calls that have left this queue */
+    bool stopping;                 /* the workers shall end */
+    bool loop_woken;               /* wake_fd was written since the loop last took `dirty` */
+    int n_waiting;                 /* calls without a first token: the queue that max_queue
+                                    * limits */
+    int64_t n_dequeued;            /* calls that have left this queue */
     srv_queue_rate queue_rate;
     srv_metrics metrics;
     /* names of unknown fields that were reported; `seen` of api_should_report */
@@ -24793,7 +24815,7 @@ typedef struct srv {
     toka_err error;           /* why the phase is SRV_FAILED */
 
     struct srv_loop *loop; /* chapter 31 */
-    int wake_fd;          /* eventfd that wakes the loop */
+    int wake_fd;           /* eventfd that wakes the loop */
 } srv;
 
 typedef struct srv_prompt { /* one engine request of a call: the `user` of its events */
@@ -24818,16 +24840,16 @@ typedef struct srv_request { /* one HTTP request and its answer */
     /* when the request had arrived; latencies count from here */
     double arrival_time;
     bool keep_alive, head_sent;
-    bool in_queue;                  /* (lock) counted in srv.n_waiting */
-    int fd;                        /* socket of the connection; the loop's */
-    str origin;                    /* value of the Origin header if CORS allows it; else .n is 0 */
-    http_reply reply;              /* the worker's until `done`, then the loop's */
+    bool in_queue;    /* (lock) counted in srv.n_waiting */
+    int fd;           /* socket of the connection; the loop's */
+    str origin;       /* value of the Origin header if CORS allows it; else .n is 0 */
+    http_reply reply; /* the worker's until `done`, then the loop's */
     files_upload *upload;
     bool upload_ended;             /* body holds the last piece */
 
     api_request api;
-    srv_prompt *prompts;               /* [api.n_parts] */
-    toka_err submit_error;              /* error of toka_submit; code 0: it accepted all parts */
+    srv_prompt *prompts;   /* [api.n_parts] */
+    toka_err submit_error; /* error of toka_submit; code 0: it accepted all parts */
     /* records of this step; the engine's thread, as the next two */
     buf step_records;
     int step_tokens;              /* tokens of this step ... */
@@ -24840,19 +24862,19 @@ typedef struct srv_request { /* one HTTP request and its answer */
     bool with_workers, in_loop_list;
     /* the client has disconnected; written with the lock held */
     atomic_bool disconnected;
-    atomic_bool over_limit;       /* it holds too much memory: its samples are cancelled and it is
-                                      answered with a 503; written with the lock held */
-    bool paused;                  /* the client reads slowly: no text is made */
-    bool output_ended;                     /* the whole answer is in out */
-    bool wants_piece;               /* the worker needs the next piece of an upload */
-    int n_unended;                    /* engine requests that have not had their last event */
-    int n_submitted;               /* engine requests whose engine_id is set */
+    atomic_bool over_limit; /* it holds too much memory: its samples are cancelled and it is
+                                answered with a 503; written with the lock held */
+    bool paused;            /* the client reads slowly: no text is made */
+    bool output_ended;      /* the whole answer is in out */
+    bool wants_piece;       /* the worker needs the next piece of an upload */
+    int n_unended;          /* engine requests that have not had their last event */
+    int n_submitted;        /* engine requests whose engine_id is set */
     int64_t n_tokens;
     /* times of the first and the last token; 0: none yet */
     double first_token_time, last_token_time;
-    buf records;                   /* packed records that no worker has taken */
-    buf unfed;                      /* records that a worker took, fed up to left_at */
-    buf output;                       /* bytes of the answer that the loop has not taken */
+    buf records; /* packed records that no worker has taken */
+    buf unfed;   /* records that a worker took, fed up to left_at */
+    buf output;  /* bytes of the answer that the loop has not taken */
     size_t unfed_at;
     size_t unsent_bytes;                 /* bytes of the answer that the socket has not taken */
     size_t collected_bytes;              /* api.held when the last worker returned the call */
@@ -24862,10 +24884,10 @@ typedef struct srv_request { /* one HTTP request and its answer */
 
 typedef struct srv_route {
     const char *path;
-    bool is_prefix;      /* matches all paths below `path`, too */
-    unsigned methods; /* bits 1 << http_method; 0: the handler checks the method */
-    bool is_public;        /* needs no API key */
-    bool before_ready;       /* answered even while the model loads or after the engine failed */
+    bool is_prefix;    /* matches all paths below `path`, too */
+    unsigned methods;  /* bits 1 << http_method; 0: the handler checks the method */
+    bool is_public;    /* needs no API key */
+    bool before_ready; /* answered even while the model loads or after the engine failed */
     /* handler on the loop: quick, fills c->reply; or NULL */
     void (*on_loop)(srv *s, srv_request *c);
     void (*on_worker)(srv *s,
@@ -25581,7 +25603,7 @@ typedef struct srv_job { /* one turn of a worker with a call */
     srv_request *request;
     enum srv_state state;
     buf records, output;
-    size_t fed;  /* records are fed up to here */
+    size_t fed; /* records are fed up to here */
     bool last;  /* before the turn: no records come after these; after it: no bytes after made */
     bool freed; /* the call's last reference is gone; the worker frees it */
 } srv_job;
@@ -26045,11 +26067,11 @@ enum {
     SRV_LINGER_S = 2,            /* longest time in SRV_LINGERING */
     SRV_BODY_RATE = 4096,        /* lowest rate of a body, bytes a second, after --read-timeout */
     SRV_MAX_LISTENERS = 8,
-    SRV_MAX_EVENTS = 256,            /* events of one epoll_wait, at most */
-    SRV_MAX_OUTPUTS = 64,               /* calls whose bytes the loop takes under one lock */
-    SRV_TICK_MS = 100,           /* longest epoll_wait: the delay until a signal is seen */
-    SRV_FAILED_S = 1,            /* once the engine has failed, requests get errors so long ... */
-    SRV_FAILED_MAX_S = 5,       /* ... and the server ends after so long, even with bytes unsent */
+    SRV_MAX_EVENTS = 256, /* events of one epoll_wait, at most */
+    SRV_MAX_OUTPUTS = 64, /* calls whose bytes the loop takes under one lock */
+    SRV_TICK_MS = 100,    /* longest epoll_wait: the delay until a signal is seen */
+    SRV_FAILED_S = 1,     /* once the engine has failed, requests get errors so long ... */
+    SRV_FAILED_MAX_S = 5, /* ... and the server ends after so long, even with bytes unsent */
 };
 
 #define SRV_ANSWER_PREFIX "HTTP/1.1 " /* the first bytes of every answer; srv_probe_client sends them early */
@@ -26067,14 +26089,14 @@ typedef struct srv_conn { /* one connection; owned by the loop */
     int fd;
     enum srv_conn_state state;
     unsigned events;        /* the events that epoll waits for */
-    bool half_closed;              /* the client has closed its sending half */
+    bool half_closed;       /* the client has closed its sending half */
     bool eof;               /* everything that the client sent was received */
     bool closed;            /* closed and in srv_loop.dead */
-    bool answer_begun;             /* bytes of its call's answer were put into out */
-    size_t n_probed;           /* bytes of SRV_ANSWER_PREFIX that srv_probe_client has sent */
-    double probe_time;         /* when the next one is due */
-    bool is_write_deadline;           /* the deadline is --write-timeout's */
-    bool paused;           /* its call was stalled when the loop last took its bytes */
+    bool answer_begun;      /* bytes of its call's answer were put into out */
+    size_t n_probed;        /* bytes of SRV_ANSWER_PREFIX that srv_probe_client has sent */
+    double probe_time;      /* when the next one is due */
+    bool is_write_deadline; /* the deadline is --write-timeout's */
+    bool paused;            /* its call was stalled when the loop last took its bytes */
     buf in, out;            /* in: received, parsed up to in_at; out: made, sent up to out_at */
     size_t in_parsed;
     size_t in_searched;         /* bytes of an incomplete head already searched for its end */
@@ -26083,40 +26105,40 @@ typedef struct srv_conn { /* one connection; owned by the loop */
     off_t file_offset;
     int64_t file_left;      /* bytes */
     http_body body;
-    srv_request *request;         /* from the end of the head to the end of the answer; else NULL */
-    double deadline;        /* 0: none */
+    srv_request *request; /* from the end of the head to the end of the answer; else NULL */
+    double deadline;      /* 0: none */
     /* when the state began; in SRV_HEAD: when the head's first byte came */
     double state_time;
-    int64_t n_discarded;       /* bytes discarded in SRV_LINGERING */
-    int64_t held_bytes;           /* counted in srv.held: for in and out */
+    int64_t n_discarded; /* bytes discarded in SRV_LINGERING */
+    int64_t held_bytes;  /* counted in srv.held: for in and out */
     struct srv_conn *next, *prev;
 } srv_conn;
 
 typedef struct srv_output { /* a call's output that the loop has taken */
     srv_request *request;
     buf bytes;
-    bool last;  /* made ends the answer */
+    bool last;        /* made ends the answer */
     bool wants_piece; /* the worker needs the next piece of an upload */
 } srv_output;
 
 typedef struct srv_loop { /* owned by the loop's thread */
     int epoll_fd, listeners[SRV_MAX_LISTENERS], n_listeners;
-    bool accepting;         /* the listeners are in epoll */
-    bool warned_full;         /* the warning that no more connections fit was printed */
-    bool is_reachable;            /* a listener can be reached from other machines */
+    bool accepting;    /* the listeners are in epoll */
+    bool warned_full;  /* the warning that no more connections fit was printed */
+    bool is_reachable; /* a listener can be reached from other machines */
     int n_conns, max_conns;
-    srv_conn *conns;        /* list of open connections */
-    srv_conn *closed_conns; /* closed ones; freed at the end of the round, because later events of
-                               the same epoll_wait may point to them */
-    char *recv_buffer;          /* [SRV_READ_BYTES] */
-    http_request head;      /* the head being parsed */
-    double now;             /* time of this round */
+    srv_conn *conns;         /* list of open connections */
+    srv_conn *closed_conns;  /* closed ones; freed at the end of the round, because later events of
+                                the same epoll_wait may point to them */
+    char *recv_buffer;       /* [SRV_READ_BYTES] */
+    http_request head;       /* the head being parsed */
+    double now;              /* time of this round */
     double last_tick;        /* last time of the work done once a second */
-    double last_status;        /* last status line */
-    double last_step_time;          /* last time when the engine made a step or had no work */
-    toka_stats last_stats;        /* at the last status line */
-    bool warned_overwritten;  /* the warning that a weight file was modified was printed */
-    int64_t last_n_steps;     /* steps at t_step */
+    double last_status;      /* last status line */
+    double last_step_time;   /* last time when the engine made a step or had no work */
+    toka_stats last_stats;   /* at the last status line */
+    bool warned_overwritten; /* the warning that a weight file was modified was printed */
+    int64_t last_n_steps;    /* steps at t_step */
 } srv_loop;
 
 static int srv_n_connections(const srv *server) { return server->loop->n_conns; }
@@ -27079,7 +27101,7 @@ static int srv_run(const srv_options *options, toka_err *e) {
 /* ---- Dummy weights: the shapes of a line of models.txt, filled with random numbers ---- */
 
 typedef struct run_fill_range { /* the work of one thread: a range of elements of one matrix */
-    uint16_t *data;      /* the whole matrix, bf16; not owned */
+    uint16_t *data;   /* the whole matrix, bf16; not owned */
     int64_t from, to; /* elements; `to` is exclusive */
     uint64_t stream;  /* identifies the matrix in the random number generator */
     float scale;      /* the numbers are in (-scale, scale) */
@@ -27247,7 +27269,7 @@ typedef struct run_bench_options {
     double load_s;           /* seconds that opening the model took */
     bool json;               /* print the result as one JSON object */
     bool quiet;              /* no report on stderr */
-    bool start_printed;               /* the text of run_print_start has already been printed */
+    bool start_printed;      /* the text of run_print_start has already been printed */
     atomic_int *interrupted; /* not 0 after Ctrl-C */
 } run_bench_options;
 
@@ -27264,14 +27286,14 @@ typedef struct run_bench_sample {
 typedef struct run_bench_state {
     const run_bench_options *options;
     toka *toka;
-    ids tokens;               /* the tokens of all prompts, one after another */
-    size_t *prompt_at;           /* [n_prompts + 1] where each prompt begins in `tokens` */
+    ids tokens;                /* the tokens of all prompts, one after another */
+    size_t *prompt_at;         /* [n_prompts + 1] where each prompt begins in `tokens` */
     run_bench_sample *samples; /* [n_samples] in the order of the file */
     int64_t n_prompts, n_samples, cap_prompts, cap_samples;
-    int64_t next;             /* index of the sample to submit next; n_samples: none is left */
-    int64_t n_output;         /* output tokens of all samples */
-    bool cancelled;           /* Ctrl-C: all submitted requests have been cancelled */
-    toka_err error;               /* the error of the first toka_submit that failed */
+    int64_t next;     /* index of the sample to submit next; n_samples: none is left */
+    int64_t n_output; /* output tokens of all samples */
+    bool cancelled;   /* Ctrl-C: all submitted requests have been cancelled */
+    toka_err error;   /* the error of the first toka_submit that failed */
 } run_bench_state;
 
 /* Handles one line of a dataset. `number` is its line number. Returns 0, or an error code. */
@@ -27522,21 +27544,25 @@ typedef struct run_plan {
     batch_builder builder;
     batch_step built;
     run_plan_pending pending[RUN_PLAN_AHEAD]; /* ring: step i uses entry i % RUN_PLAN_AHEAD */
-    int *out_lens;       /* [RUN_PLAN_SEQS] output length of a sequence, drawn at its first token */
-    uint32_t *drawn_for; /* [RUN_PLAN_SEQS] generation + 1 of the sequence that `length` is for */
+    int *out_lens;                            /* [RUN_PLAN_SEQS] output length of a sequence, drawn
+                                               * at its first token */
+    uint32_t *drawn_for;                      /* [RUN_PLAN_SEQS] generation + 1 of the sequence that
+                                               * `length` is for */
     uint64_t random_state;
     double plan_s, build_s, commit_s; /* seconds of CPU time, summed over the measured steps */
 } run_plan;
 
 typedef struct run_plan_case { /* one case to measure, with its results */
     const char *name;
-    int n_extra;   /* in: requests of one sample each, queued behind the others */
-    int n_pages; /* in: pages of the KV cache, 16 tokens each */
-    int n_steps;   /* measured */
+    int n_extra;                                  /* in: requests of one sample each, queued behind
+                                                   * the others */
+    int n_pages;                                  /* in: pages of the KV cache, 16 tokens each */
+    int n_steps;                                  /* measured */
     double step_ms, plan_ms, build_ms, commit_ms; /* means of a step */
-    double p50_ms, p99_ms;                         /* ms of a step */
+    double p50_ms, p99_ms;                        /* ms of a step */
     double mean_running;                          /* mean number of running sequences */
-    double start_ms; /* longest of the first RUN_PLAN_WARM_UP steps, which admit the sequences */
+    double start_ms;                              /* longest of the first RUN_PLAN_WARM_UP steps,
+                                                   * which admit the sequences */
     int64_t n_preempted;
 } run_plan_case;
 
@@ -27770,23 +27796,25 @@ enum {
 typedef struct plan_query { /* the question; plan_check checks all of it */
     const mf_config *model;
     const run_gpu *gpu;
-    int n_gpus;            /* number of GPUs */
-    double utilization;  /* share of a GPU's memory that may be used, 0 to 1 */
-    int max_len;         /* tokens of a sequence */
-    int max_seqs;        /* running sequences of a replica */
-    int max_tokens;      /* rows of a step */
-    int input_len, output_len;   /* the workload: tokens of a prompt, and of an answer */
-    int n_samples;         /* the workload: answers per prompt */
+    int n_gpus;                /* number of GPUs */
+    double utilization;        /* share of a GPU's memory that may be used, 0 to 1 */
+    int max_len;               /* tokens of a sequence */
+    int max_seqs;              /* running sequences of a replica */
+    int max_tokens;            /* rows of a step */
+    int input_len, output_len; /* the workload: tokens of a prompt, and of an answer */
+    int n_samples;             /* the workload: answers per prompt */
 } plan_query;
 
 typedef struct plan_rank { /* one GPU of a replica */
-    toka_shape shape; /* of this rank's part: H, K, F, V, L are smaller than the model's */
-    int first_layer;           /* its first layer */
-    bool is_first_stage;       /* it is in the first stage and has the embedding */
-    bool is_last_stage;        /* it is in the last stage and has the LM head */
+    toka_shape shape;                    /* of this rank's part: H, K, F, V, L are smaller than the
+                                          * model's */
+    int first_layer;                     /* its first layer */
+    bool is_first_stage;                 /* it is in the first stage and has the embedding */
+    bool is_last_stage;                  /* it is in the last stage and has the LM head */
     int64_t weight_bytes, scratch_bytes; /* bytes */
-    int64_t token_bytes;      /* bytes of K and V of one token */
-    int64_t kv_tokens;        /* capacity of its KV cache; less than 1: no room for any */
+    int64_t token_bytes;                 /* bytes of K and V of one token */
+    int64_t kv_tokens;                   /* capacity of its KV cache; less than 1: no room for
+                                          * any */
 } plan_rank;
 
 typedef struct plan_load { /* one step of one microbatch; means, so counts are fractions */
@@ -27803,17 +27831,18 @@ typedef struct plan_time {
 } plan_time;
 
 typedef struct plan_rate { /* of all replicas together */
-    int64_t n_running;       /* sequences */
-    double step_s;         /* seconds in which every sequence makes one step */
-    double output_rate, total_rate;  /* tokens per second: sampled; sampled and of prompts */
-    const char *bound;     /* the resource that limits the speed; see plan_bound */
+    int64_t n_running;              /* sequences */
+    double step_s;                  /* seconds in which every sequence makes one step */
+    double output_rate, total_rate; /* tokens per second: sampled; sampled and of prompts */
+    const char *bound;              /* the resource that limits the speed; see plan_bound */
 } plan_rate;
 
 typedef struct plan_layout {
     int tp, pp, dp;
     bool fits;
     int64_t weight_bytes, scratch_bytes, token_bytes; /* bytes; each the maximum over the ranks */
-    int64_t kv_tokens;                     /* of all replicas; 0 if the model does not fit */
+    int64_t kv_tokens;                                /* of all replicas; 0 if the model does not
+                                                       * fit */
     /* sequences of max_len tokens that fit in kv_tokens */
     double n_max_len_seqs;
     /* decode steps alone; the workload with its prompts */
@@ -28445,9 +28474,10 @@ typedef struct benchclient_options { /* the options of `toka bench serve`; strin
     double temperature;
     uint64_t seed;
     bool ignore_eos, json, detailed, quiet;
-    const char *extra_body; /* a JSON object whose members go into every request; may be NULL */
+    const char *extra_body;                      /* a JSON object whose members go into every
+                                                  * request; may be NULL */
     const char *goodput, *metrics, *percentiles; /* "ttft:200 e2el:3000", "ttft,itl", "50,99" */
-    atomic_int *interrupted; /* not 0 after Ctrl-C */
+    atomic_int *interrupted;                     /* not 0 after Ctrl-C */
 } benchclient_options;
 
 typedef struct benchclient_request {
@@ -28456,11 +28486,12 @@ typedef struct benchclient_request {
     bool is_text;
     bool has_chunk; /* at least one chunk has been received */
     int max_tokens;
-    double send_at;   /* when to send it, in seconds after the start of the run */
+    double send_at;                          /* when to send it, in seconds after the start of the
+                                              * run */
     double sent_time, first_time, last_time; /* times of os_now: sent, first chunk, last chunk */
-    buf chunk_gaps;            /* float [chunks - 1], seconds between chunks */
-    int64_t n_in, n_out; /* tokens of the prompt and the answer; 0: not known */
-    char *error;         /* owned; NULL: no error */
+    buf chunk_gaps;                          /* float [chunks - 1], seconds between chunks */
+    int64_t n_in, n_out;                     /* tokens of the prompt and the answer; 0: not known */
+    char *error;                             /* owned; NULL: no error */
 } benchclient_request;
 
 /* The part of the response that is read next: the head; with chunked encoding a chunk's size line,
@@ -28479,46 +28510,46 @@ enum benchclient_state {
 
 typedef struct benchclient_response { /* the state of an HTTP response that is being received */
     enum benchclient_state state;
-    int status;   /* 0: no status line yet */
-    bool chunked; /* Transfer-Encoding: chunked */
-    bool close;   /* Connection: close */
-    bool has_bytes;     /* at least one byte has been received */
+    int status;     /* 0: no status line yet */
+    bool chunked;   /* Transfer-Encoding: chunked */
+    bool close;     /* Connection: close */
+    bool has_bytes; /* at least one byte has been received */
     int64_t n_left; /* bytes left of the chunk or the body; -1: no Content-Length */
-    buf line;     /* the incomplete line */
+    buf line;       /* the incomplete line */
 } benchclient_response;
 
 typedef struct benchclient_conn {
-    int fd;          /* owned; -1: none */
-    int request;     /* index of the request in flight; -1: idle */
-    bool reused;     /* it has already served a request, so the server may have closed it since */
-    buf out;         /* the bytes of the request */
-    size_t n_sent;     /* bytes of `out` that have been sent */
+    int fd;        /* owned; -1: none */
+    int request;   /* index of the request in flight; -1: idle */
+    bool reused;   /* it has already served a request, so the server may have closed it since */
+    buf out;       /* the bytes of the request */
+    size_t n_sent; /* bytes of `out` that have been sent */
     benchclient_response response;
     /* the incomplete line of the event stream, or the body of an error response */
     buf event_line;
-    bool has_done;       /* "data: [DONE]" has been received */
+    bool has_done;                 /* "data: [DONE]" has been received */
     struct benchclient_conn *next; /* in the list of idle connections */
 } benchclient_conn;
 
 typedef struct benchclient { /* the state of the benchmark */
     const benchclient_options *options;
-    struct addrinfo *addresses; /* all addresses of the server's name; owned */
-    struct addrinfo *address;   /* the address in use */
+    struct addrinfo *addresses;              /* all addresses of the server's name; owned */
+    struct addrinfo *address;                /* the address in use */
     char host[256], prefix[256], model[256]; /* prefix: the path of --base-url */
     int port;
-    const char *api_key; /* OPENAI_API_KEY; NULL: none */
-    str extra_members;       /* the text between the braces of --extra-body */
-    ids tokens;      /* prompts of token ids, one after another */
-    ids vocabulary;  /* token ids from which random prompts are drawn; may be empty */
-    buf texts;       /* prompts of text, one after another */
+    const char *api_key;           /* OPENAI_API_KEY; NULL: none */
+    str extra_members;             /* the text between the braces of --extra-body */
+    ids tokens;                    /* prompts of token ids, one after another */
+    ids vocabulary;                /* token ids from which random prompts are drawn; may be empty */
+    buf texts;                     /* prompts of text, one after another */
     benchclient_request *requests; /* [n] */
     int64_t n_requests, capacity;
     int64_t next;      /* index of the request to send next */
     int64_t n_ended, n_running;
-    uint64_t n_random; /* random numbers drawn so far */
-    int epoll_fd;         /* file descriptor; -1: none */
-    benchclient_conn *idle;     /* list of idle connections, which can be reused */
-    double begin, end;    /* begin and end of the run, times of os_now */
+    uint64_t n_random;      /* random numbers drawn so far */
+    int epoll_fd;           /* file descriptor; -1: none */
+    benchclient_conn *idle; /* list of idle connections, which can be reused */
+    double begin, end;      /* begin and end of the run, times of os_now */
 } benchclient;
 
 /* ---- Random numbers ---- */
@@ -29292,12 +29323,12 @@ typedef struct benchclient_series { /* the values of one metric */
 } benchclient_series;
 
 typedef struct benchclient_result {
-    double duration;         /* seconds */
+    double duration;               /* seconds */
     int64_t n_completed, n_failed; /* requests */
-    int64_t n_good;            /* completed requests within all limits of --goodput */
-    int64_t n_in, n_out;     /* tokens of the completed requests */
-    double peak_rate;        /* most chunks in one second */
-    int64_t peak_concurrent; /* most requests in flight at one time */
+    int64_t n_good;                /* completed requests within all limits of --goodput */
+    int64_t n_in, n_out;           /* tokens of the completed requests */
+    double peak_rate;              /* most chunks in one second */
+    int64_t peak_concurrent;       /* most requests in flight at one time */
     benchclient_series series[BENCHCLIENT_N_METRICS];
 } benchclient_result;
 
@@ -29779,8 +29810,8 @@ typedef struct cli { /* the values of all flags; the fields are named like the f
     bool dummy_weights;
     const char *host, *request_rate;
     int port;
-    benchclient_options bench;  /* flags of bench serve only; cli_bench_serve sets the others */
-    srv_options serve; /* flags of serve only; cli_serve sets the others */
+    benchclient_options bench; /* flags of bench serve only; cli_bench_serve sets the others */
+    srv_options serve;         /* flags of serve only; cli_serve sets the others */
     cli_list api_keys, served_names;
     const char *api_key_file, *generation_config;
     plan_options plan; /* flags of plan only; cli_plan sets the others */
@@ -29790,9 +29821,9 @@ enum cli_type { CLI_BOOL, CLI_INT, CLI_INT64, CLI_FLOAT, CLI_TEXT, CLI_LIST };
 
 typedef struct cli_flag {
     const char *name, *short_name; /* "max-tokens", "n" or "" */
-    const char *value_name;          /* name of the value in --help, "" for a switch */
+    const char *value_name;        /* name of the value in --help, "" for a switch */
     enum cli_type type;
-    size_t offset;      /* offset in cli of the field that it sets */
+    size_t offset;     /* offset in cli of the field that it sets */
     unsigned commands; /* FOR_ bits of the commands that take it */
     const char *help;
 } cli_flag;
@@ -30398,8 +30429,8 @@ typedef struct cli_generation { /* the running request: the callback's user poin
     const cli *flags;
     const toka *toka;
     cli_sample *samples;
-    int n_printed; /* with several samples: how many were printed, in order */
-    toka_err error;  /* error of writing to standard output; code 0: none */
+    int n_printed;  /* with several samples: how many were printed, in order */
+    toka_err error; /* error of writing to standard output; code 0: none */
 } cli_generation;
 
 static const char *cli_finish_name(toka_finish finish) {
