@@ -11,8 +11,8 @@
  * WHAT IT IS NOT. It does not train, quantize, convert or download. It runs dense decoder-only
  * transformers of the Llama family (Llama, Mistral, Ministral, Qwen 2 and 3) with bf16, f16 or f32
  * weights: no mixture of experts, no images, no speculative decoding. It refuses, with the reason,
- * a model that it would compute differently from its authors' code (mf_refuse_unsupported). GPU and CPU draw
- * from the same distribution, but at a temperature above 0 they do not draw the same ids.
+ * a model that it would compute differently from its authors' code (mf_refuse_unsupported). GPU and
+ * CPU draw from the same distribution, but at a temperature above 0 they do not draw the same ids.
  *
  * HOW DATA FLOWS (the numbers are chapters):
  *
@@ -296,8 +296,8 @@ typedef struct arena { /* many small allocations that are freed in one call (are
  * and an integer that does not fit 64 bits borrow from the text, which must outlive the nodes. */
 typedef struct json {
     uint8_t type;       /* enum json_type */
-    uint8_t is_int;     /* JSON_NUMBER: an integer that fits int64_t, in .i */
-    uint8_t is_big_int; /* JSON_NUMBER: an integer that does not fit; .s and .n are its text */
+    uint8_t is_int;     /* JSON_NUMBER: an integer that fits int64_t, in .integer */
+    uint8_t is_big_int; /* JSON_NUMBER: an integer that does not fit; .chars and .n are its text */
     uint32_t n;         /* string, big integer: bytes; array: elements; object: members */
     union {
         const char *chars; /* string, big integer */
@@ -536,9 +536,10 @@ static int suggest_distance(str a, str b) {
     return last[a.n];
 }
 
-/* Stores the candidate in near->best if it is more similar than the best so far. A candidate counts
- * as similar if its distance is at most a third of the typed name's length, rounded up. It also
- * does if one name is a prefix of the other, of at least 3 bytes and a quarter of the longer. */
+/* Stores the candidate in suggest->best if it is more similar than the best so far. A
+ * candidate counts as similar if its distance is at most a third of the typed name's length,
+ * rounded up. It also does if one name is a prefix of the other, of at least 3 bytes and a
+ * quarter of the longer. */
 static void suggest_try(suggestion *suggest, const char *candidate) {
     const str typed = suggest->typed, name = str_c(candidate);
     const size_t shorter = MIN(typed.n, name.n);
@@ -889,16 +890,16 @@ enum { JSON_ALWAYS_NODES = 1 << 16 };
 static const json_limits json_trusted = {512, (size_t)1 << 31}; /* for a model's own files */
 
 typedef struct json_reader {
-    const char *at, *start, *end; /* next byte, first byte, one past the last */
+    const char *at, *start, *end; /* next byte, first byte, one past the last byte */
     /* gets the unescaped strings, and at the end the block of nodes */
     arena *memory;
     /* The block with the nodes. It grows by realloc, because growing inside the arena would keep
      * the old copies. The reader owns it until the text is parsed, then the arena owns it. */
     struct arena_block *block;
-    json *nodes; /* [cap], the first n are used; they are in the block */
+    json *nodes; /* [cap], the first n_nodes are used; they are in the block */
     size_t n_nodes, cap;
     /* 1 + index of the innermost open container, 0: none. While a container is open, its .skip
-     * holds the value of `open` for the container around it. */
+     * holds the value of `container` for the container around it. */
     size_t container;
     int depth;        /* number of open containers */
     size_t max_nodes; /* nodes that the limits allow */
@@ -937,8 +938,8 @@ static void json_skip_space(json_reader *reader) {
         reader->at++;
 }
 
-/* Returns the length of the UTF-8 sequence at p, 1 to 4 bytes, or 0 if it is not well formed
- * (Unicode, table 3-7). p < end. */
+/* Returns the length of the UTF-8 sequence at `bytes`, 1 to 4 bytes, or 0 if it is not well formed
+ * (Unicode, table 3-7). bytes < end. */
 static int utf8_len(const char *bytes, const char *end) {
     unsigned char first = (unsigned char)bytes[0],
                   second = end - bytes > 1 ? (unsigned char)bytes[1] : 0;
@@ -974,7 +975,8 @@ static int utf8_put(char *p, uint32_t c) {
     return p[2] = (char)(0x80 | (c >> 6 & 63)), p[3] = (char)(0x80 | (c & 63)), 4;
 }
 
-/* Reads four hex digits at p. Returns their value, or -1 if they are not four hex digits. */
+/* Reads four hex digits at reader->at. Returns their value, or -1 if they are not four hex
+ * digits. */
 static int json_hex4(json_reader *reader) {
     int value = 0;
     if (reader->end - reader->at < 4) return -1;
@@ -987,8 +989,8 @@ static int json_hex4(json_reader *reader) {
     return value;
 }
 
-/* Reads a code point; p is after "\u". A surrogate pair gives one code point, a lone surrogate
- * gives U+FFFD. Returns false if the digits are wrong. */
+/* Reads a code point; reader->at is after "\u". A surrogate pair gives one code point, a lone
+ * surrogate gives U+FFFD. Returns false if the digits are wrong. */
 static bool json_unicode_escape(json_reader *reader, uint32_t *code) {
     int high = json_hex4(reader);
     if (high < 0) return json_fail(reader, "\\u needs four hex digits");
@@ -1008,9 +1010,9 @@ static bool json_unicode_escape(json_reader *reader, uint32_t *code) {
     return true;
 }
 
-/* Reads the rest of a string that has escapes. `head` is the text before the first escape, p is at
- * its backslash. Unescaped text is never longer than escaped text, so the buffer has the length of
- * the escaped text. */
+/* Reads the rest of a string that has escapes. `head` is the text before the first escape;
+ * reader->at is at its backslash. Unescaped text is never longer than escaped text, so the buffer
+ * has the length of the escaped text. */
 static bool json_escaped_string(json_reader *reader, str head, json *node) {
     const char *close = reader->at;
     while (close < reader->end && *close != '"') close += *close == '\\' ? 2 : 1;
@@ -1052,7 +1054,8 @@ static bool json_escaped_string(json_reader *reader, str head, json *node) {
     return true;
 }
 
-/* Reads a string; p is after the opening quote. Without escapes the node borrows from the text. */
+/* Reads a string; reader->at is after the opening quote. Without escapes the node borrows from the
+ * text. */
 static bool json_string(json_reader *reader) {
     json *node = json_add_node(reader, JSON_STRING);
     const char *start = reader->at;
@@ -1179,8 +1182,8 @@ static bool json_make_room(json_reader *reader) {
     return false;
 }
 
-/* Reads NaN, Infinity or -Infinity at p. Returns false, without an error, if p is at something
- * else. */
+/* Reads NaN, Infinity or -Infinity at reader->at. Returns false, without an error, if there is
+ * something else. */
 static bool json_not_finite(json_reader *reader) {
     static const struct {
         const char *word;
@@ -1230,9 +1233,9 @@ static bool json_key(json_reader *reader) {
     return true;
 }
 
-/* Goes on in the innermost open container; p is after its opening bracket (first) or after an
- * element. Closes the container, or moves p to the value of the next element. *more: a value
- * follows. Returns false on a syntax error. */
+/* Goes on in the innermost open container; reader->at is after its opening bracket (first) or after
+ * an element. Closes the container, or moves reader->at to the value of the next element. *more: a
+ * value follows. Returns false on a syntax error. */
 static bool json_next_element(json_reader *reader, bool first, bool *more) {
     json *container = &reader->nodes[reader->container - 1];
     bool object = container->type == JSON_OBJECT;
@@ -1353,9 +1356,9 @@ static const json *json_at(const json *array, size_t i) {
 
 /* ---- Writing ---- */
 
-/* Appends a comma if the last byte of b is the end of a value. The writer needs no state for this:
- * no value ends with one of "{[:,", a line feed or a space. The last two may come before the first
- * value, as in "data: ". */
+/* Appends a comma if the last byte of *out is the end of a value. The writer needs no state for
+ * this: no value ends with one of "{[:,", a line feed or a space. The last two may come before the
+ * first value, as in "data: ". */
 static void json_comma(buf *out) {
     const char last = out->n ? out->p[out->n - 1] : ' ';
     if (last != '{' && last != '[' && last != ':' && last != ',' && last != '\n' && last != ' ')
@@ -1401,8 +1404,8 @@ static void json_put_member_or_null(buf *out, const char *name, const char *valu
     else json_put_null(out);
 }
 
-/* Writes n / 10^k in the form of printf's %g. n > 0. x: decimal exponent of the first digit. If
- * k > 0, the last digit of n is not 0. */
+/* Writes digits / 10^n_decimals in the form of printf's %g. digits > 0. exponent: decimal exponent
+ * of the first digit. If n_decimals > 0, the last one of the digits is not 0. */
 static void json_put_decimal(buf *out, int64_t digits, int n_decimals, int exponent) {
     /* as 0.0123; smaller numbers have an exponent: 1.23e-05 */
     const bool small = exponent < 0 && exponent >= -4;
@@ -1418,19 +1421,19 @@ static void json_put_decimal(buf *out, int64_t digits, int n_decimals, int expon
 }
 
 /* The fast path of json_put_num, without printf: writes a float in the range of log-probabilities,
- * 1e-13 <= |f| < 1e5. It tries 6 to 9 digits: n is |f| * 10^k, rounded to an integer of so many
- * digits.
- * The product is exact up to k = 12 and accurate enough above, except if it is very near to
- * n + 1/2. n and 10^k are exact doubles, so n / 10^k is the double that a reader gets from the
- * digits. Returns false and writes nothing if only printf can be trusted: f is out of the range, or
- * the product is too near to n + 1/2. */
+ * 1e-13 <= |value| < 1e5. It tries 6 to 9 digits: `scaled` is |value| * 10^n_decimals, rounded to
+ * an integer of so many digits.
+ * The product is exact up to n_decimals = 12 and accurate enough above, except if it is very near
+ * to scaled + 1/2. `scaled` and the power of 10 are exact doubles, so their quotient is the double
+ * that a reader gets from the digits. Returns false and writes nothing if only printf can be
+ * trusted: the value is out of the range, or the product is too near to scaled + 1/2. */
 static bool json_put_float(buf *out, float value) {
     static const double powers[] = {1e0,  1e1,  1e2,  1e3,  1e4,  1e5,  1e6,  1e7,
                                     1e8,  1e9,  1e10, 1e11, 1e12, 1e13, 1e14, 1e15,
                                     1e16, 1e17, 1e18, 1e19, 1e20, 1e21};
     const double magnitude = fabs((double)value);
     double scaled = 0;
-    /* x: exponent of the first digit; k: digits after the point */
+    /* exponent: of the first digit; n_decimals: digits after the point */
     int exponent = 4, n_digits = 5, n_decimals;
     if (!(magnitude >= 1e-13 && magnitude < 1e5)) return false;
     while (exponent >= 0 ? magnitude < powers[exponent] : magnitude * powers[-exponent] < 1)
@@ -1556,9 +1559,9 @@ enum { UNI_V9, UNI_V16 }; /* Unicode version of NFC: the argument `version` */
  * NFC_Quick_Check is not Yes). */
 #define UNI_UNSTABLE 32
 
-typedef struct uni_pair { /* canonical decomposition: c -> a b */
-    uint32_t whole, first, second; /* code points; b = 0: c -> a */
-    bool composes;                 /* NFC composes a b to c */
+typedef struct uni_pair { /* canonical decomposition: whole -> first second */
+    uint32_t whole, first, second; /* code points; second = 0: whole -> first */
+    bool composes;                 /* NFC composes first, second to whole */
     bool after_v9;                 /* newer than Unicode 9.0 */
 } uni_pair;
 
@@ -1571,8 +1574,9 @@ typedef struct uni_mark_range { /* code points first .. last have this combining
 typedef struct uni {        /* owns its arrays; read-only after uni_init */
     uint8_t *props;         /* [UNI_MAX] uni_class | UNI_UNSTABLE */
     uni_mark_range *marks;  /* [n_marks] sorted by first */
-    uni_pair *pairs;        /* [n_pairs] sorted by c */
-    uni_pair *compositions; /* [n_compositions] the pairs with `composes`, sorted by (a, b) */
+    uni_pair *pairs;        /* [n_pairs] sorted by whole */
+    uni_pair *compositions; /* [n_compositions] the pairs with `composes`, sorted by (first,
+                             * second) */
     int n_marks, n_pairs, n_compositions;
 } uni;
 
@@ -1781,7 +1785,7 @@ static const char uni_case_text[] =
     "Bp_CGev]]v]^v]]c]dn]^v]]v]^]]e^]l]]l^]l`]ed]]`]d]]dc]dg]^v]]v]^^]e`]ld]ec]dv]^^]e`]ea]e]]sc]dv]^v]]v]^v]]v]^v]]v]^v]]"
     "v]^v]]v]^v]]x]lu]du]db]^u]du]db]^u]du]db]^u]du]db]^u]du]db]^]]]]]DDdAq|AlAv]B~]DragkHCgf]dp]Aeb]AO}cgmncg^gaAbAx]F{]A"
     "E^jBSz]Ls`CTmaAXj^EKrcHm~B]]~A~`dNW|v]Afv]Afv]DPwaGKIEe]FfBxZlG^";
-/* (gap of code point * 4 + uni_case) * 3 + n - 1, n differences */
+/* (gap of code point * 4 + uni_case) * 3 + n_to - 1, n_to differences */
 static const char uni_exception_text[] =
     "BVvHdHddHdFhA@oKt[uo]HeUyNvdUyNvAOk_c^o^i_c^o^i_c^o^LpXxPudXxPui_c^o^EEsoG~HjeoG~HjKcrIzJferIzJfEZ`DxC`dDxfBXW~PHhNTn"
     "dPHhNTndPGtNV~dPGtNV~dPGpNV|dPGpNV|dPGnNV~dPGnNV~dPH~N[ndPH~N[nAoPFfPFfBFqNXrOEddNXrOEdqNXvOEhOFleNXvOEhOFlqNXzOElOFn"
@@ -1811,7 +1815,7 @@ static uint32_t uni_read_delta(const char **p, uint32_t base) {
     return v & 1 ? base - (v + 1) / 2 : base + v / 2;
 }
 
-/* For qsort: compares pairs by (a, b). */
+/* For qsort: compares pairs by (first, second). */
 static int uni_compare_pairs(const void *a, const void *b) {
     const uni_pair *left = a, *right = b;
     if (left->first != right->first) return left->first < right->first ? -1 : 1;
@@ -1895,18 +1899,18 @@ static inline uint32_t uni_next(const char *p, int *n) {
     return *n = 4, (first & 7u) << 18 | bits << 6 | ((unsigned char)p[3] & 63);
 }
 
-/* Returns the number of bytes at p that become one U+FFFD; p is at invalid UTF-8. These are the
- * first bytes of a character whose rest is missing, as many as are correct, else 1 byte (Unicode
- * 3.9, substitution of maximal subparts; Python and Rust do the same).
- * *cut: the text ends there, so more bytes could complete the character. */
+/* Returns the number of bytes at `bytes` that become one U+FFFD; `bytes` is at invalid UTF-8. These
+ * are the first bytes of a character whose rest is missing, as many as are correct, else 1 byte
+ * (Unicode 3.9, substitution of maximal subparts; Python and Rust do the same). *cut: the text ends
+ * there, so more bytes could complete the character. */
 static int uni_bad_len(const char *bytes, const char *end, bool *cut) {
     unsigned char first = (unsigned char)bytes[0];
     unsigned low = first == 0xE0 ? 0xA0 : first == 0xF0 ? 0x90 : 0x80; /* range of the next byte */
     unsigned high = first == 0xED ? 0x9F : first == 0xF4 ? 0x8F : 0xBF;
     int full_len = first >= 0xC2 && first <= 0xDF   ? 2
-                : (first & 0xF0) == 0xE0     ? 3
-                : first >= 0xF0 && first <= 0xF4 ? 4
-                                         : 1;
+                   : (first & 0xF0) == 0xE0         ? 3
+                   : first >= 0xF0 && first <= 0xF4 ? 4
+                                                    : 1;
     int len = 1;
     for (; len < full_len && end - bytes > len && (unsigned char)bytes[len] >= low &&
            (unsigned char)bytes[len] <= high;
@@ -1916,8 +1920,8 @@ static int uni_bad_len(const char *bytes, const char *end, bool *cut) {
     return len;
 }
 
-/* Returns s if it is valid UTF-8, else a copy in *b (its old content is dropped) in which U+FFFD
- * replaces invalid bytes. */
+/* Returns `text` if it is valid UTF-8, else a copy in *out (its old content is dropped) in which
+ * U+FFFD replaces invalid bytes. */
 static str uni_repair(str text, buf *out) {
     const char *at = text.p, *end = text.p + text.n, *done = text.p;
     bool cut;
@@ -1943,12 +1947,13 @@ static str uni_repair(str text, buf *out) {
 /* ---- Normal form C: decompose, sort the marks, compose ---- */
 
 typedef struct uni_points { /* the code points that are being normalized; owned */
-    uint32_t *points;         /* bits 0-23: code point; bits 24-31: its combining class */
+    uint32_t *points; /* bits 0-23: code point; bits 24-31: its combining class */
     size_t n, cap;
 } uni_points;
 
 /* Hangul (Unicode 3.12): first code points of the syllables (S), leading consonants (L), vowels (V)
- * and trailing consonants (T; UNI_NO_TRAILING itself stands for "none"), and how many there are (_N). */
+ * and trailing consonants (T; UNI_NO_TRAILING itself stands for "none"), and how many there are
+ * (_N). */
 enum {
     UNI_FIRST_SYLLABLE = 0xAC00,
     UNI_FIRST_LEADING = 0x1100,
@@ -1959,7 +1964,7 @@ enum {
     UNI_N_SYLLABLES = 11172
 };
 
-/* The combining class of c; 0: c is a starter. */
+/* The combining class of `code`; 0: it is a starter. */
 static int uni_combining_class(const uni *unicode, uint32_t code, int version) {
     int low = 0, high = unicode->n_marks;
     if (!(unicode->props[code] & UNI_UNSTABLE)) return 0;
@@ -1974,7 +1979,7 @@ static int uni_combining_class(const uni *unicode, uint32_t code, int version) {
     return unicode->marks[low].class;
 }
 
-/* The decomposition of c, or NULL. */
+/* The decomposition of `code`, or NULL. */
 static const uni_pair *uni_find_decomposition(const uni *unicode, uint32_t code, int version) {
     int low = 0, high = unicode->n_pairs;
     while (low < high) {
@@ -1988,7 +1993,7 @@ static const uni_pair *uni_find_decomposition(const uni *unicode, uint32_t code,
     return &unicode->pairs[low];
 }
 
-/* Returns the code point that a and b compose to, or 0 if they do not compose. */
+/* Returns the code point that first and second compose to, or 0 if they do not compose. */
 static uint32_t uni_compose(const uni *unicode, uint32_t first, uint32_t second, int version) {
     if (first - UNI_FIRST_LEADING < 19 && second - UNI_FIRST_VOWEL < UNI_N_VOWELS)
         return UNI_FIRST_SYLLABLE +
@@ -2013,7 +2018,7 @@ static uint32_t uni_compose(const uni *unicode, uint32_t first, uint32_t second,
                : 0;
 }
 
-/* Appends c and its combining class. */
+/* Appends `code` and its combining class. */
 static void uni_add_point(const uni *unicode, uni_points *run, uint32_t code, int version) {
     if (run->n == run->cap)
         run->points = mem_realloc(run->points,
@@ -2021,8 +2026,8 @@ static void uni_add_point(const uni *unicode, uni_points *run, uint32_t code, in
     run->points[run->n++] = code | (uint32_t)uni_combining_class(unicode, code, version) << 24;
 }
 
-/* Appends the full canonical decomposition of c. Of a pair only the first code point can decompose
- * further, so a stack of the second ones is enough. */
+/* Appends the full canonical decomposition of `code`. Of a pair only the first code point can
+ * decompose further, so a stack of the second ones is enough. */
 static void uni_decompose(const uni *unicode, uni_points *run, uint32_t code, int version) {
     uint32_t seconds[8];
     int n_seconds = 0;
@@ -2047,7 +2052,7 @@ static void uni_decompose(const uni *unicode, uni_points *run, uint32_t code, in
  * time (counting sort), because a text may have a megabyte of marks. */
 static void uni_reorder(uni_points *run) {
     uint32_t *sorted = NULL;
-    /* [i, j): a group; a starter or the end follows */
+    /* [group, group_end): a group; a starter or the end follows */
     for (size_t group = 0, group_end; group < run->n; group = group_end + 1) {
         bool ordered = true;
         for (group_end = group; group_end < run->n && run->points[group_end] >> 24; group_end++)
@@ -2070,8 +2075,8 @@ static void uni_reorder(uni_points *run) {
  * the run. */
 static void uni_recompose(const uni *unicode, uni_points *run, buf *out, int version) {
     size_t starter = SIZE_MAX; /* index of the last starter; SIZE_MAX: none yet */
-    size_t n_kept = 0;              /* index at which the next kept code point is written */
-    uint32_t last_class = 0;       /* class of the last mark kept after the starter; 256: none */
+    size_t n_kept = 0;         /* index at which the next kept code point is written */
+    uint32_t last_class = 0;   /* class of the last mark kept after the starter; 256: none */
     for (size_t i = 0; i < run->n; i++) {
         uint32_t code = run->points[i] & 0xFFFFFF, class = run->points[i] >> 24, joined = 0;
         if (starter != SIZE_MAX && (last_class == 256 || last_class < class))
@@ -2095,9 +2100,9 @@ static void uni_recompose(const uni *unicode, uni_points *run, buf *out, int ver
     run->n = 0;
 }
 
-/* Returns s in normal form C: s itself if it has no unstable character, else a copy in *b (its old
- * content is dropped). Each part is normalized by itself: it starts at the stable character before
- * an unstable one and ends before the next stable one. */
+/* Returns the text in normal form C: `text` itself if it has no unstable character, else a copy in
+ * *out (its old content is dropped). Each part is normalized by itself: it starts at the stable
+ * character before an unstable one and ends before the next stable one. */
 static str uni_nfc(const uni *unicode, str text, int version, buf *out) {
     const char *at = text.p, *end = text.p + text.n, *done = text.p, *stable = text.p;
     uni_points run = {0};
@@ -2133,18 +2138,15 @@ static str uni_nfc(const uni *unicode, str text, int version, buf *out) {
 /* ---- Letter case ---- */
 
 static void uni_cases_init(uni_cases *cases) {
-    static const uint8_t kinds[] = {/* KINDS of test/make_unicode.py */
-                                    UNI_IS_LOWER,
-                                    UNI_IS_UPPER,
-                                    UNI_IS_TITLE,
-                                    UNI_CASE_IGNORABLE,
-                                    UNI_IS_LOWER | UNI_CASE_IGNORABLE,
-                                    UNI_ALTERNATING,
-                                    UNI_IS_LOWER | UNI_NO_TITLECASE};
+    static const uint8_t kinds[] = { /* KINDS of test/make_unicode.py */
+        UNI_IS_LOWER, UNI_IS_UPPER, UNI_IS_TITLE, UNI_CASE_IGNORABLE,
+        UNI_IS_LOWER | UNI_CASE_IGNORABLE, UNI_ALTERNATING, UNI_IS_LOWER | UNI_NO_TITLECASE
+    };
     uint32_t code = 0;
     *cases = (uni_cases){ /* upper bounds: an entry has at least two characters of text */
         .runs = mem_alloc(sizeof uni_case_text / 2 * sizeof *cases->runs),
-        .exceptions = mem_alloc(sizeof uni_exception_text / 2 * sizeof *cases->exceptions)};
+        .exceptions = mem_alloc(sizeof uni_exception_text / 2 * sizeof *cases->exceptions)
+    };
     for (const char *next = uni_case_text; *next;) {
         uint32_t number = uni_read_number(&next);
         uni_case_run *run = &cases->runs[cases->n_runs++];
@@ -2170,8 +2172,8 @@ static void uni_cases_free(uni_cases *cases) {
     *cases = (uni_cases){0};
 }
 
-/* Returns the kind of c, a set of the bits UNI_IS_LOWER ... UNI_NO_TITLECASE. *delta: the difference to
- * its other case, 0 if there is none. */
+/* Returns the kind of `code`, a set of the bits UNI_IS_LOWER ... UNI_NO_TITLECASE. *delta: the
+ * difference to its other case, 0 if there is none. */
 static int uni_case_kind(const uni_cases *cases, uint32_t code, int32_t *delta) {
     int low = 0, high = cases->n_runs;
     while (low < high) {
@@ -2199,7 +2201,7 @@ static const uni_exception *uni_find_exception(const uni_cases *cases, uint32_t 
                                                                           : NULL;
 }
 
-/* Writes c in another case to out. Returns the number of code points, 1 to 3. */
+/* Writes `code` in another case to out. Returns the number of code points, 1 to 3. */
 static int uni_map_case(const uni_cases *cases, uint32_t code, enum uni_case to, uint32_t out[3]) {
     const uni_exception *exception = uni_find_exception(cases, code * 4 + to);
     if (exception) return memcpy(out, exception->to, sizeof exception->to), exception->n_to;
@@ -2220,8 +2222,8 @@ static int uni_map_case(const uni_cases *cases, uint32_t code, enum uni_case to,
     return *out = stays ? code : code + (uint32_t)delta, 1;
 }
 
-/* Is the capital sigma at s[at] at the end of a word? It is if a cased letter comes before it and
- * none after it, where Case_Ignorable characters are skipped (Unicode 3.13, Final_Sigma). */
+/* Is the capital sigma at text.p[at] at the end of a word? It is if a cased letter comes before it
+ * and none after it, where Case_Ignorable characters are skipped (Unicode 3.13, Final_Sigma). */
 static bool uni_is_final_sigma(const uni_cases *cases, str text, size_t at) {
     int32_t delta;
     int len, kind = UNI_CASE_IGNORABLE;
@@ -2236,8 +2238,8 @@ static bool uni_is_final_sigma(const uni_cases *cases, str text, size_t at) {
     return kind & UNI_CASE_IGNORABLE || !(kind & UNI_IS_CASED);
 }
 
-/* Appends the character at s[at] to b, in another case. Returns its length in s, in bytes. s is the
- * whole text: the lower case of a sigma depends on the characters around it. */
+/* Appends the character at s.p[at] to *result, in another case. Returns its length in s, in bytes.
+ * s is the whole text: the lower case of a sigma depends on the characters around it. */
 static int uni_put_case(const uni_cases *cases, str s, size_t at, enum uni_case to, buf *result) {
     char utf8[4];
     int len;
@@ -2257,22 +2259,23 @@ static int uni_put_case(const uni_cases *cases, str s, size_t at, enum uni_case 
  *
  *   text
  *    -> repair UTF-8
- *    -> cut at added tokens                       [added_tokens]
+ *    -> split at added tokens                       [added_tokens]
  *    -> normalize: form C, prepend, replace       [normalizer]
- *    -> cut at added tokens of normalized text    [added_tokens]
- *    -> cut into pieces by patterns               [pre_tokenizer]
+ *    -> split at added tokens of normalized text    [added_tokens]
+ *    -> split into pieces by patterns               [pre_tokenizer]
  *    -> byte pair merges in each piece            [model]
- *    -> put the ids of the whole text between the ids that surround it [post_processor]
+ *    -> put the ids of the whole text between its outer ids [post_processor]
  *
  * Supported: the BPE model, on bytes (GPT-2, Llama-3, Qwen, GPT-4o, DeepSeek ...) or on characters
  * with byte fallback (Llama-2, Mistral, Phi-3 ...). There is no regex engine: tok_rules lists the
  * known patterns by their exact text, each with parameters for tok_match. Anything unknown is an
  * error at load that quotes it: nothing is guessed.
  *
- * Always holds: a tok does not change after tok_load, except for its piece cache (tok_cache_entry). Any
- * thread may read and write the cache at any time; it never gives other ids than the merges would.
- * Every step is linear in the text, except the merges of one long piece, which are O(n log n). No
- * tokenizer.json can crash the program or make it use more memory than a constant times its size.
+ * Always holds: a tok does not change after tok_load, except for its piece cache (tok_cache_entry).
+ * Any thread may read and write the cache at any time; it never gives other ids than the merges
+ * would. Every step is linear in the text, except the merges of one long piece, which are O(n log
+ * n). No tokenizer.json can crash the program or make it use more memory than a constant times its
+ * size.
  *
  * Not here: training, offsets, pairs of texts, truncation and padding (these fields are ignored),
  * dropout. Nor tokenizer_config.json, which `tokenizers` does not read either: chapter 11 gives
@@ -2291,12 +2294,13 @@ static void tok_del(tok *tokenizer);
  * order; the parameters say which of them the pattern has:
  *   1 contraction   's 't 're 've 'm 'll 'd
  *   2 ascii_word    one ASCII punctuation mark or symbol and the ASCII letters after it
- *   3 letters       a run of these; before it may be one character of `head` (if spaced: one
- *                   space). If cased: a run of upper case, then of lower case
- *   4 digits        a run of at most so many numbers (if spaced: one space may be before it). If
- *                   newer: numbers of Unicode 17.0
- *   5 marks         a run of these; one space may be before it, and `tail` characters after it
- *   6 lines         white space up to its last line end
+ *   3 letters       a run of these; before it may be one character of letter_prefix (with
+ *                   space_prefix: one space). If cased: a run of upper case, then of lower case
+ *   4 digits        a run of at most so many numbers (with space_prefix: one space may be before
+ *                   it). With unicode17: numbers of Unicode 17.0
+ *   5 punct         a run of these; one space may be before it, and characters of punct_suffix
+ *                   after it
+ *   6 line_ends     white space up to its last line end
  *   7 spaces        a run of white space; without its last character if other text follows, but at
  *                   least one character
  *   8 cjk           a run of CJK ideographs U+4E00 .. U+9FA5, Hiragana and Katakana */
@@ -2409,7 +2413,7 @@ static const tok_rule tok_rules[] = {
 static const tok_rule tok_each_digit = {.digits = 1, .unicode17 = true};
 static const tok_rule tok_all_digits = {.digits = INT_MAX, .unicode17 = true};
 
-/* The class of the character at p as a set of one uni_class; the empty set at `end`. *n: the
+/* The class of the character at p as a set of one uni_class; the empty set at `end`. *len: the
  * character's bytes. */
 static inline uint32_t tok_char_class(const uni *unicode, const char *p, const char *end,
                                       int *len) {
@@ -2428,8 +2432,8 @@ static bool tok_is_cjk(const char *p, const char *end, int *len) {
     return (code >= 0x4E00 && code <= 0x9FA5) || (code >= 0x3040 && code <= 0x30FF);
 }
 
-/* Is the character at p a number? The Digits pre-tokenizer (r->newer) uses Rust's tables, which
- * have 13 more digits than those of the patterns. */
+/* Is the character at p a number? The Digits pre-tokenizer (rule->unicode17) uses Rust's tables,
+ * which have 13 more digits than those of the patterns. */
 static bool tok_is_number(const uni *unicode, const tok_rule *rule, const char *p, const char *end,
                           int *len) {
     if (tok_char_class(unicode, p, end, len) & UNI_NUMBER) return true;
@@ -2451,8 +2455,8 @@ static int tok_contraction_len(const char *p, const char *end, bool any_case) {
 
 /* Matches head? U* L+ | head? U+ L* with the result of a backtracking matcher. U is upper case, L
  * is lower case, and characters without case are in both sets. If no L follows the run of U, the
- * matcher gives characters of the run back until the last of them is in L: `both` is the end of the
- * last character of the run that is in both sets. Returns NULL if nothing matches. */
+ * matcher gives characters of the run back until the last of them is in L: last_lower is the end of
+ * the last character of the run that is in both sets. Returns NULL if nothing matches. */
 static const char *tok_match_cased(const uni *unicode, const tok_rule *rule, const char *at,
                                    const char *end) {
     int len;
@@ -2469,7 +2473,8 @@ static const char *tok_match_cased(const uni *unicode, const tok_rule *rule, con
     }
 }
 
-/* Alternative 3. s, n: tok_char_class at p. Returns the end of the word, or NULL if there is none at p. */
+/* Alternative 3. class, len: of tok_char_class at `at`. Returns the end of the word, or NULL if
+ * there is none at `at`. */
 static const char *tok_match_word(const uni *unicode, const tok_rule *rule, const char *at,
                                   const char *end, uint32_t class, int len) {
     if (rule->cased) {
@@ -2499,7 +2504,7 @@ static const char *tok_match_space(const uni *unicode, const tok_rule *rule, con
     return last > p ? last : space_end;
 }
 
-/* Returns the end of the pattern's match at p < end, or NULL if it does not match there. The
+/* Returns the end of the pattern's match at `at` < end, or NULL if it does not match there. The
  * pattern sees `end` as the end of the text. */
 static const char *tok_match(const uni *unicode, const tok_rule *rule, const char *at,
                              const char *end) {
@@ -2552,8 +2557,8 @@ enum {
     TOK_CACHE_BYTES = 24, TOK_CACHE_IDS = 8, TOK_CACHE_ENTRIES = 1 << 14
 };
 
-typedef struct tok_merge { /* symbols a and b become id; the lowest rank is merged first */
-    int32_t left, right, id;      /* a -1: an empty entry of the hash table */
+typedef struct tok_merge { /* symbols left and right become id; the lowest rank is merged first */
+    int32_t left, right, id; /* left -1: an empty entry of the hash table */
     uint32_t rank;
 } tok_merge;
 
@@ -2567,9 +2572,9 @@ typedef struct tok_index { /* hash table from text to id, open addressing */
 } tok_index;
 
 /* An entry of the piece cache, a direct-mapped table from a piece's bytes to its ids. With it a
- * common word is merged only once. An entry is one cache line and a seqlock: w[0] = number of bytes
- * | number of ids << 8 | TOK_CACHE_BUSY while it is written | count of changes << 32; then 24 bytes of
- * text; then 8 ids. */
+ * common word is merged only once. An entry is one cache line and a seqlock: words[0] = number of
+ * bytes | number of ids << 8 | TOK_CACHE_BUSY while it is written | count of changes << 32; then 24
+ * bytes of text; then 8 ids. */
 typedef struct tok_cache_entry {
     _Alignas(64) _Atomic uint64_t words[8];
 } tok_cache_entry;
@@ -2588,8 +2593,8 @@ typedef struct tok_added {
 typedef struct tok_matcher { /* finds the longest of a set of texts at a position */
     struct tok_text {
         str text;
-        int added_index; /* index in t->added */
-    } *sorted;     /* [n] by text */
+        int added_index; /* index in tok.added */
+    } *sorted; /* [n_texts] by text */
     int n_texts;
     bool starts[256]; /* is there a text that begins with this byte? */
 } tok_matcher;
@@ -2667,7 +2672,7 @@ struct tok {
 
 /* ---- The two hash tables ---- */
 
-/* The place that has the text s, or the empty place where it would go. */
+/* The entry that has the text, or the empty entry where it would go. */
 static struct tok_id_entry *tok_index_entry(const tok_index *table, str text, uint32_t *hash) {
     uint32_t h = *hash = (uint32_t)hash_bytes(text.p, text.n), i = h & table->mask;
     while (table->entries[i].id >= 0 &&
@@ -2714,7 +2719,7 @@ static uint32_t tok_merge_rank(const tok *tokenizer, int32_t a, int32_t b, int32
     return *id = merge->id, merge->rank;
 }
 
-/* The entry of t->joins for the pair of characters; 0 in it: the pair is not in the set. */
+/* The entry of tokenizer->joins for the pair of characters; 0 in it: the pair is not in the set. */
 static uint64_t *tok_joins_entry(const tok *tokenizer, uint32_t a, uint32_t b) {
     uint64_t key = ((uint64_t)a << 32 | b) + 1;
     uint32_t i = (uint32_t)(key * 0x9E3779B97F4A7C15u >> 32) & tokenizer->merge_mask;
@@ -2724,7 +2729,7 @@ static uint64_t *tok_joins_entry(const tok *tokenizer, uint32_t a, uint32_t b) {
 
 /* ---- The piece cache ---- */
 
-/* If the entry has this piece of n bytes, appends its ids and returns true. Returns false also if
+/* If the entry has this piece of n_bytes, appends its ids and returns true. Returns false also if
  * another thread is writing the entry. */
 static bool tok_cache_get(tok_cache_entry *entry, const uint64_t key[3], size_t n_bytes, ids *out) {
     uint64_t head = atomic_load_explicit(&entry->words[0], memory_order_acquire), packed[4];
@@ -2829,8 +2834,9 @@ static uint64_t tok_heap_pop(tok_heap *heap) {
 }
 
 /* Merges a long piece with a linked list of the symbols and a heap of the pairs that merge. A heap
- * entry is stale, and is skipped, if its pair no longer exists. The heap has at most 3 n entries: n
- * at the start, and two for each of at most n merges. Returns the number of symbols left. */
+ * entry is stale, and is skipped, if its pair no longer exists. The heap has at most 3 * n_symbols
+ * entries: n_symbols at the start, and two for each of at most n_symbols merges. Returns the number
+ * of symbols left. */
 static size_t tok_merge_long(const tok *tokenizer, int32_t *symbol, size_t n_symbols) {
     uint32_t *prev = mem_alloc(n_symbols * sizeof *prev),
              *next = mem_alloc(n_symbols * sizeof *next), rank;
@@ -2869,10 +2875,10 @@ static size_t tok_merge_long(const tok *tokenizer, int32_t *symbol, size_t n_sym
     return left;
 }
 
-/* Sets x->symbols to the symbols before any merge: one for each byte or each character of s. With
- * byte fallback, a character that is not in the vocabulary becomes the tokens of its bytes, if
- * there is one for each. Otherwise it becomes the unknown token (with fuse_unk only one for several
- * in a row), or nothing if there is no unknown token. */
+/* Sets enc->symbols to the symbols before any merge: one for each byte or each character of the
+ * text. With byte fallback, a character that is not in the vocabulary becomes the tokens of its
+ * bytes, if there is one for each. Otherwise it becomes the unknown token (with fuse_unk only one
+ * for several in a row), or nothing if there is no unknown token. */
 static void tok_init_symbols(tok_encoder *enc, str text) {
     const tok *tokenizer = enc->tokenizer;
     bool pending_unk = false;
@@ -2882,8 +2888,9 @@ static void tok_init_symbols(tok_encoder *enc, str text) {
         int char_len = 1;
         if (!tokenizer->byte_level) uni_next(text.p + i, &char_len);
         len = (size_t)char_len;
-        int32_t id = tokenizer->byte_level ? tokenizer->byte_id[(unsigned char)text.p[i]]
-                                   : tok_index_find(&tokenizer->keys, (str){text.p + i, len});
+        int32_t id = tokenizer->byte_level
+                         ? tokenizer->byte_id[(unsigned char)text.p[i]]
+                         : tok_index_find(&tokenizer->keys, (str){text.p + i, len});
         bool as_bytes = id < 0 && tokenizer->byte_fallback;
         for (size_t byte = 0; as_bytes && byte < len; byte++)
             as_bytes = tokenizer->byte_id[(unsigned char)text.p[i + byte]] >= 0;
@@ -2912,7 +2919,7 @@ static void tok_encode_piece(tok_encoder *enc, str text) {
     if (text.n <= TOK_CACHE_BYTES) {
         memcpy(key, text.p, text.n);
         uint64_t hash = (key[0] * 0x9E3779B97F4A7C15u ^ key[1]) * 0xC2B2AE3D27D4EB4Fu ^
-                     key[2] * 0x165667B19E3779F9u;
+                        key[2] * 0x165667B19E3779F9u;
         /* 64 - 50 = log2(TOK_CACHE_ENTRIES) */
         entry = &tokenizer->cache[(hash ^ hash >> 29) * 0x9E3779B97F4A7C15u >> 50];
         if (tok_cache_get(entry, key, text.n, enc->out)) return;
@@ -2923,7 +2930,7 @@ static void tok_encode_piece(tok_encoder *enc, str text) {
         tok_init_symbols(enc, text);
         size_t n_ids = enc->symbols.n;
         n_ids = n_ids <= TOK_SHORT_PIECE ? tok_merge_short(tokenizer, enc->symbols.p, n_ids)
-                           : tok_merge_long(tokenizer, enc->symbols.p, n_ids);
+                                         : tok_merge_long(tokenizer, enc->symbols.p, n_ids);
         ids_reserve(enc->out, n_ids);
         if (n_ids)
             memcpy(enc->out->p + enc->out->n, enc->symbols.p, n_ids * sizeof *enc->symbols.p);
@@ -2936,10 +2943,10 @@ static void tok_encode_piece(tok_encoder *enc, str text) {
 
 /* ---- From text to pieces ---- */
 
-/* Cuts a text into pieces for a tokenizer on characters. Such a tokenizer has no pattern, so its
+/* Splits a text into pieces for a tokenizer on characters. Such a tokenizer has no pattern, so its
  * piece would be the whole text. But if no merge puts two characters side by side, no merge can
- * cross the position between them. Cutting there does not change the ids, and words get into the
- * piece cache. An unknown character is not cut from the one before it, because the two may be
+ * cross the position between them. A split there does not change the ids, and words get into the
+ * piece cache. An unknown character is not split from the one before it, because the two may be
  * fused. */
 static void tok_split_characters(tok_encoder *enc, str text) {
     const tok *tokenizer = enc->tokenizer;
@@ -2959,8 +2966,8 @@ static void tok_split_characters(tok_encoder *enc, str text) {
     if (start < end) tok_encode_piece(enc, (str){start, (size_t)(end - start)});
 }
 
-/* Cuts s into pieces by the patterns from number `step` on, each applied to the results of the one
- * before, and appends the ids of the pieces. */
+/* Splits the text into pieces by the patterns from number `pattern` on, each applied to the results
+ * of the one before, and appends the ids of the pieces. */
 static void tok_split_pieces(tok_encoder *enc, int pattern, str text) {
     const tok *tokenizer = enc->tokenizer;
     if (pattern == tokenizer->n_pre_patterns) {
@@ -2989,7 +2996,7 @@ static void tok_split_pieces(tok_encoder *enc, int pattern, str text) {
     if (between < end) tok_split_pieces(enc, pattern + 1, (str){between, (size_t)(end - between)});
 }
 
-/* Replaces every `from` in s by `to`, into b. Returns s itself if there is none. */
+/* Replaces every `from` in the text by `to`, into *out. Returns `text` itself if there is none. */
 static str tok_replace(str text, str from, str to, buf *out) {
     size_t done = 0;
     ptrdiff_t at = str_find(text, from, 0);
@@ -3034,7 +3041,8 @@ static void tok_encode_segment(tok_encoder *enc, str text, bool first) {
     if (tokenizer->metaspace.mark.n) {
         bool prepend = tokenizer->metaspace.prepend == TOK_ALWAYS ||
                        (tokenizer->metaspace.prepend == TOK_FIRST && first);
-        const buf *first_buf = &enc->normalized[0]; /* if s is in it, the other one is free */
+        const buf *first_buf = &enc->normalized[0]; /* if the text is in it, the other one is
+                                                     * free */
         bool inside = first_buf->p && text.p >= first_buf->p &&
                       text.p < first_buf->p + first_buf->cap;
         buf *spare = &enc->normalized[inside];
@@ -3051,8 +3059,8 @@ static void tok_encode_segment(tok_encoder *enc, str text, bool first) {
 
 /* ---- Added tokens ---- */
 
-/* Returns the longest text of m that s begins with, or NULL. [lo,hi) are the sorted texts whose
- * first d bytes are those of s. */
+/* Returns the longest text of the matcher that `text` begins with, or NULL. [low, high) are the
+ * sorted texts whose first `depth` bytes are those of `text`. */
 static const struct tok_text *tok_longest_match(const tok_matcher *matcher, str text) {
     const struct tok_text *found = NULL;
     int low = 0, high = matcher->n_texts;
@@ -3060,7 +3068,8 @@ static const struct tok_text *tok_longest_match(const tok_matcher *matcher, str 
         while (low < high && matcher->sorted[low].text.n == depth) found = &matcher->sorted[low++];
         if (depth == text.n) break;
         int byte = (unsigned char)text.p[depth];
-        /* Two binary searches: for the first text with byte d >= c, then for the first with > c. */
+        /* Two binary searches by the byte at `depth`: for the first text with at least this byte,
+         * then for the first with a greater one. */
         for (int side = 0; side < 2; side++) {
             int first = low, last = high;
             while (first < last) {
@@ -3091,14 +3100,14 @@ static const char *tok_prev_char(const char *p) { /* start of the character befo
     return p;
 }
 
-/* Cuts s at added tokens and appends the ids of everything. The first call, with normalized false,
- * looks for tokens that match the original text; it normalizes the text between them and calls
- * itself to look for the other tokens there. Without TOKA_PARSE_SPECIAL the text of a special token
- * is plain text, and other tokens are not looked for inside it, as in HF.
+/* Splits the text at added tokens and appends the ids of everything. The first call, with
+ * normalized false, looks for tokens that match the original text; it normalizes the text between
+ * them and calls itself to look for the other tokens there. Without TOKA_PARSE_SPECIAL the text of
+ * a special token is plain text, and other tokens are not looked for inside it, as in HF.
  *
- * done: the end of the text that has become ids. p: where the search continues. It is before done
+ * done: the end of the text that has become ids. at: where the search continues. It is before done
  * if the last token took the white space after it.
- * blank: the end of the last run of white space that was scanned, so that no run is scanned
+ * space_end: the end of the last run of white space that was scanned, so that no run is scanned
  * twice. */
 static void tok_split_added(tok_encoder *enc, bool normalized, str text, bool first) {
     const tok *tokenizer = enc->tokenizer;
@@ -3125,7 +3134,7 @@ static void tok_split_added(tok_encoder *enc, bool normalized, str text, bool fi
                    tok_char_class(&tokenizer->uni, tok_prev_char(from), end, &len) & UNI_SPACE)
                 from = tok_prev_char(from);
             if (added->lstrip) from = MAX(from, done);
-            /* If blank >= p, the white space at p was scanned already and ends at blank. */
+            /* If space_end >= at, the white space at `at` was scanned already, up to space_end. */
             if (added->rstrip && space_end < at)
                 space_end = tok_run_end(&tokenizer->uni, at, end, UNI_SPACE);
             to = added->rstrip ? space_end : at;
@@ -3224,8 +3233,8 @@ static void tok_stream_put_run(tok_stream *stream, buf *out) {
     stream->held.n = 0;
 }
 
-/* Decoder Metaspace: appends a token's text with its marks as spaces. With meta_drop, the marks of
- * the first token are dropped. */
+/* Decoder Metaspace: appends a token's text with its marks as spaces. With decode_drop_first, the
+ * marks of the first token are dropped. */
 static void tok_stream_put_metaspace(tok_stream *stream, str text, buf *out) {
     str mark = stream->tokenizer->decode_mark;
     while (text.n) {
@@ -3576,9 +3585,10 @@ static void tok_load_matcher(tok *tokenizer, tok_matcher *matcher, bool normaliz
     buf_free(&buffers[1]);
 }
 
-/* The lists of added tokens, in the order in which HF adds them: TOK_LIST_TOKENIZER from tokenizer.json,
- * TOK_LIST_CONFIG from tokenizer_config.json, TOK_LIST_NAMED the special tokens that fields such as bos_token
- * name. The elements are objects, of TOK_LIST_NAMED also strings. A list that is NULL is empty. */
+/* The lists of added tokens, in the order in which HF adds them: TOK_LIST_TOKENIZER from
+ * tokenizer.json, TOK_LIST_CONFIG from tokenizer_config.json, TOK_LIST_NAMED the special tokens
+ * that fields such as bos_token name. The elements are objects, of TOK_LIST_NAMED also strings. A
+ * list that is NULL is empty. */
 enum { TOK_LIST_TOKENIZER, TOK_LIST_CONFIG, TOK_LIST_NAMED, TOK_LISTS };
 
 /* Stores an added token under its id. If there is already one with this id, it is replaced. */
@@ -3592,8 +3602,8 @@ static void tok_put_added(tok *tokenizer, const tok_added *added) {
 }
 
 /* Adds a token of a list. If the id is already an added token, the new one replaces it, and stays
- * special if the old one was. A token of TOK_LIST_NAMED does not replace anything: it only makes the old
- * token special, if that one may be named. */
+ * special if the old one was. A token of TOK_LIST_NAMED does not replace anything: it only makes
+ * the old token special, if that one may be named. */
 static void tok_add_from_list(tok *tokenizer, tok_added *added, int list) {
     const tok_added *old = tokenizer->added_at[added->id]
                                ? &tokenizer->added[tokenizer->added_at[added->id] - 1]
@@ -3917,7 +3927,7 @@ static int tok_load_decoder(tok *tokenizer, const json *config, toka_err *e) {
         tokenizer->decode_mark = tok_copy_text(tokenizer,
                                                json_str(json_get(config, "replacement")));
         tokenizer->decode_drop_first = !str_is(scheme, "never") &&
-                       !json_is(json_get(config, "add_prefix_space"), JSON_FALSE);
+                                       !json_is(json_get(config, "add_prefix_space"), JSON_FALSE);
         tokenizer->decoder = TOK_METASPACE;
         return tokenizer->decode_mark.n ? 0
                                         : tok_unsupported(e, "decoder Metaspace: the replacement",
@@ -5147,7 +5157,7 @@ static bool tmpl_parse_body(tmpl_parser *parser, const char *ends, tmpl_node **b
         if (parser->token->type == TT_END && !*ends) return true;
         if (parser->token->type == TT_END)
             return tmpl_syntax_error(parser->e, opened, "the template ends before '%.*s'",
-                               (int)strcspn(ends, " "), ends);
+                                     (int)strcspn(ends, " "), ends);
         if (parser->token->type == TT_BLOCK && parser->token[1].type == TT_NAME &&
             tmpl_word_index(ends, parser->token[1].text) >= 0)
             return parser->token += 2, true;
@@ -5209,10 +5219,10 @@ static int tmpl_parse(tmpl **out, str source, toka_err *e) {
  * an exception, these functions fail.
  *
  * Always: a function that fails fills in *e and returns false. The template chooses how much a
- * render computes, so every cost is charged to the run before it arises: steps by tmpl_charge_steps,
- * nesting by tmpl_enter, memory by tmpl_alloc, length of texts by tmpl_put. Values live in the
- * run's arena. Texts are UTF-8; lengths and indices that a template sees are in code points. Texts
- * of the context (the variables given by the caller) are borrowed.
+ * render computes, so every cost is charged to the run before it arises: steps by
+ * tmpl_charge_steps, nesting by tmpl_enter, memory by tmpl_alloc, length of texts by tmpl_put.
+ * Values live in the run's arena. Texts are UTF-8; lengths and indices that a template sees are in
+ * code points. Texts of the context (the variables given by the caller) are borrowed.
  *
  * Different from Python: range() and a dict's keys(), values() and items() return lists. Lookup in
  * a dict is a linear search, because dicts are small here. repr() of a text escapes only control
@@ -5519,9 +5529,9 @@ static str tmpl_int_text(tval v, char digits[24]) {
     return snprintf(digits, 24, "%lld", (long long)v.integer), str_c(digits);
 }
 
-/* If a and b are numbers and at least one is a TV_BIG_INT, sets *order (-1, 0 or 1) and returns true.
- * With a float, both are compared as floats. Two integers are compared by sign, then by number of
- * digits, then by digits. */
+/* If a and b are numbers and at least one is a TV_BIG_INT, sets *order (-1, 0 or 1) and returns
+ * true. With a float, both are compared as floats. Two integers are compared by sign, then by
+ * number of digits, then by digits. */
 static bool tmpl_compare_big(tval left, tval right, int *order) {
     char digits[2][24];
     if (left.type != TV_BIG_INT && right.type != TV_BIG_INT) return false;
@@ -5691,7 +5701,7 @@ static bool tmpl_from_json(tmpl_run *run, const json *value, tval *out) {
     case JSON_NUMBER:
         *out = value->is_int       ? tv_int(value->integer)
                : value->is_big_int ? tv_big_int(json_digits(value))
-                               : tv_float(value->real);
+                                   : tv_float(value->real);
         break;
     case JSON_STRING: *out = tv_str(json_str(value)); break;
     case JSON_ARRAY:
@@ -5922,7 +5932,7 @@ static bool tmpl_join_lists(tmpl_run *run, tval left, tval right, tval *out) {
 static bool tmpl_repeat_list(tmpl_run *run, tval a, int64_t n, tval *out) {
     size_t total;
     const bool overflow = __builtin_mul_overflow(a.list->n, (size_t)MAX(n, (int64_t)0), &total) ||
-                      total > UINT32_MAX;
+                          total > UINT32_MAX;
     tmpl_items *list = overflow ? (tmpl_fail(run, "values need too much memory"), NULL)
                                 : tmpl_new_items(run, total);
     for (size_t i = 0; list && i < total; i++) list->values[i] = a.list->values[i % a.list->n];
@@ -6467,7 +6477,7 @@ static bool tmpl_f_abs(tmpl_run *run, tmpl_args *args, tval *out) {
     if (!tv_is_number(args->self)) return tmpl_bad_type(run, "abs", args->self);
     if (args->self.type == TV_FLOAT) return *out = tv_float(fabs(args->self.real)), true;
     return args->self.integer < 0 ? tmpl_int_op(run, '-', 0, args->self.integer, out)
-                         : (*out = tv_int(args->self.integer), true);
+                                  : (*out = tv_int(args->self.integer), true);
 }
 
 /* Parameters: precision method. */
@@ -6653,7 +6663,7 @@ static bool tmpl_f_list(tmpl_run *run, tmpl_args *args, tval *out) {
  * they are compared. A key is the element, or its attribute if one is given. Keys that are texts
  * are in lower case unless case_sensitive is true. */
 static bool tmpl_sort_keys(tmpl_run *run, tval value, tval attribute, tval case_sensitive,
-    tmpl_items **list, tmpl_items **keys) {
+                           tmpl_items **list, tmpl_items **keys) {
     tmpl_items *from;
     if (!tmpl_elements(run, value, &from) || !(*list = tmpl_new_items(run, from->n)) ||
         !(*keys = tmpl_new_items(run, from->n)))
@@ -6754,7 +6764,7 @@ static tval tmpl_named_arg(const tmpl_args *args, str name) {
 /* Applies a filter or test to v. Positional argument number `from` of c is its name; it gets the
  * arguments after that one. */
 static bool tmpl_apply_arg(tmpl_run *run, bool test, const tmpl_args *args, int from, tval value,
-    tval *out) {
+                           tval *out) {
     tmpl_args rest = *args;
     tval name = args->positional[from];
     if (name.type != TV_STR) return tmpl_bad_type(run, test ? "test" : "filter", name);
@@ -6775,7 +6785,7 @@ static bool tmpl_f_map(tmpl_run *run, tmpl_args *args, tval *out) {
         return false;
     for (size_t i = 0; i < list->n; i++)
         if (args->n_pos ? !tmpl_apply_arg(run, false, args, 0, list->values[i], &results->values[i])
-                     : !tmpl_attr_path(run, list->values[i], path, otherwise, &results->values[i]))
+                : !tmpl_attr_path(run, list->values[i], path, otherwise, &results->values[i]))
             return false;
     return *out = tv_list(TV_GENERATOR, results), true;
 }
@@ -7352,10 +7362,10 @@ static bool tmpl_eval_dict(tmpl_run *run, const tmpl_node *node, tval *out) {
     return *out = (tval){.type = TV_DICT, .dict = dict}, true;
 }
 
-/* Evaluates a bound of a slice as an index, see tmpl_slice_bound. *out becomes `otherwise` if e is NULL
- * (the bound is not given) or its value is none. */
+/* Evaluates a bound of a slice as an index, see tmpl_slice_bound. *out becomes `otherwise` if e is
+ * NULL (the bound is not given) or its value is none. */
 static bool tmpl_eval_bound(tmpl_run *run, const tmpl_node *bound, int64_t length, bool down,
-    int64_t otherwise, int64_t *out) {
+                            int64_t otherwise, int64_t *out) {
     tval value = tv_none();
     if (bound && !tmpl_eval(run, bound, &value)) return false;
     if (value.type == TV_UNDEFINED) return tmpl_bad_type(run, "a slice", value);
@@ -7447,7 +7457,7 @@ static bool tmpl_eval_any(tmpl_run *run, const tmpl_node *node, tval *out) {
         if (!tmpl_eval(run, node->a, &object)) return false;
         if (tv_true(object)) return tmpl_eval(run, node->b, out);
         return node->c ? tmpl_eval(run, node->c, out)
-                    : (*out = tv_undefined(STR("if without else"), 0), true);
+                       : (*out = tv_undefined(STR("if without else"), 0), true);
     case TN_CAPTURED: return *out = run->captured, true;
     default: return tmpl_fail(run, "not an expression");
     }
@@ -7701,7 +7711,7 @@ static tmpl_flow tmpl_exec(tmpl_run *run, const tmpl_node *chain) {
  * Returns 0 or an error code: TOKA_E_USE if context is not an object, TOKA_E_INPUT if the template
  * fails. Thread: any. */
 static int tmpl_render(const tmpl *template, const json *context, tmpl_time now, tmpl_limits limits,
-    buf *out, toka_err *e) {
+                       buf *out, toka_err *e) {
     if (!json_is(context, JSON_OBJECT))
         return fail(e, TOKA_E_USE, "template line 1: the context is not a JSON object");
     limits.output_bytes = MIN(limits.output_bytes, (size_t)1 << 30);
@@ -8156,7 +8166,7 @@ static void mf_refuse_unsupported(mf_reader *reader) {
     }
     if (!mf_bool(reader, "is_causal", true))
         mf_field_error(reader, "is_causal", mf_field(reader, "is_causal"),
-               "true: attention to later tokens is not supported");
+                       "true: attention to later tokens is not supported");
     const json *activation = mf_field(reader, "hidden_act");
     if (activation && !str_is(json_str(activation), "silu") &&
         !str_is(json_str(activation), "swish"))
@@ -8202,7 +8212,7 @@ static void mf_read_rope_scaling(mf_reader *config_reader, mf_reader *reader,
         if (rope->low_freq_factor == 0) mf_field_error(reader, "low_freq_factor", NULL, "a number");
         if (rope->high_freq_factor <= rope->low_freq_factor)
             mf_field_error(reader, "high_freq_factor", mf_field(reader, "high_freq_factor"),
-                   "more than low_freq_factor");
+                           "more than low_freq_factor");
         return;
     }
     rope->attention_factor = mf_num(reader, "attention_factor", 0, 1e-6, 1e6);
@@ -8235,7 +8245,7 @@ static void mf_read_rope(mf_reader *config_reader, mf_config *config) {
     for (int i = 0; object && i < COUNT(mf_layer_types); i++)
         if (mf_field(reader, mf_layer_types[i]))
             mf_field_error(reader, mf_layer_types[i], mf_field(reader, mf_layer_types[i]),
-                   "none: one RoPE for all layers");
+                           "none: one RoPE for all layers");
     mf_rope *rope = &config->rope;
     rope->kind = mf_read_rope_kind(reader);
     rope->theta = mf_num(mf_field(reader, "rope_theta") ? reader : config_reader, "rope_theta",
@@ -8243,7 +8253,7 @@ static void mf_read_rope(mf_reader *config_reader, mf_config *config) {
     mf_reader *partial = mf_field(reader, "partial_rotary_factor") ? reader : config_reader;
     if (mf_num(partial, "partial_rotary_factor", 1, 0, 1) != 1)
         mf_field_error(partial, "partial_rotary_factor", mf_field(partial, "partial_rotary_factor"),
-               "1: the whole head rotates");
+                       "1: the whole head rotates");
     if (rope->kind != MF_ROPE_DEFAULT) mf_read_rope_scaling(config_reader, reader, config, rope);
     /* yarn extends the length to original_len * factor. max_position_embeddings often still has
      * the original length. */
@@ -9337,7 +9347,7 @@ static mf_range mf_stage_layers(const toka_shape *shape, int i, int pp_size) {
     double least_time = INFINITY;
     for (int tried = n_last; n_others && tried >= 1; tried--) {
         double time = mf_busiest_stage_time(shape->L, n_others, tried, head_layers / 5) +
-                       mf_busiest_stage_time(shape->L, n_others, tried, head_layers * 2 / 3);
+                      mf_busiest_stage_time(shape->L, n_others, tried, head_layers * 2 / 3);
         if (time < least_time) least_time = time, n_last = tried;
     }
     return i < n_others ? mf_even_share(shape->L - n_last, i, n_others)
@@ -9375,7 +9385,7 @@ static int mf_split_tp(const toka_shape *shape, int tp_rank, int tp_size, mf_tp_
                     "expected at most %d ranks, or a multiple of K that divides H",
                     tp_size, shape->H, shape->K, shape->K);
     ranges->K = shape->K < tp_size ? (mf_range){tp_rank / (tp_size / shape->K), 1}
-                          : mf_even_share(shape->K, tp_rank, tp_size);
+                                   : mf_even_share(shape->K, tp_rank, tp_size);
     ranges->H = shape->K < tp_size
                     ? mf_even_share(shape->H, tp_rank, tp_size)
                     : (mf_range){ranges->K.first * heads_per_kv, ranges->K.count * heads_per_kv};
@@ -9384,8 +9394,8 @@ static int mf_split_tp(const toka_shape *shape, int tp_rank, int tp_size, mf_tp_
     return 0;
 }
 
-/* The part's share of a tensor's rows or columns. letters: the dimension as in mf_binding; size: the
- * whole dimension. For "KD" it is D rows for each kv head of the part. */
+/* The part's share of a tensor's rows or columns. letters: the dimension as in mf_binding; size:
+ * the whole dimension. For "KD" it is D rows for each kv head of the part. */
 static mf_range mf_dim_range(const mf_tp_ranges *ranges, const char *letters, int size, int D) {
     switch (*letters) {
     case 'H': return (mf_range){ranges->H.first * D, ranges->H.count * D};
@@ -9406,7 +9416,7 @@ static void mf_slice_tensor(const mf_binding *binding, const mf_tp_ranges *range
     mf_range rows = mf_dim_range(ranges, binding->rows, tensor->rows, D);
     mf_range cols = mf_dim_range(ranges, binding->cols, tensor->cols, D);
     const size_t offset = ((size_t)rows.first * (size_t)tensor->stride + (size_t)cols.first) *
-                      (tensor->dtype == TOKA_F32 ? 4 : 2);
+                          (tensor->dtype == TOKA_F32 ? 4 : 2);
     *(toka_tensor *)(void *)((char *)to + binding->field) = (toka_tensor){
         (const char *)tensor->data + offset, tensor->dtype, rows.count, cols.count, tensor->stride};
 }
@@ -9805,7 +9815,7 @@ static const mf_embedded *mf_embedded_find(const mf_embedded *file, const char *
  * messages. If the file is missing and not required, *out is empty. An empty file is an error.
  * Returns 0 or an error code. */
 static int mf_map_file(mf_model *files, const char *name, bool required, char where[256], str *out,
-                   toka_err *e) {
+                       toka_err *e) {
     *out = STR("");
     if (files->embedded) {
         snprintf(where, 256, "embedded %s", name);
@@ -18809,7 +18819,7 @@ static int http_parse_header(str line, http_header *header) {
     ptrdiff_t colon = str_find(line, STR(":"), 0);
     if (colon <= 0) return 400;
     *header = (http_header){str_sub(line, 0, (size_t)colon),
-                       http_trim(str_sub(line, (size_t)colon + 1, line.n))};
+                            http_trim(str_sub(line, (size_t)colon + 1, line.n))};
     /* This loop also refuses folded lines: they begin with white space, which is not allowed. */
     for (size_t i = 0; i < header->name.n; i++)
         if (!http_is_token((unsigned char)header->name.p[i])) return 400;
@@ -19130,8 +19140,8 @@ static void http_put_last_chunk(buf *out) { buf_c(out, "0\r\n\r\n"); }
  *   - without api_config.live the bytes of an answer depend only on the body, on the model and its
  *     api_config, and on the serial and created of the call: no clock (but a template that asks for
  *     the time gets the local time if api_config.now is NULL), no state of the prefix cache.
- * Only one thread at a time may use a call, except that api_pack_event may run at any time: it only reads
- * the call.
+ * Only one thread at a time may use a call, except that api_pack_event may run at any time: it only
+ * reads the call.
  *
  * Two extensions of OpenAI's API:
  *   - "return_packed": true gives the ids and log-probabilities of a choice as base64 of
@@ -19472,7 +19482,7 @@ static int api_unknown_field(const api_config *config, str name, toka_err *e) {
         if (str_is(name, config->caller_fields[i])) return 0;
     if (config->strict)
         return API_INVALID("%.*s: a field of this name is not known", (int)MIN(name.n, (size_t)100),
-                       name.p);
+                           name.p);
     if (config->on_unknown_field) config->on_unknown_field(config->user, name);
     return 0;
 }
@@ -19531,11 +19541,11 @@ static int api_read_body(api_request *request, enum api_route route, const json 
     JSON_MEMBERS(key, root) {
         const api_field *field = api_find_field((str){key->chars, key->n}, 1 << route);
         code = field ? api_read_field(request, field, key + 1, body, e)
-                 : api_unknown_field(request->config, (str){key->chars, key->n}, e);
+                     : api_unknown_field(request->config, (str){key->chars, key->n}, e);
         if (code) return code;
     }
     body->has_seed = json_is(json_get(root, "seed"), JSON_NUMBER) &&
-                  body->seed != -1; /* -1: no seed, as in vLLM */
+                     body->seed != -1; /* -1: no seed, as in vLLM */
     if (body->max_completion_tokens >= 0) body->max_tokens = body->max_completion_tokens;
     body->has_max_tokens = body->max_tokens >= 0;
     if (!body->has_max_tokens) body->max_tokens = default_max ? default_max : -1;
@@ -19555,7 +19565,7 @@ static int api_read_id_list(const api_config *config, const json *value, const c
             return API_INVALID("%s: element %zu is no token id", name, out->n);
         if (!json_whole(it, &id) || id < 0 || id > INT32_MAX)
             return API_INVALID("%s[%zu]: %.15g is no token id, expected 0 to %d", name, out->n,
-                           json_num(it, 0), config->toka->shape.V - 1);
+                               json_num(it, 0), config->toka->shape.V - 1);
         ids_push(out, (int32_t)id);
     }
     return 0;
@@ -19727,7 +19737,7 @@ static int api_read_sampling(api_request *request, const api_body *body,
     if (code) return code;
     if (!default_max && body->max_tokens > 0 && body->min_tokens > body->max_tokens)
         return API_INVALID("min_tokens: %lld, expected 0 to %lld", (long long)body->min_tokens,
-                       (long long)body->max_tokens);
+                           (long long)body->max_tokens);
     if (body->best_of >= 0 && body->best_of != body->n)
         return API_UNSUPPORTED(request, "best_of other than n is not supported");
     if (!body->max_tokens) { /* no token is sampled: only the prompt is computed */
@@ -19844,7 +19854,7 @@ static void api_put_tool_call(api_request *request, const json *call, buf *out) 
     JSON_MEMBERS(key, call) {
         json_put_str(out, json_str(key)), buf_char(out, ':');
         bool is_arguments = str_is(json_str(key), "arguments") &&
-                         (key[1].type == JSON_STRING || key[1].type == JSON_NULL);
+                            (key[1].type == JSON_STRING || key[1].type == JSON_NULL);
         str text = json_str(key + 1);
         const json *parsed = is_arguments ? json_parse(&memory, text.n ? text : STR("{}"),
                                                        request->config->limits, &ignored)
@@ -19974,8 +19984,8 @@ static int api_check_max_tokens(api_request *request, const api_body *body, size
     request->code = "context_length_exceeded";
     return API_INVALID("%s: %lld behind a prompt of %zu tokens, expected at most %zu "
                    "(max_model_len %d)",
-                   api_max_tokens_name(body), (long long)body->max_tokens, n_prompt,
-                   (size_t)request->config->max_len - n_prompt, request->config->max_len);
+                       api_max_tokens_name(body), (long long)body->max_tokens, n_prompt,
+                       (size_t)request->config->max_len - n_prompt, request->config->max_len);
 }
 
 /* Encodes one prompt into the next part and checks its request. */
@@ -20822,7 +20832,7 @@ static const char *api_error_type(int status) {
 /* Writes {"error":{"message","type","param","code"}}. type NULL: the usual one of the status. param
  * and code may be NULL. */
 static void api_put_error(buf *out, int status, const char *message, const char *type,
-                      const char *param, const char *code) {
+                          const char *param, const char *code) {
     json_put_open(out, '{');
     json_put_key(out, "error"), json_put_open(out, '{');
     json_put_member_or_null(out, "message", message);
@@ -20950,7 +20960,7 @@ static int api_put_detokenized(api_request *request, const api_body *body, buf *
                      : 0;
     if (bytes > request->config->limits.max_bytes)
         code = API_INVALID("tokens: their text has %zu bytes, at most %zu are given", bytes,
-                       request->config->limits.max_bytes);
+                           request->config->limits.max_bytes);
     toka_err why;
     if (!code &&
         tok_decode(request->config->toka->tok, tokens.p, tokens.n, 0, &request->scratch, &why))
@@ -21068,7 +21078,7 @@ typedef struct run_options { /* what toka batch was asked to do */
 } run_options;
 
 enum run_outcome { RUN_RETRY, /* files could not be opened for now: try again */
-               RUN_INCOMPLETE, /* stopped, or failed on the way */
+    RUN_INCOMPLETE, /* stopped, or failed on the way */
                RUN_COMPLETE }; /* every line has its result or error */
 
 /* hash of a custom_id: FNV-1a of 128 bits, the same on every machine */
@@ -21566,8 +21576,8 @@ static bool run_device_failed(run_state *run, toka_err *e) {
 }
 
 /* Waits for room in the window. It is full with 4 * max_seqs samples, if these are of
- * RUN_MIN_INFLIGHT_LINES lines at least, or when its lines take too much memory. Returns false if the
- * batch was stopped. */
+ * RUN_MIN_INFLIGHT_LINES lines at least, or when its lines take too much memory. Returns false if
+ * the batch was stopped. */
 static bool run_wait_for_room(run_state *run) {
     int64_t max_samples = 4 * (int64_t)run->toka->engine->max_seqs;
     pthread_mutex_lock(&run->lock);
@@ -21660,9 +21670,9 @@ static int run_handle_line(run_state *run, str text, toka_err *e) {
         run_line *line = run_line_new(run, buf_view(&id), id_hash, text.n);
         line->line_hash = line_hash;
         int parse_code = run->options->expired
-                      ? fail(&why, TOKA_E_USE,
-                             "the completion window closed before this request was done")
-                      : run_parse_line(line, root, &why);
+                             ? fail(&why, TOKA_E_USE,
+                                    "the completion window closed before this request was done")
+                             : run_parse_line(line, root, &why);
         if (run->options->expired) line->error = "batch_expired";
         code = run_start_line(run, line, parse_code, &why);
         if (code) *e = why;
@@ -22197,8 +22207,8 @@ static int run_scan_input(run_state *run, toka_err *e) {
     if (fstat(run->input.fd, &st) || !S_ISREG(st.st_mode)) {
         if (!run->options->quiet)
             fprintf(stderr,
-                    "toka batch: %s cannot be read twice: a second custom_id is found when it comes\n",
-                    run->input.name);
+                "toka batch: %s cannot be read twice: a second custom_id is found when it comes\n",
+                run->input.name);
         return 0;
     }
     int64_t n_lines = 0;
@@ -22502,7 +22512,7 @@ typedef struct run_report { /* the figures of a finished batch */
 } run_report;
 
 static const char *const run_op_names[TOKA_N_OPS] = {"embed", "qkv",  "attention", "out",
-                                                  "mlp",   "head", "sums",      "messages"};
+                                                     "mlp",   "head", "sums",      "messages"};
 
 static double run_ratio(double amount, double per) { return per > 0 ? amount / per : 0; }
 
@@ -22886,21 +22896,22 @@ static int run_batch_served(toka *t, const run_options *options, enum run_outcom
  *         v                           v  files_cancel_batch
  *       failed                    cancelling --files_finish_batch--> cancelled
  *
- * files_cancel_batch also takes a batch in `validating`. A batch in progress fails if its files cannot be
- * read or written.
+ * files_cancel_batch also takes a batch in `validating`. A batch in progress fails if its files
+ * cannot be read or written.
  *
- * One batch runs at a time, the oldest first, on a thread of its own (files_worker_thread). Its requests are
- * behind all others in the engine's queue. files_save_record writes a record to a new file, which then
- * replaces the old one, so a record is whole or absent. A step that was cut short is done again
- * from its beginning: any number of repetitions leads to the same end. If the disk is full, the
- * batch waits: results stay in memory (chapter 27's window bounds them), and the batch ends only
- * when its files and its record are written. Meanwhile uploads and new batches are refused with
- * the system's error message.
+ * One batch runs at a time, the oldest first, on a thread of its own (files_worker_thread). Its
+ * requests are behind all others in the engine's queue. files_save_record writes a record to a new
+ * file, which then replaces the old one, so a record is whole or absent. A step that was cut short
+ * is done again from its beginning: any number of repetitions leads to the same end. If the disk is
+ * full, the batch waits: results stay in memory (chapter 27's window bounds them), and the batch
+ * ends only when its files and its record are written. Meanwhile uploads and new batches are
+ * refused with the system's error message.
  *
  * Nothing that a client sends becomes part of a path. files_new_id makes ids: microseconds since
  * 1970, so that they sort by creation, then 64 random bits. An id from a client is looked up in a
  * table. The FB_ enums bound sizes and counts. store.lock guards the tables, all records and
- * `running`; files_worker_thread holds it only between steps. Order of locks: store.lock before run.lock.
+ * `running`; files_worker_thread holds it only between steps. Order of locks: store.lock before
+ * run.lock.
  * =========================================================================== */
 
 enum {
@@ -23247,7 +23258,7 @@ static void files_insert(files_table *table, void *entry) {
 
 /* Takes ownership of name. */
 static files_file *files_file_new(const files_id *id, int64_t bytes, int64_t created_at, char *name,
-                            const char *purpose) {
+                                  const char *purpose) {
     files_file *file = mem_alloc(sizeof *file);
     *file = (files_file){*id, bytes, created_at, name, purpose};
     return file;
@@ -23399,7 +23410,7 @@ static bool files_load_file(files_store *store, const files_id *id, const json *
         return false;
     char *name = files_strdup(json_str(json_get(root, "filename")));
     files_insert(&store->files, files_file_new(id, (int64_t)info.st_size,
-                                     json_int(json_get(root, "created_at"), 0), name, purpose));
+                                json_int(json_get(root, "created_at"), 0), name, purpose));
     return true;
 }
 
@@ -23456,9 +23467,9 @@ static bool files_load_batch(files_store *store, const files_id *id, const json 
     batch->total = json_int(json_get(counts, "total"), 0);
     batch->damaged = json_int(json_get(counts, "damaged"), 0);
     batch->completed = files_has_ended(batch) ? json_int(json_get(counts, "completed"), 0)
-                                   : files_count_lines(store, &batch->output);
+                                              : files_count_lines(store, &batch->output);
     batch->failed = files_has_ended(batch) ? json_int(json_get(counts, "failed"), 0)
-                                : files_count_lines(store, &batch->errors_file);
+                                           : files_count_lines(store, &batch->errors_file);
     files_insert(&store->batches, batch);
     return true;
 }
@@ -23653,7 +23664,7 @@ static int files_open(files_store **out, const files_options *options, toka_err 
 /* ---- The life of a batch: the worker thread ---- */
 
 static void files_put_error(buf *list, const char *code, int64_t line, const char *param,
-                         const char *message) {
+                            const char *message) {
     json_put_open(list, '{');
     json_put_key(list, "code"), json_put_str(list, str_c(code));
     json_put_key(list, "line");
@@ -23667,7 +23678,7 @@ static void files_put_error(buf *list, const char *code, int64_t line, const cha
 /* Checks the form of a line of a batch. Its body is checked when it runs. Returns the code of an
  * error, with *param and *message, or NULL if the line is good. */
 static const char *files_line_error(const files_batch *batch, const json *root, const char **param,
-                                 const char **message) {
+                                    const char **message) {
     const json *item = json_get(root, "custom_id"), *method = json_get(root, "method");
     *param = "custom_id";
     if (!json_is(root, JSON_OBJECT))
@@ -23992,7 +24003,7 @@ static void files_reply_folder(const files_store *store, http_reply *reply) {
     if (store->folder_errno) files_system_error(reply, store->folder_errno);
     else if (store->folder)
         files_error(reply, 503, NULL,
-                 "this server keeps no files: their folder is in use by another server");
+                    "this server keeps no files: their folder is in use by another server");
     else files_error(reply, 503, NULL, "%s", store->folder_error.msg);
 }
 
@@ -24009,7 +24020,7 @@ static bool files_need_folder(files_store *store, http_reply *reply) {
 /* Reads ?limit=N, at most `most`; `otherwise` if it is not given. Returns false if it is not a
  * number of at least 1: the reply says so. */
 static bool files_read_limit(const http_request *http, int max, int fallback, size_t *limit,
-                          http_reply *reply) {
+                             http_reply *reply) {
     buf text = {0};
     char *end = NULL;
     *limit = (size_t)fallback;
@@ -24162,7 +24173,7 @@ static bool files_check_metadata(const json *v) {
     if (v->type != JSON_OBJECT || v->n > 16) return false;
     JSON_MEMBERS(key, v)
         if (utf8_count(json_str(key)) > 64 || key[1].type != JSON_STRING ||
-            utf8_count(json_str(key + 1)) > 512)
+        utf8_count(json_str(key + 1)) > 512)
             return false;
     return true;
 }
@@ -24184,7 +24195,7 @@ static int files_check_members(const files_store *store, const json *root, toka_
 /* Reads the fields of a new batch. Returns NULL if all are good; else the name of the wrong one
  * ("": none), with *message, which may point into *e. */
 static const char *files_read_batch(const files_store *store, const json *root, files_batch *batch,
-                                 const char **message, toka_err *e) {
+                                    const char **message, toka_err *e) {
     str endpoint = json_str(json_get(root, "endpoint"));
     str window = json_str(json_get(root, "completion_window"));
     const json *expires = json_get(root, "output_expires_after");
@@ -24249,7 +24260,7 @@ static void files_cancel_batch(files_store *store, files_batch *batch, http_repl
     if (batch->status != FILES_VALIDATING && batch->status != FILES_IN_PROGRESS &&
         batch->status != FILES_CANCELLING) {
         files_error(reply, 409, "id", "a batch that is %s cannot be cancelled",
-                 files_status_names[batch->status]);
+                    files_status_names[batch->status]);
         return;
     }
     files_save_status(store, batch, FILES_CANCELLING);
@@ -24391,8 +24402,8 @@ static void files_upload_close(files_upload *upload, bool is_complete, http_repl
         reply->status = 200;
         /* only we make such files */
         bool is_reserved = purpose && !strcmp(purpose, "batch_output");
-        /* fsync may be slow: done before the lock is taken. files_upload_commit repeats it and checks
-         * the result. */
+        /* fsync may be slow: done before the lock is taken. files_upload_commit repeats it and
+         * checks the result. */
         fsync(upload->fd);
         pthread_mutex_lock(&store->lock);
         if (!upload->form_ended)
@@ -24419,7 +24430,7 @@ static void files_bad_method(http_reply *reply, const char *allowed) {
 
 /* /v1/files/{id} and /v1/files/{id}/content. With store.lock held. */
 static void files_route_file(files_store *store, const http_request *http, str id_text, str verb,
-                          http_reply *reply) {
+                             http_reply *reply) {
     bool is_get = http->method == HTTP_GET || http->method == HTTP_HEAD;
     files_id id;
     files_file *file = files_read_id(id_text, "file-", &id) ? files_find(&store->files, &id) : NULL;
@@ -24433,7 +24444,7 @@ static void files_route_file(files_store *store, const http_request *http, str i
 }
 
 static void files_route_batch(files_store *store, const http_request *http, str id_text, str verb,
-                           http_reply *reply) {
+                              http_reply *reply) {
     bool is_get = http->method == HTTP_GET || http->method == HTTP_HEAD;
     files_id id;
     files_batch *batch = files_read_id(id_text, "batch_", &id) ? files_find(&store->batches, &id)
@@ -24653,8 +24664,8 @@ static const char srv_page[] =
  * This chapter handles a request from the moment its last byte has arrived until the first byte of
  * its answer is ready: routes, API keys, handing requests to the engine, turning its events into
  * text, and the numbers of /metrics. Chapter 31 has the sockets. An HTTP request with its answer
- * is a call (srv_request). There are three kinds of threads: the event loop (31), the workers and the
- * engine's thread.
+ * is a call (srv_request). There are three kinds of threads: the event loop (31), the workers and
+ * the engine's thread.
  *
  *     loop --srv_dispatch--> ready list --> worker: srv_begin_api: api_parse, toka_submit,
  *                                                   or the handler of another route
@@ -24931,7 +24942,7 @@ static void srv_put_series(buf *out, const char *name, const char *type, const c
 }
 
 static void srv_put_histogram(buf *out, const char *name, const char *help, const char *label,
-                         const srv_histogram *hist) {
+                              const srv_histogram *hist) {
     int64_t cumulative = 0;
     buf_printf(out, "# HELP toka:%s %s\n# TYPE toka:%s histogram\n", name, help, name);
     for (int i = 0; i <= SRV_N_BUCKETS; i++) {
@@ -24956,8 +24967,8 @@ static void srv_put_label_value(buf *b, str s) { /* escaped as the text format r
 /* Appends a counter with one more label, `key`, and one line for each of its values. Skips values
  * that are NULL. */
 static void srv_put_labeled(buf *out, const char *name, const char *help, const char *label,
-                             const char *key, const char *const *values, const double *counts,
-                             int n) {
+                            const char *key, const char *const *values, const double *counts,
+                            int n) {
     buf_printf(out, "# HELP toka:%s %s\n# TYPE toka:%s counter\n", name, help, name);
     for (int i = 0; i < n; i++)
         if (values[i])
@@ -25001,11 +25012,11 @@ static void srv_put_metrics(buf *out, const srv_metrics *metrics, const toka_sta
     srv_put_series(out, "engine_steps_total", "counter", "Forward steps.", labels,
                    (double)stats->steps);
     srv_put_labeled(out, "engine_seconds_total",
-                     "Where the engine's time went; run: with a step's waits for other ranks; "
+                    "Where the engine's time went; run: with a step's waits for other ranks; "
                      "commit: with the events.", labels,
                      "phase", phases, (double[]){stats->plan_s, stats->run_s, stats->commit_s}, 3);
     srv_put_labeled(out, "request_success_total", "Samples that ended, by reason.", labels,
-                     "finished_reason", reasons, metrics->finished, 5);
+                    "finished_reason", reasons, metrics->finished, 5);
     srv_put_labeled(out, "http_responses_total", "Answers by class of status.", labels, "code",
                     codes, metrics->statuses, 6);
     srv_put_series(out, "http_requests_waiting", "gauge", "Requests without a first token.", labels,
@@ -25024,7 +25035,7 @@ static void srv_put_metrics(buf *out, const srv_metrics *metrics, const toka_sta
     srv_put_histogram(out, "request_prompt_tokens", "Prompt tokens of a request.", labels,
                       &metrics->prompt_tokens);
     srv_put_histogram(out, "request_generation_tokens", "Output tokens of a request.", labels,
-                 &metrics->output_tokens);
+                      &metrics->output_tokens);
     srv_put_histogram(out, "request_params_n", "Samples of a request.", labels, &metrics->params_n);
     buf_free(&label);
 }
@@ -25404,7 +25415,7 @@ static void srv_submit(srv *server, srv_request *request) {
     for (i = 0; i < n_prompts; i++) {
         int n_samples = MAX(1, request->api.prompts[i].engine_request.n);
         request->prompts[i] = (srv_prompt){request, &request->api.prompts[i], n_samples,
-                                 arena_zalloc(&request->memory, bit_bytes(n_samples))};
+                                           arena_zalloc(&request->memory, bit_bytes(n_samples))};
     }
     pthread_mutex_lock(&server->lock);
     request->n_unended = n_prompts;
@@ -25491,8 +25502,8 @@ static void srv_set_refusal(srv_request *request) {
     if (status == 429) srv_put_retry_after(request);
 }
 
-/* Appends the error of srv_set_refusal: as a whole answer, or as the last event of a stream that has
- * begun. */
+/* Appends the error of srv_set_refusal: as a whole answer, or as the last event of a stream that
+ * has begun. */
 static void srv_put_refusal(srv_request *request, buf *out) {
     srv_set_refusal(request);
     if (!request->head_sent) {
@@ -25985,7 +25996,7 @@ static bool srv_check_head(srv *server, srv_request *request) {
     ptrdiff_t semicolon = str_find(type, STR(";"), 0);
     bool is_json =
         !type.p || http_is(http_trim(str_sub(type, 0, semicolon < 0 ? type.n : (size_t)semicolon)),
-                             "application/json");
+                           "application/json");
     if (request->route->methods == SRV_POST && request->route != &srv_upload_route && !is_json)
         return srv_error(request, 415, "Content-Type: expected application/json"), true;
     if (!request->route->before_ready && server->phase == SRV_LOADING)
@@ -26050,8 +26061,8 @@ static bool srv_dispatch(srv *server, srv_request *request) {
  *                          with unread bytes would reset the connection and destroy the answer
  *
  * A client that closes only its sending half (shutdown) still gets its answers. Over TCP it cannot
- * be told from a client that has left until something is sent to it. So srv_probe_client sends the first
- * bytes of the answer early. If the client has left, its system replies with a reset, and its
+ * be told from a client that has left until something is sent to it. So srv_probe_client sends the
+ * first bytes of the answer early. If the client has left, its system replies with a reset, and its
  * requests are cancelled.
  *
  * Pipelined requests wait in `in` until the answer before them is complete. Deadlines of all
@@ -26488,8 +26499,8 @@ static bool srv_out_is_full(const srv_conn *conn) {
 }
 
 /* For a client that waits for generated text, has closed its sending half and has got nothing of
- * its answer: sends one more byte of SRV_ANSWER_PREFIX to find out whether it still reads. The first byte
- * is sent at once, the next ones 1, 2, 4 ... seconds after the one before. */
+ * its answer: sends one more byte of SRV_ANSWER_PREFIX to find out whether it still reads. The
+ * first byte is sent at once, the next ones 1, 2, 4 ... seconds after the one before. */
 static void srv_probe_client(srv *server, srv_conn *conn) {
     const str all = STR(SRV_ANSWER_PREFIX);
     buf byte = {0};
@@ -26602,8 +26613,8 @@ static void srv_deliver_output(srv *server, srv_output *output) {
     srv_update_events(server, conn);
 }
 
-/* Delivers the output of the first calls of the list, at most SRV_MAX_OUTPUTS, with one lock for all of
- * them. Returns the rest of the list. */
+/* Delivers the output of the first calls of the list, at most SRV_MAX_OUTPUTS, with one lock for
+ * all of them. Returns the rest of the list. */
 static srv_request *srv_deliver_some(srv *server, srv_request *request) {
     srv_output outputs[SRV_MAX_OUTPUTS];
     int n_outputs = 0, n_freed = 0;
@@ -26742,7 +26753,7 @@ static int srv_listen_one(srv *server, const struct addrinfo *wanted, int *port,
     }
     bool is_ipv6 = bound.ss_family == AF_INET6;
     *port = ntohs(is_ipv6 ? ((struct sockaddr_in6 *)&bound)->sin6_port
-                      : ((struct sockaddr_in *)&bound)->sin_port);
+                          : ((struct sockaddr_in *)&bound)->sin_port);
     server->loop->listeners[server->loop->n_listeners++] = fd;
     const struct in6_addr address = srv_address_of(&bound);
     server->loop->is_reachable |= !srv_is_loopback(&address);
@@ -27179,7 +27190,7 @@ static int run_dummy_weights(mf_model *model, toka_err *e) {
     char *end = MAP_FAILED;
     if ((int64_t)bytes <= os_ram_bytes())
         end = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
-                  -1, 0);
+                   -1, 0);
     if (end == MAP_FAILED)
         return fail(e, TOKA_E_MEMORY, "%s: %zu bytes of dummy weights do not fit", model->name,
                     bytes);
@@ -27899,15 +27910,15 @@ static plan_rank plan_make_rank(const plan_query *query, int tp, int pp, int sta
     int n_embeddings = rank.is_first_stage + rank.is_last_stage -
                        (rank.is_first_stage && rank.is_last_stage && tied);
     rank.weight_bytes = (int64_t)toka_gpu_layer_bytes(&layer) * shape->L +
-                (int64_t)toka_gpu_matrix_bytes(&head) * n_embeddings;
+                        (int64_t)toka_gpu_matrix_bytes(&head) * n_embeddings;
     /* For the model's own maximal length (s->max_len, not a->max_len), as in eng_open. */
     rank.scratch_bytes = (int64_t)toka_gpu_scratch_bytes(shape, query->max_tokens) +
-                (int64_t)toka_gpu_group_bytes(shape, query->max_tokens, tp, pp);
+                         (int64_t)toka_gpu_group_bytes(shape, query->max_tokens, tp, pp);
     rank.token_bytes = (int64_t)2 * shape->L * shape->K * shape->D * 2;
     int64_t kv_bytes = (int64_t)(query->utilization * (query->gpu->memory - PLAN_CONTEXT_BYTES)) -
                        rank.weight_bytes - rank.scratch_bytes;
     rank.kv_tokens = MIN(eng_full_tokens(query->max_seqs, query->max_len, TOKA_GPU_PAGE_TOK),
-                      kv_bytes / rank.token_bytes);
+                         kv_bytes / rank.token_bytes);
     return rank;
 }
 
@@ -27967,8 +27978,8 @@ static plan_time plan_rank_time(const plan_query *query, const plan_rank *rank, 
     const int n_all_reduces = 2 * rank->shape.L;
     /* Seconds of an all-reduce that overlap the matrix products. */
     const double overlapped = gpu->arch == 90 && message_bytes >= TOKA_GPU_SCATTER_BYTES
-                              ? (tp - 1.0) / tp * message_bytes / gpu->link_rate
-                              : 0;
+                                  ? (tp - 1.0) / tp * message_bytes / gpu->link_rate
+                                  : 0;
     if (tp > 1) {
         times.link = (n_all_reduces + rank->is_first_stage) *
                          plan_all_reduce_s(gpu, tp, message_bytes) -
@@ -28001,7 +28012,7 @@ static const char *plan_bound(const plan_time *times, bool kv_full) {
  * sequence has half of its answer. rows: rows of a sequence in a step, with its share of prompts.
  * *kv_full: the KV cache is the lowest limit. */
 static int64_t plan_n_running(const plan_query *query, int pp, int64_t kv_tokens, double rows,
-                            bool *kv_full) {
+                              bool *kv_full) {
     double shared = query->input_len / TOKA_GPU_PAGE_TOK * TOKA_GPU_PAGE_TOK;
     double tokens_per_seq = shared / query->n_samples + (query->input_len - shared) +
                             query->output_len / 2.0 + TOKA_GPU_PAGE_TOK / 2.0;
@@ -28445,9 +28456,9 @@ static int plan_answer(const plan_options *options, buf *out, toka_err *e) {
  *     benchclient_run_requests  ->  benchclient_start_request  ->  benchclient_on_socket (writes, reads)  ->  benchclient_end_request  ->  benchclient_measure
  *                               calls benchclient_response_read, benchclient_on_event_line
  *
- * Open loop: each request is sent at a time drawn before the run (benchclient_draw_times), whatever the
- * server does. Closed loop: at most --max-concurrency requests are in flight, and the others wait
- * in order.
+ * Open loop: each request is sent at a time drawn before the run (benchclient_draw_times), whatever
+ * the server does. Closed loop: at most --max-concurrency requests are in flight, and the others
+ * wait in order.
  *
  * A random prompt is a list of token ids, so that its length is exact. The ids come from the
  * server's /tokenize. Without /tokenize, and for chats, the prompt has one random word instead of
@@ -28822,7 +28833,7 @@ static int benchclient_wait_ready(benchclient *client, toka_err *e) {
     if (code == 200) {
         const json *root = json_parse(&memory, buf_view(&answer), json_trusted, e);
         str name = client->options->model ? str_c(client->options->model)
-                               : json_str(json_get(json_at(json_get(root, "data"), 0), "id"));
+                       : json_str(json_get(json_at(json_get(root, "data"), 0), "id"));
         snprintf(client->model, sizeof client->model, "%.*s",
                  (int)MIN(name.n, sizeof client->model - 1), name.p);
         code = !root    ? e->code
@@ -30043,7 +30054,8 @@ static const cli_flag cli_flags[] = {
     {"version", "", "", CLI_BOOL, AT(version), FOR_ANY, "version and build"},
 };
 
-/* If a command has more than CLI_MANY_FLAGS flags, its --help shows only those in cli_common_flags. */
+/* If a command has more than CLI_MANY_FLAGS flags, its --help shows only those in
+ * cli_common_flags. */
 enum { CLI_MANY_FLAGS = 16 };
 static const char *const cli_common_flags[] = {
     "model", "prompt", "file", "chat", "max-tokens", "temp", "input-file", "output-file", "dataset",
@@ -30213,7 +30225,8 @@ static bool cli_is_common(const cli_flag *flag) {
     return false;
 }
 
-/* Appends a line for each flag of the command. all: every flag, in groups; else cli_common_flags's. */
+/* Appends a line for each flag of the command. all: every flag, in groups; else
+ * cli_common_flags's. */
 static void cli_put_flags(buf *out, unsigned command, bool all) {
     const char *group = NULL;
     if (!all) buf_c(out, "\nThe flags used most\n");
@@ -30923,8 +30936,8 @@ static int cli_models(const cli *flags, toka_err *e) {
     for (int i = 0; i < n_known && !code; i++) {
         char *folder = NULL;
         const char *where = mf_find_in_hub_cache(known[i].hub_id, NULL, &folder, &memory, &absent)
-                               ? ""
-                               : "in the hub cache";
+                                ? ""
+                                : "in the hub cache";
         if (!i)
             buf_printf(&out, "%-28s %-44s %9s  %-8s %s\n", "name", "hub id", "weights", "template",
                        "here");
@@ -31314,7 +31327,7 @@ static int cli_help_for(bool all, int n_words, char **words, toka_err *e) {
 /* Reads the flags after the command's words and runs the command. command NULL: toka without a
  * command word. */
 static int cli_run_args(const cli_command *command, int n_words, int argc, char **argv,
-                         toka_err *e) {
+                        toka_err *e) {
     cli flags = cli_default();
     tmpl_time now;
     const unsigned bit = command ? command->for_bit : FOR_RUN;
