@@ -3441,7 +3441,7 @@ static int tok_load_bytes(tok *tokenizer, const json *model, toka_err *e) {
     return 0;
 }
 
-/* The index of the space that separates the parts of a merge written as "a b". If there are several
+/* The index of the space that separates the two parts of a merge written as "a b". If there are several
  * spaces, it is the first one for which both parts and the merged token are in the vocabulary.
  * Returns SIZE_MAX if there is none. */
 static size_t tok_merge_space(const tok *tokenizer, str text) {
@@ -3495,8 +3495,8 @@ static bool tok_is_byte_id(const tok *tokenizer, int32_t id) {
     return false;
 }
 
-/* Adds the pair (last character of a, first character of b) to t->joins: the merge of a and b puts
- * them side by side. */
+/* Adds the pair (last character of left, first character of right) to tokenizer->joins: the merge
+ * of the two puts them side by side. */
 static void tok_add_join(tok *tokenizer, int32_t left, int32_t right) {
     int n;
     str text = tokenizer->key[left];
@@ -3505,7 +3505,7 @@ static void tok_add_join(tok *tokenizer, int32_t left, int32_t right) {
     *tok_joins_entry(tokenizer, last, first) = ((uint64_t)last << 32 | first) + 1;
 }
 
-/* Fills the hash table of merges and, if it can be used, t->joins. */
+/* Fills the hash table of merges and, if it can be used, tokenizer->joins. */
 static int tok_load_merges(tok *tokenizer, const json *merges, toka_err *e) {
     if (!json_is(merges, JSON_ARRAY)) return TOK_FAIL("model.merges: an array was expected");
     tokenizer->merge_mask = tok_table_mask(merges->n);
@@ -3513,7 +3513,7 @@ static int tok_load_merges(tok *tokenizer, const json *merges, toka_err *e) {
     memset(tokenizer->merges, 0xFF,
            ((size_t)tokenizer->merge_mask + 1) * sizeof *tokenizer->merges);
     /* Without a token for every byte or an unknown token, a character may produce no symbol. Then
-     * the characters beside it become neighbours, and cutting between them would change ids. */
+     * the characters beside it become neighbours, and a split between them would change ids. */
     bool joins = !tokenizer->byte_level && !tokenizer->ignore_merges &&
                  (tokenizer->all_bytes || tokenizer->unk >= 0);
     if (joins)
@@ -3543,7 +3543,7 @@ static int tok_load_merges(tok *tokenizer, const json *merges, toka_err *e) {
     buf_free(&both);
     if (rank < merges->n) return e->code;
     /* Merges of the unknown token or of byte tokens join characters that are not in their texts:
-     * the set of pairs is not complete, so text must not be cut. */
+     * the set of pairs is not complete, so text must not be split there. */
     if (!joins) {
         free(tokenizer->joins);
         tokenizer->joins = NULL;
@@ -3667,9 +3667,9 @@ static int tok_unsupported(toka_err *e, const char *where, str what) {
     return TOK_FAIL("%s \"%.*s\" is not supported", where, STRF(what));
 }
 
-/* Calls `one` for v, or, if v is a Sequence, for each of its members in order; not for null. The
- * depth and the number of members are limited, because each member may cost a pass over the
- * vocabulary. Returns 0 or the first error code. */
+/* Calls `one` for the object, or, if it is a Sequence, for each of its members in order; not for
+ * null. The depth and the number of members are limited, because each member may cost a pass over
+ * the vocabulary. Returns 0 or the first error code. */
 typedef int tok_load_fn(tok *t, const json *v, toka_err *e);
 static int tok_load_each(tok *tokenizer, const json *config, const char *list, int depth,
                          tok_load_fn *one, toka_err *e) {
@@ -3683,7 +3683,7 @@ static int tok_load_each(tok *tokenizer, const json *config, const char *list, i
     return 0;
 }
 
-/* a copy that lives with t */
+/* Returns a copy that lives as long as the tokenizer. */
 static str tok_copy_text(tok *tokenizer, str s) { return arena_str(&tokenizer->memory, s); }
 
 /* The text that a pattern matches: s of {"String": s}, or of {"Regex": s} if s has no special
@@ -3695,8 +3695,8 @@ static str tok_pattern_literal(const json *pattern) {
     return text.n ? text : regex;
 }
 
-/* Adds one replacement to t->growth. Returns true if all replacements together may make a text too
- * long. */
+/* Adds one replacement to tokenizer->growth. Returns true if all replacements together may make a
+ * text too long. */
 static bool tok_count_growth(tok *tokenizer, str from, str to) {
     tokenizer->growth *= MAX((size_t)1, (to.n + from.n - 1) / from.n);
     return tokenizer->growth > TOK_MAX_GROWTH;
@@ -3803,7 +3803,7 @@ static int tok_load_pre_tokenizer(tok *tokenizer, const json *config, toka_err *
                : tok_add_pre_pattern(tokenizer, &tok_rules[0], false, e);
 }
 
-/* Appends an id of the post-processor to `to`. Returns an error code if it is not in the
+/* Appends an id of the post-processor to *list. Returns an error code if it is not in the
  * vocabulary. */
 static int tok_add_outer(tok *tokenizer, ids *list, const json *id, toka_err *e) {
     int64_t number = json_int(id, -1);
@@ -3835,7 +3835,7 @@ static int tok_load_template(tok *tokenizer, const json *config, ids *before, id
         if (!json_is(list, JSON_ARRAY))
             return TOK_FAIL("post_processor: no ids for the special token \"%.*s\"", STRF(name));
         JSON_EACH(id, list)
-        if (tok_add_outer(tokenizer, n_sequences ? after : before, id, e)) return e->code;
+            if (tok_add_outer(tokenizer, n_sequences ? after : before, id, e)) return e->code;
     }
     if (!n_sequences) return TOK_FAIL("post_processor: \"single\" must have sequence A once");
     return 0;
@@ -4089,7 +4089,7 @@ static int tok_load(tok **out, str tokenizer_json, str more, toka_err *e) {
     return err;
 }
 
-/* Sets the token that TOKA_ADD_SPECIAL adds before a text (if `behind`, after it), instead of what
+/* Sets the token that TOKA_ADD_SPECIAL adds before a text (if `after`, after it), instead of what
  * tokenizer.json says. content: the token's text; NULL: add nothing. Returns an error code if there
  * is no such token. */
 static int tok_set_outer(tok *tokenizer, bool after, const char *content, toka_err *e) {
@@ -4148,7 +4148,7 @@ enum { TMPL_NESTING = 100, TMPL_MAX_SOURCE = 1 << 20, TMPL_MAX_NAMES = 1000 };
 
 typedef enum tmpl_kind {
     /* Statements. Comments list the fields that the kind uses. Bodies are lists through .next */
-    TN_TEXT,         /* s */
+    TN_TEXT,         /* text */
     TN_PRINT,        /* a: expression */
     TN_IF,           /* a: condition (NULL: this is the else arm), b: body, c: next arm */
     TN_FOR,          /* a: target, b: sequence, c: body, d: condition or NULL, e: else body or
@@ -4156,7 +4156,7 @@ typedef enum tmpl_kind {
     TN_SET,          /* a: target, b: expression */
     TN_SET_BLOCK,    /* a: target, b: filters over TN_CAPTURED, c: body */
     TN_FILTER_BLOCK, /* b: filters over TN_CAPTURED, c: body */
-    TN_MACRO,        /* id, s: name, b: parameters (TN_PARAM), c: body, i 1: has a variable
+    TN_MACRO,        /* id, text: name, b: parameters (TN_PARAM), c: body, integer 1: has a variable
                       * `caller` */
     TN_CALL_BLOCK,   /* a: call, b: the TN_MACRO that the called macro gets as `caller` */
     TN_SCOPE,        /* c: body with a scope of its own (generation) */
@@ -4164,31 +4164,31 @@ typedef enum tmpl_kind {
     TN_CONTINUE,
     /* Expressions */
     TN_NONE,
-    TN_BOOL,     /* i */
-    TN_INT,      /* i */
-    TN_FLOAT,    /* f */
-    TN_STRING,   /* s */
-    TN_NAME,     /* id, s */
+    TN_BOOL,     /* integer */
+    TN_INT,      /* integer */
+    TN_FLOAT,    /* real */
+    TN_STRING,   /* text */
+    TN_NAME,     /* id, text */
     TN_LIST,     /* b: list of elements through .next */
     TN_TUPLE,    /* b: list of elements */
     TN_DICT,     /* b: list of key, value, key, value ... */
-    TN_ATTR,     /* a.s */
+    TN_ATTR,     /* a.text */
     TN_ITEM,     /* a[b] */
     TN_SLICE,    /* a[b:c:d]; b, c and d may each be NULL */
     TN_CALL,     /* a(b: list of arguments) */
-    TN_FILTER,   /* a|s(b) */
-    TN_TEST,     /* a is s(b); op 1: is not */
+    TN_FILTER,   /* a|text(b) */
+    TN_TEST,     /* a is text(b); op 1: is not */
     TN_NOT,      /* not a */
     TN_SIGN,     /* op '-' or '+', a */
     TN_BINARY,   /* a op b */
     TN_TERNARY,  /* b if a else c; c may be NULL */
     TN_CAPTURED, /* the text collected by the enclosing set or filter block */
     /* Parts */
-    TN_KEYWORD,       /* s=a in arguments */
+    TN_KEYWORD,       /* text=a in arguments */
     TN_SPREAD,        /* *a in arguments */
     TN_SPREAD_DICT,   /* **a in arguments */
-    TN_PARAM,         /* id, s: name, a: default or NULL */
-    TN_NAMESPACE_ATTR /* an assignment target: attribute s of the namespace in variable id */
+    TN_PARAM,         /* id, text: name, a: default or NULL */
+    TN_NAMESPACE_ATTR /* an assignment target: attribute `text` of the namespace in variable id */
 } tmpl_kind;
 
 /* Code of an operator of two characters. The code of a single character is the character. */
@@ -4216,7 +4216,7 @@ enum { TMPL_LOOP, TMPL_CALLER, TMPL_RESERVED }; /* numbers of the variables `loo
 typedef struct tmpl { /* a parsed template; immutable */
     arena memory;              /* owns the nodes and their texts */
     tmpl_node *body;           /* list of statements; NULL: empty template */
-    str names[TMPL_MAX_NAMES]; /* names of variables, by number; they point into a */
+    str names[TMPL_MAX_NAMES]; /* names of variables, by number; they point into memory */
     int n_names;
     bool loops_over_content; /* some `for` iterates over the parts of a message's content */
     uni_cases cases;         /* case tables for lower, upper, title ... */
@@ -4237,9 +4237,9 @@ typedef struct tmpl_token {
 
 typedef struct tmpl_lexer {
     str source;
-    size_t at;                  /* byte of src to read next */
+    size_t at;                  /* byte of source to read next */
     int line;                   /* line of `at`, from 1 */
-    tmpl_token *tokens;         /* [n], malloc'ed; the caller frees it */
+    tmpl_token *tokens;         /* [n_tokens], malloc'ed; the caller frees it */
     size_t n_tokens, cap;
     arena *memory;              /* owns the values of strings; the template's arena */
     char closers[TMPL_NESTING]; /* [n_open] brackets that must close before the tag may end */
@@ -4333,7 +4333,7 @@ static size_t tmpl_tag_end(const tmpl_lexer *lexer, size_t at, char closer) {
     return at + 2 + (closer != '}' && tmpl_char_at(lexer, at + 2) == '\n');
 }
 
-/* Pushes the text from x->at to the tag that opens at `open`. `sign` is the character after the
+/* Pushes the text from lexer->at to the tag that opens at `open`. `sign` is the character after the
  * opening. "-" removes all white space before the tag. Without "-" or "+", if only white space
  * stands between the start of the line and a block or comment, it is removed (lstrip_blocks). */
 static void tmpl_push_text(tmpl_lexer *lexer, size_t open, char kind, char sign) {
@@ -4359,7 +4359,7 @@ static bool tmpl_lex_comment(tmpl_lexer *lexer) {
     return tmpl_syntax_error(lexer->e, lexer->line, "comment without an end");
 }
 
-/* Appends one escape of a string literal, as in Python. *i is the index of the backslash and moves
+/* Appends one escape of a string literal, as in Python. *at is the index of the backslash and moves
  * past the escape. An unknown escape is kept as written. A surrogate becomes U+FFFD. */
 static bool tmpl_lex_escape(tmpl_lexer *lexer, str text, size_t *at, buf *out) {
     static const char letters[] = "\\'\"abfnrtv", meanings[] = "\\'\"\a\b\f\n\r\t\v";
@@ -4383,7 +4383,7 @@ static bool tmpl_lex_escape(tmpl_lexer *lexer, str text, size_t *at, buf *out) {
     return buf_put(out, utf8, (size_t)utf8_put(utf8, code)), true;
 }
 
-/* Reads a string literal; x->at is on its opening quote. */
+/* Reads a string literal; lexer->at is on its opening quote. */
 static bool tmpl_lex_string(tmpl_lexer *lexer) {
     size_t from = lexer->at + 1, to = from;
     char quote = lexer->source.p[lexer->at];
@@ -4495,8 +4495,8 @@ static size_t tmpl_named_tag(const tmpl_lexer *lexer, size_t at, const char *nam
     return tmpl_source_has(lexer, at, name) ? tmpl_skip_space(lexer->source, at + strlen(name)) : 0;
 }
 
-/* Called after "{%". If this is a raw block, sets *is and pushes its text unchanged. "%}" of the
- * opening tag does not consume a line feed; this differs from other tags. */
+/* Called after "{%". If this is a raw block, sets *is_raw and pushes its text unchanged. "%}" of
+ * the opening tag does not consume a line feed; this differs from other tags. */
 static bool tmpl_lex_raw(tmpl_lexer *lexer, bool *is_raw) {
     const size_t at = tmpl_named_tag(lexer, lexer->at, "raw");
     *is_raw = at && (tmpl_source_has(lexer, at, "%}") || tmpl_source_has(lexer, at, "-%}"));
@@ -4542,7 +4542,7 @@ static bool tmpl_lex(tmpl_lexer *lexer) {
 
 typedef struct tmpl_parser {
     tmpl *template;
-    /* The next token. If it is not TT_END, tok[1] exists: TT_END is the last token. */
+    /* The next token. If it is not TT_END, token[1] exists: TT_END is the last token. */
     const tmpl_token *token;
     int depth;         /* current nesting, at most TMPL_NESTING */
     int n_loops;       /* number of enclosing loops to which break and continue can refer */
@@ -4568,7 +4568,7 @@ static tmpl_node *tmpl_new_node(tmpl_parser *parser, int kind, int line) {
     node->line = line;
     return node;
 }
-/* consumes a token; returns it as a node */
+/* Consumes a token and returns it as a node. */
 static tmpl_node *tmpl_take_node(tmpl_parser *parser, int kind) {
     tmpl_node *node = tmpl_new_node(parser, kind, parser->token->line);
     node->text = parser->token->text;
@@ -4621,7 +4621,8 @@ static bool tmpl_next_item(tmpl_parser *parser, bool first, char closer, bool *c
     return true;
 }
 
-/* Returns the number of the variable s; a new name gets a new number. Returns -1 after an error. */
+/* Returns the number of the variable with the name s; a new name gets a new number. Returns -1
+ * after an error. */
 static int tmpl_name_id(tmpl_parser *parser, str s) {
     tmpl *template = parser->template;
     for (int i = 0; i < template->n_names; i++)
@@ -4634,7 +4635,7 @@ static int tmpl_name_id(tmpl_parser *parser, str s) {
     return template->n_names++;
 }
 
-/* a variable name as a node of this kind */
+/* Parses a variable name. Returns it as a node of this kind. */
 static tmpl_node *tmpl_parse_name(tmpl_parser *parser, int kind) {
     if (parser->token->type != TT_NAME) return tmpl_expected(parser, "name");
     tmpl_node *node = tmpl_take_node(parser, kind);
@@ -4681,9 +4682,7 @@ static bool tmpl_parse_arguments(tmpl_parser *parser, tmpl_node **args) {
         if (seen & not_behind[kind])
             return tmpl_syntax_error(parser->e, parser->token->line,
                                      "%s argument behind a %s argument", names[kind],
-                                     names[seen & 8   ? 3
-                                           : seen & 4 ? 2
-                                                      : 1]);
+                                     names[seen & 8 ? 3 : seen & 4 ? 2 : 1]);
         seen |= 1 << kind;
         tmpl_node *node = kind ? tmpl_take_node(parser, kinds[kind]) : NULL;
         parser->token += named;
@@ -4793,7 +4792,8 @@ static tmpl_node *tmpl_parse_subscript(tmpl_parser *parser, tmpl_node *of) {
     return tmpl_need_op(parser, ']') ? node : NULL;
 }
 
-/* Parses the suffixes of n, any number of them: n[...], n(...), n.name, n.0. n may be NULL. */
+/* Parses the suffixes of a node, any number of them: node[...], node(...), node.name, node.0. The
+ * node may be NULL. */
 static tmpl_node *tmpl_parse_postfix(tmpl_parser *parser, tmpl_node *node) {
     while (node) {
         tmpl_node *of = node;
@@ -4846,8 +4846,8 @@ static tmpl_node *tmpl_parse_test(tmpl_parser *parser, tmpl_node *of) {
     return node;
 }
 
-static tmpl_node *tmpl_parse_signed(
-    tmpl_parser *parser) { /* an operand without its filters: -a, a, a.b ... */
+/* Parses an operand without its filters: -a, a, a.b ... */
+static tmpl_node *tmpl_parse_signed(tmpl_parser *parser) {
     if (!tmpl_at_op(parser, '-') && !tmpl_at_op(parser, '+'))
         return tmpl_parse_postfix(parser, tmpl_parse_primary(parser));
     tmpl_node *node = tmpl_take_node(parser, TN_SIGN);
@@ -5002,7 +5002,7 @@ static tmpl_node *tmpl_parse_if(tmpl_parser *parser, int line) {
     }
 }
 
-/* Is n an expression of the form content, x.content or x["content"]? */
+/* Is the node an expression of the form content, x.content or x["content"]? */
 static bool tmpl_is_content(const tmpl_node *node) {
     if (node->kind == TN_ITEM)
         return node->b->kind == TN_STRING && str_is(node->b->text, "content");
@@ -5067,8 +5067,8 @@ static bool tmpl_parse_params(tmpl_parser *parser, tmpl_node **params) {
 }
 
 /* Parses the body of a macro whose parameters are already parsed. If the body reads `caller`, and
- * `caller` is not a parameter, the macro has a variable of that name (macro->i). A read in a macro
- * counts as a read in the macro around it, unless that one set `caller` before. */
+ * `caller` is not a parameter, the macro has a variable of that name (macro->integer). A read in a
+ * macro counts as a read in the macro around it, unless that one set `caller` before. */
 static bool tmpl_parse_macro_body(tmpl_parser *parser, tmpl_node *macro, const char *end) {
     bool reads = parser->reads_caller, sets = parser->sets_caller;
     parser->reads_caller = parser->sets_caller = false;
@@ -5165,7 +5165,7 @@ static bool tmpl_parse_body(tmpl_parser *parser, const char *ends, tmpl_node **b
     }
 }
 
-/* Frees a template. t may be NULL. */
+/* Frees a template. The template may be NULL. */
 static void tmpl_del(tmpl *template) {
     if (!template) return;
     arena_free(&template->memory);
@@ -5252,9 +5252,9 @@ typedef struct tval {
     uint8_t type;  /* tval_type */
     uint8_t owner; /* TV_UNDEFINED: type of the object that lacks the element; 0: a variable */
     bool safe;     /* TV_STR: marked as safe HTML; a text that is added to it is escaped first */
-    uint32_t n;    /* TV_STR, TV_BIG_INT, TV_UNDEFINED: bytes of s */
+    uint32_t n;    /* TV_STR, TV_BIG_INT, TV_UNDEFINED: bytes of chars */
     union {
-        int64_t integer;               /* TV_INT, TV_BOOL */
+        int64_t integer;         /* TV_INT, TV_BOOL */
         double real;
         const char *chars;       /* TV_STR: text; TV_BIG_INT: digits; TV_UNDEFINED: name */
         struct tmpl_items *list; /* TV_LIST, TV_TUPLE, TV_GENERATOR */
@@ -5277,7 +5277,7 @@ typedef struct tmpl_member {
 
 typedef struct tmpl_dict {
     size_t n_members, cap;
-    tmpl_member *members; /* [n] in order of insertion; NULL while cap is 0 */
+    tmpl_member *members; /* [n_members] in order of insertion; NULL while cap is 0 */
 } tmpl_dict;
 
 static tval tv_none(void) { return (tval){.type = TV_NONE}; }
@@ -5293,8 +5293,8 @@ static tval tv_list(tval_type type, tmpl_items *list) {
 }
 /* name: of the variable or element that does not exist; owner: see tval. */
 static tval tv_undefined(str name, int owner) {
-    return (tval){
-        .type = TV_UNDEFINED, .owner = (uint8_t)owner, .n = (uint32_t)name.n, .chars = name.p};
+    return (tval){.type = TV_UNDEFINED, .owner = (uint8_t)owner, .n = (uint32_t)name.n,
+                  .chars = name.p};
 }
 static str tv_text(tval v) { return (str){v.chars, v.n}; } /* of a TV_STR or TV_BIG_INT */
 static bool tv_is_integer(tval v) { return v.type == TV_BOOL || v.type == TV_INT; }
@@ -5373,8 +5373,8 @@ static bool tmpl_enter(tmpl_run *run) {
 }
 static bool tmpl_leave(tmpl_run *run, bool ok) { return run->budget.depth++, ok; } /* returns ok */
 
-/* Charges the steps for n bytes that are about to be appended to b. Fails if the text would be too
- * long. b may be NULL: a new text. */
+/* Charges the steps for n bytes that are about to be appended to a text. Fails if the text would be
+ * too long. NULL: a new text. */
 static bool tmpl_charge_text(tmpl_run *run, size_t n, const buf *text) {
     size_t max_bytes = run->budget.output_bytes, n_bytes = text ? text->n : 0;
     if (n_bytes <= max_bytes && n <= max_bytes - n_bytes) return tmpl_charge_steps(run, n);
@@ -5410,8 +5410,8 @@ static bool tmpl_put(tmpl_run *run, buf *b, str s) {
 }
 static bool tmpl_put_c(tmpl_run *run, buf *b, const char *z) { return tmpl_put(run, b, str_c(z)); }
 
-/* If ok, copies the text of b into a new value. Frees b in any case. Returns false if !ok or if the
- * allocation fails. */
+/* If ok, copies the text into a new value. Frees the text in any case. Returns false if !ok or if
+ * the allocation fails. */
 static bool tmpl_finish_text(tmpl_run *run, buf *text, bool ok, tval *out) {
     char *p = ok ? tmpl_alloc(run, text->n + 1, 1) : NULL;
     if (p) {
@@ -5443,8 +5443,8 @@ static size_t tmpl_cp_bytes(str s, int64_t n) {
     return i;
 }
 
-/* Appends f as Python's repr does: the fewest digits that convert back to f. Numbers of at least
- * 1e16 or below 1e-4 have an exponent. The others always have a decimal point. */
+/* Appends a float as Python's repr does: the fewest digits that convert back to it. Numbers of at
+ * least 1e16 or below 1e-4 have an exponent. The others always have a decimal point. */
 static void tmpl_float_text(buf *out, double value) {
     char digits[64];
     int n_digits = 0;
@@ -5462,7 +5462,7 @@ static void tmpl_float_text(buf *out, double value) {
     if (found) buf_char(out, '.'), buf_c(out, found + strlen(point));
 }
 
-static bool tmpl_put_quoted(tmpl_run *run, buf *out, str text) { /* appends repr(s) */
+static bool tmpl_put_quoted(tmpl_run *run, buf *out, str text) { /* appends repr(text) */
     static const char escaped[] = "\n\r\t", letters[] = "nrt";
     char quote = memchr(text.p, '\'', text.n) && !memchr(text.p, '"', text.n) ? '"' : '\'';
     if (!tmpl_charge_text(run, 4 * text.n, out)) return false;
@@ -5479,7 +5479,7 @@ static bool tmpl_put_quoted(tmpl_run *run, buf *out, str text) { /* appends repr
     return true;
 }
 
-/* Appends str(v) to b, or repr(v) if `quoted`. */
+/* Appends str(value), or repr(value) if `quoted`. */
 static bool tmpl_put_value(tmpl_run *run, buf *out, tval value, bool quoted) {
     char digits[32];
     bool ok = true;
@@ -5513,7 +5513,7 @@ static bool tmpl_put_value(tmpl_run *run, buf *out, tval value, bool quoted) {
     return tmpl_leave(run, ok);
 }
 
-static bool tmpl_to_text(tmpl_run *run, tval value, tval *out) { /* str(v) as a value */
+static bool tmpl_to_text(tmpl_run *run, tval value, tval *out) { /* str(value) as a value */
     buf result = {0};
     if (value.type == TV_STR) return *out = value, true;
     return tmpl_finish_text(run, &result, tmpl_put_value(run, &result, value, false), out);
@@ -5523,13 +5523,14 @@ static bool tmpl_to_text(tmpl_run *run, tval value, tval *out) { /* str(v) as a 
 
 static bool tmpl_dict_find(tmpl_run *run, const tmpl_dict *dict, tval key, tval *out);
 
-/* Returns the decimal digits of an integer, in z or borrowed. No leading zeros: JSON has none. */
+/* Returns the decimal digits of an integer, in `digits` or borrowed. No leading zeros: JSON has
+ * none. */
 static str tmpl_int_text(tval v, char digits[24]) {
     if (v.type == TV_BIG_INT) return tv_text(v);
     return snprintf(digits, 24, "%lld", (long long)v.integer), str_c(digits);
 }
 
-/* If a and b are numbers and at least one is a TV_BIG_INT, sets *order (-1, 0 or 1) and returns
+/* If both values are numbers and at least one is a TV_BIG_INT, sets *order (-1, 0 or 1) and returns
  * true. With a float, both are compared as floats. Two integers are compared by sign, then by
  * number of digits, then by digits. */
 static bool tmpl_compare_big(tval left, tval right, int *order) {
@@ -5553,7 +5554,7 @@ static bool tmpl_compare_big(tval left, tval right, int *order) {
            true;
 }
 
-/* *equal: a == b as in Python. Returns false only if the comparison exceeds a limit. */
+/* *equal: left == right as in Python. Returns false only if the comparison exceeds a limit. */
 static bool tmpl_equal(tmpl_run *run, tval left, tval right, bool *equal) {
     bool ok = true;
     int order;
@@ -5585,8 +5586,8 @@ static bool tmpl_equal(tmpl_run *run, tval left, tval right, bool *equal) {
     return tmpl_leave(run, ok);
 }
 
-/* Sets *order to -1, 0 or 1 if a is less than, equal to or greater than b. Only numbers and texts
- * have an order. Lists have one in Python, but not here. */
+/* Sets *order to -1, 0 or 1 if left is less than, equal to or greater than right. Only numbers and
+ * texts have an order. Lists have one in Python, but not here. */
 static bool tmpl_compare(tmpl_run *run, tval left, tval right, int *order) {
     if (tmpl_compare_big(left, right, order)) return tmpl_charge_steps(run, 64);
     if (tv_is_integer(left) && tv_is_integer(right))
@@ -5630,7 +5631,7 @@ static bool tmpl_sort(tmpl_run *run, tmpl_items *keys, tmpl_items *values, bool 
     return true;
 }
 
-/* *i: index of the member with this key; d->n if there is none. */
+/* *i: index of the member with this key; dict->n_members if there is none. */
 static bool tmpl_dict_index(tmpl_run *run, const tmpl_dict *dict, tval key, size_t *i) {
     bool equal = false;
     for (*i = 0; *i < dict->n_members; ++*i) {
@@ -5673,7 +5674,7 @@ static tmpl_dict *tmpl_new_dict(tmpl_run *run) {
 
 typedef enum tmpl_dict_view { DICT_KEYS, DICT_VALUES, DICT_ITEMS } tmpl_dict_view;
 
-/* Returns a new list of the keys, the values or the (key, value) tuples of d. */
+/* Returns a new list of the keys, the values or the (key, value) tuples of a dict. */
 static tmpl_items *tmpl_dict_list(tmpl_run *run, const tmpl_dict *dict, tmpl_dict_view view) {
     tmpl_items *list = tmpl_new_items(run, dict->n_members);
     for (size_t i = 0; list && i < dict->n_members; i++) {
@@ -5729,7 +5730,8 @@ typedef struct tmpl_json_style { /* parameters of tojson, as of Python's json.du
     str comma, colon; /* separators */
 } tmpl_json_style;
 
-/* Appends s as a JSON string. With `ascii`, code points beyond U+FFFF become surrogate pairs. */
+/* Appends a text as a JSON string. With `ascii`, code points beyond U+FFFF become surrogate
+ * pairs. */
 static bool tmpl_put_json_str(tmpl_run *run, buf *out, str text, bool ascii) {
     static const char escaped[] = "\"\\\n\r\t\f\b", letters[] = "\"\\nrtfb";
     int len;
@@ -5770,7 +5772,8 @@ static bool tmpl_put_json_key(tmpl_run *run, buf *b, tval key, const tmpl_json_s
            tmpl_put_c(run, b, "\"");
 }
 
-/* Appends json.dumps(v) as Hugging Face's filter tojson calls it. level: depth of v, from 0. */
+/* Appends json.dumps(value) as Hugging Face's filter tojson calls it. level: depth of the value,
+ * from 0. */
 static bool tmpl_put_json(tmpl_run *run, buf *out, tval value, const tmpl_json_style *style,
                           int level) {
     tmpl_items *keys = NULL, *list = value.list;
@@ -5810,7 +5813,8 @@ static bool tmpl_put_json(tmpl_run *run, buf *out, tval value, const tmpl_json_s
 /* ---- Elements ---- */
 
 /* *out: the list of elements that `for` iterates over: characters of a text, keys of a dict; empty
- * for an undefined value. A generator is empty afterwards. *out may be shared with v: read only. */
+ * for an undefined value. A generator is empty afterwards. *out may be shared with the value: read
+ * only. */
 static bool tmpl_elements(tmpl_run *run, tval value, tmpl_items **out) {
     switch (value.type) {
     case TV_LIST: case TV_TUPLE: *out = value.list; return true;
@@ -5863,9 +5867,10 @@ static bool tmpl_element(tmpl_run *run, tval v, tval key, tval *out) {
 
 /* ---- Operators ---- */
 
-/* a + b for texts. A result of at least 1024 bytes gets twice the memory that it needs. If the next
- * concatenation has the latest such result as its left side, it is extended in place; so building a
- * text piece by piece takes linear time. The shorter value stays valid: its bytes do not change. */
+/* left + right for texts. A result of at least 1024 bytes gets twice the memory that it needs. If
+ * the next concatenation has the latest such result as its left side, it is extended in place; so
+ * building a text piece by piece takes linear time. The shorter value stays valid: its bytes do not
+ * change. */
 static bool tmpl_concat(tmpl_run *run, str left, str right, tval *out) {
     buf before = {.n = left.n};
     if (!tmpl_charge_text(run, right.n, &before)) return false;
@@ -5905,7 +5910,7 @@ static bool tmpl_escape_html(tmpl_run *run, tval value, tval *out) {
     return tmpl_finish_text(run, &result, ok, out) && (out->safe = true);
 }
 
-/* a + b for texts. If one is safe HTML, the other is escaped and the result is safe. */
+/* left + right for texts. If one is safe HTML, the other is escaped and the result is safe. */
 static bool tmpl_add_texts(tmpl_run *run, tval left, tval right, tval *out) {
     bool safe = left.safe || right.safe;
     if (safe && (!tmpl_escape_html(run, left, &left) || !tmpl_escape_html(run, right, &right)))
@@ -5939,7 +5944,7 @@ static bool tmpl_repeat_list(tmpl_run *run, tval a, int64_t n, tval *out) {
     return list && (*out = tv_list(a.type, list), true);
 }
 
-/* Integer arithmetic as in Python, except that a result beyond 64 bits is an error. b == -1 has
+/* Integer arithmetic as in Python, except that a result beyond 64 bits is an error. right == -1 has
  * cases of its own: INT64_MIN / -1 and INT64_MIN % -1 are undefined in C. */
 static bool tmpl_int_op(tmpl_run *run, int op, int64_t left, int64_t right, tval *out) {
     int64_t result = 0;
@@ -5955,20 +5960,20 @@ static bool tmpl_int_op(tmpl_run *run, int op, int64_t left, int64_t right, tval
         if (right == -1) overflow = __builtin_sub_overflow((int64_t)0, left, &result);
         else result = left / right - (left % right && (left % right < 0) != (right < 0));
         break;
-    default: /* %: the remainder has the sign of b */
+    default: /* %: the remainder has the sign of right */
         result = right == -1 ? 0 : left % right;
         if (result && (result < 0) != (right < 0)) result += right;
     }
     return overflow ? tmpl_fail(run, "an integer beyond 64 bits") : (*out = tv_int(result), true);
 }
 
-/* Float arithmetic as in Python. // is computed from fmod, which is exact. a / b is rounded:
+/* Float arithmetic as in Python. // is computed from fmod, which is exact. left / right is rounded:
  * floor(1.0 / 0.1) is 10, but 1.0 // 0.1 is 9. */
 static bool tmpl_float_op(tmpl_run *run, int op, double left, double right, tval *out) {
     if ((op == '/' || op == OP_FLOOR || op == '%') && right == 0)
         return tmpl_fail(run, "division by zero");
     double rest = fmod(left, right), quotient = (left - rest) / right;
-    if (rest != 0 && (rest < 0) != (right < 0)) { /* the remainder gets the sign of b */
+    if (rest != 0 && (rest < 0) != (right < 0)) { /* the remainder gets the sign of right */
         rest += right;
         quotient -= 1;
     }
@@ -5983,7 +5988,7 @@ static bool tmpl_float_op(tmpl_run *run, int op, double left, double right, tval
     return *out = tv_float(left), true;
 }
 
-/* a op b for + - * / // %: numbers, text + text, list + list, and text or list * integer. */
+/* left op right for + - * / // %: numbers, text + text, list + list, and text or list * integer. */
 static bool tmpl_arithmetic(tmpl_run *run, int op, tval left, tval right, tval *out) {
     const char sign[3] = {(char)op, (char)(op >> 8), 0};
     if (tv_is_integer(left) && tv_is_integer(right))
@@ -6010,7 +6015,8 @@ static bool tmpl_arithmetic(tmpl_run *run, int op, tval left, tval right, tval *
                      tmpl_type_name(right.type));
 }
 
-/* *yes: `needle in in`: a substring of a text, a key of a dict or an element of a list. */
+/* *found: `element in container`: a substring of a text, a key of a dict or an element of a
+ * list. */
 static bool tmpl_contains(tmpl_run *run, tval element, tval container, bool *found) {
     tmpl_items *list;
     tval value;
@@ -6029,7 +6035,8 @@ static bool tmpl_contains(tmpl_run *run, tval element, tval container, bool *fou
     return true;
 }
 
-/* *out: a op b, for all binary operators except `and` and `or`, which do not always evaluate b. */
+/* *out: left op right, for all binary operators except `and` and `or`, which do not always evaluate
+ * the right operand. */
 static bool tmpl_binary(tmpl_run *run, int op, tval left, tval right, tval *out) {
     bool result = false, ok;
     int order = 0;
@@ -6051,7 +6058,7 @@ static bool tmpl_binary(tmpl_run *run, int op, tval left, tval right, tval *out)
 
 /* ---- Functions of texts and numbers ----
  * tmpl_f_NAME implements a filter or method. The table tmpl_fns (chapter 10) names its parameters,
- * which are bound to c->a in that order; here a comment lists them. */
+ * which are bound to args->param in that order; here a comment lists them. */
 
 enum { TMPL_MAX_ARGS = 4 }; /* maximum number of parameters of a filter, test, method or function */
 
@@ -6114,7 +6121,8 @@ static bool tmpl_f_case(tmpl_run *run, tmpl_args *args, tval *out) {
     return tmpl_finish_text(run, &result, ok && tmpl_charge_text(run, 0, &result), out);
 }
 
-/* *out: does the text of v have cased letters, all of this kind? As str.islower and str.isupper. */
+/* *out: does the text of the value have cased letters, all of this kind? As str.islower and
+ * str.isupper. */
 static bool tmpl_is_case(tmpl_run *run, tval value, int kind, tval *out) {
     bool all = true, some = false;
     int len;
@@ -6172,8 +6180,8 @@ static bool tmpl_f_replace(tmpl_run *run, tmpl_args *args, tval *out) {
     return tmpl_finish_text(run, &result, ok && tmpl_put(run, &result, text), out);
 }
 
-/* *part: the next part of s from byte *at on; *at moves past its separator. If sep is NULL, white
- * space separates the parts. Returns false after the last part. */
+/* *part: the next part of the text from byte *at on; *at moves past its separator. If sep is NULL,
+ * white space separates the parts. Returns false after the last part. */
 static bool tmpl_next_part(str text, const str *sep, size_t *at, str *part) {
     size_t from = sep ? *at : tmpl_skip_space(text, *at), to = from;
     if (sep ? from > text.n : from >= text.n) return false;
@@ -6219,15 +6227,15 @@ static bool tmpl_f_split(tmpl_run *run, tmpl_args *args, tval *out) {
     if (n_parts < max_parts) return true;
     if (!args->op) { /* the last part extends to the end of the text */
         list->n = max_parts;
-        list->values[max_parts - 1] = tv_str(
-            (str){list->values[max_parts - 1].chars,
-                  (size_t)(text.p + text.n - list->values[max_parts - 1].chars)});
+        list->values[max_parts - 1] =
+            tv_str((str){list->values[max_parts - 1].chars,
+                         (size_t)(text.p + text.n - list->values[max_parts - 1].chars)});
         return true;
     }
     /* rsplit: the first part extends to the start of the text */
     size_t extra = n_parts - max_parts;
-    list->values[extra] = tv_str(
-        (str){text.p, (size_t)(list->values[extra].chars - text.p) + list->values[extra].n});
+    list->values[extra] = tv_str((str){
+        text.p, (size_t)(list->values[extra].chars - text.p) + list->values[extra].n});
     memmove(list->values, list->values + extra, max_parts * sizeof(tval));
     list->n = max_parts;
     return true;
@@ -6262,8 +6270,9 @@ static bool tmpl_f_affix(tmpl_run *run, tmpl_args *args, tval *out) {
     return tmpl_charge_steps(run, affix.n);
 }
 
-/* *out: the bound v of a slice as an index, as in Python's slice.indices: 0..n, or -1..n-1 if the
- * step is negative (`down`). If v is None or not given: `otherwise`. n: length of the sequence. */
+/* *out: the bound v of a slice as an index, as in Python's slice.indices: 0 .. length, or -1 ..
+ * length - 1 if the step is negative (`down`). If v is None or not given: `otherwise`. length:
+ * length of the sequence. */
 static bool tmpl_slice_bound(tmpl_run *run, tval v, int64_t length, bool down, int64_t otherwise,
                              int64_t *out) {
     *out = otherwise;
@@ -6278,7 +6287,7 @@ static bool tmpl_slice_bound(tmpl_run *run, tval v, int64_t length, bool down, i
     return true;
 }
 
-enum { FIND_LAST = 1, FIND_REQUIRED = 2 }; /* MUST: an error if not found */
+enum { FIND_LAST = 1, FIND_REQUIRED = 2 }; /* FIND_REQUIRED: an error if not found */
 
 /* *at: byte index of the first (or last) `part` in s at or after `from`; -1 if there is none. */
 static bool tmpl_find(tmpl_run *run, str s, str part, size_t from, bool last, ptrdiff_t *at) {
@@ -6428,8 +6437,8 @@ static bool tmpl_f_tojson(tmpl_run *run, tmpl_args *args, tval *out) {
 }
 
 /* Parses a text that Python's int() or float() accepts, except nan and infinities, into a TV_INT or
- * TV_FLOAT. *out is unchanged if s is not a number. Forms that JSON does not allow (+1, 007, 1_000,
- * .5, 5.) are rewritten first; then the JSON parser reads the number. */
+ * TV_FLOAT. *out is unchanged if the text is not a number. Forms that JSON does not allow (+1, 007,
+ * 1_000, .5, 5.) are rewritten first; then the JSON parser reads the number. */
 static bool tmpl_text_to_number(tmpl_run *run, str text, tval *out) {
     toka_err error;
     arena memory = {0};
@@ -6440,8 +6449,8 @@ static bool tmpl_text_to_number(tmpl_run *run, str text, tval *out) {
     size_t first = str_starts(text, STR("-")); /* index of the first digit */
     for (size_t i = 0; i < text.n; i++) {
         char letter = text.p[i], next = i + 1 < text.n ? text.p[i + 1] : 0;
-        bool after_digit = i && isdigit((unsigned char)text.p[i - 1]); /* stands after a digit */
-        bool before_digit = isdigit((unsigned char)next);            /* stands before a digit */
+        bool after_digit = i && isdigit((unsigned char)text.p[i - 1]);
+        bool before_digit = isdigit((unsigned char)next);
         if ((letter == '_' && after_digit && before_digit) ||
             (letter == '0' && digits.n == first && (before_digit || next == '_')))
             continue;
@@ -6489,8 +6498,7 @@ static bool tmpl_f_round(tmpl_run *run, tmpl_args *args, tval *out) {
     const int64_t n_digits = args->param[0].type ? args->param[0].integer : 0;
     const int method = args->param[1].type == TV_STR
                            ? tmpl_word_index(methods, tv_text(args->param[1]))
-                       : args->param[1].type ? -1
-                                             : 0;
+                           : args->param[1].type ? -1 : 0;
     if (!tv_is_number(value)) return tmpl_bad_type(run, "round", value);
     if (args->param[0].type && !tv_is_integer(args->param[0]))
         return tmpl_bad_type(run, "round", args->param[0]);
@@ -6543,7 +6551,7 @@ typedef struct tmpl_var {
 /* The variables of one loop body, macro call or block. */
 typedef struct tmpl_scope {
     struct tmpl_scope *outer; /* searched next; NULL: tmpl_run.globals is */
-    tmpl_var *vars;           /* [cap], the first n are in use */
+    tmpl_var *vars;           /* [cap], the first n_vars are in use */
     int n_vars, cap;
 } tmpl_scope;
 
@@ -6554,7 +6562,8 @@ typedef struct tmpl_macro {
 
 /* A running for loop: the variable `loop` of its body. */
 typedef struct tmpl_loop {
-    tmpl_items *items;      /* the elements; until settled, also those that the condition rejects */
+    tmpl_items *items;      /* the elements; until filtered, also those that the condition
+                             * rejects */
     size_t at;              /* index in items of the next element to test */
     const tmpl_node *node;  /* TN_FOR */
     tmpl_scope *scope;      /* scope outside of the loop; NULL: the template's top level */
@@ -6569,11 +6578,10 @@ typedef enum tmpl_owner { OF_FILTER, OF_STR, OF_LIST, OF_DICT, OF_GLOBAL } tmpl_
 typedef struct tmpl_fn {
     tmpl_owner owner;
     const char *name;
-    const char *params; /* names, separated by spaces; "*": run reads c->pos and c->named itself */
+    const char *params; /* names, separated by spaces; "*": run reads positional and named itself */
     int n_required;     /* number of required parameters, the first ones */
-    /* returns false after an error */
-    bool (*run)(tmpl_run *r, tmpl_args *c, tval *out);
-    int op;             /* passed to run as c->op: selects one of several that share a function */
+    bool (*run)(tmpl_run *r, tmpl_args *c, tval *out); /* returns false after an error */
+    int op; /* passed to run as args->op: selects one of several that share a function */
 } tmpl_fn;
 
 /* A method that was read from a value and not called yet, like text.strip. */
@@ -6589,8 +6597,8 @@ static bool tmpl_apply_test(tmpl_run *run, str name, const tmpl_args *args, tval
 /* ---- Lists ---- */
 
 /* A comment like "sort(reverse, case_sensitive)" above a function names a filter, method or global
- * function and its parameters, which are c->a[0], c->a[1] and so on. An argument that was not given
- * is TV_ABSENT. */
+ * function and its parameters, which are args->param[0], args->param[1] and so on. An argument that
+ * was not given is TV_ABSENT. */
 
 static bool tmpl_f_length(tmpl_run *run, tmpl_args *args, tval *out) {
     int64_t n = tmpl_length(args->self);
@@ -6659,9 +6667,9 @@ static bool tmpl_f_list(tmpl_run *run, tmpl_args *args, tval *out) {
     }
 }
 
-/* Makes two lists from the elements of v: *l is a copy of them, *keys holds the values by which
- * they are compared. A key is the element, or its attribute if one is given. Keys that are texts
- * are in lower case unless case_sensitive is true. */
+/* Makes two lists from the elements of a value: *list is a copy of them, *keys holds the values by
+ * which they are compared. A key is the element, or its attribute if one is given. Keys that are
+ * texts are in lower case unless case_sensitive is true. */
 static bool tmpl_sort_keys(tmpl_run *run, tval value, tval attribute, tval case_sensitive,
                            tmpl_items **list, tmpl_items **keys) {
     tmpl_items *from;
@@ -6674,7 +6682,8 @@ static bool tmpl_sort_keys(tmpl_run *run, tval value, tval attribute, tval case_
         if (!tmpl_attr_path(run, from->values[i], attribute, (tval){0}, &lower.self)) return false;
         (*keys)->values[i] = lower.self;
         if (lower.self.type == TV_STR && !tv_true(case_sensitive) &&
-            !tmpl_f_case(run, &lower, &(*keys)->values[i])) return false;
+            !tmpl_f_case(run, &lower, &(*keys)->values[i]))
+            return false;
     }
     return true;
 }
@@ -6725,7 +6734,8 @@ static bool tmpl_f_sum(tmpl_run *run, tmpl_args *args, tval *out) {
     if (!tmpl_elements(run, args->self, &list)) return false;
     for (size_t i = 0; i < list->n; i++)
         if (!tmpl_attr_path(run, list->values[i], args->param[0], (tval){0}, &value) ||
-            !tmpl_arithmetic(run, '+', *out, value, out)) return false;
+            !tmpl_arithmetic(run, '+', *out, value, out))
+            return false;
     return true;
 }
 
@@ -6761,8 +6771,8 @@ static tval tmpl_named_arg(const tmpl_args *args, str name) {
     return (tval){0};
 }
 
-/* Applies a filter or test to v. Positional argument number `from` of c is its name; it gets the
- * arguments after that one. */
+/* Applies a filter or test to a value. Positional argument number `from` of args is its name; it
+ * gets the arguments after that one. */
 static bool tmpl_apply_arg(tmpl_run *run, bool test, const tmpl_args *args, int from, tval value,
                            tval *out) {
     tmpl_args rest = *args;
@@ -6784,7 +6794,8 @@ static bool tmpl_f_map(tmpl_run *run, tmpl_args *args, tval *out) {
     if (!tmpl_elements_or_none(run, args->self, &list) || !(results = tmpl_new_items(run, list->n)))
         return false;
     for (size_t i = 0; i < list->n; i++)
-        if (args->n_pos ? !tmpl_apply_arg(run, false, args, 0, list->values[i], &results->values[i])
+        if (args->n_pos
+                ? !tmpl_apply_arg(run, false, args, 0, list->values[i], &results->values[i])
                 : !tmpl_attr_path(run, list->values[i], path, otherwise, &results->values[i]))
             return false;
     return *out = tv_list(TV_GENERATOR, results), true;
@@ -6830,7 +6841,7 @@ static bool tmpl_f_dict_view(tmpl_run *run, tmpl_args *args, tval *out) {
 
 /* ---- Tests ---- */
 
-/* Whether v passes a test of its type. test: index of the test's name in `types` of
+/* Does the value pass a test of its type? test: index of the test's name in `types` of
  * tmpl_apply_test. */
 static bool tmpl_has_type(tval value, int test) {
     switch (test) {
@@ -6921,7 +6932,7 @@ static bool tmpl_g_raise(tmpl_run *run, tmpl_args *args, tval *out) {
     return tmpl_to_text(run, args->param[0], out) && tmpl_fail(run, "%.*s", STRF(tv_text(*out)));
 }
 
-/* Writes one conversion of strftime in the C locale. c: the letter behind the '%'. pad false: write
+/* Writes one conversion of strftime in the C locale. letter: after the '%'. pad false: write
  * numbers without leading zeros ("%-d"). Returns false if the conversion is unknown. */
 static bool tmpl_put_time(buf *out, const tmpl_time *now, char letter, bool pad) {
     static const char *const days[] = {"Sunday", "Monday", "Tuesday", "Wednesday", "Thursday",
@@ -7051,7 +7062,8 @@ static const tmpl_fn *tmpl_find_fn(tmpl_owner owner, str name) {
     return NULL;
 }
 
-/* Binds the arguments to the parameters of fn, c->a[k] to parameter k, and runs fn on c->self. */
+/* Binds the arguments to the parameters of fn, args->param[i] to parameter i, and runs fn on
+ * args->self. */
 static bool tmpl_apply(tmpl_run *run, const tmpl_fn *fn, tmpl_args *args, tval *out) {
     bool raw = *fn->params == '*'; /* fn reads the arguments itself */
     if (!tmpl_charge_steps(run, (size_t)(args->n_pos + args->n_named))) return false;
@@ -7125,9 +7137,10 @@ static bool tmpl_item(tmpl_run *run, tval v, tval key, tval *out) {
     return *out = tv_undefined(tv_text(name), v.type), true;
 }
 
-/* Follows a path like "a.b.0" from v: the argument attribute= of map, sort and others. path may
- * also be an integer, an index. Returns v itself if path is absent, undefined or none. A part of
- * the path that is undefined is replaced by `otherwise` if that was given and is not none. */
+/* Follows a path like "a.b.0" from a value: the argument attribute= of map, sort and others. path
+ * may also be an integer, an index. Returns the value itself if path is absent, undefined or none.
+ * A part of the path that is undefined is replaced by `otherwise` if that was given and is not
+ * none. */
 static bool tmpl_attr_path(tmpl_run *run, tval value, tval path, tval otherwise, tval *out) {
     str dot = STR("."), part;
     *out = value;
@@ -7174,7 +7187,7 @@ static bool tmpl_set_var(tmpl_run *run, int id, tval value) {
     return true;
 }
 
-/* Makes a new scope inside `outer` the innermost one. The caller restores r->scope later. */
+/* Makes a new scope inside `outer` the innermost one. The caller restores run->scope later. */
 static bool tmpl_push_scope(tmpl_run *run, tmpl_scope *outer) {
     tmpl_scope *scope = tmpl_alloc(run, 1, sizeof *scope);
     if (scope) {
@@ -7195,8 +7208,8 @@ static int tmpl_chain_len(const tmpl_node *chain) {
     return n;
 }
 
-/* Evaluates each argument of a call to v[i]; the operand of * becomes a list. Adds to c->n_pos and
- * c->n_named the number of arguments that they stand for. */
+/* Evaluates each argument of a call to values[i]; the operand of * becomes a list. Adds to
+ * args->n_pos and args->n_named the number of arguments that they stand for. */
 static bool tmpl_eval_each(tmpl_run *run, const tmpl_node *chain, tval *values, tmpl_args *args) {
     tmpl_items *list;
     for (const tmpl_node *it = chain; it; it = it->next, values++) {
@@ -7219,7 +7232,7 @@ static bool tmpl_eval_each(tmpl_run *run, const tmpl_node *chain, tval *values, 
     return true;
 }
 
-/* Adds the members of **dict to the named arguments; the arrays of c have room for them. */
+/* Adds the members of **dict to the named arguments; the arrays of args have room for them. */
 static bool tmpl_spread_names(tmpl_run *run, const tmpl_dict *dict, tmpl_args *args) {
     const tmpl_args explicit = *args;
     for (size_t i = 0; i < dict->n_members; i++) {
@@ -7234,8 +7247,9 @@ static bool tmpl_spread_names(tmpl_run *run, const tmpl_dict *dict, tmpl_args *a
     return true;
 }
 
-/* Evaluates the arguments of a call and fills in c, except c->self and c->a. caller: the macro of a
- * call block, passed as one more named argument `caller`; TV_ABSENT in other calls. */
+/* Evaluates the arguments of a call and fills in *args, except args->self and args->param.
+ * caller: the macro of a call block, passed as one more named argument `caller`; TV_ABSENT in
+ * other calls. */
 static bool tmpl_eval_args(tmpl_run *run, const tmpl_node *chain, tval caller, tmpl_args *args) {
     size_t n_nodes = (size_t)tmpl_chain_len(chain);
     tval *values = n_nodes ? tmpl_alloc(run, n_nodes, sizeof *values) : NULL;
@@ -7276,7 +7290,7 @@ static bool tmpl_bind_caller(tmpl_run *run, const tmpl_args *args, int *used_nam
     return tmpl_set_var(run, TMPL_CALLER, v.type > TV_NONE ? v : tv_undefined(STR("caller"), 0));
 }
 
-/* Sets the parameters of a macro in r->scope, the new scope of this call. A parameter without
+/* Sets the parameters of a macro in run->scope, the new scope of this call. A parameter without
  * argument and default stays TV_ABSENT. */
 static bool tmpl_bind_params(tmpl_run *run, const tmpl_args *args, const tmpl_node *macro) {
     int index = 0, used_named = 0;
@@ -7362,7 +7376,7 @@ static bool tmpl_eval_dict(tmpl_run *run, const tmpl_node *node, tval *out) {
     return *out = (tval){.type = TV_DICT, .dict = dict}, true;
 }
 
-/* Evaluates a bound of a slice as an index, see tmpl_slice_bound. *out becomes `otherwise` if e is
+/* Evaluates a bound of a slice as an index, see tmpl_slice_bound. *out becomes `otherwise` if it is
  * NULL (the bound is not given) or its value is none. */
 static bool tmpl_eval_bound(tmpl_run *run, const tmpl_node *bound, int64_t length, bool down,
                             int64_t otherwise, int64_t *out) {
@@ -7385,11 +7399,13 @@ static bool tmpl_eval_slice(tmpl_run *run, const tmpl_node *node, tval *out) {
             step = MAX(MIN(step_value.integer, (int64_t)1 << 40), -((int64_t)1 << 40));
     bool down = step < 0;
     if (!tmpl_eval_bound(run, node->b, length, down, down ? length - 1 : 0, &from) ||
-        !tmpl_eval_bound(run, node->c, length, down, down ? -1 : length, &to)) return false;
+        !tmpl_eval_bound(run, node->c, length, down, down ? -1 : length, &to))
+        return false;
     if (value.type == TV_STR && step == 1)
         return *out = tmpl_substring(value, from, MAX(from, to)), tmpl_charge_steps(run, value.n);
-    int64_t count = down ? (from > to ? (from - to - 1) / -step + 1 : 0)
-                         : to > from ? (to - from - 1) / step + 1 : 0;
+    int64_t count = down        ? (from > to ? (from - to - 1) / -step + 1 : 0)
+                    : to > from ? (to - from - 1) / step + 1
+                                : 0;
     if (!tmpl_elements(run, value, &elements) || !(list = tmpl_new_items(run, (size_t)count)))
         return false;
     for (int64_t i = 0; i < count; i++) list->values[i] = elements->values[from + i * step];
@@ -7469,7 +7485,7 @@ static bool tmpl_eval(tmpl_run *run, const tmpl_node *node, tval *out) {
     run->line = node->line;
     if (!tmpl_charge_steps(run, 0) || !tmpl_enter(run) || !tmpl_eval_any(run, node, out))
         return false;
-    run->line = line; /* not after an error: then r->line stays at the line that failed */
+    run->line = line; /* not after an error: then run->line stays at the line that failed */
     return tmpl_leave(run, true);
 }
 
@@ -7479,7 +7495,8 @@ static bool tmpl_eval(tmpl_run *run, const tmpl_node *node, tval *out) {
 typedef enum tmpl_flow { FLOW_NORMAL, FLOW_BREAK, FLOW_CONTINUE, FLOW_FAIL } tmpl_flow;
 static tmpl_flow tmpl_exec(tmpl_run *run, const tmpl_node *chain);
 
-/* Assigns v to a variable or to an attribute of a namespace, or its elements to several targets. */
+/* Assigns a value to a variable or to an attribute of a namespace, or its elements to several
+ * targets. */
 static bool tmpl_assign(tmpl_run *run, const tmpl_node *target, tval value) {
     tmpl_items *list;
     tval object;
@@ -7562,9 +7579,9 @@ static tmpl_flow tmpl_exec_scope(tmpl_run *run, tmpl_scope *outer, const tmpl_no
 
 /* ---- Loops ---- */
 
-/* Takes the next element that passes the loop's condition. Sets *v to TV_ABSENT if there is none.
- * The condition is evaluated in a new scope: it sees the loop's target and the variables outside of
- * the loop, not those of the body. */
+/* Takes the next element that passes the loop's condition. Sets *value to TV_ABSENT if there is
+ * none. The condition is evaluated in a new scope: it sees the loop's target and the variables
+ * outside of the loop, not those of the body. */
 static bool tmpl_loop_next(tmpl_run *run, tmpl_loop *loop, tval *value) {
     tmpl_scope *outer_scope = run->scope;
     for (*value = (tval){0}; !value->type && loop->at < loop->items->n;) {
@@ -7641,7 +7658,8 @@ static tmpl_flow tmpl_loop_bodies(tmpl_run *run, tmpl_loop *loop, bool *ended) {
         loop->current = value;
         run->scope = body;
         if (!tmpl_assign(run, node->a, value) ||
-            !tmpl_set_var(run, TMPL_LOOP, (tval){.type = TV_LOOP, .loop = loop})) return FLOW_FAIL;
+            !tmpl_set_var(run, TMPL_LOOP, (tval){.type = TV_LOOP, .loop = loop}))
+            return FLOW_FAIL;
         tmpl_flow flow = tmpl_exec(run, node->c);
         if (flow == FLOW_FAIL || flow == FLOW_BREAK) return flow;
         *ended |= flow == FLOW_NORMAL;
@@ -7704,12 +7722,12 @@ static tmpl_flow tmpl_exec(tmpl_run *run, const tmpl_node *chain) {
     return flow;
 }
 
-/* Renders t and appends the text to `out`, which stays unchanged after an error. context: a JSON
- * object whose members are the template's variables; its text must live until the call returns. It
- * should have the variables that Hugging Face gives every template: messages, tools and documents
- * (null if there are none), add_generation_prompt and the special tokens. now: for strftime_now.
- * Returns 0 or an error code: TOKA_E_USE if context is not an object, TOKA_E_INPUT if the template
- * fails. Thread: any. */
+/* Renders the template and appends the text to `out`, which stays unchanged after an error.
+ * context: a JSON object whose members are the template's variables; its text must live until the
+ * call returns. It should have the variables that Hugging Face gives every template: messages,
+ * tools and documents (null if there are none), add_generation_prompt and the special tokens. now:
+ * for strftime_now. Returns 0 or an error code: TOKA_E_USE if context is not an object,
+ * TOKA_E_INPUT if the template fails. Thread: any. */
 static int tmpl_render(const tmpl *template, const json *context, tmpl_time now, tmpl_limits limits,
                        buf *out, toka_err *e) {
     if (!json_is(context, JSON_OBJECT))
@@ -21077,9 +21095,11 @@ typedef struct run_options { /* what toka batch was asked to do */
     atomic_llong *n_damaged;
 } run_options;
 
-enum run_outcome { RUN_RETRY, /* files could not be opened for now: try again */
+enum run_outcome {
+    RUN_RETRY,      /* files could not be opened for now: try again */
     RUN_INCOMPLETE, /* stopped, or failed on the way */
-               RUN_COMPLETE }; /* every line has its result or error */
+    RUN_COMPLETE    /* every line has its result or error */
+};
 
 /* hash of a custom_id: FNV-1a of 128 bits, the same on every machine */
 typedef struct run_id_hash {
@@ -22207,8 +22227,9 @@ static int run_scan_input(run_state *run, toka_err *e) {
     if (fstat(run->input.fd, &st) || !S_ISREG(st.st_mode)) {
         if (!run->options->quiet)
             fprintf(stderr,
-                "toka batch: %s cannot be read twice: a second custom_id is found when it comes\n",
-                run->input.name);
+                    "toka batch: %s cannot be read twice: a second custom_id is found when it "
+                    "comes\n",
+                    run->input.name);
         return 0;
     }
     int64_t n_lines = 0;
@@ -23409,7 +23430,8 @@ static bool files_load_file(files_store *store, const files_id *id, const json *
         !S_ISREG(info.st_mode))
         return false;
     char *name = files_strdup(json_str(json_get(root, "filename")));
-    files_insert(&store->files, files_file_new(id, (int64_t)info.st_size,
+    files_insert(&store->files,
+                 files_file_new(id, (int64_t)info.st_size,
                                 json_int(json_get(root, "created_at"), 0), name, purpose));
     return true;
 }
@@ -24173,7 +24195,7 @@ static bool files_check_metadata(const json *v) {
     if (v->type != JSON_OBJECT || v->n > 16) return false;
     JSON_MEMBERS(key, v)
         if (utf8_count(json_str(key)) > 64 || key[1].type != JSON_STRING ||
-        utf8_count(json_str(key + 1)) > 512)
+            utf8_count(json_str(key + 1)) > 512)
             return false;
     return true;
 }
@@ -25013,8 +25035,9 @@ static void srv_put_metrics(buf *out, const srv_metrics *metrics, const toka_sta
                    (double)stats->steps);
     srv_put_labeled(out, "engine_seconds_total",
                     "Where the engine's time went; run: with a step's waits for other ranks; "
-                     "commit: with the events.", labels,
-                     "phase", phases, (double[]){stats->plan_s, stats->run_s, stats->commit_s}, 3);
+                    "commit: with the events.",
+                    labels, "phase", phases,
+                    (double[]){stats->plan_s, stats->run_s, stats->commit_s}, 3);
     srv_put_labeled(out, "request_success_total", "Samples that ended, by reason.", labels,
                     "finished_reason", reasons, metrics->finished, 5);
     srv_put_labeled(out, "http_responses_total", "Answers by class of status.", labels, "code",
