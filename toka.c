@@ -3441,9 +3441,9 @@ static int tok_load_bytes(tok *tokenizer, const json *model, toka_err *e) {
     return 0;
 }
 
-/* The index of the space that separates the two parts of a merge written as "a b". If there are several
- * spaces, it is the first one for which both parts and the merged token are in the vocabulary.
- * Returns SIZE_MAX if there is none. */
+/* The index of the space that separates the two parts of a merge written as "a b". If there are
+ * several spaces, it is the first one for which both parts and the merged token are in the
+ * vocabulary. Returns SIZE_MAX if there is none. */
 static size_t tok_merge_space(const tok *tokenizer, str text) {
     const char *at = memchr(text.p, ' ', text.n);
     if (!at || !memchr(at + 1, ' ', text.n - (size_t)(at + 1 - text.p)))
@@ -3464,8 +3464,8 @@ static size_t tok_merge_space(const tok *tokenizer, str text) {
     return found;
 }
 
-/* Reads a merge, ["a","b"] or "a b", and writes the keys of a and b to *both, one after the other.
- * *cut: where b begins. Returns 0 or an error code. */
+/* Reads a merge, ["a","b"] or "a b", and writes the keys of the two to *both, one after the other.
+ * *cut: where the second one begins. Returns 0 or an error code. */
 static int tok_read_merge(const tok *tokenizer, const json *merge, uint32_t rank, buf *both,
                           size_t *cut, toka_err *e) {
     const json *first = json_at(merge, 0), *second = json_at(merge, 1);
@@ -18617,8 +18617,8 @@ int toka_score(toka *t, const int32_t *in, size_t n_ids, float *logprobs, toka_e
  * =========================================================================== */
 
 enum {
-    HTTP_MAX_HEAD = 32 << 10,    /* bytes of a request line and its headers */
-    HTTP_MAX_TARGET = 8 << 10,   /* bytes of a target */
+    HTTP_MAX_HEAD = 32 << 10,        /* bytes of a request line and its headers */
+    HTTP_MAX_TARGET = 8 << 10,       /* bytes of a target */
     HTTP_MAX_HEADERS = 100,
     HTTP_MAX_CHUNK_LINE = 256,       /* bytes of the size line of a chunk, extensions included */
     HTTP_MAX_CHUNK_EXTRA = 16 << 10, /* bytes of all extensions and trailers of one body */
@@ -18633,10 +18633,10 @@ typedef struct http_header { /* name as sent; value without the white space arou
 
 typedef struct http_request {
     enum http_method method;
-    int minor;            /* minor version: the 0 or 1 of HTTP/1.0 and HTTP/1.1 */
-    str target;           /* as sent */
-    str path, query;      /* parts of target, still percent-encoded; the server decodes the path */
-    str host;             /* "name:port" of an absolute target, else the Host header; .n 0: none */
+    int minor;       /* minor version: the 0 or 1 of HTTP/1.0 and HTTP/1.1 */
+    str target;      /* as sent */
+    str path, query; /* parts of target, still percent-encoded; the server decodes the path */
+    str host;        /* "name:port" of an absolute target, else the Host header; .n 0: none */
     http_header headers[HTTP_MAX_HEADERS];
     int n_headers;
     int64_t content_length; /* Content-Length, bytes of the body; 0: none */
@@ -18647,11 +18647,11 @@ typedef struct http_request {
 
 typedef struct http_reply { /* the answer of a handler; zeroed by the caller */
     int status;
-    const char *type;      /* Content-Type; NULL: application/json */
-    buf headers;           /* more header lines, each "Name: value\r\n" */
+    const char *type; /* Content-Type; NULL: application/json */
+    buf headers;      /* more header lines, each "Name: value\r\n" */
     buf body;
-    int fd;                /* if fd_bytes > 0: send this file from its start instead of body. Owned:
-                            * closed when sent */
+    int fd;           /* if fd_bytes > 0: send this file from its start instead of body. Owned:
+                       * closed when sent */
     int64_t fd_bytes;
 } http_reply;
 
@@ -18683,8 +18683,8 @@ static bool http_next_element(str *list, str *element) {
     return str_split_next(list, ',', element) && (*element = http_trim(*element), true);
 }
 
-/* Appends s with each %xx decoded. plus: '+' becomes a space, as in queries. Returns false for a
- * broken escape or a zero byte. */
+/* Appends the text with each %xx decoded. plus: '+' becomes a space, as in queries. Returns false
+ * for a broken escape or a zero byte. */
 static bool http_decode(str text, bool plus, buf *out) {
     for (size_t i = 0; i < text.n; i++) {
         char byte = text.p[i];
@@ -19035,7 +19035,7 @@ static ptrdiff_t http_body_read_data(http_body *body, str input, buf *out) {
     return (ptrdiff_t)n;
 }
 
-/* Consumes as much of `in` as it can and appends the data to out. Returns bytes used, 0: needs
+/* Consumes as much of `input` as it can and appends the data to out. Returns bytes used, 0: needs
  * more, or the negated HTTP status. The body is complete when state is HTTP_BODY_DONE; the bytes
  * after it belong to the next request. */
 static ptrdiff_t http_body_read(http_body *body, str input, buf *out) {
@@ -19088,11 +19088,10 @@ static void http_put_date(buf *out, int64_t unix_s) {
     int64_t day = unix_s / 86400;
     int64_t march_day = day + 719468; /* days since 0000-03-01 */
     int64_t era = march_day / 146097, day_of_era = march_day - era * 146097;
-    int64_t year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36524 -
-                           day_of_era / 146096) /
-                          365;
+    int64_t year_of_era =
+        (day_of_era - day_of_era / 1460 + day_of_era / 36524 - day_of_era / 146096) / 365;
     int64_t day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-    /* mp: month from March = 0; month: from January = 0 */
+    /* march_month: month from March = 0; month: from January = 0 */
     int64_t march_month = (5 * day_of_year + 2) / 153,
             month = march_month < 10 ? march_month + 2 : march_month - 10;
     int second = (int)(unix_s % 86400);
@@ -19102,10 +19101,11 @@ static void http_put_date(buf *out, int64_t unix_s) {
                months + 3 * month, year, second / 3600, second / 60 % 60, second % 60);
 }
 
-enum { HTTP_CHUNKED = -1, HTTP_UNTIL_CLOSE = -2 }; /* values of length in http_put_head */
+enum { HTTP_CHUNKED = -1, HTTP_UNTIL_CLOSE = -2 }; /* values of `length` in http_put_head */
 
 /* Writes the status line and the headers. length: bytes of the body, HTTP_CHUNKED or
- * HTTP_UNTIL_CLOSE. type: Content-Type, NULL: none. more: header lines, each with its CR LF. */
+ * HTTP_UNTIL_CLOSE. type: Content-Type, NULL: none. more_headers: header lines, each with its CR
+ * LF. */
 static void http_put_head(buf *out, int status, const char *type, int64_t length, bool keep_alive,
                           int64_t unix_s, str more_headers) {
     buf_printf(out, "HTTP/1.1 %d %s\r\nDate: ", status, http_reason(status));
@@ -19135,16 +19135,16 @@ static void http_put_last_chunk(buf *out) { buf_c(out, "0\r\n\r\n"); }
  * events of these requests into answers. The server and the batch runner use the same functions, so
  * a line of a batch file gets the same answer as the body of an HTTP request.
  *
- *     body --api_parse--> api_request: one part for each prompt;              on a worker thread
- *                         part.q is ready for toka_submit
- *     event --api_pack_event--> records: the fields of the event that the        on the driving thread
- *                         call needs, as bytes
- *     records --api_feed--> text; streaming: chunks of server-sent         on a worker thread
+ *     body --api_parse--> api_request: an api_prompt for each prompt,         on a worker thread
+ *                         whose engine_request is ready for toka_submit
+ *     event --api_pack_event--> records: the fields of the event              on the driving thread
+ *                         that the request needs, as bytes
+ *     records --api_feed--> text; streaming: chunks of server-sent            on a worker thread
  *                         events; else collected in the choices
- *     --api_finish--> the JSON answer; streaming: usage and [DONE]         on a worker thread
+ *     --api_finish--> the JSON answer; streaming: usage and [DONE]            on a worker thread
  *
- * Choices are numbered prompt by prompt: choice i is sample i % n of part i / n. api_feed turns ids
- * into text, with one detokenizer for each choice. If the request has stop strings, the engine
+ * Choices are numbered prompt by prompt: choice i is sample i % n of prompt i / n. api_feed turns
+ * ids into text, with one detokenizer for each choice. If the request has stop strings, the engine
  * makes the text, and api_feed takes the text of the event.
  *
  * What always holds:
@@ -19156,10 +19156,10 @@ static void http_put_last_chunk(buf *out) { buf_c(out, "0\r\n\r\n"); }
  *   - the chunks of a stream, joined, are the answer without streaming; a chunk never has a part of
  *     a character;
  *   - without api_config.live the bytes of an answer depend only on the body, on the model and its
- *     api_config, and on the serial and created of the call: no clock (but a template that asks for
+ *     api_config, and on its serial and created: no clock (but a template that asks for
  *     the time gets the local time if api_config.now is NULL), no state of the prefix cache.
- * Only one thread at a time may use a call, except that api_pack_event may run at any time: it only
- * reads the call.
+ * Only one thread at a time may use a request, except that api_pack_event may run at any time: it
+ * only reads the request.
  *
  * Two extensions of OpenAI's API:
  *   - "return_packed": true gives the ids and log-probabilities of a choice as base64 of
@@ -19182,13 +19182,14 @@ typedef struct api_config {
     int n_names;
     const char *name;         /* the "model" of all answers if n_names is 0 */
     const char *fingerprint;  /* system_fingerprint of live answers; NULL: none */
-    /* fields that the caller handles: NULL-terminated names, or NULL */
-    const char *const *caller_fields;
+    const char *const *caller_fields; /* fields that the caller handles: NULL-terminated names, or
+                                       * NULL */
     toka_request defaults;    /* defaults for fields that a body does not have */
-    int completion_tokens;    /* max_tokens of a completion if neither the body nor base has it;
-                               * 0: as many as fit */
+    int completion_tokens;    /* max_tokens of a completion if neither the body nor `defaults` has
+                               * it; 0: as many as fit */
     int max_len;              /* highest number of tokens of a sequence, prompt included */
-    int max_choices;          /* highest number of choices of a call; 0: the limit of the engine */
+    int max_choices;          /* highest number of choices of a request; 0: the limit of the
+                               * engine */
     int64_t max_answer_bytes; /* highest number of bytes that an answer may hold; 0: no limit */
     const char *now;          /* the time that chat templates see; NULL: local time */
     json_limits limits;       /* depth and bytes of the JSON of a body */
@@ -19197,7 +19198,7 @@ typedef struct api_config {
                                * the last two depend on the server and its prefix cache */
     /* called for unknown fields, if not strict; or NULL */
     void (*on_unknown_field)(void *user, str name);
-    void *user;               /* for unknown */
+    void *user;               /* for on_unknown_field */
 } api_config;
 
 typedef struct api_token { /* a token, or one of its alternatives */
@@ -19206,20 +19207,21 @@ typedef struct api_token { /* a token, or one of its alternatives */
     union {
         /* output token: log-probability in the distribution it was drawn from */
         float sampled_logprob;
-        int32_t rank;  /* token of a prompt: 1 is the most likely; 0: not known */
+        /* token of a prompt: 1 is the most likely; 0: not known */
+        int32_t rank;
     };
 } api_token;
 
 typedef struct api_tokens { /* tokens, each with its alternatives; owns the buffer */
-    buf data;    /* api_token [n][1 + n_top]: in each row the token, then its alternatives */
+    buf data; /* api_token [tokens][1 + n_top]: in each row the token, then its alternatives */
     int n_top;
 } api_tokens;
 
 typedef struct api_choice {
     tok_stream stream;
-    buf text;          /* not streaming: the text so far */
-    api_tokens tokens; /* if the call wants any of it. Not streaming: all tokens so far; streaming:
-                        * the tokens of the next chunk */
+    buf text;               /* not streaming: the text so far */
+    api_tokens tokens;      /* if the request wants any of it. Not streaming: all tokens so far;
+                             * streaming: the tokens of the next chunk */
     int64_t n_tokens;
     int64_t text_offset;    /* completions: characters of the text that "logprobs" has covered */
     toka_finish finish;
@@ -19230,25 +19232,25 @@ typedef struct api_choice {
 typedef struct api_prompt { /* one prompt: one request of the engine; `user` of its events */
     struct api_request *request;
     toka_request engine_request;
-    int64_t engine_id; /* for the caller: the result of toka_submit */
-    int first_choice;  /* index of its first choice */
+    int64_t engine_id;   /* for the caller: the result of toka_submit */
+    int first_choice;    /* index of its first choice */
     ids ids;
-    str text;            /* text of the prompt, if the call echoes it; in the arena of the call */
+    str text;            /* text of the prompt, if the request echoes it; in its arena */
     api_tokens logprobs; /* tokens of the prompt with their log-probabilities, if wanted */
     int n_logprobs;
-    buf waiting;       /* streaming: records of samples that wait until the prompt has been sent */
+    buf waiting;         /* streaming: records of samples that wait until the prompt was sent */
 } api_prompt;
 
 /* One body and its answer. The caller owns the struct, zeroes it and sets serial and created. The
- * struct must not move between api_parse and api_free: its parts point to it. */
+ * struct must not move between api_parse and api_free: its prompts point to it. */
 typedef struct api_request {
     uint64_t serial[2]; /* unique; gives the id of the answer, and the seed if the body has none */
     int64_t created;    /* seconds since 1970 */
     void *user;         /* for the caller */
 
     const api_config *config;
-    arena memory;      /* memory that the parts point to */
-    toka_words *words; /* bad words of all parts; owned, or NULL */
+    arena memory;      /* memory that the prompts point to */
+    toka_words *words; /* bad words of all prompts; owned, or NULL */
     bool chat, stream;
     bool echo, want_ids, want_logprobs, want_prompt_logprobs, packed;
     bool names_are_ids;                   /* return_tokens_as_token_ids: tokens are named
@@ -19258,7 +19260,7 @@ typedef struct api_request {
     int n_top, n_prompt_top;              /* alternatives of an output token, of a token of a
                                            * prompt */
     str model;
-    api_prompt *prompts;    /* [n_parts], owned */
+    api_prompt *prompts; /* [n_prompts], owned */
     int n_prompts;
     api_choice *choices; /* [n_choices], owned; NULL until the first event, to save memory */
     int n_choices;
@@ -19289,7 +19291,7 @@ enum api_use {
     API_REFUSED,   /* an error, unless the value asks for nothing (api_field.harmless) */
 };
 enum api_kind { API_ANY, API_NUMBER, API_INTEGER, API_BOOL, API_TEXT, API_LIST, API_OBJECT };
-/* Bits of api_field.where: one for each route. */
+/* Bits of api_field.routes: one for each route. */
 enum {
     API_ON_COMPLETIONS = 1 << API_COMPLETIONS,
     API_ON_CHAT = 1 << API_CHAT,
@@ -19309,16 +19311,15 @@ typedef struct api_body { /* the fields of a body: their values or the defaults 
     int special; /* add_special_tokens; -1: not given */
     int skip_special, generate, return_token_ids, return_packed, names_are_ids, return_strs;
     str model;
+    /* NULL: not given */
     const json *prompt, *messages, *tools, *tool_choice, *documents, *kwargs, *stop, *stop_ids,
-        *allowed, *bias, *bad_words, *stream_options, *tokens; /* NULL: not given */
+        *allowed, *bias, *bad_words, *stream_options, *tokens;
     bool has_seed, has_max_tokens; /* the body has seed, max_tokens or max_completion_tokens */
 } api_body;
 
 typedef struct api_field {
     const char *name;
-    /* bodies that may have it: API_ON_COMPLETIONS | API_ON_CHAT | API_ON_TOKENIZE |
-     * API_ON_DETOKENIZE */
-    int routes;
+    int routes; /* bodies that may have it: bits API_ON_COMPLETIONS ... */
     enum api_kind kind;
     enum api_use use;
     size_t offset;           /* API_USED: offset of the value in api_body. kind gives its type:
@@ -19331,92 +19332,93 @@ typedef struct api_field {
 #define API_OFFSET(member) offsetof(api_body, member)
 #define API_IGNORE(name, where, kind) {name, where, kind, API_NO_EFFECT, 0, 0, 0, {0}}
 #define API_REFUSE(name, where, ...) {name, where, API_ANY, API_REFUSED, 0, 0, 0, {__VA_ARGS__}}
-#define API_FIELD(name, where, kind, member) {name, where, kind, API_USED, API_OFFSET(member), 0, 0, {0}}
+#define API_FIELD(name, where, kind, member) \
+    {name, where, kind, API_USED, API_OFFSET(member), 0, 0, {0}}
 #define API_INT_FIELD(name, where, member, low, high) \
     {name, where, API_INTEGER, API_USED, API_OFFSET(member), low, high, {0}}
 
 static const api_field api_fields[] = {
-    API_FIELD("temperature", API_ON_GENERATE, API_NUMBER, temperature),
-    API_FIELD("model", API_ON_GENERATE | API_ON_TOKENIZE | API_ON_DETOKENIZE, API_TEXT, model),
-    API_FIELD("prompt", API_ON_COMPLETIONS | API_ON_TOKENIZE, API_ANY, prompt),
-    API_FIELD("messages", API_ON_CHAT | API_ON_TOKENIZE, API_LIST, messages),
-    API_FIELD("tools", API_ON_CHAT | API_ON_TOKENIZE, API_LIST, tools),
-    API_FIELD("tool_choice", API_ON_CHAT, API_ANY, tool_choice),
-    API_FIELD("documents", API_ON_CHAT, API_LIST, documents),
+    API_FIELD("temperature",          API_ON_GENERATE,    API_NUMBER, temperature),
+    API_FIELD("model",                API_ON_GENERATE | API_ON_TOKENIZE | API_ON_DETOKENIZE, API_TEXT, model),
+    API_FIELD("prompt",               API_ON_COMPLETIONS | API_ON_TOKENIZE, API_ANY, prompt),
+    API_FIELD("messages",             API_ON_CHAT | API_ON_TOKENIZE, API_LIST, messages),
+    API_FIELD("tools",                API_ON_CHAT | API_ON_TOKENIZE, API_LIST, tools),
+    API_FIELD("tool_choice",          API_ON_CHAT,        API_ANY, tool_choice),
+    API_FIELD("documents",            API_ON_CHAT,        API_LIST, documents),
     API_FIELD("chat_template_kwargs", API_ON_CHAT | API_ON_TOKENIZE, API_OBJECT, kwargs),
     API_FIELD("add_generation_prompt", API_ON_CHAT | API_ON_TOKENIZE, API_BOOL, generate),
-    API_FIELD("add_special_tokens", API_ON_GENERATE | API_ON_TOKENIZE, API_BOOL, special),
-    API_FIELD("top_p", API_ON_GENERATE, API_NUMBER, top_p),
-    API_FIELD("min_p", API_ON_GENERATE, API_NUMBER, min_p),
-    API_FIELD("repetition_penalty", API_ON_GENERATE, API_NUMBER, repetition_penalty),
-    API_FIELD("presence_penalty", API_ON_GENERATE, API_NUMBER, presence_penalty),
-    API_FIELD("frequency_penalty", API_ON_GENERATE, API_NUMBER, frequency_penalty),
-    API_INT_FIELD("max_tokens", API_ON_COMPLETIONS, max_tokens, 0, INT_MAX),
-    API_INT_FIELD("max_tokens", API_ON_CHAT, max_tokens, 1, INT_MAX),
+    API_FIELD("add_special_tokens",   API_ON_GENERATE | API_ON_TOKENIZE, API_BOOL, special),
+    API_FIELD("top_p",                API_ON_GENERATE,    API_NUMBER, top_p),
+    API_FIELD("min_p",                API_ON_GENERATE,    API_NUMBER, min_p),
+    API_FIELD("repetition_penalty",   API_ON_GENERATE,    API_NUMBER, repetition_penalty),
+    API_FIELD("presence_penalty",     API_ON_GENERATE,    API_NUMBER, presence_penalty),
+    API_FIELD("frequency_penalty",    API_ON_GENERATE,    API_NUMBER, frequency_penalty),
+    API_INT_FIELD("max_tokens",       API_ON_COMPLETIONS, max_tokens, 0, INT_MAX),
+    API_INT_FIELD("max_tokens",       API_ON_CHAT,        max_tokens, 1, INT_MAX),
     API_INT_FIELD("max_completion_tokens", API_ON_GENERATE, max_completion_tokens, 1, INT_MAX),
-    API_INT_FIELD("min_tokens", API_ON_GENERATE, min_tokens, 0, INT_MAX),
-    API_INT_FIELD("top_k", API_ON_GENERATE, top_k, -1, INT_MAX),
-    API_INT_FIELD("n", API_ON_GENERATE, n, 1, ENG_MAX_N),
-    API_INT_FIELD("best_of", API_ON_COMPLETIONS, best_of, 0, INT64_MAX),
-    API_INT_FIELD("seed", API_ON_GENERATE, seed, INT64_MIN, INT64_MAX),
-    API_INT_FIELD("priority", API_ON_GENERATE, priority, -INT_MAX, INT_MAX),
-    API_INT_FIELD("logprobs", API_ON_COMPLETIONS, n_logprobs, 0, TOKA_MAX_LOGPROBS),
-    API_FIELD("logprobs", API_ON_CHAT, API_BOOL, chat_logprobs),
-    API_INT_FIELD("top_logprobs", API_ON_CHAT, top_logprobs, 0, TOKA_MAX_LOGPROBS),
-    API_INT_FIELD("prompt_logprobs", API_ON_GENERATE, prompt_logprobs, 0, TOKA_MAX_LOGPROBS),
-    API_FIELD("echo", API_ON_COMPLETIONS, API_BOOL, echo),
-    API_REFUSE("echo", API_ON_CHAT, 0),
-    API_FIELD("stream", API_ON_GENERATE, API_BOOL, stream),
-    API_FIELD("stream_options", API_ON_GENERATE, API_OBJECT, stream_options),
-    API_FIELD("skip_special_tokens", API_ON_GENERATE, API_BOOL, skip_special),
-    API_FIELD("ignore_eos", API_ON_GENERATE, API_BOOL, ignore_eos),
+    API_INT_FIELD("min_tokens",       API_ON_GENERATE,    min_tokens, 0, INT_MAX),
+    API_INT_FIELD("top_k",            API_ON_GENERATE,    top_k, -1, INT_MAX),
+    API_INT_FIELD("n",                API_ON_GENERATE,    n, 1, ENG_MAX_N),
+    API_INT_FIELD("best_of",          API_ON_COMPLETIONS, best_of, 0, INT64_MAX),
+    API_INT_FIELD("seed",             API_ON_GENERATE,    seed, INT64_MIN, INT64_MAX),
+    API_INT_FIELD("priority",         API_ON_GENERATE,    priority, -INT_MAX, INT_MAX),
+    API_INT_FIELD("logprobs",         API_ON_COMPLETIONS, n_logprobs, 0, TOKA_MAX_LOGPROBS),
+    API_FIELD("logprobs",             API_ON_CHAT,        API_BOOL, chat_logprobs),
+    API_INT_FIELD("top_logprobs",     API_ON_CHAT,        top_logprobs, 0, TOKA_MAX_LOGPROBS),
+    API_INT_FIELD("prompt_logprobs",  API_ON_GENERATE,    prompt_logprobs, 0, TOKA_MAX_LOGPROBS),
+    API_FIELD("echo",                 API_ON_COMPLETIONS, API_BOOL, echo),
+    API_REFUSE("echo",                API_ON_CHAT,        0),
+    API_FIELD("stream",               API_ON_GENERATE,    API_BOOL, stream),
+    API_FIELD("stream_options",       API_ON_GENERATE,    API_OBJECT, stream_options),
+    API_FIELD("skip_special_tokens",  API_ON_GENERATE,    API_BOOL, skip_special),
+    API_FIELD("ignore_eos",           API_ON_GENERATE,    API_BOOL, ignore_eos),
     API_FIELD("include_stop_str_in_output", API_ON_GENERATE, API_BOOL, include_stop),
-    API_FIELD("return_token_ids", API_ON_GENERATE, API_BOOL, return_token_ids),
+    API_FIELD("return_token_ids",     API_ON_GENERATE,    API_BOOL, return_token_ids),
     API_FIELD("return_tokens_as_token_ids", API_ON_GENERATE, API_BOOL, names_are_ids),
-    API_FIELD("return_packed", API_ON_GENERATE, API_BOOL, return_packed),
-    API_FIELD("return_token_strs", API_ON_TOKENIZE, API_BOOL, return_strs),
-    API_FIELD("stop", API_ON_GENERATE, API_ANY, stop),
-    API_FIELD("stop_token_ids", API_ON_GENERATE, API_LIST, stop_ids),
-    API_FIELD("allowed_token_ids", API_ON_GENERATE, API_LIST, allowed),
-    API_FIELD("logit_bias", API_ON_GENERATE, API_OBJECT, bias),
-    API_FIELD("bad_words", API_ON_GENERATE, API_LIST, bad_words),
-    API_FIELD("tokens", API_ON_DETOKENIZE, API_LIST, tokens),
-    API_IGNORE("user", API_ON_GENERATE, API_TEXT),
-    API_IGNORE("metadata", API_ON_GENERATE, API_OBJECT),
-    API_IGNORE("store", API_ON_GENERATE, API_BOOL),
-    API_IGNORE("service_tier", API_ON_GENERATE, API_TEXT),
-    API_IGNORE("safety_identifier", API_ON_GENERATE, API_TEXT),
-    API_IGNORE("prompt_cache_key", API_ON_GENERATE, API_TEXT),
-    API_IGNORE("request_id", API_ON_GENERATE, API_TEXT),
-    API_IGNORE("parallel_tool_calls", API_ON_CHAT, API_BOOL),
-    API_REFUSE("suffix", API_ON_COMPLETIONS, "\"\""),
-    API_REFUSE("response_format", API_ON_GENERATE, "{\"type\":\"text\"}"),
-    API_REFUSE("functions", API_ON_CHAT, "[]"),
-    API_REFUSE("function_call", API_ON_CHAT, "\"none\"", "\"auto\""),
-    API_REFUSE("modalities", API_ON_CHAT, "[\"text\"]"),
-    API_REFUSE("audio", API_ON_CHAT, 0),
-    API_REFUSE("prediction", API_ON_CHAT, 0),
-    API_REFUSE("web_search_options", API_ON_CHAT, 0),
-    API_REFUSE("reasoning_effort", API_ON_CHAT, 0),
-    API_REFUSE("verbosity", API_ON_CHAT, "\"medium\""),
-    API_REFUSE("chat_template", API_ON_CHAT | API_ON_TOKENIZE, 0),
+    API_FIELD("return_packed",        API_ON_GENERATE,    API_BOOL, return_packed),
+    API_FIELD("return_token_strs",    API_ON_TOKENIZE,    API_BOOL, return_strs),
+    API_FIELD("stop",                 API_ON_GENERATE,    API_ANY, stop),
+    API_FIELD("stop_token_ids",       API_ON_GENERATE,    API_LIST, stop_ids),
+    API_FIELD("allowed_token_ids",    API_ON_GENERATE,    API_LIST, allowed),
+    API_FIELD("logit_bias",           API_ON_GENERATE,    API_OBJECT, bias),
+    API_FIELD("bad_words",            API_ON_GENERATE,    API_LIST, bad_words),
+    API_FIELD("tokens",               API_ON_DETOKENIZE,  API_LIST, tokens),
+    API_IGNORE("user",                API_ON_GENERATE,    API_TEXT),
+    API_IGNORE("metadata",            API_ON_GENERATE,    API_OBJECT),
+    API_IGNORE("store",               API_ON_GENERATE,    API_BOOL),
+    API_IGNORE("service_tier",        API_ON_GENERATE,    API_TEXT),
+    API_IGNORE("safety_identifier",   API_ON_GENERATE,    API_TEXT),
+    API_IGNORE("prompt_cache_key",    API_ON_GENERATE,    API_TEXT),
+    API_IGNORE("request_id",          API_ON_GENERATE,    API_TEXT),
+    API_IGNORE("parallel_tool_calls", API_ON_CHAT,       API_BOOL),
+    API_REFUSE("suffix",              API_ON_COMPLETIONS, "\"\""),
+    API_REFUSE("response_format",     API_ON_GENERATE,    "{\"type\":\"text\"}"),
+    API_REFUSE("functions",           API_ON_CHAT,        "[]"),
+    API_REFUSE("function_call",       API_ON_CHAT,        "\"none\"", "\"auto\""),
+    API_REFUSE("modalities",          API_ON_CHAT,        "[\"text\"]"),
+    API_REFUSE("audio",               API_ON_CHAT,        0),
+    API_REFUSE("prediction",          API_ON_CHAT,        0),
+    API_REFUSE("web_search_options",  API_ON_CHAT,        0),
+    API_REFUSE("reasoning_effort",    API_ON_CHAT,        0),
+    API_REFUSE("verbosity",           API_ON_CHAT,        "\"medium\""),
+    API_REFUSE("chat_template",       API_ON_CHAT | API_ON_TOKENIZE, 0),
     API_REFUSE("continue_final_message", API_ON_CHAT | API_ON_TOKENIZE, 0),
-    API_REFUSE("use_beam_search", API_ON_GENERATE, 0),
-    API_REFUSE("length_penalty", API_ON_GENERATE, "1", "1.0"),
-    API_REFUSE("prompt_embeds", API_ON_COMPLETIONS, "[]"),
+    API_REFUSE("use_beam_search",     API_ON_GENERATE,    0),
+    API_REFUSE("length_penalty",      API_ON_GENERATE,    "1", "1.0"),
+    API_REFUSE("prompt_embeds",       API_ON_COMPLETIONS, "[]"),
     API_REFUSE("truncate_prompt_tokens", API_ON_GENERATE, 0),
     API_REFUSE("spaces_between_special_tokens", API_ON_GENERATE, "true"),
-    API_REFUSE("logits_processors", API_ON_GENERATE, "[]"),
-    API_REFUSE("guided_json", API_ON_GENERATE, 0),
-    API_REFUSE("guided_regex", API_ON_GENERATE, 0),
-    API_REFUSE("guided_choice", API_ON_GENERATE, 0),
-    API_REFUSE("guided_grammar", API_ON_GENERATE, 0),
-    API_REFUSE("structured_outputs", API_ON_GENERATE, 0),
-    API_REFUSE("regex", API_ON_GENERATE, 0),
-    API_REFUSE("ebnf", API_ON_GENERATE, 0),
-    API_REFUSE("json_schema", API_ON_GENERATE, 0),
-    API_REFUSE("logprob_token_ids", API_ON_GENERATE, 0),
-    API_REFUSE("repetition_detection", API_ON_GENERATE, 0),
+    API_REFUSE("logits_processors",   API_ON_GENERATE,    "[]"),
+    API_REFUSE("guided_json",         API_ON_GENERATE,    0),
+    API_REFUSE("guided_regex",        API_ON_GENERATE,    0),
+    API_REFUSE("guided_choice",       API_ON_GENERATE,    0),
+    API_REFUSE("guided_grammar",      API_ON_GENERATE,    0),
+    API_REFUSE("structured_outputs",  API_ON_GENERATE,    0),
+    API_REFUSE("regex",               API_ON_GENERATE,    0),
+    API_REFUSE("ebnf",                API_ON_GENERATE,    0),
+    API_REFUSE("json_schema",         API_ON_GENERATE,    0),
+    API_REFUSE("logprob_token_ids",   API_ON_GENERATE,    0),
+    API_REFUSE("repetition_detection", API_ON_GENERATE,  0),
     API_REFUSE("thinking_token_budget", API_ON_GENERATE, 0),
 };
 
@@ -19494,7 +19496,8 @@ static int api_read_field(api_request *request, const api_field *field, const js
     }
 }
 
-/* Handles a field that is not known: returns an error if the model is strict, else reports it. */
+/* Handles a field that is not known: returns an error if the configuration is strict, else reports
+ * it. */
 static int api_unknown_field(const api_config *config, str name, toka_err *e) {
     for (int i = 0; config->caller_fields && config->caller_fields[i]; i++)
         if (str_is(name, config->caller_fields[i])) return 0;
@@ -19526,7 +19529,8 @@ static bool api_should_report(buf *seen, str name, buf *shown) {
     return is_new;
 }
 
-/* Fills *b from a body; fields that the body does not have get the defaults of the model. */
+/* Fills *body from a body; fields that the body does not have get the defaults of the
+ * configuration. */
 static int api_read_body(api_request *request, enum api_route route, const json *root,
                          api_body *body, toka_err *e) {
     const toka_sampling *sampling = &request->config->defaults.sampling;
@@ -19562,8 +19566,8 @@ static int api_read_body(api_request *request, enum api_route route, const json 
                      : api_unknown_field(request->config, (str){key->chars, key->n}, e);
         if (code) return code;
     }
-    body->has_seed = json_is(json_get(root, "seed"), JSON_NUMBER) &&
-                     body->seed != -1; /* -1: no seed, as in vLLM */
+    /* -1: no seed, as in vLLM */
+    body->has_seed = json_is(json_get(root, "seed"), JSON_NUMBER) && body->seed != -1;
     if (body->max_completion_tokens >= 0) body->max_tokens = body->max_completion_tokens;
     body->has_max_tokens = body->max_tokens >= 0;
     if (!body->has_max_tokens) body->max_tokens = default_max ? default_max : -1;
@@ -19589,7 +19593,8 @@ static int api_read_id_list(const api_config *config, const json *value, const c
     return 0;
 }
 
-/* As api_read_id_list, but puts the ids into the arena of the call. Absent (NULL) or []: none. */
+/* As api_read_id_list, but puts the ids into the arena of the request. Absent (NULL) or []:
+ * none. */
 static int api_read_ids(api_request *request, const json *value, const char *name,
                         const int32_t **out, int *n_ids, toka_err *e) {
     ids list = {0};
@@ -19671,7 +19676,7 @@ static int api_read_bias(api_request *request, const json *value, toka_sampling 
 static int api_read_bad_words(api_request *request, const json *value, toka_sampling *sampling,
                               toka_err *e) {
     int n_words = 0;
-    if (value) sampling->n_bad = 0; /* the words of the body replace those of the model */
+    if (value) sampling->n_bad = 0; /* the words of the body replace the default ones */
     if (!value || !value->n) return 0;
     if (lib_require_tokenizer(request->config->toka, e)) return e->code;
     const char **words = arena_alloc(&request->memory, (size_t)value->n * sizeof *words);
@@ -19712,7 +19717,7 @@ static int api_read_logprobs(api_request *request, const api_body *body,
     return 0;
 }
 
-/* The seed of a body without one: a hash of the base seed and the serial of the call. */
+/* The seed of a body without one: a hash of the base seed and the serial of the request. */
 static uint64_t api_derive_seed(uint64_t seed, const uint64_t serial[2]) {
     return hash_mix(serial[1] ^ (serial[0] + 0x9E3779B97F4A7C15u * (seed + 1)));
 }
@@ -19766,10 +19771,10 @@ static int api_read_sampling(api_request *request, const api_body *body,
         sampling->n_stop = 0;
         sampling->min_tokens = 0;
     }
-    engine_request->length_class = request->n_samples < 16
-                                       ? 2 * (uint64_t)(uint32_t)sampling->max_tokens +
-                                             request->chat + 1
-                                       : 0;
+    engine_request->length_class =
+        request->n_samples < 16
+            ? 2 * (uint64_t)(uint32_t)sampling->max_tokens + request->chat + 1
+            : 0;
     engine_request->ids_only = 1;
     engine_request->keep_special = !body->skip_special;
     return 0;
@@ -19805,11 +19810,13 @@ static int api_read_stream_options(api_request *request, const api_body *body, t
     return 0;
 }
 
-/* Sets c->model. Returns an error (HTTP status 404) if the model of a body is not served here. */
+/* Sets request->model. Returns an error (HTTP status 404) if the model of a body is not served
+ * here. */
 static int api_check_model(api_request *request, str model, toka_err *e) {
     const api_config *config = request->config;
     request->model = arena_str(&request->memory, !config->n_names ? str_c(config->name)
-                                : model.n ? model : str_c(config->names[0]));
+                                                 : model.n        ? model
+                                                                  : str_c(config->names[0]));
     if (!model.n || !config->n_names) return 0;
     for (int i = 0; i < config->n_names; i++)
         if (str_is(model, config->names[i])) return 0;
@@ -19836,13 +19843,14 @@ static bool api_content_part_text(const json *part, str *text) {
     const bool is_text =
         str_is(type, "text") || str_is(type, "input_text") || str_is(type, "output_text");
     const char *key = is_text ? "text" : "refusal";
-    const json *value = json_is(part, JSON_STRING) ? part
-                    : is_text || str_is(type, key) ? json_get(part, key) : NULL;
+    const json *value = json_is(part, JSON_STRING)     ? part
+                        : is_text || str_is(type, key) ? json_get(part, key)
+                                                       : NULL;
     *text = json_str(value);
     return json_is(value, JSON_STRING) || json_is(value, JSON_NULL);
 }
 
-/* Writes a content that is a list of text parts. walked: the template loops over the parts, so it
+/* Writes a content that is a list of text parts. as_list: the template loops over the parts, so it
  * gets the list as it is; other templates get one text, each part on lines of its own. */
 static int api_put_content_parts(api_request *request, const json *parts, bool as_list, buf *out,
                                  toka_err *e) {
@@ -19902,8 +19910,7 @@ static int api_put_message(api_request *request, const json *message, bool as_li
     JSON_MEMBERS(key, message) {
         str name = json_str(key);
         bool is_content = str_is(name, "content");
-        bool no_calls =
-            str_is(name, "tool_calls") && key[1].type == JSON_ARRAY && !key[1].n;
+        bool no_calls = str_is(name, "tool_calls") && key[1].type == JSON_ARRAY && !key[1].n;
         if (no_calls || (!is_content && key[1].type == JSON_NULL))
             continue; /* templates ask whether a message has tool_calls */
         json_put_str(out, name), buf_char(out, ':');
@@ -19917,8 +19924,8 @@ static int api_put_message(api_request *request, const json *message, bool as_li
         } else if (str_is(name, "tool_calls") && key[1].type == JSON_ARRAY) {
             json_put_open(out, '[');
             JSON_EACH(tool_call, key + 1)
-            tool_call->type == JSON_OBJECT ? api_put_tool_call(request, tool_call, out)
-                                           : json_put_value(out, tool_call);
+                tool_call->type == JSON_OBJECT ? api_put_tool_call(request, tool_call, out)
+                                               : json_put_value(out, tool_call);
             json_put_close(out, ']');
         } else {
             json_put_value(out, key + 1);
@@ -19945,8 +19952,8 @@ static int api_put_chat_context(api_request *request, const api_body *body, buf 
     json_put_key(out, "messages"), json_put_open(out, '[');
     const tmpl *chat = lib_chat_template(request->config->toka, tools);
     JSON_EACH(message, messages)
-    if ((code = api_put_message(request, message, chat && chat->loops_over_content, out, e)))
-        return code;
+        if ((code = api_put_message(request, message, chat && chat->loops_over_content, out, e)))
+            return code;
     json_put_close(out, ']');
     json_put_key(out, "add_generation_prompt"), json_put_bool(out, body->generate);
     if (tools) json_put_key(out, "tools"), json_put_value(out, tools);
@@ -19958,8 +19965,8 @@ static int api_put_chat_context(api_request *request, const api_body *body, buf 
     return 0;
 }
 
-/* Encodes one prompt (NULL: the chat) into ids. If the call echoes it, *text gets its text, in the
- * arena of the call. */
+/* Encodes one prompt (NULL: the chat) into ids. If the request echoes it, *text gets its text, in
+ * the arena of the request. */
 static int api_encode_prompt(api_request *request, const api_body *body, const json *prompt,
                              ids *out, str *text, toka_err *e) {
     buf context = {0}, rendered = {0};
@@ -20001,12 +20008,12 @@ static int api_check_max_tokens(api_request *request, const api_body *body, size
         return 0;
     request->code = "context_length_exceeded";
     return API_INVALID("%s: %lld behind a prompt of %zu tokens, expected at most %zu "
-                   "(max_model_len %d)",
+                       "(max_model_len %d)",
                        api_max_tokens_name(body), (long long)body->max_tokens, n_prompt,
                        (size_t)request->config->max_len - n_prompt, request->config->max_len);
 }
 
-/* Encodes one prompt into the next part and checks its request. */
+/* Encodes one prompt into the next api_prompt and checks its engine_request. */
 static int api_prompt_init(api_request *request, const api_body *body,
                            const toka_request *engine_request, const json *value, toka_err *e) {
     int index = request->n_prompts++;
@@ -20020,7 +20027,8 @@ static int api_prompt_init(api_request *request, const api_body *body,
             engine_request->sampling.seed, (uint64_t[]){request->serial[0], (uint64_t)index});
     int code = api_encode_prompt(request, body, value, &prompt->ids, &prompt->text, e);
     if (code) return code;
-    ids_reserve(&prompt->ids, 1); /* not NULL, even if empty: NULL would mean that q has a text */
+    /* not NULL, even if empty: NULL would mean that engine_request has a text */
+    ids_reserve(&prompt->ids, 1);
     prompt->engine_request.ids = prompt->ids.p;
     prompt->engine_request.n_ids = prompt->ids.n;
     prompt->logprobs.n_top = request->n_prompt_top;
@@ -20095,7 +20103,7 @@ static int api_check_answer_size(const api_request *request, const api_body *bod
         request->n_top, 1e-9 * (bytes + repeated), 1e-9 * max_bytes);
 }
 
-/* Makes the parts of a call. A prompt is a text, a list of token ids, or a list of either. */
+/* Makes the prompts of a request. A prompt is a text, a list of token ids, or a list of either. */
 static int api_prompts_init(api_request *request, const api_body *body,
                             const toka_request *engine_request, toka_err *e) {
     const json *value = request->chat ? NULL : body->prompt, *first = json_at(value, 0);
@@ -20112,9 +20120,9 @@ static int api_prompts_init(api_request *request, const api_body *body,
     return 0;
 }
 
-/* ---- Calls ---- */
+/* ---- Reading a body ---- */
 
-/* Allocates the choices of a call, when its first event arrives. */
+/* Allocates the choices of a request, when its first event arrives. */
 static void api_choices_init(api_request *request) {
     request->choices = mem_zalloc((size_t)request->n_choices * sizeof *request->choices);
     request->held_bytes += (size_t)request->n_choices * sizeof *request->choices;
@@ -20158,8 +20166,9 @@ static void api_set_fault(api_request *request, enum api_route route, const toka
     while (isalnum((unsigned char)e->msg[name_len]) || e->msg[name_len] == '_') name_len++;
     const api_field *field = api_find_field((str){e->msg, name_len}, 1 << route);
     if (!request->status)
-        request->status = e->code == TOKA_E_MEMORY ? 503
-                    : e->code == TOKA_E_DEVICE || e->code == TOKA_E_IO ? 500 : 400;
+        request->status = e->code == TOKA_E_MEMORY                           ? 503
+                          : e->code == TOKA_E_DEVICE || e->code == TOKA_E_IO ? 500
+                                                                             : 400;
     if (!request->code && request->unsupported) request->code = "unsupported_parameter";
     if (request->param) return;
     request->param = field ? field->name : NULL;
@@ -20167,9 +20176,9 @@ static void api_set_fault(api_request *request, enum api_route route, const toka
         request->param = request->chat ? "messages" : "prompt";
 }
 
-/* Reads a body, parsed as JSON, into a call; the JSON is not needed afterwards. Returns 0, or a
- * negative code and sets the status, type, param, code and unsupported of the call. In both cases
- * the caller calls api_free. It encodes text, which takes time: do not call it on the driving
+/* Reads a body, parsed as JSON, into a request; the JSON is not needed afterwards. Returns 0, or a
+ * negative code and sets the status, type, param, code and unsupported of the request. In both
+ * cases the caller calls api_free. It encodes text, which takes time: do not call it on the driving
  * thread. */
 static int api_parse_json(const api_config *config, enum api_route route, const json *root,
                           api_request *request, toka_err *e) {
@@ -20224,7 +20233,7 @@ static void api_free(api_request *request) {
 /* ---- Records: events as bytes ---- */
 
 typedef struct api_record { /* followed by the ids and logprobs of its alternatives, and its text */
-    /* The fields of a toka_event; part: index of its api_prompt. */
+    /* The fields of a toka_event; prompt: index of its api_prompt. */
     int32_t prompt, sample, id, stop_id, stop_text, n_cached, rank;
     float logprob, sampled_logprob;
     uint32_t n_text;
@@ -20237,22 +20246,22 @@ static size_t api_record_bytes(const toka_event *ev) {
            (size_t)ev->n_top * (sizeof *ev->top_ids + sizeof *ev->top_logprobs) + ev->text_bytes;
 }
 
-/* Appends one event of a part as a record. Cheap enough for the driving thread: it makes no text
+/* Appends one event of a prompt as a record. Cheap enough for the driving thread: it makes no text
  * and takes no lock. */
 static void api_pack_event(const api_prompt *prompt, const toka_event *ev, buf *records) {
     api_record record = {.prompt = (int32_t)(prompt - prompt->request->prompts),
-                    .sample = ev->sample,
-                    .id = ev->id,
-                    .stop_id = ev->stop_id,
-                    .stop_text = ev->stop_text,
-                    .n_cached = ev->n_cached,
-                    .rank = ev->rank,
-                    .logprob = ev->logprob,
-                    .sampled_logprob = ev->sampled_logprob,
-                    .n_text = ev->text ? (uint32_t)ev->text_bytes : 0,
-                    .n_top = (uint16_t)ev->n_top,
-                    .finish = (uint8_t)ev->finish,
-                    .has_text = ev->text != NULL};
+                         .sample = ev->sample,
+                         .id = ev->id,
+                         .stop_id = ev->stop_id,
+                         .stop_text = ev->stop_text,
+                         .n_cached = ev->n_cached,
+                         .rank = ev->rank,
+                         .logprob = ev->logprob,
+                         .sampled_logprob = ev->sampled_logprob,
+                         .n_text = ev->text ? (uint32_t)ev->text_bytes : 0,
+                         .n_top = (uint16_t)ev->n_top,
+                         .finish = (uint8_t)ev->finish,
+                         .has_text = ev->text != NULL};
     size_t n_top = (size_t)ev->n_top;
     buf_put(records, &record, sizeof record);
     if (n_top) buf_put(records, ev->top_ids, n_top * sizeof *ev->top_ids);
@@ -20260,7 +20269,8 @@ static void api_pack_event(const api_prompt *prompt, const toka_event *ev, buf *
     if (record.n_text) buf_put(records, ev->text, ev->text_bytes);
 }
 
-/* Appends the records of a part that the engine did not accept: every sample ends with `how`. */
+/* Appends the records of a prompt that the engine did not accept: every sample ends with
+ * `finish`. */
 static void api_pack_ends(const api_prompt *prompt, toka_finish finish, buf *records) {
     toka_event ev = {.id = -1, .finish = finish, .stop_id = -1, .stop_text = -1};
     for (int i = 0; i < MAX(prompt->engine_request.n, 1); i++) {
@@ -20269,8 +20279,8 @@ static void api_pack_ends(const api_prompt *prompt, toka_finish finish, buf *rec
     }
 }
 
-/* Returns the fixed part of the first record of s. *rest: its alternatives and text; *n: bytes of
- * the whole record. */
+/* Returns the fixed part of the first record. *rest: its alternatives and text; *n_bytes:
+ * bytes of the whole record. */
 static api_record api_unpack_record(str records, str *rest, size_t *n_bytes) {
     api_record record;
     assert(records.n >= sizeof record);
@@ -20304,16 +20314,16 @@ static size_t api_tokens_n(const api_tokens *tokens) {
     return tokens->data.n / sizeof(api_token) / (1 + (size_t)tokens->n_top);
 }
 
-/* Token i (k = 0), or its k-th alternative. */
+/* Returns token i (alt = 0), or its alternative number alt. */
 static const api_token *api_token_at(const api_tokens *tokens, size_t i, size_t alt) {
     return (const api_token *)(const void *)tokens->data.p + i * (1 + (size_t)tokens->n_top) + alt;
 }
 
 /* ---- Tokens as JSON ---- */
 
-/* Returns the text of a token, valid until the next call (it is in c->shown). *bytes: its bytes,
- * which may be a part of a character. If there is no tokenizer, or if the tokenizer has no text for
- * this id, the text names the id: alternatives must have different names. */
+/* Returns the text of a token, valid until the next call (it is in request->scratch). *bytes: its
+ * bytes, which may be a part of a character. If there is no tokenizer, or if the tokenizer has no
+ * text for this id, the text names the id: alternatives must have different names. */
 static str api_token_text(api_request *request, int32_t id, str *bytes) {
     buf *raw = &request->token_bytes;
     buf_clear(raw), buf_clear(&request->scratch);
@@ -20390,7 +20400,7 @@ static int64_t api_token_chars(const api_request *request, const api_prompt *pro
 }
 
 /* Writes {"tokens":[..],"token_logprobs":[..],"top_logprobs":[..],"text_offset":[..]} of the tokens
- * of echo (NULL: no echo), then of t. The first token of a prompt has null for its logprobs.
+ * of echo (NULL: no echo), then of `tokens`. The first token of a prompt has null for its logprobs.
  * text_offset counts characters of the text from *offset on; *offset is advanced. */
 static void api_put_completion_logprobs(api_request *request, const api_prompt *prompt,
                                         const api_tokens *echo, const api_tokens *tokens,
@@ -20512,8 +20522,8 @@ static void api_put_le32(buf *out, const void *value) { /* 4 bytes, little-endia
     buf_put(out, (char[]){(char)u, (char)(u >> 8), (char)(u >> 16), (char)(u >> 24)}, 4);
 }
 
-/* Writes one packed array over all tokens: the 4 bytes at offset `member` of an api_token, for the
- * entries k0 .. k1 of each token (0: the token; 1 and up: its alternatives). */
+/* Writes one packed array over all tokens: the 4 bytes at `offset` of an api_token, for the
+ * entries first_alt .. last_alt of each token (0: the token; 1 and up: its alternatives). */
 static void api_put_packed_array(api_request *request, buf *out, const char *name,
                                  const api_tokens *tokens, size_t offset, int first_alt,
                                  int last_alt) {
@@ -20582,7 +20592,7 @@ static void api_put_finish(const api_request *request, const api_choice *choice,
     else json_put_null(out);
 }
 
-/* Writes the packed arrays, or the ids, of the tokens that x holds. */
+/* Writes the packed arrays, or the ids, of the tokens that the choice holds. */
 static void api_put_choice_ids(api_request *request, api_choice *choice, buf *out) {
     if (request->packed) api_put_packed(request, "packed", &choice->tokens, true, out);
     if (!request->want_ids || request->packed) return;
@@ -20592,8 +20602,8 @@ static void api_put_choice_ids(api_request *request, api_choice *choice, buf *ou
     json_put_close(out, ']');
 }
 
-/* Writes the members about a prompt that the call asks for: in each choice of a completion, or once
- * after the choices of a chat. */
+/* Writes the members about a prompt that the request asks for: in each choice of a completion, or
+ * once after the choices of a chat. */
 static void api_put_prompt(api_request *request, api_prompt *prompt, buf *out) {
     if (request->packed && (request->want_ids || prompt->engine_request.prompt_logprobs)) {
         /* only ids were computed: NaN says that there are no logprobs */
@@ -20657,8 +20667,9 @@ static void api_put_head(const api_request *request, buf *out) {
     buf_printf(out, "\"%s%016llx%016llx\"", request->chat ? "chatcmpl-" : "cmpl-",
                (unsigned long long)request->serial[0], (unsigned long long)request->serial[1]);
     json_put_key(out, "object");
-    json_put_str(out, !request->chat ? STR("text_completion")
-                    : request->stream ? STR("chat.completion.chunk") : STR("chat.completion"));
+    json_put_str(out, !request->chat    ? STR("text_completion")
+                      : request->stream ? STR("chat.completion.chunk")
+                                        : STR("chat.completion"));
     json_put_key(out, "created"), json_put_int(out, request->created);
     json_put_key(out, "model"), json_put_str(out, request->model);
     if (request->config->live && request->config->fingerprint)
@@ -20674,7 +20685,7 @@ static void api_chunk_open(api_request *request, buf *out) {
         buf_c(&request->chunk_prefix, "data: "), api_put_head(request, &request->chunk_prefix);
     buf_str(out, buf_view(&request->chunk_prefix));
 }
-/* prompt: the part whose prompt members are to be written, or NULL. */
+/* prompt: the one whose members are to be written, or NULL. */
 static void api_chunk_close(api_request *request, api_prompt *prompt, bool usage, buf *out) {
     json_put_close(out, ']');
     if (prompt) api_put_prompt(request, prompt, out);
@@ -20684,7 +20695,7 @@ static void api_chunk_close(api_request *request, api_prompt *prompt, bool usage
 }
 
 /* Writes the chunk before the first token of a choice: the role of a chat; the prompt of a
- * completion, as far as the call asks for it. */
+ * completion, as far as the request asks for it. */
 static void api_put_first_chunk(api_request *request, int index, buf *out) {
     api_choice *choice = &request->choices[index];
     api_prompt *prompt = &request->prompts[index / request->n_samples];
@@ -20777,8 +20788,8 @@ static void api_feed_sample(api_request *request, api_prompt *prompt, const api_
     request->held_bytes += choice->text.n + choice->tokens.data.n - before;
 }
 
-/* Handles a record of a prompt: a token, its end, or both. If the call samples no tokens, the end
- * of the prompt ends its choices. */
+/* Handles a record of a prompt: a token, its end, or both. If the request samples no tokens, the
+ * end of the prompt ends its choices. */
 static void api_feed_prompt(api_request *request, api_prompt *prompt, const api_record *record,
                             str rest, buf *out) {
     if (record->id >= 0) {
@@ -20793,7 +20804,7 @@ static void api_feed_prompt(api_request *request, api_prompt *prompt, const api_
     }
 }
 
-/* Handles the records that waited for the prompt of their part, and frees them. */
+/* Handles the records that waited for their prompt, and frees them. */
 static void api_feed_waiting(api_request *request, api_prompt *prompt, buf *out) {
     size_t n_bytes;
     for (str records = buf_view(&prompt->waiting), rest; records.n;
@@ -20805,11 +20816,11 @@ static void api_feed_waiting(api_request *request, api_prompt *prompt, buf *out)
     buf_free(&prompt->waiting);
 }
 
-/* Turns complete records, in their order, into text. c->n_left is 0 when every choice has ended.
- * Streaming: appends chunks to out (it may append none) and stops when out has `most` bytes; the
- * rest of the records is left to the caller. Returns the bytes of the records that were handled.
+/* Turns complete records, in their order, into text. request->n_left is 0 when every choice has
+ * ended. Streaming: appends chunks to out (it may append none) and stops when out has max_bytes;
+ * the rest of the records is left to the caller. Returns the bytes of the records that it handled.
  * In a stream the tokens of the prompt come before those of its samples, so records of samples wait
- * for them, except when the call is broken. */
+ * for them, except when the request has failed or was cancelled. */
 static size_t api_feed_until(api_request *request, str records, size_t max_bytes, buf *out) {
     size_t n_bytes, used = 0;
     if (records.n && !request->choices) api_choices_init(request);
@@ -20869,7 +20880,8 @@ static size_t api_answer_bytes(const api_request *request) {
     return (size_t)bytes;
 }
 
-/* Writes the error of a call whose device failed or that was cancelled. Returns its HTTP status. */
+/* Writes the error of a request whose device failed or that was cancelled. Returns its HTTP
+ * status. */
 static int api_put_failure(const api_request *request, buf *out) {
     bool failed = request->failure == TOKA_FAILED;
     int status = failed ? 500 : 503;
@@ -20879,9 +20891,10 @@ static int api_put_failure(const api_request *request, buf *out) {
     return status;
 }
 
-/* Writes the answer, or the end of the stream. Call it when n_left is 0. Returns the HTTP status:
- * 200; 500 if the device failed; 503 if the call was cancelled. In the last two cases out has the
- * error. A stream has already sent its status line, so there the status only says how it ended. */
+/* Writes the answer, or the end of the stream. Call it when n_left is 0. Returns the HTTP
+ * status: 200; 500 if the device failed; 503 if the request was cancelled. In the last two
+ * cases out has the error. A stream has already sent its status line, so there the status only
+ * says how it ended. */
 static int api_finish(api_request *request, buf *out) {
     assert(!request->n_left);
     int status = 200;
@@ -21023,8 +21036,8 @@ static int api_answer_tokenize(const api_config *config, enum api_route route, s
  *              Waits while the window of in-flight lines is full.
  *     driver   runs the engine (toka_run on the thread that called run_batch; the server's own
  *              for run_batch_served). run_on_event packs each event into a record of its line.
- *     writer   run_write_results: turns records into text. When the last sample of a line has ended:
- *              --run_put_result--> one write(). Also shows progress and handles Ctrl-C.
+ *     writer   run_write_results: turns records into text. When the last sample of a line has
+ *              ended: --run_put_result--> one write(). Also shows progress and handles Ctrl-C.
  *
  * An input line is OpenAI's batch line {"custom_id","method","url","body"}, or a short one: the
  * body itself, with "custom_id" or "id" among its fields. A line without an id is called
@@ -21051,7 +21064,7 @@ static int api_answer_tokenize(const api_config *config, enum api_route route, s
  *   - A line that was cancelled, or whose device failed, is not written: the next run does it.
  *
  * run.lock guards the counts and the list of in-flight lines, the writer's queue, the records
- * that lines have ready for the writer, and run.e. The driver reads a line's call; only the
+ * that lines have ready for the writer, and run.err. The driver reads a line's request; only the
  * writer changes it once the engine has the line. Order of locks: run.lock before the engine's.
  * Chapters 25 and 26 read bodies and write answers.
  * =========================================================================== */
@@ -21078,7 +21091,7 @@ typedef struct run_options { /* what toka batch was asked to do */
     const char *now;       /* the chat template's clock; NULL: local time */
     const char *name;      /* model name in results; NULL: the model's own name */
     toka_request defaults; /* defaults for what a line does not set */
-    /* OpenAI's batch lines are parsed with it; NULL: made from base */
+    /* OpenAI's batch lines are parsed with it; NULL: made from `defaults` */
     const api_config *api_config;
     int64_t max_answer_bytes; /* memory that a line's answer may take; 0: no limit */
     bool quiet;               /* no progress, no report */
@@ -21086,11 +21099,11 @@ typedef struct run_options { /* what toka batch was asked to do */
     /* clients read the messages: they name files without their folder */
     bool hide_folders;
     atomic_int *interrupted; /* the caller's; not 0: stop (Ctrl-C) */
-    int64_t deadline;        /* deadline, seconds since 1970; 0: none */
+    int64_t deadline;        /* seconds since 1970; 0: none */
     bool expired;            /* the deadline has passed: each line left becomes an error record */
-    atomic_llong *n_completed,
-        *n_failed; /* get the number of results and of errors written, those of
-                                         earlier runs included; may be NULL */
+    /* get the number of results and of errors written, those of earlier runs included; may be
+     * NULL */
+    atomic_llong *n_completed, *n_failed;
     /* gets the number of output lines that were not results; may be NULL */
     atomic_llong *n_damaged;
 } run_options;
@@ -21101,7 +21114,7 @@ enum run_outcome {
     RUN_COMPLETE    /* every line has its result or error */
 };
 
-/* hash of a custom_id: FNV-1a of 128 bits, the same on every machine */
+/* The hash of a custom_id: FNV-1a of 128 bits, the same on every machine. */
 typedef struct run_id_hash {
     uint64_t hi, lo;
 } run_id_hash;
@@ -21128,7 +21141,8 @@ typedef struct run_input { /* reads a file line by line */
     int64_t line_bytes;         /* its bytes */
     buf line;                   /* the line */
     size_t max_bytes;           /* bytes of a line, at most */
-    bool too_long;              /* the line is cut: it has more than `most` bytes, or no_memory */
+    bool too_long;              /* the line is cut: it has more than max_bytes bytes, or
+                                 * no_memory */
     bool no_memory;             /* there was no memory for the whole line */
 } run_input;
 
@@ -21138,13 +21152,13 @@ typedef struct run_line { /* one request, from reading it to writing its result 
     run_id_hash id_hash;
     uint64_t line_hash; /* run_line_hash of it */
     api_request request;
-    size_t bytes;       /* of the input line */
-    /* records of events; the driver's, until it moves them to `ready` */
-    buf driver_records;
+    size_t bytes;                 /* of the input line */
+    buf driver_records;           /* records of events; the driver's, until it moves them to
+                                   * ready_records */
     buf ready_records;            /* records for the writer; run.lock guards them, in_flight,
-                                   * queued, held and the lists below */
+                                   * queued, held_bytes and the lists below */
     bool in_flight, queued;       /* the engine has it; it is in the writer's queue */
-    size_t held_bytes;            /* call.held, as counted in run_state.n_flight_held */
+    size_t held_bytes;            /* request.held_bytes, as counted in run_state.n_inflight_held */
     const char *error;            /* code of an error record; NULL: a result */
     char *message;                /* of the error record; owned; NULL: none */
     struct run_line *next_queued; /* in the writer's queue */
@@ -21207,7 +21221,7 @@ static run_id_hash run_hash_text(str text) {
     return (run_id_hash){(uint64_t)(hash >> 64), (uint64_t)hash};
 }
 
-/* Returns the entry of a key. A new entry has state 0: the caller sets it with run_table_set.
+/* Returns the entry of an id hash. A new entry has state 0: the caller sets it with run_table_set.
  * Valid until the next call. */
 static run_table_entry *run_table_find(run_table *table, run_id_hash id_hash) {
     if (table->n_entries + 1 > table->cap / 4 * 3) {
@@ -21308,7 +21322,7 @@ static const json *run_parse_json(const run_input *input, arena *memory, str lin
 }
 
 /* Reads the next line, which may be empty, without its line feed. *line is valid until the next
- * call. *whole: a line feed ended it; may be NULL. Returns 1, 0 at the end, or an error. */
+ * call. *complete: a line feed ended it; may be NULL. Returns 1, 0 at the end, or an error. */
 static int run_next_line(run_input *input, str *line, bool *complete, toka_err *e) {
     bool any_bytes = false, found_end = false;
     buf_clear(&input->line);
@@ -21403,12 +21417,12 @@ static void run_count_changed(run_state *run, const run_table_entry *entry, uint
 static void run_warn_changed(run_state *run) {
     if (!run->n_changed || run->warned_changed) return;
     run->warned_changed = true;
-    fprintf(
-        stderr,
-        "toka batch: %s: %lld %s changed since the answers in %s were written, the first is line %lld; "
-        "those answers stay (give another -o to do them again)\n",
-        run->input.name, (long long)run->n_changed, run->n_changed == 1 ? "line has" : "lines have",
-        run->results.path, (long long)run->first_changed);
+    fprintf(stderr,
+            "toka batch: %s: %lld %s changed since the answers in %s were written, the first is "
+            "line %lld; those answers stay (give another -o to do them again)\n",
+            run->input.name, (long long)run->n_changed,
+            run->n_changed == 1 ? "line has" : "lines have", run->results.path,
+            (long long)run->first_changed);
 }
 
 static void run_warn_unknown(void *user, str name) {
@@ -21468,7 +21482,7 @@ static int run_form(run_line *line, const json *root, const json **body, enum ap
     return 0;
 }
 
-/* Reads a line into its call. If root is NULL, the line was not JSON and *e says why. Returns 0,
+/* Reads a line into its request. If root is NULL, the line was not JSON and *e says why. Returns 0,
  * or an error with line->error set. */
 static int run_parse_line(run_line *line, const json *root, toka_err *e) {
     const json *body = root;
@@ -21487,8 +21501,8 @@ static int run_parse_line(run_line *line, const json *root, toka_err *e) {
     /* a server's batch has a negative priority: none of its lines gets ahead of waiting clients */
     const int max_priority = line->run->options->defaults.priority;
     for (int i = 0; i < line->request.n_prompts && max_priority < 0; i++)
-        line->request.prompts[i].engine_request.priority = MIN(
-            line->request.prompts[i].engine_request.priority, max_priority);
+        line->request.prompts[i].engine_request.priority =
+            MIN(line->request.prompts[i].engine_request.priority, max_priority);
     if (code) line->error = line->request.unsupported ? "unsupported" : "invalid_request";
     else if (line->request.stream) {
         code = RUN_FAIL(line, "unsupported", "stream is not supported in a batch");
@@ -21612,8 +21626,8 @@ static bool run_wait_for_room(run_state *run) {
     return go_on;
 }
 
-/* Submits all parts of a line to the engine. With run.lock held, so that the writer does not see
- * the line before all parts are submitted. Returns 0 or an error. */
+/* Submits all prompts of a line to the engine. With run.lock held, so that the writer does not see
+ * the line before all prompts are submitted. Returns 0 or an error. */
 static int run_submit_line(run_state *run, run_line *line, toka_err *e) {
     api_request *request = &line->request;
     int code = 0;
@@ -21821,9 +21835,9 @@ static bool run_wait_for_disk(run_state *run, const char *path, int why) {
     return !run_must_stop(run);
 }
 
-/* Writes all bytes of s, in one write() if the system takes them at once. A pipe gets at most
- * PIPE_BUF bytes at a time, when it has room for them: if its reader never reads, write() would
- * block, and Ctrl-C could not end it. */
+/* Writes all bytes of the text, in one write() if the system takes them at once. A pipe gets at
+ * most PIPE_BUF bytes at a time, when it has room for them: if its reader never reads, write()
+ * would block, and Ctrl-C could not end it. */
 static int run_write_all(run_state *run, run_output *output, str text, toka_err *e) {
     for (size_t pos = 0; pos < text.n;) {
         struct pollfd poll_fd = {.fd = output->fd, .events = POLLOUT};
@@ -21832,8 +21846,9 @@ static int run_write_all(run_state *run, run_output *output, str text, toka_err 
                 return fail(e, TOKA_E_CANCELLED, "%s: interrupted", output->path);
             continue;
         }
-        ssize_t n_written = write(output->fd, text.p + pos,
-                          output->is_file ? text.n - pos : MIN(text.n - pos, (size_t)PIPE_BUF));
+        ssize_t n_written =
+            write(output->fd, text.p + pos,
+                  output->is_file ? text.n - pos : MIN(text.n - pos, (size_t)PIPE_BUF));
         if (n_written < 0 && (errno == EINTR || errno == EAGAIN)) continue;
         if (n_written < 0) {
             int why = errno;
@@ -21870,7 +21885,7 @@ static int run_write_line(run_state *run, run_line *line, buf *out, toka_err *e)
     return 0;
 }
 
-/* Takes the first line of the writer's queue, with its records in *ready. Returns NULL if there
+/* Takes the first line of the writer's queue, with its records in *records. Returns NULL if there
  * is none after 0.2 s. With run.lock held. */
 static run_line *run_next_queued(run_state *run, buf *records) {
     run_line *line = run->queue;
@@ -21993,7 +22008,7 @@ static bool run_is_result(const json *root) {
     return response && error && (response->type != JSON_NULL || error->type != JSON_NULL);
 }
 
-/* Reads an output line into *out. A line with thousands of samples may be too long to be parsed
+/* Reads an output line into *result. A line with thousands of samples may be too long to be parsed
  * whole: then only its beginning is read. Returns false if the line is not a result. */
 static bool run_read_result(run_state *run, const run_input *input, str line, arena *memory,
                             run_result *result) {
@@ -22008,9 +22023,10 @@ static bool run_read_result(run_state *run, const run_input *input, str line, ar
     if (input->too_long) id = str_sub(line, 7, run_result_prefix.n + 32);
     result->line_hash = run_id_line_hash(id, run_hash_text(json_str(value)));
     result->failed = !input->too_long && json_get(root, "error")->type != JSON_NULL;
-    const str model = input->too_long ? (str){0}
-                                   : json_str(json_get(json_get(json_get(root, "response"), "body"),
-                                                       "model"));
+    const str model =
+        input->too_long
+            ? (str){0}
+            : json_str(json_get(json_get(json_get(root, "response"), "body"), "model"));
     if (model.n && !run->other_model.n && !run->options->api_config &&
         !str_is(model, run->configs[0].name))
         api_put_printable(&run->other_model, model);
@@ -22029,11 +22045,11 @@ typedef struct run_scan { /* state while reading what earlier runs wrote */
     bool whole;            /* a line feed ends the line */
     bool bad;              /* the line is not a result */
     bool begins_as_result; /* the line is bad, and is empty or begins as a result does */
-    bool any_foreign;      /* some line was bad and not ours */
+    bool any_foreign;      /* some line was bad and did not begin as a result */
     int64_t n_results, n_bad;
     int64_t n_duplicates; /* results whose custom_id already has one */
     int64_t first_bad;    /* line number */
-    buf removed;          /* run_spans of the lines that a server removes from its file */
+    buf removed;          /* run_byte_range of each line that a server removes from its file */
 } run_scan;
 
 /* Returns whether a bad line is empty or begins as our results do. A disk that lost power may
@@ -22115,8 +22131,8 @@ static bool run_copy_bytes(int to_fd, int from_fd, run_byte_range range) {
     return true;
 }
 
-/* Replaces a server's output file by one without the lines of s->drop, because clients parse every
- * line of the file. */
+/* Replaces a server's output file by one without the lines of scan->removed, because clients parse
+ * every line of the file. */
 static int run_remove_lines(run_state *run, const run_scan *scan, run_output *output, toka_err *e) {
     const char *path = output == &run->errors ? run->options->errors : run->options->out;
     const run_byte_range *removed = (const run_byte_range *)(const void *)scan->removed.p;
@@ -22330,7 +22346,7 @@ typedef struct run_probe { /* one thread's share */
     toka_device *device;
     uint64_t sum;     /* of what was read, so that the compiler keeps the reads */
     double best_rate; /* bytes or floating-point operations per second in the fastest round:
-                    other programs may slow down the others */
+                       * other programs may slow down the others */
 } run_probe;
 
 #ifdef __x86_64__
@@ -22425,7 +22441,7 @@ typedef struct run_gpu {
     double flops;       /* per second: dense bf16 products, float32 sums */
     double memory_rate; /* of memory, bytes per second */
     double link_rate;   /* bytes per second from one GPU of a host to another, one way */
-    const char *source; /* of flops, read and link */
+    const char *source; /* of flops, memory_rate and link_rate */
 } run_gpu;
 
 /* Measured rates are these fractions of the datasheet's: products 0.80 (the power limit), reads
@@ -22510,11 +22526,11 @@ static void run_print_start(const toka *t, const char *name, double load_s) {
 enum { RUN_RANKS = 64 }; /* in the report, at most */
 typedef struct run_rank_shares {
     int replica, stage, tensor;
-    /* shares of its time: idle between steps; all-reduce and messages between ranks in steps */
+    /* shares of its time: idle between steps; in steps, all-reduce, and sends and receives */
     double idle, all_reduce, send_receive;
 } run_rank_shares;
 
-typedef struct run_report { /* the figures of a finished batch */
+typedef struct run_report { /* the numbers of a finished batch */
     double elapsed_s, output_rate, total_rate, prefix_hit_share, rows_per_step;
     /* shares of elapsed_s */
     double plan_share, run_share, commit_share, idle_share;
@@ -22522,8 +22538,9 @@ typedef struct run_report { /* the figures of a finished batch */
                                    * operations per second of run */
     double peak_gbs, peak_gflops; /* what the machine can do; 0 on a GPU */
     double ceiling_share;         /* the larger of the two shares of these; 0 on a GPU */
-    bool timed;                   /* devices time their own steps: run is of the first of them */
-    toka_times device;            /* of the first; seconds of parts are extrapolated to all its
+    bool timed;                   /* devices time their own steps: run_share is of the first of
+                                   * them */
+    toka_times device;            /* of the first; seconds of ops are extrapolated to all its
                                    * steps */
     const char *device_text;      /* the device in words */
     const run_gpu *gpu;           /* NULL: not in the list */
@@ -22537,7 +22554,7 @@ static const char *const run_op_names[TOKA_N_OPS] = {"embed", "qkv",  "attention
 
 static double run_ratio(double amount, double per) { return per > 0 ? amount / per : 0; }
 
-/* Extrapolates the times of parts from the steps whose parts were timed to all steps. */
+/* Extrapolates the times of ops from the steps whose ops were timed to all steps. */
 static void run_extrapolate_ops(toka_times *times) {
     double timed_s = 0;
     for (int i = 0; i < TOKA_N_OPS; i++) timed_s += times->op[i].seconds;
@@ -22556,12 +22573,10 @@ static void run_report_rank(run_report *report, model_grid *model, int replica, 
     run_extrapolate_ops(&times);
     const double wall_s = times.busy_s + times.idle_s;
     report->ranks[report->n_ranks++] = (run_rank_shares){
-        replica,
-        rank / model->tp,
-        rank % model->tp,
-        run_ratio(times.idle_s, wall_s),
+        replica, rank / model->tp, rank % model->tp, run_ratio(times.idle_s, wall_s),
         run_ratio(times.op[TOKA_OP_ALL_REDUCE].seconds, wall_s),
-        run_ratio(times.op[TOKA_OP_SEND_RECEIVE].seconds, wall_s)};
+        run_ratio(times.op[TOKA_OP_SEND_RECEIVE].seconds, wall_s)
+    };
     if (report->n_ranks == 1) report->device = times;
 }
 
@@ -22578,14 +22593,14 @@ static void run_report_device(run_report *report, toka *t) {
     report->run_share = report->device.busy_s / report->elapsed_s;
 }
 
-/* Returns the most bytes per second that a part can move: over the links, or from the device's
+/* Returns the most bytes per second that an op can move: over the links, or from the device's
  * memory. */
 static double run_op_peak_rate(const run_report *report, int op) {
     return op == TOKA_OP_ALL_REDUCE || op == TOKA_OP_SEND_RECEIVE ? report->gpu->link_rate
                                                                   : report->gpu->memory_rate;
 }
 
-/* Prints a line for each part of a step: its share of the time, its rates, and these as shares of
+/* Prints a line for each op of a step: its share of the time, its rates, and these as shares of
  * what the GPU can do. */
 static void run_report_print_device(const run_report *report) {
     const toka_times *times = &report->device;
@@ -22624,7 +22639,7 @@ static double run_least_idle(const run_report *report) {
 }
 
 /* Prints a line for each rank: shares of all its time, idle time between steps included. The
- * lines of parts above are of the first rank. */
+ * lines of ops above are of the first rank. */
 static void run_report_print_ranks(const run_report *report) {
     if (report->n_ranks < 2) return;
     fprintf(stderr, "  idle of the busiest rank, with stages the bubble: %.2f %%\n",
@@ -22690,9 +22705,10 @@ static run_report run_report_make(toka *t, double elapsed_s) {
                                (is_tied ? head_params : 2 * head_params);
     report.output_rate = (double)stats->output_tokens / report.elapsed_s;
     report.total_rate = (double)(stats->output_tokens + stats->prompt_tokens) / report.elapsed_s;
-    report.prefix_hit_share = stats->prompt_tokens ? (double)stats->prompt_tokens_shared /
-                                                         (double)stats->prompt_tokens
-                                                   : 0;
+    report.prefix_hit_share =
+        stats->prompt_tokens
+            ? (double)stats->prompt_tokens_shared / (double)stats->prompt_tokens
+            : 0;
     report.rows_per_step = stats->steps ? (double)stats->rows / (double)stats->steps : 0;
     report.plan_share = stats->plan_s / report.elapsed_s;
     report.run_share = stats->run_s / report.elapsed_s;
@@ -22704,10 +22720,8 @@ static run_report run_report_make(toka *t, double elapsed_s) {
         double bytes = (double)files->weight_bytes * (body_params + head_params) /
                        (double)files->n_parameters;
         report.read_gbs = 1e-9 * bytes * (double)stats->steps / stats->run_s;
-        report.gflops = 2e-9 *
-                        (body_params * (double)stats->rows +
-                         head_params * (double)stats->output_tokens) /
-                        stats->run_s;
+        report.gflops = 2e-9 * (body_params * (double)stats->rows +
+                                head_params * (double)stats->output_tokens) / stats->run_s;
     }
     if (t->engine->backend == &toka_cpu && stats->steps) {
         report.peak_gbs = 1e-9 * run_probe_rate(t->engine, files->weight_bytes);
@@ -22721,22 +22735,22 @@ static run_report run_report_make(toka *t, double elapsed_s) {
 static void run_report_print(const run_report *report) {
     const toka_stats *stats = &report->stats;
     if (!stats->steps) return;
-    fprintf(
-        stderr,
-        "  prompt %lld tokens, %.1f %% from the prefix tree; output %lld tokens, %.1f tok/s; %.1f tok/s in all\n"
-        "  %lld steps of %.1f tokens, %lld preemptions; device busy %.1f %%, idle %.1f %%; beside it planning %.1f %%, "
-        "events %.1f %%\n",
-        (long long)stats->prompt_tokens, 100 * report->prefix_hit_share,
-        (long long)stats->output_tokens, report->output_rate, report->total_rate,
-        (long long)stats->steps, report->rows_per_step, (long long)stats->preemptions,
-        100 * report->run_share, 100 * report->idle_share, 100 * report->plan_share,
-        100 * report->commit_share);
+    fprintf(stderr,
+            "  prompt %lld tokens, %.1f %% from the prefix tree; output %lld tokens, %.1f tok/s; "
+            "%.1f tok/s in all\n"
+            "  %lld steps of %.1f tokens, %lld preemptions; device busy %.1f %%, idle %.1f %%; "
+            "beside it planning %.1f %%, events %.1f %%\n",
+            (long long)stats->prompt_tokens, 100 * report->prefix_hit_share,
+            (long long)stats->output_tokens, report->output_rate, report->total_rate,
+            (long long)stats->steps, report->rows_per_step, (long long)stats->preemptions,
+            100 * report->run_share, 100 * report->idle_share, 100 * report->plan_share,
+            100 * report->commit_share);
     if (report->ceiling_share > 0)
-        fprintf(
-            stderr,
-            "  weights were read at %.1f of %.1f GB/s and used at %.1f of %.1f GFLOP/s: %.0f %% of the ceiling\n",
-            report->read_gbs, report->peak_gbs, report->gflops, report->peak_gflops,
-            100 * report->ceiling_share);
+        fprintf(stderr,
+                "  weights were read at %.1f of %.1f GB/s and used at %.1f of %.1f GFLOP/s: "
+                "%.0f %% of the ceiling\n",
+                report->read_gbs, report->peak_gbs, report->gflops, report->peak_gflops,
+                100 * report->ceiling_share);
     if (report->timed) run_report_print_device(report), run_report_print_ranks(report);
 }
 
@@ -22911,11 +22925,11 @@ static int run_batch_served(toka *t, const run_options *options, enum run_outcom
  *
  *     files_create_batch
  *         |
- *         v         files_validate_input               files_run_lines              files_finish_batch
- *     validating ---------------> in_progress ------------> finalizing ----------> completed
- *         |  input is no batch        |  deadline: lines left become errors -----> expired
- *         v                           v  files_cancel_batch
- *       failed                    cancelling --files_finish_batch--> cancelled
+ *         v      files_validate_input        files_run_lines      files_finish_batch
+ *     validating ------------------> in_progress ------> finalizing ----------> completed
+ *         |  input is no batch           |  deadline: lines left become errors -> expired
+ *         v                              v  files_cancel_batch
+ *       failed                       cancelling ------files_finish_batch------> cancelled
  *
  * files_cancel_batch also takes a batch in `validating`. A batch in progress fails if its files
  * cannot be read or written.
@@ -22930,7 +22944,7 @@ static int run_batch_served(toka *t, const run_options *options, enum run_outcom
  *
  * Nothing that a client sends becomes part of a path. files_new_id makes ids: microseconds since
  * 1970, so that they sort by creation, then 64 random bits. An id from a client is looked up in a
- * table. The FB_ enums bound sizes and counts. store.lock guards the tables, all records and
+ * table. The FILES_ enums bound sizes and counts. store.lock guards the tables, all records and
  * `running`; files_worker_thread holds it only between steps. Order of locks: store.lock before
  * run.lock.
  * =========================================================================== */
@@ -22976,24 +22990,24 @@ enum files_status {
 
 typedef struct files_batch {
     files_id id, input;
-    /* files of results and of errors; listed once the batch has ended */
-    files_id output, errors_file;
+    files_id output, errors_file; /* files of results and of errors; listed once it has ended */
     enum files_status status;
     bool chat;               /* endpoint: /v1/chat/completions, else /v1/completions */
     char window[16];         /* completion_window as given: "24h" */
-    /* unix seconds when it entered each state; 0: never. at[FILES_VALIDATING]: created */
+    /* unix seconds when it entered each state; 0: never. status_times[FILES_VALIDATING]: created */
     int64_t status_times[FILES_N_STATUSES];
     int64_t expires_at;      /* unix seconds */
     char *model;             /* the server's model at creation; owned. A server of another model
                               * does not run the batch, but expires it */
     char *metadata, *errors; /* JSON, owned: an object; a list of errors. NULL: none */
-    bool has_out, has_err;   /* out, err are in the table of files */
+    bool has_out, has_err;   /* output, errors_file are in the table of files */
     bool warned_model;       /* its model is not served here; logged once */
     bool warned_waits;       /* for room on the disk, descriptors or threads; logged once, until it
-                              * gets on */
+                              * makes progress */
     /* lines */
     atomic_llong total, completed, failed;
-    atomic_llong damaged;    /* lines of out and err that were not results at a restart */
+    atomic_llong damaged;    /* lines of output and errors_file that were not results at a
+                              * restart */
     atomic_int stop;         /* asks chapter 27 to stop: cancelled, or the server ends */
 } files_batch;
 
@@ -23005,21 +23019,19 @@ typedef struct files_table {
 } files_table;
 
 typedef struct files_options {
-    const char *folder;    /* the folder; "off": none;
-                           NULL: $XDG_DATA_HOME/toka/files or ~/.local/share/toka/files */
-    toka *toka;            /* another thread drives it until files_stop has returned */
-    const api_config
-        *model; /* to parse bodies; its first name is the model of batches. m->unknown may
-                           be called with store.lock held */
+    const char *folder;      /* the folder; "off": none; NULL: $XDG_DATA_HOME/toka/files or
+                              * ~/.local/share/toka/files */
+    toka *toka;              /* another thread drives it until files_stop has returned */
+    const api_config *model; /* to parse bodies; its first name is the model of batches.
+                              * on_unknown_field may be called with store.lock held */
 } files_options;
 
 typedef struct files_store {
     files_options options;
-    char *folder;      /* of the folder, owned; NULL: there is none */
-    /* why the folder cannot be used, for the operator; code 0: it can be used */
-    toka_err folder_error;
-    int folder_errno;    /* errno of that error, or 0 */
-    int dir_fd, lock_fd; /* descriptors of the folder and of its lock; -1: not open */
+    char *folder;          /* its path, owned; NULL: there is none */
+    toka_err folder_error; /* why the folder cannot be used, for the operator; code 0: it can be */
+    int folder_errno;      /* errno of that error, or 0 */
+    int dir_fd, lock_fd;   /* descriptors of the folder and of its lock; -1: not open */
     pthread_mutex_t lock;
     pthread_cond_t has_work;
     files_table files, batches;         /* of files_file, of files_batch; owned */
@@ -23039,7 +23051,7 @@ static const char *const files_status_names[FILES_N_STATUSES] = {
     "validating", "failed", "in_progress", "finalizing",
     "completed", "expired", "cancelling", "cancelled"};
 static const char *const files_purposes[] = {"batch", "batch_output", "fine-tune", "assistants",
-                                          "vision", "user_data", "evals"};
+                                             "vision", "user_data", "evals"};
 
 static bool files_has_ended(const files_batch *batch) {
     return batch->status == FILES_FAILED || batch->status == FILES_COMPLETED ||
@@ -23162,8 +23174,8 @@ static size_t files_form_scan(files_form *form, str input, str *data,
     return n_taken;
 }
 
-/* Reads the part's headers from f->head: lines that end with CR LF. Returns false if the part has
- * no name. */
+/* Reads the part's headers from form->head: lines that end with CR LF. Returns false if the part
+ * has no name. */
 static bool files_form_headers(files_form *form) {
     static const char disposition[] = "content-disposition:";
     for (str rest = buf_view(&form->head), line; str_split_next(&rest, '\n', &line);) {
@@ -23195,7 +23207,7 @@ static enum files_form_event files_form_delimiter(files_form *form, char byte) {
 
 /* Takes bytes of the form; *used: how many. Returns what was found:
  *   MORE      nothing yet: go on with the rest, or with the next piece
- *   PART      a new part; f->name and f->filename are set
+ *   PART      a new part; form->name and form->filename are set
  *   DATA      *data belongs to the part; valid until the next call
  *   PART_END  the part has ended
  *   END       the form is complete; what follows is ignored
@@ -23728,8 +23740,8 @@ static void files_validate_line(files_batch *batch, run_table *seen, const run_i
     const json *root = run_parse_json(input, &memory, line, &why);
     code = root ? files_line_error(batch, root, &param, &message) : "invalid_json_line";
     if (!code) {
-        run_table_entry *entry = run_table_find(seen, run_hash_text(
-                                                          json_str(json_get(root, "custom_id"))));
+        run_table_entry *entry =
+            run_table_find(seen, run_hash_text(json_str(json_get(root, "custom_id"))));
         if (entry->state) {
             fail(&why, TOKA_E_USE, "the custom_id of line %lld again", (long long)entry->state);
             code = "duplicate_custom_id";
@@ -23743,8 +23755,8 @@ static void files_validate_line(files_batch *batch, run_table *seen, const run_i
     arena_free(&memory);
 }
 
-/* Reads the input once. Sets b->total and appends to the list of errors. Returns an error if the
- * system cannot open the file for now. */
+/* Reads the input once. Sets batch->total and appends to the list of errors. Returns an error if
+ * the system cannot open the file for now. */
 static int files_validate_input(files_store *store, files_batch *batch, buf *errors,
                                 toka_err *why) {
     run_table seen = {0};
@@ -23807,7 +23819,7 @@ static int files_run_lines(files_store *store, files_batch *batch, bool expired,
     return code;
 }
 
-/* Cuts a torn last line. A batch that was killed and then cancelled may leave one. */
+/* Cuts a partial last line. A batch that was killed and then cancelled may leave one. */
 static void files_cut_partial_line(int fd) {
     char block[4096];
     off_t end = lseek(fd, 0, SEEK_END);
@@ -23823,9 +23835,9 @@ static void files_cut_partial_line(int fd) {
 }
 
 /* Lists one of the two output files in the table of files, unless it is empty or absent.
- * *has: it is listed. Returns false if its contents or its record are not safe on disk; this is
- * logged. Then the file is listed in memory only, or not at all if the disk is full (s->full).
- * With store.lock held. */
+ * *is_listed: it is listed. Returns false if its contents or its record are not safe on disk; this
+ * is logged. Then the file is listed in memory only, or not at all if the disk is full
+ * (store->disk_full). With store.lock held. */
 static bool files_list_output(files_store *store, const files_batch *batch, const files_id *id,
                               const char *kind, bool *is_listed) {
     struct stat info;
@@ -23948,9 +23960,10 @@ static bool files_is_served(const files_store *store, const files_batch *batch) 
     return false;
 }
 
-/* Returns the oldest batch that can do a step: any unfinished batch of a model served here, and of
- * other models those that only have to end, or are past their deadline. Returns NULL if there is
- * none. *others: some batches of other models wait for their deadline. With store.lock held. */
+/* Returns the oldest batch that can do a step: any unfinished batch of a model served here,
+ * and of other models those that only have to end, or are past their deadline. Returns NULL if
+ * there is none. *others_wait: some batches of other models wait for their deadline. With
+ * store.lock held. */
 static files_batch *files_next_batch(const files_store *store, bool *others_wait) {
     *others_wait = false;
     for (size_t i = 0; i < store->batches.n_entries; i++) {
@@ -24039,8 +24052,8 @@ static bool files_need_folder(files_store *store, http_reply *reply) {
     return files_reply_folder(store, reply), false;
 }
 
-/* Reads ?limit=N, at most `most`; `otherwise` if it is not given. Returns false if it is not a
- * number of at least 1: the reply says so. */
+/* Reads ?limit=N, at most `max`; `fallback` if it is not given. Returns false if it is not a number
+ * of at least 1: the reply says so. */
 static bool files_read_limit(const http_request *http, int max, int fallback, size_t *limit,
                              http_reply *reply) {
     buf text = {0};
@@ -24055,8 +24068,8 @@ static bool files_read_limit(const http_request *http, int max, int fallback, si
     return good;
 }
 
-/* Reads ?after=ID: the list goes on after that entry. *at: its index, or n if it is not given.
- * Returns false if there is no such entry: the reply says so. */
+/* Reads ?after=ID: the list goes on after that entry. *index: its index, or n_entries if it is not
+ * given. Returns false if there is no such entry: the reply says so. */
 static bool files_read_after(const files_table *table, const char *prefix, const http_request *http,
                              size_t *index, http_reply *reply) {
     buf text = {0};
@@ -24413,8 +24426,8 @@ static void files_upload_commit(files_upload *upload, const char *purpose, http_
     files_put_file(file, &reply->body);
 }
 
-/* Ends an upload and frees u. whole: the whole body was taken, and the reply gets the answer. Else
- * the upload was refused or the client is gone: nothing is kept. */
+/* Ends an upload and frees it. is_complete: the whole body was taken, and the reply gets the
+ * answer. Else the upload was refused or the client is gone: nothing is kept. */
 static void files_upload_close(files_upload *upload, bool is_complete, http_reply *reply) {
     files_store *store = upload->store;
     char part_name[64];
@@ -24685,80 +24698,80 @@ static const char srv_page[] =
  * MARK: 30. Server: requests and metrics [os]
  * This chapter handles a request from the moment its last byte has arrived until the first byte of
  * its answer is ready: routes, API keys, handing requests to the engine, turning its events into
- * text, and the numbers of /metrics. Chapter 31 has the sockets. An HTTP request with its answer
- * is a call (srv_request). There are three kinds of threads: the event loop (31), the workers and
- * the engine's thread.
+ * text, and the numbers of /metrics. Chapter 31 has the sockets. A request here is an HTTP request
+ * with its answer (srv_request); it has one engine request for each prompt. There are three kinds
+ * of threads: the event loop (31), the workers and the engine's thread.
  *
- *     loop --srv_dispatch--> ready list --> worker: srv_begin_api: api_parse, toka_submit,
+ *     loop --srv_dispatch--> work queue --> worker: srv_begin_api: api_parse, toka_submit,
  *                                                   or the handler of another route
- *                                           engine: srv_on_event: api_pack_event --> ready list
- *     loop <-- dirty list <---------------- worker: srv_make_output: api_feed_until, api_finish
+ *                                           engine: srv_on_event: api_pack_event --> work queue
+ *     loop <-- loop list <----------------- worker: srv_make_output: api_feed_until, api_finish
  *
  * An answer passes through six buffers on its way from the engine's thread to the socket. Each
  * thread hands its work on by a buffer under srv.lock (the lines marked "lock"):
  *
- *       buffer          lock   owner             contents
+ *       buffer                lock   owner             contents
  *
- *     toka_event               engine's thread   ids and logprobs, valid during the callback
+ *     toka_event                     engine's thread   ids and logprobs, valid during the callback
  *         | srv_on_event: api_pack_event
- *     1 call.fresh             engine's thread   packed records of the current step
+ *     1 request.step_records         engine's thread   packed records of the current step
  *         | srv_on_event, at the last event of the step
- *     2 call.records    lock   engine -> worker  records that no worker has taken
+ *     2 request.records       lock   engine -> worker  records that no worker has taken
  *         | srv_begin_job
- *     3 call.left       lock   worker            records taken by a worker, not yet made into
- *         |                                      text; during its turn they are in srv_job
+ *     3 request.unfed         lock   worker            records taken by a worker, not yet made
+ *         |                                            into text; during its turn in srv_job
  *         | srv_make_output: api_feed_until, api_finish
- *     4 srv_job.made           worker            bytes of HTTP made in this turn
+ *     4 srv_job.output               worker            bytes of HTTP made in this turn
  *         | srv_pass_to_loop
- *     5 call.out        lock   worker -> loop    bytes that the loop has not taken
+ *     5 request.output        lock   worker -> loop    bytes that the loop has not taken
  *         | srv_take_output, srv_deliver_output
- *     6 srv_conn.out           loop              bytes that the socket has not taken
+ *     6 srv_conn.out                 loop              bytes that the socket has not taken
  *         | srv_send_some
  *     socket
  *
  * The loop never parses JSON and never blocks. It uses a disk only to send a file or to delete an
- * incomplete upload. The engine's thread never makes text. A call is with at most one worker at a
- * time. All threads share one lock, held for a few pointer assignments at a time. The loop and the
- * workers lock it once for several calls: if they lock it for each call, the tokens of 1,024
- * streams of a fast model arrive in bursts (test/results/gpu-h200.md).
+ * incomplete upload. The engine's thread never makes text. A request is with at most one worker at
+ * a time. All threads share one lock, held for a few pointer assignments at a time. The loop and
+ * the workers lock it once for several requests: if they lock it for each request, the tokens of
+ * 1,024 streams of a fast model arrive in bursts (test/results/gpu-h200.md).
  *
  * What always holds:
- *   - srv.lock guards the lists, the metrics and the fields of a call marked (lock). A call is
- *     reference-counted. References are held by its connection, by each list that it is in (the
- *     ready list's passes to the worker), and by each of its engine requests until that request's
- *     last event. The last one to go frees the call;
- *   - if the client of a call disconnects, all engine requests of the call are cancelled, also
- *     those submitted afterwards;
- *   - backpressure: if a client reads slowly, its text is no longer made (`stalled`), but the
+ *   - srv.lock guards the lists, the metrics and the fields of a request marked (lock). A request
+ *     is reference-counted. References are held by its connection, by each list that it is in (the
+ *     work queue's passes to the worker), and by each of its engine requests until that one's last
+ *     event. The last one to go frees the request;
+ *   - if the client of a request disconnects, all its engine requests are cancelled, also those
+ *     submitted afterwards;
+ *   - backpressure: if a client reads slowly, its text is no longer made (`paused`), but the
  *     engine continues. Its tokens wait as packed records, at most SRV_MAX_RECORDS bytes, and
  *     become text in turns of about SRV_MAX_UNSENT bytes. A client that accepts no byte for
  *     --write-timeout is disconnected;
- *   - srv.held counts the memory that clients make the server hold: request bodies, the memory
- *     that parsing them may need, records and answers, and the buffers of connections. One holder
- *     may use at most as much as remains free of srv.room (srv_account). So large requests are refused
- *     first, with a 503, and small ones last. Large allocations are checked, and small ones have
- *     spare memory (chapter 2), so no client can end the server by exhausting its memory.
+ *   - srv.held_bytes counts the memory that clients make the server hold: request bodies, the
+ *     memory that parsing them may need, records and answers, and the buffers of connections. One
+ *     holder may use at most as much as remains free of srv.memory_limit (srv_account). So large
+ *     requests are refused first, with a 503, and small ones last. Large allocations are checked,
+ *     and small ones have spare memory (chapter 2), so no client can end the server by exhausting
+ *     its memory.
  * =========================================================================== */
 
 enum {
-    SRV_MAX_UNSENT = 256 << 10,   /* bytes of a stream made but not sent before it is stalled; also
-                                     bytes made in one turn */
-    SRV_MAX_RECORDS = 64 << 20,   /* bytes of records that wait for a slow client; with more it is
-                                     disconnected */
-    SRV_MIN_RECORDS = 64 << 10,   /* an answer that is not streamed: a worker takes its records only
-                                     when they exceed this, or at the end */
-    /* longest body of requests that are neither prompts nor files */
-    SRV_OTHER_BODY_BYTES = 1 << 20,
+    SRV_MAX_UNSENT = 256 << 10,      /* bytes of a stream made but not sent before it is paused;
+                                      * also bytes made in one turn */
+    SRV_MAX_RECORDS = 64 << 20,      /* bytes of records that wait for a slow client; with more it
+                                      * is disconnected */
+    SRV_MIN_RECORDS = 64 << 10,      /* an answer that is not streamed: a worker takes its records
+                                      * only when they exceed this, or at the end */
+    SRV_OTHER_BODY_BYTES = 1 << 20,  /* longest body of requests that are neither prompts nor
+                                      * files */
     SRV_PIECE_BYTES = 1 << 20,       /* an upload is handed to a worker in pieces of this size */
     SRV_LIGHT_BYTES = 4 << 10,       /* a stream with at most so many bytes of records is light */
     SRV_MAX_JOBS = 16,               /* light jobs that a worker takes at once, at most */
     SRV_SMALL_BYTES = 64 << 10,      /* each holder may have this much in any case */
-    SRV_MIN_MEMORY_LIMIT = 32 << 20, /* smallest srv.room, in bytes */
-    /* memory needed to parse a body, per byte: values, ids, texts */
-    SRV_PARSE_FACTOR = 24,
-    SRV_MAX_CHOICES = 1 << 16, /* choices of one request */
-    SRV_QUEUE_RATE_S = 10,     /* seconds over which srv_queue_rate measures, at least */
-    SRV_MAX_RETRY_S = 60,      /* largest Retry-After, in seconds */
+    SRV_MIN_MEMORY_LIMIT = 32 << 20, /* smallest srv.memory_limit, in bytes */
+    SRV_PARSE_FACTOR = 24,           /* memory to parse a byte of a body: values, ids, texts */
+    SRV_MAX_CHOICES = 1 << 16,       /* choices of one request */
+    SRV_QUEUE_RATE_S = 10,           /* seconds over which srv_queue_rate measures, at least */
+    SRV_MAX_RETRY_S = 60,            /* largest Retry-After, in seconds */
 };
 
 typedef struct srv_options { /* the options of toka serve; the caller owns the strings */
@@ -24777,10 +24790,9 @@ typedef struct srv_options { /* the options of toka serve; the caller owns the s
     int64_t max_answer_bytes; /* memory that an answer may take if it is not streamed */
     int64_t max_upload_bytes;
     double read_timeout, write_timeout, keep_alive; /* seconds */
-    double step_timeout;                            /* seconds without a step, with requests running
-                                                     * or queued, until /health reports a hung
-                                                     * engine; also how long a shutdown waits for a
-                                                     * step */
+    double step_timeout;      /* seconds without a step, with requests running or queued, until
+                               * /health reports a hung engine; also how long a shutdown waits for
+                               * a step */
     int n_workers;
     bool model_defaults;      /* sampling defaults come from generation_config.json */
     bool strict, quiet;
@@ -24802,12 +24814,12 @@ typedef struct srv_metrics {
     int64_t rejected;   /* requests answered with a 429 because the queue was full */
 } srv_metrics;
 
-/* how fast calls leave the queue, over SRV_QUEUE_RATE_S to 2 * SRV_QUEUE_RATE_S */
+/* How fast requests leave the queue, over SRV_QUEUE_RATE_S to 2 * SRV_QUEUE_RATE_S seconds. */
 typedef struct srv_queue_rate {
-    double interval_start
-        [2]; /* [0]: start of the interval that is measured; [1]: start of the next one.
-                        Both are set to now whenever the queue is empty. 0: none yet */
-    int64_t n_dequeued[2]; /* srv.n_left at those times */
+    double interval_start[2]; /* [0]: start of the interval that is measured; [1]: start of the
+                               * next one. Both are set to now whenever the queue is empty. 0: none
+                               * yet */
+    int64_t n_dequeued[2];    /* srv.n_dequeued at those times */
 } srv_queue_rate;
 
 enum srv_phase { SRV_LOADING, SRV_READY, SRV_FAILED }; /* of the engine */
@@ -24825,22 +24837,22 @@ typedef struct srv {
     atomic_bool hung;     /* the engine hangs: no step for --step-timeout although there is work */
     uint64_t random[2];   /* random numbers of this process, for ids and seeds */
     atomic_ullong last_id;
-    int64_t start_time;      /* unix seconds */
-    atomic_llong held_bytes; /* bytes that clients make the server hold */
-    /* limit of held: half of the memory free after loading the model */
-    atomic_llong memory_limit;
+    int64_t start_time;        /* unix seconds */
+    atomic_llong held_bytes;   /* bytes that clients make the server hold */
+    atomic_llong memory_limit; /* limit of held_bytes: half of the memory free after loading the
+                                * model */
 
-    pthread_mutex_t lock; /* guards the fields from here to unknown */
+    pthread_mutex_t lock; /* guards the fields from here to reported_fields */
     pthread_cond_t has_work;
-    /* FIFO of calls that have work for a worker */
+    /* FIFO of requests that have work for a worker */
     struct srv_request *work_queue, **work_queue_end;
-    struct srv_request *loop_list; /* LIFO of calls that have something for the loop */
-    int n_queued, n_idle_workers;  /* calls in `ready`; workers that wait */
+    struct srv_request *loop_list; /* LIFO of requests that have something for the loop */
+    int n_queued, n_idle_workers;  /* requests in work_queue; workers that wait */
     bool stopping;                 /* the workers shall end */
-    bool loop_woken;               /* wake_fd was written since the loop last took `dirty` */
-    int n_waiting;                 /* calls without a first token: the queue that max_queue
+    bool loop_woken;               /* wake_fd was written since the loop last took loop_list */
+    int n_waiting;                 /* requests without a first token: the queue that max_queue
                                     * limits */
-    int64_t n_dequeued;            /* calls that have left this queue */
+    int64_t n_dequeued;            /* requests that have left this queue */
     srv_queue_rate queue_rate;
     srv_metrics metrics;
     /* names of unknown fields that were reported; `seen` of api_should_report */
@@ -24851,11 +24863,10 @@ typedef struct srv {
     int wake_fd;           /* eventfd that wakes the loop */
 } srv;
 
-typedef struct srv_prompt { /* one engine request of a call: the `user` of its events */
+typedef struct srv_prompt { /* one engine request: the `user` of its events */
     struct srv_request *request;
     api_prompt *prompt;
-    /* samples that have not ended; used by the engine's thread only, like begun */
-    int n_unended;
+    int n_unended;      /* samples that have not ended; the engine's thread's, like has_token */
     uint8_t *has_token; /* one bit a sample: it has had a token */
 } srv_prompt;
 
@@ -24864,54 +24875,51 @@ enum srv_state { SRV_NEW, SRV_RUNNING, SRV_ENDED };
 typedef struct srv_request { /* one HTTP request and its answer */
     struct srv *server;
     struct srv_conn *conn;         /* the loop's; NULL: the client has disconnected, or the answer
-                                      is complete */
+                                    * is complete */
     const struct srv_route *route; /* NULL: no route matched */
     arena memory;
     http_request *http;
     buf body;
-    int64_t body_held, work_held;  /* counted in srv.held: for the body; for a worker's memory */
-    /* when the request had arrived; latencies count from here */
-    double arrival_time;
+    int64_t body_held, work_held;  /* counted in srv.held_bytes: for the body; for a worker's
+                                    * memory */
+    double arrival_time;           /* when the request had arrived; latencies count from here */
     bool keep_alive, head_sent;
-    bool in_queue;    /* (lock) counted in srv.n_waiting */
-    int fd;           /* socket of the connection; the loop's */
-    str origin;       /* value of the Origin header if CORS allows it; else .n is 0 */
-    http_reply reply; /* the worker's until `done`, then the loop's */
+    bool in_queue;                 /* (lock) counted in srv.n_waiting */
+    int fd;                        /* socket of the connection; the loop's */
+    str origin;                    /* value of the Origin header if CORS allows it; else .n is 0 */
+    http_reply reply;              /* the worker's until output_ended, then the loop's */
     files_upload *upload;
     bool upload_ended;             /* body holds the last piece */
 
     api_request api;
-    srv_prompt *prompts;   /* [api.n_parts] */
-    toka_err submit_error; /* error of toka_submit; code 0: it accepted all parts */
-    /* records of this step; the engine's thread, as the next two */
-    buf step_records;
-    int step_tokens;              /* tokens of this step ... */
-    int step_first_tokens;        /* ... and how many of them are the first of their sample */
+    srv_prompt *prompts;   /* [api.n_prompts] */
+    toka_err submit_error; /* error of toka_submit; code 0: it accepted all prompts */
+    buf step_records;      /* records of this step; the engine's thread's, like the next two */
+    int step_tokens;       /* tokens of this step ... */
+    int step_first_tokens; /* ... and how many of them are the first of their sample */
 
     /* (lock) from here on */
     int refs;
     enum srv_state state;
-    /* in the ready list or with a worker; in the dirty list */
-    bool with_workers, in_loop_list;
-    /* the client has disconnected; written with the lock held */
-    atomic_bool disconnected;
-    atomic_bool over_limit; /* it holds too much memory: its samples are cancelled and it is
-                                answered with a 503; written with the lock held */
-    bool paused;            /* the client reads slowly: no text is made */
-    bool output_ended;      /* the whole answer is in out */
-    bool wants_piece;       /* the worker needs the next piece of an upload */
-    int n_unended;          /* engine requests that have not had their last event */
-    int n_submitted;        /* engine requests whose engine_id is set */
+    bool with_workers, in_loop_list; /* in the work queue or with a worker; in the loop list */
+    atomic_bool disconnected; /* the client has disconnected; written with the lock held */
+    atomic_bool over_limit;   /* it holds too much memory: its samples are cancelled and it is
+                               * answered with a 503; written with the lock held */
+    bool paused;              /* the client reads slowly: no text is made */
+    bool output_ended;        /* the whole answer is in output */
+    bool wants_piece;         /* the worker needs the next piece of an upload */
+    int n_unended;            /* engine requests that have not had their last event */
+    int n_submitted;          /* engine requests whose engine_id is set */
     int64_t n_tokens;
     /* times of the first and the last token; 0: none yet */
     double first_token_time, last_token_time;
-    buf records; /* packed records that no worker has taken */
-    buf unfed;   /* records that a worker took, fed up to left_at */
-    buf output;  /* bytes of the answer that the loop has not taken */
+    buf records;            /* packed records that no worker has taken */
+    buf unfed;              /* records that a worker took, fed up to unfed_at */
+    buf output;             /* bytes of the answer that the loop has not taken */
     size_t unfed_at;
-    size_t unsent_bytes;                 /* bytes of the answer that the socket has not taken */
-    size_t collected_bytes;              /* api.held when the last worker returned the call */
-    int64_t held_bytes;                  /* counted in srv.held: for records, text and out */
+    size_t unsent_bytes;    /* bytes of the answer that the socket has not taken */
+    size_t collected_bytes; /* api.held_bytes when the last worker returned the request */
+    int64_t held_bytes;     /* counted in srv.held_bytes: for records, text and output */
     struct srv_request *next_queued, *next_in_loop_list;
 } srv_request;
 
@@ -24921,12 +24929,12 @@ typedef struct srv_route {
     unsigned methods;  /* bits 1 << http_method; 0: the handler checks the method */
     bool is_public;    /* needs no API key */
     bool before_ready; /* answered even while the model loads or after the engine failed */
-    /* handler on the loop: quick, fills c->reply; or NULL */
+    /* handler on the loop: quick, fills the request's reply; or NULL */
     void (*on_loop)(srv *s, srv_request *c);
-    void (*on_worker)(srv *s,
-                      srv_request *c); /* handler on a worker: publishes c->reply or starts work
-                                          that ends by publishing an answer; or NULL */
-    int api_route;          /* enum api_route, for srv_begin_api and srv_tokenize */
+    /* handler on a worker: publishes the request's reply, or starts work that ends by publishing an
+     * answer; or NULL */
+    void (*on_worker)(srv *s, srv_request *c);
+    int api_route;     /* enum api_route, for srv_begin_api and srv_tokenize */
 } srv_route;
 
 /* ---- Metrics ---- */
@@ -25065,9 +25073,9 @@ static void srv_put_metrics(buf *out, const srv_metrics *metrics, const toka_sta
 
 /* ---- Memory that clients make the server hold ---- */
 
-/* Sets the memory that one holder (a body, an answer, a connection) uses to `bytes`. *mine: what
- * srv.held counts for it; updated in any case. Returns false if the holder has more than remains
- * free for all others, or if the spare memory is in use; never false up to SRV_SMALL_BYTES.
+/* Sets the memory that one holder (a body, an answer, a connection) uses to `bytes`. *counted: what
+ * srv.held_bytes counts for it; updated in any case. Returns false if the holder has more than
+ * remains free for all others, or if the spare memory is in use; never false up to SRV_SMALL_BYTES.
  * Any thread, but for one holder only one at a time. */
 static bool srv_account(srv *server, int64_t *counted, size_t bytes) {
     const int64_t change = (int64_t)bytes - *counted,
@@ -25088,7 +25096,7 @@ static void srv_free_body(srv_request *request) {
     buf_free(&request->body);
 }
 
-/* ---- Calls: references and lists; with srv.lock held unless noted ---- */
+/* ---- Requests: references and lists; with srv.lock held unless noted ---- */
 
 /* After the last reference is gone. Any thread, without the lock. */
 static void srv_request_free(srv_request *request) {
@@ -25107,7 +25115,7 @@ static void srv_request_free(srv_request *request) {
     free(request);
 }
 
-/* The call leaves the queue of calls without a first token, if it is in it. */
+/* The request leaves the queue of requests without a first token, if it is in it. */
 static void srv_leave_queue(srv_request *request) {
     if (request->in_queue) {
         request->in_queue = false;
@@ -25134,13 +25142,14 @@ static size_t srv_unfed_bytes(const srv_request *request) {
     return request->records.n + request->unfed.n - request->unfed_at;
 }
 
-/* Updates what srv.held counts for the call's answer. Returns false if it is too much. */
+/* Updates what srv.held_bytes counts for the request's answer. Returns false if it is over the
+ * limit. */
 static bool srv_account_answer(srv_request *request) {
     return srv_account(request->server, &request->held_bytes,
                        srv_unfed_bytes(request) + request->collected_bytes + request->output.n);
 }
 
-/* Must the call be put into the ready list? */
+/* Must the request be put into the work queue? */
 static bool srv_needs_worker(const srv_request *request) {
     if (request->with_workers || request->disconnected || request->state == SRV_ENDED) return false;
     if (request->state == SRV_NEW) return !request->wants_piece;
@@ -25149,8 +25158,9 @@ static bool srv_needs_worker(const srv_request *request) {
             srv_unfed_bytes(request) > (request->api.stream ? 0 : SRV_MIN_RECORDS));
 }
 
-/* Only the first call in an empty list wakes a worker. A worker that leaves calls in the list wakes
- * the next worker. So there is not one wake-up for each token of each stream. */
+/* Puts a request into the work queue. Only the first request in an empty queue wakes a worker. A
+ * worker that leaves requests in the queue wakes the next worker. So there is not one wake-up for
+ * each token of each stream. */
 static void srv_queue_work(srv_request *request) {
     srv *server = request->server;
     request->with_workers = true;
@@ -25161,7 +25171,7 @@ static void srv_queue_work(srv_request *request) {
     if (!server->n_queued++ && server->n_idle_workers) pthread_cond_signal(&server->has_work);
 }
 
-/* Tells the loop that the call has something for it, and wakes the loop if nothing else did. */
+/* Tells the loop that the request has something for it, and wakes the loop if nothing else did. */
 static void srv_notify_loop(srv_request *request) {
     srv *server = request->server;
     if (request->in_loop_list) return;
@@ -25175,9 +25185,9 @@ static void srv_notify_loop(srv_request *request) {
     (void)unused; /* fails only if the counter is full; then the loop is awake */
 }
 
-/* Ends a call that holds too much memory or has no memory for its records: discards its records and
- * cancels its engine requests. The loop disconnects a stalled stream; any other call is answered
- * with a 503. */
+/* Ends a request that holds too much memory or has no memory for its records: discards its records
+ * and cancels its engine requests. The loop disconnects a paused stream; any other request is
+ * answered with a 503. */
 static void srv_abort_large(srv_request *request) {
     if (request->over_limit || request->disconnected) return;
     request->over_limit = true;
@@ -25207,7 +25217,7 @@ static void srv_on_disconnect(srv_request *request) {
 
 static void srv_error(srv_request *request, int status, const char *fmt, ...)
     __attribute__((format(printf, 3, 4)));
-/* Makes c->reply an OpenAI error object with this status. */
+/* Makes request->reply an OpenAI error object with this status. */
 static void srv_error(srv_request *request, int status, const char *fmt, ...) {
     toka_err e;
     va_list ap;
@@ -25243,7 +25253,7 @@ static void srv_put_body(buf *head, buf *body) {
     *body = swap;
 }
 
-/* Makes a whole answer of c->reply: status line, headers and body. An answer to HEAD has the
+/* Makes a whole answer of request->reply: status line, headers and body. An answer to HEAD has the
  * Content-Length of the body but no body. */
 static void srv_put_reply(buf *out, srv_request *request) {
     http_reply *reply = &request->reply;
@@ -25263,8 +25273,8 @@ static void srv_put_reply(buf *out, srv_request *request) {
     buf_free(&reply->headers), buf_free(&reply->body);
 }
 
-/* Hands the bytes that a worker made to the loop. Afterwards `made` is an unused buffer, which the
- * caller frees. done: they are the answer's last bytes. With the lock held. */
+/* Hands the bytes that a worker made to the loop. Afterwards *bytes is an unused buffer, which the
+ * caller frees. is_last: they are the answer's last bytes. With the lock held. */
 static void srv_pass_to_loop(srv_request *request, buf *bytes, bool is_last) {
     request->unsent_bytes += bytes->n;
     request->paused = !is_last && request->unsent_bytes > SRV_MAX_UNSENT;
@@ -25285,7 +25295,7 @@ static void srv_pass_to_loop(srv_request *request, buf *bytes, bool is_last) {
     if (!request->disconnected) srv_notify_loop(request);
 }
 
-/* Hands c->reply to the loop as the whole answer. Called by a worker, without the lock. */
+/* Hands request->reply to the loop as the whole answer. Called by a worker, without the lock. */
 static void srv_publish_reply(srv_request *request) {
     buf bytes = {0};
     srv_put_reply(&bytes, request);
@@ -25297,9 +25307,9 @@ static void srv_publish_reply(srv_request *request) {
 
 /* ---- Retry-After: how long the queue takes to drain ---- */
 
-/* Called when a call enters the queue or is refused. n_waiting: calls that are in the queue; left:
- * calls that have left it since the server started. Measuring starts anew when the queue is empty:
- * an empty queue says nothing about the drain rate of a full one. */
+/* Called when a request enters the queue or is refused. n_waiting: requests that are in the queue;
+ * n_dequeued: requests that have left it since the server started. Measuring starts anew when the
+ * queue is empty: an empty queue says nothing about the drain rate of a full one. */
 static void srv_update_queue_rate(srv_queue_rate *rate, int n_waiting, int64_t n_dequeued,
                                   double now) {
     if (!n_waiting || !rate->interval_start[0]) {
@@ -25314,8 +25324,8 @@ static void srv_update_queue_rate(srv_queue_rate *rate, int n_waiting, int64_t n
     }
 }
 
-/* Returns the seconds, 1 to SRV_MAX_RETRY_S, until all waiting calls have left the queue at the
- * measured rate. If no call has left since the interval began, it counts as one. */
+/* Returns the seconds, 1 to SRV_MAX_RETRY_S, until all waiting requests have left the queue at the
+ * measured rate. If no request has left since the interval began, it counts as one. */
 static int srv_retry_after_s(const srv_queue_rate *rate, int n_waiting, int64_t n_dequeued,
                              double now) {
     double seconds = n_waiting * MAX(now - rate->interval_start[0], 0.0) /
@@ -25323,7 +25333,7 @@ static int srv_retry_after_s(const srv_queue_rate *rate, int n_waiting, int64_t 
     return seconds < 1 ? 1 : seconds > SRV_MAX_RETRY_S ? SRV_MAX_RETRY_S : (int)ceil(seconds);
 }
 
-/* Appends the header Retry-After to c->reply. Without the lock. */
+/* Appends the header Retry-After to request->reply. Without the lock. */
 static void srv_put_retry_after(srv_request *request) {
     srv *server = request->server;
     double now = os_now();
@@ -25354,7 +25364,7 @@ static void srv_count_tokens(srv_request *request, double now) {
     request->step_tokens = request->step_first_tokens = 0;
 }
 
-/* The last event of the call's last part has come. With the lock held. */
+/* Counts a request whose last event has come. With the lock held. */
 static void srv_count_finished(srv_request *request, double now) {
     srv_metrics *metrics = &request->server->metrics;
     /* tokens after the first one, mean over the samples */
@@ -25369,9 +25379,9 @@ static void srv_count_finished(srv_request *request, double now) {
     srv_observe(&metrics->params_n, (double)request->api.n_choices / request->api.n_prompts, 1);
 }
 
-/* The engine's callback. Packs the event. At the part's last event of a step, or when a sample
+/* The engine's callback. Packs the event. At the prompt's last event of a step, or when a sample
  * ends, hands the records to the workers: so the lock is taken once a step. Always returns 0 (go
- * on); a call is cancelled by toka_cancel. */
+ * on); a request is cancelled by toka_cancel. */
 static int srv_on_event(void *user, const toka_event *ev) {
     srv_prompt *prompt = user;
     srv_request *request = prompt->request;
@@ -25430,8 +25440,9 @@ static uint64_t srv_new_id(srv *server, int which) {
     return hash_mix(server->random[which] + 0x9E3779B97F4A7C15u * (uint64_t)++server->last_id);
 }
 
-/* Submits the parts to the engine. Stops at the first error (c->refused), or when the client has
- * disconnected. Parts that were not submitted have no events, so their references are dropped. */
+/* Submits the prompts to the engine. Stops at the first error (request->submit_error), or when the
+ * client has disconnected. Prompts that were not submitted have no events, so their references are
+ * dropped. */
 static void srv_submit(srv *server, srv_request *request) {
     int n_prompts = request->api.n_prompts, i;
     bool stop = false;
@@ -25455,7 +25466,7 @@ static void srv_submit(srv *server, srv_request *request) {
         request->n_submitted = i + 1;
         stop = request->disconnected || request->over_limit;
         pthread_mutex_unlock(&server->lock);
-        /* srv_on_disconnect or srv_abort_large has cancelled the parts before this one */
+        /* srv_on_disconnect or srv_abort_large has cancelled the prompts before this one */
         if (stop) toka_cancel(server->toka, prompt->engine_id);
     }
     if (i == n_prompts) return;
@@ -25514,8 +25525,8 @@ static void srv_put_stream_head(buf *out, srv_request *request) {
     buf_free(&headers);
 }
 
-/* Makes c->reply the error of a call of which the engine did not accept all parts, or whose answer
- * needs too much memory. */
+/* Makes request->reply the error of a request of which the engine did not accept all prompts, or
+ * whose answer needs too much memory. */
 static void srv_set_refusal(srv_request *request) {
     const bool over_limit = !request->submit_error.code;
     int status = over_limit ? 503 : request->submit_error.code == TOKA_E_USE ? 429 : 500;
@@ -25545,12 +25556,12 @@ static bool srv_can_finish(srv_request *request) {
     return request->api.stream || srv_account_work(request, api_answer_bytes(&request->api));
 }
 
-/* Makes records into bytes for the socket and appends them to `made`; of a stream, about
+/* Makes records into bytes for the socket and appends them to *out; of a stream, about
  * SRV_MAX_UNSENT bytes in one turn. *last on entry: no records come after these. *last on return:
- * no bytes come after `made`. Returns how many bytes of records were used. */
+ * no bytes come after these. Returns how many bytes of records were used. */
 static size_t srv_make_output(srv_request *request, str records, bool *last, buf *out) {
     buf text = {0};
-    /* discards the output of parts that were accepted */
+    /* discards the output of prompts that were accepted */
     if (request->submit_error.code || request->over_limit) {
         if (*last) srv_put_refusal(request, out);
         return records.n;
@@ -25619,7 +25630,7 @@ static void srv_upload(srv *server, srv_request *request) {
     srv_free_body(request);
     if (ok && !request->upload_ended) {
         pthread_mutex_lock(&server->lock);
-        /* srv_end_job tells the loop when the worker is done with the call */
+        /* srv_end_job tells the loop when the worker is done with the request */
         request->wants_piece = true;
         pthread_mutex_unlock(&server->lock);
         return;
@@ -25633,22 +25644,22 @@ static void srv_upload(srv *server, srv_request *request) {
     srv_publish_reply(request);
 }
 
-typedef struct srv_job { /* one turn of a worker with a call */
+typedef struct srv_job { /* one turn of a worker with a request */
     srv_request *request;
     enum srv_state state;
     buf records, output;
     size_t fed; /* records are fed up to here */
-    bool last;  /* before the turn: no records come after these; after it: no bytes after made */
-    bool freed; /* the call's last reference is gone; the worker frees it */
+    bool last;  /* before the turn: no records come after these; after it: no bytes after output */
+    bool freed; /* the request's last reference is gone; the worker frees it */
 } srv_job;
 
-/* Takes the call's records: those left over from the last turn, or else all that came since. With
- * the lock held. */
+/* Takes the request's records: those left over from the last turn, or else all that came since.
+ * With the lock held. */
 static void srv_begin_job(srv_job *job, srv_request *request) {
     buf *source = request->unfed.n ? &request->unfed : &request->records;
     enum srv_state state = request->disconnected ? SRV_ENDED : request->state;
-    *job = (srv_job){
-        .request = request, .state = state, .records = *source, .fed = request->unfed_at};
+    *job = (srv_job){.request = request, .state = state, .records = *source,
+                     .fed = request->unfed_at};
     *source = (buf){0};
     request->unfed_at = 0;
     job->last = !request->n_unended && !request->records.n;
@@ -25660,7 +25671,7 @@ static bool srv_is_light(const srv_request *request) {
            srv_unfed_bytes(request) <= SRV_LIGHT_BYTES;
 }
 
-/* Takes a worker's next jobs from the ready list: its share of light ones, or one that is not
+/* Takes a worker's next jobs from the work queue: its share of light ones, or one that is not
  * light. Returns how many. With the lock held. */
 static int srv_take_jobs(srv *server, srv_job *jobs) {
     int n_jobs = 0, max_jobs = MIN(SRV_MAX_JOBS, 1 + server->n_queued / server->options->n_workers);
@@ -25687,8 +25698,8 @@ static void srv_run_job(srv *server, srv_job *job) { /* without the lock */
     }
 }
 
-/* Gives the call back: hands on the bytes made and keeps the records that are left. With the lock
- * held. */
+/* Gives the request back: hands on the bytes made and keeps the records that are left. With the
+ * lock held. */
 static void srv_end_job(srv_job *job) {
     srv_request *request = job->request;
     if (job->state == SRV_RUNNING && (job->output.n || job->last))
@@ -25782,17 +25793,18 @@ static void srv_metrics_reply(srv *server, srv_request *request) {
 enum { SRV_GET = 1 << HTTP_GET | 1 << HTTP_HEAD, SRV_POST = 1 << HTTP_POST };
 
 static const srv_route srv_routes[] = {
-    {"/", false, SRV_GET, true, true, srv_page_reply, NULL, 0},
-    {"/health", false, SRV_GET, true, true, srv_health, NULL, 0},
-    {"/version", false, SRV_GET, true, true, srv_version, NULL, 0},
-    {"/metrics", false, SRV_GET, false, false, srv_metrics_reply, NULL, 0},
-    {"/v1/models", true, SRV_GET, false, false, srv_models, NULL, 0},
-    {"/v1/completions", false, SRV_POST, false, false, NULL, srv_begin_api, API_COMPLETIONS},
+    /* path         is_prefix, methods, is_public, before_ready, on_loop, on_worker, api_route */
+    {"/",                    false, SRV_GET,  true,  true,  srv_page_reply,    NULL, 0},
+    {"/health",              false, SRV_GET,  true,  true,  srv_health,        NULL, 0},
+    {"/version",             false, SRV_GET,  true,  true,  srv_version,       NULL, 0},
+    {"/metrics",             false, SRV_GET,  false, false, srv_metrics_reply, NULL, 0},
+    {"/v1/models",           true,  SRV_GET,  false, false, srv_models,        NULL, 0},
+    {"/v1/completions",      false, SRV_POST, false, false, NULL, srv_begin_api, API_COMPLETIONS},
     {"/v1/chat/completions", false, SRV_POST, false, false, NULL, srv_begin_api, API_CHAT},
-    {"/tokenize", false, SRV_POST, false, false, NULL, srv_tokenize, API_TOKENIZE},
-    {"/detokenize", false, SRV_POST, false, false, NULL, srv_tokenize, API_DETOKENIZE},
-    {"/v1/files", true, 0, false, false, NULL, srv_files, 0},
-    {"/v1/batches", true, 0, false, false, NULL, srv_files, 0},
+    {"/tokenize",            false, SRV_POST, false, false, NULL, srv_tokenize,  API_TOKENIZE},
+    {"/detokenize",          false, SRV_POST, false, false, NULL, srv_tokenize,  API_DETOKENIZE},
+    {"/v1/files",            true,  0,        false, false, NULL, srv_files,     0},
+    {"/v1/batches",          true,  0,        false, false, NULL, srv_files,     0},
 };
 static const srv_route srv_upload_route = {
     "/v1/files", false, SRV_POST, false, false, NULL, srv_upload, 0};
@@ -25837,7 +25849,7 @@ static struct in6_addr srv_map_ipv4(struct in_addr four) { /* an IPv4 address as
     return a;
 }
 
-/* false: name is not an IP address */
+/* Reads an IP address. Returns false if the name is none. */
 static bool srv_read_address(str name, struct in6_addr *address) {
     char text[INET6_ADDRSTRLEN];
     struct in_addr four;
@@ -25928,8 +25940,10 @@ static int srv_check_hosts(const char *hosts, toka_err *e) {
         const bool has_star = plain.n && memchr(plain.p, '*', plain.n);
         const bool is_host = http_split_host(plain, &name) && name.n && !has_star;
         if (!str_is(each, "*") && !is_host && !srv_read_address(each, &unused))
-            return fail(e, TOKA_E_USE, "--allowed-hosts: '%.*s', expected names such as "
-                        "llm.example.org or *.example.org, or *", STRF(each));
+            return fail(e, TOKA_E_USE,
+                        "--allowed-hosts: '%.*s', expected names such as llm.example.org or "
+                        "*.example.org, or *",
+                        STRF(each));
     }
     return 0;
 }
@@ -25983,7 +25997,7 @@ static bool srv_is_cross_origin(const srv_request *request) {
 }
 
 /* Checks a request whose head is complete, before its body is read: host, path, route, origin, key,
- * method and headers. Returns true if c->reply already has the answer. */
+ * method and headers. Returns true if request->reply already has the answer. */
 static bool srv_check_head(srv *server, srv_request *request) {
     http_request *http = request->http;
     buf path = {0};
@@ -26029,8 +26043,8 @@ static bool srv_check_head(srv *server, srv_request *request) {
     return false;
 }
 
-/* Returns the longest body that this request may have. *by: what sets this limit, a flag or the
- * route; for error messages. */
+/* Returns the longest body that this request may have. *limit_name: what sets this limit, a flag or
+ * the route; for error messages. */
 static int64_t srv_body_limit(const srv *server, const srv_request *request,
                               const char **limit_name) {
     if (request->route == &srv_upload_route)
@@ -26041,8 +26055,8 @@ static int64_t srv_body_limit(const srv *server, const srv_request *request,
     return *limit_name = request->route ? request->route->path : "this path", SRV_OTHER_BODY_BYTES;
 }
 
-/* The request, or a piece of an upload, has arrived. Returns true if c->reply has the answer, false
- * if it was handed to a worker, which will publish the answer. */
+/* The request, or a piece of an upload, has arrived. Returns true if request->reply has the answer,
+ * false if it was handed to a worker, which will publish the answer. */
 static bool srv_dispatch(srv *server, srv_request *request) {
     bool is_completion = request->route->on_worker == srv_begin_api;
     if (request->route->on_loop) return request->route->on_loop(server, request), true;
@@ -26071,17 +26085,18 @@ static bool srv_dispatch(srv *server, srv_request *request) {
  * MARK: 31. Server: connections [os]
  * One thread, the event loop, owns every socket and waits in epoll. The states of a connection:
  *
- *     SRV_HEAD     reads a head
+ *     SRV_HEAD        reads a head
  *         |  http_parse_head, srv_check_head
- *     SRV_BODY     reads a body <--> SRV_PIECE: a worker stores one piece of an upload
+ *     SRV_BODY        reads a body <--> SRV_PIECE: a worker stores one piece of an upload
  *         |  http_body_read, srv_dispatch
- *     SRV_ANSWERING     waits for the answer
+ *     SRV_ANSWERING   waits for the answer
  *         |  the answer is complete (srv_end_request)
- *         +-> SRV_HEAD     if the connection is kept alive
- *         +-> SRV_LAST_ANSWER     else; sends what is left of the answer
+ *         +-> SRV_HEAD          if the connection is kept alive
+ *         +-> SRV_LAST_ANSWER   else; sends what is left of the answer
  *                |  all is sent (srv_start_lingering)
- *             SRV_LINGERING   discards what the client still sends, for a moment. Closing a socket
- *                          with unread bytes would reset the connection and destroy the answer
+ *             SRV_LINGERING     discards what the client still sends, for a moment. Closing a
+ *                               socket with unread bytes would reset the connection and destroy
+ *                               the answer
  *
  * A client that closes only its sending half (shutdown) still gets its answers. Over TCP it cannot
  * be told from a client that has left until something is sent to it. So srv_probe_client sends the
@@ -26101,14 +26116,15 @@ enum {
     SRV_LINGER_S = 2,            /* longest time in SRV_LINGERING */
     SRV_BODY_RATE = 4096,        /* lowest rate of a body, bytes a second, after --read-timeout */
     SRV_MAX_LISTENERS = 8,
-    SRV_MAX_EVENTS = 256, /* events of one epoll_wait, at most */
-    SRV_MAX_OUTPUTS = 64, /* calls whose bytes the loop takes under one lock */
-    SRV_TICK_MS = 100,    /* longest epoll_wait: the delay until a signal is seen */
-    SRV_FAILED_S = 1,     /* once the engine has failed, requests get errors so long ... */
-    SRV_FAILED_MAX_S = 5, /* ... and the server ends after so long, even with bytes unsent */
+    SRV_MAX_EVENTS = 256,        /* events of one epoll_wait, at most */
+    SRV_MAX_OUTPUTS = 64,        /* requests whose bytes the loop takes under one lock */
+    SRV_TICK_MS = 100,           /* longest epoll_wait: the delay until a signal is seen */
+    SRV_FAILED_S = 1,            /* once the engine has failed, requests get errors so long ... */
+    SRV_FAILED_MAX_S = 5,        /* ... and the server ends after so long, even with bytes unsent */
 };
 
-#define SRV_ANSWER_PREFIX "HTTP/1.1 " /* the first bytes of every answer; srv_probe_client sends them early */
+/* The first bytes of every answer; srv_probe_client sends them early. */
+#define SRV_ANSWER_PREFIX "HTTP/1.1 "
 
 enum srv_conn_state {
     SRV_HEAD,
@@ -26125,33 +26141,33 @@ typedef struct srv_conn { /* one connection; owned by the loop */
     unsigned events;        /* the events that epoll waits for */
     bool half_closed;       /* the client has closed its sending half */
     bool eof;               /* everything that the client sent was received */
-    bool closed;            /* closed and in srv_loop.dead */
-    bool answer_begun;      /* bytes of its call's answer were put into out */
+    bool closed;            /* closed and in srv_loop.closed_conns */
+    bool answer_begun;      /* bytes of its request's answer were put into out */
     size_t n_probed;        /* bytes of SRV_ANSWER_PREFIX that srv_probe_client has sent */
     double probe_time;      /* when the next one is due */
     bool is_write_deadline; /* the deadline is --write-timeout's */
-    bool paused;            /* its call was stalled when the loop last took its bytes */
-    buf in, out;            /* in: received, parsed up to in_at; out: made, sent up to out_at */
+    bool paused;            /* its request was paused when the loop last took its bytes */
+    buf in, out;            /* in: received, parsed up to in_parsed; out: made, sent up to
+                             * out_sent */
     size_t in_parsed;
-    size_t in_searched;         /* bytes of an incomplete head already searched for its end */
+    size_t in_searched;     /* bytes of an incomplete head already searched for its end */
     size_t out_sent;
-    int file;               /* if file_left > 0: a file to be sent after out, from file_at on */
+    int file;               /* if file_left > 0: a file to be sent after out, from file_offset on */
     off_t file_offset;
     int64_t file_left;      /* bytes */
     http_body body;
-    srv_request *request; /* from the end of the head to the end of the answer; else NULL */
-    double deadline;      /* 0: none */
-    /* when the state began; in SRV_HEAD: when the head's first byte came */
-    double state_time;
-    int64_t n_discarded; /* bytes discarded in SRV_LINGERING */
-    int64_t held_bytes;  /* counted in srv.held: for in and out */
+    srv_request *request;   /* from the end of the head to the end of the answer; else NULL */
+    double deadline;        /* 0: none */
+    double state_time;      /* when the state began; in SRV_HEAD: when the head's first byte came */
+    int64_t n_discarded;    /* bytes discarded in SRV_LINGERING */
+    int64_t held_bytes;     /* counted in srv.held_bytes: for in and out */
     struct srv_conn *next, *prev;
 } srv_conn;
 
-typedef struct srv_output { /* a call's output that the loop has taken */
+typedef struct srv_output { /* a request's output that the loop has taken */
     srv_request *request;
     buf bytes;
-    bool last;        /* made ends the answer */
+    bool last;        /* these bytes end the answer */
     bool wants_piece; /* the worker needs the next piece of an upload */
 } srv_output;
 
@@ -26163,7 +26179,7 @@ typedef struct srv_loop { /* owned by the loop's thread */
     int n_conns, max_conns;
     srv_conn *conns;         /* list of open connections */
     srv_conn *closed_conns;  /* closed ones; freed at the end of the round, because later events of
-                                the same epoll_wait may point to them */
+                              * the same epoll_wait may point to them */
     char *recv_buffer;       /* [SRV_READ_BYTES] */
     http_request head;       /* the head being parsed */
     double now;              /* time of this round */
@@ -26172,7 +26188,7 @@ typedef struct srv_loop { /* owned by the loop's thread */
     double last_step_time;   /* last time when the engine made a step or had no work */
     toka_stats last_stats;   /* at the last status line */
     bool warned_overwritten; /* the warning that a weight file was modified was printed */
-    int64_t last_n_steps;    /* steps at t_step */
+    int64_t last_n_steps;    /* steps at last_step_time */
 } srv_loop;
 
 static int srv_n_connections(const srv *server) { return server->loop->n_conns; }
@@ -26184,7 +26200,7 @@ static bool srv_has_unsent(const srv_conn *conn) {
     return conn->out_sent < conn->out.n || conn->file_left > 0;
 }
 
-/* tells epoll which events to wait for */
+/* Tells epoll which events to wait for. */
 static void srv_update_events(srv *server, srv_conn *conn) {
     bool reads = !conn->eof &&
                  (conn->state == SRV_LINGERING || conn->in.n - conn->in_parsed < SRV_READ_BYTES);
@@ -26196,7 +26212,7 @@ static void srv_update_events(srv *server, srv_conn *conn) {
               &(struct epoll_event){.events = events, .data.ptr = conn});
 }
 
-/* Closes the connection and cancels its call. srv_free_closed frees it. */
+/* Closes the connection and cancels its request. srv_free_closed frees it. */
 static void srv_conn_close(srv *server, srv_conn *conn) {
     srv_loop *loop = server->loop;
     if (conn->closed) return;
@@ -26226,7 +26242,7 @@ static void srv_free_closed(srv_loop *loop) {
 
 /* ---- Sending ---- */
 
-static void srv_drop_before(buf *bytes, size_t *n_before) { /* removes the bytes before *at */
+static void srv_drop_before(buf *bytes, size_t *n_before) { /* removes the bytes before *n_before */
     if (*n_before) {
         memmove(bytes->p, bytes->p + *n_before, bytes->n - *n_before);
         bytes->n -= *n_before;
@@ -26234,7 +26250,7 @@ static void srv_drop_before(buf *bytes, size_t *n_before) { /* removes the bytes
     }
 }
 
-/* Appends bytes for the socket to k->out; takes `made`. Returns false if there is no memory. */
+/* Appends bytes for the socket to conn->out; takes *bytes. Returns false if there is no memory. */
 static bool srv_append(srv_conn *conn, buf *bytes) {
     bool fits = true;
     if (conn->out_sent == conn->out.n) {
@@ -26265,7 +26281,7 @@ static bool srv_send_some(srv_conn *conn) {
         if (n_sent < 0 && errno == EINTR) continue;
         if (n_sent < 0 && errno == EAGAIN) return true;
         if (n_sent <= 0) return false; /* 0: the file is shorter now than its Content-Length */
-        conn->is_write_deadline = false;       /* progress: a new deadline */
+        conn->is_write_deadline = false; /* progress: a new deadline */
         if (from_out) conn->out_sent += (size_t)n_sent;
         else if (!(conn->file_left -= n_sent)) close(conn->file);
     }
@@ -26308,8 +26324,8 @@ static void srv_start_lingering(srv *server, srv_conn *conn) {
     conn->in_parsed = 0;
 }
 
-/* After the socket has accepted bytes of a stalled stream: resumes making its text if little enough
- * is unsent. Returns false if the client is still behind and its call holds too much. */
+/* After the socket has accepted bytes of a paused stream: resumes making its text if little enough
+ * is unsent. Returns false if the client is still behind and its request holds too much. */
 static bool srv_resume(srv_conn *conn) {
     srv_request *request = conn->request;
     pthread_mutex_lock(&request->server->lock);
@@ -26342,7 +26358,7 @@ static void srv_send(srv *server, srv_conn *conn) {
     if (!conn->closed) srv_set_deadline(server, conn);
 }
 
-/* ---- Calls of a connection ---- */
+/* ---- Requests of a connection ---- */
 
 static srv_request *srv_request_new(srv *server, srv_conn *conn) {
     srv_request *request = mem_zalloc(sizeof *request);
@@ -26354,8 +26370,8 @@ static srv_request *srv_request_new(srv *server, srv_conn *conn) {
     return conn->request = request;
 }
 
-/* The whole answer is in k->out (and k->file). Drops the call; then the connection waits for its
- * next request or ends. */
+/* The whole answer is in conn->out (and conn->file). Drops the request; then the connection waits
+ * for its next request or ends. */
 static void srv_end_request(srv *server, srv_conn *conn) {
     srv_request *request = conn->request;
     bool keep = request->keep_alive && !server->draining;
@@ -26378,7 +26394,7 @@ static void srv_end_request(srv *server, srv_conn *conn) {
     conn->n_probed = 0;
 }
 
-static void srv_answer(srv *server, srv_conn *conn) { /* sends k->call->reply */
+static void srv_answer(srv *server, srv_conn *conn) { /* sends conn->request->reply */
     buf bytes = {0};
     srv_put_reply(&bytes, conn->request);
     const bool fits = srv_append(conn, &bytes);
@@ -26387,7 +26403,7 @@ static void srv_answer(srv *server, srv_conn *conn) { /* sends k->call->reply */
 }
 
 /* Answers a request of which the rest cannot be read, so this is the connection's last answer.
- * status 0: c->reply has the error already. */
+ * status 0: request->reply has the error already. */
 static void srv_answer_last(srv *server, srv_conn *conn, int status, const char *why) {
     srv_request *request = conn->request ? conn->request : srv_request_new(server, conn);
     request->keep_alive = false;
@@ -26432,7 +26448,7 @@ static void srv_answer_too_long(srv *server, srv_conn *conn) {
 static void srv_on_head(srv *server, srv_conn *conn, str head) {
     srv_request *request = srv_request_new(server, conn);
     request->http = arena_alloc(&request->memory, sizeof *request->http);
-    /* parsed again from a copy, so that its slices live as long as the call */
+    /* parsed again from a copy, so that its slices live as long as the request */
     http_parse_head(arena_str(&request->memory, head), request->http);
     bool has_body = request->http->chunked || request->http->content_length,
          answered = srv_check_head(server, request);
@@ -26456,7 +26472,7 @@ static void srv_on_head(srv *server, srv_conn *conn, str head) {
     }
 }
 
-/* Reads a head from k->in. Returns true if it is complete or was answered with an error. */
+/* Reads a head from conn->in. Returns true if it is complete or was answered with an error. */
 static bool srv_read_head(srv *server, srv_conn *conn) {
     srv_loop *loop = server->loop;
     str rest = str_sub(buf_view(&conn->in), conn->in_parsed, conn->in.n);
@@ -26481,8 +26497,8 @@ static bool srv_read_head(srv *server, srv_conn *conn) {
     return true;
 }
 
-/* Reads a body from k->in. Returns true if it (or a piece of an upload) is complete, or if it was
- * answered with an error. */
+/* Reads a body from conn->in. Returns true if it (or a piece of an upload) is complete, or if it
+ * was answered with an error. */
 static bool srv_read_body(srv *server, srv_conn *conn) {
     srv_request *request = conn->request;
     ptrdiff_t used = http_body_read(&conn->body,
@@ -26608,7 +26624,7 @@ static void srv_on_socket(srv *server, srv_conn *conn, unsigned events) {
 
 /* ---- Output of workers ---- */
 
-/* Takes the output of a call. With the lock held. */
+/* Takes the output of a request. With the lock held. */
 static void srv_take_output(srv_request *request, srv_output *output) {
     srv_conn *conn = request->conn;
     *output = (srv_output){request, request->output, request->output_ended, request->wants_piece};
@@ -26636,7 +26652,7 @@ static void srv_deliver_output(srv *server, srv_output *output) {
     srv_update_events(server, conn);
 }
 
-/* Delivers the output of the first calls of the list, at most SRV_MAX_OUTPUTS, with one lock for
+/* Delivers the output of the first requests of the list, at most SRV_MAX_OUTPUTS, with one lock for
  * all of them. Returns the rest of the list. */
 static srv_request *srv_deliver_some(srv *server, srv_request *request) {
     srv_output outputs[SRV_MAX_OUTPUTS];
@@ -26654,7 +26670,7 @@ static srv_request *srv_deliver_some(srv *server, srv_request *request) {
     return request;
 }
 
-/* wake_fd is readable: delivers the output of all calls in the dirty list. */
+/* wake_fd is readable: delivers the output of all requests in the loop list. */
 static void srv_deliver_all(srv *server) {
     uint64_t count;
     ssize_t unused = read(server->wake_fd, &count, 8);
@@ -26683,8 +26699,10 @@ static void srv_set_accepting(srv *server, bool on) {
 static void srv_refuse_connection(srv *server, int fd) {
     srv_loop *loop = server->loop;
     if (!loop->warned_full)
-        fprintf(stderr, "toka: %d connections are open, all that the limit of open files "
-                "(ulimit -n) allows; more get a 503\n", loop->n_conns);
+        fprintf(stderr,
+                "toka: %d connections are open, all that the limit of open files (ulimit -n) "
+                "allows; more get a 503\n",
+                loop->n_conns);
     loop->warned_full = true;
     if (fd < 0) {
         srv_set_accepting(server, false); /* srv_tick starts it again */
@@ -26720,7 +26738,7 @@ static void srv_accept(srv *server, int listener) {
         setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &(int){1}, sizeof(int));
         srv_conn *conn = mem_zalloc(sizeof *conn);
         *conn = (srv_conn){.fd = fd, .events = EPOLLIN | EPOLLRDHUP, .state_time = loop->now,
-                        .next = loop->conns};
+                           .next = loop->conns};
         srv_set_deadline(server, conn);
         if (loop->conns) loop->conns->prev = conn;
         loop->conns = conn;
@@ -26808,8 +26826,10 @@ static int srv_listen(srv *server, toka_err *e) {
     }
     freeaddrinfo(all);
     if (server->loop->is_reachable && !server->options->n_keys)
-        fprintf(stderr, "toka: warning: with --host %s and no --api-key everybody who reaches port "
-                "%d may run prompts and read files\n", server->options->host, port);
+        fprintf(stderr,
+                "toka: warning: with --host %s and no --api-key everybody who reaches port %d may "
+                "run prompts and read files\n",
+                server->options->host, port);
     /* One address is enough: a host name may have an IPv6 address on a machine without IPv6. */
     return server->loop->n_listeners ? 0 : code;
 }
@@ -26880,7 +26900,8 @@ static void srv_print_status(srv *server, const toka_stats *stats) {
     double hits = (double)(stats->prompt_tokens_shared - last->prompt_tokens_shared);
     double shared = (double)(stats->attended_shared - last->attended_shared);
     if (!server->options->quiet && (rows > 0 || stats->running || stats->waiting))
-        fprintf(stderr, "prefill %.0f tok/s, decode %.0f tok/s, running %d, waiting %d, KV %.1f%%, "
+        fprintf(stderr,
+                "prefill %.0f tok/s, decode %.0f tok/s, running %d, waiting %d, KV %.1f%%, "
                 "prefix hits %.1f%%, shared %.1f%%, connections %d\n",
                 MAX(rows - out, 0) / seconds, out / seconds, stats->running, stats->waiting,
                 stats->kv_pages ? 100.0 * stats->kv_pages_used / stats->kv_pages : 0,
@@ -26921,7 +26942,7 @@ static void srv_start_draining(srv *server) {
     loop->last_tick = 0;
 }
 
-/* one turn of the event loop */
+/* Runs one turn of the event loop. */
 static void srv_loop_once(srv *server, struct epoll_event *events) {
     srv_loop *loop = server->loop;
     int n_events = epoll_wait(loop->epoll_fd, events, SRV_MAX_EVENTS, SRV_TICK_MS);
@@ -26997,21 +27018,21 @@ static void srv_init_model(srv *server) {
     toka_request base = toka_request_default();
     if (options->model_defaults) toka_request_model_defaults(server->toka, &base);
     server->model = (api_config){.toka = server->toka,
-                           .names = options->n_names ? options->names : &server->name,
-                           .n_names = MAX(1, options->n_names),
-                           .name = server->name,
-                           .fingerprint = server->fingerprint,
-                           .defaults = base,
-                           .completion_tokens = 16,
-                           .max_len = server->info.max_model_len,
-                           .max_choices = SRV_MAX_CHOICES,
-                           .max_answer_bytes = options->max_answer_bytes,
-                           .now = options->now,
-                           .limits = {128, (size_t)options->max_body_bytes},
-                           .strict = options->strict,
-                           .live = true,
-                           .on_unknown_field = srv_on_unknown_field,
-                           .user = server};
+                                 .names = options->n_names ? options->names : &server->name,
+                                 .n_names = MAX(1, options->n_names),
+                                 .name = server->name,
+                                 .fingerprint = server->fingerprint,
+                                 .defaults = base,
+                                 .completion_tokens = 16,
+                                 .max_len = server->info.max_model_len,
+                                 .max_choices = SRV_MAX_CHOICES,
+                                 .max_answer_bytes = options->max_answer_bytes,
+                                 .now = options->now,
+                                 .limits = {128, (size_t)options->max_body_bytes},
+                                 .strict = options->strict,
+                                 .live = true,
+                                 .on_unknown_field = srv_on_unknown_field,
+                                 .user = server};
 }
 
 /* On the engine's thread: opens the model and what depends on it. */
