@@ -27132,7 +27132,7 @@ static int srv_run(const srv_options *options, toka_err *e) {
     for (int i = 0; i < n_workers; i++) pthread_join(workers[i], NULL);
     /* after the workers: one may have had an upload whose client disconnected */
     files_close(server.files);
-    /* sends last events to calls that are still open, which frees them */
+    /* sends last events to requests that are still open, which frees them */
     toka_close(server.toka);
     if (!code && server.phase == SRV_FAILED) {
         *e = server.error;
@@ -27149,8 +27149,8 @@ static int srv_run(const srv_options *options, toka_err *e) {
  *                         sample gets the output length that the dataset gives. Works on dummy
  *                         weights, too.
  *   run_bench_plan        `toka bench plan`: measures chapters 14 to 17 alone, without a model.
- *   plan_answer             `toka plan`: calculates which splits of a model fit on which GPUs, and an
- *                         upper bound of their speed. It runs nothing.
+ *   plan_answer           `toka plan`: calculates which layouts of a model fit on which GPUs, and
+ *                         an upper bound of their speed. It runs nothing.
  * =========================================================================== */
 
 /* ---- Dummy weights: the shapes of a line of models.txt, filled with random numbers ---- */
@@ -27178,9 +27178,9 @@ static void *run_fill_random(void *user) {
     return NULL;
 }
 
-/* Places one tensor at *at, fills it, and moves *at behind it, to a multiple of 64 bytes. `base` is
- * the struct that has the tensor's field. A norm's weights are 1 and biases are 0. The scale of a
- * matrix is chosen so that its output has about the magnitude of its input. */
+/* Places one tensor at *end, fills it, and moves *end after it, to a multiple of 64 bytes. `base`
+ * is the struct that has the tensor's field. A norm's weights are 1 and biases are 0. The scale of
+ * a matrix is chosen so that its output has about the magnitude of its input. */
 static void run_dummy_tensor(mf_model *model, const mf_binding *binding, void *base, char **end) {
     enum { MOST = 64 };
     int64_t n_elements = mf_binding_size(binding, &model->config);
@@ -27219,8 +27219,8 @@ static void run_dummy_tensor(mf_model *model, const mf_binding *binding, void *b
  * still keeps a separate copy of each layer. */
 enum { RUN_DUMMY_BYTES = 2000000000 };
 
-/* Allocates and fills all weights of `m`, whose config and shape are set. `m` owns the memory.
- * Returns TOKA_E_MEMORY if the weights do not fit into memory. */
+/* Allocates and fills all weights of a model whose config and shape are set. The model owns the
+ * memory. Returns TOKA_E_MEMORY if the weights do not fit into memory. */
 static int run_dummy_weights(mf_model *model, toka_err *e) {
     const int L = model->shape.L;
     size_t pad = (size_t)(COUNT(mf_layer_bindings) * L + COUNT(mf_model_bindings) + 1) * 64;
@@ -27354,10 +27354,10 @@ typedef struct run_bench_state {
 /* Handles one line of a dataset. `number` is its line number. Returns 0, or an error code. */
 typedef int run_line_fn(void *user, const json *root, int64_t number, toka_err *e);
 
-/* Parses the lines of a file as JSON and calls `take` for each, for at most `most` lines. Skips
- * blank lines. Stops at the first line that is not JSON, or for which `take` fails. Returns 0;
+/* Parses the lines of a file as JSON and calls on_line for each, for at most max_lines lines. Skips
+ * blank lines. Stops at the first line that is not JSON, or for which on_line fails. Returns 0;
  * TOKA_E_INPUT for a bad line or a file without lines; TOKA_E_CANCELLED after Ctrl-C; or the error
- * of `take`. */
+ * of on_line. */
 static int run_dataset(const char *path, int64_t max_lines, atomic_int *interrupted,
                        run_line_fn *on_line, void *user, toka_err *e) {
     run_input input;
@@ -27429,8 +27429,8 @@ static int run_bench_line(void *user, const json *root, int64_t number, toka_err
             bench->samples = mem_realloc(bench->samples,
                                          (size_t)bench->cap_samples * sizeof *bench->samples);
         }
-        bench->samples[bench->n_samples++] = (run_bench_sample){(int)bench->n_prompts, (int)length,
-                                                                0};
+        bench->samples[bench->n_samples++] =
+            (run_bench_sample){(int)bench->n_prompts, (int)length, 0};
         bench->n_output += length;
     }
     bench->prompt_at[++bench->n_prompts] = bench->tokens.n;
@@ -27480,7 +27480,9 @@ static void run_bench_print(const run_bench_state *bench, const run_report *repo
                (double)bench->n_output / seconds, (long long)prompt, (long long)bench->n_output);
         return;
     }
-    const struct { const char *name; double value;
+    const struct {
+        const char *name;
+        double value;
     } numbers[] = {{"requests_per_second", (double)bench->n_prompts / seconds},
                    {"tokens_per_second", (double)total / seconds},
                    {"output_tokens_per_second", (double)bench->n_output / seconds},
@@ -27490,7 +27492,9 @@ static void run_bench_print(const run_bench_state *bench, const run_report *repo
                    {"run_share", report->run_share},
                    {"commit_share", report->commit_share},
                    {"idle_share", report->idle_share}};
-    const struct { const char *name; int64_t value;
+    const struct {
+        const char *name;
+        int64_t value;
     } counts[] = {{"num_requests", bench->n_prompts},
                   {"num_samples", bench->n_samples},
                   {"total_num_tokens", total},
@@ -27588,9 +27592,9 @@ enum { RUN_PLAN_AHEAD = 2, RUN_PLAN_PROMPTS = 128, RUN_PLAN_SAMPLES = 1024, RUN_
        RUN_PLAN_SHARED = 600, RUN_PLAN_MEAN = 150, RUN_PLAN_MAX = 1024, RUN_PLAN_SEQS = 8192,
        RUN_PLAN_WARM_UP = 10, RUN_PLAN_STEPS = 1000 };
 
-/* the samples of an in-flight step, whose tokens have not arrived */
+/* The samples of an in-flight step: their tokens have not arrived. */
 typedef struct run_plan_pending {
-    batch_sample *samples; /* [RUN_PLAN_SEQS]; the first n are used */
+    batch_sample *samples; /* [RUN_PLAN_SEQS]; the first n_samples are used */
     int n_samples;
 } run_plan_pending;
 
@@ -27602,14 +27606,14 @@ typedef struct run_plan {
     int *out_lens;                            /* [RUN_PLAN_SEQS] output length of a sequence, drawn
                                                * at its first token */
     uint32_t *drawn_for;                      /* [RUN_PLAN_SEQS] generation + 1 of the sequence that
-                                               * `length` is for */
+                                               * the output length is for */
     uint64_t random_state;
     double plan_s, build_s, commit_s; /* seconds of CPU time, summed over the measured steps */
 } run_plan;
 
 typedef struct run_plan_case { /* one case to measure, with its results */
     const char *name;
-    int n_extra;                                  /* in: requests of one sample each, queued behind
+    int n_extra;                                  /* in: requests of one sample each, queued after
                                                    * the others */
     int n_pages;                                  /* in: pages of the KV cache, 16 tokens each */
     int n_steps;                                  /* measured */
@@ -27673,9 +27677,8 @@ static void run_plan_step(run_plan *bench, int step) {
             bench->out_lens[sample.seq] = run_plan_length(bench);
         }
         int n_out = sequence->n_known - sequence->n_prompt + 1;
-        int32_t token = (int32_t)((bench->random_state + (uint64_t)sample.seq * 0x9E3779B9u +
-                                   (uint64_t)n_out) %
-                                  100000);
+        int32_t token = (int32_t)(
+            (bench->random_state + (uint64_t)sample.seq * 0x9E3779B9u + (uint64_t)n_out) % 100000);
         sched_commit(&bench->sched, sample.seq, sample.generation, token,
                      n_out >= bench->out_lens[sample.seq]);
     }
@@ -27687,7 +27690,7 @@ static void run_plan_step(run_plan *bench, int step) {
     bench->commit_s += run_cpu_now() - t2;
 }
 
-/* Initializes *t. After an error, too, the caller calls run_plan_close. */
+/* Initializes *bench. After an error, too, the caller calls run_plan_close. */
 static int run_plan_open(run_plan *bench, int n_pages, toka_err *e) {
     *bench = (run_plan){.random_state = 12345};
     sched_config config = {.B = 16,
@@ -27764,7 +27767,9 @@ static int run_plan_case_run(run_plan_case *bench_case, atomic_int *interrupted,
 
 /* Appends the keys of a case's results to the open JSON object. */
 static void run_plan_put_json(buf *out, const run_plan_case *bench_case) {
-    const struct { const char *name; double value;
+    const struct {
+        const char *name;
+        double value;
     } numbers[] = {{"ms_per_step", bench_case->step_ms},
                    {"plan_ms", bench_case->plan_ms},
                    {"build_ms", bench_case->build_ms},
@@ -27816,10 +27821,10 @@ static int run_bench_plan(bool as_json, atomic_int *interrupted, toka_err *e) {
     return 0;
 }
 
-/* ---- toka plan: which splits of a model fit on the GPUs, and an upper bound of their speed ----
+/* ---- toka plan: which layouts of a model fit on the GPUs, and an upper bound of their speed ----
  *
- * A split tp x pp x dp has dp replicas. A replica has pp stages, and each stage has some of the
- * layers. A stage has tp ranks, and each rank has a part of every layer of its stage. Memory is
+ * A layout tp x pp x dp has dp replicas. A replica has pp stages, and each stage has some of the
+ * layers. A stage has tp ranks, and each rank has a share of every layer of its stage. Memory is
  * calculated by the GPU backend's own formulas (toka.h). Time is a roofline model: the ops of a
  * step run one after another. An op takes the time of its arithmetic at the GPU's rate, or the time
  * of its memory traffic at the GPU's bandwidth, whichever is longer.
@@ -27848,7 +27853,7 @@ enum {
 #define PLAN_LATENCY 40e-6        /* seconds of one all-reduce or send */
 #define PLAN_CONTEXT_BYTES 0x1p29 /* of a GPU's memory: in use before toka asks what is free */
 
-typedef struct plan_query { /* the question; plan_check checks all of it */
+typedef struct plan_query { /* what `toka plan` was asked; plan_check checks all of it */
     const mf_config *model;
     const run_gpu *gpu;
     int n_gpus;                /* number of GPUs */
@@ -27861,7 +27866,7 @@ typedef struct plan_query { /* the question; plan_check checks all of it */
 } plan_query;
 
 typedef struct plan_rank { /* one GPU of a replica */
-    toka_shape shape;                    /* of this rank's part: H, K, F, V, L are smaller than the
+    toka_shape shape;                    /* of this rank's share: H, K, F, V, L are smaller than the
                                           * model's */
     int first_layer;                     /* its first layer */
     bool is_first_stage;                 /* it is in the first stage and has the embedding */
@@ -27904,7 +27909,7 @@ typedef struct plan_layout {
     plan_rate decode, workload;
 } plan_layout;
 
-/* ---- Memory: the part of the model that a rank has ---- */
+/* ---- Memory: the share of the model that a rank has ---- */
 
 /* Returns 0 if the model can be split into tp ranks a stage and pp stages, else TOKA_E_USE. */
 static int plan_check_layout(const toka_shape *shape, int tp, int pp, toka_err *e) {
@@ -27932,7 +27937,8 @@ static toka_layer plan_layer_shapes(const mf_config *config, const toka_shape *s
     return layer;
 }
 
-/* Returns rank r of tp in stage `stage` of pp. The split must have passed plan_check_layout. */
+/* Returns rank tp_rank of tp in stage `stage` of pp. The layout must have passed
+ * plan_check_layout. */
 static plan_rank plan_make_rank(const plan_query *query, int tp, int pp, int stage, int tp_rank) {
     const toka_shape *whole = &query->model->shape;
     plan_rank rank = {.shape = *whole, .is_first_stage = !stage, .is_last_stage = stage == pp - 1};
@@ -27955,7 +27961,7 @@ static plan_rank plan_make_rank(const plan_query *query, int tp, int pp, int sta
                        (rank.is_first_stage && rank.is_last_stage && tied);
     rank.weight_bytes = (int64_t)toka_gpu_layer_bytes(&layer) * shape->L +
                         (int64_t)toka_gpu_matrix_bytes(&head) * n_embeddings;
-    /* For the model's own maximal length (s->max_len, not a->max_len), as in eng_open. */
+    /* For the model's own maximal length (shape->max_len, not query->max_len), as in eng_open. */
     rank.scratch_bytes = (int64_t)toka_gpu_scratch_bytes(shape, query->max_tokens) +
                          (int64_t)toka_gpu_group_bytes(shape, query->max_tokens, tp, pp);
     rank.token_bytes = (int64_t)2 * shape->L * shape->K * shape->D * 2;
@@ -27977,7 +27983,7 @@ static double plan_send_s(const run_gpu *gpu, double bytes) {
     return PLAN_LATENCY + bytes / gpu->link_rate;
 }
 
-/* Adds the time of an op with `flop` FLOP and `bytes` of memory traffic: to t->tensor if the
+/* Adds the time of an op with `flop` FLOP and `bytes` of memory traffic: to times->tensor if the
  * arithmetic takes longer, else to *memory. */
 static void plan_add_op(const run_gpu *gpu, double flop, double bytes, plan_time *times,
                         double *memory) {
@@ -28025,20 +28031,20 @@ static plan_time plan_rank_time(const plan_query *query, const plan_rank *rank, 
                                   ? (tp - 1.0) / tp * message_bytes / gpu->link_rate
                                   : 0;
     if (tp > 1) {
-        times.link = (n_all_reduces + rank->is_first_stage) *
-                         plan_all_reduce_s(gpu, tp, message_bytes) -
-                     n_all_reduces * overlapped;
+        times.link =
+            (n_all_reduces + rank->is_first_stage) * plan_all_reduce_s(gpu, tp, message_bytes) -
+            n_all_reduces * overlapped;
         times.send = n_all_reduces * overlapped;
     }
     if (!rank->is_last_stage) times.send += plan_send_s(gpu, message_bytes);
     return times;
 }
 
-/* Seconds without t->send. */
+/* Seconds without times->send. */
 static double plan_busy_s(const plan_time *times) {
     return times->weights + times->kv + times->tensor + times->link;
 }
-/* Seconds of the step: t->send overlaps the rest. */
+/* Seconds of the step: times->send overlaps the rest. */
 static double plan_step_s(const plan_time *times) { return MAX(plan_busy_s(times), times->send); }
 
 /* Returns the name of the resource that takes the most time. If reading the weights takes the most
@@ -28066,15 +28072,14 @@ static int64_t plan_n_running(const plan_query *query, int pp, int64_t kv_tokens
     return (int64_t)MAX(MIN(max_running, fit_in_kv), 1.0);
 }
 
-/* Returns the speed of a split that fits. prompts: also compute the prompts of new sequences, which
- * replace the finished ones; false: decode alone. ranks: [tp * pp], stage by stage. */
+/* Returns the speed of a layout that fits. prompts: also compute the prompts of new sequences,
+ * which replace the finished ones; false: decode alone. ranks: [tp * pp], stage by stage. */
 static plan_rate plan_make_rate(const plan_query *query, const plan_rank *ranks,
                                 const plan_layout *layout, bool prompts) {
     bool kv_full;
     /* Prompt rows for each row that samples. */
-    double prompt_rows = prompts ? (query->input_len - 1.0) /
-                                       ((double)query->n_samples * query->output_len)
-                                 : 0;
+    double prompt_rows =
+        prompts ? (query->input_len - 1.0) / ((double)query->n_samples * query->output_len) : 0;
     int64_t n_running = plan_n_running(query, layout->pp, layout->kv_tokens / layout->dp,
                                        1 + prompt_rows, &kv_full);
     /* sequences of a microbatch */
@@ -28090,14 +28095,14 @@ static plan_rate plan_make_rate(const plan_query *query, const plan_rank *ranks,
                       .step_s = plan_step_s(&slowest) * layout->pp,
                       .bound = plan_bound(&slowest, kv_full)};
     rate.output_rate = (double)rate.n_running / rate.step_s;
-    rate.total_rate = prompts ? rate.output_rate *
-                                    (1 + (double)query->input_len /
-                                             ((double)query->n_samples * query->output_len))
-                              : rate.output_rate;
+    rate.total_rate =
+        prompts ? rate.output_rate * (1 + (double)query->input_len /
+                                              ((double)query->n_samples * query->output_len))
+                : rate.output_rate;
     return rate;
 }
 
-/* Returns the split with all its results. It must have passed plan_check_layout. It fits if every
+/* Returns the layout with all its results. It must have passed plan_check_layout. It fits if every
  * rank's KV cache has room for one sequence of must_hold tokens. */
 static plan_layout plan_make_layout(const plan_query *query, int tp, int pp, int dp,
                                     int must_hold) {
@@ -28121,8 +28126,8 @@ static plan_layout plan_make_layout(const plan_query *query, int tp, int pp, int
     return layout;
 }
 
-/* Writes all splits of a->gpus that the model allows to out[PLAN_MAX_GPUS], in the order of tp,
- * then pp. Returns their number. */
+/* Writes all layouts of query->n_gpus that the model allows to out[PLAN_MAX_GPUS], in the order of
+ * tp, then pp. Returns their number. */
 static int plan_layouts(const plan_query *query, int must_hold, plan_layout *out) {
     toka_err e;
     int n = 0;
@@ -28134,8 +28139,8 @@ static int plan_layouts(const plan_query *query, int must_hold, plan_layout *out
     return n;
 }
 
-/* Returns the split with the highest output rate, or NULL if none fits. Earlier splits of the list
- * (smaller tp, then smaller pp) are preferred: a later one must be over 2 % faster. */
+/* Returns the layout with the highest output rate, or NULL if none fits. Earlier layouts of the
+ * list (smaller tp, then smaller pp) are preferred: a later one must be over 2 % faster. */
 static const plan_layout *plan_best_layout(const plan_layout *layouts, int n_layouts) {
     const plan_layout *best = NULL;
     for (int i = 0; i < n_layouts; i++)
@@ -28155,7 +28160,7 @@ static int plan_min_gpus(plan_query query, int must_hold) {
     return 0;
 }
 
-/* ---- The question: options and model ---- */
+/* ---- The query: options and model ---- */
 
 typedef struct plan_options { /* of the command line; 0 or NULL: not given */
     const char *model, *models_file, *gpu;
@@ -28187,10 +28192,12 @@ static int plan_find_gpu(const char *name, const run_gpu **out, toka_err *e) {
     return fail(e, TOKA_E_USE, "--gpu: '%s', expected %s", name, names);
 }
 
-/* Checks the options and writes them to *a; the caller has set a->model. *must_hold: the tokens of
- * one sequence for which there must be room. Returns TOKA_E_USE for a bad option. */
+/* Checks the options and writes them to *query; the caller has set query->model. *must_hold: the
+ * tokens of one sequence for which there must be room. Returns TOKA_E_USE for a bad option. */
 static int plan_check(const plan_options *options, plan_query *query, int *must_hold, toka_err *e) {
-    const struct { const char *name; int value, min, max;
+    const struct {
+        const char *name;
+        int value, min, max;
     } numbers[] = {{"--gpus", options->n_gpus, 1, PLAN_MAX_GPUS},
                    {"--max-num-seqs", options->max_seqs, 0, 65536},
                    {"--max-num-batched-tokens", options->max_tokens, 0, 65536},
@@ -28239,7 +28246,8 @@ static int plan_check(const plan_options *options, plan_query *query, int *must_
 }
 
 /* Finds the model. A name or hub id of models.txt needs no model files. A folder, or a hub id in
- * the cache, needs config.json. *c and *name point into *m or *lines, which the caller frees. */
+ * the cache, needs config.json. *config and *name point into *model or *lines, which the caller
+ * frees. */
 static int plan_find_model(const plan_options *options, mf_model **model, arena *lines,
                            const mf_config **config, const char **name, toka_err *e) {
     struct stat info;
@@ -28259,7 +28267,7 @@ static int plan_find_model(const plan_options *options, mf_model **model, arena 
 
 /* ---- The answer: a table or JSON ---- */
 
-/* Writes n, at least 0, as 1,234,567. Returns z. */
+/* Writes a number, at least 0, as 1,234,567. Returns text. */
 static const char *plan_format_int(int64_t number, char text[32]) {
     char digits[24];
     int n_digits = snprintf(digits, sizeof digits, "%lld", (long long)number), length = 0;
@@ -28270,18 +28278,22 @@ static const char *plan_format_int(int64_t number, char text[32]) {
     text[length] = 0;
     return text;
 }
-/* Writes x with three significant digits, since a roofline is no more precise. Returns z. */
+/* Writes a number with three significant digits, since a roofline is no more precise. Returns
+ * text. */
 static const char *plan_format_3_digits(double number, char text[32]) {
     double unit = number >= 1 ? pow(10, floor(log10(number)) - 2) : 1;
     return plan_format_int((int64_t)(floor(number / unit + 0.5) * unit + 0.5), text);
 }
 
-/* Appends the flags with which toka runs this split: the sizes over 1, and the options given. */
+/* Appends the flags with which toka runs this layout: the sizes over 1, and the options given. */
 static void plan_put_flags(const plan_options *options, const plan_layout *layout, buf *out) {
-    const struct { const char *name; int value; } flags[] = {
-        {"tensor-parallel-size", layout->tp}, {"pipeline-parallel-size", layout->pp},
-        {"data-parallel-size", layout->dp}, {"max-model-len", options->max_len},
-        {"max-num-seqs", options->max_seqs}, {"max-num-batched-tokens", options->max_tokens}};
+    const struct {
+        const char *name;
+        int value;
+    } flags[] = {{"tensor-parallel-size", layout->tp}, {"pipeline-parallel-size", layout->pp},
+                 {"data-parallel-size", layout->dp}, {"max-model-len", options->max_len},
+                 {"max-num-seqs", options->max_seqs},
+                 {"max-num-batched-tokens", options->max_tokens}};
     for (int i = 0; i < COUNT(flags); i++)
         if (flags[i].value > (i < 3))
             buf_printf(out, "%s--%s %d", out->n ? " " : "", flags[i].name, flags[i].value);
@@ -28297,8 +28309,9 @@ static void plan_put_support(const plan_query *query, buf *out) {
         buf_printf(out, "has no machine code for compute capability %d.%d: it cannot run on a %s",
                    gpu->arch / 10, gpu->arch % 10, gpu->name);
     else if (query->n_gpus > 1)
-        buf_printf(out, "runs such splits over the GPUs of one host; four H200 are the most that it "
-                      "was measured on");
+        buf_printf(out,
+                   "runs such splits over the GPUs of one host; four H200 are the most that it "
+                   "was measured on");
     else
         buf_printf(out, "runs this%s",
                    lib_find_backend("cuda")
@@ -28327,7 +28340,7 @@ static void plan_put_head(const plan_query *query, const char *name, buf *out) {
                plan_format_int(query->max_seqs, text1), plan_format_int(query->max_tokens, text2));
 }
 
-/* Appends the table's row of a split. */
+/* Appends the table's row of a layout. */
 static void plan_put_table_row(const plan_layout *layout, buf *out) {
     char kv[32], running[32], decode[32], output[32], total[32];
     buf_printf(out, "%3d %3d %3d %8.1f %8.1f", layout->tp, layout->pp, layout->dp,
@@ -28357,7 +28370,7 @@ static void plan_put_not_possible(const plan_query *query, bool as_json, buf *b)
         }
 }
 
-/* Appends the answer as text. s: [n], of which at least one fits. */
+/* Appends the answer as text. layouts: [n_layouts], of which at least one fits. */
 static void plan_put_text(const plan_options *options, const plan_query *query, const char *name,
                           const plan_layout *layouts, int n_layouts, buf *out) {
     char max_len[32], seqs_title[40];
@@ -28389,12 +28402,16 @@ static void plan_put_json_rate(const char *name, const plan_rate *rate, buf *b) 
 }
 
 static void plan_put_json_layout(const plan_options *options, const plan_layout *layout, buf *out) {
-    const struct { const char *name; int64_t value;
-    } numbers[] = {
-        {"tensor_parallel_size", layout->tp},     {"pipeline_parallel_size", layout->pp},
-        {"data_parallel_size", layout->dp},       {"weight_bytes", layout->weight_bytes},
-        {"scratch_bytes", layout->scratch_bytes}, {"kv_bytes_per_token", layout->token_bytes},
-        {"kv_tokens", layout->kv_tokens}};
+    const struct {
+        const char *name;
+        int64_t value;
+    } numbers[] = {{"tensor_parallel_size", layout->tp},
+                   {"pipeline_parallel_size", layout->pp},
+                   {"data_parallel_size", layout->dp},
+                   {"weight_bytes", layout->weight_bytes},
+                   {"scratch_bytes", layout->scratch_bytes},
+                   {"kv_bytes_per_token", layout->token_bytes},
+                   {"kv_tokens", layout->kv_tokens}};
     buf flags = {0};
     json_put_open(out, '{');
     for (int i = 0; i < COUNT(numbers); i++)
@@ -28412,20 +28429,28 @@ static void plan_put_json_layout(const plan_options *options, const plan_layout 
     buf_free(&flags);
 }
 
-/* Appends the answer as one JSON object. s: [n], of which at least one fits. */
+/* Appends the answer as one JSON object. layouts: [n_layouts], of which at least one fits. */
 static void plan_put_json(const plan_options *options, const plan_query *query, const char *name,
                           const plan_layout *layouts, int n_layouts, buf *out) {
     const run_gpu *gpu = query->gpu;
-    const struct { const char *name; double value;
+    const struct {
+        const char *name;
+        double value;
     } rates[] = {{"memory_bytes", gpu->memory},
                  {"flops", gpu->flops},
                  {"read_bytes_per_second", gpu->memory_rate},
                  {"link_bytes_per_second", gpu->link_rate}};
-    const struct { const char *name; int64_t value; } sizes[] = {
-        {"gpus", query->n_gpus}, {"n_parameters", mf_n_parameters(query->model)},
-        {"max_model_len", query->max_len}, {"max_num_seqs", query->max_seqs},
-        {"max_num_batched_tokens", query->max_tokens}, {"input_len", query->input_len},
-        {"output_len", query->output_len}, {"samples", query->n_samples}};
+    const struct {
+        const char *name;
+        int64_t value;
+    } sizes[] = {{"gpus", query->n_gpus},
+                 {"n_parameters", mf_n_parameters(query->model)},
+                 {"max_model_len", query->max_len},
+                 {"max_num_seqs", query->max_seqs},
+                 {"max_num_batched_tokens", query->max_tokens},
+                 {"input_len", query->input_len},
+                 {"output_len", query->output_len},
+                 {"samples", query->n_samples}};
     buf support = {0};
     plan_put_support(query, &support);
     json_put_open(out, '{');
@@ -28495,10 +28520,14 @@ static int plan_answer(const plan_options *options, buf *out, toka_err *e) {
  *     TPOT  time per output token: (E2EL - TTFT) / (output tokens - 1)
  *     E2EL  end-to-end latency: from sending a request to its last chunk
  *
- * There is one thread with one epoll loop. A request goes through
+ * There is one thread with one epoll loop. A request goes through these functions:
  *
- *     benchclient_run_requests  ->  benchclient_start_request  ->  benchclient_on_socket (writes, reads)  ->  benchclient_end_request  ->  benchclient_measure
- *                               calls benchclient_response_read, benchclient_on_event_line
+ *     benchclient_run_requests
+ *     benchclient_start_request
+ *     benchclient_on_socket       writes the request, reads the response; calls
+ *                                 benchclient_response_read and benchclient_on_event_line
+ *     benchclient_end_request
+ *     benchclient_measure         when all requests have ended
  *
  * Open loop: each request is sent at a time drawn before the run (benchclient_draw_times), whatever
  * the server does. Closed loop: at most --max-concurrency requests are in flight, and the others
@@ -28517,36 +28546,37 @@ enum {
 };
 
 typedef struct benchclient_options { /* the options of `toka bench serve`; strings are borrowed */
-    const char *base_url;   /* "http://host:port"; NULL: use `host` and `port` */
+    const char *base_url;    /* "http://host:port"; NULL: use `host` and `port` */
     const char *host, *endpoint;
-    const char *model;      /* NULL: the first model that the server lists */
-    const char *dataset;    /* path; NULL: random prompts */
+    const char *model;       /* NULL: the first model that the server lists */
+    const char *dataset;     /* path; NULL: random prompts */
     int port, num_prompts, input_len, output_len, prefix_len, max_concurrency, num_warmups;
-    int ready_s;            /* seconds to wait until the server answers */
-    double range_ratio;     /* random lengths vary up and down by this share of the length */
-    double request_rate;    /* requests per second; INFINITY: all at once */
-    double burstiness;      /* shape of the gamma distribution of gaps; 1: a Poisson process */
+    int ready_s;             /* seconds to wait until the server answers */
+    double range_ratio;      /* random lengths vary up and down by this share of the length */
+    double request_rate;     /* requests per second; INFINITY: all at once */
+    double burstiness;       /* shape of the gamma distribution of gaps; 1: a Poisson process */
     double temperature;
     uint64_t seed;
     bool ignore_eos, json, detailed, quiet;
-    const char *extra_body;                      /* a JSON object whose members go into every
-                                                  * request; may be NULL */
-    const char *goodput, *metrics, *percentiles; /* "ttft:200 e2el:3000", "ttft,itl", "50,99" */
-    atomic_int *interrupted;                     /* not 0 after Ctrl-C */
+    const char *extra_body;  /* a JSON object whose members go into every request; may be NULL */
+    /* such as "ttft:200 e2el:3000", "ttft,itl" and "50,99" */
+    const char *goodput, *metrics, *percentiles;
+    atomic_int *interrupted; /* not 0 after Ctrl-C */
 } benchclient_options;
 
 typedef struct benchclient_request {
-    /* the prompt: n token ids of bs.tokens from `at`; if text, bytes of bs.texts */
+    /* the prompt: prompt_n token ids of benchclient.tokens from prompt_at on; if is_text, bytes of
+     * benchclient.texts */
     size_t prompt_at, prompt_n;
     bool is_text;
-    bool has_chunk; /* at least one chunk has been received */
+    bool has_chunk;      /* at least one chunk has been received */
     int max_tokens;
-    double send_at;                          /* when to send it, in seconds after the start of the
-                                              * run */
-    double sent_time, first_time, last_time; /* times of os_now: sent, first chunk, last chunk */
-    buf chunk_gaps;                          /* float [chunks - 1], seconds between chunks */
-    int64_t n_in, n_out;                     /* tokens of the prompt and the answer; 0: not known */
-    char *error;                             /* owned; NULL: no error */
+    double send_at;      /* when to send it, in seconds after the start of the run */
+    /* times of os_now: sent, first chunk, last chunk */
+    double sent_time, first_time, last_time;
+    buf chunk_gaps;      /* float [chunks - 1], seconds between chunks */
+    int64_t n_in, n_out; /* tokens of the prompt and the answer; 0: not known */
+    char *error;         /* owned; NULL: no error */
 } benchclient_request;
 
 /* The part of the response that is read next: the head; with chunked encoding a chunk's size line,
@@ -28574,14 +28604,15 @@ typedef struct benchclient_response { /* the state of an HTTP response that is b
 } benchclient_response;
 
 typedef struct benchclient_conn {
-    int fd;        /* owned; -1: none */
-    int request;   /* index of the request in flight; -1: idle */
-    bool reused;   /* it has already served a request, so the server may have closed it since */
-    buf out;       /* the bytes of the request */
-    size_t n_sent; /* bytes of `out` that have been sent */
+    int fd;                        /* owned; -1: none */
+    int request;                   /* index of the request in flight; -1: idle */
+    bool reused;                   /* it has already served a request, so the server may have closed
+                                    * it since */
+    buf out;                       /* the bytes of the request */
+    size_t n_sent;                 /* bytes of `out` that have been sent */
     benchclient_response response;
-    /* the incomplete line of the event stream, or the body of an error response */
-    buf event_line;
+    buf event_line;                /* the incomplete line of the event stream, or the body of an
+                                    * error response */
     bool has_done;                 /* "data: [DONE]" has been received */
     struct benchclient_conn *next; /* in the list of idle connections */
 } benchclient_conn;
@@ -28597,14 +28628,14 @@ typedef struct benchclient { /* the state of the benchmark */
     ids tokens;                    /* prompts of token ids, one after another */
     ids vocabulary;                /* token ids from which random prompts are drawn; may be empty */
     buf texts;                     /* prompts of text, one after another */
-    benchclient_request *requests; /* [n] */
+    benchclient_request *requests; /* [n_requests] */
     int64_t n_requests, capacity;
-    int64_t next;      /* index of the request to send next */
+    int64_t next;                  /* index of the request to send next */
     int64_t n_ended, n_running;
-    uint64_t n_random;      /* random numbers drawn so far */
-    int epoll_fd;           /* file descriptor; -1: none */
-    benchclient_conn *idle; /* list of idle connections, which can be reused */
-    double begin, end;      /* begin and end of the run, times of os_now */
+    uint64_t n_random;             /* random numbers drawn so far */
+    int epoll_fd;                  /* file descriptor; -1: none */
+    benchclient_conn *idle;        /* list of idle connections, which can be reused */
+    double begin, end;             /* begin and end of the run, times of os_now */
 } benchclient;
 
 /* ---- Random numbers ---- */
@@ -28643,15 +28674,15 @@ static double benchclient_random_gamma(benchclient *client, double shape) {
 }
 
 /* Draws when each request is sent. The gaps have mean 1 / rate. They are scaled so that the last
- * request is sent after exactly n / rate seconds. */
+ * request is sent after exactly n_requests / rate seconds. */
 static void benchclient_draw_times(benchclient *client) {
     double rate = client->options->request_rate, sum = 0;
     if (!isfinite(rate)) return;
     for (int64_t i = 0; i < client->n_requests; i++)
-        client->requests[i].send_at = sum += isfinite(client->options->burstiness)
-                                                 ? benchclient_random_gamma(
-                                                       client, client->options->burstiness)
-                                                 : 1;
+        client->requests[i].send_at = sum +=
+            isfinite(client->options->burstiness)
+                ? benchclient_random_gamma(client, client->options->burstiness)
+                : 1;
     /* Rounding can make the sum 0 or infinite. Then use equal gaps. */
     const bool drawn = sum > 0 && isfinite(sum);
     for (int64_t i = 0; i < client->n_requests; i++)
@@ -28664,7 +28695,7 @@ static void benchclient_draw_times(benchclient *client) {
 
 /* Appends the bytes up to the line feed to `line`. *used is the number of bytes consumed. Returns 1
  * if the line is complete (it has no line end then), 0 if more bytes are needed, -1 if the line is
- * longer than `most`. */
+ * longer than max_bytes. */
 static int benchclient_take_line(buf *line, str input, size_t max_bytes, size_t *used) {
     const char *newline = input.n ? memchr(input.p, '\n', input.n) : NULL;
     size_t n_line = newline ? (size_t)(newline - input.p) : input.n;
@@ -28754,7 +28785,7 @@ static void benchclient_response_free(benchclient_response *response) {
     *response = (benchclient_response){0};
 }
 
-/* ---- The server's address, and calls to it before the run ---- */
+/* ---- The server's address, and requests to it before the run ---- */
 
 /* Reads --base-url, or --host and --port, and looks up the addresses. Returns 0 or TOKA_E_USE. */
 static int benchclient_resolve(benchclient *client, toka_err *e) {
@@ -28852,8 +28883,9 @@ static int benchclient_fetch(const benchclient *client, const char *path, str bo
 }
 
 /* Requests /v1/models until the server answers 200, or the time is over. Tries the addresses of the
- * server's name in turn. Retries after a 503, but fails at once on any other status. Sets b->model:
- * --model, or else the first model of the list. Returns 0, TOKA_E_IO or TOKA_E_CANCELLED. */
+ * server's name in turn. Retries after a 503, but fails at once on any other status. Sets
+ * client->model: --model, or else the first model of the list. Returns 0, TOKA_E_IO or
+ * TOKA_E_CANCELLED. */
 static int benchclient_wait_ready(benchclient *client, toka_err *e) {
     buf answer = {0};
     arena memory = {0};
@@ -28876,7 +28908,8 @@ static int benchclient_wait_ready(benchclient *client, toka_err *e) {
     }
     if (code == 200) {
         const json *root = json_parse(&memory, buf_view(&answer), json_trusted, e);
-        str name = client->options->model ? str_c(client->options->model)
+        str name = client->options->model
+                       ? str_c(client->options->model)
                        : json_str(json_get(json_at(json_get(root, "data"), 0), "id"));
         snprintf(client->model, sizeof client->model, "%.*s",
                  (int)MIN(name.n, sizeof client->model - 1), name.p);
@@ -28903,8 +28936,8 @@ static void benchclient_put_words(benchclient *client, int64_t n, buf *out) {
     }
 }
 
-/* Fills b->vocabulary with token ids that occur in text: those of a random text, from the server's
- * /tokenize. It stays empty if the server has no /tokenize. */
+/* Fills client->vocabulary with token ids that occur in text: those of a random text, from the
+ * server's /tokenize. It stays empty if the server has no /tokenize. */
 static void benchclient_fetch_vocabulary(benchclient *client) {
     buf text = {0}, body = {0}, answer = {0};
     arena memory = {0};
@@ -28916,8 +28949,8 @@ static void benchclient_fetch_vocabulary(benchclient *client) {
     json_put_key(&body, "add_special_tokens"), json_put_bool(&body, false);
     json_put_close(&body, '}');
     if (benchclient_fetch(client, "/tokenize", buf_view(&body), &answer, &ignored) == 200) {
-        const json *tokens = json_get(
-            json_parse(&memory, buf_view(&answer), json_trusted, &ignored), "tokens");
+        const json *tokens =
+            json_get(json_parse(&memory, buf_view(&answer), json_trusted, &ignored), "tokens");
         if (json_is(tokens, JSON_ARRAY))
             JSON_EACH(item, tokens) ids_push(&client->vocabulary, (int32_t)json_int(item, 0));
     }
@@ -28965,12 +28998,12 @@ static int benchclient_make_prompts(benchclient *client, toka_err *e) {
     /* The prefix is drawn for the first prompt. The other prompts copy it. */
     size_t prefix_at = is_text ? client->texts.n : client->tokens.n, prefix_n = 0;
     for (int64_t i = 0; i < n_prompts; i++) {
-        int64_t n_input = MAX(
-            1, benchclient_random_int(client, (int64_t)floor(options->input_len * (1 - ratio)),
-                                      (int64_t)ceil(options->input_len * (1 + ratio))));
-        int64_t n_output = MAX(
-            1, benchclient_random_int(client, (int64_t)floor(options->output_len * (1 - ratio)),
-                                      (int64_t)ceil(options->output_len * (1 + ratio))));
+        int64_t n_input =
+            MAX(1, benchclient_random_int(client, (int64_t)floor(options->input_len * (1 - ratio)),
+                                          (int64_t)ceil(options->input_len * (1 + ratio))));
+        int64_t n_output =
+            MAX(1, benchclient_random_int(client, (int64_t)floor(options->output_len * (1 - ratio)),
+                                          (int64_t)ceil(options->output_len * (1 + ratio))));
         benchclient_request *request = benchclient_add_request(client, (int)MIN(n_output, INT_MAX));
         request->is_text = is_text;
         request->prompt_at = is_text ? client->texts.n : client->tokens.n;
@@ -28988,10 +29021,10 @@ static int benchclient_make_prompts(benchclient *client, toka_err *e) {
             ids_reserve(&client->tokens, (size_t)(options->prefix_len + n_input));
             for (int64_t j = 0; j < options->prefix_len + n_input; j++) {
                 bool shared = j < options->prefix_len && i;
-                ids_push(&client->tokens, shared
-                                              ? client->tokens.p[prefix_at + (size_t)j]
-                                              : client->vocabulary.p[benchclient_random_int(
-                                                    client, 0, (int64_t)client->vocabulary.n - 1)]);
+                ids_push(&client->tokens,
+                         shared ? client->tokens.p[prefix_at + (size_t)j]
+                                : client->vocabulary.p[benchclient_random_int(
+                                      client, 0, (int64_t)client->vocabulary.n - 1)]);
             }
         }
         request->prompt_n = (is_text ? client->texts.n : client->tokens.n) - request->prompt_at;
@@ -29000,8 +29033,8 @@ static int benchclient_make_prompts(benchclient *client, toka_err *e) {
     return 0;
 }
 
-/* Reads the number of tokens of an answer into *n. If v is NULL, keeps *n. Returns false if the
- * number is not a whole number of at least 1. */
+/* Reads the number of tokens of an answer into *length. If item is NULL, keeps *length. Returns
+ * false if the number is not a whole number of at least 1. */
 static bool benchclient_read_length(const json *item, int *length) {
     int64_t value = *length;
     if ((item && !json_whole(item, &value)) || value < 1 || value > INT_MAX) return false;
@@ -29039,8 +29072,8 @@ static int benchclient_on_dataset_line(void *user, const json *root, int64_t num
     if (lengths) good = json_is(lengths, JSON_ARRAY) && lengths->n;
     if (lengths && good)
         JSON_EACH(item, lengths)
-            if ((good = good && benchclient_read_length(item, &request.max_tokens))) *
-            benchclient_add_request(client, 0) = request;
+            if ((good = good && benchclient_read_length(item, &request.max_tokens)))
+                *benchclient_add_request(client, 0) = request;
     return good ? 0
                 : fail(e, TOKA_E_INPUT,
                        "%s: line %lld: expected output_lengths, a list of whole numbers from 1 on, "
@@ -29133,8 +29166,8 @@ static bool benchclient_send(benchclient_conn *conn) {
     return true;
 }
 
-/* Sends request i over an idle connection, or over a new one if none is idle or `fresh` is set. If
- * an idle connection turns out to be broken, tries again with a new one. */
+/* Sends request number `index` over an idle connection, or over a new one if none is idle or
+ * new_conn is set. If an idle connection turns out to be broken, tries again with a new one. */
 static void benchclient_start_request(benchclient *client, int64_t index, bool new_conn) {
     buf body = {0};
     benchclient_conn *conn = new_conn ? NULL : client->idle;
@@ -29258,7 +29291,7 @@ static void benchclient_drop_idle(benchclient *client, benchclient_conn *conn) {
 }
 
 /* Handles an epoll event: sends, then reads until the socket is empty or the request has ended.
- * `bytes` is a buffer of `room` bytes. The connection may be freed. */
+ * `buffer` has `size` bytes. The connection may be freed. */
 static void benchclient_on_socket(benchclient *client, benchclient_conn *conn, char *buffer,
                                   size_t size) {
     if (conn->request >= 0 && !benchclient_send(conn)) {
@@ -29299,8 +29332,8 @@ static void benchclient_on_socket(benchclient *client, benchclient_conn *conn, c
 
 /* ---- The run ---- */
 
-/* Shows progress on stderr if it is a terminal, at most four times a second. *shown: time of the
- * last output; 0: none yet. */
+/* Shows progress on stderr if it is a terminal, at most four times a second. *last_shown: time of
+ * the last output; 0: none yet. */
 static void benchclient_print_progress(const benchclient *client, double *last_shown) {
     double now = os_now();
     if (client->options->quiet || !isatty(2) || now - *last_shown < 0.25) return;
@@ -29357,22 +29390,24 @@ enum {
 };
 static const struct {
     const char *key, *name, *title;
-} benchclient_metrics[BENCHCLIENT_N_METRICS] = {{"ttft", "TTFT", "Time to First Token"},
-                            {"tpot", "TPOT", "Time per Output Token (excl. 1st token)"},
-                            {"itl", "ITL", "Inter-token Latency"},
-                            {"e2el", "E2EL", "End-to-end Latency"}};
+} benchclient_metrics[BENCHCLIENT_N_METRICS] = {
+    {"ttft", "TTFT", "Time to First Token"},
+    {"tpot", "TPOT", "Time per Output Token (excl. 1st token)"},
+    {"itl", "ITL", "Inter-token Latency"},
+    {"e2el", "E2EL", "End-to-end Latency"}
+};
 
 typedef struct benchclient_selection { /* the metrics that the flags ask for */
-    bool metrics[BENCHCLIENT_N_METRICS]; /* of --percentile-metrics */
-    /* [n_percentiles] of --metric-percentiles, 0 to 100 */
-    double percentiles[BENCHCLIENT_MAX_PERCENTILES];
-    double limits_ms[BENCHCLIENT_N_METRICS]; /* of --goodput; INFINITY: no limit */
+    bool metrics[BENCHCLIENT_N_METRICS];             /* of --percentile-metrics */
+    double percentiles[BENCHCLIENT_MAX_PERCENTILES]; /* [n_percentiles] of --metric-percentiles, 0
+                                                      * to 100 */
+    double limits_ms[BENCHCLIENT_N_METRICS];         /* of --goodput; INFINITY: no limit */
     int n_percentiles;
-    bool has_goodput; /* --goodput is given */
+    bool has_goodput;                                /* --goodput is given */
 } benchclient_selection;
 
 typedef struct benchclient_series { /* the values of one metric */
-    double *values; /* [n] seconds; owned; sorted after benchclient_finish_series */
+    double *values;   /* [n_values] seconds; owned; sorted after benchclient_finish_series */
     size_t n_values, capacity;
     double mean, std; /* set by benchclient_finish_series */
 } benchclient_series;
@@ -29498,7 +29533,8 @@ static void benchclient_find_peaks(const benchclient *client, benchclient_result
     for (size_t second = 0; second < seconds; second++)
         max_chunks = MAX(max_chunks, per_second[second]);
     benchclient_finish_series(&starts), benchclient_finish_series(&ends);
-    /* Before the start i, k requests have ended. At equal times the end comes before the start. */
+    /* When request i starts, j requests have ended. At equal times the end comes before the
+     * start. */
     for (size_t i = 0, j = 0; i < starts.n_values; i++) {
         while (ends.values[j] <= starts.values[i]) j++;
         result->peak_concurrent = MAX(result->peak_concurrent, (int64_t)(i + 1 - j));
@@ -29525,10 +29561,10 @@ static void benchclient_measure(const benchclient *client, const benchclient_sel
             [BENCHCLIENT_TTFT] = request->first_time - request->sent_time,
             [BENCHCLIENT_E2EL] = request->last_time - request->sent_time};
         if (n_out > 1)
-            benchclient_add_value(&result->series[BENCHCLIENT_TPOT],
-                                  values[BENCHCLIENT_TPOT] = (request->last_time -
-                                                              request->first_time) /
-                                                             (double)(n_out - 1));
+            benchclient_add_value(
+                &result->series[BENCHCLIENT_TPOT],
+                values[BENCHCLIENT_TPOT] =
+                    (request->last_time - request->first_time) / (double)(n_out - 1));
         benchclient_add_value(&result->series[BENCHCLIENT_TTFT], values[BENCHCLIENT_TTFT]);
         benchclient_add_value(&result->series[BENCHCLIENT_E2EL], values[BENCHCLIENT_E2EL]);
         for (size_t j = 0; j < request->chunk_gaps.n / sizeof *gap; j++)
@@ -29545,7 +29581,7 @@ static void benchclient_measure(const benchclient *client, const benchclient_sel
     for (int j = 0; j < BENCHCLIENT_N_METRICS; j++) benchclient_finish_series(&result->series[j]);
 }
 
-/* Prints a title in the middle of a line of 50 characters. `line` is the fill character. */
+/* Prints a title in the middle of a line of 50 characters. `fill` is the fill character. */
 static void benchclient_print_title(const char *title, char fill) {
     int n_title = (int)strlen(title), n_left = (50 - n_title) / 2;
     for (int i = 0; i < 50; i++)
@@ -29575,8 +29611,8 @@ static void benchclient_print_text(const benchclient_options *options,
     printf(float_row, "Output token throughput (tok/s):", (double)result->n_out / seconds);
     printf(float_row, "Peak output token throughput (tok/s):", result->peak_rate);
     printf(float_row, "Peak concurrent requests:", (double)result->peak_concurrent);
-    printf(float_row,
-           "Total token throughput (tok/s):", (double)(result->n_in + result->n_out) / seconds);
+    printf(float_row, "Total token throughput (tok/s):",
+           (double)(result->n_in + result->n_out) / seconds);
     for (int metric = 0; metric < BENCHCLIENT_N_METRICS; metric++) {
         char name[64];
         if (!selection->metrics[metric]) continue;
@@ -29589,8 +29625,8 @@ static void benchclient_print_text(const benchclient_options *options,
             snprintf(name, sizeof name, "P%g %s (ms):", selection->percentiles[i],
                      benchclient_metrics[metric].name);
             printf(float_row, name,
-                   1e3 *
-                       benchclient_percentile(&result->series[metric], selection->percentiles[i]));
+                   1e3 * benchclient_percentile(&result->series[metric],
+                                                selection->percentiles[i]));
         }
     }
     benchclient_print_title("", '=');
@@ -29651,7 +29687,9 @@ static void benchclient_print_json(const benchclient *client,
     if (options->max_concurrency) json_put_int(&out, options->max_concurrency);
     else json_put_null(&out);
     benchclient_put_number(&out, "duration", result->duration);
-    const struct { const char *name; int64_t value;
+    const struct {
+        const char *name;
+        int64_t value;
     } counts[] = {{"completed", result->n_completed},
                   {"failed", result->n_failed},
                   {"total_input_tokens", result->n_in},
@@ -29717,8 +29755,8 @@ static int benchclient_check_options(const benchclient_options *options, toka_er
     return 0;
 }
 
-/* Sets b->extra to the text between the braces of --extra-body. It is a slice of the option.
- * Returns TOKA_E_USE if the option is not a JSON object. */
+/* Sets client->extra_members to the text between the braces of --extra-body. It is a slice of the
+ * option. Returns TOKA_E_USE if the option is not a JSON object. */
 static int benchclient_read_extra(benchclient *client, toka_err *e) {
     arena memory = {0};
     toka_err why;
@@ -29733,7 +29771,7 @@ static int benchclient_read_extra(benchclient *client, toka_err *e) {
     return 0;
 }
 
-/* Runs the first prompt --num-warmups times. These requests are placed behind the n of the run and
+/* Runs the first prompt --num-warmups times. These requests are placed after those of the run and
  * do not count. Returns the error of the first one that failed. */
 static int benchclient_warm_up(benchclient *client, toka_err *e) {
     int64_t n_run = client->n_requests;
@@ -29869,7 +29907,7 @@ typedef struct cli { /* the values of all flags; the fields are named like the f
     srv_options serve;         /* flags of serve only; cli_serve sets the others */
     cli_list api_keys, served_names;
     const char *api_key_file, *generation_config;
-    plan_options plan; /* flags of plan only; cli_plan sets the others */
+    plan_options plan;         /* flags of plan only; cli_plan sets the others */
 } cli;
 
 enum cli_type { CLI_BOOL, CLI_INT, CLI_INT64, CLI_FLOAT, CLI_TEXT, CLI_LIST };
@@ -29878,8 +29916,8 @@ typedef struct cli_flag {
     const char *name, *short_name; /* "max-tokens", "n" or "" */
     const char *value_name;        /* name of the value in --help, "" for a switch */
     enum cli_type type;
-    size_t offset;     /* offset in cli of the field that it sets */
-    unsigned commands; /* FOR_ bits of the commands that take it */
+    size_t offset;                 /* offset in cli of the field that it sets */
+    unsigned commands;             /* FOR_ bits of the commands that take it */
     const char *help;
 } cli_flag;
 
@@ -30142,9 +30180,10 @@ static cli cli_default(void) {
 
 /* ---- Output: the first failed write to standard output ends the program with one sentence ---- */
 
-static atomic_int cli_interrupted;     /* signals so far; lock-free, so a handler may count them */
-static atomic_int cli_stop_timeout_s = 10; /* shutdown timeout in seconds: how long the first signal
-                                          lets a step of a device run on */
+/* Signals so far. It is lock-free, so a handler may count them. */
+static atomic_int cli_interrupted;
+/* Shutdown timeout in seconds: how long the first signal lets a step of a device run on. */
+static atomic_int cli_stop_timeout_s = 10;
 
 /* The first signal begins a shutdown, the second ends the program, whatever its kind. But a SIGHUP
  * is never the second one: a terminal that is closed sends several. */
@@ -30333,7 +30372,7 @@ static int cli_help(bool all, unsigned command, int n_words, char **words, toka_
 
 /* ---- Reading flags ---- */
 
-/* Parses a flag's value and sets its field. shown: the name of the flag in error messages. */
+/* Parses a flag's value and sets its field. name: the name of the flag in error messages. */
 static int cli_set_flag(cli *flags, const cli_flag *flag, const char *value, const char *name,
                         toka_err *e) {
     char *field = (char *)flags + flag->offset, *end = NULL;
@@ -30410,7 +30449,7 @@ static int cli_fail_unknown_flag(str arg, unsigned command, toka_err *e) {
 }
 
 /* A flag on the command line has precedence over the environment. Clears the values from the
- * environment that flag f excludes, and the environment's values of a list. env: the values that
+ * environment that this flag excludes, and the environment's values of a list. env: the values that
  * the environment gave. */
 static void cli_override_env(cli *flags, const cli *env, const cli_flag *flag) {
     if (flag->offset == AT(prompt) && flags->file == env->file) flags->file = NULL;
@@ -30423,10 +30462,10 @@ static void cli_override_env(cli *flags, const cli *env, const cli_flag *flag) {
     if (address && flags->serve.uds == env->serve.uds) flags->serve.uds = NULL;
     cli_list *list = flag->type == CLI_LIST ? (cli_list *)(void *)((char *)flags + flag->offset)
                                             : NULL;
-    const cli_list *env_list = flag->type == CLI_LIST
-                                   ? (const cli_list *)(const void *)((const char *)env +
-                                                                      flag->offset)
-                                   : NULL;
+    const cli_list *env_list =
+        flag->type == CLI_LIST
+            ? (const cli_list *)(const void *)((const char *)env + flag->offset)
+            : NULL;
     if (list && list->n_values && list->values[0] == env_list->values[0]) list->n_values = 0;
 }
 
@@ -30503,8 +30542,8 @@ static void cli_put_token_text(buf *b, const tok *words, int32_t id) {
     buf_free(&bytes), buf_free(&text);
 }
 
-/* {"id":..,"token":"..","logprob":..,"sampled_logprob":..,
- *  "top":[{"id":..,"token":"..","logprob":..} ..]} */
+/* Appends {"id":..,"token":"..","logprob":..,"sampled_logprob":..,
+ *          "top":[{"id":..,"token":"..","logprob":..} ..]} */
 static void cli_put_token(buf *out, const toka *t, const toka_event *ev) {
     json_put_open(out, '{');
     for (int i = -1; i < ev->n_top; i++) {
@@ -30570,7 +30609,8 @@ static int cli_read_prompt(const cli *flags, buf *out, toka_err *e) {
     return code;
 }
 
-/* Sets r's sampling. Precedence: flags, then the model's defaults, then what r has. */
+/* Sets the sampling of a request. Precedence: flags, then the model's defaults, then what the
+ * request has. */
 static void cli_set_sampling(const cli *flags, const toka *t, toka_request *request) {
     toka_sampling *sampling = &request->sampling;
     toka_request_model_defaults(t, request);
@@ -30721,7 +30761,7 @@ static int cli_complete(const cli *flags, toka *t, str prompt, int text_flags, b
     return code;
 }
 
-/* Reads one line of standard input, without its line end. *more: false if there was none. */
+/* Reads one line of standard input, without its line end. *has_line: false if there was none. */
 static int cli_read_line(buf *line, bool *has_line, toka_err *e) {
     int ch = 0;
     buf_clear(line);
@@ -30778,8 +30818,10 @@ static int cli_run_prompt(const cli *flags, toka *t, toka_err *e) {
     if (!code && !use_template && flags->system)
         code = fail(e, TOKA_E_USE, "--system: %s has no chat template", t->files->name);
     if (!code && !use_template && !flags->raw && !flags->quiet && t->tok)
-        fprintf(stderr, "toka: %s has no chat template, so the text is completed as it is "
-                "(--raw says so)\n", t->files->name);
+        fprintf(stderr,
+                "toka: %s has no chat template, so the text is completed as it is (--raw says "
+                "so)\n",
+                t->files->name);
     if (!code && use_template) {
         if (flags->system) cli_put_message(&messages, "system", str_c(flags->system));
         cli_put_message(&messages, "user", buf_view(&text));
@@ -30830,8 +30872,9 @@ static int cli_run_command(const cli *flags, toka_err *e) { /* toka without a co
     if (flags->chat && (flags->raw || flags->file || flags->samples != 1))
         return fail(e, TOKA_E_USE, "--chat goes without --raw, --file and --samples");
     if (!flags->prompt && !flags->file && !flags->chat && isatty(0))
-        return fail(e, TOKA_E_USE, "no prompt: give -p TEXT, -f FILE, text on standard input, "
-                    "or --chat; see toka --help");
+        return fail(e, TOKA_E_USE,
+                    "no prompt: give -p TEXT, -f FILE, text on standard input, or --chat; see "
+                    "toka --help");
     int code = cli_open(flags, &t, e);
     if (code) return code;
     cli_warn_unused(flags, t);
@@ -31010,15 +31053,17 @@ static int cli_batch(const cli *flags, toka_err *e) {
         return e->code;
     int code = cli_open(flags, &t, e);
     if (code) return code;
-    run_options options = {.in = flags->input,
-                     .out = flags->output,
-                     .report = flags->report,
-                     .now = flags->now,
-                     .defaults = toka_request_default(),
-                     .name = flags->served_names.n_values ? flags->served_names.values[0] : NULL,
-                     .quiet = flags->quiet,
-                     .max_answer_bytes = flags->serve.max_answer_bytes,
-                     .interrupted = &cli_interrupted};
+    run_options options = {
+        .in = flags->input,
+        .out = flags->output,
+        .report = flags->report,
+        .now = flags->now,
+        .defaults = toka_request_default(),
+        .name = flags->served_names.n_values ? flags->served_names.values[0] : NULL,
+        .quiet = flags->quiet,
+        .max_answer_bytes = flags->serve.max_answer_bytes,
+        .interrupted = &cli_interrupted
+    };
     cli_warn_unused(flags, t);
     cli_set_sampling(flags, t, &options.defaults);
     options.defaults.sampling.logprobs = 0;
@@ -31037,14 +31082,14 @@ static int cli_bench_throughput(const cli *flags, toka_err *e) {
     int code = cli_open(flags, &t, e);
     if (code) return code;
     run_bench_options options = {.dataset = flags->dataset,
-                           .timeline = flags->timeline,
-                           .num_prompts = flags->num_prompts,
-                           .base = toka_request_default(),
-                           .load_s = os_now() - t0,
-                           .json = flags->json,
-                           .quiet = flags->quiet,
-                           .start_printed = flags->verbose,
-                           .interrupted = &cli_interrupted};
+                                 .timeline = flags->timeline,
+                                 .num_prompts = flags->num_prompts,
+                                 .base = toka_request_default(),
+                                 .load_s = os_now() - t0,
+                                 .json = flags->json,
+                                 .quiet = flags->quiet,
+                                 .start_printed = flags->verbose,
+                                 .interrupted = &cli_interrupted};
     cli_set_sampling(flags, t, &options.base);
     options.base.n = 1;
     options.base.sampling.min_tokens = options.base.sampling.n_stop = 0;
@@ -31191,7 +31236,8 @@ static str cli_trim_key(str key) {
     return key;
 }
 
-/* Appends the lines of --api-key-file to the keys. keys: [CLI_MAX_KEYS]; their bytes are in a. */
+/* Appends the lines of --api-key-file to the keys. keys: [CLI_MAX_KEYS]; their bytes are in the
+ * arena. */
 static int cli_read_key_file(const char *path, arena *memory, const char **keys, int *n_keys,
                              toka_err *e) {
     str text;
@@ -31225,8 +31271,9 @@ static int cli_check_serve(const cli *flags, const srv_options *options, toka_er
     if (check_int("--server-threads", options->n_workers, 0, 64, e)) return e->code;
     if (options->read_timeout <= 0 || options->write_timeout <= 0 || options->keep_alive <= 0 ||
         options->step_timeout <= 0)
-        return fail(e, TOKA_E_USE, "--read-timeout, --write-timeout, --keep-alive, "
-                    "--step-timeout: expected more than 0 seconds");
+        return fail(e, TOKA_E_USE,
+                    "--read-timeout, --write-timeout, --keep-alive, --step-timeout: expected more "
+                    "than 0 seconds");
     if (options->hosts && srv_check_hosts(options->hosts, e)) return e->code;
     if (options->files_dir && !*options->files_dir)
         return fail(e, TOKA_E_USE, "--files-dir: it is empty; expected a folder, or off");
@@ -31323,16 +31370,22 @@ typedef struct cli_command {
 } cli_command;
 
 static const cli_command cli_command_table[] = {
-    {"tokenize", NULL, FOR_TOKENIZE, cli_tokenize}, {"template", NULL, FOR_TEMPLATE, cli_template},
-    {"score", NULL, FOR_SCORE, cli_score}, {"models", NULL, FOR_MODELS, cli_models},
-    {"devices", NULL, FOR_DEVICES, cli_devices},
-    {"batch", NULL, FOR_BATCH, cli_batch}, {"serve", NULL, FOR_SERVE, cli_serve},
-    {"bench", "throughput", FOR_THROUGHPUT, cli_bench_throughput},
-    {"bench", "serve", FOR_BENCH_SERVE, cli_bench_serve},
-    {"bench", "plan", FOR_BENCH_PLAN, cli_bench_plan},
-    {"bench", "ops", FOR_OPS, cli_bench_ops}, {"plan", NULL, FOR_PLAN, cli_plan}};
+    {"tokenize", NULL,         FOR_TOKENIZE,    cli_tokenize},
+    {"template", NULL,         FOR_TEMPLATE,    cli_template},
+    {"score",    NULL,         FOR_SCORE,       cli_score},
+    {"models",   NULL,         FOR_MODELS,      cli_models},
+    {"devices",  NULL,         FOR_DEVICES,     cli_devices},
+    {"batch",    NULL,         FOR_BATCH,       cli_batch},
+    {"serve",    NULL,         FOR_SERVE,       cli_serve},
+    {"bench",    "throughput", FOR_THROUGHPUT,  cli_bench_throughput},
+    {"bench",    "serve",      FOR_BENCH_SERVE, cli_bench_serve},
+    {"bench",    "plan",       FOR_BENCH_PLAN,  cli_bench_plan},
+    {"bench",    "ops",        FOR_OPS,         cli_bench_ops},
+    {"plan",     NULL,         FOR_PLAN,        cli_plan}
+};
 
-/* Returns the command of these words, or NULL. second: "" if there is no second word. */
+/* Returns the command of these words, or NULL. second: the second word, "" if there is no second
+ * word. */
 static const cli_command *cli_find_command(const char *first, const char *second) {
     for (int i = 0; i < COUNT(cli_command_table); i++) {
         const cli_command *it = &cli_command_table[i];
@@ -31357,7 +31410,7 @@ static int cli_fail_unknown_command(const char *first, const char *second, toka_
     return suggest_fail(&nearest, is_bench ? "toka bench " : "toka ", e);
 }
 
-/* toka help, toka help COMMAND, toka bench --help. words: the n words after "help". */
+/* toka help, toka help COMMAND, toka bench --help. words: the n_words words after "help". */
 static int cli_help_for(bool all, int n_words, char **words, toka_err *e) {
     if (!n_words || words[0][0] == '-') return cli_help(all, FOR_ANY, 0, NULL, e);
     const char *second = n_words > 1 ? words[1] : "";
