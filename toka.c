@@ -1785,7 +1785,7 @@ static const char uni_case_text[] =
     "Bp_CGev]]v]^v]]c]dn]^v]]v]^]]e^]l]]l^]l`]ed]]`]d]]dc]dg]^v]]v]^^]e`]ld]ec]dv]^^]e`]ea]e]]sc]dv]^v]]v]^v]]v]^v]]v]^v]]"
     "v]^v]]v]^v]]x]lu]du]db]^u]du]db]^u]du]db]^u]du]db]^u]du]db]^]]]]]DDdAq|AlAv]B~]DragkHCgf]dp]Aeb]AO}cgmncg^gaAbAx]F{]A"
     "E^jBSz]Ls`CTmaAXj^EKrcHm~B]]~A~`dNW|v]Afv]Afv]DPwaGKIEe]FfBxZlG^";
-/* (gap of code point * 4 + uni_case) * 3 + n_to - 1, n_to differences */
+/* (gap of code point * 4 + uni_case) * 3 + n - 1, n differences */
 static const char uni_exception_text[] =
     "BVvHdHddHdFhA@oKt[uo]HeUyNvdUyNvAOk_c^o^i_c^o^i_c^o^LpXxPudXxPui_c^o^EEsoG~HjeoG~HjKcrIzJferIzJfEZ`DxC`dDxfBXW~PHhNTn"
     "dPHhNTndPGtNV~dPGtNV~dPGpNV|dPGpNV|dPGnNV~dPGnNV~dPH~N[ndPH~N[nAoPFfPFfBFqNXrOEddNXrOEdqNXvOEhOFleNXvOEhOFlqNXzOElOFn"
@@ -7798,7 +7798,7 @@ typedef struct mf_rope {
 /* Features of a model. MF_LM_HEAD: the LM head is not tied to the embedding. */
 enum { MF_QKV_BIAS = 1, MF_O_BIAS = 2, MF_QK_NORM = 4, MF_LM_HEAD = 8 };
 
-/* The contents of config.json, or of a line of models.txt. Pointers go into the parser's arena. */
+/* The contents of config.json, or of a line of models.txt. Pointers are into the parser's arena. */
 typedef struct mf_config {
     const struct mf_arch *arch;
     toka_shape shape;  /* B stays 0 */
@@ -7814,7 +7814,8 @@ typedef struct mf_config {
  * off: temperature 1, top_p 1, min_p 0, repetition_penalty 1, top_k 0. */
 typedef struct mf_defaults {
     bool has_do_sample, has_temperature, has_top_p, has_top_k, has_min_p, has_repetition_penalty;
-    bool do_sample; /* false: greedy decoding; temperature to top_k then have no meaning */
+    bool do_sample;             /* false: greedy decoding; temperature to top_k then have no
+                                 * meaning */
     float temperature, top_p, min_p, repetition_penalty;
     int top_k;
     int max_tokens, min_tokens; /* max_new_tokens, min_new_tokens; 0: not given */
@@ -7823,7 +7824,8 @@ typedef struct mf_defaults {
     int32_t *bad_ids;           /* bad_words_ids in the form of toka_sampling.bad_ids */
     int *bad_lengths;           /* [n_bad] */
     int n_bad;
-    char *unused; /* names of the fields that ask for something toka does not do; NULL: none */
+    char *unused;               /* names of the fields that turn on something that toka does not
+                                 * do; NULL: none */
 } mf_defaults;
 
 static const mf_defaults mf_no_defaults = {.temperature = 1, .top_p = 1, .repetition_penalty = 1};
@@ -7874,8 +7876,7 @@ typedef struct mf_model {
     const mf_embedded *embedded; /* not NULL: the files come from here, not from folder */
     str *maps;                   /* [n_maps] heap; the mapped files, which mf_close unmaps */
     int n_maps;
-    /* [n_stamps] heap; one for each weight file; none if embedded */
-    mf_file_state *weight_files;
+    mf_file_state *weight_files; /* [n_weight_files] heap; none if embedded */
     int n_weight_files;
 } mf_model;
 
@@ -7954,7 +7955,8 @@ typedef struct mf_reader {
     toka_err *err;      /* code 0 until the first error, which stays */
 } mf_reader;
 
-/* Writes to z how an error message shows this value ("missing" if v is NULL), and returns z. */
+/* Writes to `text` how an error message shows this value ("missing" if it is NULL), and returns
+ * it. */
 static const char *mf_value_text(const json *value, char text[80]) {
     if (!value) snprintf(text, 80, "missing");
     else if (value->type == JSON_STRING)
@@ -7979,7 +7981,7 @@ static void mf_field_error(mf_reader *reader, const char *name, const json *valu
          name, mf_value_text(value, found), expected);
 }
 
-/* NULL if absent or null */
+/* Returns NULL if the field is absent or null. */
 static const json *mf_field(const mf_reader *reader, const char *name) {
     const json *v = json_get(reader->object, name);
     return json_is(v, JSON_NULL) ? NULL : v;
@@ -8056,7 +8058,7 @@ typedef struct mf_arch {
     int D;              /* 0: E / H */
     int window;         /* sliding_window; 0: the architecture has no windows */
     bool window_opt_in; /* windows need use_sliding_window: true, and only layers from
-                         max_window_layers on have one */
+                         * max_window_layers on have one */
     int bos, eos;       /* -1: none */
 } mf_arch;
 
@@ -8107,7 +8109,7 @@ static void mf_read_arch(mf_reader *reader, mf_config *config) {
         mf_field_error(reader, list ? "architectures" : "model_type", list ? list : type, known);
 }
 
-/* Checks the numbers of a shape and stores them in c->shape. */
+/* Checks the numbers of a shape and stores them in config->shape. */
 static int mf_set_dims(mf_config *config, const int64_t dims[MF_N_DIMS], const char *where,
                        toka_err *e) {
     for (int i = 0; i < MF_N_DIMS; i++)
@@ -8206,7 +8208,7 @@ static mf_rope_kind mf_read_rope_kind(mf_reader *reader) {
 }
 
 /* original_max_position_embeddings of config.json itself, else of the RoPE object, else max_len.
- * top: config.json; r: its RoPE object. */
+ * config_reader: config.json; reader: its RoPE object. */
 static double mf_read_original_len(mf_reader *config_reader, mf_reader *reader, int max_len) {
     const char *const field = "original_max_position_embeddings";
     return mf_num(mf_field(config_reader, field) ? config_reader : reader, field, max_len, 1,
@@ -8243,8 +8245,8 @@ static void mf_read_rope_scaling(mf_reader *config_reader, mf_reader *reader,
     rope->fractional = !mf_bool(reader, "truncate", true);
 }
 
-/* Reads c->rope. Files of transformers 4 have the object rope_scaling and rope_theta beside it;
- * files of transformers 5 have everything in rope_parameters. If both objects are there,
+/* Reads config->rope. Files of transformers 4 have the object rope_scaling and rope_theta beside
+ * it; files of transformers 5 have everything in rope_parameters. If both objects are there,
  * rope_scaling counts. */
 static void mf_read_rope(mf_reader *config_reader, mf_config *config) {
     const char *name = "rope_scaling", *prefix = "rope_scaling.";
@@ -8317,8 +8319,9 @@ static void mf_read_windows(mf_reader *reader, mf_config *config, arena *memory)
 
 /* ---- config.json: end ids, and the whole file ---- */
 
-/* Reads a token id or a list of them into an array in `a`. Ids outside the vocabulary are left out:
- * the model can never sample them. If the field is missing, *list and *n stay as they are. */
+/* Reads a token id or a list of them into an array in the arena. Ids outside the vocabulary are
+ * left out: the model can never sample them. If the field is missing, *list and *n_ids stay as they
+ * are. */
 static void mf_read_ids(mf_reader *reader, const char *name, int V, arena *memory, int32_t **list,
                         int *n_ids) {
     const json *value = mf_field(reader, name);
@@ -8327,7 +8330,8 @@ static void mf_read_ids(mf_reader *reader, const char *name, int V, arena *memor
     *list = arena_alloc(memory, n_values * sizeof **list);
     *n_ids = 0;
     for (size_t i = 0; i < n_values; i++) {
-        /* Each number is one node, so element i is v + 1 + i; the loop ends at anything else. */
+        /* Each number is one node, so element i is value + 1 + i; the loop ends at anything
+         * else. */
         const json *it = value->type == JSON_ARRAY ? value + 1 + i : value;
         if (it->type != JSON_NUMBER || !it->is_int) {
             mf_field_error(reader, name, it, "a token id or a list of them");
@@ -8337,20 +8341,21 @@ static void mf_read_ids(mf_reader *reader, const char *name, int V, arena *memor
     }
 }
 
-/* -1: none */
+/* Returns -1 if there is none. */
 static int32_t mf_read_id(mf_reader *reader, const char *name, int otherwise, int V) {
     int64_t id = mf_int(reader, name, otherwise);
     return id >= 0 && id < V ? (int32_t)id : -1;
 }
 
-/* Computes the RoPE table of the shape, in `a`. */
+/* Computes the RoPE table of the shape, in the arena. */
 static void mf_set_rope_table(mf_config *config, arena *memory) {
     float *freq = arena_alloc(memory, (size_t)(config->shape.D / 2) * sizeof *freq);
     mf_rope_table(&config->rope, config->shape.D, freq, &config->shape.rope_scale);
     config->shape.rope_freq = freq;
 }
 
-/* Parses config.json into *c; everything that c points to is in `a`. Returns 0 or an error code. */
+/* Parses config.json into *config; everything that it points to is in the arena. Returns 0 or an
+ * error code. */
 static int mf_config_parse(str text, const char *where, arena *memory, mf_config *config,
                            toka_err *e) {
     *config = (mf_config){0};
@@ -8420,8 +8425,8 @@ static void mf_read_stop_strings(mf_reader *reader, arena *memory, mf_defaults *
     }
 }
 
-/* Appends one sequence of bad_words_ids after the *n ids already stored. As in transformers, a
- * sequence that is only one end id is ignored. A sequence with an id outside the vocabulary is
+/* Appends one sequence of bad_words_ids after the *n_stored ids already stored. As in transformers,
+ * a sequence that is only one end id is ignored. A sequence with an id outside the vocabulary is
  * ignored, too: it can never occur. Returns false if the sequence is not a list of ids. */
 static bool mf_read_bad_word(const json *word, const mf_config *config, mf_defaults *defaults,
                              int *n_stored) {
@@ -8458,7 +8463,8 @@ static void mf_read_bad_words(mf_reader *reader, arena *memory, const mf_config 
     if (value && !good) mf_field_error(reader, name, value, "a list of lists of token ids");
 }
 
-/* Does this value of a field turn something on? off: the number that means off; NAN: no number. */
+/* Does this value of a field turn something on? off_value: the number that means off; NAN: no
+ * number. */
 static bool mf_turns_on(const json *value, double off_value) {
     if (!value || value->type == JSON_FALSE) return false;
     if (value->type == JSON_STRING || value->type == JSON_ARRAY || value->type == JSON_OBJECT)
@@ -8466,22 +8472,26 @@ static bool mf_turns_on(const json *value, double off_value) {
     return value->type != JSON_NUMBER || json_num(value, NAN) != off_value;
 }
 
-/* Sets d->unused: the fields of transformers' GenerationConfig that change the generated text and
- * that toka does not implement. max_length is ignored where it has no effect: if max_new_tokens is
- * given, or if it is not below the model's own length. */
+/* Sets defaults->unused: the fields of transformers' GenerationConfig that change the generated
+ * text and that toka does not implement. max_length is ignored where it has no effect: if
+ * max_new_tokens is given, or if it is not below the model's own length. */
 static void mf_read_unused(const mf_reader *reader, arena *memory, const mf_config *config,
                            mf_defaults *defaults) {
-    static const struct { const char *name; double off; } fields[] = {
+    static const struct {
+        const char *name;
+        double off;
+    } fields[] = {
         {"max_length", 0}, {"min_length", 0}, {"max_time", 0}, {"num_return_sequences", 1},
         {"num_beams", 1}, {"num_beam_groups", 1}, {"length_penalty", 1}, {"early_stopping", 0},
         {"diversity_penalty", 0}, {"penalty_alpha", 0}, {"dola_layers", 0}, {"typical_p", 1},
         {"top_h", 1}, {"epsilon_cutoff", 0}, {"eta_cutoff", 0}, {"encoder_repetition_penalty", 1},
-        {"no_repeat_ngram_size", 0},
-        {"encoder_no_repeat_ngram_size", 0}, {"presence_penalty", 0}, {"frequency_penalty", 0},
-        {"suppress_tokens", NAN}, {"begin_suppress_tokens", NAN}, {"forced_bos_token_id", NAN},
-        {"forced_eos_token_id", NAN}, {"forced_decoder_ids", NAN}, {"force_words_ids", NAN},
-        {"constraints", NAN}, {"sequence_bias", NAN}, {"exponential_decay_length_penalty", NAN},
-        {"guidance_scale", 1}, {"watermarking_config", NAN}, {"token_healing", 0}};
+        {"no_repeat_ngram_size", 0}, {"encoder_no_repeat_ngram_size", 0}, {"presence_penalty", 0},
+        {"frequency_penalty", 0}, {"suppress_tokens", NAN}, {"begin_suppress_tokens", NAN},
+        {"forced_bos_token_id", NAN}, {"forced_eos_token_id", NAN}, {"forced_decoder_ids", NAN},
+        {"force_words_ids", NAN}, {"constraints", NAN}, {"sequence_bias", NAN},
+        {"exponential_decay_length_penalty", NAN}, {"guidance_scale", 1},
+        {"watermarking_config", NAN}, {"token_healing", 0}
+    };
     buf names = {0};
     for (int i = 0; i < COUNT(fields); i++) {
         const json *value = mf_field(reader, fields[i].name);
@@ -8495,8 +8505,8 @@ static void mf_read_unused(const mf_reader *reader, arena *memory, const mf_conf
     buf_free(&names);
 }
 
-/* Parses generation_config.json. If the file has begin or end ids, they replace those of *c. The
- * defaults for requests go to *d. Returns 0 or an error code. */
+/* Parses generation_config.json. If the file has begin or end ids, they replace those of *config.
+ * The defaults for requests go to *defaults. Returns 0 or an error code. */
 static int mf_generation_parse(str text, const char *where, arena *memory, mf_config *config,
                                mf_defaults *defaults, toka_err *e) {
     *defaults = mf_no_defaults;
@@ -8531,8 +8541,8 @@ static int mf_generation_parse(str text, const char *where, arena *memory, mf_co
 
 /* ---- tokenizer_config.json: special tokens, flags and chat templates ---- */
 
-/* The text of the field `name`, which is "<s>" or {"content": "<s>", ...}, in `a`. Returns NULL if
- * the field is missing or null. */
+/* The text of the field `name`, which is "<s>" or {"content": "<s>", ...}, in the arena. Returns
+ * NULL if the field is missing or null. */
 static char *mf_special_text(mf_reader *reader, const char *name, arena *memory) {
     const json *v = mf_field(reader, name);
     if (json_is(v, JSON_OBJECT)) v = json_get(v, "content");
@@ -8551,7 +8561,7 @@ static str mf_tokenizer_class(const mf_reader *reader) {
 /* The seven fields that name one special token each. Chat templates see the first four. */
 static const char *const mf_special_names[] = {"bos_token", "eos_token", "pad_token", "unk_token",
                                                "sep_token", "cls_token", "mask_token"};
-static char **mf_special_field(mf_model *files, int i) { /* the field of *m for name i, 0 to 3 */
+static char **mf_special_field(mf_model *files, int i) { /* the field for name i, 0 to 3 */
     char **const fields[4] = {&files->bos_token, &files->eos_token, &files->pad_token,
                               &files->unk_token};
     return fields[i];
@@ -8570,10 +8580,10 @@ static void mf_check_tokens(mf_reader *reader, const char *name, const json *v) 
         JSON_EACH(it, v) if (!mf_is_token(it)) mf_field_error(reader, name, it, expected);
     if (json_is(v, JSON_OBJECT))
         JSON_MEMBERS(key, v)
-        if (!mf_is_token(key + 1)) mf_field_error(reader, name, key + 1, expected);
+            if (!mf_is_token(key + 1)) mf_field_error(reader, name, key + 1, expected);
 }
 
-/* Appends the file's fields that name special tokens to m->special_fields: the seven of
+/* Appends the file's fields that name special tokens to files->special_fields: the seven of
  * mf_special_names, any other *_token, and three lists. */
 static void mf_put_special_fields(mf_reader *reader, arena *memory, mf_model *files) {
     static const char *const lists[] = {"additional_special_tokens", "extra_special_tokens",
@@ -8585,17 +8595,18 @@ static void mf_put_special_fields(mf_reader *reader, arena *memory, mf_model *fi
     for (int i = 0; i < COUNT(lists); i++)
         if (mf_field(reader, lists[i]))
             mf_check_tokens(reader, lists[i], mf_field(reader, lists[i]));
-    if (!reader->err->code) JSON_MEMBERS(key, reader->object) {
-        const str name = json_str(key);
-        bool is_token = mf_is_token(key + 1) || key[1].type == JSON_NULL;
-        is_token = is_token && str_ends(name, STR("_token"));
-        bool is_list = false;
-        for (int i = 0; i < COUNT(lists); i++) is_list |= str_is(name, lists[i]);
-        if (!is_token && !is_list) continue;
-        json_put_str(&members, name);
-        buf_char(&members, ':');
-        json_put_value(&members, key + 1);
-    }
+    if (!reader->err->code)
+        JSON_MEMBERS(key, reader->object) {
+            const str name = json_str(key);
+            bool is_token = mf_is_token(key + 1) || key[1].type == JSON_NULL;
+            is_token = is_token && str_ends(name, STR("_token"));
+            bool is_list = false;
+            for (int i = 0; i < COUNT(lists); i++) is_list |= str_is(name, lists[i]);
+            if (!is_token && !is_list) continue;
+            json_put_str(&members, name);
+            buf_char(&members, ':');
+            json_put_value(&members, key + 1);
+        }
     files->special_fields = arena_str(memory, buf_view(&members));
     buf_free(&members);
 }
@@ -8612,9 +8623,12 @@ static void mf_read_special_tokens(mf_reader *reader, arena *memory, mf_model *f
 /* The special tokens that the tokenizer classes of transformers have by default, before any file
  * names others. Only those are taken whose text occurs in tokenizer.json. */
 static void mf_add_class_specials(const mf_reader *reader, arena *memory, mf_model *files) {
-    static const struct { const char *class, *tokens[4]; } classes[] = {
+    static const struct {
+        const char *class, *tokens[4];
+    } classes[] = {
         {"LlamaTokenizer", {"<s>", "</s>", NULL, "<unk>"}},
-        {"Qwen2Tokenizer", {NULL, "<|endoftext|>", "<|endoftext|>", "<|endoftext|>"}}};
+        {"Qwen2Tokenizer", {NULL, "<|endoftext|>", "<|endoftext|>", "<|endoftext|>"}}
+    };
     buf members = {0};
     for (int class = 0; class < COUNT(classes); class++)
         for (int i = 0; i < 4 && str_is(mf_tokenizer_class(reader), classes[class].class); i++) {
@@ -8658,8 +8672,8 @@ static str mf_added_tokens(const json *decoder, arena *memory) {
     return all;
 }
 
-/* Parses added_tokens.json, {content: id}, into m->added_tokens. It counts only in folders whose
- * tokenizer_config.json has no added_tokens_decoder. Returns 0 or an error code. */
+/* Parses added_tokens.json, {content: id}, into files->added_tokens. It counts only in folders
+ * whose tokenizer_config.json has no added_tokens_decoder. Returns 0 or an error code. */
 static int mf_added_tokens_parse(str text, const char *where, arena *memory, mf_model *files,
                                  toka_err *e) {
     arena tmp = {0};
@@ -8667,13 +8681,14 @@ static int mf_added_tokens_parse(str text, const char *where, arena *memory, mf_
     toka_err unused;
     const json *object = mf_parse_json(text, where, &tmp, json_trusted, e);
     json_put_open(&decoder_text, '{');
-    if (object) JSON_MEMBERS(key, object) {
-        json_comma(&decoder_text);
-        buf_printf(&decoder_text, "\"%lld\":{", (long long)json_int(key + 1, 0));
-        json_put_key(&decoder_text, "content");
-        json_put_str(&decoder_text, json_str(key));
-        json_put_close(&decoder_text, '}');
-    }
+    if (object)
+        JSON_MEMBERS(key, object) {
+            json_comma(&decoder_text);
+            buf_printf(&decoder_text, "\"%lld\":{", (long long)json_int(key + 1, 0));
+            json_put_key(&decoder_text, "content");
+            json_put_str(&decoder_text, json_str(key));
+            json_put_close(&decoder_text, '}');
+        }
     json_put_close(&decoder_text, '}');
     const json *decoder = object ? json_parse(&tmp, buf_view(&decoder_text), json_trusted, &unused)
                                  : NULL;
@@ -8683,9 +8698,9 @@ static int mf_added_tokens_parse(str text, const char *where, arena *memory, mf_
     return object ? 0 : e->code;
 }
 
-/* Appends the special tokens of m->special_fields in the order in which transformers 5 adds them:
- * the seven named fields (if several files have one, the last file counts), other *_token fields,
- * then the lists. */
+/* Appends the special tokens of mf_model.special_fields in the order in which transformers 5 adds
+ * them: the seven named fields (if several files have one, the last file counts), other *_token
+ * fields, then the lists. */
 static void mf_put_special_list(const json *fields, buf *out) {
     static const char *const order[] = {"bos_token", "eos_token", "unk_token", "sep_token",
                                         "pad_token", "cls_token", "mask_token"};
@@ -8705,7 +8720,7 @@ static void mf_put_special_list(const json *fields, buf *out) {
         if (key[1].type == JSON_ARRAY) JSON_EACH(it, key + 1) json_put_value(out, it);
 }
 
-/* Sets m->more_tokens: everything outside tokenizer.json that changes ids, in the form that
+/* Sets files->token_config: everything outside tokenizer.json that changes ids, in the form that
  * tok_load takes. */
 static void mf_join_tokens(mf_model *files) {
     arena tmp = {0};
@@ -8746,8 +8761,7 @@ static void mf_put_flag(buf *out, const char *name, bool value) {
  * Spaces of decoded text are not cleaned up, as in transformers 5. */
 static str mf_token_flags(mf_reader *reader, const mf_arch *arch, arena *memory) {
     static const char clean_up[] =
-        "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_"
-        "output";
+        "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output";
     const json *prefix_space = mf_field(reader, "add_prefix_space");
     const json *fast_files = mf_field(reader, "fast_tokenizer_files");
     const str class = mf_tokenizer_class(reader);
@@ -8783,7 +8797,7 @@ static int mf_read_add_flag(mf_reader *reader, const char *name) {
     return rebuilds && mf_field(reader, name) ? mf_bool(reader, name, false) : -1;
 }
 
-/* Appends a template. name and source are not copied: they must be in m->a or mapped. */
+/* Appends a template. name and source are not copied: they must be in files->memory or mapped. */
 static void mf_add_template(mf_model *files, str name, str source) {
     const int n = files->n_templates;
     if (!(n & (n - 1))) { /* n is 0 or a power of two, so the array is full: double it */
@@ -8818,7 +8832,7 @@ static void mf_read_templates(mf_reader *reader, mf_model *files) {
     const json *value = mf_field(reader, "chat_template");
     if (json_is(value, JSON_ARRAY)) {
         JSON_EACH(it, value)
-        mf_read_template(reader, json_get(it, "name"), json_get(it, "template"), files);
+            mf_read_template(reader, json_get(it, "name"), json_get(it, "template"), files);
     } else if (json_is(value, JSON_OBJECT)) {
         JSON_MEMBERS(key, value) mf_read_template(reader, key, key + 1, files);
     } else if (value) {
@@ -8826,7 +8840,7 @@ static void mf_read_templates(mf_reader *reader, mf_model *files) {
     }
 }
 
-/* Parses tokenizer_config.json into *m; strings go to `a`. Returns 0 or an error code. */
+/* Parses tokenizer_config.json into *files; strings go to the arena. Returns 0 or an error code. */
 static int mf_tokenizer_config_parse(str text, const char *where, arena *memory, mf_model *files,
                                      toka_err *e) {
     *e = (toka_err){0};
@@ -8878,11 +8892,11 @@ static int mf_special_map_parse(str text, const char *where, arena *memory, mf_m
  * in the named fields of toka_layer and toka_weights; and for each rank its slices of the weights.
  *
  *   safetensors    st_parse: a file to a list of tensors; st_index_parse: an index to a list of
- *                  files; st_set: finds tensors by name; st_set_add_aliases: adds their other names
+ *                  files; st_set: finds tensors by name; st_set_add_aliases: adds their aliases
  *   binding        mf_bind: tensor names to the named fields of toka_layer, once, by two tables;
  *                  checks every shape
- *   ranks          mf_stage_layers, mf_shard: one rank's part of a model that is spread over devices, as
- *                  slices of the bound weights
+ *   ranks          mf_stage_layers, mf_shard: one rank's share of a model that is spread over
+ *                  devices, as slices of the bound weights
  *
  * What always holds after mf_bind: every tensor that the layer loop will use has exactly the shape
  * that the letters say and lies inside its file. No data page of a weight has been read. A tensor
@@ -8926,13 +8940,13 @@ static const st_dtype st_dtypes[] = {
 
 typedef struct st_tensor {
     str name;
-    const char *file;     /* its name, for messages */
+    const char *file;    /* its name, for messages */
     const st_dtype *dtype;
     int n_dims;
     int64_t dims[2];     /* the first two dimensions; tensors that toka uses have no more */
     uint64_t begin, end; /* byte offsets in the file's data */
     const char *data;    /* in the mapped file */
-    bool is_alias;       /* a second name of another tensor: do not count its bytes again */
+    bool is_alias;       /* another name of a stored tensor: do not count its bytes again */
 } st_tensor;
 
 typedef struct st_alias_list { /* a list of objects {"name left out": "name stored"}, in an arena */
@@ -8964,7 +8978,7 @@ static bool st_parse_shape(const json *shape, st_tensor *tensor, uint64_t *bits)
     return !overflows;
 }
 
-/* Reads one member of the header, a tensor's name and description, into *t. */
+/* Reads one member of the header, a tensor's name and description, into *tensor. */
 static int st_parse_tensor(const json *key, const char *file, st_tensor *tensor, toka_err *e) {
     const json *object = key + 1, *offsets = json_get(object, "data_offsets");
     const json *begin = json_at(offsets, 0), *end = json_at(offsets, 1);
@@ -9028,8 +9042,8 @@ static int st_place_tensors(st_tensor *tensors, int n_tensors, str data, const c
     return 0;
 }
 
-/* Parses a file into the list of its tensors, sorted by offset. The list is in `a`; names are in
- * `a` or in the file's bytes. __metadata__ is added to *names. Returns 0 or an error code. */
+/* Parses a file into the list of its tensors, sorted by offset. The list is in the arena; names are
+ * there or in the file's bytes. __metadata__ is added to *aliases. Returns 0 or an error code. */
 static int st_parse(str text, const char *file, arena *memory, st_tensor **out, int *n_tensors,
                     st_alias_list **aliases, toka_err *e) {
     uint64_t header_bytes = 0;
@@ -9055,7 +9069,7 @@ static int st_parse(str text, const char *file, arena *memory, st_tensor **out, 
             bool are_strings = key[1].type == JSON_OBJECT || key[1].type == JSON_NULL;
             if (key[1].type == JSON_OBJECT)
                 JSON_MEMBERS(member, key + 1)
-                are_strings = are_strings && member[1].type == JSON_STRING;
+                    are_strings = are_strings && member[1].type == JSON_STRING;
             if (!are_strings)
                 return fail(e, TOKA_E_INPUT, "%s: __metadata__ is not an object of strings", file);
             if (key[1].type == JSON_OBJECT) st_alias_list_add(aliases, key + 1, memory);
@@ -9068,8 +9082,8 @@ static int st_parse(str text, const char *file, arena *memory, st_tensor **out, 
 }
 
 /* Parses model.safetensors.index.json into the list of its files, each once. A file's name must not
- * have a slash, so that no path leaves the folder. The index's metadata is added to *names. Returns
- * 0 or an error code. */
+ * have a slash, so that no path leaves the folder. The index's metadata is added to *aliases.
+ * Returns 0 or an error code. */
 static int st_index_parse(str text, const char *where, arena *memory, str **files, int *n_files,
                           st_alias_list **aliases, toka_err *e) {
     const json *object = mf_parse_json(text, where, memory, json_trusted, e),
@@ -9111,7 +9125,8 @@ static void st_set_free(st_set *set) {
     *set = (st_set){0};
 }
 
-/* The slot that has `name`, or the empty slot where it would go. cap > n, so the search ends. */
+/* The entry that has `name`, or the empty entry where it would go. cap > n_tensors, so the search
+ * ends. */
 static const st_tensor **st_set_entry(const st_set *set, str name) {
     size_t i = hash_bytes(name.p, name.n) & (set->cap - 1);
     while (set->entries[i] && !str_eq(set->entries[i]->name, name)) i = (i + 1) & (set->cap - 1);
@@ -9143,8 +9158,8 @@ static int st_set_add(st_set *set, const st_tensor *tensor, toka_err *e) {
     return 0;
 }
 
-/* Makes `name` a second name of the tensor `stored`. Does nothing if `stored` is missing or `name`
- * is already there. The new entry is allocated in `a`. */
+/* Makes `name` an alias of the tensor `stored`. Does nothing if `stored` is missing or `name` is
+ * already there. The new entry is allocated in the arena. */
 static void st_set_add_alias(st_set *set, str name, str stored, arena *memory) {
     const st_tensor *original = set->cap ? *st_set_entry(set, stored) : NULL;
     if (!original || *st_set_entry(set, name)) return;
@@ -9156,11 +9171,12 @@ static void st_set_add_alias(st_set *set, str name, str stored, arena *memory) {
     st_set_add(set, alias, &unused);
 }
 
-/* Adds the second names of all objects of the list. */
+/* Adds the aliases of all objects of the list. */
 static void st_set_add_aliases(st_set *set, const st_alias_list *list, arena *memory) {
     for (; list; list = list->next)
         JSON_MEMBERS(key, list->aliases)
-    if (key[1].type == JSON_STRING) st_set_add_alias(set, json_str(key), json_str(key + 1), memory);
+            if (key[1].type == JSON_STRING)
+                st_set_add_alias(set, json_str(key), json_str(key + 1), memory);
 }
 
 /* ---- Binding: the tensor names of a checkpoint, and the field and shape of each ---- */
@@ -9169,7 +9185,7 @@ typedef struct mf_binding { /* one tensor that a model or a layer has */
     const char *suffix;      /* its name after "model.layers.7." or "model." */
     size_t field;            /* the offset of a toka_tensor in toka_layer, or in toka_weights */
     const char *rows, *cols; /* each a product of dimension letters; rows "": a vector, which has
-                                one dimension in the file */
+                              * one dimension in the file */
     unsigned feature;        /* only models with this feature have the tensor; 0: all have it */
 } mf_binding;
 
@@ -9277,7 +9293,7 @@ static int mf_bind_one(mf_binder *binder, const mf_binding *binding, const char 
     return 0;
 }
 
-/* Adds second names of tensors: those that the files list, and the embedding of a tied model, for
+/* Adds aliases of tensors: those that the files list, and the embedding of a tied model, for
  * which some writers store only lm_head.weight. */
 static void mf_add_aliases(const mf_config *config, st_set *set, const st_alias_list *aliases,
                            arena *memory) {
@@ -9287,16 +9303,17 @@ static void mf_add_aliases(const mf_config *config, st_set *set, const st_alias_
     if (is_tied) st_set_add_alias(set, str_c(embed), str_c(mf_lm_head_binding.suffix), memory);
 }
 
-/* Binds every tensor of the model by its name; w->layers is in `a`. In a file that was saved from
- * the bare transformer, names do not begin with "model.". Tensors that the tables do not name
- * (rotary_emb.inv_freq of old files) are ignored. Returns 0 or an error code. */
+/* Binds every tensor of the model by its name; the layers are in the arena. In a file that was
+ * saved from the bare transformer, names do not begin with "model.". Tensors that the tables do not
+ * name (rotary_emb.inv_freq of old files) are ignored. Returns 0 or an error code. */
 static int mf_bind(mf_binder *binder, arena *memory, toka_err *e) {
     char name[128];
     int code;
     const char *prefix = st_set_get(binder->set, "embed_tokens.weight") ? "" : "model.";
     *binder->weights = (toka_weights){
         .layers = arena_zalloc(memory,
-                               (size_t)binder->config->shape.L * sizeof *binder->weights->layers)};
+                               (size_t)binder->config->shape.L * sizeof *binder->weights->layers)
+    };
     for (int i = 0; i < COUNT(mf_model_bindings); i++) {
         snprintf(name, sizeof name, "%s%s", prefix, mf_model_bindings[i].suffix);
         if ((code = mf_bind_one(binder, &mf_model_bindings[i], name, binder->weights, e)) != 0)
@@ -9323,24 +9340,25 @@ static int mf_bind(mf_binder *binder, arena *memory, toka_err *e) {
     return 0;
 }
 
-/* ---- Ranks: which part of the model each rank has ---- */
+/* ---- Ranks: which share of the model each rank has ---- */
 
 typedef struct mf_rank { /* a position in the grid of pipeline stages and tensor ranks */
     int tp_rank, tp_size, pp_rank, pp_size; /* ranks from 0; sizes at least 1 */
 } mf_rank;
 
-typedef struct mf_range { /* n consecutive things, beginning with number `from` */
+typedef struct mf_range { /* `count` consecutive things, beginning with number `first` */
     int first, count;
 } mf_range;
 
-/* Share i of n things, divided in order. The sizes of the shares differ by at most one. */
+/* Share i of n things, divided in order into n_shares. Their sizes differ by at most one. */
 static mf_range mf_even_share(int n, int i, int n_shares) {
     int first = (int)((int64_t)n * i / n_shares);
     return (mf_range){first, (int)((int64_t)n * (i + 1) / n_shares) - first};
 }
 
-/* The time of the busiest stage, in units of one layer, if the last stage has n of the L layers and
- * the `others` stages share the rest. head: the time of the LM head, which the last stage has. */
+/* The time of the busiest stage, in units of one layer, if the last stage has n_last of the L
+ * layers and the n_others other stages share the rest. head: the time of the LM head, which the
+ * last stage has. */
 static double mf_busiest_stage_time(int L, int n_others, int n_last, double head) {
     return MAX((L - n_last + n_others - 1) / n_others, n_last + head);
 }
@@ -9388,7 +9406,7 @@ typedef struct mf_tp_ranges {
     mf_range H, K, F, V;
 } mf_tp_ranges;
 
-/* Computes *p. Returns TOKA_E_USE if the model cannot be split over so many ranks. */
+/* Computes *ranges. Returns TOKA_E_USE if the model cannot be split over so many ranks. */
 static int mf_split_tp(const toka_shape *shape, int tp_rank, int tp_size, mf_tp_ranges *ranges,
                        toka_err *e) {
     const int heads_per_kv = shape->H / shape->K;
@@ -9412,8 +9430,8 @@ static int mf_split_tp(const toka_shape *shape, int tp_rank, int tp_size, mf_tp_
     return 0;
 }
 
-/* The part's share of a tensor's rows or columns. letters: the dimension as in mf_binding; size:
- * the whole dimension. For "KD" it is D rows for each kv head of the part. */
+/* A tensor rank's share of a tensor's rows or columns. letters: the dimension as in mf_binding;
+ * size: the whole dimension. For "KD" it is D rows for each kv head of the rank. */
 static mf_range mf_dim_range(const mf_tp_ranges *ranges, const char *letters, int size, int D) {
     switch (*letters) {
     case 'H': return (mf_range){ranges->H.first * D, ranges->H.count * D};
@@ -9424,24 +9442,26 @@ static mf_range mf_dim_range(const mf_tp_ranges *ranges, const char *letters, in
     }
 }
 
-/* Sets the slot's tensor of `to` to the part's slice of that of `from`. Both are a toka_layer or
- * both a toka_weights. */
+/* Sets the binding's tensor of `to` to the tensor rank's slice of that of `from`. Both are a
+ * toka_layer or both a toka_weights. */
 static void mf_slice_tensor(const mf_binding *binding, const mf_tp_ranges *ranges, int D,
                             const void *from, void *to) {
-    const toka_tensor *tensor = (const toka_tensor *)(const void *)((const char *)from +
-                                                                    binding->field);
+    const toka_tensor *tensor =
+        (const toka_tensor *)(const void *)((const char *)from + binding->field);
     if (!tensor->rows) return;
     mf_range rows = mf_dim_range(ranges, binding->rows, tensor->rows, D);
     mf_range cols = mf_dim_range(ranges, binding->cols, tensor->cols, D);
     const size_t offset = ((size_t)rows.first * (size_t)tensor->stride + (size_t)cols.first) *
                           (tensor->dtype == TOKA_F32 ? 4 : 2);
     *(toka_tensor *)(void *)((char *)to + binding->field) = (toka_tensor){
-        (const char *)tensor->data + offset, tensor->dtype, rows.count, cols.count, tensor->stride};
+        (const char *)tensor->data + offset, tensor->dtype, rows.count, cols.count, tensor->stride
+    };
 }
 
-/* Computes the shape and the weights of one rank. The weights are slices of `whole`; nothing is
- * copied. Only the first stage has the embedding, only the last has the final norm and the LM head.
- * out->layers is in `a`. Returns 0, or TOKA_E_USE if the model cannot be split this way. */
+/* Computes the shape and the weights of one rank. The weights are slices of full_weights; nothing
+ * is copied. Only the first stage has the embedding, only the last has the final norm and the LM
+ * head. out->layers is in the arena. Returns 0, or TOKA_E_USE if the model cannot be split this
+ * way. */
 static int mf_shard(const toka_shape *full, const toka_weights *full_weights, const mf_rank *rank,
                     arena *memory, toka_shape *shape, toka_weights *out, toka_err *e) {
     mf_tp_ranges ranges = {0};
@@ -9462,7 +9482,8 @@ static int mf_shard(const toka_shape *full, const toka_weights *full_weights, co
     shape->V = ranges.V.count;
     shape->v0 = ranges.V.first;
     *out = (toka_weights){
-        .layers = arena_zalloc(memory, (size_t)layers.count * sizeof *out->layers)};
+        .layers = arena_zalloc(memory, (size_t)layers.count * sizeof *out->layers)
+    };
     for (int layer = 0; layer < layers.count; layer++) {
         const toka_layer *source = &full_weights->layers[layers.first + layer];
         for (int i = 0; i < COUNT(mf_layer_bindings); i++)
@@ -9508,8 +9529,8 @@ enum {
     MF_COL_VERIFIED, MF_N_COLS
 };
 
-/* Parses up to `most` numbers separated by commas, none of them negative. Returns their count, or
- * -1 if s is anything else. */
+/* Parses up to max_numbers numbers separated by commas, none of them negative. Returns their count,
+ * or -1 if the list is anything else. */
 static int mf_parse_numbers(str list, double *out, int max_numbers) {
     int n_numbers = 0;
     arena memory = {0};
@@ -9570,7 +9591,8 @@ static bool mf_parse_extras(str text, mf_config *config, double *window) {
     return *window >= 0 && *window <= INT_MAX / 2;
 }
 
-/* Reads the columns of one line into *k. where: "models.txt line 7". Returns 0 or an error code. */
+/* Reads the columns of one line into *known. where: "models.txt line 7". Returns 0 or an error
+ * code. */
 static int mf_parse_model_line(const str cols[MF_N_COLS], const char *where, arena *memory,
                                mf_known_model *known, toka_err *e) {
     mf_config *config = &known->config;
@@ -9634,7 +9656,8 @@ static int mf_split_columns(str line, str cols[MF_N_COLS]) {
     return n;
 }
 
-/* Parses models.txt into a list of models; everything is in `a`. Returns 0 or an error code. */
+/* Parses models.txt into a list of models; everything is in the arena. Returns 0 or an error
+ * code. */
 static int mf_models_parse(str text, arena *memory, mf_known_model **list, int *n_models,
                            toka_err *e) {
     size_t cap = 1;
@@ -9694,10 +9717,10 @@ static int mf_read_models_file(const char *models_file, arena *memory, mf_known_
  * environment variables that is set. "~" or "~/" at the start of its value means $HOME. */
 static void mf_put_hub_cache_path(buf *out) {
     static const char *const sources[][2] = {{"HF_HUB_CACHE", ""},
-                                          {"HUGGINGFACE_HUB_CACHE", ""},
-                                          {"HF_HOME", "/hub"},
-                                          {"XDG_CACHE_HOME", "/huggingface/hub"},
-                                          {"HOME", "/.cache/huggingface/hub"}};
+                                             {"HUGGINGFACE_HUB_CACHE", ""},
+                                             {"HF_HOME", "/hub"},
+                                             {"XDG_CACHE_HOME", "/huggingface/hub"},
+                                             {"HOME", "/.cache/huggingface/hub"}};
     for (int i = 0; i < COUNT(sources); i++) {
         const char *value = getenv(sources[i][0]), *home = getenv("HOME");
         if (!value || !*value) continue;
@@ -9710,8 +9733,8 @@ static void mf_put_hub_cache_path(buf *out) {
     buf_c(out, ".cache/huggingface/hub");
 }
 
-/* Is s a hub id? It is "org/name" or "name" of letters, digits and -_. where no part begins with a
- * dot. */
+/* Is this a hub id? It is "org/name" or "name" of letters, digits and -_. where no part begins with
+ * a dot. */
 static bool mf_is_hub_id(str id) {
     int slashes = 0;
     for (size_t i = 0; i < id.n; i++) {
@@ -9726,8 +9749,8 @@ static bool mf_is_hub_id(str id) {
 
 /* Finds the folder of a hub id, or of ID@REVISION, in the hub cache:
  * models--org--name/snapshots/COMMIT, where the file models--org--name/refs/REVISION has the
- * commit's name. called: the name that the user gave, if it was not the id; else NULL. Returns 0 or
- * an error code. */
+ * commit's name. given_name: the name that the user gave, if it was not the id; else NULL. Returns
+ * 0 or an error code. */
 static int mf_find_in_hub_cache(const char *id, const char *given_name, char **folder,
                                 arena *memory, toka_err *e) {
     const char *at_sign = strchr(id, '@');
@@ -9779,9 +9802,9 @@ static char *mf_folder_name(const char *path, arena *memory) {
     return name;
 }
 
-/* Sets m->folder, m->name and m->hub_id. If `model` exists as a path, it is a folder. Otherwise it
- * is a hub id if it has a slash, and a name from models.txt if it has none. Returns 0 or an error
- * code. */
+/* Sets files->folder, files->name and files->hub_id. If `model` exists as a path, it is a folder.
+ * Otherwise it is a hub id if it has a slash, and a name from models.txt if it has none. Returns 0
+ * or an error code. */
 static int mf_find_model(mf_model *files, const char *model, const char *models_file, toka_err *e) {
     struct stat st;
     bool exists = stat(model, &st) == 0;
@@ -9875,8 +9898,8 @@ static int mf_compare_names(const void *x, const void *y) {
 }
 
 /* Lists the files *.jinja in a folder inside the model's folder: their names without ".jinja",
- * sorted. The array is on the heap and the caller frees it; the names are in m->a. Returns NULL and
- * *n 0 if there are none. */
+ * sorted. The array is on the heap and the caller frees it; the names are in files->memory. Returns
+ * NULL and *n_names 0 if there are none. */
 static char **mf_list_jinja(mf_model *files, const char *folder, int *n_names) {
     char **names = NULL;
     buf path = {0};
@@ -9960,8 +9983,9 @@ static void mf_record_file_state(mf_model *files, const char *name) {
     buf_printf(&path, "%s/%s", files->folder ? files->folder : "", name);
     if (files->folder && stat(path.p, &state.info) == 0) {
         state.path = arena_cstr(&files->memory, buf_view(&path));
-        files->weight_files = mem_realloc(files->weight_files, (size_t)(files->n_weight_files + 1) *
-                                                                   sizeof *files->weight_files);
+        files->weight_files =
+            mem_realloc(files->weight_files,
+                        (size_t)(files->n_weight_files + 1) * sizeof *files->weight_files);
         files->weight_files[files->n_weight_files++] = state;
     }
     buf_free(&path);
@@ -10036,15 +10060,15 @@ static int mf_open_shards(mf_model *files, st_set *set, st_alias_list **aliases,
     return 0;
 }
 
-/* Maps all weight files and binds m->weights. Returns 0 or an error code. */
+/* Maps all weight files and binds files->weights. Returns 0 or an error code. */
 static int mf_open_weights(mf_model *files, toka_err *e) {
     arena tmp = {0};
     st_set set = {0};
     st_alias_list *aliases = NULL;
     mf_binder binder = {.config = &files->config,
-                   .set = &set,
-                   .where = files->folder ? files->folder : "the embedded model",
-                   .weights = &files->weights};
+                        .set = &set,
+                        .where = files->folder ? files->folder : "the embedded model",
+                        .weights = &files->weights};
     int code = mf_open_shards(files, &set, &aliases, &tmp, e);
     if (!code) mf_add_aliases(&files->config, &set, aliases, &tmp);
     if (!code) code = mf_bind(&binder, &files->memory, e);
