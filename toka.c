@@ -2014,8 +2014,7 @@ static uint32_t uni_compose(const uni *unicode, uint32_t first, uint32_t second,
     const uni_pair *found = &unicode->compositions[low];
     return low < unicode->n_compositions && found->first == first && found->second == second &&
                    !(found->after_v9 && version == UNI_V9)
-               ? found->whole
-               : 0;
+               ? found->whole : 0;
 }
 
 /* Appends `code` and its combining class. */
@@ -2480,8 +2479,7 @@ static const char *tok_match_word(const uni *unicode, const tok_rule *rule, cons
     if (rule->cased) {
         const char *word_end = tok_match_cased(unicode, rule, at, end);
         return word_end && rule->contraction_suffix
-                   ? word_end + tok_contraction_len(word_end, end, true)
-                   : word_end;
+                   ? word_end + tok_contraction_len(word_end, end, true) : word_end;
     }
     if (class & rule->letters) return tok_run_end(unicode, at + len, end, rule->letters);
     int second_len;
@@ -3606,8 +3604,7 @@ static void tok_put_added(tok *tokenizer, const tok_added *added) {
  * the old token special, if that one may be named. */
 static void tok_add_from_list(tok *tokenizer, tok_added *added, int list) {
     const tok_added *old = tokenizer->added_at[added->id]
-                               ? &tokenizer->added[tokenizer->added_at[added->id] - 1]
-                               : NULL;
+                               ? &tokenizer->added[tokenizer->added_at[added->id] - 1] : NULL;
     if (old && list == TOK_LIST_NAMED) {
         if (!old->may_be_named) return;
         *added = *old;
@@ -5044,8 +5041,7 @@ static tmpl_node *tmpl_parse_set(tmpl_parser *parser, int line) {
     node->kind = TN_SET_BLOCK;
     return (node->b = tmpl_parse_block_filters(parser, false)) &&
                    tmpl_parse_closed_block(parser, "endset", &node->c)
-               ? node
-               : NULL;
+               ? node : NULL;
 }
 
 /* Parses parameters of a macro after '(', up to and including ')'. After a parameter with a default
@@ -5118,8 +5114,7 @@ static tmpl_node *tmpl_parse_statement(tmpl_parser *parser) { /* called after "{
         node->kind = TN_FILTER_BLOCK;
         return (node->b = tmpl_parse_block_filters(parser, true)) &&
                        tmpl_parse_closed_block(parser, "endfilter", &node->c)
-                   ? node
-                   : NULL;
+                   ? node : NULL;
     case 5: return tmpl_parse_closed_block(parser, "endgeneration", &node->c) ? node : NULL;
     case 6: case 7:
         node->kind = str_is(word, "break") ? TN_BREAK : TN_CONTINUE;
@@ -5141,8 +5136,7 @@ static tmpl_node *tmpl_parse_piece(tmpl_parser *parser) {
         node = tmpl_take_node(parser, TN_PRINT);
         return (node->a = tmpl_parse_tuple(parser, tmpl_parse_expr, false)) &&
                        tmpl_need_close(parser)
-                   ? node
-                   : NULL;
+                   ? node : NULL;
     }
     parser->token++;
     node = tmpl_nested(parser, tmpl_parse_statement);
@@ -6201,8 +6195,7 @@ static bool tmpl_f_split(tmpl_run *run, tmpl_args *args, tval *out) {
     bool by_space = args->param[0].type <= TV_NONE;
     size_t n_parts = 0, at = 0;
     size_t max_parts = tv_is_integer(args->param[1]) && args->param[1].integer >= 0
-                           ? (size_t)args->param[1].integer + 1
-                           : SIZE_MAX;
+                           ? (size_t)args->param[1].integer + 1 : SIZE_MAX;
     if (!by_space && args->param[0].type != TV_STR)
         return tmpl_bad_type(run, "split", args->param[0]);
     if (!by_space && !sep.n) return tmpl_fail(run, "split: empty separator");
@@ -19206,8 +19199,8 @@ typedef struct api_config {
     int n_names;
     const char *name;         /* the "model" of all answers if n_names is 0 */
     const char *fingerprint;  /* system_fingerprint of live answers; NULL: none */
-    const char *const *caller_fields; /* fields that the caller handles: NULL-terminated names, or
-                                       * NULL */
+    /* fields that the caller handles: NULL-terminated names, or NULL */
+    const char *const *caller_fields;
     toka_request defaults;    /* defaults for fields that a body does not have */
     int completion_tokens;    /* max_tokens of a completion if neither the body nor `defaults` has
                                * it; 0: as many as fit */
@@ -19797,8 +19790,7 @@ static int api_read_sampling(api_request *request, const api_body *body,
     }
     engine_request->length_class =
         request->n_samples < 16
-            ? 2 * (uint64_t)(uint32_t)sampling->max_tokens + request->chat + 1
-            : 0;
+            ? 2 * (uint64_t)(uint32_t)sampling->max_tokens + request->chat + 1 : 0;
     engine_request->ids_only = 1;
     engine_request->keep_special = !body->skip_special;
     return 0;
@@ -21011,8 +21003,7 @@ static int api_put_detokenized(api_request *request, const api_body *body, buf *
     if (!code) code = lib_require_tokenizer(request->config->toka, e);
     for (size_t i = 0; i < tokens.n && !code; i++)
         bytes += tokens.p[i] < request->config->toka->tok->n_ids
-                     ? request->config->toka->tok->text[tokens.p[i]].n
-                     : 0;
+                     ? request->config->toka->tok->text[tokens.p[i]].n : 0;
     if (bytes > request->config->limits.max_bytes)
         code = API_INVALID("tokens: their text has %zu bytes, at most %zu are given", bytes,
                            request->config->limits.max_bytes);
@@ -22109,7 +22100,7 @@ static void run_scan_line(run_state *run, run_scan *scan, str line, bool complet
 }
 
 /* After the last line: cuts it if it is torn, else adds a missing line feed. A bad last line is
- * torn if it has no line feed, or begins as ours do. */
+ * torn if it has no line feed, or begins as a result does. */
 static int run_repair_last_line(run_state *run, run_scan *scan, run_output *output, toka_err *e) {
     const bool torn = scan->bad && (!scan->whole || scan->begins_as_result);
     if (!scan->input.line_number) return 0;
@@ -22731,8 +22722,7 @@ static run_report run_report_make(toka *t, double elapsed_s) {
     report.total_rate = (double)(stats->output_tokens + stats->prompt_tokens) / report.elapsed_s;
     report.prefix_hit_share =
         stats->prompt_tokens
-            ? (double)stats->prompt_tokens_shared / (double)stats->prompt_tokens
-            : 0;
+            ? (double)stats->prompt_tokens_shared / (double)stats->prompt_tokens : 0;
     report.rows_per_step = stats->steps ? (double)stats->rows / (double)stats->steps : 0;
     report.plan_share = stats->plan_s / report.elapsed_s;
     report.run_share = stats->run_s / report.elapsed_s;
@@ -23299,8 +23289,7 @@ static size_t files_lower_bound(const files_table *table, const files_id *id) {
 static void *files_find(const files_table *table, const files_id *id) {
     size_t i = files_lower_bound(table, id);
     return i < table->n_entries && !strcmp(((const files_id *)table->entries[i])->text, id->text)
-               ? table->entries[i]
-               : NULL;
+               ? table->entries[i] : NULL;
 }
 static void files_insert(files_table *table, void *entry) {
     size_t i = files_lower_bound(table, entry);
@@ -23607,8 +23596,7 @@ static int files_make_folder(files_store *store, toka_err *e) {
         char end_char = *end;
         *end = 0;
         int code = mkdir(store->folder, 0700) && errno != EEXIST
-                       ? files_fail_path(store, store->folder, errno, e)
-                       : 0;
+                       ? files_fail_path(store, store->folder, errno, e) : 0;
         *end = end_char;
         if (code || !end_char) return code;
     }
@@ -24220,8 +24208,7 @@ static int64_t files_read_window(str text) {
         value = value * 10 + text.p[i] - '0';
     }
     const char *unit = text.n >= 2 && text.n < 9 && text.p[text.n - 1]
-                           ? strchr(units, text.p[text.n - 1])
-                           : NULL;
+                           ? strchr(units, text.p[text.n - 1]) : NULL;
     value = unit ? value * seconds[unit - units] : 0;
     return value >= 1 && value <= FILES_MAX_DAYS * 86400 ? value : -1;
 }
@@ -24451,7 +24438,7 @@ static void files_upload_commit(files_upload *upload, const char *purpose, http_
 }
 
 /* Ends an upload and frees it. is_complete: the whole body was taken, and the reply gets the
- * answer. Else the upload was refused or the client is gone: nothing is kept. */
+ * answer. Else the upload was refused or the client has disconnected: nothing is kept. */
 static void files_upload_close(files_upload *upload, bool is_complete, http_reply *reply) {
     files_store *store = upload->store;
     char part_name[64];
@@ -24474,7 +24461,7 @@ static void files_upload_close(files_upload *upload, bool is_complete, http_repl
         else files_upload_commit(upload, purpose, reply);
         pthread_mutex_unlock(&store->lock);
     }
-    /* if kept, .part is gone already */
+    /* if the file is kept, .part was renamed already */
     if (upload->fd >= 0) unlinkat(store->dir_fd, part_name, 0), close(upload->fd);
     files_form_free(&upload->form), buf_free(&upload->name), buf_free(&upload->purpose);
     free(upload);
@@ -24926,14 +24913,14 @@ typedef struct srv_request { /* one HTTP request and its answer */
     int refs;
     enum srv_state state;
     bool with_workers, in_loop_list; /* in the work queue or with a worker; in the loop list */
-    atomic_bool disconnected; /* the client has disconnected; written with the lock held */
-    atomic_bool over_limit;   /* it holds too much memory: its samples are cancelled and it is
-                               * answered with a 503; written with the lock held */
-    bool paused;              /* the client reads slowly: no text is made */
-    bool output_ended;        /* the whole answer is in output */
-    bool wants_piece;         /* the worker needs the next piece of an upload */
-    int n_unended;            /* engine requests that have not had their last event */
-    int n_submitted;          /* engine requests whose engine_id is set */
+    atomic_bool disconnected;        /* the client has disconnected; written with the lock held */
+    atomic_bool over_limit;          /* it holds too much memory: its samples are cancelled and it
+                                      * is answered with a 503; written with the lock held */
+    bool paused;                     /* the client reads slowly: no text is made */
+    bool output_ended;               /* the whole answer is in output */
+    bool wants_piece;                /* the worker needs the next piece of an upload */
+    int n_unended;                   /* engine requests that have not had their last event */
+    int n_submitted;                 /* engine requests whose engine_id is set */
     int64_t n_tokens;
     /* times of the first and the last token; 0: none yet */
     double first_token_time, last_token_time;
@@ -25122,7 +25109,7 @@ static void srv_free_body(srv_request *request) {
 
 /* ---- Requests: references and lists; with srv.lock held unless noted ---- */
 
-/* After the last reference is gone. Any thread, without the lock. */
+/* After the last reference was dropped. Any thread, without the lock. */
 static void srv_request_free(srv_request *request) {
     http_reply unused = {0};
     if (request->upload) files_upload_close(request->upload, false, &unused);
@@ -25674,7 +25661,7 @@ typedef struct srv_job { /* one turn of a worker with a request */
     buf records, output;
     size_t fed; /* records are fed up to here */
     bool last;  /* before the turn: no records come after these; after it: no bytes after output */
-    bool freed; /* the request's last reference is gone; the worker frees it */
+    bool freed; /* the last reference was dropped; the worker frees the request */
 } srv_job;
 
 /* Takes the request's records: those left over from the last turn, or else all that came since.
@@ -26985,7 +26972,7 @@ static void srv_loop_once(srv *server, struct epoll_event *events) {
 }
 
 /* Runs until a signal has come and all answers are sent, or until the engine has failed and its
- * clients were told. A second signal ends the program (34). */
+ * clients were informed. A second signal ends the program (34). */
 static void srv_run_loop(srv *server) {
     srv_loop *loop = server->loop;
     struct epoll_event events[SRV_MAX_EVENTS];
@@ -28052,8 +28039,7 @@ static plan_time plan_rank_time(const plan_query *query, const plan_rank *rank, 
     const int n_all_reduces = 2 * rank->shape.L;
     /* Seconds of an all-reduce that overlap the matrix products. */
     const double overlapped = gpu->arch == 90 && message_bytes >= TOKA_GPU_SCATTER_BYTES
-                                  ? (tp - 1.0) / tp * message_bytes / gpu->link_rate
-                                  : 0;
+                                  ? (tp - 1.0) / tp * message_bytes / gpu->link_rate : 0;
     if (tp > 1) {
         times.link =
             (n_all_reduces + rank->is_first_stage) * plan_all_reduce_s(gpu, tp, message_bytes) -
@@ -28705,8 +28691,7 @@ static void benchclient_draw_times(benchclient *client) {
     for (int64_t i = 0; i < client->n_requests; i++)
         client->requests[i].send_at = sum +=
             isfinite(client->options->burstiness)
-                ? benchclient_random_gamma(client, client->options->burstiness)
-                : 1;
+                ? benchclient_random_gamma(client, client->options->burstiness) : 1;
     /* Rounding can make the sum 0 or infinite. Then use equal gaps. */
     const bool drawn = sum > 0 && isfinite(sum);
     for (int64_t i = 0; i < client->n_requests; i++)
@@ -30488,8 +30473,7 @@ static void cli_override_env(cli *flags, const cli *env, const cli_flag *flag) {
                                             : NULL;
     const cli_list *env_list =
         flag->type == CLI_LIST
-            ? (const cli_list *)(const void *)((const char *)env + flag->offset)
-            : NULL;
+            ? (const cli_list *)(const void *)((const char *)env + flag->offset) : NULL;
     if (list && list->n_values && list->values[0] == env_list->values[0]) list->n_values = 0;
 }
 
@@ -31162,8 +31146,7 @@ static void run_ops_print_row(void *user, const toka_bench_row *row) {
     double floor_s = MAX(row->flop / (RUN_PEAK_TFLOPS * 1e12),
                          row->bytes / state->read_bytes_per_s);
     const char *bound = row->flop / (RUN_PEAK_TFLOPS * 1e12) > row->bytes / state->read_bytes_per_s
-                            ? "arithmetic"
-                            : "memory";
+                            ? "arithmetic" : "memory";
     if (state->json)
         printf("%s\n  {\"op\":\"%s\",\"model\":\"%s\",\"shape\":\"%s\",\"us\":%.3f,"
                "\"tflops\":%.2f,\"tbps\":%.4f,\"share\":%.4f,\"bound\":\"%s\"}",
