@@ -1271,12 +1271,8 @@ static const json *json_parse_as(arena *memory, str text, json_limits limits, bo
                                  toka_err *e) {
     const size_t max_bytes = MIN(limits.max_bytes, (size_t)UINT32_MAX); /* counts are 32 bits */
     if (!text.n) text = STR("");
-    json_reader reader = {.at = text.p,
-                          .start = text.p,
-                          .end = text.p + text.n,
-                          .memory = memory,
-                          .limits = limits,
-                          .e = e};
+    json_reader reader = {.at = text.p, .start = text.p, .end = text.p + text.n,
+                          .memory = memory, .limits = limits, .e = e};
     reader.allow_not_finite = allow_not_finite;
     reader.max_nodes = MAX(max_bytes / sizeof(json), (size_t)JSON_ALWAYS_NODES);
     if (text.n > max_bytes) {
@@ -1840,8 +1836,8 @@ static void uni_init_marks(uni *unicode) {
         uint32_t first = end + uni_read_number(&next);
         uint32_t last = first + uni_read_number(&next);
         uint32_t number = uni_read_number(&next);
-        unicode->marks[unicode->n_marks++] = (uni_mark_range){first, last, (uint8_t)(number / 2),
-                                                              number & 1};
+        unicode->marks[unicode->n_marks++] =
+            (uni_mark_range){first, last, (uint8_t)(number / 2), number & 1};
         for (uint32_t code = first; code <= last; code++) unicode->props[code] |= UNI_UNSTABLE;
         end = last + 1;
     }
@@ -1856,8 +1852,8 @@ static void uni_init_pairs(uni *unicode) {
         code += number / 6;
         first = uni_read_delta(&next, first);
         if (kind != 2) second = uni_read_delta(&next, second);
-        unicode->pairs[unicode->n_pairs++] = (uni_pair){code, first, kind == 2 ? 0 : second,
-                                                        kind == 0, number & 1};
+        unicode->pairs[unicode->n_pairs++] =
+            (uni_pair){code, first, kind == 2 ? 0 : second, kind == 0, number & 1};
         unicode->props[kind == 0 ? second : code] |= UNI_UNSTABLE;
     }
     unicode->pairs = mem_realloc(unicode->pairs, (size_t)unicode->n_pairs * sizeof *unicode->pairs);
@@ -1913,8 +1909,7 @@ static int uni_bad_len(const char *bytes, const char *end, bool *cut) {
                                                     : 1;
     int len = 1;
     for (; len < full_len && end - bytes > len && (unsigned char)bytes[len] >= low &&
-           (unsigned char)bytes[len] <= high;
-         len++)
+           (unsigned char)bytes[len] <= high; len++)
         low = 0x80, high = 0xBF;
     *cut = len < full_len && end - bytes == len;
     return len;
@@ -2013,15 +2008,14 @@ static uint32_t uni_compose(const uni *unicode, uint32_t first, uint32_t second,
     }
     const uni_pair *found = &unicode->compositions[low];
     return low < unicode->n_compositions && found->first == first && found->second == second &&
-                   !(found->after_v9 && version == UNI_V9)
-               ? found->whole : 0;
+           !(found->after_v9 && version == UNI_V9) ? found->whole : 0;
 }
 
 /* Appends `code` and its combining class. */
 static void uni_add_point(const uni *unicode, uni_points *run, uint32_t code, int version) {
     if (run->n == run->cap)
-        run->points = mem_realloc(run->points,
-                                  (run->cap = MAX(run->cap * 2, (size_t)64)) * sizeof *run->points);
+        run->points = mem_realloc(run->points, (run->cap = MAX(run->cap * 2, (size_t)64)) *
+                                                   sizeof *run->points);
     run->points[run->n++] = code | (uint32_t)uni_combining_class(unicode, code, version) << 24;
 }
 
@@ -2196,8 +2190,8 @@ static const uni_exception *uni_find_exception(const uni_cases *cases, uint32_t 
         if (cases->exceptions[mid].key < key) low = mid + 1;
         else high = mid;
     }
-    return low < cases->n_exceptions && cases->exceptions[low].key == key ? &cases->exceptions[low]
-                                                                          : NULL;
+    return low < cases->n_exceptions && cases->exceptions[low].key == key
+               ? &cases->exceptions[low] : NULL;
 }
 
 /* Writes `code` in another case to out. Returns the number of code points, 1 to 3. */
@@ -2584,8 +2578,8 @@ typedef struct tok_added {
     bool special, normalized, single_word, lstrip, rstrip;
     bool implied;      /* the file has no `normalized`, so it is the opposite of `special` */
     bool may_be_named; /* a field such as bos_token that names it makes it special. False if only
-                          tokenizer.json has the token, while tokenizer_config.json has a list of
-                          added tokens of its own */
+                        * tokenizer.json has the token, while tokenizer_config.json has a list of
+                        * added tokens of its own */
 } tok_added;
 
 typedef struct tok_matcher { /* finds the longest of a set of texts at a position */
@@ -2605,7 +2599,7 @@ typedef struct tok_normalizer { /* one normalizer */
 typedef struct tok_pre_pattern { /* one pattern of the pre-tokenizer */
     const tok_rule *rule;
     bool removed; /* true: matches are dropped; false: each match is a piece. The text between two
-                     matches is a piece in both cases */
+                   * matches is a piece in both cases */
 } tok_pre_pattern;
 
 /* TOK_SKIPPED: decoding with TOKA_SKIP_SPECIAL skips the token. TOK_BYTE: the token stands for one
@@ -2637,7 +2631,7 @@ struct tok {
     tok_normalizer normalizers[TOK_MAX_CHAIN];
     int n_normalizers;
     size_t growth; /* while loading: the replacements so far make a text at most this many times
-                      longer */
+                    * longer */
     tok_pre_pattern pre_patterns[TOK_MAX_CHAIN];
     int n_pre_patterns;
     bool byte_level;
@@ -3515,8 +3509,8 @@ static int tok_load_merges(tok *tokenizer, const json *merges, toka_err *e) {
     bool joins = !tokenizer->byte_level && !tokenizer->ignore_merges &&
                  (tokenizer->all_bytes || tokenizer->unk >= 0);
     if (joins)
-        tokenizer->joins = mem_zalloc(((size_t)tokenizer->merge_mask + 1) *
-                                      sizeof *tokenizer->joins);
+        tokenizer->joins =
+            mem_zalloc(((size_t)tokenizer->merge_mask + 1) * sizeof *tokenizer->joins);
     uint32_t rank = 0;
     buf both = {0};
     JSON_EACH(merge, merges) {
@@ -3779,11 +3773,10 @@ static int tok_load_pre_tokenizer(tok *tokenizer, const json *config, toka_err *
                         STRF(type));
     if (str_is(type, "Split")) return tok_load_split(tokenizer, config, e);
     if (str_is(type, "Digits"))
-        return tok_add_pre_pattern(tokenizer,
-                                   json_is_true(json_get(config, "individual_digits"))
-                                       ? &tok_each_digit
-                                       : &tok_all_digits,
-                                   false, e);
+        return tok_add_pre_pattern(
+            tokenizer, json_is_true(json_get(config, "individual_digits")) ? &tok_each_digit
+                                                                           : &tok_all_digits,
+            false, e);
     if (str_is(type, "Metaspace")) {
         if (tokenizer->n_pre_patterns)
             return TOK_FAIL("pre_tokenizer \"Metaspace\" behind another is not supported");
@@ -3793,8 +3786,8 @@ static int tok_load_pre_tokenizer(tok *tokenizer, const json *config, toka_err *
     tokenizer->byte_level = true;
     tokenizer->prefix_space = json_is_true(json_get(config, "add_prefix_space"));
     if (tokenizer->prefix_space && tokenizer->n_pre_patterns)
-        return TOK_FAIL(
-            "pre_tokenizer ByteLevel: add_prefix_space behind another is not supported");
+        return TOK_FAIL("pre_tokenizer ByteLevel: add_prefix_space behind another is not "
+                        "supported");
     return json_is(json_get(config, "use_regex"), JSON_FALSE)
                ? 0
                : tok_add_pre_pattern(tokenizer, &tok_rules[0], false, e);
@@ -4577,8 +4570,7 @@ static tmpl_node *tmpl_take_node(tmpl_parser *parser, int kind) {
 static tmpl_node *tmpl_nested(tmpl_parser *parser, tmpl_node *(*parse)(tmpl_parser *)) {
     if (parser->depth == TMPL_NESTING)
         return tmpl_syntax_error(parser->e, parser->token->line, "nested more than %d deep",
-                                 TMPL_NESTING),
-               NULL;
+                                 TMPL_NESTING), NULL;
     parser->depth++;
     tmpl_node *node = parse(parser);
     parser->depth--;
@@ -4626,8 +4618,7 @@ static int tmpl_name_id(tmpl_parser *parser, str s) {
         if (str_eq(template->names[i], s)) return i;
     if (template->n_names == TMPL_MAX_NAMES)
         return tmpl_syntax_error(parser->e, parser->token->line, "more than %d different names",
-                                 TMPL_MAX_NAMES),
-               -1;
+                                 TMPL_MAX_NAMES), -1;
     template->names[template->n_names] = s;
     return template->n_names++;
 }
@@ -4909,8 +4900,8 @@ static tmpl_node *tmpl_parse_level(tmpl_parser *parser, int level) {
         tmpl_node *right = tmpl_parse_level(parser, level + 1);
         if (!right) return NULL;
         bool chained = level == TL_COMPARE && node != left;
-        tmpl_node *pair = tmpl_binary_node(parser, line, op, level == TL_COMPARE ? left : node,
-                                           right);
+        tmpl_node *pair =
+            tmpl_binary_node(parser, line, op, level == TL_COMPARE ? left : node, right);
         node = chained ? tmpl_binary_node(parser, line, OP_AND, node, pair) : pair;
         left = right;
     }
@@ -5040,8 +5031,7 @@ static tmpl_node *tmpl_parse_set(tmpl_parser *parser, int line) {
         return (node->b = tmpl_parse_tuple(parser, tmpl_parse_expr, false)) ? node : NULL;
     node->kind = TN_SET_BLOCK;
     return (node->b = tmpl_parse_block_filters(parser, false)) &&
-                   tmpl_parse_closed_block(parser, "endset", &node->c)
-               ? node : NULL;
+           tmpl_parse_closed_block(parser, "endset", &node->c) ? node : NULL;
 }
 
 /* Parses parameters of a macro after '(', up to and including ')'. After a parameter with a default
@@ -5113,15 +5103,13 @@ static tmpl_node *tmpl_parse_statement(tmpl_parser *parser) { /* called after "{
     case 4:
         node->kind = TN_FILTER_BLOCK;
         return (node->b = tmpl_parse_block_filters(parser, true)) &&
-                       tmpl_parse_closed_block(parser, "endfilter", &node->c)
-                   ? node : NULL;
+               tmpl_parse_closed_block(parser, "endfilter", &node->c) ? node : NULL;
     case 5: return tmpl_parse_closed_block(parser, "endgeneration", &node->c) ? node : NULL;
     case 6: case 7:
         node->kind = str_is(word, "break") ? TN_BREAK : TN_CONTINUE;
-        return parser->n_loops
-                   ? node
-                   : (tmpl_syntax_error(parser->e, line, "%.*s outside of a loop", STRF(word)),
-                      NULL);
+        return parser->n_loops ? node
+                               : (tmpl_syntax_error(parser->e, line, "%.*s outside of a loop",
+                                                    STRF(word)), NULL);
     case 8: return tmpl_parse_call_block(parser, line);
     default:
         return tmpl_syntax_error(parser->e, line, "tag '%.*s' is not supported", STRF(word)), NULL;
@@ -5135,8 +5123,7 @@ static tmpl_node *tmpl_parse_piece(tmpl_parser *parser) {
     if (parser->token->type == TT_PRINT) {
         node = tmpl_take_node(parser, TN_PRINT);
         return (node->a = tmpl_parse_tuple(parser, tmpl_parse_expr, false)) &&
-                       tmpl_need_close(parser)
-                   ? node : NULL;
+               tmpl_need_close(parser) ? node : NULL;
     }
     parser->token++;
     node = tmpl_nested(parser, tmpl_parse_statement);
@@ -5234,9 +5221,11 @@ typedef enum tval_type {
 } tval_type;
 
 static const char *tmpl_type_name(int type) { /* the type's name in Python */
-    static const char *const names[] = {"absent", "Undefined", "NoneType", "bool", "int",
-        "int beyond 64 bits", "float", "str", "list", "tuple", "dict", "generator", "Namespace",
-        "LoopContext", "Macro", "method", "function"};
+    static const char *const names[] = {
+        "absent", "Undefined", "NoneType", "bool", "int", "int beyond 64 bits", "float", "str",
+        "list", "tuple", "dict", "generator", "Namespace", "LoopContext", "Macro", "method",
+        "function"
+    };
     return names[type];
 }
 
@@ -6124,8 +6113,8 @@ static bool tmpl_is_case(tmpl_run *run, tval value, int kind, tval *out) {
     if (!tmpl_to_text(run, value, &value) || !tmpl_charge_steps(run, 4 * (size_t)value.n))
         return false;
     for (size_t i = 0; all && i < value.n; i += (size_t)len) {
-        int cased = uni_case_kind(run->cases, uni_next(value.chars + i, &len), &delta) &
-                    UNI_IS_CASED;
+        int cased =
+            uni_case_kind(run->cases, uni_next(value.chars + i, &len), &delta) & UNI_IS_CASED;
         all = !(cased & ~kind);
         some |= cased != 0;
     }
@@ -6242,8 +6231,7 @@ static bool tmpl_f_affix(tmpl_run *run, tmpl_args *args, tval *out) {
     if (args->op <= AFFIX_ENDS && args->param[0].type == TV_TUPLE) {
         *out = tv_bool(false);
         for (size_t i = 0; i < args->param[0].list->n && !out->integer; i++) {
-            tmpl_args one = {.self = args->self,
-                             .param = {args->param[0].list->values[i]},
+            tmpl_args one = {.self = args->self, .param = {args->param[0].list->values[i]},
                              .op = args->op};
             if (one.param[0].type != TV_STR) return tmpl_bad_type(run, "an affix", one.param[0]);
             if (!tmpl_f_affix(run, &one, out)) return false;
@@ -6254,8 +6242,7 @@ static bool tmpl_f_affix(tmpl_run *run, tmpl_args *args, tval *out) {
     str text = tv_text(args->self), affix = tv_text(args->param[0]);
     bool end = args->op == AFFIX_ENDS || args->op == AFFIX_REMOVE_SUFFIX;
     bool has = (end ? str_ends : str_starts)(text, affix);
-    if (args->op <= AFFIX_ENDS)
-        *out = tv_bool(has);
+    if (args->op <= AFFIX_ENDS) *out = tv_bool(has);
     else
         *out = tv_str(!has  ? text
                       : end ? str_sub(text, 0, text.n - affix.n)
@@ -6272,9 +6259,7 @@ static bool tmpl_slice_bound(tmpl_run *run, tval v, int64_t length, bool down, i
     if (v.type <= TV_NONE) return true;
     if (!tv_is_integer(v)) return tmpl_bad_type(run, "a slice", v);
     int64_t low = down ? -1 : 0, high = down ? length - 1 : length;
-    *out = MIN(MAX(v.integer >= 0        ? v.integer
-                   : v.integer < -length ? low
-                                         : v.integer + length,
+    *out = MIN(MAX(v.integer >= 0 ? v.integer : v.integer < -length ? low : v.integer + length,
                    low),
                high);
     return true;
@@ -6410,7 +6395,7 @@ static bool tmpl_f_indent(tmpl_run *run, tmpl_args *args, tval *out) {
 /* Parameters: ensure_ascii indent separators sort_keys. */
 static bool tmpl_f_tojson(tmpl_run *run, tmpl_args *args, tval *out) {
     tmpl_json_style style = {.ascii = tv_true(args->param[0]), .sort_keys = tv_true(args->param[3]),
-        .comma = STR(", "), .colon = STR(": ")};
+                             .comma = STR(", "), .colon = STR(": ")};
     buf result = {0};
     if (args->param[1].type > TV_NONE) {
         if (!tv_is_integer(args->param[1])) return tmpl_bad_type(run, "indent=", args->param[1]);
@@ -6695,8 +6680,8 @@ static bool tmpl_f_dictsort(tmpl_run *run, tmpl_args *args, tval *out) {
     if (args->self.type != TV_DICT) return tmpl_bad_type(run, "dictsort", args->self);
     bool by_value = args->param[1].type == TV_STR && str_is(tv_text(args->param[1]), "value");
     if (!(pairs = tmpl_dict_list(run, args->self.dict, DICT_ITEMS))) return false;
-    if (!tmpl_sort_keys(run, tv_list(TV_LIST, pairs), tv_int(by_value), args->param[0], &list,
-                        &keys))
+    if (!tmpl_sort_keys(run, tv_list(TV_LIST, pairs), tv_int(by_value), args->param[0],
+                        &list, &keys))
         return false;
     return *out = tv_list(TV_LIST, list), tmpl_sort(run, keys, list, tv_true(args->param[2]));
 }
@@ -6862,8 +6847,10 @@ static bool tmpl_apply_test(tmpl_run *run, str name, const tmpl_args *args, tval
     static const char types[] = "defined undefined none boolean true false integer float number "
                                 "string mapping iterable sequence callable";
     static const char comparisons[] = "== eq equalto sameas != ne < lt <= le > gt >= ge in";
-    static const uint16_t ops[] = {OP_EQ, OP_EQ, OP_EQ, OP_EQ, OP_NE, OP_NE, '<', '<', OP_LE, OP_LE,
-        '>', '>', OP_GE, OP_GE, OP_IN}; /* of `comparisons` */
+    static const uint16_t ops[] = { /* of `comparisons` */
+        OP_EQ, OP_EQ, OP_EQ, OP_EQ, OP_NE, OP_NE, '<', '<', OP_LE, OP_LE, '>', '>', OP_GE, OP_GE,
+        OP_IN
+    };
     int type = tmpl_word_index(types, name), comparison = tmpl_word_index(comparisons, name);
     int division = tmpl_word_index("even odd divisibleby", name);
     int letters = tmpl_word_index("lower upper", name);
@@ -6908,8 +6895,8 @@ static bool tmpl_g_range(tmpl_run *run, tmpl_args *args, tval *out) {
  * TV_NAMESPACE. */
 static bool tmpl_g_dict(tmpl_run *run, tmpl_args *args, tval *out) {
     tmpl_dict *dict = tmpl_new_dict(run);
-    tmpl_dict *from = args->n_pos && args->positional[0].type == TV_DICT ? args->positional[0].dict
-                                                                         : NULL;
+    tmpl_dict *from =
+        args->n_pos && args->positional[0].type == TV_DICT ? args->positional[0].dict : NULL;
     bool ok = dict &&
               (args->n_pos == (from != NULL) || tmpl_fail(run, "a dict and name=value expected"));
     for (size_t i = 0; ok && from && i < from->n_members; i++)
@@ -6928,10 +6915,11 @@ static bool tmpl_g_raise(tmpl_run *run, tmpl_args *args, tval *out) {
 /* Writes one conversion of strftime in the C locale. letter: after the '%'. pad false: write
  * numbers without leading zeros ("%-d"). Returns false if the conversion is unknown. */
 static bool tmpl_put_time(buf *out, const tmpl_time *now, char letter, bool pad) {
-    static const char *const days[] = {"Sunday", "Monday", "Tuesday", "Wednesday", "Thursday",
-        "Friday", "Saturday"};
-    static const char *const months[] = {"January", "February", "March", "April", "May", "June",
-        "July", "August", "September", "October", "November", "December"};
+    static const char *const days[] = {"Sunday",   "Monday", "Tuesday", "Wednesday",
+                                       "Thursday", "Friday", "Saturday"};
+    static const char *const months[] = {"January", "February", "March",     "April",
+                                         "May",     "June",     "July",      "August",
+                                         "September", "October", "November", "December"};
     const char *day = days[((now->weekday % 7) + 7) % 7];
     const char *month = months[((now->month % 12) + 12) % 12];
     const char *two = pad ? "%02d" : "%d";
@@ -7097,10 +7085,8 @@ static bool tmpl_own_attr(tmpl_run *run, tval value, str name, tval *out) {
     if (value.type == TV_LOOP) return tmpl_loop_attr(run, value.loop, name, out);
     if (value.type == TV_NAMESPACE) return tmpl_dict_find(run, value.dict, tv_str(name), out);
     if (value.type != TV_STR && value.type != TV_DICT && !tv_is_list(value)) return true;
-    const tmpl_fn *fn = tmpl_find_fn(value.type == TV_STR    ? OF_STR
-                                     : value.type == TV_DICT ? OF_DICT
-                                                             : OF_LIST,
-                                     name);
+    const tmpl_fn *fn = tmpl_find_fn(
+        value.type == TV_STR ? OF_STR : value.type == TV_DICT ? OF_DICT : OF_LIST, name);
     if (!fn) return true;
     tmpl_method *method = tmpl_alloc(run, 1, sizeof *method);
     if (!method) return false;
@@ -7728,7 +7714,7 @@ static int tmpl_render(const tmpl *template, const json *context, tmpl_time now,
     limits.output_bytes = MIN(limits.output_bytes, (size_t)1 << 30);
     buf text = {0};
     tmpl_run run = {.now = now, .budget = limits, .memory_left = TMPL_MEMORY(limits), .out = &text,
-        .line = 1, .cases = &template->cases, .e = e};
+                    .line = 1, .cases = &template->cases, .e = e};
     bool ok = true;
     run.globals = mem_zalloc((size_t)template->n_names * sizeof *run.globals); /* all TV_ABSENT */
     for (int i = 0; i < template->n_names; i++) {
@@ -8140,9 +8126,7 @@ static void mf_read_dims(mf_reader *reader, mf_config *config) {
     dims[MF_K] = mf_int(reader, "num_key_value_heads", K_is_H ? dims[MF_H] : arch->K);
     bool divides = dims[MF_H] > 0 && dims[MF_E] % dims[MF_H] == 0;
     dims[MF_D] = mf_int(reader, "head_dim",
-                        arch->D   ? arch->D
-                        : divides ? dims[MF_E] / dims[MF_H]
-                                  : -1);
+                        arch->D ? arch->D : divides ? dims[MF_E] / dims[MF_H] : -1);
     dims[MF_F] = mf_int(reader, "intermediate_size", arch->F);
     dims[MF_V] = mf_int(reader, "vocab_size", arch->V);
     dims[MF_MAX_LEN] = mf_int(reader, "max_position_embeddings", arch->max_len);
@@ -9316,8 +9300,8 @@ static int mf_bind(mf_binder *binder, arena *memory, toka_err *e) {
         for (int i = 0; i < COUNT(mf_layer_bindings); i++) {
             snprintf(name, sizeof name, "%slayers.%d.%s", prefix, layer,
                      mf_layer_bindings[i].suffix);
-            code = mf_bind_one(binder, &mf_layer_bindings[i], name, &binder->weights->layers[layer],
-                               e);
+            code = mf_bind_one(binder, &mf_layer_bindings[i], name,
+                               &binder->weights->layers[layer], e);
             if (code != 0) return code;
         }
         binder->weights->layers[layer].window = binder->config->window[layer];
@@ -9369,8 +9353,8 @@ static double mf_busiest_stage_time(int L, int n_others, int n_last, double head
  * evenly. On Llama-3.1-8B this gives 17 + 15 layers: many answers gain more than conversations lose
  * (3.8 % and 2.4 % against 16 + 16; two H200, 2026-11-22). */
 static mf_range mf_stage_layers(const toka_shape *shape, int i, int pp_size) {
-    const double layer_work = (double)shape->E *
-                              ((2.0 * shape->H + 2.0 * shape->K) * shape->D + 3.0 * shape->F);
+    const double layer_work =
+        (double)shape->E * ((2.0 * shape->H + 2.0 * shape->K) * shape->D + 3.0 * shape->F);
     const double head_layers = (double)shape->V_all * shape->E / layer_work;
     int n_others = pp_size - 1, n_last = shape->L - n_others;
     double least_time = INFINITY;
@@ -19761,8 +19745,8 @@ static int api_read_sampling(api_request *request, const api_body *body,
     sampling->seed = body->has_seed ? (uint64_t)body->seed
                                     : api_derive_seed(sampling->seed, request->serial);
     /* In a body a lower priority is earlier, as in vLLM; in toka_request a higher one is. */
-    engine_request->priority = (int)MAX(
-        MIN(engine_request->priority - body->priority, (int64_t)INT_MAX), (int64_t)-INT_MAX);
+    engine_request->priority = (int)MAX(MIN(engine_request->priority - body->priority,
+                                            (int64_t)INT_MAX), (int64_t)-INT_MAX);
     request->n_samples = engine_request->n = (int)body->n;
     int code = api_read_logprobs(request, body, engine_request, e);
     if (!code)
@@ -19799,8 +19783,8 @@ static int api_read_sampling(api_request *request, const api_body *body,
 static int api_read_stream_option(api_request *request, str name, const json *value, toka_err *e) {
     static const char *const names[] = {"include_usage", "continuous_usage_stats",
                                         "include_obfuscation"};
-    bool obfuscated = false, *const targets[] = {&request->include_usage,
-                                                 &request->continuous_usage, &obfuscated};
+    bool obfuscated = false,
+         *const targets[] = {&request->include_usage, &request->continuous_usage, &obfuscated};
     for (int i = 0; i < COUNT(names); i++) {
         if (!str_is(name, names[i])) continue;
         if (value->type != JSON_TRUE && value->type != JSON_FALSE && value->type != JSON_NULL)
@@ -19882,9 +19866,9 @@ static int api_put_content_parts(api_request *request, const json *parts, bool a
     if (all_text && as_list && parts->n > 1) json_put_value(out, parts);
     else if (all_text) json_put_str(out, buf_view(&text));
     buf_free(&text);
-    return all_text
-               ? 0
-               : API_UNSUPPORTED(request, "messages: content other than text is not supported");
+    return all_text ? 0
+                    : API_UNSUPPORTED(request,
+                                      "messages: content other than text is not supported");
 }
 
 /* Writes a tool call that an assistant made. Its arguments came as a text of JSON: templates want
@@ -20039,8 +20023,9 @@ static int api_prompt_init(api_request *request, const api_body *body,
                            .first_choice = index * request->n_samples,
                            .text = STR("")};
     if (index && !body->has_seed)
-        prompt->engine_request.sampling.seed = api_derive_seed(
-            engine_request->sampling.seed, (uint64_t[]){request->serial[0], (uint64_t)index});
+        prompt->engine_request.sampling.seed =
+            api_derive_seed(engine_request->sampling.seed,
+                            (uint64_t[]){request->serial[0], (uint64_t)index});
     int code = api_encode_prompt(request, body, value, &prompt->ids, &prompt->text, e);
     if (code) return code;
     /* not NULL, even if empty: NULL would mean that engine_request has a text */
@@ -20582,9 +20567,10 @@ static void api_put_logprobs(api_request *request, const api_tokens *echo, api_c
     if (!request->want_logprobs || request->packed) json_put_null(out);
     else if (request->chat) api_put_chat_logprobs(request, &choice->tokens, out);
     else
-        api_put_completion_logprobs(
-            request, &request->prompts[(choice - request->choices) / request->n_samples], echo,
-            &choice->tokens, &choice->text_offset, out);
+        api_put_completion_logprobs(request,
+                                    &request->prompts[(choice - request->choices) /
+                                                      request->n_samples],
+                                    echo, &choice->tokens, &choice->text_offset, out);
 }
 
 /* Writes finish_reason (null if the choice has not ended) and, in live answers, stop_reason: the
@@ -25350,8 +25336,8 @@ static void srv_put_retry_after(srv_request *request) {
     double now = os_now();
     pthread_mutex_lock(&server->lock);
     srv_update_queue_rate(&server->queue_rate, server->n_waiting, server->n_dequeued, now);
-    int seconds = srv_retry_after_s(&server->queue_rate, server->n_waiting, server->n_dequeued,
-                                    now);
+    int seconds =
+        srv_retry_after_s(&server->queue_rate, server->n_waiting, server->n_dequeued, now);
     pthread_mutex_unlock(&server->lock);
     buf_printf(&request->reply.headers, "Retry-After: %d\r\n", seconds);
 }
@@ -27929,10 +27915,10 @@ static int plan_check_layout(const toka_shape *shape, int tp, int pp, toka_err *
         return fail(e, TOKA_E_USE, "pipeline parallel size %d: the model has %d layers", pp,
                     shape->L);
     if (mf_split_tp(shape, 0, tp, &shard, e)) return e->code;
-    return tp <= TOKA_GPU_MAX_TP
-               ? 0
-               : fail(e, TOKA_E_USE, "tensor parallel size %d: GPUs run %d tensor ranks at most",
-                      tp, TOKA_GPU_MAX_TP);
+    return tp <= TOKA_GPU_MAX_TP ? 0
+                                 : fail(e, TOKA_E_USE,
+                                        "tensor parallel size %d: GPUs run %d tensor ranks at most",
+                                        tp, TOKA_GPU_MAX_TP);
 }
 
 /* Returns a layer whose tensors have sizes but no data. */
@@ -28263,9 +28249,8 @@ static int plan_find_model(const plan_options *options, mf_model **model, arena 
     struct stat info;
     const mf_known_model *known = NULL;
     int n_lines, code = options->model && stat(options->model, &info)
-                            ? run_find_model(options->models_file, options->model, lines, &known,
-                                             &n_lines, e)
-                            : 0;
+                            ? run_find_model(options->models_file, options->model, lines,
+                                             &known, &n_lines, e) : 0;
     if (code) return code;
     if (known) return *config = &known->config, *name = known->name, 0;
     const mf_embedded *embedded = options->model ? NULL : embedded_model;
@@ -28324,9 +28309,8 @@ static void plan_put_support(const plan_query *query, buf *out) {
                    "was measured on");
     else
         buf_printf(out, "runs this%s",
-                   lib_find_backend("cuda")
-                       ? ""
-                       : ", built with the GPU half, which this build is without");
+                   lib_find_backend("cuda") ? "" : ", built with the GPU half, which this build is "
+                                                   "without");
 }
 
 /* Appends what the table is about: model, GPUs, workload. */
@@ -28514,8 +28498,8 @@ static int plan_answer(const plan_options *options, buf *out, toka_err *e) {
                     query.gpu->name, hint);
     }
     if (!code)
-        (options->json ? plan_put_json : plan_put_text)(options, &query, name, layouts, n_layouts,
-                                                        out);
+        (options->json ? plan_put_json
+                       : plan_put_text)(options, &query, name, layouts, n_layouts, out);
     mf_close(model), arena_free(&lines);
     return code;
 }
@@ -28652,9 +28636,8 @@ typedef struct benchclient { /* the state of the benchmark */
 
 /* Uniform in [0, 1). */
 static double benchclient_random(benchclient *client) {
-    return (double)(api_derive_seed(client->options->seed, (uint64_t[2]){0, client->n_random++}) >>
-                    11) *
-           0x1p-53;
+    return (double)(api_derive_seed(client->options->seed,
+                                    (uint64_t[2]){0, client->n_random++}) >> 11) * 0x1p-53;
 }
 
 /* A uniform whole number from lo to hi, both included. */
@@ -28695,9 +28678,9 @@ static void benchclient_draw_times(benchclient *client) {
     /* Rounding can make the sum 0 or infinite. Then use equal gaps. */
     const bool drawn = sum > 0 && isfinite(sum);
     for (int64_t i = 0; i < client->n_requests; i++)
-        client->requests[i].send_at = drawn ? client->requests[i].send_at *
-                                                  ((double)client->n_requests / rate / sum)
-                                            : (double)(i + 1) / rate;
+        client->requests[i].send_at =
+            drawn ? client->requests[i].send_at * ((double)client->n_requests / rate / sum)
+                  : (double)(i + 1) / rate;
 }
 
 /* ---- Reading a response ---- */
@@ -29357,8 +29340,8 @@ static int benchclient_run_requests(benchclient *client, int64_t from, int64_t t
     enum { EVENTS = 256, BYTES = 1 << 16 };
     struct epoll_event ready[EVENTS];
     char *buffer = mem_alloc(BYTES);
-    int64_t max_running = client->options->max_concurrency ? client->options->max_concurrency
-                                                           : INT64_MAX;
+    int64_t max_running =
+        client->options->max_concurrency ? client->options->max_concurrency : INT64_MAX;
     double last_shown = 0;
     int code = 0;
     client->next = from;
@@ -29817,8 +29800,8 @@ static int benchclient_prepare(benchclient *client, toka_err *e) {
     if (!code) code = benchclient_read_extra(client, e);
     if (!code) code = benchclient_resolve(client, e);
     if (!code) code = benchclient_wait_ready(client, e);
-    const int64_t max_lines = client->options->num_prompts ? client->options->num_prompts
-                                                           : INT64_MAX;
+    const int64_t max_lines =
+        client->options->num_prompts ? client->options->num_prompts : INT64_MAX;
     if (!code && client->options->dataset)
         code = run_dataset(client->options->dataset, max_lines, client->options->interrupted,
                            benchclient_on_dataset_line, client, e);
@@ -30668,8 +30651,8 @@ static int cli_render(const cli *flags, const toka *t, const buf *messages, buf 
 /* Prints token counts and speed on standard error, unless --quiet. */
 static void cli_print_speed(const cli *flags, const toka_usage *usage) {
     if (flags->quiet) return;
-    double rate = usage->decode_s > 0 ? (double)MAX(usage->output_tokens - 1, 0) / usage->decode_s
-                                      : 0;
+    double rate =
+        usage->decode_s > 0 ? (double)MAX(usage->output_tokens - 1, 0) / usage->decode_s : 0;
     fprintf(stderr, "prompt %lld tokens, generated %lld tokens, %.1f tok/s, %s after %.0f ms\n",
             (long long)usage->prompt_tokens, (long long)usage->output_tokens, rate,
             usage->output_tokens ? "first token" : "ended", 1e3 * usage->prefill_s);
@@ -31347,8 +31330,8 @@ static int cli_version(toka_err *e) {
 static int cli_check_parallel(const toka_options *options, toka_err *e) {
     if (check_int("--tensor-parallel-size", options->tensor_parallel_size, 1, ENG_MAX_PARALLEL, e))
         return e->code;
-    if (check_int("--pipeline-parallel-size", options->pipeline_parallel_size, 1, ENG_MAX_PARALLEL,
-                  e))
+    if (check_int("--pipeline-parallel-size", options->pipeline_parallel_size, 1,
+                  ENG_MAX_PARALLEL, e))
         return e->code;
     return check_int("--data-parallel-size", options->data_parallel_size, 1, ENG_MAX_PARALLEL, e);
 }
