@@ -2281,7 +2281,7 @@ static int tok_load(tok **out, str tokenizer_json, str more, toka_err *e);
 static int tok_set_outer(tok *tokenizer, bool after, const char *content, toka_err *e);
 static void tok_del(tok *tokenizer);
 
-/* ---- Patterns that cut text into pieces ---- */
+/* ---- Patterns that split text into pieces ---- */
 
 /* One pattern as parameters of tok_match. In all known patterns the alternatives come in this
  * order; the parameters say which of them the pattern has:
@@ -2497,7 +2497,7 @@ static const char *tok_match_space(const uni *unicode, const tok_rule *rule, con
 }
 
 /* Returns the end of the pattern's match at `at` < end, or NULL if it does not match there. The
- * pattern sees `end` as the end of the text. */
+ * pattern takes `end` as the end of the text. */
 static const char *tok_match(const uni *unicode, const tok_rule *rule, const char *at,
                              const char *end) {
     int len, next_len;
@@ -2620,7 +2620,7 @@ struct tok {
     tok_merge *merges;     /* [merge_mask + 1] hash table */
     uint32_t merge_mask;
     uint64_t *joins;        /* [merge_mask + 1] hash set of the pairs of characters that some merge
-                             * puts side by side; NULL: do not cut text between characters */
+                             * puts side by side; NULL: do not split text between characters */
     tok_cache_entry *cache; /* [TOK_CACHE_ENTRIES] the piece cache */
 
     tok_added *added;  /* [n_added] */
@@ -3456,8 +3456,8 @@ static size_t tok_merge_space(const tok *tokenizer, str text) {
     return found;
 }
 
-/* Reads a merge, ["a","b"] or "a b", and writes the keys of the two to *both, one after the other.
- * *cut: where the second one begins. Returns 0 or an error code. */
+/* Reads a merge, ["a","b"] or "a b", and writes the keys of its two parts to *both, one after the
+ * other. *cut: where the second one begins. Returns 0 or an error code. */
 static int tok_read_merge(const tok *tokenizer, const json *merge, uint32_t rank, buf *both,
                           size_t *cut, toka_err *e) {
     const json *first = json_at(merge, 0), *second = json_at(merge, 1);
@@ -5357,7 +5357,7 @@ static bool tmpl_enter(tmpl_run *run) {
 static bool tmpl_leave(tmpl_run *run, bool ok) { return run->budget.depth++, ok; } /* returns ok */
 
 /* Charges the steps for n bytes that are about to be appended to a text. Fails if the text would be
- * too long. NULL: a new text. */
+ * too long. text: NULL if the text is new. */
 static bool tmpl_charge_text(tmpl_run *run, size_t n, const buf *text) {
     size_t max_bytes = run->budget.output_bytes, n_bytes = text ? text->n : 0;
     if (n_bytes <= max_bytes && n <= max_bytes - n_bytes) return tmpl_charge_steps(run, n);
@@ -19530,7 +19530,7 @@ static bool api_should_report(buf *seen, str name, buf *shown) {
     return is_new;
 }
 
-/* Fills *body from a body; fields that the body does not have get the defaults of the
+/* Fills *body from a JSON body; fields that the body does not have get the defaults of the
  * configuration. */
 static int api_read_body(api_request *request, enum api_route route, const json *root,
                          api_body *body, toka_err *e) {
@@ -24736,7 +24736,7 @@ static const char srv_page[] =
  *   - srv.lock guards the lists, the metrics and the fields of a request marked (lock). A request
  *     is reference-counted. References are held by its connection, by each list that it is in (the
  *     work queue's passes to the worker), and by each of its engine requests until that one's last
- *     event. The last one to go frees the request;
+ *     event. When the last reference is dropped, the request is freed;
  *   - if the client of a request disconnects, all its engine requests are cancelled, also those
  *     submitted afterwards;
  *   - backpressure: if a client reads slowly, its text is no longer made (`paused`), but the
