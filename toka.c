@@ -25023,7 +25023,8 @@ static void srv_put_metrics(buf *out, const srv_metrics *metrics, const toka_sta
                    "Share of the KV cache held by running samples, 1 is all of it.", labels,
                    stats->kv_pages ? (double)stats->kv_pages_used / stats->kv_pages : 0);
     srv_put_series(out, "prefix_cache_queries_total", "counter",
-                   "Prompt tokens looked up in the prefix tree.", labels, (double)stats->prompt_tokens);
+                   "Prompt tokens looked up in the prefix tree.", labels,
+                   (double)stats->prompt_tokens);
     srv_put_series(out, "prefix_cache_hits_total", "counter", "Prompt tokens found there.", labels,
                    (double)stats->prompt_tokens_shared);
     srv_put_series(out, "num_preemptions_total", "counter",
@@ -25050,7 +25051,8 @@ static void srv_put_metrics(buf *out, const srv_metrics *metrics, const toka_sta
     srv_put_series(out, "http_requests_waiting", "gauge", "Requests without a first token.", labels,
                    n_waiting);
     srv_put_series(out, "http_requests_rejected_total", "counter",
-                   "Requests refused because the queue was full.", labels, (double)metrics->rejected);
+                   "Requests refused because the queue was full.", labels,
+                   (double)metrics->rejected);
     srv_put_series(out, "http_connections", "gauge", "Open connections.", labels, n_connections);
     srv_put_histogram(out, "time_to_first_token_seconds",
                       "From a request's last byte to its first token.", labels, &metrics->ttft);
