@@ -11632,7 +11632,7 @@ static void bench_head(bench *ctx, const bench_shape *model, int M) {
         double us = bench_time(dev, 3, bench_head_op, &arg);
         snprintf(label, sizeof label, "M=%d %dx%d", M, model->V, model->E);
         bench_report(ctx, "lm_head+sample", model->model, label, us, 2.0 * M * model->V * model->E,
-                   ((double)model->V * model->E + 2.0 * M * model->E) * sizeof(bf16));
+                     ((double)model->V * model->E + 2.0 * M * model->E) * sizeof(bf16));
     }
     samp_close(dev);
     upload_close(&dev->upload);
