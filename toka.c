@@ -5,8 +5,10 @@
  * and command line, with no library but libc. Three uses decide every question of design: a quick
  * run on any Linux machine; millions of completions as fast as the hardware allows; copying these
  * files into another project, to use, teach or review. So it is one file that reads from top to
- * bottom, and each chapter uses only earlier ones. toka_kernels.cu is the GPU backend. toka.h is
- * the public interface and, in its lower half, the interface of the backends.
+ * bottom, and each chapter uses only earlier ones. `cc -c toka.c` compiles chapters 1 to 23, the
+ * library. -DTOKA_SERVER adds chapters 24 to 34: server, batches, benchmarks, command line; and
+ * -DTOKA_MAIN adds main() to these. toka_kernels.cu is the GPU backend. toka.h is the public
+ * interface and, in its lower half, the interface of the backends.
  *
  * WHAT IT IS NOT. It does not train, quantize, convert or download. It runs dense decoder-only
  * transformers of the Llama family (Llama, Mistral, Ministral, Qwen 2 and 3) with bf16, f16 or f32
@@ -213,6 +215,9 @@
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE /* mmap flags, sched_getaffinity, memmem */
 #endif
+#ifdef TOKA_MAIN
+#define TOKA_SERVER /* chapters 24 to 34: server, batches, benchmarks, command line */
+#endif
 #define TOKA_INTERNAL
 #include "toka.h"
 
@@ -226,7 +231,6 @@
 #pragma GCC diagnostic ignored "-Woverlength-strings"
 #endif
 
-#include <arpa/inet.h>
 #include <assert.h>
 #include <ctype.h>
 #include <dirent.h>
@@ -239,10 +243,6 @@
 #include <malloc.h>
 #endif
 #include <math.h>
-#include <netdb.h>
-#include <netinet/in.h>
-#include <netinet/tcp.h>
-#include <poll.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
@@ -251,19 +251,29 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <strings.h>
-#include <sys/epoll.h>
-#include <sys/file.h>
-#include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/resource.h>
-#include <sys/sendfile.h>
-#include <sys/socket.h>
 #include <sys/stat.h>
-#include <sys/un.h>
 #include <time.h>
 #include <unistd.h>
+#ifdef TOKA_SERVER
+#include <arpa/inet.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <strings.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/file.h>
+#include <sys/sendfile.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#define FOR_SERVER /* before a function of chapters 1 to 23 that only chapters 24 to 34 call */
+#else
+#define FOR_SERVER __attribute__((unused))
+#endif
 
 /* ===========================================================================
  * MARK: 1. Types [pure]
@@ -341,7 +351,7 @@ static void *_Atomic mem_spare;     /* a server's spare memory; NULL: none, or i
 static atomic_bool mem_keeps_spare; /* this program keeps spare memory */
 
 /* Allocates the spare memory unless it is there. Returns false if the allocation fails. */
-static bool mem_keep_spare(void) {
+FOR_SERVER static bool mem_keep_spare(void) {
     mem_keeps_spare = true;
     if (mem_spare) return true;
     void *none = NULL, *more = malloc(MEM_SPARE_BYTES);
@@ -350,7 +360,7 @@ static bool mem_keep_spare(void) {
 }
 
 /* Is the spare memory in use? */
-static bool mem_is_low(void) { return mem_keeps_spare && !mem_spare; }
+FOR_SERVER static bool mem_is_low(void) { return mem_keeps_spare && !mem_spare; }
 
 /* Called after an allocation failed; `tries` is the number of earlier failures. Frees the spare
  * memory, or waits 10 ms so that other threads can free some. Returns true: try again. */
@@ -379,7 +389,7 @@ static void *mem_realloc(void *old, size_t n) {
     }
 }
 /* Can n bytes be allocated now? Asked before work whose size a client chose. */
-static bool mem_is_available(size_t n) {
+FOR_SERVER static bool mem_is_available(size_t n) {
     void *volatile p = malloc(n); /* volatile: a compiler may remove an unused malloc */
     free(p);
     return p != NULL;
@@ -475,7 +485,7 @@ static int hex_digit(char c) {
 
 /* Hashes a 64-bit integer, so that consecutive inputs give unrelated outputs: splitmix64 (Steele,
  * Lea, Flood: Fast splittable pseudorandom number generators, 2014). */
-static uint64_t hash_mix(uint64_t z) {
+FOR_SERVER static uint64_t hash_mix(uint64_t z) {
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
     z = (z ^ z >> 27) * 0x94D049BB133111EBu;
     return z ^ z >> 31;
@@ -595,7 +605,7 @@ static void buf_put(buf *b, const void *p, size_t n) {
     b->n += n;
     b->p[b->n] = 0;
 }
-static bool buf_try_put(buf *b, const void *p, size_t n) {
+FOR_SERVER static bool buf_try_put(buf *b, const void *p, size_t n) {
     return buf_try_reserve(b, n) && (buf_put(b, p, n), true);
 }
 static void buf_str(buf *b, str s) { buf_put(b, s.p, s.n); }
@@ -745,7 +755,7 @@ static int64_t os_ram_bytes(void) {
 }
 
 /* The part of os_ram_bytes that this process does not use yet, in bytes; not below 0. */
-static int64_t os_available_bytes(void) {
+FOR_SERVER static int64_t os_available_bytes(void) {
     const int64_t page_bytes = sysconf(_SC_PAGE_SIZE);
     long long mapped = 0, resident = 0;
     struct rlimit limit;
@@ -766,7 +776,7 @@ static int64_t os_available_bytes(void) {
  * M_MMAP_THRESHOLD: by default, when a large block is freed, glibc raises the size from which a
  * block gets its own mapping. Later large blocks would then be in a heap, and a small block after
  * them would keep their memory from going back to the system. */
-static void os_limit_heaps(void) {
+FOR_SERVER static void os_limit_heaps(void) {
 #ifdef __GLIBC__
     struct rlimit limit;
     const bool limited = getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY;
@@ -9216,7 +9226,7 @@ static int64_t mf_binding_size(const mf_binding *binding, const mf_config *confi
 }
 
 /* The number of parameters of a model of this shape. A tied LM head is not counted again. */
-static int64_t mf_n_parameters(const mf_config *config) {
+FOR_SERVER static int64_t mf_n_parameters(const mf_config *config) {
     int64_t layer = 0, rest = mf_binding_size(&mf_lm_head_binding, config);
     for (int i = 0; i < COUNT(mf_layer_bindings); i++)
         layer += mf_binding_size(&mf_layer_bindings[i], config);
@@ -13012,11 +13022,14 @@ static int samp_check_number(const char *name, double v, toka_err *e) {
 }
 
 /* Converts to float; a positive number stays positive. */
-static float samp_to_float(double v) { return v > 0 ? MAX((float)v, FLT_MIN) : (float)v; }
+FOR_SERVER static float samp_to_float(double v) {
+    return v > 0 ? MAX((float)v, FLT_MIN) : (float)v;
+}
 
 /* If min_tokens is above max_tokens and one of them is only a default, sets that one to the
  * other. */
-static void samp_fix_min_max(toka_sampling *sampling, bool max_is_default, bool min_is_default) {
+FOR_SERVER static void samp_fix_min_max(toka_sampling *sampling, bool max_is_default,
+                                        bool min_is_default) {
     if (sampling->max_tokens < 1 || sampling->min_tokens <= sampling->max_tokens) return;
     if (max_is_default) sampling->max_tokens = sampling->min_tokens;
     else if (min_is_default) sampling->min_tokens = sampling->max_tokens;
@@ -16506,7 +16519,7 @@ static void model_step_times(model_grid *model, int64_t first, int64_t last, dou
 }
 
 /* What the device of rank number `rank` measured. Returns false if it has measured nothing. */
-static bool model_device_times(model_grid *model, int rank, toka_times *times) {
+FOR_SERVER static bool model_device_times(model_grid *model, int rank, toka_times *times) {
     pthread_mutex_lock(&model->notifier->lock);
     *times = model->ranks[rank].times;
     pthread_mutex_unlock(&model->notifier->lock);
@@ -18295,7 +18308,7 @@ static int lib_check_files(const toka *t, toka_err *e) {
 
 /* Returns the path of a weight file that steps read and that was written to since it was opened;
  * NULL: none, or steps do not read files. Thread: any. */
-static const char *lib_overwritten_file(const toka *t) {
+FOR_SERVER static const char *lib_overwritten_file(const toka *t) {
     return t->engine->backend->reads_files ? mf_find_overwritten(t->files) : NULL;
 }
 
@@ -18353,7 +18366,7 @@ toka_info toka_get_info(const toka *t) {
 
 /* Appends how long toka_open took, phase by phase: "opened in 1.23 s: finding the device 0.10,
  * reading files 0.05, ..." */
-static void lib_put_startup(const toka *t, buf *out) {
+FOR_SERVER static void lib_put_startup(const toka *t, buf *out) {
     const eng_startup *startup = &t->engine->startup;
     double total_s = t->probe_s + t->files_s;
     for (int i = 0; i < startup->n_phases; i++) total_s += startup->phase_s[i];
@@ -18601,6 +18614,9 @@ toka_stats toka_get_stats(toka *t) {
 int toka_score(toka *t, const int32_t *in, size_t n_ids, float *logprobs, toka_err *e) {
     return eng_score(t->engine, in, n_ids, logprobs, e);
 }
+
+/* What follows is compiled with -DTOKA_SERVER or -DTOKA_MAIN only. The library ends here. */
+#ifdef TOKA_SERVER
 
 /* ===========================================================================
  * MARK: 24. HTTP [pure]
@@ -31471,3 +31487,4 @@ int toka_main(int argc, char **argv) {
 #ifdef TOKA_MAIN
 int main(int argc, char **argv) { return toka_main(argc, argv); }
 #endif
+#endif /* TOKA_SERVER */

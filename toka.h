@@ -389,7 +389,8 @@ toka_stats toka_get_stats(toka *t);
  * the first entries of logprobs may have been written; after other errors it is unchanged. */
 int toka_score(toka *t, const int32_t *ids, size_t n_ids, float *logprobs, toka_err *e);
 
-/* main() of the toka program. Returns the exit status: 0, 1, 2, or 130 after Ctrl-C. Installs
+/* Only if toka.c is compiled with -DTOKA_SERVER (which -DTOKA_MAIN implies).
+ * main() of the toka program. Returns the exit status: 0, 1, 2, or 130 after Ctrl-C. Installs
  * handlers for SIGINT, SIGTERM and SIGBUS, and ignores SIGPIPE and SIGXFSZ; so a program that calls
  * it should do nothing else. */
 int toka_main(int argc, char **argv);

@@ -1,5 +1,6 @@
 /* fuzz_api.c - bodies over HTTP. The first byte picks the route. A body becomes a call or gets a status, a type and a message; a call is
  * answered from made-up events, and what comes out is JSON, in a stream chunk by chunk. */
+#define TOKA_SERVER
 #include "../toka.c"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);

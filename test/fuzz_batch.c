@@ -1,4 +1,5 @@
 /* fuzz_batch.c - lines of a batch file: whatever they say, a line is parsed into a request or gets an error code and a message. */
+#define TOKA_SERVER
 #include "../toka.c"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);

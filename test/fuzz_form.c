@@ -1,4 +1,5 @@
 /* fuzz_form.c - multipart forms: the first line is the Content-Type, the rest the body. Cut anywhere, the parts are the same. */
+#define TOKA_SERVER
 #include "../toka.c"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);

@@ -1,5 +1,6 @@
 /* fuzz_http.c - libFuzzer entry: a stream of requests, whole and in pieces, is read the same way. The first byte is the size of
  * the pieces. */
+#define TOKA_SERVER
 #include "../toka.c"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);

@@ -91,6 +91,7 @@ build_tests() {
     step "CFLAGS and LDFLAGS reach nvcc where it links" links_with_nvcc
     step "toka.c compiles alone as a library" $CC $WARN -O2 -c toka.c -o $B/toka.o
     step "and with all warnings of a project that takes it in" $CC $WARN -Wpedantic -fsyntax-only toka.c
+    step "and with the chapters of the server" $CC $WARN -Wpedantic -DTOKA_SERVER -fsyntax-only toka.c
     step "and without asserts" $CC $WARN -O2 -DNDEBUG -fsyntax-only toka.c
     step "and refuses -ffast-math, with which it would compute something else" without_fast_math
     step "a program that only includes toka.h links it" $CC $WARN -I. test/example.c $B/toka.o -lm -lpthread -o $B/example
@@ -167,8 +168,8 @@ sanitized() { # NAME FLAGS...: $B/toka_NAME.o
 }
 sanitize() {
     if ! command -v clang >/dev/null; then skip 15 "no clang"; return; fi
-    sanitized asan -fsanitize=address,undefined -fno-sanitize-recover=undefined
-    sanitized tsan -fsanitize=thread
+    sanitized asan -DTOKA_SERVER -fsanitize=address,undefined -fno-sanitize-recover=undefined
+    sanitized tsan -DTOKA_SERVER -fsanitize=thread
     soak_san
     server_san
 }

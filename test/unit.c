@@ -13,6 +13,7 @@ static int unit_thread(pthread_t *t, const pthread_attr_t *a, void *(*run)(void 
 }
 #define pthread_create unit_thread
 
+#define TOKA_SERVER
 #include "../toka.c"
 #include "check.h"
 #include "state.h"
