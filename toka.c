@@ -25007,16 +25007,21 @@ static void srv_put_label_value(buf *b, str s) { /* escaped as the text format r
         else buf_char(b, s.p[i]);
 }
 
-/* Appends a counter with one more label, `key`, and one line for each of its values. Skips values
- * that are NULL. */
-static void srv_put_labeled(buf *out, const char *name, const char *help, const char *label,
-                            const char *key, const char *const *values, const double *counts,
-                            int n) {
-    buf_printf(out, "# HELP toka:%s %s\n# TYPE toka:%s counter\n", name, help, name);
-    for (int i = 0; i < n; i++)
-        if (values[i])
-            buf_printf(out, "toka:%s{%s,%s=\"%s\"} %.17g\n", name, label, key, values[i],
-                       counts[i]);
+/* A counter with one more label: counts[i] is that of the label's value values[i]. */
+typedef struct srv_labeled_counter {
+    const char *name, *help, *key; /* key: the label's name */
+    const char *const *values;     /* [n]; NULL: not shown */
+    const double *counts;          /* [n] */
+    int n;
+} srv_labeled_counter;
+
+static void srv_put_labeled(buf *out, const char *labels, const srv_labeled_counter *counter) {
+    buf_printf(out, "# HELP toka:%s %s\n# TYPE toka:%s counter\n", counter->name, counter->help,
+               counter->name);
+    for (int i = 0; i < counter->n; i++)
+        if (counter->values[i])
+            buf_printf(out, "toka:%s{%s,%s=\"%s\"} %.17g\n", counter->name, labels, counter->key,
+                       counter->values[i], counter->counts[i]);
 }
 
 /* Appends all metrics in Prometheus' text format 0.0.4. Names after the prefix, units and meanings
@@ -25055,15 +25060,17 @@ static void srv_put_metrics(buf *out, const srv_metrics *metrics, const toka_sta
                    labels, (double)stats->attended_shared);
     srv_put_series(out, "engine_steps_total", "counter", "Forward steps.", labels,
                    (double)stats->steps);
-    srv_put_labeled(out, "engine_seconds_total",
-                    "Where the engine's time went; run: with a step's waits for other ranks; "
-                    "commit: with the events.",
-                    labels, "phase", phases,
-                    (double[]){stats->plan_s, stats->run_s, stats->commit_s}, 3);
-    srv_put_labeled(out, "request_success_total", "Samples that ended, by reason.", labels,
-                    "finished_reason", reasons, metrics->finished, 5);
-    srv_put_labeled(out, "http_responses_total", "Answers by class of status.", labels, "code",
-                    codes, metrics->statuses, 6);
+    const double phase_s[] = {stats->plan_s, stats->run_s, stats->commit_s};
+    const srv_labeled_counter counters[] = {
+        {"engine_seconds_total",
+         "Where the engine's time went; run: with a step's waits for other ranks; "
+         "commit: with the events.",
+         "phase", phases, phase_s, COUNT(phases)},
+        {"request_success_total", "Samples that ended, by reason.", "finished_reason", reasons,
+         metrics->finished, COUNT(reasons)},
+        {"http_responses_total", "Answers by class of status.", "code", codes, metrics->statuses,
+         COUNT(codes)}};
+    for (int i = 0; i < COUNT(counters); i++) srv_put_labeled(out, labels, &counters[i]);
     srv_put_series(out, "http_requests_waiting", "gauge", "Requests without a first token.", labels,
                    n_waiting);
     srv_put_series(out, "http_requests_rejected_total", "counter",
