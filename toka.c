@@ -2287,10 +2287,6 @@ static int uni_put_case(const uni_cases *cases, str s, size_t at, enum uni_case 
 
 typedef struct tok tok;
 
-static int tok_load(tok **out, str tokenizer_json, str more, toka_err *e);
-static int tok_set_outer(tok *tokenizer, bool after, const char *content, toka_err *e);
-static void tok_del(tok *tokenizer);
-
 /* ---- Patterns that split text into pieces ---- */
 
 /* One pattern as parameters of tok_match. In all known patterns the alternatives come in this
@@ -4061,6 +4057,28 @@ static int tok_load_json(tok *tokenizer, const json *root, const json *more, tok
     return 0;
 }
 
+static void tok_del(tok *tokenizer) {
+    if (!tokenizer) return;
+    uni_free(&tokenizer->uni);
+    arena_free(&tokenizer->memory);
+    free(tokenizer->key);
+    free(tokenizer->name);
+    free(tokenizer->text);
+    free(tokenizer->flag);
+    free(tokenizer->keys.entries);
+    free(tokenizer->names.entries);
+    free(tokenizer->merges);
+    free(tokenizer->joins);
+    free(tokenizer->cache);
+    free(tokenizer->added);
+    free(tokenizer->added_at);
+    free(tokenizer->raw_matcher.sorted);
+    free(tokenizer->normalized_matcher.sorted);
+    ids_free(&tokenizer->outer_before);
+    ids_free(&tokenizer->outer_after);
+    free(tokenizer);
+}
+
 /* Reads the text of tokenizer.json; it is not needed afterwards. more: settings from outside this
  * file, a JSON object or empty. Its members are the lists added_tokens and special_tokens, and the
  * flags split_special_tokens, add_prefix_space and dummy_prefix (see tok_load_prefix),
@@ -4101,28 +4119,6 @@ static int tok_set_outer(tok *tokenizer, bool after, const char *content, toka_e
     ids_free(list);
     if (content) ids_push(list, id);
     return 0;
-}
-
-static void tok_del(tok *tokenizer) {
-    if (!tokenizer) return;
-    uni_free(&tokenizer->uni);
-    arena_free(&tokenizer->memory);
-    free(tokenizer->key);
-    free(tokenizer->name);
-    free(tokenizer->text);
-    free(tokenizer->flag);
-    free(tokenizer->keys.entries);
-    free(tokenizer->names.entries);
-    free(tokenizer->merges);
-    free(tokenizer->joins);
-    free(tokenizer->cache);
-    free(tokenizer->added);
-    free(tokenizer->added_at);
-    free(tokenizer->raw_matcher.sorted);
-    free(tokenizer->normalized_matcher.sorted);
-    ids_free(&tokenizer->outer_before);
-    ids_free(&tokenizer->outer_after);
-    free(tokenizer);
 }
 
 /* ===========================================================================
@@ -24850,6 +24846,7 @@ typedef struct srv {
     atomic_bool hung;     /* the engine hangs: no step for --step-timeout although there is work */
     uint64_t random[2];   /* random numbers of this process, for ids and seeds */
     atomic_ullong last_id;
+    atomic_int n_connections;  /* open ones; the loop changes it */
     int64_t start_time;        /* unix seconds */
     atomic_llong held_bytes;   /* bytes that clients make the server hold */
     atomic_llong memory_limit; /* limit of held_bytes: half of the memory free after loading the
@@ -25797,8 +25794,6 @@ static void srv_models(srv *server, srv_request *request) {
     api_put_error(&request->reply.body, 404, e.msg, NULL, "model", "model_not_found");
 }
 
-static int srv_n_connections(const srv *server);
-
 static void srv_metrics_reply(srv *server, srv_request *request) {
     toka_stats t = toka_get_stats(server->toka);
     request->reply.type = "text/plain; version=0.0.4; charset=utf-8";
@@ -25807,7 +25802,7 @@ static void srv_metrics_reply(srv *server, srv_request *request) {
     int n_waiting = server->n_waiting;
     pthread_mutex_unlock(&server->lock);
     srv_put_metrics(&request->reply.body, &metrics, &t, str_c(server->name), n_waiting,
-                    srv_n_connections(server));
+                    server->n_connections);
 }
 
 /* ---- Routes ---- */
@@ -26198,7 +26193,7 @@ typedef struct srv_loop { /* owned by the loop's thread */
     bool accepting;    /* the listeners are in epoll */
     bool warned_full;  /* the warning that no more connections fit was printed */
     bool is_reachable; /* a listener can be reached from other machines */
-    int n_conns, max_conns;
+    int max_conns;     /* limit of srv.n_connections */
     srv_conn *conns;         /* list of open connections */
     srv_conn *closed_conns;  /* closed ones; freed at the end of the round, because later events of
                               * the same epoll_wait may point to them */
@@ -26212,8 +26207,6 @@ typedef struct srv_loop { /* owned by the loop's thread */
     bool warned_overwritten; /* the warning that a weight file was modified was printed */
     int64_t last_n_steps;    /* steps at last_step_time */
 } srv_loop;
-
-static int srv_n_connections(const srv *server) { return server->loop->n_conns; }
 
 /* ---- Ends of a connection ---- */
 
@@ -26249,7 +26242,7 @@ static void srv_conn_close(srv *server, srv_conn *conn) {
     if (conn->next) conn->next->prev = conn->prev;
     conn->next = loop->closed_conns;
     loop->closed_conns = conn;
-    loop->n_conns--;
+    server->n_connections--;
 }
 
 /* Frees the closed connections. */
@@ -26724,7 +26717,7 @@ static void srv_refuse_connection(srv *server, int fd) {
         fprintf(stderr,
                 "toka: %d connections are open, all that the limit of open files (ulimit -n) "
                 "allows; more get a 503\n",
-                loop->n_conns);
+                server->n_connections);
     loop->warned_full = true;
     if (fd < 0) {
         srv_set_accepting(server, false); /* srv_tick starts it again */
@@ -26752,7 +26745,7 @@ static void srv_accept(srv *server, int listener) {
         if (fd < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM))
             srv_refuse_connection(server, -1);
         if (fd < 0) return;
-        if (loop->n_conns >= loop->max_conns) {
+        if (server->n_connections >= loop->max_conns) {
             srv_refuse_connection(server, fd);
             continue;
         }
@@ -26764,7 +26757,7 @@ static void srv_accept(srv *server, int listener) {
         srv_set_deadline(server, conn);
         if (loop->conns) loop->conns->prev = conn;
         loop->conns = conn;
-        loop->n_conns++;
+        server->n_connections++;
         if (epoll_ctl(loop->epoll_fd, EPOLL_CTL_ADD, fd,
                       &(struct epoll_event){.events = conn->events, .data.ptr = conn}))
             srv_conn_close(server, conn);
@@ -26928,7 +26921,7 @@ static void srv_print_status(srv *server, const toka_stats *stats) {
                 MAX(rows - out, 0) / seconds, out / seconds, stats->running, stats->waiting,
                 stats->kv_pages ? 100.0 * stats->kv_pages_used / stats->kv_pages : 0,
                 prompt > 0 ? 100 * hits / prompt : 0, pairs > 0 ? 100 * shared / pairs : 0,
-                loop->n_conns);
+                server->n_connections);
     loop->last_status = loop->now;
     loop->last_stats = *stats;
 }
