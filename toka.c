@@ -12913,6 +12913,9 @@ static void batch_make_micros(batch_builder *builder, batch_micros *micros,
  * max_tokens, and ending a sample for which nothing is left to draw.
  * =========================================================================== */
 
+/* Draws from the distribution as it is. */
+static const toka_sampling samp_default = {.temperature = 1, .top_p = 1, .repetition_penalty = 1};
+
 #define SAMP_MAX_STOPS 256          /* stop strings of one request */
 #define SAMP_MAX_STOP_BYTES 4096    /* bytes of one stop string; also ids of one bad word */
 #define SAMP_MAX_BAD_SEQS 4096      /* bad words of one request, as ids */
@@ -16924,27 +16927,23 @@ static int eng_warm_up(eng_replica *replica, const toka_shape *shape, const sche
     const int T = config->max_tokens, B = shape->B;
     const int seq_len = MIN(T, shape->max_len), n_seqs = (T + seq_len - 1) / seq_len;
     const int seq_pages = (seq_len + B - 1) / B;
-    struct {
-        toka_request request;
-        toka_step step;
-    } *dummy = mem_zalloc(sizeof *dummy);
+    toka_step *dummy = mem_zalloc(sizeof *dummy);
     int32_t *token_ids = mem_zalloc((size_t)T * 3 * sizeof *token_ids);
     int32_t *pos = token_ids + T, *kv_slots = pos + T;
     int32_t *pages = mem_alloc((size_t)n_seqs * (size_t)seq_pages * sizeof *pages);
     toka_span *spans = mem_alloc((size_t)n_seqs * sizeof *spans);
     toka_sample_row *sample_rows = mem_zalloc((size_t)config->max_seqs * sizeof *sample_rows);
     toka_sample_result *results = mem_alloc((size_t)config->max_seqs * sizeof *results);
-    dummy->request = toka_request_default();
-    dummy->step = (toka_step){.T = T,
-                              .n_spans = n_seqs,
-                              .n_samples = config->max_seqs,
-                              .ids = token_ids,
-                              .pos = pos,
-                              .kv_slot = kv_slots,
-                              .pages = pages,
-                              .spans = spans,
-                              .samples = sample_rows,
-                              .number = ++replica->builder.last_number};
+    *dummy = (toka_step){.T = T,
+                         .n_spans = n_seqs,
+                         .n_samples = config->max_seqs,
+                         .ids = token_ids,
+                         .pos = pos,
+                         .kv_slot = kv_slots,
+                         .pages = pages,
+                         .spans = spans,
+                         .samples = sample_rows,
+                         .number = ++replica->builder.last_number};
     for (int i = 0; i < n_seqs * seq_pages; i++) pages[i] = i % config->n_pages;
     for (int i = 0; i < n_seqs; i++)
         spans[i] = (toka_span){i * seq_len, MIN(seq_len, T - i * seq_len), i * seq_pages, 0,
@@ -16958,8 +16957,8 @@ static int eng_warm_up(eng_replica *replica, const toka_shape *shape, const sche
                                            .seq = -1,
                                            .forced_id = -1,
                                            .sample = (uint32_t)i,
-                                           .sampling = &dummy->request.sampling};
-    int code = model_run_step(&replica->model, &dummy->step, results, e);
+                                           .sampling = &samp_default};
+    int code = model_run_step(&replica->model, dummy, results, e);
     if (!replica->model.hung) { /* else a hung rank may still read all this */
         free(token_ids);
         free(pages);
@@ -18536,7 +18535,7 @@ toka_request toka_request_default(void) {
     return (toka_request){.text = "",
                           .text_flags = TOKA_ADD_SPECIAL | TOKA_PARSE_SPECIAL,
                           .n = 1,
-                          .sampling = {.temperature = 1, .top_p = 1, .repetition_penalty = 1}};
+                          .sampling = samp_default};
 }
 
 void toka_request_model_defaults(const toka *t, toka_request *r) {
