@@ -1,5 +1,6 @@
-/* check.h - the few macros every unit test uses. A test is a function in a table; a failed CHECK says where and goes on.
- * Tests that need the public data ask data_path(); when it is not there they call SKIP with the number of cases left out. */
+/* check.h - the few macros that every unit test uses. A test is a function in a table. A failed
+ * CHECK prints its line and the test goes on. Tests that need the public data call data_path(); if
+ * the file is missing, they call SKIP with the number of cases they leave out. */
 #ifndef CHECK_H
 #define CHECK_H
 
@@ -8,9 +9,9 @@ struct test {
     void (*run)(void);
 };
 
-#define UNUSED __attribute__((unused)) /* not every program of tests calls everything */
+#define UNUSED __attribute__((unused)) /* not every test program calls every helper */
 
-static int check_failed, check_skipped; /* of the running test */
+static int check_failed, check_skipped; /* counted for the running test */
 static const char *check_why = "";
 
 #define CHECK(cond) \
@@ -23,7 +24,8 @@ static const char *check_why = "";
     } while (0)
 #define SKIP(n, why) (check_skipped += (n), check_why = (why))
 
-/* Path of a file of the public test data (TOKA_TEST_DATA, else ../shared/data), or NULL when it is not there. */
+/* Path of a file of the public test data (in TOKA_TEST_DATA, else ../shared/data), or NULL if it
+ * does not exist. */
 UNUSED static const char *data_path(const char *name) {
     static char path[8][1024];
     static int turn;
@@ -33,7 +35,8 @@ UNUSED static const char *data_path(const char *name) {
     return access(path[turn], R_OK) == 0 ? path[turn] : NULL;
 }
 
-/* A file as a heap copy of exactly its size (no byte behind it, so that ASan sees any over-read). free((void *)s.p). */
+/* Copies a file into a heap block of exactly its size, so that ASan reports a read past the end.
+ * Free with free((void *)s.p). */
 UNUSED static str read_copy(const char *path) {
     toka_err e;
     str map;
@@ -48,7 +51,8 @@ UNUSED static str read_copy(const char *path) {
     return s;
 }
 
-/* A small generator for test inputs (xorshift64*); seed it per test, print the seed when a case fails. */
+/* A small random generator for test inputs (xorshift64*). Each test seeds it and prints the seed
+ * when a case fails. */
 UNUSED static uint64_t rnd(uint64_t *s) {
     *s ^= *s >> 12, *s ^= *s << 25, *s ^= *s >> 27;
     return *s * 0x2545F4914F6CDD1Du;
@@ -58,7 +62,8 @@ UNUSED static double rnd_normal(uint64_t *s) {
     return sqrt(-2 * log(1 - rnd_unit(s))) * cos(6.283185307179586 * rnd_unit(s));
 }
 
-UNUSED static double cpu_now(void) { /* seconds of this thread; a busy machine does not count */
+/* CPU seconds of this thread; a busy machine does not change them */
+UNUSED static double cpu_now(void) {
     struct timespec t;
     clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;

@@ -889,7 +889,7 @@ static void test_ahead(void) {
         o.tensor_parallel_size = cases[k].tp, o.pipeline_parallel_size = cases[k].pp;
         const float most = cases[k].tp > 1 ? 1e-3f : 0;
         toka *t = eng_open_ahead(o, cases[k].n_ahead, cases[k].late);
-        late_most = 0;
+        late_max_in_flight = 0;
         eng_scores s = {k ? scores : want_scores, 0};
         eng_ask_mixed(t, k ? got : want, &s);
         CHECK(s.n_logprobs > 20 && eng_close_to(want_scores, s.logprobs, s.n_logprobs, most));
@@ -912,7 +912,7 @@ static void test_ahead(void) {
         }
         CHECK(!t->engine->n_active && !t->engine->n_samples);
         toka_close(t);
-        CHECK_MSG(late_most == (cases[k].late ? cases[k].n_ahead : 0), "case %d: %d steps at once", k, late_most);
+        CHECK_MSG(late_max_in_flight == (cases[k].late ? cases[k].n_ahead : 0), "case %d: %d steps at once", k, late_max_in_flight);
         CHECK(!late_violations);
     }
     CHECK(preempted > 0);

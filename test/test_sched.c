@@ -1,36 +1,40 @@
-/* test_sched.c - the scheduler run against a machine without a model.
+/* test_sched.c - the scheduler, run against a simulated device without a model.
  *
- * The machine's "K and V" of a position is a hash of all tokens up to it; a token is drawn from that hash and the sample
- * number, so every output is known beforehand. After each step every row that was planned must find, in the pages of its
- * sequence, the right hash at every earlier position: a page shared, swapped or evicted at the wrong moment shows. */
+ * The simulated "K and V" of a position is a hash of all tokens up to it. The next token is a
+ * function of this hash and of the sample number, so every output is known beforehand. After each
+ * step, each planned row must find the right hash at every earlier position, in the pages of its
+ * sequence. So the tests notice a page that was shared, replaced or evicted at the wrong moment. */
 
 enum { SMT_LAG = 3 };
 
-typedef struct smt_result { /* a token under way */
+typedef struct smt_late_result { /* a sampled token whose result is not yet committed */
     int q, step;
-    uint32_t ticket;
+    uint32_t generation;
     int32_t token;
-} smt_result;
+} smt_late_result;
 
 typedef struct smt {
     scheduler s;
-    void (*on_run)(void *, const uint64_t *mem, int32_t *device); /* for test_batch.c: rows are written ... */
+    /* for test_batch.c: called when all rows are written ... */
+    void (*on_run)(void *, const uint64_t *mem, int32_t *device);
     void *on_run_user;
-    int vocab, end_one_in; /* tokens 0 .. vocab-1; a sequence ends by itself with chance 1 / end_one_in per token */
-    int lag;               /* results come this many steps late */
-    uint64_t *mem;         /* [n_pages * B] */
-    int32_t *device;       /* [max_seqs][max_len] all tokens of a slot, as a device would have them */
-    smt_result *late;      /* those on their way, oldest first */
+    /* tokens 0 .. vocab-1; a token ends its sequence with probability 1 / end_one_in */
+    int vocab, end_one_in;
+    int lag;               /* results arrive this many steps later */
+    uint64_t *mem;         /* [n_pages * B] the simulated KV cache */
+    int32_t *device;       /* [max_seqs][max_len] all tokens of a sequence, as a device has them */
+    smt_late_result *late; /* results not yet committed, oldest first */
     int n_late, step;
-    char *written;         /* [n_pages * B] in this step */
+    char *written; /* [n_pages * B] written in this step */
     int64_t n_tokens, n_done, n_copies;
 } smt;
 
 static uint64_t smt_hash(const int32_t *t, int n) { return hash_bytes(t, (size_t)n * sizeof *t); }
 
-/* Token after t[0..n-1] in sample `sample`, and whether it ends the sequence. */
-static int32_t smt_draw(const smt *m, const int32_t *t, int n, int sample, bool *end) {
-    uint64_t h = (smt_hash(t, n) ^ (uint64_t)(sample / 2)) * 0x9E3779B97F4A7C15u; /* two samples each come out alike */
+/* The token after t[0..n-1] in sample `sample`. *end: it ends the sequence. */
+static int32_t smt_next_token(const smt *m, const int32_t *t, int n, int sample, bool *end) {
+    /* samples 2 i and 2 i + 1 are equal */
+    uint64_t h = (smt_hash(t, n) ^ (uint64_t)(sample / 2)) * 0x9E3779B97F4A7C15u;
     h ^= h >> 31, h *= 0xD6E8FEB86659FD93u, h ^= h >> 32;
     *end = h % (uint64_t)m->end_one_in == 0;
     return (int32_t)((h >> 20) % (uint64_t)m->vocab);
@@ -40,8 +44,8 @@ static void smt_open(smt *m, sched_config c, int vocab, int end_one_in, int lag)
     toka_err e;
     *m = (smt){.vocab = vocab, .end_one_in = end_one_in, .lag = lag};
     CHECK(!sched_init(&m->s, &c, &e));
-    size_t slots = (size_t)c.n_pages * (size_t)c.B;
-    m->mem = mem_zalloc(slots * sizeof *m->mem), m->written = mem_zalloc(slots);
+    size_t n_slots = (size_t)c.n_pages * (size_t)c.B;
+    m->mem = mem_zalloc(n_slots * sizeof *m->mem), m->written = mem_zalloc(n_slots);
     m->device = mem_zalloc((size_t)c.max_seqs * (size_t)c.max_len * sizeof(int32_t));
     m->late = mem_alloc((size_t)c.max_seqs * (SMT_LAG + 1) * sizeof *m->late);
 }
@@ -53,7 +57,7 @@ static void smt_close(smt *m) {
 
 static int32_t *smt_device(smt *m, int q) { return m->device + (size_t)q * (size_t)m->s.config.max_len; }
 
-/* The copies that the planned step begins with. */
+/* Makes the copies that the planned step begins with. */
 static void smt_copy(smt *m) {
     const scheduler *s = &m->s;
     size_t B = (size_t)s->config.B;
@@ -65,7 +69,7 @@ static void smt_copy(smt *m) {
     m->n_copies += s->n_copies;
 }
 
-/* Runs the planned step: all rows write, then all rows read, as attention does. */
+/* Runs the planned step. All rows write, then all rows read, as in attention. */
 static void smt_run(smt *m, int n_rows) {
     scheduler *s = &m->s;
     int B = s->config.B, rows = 0;
@@ -77,13 +81,14 @@ static void smt_run(smt *m, int n_rows) {
         int32_t *t = smt_device(m, q);
         memcpy(t, x->tokens, (size_t)MIN(x->n_known, x->from + x->n_rows) * sizeof *t);
         for (int p = x->from; p < x->from + x->n_rows; p++, rows++) {
-            int slot = kv_block_table(&s->kv, q)[p / B] * B + p % B;
-            CHECK(!m->written[slot]); /* no two rows of a step write one slot */
-            m->written[slot] = 1, m->mem[slot] = smt_hash(t, p + 1);
+            int kv_slot = kv_block_table(&s->kv, q)[p / B] * B + p % B;
+            CHECK(!m->written[kv_slot]); /* no two rows of a step write the same kv_slot */
+            m->written[kv_slot] = 1, m->mem[kv_slot] = smt_hash(t, p + 1);
         }
     }
     CHECK(rows == n_rows && rows <= s->config.max_tokens);
-    if (m->on_run) m->on_run(m->on_run_user, m->mem, m->device); /* ... and not yet sampled */
+    /* ... and before they are sampled */
+    if (m->on_run) m->on_run(m->on_run_user, m->mem, m->device);
     for (int q = 0; q < s->config.max_seqs && !check_failed; q++) {
         sched_seq *x = &s->seqs[q];
         if (x->state == SCHED_FREE || !x->n_rows) continue;
@@ -93,33 +98,33 @@ static void smt_run(smt *m, int n_rows) {
         if (!x->is_sampled) continue;
         CHECK(!x->no_run_ahead || x->n_known == n);
         bool end;
-        t[n] = smt_draw(m, t, n, x->sample, &end);
-        m->late[m->n_late++] = (smt_result){q, m->step, x->generation, t[n]};
+        t[n] = smt_next_token(m, t, n, x->sample, &end);
+        m->late[m->n_late++] = (smt_late_result){q, m->step, x->generation, t[n]};
     }
 }
 
-/* Commits what is due, checks outputs of those that end. */
-static void smt_results(smt *m) {
+/* Commits the results that are due and checks each token. */
+static void smt_commit_due(smt *m) {
     scheduler *s = &m->s;
     int n = 0;
     for (; n < m->n_late && m->late[n].step + m->lag <= m->step; n++) {
-        smt_result r = m->late[n];
+        smt_late_result r = m->late[n];
         sched_seq *x = &s->seqs[r.q];
         bool end = false;
-        if (x->generation == r.ticket) {
-            int32_t want = smt_draw(m, x->tokens, x->n_known, x->sample, &end);
+        if (x->generation == r.generation) {
+            int32_t want = smt_next_token(m, x->tokens, x->n_known, x->sample, &end);
             CHECK(want == r.token);
             m->n_tokens++;
         }
-        m->n_done += sched_commit(s, r.q, r.ticket, r.token, end) == SCHED_DONE;
+        m->n_done += sched_commit(s, r.q, r.generation, r.token, end) == SCHED_DONE;
     }
     m->n_late -= n;
     memmove(m->late, m->late + n, (size_t)m->n_late * sizeof *m->late);
 }
 
-/* Pages held in step t, found by walking: every sequence that still lives holds the pages it has now, shared ones once, and
- * those it will have taken by then. */
-static int smt_future(const smt *m, int64_t t, char *seen) {
+/* The number of pages held in step t, computed by simulation. Every sequence that still runs holds
+ * its present pages (a shared page counts once) and those that it will allocate by then. */
+static int smt_held_in_step(const smt *m, int64_t t, char *seen) {
     const scheduler *s = &m->s;
     int n = 0;
     memset(seen, 0, (size_t)s->config.n_pages);
@@ -134,15 +139,15 @@ static int smt_future(const smt *m, int64_t t, char *seen) {
     return n;
 }
 
-static void smt_check(smt *m, bool future) {
+static void smt_check(smt *m, bool compare_forecast) {
     const char *bad = sched_check(&m->s);
     CHECK_MSG(!bad, "%s, step %d", bad, m->step);
-    if (!future) return;
+    if (!compare_forecast) return;
     char *seen = mem_alloc((size_t)m->s.config.n_pages);
     const page_forecast *c = &m->s.forecast;
     for (int t = 0, held = c->held, peak = 0; t < c->n_steps && !check_failed; t++) {
         held += t ? c->nodes[((c->now + t) & (c->n_steps - 1)) + c->n_steps].sum : 0, peak = MAX(peak, held);
-        CHECK(held == smt_future(m, c->now + t, seen));
+        CHECK(held == smt_held_in_step(m, c->now + t, seen));
         CHECK(t < c->n_steps - 1 || peak == forecast_peak(c));
     }
     free(seen);
@@ -153,7 +158,7 @@ static int smt_step(smt *m, bool check) {
     m->step++;
     if (check) smt_check(m, true);
     smt_run(m, n);
-    smt_results(m);
+    smt_commit_due(m);
     if (check) smt_check(m, false);
     return n;
 }
@@ -170,8 +175,8 @@ static int smt_submit(smt *m, uint64_t *rng, int n_prompt, int n, int max_tokens
     return id;
 }
 
-/* Random requests, ends early and late, preemptions and cancels, in pools where nothing fits well. The page_forecast is compared
- * with the step-by-step simulation at every step of its horizon, after every plan. */
+/* Random requests, early and late ends, preemptions and cancels, in pools that are too small. After
+ * every plan the forecast is compared with the simulation at every step of its horizon. */
 static int64_t smt_random(sched_config c, int lag, uint64_t seed, int n_steps) {
     smt m;
     uint64_t rng = seed;
@@ -185,7 +190,8 @@ static int64_t smt_random(sched_config c, int lag, uint64_t seed, int n_steps) {
             int id = smt_submit(&m, &rng, n_prompt, 1 + (int)(rnd(&rng) % 5), max_tokens, rnd(&rng) % 8 ? 0 : 2);
             if (n_alive < 64) alive[n_alive++] = id;
         }
-        if (rnd(&rng) % 8 == 0 && n_alive) { /* ids may have ended and be in use again: any live one will do */
+        /* an id may have ended and been reused: any live request will do */
+        if (rnd(&rng) % 8 == 0 && n_alive) {
             int id = alive[rnd(&rng) % (uint64_t)n_alive];
             if (m.s.requests[id].prompt) sched_cancel(&m.s, id);
             smt_check(&m, false);
@@ -216,13 +222,15 @@ static void smt_random_small(void) {
         smt_random((sched_config){4, 64, 16, 40, 60, 16}, (int)(seed % 4), seed, 60);
 }
 
-static void smt_thousands_of_preemptions(void) { /* no token is lost or different: smt_results compares each */
+/* no token is lost or changed: smt_commit_due compares each one */
+static void smt_many_preemptions(void) {
     smt m;
     uint64_t rng = 5;
     smt_open(&m, (sched_config){2, 200, 64, 256, 60, 16}, 50, 1 << 30, 1);
     for (int i = 0; i < 1500; i++) smt_submit(&m, &rng, 4, 1, 50, 0);
     for (int i = 0; i < 200000 && m.n_done < 1500 && !check_failed; i++) {
-        for (int k = 0; k < 300; k++) { /* lies: whatever length is reached, it ends soon */
+        /* mislead the predictor: a sequence of any length ends soon */
+        for (int k = 0; k < 300; k++) {
             pred_count_reached(&m.s.predictor, (pred_handle){-1, 0}, k % 16);
             pred_count_end(&m.s.predictor, (pred_handle){-1, 0}, k % 16, m.s.predictor.edge[k % 16] + 1, false);
         }
@@ -233,9 +241,9 @@ static void smt_thousands_of_preemptions(void) { /* no token is lost or differen
     smt_close(&m);
 }
 
-/* With lengths known exactly and prefill within the step, the simulated future is what happens: no preemption, ever, and
- * the pool is used well. */
-static void smt_exact_future(void) {
+/* If all lengths are known and prefill fits into the step, the forecast is exact: nothing is ever
+ * preempted, and the pool is well used. */
+static void smt_exact_forecast(void) {
     smt m;
     uint64_t rng = 3;
     toka_err e;
@@ -258,7 +266,8 @@ static void smt_exact_future(void) {
     smt_close(&m);
 }
 
-static void smt_order(void) { /* first come first served; priority is a head start; nobody starves */
+/* first come, first served; a priority is a head start; no request starves */
+static void smt_order(void) {
     smt m;
     uint64_t rng = 3;
     smt_open(&m, (sched_config){2, 60, 1, 64, 32, 16}, 50, 1 << 30, 0);
@@ -272,13 +281,14 @@ static void smt_order(void) { /* first come first served; priority is a head sta
         last = now;
     }
     CHECK(n == 3 && order[0] == c && order[1] == a && order[2] == b);
-    int old = smt_submit(&m, &rng, 4, 1, 4, 0), waited = 0; /* against a stream of more important ones */
+    /* waits behind a stream of requests with a higher priority */
+    int old = smt_submit(&m, &rng, 4, 1, 4, 0), waited = 0;
     for (; waited < 20 * SCHED_PRIORITY_STEPS && m.s.requests[old].prompt; waited++) {
         if (m.s.n_unstarted < 4) smt_submit(&m, &rng, 4, 1, 4, 3);
         sched_plan(&m.s);
         m.step++;
         smt_run(&m, (m.s.seqs[0].state != SCHED_FREE) * m.s.seqs[0].n_rows);
-        smt_results(&m);
+        smt_commit_due(&m);
     }
     CHECK_MSG(waited > 2 * SCHED_PRIORITY_STEPS && waited < 4 * SCHED_PRIORITY_STEPS, "%d", waited);
     smt_close(&m);
@@ -289,17 +299,19 @@ static void smt_cancel_states(void) {
     uint64_t rng = 3;
     smt_open(&m, (sched_config){2, 40, 4, 12, 60, 16}, 50, 1 << 30, 1);
     int a = smt_submit(&m, &rng, 20, 6, 8, 0), b = smt_submit(&m, &rng, 4, 1, 4, 0);
-    sched_cancel(&m.s, b); /* queued */
+    sched_cancel(&m.s, b); /* still queued */
     smt_check(&m, false);
     smt_step(&m, true);
     int prefill = 0;
     for (int q = 0; q < 4; q++) prefill += m.s.seqs[q].state == SCHED_PREFILL;
     CHECK(prefill > 1);
-    sched_end(&m.s, m.s.seqs[4].prefill_next, true); /* the one that is computing the shared prompt */
+    /* the sequence that computes the shared prompt */
+    sched_end(&m.s, m.s.seqs[4].prefill_next, true);
     smt_check(&m, false);
     for (int i = 0; i < 6; i++) smt_step(&m, true);
     CHECK(m.s.n_decode > 0);
-    sched_cancel(&m.s, a); /* decode, prefill and two still queued; tokens are under way */
+    /* some samples decode, some prefill, two are queued; results are not yet committed */
+    sched_cancel(&m.s, a);
     smt_check(&m, false);
     CHECK(m.s.n_seqs_free == 4 && m.s.n_unstarted == 0 && kv_n_available(&m.s.kv) == 40 && forecast_peak(&m.s.forecast) == 0);
     int c = smt_submit(&m, &rng, 20, 4, 8, 0);
@@ -319,23 +331,24 @@ static void smt_refused(void) {
     CHECK(!sched_init(&s, &(sched_config){2, 5, 3, 8, 16, 8}, &e));
     CHECK(smt_try(&s, 0, 1, 1) == TOKA_E_USE && smt_try(&s, 1, 0, 1) == TOKA_E_USE && smt_try(&s, 1, 1, 0) == TOKA_E_USE);
     CHECK(smt_try(&s, 8, 1, 9) == TOKA_E_USE && smt_try(&s, 8, 1, INT_MAX) == TOKA_E_USE);
-    CHECK(smt_try(&s, 8, 1, 4) == TOKA_E_USE); /* 11 fed tokens, 6 pages */
+    CHECK(smt_try(&s, 8, 1, 4) == TOKA_E_USE); /* 11 tokens to compute need 6 pages */
     CHECK(smt_try(&s, 8, 1, 3) == 0);
     CHECK(sched_plan(&s) == 8 && !sched_check(&s));
     sched_free(&s);
 }
 
-static void smt_no_memory(void) { /* 1 TB for rows of pages */
+static void smt_no_memory(void) { /* the block tables would need 1 TB */
     scheduler s;
     toka_err e;
     sched_config c = {16, 100, 65536, 65536, 1 << 26, 8};
     CHECK(sched_init(&s, &c, &e) == TOKA_E_MEMORY && strstr(e.msg, "65536 sequences of up to 67108864 tokens"));
-    c = (sched_config){1 << 20, 4, 1, 1, 1 << 30, 8}; /* few pages, but a future of 2^31 steps */
+    c = (sched_config){1 << 20, 4, 1, 1, 1 << 30, 8}; /* few pages, but a forecast of 2^31 steps */
     CHECK(sched_init(&s, &c, &e) == TOKA_E_MEMORY && strstr(e.msg, "1 sequences of up to 1073741824 tokens"));
-    sched_free(&s); /* nothing is there, and that is fine */
+    sched_free(&s); /* nothing was allocated: sched_free must accept that */
 }
 
-static void smt_repeats(void) { /* n samples of one prompt, twice, at page borders: all after the first is found */
+/* n samples of one prompt, twice, at page boundaries: all but the first find the prompt cached */
+static void smt_repeated_prompts(void) {
     for (int n_prompt = 1; n_prompt <= 9; n_prompt++) {
         smt m;
         uint64_t rng = 3;
@@ -348,32 +361,37 @@ static void smt_repeats(void) { /* n samples of one prompt, twice, at page borde
             for (int i = 0; i < 100 && m.n_done < done + 32; i++) smt_step(&m, true);
             CHECK(m.n_done == done + 32 && m.s.n_preempted == 0);
             int64_t most = (n_prompt - 1) / 2 * 2 * again + (n_prompt - 1) * 31, found = m.s.n_prompt_hits - hits;
-            CHECK(found <= most && found >= most - 2); /* where all that have the tail end at once, it is computed again */
-            CHECK((m.n_copies > 0) == (n_prompt > 1 && n_prompt % 2 == 0)); /* an odd one's last token is alone in its page */
+            /* if all holders of the last page end at once, it is computed again */
+            CHECK(found <= most && found >= most - 2);
+            /* if n_prompt is odd, the last token has a page of its own and nothing is copied */
+            CHECK((m.n_copies > 0) == (n_prompt > 1 && n_prompt % 2 == 0));
         }
         smt_close(&m);
     }
 }
 
-/* Parked in decode, taken back in a step whose rows do not reach its end: that step must not yield. */
-static void smt_parked_in_chunks(void) {
+/* A sequence is preempted in decode and computed again in chunks. A step whose rows do not reach
+ * its end must not sample. */
+static void smt_preempted_in_chunks(void) {
     smt m;
     uint64_t rng = 3;
     smt_open(&m, (sched_config){2, 40, 2, 4, 60, 16}, 50, 1 << 30, 1);
     int id = smt_submit(&m, &rng, 9, 1, 12, 0);
-    m.s.requests[id].n_unshared = 1; /* nothing is found again */
+    m.s.requests[id].n_unshared = 1; /* no cached page is found */
     for (int i = 0; m.n_done == 0 && i < 200 && !check_failed; i++) {
         CHECK(i != 6 || m.s.n_decode == 1);
         if (i == 6) sched_preempt(&m.s);
         smt_step(&m, true);
     }
     CHECK(m.n_done == 1 && m.n_tokens == 12 && m.s.n_preempted == 1);
-    CHECK_MSG(m.s.n_prompt_tokens == 9, "%d", (int)m.s.n_prompt_tokens); /* what is computed again does not count again */
+    /* tokens that are computed again are not counted again */
+    CHECK_MSG(m.s.n_prompt_tokens == 9, "%d", (int)m.s.n_prompt_tokens);
     smt_close(&m);
 }
 
-/* All slots parked, and at the head of the queue a fresh request with a head start: it has no slot to start in. */
-static void smt_parked_hold_all_slots(void) {
+/* All seqs are preempted sequences. The head of the queue is a new request with a head start, but
+ * it has no seq to start in. */
+static void smt_preempted_hold_all_seqs(void) {
     smt m;
     uint64_t rng = 3;
     smt_open(&m, (sched_config){2, 40, 2, 16, 60, 16}, 50, 1 << 30, 0);
@@ -386,7 +404,8 @@ static void smt_parked_hold_all_slots(void) {
     smt_close(&m);
 }
 
-static void smt_cold_start(void) { /* the monkeys shape, nothing known yet: the batch is full after a few steps */
+/* many samples of few prompts, no length known yet: the batch is full after a few steps */
+static void smt_cold_start(void) {
     scheduler s;
     toka_err e;
     int32_t prompt[715];
@@ -400,7 +419,8 @@ static void smt_cold_start(void) { /* the monkeys shape, nothing known yet: the 
     sched_free(&s);
 }
 
-/* Many prompts that part behind the same page, each asked for many times: one computes a tail, all others copy it a step later. */
+/* Many prompts share their first pages, each with many samples. One sequence per prompt computes
+ * the last page; the others copy it one step later. */
 static void smt_tails_of_many_prompts(void) {
     enum { PROMPTS = 60, TIMES = 12, N = PROMPTS * TIMES };
     scheduler s;
@@ -417,12 +437,12 @@ static void smt_tails_of_many_prompts(void) {
         n_copies += s.n_copies;
         CHECK(!sched_check(&s));
     }
-    /* the very first computes from the beginning, and nobody looks at it */
+    /* the first sequence computes all of its prompt itself */
     CHECK_MSG(s.n_decode == N && n_copies >= N - PROMPTS - 1, "%d of %d decode, %lld copies", s.n_decode, N, (long long)n_copies);
     sched_free(&s);
 }
 
-/* One answer that is longer than all lengths that buckets of their own tell apart. */
+/* An answer that is longer than the last bucket's edge. */
 static void smt_longest_answer(void) {
     enum { N = 2000000 };
     scheduler s;
@@ -440,18 +460,18 @@ static void smt_longest_answer(void) {
     sched_free(&s);
 }
 
-static const struct test sched_tests[] = {{"sched: random, 5 pages, calendar = simulation", smt_random_tiny},
-                                          {"sched: random, small pools, calendar = simulation", smt_random_small},
-                                          {"sched: preemptions keep every token", smt_thousands_of_preemptions},
-                                          {"sched: exact lengths come as simulated", smt_exact_future},
+static const struct test sched_tests[] = {{"sched: random, 5 pages, forecast = simulation", smt_random_tiny},
+                                          {"sched: random, small pools, forecast = simulation", smt_random_small},
+                                          {"sched: preemptions keep every token", smt_many_preemptions},
+                                          {"sched: exact lengths, exact forecast", smt_exact_forecast},
                                           {"sched: order, priority, no starvation", smt_order},
                                           {"sched: cancel in any state", smt_cancel_states},
-                                          {"sched: requests that cannot be", smt_refused},
-                                          {"sched: no memory is an error", smt_no_memory},
-                                          {"sched: repeats and page borders", smt_repeats},
-                                          {"sched: parked, back in chunks", smt_parked_in_chunks},
-                                          {"sched: parked hold all slots", smt_parked_hold_all_slots},
+                                          {"sched: impossible requests are refused", smt_refused},
+                                          {"sched: out of memory is an error", smt_no_memory},
+                                          {"sched: repeated prompts, page boundaries", smt_repeated_prompts},
+                                          {"sched: preempted, prefilled again in chunks", smt_preempted_in_chunks},
+                                          {"sched: preempted sequences hold all seqs", smt_preempted_hold_all_seqs},
                                           {"sched: cold start fills the batch", smt_cold_start},
-                                          {"sched: tails of many prompts", smt_tails_of_many_prompts},
+                                          {"sched: last pages of many prompts are copied", smt_tails_of_many_prompts},
                                           {"sched: the longest answer", smt_longest_answer},
                                           {0}};

@@ -1,13 +1,16 @@
-/* unit.c - all C unit tests in one program: it includes toka.c, so every static function is within reach.
- *   unit [NAME ...]   runs all tests, or those whose name contains one of the words; run it from the repository root. */
+/* unit.c - all C unit tests in one program. It includes toka.c, so tests can call every static
+ * function.
+ *   unit [NAME ...]   runs all tests, or those whose name contains one of the words. Run it from
+ *                     the repository root. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <pthread.h>
 #include <unistd.h>
 
-static int unit_threads_left = -1; /* that the system still starts; -1: any number */
+static int unit_threads_left = -1; /* threads that the system can still start; -1: no limit */
 static int unit_thread(pthread_t *t, const pthread_attr_t *a, void *(*run)(void *), void *arg) {
-    if (!unit_threads_left) return usleep(100000), EAGAIN; /* those that it started have begun by then */
+    /* by then the threads that were started have begun */
+    if (!unit_threads_left) return usleep(100000), EAGAIN;
     if (unit_threads_left > 0) unit_threads_left--;
     return pthread_create(t, a, run, arg);
 }
