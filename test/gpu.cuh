@@ -1,5 +1,6 @@
-/* gpu.cuh - what the GPU's op tests share: random inputs, poisoned outputs between guard bands, float64 references, timing inside
- * a captured graph. A test file includes ../toka_kernels.cu and then this one. Every test prints one line; gpu_report ends the run. */
+/* gpu.cuh - what the GPU's op tests share: random inputs, poisoned outputs between guard bands,
+ * float64 references, timing of captured graphs. A test file includes ../toka_kernels.cu and then
+ * this file. Each test prints one line; gpu_report ends the run. */
 #include <algorithm>
 #include <functional>
 #include <string>
@@ -8,7 +9,7 @@
 #include <dlfcn.h>
 
 static int gpu_passed, gpu_failed;
-static uint64_t gpu_seed = 1; /* of the run; printed, settable by TOKA_TEST_SEED */
+static uint64_t gpu_seed = 1; /* seed of the run; it is printed, and TOKA_TEST_SEED sets it */
 
 #define GPU_OK(call)                                                                                                          \
     do {                                                                                                                      \
@@ -19,7 +20,7 @@ static uint64_t gpu_seed = 1; /* of the run; printed, settable by TOKA_TEST_SEED
         }                                                                                                                     \
     } while (0)
 
-/* One comparison; prints only what failed, or everything with TOKA_TEST_VERBOSE. */
+/* Counts one comparison. Prints it if it failed, or always with TOKA_TEST_VERBOSE. */
 static bool gpu_check(bool ok, const char *fmt, ...) {
     static const bool verbose = getenv("TOKA_TEST_VERBOSE");
     va_list ap;
@@ -62,13 +63,16 @@ __global__ static void gpu_fill_f32(float *p, size_t n, uint64_t seed, float sca
 
 /* ---- Device buffers with guard bands ---- */
 
-enum { GPU_GUARD = 1024 }; /* bytes before and behind, 0xFF like everything that nobody wrote: NaN in every type */
+/* bytes before and after the buffer; 0xFF like all memory that was not written: NaN in every
+ * type */
+enum { GPU_GUARD = 1024 };
 
 template <class T> struct gpu_buf {
     size_t n = 0;
     char *base = nullptr;
-    size_t bytes = 0; /* of all */
-    explicit gpu_buf(size_t n_, size_t room = 0) : n(n_), bytes((n_ + room) * sizeof(T) + 2 * GPU_GUARD) { /* room: elements behind */
+    size_t bytes = 0; /* of all buffers */
+    /* room: extra elements after the n */
+    explicit gpu_buf(size_t n_, size_t room = 0) : n(n_), bytes((n_ + room) * sizeof(T) + 2 * GPU_GUARD) {
         GPU_OK(cudaMalloc(&base, bytes));
         poison();
     }
@@ -102,15 +106,16 @@ static void gpu_random(gpu_buf<float> &b, uint64_t seed, float scale) {
 
 /* ---- Timing ---- */
 
-/* Median microseconds of one call of `op`, which launches on `stream`. `op(i)` is captured `per_graph` times with i = 0, 1, ... so that it
- * can rotate among buffers that do not fit the cache together; the graph is replayed `replays` times after warming up. */
+/* Median microseconds of one call of `op`, which launches on `stream`. A graph of `per_graph` calls
+ * op(0), op(1), ... is captured, so that op can rotate among buffers that together do not fit into
+ * the cache. The graph is replayed `replays` times after a warm-up. */
 static double gpu_time_us(cudaStream_t stream, int per_graph, int replays, const std::function<void(int)> &op) {
     cudaGraph_t graph;
     cudaGraphExec_t exec;
     cudaEvent_t from, to;
     GPU_OK(cudaEventCreate(&from));
     GPU_OK(cudaEventCreate(&to));
-    op(0); /* sets attributes, loads code */
+    op(0); /* sets kernel attributes, loads code */
     GPU_OK(cudaStreamSynchronize(stream));
     GPU_OK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
     for (int i = 0; i < per_graph; i++) op(i);
@@ -133,7 +138,7 @@ static double gpu_time_us(cudaStream_t stream, int per_graph, int replays, const
     return ms[ms.size() / 2] * 1000.0 / per_graph;
 }
 
-/* A device for op tests: the card's facts and a stream; no model. */
+/* A device for op tests: the properties of the GPU and a stream, without a model. */
 static toka_device *gpu_device() {
     static toka_device d;
     int major, minor;

@@ -1,23 +1,33 @@
-/* gpu_attn.cu - attention on the GPU against float64 over the same bf16 inputs: lengths around every tile border, all kinds of
- * heads, trees of shared prefixes, windows, parts, with unused pages and unused ends of pages full of NaN; and the work list by
- * itself. Arguments: none, small, tiny (for racecheck), parts (long sequences only), samples (of a prompt),
- * kin (few samples), lists (needs no GPU), bench [decode|tiles|samples|kin] [--json]. */
+/* gpu_attn.cu - tests attention on the GPU against float64 over the same bf16 inputs: lengths
+ * around every tile boundary, many head shapes, trees of shared prefixes, windows, split-KV. Unused
+ * pages and unused ends of pages are full of NaN. Other tests check the work list alone. Arguments:
+ *   none                 all tests
+ *   small                fewer cases (for compute-sanitizer)
+ *   tiny                 each kernel once (for racecheck)
+ *   parts                only long sequences (split-KV)
+ *   samples              only samples of a prompt
+ *   kin                  only few samples (prefix groups)
+ *   lists                only the work list; needs no GPU
+ *   bench [decode|tiles|samples|kin|running] [--json]   timings */
 #include "../toka_kernels.cu"
 #include "gpu.cuh"
 
 typedef struct shape_case { int D, K, G, B, window; } shape_case;
 
-struct seq { /* positions 0 .. len-1 known, the last `rows` of them are this step's */
+struct seq { /* positions 0 .. len-1 are known; the last `rows` of them belong to this step */
     std::vector<int> pages;
     int len, rows, row0;
-    int like, from, upto; /* positions from .. upto-1 are on an own page, a copy of that of sequence `like`; upto 0: none */
+    /* positions from .. upto-1 lie on pages of its own that are copies of those of sequence `like`;
+     * upto 0: there are none */
+    int like, from, upto;
 };
 
-/* A step's worth of sequences, its pages, and its spans with prefixes shared or not. */
+/* The sequences of a step, their pages, and the shared spans. */
 struct scene {
     shape_case c;
     std::vector<seq> seqs;
-    std::vector<toka_span> shared; /* page0: index of the sequence that has the pages */
+    /* page0: the index of a sequence whose block table has the pages */
+    std::vector<toka_span> shared;
     std::vector<int> free_pages;
     int n_pages = 0, T = 0;
     explicit scene(shape_case c_) : c(c_) {}
@@ -37,7 +47,8 @@ struct scene {
         int row0 = seqs[first_seq].row0, end = seqs[first_seq + n_seqs - 1].row0 + seqs[first_seq + n_seqs - 1].rows;
         shared.push_back({row0, end - row0, first_seq, from_page * c.B, n * c.B});
     }
-    /* the span made last goes on for n positions, into pages that each of its sequences has a copy of */
+    /* Extends the last shared span by n positions. Each of its sequences has its own copy of
+     * these. */
     void share_tail(int first_seq, int n_seqs, int n) {
         toka_span &sp = shared.back();
         int from = sp.kv0 + sp.n_kv;
@@ -46,14 +57,15 @@ struct scene {
     }
 };
 
-/* The arrays of a scene's step. Page i of the scene lies in page order[i]; page n_pages is NaN and stands behind every table. */
+/* The arrays of a scene's step. Page i of the scene is page order[i] of the pool. Page n_pages is
+ * full of NaN; each block table ends with it. */
 struct host_step {
     std::vector<int> order, pos, slot, pages;
     std::vector<toka_span> spans;
     toka_shape shape = {};
     toka_step step = {};
     host_step(scene &s, bool share, uint64_t seed) : order((size_t)s.n_pages) {
-        std::vector<int> cover(s.seqs.size(), 0), first;
+        std::vector<int> prefix_len(s.seqs.size(), 0), first;
         for (int i = 0; i < s.n_pages; i++) order[i] = i;
         for (int i = s.n_pages - 1; i > 0; i--) std::swap(order[i], order[gpu_mix(seed + i) % (i + 1)]);
         for (seq &x : s.seqs) {
@@ -66,18 +78,18 @@ struct host_step {
         for (toka_span sp : s.shared) {
             if (!share) break;
             for (size_t i = 0; i < s.seqs.size(); i++)
-                if (s.seqs[i].row0 >= sp.row0 && s.seqs[i].row0 < sp.row0 + sp.n_rows) cover[i] = sp.kv0 + sp.n_kv;
+                if (s.seqs[i].row0 >= sp.row0 && s.seqs[i].row0 < sp.row0 + sp.n_rows) prefix_len[i] = sp.kv0 + sp.n_kv;
             sp.page0 = first[sp.page0] + sp.kv0 / s.c.B;
             spans.push_back(sp);
         }
         for (size_t i = 0; i < s.seqs.size(); i++)
-            spans.push_back({s.seqs[i].row0, s.seqs[i].rows, first[i] + cover[i] / s.c.B, cover[i], s.seqs[i].len - cover[i]});
+            spans.push_back({s.seqs[i].row0, s.seqs[i].rows, first[i] + prefix_len[i] / s.c.B, prefix_len[i], s.seqs[i].len - prefix_len[i]});
         shape.H = s.c.K * s.c.G, shape.K = s.c.K, shape.D = s.c.D, shape.B = s.c.B, shape.L = 1;
         step.T = s.T, step.pos = pos.data(), step.kv_slot = slot.data(), step.pages = pages.data(), step.spans = spans.data(), step.n_spans = (int)spans.size();
     }
 };
 
-/* Slot .x gets what is random for slot .y. */
+/* Fills kv_slot .x with the random values of kv_slot .y. */
 __global__ static void fill_slots(bf16 *kv, const int2 *slots, int n, int K, int D, int log2_B, uint64_t seed, float scale) {
     auto at = [=](int slot, int j) {
         int page = slot >> log2_B, off = slot & ((1 << log2_B) - 1);
@@ -88,8 +100,8 @@ __global__ static void fill_slots(bf16 *kv, const int2 *slots, int n, int K, int
             kv[at(slots[i].x, j)] = __float2bfloat16(scale * gpu_normal(seed, at(slots[i].y, j)));
 }
 
-/* The same late, as a kernel ahead that takes its time. */
-__global__ static void late_slots(bf16 *kv, const int2 *slots, int n, int K, int D, int log2_B, uint64_t seed) {
+/* The same, but as the previous kernel of attention, and a slow one. */
+__global__ static void fill_slots_late(bf16 *kv, const int2 *slots, int n, int K, int D, int log2_B, uint64_t seed) {
     grid_launch_dependents();
     grid_wait();
     for (long long until = clock64() + 50000; clock64() < until;) {}
@@ -100,35 +112,35 @@ __global__ static void late_slots(bf16 *kv, const int2 *slots, int n, int K, int
     }
 }
 
-/* One block per row and head, in float64. tables: [row][n_table] pages. */
-__global__ static void reference(const bf16 *q, const bf16 *kv, const int *tables, int n_table, const int *pos, double *o, int K,
+/* Attention in float64: one CTA per row and head. tables: [row][n_table] pages. */
+__global__ static void reference(const bf16 *q, const bf16 *kv, const int *tables, int table_len, const int *pos, double *o, int K,
                                  int G, int D, int log2_B, int window) {
     int row = blockIdx.x / (K * G), head = blockIdx.x % (K * G), p = pos[row], from = window && p >= window ? p - window + 1 : 0;
-    __shared__ double acc[256], total, top;
+    __shared__ double acc[256], total, row_max;
     __shared__ double scores[128];
     const bf16 *qr = q + (size_t)blockIdx.x * D;
     for (int j = threadIdx.x; j < 256; j += blockDim.x) acc[j] = 0;
-    if (!threadIdx.x) total = 0, top = -1e300;
+    if (!threadIdx.x) total = 0, row_max = -1e300;
     for (int t0 = from; t0 <= p; t0 += 128) {
         int t = t0 + threadIdx.x, n = min(128, p + 1 - t0);
         __syncthreads();
         double s = 0;
         size_t at = 0;
         if (t <= p) {
-            at = ((((size_t)tables[(size_t)row * n_table + (t >> log2_B)] * K + head / G) * 2 << log2_B) +
+            at = ((((size_t)tables[(size_t)row * table_len + (t >> log2_B)] * K + head / G) * 2 << log2_B) +
                   (t & ((1 << log2_B) - 1))) * D;
             for (int j = 0; j < D; j++) s += (double)__bfloat162float(qr[j]) * (double)__bfloat162float(kv[at + j]);
             scores[threadIdx.x] = s / sqrt((double)D);
         }
         __syncthreads();
-        double m = top;
+        double m = row_max;
         for (int i = 0; i < n; i++) m = fmax(m, scores[i]);
-        double fade = exp(top - m);
+        double rescale = exp(row_max - m);
         for (int j = threadIdx.x; j < D; j += blockDim.x) {
-            double x = acc[j] * fade;
+            double x = acc[j] * rescale;
             for (int i = 0; i < n; i++) {
                 int u = t0 + i;
-                size_t v = ((((size_t)tables[(size_t)row * n_table + (u >> log2_B)] * K + head / G) * 2 + 1 << log2_B) +
+                size_t v = ((((size_t)tables[(size_t)row * table_len + (u >> log2_B)] * K + head / G) * 2 + 1 << log2_B) +
                             (u & ((1 << log2_B) - 1))) * D;
                 x += exp(scores[i] - m) * (double)__bfloat162float(kv[v + j]);
             }
@@ -136,22 +148,22 @@ __global__ static void reference(const bf16 *q, const bf16 *kv, const int *table
         }
         __syncthreads();
         if (!threadIdx.x) {
-            double l = total * fade;
+            double l = total * rescale;
             for (int i = 0; i < n; i++) l += exp(scores[i] - m);
-            total = l, top = m;
+            total = l, row_max = m;
         }
     }
     __syncthreads();
     for (int j = threadIdx.x; j < D; j += blockDim.x) o[(size_t)blockIdx.x * D + j] = acc[j] / total;
 }
 
-/* A scene on the device, ready to run. */
-struct stand : host_step {
+/* A scene on the device, ready to run attention. */
+struct device_scene : host_step {
     scene &sc;
     toka_device *d = gpu_device();
     layer_weights layer = {};
     gpu_buf<bf16> kv, q, o;
-    stand(scene &s, bool share, float q_scale, int seed)
+    device_scene(scene &s, bool share, float q_scale, int seed)
         : host_step(s, share, seed), sc(s), kv((size_t)(s.n_pages + 1) * s.c.K * 2 * s.c.B * s.c.D),
           q((size_t)s.T * s.c.K * s.c.G * s.c.D), o(q.n) {
         std::vector<int2> slots;
@@ -180,7 +192,8 @@ struct stand : host_step {
         GPU_OK(cudaStreamSynchronize(d->stream));
     }
     void run() { attention(d, 0, q.p(), o.p()); }
-    /* K and V of the step's own rows are NaN until attention may have begun. */
+    /* K and V of the step's rows are NaN until the previous kernel stores them, and attention may
+     * start before. */
     void run_late() {
         std::vector<int2> at;
         for (int i : slot) at.push_back({i, i});
@@ -188,7 +201,7 @@ struct stand : host_step {
         dev.set(at);
         fill_slots<<<16, 128>>>(kv.p(), dev.p(), sc.T, sc.c.K, sc.c.D, __builtin_ctz(sc.c.B), 1, NAN);
         GPU_OK(cudaDeviceSynchronize());
-        launch_dependent(d, "late rows", late_slots, dim3((unsigned)sc.T), 128, 0, 1, kv.p(), dev.p(), sc.T, sc.c.K, sc.c.D,
+        launch_dependent(d, "late rows", fill_slots_late, dim3((unsigned)sc.T), 128, 0, 1, kv.p(), dev.p(), sc.T, sc.c.K, sc.c.D,
                          __builtin_ctz(sc.c.B), (uint64_t)gpu_seed);
         run();
         GPU_OK(cudaDeviceSynchronize());
@@ -198,21 +211,21 @@ struct stand : host_step {
         return gpu_check(!d->error.code, "%s: %s", what, d->error.msg);
     }
     std::vector<double> wanted() {
-        size_t n_table = 0, row = 0;
-        for (seq &x : sc.seqs) n_table = std::max(n_table, x.pages.size());
-        std::vector<int> t((size_t)sc.T * n_table, 0);
+        size_t table_len = 0, row = 0;
+        for (seq &x : sc.seqs) table_len = std::max(table_len, x.pages.size());
+        std::vector<int> t((size_t)sc.T * table_len, 0);
         for (size_t i = 0, at = 0; i < sc.seqs.size(); at += sc.seqs[i].pages.size() + 3, i++)
             for (int r = 0; r < sc.seqs[i].rows; r++, row++)
-                for (size_t j = 0; j < sc.seqs[i].pages.size(); j++) t[row * n_table + j] = pages[at + j];
+                for (size_t j = 0; j < sc.seqs[i].pages.size(); j++) t[row * table_len + j] = pages[at + j];
         gpu_buf<int> tables(t.size());
         gpu_buf<double> r(q.n);
         tables.set(t);
-        reference<<<sc.T * sc.c.K * sc.c.G, 128>>>(q.p(), kv.p(), tables.p(), (int)n_table, d->rows.pos, r.p(), sc.c.K, sc.c.G,
+        reference<<<sc.T * sc.c.K * sc.c.G, 128>>>(q.p(), kv.p(), tables.p(), (int)table_len, d->rows.pos, r.p(), sc.c.K, sc.c.G,
                                                    sc.c.D, __builtin_ctz(sc.c.B), sc.c.window);
         GPU_OK(cudaDeviceSynchronize());
         return r.host();
     }
-    ~stand() {
+    ~device_scene() {
         attn_close(d);
         for (int i = 0; i < d->n_allocations; i++) cudaFree(d->allocations[i]);
         upload_close(&d->upload);
@@ -220,33 +233,35 @@ struct stand : host_step {
     }
 };
 
-/* So many multiprocessors that a step of kin has more gangs than run at once, unless they are mixed. */
-static void few_for_kin(attn_plan *p, int T) {
+/* Pretends that the GPU has so few SMs that a step in prefix groups must mix prompts in a CTA,
+ * because it has more groups than can run at once. */
+static void set_few_sms_for_groups(attn_plan *p, int T) {
     p->n_sms = ceil_div(T, std::min(p->small_rows, (int)ATTN_PREFIX_GROUP)) * p->K;
     p->group_max_work = p->group_max_work_fused = INT64_MAX / 2;
 }
 
 static void check(scene &s, const char *name, float q_scale = 1.5f, bool late = false) {
-    enum { USUAL, MIXED, LEVELS };
+    enum { DEFAULT, MIXED, LEVELS };
     std::vector<double> want;
     char what[200];
     for (int share = s.shared.empty() ? 0 : 1; share >= 0; share--) {
-        stand st(s, share, q_scale, (int)(gpu_mix(gpu_seed + s.T * 31 + s.c.D) >> 33));
-        for (int way : {USUAL, MIXED, LEVELS}) {
+        device_scene st(s, share, q_scale, (int)(gpu_mix(gpu_seed + s.T * 31 + s.c.D) >> 33));
+        for (int mode : {DEFAULT, MIXED, LEVELS}) {
             attn_plan *p = st.d->attn;
-            if (way && !p->prefix_groups) break;
-            if (way == MIXED) {
+            if (mode && !p->prefix_groups) break;
+            if (mode == MIXED) {
                 const int n_sms = p->n_sms;
-                few_for_kin(p, s.T), st.plan(), p->n_sms = n_sms;
+                set_few_sms_for_groups(p, s.T), st.plan(), p->n_sms = n_sms;
                 if (!p->prefix_groups || !p->mixed_groups) continue;
             }
-            if (way == LEVELS) p->group_max_work = 0, st.plan();
+            if (mode == LEVELS) p->group_max_work = 0, st.plan();
             snprintf(what, sizeof what, "%s D=%d K=%d G=%d B=%d window=%d%s%s", name, s.c.D, s.c.K, s.c.G, s.c.B, s.c.window,
-                     s.shared.empty() ? "" : share ? " shared" : " unshared", way == LEVELS ? " by levels" : way == MIXED ? " mixed" : p->prefix_groups ? " by kin" : "");
+                     s.shared.empty() ? "" : share ? " shared" : " unshared", mode == LEVELS ? " by levels" : mode == MIXED ? " mixed" : p->prefix_groups ? " by kin" : "");
             st.o.poison();
             late ? st.run_late() : st.run();
             if (!st.ok(what)) continue;
-            if (!way) want = st.wanted(); /* after it has run: late rows are there */
+            /* after attention has run: only now are the late rows stored */
+            if (!mode) want = st.wanted();
             std::vector<bf16> got = st.o.host();
             double err = 0, ref = 0, worst = 0;
             size_t worst_at = 0;
@@ -263,7 +278,7 @@ static void check(scene &s, const char *name, float q_scale = 1.5f, bool late = 
                 st.ok(what);
                 const std::vector<bf16> alone = st.o.host();
                 gpu_check(!memcmp(alone.data(), got.data(), got.size() * sizeof(bf16)) && st.o.guards_hold(),
-                          "%s: squads and gangs have other results", what);
+                          "%s: cluster split-KV and CTA-local split-KV have different results", what);
                 st.d->attn->allow_clusters = true;
             }
             gpu_check(sqrt(err / ref) < 5e-3 && worst < 0.05 && st.o.guards_hold() && st.q.guards_hold(),
@@ -276,7 +291,8 @@ static void check(scene &s, const char *name, float q_scale = 1.5f, bool late = 
 
 static const int lengths[] = {1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 191, 257, 899, 900, 901};
 
-/* depth levels of shared pages; the first has `pages` pages, the others one or two, three children each; own parts of any length */
+/* A tree with `depth` levels of shared pages. The first level has `pages` pages, the others one or
+ * two, with three children each. The sequences' own parts have various lengths. */
 static void grow(scene &s, int depth, int pages, const std::vector<int> &prefix, int rows, int fan) {
     std::vector<int> path = prefix, more = s.take(pages);
     path.insert(path.end(), more.begin(), more.end());
@@ -293,14 +309,15 @@ static void grow(scene &s, int depth, int pages, const std::vector<int> &prefix,
     s.share(first, n_seqs, (int)prefix.size(), pages);
     last = s.shared.back(), s.shared.pop_back(), s.shared[at] = last;
 }
-/* As on a card with so few multiprocessors that nothing is cut up to keep them busy. */
+/* Runs a test as on a GPU with so few SMs that no item is split. */
 template <class Test> static void few_sms(const Test &test) {
     int n_sms = gpu_device()->n_sms;
     gpu_device()->n_sms = 2;
     test();
     gpu_device()->n_sms = n_sms;
 }
-/* n samples of a prompt of so many pages and `tail` positions, with up to `most` positions of their own. */
+/* n samples of a prompt of `pages` pages and `tail` positions, each with up to `most` own
+ * positions. */
 static void add_samples(scene &s, int n, int pages, int tail, int most) {
     std::vector<int> prefix = s.take(pages);
     int first = (int)s.seqs.size();
@@ -308,7 +325,7 @@ static void add_samples(scene &s, int n, int pages, int tail, int most) {
     s.share(first, n, 0, pages);
     if (tail) s.share_tail(first, n, tail);
 }
-/* What attn_fused is for: so many samples that it is chosen. */
+/* The case for attn_fused: enough samples that it is chosen. */
 static void test_samples(int D, int G, int rows) {
     scene s({D, 8, G, 64, 0});
     s.add(500, 1), s.add(90, 20);
@@ -316,13 +333,13 @@ static void test_samples(int D, int G, int rows) {
     add_samples(s, rows, 0, 40, 700);
     s.add(70, 1);
     check(s, "samples");
-    few_sms([=] { /* many items a block, most of which have fewer rows than they could */
+    few_sms([=] { /* many items per CTA, most of them not filled with rows */
         scene t({D, 8, G, 64, 0});
         for (int i = 0; i < 40; i++) add_samples(t, 2 + i * 11 % 40, 1 + i % 3, i % 2 * 9, 1 + i % 5 * 90);
         check(t, "samples of many prompts");
     });
     if (G != 4) return;
-    scene deep({D, 8, G, 64, 0}); /* behind a level that all share */
+    scene deep({D, 8, G, 64, 0}); /* after a level that all sequences share */
     std::vector<int> head = deep.take(3);
     deep.shared.push_back({});
     for (int i = 0; i < 5; i++) {
@@ -335,7 +352,8 @@ static void test_samples(int D, int G, int rows) {
     deep.shared[0] = deep.shared.back(), deep.shared.pop_back();
     check(deep, "samples of a tree");
 }
-/* Samples of prompts that do not end with a page: all but the last level of spans end, and the own ones begin, within one. */
+/* Samples of prompts that do not end at a page boundary. The last level of shared spans ends within
+ * a page, where the own spans begin. */
 static void add_tails(scene &s, int rows) {
     int n = 0;
     for (int tail : {1, 7, 8, 15}) {
@@ -359,7 +377,8 @@ static void test_decode(shape_case c) {
     for (int n : lengths) s.add(n, 1);
     check(s, "decode");
 }
-/* Few rows, whose K and V are fetched before the kernel ahead has stored the newest; the last scene has rows that see each other's. */
+/* Few rows, whose K and V are prefetched before the previous kernel has stored the newest
+ * positions. In the last scene, rows attend to each other's positions. */
 static void test_late(shape_case c) {
     for (int len : lengths) {
         scene s(c);
@@ -379,7 +398,8 @@ static void test_late(shape_case c) {
     other.add(c.B, 1, page), other.add(c.B + 1, 1, page), other.add(c.B + 4, 4, page);
     check(other, "late rows of others", 1.5f, true);
 }
-static void test_prefill(shape_case c) { /* whole prompts, chunks behind earlier pages, and decode rows beside them */
+/* whole prompts, chunks after earlier pages, and decode rows in the same step */
+static void test_prefill(shape_case c) {
     scene s(c);
     for (int n : lengths) s.add(n, n);
     s.add(300, 1);
@@ -388,16 +408,16 @@ static void test_prefill(shape_case c) { /* whole prompts, chunks behind earlier
     check(s, "prefill");
     if (c.B == 64) check(s, "prefill, logits of 50", 14);
 }
-/* Tiles of spans with ATTN_LONG_KV positions and more; under few_sms items stay whole. */
-static void check_lengthy(scene &s, const char *name) {
-    gpu_check(stand(s, false, 1, 5).d->attn->levels[0].long_tiles, "%s: the spans are not", name);
+/* Tiles of spans with ATTN_LONG_KV positions or more. Under few_sms no item is split. */
+static void check_long(scene &s, const char *name) {
+    gpu_check(device_scene(s, false, 1, 5).d->attn->levels[0].long_tiles, "%s: the spans are too short for long tiles", name);
     check(s, name);
 }
-static void test_lengthy(shape_case c) {
+static void test_long(shape_case c) {
     scene s(c);
     s.add(ATTN_LONG_KV, 37);
     s.add(ATTN_LONG_KV + 333, 70);
-    check_lengthy(s, "lengthy");
+    check_long(s, "lengthy");
     check(s, "lengthy, logits of 50", 14);
 }
 static void test_tree(shape_case c, int depth, int pages, int rows, int fan) {
@@ -411,9 +431,9 @@ static void test_tree(shape_case c, int depth, int pages, int rows, int fan) {
     check(s, name);
 }
 
-/* The same to the bit each time. */
+/* 100 runs must give the same bits. */
 static void repeat(scene &s, const char *what) {
-    stand st(s, true, 1.5f, 7);
+    device_scene st(s, true, 1.5f, 7);
     st.run();
     if (!st.ok(what)) return;
     std::vector<bf16> first = st.o.host();
@@ -441,19 +461,21 @@ static void test_samples_repeat(int D) {
 
 /* ---- The work list alone: no GPU needed ---- */
 
-/* Follows the items level by level: every query sees its positions exactly once, on the right pages, begins with a state exactly
- * when it has one, and ends in o. */
+/* Follows the items level by level. Every query sees each of its positions once, on the right page.
+ * It merges a state if and only if it has one, and it ends in o. */
 struct list_check {
     host_step &h;
     const attn_plan *p;
-    const int *pages; /* as uploaded */
-    std::vector<int> table; /* [row] where the row's pages begin in h.pages */
-    std::vector<int> tail, twin; /* [row] the positions below `tail` are read from pages that begin there */
+    const int *pages;       /* as they were uploaded */
+    std::vector<int> table; /* [row] the index in h.pages of the row's first page */
+    /* [row] positions below `tail` are read from the pages that begin at index `like` */
+    std::vector<int> tail, like_table;
     std::vector<std::vector<char>> seen;
-    std::vector<int> state; /* 0 none, 1 has a state, 2 done */
-    std::vector<int> when;  /* the last level that worked on the query: items of one level run side by side */
+    std::vector<int> state; /* 0: none, 1: has a state, 2: done */
+    /* the last level that computed the query: items of one level run concurrently */
+    std::vector<int> when;
     int bad = 0, parts = 0, now = 0;
-    void leave(int q0, int nq, int where) {
+    void finish_queries(int q0, int nq, int where) {
         for (int q = q0; q < q0 + nq; q++) {
             bad += state[q] != (where & ATTN_MERGE_STATE ? 1 : 0) || when[q] == now;
             state[q] = where & ATTN_TO_O ? 2 : 1, when[q] = now;
@@ -466,7 +488,7 @@ struct list_check {
             lo = std::min(lo, h.pos[row]), hi = std::max(hi, h.pos[row]);
             for (int t = it.kv0 + it.skip; t < end; t++) {
                 bad += seen[q][t]++ != 0;
-                bad += pages[it.page0 + (t - it.kv0) / h.shape.B] != h.pages[(t < tail[row] ? twin : table)[row] + t / h.shape.B];
+                bad += pages[it.page0 + (t - it.kv0) / h.shape.B] != h.pages[(t < tail[row] ? like_table : table)[row] + t / h.shape.B];
             }
         }
         bad += lo != it.pos_lo || hi != it.pos_hi || it.kv0 % h.shape.B || it.kv1 > hi + 1;
@@ -484,12 +506,12 @@ struct list_check {
             const attn_item &it = p->items[i];
             bad += it.nq > (i < l.tile0 + l.n_tiles ? p->tile_q : (int)ATTN_SMALL_Q);
             item(it);
-            if (it.flags & (ATTN_TO_O | ATTN_TO_STATE)) leave(it.q0, it.nq, it.flags);
+            if (it.flags & (ATTN_TO_O | ATTN_TO_STATE)) finish_queries(it.q0, it.nq, it.flags);
             else
                 for (int u = 0; u < ceil_div(it.nq, ATTN_SMALL_Q); u++, parts++) bad += written[(it.flags >> ATTN_INDEX_SHIFT) + u]++ != 0;
         }
         bad += slots != written;
-        for (int m = l.merge0; m < l.merge0 + l.n_merges; m++) leave(p->merges[m].q0, p->merges[m].nq, p->merges[m].flags);
+        for (int m = l.merge0; m < l.merge0 + l.n_merges; m++) finish_queries(p->merges[m].q0, p->merges[m].nq, p->merges[m].flags);
         for (int m = l.cta_split0; m < l.cta_split0 + l.n_cta_splits; m++) {
             const attn_merge &me = p->merges[m];
             bad += me.n_splits < 1 || me.n_splits > l.cta_split_warps || l.cta_split_warps > attn_cta_split_max(h.shape.D) || l.n_small;
@@ -498,33 +520,37 @@ struct list_check {
                 bad += it.q0 < me.q0 || it.q0 + it.nq > me.q0 + me.nq || me.nq > ATTN_SMALL_Q;
                 item(it);
             }
-            leave(me.q0, me.nq, me.flags);
+            finish_queries(me.q0, me.nq, me.flags);
         }
         now++;
     }
-    void both() { /* each item, and its rows' own ones */
+    void fused_items() { /* each fused item, and the own items of its rows */
         const attn_item *items = p->items + p->fused0;
         for (int i = 0; i < p->n_fused; i++) {
             const attn_item &it = items[i];
             int G = h.shape.H / h.shape.K;
             bad += it.nq % G || it.nq > ATTN_FUSED_Q || it.nq / G > ATTN_FUSED_ROWS;
-            if (!(it.flags & ATTN_TO_O)) item(it), leave(it.q0, it.nq, it.flags); /* else a row by itself */
+            /* otherwise the item is a row without a shared prefix */
+            if (!(it.flags & ATTN_TO_O)) item(it), finish_queries(it.q0, it.nq, it.flags);
             for (int r = 0; r < it.nq / G; r++) {
                 const attn_item &own = items[(it.flags >> ATTN_INDEX_SHIFT) + r];
                 bad += own.q0 != it.q0 + r * G || own.nq != G;
-                now++, item(own), leave(own.q0, own.nq, own.flags), now--;
+                now++, item(own), finish_queries(own.q0, own.nq, own.flags), now--;
             }
         }
-        if (p->n_fused) jobs();
+        if (p->n_fused) schedule();
     }
-    void jobs() { /* each item and kv head once, and no block has more to do than another by more than what the largest is */
+    /* Each item and kv head occurs once. The loads of two CTAs differ by at most the largest
+     * job. */
+    void schedule() {
         const int K = h.shape.K, n = p->n_fused * K;
         std::vector<char> had((size_t)n, 0);
         std::vector<int> load((size_t)p->grid, 0);
         int most = 0, all = 0;
         for (int i = 0; i < p->grid * p->n_rounds; i++) {
             const int job = p->dev_jobs[i];
-            bad += job < -1 || job >= n || (job < 0 && i < p->grid * (p->n_rounds - 1)); /* only the last round has gaps */
+            /* only the last round may have gaps */
+            bad += job < -1 || job >= n || (job < 0 && i < p->grid * (p->n_rounds - 1));
             if (job < 0 || job >= n || had[job]++) continue;
             const attn_item *items = p->items + p->fused0, &it = items[job / K];
             int work = 0;
@@ -537,8 +563,8 @@ struct list_check {
         bad += all != n || *std::max_element(load.begin(), load.end()) - *std::min_element(load.begin(), load.end()) > most;
     }
 };
-enum list_way { ANY, BOTH, KIN, MIXED };
-static void check_list(scene &s, bool share, bool hopper, bool want_parts, const char *name, list_way way = ANY,
+enum list_mode { ANY, FUSED, GROUPS, MIXED };
+static void check_list(scene &s, bool share, bool hopper, bool want_parts, const char *name, list_mode mode = ANY,
                        int n_sms = 132) {
     host_step h(s, share, 99);
     toka_device d = {};
@@ -546,31 +572,32 @@ static void check_list(scene &s, bool share, bool hopper, bool want_parts, const
     attn_plan_open(&d);
     std::vector<char> up(attn_upload_bytes(&d) + 64);
     d.upload.host[0] = d.upload.device[0] = (char *)(((uintptr_t)up.data() + 15) & ~(uintptr_t)15), d.upload.cap = up.size() - 16;
-    if (way == MIXED) few_for_kin(d.attn, s.T);
+    if (mode == MIXED) set_few_sms_for_groups(d.attn, s.T);
     attn_plan_step(&d, &h.step);
     list_check c = {h, d.attn, d.attn->dev_pages};
     int G = s.c.G, at = 0, left = 0;
-    if (d.error.code) d.attn->n_levels = d.attn->n_fused = 0; /* the list was not finished */
+    if (d.error.code) d.attn->n_levels = d.attn->n_fused = 0; /* the list is not complete */
     for (seq &x : s.seqs) {
         c.table.insert(c.table.end(), (size_t)x.rows, at);
         c.tail.insert(c.tail.end(), (size_t)x.rows, share ? x.upto : 0);
-        c.twin.insert(c.twin.end(), (size_t)x.rows, x.upto ? c.table[s.seqs[x.like].row0] : at);
+        c.like_table.insert(c.like_table.end(), (size_t)x.rows, x.upto ? c.table[s.seqs[x.like].row0] : at);
         at += (int)x.pages.size() + 3;
     }
     for (int q = 0; q < s.T * G; q++) c.seen.emplace_back((size_t)h.pos[q / G] + 1, 0);
     c.state.resize((size_t)s.T * G, 0), c.when.resize((size_t)s.T * G, -1);
     for (int i = 0; i < d.attn->n_levels; i++) c.level(d.attn->levels[i]);
-    c.both();
-    gpu_check(way != BOTH || d.attn->n_fused || s.c.D > ATTN_FUSED_D, "work list of %s G=%d D=%d: nothing for attn_both", name, G, s.c.D);
-    gpu_check((way != KIN && way != MIXED) || (d.attn->prefix_groups && d.attn->mixed_groups == (way == MIXED)), "work list of %s G=%d D=%d: not by %s", name, G, s.c.D,
-              way == MIXED ? "mixed gangs" : "kin");
+    c.fused_items();
+    gpu_check(mode != FUSED || d.attn->n_fused || s.c.D > ATTN_FUSED_D, "work list of %s G=%d D=%d: no item for attn_fused", name, G, s.c.D);
+    gpu_check((mode != GROUPS && mode != MIXED) || (d.attn->prefix_groups && d.attn->mixed_groups == (mode == MIXED)), "work list of %s G=%d D=%d: not by %s", name, G, s.c.D,
+              mode == MIXED ? "mixed gangs" : "kin");
     for (int q = 0; q < s.T * G; q++) left += c.state[q] != 2 || std::count(c.seen[q].begin(), c.seen[q].end(), 0) != 0;
     gpu_check(!c.bad && !left && !d.error.code && (!want_parts || c.parts),
               "work list of %s G=%d D=%d: %d wrong, %d queries left, %d parts%s", name, G, s.c.D, c.bad, left, c.parts,
               d.error.code ? d.error.msg : "");
     attn_close(&d);
 }
-/* `turns` prefixes of a chain, `pages` longer each, and `each` rows that go on from every one of them, for `own` positions. */
+/* A chain of `turns` prefixes, each `pages` pages longer than the one before. `each` rows continue
+ * from each prefix, with `own` positions of their own. */
 static void add_chain(scene &s, int turns, int pages, int each, int own) {
     std::vector<int> prefix;
     for (int i = 0; i < turns; i++) {
@@ -589,12 +616,12 @@ static void test_lists() {
                 add_tails(tails, 1), add_tails(tails, 5);
                 scene samples({D, 8, G, 64, 0});
                 for (int i = 0; i < 5; i++) add_samples(samples, 300 + i, i, 9 * i + 1, 1 + i * 30);
-                check_list(samples, true, hopper, false, "samples", hopper && D >= 64 && G <= 8 ? BOTH : ANY);
-                for (int rows : {1, 2, 9, 26}) { /* kin */
+                check_list(samples, true, hopper, false, "samples", hopper && D >= 64 && G <= 8 ? FUSED : ANY);
+                for (int rows : {1, 2, 9, 26}) { /* prefix groups */
                     scene kin({D, 8, G, 64, 0});
                     for (int i = 0; i < 3; i++) add_samples(kin, rows, 1 + 4 * i, 9 * i + 1, 1 + i * 60);
                     kin.add(130, 1);
-                    check_list(kin, true, hopper, false, "samples in few rows", hopper && D >= 64 && G <= 8 ? KIN : ANY);
+                    check_list(kin, true, hopper, false, "samples in few rows", hopper && D >= 64 && G <= 8 ? GROUPS : ANY);
                     if (rows > 8 && hopper && D >= 64 && G <= 8) check_list(kin, true, hopper, false, "samples in mixed gangs", MIXED);
                 }
                 scene turns({D, 2, G, 64, 0}), far({D, 2, G, 64, 0});
@@ -617,9 +644,9 @@ static void test_lists() {
 
 /* ---- Which steps are graphs: no GPU needed ---- */
 
-/* A step is filled up to a graph's size where there is a graph with as many launches of attention (0: squads), and left as it is where there is
- * none. */
-static void check_filling(scene &s, bool share, int size, int launches, bool hopper = false) {
+/* A step is padded to a graph's size if there is a graph with its number of attention launches (0:
+ * with clusters). Otherwise it stays as it is. */
+static void check_graph_padding(scene &s, bool share, int size, int launches, bool hopper = false) {
     host_step h(s, share, 7);
     std::vector<int> ids((size_t)s.T, 3), slot((size_t)s.T, 65);
     std::vector<toka_sample_row> out((size_t)s.T);
@@ -646,17 +673,18 @@ static void check_filling(scene &s, bool share, int size, int launches, bool hop
     free(d);
 }
 /* The largest size that is captured. */
-static int most_captured(int n_slots, int max_tokens) {
+static int max_captured_size(int n_seqs, int max_tokens) {
     toka_shape shape = {.B = 64};
     toka_device *d = (toka_device *)calloc(1, sizeof *d);
     int most = 0;
-    d->shape = &shape, d->options.max_tokens = d->options.max_samples = max_tokens, d->options.n_seqs = n_slots;
+    d->shape = &shape, d->options.max_tokens = d->options.max_samples = max_tokens, d->options.n_seqs = n_seqs;
     for (const toka_step *s; (s = cuda_capture(d));) most = s->T;
     free(d);
     return most;
 }
-/* Tensor ranks with unlike numbers of kv heads, on unlike GPUs, make the same list of a step: one has a graph for it if the other has. Alone they
- * would make another; graphs: one for which only one rank had a graph. */
+/* Tensor ranks with different numbers of kv heads, on GPUs with different numbers of SMs, must make
+ * the same work list, so that both have a graph for a step or neither. Without group_agree their
+ * lists differ. graphs: in this case only one of them would have a graph. */
 static void check_agreement(scene &s, bool graphs, const char *name) {
     struct rank {
         toka_shape shape;
@@ -665,7 +693,7 @@ static void check_agreement(scene &s, bool graphs, const char *name) {
     } ranks[2] = {};
     toka_group *g = (toka_group *)calloc(1, sizeof *g);
     host_step h(s, true, 7);
-    int launches[2][2], n_items[2][2]; /* [they have agreed][rank] */
+    int launches[2][2], n_items[2][2]; /* [0: before group_agree, 1: after][rank] */
     bool same = true;
     g->tp_size = 2, g->pp_size = 1;
     for (int agreed = 0; agreed < 2; agreed++) {
@@ -713,16 +741,16 @@ static void test_graphs() {
     scene few({64, 2, 4, 64, 0}), tree({64, 2, 4, 64, 0});
     for (int n : {50, 30, 90, 17, 40}) few.add(n, 1);
     grow(tree, 2, 1, {}, 1, 12);
-    check_filling(few, false, 3, 1);
-    check_filling(few, false, 3, 0, true);
-    check_filling(tree, true, 6, 4); /* tiles, tiles, small items, their parts */
-    gpu_check(most_captured(64, 512) == 64 && most_captured(65, 512) == 128 && most_captured(1, 512) == 1 && most_captured(100, 100) == 64,
-              "graphs: sizes that cannot be, or some are left out: %d %d %d %d", most_captured(64, 512), most_captured(65, 512), most_captured(1, 512),
-              most_captured(100, 100));
+    check_graph_padding(few, false, 3, 1);
+    check_graph_padding(few, false, 3, 0, true);
+    check_graph_padding(tree, true, 6, 4); /* launches: tiles, tiles, small items, their merge */
+    gpu_check(max_captured_size(64, 512) == 64 && max_captured_size(65, 512) == 128 && max_captured_size(1, 512) == 1 && max_captured_size(100, 100) == 64,
+              "graphs: impossible sizes, or missing ones: %d %d %d %d", max_captured_size(64, 512), max_captured_size(65, 512), max_captured_size(1, 512),
+              max_captured_size(100, 100));
 }
 
-/* Few samples of few prompts: kin. */
-static void test_kin(shape_case c) {
+/* Few samples of few prompts: prefix groups. */
+static void test_prefix_groups(shape_case c) {
     scene s(c), tree(c);
     for (int i = 0; i < 4; i++) add_samples(s, 1 + 4 * i, 2 * i, 9 * i + 1, 1 + i * 150);
     s.add(130, 1), s.add(1, 1);
@@ -740,42 +768,44 @@ static void test_parts(int D) {
     check(s, "parts");
     check(s, "logits of 50", 14);
     check(s, "one key rules", 60);
-    grow(t, 1, 40, {}, 1, 30); /* parts of a shared prefix */
+    grow(t, 1, 40, {}, 1, 30); /* split-KV of a shared prefix */
     grow(t, 1, 1, {}, 1, 300);
     check(t, "long prefix");
     if (D != 64) return;
-    scene whole({D, 8, 1, 64, 0}); /* so much work that nothing is cut: items of more than 32 pages */
+    /* enough work that nothing is split: items of more than 32 pages */
+    scene whole({D, 8, 1, 64, 0});
     for (int i = 0; i < 240; i++) whole.add(2600 + i, 1);
     for (int n : {2200, 2300, 2400}) whole.add(n, 2200);
     check(whole, "many long sequences");
-    few_sms([] { /* nor by gangs, as one is too long for them */
+    few_sms([] { /* no CTA-local split-KV either: one sequence is too long for it */
         scene s({64, 8, 1, 64, 0});
         for (int i = 0; i < 20; i++) s.add(2200 + 120 * i, 1);
         check(s, "many long sequences on few multiprocessors");
     });
 }
 
-/* Every kernel once, with as little as makes it do all it does: for racecheck, under which "small" takes minutes. */
+/* Runs every kernel once, with the smallest steps that use all its code. For racecheck, under which
+ * "small" takes minutes. */
 static void test_tiny() {
     for (int D : {64, 96, 128, 256}) {
         scene s({D, 1, 4, 64, 0});
         for (int n : {1, 70, 200}) s.add(n, 1);
         s.add(130, 60);
-        s.add(1500, 1); /* in parts */
+        s.add(1500, 1); /* split-KV */
         grow(s, 1, 2, {}, 1, 20);
         add_tails(s, 1);
         check(s, "tiny");
-        scene alone({D, 1, 4, 64, 0}); /* squads */
+        scene alone({D, 1, 4, 64, 0}); /* cluster split-KV */
         for (int n : {200, 300}) alone.add(n, 1);
         check(alone, "tiny, alone");
     }
     few_sms([] {
         scene s({128, 2, 4, 64, 0});
         s.add(ATTN_LONG_KV, 70);
-        check_lengthy(s, "tiny, lengthy");
+        check_long(s, "tiny, lengthy");
     });
     for (int D : {64, 128})
-        few_sms([=] { /* so that attn_fused takes them, several a block */
+        few_sms([=] { /* so that attn_fused is chosen, with several items per CTA */
             scene s({D, 2, 4, 64, 0});
             for (int i = 0; i < 3; i++) add_samples(s, 34, 1, 7, 9 + i * 70);
             check(s, "tiny samples");
@@ -799,19 +829,21 @@ static void test_all(bool small) {
         test_prefill(c), test_decode(c), test_tails(c);
     }
     for (int D : {64, 80, 128})
-        for (int G : {1, 3, 4, 8}) test_kin({D, 2, G, 64, 0}), test_kin({D, 1, G, 64, 70});
+        for (int G : {1, 3, 4, 8}) test_prefix_groups({D, 2, G, 64, 0}), test_prefix_groups({D, 1, G, 64, 70});
     for (int D : {64, 128})
-        few_sms([=] { /* items that are whole, and short enough that no gang is made for them */
+        /* items that are not split, and short enough that they need no CTA-local split-KV */
+        few_sms([=] {
             scene s({D, 2, 4, 64, 0});
             for (int i = 0; i < 22; i++) s.add(1 + 23 * i, 1);
             check(s, "decode on few multiprocessors");
         });
     for (int G : {1, 3, 4, 8})
         for (int window : {0, (int)ATTN_LONG_KV, 700}) {
-            auto test = [=] { test_lengthy({128, 2, G, 64, window}); };
+            auto test = [=] { test_long({128, 2, G, 64, window}); };
             if (!small || G == 3) test(), few_sms(test);
         }
-    for (int D : {72, 80, 112}) { /* head sizes that are no whole panels, on Hopper's kernels */
+    /* head sizes that are not whole panels, on the kernels for Hopper */
+    for (int D : {72, 80, 112}) {
         if (small && D != 80) continue;
         shape_case odd = {D, 2, D == 112 ? 5 : 3, 64, 0};
         test_prefill(odd), test_tails(odd);
@@ -838,7 +870,7 @@ static void test_all(bool small) {
 
 static bool json;
 
-static void say(const char *what, int D, double us, double bytes, double flops, double ceiling) {
+static void report(const char *what, int D, double us, double bytes, double flops, double ceiling) {
     if (json)
         printf("{\"op\":\"attention\",\"case\":\"%s\",\"D\":%d,\"us\":%.2f,\"gb_s\":%.1f,\"tflop_s\":%.1f,"
                "\"read_share\":%.3f}\n", what, D, us, bytes / us * 1e-3, flops / us * 1e-6, bytes / us * 1e-3 / ceiling);
@@ -875,9 +907,9 @@ static void bench_decode(const char *what, int D, int n, int from, int to, doubl
         int len = from + (int)(gpu_mix(i) % (uint64_t)(to - from + 1));
         s.add(len, 1), tokens += len;
     }
-    stand st(s, false, 1.5f, 5);
+    device_scene st(s, false, 1.5f, 5);
     double us = gpu_time_us(st.d->stream, 8, 7, [&](int) { st.run(); });
-    if (st.ok(what)) say(what, D, us, tokens * 8 * D * 4, tokens * 32 * D * 4, ceiling);
+    if (st.ok(what)) report(what, D, us, tokens * 8 * D * 4, tokens * 32 * D * 4, ceiling);
 }
 static void bench_prefix(int D, int n, int pages, double ceiling) {
     scene s({D, 8, 4, 64, 0});
@@ -886,28 +918,28 @@ static void bench_prefix(int D, int n, int pages, double ceiling) {
     std::vector<int> prefix = s.take(pages);
     for (int i = 0; i < n; i++) s.add(pages * 64 + 1, 1, prefix);
     s.share(0, n, 0, pages), s.shared.erase(s.shared.begin());
-    stand st(s, true, 1.5f, 5);
+    device_scene st(s, true, 1.5f, 5);
     snprintf(what, sizeof what, "prefix of %d, %d sequences", pages * 64, n);
-    st.d->attn->n_levels = 1; /* without the own parts */
+    st.d->attn->n_levels = 1; /* without the own spans */
     double us = gpu_time_us(st.d->stream, 8, 7, [&](int) { st.run(); }), keys = (double)n * pages * 64;
-    if (st.ok(what)) say(what, D, us, pages * 64.0 * 8 * D * 4 + (double)n * 32 * D * 6, keys * 32 * D * 4, ceiling);
+    if (st.ok(what)) report(what, D, us, pages * 64.0 * 8 * D * 4 + (double)n * 32 * D * 6, keys * 32 * D * 4, ceiling);
 }
 static void bench_prefill(int D, int prompts, int len, int rows, double ceiling) {
     scene s({D, 8, 4, 64, 0});
     char what[60];
     for (int i = 0; i < prompts; i++) s.add(len, rows);
-    stand st(s, false, 1.5f, 5);
+    device_scene st(s, false, 1.5f, 5);
     if (prompts == 1) snprintf(what, sizeof what, "prefill of %d rows behind %d", rows, len - rows);
     else snprintf(what, sizeof what, "prefill of %d x %d rows", prompts, rows);
     double us = gpu_time_us(st.d->stream, 8, 7, [&](int) { st.run(); }), keys = rows * (len - rows + (rows + 1) * 0.5);
-    if (st.ok(what)) say(what, D, us, prompts * (len * 8.0 + rows * 32.0) * D * 4, prompts * keys * 32 * D * 4, ceiling);
+    if (st.ok(what)) report(what, D, us, prompts * (len * 8.0 + rows * 32.0) * D * 4, prompts * keys * 32 * D * 4, ceiling);
 }
 static void bench_make_step() {
     scene s({64, 8, 4, 64, 0});
     std::vector<int> prefix = s.take(11);
     for (int i = 0; i < 8192; i++) s.add(704 + 10 + i % 150, 1, prefix);
     s.share(0, 8192, 0, 11);
-    stand st(s, true, 1, 5);
+    device_scene st(s, true, 1, 5);
     struct timespec a, b;
     double best = 1e9;
     for (int i = 0; i < 20; i++) {
@@ -920,15 +952,17 @@ static void bench_make_step() {
     printf(json ? "{\"op\":\"attention\",\"case\":\"work list of 8192 sequences\",\"us\":%.1f,\"bytes\":%zu}\n"
                 : "work list of 8192 sequences, one shared prefix: %.1f us of the host, %zu bytes up\n", best, st.d->upload.used);
 }
-/* How many tokens a sample of a running job has drawn, after one. */
-static int age_of(size_t sample) {
-    for (uint64_t k = (uint64_t)sample * 64;; k += 2) { /* those that live long are met more often */
+/* How many tokens after the first one a sample of a running job has drawn. */
+static int sample_age(size_t sample) {
+    /* long samples run in more steps, so they are met more often */
+    for (uint64_t k = (uint64_t)sample * 64;; k += 2) {
         const double len = std::max(16.0, std::min(512.0, 138 * exp(0.4 * gpu_normal(3, k)))), age = 512 * gpu_uniform(4, k);
         if (age < len) return (int)age;
     }
 }
-/* The steady state of 8,192 samples of eight prompts: 704 positions in common of which `tail` are no whole page, and own parts as
- * old as samples that end between 16 and 512, log-normal around 138, are on average: 88 positions. With the levels by themselves. */
+/* The steady state of 8,192 samples of eight prompts. 704 positions are shared, of which the last
+ * `tail` do not fill a page. Samples end between 16 and 512 tokens, log-normal around 138, so their
+ * own parts have 88 positions on average. Also times each level alone. */
 static void bench_samples(int D, const std::vector<int> &groups, int pages, int tail, bool share_tail, double ceiling) {
     scene s({D, 8, 4, 64, 0});
     char what[80];
@@ -937,7 +971,7 @@ static void bench_samples(int D, const std::vector<int> &groups, int pages, int 
         std::vector<int> prefix = s.take(pages);
         int first = (int)s.seqs.size();
         for (int i = 0; i < rows; i++) {
-            const int age = age_of(s.seqs.size());
+            const int age = sample_age(s.seqs.size());
             s.add(pages * 64 + tail + 1 + age, 1, prefix), own += 1 + age;
         }
         if (rows == 1) {
@@ -949,28 +983,29 @@ static void bench_samples(int D, const std::vector<int> &groups, int pages, int 
         shared += (double)rows * (pages * 64 + (share_tail ? tail : 0)), own += share_tail ? 0 : (double)rows * tail;
     }
     int n = s.T;
-    stand st(s, true, 1.5f, 5);
+    device_scene st(s, true, 1.5f, 5);
     attn_plan *p = st.d->attn;
-    double rest = n * 32.0 * D; /* elements of Q, O, a state */
+    double other_elems = n * 32.0 * D; /* elements of Q, O and a state */
     snprintf(what, sizeof what, "%d samples of %zu prompts, tail of %d%s", n, groups.size(), tail, share_tail ? " shared" : "");
     double us = gpu_time_us(st.d->stream, 4, 7, [&](int) { st.run(); });
-    if (st.ok(what)) say(what, D, us, own * 8 * D * 4 + rest * 4, (own + shared) * 32 * D * 4, ceiling);
+    if (st.ok(what)) report(what, D, us, own * 8 * D * 4 + other_elems * 4, (own + shared) * 32 * D * 4, ceiling);
     p->has_fused = false;
     st.plan();
     attn_level levels[2] = {p->levels[0], p->levels[1]};
     us = gpu_time_us(st.d->stream, 4, 7, [&](int) { st.run(); });
-    if (st.ok(what)) say("    in two kernels", D, us, own * 8 * D * 4 + rest * 10, (own + shared) * 32 * D * 4, ceiling);
+    if (st.ok(what)) report("    in two kernels", D, us, own * 8 * D * 4 + other_elems * 10, (own + shared) * 32 * D * 4, ceiling);
     p->n_levels = 1;
     us = gpu_time_us(st.d->stream, 4, 7, [&](int) { st.run(); });
-    if (st.ok(what)) say("    shared part alone", D, us, rest * 6, shared * 32 * D * 4, ceiling);
+    if (st.ok(what)) report("    shared part alone", D, us, other_elems * 6, shared * 32 * D * 4, ceiling);
     p->levels[0] = levels[1];
     us = gpu_time_us(st.d->stream, 4, 7, [&](int) { st.run(); });
-    if (st.ok(what)) say("    own parts alone", D, us, own * 8 * D * 4 + rest * 8, own * 32 * D * 4, ceiling);
+    if (st.ok(what)) report("    own parts alone", D, us, own * 8 * D * 4 + other_elems * 8, own * 32 * D * 4, ceiling);
 }
 static void bench_samples_all() {
     double ceiling = read_ceiling();
     printf(json ? "{\"op\":\"read\",\"gb_s\":%.1f}\n" : "reading 2 GiB: %.0f GB/s\n", ceiling);
-    std::vector<int> eight(8, 1024); /* and what a running job of 1,024 samples a prompt comes to: they end one by one */
+    /* in the running job of 1,024 samples a prompt, samples have ended one by one */
+    std::vector<int> eight(8, 1024);
     std::vector<int> running = {1023, 1023, 1008, 947, 830, 707, 537, 380, 311, 234, 156, 88, 61, 62, 42, 24, 14, 13, 8, 4, 4, 3, 2};
     for (int i = 0; i < 6; i++) running.push_back(1);
     for (int D : {64, 128}) {
@@ -978,8 +1013,9 @@ static void bench_samples_all() {
         bench_samples(D, running, 10, 35, true, ceiling);
     }
 }
-/* Steps of few rows: so many samples of each of so many prompts of 704 positions, of which a part is common to all. */
-static void bench_kin(int D, int prompts, int each, int common) {
+/* Steps of few rows: `each` samples of each of `prompts` prompts of 704 positions, of which the
+ * first `common` pages are common to all. */
+static void bench_prefix_groups(int D, int prompts, int each, int common) {
     scene s({D, 8, 4, 64, 0});
     std::vector<int> shots = s.take(common);
     char what[80];
@@ -990,51 +1026,52 @@ static void bench_kin(int D, int prompts, int each, int common) {
     }
     if (common) s.share(0, prompts * each, 0, common);
     for (int i = 0; i < prompts && each > 1; i++) s.share(i * each, each, common, 11 - common);
-    stand st(s, true, 1.5f, 5);
+    device_scene st(s, true, 1.5f, 5);
     attn_plan *p = st.d->attn;
     double us[3];
-    for (int way = 0; way < 3; way++) {
-        p->group_max_work = way == 0 ? INT64_MAX / 2 : 0, p->fused_min_row_heads = way == 1 ? 1 : INT_MAX;
+    for (int mode = 0; mode < 3; mode++) {
+        p->group_max_work = mode == 0 ? INT64_MAX / 2 : 0, p->fused_min_row_heads = mode == 1 ? 1 : INT_MAX;
         st.plan();
-        bool there = way == 0 ? p->prefix_groups : way == 1 ? p->n_fused > 0 : true;
-        us[way] = there ? gpu_time_us(st.d->stream, 16, 7, [&](int) { st.run(); }) : NAN;
+        bool there = mode == 0 ? p->prefix_groups : mode == 1 ? p->n_fused > 0 : true;
+        us[mode] = there ? gpu_time_us(st.d->stream, 16, 7, [&](int) { st.run(); }) : NAN;
         st.ok("few samples");
     }
     p->group_max_work = INT64_MAX / 2, p->fused_min_row_heads = INT_MAX, st.plan();
     int64_t work = 0;
     for (int i = 0; i < p->n_items; i++) work += p->items[i].kv1 - p->items[i].kv0;
     snprintf(what, sizeof what, "%d samples of each of %d prompts, %d pages common", each, prompts, common);
-    printf("%-52s D %3d  kin %6.1f  attn_both %6.1f  levels %6.1f us  work %6lld an SM  warps %d\n", what, D, us[0], us[1], us[2],
+    printf("%-52s D %3d  groups %6.1f  attn_fused %6.1f  levels %6.1f us  work %6lld an SM  warps %d\n", what, D, us[0], us[1], us[2],
            (long long)work * 8 / p->n_sms, p->levels[0].cta_split_warps);
 }
-/* A running job of few samples at once: so many of each prompt, as old as they come, `common` pages of all prompts. */
+/* A running job of few samples: groups[i] samples of prompt i, of random age. The first `common`
+ * pages are common to all prompts. */
 static void bench_running(int D, const std::vector<int> &groups, int common) {
     scene s({D, 8, 4, 64, 0});
     std::vector<int> shots = s.take(common);
     for (size_t g = 0; g < groups.size(); g++) {
         std::vector<int> prefix = shots, more = s.take(11 - common);
         prefix.insert(prefix.end(), more.begin(), more.end());
-        for (int i = 0; i < groups[g]; i++) s.add(704 + 1 + age_of(s.seqs.size()), 1, prefix);
+        for (int i = 0; i < groups[g]; i++) s.add(704 + 1 + sample_age(s.seqs.size()), 1, prefix);
     }
     const int n = s.T;
     s.share(0, n, 0, common);
     for (size_t g = 0, at = 0; g < groups.size(); at += (size_t)groups[g++]) s.share((int)at, groups[g], common, 11 - common);
-    stand st(s, true, 1.5f, 5);
+    device_scene st(s, true, 1.5f, 5);
     attn_plan *p = st.d->attn;
     double us[4];
-    int gangs[2] = {};
+    int n_splits[2] = {};
     int64_t work = 0;
-    for (int way = 0; way < 4; way++) { /* kin, mixed, attn_fused, levels */
-        p->allow_mixed = way == 1, p->group_max_work = p->group_max_work_fused = way < 2 ? INT64_MAX / 2 : 0, p->fused_min_row_heads = way == 2 ? 1 : INT_MAX;
+    for (int mode = 0; mode < 4; mode++) { /* prefix groups, mixed groups, attn_fused, levels */
+        p->allow_mixed = mode == 1, p->group_max_work = p->group_max_work_fused = mode < 2 ? INT64_MAX / 2 : 0, p->fused_min_row_heads = mode == 2 ? 1 : INT_MAX;
         st.plan();
-        bool there = way == 1 ? p->prefix_groups && p->mixed_groups : way == 0 ? p->prefix_groups : way == 2 ? p->n_fused > 0 : true;
-        if (way < 2) gangs[way] = p->levels[0].n_cta_splits * 100 + p->levels[0].cta_split_warps;
-        for (int i = 0; way == 0 && i < p->n_items; i++) work += p->items[i].kv1 - p->items[i].kv0;
-        us[way] = there ? gpu_time_us(st.d->stream, 16, 7, [&](int) { st.run(); }) : NAN;
+        bool there = mode == 1 ? p->prefix_groups && p->mixed_groups : mode == 0 ? p->prefix_groups : mode == 2 ? p->n_fused > 0 : true;
+        if (mode < 2) n_splits[mode] = p->levels[0].n_cta_splits * 100 + p->levels[0].cta_split_warps;
+        for (int i = 0; mode == 0 && i < p->n_items; i++) work += p->items[i].kv1 - p->items[i].kv0;
+        us[mode] = there ? gpu_time_us(st.d->stream, 16, 7, [&](int) { st.run(); }) : NAN;
         st.ok("running");
     }
-    printf("running %3d of %2zu prompts, common %2d, D %3d  kin %6.1f  mixed %6.1f  attn_both %6.1f  levels %6.1f us  work %6lld an SM  gangs %d %d\n", n, groups.size(),
-           common, D, us[0], us[1], us[2], us[3], (long long)work * 8 / p->n_sms, gangs[0], gangs[1]);
+    printf("running %3d of %2zu prompts, common %2d, D %3d  groups %6.1f  mixed %6.1f  attn_fused %6.1f  levels %6.1f us  work %6lld an SM  CTA-local splits %d %d\n", n, groups.size(),
+           common, D, us[0], us[1], us[2], us[3], (long long)work * 8 / p->n_sms, n_splits[0], n_splits[1]);
 }
 static void bench_running_all() {
     double ceiling = read_ceiling();
@@ -1060,11 +1097,11 @@ static void bench_running_all() {
         bench_decode("decode, 64 sequences of 640", D, 64, 640, 640, ceiling);
     }
 }
-static void bench_kin_all() {
+static void bench_prefix_groups_all() {
     for (int D : {64, 128})
         for (int common : {0, 10})
             for (int prompts : {1, 2, 4, 8, 16})
-                for (int each : {4, 8, 16, 24, 64, 128}) bench_kin(D, prompts, each, common);
+                for (int each : {4, 8, 16, 24, 64, 128}) bench_prefix_groups(D, prompts, each, common);
 }
 static void bench_all(bool decode, bool tiles) {
     double ceiling = read_ceiling();
@@ -1098,13 +1135,13 @@ int main(int argc, char **argv) {
     if (argc > 1 && !strcmp(argv[1], "lists")) return test_lists(), test_graphs(), gpu_report();
     gpu_device();
     if (timings && running) bench_running_all();
-    else if (timings && kin) bench_kin_all();
+    else if (timings && kin) bench_prefix_groups_all();
     else if (timings && samples) bench_samples_all();
     else if (timings) bench_all(!only_tiles, !only_decode);
     else if (argc > 1 && !strcmp(argv[1], "tiny")) test_tiny();
     else if (kin) {
         for (int D : {64, 80, 128})
-            for (int G : {1, 3, 4, 8}) test_kin({D, 2, G, 64, 0}), test_kin({D, 1, G, 64, 70});
+            for (int G : {1, 3, 4, 8}) test_prefix_groups({D, 2, G, 64, 0}), test_prefix_groups({D, 1, G, 64, 70});
     } else if (samples) {
         for (int D : {64, 128})
             for (int G : {1, 3, 4, 8}) test_samples(D, G, 300 + G);

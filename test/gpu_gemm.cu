@@ -1,18 +1,23 @@
-/* gpu_gemm.cu - GEMM on wgmma: every instance and epilogue against float64, and its times.
- *   gpu_gemm               the checks; gpu_gemm small: a few launches of every instance, for compute-sanitizer; quick: a few more;
- *                          tiny: one of each, for racecheck
- *   gpu_gemm bench [--json, --paced] [SHAPE ...]   a table of times; --json one line of JSON per shape, --paced the next one at each
- *                          line of input (for test/bench_peers.py). SHAPE is part of a line like "Llama-3.1-8B qkv+ M=512"
- *   gpu_gemm sweep [SHAPE ...]   times of every instance, from which gemm_cost was fitted; from M = 4096 on other groups of units;
- *                          for qkv+ also the plain product with rope_kernel behind it */
+/* gpu_gemm.cu - tests the wgmma GEMM: every instance and epilogue against float64. It also times
+ * them.
+ *   gpu_gemm               all checks
+ *   gpu_gemm small         a few launches of every instance (for compute-sanitizer)
+ *   gpu_gemm quick         a few more
+ *   gpu_gemm tiny          one launch of each (for racecheck)
+ *   gpu_gemm bench [--json, --paced] [SHAPE ...]
+ *       a table of times. --json: one line of JSON for each shape. --paced: the next shape at each
+ *       line of input (for test/bench_peers.py). SHAPE: part of a line like "Llama-3.1-8B qkv+ M=512"
+ *   gpu_gemm sweep [SHAPE ...]
+ *       times of every instance, from which gemm_cost was fitted. From M = 4096 on also with other
+ *       raster_m. For qkv+ also the plain GEMM followed by rope_kernel */
 #include "../toka_kernels.cu"
 #include "gpu.cuh"
 #include <memory>
 
 /* ---- References ---- */
 
-/* acc[i][n] = sum over k of x[rows[i]][k] w[n][k] in float64, and size[i][n] the same of absolute values. Grid (N/16,
- * rows/16), block 16x16. */
+/* acc[i][n] = sum over k of x[rows[i]][k] w[n][k] in float64; size[i][n]: the same sum of absolute
+ * values. Grid (N/16, rows/16), block 16x16. */
 __global__ static void ref_gemm(const bf16 *x, int ldx, const bf16 *w, const int *rows, int n_rows, int N, int K, double *acc,
                                 double *size) {
     __shared__ double xs[16][17], ws[16][17];
@@ -32,11 +37,11 @@ __global__ static void ref_gemm(const bf16 *x, int ldx, const bf16 *w, const int
     if (i < n_rows && n < N) acc[(size_t)i * N + n] = a, size[(size_t)i * N + n] = s;
 }
 
-struct ref_args { /* what the checks below need to say what y should be */
+struct ref_args { /* what the checks below need to compute the expected y */
     const double *acc, *size;
     const int *rows;
     int n_rows, M, N, ldy;
-    const bf16 *y, *before; /* before: y ahead of the call (EPI_RESIDUAL) */
+    const bf16 *y, *before; /* before: y before the call (EPI_RESIDUAL) */
     const float *bias;
     int epi, D;
     qkv_params qkv;
@@ -44,9 +49,9 @@ struct ref_args { /* what the checks below need to say what y should be */
 };
 struct ref_result {
     unsigned long long wrong, seen;
-    float worst; /* |error| over what is allowed */
+    float worst; /* the largest |error| / allowed error */
 };
-/* rounding: of the output type, relative. */
+/* rounding: the relative rounding error of the output type. */
 __device__ static void ref_compare(ref_result *r, float got, double want, double slack, double rounding = 0x1.01p-8) {
     double allowed = fabs(want) * rounding + slack + 1e-30, over = fabs((double)got - want) / allowed;
     atomicAdd(&r->seen, 1ull);
@@ -54,11 +59,12 @@ __device__ static void ref_compare(ref_result *r, float got, double want, double
     if (over == over) atomicMax((int *)&r->worst, __float_as_int((float)over));
     else r->worst = NAN;
 }
-static const double REF_SUM = 4e-6; /* what float32 accumulation may lose of the sum of absolute values */
+/* the relative error of float32 accumulation, of the sum of absolute values */
+static const double REF_SUM = 4e-6;
 __device__ static double ref_sum(const ref_args &a, int i, int n) {
     return a.acc[(size_t)i * a.N + n] + (a.bias ? (double)a.bias[n] : 0);
 }
-/* One head of one row after norm and RoPE. */
+/* Checks one head of one row after norm and RoPE. */
 __device__ static void ref_head(const ref_args &a, int i, int head, ref_result *r) {
     const qkv_params &p = a.qkv;
     int D = a.D, row = a.rows[i], kv = head - p.H, slot = p.kv_slot[row];
@@ -112,7 +118,7 @@ __global__ static void ref_check(ref_args a, ref_result *r) {
         else ref_compare(r, __bfloat162float(a.y[at]), want, slack);
     }
 }
-/* Elements of y that had to stay as they were: columns from `cols` on. */
+/* Checks that y is unchanged in columns from `cols` on. */
 __global__ static void ref_untouched(const bf16 *y, int M, int cols, int ldy, ref_result *r) {
     size_t first = blockIdx.x * (size_t)blockDim.x + threadIdx.x, step = (size_t)gridDim.x * blockDim.x;
     for (size_t e = first; e < (size_t)M * (ldy - cols); e += step) {
@@ -124,10 +130,10 @@ __global__ static void ref_untouched(const bf16 *y, int M, int cols, int ldy, re
 /* ---- One case ---- */
 
 struct gemm_case {
-    int M, N, K, kind;      /* enum epilogue or GEMM_QKV64, GEMM_QKV128, GEMM_SCATTER */
-    bool bias, norm;        /* norm: QK-norm */
-    gemm_plan plan;         /* v NULL: as gemm_choose says */
-    int pad = 8;            /* columns beyond the rows of x and y, never to be read or written */
+    int M, N, K, kind; /* an epilogue, or GEMM_QKV64, GEMM_QKV128, GEMM_SCATTER */
+    bool bias, norm; /* norm: with QK-norm */
+    gemm_plan plan; /* v NULL: gemm_choose selects it */
+    int pad = 8; /* columns after the rows of x and y that the GEMM must neither read nor write */
 };
 
 static std::string case_name(const gemm_case &c, const gemm_plan &p) {
@@ -140,11 +146,11 @@ static std::string case_name(const gemm_case &c, const gemm_plan &p) {
 }
 static int case_cols(const gemm_case &c) { return c.kind == EPI_SWIGLU ? c.N / 2 : c.N; }
 
-/* Inputs and outputs of one case; x, W and y end where their shapes end, NaN behind them. */
+/* Inputs and outputs of one case. x, W and y end where their shapes end; NaN follows. */
 struct gemm_data {
     gemm_case c;
     int D, H, K, B = 16, ldx, ldy;
-    gpu_buf<bf16> x, w, y, before, q, kv, ordered; /* ordered: w as qkv_reorder leaves it */
+    gpu_buf<bf16> x, w, y, before, q, kv, ordered; /* ordered: w after qkv_reorder */
     gpu_buf<float> bias, ordered_bias, q_norm, k_norm;
     gpu_buf<float2> rope;
     gpu_buf<int> pos, slot;
@@ -176,7 +182,7 @@ struct gemm_data {
         int heads = c.N / (c.kind == GEMM_QKV64 ? 64 : 128);
         return c.kind < GEMM_QKV64 ? 1 : heads > 8 ? heads / 6 : 1;
     }
-    void rows(uint64_t s) { /* positions, permuted slots, RoPE's table */
+    void rows(uint64_t s) { /* positions, permuted kv_slots, the RoPE table */
         std::vector<int> p(c.M), t((c.M / B + 2) * B);
         std::vector<float2> cs(rope.n);
         for (size_t i = 0; i < t.size(); i++) t[i] = (int)i;
@@ -194,7 +200,7 @@ struct gemm_data {
     gemm_plan plan(const toka_device *d) const {
         return c.plan.variant ? c.plan : gemm_choose(d, c.kind, c.M, c.N, c.K, c.norm);
     }
-    void fresh() { /* y as it is before a call */
+    void fresh() { /* sets y to its value before a call */
         y.poison(), q.poison(), kv.poison();
         if (c.kind == EPI_RESIDUAL)
             GPU_OK(cudaMemcpy2D(y.p(), (size_t)ldy * 2, before.p(), (size_t)ldy * 2, (size_t)case_cols(c) * 2, c.M,
@@ -207,13 +213,14 @@ struct gemm_data {
         else if (c.kind == GEMM_SCATTER) launch_scattered(d, M, &a);
         else gemm_wgmma_with(d, &a, plan(d));
     }
-    void launch_scattered(toka_device *d, int M, const gemm_args *a) { /* to three boxes one behind the other */
+    /* scatters to three receive buffers that lie one after another */
+    void launch_scattered(toka_device *d, int M, const gemm_args *a) {
         int share = ceil_div(M, 48) * 16;
         bf16 *boxes[3];
         for (int i = 0; i < 3; i++) boxes[i] = y.p() + (size_t)i * share * ldy;
         gemm_wgmma_scatter_with(d, a, boxes, 3, share, plan(d));
     }
-    void launch_apart(toka_device *d, int M) { /* the plain product into y, then rope_kernel */
+    void launch_apart(toka_device *d, int M) { /* the plain GEMM into y, then rope_kernel */
         gemm_args a = {M, x.p(), ldx, &W, y.p(), c.N, EPI_STORE};
         rope_args r = {y.p(), q.p(), kv.p(), pos.p(), slot.p(), rope.p(), qkv.q_norm, qkv.k_norm, M, H, K, D, B, qkv.eps, true};
         gemm_wgmma(d, &a);
@@ -225,7 +232,8 @@ struct gemm_data {
     }
 };
 
-/* Compares rows of the last launch with the reference: all rows, or about 64 of them where that would take long. */
+/* Compares rows of the last launch with the reference: all rows, or about 64 of them if all would
+ * take long. */
 static bool case_check(toka_device *d, gemm_data &g, int M, const char *what, bool twice = false) {
     std::vector<int> list;
     bool all = (double)M * g.c.N * g.c.K < 4e9;
@@ -241,7 +249,7 @@ static bool case_check(toka_device *d, gemm_data &g, int M, const char *what, bo
     ref_args a = {acc.p(), size.p(), rows.p(), n, M, g.c.N, g.ldy, g.y.p(), g.before.p(), g.c.bias ? g.bias.p() : NULL, g.c.kind, g.D, g.qkv,
                   twice};
     ref_check<<<264, 256>>>(a, r.p());
-    int wide = g.c.kind == EPI_LOGITS ? 2 : 1; /* floats as pairs of bf16 */
+    int wide = g.c.kind == EPI_LOGITS ? 2 : 1; /* a float takes the place of two bf16 */
     if (!g.D && g.c.pad) ref_untouched<<<264, 256>>>(g.y.p(), M, wide * case_cols(g.c), wide * g.ldy, r.p());
     GPU_OK(cudaDeviceSynchronize());
     ref_result got = r.host()[0];
@@ -266,9 +274,10 @@ static void test_case(toka_device *d, const gemm_case &c) {
 
 /* ---- The tests ---- */
 
-/* Every instance, with and without a cluster, at shapes whose edges cut tiles, blocks of K and panels; in the last two a CTA has
- * several tiles, of one block of K and of more. */
-static void test_variants(toka_device *d, const std::vector<int> &rows) { /* only shapes of so many rows; none given: all */
+/* Every instance, with and without multicast, at shapes whose edges cut tiles, K blocks and panels.
+ * In the last two shapes a CTA has several tiles: of one K block, and of more. rows: only shapes
+ * with one of these numbers of rows; empty: all. */
+static void test_variants(toka_device *d, const std::vector<int> &rows) {
     static const int shapes[][3] = {{1, 128, 64},   {17, 256, 200},   {127, 384, 896}, {128, 128, 1024}, {129, 640, 72},
                                     {257, 896, 520}, {385, 1152, 256}, {513, 2176, 648}, {1025, 3072, 1024},
                                     {257, 16384, 64}, {1025, 8192, 264}};
@@ -285,7 +294,7 @@ static void test_variants(toka_device *d, const std::vector<int> &rows) { /* onl
                 test_case(d, c);
             }
 }
-/* Every instance once, at one small shape; only the last result of a kind is checked. */
+/* Every instance once, at one small shape. Only the last result of a kind is checked. */
 static void test_tiny(toka_device *d) {
     for (int kind = EPI_STORE; kind <= GEMM_SCATTER; kind++) {
         gemm_data g({129, 384, 264, kind, kind == EPI_STORE || kind >= GEMM_QKV64, false, {}, kind == GEMM_SCATTER ? 0 : 8});
@@ -299,7 +308,7 @@ static void test_tiny(toka_device *d) {
         case_check(d, g, g.c.M, "last of its kind, ");
     }
 }
-/* The instance that gemm_choose takes, at odd M and the models' N and K. */
+/* The instance that gemm_choose selects, at odd M and the models' N and K. */
 static void test_sweep(toka_device *d) {
     static const int Ms[] = {1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 257, 4095, 4224};
     static const struct { int N, K, kind; bool bias, norm; } gemms[] = {
@@ -313,7 +322,7 @@ static void test_sweep(toka_device *d) {
         for (int M : Ms)
             if ((double)M * m.N < 2e8) test_case(d, {M, m.N, m.K, m.kind, m.bias, m.norm, {}});
 }
-/* 100 launches give the same bits, and a launch of fewer rows leaves the others alone. */
+/* 100 launches must give the same bits. A launch of fewer rows must not change the others. */
 static void test_repeats(toka_device *d) {
     for (const gemm_variant &v : gemm_variants)
         for (int mc = 1; mc <= 2 && mc * v.split <= 4; mc++) {
@@ -347,9 +356,9 @@ static void test_repeats(toka_device *d) {
         }
 }
 
-/* ---- Times ---- */
+/* ---- Timings ---- */
 
-/* qkv+: with RoPE and the way to the pages; o+ (and down): with what it is added to. */
+/* qkv+: with RoPE and the store to the KV cache. o+ and down: with the residual. */
 struct gemm_shape { const char *model, *gemm; int N, K, kind; };
 static const gemm_shape gemm_shapes[] = {
     {"Llama-3.2-1B", "qkv", 3072, 2048, EPI_STORE},             {"Llama-3.2-1B", "qkv+", 3072, 2048, GEMM_QKV64},
@@ -365,14 +374,14 @@ static const gemm_shape gemm_shapes[] = {
     {"Qwen2.5-0.5B", "gate_up", 9728, 896, EPI_SWIGLU},         {"Qwen2.5-0.5B", "lm_head", 151936, 896, EPI_STORE}};
 static const int bench_M[] = {256, 512, 1024, 4096, 8192};
 
-/* Buffers of one shape, as many as do not fit L2 together. */
+/* Buffers of one shape, as many as together do not fit into L2. */
 struct bench_data {
     gemm_shape r;
     int M, n, D;
     std::vector<std::unique_ptr<gpu_buf<bf16>>> x, w, y;
     gpu_buf<int> pos, slot;
     gpu_buf<float2> rope;
-    gpu_buf<bf16> scratch; /* [M][N], of a product that rope_kernel follows */
+    gpu_buf<bf16> scratch; /* [M][N]: the output of a plain GEMM, which rope_kernel reads */
     std::vector<weight> W;
     qkv_params qkv = {};
     bench_data(const gemm_shape &r_, int M_)
@@ -394,7 +403,7 @@ struct bench_data {
         int heads = D ? r.N / D : 0, kv = heads / 6;
         qkv = {NULL, NULL, NULL, 1e-5f, heads - 2 * kv, kv, 16, pos.p(), slot.p(), rope.p(), NULL, NULL};
     }
-    /* One call with buffers b; apart: the plain product and rope_kernel. */
+    /* One call with buffer set b. apart: the plain GEMM and rope_kernel. */
     void call(toka_device *d, int b, gemm_plan plan, bool apart) {
         gemm_args a = {M, x[b]->p(), r.K, &W[b], y[b]->p(), r.kind == EPI_SWIGLU ? r.N / 2 : r.N, (enum epilogue)r.kind};
         if (!D) {
@@ -419,7 +428,7 @@ struct bench_data {
 };
 static double bench_tflops(const gemm_shape &r, int M, double us) { return 2.0 * M * r.N * r.K / us * 1e-6; }
 
-static std::vector<std::string> bench_only; /* parts of names; empty: all */
+static std::vector<std::string> bench_only; /* parts of names of shapes; empty: all */
 static bool bench_has(const gemm_shape &r, int M) {
     std::string name = std::string(r.model) + " " + r.gemm + " M=" + std::to_string(M) + ";";
     bool asked = bench_only.empty();
@@ -443,7 +452,7 @@ static void bench_table(toka_device *d, bool json, bool paced) {
             fflush(stdout);
         }
     if (!paced) return;
-    printf("no more\n"); /* whoever paces still writes a line */
+    printf("no more\n"); /* a program that paces this one still writes a line */
     fflush(stdout);
     while (getchar() != EOF) continue;
 }
@@ -453,7 +462,8 @@ static void sweep(toka_device *d) {
             if (!bench_has(r, M)) continue;
             bench_data b(r, M);
             gemm_plan pick = gemm_choose(d, r.kind, M, r.N, r.K, false), best = pick;
-            double least[N_GEMM_VARIANTS][2] = {}, all = 0; /* of three turns: the card's clock falls while it works */
+            /* the least of three runs in turn: the GPU's clock falls under load */
+            double least[N_GEMM_VARIANTS][2] = {}, all = 0;
             for (int turn = 0; turn < 3; turn++)
                 for (int i = 0; i < N_GEMM_VARIANTS; i++)
                     for (int mc = 1; mc <= 2; mc++) {

@@ -1,8 +1,13 @@
-/* gpu_samp.cu - chapters 11 and 12 against chapter 18 of toka.c: picks, kept sets and log-probabilities of random rows; the distribution of a million
- * draws; the op as a whole against float64. Link it with gpu_samp.c, compiled as C.
- *   gpu_samp            the tests        gpu_samp small      few and small (for compute-sanitizer)        gpu_samp bench      times
- *   gpu_samp draws      distributions only        gpu_samp tiny       fewer still (for racecheck)        gpu_samp filters    times of the filters
- *   gpu_samp peer       times beside cuBLAS's LM head alone, if the loader finds it */
+/* gpu_samp.cu - tests chapters 11 and 12 against chapter 18 of toka.c: the samples, the ids that
+ * filters keep and the log-probabilities of random rows; the distribution of a million samples; the
+ * whole op against float64. Link it with gpu_samp.c, compiled as C.
+ *   gpu_samp            all tests
+ *   gpu_samp small      fewer and smaller cases (for compute-sanitizer)
+ *   gpu_samp tiny       still fewer (for racecheck)
+ *   gpu_samp draws      only the distributions
+ *   gpu_samp bench      timings
+ *   gpu_samp filters    timings of the filters
+ *   gpu_samp peer       timings next to cuBLAS's LM head, if the loader finds cuBLAS */
 #include "../toka_kernels.cu"
 
 #include "gpu.cuh"
@@ -20,10 +25,10 @@ double toka_test_g(const int *seen, const double *p, int n_cells, double n);
 
 static bool quick;
 
-/* ---- A device with nothing but this chapter ---- */
+/* ---- A device that has only these chapters ---- */
 
 static toka_shape shape;
-static toka_device *samp_device(int V, int E, int max_out) { /* lm_head and norm are the caller's to set */
+static toka_device *samp_device(int V, int E, int max_out) { /* the caller sets lm_head and norm */
     toka_device *d = gpu_device();
     shape = toka_shape{};
     shape.V = shape.V_all = V, shape.E = E, shape.eps = 1e-5f, shape.max_len = 4096;
@@ -50,12 +55,13 @@ static toka_step step_of(const std::vector<toka_sample_row> &rows) {
     return s;
 }
 
-/* Picks of rows with these logits [n][V], which are stored as the GEMM would, a chunk at a time. */
-static std::vector<toka_sample_result> picks_of(toka_device *d, const std::vector<toka_sample_row> &rows, const std::vector<const float *> &logits) {
+/* Samples rows with these logits [n][V]. The logits are stored as the GEMM stores them, one chunk
+ * at a time. */
+static std::vector<toka_sample_result> sample_rows(toka_device *d, const std::vector<toka_sample_row> &rows, const std::vector<const float *> &logits) {
     samp_plan *p = d->samp;
     toka_step s = step_of(rows);
     size_t V = (size_t)d->shape->V;
-    std::vector<toka_sample_result> picks(rows.size());
+    std::vector<toka_sample_result> samples(rows.size());
     upload_begin(d, &d->upload);
     samp_plan_step(d, &s);
     upload_send(d, &d->upload);
@@ -70,24 +76,24 @@ static std::vector<toka_sample_result> picks_of(toka_device *d, const std::vecto
             GPU_OK(cudaMemcpyAsync(p->logits + (size_t)j * p->ld_logits, logits[p->host_results[d->last_begun].order[i + j]], V * sizeof(float), cudaMemcpyHostToDevice, d->stream));
         samp_from_logits(d, i, n, plain ? n : 0, filters);
     }
-    samp_download(d, &s, picks.data());
+    samp_download(d, &s, samples.data());
     GPU_OK(cudaStreamSynchronize(d->stream));
     samp_collect(d, &s, &p->host_results[d->last_begun]);
     if (d->error.code) printf("FAILED %s\n", d->error.msg), exit(2);
-    return picks;
+    return samples;
 }
 
 static bool close_to(double a, double b, double tol) { return a == b || fabs(a - b) <= tol * std::max(1.0, fabs(b)); }
-static bool same_pick(const toka_sample_result &a, const toka_sample_result &b) {
+static bool same_result(const toka_sample_result &a, const toka_sample_result &b) {
     return a.id == b.id && !memcmp(&a.logprob, &b.logprob, 4) && !memcmp(&a.sampled_logprob, &b.sampled_logprob, 4) && a.n_top == b.n_top &&
            a.rank == b.rank && !memcmp(a.top_ids, b.top_ids, (size_t)a.n_top * 4) && !memcmp(a.top_logprobs, b.top_logprobs, (size_t)a.n_top * 4);
 }
 
-/* The same rows, of which those that `none` names want no log-probability. */
-struct bare_rows {
+/* The same rows, but rows that `none` selects want no log-probability. */
+struct no_logprob_rows {
     std::vector<toka_sampling> how;
     std::vector<toka_sample_row> rows;
-    template <class F> bare_rows(const std::vector<toka_sample_row> &from, F none) : how(from.size()), rows(from) {
+    template <class F> no_logprob_rows(const std::vector<toka_sample_row> &from, F none) : how(from.size()), rows(from) {
         for (size_t i = 0; i < rows.size(); i++) {
             if (!rows[i].sampling || !none(i)) continue;
             how[i] = *rows[i].sampling, how[i].logprobs = TOKA_NO_LOGPROBS, rows[i].sampling = &how[i];
@@ -95,17 +101,20 @@ struct bare_rows {
     }
     void check(const char *what, const std::vector<toka_sample_result> &got, const std::vector<toka_sample_result> &want) const {
         for (size_t i = 0; i < rows.size(); i++) {
-            toka_sample_result p = want[i]; /* of rows without top log-probabilities, whose figure would be the one in the list */
+            /* result of the row; without top log-probabilities, because logprob would be the one in
+             * their list */
+            toka_sample_result p = want[i];
             if (!toka_wants_logprob(&rows[i])) p.logprob = NAN;
-            gpu_check(same_pick(got[i], p), "%s, row %zu: %d (%g, %g) where some want no log-probability, else %d (%g, %g)", what, i,
+            gpu_check(same_result(got[i], p), "%s, row %zu: %d (%g, %g) where some want no log-probability, else %d (%g, %g)", what, i,
                       got[i].id, got[i].logprob, got[i].sampled_logprob, p.id, p.logprob, p.sampled_logprob);
         }
     }
 };
 
-/* ---- Random rows, all filters, against the CPU ---- */
+/* ---- Random rows with all filters, against the CPU ---- */
 
-static int unsure, compared; /* rows where rounding decides what a filter keeps */
+/* rows where rounding decides which ids a filter keeps; rows compared */
+static int unsure, compared;
 
 static void check_row(const char *what, const toka_test_case &c, int V, const toka_sample_result &got) {
     std::vector<float> x(c.raw, c.raw + V);
@@ -135,27 +144,28 @@ static void check_row(const char *what, const toka_test_case &c, int V, const to
         return;
     }
     bool fits = p[(size_t)got.id] > 0 && close_to(got.sampled_logprob, log(p[(size_t)got.id]), 3e-5);
-    if (!fits && s->top_p < 1) unsure++; /* counted: few may be */
+    if (!fits && s->top_p < 1) unsure++; /* counted: a few are allowed */
     else
         gpu_check(fits, "%s: id %d, sampled %g for %g (T %g, top_k %d, top_p %g, min_p %g, V %d)", what, got.id, got.sampled_logprob,
                   log(p[(size_t)got.id]), s->temperature, s->top_k, s->top_p, s->min_p, V);
-    toka_sample_row forced = c.row; /* the raw log-probability of the id that was drawn here */
+    toka_sample_row forced = c.row; /* the raw log-probability of the sampled id */
     toka_sampling none = *s;
     none.logprobs = 0, forced.sampling = &none, forced.forced_id = got.id;
     std::copy(c.raw, c.raw + V, x.begin());
     toka_test_row(&forced, x.data(), V, &want);
-    bool undone = s->n_bias || c.row.n_history; /* from the adjusted logit, with its rounding */
+    /* the GPU computes it from the adjusted logit, which was rounded */
+    bool undone = s->n_bias || c.row.n_history;
     gpu_check(close_to(got.logprob, want.logprob, undone ? 5e-5 : 1e-5), "%s: logprob %g for %g", what, got.logprob, want.logprob);
 }
 
-/* No draw changes when its log-probability, or that of others, is not wanted. */
-static void check_bare(toka_device *d, std::vector<toka_sample_row> rows, const std::vector<const float *> &logits) {
+/* No sample may change if its log-probability, or that of other rows, is not wanted. */
+static void check_no_logprob(toka_device *d, std::vector<toka_sample_row> rows, const std::vector<const float *> &logits) {
     std::vector<toka_sampling> how(rows.size());
     for (size_t i = 0; i < rows.size(); i++)
         if (rows[i].sampling) how[i] = *rows[i].sampling, how[i].logprobs = 0, rows[i].sampling = &how[i];
-    std::vector<toka_sample_result> want = picks_of(d, rows, logits);
-    bare_rows some(rows, [](size_t i) { return i % 3 == 1; }), all(rows, [](size_t) { return true; });
-    some.check("some", picks_of(d, some.rows, logits), want), all.check("all", picks_of(d, all.rows, logits), want);
+    std::vector<toka_sample_result> want = sample_rows(d, rows, logits);
+    no_logprob_rows some(rows, [](size_t i) { return i % 3 == 1; }), all(rows, [](size_t) { return true; });
+    some.check("some", sample_rows(d, some.rows, logits), want), all.check("all", sample_rows(d, all.rows, logits), want);
 }
 
 static void test_random(int V, int n, uint64_t seed0) {
@@ -170,32 +180,32 @@ static void test_random(int V, int n, uint64_t seed0) {
             c.row.row = i;
             cases.push_back(c), rows.push_back(c.row), logits.push_back(c.raw);
         }
-        std::vector<toka_sample_result> picks = picks_of(d, rows, logits), again = picks_of(d, rows, logits);
-        std::vector<toka_sample_row> turned(rows.rbegin(), rows.rend());
-        std::vector<const float *> turned_logits(logits.rbegin(), logits.rend());
-        for (size_t i = 0; i < turned.size(); i++) turned[i].row = (int)i;
-        std::vector<toka_sample_result> other = picks_of(d, turned, turned_logits);
+        std::vector<toka_sample_result> samples = sample_rows(d, rows, logits), again = sample_rows(d, rows, logits);
+        std::vector<toka_sample_row> reversed(rows.rbegin(), rows.rend());
+        std::vector<const float *> reversed_logits(logits.rbegin(), logits.rend());
+        for (size_t i = 0; i < reversed.size(); i++) reversed[i].row = (int)i;
+        std::vector<toka_sample_result> other = sample_rows(d, reversed, reversed_logits);
         for (size_t i = 0; i < rows.size(); i++) {
             char what[80];
             snprintf(what, sizeof what, "V %d, case %llu", V, (unsigned long long)(seed0 + (uint64_t)from + i));
-            check_row(what, cases[i], V, picks[i]);
-            gpu_check(same_pick(picks[i], again[i]), "%s: another time another pick", what);
-            gpu_check(same_pick(picks[i], other[rows.size() - 1 - i]), "%s: in another order another pick", what);
+            check_row(what, cases[i], V, samples[i]);
+            gpu_check(same_result(samples[i], again[i]), "%s: another time another pick", what);
+            gpu_check(same_result(samples[i], other[rows.size() - 1 - i]), "%s: in another order another pick", what);
         }
-        check_bare(d, rows, logits);
+        check_no_logprob(d, rows, logits);
         if (gpu_failed > 20) break;
     }
     samp_device_close(d);
 }
 
-/* ---- Edges ---- */
+/* ---- Edge cases ---- */
 
 static toka_sampling plain(float T) {
     toka_sampling s = {};
     s.temperature = T, s.top_p = 1, s.repetition_penalty = 1, s.seed = 99;
     return s;
 }
-static toka_sample_row drawn(const toka_sampling *s, uint32_t position) {
+static toka_sample_row row_at(const toka_sampling *s, uint32_t position) {
     toka_sample_row r = {};
     r.forced_id = -1, r.sampling = s, r.position = position;
     return r;
@@ -210,10 +220,10 @@ static void test_edges() {
     for (int i = 0; i < V; i++) {
         float x = 3 * gpu_normal(5, (uint64_t)i);
         kinds[0][(size_t)i] = -INFINITY, kinds[1][(size_t)i] = NAN;
-        kinds[2][(size_t)i] = i == 700 || i == 710 ? INFINITY : x;       /* two of +inf share */
+        kinds[2][(size_t)i] = i == 700 || i == 710 ? INFINITY : x; /* two ids share +inf */
         kinds[3][(size_t)i] = i % 3 ? i % 3 == 1 ? NAN : -INFINITY : x;
         kinds[4][(size_t)i] = 1e30f * x, kinds[5][(size_t)i] = i == 997 ? 5 : -INFINITY;
-        kinds[6][(size_t)i] = i % 100 == 57 ? 4 : -4;                    /* ties of the best */
+        kinds[6][(size_t)i] = i % 100 == 57 ? 4 : -4; /* ties for the best id */
         kinds[7][(size_t)i] = x > 0 ? FLT_MAX : -FLT_MAX;
     }
     std::vector<toka_test_case> cases;
@@ -222,28 +232,29 @@ static void test_edges() {
     for (size_t k = 0; k < kinds.size(); k++)
         for (int j = 0; j < 8; j++)
             for (int forced = -1; forced < 2; forced++) {
-                toka_test_case c = {drawn(&s[j], (uint32_t)(8 * k) + (uint32_t)j), kinds[k].data()};
+                toka_test_case c = {row_at(&s[j], (uint32_t)(8 * k) + (uint32_t)j), kinds[k].data()};
                 c.row.row = (int)rows.size();
                 if (forced >= 0) c.row.forced_id = forced ? 999 : 700, c.row.ranked = true;
                 cases.push_back(c), rows.push_back(c.row), logits.push_back(c.raw);
             }
-    std::vector<toka_sample_result> picks = picks_of(d, rows, logits);
+    std::vector<toka_sample_result> samples = sample_rows(d, rows, logits);
     for (size_t i = 0; i < rows.size(); i++) {
         char what[60];
         snprintf(what, sizeof what, "edge %d, sampling %d, forced %d", (int)i / 24, (int)i / 3 % 8, rows[i].forced_id);
-        check_row(what, cases[i], V, picks[i]);
+        check_row(what, cases[i], V, samples[i]);
     }
-    check_bare(d, rows, logits);
+    check_no_logprob(d, rows, logits);
     for (int t = 0; t < 100; t++) {
-        std::vector<toka_sample_result> again = picks_of(d, rows, logits);
+        std::vector<toka_sample_result> again = sample_rows(d, rows, logits);
         bool same = true;
-        for (size_t i = 0; i < rows.size(); i++) same &= same_pick(picks[i], again[i]);
+        for (size_t i = 0; i < rows.size(); i++) same &= same_result(samples[i], again[i]);
         if (!gpu_check(same, "repeat %d differs", t)) break;
     }
     samp_device_close(d);
 }
 
-/* Cuts in large vocabularies: more ids in question than fit shared memory, many of them equal. */
+/* Filters in large vocabularies: more candidate ids than fit into shared memory, many of them with
+ * equal logits. */
 static void test_wide() {
     const int V = quick ? 20000 : 151936;
     toka_device *d = samp_device(V, 8, 64);
@@ -255,7 +266,7 @@ static void test_wide() {
     const struct {
         float T, top_p, min_p;
         int top_k, logprobs, n_forbidden, n_history;
-    } asks[] = {{1, 0.95f, 0, 0, 0, 0},   {0.6f, 0.95f, 0, 20, 5, 0}, {3, 0.5f, 0, 0, 0, 0},       {1, 1, 0, 9000, 0, 0},
+    } cases_of_filters[] = {{1, 0.95f, 0, 0, 0, 0},   {0.6f, 0.95f, 0, 20, 5, 0}, {3, 0.5f, 0, 0, 0, 0},       {1, 1, 0, 9000, 0, 0},
                 {1, 1, 0, 300, 20, 0},    {2, 0.9f, 0, 12000, 0, 0},  {1, 0.99f, 0.001f, 0, 0, 1}, {0.7f, 0.8f, 0, 50, 0, 2},
                 {1, 1e-6f, 0, 0, 1, 0},   {50, 0.999f, 0, 0, 0, 0},   {1, 0.7f, 0, 700, 0, 1},     {0, 1, 0, 0, 20, 2},
                 {0.7f, 0.8f, 0, 20, 0, 0, 300}, {1, 1, 0, 0, 0, 1, 3 * FILTER_ID_RANGE / 8}};
@@ -268,26 +279,26 @@ static void test_wide() {
     std::vector<const float *> logits;
     for (auto &kind : kinds)
         for (int j = 0; j < 14; j++) {
-            s[j] = plain(asks[j].T), s[j].top_p = asks[j].top_p, s[j].min_p = asks[j].min_p, s[j].top_k = asks[j].top_k;
-            s[j].logprobs = asks[j].logprobs;
-            if (asks[j].n_history) s[j].repetition_penalty = 1.05f, s[j].presence_penalty = 0.5f, s[j].frequency_penalty = 0.1f;
-            toka_test_case c = {drawn(&s[j], (uint32_t)rows.size()), kind.data()};
-            c.row.history = history.data(), c.row.n_history = asks[j].n_history, c.row.n_prompt = asks[j].n_history / 2;
-            c.row.row = (int)rows.size(), c.row.forbidden = forbidden, c.row.n_forbidden = asks[j].n_forbidden;
+            s[j] = plain(cases_of_filters[j].T), s[j].top_p = cases_of_filters[j].top_p, s[j].min_p = cases_of_filters[j].min_p, s[j].top_k = cases_of_filters[j].top_k;
+            s[j].logprobs = cases_of_filters[j].logprobs;
+            if (cases_of_filters[j].n_history) s[j].repetition_penalty = 1.05f, s[j].presence_penalty = 0.5f, s[j].frequency_penalty = 0.1f;
+            toka_test_case c = {row_at(&s[j], (uint32_t)rows.size()), kind.data()};
+            c.row.history = history.data(), c.row.n_history = cases_of_filters[j].n_history, c.row.n_prompt = cases_of_filters[j].n_history / 2;
+            c.row.row = (int)rows.size(), c.row.forbidden = forbidden, c.row.n_forbidden = cases_of_filters[j].n_forbidden;
             cases.push_back(c), rows.push_back(c.row), logits.push_back(c.raw);
         }
-    std::vector<toka_sample_result> picks = picks_of(d, rows, logits), again = picks_of(d, rows, logits);
+    std::vector<toka_sample_result> samples = sample_rows(d, rows, logits), again = sample_rows(d, rows, logits);
     for (size_t i = 0; i < rows.size(); i++) {
         char what[60];
         snprintf(what, sizeof what, "wide %d, sampling %d", (int)i / 14, (int)i % 14);
-        check_row(what, cases[i], V, picks[i]);
-        gpu_check(same_pick(picks[i], again[i]), "%s: another time another pick", what);
+        check_row(what, cases[i], V, samples[i]);
+        gpu_check(same_result(samples[i], again[i]), "%s: another time another pick", what);
     }
     samp_device_close(d);
 }
 
-/* The draw does not change with what else is asked of the row, as long as nothing is cut: with few blocks, and with so many that a filtered row's
- * draw leaves most of them alone. */
+/* As long as no id is removed, a sample does not depend on what else the row asks for. With few
+ * blocks, and with so many that the sampling of a filtered row skips most of them. */
 static void test_paths(int V, int n) {
     toka_device *d = samp_device(V, 8, 2 * n);
     toka_sampling s[2] = {plain(0.8f), plain(0.8f)};
@@ -298,17 +309,17 @@ static void test_paths(int V, int n) {
     for (int i = 0; i < n; i++)
         for (int j = 0; j < 2; j++) {
             for (int k = 0; k < V; k++) x[(size_t)i][(size_t)k] = 2 * gpu_normal(77 + (uint64_t)i, (uint64_t)k);
-            rows.push_back(drawn(&s[j], (uint32_t)i)), rows.back().row = 2 * i + j, logits.push_back(x[(size_t)i].data());
+            rows.push_back(row_at(&s[j], (uint32_t)i)), rows.back().row = 2 * i + j, logits.push_back(x[(size_t)i].data());
         }
-    std::vector<toka_sample_result> picks = picks_of(d, rows, logits);
+    std::vector<toka_sample_result> samples = sample_rows(d, rows, logits);
     for (size_t i = 0; i < rows.size(); i += 2)
-        gpu_check(picks[i].id == picks[i + 1].id && close_to(picks[i].sampled_logprob, picks[i + 1].sampled_logprob, 1e-5) &&
-                  close_to(picks[i].logprob, picks[i + 1].logprob, 1e-5), "row %zu: %d plain, %d with filters", i, picks[i].id, picks[i + 1].id);
+        gpu_check(samples[i].id == samples[i + 1].id && close_to(samples[i].sampled_logprob, samples[i + 1].sampled_logprob, 1e-5) &&
+                  close_to(samples[i].logprob, samples[i + 1].logprob, 1e-5), "row %zu: %d plain, %d with filters", i, samples[i].id, samples[i + 1].id);
     samp_device_close(d);
 }
 
-/* What is cut off may as well be -inf: a plain row of such logits draws the same id, though it looks at all blocks. Nearly flat rows, of which
- * thousands of ids are left. */
+/* Logits that a filter removes are equivalent to -inf: a plain row of such logits samples the same
+ * id, although it visits all blocks. The rows are nearly flat and keep thousands of ids. */
 static void test_cuts() {
     const int V = quick ? 40001 : 128256, n = quick ? 32 : 64;
     toka_device *d = samp_device(V, 8, 2 * n);
@@ -319,19 +330,21 @@ static void test_cuts() {
     for (size_t i = 0; i < history.size(); i++) history[i] = (int32_t)(gpu_mix(i) % (uint64_t)V);
     std::vector<toka_sampling> bare(8);
     std::vector<std::vector<float>> x((size_t)(2 * n), std::vector<float>((size_t)V));
-    std::vector<double> p((size_t)V), least; /* of the ids that a row keeps, the lowest */
+    /* the lowest probability of the ids that a row keeps */
+    std::vector<double> p((size_t)V), least;
     std::vector<toka_sample_row> rows;
     std::vector<const float *> logits;
     for (int i = 0; i < n; i++) {
         std::vector<float> &raw = x[(size_t)(2 * i)], &cut = x[(size_t)(2 * i + 1)];
         for (int k = 0; k < V; k++) raw[(size_t)k] = (i / 8 % 2 ? 1.0f : 2.0f) * gpu_normal(gpu_seed + 500 + (uint64_t)i, (uint64_t)k);
-        if (i / 16 % 2) /* many equal ones */
+        if (i / 16 % 2) /* many equal logits */
             for (float &v : raw) v = floorf(16 * v) / 16;
         cut = raw;
         bare[(size_t)(i % 8)] = plain(s[i % 8].temperature);
-        toka_sample_row row = drawn(&s[i % 8], (uint32_t)i), plain_row = drawn(&bare[(size_t)(i % 8)], (uint32_t)i);
+        toka_sample_row row = row_at(&s[i % 8], (uint32_t)i), plain_row = row_at(&bare[(size_t)(i % 8)], (uint32_t)i);
         if (i % 8 == 7) row.history = history.data(), row.n_history = (int)history.size(), row.n_prompt = 450;
-        toka_test_distribution(&row, cut.data(), V, p.data()); /* which makes the adjusted logits of them */
+        /* this call also adjusts the logits in `cut` */
+        toka_test_distribution(&row, cut.data(), V, p.data());
         least.push_back(1);
         for (int k = 0; k < V; k++)
             if (p[(size_t)k] == 0) cut[(size_t)k] = -INFINITY;
@@ -339,13 +352,14 @@ static void test_cuts() {
         row.row = 2 * i, plain_row.row = 2 * i + 1;
         rows.push_back(row), rows.push_back(plain_row), logits.push_back(raw.data()), logits.push_back(cut.data());
     }
-    std::vector<toka_sample_result> picks = picks_of(d, rows, logits);
+    std::vector<toka_sample_result> samples = sample_rows(d, rows, logits);
     for (size_t i = 0; i < rows.size(); i += 2) {
-        const toka_sample_result &got = picks[i], &want = picks[i + 1];
+        const toka_sample_result &got = samples[i], &want = samples[i + 1];
         const double apart = fabs((double)got.sampled_logprob - want.sampled_logprob);
         compared++;
         if (s[i / 2 % 8].top_p < 1 && got.id == want.id && apart > 3e-5 && apart < 1.1 * least[i / 2]) {
-            unsure++; /* one id more or less, where those before it have top_p of the mass to 1e-7 */
+            /* one id more or less, where the ids before it have top_p of the mass to within 1e-7 */
+            unsure++;
             continue;
         }
         gpu_check(got.id == want.id && close_to(got.sampled_logprob, want.sampled_logprob, 3e-5),
@@ -357,14 +371,15 @@ static void test_cuts() {
 
 /* ---- The distribution ---- */
 
-/* n draws of one row of logits at positions 0 .. n-1, as counts. Rows without filters share one stored row (stride 0). */
+/* Counts of n samples of one row of logits, at positions 0 .. n-1. Rows without filters share one
+ * stored row (stride 0). */
 static std::vector<int> draws(toka_device *d, const toka_sampling &how, const std::vector<float> &logits, int n, uint32_t sample) {
     samp_plan *p = d->samp;
     int V = d->shape->V, batch = d->options.max_samples;
     std::vector<int> seen((size_t)V);
     std::vector<samp_result> results((size_t)batch);
     std::vector<toka_sample_row> rows;
-    toka_sample_row one = drawn(&how, 0);
+    toka_sample_row one = row_at(&how, 0);
     one.sample = sample;
     bool filtered = samp_is_filtered(&one, V);
     if (filtered) batch = std::min(batch, p->chunk_rows);
@@ -396,12 +411,14 @@ static void check_distribution(toka_device *d, const char *what, const toka_samp
     int V = d->shape->V;
     std::vector<float> x = logits;
     std::vector<double> p((size_t)V);
-    toka_sample_row row = drawn(&how, 0);
+    toka_sample_row row = row_at(&how, 0);
     toka_test_distribution(&row, x.data(), V, p.data());
     std::vector<int> seen = draws(d, how, logits, n, 0);
     double value = toka_test_g(seen.data(), p.data(), V, n);
     gpu_check(value > 1e-6, "%s: G-test of %d draws, p = %g", what, n, value);
-    for (int i = 0, turn = 0; i < V; i++) /* the test of the test: every other id a little more likely, the rest a little less */
+    /* checks that the test would notice: every other id is a little more likely, the rest a little
+     * less */
+    for (int i = 0, turn = 0; i < V; i++)
         if (p[(size_t)i] > 0) p[(size_t)i] *= turn++ % 2 ? 1.03 : 0.97;
     double total = 0;
     for (double q : p) total += q;
@@ -426,10 +443,11 @@ static void test_distributions() {
     s = plain(0.7f), s.top_k = 40, s.top_p = 0.92f, s.min_p = 0.02f, s.seed = 0xDEADBEEF12345678u;
     check_distribution(d, "all together", s, x, n / 4);
 
-    std::vector<float> low = x; /* p-values of many seeds are uniform: Kolmogorov and Smirnov */
+    /* p-values of many seeds must be uniform (Kolmogorov-Smirnov test) */
+    std::vector<float> low = x;
     std::vector<double> values, p((size_t)V);
     toka_sampling one = plain(0.9f);
-    toka_sample_row row = drawn(&one, 0);
+    toka_sample_row row = row_at(&one, 0);
     toka_test_distribution(&row, low.data(), V, p.data());
     for (int i = 0; i < 40; i++) {
         one.seed = 1000 + (uint64_t)i * 0x100000001u;
@@ -444,14 +462,14 @@ static void test_distributions() {
     samp_device_close(d);
 }
 
-/* Pairs of draws at neighbouring positions, samples and seeds are independent. */
+/* Pairs of samples at neighbouring positions, sample numbers and seeds must be independent. */
 static void test_pairs() {
     const int V = 8, n = quick ? 4096 : 500000;
     toka_device *d = samp_device(V, 8, 8192);
     std::vector<float> x = {0.1f, 0.9f, -0.4f, 0, 0.7f, 0.2f, -1, 0.5f}, copy = x;
     std::vector<double> one((size_t)V), p((size_t)(V * V));
     toka_sampling s = plain(1);
-    toka_sample_row row = drawn(&s, 0);
+    toka_sample_row row = row_at(&s, 0);
     toka_test_distribution(&row, copy.data(), V, one.data());
     for (int i = 0; i < V * V; i++) p[(size_t)i] = one[(size_t)(i / V)] * one[(size_t)(i % V)];
     samp_plan *plan = d->samp;
@@ -465,7 +483,7 @@ static void test_pairs() {
             std::vector<samp_result> results(8192);
             for (int i = 0; i < 8192; i++) {
                 uint32_t number = (uint32_t)(2 * at + i);
-                rows.push_back(drawn(&how[(size_t)i], which == 0 ? number : 3));
+                rows.push_back(row_at(&how[(size_t)i], which == 0 ? number : 3));
                 rows.back().row = i, rows.back().sample = which == 1 ? number : 4;
                 how[(size_t)i].seed = which == 2 ? number : which == 3 ? (uint64_t)number << 32 | 11 : 11;
             }
@@ -488,7 +506,8 @@ static void test_pairs() {
     samp_device_close(d);
 }
 
-/* A whole vocabulary: flat logits, and rare ids beside one that has nearly all the mass, in its group, block and elsewhere. */
+/* A whole vocabulary: flat logits, and rare ids next to one that has nearly all the mass. The rare
+ * ids are in its group, in its block and elsewhere. */
 static void test_tails() {
     const int V = 128256, n = 1 << 20, hot = 70013;
     if (quick) return;
@@ -504,19 +523,22 @@ static void test_tails() {
     gpu_check(a > 1e-6 && b > 1e-6, "flat logits: blocks p = %g, places p = %g", a, b);
     gpu_check(most < 40, "flat logits: an id drawn %g times, expected 8.2 on average", most);
 
-    s = plain(1); /* one id with 1 - 1e-2 or so of the mass; the others of its group at -9.6 nats each, of the rest far lower */
+    /* one id has about 1 - 1e-2 of the mass; the other ids of its group are at -9.6 nats each, the
+     * rest far lower */
+    s = plain(1);
     for (int i = 0; i < V; i++) {
         bool own = i / 256 == hot / 256, group = own && i / 2 % 4 == hot / 2 % 4;
         x[(size_t)i] = i == hot ? 20 : group ? 20 - 9.6f : own ? 20 - 10.4f : 20 - 20.5f;
     }
     std::vector<float> copy = x;
     std::vector<double> p((size_t)V);
-    toka_sample_row row = drawn(&s, 0);
+    toka_sample_row row = row_at(&s, 0);
     toka_test_distribution(&row, copy.data(), V, p.data());
     seen = draws(d, s, x, n, 8);
     std::vector<int> cell(400);
     std::vector<double> p_cell(400);
-    for (int i = 0; i < V; i++) { /* each id of the block for itself; others by 1,000 */
+    /* each id of the block is a cell of its own; other ids are counted by 1,000 */
+    for (int i = 0; i < V; i++) {
         size_t c = i / 256 == hot / 256 ? (size_t)(i % 256) : 256 + (size_t)(i / 1000);
         cell[c] += seen[(size_t)i], p_cell[c] += p[(size_t)i];
     }
@@ -538,13 +560,14 @@ static std::vector<float> floats(const std::vector<bf16> &v) {
     return f;
 }
 
-/* The drawn ids are the last tokens of their slots, and the next step's embedding finds them there. table: [V][E]. */
-static void check_last(toka_device *d, const std::vector<toka_sample_row> &rows, const std::vector<toka_sample_result> &picks, gpu_buf<int> &last,
+/* The sampled ids must be the last tokens of their seqs, and the next step's embedding must find
+ * them there. table: [V][E]. */
+static void check_last(toka_device *d, const std::vector<toka_sample_row> &rows, const std::vector<toka_sample_result> &samples, gpu_buf<int> &last,
                        gpu_buf<bf16> &table) {
     std::vector<int> got = last.host(), want(rows.size(), -1), ids;
     size_t E = (size_t)d->E, wrong = 0;
     for (size_t i = 0; i < rows.size(); i++)
-        if (rows[i].seq >= 0) want[(size_t)rows[i].seq] = picks[i].id, ids.push_back(i % 2 ? -1 - rows[i].seq : (int)i);
+        if (rows[i].seq >= 0) want[(size_t)rows[i].seq] = samples[i].id, ids.push_back(i % 2 ? -1 - rows[i].seq : (int)i);
     gpu_check(got == want && last.guards_hold(), "last tokens of %zu slots", want.size());
     gpu_buf<int> dev_ids(ids.size());
     gpu_buf<bf16> x(ids.size() * E);
@@ -556,13 +579,13 @@ static void check_last(toka_device *d, const std::vector<toka_sample_row> &rows,
     gpu_check(!wrong && x.guards_hold(), "embedding: %zu of %zu rows are wrong", wrong, ids.size());
 }
 
-/* The whole op on rows of x. */
-static void run_op(toka_device *d, const toka_step *s, const bf16 *x, toka_sample_result *picks) {
+/* Runs the whole op on rows of x. */
+static void run_op(toka_device *d, const toka_step *s, const bf16 *x, toka_sample_result *samples) {
     upload_begin(d, &d->upload);
     samp_plan_step(d, s);
     upload_send(d, &d->upload);
     samp_launch(d, s, x);
-    samp_download(d, s, picks);
+    samp_download(d, s, samples);
     GPU_OK(cudaStreamSynchronize(d->stream));
     samp_collect(d, s, &d->samp->host_results[d->last_begun]);
 }
@@ -581,7 +604,7 @@ static void test_op(int V, int E, int T, int n_out, bool all_logits) {
     how[3].top_p = 0.9f, how[4].logprobs = 4;
     std::vector<toka_sample_row> rows;
     for (int i = 0; i < n_out; i++) {
-        rows.push_back(drawn(&how[(size_t)i % 5], (uint32_t)i));
+        rows.push_back(row_at(&how[(size_t)i % 5], (uint32_t)i));
         rows.back().row = (i * 7 + 3) % T, rows.back().seq = i % 4 == 3 ? -1 : n_out - 1 - i;
         if (i % 6 == 5) rows.back().forced_id = i % V, rows.back().sampling = i % 12 == 5 ? NULL : rows.back().sampling;
     }
@@ -591,17 +614,17 @@ static void test_op(int V, int E, int T, int n_out, bool all_logits) {
     std::vector<float> logits((size_t)n_out * (size_t)V, NAN);
     s.T = T;
     if (all_logits) s.logits = logits.data();
-    bare_rows some(rows, [](size_t i) { return i % 5 < 4 && i % 7 < 3; }), all(rows, [](size_t i) { return i % 5 < 4; });
-    std::vector<toka_sample_result> picks(rows.size()), again(rows.size()), picks_some(rows.size()), picks_all(rows.size());
-    for (std::vector<toka_sample_result> *to : {&picks, &again, &picks_some, &picks_all}) {
+    no_logprob_rows some(rows, [](size_t i) { return i % 5 < 4 && i % 7 < 3; }), all(rows, [](size_t i) { return i % 5 < 4; });
+    std::vector<toka_sample_result> samples(rows.size()), again(rows.size()), picks_some(rows.size()), picks_all(rows.size());
+    for (std::vector<toka_sample_result> *to : {&samples, &again, &picks_some, &picks_all}) {
         s.samples = to == &picks_some ? some.rows.data() : to == &picks_all ? all.rows.data() : rows.data();
         GPU_OK(cudaMemset(d->samp->logits, 0xFF, (size_t)d->samp->chunk_rows * (size_t)d->samp->ld_logits * sizeof(float)));
         run_op(d, &s, x.p(), to->data());
         s.logits = NULL;
     }
     gpu_check(!d->error.code, "%s", d->error.msg);
-    check_last(d, rows, picks, last, w);
-    some.check("op", picks_some, picks), all.check("op", picks_all, picks);
+    check_last(d, rows, samples, last, w);
+    some.check("op", picks_some, samples), all.check("op", picks_all, samples);
     for (int i = 0; i < n_out; i++) {
         std::vector<float> xn(Ep), z((size_t)V);
         const float *from = &hx[(size_t)rows[(size_t)i].row * Ep];
@@ -618,26 +641,29 @@ static void test_op(int V, int E, int T, int n_out, bool all_logits) {
         }
         for (float v : z) lse += exp(v - best);
         lse = best + log(lse);
-        const toka_sample_result &p = picks[(size_t)i];
+        const toka_sample_result &p = samples[(size_t)i];
         if (all_logits) gpu_check(worst < 2e-2, "V %d E %d row %d: a logit off by %g", V, E, i, worst);
         gpu_check(p.id >= 0 && p.id < V && fabs(p.logprob - (z[(size_t)p.id] - lse)) < 2e-2, "V %d E %d row %d: id %d logprob %g for %g", V,
                   E, i, p.id, p.logprob, p.id >= 0 && p.id < V ? z[(size_t)p.id] - lse : NAN);
         if (rows[(size_t)i].forced_id >= 0) gpu_check(p.id == rows[(size_t)i].forced_id, "row %d: forced id %d", i, p.id);
         else if (rows[(size_t)i].sampling->temperature == 0 && best - second > 2e-2)
             gpu_check(z[(size_t)p.id] == (float)best, "V %d E %d row %d: greedy id %d", V, E, i, p.id);
-        gpu_check(same_pick(p, again[(size_t)i]), "V %d E %d row %d: another time %d for %d", V, E, i, again[(size_t)i].id, p.id);
+        gpu_check(same_result(p, again[(size_t)i]), "V %d E %d row %d: another time %d for %d", V, E, i, again[(size_t)i].id, p.id);
     }
-    if (all_logits) { /* the same logits by way of stored ones, whichever kernel made the parts before */
+    /* the same logits through the stored path, whichever kernel computed the block results
+     * before */
+    if (all_logits) {
         std::vector<const float *> stored;
         for (int i = 0; i < n_out; i++) stored.push_back(&logits[(size_t)i * (size_t)V]), rows[(size_t)i].row = i;
-        again = picks_of(d, rows, stored);
+        again = sample_rows(d, rows, stored);
         for (size_t i = 0; i < rows.size(); i++)
-            gpu_check(same_pick(picks[i], again[i]), "V %d E %d row %zu: %d from stored logits for %d", V, E, i, again[i].id, picks[i].id);
+            gpu_check(same_result(samples[i], again[i]), "V %d E %d row %zu: %d from stored logits for %d", V, E, i, again[i].id, samples[i].id);
     }
     samp_device_close(d);
 }
 
-/* More filtered rows than logits are stored for at once, and than lists are sent for at once: each row has its own filter all the same. */
+/* More filtered rows than fit into one chunk of stored logits, and than fit into one upload of id
+ * lists. Each row must still have its own filter. */
 static void test_parts() {
     const int V = 1000, E = 64, n = 150;
     toka_device *d = samp_device(V, E, n);
@@ -654,28 +680,29 @@ static void test_parts() {
     for (int i = 0; i < n; i++) {
         ids[(size_t)i] = i * 37 % V;
         if (i % 3) how[(size_t)i].allowed_ids = &ids[(size_t)i], how[(size_t)i].n_allowed = 1;
-        rows.push_back(drawn(&how[(size_t)i], (uint32_t)i)), rows.back().row = i, rows.back().seq = i;
+        rows.push_back(row_at(&how[(size_t)i], (uint32_t)i)), rows.back().row = i, rows.back().seq = i;
     }
     samp_plan *p = d->samp;
     const int chunk = p->chunk_rows;
     const size_t cap = p->list_upload.cap;
     toka_step s = step_of(rows);
-    std::vector<toka_sample_result> picks(rows.size()), whole;
+    std::vector<toka_sample_result> samples(rows.size()), whole;
     for (int round = 0; round < 3; round++) {
         p->chunk_rows = round ? 40 : chunk, p->list_upload.cap = round == 2 ? n * sizeof(samp_filter) + 31 * samp_list_bytes(&rows[1]) : cap;
-        run_op(d, &s, x.p(), picks.data());
-        if (!round) whole = picks;
+        run_op(d, &s, x.p(), samples.data());
+        if (!round) whole = samples;
         for (size_t i = 0; i < rows.size(); i++)
-            gpu_check(same_pick(picks[i], whole[i]) && (i % 3 == 0 || picks[i].id == ids[i]), "parts %d, row %zu: %d, at once %d, allowed %d", round, i,
-                      picks[i].id, whole[i].id, i % 3 ? ids[i] : -1);
+            gpu_check(same_result(samples[i], whole[i]) && (i % 3 == 0 || samples[i].id == ids[i]), "parts %d, row %zu: %d, at once %d, allowed %d", round, i,
+                      samples[i].id, whole[i].id, i % 3 ? ids[i] : -1);
     }
     gpu_check(!d->error.code, "%s", d->error.msg);
     p->chunk_rows = chunk, p->list_upload.cap = cap;
     samp_device_close(d);
 }
 
-/* A vocabulary of more tiles than there are multiprocessors: later blocks know a key that earlier ones reached, and pass over what cannot
- * win. 17 rows: the last one's warp has no other row that might need the block. Against the stored logits' way, which passes over none. */
+/* A vocabulary with more tiles than the GPU has SMs: later blocks know the best key of earlier ones
+ * and skip ids that cannot win. With 17 rows, the last row's warp has no other row that might need
+ * the block. Compared with the stored path, which skips nothing. */
 static void test_waves(int E) {
     const int V = 70000, n = SAMP_STORED_MAX + 1;
     toka_device *d = samp_device(V, E, n);
@@ -689,23 +716,23 @@ static void test_waves(int E) {
     std::vector<const float *> stored;
     for (int i = 0; i < n; i++) stored.push_back(&logits[(size_t)i * V]);
     toka_sampling how = plain(1);
-    for (int k = 0; k <= 32; k++) { /* 0: brings the logits */
+    for (int k = 0; k <= 32; k++) { /* k = 0 computes the logits */
         std::vector<toka_sample_row> rows;
-        for (int i = 0; i < n; i++) rows.push_back(drawn(&how, (uint32_t)(k * n + i))), rows.back().row = i;
+        for (int i = 0; i < n; i++) rows.push_back(row_at(&how, (uint32_t)(k * n + i))), rows.back().row = i;
         toka_step s = step_of(rows);
-        std::vector<toka_sample_result> picks((size_t)n), again;
+        std::vector<toka_sample_result> samples((size_t)n), again;
         s.logits = k ? NULL : logits.data();
-        run_op(d, &s, x.p(), picks.data());
+        run_op(d, &s, x.p(), samples.data());
         gpu_check(!d->error.code, "%s", d->error.msg);
-        again = picks_of(d, rows, stored);
+        again = sample_rows(d, rows, stored);
         for (int i = 0; i < n; i++)
-            gpu_check(same_pick(picks[(size_t)i], again[(size_t)i]), "V %d E %d draw %d row %d: %d from stored logits for %d", V, E, k, i,
-                      again[(size_t)i].id, picks[(size_t)i].id);
+            gpu_check(same_result(samples[(size_t)i], again[(size_t)i]), "V %d E %d draw %d row %d: %d from stored logits for %d", V, E, k, i,
+                      again[(size_t)i].id, samples[(size_t)i].id);
     }
     samp_device_close(d);
 }
 
-/* ---- Times ---- */
+/* ---- Timings ---- */
 
 static void bench_samp(int V, int E, int n_out, float T, int logprobs, float top_p, int top_k) {
     toka_device *d = samp_device(V, E, n_out);
@@ -716,9 +743,9 @@ static void bench_samp(int V, int E, int n_out, float T, int logprobs, float top
     toka_sampling how = plain(T);
     how.top_p = top_p, how.top_k = top_k, how.logprobs = logprobs;
     std::vector<toka_sample_row> rows;
-    for (int i = 0; i < n_out; i++) rows.push_back(drawn(&how, (uint32_t)i)), rows.back().row = i;
+    for (int i = 0; i < n_out; i++) rows.push_back(row_at(&how, (uint32_t)i)), rows.back().row = i;
     toka_step s = step_of(rows);
-    std::vector<toka_sample_result> picks((size_t)n_out);
+    std::vector<toka_sample_result> samples((size_t)n_out);
     double plan = 1e9, us;
     for (int i = 0; i < 5; i++) {
         struct timespec a, b;
@@ -730,7 +757,7 @@ static void bench_samp(int V, int E, int n_out, float T, int logprobs, float top
         upload_send(d, &d->upload);
     }
     if (top_p == 1 && !top_k) us = gpu_time_us(d->stream, 8, 5, [&](int) { samp_launch(d, &s, x.p()); });
-    else { /* lists go up chunk by chunk, which a graph cannot hold */
+    else { /* lists are uploaded chunk by chunk, which a graph cannot do */
         cudaEvent_t from, to;
         float ms;
         GPU_OK(cudaEventCreate(&from));
@@ -750,15 +777,16 @@ static void bench_samp(int V, int E, int n_out, float T, int logprobs, float top
     samp_device_close(d);
 }
 
-/* The last kernel alone, on stored logits with their parts: Gaussian ones of this standard deviation. At 4.4 their entropy is 1 to 3 nats, as
- * with real models; 3 and 1 leave thousands of ids, and nearly all. Median of rows that differ. */
+/* Times the last kernel alone, on stored logits with their block results. The logits are Gaussian
+ * with this standard deviation. At 4.4 their entropy is 1 to 3 nats, as with real models; at 3
+ * thousands of ids are left, at 1 nearly all. The median over different rows. */
 static void bench_filters(int V, int n, float deviation) {
     toka_device *d = samp_device(V, 8, n);
     samp_plan *p = d->samp;
     const struct {
         float T, top_p, min_p;
         int top_k, logprobs, n_history;
-    } asks[] = {{1, 1, 0, 0, 0}, {1, 0.95f, 0, 0, 0}, {0.6f, 0.9f, 0, 0, 0}, {0.6f, 0.95f, 0, 20, 0}, {0.7f, 0.8f, 0, 20, TOKA_NO_LOGPROBS},
+    } cases_of_filters[] = {{1, 1, 0, 0, 0}, {1, 0.95f, 0, 0, 0}, {0.6f, 0.9f, 0, 0, 0}, {0.6f, 0.95f, 0, 20, 0}, {0.7f, 0.8f, 0, 20, TOKA_NO_LOGPROBS},
                 {1, 1, 0.05f, 0, 0}, {1, 1, 0, 0, 5}, {0.7f, 0.8f, 0, 20, 0, 1000}};
     std::vector<int32_t> history(1000);
     for (size_t i = 0; i < history.size(); i++) history[i] = (int32_t)(gpu_mix(i) % (uint64_t)V);
@@ -771,12 +799,12 @@ static void bench_filters(int V, int n, float deviation) {
         else GPU_OK(cudaMemcpy(to, p->logits + (size_t)(row % different) * p->ld_logits, x.size() * sizeof(float), cudaMemcpyDeviceToDevice));
     }
     printf("V %6d  deviation %.1f  rows %4d ", V, deviation, n);
-    for (auto &ask : asks) {
+    for (auto &ask : cases_of_filters) {
         toka_sampling how = plain(ask.T);
         how.top_p = ask.top_p, how.min_p = ask.min_p, how.top_k = ask.top_k, how.logprobs = ask.logprobs;
         std::vector<toka_sample_row> rows;
         if (ask.n_history) how.repetition_penalty = 1.05f;
-        for (int i = 0; i < n; i++) rows.push_back(drawn(&how, (uint32_t)i)), rows.back().row = i;
+        for (int i = 0; i < n; i++) rows.push_back(row_at(&how, (uint32_t)i)), rows.back().row = i;
         for (auto &row : rows) row.history = history.data(), row.n_history = ask.n_history;
         toka_step s = step_of(rows);
         samp_filter *filters = NULL;
@@ -793,9 +821,9 @@ static void bench_filters(int V, int n, float deviation) {
     samp_device_close(d);
 }
 
-/* ---- Beside cuBLAS ---- */
+/* ---- Next to cuBLAS ---- */
 
-typedef struct peer { /* what is needed of cuBLAS's interface */
+typedef struct peer { /* the part of cuBLAS's interface that is needed */
     void *handle;
     int (*gemm)(void *handle, int trans_a, int trans_b, int m, int n, int k, const void *alpha, const void *a, int a_type, int lda, const void *b,
                 int b_type, int ldb, const void *beta, void *c, int c_type, int ldc, int compute, int algo);
@@ -803,7 +831,8 @@ typedef struct peer { /* what is needed of cuBLAS's interface */
 
 static bool peer_open(peer *p, cudaStream_t stream) {
     void *lib = dlopen("libcublas.so.13", RTLD_NOW), *room;
-    const size_t bytes = (size_t)64 << 20; /* a graph cannot take memory */
+    /* cuBLAS cannot allocate memory while a graph is captured */
+    const size_t bytes = (size_t)64 << 20;
     if (!lib) lib = dlopen("libcublas.so.12", RTLD_NOW);
     if (!lib) return false;
     auto create = (int (*)(void **))dlsym(lib, "cublasCreate_v2");
@@ -814,7 +843,8 @@ static bool peer_open(peer *p, cudaStream_t stream) {
     return !create(&p->handle) && !set_stream(p->handle, stream) && !set_room(p->handle, room, bytes);
 }
 
-/* Each kind five times, in turning order, each time after a pause: what ran before it has neither warmed the card nor used up its power. */
+/* Times each kind five times, in rotating order, each time after a pause, so that the run before
+ * neither warms up the GPU nor uses up its power budget. */
 static void bench_peer(const peer *p, int V, int E, int M) {
     toka_device *d = samp_device(V, E, M);
     gpu_buf<bf16> x((size_t)M * (size_t)E), w((size_t)V * (size_t)E), y((size_t)M * (size_t)V);
@@ -823,19 +853,20 @@ static void bench_peer(const peer *p, int V, int E, int M) {
     d->norm = norm.p(), d->lm_head = weight{w.p(), NULL, V, E};
     toka_sampling how[3] = {plain(1), plain(0.6f), plain(0.6f)};
     how[2].logprobs = TOKA_NO_LOGPROBS;
-    std::vector<double> us[4]; /* the last is cuBLAS's */
+    std::vector<double> us[4]; /* the last one is cuBLAS */
     const int calls = M >= 2048 ? 2 : 6;
     const float one = 1, zero = 0;
     for (int turn = 0; turn < 5; turn++)
         for (int i = 0; i < 4; i++) {
             const int k = turn % 2 ? 3 - (i + turn) % 4 : (i + turn) % 4;
             std::vector<toka_sample_row> rows;
-            for (int row = 0; row < M; row++) rows.push_back(drawn(&how[k % 3], (uint32_t)row)), rows.back().row = row;
+            for (int row = 0; row < M; row++) rows.push_back(row_at(&how[k % 3], (uint32_t)row)), rows.back().row = row;
             toka_step s = step_of(rows);
             upload_begin(d, &d->upload), samp_plan_step(d, &s), upload_send(d, &d->upload);
             GPU_OK(cudaStreamSynchronize(d->stream));
             usleep(250000);
-            us[k].push_back(gpu_time_us(d->stream, calls, 5, [&](int) { /* 14: bf16, 68: float32 sums */
+            /* 14: bf16, 68: float32 sums */
+            us[k].push_back(gpu_time_us(d->stream, calls, 5, [&](int) {
                 if (k < 3) samp_launch(d, &s, x.p());
                 else if (p->gemm(p->handle, 1, 0, V, M, E, &one, w.p(), 14, E, d->xn, 14, E, &zero, y.p(), 14, V, 68, -1)) gpu_check(false, "cuBLAS");
             }));
@@ -901,7 +932,7 @@ int main(int argc, char **argv) {
     test_op(1000, 256, 300, 300, false);
     test_op(1000, 256, 16, 16, true);
     test_op(520, 64, 70, 65, true);
-    test_op(520, 392, 70, 65, true); /* more blocks of K than stages */
+    test_op(520, 392, 70, 65, true); /* more K blocks than ring buffers */
     test_op(3000, 896, 300, 300, false);
     if (!quick) test_op(32000, 512, 20, 12, true);
     test_waves(64), test_waves(384);
