@@ -1,9 +1,10 @@
-/* Tests of chapters 21 to 23: whole models against Hugging Face transformers, and how a request lives and ends. */
+/* Tests of chapters 21 to 23: whole models against Hugging Face transformers, and the life of a
+ * request. */
 
 #include "late.h"
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-#define ENG_SLOW 1 /* sanitizer build: fewer problems for the accuracy tests, fewer splits */
+#define ENG_SLOW 1 /* build with a sanitizer: fewer problems in the accuracy tests, fewer splits */
 #elif defined(__has_feature)
 #if __has_feature(address_sanitizer)
 #define ENG_SLOW 1
@@ -36,7 +37,7 @@ static int eng_int_array(const json *array, int32_t *out, int cap) {
     return n;
 }
 
-typedef struct eng_got { /* what a request's events said */
+typedef struct eng_collected { /* what the events of a request contained */
     ids id[64];
     buf text[64];
     float logprob[64][512], sampled[64][512];
@@ -44,10 +45,10 @@ typedef struct eng_got { /* what a request's events said */
     toka_finish finish[64];
     int cancel_after; /* > 0: cancel at that event */
     int n_events, n_cancelled;
-} eng_got;
+} eng_collected;
 
 static int eng_collect(void *user, const toka_event *ev) {
-    eng_got *g = user;
+    eng_collected *g = user;
     size_t k = g->id[ev->sample].n;
     if (ev->id < 0 && ev->finish != TOKA_STOP) return g->n_cancelled++, g->n_ended++, 0;
     if (k < 512) g->logprob[ev->sample][k] = ev->logprob, g->sampled[ev->sample][k] = ev->sampled_logprob;
@@ -58,15 +59,15 @@ static int eng_collect(void *user, const toka_event *ev) {
     return ++g->n_events == g->cancel_after;
 }
 
-static void eng_got_free(eng_got *g) {
+static void eng_collected_free(eng_collected *g) {
     for (int i = 0; i < 64; i++) ids_free(&g->id[i]), buf_free(&g->text[i]);
     free(g);
 }
 
-/* One request of ids or text, greedy unless `s` says otherwise. */
-static eng_got *eng_ask(toka *t, const char *text, const int32_t *prompt, size_t n_prompt, int n, const toka_sampling *s, int *code,
+/* Runs one request of ids or of text. Greedy unless `s` is given. */
+static eng_collected *eng_ask(toka *t, const char *text, const int32_t *prompt, size_t n_prompt, int n, const toka_sampling *s, int *code,
                         toka_err *e) {
-    eng_got *g = mem_zalloc(sizeof *g);
+    eng_collected *g = mem_zalloc(sizeof *g);
     toka_request r = toka_request_default();
     r.text = text, r.text_bytes = text ? strlen(text) : 0, r.ids = prompt, r.n_ids = n_prompt, r.n = n, r.sampling = *s;
     *code = toka_generate(t, &r, eng_collect, g, NULL, e);
@@ -87,7 +88,8 @@ static double eng_rel_l2(const float *a, const float *b, int n) {
     return sqrt(d / r);
 }
 
-/* All prompts in one step, the batch of mixed lengths, in pages of our own choice; rows ask for logits at some positions. */
+/* Runs all prompts in one step, a batch of mixed lengths, in pages that the test chooses. Some rows
+ * ask for logits. */
 static void eng_check_logits(toka *t, const char *name, const json *cases, const char *bin, int V) {
     enum { ROWS = 1024, CASES = 16 };
     eng *g = t->engine;
@@ -96,7 +98,8 @@ static void eng_check_logits(toka *t, const char *name, const json *cases, const
     toka_span spans[CASES];
     toka_sample_row out[8 * CASES];
     toka_step s = {.ids = id, .pos = pos, .kv_slot = slot, .pages = pages, .spans = spans, .samples = out};
-    for (int i = 0; i < ROWS; i++) pages[i] = (int32_t)((i * 7 + 3) % 251); /* scattered; 7 and 251 are coprime */
+    /* scattered over the pool: 7 and 251 are coprime */
+    for (int i = 0; i < ROWS; i++) pages[i] = (int32_t)((i * 7 + 3) % 251);
     int page = 0;
     JSON_EACH(it, cases) {
         int n = eng_int_array(json_get(it, "prompt_ids"), id + s.T, ROWS - s.T);
@@ -131,11 +134,11 @@ static void eng_check_greedy(toka *t, const char *name, const json *cases) {
         int n = eng_int_array(json_get(it, "prompt_ids"), prompt, 512), m = eng_int_array(json_get(it, "greedy_ids"), want, 64), code;
         toka_sampling s = eng_greedy(m);
         s.ignore_eos = 1;
-        eng_got *g = eng_ask(t, NULL, prompt, (size_t)n, 1, &s, &code, &e);
+        eng_collected *g = eng_ask(t, NULL, prompt, (size_t)n, 1, &s, &code, &e);
         CHECK_MSG(code == 0, "%s: %s", name, e.msg);
         CHECK_MSG((int)g->id[0].n == m && !memcmp(g->id[0].p, want, (size_t)m * 4), "%s case %d: greedy ids differ", name, n_case);
         n_case++;
-        eng_got_free(g);
+        eng_collected_free(g);
     }
 }
 
@@ -152,7 +155,7 @@ static void eng_fixture(const char *name) {
     CHECK(whole->shape.V == json_int(json_get(golden, "vocab"), 0));
     eng_check_logits(whole, name, cases, bin.p, whole->shape.V);
     eng_check_greedy(whole, name, cases);
-    eng_check_greedy(chunked, name, cases); /* prefill in pieces of 7 tokens on one thread */
+    eng_check_greedy(chunked, name, cases); /* prefill in chunks of 7 tokens, on one thread */
     toka_close(whole), toka_close(chunked);
     free((void *)text.p), free((void *)bin.p);
     arena_free(&a);
@@ -179,7 +182,7 @@ static void eng_check_golden(toka *t, const char *name, const json *golden) {
         toka_sampling s = eng_greedy(m);
         char *z = mem_zalloc(p.n + 1);
         memcpy(z, p.p, p.n);
-        eng_got *g = eng_ask(t, z, NULL, 0, 1, &s, &code, &e);
+        eng_collected *g = eng_ask(t, z, NULL, 0, 1, &s, &code, &e);
         CHECK_MSG(code == 0, "%s: %s", name, e.msg);
         CHECK_MSG((int)g->id[0].n == m && !memcmp(g->id[0].p, want, (size_t)m * 4), "%s '%s': ids differ", name, z);
         str got = buf_view(&g->text[0]);
@@ -188,7 +191,7 @@ static void eng_check_golden(toka *t, const char *name, const json *golden) {
         size_t n_enc = 0;
         CHECK(!toka_encode(t, z, p.n, TOKA_ADD_SPECIAL, &enc, &n_enc, &e));
         CHECK_MSG((int)n_enc == n && !memcmp(enc, prompt, n_enc * 4), "%s '%s': prompt ids differ", name, z);
-        free(enc), free(z), eng_got_free(g);
+        free(enc), free(z), eng_collected_free(g);
     }
 }
 
@@ -216,8 +219,8 @@ static void test_real_weights(void) {
 
 static const char eng_model[] = "test/model";
 
-/* Asks the model a problem through its chat template. */
-static eng_got *eng_ask_problem(toka *t, str problem, int n, const toka_sampling *s) {
+/* Sends a problem to the model through its chat template. */
+static eng_collected *eng_ask_problem(toka *t, str problem, int n, const toka_sampling *s) {
     buf chat = {0};
     char *prompt = NULL;
     size_t bytes = 0;
@@ -230,13 +233,13 @@ static eng_got *eng_ask_problem(toka *t, str problem, int n, const toka_sampling
     int32_t *v = NULL;
     size_t n_v = 0;
     CHECK(toka_encode(t, prompt, bytes, TOKA_PARSE_SPECIAL, &v, &n_v, &e) == 0);
-    eng_got *g = eng_ask(t, NULL, v, n_v, n, s, &code, &e);
+    eng_collected *g = eng_ask(t, NULL, v, n_v, n, s, &code, &e);
     CHECK_MSG(code == 0, "%s", e.msg);
     free(v), free(prompt), buf_free(&chat);
     return g;
 }
 
-/* The last number of an answer. */
+/* The last number in an answer. */
 static long eng_answer(str text) {
     size_t i = text.n;
     while (i && !isdigit((unsigned char)text.p[i - 1])) i--;
@@ -247,7 +250,7 @@ static long eng_answer(str text) {
     return *z ? atol(z) : LONG_MIN;
 }
 
-/* Prompts as text and ids, and the greedy answers that transformers gives in float32. */
+/* Prompts as text and as ids, with the greedy answers of transformers in float32. */
 static void test_embedded_golden(void) {
     arena a = {0};
     str file;
@@ -263,10 +266,10 @@ static void test_embedded_golden(void) {
         ids v = {0};
         CHECK(!tok_encode(t->tok, text, TOKA_PARSE_SPECIAL, &v, &e));
         CHECK_MSG((int)v.n == n && !memcmp(v.p, prompt, v.n * 4), "prompt ids differ: %.*s", STRF(text));
-        eng_got *g = eng_ask(t, NULL, prompt, (size_t)n, 1, &s, &code, &e);
+        eng_collected *g = eng_ask(t, NULL, prompt, (size_t)n, 1, &s, &code, &e);
         CHECK_MSG((int)g->id[0].n == m && !memcmp(g->id[0].p, want, (size_t)m * 4), "greedy ids differ: %.*s", STRF(text));
         CHECK_MSG(str_starts(answer, buf_view(&g->text[0])) && answer.n - g->text[0].n < 40, "text differs: %.*s", STRF(answer));
-        ids_free(&v), eng_got_free(g);
+        ids_free(&v), eng_collected_free(g);
     }
     free((void *)file.p);
     arena_free(&a);
@@ -285,11 +288,11 @@ static void test_embedded_accuracy(void) {
         end = nl < 0 ? lines.n : (size_t)nl;
         const json *v = json_parse(&a, str_sub(lines, at, end), json_trusted, &e);
         const json *answer = json_get(v, "answer");
-        eng_got *g = eng_ask_problem(t, json_str(json_get(v, "prompt")), 1, &s);
+        eng_collected *g = eng_ask_problem(t, json_str(json_get(v, "prompt")), 1, &s);
         long want = json_is(answer, JSON_STRING) ? eng_answer(json_str(answer)) : (long)json_int(answer, -1);
         right += eng_answer(buf_view(&g->text[0])) == want && g->finish[0] == TOKA_STOP;
         n++;
-        eng_got_free(g);
+        eng_collected_free(g);
         arena_free(&a);
     }
     printf("embedded model: %d of %d held-out problems right, greedy\n", right, n);
@@ -306,100 +309,106 @@ static const char eng_problem[] = "Tom has 12 apples. He buys 7 more apples. How
 static void test_request_ends(void) {
     toka *t = eng_must_open(eng_model, 8, 64, 1);
     toka_sampling s = eng_greedy(0);
-    eng_got *whole = eng_ask_problem(t, str_c(eng_problem), 1, &s);
+    eng_collected *whole = eng_ask_problem(t, str_c(eng_problem), 1, &s);
     str text = buf_view(&whole->text[0]);
     CHECK(whole->finish[0] == TOKA_STOP && whole->stop_id[0] >= 0 && text.n > 8);
 
-    s.max_tokens = 5; /* length, and the same beginning */
-    eng_got *g = eng_ask_problem(t, str_c(eng_problem), 1, &s);
+    s.max_tokens = 5; /* ends by length; the text begins as before */
+    eng_collected *g = eng_ask_problem(t, str_c(eng_problem), 1, &s);
     CHECK(g->finish[0] == TOKA_LENGTH && g->id[0].n == 5 && !memcmp(g->id[0].p, whole->id[0].p, 20) && g->stop_id[0] == -1);
     CHECK(str_starts(text, buf_view(&g->text[0])));
-    eng_got_free(g);
+    eng_collected_free(g);
 
-    char word[8] = {0}; /* a stop string taken from the middle of the text, so that it spans tokens */
+    /* a stop string from the middle of the text, so that it spans several tokens */
+    char word[8] = {0};
     memcpy(word, text.p + text.n / 2, 5);
     const char *stops[] = {"never to be seen", word};
     s = eng_greedy(0), s.stop = stops, s.n_stop = 2;
     g = eng_ask_problem(t, str_c(eng_problem), 1, &s);
     size_t cut = (size_t)str_find(text, str_c(word), 0);
     CHECK(g->finish[0] == TOKA_STOP && g->stop_id[0] == -1 && str_eq(buf_view(&g->text[0]), str_sub(text, 0, cut)));
-    eng_got_free(g);
+    eng_collected_free(g);
     s.include_stop = 1;
     g = eng_ask_problem(t, str_c(eng_problem), 1, &s);
     CHECK(str_eq(buf_view(&g->text[0]), str_sub(text, 0, cut + 5)));
-    eng_got_free(g);
+    eng_collected_free(g);
 
-    s = eng_greedy(0), s.stop_ids = &whole->id[0].p[3], s.n_stop_ids = 1; /* stop id: its text is not shown */
+    /* a stop id: its text is not output */
+    s = eng_greedy(0), s.stop_ids = &whole->id[0].p[3], s.n_stop_ids = 1;
     g = eng_ask_problem(t, str_c(eng_problem), 1, &s);
     CHECK(g->finish[0] == TOKA_STOP && g->stop_id[0] == whole->id[0].p[3] && g->id[0].n <= 4);
     size_t n_before = g->text[0].n;
-    eng_got_free(g);
-    s.include_stop = 1; /* but where it is asked for */
+    eng_collected_free(g);
+    s.include_stop = 1; /* unless the request asks for it */
     g = eng_ask_problem(t, str_c(eng_problem), 1, &s);
     CHECK(g->stop_id[0] == whole->id[0].p[3] && g->text[0].n > n_before && str_starts(text, buf_view(&g->text[0])));
-    eng_got_free(g);
+    eng_collected_free(g);
 
-    int longer = (int)whole->id[0].n + 6; /* min_tokens and ignore_eos go past the natural end */
+    /* min_tokens and ignore_eos continue after the natural end */
+    int longer = (int)whole->id[0].n + 6;
     s = eng_greedy(longer + 10), s.min_tokens = longer;
     g = eng_ask_problem(t, str_c(eng_problem), 1, &s);
     CHECK((int)g->id[0].n >= longer);
     for (int i = 0; i < longer - 1; i++)
         for (int k = 0; k < t->files->config.n_eos_ids; k++) CHECK(g->id[0].p[i] != t->files->config.eos_ids[k]);
-    eng_got_free(g);
+    eng_collected_free(g);
     s = eng_greedy(longer), s.ignore_eos = 1;
     g = eng_ask_problem(t, str_c(eng_problem), 1, &s);
     CHECK((int)g->id[0].n == longer && g->finish[0] == TOKA_LENGTH && !memcmp(g->id[0].p, whole->id[0].p, whole->id[0].n * 4));
-    eng_got_free(g);
-    eng_got_free(whole);
+    eng_collected_free(g);
+    eng_collected_free(whole);
     toka_close(t);
 }
 
-/* Same seed, same samples, whatever the number of sequences at once, the chunk of prefill and the threads. */
+/* Equal seeds give equal samples, for any number of concurrent sequences, prefill chunk size and
+ * number of threads. */
 static void test_reproducible(void) {
     static const struct {
         int seqs, tokens, threads;
     } set[] = {{64, 512, 2}, {1, 1, 1}, {3, 5, 2}, {7, 64, 1}};
-    eng_got *first = NULL;
+    eng_collected *first = NULL;
     toka_sampling s = eng_greedy(40);
     s.temperature = 3, s.seed = 77, s.top_p = 0.99f;
     for (int k = 0; k < COUNT(set); k++) {
         toka *t = eng_must_open(eng_model, set[k].seqs, set[k].tokens, set[k].threads);
-        eng_got *g = eng_ask_problem(t, str_c(eng_problem), 12, &s);
+        eng_collected *g = eng_ask_problem(t, str_c(eng_problem), 12, &s);
         CHECK(g->n_ended == 12);
         for (int i = 0; i < 12 && first; i++) {
             CHECK(first->id[i].n == g->id[i].n && !memcmp(first->id[i].p, g->id[i].p, g->id[i].n * 4));
-            CHECK(!memcmp(first->logprob[i], g->logprob[i], sizeof g->logprob[i])); /* to the last bit */
+            /* equal to the last bit */
+            CHECK(!memcmp(first->logprob[i], g->logprob[i], sizeof g->logprob[i]));
         }
-        if (first) eng_got_free(g);
+        if (first) eng_collected_free(g);
         else first = g;
         toka_close(t);
     }
     int differ = 0;
     for (int i = 1; i < 12; i++) differ += !str_eq(buf_view(&first->text[i]), buf_view(&first->text[0]));
-    CHECK(differ > 0); /* samples are not copies of each other */
-    toka *t = eng_must_open(eng_model, 7, 64, 2); /* whoever asks for no log-probability gets none, and the same draws */
+    CHECK(differ > 0); /* samples differ from each other */
+    /* without log-probabilities in the request there are none, and the samples are equal */
+    toka *t = eng_must_open(eng_model, 7, 64, 2);
     s.logprobs = TOKA_NO_LOGPROBS;
-    eng_got *g = eng_ask_problem(t, str_c(eng_problem), 12, &s);
+    eng_collected *g = eng_ask_problem(t, str_c(eng_problem), 12, &s);
     for (int i = 0; i < 12; i++) {
         CHECK(first->id[i].n == g->id[i].n && !memcmp(first->id[i].p, g->id[i].p, g->id[i].n * 4));
         CHECK(!memcmp(first->sampled[i], g->sampled[i], sizeof g->sampled[i]) && g->n_top == 0);
         for (size_t k = 0; k < g->id[i].n; k++) CHECK(isnan(g->logprob[i][k]) && !isnan(first->logprob[i][k]));
     }
     toka_close(t);
-    eng_got_free(g), eng_got_free(first);
+    eng_collected_free(g), eng_collected_free(first);
 }
 
 static void test_greedy_samples_equal(void) {
     toka *t = eng_must_open(eng_model, 5, 33, 2);
     toka_sampling s = eng_greedy(0);
-    eng_got *g = eng_ask_problem(t, str_c(eng_problem), 17, &s);
+    eng_collected *g = eng_ask_problem(t, str_c(eng_problem), 17, &s);
     for (int i = 1; i < 17; i++) CHECK(str_eq(buf_view(&g->text[i]), buf_view(&g->text[0])));
     CHECK(g->n_ended == 17);
-    eng_got_free(g);
+    eng_collected_free(g);
     toka_close(t);
 }
 
-/* Scoring a generated text gives the log-probabilities that generating it reported. */
+/* Scoring a generated text gives the same log-probabilities as its generation did. */
 static void test_score(void) {
     toka *t = eng_must_open(eng_model, 4, 16, 2);
     toka_err e = {0};
@@ -409,13 +418,13 @@ static void test_score(void) {
     int code;
     CHECK(!toka_encode(t, eng_problem, strlen(eng_problem), TOKA_ADD_SPECIAL, &v, &n, &e));
     s.temperature = 1, s.seed = 5, s.logprobs = 3;
-    eng_got *g = eng_ask(t, NULL, v, n, 1, &s, &code, &e);
+    eng_collected *g = eng_ask(t, NULL, v, n, 1, &s, &code, &e);
     CHECK(code == 0 && g->n_top == 3);
     memcpy(all, v, n * 4), memcpy(all + n, g->id[0].p, g->id[0].n * 4);
     float lp[512];
     CHECK(!toka_score(t, all, n + g->id[0].n, lp, &e));
     for (size_t i = 0; i < g->id[0].n; i++) CHECK(fabsf(lp[n + i] - g->logprob[0][i]) <= 1e-5f);
-    eng_got_free(g), free(v);
+    eng_collected_free(g), free(v);
     toka_close(t);
 }
 
@@ -425,28 +434,29 @@ static void test_request_errors(void) {
     toka_sampling s = eng_greedy(4), bad = s;
     int code, n_long = t->shape.max_len;
     int32_t wrong[] = {1, 1 << 30}, *much = mem_zalloc((size_t)n_long * 4);
-    eng_got_free(eng_ask(t, NULL, wrong, 2, 1, &s, &code, &e));
+    eng_collected_free(eng_ask(t, NULL, wrong, 2, 1, &s, &code, &e));
     CHECK(code == TOKA_E_USE && strstr(e.msg, "token 1"));
-    eng_got_free(eng_ask(t, NULL, much, (size_t)n_long, 1, &s, &code, &e));
+    eng_collected_free(eng_ask(t, NULL, much, (size_t)n_long, 1, &s, &code, &e));
     CHECK(code == TOKA_E_USE && strstr(e.msg, "max_model_len"));
-    eng_got_free(eng_ask(t, NULL, wrong, SIZE_MAX, 1, &s, &code, &e));
+    eng_collected_free(eng_ask(t, NULL, wrong, SIZE_MAX, 1, &s, &code, &e));
     CHECK(code == TOKA_E_USE && strstr(e.msg, "max_model_len"));
-    eng_got_free(eng_ask(t, NULL, wrong, 1, 0, &s, &code, &e));
+    eng_collected_free(eng_ask(t, NULL, wrong, 1, 0, &s, &code, &e));
     CHECK(code == TOKA_E_USE);
     bad.top_p = 2;
-    eng_got_free(eng_ask(t, NULL, wrong, 1, 1, &bad, &code, &e));
+    eng_collected_free(eng_ask(t, NULL, wrong, 1, 1, &bad, &code, &e));
     CHECK(code == TOKA_E_USE && strstr(e.msg, "top_p"));
-    eng_got *g = mem_zalloc(sizeof *g); /* cancelled from the callback; then the next request works */
+    /* cancelled from the callback; the next request works */
+    eng_collected *g = mem_zalloc(sizeof *g);
     toka_request r = toka_request_default();
     r.ids = wrong, r.n_ids = 1, r.n = 6, r.sampling = eng_greedy(50), r.sampling.ignore_eos = 1;
     g->cancel_after = 9;
     CHECK(toka_generate(t, &r, eng_collect, g, NULL, &e) == TOKA_E_CANCELLED && g->n_events == 9);
     CHECK(g->n_ended == 6 && g->n_cancelled == 6);
-    eng_got_free(g);
+    eng_collected_free(g);
     CHECK(kv_n_available(&t->engine->replicas[0].sched.kv) == t->engine->replicas[0].sched.config.n_pages && !t->engine->n_active && !sched_check(&t->engine->replicas[0].sched));
     g = eng_ask(t, NULL, wrong, 1, 2, &s, &code, &e);
     CHECK(code == 0 && g->n_ended == 2);
-    eng_got_free(g);
+    eng_collected_free(g);
     toka_close(t), free(much);
 }
 
@@ -469,10 +479,10 @@ static void *eng_thread_main(void *arg) {
     char *problem = eng_thread_prompt(me->no);
     toka_sampling s = eng_greedy(60);
     for (int i = 0; i < 5; i++) {
-        eng_got *g = eng_ask_problem(me->t, str_c(problem), 1 + i, &s);
+        eng_collected *g = eng_ask_problem(me->t, str_c(problem), 1 + i, &s);
         for (int k = 0; k <= i; k++) me->ok &= eng_answer(buf_view(&g->text[k])) == 5 + me->no * 8;
         me->ok &= g->n_ended == 1 + i;
-        eng_got_free(g);
+        eng_collected_free(g);
     }
     free(problem);
     return NULL;
@@ -500,7 +510,7 @@ static void *eng_run_forever(void *arg) {
 }
 
 static int eng_count(void *user, const toka_event *ev) {
-    int *count = user; /* [0] ended, [1] cancelled, [2] tokens */
+    int *count = user; /* [0] ended samples, [1] cancelled samples, [2] tokens */
     count[0] += ev->finish != TOKA_RUNNING, count[1] += ev->finish == TOKA_CANCELLED, count[2] += ev->id >= 0;
     return 0;
 }
@@ -518,13 +528,14 @@ static void *eng_one_of_many(void *arg) {
     s.ignore_eos = 1;
     toka_err e;
     int code;
-    eng_got *g = eng_ask(me->t, NULL, prompt, 3, 1, &s, &code, &e);
+    eng_collected *g = eng_ask(me->t, NULL, prompt, 3, 1, &s, &code, &e);
     me->ok = !code && g->n_ended == 1;
-    eng_got_free(g);
+    eng_collected_free(g);
     return NULL;
 }
 
-/* Threads in toka_generate sleep until their own requests end: those of others, and steps, do not wake them. */
+/* Threads in toka_generate sleep until their own requests end. Steps and the ends of other requests
+ * do not wake them. */
 static void test_many_threads(void) {
     enum { N = 300 };
     toka *t = eng_must_open(eng_model, N, 2 * N, 1);
@@ -544,11 +555,12 @@ static void test_many_threads(void) {
     toka_close(t);
 }
 
-/* Who runs steps until nothing is left sees that, whoever made the last one; and who sleeps takes over from one who leaves. */
+/* A thread that runs steps until no work is left must notice the end, even if another thread made
+ * the last step. When the driver leaves, a sleeping thread must take over. */
 static void test_drivers_leave(void) {
     toka *t = eng_must_open(eng_model, 8, 64, 1);
     int32_t prompt[] = {5, 6, 7};
-    alarm(300); /* who is not woken sleeps for ever */
+    alarm(300); /* a thread that is not woken would sleep forever */
     for (int turn = 0; turn < 20; turn++) {
         pthread_t forever, out[2], asks[2];
         eng_thread arg[2] = {{t, 0, false}, {t, 1, false}};
@@ -574,7 +586,7 @@ static void test_drivers_leave(void) {
     toka_close(t);
 }
 
-/* One thread drives, this one submits and cancels; every sample ends exactly once. */
+/* One thread drives; this one submits and cancels. Every sample ends exactly once. */
 static void test_submit_cancel(void) {
     enum { N = 24, SAMPLES = 7, TOKENS = 16 };
     toka *t = eng_must_open(eng_model, 16, 64, 1);
@@ -590,12 +602,12 @@ static void test_submit_cancel(void) {
         r.text = prompt, r.text_bytes = strlen(prompt), r.n = SAMPLES, r.sampling = eng_greedy(TOKENS), r.sampling.ignore_eos = 1;
         r.priority = (int)(rnd(&seed) % 3) - 1;
         CHECK(!toka_submit(t, &r, eng_count, count[i], &id[i], &e));
-        memset(prompt, 'x', strlen(prompt)); /* all of it was copied */
+        memset(prompt, 'x', strlen(prompt)); /* the engine has copied all of it */
         free(prompt);
         if (i % 3 == 0) toka_cancel(t, id[rnd(&seed) % (uint64_t)(i + 1)]);
         if (i % 5 == 0) usleep(2000);
     }
-    toka_cancel(t, 123456789); /* nobody */
+    toka_cancel(t, 123456789); /* no request has this id */
     for (toka_stats s = {.waiting = 1}; s.requests_done < N; s = toka_get_stats(t)) usleep(1000);
     toka_stop(t);
     CHECK(!pthread_join(driver, NULL));
@@ -623,14 +635,16 @@ static void *eng_fault_main(void *arg) {
     toka_err e = {0};
     int code;
     s.ignore_eos = 1;
-    eng_got *g = eng_ask(me->t, NULL, prompt, 3, 3, &s, &code, &e);
+    eng_collected *g = eng_ask(me->t, NULL, prompt, 3, 3, &s, &code, &e);
     me->ok = code == TOKA_E_DEVICE && strstr(e.msg, "injected");
-    for (int i = 0; i < 3; i++) me->ok &= g->n_events == 0 || g->n_ended == 3; /* refused at once, or ended whole */
-    eng_got_free(g);
+    /* either refused at once, or all samples have ended */
+    for (int i = 0; i < 3; i++) me->ok &= g->n_events == 0 || g->n_ended == 3;
+    eng_collected_free(g);
     return NULL;
 }
 
-/* All requests of all threads fail with the device's words, each sample once; what comes later is refused. */
+/* All requests of all threads fail with the device's error, each sample once. Later requests are
+ * refused. */
 static void test_device_fault(void) {
     enum { N = 4 };
     toka *t = eng_must_open(eng_model, 16, 64, 1);
@@ -651,9 +665,9 @@ static void test_device_fault(void) {
     toka_close(t);
 }
 
-static atomic_int eng_never;
+static atomic_int eng_not_interrupted;
 
-/* The whole of a file of results; its lines counted, the last one must be whole. */
+/* Reads a results file and counts its lines. The last line must be complete. */
 static buf eng_read_lines(const char *path, int *n_lines) {
     str text;
     toka_err e;
@@ -667,13 +681,14 @@ static buf eng_read_lines(const char *path, int *n_lines) {
     return b;
 }
 
-static bool eng_same_line_is_there(str all, str line) {
+static bool eng_has_line_once(str all, str line) {
     ptrdiff_t at = str_find(all, line, 0);
     return at >= 0 && str_find(all, line, (size_t)at + 1) < 0;
 }
 
-/* A device that fails in a batch, twice: the batch ends with its words, what is written are whole lines without
- * an error record, and the same command with a device that works adds the rest: each line once, as in a run without a fault. */
+/* A device fails twice during a batch. The batch ends with the device's error. The results file has
+ * complete lines and no error record. The same command on a working device adds the rest, so each
+ * line is there once, as in a run without a fault. */
 static void test_batch_device_fault(void) {
     enum { N = 12 };
     char folder[] = "/tmp/toka_fault_XXXXXX", in[64], out[64], clean[64];
@@ -684,12 +699,13 @@ static void test_batch_device_fault(void) {
     for (int i = 0; i < N && f; i++)
         fprintf(f, "{\"prompt\":\"Tom has %d apples\",\"n\":2,\"temperature\":1.5,\"max_tokens\":10}\n", i);
     CHECK(f && !fclose(f));
-    run_options o = {.in = in, .out = clean, .defaults = toka_request_default(), .quiet = true, .interrupted = &eng_never};
+    run_options o = {.in = in, .out = clean, .defaults = toka_request_default(), .quiet = true, .interrupted = &eng_not_interrupted};
     toka_backend faulty = toka_cpu;
     faulty.status = eng_faulty_status;
     toka_err e = {0};
     int n_lines, before = 0;
-    for (int run = 0; run < 4; run++) { /* no fault; faults after so many steps; no fault */
+    /* no fault; two runs with a fault after some steps; no fault */
+    for (int run = 0; run < 4; run++) {
         toka *t = eng_must_open(eng_model, 8, 64, 2);
         bool fault = run == 1 || run == 2;
         eng_steps_left = 14;
@@ -708,14 +724,15 @@ static void test_batch_device_fault(void) {
     buf want = eng_read_lines(clean, &n_lines), got = eng_read_lines(out, &n_lines);
     for (size_t i = 0, end; i < want.n; i = end) {
         end = (size_t)((char *)memchr(want.p + i, '\n', want.n - i) - want.p) + 1;
-        CHECK(eng_same_line_is_there(buf_view(&got), str_sub(buf_view(&want), i, end)));
+        CHECK(eng_has_line_once(buf_view(&got), str_sub(buf_view(&want), i, end)));
     }
     CHECK(want.n == got.n);
     buf_free(&want), buf_free(&got);
     CHECK(!unlink(in) && !unlink(out) && !unlink(clean) && !rmdir(folder));
 }
 
-/* A batch whose threads the system does not start, the first or the second of them: nothing of it is left in the engine. */
+/* The system does not start the first or the second thread of a batch. No request may stay in the
+ * engine. */
 static void test_batch_no_threads(void) {
     enum { N = 200 };
     char folder[] = "/tmp/toka_threads_XXXXXX", in[64], out[64];
@@ -724,7 +741,7 @@ static void test_batch_no_threads(void) {
     FILE *f = fopen(in, "w");
     for (int i = 0; i < N && f; i++) fprintf(f, "{\"prompt\":\"Tom has %d apples\",\"max_tokens\":2}\n", i);
     CHECK(f && !fclose(f));
-    run_options o = {.in = in, .out = out, .defaults = toka_request_default(), .quiet = true, .interrupted = &eng_never};
+    run_options o = {.in = in, .out = out, .defaults = toka_request_default(), .quiet = true, .interrupted = &eng_not_interrupted};
     for (int left = 0; left < 3; left++) {
         toka *t = eng_must_open(eng_model, 8, 64, 1);
         toka_err e = {0};
@@ -742,9 +759,11 @@ static void test_batch_no_threads(void) {
     CHECK(!unlink(in) && !unlink(out) && !rmdir(folder));
 }
 
-/* The request ends well where all its events came, however soon behind them a step fails; else with the device's words. */
-static void test_fault_behind_the_end(void) {
-    const toka_sampling s = eng_greedy(0); /* it ends by itself: the step behind its last flies by then */
+/* A request succeeds if all its events came, even if the next step fails. Otherwise it fails with
+ * the device's error. */
+static void test_fault_after_the_end(void) {
+    /* it ends by itself: by then the step after its last one is in flight */
+    const toka_sampling s = eng_greedy(0);
     int n_whole = 0;
     for (int step = 1; n_whole < 3 && step < 100; step++) {
         char text[16];
@@ -754,34 +773,34 @@ static void test_fault_behind_the_end(void) {
         setenv("TOKA_DEBUG_FAULT", text, 1);
         toka *t = eng_must_open(eng_model, 4, 64, 1);
         unsetenv("TOKA_DEBUG_FAULT");
-        eng_got *g = eng_ask(t, eng_problem, NULL, 0, 1, &s, &code, &e);
+        eng_collected *g = eng_ask(t, eng_problem, NULL, 0, 1, &s, &code, &e);
         CHECK_MSG(code == (g->n_cancelled ? TOKA_E_DEVICE : 0), "step %d: %d", step, code);
         CHECK(g->n_ended == 1 && (g->n_cancelled || g->finish[0] == TOKA_STOP));
         n_whole += !g->n_cancelled;
-        eng_got_free(g);
+        eng_collected_free(g);
         toka_close(t);
     }
     CHECK(n_whole == 3);
 }
 
-typedef struct eng_again { /* a request that is asked again when it is cancelled */
+typedef struct eng_resubmit { /* a request that is submitted again when it is cancelled */
     toka *t;
     int n_ended, n_refused;
-} eng_again;
+} eng_resubmit;
 
-static int eng_ask_again(void *user, const toka_event *ev) {
-    eng_again *a = user;
+static int eng_resubmit_on_cancel(void *user, const toka_event *ev) {
+    eng_resubmit *a = user;
     toka_request r = toka_request_default();
     toka_err e = {0};
     int64_t id;
     a->n_ended += ev->finish != TOKA_RUNNING;
-    if (ev->finish == TOKA_CANCELLED) a->n_refused += toka_submit(a->t, &r, eng_ask_again, a, &id, &e) == TOKA_E_CANCELLED;
+    if (ev->finish == TOKA_CANCELLED) a->n_refused += toka_submit(a->t, &r, eng_resubmit_on_cancel, a, &id, &e) == TOKA_E_CANCELLED;
     return 0;
 }
 
 static void test_close_and_stop(void) {
     toka *t = eng_must_open(eng_model, 4, 16, 1);
-    eng_again again = {.t = t};
+    eng_resubmit again = {.t = t};
     int32_t prompt[] = {5, 6, 7};
     int count[2][3] = {0};
     int64_t id;
@@ -790,17 +809,19 @@ static void test_close_and_stop(void) {
     r.ids = prompt, r.n_ids = 3, r.n = 2, r.sampling = eng_greedy(5);
     CHECK(!toka_submit(t, &r, eng_count, count[0], &id, &e));
     toka_stop(t);
-    CHECK(!toka_run(t, 1, &e) && count[0][0] == 0); /* stopped before it began */
+    CHECK(!toka_run(t, 1, &e) && count[0][0] == 0); /* stopped before it started */
     CHECK(!toka_run(t, 0, &e) && count[0][0] == 2 && count[0][1] == 0);
-    CHECK(!toka_submit(t, &r, eng_count, count[1], NULL, &e)); /* nor need anybody want the id */
-    CHECK(!toka_submit(t, &r, eng_ask_again, &again, &id, &e));
+    CHECK(!toka_submit(t, &r, eng_count, count[1], NULL, &e)); /* the id pointer may be NULL */
+    CHECK(!toka_submit(t, &r, eng_resubmit_on_cancel, &again, &id, &e));
     toka_close(t);
     CHECK(count[1][0] == 2 && count[1][1] == 2);
-    CHECK(again.n_ended == 2 && again.n_refused == 2); /* what was taken then would never end */
+    /* a request that was accepted now would never end */
+    CHECK(again.n_ended == 2 && again.n_refused == 2);
 }
 
-/* A completion goes on where the prompt ended: prompt and output side by side are the text of all ids. */
-static void test_text_goes_on(void) {
+/* A completion continues where the prompt ended: prompt and output together are the text of all
+ * ids. */
+static void test_text_continues(void) {
     if (!data_path("weights/stories260K")) {
         SKIP(1, "no public test data");
         return;
@@ -809,16 +830,16 @@ static void test_text_goes_on(void) {
     toka_sampling s = eng_greedy(12);
     toka_err e;
     int code;
-    eng_got *g = eng_ask(t, "Once upon", NULL, 0, 1, &s, &code, &e);
+    eng_collected *g = eng_ask(t, "Once upon", NULL, 0, 1, &s, &code, &e);
     CHECK_MSG(code == 0 && str_starts(buf_view(&g->text[0]), STR(" a time, there was")), "%s", g->text[0].p);
-    eng_got_free(g);
+    eng_collected_free(g);
     g = eng_ask(t, "", NULL, 0, 1, &s, &code, &e);
     CHECK_MSG(code == 0 && str_starts(buf_view(&g->text[0]), STR("Once upon a time")), "%s", g->text[0].p);
-    eng_got_free(g);
+    eng_collected_free(g);
     toka_close(t);
 }
 
-/* An engine on the CPU with another run-ahead than its own; late: on a backend that works on its own. */
+/* An engine on the CPU with another run-ahead. late: on the asynchronous backend of late.h. */
 static toka *eng_open_ahead(toka_options o, int n_ahead, bool late) {
     static toka_backend be[2][ENG_MAX_AHEAD + 1];
     toka_backend *b = &be[late][n_ahead];
@@ -826,7 +847,8 @@ static toka *eng_open_ahead(toka_options o, int n_ahead, bool late) {
     toka_err e;
     if (toka_open(&t, &o, &e)) printf("%s\n", e.msg), abort();
     eng_close(t->engine);
-    *b = late ? late_backend(n_ahead) : toka_cpu, b->n_ahead = n_ahead, b->warm_up = late && !getenv("TOKA_DEBUG_FAULT"); /* which counts steps */
+    /* a warm-up step would be counted by TOKA_DEBUG_FAULT */
+    *b = late ? late_backend(n_ahead) : toka_cpu, b->n_ahead = n_ahead, b->warm_up = late && !getenv("TOKA_DEBUG_FAULT");
     t->shape = t->files->shape;
     if (eng_open(&t->engine, b, t->files, &t->shape, t->tok, &o, &e)) printf("%s\n", e.msg), abort();
     return t;
@@ -834,8 +856,9 @@ static toka *eng_open_ahead(toka_options o, int n_ahead, bool late) {
 
 enum { AHEAD_REQUESTS = 6 };
 
-/* Requests of all kinds, together: with penalties, bad words, stop strings, scores of the prompt, few and many samples. */
-static void eng_ask_mixed(toka *t, eng_got **got, eng_scores *scores) {
+/* Runs requests of many kinds together: with penalties, bad words, stop strings, prompt scores, few
+ * and many samples. */
+static void eng_ask_mixed(toka *t, eng_collected **got, eng_scores *scores) {
     static const char *const stop[] = {"6", " is"};
     static const int32_t bad[] = {300, 7};
     static const int lengths[] = {1, 1};
@@ -850,8 +873,8 @@ static void eng_ask_mixed(toka *t, eng_got **got, eng_scores *scores) {
         if (i == 2) s->repetition_penalty = 1.6f, s->presence_penalty = 0.5f, s->min_tokens = 12;
         if (i == 3) s->stop = stop, s->n_stop = 2, s->min_tokens = 3;
         if (i == 4) s->bad_ids = bad, s->bad_lengths = lengths, s->n_bad = 2, s->frequency_penalty = 1;
-        const float wish = 9; /* it ends as soon as it may */
-        if (i == 5) s->min_tokens = 15, s->bias_ids = t->files->config.eos_ids, s->bias_values = &wish, s->n_bias = 1;
+        const float end_bias = 9; /* it ends as soon as it may */
+        if (i == 5) s->min_tokens = 15, s->bias_ids = t->files->config.eos_ids, s->bias_values = &end_bias, s->n_bias = 1;
         got[i] = mem_zalloc(sizeof **got);
         CHECK(!toka_submit(t, &r, eng_collect, got[i], &id, &e));
     }
@@ -861,14 +884,14 @@ static void eng_ask_mixed(toka *t, eng_got **got, eng_scores *scores) {
     CHECK_MSG(!toka_run(t, 0, &e), "%s", e.msg);
 }
 
-static bool eng_close_to(const float *a, const float *b, size_t n, float most) {
+static bool eng_close_to(const float *a, const float *b, size_t n, float max_error) {
     for (size_t i = 0; i < n; i++)
-        if (!(fabsf(a[i] - b[i]) <= most)) return false;
+        if (!(fabsf(a[i] - b[i]) <= max_error)) return false;
     return true;
 }
 
-/* How many steps fly, how many replicas and ranks there are, must not show in any token or text. Log-probabilities are the same, but
- * for the other order in which tensor ranks sum. */
+/* The number of steps in flight, replicas and ranks must not change any token or text.
+ * Log-probabilities are equal, too, but tensor ranks sum in another order. */
 static void test_ahead(void) {
     static const struct {
         int n_ahead, dp, kv_tokens, tp, pp;
@@ -878,7 +901,7 @@ static void test_ahead(void) {
                  {2, 1, 0, 1, 1, true},  {4, 2, 0, 1, 1, false},   {2, 1, 0, 2, 1, false}, {4, 1, 192, 4, 1, false},
                  {2, 1, 192, 2, 3, true}, {1, 1, 0, 1, 2, false},   {2, 1, 0, 1, 3, false}, {4, 1, 192, 1, 4, false},
                  {2, 3, 192, 1, 1, true}, {1, 1, 0, 1, 1, true},    {2, 1, 192, 2, 2, false}, {2, 2, 192, 2, 2, false}};
-    eng_got *want[AHEAD_REQUESTS] = {0}, *got[AHEAD_REQUESTS];
+    eng_collected *want[AHEAD_REQUESTS] = {0}, *got[AHEAD_REQUESTS];
     float want_scores[512], scores[512];
     int64_t preempted = 0;
     for (int k = 0; k < COUNT(cases); k++) {
@@ -902,13 +925,13 @@ static void test_ahead(void) {
                 CHECK(eng_close_to(want[i]->sampled[j], got[i]->sampled[j], got[i]->id[j].n, most));
                 CHECK(want[i]->finish[j] == got[i]->finish[j] && str_eq(buf_view(&want[i]->text[j]), buf_view(&got[i]->text[j])));
             }
-            eng_got_free(got[i]);
+            eng_collected_free(got[i]);
         }
         preempted += toka_get_stats(t).preemptions;
         for (int i = 0; i < t->engine->n_replicas; i++) {
             const eng_replica *p = &t->engine->replicas[i];
             CHECK(!sched_check(&p->sched) && kv_n_available(&p->sched.kv) == p->sched.config.n_pages && !p->n_requests && !p->n_in_flight && fabs(p->work) < 1e-3);
-            CHECK(p->sched.n_prompt_tokens > 0); /* each had a part of the work */
+            CHECK(p->sched.n_prompt_tokens > 0); /* each replica did a part of the work */
         }
         CHECK(!t->engine->n_active && !t->engine->n_samples);
         toka_close(t);
@@ -916,21 +939,22 @@ static void test_ahead(void) {
         CHECK(!late_violations);
     }
     CHECK(preempted > 0);
-    for (int i = 0; i < AHEAD_REQUESTS; i++) eng_got_free(want[i]);
+    for (int i = 0; i < AHEAD_REQUESTS; i++) eng_collected_free(want[i]);
 }
 
-/* A device that works on its own and fails while further steps are under way: all requests get the device's words, all steps come down. */
+/* An asynchronous device fails while later steps are in flight. All requests get the device's
+ * error, and all steps are retired. */
 static void test_ahead_fault(void) {
     for (int step = 1; step < 12; step += 2) {
         char text[16];
-        snprintf(text, sizeof text, "%d", step + 1); /* the first is the rehearsal */
+        snprintf(text, sizeof text, "%d", step + 1); /* the first step is the warm-up */
         toka_options o = toka_options_default();
         o.model = eng_model, o.n_threads = 1, o.max_num_seqs = 24, o.max_num_batched_tokens = 40, o.max_model_len = 160;
         o.pipeline_parallel_size = step % 4 == 1 ? 2 : 1;
         setenv("TOKA_DEBUG_FAULT", text, 1);
         toka *t = eng_open_ahead(o, 1 + step % 3, true);
         unsetenv("TOKA_DEBUG_FAULT");
-        eng_got *got[4];
+        eng_collected *got[4];
         toka_err e = {0};
         int64_t id;
         for (int i = 0; i < 4; i++) {
@@ -942,14 +966,15 @@ static void test_ahead_fault(void) {
         CHECK_MSG(toka_run(t, 0, &e) == TOKA_E_DEVICE && strstr(e.msg, "TOKA_DEBUG_FAULT"), "step %d: %s", step, e.msg);
         for (int i = 0; i < 4; i++) {
             CHECK_MSG(got[i]->n_ended == 5 && got[i]->n_cancelled == 5, "step %d: %d ended", step, got[i]->n_ended);
-            eng_got_free(got[i]);
+            eng_collected_free(got[i]);
         }
         toka_close(t);
         CHECK(!late_violations);
     }
 }
 
-/* Equal work goes to all replicas alike; a prompt goes where it was computed before, unless that one has much more to do. */
+/* Equal requests are spread evenly over the replicas. A prompt goes to the replica that has it
+ * cached, unless that one has much more work than others. */
 static void test_replicas(void) {
     toka_options o = toka_options_default();
     o.model = eng_model, o.n_threads = 1, o.max_num_seqs = 16, o.data_parallel_size = 4, o.max_model_len = 256;
@@ -966,56 +991,61 @@ static void test_replicas(void) {
     }
     CHECK(!toka_run(t, 0, &e));
     for (int i = 0; i < 4; i++) CHECK_MSG((before[i] = p[i].sched.n_prompt_tokens) == 200, "replica %d: %lld", i, (long long)before[i]);
-    for (int round = 0; round < 3; round++) { /* the prompt of number 7 again and again, alone */
+    /* the prompt of request 7 again and again, with no other work */
+    for (int round = 0; round < 3; round++) {
         CHECK(!toka_submit(t, &r, NULL, NULL, &id, &e) && !toka_run(t, 0, &e));
     }
     int n_moved = 0;
     for (int i = 0; i < 4; i++) n_moved += p[i].sched.n_prompt_tokens != before[i], before[i] = p[i].sched.n_prompt_tokens;
     CHECK(n_moved == 1 && toka_get_stats(t).prompt_tokens_shared >= 3 * 96);
-    for (int i = 0; i < 40; i++) CHECK(!toka_submit(t, &r, NULL, NULL, &id, &e)); /* a crowd does not stay at one place */
+    /* a crowd is spread although one replica has the prompt cached */
+    for (int i = 0; i < 40; i++) CHECK(!toka_submit(t, &r, NULL, NULL, &id, &e));
     CHECK(!toka_run(t, 0, &e));
     for (int i = 0; i < 4; i++) CHECK_MSG(p[i].sched.n_prompt_tokens - before[i] >= 300, "replica %d: %lld", i, (long long)before[i]);
     toka_close(t);
 }
 
-/* A pool far too small for all samples at once: they are preempted, and every token and log-probability is as without. */
+/* A pool that is much too small for all samples at once: they are preempted, and every token and
+ * log-probability is as without preemption. */
 static void test_page_pressure(void) {
     toka_sampling s = eng_greedy(60);
     s.temperature = 3, s.seed = 4, s.ignore_eos = 1;
     toka_options o = toka_options_default();
     o.model = eng_model, o.n_threads = 2, o.max_num_seqs = 40, o.max_model_len = 256;
-    eng_got *want = NULL;
+    eng_collected *want = NULL;
     int64_t preempted = 0;
     for (int k = 0; k < 3; k++) {
         toka *t;
         toka_err e;
         o.kv_tokens = k == 0 ? 0 : k == 1 ? 256 : 700;
         CHECK_MSG(!toka_open(&t, &o, &e), "%s", e.msg);
-        s.ignore_eos = 0; /* lengths are guessed, and guessed wrong */
-        eng_got *g = eng_ask_problem(t, str_c(eng_problem), 40, &s);
+        s.ignore_eos = 0; /* the lengths are predicted, and predicted wrongly */
+        eng_collected *g = eng_ask_problem(t, str_c(eng_problem), 40, &s);
         CHECK(g->n_ended == 40 && !sched_check(&t->engine->replicas[0].sched));
         for (int i = 0; i < 40 && want; i++) {
             CHECK(want->id[i].n == g->id[i].n && !memcmp(want->id[i].p, g->id[i].p, g->id[i].n * 4));
             CHECK(!memcmp(want->logprob[i], g->logprob[i], sizeof g->logprob[i]));
         }
         preempted += toka_get_stats(t).preemptions;
-        if (want) eng_got_free(g);
+        if (want) eng_collected_free(g);
         else want = g;
         toka_close(t);
     }
     CHECK_MSG(preempted > 0, "no preemption, the test is not one");
-    eng_got_free(want);
+    eng_collected_free(want);
 }
 
 /* ---- Prompts with log-probabilities, events without text, runs of events, bad words ---- */
 
-typedef struct eng_add_prompt_rows { /* what events of TOKA_PROMPT said, and the order of all */
+/* the contents of TOKA_PROMPT events, and the order of all events */
+typedef struct eng_add_prompt_rows {
     ids id;
     float logprob[600], top0[600];
-    int n, n_top, n_ended, n_ranks_wrong, n_samples_early; /* early: tokens of sample 0 before the prompt's end */
+    /* early: tokens of sample 0 before the prompt's end */
+    int n, n_top, n_ended, n_ranks_wrong, n_samples_early;
     int32_t first_of_sample[8];
     int cancel_at;
-    bool ranks; /* asked for */
+    bool ranks; /* the request asks for ranks */
     toka_finish finish;
     int n_cached[8], n_text, n_prompt;
     ids out[8];
@@ -1051,14 +1081,16 @@ static eng_places_got *eng_ask_places(toka *t, const int32_t *prompt, int n_prom
     toka_request r = toka_request_default();
     toka_err e;
     g->n_prompt = n_prompt;
-    r.ids = prompt, r.n_ids = (size_t)n_prompt, r.n = n, r.sampling = eng_greedy(max_tokens); /* lengths are guessed */
+    /* the lengths are predicted */
+    r.ids = prompt, r.n_ids = (size_t)n_prompt, r.n = n, r.sampling = eng_greedy(max_tokens);
     r.prompt_logprobs = 1, r.prompt_top = top, r.ids_only = 1, r.prompt_ranks = g->ranks = n != 3;
     *code = toka_generate(t, &r, eng_on_place, g, NULL, &e);
     return g;
 }
 
-/* Parked again and again, in its prompt and behind it, a sample scores each token once. */
-static void eng_check_parked_places(toka *t, const int32_t *v, int n, const float *want) {
+/* A sample that is preempted again and again, in its prompt and after it, scores each token
+ * once. */
+static void eng_check_preempted_scores(toka *t, const int32_t *v, int n, const float *want) {
     eng_places_got *g = mem_zalloc(sizeof *g);
     toka_request r = toka_request_default();
     toka_err e;
@@ -1076,7 +1108,8 @@ static void eng_check_parked_places(toka *t, const int32_t *v, int n, const floa
     eng_places_free(g);
 }
 
-/* Every token of a prompt in its order, before sample 0 begins, as toka_score has it: in small steps and with pages running out. */
+/* Every token of a prompt is reported in order, before sample 0 begins, with the values of
+ * toka_score; also in small steps and when pages run out. */
 static void test_prompt_logprobs(void) {
     toka_err e;
     int32_t *v = NULL;
@@ -1095,7 +1128,8 @@ static void test_prompt_logprobs(void) {
             for (int samples = 0; samples < 6; samples += 5) {
                 int code, count[3] = {0};
                 int64_t id;
-                toka_request r = toka_request_default(); /* beside it others, which take pages */
+                /* other requests at the same time, which need pages */
+                toka_request r = toka_request_default();
                 r.ids = v, r.n_ids = 8, r.n = 6, r.sampling = eng_greedy(60), r.sampling.temperature = 3;
                 CHECK(!toka_submit(t, &r, eng_count, count, &id, &e));
                 eng_places_got *g = eng_ask_places(t, v, (int)n, samples, top, 20, &code);
@@ -1108,13 +1142,13 @@ static void test_prompt_logprobs(void) {
                 eng_places_free(g);
             }
         CHECK(!sched_check(&t->engine->replicas[0].sched) && kv_n_available(&t->engine->replicas[0].sched.kv) == t->engine->replicas[0].sched.config.n_pages);
-        if (k) eng_check_parked_places(t, v, (int)n, want);
+        if (k) eng_check_preempted_scores(t, v, (int)n, want);
         toka_close(t);
     }
     free(v);
 }
 
-/* The shortest and the longest text, and callbacks that want no more. */
+/* The shortest and the longest text, and callbacks that ask to end. */
 static void test_score_edges(void) {
     toka *t = eng_must_open(eng_model, 4, 16, 1);
     int32_t *long_text = mem_zalloc((size_t)t->shape.max_len * 4 + 4);
@@ -1122,11 +1156,11 @@ static void test_score_edges(void) {
     toka_err e;
     int code;
     for (int i = 0; i <= t->shape.max_len; i++) long_text[i] = 5 + i % 50;
-    for (int n = 1; n < 40; n += n < 4 ? 1 : n < 15 ? 11 : 2) { /* steps take 16 */
+    for (int n = 1; n < 40; n += n < 4 ? 1 : n < 15 ? 11 : 2) { /* steps have at most 16 tokens */
         eng_places_got *g = eng_ask_places(t, long_text, n, 0, 0, 1, &code);
         CHECK(!code && g->n == n && g->n_ended == 1 && g->finish == TOKA_LENGTH && !g->n_ranks_wrong);
         eng_places_free(g);
-        g = eng_ask_places(t, long_text, n, 3, 0, 2, &code); /* and with samples behind it */
+        g = eng_ask_places(t, long_text, n, 3, 0, 2, &code); /* now followed by samples */
         CHECK(!code && g->n == n && g->n_ended == 3 && !g->n_samples_early && g->out[2].n == 2);
         eng_places_free(g);
         for (int at = 1; at <= n; at += MAX(1, n / 2)) {
@@ -1149,22 +1183,24 @@ static void test_score_edges(void) {
 }
 
 static atomic_int eng_n_ended;
-static atomic_bool eng_held, eng_stands; /* the driver is to stand still in an event, however little time the test gets; it does */
+/* the driver must stand still in an event, however little CPU time the test gets; it stands
+ * still */
+static atomic_bool eng_hold_driver, eng_driver_held;
 static int eng_count_ends(void *user, const toka_event *ev) {
     (void)user;
-    for (; eng_held; eng_stands = true) usleep(100);
-    eng_stands = false;
+    for (; eng_hold_driver; eng_driver_held = true) usleep(100);
+    eng_driver_held = false;
     if (ev->finish != TOKA_RUNNING) atomic_fetch_add(&eng_n_ended, 1);
     return 0;
 }
 static int eng_hold_at_end(void *user, const toka_event *ev) {
     if (ev->finish == TOKA_RUNNING) return 0;
-    eng_held = true;
+    eng_hold_driver = true;
     atomic_fetch_add((atomic_int *)user, 1);
     return 0;
 }
 
-/* A score goes through while others run on. */
+/* A score is finished while other requests run. */
 static void test_score_does_not_wait(void) {
     toka *t = eng_must_open(eng_model, 8, 64, 1);
     int32_t prompt[] = {5, 6, 7, 8, 9, 10};
@@ -1176,26 +1212,27 @@ static void test_score_does_not_wait(void) {
     r.ids = prompt, r.n_ids = 4, r.n = 6, r.sampling = eng_greedy(t->shape.max_len - 4), r.sampling.ignore_eos = 1;
     atomic_int n_scored = 0;
     eng_n_ended = 0;
-    eng_held = true;
+    eng_hold_driver = true;
     CHECK(!toka_submit(t, &r, eng_count_ends, NULL, &id, &e));
     CHECK(!pthread_create(&driver, NULL, eng_run_forever, t));
     for (int i = 0; i < 5; i++) {
-        while (!eng_stands && eng_n_ended < 6) usleep(100);
+        while (!eng_driver_held && eng_n_ended < 6) usleep(100);
         toka_request score = {.ids = prompt, .n_ids = 6, .prompt_logprobs = 1, .sampling = {.top_p = 1, .repetition_penalty = 1}};
         int64_t unused;
         CHECK(!toka_submit(t, &score, eng_hold_at_end, &n_scored, &unused, &e));
-        for (eng_held = false; n_scored <= i;) usleep(100);
+        for (eng_hold_driver = false; n_scored <= i;) usleep(100);
     }
     CHECK_MSG(eng_n_ended == 0, "%d samples ended before the score", (int)eng_n_ended);
     toka_cancel(t, id);
-    eng_held = false;
+    eng_hold_driver = false;
     CHECK(!toka_score(t, prompt, 6, lp, &e));
     toka_stop(t);
     CHECK(!pthread_join(driver, NULL));
     toka_close(t);
 }
 
-/* toka_stop ends toka_run at once, also where a thread in toka_generate drives, and goes on. */
+/* toka_stop ends toka_run at once, also while a thread in toka_generate drives; that thread
+ * continues. */
 static atomic_bool eng_returned;
 static void *eng_run_and_tell(void *arg) {
     eng_run_forever(arg);
@@ -1214,21 +1251,21 @@ static void test_stop_while_another_drives(void) {
     toka *t = eng_must_open(eng_model, 8, 64, 1);
     pthread_t asks, runs;
     eng_n_ended = 0;
-    eng_held = true;
+    eng_hold_driver = true;
     eng_returned = false;
     CHECK(!pthread_create(&asks, NULL, eng_generate_held, t));
-    while (!eng_stands) usleep(100);
+    while (!eng_driver_held) usleep(100);
     CHECK(!pthread_create(&runs, NULL, eng_run_and_tell, t));
     usleep(2000);
     toka_stop(t);
     for (int i = 0; i < 20000 && !eng_returned; i++) usleep(1000);
     CHECK(eng_returned && eng_n_ended == 0);
-    eng_held = false;
+    eng_hold_driver = false;
     CHECK(!pthread_join(runs, NULL) && !pthread_join(asks, NULL) && eng_n_ended == 1);
     toka_close(t);
 }
 
-/* A replica that has nothing to do gets a request while the other is in a long step. */
+/* A replica without work gets a request while the other one is in a long step. */
 static int eng_note_end(void *user, const toka_event *ev) {
     if (ev->finish != TOKA_RUNNING) *(int *)user = atomic_fetch_add(&eng_n_ended, 1) + 1;
     return 0;
@@ -1244,7 +1281,8 @@ static void test_idle_replica(void) {
     uint64_t seed = 7;
     int32_t prompt[1000];
     bool first = false;
-    for (int turn = 0; turn < 8 && !first; turn++) { /* the long one may be over, on a machine that is busy elsewhere */
+    /* on a busy machine the long step may already be over */
+    for (int turn = 0; turn < 8 && !first; turn++) {
         toka_request r = toka_request_default();
         int ends[2] = {0};
         for (int i = 0; i < 1000; i++) prompt[i] = 5 + (int32_t)(rnd(&seed) % 100);
@@ -1262,7 +1300,8 @@ static void test_idle_replica(void) {
     toka_close(t);
 }
 
-/* At each step, samples that run and those that wait, also those whose pages others have, are all that have not ended. */
+/* At each step, running and waiting samples together are all samples that have not ended. This
+ * includes samples that wait for a shared prompt. */
 static struct {
     toka *t;
     int64_t step;
@@ -1291,8 +1330,9 @@ static void test_parked_wait(void) {
     toka_close(eng_sum.t);
 }
 
-/* A row attends to what comes before it and itself, however its prompt was cut into steps. */
-static void test_attended(void) {
+/* A row attends to itself and the positions before it, in whatever chunks its prompt was
+ * computed. */
+static void test_attended_positions(void) {
     for (int most = 7; most <= 64; most += 57) {
         toka *t = eng_must_open(eng_model, 4, most, 1);
         int32_t prompt[40];
@@ -1308,7 +1348,7 @@ static void test_attended(void) {
 }
 
 static struct {
-    const void *expected; /* whose event has to come next, NULL: anybody's */
+    const void *expected; /* the request of which the next event must be; NULL: any */
     int n_runs, n_more;
 } eng_runs;
 
@@ -1319,7 +1359,8 @@ static int eng_on_run(void *user, const toka_event *ev) {
     return ev->sample == 3 && ev->finish == TOKA_RUNNING && user == (void *)((char *)&eng_runs + 1);
 }
 
-/* An event with `more` is followed by one of the same request; samples of one prompt come in runs. */
+/* An event with `more` is followed by an event of the same request; samples of one prompt come in
+ * runs. */
 static void test_runs_of_events(void) {
     toka *t = eng_must_open(eng_model, 24, 64, 1);
     int32_t prompt[40];
@@ -1331,14 +1372,16 @@ static void test_runs_of_events(void) {
         toka_request r = toka_request_default();
         prompt[0] = 5 + i;
         r.ids = prompt, r.n_ids = 40, r.n = 8, r.sampling = eng_greedy(20), r.sampling.temperature = 2, r.prompt_logprobs = i == 2;
-        CHECK(!toka_submit(t, &r, eng_on_run, (char *)&eng_runs + i, &id, &e)); /* the second cancels itself in the middle */
+        /* the second request cancels itself in the middle */
+        CHECK(!toka_submit(t, &r, eng_on_run, (char *)&eng_runs + i, &id, &e));
     }
     CHECK(!toka_run(t, 0, &e) && !eng_runs.expected);
     CHECK_MSG(eng_runs.n_more > 4 * eng_runs.n_runs, "%d runs, %d more", eng_runs.n_runs, eng_runs.n_more);
     toka_close(t);
 }
 
-/* Events without text say the same ids; with stop strings the text is there and says which one it was. */
+/* Events without text have the same ids. With stop strings there is text, and it says which string
+ * ended the sample. */
 static void test_ids_only(void) {
     toka *t = eng_must_open(eng_model, 8, 64, 1);
     toka_request r = toka_request_default();
@@ -1346,7 +1389,7 @@ static void test_ids_only(void) {
     static const char *const stop[] = {"zzz", "apples"};
     toka_sampling s = eng_greedy(40);
     int code;
-    eng_got *want = eng_ask(t, eng_problem, NULL, 0, 1, &s, &code, &e);
+    eng_collected *want = eng_ask(t, eng_problem, NULL, 0, 1, &s, &code, &e);
     for (int stops = 0; stops < 3; stops += 2) {
         eng_places_got *g = mem_zalloc(sizeof *g);
         r.text = eng_problem, r.text_bytes = strlen(eng_problem), r.sampling = s, r.ids_only = 1;
@@ -1357,20 +1400,20 @@ static void test_ids_only(void) {
         CHECK(stops == 0 || g->n_cached[0] > 0); /* the same prompt for the second time */
         eng_places_free(g);
     }
-    eng_got_free(want);
+    eng_collected_free(want);
     toka_close(t);
 }
 
-/* Where greedy text ends by a stop string that counts behind the first `least` tokens: its first byte, or the text's length. *n_tok: the
- * tokens until then. */
-static size_t eng_stop_place(const toka *t, const eng_got *whole, const char *stop, int least, int *n_tok) {
+/* The place where greedy text ends by a stop string that counts after the first `min_tokens`
+ * tokens: the string's first byte, or the text's length. *n_tok: the tokens until then. */
+static size_t eng_stop_place(const toka *t, const eng_collected *whole, const char *stop, int min_tokens, int *n_tok) {
     buf text = {0};
     size_t at = SIZE_MAX;
     *n_tok = 0;
     for (int i = 0; i < (int)whole->id[0].n && at == SIZE_MAX; i++) {
         size_t from = text.n;
         tok_put_bytes(t->tok, whole->id[0].p[i], &text), ++*n_tok;
-        for (size_t end = from + 1; i >= least && end <= text.n && at == SIZE_MAX; end++)
+        for (size_t end = from + 1; i >= min_tokens && end <= text.n && at == SIZE_MAX; end++)
             if (str_ends((str){text.p, end}, str_c(stop))) at = end - strlen(stop);
     }
     at = MIN(at, text.n);
@@ -1378,12 +1421,13 @@ static size_t eng_stop_place(const toka *t, const eng_got *whole, const char *st
     return at;
 }
 
-/* A stop string counts behind the first min_tokens tokens, as an end id does; it may begin in them. */
+/* A stop string counts only after the first min_tokens tokens, as an end id does. It may begin
+ * inside them. */
 static void test_min_tokens_and_stops(void) {
     toka *t = eng_must_open(eng_model, 8, 64, 1);
     toka_sampling s = eng_greedy(12);
     s.ignore_eos = 1;
-    eng_got *whole = eng_ask_problem(t, str_c(eng_problem), 1, &s);
+    eng_collected *whole = eng_ask_problem(t, str_c(eng_problem), 1, &s);
     str text = buf_view(&whole->text[0]);
     CHECK(whole->id[0].n == 12 && text.n >= 17);
     for (int i = 0; i < 5 * 6 * 2 * 2; i++) {
@@ -1393,35 +1437,35 @@ static void test_min_tokens_and_stops(void) {
         memcpy(stop, text.p + i / 5 % 6 * 2, i / 60 ? 7 : 2);
         s.stop = stops, s.n_stop = 2, s.min_tokens = least, s.include_stop = i / 30 % 2;
         size_t at = eng_stop_place(t, whole, stop, least, &n_tok), shown = MIN(text.n, at + (s.include_stop ? strlen(stop) : 0));
-        eng_got *g = eng_ask_problem(t, str_c(eng_problem), 3, &s);
+        eng_collected *g = eng_ask_problem(t, str_c(eng_problem), 3, &s);
         for (int k = 0; k < 3; k++)
             CHECK_MSG(g->finish[k] == (at < text.n ? TOKA_STOP : TOKA_LENGTH) && (int)g->id[k].n == n_tok &&
                       str_eq(buf_view(&g->text[k]), str_sub(text, 0, shown)),
                       "'%s' behind %d: %d tokens, not %d: '%s'", stop, least, (int)g->id[k].n, n_tok, g->text[k].p);
-        eng_got_free(g);
+        eng_collected_free(g);
     }
-    eng_got_free(whole);
+    eng_collected_free(whole);
     toka_close(t);
 }
 
-/* Where nothing but ends is allowed, min_tokens cannot hold: that is refused. */
-static void test_ends_alone(void) {
+/* If only end ids are allowed, min_tokens cannot hold: the request is refused. */
+static void test_only_end_ids_allowed(void) {
     toka *t = eng_must_open(eng_model, 8, 64, 1);
     toka_sampling s = eng_greedy(9);
     toka_request r = toka_request_default();
     toka_err e;
     s.allowed_ids = t->files->config.eos_ids, s.n_allowed = t->files->config.n_eos_ids;
-    eng_got *g = eng_ask_problem(t, str_c(eng_problem), 1, &s);
+    eng_collected *g = eng_ask_problem(t, str_c(eng_problem), 1, &s);
     CHECK_MSG((int)g->id[0].n == 1 && g->finish[0] == TOKA_STOP, "%d", (int)g->id[0].n);
-    eng_got_free(g);
+    eng_collected_free(g);
     s.min_tokens = 1, r.sampling = s, r.text = "Tom", r.text_bytes = 3;
     CHECK(toka_generate(t, &r, NULL, NULL, NULL, &e) == TOKA_E_USE && strstr(e.msg, "nothing is left to draw, as min_tokens forbids"));
     toka_close(t);
 }
 
-/* A sample for which nothing is left ends without a token, and without what was forbidden: T is allowed, TTT is not; nor, of four
- * ids, any two in a row. */
-static void test_nothing_left(void) {
+/* A sample for which no token is allowed ends without a token, and never contains a bad word. T is
+ * allowed, TTT is not; or of four ids any two in a row are forbidden. */
+static void test_no_token_allowed(void) {
     toka *t = eng_must_open(eng_model, 8, 64, 1);
     toka_sampling s = eng_greedy(9);
     toka_err e;
@@ -1434,26 +1478,27 @@ static void test_nothing_left(void) {
         for (int k = 0; k < 16 && i >= 4; k++) words[k] = pair[k];
         s.allowed_ids = allowed, s.n_allowed = i < 4 ? 1 : 4, s.temperature = (float)(i % 2), s.min_tokens = i % 4 / 2 * 9;
         CHECK_MSG(!toka_words_new(&s.bad_words, t, words, i < 4 ? 1 : 16, &e), "%s", e.msg);
-        eng_got *g = eng_ask_problem(t, str_c(eng_problem), orders[i % 2], &s);
+        eng_collected *g = eng_ask_problem(t, str_c(eng_problem), orders[i % 2], &s);
         toka_words_del(s.bad_words);
         for (int k = 0; k < orders[i % 2]; k++) {
             const int n = i < 4 ? 2 : 1;
             CHECK_MSG(g->finish[k] == TOKA_STOP && (int)g->id[k].n == n && (int)g->text[k].n == n && g->stop_id[k] == -1,
                       "%d: finish %d, %d tokens: '%s'", i, g->finish[k], (int)g->id[k].n, g->text[k].p);
         }
-        eng_got_free(g);
+        eng_collected_free(g);
     }
     toka_close(t);
 }
 
-/* No word of what a model says comes again once it is forbidden: with or without a space before it, alone and with those after it,
- * greedily and at a high temperature, whatever its tokens are. */
+/* A word that the model says does not occur again once it is forbidden: with or without a space
+ * before it, alone or with the words after it, greedy or at a high temperature, however it is
+ * tokenized. */
 static void test_bad_texts(void) {
     toka *t = eng_must_open(eng_model, 8, 64, 1);
     toka_sampling s = eng_greedy(30);
     toka_err e;
     s.ignore_eos = 1;
-    eng_got *whole = eng_ask_problem(t, str_c(eng_problem), 1, &s);
+    eng_collected *whole = eng_ask_problem(t, str_c(eng_problem), 1, &s);
     const str text = buf_view(&whole->text[0]);
     for (size_t at = 0, end; at < text.n; at = end + 1) {
         while (at < text.n && text.p[at] == ' ') at++;
@@ -1466,36 +1511,38 @@ static void test_bad_texts(void) {
             memcpy(word + 1, text.p + at, MIN(next - at, (size_t)40));
             s.temperature = k == 3 ? 2.0f : 0;
             CHECK_MSG(!toka_words_new(&s.bad_words, t, words, 2, &e), "%s", e.msg);
-            eng_got *g = eng_ask_problem(t, str_c(eng_problem), k == 3 ? 8 : 1, &s);
+            eng_collected *g = eng_ask_problem(t, str_c(eng_problem), k == 3 ? 8 : 1, &s);
             for (int i = 0; i < (k == 3 ? 8 : 1); i++)
                 for (size_t p = 0; p < g->text[i].n; p++)
                     CHECK_MSG(!samp_is_word_at(&t->tok->uni, buf_view(&g->text[i]), p, str_c(word + 1)), "'%s' is in '%s'", word, g->text[i].p);
-            eng_got_free(g), toka_words_del(s.bad_words);
+            eng_collected_free(g), toka_words_del(s.bad_words);
         }
     }
-    eng_got_free(whole);
+    eng_collected_free(whole);
     toka_close(t);
 }
 
-/* What greedy decoding says is forbidden piece by piece: a token, then a pair. Nothing of it comes again. */
+/* What greedy decoding says is forbidden piece by piece, first a token, then a pair. None of it
+ * occurs again. */
 static void test_bad_words(void) {
     toka *t = eng_must_open(eng_model, 8, 64, 1);
     toka_sampling s = eng_greedy(40);
-    eng_got *g = eng_ask_problem(t, str_c(eng_problem), 1, &s);
+    eng_collected *g = eng_ask_problem(t, str_c(eng_problem), 1, &s);
     CHECK(g->id[0].n > 8);
     int32_t bad[] = {g->id[0].p[5], g->id[0].p[0], g->id[0].p[1]};
     int lengths[] = {1, 2};
     s.bad_ids = bad, s.bad_lengths = lengths, s.n_bad = 2, s.min_tokens = 30;
-    eng_got *h = eng_ask_problem(t, str_c(eng_problem), 4, &s);
+    eng_collected *h = eng_ask_problem(t, str_c(eng_problem), 4, &s);
     CHECK(h->id[0].n >= 30 && h->id[0].p[0] == bad[1] && h->id[0].p[1] != bad[2]);
     for (int i = 0; i < 4; i++)
         for (size_t k = 0; k < h->id[i].n; k++)
             CHECK(h->id[i].p[k] != bad[0] && (!k || h->id[i].p[k - 1] != bad[1] || h->id[i].p[k] != bad[2]));
-    eng_got_free(g), eng_got_free(h);
+    eng_collected_free(g), eng_collected_free(h);
     toka_close(t);
 }
 
-/* A cache that is sized by the longest sequences has whole pages for each: all run at once, and none is preempted. */
+/* A cache that is sized by the longest sequences has whole pages for each: all run at once, and
+ * none is preempted. */
 static void test_short_sequences(void) {
     for (int len = 4; len <= 20; len += 14) {
         toka_options o = toka_options_default();
@@ -1517,23 +1564,24 @@ static void test_short_sequences(void) {
     }
 }
 
-typedef struct eng_counted { /* what statistics say while events come */
+typedef struct eng_stats_seen { /* statistics during the events */
     toka *t;
     int64_t tokens;
     int n_behind;
-} eng_counted;
+} eng_stats_seen;
 
 static int eng_count_now(void *user, const toka_event *ev) {
-    eng_counted *c = user;
+    eng_stats_seen *c = user;
     c->tokens += ev->id >= 0;
     c->n_behind += toka_get_stats(c->t).output_tokens < c->tokens;
     return 0;
 }
 
-/* Who has a token finds it counted, and whose request has ended finds that counted. */
-static void test_statistics_are_not_behind(void) {
+/* When a token's event comes, the statistics count the token. When a request has ended, they count
+ * its end. */
+static void test_statistics_are_current(void) {
     toka *t = eng_must_open("test/model", 8, 64, 2);
-    eng_counted c = {.t = t};
+    eng_stats_seen c = {.t = t};
     toka_err e = {0};
     CHECK(toka_get_stats(t).kv_pages > 0 && !toka_get_stats(t).steps); /* before the first step */
     toka_request r = toka_request_default();
@@ -1547,7 +1595,8 @@ static void test_statistics_are_not_behind(void) {
     toka_close(t);
 }
 
-/* A backend that takes its time to load, and where the group of the second replica cannot be opened. */
+/* A backend that takes time to load and on which the group of the second replica cannot be
+ * opened. */
 static int eng_slow_open(toka_device **out, const toka_device_options *o, const toka_shape *s, const toka_weights *w, toka_err *e) {
     for (int i = 0; i < 20 && o->progress; i++) {
         o->progress(o->user, i < 10 ? "loading weights" : "taking memory", i / 20.0);
@@ -1560,23 +1609,24 @@ static int eng_one_group(toka_group **out, int tp, int pp, toka_err *e) {
     return n++ ? fail(e, TOKA_E_DEVICE, "no second group") : toka_cpu.group_open(out, tp, pp, e);
 }
 
-typedef struct eng_told { /* of phases, by who opens */
+typedef struct eng_phase_calls { /* progress of the phases, for the caller of toka_open */
     atomic_int at_once;
-    int n, n_over, n_behind; /* in all; that it is over; behind that */
-} eng_told;
+    int n, n_over, n_behind; /* all calls; calls that end a phase; calls after that end */
+} eng_phase_calls;
 static void eng_tell_phase(void *user, const char *what, double done) {
-    eng_told *t = user;
+    eng_phase_calls *t = user;
     CHECK_MSG(!atomic_fetch_add(&t->at_once, 1), "two threads tell of %s at once", what);
     usleep(500);
     t->n++, t->n_behind += t->n_over > 0, t->n_over += done >= 1;
     atomic_fetch_sub(&t->at_once, 1);
 }
 
-/* While the first replica's ranks load: phases are told by one thread at a time, and none behind the end. Thread sanitizer sees more. */
+/* While the first replica's ranks load, only one thread at a time reports a phase, and none after
+ * its end. The thread sanitizer checks more. */
 static void test_open_that_fails(void) {
     toka_backend be = toka_cpu;
     toka_options o = toka_options_default();
-    eng_told told = {0};
+    eng_phase_calls told = {0};
     toka *t = eng_must_open(eng_model, 4, 16, 1);
     toka_err e = {0};
     be.open = eng_slow_open, be.group_open = eng_one_group;
@@ -1588,7 +1638,8 @@ static void test_open_that_fails(void) {
     toka_close(t);
 }
 
-/* A rank that hangs in the largest step, at open: what it may still look at stays, the files too. */
+/* A rank hangs in the largest step, during open. Memory and files that it may still read must
+ * stay. */
 static void test_open_that_hangs(void) {
     toka_backend be = toka_cpu;
     toka_options o = toka_options_default();
@@ -1639,16 +1690,16 @@ static const struct test eng_tests[] = {
     {"engine: toka_stop while another drives", test_stop_while_another_drives},
     {"engine: an idle replica does not wait for the other", test_idle_replica},
     {"engine: parked samples wait", test_parked_wait},
-    {"engine: what rows attend to", test_attended},
+    {"engine: what rows attend to", test_attended_positions},
     {"engine: a device that fails", test_device_fault},
     {"batch: a device that fails, and the run that goes on", test_batch_device_fault},
     {"batch: threads that do not start", test_batch_no_threads},
-    {"engine: a step fails behind a request's end", test_fault_behind_the_end},
+    {"engine: a step fails behind a request's end", test_fault_after_the_end},
     {"engine: closed and stopped", test_close_and_stop},
     {"engine: sizes of the KV cache", test_kv_sizes},
     {"engine: an open that fails while ranks load", test_open_that_fails},
     {"engine: an open that hangs", test_open_that_hangs},
-    {"engine: text goes on behind the prompt", test_text_goes_on},
+    {"engine: text goes on behind the prompt", test_text_continues},
     {"engine: page pressure changes nothing", test_page_pressure},
     {"engine: run-ahead, replicas and ranks change nothing", test_ahead},
     {"engine: a device fails, with steps under way", test_ahead_fault},
@@ -1658,12 +1709,12 @@ static const struct test eng_tests[] = {
     {"engine: scores, short, long, cancelled", test_score_edges},
     {"engine: a score does not wait", test_score_does_not_wait},
     {"engine: runs of events", test_runs_of_events},
-    {"engine: statistics are not behind", test_statistics_are_not_behind},
+    {"engine: statistics are not behind", test_statistics_are_current},
     {"engine: events without text", test_ids_only},
     {"engine: min_tokens and stop strings", test_min_tokens_and_stops},
     {"engine: bad words", test_bad_words},
     {"engine: bad words as texts", test_bad_texts},
-    {"engine: nothing left to draw", test_nothing_left},
-    {"engine: ends alone", test_ends_alone},
+    {"engine: nothing left to draw", test_no_token_allowed},
+    {"engine: ends alone", test_only_end_ids_allowed},
     {"engine: pages for short sequences", test_short_sequences},
     {0}};
