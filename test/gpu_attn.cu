@@ -83,7 +83,8 @@ struct host_step {
             spans.push_back(sp);
         }
         for (size_t i = 0; i < s.seqs.size(); i++)
-            spans.push_back({s.seqs[i].row0, s.seqs[i].rows, first[i] + prefix_len[i] / s.c.B, prefix_len[i], s.seqs[i].len - prefix_len[i]});
+            spans.push_back({s.seqs[i].row0, s.seqs[i].rows, first[i] + prefix_len[i] / s.c.B, prefix_len[i],
+                s.seqs[i].len - prefix_len[i]});
         shape.H = s.c.K * s.c.G, shape.K = s.c.K, shape.D = s.c.D, shape.B = s.c.B, shape.L = 1;
         step.T = s.T, step.pos = pos.data(), step.kv_slot = slot.data(), step.pages = pages.data(), step.spans = spans.data(), step.n_spans = (int)spans.size();
     }
@@ -256,7 +257,8 @@ static void check(scene &s, const char *name, float q_scale = 1.5f, bool late = 
             }
             if (mode == LEVELS) p->group_max_work = 0, st.plan();
             snprintf(what, sizeof what, "%s D=%d K=%d G=%d B=%d window=%d%s%s", name, s.c.D, s.c.K, s.c.G, s.c.B, s.c.window,
-                     s.shared.empty() ? "" : share ? " shared" : " unshared", mode == LEVELS ? " by levels" : mode == MIXED ? " mixed" : p->prefix_groups ? " by kin" : "");
+                     s.shared.empty() ? "" : share ? " shared" : " unshared",
+                         mode == LEVELS ? " by levels" : mode == MIXED ? " mixed" : p->prefix_groups ? " by kin" : "");
             st.o.poison();
             late ? st.run_late() : st.run();
             if (!st.ok(what)) continue;
@@ -587,8 +589,10 @@ static void check_list(scene &s, bool share, bool hopper, bool want_parts, const
     c.state.resize((size_t)s.T * G, 0), c.when.resize((size_t)s.T * G, -1);
     for (int i = 0; i < d.attn->n_levels; i++) c.level(d.attn->levels[i]);
     c.fused_items();
-    gpu_check(mode != FUSED || d.attn->n_fused || s.c.D > ATTN_FUSED_D, "work list of %s G=%d D=%d: no item for attn_fused", name, G, s.c.D);
-    gpu_check((mode != GROUPS && mode != MIXED) || (d.attn->prefix_groups && d.attn->mixed_groups == (mode == MIXED)), "work list of %s G=%d D=%d: not by %s", name, G, s.c.D,
+    gpu_check(mode != FUSED || d.attn->n_fused || s.c.D > ATTN_FUSED_D,
+        "work list of %s G=%d D=%d: no item for attn_fused", name, G, s.c.D);
+    gpu_check((mode != GROUPS && mode != MIXED) || (d.attn->prefix_groups && d.attn->mixed_groups == (mode == MIXED)),
+        "work list of %s G=%d D=%d: not by %s", name, G, s.c.D,
               mode == MIXED ? "mixed gangs" : "kin");
     for (int q = 0; q < s.T * G; q++) left += c.state[q] != 2 || std::count(c.seen[q].begin(), c.seen[q].end(), 0) != 0;
     gpu_check(!c.bad && !left && !d.error.code && (!want_parts || c.parts),
@@ -744,8 +748,10 @@ static void test_graphs() {
     check_graph_padding(few, false, 3, 1);
     check_graph_padding(few, false, 3, 0, true);
     check_graph_padding(tree, true, 6, 4); /* launches: tiles, tiles, small items, their merge */
-    gpu_check(max_captured_size(64, 512) == 64 && max_captured_size(65, 512) == 128 && max_captured_size(1, 512) == 1 && max_captured_size(100, 100) == 64,
-              "graphs: impossible sizes, or missing ones: %d %d %d %d", max_captured_size(64, 512), max_captured_size(65, 512), max_captured_size(1, 512),
+    gpu_check(max_captured_size(64, 512) == 64 && max_captured_size(65, 512) == 128 && max_captured_size(1, 512) == 1 &&
+        max_captured_size(100, 100) == 64,
+              "graphs: impossible sizes, or missing ones: %d %d %d %d", max_captured_size(64, 512),
+                  max_captured_size(65, 512), max_captured_size(1, 512),
               max_captured_size(100, 100));
 }
 
@@ -1062,7 +1068,8 @@ static void bench_running(int D, const std::vector<int> &groups, int common) {
     int n_splits[2] = {};
     int64_t work = 0;
     for (int mode = 0; mode < 4; mode++) { /* prefix groups, mixed groups, attn_fused, levels */
-        p->allow_mixed = mode == 1, p->group_max_work = p->group_max_work_fused = mode < 2 ? INT64_MAX / 2 : 0, p->fused_min_row_heads = mode == 2 ? 1 : INT_MAX;
+        p->allow_mixed = mode == 1, p->group_max_work = p->group_max_work_fused = mode < 2 ? INT64_MAX / 2 : 0,
+            p->fused_min_row_heads = mode == 2 ? 1 : INT_MAX;
         st.plan();
         bool there = mode == 1 ? p->prefix_groups && p->mixed_groups : mode == 0 ? p->prefix_groups : mode == 2 ? p->n_fused > 0 : true;
         if (mode < 2) n_splits[mode] = p->levels[0].n_cta_splits * 100 + p->levels[0].cta_split_warps;

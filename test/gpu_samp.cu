@@ -57,7 +57,8 @@ static toka_step step_of(const std::vector<toka_sample_row> &rows) {
 
 /* Samples rows with these logits [n][V]. The logits are stored as the GEMM stores them, one chunk
  * at a time. */
-static std::vector<toka_sample_result> sample_rows(toka_device *d, const std::vector<toka_sample_row> &rows, const std::vector<const float *> &logits) {
+static std::vector<toka_sample_result> sample_rows(toka_device *d, const std::vector<toka_sample_row> &rows,
+    const std::vector<const float *> &logits) {
     samp_plan *p = d->samp;
     toka_step s = step_of(rows);
     size_t V = (size_t)d->shape->V;
@@ -279,11 +280,13 @@ static void test_wide() {
     std::vector<const float *> logits;
     for (auto &kind : kinds)
         for (int j = 0; j < 14; j++) {
-            s[j] = plain(cases_of_filters[j].T), s[j].top_p = cases_of_filters[j].top_p, s[j].min_p = cases_of_filters[j].min_p, s[j].top_k = cases_of_filters[j].top_k;
+            s[j] = plain(cases_of_filters[j].T), s[j].top_p = cases_of_filters[j].top_p,
+                s[j].min_p = cases_of_filters[j].min_p, s[j].top_k = cases_of_filters[j].top_k;
             s[j].logprobs = cases_of_filters[j].logprobs;
             if (cases_of_filters[j].n_history) s[j].repetition_penalty = 1.05f, s[j].presence_penalty = 0.5f, s[j].frequency_penalty = 0.1f;
             toka_test_case c = {row_at(&s[j], (uint32_t)rows.size()), kind.data()};
-            c.row.history = history.data(), c.row.n_history = cases_of_filters[j].n_history, c.row.n_prompt = cases_of_filters[j].n_history / 2;
+            c.row.history = history.data(), c.row.n_history = cases_of_filters[j].n_history,
+                c.row.n_prompt = cases_of_filters[j].n_history / 2;
             c.row.row = (int)rows.size(), c.row.forbidden = forbidden, c.row.n_forbidden = cases_of_filters[j].n_forbidden;
             cases.push_back(c), rows.push_back(c.row), logits.push_back(c.raw);
         }
@@ -314,7 +317,8 @@ static void test_paths(int V, int n) {
     std::vector<toka_sample_result> samples = sample_rows(d, rows, logits);
     for (size_t i = 0; i < rows.size(); i += 2)
         gpu_check(samples[i].id == samples[i + 1].id && close_to(samples[i].sampled_logprob, samples[i + 1].sampled_logprob, 1e-5) &&
-                  close_to(samples[i].logprob, samples[i + 1].logprob, 1e-5), "row %zu: %d plain, %d with filters", i, samples[i].id, samples[i + 1].id);
+                  close_to(samples[i].logprob, samples[i + 1].logprob, 1e-5), "row %zu: %d plain, %d with filters", i,
+                      samples[i].id, samples[i + 1].id);
     samp_device_close(d);
 }
 
@@ -562,7 +566,8 @@ static std::vector<float> floats(const std::vector<bf16> &v) {
 
 /* The sampled ids must be the last tokens of their seqs, and the next step's embedding must find
  * them there. table: [V][E]. */
-static void check_last(toka_device *d, const std::vector<toka_sample_row> &rows, const std::vector<toka_sample_result> &samples, gpu_buf<int> &last,
+static void check_last(toka_device *d, const std::vector<toka_sample_row> &rows,
+    const std::vector<toka_sample_result> &samples, gpu_buf<int> &last,
                        gpu_buf<bf16> &table) {
     std::vector<int> got = last.host(), want(rows.size(), -1), ids;
     size_t E = (size_t)d->E, wrong = 0;
@@ -657,7 +662,8 @@ static void test_op(int V, int E, int T, int n_out, bool all_logits) {
         for (int i = 0; i < n_out; i++) stored.push_back(&logits[(size_t)i * (size_t)V]), rows[(size_t)i].row = i;
         again = sample_rows(d, rows, stored);
         for (size_t i = 0; i < rows.size(); i++)
-            gpu_check(same_result(samples[i], again[i]), "V %d E %d row %zu: %d from stored logits for %d", V, E, i, again[i].id, samples[i].id);
+            gpu_check(same_result(samples[i], again[i]), "V %d E %d row %zu: %d from stored logits for %d", V, E, i,
+                again[i].id, samples[i].id);
     }
     samp_device_close(d);
 }
@@ -692,7 +698,8 @@ static void test_parts() {
         run_op(d, &s, x.p(), samples.data());
         if (!round) whole = samples;
         for (size_t i = 0; i < rows.size(); i++)
-            gpu_check(same_result(samples[i], whole[i]) && (i % 3 == 0 || samples[i].id == ids[i]), "parts %d, row %zu: %d, at once %d, allowed %d", round, i,
+            gpu_check(same_result(samples[i], whole[i]) && (i % 3 == 0 || samples[i].id == ids[i]),
+                "parts %d, row %zu: %d, at once %d, allowed %d", round, i,
                       samples[i].id, whole[i].id, i % 3 ? ids[i] : -1);
     }
     gpu_check(!d->error.code, "%s", d->error.msg);
@@ -726,7 +733,8 @@ static void test_waves(int E) {
         gpu_check(!d->error.code, "%s", d->error.msg);
         again = sample_rows(d, rows, stored);
         for (int i = 0; i < n; i++)
-            gpu_check(same_result(samples[(size_t)i], again[(size_t)i]), "V %d E %d draw %d row %d: %d from stored logits for %d", V, E, k, i,
+            gpu_check(same_result(samples[(size_t)i], again[(size_t)i]),
+                "V %d E %d draw %d row %d: %d from stored logits for %d", V, E, k, i,
                       again[(size_t)i].id, samples[(size_t)i].id);
     }
     samp_device_close(d);
@@ -786,7 +794,8 @@ static void bench_filters(int V, int n, float deviation) {
     const struct {
         float T, top_p, min_p;
         int top_k, logprobs, n_history;
-    } cases_of_filters[] = {{1, 1, 0, 0, 0}, {1, 0.95f, 0, 0, 0}, {0.6f, 0.9f, 0, 0, 0}, {0.6f, 0.95f, 0, 20, 0}, {0.7f, 0.8f, 0, 20, TOKA_NO_LOGPROBS},
+    } cases_of_filters[] = {{1, 1, 0, 0, 0}, {1, 0.95f, 0, 0, 0}, {0.6f, 0.9f, 0, 0, 0}, {0.6f, 0.95f, 0, 20, 0}, {0.7f,
+        0.8f, 0, 20, TOKA_NO_LOGPROBS},
                 {1, 1, 0.05f, 0, 0}, {1, 1, 0, 0, 5}, {0.7f, 0.8f, 0, 20, 0, 1000}};
     std::vector<int32_t> history(1000);
     for (size_t i = 0; i < history.size(); i++) history[i] = (int32_t)(gpu_mix(i) % (uint64_t)V);

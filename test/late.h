@@ -6,7 +6,8 @@
 
 enum { LATE_DEVICES = 64, LATE_OPS = 4096, LATE_STEPS = 8, LATE_CAPTURED = 3 };
 
-typedef enum late_kind { LATE_ALL_REDUCE, LATE_SEND, LATE_RECEIVE, LATE_COPY, LATE_EMBED, LATE_QKV, LATE_ATTENTION, LATE_OUT, LATE_MLP, LATE_SAMPLE, LATE_END } late_kind;
+typedef enum late_kind { LATE_ALL_REDUCE, LATE_SEND, LATE_RECEIVE, LATE_COPY, LATE_EMBED, LATE_QKV, LATE_ATTENTION,
+    LATE_OUT, LATE_MLP, LATE_SAMPLE, LATE_END } late_kind;
 
 typedef struct late_op {
     late_kind kind;
@@ -156,11 +157,14 @@ static int late_status(toka_device *d, toka_err *e) {
     return code;
 }
 
-static void late_all_reduce(toka_device *d, toka_dev_ptr x, int rows) { late_queue_op(d, (late_op){.kind = LATE_ALL_REDUCE, .rows = rows, .a = x}); }
+static void late_all_reduce(toka_device *d, toka_dev_ptr x, int rows) { late_queue_op(d,
+    (late_op){.kind = LATE_ALL_REDUCE, .rows = rows, .a = x}); }
 static void late_send(toka_device *d, toka_dev_ptr x, int rows) { late_queue_op(d, (late_op){.kind = LATE_SEND, .rows = rows, .a = x}); }
-static void late_receive(toka_device *d, toka_dev_ptr x, int rows) { late_queue_op(d, (late_op){.kind = LATE_RECEIVE, .rows = rows, .a = x}); }
+static void late_receive(toka_device *d, toka_dev_ptr x, int rows) { late_queue_op(d, (late_op){.kind = LATE_RECEIVE,
+    .rows = rows, .a = x}); }
 static void late_copy(toka_device *d, const toka_step *s) { late_queue_op(d, (late_op){.kind = LATE_COPY, .s = s}); }
-static void late_embed(toka_device *d, const toka_step *s, toka_dev_ptr x) { late_queue_op(d, (late_op){.kind = LATE_EMBED, .s = s, .a = x}); }
+static void late_embed(toka_device *d, const toka_step *s, toka_dev_ptr x) { late_queue_op(d,
+    (late_op){.kind = LATE_EMBED, .s = s, .a = x}); }
 static void late_qkv(toka_device *d, const toka_step *s, int layer, toka_dev_ptr x, toka_dev_ptr q) {
     late_queue_op(d, (late_op){LATE_QKV, s, layer, 0, x, q});
 }

@@ -1,9 +1,10 @@
-/* test_base.c - messages that steer no terminal; the OS shell: why a thread could not be started, and waits that the wall clock
- * does not reach. */
+/* test_base.c - messages cannot control a terminal; the OS shell: why a thread could not be
+ * started, and waits that a change of the wall clock does not affect. */
 
 static void base_test_message(void) {
     toka_err e;
-    fail(&e, TOKA_E_USE, "%s", "a\x1B[2J\x7F\n\xC2\x9B" "2J\xC2\x80|\xC3\x9B\xC2\xA0\xE2\x82\xAC\xC2"); /* U+009B is CSI: ESC [ */
+    /* U+009B is CSI, the same as ESC [ */
+    fail(&e, TOKA_E_USE, "%s", "a\x1B[2J\x7F\n\xC2\x9B" "2J\xC2\x80|\xC3\x9B\xC2\xA0\xE2\x82\xAC\xC2");
     CHECK_MSG(!strcmp(e.msg, "a?[2J????2J??|\xC3\x9B\xC2\xA0\xE2\x82\xAC\xC2"), "%s", e.msg);
 }
 
@@ -18,7 +19,7 @@ static void base_test_thread(void) {
     CHECK(!os_thread_start(&thread, base_thread, &there, &e) && !pthread_join(thread, &got) && got == &there);
     CHECK(!pthread_getattr_default_np(&usual) && !pthread_attr_init(&huge));
     CHECK(!pthread_attr_setstacksize(&huge, (size_t)1 << 56) && !pthread_setattr_default_np(&huge));
-    errno = 0; /* pthread_create leaves it alone */
+    errno = 0; /* pthread_create does not set it */
     CHECK(os_thread_start(&thread, base_thread, NULL, &e) == TOKA_E_IO);
     CHECK_MSG(!strcmp(e.msg, "cannot start a thread: Resource temporarily unavailable"), "%s", e.msg);
     CHECK(!pthread_setattr_default_np(&usual));
@@ -33,7 +34,8 @@ static void base_test_wait(void) {
     double t0 = os_now();
     CHECK(!os_cond_wait(&cond, &lock, 0.05));
     double waited = os_now() - t0;
-    CHECK_MSG(waited >= 0.05 && waited < 5, "%g s", waited); /* by another clock it would end at once, or never */
+    /* with another clock it would end at once, or never */
+    CHECK_MSG(waited >= 0.05 && waited < 5, "%g s", waited);
     pthread_mutex_unlock(&lock);
     pthread_cond_destroy(&cond);
 }

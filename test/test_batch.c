@@ -1,26 +1,32 @@
-/* test_batch.c - steps and shared spans, read as attention reads them by the machine of test_sched.c. */
+/* test_batch.c - tests of steps and shared spans. The simulated device of test_sched.c reads them
+ * as attention does. */
 
-typedef struct bt {
-    smt m;
+typedef struct batch_test {
+    sched_sim sim;
     batch_builder b;
-    batch_step built, last;              /* this step; the one before, which is still on its way */
+    batch_step built, last; /* this step; the step before, which is still in flight */
     uint64_t last_hash;
-    batch_micros parts;
-    toka_sample_row *out;                   /* of the step: those that yield, and some more */
+    batch_micros micros;
+    toka_sample_row *sample_rows; /* of the step: sampled rows, and some that are only scored */
     uint64_t rng;
-    int *drawn, n_drawn;                 /* slot of every draw so far, and number of its part */
-    int64_t n_parts, n_needs, n_halves;  /* parts; with needs; chunks that go on in the next one */
-    int64_t n_shared, n_nested, kv_read; /* shared spans; rows under two or more of them; tokens of K and V read */
+    /* for each sample so far: its seq and the number of its microbatch */
+    int *sampled_at, n_sampled;
+    /* microbatches; those with needs_step; chunks that continue in the next microbatch */
+    int64_t n_micros, n_needs, n_split_chunks;
+    /* shared spans; rows with two or more of them; tokens of K and V read */
+    int64_t n_shared, n_nested, kv_read;
     int64_t n_within;                    /* spans that begin within a page */
-} bt;
+} batch_test;
 
-static int bt_groups(const bt *t) { return t->built.step.n_spans - t->built.n_chunks; } /* shared spans of the step */
+/* number of shared spans of the step */
+static int bt_n_shared_spans(const batch_test *t) { return t->built.step.n_spans - t->built.n_chunks; }
 static int bt_span_pages(const toka_span *sp, int B) { return (sp->kv0 + sp->n_kv + B - 1) / B - sp->kv0 / B; }
 
-/* Every row's spans: from 0 to its position without a gap, in rising order, and right content in every slot they name. row_q:
- * the slot of each row. Returns how many rows are under more than two spans. */
-static int bt_check_spans(bt *t, const toka_step *st, const int *row_q, const uint64_t *mem, int32_t *device) {
-    const scheduler *s = &t->m.s;
+/* Checks every row's spans: they go from 0 to its position in rising order without a gap, and each
+ * of their kv_slots has the right content. row_q: the seq of each row. Returns the number of rows
+ * with more than two spans. */
+static int bt_check_spans(batch_test *t, const toka_step *st, const int *row_q, const uint64_t *mem, int32_t *device) {
+    const scheduler *s = &t->sim.s;
     int *upto = mem_zalloc((size_t)st->T * sizeof *upto), *n_spans = mem_zalloc((size_t)st->T * sizeof *n_spans), n_nested = 0;
     for (int i = 0; i < st->n_spans && !check_failed; i++) {
         toka_span sp = st->spans[i];
@@ -29,8 +35,8 @@ static int bt_check_spans(bt *t, const toka_step *st, const int *row_q, const ui
         for (int r = sp.row0; r < sp.row0 + sp.n_rows; r++) {
             CHECK(upto[r] == sp.kv0);
             for (int p = sp.kv0; p < sp.kv0 + sp.n_kv && p <= st->pos[r]; p++) {
-                int slot = st->pages[sp.page0 + p / s->config.B - sp.kv0 / s->config.B] * s->config.B + p % s->config.B;
-                CHECK(mem[slot] == smt_hash(device + (size_t)row_q[r] * (size_t)s->config.max_len, p + 1));
+                int kv_slot = st->pages[sp.page0 + p / s->config.B - sp.kv0 / s->config.B] * s->config.B + p % s->config.B;
+                CHECK(mem[kv_slot] == sim_hash(device + (size_t)row_q[r] * (size_t)s->config.max_len, p + 1));
             }
             upto[r] = MIN(sp.kv0 + sp.n_kv, st->pos[r] + 1), n_spans[r]++;
         }
@@ -46,8 +52,8 @@ static int bt_check_spans(bt *t, const toka_step *st, const int *row_q, const ui
     return n_nested;
 }
 
-/* The slot of each row of the step; to be freed. */
-static int *bt_row_q(bt *t) {
+/* The seq of each row of the step. The caller frees it. */
+static int *bt_row_q(batch_test *t) {
     const batch_step *d = &t->built;
     int *row_q = mem_alloc((size_t)d->step.T * sizeof *row_q), row = 0;
     for (int e = 0; e < d->n_chunks; e++) {
@@ -58,50 +64,52 @@ static int *bt_row_q(bt *t) {
     return row_q;
 }
 
-/* ---- Parts ---- */
+/* ---- Microbatches ---- */
 
-/* Parts run one behind the other; each sees only what is written by then. */
-static void bt_check_order(const bt *t, const int *row_q) {
+/* Microbatches run one after another: each may only read positions that are written by then. */
+static void bt_check_order(const batch_test *t, const int *row_q) {
     const toka_step *st = &t->built.step;
-    int B = t->m.s.config.B;
-    char *missing = mem_zalloc((size_t)t->m.s.config.n_pages * (size_t)B);
+    int B = t->sim.s.config.B;
+    char *missing = mem_zalloc((size_t)t->sim.s.config.n_pages * (size_t)B);
     for (int r = 0; r < st->T; r++) missing[st->kv_slot[r]] = 1;
-    for (int k = 0; k < t->parts.n && !check_failed; k++) {
-        const batch_micro *a = &t->parts.micro[k];
+    for (int k = 0; k < t->micros.n && !check_failed; k++) {
+        const batch_micro *a = &t->micros.micro[k];
         for (int r = 0; r < a->step.T; r++) missing[a->step.kv_slot[r]] = 0;
         for (int r = 0; r < a->step.T; r++)
             for (int p = 0; p <= a->step.pos[r]; p++)
-                CHECK(!missing[kv_block_table(&t->m.s.kv, row_q[a->row0 + r])[p / B] * B + p % B]);
+                CHECK(!missing[kv_block_table(&t->sim.s.kv, row_q[a->row0 + r])[p / B] * B + p % B]);
     }
     free(missing);
 }
 
-/* Prompts fill the lanes like water: no part with rows of one is above another by more than what whole rows make of it. */
-static void bt_check_balance(const bt *t, const int *row_q) {
-    int64_t most = 0, highest = 0, lowest = INT64_MAX;
+/* Prompt chunks go to the microbatches with the least work. So a microbatch with prompt rows
+ * exceeds any other by no more than whole rows make unavoidable. */
+static void bt_check_balance(const batch_test *t, const int *row_q) {
+    int64_t max_row_cost = 0, highest = 0, lowest = INT64_MAX;
     const batch_work w = t->b.work;
-    for (int k = 0; k < t->parts.n; k++) {
-        const batch_micro *a = &t->parts.micro[k];
+    for (int k = 0; k < t->micros.n; k++) {
+        const batch_micro *a = &t->micros.micro[k];
         int64_t cost = 0;
-        bool fed = false;
+        bool has_prefill = false;
         for (int r = 0; r < a->step.T; r++) {
-            const bool chunk = t->m.s.seqs[row_q[a->row0 + r]].is_prefill;
+            const bool chunk = t->sim.s.seqs[row_q[a->row0 + r]].is_prefill;
             int64_t c = w.row + (w.pair + (chunk ? 0 : w.read)) * (a->step.pos[r] + 1);
-            cost += c, most = MAX(most, c), fed |= chunk;
+            cost += c, max_row_cost = MAX(max_row_cost, c), has_prefill |= chunk;
         }
         lowest = MIN(lowest, cost);
-        if (fed) highest = MAX(highest, cost);
+        if (has_prefill) highest = MAX(highest, cost);
     }
-    CHECK(t->parts.n >= 1 && t->parts.n <= t->b.n_stages + (t->b.n_stages > 1));
-    CHECK_MSG(highest <= lowest + t->parts.n * (most + 1), "%lld beside %lld, rows of up to %lld", (long long)highest, (long long)lowest,
-              (long long)most);
+    CHECK(t->micros.n >= 1 && t->micros.n <= t->b.n_stages + (t->b.n_stages > 1));
+    CHECK_MSG(highest <= lowest + t->micros.n * (max_row_cost + 1), "%lld against %lld, rows of up to %lld",
+        (long long)highest, (long long)lowest,
+              (long long)max_row_cost);
 }
 
-static void bt_check_outs(const bt *t, const batch_micro *a) {
+static void bt_check_samples(const batch_test *t, const batch_micro *a) {
     const toka_step *st = &t->built.step;
     int n = 0;
     for (int i = 0; i < st->n_samples; i++) {
-        int k = t->parts.sample_at[i] - a->sample0, row = st->samples[i].row - a->row0;
+        int k = t->micros.sample_at[i] - a->sample0, row = st->samples[i].row - a->row0;
         CHECK((k >= 0 && k < a->step.n_samples) == (row >= 0 && row < a->step.T));
         if (k < 0 || k >= a->step.n_samples) continue;
         CHECK(a->step.samples[k].row == row && a->step.samples[k].seq == st->samples[i].seq && a->step.samples[k].position == st->samples[i].position);
@@ -110,61 +118,64 @@ static void bt_check_outs(const bt *t, const batch_micro *a) {
     CHECK(n == a->step.n_samples);
 }
 
-/* The number of the part that drew the tokens which this one is fed, the last of them; looked up in the log of all draws. */
-static void bt_check_needs(bt *t, const batch_micro *a) {
+/* Checks needs_step: the last microbatch that sampled a token which this one reads. Looked up in
+ * the log of all samples. */
+static void bt_check_needs(batch_test *t, const batch_micro *a) {
     int64_t needs = 0;
     for (int r = 0; r < a->step.T; r++)
-        for (int i = t->n_drawn - 1; i >= 0 && a->step.ids[r] < 0; i--)
-            if (t->drawn[2 * i] == -1 - a->step.ids[r]) {
-                needs = MAX(needs, (int64_t)t->drawn[2 * i + 1]);
+        for (int i = t->n_sampled - 1; i >= 0 && a->step.ids[r] < 0; i--)
+            if (t->sampled_at[2 * i] == -1 - a->step.ids[r]) {
+                needs = MAX(needs, (int64_t)t->sampled_at[2 * i + 1]);
                 break;
             }
-    CHECK(a->step.needs_step == needs && (!needs || needs < t->parts.micro[0].step.number));
+    CHECK(a->step.needs_step == needs && (!needs || needs < t->micros.micro[0].step.number));
     t->n_needs += needs > 0;
 }
 
-static void bt_check_parts(bt *t, const int *row_q, const uint64_t *mem, int32_t *device) {
+static void bt_check_micros(batch_test *t, const int *row_q, const uint64_t *mem, int32_t *device) {
     const batch_step *d = &t->built;
     int row = 0;
-    int64_t number = t->n_parts;
-    batch_make_micros(&t->b, &t->parts, d);
-    for (int k = 0; k < t->parts.n && !check_failed; k++) {
-        const batch_micro *a = &t->parts.micro[k];
+    int64_t number = t->n_micros;
+    batch_make_micros(&t->b, &t->micros, d);
+    for (int k = 0; k < t->micros.n && !check_failed; k++) {
+        const batch_micro *a = &t->micros.micro[k];
         int end = row + a->step.T;
         CHECK(a->row0 == row && a->step.T > 0 && end <= d->step.T && a->step.number == ++number);
         CHECK(!memcmp(a->step.ids, d->ids + row, (size_t)a->step.T * sizeof *d->ids));
         CHECK(d->chunk_seq[d->micro_chunk0[k]] == row_q[row] && d->chunk_seq[d->micro_chunk0[k + 1] - 1] == row_q[end - 1] && d->chunk_row0[d->micro_chunk0[k + 1]] == end);
         bt_check_spans(t, &a->step, row_q + row, mem, device);
-        bt_check_outs(t, a), bt_check_needs(t, a);
+        bt_check_samples(t, a), bt_check_needs(t, a);
         row = end;
     }
     for (int e = 0; e < d->n_chunks; e++) {
-        const sched_seq *x = &t->m.s.seqs[d->chunk_seq[e]];
-        t->n_halves += d->pos[d->chunk_row0[e + 1] - 1] + 1 < x->from + x->n_rows;
+        const sched_seq *x = &t->sim.s.seqs[d->chunk_seq[e]];
+        t->n_split_chunks += d->pos[d->chunk_row0[e + 1] - 1] + 1 < x->from + x->n_rows;
     }
     CHECK(row == d->step.T);
     bt_check_order(t, row_q), bt_check_balance(t, row_q);
-    t->n_parts = number;
+    t->n_micros = number;
     for (int i = 0; i < d->n_samples; i++)
-        for (int k = 0; k < t->parts.n; k++) {
-            int r = d->samples[i].row - t->parts.micro[k].row0;
-            if (r < 0 || r >= t->parts.micro[k].step.T) continue;
-            t->drawn = mem_realloc(t->drawn, (size_t)(t->n_drawn + 1) * 2 * sizeof *t->drawn);
-            t->drawn[2 * t->n_drawn] = d->samples[i].seq, t->drawn[2 * t->n_drawn++ + 1] = (int)t->parts.micro[k].step.number;
+        for (int k = 0; k < t->micros.n; k++) {
+            int r = d->samples[i].row - t->micros.micro[k].row0;
+            if (r < 0 || r >= t->micros.micro[k].step.T) continue;
+            t->sampled_at = mem_realloc(t->sampled_at, (size_t)(t->n_sampled + 1) * 2 * sizeof *t->sampled_at);
+            t->sampled_at[2 * t->n_sampled] = d->samples[i].seq,
+                t->sampled_at[2 * t->n_sampled++ + 1] = (int)t->micros.micro[k].step.number;
         }
 }
 
-/* As an engine does: rows that yield, then others in rising order. */
-static void bt_out_rows(bt *t) {
+/* Adds sample rows as an engine does: first the sampled rows, then scored rows in rising order. */
+static void bt_add_sample_rows(batch_test *t) {
     batch_step *d = &t->built;
     int n = 0;
-    for (; n < d->n_samples; n++) t->out[n] = (toka_sample_row){.row = d->samples[n].row, .seq = d->samples[n].seq, .position = (uint32_t)n};
-    for (int r = 0; r < d->step.T && n < t->m.s.config.max_tokens; r++)
-        if (rnd(&t->rng) % 4 == 0) t->out[n] = (toka_sample_row){.row = r, .seq = -1, .position = (uint32_t)n}, n++;
-    d->step.samples = t->out, d->step.n_samples = n;
+    for (; n < d->n_samples; n++) t->sample_rows[n] = (toka_sample_row){.row = d->samples[n].row,
+        .seq = d->samples[n].seq, .position = (uint32_t)n};
+    for (int r = 0; r < d->step.T && n < t->sim.s.config.max_tokens; r++)
+        if (rnd(&t->rng) % 4 == 0) t->sample_rows[n] = (toka_sample_row){.row = r, .seq = -1, .position = (uint32_t)n}, n++;
+    d->step.samples = t->sample_rows, d->step.n_samples = n;
 }
 
-/* All that is in a step. Its pages lie there span by span, without a gap. */
+/* Hash of all that a step contains. Its pages must be stored span by span, without a gap. */
 static uint64_t bt_hash(const batch_step *d, int B) {
     const toka_step *st = &d->step;
     size_t T = (size_t)st->T * sizeof(int32_t);
@@ -178,86 +189,90 @@ static uint64_t bt_hash(const batch_step *d, int B) {
 }
 
 static void bt_on_run(void *user, const uint64_t *mem, int32_t *device) {
-    bt *t = user;
+    batch_test *t = user;
     batch_step turn = t->last;
     t->last = t->built, t->built = turn;
-    batch_build(&t->b, &t->built, &t->m.s);
-    CHECK(!t->last.step.T || bt_hash(&t->last, t->m.s.config.B) == t->last_hash); /* whatever was committed, planned and built since */
-    t->last_hash = bt_hash(&t->built, t->m.s.config.B);
+    batch_build(&t->b, &t->built, &t->sim.s);
+    /* the step in flight is unchanged, whatever was committed, planned and built since */
+    CHECK(!t->last.step.T || bt_hash(&t->last, t->sim.s.config.B) == t->last_hash);
+    t->last_hash = bt_hash(&t->built, t->sim.s.config.B);
     int *row_q = bt_row_q(t);
     t->n_nested += bt_check_spans(t, &t->built.step, row_q, mem, device);
-    t->n_shared += bt_groups(t);
+    t->n_shared += bt_n_shared_spans(t);
     int64_t kv_read = t->kv_read;
-    bt_out_rows(t);
-    if (t->built.step.T) bt_check_parts(t, row_q, mem, device);
+    bt_add_sample_rows(t);
+    if (t->built.step.T) bt_check_micros(t, row_q, mem, device);
     t->kv_read = kv_read;
     free(row_q);
     int n_yield = 0;
-    for (int q = 0; q < t->m.s.config.max_seqs; q++) n_yield += t->m.s.seqs[q].n_rows && t->m.s.seqs[q].is_sampled;
+    for (int q = 0; q < t->sim.s.config.max_seqs; q++) n_yield += t->sim.s.seqs[q].n_rows && t->sim.s.seqs[q].is_sampled;
     CHECK(n_yield == t->built.n_samples);
     for (int i = 0; i < t->built.n_samples; i++) {
-        const sched_seq *x = &t->m.s.seqs[t->built.samples[i].seq];
+        const sched_seq *x = &t->sim.s.seqs[t->built.samples[i].seq];
         CHECK(x->is_sampled && x->generation == t->built.samples[i].generation && t->built.pos[t->built.samples[i].row] == x->from + x->n_rows - 1);
     }
 }
 
-static bt *bt_open(sched_config c, batch_cost cost, int vocab, int end_one_in, int lag, int stages) {
+static batch_test *bt_open(sched_config c, batch_cost cost, int vocab, int end_one_in, int lag, int stages) {
     static const batch_work weights[] = {{1, 0, 0}, {1000, 1, 5}, {3, 7, 0}, {1, 1, 20}};
-    bt *t = mem_zalloc(sizeof *t);
+    batch_test *t = mem_zalloc(sizeof *t);
     toka_err e;
-    smt_open(&t->m, c, vocab, end_one_in, lag);
-    CHECK(!batch_step_init(&t->built, &t->m.s, &e) && !batch_step_init(&t->last, &t->m.s, &e) && !batch_micros_init(&t->parts, &t->m.s, &e));
-    batch_init(&t->b, &t->m.s, cost);
+    sim_open(&t->sim, c, vocab, end_one_in, lag);
+    CHECK(!batch_step_init(&t->built, &t->sim.s, &e) && !batch_step_init(&t->last, &t->sim.s, &e) &&
+        !batch_micros_init(&t->micros, &t->sim.s, &e));
+    batch_init(&t->b, &t->sim.s, cost);
     t->b.n_stages = stages, t->b.compute_bound_rows = stages, t->b.work = weights[(stages + lag) % COUNT(weights)];
-    t->out = mem_alloc((size_t)c.max_tokens * sizeof *t->out), t->rng = 7;
-    t->m.on_run = bt_on_run, t->m.on_run_user = t;
+    t->sample_rows = mem_alloc((size_t)c.max_tokens * sizeof *t->sample_rows), t->rng = 7;
+    t->sim.on_run = bt_on_run, t->sim.on_run_user = t;
     return t;
 }
 
-static void bt_close(bt *t) {
-    free(t->out), free(t->drawn);
-    batch_free(&t->b), batch_step_free(&t->built), batch_step_free(&t->last), batch_micros_free(&t->parts), smt_close(&t->m);
+static void bt_close(batch_test *t) {
+    free(t->sample_rows), free(t->sampled_at);
+    batch_free(&t->b), batch_step_free(&t->built), batch_step_free(&t->last), batch_micros_free(&t->micros), sim_close(&t->sim);
     free(t);
 }
 
 static void bt_random(void) {
     batch_cost costs[] = {{0, 0, 1 << 20, 1}, {1, 0, 4, 0}, {1, 4, 16, 2}, {1000, 0, 64, 1}};
-    int64_t n_shared = 0, n_nested = 0, n_within = 0, n_parts = 0, n_needs = 0, n_halves = 0;
+    int64_t n_shared = 0, n_nested = 0, n_within = 0, n_micros = 0, n_needs = 0, n_split_chunks = 0;
     for (uint64_t seed = 1; seed <= 80 && !check_failed; seed++) {
         uint64_t rng = seed;
         sched_config c = {seed % 3 ? 2 : 4, seed % 2 ? 60 : 12, 12, 16, 24, 8};
-        bt *t = bt_open(c, costs[seed % 4], 2, 30, (int)(seed % 3), seed / 4 % 2 ? 1 : 2 + (int)(seed / 8 % 5));
+        batch_test *t = bt_open(c, costs[seed % 4], 2, 30, (int)(seed % 3), seed / 4 % 2 ? 1 : 2 + (int)(seed / 8 % 5));
         for (int i = 0; i < 80 && !check_failed; i++) {
             int n_prompt = 1 + (int)(rnd(&rng) % 12), max_tokens = 1 + (int)(rnd(&rng) % 12);
-            if (t->m.s.n_unstarted < 20) smt_submit(&t->m, &rng, n_prompt, 1 + (int)(rnd(&rng) % 4), max_tokens, 0);
-            if (rnd(&rng) % 16 == 0 && t->m.s.newest >= 0) sched_cancel(&t->m.s, t->m.s.seqs[t->m.s.newest].request);
-            if (rnd(&rng) % 8 == 0 && t->m.s.newest >= 0) sched_preempt(&t->m.s);
-            smt_step(&t->m, false);
+            if (t->sim.s.n_unstarted < 20) sim_submit(&t->sim, &rng, n_prompt, 1 + (int)(rnd(&rng) % 4), max_tokens, 0);
+            if (rnd(&rng) % 16 == 0 && t->sim.s.newest >= 0) sched_cancel(&t->sim.s, t->sim.s.seqs[t->sim.s.newest].request);
+            if (rnd(&rng) % 8 == 0 && t->sim.s.newest >= 0) sched_preempt(&t->sim.s);
+            sim_step(&t->sim, false);
         }
         if (check_failed) printf("seed %d\n", (int)seed);
-        CHECK(seed % 4 != 3 || !t->n_shared); /* merging that dear is never worth it */
+        /* if a shared span costs so much, it is never worth it */
+        CHECK(seed % 4 != 3 || !t->n_shared);
         n_shared += t->n_shared, n_nested += t->n_nested, n_within += t->n_within;
-        n_parts += t->n_parts, n_needs += t->n_needs, n_halves += t->n_halves;
+        n_micros += t->n_micros, n_needs += t->n_needs, n_split_chunks += t->n_split_chunks;
         bt_close(t);
     }
     CHECK_MSG(n_shared > 1000 && n_nested > 1000 && n_within > 1000, "%d %d %d", (int)n_shared, (int)n_nested, (int)n_within);
-    CHECK_MSG(n_parts > 10000 && n_needs > 3000 && n_halves > 1000, "%d %d %d", (int)n_parts, (int)n_needs, (int)n_halves);
+    CHECK_MSG(n_micros > 10000 && n_needs > 3000 && n_split_chunks > 1000, "%d %d %d", (int)n_micros, (int)n_needs, (int)n_split_chunks);
 }
 
-/* With free merging every page is read once per step, however many hold it. */
+/* If shared spans are free, every page is read once per step, however many sequences have it. */
 static void bt_each_page_once(void) {
     uint64_t rng = 21;
-    bt *t = bt_open((sched_config){2, 300, 24, 400, 40, 8}, (batch_cost){0, 0, 1 << 20, 0}, 2, 1 << 30, 0, 1);
-    for (int i = 0; i < 8; i++) smt_submit(&t->m, &rng, 16 + i % 3, 3, 20, 0);
+    batch_test *t = bt_open((sched_config){2, 300, 24, 400, 40, 8}, (batch_cost){0, 0, 1 << 20, 0}, 2, 1 << 30, 0, 1);
+    for (int i = 0; i < 8; i++) sim_submit(&t->sim, &rng, 16 + i % 3, 3, 20, 0);
     for (int i = 0; i < 19 && !check_failed; i++) {
         t->kv_read = 0;
-        smt_step(&t->m, false);
-        if (t->m.s.n_prefill_seqs) continue;
+        sim_step(&t->sim, false);
+        if (t->sim.s.n_prefill_seqs) continue;
         int want = 0;
         char *seen = mem_zalloc(300);
         for (int e = 0; e < t->built.n_chunks; e++)
-            for (int k = 0, from = t->built.pos[e]; k <= from / 2; k++) { /* one row each; the last page may be half full */
-                int page = kv_block_table(&t->m.s.kv, t->built.chunk_seq[e])[k];
+            /* each sequence has one row; its last page may be half full */
+            for (int k = 0, from = t->built.pos[e]; k <= from / 2; k++) {
+                int page = kv_block_table(&t->sim.s.kv, t->built.chunk_seq[e])[k];
                 if (!seen[page] || k == from / 2) want += k == from / 2 ? from % 2 + 1 : 2;
                 seen[page] = 1;
             }
@@ -267,123 +282,131 @@ static void bt_each_page_once(void) {
     bt_close(t);
 }
 
-/* Families of prompts with common beginnings, queued behind one that takes the whole first step; some of those who would have
- * computed a beginning for the others are cancelled before they could, or parked. */
+/* Families of prompts with common prefixes, queued after a prompt that takes the whole first step.
+ * Some sequences that would compute a prefix for others are cancelled or preempted before. */
 static void bt_random_families(void) {
-    int64_t n_halves = 0;
+    int64_t n_split_chunks = 0;
     for (uint64_t seed = 1; seed <= 300 && !check_failed; seed++) {
         uint64_t rng = seed;
         toka_err e;
-        bt *t = bt_open((sched_config){2, 80, 12, 24, 64, 8}, (batch_cost){(int)seed % 2, 0, 4, (int)seed % 3}, 2, 8, (int)(seed % 3), 2 + (int)(seed % 5));
+        batch_test *t = bt_open((sched_config){2, 80, 12, 24, 64, 8}, (batch_cost){(int)seed % 2, 0, 4, (int)seed % 3},
+            2, 8, (int)(seed % 3), 2 + (int)(seed % 5));
         for (int wave = 0; wave < 12 && !check_failed; wave++) {
             int32_t prompt[23];
             for (int i = 0; i < 23; i++) prompt[i] = 100 + wave;
-            while (t->m.s.n_unstarted) sched_cancel(&t->m.s, t->m.s.first_queued);
+            while (t->sim.s.n_unstarted) sched_cancel(&t->sim.s, t->sim.s.first_queued);
             for (int q = 0; q < 12; q++) {
-                const sched_seq *x = &t->m.s.seqs[q];
-                if (x->state == SCHED_PREFILL || (x->state != SCHED_FREE && rnd(&rng) % 2)) sched_cancel(&t->m.s, x->request);
+                const sched_seq *x = &t->sim.s.seqs[q];
+                if (x->state == SCHED_PREFILL || (x->state != SCHED_FREE && rnd(&rng) % 2)) sched_cancel(&t->sim.s, x->request);
             }
-            sched_submit(&t->m.s, &(sched_job){.prompt = prompt, .n_prompt = 23, .n = 1, .max_tokens = 1}, &e);
+            sched_submit(&t->sim.s, &(sched_job){.prompt = prompt, .n_prompt = 23, .n = 1, .max_tokens = 1}, &e);
             for (int k = 3 + (int)(rnd(&rng) % 8); k; k--) {
                 prompt[0] = 200 + wave;
                 for (int i = 1; i < 14; i++) prompt[i] = rnd(&rng) % 4 == 0;
                 int n = 3 + (int)(rnd(&rng) % 12);
-                sched_submit(&t->m.s, &(sched_job){.prompt = prompt, .n_prompt = n, .n = 1 + n % 2, .max_tokens = 2}, &e);
+                sched_submit(&t->sim.s, &(sched_job){.prompt = prompt, .n_prompt = n, .n = 1 + n % 2, .max_tokens = 2}, &e);
             }
             for (int i = 0; i < 4 && !check_failed; i++) {
-                smt_step(&t->m, false);
+                sim_step(&t->sim, false);
                 for (int k = (int)(rnd(&rng) % 8); k && i < 2; k--) {
-                    const sched_seq *x = &t->m.s.seqs[rnd(&rng) % 12];
-                    if (x->state == SCHED_PREFILL) sched_cancel(&t->m.s, x->request);
+                    const sched_seq *x = &t->sim.s.seqs[rnd(&rng) % 12];
+                    if (x->state == SCHED_PREFILL) sched_cancel(&t->sim.s, x->request);
                 }
-                if (rnd(&rng) % 8 == 0 && t->m.s.newest >= 0) sched_preempt(&t->m.s);
+                if (rnd(&rng) % 8 == 0 && t->sim.s.newest >= 0) sched_preempt(&t->sim.s);
             }
         }
         if (check_failed) printf("seed %d\n", (int)seed);
-        n_halves += t->n_halves;
+        n_split_chunks += t->n_split_chunks;
         bt_close(t);
     }
-    CHECK_MSG(n_halves > 1000, "%d", (int)n_halves);
+    CHECK_MSG(n_split_chunks > 1000, "%d", (int)n_split_chunks);
 }
 
-/* u and x have pages 0 and 1 in common, v only page 0. The one that was to compute page 0 is cancelled, so v, which stands behind
- * u and x, computes it in the step in which u computes page 1. So it must be in a part before u and x, though it stands behind them. */
+/* u and x share pages 0 and 1; v shares only page 0. The sequence that would compute page 0 is
+ * cancelled. So v, which comes after u and x in the order, computes page 0 in the same step in
+ * which u computes page 1. Therefore v must be in a microbatch before u and x. */
 static void bt_third_writer(void) {
-    bt *t = bt_open((sched_config){2, 100, 8, 24, 64, 8}, (batch_cost){0, 0, 1 << 20, 0}, 1000, 1 << 30, 0, 5);
-    scheduler *s = &t->m.s;
+    batch_test *t = bt_open((sched_config){2, 100, 8, 24, 64, 8}, (batch_cost){0, 0, 1 << 20, 0}, 1000, 1 << 30, 0, 5);
+    scheduler *s = &t->sim.s;
     toka_err e;
     int32_t z[25] = {9}, a[7] = {1, 1, 2, 2, 3, 3, 3}, v[7] = {1, 1, 5, 5, 5, 5, 5}, u[7] = {1, 1, 2, 2, 6, 6, 6}, x[7] = {1, 1, 2, 2, 7, 7, 7};
-    sched_submit(s, &(sched_job){.prompt = z, .n_prompt = 25, .n = 1, .max_tokens = 9}, &e); /* takes the whole first step */
+    /* takes the whole first step */
+    sched_submit(s, &(sched_job){.prompt = z, .n_prompt = 25, .n = 1, .max_tokens = 9}, &e);
     int first = sched_submit(s, &(sched_job){.prompt = a, .n_prompt = 7, .n = 1, .max_tokens = 9}, &e);
     int32_t *others[] = {v, u, x};
     for (int i = 0; i < 3; i++) sched_submit(s, &(sched_job){.prompt = others[i], .n_prompt = 7, .n = 1, .max_tokens = 9}, &e);
-    smt_step(&t->m, false);
+    sim_step(&t->sim, false);
     CHECK(s->n_running == 5 && t->built.step.T == 24);
     sched_cancel(s, first);
-    smt_step(&t->m, false);
-    CHECK(s->n_running == 4 && t->built.step.T == 16 && t->parts.n == 5); /* bt_check_order looked at it */
+    sim_step(&t->sim, false);
+    /* bt_check_order has checked the order */
+    CHECK(s->n_running == 4 && t->built.step.T == 16 && t->micros.n == 5);
     bt_close(t);
 }
 
-/* Two prompts with one beginning, many samples: levels are shared where it pays. */
+/* Two prompts with one common prefix and many samples: a level is shared where the cost model says
+ * that it pays. */
 static void bt_levels(void) {
     struct {
         batch_cost cost;
-        int n_spans; /* shared ones */
+        int n_spans; /* number of shared spans */
     } cases[] = {{{0, 0, 1 << 20, 0}, 3}, {{100, 0, 1 << 20, 0}, 2}, {{100000, 0, 1 << 20, 0}, 0}, {{100, 100000, 1 << 20, 0}, 0},
                  {{4, 0, 1, 0}, 0},       {{0, 0, 1 << 20, 4}, 3}, {{100, 0, 1 << 20, 1}, 2}};
     for (int k = 0; k < COUNT(cases); k++) {
-        bt *t = bt_open((sched_config){16, 400, 64, 2048, 400, 8}, cases[k].cost, 1000, 1 << 30, 0, 1);
+        batch_test *t = bt_open((sched_config){16, 400, 64, 2048, 400, 8}, cases[k].cost, 1000, 1 << 30, 0, 1);
         int32_t prompt[300];
         toka_err e;
         for (int i = 0; i < 300; i++) prompt[i] = 1;
         for (int second = 0; second < 2; second++) {
             for (int i = 100; i < 300; i++) prompt[i] = 2 + second;
-            sched_submit(&t->m.s, &(sched_job){.prompt = prompt, .n_prompt = 300, .n = 16, .max_tokens = 40}, &e);
+            sched_submit(&t->sim.s, &(sched_job){.prompt = prompt, .n_prompt = 300, .n = 16, .max_tokens = 40}, &e);
         }
-        for (int i = 0; i < 3; i++) smt_step(&t->m, i == 2); /* no page is filled by generation yet */
+        for (int i = 0; i < 3; i++) sim_step(&t->sim, i == 2); /* no page is filled by decode yet */
         CHECK(t->built.n_chunks == 32);
-        CHECK_MSG(bt_groups(t) == cases[k].n_spans, "case %d: %d groups", k, bt_groups(t));
+        CHECK_MSG(bt_n_shared_spans(t) == cases[k].n_spans, "case %d: %d groups", k, bt_n_shared_spans(t));
         if (k == 0) CHECK(t->built.step.spans[0].n_rows == 32 && t->built.step.spans[0].n_kv == 96);
         if (k == 0) CHECK(t->built.step.spans[1].n_rows == 16 && t->built.step.spans[1].n_kv == 192);
         if (k == 1) CHECK(t->built.step.spans[0].n_rows == 16 && t->built.step.spans[0].n_kv == 288);
-        if (k == 5) CHECK(t->built.step.spans[1].n_kv == 200 && t->built.step.spans[3].kv0 == 296); /* of 299 tokens and the last */
+        /* 299 prompt tokens and the newest one */
+        if (k == 5) CHECK(t->built.step.spans[1].n_kv == 200 && t->built.step.spans[3].kv0 == 296);
         if (k == 6) CHECK(t->built.step.spans[0].n_kv == 299 && t->built.step.spans[2].kv0 == 299);
         bt_close(t);
     }
 }
 
-/* Samples that are to share nothing do not share the tail of a short prompt either. */
-static void bt_alone(void) {
+/* Samples that must not share anything do not share the last page of a short prompt either. */
+static void bt_unshared(void) {
     for (int alone = 0; alone < 2; alone++) {
-        bt *t = bt_open((sched_config){16, 400, 64, 2048, 400, 8}, (batch_cost){0, 0, 1 << 20, 1}, 1000, 1 << 30, 0, 1);
+        batch_test *t = bt_open((sched_config){16, 400, 64, 2048, 400, 8}, (batch_cost){0, 0, 1 << 20, 1}, 1000, 1 << 30, 0, 1);
         int32_t prompt[10] = {1, 2, 3};
         toka_err e;
-        sched_submit(&t->m.s, &(sched_job){.prompt = prompt, .n_prompt = 10, .n = 8, .max_tokens = 40, .n_unshared = alone * 8}, &e);
-        for (int i = 0; i < 3; i++) smt_step(&t->m, false);
-        CHECK_MSG(t->built.n_chunks == 8 && bt_groups(t) == !alone, "alone %d: %d groups", alone, bt_groups(t));
+        sched_submit(&t->sim.s, &(sched_job){.prompt = prompt, .n_prompt = 10, .n = 8, .max_tokens = 40, .n_unshared = alone * 8}, &e);
+        for (int i = 0; i < 3; i++) sim_step(&t->sim, false);
+        CHECK_MSG(t->built.n_chunks == 8 && bt_n_shared_spans(t) == !alone, "alone %d: %d groups", alone, bt_n_shared_spans(t));
         bt_close(t);
     }
 }
 
-/* So do requests that ask for the same, and only those. */
-static void bt_alike(void) {
-    bt *t = bt_open((sched_config){16, 400, 64, 2048, 400, 8}, (batch_cost){0, 0, 1 << 20, 1}, 1000, 1 << 30, 0, 1);
-    for (int i = 0; i < 24; i++) { /* three prompts that part in their second page, eight times each */
+/* Requests with the same prompt share its last page, other requests do not. */
+static void bt_equal_prompts(void) {
+    batch_test *t = bt_open((sched_config){16, 400, 64, 2048, 400, 8}, (batch_cost){0, 0, 1 << 20, 1}, 1000, 1 << 30, 0, 1);
+    /* three prompts that differ from their second page on, eight requests each */
+    for (int i = 0; i < 24; i++) {
         int32_t prompt[28] = {[20] = i / 8};
         toka_err e;
-        sched_submit(&t->m.s, &(sched_job){.prompt = prompt, .n_prompt = 28, .n = 1, .max_tokens = 40}, &e);
+        sched_submit(&t->sim.s, &(sched_job){.prompt = prompt, .n_prompt = 28, .n = 1, .max_tokens = 40}, &e);
     }
-    for (int i = 0; i < 4; i++) smt_step(&t->m, false);
-    CHECK_MSG(t->built.n_chunks == 24 && bt_groups(t) == 4, "%d groups", bt_groups(t)); /* the first page and three tails */
+    for (int i = 0; i < 4; i++) sim_step(&t->sim, false);
+    /* spans of the first page and of three last pages */
+    CHECK_MSG(t->built.n_chunks == 24 && bt_n_shared_spans(t) == 4, "%d groups", bt_n_shared_spans(t));
     bt_close(t);
 }
 
 static const struct test batch_tests[] = {{"batch: random steps and spans", bt_random},
                                           {"batch: every page read once", bt_each_page_once},
                                           {"batch: levels by cost", bt_levels},
-                                          {"batch: samples alone", bt_alone},
-                                          {"batch: requests alike", bt_alike},
-                                          {"batch: random families, parts", bt_random_families},
-                                          {"batch: two that skip pages, a writer behind both", bt_third_writer},
+                                          {"batch: samples that share nothing", bt_unshared},
+                                          {"batch: requests with equal prompts", bt_equal_prompts},
+                                          {"batch: random families, microbatches", bt_random_families},
+                                          {"batch: two that skip pages, their writer comes later", bt_third_writer},
                                           {0}};

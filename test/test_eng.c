@@ -1567,13 +1567,13 @@ static void test_short_sequences(void) {
 typedef struct eng_stats_seen { /* statistics during the events */
     toka *t;
     int64_t tokens;
-    int n_behind;
+    int n_late;
 } eng_stats_seen;
 
 static int eng_count_now(void *user, const toka_event *ev) {
     eng_stats_seen *c = user;
     c->tokens += ev->id >= 0;
-    c->n_behind += toka_get_stats(c->t).output_tokens < c->tokens;
+    c->n_late += toka_get_stats(c->t).output_tokens < c->tokens;
     return 0;
 }
 
@@ -1591,7 +1591,7 @@ static void test_statistics_are_current(void) {
         toka_stats s = toka_get_stats(t);
         CHECK(s.output_tokens == c.tokens && s.requests_done == i);
     }
-    CHECK_MSG(c.tokens == 3 * 180 && !c.n_behind, "%lld tokens, %d times behind", (long long)c.tokens, c.n_behind);
+    CHECK_MSG(c.tokens == 3 * 180 && !c.n_late, "%lld tokens, %d times behind", (long long)c.tokens, c.n_late);
     toka_close(t);
 }
 
@@ -1611,13 +1611,13 @@ static int eng_one_group(toka_group **out, int tp, int pp, toka_err *e) {
 
 typedef struct eng_phase_calls { /* progress of the phases, for the caller of toka_open */
     atomic_int at_once;
-    int n, n_over, n_behind; /* all calls; calls that end a phase; calls after that end */
+    int n, n_phase_ends, n_late; /* all calls; calls that end a phase; calls after that end */
 } eng_phase_calls;
-static void eng_tell_phase(void *user, const char *what, double done) {
+static void eng_on_phase(void *user, const char *what, double done) {
     eng_phase_calls *t = user;
-    CHECK_MSG(!atomic_fetch_add(&t->at_once, 1), "two threads tell of %s at once", what);
+    CHECK_MSG(!atomic_fetch_add(&t->at_once, 1), "two threads report %s at once", what);
     usleep(500);
-    t->n++, t->n_behind += t->n_over > 0, t->n_over += done >= 1;
+    t->n++, t->n_late += t->n_phase_ends > 0, t->n_phase_ends += done >= 1;
     atomic_fetch_sub(&t->at_once, 1);
 }
 
@@ -1630,11 +1630,11 @@ static void test_open_that_fails(void) {
     toka *t = eng_must_open(eng_model, 4, 16, 1);
     toka_err e = {0};
     be.open = eng_slow_open, be.group_open = eng_one_group;
-    o.tensor_parallel_size = o.data_parallel_size = 2, o.max_num_seqs = 4, o.progress = eng_tell_phase, o.progress_user = &told;
+    o.tensor_parallel_size = o.data_parallel_size = 2, o.max_num_seqs = 4, o.progress = eng_on_phase, o.progress_user = &told;
     eng *g;
     t->shape = t->files->shape;
     CHECK(eng_open(&g, &be, t->files, &t->shape, t->tok, &o, &e) == TOKA_E_DEVICE && !strcmp(e.msg, "no second group"));
-    CHECK_MSG(told.n > 20 && told.n_over == 1 && !told.n_behind, "%d told, %d ends, %d behind", told.n, told.n_over, told.n_behind);
+    CHECK_MSG(told.n > 20 && told.n_phase_ends == 1 && !told.n_late, "%d told, %d ends, %d behind", told.n, told.n_phase_ends, told.n_late);
     toka_close(t);
 }
 
@@ -1685,36 +1685,36 @@ static const struct test eng_tests[] = {
     {"score equals generate", test_score},
     {"request: errors and cancel", test_request_errors},
     {"engine: six threads at once", test_threads},
-    {"engine: hundreds of threads sleep until theirs is done", test_many_threads},
+    {"engine: hundreds of threads sleep until their request is done", test_many_threads},
     {"engine: drivers leave, others take over", test_drivers_leave},
     {"engine: toka_stop while another drives", test_stop_while_another_drives},
     {"engine: an idle replica does not wait for the other", test_idle_replica},
-    {"engine: parked samples wait", test_parked_wait},
+    {"engine: preempted samples wait", test_parked_wait},
     {"engine: what rows attend to", test_attended_positions},
     {"engine: a device that fails", test_device_fault},
-    {"batch: a device that fails, and the run that goes on", test_batch_device_fault},
+    {"batch: a device that fails, and the next run continues", test_batch_device_fault},
     {"batch: threads that do not start", test_batch_no_threads},
-    {"engine: a step fails behind a request's end", test_fault_after_the_end},
+    {"engine: a step fails after a request's end", test_fault_after_the_end},
     {"engine: closed and stopped", test_close_and_stop},
     {"engine: sizes of the KV cache", test_kv_sizes},
     {"engine: an open that fails while ranks load", test_open_that_fails},
     {"engine: an open that hangs", test_open_that_hangs},
-    {"engine: text goes on behind the prompt", test_text_continues},
+    {"engine: text continues after the prompt", test_text_continues},
     {"engine: page pressure changes nothing", test_page_pressure},
     {"engine: run-ahead, replicas and ranks change nothing", test_ahead},
-    {"engine: a device fails, with steps under way", test_ahead_fault},
+    {"engine: a device fails, with steps in flight", test_ahead_fault},
     {"engine: requests find a replica", test_replicas},
     {"engine: one drives, one submits and cancels", test_submit_cancel},
     {"engine: log-probabilities of prompts", test_prompt_logprobs},
     {"engine: scores, short, long, cancelled", test_score_edges},
     {"engine: a score does not wait", test_score_does_not_wait},
     {"engine: runs of events", test_runs_of_events},
-    {"engine: statistics are not behind", test_statistics_are_current},
+    {"engine: statistics are current", test_statistics_are_current},
     {"engine: events without text", test_ids_only},
     {"engine: min_tokens and stop strings", test_min_tokens_and_stops},
     {"engine: bad words", test_bad_words},
     {"engine: bad words as texts", test_bad_texts},
-    {"engine: nothing left to draw", test_no_token_allowed},
-    {"engine: ends alone", test_only_end_ids_allowed},
+    {"engine: no token is allowed", test_no_token_allowed},
+    {"engine: only end ids are allowed", test_only_end_ids_allowed},
     {"engine: pages for short sequences", test_short_sequences},
     {0}};

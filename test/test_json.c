@@ -1,8 +1,10 @@
-/* test_json.c - chapter 4: the reader against JSONTestSuite, positions, limits and numbers; the writer by round trips. */
+/* test_json.c - chapter 4. The reader: JSONTestSuite, positions of errors, limits and numbers. The
+ * writer: round trips. */
 
 static const json_limits json_test_limits = {512, 1 << 20};
 
-/* Parses an exact-size heap copy, so that reading one byte too many is seen. *text must outlive the nodes. */
+/* Parses a heap copy of the exact size, so that a read past the end is noticed. *text must outlive
+ * the nodes. */
 static const json *json_of(arena *a, str s, char **copy, toka_err *e) {
     *copy = mem_alloc(s.n);
     if (s.n) memcpy(*copy, s.p, s.n);
@@ -10,7 +12,8 @@ static const json *json_of(arena *a, str s, char **copy, toka_err *e) {
     return json_parse(a, (str){*copy, s.n}, json_test_limits, e);
 }
 
-/* The same value: kind, number, bytes, order of members. Numbers compare by value, 1 equals 1.0. */
+/* Whether two values are the same: kind, number, bytes, order of members. Numbers compare by value:
+ * 1 equals 1.0. */
 static bool json_same(const json *a, const json *b) {
     if (a->type != b->type) return false;
     if (a->type == JSON_NUMBER && a->is_int && b->is_int) return a->integer == b->integer;
@@ -54,7 +57,7 @@ static void test_json_suite(void) {
     CHECK_MSG(n[0] == 95 && n[1] == 188 && n[2] == 35, "%d y, %d n, %d i", n[0], n[1], n[2]);
 }
 
-/* Every error names what is wrong and the byte where it stands. */
+/* Every error says what is wrong and at which byte. */
 static void test_json_errors(void) {
     static const struct {
         const char *text, *error;
@@ -114,7 +117,7 @@ static void test_json_limits(void) {
     CHECK(!json_parse(&a, (str){NULL, 0}, (json_limits){3, 10}, &e) && strstr(e.msg, "too early at byte 0"));
     CHECK(json_parse(&a, STR("7"), (json_limits){0, 10}, &e)); /* depth counts containers only */
 
-    buf deep = {0}; /* a million levels need no stack, only the limit */
+    buf deep = {0}; /* a million levels use no stack; only the limit stops them */
     for (int i = 0; i < 1000000; i++) buf_char(&deep, '[');
     CHECK(!json_parse(&a, buf_view(&deep), json_trusted, &e) && strstr(e.msg, "nested too deep at byte 512"));
     for (int i = 0; i < 1000000; i++) buf_char(&deep, ']');
@@ -125,8 +128,10 @@ static void test_json_limits(void) {
     CHECK(levels == 1000000);
     buf_free(&deep);
 
-    const size_t max_bytes = 2 << 20, most = max_bytes / sizeof(json); /* values that take more memory than the longest text may */
-    for (int kind = 0; kind < 4; kind++) { /* of elements; of names, or of values of members; in containers that are elements */
+    /* more values than the memory of the longest text may hold */
+    const size_t max_bytes = 2 << 20, most = max_bytes / sizeof(json);
+    /* values as elements; as names or values of members; in containers that are elements */
+    for (int kind = 0; kind < 4; kind++) {
         const char *const piece[] = {"0,", "\"\":0,", "\"\":0,", "[],"};
         const bool object = kind == 1 || kind == 2;
         for (size_t n = most - 2; n <= most + 1; n++) {
@@ -142,7 +147,7 @@ static void test_json_limits(void) {
             buf_free(&list);
         }
     }
-    buf few = {0}; /* a small limit of bytes is none of values */
+    buf few = {0}; /* a small limit of bytes does not limit the number of values */
     for (int i = 0; i < JSON_ALWAYS_NODES - 1; i++) buf_c(&few, i ? ",0" : "[0");
     buf_char(&few, ']');
     CHECK(json_parse(&a, buf_view(&few), (json_limits){3, few.n}, &e));
@@ -196,7 +201,7 @@ static void test_json_numbers(void) {
     }
 }
 
-/* What Python's json reads, and no more; as text it is null. */
+/* Accepts what Python's json accepts, and no more. NaN and infinities are written as null. */
 static void test_json_python(void) {
     static const char *const good[] = {"[NaN,Infinity , -Infinity]", "{\"a\":NaN,\"b\":[1,-Infinity]}", "[1e999,-1e999]", "NaN"};
     static const char *const bad[] = {"[nan]", "[Inf]", "[-NaN]", "[+Infinity]", "[infinity]", "[Infinit]", "[NaN1]", "[--Infinity]", "{NaN:1}"};
@@ -217,7 +222,8 @@ static void test_json_python(void) {
     buf_free(&b), arena_free(&a);
 }
 
-/* Numbers are written as Python's json writes what it read: integers with all their digits, others as the shortest text. */
+/* Numbers are written as Python's json writes what it read: integers with all digits, others as the
+ * shortest text. */
 static void test_json_big_numbers(void) {
     static const char *const cases[][2] = {
         {"[9223372036854775808,-9223372036854775809, 18446744073709551616 ]", "[9223372036854775808,-9223372036854775809,18446744073709551616]"},
@@ -275,12 +281,12 @@ static void test_json_strings(void) {
     arena a = {0};
     toka_err e;
     const json *v = json_parse(&a, STR("\"a\\u0000b\""), json_test_limits, &e);
-    CHECK(v && str_eq(json_str(v), STR("a\0b"))); /* a NUL is a character like any other */
+    CHECK(v && str_eq(json_str(v), STR("a\0b"))); /* a NUL is an ordinary character */
     arena_free(&a);
 }
 
-/* utf8_len against its definition: a sequence is good if the code point it decodes to is a character and is encoded just
- * so. */
+/* utf8_len against its definition: a sequence is valid if it decodes to a character and is the
+ * encoding of it. */
 static void test_json_utf8(void) {
     static const uint8_t border[] = {0x00, 0x7F, 0x80, 0x8F, 0x90, 0x9F, 0xA0, 0xBF, 0xC0, 0xC1, 0xC2, 0xDF, 0xE0, 0xE1,
         0xEC,
@@ -312,7 +318,7 @@ static void test_json_walking(void) {
     const json *arr = json_get(v, "a");
     CHECK(arr && arr->n == 3 && json_int(json_at(arr, 0), 0) == 1 && str_is(json_str(json_at(arr, 2)), "three"));
     CHECK(json_is(json_get(json_at(json_at(arr, 1), 1), "x"), JSON_ARRAY));
-    CHECK(json_int(json_at(json_get(v, "b"), 1), 0) == 8); /* of equal keys the last wins */
+    CHECK(json_int(json_at(json_get(v, "b"), 1), 0) == 8); /* the last of equal keys wins */
     CHECK(json_is_true(json_get(v, "a2")) && !json_is_true(json_get(v, "b")));
     CHECK(!json_get(v, "none") && !json_at(arr, 3) && !json_at(v, 0) && !json_get(arr, "a"));
     CHECK(!json_get(json_get(v, "none"), "x") && !json_at(NULL, 0) && json_str(NULL).n == 0 && json_num(NULL, 2.5) == 2.5);
@@ -336,13 +342,13 @@ static void test_json_writer(void) {
     CHECK_MSG(str_is(buf_view(&b), "{\"a\":[-9223372036854775808,0.1,true,null,[],\"ends in ,\",\":\"],"
                                    "\"q\\\"\\\\\\n\\t\\u000d\\u0001\\u007f\xEF\xBF\xBDz\xE2\x82\xAC\":null,\"f\":0.1,\"z\":-0.0}"),
               "%s", b.p);
-    buf_clear(&b); /* lines of JSON, and an event stream's prefix, take no comma */
+    buf_clear(&b); /* JSON lines and the prefix of an event stream have no comma */
     json_put_open(&b, '{'), json_put_close(&b, '}'), buf_c(&b, "\ndata: "), json_put_int(&b, 1);
     CHECK(str_is(buf_view(&b), "{}\ndata: 1"));
     buf_free(&b);
 }
 
-/* A random document as text, with random spaces and escapes. */
+/* Writes a random document with random spaces and escapes. */
 static void json_random(buf *b, uint64_t *s, int depth) {
     static const char *const bits[] = {"a", "\\n", "\\u00e9", "\\uD83D\\uDE00", "\xE2\x82\xAC", "\xF0\x9F\x98\x80", "\\\"",
         "\\\\", " "};
@@ -384,7 +390,7 @@ static void test_json_round_trip(void) {
     }
 }
 
-/* Any finite double, and any float, comes back with the same bits; and no shorter text would do. */
+/* Any finite double or float comes back with the same bits, and no shorter text does. */
 static void test_json_floats(void) {
     uint64_t s = 99;
     for (int i = 0; i < 200000; i++) {
@@ -420,7 +426,8 @@ static void test_json_floats(void) {
     }
 }
 
-/* Log-probabilities are written without printf: as %g with the fewest digits has them, near powers of ten and halves of the last digit too. */
+/* Log-probabilities are written without printf: the text is that of %g with the fewest digits, also
+ * near powers of ten and halves of the last digit. */
 static void test_json_logprobs(void) {
     uint64_t s = 12;
     int n_fast = 0;
@@ -440,7 +447,7 @@ static void test_json_logprobs(void) {
         buf_clear(&b), json_put_num(&b, (double)f, true);
         CHECK_MSG(str_is(buf_view(&b), f == 0 && signbit(f) ? "-0.0" : z), "%a: %s, printf %s", (double)f, b.p, z);
     }
-    CHECK_MSG(n_fast > 300000, "%d", n_fast); /* not by printf after all */
+    CHECK_MSG(n_fast > 300000, "%d", n_fast); /* most of them without printf */
     static const int64_t whole[] = {0, 7, -7, 10, 128255, INT64_MAX, INT64_MIN, INT64_MIN + 1};
     for (int i = 0; i < COUNT(whole); i++) {
         char z[24];
@@ -451,7 +458,7 @@ static void test_json_logprobs(void) {
     buf_free(&b);
 }
 
-static double json_seconds(str s) { /* to parse it */
+static double json_seconds(str s) { /* seconds to parse it */
     arena a = {0};
     toka_err e = {0};
     double t0 = cpu_now();
@@ -462,8 +469,8 @@ static double json_seconds(str s) { /* to parse it */
     return t0;
 }
 
-/* Eight times the text takes about eight times the time: the ratio of the best of three stays below 32 (n * n gives 64), for
- * each shape of text. */
+/* Eight times the text takes about eight times as long. The ratio of the best of three stays below
+ * 32 (n * n gives 64), for each shape of text. */
 static void test_json_linear(void) {
     static const struct {
         const char *head, *unit, *tail;
@@ -487,8 +494,8 @@ static void test_json_linear(void) {
     }
 }
 
-/* The largest files a model brings: they parse, and that takes under 8 times as long as to look at each character once (1 to 2
- * times, whatever the compiler's flags). */
+/* The largest files of a model: they parse in less than 8 times the time of looking at each
+ * character once (1 to 2 times, with any compiler flags). */
 static void test_json_tokenizers(void) {
     static const char *const names[] = {"llama-3.1", "qwen2.5", "qwen3", "gpt-oss", "deepseek-v3", "llama-2", "phi-3-mini"};
     for (int i = 0; i < COUNT(names); i++) {

@@ -153,7 +153,8 @@ static void kvt_random(int B, int n_pages, int n_seqs, int max_len, uint64_t see
             m->tokens[q][m->n[q]++] = (int32_t)(rnd(&rng) % 8 ? 1 : 2);
             kvt_compute(m, q, m->n[q]);
         }
-        while (m->open[q] && !m->k.seqs[q].not_cacheable && (m->k.seqs[q].n_tree_pages + 1) * B <= m->n_computed[q] && m->n_computed[q] == m->n[q])
+        while (m->open[q] && !m->k.seqs[q].not_cacheable && (m->k.seqs[q].n_tree_pages + 1) * B <= m->n_computed[q] &&
+            m->n_computed[q] == m->n[q])
             kv_cache_full_page(&m->k, q, m->tokens[q]);
         const char *bad = kv_check(&m->k, m->open);
         if (!bad && !kvt_content_ok(m)) bad = "wrong content";

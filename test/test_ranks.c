@@ -1,17 +1,19 @@
-/* test_ranks.c - models spread over ranks: which part each rank has (chapter 12), and that the ranks together compute what one
- * computes alone (chapter 20): every fixture, every split that it allows, the same program of micro-batches. Then ranks that stay
- * away, and groups that are told to end. */
+/* test_ranks.c - models spread over ranks. Which slice of the weights each rank gets (chapter 12).
+ * Then all ranks together must compute what one rank computes alone (chapter 20): every fixture
+ * under every split that it allows, with the same program of microbatches. Then ranks that are
+ * lost, and groups that are told to end. */
 
-/* ---- Parts of a model: every element in exactly the ranks where it should be ---- */
+/* ---- Slices of a model: every element must be in exactly the ranks where it belongs ---- */
 
-enum { RK_MOST = 16 }; /* ranks of a test */
+enum { RK_MAX_RANKS = 16 }; /* the largest number of ranks of a test */
 
-typedef struct rk_places { /* of each element of one tensor: in how many ranks of its stage it was found */
+/* for each element of one tensor: the number of ranks of its stage that have it */
+typedef struct rk_coverage {
     const toka_tensor *whole;
     uint8_t *count;
-} rk_places;
+} rk_coverage;
 
-static void rk_count(rk_places *p, const toka_tensor *part) {
+static void rk_count(rk_coverage *p, const toka_tensor *part) {
     const toka_tensor *w = p->whole;
     const size_t size = w->dtype == TOKA_F32 ? 4 : 2, all = (size_t)w->rows * (size_t)w->cols;
     for (int r = 0; r < part->rows; r++)
@@ -23,9 +25,10 @@ static void rk_count(rk_places *p, const toka_tensor *part) {
         }
 }
 
-/* One tensor of a stage in all tp ranks: each element in `times` of them, and the parts of the rank have `n` rows or columns. */
+/* Checks one tensor of a stage in all tp ranks: each element is in `times` of them, and the slice
+ * of the rank has `n` rows or columns. */
 static void rk_check_tensor(const char *what, const toka_tensor *whole, const toka_tensor *const *parts, int tp, int times) {
-    rk_places p = {whole, mem_zalloc((size_t)whole->rows * (size_t)whole->cols)};
+    rk_coverage p = {whole, mem_zalloc((size_t)whole->rows * (size_t)whole->cols)};
     int wrong = 0;
     for (int r = 0; r < tp; r++) rk_count(&p, parts[r]);
     for (size_t i = 0; i < (size_t)whole->rows * (size_t)whole->cols; i++) wrong += p.count[i] != times;
@@ -34,25 +37,25 @@ static void rk_check_tensor(const char *what, const toka_tensor *whole, const to
 }
 
 static void rk_check_field(const char *what, const void *whole, void *const *parts, size_t field, int tp, int times) {
-    const toka_tensor *at[RK_MOST];
+    const toka_tensor *at[RK_MAX_RANKS];
     for (int r = 0; r < tp; r++) at[r] = (const toka_tensor *)(const void *)((const char *)parts[r] + field);
     rk_check_tensor(what, (const toka_tensor *)(const void *)((const char *)whole + field), at, tp, times);
 }
 
-/* Independent of chapter 12's: may a model be split so? */
+/* Independent of chapter 12's own check: can a model be split so? */
 static bool rk_splits(const toka_shape *s, int tp, int pp) {
     bool heads = s->K >= tp || (tp % s->K == 0 && s->H / s->K % (tp / s->K) == 0);
     return heads && s->F >= tp && s->V >= tp && s->L >= pp;
 }
 
 static void rk_check_parts(const toka_shape *s, const toka_weights *w, int tp, int pp) {
-    toka_shape shape[RK_MOST];
-    toka_weights part[RK_MOST];
+    toka_shape shape[RK_MAX_RANKS];
+    toka_weights part[RK_MAX_RANKS];
     toka_err e = {0};
     arena a = {0};
     int layers = 0;
     for (int stage = 0; stage < pp; stage++) {
-        void *model[RK_MOST], *layer[RK_MOST];
+        void *model[RK_MAX_RANKS], *layer[RK_MAX_RANKS];
         int H = 0, V = 0, F = 0;
         for (int r = 0; r < tp; r++) {
             mf_rank rank = {r, tp, stage, pp};
@@ -103,13 +106,15 @@ static void test_ranks_parts(void) {
     }
 }
 
-/* Time of conversations and of many answers, in the busiest stage, with so many layers in the others and in the last one. */
-static double rk_two_kinds(const toka_shape *s, int others, int last) {
+/* The time of the busiest stage, for a load of conversations plus one of many samples, if the last
+ * stage has `last` layers and the others `others`. */
+static double rk_two_loads(const toka_shape *s, int others, int last) {
     const double layer = s->E * (2.0 * (s->H + s->K) * s->D + 3.0 * s->F), head = (double)s->V * s->E, most = others * layer, own = last * layer;
     return MAX(most, own + head / 5) + MAX(most, own + head * 2 / 3);
 }
 
-/* Layers: both kinds of work together take as little time as with any cut, by trying all numbers for the last stage. */
+/* The division into layers must take as little time, for both loads together, as any other one.
+ * Tries every number of layers of the last stage. */
 static void test_ranks_stages(void) {
     uint64_t seed = 5;
     for (int turn = 0; turn < 300; turn++) {
@@ -123,31 +128,35 @@ static void test_ranks_stages(void) {
             at += r.count, last = r.count, most = i < pp - 1 ? MAX(most, r.count) : most;
         }
         for (int n = 1; n <= s.L - pp + 1; n++)
-            if (pp > 1 || n == s.L) least = MIN(least, rk_two_kinds(&s, pp > 1 ? (s.L - n + pp - 2) / (pp - 1) : 0, n));
-        CHECK_MSG(at == s.L && rk_two_kinds(&s, most, last) <= least * (1 + 1e-12), "L %d, %d stages: %d, %d", s.L, pp, most, last);
+            if (pp > 1 || n == s.L) least = MIN(least, rk_two_loads(&s, pp > 1 ? (s.L - n + pp - 2) / (pp - 1) : 0, n));
+        CHECK_MSG(at == s.L && rk_two_loads(&s, most, last) <= least * (1 + 1e-12), "L %d, %d stages: %d, %d", s.L, pp, most, last);
     }
-    toka_shape big = {.L = 80, .H = 64, .K = 8, .D = 128, .E = 8192, .F = 28672, .V = 128256, .V_all = 128256}; /* Llama-3.1-70B */
-    for (int i = 0; i < 8; i++) CHECK(mf_stage_layers(&big, i, 8).count == 10 && mf_stage_layers(&big, i / 2, 4).count == 20); /* its head is 1.2 layers */
-    toka_shape small = {.L = 32, .H = 32, .K = 8, .D = 128, .E = 4096, .F = 14336, .V = 128256, .V_all = 128256}; /* 8B: 2.4 layers */
+    /* Llama-3.1-70B */
+    toka_shape big = {.L = 80, .H = 64, .K = 8, .D = 128, .E = 8192, .F = 28672, .V = 128256, .V_all = 128256};
+    /* its LM head is worth 1.2 layers */
+    for (int i = 0; i < 8; i++) CHECK(mf_stage_layers(&big, i, 8).count == 10 && mf_stage_layers(&big, i / 2, 4).count == 20);
+    /* Llama-3.1-8B: the LM head is worth 2.4 layers */
+    toka_shape small = {.L = 32, .H = 32, .K = 8, .D = 128, .E = 4096, .F = 14336, .V = 128256, .V_all = 128256};
     CHECK(mf_stage_layers(&small, 0, 2).count == 17 && mf_stage_layers(&small, 3, 4).count == 7);
 }
 
-/* ---- A program of micro-batches, on one rank and on many ---- */
+/* ---- A program of microbatches, on one rank and on many ---- */
 
-enum { RK_SEQS = 5, RK_LEN = 40, RK_STEPS = 16, RK_ROWS = 64, RK_OUT = 8, RK_B = 4, RK_SEQ_PAGES = RK_LEN / RK_B };
+enum { RK_SEQS = 5, RK_LEN = 40, RK_STEPS = 16, RK_ROWS = 64, RK_MAX_SAMPLES = 8, RK_B = 4, RK_SEQ_PAGES = RK_LEN / RK_B };
 
-typedef struct rk_batch { /* a micro-batch: positions from .. to-1 of some sequences; a draw where draws[] */
+/* a microbatch: positions from .. to-1 of some sequences; sampled where draws[] */
+typedef struct rk_batch {
     int n, seq[RK_SEQS], from[RK_SEQS], to[RK_SEQS], draws[RK_SEQS];
-    int scored; /* index of the one whose second token is scored too, or -1 */
+    int scored; /* index of the sequence whose second token is scored, too, or -1 */
 } rk_batch;
 
-typedef struct rk_step { /* it as a toka_step, with all that this points to */
+typedef struct rk_step { /* the microbatch as a toka_step, with the arrays it points to */
     toka_step s;
     int32_t ids[RK_ROWS], pos[RK_ROWS], slot[RK_ROWS], pages[RK_SEQS * RK_SEQ_PAGES];
     toka_span spans[RK_SEQS];
-    toka_sample_row out[RK_OUT];
-    toka_sample_result picks[RK_MOST][RK_OUT]; /* of each rank */
-    float *logits;                    /* [n_out][V] */
+    toka_sample_row out[RK_MAX_SAMPLES];
+    toka_sample_result results[RK_MAX_RANKS][RK_MAX_SAMPLES]; /* results of each rank */
+    float *logits;                                            /* [n_samples][V] */
 } rk_step;
 
 typedef struct rk_world {
@@ -155,7 +164,7 @@ typedef struct rk_world {
     const toka_weights *w;
     rk_batch batch[RK_STEPS];
     int n_prompt[RK_SEQS];
-    int32_t token[RK_SEQS][RK_LEN]; /* prompts, then what one rank drew */
+    int32_t token[RK_SEQS][RK_LEN]; /* prompts, then the tokens that one rank sampled */
     int32_t allowed[40], bias_ids[2];
     float bias[2];
     toka_sampling sampling[RK_SEQS];
@@ -167,9 +176,9 @@ static void rk_add(rk_batch *b, int seq, int from, int to, int draws) {
     b->seq[b->n] = seq, b->from[b->n] = from, b->to[b->n] = to, b->draws[b->n++] = draws;
 }
 
-/* A prefill in two parts (the first a micro-batch without outputs), prefills beside decodes, then decodes of two halves in
- * turn. */
-static void rk_program(rk_world *w) {
+/* A prefill in two chunks (the first is a microbatch without samples), prefills together with
+ * decodes, then decodes of the two halves of the sequences in turn. */
+static void rk_make_program(rk_world *w) {
     const int *n = w->n_prompt;
     int at[RK_SEQS] = {0};
     for (int i = 0; i < RK_STEPS; i++) w->batch[i] = (rk_batch){.scored = -1};
@@ -203,7 +212,7 @@ static void rk_world_init(rk_world *w, const toka_shape *sh, const toka_weights 
     for (int i = 0; i < 2; i++) w->bias_ids[i] = w->allowed[7 * i + 3], w->bias[i] = 2;
     s[4].allowed_ids = w->allowed, s[4].n_allowed = COUNT(w->allowed);
     s[4].bias_ids = w->bias_ids, s[4].bias_values = w->bias, s[4].n_bias = 2;
-    rk_program(w);
+    rk_make_program(w);
 }
 
 static void rk_world_free(rk_world *w) {
@@ -211,8 +220,9 @@ static void rk_world_free(rk_world *w) {
     free(w);
 }
 
-/* Micro-batch i as a step. by_slot: drawn tokens are named by their slot, else given. */
-static void rk_build(rk_world *w, int i, bool by_slot, rk_step *t) {
+/* Builds microbatch i as a step. by_slot: a sampled token is given as -1 - seq, otherwise as its
+ * id. */
+static void rk_build(rk_world *w, int i, bool by_seq, rk_step *t) {
     const rk_batch *b = &w->batch[i];
     float *logits = t->logits;
     *t = (rk_step){.logits = logits};
@@ -221,9 +231,9 @@ static void rk_build(rk_world *w, int i, bool by_slot, rk_step *t) {
     for (int k = 0; k < b->n; k++) {
         const int q = b->seq[k], row0 = s->T;
         for (int p = b->from[k]; p < b->to[k]; p++, s->T++) {
-            t->ids[s->T] = p >= w->n_prompt[q] && by_slot ? -1 - q : w->token[q][p];
+            t->ids[s->T] = p >= w->n_prompt[q] && by_seq ? -1 - q : w->token[q][p];
             t->pos[s->T] = p, t->slot[s->T] = (q * RK_SEQ_PAGES + p / RK_B) * RK_B + p % RK_B;
-            if (p >= w->n_prompt[q] && by_slot)
+            if (p >= w->n_prompt[q] && by_seq)
                 for (int j = 0; j < i; j++)
                     for (int m = 0; m < w->batch[j].n; m++)
                         if (w->batch[j].seq[m] == q && w->batch[j].draws[m]) s->needs_step = MAX(s->needs_step, j + 1);
@@ -237,8 +247,8 @@ static void rk_build(rk_world *w, int i, bool by_slot, rk_step *t) {
                                                 .n_prompt = w->n_prompt[q], .n_history = b->to[k], .forbidden = w->token[q],
                                                 .n_forbidden = 1};
     }
-    assert(s->T <= RK_ROWS && s->n_samples <= RK_OUT);
-    if (!t->logits) t->logits = mem_alloc((size_t)RK_OUT * (size_t)w->sh.V_all * sizeof *t->logits);
+    assert(s->T <= RK_ROWS && s->n_samples <= RK_MAX_SAMPLES);
+    if (!t->logits) t->logits = mem_alloc((size_t)RK_MAX_SAMPLES * (size_t)w->sh.V_all * sizeof *t->logits);
     s->ids = t->ids, s->pos = t->pos, s->kv_slot = t->slot, s->pages = t->pages, s->spans = t->spans, s->samples = t->out;
     s->logits = t->logits, s->number = i + 1;
 }
@@ -251,21 +261,21 @@ typedef struct rk_rank { /* one rank with its thread */
     rk_step *steps;
     mf_rank place;
     int number, ops;
-    int away_after; /* ops, then it is never seen again; -1: stays */
-    int nap_us;     /* before each op */
-    int n_done; /* steps */
+    int lost_after; /* number of ops after which the rank is lost; -1: never */
+    int delay_us;   /* delay before each op */
+    int n_done;     /* steps done */
     toka_err error;
     pthread_t thread;
 } rk_rank;
 
-static bool rk_goes_on(rk_rank *r) {
-    if (r->nap_us) usleep((useconds_t)r->nap_us);
-    return r->ops++ != r->away_after;
+static bool rk_continues(rk_rank *r) {
+    if (r->delay_us) usleep((useconds_t)r->delay_us);
+    return r->ops++ != r->lost_after;
 }
 
-/* One step, as chapter 21 does it. False: this rank went away. */
-static bool rk_run_step(rk_rank *r, const toka_step *s, toka_sample_result *picks) {
-#define RK_OP(call) if (!rk_goes_on(r)) return false; else toka_cpu.call
+/* Runs one step as chapter 21 does. Returns false if this rank was lost. */
+static bool rk_run_step(rk_rank *r, const toka_step *s, toka_sample_result *results) {
+#define RK_OP(call) if (!rk_continues(r)) return false; else toka_cpu.call
     if (r->place.pp_rank == 0) {
         RK_OP(embed(r->d, s, r->x));
         RK_OP(all_reduce(r->d, r->x, s->T));
@@ -283,7 +293,7 @@ static bool rk_run_step(rk_rank *r, const toka_step *s, toka_sample_result *pick
     if (r->place.pp_rank < r->place.pp_size - 1) {
         RK_OP(send(r->d, r->x, s->T));
     } else if (s->n_samples) {
-        RK_OP(norm_logits_sample(r->d, s, r->x, picks));
+        RK_OP(norm_logits_sample(r->d, s, r->x, results));
     }
 #undef RK_OP
     return true;
@@ -293,14 +303,14 @@ static void *rk_thread(void *arg) {
     rk_rank *r = arg;
     for (; r->n_done < RK_STEPS; r->n_done++) {
         rk_step *t = &r->steps[r->n_done];
-        if (!rk_run_step(r, &t->s, t->picks[r->number]) || toka_cpu.status(r->d, &r->error)) break;
+        if (!rk_run_step(r, &t->s, t->results[r->number]) || toka_cpu.status(r->d, &r->error)) break;
     }
     toka_cpu.close(r->d);
     return NULL;
 }
 
 static void rk_rank_open(rk_rank *r, const rk_world *w, toka_group *g) {
-    toka_device_options o = {.n_threads = 1 + r->number % 2, .max_tokens = RK_ROWS, .max_samples = RK_OUT, .n_seqs = RK_SEQS,
+    toka_device_options o = {.n_threads = 1 + r->number % 2, .max_tokens = RK_ROWS, .max_samples = RK_MAX_SAMPLES, .n_seqs = RK_SEQS,
                              .n_pages = RK_SEQS * RK_SEQ_PAGES, .group = g, .tp_rank = r->place.tp_rank, .tp_size = r->place.tp_size,
                              .pp_rank = r->place.pp_rank, .pp_size = r->place.pp_size};
     toka_err e;
@@ -308,23 +318,25 @@ static void rk_rank_open(rk_rank *r, const rk_world *w, toka_group *g) {
     size_t heads = (size_t)(RK_ROWS * r->sh.H * r->sh.D) * sizeof(float);
     r->x = toka_cpu.alloc(r->d, (size_t)(RK_ROWS * w->sh.E) * sizeof(float));
     r->q = toka_cpu.alloc(r->d, heads), r->o = toka_cpu.alloc(r->d, heads);
-    r->d->pool.serial_cost = 0, r->d->scratch_rows = MIN(r->d->scratch_rows, 7), r->d->scratch_samples = 2; /* small, so that all loops go round */
+    /* small, so that all loops run more than once */
+    r->d->pool.serial_cost = 0, r->d->scratch_rows = MIN(r->d->scratch_rows, 7), r->d->scratch_samples = 2;
 }
 
 static void rk_run_alone(rk_world *w) {
-    rk_rank r = {.sh = w->sh, .w = *w->w, .place = {0, 1, 0, 1}, .away_after = -1};
+    rk_rank r = {.sh = w->sh, .w = *w->w, .place = {0, 1, 0, 1}, .lost_after = -1};
     rk_rank_open(&r, w, NULL);
     for (int i = 0; i < RK_STEPS; i++) {
         rk_step *t = &w->alone[i];
         rk_build(w, i, false, t);
-        rk_run_step(&r, &t->s, t->picks[0]);
+        rk_run_step(&r, &t->s, t->results[0]);
         for (int k = 0; k < t->s.n_samples; k++)
-            if (t->out[k].seq >= 0) w->token[t->out[k].seq][t->out[k].position] = t->picks[0][k].id;
+            if (t->out[k].seq >= 0) w->token[t->out[k].seq][t->out[k].position] = t->results[0][k].id;
     }
     toka_cpu.close(r.d);
 }
 
-/* Threads for all ranks, each running the whole program at its own pace. ranks: [tp*pp], away_after and nap_us are set. */
+/* Starts threads for all ranks. Each runs the whole program at its own pace. ranks: [tp*pp];
+ * lost_after and delay_us are set. */
 static void rk_start(rk_world *w, int tp, int pp, toka_group *g, rk_rank *ranks, arena *a) {
     toka_err e;
     for (int i = 0; i < tp * pp; i++) {
@@ -337,7 +349,7 @@ static void rk_start(rk_world *w, int tp, int pp, toka_group *g, rk_rank *ranks,
         if (pthread_create(&ranks[i].thread, NULL, rk_thread, &ranks[i])) abort();
 }
 
-static void rk_compare_pick(const toka_sample_result *got, const toka_sample_result *want, const char *what, int step, int row) {
+static void rk_compare_result(const toka_sample_result *got, const toka_sample_result *want, const char *what, int step, int row) {
     CHECK_MSG(got->id == want->id, "%s, step %d, row %d: id %d, alone %d", what, step, row, (int)got->id, (int)want->id);
     CHECK_MSG(fabsf(got->logprob - want->logprob) < 1e-4 && fabsf(got->sampled_logprob - want->sampled_logprob) < 1e-4,
               "%s, step %d, row %d: %g %g, alone %g %g", what, step, row, got->logprob, got->sampled_logprob, want->logprob,
@@ -359,25 +371,28 @@ static void rk_compare(const rk_world *w, int tp, int pp, const char *what) {
     for (int i = 0; i < RK_STEPS; i++)
         for (int k = 0; k < w->alone[i].s.n_samples; k++) {
             double err = rk_rel_l2(w->step[i].logits + (size_t)k * (size_t)V, w->alone[i].logits + (size_t)k * (size_t)V, V);
-            CHECK_MSG(err <= 1e-5, "%s, step %d, row %d: relative L2 %.3g", what, i, k, err); /* NaN fails */
-            for (int r = (pp - 1) * tp; r < pp * tp; r++) rk_compare_pick(&w->step[i].picks[r][k], &w->alone[i].picks[0][k], what, i, k);
+            /* a NaN fails */
+            CHECK_MSG(err <= 1e-5, "%s, step %d, row %d: relative L2 %.3g", what, i, k, err);
+            for (int r = (pp - 1) * tp; r < pp * tp; r++) rk_compare_result(&w->step[i].results[r][k],
+                &w->alone[i].results[0][k], what, i, k);
         }
 }
 
-/* The world over tp x pp ranks. by_slot: the host never sees a drawn id, and many micro-batches are under way. */
-static void rk_check_split(rk_world *w, int tp, int pp, bool by_slot, const char *name) {
-    rk_rank ranks[RK_MOST] = {0};
+/* Runs the program on tp x pp ranks. by_slot: the host does not know sampled ids, and many
+ * microbatches are in flight. */
+static void rk_check_split(rk_world *w, int tp, int pp, bool by_seq, const char *name) {
+    rk_rank ranks[RK_MAX_RANKS] = {0};
     toka_group *g;
     toka_err e;
     arena a = {0};
     char what[200];
-    snprintf(what, sizeof what, "%s, tp %d x pp %d%s", name, tp, pp, by_slot ? ", by slot" : "");
+    snprintf(what, sizeof what, "%s, tp %d x pp %d%s", name, tp, pp, by_seq ? ", by seq" : "");
     CHECK(toka_cpu.group_open(&g, tp, pp, &e) == 0);
     for (int i = 0; i < RK_STEPS; i++) {
-        rk_build(w, i, by_slot, &w->step[i]);
-        for (size_t k = 0; k < (size_t)RK_OUT * (size_t)w->sh.V_all; k++) w->step[i].logits[k] = NAN;
+        rk_build(w, i, by_seq, &w->step[i]);
+        for (size_t k = 0; k < (size_t)RK_MAX_SAMPLES * (size_t)w->sh.V_all; k++) w->step[i].logits[k] = NAN;
     }
-    for (int i = 0; i < tp * pp; i++) ranks[i].away_after = -1;
+    for (int i = 0; i < tp * pp; i++) ranks[i].lost_after = -1;
     rk_start(w, tp, pp, g, ranks, &a);
     for (int i = 0; i < tp * pp; i++) {
         pthread_join(ranks[i].thread, NULL);
@@ -388,7 +403,7 @@ static void rk_check_split(rk_world *w, int tp, int pp, bool by_slot, const char
     arena_free(&a);
 }
 
-/* All splits of a model; how many there were. */
+/* Runs all splits of a model. Returns their number. */
 static int rk_check_model(const toka_shape *sh, const toka_weights *weights, uint64_t seed, const char *name) {
     static const int splits[][2] = {{2, 1}, {3, 1}, {4, 1}, {1, 2}, {1, 3}, {1, 4}, {2, 2}, {3, 2}};
     rk_world *w = mem_alloc(sizeof *w);
@@ -428,10 +443,12 @@ static void test_ranks_fixtures(void) {
     }
     if (d) closedir(d);
     CHECK(models >= 12 && splits >= 40);
-    CHECK(rk_check_folder("test/model") == 6); /* 6 layers, 4 heads, 2 kv heads: all but three tensor ranks */
+    /* 6 layers, 4 heads, 2 kv heads: all splits but those with three tensor ranks */
+    CHECK(rk_check_folder("test/model") == 6);
 }
 
-/* What no fixture has: biases and norms of heads under tensor ranks, uneven heads, kv heads in several ranks. */
+/* Shapes that no fixture has: biases and head norms under tensor ranks, unevenly divided heads, kv
+ * heads that several ranks have. */
 static void test_ranks_shapes(void) {
     static const int heads[][2] = {{8, 2}, {12, 6}, {10, 5}, {12, 1}};
     for (int i = 0; i < COUNT(heads); i++) {
@@ -445,25 +462,28 @@ static void test_ranks_shapes(void) {
     }
 }
 
-/* ---- Ranks that stay away ---- */
+/* ---- Ranks that are lost ---- */
 
-typedef struct rk_lost { /* rank `who` goes away after so many ops; the others must end and say so */
+/* rank `who` is lost after so many ops; the others must end and report it */
+typedef struct rk_lost {
     int tp, pp, who, after;
-    bool by_slot;
-    const char *last, *waiting; /* the op it was seen in; one that another waits in, NULL: which depends on who wakes first */
+    bool by_seq;
+    /* the op in which the rank was seen last; the op in which another rank waits, NULL: it depends
+     * on timing */
+    const char *last, *waiting;
 } rk_lost;
 
 static void rk_check_lost(rk_world *w, const rk_lost *l) {
-    rk_rank ranks[RK_MOST] = {0};
+    rk_rank ranks[RK_MAX_RANKS] = {0};
     toka_group *g;
     toka_err e;
     arena a = {0};
     char want[128], end[64] = "";
     const int n = l->tp * l->pp;
-    for (int i = 0; i < RK_STEPS; i++) rk_build(w, i, l->by_slot, &w->step[i]);
+    for (int i = 0; i < RK_STEPS; i++) rk_build(w, i, l->by_seq, &w->step[i]);
     CHECK(toka_cpu.group_open(&g, l->tp, l->pp, &e) == 0);
-    g->watchdog_s = 2; /* long enough for a busy machine to let every thread move */
-    for (int i = 0; i < n; i++) ranks[i].away_after = i == l->who ? l->after : -1;
+    g->watchdog_s = 2; /* long enough for every thread to make progress on a busy machine */
+    for (int i = 0; i < n; i++) ranks[i].lost_after = i == l->who ? l->after : -1;
     double t0 = os_now();
     rk_start(w, l->tp, l->pp, g, ranks, &a);
     for (int i = 0; i < n; i++) pthread_join(ranks[i].thread, NULL);
@@ -493,22 +513,24 @@ static void rk_check_all_lost(const toka_shape *sh, const toka_weights *weights,
     rk_world_free(w);
 }
 
-/* Ops of a step, counted from 0. One stage of 2 layers: embed, all_reduce, 6 a layer, and the logits unless it is the first or
- * third step, which have none. */
+/* Ops of a step, counted from 0, for one stage of 2 layers: embed, all_reduce, 6 a layer, and the
+ * logits except in the first and third step, which have none. */
 static void test_ranks_lost(void) {
     static const rk_lost two_layers[] = {
         {2, 1, 1, 0, true, "no op", "all_reduce"},
         {2, 1, 0, 5, true, "out_residual", "all_reduce"},
         {3, 1, 2, 28, true, "all_reduce", "norm_logits_sample"},
         {1, 2, 0, 1, true, "embed", "receive"},
-        {1, 2, 1, 0, false, "no op", "send"}, /* the ring fills */
-        {1, 2, 1, 37, true, "norm_mlp_residual", "embed"}, /* the first stage waits for what step 5 draws */
+        {1, 2, 1, 0, false, "no op", "send"}, /* the ring buffer fills up */
+        /* the first stage waits for the samples of step 5 */
+        {1, 2, 1, 37, true, "norm_mlp_residual", "embed"},
         {2, 2, 3, 30, true, "norm_logits_sample", NULL},
         {2, 2, 0, 3, true, "norm_qkv_rope_kv", NULL},
     };
     static const rk_lost six_layers[] = {
         {1, 3, 1, 20, true, "norm_mlp_residual", NULL},
-        {1, 3, 1, 187, false, "out_residual", "receive"}, /* step 14; the first stage has run all and is not to blame */
+        /* step 14; the first stage has run all its steps and is not the cause */
+        {1, 3, 1, 187, false, "out_residual", "receive"},
         {1, 4, 0, 30, false, "norm_qkv_rope_kv", NULL},
     };
     cpu_case c;
@@ -531,7 +553,7 @@ static rk_world *rk_small_world(cpu_case *c) {
     return w;
 }
 
-/* A rank that is slow is not lost, however long it takes in all. */
+/* A slow rank is not lost, however long it takes in total. */
 static void test_ranks_slow(void) {
     cpu_case c;
     rk_world *w = rk_small_world(&c);
@@ -541,8 +563,8 @@ static void test_ranks_slow(void) {
     arena a = {0};
     CHECK(toka_cpu.group_open(&g, 2, 2, &e) == 0);
     g->watchdog_s = 1;
-    for (int i = 0; i < 4; i++) ranks[i].away_after = -1;
-    ranks[1].nap_us = 15000;
+    for (int i = 0; i < 4; i++) ranks[i].lost_after = -1;
+    ranks[1].delay_us = 15000;
     double t0 = os_now();
     rk_start(w, 2, 2, g, ranks, &a);
     for (int i = 0; i < 4; i++) {
@@ -557,7 +579,8 @@ static void test_ranks_slow(void) {
     case_close(&c);
 }
 
-/* Told to end while one rank is away and the others wait: at once, with the op that each was in. */
+/* The group is told to end while one rank is lost and the others wait: they end at once and report
+ * the op that each was in. */
 static void test_ranks_abort(void) {
     cpu_case c;
     rk_world *w = rk_small_world(&c);
@@ -567,13 +590,13 @@ static void test_ranks_abort(void) {
         toka_err e;
         arena a = {0};
         CHECK(toka_cpu.group_open(&g, 2, 2, &e) == 0);
-        for (int i = 0; i < 4; i++) ranks[i].away_after = i == 1 ? 10 + turn : -1;
+        for (int i = 0; i < 4; i++) ranks[i].lost_after = i == 1 ? 10 + turn : -1;
         rk_start(w, 2, 2, g, ranks, &a);
         usleep((useconds_t)(turn * 1000));
         double t0 = os_now();
         toka_cpu.group_abort(g);
         for (int i = 0; i < 4; i++) pthread_join(ranks[i].thread, NULL);
-        CHECK(os_now() - t0 < CPU_WATCHDOG_S / 2); /* nobody sat it out */
+        CHECK(os_now() - t0 < CPU_WATCHDOG_S / 2); /* no rank has waited for the watchdog */
         for (int i = 0; i < 4; i++) {
             char want[64];
             snprintf(want, sizeof want, "told to end; rank %d (stage %d, tensor rank %d) was in ", i, i / 2, i % 2);

@@ -5,15 +5,15 @@
  * step, each planned row must find the right hash at every earlier position, in the pages of its
  * sequence. So the tests notice a page that was shared, replaced or evicted at the wrong moment. */
 
-enum { SMT_LAG = 3 };
+enum { SIM_LAG = 3 };
 
-typedef struct smt_late_result { /* a sampled token whose result is not yet committed */
+typedef struct sim_late_result { /* a sampled token whose result is not yet committed */
     int q, step;
     uint32_t generation;
     int32_t token;
-} smt_late_result;
+} sim_late_result;
 
-typedef struct smt {
+typedef struct sched_sim {
     scheduler s;
     /* for test_batch.c: called when all rows are written ... */
     void (*on_run)(void *, const uint64_t *mem, int32_t *device);
@@ -23,42 +23,42 @@ typedef struct smt {
     int lag;               /* results arrive this many steps later */
     uint64_t *mem;         /* [n_pages * B] the simulated KV cache */
     int32_t *device;       /* [max_seqs][max_len] all tokens of a sequence, as a device has them */
-    smt_late_result *late; /* results not yet committed, oldest first */
+    sim_late_result *late; /* results not yet committed, oldest first */
     int n_late, step;
     char *written; /* [n_pages * B] written in this step */
     int64_t n_tokens, n_done, n_copies;
-} smt;
+} sched_sim;
 
-static uint64_t smt_hash(const int32_t *t, int n) { return hash_bytes(t, (size_t)n * sizeof *t); }
+static uint64_t sim_hash(const int32_t *t, int n) { return hash_bytes(t, (size_t)n * sizeof *t); }
 
 /* The token after t[0..n-1] in sample `sample`. *end: it ends the sequence. */
-static int32_t smt_next_token(const smt *m, const int32_t *t, int n, int sample, bool *end) {
+static int32_t sim_next_token(const sched_sim *m, const int32_t *t, int n, int sample, bool *end) {
     /* samples 2 i and 2 i + 1 are equal */
-    uint64_t h = (smt_hash(t, n) ^ (uint64_t)(sample / 2)) * 0x9E3779B97F4A7C15u;
+    uint64_t h = (sim_hash(t, n) ^ (uint64_t)(sample / 2)) * 0x9E3779B97F4A7C15u;
     h ^= h >> 31, h *= 0xD6E8FEB86659FD93u, h ^= h >> 32;
     *end = h % (uint64_t)m->end_one_in == 0;
     return (int32_t)((h >> 20) % (uint64_t)m->vocab);
 }
 
-static void smt_open(smt *m, sched_config c, int vocab, int end_one_in, int lag) {
+static void sim_open(sched_sim *m, sched_config c, int vocab, int end_one_in, int lag) {
     toka_err e;
-    *m = (smt){.vocab = vocab, .end_one_in = end_one_in, .lag = lag};
+    *m = (sched_sim){.vocab = vocab, .end_one_in = end_one_in, .lag = lag};
     CHECK(!sched_init(&m->s, &c, &e));
     size_t n_slots = (size_t)c.n_pages * (size_t)c.B;
     m->mem = mem_zalloc(n_slots * sizeof *m->mem), m->written = mem_zalloc(n_slots);
     m->device = mem_zalloc((size_t)c.max_seqs * (size_t)c.max_len * sizeof(int32_t));
-    m->late = mem_alloc((size_t)c.max_seqs * (SMT_LAG + 1) * sizeof *m->late);
+    m->late = mem_alloc((size_t)c.max_seqs * (SIM_LAG + 1) * sizeof *m->late);
 }
 
-static void smt_close(smt *m) {
+static void sim_close(sched_sim *m) {
     sched_free(&m->s);
     free(m->mem), free(m->written), free(m->device), free(m->late);
 }
 
-static int32_t *smt_device(smt *m, int q) { return m->device + (size_t)q * (size_t)m->s.config.max_len; }
+static int32_t *sim_device(sched_sim *m, int q) { return m->device + (size_t)q * (size_t)m->s.config.max_len; }
 
 /* Makes the copies that the planned step begins with. */
-static void smt_copy(smt *m) {
+static void sim_copy(sched_sim *m) {
     const scheduler *s = &m->s;
     size_t B = (size_t)s->config.B;
     for (int i = 0; i < s->n_copies; i++) {
@@ -70,20 +70,20 @@ static void smt_copy(smt *m) {
 }
 
 /* Runs the planned step. All rows write, then all rows read, as in attention. */
-static void smt_run(smt *m, int n_rows) {
+static void sim_run(sched_sim *m, int n_rows) {
     scheduler *s = &m->s;
     int B = s->config.B, rows = 0;
     memset(m->written, 0, (size_t)s->config.n_pages * (size_t)B);
-    smt_copy(m);
+    sim_copy(m);
     for (int q = 0; q < s->config.max_seqs; q++) {
         sched_seq *x = &s->seqs[q];
         if (x->state == SCHED_FREE || !x->n_rows) continue;
-        int32_t *t = smt_device(m, q);
+        int32_t *t = sim_device(m, q);
         memcpy(t, x->tokens, (size_t)MIN(x->n_known, x->from + x->n_rows) * sizeof *t);
         for (int p = x->from; p < x->from + x->n_rows; p++, rows++) {
             int kv_slot = kv_block_table(&s->kv, q)[p / B] * B + p % B;
             CHECK(!m->written[kv_slot]); /* no two rows of a step write the same kv_slot */
-            m->written[kv_slot] = 1, m->mem[kv_slot] = smt_hash(t, p + 1);
+            m->written[kv_slot] = 1, m->mem[kv_slot] = sim_hash(t, p + 1);
         }
     }
     CHECK(rows == n_rows && rows <= s->config.max_tokens);
@@ -92,27 +92,27 @@ static void smt_run(smt *m, int n_rows) {
     for (int q = 0; q < s->config.max_seqs && !check_failed; q++) {
         sched_seq *x = &s->seqs[q];
         if (x->state == SCHED_FREE || !x->n_rows) continue;
-        int32_t *t = smt_device(m, q);
+        int32_t *t = sim_device(m, q);
         int n = x->from + x->n_rows;
-        for (int p = 0; p < n; p++) CHECK(m->mem[kv_block_table(&s->kv, q)[p / B] * B + p % B] == smt_hash(t, p + 1));
+        for (int p = 0; p < n; p++) CHECK(m->mem[kv_block_table(&s->kv, q)[p / B] * B + p % B] == sim_hash(t, p + 1));
         if (!x->is_sampled) continue;
         CHECK(!x->no_run_ahead || x->n_known == n);
         bool end;
-        t[n] = smt_next_token(m, t, n, x->sample, &end);
-        m->late[m->n_late++] = (smt_late_result){q, m->step, x->generation, t[n]};
+        t[n] = sim_next_token(m, t, n, x->sample, &end);
+        m->late[m->n_late++] = (sim_late_result){q, m->step, x->generation, t[n]};
     }
 }
 
 /* Commits the results that are due and checks each token. */
-static void smt_commit_due(smt *m) {
+static void sim_commit_due(sched_sim *m) {
     scheduler *s = &m->s;
     int n = 0;
     for (; n < m->n_late && m->late[n].step + m->lag <= m->step; n++) {
-        smt_late_result r = m->late[n];
+        sim_late_result r = m->late[n];
         sched_seq *x = &s->seqs[r.q];
         bool end = false;
         if (x->generation == r.generation) {
-            int32_t want = smt_next_token(m, x->tokens, x->n_known, x->sample, &end);
+            int32_t want = sim_next_token(m, x->tokens, x->n_known, x->sample, &end);
             CHECK(want == r.token);
             m->n_tokens++;
         }
@@ -124,7 +124,7 @@ static void smt_commit_due(smt *m) {
 
 /* The number of pages held in step t, computed by simulation. Every sequence that still runs holds
  * its present pages (a shared page counts once) and those that it will allocate by then. */
-static int smt_held_in_step(const smt *m, int64_t t, char *seen) {
+static int sim_held_in_step(const sched_sim *m, int64_t t, char *seen) {
     const scheduler *s = &m->s;
     int n = 0;
     memset(seen, 0, (size_t)s->config.n_pages);
@@ -139,7 +139,7 @@ static int smt_held_in_step(const smt *m, int64_t t, char *seen) {
     return n;
 }
 
-static void smt_check(smt *m, bool compare_forecast) {
+static void sim_check(sched_sim *m, bool compare_forecast) {
     const char *bad = sched_check(&m->s);
     CHECK_MSG(!bad, "%s, step %d", bad, m->step);
     if (!compare_forecast) return;
@@ -147,23 +147,23 @@ static void smt_check(smt *m, bool compare_forecast) {
     const page_forecast *c = &m->s.forecast;
     for (int t = 0, held = c->held, peak = 0; t < c->n_steps && !check_failed; t++) {
         held += t ? c->nodes[((c->now + t) & (c->n_steps - 1)) + c->n_steps].sum : 0, peak = MAX(peak, held);
-        CHECK(held == smt_held_in_step(m, c->now + t, seen));
+        CHECK(held == sim_held_in_step(m, c->now + t, seen));
         CHECK(t < c->n_steps - 1 || peak == forecast_peak(c));
     }
     free(seen);
 }
 
-static int smt_step(smt *m, bool check) {
+static int sim_step(sched_sim *m, bool check) {
     int n = sched_plan(&m->s);
     m->step++;
-    if (check) smt_check(m, true);
-    smt_run(m, n);
-    smt_commit_due(m);
-    if (check) smt_check(m, false);
+    if (check) sim_check(m, true);
+    sim_run(m, n);
+    sim_commit_due(m);
+    if (check) sim_check(m, false);
     return n;
 }
 
-static int smt_submit(smt *m, uint64_t *rng, int n_prompt, int n, int max_tokens, int priority) {
+static int sim_submit(sched_sim *m, uint64_t *rng, int n_prompt, int n, int max_tokens, int priority) {
     int32_t prompt[64];
     toka_err e;
     for (int i = 0; i < n_prompt; i++) prompt[i] = rnd(rng) % 6 ? 1 : 2;
@@ -177,77 +177,77 @@ static int smt_submit(smt *m, uint64_t *rng, int n_prompt, int n, int max_tokens
 
 /* Random requests, early and late ends, preemptions and cancels, in pools that are too small. After
  * every plan the forecast is compared with the simulation at every step of its horizon. */
-static int64_t smt_random(sched_config c, int lag, uint64_t seed, int n_steps) {
-    smt m;
+static int64_t sim_random(sched_config c, int lag, uint64_t seed, int n_steps) {
+    sched_sim m;
     uint64_t rng = seed;
-    smt_open(&m, c, 3, 2 + (int)(seed % 3) * 12, lag);
+    sim_open(&m, c, 3, 2 + (int)(seed % 3) * 12, lag);
     int alive[64], n_alive = 0;
     int longest = MIN(c.max_len, c.n_pages * c.B + 1);
     for (int i = 0; i < n_steps && !check_failed; i++) {
         for (int k = (int)(rnd(&rng) % 3); k-- && m.s.n_unstarted < 40;) {
             int n_prompt = 1 + (int)(rnd(&rng) % (uint64_t)(longest - 1));
             int max_tokens = 1 + (int)(rnd(&rng) % (uint64_t)(longest - n_prompt));
-            int id = smt_submit(&m, &rng, n_prompt, 1 + (int)(rnd(&rng) % 5), max_tokens, rnd(&rng) % 8 ? 0 : 2);
+            int id = sim_submit(&m, &rng, n_prompt, 1 + (int)(rnd(&rng) % 5), max_tokens, rnd(&rng) % 8 ? 0 : 2);
             if (n_alive < 64) alive[n_alive++] = id;
         }
         /* an id may have ended and been reused: any live request will do */
         if (rnd(&rng) % 8 == 0 && n_alive) {
             int id = alive[rnd(&rng) % (uint64_t)n_alive];
             if (m.s.requests[id].prompt) sched_cancel(&m.s, id);
-            smt_check(&m, false);
+            sim_check(&m, false);
         }
-        smt_step(&m, true);
+        sim_step(&m, true);
     }
-    for (int i = 0; i < 20000 && m.s.n_unstarted + c.max_seqs > m.s.n_seqs_free && !check_failed; i++) smt_step(&m, i < 10);
+    for (int i = 0; i < 20000 && m.s.n_unstarted + c.max_seqs > m.s.n_seqs_free && !check_failed; i++) sim_step(&m, i < 10);
     CHECK(m.s.n_seqs_free == c.max_seqs && m.s.first_queued < 0 && !m.s.n_unstarted);
     CHECK(kv_n_available(&m.s.kv) == c.n_pages && forecast_peak(&m.s.forecast) == 0);
     int64_t n = m.s.n_preempted;
     if (check_failed) printf("seed %llu\n", (unsigned long long)seed);
-    smt_close(&m);
+    sim_close(&m);
     return n;
 }
 
-static void smt_random_tiny(void) {
+static void sim_random_tiny(void) {
     int64_t n = 0;
     for (uint64_t seed = 1; seed <= 120 && !check_failed; seed++)
-        n += smt_random((sched_config){2, 5, 3, 4, 10, 8}, (int)(seed % 3), seed, 60);
+        n += sim_random((sched_config){2, 5, 3, 4, 10, 8}, (int)(seed % 3), seed, 60);
     CHECK(n > 50);
 }
-static void smt_random_small(void) {
+static void sim_random_small(void) {
     int64_t n = 0;
     for (uint64_t seed = 1; seed <= 80 && !check_failed; seed++)
-        n += smt_random((sched_config){2, 30, 8, 12, 40, 8}, (int)(seed % 3), seed, 60);
+        n += sim_random((sched_config){2, 30, 8, 12, 40, 8}, (int)(seed % 3), seed, 60);
     CHECK(n > 50);
     for (uint64_t seed = 1; seed <= 20 && !check_failed; seed++)
-        smt_random((sched_config){4, 64, 16, 40, 60, 16}, (int)(seed % 4), seed, 60);
+        sim_random((sched_config){4, 64, 16, 40, 60, 16}, (int)(seed % 4), seed, 60);
 }
 
-/* no token is lost or changed: smt_commit_due compares each one */
-static void smt_many_preemptions(void) {
-    smt m;
+/* no token is lost or changed: sim_commit_due compares each one */
+static void sim_many_preemptions(void) {
+    sched_sim m;
     uint64_t rng = 5;
-    smt_open(&m, (sched_config){2, 200, 64, 256, 60, 16}, 50, 1 << 30, 1);
-    for (int i = 0; i < 1500; i++) smt_submit(&m, &rng, 4, 1, 50, 0);
+    sim_open(&m, (sched_config){2, 200, 64, 256, 60, 16}, 50, 1 << 30, 1);
+    for (int i = 0; i < 1500; i++) sim_submit(&m, &rng, 4, 1, 50, 0);
     for (int i = 0; i < 200000 && m.n_done < 1500 && !check_failed; i++) {
         /* mislead the predictor: a sequence of any length ends soon */
         for (int k = 0; k < 300; k++) {
             pred_count_reached(&m.s.predictor, (pred_handle){-1, 0}, k % 16);
             pred_count_end(&m.s.predictor, (pred_handle){-1, 0}, k % 16, m.s.predictor.edge[k % 16] + 1, false);
         }
-        smt_step(&m, i % 97 == 0);
+        sim_step(&m, i % 97 == 0);
     }
     CHECK_MSG(m.n_done == 1500 && m.n_tokens == 1500 * 50, "%d done, %d tokens", (int)m.n_done, (int)m.n_tokens);
     CHECK_MSG(m.s.n_preempted > 2000, "%d", (int)m.s.n_preempted);
-    smt_close(&m);
+    sim_close(&m);
 }
 
 /* If all lengths are known and prefill fits into the step, the forecast is exact: nothing is ever
  * preempted, and the pool is well used. */
-static void smt_exact_forecast(void) {
-    smt m;
+static void sim_exact_forecast(void) {
+    sched_sim m;
     uint64_t rng = 3;
     toka_err e;
-    smt_open(&m, (sched_config){2, 60, 16, 2000, 64, 16}, 50, 1 << 30, 0);
+    sim_open(&m, (sched_config){2, 60, 16, 2000, 64, 16}, 50, 1 << 30, 0);
     int64_t held = 0, steps = 0;
     for (int i = 0; i < 300; i++) {
         int32_t prompt[20];
@@ -257,24 +257,24 @@ static void smt_exact_forecast(void) {
         CHECK(sched_submit(&m.s, &job, &e) >= 0);
     }
     for (; m.n_done < 300 && steps < 10000 && !check_failed; steps++) {
-        smt_step(&m, true);
+        sim_step(&m, true);
         if (m.s.first_queued >= 0) held += 60 - kv_n_available(&m.s.kv);
         CHECK(forecast_peak(&m.s.forecast) <= 60);
     }
     CHECK(m.n_done == 300 && m.s.n_preempted == 0 && m.s.n_repredicted == 0);
     CHECK_MSG(held > steps * 60 / 2, "%d of %d", (int)(held / steps), 60);
-    smt_close(&m);
+    sim_close(&m);
 }
 
 /* first come, first served; a priority is a head start; no request starves */
-static void smt_order(void) {
-    smt m;
+static void sim_order(void) {
+    sched_sim m;
     uint64_t rng = 3;
-    smt_open(&m, (sched_config){2, 60, 1, 64, 32, 16}, 50, 1 << 30, 0);
-    int a = smt_submit(&m, &rng, 4, 1, 4, 0), b = smt_submit(&m, &rng, 4, 1, 4, 0), c = smt_submit(&m, &rng, 4, 1, 4, 1);
+    sim_open(&m, (sched_config){2, 60, 1, 64, 32, 16}, 50, 1 << 30, 0);
+    int a = sim_submit(&m, &rng, 4, 1, 4, 0), b = sim_submit(&m, &rng, 4, 1, 4, 0), c = sim_submit(&m, &rng, 4, 1, 4, 1);
     int order[3], n = 0, last = -1;
     for (int i = 0; i < 20; i++) {
-        smt_step(&m, true);
+        sim_step(&m, true);
         if (m.s.n_running == 0) continue;
         int now = m.s.seqs[0].request;
         if (now != last && n < 3) order[n++] = now;
@@ -282,62 +282,62 @@ static void smt_order(void) {
     }
     CHECK(n == 3 && order[0] == c && order[1] == a && order[2] == b);
     /* waits behind a stream of requests with a higher priority */
-    int old = smt_submit(&m, &rng, 4, 1, 4, 0), waited = 0;
+    int old = sim_submit(&m, &rng, 4, 1, 4, 0), waited = 0;
     for (; waited < 20 * SCHED_PRIORITY_STEPS && m.s.requests[old].prompt; waited++) {
-        if (m.s.n_unstarted < 4) smt_submit(&m, &rng, 4, 1, 4, 3);
+        if (m.s.n_unstarted < 4) sim_submit(&m, &rng, 4, 1, 4, 3);
         sched_plan(&m.s);
         m.step++;
-        smt_run(&m, (m.s.seqs[0].state != SCHED_FREE) * m.s.seqs[0].n_rows);
-        smt_commit_due(&m);
+        sim_run(&m, (m.s.seqs[0].state != SCHED_FREE) * m.s.seqs[0].n_rows);
+        sim_commit_due(&m);
     }
     CHECK_MSG(waited > 2 * SCHED_PRIORITY_STEPS && waited < 4 * SCHED_PRIORITY_STEPS, "%d", waited);
-    smt_close(&m);
+    sim_close(&m);
 }
 
-static void smt_cancel_states(void) {
-    smt m;
+static void sim_cancel_states(void) {
+    sched_sim m;
     uint64_t rng = 3;
-    smt_open(&m, (sched_config){2, 40, 4, 12, 60, 16}, 50, 1 << 30, 1);
-    int a = smt_submit(&m, &rng, 20, 6, 8, 0), b = smt_submit(&m, &rng, 4, 1, 4, 0);
+    sim_open(&m, (sched_config){2, 40, 4, 12, 60, 16}, 50, 1 << 30, 1);
+    int a = sim_submit(&m, &rng, 20, 6, 8, 0), b = sim_submit(&m, &rng, 4, 1, 4, 0);
     sched_cancel(&m.s, b); /* still queued */
-    smt_check(&m, false);
-    smt_step(&m, true);
+    sim_check(&m, false);
+    sim_step(&m, true);
     int prefill = 0;
     for (int q = 0; q < 4; q++) prefill += m.s.seqs[q].state == SCHED_PREFILL;
     CHECK(prefill > 1);
     /* the sequence that computes the shared prompt */
     sched_end(&m.s, m.s.seqs[4].prefill_next, true);
-    smt_check(&m, false);
-    for (int i = 0; i < 6; i++) smt_step(&m, true);
+    sim_check(&m, false);
+    for (int i = 0; i < 6; i++) sim_step(&m, true);
     CHECK(m.s.n_decode > 0);
     /* some samples decode, some prefill, two are queued; results are not yet committed */
     sched_cancel(&m.s, a);
-    smt_check(&m, false);
+    sim_check(&m, false);
     CHECK(m.s.n_seqs_free == 4 && m.s.n_unstarted == 0 && kv_n_available(&m.s.kv) == 40 && forecast_peak(&m.s.forecast) == 0);
-    int c = smt_submit(&m, &rng, 20, 4, 8, 0);
-    while (m.s.requests[c].prompt && !check_failed) smt_step(&m, true);
-    smt_close(&m);
+    int c = sim_submit(&m, &rng, 20, 4, 8, 0);
+    while (m.s.requests[c].prompt && !check_failed) sim_step(&m, true);
+    sim_close(&m);
 }
 
-static int smt_try(scheduler *s, int n_prompt, int n, int max_tokens) {
+static int sim_try(scheduler *s, int n_prompt, int n, int max_tokens) {
     toka_err e;
     int32_t p[8] = {0};
     return sched_submit(s, &(sched_job){.prompt = p, .n_prompt = n_prompt, .n = n, .max_tokens = max_tokens}, &e);
 }
 
-static void smt_refused(void) {
+static void sim_refused(void) {
     scheduler s;
     toka_err e;
     CHECK(!sched_init(&s, &(sched_config){2, 5, 3, 8, 16, 8}, &e));
-    CHECK(smt_try(&s, 0, 1, 1) == TOKA_E_USE && smt_try(&s, 1, 0, 1) == TOKA_E_USE && smt_try(&s, 1, 1, 0) == TOKA_E_USE);
-    CHECK(smt_try(&s, 8, 1, 9) == TOKA_E_USE && smt_try(&s, 8, 1, INT_MAX) == TOKA_E_USE);
-    CHECK(smt_try(&s, 8, 1, 4) == TOKA_E_USE); /* 11 tokens to compute need 6 pages */
-    CHECK(smt_try(&s, 8, 1, 3) == 0);
+    CHECK(sim_try(&s, 0, 1, 1) == TOKA_E_USE && sim_try(&s, 1, 0, 1) == TOKA_E_USE && sim_try(&s, 1, 1, 0) == TOKA_E_USE);
+    CHECK(sim_try(&s, 8, 1, 9) == TOKA_E_USE && sim_try(&s, 8, 1, INT_MAX) == TOKA_E_USE);
+    CHECK(sim_try(&s, 8, 1, 4) == TOKA_E_USE); /* 11 tokens to compute need 6 pages */
+    CHECK(sim_try(&s, 8, 1, 3) == 0);
     CHECK(sched_plan(&s) == 8 && !sched_check(&s));
     sched_free(&s);
 }
 
-static void smt_no_memory(void) { /* the block tables would need 1 TB */
+static void sim_no_memory(void) { /* the block tables would need 1 TB */
     scheduler s;
     toka_err e;
     sched_config c = {16, 100, 65536, 65536, 1 << 26, 8};
@@ -348,17 +348,17 @@ static void smt_no_memory(void) { /* the block tables would need 1 TB */
 }
 
 /* n samples of one prompt, twice, at page boundaries: all but the first find the prompt cached */
-static void smt_repeated_prompts(void) {
+static void sim_repeated_prompts(void) {
     for (int n_prompt = 1; n_prompt <= 9; n_prompt++) {
-        smt m;
+        sched_sim m;
         uint64_t rng = 3;
-        smt_open(&m, (sched_config){2, 400, 16, 64, 60, 16}, 50, 1 << 30, 1);
+        sim_open(&m, (sched_config){2, 400, 16, 64, 60, 16}, 50, 1 << 30, 1);
         for (int again = 0; again < 2; again++) {
             uint64_t same = rng;
             int64_t hits = m.s.n_prompt_hits, done = m.n_done;
-            int id = smt_submit(&m, &same, n_prompt, 32, 6, 0);
+            int id = sim_submit(&m, &same, n_prompt, 32, 6, 0);
             m.s.requests[id].n_unshared = 0;
-            for (int i = 0; i < 100 && m.n_done < done + 32; i++) smt_step(&m, true);
+            for (int i = 0; i < 100 && m.n_done < done + 32; i++) sim_step(&m, true);
             CHECK(m.n_done == done + 32 && m.s.n_preempted == 0);
             int64_t most = (n_prompt - 1) / 2 * 2 * again + (n_prompt - 1) * 31, found = m.s.n_prompt_hits - hits;
             /* if all holders of the last page end at once, it is computed again */
@@ -366,46 +366,46 @@ static void smt_repeated_prompts(void) {
             /* if n_prompt is odd, the last token has a page of its own and nothing is copied */
             CHECK((m.n_copies > 0) == (n_prompt > 1 && n_prompt % 2 == 0));
         }
-        smt_close(&m);
+        sim_close(&m);
     }
 }
 
 /* A sequence is preempted in decode and computed again in chunks. A step whose rows do not reach
  * its end must not sample. */
-static void smt_preempted_in_chunks(void) {
-    smt m;
+static void sim_preempted_in_chunks(void) {
+    sched_sim m;
     uint64_t rng = 3;
-    smt_open(&m, (sched_config){2, 40, 2, 4, 60, 16}, 50, 1 << 30, 1);
-    int id = smt_submit(&m, &rng, 9, 1, 12, 0);
+    sim_open(&m, (sched_config){2, 40, 2, 4, 60, 16}, 50, 1 << 30, 1);
+    int id = sim_submit(&m, &rng, 9, 1, 12, 0);
     m.s.requests[id].n_unshared = 1; /* no cached page is found */
     for (int i = 0; m.n_done == 0 && i < 200 && !check_failed; i++) {
         CHECK(i != 6 || m.s.n_decode == 1);
         if (i == 6) sched_preempt(&m.s);
-        smt_step(&m, true);
+        sim_step(&m, true);
     }
     CHECK(m.n_done == 1 && m.n_tokens == 12 && m.s.n_preempted == 1);
     /* tokens that are computed again are not counted again */
     CHECK_MSG(m.s.n_prompt_tokens == 9, "%d", (int)m.s.n_prompt_tokens);
-    smt_close(&m);
+    sim_close(&m);
 }
 
 /* All seqs are preempted sequences. The head of the queue is a new request with a head start, but
  * it has no seq to start in. */
-static void smt_preempted_hold_all_seqs(void) {
-    smt m;
+static void sim_preempted_hold_all_seqs(void) {
+    sched_sim m;
     uint64_t rng = 3;
-    smt_open(&m, (sched_config){2, 40, 2, 16, 60, 16}, 50, 1 << 30, 0);
-    smt_submit(&m, &rng, 5, 2, 12, 0);
-    for (int i = 0; i < 4; i++) smt_step(&m, true);
+    sim_open(&m, (sched_config){2, 40, 2, 16, 60, 16}, 50, 1 << 30, 0);
+    sim_submit(&m, &rng, 5, 2, 12, 0);
+    for (int i = 0; i < 4; i++) sim_step(&m, true);
     while (m.s.newest >= 0) sched_preempt(&m.s);
-    smt_submit(&m, &rng, 5, 1, 12, 5);
-    for (int i = 0; m.n_done < 3 && i < 100 && !check_failed; i++) smt_step(&m, true);
+    sim_submit(&m, &rng, 5, 1, 12, 5);
+    for (int i = 0; m.n_done < 3 && i < 100 && !check_failed; i++) sim_step(&m, true);
     CHECK(m.n_done == 3 && m.n_tokens == 36);
-    smt_close(&m);
+    sim_close(&m);
 }
 
 /* many samples of few prompts, no length known yet: the batch is full after a few steps */
-static void smt_cold_start(void) {
+static void sim_cold_start(void) {
     scheduler s;
     toka_err e;
     int32_t prompt[715];
@@ -421,7 +421,7 @@ static void smt_cold_start(void) {
 
 /* Many prompts share their first pages, each with many samples. One sequence per prompt computes
  * the last page; the others copy it one step later. */
-static void smt_tails_of_many_prompts(void) {
+static void sim_tails_of_many_prompts(void) {
     enum { PROMPTS = 60, TIMES = 12, N = PROMPTS * TIMES };
     scheduler s;
     toka_err e;
@@ -443,7 +443,7 @@ static void smt_tails_of_many_prompts(void) {
 }
 
 /* An answer that is longer than the last bucket's edge. */
-static void smt_longest_answer(void) {
+static void sim_longest_answer(void) {
     enum { N = 2000000 };
     scheduler s;
     toka_err e;
@@ -460,18 +460,18 @@ static void smt_longest_answer(void) {
     sched_free(&s);
 }
 
-static const struct test sched_tests[] = {{"sched: random, 5 pages, forecast = simulation", smt_random_tiny},
-                                          {"sched: random, small pools, forecast = simulation", smt_random_small},
-                                          {"sched: preemptions keep every token", smt_many_preemptions},
-                                          {"sched: exact lengths, exact forecast", smt_exact_forecast},
-                                          {"sched: order, priority, no starvation", smt_order},
-                                          {"sched: cancel in any state", smt_cancel_states},
-                                          {"sched: impossible requests are refused", smt_refused},
-                                          {"sched: out of memory is an error", smt_no_memory},
-                                          {"sched: repeated prompts, page boundaries", smt_repeated_prompts},
-                                          {"sched: preempted, prefilled again in chunks", smt_preempted_in_chunks},
-                                          {"sched: preempted sequences hold all seqs", smt_preempted_hold_all_seqs},
-                                          {"sched: cold start fills the batch", smt_cold_start},
-                                          {"sched: last pages of many prompts are copied", smt_tails_of_many_prompts},
-                                          {"sched: the longest answer", smt_longest_answer},
+static const struct test sched_tests[] = {{"sched: random, 5 pages, forecast = simulation", sim_random_tiny},
+                                          {"sched: random, small pools, forecast = simulation", sim_random_small},
+                                          {"sched: preemptions keep every token", sim_many_preemptions},
+                                          {"sched: exact lengths, exact forecast", sim_exact_forecast},
+                                          {"sched: order, priority, no starvation", sim_order},
+                                          {"sched: cancel in any state", sim_cancel_states},
+                                          {"sched: impossible requests are refused", sim_refused},
+                                          {"sched: out of memory is an error", sim_no_memory},
+                                          {"sched: repeated prompts, page boundaries", sim_repeated_prompts},
+                                          {"sched: preempted, prefilled again in chunks", sim_preempted_in_chunks},
+                                          {"sched: preempted sequences hold all seqs", sim_preempted_hold_all_seqs},
+                                          {"sched: cold start fills the batch", sim_cold_start},
+                                          {"sched: last pages of many prompts are copied", sim_tails_of_many_prompts},
+                                          {"sched: the longest answer", sim_longest_answer},
                                           {0}};
