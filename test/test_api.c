@@ -1,5 +1,6 @@
-/* Tests of chapters 25 and 26: every field of a body with every wrong type, answers byte for byte, streams against whole answers, characters
- * cut into tokens. Events are made up here; the model is only its tokenizer and template. */
+/* Tests of chapters 25 and 26: every field of a body with every wrong type, answers byte for byte,
+ * streams against whole answers, characters that are divided into several tokens. The events are
+ * made up here; of the model only the tokenizer and the template are used. */
 
 static toka *api_text_model(void) {
     static toka *t;
@@ -26,7 +27,7 @@ typedef struct api_refusal {
     char param[64], code[64], message[500];
 } api_refusal;
 
-/* status 0: it was taken. */
+/* status 0: the body was accepted. */
 static api_refusal api_refuse(const api_config *m, enum api_route route, const char *body) {
     api_refusal r = {0};
     toka_err e = {0};
@@ -57,7 +58,7 @@ static bool api_is_needed(enum api_route route, const char *field) {
     return str_starts(str_sub(least, 1, least.n), str_c(field)) && least.p[1 + strlen(field)] == '"';
 }
 
-/* The field with this value beside what the route cannot be without. */
+/* A body with this value of the field, and the fields that the route requires. */
 static api_refusal api_refuse_value(const api_config *m, enum api_route route, const char *field, const char *value) {
     buf b = {0};
     bool own = api_is_needed(route, field);
@@ -87,17 +88,19 @@ static void test_api_wrong_types(void) {
                 n++;
             }
             bool needed = api_is_needed((enum api_route)route, f->name);
-            api_refusal r = api_refuse_value(&m, (enum api_route)route, f->name, "null"); /* as if it was not there */
+            /* as if the field were absent */
+            api_refusal r = api_refuse_value(&m, (enum api_route)route, f->name, "null");
             CHECK_MSG(r.status == (needed ? 400 : 0), "%s: null: %d %s", f->name, r.status, r.message);
         }
     CHECK_MSG(n > 300, "%d", n);
 }
 
-/* A number beyond its range: the message has the number as it was given and the one range that holds. */
+/* A number out of range: the message contains the number as it was written, and the one range that
+ * is valid. */
 static void test_api_ranges(void) {
     static const struct {
         enum api_route route;
-        const char *param, *value, *message; /* NULL: it is taken */
+        const char *param, *value, *message; /* NULL: accepted */
     } cases[] = {
         {API_COMPLETIONS, "n", "65", "n: 65, expected 1 to 64"}, {API_CHAT, "n", "65537", "n: 65537, expected 1 to 64"},
         {API_COMPLETIONS, "n", "1048577", "n: 1048577, expected 1 to 64"}, {API_CHAT, "n", "1e30", "n: 1e+30, expected 1 to 64"},
@@ -184,18 +187,21 @@ static void test_api_wrong_values(void) {
     buf_c(&b, "]}");
     api_refusal r = api_refuse(&m, API_COMPLETIONS, b.p);
     CHECK(r.status == 400 && !strcmp(r.code, "context_length_exceeded") && !strcmp(r.param, "prompt"));
-    r = api_refuse(&m, API_COMPLETIONS, "{\"prompt\":[5,6],\"max_tokens\":127}"); /* the length is 128 */
+    /* the length is 128 */
+    r = api_refuse(&m, API_COMPLETIONS, "{\"prompt\":[5,6],\"max_tokens\":127}");
     CHECK(r.status == 400 && !strcmp(r.code, "context_length_exceeded") && !strcmp(r.param, "max_tokens"));
     CHECK(!strcmp(r.message, "max_tokens: 127 behind a prompt of 2 tokens, expected at most 126 (max_model_len 128)"));
     CHECK(!api_refuse(&m, API_COMPLETIONS, "{\"prompt\":[5,6],\"max_tokens\":126}").status);
     CHECK(api_refuse(&m, API_COMPLETIONS, "{\"prompt\":[[5],[5,6]],\"max_tokens\":127}").status == 400);
     CHECK(!strcmp(api_refuse_value(&m, API_CHAT, "max_completion_tokens", "2000000000").param, "max_completion_tokens"));
-    r = api_refuse_value(&m, API_COMPLETIONS, "seed", "9223372036854775808"); /* whole it is */
+    /* it is read as a whole number */
+    r = api_refuse_value(&m, API_COMPLETIONS, "seed", "9223372036854775808");
     CHECK_MSG(!strcmp(r.message, "seed: 9.22337e+18, expected -9223372036854775808 to 9223372036854775807"), "%s", r.message);
     buf_clear(&b), buf_c(&b, "{\"prompt\":[5");
     for (int i = 1; i < 120; i++) buf_c(&b, ",5");
     buf_c(&b, "]}");
-    CHECK(!api_refuse(&m, API_COMPLETIONS, b.p).status); /* the default of 16 becomes what is left */
+    /* the default of 16 becomes the number of tokens that are left */
+    CHECK(!api_refuse(&m, API_COMPLETIONS, b.p).status);
     r = api_refuse_value(&m, API_CHAT, "model", "\"gpt\"");
     CHECK(r.status == 404 && !strcmp(r.code, "model_not_found") && !strcmp(r.param, "model"));
     CHECK(!api_refuse_value(&m, API_CHAT, "model", "\"other\"").status);
@@ -227,7 +233,8 @@ static void test_api_unknown_fields(void) {
     m.strict = true;
     m.caller_fields = beside;
     CHECK(!api_refuse_value(&m, API_COMPLETIONS, "custom_id", "1").status);
-    CHECK(api_refuse_value(&m, API_CHAT, "prompt", "1").status == 400); /* a field of other bodies is not known here */
+    /* a field of another route is unknown here */
+    CHECK(api_refuse_value(&m, API_CHAT, "prompt", "1").status == 400);
 }
 
 /* ---- Bodies to requests ---- */
@@ -246,13 +253,14 @@ static void test_api_requests(void) {
     CHECK(s->temperature == 0.25f && s->max_tokens == 16 && s->n_stop == 1 && !strcmp(s->stop[0], "ab") && s->stop_ids[1] == 8);
     CHECK(s->n_bias == 2 && s->bias_ids[0] == 4 && s->bias_values[0] == -2.5f && s->bias_ids[1] == 6 && s->ignore_eos);
     CHECK(!api_parse(&m, API_COMPLETIONS, STR("{\"prompt\":[\"Tom\",\"Tom\"]}"), &d, &e));
-    CHECK(s->seed != c.prompts[1].engine_request.sampling.seed && s->seed != d.prompts[0].engine_request.sampling.seed); /* nobody shares random numbers */
+    /* prompts do not share random numbers */
+    CHECK(s->seed != c.prompts[1].engine_request.sampling.seed && s->seed != d.prompts[0].engine_request.sampling.seed);
     api_free(&c), api_free(&d);
     c = (api_request){.serial = {1, 2}};
     CHECK(!api_parse(&m, API_COMPLETIONS, STR("{\"prompt\":[\"Tom\",\"Ann\"],\"seed\":-2,\"max_tokens\":0,\"echo\":true,\"n\":2}"), &c, &e));
     CHECK(c.prompts[1].engine_request.sampling.seed == UINT64_MAX - 1 && c.prompts[0].engine_request.n == 0 && c.prompts[0].engine_request.prompt_logprobs && c.n_choices == 4);
     api_free(&c);
-    for (int i = 0; i < 2; i++) { /* -1 is none, as in vLLM */
+    for (int i = 0; i < 2; i++) { /* -1 means none, as in vLLM */
         api_request *of = i ? &d : &c;
         *of = (api_request){.serial = {1, 2 + (uint64_t)i}};
         CHECK(!api_parse(&m, API_COMPLETIONS, STR("{\"prompt\":\"Tom\",\"seed\":-1}"), of, &e));
@@ -264,7 +272,7 @@ static void test_api_requests(void) {
                      &c, &e));
     CHECK(c.prompts[0].engine_request.sampling.max_tokens == 5 && c.chat);
     api_free(&c);
-    for (int i = 0; i < 2; i++) { /* no sum of priorities turns round */
+    for (int i = 0; i < 2; i++) { /* no sum of priorities overflows */
         c = (api_request){.serial = {1, 2}};
         m.defaults.priority = i ? 1000 : -1000;
         CHECK(!api_parse(&m, API_COMPLETIONS, i ? STR("{\"prompt\":[5],\"priority\":-2147483647}") : STR("{\"prompt\":[5],\"priority\":2147483647}"), &c, &e));
@@ -273,8 +281,8 @@ static void test_api_requests(void) {
     }
 }
 
-/* The engine is asked for log-probabilities by calls that show them, and by no others. */
-static void test_api_asks(void) {
+/* The engine computes log-probabilities for calls that show them, and for no others. */
+static void test_api_wants_logprobs(void) {
     static const struct {
         enum api_route route;
         const char *fields;
@@ -307,13 +315,13 @@ static void test_api_bad_words(void) {
     const toka_words *w = c.prompts[1].engine_request.sampling.bad_words;
     CHECK(w && w == c.prompts[0].engine_request.sampling.bad_words && w->n_words == 2 && str_is(w->words[0], "apples") && str_is(w->words[1], "each of the"));
     api_free(&c);
-    c = (api_request){.serial = {1, 2}}; /* a special token is the token, not its letters */
+    c = (api_request){.serial = {1, 2}}; /* a special token becomes its id, not its letters */
     CHECK(!api_parse(&m, API_COMPLETIONS, STR("{\"prompt\":\"Tom\",\"bad_words\":[\"<|im_end|>\"]}"), &c, &e));
     const int32_t end = tok_id(m.toka->tok, STR("<|im_end|>"));
     w = c.prompts[0].engine_request.sampling.bad_words;
     CHECK(end >= 0 && w && w->whole_ids.n == 1 && w->whole_ids.p[0] == end);
     api_free(&c);
-    c = (api_request){.serial = {1, 2}}; /* whose letters are no words */
+    c = (api_request){.serial = {1, 2}}; /* its letters are no token */
     CHECK(!api_parse(&m, API_COMPLETIONS, STR("{\"prompt\":\"Tom\",\"bad_words\":[\"end\",\"im\",\"text\"]}"), &c, &e));
     w = c.prompts[0].engine_request.sampling.bad_words;
     CHECK(w->whole_ids.n > 1);
@@ -334,10 +342,11 @@ static void test_api_bad_words(void) {
     buf_free(&b);
 }
 
-/* What forbids all that is allowed is refused, as far as it is known; id 55 is T, 3 and 1 end. */
-static void test_api_nothing_left(void) {
+/* A list that forbids every allowed id is refused, as far as this is known. Id 55 is T; 3 and 1 are
+ * end ids. */
+static void test_api_no_token_allowed(void) {
     static const struct {
-        const char *fields, *blamed; /* NULL: it is taken */
+        const char *fields, *blamed; /* NULL: accepted */
     } cases[] = {
         {"\"allowed_token_ids\":[55],\"bad_words\":[\"T\"]", "bad_words"}, {"\"allowed_token_ids\":[55,56],\"bad_words\":[\"T\"]", NULL},
         {"\"allowed_token_ids\":[55,56,55],\"bad_words\":[\"U\",\" T\"]", "bad_words"},
@@ -361,7 +370,7 @@ static void test_api_nothing_left(void) {
         CHECK(!*want || !strcmp(r.param, "allowed_token_ids"));
         buf_free(&b);
     }
-    buf b = {0}; /* no list of allowed ids: all are */
+    buf b = {0}; /* without a list of allowed ids all are allowed */
     buf_c(&b, "{\"prompt\":\"Tom\",\"min_tokens\":1,\"stop_token_ids\":[0");
     for (int i = 1; i < 1024; i++) buf_printf(&b, ",%d", i);
     buf_c(&b, "]}");
@@ -397,8 +406,9 @@ static void test_api_context(void) {
                       "{\"messages\":[{\"role\":\"user\",\"content\":\"a\"}],\"add_generation_prompt\":true}");
     api_check_context("{\"messages\":[{\"role\":\"user\",\"content\":\"a\"}],\"tools\":[{\"a\":1.0,\"b\":[0.0,-0.0,1e2,1],\"c\":0.5,\"d\":1E20}]}",
                       "{\"messages\":[{\"role\":\"user\",\"content\":\"a\"}],\"add_generation_prompt\":true,\"tools\":[{\"a\":1.0,"
-                      "\"b\":[0.0,-0.0,100.0,1],\"c\":0.5,\"d\":1e+20}]}"); /* 1.0 is another text than 1 */
-    /* what clients send back of an answer */
+                      /* 1.0 and 1 are different texts */
+                      "\"b\":[0.0,-0.0,100.0,1],\"c\":0.5,\"d\":1e+20}]}");
+    /* what clients send back from an answer */
     api_check_context("{\"messages\":[{\"role\":\"assistant\",\"content\":\"a\",\"refusal\":null,\"tool_calls\":null},"
                       "{\"role\":\"assistant\",\"content\":null,\"tool_calls\":[]},{\"role\":\"assistant\",\"tool_calls\":["
                       "{\"function\":{\"name\":\"f\",\"arguments\":\"\"}},{\"function\":{\"name\":\"g\",\"arguments\":null}}]}]}",
@@ -407,7 +417,7 @@ static void test_api_context(void) {
                       "{\"function\":{\"name\":\"g\",\"arguments\":{}}}],\"content\":\"\"}],\"add_generation_prompt\":true}");
 }
 
-/* A message needs a content, but for what an assistant said. */
+/* A message needs a content, unless it is the assistant's. */
 static void test_api_contents(void) {
     api_config m = api_test_model();
     for (int i = 0; i < 4; i++) {
@@ -418,7 +428,7 @@ static void test_api_contents(void) {
         CHECK_MSG(i == 3 ? !r.status : r.status == 400 && strstr(r.message, "a role and a content"), "%s: %d %s", roles[i], r.status, r.message);
         buf_free(&body);
     }
-    /* texts in all the forms that clients send */
+    /* texts in all forms that clients send */
     api_check_context("{\"messages\":[{\"role\":\"user\",\"content\":[\"a\",{\"type\":\"input_text\",\"text\":\"b\"},{\"type\":\"text\",\"text\":null}]},"
                       "{\"role\":\"assistant\",\"content\":[{\"type\":\"refusal\",\"refusal\":\"no\"},{\"type\":\"output_text\",\"text\":\"c\"}]}]}",
                       "{\"messages\":[{\"role\":\"user\",\"content\":\"a\\nb\"},{\"role\":\"assistant\",\"content\":\"no\\nc\"}],"
@@ -435,7 +445,7 @@ static void test_api_contents(void) {
                       "{\"messages\":[{\"role\":\"user\",\"content\":\"\"}],\"add_generation_prompt\":true}");
 }
 
-/* A model with two templates renders a chat with tools by the second. */
+/* A model with two templates renders a chat that has tools with the second one. */
 static void test_api_tool_template(void) {
     toka_err e;
     toka two = *api_text_model();
@@ -453,7 +463,8 @@ static void test_api_tool_template(void) {
     tmpl_del(two.chat_template), tmpl_del(two.tool_template), buf_free(&out);
 }
 
-/* Several texts of a message go as a list to a template that walks them, as one text to any other; a tool's always as one. */
+/* Several texts of one message are passed as a list to a template that loops over them, and as one
+ * text to any other. The texts of a tool are always passed as one. */
 static void test_api_text_parts(void) {
     static const struct { const char *chat, *want; } cases[] = {
         {"{% for m in messages %}{{ m.content }}{% endfor %}", "a\nb|c5\n6"},
@@ -485,14 +496,15 @@ static void test_api_text_parts(void) {
 
 /* ---- Made-up events ---- */
 
-typedef struct api_fake { /* of one sample */
+typedef struct api_fake_answer { /* a made-up answer of one sample */
     int32_t id[16];
     int n;
-    bool stops; /* by an end id, which has no text */
-} api_fake;
+    bool stops; /* ends by an end id, which has no text */
+} api_fake_answer;
 
-/* One event of a sample, or of a prompt (f NULL). Alternatives are ids counted up from the token. */
-static void api_put_event(const api_prompt *p, int sample, const api_fake *f, int i, buf *records) {
+/* One event of a sample, or of a prompt (f NULL). Alternatives are the ids after the token's
+ * own. */
+static void api_put_event(const api_prompt *p, int sample, const api_fake_answer *f, int i, buf *records) {
     int32_t top_ids[TOKA_MAX_LOGPROBS];
     float top[TOKA_MAX_LOGPROBS];
     bool last = i + 1 == (f ? f->n : (int)p->ids.n);
@@ -501,7 +513,7 @@ static void api_put_event(const api_prompt *p, int sample, const api_fake *f, in
     ev.n_top = f ? MAX(p->engine_request.sampling.logprobs, 0) : i ? p->engine_request.prompt_top : 0;
     for (int k = 0; k < ev.n_top; k++) top_ids[k] = ev.id + k, top[k] = ev.logprob - (float)k;
     if (!f && i && p->engine_request.prompt_ranks) ev.rank = ev.n_top ? 1 : 70 + i;
-    if (f && p->engine_request.sampling.logprobs < 0) ev.logprob = NAN; /* not to be shown */
+    if (f && p->engine_request.sampling.logprobs < 0) ev.logprob = NAN; /* not shown */
     if (f && last) ev.finish = f->stops ? TOKA_STOP : TOKA_LENGTH, ev.stop_id = f->stops ? ev.id : -1;
     if (!f && last && !p->engine_request.n) ev.finish = TOKA_LENGTH;
     api_pack_event(p, &ev, records);
@@ -513,8 +525,8 @@ static void api_must_parse(const api_config *m, enum api_route route, const char
     if (api_parse(m, route, str_c(body), c, &e)) printf("%s: %s\n", body, e.msg), check_failed++;
 }
 
-/* The answer to one prompt whose samples all say the same ids. */
-static void api_answer(const api_config *m, enum api_route route, const char *body, const api_fake *f, buf *out) {
+/* The answer to one prompt whose samples all have the same ids. */
+static void api_answer(const api_config *m, enum api_route route, const char *body, const api_fake_answer *f, buf *out) {
     api_request c;
     api_must_parse(m, route, body, &c);
     buf records = {0};
@@ -530,15 +542,15 @@ static void api_answer(const api_config *m, enum api_route route, const char *bo
     buf_free(&records), api_free(&c);
 }
 
-static void api_golden(const api_config *m, enum api_route route, const char *body, const api_fake *f, const char *want) {
+static void api_golden(const api_config *m, enum api_route route, const char *body, const api_fake_answer *f, const char *want) {
     buf out = {0};
     api_answer(m, route, body, f, &out);
     CHECK_MSG(str_is(buf_view(&out), want), "\n  got  %s\n  want %s", out.p, want);
     buf_free(&out);
 }
 
-static api_fake api_fake_text(const char *text) {
-    api_fake f = {0};
+static api_fake_answer api_fake_text(const char *text) {
+    api_fake_answer f = {0};
     ids v = {0};
     toka_err e;
     CHECK(!tok_encode(api_text_model()->tok, str_c(text), 0, &v, &e) && v.n <= 16);
@@ -557,7 +569,7 @@ static api_fake api_fake_text(const char *text) {
 
 static void test_api_golden_whole(void) {
     api_config m = api_test_model();
-    api_fake f = api_fake_text("12");
+    api_fake_answer f = api_fake_text("12");
     CHECK(f.n == 2);
     api_golden(&m, API_COMPLETIONS, "{\"prompt\":[5,6,7],\"logprobs\":1,\"return_token_ids\":true}", &f,
                API_HEAD("cmpl-", "text_completion") "{\"index\":0,\"text\":\"12\",\"logprobs\":{\"tokens\":[\"1\",\"2\"],"
@@ -582,7 +594,7 @@ static void test_api_golden_whole(void) {
                "\"prompt_logprobs\":[null,{\"21\":{\"logprob\":-0.5,\"rank\":71,\"decoded_token\":\"2\"}}]}],"
                API_USAGE("2", "2", "4", "2"));
     m.live = false, f.stops = false;
-    api_fake special = {.id = {20, m.toka->files->config.eos_ids[0], 21}, .n = 3};
+    api_fake_answer special = {.id = {20, m.toka->files->config.eos_ids[0], 21}, .n = 3};
     buf kept = {0}, plain = {0};
     api_answer(&m, API_COMPLETIONS, "{\"prompt\":[5],\"skip_special_tokens\":false}", &special, &kept);
     api_answer(&m, API_COMPLETIONS, "{\"prompt\":[5]}", &special, &plain);
@@ -596,7 +608,7 @@ static void test_api_golden_whole(void) {
 
 static void test_api_golden_stream(void) {
     api_config m = api_test_model();
-    api_fake f = api_fake_text("12");
+    api_fake_answer f = api_fake_text("12");
     f.stops = true;
     api_golden(&m, API_CHAT, "{\"messages\":[{\"role\":\"user\",\"content\":\"Tom\"}],\"stream\":true,"
                "\"stream_options\":{\"include_usage\":true}}", &f,
@@ -609,7 +621,7 @@ static void test_api_golden_stream(void) {
                "data: " API_HEAD("chatcmpl-", "chat.completion.chunk") "]," API_USAGE("11", "2", "13", "2") "\n\ndata: [DONE]\n\n");
     f.stops = false, m.live = false;
     api_golden(&m, API_COMPLETIONS, "{\"prompt\":[20],\"echo\":true,\"logprobs\":0,\"stream\":true,\"max_tokens\":2}",
-               &(api_fake){.id = {21}, .n = 1},
+               &(api_fake_answer){.id = {21}, .n = 1},
                "data: {\"id\":\"cmpl-00000000000000110000000000000022\",\"object\":\"text_completion\",\"created\":1700000000,\"model\":\"m\","
                "\"choices\":[{\"index\":0,\"text\":\"1\",\"logprobs\":{\"tokens\":[\"1\"],\"token_logprobs\":[null],\"top_logprobs\":[null],"
                "\"text_offset\":[0]},\"finish_reason\":null}]}\n\n"
@@ -620,7 +632,7 @@ static void test_api_golden_stream(void) {
 
 /* ---- Streams against whole answers ---- */
 
-typedef struct api_whole { /* a choice, put together */
+typedef struct api_whole { /* a choice, joined from the chunks of a stream */
     buf text, tokens, values, top, offsets, chat, ids;
     char finish[16];
 } api_whole;
@@ -660,7 +672,8 @@ static void api_join_stream(str s, api_whole *w, int n) {
         toka_err e = {0};
         str chunk = str_sub(s, 6, (size_t)end);
         done = str_is(chunk, "[DONE]");
-        const json *v = done ? NULL : json_parse(&a, chunk, json_trusted, &e); /* whole characters only, or it is no JSON */
+        /* a chunk that cuts a character is not valid JSON */
+        const json *v = done ? NULL : json_parse(&a, chunk, json_trusted, &e);
         CHECK_MSG(done || v, "%s", e.msg);
         if (v) api_join_choices(v, w, n);
         arena_free(&a);
@@ -679,8 +692,9 @@ static void api_same_choice(api_whole *a, api_whole *b, const char *body) {
     CHECK(!strcmp(a->finish, b->finish) && a->finish[0]);
 }
 
-/* Events of all samples in a random order among each other; those of a prompt somewhere between, as sample 0 may be late. */
-static void api_shuffle(const api_request *c, const api_fake *f, uint64_t *rng, buf *records) {
+/* Puts the events of all samples in a random order. Those of a prompt come somewhere between,
+ * because sample 0 may be late. */
+static void api_shuffle(const api_request *c, const api_fake_answer *f, uint64_t *rng, buf *records) {
     int at[64] = {0}, at_prompt[8] = {0}, left = 0;
     for (int k = 0; k < c->n_prompts; k++) {
         left += c->prompts[k].engine_request.n * 100;
@@ -697,7 +711,8 @@ static void api_shuffle(const api_request *c, const api_fake *f, uint64_t *rng, 
     }
 }
 
-/* Records in pieces of random length, whole each; of a stream maybe with little room for text. */
+/* Feeds records in pieces of random length, each record whole. A stream sometimes gets little space
+ * for text. */
 static void api_feed_pieces(api_request *c, str records, uint64_t *rng, buf *out) {
     while (records.n) {
         size_t n = 0, one, most = out && rnd(rng) % 2 ? out->n + 1 + rnd(rng) % 1000 : SIZE_MAX;
@@ -729,7 +744,8 @@ static void api_random_body(uint64_t *rng, bool chat, buf *b) {
 static void test_api_stream_equals_whole(void) {
     api_config m = api_test_model();
     uint64_t rng = 7;
-    api_fake letters = api_fake_text("\xE6\xBC\xA2\xF0\x9F\x98\x80 a"); /* ids that are parts of characters */
+    /* ids that are parts of characters */
+    api_fake_answer letters = api_fake_text("\xE6\xBC\xA2\xF0\x9F\x98\x80 a");
     for (int round = 0; round < 600 && !check_failed; round++) {
         bool chat = rnd(&rng) % 2;
         enum api_route route = chat ? API_CHAT : API_COMPLETIONS;
@@ -743,9 +759,9 @@ static void test_api_stream_equals_whole(void) {
         if (rnd(&rng) % 4 == 0) buf_c(&body, ",\"stream_options\":{\"include_usage\":true,\"continuous_usage_stats\":true}");
         buf_c(&body, "}");
         api_must_parse(&m, route, body.p, &d);
-        api_fake f[64];
+        api_fake_answer f[64];
         for (int i = 0; i < c.n_choices; i++) {
-            f[i] = (api_fake){.n = 1 + (int)(rnd(&rng) % 12), .stops = rnd(&rng) % 2};
+            f[i] = (api_fake_answer){.n = 1 + (int)(rnd(&rng) % 12), .stops = rnd(&rng) % 2};
             for (int k = 0; k < f[i].n; k++)
                 f[i].id[k] = rnd(&rng) % 2 ? letters.id[rnd(&rng) % (uint64_t)letters.n] : (int32_t)(rnd(&rng) % (uint64_t)m.toka->tok->n_ids);
         }
@@ -769,11 +785,12 @@ static void test_api_stream_equals_whole(void) {
     }
 }
 
-/* The bytes of the tokens of a chat, put together, are the text's, wherever tokens cut its characters. */
+/* The bytes of the tokens of a chat, joined, are the text's, wherever a token's end cuts a
+ * character. */
 static void test_api_bytes(void) {
     static const char text[] = "na\xC3\xAFve \xE6\xBC\xA2\xF0\x9F\x98\x80";
     api_config m = api_test_model();
-    api_fake f = api_fake_text(text);
+    api_fake_answer f = api_fake_text(text);
     buf out = {0}, bytes = {0};
     arena a = {0};
     toka_err e;
@@ -785,7 +802,7 @@ static void test_api_bytes(void) {
     CHECK_MSG(str_is(buf_view(&bytes), text), "%s", bytes.p);
     CHECK(str_is(json_str(json_get(json_get(choice, "message"), "content")), text));
     buf_clear(&out), buf_clear(&bytes);
-    f.n--; /* the last character stays without its end; offsets count characters where they begin */
+    f.n--; /* the last character is incomplete; offsets count characters where they begin */
     api_answer(&m, API_COMPLETIONS, "{\"prompt\":[5],\"logprobs\":0}", &f, &out);
     choice = json_at(json_get(json_parse(&a, buf_view(&out), json_trusted, &e), "choices"), 0);
     const json *offsets = json_get(json_get(choice, "logprobs"), "text_offset");
@@ -798,7 +815,7 @@ static void test_api_bytes(void) {
     buf_free(&out), buf_free(&bytes), arena_free(&a);
 }
 
-static size_t api_base64(str s, unsigned char *out) { /* bytes */
+static size_t api_base64(str s, unsigned char *out) { /* number of bytes */
     size_t n = 0;
     for (size_t i = 0; i + 4 <= s.n; i += 4) {
         uint32_t w = 0;
@@ -814,7 +831,8 @@ static size_t api_base64(str s, unsigned char *out) { /* bytes */
     return n;
 }
 
-/* Without a tokenizer, or beyond its ids, tokens have no text; alternatives are told apart all the same. */
+/* Without a tokenizer, or for ids beyond it, tokens have no text; alternatives must still be
+ * distinguishable. */
 static void test_api_tokens_without_text(void) {
     api_config m = api_test_model();
     toka bare = *m.toka;
@@ -822,7 +840,7 @@ static void test_api_tokens_without_text(void) {
     toka_err e;
     bare.tok = NULL, m.toka = &bare;
     for (int chat = 0; chat < 2; chat++) {
-        api_fake f = api_fake_text("12");
+        api_fake_answer f = api_fake_text("12");
         buf out = {0}, first = {0}, second = {0};
         if (chat) m.toka = api_text_model(), f.id[0] = f.id[1] = m.toka->tok->n_ids + 5;
         api_answer(&m, API_COMPLETIONS, "{\"prompt\":[5,6,7],\"logprobs\":2}", &f, &out);
@@ -838,7 +856,7 @@ static void test_api_tokens_without_text(void) {
 
 static void test_api_packed(void) {
     api_config m = api_test_model();
-    api_fake f = api_fake_text("12");
+    api_fake_answer f = api_fake_text("12");
     buf out = {0};
     arena a = {0};
     toka_err e;
@@ -863,8 +881,9 @@ static void test_api_packed(void) {
     CHECK(id[0] == 5 && id[1] == 6 && id[2] == 7 && json_int(json_get(p, "top_n"), -1) == 0);
     CHECK(api_base64(json_str(json_get(p, "logprobs")), raw) == 12);
     memcpy(lp, raw, 12);
-    CHECK(isnan(lp[0]) && isnan(lp[1]) && isnan(lp[2])); /* none were asked for: none is there */
-    for (int stream = 0; stream < 2; stream++) { /* echo with logprobs gives those of the prompt, too */
+    CHECK(isnan(lp[0]) && isnan(lp[1]) && isnan(lp[2])); /* none was requested, so there is none */
+    /* echo with logprobs also gives those of the prompt */
+    for (int stream = 0; stream < 2; stream++) {
         buf body = {0};
         buf_printf(&body, "{\"prompt\":[5,6,7],\"logprobs\":1,\"echo\":true,\"return_packed\":true,\"stream\":%s}", stream ? "true" : "false");
         buf_clear(&out);
@@ -881,10 +900,11 @@ static void test_api_packed(void) {
     buf_free(&out), arena_free(&a);
 }
 
-/* What breaks a call: cancelled in the middle, also while tokens wait for the prompt's; parts that the engine did not take. */
+/* Events that break a call: cancelled in the middle, also while tokens wait for those of the
+ * prompt; prompts that the engine did not accept. */
 static void test_api_broken(void) {
     api_config m = api_test_model();
-    api_fake f = api_fake_text("12");
+    api_fake_answer f = api_fake_text("12");
     toka_event gone = {.sample = 0, .id = -1, .finish = TOKA_CANCELLED, .stop_id = -1, .stop_text = -1};
     buf records = {0}, out = {0};
     api_request c;
@@ -899,7 +919,7 @@ static void test_api_broken(void) {
     api_must_parse(&m, API_COMPLETIONS, "{\"prompt\":[5,6,7],\"n\":2,\"echo\":true,\"logprobs\":1,\"stream\":true}", &c);
     api_put_event(&c.prompts[0], 1, &f, 0, &records), api_put_event(&c.prompts[0], 1, &f, 1, &records);
     api_feed(&c, buf_view(&records), &out);
-    CHECK(c.n_left == 2 && !out.n); /* the prompt is not there */
+    CHECK(c.n_left == 2 && !out.n); /* the prompt's events are missing */
     gone.sample = 0, gone.finish = TOKA_CANCELLED;
     buf_clear(&records), api_pack_event(&c.prompts[0], &gone, &records);
     api_feed(&c, buf_view(&records), &out);
@@ -936,7 +956,8 @@ static void test_api_small_routes(void) {
     buf_free(&out);
 }
 
-/* Chapter 30: the engine took one part of two, and that had a token before it was cancelled: one answer goes out. */
+/* Chapter 30: the engine accepted one prompt of two, and that one had a token before it was
+ * cancelled. One answer is sent. */
 static void test_api_refused_part(void) {
     api_config m = api_test_model();
     srv s = {0};
@@ -945,7 +966,7 @@ static void test_api_refused_part(void) {
     buf records = {0}, made = {0};
     bool last = false;
     api_must_parse(&m, API_COMPLETIONS, "{\"prompt\":[\"Tom\",\"Ann\"],\"stream\":true}", &c.api);
-    api_put_event(&c.api.prompts[0], 0, &(api_fake){{20, 21}, 2, false}, 0, &records);
+    api_put_event(&c.api.prompts[0], 0, &(api_fake_answer){{20, 21}, 2, false}, 0, &records);
     CHECK(srv_make_output(&c, buf_view(&records), &last, &made) == records.n && !made.n && !last && !c.head_sent);
     last = true;
     srv_make_output(&c, STR(""), &last, &made);
@@ -959,9 +980,9 @@ static const struct test api_tests[] = {
     {"api: numbers beyond their range", test_api_ranges},
     {"api: unknown fields", test_api_unknown_fields},
     {"api: bodies to requests", test_api_requests},
-    {"api: who asks for log-probabilities", test_api_asks},
+    {"api: requests with log-probabilities", test_api_wants_logprobs},
     {"api: bad words", test_api_bad_words},
-    {"api: nothing left to draw", test_api_nothing_left},
+    {"api: no token is allowed", test_api_no_token_allowed},
     {"api: what templates get", test_api_context},
     {"api: messages without a content", test_api_contents},
     {"api: template for tools", test_api_tool_template},
@@ -973,6 +994,6 @@ static const struct test api_tests[] = {
     {"api: packed arrays", test_api_packed},
     {"api: tokens without a text", test_api_tokens_without_text},
     {"api: broken calls", test_api_broken},
-    {"api: a refused part", test_api_refused_part},
+    {"api: a refused prompt", test_api_refused_part},
     {"api: tokenize, models, errors", test_api_small_routes},
     {NULL, NULL}};

@@ -1,4 +1,5 @@
-/* test_bs.c - bench serve without a server: arrival times, the response parser on bytes in any pieces, percentiles, peaks. */
+/* test_benchclient.c - bench serve without a server: arrival times, the response parser on bytes in
+ * any pieces, percentiles, peaks. */
 
 static void benchclient_test_arrivals(void) {
     enum { N = 20000 };
@@ -15,9 +16,9 @@ static void benchclient_test_arrivals(void) {
             squares += (gap - mean) * (gap - mean), before = b.requests[k].send_at;
         }
         double spread = sqrt(squares / N) / mean, expected = isfinite(shapes[i]) ? 1 / sqrt(shapes[i]) : 0;
-        CHECK(fabs(before - N / o.request_rate) < 1e-6); /* the last comes at n / rate */
+        CHECK(fabs(before - N / o.request_rate) < 1e-6); /* the last request arrives at n / rate */
         CHECK_MSG(fabs(spread - expected) < 0.05 * MAX(expected, 0.01), "shape %g: %g, expected %g", shapes[i], spread, expected);
-        if (shapes[i] == 1) { /* exponential gaps: the share of those beyond the mean is 1/e */
+        if (shapes[i] == 1) { /* exponential gaps: the share of gaps longer than the mean is 1/e */
             int beyond = 0;
             for (int k = 1; k < N; k++) beyond += b.requests[k].send_at - b.requests[k - 1].send_at > mean;
             CHECK(fabs((double)beyond / N - 0.3679) < 0.015);
@@ -26,7 +27,7 @@ static void benchclient_test_arrivals(void) {
     }
 }
 
-/* Shapes at which every gap rounds to nothing or to infinity: the times are still times. */
+/* Shapes for which every gap rounds to 0 or to infinity: the times must still be valid. */
 static void benchclient_test_extreme_shapes(void) {
     static const double shapes[] = {1e-300, 1e308};
     for (int i = 0; i < COUNT(shapes); i++) {
@@ -39,8 +40,8 @@ static void benchclient_test_extreme_shapes(void) {
     }
 }
 
-/* Body and state of a response given in pieces of `step` bytes. */
-static enum benchclient_state bst_read(str text, size_t step, buf *out, benchclient_response *r) {
+/* Body and state of a response that arrives in pieces of `step` bytes. */
+static enum benchclient_state benchclient_test_read(str text, size_t step, buf *out, benchclient_response *r) {
     *r = (benchclient_response){0};
     buf_clear(out);
     while (text.n && r->state != BENCHCLIENT_COMPLETE) {
@@ -77,14 +78,14 @@ static void benchclient_test_replies(void) {
     benchclient_response r;
     for (size_t step = 1; step < 40; step++) {
         for (int i = 0; i < COUNT(cases); i++) {
-            enum benchclient_state state = bst_read(str_c(cases[i].text), step, &out, &r);
+            enum benchclient_state state = benchclient_test_read(str_c(cases[i].text), step, &out, &r);
             CHECK_MSG(state == cases[i].state && r.status == cases[i].status && r.close == cases[i].close &&
                           str_is(buf_view(&out), cases[i].body),
                       "case %d, step %zu: '%s'", i, step, buf_view(&out).p);
             benchclient_response_free(&r);
         }
         for (int i = 0; i < COUNT(bad); i++) {
-            CHECK_MSG(bst_read(str_c(bad[i]), step, &out, &r) == BENCHCLIENT_HEAD, "%d", i);
+            CHECK_MSG(benchclient_test_read(str_c(bad[i]), step, &out, &r) == BENCHCLIENT_HEAD, "%d", i);
             benchclient_response_free(&r);
         }
     }
@@ -99,17 +100,21 @@ static void benchclient_test_figures(void) {
     benchclient_finish_series(&s);
     CHECK(s.mean == 2.5 && fabs(s.std - sqrt(1.25)) < 1e-12);
     CHECK(benchclient_percentile(&s, 0) == 1 && benchclient_percentile(&s, 100) == 4 && benchclient_percentile(&s, 50) == 2.5);
-    CHECK(fabs(benchclient_percentile(&s, 99) - 3.97) < 1e-12 && fabs(benchclient_percentile(&s, 25) - 1.75) < 1e-12); /* as numpy's */
+    /* as numpy computes them */
+    CHECK(fabs(benchclient_percentile(&s, 99) - 3.97) < 1e-12 && fabs(benchclient_percentile(&s, 25) - 1.75) < 1e-12);
     free(s.values);
 
-    /* three requests: 0..1, 0.5..2, 1..3 (begins as the first ends); chunks at 0.25 1 | 1.5 1.75 2 | 3; and one that failed */
+    /* three requests: 0..1, 0.5..2, 1..3 (it begins when the first ends); chunks at 0.25 1 | 1.5
+     * 1.75 2 | 3; and one that failed */
     static const struct {
         double start, first;
         float gaps[2];
         int n;
     } made[] = {{0, 0.25, {0.75f}, 1}, {0.5, 1.5, {0.25f, 0.25f}, 2}, {1, 3, {0}, 0}};
     benchclient b = {.end = 13.8};
-    const double late = 10.3; /* the first begins so long after the run: seconds of the peak rate are counted from there */
+    /* the first request begins this long after the run's start: the seconds of the peak rate are
+     * counted from the first request */
+    const double late = 10.3;
     benchclient_selection w = {.limits_ms = {INFINITY, INFINITY, INFINITY, 1500}};
     benchclient_result r;
     for (int i = 0; i < 3; i++) {
@@ -128,7 +133,8 @@ static void benchclient_test_figures(void) {
     free(b.requests);
 }
 
-static void *benchclient_test_answer(void *listener) { /* one connection: the list of models */
+/* answers one connection with the list of models */
+static void *benchclient_test_answer(void *listener) {
     static const char answer[] = "HTTP/1.1 200 OK\r\nContent-Length: 24\r\n\r\n{\"data\":[{\"id\":\"tiny\"}]}";
     char request[4096];
     int fd = accept(*(int *)listener, NULL, NULL);
@@ -137,13 +143,14 @@ static void *benchclient_test_answer(void *listener) { /* one connection: the li
     return NULL;
 }
 
-/* A name with two addresses of which the first is refused, as localhost where the server listens on 127.0.0.1 alone. */
+/* A name with two addresses, of which the first refuses connections, like localhost if the server
+ * listens only on 127.0.0.1. */
 static void benchclient_test_addresses(void) {
     struct sockaddr_in at[2] = {{.sin_family = AF_INET, .sin_addr = {htonl(INADDR_LOOPBACK)}}};
     struct addrinfo list[2] = {{0}};
     int fd[2];
     at[1] = at[0];
-    for (int i = 0; i < 2; i++) { /* the first listens not */
+    for (int i = 0; i < 2; i++) { /* no socket listens at the first address */
         socklen_t n = sizeof at[i];
         fd[i] = socket(AF_INET, SOCK_STREAM, 0);
         CHECK(!bind(fd[i], (struct sockaddr *)&at[i], n) && !getsockname(fd[i], (struct sockaddr *)&at[i], &n));
@@ -159,10 +166,11 @@ static void benchclient_test_addresses(void) {
     CHECK(!pthread_create(&server, NULL, benchclient_test_answer, &fd[1]));
     int code = benchclient_wait_ready(&b, &e);
     CHECK_MSG(!code && b.address == &list[1] && !strcmp(b.model, "tiny"), "%d: %s", code, e.msg);
-    if (code) shutdown(fd[1], SHUT_RDWR); /* nobody comes */
+    if (code) shutdown(fd[1], SHUT_RDWR); /* no connection comes */
     CHECK(!pthread_join(server, NULL) && !close(fd[0]) && !close(fd[1]));
     list[0].ai_next = NULL, b.address = list;
-    CHECK(benchclient_wait_ready(&b, &e) == TOKA_E_IO); /* nor does one that has nobody to ask wait for ever */
+    /* a client without a working address must not wait forever */
+    CHECK(benchclient_wait_ready(&b, &e) == TOKA_E_IO);
 }
 
 static const struct test benchclient_tests[] = {{"bench serve: arrivals", benchclient_test_arrivals},

@@ -1,10 +1,12 @@
-/* test_cpu.c - chapters 19 and 20 against plain float64 mathematics, op by op, for every instruction set this machine has.
+/* test_cpu.c - tests chapters 19 and 20 against plain float64 arithmetic, op by op, for every
+ * instruction set of this machine.
  *
- * A random model of odd sizes is made in memory (weights 1 to 3 bytes behind an aligned address, exact heap blocks, so that ASan sees any
- * over-read). Every op runs on poisoned outputs with guard bands around them, K and V start as NaN, pages are dealt at
- * random. The second half runs whole steps in many cuts and compares bytes. */
+ * A random model of odd sizes is made in memory. Weights start 1 to 3 bytes after an aligned
+ * address, in heap blocks of the exact size, so that ASan reports any read past the end. Every op
+ * writes to poisoned outputs between guard bands, K and V start as NaN, and pages are assigned at
+ * random. The second half runs whole steps, divided in many ways, and compares bytes. */
 
-enum { CPU_GUARD = 64 }; /* floats before and behind every buffer */
+enum { CPU_GUARD = 64 }; /* floats before and after every buffer */
 
 typedef struct cpu_case {
     toka_shape sh;
@@ -16,7 +18,7 @@ typedef struct cpu_case {
     uint64_t seed;
 } cpu_case;
 
-/* ---- Number formats, by the book ---- */
+/* ---- Number formats, by their definition ---- */
 
 static double ref_half(uint16_t h) {
     int e = h >> 10 & 31, m = h & 1023;
@@ -37,7 +39,8 @@ static double ref_element(const toka_tensor *t, size_t i) {
     memcpy(&f, &u, 4);
     return f;
 }
-static uint16_t to_half(double v) { /* nearest for normal values, toward zero for tiny ones */
+/* rounds to nearest for normal values, toward zero for subnormal ones */
+static uint16_t to_half(double v) {
     int e;
     double m = frexp(fabs(v), &e);
     uint16_t sign = v < 0 ? 0x8000 : 0;
@@ -48,7 +51,7 @@ static uint16_t to_half(double v) { /* nearest for normal values, toward zero fo
 
 static toka_tensor make_tensor(cpu_case *c, int rows, int cols, toka_dtype type, double mean, double scale) {
     size_t n = (size_t)rows * (size_t)cols, size = type == TOKA_F32 ? 4 : 2;
-    size_t odd = 1 + (size_t)c->n_heap % 3; /* a file may have them at any byte */
+    size_t odd = 1 + (size_t)c->n_heap % 3; /* in a file they may start at any byte */
     char *p = mem_alloc(n * size + odd);
     c->heap[c->n_heap++] = p;
     for (size_t i = 0; i < n; i++) {
@@ -64,8 +67,8 @@ static toka_tensor make_tensor(cpu_case *c, int rows, int cols, toka_dtype type,
 typedef struct cpu_sizes {
     int H, K, D, E, F, V, B;
     toka_dtype type;
-    int extras; /* biases, QK norm */
-    int window; /* of layer 1 */
+    int extras; /* has biases, has QK-norm */
+    int window; /* window of layer 1 */
 } cpu_sizes;
 
 static void case_open(cpu_case *c, cpu_sizes z, uint64_t seed) {
@@ -96,7 +99,7 @@ static void case_close(cpu_case *c) {
     for (int i = 0; i < c->n_heap; i++) free(c->heap[i]);
 }
 
-/* ---- Reference mathematics ---- */
+/* ---- Reference arithmetic ---- */
 
 static void ref_norm(double *y, const double *x, const toka_tensor *w, int n, double eps) {
     double sum = 0;
@@ -109,7 +112,8 @@ static void ref_matvec(double *y, const double *x, const toka_tensor *w) {
         for (int k = 0; k < w->cols; k++) y[n] += x[k] * ref_element(w, (size_t)n * (size_t)w->cols + (size_t)k);
     }
 }
-/* One token's q, k or v: norm, product, bias, then norm and rotation of each head unless it is v (norm_w and turn off). */
+/* q, k or v of one token: RMSNorm, product, bias; then the norm and RoPE of each head, unless it is
+ * v (norm_w and rotate are off). */
 static void ref_heads(const cpu_case *c, double *y, const double *x, const toka_layer *l, const toka_tensor *w,
                       const toka_tensor *bias, const toka_tensor *head_norm, int pos, bool turn) {
     const toka_shape *s = &c->sh;
@@ -130,15 +134,16 @@ static void ref_heads(const cpu_case *c, double *y, const double *x, const toka_
     }
 }
 
-/* ---- Sequences, their pages and plans ---- */
+/* ---- Sequences, their pages and steps ---- */
 
 enum { CPU_SEQS = 12, CPU_LEN = 100, CPU_PAGES = 400 };
 
-typedef struct cpu_world { /* sequences with their tokens; a device holds their K and V */
+typedef struct cpu_seqs { /* sequences with their tokens; a device has their K and V */
     cpu_case *c;
     toka_device *d;
     toka_device_options o;
-    int n_seq, len[CPU_SEQS], shared; /* the first `shared` positions (whole pages) are the same pages for all */
+    /* the first `shared` positions (whole pages) are on the same pages for all */
+    int n_seq, len[CPU_SEQS], shared;
     int32_t table[CPU_SEQS][CPU_LEN]; /* page of position / B */
     int32_t token[CPU_SEQS][CPU_LEN];
     uint64_t seed;
@@ -147,12 +152,12 @@ typedef struct cpu_world { /* sequences with their tokens; a device holds their 
     int32_t ids[CPU_SEQS * CPU_LEN], pos[CPU_SEQS * CPU_LEN], slot[CPU_SEQS * CPU_LEN], pages[20000];
     toka_span spans[8000];
     toka_step step;
-} cpu_world;
+} cpu_seqs;
 
 static int rnd_int(uint64_t *s, int from, int to) { return from + (int)(rnd(s) % (uint64_t)(to - from + 1)); }
 
-/* New device with K and V full of NaN, new random pages. */
-static void world_device(cpu_world *w, const cpu_kernels *kernels, int threads, int chunk) {
+/* Opens a new device with K and V full of NaN, and assigns new random pages. */
+static void seqs_open_device(cpu_seqs *w, const cpu_kernels *kernels, int threads, int chunk) {
     toka_err e;
     int B = w->c->sh.B, deck[CPU_PAGES], at = 0;
     if (w->d) toka_cpu.close(w->d);
@@ -177,15 +182,16 @@ static void world_device(cpu_world *w, const cpu_kernels *kernels, int threads, 
             w->table[s][p] = s && p * B < w->shared ? w->table[0][p] : deck[at++ % CPU_PAGES];
 }
 
-static void step_begin(cpu_world *w) { w->T = w->n_spans = w->n_pages = 0; }
+static void step_begin(cpu_seqs *w) { w->T = w->n_spans = w->n_pages = 0; }
 
-static void step_row(cpu_world *w, int seq, int pos) {
+static void step_row(cpu_seqs *w, int seq, int pos) {
     int B = w->c->sh.B, t = w->T++;
     w->seq[t] = seq, w->ids[t] = w->token[seq][pos], w->pos[t] = pos;
     w->slot[t] = w->table[seq][pos / B] * B + pos % B;
 }
-/* Rows t0 .. t1-1, all of a sequence with the pages of `seq`, see positions from .. to-1; cut at random page borders. */
-static void step_spans(cpu_world *w, int seq, int t0, int t1, int from, int to, int cuts) {
+/* Adds spans for rows t0 .. t1-1, all of one sequence with the pages of `seq`, and positions from
+ * .. to-1, cut at random page boundaries. */
+static void step_spans(cpu_seqs *w, int seq, int t0, int t1, int from, int to, int cuts) {
     int B = w->c->sh.B;
     while (from < to) {
         int n_pages = (to - from + B - 1) / B, n = cuts ? rnd_int(&w->seed, 1, n_pages) : n_pages;
@@ -195,15 +201,15 @@ static void step_spans(cpu_world *w, int seq, int t0, int t1, int from, int to, 
         from += sp.n_kv;
     }
 }
-static void step_end(cpu_world *w) {
+static void step_end(cpu_seqs *w) {
     w->step = (toka_step){.T = w->T, .n_spans = w->n_spans, .ids = w->ids, .pos = w->pos, .kv_slot = w->slot,
                           .pages = w->pages,
                           .spans = w->spans};
 }
 
-/* A step with positions from[s] .. to[s]-1 of every sequence. group: rows that are all behind the shared prefix get it as
- * one span. */
-static void world_step(cpu_world *w, const int *from, const int *to, bool group, int cuts) {
+/* Builds a step with positions from[s] .. to[s]-1 of every sequence. group: the rows after the
+ * shared prefix get it as one span. */
+static void seqs_make_step(cpu_seqs *w, const int *from, const int *to, bool group, int cuts) {
     int first[CPU_SEQS];
     step_begin(w);
     for (int s = 0; s < w->n_seq; s++) {
@@ -217,14 +223,15 @@ static void world_step(cpu_world *w, const int *from, const int *to, bool group,
     step_end(w);
 }
 
-/* A buffer on the device with guards around it, all NaN. */
+/* A buffer on the device between guard bands, all NaN. */
 static toka_dev_ptr guarded(toka_device *d, size_t n) {
     float *p = mem_alloc((n + 2 * CPU_GUARD) * sizeof *p);
     (void)d;
     for (size_t i = 0; i < n + 2 * CPU_GUARD; i++) p[i] = NAN;
     return (toka_dev_ptr){(uintptr_t)(p + CPU_GUARD)};
 }
-static void guarded_free(toka_dev_ptr a, size_t n) { /* and checks that the guards are whole */
+/* also checks that the guard bands are unchanged */
+static void guarded_free(toka_dev_ptr a, size_t n) {
     float *p = cpu_ptr(a);
     for (int i = 1; i <= CPU_GUARD; i++) CHECK(isnan(p[-i]) && isnan(p[n + (size_t)i - 1]));
     free(p - CPU_GUARD);
@@ -241,11 +248,11 @@ static double rel_error(const float *got, const double *want, size_t n) {
 
 /* ---- Op tests ---- */
 
-typedef struct cpu_ref { /* float64 K and V of every stored position, one layer */
-    double *k, *v; /* [seq][pos][K*D] */
+typedef struct cpu_ref { /* K and V of every stored position in float64, for one layer */
+    double *k, *v;       /* [seq][pos][K*D] */
 } cpu_ref;
 
-static void check_embed(cpu_world *w) {
+static void check_embed(cpu_seqs *w) {
     size_t n = (size_t)w->T * (size_t)w->c->sh.E;
     toka_dev_ptr x = guarded(w->d, n);
     double *want = mem_alloc(n * sizeof *want);
@@ -257,8 +264,8 @@ static void check_embed(cpu_world *w) {
     guarded_free(x, n), free(want);
 }
 
-/* Runs norm_qkv_rope_kv on random x; checks q, and K and V in their slots; fills ref. */
-static void check_qkv(cpu_world *w, int layer, cpu_ref *ref) {
+/* Runs norm_qkv_rope_kv on random x. Checks q, and K and V in their kv_slots. Fills ref. */
+static void check_qkv(cpu_seqs *w, int layer, cpu_ref *ref) {
     const toka_shape *s = &w->c->sh;
     const toka_layer *l = &w->c->layers[layer];
     int HD = s->H * s->D, KD = s->K * s->D;
@@ -289,7 +296,7 @@ static void check_qkv(cpu_world *w, int layer, cpu_ref *ref) {
     guarded_free(x, nx), guarded_free(q, nq), free(xd), free(qd);
 }
 
-static void check_attention(cpu_world *w, int layer, const cpu_ref *ref) {
+static void check_attention(cpu_seqs *w, int layer, const cpu_ref *ref) {
     const toka_shape *s = &w->c->sh;
     size_t n = (size_t)(w->T * s->H * s->D);
     int window = w->c->layers[layer].window;
@@ -304,7 +311,8 @@ static void check_attention(cpu_world *w, int layer, const cpu_ref *ref) {
             size_t at = (size_t)((w->seq[t] * CPU_LEN * s->K + h / (s->H / s->K)) * s->D), step = (size_t)(s->K * s->D);
             int from = window ? MAX(0, w->pos[t] - window + 1) : 0;
             for (int j = from; j <= w->pos[t]; j++) {
-                int owner = w->seq[t] && j < w->shared ? w->seq[t] : 0; /* the prefix was stored once, by sequence 0 */
+                /* sequence 0 stored the prefix, once */
+                int owner = w->seq[t] && j < w->shared ? w->seq[t] : 0;
                 size_t src = j < w->shared ? at - (size_t)(owner * CPU_LEN * s->K * s->D) : at;
                 p[j] = 0;
                 for (int i = 0; i < s->D; i++) p[j] += qh[i] * ref->k[src + (size_t)j * step + (size_t)i] / sqrt(s->D);
@@ -321,7 +329,7 @@ static void check_attention(cpu_world *w, int layer, const cpu_ref *ref) {
     guarded_free(q, n), guarded_free(o, n), free(want);
 }
 
-static void check_out_residual(cpu_world *w, int layer) {
+static void check_out_residual(cpu_seqs *w, int layer) {
     const toka_shape *s = &w->c->sh;
     const toka_layer *l = &w->c->layers[layer];
     int HD = s->H * s->D;
@@ -342,7 +350,7 @@ static void check_out_residual(cpu_world *w, int layer) {
     guarded_free(x, nx), guarded_free(o, no), free(want), free(in), free(y);
 }
 
-static void check_mlp(cpu_world *w, int layer) {
+static void check_mlp(cpu_seqs *w, int layer) {
     const toka_shape *s = &w->c->sh;
     const toka_layer *l = &w->c->layers[layer];
     size_t nx = (size_t)(w->T * s->E);
@@ -363,7 +371,7 @@ static void check_mlp(cpu_world *w, int layer) {
     guarded_free(x, nx), free(want), free(in), free(g), free(u);
 }
 
-static void check_logits(cpu_world *w) {
+static void check_logits(cpu_seqs *w) {
     const toka_shape *s = &w->c->sh;
     int n_out = rnd_int(&w->seed, 1, MIN(w->T, 40));
     size_t nx = (size_t)(w->T * s->E), nl = (size_t)(n_out * s->V);
@@ -393,15 +401,16 @@ static void check_logits(cpu_world *w) {
     guarded_free(x, nx), guarded_free(logits, nl), free(in), free(y);
 }
 
-/* One model on one instruction set: a prompt step, then a step of mixed prefill and decode, every op at both. */
+/* Tests one model with one instruction set: a prefill step, then a step that mixes prefill and
+ * decode; every op in both. */
 static void check_ops(cpu_sizes z, int set, int threads, uint64_t seed) {
     cpu_case c;
-    cpu_world *w = mem_zalloc(sizeof *w);
+    cpu_seqs *w = mem_zalloc(sizeof *w);
     case_open(&c, z, seed);
     w->c = &c, w->seed = seed * 77 + 1, w->n_seq = rnd_int(&w->seed, 1, 5);
     w->shared = rnd_int(&w->seed, 0, 20 / z.B) * z.B;
     for (int s = 0; s < w->n_seq; s++) w->len[s] = w->shared + rnd_int(&w->seed, 2, 24);
-    world_device(w, &cpu_kernel_sets[set], threads, rnd_int(&w->seed, 0, 1) ? 5 : 512);
+    seqs_open_device(w, &cpu_kernel_sets[set], threads, rnd_int(&w->seed, 0, 1) ? 5 : 512);
     for (int s = 0; s < w->n_seq; s++)
         for (int p = 0; p < w->len[s]; p++) w->token[s][p] = rnd_int(&w->seed, 0, z.V - 1);
     int start[CPU_SEQS], mid[CPU_SEQS];
@@ -414,8 +423,8 @@ static void check_ops(cpu_sizes z, int set, int threads, uint64_t seed) {
         size_t n = (size_t)(CPU_SEQS * CPU_LEN * z.K * z.D);
         ref.k = mem_zalloc(n * sizeof(double)), ref.v = mem_zalloc(n * sizeof(double));
         for (int turn = 0; turn < 2; turn++) {
-            if (!turn) world_step(w, start, mid, false, 1);
-            else world_step(w, mid, w->len, rnd_int(&w->seed, 0, 1), rnd_int(&w->seed, 0, 1));
+            if (!turn) seqs_make_step(w, start, mid, false, 1);
+            else seqs_make_step(w, mid, w->len, rnd_int(&w->seed, 0, 1), rnd_int(&w->seed, 0, 1));
             if (!w->T) continue;
             check_embed(w);
             check_qkv(w, layer, &ref);
@@ -449,7 +458,7 @@ static void test_cpu_ops(void) {
             }
 }
 
-/* Wide enough that a product has several blocks of k and a tile of every height is used. */
+/* So wide that a product has several blocks of k and uses tiles of every height. */
 static void test_cpu_wide(void) {
     for (int set = 0; set < cpu_n_kernel_sets(); set++) {
         cpu_sizes z = {.H = 2, .K = 1, .D = 16, .E = 528, .F = 1100, .V = 30, .B = 16, .type = (toka_dtype)(set % 3)};
@@ -484,10 +493,10 @@ static void test_cpu_exp(void) {
     CHECK(exp_of(0) == 1 && exp_of(-INFINITY) == 0 && exp_of(-88) == 0 && isnan(exp_of(NAN)));
 }
 
-/* ---- The same bytes, however the work is cut ---- */
+/* ---- Equal bytes, however the work is divided ---- */
 
-/* One step through the whole model; logits of every row to their place [seq][pos][V]. */
-static void run_step(cpu_world *w, float *logits) {
+/* Runs one step through the whole model. The logits of every row go to [seq][pos][V]. */
+static void run_step(cpu_seqs *w, float *logits) {
     const toka_shape *s = &w->c->sh;
     size_t T = (size_t)w->T, E = (size_t)s->E, HD = (size_t)(s->H * s->D), V = (size_t)s->V;
     toka_dev_ptr x = guarded(w->d, T * E), q = guarded(w->d, T * HD), o = guarded(w->d, T * HD);
@@ -510,20 +519,20 @@ static void run_step(cpu_world *w, float *logits) {
     free(rows), free(picks), free(out);
 }
 
-/* All sequences to their ends, each step taking up to `most` tokens of each, at random. Sequence 0 stores the shared prefix
- * first. */
-static void run_world(cpu_world *w, float *logits, int most) {
+/* Runs all sequences to their ends. Each step takes a random number of tokens of each, up to
+ * `most`. Sequence 0 stores the shared prefix first. */
+static void run_seqs(cpu_seqs *w, float *logits, int max_tokens) {
     int from[CPU_SEQS] = {0}, to[CPU_SEQS], left = 1;
     for (int s = 1; s < w->n_seq; s++) from[s] = w->shared;
     while (left) {
         left = 0;
         for (int s = 0; s < w->n_seq; s++) {
-            int n = most ? rnd_int(&w->seed, 0, most) : CPU_LEN;
-            if (s && from[0] < w->shared && most) n = 0; /* the prefix is not there yet */
+            int n = max_tokens ? rnd_int(&w->seed, 0, max_tokens) : CPU_LEN;
+            if (s && from[0] < w->shared && max_tokens) n = 0; /* the prefix is not stored yet */
             to[s] = MIN(w->len[s], from[s] + n);
             left += w->len[s] - to[s];
         }
-        world_step(w, from, to, rnd_int(&w->seed, 0, 1), rnd_int(&w->seed, 0, 1));
+        seqs_make_step(w, from, to, rnd_int(&w->seed, 0, 1), rnd_int(&w->seed, 0, 1));
         if (w->T) run_step(w, logits);
         memcpy(from, to, sizeof from);
     }
@@ -531,7 +540,7 @@ static void run_world(cpu_world *w, float *logits, int most) {
 
 static void check_invariance(int set, cpu_sizes z, uint64_t seed) {
     cpu_case c;
-    cpu_world *w = mem_zalloc(sizeof *w);
+    cpu_seqs *w = mem_zalloc(sizeof *w);
     case_open(&c, z, seed);
     w->c = &c, w->seed = seed * 31 + 7, w->n_seq = 6, w->shared = 16 / z.B * z.B * 2;
     for (int s = 0; s < w->n_seq; s++) {
@@ -541,12 +550,12 @@ static void check_invariance(int set, cpu_sizes z, uint64_t seed) {
     }
     size_t n = (size_t)(CPU_SEQS * CPU_LEN * z.V);
     float *first = mem_zalloc(n * sizeof *first), *again = mem_zalloc(n * sizeof *again);
-    world_device(w, &cpu_kernel_sets[set], 1, 512);
-    run_world(w, first, 0);
+    seqs_open_device(w, &cpu_kernel_sets[set], 1, 512);
+    run_seqs(w, first, 0);
     for (int turn = 0; turn < 6; turn++) {
         memset(again, 0, n * sizeof *again);
-        world_device(w, &cpu_kernel_sets[set], 1 + turn % 3, turn % 2 ? 3 : 512);
-        run_world(w, again, (int[]){1, 2, 5, 20, 40, 7}[turn]);
+        seqs_open_device(w, &cpu_kernel_sets[set], 1 + turn % 3, turn % 2 ? 3 : 512);
+        run_seqs(w, again, (int[]){1, 2, 5, 20, 40, 7}[turn]);
         size_t differ = 0;
         for (size_t i = 0; i < n; i++) differ += memcmp(&first[i], &again[i], sizeof *first) != 0;
         CHECK_MSG(!differ, "%s, dtype %d, B %d, turn %d: %zu of %zu logits differ", cpu_kernel_sets[set].name, (int)z.type, z.B,
@@ -582,7 +591,7 @@ static void test_cpu_pool(void) {
         atomic_int hits[50] = {0};
         CHECK(cpu_pool_open(&p, n, &e) == 0);
         for (int round = 0; round < 3000; round++) cpu_parallel_for(&p, count_item, hits, 1 + round % 50, INT64_MAX);
-        if (n == 4) usleep(20000); /* let them fall asleep */
+        if (n == 4) usleep(20000); /* let the threads fall asleep */
         cpu_parallel_for(&p, count_item, hits, 50, INT64_MAX);
         cpu_pool_close(&p);
         for (int i = 0; i < 50; i++) CHECK(hits[i] == 3000 - 60 * i + 1);
@@ -599,7 +608,8 @@ static void test_cpu_refuses(void) {
     CHECK(toka_cpu.open(&d, &o, &c.sh, &c.w, &e) == TOKA_E_INPUT && strstr(e.msg, "head size 7"));
     c.sh.D = 8, c.sh.K = 0;
     CHECK(toka_cpu.open(&d, &o, &c.sh, &c.w, &e) == TOKA_E_INPUT);
-    c.sh.K = 1, o.n_pages = INT_MAX / 4, c.sh.L = INT_MAX; /* more memory than there are addresses */
+    /* more memory than there are addresses */
+    c.sh.K = 1, o.n_pages = INT_MAX / 4, c.sh.L = INT_MAX;
     CHECK(toka_cpu.open(&d, &o, &c.sh, &c.w, &e) == TOKA_E_MEMORY);
     o.n_pages = INT_MAX;
     CHECK(toka_cpu.open(&d, &o, &c.sh, &c.w, &e) == TOKA_E_USE);

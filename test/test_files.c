@@ -1,16 +1,16 @@
-/* test_fb.c - files and batches: the form parser on bytes in any pieces, ids and times, routes of a store on a temporary folder,
- * what is left of a crash. Whole batches are run by test_files.py. */
+/* test_files.c - files and batches: the form parser on bytes in any pieces, ids and times, routes
+ * of a store in a temporary folder, the state after a crash. test_files.py runs whole batches. */
 
 /* ---- Forms ---- */
 
-typedef struct fbt_parts { /* what came out: "name=filename:data|" a part */
+typedef struct files_test_parts { /* the result: "name=filename:data|" for each part */
     buf out;
     bool whole, bad;
-} fbt_parts;
+} files_test_parts;
 
 /* Feeds body in pieces of `step` bytes; 0: of random sizes. */
-static fbt_parts fbt_form(const char *type, str body, size_t step, uint64_t *seed) {
-    fbt_parts p = {0};
+static files_test_parts files_test_parse(const char *type, str body, size_t step, uint64_t *seed) {
+    files_test_parts p = {0};
     files_form f;
     int idle = 0;
     if (!files_form_init(&f, str_c(type))) {
@@ -19,7 +19,7 @@ static fbt_parts fbt_form(const char *type, str body, size_t step, uint64_t *see
     }
     while (body.n && !p.bad) {
         size_t room = step ? step : 1 + (size_t)(rnd(seed) % 40), n = MIN(body.n, room), used;
-        char *copy = mem_alloc(n); /* exactly as long, so that any over-read is seen */
+        char *copy = mem_alloc(n); /* of the exact size, so that a read past the end is noticed */
         memcpy(copy, body.p, n);
         for (str piece = {copy, n}; piece.n && !p.bad; piece = str_sub(piece, used, piece.n)) {
             str data;
@@ -34,7 +34,8 @@ static fbt_parts fbt_form(const char *type, str body, size_t step, uint64_t *see
             case FILES_FORM_MORE: break;
             }
             idle = used || p.bad ? 0 : idle + 1;
-            CHECK(used <= piece.n && idle < 2); /* it may give without taking, but not twice */
+            /* it may produce output without consuming input, but not twice in a row */
+            CHECK(used <= piece.n && idle < 2);
         }
         free(copy);
         body = str_sub(body, n, body.n);
@@ -43,11 +44,11 @@ static fbt_parts fbt_form(const char *type, str body, size_t step, uint64_t *see
     return p;
 }
 
-static void fbt_expect(const char *type, str body, const char *expected) {
+static void files_test_expect(const char *type, str body, const char *expected) {
     uint64_t seed = 7;
     for (size_t step = 0; step < 70; step = step < 5 ? step + 1 : step * 2 + 1)
         for (int again = step ? 1 : 50; again > 0; again--) {
-            fbt_parts p = fbt_form(type, body, step, &seed);
+            files_test_parts p = files_test_parse(type, body, step, &seed);
             CHECK_MSG(!p.bad && p.whole && str_is(buf_view(&p.out), expected), "step %zu: '%s', expected '%s'", step,
                       buf_view(&p.out).p, expected);
             buf_free(&p.out);
@@ -56,19 +57,19 @@ static void fbt_expect(const char *type, str body, const char *expected) {
 
 static void files_test_form(void) {
     const char *type = "multipart/form-data; boundary=xYz";
-    fbt_expect(
+    files_test_expect(
         type,
         STR("--xYz\r\nContent-Disposition: form-data; name=\"purpose\"\r\n\r\nbatch\r\n--xYz\r\nContent-Disposition: form-data; "
             "name=\"file\"; filename=\"a.jsonl\"\r\nContent-Type: application/jsonl\r\n\r\n{}\n{}\n\r\n--xYz--\r\n"),
         "purpose=(none):batch|file=a.jsonl:{}\n{}\n|");
-    /* what looks like the mark, and is none; empty parts; text before and after */
-    fbt_expect(
+    /* text that looks like the boundary but is not; empty parts; text before and after */
+    files_test_expect(
         type,
         STR("before\r\n--xY\r\n--xYz\r\ncontent-disposition:form-data;name=a\r\n\r\n\r\r\n\r\n-\r\n--\r\n--x\r\n--xY\r\n\n--xYz\r"
             "\r\n--xYz\r\nX: y\r\nContent-Disposition: form-data; filename=\"\"; name=\"b\"\r\n\r\n\r\n--xYz-- "
             "after\r\n--xYz\r\n"),
         "a=(none):\r\r\n\r\n-\r\n--\r\n--x\r\n--xY\r\n\n--xYz\r|b=(none):|");
-    fbt_expect(
+    files_test_expect(
         "Multipart/Form-Data; charset=utf-8; boundary=\"a b;c\"; more=1",
         STR("--a b;c \t\r\nContent-Disposition: form-data; name=\"q\\\"\\\\;\"; filename=\"../x;y\"\r\n\r\n1\r\n--a b;c--"),
         "q\"\\;=../x;y:1|");
@@ -89,19 +90,19 @@ static void files_test_form_bad(void) {
         "--bad\r\nContent-Disposition: form-data; name=a\r\n\r\n\r\n--b--", "--b-x", "--b\rx\r\n"};
     uint64_t seed = 1;
     buf head = {0};
-    for (int i = 0; i < COUNT(types); i++) CHECK(fbt_form(types[i], STR(""), 0, &seed).bad);
+    for (int i = 0; i < COUNT(types); i++) CHECK(files_test_parse(types[i], STR(""), 0, &seed).bad);
     for (int i = 0; i < COUNT(bodies); i++)
         for (size_t step = 1; step < 60; step += 7) {
-            fbt_parts p = fbt_form("multipart/form-data; boundary=b", str_c(bodies[i]), step, &seed);
+            files_test_parts p = files_test_parse("multipart/form-data; boundary=b", str_c(bodies[i]), step, &seed);
             CHECK_MSG(p.bad, "body %d", i);
             buf_free(&p.out);
         }
     buf_c(&head, "--b\r\n");
     while (head.n < FILES_FORM_HEAD_BYTES + 100) buf_c(&head, "X-Long: header\r\n");
-    fbt_parts p = fbt_form("multipart/form-data; boundary=b", buf_view(&head), 0, &seed);
+    files_test_parts p = files_test_parse("multipart/form-data; boundary=b", buf_view(&head), 0, &seed);
     CHECK(p.bad);
     buf_free(&p.out), buf_free(&head);
-    p = fbt_form("multipart/form-data; boundary=b", STR("--b\r\nContent-Disposition: form-data; name=a\r\n\r\ndata\r\n--b"), 0,
+    p = files_test_parse("multipart/form-data; boundary=b", STR("--b\r\nContent-Disposition: form-data; name=a\r\n\r\ndata\r\n--b"), 0,
                  &seed);
     CHECK(!p.bad && !p.whole); /* ends too early */
     buf_free(&p.out);
@@ -109,14 +110,14 @@ static void files_test_form_bad(void) {
 
 static void files_test_form_random(void) {
     uint64_t seed = 99;
-    for (int i = 0; i < 300; i++) { /* data out of the bytes that marks are made of */
+    for (int i = 0; i < 300; i++) { /* data made of the bytes of the boundary */
         buf data = {0}, body = {0}, expected = {0};
         for (int k = (int)(rnd(&seed) % 300); k > 0; k--) buf_char(&data, "\r\n-bo\r"[rnd(&seed) % 6]);
         if (str_find(buf_view(&data), STR("\r\n--boo"), 0) < 0) {
             buf_c(&body, "--boo\r\nContent-Disposition: form-data; name=d; filename=f\r\n\r\n");
             buf_str(&body, buf_view(&data)), buf_c(&body, "\r\n--boo--\r\n");
             buf_c(&expected, "d=f:"), buf_str(&expected, buf_view(&data)), buf_char(&expected, '|');
-            fbt_parts p = fbt_form("multipart/form-data; boundary=boo", buf_view(&body), 0, &seed);
+            files_test_parts p = files_test_parse("multipart/form-data; boundary=boo", buf_view(&body), 0, &seed);
             CHECK(!p.bad && p.whole && str_eq(buf_view(&p.out), buf_view(&expected)));
             buf_free(&p.out);
         }
@@ -159,47 +160,47 @@ static void files_test_window(void) {
 
 /* ---- A store on a folder ---- */
 
-typedef struct fbt { /* a store without an engine: its batches end before they run */
+typedef struct files_tester { /* a store without an engine: its batches end before they run */
     char dir[64];
     files_store *s;
     http_reply reply; /* of the last call */
     arena a;
-} fbt;
+} files_tester;
 
-static const char *const fbt_names[] = {"m"};
-static const api_config fbt_model = {.names = fbt_names, .n_names = 1};
+static const char *const files_test_names[] = {"m"};
+static const api_config files_test_model = {.names = files_test_names, .n_names = 1};
 
-static void fbt_open(fbt *f) {
+static void files_test_open(files_tester *f) {
     toka_err e;
-    files_options o = {.folder = f->dir, .model = &fbt_model};
+    files_options o = {.folder = f->dir, .model = &files_test_model};
     CHECK_MSG(!files_open(&f->s, &o, &e), "%s", e.msg);
 }
-static void fbt_init(fbt *f) {
-    *f = (fbt){.dir = "/tmp/toka-test-XXXXXX"};
+static void files_test_init(files_tester *f) {
+    *f = (files_tester){.dir = "/tmp/toka-test-XXXXXX"};
     CHECK(mkdtemp(f->dir) != NULL);
-    fbt_open(f);
+    files_test_open(f);
 }
-static void fbt_clear(fbt *f) {
+static void files_test_clear(files_tester *f) {
     if (f->reply.fd > 0) close(f->reply.fd);
     buf_free(&f->reply.body), buf_free(&f->reply.headers);
     f->reply = (http_reply){0};
 }
-static void fbt_free(fbt *f) {
+static void files_test_free(files_tester *f) {
     char command[128];
-    fbt_clear(f), arena_free(&f->a), files_close(f->s);
+    files_test_clear(f), arena_free(&f->a), files_close(f->s);
     snprintf(command, sizeof command, "rm -r %s", f->dir);
     CHECK(!system(command));
 }
 
-/* One call; the answer as JSON, the status in f->reply. */
-static const json *fbt_call(fbt *f, enum http_method method, const char *target, const char *body) {
+/* Makes one call. Returns the answer as JSON; its status is in f->reply. */
+static const json *files_test_call(files_tester *f, enum http_method method, const char *target, const char *body) {
     toka_err e;
     const char *mark = strchr(target, '?');
     http_request r = {.method = method,
                       .path = {target, mark ? (size_t)(mark - target) : strlen(target)},
                       .query = str_c(mark ? mark + 1 : "")};
     r.headers[r.n_headers++] = (http_header){STR("Content-Type"), STR("multipart/form-data; boundary=b")};
-    fbt_clear(f);
+    files_test_clear(f);
     files_handle(f->s, &r, str_c(body), &f->reply);
     if (f->reply.fd_bytes || f->reply.type) return NULL;
     const json *root = json_parse(&f->a, arena_str(&f->a, buf_view(&f->reply.body)), json_trusted, &e);
@@ -208,20 +209,21 @@ static const json *fbt_call(fbt *f, enum http_method method, const char *target,
     return root;
 }
 
-static const char *fbt_upload(fbt *f, const char *purpose, const char *contents) { /* the id; NULL: refused */
+/* returns the id; NULL: refused */
+static const char *files_test_upload(files_tester *f, const char *purpose, const char *contents) {
     buf body = {0};
     buf_printf(&body,
                "--b\r\nContent-Disposition: form-data; name=\"purpose\"\r\n\r\n%s\r\n--b\r\nContent-Disposition: form-data; "
                "name=\"file\"; "
                "filename=\"dir/in\xC3\xA4 \\\"x\\\".jsonl\"\r\n\r\n%s\r\n--b--\r\n",
                purpose, contents);
-    const json *root = fbt_call(f, HTTP_POST, "/v1/files", body.p);
+    const json *root = files_test_call(f, HTTP_POST, "/v1/files", body.p);
     buf_free(&body);
     return f->reply.status == 200 ? arena_cstr(&f->a, json_str(json_get(root, "id"))) : NULL;
 }
 
-/* fmt with id in the place of its %s. */
-static const char *fbt_path(fbt *f, const char *fmt, const char *id) {
+/* fmt with id in place of its %s. */
+static const char *files_test_path(files_tester *f, const char *fmt, const char *id) {
     buf b = {0};
     const char *mark = strstr(fmt, "%s");
     buf_put(&b, fmt, mark ? (size_t)(mark - fmt) : strlen(fmt));
@@ -230,16 +232,18 @@ static const char *fbt_path(fbt *f, const char *fmt, const char *id) {
     buf_free(&b);
     return copy;
 }
-static bool fbt_is(const json *root, const char *name, const char *text) { return str_is(json_str(json_get(root, name)), text); }
+static bool files_test_is(const json *root, const char *name, const char *text) { return str_is(json_str(json_get(root, name)), text); }
 
-/* The batch once it has this status: every batch here gets to its end, however long that takes. */
-static const json *fbt_await(fbt *f, const char *id, const char *status) {
+/* Waits until the batch has this status. Every batch here reaches its end, however long it
+ * takes. */
+static const json *files_test_await(files_tester *f, const char *id, const char *status) {
     const json *root;
-    while (!fbt_is(root = fbt_call(f, HTTP_GET, fbt_path(f, "/v1/batches/%s", id), ""), "status", status)) usleep(2000);
+    while (!files_test_is(root = files_test_call(f, HTTP_GET, files_test_path(f, "/v1/batches/%s", id), ""), "status",
+        status)) usleep(2000);
     return root;
 }
 
-static void fbt_write(const fbt *f, const char *name, const char *text) {
+static void files_test_write(const files_tester *f, const char *name, const char *text) {
     char path[256];
     snprintf(path, sizeof path, "%s/%s", f->dir, name);
     FILE *out = fopen(path, "w");
@@ -247,39 +251,42 @@ static void fbt_write(const fbt *f, const char *name, const char *text) {
 }
 
 static void files_test_files(void) {
-    fbt f;
-    fbt_init(&f);
-    const char *id = fbt_upload(&f, "batch", "hello");
+    files_tester f;
+    files_test_init(&f);
+    const char *id = files_test_upload(&f, "batch", "hello");
     CHECK(id != NULL);
     for (int round = 0; round < 2 && id; round++) { /* the second time after a restart */
-        const json *root = fbt_call(&f, HTTP_GET, fbt_path(&f, "/v1/files/%s", id), "");
-        CHECK(fbt_is(root, "id", id) && fbt_is(root, "object", "file") && fbt_is(root, "purpose", "batch") &&
-              fbt_is(root, "status", "processed"));
-        CHECK(fbt_is(root, "filename", "in\xC3\xA4 \"x\".jsonl") && json_int(json_get(root, "bytes"), 0) == 5);
+        const json *root = files_test_call(&f, HTTP_GET, files_test_path(&f, "/v1/files/%s", id), "");
+        CHECK(files_test_is(root, "id", id) && files_test_is(root, "object", "file") && files_test_is(root, "purpose", "batch") &&
+              files_test_is(root, "status", "processed"));
+        CHECK(files_test_is(root, "filename", "in\xC3\xA4 \"x\".jsonl") && json_int(json_get(root, "bytes"), 0) == 5);
         CHECK(json_int(json_get(root, "created_at"), 0) > 1000000000);
         char got[8] = {0};
-        fbt_call(&f, HTTP_GET, fbt_path(&f, "/v1/files/%s/content", id), "");
+        files_test_call(&f, HTTP_GET, files_test_path(&f, "/v1/files/%s/content", id), "");
         CHECK(f.reply.status == 200 && f.reply.fd_bytes == 5 && read(f.reply.fd, got, 8) == 5 && !strcmp(got, "hello"));
         CHECK(str_find(buf_view(&f.reply.headers), STR("filename=\"in____x_.jsonl\""), 0) >= 0);
-        files_close(f.s), fbt_open(&f);
+        files_close(f.s), files_test_open(&f);
     }
-    CHECK(!fbt_upload(&f, "batch", "") && f.reply.status == 400);
-    CHECK(!fbt_upload(&f, "nonsense", "x") && f.reply.status == 400);
-    CHECK(!fbt_upload(&f, "batch_output", "x") && f.reply.status == 400); /* ours to make */
-    CHECK(fbt_is(fbt_call(&f, HTTP_DELETE, fbt_path(&f, "/v1/files/%s", id), ""), "id", id));
-    fbt_call(&f, HTTP_GET, fbt_path(&f, "/v1/files/%s", id), "");
+    CHECK(!files_test_upload(&f, "batch", "") && f.reply.status == 400);
+    CHECK(!files_test_upload(&f, "nonsense", "x") && f.reply.status == 400);
+    /* only the server makes files of this purpose */
+    CHECK(!files_test_upload(&f, "batch_output", "x") && f.reply.status == 400);
+    CHECK(files_test_is(files_test_call(&f, HTTP_DELETE, files_test_path(&f, "/v1/files/%s", id), ""), "id", id));
+    files_test_call(&f, HTTP_GET, files_test_path(&f, "/v1/files/%s", id), "");
     CHECK(f.reply.status == 404);
-    id = fbt_upload(&f, "batch", "lost with the disk's last second");
-    files_close(f.s), fbt_write(&f, id, ""), fbt_open(&f);
-    fbt_call(&f, HTTP_GET, fbt_path(&f, "/v1/files/%s/content", id), "");
-    CHECK(f.reply.status == 200 && !f.reply.body.n && !f.reply.fd_bytes && !f.reply.fd); /* who sends it would not close a file */
-    fbt_free(&f);
+    id = files_test_upload(&f, "batch", "lost with the disk's last second");
+    files_close(f.s), files_test_write(&f, id, ""), files_test_open(&f);
+    files_test_call(&f, HTTP_GET, files_test_path(&f, "/v1/files/%s/content", id), "");
+    /* a server that sends this reply must not close a file */
+    CHECK(f.reply.status == 200 && !f.reply.body.n && !f.reply.fd_bytes && !f.reply.fd);
+    files_test_free(&f);
 }
 
 static void files_test_metadata(void) {
     buf b = {0};
     toka_err e;
-    for (int i = 0; i < 8; i++) { /* ASCII or two bytes a character; a name or a value; as long as may be or one more */
+    /* ASCII, or two bytes a character; a name or a value; of the maximum length, or one more */
+    for (int i = 0; i < 8; i++) {
         const int chars = (i & 2 ? 64 : 512) + (i & 1);
         const char *character = i & 4 ? "\xC3\xA4" : "a";
         arena a = {0};
@@ -293,31 +300,31 @@ static void files_test_metadata(void) {
 }
 
 static void files_test_paging(void) {
-    fbt f;
+    files_tester f;
     const char *id[25];
-    fbt_init(&f);
-    for (int i = 0; i < 25; i++) id[i] = fbt_upload(&f, i % 2 ? "batch" : "user_data", "x");
-    const json *root = fbt_call(&f, HTTP_GET, "/v1/files", "");
-    CHECK(json_get(root, "data")->n == 25 && fbt_is(root, "first_id", id[24]) && fbt_is(root, "last_id", id[0]) &&
+    files_test_init(&f);
+    for (int i = 0; i < 25; i++) id[i] = files_test_upload(&f, i % 2 ? "batch" : "user_data", "x");
+    const json *root = files_test_call(&f, HTTP_GET, "/v1/files", "");
+    CHECK(json_get(root, "data")->n == 25 && files_test_is(root, "first_id", id[24]) && files_test_is(root, "last_id", id[0]) &&
           !json_is_true(json_get(root, "has_more")));
     int seen = 25;
-    for (buf target = {0}; seen > 0;) { /* newest first, ten a page */
+    for (buf target = {0}; seen > 0;) { /* newest first, ten on a page */
         buf_clear(&target);
         buf_printf(&target, "/v1/files?limit=10%s%s", seen < 25 ? "&after=" : "", seen < 25 ? id[seen] : "");
-        root = fbt_call(&f, HTTP_GET, target.p, "");
+        root = files_test_call(&f, HTTP_GET, target.p, "");
         int n = 0;
         JSON_EACH(it, json_get(root, "data")) {
-            CHECK(fbt_is(it, "id", id[--seen]));
+            CHECK(files_test_is(it, "id", id[--seen]));
             n++;
         }
         CHECK(n == (seen ? 10 : 5) && json_is_true(json_get(root, "has_more")) == (seen > 0));
         if (!seen || !n) buf_free(&target);
         if (!n) break;
     }
-    root = fbt_call(&f, HTTP_GET, fbt_path(&f, "/v1/files?order=asc&purpose=batch&limit=3&after=%s", id[2]), "");
-    CHECK(json_get(root, "data")->n == 3 && fbt_is(root, "first_id", id[3]) && fbt_is(root, "last_id", id[7]) &&
+    root = files_test_call(&f, HTTP_GET, files_test_path(&f, "/v1/files?order=asc&purpose=batch&limit=3&after=%s", id[2]), "");
+    CHECK(json_get(root, "data")->n == 3 && files_test_is(root, "first_id", id[3]) && files_test_is(root, "last_id", id[7]) &&
           json_is_true(json_get(root, "has_more")));
-    root = fbt_call(&f, HTTP_GET, "/v1/batches?limit=1000", "");
+    root = files_test_call(&f, HTTP_GET, "/v1/batches?limit=1000", "");
     CHECK(json_get(root, "data")->n == 0 && json_is(json_get(root, "first_id"), JSON_NULL) &&
           json_is(json_get(root, "has_more"), JSON_FALSE));
     static const char *const bad[] = {
@@ -325,13 +332,13 @@ static void files_test_paging(void) {
         "/v1/files?limit=-5", "/v1/files?after=x",   "/v1/files?after=file-00000000000000000000000000000000",
         "/v1/files?order=up", "/v1/batches?limit=0", "/v1/batches?after=file-00000000000000000000000000000000"};
     for (int i = 0; i < COUNT(bad); i++)
-        CHECK_MSG((fbt_call(&f, HTTP_GET, bad[i], ""), f.reply.status == 400), "%s: %d", bad[i], f.reply.status);
-    fbt_free(&f);
+        CHECK_MSG((files_test_call(&f, HTTP_GET, bad[i], ""), f.reply.status == 400), "%s: %d", bad[i], f.reply.status);
+    files_test_free(&f);
 }
 
 static void files_test_routes(void) {
-    fbt f;
-    fbt_init(&f);
+    files_tester f;
+    files_test_init(&f);
     const struct { enum http_method method; const char *target; int status;
     } cases[] = {{HTTP_DELETE, "/v1/files", 405},
                  {HTTP_OTHER, "/v1/batches", 405},
@@ -344,11 +351,11 @@ static void files_test_routes(void) {
                  {HTTP_GET, "/v1/batches/x/y/z", 404},
                  {HTTP_POST, "/v1/batches/batch_00000000000000000000000000000000/cancel", 404}};
     for (int i = 0; i < COUNT(cases); i++) {
-        fbt_call(&f, cases[i].method, cases[i].target, "");
+        files_test_call(&f, cases[i].method, cases[i].target, "");
         CHECK_MSG(f.reply.status == cases[i].status, "%s: %d", cases[i].target, f.reply.status);
         CHECK((f.reply.status == 405) == (f.reply.headers.n > 0));
     }
-    const char *id = fbt_upload(&f, "batch", "x"), *other = fbt_upload(&f, "user_data", "x");
+    const char *id = files_test_upload(&f, "batch", "x"), *other = files_test_upload(&f, "user_data", "x");
     static const char *const bodies[] = {
         "",
         "[]",
@@ -360,33 +367,34 @@ static void files_test_routes(void) {
         "{\"input_file_id\":\"%s\",\"endpoint\":\"/v1/completions\",\"completion_window\":\"24h\",\"metadata\":{\"a\":1}}",
         "{\"input_file_id\":\"%s\",\"endpoint\":\"/v1/completions\",\"completion_window\":\"24h\",\"output_expires_after\":{}}"};
     for (int i = 0; i < COUNT(bodies); i++)
-        CHECK_MSG((fbt_call(&f, HTTP_POST, "/v1/batches", fbt_path(&f, bodies[i], id)), f.reply.status == 400), "%s", bodies[i]);
-    fbt_call(&f, HTTP_POST, "/v1/batches",
-             fbt_path(&f, "{\"input_file_id\":\"%s\",\"endpoint\":\"/v1/completions\",\"completion_window\":\"24h\"}", other));
+        CHECK_MSG((files_test_call(&f, HTTP_POST, "/v1/batches", files_test_path(&f, bodies[i], id)),
+            f.reply.status == 400), "%s", bodies[i]);
+    files_test_call(&f, HTTP_POST, "/v1/batches",
+             files_test_path(&f, "{\"input_file_id\":\"%s\",\"endpoint\":\"/v1/completions\",\"completion_window\":\"24h\"}", other));
     CHECK(f.reply.status == 400); /* its purpose is not batch */
     buf long_body = {0};
     for (int i = 0; i <= FILES_BODY_BYTES; i++) buf_char(&long_body, ' ');
-    fbt_call(&f, HTTP_POST, "/v1/batches", long_body.p);
+    files_test_call(&f, HTTP_POST, "/v1/batches", long_body.p);
     CHECK(f.reply.status == 413);
     buf_free(&long_body);
-    fbt_free(&f);
+    files_test_free(&f);
 }
 
-/* Without a descriptor for the input it waits, and looks at it later. */
+/* If no descriptor is free for the input, the batch waits and tries again later. */
 static void files_test_no_descriptors(void) {
-    fbt f;
+    files_tester f;
     struct rlimit limit, none;
     bool waits = false;
-    fbt_init(&f);
-    const char *file = fbt_upload(&f, "batch", "{");
+    files_test_init(&f);
+    const char *file = files_test_upload(&f, "batch", "{");
     const char *body =
-        fbt_path(&f, "{\"input_file_id\":\"%s\",\"endpoint\":\"/v1/completions\",\"completion_window\":\"1h\"}", file);
+        files_test_path(&f, "{\"input_file_id\":\"%s\",\"endpoint\":\"/v1/completions\",\"completion_window\":\"1h\"}", file);
     CHECK(!getrlimit(RLIMIT_NOFILE, &limit));
     none = limit, none.rlim_cur = 0;
-    pthread_mutex_lock(&f.s->lock); /* before the worker looks at it */
-    fbt_clear(&f), files_create_batch(f.s, str_c(body), &f.reply);
+    pthread_mutex_lock(&f.s->lock); /* before the worker looks at the batch */
+    files_test_clear(&f), files_create_batch(f.s, str_c(body), &f.reply);
     const files_batch *b = f.s->batches.entries[0];
-    const char *id = fbt_path(&f, "%s", b->id.text);
+    const char *id = files_test_path(&f, "%s", b->id.text);
     CHECK(!setrlimit(RLIMIT_NOFILE, &none));
     while (!waits && b->status == FILES_VALIDATING) {
         pthread_mutex_unlock(&f.s->lock), usleep(2000), pthread_mutex_lock(&f.s->lock);
@@ -394,15 +402,15 @@ static void files_test_no_descriptors(void) {
     }
     CHECK(waits && !setrlimit(RLIMIT_NOFILE, &limit));
     pthread_mutex_unlock(&f.s->lock);
-    const json *errors = json_get(json_get(fbt_await(&f, id, "failed"), "errors"), "data");
-    CHECK(errors->n == 1 && fbt_is(json_at(errors, 0), "code", "invalid_json_line"));
-    fbt_free(&f);
+    const json *errors = json_get(json_get(files_test_await(&f, id, "failed"), "errors"), "data");
+    CHECK(errors->n == 1 && files_test_is(json_at(errors, 0), "code", "invalid_json_line"));
+    files_test_free(&f);
 }
 
-/* A batch whose input is none: every fault is told, with its line. */
+/* A batch whose input is not valid: every error is reported with its line. */
 static void files_test_failed_batch(void) {
-    fbt f;
-    fbt_init(&f);
+    files_tester f;
+    files_test_init(&f);
     const char *good = "{\"custom_id\":\"a\",\"method\":\"POST\",\"url\":\"/v1/completions\",\"body\":{}}\n";
     buf in = {0};
     buf_printf(&in,
@@ -410,19 +418,19 @@ static void files_test_failed_batch(void) {
                "chat/completions\"}\n"
                "{\"custom_id\":\"d\",\"method\":\"POST\",\"url\":\"/v1/completions\"}\n{\"custom_id\":7}",
                good, good);
-    const char *file = fbt_upload(&f, "batch", in.p), *blank = fbt_upload(&f, "batch", "\n \n");
+    const char *file = files_test_upload(&f, "batch", in.p), *blank = files_test_upload(&f, "batch", "\n \n");
     buf_free(&in);
-    const json *root = fbt_call(
+    const json *root = files_test_call(
         &f, HTTP_POST, "/v1/batches",
-        fbt_path(
+        files_test_path(
             &f,
             "{\"input_file_id\":\"%s\",\"endpoint\":\"/v1/completions\",\"completion_window\":\"1h\",\"metadata\":{\"k\":\"v\"}}",
             file));
     const char *id = arena_cstr(&f.a, json_str(json_get(root, "id")));
-    CHECK(fbt_is(root, "status", "validating") && fbt_is(json_get(root, "metadata"), "k", "v") &&
-          fbt_is(root, "input_file_id", file));
+    CHECK(files_test_is(root, "status", "validating") && files_test_is(json_get(root, "metadata"), "k", "v") &&
+          files_test_is(root, "input_file_id", file));
     CHECK(json_int(json_get(root, "expires_at"), 0) == json_int(json_get(root, "created_at"), 0) + 3600);
-    root = fbt_await(&f, id, "failed");
+    root = files_test_await(&f, id, "failed");
     static const struct {
         const char *code;
         int line;
@@ -431,85 +439,93 @@ static void files_test_failed_batch(void) {
         {"invalid_url", 7},         {"missing_required_parameter", 8}, {"missing_required_parameter", 9}};
     for (int round = 0; round < 2; round++) { /* the second time after a restart */
         const json *errors = json_get(json_get(root, "errors"), "data");
-        CHECK(fbt_is(root, "status", "failed") && json_is(errors, JSON_ARRAY) && errors->n == COUNT(expected) &&
+        CHECK(files_test_is(root, "status", "failed") && json_is(errors, JSON_ARRAY) && errors->n == COUNT(expected) &&
               json_int(json_get(root, "failed_at"), 0) > 0);
         for (size_t i = 0; i < COUNT(expected); i++)
-            CHECK(fbt_is(json_at(errors, i), "code", expected[i].code) &&
+            CHECK(files_test_is(json_at(errors, i), "code", expected[i].code) &&
                   json_int(json_get(json_at(errors, i), "line"), 0) == expected[i].line);
-        files_close(f.s), fbt_open(&f);
-        root = fbt_call(&f, HTTP_GET, fbt_path(&f, "/v1/batches/%s", id), "");
+        files_close(f.s), files_test_open(&f);
+        root = files_test_call(&f, HTTP_GET, files_test_path(&f, "/v1/batches/%s", id), "");
     }
-    fbt_call(&f, HTTP_POST, fbt_path(&f, "/v1/batches/%s/cancel", id), "");
+    files_test_call(&f, HTTP_POST, files_test_path(&f, "/v1/batches/%s/cancel", id), "");
     CHECK(f.reply.status == 409);
     root =
-        fbt_call(&f, HTTP_POST, "/v1/batches",
-                 fbt_path(&f, "{\"input_file_id\":\"%s\",\"endpoint\":\"/v1/completions\",\"completion_window\":\"1h\"}", blank));
+        files_test_call(&f, HTTP_POST, "/v1/batches",
+                 files_test_path(&f, "{\"input_file_id\":\"%s\",\"endpoint\":\"/v1/completions\",\"completion_window\":\"1h\"}", blank));
     const char *empty = arena_cstr(&f.a, json_str(json_get(root, "id")));
-    root = fbt_await(&f, empty, "failed");
-    CHECK(fbt_is(json_at(json_get(json_get(root, "errors"), "data"), 0), "code", "empty_batch"));
-    root = fbt_call(&f, HTTP_GET, "/v1/batches?limit=1", "");
-    CHECK(fbt_is(root, "first_id", empty) && json_is_true(json_get(root, "has_more")));
-    root = fbt_call(&f, HTTP_GET, fbt_path(&f, "/v1/batches?after=%s", empty), "");
-    CHECK(fbt_is(root, "first_id", id) && json_get(root, "data")->n == 1);
-    fbt_free(&f);
+    root = files_test_await(&f, empty, "failed");
+    CHECK(files_test_is(json_at(json_get(json_get(root, "errors"), "data"), 0), "code", "empty_batch"));
+    root = files_test_call(&f, HTTP_GET, "/v1/batches?limit=1", "");
+    CHECK(files_test_is(root, "first_id", empty) && json_is_true(json_get(root, "has_more")));
+    root = files_test_call(&f, HTTP_GET, files_test_path(&f, "/v1/batches?after=%s", empty), "");
+    CHECK(files_test_is(root, "first_id", id) && json_get(root, "data")->n == 1);
+    files_test_free(&f);
 }
 
-static bool fbt_there(const fbt *f, const char *name) {
+static bool files_test_there(const files_tester *f, const char *name) {
     char path[256];
     snprintf(path, sizeof path, "%s/%s", f->dir, name);
     return access(path, F_OK) == 0;
 }
 
-/* What a crash leaves is swept or gone on with; what is not ours stays. */
+/* What a crash left is deleted or continued. Other files stay. */
 static void files_test_leftovers(void) {
-    fbt f;
+    files_tester f;
     toka_err e;
     files_store *second = NULL;
-    fbt_init(&f);
-    const char *id = fbt_upload(&f, "batch", "x");
-    files_options o = {.folder = f.dir, .model = &fbt_model};
-    CHECK(files_open(&second, &o, &e) == TOKA_E_USE && strstr(e.msg, "in use")); /* one server at a time */
+    files_test_init(&f);
+    const char *id = files_test_upload(&f, "batch", "x");
+    files_options o = {.folder = f.dir, .model = &files_test_model};
+    /* only one server may use the folder */
+    CHECK(files_open(&second, &o, &e) == TOKA_E_USE && strstr(e.msg, "in use"));
     files_close(f.s);
-    fbt_write(&f, "file-00000000000000010000000000000000.part", "half an upload");
-    fbt_write(&f, "file-00000000000000020000000000000000", "contents without a record");
-    fbt_write(&f, "file-00000000000000030000000000000000.json", "{\"purpose\":\"batch\"}"); /* a record without contents */
-    fbt_write(&f, "file-00000000000000040000000000000000.json", "{\"purp");
-    fbt_write(&f, "notes.txt", "somebody's"), fbt_write(&f, "download.part", "somebody's"), fbt_write(&f, "x.json.part", "too");
-    fbt_write(
-        &f, "batch_00000000000000050000000000000000.json", /* killed while it was being cancelled, in the middle of a line */
+    files_test_write(&f, "file-00000000000000010000000000000000.part", "half an upload");
+    files_test_write(&f, "file-00000000000000020000000000000000", "contents without a record");
+    /* a record without contents */
+    files_test_write(&f, "file-00000000000000030000000000000000.json", "{\"purpose\":\"batch\"}");
+    files_test_write(&f, "file-00000000000000040000000000000000.json", "{\"purp");
+    files_test_write(&f, "notes.txt", "somebody's"), files_test_write(&f, "download.part", "somebody's"),
+        files_test_write(&f, "x.json.part", "too");
+    files_test_write(
+        /* killed in the middle of a line, while the batch was being cancelled */
+        &f, "batch_00000000000000050000000000000000.json",
         "{\"id\":\"x\",\"endpoint\":\"/v1/"
         "completions\",\"model\":\"m\",\"input_file_id\":\"file-00000000000000060000000000000000\",\"status\":\"cancelling\","
         "\"completion_window\":\"24h\",\"created_at\":5,\"expires_at\":9999999999,\"request_counts\":{\"total\":3,\"completed\":"
         "1,\"failed\":0},"
         "\"toka\":{\"output\":\"file-00000000000000070000000000000000\",\"errors\":\"file-00000000000000080000000000000000\"}}");
-    fbt_write(&f, "file-00000000000000070000000000000000", "{\"whole\":1}\n{\"to");
-    fbt_write(&f, "file-00000000000000080000000000000000", "");
-    fbt_write(&f, "file-00000000000000040000000000000000", "of a record that cannot be read");
-    fbt_open(&f);
-    const json *root = fbt_await(&f, "batch_00000000000000050000000000000000", "cancelled");
-    CHECK(fbt_is(root, "output_file_id", "file-00000000000000070000000000000000"));
+    files_test_write(&f, "file-00000000000000070000000000000000", "{\"whole\":1}\n{\"to");
+    files_test_write(&f, "file-00000000000000080000000000000000", "");
+    files_test_write(&f, "file-00000000000000040000000000000000", "of a record that cannot be read");
+    files_test_open(&f);
+    const json *root = files_test_await(&f, "batch_00000000000000050000000000000000", "cancelled");
+    CHECK(files_test_is(root, "output_file_id", "file-00000000000000070000000000000000"));
     CHECK(json_is(json_get(root, "error_file_id"), JSON_NULL) && json_int(json_get(root, "created_at"), 0) == 5);
-    fbt_call(&f, HTTP_GET, "/v1/files/file-00000000000000070000000000000000/content", "");
+    files_test_call(&f, HTTP_GET, "/v1/files/file-00000000000000070000000000000000/content", "");
     CHECK(f.reply.fd_bytes == 12);
-    root = fbt_call(&f, HTTP_GET, "/v1/files", "");
-    CHECK(json_get(root, "data")->n == 2 && fbt_is(root, "first_id", id)); /* ids of 1970 are the oldest */
-    CHECK(!fbt_there(&f, "file-00000000000000010000000000000000.part") &&
-          !fbt_there(&f, "file-00000000000000020000000000000000"));
-    CHECK(!fbt_there(&f, "file-00000000000000080000000000000000") && fbt_there(&f, "notes.txt") &&
-          fbt_there(&f, "download.part") && fbt_there(&f, "x.json.part"));
-    CHECK(fbt_there(&f, "file-00000000000000040000000000000000"));
+    root = files_test_call(&f, HTTP_GET, "/v1/files", "");
+    /* ids of 1970 are the oldest */
+    CHECK(json_get(root, "data")->n == 2 && files_test_is(root, "first_id", id));
+    CHECK(!files_test_there(&f, "file-00000000000000010000000000000000.part") &&
+          !files_test_there(&f, "file-00000000000000020000000000000000"));
+    CHECK(!files_test_there(&f, "file-00000000000000080000000000000000") && files_test_there(&f, "notes.txt") &&
+          files_test_there(&f, "download.part") && files_test_there(&f, "x.json.part"));
+    CHECK(files_test_there(&f, "file-00000000000000040000000000000000"));
     files_close(f.s);
-    fbt_write(&f, "batch_00000000000000090000000000000000.json", "{\"id\":"); /* it alone knows whose results these are */
-    fbt_write(&f, "file-000000000000000a0000000000000000", "{\"whole\":1}\n");
-    fbt_write(&f, "file-7fffffffffffffff0000000000000000", "x"); /* made by a clock that was far ahead: times after it are counted on */
-    fbt_write(&f, "file-7fffffffffffffff0000000000000000.json", "{\"purpose\":\"batch\",\"filename\":\"late\"}");
-    fbt_open(&f);
-    CHECK(fbt_there(&f, "file-000000000000000a0000000000000000"));
-    for (int i = 0; i < 2; i++) CHECK(strcmp(id = fbt_upload(&f, "batch", "x"), "file-2") > 0 && strcmp(id, "file-8") < 0);
-    fbt_free(&f);
+    /* only this record says which batch the results belong to */
+    files_test_write(&f, "batch_00000000000000090000000000000000.json", "{\"id\":");
+    files_test_write(&f, "file-000000000000000a0000000000000000", "{\"whole\":1}\n");
+    /* made by a clock that was far ahead: later times continue from it */
+    files_test_write(&f, "file-7fffffffffffffff0000000000000000", "x");
+    files_test_write(&f, "file-7fffffffffffffff0000000000000000.json", "{\"purpose\":\"batch\",\"filename\":\"late\"}");
+    files_test_open(&f);
+    CHECK(files_test_there(&f, "file-000000000000000a0000000000000000"));
+    for (int i = 0; i < 2; i++) CHECK(strcmp(id = files_test_upload(&f, "batch", "x"), "file-2") > 0 && strcmp(id, "file-8") < 0);
+    files_test_free(&f);
 }
 
-/* Told to stop in the middle of a line, by Ctrl-C or by what failed elsewhere: its beginning is no line. One at the end of the file is. */
+/* A run is stopped in the middle of a line, by Ctrl-C or by a failure elsewhere. The beginning of a
+ * line is not a line. An incomplete line at the end of the input file is one. */
 static void files_test_half_line(void) {
     toka_err e;
     str line;
@@ -530,36 +546,40 @@ static void files_test_half_line(void) {
     close(ends[0]);
 }
 
-/* The batch has results, and the record of their file cannot be written: whatever is done next, they stay. */
+/* The batch has results, but the record of their file cannot be written. The results must stay,
+ * whatever is done next. */
 static void files_test_unpublished(void) {
-    fbt f;
+    files_tester f;
     char part[64];
-    fbt_init(&f);
+    files_test_init(&f);
     files_batch b = {.status = FILES_FINALIZING, .model = "m"};
     pthread_mutex_lock(&f.s->lock);
     b.id = files_new_id(f.s, "batch_"), b.input = files_new_id(f.s, "file-");
     b.output = files_new_id(f.s, "file-"), b.errors_file = files_new_id(f.s, "file-");
     CHECK(!files_save_batch(f.s, &b));
-    fbt_write(&f, b.output.text, "result\n");
+    files_test_write(&f, b.output.text, "result\n");
     snprintf(part, sizeof part, "%s.json.part", b.output.text);
     CHECK(!mkdirat(f.s->dir_fd, part, 0700));
     files_finish_batch(f.s, &b, FILES_COMPLETED);
-    CHECK(b.status == FILES_COMPLETED && b.has_out && !b.has_err && files_find(&f.s->files, &b.output)); /* for as long as this server lives */
+    /* as long as this server runs */
+    CHECK(b.status == FILES_COMPLETED && b.has_out && !b.has_err && files_find(&f.s->files, &b.output));
     CHECK(!unlinkat(f.s->dir_fd, part, AT_REMOVEDIR));
     pthread_mutex_unlock(&f.s->lock);
     for (int round = 0; round < 2; round++) {
-        files_close(f.s), fbt_open(&f);
-        fbt_await(&f, b.id.text, "completed");
-        const json *root = fbt_call(&f, HTTP_GET, fbt_path(&f, "/v1/files/%s", b.output.text), "");
+        files_close(f.s), files_test_open(&f);
+        files_test_await(&f, b.id.text, "completed");
+        const json *root = files_test_call(&f, HTTP_GET, files_test_path(&f, "/v1/files/%s", b.output.text), "");
         CHECK(f.reply.status == 200 && json_int(json_get(root, "bytes"), 0) == 7);
     }
     b.output = files_new_id(f.s, "file-");
-    CHECK(!mkfifoat(f.s->dir_fd, b.output.text, 0600)); /* stands for a disk that fails: nobody can fsync it */
-    CHECK(!files_list_output(f.s, &b, &b.output, "output", &b.has_out) && fbt_there(&f, b.output.text));
-    fbt_free(&f);
+    /* stands for a disk that fails: fsync fails on it */
+    CHECK(!mkfifoat(f.s->dir_fd, b.output.text, 0600));
+    CHECK(!files_list_output(f.s, &b, &b.output, "output", &b.has_out) && files_test_there(&f, b.output.text));
+    files_test_free(&f);
 }
 
-/* What the system cannot do: a status that says whose turn it is, and no path. */
+/* What the system cannot do: the status says whether the client or the server must act, and there
+ * is no path in the message. */
 static void files_test_cannot(void) {
     static const struct {
         int why, status;
@@ -575,21 +595,22 @@ static void files_test_cannot(void) {
     }
 }
 
-/* A folder that cannot be made: clients do not learn where it would be. One that is lost under the server, too. */
+/* A folder that cannot be made, or that is lost while the server runs: clients do not learn its
+ * path. */
 static void files_test_no_folder(void) {
-    fbt f;
-    fbt_init(&f);
+    files_tester f;
+    files_test_init(&f);
     char path[256];
     toka_err e;
     snprintf(path, sizeof path, "%s/file", f.dir);
-    fbt_write(&f, "file", "x");
+    files_test_write(&f, "file", "x");
     setenv("XDG_DATA_HOME", path, 1);
     files_store *s = NULL;
     http_reply reply = {0};
     http_request request = {.method = HTTP_POST, .path = STR("/v1/batches")};
-    files_options o = {.model = &fbt_model};
+    files_options o = {.model = &files_test_model};
     CHECK(!files_open(&s, &o, &e));
-    for (int round = 0; round < 2; round++) { /* both ask for the folder */
+    for (int round = 0; round < 2; round++) { /* both calls need the folder */
         files_handle(s, &request, STR("{}"), &reply);
         CHECK(reply.status == 500 && strstr(reply.body.p, "Not a directory") && !strstr(reply.body.p, f.dir));
         buf_free(&reply.body), buf_free(&reply.headers), reply = (http_reply){0};
@@ -606,7 +627,7 @@ static void files_test_no_folder(void) {
     pthread_mutex_lock(&f.s->lock);
     close(f.s->dir_fd), f.s->dir_fd = dir;
     pthread_mutex_unlock(&f.s->lock);
-    fbt_free(&f);
+    files_test_free(&f);
 }
 
 static void files_test_torn(void) {
@@ -619,7 +640,8 @@ static void files_test_torn(void) {
         files_cut_partial_line(fd);
         CHECK(lseek(fd, 0, SEEK_END) == left[i]);
     }
-    for (int tail = 4090; tail < 8200; tail += 1366) { /* the last line feed lies in an earlier block */
+    /* the last line feed is in an earlier block */
+    for (int tail = 4090; tail < 8200; tail += 1366) {
         buf b = {0};
         buf_c(&b, "first\n");
         for (int i = 0; i < tail; i++) buf_char(&b, 'x');
@@ -632,7 +654,7 @@ static void files_test_torn(void) {
 }
 
 static const struct test files_tests[] = {{"files: forms in any pieces", files_test_form},
-                                       {"files: forms that are none", files_test_form_bad},
+                                       {"files: invalid forms", files_test_form_bad},
                                        {"files: forms at random", files_test_form_random},
                                        {"files: ids", files_test_ids},
                                        {"files: completion windows", files_test_window},
@@ -643,7 +665,7 @@ static const struct test files_tests[] = {{"files: forms in any pieces", files_t
                                        {"files: a batch that fails", files_test_failed_batch},
                                        {"files: no descriptors left", files_test_no_descriptors},
                                        {"files: what a crash leaves", files_test_leftovers},
-                                       {"files: half a line", files_test_half_line},
+                                       {"files: an incomplete line", files_test_half_line},
                                        {"files: results that cannot be published", files_test_unpublished},
                                        {"files: torn last lines", files_test_torn},
                                        {"files: what the system cannot do", files_test_cannot},

@@ -1,8 +1,8 @@
-/* test_http.c - chapter 24: heads and bodies at every split, refusals, decoding, dates. */
+/* test_http.c - chapter 24: heads and bodies split at every byte, refusals, decoding, dates. */
 
 static str http_str(const char *z) { return str_c(z); }
 
-/* Status of a head that is refused, 0 if it wants more, 200 if it is whole. */
+/* The status of a refused head; 0 if more bytes are needed, 200 if it is complete. */
 static int http_status(const char *head) {
     http_request r;
     ptrdiff_t used = http_parse_head(http_str(head), &r);
@@ -32,7 +32,7 @@ static void test_http_head(void) {
     CHECK(r.method == HTTP_OTHER && r.minor == 1 && r.chunked && r.expects_continue);
 }
 
-/* The host that a request names: the target's, else the header's. */
+/* The host that a request names: the one in the target, otherwise the one in the header. */
 static void test_http_hosts(void) {
     static const struct {
         const char *head, *host; /* NULL: refused */
@@ -57,7 +57,7 @@ static void test_http_hosts(void) {
     }
 }
 
-/* The method of a head that is refused is known: the answer to HEAD is without a body. */
+/* The method of a refused head is known, so that the answer to HEAD has no body. */
 static void test_http_refused_heads(void) {
     static const char *const heads[] = {"HEAD / HTTP/1.1\r\n\r\n", "HEAD / HTTP/1.1\n", "HEAD  / HTTP/1.1\r\n", "HEAD / HTTP/2.0\r\n", "HEAD /\r\n", "HEAD x HTTP/1.1\r\n",
                                         "\r\nHEAD / HTTP/1.1\r\nA : b\r\n", "HEAD / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: x\r\n\r\n", "HEAD\t/"};
@@ -70,13 +70,15 @@ static void test_http_refused_heads(void) {
     CHECK(http_parse_head(http_str("HEAD / HTTP/1.1\r\nHos"), &r) == 0 && r.method == HTTP_HEAD);
 }
 
-/* A head may arrive in any two pieces: nothing is decided before the last byte, and nothing changes then. */
+/* A head may arrive in any two pieces: nothing is decided before the last byte, and the result is
+ * the same. */
 static void test_http_head_splits(void) {
     const char *text = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n";
     size_t n = strlen(text);
     for (size_t cut = 0; cut < n; cut++) {
         http_request r;
-        char *exact = mem_alloc(cut); /* of the exact size, so that the sanitizer sees a read behind it */
+        /* of the exact size, so that the sanitizer reports a read past the end */
+        char *exact = mem_alloc(cut);
         memcpy(exact, text, cut);
         CHECK_MSG(http_parse_head((str){exact, cut}, &r) == 0, "cut at %zu", cut);
         free(exact);
@@ -142,7 +144,8 @@ static void test_http_limits(void) {
     CHECK(http_parse_head(buf_view(&b), &r) == -414);
     buf_c(&b, " HTTP/1.1\r\nHost: h\r\n\r\n");
     CHECK(http_parse_head(buf_view(&b), &r) == -414);
-    for (int n = HTTP_MAX_HEADERS - 1; n < HTTP_MAX_HEADERS + 2; n++) { /* headers beside Host */
+    /* headers in addition to Host */
+    for (int n = HTTP_MAX_HEADERS - 1; n < HTTP_MAX_HEADERS + 2; n++) {
         buf_clear(&b);
         buf_c(&b, "GET / HTTP/1.1\r\nHost: h\r\n");
         for (int i = 0; i < n; i++) buf_printf(&b, "a%d: b\r\n", i);
@@ -158,8 +161,9 @@ static void test_http_limits(void) {
     buf_free(&b);
 }
 
-/* The body of `in`, given in pieces of so many bytes; what was left over is kept as a connection would. The status, or 200 when
- * whole (and *used bytes were taken), 0 when more is wanted. */
+/* Reads the body of `in` in pieces of `piece` bytes. Unused bytes are kept as a connection does.
+ * Returns a status, or 200 if the body is complete (*used bytes were consumed), 0 if more is
+ * needed. */
 static int http_feed(str in, bool chunked, int64_t length, int64_t limit, size_t piece, buf *out, size_t *used) {
     http_body b;
     http_request r = {.chunked = chunked, .content_length = length};
@@ -246,14 +250,15 @@ static void test_http_dates(void) {
         struct tm tm;
         char want[64];
         gmtime_r(&t, &tm);
-        strftime(want, sizeof want, "%a, %d %b %Y %H:%M:%S GMT", &tm); /* the program never calls setlocale */
+        /* in the C locale: the program never calls setlocale */
+        strftime(want, sizeof want, "%a, %d %b %Y %H:%M:%S GMT", &tm);
         buf b = {0};
         http_put_date(&b, (int64_t)t);
         CHECK_MSG(str_is(buf_view(&b), want), "%s, expected %s", b.p, want);
         buf_free(&b);
     }
     buf b = {0};
-    http_put_date(&b, -86400 * 3 - 1); /* a clock that nobody set */
+    http_put_date(&b, -86400 * 3 - 1); /* a clock that was never set */
     CHECK(str_is(buf_view(&b), "Thu, 01 Jan 1970 00:00:00 GMT"));
     buf_free(&b);
 }
@@ -264,7 +269,7 @@ static void test_http_answers(void) {
     CHECK(str_is(buf_view(&b), "HTTP/1.1 429 Too Many Requests\r\nDate: Sun, 06 Nov 1994 08:49:37 GMT\r\nContent-Type: application/json\r\n"
                                "Content-Length: 3\r\nConnection: keep-alive\r\nRetry-After: 1\r\n\r\n"));
     buf_clear(&b);
-    for (int i = 0; i < 300; i++) { /* chunks written are chunks read */
+    for (int i = 0; i < 300; i++) { /* chunks that are written can be read again */
         buf piece = {0}, back = {0};
         size_t used;
         for (int k = 0; k < i; k++) buf_char(&piece, (char)('a' + k % 26));
@@ -308,7 +313,7 @@ static void test_srv_origins(void) {
     CHECK(!srv_origin(&(srv_options){.origins = "http://a.b.c,http://a"}, &r).n);
 }
 
-/* --allowed-hosts and --host; test_server.py has addresses of sockets. */
+/* --allowed-hosts and --host. test_server.py tests addresses of sockets. */
 static void test_srv_hosts(void) {
     static const struct {
         const char *hosts, *host;
@@ -322,7 +327,7 @@ static void test_srv_hosts(void) {
         srv_options o = {.hosts = cases[i].hosts, .host = "box"};
         CHECK_MSG(srv_is_own_host(&o, http_str(cases[i].host), -1) == cases[i].ok, "%s, %s", cases[i].hosts ? cases[i].hosts : "-", cases[i].host);
     }
-    CHECK(srv_is_own_host(&(srv_options){0}, (str){0}, -1)); /* HTTP/1.0 without a Host */
+    CHECK(srv_is_own_host(&(srv_options){0}, (str){0}, -1)); /* HTTP/1.0 without a Host header */
     toka_err e;
     CHECK(!srv_check_hosts("a, *.b,.c , [::1]:5, fd::1,a:1,*", &e) && !srv_check_hosts("", &e));
     static const char *const wrong[] = {"http://a", "a,*.", "a*", "*.*", "a b", ".", "a,,b", "a:b"};
@@ -332,7 +337,8 @@ static void test_srv_hosts(void) {
 static void test_srv_histogram(void) {
     srv_metrics m;
     srv_metrics_init(&m);
-    srv_observe(&m.ttft, 0.001, 1); /* a bound counts in its own bucket */
+    /* a value equal to a bound counts in the bucket of this bound */
+    srv_observe(&m.ttft, 0.001, 1);
     srv_observe(&m.ttft, 0.0011, 2);
     srv_observe(&m.ttft, 1e9, 1);
     CHECK(m.ttft.counts[0] == 1 && m.ttft.counts[1] == 2 && m.ttft.counts[SRV_N_BUCKETS] == 1 && m.ttft.n_values == 4);
@@ -344,11 +350,11 @@ static void test_srv_histogram(void) {
     buf_free(&b);
 }
 
-static void test_srv_heartbeat(void) { /* wedged: work, and no step for a while */
+static void test_srv_heartbeat(void) { /* hung: there is work, and no step for a while */
     srv_loop l = {.now = 1e6};
     srv_options o = {.step_timeout = 120};
     srv s = {.options = &o, .loop = &l};
-    toka_stats t = {.waiting = 1}; /* the first look finds work and no step yet */
+    toka_stats t = {.waiting = 1}; /* the first check finds work and no step yet */
     srv_check_engine(&s, &t);
     CHECK(!s.hung);
     t = (toka_stats){.steps = 5, .running = 1};
@@ -369,40 +375,46 @@ static void test_srv_heartbeat(void) { /* wedged: work, and no step for a while 
     CHECK(!s.hung);
 }
 
-static void test_srv_tick(void) { /* rates of the status line count from the engine's start, not from the machine's */
+/* rates of the status line count from the start of the engine, not of the machine */
+static void test_srv_tick(void) {
     srv_loop l = {.now = 1e6};
     srv s = {.loop = &l, .phase = SRV_LOADING};
     srv_tick(&s);
     CHECK(l.last_status == 1e6);
 }
 
-/* Retry-After: the queue's length over the rate at which it has been left since it was last empty, or for the last while. */
+/* Retry-After: the queue's length / its drain rate, measured since the queue was last empty, or
+ * over the last while. */
 static void test_srv_pace(void) {
     srv_queue_rate p = {0};
-    int64_t left = 1000; /* of earlier, idle hours */
+    int64_t left = 1000; /* from earlier hours without load */
     double now = 5000;
     srv_update_queue_rate(&p, 0, left, now);
-    CHECK(srv_retry_after_s(&p, 40, left, now) == 1 && srv_retry_after_s(&p, 40, left, now + 0.09) == 4); /* nothing is known yet */
+    /* no rate is known yet */
+    CHECK(srv_retry_after_s(&p, 40, left, now) == 1 && srv_retry_after_s(&p, 40, left, now + 0.09) == 4);
     CHECK(srv_retry_after_s(&p, 40, left, now + 100) == SRV_MAX_RETRY_S && srv_retry_after_s(&p, 0, left, now + 100) == 1);
-    for (int i = 0; i < 600; i++) { /* a minute of a queue of 40 that is left 5 times in a second: 8 s */
+    /* one minute with a queue of 40 that drains by 5 in a second: 8 s */
+    for (int i = 0; i < 600; i++) {
         now += 0.1, left += i % 2;
         srv_update_queue_rate(&p, 40, left, now);
         int s = srv_retry_after_s(&p, 40, left, now);
         if (i > 10) CHECK_MSG(s == 8 || s == 9, "%d s after %d", s, i);
     }
-    for (int i = 0; i < 250; i++) { /* ten times as fast: 0.8 s. What was before is forgotten */
+    for (int i = 0; i < 250; i++) { /* ten times as fast: 0.8 s. The earlier rate is forgotten */
         now += 0.1, left += 5;
         srv_update_queue_rate(&p, 40, left, now);
     }
     CHECK(srv_retry_after_s(&p, 40, left, now) == 1 && srv_retry_after_s(&p, 390, left, now) == 8);
-    for (int i = 0; i < 250; i++) srv_update_queue_rate(&p, 40, left, now += 0.1); /* a pause: nobody leaves */
+    /* a pause: nothing leaves the queue */
+    for (int i = 0; i < 250; i++) srv_update_queue_rate(&p, 40, left, now += 0.1);
     CHECK(srv_retry_after_s(&p, 40, left, now) == SRV_MAX_RETRY_S);
     now += 3600;
-    srv_update_queue_rate(&p, 0, left, now); /* empty for an hour, then a burst: the hour does not count */
+    /* empty for an hour, then a burst: the hour does not count */
+    srv_update_queue_rate(&p, 0, left, now);
     CHECK(srv_retry_after_s(&p, 100, left + 20, now + 0.5) == 3);
 }
 
-/* A reader who never catches up: what it has taken does not stay. */
+/* A reader that never catches up: bytes that it has taken do not stay in memory. */
 static void test_srv_append(void) {
     srv_conn k = {0};
     char line[1000];
@@ -421,7 +433,8 @@ static void test_srv_append(void) {
     buf_free(&k.out);
 }
 
-/* Dropped is a reader whose socket took too little, with more records than may wait and more to come. Only counts are looked at. */
+/* A reader is dropped if its socket took too little, more records wait than may wait, and more will
+ * come. Only the counts are examined. */
 static void test_srv_behind(void) {
     srv s = {0};
     srv_request c = {.server = &s, .state = SRV_RUNNING, .with_workers = true, .refs = 1};
@@ -434,7 +447,8 @@ static void test_srv_behind(void) {
     } cases[] = {{SRV_MAX_RECORDS, 0, 0, SRV_MAX_UNSENT, 1, true, true},
                  {SRV_MAX_RECORDS + 1, 0, 0, SRV_MAX_UNSENT, 1, false, true},
                  {SRV_MAX_RECORDS, 10, 9, SRV_MAX_UNSENT, 1, false, true},
-                 {SRV_MAX_RECORDS - 1, SRV_MAX_RECORDS, SRV_MAX_RECORDS - 1, SRV_MAX_UNSENT, 1, true, true}, /* fed ones do not count */
+                 /* records that were already fed do not count */
+                 {SRV_MAX_RECORDS - 1, SRV_MAX_RECORDS, SRV_MAX_RECORDS - 1, SRV_MAX_UNSENT, 1, true, true},
                  {SRV_MAX_RECORDS + 1, 0, 0, SRV_MAX_UNSENT, 0, true, true},
                  {SRV_MAX_RECORDS + 1, 0, 0, SRV_MAX_UNSENT / 2 - 1, 1, true, false}};
     for (int i = 0; i < COUNT(cases); i++) {
@@ -445,8 +459,9 @@ static void test_srv_behind(void) {
     pthread_mutex_destroy(&s.lock);
 }
 
-/* Calls go to workers in their order: streams with few records by shares of what there is, SRV_MAX_JOBS at most; a new one, a whole answer and
- * one with many records by themselves, for who stands behind them would wait. */
+/* Workers take calls in order. Streams with few records are taken several at a time, a share of all
+ * and at most SRV_MAX_JOBS. A new call, a whole answer and a call with many records are taken
+ * alone, because calls after them would have to wait. */
 static void test_srv_jobs(void) {
     srv_options o = {.n_workers = 2};
     srv s = {.options = &o, .work_queue_end = &s.work_queue};
@@ -466,7 +481,7 @@ static void test_srv_jobs(void) {
     for (int n; (n = srv_take_jobs(&s, job)); n_turns++) {
         sizes[MIN(n_turns, 11)] = n;
         for (int i = 0; i < n; i++, next++) {
-            bool left = next % 3 == 0; /* what was left goes first, and is not the last then */
+            bool left = next % 3 == 0; /* what was left over goes first, and is not the last then */
             CHECK_MSG(job[i].request == &c[next] && job[i].state == c[next].state, "call %d", next);
             CHECK_MSG(str_starts(buf_view(&job[i].records), left ? STR("left") : STR("r")) && job[i].fed == (left ? 2u : 0u), "call %d", next);
             CHECK_MSG(job[i].last == (!left && next % 2 == 0), "call %d", next);

@@ -1,14 +1,16 @@
-/* test_plan.c - `toka plan`: figures computed by hand, measured figures, and what must hold for every known model and split. */
+/* test_plan.c - `toka plan`: figures computed by hand, measured figures, and properties that must
+ * hold for every known model and split. */
 
-typedef struct plan_fix { /* the models of models.txt, and an ask with the program's defaults */
+/* the models of models.txt, and a query with the program's defaults */
+typedef struct plan_fixture {
     arena a;
     mf_known_model *known;
     int n;
     plan_query ask;
-} plan_fix;
+} plan_fixture;
 
-static plan_fix plan_fix_open(const char *model, const char *gpu) {
-    plan_fix f = {0};
+static plan_fixture plan_fixture_open(const char *model, const char *gpu) {
+    plan_fixture f = {0};
     toka_err e = {0};
     const mf_known_model *found = NULL;
     int must_hold, n;
@@ -19,7 +21,7 @@ static plan_fix plan_fix_open(const char *model, const char *gpu) {
     return f;
 }
 
-/* Elements of the norms and biases: the part of a model that plan, as the backend, leaves out. */
+/* Elements of the norms and biases: plan leaves them out, as the backend does. */
 static int64_t plan_vectors(const mf_config *c) {
     int64_t n = 0;
     for (int i = 0; i < COUNT(mf_layer_bindings); i++)
@@ -28,25 +30,29 @@ static int64_t plan_vectors(const mf_config *c) {
 }
 
 static void plan_test_memory(void) {
-    plan_fix f = plan_fix_open("llama-3.2-1b", "H200");
+    plan_fixture f = plan_fixture_open("llama-3.2-1b", "H200");
     plan_rank p = plan_make_rank(&f.ask, 1, 1, 0, 0);
-    /* layer 2048*2048 * 2 + 2*512*2048 + 3*2048*8192 = 60,817,408; 16 of them and 128256*2048, once: the head is tied; 2 bytes each */
+    /* a layer has 2048*2048 * 2 + 2*512*2048 + 3*2048*8192 = 60,817,408 elements; 16 layers, and
+     * 128256*2048 once because the LM head is tied; 2 bytes each */
     CHECK(p.weight_bytes == 2471493632 && p.token_bytes == 2 * 16 * 8 * 64 * 2);
-    /* 8448 rows of 2*2048 + 2*32*64 + 48*64 + 8192 elements, a table of 131072 * 32 pairs of floats, 1.5 GiB */
+    /* 8448 rows of 2*2048 + 2*32*64 + 48*64 + 8192 elements, a table of 131072 * 32 pairs of
+     * floats, 1.5 GiB */
     CHECK(p.scratch_bytes == 8448 * (19456 * 2 + 32 * 65 * 4) + 131072 * 32 * 8 + 1610612736);
     CHECK(p.kv_tokens == ((int64_t)(0.9 * (139.8 * 0x1p30 - 0x1p29)) - p.weight_bytes - p.scratch_bytes) / 32768);
     arena_free(&f.a);
 
-    f = plan_fix_open("meta-llama/Llama-3.1-8B", "h200"); /* by hub id; untied */
+    /* by its hub id; the LM head is not tied */
+    f = plan_fixture_open("meta-llama/Llama-3.1-8B", "h200");
     CHECK(plan_make_rank(&f.ask, 1, 1, 0, 0).weight_bytes == 16059990016);
     p = plan_make_rank(&f.ask, 2, 1, 0, 1);
-    /* half of each: 32 * (2048*4096 * 2 + 2*512*4096 + 3*7168*4096) + 2 * 64256*4096: 251 of 501 blocks of ids */
+    /* half of each: 32 * (2048*4096 * 2 + 2*512*4096 + 3*7168*4096) + 2 * 64256*4096; 64256 ids are
+     * 251 of 501 blocks */
     CHECK(p.shape.H == 16 && p.shape.K == 4 && p.shape.F == 7168 && p.shape.V == 64256 && p.weight_bytes == 8032092160 && p.token_bytes == 65536);
     arena_free(&f.a);
 
-    f = plan_fix_open("llama-3.1-70b", "H200");
+    f = plan_fixture_open("llama-3.1-70b", "H200");
     CHECK(plan_make_rank(&f.ask, 1, 1, 0, 0).weight_bytes == 141104775168);
-    /* a layer is 855,638,016 elements, the embedding and the head 1,050,673,152 each */
+    /* a layer has 855,638,016 elements, the embedding and the LM head 1,050,673,152 each */
     for (int stage = 0; stage < 8; stage++) {
         p = plan_make_rank(&f.ask, 1, 8, stage, 0);
         CHECK(p.first_layer == 10 * stage && p.shape.L == 10);
@@ -59,9 +65,10 @@ static void plan_test_memory(void) {
     CHECK(p.shape.H == 4 && p.shape.K == 1 && p.token_bytes == 327680 / 8);
     arena_free(&f.a);
 
-    f = plan_fix_open("qwen2.5-0.5b", "L4"); /* 14 query heads, 2 kv heads */
+    f = plan_fixture_open("qwen2.5-0.5b", "L4"); /* 14 query heads, 2 kv heads */
     p = plan_make_rank(&f.ask, 14, 1, 0, 0);
-    /* F 347 -> 352, V 42 of 594 blocks: 24 * (64*896 * 2 + 2*64*896 + 3*352*896) + 10752*896 */
+    /* F is 347, padded to 352; V is 42 of 594 blocks: 24 * (64*896 * 2 + 2*64*896 + 3*352*896) +
+     * 10752*896 */
     CHECK(p.shape.H == 1 && p.shape.K == 1 && p.shape.F == 347 && p.shape.V == 10752 && p.weight_bytes == 75694080);
     arena_free(&f.a);
 }
@@ -80,8 +87,9 @@ static void plan_test_allowed(void) {
     }
 }
 
-/* Layers without gap, heads and columns without loss, every byte of the model somewhere. */
-static void plan_check_cover(const plan_query *a, int tp, int pp, int64_t whole) {
+/* The stages have all layers without a gap, the ranks all heads and columns, and every byte of the
+ * model is somewhere. */
+static void plan_check_complete(const plan_query *a, int tp, int pp, int64_t whole) {
     const toka_shape *all = &a->model->shape;
     int64_t weights = 0;
     int layer = 0;
@@ -100,21 +108,23 @@ static void plan_check_cover(const plan_query *a, int tp, int pp, int64_t whole)
 }
 
 static void plan_test_properties(void) {
-    plan_fix f = plan_fix_open("llama-3.1-8b", "H100");
+    plan_fixture f = plan_fixture_open("llama-3.1-8b", "H100");
     toka_err e;
     for (int m = 0; m < f.n; m++) {
         f.ask.model = &f.known[m].config, f.ask.max_len = f.ask.model->shape.max_len;
         int64_t whole = 2 * (mf_n_parameters(f.ask.model) - plan_vectors(f.ask.model)), by_tp = 0, by_pp = 0;
         for (int n = 1; n <= 32; n++) {
             for (int pp = 1; pp <= n; pp++)
-                if (n % pp == 0 && !plan_check_layout(&f.ask.model->shape, n / pp, pp, &e)) plan_check_cover(&f.ask, n / pp, pp, whole);
-            for (int pp = 0; pp < 2; pp++) { /* more GPUs to a replica, one way or the other: never fewer tokens */
+                if (n % pp == 0 && !plan_check_layout(&f.ask.model->shape, n / pp, pp, &e)) plan_check_complete(&f.ask, n / pp, pp, whole);
+            /* more GPUs for a replica, as stages or as tensor ranks, never hold fewer tokens */
+            for (int pp = 0; pp < 2; pp++) {
                 if (plan_check_layout(&f.ask.model->shape, pp ? 1 : n, pp ? n : 1, &e)) continue;
                 plan_layout s = plan_make_layout(&f.ask, pp ? 1 : n, pp ? n : 1, 1, 865);
                 CHECK_MSG(s.kv_tokens >= (pp ? by_pp : by_tp), "%s: %d", f.known[m].name, n);
                 *(pp ? &by_pp : &by_tp) = s.kv_tokens;
             }
-            plan_layout one = plan_make_layout(&f.ask, 1, 1, 1, 865), more = plan_make_layout(&f.ask, 1, 1, n, 865); /* more replicas: in step */
+            /* more replicas: everything grows in proportion */
+            plan_layout one = plan_make_layout(&f.ask, 1, 1, 1, 865), more = plan_make_layout(&f.ask, 1, 1, n, 865);
             CHECK(more.kv_tokens == n * one.kv_tokens && more.workload.n_running == n * one.workload.n_running);
             CHECK(fabs(more.workload.output_rate - n * one.workload.output_rate) <= 1e-9 * more.workload.output_rate && more.decode.output_rate >= one.decode.output_rate);
         }
@@ -124,7 +134,7 @@ static void plan_test_properties(void) {
 
 /* The engine sizes its cache by the same rule. */
 static void plan_test_engine(void) {
-    plan_fix f = plan_fix_open("llama-3.2-1b", "H100");
+    plan_fixture f = plan_fixture_open("llama-3.2-1b", "H100");
     const toka_backend be = {.activation_bytes = 2, .page_tok = TOKA_GPU_PAGE_TOK};
     toka_shape whole = f.ask.model->shape;
     for (int seqs = 1; seqs < 5000; seqs *= 4) {
@@ -139,27 +149,30 @@ static void plan_test_engine(void) {
 static bool plan_near(double x, double want, double share) { return fabs(x - want) <= share * want; }
 
 static void plan_test_time(void) {
-    plan_fix f = plan_fix_open("llama-3.2-1b", "H200");
-    /* 4,096 samples, 900 tokens of prompt shared by 1,024 each, 150 own at a time: products 2 * 4096 * 1,235,746,816 at 790e12 = 12.815 ms,
-     * prompt 4 * 2048 * 4096 * 900 * 16 at 790e12 = 0.612 ms, own K and V 4096 * 150 * 32768 at 4.1e12 = 4.910 ms */
+    plan_fixture f = plan_fixture_open("llama-3.2-1b", "H200");
+    /* 4,096 samples; 1,024 each share a prompt of 900 tokens; 150 own tokens at a time. GEMMs: 2 *
+     * 4096 * 1,235,746,816 at 790e12 = 12.815 ms. Shared prompt: 4 * 2048 * 4096 * 900 * 16 at
+     * 790e12 = 0.612 ms. Own K and V: 4096 * 150 * 32768 at 4.1e12 = 4.910 ms */
     f.ask.input_len = 900, f.ask.output_len = 300, f.ask.n_samples = 1024, f.ask.max_seqs = 4096;
     plan_layout s = plan_make_layout(&f.ask, 1, 1, 1, 1200);
     CHECK_MSG(plan_near(s.decode.step_s, 18.337e-3, 1e-3) && plan_near(s.decode.output_rate, 4096 / 18.337e-3, 1e-3), "%g", s.decode.step_s);
     CHECK(!strcmp(s.decode.bound, "tensor cores") && s.decode.n_running == 4096);
-    /* each with its own prompt: half of the KV cache is not enough for 4,096; reading K and V takes longest */
+    /* each sample has its own prompt: half of the KV cache is not enough for 4,096; reading K and V
+     * takes longest */
     f.ask.n_samples = 1;
     s = plan_make_layout(&f.ask, 1, 1, 1, 1200);
     CHECK(!strcmp(s.decode.bound, "HBM, KV") && s.decode.n_running == (int64_t)((double)s.kv_tokens / (900 + 150 + 32)));
-    /* one sequence: 2,471,493,632 bytes of weights and 16 layers of K and V of 715 + 75 tokens, at 4.1e12 */
+    /* one sequence: 2,471,493,632 bytes of weights and 16 layers of K and V of 715 + 75 tokens, at
+     * 4.1e12 */
     f.ask.max_seqs = 1, f.ask.input_len = 715, f.ask.output_len = 150;
     s = plan_make_layout(&f.ask, 1, 1, 1, 865);
     CHECK(plan_near(s.decode.step_s, (2471493632 + 790 * 32768.0) / 4.1e12, 1e-6) && !strcmp(s.decode.bound, "HBM, weights"));
-    /* in two stages it passes both in turn; in a step one of them works */
+    /* with two stages it passes through both in turn, so only one of them works in a step */
     plan_layout two = plan_make_layout(&f.ask, 1, 2, 1, 865);
     CHECK(two.decode.step_s > s.decode.step_s && two.decode.step_s < 1.5 * s.decode.step_s && two.decode.n_running == 1);
     arena_free(&f.a);
 
-    f = plan_fix_open("mistral-7b-v0.1", "H200"); /* a window of 4,096 */
+    f = plan_fixture_open("mistral-7b-v0.1", "H200"); /* a window of 4,096 */
     f.ask.input_len = 20000, f.ask.output_len = 2000, f.ask.max_seqs = 8;
     plan_rank p = plan_make_rank(&f.ask, 1, 1, 0, 0);
     plan_load l = {8, 8, 0};
@@ -169,7 +182,9 @@ static void plan_test_time(void) {
     CHECK(plan_near(t.tensor, 4.0 * 4096 * (4096 * 20000.0 - 4096 * 2048) * 32 / 790e12, 1e-6));
     arena_free(&f.a);
 
-    f = plan_fix_open("llama-3.2-1b", "H200"); /* sums over tensor ranks: of many rows half of a layer's go beside the products */
+    /* all-reduces over tensor ranks: with many rows half of those of a layer run concurrently with
+     * the GEMMs */
+    f = plan_fixture_open("llama-3.2-1b", "H200");
     f.ask.input_len = 315, f.ask.output_len = 120;
     p = plan_make_rank(&f.ask, 2, 1, 0, 0), l = (plan_load){4096, 4096, 0}, t = plan_rank_time(&f.ask, &p, 2, &l);
     CHECK(plan_near(t.kv, 4096 * 375 * 16384.0 / 4.1e12, 1e-6));
@@ -178,30 +193,32 @@ static void plan_test_time(void) {
     l = (plan_load){1023, 1023, 0}, t = plan_rank_time(&f.ask, &p, 2, &l); /* less than 4 MB */
     CHECK(t.send == 0 && plan_near(t.link, 33 * plan_all_reduce_s(f.ask.gpu, 2, 1023 * 4096.0), 1e-6));
     arena_free(&f.a);
-    f = plan_fix_open("llama-3.2-1b", "A100-80G"); /* no Hopper */
+    f = plan_fixture_open("llama-3.2-1b", "A100-80G"); /* not a Hopper GPU */
     p = plan_make_rank(&f.ask, 2, 1, 0, 0), l = (plan_load){4096, 4096, 0}, t = plan_rank_time(&f.ask, &p, 2, &l);
     CHECK(t.send == 0);
     arena_free(&f.a);
 
-    f = plan_fix_open("llama-3.1-70b", "L40S"); /* what little KV fits beside the weights keeps the batch small */
+    /* little memory for KV is left beside the weights, so the batch is small */
+    f = plan_fixture_open("llama-3.1-70b", "L40S");
     s = plan_make_layout(&f.ask, 1, 8, 1, 865);
     CHECK(!strcmp(s.decode.bound, "KV capacity") && s.decode.n_running < 1000);
-    s = plan_make_layout(&f.ask, 8, 1, 1, 865); /* PCIe */
+    s = plan_make_layout(&f.ask, 8, 1, 1, 865); /* connected by PCIe */
     CHECK(!strcmp(s.workload.bound, "link"));
     arena_free(&f.a);
 }
 
-/* Against what ran: times of NCCL on 8 and 2 H200 (8192 bf16 a token), and the monkeys workload on an H100. */
+/* Compared with measurements: NCCL on 8 and 2 H200 (8192 bf16 a token), and a run of many samples
+ * of few prompts on an H100. */
 static void plan_test_measured(void) {
     static const double tokens[] = {64, 256, 1024, 4096, 8192}, us[2][5] = {{54, 80, 166, 405, 767}, {53, 55, 92, 271, 534}};
-    plan_fix f = plan_fix_open("llama-3.2-1b", "H200");
+    plan_fixture f = plan_fixture_open("llama-3.2-1b", "H200");
     for (int i = 0; i < 10; i++) {
         double found = 1e6 * plan_all_reduce_s(f.ask.gpu, i < 5 ? 8 : 2, tokens[i % 5] * 16384);
         CHECK_MSG(plan_near(found, us[i / 5][i % 5], 0.2), "%g tokens: %g us", tokens[i % 5], found);
     }
     CHECK(plan_near(1e6 * plan_send_s(f.ask.gpu, 1024 * 16384), 84, 0.2));
     arena_free(&f.a);
-    f = plan_fix_open("llama-3.2-1b", "H100");
+    f = plan_fixture_open("llama-3.2-1b", "H100");
     f.ask.n_samples = 96, f.ask.max_seqs = 8192;
     plan_layout s = plan_make_layout(&f.ask, 1, 1, 1, 865);
     CHECK_MSG(s.workload.output_rate > 128891 && s.workload.output_rate < 2 * 128891, "%g", s.workload.output_rate);
@@ -210,9 +227,9 @@ static void plan_test_measured(void) {
     arena_free(&f.a);
 }
 
-/* The search for splits, the choice, and how many GPUs are too few. */
+/* The search for splits, the choice, and the smallest number of GPUs. */
 static void plan_test_choice(void) {
-    plan_fix f = plan_fix_open("llama-3.1-70b", "H100");
+    plan_fixture f = plan_fixture_open("llama-3.1-70b", "H100");
     plan_layout s[PLAN_MAX_GPUS];
     f.ask.n_gpus = 8;
     int n = plan_layouts(&f.ask, 865, s);
@@ -221,7 +238,9 @@ static void plan_test_choice(void) {
     const plan_layout *best = plan_best_layout(s, n);
     CHECK(best && best->fits);
     for (int i = 0; i < n; i++) CHECK(!s[i].fits || s[i].workload.output_rate <= 1.02 * best->workload.output_rate);
-    f.ask.n_gpus = 2; /* 2 x (0.9 * 78.6 GiB - 2.4 GB) are 147 GB: the weights fit with a little KV, the whole length does not */
+    /* 2 x (0.9 * 78.6 GiB - 2.4 GB) are 147 GB: the weights fit with a little KV, the full context
+     * length does not */
+    f.ask.n_gpus = 2;
     CHECK(plan_best_layout(s, plan_layouts(&f.ask, 865, s)) && !plan_best_layout(s, plan_layouts(&f.ask, 131072, s)));
     CHECK(plan_min_gpus(f.ask, 865) == 2 && plan_min_gpus(f.ask, 131072) == 3 && f.ask.n_gpus == 2);
     f.ask.n_gpus = 60, f.ask.model = &f.known[0].config;

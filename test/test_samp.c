@@ -1,8 +1,9 @@
-/* test_samp.c - chapter 18 against a naive sampler (full sort, double, as Hugging Face's warpers) and naive text search. */
+/* test_samp.c - tests chapter 18 against a naive sampler (full sort, in double, as Hugging Face's
+ * logits warpers) and a naive text search. */
 
 /* ---- A naive sampler ---- */
 
-typedef struct samp_case { /* one row with all that a pick depends on */
+typedef struct samp_case { /* one row with everything that its sample depends on */
     toka_sampling s;
     toka_sample_row row;
     int V;
@@ -11,19 +12,20 @@ typedef struct samp_case { /* one row with all that a pick depends on */
     float *bias;
 } samp_case;
 
-typedef struct samp_ref { /* what the naive sampler makes of it; all [V] */
+typedef struct samp_ref { /* the result of the naive sampler; all arrays are [V] */
     float *adjusted;
-    double *p, *raw_logprob; /* probability drawn with; 0: not drawable */
+    double *p, *raw_logprob; /* the probability of being sampled; 0: filtered out */
     bool *keep;
-    bool unsure;             /* a sum fell so close to a limit that rounding decides */
-    bool nothing;            /* no id may be drawn */
+    bool unsure;  /* a sum is so close to a limit that rounding decides */
+    bool nothing; /* no id may be sampled */
 } samp_ref;
 
 static toka_sampling samp_plain(void) {
     return (toka_sampling){.temperature = 1, .top_p = 1, .repetition_penalty = 1};
 }
 
-static const float *ref_values; /* for the comparison: ascending, of equal values the highest id first */
+/* for the comparison: ascending; among equal values the highest id comes first */
+static const float *ref_values;
 static int ref_order(const void *a, const void *b) {
     int i = *(const int *)a, j = *(const int *)b;
     float x = ref_values[i], y = ref_values[j];
@@ -60,7 +62,8 @@ static void ref_mask(const samp_case *c, float *x) {
     }
 }
 
-/* The warpers one after the other: top-k, top-p with its ascending sum, min-p. keep starts as all true. */
+/* Applies the warpers in turn: top-k, top-p with its ascending sum, min-p. keep starts as all
+ * true. */
 static void ref_warp(const samp_case *c, samp_ref *r) {
     const float *x = r->adjusted;
     int V = c->V, *order = mem_alloc(V * sizeof *order);
@@ -119,7 +122,8 @@ static samp_ref ref_new(const samp_case *c) {
 }
 static void ref_free(samp_ref *r) { free(r->adjusted), free(r->p), free(r->raw_logprob), free(r->keep); }
 
-static toka_sample_row row_of(const samp_case *c) { /* cases are copied around, so the pointer is set late */
+/* set here because cases are copied, and the pointer must point to the copy */
+static toka_sample_row case_row(const samp_case *c) {
     toka_sample_row row = c->row;
     row.sampling = &c->s;
     return row;
@@ -127,7 +131,7 @@ static toka_sample_row row_of(const samp_case *c) { /* cases are copied around, 
 
 static toka_sample_result pick_of(const samp_case *c) {
     float *x = mem_alloc(c->V * sizeof *x);
-    toka_sample_row row = row_of(c);
+    toka_sample_row row = case_row(c);
     toka_sample_result pick;
     memcpy(x, c->raw, c->V * sizeof *x);
     samp_row(&row, x, c->V, &pick);
@@ -147,7 +151,8 @@ static int32_t *random_ids(uint64_t *s, int n, int V) {
 
 static void random_logits(uint64_t *s, float *x, int V) {
     double spread = (double[]){0.5, 2, 5, 20}[rnd(s) % 4];
-    int kind = (int)(rnd(s) % 5); /* 1: many ties; 2: with -inf and NaN; 3: all equal; else: as they come */
+    /* 1: many ties; 2: with -inf and NaN; 3: all equal; otherwise unchanged */
+    int kind = (int)(rnd(s) % 5);
     for (int i = 0; i < V; i++) {
         x[i] = (float)(spread * rnd_normal(s));
         if (kind == 1) x[i] = rintf(x[i] * 2) / 2 * (rnd(s) % 2 ? 1.0f : -1.0f);
@@ -210,7 +215,8 @@ static void test_samp_philox(void) { /* known answers: Random123, kat_vectors, p
         samp_philox(c, kat[i][4], kat[i][5]);
         CHECK(memcmp(c, kat[i] + 6, sizeof c) == 0);
     }
-    /* The layout is part of what a seed means: it must not change. Same words as above, by way of samp_random. */
+    /* A seed's meaning includes this layout, so it must not change. The same words as above,
+     * through samp_random. */
     CHECK(samp_random(0, 0, 0, 0) == 0xe169c58d6627e8d5u);
     CHECK(samp_random(1, 0, 0, 0) != samp_random((uint64_t)1 << 32, 0, 0, 0));
     uint64_t base = samp_random(7, 8, 9, 0);
@@ -235,8 +241,9 @@ static void test_samp_exp(void) {
 
 /* ---- Against the naive sampler ---- */
 
-/* What is asked besides does not change the draw: not the top log-probabilities, nor that none at all is wanted. */
-static void check_bare(const samp_case *c, const toka_sample_result *pick, uint64_t seed) {
+/* The sample must not depend on what else is requested: neither on top log-probabilities nor on
+ * wanting no log-probability at all. */
+static void check_no_logprob(const samp_case *c, const toka_sample_result *pick, uint64_t seed) {
     for (int n = TOKA_NO_LOGPROBS; n <= 0; n++) {
         samp_case bare = *c;
         bare.s.logprobs = n;
@@ -247,7 +254,8 @@ static void check_bare(const samp_case *c, const toka_sample_result *pick, uint6
     }
 }
 
-/* Checks one case: the kept set, the pick and every log-probability. Returns false if rounding decides the set. */
+/* Checks one case: the ids that the filters keep, the sample and every log-probability. Returns
+ * false if rounding decides which ids are kept. */
 static bool check_case(const samp_case *c, uint64_t seed) {
     samp_ref r = ref_new(c);
     toka_sample_result pick = pick_of(c), again = pick_of(c);
@@ -255,13 +263,13 @@ static bool check_case(const samp_case *c, uint64_t seed) {
     CHECK_MSG(pick.id >= 0 && pick.id < c->V, "seed %llu: id %d", (unsigned long long)seed, pick.id);
     CHECK_MSG(close_to(pick.logprob, r.raw_logprob[pick.id], 1e-5), "seed %llu: %g for %g", (unsigned long long)seed,
               pick.logprob, r.raw_logprob[pick.id]);
-    check_bare(c, &pick, seed);
+    check_no_logprob(c, &pick, seed);
     int n_top = MIN(c->s.logprobs, c->V);
     CHECK(pick.n_top == n_top);
     for (int i = 0; i < n_top; i++) {
         int id = pick.top_ids[i];
         CHECK(close_to(pick.top_logprobs[i], r.raw_logprob[id], 1e-5));
-        int better = 0; /* its rank by (raw logit falling, id rising) */
+        int better = 0; /* its rank in the order (raw logit falling, id rising) */
         for (int j = 0; j < c->V; j++)
             better += r.raw_logprob[j] > r.raw_logprob[id] || (r.raw_logprob[j] == r.raw_logprob[id] && j < id);
         CHECK_MSG(better == i, "seed %llu: top %d is id %d of rank %d", (unsigned long long)seed, i, id, better);
@@ -274,7 +282,7 @@ static bool check_case(const samp_case *c, uint64_t seed) {
     if (!r.nothing && c->s.temperature > 0 && !r.unsure) {
         float *x = mem_alloc(c->V * sizeof *x);
         for (int i = 0; i < c->V; i++) x[i] = samp_clean(c->raw[i]);
-        toka_sample_row row = row_of(c);
+        toka_sample_row row = case_row(c);
         samp_adjust(&row, x, c->V);
         samp_dist d = {x, c->V, samp_max(x, c->V), 1 / (double)c->s.temperature, {-INFINITY, -1}};
         samp_truncate(&d, &c->s);
@@ -284,7 +292,8 @@ static bool check_case(const samp_case *c, uint64_t seed) {
         CHECK_MSG(!wrong, "seed %llu: %d ids of %d", (unsigned long long)seed, wrong, c->V);
         free(x);
     }
-    for (int id = 0, n = 0; r.nothing && id < c->V; id++) { /* the lowest id that may be drawn, if any may */
+    /* the lowest id that is allowed, if there is one */
+    for (int id = 0, n = 0; r.nothing && id < c->V; id++) {
         bool may = !c->s.n_allowed || samp_is_listed(c->s.allowed_ids, c->s.n_allowed, id);
         if (may && !samp_is_listed(c->row.forbidden, c->row.n_forbidden, id) && !n++) CHECK(pick.id == id);
     }
@@ -306,7 +315,8 @@ static void test_samp_naive(void) {
     CHECK_MSG(unsure < n / 20, "%d of %d rows left undecided", unsure, n);
 }
 
-static void test_samp_large(void) { /* several windows, blocks of any size; a vocabulary over SAMP_BLOCKS * 1024 */
+/* several blocks of any size; a vocabulary larger than SAMP_BLOCKS * 1024 */
+static void test_samp_large(void) {
     static const int sizes[] = {SAMP_ID_RANGE, SAMP_ID_RANGE + 1, 151936, 151936, 200019, 600001};
     for (int i = 0; i < COUNT(sizes); i++) {
         uint64_t s = 99 + (uint64_t)i;
@@ -324,33 +334,38 @@ static void test_samp_edges(void) {
     toka_sample_row row = {.forced_id = -1, .sampling = &s};
     toka_sample_result pick;
     s.temperature = 0, s.logprobs = 4;
-    samp_row(&row, (float[]){1, NAN, 3, 3, -INFINITY}, 5, &pick); /* greedy: lowest id on a tie */
+    /* greedy: on a tie the lowest id wins */
+    samp_row(&row, (float[]){1, NAN, 3, 3, -INFINITY}, 5, &pick);
     CHECK(pick.id == 2 && pick.sampled_logprob == 0 && pick.n_top == 4);
     CHECK(pick.top_ids[0] == 2 && pick.top_ids[1] == 3 && pick.top_ids[2] == 0 && pick.top_ids[3] == 1);
     CHECK(pick.top_logprobs[3] == -INFINITY && close_to(pick.logprob, -log(2 + exp(-2)), 1e-6));
     CHECK(pick.logprob == pick.top_logprobs[0]);
 
-    for (int t = 0; t < 3; t++) { /* +inf wins over everything, at every temperature; two share */
+    /* +inf wins over everything at every temperature; two ids share it */
+    for (int t = 0; t < 3; t++) {
         s.temperature = (float[]){0, 1e-45f, 1e20f}[t];
         samp_row(&row, (float[]){1, INFINITY, 3, INFINITY}, 4, &pick);
         CHECK((pick.id == 1 || pick.id == 3) && close_to(pick.logprob, -log(2), 1e-6));
     }
-    for (int t = 0; t < 3; t++) { /* nothing may be drawn */
+    for (int t = 0; t < 3; t++) { /* no id may be sampled */
         s.temperature = (float[]){0, 1e-6f, 1}[t];
         samp_row(&row, (float[]){NAN, -INFINITY, -INFINITY}, 3, &pick);
         CHECK(pick.id == 0 && pick.logprob == -INFINITY && pick.sampled_logprob == 0);
         row.forbidden = (int32_t[]){1, 0}, row.n_forbidden = 2;
         samp_row(&row, (float[]){NAN, -INFINITY, -INFINITY}, 3, &pick);
         CHECK(pick.id == 2);
-        s.allowed_ids = (int32_t[]){2, 1, 0}, s.n_allowed = 2; /* 2 and 1, of which 1 is forbidden */
+        /* 2 and 1, of which 1 is forbidden */
+        s.allowed_ids = (int32_t[]){2, 1, 0}, s.n_allowed = 2;
         samp_row(&row, (float[]){5, 4, -INFINITY}, 3, &pick);
         CHECK(pick.id == 2 && pick.logprob == -INFINITY);
         row.forbidden = (int32_t[]){1, 2};
-        samp_row(&row, (float[]){5, 4, 3}, 3, &pick); /* all allowed ones forbidden: the lowest allowed */
+        /* all allowed ids are forbidden: the lowest allowed one is returned */
+        samp_row(&row, (float[]){5, 4, 3}, 3, &pick);
         CHECK(pick.id == 1);
         s.n_allowed = row.n_forbidden = 0;
     }
-    s.temperature = 1e-6f; /* a tiny temperature is greedy where the best is alone, a huge one forgets the logits */
+    /* a tiny temperature is greedy if the best id is unique; a huge one makes all ids equal */
+    s.temperature = 1e-6f;
     samp_row(&row, (float[]){-1e30f, 1e30f, 1e29f}, 3, &pick);
     CHECK(pick.id == 1 && pick.sampled_logprob == 0);
     s.temperature = 1e30f;
@@ -358,7 +373,7 @@ static void test_samp_edges(void) {
     CHECK(close_to(pick.sampled_logprob, -log(3), 1e-6));
     samp_row(&row, (float[]){-3}, 1, &pick);
     CHECK(pick.id == 0 && pick.logprob == 0 && pick.sampled_logprob == 0 && pick.n_top == 1);
-    s.repetition_penalty = 1e-38f; /* overflows to +inf and is caught */
+    s.repetition_penalty = 1e-38f; /* overflows to +inf; this case is handled */
     row.history = (int32_t[]){0, 1, -5, 77}, row.n_history = 4, row.n_prompt = 1;
     samp_row(&row, (float[]){-3, 2e3f, 1}, 3, &pick);
     CHECK(pick.id == 1 && pick.logprob <= 0);
@@ -373,10 +388,12 @@ static void test_samp_forced(void) {
     CHECK(close_to(pick.logprob, 0.5 - lse, 1e-6) && pick.sampled_logprob == pick.logprob);
     toka_sampling s = samp_plain();
     s.logprobs = 2, s.top_k = 1, row.sampling = &s;
-    samp_row(&row, (float[]){1, 2, 0.5f, -4}, 4, &pick); /* with parameters: top log-probabilities, still no draw */
+    /* with parameters: top log-probabilities, but no random number is used */
+    samp_row(&row, (float[]){1, 2, 0.5f, -4}, 4, &pick);
     CHECK(pick.id == 2 && pick.n_top == 2 && pick.top_ids[0] == 1 && pick.top_ids[1] == 0);
     CHECK(close_to(pick.top_logprobs[1], 1 - lse, 1e-6));
-    const float ties[] = {1, 2, 1, -4, NAN, 1, -INFINITY, INFINITY}; /* the rank: of equal logits the lowest id first */
+    /* the rank: among equal logits the lowest id comes first */
+    const float ties[] = {1, 2, 1, -4, NAN, 1, -INFINITY, INFINITY};
     const int ranks[] = {3, 2, 4, 6, 7, 5, 8, 1};
     for (int id = 0; id < 8; id++) {
         float x[8];
@@ -386,15 +403,15 @@ static void test_samp_forced(void) {
         CHECK_MSG(pick.id == id && pick.rank == ranks[id], "id %d: rank %d, not %d", id, pick.rank, ranks[id]);
     }
     row.forced_id = 2, row.ranked = false;
-    s.logprobs = TOKA_NO_LOGPROBS; /* that is for draws */
+    s.logprobs = TOKA_NO_LOGPROBS; /* forced ids have a log-probability all the same */
     samp_row(&row, (float[]){1, 2, 0.5f, -4}, 4, &pick);
     CHECK(pick.n_top == 0 && !pick.rank && close_to(pick.logprob, 0.5 - lse, 1e-6) && pick.sampled_logprob == pick.logprob);
 }
 
-/* ---- By distribution ---- */
+/* ---- The distribution ---- */
 
-/* Upper tail of chi-square with n degrees of freedom at x: the regularised incomplete gamma function Q(n/2, x/2), by its
- * series below a + 1 and by Lentz's continued fraction above. */
+/* Upper tail of chi-square with n degrees of freedom at x: the regularised incomplete gamma
+ * function Q(n/2, x/2). Its series is used below a + 1, Lentz's continued fraction above. */
 static double chi2_tail(double x, double n) {
     double a = n / 2, z = x / 2, front;
     if (z <= 0) return 1;
@@ -415,7 +432,8 @@ static double chi2_tail(double x, double n) {
     return front * f;
 }
 
-/* p-value of the G-test. Cells with an expectation under 5 are taken together; anything seen where p is 0 gives 0. */
+/* p-value of the G-test. Cells with an expectation under 5 are merged. If an id with p = 0 was
+ * seen, it is 0. */
 static double g_test(const int *seen, const double *p, int n_cells, double n) {
     double g = 0, rest_seen = 0, rest_expected = 0;
     int cells = 0;
@@ -433,9 +451,10 @@ static double g_test(const int *seen, const double *p, int n_cells, double n) {
     return cells < 2 ? 1 : chi2_tail(g, cells - 1);
 }
 
-static void draw_many(const samp_case *c, int n, int *seen) { /* one draw a position, a new sample every 1,000 */
+/* one sample at each position, a new sample number every 1,000 */
+static void draw_many(const samp_case *c, int n, int *seen) {
     float *x = mem_alloc(c->V * sizeof *x);
-    toka_sample_row row = row_of(c);
+    toka_sample_row row = case_row(c);
     memset(seen, 0, c->V * sizeof *seen);
     for (int i = 0; i < n; i++) {
         toka_sample_result pick;
@@ -461,7 +480,9 @@ static void check_distribution(toka_sampling s, const char *what) {
     draw_many(&c, N, seen);
     double p = g_test(seen, ref.p, V, N);
     CHECK_MSG(p > 1e-6 && !ref.unsure, "%s: p = %g", what, p);
-    int best = 0, next = -1; /* the test has power: 3 % of the best id's probability moved to another is noticed */
+    /* the test has enough power: it notices if 3 % of the best id's probability moves to another
+     * id */
+    int best = 0, next = -1;
     for (int i = 0; i < V; i++)
         if (ref.p[i] > ref.p[best]) best = i;
     for (int i = 0; i < V; i++)
@@ -474,7 +495,8 @@ static void check_distribution(toka_sampling s, const char *what) {
 }
 
 static void test_samp_g(void) {
-    CHECK(fabs(chi2_tail(3.841458820694124, 1) - 0.05) < 1e-9); /* the test of the test: tabled quantiles */
+    /* checks the test itself against tabulated quantiles */
+    CHECK(fabs(chi2_tail(3.841458820694124, 1) - 0.05) < 1e-9);
     CHECK(fabs(chi2_tail(18.307038053275146, 10) - 0.05) < 1e-9 && fabs(chi2_tail(2.705543454095404, 1) - 0.1) < 1e-9);
     toka_sampling s = samp_plain();
     s.seed = 2024;
@@ -489,7 +511,7 @@ static void test_samp_g(void) {
     check_distribution(s, "all together");
 }
 
-static void test_samp_g_blocks(void) { /* a row of several blocks, ids in bands */
+static void test_samp_g_blocks(void) { /* a row of several blocks, with bands of ids */
     enum { V = 2600, BAND = 26, BANDS = V / BAND, N = 50000 };
     static float raw[V];
     static int seen[V];
@@ -516,7 +538,8 @@ static void test_samp_g_blocks(void) { /* a row of several blocks, ids in bands 
     }
 }
 
-/* Pairs of draws at neighbouring positions, samples and seeds: all V*V cells at the product of the probabilities. */
+/* Pairs of samples at neighbouring positions, sample numbers and seeds: each of the V*V cells has
+ * the product of the probabilities. */
 static void test_samp_pairs(void) {
     enum { V = 8, N = 1000000 };
     float raw[V] = {0.1f, 0.9f, -0.4f, 0, 0.7f, 0.2f, -1, 0.5f};
@@ -547,7 +570,8 @@ static void test_samp_pairs(void) {
     ref_free(&ref);
 }
 
-static void test_samp_pure(void) { /* a draw depends on its own counter only; other counters give other draws */
+/* a sample depends on its own counter only; another counter gives another sample */
+static void test_samp_pure(void) {
     enum { V = 1000 };
     static float raw[V];
     uint64_t r = 3;
@@ -564,12 +588,14 @@ static void test_samp_pure(void) { /* a draw depends on its own counter only; ot
         c.row.position -= 1000;
         CHECK(id == pick_of(&c).id);
     }
-    for (int i = 0; i < 3; i++) CHECK_MSG(same[i] < 10, "%d of %d", same[i], n); /* by chance about 0.3 */
+    /* by chance about 0.3 are equal */
+    for (int i = 0; i < 3; i++) CHECK_MSG(same[i] < 10, "%d of %d", same[i], n);
 }
 
-/* ---- The last resort ---- */
+/* ---- The fallback id ---- */
 
-static int32_t samp_lowest(const toka_sample_row *row, int V, bool any) { /* allowed and not forbidden; any: forbidden or not */
+/* the lowest id that is allowed and not forbidden; any: may be forbidden */
+static int32_t samp_lowest(const toka_sample_row *row, int V, bool any) {
     for (int32_t id = 0; id < V; id++) {
         bool in = !row->sampling->n_allowed, out = false;
         for (int i = 0; i < row->sampling->n_allowed; i++) in |= row->sampling->allowed_ids[i] == id;
@@ -588,10 +614,12 @@ static void test_samp_last_resort(void) {
         toka_sampling s = {.allowed_ids = allowed, .n_allowed = turn % 3 ? (int)(rnd(&rng) % 40) : 0};
         toka_sample_row row = {.sampling = &s, .forbidden = forbidden, .n_forbidden = (int)(rnd(&rng) % 40)};
         for (int i = 0; i < 40; i++) allowed[i] = (int32_t)(rnd(&rng) % (uint64_t)near);
-        for (int i = 0; i < 40; i++) forbidden[i] = (int32_t)(rnd(&rng) % (uint64_t)(near + 2)) - 1; /* not all are in it */
+        /* not all ids are in the list */
+        for (int i = 0; i < 40; i++) forbidden[i] = (int32_t)(rnd(&rng) % (uint64_t)(near + 2)) - 1;
         CHECK(toka_fallback_id(&row, n) == samp_lowest(&row, n, false));
     }
-    for (int i = 0; i < V; i++) all[i] = V - 1 - i; /* pairs of them are 16 thousand million */
+    /* comparing all pairs of them would take 16 thousand million steps */
+    for (int i = 0; i < V; i++) all[i] = V - 1 - i;
     toka_sampling s = {.allowed_ids = all, .n_allowed = V};
     toka_sample_row row = {.sampling = &s, .forbidden = all, .n_forbidden = V};
     CHECK(toka_fallback_id(&row, V) == 0);
@@ -602,7 +630,8 @@ static void test_samp_last_resort(void) {
 
 /* ---- Parameters ---- */
 
-/* The log-probability of the pick is that of its raw logit under every penalty that samp_check takes. */
+/* The log-probability of a sample is that of its raw logit, under every penalty that samp_check
+ * accepts. */
 static void test_samp_undone(void) {
     static const float repetitions[] = {1e-30f, 0.01f, 0.3f, 1, 7, 100, 1e30f}, others[] = {-2, -0.1f, 0, 0.3f, 2};
     int32_t history[60];
@@ -684,7 +713,7 @@ static void test_samp_check(void) {
     BAD("stop[0]: 4097 bytes, expected 1 to 4096", s.stop = (const char *[]){longest}, s.n_stop = 1);
     BAD("stop[0]: byte 1 is not valid UTF-8", s.stop = (const char *[]){"a\xE2\x82"}, s.n_stop = 1);
 #undef BAD
-    toka_sampling s = good; /* the edges that are allowed */
+    toka_sampling s = good; /* the allowed limits */
     s.temperature = 0, s.top_p = 1e-9f, s.min_p = 1, s.top_k = -1, s.logprobs = 32, s.min_tokens = s.max_tokens = 5;
     s.stop = (const char *[]){"\xED\x95\x9C", "x"}, s.n_stop = 2, s.presence_penalty = -2, s.stop_ids = (int32_t[]){0, 99};
     s.n_stop_ids = 2, s.allowed_ids = many, s.n_allowed = 100;
@@ -698,13 +727,14 @@ static void test_samp_check(void) {
 
 /* ---- Stop strings ---- */
 
-typedef struct stop_want { /* of a whole text */
-    size_t out;  /* bytes that come out in the end */
-    size_t end;  /* one past the stop string, or the text's length */
+typedef struct stop_want { /* the expected result for a whole text */
+    size_t out;            /* bytes that are output in the end */
+    size_t end;            /* one past the stop string, or the text's length */
     bool stopped;
 } stop_want;
 
-/* Whole-text search: the first end at or after an armed piece's first byte; on a tie the stop string that starts first. */
+/* Searches the whole text for the first end of a stop string at or after the first byte of an armed
+ * piece. On a tie, the stop string that starts first wins. */
 static stop_want naive_stop(str text, const char *const *stop, int n_stop, size_t armed_from, bool include) {
     for (size_t end = armed_from + 1; end <= text.n; end++) {
         size_t longest = 0;
@@ -715,7 +745,8 @@ static stop_want naive_stop(str text, const char *const *stop, int n_stop, size_
     return (stop_want){text.n, text.n, false};
 }
 
-/* The most that may be out after `n` bytes: all but the longest end that begins some stop string. */
+/* The largest number of bytes that may be output after `n` bytes: all but the longest suffix that
+ * is the beginning of a stop string. */
 static size_t naive_certain(str text, size_t n, const char *const *stop, int n_stop) {
     for (size_t keep = n; keep; keep--)
         for (int i = 0; i < n_stop; i++)
@@ -723,7 +754,8 @@ static size_t naive_certain(str text, size_t n, const char *const *stop, int n_s
     return n;
 }
 
-/* One text in random pieces; pieces that begin before armed_from are not armed (armed_from is moved to a border). */
+/* Feeds one text in random pieces. Pieces that begin before armed_from are not armed (armed_from is
+ * moved to a piece's boundary). */
 static void check_stop(str text, const char *const *stop, int n_stop, bool include, uint64_t *s) {
     stop_scanner scan;
     buf out = {0};
@@ -740,7 +772,8 @@ static void check_stop(str text, const char *const *stop, int n_stop, bool inclu
     bool stopped = false;
     at = 0;
     for (size_t i = 0; i < n_cuts && !stopped; i++) {
-        char *piece = mem_alloc(cuts[i] - at); /* its own block: ASan sees any read beside it */
+        /* a heap block of its own: ASan reports any read outside */
+        char *piece = mem_alloc(cuts[i] - at);
         memcpy(piece, text.p + at, cuts[i] - at);
         stopped = stop_put(&scan, (str){piece, cuts[i] - at}, at >= border, &out);
         free(piece);
@@ -775,14 +808,15 @@ static void test_stop_random(void) {
 
 static void test_stop_cases(void) {
     static const struct {
-        const char *text, *stop[3], *out, *with; /* out: stop string left out; with: included */
+        const char *text, *stop[3], *out, *with; /* out: without the stop string; with: with it */
     } cases[] = {
         {"The end.\n\nUser: hi", {"\n\nUser:", "###"}, "The end.", "The end.\n\nUser:"},
         {"xabcdef", {"abcde", "bcd"}, "xa", "xabcd"},         /* "bcd" is complete first */
-        {"xabcdef", {"bcd", "abcd"}, "x", "xabcd"},           /* same end: the one that starts first */
-        {"aaab", {"aab"}, "a", "aaab"},                       /* falling back inside a beginning */
+        /* the same end: the one that starts first wins */
+        {"xabcdef", {"bcd", "abcd"}, "x", "xabcd"},
+        {"aaab", {"aab"}, "a", "aaab"}, /* falls back to a shorter beginning */
         {"ababac", {"abac", "bb"}, "ab", "ababac"},
-        {"abab", {"abc"}, "abab", "abab"},                    /* held back to the end, then out */
+        {"abab", {"abc"}, "abab", "abab"}, /* held back until the end, then output */
         {"\xED\x95\x9C\xEA\xB5\xAD", {"\xEA\xB5\xAD"}, "\xED\x95\x9C", "\xED\x95\x9C\xEA\xB5\xAD"},
         {"\xED\x95\x9C\xEA\xB5\xAE!", {"\xEA\xB5\xAD"}, "\xED\x95\x9C\xEA\xB5\xAE!", "\xED\x95\x9C\xEA\xB5\xAE!"},
         {"", {"a"}, "", ""},
@@ -812,13 +846,16 @@ static void test_stop_armed(void) {
     stop_scanner scan;
     buf out = {0};
     stop_init(&scan, stop, 1, false);
-    CHECK(!stop_put(&scan, STR("1ab2"), false, &out) && str_is(buf_view(&out), "1ab2")); /* too early: ordinary text */
-    CHECK(!stop_put(&scan, STR("3a"), false, &out) && str_is(buf_view(&out), "1ab23"));  /* a beginning is held back */
-    CHECK(stop_put(&scan, STR("b4"), true, &out) && str_is(buf_view(&out), "1ab23"));    /* and ends where it counts */
+    /* too early: ordinary text */
+    CHECK(!stop_put(&scan, STR("1ab2"), false, &out) && str_is(buf_view(&out), "1ab2"));
+    /* the beginning of a stop string is held back */
+    CHECK(!stop_put(&scan, STR("3a"), false, &out) && str_is(buf_view(&out), "1ab23"));
+    /* and it ends where it counts */
+    CHECK(stop_put(&scan, STR("b4"), true, &out) && str_is(buf_view(&out), "1ab23"));
     CHECK(stop_put(&scan, STR("more"), true, &out) && str_is(buf_view(&out), "1ab23"));
     stop_free(&scan);
     buf_clear(&out);
-    stop_init(&scan, NULL, 0, false); /* no stop strings: text passes */
+    stop_init(&scan, NULL, 0, false); /* no stop strings: text passes unchanged */
     CHECK(!stop_put(&scan, STR("abc"), true, &out) && !stop_put(&scan, STR(""), true, &out));
     CHECK(str_is(buf_view(&out), "abc"));
     stop_end(&scan, &out);

@@ -1,8 +1,9 @@
-/* test_tmpl.c - chapters 8 to 10: templates of real models against Python's Jinja2, own small cases, limits. */
+/* test_tmpl.c - chapters 8 to 10: templates of real models against Python's Jinja2, small cases of
+ * our own, limits. */
 
 static const tmpl_time tmpl_test_now = {2025 - 1900, 6, 4, 12, 34, 56, 5, 184}; /* 2025-07-04 12:34:56, a Friday */
 
-/* Renders source with a context given as JSON text. 0, or the error's code. */
+/* Renders source with a context in JSON. Returns 0 or the code of the error. */
 static int tmpl_of(str source, str context, tmpl_limits limits, buf *out, toka_err *e) {
     arena a = {0};
     tmpl *t = NULL;
@@ -17,8 +18,8 @@ static int tmpl_of(str source, str context, tmpl_limits limits, buf *out, toka_e
     return code;
 }
 
-/* The template of a file: the file itself, or chat_template of a tokenizer_config.json (of several the
- * one named default). */
+/* The template in a file: the file itself, or chat_template of a tokenizer_config.json (if there
+ * are several, the one named default). */
 static str tmpl_file_source(arena *a, const char *name, str file) {
     toka_err e;
     if (!str_ends(str_c(name), STR(".json"))) return file;
@@ -29,7 +30,8 @@ static str tmpl_file_source(arena *a, const char *name, str file) {
     return json_str(t);
 }
 
-/* What apply_chat_template passes on: the context, null for tools and documents that are not there, the special tokens. */
+/* The context as apply_chat_template passes it: null for absent tools and documents, and the
+ * special tokens. */
 static void tmpl_golden_context(buf *b, const json *row, const json *context) {
     json_put_open(b, '{');
     json_put_key(b, "tools"), json_put_null(b), json_put_key(b, "documents"), json_put_null(b);
@@ -88,7 +90,8 @@ static void test_tmpl_goldens(void) {
     free((void *)rows.p), free((void *)text.p);
 }
 
-/* test/templates.json: small templates whose outputs are Jinja2's (test/check_templates.py holds them to it). */
+/* test/templates.json: small templates with the outputs of Jinja2 (test/check_templates.py checks
+ * them against it). */
 static void test_tmpl_cases(void) {
     arena a = {0};
     toka_err e = {0};
@@ -102,7 +105,8 @@ static void test_tmpl_cases(void) {
         buf out = {0};
         str source = json_str(json_get(it, "template"));
         const json *expected = json_get(it, "output"), *error = json_get(it, "error");
-        const tmpl_limits small = {2000000, 400, 4 << 20}; /* what only toka refuses is mostly too large */
+        /* what only toka refuses is mostly too large */
+        const tmpl_limits small = {2000000, 400, 4 << 20};
         bool refused = json_is_true(json_get(it, "only_here"));
         int code = tmpl_of(source, buf_view(&context), refused ? small : tmpl_default_limits, &out, &e);
         if (error) CHECK_MSG(code == TOKA_E_INPUT && str_starts(str_c(e.msg), STR("template line ")) &&

@@ -1,5 +1,6 @@
-/* test_tok.c - chapters 6 and 7. Equality with Hugging Face on much text and on odd settings is test_tokenizer_hf.py's work; here
- * are the published vectors, what must hold for any text, worst cases, and what is refused. */
+/* test_tok.c - chapters 6 and 7: the published vectors, what must hold for any text, worst cases,
+ * and what is refused. test_tokenizer_hf.py compares with Hugging Face on much text and with
+ * unusual settings. */
 
 static tok *tok_test_open(const char *folder) { /* NULL: no public data */
     char name[200];
@@ -18,7 +19,7 @@ static tok *tok_test_open(const char *folder) { /* NULL: no public data */
     return err ? NULL : t;
 }
 
-static str tok_test_ids(const ids *v, buf *b) { /* "1 2 3" */
+static str tok_test_ids(const ids *v, buf *b) { /* as text: "1 2 3" */
     buf_clear(b);
     for (size_t i = 0; i < v->n; i++) buf_printf(b, "%s%d", i ? " " : "", v->p[i]);
     return buf_view(b);
@@ -62,7 +63,8 @@ static void tok_test_vectors(void) {
     tok_test_vector("phi-3", "tokenizers/phi-3-mini");
 }
 
-/* Ids that Hugging Face tokenizers 0.23.3 gives: upper and lower case, a long s in a contraction, three patterns. */
+/* The ids of Hugging Face tokenizers 0.23.3: upper and lower case, a long s in a contraction, three
+ * patterns. */
 static void tok_test_patterns(void) {
     static const char *const cases[][3] = {
         {"tokenizers/gpt-oss", "HTMLParser's iPhone'LL, ABCdef\xC7\x85x \xCA\xB0" "A e\xCC\x81" "E",
@@ -106,7 +108,7 @@ static void tok_test_patterns(void) {
     ids_free(&v), buf_free(&b);
 }
 
-/* The two ways to merge, by scans and by a heap, agree. */
+/* The two merge algorithms, by scans and by a heap, must agree. */
 static void tok_test_merges(void) {
     tok *t = tok_test_open("tokenizers/llama-3.1");
     if (!t) return;
@@ -121,7 +123,8 @@ static void tok_test_merges(void) {
     tok_del(t);
 }
 
-/* Text of all sorts, valid UTF-8 but for `broken`: random characters of four lengths, words, spaces, marks, line ends. */
+/* Text of all sorts, valid UTF-8 unless `broken`: random characters of one to four bytes, words,
+ * spaces, marks, line ends. */
 static void tok_test_text(buf *b, uint64_t *seed, size_t n, bool broken) {
     static const char *const bits[] = {
         " ", "  ", "\n", "\r\n", "the", " and", "'s", "'LL", "12345", "Z\xC3\xBC", "\xED\x95\x9C\xEA\xB5\xAD",
@@ -139,7 +142,8 @@ static void tok_test_text(buf *b, uint64_t *seed, size_t n, bool broken) {
     }
 }
 
-/* decode(encode(x)) == x; id by id it is the same text and always whole characters; broken bytes come back as U+FFFD. */
+/* decode(encode(x)) == x. Decoded id by id, the text is the same, and each piece has whole
+ * characters. Invalid bytes become U+FFFD. */
 static void tok_test_roundtrip_of(const char *folder, bool exact) {
     tok *t = tok_test_open(folder);
     if (!t) return;
@@ -179,13 +183,14 @@ static void tok_test_roundtrip(void) {
     tok_test_roundtrip_of("tokenizers/llama-3.1", true);
     tok_test_roundtrip_of("tokenizers/gpt-oss", true);
     tok_test_roundtrip_of("tokenizers/deepseek-v3", true);
-    tok_test_roundtrip_of("tokenizers/qwen3", false); /* form C changes text */
-    tok_test_roundtrip_of("tokenizers/phi-3-mini", false); /* a mark in the text comes back as a space */
+    tok_test_roundtrip_of("tokenizers/qwen3", false); /* normal form C changes the text */
+    /* a mark in the text comes back as a space */
+    tok_test_roundtrip_of("tokenizers/phi-3-mini", false);
     tok_test_roundtrip_of("weights/stories260K", false);
 }
 
-/* Eight times the text takes about eight times the time: the ratio of the best of two stays below 32 (n log n gives 10,
- * n * n gives 64), for each shape of text. */
+/* Eight times the text takes about eight times as long. The ratio of the best of two stays below 32
+ * (n log n gives 10, n * n gives 64), for each shape of text. */
 static void tok_test_worst(void) {
     static const char *const unit[] = {"a",  " ", "\xF0\x9F\xA6\x99", "\n", "1", "ab", "\xE2\x96\x81", "\xCC\x81",
                                        "<", "'", "a "};
@@ -214,7 +219,7 @@ static void tok_test_worst(void) {
     }
 }
 
-/* A whole file with other parts; NULL is the part of a small byte-level tokenizer. */
+/* A whole file with another part; NULL: the part of a small byte-level tokenizer. */
 static int tok_test_small(tok **t, const char *part, const char *value, toka_err *e) {
     static const char *const parts[][2] = {
         {"added_tokens", "[{\"id\":9,\"content\":\"<s>\",\"special\":true},"
@@ -241,7 +246,8 @@ static int tok_test_small(tok **t, const char *part, const char *value, toka_err
     return err;
 }
 
-/* Added tokens that are white space and take what is behind them: each run is gone over once. */
+/* Added tokens that are white space and include the white space after them: each run must be
+ * scanned only once. */
 static void tok_test_white_run(void) {
     enum { N = 1 << 17 };
     tok *t;
@@ -296,7 +302,8 @@ static void tok_test_small_file(void) {
     ids_free(&v), buf_free(&b);
 }
 
-/* Byte fallback, unknown characters, and what the decoder takes off the start: at most two spaces, no other character. */
+/* Byte fallback, unknown characters, and what the decoder removes at the start: at most two spaces,
+ * no other character. */
 static void tok_test_characters(void) {
     static const char file[] =
         "{\"normalizer\":{\"type\":\"Prepend\",\"prepend\":\"_\"},\"decoder\":{\"type\":\"Sequence\",\"decoders\":["
@@ -322,12 +329,13 @@ static void tok_test_characters(void) {
         CHECK(!tok_decode(t, cases[i].id, (size_t)cases[i].n, 0, &b, &e));
         CHECK_MSG(str_is(buf_view(&b), cases[i].text), "case %d: \"%s\"", i, b.p);
     }
-    CHECK(!tok_encode(t, STR("a\xC3\xA9zza_z"), 0, &v, &e)); /* zz is one unknown */
+    CHECK(!tok_encode(t, STR("a\xC3\xA9zza_z"), 0, &v, &e)); /* zz is one unknown token */
     CHECK_MSG(str_is(tok_test_ids(&v, &b), "5 3 4 0 2 1 0"), "%s", b.p);
     buf_free(&b), ids_free(&v), tok_del(t);
 }
 
-/* What stands beside tokenizer.json: a space ahead of a text by ByteLevel or by SentencePiece, taken away or not known. */
+/* Settings in files next to tokenizer.json: ByteLevel or SentencePiece adds a space before a text;
+ * it is removed, kept, or the setting is unknown. */
 static void tok_test_prefix(void) {
     static const char level[] = "{\"pre_tokenizer\":{\"type\":\"ByteLevel\",\"add_prefix_space\":%s},\"decoder\":{\"type\":\"ByteLevel\"},"
                                 "\"model\":{\"type\":\"BPE\",\"vocab\":{\"a\":0,\"\u0120\":1},\"merges\":[]}}";
@@ -363,7 +371,7 @@ static void tok_test_prefix(void) {
     }
 }
 
-/* What is not known is refused, and the message quotes it. */
+/* Unknown settings are refused, and the message quotes them. */
 static void tok_test_refused(void) {
     static const char *const cases[][3] = {
         {"model", "{\"type\":\"Unigram\",\"vocab\":[]}", "model type \"Unigram\""},
@@ -404,7 +412,7 @@ static void tok_test_refused(void) {
     CHECK(tok_load(&t, STR("[]"), STR(""), &e) == TOKA_E_INPUT);
 }
 
-/* Many threads on one tokenizer get the same ids: the memory of pieces is shared. */
+/* Many threads use one tokenizer and get the same ids, although they share the cache of pieces. */
 typedef struct tok_test_job {
     const tok *t;
     str text;
@@ -444,13 +452,13 @@ static void tok_test_threads(void) {
 
 static const struct test tok_tests[] = {{"tokenizer: published vectors", tok_test_vectors},
                                         {"tokenizer: patterns", tok_test_patterns},
-                                        {"tokenizer: two ways to merge", tok_test_merges},
+                                        {"tokenizer: two merge algorithms", tok_test_merges},
                                         {"tokenizer: a small file", tok_test_small_file},
                                         {"tokenizer: runs of white space", tok_test_white_run},
                                         {"tokenizer: characters", tok_test_characters},
-                                        {"tokenizer: a space ahead", tok_test_prefix},
+                                        {"tokenizer: a space before the text", tok_test_prefix},
                                         {"tokenizer: refused files", tok_test_refused},
-                                        {"tokenizer: there and back, and in a stream", tok_test_roundtrip},
+                                        {"tokenizer: round trips, whole and streamed", tok_test_roundtrip},
                                         {"tokenizer: worst cases", tok_test_worst},
                                         {"tokenizer: threads", tok_test_threads},
                                         {0}};

@@ -1,6 +1,7 @@
 /* test_unicode.c - chapter 5 against the Unicode consortium's own test files. */
 
-static size_t uni_test_field(char *line, int field, char *out) { /* code points in hex, field i between ';', as UTF-8 */
+/* field i of a line with ';' between the fields: code points in hex, returned as UTF-8 */
+static size_t uni_test_field(char *line, int field, char *out) {
     char *p = line, *w = out;
     for (; field; field--) p = strchr(p, ';') + 1;
     while (*p != ';') {
@@ -12,7 +13,7 @@ static size_t uni_test_field(char *line, int field, char *out) { /* code points 
 
 static bool uni_test_nfc(const uni *u, str from, str to, int version) {
     buf b = {0};
-    char *exact = mem_alloc(from.n); /* no byte behind it */
+    char *exact = mem_alloc(from.n); /* no byte after it */
     memcpy(exact, from.p, from.n);
     bool ok = str_eq(uni_nfc(u, (str){exact, from.n}, version, &b), to);
     free(exact);
@@ -20,7 +21,8 @@ static bool uni_test_nfc(const uni *u, str from, str to, int version) {
     return ok;
 }
 
-/* NormalizationTest.txt: c2 = nfc(c1) = nfc(c2) = nfc(c3), c4 = nfc(c4) = nfc(c5); what part 1 does not list is fixed. */
+/* NormalizationTest.txt: c2 = nfc(c1) = nfc(c2) = nfc(c3), c4 = nfc(c4) = nfc(c5). A character that
+ * part 1 does not list is its own normal form. */
 static void uni_test_normalization(void) {
     const char *path = data_path("suites/unicode/NormalizationTest.txt");
     if (!path) {
@@ -50,7 +52,8 @@ static void uni_test_normalization(void) {
     CHECK(n > 18000);
     CHECK_MSG(old == 631, "%d lines differ in form C of Unicode 9.0, as in Hugging Face tokenizers 0.23.3: 631", old);
     for (uint32_t c = 0; c < UNI_MAX; c++) {
-        if ((c >= 0xD800 && c < 0xE000) || listed[c] || c >= 0x16121) continue; /* and not what is younger than 14.0 */
+        /* nor characters newer than 14.0 */
+        if ((c >= 0xD800 && c < 0xE000) || listed[c] || c >= 0x16121) continue;
         if (c == 0x105C9 || c == 0x105E4 || (c >= 0x11383 && c <= 0x113C8)) continue;
         str s = {z, (size_t)utf8_put(z, c)};
         CHECK_MSG(uni_test_nfc(&u, s, s, UNI_V16), "U+%04X", c);
@@ -59,15 +62,18 @@ static void uni_test_normalization(void) {
     uni_free(&u);
 }
 
-/* Long runs of marks are sorted and joined in linear time, and a mark may be the first character. */
+/* Long runs of marks are sorted and composed in linear time, and a mark may be the first
+ * character. */
 static void uni_test_marks(void) {
     uni u;
     buf text = {0}, b = {0};
     uni_init(&u);
     double best[2] = {1e9, 1e9};
     str s = {0};
-    for (int i = 0; i < 300000; i++) buf_c(&text, i & 1 ? "\xCC\x81" : "\xCC\xA7"); /* U+0301 (230), U+0327 (202) */
-    for (int i = 0; i < 6; i++) { /* an eighth of the text, and all of it: eight times the time, where n * n would be 64 */
+    /* U+0301 (class 230), U+0327 (class 202) */
+    for (int i = 0; i < 300000; i++) buf_c(&text, i & 1 ? "\xCC\x81" : "\xCC\xA7");
+    /* an eighth of the text, and all of it: about eight times as long, where n * n would give 64 */
+    for (int i = 0; i < 6; i++) {
         double t0 = cpu_now();
         s = uni_nfc(&u, str_sub(buf_view(&text), 0, i % 2 ? text.n : text.n / 8), UNI_V16, &b);
         best[i % 2] = MIN(best[i % 2], cpu_now() - t0);
@@ -81,7 +87,7 @@ static void uni_test_marks(void) {
     uni_free(&u);
 }
 
-/* Categories against UnicodeData.txt 17.0, but for what 17.0 changed. */
+/* Categories against UnicodeData.txt 17.0, except for what 17.0 changed. */
 static void uni_test_classes(void) {
     static const char names[][3] = {"Lu", "Ll", "Lt", "Lm", "Lo", "Mn", "Mc", "Me", "Nd", "Nl", "No", "Pc", "Pd", "Ps",
                                     "Pe", "Pi", "Pf", "Po", "Sm", "Sc", "Sk", "So", "Zs", "Zl", "Zp", "Cc", "Cf", "Cs",
@@ -107,13 +113,13 @@ static void uni_test_classes(void) {
     }
     fclose(f);
     CHECK(n > 40000);
-    CHECK_MSG(newer == 463, "%d", newer); /* lines; the ideographs are listed as ranges */
+    CHECK_MSG(newer == 463, "%d", newer); /* lines of the file; ideographs are listed as ranges */
     CHECK((u.props[0x295] & 31) == UNI_LL && (u.props['\n'] & 31) == UNI_LINE_END);
     CHECK((u.props[0x85] & 31) == UNI_SPACE_CONTROL);
     uni_free(&u);
 }
 
-/* A field of one code point, or c itself where it is empty. */
+/* A field of one code point, or c itself if the field is empty. */
 static uint32_t uni_test_simple(char *line, int field, uint32_t c) {
     char to[8];
     int n;
@@ -121,7 +127,8 @@ static uint32_t uni_test_simple(char *line, int field, uint32_t c) {
     return bytes ? uni_next(to, &n) : c;
 }
 
-/* Mappings of one code point to one against UnicodeData.txt, and how many have more than that. */
+/* Mappings of one code point to one against UnicodeData.txt, and the number of those that map to
+ * more. */
 static void uni_test_simple_cases(void) {
     static const int field[] = {[UNI_UPPERCASE] = 12, [UNI_LOWERCASE] = 13, [UNI_TITLECASE] = 14};
     const char *path = data_path("suites/unicode/UnicodeData.txt");
@@ -152,7 +159,7 @@ static void uni_test_simple_cases(void) {
     uni_cases_free(&u);
 }
 
-/* Cases that more than one code point decides; what is right is Python's answer. */
+/* Case mappings that depend on more than one code point. The expected results are Python's. */
 static void uni_test_cases(void) {
     static const struct {
         enum uni_case to;
@@ -180,7 +187,8 @@ static void uni_test_cases(void) {
     uni_cases_free(&u);
 }
 
-/* Bytes that are not UTF-8: as many U+FFFD as Python's errors='replace' gives (worked out with it). */
+/* Bytes that are not UTF-8: as many U+FFFD as Python's errors='replace' gives (its results are in
+ * the table). */
 static void uni_test_repair(void) {
     static const struct {
         const char *bytes;
