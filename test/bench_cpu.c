@@ -1,9 +1,11 @@
-/* bench_cpu.c - how near the CPU backend comes to the machine, in ratios of one run.
- *   cc -O3 -o /tmp/bench_cpu test/bench_cpu.c -lm -lpthread && /tmp/bench_cpu [threads [set [bf16|f16|f32]]]
- * Decode: bytes of weights per second of a one-token step against a plain read loop over the same bytes with the same
- * threads. Prefill: multiply-adds per second of a 512-token step against a loop of nothing but multiply-adds of the same
- * instruction set. Sharing: attention of 256 rows over one 1000-token prefix, stored once against read row by row.
- * The model has the layer shapes of Llama-3.2-1B, random weights, fewer layers. */
+/* bench_cpu.c - how near the CPU backend comes to the machine's limits, as ratios within one run.
+ *   cc -O3 -o /tmp/bench_cpu test/bench_cpu.c -lm -lpthread
+ *   /tmp/bench_cpu [threads [set [bf16|f16|f32]]]
+ * Decode: bytes of weights per second of a one-token step, against a plain read loop over the same
+ * bytes with the same threads. Prefill: multiply-adds per second of a 512-token step, against a
+ * loop of multiply-adds with the same instruction set. Sharing: attention of 256 rows over one
+ * 1000-token prefix, read once for all rows, against once for each row. The model has the layer
+ * shapes of Llama-3.2-1B, random weights and fewer layers. */
 #include "../toka.c"
 
 enum { BENCH_LAYERS = 4, BENCH_ROWS = 256, BENCH_PREFIX = 1008, BENCH_PREFILL = 512 };
@@ -13,7 +15,8 @@ static toka_shape bench_shape = {.L = BENCH_LAYERS, .H = 32, .K = 8, .D = 64, .E
 static float bench_freq[32];
 static const char *const bench_types[] = {"bf16", "f16", "f32"};
 static volatile float bench_sink;
-static int bench_clock = CLOCK_MONOTONIC; /* with one thread its own CPU time, so that neighbours do not count */
+/* with one thread its CPU time, so that other processes do not count */
+static int bench_clock = CLOCK_MONOTONIC;
 
 static double bench_now(void) {
     struct timespec t;
@@ -36,7 +39,7 @@ static toka_tensor bench_tensor(bench *b, int rows, int cols, toka_dtype type) {
     return t;
 }
 
-/* Places every tensor; the first call only counts bytes. */
+/* Assigns the place of every tensor. The first call only counts bytes. */
 static void bench_place(bench *b, toka_dtype type) {
     const toka_shape *s = &bench_shape;
     b->used = 0;
@@ -61,7 +64,8 @@ static void bench_open(bench *b, toka_dtype type, int threads, const cpu_kernels
     b->bytes = mmap(NULL, b->n_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     bench_place(b, type);
     uint32_t r = 1;
-    for (size_t i = 0; i < b->n_bytes; i += type == TOKA_F32 ? 4 : 2) { /* values of some 0.01 to 0.03, any sign */
+    /* values of about 0.01 to 0.03 with either sign */
+    for (size_t i = 0; i < b->n_bytes; i += type == TOKA_F32 ? 4 : 2) {
         r = r * 1664525u + 1013904223u;
         uint32_t sign = r & 0x80000000u, mantissa = r >> 9 & 0x7FFFFF;
         uint32_t f = sign | 0x3C800000 | mantissa;
@@ -82,7 +86,7 @@ static void bench_close(bench *b) {
     munmap(b->bytes, b->n_bytes);
 }
 
-/* T tokens of one sequence from position pos on, one row of logits. */
+/* T tokens of one sequence, from position pos on, with one row of logits. */
 static double bench_step(bench *b, int T, int pos) {
     static int32_t ids[512], at[512], slot[512], pages[128];
     static toka_sample_row row;
@@ -105,7 +109,7 @@ static double bench_step(bench *b, int T, int pos) {
     return bench_now() - t0;
 }
 
-/* ---- What the machine can do ---- */
+/* ---- The machine's limits ---- */
 
 static void read_item(void *arg, int thread, int item) { /* reads 1 MB */
     const bench *b = arg;
@@ -124,7 +128,8 @@ static double bench_read(bench *b) {
 
 enum { FMA_ROUNDS = 1000000 };
 
-/* Independent chains of multiply-adds, as many as registers or latency ask for; 8 * FMA_ROUNDS in all. */
+/* Independent chains of multiply-adds: as many as the registers and the latency require; 8 *
+ * FMA_ROUNDS in all. */
 static void fma_c(void) {
     cpu_f32x4 a[14], m = {0.999f, 0.999f, 0.999f, 0.999f};
     for (int i = 0; i < 14; i++) a[i] = m * (float)i;
@@ -156,7 +161,7 @@ static void fma_item(void *arg, int thread, int item) {
     (void)thread, (void)item;
     fma_loops[*(int *)arg]();
 }
-static double bench_peak(bench *b, int set) { /* multiply-adds a second */
+static double bench_peak(bench *b, int set) { /* multiply-adds per second */
     int items = 4 * b->d->pool.n_threads, lanes = 4 << set;
     double t0 = bench_now();
     cpu_parallel_for(&b->d->pool, fma_item, &set, items, INT64_MAX);
@@ -165,8 +170,9 @@ static double bench_peak(bench *b, int set) { /* multiply-adds a second */
 
 /* ---- Attention of many rows over one prefix ---- */
 
-/* 256 sequences, each at its own last position behind a prefix of BENCH_PREFIX tokens. mode 0: one span for all over the
- * prefix; 1: a span each over the same pages; 2: a span each over a copy of their own. */
+/* 256 sequences, each at its own last position after a prefix of BENCH_PREFIX tokens. mode 0: one
+ * span over the prefix for all. 1: a span for each over the same pages. 2: a span for each over its
+ * own copy. */
 static double bench_share(bench *b, int mode) {
     static int32_t ids[BENCH_ROWS], pos[BENCH_ROWS], slot[BENCH_ROWS], pages[BENCH_ROWS * 64];
     static toka_span spans[2 * BENCH_ROWS];

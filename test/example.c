@@ -1,10 +1,12 @@
-/* example.c - toka as a library: includes toka.h, links toka.o, prints a completion.
- *   cc -c toka.c && cc test/example.c toka.o -I. -lm -lpthread -o example && ./example MODEL "prompt" */
+/* example.c - toka as a library: includes toka.h, is linked with toka.o, prints a completion.
+ *   cc -c toka.c && cc test/example.c toka.o -I. -lm -lpthread -o example
+ *   ./example MODEL "prompt" */
 #include "toka.h"
 #include <stdio.h>
 #include <string.h>
 
-static int print_piece(void *user, const toka_event *ev) { /* not 0 would end the request */
+/* a value other than 0 would end the request */
+static int print_piece(void *user, const toka_event *ev) {
     return fwrite(ev->text, 1, ev->text_bytes, user) != ev->text_bytes;
 }
 

@@ -1,6 +1,6 @@
-/* fuzz_api.c - bodies over HTTP. The first byte picks the route. A body becomes a call or gets a status, a type and a message; a call is
- * answered from made-up events, and what comes out is JSON, in a stream chunk by chunk. */
-#define TOKA_SERVER
+/* fuzz_api.c - libFuzzer entry: bodies over HTTP. The first byte selects the route. A body becomes
+ * a call, or gets a status, a type and a message. A call is answered from made-up events, and the
+ * output must be JSON; in a stream, each chunk. */
 #include "../toka.c"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
@@ -22,7 +22,8 @@ static void check_stream(str s) {
     }
 }
 
-/* Events for all samples of all parts: ids follow from the body's bytes. Samples beyond the first 8 are cancelled. */
+/* Events for all samples of all prompts: the ids come from the body's bytes. Samples after the
+ * first 8 are cancelled. */
 static void answer(api_request *c, const uint8_t *data, size_t size) {
     buf records = {0}, out = {0};
     for (int k = 0; k < c->n_prompts; k++) {

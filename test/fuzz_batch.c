@@ -1,5 +1,5 @@
-/* fuzz_batch.c - lines of a batch file: whatever they say, a line is parsed into a request or gets an error code and a message. */
-#define TOKA_SERVER
+/* fuzz_batch.c - libFuzzer entry: lines of a batch file. Any line is parsed into a request, or gets
+ * an error code and a message. */
 #include "../toka.c"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
@@ -17,11 +17,12 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     arena a = {0};
     run_result result = {0};
     buf id = {0}, once = {0}, twice = {0};
-    for (int i = 0; i < 5000; i++) buf_char(&r.warned_fields, '\n'); /* full: no words on unknown fields; nor on models */
+    /* the list of warnings is full: no warning about unknown fields or models */
+    for (int i = 0; i < 5000; i++) buf_char(&r.warned_fields, '\n');
     run_init_configs(&r);
     const json *root = json_parse(&a, (str){(const char *)data, size}, run_limits, &e);
     run_get_custom_id(root, 7, &id);
-    if (root) { /* writing what was read, and reading that, is the same */
+    if (root) { /* if a value is written and read again, writing it again gives the same text */
         json_put_value(&once, root);
         const json *again = json_parse(&a, buf_view(&once), run_limits, &e);
         if (!again) abort();
@@ -37,16 +38,17 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         line->message = mem_check(strdup(e.msg));
         buf_clear(&once);
         line->line_hash = run_line_hash(root, (str){(const char *)data, size});
-        run_put_result(line, &once); /* an error record is a line of ours, and says whose */
+        run_put_result(line, &once); /* an error record is a valid line and names the request */
         str text = str_sub(buf_view(&once), 0, once.n - 1);
         if (memchr(text.p, '\n', text.n)) abort();
-        for (int too_long = 0; too_long < 2; too_long++) { /* of one that is, the beginning has to do */
+        /* of a line that is too long only the beginning is read */
+        for (int too_long = 0; too_long < 2; too_long++) {
             run_input in = {.too_long = too_long};
             if (!run_read_result(&r, &in, text, &a, &result) || !str_eq(buf_view(&result.custom_id), line->custom_id)) abort();
             if (result.line_hash != line->line_hash) abort();
         }
     }
-    run_input in = {0}; /* and as a line of an output file: a result or none */
+    run_input in = {0}; /* the same bytes as a line of an output file: a result or not */
     run_read_result(&r, &in, (str){(const char *)data, size}, &a, &result);
     run_begins_as_result((str){(const char *)data, size});
     run_line_free(line), arena_free(&a);

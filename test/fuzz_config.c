@@ -1,5 +1,6 @@
-/* fuzz_config.c - libFuzzer entry: the bytes as config.json, generation_config.json, tokenizer_config.json and models.txt.
- * What passes must hold what chapter 11 promises. */
+/* fuzz_config.c - libFuzzer entry: the bytes as config.json, generation_config.json,
+ * tokenizer_config.json and models.txt. A file that passes must satisfy what chapter 11
+ * promises. */
 #include "../toka.c"
 
 static void check_config(const mf_config *c) {

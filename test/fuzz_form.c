@@ -1,10 +1,10 @@
-/* fuzz_form.c - multipart forms: the first line is the Content-Type, the rest the body. Cut anywhere, the parts are the same. */
-#define TOKA_SERVER
+/* fuzz_form.c - libFuzzer entry: multipart forms. The first line is the Content-Type, the rest the
+ * body. Cut anywhere, it gives the same parts. */
 #include "../toka.c"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
-/* Parts as text; pieces of `step` bytes. False: it was refused. */
+/* The parts as text, from pieces of `step` bytes. False: the form was refused. */
 static bool parts(str type, str body, size_t step, buf *out) {
     files_form f;
     bool good = files_form_init(&f, type);

@@ -1,19 +1,19 @@
-/* fuzz_http.c - libFuzzer entry: a stream of requests, whole and in pieces, is read the same way. The first byte is the size of
- * the pieces. */
-#define TOKA_SERVER
+/* fuzz_http.c - libFuzzer entry: a stream of requests is read in the same way whole and in pieces.
+ * The first byte is the size of the pieces. */
 #include "../toka.c"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
-/* Reads requests from the stream as a connection does, `piece` bytes more at a time, into a log of what was understood. A head that
- * wants more after all of the stream leaves nothing in the log. */
+/* Reads requests from the stream as a connection does, `piece` more bytes at a time, and logs what
+ * was understood. A head that is incomplete at the end of the stream is not logged. */
 static void read_stream(str in, size_t piece, buf *record) {
     http_request r;
     http_body body = {.state = HTTP_BODY_DONE};
     bool in_body = false;
     buf text = {0};
     for (size_t at = 0, have = 0;;) {
-        char *exact = mem_alloc(have - at); /* of the exact size, so that a read behind it is seen */
+        /* of the exact size, so that a read past the end is noticed */
+        char *exact = mem_alloc(have - at);
         if (have > at) memcpy(exact, in.p + at, have - at);
         str rest = {exact, have - at};
         ptrdiff_t used = in_body ? http_body_read(&body, rest, &text) : http_parse_head(rest, &r);

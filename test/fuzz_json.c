@@ -1,4 +1,5 @@
-/* fuzz_json.c - libFuzzer entry: whatever parses can be written, and what was written parses to the same value. */
+/* fuzz_json.c - libFuzzer entry: a text that parses can be written, and what was written parses to
+ * the same value. */
 #include "../toka.c"
 #include "check.h"
 #include "test_json.c"

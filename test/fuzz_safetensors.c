@@ -1,5 +1,6 @@
-/* fuzz_safetensors.c - libFuzzer entry: the bytes as a safetensors file, and as an index. A file that parses is bound to a
- * tiny Llama, so that shapes and names are looked at too; every tensor must lie inside the input. */
+/* fuzz_safetensors.c - libFuzzer entry: the bytes as a safetensors file, and as an index. A file
+ * that parses is bound to a tiny Llama, so that shapes and names are checked, too. Every tensor
+ * must lie inside the input. */
 #include "../toka.c"
 
 static mf_config tiny(arena *a) {

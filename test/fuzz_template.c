@@ -1,5 +1,6 @@
-/* fuzz_template.c - libFuzzer entry: byte 0 chooses a context, the rest is the template; small limits. Whatever comes in,
- * the render ends with an output within its limit or with an error that names a line. */
+/* fuzz_template.c - libFuzzer entry: byte 0 selects a context, the rest is the template; limits are
+ * small. For any input, rendering ends with an output within its limit or with an error that names
+ * a line. */
 #include "../toka.c"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
@@ -24,10 +25,10 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     buf out = {0};
     tmpl *t = NULL;
     const json *context = json_parse(&a, str_c(fuzz_contexts[data[0] % COUNT(fuzz_contexts)]), json_trusted, &e);
-    char *source = mem_alloc(size - 1); /* exactly as long: reading behind it is seen */
+    char *source = mem_alloc(size - 1); /* of the exact size: a read past the end is noticed */
     memcpy(source, data + 1, size - 1);
     int code = tmpl_parse(&t, (str){source, size - 1}, &e);
-    free(source); /* a parsed template keeps nothing of its source */
+    free(source); /* a parsed template does not point into its source */
     if (!code) code = tmpl_render(t, context, now, limits, &out, &e);
     if (code && (code != TOKA_E_INPUT || !str_starts(str_c(e.msg), STR("template line ")))) abort();
     if (out.n > limits.output_bytes || (code && out.n)) abort();

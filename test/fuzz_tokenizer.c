@@ -1,5 +1,6 @@
-/* fuzz_tokenizer.c - tokenizer.json, then one byte 0, flags, and a text to encode, from one input. A file that loads must
- * encode and decode any text, and a stream must give what decode gives.
+/* fuzz_tokenizer.c - libFuzzer entry: one input has a tokenizer.json, a byte 0, flags, and a text
+ * to encode. A file that loads must encode and decode any text, and a stream must give the same
+ * text as decode.
  *   clang -g -O1 -fsanitize=fuzzer,address,undefined -o fuzz test/fuzz_tokenizer.c -lm -lpthread
  *   ./fuzz -max_len=8192 test/corpus/tokenizer */
 #include "../toka.c"
@@ -8,7 +9,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n);
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n) {
     const uint8_t *zero = memchr(data, 0, n);
     size_t json_n = zero ? (size_t)(zero - data) : n;
-    char *file = mem_alloc(json_n), *tail = mem_alloc(n - json_n); /* of exactly their sizes: no over-read goes unseen */
+    /* of their exact sizes: a read past the end is noticed */
+    char *file = mem_alloc(json_n), *tail = mem_alloc(n - json_n);
     memcpy(file, data, json_n);
     size_t tail_n = n - json_n > 2 ? n - json_n - 2 : 0;
     memcpy(tail, data + n - tail_n, tail_n);
@@ -18,9 +20,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n) {
     if (tok_load(&t, (str){file, json_n}, STR(""), &e) == 0) {
         ids v = {0};
         buf whole = {0}, streamed = {0};
-        free(file), file = NULL; /* nothing may still point there */
+        free(file), file = NULL; /* the tokenizer must not point into the file */
         if (tok_encode(t, (str){tail, tail_n}, flags, &v, &e)) abort();
-        for (size_t i = 0; i + 1 < tail_n; i += 2) /* ids that no text gives */
+        for (size_t i = 0; i + 1 < tail_n; i += 2) /* ids that no text is encoded to */
             ids_push(&v, (tail[i] & 255) * (tail[i + 1] & 255) % MAX(1, t->n_ids));
         if (v.n && t->n_ids && tok_decode(t, v.p, v.n, flags, &whole, &e)) abort();
         tok_stream s;

@@ -1,20 +1,26 @@
-/* soak.c - an adversarial mix of requests against any model, and checks of what always holds. Only the public API.
- *   cc -O2 -c toka.c && cc -O2 -I. test/soak.c toka.o -lm -lpthread -o soak && ./soak --model test/model --seconds 15 --seed 1
+/* soak.c - a stress test: an adversarial mix of requests against any model, and checks of what must
+ * always hold. It uses only the public API.
+ *   cc -O2 -c toka.c && cc -O2 -I. test/soak.c toka.o -lm -lpthread -o soak
+ *   ./soak --model test/model --seconds 15 --seed 1
  *
- * Threads submit, generate, score and cancel while others drive; the KV cache is tiny, so that samples are preempted all the
- * time. What a request asks for is a pure function of the seed and its number (but for prompts that go on from an earlier output:
- * those are kept); when it is cancelled from outside is up to the threads. Limits and threads that no flag sets come from the
- * seed too. Checked:
- *   - every sample of a request that was taken ends in exactly one final event, and nothing comes for it afterwards;
- *   - counts of tokens, finish reasons, stop strings, bad words, allowed ids, log-probabilities and texts fit what was asked;
- *   - callbacks come one at a time, `more` is right, prompts' events come in order and before sample 0's;
- *   - whenever nothing is under way: nothing runs or waits, no KV page is used, statistics add up, and memory has not grown since
- *     the warm-up;
- *   - closing with requests under way ends them all;
- *   - a random part of all requests, run again alone by a fresh engine with room for everything and no sharing, gives the same
- *     ids, log-probabilities and texts to the last bit (what was cancelled: their beginning). On a GPU that is only counted: its
- *     sums depend on the batch.
- * Ends with one line; exit 1 if anything was wrong, with the command that repeats it. */
+ * Threads submit, generate, score and cancel while other threads drive. The KV cache is tiny, so
+ * that samples are preempted all the time. A request is a pure function of the seed and its number,
+ * except for prompts that continue an earlier output (those are kept). The moment of a cancel
+ * depends on the threads. Limits and threads that no flag sets come from the seed, too. Checked:
+ *   - every sample of an accepted request has exactly one final event, and no event after it;
+ *   - counts of tokens, finish reasons, stop strings, bad words, allowed ids, log-probabilities and
+ *     texts fit the request;
+ *   - callbacks come one at a time, `more` is right, a prompt's events come in order and before
+ *     those of sample 0;
+ *   - whenever no request is active: nothing runs or waits, no KV page is used, the statistics add
+ *     up, and memory has not grown since the warm-up;
+ *   - closing the engine ends all active requests;
+ *   - a random part of all requests is run again alone, on a fresh engine with space for everything
+ *     and without sharing. It must give the same ids, log-probabilities and texts to the last bit (a
+ *     cancelled sample: their beginning). On a GPU differences are only counted, because its sums
+ *     depend on the batch.
+ * Prints one line at the end. If anything was wrong, it exits with 1 and prints the command that
+ * repeats the run. */
 #define _GNU_SOURCE
 #include "toka.h"
 
@@ -30,8 +36,8 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { SLOTS = 40, KEEP = 6, BIG = 4096, DOCS = 6, POND = 8, RECORDS = 1024, SUBMITTERS = 3, MAX_STOPS = 3, EXTREMES = 4 };
-#define MIX 0.6 /* of the time; the rest is for running again */
+enum { SLOTS = 40, KEEP = 6, BIG = 4096, DOCS = 6, N_CONTINUED = 8, RECORDS = 1024, SUBMITTERS = 3, MAX_STOPS = 3, EXTREMES = 4 };
+#define MIX 0.6 /* share of the time; the rest is for running again */
 #define COUNT(a) ((int)(sizeof(a) / sizeof((a)[0])))
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
@@ -52,7 +58,8 @@ static int below(rng *r, int n) { return n > 0 ? (int)(next(r) % (uint64_t)n) : 
 static int between(rng *r, int low, int high) { return low + below(r, high - low + 1); }
 static bool chance(rng *r, int percent) { return below(r, 100) < percent; }
 static float real(rng *r, double low, double high) { return (float)(low + (high - low) * (double)(next(r) >> 11) * 0x1p-53); }
-static rng stream(uint64_t seed, uint64_t a, uint64_t b) { /* independent for different (seed, a, b) */
+/* independent streams for different (seed, a, b) */
+static rng stream(uint64_t seed, uint64_t a, uint64_t b) {
     rng r = {seed};
     r.s = next(&r) ^ a * 0xD1342543DE82EF95u;
     r.s = next(&r) ^ b;
@@ -82,32 +89,33 @@ static void put(vec *v, const void *p, size_t n) {
 }
 static void drop(vec *v) { free(v->p), *v = (vec){0}; }
 
-/* ---- What is asked, what came, and all that is shared ---- */
+/* ---- Requests, results, and the shared state ---- */
 
-typedef struct token { /* one event's, to be compared bit by bit */
+typedef struct token { /* one event's token, compared bit by bit */
     int32_t id;
     float logprob, sampled_logprob;
-    uint32_t top; /* a hash of the best ids and their log-probabilities */
+    uint32_t top; /* a hash of the top ids and their log-probabilities */
 } token;
 
-typedef struct took { /* of one sample */
+typedef struct sample_result { /* the result of one sample */
     vec tokens, text;
     toka_finish finish;
     int stop_id, stop_text;
-} took;
+} sample_result;
 
-typedef struct outcome { /* of a request: the prompt's places and its first KEEP samples */
+/* the result of a request: the prompt's log-probabilities and its first KEEP samples */
+typedef struct request_result {
     int64_t number;
-    bool scored; /* by toka_score: only the log-probabilities in `places` count */
+    bool scored; /* from toka_score: only the log-probabilities in `places` are set */
     bool ended;  /* no sample was cancelled */
     vec prompt;  /* int32_t */
     vec places;  /* token */
-    took took[KEEP];
-} outcome;
+    sample_result sample_result[KEEP];
+} request_result;
 
 enum { SUBMIT, GENERATE, SCORE };
 
-typedef struct job { /* a request and what happens to it */
+typedef struct job { /* a request and what the test does with it */
     toka_request r;
     int32_t *prompt; /* [max_len + 1] */
     int n_prompt;
@@ -117,22 +125,22 @@ typedef struct job { /* a request and what happens to it */
     float bias[6];
     int bad_lengths[6];
     int how;
-    bool wrong;        /* must be refused */
-    int cancel_event;  /* at this event the callback ends it; 0: never */
-    bool by_return;    /* by what it returns, not by toka_cancel */
-    bool at_once;      /* cancelled right behind toka_submit */
-    int follow_event;  /* at this event the callback submits another one; 0: never */
+    bool wrong;       /* must be refused */
+    int cancel_event; /* the callback ends the request at this event; 0: never */
+    bool by_return;   /* by its return value, not by toka_cancel */
+    bool at_once;     /* cancelled right after toka_submit */
+    int follow_event; /* the callback submits another request at this event; 0: never */
 } job;
 
-typedef struct slot { /* a request under way */
-    int64_t number; /* number % SLOTS is this slot; what comes for another number is too late */
-    int64_t id;     /* 0: not known */
+typedef struct slot { /* an active request */
+    int64_t number;   /* number % SLOTS is this slot; an event for another number comes too late */
+    int64_t id;       /* 0: not yet known */
     bool taken;
     job j;
-    outcome o;
+    request_result o;
     int n_events, n_live, n_cancelled, n_tokens, n_places;
-    bool over;     /* its callback said so: no token may come */
-    int patience;  /* so many events may still come; -1: no end to them */
+    bool over;       /* its callback asked for the end: no token may come */
+    int events_left; /* this many more events may come; -1: no limit */
     struct {
         int n;
         bool ended;
@@ -145,20 +153,21 @@ static struct {
     toka_options o;
     bool exact, has_tok, two_drivers, forever;
     toka *t;
-    toka_words *words;         /* that some requests share */
+    toka_words *words; /* shared by some requests */
     toka_info info;
-    vec docs[DOCS];            /* int32_t, max_len each */
-    pthread_mutex_t lock;      /* guards what follows; no call of toka's is made under it */
+    vec docs[DOCS];       /* int32_t, max_len each */
+    pthread_mutex_t lock; /* guards the fields below; toka is never called under it */
     slot slots[SLOTS];
     int n_taken;
-    vec pond[POND];            /* int32_t: prompts with outputs, to go on from */
-    outcome records[RECORDS];  /* a random part of what ended */
+    vec continued_prompts[N_CONTINUED]; /* int32_t: prompts with outputs, to continue from */
+    request_result records[RECORDS];    /* a random part of the ended requests */
     int64_t n_ended;
     int64_t n_accepted, n_refused, n_samples;
     atomic_llong n_tokens, n_events, n_cancelled, n_stopped, last_id;
     atomic_bool pause, quit, in_callback;
     atomic_int n_wrong;
-    slot *expected;            /* `more` said that the next event is its; driver's */
+    /* the last event had `more`, so the next event must be of this slot; used by the driver */
+    slot *expected;
     char command[600];
 } S;
 
@@ -205,24 +214,24 @@ static void make_docs(void) {
     }
 }
 
-/* A length that is often at a page's border or at that of the context. */
-static int some_length(rng *r, int most) {
+/* A length that is often at a page boundary or at the limit of the context. */
+static int make_length(rng *r, int most) {
     int n = chance(r, 50) ? between(r, 1, 60) : chance(r, 90) ? 16 * between(r, 1, 9) + between(r, -1, 1) : between(r, 1, most);
     return MIN(n, most);
 }
 
 static void make_prompt(job *j, rng *r, int most) {
     const vec *doc = &S.docs[below(r, DOCS)];
-    int kind = below(r, 100), n = some_length(r, most), V = S.info.vocab_size;
+    int kind = below(r, 100), n = make_length(r, most), V = S.info.vocab_size;
     j->r.ids = j->prompt;
     if (kind < 10) n = 1;
     if (kind >= 10 && kind < 13) n = most;
     memcpy(j->prompt, doc->p, (size_t)n * sizeof *j->prompt);
-    if (kind >= 30 && kind < 60) /* the end is its own */
+    if (kind >= 30 && kind < 60) /* its end differs */
         for (int i = n, own = between(r, 1, 20); i > 0 && own; own--) j->prompt[--i] = below(r, V);
     if (kind >= 60 && kind < 85) {
         pthread_mutex_lock(&S.lock);
-        const vec *v = &S.pond[below(r, POND)];
+        const vec *v = &S.continued_prompts[below(r, N_CONTINUED)];
         if (v->n) n = MIN((int)(v->n / sizeof *j->prompt), most), memcpy(j->prompt, v->p, (size_t)n * sizeof *j->prompt);
         pthread_mutex_unlock(&S.lock);
         if (chance(r, 50)) n = between(r, (n + 1) / 2, n);
@@ -246,13 +255,13 @@ static void make_prompt(job *j, rng *r, int most) {
 
 /* ---- Sampling parameters: a function of the seed, the number and the prompt ---- */
 
-static int32_t some_id(const job *j, rng *r) { /* half of them such that matter */
+static int32_t some_id(const job *j, rng *r) { /* half of them are ids that matter */
     const vec *doc = &S.docs[below(r, DOCS)];
     if (chance(r, 25)) return j->prompt[below(r, j->n_prompt)];
     return chance(r, 50) ? ((const int32_t *)doc->p)[below(r, MIN(80, S.info.max_model_len))] : below(r, S.info.vocab_size);
 }
 
-/* Stop strings, stop ids: most of two tokens' text, so that they stretch over tokens. */
+/* Stop strings and stop ids. Most strings are the text of two tokens, so that they span tokens. */
 static void make_stops(job *j, rng *r) {
     static const char *const common[] = {"a", "e", "th", " h", "1", "2", ".", "\n", "oo", "\xC3\xAB", "now", "has 1"};
     toka_sampling *s = &j->r.sampling;
@@ -277,12 +286,14 @@ static void make_stops(job *j, rng *r) {
 static void make_masks(job *j, rng *r) {
     toka_sampling *s = &j->r.sampling;
     int32_t end = s->n_stop_ids ? j->stop_ids[0] : S.info.eos_id;
-    if (s->min_tokens && end >= 0 && end < S.info.vocab_size && chance(r, 50)) /* ends as soon as it may */
+    /* ends as soon as it may */
+    if (s->min_tokens && end >= 0 && end < S.info.vocab_size && chance(r, 50))
         s->n_bias = 1, s->bias_ids = j->bias_ids, s->bias_values = j->bias, j->bias_ids[0] = end, j->bias[0] = 60;
     if (chance(r, 25)) {
         s->n_bias = between(r, 1, COUNT(j->bias)), s->bias_ids = j->bias_ids, s->bias_values = j->bias;
         for (int i = 0; i < s->n_bias; i++) j->bias_ids[i] = some_id(j, r), j->bias[i] = real(r, -100, 12);
-        if (S.info.eos_id >= 0 && S.info.eos_id < S.info.vocab_size && chance(r, 50)) /* ends at a random place */
+        /* ends at a random place */
+        if (S.info.eos_id >= 0 && S.info.eos_id < S.info.vocab_size && chance(r, 50))
             j->bias_ids[0] = S.info.eos_id, j->bias[0] = real(r, 0, 12);
     }
     if (chance(r, 10)) {
@@ -302,12 +313,12 @@ static bool listed(const int32_t *list, int n, int32_t id) {
     return false;
 }
 
-/* Something must be left to draw, or the request is refused. */
+/* Some token must stay allowed, otherwise the request is refused. */
 static void make_room(job *j, rng *r) {
     const toka_sampling *s = &j->r.sampling;
     int32_t id;
     if (!s->n_allowed || (!s->n_bad && !s->min_tokens)) return;
-    do id = between(r, 8, S.info.vocab_size - 1); /* the first may be further ends */
+    do id = between(r, 8, S.info.vocab_size - 1); /* ids below 8 may be further end ids */
     while (id == S.info.eos_id || listed(j->bad, COUNT(j->bad), id) || listed(s->stop_ids, s->n_stop_ids, id) || listed(s->bias_ids, s->n_bias, id));
     j->allowed[0] = id;
 }
@@ -342,7 +353,9 @@ static void make_sampling(job *j, rng *r) {
     if (j->r.prompt_logprobs && chance(r, 40)) j->r.n = 0;
     j->r.keep_special = chance(r, 10), j->r.ids_only = chance(r, 15);
     j->r.priority = chance(r, 20) ? between(r, -2, 2) : 0;
-    j->r.length_class = (uint64_t)(chance(r, 60) ? between(r, 1, 2) : 0); /* lengths that tell little: guessed wrong, preempted */
+    /* classes that say little about the length: it is predicted wrongly, so samples are
+     * preempted */
+    j->r.length_class = (uint64_t)(chance(r, 60) ? between(r, 1, 2) : 0);
 }
 
 /* ---- The life of a request ---- */
@@ -357,7 +370,7 @@ static void make_life(job *j, rng *r) {
     j->follow_event = chance(r, 10) ? between(r, 1, 10) : 0;
 }
 
-/* One thing that must be refused. */
+/* Makes one thing wrong, so that the request must be refused. */
 static void make_wrong(job *j, rng *r) {
     static const int32_t outside[] = {1 << 30};
     toka_sampling *s = &j->r.sampling;
@@ -371,7 +384,8 @@ static void make_wrong(job *j, rng *r) {
     }
 }
 
-/* The first requests are the extremes, so that what grows to its largest once has grown before memory is compared. */
+/* The first requests are the largest ones, so that buffers that grow once have grown before memory
+ * is compared. */
 static void make_extreme(job *j, int which) {
     toka_sampling *s = &j->r.sampling;
     j->r.n = which < 2 ? BIG : 60, j->r.prompt_logprobs = which == 2, j->r.prompt_top = 4;
@@ -380,7 +394,7 @@ static void make_extreme(job *j, int which) {
     j->cancel_event = 500 * which;
 }
 
-/* Request `number`; prompt NULL: of its own making. */
+/* Makes request `number`. prompt NULL: it also makes the prompt. */
 static void make_job(job *j, int64_t number, const vec *prompt) {
     int32_t *room = j->prompt;
     rng r = stream(S.seed, 2, (uint64_t)number), r_prompt = stream(S.seed, 3, (uint64_t)number),
@@ -400,7 +414,7 @@ static void make_job(job *j, int64_t number, const vec *prompt) {
     if (j->how == SCORE) j->r.n = 0, j->r.prompt_logprobs = 1, j->r.ids = room, j->r.n_ids = (size_t)j->n_prompt;
 }
 
-/* ---- Checks of what comes ---- */
+/* ---- Checks of events ---- */
 
 static bool utf8_ok(const char *p, size_t n) {
     for (size_t i = 0; i < n;) {
@@ -427,13 +441,13 @@ static int sample_limit(const slot *x) {
     return most && most < room ? most : room;
 }
 
-/* Is the best logit what a greedy pick must be? */
+/* Whether greedy sampling must take the best logit. */
 static bool is_plain_greedy(const toka_sampling *s) {
     return s->temperature == 0 && s->repetition_penalty == 1 && s->presence_penalty == 0 && s->frequency_penalty == 0 &&
            !s->n_bias && !s->n_allowed && !s->n_bad && !s->bad_words && !s->min_tokens;
 }
 
-/* asked: top log-probabilities, or TOKA_NO_LOGPROBS. */
+/* asked: the number of top log-probabilities, or TOKA_NO_LOGPROBS. */
 static void check_numbers(const slot *x, const toka_event *ev, int asked) {
     const int n_top = MAX(asked, 0);
     long long no = (long long)x->o.number;
@@ -505,16 +519,17 @@ static void check_token(slot *x, const toka_event *ev, int n) {
     check_numbers(x, ev, s->logprobs);
     check_finish(x, ev, n);
     if (ev->sample >= KEEP) return;
-    took *k = &x->o.took[ev->sample];
+    sample_result *k = &x->o.sample_result[ev->sample];
     put(&k->tokens, &(token){ev->id, ev->logprob, ev->sampled_logprob, top_hash(ev)}, sizeof(token));
     if (ev->text) put(&k->text, ev->text, ev->text_bytes);
     k->finish = ev->finish, k->stop_id = ev->stop_id, k->stop_text = ev->stop_text;
 }
 
-/* A whole sample: no stop string but the one that ended it, no bad word. */
+/* Checks a whole sample: it contains no stop string except the one that ended it, and no bad
+ * word. */
 static void check_sample(const slot *x, int sample) {
     const toka_sampling *s = &x->j.r.sampling;
-    const took *k = &x->o.took[sample];
+    const sample_result *k = &x->o.sample_result[sample];
     const token *v = (const token *)k->tokens.p;
     int n = (int)(k->tokens.n / sizeof *v), n_bad = 0;
     long long no = (long long)x->o.number;
@@ -530,14 +545,14 @@ static void check_sample(const slot *x, int sample) {
         }
 }
 
-/* One event of x's. True: it was the last of all. */
+/* Checks one event of slot x. Returns true if it was the request's last one. */
 static bool check_event(slot *x, const toka_event *ev) {
     const job *j = &x->j;
     long long no = (long long)x->o.number;
     bool of_prompt = ev->sample == TOKA_PROMPT;
     x->n_events++;
     EXPECT(!x->over || ev->id < 0 || !j->r.n, "request %lld: a token of sample %d after its callback ended it", no, ev->sample);
-    EXPECT(ev->id < 0 || x->patience < 0 || x->patience-- > 0, "request %lld: toka_cancel does not end it", no);
+    EXPECT(ev->id < 0 || x->events_left < 0 || x->events_left-- > 0, "request %lld: toka_cancel does not end it", no);
     if (of_prompt ? !j->r.prompt_logprobs : ev->sample < 0 || ev->sample >= j->r.n) {
         wrong("request %lld: an event of sample %d of %d", no, ev->sample, j->r.n);
         return false;
@@ -546,9 +561,10 @@ static bool check_event(slot *x, const toka_event *ev) {
     if (x->samples[i].ended && !(of_prompt && j->r.n))
         wrong("request %lld: an event of sample %d after its last", no, ev->sample);
     if (ev->id < 0) {
-        const bool none = ev->finish == TOKA_STOP && j->r.sampling.n_bad && j->r.sampling.n_allowed; /* left to draw */
+        /* no token was allowed */
+        const bool none = ev->finish == TOKA_STOP && j->r.sampling.n_bad && j->r.sampling.n_allowed;
         EXPECT(none || ev->finish == TOKA_CANCELLED, "request %lld: finish %d without a token", no, ev->finish);
-        if (!of_prompt && i < KEEP) x->o.took[i].finish = ev->finish;
+        if (!of_prompt && i < KEEP) x->o.sample_result[i].finish = ev->finish;
         x->n_cancelled += !none;
     } else if (of_prompt) {
         check_place(x, ev);
@@ -564,16 +580,16 @@ static bool check_event(slot *x, const toka_event *ev) {
 
 /* ---- Slots ---- */
 
-static void outcome_free(outcome *o) {
+static void outcome_free(request_result *o) {
     drop(&o->prompt), drop(&o->places);
-    for (int i = 0; i < KEEP; i++) drop(&o->took[i].tokens), drop(&o->took[i].text);
-    *o = (outcome){0};
+    for (int i = 0; i < KEEP; i++) drop(&o->sample_result[i].tokens), drop(&o->sample_result[i].text);
+    *o = (request_result){0};
 }
 
 static void slot_begin(slot *x, int64_t number) {
-    x->o = (outcome){.number = number, .scored = x->j.how == SCORE};
+    x->o = (request_result){.number = number, .scored = x->j.how == SCORE};
     x->n_events = x->n_cancelled = x->n_tokens = x->n_places = 0;
-    x->n_live = MAX(x->j.r.n, 1), x->over = false, x->patience = -1;
+    x->n_live = MAX(x->j.r.n, 1), x->over = false, x->events_left = -1;
     put(&x->o.prompt, x->j.prompt, (size_t)x->j.n_prompt * sizeof *x->j.prompt);
     if (!x->j.wrong) x->samples = need(calloc((size_t)x->n_live, sizeof *x->samples));
 }
@@ -588,12 +604,12 @@ static slot *slot_take(rng *r) {
     return x;
 }
 
-/* Some of what ended stays: to go on from, and to be run again. */
-static void slot_keep(slot *x) {
+/* Keeps some results: to continue from, and to run again. */
+static void slot_keep_result(slot *x) {
     rng r = stream(S.seed, 5, (uint64_t)x->number);
-    const vec *v = &x->o.took[0].tokens;
+    const vec *v = &x->o.sample_result[0].tokens;
     if (chance(&r, 30)) {
-        vec *p = &S.pond[below(&r, POND)];
+        vec *p = &S.continued_prompts[below(&r, N_CONTINUED)];
         p->n = 0;
         put(p, x->o.prompt.p, x->o.prompt.n);
         for (size_t i = 0; i < v->n / sizeof(token); i++) put(p, &((const token *)v->p)[i].id, sizeof(int32_t));
@@ -602,22 +618,22 @@ static void slot_keep(slot *x) {
     if (at >= RECORDS) return;
     outcome_free(&S.records[at]);
     S.records[at] = x->o;
-    x->o = (outcome){0};
+    x->o = (request_result){0};
 }
 
 static void slot_free(slot *x, bool keep) {
     pthread_mutex_lock(&S.lock);
     x->o.ended = !x->n_cancelled;
-    if (keep) slot_keep(x);
+    if (keep) slot_keep_result(x);
     outcome_free(&x->o);
     free(x->samples), x->samples = NULL;
     x->taken = false, S.n_taken--;
     pthread_mutex_unlock(&S.lock);
 }
 
-/* ---- Asking ---- */
+/* ---- Submitting ---- */
 
-static void ask(rng *r, bool may_wait);
+static void send_request(rng *r, bool may_wait);
 
 static int on_event(void *user, const toka_event *ev) {
     int64_t number = (int64_t)(intptr_t)user;
@@ -641,9 +657,9 @@ static int on_event(void *user, const toka_event *ev) {
     bool ended = check_event(x, ev), cancel = x->n_events == x->j.cancel_event, by_return = x->j.by_return || !id;
     if (x->n_events == x->j.follow_event) {
         rng r = stream(S.seed, 6, (uint64_t)number);
-        ask(&r, false);
+        send_request(&r, false);
     }
-    if (cancel && !by_return) toka_cancel(S.t, id), x->patience = x->j.n_prompt + 8 * x->n_live;
+    if (cancel && !by_return) toka_cancel(S.t, id), x->events_left = x->j.n_prompt + 8 * x->n_live;
     x->over |= cancel && by_return;
     if (ended && x->j.how == SUBMIT) slot_free(x, true);
     S.in_callback = false;
@@ -715,8 +731,8 @@ static void ask_wrong(slot *x) {
     slot_free(x, false);
 }
 
-/* One request, if a slot is free. may_wait: not from a callback. */
-static void ask(rng *r, bool may_wait) {
+/* Sends one request if a slot is free. may_wait: false in a callback. */
+static void send_request(rng *r, bool may_wait) {
     slot *x = slot_take(r);
     if (!x) return;
     make_job(&x->j, x->number, NULL);
@@ -733,7 +749,7 @@ static void ask(rng *r, bool may_wait) {
 static void *submitter(void *arg) {
     rng r = stream(S.seed, 7, (uint64_t)(intptr_t)arg);
     while (!S.quit) {
-        ask(&r, true);
+        send_request(&r, true);
         if (S.pause || chance(&r, 30)) usleep((useconds_t)between(&r, 1, 8000));
     }
     return NULL;
@@ -769,9 +785,10 @@ static void *canceller(void *arg) {
     while (!S.quit) {
         int64_t last = atomic_load(&S.last_id);
         pthread_mutex_lock(&S.lock);
-        int64_t id = S.slots[below(&r, SLOTS)].id; /* maybe over */
+        int64_t id = S.slots[below(&r, SLOTS)].id; /* may be over */
         pthread_mutex_unlock(&S.lock);
-        if (chance(&r, 10)) id = last - below(&r, 60) + 5; /* maybe nobody's yet */
+        /* may be an id that no request has yet */
+        if (chance(&r, 10)) id = last - below(&r, 60) + 5;
         if (chance(&r, 15)) toka_cancel(S.t, id);
         check_stats(toka_get_stats(S.t), &before);
         usleep((useconds_t)between(&r, 1, 20000));
@@ -779,7 +796,7 @@ static void *canceller(void *arg) {
     return NULL;
 }
 
-/* ---- Rest: nothing is under way ---- */
+/* ---- Pauses: no request is active ---- */
 
 static int n_taken(void) {
     pthread_mutex_lock(&S.lock);
@@ -811,8 +828,9 @@ static void cancel_all(void) {
     }
 }
 
-/* Waits for all that is under way (what takes long is cancelled), then for statistics that say so. */
-static void rest(double patience) {
+/* Waits for all active requests and cancels those that take long. Then waits for statistics that
+ * show this. */
+static void pause_mix(double max_seconds) {
     double began = now(), last = began;
     long long events = -1;
     int64_t steps = -1;
@@ -821,11 +839,12 @@ static void rest(double patience) {
         toka_stats s = toka_get_stats(S.t);
         if (S.n_events != events || s.steps != steps) events = S.n_events, steps = s.steps, last = now();
         if (now() - last > S.hang_s) hang("requests do not end");
-        if (now() - began > patience) cancel_all(), began = now();
+        if (now() - began > max_seconds) cancel_all(), began = now();
     }
     for (last = now();; usleep(2000)) {
         toka_stats s = toka_get_stats(S.t);
-        /* what a callback cancelled may have had a token more in the very step that was being told */
+        /* a sample that a callback cancelled may have got one more token in the step whose events
+         * were being delivered */
         int64_t unseen = s.output_tokens - S.n_tokens;
         if (!s.running && !s.waiting && !s.kv_pages_used && s.requests_done == S.n_accepted && unseen >= 0 && unseen <= S.n_cancelled)
             break;
@@ -835,16 +854,16 @@ static void rest(double patience) {
 }
 
 typedef struct memory {
-    double heap, resident; /* MB, without the records kept here */
+    double heap, resident; /* MB, without the records that this program keeps */
 } memory;
 
 static memory measure(void) {
     size_t kept = 0;
     long pages = 0, resident = 0;
     for (int i = 0; i < RECORDS; i++) {
-        outcome *o = &S.records[i];
+        request_result *o = &S.records[i];
         kept += malloc_usable_size(o->prompt.p) + malloc_usable_size(o->places.p);
-        for (int k = 0; k < KEEP; k++) kept += malloc_usable_size(o->took[k].tokens.p) + malloc_usable_size(o->took[k].text.p);
+        for (int k = 0; k < KEEP; k++) kept += malloc_usable_size(o->sample_result[k].tokens.p) + malloc_usable_size(o->sample_result[k].text.p);
     }
     FILE *f = fopen("/proc/self/statm", "r");
     if (f && fscanf(f, "%ld %ld", &pages, &resident) != 2) resident = 0;
@@ -854,7 +873,7 @@ static memory measure(void) {
     return (memory){heap > 0 ? heap - own : 0, (double)resident * (double)sysconf(_SC_PAGESIZE) / 1e6 - own};
 }
 
-/* ---- Again, alone ---- */
+/* ---- Running again, alone ---- */
 
 static int on_again(void *user, const toka_event *ev) { return check_event(user, ev), 0; }
 
@@ -865,8 +884,8 @@ static bool same_bytes(const vec *a, const vec *b, bool beginning, size_t unit, 
     return a->n == b->n || (beginning && a->n < b->n);
 }
 
-/* Is a (in the mix) as b (alone)? */
-static bool same_outcome(const outcome *a, const outcome *b, int n, bool loud) {
+/* Whether result a (in the mix) agrees with b (alone). */
+static bool same_outcome(const request_result *a, const request_result *b, int n, bool loud) {
     size_t at;
     long long no = (long long)a->number;
     if (!same_bytes(&a->places, &b->places, !a->ended, sizeof(token), &at)) {
@@ -874,7 +893,7 @@ static bool same_outcome(const outcome *a, const outcome *b, int n, bool loud) {
         return false;
     }
     for (int i = 0; i < n; i++) {
-        const took *x = &a->took[i], *y = &b->took[i];
+        const sample_result *x = &a->sample_result[i], *y = &b->sample_result[i];
         bool cut = x->finish == TOKA_CANCELLED;
         if (!same_bytes(&x->tokens, &y->tokens, cut, sizeof(token), &at)) {
             token none = {0}, p = at < x->tokens.n / sizeof p ? ((token *)x->tokens.p)[at] : none,
@@ -895,8 +914,8 @@ static bool same_outcome(const outcome *a, const outcome *b, int n, bool loud) {
     return true;
 }
 
-/* Runs a record's request again. True: the same came. */
-static bool again(toka *t, slot *x, const outcome *was, bool loud) {
+/* Runs a record's request again. Returns true if the result is the same. */
+static bool run_again(toka *t, slot *x, const request_result *was, bool loud) {
     toka_err e = {0};
     make_job(&x->j, was->number, &was->prompt);
     job *j = &x->j;
@@ -917,8 +936,8 @@ static bool again(toka *t, slot *x, const outcome *was, bool loud) {
     return same;
 }
 
-/* The records in random order, until the time for it is over. */
-static void all_again(int *n_same, int *n_again) {
+/* Runs the records again in random order until the time is over. */
+static void run_all_again(int *n_same, int *n_again) {
     toka_options o = S.o;
     toka_err e = {0};
     toka *t;
@@ -932,9 +951,9 @@ static void all_again(int *n_same, int *n_again) {
     int n = (int)MIN(S.n_ended, RECORDS);
     for (double end = now() + S.seconds * (1 - MIX); n && now() < end;) {
         int k = below(&r, n--);
-        *n_same += again(t, &x, &S.records[k], S.exact), ++*n_again;
+        *n_same += run_again(t, &x, &S.records[k], S.exact), ++*n_again;
         outcome_free(&S.records[k]);
-        S.records[k] = S.records[n], S.records[n] = (outcome){0};
+        S.records[k] = S.records[n], S.records[n] = (request_result){0};
     }
     while (n) outcome_free(&S.records[--n]);
     free(x.j.prompt);
@@ -943,8 +962,8 @@ static void all_again(int *n_same, int *n_again) {
 
 /* ---- The run ---- */
 
-/* What no flag says comes from the seed. */
-static void choose(bool given_kv) {
+/* Chooses from the seed what no flag sets. */
+static void choose_settings(bool given_kv) {
     rng r = stream(S.seed, 10, 0);
     static const int lengths[] = {96, 160, 250, 333}, seqs[] = {5, 17, 30, 64, 200};
     toka_options *o = &S.o;
@@ -978,7 +997,7 @@ static void parse(int argc, char **argv) {
         else if (!strcmp(f, "--max-num-batched-tokens")) S.o.max_num_batched_tokens = atoi(v);
         else if (!strcmp(f, "--data-parallel-size")) S.o.data_parallel_size = atoi(v);
         else if (!strcmp(f, "--threads")) S.o.n_threads = atoi(v);
-        else argc = 0; /* says how, below */
+        else argc = 0; /* prints the usage below */
     }
     if (argc % 2 == 0) {
         fputs("soak [--model DIR] [--device cpu|cuda] [--seconds S] [--seed N] [--kv-tokens N] [--max-model-len N] "
@@ -987,7 +1006,7 @@ static void parse(int argc, char **argv) {
               stderr);
         exit(2);
     }
-    choose(given_kv);
+    choose_settings(given_kv);
     snprintf(S.command, sizeof S.command,
              "%s --model %s --device %s --seconds %g --seed %llu --kv-tokens %lld --max-model-len %d --max-num-seqs %d "
              "--max-num-batched-tokens %d "
@@ -1008,16 +1027,16 @@ static void start(void) {
     make_docs();
     pthread_mutex_init(&S.lock, NULL);
     for (int i = 0; i < SLOTS; i++) {
-        S.slots[i].number = i - SLOTS; /* the first to be taken has i */
+        S.slots[i].number = i - SLOTS; /* the first request in slot i has number i */
         S.slots[i].j.prompt = need(calloc((size_t)S.info.max_model_len + 1, sizeof(int32_t)));
     }
 }
 
-/* Requests under way when the engine is closed: each sample still ends once. */
-static void close_in_the_middle(pthread_t *drivers, int n_drivers) {
+/* Closes the engine while requests are active: each sample must still end once. */
+static void close_while_active(pthread_t *drivers, int n_drivers) {
     rng r = stream(S.seed, 11, 0);
     S.pause = false;
-    for (int i = 0; i < 30; i++) ask(&r, false);
+    for (int i = 0; i < 30; i++) send_request(&r, false);
     S.pause = true;
     usleep((useconds_t)between(&r, 0, 100000));
     toka_stop(S.t);
@@ -1030,7 +1049,7 @@ static void close_in_the_middle(pthread_t *drivers, int n_drivers) {
     S.expected = NULL;
 }
 
-/* Rests now and then; memory at the first rest against the last. */
+/* Pauses now and then. Compares memory at the first pause with the last. */
 static void soak(memory *first, memory *last) {
     static const double rests[] = {0.3, 0.5, 0.7, 0.85, 1};
     double began = now();
@@ -1038,7 +1057,7 @@ static void soak(memory *first, memory *last) {
         S.pause = false;
         double left = began + rests[i] * MIX * S.seconds - now();
         if (left > 0) usleep((useconds_t)(left * 1e6));
-        rest(i % 2 ? 0.1 : 1); /* what takes longer is cancelled */
+        pause_mix(i % 2 ? 0.1 : 1); /* what takes longer is cancelled */
         *last = measure();
         if (!i) *first = *last;
     }
@@ -1055,7 +1074,7 @@ int main(int argc, char **argv) {
     int n_drivers = 1 + S.two_drivers, n_same = 0, n_again = 0;
     memory first = {0}, last = {0};
     rng r = stream(S.seed, 12, 0);
-    for (int i = 0; i < EXTREMES; i++) ask(&r, false);
+    for (int i = 0; i < EXTREMES; i++) send_request(&r, false);
     for (int i = 0; i < n_drivers; i++) pthread_create(&drivers[i], NULL, driver, NULL);
     for (int i = 0; i < SUBMITTERS; i++) pthread_create(&thread[i], NULL, submitter, (void *)(intptr_t)i);
     pthread_create(&thread[SUBMITTERS], NULL, canceller, NULL);
@@ -1065,11 +1084,11 @@ int main(int argc, char **argv) {
     if (!S.forever) /* they end by themselves */
         for (int i = 0; i < n_drivers; i++) pthread_join(drivers[i], NULL);
     toka_stats s = toka_get_stats(S.t);
-    close_in_the_middle(drivers, n_drivers);
-    all_again(&n_same, &n_again);
+    close_while_active(drivers, n_drivers);
+    run_all_again(&n_same, &n_again);
     for (int i = 0; i < SLOTS; i++) free(S.slots[i].j.prompt);
     for (int i = 0; i < DOCS; i++) drop(&S.docs[i]);
-    for (int i = 0; i < POND; i++) drop(&S.pond[i]);
+    for (int i = 0; i < N_CONTINUED; i++) drop(&S.continued_prompts[i]);
     printf("soak: seed %llu: %lld requests, %lld samples, %lld tokens, %lld steps, %lld preemptions, %lld cancelled, %lld "
            "stopped, %lld refused; "
            "%d replicas; %d of %d the same alone; heap %+.2f MB, resident %.1f to %.1f MB; %d wrong\n",

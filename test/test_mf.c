@@ -1,11 +1,15 @@
-/* test_mf.c - chapters 11 to 13: RoPE tables, config.json, safetensors, the index, the hub cache, models.txt. The files that must
- * be refused are made here: a tiny Llama in a temporary folder with one thing wrong, and the message is looked at. */
+/* test_mf.c - chapters 11 to 13: RoPE tables, config.json, safetensors, the index, the hub cache,
+ * models.txt. Files that must be refused are made here: a tiny Llama in a temporary folder with one
+ * thing wrong. The tests check the error's message. */
 
-/* ---- RoPE tables: float64 values of the published formulas, computed apart from toka with numpy at D = 16 ----
+/* ---- RoPE tables ---- Float64 values of the published formulas, computed independently with numpy
+ * at D = 16:
  *   default  theta^(-2i/D)        linear  that / factor
- *   llama3   turns = original * w / 2 pi, keep = clip((turns - low) / (high - low), 0, 1): w * (keep + (1 - keep) / factor)
- *   yarn     pair(r) = D/2 * ln(original / 2 pi r) / ln theta; slow = clip((i - pair(beta_fast)) / (pair(beta_slow) -
- *            pair(beta_fast)), 0, 1), its ends rounded outwards unless truncate is false: w * (1 - slow + slow / factor) */
+ *   llama3   turns = original * w / 2 pi, keep = clip((turns - low) / (high - low), 0, 1):
+ *            w * (keep + (1 - keep) / factor)
+ *   yarn     pair(r) = D/2 * ln(original / 2 pi r) / ln theta;
+ *            slow = clip((i - pair(beta_fast)) / (pair(beta_slow) - pair(beta_fast)), 0, 1), its
+ *            ends rounded outwards unless truncate is false: w * (1 - slow + slow / factor) */
 
 static const struct mft_rope_case {
     mf_rope rope;
@@ -50,7 +54,8 @@ static void test_mf_rope(void) {
 
 /* ---- config.json ---- */
 
-/* Parses `text`; the message must hold `want`, or it must pass if want is NULL. */
+/* Parses `text`. If `want` is NULL it must pass, otherwise the error's message must contain
+ * `want`. */
 static bool mft_config(const char *text, const char *want, arena *a, mf_config *c) {
     toka_err e;
     int code = mf_config_parse(str_c(text), "config.json", a, c, &e);
@@ -173,7 +178,8 @@ static void test_mf_config_fields(void) {
         CHECK(c.n_eos_ids == 2 && c.eos_ids[0] == 5 && c.eos_ids[1] == 7 && c.bos_id == -1);
     }
     if (mft_config(M_LLAMA ",\"hidden_size\":64.0,\"num_attention_heads\":4,\"max_position_embeddings\":1.31072e5}", NULL, &a, &c))
-        CHECK(c.shape.E == 64 && c.shape.D == 16 && c.shape.max_len == 131072); /* as a program wrote it that divides */
+        /* as a program writes it that divides: 16.0 */
+        CHECK(c.shape.E == 64 && c.shape.D == 16 && c.shape.max_len == 131072);
     if (mft_config("{\"architectures\":[\"MistralForCausalLM\"],\"num_key_value_heads\":null,\"sliding_window\":null,"
                    "\"attention_bias\":true}", NULL, &a, &c))
         CHECK(c.shape.K == 32 && c.window[0] == 0 && c.features == MF_LM_HEAD);
@@ -207,7 +213,8 @@ static void test_mf_config_fields(void) {
     arena_free(&a);
 }
 
-/* Fields that are not read may hold Python's numbers without end; those that are read are out of range by name. */
+/* Fields that are not read may have Python's infinite numbers. Fields that are read are refused by
+ * name. */
 static void test_mf_infinity(void) {
     arena a = {0};
     mf_config c = {0};
@@ -285,7 +292,8 @@ static void test_mf_generation_requests(void) {
                        "\"bad_words_ids\":[[5,6],[2],[7],[99999999]],\"eos_token_id\":2}";
     CHECK(mf_generation_parse(str_c(text), "g", &a, &c, &d, &e) == 0);
     CHECK(d.max_tokens == 50 && d.min_tokens == 4 && d.n_stop == 2 && !strcmp(d.stop[1], "\xC3\xA9") && !d.unused);
-    CHECK(d.n_bad == 2 && d.bad_lengths[0] == 2 && d.bad_lengths[1] == 1); /* no end id, no id beyond the vocabulary */
+    /* without the end id and without the id outside the vocabulary */
+    CHECK(d.n_bad == 2 && d.bad_lengths[0] == 2 && d.bad_lengths[1] == 1);
     CHECK(d.bad_ids[0] == 5 && d.bad_ids[1] == 6 && d.bad_ids[2] == 7);
     CHECK(mf_generation_parse(STR("{\"stop_strings\":\"END\",\"max_new_tokens\":null,\"bad_words_ids\":[]}"), "g", &a, &c, &d, &e) == 0);
     CHECK(d.n_stop == 1 && !d.max_tokens && !d.n_bad);
@@ -293,12 +301,12 @@ static void test_mf_generation_requests(void) {
     arena_free(&a);
 }
 
-/* Fields that are not used are named where they ask for something, and only there. */
+/* A warning names an unused field if it asks for something, and only then. */
 static void test_mf_generation_unused(void) {
     static const struct { const char *text, *want; } cases[] = {
         {"{\"max_length\":20}", "max_length"},
         {"{\"max_length\":20,\"max_new_tokens\":5}", NULL},
-        {"{\"max_length\":2048}", NULL}, /* the model's own */
+        {"{\"max_length\":2048}", NULL}, /* the model's own length */
         {"{\"min_length\":5,\"num_beams\":4,\"no_repeat_ngram_size\":3}", "min_length, num_beams, no_repeat_ngram_size"},
         {"{\"min_length\":0,\"num_beams\":1,\"typical_p\":1.0,\"length_penalty\":1,\"early_stopping\":false,"
          "\"forced_eos_token_id\":null,\"suppress_tokens\":[],\"guidance_scale\":1.0,\"num_return_sequences\":1}", NULL},
@@ -340,7 +348,8 @@ static void test_mf_tokenizer_config(void) {
     arena_free(&m.memory);
 }
 
-/* ---- A tiny Llama to spoil: L=2 E=8 H=2 K=1 D=4 F=6 V=10, bf16 zeros, the embedding first ---- */
+/* ---- A tiny Llama with L=2 E=8 H=2 K=1 D=4 F=6 V=10, bf16 zeros, the embedding first; tests spoil
+ * it ---- */
 
 static const char mft_tiny_config[] = M_LLAMA ",\"num_hidden_layers\":2,\"hidden_size\":8,\"num_attention_heads\":2,"
     "\"num_key_value_heads\":1,\"intermediate_size\":6,\"vocab_size\":10,\"max_position_embeddings\":32}";
@@ -363,7 +372,7 @@ static const struct {
 };
 enum { MFT_PARAMETERS = 80 + 8 + 80 + 2 * (16 + 64 + 32 + 32 + 64 + 3 * 48) };
 
-/* The header of tensors from .. to-1, and how many bytes they have. */
+/* Writes the header of tensors from .. to-1. Returns the number of their bytes. */
 static size_t mft_tiny_header(int from, int to, buf *h) {
     size_t at = 0;
     buf_char(h, '{');
@@ -389,7 +398,8 @@ static void mft_replace(buf *b, const char *from, const char *to) {
     *b = out;
 }
 
-/* Length, header (padded so that the data begins at a multiple of 8, plus `odd`) and zeros. */
+/* Writes length, header (padded so that the data begins at a multiple of 8, plus `odd`) and
+ * zeros. */
 static void mft_tiny_file(buf *out, buf *header, size_t data_bytes, size_t odd) {
     while (header->n % 8 != odd % 8) buf_char(header, ' ');
     for (int i = 0; i < 8; i++) buf_char(out, (char)(header->n >> 8 * i));
@@ -417,9 +427,9 @@ static void mft_remove_folder(const char *path) {
     CHECK(system(command) == 0);
 }
 
-/* ---- What tokenizer_config.json says of texts, and what a folder is called ---- */
+/* ---- What tokenizer_config.json adds to texts, and the name of a folder ---- */
 
-/* A new folder with the embedded model's files but its weights and tokenizer_config.json. */
+/* Makes a folder with the embedded model's files, without its weights and tokenizer_config.json. */
 static void mft_model_folder(char folder[64]) {
     char here[512], command[2048];
     mft_temp_folder(folder);
@@ -429,7 +439,8 @@ static void mft_model_folder(char folder[64]) {
     CHECK(system(command) == 0);
 }
 
-/* The embedded model's files with another tokenizer_config.json; want: ids of "1" (T) with what stands around it, or words of an error. */
+/* The embedded model's files with another tokenizer_config.json. want: the ids of "1" (shown as T)
+ * and of what is put around it, or words of an error. */
 static void mft_surrounds(const char *config, const char *want, int n_ends, int32_t last_end) {
     char folder[64];
     mft_model_folder(folder);
@@ -461,14 +472,17 @@ static void mft_around_texts(void) {
     mft_surrounds("{" MFT_NAMES "\"LlamaTokenizerFast\",\"add_bos_token\":true,\"add_eos_token\":false}", "2 T ", 2, 1);
     mft_surrounds("{" MFT_NAMES "\"LlamaTokenizer\",\"add_bos_token\":false,\"add_eos_token\":true}", "T 3 ", 2, 1);
     mft_surrounds("{" MFT_NAMES "\"GemmaTokenizer\",\"add_bos_token\":null,\"add_eos_token\":true}", "0 T 3 ", 2, 1);
-    mft_surrounds("{\"tokenizer_class\":\"LlamaTokenizerFast\",\"add_bos_token\":true}", "T ", 2, 1); /* there is none to add */
+    /* this tokenizer has no such token */
+    mft_surrounds("{\"tokenizer_class\":\"LlamaTokenizerFast\",\"add_bos_token\":true}", "T ", 2, 1);
     mft_surrounds("{\"tokenizer_class\":\"LlamaTokenizerFast\",\"add_bos_token\":true,\"bos_token\":\"<none>\"}", "1024 T ", 2, 1);
     mft_surrounds("{\"tokenizer_class\":\"LlamaTokenizerFast\",\"add_bos_token\":1}", "add_bos_token is 1, expected true or false", 0, 0);
-    mft_surrounds("{\"eos_token\":\"<|im_start|>\"}", "0 T ", 3, 2); /* it ends an answer beside those of generation_config.json */
+    /* it ends an answer, in addition to the end ids of generation_config.json */
+    mft_surrounds("{\"eos_token\":\"<|im_start|>\"}", "0 T ", 3, 2);
     mft_surrounds("{\"eos_token\":\"<none>\"}", "0 T ", 2, 1);
 }
 
-/* The four special tokens that the embedded model's folder, whose first token is <|endoftext|> here, comes to with these files; "-": none. */
+/* The four special tokens of the embedded model's folder with these files; "-": none. The first
+ * token is named <|endoftext|> here. */
 static void mft_special_tokens(const char *config, const char *map, const char *want) {
     char folder[64], command[256];
     mft_model_folder(folder);
@@ -491,8 +505,8 @@ static void mft_special_tokens(const char *config, const char *map, const char *
     mft_remove_folder(folder);
 }
 
-/* special_tokens_map.json counts where tokenizer_config.json lists no added tokens; classes bring their own, which the files replace. As
- * transformers 4.57 and 5.24. */
+/* special_tokens_map.json is used if tokenizer_config.json has no list of added tokens. Tokenizer
+ * classes have default tokens, which the files replace. The same as transformers 4.57 and 5.24. */
 static void mft_specials(void) {
     const char *map = "{\"bos_token\":\"<|im_start|>\",\"eos_token\":{\"content\":\"<|im_end|>\"},\"pad_token\":null,\"additional_special_tokens\":[\"x\"]}";
     mft_special_tokens("{}", map, "<|im_start|> <|im_end|> - - ");
@@ -503,10 +517,12 @@ static void mft_specials(void) {
     mft_special_tokens("{}", "{\"bos_token\":1}", "bos_token is 1, expected a string or an object with content");
     mft_special_tokens("{\"tokenizer_class\":\"Qwen2TokenizerFast\"}", NULL, "- <|endoftext|> <|endoftext|> <|endoftext|> ");
     mft_special_tokens("{\"tokenizer_class\":\"Qwen2Tokenizer\",\"pad_token\":null,\"eos_token\":\"<|im_end|>\"}", NULL, "- <|im_end|> - <|endoftext|> ");
-    mft_special_tokens("{\"tokenizer_class\":\"LlamaTokenizer\"}", NULL, "- - - - "); /* this tokenizer has no <s> */
+    /* this tokenizer has no <s> */
+    mft_special_tokens("{\"tokenizer_class\":\"LlamaTokenizer\"}", NULL, "- - - - ");
 }
 
-/* added_tokens_decoder goes before tokenizer.json's added tokens, and adds to them in the order of its ids, as transformers 4.57 and 5.24. */
+/* added_tokens_decoder takes precedence over the added tokens of tokenizer.json, and adds tokens in
+ * the order of its ids, as in transformers 4.57 and 5.24. */
 static void mft_added_tokens(void) {
     char folder[64];
     mft_model_folder(folder);
@@ -526,17 +542,20 @@ static void mft_added_tokens(void) {
     mft_remove_folder(folder);
 }
 
-/* Files beside the embedded model's tokenizer.json, of its 1,024 ids: the ids of a text, and their text without special tokens; or
- * words of an error. As transformers 4.57 and 5.24; where the two differ, as said. */
+/* Files next to the embedded model's tokenizer.json, which has 1,024 ids. Expected: the ids of a
+ * text, and their text without special tokens, or words of an error. The same as transformers 4.57
+ * and 5.24; where these differ, it is stated. */
 static const struct { const char *config, *map, *added, *text, *ids, *shown; } mft_named[] = {
     {"{\"sep_token\":\"<sep>\",\"image_token\":\"<img>\",\"extra_special_tokens\":{\"z\":\"<z>\",\"im\":\"<im>\"},\"additional_special_tokens\":[\"<a>\"],"
-     "\"mask_token\":\"<m>\",\"add_bos_token\":false}", NULL, NULL, "<sep><m><img><z><im><a>", "1024 1025 1026 1027 1028 1029", ""}, /* 5's order */
+     /* the order of 5.24 */
+     "\"mask_token\":\"<m>\",\"add_bos_token\":false}", NULL, NULL, "<sep><m><img><z><im><a>", "1024 1025 1026 1027 1028 1029", ""},
     {"{\"model_specific_special_tokens\":{\"im_token\":\"<im>\",\"image_token\":\"<x>\"}}", NULL, NULL, "<x><im>", "1025 1024", ""},
     {"{\"model_specific_special_tokens\":7}", NULL, NULL, "", NULL, "model_specific_special_tokens is 7, expected a list of strings"},
     {"{\"extra_special_tokens\":[\"<z>\",{\"content\":\"<a>\",\"lstrip\":true}]}", NULL, NULL, "<z> \n<a>", "1024 1025", ""},
     {"{}", "{\"additional_special_tokens\":[\"<a>\",{\"content\":\"<x>\"}],\"sep_token\":\"<y>\"}", NULL, "<x><y><a>", "1026 1024 1025", ""},
     {"{\"additional_special_tokens\":[\"<b>\"]}", "{\"additional_special_tokens\":[\"<a>\",\"<b>\"],\"sep_token\":null}", NULL, "<a><b>", "1025 1024", ""},
-    {"{\"sep_token\":\"<b>\",\"added_tokens_decoder\":{}}", "{\"sep_token\":\"<a>\"}", NULL, "<b>", "1024", ""}, /* the map does not count */
+    /* the map is not used */
+    {"{\"sep_token\":\"<b>\",\"added_tokens_decoder\":{}}", "{\"sep_token\":\"<a>\"}", NULL, "<b>", "1024", ""},
     {"{\"sep_token\":\"<b>\"}", "{\"sep_token\":\"<a>\"}", NULL, "<a>1", "1024 20", "1"},
     {"{\"sep_token\":\"<q>\"}", NULL, "{\"<p>\":1030,\"<q>\":1029}", "<p><q> x", "1025 1024 224 91", "<p> x"},
     {"{\"sep_token\":\"<q>\",\"added_tokens_decoder\":{}}", NULL, "{\"<p>\":1030}", "<q><p", "1024 31 83", "<p"},
@@ -544,8 +563,10 @@ static const struct { const char *config, *map, *added, *text, *ids, *shown; } m
      "a hello b", "68 224 1024 281", "a  b"},
     {"{\"sep_token\":\"apples\"}", NULL, NULL, "apples", "1024", ""},
     {"{\"pad_token\":\"ap\"}", NULL, NULL, "ap", "777", ""}, /* of the vocabulary */
-    {"{\"added_tokens_decoder\":{\"9\":{\"content\":\"e\u0301\",\"special\":false}}}", NULL, NULL, "a \xC3\xA9", "68 224 1024", NULL}, /* normalized */
-    {"{\"added_tokens_decoder\":{\"2\":{\"content\":\"<|im_start|>\",\"special\":false}}}", NULL, NULL, "<|im_start|>", "2", ""}, /* stays special */
+    /* normalized */
+    {"{\"added_tokens_decoder\":{\"9\":{\"content\":\"e\u0301\",\"special\":false}}}", NULL, NULL, "a \xC3\xA9", "68 224 1024", NULL},
+    /* remains special */
+    {"{\"added_tokens_decoder\":{\"2\":{\"content\":\"<|im_start|>\",\"special\":false}}}", NULL, NULL, "<|im_start|>", "2", ""},
     {"{\"split_special_tokens\":true}", NULL, NULL, "<|im_start|>user", "31 95 415 66 332 297 87 95 33 298", "<|im_start|>user"},
     {"{\"split_special_tokens\":true,\"added_tokens_decoder\":{\"9\":{\"content\":\"hello\",\"special\":false}}}", NULL, NULL, "hello", "1024", "hello"},
     {"{\"split_special_tokens\":false,\"add_bos_token\":true,\"legacy\":false,\"do_lower_case\":true}", NULL, NULL, "<|im_start|>", "2", ""},
@@ -610,12 +631,12 @@ static void mft_folder_names(void) {
 
 /* One way to spoil the tiny model. */
 typedef struct mft_spoil {
-    const char *config_from, *config_to; /* in config.json */
-    const char *from, *to;               /* in the header */
-    long cut;                            /* bytes of the file to leave, if not 0; negative: so many less */
-    int more;                            /* data bytes to add */
-    int odd;                             /* the data begins that far from a multiple of 8 */
-    const char *want;                    /* in the message; NULL: it opens */
+    const char *config_from, *config_to; /* replacement in config.json */
+    const char *from, *to; /* replacement in the header */
+    long cut; /* number of bytes of the file to keep, if not 0; negative: bytes to cut off */
+    int more; /* data bytes to add */
+    int odd; /* the data begins this far from a multiple of 8 */
+    const char *want; /* words of the message; NULL: it opens */
 } mft_spoil;
 
 #define M_EMBED "\"model.embed_tokens.weight\":{\"dtype\":\"BF16\",\"shape\":[10,8],\"data_offsets\":[0,160]}"
@@ -634,7 +655,8 @@ static const mft_spoil mft_spoils[] = {
     {.from = "{\"model", .to = "{\"a\":{\"b\":{\"c\":{}}},\"model", .want = "nested too deep"},
     {.from = "{\"model", .to = "{\"a\":1,\"model", .want = "a: dtype \"\" is not known"},
     {.from = "\"shape\"", .to = "\"shape\":", .want = "value expected"},
-    {.from = M_EMBED "," M_NORM, .to = M_NORM "," M_EMBED, .want = NULL}, /* the header's order is free */
+    /* the header may have any order */
+    {.from = M_EMBED "," M_NORM, .to = M_NORM "," M_EMBED, .want = NULL},
     /* offsets */
     {.from = M_NORM, .to = M_NORM_IS("BF16", "[8]", "[152,168]"),
      .want = "begin at 152, expected 160, they overlap another tensor"},
@@ -703,8 +725,9 @@ static const mft_spoil mft_spoils[] = {
     {.cut = -1000000, .want = "model.safetensors: the file is empty"},
 };
 
-/* Opens `model`; the message must hold `want`, or it must open if want is NULL. */
-static mf_model *mft_open_says(const char *model, const char *want, const char *what) {
+/* Opens `model`. If `want` is NULL it must open, otherwise the error's message must contain
+ * `want`. */
+static mf_model *mft_check_open(const char *model, const char *want, const char *what) {
     mf_model *m;
     toka_err e;
     int code = mf_open(&m, model, NULL, NULL, &e);
@@ -735,7 +758,7 @@ static void test_mf_safetensors(void) {
         char what[512];
         snprintf(what, sizeof what, "case %d: %.400s", i, s->to ? s->to : s->config_to ? s->config_to : "length");
         mft_write_tiny(folder, s);
-        mf_model *m = mft_open_says(folder, s->want, what);
+        mf_model *m = mft_check_open(folder, s->want, what);
         if (m && i == 0) {
             const char *file = m->maps[m->n_maps - 1].p;
             CHECK(m->n_parameters == MFT_PARAMETERS && m->weight_bytes == 2 * MFT_PARAMETERS);
@@ -755,7 +778,7 @@ static void test_mf_safetensors(void) {
     mft_remove_folder(folder);
 }
 
-/* Header lengths that no file has: only the eight bytes count. */
+/* Impossible header lengths: only the eight bytes of the length are read. */
 static void test_mf_header_length(void) {
     static const struct {
         const char *bytes, *want;
@@ -773,7 +796,7 @@ static void test_mf_header_length(void) {
         st_alias_list *names = NULL;
         int n;
         toka_err e;
-        char *text = mem_alloc(16); /* on the heap, so that ASan sees an over-read */
+        char *text = mem_alloc(16); /* on the heap, so that ASan reports a read past the end */
         memcpy(text, cases[i].bytes, 8), memcpy(text + 8, "{}      ", 8);
         int code = st_parse((str){text, 16}, "f", &a, &t, &n, &names, &e);
         CHECK_MSG(code == TOKA_E_INPUT && strstr(e.msg, cases[i].want), "case %d: %s", i, code ? e.msg : "no error");
@@ -798,9 +821,9 @@ static void test_mf_shards(void) {
     const char index[] = "model.safetensors.index.json";
     mft_temp_folder(folder);
     mft_write_file(folder, "config.json", str_c(mft_tiny_config));
-    mf_close(mft_open_says(folder, "there is no model.safetensors and no model.safetensors.index.json", "no weights"));
+    mf_close(mft_check_open(folder, "there is no model.safetensors and no model.safetensors.index.json", "no weights"));
     mft_write_file(folder, "pytorch_model.bin", STR(""));
-    mf_close(mft_open_says(folder, "pytorch_model.bin is not read", "only a pickle"));
+    mf_close(mft_check_open(folder, "pytorch_model.bin is not read", "only a pickle"));
 
     mft_write_shard(folder, "a.safetensors", 0, 9);
     mft_write_shard(folder, "b.safetensors", 9, n);
@@ -819,33 +842,33 @@ static void test_mf_shards(void) {
     };
     for (int i = 0; i < COUNT(bad); i++) {
         mft_write_file(folder, index, str_c(bad[i][0]));
-        mf_close(mft_open_says(folder, bad[i][1], bad[i][0]));
+        mf_close(mft_check_open(folder, bad[i][1], bad[i][0]));
     }
     mft_write_file(folder, index, STR("{\"metadata\":{},\"weight_map\":{\"x\":\"a.safetensors\",\"y\":\"b.safetensors\","
                                   "\"z\":\"a.safetensors\"}}"));
-    mf_model *m = mft_open_says(folder, NULL, "two shards");
+    mf_model *m = mft_check_open(folder, NULL, "two shards");
     CHECK(m && m->n_parameters == MFT_PARAMETERS);
     mf_close(m);
 
     mft_write_shard(folder, "b.safetensors", 8, n);
-    mf_close(mft_open_says(folder, "model.layers.0.self_attn.o_proj.weight is in two files", "one tensor in both"));
+    mf_close(mft_check_open(folder, "model.layers.0.self_attn.o_proj.weight is in two files", "one tensor in both"));
     mft_write_shard(folder, "b.safetensors", 9, n);
     snprintf(path, sizeof path, "%s/model.safetensors", folder);
     CHECK(mkdir(path, 0700) == 0);
-    mf_close(mft_open_says(folder, "model.safetensors: not a regular file",
+    mf_close(mft_check_open(folder, "model.safetensors: not a regular file",
                        "a folder in the file's place goes before the index"));
     mft_remove_folder(folder);
 }
 
-/* ---- Names that share a tensor ---- */
+/* ---- Names that share one tensor ---- */
 
 #define MFT_SHARED(dropped, kept) "{\"__metadata__\":{\"format\":\"pt\",\"" dropped "\":\"" kept "\"},"
 
 typedef struct mft_share {
-    const char *without;   /* of the tiny model's tensors the name that is not stored */
-    const char *metadata;  /* what the header begins with instead of { */
-    const char *tied;      /* "true", "false" */
-    const char *want;      /* words of an error, NULL: it opens */
+    const char *without;  /* the tensor of the tiny model that is not stored */
+    const char *metadata; /* the beginning of the header, instead of { */
+    const char *tied;     /* "true", "false" */
+    const char *want;     /* words of an error; NULL: it opens */
 } mft_share;
 
 static const mft_share mft_shares[] = {
@@ -866,7 +889,8 @@ static const mft_share mft_shares[] = {
      "model.layers.1.mlp.up_proj.weight: missing"},
 };
 
-/* The tiny model's tensors but one, numbers from .. to-1, with `begin` for the header's {. */
+/* Writes tensors from .. to-1 of the tiny model except one, with `begin` instead of the header's
+ * {. */
 static void mft_write_without(const char *folder, const char *name, const char *without, const char *begin,
                               int from, int to) {
     buf header = {0}, file = {0};
@@ -913,24 +937,24 @@ static void test_mf_shared(void) {
             mft_temp_folder(folder);
             mft_write_config(folder, s->tied);
             snprintf(what, sizeof what, "without %s, %s tied %s, %d", s->without, s->metadata, s->tied, shards);
-            if (shards) { /* the names stand in a shard that has neither tensor */
+            if (shards) { /* the names are in a shard that has neither tensor */
                 mft_write_without(folder, "a.safetensors", s->without, "{", 0, n - 1);
                 mft_write_without(folder, "b.safetensors", "", s->metadata, n - 1, n);
                 mft_write_file(folder, index, STR("{\"weight_map\":{\"x\":\"a.safetensors\",\"y\":\"b.safetensors\"}}"));
             } else {
                 mft_write_without(folder, "model.safetensors", s->without, s->metadata, 0, n);
             }
-            mf_model *m = mft_open_says(folder, s->want, what);
+            mf_model *m = mft_check_open(folder, s->want, what);
             if (m) mft_check_shared(m, s);
             mf_close(m);
             mft_remove_folder(folder);
         }
-    mft_temp_folder(folder); /* the names stand in the index */
+    mft_temp_folder(folder); /* the names are in the index */
     mft_write_config(folder, "false");
     mft_write_without(folder, "a.safetensors", "lm_head.weight", "{", 0, n);
     mft_write_file(folder, index, STR("{\"metadata\":{\"total_size\":1,\"lm_head.weight\":\"model.embed_tokens.weight\"},"
                                       "\"weight_map\":{\"x\":\"a.safetensors\"}}"));
-    mf_model *m = mft_open_says(folder, NULL, "names in the index");
+    mf_model *m = mft_check_open(folder, NULL, "names in the index");
     if (m) mft_check_shared(m, &mft_shares[5]);
     mf_close(m);
     mft_remove_folder(folder);
@@ -938,7 +962,7 @@ static void test_mf_shared(void) {
 
 /* ---- Files that change while they are mapped ---- */
 
-/* Writes a file anew, beside the one that is there and then in its place. */
+/* Writes a new file and renames it over the old one. */
 static void mft_replace_file(const char *folder, const char *name, str text) {
     char from[128], to[128];
     mft_write_file(folder, "new", text);
@@ -958,16 +982,18 @@ static void test_mf_overwritten(void) {
             const struct timespec times[2] = {{.tv_sec = 1000}, {.tv_sec = 1000 + way, .tv_nsec = 5}};
             struct stat st;
             mft_write_shard(folder, names[0], 0, 9), mft_write_shard(folder, names[1], 9, n);
-            mf_model *m = mft_open_says(folder, NULL, "two shards");
+            mf_model *m = mft_check_open(folder, NULL, "two shards");
             CHECK(m && m->n_weight_files == 2 && !mf_find_overwritten(m));
             snprintf(path, sizeof path, "%s/%s", folder, names[i]);
             CHECK(stat(path, &st) == 0);
             if (way == 0) mft_write_file(folder, names[i], STR("short"));
-            if (way == 1) CHECK(utimensat(AT_FDCWD, path, times, 0) == 0); /* as what was written to looks */
+            /* looks like a file that was written to */
+            if (way == 1) CHECK(utimensat(AT_FDCWD, path, times, 0) == 0);
             if (way == 2) mft_replace_file(folder, names[i], STR("another"));
             if (way == 3) CHECK(unlink(path) == 0);
             if (way == 4) CHECK(chmod(path, 0600) == 0 && link(path, "/tmp/toka_mf_link") == 0 && unlink("/tmp/toka_mf_link") == 0);
-            if (way == 5) mft_write_file(folder, "config.json", str_c(mft_tiny_config)); /* read, not mapped for long */
+            /* read once, not mapped for long */
+            if (way == 5) mft_write_file(folder, "config.json", str_c(mft_tiny_config));
             const char *found = m ? mf_find_overwritten(m) : NULL;
             CHECK_MSG(way < 2 ? found && !strcmp(found, path) : !found, "way %d: %s", way, found ? found : "none");
             mf_close(m);
@@ -975,7 +1001,7 @@ static void test_mf_overwritten(void) {
     mft_remove_folder(folder);
 }
 
-/* ---- What is not a plain file: each of the files, in each of the ways ---- */
+/* ---- Files that are not regular files: each file in each way ---- */
 
 static void test_mf_odd_files(void) {
     static const char *const names[] = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
@@ -999,36 +1025,37 @@ static void test_mf_odd_files(void) {
             CHECK(code == 0);
             char what[128];
             snprintf(what, sizeof what, "%s, way %d", names[i], how);
-            mf_close(mft_open_says(folder, want[how], what));
+            mf_close(mft_check_open(folder, want[how], what));
             if (how == 0) rmdir(path);
             else unlink(path);
             if (i == 0 || i == 5) mft_write_tiny(folder, &(mft_spoil){0});
         }
-    mf_close(mft_open_says(folder, NULL, "and whole again"));
+    mf_close(mft_check_open(folder, NULL, "and whole again"));
     mft_write_file(folder, "tokenizer_config.json", STR("{\"chat_template\":\"from the config\",\"eos_token\":\"</s>\"}"));
-    mf_model *m = mft_open_says(folder, NULL, "a template in tokenizer_config.json");
+    mf_model *m = mft_check_open(folder, NULL, "a template in tokenizer_config.json");
     CHECK(m && !m->defaults.has_temperature && m->defaults.temperature == 1 && m->defaults.top_p == 1);
     CHECK(m && str_is(mf_template_named(m, "default"), "from the config") && strcmp(m->eos_token, "</s>") == 0 &&
           m->tokenizer_json.n == 0);
     mf_close(m);
     mft_write_file(folder, "chat_template.jinja", STR("from the file"));
-    m = mft_open_says(folder, NULL, "chat_template.jinja goes first");
+    m = mft_check_open(folder, NULL, "chat_template.jinja goes first");
     CHECK(m && str_is(mf_template_named(m, "default"), "from the file"));
     mf_close(m);
     mft_write_file(folder, "tokenizer_config.json", STR("{\"chat_template\":[{\"name\":\"tool_use\",\"template\":\"old\"}]}"));
-    m = mft_open_says(folder, NULL, "files go before the whole list");
+    m = mft_check_open(folder, NULL, "files go before the whole list");
     CHECK(m && str_is(mf_template_named(m, "default"), "from the file") && !mf_template_named(m, "tool_use").n);
     mf_close(m);
     snprintf(path, sizeof path, "%s/additional_chat_templates", folder);
     CHECK(mkdir(path, 0700) == 0);
     mft_write_file(folder, "additional_chat_templates/tool_use.jinja", STR("with tools"));
-    m = mft_open_says(folder, NULL, "a template for tools in a file of its own");
+    m = mft_check_open(folder, NULL, "a template for tools in a file of its own");
     CHECK(m && str_is(mf_template_named(m, "default"), "from the file") && str_is(mf_template_named(m, "tool_use"), "with tools"));
     mf_close(m);
     mft_remove_folder(folder);
 }
 
-/* The templates of a folder by name, as "name=source ..."; files and their contents in turn. */
+/* Checks the templates of a folder by name, as "name=source ...". files: names and contents in
+ * turn. */
 static void mft_template_set(const char *const files[8], const char *want) {
     char folder[64], path[128];
     buf got = {0};
@@ -1038,7 +1065,7 @@ static void mft_template_set(const char *const files[8], const char *want) {
     CHECK(mkdir(path, 0700) == 0);
     for (int i = 0; i < 8 && files[i]; i += 2) mft_write_file(folder, files[i], str_c(files[i + 1]));
     static const char *const names[] = {"default", "tool_use", "rag", "a.b"};
-    mf_model *m = mft_open_says(folder, want[0] == '!' ? want + 1 : NULL, files[1]);
+    mf_model *m = mft_check_open(folder, want[0] == '!' ? want + 1 : NULL, files[1]);
     for (int i = 0; m && i < COUNT(names); i++) {
         const str source = mf_template_named(m, names[i]);
         if (source.n) buf_printf(&got, "%s=%.*s ", names[i], STRF(source));
@@ -1073,8 +1100,9 @@ static void mft_templates(void) {
 
 /* ---- Finding ---- */
 
-/* The error message of an attempt to open `model` with this models.txt; "" if it opened and its name is `name`. */
-static const char *mft_find_says(const char *model, const char *models_file, const char *name) {
+/* The error's message when `model` is opened with this models.txt; "" if it opens and its name is
+ * `name`. */
+static const char *mft_find_error(const char *model, const char *models_file, const char *name) {
     static toka_err e;
     mf_model *m;
     e.msg[0] = 0;
@@ -1090,7 +1118,8 @@ static void test_mf_find(void) {
     char *old[COUNT(env)], root[64], path[256], models[128];
     for (int i = 0; i < COUNT(env); i++) old[i] = getenv(env[i]) ? strdup(getenv(env[i])) : NULL, unsetenv(env[i]);
     mft_temp_folder(root);
-    for (int i = COUNT(env) - 1; i >= 0; i--) { /* each one goes before those that were set in earlier turns */
+    /* each takes precedence over those set in earlier rounds */
+    for (int i = COUNT(env) - 1; i >= 0; i--) {
         snprintf(path, sizeof path,
                  "mkdir -p %s/%d/%smodels--org--tiny-%d/refs %s/%d/%smodels--org--tiny-%d/snapshots/abc123", root,
                  i, below[i], i, root, i, below[i], i);
@@ -1103,37 +1132,38 @@ static void test_mf_find(void) {
         mft_write_file(path, "main", STR("abc123\n"));
         char id[32];
         snprintf(id, sizeof id, "org/tiny-%d", i);
-        CHECK_MSG(!*mft_find_says(id, NULL, id), "%s: %s", env[i], mft_find_says(id, NULL, id));
+        CHECK_MSG(!*mft_find_error(id, NULL, id), "%s: %s", env[i], mft_find_error(id, NULL, id));
         strcat(id, "@abc123");
-        CHECK(!*mft_find_says(id, NULL, id));
+        CHECK(!*mft_find_error(id, NULL, id));
     }
-    setenv("HOME", root, 1), setenv("HF_HUB_CACHE", "~/0", 1); /* as a shell has not expanded it in an environment file */
-    CHECK_MSG(!*mft_find_says("org/tiny-0", NULL, "org/tiny-0"), "%s", mft_find_says("org/tiny-0", NULL, "org/tiny-0"));
-    CHECK(strstr(mft_find_says("org/tiny-0@abc124", NULL, ""), "get it with: hf download org/tiny-0 --revision abc124"));
-    CHECK(strstr(mft_find_says("org/none", NULL, ""), "/0; get it with: hf download org/none"));
-    CHECK(strstr(mft_find_says("org/../x", NULL, ""), "not a hub id"));
-    CHECK(strstr(mft_find_says("org/tiny@../../x", NULL, ""), "not a hub id"));
-    CHECK(strstr(mft_find_says("no-such-folder/a/b", NULL, ""), "no such folder"));
-    CHECK(strstr(mft_find_says("", NULL, ""), "no such folder"));
-    CHECK(strstr(mft_find_says("/dev/null", NULL, ""), "not a folder"));
+    /* an environment file where no shell expanded it */
+    setenv("HOME", root, 1), setenv("HF_HUB_CACHE", "~/0", 1);
+    CHECK_MSG(!*mft_find_error("org/tiny-0", NULL, "org/tiny-0"), "%s", mft_find_error("org/tiny-0", NULL, "org/tiny-0"));
+    CHECK(strstr(mft_find_error("org/tiny-0@abc124", NULL, ""), "get it with: hf download org/tiny-0 --revision abc124"));
+    CHECK(strstr(mft_find_error("org/none", NULL, ""), "/0; get it with: hf download org/none"));
+    CHECK(strstr(mft_find_error("org/../x", NULL, ""), "not a hub id"));
+    CHECK(strstr(mft_find_error("org/tiny@../../x", NULL, ""), "not a hub id"));
+    CHECK(strstr(mft_find_error("no-such-folder/a/b", NULL, ""), "no such folder"));
+    CHECK(strstr(mft_find_error("", NULL, ""), "no such folder"));
+    CHECK(strstr(mft_find_error("/dev/null", NULL, ""), "not a folder"));
 
     const char line[] = " org/tiny-0 LlamaForCausalLM 2 8 2 1 4 6 10 untied 10000 default 1e-6 32 - - config\n";
     buf text = {0};
     buf_printf(&text, "# comment\n\ntiny%s  other org/gone%s", line, strchr(line + 1, ' '));
     mft_write_file(root, "models.txt", buf_view(&text));
     snprintf(models, sizeof models, "%s/models.txt", root);
-    CHECK_MSG(!*mft_find_says("tiny", models, "tiny"), "%s", mft_find_says("tiny", models, "tiny"));
-    CHECK(!*mft_find_says("TINY", models, "tiny"));
-    const char *msg = mft_find_says("other", models, "");
+    CHECK_MSG(!*mft_find_error("tiny", models, "tiny"), "%s", mft_find_error("tiny", models, "tiny"));
+    CHECK(!*mft_find_error("TINY", models, "tiny"));
+    const char *msg = mft_find_error("other", models, "");
     CHECK_MSG(strstr(msg, "other: org/gone is not in the hub cache") && strstr(msg, "hf download org/gone"), "%s", msg);
-    CHECK(strstr(mft_find_says("third", models, ""), "third: no such folder, and no such name in models.txt"));
-    CHECK(strstr(mft_find_says("third", "/nowhere/models.txt", ""), "/nowhere/models.txt: No such file"));
+    CHECK(strstr(mft_find_error("third", models, ""), "third: no such folder, and no such name in models.txt"));
+    CHECK(strstr(mft_find_error("third", "/nowhere/models.txt", ""), "/nowhere/models.txt: No such file"));
 
     snprintf(path, sizeof path, "%s/0/models--org--tiny-0/refs/main", root);
     unlink(path);
-    CHECK(strstr(mft_find_says("org/tiny-0", NULL, ""), "is not in the hub cache"));
+    CHECK(strstr(mft_find_error("org/tiny-0", NULL, ""), "is not in the hub cache"));
     snprintf(path, sizeof path, "%s/loop", root);
-    CHECK(symlink("loop", path) == 0 && strstr(mft_find_says(path, NULL, ""), "Too many levels of symbolic links"));
+    CHECK(symlink("loop", path) == 0 && strstr(mft_find_error(path, NULL, ""), "Too many levels of symbolic links"));
     mft_remove_folder(root);
     buf_free(&text);
     for (int i = 0; i < COUNT(env); i++) {
@@ -1180,7 +1210,8 @@ static void test_mf_models_refused(void) {
     }
 }
 
-/* The parameter counts that the hub shows for these models: any wrong number of a shape makes another count. */
+/* The parameter counts that the hub shows for these models. Any wrong number in a shape changes the
+ * count. */
 static const struct {
     const char *name;
     int64_t n_parameters;
@@ -1235,7 +1266,7 @@ static void test_mf_data(void) {
             SKIP(1, "no public test data");
             continue;
         }
-        mf_model *m = mft_open_says(path, NULL, path);
+        mf_model *m = mft_check_open(path, NULL, path);
         if (!m) continue;
         CHECK(mft_shape_is(&m->config, models[i].L, models[i].E, models[i].H, models[i].K, models[i].D, models[i].F,
                        models[i].V,
@@ -1254,7 +1285,7 @@ static void test_mf_fixtures(void) {
         char path[400];
         snprintf(path, sizeof path, "test/fixtures/%s", it->d_name);
         if (it->d_name[0] == '.' || !os_is_dir(path)) continue;
-        mf_model *m = mft_open_says(path, NULL, path);
+        mf_model *m = mft_check_open(path, NULL, path);
         CHECK(m && m->n_parameters == mf_n_parameters(&m->config) && strcmp(m->name, it->d_name) == 0);
         mf_close(m);
         n++;
@@ -1305,15 +1336,15 @@ static void test_mf_lazy(void) {
     snprintf(path, sizeof path, "%s/model.safetensors", folder);
     CHECK(truncate(path, (off_t)(file.n + bytes + 16 + big)) == 0);
     double t0 = os_now();
-    mf_model *m = mft_open_says(folder, NULL, "2 GB of zeros that are not there");
+    mf_model *m = mft_check_open(folder, NULL, "2 GB of zeros that are not there");
     CHECK(m && m->weight_bytes > big && os_now() - t0 < 1);
-    unsigned char *in = mem_zalloc(big / 4096 + 2); /* which pages of the map are in memory */
+    unsigned char *in = mem_zalloc(big / 4096 + 2); /* which pages of the mapping are in memory */
     if (m) {
         str map = m->maps[m->n_maps - 1];
         size_t resident = 0, pages = (map.n + 4095) / 4096;
         CHECK(mincore((void *)map.p, map.n, in) == 0);
         for (size_t i = 0; i < pages; i++) resident += in[i] & 1;
-        CHECK_MSG(resident < 2000, "%zu pages", resident); /* read-ahead around the header, and no more */
+        CHECK_MSG(resident < 2000, "%zu pages", resident); /* only read-ahead around the header */
     }
     free(in);
     mf_close(m);

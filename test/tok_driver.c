@@ -1,10 +1,12 @@
 /* tok_driver.c - lets a Python test drive the tokenizer of toka.c.
- *   tok_driver TOKENIZER.json encode FLAGS   documents on standard input, each 4 bytes of length and then its bytes;
- *                                            for each, 4 bytes of count and then the ids on standard output
- *   tok_driver TOKENIZER.json decode FLAGS   the other way round
- *   tok_driver TOKENIZER.json stream FLAGS   as decode, but id by id; fails if a step ends inside a character
- *   tok_driver TOKENIZER.json time PASSES    encodes all documents so many times on one thread; prints the seconds of CPU
- *                                            that loading took, and each pass
+ *   tok_driver TOKENIZER.json encode FLAGS   standard input: documents, each 4 bytes of length and
+ *                                            then its bytes; standard output: for each, 4 bytes of
+ *                                            count and then the ids
+ *   tok_driver TOKENIZER.json decode FLAGS   the reverse
+ *   tok_driver TOKENIZER.json stream FLAGS   as decode, but id by id; fails if a piece of text ends
+ *                                            inside a character
+ *   tok_driver TOKENIZER.json time PASSES    encodes all documents PASSES times on one thread;
+ *                                            prints the CPU seconds of loading and of each pass
  * Numbers are 32-bit little endian. */
 #include "../toka.c"
 #include "check.h"
