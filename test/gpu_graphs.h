@@ -1,42 +1,45 @@
-/* gpu_graphs.h - steps as graphs: a script of steps, posted two at a time as the engine does, once with graphs and once without. Sequences that
- * have a page in common with 48 and one with 12, and some of their own, are decoded in changing company, feed what was drawn for them, end and
- * begin anew; what they find in their pages, zeros at first, is the same in both. After ../toka.c and gpu_host.h. */
+/* gpu_graphs.h - steps as graphs. A script of steps is posted two at a time, as the engine does,
+ * once with graphs and once without; results must be equal. Sequences share one page with 48 and
+ * one with 12 sequences, and have own pages. In each step other sequences are decoded together.
+ * They use their last sampled token, end and start again. Their pages are zeros at first, in both
+ * runs. Include after ../toka.c and gpu_host.h. */
 
-enum { G_SEQS = 288, G_FAMILY = 48, G_GROUP = 12, G_STEPS = 104, G_OWN = 4 /* pages */, G_LEN = 360 };
+enum { G_SEQS = 288, G_FAMILY = 48, G_GROUP = 12, G_STEPS = 104, G_OWN = 4, G_LEN = 360 }; /* OWN: pages */
 enum { G_SHARED = G_SEQS / G_FAMILY + G_SEQS / G_GROUP };
 
 typedef struct g_step {
     int32_t id[G_SEQS], pos[G_SEQS], slot[G_SEQS], pages[7 * G_SEQS];
     toka_span spans[3 * G_SEQS];
-    toka_sample_row out[G_SEQS];
+    toka_sample_row samples[G_SEQS];
     toka_copy copy;
-    toka_sample_result picks[G_SEQS];
+    toka_sample_result results[G_SEQS];
     int n_pages;
     toka_step s;
 } g_step;
 
-typedef struct g_seq { /* its next position; it has drawn something */
+typedef struct g_seq { /* the next position; whether a token was sampled */
     int len;
-    bool drew;
+    bool has_sampled;
 } g_seq;
 
 static int g_page(int seq, int p) {
     return p > 1 ? G_SHARED + seq * G_OWN + p - 2 : p ? G_SEQS / G_FAMILY + seq / G_GROUP : seq / G_FAMILY;
 }
-static void g_span(g_step *g, int row0, int n_rows, int kv0, int n_kv, int seq, int B) {
+static void g_add_span(g_step *g, int row0, int n_rows, int kv0, int n_kv, int seq, int B) {
     g->spans[g->s.n_spans++] = (toka_span){row0, n_rows, g->n_pages, kv0, n_kv};
     for (int p = kv0 / B; p * B < kv0 + n_kv; p++) g->pages[g->n_pages++] = g_page(seq, p);
 }
-/* Spans of page p for the rows that have it in common, where they are more than `than`. */
-static void g_share(g_step *g, int from, int to, int p, int each, int than, int B) {
+/* Adds spans of page p for the rows that share it, if there are more than `than` of them. */
+static void g_add_shared_spans(g_step *g, int from, int to, int p, int each, int min_rows, int B) {
     for (int i = from, end; i < to; i = end) {
         for (end = i; end < to && end / each == i / each;) end++;
-        if (end - i > than) g_span(g, i - from, end - i, p * B, B, i, B);
+        if (end - i > min_rows) g_add_span(g, i - from, end - i, p * B, B, i, B);
     }
 }
 
-/* How row `row` of sequence q is drawn. mixed: nearly all with filters and lists, of each kind a few, beside plain ones. */
-static toka_sample_row g_out(int row, int q, int len, bool one, bool mixed) {
+/* The sample row of row `row` of sequence q. mixed: nearly all rows have filters and lists, some of
+ * each kind, and some are plain. */
+static toka_sample_row g_sample_row(int row, int q, int len, bool one, bool mixed) {
     static const int32_t ids[] = {3, 17, 40, 41, 42, 99, 130, 17, 200, 3, 7, 150};
     static const float values[] = {2, -3, 0.5f, 4};
     static const toka_sampling how[] = {{.temperature = 0.7, .top_p = 1, .repetition_penalty = 1, .seed = 7},
@@ -61,24 +64,25 @@ static toka_sample_row g_out(int row, int q, int len, bool one, bool mixed) {
     return r;
 }
 
-/* Rows of sequences `from` .. to-1. mode % 4: 0 nothing shared, 1 groups have a span for both pages, 2 only groups of more than two, 3 families and
- * groups have one each. mode / 4: every so many steps 1: a row is drawn with top-p, 2: a page is copied, 3: most rows have filters. */
-static void g_fill(g_step *g, g_seq *seqs, int from, int to, int mode, int B) {
-    const int shared = mode % 4, than = shared == 2 ? 2 : 1;
-    g->s = (toka_step){.ids = g->id, .pos = g->pos, .kv_slot = g->slot, .pages = g->pages, .spans = g->spans, .samples = g->out};
-    if (shared == 3) g_share(g, from, to, 0, G_FAMILY, 0, B), g_share(g, from, to, 1, G_GROUP, 0, B);
+/* Rows of sequences `from` .. to-1. mode % 4: 0 nothing is shared, 1 a group has one span for both
+ * pages, 2 only groups of more than two have one, 3 families and groups have one span each. mode /
+ * 4: 1 one row is sampled with top-p, 2 a page is copied, 3 most rows have filters. */
+static void g_make_step(g_step *g, g_seq *seqs, int from, int to, int mode, int B) {
+    const int shared = mode % 4, min_rows = shared == 2 ? 2 : 1;
+    g->s = (toka_step){.ids = g->id, .pos = g->pos, .kv_slot = g->slot, .pages = g->pages, .spans = g->spans, .samples = g->samples};
+    if (shared == 3) g_add_shared_spans(g, from, to, 0, G_FAMILY, 0, B), g_add_shared_spans(g, from, to, 1, G_GROUP, 0, B);
     for (int i = from, end; i < to; i = end) {
         for (end = i; end < to && end / G_GROUP == i / G_GROUP;) end++;
-        const bool group = shared && shared < 3 && end - i > than;
-        if (group) g_span(g, i - from, end - i, 0, 2 * B, i, B);
+        const bool group = shared && shared < 3 && end - i > min_rows;
+        if (group) g_add_span(g, i - from, end - i, 0, 2 * B, i, B);
         for (int q = i; q < end; q++) {
             const int row = q - from, len = seqs[q].len, at = group || shared == 3 ? 2 * B : 0;
-            g_span(g, row, 1, at, len + 1 - at, q, B);
-            g->id[row] = seqs[q].drew ? -1 - q : 5 + q % 200, g->pos[row] = len;
+            g_add_span(g, row, 1, at, len + 1 - at, q, B);
+            g->id[row] = seqs[q].has_sampled ? -1 - q : 5 + q % 200, g->pos[row] = len;
             g->slot[row] = g_page(q, len / B) * B + len % B;
-            g->out[row] = g_out(row, q, len, mode / 4 == 1, mode / 4 == 3);
+            g->samples[row] = g_sample_row(row, q, len, mode / 4 == 1, mode / 4 == 3);
             if (++seqs[q].len == G_LEN - q % 90) seqs[q] = (g_seq){.len = 2 * B};
-            else seqs[q].drew = true;
+            else seqs[q].has_sampled = true;
         }
     }
     g->s.T = g->s.n_samples = to - from;
@@ -91,7 +95,8 @@ static toka_options g_options(const char *model) {
     return o;
 }
 
-/* Runs the script; returns how many steps were graphs on the first rank, -1: it failed. about: [200] what describe says, or NULL. */
+/* Runs the script. Returns the number of steps that ran as graphs on the first rank, or -1 if it
+ * failed. about: [200] the device's description, or NULL. */
 static int64_t g_run(const toka_options *o, g_step *steps, char *about, toka_err *e) {
     static const int sizes[] = {1, 2, 3, 4, 5, 7, 8, 9, 12, 16, 17, 24, 31, 32, 33, 48, 63, 64, 65, 96, 128, 129, 200, 256, 257, 288};
     toka *t = NULL;
@@ -106,9 +111,10 @@ static int64_t g_run(const toka_options *o, g_step *steps, char *about, toka_err
     for (int i = 0; i < G_STEPS && number > 0; i++) {
         rng = rng * 6364136223846793005u + 1442695040888963407u;
         int n = sizes[i / 2 % COUNT(sizes)], from = (int)((rng >> 33) % (uint64_t)(G_SEQS - n + 1));
-        g_fill(&steps[i], seqs, from, from + n, i % 4 + (i % 7 == 3 ? 4 : i % 11 == 5 ? 8 : i % 5 == 1 ? 12 : 0), t->shape.B);
-        steps[i].s.number = i + 2, steps[i].s.needs_step = i ? i + 1 : 0; /* the first was the rehearsal */
-        number = model_post(m, &steps[i].s, steps[i].picks);
+        g_make_step(&steps[i], seqs, from, from + n, i % 4 + (i % 7 == 3 ? 4 : i % 11 == 5 ? 8 : i % 5 == 1 ? 12 : 0), t->shape.B);
+        /* step 1 was the warm-up */
+        steps[i].s.number = i + 2, steps[i].s.needs_step = i ? i + 1 : 0;
+        number = model_post(m, &steps[i].s, steps[i].results);
         if (!i) first = number;
         if (number > first + 1 && model_wait(m, number - 2, e)) number = 0;
     }
@@ -118,7 +124,8 @@ static int64_t g_run(const toka_options *o, g_step *steps, char *about, toka_err
     return number > 0 ? times.graphs : -1;
 }
 
-/* The script with graphs against the same without. Tensor ranks have none for steps with filters, a third of all. */
+/* Compares the script with graphs to the script without. Tensor ranks have no graphs for steps with
+ * filters, which are a third of all. */
 static void g_compare(const char *name, toka_options *o) {
     toka_err e = {0};
     char about[200] = "";
@@ -130,7 +137,7 @@ static void g_compare(const char *name, toka_options *o) {
     int different = 0, rows = 0, kept = 0, tops = 0;
     for (int i = 0; i < G_STEPS && none == 0; i++)
         for (int k = 0; k < with[i].s.n_samples; k++, rows++) {
-            const toka_sample_result *a = &with[i].picks[k], *b = &without[i].picks[k];
+            const toka_sample_result *a = &with[i].results[k], *b = &without[i].results[k];
             kept += a->logprob < 0, tops += a->n_top > 0;
             different += a->id != b->id || memcmp(&a->logprob, &b->logprob, 4) || memcmp(&a->sampled_logprob, &b->sampled_logprob, 4) ||
                          a->n_top != b->n_top || memcmp(a->top_ids, b->top_ids, (size_t)a->n_top * sizeof *a->top_ids) ||
@@ -142,7 +149,8 @@ static void g_compare(const char *name, toka_options *o) {
     free(with), free(without);
 }
 
-/* A capture that fails, as `which` has it ("3", or "3@1": the third of rank 1), leaves all ranks without graphs, and says so. */
+/* A capture that fails, `which` says which one ("3", or "3@1": the third of rank 1), leaves all
+ * ranks without graphs, and the description says so. */
 UNUSED static void g_failing(const char *name, const toka_options *o, const char *which) {
     toka_err e = {0};
     g_step *steps = mem_zalloc(G_STEPS * sizeof *steps);

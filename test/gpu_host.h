@@ -1,9 +1,10 @@
-/* gpu_host.h - what the GPU tests that include toka.c share: counting verdicts, bf16 on the host. After ../toka.c. */
+/* gpu_host.h - what the GPU tests that include toka.c share: counting of checks, bf16 on the host.
+ * Include after ../toka.c. */
 #include "check.h"
 
 static int n_passed, n_failed;
 
-/* One comparison, told in a line. */
+/* Counts one check and prints it on a line. */
 UNUSED static bool verdict(bool ok, const char *fmt, ...) {
     va_list ap;
     va_start(ap, fmt);
@@ -13,7 +14,7 @@ UNUSED static bool verdict(bool ok, const char *fmt, ...) {
     return ok;
 }
 
-UNUSED static uint16_t to_bf16(float f) { /* to nearest, ties to even */
+UNUSED static uint16_t to_bf16(float f) { /* rounds to nearest, ties to even */
     uint32_t u;
     memcpy(&u, &f, 4);
     return (uint16_t)((u + 0x7FFF + (u >> 16 & 1)) >> 16);

@@ -1,8 +1,12 @@
-/* gpu_model.c - whole models on the GPU. Includes toka.c; linked with the object of toka_kernels.cu. Run from the repository root.
+/* gpu_model.c - tests whole models on the GPU. Includes toka.c; is linked with the object of
+ * toka_kernels.cu. Run it from the repository root.
  *
- *   gpu_model [only NAME ...] all fixtures, or some of them: logits against the float64 reference, graphs against single launches
- *   gpu_model logits DIR IDS OUT [cpu]   prompt ids (text, blank between) of a model folder through one prefill step; raw float32
- *                             logits of every position to OUT (a tool for test/gpu_hf.py) */
+ *   gpu_model [only NAME ...]   all fixtures, or some: logits against the float64 reference, graphs
+ *                               against single launches
+ *   gpu_model logits DIR IDS OUT [cpu]
+ *                               runs the prompt IDS (text with blanks between ids) through a model
+ *                               folder in one prefill step and writes raw float32 logits of every
+ *                               position to OUT (a tool for test/gpu_hf.py) */
 #include "../toka.c"
 #include "check.h"
 #include "gpu_host.h"
@@ -29,7 +33,7 @@ static int int_array(const json *array, int32_t *out, int cap) {
     return n;
 }
 
-/* Many sequences in one step as the engine would lay them out, in pages of our own choice. */
+/* Many sequences in one step, as the engine would arrange them, in pages that the test chooses. */
 enum { ROWS = 2048, CASES = 32 };
 
 typedef struct mix {
@@ -43,7 +47,8 @@ typedef struct mix {
 static mix *mix_new(void) {
     mix *m = mem_zalloc(sizeof *m);
     m->s = (toka_step){.ids = m->id, .pos = m->pos, .kv_slot = m->slot, .pages = m->pages, .spans = m->spans, .samples = m->out};
-    for (int i = 0; i < ROWS; i++) m->pages[i] = (int32_t)((i * 7 + 3) % 251); /* scattered; 7 and 251 are coprime */
+    /* scattered over the pool: 7 and 251 are coprime */
+    for (int i = 0; i < ROWS; i++) m->pages[i] = (int32_t)((i * 7 + 3) % 251);
     return m;
 }
 static void mix_add(mix *m, const int32_t *ids, int n, const int32_t *at, int n_at, int B) {
@@ -55,8 +60,10 @@ static void mix_add(mix *m, const int32_t *ids, int n, const int32_t *at, int n_
     m->n_pages += (n + B - 1) / B;
 }
 
-/* All prompts of a fixture in one step, against the reference in float64. The bounds are what bf16 leaves of such small and lively
- * networks: transformers' own bf16 forward is off by 1.2e-2 to 4.7e-2 on them (test/gpu_hf.py), toka by 0.7e-2 to 1.2e-2. */
+/* Runs all prompts of a fixture in one step and compares with the reference in float64. The bounds
+ * are the precision that bf16 has on such small networks with large activations: transformers' own
+ * bf16 forward has errors of 1.2e-2 to 4.7e-2 on them (test/gpu_hf.py), toka of 0.7e-2 to
+ * 1.2e-2. */
 static void fixture(const char *name) {
     char path[300];
     arena a = {0};

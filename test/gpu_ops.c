@@ -1,9 +1,11 @@
-/* gpu_ops.c - one op driver for both backends: every op of the transformer on the GPU against the CPU backend, one after another, each with
- * equal inputs, on random weights and fresh random activations. Includes toka.c; linked with the object of toka_kernels.cu.
+/* gpu_ops.c - one driver for both backends: every op of the transformer on the GPU against the CPU
+ * backend, one op after another. Each time both get equal inputs: random weights and new random
+ * activations. Includes toka.c; is linked with the object of toka_kernels.cu.
  *
- * The CPU computes in float32 and rounds nothing, so the difference is the GPU's rounding to bf16. It is told in units of one: how far the
- * CPU's own result moves when it is rounded to bf16 once. Each op has few roundings, so each has a bound; a factor that is too large means
- * a rounding too many, or something wrong. That is what sums over a whole model hide. */
+ * The CPU computes in float32 without rounding, so the difference is the GPU's rounding to bf16.
+ * The unit of errors is one such rounding: how far the CPU's own result moves when it is rounded to
+ * bf16 once. Each op has few roundings, so each has a bound. If the error is too large, there is
+ * one rounding too many or a bug. A test of a whole model cannot see this. */
 #include "../toka.c"
 #include "gpu_host.h"
 
@@ -15,7 +17,7 @@ static uint64_t rng(void) {
     z = (z ^ z >> 27) * 0x94D049BB133111EBu;
     return z ^ z >> 31;
 }
-static float normal(void) { /* sum of four uniforms: near enough */
+static float normal(void) { /* the sum of four uniform numbers: near enough to normal */
     float sum = 0;
     for (int i = 0; i < 4; i++) sum += (float)(rng() >> 40) * 0x1p-24f - 0.5f;
     return sum * 1.7320508f;
@@ -59,7 +61,7 @@ typedef struct both {
     const op_case *c;
     toka_shape shape[2];
     float *rope;
-    toka_layer layers[2]; /* the same twice */
+    toka_layer layers[2]; /* the same layer twice */
     toka_weights weights;
     toka_device *dev[2];
     toka_dev_ptr x[2], q[2], o[2];
@@ -98,7 +100,8 @@ static void both_close(both *b) {
     free(b->rope);
 }
 
-/* Rows 0 .. T1-1 are one sequence, the others a second. Pages and slots as backend i needs them. */
+/* Rows 0 .. T1-1 are one sequence, the others a second one. Pages and kv_slots are as backend i
+ * needs them. */
 static void both_plan(both *b, int i, int T) {
     int B = backends[i]->page_tok, first = T > 3 ? T / 3 * 2 : T, n_pages = 0;
     b->s = (toka_step){.T = T, .ids = b->ids, .pos = b->pos, .kv_slot = b->slot[i], .pages = b->pages, .spans = b->spans, .samples = b->out};
@@ -113,8 +116,9 @@ static void both_plan(both *b, int i, int T) {
     for (int t = 0; t < T; t++) b->out[t] = (toka_sample_row){.row = t, .seq = -1, .forced_id = 0};
 }
 
-/* values: [rows][cols] float32, exact in bf16; to both. Rows on the GPU are `ld` apart. */
-static void both_put(both *b, const toka_dev_ptr to[2], const float *values, int rows, int cols, int ld) {
+/* Uploads values [rows][cols] in float32, exact in bf16, to both backends. Rows on the GPU are `ld`
+ * apart. */
+static void both_upload(both *b, const toka_dev_ptr to[2], const float *values, int rows, int cols, int ld) {
     uint16_t *half = mem_zalloc((size_t)rows * ld * 2);
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < cols; c++) half[(size_t)r * ld + c] = to_bf16(values[(size_t)r * cols + c]);
@@ -122,8 +126,8 @@ static void both_put(both *b, const toka_dev_ptr to[2], const float *values, int
     toka_cuda.upload(b->dev[GPU], to[GPU], half, (size_t)rows * ld * 2);
     free(half);
 }
-/* The GPU's result as float32 [rows][cols], and the CPU's. */
-static void both_get(both *b, const toka_dev_ptr from[2], float *cpu, float *gpu, int rows, int cols, int ld) {
+/* Downloads the GPU's result as float32 [rows][cols], and the CPU's. */
+static void both_download(both *b, const toka_dev_ptr from[2], float *cpu, float *gpu, int rows, int cols, int ld) {
     uint16_t *half = mem_alloc((size_t)rows * ld * 2);
     toka_cpu.download(b->dev[CPU], cpu, from[CPU], (size_t)rows * cols * sizeof *cpu);
     toka_cuda.download(b->dev[GPU], half, from[GPU], (size_t)rows * ld * 2);
@@ -132,7 +136,7 @@ static void both_get(both *b, const toka_dev_ptr from[2], float *cpu, float *gpu
     free(half);
 }
 
-/* The GPU's distance from the CPU, in roundings; and the largest of a row. */
+/* Checks the GPU's distance from the CPU, in roundings, and the largest one of a row. */
 static void compare(const both *b, const char *op, const float *cpu, const float *gpu, int rows, int cols, double bound) {
     double far = 0, one = 0, worst = 0;
     for (int r = 0; r < rows; r++) {
@@ -145,7 +149,9 @@ static void compare(const both *b, const char *op, const float *cpu, const float
         far += d, one += u, worst = fmax(worst, sqrt(d / u));
     }
     double ratio = sqrt(far / one);
-    bound *= 1 + 4 / sqrt((double)rows * cols); /* few elements scatter: 102 of them gave 1.34 on average of 31 seeds, 2.05 once (H200, 2026-11-24) */
+    /* with few elements the figure scatters: for 102 of them it was 1.34 on average over 31 seeds,
+     * once 2.05 (H200, 2026-11-24) */
+    bound *= 1 + 4 / sqrt((double)rows * cols);
     bool ok = ratio <= bound && worst <= 3 * bound;
     ok ? n_passed++ : n_failed++;
     if (!ok || getenv("TOKA_TEST_VERBOSE"))
@@ -158,55 +164,56 @@ static void op_run(both *b, int T) {
     const int ld = (c->E + 7) / 8 * 8, heads = c->H * c->D, wide = MAX(MAX(c->E, heads), c->V);
     float *in = mem_alloc((size_t)T * wide * 4), *cpu = mem_alloc((size_t)T * wide * 4), *gpu = mem_alloc((size_t)T * wide * 4);
     toka_err e = {0};
-#define BOTH(op, ...) /* the plan names pages, which each backend has its own size of */ \
+#define BOTH(op, ...) /* the step contains pages, and each backend has its own page size */ \
     for (int i = 0; i < 2; i++) both_plan(b, i, T), b->s.logits = i ? gpu : cpu, backends[i]->op(b->dev[i], &b->s, __VA_ARGS__)
 #define FILL(n) \
     for (size_t k = 0; k < (size_t)T * (n); k++) in[k] = from_bf16(to_bf16(normal()))
     for (int t = 0; t < T; t++) b->ids[t] = (int32_t)(rng() % (uint64_t)c->V);
-    /* the GPU has the work lists of the step that begin was told of, so a step's ops keep their order */
+    /* the GPU uses the work lists of the step that begin was called with last, so ops run in the
+     * step's order */
     for (int i = 0; i < 2; i++) {
         both_plan(b, i, T);
         b->s.n_samples = T;
         if (backends[i]->begin) backends[i]->begin(b->dev[i], &b->s);
         backends[i]->embed(b->dev[i], &b->s, b->x[i]);
     }
-    both_get(b, b->x, cpu, gpu, T, c->E, ld);
+    both_download(b, b->x, cpu, gpu, T, c->E, ld);
     bool same = !memcmp(cpu, gpu, (size_t)T * c->E * 4);
     same ? n_passed++ : n_failed++;
     if (!same) printf("FAILED %s, %d rows: embed is not exact\n", c->name, T);
     BOTH(norm_qkv_rope_kv, 0, b->x[i], b->q[i]);
-    both_get(b, b->q, cpu, gpu, T, heads, heads);
+    both_download(b, b->q, cpu, gpu, T, heads, heads);
     compare(b, "norm_qkv_rope_kv behind embed", cpu, gpu, T, heads, 3.2);
     FILL(c->E);
-    both_put(b, b->x, in, T, c->E, ld);
+    both_upload(b, b->x, in, T, c->E, ld);
     BOTH(norm_qkv_rope_kv, 0, b->x[i], b->q[i]);
-    both_get(b, b->q, cpu, gpu, T, heads, heads);
+    both_download(b, b->q, cpu, gpu, T, heads, heads);
     compare(b, "norm_qkv_rope_kv", cpu, gpu, T, heads, c->qk_norm ? 2.2 : 2.0);
-    both_put(b, b->q, gpu, T, heads, heads);
+    both_upload(b, b->q, gpu, T, heads, heads);
     BOTH(attention, 0, b->q[i], b->o[i]);
-    both_get(b, b->o, cpu, gpu, T, heads, heads);
+    both_download(b, b->o, cpu, gpu, T, heads, heads);
     compare(b, "attention", cpu, gpu, T, heads, 2.5);
     FILL(heads);
-    both_put(b, b->o, in, T, heads, heads);
+    both_upload(b, b->o, in, T, heads, heads);
     FILL(c->E);
-    both_put(b, b->x, in, T, c->E, ld);
+    both_upload(b, b->x, in, T, c->E, ld);
     BOTH(out_residual, 0, b->o[i], b->x[i]);
-    both_get(b, b->x, cpu, gpu, T, c->E, ld);
+    both_download(b, b->x, cpu, gpu, T, c->E, ld);
     compare(b, "out_residual", cpu, gpu, T, c->E, 1.1);
-    both_put(b, b->x, in, T, c->E, ld);
+    both_upload(b, b->x, in, T, c->E, ld);
     BOTH(norm_mlp_residual, 0, b->x[i]);
-    both_get(b, b->x, cpu, gpu, T, c->E, ld);
+    both_download(b, b->x, cpu, gpu, T, c->E, ld);
     compare(b, "norm_mlp_residual", cpu, gpu, T, c->E, 1.6);
-    /* ops one behind the other, between which a backend may leave out what only the next one needs */
-    both_put(b, b->x, in, T, c->E, ld);
+    /* ops in sequence: between them a backend need not finish what only the next op needs */
+    both_upload(b, b->x, in, T, c->E, ld);
     BOTH(out_residual, 0, b->o[i], b->x[i]);
     BOTH(norm_mlp_residual, 0, b->x[i]);
     BOTH(norm_qkv_rope_kv, 1, b->x[i], b->q[i]);
-    both_get(b, b->x, cpu, gpu, T, c->E, ld);
+    both_download(b, b->x, cpu, gpu, T, c->E, ld);
     compare(b, "out_residual, norm_mlp_residual", cpu, gpu, T, c->E, 2.2);
-    both_get(b, b->q, cpu, gpu, T, heads, heads);
+    both_download(b, b->q, cpu, gpu, T, heads, heads);
     compare(b, "norm_qkv_rope_kv behind them", cpu, gpu, T, heads, 3.2);
-    both_put(b, b->x, in, T, c->E, ld);
+    both_upload(b, b->x, in, T, c->E, ld);
     for (int i = 0; i < 2; i++) {
         both_plan(b, i, T);
         b->s.n_samples = T, b->s.logits = i ? gpu : cpu;

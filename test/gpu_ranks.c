@@ -1,19 +1,24 @@
-/* gpu_ranks.c - models over several GPUs. Includes toka.c; linked with the object of toka_kernels.cu. Run from the repository root.
+/* gpu_ranks.c - tests models on several GPUs. Includes toka.c; is linked with the object of
+ * toka_kernels.cu. Run it from the repository root.
  *
- *   gpu_ranks [NAMES]      sums over ranks against the host's; then every fixture, the embedded model, and made-up ones (one that eight
- *                          ranks can share, a wide one), under every split that there are GPUs for, against one GPU. With NAMES only
- *                          models that it names ("wide,llama-tied"). With TOKA_DEBUG_SHARE_GPU=N all ranks, at most four, are on the
- *                          first N GPUs
- *   gpu_ranks bench [N]    microseconds of sums over N GPUs (2), and NCCL's where libnccl.so.2 is found */
+ *   gpu_ranks [NAMES]      all-reduces against the host's sums. Then every fixture, the embedded model
+ *                          and two made-up models (one that eight ranks can divide, and a wide one)
+ *                          under every split that there are GPUs for, against one GPU. With NAMES
+ *                          ("wide,llama-tied") only these models. With TOKA_DEBUG_SHARE_GPU=N all
+ *                          ranks, at most four, are on the first N GPUs
+ *   gpu_ranks bench [N]    microseconds of all-reduces over N GPUs (2), and NCCL's if libnccl.so.2
+ *                          is found */
 #include "../toka.c"
 #include "check.h"
 #include "gpu_host.h"
 #include "gpu_graphs.h"
 #include <dlfcn.h>
 
-int cudaSetDevice(int device); /* of the runtime that is linked in; a launch wants the stream's device */
+/* from the CUDA runtime that is linked in; a launch needs the stream's device to be current */
+int cudaSetDevice(int device);
 
-enum { MANY_ROWS = 2048, MOST_ROWS = 3072 }; /* of a step whose sums are large; the largest here */
+/* rows of a step with large all-reduces; the largest step here */
+enum { N_MANY_ROWS = 2048, MAX_ROWS = 3072 };
 
 static int n_skipped;
 
@@ -26,7 +31,8 @@ typedef struct split {
     int tp, pp, dp;
 } split;
 
-/* Random weights. 8 layers, 8 kv heads; so wide that products scatter sums of 256 rows, which are graphs, too. */
+/* Models with random weights and 8 kv heads: EIGHT has 8 layers, WIDE is so wide that tensor ranks
+ * use reduce-scatter from 256 rows on, also in graphs. */
 #define EIGHT "made-up/eight"
 #define WIDE "made-up/wide"
 static char models_file[] = "/tmp/gpu_ranks_XXXXXX";
@@ -44,7 +50,7 @@ static toka *open_split(const char *model, split at, toka_err *e) {
     toka *t = NULL;
     toka_options o = toka_options_default();
     if (made_up(model)) o.models_file = models_file;
-    o.model = model, o.device = "cuda", o.max_num_seqs = 64, o.max_num_batched_tokens = MOST_ROWS, o.kv_tokens = 64 * 256;
+    o.model = model, o.device = "cuda", o.max_num_seqs = 64, o.max_num_batched_tokens = MAX_ROWS, o.kv_tokens = 64 * 256;
     o.tensor_parallel_size = at.tp, o.pipeline_parallel_size = at.pp, o.data_parallel_size = at.dp;
     if (made_up(model) ? run_dummy_open(&t, &o, e) : toka_open(&t, &o, e)) return NULL;
     return t;
@@ -58,73 +64,75 @@ static double rel_l2(const float *a, const float *b, int n) {
 
 static int rnd_in(uint64_t *seed, int from, int to) { return from + (int)(rnd(seed) % (uint64_t)(to - from + 1)); }
 
-/* ---- Sums: an op of the table, on threads of its own ---- */
+/* ---- All-reduces: the op of the backend, on a thread for each rank ---- */
 
-enum { SUM_CALLS = 7 };
+enum { N_CALLS = 7 };
 
-typedef struct summer {
+typedef struct reducer {
     toka_device *d;
-    int rank, device, E, n_calls, rows[SUM_CALLS];
+    int rank, device, E, n_calls, rows[N_CALLS];
     toka_dev_ptr x;
-    uint16_t *host; /* [rows][E] bf16: before the first, and behind the last call */
+    uint16_t *host; /* [rows][E] bf16: the input of the first call; the output of the last one */
     double us;
     pthread_t thread;
     pthread_barrier_t *start;
-} summer;
+} reducer;
 
-static void *sum_thread(void *arg) {
-    summer *s = arg;
+static void *reduce_thread(void *arg) {
+    reducer *s = arg;
     const size_t bytes = (size_t)s->rows[0] * (size_t)s->E * 2;
     cudaSetDevice(s->device);
     toka_cuda.upload(s->d, s->x, s->host, bytes);
-    for (int turn = 0; turn < 2; turn++) { /* the first warms up, where it is timed */
+    for (int turn = 0; turn < 2; turn++) { /* if it is timed, the first round is the warm-up */
         pthread_barrier_wait(s->start);
         const double t0 = os_now();
-        for (int i = 0; i < s->n_calls; i++) toka_cuda.all_reduce(s->d, s->x, s->rows[i % SUM_CALLS]);
+        for (int i = 0; i < s->n_calls; i++) toka_cuda.all_reduce(s->d, s->x, s->rows[i % N_CALLS]);
         toka_cuda.download(s->d, s->host, s->x, bytes);
         s->us = (os_now() - t0) * 1e6 / s->n_calls;
-        if (s->n_calls <= SUM_CALLS) break;
+        if (s->n_calls <= N_CALLS) break;
     }
     return NULL;
 }
 
 /* Runs the calls on all ranks of a model that is open and idle. */
-static void sum_run(toka *t, summer *s, int n) {
+static void reduce_run(toka *t, reducer *s, int n) {
     pthread_barrier_t start;
     pthread_barrier_init(&start, NULL, (unsigned)n);
     for (int i = 0; i < n; i++) {
         model_rank *r = &t->engine->replicas[0].model.ranks[i];
         s[i].d = r->device, s[i].x = r->x, s[i].rank = i, s[i].device = gpus_shared() ? i % gpus_shared() : i, s[i].start = &start;
-        if (pthread_create(&s[i].thread, NULL, sum_thread, &s[i])) abort();
+        if (pthread_create(&s[i].thread, NULL, reduce_thread, &s[i])) abort();
     }
     for (int i = 0; i < n; i++) pthread_join(s[i].thread, NULL);
     pthread_barrier_destroy(&start);
 }
 
-/* Rows beyond those of a call stay as they are: each call sums fewer rows than the one before, so a row has had as many sums as calls
- * had it. Values are small whole numbers, so all sums are exact up to where bf16 rounds, and the host knows every bit. */
-static void sums(int n) {
+/* Rows after those of a call must not change. Each call reduces fewer rows than the one before, so
+ * a row is reduced once by each call that has it. Values are small whole numbers, so sums are exact
+ * until bf16 rounds, and the host knows every bit. */
+static void test_all_reduces(int n) {
     toka_err e = {0};
     toka *t = open_split(EIGHT, (split){n, 1, 1}, &e);
     if (!t) {
         verdict(false, "sums over %d ranks: %s", n, e.msg);
         return;
     }
-    static const int rows[SUM_CALLS] = {2048, 2047, 1000, 300, 33, 2, 1};
+    static const int rows[N_CALLS] = {2048, 2047, 1000, 300, 33, 2, 1};
     const int E = (t->shape.E + 7) / 8 * 8, all = rows[0] * E;
-    summer s[8] = {0};
+    reducer s[8] = {0};
     uint64_t seed = 3;
     float *want = mem_zalloc((size_t)all * sizeof *want);
     for (int i = 0; i < n; i++) {
-        s[i].E = E, s[i].n_calls = SUM_CALLS, s[i].host = mem_alloc((size_t)all * 2);
+        s[i].E = E, s[i].n_calls = N_CALLS, s[i].host = mem_alloc((size_t)all * 2);
         memcpy(s[i].rows, rows, sizeof rows);
         for (int k = 0; k < all; k++) s[i].host[k] = to_bf16((float)rnd_in(&seed, -60, 60) / 4), want[k] += from_bf16(s[i].host[k]);
     }
-    sum_run(t, s, n);
+    reduce_run(t, s, n);
     int wrong = 0;
     for (int k = 0; k < all; k++) {
         float v = from_bf16(to_bf16(want[k]));
-        for (int call = 1; call < SUM_CALLS && k < rows[call] * E; call++) { /* all have the same now */
+        /* from the second call on all ranks have the same values */
+        for (int call = 1; call < N_CALLS && k < rows[call] * E; call++) {
             float sum = 0;
             for (int i = 0; i < n; i++) sum += v;
             v = from_bf16(to_bf16(sum));
@@ -147,7 +155,7 @@ static int int_array(const json *array, int32_t *out, int cap) {
 
 enum { PROMPTS = 8, PROMPT = 96, ANSWER = 24, TOPS = 5, KINDS = 4 };
 
-typedef struct answer { /* to one request: its first sample */
+typedef struct answer { /* the answer to one request: its first sample */
     int n, n_scored;
     int32_t ids[ANSWER], tops[ANSWER][TOPS];
     float logprobs[ANSWER], top_logprobs[ANSWER][TOPS], scores[PROMPT];
@@ -157,7 +165,8 @@ typedef struct answers {
     int n_prompts, n_ids[PROMPTS];
     int32_t ids[PROMPTS][PROMPT];
     answer a[KINDS][PROMPTS];
-    float *logits; /* [n_rows][V]: all prompts in one step, by forced rows, then many copies of them */
+    /* [n_rows][V]: all prompts in one step, as forced rows, followed by many copies of them */
+    float *logits;
     int n_rows, V;
 } answers;
 
@@ -171,7 +180,8 @@ static int on_event(void *user, const toka_event *ev) {
     return 0;
 }
 
-/* Greedy; drawn and scored; drawn with everything that filters; greedy with log-probabilities, more samples than fit at once. */
+/* kind 0: greedy. 1: sampled and scored. 2: sampled with all filters. 3: greedy with
+ * log-probabilities, with more samples than fit at once. */
 static void ask(toka_request *r, int kind, int i) {
     static const int32_t bias_ids[] = {5, 11};
     static const float bias[] = {1.5f, -2};
@@ -196,10 +206,11 @@ static int answer_all(toka *t, answers *w, toka_err *e) {
     return toka_run(t, 0, e);
 }
 
-/* Prompts, and behind them the answers of a kind (-1: none), some times over in one step: raw logits of every position, behind those of *n_rows
- * that are in *logits, NULL at first. The caller's to free. */
+/* Computes raw logits of every position of the prompts, each followed by its answer of a kind (-1:
+ * none), `copies` times in one step. They are appended to *logits, which has *n_rows rows and is
+ * NULL at first. The caller frees it. */
 static int logits_of(toka *t, const answers *w, int kind, int copies, float **logits, int *n_rows, toka_err *e) {
-    const int B = t->shape.B, V = t->shape.V, cap = MOST_ROWS;
+    const int B = t->shape.B, V = t->shape.V, cap = MAX_ROWS;
     int32_t *ints = mem_zalloc((size_t)cap * 4 * sizeof *ints), *pos = ints + cap, *slot = pos + cap, *pages = slot + cap;
     toka_sample_row *out = mem_zalloc((size_t)cap * sizeof *out);
     toka_span *spans = mem_alloc((size_t)(copies * w->n_prompts) * sizeof *spans);
@@ -226,7 +237,7 @@ static int logits_of(toka *t, const answers *w, int kind, int copies, float **lo
     return code;
 }
 
-/* log2 of the weights of the ids of group g of block b; -INFINITY: none may be drawn. */
+/* log2 of the sum of weights of the ids of group g of block b; -INFINITY: no id may be sampled. */
 static double group_weight(const samp_dist *d, int b, int g) {
     double sum = 0;
     for (int id = 256 * b; id < MIN(256 * (b + 1), d->V); id++)
@@ -234,8 +245,9 @@ static double group_weight(const samp_dist *d, int b, int g) {
     return log2(sum);
 }
 
-/* The id that a GPU draws from raw logits x [V], which are overwritten: chapters 11 and 12 of toka_kernels.cu, in double. */
-static int32_t gpu_draw(const toka_sample_row *row, float *x, int V) {
+/* The id that a GPU samples from raw logits x [V], which are overwritten: chapters 11 and 12 of
+ * toka_kernels.cu, in double. */
+static int32_t gpu_sample(const toka_sample_row *row, float *x, int V) {
     const toka_sampling *s = row->sampling;
     double best = -INFINITY, passed = 0;
     int block = 0, group = 0;
@@ -261,11 +273,13 @@ static int32_t gpu_draw(const toka_sample_row *row, float *x, int V) {
     return id;
 }
 
-/* Ids of a group, of which a draw takes one by where a uniform number falls. */
+/* Whether two ids are in the same group. Within a group, a sample takes the id at the position of a
+ * uniform number. */
 static bool same_group(int32_t a, int32_t b) { return a >= 0 && b >= 0 && a / 256 == b / 256 && a / 2 % 4 == b / 2 % 4; }
 
-/* Logits `below` draw an id of the wanted one's group below it, logits `above` one above it: do some between them draw it? It may be so
- * unlikely that no others would be met by chance. */
+/* Logits `below` sample an id before the wanted one in its group, logits `above` one after it.
+ * Returns whether some logits between them sample the wanted id. It may be too unlikely to be found
+ * by chance. */
 static bool between(const toka_sample_row *row, int32_t wanted, float *below, float *above, int V) {
     float *middle = mem_alloc((size_t)V * sizeof *middle);
     int32_t id = -1;
@@ -273,7 +287,7 @@ static bool between(const toka_sample_row *row, int32_t wanted, float *below, fl
         for (int v = 0; v < V; v++) middle[v] = below[v] / 2 + above[v] / 2;
         float *x = mem_alloc((size_t)V * sizeof *x);
         memcpy(x, middle, (size_t)V * sizeof *x);
-        id = gpu_draw(row, x, V);
+        id = gpu_sample(row, x, V);
         free(x);
         if (!same_group(id, wanted)) break;
         memcpy(id < wanted ? below : above, middle, (size_t)V * sizeof *middle);
@@ -282,8 +296,9 @@ static bool between(const toka_sample_row *row, int32_t wanted, float *below, fl
     return id == wanted;
 }
 
-/* Can logits that are off by rounding, a relative `off`, draw token k of an answer? *tie: these very logits do not. */
-static bool may_draw(const answers *w, int kind, int i, int k, const float *logits, int V, double off, bool *tie) {
+/* Whether logits with a rounding error, relative `off`, sample token k of an answer. *tie: the
+ * unchanged logits do not. */
+static bool may_sample(const answers *w, int kind, int i, int k, const float *logits, int V, double off, bool *tie) {
     const answer *a = &w->a[kind][i];
     toka_request r = toka_request_default();
     int32_t history[PROMPT + ANSWER];
@@ -298,13 +313,15 @@ static bool may_draw(const answers *w, int kind, int i, int k, const float *logi
     float *x = mem_alloc((size_t)V * 4 * sizeof *x), *drawn = x + V, *below = drawn + V, *above = below + V;
     int32_t id = -1;
     for (int v = 0; v < V; v++) rms += (double)logits[v] * logits[v] / V;
-    for (int turn = 0; turn < 400 && id != a->ids[k]; turn++) { /* the first time as they are */
+    /* in the first round they are unchanged */
+    for (int turn = 0; turn < 400 && id != a->ids[k]; turn++) {
         for (int v = 0; v < V; v++) {
-            double bell = 0; /* of deviation 1: the sum of three in -1 .. 1 */
-            for (int j = 0; turn && j < 3; j++) bell += rnd_in(&seed, -1000, 1000) / 1e3;
-            drawn[v] = x[v] = logits[v] + (float)(off * sqrt(rms) * bell);
+            /* roughly normal with deviation 1: the sum of three numbers in -1 .. 1 */
+            double noise = 0;
+            for (int j = 0; turn && j < 3; j++) noise += rnd_in(&seed, -1000, 1000) / 1e3;
+            drawn[v] = x[v] = logits[v] + (float)(off * sqrt(rms) * noise);
         }
-        id = gpu_draw(&row, x, V), *tie = turn > 0;
+        id = gpu_sample(&row, x, V), *tie = turn > 0;
         if (!same_group(id, a->ids[k])) continue;
         memcpy(id < a->ids[k] ? below : above, drawn, (size_t)V * sizeof *x);
         has_below |= id < a->ids[k], has_above |= id > a->ids[k];
@@ -314,8 +331,8 @@ static bool may_draw(const answers *w, int kind, int i, int k, const float *logi
     return may;
 }
 
-/* What there is to know of a token that should not have been drawn. */
-static void say_wrong(const answers *w, int kind, int i, int k, const float *logits, int V) {
+/* Prints details of a token that should not have been sampled. */
+static void print_wrong_token(const answers *w, int kind, int i, int k, const float *logits, int V) {
     const answer *a = &w->a[kind][i];
     double sum = 0, rms = 0;
     for (int v = 0; v < V; v++) sum += exp((double)logits[v]), rms += (double)logits[v] * logits[v] / V;
@@ -325,8 +342,9 @@ static void say_wrong(const answers *w, int kind, int i, int k, const float *log
     printf("\n");
 }
 
-/* Every token of every answer against what one GPU, t, computes for its prefix in one step: steps of other sizes round differently, so a
- * token is right that those logits draw when they are off by so much. Counts those that need it, and those that are wrong. */
+/* Checks every token of every answer against the logits that one GPU, t, computes for its prefix in
+ * one step. Steps of other sizes round differently, so a token is right if these logits, with an
+ * error of that size, sample it. Counts the tokens that need such an error, and the wrong ones. */
 static int check_tokens(toka *t, answers *w, double off, int *n_ties, int *n_wrong, toka_err *e) {
     const int V = t->shape.V;
     *n_ties = *n_wrong = 0;
@@ -337,8 +355,8 @@ static int check_tokens(toka *t, answers *w, double off, int *n_ties, int *n_wro
             for (int k = 0; k < ANSWER; k++) {
                 bool tie = false;
                 const int at = row + w->n_ids[i] - 1 + k;
-                if (may_draw(w, kind, i, k, logits + (size_t)at * (size_t)V, V, off, &tie)) *n_ties += tie;
-                else ++*n_wrong, say_wrong(w, kind, i, k, logits + (size_t)at * (size_t)V, V);
+                if (may_sample(w, kind, i, k, logits + (size_t)at * (size_t)V, V, off, &tie)) *n_ties += tie;
+                else ++*n_wrong, print_wrong_token(w, kind, i, k, logits + (size_t)at * (size_t)V, V);
             }
         free(logits);
         if (code) return code;
@@ -356,7 +374,8 @@ static double worst_score(const answers *a, const answers *b) {
     return worst;
 }
 
-/* Tokens up to the first that differs; *off: how far the best log-probabilities are apart there. */
+/* The number of tokens before the first difference. *off: the distance of the best
+ * log-probabilities there. */
 static int same_tokens(const answer *x, const answer *y, double *off) {
     int k = 0;
     while (k < x->n && k < y->n && x->ids[k] == y->ids[k]) {
@@ -367,11 +386,13 @@ static int same_tokens(const answer *x, const answer *y, double *off) {
     return k;
 }
 
-/* Stages and replicas compute what one GPU computes, to the bit where the kernels are the same: in a step of the same rows. Tensor ranks
- * round differently. How long answers stay the same is shown, but says little: a near tie, once, and they part. */
+/* Stages and replicas must compute what one GPU computes: to the bit where they run the same
+ * kernels, in a step of the same rows. Tensor ranks round differently. The length of equal answers
+ * is printed, but says little: they differ after one near tie. */
 static void compare(const char *name, split at, toka *one, answers *got, const answers *want) {
     const bool ranks = at.tp > 1;
-    const double bound = ranks ? 2.5e-2 : 2e-2, near = 0.25; /* fixtures are small and lively: see gpu_model.c */
+    /* fixtures are small networks with large activations: see gpu_model.c */
+    const double bound = ranks ? 2.5e-2 : 2e-2, near = 0.25;
     double l2 = rel_l2(got->logits, want->logits, got->n_rows * got->V), scores = worst_score(got, want), off = 0;
     bool exact = !memcmp(got->logits, want->logits, (size_t)got->n_rows * (size_t)got->V * sizeof(float));
     int same[KINDS] = {0}, most = got->n_prompts * ANSWER, n_ties, n_wrong;
@@ -413,7 +434,8 @@ static bool run(const char *path, split at, const answers *prompts, answers *w) 
     bool ok = t && !answer_all(t, w, &e);
     if (t) toka_close(t);
     t = ok ? open_split(path, at, &e) : NULL;
-    ok = t && !logits_of(t, w, -1, 1, &w->logits, &w->n_rows, &e) && !logits_of(t, w, -1, MANY_ROWS / w->n_rows + 1, &w->logits, &w->n_rows, &e);
+    ok = t && !logits_of(t, w, -1, 1, &w->logits, &w->n_rows, &e) && !logits_of(t, w, -1, N_MANY_ROWS / w->n_rows + 1,
+        &w->logits, &w->n_rows, &e);
     if (t) w->V = t->shape.V;
     if (t) toka_close(t);
     if (!ok) printf("%s, tp %d pp %d dp %d: %s\n", path, at.tp, at.pp, at.dp, e.msg);
@@ -427,7 +449,8 @@ static bool splits(const char *path, split at) {
     toka_shape s;
     toka_weights w;
     if (!strcmp(path, EIGHT)) return 8 % at.tp == 0 && at.pp <= 8;
-    if (!strcmp(path, WIDE)) return at.tp > 1 && at.pp <= 2 && at.dp == 1; /* of three ranks one has fewer kv heads */
+    /* of three ranks one has fewer kv heads */
+    if (!strcmp(path, WIDE)) return at.tp > 1 && at.pp <= 2 && at.dp == 1;
     if (mf_open(&m, path, NULL, NULL, &e)) return false;
     mf_rank r = {.tp_size = at.tp, .pp_size = at.pp};
     bool ok = !mf_shard(&m->shape, &m->weights, &r, &a, &s, &w, &e);
@@ -435,7 +458,7 @@ static bool splits(const char *path, split at) {
     return ok;
 }
 
-/* Steps as graphs under a split, beside the same launched one by one. */
+/* Steps as graphs under a split, compared with single launches. */
 static void graphs(const char *path, split at) {
     char name[80];
     toka_options o = g_options(path);
@@ -474,7 +497,7 @@ static void model(const char *path, int n_gpus) {
 
 /* ---- bench ---- */
 
-typedef struct nccl { /* what is needed of its interface */
+typedef struct nccl { /* the part of NCCL's interface that is needed */
     int (*init_all)(void **comms, int n, const int *devices), (*start)(void), (*end)(void);
     int (*all_reduce)(const void *from, void *to, size_t n, int type, int op, void *comm, void *stream);
 } nccl;
@@ -491,15 +514,17 @@ static bool nccl_find(nccl *f) {
 int cudaStreamCreateWithFlags(void **stream, unsigned flags);
 int cudaStreamSynchronize(void *stream);
 
-/* Microseconds of one sum by NCCL: both GPUs driven by this thread, 100 sums in a row. */
-static double nccl_time(const nccl *f, void **comms, void **streams, const summer *s, int n, size_t count) {
+/* Microseconds of one all-reduce by NCCL: this thread drives both GPUs, 100 all-reduces in a
+ * row. */
+static double nccl_time(const nccl *f, void **comms, void **streams, const reducer *s, int n, size_t count) {
     double us = 0;
     for (int turn = 0; turn < 2; turn++) {
         const double t0 = os_now();
         for (int i = 0; i < 100; i++) {
             f->start();
             for (int r = 0; r < n; r++)
-                f->all_reduce((void *)(uintptr_t)s[r].x.at, (void *)(uintptr_t)s[r].x.at, count, 9, 0, comms[r], streams[r]); /* bf16, sum */
+                /* bf16, sum */
+                f->all_reduce((void *)(uintptr_t)s[r].x.at, (void *)(uintptr_t)s[r].x.at, count, 9, 0, comms[r], streams[r]);
             f->end();
         }
         for (int r = 0; r < n; r++) cudaSetDevice(r), cudaStreamSynchronize(streams[r]);
@@ -524,12 +549,12 @@ static int bench(int n) {
     printf("%s; width %d here, tokens as if it were 4096\n", toka_get_info(t).device, E);
     for (int i = 0; i < COUNT(sizes); i++) {
         const int rows = (int)((int64_t)sizes[i] * 4096 / E);
-        summer s[8] = {0};
+        reducer s[8] = {0};
         for (int r = 0; r < n; r++) {
             s[r].E = E, s[r].n_calls = 200, s[r].host = mem_zalloc((size_t)rows * (size_t)E * 2);
-            for (int k = 0; k < SUM_CALLS; k++) s[r].rows[k] = rows;
+            for (int k = 0; k < N_CALLS; k++) s[r].rows[k] = rows;
         }
-        sum_run(t, s, n);
+        reduce_run(t, s, n);
         double other = have ? nccl_time(&f, comms, streams, s, n, (size_t)rows * (size_t)E) : NAN, us = s[0].us;
         double gb = (double)rows * E * 2 * 2 * (n - 1) / n / 1e3;
         printf("%5d tokens x 4096, %8.2f MB: own %8.1f us (%5.1f GB/s of bus), NCCL %8.1f us (%5.1f)\n", sizes[i], (double)rows * E * 2 / 1e6, us,
@@ -546,7 +571,7 @@ int main(int argc, char **argv) {
     const int n_gpus = gpus_shared() ? 4 : toka_cuda.count();
     const char *names = argc > 1 ? argv[1] : NULL;
     models_write();
-    for (int n = 2; n <= MIN(n_gpus, 8); n *= 2) sums(n);
+    for (int n = 2; n <= MIN(n_gpus, 8); n *= 2) test_all_reduces(n);
     static const char *const paths[] = {"test/model", EIGHT, WIDE};
     for (int i = 0; i < COUNT(paths); i++)
         if (!names || strstr(names, strrchr(paths[i], '/') + 1)) model(paths[i], n_gpus);

@@ -1,6 +1,8 @@
-/* gpu_rows.cu - what chapters 3 and 4 do row by row, each kernel alone against float64: weights on their way to their places, embedding,
- * RMSNorm, RoPE's table, QK-norm with RoPE and the way to the pages.
- *   gpu_rows        the tests        gpu_rows small      fewer shapes (for compute-sanitizer) */
+/* gpu_rows.cu - tests the row-wise kernels of chapters 3 and 4, each alone, against float64:
+ * conversion and placement of weights, embedding, RMSNorm, the RoPE table, QK-norm with RoPE and
+ * the store to the KV cache.
+ *   gpu_rows            all tests
+ *   gpu_rows small      fewer shapes (for compute-sanitizer) */
 #include "../toka_kernels.cu"
 
 #include "gpu.cuh"
@@ -20,7 +22,8 @@ static std::vector<float> normals(size_t n, uint64_t seed, float scale) {
     return v;
 }
 
-/* ---- Weights: one tensor in pieces whose ends lie anywhere in a row; every element is in its place, all others stay poisoned ---- */
+/* ---- Weights ---- One tensor is loaded in pieces that end anywhere in a row. Every element must
+ * be in its place, and all other memory must stay poisoned. */
 
 static const char *type_name(toka_dtype t) { return t == TOKA_F32 ? "f32" : t == TOKA_F16 ? "f16" : "bf16"; }
 
@@ -66,7 +69,8 @@ static void test_loads(toka_device *d) {
     }
 }
 
-/* ---- Embedding: of ids, and of the last one of a slot; the table has n ids from v0 on, others become zeros ---- */
+/* ---- Embedding ---- Of ids, and of the last token of a seq. The table has n ids from v0 on; other
+ * ids give zeros. */
 
 static void test_embed(toka_device *d, int T, int E, int v0, int n) {
     const int V = 300, n_slots = 40;
@@ -90,7 +94,7 @@ static void test_embed(toka_device *d, int T, int E, int v0, int n) {
     gpu_check(same_bits(x.host(), want) && x.guards_hold(), "embed T=%d E=%d, ids %d to %d", T, E, v0, v0 + n - 1);
 }
 
-/* ---- Copies of KV pages: those named, in every layer, and no others ---- */
+/* ---- Copies of KV pages: the listed pages in every layer, and no others ---- */
 
 static void test_copies(toka_device *d, int L, int n_pages, int page) {
     size_t layer = (size_t)n_pages * page;
@@ -108,7 +112,8 @@ static void test_copies(toka_device *d, int L, int n_pages, int page) {
     gpu_check(same_bits(kv.host(), want) && kv.guards_hold(), "copies of pages, %d layers, %d of %d elements", L, n_pages, page);
 }
 
-/* ---- RMSNorm of rows of x, in order or chosen; E is the model's own width, what lies behind it up to a multiple of 8 is 0 ---- */
+/* ---- RMSNorm ---- Of rows of x, in order or selected by row_index. E is the model's own width;
+ * the padding up to a multiple of 8 must be 0. */
 
 static void test_norm(toka_device *d, int T, int E, bool chosen, float scale) {
     toka_shape sh = {};
@@ -127,18 +132,21 @@ static void test_norm(toka_device *d, int T, int E, bool chosen, float scale) {
     rmsnorm(d, x.p(), chosen ? rows.p() : NULL, w.p(), y.p(), T);
     done(d, "norm");
     std::vector<bf16> got = y.host();
-    double worst = 0; /* in units of what is allowed: half a unit in the last place of bf16 and a little more */
+    /* largest error / allowed error; allowed: half a unit in the last place of bf16 and a little
+     * more */
+    double max_error = 0;
     for (size_t t = 0; t < (size_t)T; t++) {
         const float *r = &v[(size_t)from[t] * Ep];
         double sum = 0;
         for (int e = 0; e < E; e++) sum += (double)r[e] * r[e];
         for (size_t e = 0; e < Ep; e++) {
             double want = r[e] / sqrt(sum / E + sh.eps) * g[e], over = fabs(__bfloat162float(got[t * Ep + e]) - want) / (fabs(want) * 0x1.02p-8 + 1e-30);
-            worst = over <= worst ? worst : over;
+            max_error = over <= max_error ? max_error : over;
         }
     }
-    gpu_check(worst <= 1 && y.guards_hold(), "norm T=%d E=%d%s, x of %g: worst %.3g of what is allowed", T, E, chosen ? ", chosen rows" : "",
-              scale, worst);
+    gpu_check(max_error <= 1 && y.guards_hold(), "norm T=%d E=%d%s, x of %g: worst %.3g of what is allowed", T, E,
+        chosen ? ", chosen rows" : "",
+              scale, max_error);
 }
 
 /* ---- RoPE ---- */
@@ -152,17 +160,17 @@ static void test_table(toka_device *d, int D, int max_len, float scale) {
     done(d, "RoPE table");
     std::vector<float2> got((size_t)max_len * D / 2);
     GPU_OK(cudaMemcpy(got.data(), d->rope, got.size() * sizeof(float2), cudaMemcpyDeviceToHost));
-    double worst = 0;
+    double max_error = 0;
     for (size_t i = 0; i < got.size(); i++) {
         double a = (float)(i / ((size_t)D / 2)) * freq[i % ((size_t)D / 2)];
-        worst = std::max(worst, std::max(fabs(got[i].x - cos(a) * scale), fabs(got[i].y - sin(a) * scale)));
+        max_error = std::max(max_error, std::max(fabs(got[i].x - cos(a) * scale), fabs(got[i].y - sin(a) * scale)));
     }
-    gpu_check(worst < 3e-7 * scale, "RoPE table D=%d, %d positions, scale %g: off by %.2g", D, max_len, scale, worst);
+    gpu_check(max_error < 3e-7 * scale, "RoPE table D=%d, %d positions, scale %g: off by %.2g", D, max_len, scale, max_error);
     while (d->n_allocations) cudaFree(d->allocations[--d->n_allocations]);
 }
 
-/* What a head of token t becomes, in float64. in: [D], kind 0 q, 1 k, 2 v. */
-static std::vector<double> turned(const rope_args &a, const float *in, const float *norm, const float2 *table, int pos, int kind) {
+/* One head of a token after norm and RoPE, in float64. in: [D]; kind 0: q, 1: k, 2: v. */
+static std::vector<double> rotated_head(const rope_args &a, const float *in, const float *norm, const float2 *table, int pos, int kind) {
     std::vector<double> v(in, in + a.D);
     double sum = 0;
     for (double x : v) sum += x * x;
@@ -174,13 +182,13 @@ static std::vector<double> turned(const rope_args &a, const float *in, const flo
     }
     return v;
 }
-static void test_rope(toka_device *d, int T, int H, int K, int D, int B, bool norm, bool by_turns) {
+static void test_rope(toka_device *d, int T, int H, int K, int D, int B, bool norm, bool interleaved) {
     const int max_len = 500, n_pages = T / B + 2, heads = H + 2 * K;
     size_t n = (size_t)T * heads * D;
     std::vector<float> v = normals(n, gpu_seed + D, 1), qn = normals(D, gpu_seed + 8, 1), kn = normals(D, gpu_seed + 9, 1);
     std::vector<bf16> h(n);
     for (size_t i = 0; i < n; i++) {
-        bf16 *to = &h[by_turns ? i / D * D + qkv_interleave((int)(i % D), D / 2) : i];
+        bf16 *to = &h[interleaved ? i / D * D + qkv_interleave((int)(i % D), D / 2) : i];
         *to = __float2bfloat16(v[i]), v[i] = __bfloat162float(*to);
     }
     std::vector<float2> cs((size_t)max_len * D / 2);
@@ -195,29 +203,30 @@ static void test_rope(toka_device *d, int T, int H, int K, int D, int B, bool no
     gpu_buf<int> pos(p.size()), slot(s.size());
     qkv.set(h), table.set(cs), q_norm.set(qn), k_norm.set(kn), pos.set(p), slot.set(s);
     rope_args a = {qkv.p(), q.p(), kv.p(), pos.p(), slot.p(), table.p(), norm ? q_norm.p() : NULL, norm ? k_norm.p() : NULL,
-                   T, H, K, D, B, 1e-5f, by_turns};
+                   T, H, K, D, B, 1e-5f, interleaved};
     launch_dependent(d, "RoPE", rope_kernel, dim3((unsigned)ceil_div(T * heads, 8)), 256, 0, 1, a);
     done(d, "RoPE");
     std::vector<bf16> got_q = q.host(), got_kv = kv.host();
     std::vector<char> written(got_kv.size());
-    double worst = 0;
+    double max_error = 0;
     size_t stray = 0;
     for (int t = 0; t < T; t++)
         for (int w = 0; w < heads; w++) {
             int kind = w < H ? 0 : w < H + K ? 1 : 2, head = w - (kind == 0 ? 0 : kind == 1 ? H : H + K), at = s[(size_t)t];
-            std::vector<double> want = turned(a, &v[((size_t)t * heads + w) * D], norm ? (kind ? kn : qn).data() : NULL, cs.data(), p[(size_t)t], kind);
+            std::vector<double> want = rotated_head(a, &v[((size_t)t * heads + w) * D],
+                norm ? (kind ? kn : qn).data() : NULL, cs.data(), p[(size_t)t], kind);
             size_t to = kind ? ((((size_t)(at / B) * K + head) * 2 + (kind == 2)) * B + at % B) * D : ((size_t)t * H + head) * D;
             for (int i = 0; i < D; i++) {
                 double e = fabs(__bfloat162float(kind ? got_kv[to + i] : got_q[to + i]) - want[(size_t)i]);
                 e /= fabs(want[(size_t)i]) * 0x1.02p-8 + 5e-6;
-                worst = e <= worst ? worst : e;
+                max_error = e <= max_error ? max_error : e;
                 if (kind) written[to + i] = 1;
             }
         }
     for (size_t i = 0; i < got_kv.size(); i++) stray += !written[i] && *(const uint16_t *)&got_kv[i] != 0xFFFF;
-    gpu_check(worst <= 1 && !stray && q.guards_hold() && kv.guards_hold(),
+    gpu_check(max_error <= 1 && !stray && q.guards_hold() && kv.guards_hold(),
               "RoPE and pages T=%d H=%d K=%d D=%d B=%d%s%s: worst %.3g of what is allowed, %zu stray", T, H, K, D, B, norm ? " norm" : "",
-              by_turns ? " by turns" : "", worst, stray);
+              interleaved ? " by turns" : "", max_error, stray);
 }
 
 int main(int argc, char **argv) {
@@ -236,7 +245,8 @@ int main(int argc, char **argv) {
         for (int norm = 0; norm < 2; norm++) {
             test_rope(d, 1, 1, 1, D, 16, norm, false);
             test_rope(d, quick ? 19 : 67, 6, 2, D, 64, norm, false);
-            if (D == 64 || D == 128) test_rope(d, 23, 5, 2, D, 32, norm, true); /* as behind a W that lies so */
+            /* rows interleaved, as after a GEMM with a reordered W */
+            if (D == 64 || D == 128) test_rope(d, 23, 5, 2, D, 32, norm, true);
             if (!quick) test_rope(d, 300, 9, 3, D, 16, norm, false);
         }
     if (d->error.code) gpu_check(false, "%s", d->error.msg);

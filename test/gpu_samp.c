@@ -1,5 +1,5 @@
-/* gpu_samp.c - the CPU's sampling (chapter 18 of toka.c) and its random cases, for gpu_samp.cu to compare with: those are C, and this
- * file lets C++ call them. */
+/* gpu_samp.c - the CPU's sampling (chapter 18 of toka.c) and its random cases, against which
+ * gpu_samp.cu compares. They are C, and this file makes them callable from C++. */
 #include "../toka.c"
 
 #include "check.h"
@@ -15,10 +15,11 @@ void toka_test_distribution(const toka_sample_row *row, float *logits, int V, do
 toka_test_case toka_test_random(uint64_t seed, int V);
 double toka_test_g(const int *seen, const double *p, int n_cells, double n);
 
-/* samp_row; logits are overwritten. */
+/* Calls samp_row. The logits are overwritten. */
 void toka_test_row(const toka_sample_row *row, float *logits, int V, toka_sample_result *pick) { samp_row(row, logits, V, pick); }
 
-/* p[V]: the probability of each id being picked; all 0 if none may be. logits become the adjusted ones. */
+/* p[V]: the probability of each id; all 0 if no id may be sampled. The logits become the adjusted
+ * ones. */
 void toka_test_distribution(const toka_sample_row *row, float *logits, int V, double *p) {
     const toka_sampling *s = row->sampling;
     double total = 0;
@@ -37,14 +38,14 @@ void toka_test_distribution(const toka_sample_row *row, float *logits, int V, do
     for (int i = 0; i < V; i++) p[i] /= total;
 }
 
-/* A row with random logits and random filters; its memory is never freed. */
+/* Makes a row with random logits and random filters. Its memory is never freed. */
 toka_test_case toka_test_random(uint64_t seed, int V) {
     uint64_t s = seed * 0x9E3779B97F4A7C15u;
     samp_case *c = mem_zalloc(sizeof *c);
     for (int i = 0; i < 8; i++) rnd(&s);
     *c = random_case(&s, V);
-    return (toka_test_case){row_of(c), c->raw};
+    return (toka_test_case){case_row(c), c->raw};
 }
 
-/* The p-value of a G-test: seen[] of n draws against p[]. */
+/* The p-value of a G-test: seen[], the counts of n samples, against p[]. */
 double toka_test_g(const int *seen, const double *p, int n_cells, double n) { return g_test(seen, p, n_cells, n); }

@@ -1,7 +1,10 @@
-/* gpu_smallm.cu - the GEMMs of chapters 5 and 7 against a float64 reference: every tile forced, all epilogues, many row counts, the
- * shapes of real models and odd ones.
- *   gpu_smallm                  the tests             gpu_smallm quick, small  fewer shapes and rows (small: for compute-sanitizer)
- *   gpu_smallm bench [--json]   the choice's times    gpu_smallm sweep ["NAME, ..."]   every tile's times, for the choice */
+/* gpu_smallm.cu - tests the GEMMs of chapters 5 and 7 against a float64 reference: every tile
+ * forced, all epilogues, many row counts, the shapes of real models and odd shapes.
+ *   gpu_smallm                   all tests
+ *   gpu_smallm quick             fewer shapes and rows
+ *   gpu_smallm small             still fewer (for compute-sanitizer)
+ *   gpu_smallm bench [--json]    timings of what gemm selects
+ *   gpu_smallm sweep ["NAME, ..."]   timings of every tile, for the cost model of this selection */
 #include "../toka_kernels.cu"
 
 #include "gpu.cuh"
@@ -12,15 +15,15 @@ enum { MAX_M = 257 };
 struct variant {
     const char *name;
     int max_m;
-    bool hopper; /* runs nowhere else */
+    bool hopper; /* needs a Hopper GPU */
     bool plain;  /* no bias with SWIGLU */
     void (*run)(toka_device *, const gemm_args *);
 };
-template <int ROWS, int SPLIT> static void few(toka_device *d, const gemm_args *a) { gemm_smallm_tile<ROWS>(d, a, SPLIT); }
-#define FEW(rows, split) {#rows "/" #split, rows, true, false, few<rows, split>}
-#define FEW_SPLITS(rows) FEW(rows, 1), FEW(rows, 2), FEW(rows, 4), FEW(rows, 8)
+template <int ROWS, int SPLIT> static void smallm(toka_device *d, const gemm_args *a) { gemm_smallm_tile<ROWS>(d, a, SPLIT); }
+#define SMALLM(rows, split) {#rows "/" #split, rows, true, false, smallm<rows, split>}
+#define SMALLM_SPLITS(rows) SMALLM(rows, 1), SMALLM(rows, 2), SMALLM(rows, 4), SMALLM(rows, 8)
 static const variant variants[] = {
-    FEW_SPLITS(8), FEW_SPLITS(16), FEW_SPLITS(32), FEW_SPLITS(64),
+    SMALLM_SPLITS(8), SMALLM_SPLITS(16), SMALLM_SPLITS(32), SMALLM_SPLITS(64),
     {"thin 8", 8, false, false, gemm_gemv_tile<8>}, {"thin 16", 16, false, false, gemm_gemv_tile<16>},
     {"mma 128x128", INT_MAX, false, false, gemm_mma_tile<128, 128, 64, 32>},
     {"mma 64x64", INT_MAX, false, false, gemm_mma_tile<64, 64, 32, 32>},
@@ -48,11 +51,13 @@ static const shape odd_shapes[] = {{"odd", 8, 8},      {"odd", 16, 24},    {"odd
                                    {"odd", 1008, 72},  {"odd", 208, 2056}, {"odd", 64, 64},   {"odd", 2064, 136},
                                    {"odd", 144, 8200}, {"odd", 4112, 520}};
 
-/* ---- The reference: acc = x W^T and the sum of |x||W| in float64, rows independent of each other ---- */
+/* ---- The reference ---- acc = x W^T and the sum of |x||W| in float64. Rows do not depend on each
+ * other. */
 
 __global__ static void reference(const bf16 *x, int ldx, const bf16 *w, int N, int K, double *acc, double *mass) {
     __shared__ double xs[32][33], ws[32][33];
-    int m0 = blockIdx.y * 32, n0 = blockIdx.x * 32, tn = threadIdx.x % 32, tm = threadIdx.x / 32; /* 256 threads, 4 rows each */
+    /* 256 threads, 4 rows each */
+    int m0 = blockIdx.y * 32, n0 = blockIdx.x * 32, tn = threadIdx.x % 32, tm = threadIdx.x / 32;
     double s[4] = {}, a[4] = {};
     for (int k0 = 0; k0 < K; k0 += 32) {
         for (int i = 0; i < 4; i++) {
@@ -77,10 +82,11 @@ __global__ static void reference(const bf16 *x, int ldx, const bf16 *w, int N, i
 struct finding {
     unsigned bad;
     int m, n;
-    float got, want, worst; /* worst error in units of what is allowed */
+    float got, want, worst; /* worst: the largest error / allowed error */
 };
 
-/* Every element of y [MAX_M][ldy]: inside M x Nout against the reference, everything else must still be what y0 holds. */
+/* Compares every element of y [MAX_M][ldy]: inside M x Nout with the reference; all others must
+ * still equal y0. */
 __global__ static void compare(const bf16 *y, const bf16 *y0, const float *bias, const double *acc, const double *mass, int M,
                                int N, int ldy, enum epilogue epi, finding *f) {
     int n_out = epi == EPI_SWIGLU ? N / 2 : N;
@@ -122,8 +128,10 @@ static void test_shape(toka_device *d, const shape &s, const std::vector<int> &r
     std::vector<std::string> names;
     gpu_buf<finding> found(20000);
     GPU_OK(cudaMemset(found.p(), 0, 20000 * sizeof(finding)));
-    gpu_fill_bf16<<<1056, 256>>>(x.p(), (size_t)(MAX_M - 1) * ldx + K, gpu_seed, 1); /* the last row's padding stays NaN */
-    GPU_OK(cudaMemset2D(x.p() + K, (size_t)ldx * 2, 0xFF, 16, MAX_M));               /* and so does that of all others */
+    /* the padding of the last row stays NaN */
+    gpu_fill_bf16<<<1056, 256>>>(x.p(), (size_t)(MAX_M - 1) * ldx + K, gpu_seed, 1);
+    /* and so does the padding of all other rows */
+    GPU_OK(cudaMemset2D(x.p() + K, (size_t)ldx * 2, 0xFF, 16, MAX_M));
     gpu_random(w, gpu_seed + 1, 1 / sqrtf((float)K));
     gpu_random(bias, gpu_seed + 2, 0.5f);
     reference<<<dim3((unsigned)ceil_div(N, 32), (unsigned)ceil_div(MAX_M, 32)), 256>>>(x.p(), ldx, w.p(), N, K, acc.p(), mass.p());
@@ -157,7 +165,7 @@ static void test_shape(toka_device *d, const shape &s, const std::vector<int> &r
     gpu_check(y.guards_hold(), "%s N=%d K=%d: guard bands", s.name, N, K);
 }
 
-/* The same launches a hundred times give the same bits. */
+/* A hundred equal launches must give the same bits. */
 static void test_repeats(toka_device *d, const shape &s, int M) {
     int N = s.N, K = s.K;
     gpu_buf<bf16> x((size_t)M * K, (size_t)GEMM_PAD_ROWS * K), w((size_t)N * K), y0((size_t)M * N), y((size_t)M * N), first((size_t)M * N);
@@ -172,7 +180,7 @@ static void test_repeats(toka_device *d, const shape &s, int M) {
         for (int i = 0; i < 100; i++) {
             GPU_OK(cudaMemcpyAsync(y.p(), y0.p(), y.n * 2, cudaMemcpyDeviceToDevice, d->stream));
             v.run(d, &a);
-            v.run(d, &a); /* reads what the first wrote: the dependent launch must wait */
+            v.run(d, &a); /* reads what the first launch wrote: the dependent launch must wait */
             if (i == 0) GPU_OK(cudaMemcpyAsync(first.p(), y.p(), y.n * 2, cudaMemcpyDeviceToDevice, d->stream));
             differ<<<132, 256, 0, d->stream>>>((uint16_t *)y.p(), (uint16_t *)first.p(), y.n, found.p());
         }
@@ -181,9 +189,10 @@ static void test_repeats(toka_device *d, const shape &s, int M) {
     }
 }
 
-/* A norm without a kernel: x += product, then norm(x) goes into the next product; relative L2 distance from float64 of each, which starts
- * from what is in memory, and as that from x w rounded to bf16. */
-static void test_fold(toka_device *d, int E, int K, int N, int M, bool gated, bool few) {
+/* A fused RMSNorm: x += product, then norm(x) is the input of the next product. Checks the relative
+ * L2 distance from float64. The reference starts from x in memory and, as the GPU, rounds x w to
+ * bf16. */
+static void test_fused_norm(toka_device *d, int E, int K, int N, int M, bool gated, bool smallm) {
     toka_shape shape = {.E = E, .eps = 0.01f};
     gpu_buf<bf16> x((size_t)M * K, (size_t)GEMM_PAD_ROWS * K), w((size_t)E * K), y((size_t)M * E), next((size_t)N * E),
         xn((size_t)FUSE_NORM_MAX_ROWS * E, (size_t)GEMM_PAD_ROWS * E), out((size_t)M * N);
@@ -196,7 +205,7 @@ static void test_fold(toka_device *d, int E, int K, int N, int M, bool gated, bo
     gemm_args first = {M, x.p(), K, &W, y.p(), E, EPI_RESIDUAL, norm.p()};
     gemm_args second = {M, d->xn, E, &V, out.p(), gated ? N / 2 : N, gated ? EPI_SWIGLU : EPI_STORE, NULL, true};
     gemm_gemv(d, &first);
-    few ? gemm_smallm(d, &second) : gemm_gemv(d, &second);
+    smallm ? gemm_smallm(d, &second) : gemm_gemv(d, &second);
     GPU_OK(cudaStreamSynchronize(d->stream));
     std::vector<bf16> h = y.host(), v = next.host(), got = out.host();
     std::vector<float> g = norm.host(), b = bias.host();
@@ -219,14 +228,15 @@ static void test_fold(toka_device *d, int E, int K, int N, int M, bool gated, bo
             off += pow(want - (double)__bfloat162float(got[(size_t)m * second.ldy + n]), 2), all += want * want;
         }
     }
-    gpu_check(sqrt(off / all) < 2.5e-3, "fold E=%d N=%d M=%d%s%s: relative L2 %.2e %s", E, N, M, gated ? " swiglu" : "", few ? " few" : "",
+    gpu_check(sqrt(off / all) < 2.5e-3, "fold E=%d N=%d M=%d%s%s: relative L2 %.2e %s", E, N, M, gated ? " swiglu" : "",
+        smallm ? " few" : "",
               sqrt(off / all), d->error.msg);
     d->shape = NULL, d->xn = NULL, d->row_sumsq = NULL;
 }
 
-/* q, K and V of M rows turned by the GEMM against the same by a kernel of its own, from which they differ by one rounding more; what is
- * nobody's must stay. by: gemm_smallm or gemm_gemv. */
-static void test_turned(toka_device *d, int E, int H, int K, int D, int M, bool bias_too, bool norm, const char *name,
+/* q, K and V of M rows, rotated in the GEMM's epilogue, against rope_kernel after a plain GEMM. The
+ * two differ by one rounding. Other kv_slots must not change. by: gemm_smallm or gemm_gemv. */
+static void test_rotated(toka_device *d, int E, int H, int K, int D, int M, bool bias_too, bool norm, const char *name,
                         void (*by)(toka_device *, const gemm_args *)) {
     const int N = (H + 2 * K) * D, B = 16, slots = 96, positions = 64;
     const size_t kv_size = (size_t)slots * K * 2 * D;
@@ -237,7 +247,8 @@ static void test_turned(toka_device *d, int E, int H, int K, int D, int M, bool 
     gpu_buf<int> pos((size_t)M), slot((size_t)M);
     std::vector<int> at, where;
     std::vector<float2> cs;
-    for (int m = 0; m < M; m++) at.push_back(m * 29 % positions), where.push_back(m * 41 % slots); /* 41 and 96: no slot twice */
+    /* 41 and 96 are coprime: no kv_slot is used twice */
+    for (int m = 0; m < M; m++) at.push_back(m * 29 % positions), where.push_back(m * 41 % slots);
     for (int i = 0; i < positions * D / 2; i++) cs.push_back(make_float2(cosf((float)i), sinf((float)i)));
     gpu_random(x, gpu_seed, 1), gpu_random(w, gpu_seed + 1, 1 / sqrtf((float)E)), gpu_random(bias, gpu_seed + 2, 1);
     gpu_random(kv, gpu_seed + 3, 1), gpu_random(q_norm, gpu_seed + 4, 2), gpu_random(k_norm, gpu_seed + 5, 2);
@@ -253,14 +264,15 @@ static void test_turned(toka_device *d, int E, int H, int K, int D, int M, bool 
     by(d, &a);
     GPU_OK(cudaStreamSynchronize(d->stream));
     std::vector<bf16> want[2] = {q.host(), kv.host()}, got[2] = {q2.host(), kv2.host()};
-    double off = 0, all = 0, most = 0;
+    double off = 0, all = 0, max_error = 0;
     for (int i = 0; i < 2; i++)
         for (size_t k = 0; k < want[i].size(); k++) {
             double u = (double)__bfloat162float(want[i][k]), v = (double)__bfloat162float(got[i][k]);
-            off += (u - v) * (u - v), all += u * u, most = std::max(most, fabs(u - v) / (1 + fabs(u)));
+            off += (u - v) * (u - v), all += u * u, max_error = std::max(max_error, fabs(u - v) / (1 + fabs(u)));
         }
-    gpu_check(sqrt(off / all) < 5e-3 && most < 0.05 && q2.guards_hold() && kv2.guards_hold(), "%s turned%s E=%d H=%d K=%d D=%d M=%d%s: relative L2 %.2e, most %.2e %s",
-              name, norm ? " normed" : "", E, H, K, D, M, bias_too ? " bias" : "", sqrt(off / all), most, d->error.msg);
+    gpu_check(sqrt(off / all) < 5e-3 && max_error < 0.05 && q2.guards_hold() && kv2.guards_hold(),
+        "%s turned%s E=%d H=%d K=%d D=%d M=%d%s: relative L2 %.2e, most %.2e %s",
+              name, norm ? " normed" : "", E, H, K, D, M, bias_too ? " bias" : "", sqrt(off / all), max_error, d->error.msg);
 }
 
 /* ---- Timing ---- */
@@ -283,7 +295,8 @@ static double read_bandwidth(toka_device *d) { /* TB/s */
     return (double)b.n * 2 / us * 1e-6;
 }
 
-/* Chains of the same GEMM over weights that do not fit the L2 cache together. */
+/* Launches of the same GEMM in sequence, with weights that together do not fit into the L2
+ * cache. */
 struct timed_shape {
     toka_device *d;
     int N, K, copies;
@@ -306,7 +319,8 @@ struct timed_shape {
 static enum epilogue usual_epilogue(const shape &s) {
     return strstr(s.name, "gate_up") ? EPI_SWIGLU : strstr(s.name, " o") || strstr(s.name, "down") ? EPI_RESIDUAL : EPI_STORE;
 }
-static const int timed_rows[] = {1, 8, 16, 32, 33, 64, 96, 128, 160, 224}; /* some leave a box of rows half empty */
+/* some fill only half of a box of rows */
+static const int timed_rows[] = {1, 8, 16, 32, 33, 64, 96, 128, 160, 224};
 
 static void time_gemm(toka_device *d, const char *only, bool json) {
     double tbs = read_bandwidth(d);
@@ -365,17 +379,18 @@ int main(int argc, char **argv) {
         if (!tiny || s.K == 24 || s.K == 1000) test_shape(d, s, tiny ? tiny_counts : quick ? quick_counts : row_counts);
     for (int M : {1, 3, 8})
         for (int i = 0; i < (d->hopper ? 4 : 2); i++) {
-            test_fold(d, 1000, 264, 96, M, i % 2, i / 2);
-            test_fold(d, 2048, 512, 208, M, i % 2, i / 2);
+            test_fused_norm(d, 1000, 264, 96, M, i % 2, i / 2);
+            test_fused_norm(d, 2048, 512, 208, M, i % 2, i / 2);
         }
     for (int M : {1, 5, 8, 9, 17, 40, 64})
         for (int D : {64, 128})
-            for (int way = 0; way <= 2 * d->hopper; way++) { /* thin, few, few with QK-norm */
+            /* gemm_gemv, gemm_smallm, gemm_smallm with QK-norm */
+            for (int way = 0; way <= 2 * d->hopper; way++) {
                 static const int most[] = {16, 64, 8};
                 const char *name = way ? "few" : "thin";
                 if (M > most[way]) continue;
-                test_turned(d, 264, 5, 2, D, M, M % 2, way == 2, name, way ? gemm_smallm : gemm_gemv);
-                if (!tiny) test_turned(d, 2048, 32, 8, D, M, M % 2, way == 2, name, way ? gemm_smallm : gemm_gemv);
+                test_rotated(d, 264, 5, 2, D, M, M % 2, way == 2, name, way ? gemm_smallm : gemm_gemv);
+                if (!tiny) test_rotated(d, 2048, 32, 8, D, M, M % 2, way == 2, name, way ? gemm_smallm : gemm_gemv);
             }
     if (!quick && !tiny) {
         for (const shape &s : models) test_shape(d, s, row_counts);

@@ -110,7 +110,7 @@ typedef struct request_result {
     bool ended;  /* no sample was cancelled */
     vec prompt;  /* int32_t */
     vec places;  /* token */
-    sample_result sample_result[KEEP];
+    sample_result samples[KEEP];
 } request_result;
 
 enum { SUBMIT, GENERATE, SCORE };
@@ -519,7 +519,7 @@ static void check_token(slot *x, const toka_event *ev, int n) {
     check_numbers(x, ev, s->logprobs);
     check_finish(x, ev, n);
     if (ev->sample >= KEEP) return;
-    sample_result *k = &x->o.sample_result[ev->sample];
+    sample_result *k = &x->o.samples[ev->sample];
     put(&k->tokens, &(token){ev->id, ev->logprob, ev->sampled_logprob, top_hash(ev)}, sizeof(token));
     if (ev->text) put(&k->text, ev->text, ev->text_bytes);
     k->finish = ev->finish, k->stop_id = ev->stop_id, k->stop_text = ev->stop_text;
@@ -529,7 +529,7 @@ static void check_token(slot *x, const toka_event *ev, int n) {
  * word. */
 static void check_sample(const slot *x, int sample) {
     const toka_sampling *s = &x->j.r.sampling;
-    const sample_result *k = &x->o.sample_result[sample];
+    const sample_result *k = &x->o.samples[sample];
     const token *v = (const token *)k->tokens.p;
     int n = (int)(k->tokens.n / sizeof *v), n_bad = 0;
     long long no = (long long)x->o.number;
@@ -564,7 +564,7 @@ static bool check_event(slot *x, const toka_event *ev) {
         /* no token was allowed */
         const bool none = ev->finish == TOKA_STOP && j->r.sampling.n_bad && j->r.sampling.n_allowed;
         EXPECT(none || ev->finish == TOKA_CANCELLED, "request %lld: finish %d without a token", no, ev->finish);
-        if (!of_prompt && i < KEEP) x->o.sample_result[i].finish = ev->finish;
+        if (!of_prompt && i < KEEP) x->o.samples[i].finish = ev->finish;
         x->n_cancelled += !none;
     } else if (of_prompt) {
         check_place(x, ev);
@@ -580,9 +580,9 @@ static bool check_event(slot *x, const toka_event *ev) {
 
 /* ---- Slots ---- */
 
-static void outcome_free(request_result *o) {
+static void request_result_free(request_result *o) {
     drop(&o->prompt), drop(&o->places);
-    for (int i = 0; i < KEEP; i++) drop(&o->sample_result[i].tokens), drop(&o->sample_result[i].text);
+    for (int i = 0; i < KEEP; i++) drop(&o->samples[i].tokens), drop(&o->samples[i].text);
     *o = (request_result){0};
 }
 
@@ -607,7 +607,7 @@ static slot *slot_take(rng *r) {
 /* Keeps some results: to continue from, and to run again. */
 static void slot_keep_result(slot *x) {
     rng r = stream(S.seed, 5, (uint64_t)x->number);
-    const vec *v = &x->o.sample_result[0].tokens;
+    const vec *v = &x->o.samples[0].tokens;
     if (chance(&r, 30)) {
         vec *p = &S.continued_prompts[below(&r, N_CONTINUED)];
         p->n = 0;
@@ -616,7 +616,7 @@ static void slot_keep_result(slot *x) {
     }
     uint64_t at = S.n_ended++ < RECORDS ? (uint64_t)S.n_ended - 1 : next(&r) % (uint64_t)S.n_ended;
     if (at >= RECORDS) return;
-    outcome_free(&S.records[at]);
+    request_result_free(&S.records[at]);
     S.records[at] = x->o;
     x->o = (request_result){0};
 }
@@ -625,7 +625,7 @@ static void slot_free(slot *x, bool keep) {
     pthread_mutex_lock(&S.lock);
     x->o.ended = !x->n_cancelled;
     if (keep) slot_keep_result(x);
-    outcome_free(&x->o);
+    request_result_free(&x->o);
     free(x->samples), x->samples = NULL;
     x->taken = false, S.n_taken--;
     pthread_mutex_unlock(&S.lock);
@@ -863,7 +863,7 @@ static memory measure(void) {
     for (int i = 0; i < RECORDS; i++) {
         request_result *o = &S.records[i];
         kept += malloc_usable_size(o->prompt.p) + malloc_usable_size(o->places.p);
-        for (int k = 0; k < KEEP; k++) kept += malloc_usable_size(o->sample_result[k].tokens.p) + malloc_usable_size(o->sample_result[k].text.p);
+        for (int k = 0; k < KEEP; k++) kept += malloc_usable_size(o->samples[k].tokens.p) + malloc_usable_size(o->samples[k].text.p);
     }
     FILE *f = fopen("/proc/self/statm", "r");
     if (f && fscanf(f, "%ld %ld", &pages, &resident) != 2) resident = 0;
@@ -885,7 +885,7 @@ static bool same_bytes(const vec *a, const vec *b, bool beginning, size_t unit, 
 }
 
 /* Whether result a (in the mix) agrees with b (alone). */
-static bool same_outcome(const request_result *a, const request_result *b, int n, bool loud) {
+static bool same_result(const request_result *a, const request_result *b, int n, bool loud) {
     size_t at;
     long long no = (long long)a->number;
     if (!same_bytes(&a->places, &b->places, !a->ended, sizeof(token), &at)) {
@@ -893,7 +893,7 @@ static bool same_outcome(const request_result *a, const request_result *b, int n
         return false;
     }
     for (int i = 0; i < n; i++) {
-        const sample_result *x = &a->sample_result[i], *y = &b->sample_result[i];
+        const sample_result *x = &a->samples[i], *y = &b->samples[i];
         bool cut = x->finish == TOKA_CANCELLED;
         if (!same_bytes(&x->tokens, &y->tokens, cut, sizeof(token), &at)) {
             token none = {0}, p = at < x->tokens.n / sizeof p ? ((token *)x->tokens.p)[at] : none,
@@ -931,8 +931,8 @@ static bool run_again(toka *t, slot *x, const request_result *was, bool loud) {
         code = toka_generate(t, &j->r, on_again, x, NULL, &e);
     }
     if (code) wrong("request %lld alone: %s", (long long)was->number, e.msg);
-    bool same = same_outcome(was, &x->o, was->scored ? 0 : j->r.n, loud);
-    outcome_free(&x->o), free(x->samples), x->samples = NULL;
+    bool same = same_result(was, &x->o, was->scored ? 0 : j->r.n, loud);
+    request_result_free(&x->o), free(x->samples), x->samples = NULL;
     return same;
 }
 
@@ -952,10 +952,10 @@ static void run_all_again(int *n_same, int *n_again) {
     for (double end = now() + S.seconds * (1 - MIX); n && now() < end;) {
         int k = below(&r, n--);
         *n_same += run_again(t, &x, &S.records[k], S.exact), ++*n_again;
-        outcome_free(&S.records[k]);
+        request_result_free(&S.records[k]);
         S.records[k] = S.records[n], S.records[n] = (request_result){0};
     }
-    while (n) outcome_free(&S.records[--n]);
+    while (n) request_result_free(&S.records[--n]);
     free(x.j.prompt);
     toka_close(t), toka_words_del(S.words);
 }

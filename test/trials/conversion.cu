@@ -1,27 +1,29 @@
-/* conversion.cu - what it costs to unpack 8-bit and 4-bit numbers in registers.
+/* conversion.cu - the cost of unpacking 8-bit and 4-bit numbers in registers.
  *
  * Question. How many clocks does a value cost: e4m3 to f16 and bf16, int4 to bf16, MXFP4 (e2m1 with
- * a scale of powers of two) to bf16? Does unpacking hide behind the products of wgmma with A from
- * registers? Does it keep up with memory when decode attention reads K and V as e4m3?
+ * a power of two as scale) to bf16? Is unpacking hidden by wgmma with A from registers? Does it
+ * keep up with memory when decode attention reads K and V as e4m3?
  *
  * Method. (1) Each conversion of random words is compared with the host's, bit for bit. (2) 1,024
- * threads of one CTA a multiprocessor convert in a loop; clocks a value. (3) Two warpgroups
- * multiply 64 rows each, A from packed shared memory through registers, by B of 16 to 256 columns;
- * stages lie still, so that only shared memory, conversion and products are timed; clocks a block
- * of 64 columns of K beside SS and beside RS with ldmatrix, one or two CTAs a multiprocessor. One
- * tile is compared with float64. (4) 2 GB are read from memory, converted and multiplied by
- * mma.sync as decode attention does, beside reading alone and beside 2-byte numbers that need no
- * conversion. One part is compared with float64.
+ * threads of one CTA on each SM convert in a loop; the result is clocks for a value. (3) Two
+ * warpgroups multiply 64 rows each. A comes from packed shared memory through registers; B has 16
+ * to 256 columns. The stages do not change, so that only shared memory, conversion and MMAs are
+ * timed: clocks for a block of 64 columns of K, compared with SS and with RS by ldmatrix, for one
+ * or two CTAs on an SM. One tile is compared with float64. (4) 2 GB are read from memory, converted
+ * and multiplied by mma.sync as decode attention does, compared with reading alone and with 2-byte
+ * numbers that need no conversion. One part is compared with float64.
  *
- * A word of four bits holds in nibbles i and i + 4 the low and high half of register i of the
- * operand; a word of e4m3 bytes b0 .. b3 the pairs (b0, b2) and (b1, b3), but for cvt, which takes
- * (b0, b1) and (b2, b3).
+ * A word of 4-bit numbers holds the low and the high half of operand register i in nibbles i and i
+ * + 4. A word of e4m3 bytes b0 .. b3 holds the pairs (b0, b2) and (b1, b3), but for cvt, which
+ * takes (b0, b1) and (b2, b3).
  *
- * Build: nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -o trial_conversion
- * test/trials/conversion.cu Run: ./trial_conversion (some seconds; exit code 1 if a check fails)
+ * Build:
+ *   nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -o trial_conversion \
+ *        test/trials/conversion.cu
+ * Run: ./trial_conversion (some seconds; exit code 1 if a check fails)
  *
- * Decides: whether toka's int4, MXFP4 and FP8 K/V kernels may unpack in the warps that multiply,
- * and by which instructions. Results: test/results/trials-conversion.md. */
+ * Decides: whether toka's int4, MXFP4 and FP8 K/V kernels may unpack in the consumer warps, and
+ * with which instructions. Results: test/results/trials-conversion.md. */
 #include "trial.cuh"
 
 #include <cmath>
@@ -62,7 +64,7 @@ struct e4m3_f16_cvt {
         r[0] = cvt_e4m3x2((uint16_t)w), r[1] = cvt_e4m3x2((uint16_t)(w >> 16));
     }
 };
-struct e4m3_f16_bits { /* times 2^-8, which a scale can hold */
+struct e4m3_f16_bits { /* times 2^-8; a scale can include this factor */
     static constexpr int OUT = 2;
     static constexpr bool HALF = true;
     __device__ static void run(uint32_t (&r)[2], uint32_t w, uint32_t) {
@@ -70,7 +72,7 @@ struct e4m3_f16_bits { /* times 2^-8, which a scale can hold */
         r[1] = and_or(w, 0x80008000u, w >> 1 & 0x3f803f80u);
     }
 };
-struct e4m3_f16_bits_mul { /* the same times 2^8 */
+struct e4m3_f16_bits_mul { /* the same, times 2^8 */
     static constexpr int OUT = 2;
     static constexpr bool HALF = true;
     __device__ static void run(uint32_t (&r)[2], uint32_t w, uint32_t) {
@@ -86,7 +88,7 @@ struct e4m3_bf16_bits { /* seven bits << 4, times 2^120 */
         r[1] = mul_bf16x2(and_or(w, 0x80008000u, w >> 4 & 0x07f007f0u), 0x7b807b80u);
     }
 };
-struct int4_bf16 { /* 128 + n as bits, less 128 + zero */
+struct int4_bf16 { /* 128 + n as bits, minus 128 + zero */
     static constexpr int OUT = 4;
     static constexpr bool HALF = false;
     __device__ static void run(uint32_t (&r)[4], uint32_t w, uint32_t) {
@@ -115,7 +117,7 @@ struct mxfp4_bf16 { /* three bits << 6, sign << 12, times 2^126 and the block's 
         }
     }
 };
-/* scale operands: bf16 pairs of 0.25 (int4), 2^126 (MXFP4: a block scale of 1) */
+/* scale operands, pairs of bf16: 0.25 (int4), 2^126 (MXFP4 with a block scale of 1) */
 static const uint32_t SCALE_QUARTER = 0x3e803e80u, SCALE_MXFP4 = 0x7e807e80u;
 
 /* The host's value of number i of a word, in the order of the registers' halves. */
@@ -140,8 +142,8 @@ __global__ static void convert_kernel(const uint32_t *words, uint32_t *out, int 
     C::run(r, words[i], scale);
     for (int k = 0; k < C::OUT; k++) out[i * C::OUT + k] = r[k];
 }
-/* Every word's result is its next input, so that nothing can be left out: one LOP3 a word (two for
- * four bits) beside the conversion. */
+/* The result of each word is the next input, so that the compiler cannot drop anything. This costs
+ * one LOP3 for a word (two for 4-bit numbers) in addition to the conversion. */
 template <class C>
 __global__ static void __launch_bounds__(1024)
     convert_loop_kernel(uint32_t *out, long long *clocks, int n, uint32_t scale) {
@@ -217,7 +219,7 @@ static void conversions() {
     });
 }
 
-/* ---- 3. Beside the products ---- */
+/* ---- 3. Concurrently with MMAs ---- */
 
 enum { SS, RS_LDMATRIX, RS_INT4, RS_INT4_SCALED, RS_MXFP4, RS_E4M3 };
 enum { STILL_STAGES = 4 };
@@ -227,7 +229,7 @@ constexpr int a_bytes = WAY <= RS_LDMATRIX ? 16384
                         : WAY == RS_E4M3   ? 8192
                                            : 4096; /* 128 rows of a stage */
 
-/* The operand of four steps of 16 columns from a stage's packed A of this warpgroup. */
+/* The operand of four steps of 16 columns, from this warpgroup's packed A of a stage. */
 template <int WAY> __device__ static inline void load_a(uint32_t (&f)[4][4], uint32_t at) {
     const int t = threadIdx.x & 127, lane = t & 31, row = t / 32 * 16 + (lane & 15);
     if constexpr (WAY == RS_LDMATRIX) {
@@ -305,7 +307,7 @@ __global__ static void __launch_bounds__(256, CTAS)
     for (int i = 0; i < N / 2; i++)
         d[(row + i % 4 / 2 * 8) * N + i / 4 * 8 + t % 4 * 2 + i % 2] = acc[i];
 }
-/* What A holds at (row of 128, column of 64): the inverse of load_a. */
+/* The value of A at (row of 128, column of 64): the inverse of load_a. */
 static double still_value(int way, const unsigned char *a, int row, int col) {
     if (way <= RS_LDMATRIX) {
         bf16 v;
@@ -340,7 +342,7 @@ static std::vector<unsigned char> still_images(int way, int N) {
                 v = (uint16_t)mix((uint64_t)s * stage + i) & (way == RS_E4M3 ? 0xBFBF : 0xFFFF);
             memcpy(&images[(size_t)s * stage + i], &v, 2);
         }
-    return images; /* e4m3: no code of NaN, no number above 1.875 */
+    return images; /* e4m3: no NaN code, no number above 1.875 */
 }
 template <int WAY, int N>
 static void check_still(const std::vector<unsigned char> &images, const std::vector<float> &d,
@@ -400,7 +402,7 @@ static void beside_products() {
     still_row<RS_E4M3>("RS, e4m3 to bf16");
 }
 
-/* ---- 4. Beside memory: decode attention reads K and V ---- */
+/* ---- 4. Concurrently with memory: decode attention reads K and V ---- */
 
 enum { READ_ONLY, TWO_BYTES, E4M3_CVT, E4M3_BITS };
 
@@ -423,8 +425,8 @@ __device__ static inline void use_chunk(float (&d)[4], const uint32_t (&q)[4], u
         mma_f16(d, q, r[0], r[1]);
     }
 }
-/* Each warp adds up q[16][16] times what it reads. Chunks of 8 times 512 bytes go to warps by
- * turns. */
+/* Each warp accumulates q[16][16] times what it reads. Warps take chunks of 8 times 512 bytes in
+ * turn. */
 template <int WAY>
 __global__ static void __launch_bounds__(512)
     read_kernel(const uint4 *kv, size_t n_chunks, float *out) {
@@ -443,9 +445,9 @@ __global__ static void __launch_bounds__(512)
     }
     for (int i = 0; i < 4; i++) out[(warp * 32 + lane) * 4 + i] = d[i];
 }
-/* Lane l's d[0], d[1] are row l/4 of q times columns 2 (l%4) + {0,1}; d[2], d[3] row l/4 + 8.
- * Column n comes from lanes 4 n .. 4 n + 3. All of q's rows below 8 are equal, and all from 8 on.
- */
+/* Lane l's d[0], d[1] are row l/4 of q times columns 2 (l%4) + {0,1}; d[2], d[3] are row l/4 + 8.
+ * Column n comes from lanes 4 n .. 4 n + 3. All rows of q below 8 are equal, and so are all from 8
+ * on. */
 template <int WAY>
 static void check_read(const buffer<uint32_t> &kv, size_t n_chunks, std::vector<float> &out) {
     static const double q[4][2] = {{1, 1}, {1, 2}, {-1, 1}, {1, 0.5}};

@@ -1,37 +1,37 @@
-/* fp8_promotion.cu - what FP8 products on wgmma cost when they are right.
+/* fp8_promotion.cu - the cost of correct FP8 MMAs with wgmma.
  *
- * Question. wgmma.f32.e4m3.e4m3 adds with fewer bits than float32. How many does it keep? How large
- * is the error at the K of real models, and which promotion period P (every P columns of K the part
- * sum moves to float32 registers) repairs it? What does the promotion cost in TFLOP/s, with and
- * without the scales of a block-scaled checkpoint (W one scale a 128x128 block, x one scale a token
- * and 128 columns)?
+ * Question. wgmma.f32.e4m3.e4m3 accumulates with fewer bits than float32. How many does it keep?
+ * How large is the error at the K of real models? A promotion moves the partial sum to float32
+ * registers every P columns of K: which P repairs the error? What does promotion cost in TFLOP/s,
+ * with and without the scales of a block-scaled checkpoint (one scale for each 128x128 block of W,
+ * one for each token and 128 columns of x)?
  *
  * Method.
- * (1) Probe: D holds 2^16, one more product of 2^(16-j) follows. The largest j that changes D
- * counts the bits. (2) One 64x64 tile with K from 128 to 16,384 against float64, for P = 0 (never)
- * to 512. (3) Products of stages that lie still, beside a warpgroup that only adds: do additions
- * hold the tensor cores up? (4) A persistent GEMM, 128 producer threads, A and B by TMA, D stored
- * as bf16, at the four matrices of Llama-3.1-8B. W rotates over copies that exceed the L2 cache.
- * Forms:
+ *   (1) Probe: D holds 2^16, then one more product of 2^(16-j) follows. The largest j that changes D
+ *       gives the number of bits.
+ *   (2) One 64x64 tile with K from 128 to 16,384 against float64, for P = 0 (never) to 512.
+ *   (3) MMAs of stages that do not change, next to a warpgroup that only adds: do additions slow
+ *       down the tensor cores?
+ *   (4) A persistent GEMM with 128 producer threads, A and B by TMA, D stored as bf16, at the four
+ *       matrices of Llama-3.1-8B. W rotates over copies that exceed the L2 cache. Forms:
+ *         tile      128x128: two warpgroups of 64 rows; 256x128: two of 128 rows, promoted 64 rows
+ *                   at a time; 192x128: three of 64 rows
+ *         P         columns of K in a partial sum; 0: no promotion
+ *         rows      scales; x is A, so a thread needs 2 scales of x for a partial sum of 64 rows
+ *         cols      scales; x is B (the swapped tile), so it needs 32
+ *         two sets  two partial sums in a thread: the next block's MMAs run during a promotion
+ *         halved    A through registers (ldmatrix), two partial sums of 64 columns, promoted in turn
+ *         turns     the warpgroups issue MMAs in turn: when the other has issued its own, or (late)
+ *                   when the other's MMAs have completed
+ *         pair      a cluster of two CTAs shares B by multicast
+ *       Each form runs for about 40 ms after a pause of 60 ms, so the power limit counts. A last
+ *       table has single launches after pauses of 30 ms.
  *
- *     tile      128x128: two warpgroups of 64 rows; 256x128: two of 128 rows, promoted 64 rows at a
- *               time; 192x128: three of 64 rows
- *     P         columns of K in a part sum, 0: no promotion
- *     rows      scales; x is A, so a thread needs 2 scales of x for a part sum of 64 rows
- *     cols      scales; x is B (the swapped tile), so it needs 32
- *     two sets  two part sums a thread: the next block's products run during a promotion
- *     halved    A through registers (ldmatrix), two part sums of 64 columns, promoted by turns
- *     turns     the warpgroups ask for products by turns: as soon as the other has asked, or (late)
- *               when the other's products have ended
- *     pair      a cluster of two CTAs shares B by multicast
- *
- *     Each form runs some 40 ms in a row behind a pause of 60 ms, so the power limit counts. A last
- *     table has single launches behind pauses of 30 ms.
- *
- * Build: nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -o trial_fp8_promotion \
+ * Build:
+ *   nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -o trial_fp8_promotion \
  *        test/trials/fp8_promotion.cu
- * Run: ./trial_fp8_promotion [quick] (two minutes; quick: parts 1 to 3 only, some seconds).
- * The exit code is 1 if a check fails.
+ * Run: ./trial_fp8_promotion [quick] (two minutes; quick: only parts 1 to 3, some seconds). The
+ * exit code is 1 if a check fails.
  *
  * Decides: the tile, the orientation and the promotion period of toka's FP8 GEMM. Results:
  * test/results/trials-fp8-promotion.md. */
@@ -41,7 +41,7 @@
 
 /* ---- 1. Accuracy: one CTA, one tile of 64 x 64 ---- */
 
-/* 64 rows of 128 bytes to shared memory, swizzled. */
+/* Copies 64 rows of 128 bytes to shared memory, swizzled. */
 __device__ static void stage_rows(uint32_t to, const fp8 *from, int K, int k) {
     for (int i = (int)threadIdx.x; i < 64 * 8; i += 128) {
         int row = i / 8, chunk = i % 8;
@@ -49,8 +49,8 @@ __device__ static void stage_rows(uint32_t to, const fp8 *from, int K, int k) {
                       *(const uint4 *)(from + (size_t)row * K + k + 16 * chunk));
     }
 }
-/* d[64][64] = a b^T; every `period` columns (a multiple of 128; 0: never) the part sum moves to
- * float32 sums. */
+/* d[64][64] = a b^T. Every `period` columns (a multiple of 128; 0: never) the partial sum is added
+ * to float32 sums. */
 __global__ static void __launch_bounds__(128)
     accuracy_kernel(const fp8 *a, const fp8 *b, float *d, int K, int period) {
     extern __shared__ __align__(1024) char smem[];
@@ -86,9 +86,9 @@ static std::vector<float> accuracy_run(const buffer<fp8> &a, const buffer<fp8> &
     return d.host();
 }
 
-/* Row r: D holds 2^16, then products of 2^(8-r) follow. Columns: 0 one product in the next
- * instruction, 1 one in the same instruction, 2 one of opposite sign in the next, 3 thirty-two of
- * them in the next, 4 1.5 of it in the next. */
+/* Row r: D holds 2^16, then products of 2^(8-r) follow. Columns: 0: one product in the next
+ * instruction. 1: one in the same instruction. 2: one of opposite sign in the next. 3: thirty-two
+ * of them in the next. 4: 1.5 of it in the next. */
 static void probe_bits() {
     const int K = 128;
     std::vector<fp8> a(64 * K, fp8(0.0f)), b(64 * K, fp8(0.0f));
@@ -144,20 +144,20 @@ static void accuracy_table() {
                 printf(" P %3d %.2e (%.1e)", period, sqrt(e2 / r2), worst);
                 double bound = period == 128 ? 1.0 / 512
                                : period      ? 1.0 / 64
-                                             : 0.3; /* cut bits add up in one direction */
+                                             : 0.3; /* truncation errors all have the same sign */
                 check(worst < bound, "K %d, P %d: error %g of sum |a b|", K, period, worst);
             }
             printf("\n");
         }
 }
 
-/* ---- 2. Do additions hold the products up? ---- */
+/* ---- 2. Do additions slow down the MMAs? ---- */
 
 enum { NOTHING, ADD, FMA };
 
-/* Two warpgroups multiply 128 x 128 each, again and again, stages lying still. Beside each block of
- * 128 columns of K the third runs the 256 additions (a thread of its own: a scheduler's share) that
- * a promotion of all sums would take. */
+/* Two warpgroups multiply 128 x 128 each, again and again; the stages do not change. For each block
+ * of 128 columns of K, the third warpgroup runs the 256 additions that a promotion of all sums
+ * takes (in each thread the share of one warp scheduler). */
 template <int KIND> __device__ static inline float add_up(int rounds) {
     float sum[64] = {}, part[64], row[2] = {(float)threadIdx.x, 2.0f * (float)threadIdx.x}, all = 0;
     for (int i = 0; i < 64; i++) part[i] = (float)(threadIdx.x + i);
@@ -229,7 +229,7 @@ enum { SCALE_NONE, SCALE_ROWS, SCALE_COLUMNS };
 
 enum {
     HALVED = 3
-}; /* in place of a count of sets: two sets of half the columns, A through registers */
+}; /* instead of the number of sets: two sets of half the columns, A through registers */
 enum { UNORDERED, AFTER_ISSUE, AFTER_PRODUCTS };
 
 template <int BM_, int PERIOD_, int SCALE_, int SETS_, int PAIR_, int ORDER_ = UNORDERED>
@@ -237,25 +237,25 @@ struct form {
     static constexpr int BM = BM_, PERIOD = PERIOD_, SCALE = SCALE_, SETS = SETS_, PAIR = PAIR_,
                          ORDER = ORDER_;
     static constexpr int GROUPS = BM == 192 ? 3 : 2; /* warpgroups that multiply */
-    static constexpr int HALVES = BM / GROUPS / 64;  /* blocks of 64 rows of each */
+    static constexpr int HALVES = BM / GROUPS / 64;  /* blocks of 64 rows of each warpgroup */
     static constexpr int THREADS = 128 + 128 * GROUPS, GIVE = GROUPS == 3 ? 32 : 40,
                          TAKE = GROUPS == 3 ? 160 : 232;
     static constexpr int BLOCKS = PERIOD > 128 ? PERIOD / 128 : 1, CHUNKS = PERIOD == 64 ? 2 : 1;
     static constexpr int VECTOR = SCALE == SCALE_ROWS      ? BM
                                   : SCALE == SCALE_COLUMNS ? 128
-                                                           : 0; /* scales a stage */
+                                                           : 0; /* scales in a stage */
     static constexpr int STAGE = (BM + 128) * 128, SCALE_BYTES = 1024, STAGING = GROUPS * 8192;
     static constexpr int STAGES = (232448 - STAGING - 256) / (STAGE + SCALE_BYTES);
     static constexpr int SCALES_AT = STAGES * STAGE, STAGING_AT = SCALES_AT + STAGES * SCALE_BYTES;
     static constexpr int BARS_AT = STAGING_AT + STAGING, SMEM = BARS_AT + 256;
 };
 struct job {
-    tile_order order; /* with pairs: of pairs of tiles below each other */
+    tile_order order; /* with pairs: order of pairs of tiles, one below the other */
     int units, rows_a, rows_b, n_k;
     const float *vector; /* [K/128][rows of x] */
     const float *block;  /* [rows of W / 128][K/128] */
     bf16 *y;             /* [rows_a][rows_b] */
-    float *clocks;       /* [CTAs] of a block of 128 columns of K, everything included */
+    float *clocks;       /* [CTAs] clocks for a block of 128 columns of K, including everything */
 };
 struct cta {
     job j;
@@ -308,12 +308,12 @@ template <class F> __device__ static inline void release(const cta &c, int s) {
     if (F::PAIR == 2 && tid < 2) mbar_arrive_remote(c.empty + 8 * s, tid);
 }
 
-/* The scales of one part sum: rows: of rows l/4 and l/4 + 8 of the warp's 16; columns: of the
+/* The scales of one partial sum. rows: of rows l/4 and l/4 + 8 of the warp's 16. columns: of the
  * thread's 32 columns. */
 template <class F> struct scales {
     float block, row[2];
     float2 column[F::SCALE == SCALE_COLUMNS && F::HALVES == 1 ? 16 : 1];
-    uint32_t at; /* of the stage's vector */
+    uint32_t at; /* address of the stage's vector */
 };
 template <class F>
 __device__ static inline void load_scales(scales<F> &s, const cta &c, const float *block, int stage,
@@ -355,7 +355,7 @@ __device__ static inline operands stage_operands(const cta &c, int s, int group)
     uint32_t at = c.ring + s * F::STAGE;
     return {wgmma_desc(at + group * F::HALVES * 64 * 128), wgmma_desc(at + F::BM * 128)};
 }
-/* N steps of 32 columns from step `first` on. */
+/* N steps of 32 columns, from step `first` on. */
 template <int N>
 __device__ static inline void multiply(float (&d)[64], operands o, int half, int first, bool add) {
     wgmma_fence();
@@ -389,8 +389,8 @@ __device__ static inline void tile_plain(float (&sum)[F::HALVES][64], const cta 
     for (int h = 0; h < F::HALVES; h++) wgmma_keep(sum[h]);
     release<F>(c, last);
 }
-/* A tile whose part sums have one set of registers: this warpgroup's products stop during its
- * promotions. ORDER: the two warpgroups ask for products by turns (barriers 2 and 3). */
+/* A tile whose partial sums have one set of registers: this warpgroup's MMAs stop during its
+ * promotions. ORDER: the two warpgroups issue MMAs in turn (barriers 2 and 3). */
 template <class F>
 __device__ static inline void tile_one_set(float (&sum)[F::HALVES][64], const cta &c, ring &r,
                                            int group, const float *block, bool started) {
@@ -435,8 +435,8 @@ __device__ static inline void tile_one_set(float (&sum)[F::HALVES][64], const ct
     }
 }
 /* The same with two sets: block k is multiplied while block k - 1 is promoted. n_k is a multiple of
- * 8; products in flight at a loop's end would make ptxas serialise them (C7514), so every eighth
- * promotion has none beside it. */
+ * 8. If MMAs were in flight at the end of a loop iteration, ptxas would serialize them (C7514), so
+ * no MMAs run during every eighth promotion. */
 template <class F>
 __device__ static inline void promote_block(float (&sum)[64], float (&part)[64], const cta &c,
                                             const float *block, int stage, int row) {
@@ -473,9 +473,9 @@ __device__ static inline void tile_two_sets(float (&sum)[1][64], const cta &c, r
     }
 }
 
-/* 256x128 with scales by rows: A through registers, two part sums of 64 columns. One is promoted
- * while the products of the other run; behind a block the second waits in registers, its products
- * done. */
+/* 256x128 with scales by rows: A through registers, two partial sums of 64 columns. One is promoted
+ * while the MMAs of the other run. After a block the second one stays in registers; its MMAs have
+ * completed. */
 template <int FIRST>
 __device__ static inline void promote_half(float (&sum)[64], const float (&part)[32],
                                            const float (&row)[2]) {
@@ -488,7 +488,7 @@ __device__ static inline void multiply_half(float (&d)[32], const uint32_t (&f)[
     for (int i = 0; i < 4; i++) wgmma_fp8_rs<64>(d, f[i], b + 2 * i, i > 0);
     wgmma_commit();
 }
-/* One block of K. `waiting`: the scales of what `right` holds. */
+/* One block of K. `waiting`: the scales of the partial sum in `right`. */
 template <class F>
 __device__ static inline void block_halved(float (&sum)[2][64], float (&left)[32],
                                            float (&right)[32], float (&waiting)[2], const cta &c,
@@ -518,8 +518,8 @@ __device__ static inline void block_halved(float (&sum)[2][64], float (&left)[32
     release<F>(c, r.s);
     ring_next<F::STAGES>(r);
 }
-/* Four blocks at a time: ptxas does not see across a loop's end that `right` is complete, and would
- * wait (C7517). */
+/* Four blocks at a time: across the end of a loop iteration ptxas does not see that `right` is
+ * complete, and would insert a wait (C7517). */
 template <class F>
 __device__ static inline void tile_halved(float (&sum)[2][64], const cta &c, ring &r, int group,
                                           const float *block) {
@@ -590,18 +590,20 @@ __global__ static void __launch_bounds__(F::THREADS, 1)
         consume<F>(c, warp / 4 - 1);
     }
     __syncwarp();
-    if (F::PAIR == 2) cluster_sync(); /* the peer may still write here or arrive at barriers here */
+    /* until here the peer may write to this CTA or arrive at its barriers */
+    if (F::PAIR == 2) cluster_sync();
 }
 
 /* ---- 4. References and timing ---- */
 
 struct problem {
-    int M, N, K, copies; /* of W */
+    int M, N, K, copies; /* copies: of W */
     const fp8 *x, *w;
     const float *x_scale, *w_scale; /* [K/128][M], [N/128][K/128] */
     float *clocks;
 };
-/* Warp i: y of token m, output n in float64, and the sum of the terms' magnitudes. */
+/* Warp i computes y of token m, output n in float64, and the sum of the absolute values of the
+ * terms. */
 __global__ static void reference_kernel(problem p, bool scaled, const int *m_of, const int *n_of,
                                         int n, double *ref, double *mag) {
     int i = (int)(blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x & 31;
@@ -618,7 +620,7 @@ __global__ static void reference_kernel(problem p, bool scaled, const int *m_of,
     sum = warp_sum(sum), sum_mag = warp_sum(sum_mag);
     if (lane == 0) ref[i] = sum, mag[i] = sum_mag;
 }
-/* Samples of y, [m][n] or, transposed, [n][m]. */
+/* Checks samples of y, [m][n] or, transposed, [n][m]. */
 static void check_samples(const problem &p, buffer<bf16> &y, bool scaled, bool transposed,
                           int period, const char *name) {
     const int n = 512;
@@ -676,7 +678,7 @@ template <class F> static result time_form(const problem &p, buffer<bf16> &y, co
     CUDA_OK(cudaDeviceSynchronize());
     check_samples(p, y, F::SCALE != SCALE_NONE, F::SCALE == SCALE_COLUMNS, F::PERIOD, name);
     int launches = std::max(4, std::min(48, (int)(4e9 * 1e3 / flop * 1e3) / 4 * 4));
-    usleep(60000); /* the card's power limit follows the last tenths of a second */
+    usleep(60000); /* the GPU's power limit depends on the last tenths of a second */
     double us = time_us(launches, 9, [&](int i, cudaStream_t s) { run_form<F>(p, y, i, s); });
     std::vector<float> clocks((size_t)grid); /* of the last launch */
     CUDA_OK(

@@ -1,17 +1,18 @@
-/* gathered_rows.cu - what it costs that an expert's tokens lie scattered.
+/* gathered_rows.cu - the cost of an expert's tokens being scattered.
  *
- * Question. In a mixture of experts the token rows of a GEMM come by an index list. TMA fetches
- * boxes of rows that lie one behind the other; scattered rows need cp.async by the producer warps,
- * one box a row, or a kernel that copies the rows first. What do these cost against dense boxes?
+ * Question. In a mixture of experts the token rows of a GEMM are given by an index list. TMA loads
+ * boxes of consecutive rows. Scattered rows need cp.async by the producer warps, one TMA box for
+ * each row, or a kernel that copies the rows first. What do these cost, compared with dense boxes?
  *
- * Method. The swapped tile (tile_bf16.cuh): 128 rows of W by 64, 128 or 256 tokens, X experts with
- * the same number of rows each, every launch on other experts, so that W comes from memory. Each
+ * Method. The swapped tile (tile_bf16.cuh): 128 rows of W by 64, 128 or 256 tokens. X experts have
+ * the same number of rows each. Every launch uses other experts, so that W comes from memory. Each
  * expert's rows are a sorted random choice of the tokens (T = rows X / top k). "copy" is the time
- * of a kernel that writes the gathered rows, beside the dense GEMM.
+ * of a kernel that writes the gathered rows, next to the dense GEMM.
  *
- * Build: nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -o trial_gathered_rows
- * test/trials/gathered_rows.cu Run: ./trial_gathered_rows (about a minute; exit code 1 if a check
- * fails)
+ * Build:
+ *   nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -o trial_gathered_rows \
+ *        test/trials/gathered_rows.cu
+ * Run: ./trial_gathered_rows (about a minute; exit code 1 if a check fails)
  *
  * Decides: how gate_up of toka's expert layers gets its tokens. Results:
  * test/results/trials-gathered-rows.md. */
@@ -41,7 +42,7 @@ static std::vector<int> random_list(int experts, int rows, int T) {
     return list;
 }
 
-struct times { /* us */
+struct times { /* microseconds */
     double dense, fence, lag, boxes;
 };
 template <int BN>

@@ -1,20 +1,21 @@
-/* swapped_tile.cu - which operand the weight should be.
+/* swapped_tile.cu - which operand of wgmma the weight should be.
  *
- * Question. A weight that is unpacked in registers must be operand A of wgmma, so that the tile is
- * 128 rows of W by up to 256 tokens and D^T leaves it. Today the tile is 128 tokens by 256 rows of
- * W. What does the swapped tile cost for plain bf16, where nothing forces it? What does it cost to
- * take A through registers (ldmatrix, RS) instead of by descriptor (SS)? And how fast does the
- * swapped tile read W for 8 to 64 tokens?
+ * Question. A weight that is unpacked in registers must be operand A of wgmma. Then the tile is 128
+ * rows of W by up to 256 tokens, and the result is D^T. Today the tile is 128 tokens by 256 rows of
+ * W. What does the swapped tile cost for plain bf16, which does not need it? What does it cost to
+ * take A through registers (ldmatrix, RS) instead of by descriptor (SS)? How fast does the swapped
+ * tile read W for 8 to 64 tokens?
  *
- * Method. One kernel (tile_bf16.cuh), both ways round, with and without pairs of CTAs that share B
- * by multicast, at the four matrices of Llama-3.1-8B, W rotating over copies beyond the L2 cache.
- * The forms of one shape are timed by turns, three times; the table shows medians. Then 64 or 128
- * rows of W by 8, 16, 32, 64 tokens with one to four CTAs a multiprocessor, against the bytes of W.
- * No split of K.
+ * Method. One kernel (tile_bf16.cuh) in both orientations, with and without pairs of CTAs that
+ * share B by multicast, at the four matrices of Llama-3.1-8B. W rotates over copies that exceed the
+ * L2 cache. The forms of one shape are timed in turn, three times; the table shows medians. Then 64
+ * or 128 rows of W by 8, 16, 32, 64 tokens with one to four CTAs on an SM, compared with the bytes
+ * of W. No split-K.
  *
- * Build: nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -o trial_swapped_tile
- * test/trials/swapped_tile.cu Run: ./trial_swapped_tile (about a minute; exit code 1 if a check
- * fails)
+ * Build:
+ *   nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -o trial_swapped_tile \
+ *        test/trials/swapped_tile.cu
+ * Run: ./trial_swapped_tile (about a minute; exit code 1 if a check fails)
  *
  * Decides: whether one orientation can serve all weight formats, and whether bf16 weights may go
  * through registers. Results: test/results/trials-swapped-tile.md. */

@@ -1,17 +1,19 @@
 /* tile_bf16.cuh - the bf16 GEMM of the trials "swapped_tile" and "gathered_rows": persistent, 128
- * producer threads, one warpgroup for each 64 rows of A, a ring of stages of 64 columns of K.
+ * producer threads, one consumer warpgroup for each 64 rows of A, a ring buffer of stages of 64
+ * columns of K.
  *
- *     straight   A = tokens x, B = rows of W:  y[a][b]
- *     swapped    A = rows of W, B = tokens x:  y[b][a], transposed on the way through the staging
- * buffer
+ *   straight   A = tokens x, B = rows of W:  y[a][b]
+ *   swapped    A = rows of W, B = tokens x:  y[b][a], transposed in the staging buffer
  *
- * Rows of x come by one of these ways:
- *     DENSE           one TMA box a stage; rows lie one behind the other
- *     GATHER_FENCE    cp.async by all 128 producer threads, 16 bytes each; the barrier is told by
- * hardware when the bytes are there, and each consumer thread runs fence.proxy.async behind its
- * wait GATHER_LAG      the same, but a producer thread waits for its own copies of two stages ago,
- * fences and arrives GATHER_BOXES    TMA boxes of one row each, issued by all lanes of the producer
- * warps A gathered row p is row list[p] of x. */
+ * Rows of x are loaded in one of these ways:
+ *   DENSE           one TMA box for each stage, of consecutive rows
+ *   GATHER_FENCE    cp.async by all 128 producer threads, 16 bytes each. The hardware arrives at the
+ *                   barrier when the bytes are complete. Each consumer thread runs fence.proxy.async
+ *                   after its wait
+ *   GATHER_LAG      the same, but a producer thread waits for its own copies of two stages before,
+ *                   runs the fence and arrives
+ *   GATHER_BOXES    TMA boxes of one row each, issued by all lanes of the producer warps
+ * A gathered row p is row list[p] of x. */
 #pragma once
 #include "trial.cuh"
 
@@ -21,11 +23,11 @@ template <int BM_, int BN_, bool SWAPPED_, int PAIR_ = 1, bool RS_ = false,
           row_source ROWS_ = DENSE, int CTAS_ = 1>
 struct tile_form {
     static constexpr int BM = BM_, BN = BN_, PAIR = PAIR_,
-                         CTAS = CTAS_;                  /* CTAS: of a multiprocessor */
-    static constexpr bool SWAPPED = SWAPPED_, RS = RS_; /* RS: A by ldmatrix and registers */
+                         CTAS = CTAS_;                  /* CTAS: per SM */
+    static constexpr bool SWAPPED = SWAPPED_, RS = RS_; /* RS: A through ldmatrix and registers */
     static constexpr row_source ROWS = ROWS_;
     static constexpr int GROUPS = BM / 64, THREADS = 128 + 128 * GROUPS;
-    static constexpr int ROUND = BN < 64 ? BN : 64; /* columns staged at a time */
+    static constexpr int ROUND = BN < 64 ? BN : 64; /* columns that are staged at a time */
     static constexpr int STAGE = (BM + BN) * 128,
                          STAGING = SWAPPED ? GROUPS * 2 * ROUND * 128 : GROUPS * 8192;
     static constexpr int ROOM = (CTAS == 1 ? 232448 : 233472 / CTAS - 1024) - STAGING - 256;
@@ -40,7 +42,7 @@ struct tile_job {
     tile_order order;        /* of one expert; with pairs: of pairs of tiles of A */
     int units;               /* of all experts */
     int rows_a, rows_b, n_k; /* of one expert */
-    int first_expert;        /* whose W is the first */
+    int first_expert;        /* the expert whose W is the first */
     const bf16 *x;
     const int *list;
     bf16 *y;
@@ -61,8 +63,8 @@ template <class F> __device__ static inline tile_place place_at(const tile_cta &
 
 /* ---- Producers ---- */
 
-/* First row of the operand in its matrix: W's experts lie one behind the other, and so do the rows
- * of x they get. */
+/* The first row of the operand in its matrix. The experts of W are stored one after another, and so
+ * are their rows of x. */
 template <class F> __device__ static inline int row_of_a(const tile_cta &c, const tile_place &t) {
     return (t.expert + (F::SWAPPED ? c.j.first_expert : 0)) * c.j.rows_a + t.a;
 }
@@ -97,8 +99,8 @@ template <class F> __device__ static void produce_b(const tile_cta &c, const CUt
         }
     }
 }
-/* All 128 producer threads: thread t copies chunk t % 8 of rows t / 8 + 16 i; thread 0 asks for A,
- * too. */
+/* All 128 producer threads: thread t copies chunk t % 8 of rows t / 8 + 16 i. Thread 0 also loads
+ * A. */
 template <class F> __device__ static void gather(const tile_cta &c, const CUtensorMap *map_a) {
     constexpr int ROWS = F::BN / 16, LAG = F::ROWS == GATHER_LAG ? 2 : 0;
     const int t = threadIdx.x, chunk = t % 8, K = c.j.n_k * 64;
@@ -143,7 +145,7 @@ template <class F> __device__ static void gather(const tile_cta &c, const CUtens
         ring_next<F::STAGES>(late);
     }
 }
-/* Boxes of one row: lane l of the warps fetches rows t, t + 128 ... */
+/* Boxes of one row: lane l of the warps loads rows t, t + 128 ... */
 template <class F>
 __device__ static void gather_boxes(const tile_cta &c, const CUtensorMap *map_a,
                                     const CUtensorMap *map_row) {
@@ -205,7 +207,7 @@ __device__ static inline void multiply_ss(float (&acc)[F::BN / 2], const tile_ct
     wgmma_keep(acc);
     release<F>(c, last);
 }
-/* A's 64 x 64 of a stage to registers: fragments of four steps of 16 columns. */
+/* Loads A's 64 x 64 of a stage into registers: fragments of four steps of 16 columns. */
 __device__ static inline void load_fragments(uint32_t (&f)[4][4], uint32_t at) {
     const int lane = threadIdx.x & 31, row = (int)(threadIdx.x & 127) / 32 * 16 + (lane & 15);
 #pragma unroll
@@ -226,7 +228,7 @@ __device__ static inline int issue_rs(float (&acc)[F::BN / 2], uint32_t (&f)[4][
     ring_next<F::STAGES>(r);
     return s;
 }
-/* n_k is a multiple of 4. Each fourth block is waited for without another beside it (see
+/* n_k is a multiple of 4. The wait for each fourth block has no other block in flight (see
  * fp8_promotion.cu). */
 template <class F>
 __device__ static inline void multiply_rs(float (&acc)[F::BN / 2], const tile_cta &c, ring &r,
@@ -247,7 +249,7 @@ __device__ static inline void multiply_rs(float (&acc)[F::BN / 2], const tile_ct
     }
 }
 /* y[b][a]: ROUND columns of D at a time become rows of 128 bytes, staged by the warpgroup. Two
- * buffers by turns: one barrier a round. */
+ * buffers alternate, so one barrier for each round is enough. */
 template <class F>
 __device__ static inline void store_transposed(const float (&acc)[F::BN / 2], const tile_cta &c,
                                                const tile_place &t, int group) {
@@ -330,7 +332,8 @@ __global__ static void __launch_bounds__(F::THREADS, F::CTAS)
         consume<F>(c, warp / 4 - 1);
     }
     __syncwarp();
-    if (F::PAIR == 2) cluster_sync(); /* the peer may still write here or arrive at barriers here */
+    /* until here the peer may write to this CTA or arrive at its barriers */
+    if (F::PAIR == 2) cluster_sync();
 }
 
 /* ---- Host ---- */
@@ -339,7 +342,7 @@ struct tile_problem {
     int experts, M, N, K; /* M: rows of each expert */
     int n_x;              /* rows of x */
     const bf16 *x, *w;    /* W of all experts, [expert][N][K] */
-    int w_experts;        /* experts that W holds: launches rotate over them */
+    int w_experts;        /* the number of experts in W: launches rotate over them */
     const int *list;      /* or NULL: row p of the pairs is row p of x */
 };
 template <class F>
@@ -364,7 +367,8 @@ static void run_tile(const tile_problem &p, buffer<bf16> &y, int turn, cudaStrea
            F::SWAPPED ? map_x : map_w, j);
 }
 
-/* Warp i: y of row p_of[i] of the pairs and output n_of[i] in float64, with W's first experts. */
+/* Warp i computes y of row p_of[i] of the pairs and output n_of[i] in float64, with the first
+ * experts of W. */
 __global__ static void tile_reference_kernel(tile_problem p, const int *p_of, const int *n_of,
                                              int n, double *ref, double *mag) {
     int i = (int)(blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x & 31;
@@ -404,7 +408,7 @@ static void check_tile(const tile_problem &p, buffer<bf16> &y, const char *name)
     check(unwritten == 0, "%s X %d M %d N %d K %d: %d outputs are NaN", name, p.experts, p.M, p.N,
           p.K, unwritten);
 }
-/* Checks one launch, then returns the median microseconds of one. */
+/* Checks one launch, then returns the median microseconds of a launch. */
 template <class F>
 static double time_tile(const tile_problem &p, buffer<bf16> &y, const char *name) {
     const double flop = 2.0 * p.M * p.experts * p.N * p.K, bytes = 2.0 * p.experts * p.N * p.K;
@@ -412,7 +416,7 @@ static double time_tile(const tile_problem &p, buffer<bf16> &y, const char *name
     run_tile<F>(p, y, 0, 0);
     CUDA_OK(cudaDeviceSynchronize());
     check_tile(p, y, name);
-    double guess = std::max(flop / 600e6, bytes / 2.5e6); /* us */
+    double guess = std::max(flop / 600e6, bytes / 2.5e6); /* microseconds */
     int launches = std::max(4, std::min(64, (int)(4000 / guess) / 4 * 4));
     return time_us(launches, 9, [&](int i, cudaStream_t s) { run_tile<F>(p, y, i, s); });
 }

@@ -1,9 +1,9 @@
-/* trial.cuh - what the trials of this folder share: PTX wrappers, tensor maps, the ring of stages,
- * random data, timing and checks. A trial is one .cu file that asks one question about the
- * hardware; it prints a table and fails (exit code 1) if a sampled output differs from float64 by
+/* trial.cuh - what the trials of this folder share: PTX wrappers, tensor maps, the ring buffer of
+ * stages, random data, timing and checks. A trial is one .cu file that asks one question about the
+ * hardware. It prints a table and fails (exit code 1) if a sampled output differs from float64 by
  * more than its bound. Build each one alone:
  *
- *     nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -o trial_NAME test/trials/NAME.cu
+ *   nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -o trial_NAME test/trials/NAME.cu
  *
  * Letters: A [rows_a][K] and B [rows_b][K] are the operands of D[a][b] = sum over k of A[a][k]
  * B[b][k]. */
@@ -75,7 +75,7 @@ __device__ static inline float2 smem_load_pair(uint32_t at) {
     asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(at) : "memory");
     return v;
 }
-/* Four 8x8 matrices of 2-byte elements; lane 8i+j gives the address of row j of matrix i. */
+/* Four 8x8 matrices of 2-byte elements. Lane 8i+j gives the address of row j of matrix i. */
 __device__ static inline void stmatrix_x4(uint32_t at, uint32_t r0, uint32_t r1, uint32_t r2,
                                           uint32_t r3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(r0),
@@ -105,7 +105,7 @@ __device__ static inline void named_sync(int id, int threads) {
 __device__ static inline void named_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-/* Ordinary stores to shared memory become visible to wgmma and TMA. */
+/* Makes ordinary stores to shared memory visible to wgmma and TMA. */
 __device__ static inline void fence_async_smem() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -121,19 +121,20 @@ __device__ static inline void mbar_init_fence() {
 __device__ static inline void mbar_arrive(uint32_t bar) {
     asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
-__device__ static inline void mbar_arrive_remote(uint32_t bar, int cta) { /* publishes reads only */
+/* orders only earlier reads before the arrival */
+__device__ static inline void mbar_arrive_remote(uint32_t bar, int cta) {
     asm volatile("{.reg .b32 r; mapa.shared::cluster.u32 r, %0, %1; "
                  "mbarrier.arrive.shared::cluster.b64 _, [r];}" ::"r"(bar),
                  "r"(cta)
                  : "memory");
 }
-__device__ static inline void mbar_expect_tx(uint32_t bar, int bytes) { /* arrives too */
+__device__ static inline void mbar_expect_tx(uint32_t bar, int bytes) { /* also arrives */
     asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(bar),
                  "r"(bytes)
                  : "memory");
 }
 __device__ static inline void mbar_wait(uint32_t bar,
-                                        int parity) { /* a fresh barrier has completed parity 1 */
+                                        int parity) { /* a new barrier has completed parity 1 */
     asm volatile("{.reg .pred p;\n"
                  "again: mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%0], %1;\n"
                  "@!p bra again;}" ::"r"(bar),
@@ -149,7 +150,7 @@ __device__ static inline void cp_async_commit() {
 template <int N> __device__ static inline void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
-/* Arrives at the barrier when all cp.async of this thread so far have completed. */
+/* Arrives at the barrier when all earlier cp.async of this thread have completed. */
 __device__ static inline void cp_async_arrive(uint32_t bar) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
 }
@@ -201,21 +202,21 @@ __device__ static inline void wgmma_commit() {
 template <int N> __device__ static inline void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
-/* Keeps reads of d behind the wgmma_wait ahead of it. */
+/* Keeps the compiler from moving reads of d before the wgmma_wait. */
 template <int N> __device__ static inline void wgmma_keep(float (&d)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i]));
 }
-/* Descriptor of a K-major tile in 128-byte rows with 128-byte swizzle; 32 bytes further along K:
- * + 2. */
+/* Descriptor of a K-major tile of 128-byte rows with 128-byte swizzle. 32 bytes further along K:
+ * add 2. */
 __device__ static inline uint64_t wgmma_desc(uint32_t at) {
     return (uint64_t)((at & 0x3FFFF) >> 4) | (uint64_t)1 << 16 | (uint64_t)(1024 >> 4) << 32 |
            (uint64_t)1 << 62;
 }
 
-/* d[64][N] (+)= a[64][k] b[N][k]^T. Warp w of the group holds rows 16 w ..; of block j of 8
- * columns, lane l holds in d[4j .. 4j+3] (row l/4, columns 8j + 2 (l%4) + {0,1}) and the same of
- * row l/4 + 8. */
+/* d[64][N] (+)= a[64][k] b[N][k]^T. Warp w of the warpgroup has rows 16 w ... Of block j of 8
+ * columns, lane l has in d[4j .. 4j+3] (row l/4, columns 8j + 2 (l%4) + {0,1}) and the same columns
+ * of row l/4 + 8. */
 #define REGS_4 "%0,%1,%2,%3"
 #define REGS_8 REGS_4 ",%4,%5,%6,%7"
 #define REGS_16 REGS_8 ",%8,%9,%10,%11,%12,%13,%14,%15"
@@ -234,7 +235,7 @@ __device__ static inline uint64_t wgmma_desc(uint32_t at) {
 #define ACC_32(i) ACC_16(i), ACC_16(i + 16)
 #define ACC_64(i) ACC_32(i), ACC_32(i + 32)
 #define ACC_128(i) ACC_64(i), ACC_64(i + 64)
-/* n columns, H = n / 2 registers; A, B, S: numbers of the operands behind the registers. */
+/* n columns, H = n / 2 registers. A, B, S: the numbers of the operands after the registers. */
 #define WGMMA_SS(n, H, KIND, TAIL, A, B, S)                                     \
     if constexpr (N == n)                                                       \
     asm volatile("{.reg .pred p; setp.ne.b32 p, %" #S                           \
@@ -252,7 +253,7 @@ __device__ static inline uint64_t wgmma_desc(uint32_t at) {
 #define BF16_KIND "k16.f32.bf16.bf16"
 #define FP8_KIND "k32.f32.e4m3.e4m3"
 
-/* bf16, k = 16; scale_d 0: d is written, not added to. */
+/* bf16, k = 16. scale_d 0: d is overwritten, not added to. */
 template <int N>
 __device__ static inline void wgmma_bf16(float (&d)[N / 2], uint64_t a, uint64_t b, int scale_d) {
     static_assert(N == 8 || N == 16 || N == 32 || N == 64 || N == 128 || N == 256);
@@ -290,17 +291,17 @@ __device__ static inline void wgmma_fp8_rs(float (&d)[N / 2], const uint32_t (&a
     WGMMA_RS(64, 32, FP8_KIND, "", 32, 33, 34, 35, 36, 37);
 }
 
-/* ---- The ring of stages and the order of tiles ---- */
+/* ---- The ring buffer of stages and the order of tiles ---- */
 
 struct ring {
-    int s, parity; /* the next stage and its phase */
+    int s, parity; /* the next stage and its parity */
 };
 template <int STAGES> __device__ static inline void ring_next(ring &r) {
     if (++r.s == STAGES) r.s = 0, r.parity ^= 1;
 }
 
-struct tile_order { /* tiles go down `group` rows of tiles, then right, so that a wave's operands
-                       stay in L2 */
+/* tiles go down `group` rows of tiles, then right, so that the operands of a wave stay in L2 */
+struct tile_order {
     int tiles_a, tiles_b, group;
 };
 struct tile {
@@ -312,9 +313,9 @@ __device__ static inline tile tile_at(const tile_order &o, int u) {
     return {g * o.group + i % height, i / height};
 }
 
-/* The 16 rows x 64 columns of one warp go through 2 KB of staging to y, 128 bytes a row. `acc`
- * holds the accumulators of these columns. Rows from n_rows and columns from n_cols on do not
- * exist. */
+/* Stores the 16 rows x 64 columns of one warp to y through 2 KB of staging, 128 bytes of a row at a
+ * time. `acc` holds the accumulators of these columns. Rows from n_rows and columns from n_cols on
+ * do not exist. */
 __device__ static inline void store_panel(const float *acc, uint32_t staging, bf16 *y, int row0,
                                           int col0, int n_rows, int n_cols) {
     const int lane = threadIdx.x & 31;
@@ -338,8 +339,8 @@ __device__ static inline void store_panel(const float *acc, uint32_t staging, bf
 
 /* ---- Host: tensor maps, launches ---- */
 
-/* Map of [rows][cols] elements of `bytes` each; a box is 128 bytes of a row by `box_rows` rows,
- * swizzled. */
+/* Tensor map of [rows][cols] elements of `bytes` each. A box is 128 bytes of a row by `box_rows`
+ * rows, swizzled. */
 static CUtensorMap map_of(const void *p, int rows, int cols, int bytes, int box_rows) {
     static PFN_cuTensorMapEncodeTiled_v12000 encode = NULL;
     cudaDriverEntryPointQueryResult found;
@@ -412,7 +413,7 @@ __global__ static void fill_words_kernel(uint32_t *p, size_t n, uint64_t seed) {
         p[i] = (uint32_t)(mix(seed * 0x100000001B3ull + i) >> 32);
 }
 
-/* Memory of the device; 1 KB more than asked for, so that a box may begin at its end. */
+/* Device memory, 1 KB more than requested, so that a box may begin at its end. */
 template <class T> struct buffer {
     size_t n;
     T *p;
@@ -443,7 +444,7 @@ template <class T> struct buffer {
 /* ---- Checks ---- */
 
 static int checks_passed, checks_failed;
-static bool check(bool ok, const char *fmt, ...) { /* prints failures only */
+static bool check(bool ok, const char *fmt, ...) { /* prints only failures */
     va_list ap;
     ok ? checks_passed++ : checks_failed++;
     if (ok) return true;
@@ -465,7 +466,8 @@ __global__ static void count_nan_kernel(const bf16 *y, size_t n, int *count) {
         found += __hisnan(y[i]);
     if (found) atomicAdd(count, found);
 }
-static int count_nan(const buffer<bf16> &y, size_t n) { /* elements that nobody wrote */
+/* the number of elements that were not written */
+static int count_nan(const buffer<bf16> &y, size_t n) {
     buffer<int> count(1);
     CUDA_OK(cudaMemset(count.p, 0, sizeof(int)));
     count_nan_kernel<<<1056, 256>>>(y.p, n, count.p);
@@ -511,8 +513,8 @@ static double time_us(int per_graph, int replays,
     std::sort(ms.begin(), ms.end());
     return ms[ms.size() / 2] * 1e3 / per_graph;
 }
-/* Median microseconds of one op(i, stream) on a card that has rested: its clock is not yet held
- * down by the power limit. */
+/* Median microseconds of one op(i, stream) on a GPU that was idle: the power limit does not yet
+ * lower its clock. */
 __global__ static void spin_kernel(long long clocks) {
     for (long long begin = clock64(); clock64() - begin < clocks;) {
     }
