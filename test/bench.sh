@@ -1,7 +1,7 @@
 #!/bin/bash
-# test/bench.sh - repeats the figures of the README, each a ratio of two things timed in one run on this machine.
+# test/bench.sh - measures the figures of the README again. Each is a ratio of two times of the same run on this machine.
 #   test/bench.sh [cpu|sharing|json|tokenizer|accuracy|memory ...]     default: all
-# tokenizer and json need the public test data (TOKA_TEST_DATA), tokenizer also the virtual environment of test/run.sh.
+# tokenizer and json need the public test data (TOKA_TEST_DATA); tokenizer also needs the virtual environment of test/run.sh.
 set -eu
 cd "$(dirname "$0")/.."
 export TOKA_TEST_DATA=${TOKA_TEST_DATA:-../shared/data}
@@ -17,10 +17,11 @@ rm -f $B/unit_bench
 for what in ${*:-cpu sharing json tokenizer accuracy memory}; do
     echo "== $what"
     case $what in
-    cpu) # decode against a plain read loop, prefill against a loop of multiply-adds, shared prefix on against off
+    cpu) # decode compared with a loop that only reads; prefill with a loop of multiply-adds; shared prefix on with off
         $CC $FLAGS -o $B/bench_cpu test/bench_cpu.c -lm -lpthread
         $B/bench_cpu ;;
-    sharing) # 256 samples of one 1,000-token prompt through the whole engine, shared and not, the embedded model's shape: CPU time
+    sharing) # CPU time of the whole engine: 256 samples of one 1,000-token prompt, with and without prefix sharing; a model of
+             # the embedded model's shape
         echo "wide nobody/wide LlamaForCausalLM 6 256 4 2 64 448 1024 tied 10000 default 1e-5 2048 - - sibling" >$B/wide.txt
         python3 - $B <<'EOF'
 import json, resource, subprocess, sys
@@ -41,7 +42,7 @@ EOF
     json) unit json_tokenizers ;;
     tokenizer) test/.venv/bin/python -m pytest -q -s -p no:cacheprovider test/test_tokenizer_hf.py -k speed ;;
     accuracy) unit "held-out accuracy" ;;
-    memory) # resident memory of a run, against the weights
+    memory) # peak resident memory of a run, and the size of the weights
         /usr/bin/env bash -c './toka -q -p "Tom has 3 boxes with 4 apples each and buys 5 more apples. How many apples does he have?" &
             pid=$!; peak=0; while [ -r /proc/$pid/status ]; do
             now=$(sed -n "s/VmHWM:[^0-9]*\([0-9]*\).*/\1/p" /proc/$pid/status 2>/dev/null || true); [ -n "$now" ] && peak=$now; done

@@ -1,16 +1,20 @@
 #!/bin/bash
-# test/run.sh - builds toka, then runs every test there is. Last line: 'N passed, N failed, N skipped'; exit 1 if one failed.
+# test/run.sh - builds toka, then runs all tests. The last line is 'N passed, N failed, N skipped'. The exit status is 1 if a
+# test failed.
 #
 #   test/run.sh              everything
-#   test/run.sh unit         only the C unit tests          (also: build, san, py, fuzz, gpu)
-#   GPU_ARCH=90a test/run.sh gpubuild   only compiles the GPU's tests, on a machine without one
+#   test/run.sh unit         only the C unit tests; other parts: build, san, py, fuzz, gpu
+#   GPU_ARCH=90a test/run.sh gpubuild   only compiles the GPU tests; needs no GPU
 #
-# Environment: FUZZ_SECONDS   time for each fuzzer (10)
-#              GPU_JOBS        programs side by side on the GPU, where no time is measured (the cores, at most 12)
-#              TOKA_TEST_DATA  folder of the public test data (../shared/data); tests that need it are skipped without it
-# Needs a C compiler. With clang: fuzzers too. With python3 and a package index (or pytest, tokenizers, numpy and jinja2 already
-# there): comparisons with Hugging Face tokenizers and jinja2, in a virtual environment under test/.venv. With nvcc: the CUDA file
-# is built for all architectures; with a GPU too: the tests of every kernel and of whole models on it.
+# Environment: FUZZ_SECONDS   seconds for each fuzzer (default 10)
+#              GPU_JOBS       number of GPU test programs that run at the same time, except for tests that measure time
+#                             (default: the number of cores, at most 12)
+#              TOKA_TEST_DATA  folder of the public test data (default ../shared/data); without it, tests that need it are skipped
+# A C compiler is required. The other parts run if their tools are installed:
+#   clang     the sanitizers and the fuzzers
+#   python3   comparisons with Hugging Face tokenizers and jinja2, in the virtual environment test/.venv. It needs a package
+#             index, or pytest, tokenizers, numpy and jinja2 already installed.
+#   nvcc      builds the CUDA file for all architectures. With a GPU, it also tests each kernel and whole models.
 set -u
 cd "$(dirname "$0")/.." || exit
 export TOKA_TEST_DATA=${TOKA_TEST_DATA:-../shared/data}
@@ -22,7 +26,7 @@ B=test/.build
 WARN="-std=c11 -Wall -Wextra -Wshadow -Wvla -Wmissing-prototypes -Wstrict-prototypes -Wconversion -Wno-sign-conversion
       -Wno-float-conversion -Werror"
 SAN="-g -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer"
-export ASAN_OPTIONS=allocator_may_return_null=1 # being out of memory is tested
+export ASAN_OPTIONS=allocator_may_return_null=1 # some tests make an allocation fail
 mkdir -p $B
 passed=0 failed=0 skipped=0
 
@@ -31,10 +35,10 @@ result() { # NAME STATUS
     if [ "$2" = 0 ]; then passed=$((passed + 1)); echo "ok     $1"; else failed=$((failed + 1)); echo "FAIL   $1"; fi
 }
 skip() { skipped=$((skipped + $1)); echo "skipped $1: $2"; }
-add() { # PASSED FAILED SKIPPED, of a program that counted its own
+add() { # PASSED FAILED SKIPPED: adds the counts that a test program printed
     passed=$((passed + $1)) failed=$((failed + $2)) skipped=$((skipped + $3))
 }
-step() { # NAME COMMAND...: one test that is a command; its output is shown when it fails
+step() { # NAME COMMAND...: runs a command as one test; prints its output if it fails
     local name=$1
     shift
     if "$@" >$B/log 2>&1; then result "$name" 0; else
@@ -43,31 +47,32 @@ step() { # NAME COMMAND...: one test that is a command; its output is shown when
     fi
 }
 
-# ---- the program, the library, the checks of the source ----
+# ---- The program, the library and checks of the source ----
 
 without_fast_math() { ! $CC -O2 -ffast-math -fsyntax-only toka.c 2>$B/fast.log && grep -q "needs infinities and NaN" $B/fast.log; }
-only_libc() { # libraries that ./toka asks for
-    case $(c++ -print-file-name=libstdc++.a 2>/dev/null) in /*) ;; *) return 0 ;; esac # without it C++'s is one
+only_libc() { # ./toka needs no shared library except those of libc
+    # Without a static libstdc++, ./toka links the shared one: nothing to check.
+    case $(c++ -print-file-name=libstdc++.a 2>/dev/null) in /*) ;; *) return 0 ;; esac
     ! readelf -d toka | grep NEEDED | grep -v -e 'libc\.so' -e 'libm\.so' -e 'libpthread' -e 'libdl' -e 'librt' -e 'ld-linux'
 }
-copy_tree() { # to $B/copy: what git knows or would
+copy_tree() { # copies tracked files, and untracked files that git does not ignore, to $B/copy
     rm -rf $B/copy && mkdir -p $B/copy && git ls-files -z --cached --others --exclude-standard | xargs -0 cp --parents -t $B/copy
 }
-only_the_binary() { # in a copy of the tree, build.sh adds ./toka and nothing else
+only_the_binary() { # in a copy of the tree, build.sh creates ./toka and no other file
     copy_tree || return 1
     (cd $B/copy && find . -type f | sort >../before && ./build.sh && find . -type f | sort >../after) || return 1
     rm -rf $B/copy
     [ "$(comm -13 $B/before $B/after)" = ./toka ] && [ -z "$(comm -23 $B/before $B/after)" ]
 }
-links_with_sanitizer() { # CFLAGS and LDFLAGS reach the link; each stage is told before it runs
+links_with_sanitizer() { # build.sh passes CFLAGS and LDFLAGS to the link, and prints each stage before it runs
     copy_tree || return 1
     (cd $B/copy && CC=clang CFLAGS="-O1 -fsanitize=address,undefined" LDFLAGS=-Wl,-z,now NVCC='' ./build.sh >../log.build &&
         readelf -d toka | grep -q NOW && nm toka | grep -q __asan_init && ./toka -p "Tom has 12 apples." --max-tokens 2) || return 1
     rm -rf $B/copy
     [ "$(grep -c -e '^build.sh: compiling toka.c with clang (.*)$' -e '^build.sh: linking ./toka (.*)$' $B/log.build)" = 2 ]
 }
-links_with_nvcc() { # a program in nvcc's place: makes an object, and says what it was to link with
-    local bin=$B/false_nvcc
+links_with_nvcc() { # a fake nvcc makes an empty object file and writes the arguments of the link to a log
+    local bin=$B/fake_nvcc
     copy_tree && mkdir -p $bin || return 1
     cat >$bin/nvcc <<'EOF'
 #!/bin/sh
@@ -76,56 +81,60 @@ printf '%s\n' "$@" >"${0%/*}/nvcc.log"
 exit 1
 EOF
     chmod +x $bin/nvcc
-    (cd $B/copy && CC=gcc CFLAGS="-O0 -fsanitize=address,undefined" LDFLAGS=-Wl,-z,now NVCC="$OLDPWD/$bin/nvcc" ./build.sh >../log.build)
+    (cd $B/copy &&
+        CC=gcc CFLAGS="-O0 -fsanitize=address,undefined" LDFLAGS=-Wl,-z,now NVCC="$OLDPWD/$bin/nvcc" ./build.sh >../log.build)
     rm -rf $B/copy
-    grep -q '^build.sh: compiling toka_kernels.cu with .* (.* minutes)$' $B/log.build && grep -qx -e '-fsanitize=address\\,undefined' $bin/nvcc.log &&
+    grep -q '^build.sh: compiling toka_kernels.cu with .* (.* minutes)$' $B/log.build &&
+        grep -qx -e '-fsanitize=address\\,undefined' $bin/nvcc.log &&
         grep -qx -e '-Wl\\,-z\\,now' $bin/nvcc.log && grep -qx 'g++' $bin/nvcc.log && [ "$(grep -cx -e -Xcompiler $bin/nvcc.log)" -ge 3 ]
 }
-runnable() { # every script with a #! line
-    ! git ls-files -z test | xargs -0 grep -lZ -m 1 '^#!' | xargs -0 -I{} sh -c 'head -c 2 "{}" | grep -q "^#!" && [ ! -x "{}" ] && echo "{} cannot be run"' | grep .
+scripts_are_executable() { # each file that begins with #!
+    ! git ls-files -z test | xargs -0 grep -lZ -m 1 '^#!' |
+        xargs -0 -I{} sh -c 'head -c 2 "{}" | grep -q "^#!" && [ ! -x "{}" ] && echo "{} is not executable"' | grep .
 }
 build_tests() {
     step "build.sh builds ./toka without a warning" ./build.sh
-    step "build.sh leaves nothing but the binary" only_the_binary
-    step "the program needs no library but libc's" only_libc
-    step "CFLAGS and LDFLAGS reach nvcc where it links" links_with_nvcc
+    step "build.sh creates no file but ./toka" only_the_binary
+    step "./toka needs no shared library but libc's" only_libc
+    step "build.sh passes CFLAGS and LDFLAGS to the link by nvcc" links_with_nvcc
     step "toka.c compiles alone as a library" $CC $WARN -O2 -c toka.c -o $B/toka.o
-    step "and with all warnings of a project that takes it in" $CC $WARN -Wpedantic -fsyntax-only toka.c
-    step "and with the chapters of the server" $CC $WARN -Wpedantic -DTOKA_SERVER -fsyntax-only toka.c
-    step "and without asserts" $CC $WARN -O2 -DNDEBUG -fsyntax-only toka.c
-    step "and refuses -ffast-math, with which it would compute something else" without_fast_math
-    step "a program that only includes toka.h links it" $CC $WARN -I. test/example.c $B/toka.o -lm -lpthread -o $B/example
-    step "and runs" $B/example test/model "Tom has 12 apples."
+    step "toka.c compiles with -Wpedantic" $CC $WARN -Wpedantic -fsyntax-only toka.c
+    step "toka.c compiles with the chapters of the server" $CC $WARN -Wpedantic -DTOKA_SERVER -fsyntax-only toka.c
+    step "toka.c compiles without asserts" $CC $WARN -O2 -DNDEBUG -fsyntax-only toka.c
+    step "toka.c refuses -ffast-math, which would change its results" without_fast_math
+    step "a program that includes only toka.h links with toka.o" $CC $WARN -I. test/example.c $B/toka.o -lm -lpthread -o $B/example
+    step "this program runs" $B/example test/model "Tom has 12 apples."
     if command -v clang >/dev/null; then
-        step "CFLAGS and LDFLAGS reach the link" links_with_sanitizer
-        step "clang compiles it without a warning" clang $WARN -Wpedantic -fsyntax-only -DTOKA_MAIN toka.c
+        step "build.sh passes CFLAGS and LDFLAGS to the link" links_with_sanitizer
+        step "clang compiles toka.c without a warning" clang $WARN -Wpedantic -fsyntax-only -DTOKA_MAIN toka.c
     else skip 2 "no clang"; fi
     if command -v c++ >/dev/null; then
-        step "toka.h is C++ too" c++ -Wall -Wextra -Werror -fsyntax-only -x c++ toka.h
+        step "toka.h compiles as C++" c++ -Wall -Wextra -Werror -fsyntax-only -x c++ toka.h
     fi
-    step "what says how it is run can be run" runnable
-    if command -v python3 >/dev/null; then step "the mutations of the GPU tests fit the kernels" python3 test/gpu_mutants.py check; fi
+    step "each script in test/ is executable" scripts_are_executable
+    if command -v python3 >/dev/null; then step "the mutants of the GPU tests apply to the kernels" python3 test/gpu_mutants.py check; fi
 }
 
-# ---- C unit tests, optimised and under the sanitizers ----
+# ---- C unit tests: optimised, and with the sanitizers ----
 
 unit() { # NAME FLAGS... [TESTS...]
     local name=$1 flags=()
     shift
     while [ $# -gt 0 ] && [ "${1#-}" != "$1" ]; do flags+=("$1") && shift; done
-    step "unit tests compile ($name)" $CC $WARN -Wno-alloc-size-larger-than -Wno-maybe-uninitialized "${flags[@]}" -o $B/unit_$name test/unit.c -lm -lpthread || return
+    step "unit tests compile ($name)" $CC $WARN -Wno-alloc-size-larger-than -Wno-maybe-uninitialized "${flags[@]}" \
+        -o $B/unit_$name test/unit.c -lm -lpthread || return
     [ -x $B/unit_$name ] || return
     $B/unit_$name "$@" | tee $B/unit.log
     local status=${PIPESTATUS[0]} line
     line=$(grep '^unit: ' $B/unit.log | tail -1 | tr -dc '0-9 ')
     if [ -z "$line" ] || { [ "$status" != 0 ] && [ "$(echo $line | cut -d' ' -f2)" = 0 ]; }; then
-        result "unit tests end ($name, exit $status)" 1
+        result "unit tests print their counts ($name, exit $status)" 1
     fi
     # shellcheck disable=SC2086
     [ -n "$line" ] && add $line
 }
 
-# ---- Python: whole programs against what users have ----
+# ---- Python: tests of the whole program, with the clients and libraries that users have ----
 
 python_tests() {
     if ! command -v python3 >/dev/null; then skip 1 "no python3"; return; fi
@@ -155,12 +164,15 @@ PY
     if ! command -v nvcc >/dev/null; then skip 1 "no nvcc"; return; fi
     $py test/nvcc_versions.py 12.4 2>&1
     status=$?
-    if [ $status = 3 ]; then skip 1 "no ptxas 12.4 in the package index"; else result "the oldest toolkit compiles the kernels without spills" $status; fi
+    if [ $status = 3 ]; then skip 1 "no ptxas 12.4 in the package index"; else
+        result "the oldest supported toolkit compiles the kernels without spills" $status
+    fi
 }
 
-# ---- The library under the sanitizers (clang: it can leave the model's arithmetic fast), for the soak and the server ----
+# ---- The library with the sanitizers, for the soak and the server tests. Only clang has an ignore list for sanitizers; it
+# keeps the model's arithmetic fast. ----
 
-sanitized() { # NAME FLAGS...: $B/toka_NAME.o
+sanitized() { # NAME FLAGS...: compiles $B/toka_NAME.o
     local name=$1
     shift
     step "toka compiles ($name)" clang -std=c11 -g -O2 -fsanitize-ignorelist=test/fuzz.ignore -DTOKA_EMBED='"test/model"' "$@" -c toka.c \
@@ -174,9 +186,9 @@ sanitize() {
     server_san
 }
 
-# ---- Soak: an adversarial mix on the library, a part of it run again alone and compared ----
+# ---- Soak: random requests to the library. Some requests are repeated alone; their results must be equal. ----
 
-soak() { # NAME: $B/soak_NAME, 15 seconds: the embedded model; smaller ones, for more turnover
+soak() { # NAME: runs $B/soak_NAME for 15 seconds: the embedded model, then smaller models, which end more requests per second
     local seed=1 model
     for model in test/model test/fixtures/llama-tied "$TOKA_TEST_DATA/weights/stories260K"; do
         if [ ! -d "$model" ]; then skip 1 "no public test data"; continue; fi
@@ -191,13 +203,14 @@ soak_tests() {
     soak fast
 }
 soak_san() {
-    step "soak compiles (asan)" clang -std=c11 -g -O1 -I. -fsanitize=address,undefined -o $B/soak_asan test/soak.c $B/toka_asan.o -lm -lpthread
+    step "soak compiles (asan)" clang -std=c11 -g -O1 -I. -fsanitize=address,undefined -o $B/soak_asan test/soak.c $B/toka_asan.o \
+        -lm -lpthread
     soak asan
     step "soak compiles (tsan)" clang -std=c11 -g -O1 -I. -fsanitize=thread -o $B/soak_tsan test/soak.c $B/toka_tsan.o -lm -lpthread
     soak tsan
 }
 
-# ---- The server under the sanitizers, against the same tests ----
+# ---- The server with the sanitizers: the same tests ----
 
 server_san() {
     local py=test/.venv/bin/python
@@ -213,11 +226,11 @@ server_san() {
         -k "sigterm or pipelining or many_streams or disconnect or full_queue or leaks or keys or metrics or split or fails or hangs"
     step "no data race in the server" no_files $B/tsan.log.*
 }
-no_files() { # the pattern itself is what is left when nothing matches
+no_files() { # FILE...: no such file exists. If a pattern matches nothing, bash passes the pattern itself
     [ ! -e "$1" ] || { cat "$@"; false; }
 }
 
-# ---- Fuzzers: a corpus kept in test/corpus, new findings go to test/.build ----
+# ---- Fuzzers: they start from test/corpus; new inputs are written to test/.build ----
 
 fuzz_tests() {
     if ! command -v clang >/dev/null || ! echo 'int LLVMFuzzerTestOneInput(void){return 0;}' |
@@ -237,10 +250,12 @@ fuzz_tests() {
     done
 }
 
-# ---- The GPU: every op against float64, whole models against the reference, under compute-sanitizer too ----
+# ---- GPU: each op against float64, whole models against the reference, the kernels with compute-sanitizer ----
 
-gpu_n=0 gpu_counted=0 # jobs begun, and those whose results were counted
-gpu_job() { # KIND NAME SECONDS COMMAND...: runs it beside others; KIND counts: its last line is 'N passed, N failed, N skipped'; one: it is a test
+gpu_n=0 gpu_counted=0 # number of jobs started, and number of jobs whose results were added
+# KIND NAME SECONDS COMMAND...: starts a job that runs at the same time as other jobs; SECONDS is its time limit (0: none).
+# KIND counts: the command's last line is 'N passed, N failed, N skipped'. KIND one: the command is one test.
+gpu_job() {
     local at=$B/jobs/$gpu_n kind=$1 limit=$3
     gpu_n=$((gpu_n + 1))
     mkdir -p $B/jobs && echo "$kind $2" >"$at.name" && rm -f "$at.end"
@@ -252,12 +267,12 @@ gpu_job() { # KIND NAME SECONDS COMMAND...: runs it beside others; KIND counts: 
         echo "$? $SECONDS" >"$at.end"
     } &
 }
-gpu_collect() { # waits for all jobs, and counts them in the order in which they were given; their logs stay in test/.build/jobs
+gpu_collect() { # waits for all jobs and adds their results in the order of their start; their logs stay in test/.build/jobs
     local i kind name status took line
     wait
     for ((i = gpu_counted; i < gpu_n; i++)); do
         read -r kind name <"$B/jobs/$i.name"
-        status=1 took=0 # of a job that was killed before it could say
+        status=1 took=0 # for a job that was killed before it wrote its status
         [ ! -f "$B/jobs/$i.end" ] || read -r status took <"$B/jobs/$i.end"
         line=$(grep -E '^[0-9]+ passed, [0-9]+ failed, [0-9]+ skipped' "$B/jobs/$i.log" | tail -1)
         if grep -q 'Device not supported' "$B/jobs/$i.log"; then skip 1 "$name: compute-sanitizer does not know this device"
@@ -265,35 +280,38 @@ gpu_collect() { # waits for all jobs, and counts them in the order in which they
             [ "$status" = 0 ] || tail -40 "$B/jobs/$i.log"
             result "$name ($took s)" "$status"
         else
-            { # what failed first, and how a program ended that did not say
+            { # print the first failures; if the program printed no counts, print the end of its log
                 grep -v '^ok ' "$B/jobs/$i.log" | grep -vxF "$line" | head -40
                 if [ -n "$line" ]; then echo "$line"; else tail -20 "$B/jobs/$i.log"; fi
             } | sed "s/^/       /"
             echo "       $name: $took s"
-            if [ -z "$line" ]; then result "$name ends (exit $status)" 1; continue; fi
+            if [ -z "$line" ]; then result "$name prints its counts (exit $status)" 1; continue; fi
             # shellcheck disable=SC2046
             add $(echo "$line" | tr -dc '0-9 ' | cut -d' ' -f1-5)
         fi
     done
     gpu_counted=$gpu_n
 }
-gpu_is_new() { # FILE...: all are there, and newer than what they are made of
+gpu_is_new() { # FILE...: all files exist and are newer than their sources
     local file
     for file in "$@"; do
-        [ -f "$B/$file" ] && [ -z "$(find toka_kernels.cu toka.h toka.c test/gpu*.[ch]* test/soak.c test/gpu_mutants.py -newer "$B/$file")" ] || return
+        [ -f "$B/$file" ] || return
+        [ -z "$(find toka_kernels.cu toka.h toka.c test/gpu*.[ch]* test/soak.c test/gpu_mutants.py -newer "$B/$file")" ] || return
     done
 }
-gpu_make() { # FILE: a test program for GPU_ARCH
+gpu_make() { # FILE: builds a test program for GPU_ARCH
     local nvcc="nvcc -std=c++20 -O3 -Xcompiler -fno-exceptions -gencode arch=compute_$GPU_ARCH,code=sm_$GPU_ARCH"
     local c="$CC -std=c11 -O2 -w -I. -DTOKA_WITH_CUDA" half=
-    rm -f "$B/$1" # nobody runs an old one where this fails
+    rm -f "$B/$1" # if the build fails, no old program must run
     case $1 in
     kernels.o) $nvcc -c toka_kernels.cu -o $B/kernels.o ;;
     mutants/mutants) GPU_ARCH=$GPU_ARCH python3 test/gpu_mutants.py build ;;
     gpu_ops | gpu_model | gpu_ranks) # these include toka.c
         $c -c "test/$1.c" -o "$B/$1.o" && $nvcc -o "$B/$1" "$B/$1.o" $B/kernels.o -lm -lpthread ;;
-    soak_gpu) $c -c toka.c -o $B/toka_gpu.o && $c -c test/soak.c -o $B/soak.o && $nvcc -o $B/soak_gpu $B/soak.o $B/toka_gpu.o $B/kernels.o -lm -lpthread ;;
-    *_1204) $nvcc -DNVCC_VERSION=1204 -o "$B/$1" "test/${1%_1204}.cu" -lm -lpthread ;; # what older toolkits compile
+    soak_gpu)
+        $c -c toka.c -o $B/toka_gpu.o && $c -c test/soak.c -o $B/soak.o &&
+            $nvcc -o $B/soak_gpu $B/soak.o $B/toka_gpu.o $B/kernels.o -lm -lpthread ;;
+    *_1204) $nvcc -DNVCC_VERSION=1204 -o "$B/$1" "test/${1%_1204}.cu" -lm -lpthread ;; # the code paths for older toolkits
     *)
         if [ -f "test/$1.c" ]; then half="$B/$1.o" && $c -c "test/$1.c" -o "$half" || return; fi
         $nvcc -o "$B/$1" "test/$1.cu" $half -lm -lpthread ;;
@@ -312,12 +330,13 @@ gpu_programs() {
 }
 gpu_sanitize() {
     local source name tool size
-    local -A flags=([synccheck]="--num-cuda-barriers 4096") # of a block; without, the tool counts too few of gpu_attn's, and a launch fails
+    # 4096 barriers per block: with its default, synccheck tracks too few barriers for gpu_attn, and a launch fails.
+    local -A flags=([synccheck]="--num-cuda-barriers 4096")
     if ! command -v compute-sanitizer >/dev/null; then skip 1 "no compute-sanitizer"; return; fi
     for tool in racecheck memcheck synccheck; do
         for source in test/gpu_*.cu; do
             name=$(basename "$source" .cu) size=small
-            [ $tool = racecheck ] && grep -q '"tiny"' "$source" && size=tiny # racecheck takes minutes for what takes seconds
+            [ $tool = racecheck ] && grep -q '"tiny"' "$source" && size=tiny # racecheck makes a test of seconds take minutes
             gpu_job one "$name, $tool" 300 compute-sanitizer --tool $tool ${flags[$tool]-} --error-exitcode 9 "$B/$name" $size
         done
     done
@@ -327,13 +346,13 @@ gpu_soak() { # NAME SEED FLAGS...
     shift 2
     gpu_job one "soak of $(basename "$model"), seed $seed" 300 $B/soak_gpu --device cuda --model "$model" --seconds 15 --seed "$seed" "$@"
 }
-gpu_beside() { # all that may run beside other programs on the GPU, the longest first
+gpu_shared() { # all tests that may share the GPU with other programs, the longest first
     local source name
     gpu_sanitize
-    gpu_job counts "accuracy beside the CPU" 600 python3 test/gpu_accuracy.py
+    gpu_job counts "accuracy compared with the CPU" 600 python3 test/gpu_accuracy.py
     gpu_job counts "the program on the GPU" 600 python3 test/gpu_cli.py
     if python3 -c 'import torch, transformers' 2>/dev/null; then
-        gpu_job counts "against transformers" 600 python3 test/gpu_hf.py $B/gpu_model
+        gpu_job counts "comparison with transformers" 600 python3 test/gpu_hf.py $B/gpu_model
     else skip 1 "no torch and transformers"; fi
     gpu_soak test/model 1
     gpu_soak test/model 2 --kv-tokens 40000 --max-model-len 1024 --max-num-seqs 512
@@ -345,13 +364,13 @@ gpu_beside() { # all that may run beside other programs on the GPU, the longest 
     done
     gpu_collect
 }
-gpu_ranks() { # over all GPUs that there are; where there is one, all ranks on it. Ranks that wait for each other are given up after some time
-    local share=()
+gpu_ranks() { # on all GPUs; if there is only one GPU, all ranks share it
+    local share=() # load kernels at the start and use many queues, so that no rank's kernel waits behind another rank's kernel
     [ "$(nvidia-smi -L | wc -l)" -gt 1 ] || share=(TOKA_DEBUG_SHARE_GPU=1 CUDA_MODULE_LOADING=EAGER CUDA_DEVICE_MAX_CONNECTIONS=32)
     gpu_job counts gpu_ranks 600 env "${share[@]}" $B/gpu_ranks
     gpu_job counts "the program on several GPUs" 600 env "${share[@]}" python3 test/gpu_ranks.py batches server
     gpu_collect
-    gpu_job counts "ranks that fail" 600 env "${share[@]}" python3 test/gpu_ranks.py faults # alone: they make the GPU fault
+    gpu_job counts "ranks that fail" 600 env "${share[@]}" python3 test/gpu_ranks.py faults # runs alone: it causes faults of the GPU
     gpu_collect
 }
 gpu_tests() {
@@ -359,11 +378,12 @@ gpu_tests() {
     GPU_ARCH=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -1 | tr -d .)
     [ "$GPU_ARCH" = 90 ] && GPU_ARCH=90a
     gpu_programs
-    gpu_job counts "start to first token" 300 python3 test/gpu_start.py # alone: a time
+    gpu_job counts "start to first token" 300 python3 test/gpu_start.py # runs alone: it measures time
     gpu_collect
     gpu_ranks
-    gpu_beside
-    gpu_job counts "mutants of the kernels are caught" 600 python3 test/gpu_mutants.py run --timeout 200 # alone: some make the GPU fault
+    gpu_shared
+    # Runs alone: some mutants cause faults of the GPU.
+    gpu_job counts "mutants of the kernels are caught" 600 python3 test/gpu_mutants.py run --timeout 200
     gpu_collect
 }
 

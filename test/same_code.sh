@@ -1,9 +1,10 @@
 #!/bin/bash
-# test/same_code.sh REV: is the machine code of this tree that of REV? For commits that change only names, comments or line breaks.
+# test/same_code.sh REV: compares the machine code of this tree with that of commit REV. For commits that change only names,
+# comments or line breaks.
 #   test/same_code.sh HEAD~1             toka.c, as a library and as the program
-#   test/same_code.sh HEAD~1 cu          toka_kernels.cu too: each kernel's code of sm_90a (minutes)
-#   OPT=-O0 test/same_code.sh HEAD~1     a look between two edits: seconds instead of a minute
-# Asserts are left out (-DNDEBUG): they hold line numbers. Exit status 0: bit-equal.
+#   test/same_code.sh HEAD~1 cu          also toka_kernels.cu: the sm_90a code of each kernel (takes minutes)
+#   OPT=-O0 test/same_code.sh HEAD~1     a quick check between two edits: seconds instead of a minute
+# -DNDEBUG removes asserts, because they contain line numbers. Exit status 0: the code is equal, bit for bit.
 set -u
 cd "$(dirname "$0")/.." || exit
 OPT=${OPT:--O2}
@@ -13,7 +14,7 @@ trap 'rm -rf "$tmp"' EXIT
 mkdir -p "$tmp/before" test/.build
 git archive "$rev" toka.c toka.h toka_kernels.cu test/model | tar -x -C "$tmp/before"
 
-code() { # TREE OUT FLAGS...: what the object file holds of code and constants, and where its relocations are
+code() { # TREE OUT FLAGS...: writes hashes of the object file's code sections, constants and relocations
     local tree=$1 out=$2 section
     shift 2
     (cd "$tree" && ${CC:-cc} -std=c11 "$OPT" -w -DNDEBUG "$@" -c toka.c -o "$tmp/o") || return
@@ -22,22 +23,23 @@ code() { # TREE OUT FLAGS...: what the object file holds of code and constants, 
     done >"$out"
     readelf -rW "$tmp/o" | awk '/^[0-9a-f]/ {print $1, $3, $4}' | sha256sum >>"$out"
 }
-kernels() { # TREE OUT: a hash for each kernel's machine code, in an order that does not depend on names; then the host's code
+kernels() { # TREE OUT: writes a hash of each kernel's machine code, sorted so that names do not matter; then one of the host code
     local cubin=$tmp/toka_kernels.cubin
     (cd "$1" && nvcc -std=c++20 -O3 -w -DNDEBUG -Xcompiler -fno-exceptions,-O1 -gencode arch=compute_90a,code=sm_90a -keep -keep-dir "$tmp" \
         -c toka_kernels.cu -o "$tmp/host.o") || return
-    readelf -SW "$cubin" 2>/dev/null | sed -n 's/^.* \.text\.[^ ]* *PROGBITS *[0-9a-f]* \([0-9a-f]*\) \([0-9a-f]*\) .*/\1 \2/p' | while read -r at n; do
+    readelf -SW "$cubin" 2>/dev/null |
+        sed -n 's/^.* \.text\.[^ ]* *PROGBITS *[0-9a-f]* \([0-9a-f]*\) \([0-9a-f]*\) .*/\1 \2/p' | while read -r at n; do
         tail -c +$((0x$at + 1)) "$cubin" | head -c $((0x$n)) | sha256sum
     done | sort >"$2"
     objcopy -O binary -j .text "$tmp/host.o" "$tmp/section" && echo "host $(sha256sum <"$tmp/section")" >>"$2"
 }
 status=0
-same() { # NAME HOW FLAGS...: of this tree, and of REV, whose result is kept
-    local name=$1 how=$2 kept
+same() { # NAME FUNCTION FLAGS...: runs FUNCTION on this tree and on REV, and compares. The result of REV is kept for the next call
+    local name=$1 hash=$2 kept
     shift 2
     kept=test/.build/code-$rev$OPT-$(echo "$name" | tr -dc a-z)
-    [ -s "$kept" ] || "$how" "$tmp/before" "$kept" "$@"
-    if "$how" . "$tmp/now" "$@" && cmp -s "$kept" "$tmp/now" && [ -s "$kept" ]; then echo "$name: the same"; else
+    [ -s "$kept" ] || "$hash" "$tmp/before" "$kept" "$@"
+    if "$hash" . "$tmp/now" "$@" && cmp -s "$kept" "$tmp/now" && [ -s "$kept" ]; then echo "$name: the same"; else
         echo "$name: DIFFERENT"
         diff "$kept" "$tmp/now"
         status=1

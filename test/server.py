@@ -1,4 +1,4 @@
-"""What tests of toka serve share: a server in a subprocess, and a client that sends any bytes."""
+"""Helpers for tests of toka serve: a server in a subprocess, and a client that can send any bytes."""
 import json
 import os
 import re
@@ -12,10 +12,11 @@ TOKA = os.environ.get("TOKA_BINARY") or os.path.join(ROOT, "toka")
 
 
 class Server:
-    """./toka serve with a free port; `log` is what it wrote to standard error so far."""
+    """./toka serve on a free port; `log` is the text that it has written to standard error so far."""
 
     def __init__(self, *flags, env=None, wait=True, prefix=(), uds=None, files="off"):
-        clean = {**{k: v for k, v in os.environ.items() if not k.startswith("TOKA_")}, "TOKA_DEVICE": "cpu", "TOKA_ALLOWED_HOSTS": "h,test,anyhost"}
+        clean = {k: v for k, v in os.environ.items() if not k.startswith("TOKA_")}
+        clean = {**clean, "TOKA_DEVICE": "cpu", "TOKA_ALLOWED_HOSTS": "h,test,anyhost"}
         where = ["--uds", uds] if uds else ["--port", "0"]
         files = ["--files-dir", files] if files else []
         self.p = subprocess.Popen([*prefix, TOKA, "serve", *where, *files, *flags], stderr=subprocess.PIPE, env={**clean, **(env or {})})
@@ -49,35 +50,36 @@ class Server:
             return c.request("POST", path, body, **headers)
 
     def metric(self, name, label=""):
-        """Of many series the first whose labels hold `label`."""
+        """The value of a metric; if it has several series, of the first whose labels contain `label`."""
         text = self.get("/metrics").body.decode()
         return float(re.search(rf"^toka:{name}{{[^}}]*{label}[^}}]*}} (\S+)$", text, re.M)[1])
 
     def wait_metric(self, name, want, seconds=60, label=""):
-        """`want` must be a value that stays: this process may sleep for seconds while the server goes on."""
+        """Wait until a metric is `want`. The value must be final: this process may sleep for seconds while the server runs on."""
         end = time.time() + seconds
         while (v := self.metric(name, label)) != want:
             assert time.time() < end, f"{name} is {v}, waited for {want}"
             time.sleep(0.02)
 
-    def wait_known(self, want):
-        """Until the server has seen `want` samples in all, but for those that were cancelled."""
+    def wait_n_samples(self, want):
+        """Wait until the server has received `want` samples in total, not counting cancelled samples."""
         parts = [rf"{x}{{" for x in ("num_requests_running", "num_requests_waiting")]
         parts += [rf'request_success_total{{[^}}]*finished_reason="{x}"' for x in ("stop", "length")]
         end = time.time() + 60
         while True:
             text = self.get("/metrics").body.decode()
-            known = sum(float(re.search(rf"^toka:{x}[^}}]*}} (\S+)$", text, re.M)[1]) for x in parts)
-            if known == want:
+            n_samples = sum(float(re.search(rf"^toka:{x}[^}}]*}} (\S+)$", text, re.M)[1]) for x in parts)
+            if n_samples == want:
                 return
-            assert time.time() < end, f"{known} samples, waited for {want}"
+            assert time.time() < end, f"{n_samples} samples, waited for {want}"
             time.sleep(0.02)
 
     def n_fds(self):
         return len(os.listdir(f"/proc/{self.p.pid}/fd"))
 
     def wait_fds(self, most, seconds=60):
-        """Until the server holds at most so many descriptors. It accepts in order: with the answer none waits to be accepted."""
+        """Wait until the server has at most `most` open descriptors. It accepts connections in order: when /health has answered,
+        no earlier connection waits to be accepted."""
         self.get("/health")
         end = time.time() + seconds
         while (n := self.n_fds()) > most:
@@ -85,7 +87,7 @@ class Server:
             time.sleep(0.05)
 
     def stop(self):
-        """Graceful; returns the exit status."""
+        """Stop the server gracefully; returns its exit status."""
         if self.p.poll() is None:
             self.p.terminate()
         status = self.p.wait(60)
@@ -105,7 +107,7 @@ class Server:
 
 
 def wait_handlers(p):
-    """Until process p handles SIGINT and SIGTERM by itself."""
+    """Wait until process p has installed its handlers of SIGINT and SIGTERM."""
     end, both = time.time() + 60, 1 << signal.SIGINT - 1 | 1 << signal.SIGTERM - 1
     while True:
         with open(f"/proc/{p.pid}/status") as f:
@@ -128,7 +130,7 @@ class Answer:
 
 
 class Raw:
-    """A connection that sends bytes as they are and reads answers strictly."""
+    """A connection that sends bytes unchanged and checks the form of each answer strictly."""
 
     def __init__(self, address, rcvbuf=None):
         self.s = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)
@@ -175,7 +177,7 @@ class Raw:
         return int(status), headers
 
     def chunks(self):
-        """Pieces of a chunked body as they come."""
+        """Yields the chunks of a chunked body as they arrive."""
         while n := int(self.line(), 16):
             yield self.exactly(n)
             assert self.line() == ""
@@ -206,7 +208,7 @@ class Raw:
         return self.answer(method)
 
     def closed(self):
-        """True if the server closes without another byte."""
+        """True if the server closes the connection and sends no more bytes."""
         try:
             return not self.got and not self.fill()
         except ConnectionResetError:
@@ -223,12 +225,13 @@ class Raw:
 
 
 def texts(stream):
-    """The text of each choice of a streamed answer, and whether it ended with [DONE]."""
+    """The text of each choice of a streamed answer, and whether the stream ended with [DONE]."""
     out, done = {}, False
     for event in stream.decode().split("\n\n"):
         if event == "data: [DONE]":
             done = True
         elif event:
             for choice in json.loads(event.removeprefix("data: "))["choices"]:
-                out[choice["index"]] = out.get(choice["index"], "") + choice.get("text", choice.get("delta", {}).get("content", ""))
+                text = choice.get("text", choice.get("delta", {}).get("content", ""))
+                out[choice["index"]] = out.get(choice["index"], "") + text
     return out, done
