@@ -303,7 +303,7 @@ def test_full_disk_of_a_server(tmp_path):
         assert s.get("/health").status == 200 and s.stop() == 0
 
 
-FULL_DISK = r"""/* While the file $FULL_DISK exists, write() to a regular file writes send_half_a_body of the bytes; the next write() fails. */
+FULL_DISK = r"""/* While the file $FULL_DISK exists, write() to a regular file writes half of the bytes; the next write() fails. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>

@@ -1,5 +1,5 @@
-"""/v1/files and /v1/batches as a user of the openai client meets them: whole batches, faults, cancelling, running out of time, and
-servers that are killed at any moment. Run through test/run.sh."""
+"""Tests of /v1/files and /v1/batches with the openai client: whole batches, faulty ones, cancelled and expired ones, and servers that
+are killed at random moments. Run through test/run.sh."""
 import json
 import os
 import random
@@ -30,7 +30,7 @@ def lines(n, tokens=3, endpoint="/v1/completions", name="r", **body):
 
 
 def endless(n=10_000):
-    """Requests of which some are soon answered, and the rest are not before the test is over."""
+    """n requests: 20 are answered soon, and the rest takes longer than the test."""
     return lines(20, 1) + lines(n - 20, 500, name="long", ignore_eos=True)
 
 
@@ -40,19 +40,19 @@ def start(api, text, endpoint="/v1/completions", window="24h", **more):
 
 
 def wait(api, batch, until=lambda b: b.status in ("completed", "failed", "cancelled", "expired")):
-    """However long it takes: a batch that does not get on for two minutes has failed, whatever the machine."""
-    moved, seen = time.time(), None
+    """Waits for a state of a batch; returns its object. There is no limit of the total time, so slow machines pass, but a batch without
+    progress for two minutes fails the test."""
+    last_progress, last = time.time(), None
     while not until(batch):
-        if seen != (seen := (batch.status, batch.request_counts)):
-            moved = time.time()
-        assert time.time() < moved + 120, batch
+        if last != (last := (batch.status, batch.request_counts)):
+            last_progress = time.time()
+        assert time.time() < last_progress + 120, batch
         time.sleep(0.03)
         batch = api.batches.retrieve(batch.id)
     return batch
 
 
-def begin(api, batch):
-    """Until the first of its requests is answered."""
+def wait_for_first_result(api, batch):
     return wait(api, batch, lambda b: b.request_counts.completed)
 
 
@@ -71,14 +71,14 @@ def test_files(tmp_path):
         assert (f.bytes, f.filename, f.purpose, f.status, f.object) == (8, "räksmörgås 1.jsonl", "batch", "processed", "file")
         assert api.files.retrieve(f.id) == f and api.files.content(f.id).read() == b"one\ntwo\n"
         more = [api.files.create(file=b"x", purpose="fine-tune") for _ in range(7)]
-        assert [x.id for x in api.files.list(limit=3)] == [x.id for x in more[::-1]] + [f.id]  # the client asks page by page
+        assert [x.id for x in api.files.list(limit=3)] == [x.id for x in more[::-1]] + [f.id]  # the client requests page after page
         assert [x.id for x in api.files.list(order="asc", purpose="batch")] == [f.id]
         assert api.files.delete(f.id).deleted
         with pytest.raises(openai.NotFoundError):
             api.files.retrieve(f.id)
         with pytest.raises(openai.BadRequestError, match="purpose"):
             api.files.create(file=b"x", purpose="nonsense")
-        big = random.Random(1).randbytes(20_000_000)  # any bytes, streamed through
+        big = random.Random(1).randbytes(20_000_000)  # a file may contain any bytes
         f = api.files.create(file=("big.bin", big), purpose="user_data")
         assert f.bytes == len(big) and api.files.content(f.id).read() == big
     assert not [n for n in os.listdir(tmp_path) if n.endswith(".part")]
@@ -110,14 +110,14 @@ def test_batch(tmp_path):
         out_file = api.files.retrieve(b.output_file_id)
         assert out_file.purpose == "batch_output" and out_file.filename == f"{b.id}_output.jsonl"
         assert [x.id for x in api.batches.list(limit=1)] == [b.id]
-        # the same lines give the same bytes, with or without a server
+        # toka batch gives the same bytes for the same lines
         inputs = tmp_path / "same.jsonl"
         inputs.write_text("".join(json.dumps(c) + "\n" for c in chats))
         assert os.system(f"{ROOT}/toka batch -q --served-model-name tiny -i {inputs} -o {tmp_path}/same.out") == 0
         assert sorted(open(f"{tmp_path}/same.out")) == sorted(api.files.content(b.output_file_id).text.splitlines(True))
 
 
-def test_batch_that_is_none(tmp_path):
+def test_invalid_batches(tmp_path):
     with serve(tmp_path) as s:
         api = client(s)
         b = wait(api, start(api, lines(3) + lines(1) + "{\n"))
@@ -133,7 +133,7 @@ def test_batch_that_is_none(tmp_path):
             api.batches.cancel(b.id)
 
 
-def test_unknown_members_are_told_once_or_refused(tmp_path):
+def test_unknown_fields_are_logged_once_or_refused(tmp_path):
     text, known = lines(1).encode(), {"endpoint": "/v1/completions", "completion_window": "24h"}
     with serve(tmp_path / "a") as s:
         for _ in range(2):
@@ -156,35 +156,36 @@ def test_unknown_members_are_told_once_or_refused(tmp_path):
 
 
 def test_killed_at_any_moment(tmp_path):
-    """10,000 requests; the server is killed three times on the way. Every request is answered once, as without that."""
+    """10,000 requests; the server is killed three times in between. Each request is answered once, with the same bytes as without a
+    kill."""
     n, rng = 10_000, random.Random(5)
     text = lines(n, 2)
-    with serve(tmp_path / "calm") as s:
+    with serve(tmp_path / "undisturbed") as s:
         api = client(s)
         b = wait(api, start(api, text))
         assert counts(b) == (n, n, 0)
-        calm = sorted(api.files.content(b.output_file_id).text.splitlines())
-    seen = kills = runs = 0
+        want = sorted(api.files.content(b.output_file_id).text.splitlines())
+    n_done = kills = runs = 0
     while kills < 3:
         with serve(tmp_path / f"killed{runs}") as s:
             api = client(s)
             b = api.batches.retrieve(b.id) if kills else start(api, text)
-            goal = min(n, seen + n // 4 + rng.randrange(n // 20))  # this process may have slept
+            goal = min(n, n_done + n // 4 + rng.randrange(n // 20))  # at most n: this process may sleep while the server runs on
             b = wait(api, b, lambda b: b.request_counts.completed >= goal)
             s.p.send_signal(signal.SIGKILL)
             s.p.wait()
-        seen, kills = b.request_counts.completed, kills + 1
-        if seen >= n * 0.95:  # this process slept while the server did all of it: once more, in another folder
-            seen, kills, runs = 0, 0, runs + 1
+        n_done, kills = b.request_counts.completed, kills + 1
+        if n_done >= n * 0.95:  # this process slept while the server did all lines: try again in another folder
+            n_done, kills, runs = 0, 0, runs + 1
     with serve(tmp_path / f"killed{runs}") as s:
         api = client(s)
         b = wait(api, api.batches.retrieve(b.id))
         assert b.status == "completed" and counts(b) == (n, n, 0) and b.error_file_id is None
-        assert sorted(api.files.content(b.output_file_id).text.splitlines()) == calm
+        assert sorted(api.files.content(b.output_file_id).text.splitlines()) == want
 
 
 def test_killed_often(tmp_path):
-    """Killed after times that fall into every step of a batch, until it is done all the same."""
+    """The server is killed 12 times after random times, so in different phases of a batch; then the batch must complete."""
     n, rng, batch, kills = 400, random.Random(11), None, 0
     while True:
         with serve(tmp_path) as s:
@@ -202,24 +203,24 @@ def test_killed_often(tmp_path):
     with serve(tmp_path) as s:
         api = client(s)
         assert counts(batch) == (n, n, 0) and sorted(r["custom_id"] for r in results(api, batch.output_file_id)) == sorted(f"r{i}" for i in range(n))
-        assert len(list(api.files.list())) == 2 and len(os.listdir(tmp_path)) == 6  # two files, a batch, the lock
+        assert len(list(api.files.list())) == 2 and len(os.listdir(tmp_path)) == 6  # two files with records, one batch, the lock
 
 
-def test_ended_gracefully(tmp_path):
+def test_graceful_end_during_a_batch(tmp_path):
     with serve(tmp_path) as s:
         api = client(s)
         b, long = start(api, lines(3000)), start(api, endless())
-        begin(api, b)
+        wait_for_first_result(api, b)
         assert s.stop() == 0
     with serve(tmp_path) as s:
         api = client(s)
         b = wait(api, api.batches.retrieve(b.id))
         assert counts(b) == (3000, 3000, 0) and len({r["custom_id"] for r in results(api, b.output_file_id)}) == 3000
-        assert api.batches.cancel(long.id).status in ("cancelling", "cancelled")  # nobody waited for it
+        assert api.batches.cancel(long.id).status in ("cancelling", "cancelled")  # the server did not complete it before it ended
 
 
-def test_ended_while_it_looks_at_the_input(tmp_path):
-    """Half a line that it had read then is not a line that is wrong."""
+def test_graceful_end_during_validation(tmp_path):
+    """If the server ends while it validates the input, a line of which it has read only a part is not an error."""
     n = 60_000
     with serve(tmp_path) as s:
         f = client(s).files.create(file=("in.jsonl", lines(n).encode()), purpose="batch")
@@ -238,7 +239,7 @@ def test_cancel(tmp_path):
     with serve(tmp_path) as s:
         api = client(s)
         first, second = start(api, endless()), start(api, lines(10))
-        first = begin(api, first)
+        first = wait_for_first_result(api, first)
         assert api.batches.retrieve(second.id).status == "validating"  # one at a time
         third = api.batches.cancel(start(api, lines(5)).id)
         assert third.status == "cancelled" and third.cancelling_at and third.cancelled_at and third.output_file_id is None
@@ -253,11 +254,11 @@ def test_cancel(tmp_path):
         assert api.files.delete(first.input_file_id).deleted
 
 
-def test_out_of_time(tmp_path):
+def test_expired_batch(tmp_path):
     n, out, seconds = 10_000, [], 2
     with serve(tmp_path) as s:
         api = client(s)
-        while not out and seconds < 1000:  # on a slow machine a first answer takes its time
+        while not out and seconds < 1000:  # on a slow machine the first answer takes longer
             seconds *= 2
             b = wait(api, start(api, endless(n), window=f"{seconds}s"))
             assert b.status == "expired" and b.expired_at >= b.expires_at == b.created_at + seconds
@@ -266,8 +267,8 @@ def test_out_of_time(tmp_path):
         assert out and err and {(r["response"], r["error"]["code"]) for r in err} == {(None, "batch_expired")}
 
 
-def left_behind(folder, text, n_answered=1, n_failed=0):
-    """A batch that a server of model "one" did not get to the end of when it was killed, with so many results at least."""
+def interrupted_batch(folder, text, n_answered=1, n_failed=0):
+    """A batch of a server with model "one" that was killed before the batch ended. It has at least this many results and errors."""
     with serve(folder, "--served-model-name", "one", env={"TOKA_DEBUG_STALL": "40"}) as s:
         api = client(s)
         b = wait(api, start(api, text), lambda b: b.request_counts.completed >= n_answered and b.request_counts.failed >= n_failed)
@@ -276,39 +277,37 @@ def left_behind(folder, text, n_answered=1, n_failed=0):
 
 
 def test_another_model(tmp_path):
-    b = left_behind(tmp_path, lines(1500, 20))
-    with serve(tmp_path, "--served-model-name", "two") as s:  # it is not this model's
+    b = interrupted_batch(tmp_path, lines(1500, 20))
+    with serve(tmp_path, "--served-model-name", "two") as s:  # the batch waits: it is for another model
         api = client(s)
         done = wait(api, start(api, lines(5)))
         assert done.status == "completed" and done.model == "two" and api.batches.retrieve(b.id).status == "in_progress"
         assert s.read_log().count("its model one is not served here") == 1
-    with serve(tmp_path, "--served-model-name", "two", "--served-model-name", "one") as s:  # whichever name is the first
+    with serve(tmp_path, "--served-model-name", "two", "--served-model-name", "one") as s:  # the second name is enough
         assert counts(wait(client(s), b)) == (1500, 1500, 0)
 
 
 def damaged(lines):
-    """NULs, a torn line, an empty one, one of another program, one twice, and half of the last one; how many were whole before."""
+    """The lines with NULs, half a line, an empty line, a line of another program, a line twice, and half of the last line."""
     half = len(lines[5]) // 2
-    return b"\n".join([b"\0" * 300, lines[5][:half], b"", b'{"event":"rotated"}', lines[1], *lines[1:5], *lines[6:-1], lines[-1][:half]]), len(lines) - 3
+    return b"\n".join([b"\0" * 300, lines[5][:half], b"", b'{"event":"rotated"}', lines[1], *lines[1:5], *lines[6:-1], lines[-1][:half]])
 
 
 def test_damaged_files_of_a_batch(tmp_path):
-    """A server that goes on takes the damage out of both files, tells how many lines it was, and answers those again."""
+    """A server that continues a batch removes damaged lines from both files, reports their number, and computes these lines again."""
     n = 1200
     text = lines(n, 20).splitlines()
     for i in range(0, n, 4):
         text[i] = text[i].replace('"temperature": 1', '"temperature": "warm"')
-    b = left_behind(tmp_path, "\n".join(text), n_answered=24, n_failed=24)
+    b = interrupted_batch(tmp_path, "\n".join(text), n_answered=24, n_failed=24)
     with open(tmp_path / f"{b.id}.json") as f:
         record = json.load(f)["toka"]
-    whole = {}
     for kind in "output", "errors":
         path = tmp_path / record[kind]
         old = path.read_bytes()
         before = old[:old.rindex(b"\n")].split(b"\n")
         assert len(before) > 8
-        new, whole[kind] = damaged(before)
-        path.write_bytes(new)
+        path.write_bytes(damaged(before))
     for attempt in range(2):
         with serve(tmp_path, "--served-model-name", "one") as s:
             api = client(s)
@@ -324,9 +323,9 @@ def test_damaged_files_of_a_batch(tmp_path):
 
 
 def test_cancelled_by_another_model(tmp_path):
-    """What the killed server wrote is counted, though no record of it says so."""
-    b = left_behind(tmp_path, endless())
-    for name in "two", "one":  # the model that nobody asked, and its own before it goes on
+    """Results that the killed server wrote are counted, even if the record of the batch was not updated."""
+    b = interrupted_batch(tmp_path, endless())
+    for name in "two", "one":  # a server of another model, and one of the same model before it continues
         shutil.copytree(tmp_path, folder := str(tmp_path) + name)
         with serve(folder, "--served-model-name", name) as s:
             api = client(s)
@@ -339,9 +338,9 @@ def test_cancelled_by_another_model(tmp_path):
             assert counts(client(s).batches.retrieve(b.id)) == counts(b2)
 
 
-def test_out_of_time_under_another_model(tmp_path):
-    """Nobody may ever serve its model again: what is left of it becomes errors all the same."""
-    b = left_behind(tmp_path, endless())
+def test_batch_expires_under_another_model(tmp_path):
+    """If no server of its model is started again, the batch still expires, and its remaining lines become errors."""
+    b = interrupted_batch(tmp_path, endless())
     record = tmp_path / f"{b.id}.json"
     record.write_text(record.read_text().replace(str(b.expires_at), str(int(time.time()) + 2)))
     with serve(tmp_path, "--served-model-name", "two") as s:
@@ -353,7 +352,7 @@ def test_out_of_time_under_another_model(tmp_path):
 
 
 def test_no_descriptors(tmp_path):
-    """A batch that cannot open its files now does it later."""
+    """If a batch cannot open its files, it tries again later."""
     with serve(tmp_path) as s:
         api = client(s)
         f = api.files.create(file=("in.jsonl", lines(30).encode()), purpose="batch")
@@ -364,7 +363,7 @@ def test_no_descriptors(tmp_path):
             used = {int(n) for n in os.listdir(f"/proc/{s.p.pid}/fd")}
             one_left = min(n for n in range(4096) if n not in used) + 1
             resource.prlimit(s.p.pid, resource.RLIMIT_NOFILE, (one_left, limits[1]))
-            b = c.request("POST", "/v1/batches", new).json()  # one is enough for records and to look at the input
+            b = c.request("POST", "/v1/batches", new).json()  # one descriptor is enough to write records and to validate the input
             s.wait_for("Too many open files")
             assert c.request("GET", f"/v1/batches/{b['id']}").json()["status"] == "in_progress"
             resource.prlimit(s.p.pid, resource.RLIMIT_NOFILE, limits)
@@ -372,13 +371,14 @@ def test_no_descriptors(tmp_path):
 
 
 @pytest.mark.parametrize("priority", [0, -100_000, 2**31 - 1])
-def test_clients_that_wait_go_first(tmp_path, priority):
-    """Whatever the batch's lines say of themselves."""
+def test_requests_of_clients_go_before_batches(tmp_path, priority):
+    """This holds for any `priority` in the lines of the batch."""
     with serve(tmp_path) as s:
         api = client(s)
-        text = "".join(lines(100, 1 + 37 * i % 80, name=f"r{i}-", ignore_eos=True, priority=priority) for i in range(40))  # places become free one by one
-        b = begin(api, start(api, text))
-        for i in range(15):  # behind those requests of the batch that the engine has, each would wait for a thousand
+        # Lengths differ, so the batch's requests end one by one.
+        text = "".join(lines(100, 1 + 37 * i % 80, name=f"r{i}-", ignore_eos=True, priority=priority) for i in range(40))
+        b = wait_for_first_result(api, start(api, text))
+        for i in range(15):  # a request in the queue behind the batch would wait for a thousand of its lines
             api.completions.create(model="embedded", prompt="Tom", max_tokens=1)
         b = api.batches.retrieve(b.id)
         assert b.status == "in_progress" and b.request_counts.completed < 4000
@@ -389,12 +389,12 @@ def test_folders(tmp_path):
     home = tmp_path / "home"
     home.mkdir()
     env = {"HOME": str(home), "XDG_DATA_HOME": ""}
-    with Server(files=None, env=env) as s:  # the default folder: made when it is needed, for this user alone
+    with Server(files=None, env=env) as s:  # the default folder: created at the first use, with access only for this user
         folder = home / ".local/share/toka/files"
         assert not folder.exists()
         f = client(s).files.create(file=b"x", purpose="batch")
         assert folder.stat().st_mode & 0o777 == 0o700
-        with Server(files=None, env=env) as second:  # serves, but has no files
+        with Server(files=None, env=env) as second:  # it answers requests, but has no files
             with pytest.raises(openai.APIStatusError, match="in use") as e:
                 client(second).files.list()
             second.wait_for(r"this server keeps no files: \S+ is in use by another server")
@@ -404,5 +404,5 @@ def test_folders(tmp_path):
     with Server(files="off") as s:
         with pytest.raises(openai.APIStatusError, match="keeps no files"):
             client(s).files.list()
-    with pytest.raises(AssertionError):  # one that was asked for must be there
+    with pytest.raises(AssertionError):  # a folder named by a flag must exist or be creatable, else the server does not start
         Server(files="/proc/none")

@@ -1,5 +1,5 @@
-"""toka serve with what users have: the openai client, curl, the request shapes of lm-evaluation-harness, a Prometheus parser, and every
-example of the README's section on serving. Run through test/run.sh."""
+"""Tests of toka serve with the clients that users have: the openai client, curl, requests as lm-evaluation-harness sends them, a
+Prometheus parser, and each example of the README's section on serving. Run through test/run.sh."""
 import asyncio
 import json
 import math
@@ -35,7 +35,7 @@ def api(server):
 
 
 @pytest.fixture
-def later(server):
+def async_api(server):
     return lambda: openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{server.address[1]}/v1", api_key="none", max_retries=0)
 
 
@@ -61,7 +61,7 @@ def test_chat(api):
         assert tokens and all(len(t.top_logprobs) == 2 and t.logprob <= 0 for t in tokens)
     assert a.usage.total_tokens == a.usage.prompt_tokens + a.usage.completion_tokens
     again = api.chat.completions.create(model="tiny", messages=user(PROBLEMS[0]), n=3, temperature=1, seed=7)
-    assert [c.message.content for c in again.choices] == [c.message.content for c in a.choices]  # the seed repeats it
+    assert [c.message.content for c in again.choices] == [c.message.content for c in a.choices]  # the same seed, the same text
     parts = [{"role": "user", "content": [{"type": "text", "text": PROBLEMS[0]}]}]
     one, two = (api.chat.completions.create(model="tiny", messages=m, temperature=0) for m in (user(PROBLEMS[0]), parts))
     assert one.choices[0].message == two.choices[0].message
@@ -69,11 +69,11 @@ def test_chat(api):
     assert short.choices[0].finish_reason == "length" and short.usage.completion_tokens == 3
 
 
-def test_streams_are_the_answer(api):
-    ask = dict(model="tiny", messages=user(PROBLEMS[1]), temperature=1, seed=5, n=4, logprobs=True)
-    whole = api.chat.completions.create(**ask)
+def test_streams_equal_the_answer(api):
+    request = dict(model="tiny", messages=user(PROBLEMS[1]), temperature=1, seed=5, n=4, logprobs=True)
+    whole = api.chat.completions.create(**request)
     text, ends, roles, usage, tokens = {}, {}, [], [], {}
-    for chunk in api.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}):
+    for chunk in api.chat.completions.create(**request, stream=True, stream_options={"include_usage": True}):
         assert chunk.object == "chat.completion.chunk" and chunk.model == "tiny"
         usage += [chunk.usage] if chunk.usage else []
         for c in chunk.choices:
@@ -86,9 +86,9 @@ def test_streams_are_the_answer(api):
     assert text == {c.index: c.message.content for c in whole.choices} and ends == {c.index: c.finish_reason for c in whole.choices}
     assert tokens == {c.index: len(c.logprobs.content) for c in whole.choices}
     assert roles == ["assistant"] * 4 and len(usage) == 1 and usage[0].completion_tokens == whole.usage.completion_tokens
-    ask = dict(model="tiny", prompt=PROBLEMS[1], max_tokens=30, temperature=1, seed=5)
-    whole = api.completions.create(**ask).choices[0]
-    chunks = [c.choices[0] for c in api.completions.create(**ask, stream=True)]
+    request = dict(model="tiny", prompt=PROBLEMS[1], max_tokens=30, temperature=1, seed=5)
+    whole = api.completions.create(**request).choices[0]
+    chunks = [c.choices[0] for c in api.completions.create(**request, stream=True)]
     assert "".join(c.text for c in chunks) == whole.text and chunks[-1].finish_reason == whole.finish_reason
     with api.chat.completions.stream(model="tiny", messages=user(PROBLEMS[1]), temperature=0) as stream:
         final = stream.get_final_completion()
@@ -117,11 +117,11 @@ def test_completions(api):
 
 
 def test_errors(api, server):
-    for more, wrong in (({"temperature": -1}, "temperature"), ({"max_tokens": 0}, "max_tokens"), ({"n": 0}, "n"), ({"suffix": "x"}, "suffix"),
-                        ({"top_p": 2}, "top_p"), ({"logprobs": 1000}, "logprobs")):
+    for fields, param in (({"temperature": -1}, "temperature"), ({"max_tokens": 0}, "max_tokens"), ({"n": 0}, "n"), ({"suffix": "x"}, "suffix"),
+                          ({"top_p": 2}, "top_p"), ({"logprobs": 1000}, "logprobs")):
         with pytest.raises(openai.BadRequestError) as e:
-            api.completions.create(**{"model": "tiny", "prompt": "x", **more})
-        assert e.value.param == wrong and wrong in e.value.message and e.value.type == "invalid_request_error"
+            api.completions.create(**{"model": "tiny", "prompt": "x", **fields})
+        assert e.value.param == param and param in e.value.message and e.value.type == "invalid_request_error"
     with pytest.raises(openai.NotFoundError):
         api.completions.create(model="other", prompt="x")
     with pytest.raises(openai.BadRequestError):
@@ -131,27 +131,27 @@ def test_errors(api, server):
     assert api.completions.create(model="tiny", prompt="x", max_tokens=1).choices
 
 
-def test_length(api):
-    """What a body asks for is given or refused; a default becomes what is left."""
+def test_max_tokens_and_context_length(api):
+    """A max_tokens that does not fit into the context is refused, not reduced. Without max_tokens, the rest of the context is used."""
     ids = [5] * 500
-    most = {m.id: m for m in api.models.list().data}["tiny"].max_model_len
-    for more in ({"max_tokens": most - 499}, {"max_tokens": 10**9}):
-        with pytest.raises(openai.BadRequestError, match=f"expected at most {most - 500} ") as e:
+    max_len = {m.id: m for m in api.models.list().data}["tiny"].max_model_len
+    for more in ({"max_tokens": max_len - 499}, {"max_tokens": 10**9}):
+        with pytest.raises(openai.BadRequestError, match=f"expected at most {max_len - 500} ") as e:
             api.completions.create(model="tiny", prompt=ids, **more)
         assert (e.value.param, e.value.code) == ("max_tokens", "context_length_exceeded")
     for name in ("max_tokens", "max_completion_tokens"):
         with pytest.raises(openai.BadRequestError) as e:
-            api.chat.completions.create(model="tiny", messages=user("x"), **{name: most})
+            api.chat.completions.create(model="tiny", messages=user("x"), **{name: max_len})
         assert (e.value.param, e.value.code) == (name, "context_length_exceeded")
-    answer = api.completions.create(model="tiny", prompt=ids, max_tokens=most - 500, extra_body={"ignore_eos": True})
-    assert answer.usage.completion_tokens == most - 500 and answer.choices[0].finish_reason == "length"
-    answer = api.completions.create(model="tiny", prompt=[5] * (most - 3), extra_body={"ignore_eos": True})
+    answer = api.completions.create(model="tiny", prompt=ids, max_tokens=max_len - 500, extra_body={"ignore_eos": True})
+    assert answer.usage.completion_tokens == max_len - 500 and answer.choices[0].finish_reason == "length"
+    answer = api.completions.create(model="tiny", prompt=[5] * (max_len - 3), extra_body={"ignore_eos": True})
     assert answer.usage.completion_tokens == 3 and answer.choices[0].finish_reason == "length"
 
 
-def test_async(later):
+def test_async(async_api):
     async def run():
-        async with later() as api:
+        async with async_api() as api:
             answers = await asyncio.gather(*[api.chat.completions.create(model="tiny", messages=user(p), temperature=0) for p in PROBLEMS[:40]])
             text = ""
             async for chunk in await api.completions.create(model="tiny", prompt=PROBLEMS[0], max_tokens=20, stream=True):
@@ -171,10 +171,10 @@ def test_async(later):
     assert result["response"]["body"]["choices"][0]["message"]["content"] == answers[0].choices[0].message.content
 
 
-def test_leaving_a_stream_frees_it(api, server):
+def test_closing_a_stream_cancels_it(api, server):
     stream = api.completions.create(model="tiny", prompt=PROBLEMS[0], max_tokens=900, n=2000, temperature=2, stream=True, extra_body={"ignore_eos": True})
     next(iter(stream))
-    server.wait_metric("num_requests_running", 256)  # what /metrics says is that of the last whole step
+    server.wait_metric("num_requests_running", 256)  # /metrics shows the state after the last complete step
     before = server.metric("request_success_total", 'finished_reason="abort"')
     stream.close()
     server.wait_metric("num_requests_running", 0)
@@ -200,13 +200,14 @@ def score(text):
 
 
 def test_harness_loglikelihood(server):
-    """Token ids in a list, echo, max_tokens 1, logprobs 1: the log-probability of a continuation, and whether it is the greedy one."""
-    asked = [score(p) for p in PROBLEMS[:6]]
+    """The harness sends lists of token ids, echo, max_tokens 1 and logprobs 1. From the answer it reads the log-probability of a
+    continuation, and whether greedy decoding would give this continuation."""
+    scores = [score(p) for p in PROBLEMS[:6]]
     for tokens in (1, 0):
-        body = {"model": "tiny", "prompt": [ids for ids, _ in asked], "temperature": 0, "max_tokens": tokens, "logprobs": 1, "seed": 1234, "echo": True}
+        body = {"model": "tiny", "prompt": [ids for ids, _ in scores], "temperature": 0, "max_tokens": tokens, "logprobs": 1, "seed": 1234, "echo": True}
         answer = server.post("/v1/completions", body)
         assert answer.status == 200, answer.body
-        for choice, (ids, expected) in zip(sorted(answer.json()["choices"], key=lambda c: c["index"]), asked):
+        for choice, (ids, expected) in zip(sorted(answer.json()["choices"], key=lambda c: c["index"]), scores):
             lp = choice["logprobs"]
             assert len(lp["token_logprobs"]) == len(ids) + tokens and lp["token_logprobs"][0] is None
             assert lp["token_logprobs"][1:len(ids)] == pytest.approx(expected[1:], abs=1e-4)
@@ -214,7 +215,7 @@ def test_harness_loglikelihood(server):
             assert sum(lp["token_logprobs"][ctxlen:end]) == pytest.approx(sum(expected[ctxlen:]), abs=1e-3)
             for value, top in zip(lp["token_logprobs"][ctxlen:end], lp["top_logprobs"][ctxlen:end]):
                 assert value <= max(top.values()) + 1e-6 and len(top) in (1, 2)
-            if tokens:  # what was drawn is greedy
+            if tokens:  # the sampled token is the greedy one
                 assert lp["token_logprobs"][-1] == max(lp["top_logprobs"][-1].values())
 
 
@@ -230,7 +231,7 @@ def test_harness_generation(server):
 # ---- Prometheus ----
 
 def check_metrics(text):
-    """promtool's rules, as far as they are about the text: names, types, help, units, histograms, no series twice."""
+    """Check promtool's rules for the text: names, types, help, units, histograms, no series twice."""
     families = list(text_string_to_metric_families(text))
     assert len({f.name for f in families}) == len(families) > 12 and text.endswith("\n")
     types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.M))
@@ -262,7 +263,7 @@ def check_metrics(text):
 
 def test_metrics(api, server):
     idle = ("num_requests_running", "num_requests_waiting")
-    for name in idle:  # what runs is told behind a step, counts before its tokens
+    for name in idle:  # the engine updates the number of running requests after a step, and counters before it sends the tokens
         server.wait_metric(name, 0)
     answer = server.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
@@ -335,7 +336,7 @@ def test_readme(tmp_path):
 
 
 def check_proxy(url):
-    """What must go through a proxy as it is: keys, streams as they come, uploads."""
+    """A proxy must pass on keys and uploads unchanged, and streams without delay."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     api = openai.OpenAI(base_url=url + "/v1", api_key="k", http_client=openai.DefaultHttpxClient(verify=context))
@@ -348,7 +349,7 @@ def check_proxy(url):
     times = []
     for chunk in api.completions.create(model="embedded", prompt="Tom", max_tokens=300, stream=True, extra_body={"ignore_eos": True}):
         times.append(time.time())
-    assert len(times) > 100 and times[-1] - times[0] > 0.01  # as they come, not at the end
+    assert len(times) > 100 and times[-1] - times[0] > 0.01  # one by one, not all at the end
     data = os.urandom(3_000_000)
     assert api.files.content(api.files.create(file=data, purpose="user_data").id).read() == data
 
@@ -360,7 +361,8 @@ def test_readme_caddy(tmp_path):
     port, own = free_port(), {name: str(tmp_path) for name in ("HOME", "XDG_DATA_HOME", "XDG_CONFIG_HOME")}
     with Server("--api-key", "k", files=str(tmp_path / "files")) as s:
         config = config.replace("llm.example.org", f"localhost:{port}").replace("10210", str(s.address[1]))
-        options = "{\nskip_install_trust\nadmin off\nauto_https disable_redirects\n}\n"  # nothing outside of this folder changes
+        # With these options, caddy changes nothing outside this folder.
+        options = "{\nskip_install_trust\nadmin off\nauto_https disable_redirects\n}\n"
         (tmp_path / "Caddyfile").write_text(options + config)
         p = subprocess.Popen(["caddy", "run", "--config", tmp_path / "Caddyfile"], env={**ENV, **own}, stderr=subprocess.DEVNULL)
         try:
