@@ -1,5 +1,5 @@
-"""toka batch as a user meets it: formats, error records, resuming after kill -9, the same bytes however it runs, bounded memory.
-Run through test/run.sh."""
+"""Tests of the program toka batch: formats, error records, resuming after kill -9, equal bytes for all settings, bounded memory. Run
+through test/run.sh."""
 import json
 import os
 import random
@@ -40,7 +40,7 @@ def batch(*args, stdin=None, status=0, **more):
 
 
 def run(tmp_path, lines, *args):
-    """Results by custom_id of a new batch."""
+    """Runs a new batch; returns its results by custom_id, and its standard error as "stderr"."""
     out = tmp_path / f"out{random.random()}.jsonl"
     _, err = batch("-i", write_lines(tmp_path / "in.jsonl", lines), "-o", str(out), *SMALL, *args)
     results = read_results(out)
@@ -71,8 +71,8 @@ def is_right(text, answer):
     return re.findall(r"The answer is (-?\d+)", text)[-1:] == [str(answer)]
 
 
-def mixed(n, **more):
-    """Lines of every kind: hot and greedy, long and short, some of them bad."""
+def mixed_lines(n, **more):
+    """Lines of all kinds, long and short, at several temperatures, some of them invalid."""
     lines = []
     for i in range(n):
         p = PROBLEMS[i % len(PROBLEMS)]["prompt"]
@@ -142,11 +142,11 @@ def test_logprobs_and_token_ids(tmp_path):
 
 def test_several_prompts_echo_and_scores(tmp_path):
     p = [PROBLEMS[i]["prompt"] for i in range(3)]
-    hot = dict(temperature=1, seed=4, max_tokens=12, n=2, return_token_ids=True)
-    r = run(tmp_path, [completion("all", p, **hot)] + [completion(str(i), p[i], **hot) for i in range(3)] +
+    sampled = dict(temperature=1, seed=4, max_tokens=12, n=2, return_token_ids=True)
+    r = run(tmp_path, [completion("all", p, **sampled)] + [completion(str(i), p[i], **sampled) for i in range(3)] +
             [completion("echo", p[0], echo=True, logprobs=2, temperature=0, max_tokens=4),
              completion("score", p[0], echo=True, logprobs=2, temperature=0, max_tokens=0, n=2),
-             completion("places", p[0], prompt_logprobs=1, max_tokens=1)])
+             completion("prompt_logprobs", p[0], prompt_logprobs=1, max_tokens=1)])
     choices = body(r["all"])["choices"]
     assert [c["index"] for c in choices] == list(range(6))
     for i, c in enumerate(choices):
@@ -158,9 +158,9 @@ def test_several_prompts_echo_and_scores(tmp_path):
     assert lp["token_logprobs"][0] is None and lp["top_logprobs"][0] is None and all(x <= 0 for x in lp["token_logprobs"][1:])
     assert score["usage"]["completion_tokens"] == 0 and [c["text"] for c in score["choices"]] == [p[0]] * 2
     assert score["choices"][1]["logprobs"]["token_logprobs"] == lp["token_logprobs"][:n]
-    places = body(r["places"])["choices"][0]["prompt_logprobs"]
-    assert places[0] is None and len(places) == n and all(1 <= len(v) <= 2 for v in places[1:])
-    assert [list(v.values())[0]["logprob"] for v in places[1:]] == lp["token_logprobs"][1:n]
+    positions = body(r["prompt_logprobs"])["choices"][0]["prompt_logprobs"]
+    assert positions[0] is None and len(positions) == n and all(1 <= len(v) <= 2 for v in positions[1:])
+    assert [list(v.values())[0]["logprob"] for v in positions[1:]] == lp["token_logprobs"][1:n]
 
 
 def test_sampling_fields(tmp_path):
@@ -183,24 +183,26 @@ def test_sampling_fields(tmp_path):
                        completion("bias", p, logit_bias={str(first): -100}, return_token_ids=True, **greedy),
                        completion("only", p, allowed_token_ids=[second], return_token_ids=True, temperature=1, max_tokens=5)])
     assert body(r["end"])["choices"][0]["token_ids"] == body(r["shown"])["choices"][0]["token_ids"] == [first, second]
-    assert texts(r["end"])[0] != texts(r["shown"])[0] == plain[:len(texts(r["shown"])[0])]  # with the text of `second`
-    assert texts(r["special"])[0] == plain and texts(r["all"])[0].startswith(plain + "<")  # </s> or what it is called
+    assert texts(r["end"])[0] != texts(r["shown"])[0] == plain[:len(texts(r["shown"])[0])]  # "shown" has the text of `second`
+    assert texts(r["special"])[0] == plain and texts(r["all"])[0].startswith(plain + "<")  # an end token like </s>
     assert body(r["bias"])["choices"][0]["token_ids"][0] != first
     assert body(r["only"])["choices"][0]["token_ids"] == [second] * 5
 
 
-def test_words_stops_ranks(tmp_path):
+def test_bad_words_stop_strings_and_ranks(tmp_path):
     p = "Tom has 3 boxes with 4 apples each and buys 5 more apples."
     greedy = dict(temperature=0, max_tokens=12)
     plain = texts(run(tmp_path, [completion("plain", p, **greedy)])["plain"])[0]
     words = re.findall(r"[A-Za-z]+", plain)
     bad = words + [" " + w for w in words] + [f"{a} {b}" for a, b in zip(words, words[1:]) if f"{a} {b}" in plain]
     lines = [completion(w, p, bad_words=[w], **greedy) for w in bad]
-    lines += [completion("long" + w, p, bad_words=[w, "never"], temperature=2, max_tokens=60, n=4, ignore_eos=True, seed=i) for i, w in enumerate(bad)]
+    sampled = dict(temperature=2, max_tokens=60, n=4, ignore_eos=True)
+    lines += [completion("long" + w, p, bad_words=[w, "never"], seed=i, **sampled) for i, w in enumerate(bad)]
     lines += [completion("least%d" % n, p, stop=["How"], min_tokens=n, **greedy) for n in range(3)]
-    lines += [completion("begun", p, stop=["w many"], min_tokens=1, n=3, **greedy), completion("none", p, allowed_token_ids=[55], bad_words=["T"]),
-              completion("two", p, allowed_token_ids=[55], bad_words=["TTT"], **greedy), completion("ranks", p, prompt_logprobs=0, max_tokens=1),
-              completion("tops", p, prompt_logprobs=32, max_tokens=1)]
+    lines += [completion("begun", p, stop=["w many"], min_tokens=1, n=3, **greedy),
+              completion("none", p, allowed_token_ids=[55], bad_words=["T"]),
+              completion("two", p, allowed_token_ids=[55], bad_words=["TTT"], **greedy),
+              completion("ranks", p, prompt_logprobs=0, max_tokens=1), completion("tops", p, prompt_logprobs=32, max_tokens=1)]
     r = run(tmp_path, lines)
     for w in bad:
         for text in texts(r[w]) + texts(r["long" + w]):
@@ -212,9 +214,9 @@ def test_words_stops_ranks(tmp_path):
     assert texts(r["two"]) == ["TT"] and two["usage"]["completion_tokens"] == 2 and two["choices"][0]["finish_reason"] == "stop"
     ranks, tops = (body(r[k])["choices"][0]["prompt_logprobs"][1:] for k in ("ranks", "tops"))
     assert len(ranks) == len(tops) > 10 and any(list(x.values())[0]["rank"] > 32 for x in ranks)
-    for one, many in zip(ranks, tops):
-        (key, value), = one.items()
-        assert many[key] == value and [x["rank"] for x in many.values()][1:] == [k for k in range(1, 33) if k != value["rank"]]
+    for rank, top in zip(ranks, tops):
+        (key, value), = rank.items()
+        assert top[key] == value and [x["rank"] for x in top.values()][1:] == [k for k in range(1, 33) if k != value["rank"]]
 
 
 def test_messages(tmp_path):
@@ -230,8 +232,8 @@ def test_messages(tmp_path):
 # ---- Seeds ----
 
 def test_lines_do_not_share_random_numbers(tmp_path):
-    p, hot = PROBLEMS[0]["prompt"], dict(temperature=3, max_tokens=20)
-    lines = [completion(f"q{i}", p, n=2, **hot) for i in range(4)] + [completion(f"s{i}", p, seed=5, **hot) for i in range(2)]
+    p, sampled = PROBLEMS[0]["prompt"], dict(temperature=3, max_tokens=20)
+    lines = [completion(f"q{i}", p, n=2, **sampled) for i in range(4)] + [completion(f"s{i}", p, seed=5, **sampled) for i in range(2)]
     a, b, c = run(tmp_path, lines), run(tmp_path, lines), run(tmp_path, lines, "--seed", "1")
     assert len({t for i in range(4) for t in texts(a[f"q{i}"])}) == 8
     assert texts(a["s0"]) == texts(a["s1"]) == texts(c["s0"])
@@ -241,20 +243,21 @@ def test_lines_do_not_share_random_numbers(tmp_path):
 
 # ---- Bad lines ----
 
-BAD = [("not json", "{\"prompt\": ", "invalid_json"), ("no object", "[1,2]", "invalid_request"),
+# (name, line, code of its error)
+BAD = [("not json", "{\"prompt\": ", "invalid_json"), ("not an object", "[1,2]", "invalid_request"),
        ("url", dict(completion("x", "a"), url="/v1/embeddings"), "unsupported"),
        ("method", dict(completion("x", "a"), method="GET"), "invalid_request"),
        ("no body", {"custom_id": "x", "url": "/v1/completions"}, "invalid_request"),
        ("no prompt", completion("x", None), "invalid_request"),
        ("no messages", {"custom_id": "x", "url": "/v1/chat/completions", "body": {}}, "invalid_request"),
        ("role", {"messages": [{"content": "a"}]}, "invalid_request"), ("empty ids", completion("x", []), "invalid_request"),
-       ("id too large", completion("x", [1, 99999]), "invalid_request"), ("ids of what", completion("x", [1, 2.5]), "invalid_request"),
+       ("id too large", completion("x", [1, 99999]), "invalid_request"), ("ids that are no integers", completion("x", [1, 2.5]), "invalid_request"),
        ("mixed prompts", completion("x", ["a", [1]] + [2]), "invalid_request"), ("too long", completion("x", [5] * 300), "invalid_request"),
        ("top_p", completion("x", "a", top_p=2), "invalid_request"), ("n", completion("x", "a", n=0), "invalid_request"),
        ("temperature", completion("x", "a", temperature="0"), "invalid_request"), ("stop", completion("x", "a", stop=[1]), "invalid_request"),
        ("logprobs", completion("x", "a", logprobs=1000), "invalid_request"),
        ("max_tokens", completion("x", "a", max_tokens=0), "invalid_request"),
-       ("max_tokens that do not fit", completion("x", "a", max_tokens=10**6), "invalid_request"),
+       ("max_tokens over the context", completion("x", "a", max_tokens=10**6), "invalid_request"),
        ("logit_bias", completion("x", "a", logit_bias={"x": 1}), "invalid_request"),
        ("stream", completion("x", "a", stream=True), "unsupported"), ("echo", chat("x", "a", echo=True), "unsupported"),
        ("suffix", completion("x", "a", suffix="b"), "unsupported"), ("best_of", completion("x", "a", best_of=3), "unsupported"),
@@ -276,7 +279,7 @@ def test_bad_lines_become_error_records(tmp_path):
         assert body(r[f"good{i}"])["usage"]["completion_tokens"] == 2
 
 
-def test_error_records_of_earlier_runs_are_told(tmp_path):
+def test_error_records_of_earlier_runs_are_reported(tmp_path):
     source = write_lines(tmp_path / "in.jsonl", [{"custom_id": "x", "promt": "a"}, completion("y", "Tom", max_tokens=2)])
     out = tmp_path / "out.jsonl"
     _, err = batch("-i", source, "-o", str(out), *SMALL)
@@ -286,8 +289,8 @@ def test_error_records_of_earlier_runs_are_told(tmp_path):
 
 
 def test_harmless_and_unknown_fields(tmp_path):
-    quiet = dict(stream=False, echo=False, suffix=None, best_of=1, user="u", metadata={"a": "b"}, length_penalty=1.0, max_tokens=2)
-    r = run(tmp_path, [completion("a", "Tom", **quiet), completion("b", "Tom", colour="red", max_tokens=2),
+    harmless = dict(stream=False, echo=False, suffix=None, best_of=1, user="u", metadata={"a": "b"}, length_penalty=1.0, max_tokens=2)
+    r = run(tmp_path, [completion("a", "Tom", **harmless), completion("b", "Tom", colour="red", max_tokens=2),
                        completion("c", "Tom", colour="blue", max_tokens=2),
                        chat("d", "Tom", response_format={"type": "text"}, tool_choice="auto", max_tokens=2)])
     assert all(body(r[k]) for k in "abcd")
@@ -296,7 +299,7 @@ def test_harmless_and_unknown_fields(tmp_path):
     assert r["a"]["error"]["code"] == r["b"]["error"]["code"] == "unsupported" and body(r["c"]) and '"model" is' not in r["stderr"]
 
 
-def test_another_model_goes_on(tmp_path):
+def test_results_of_another_model_stay(tmp_path):
     source, out = write_lines(tmp_path / "in.jsonl", [completion("a", "Tom", max_tokens=2)]), tmp_path / "out.jsonl"
     batch("-i", source, "-o", str(out), *SMALL)
     before = out.read_text()
@@ -321,8 +324,9 @@ def test_odd_lines_and_ids(tmp_path):
     assert sorted(read_results(tmp_path / "out.jsonl")) == sorted([odd, "line-4", "line-5", "line-6"])
 
 
-def test_a_line_of_too_many_values(tmp_path):
-    """It would take many times its size in memory; it becomes an error record like a line that is too long, and the others run."""
+def test_a_line_with_too_many_values(tmp_path):
+    """Parsing this line would take many times its size in memory. It becomes an error record, as a line that is too long; the other
+    lines run."""
     long = '{"custom_id":"long","prompt":"Tom","max_tokens":2,"user":"' + "x" * (64 << 20) + '"}'
     many = '{"custom_id":"many","prompt":"Tom","max_tokens":2,"x":[' + "0," * (9 << 19) + "0]}"
     r = run(tmp_path, [many, long, completion("a", "Tom", max_tokens=2)])
@@ -330,7 +334,7 @@ def test_a_line_of_too_many_values(tmp_path):
     assert [r[k]["error"]["code"] for k in ("line-1", "line-2")] == ["invalid_json"] * 2 and "longer than" in r["line-2"]["error"]["message"]
 
 
-# ---- What is refused before anything runs ----
+# ---- Errors before the first line runs ----
 
 def test_duplicates_name_both_lines(tmp_path):
     lines = [completion("a", "x"), completion("b", "x"), "", completion("a", "y")]
@@ -341,7 +345,7 @@ def test_duplicates_name_both_lines(tmp_path):
     assert "lines 1 and 2" in err
 
 
-def test_files_that_cannot_be(tmp_path):
+def test_files_that_are_refused(tmp_path):
     source = write_lines(tmp_path / "in.jsonl", [completion("a", "x")])
     precious = tmp_path / "precious.txt"
     precious.write_text("my thesis\n")
@@ -351,7 +355,7 @@ def test_files_that_cannot_be(tmp_path):
         _, err = batch(*args, status=1)
         assert len(err.strip().splitlines()) == 1
     assert precious.read_text() == "my thesis\n"
-    for text in ('{"my": "thesis"}\n', '{"my": "thesis"}', '{"id":"batch_7"}\n'):  # one line, that begins as a result does
+    for text in ('{"my": "thesis"}\n', '{"my": "thesis"}', '{"id":"batch_7"}\n'):  # one line that begins like a result
         precious.write_text(text)
         _, err = batch("-i", source, "-o", str(precious), status=1)
         assert "not a result file" in err and precious.read_text() == text
@@ -367,7 +371,7 @@ def test_files_that_cannot_be(tmp_path):
 
 
 def test_a_result_longer_than_any_request(tmp_path):
-    """A line of thousands of samples: the next run must know it, in the middle of the file and at its end."""
+    """The result of a line with thousands of samples: the next run must recognize it in the middle of the file and at its end."""
     source, out = write_lines(tmp_path / "in.jsonl", [completion(k, "x", max_tokens=2) for k in "abc"]), tmp_path / "out.jsonl"
     for n, k in enumerate("ab"):
         with open(out, "a") as f:
@@ -382,7 +386,7 @@ def test_a_result_longer_than_any_request(tmp_path):
 
 
 def test_a_result_too_long_to_be_parsed(tmp_path):
-    """Of the longest lines the beginning must do; nothing of them may be lost."""
+    """Of the longest results, the next run reads only the beginning. It must not lose any of their bytes."""
     ids, out = ["quoted \"\\", "é\\\\", "last"], tmp_path / "out.jsonl"
     source = write_lines(tmp_path / "in.jsonl", [completion(k, "x", max_tokens=2) for k in [*ids[:2], "new"]])
     tail = b'"},"error":null}\n'
@@ -401,12 +405,12 @@ def test_a_result_too_long_to_be_parsed(tmp_path):
     with open(out, "rb") as f:
         f.seek(before - len(tail))
         assert f.read(len(tail)) == tail and json.loads(f.read())["custom_id"] == "new"
-    out.unlink()  # half a gigabyte
+    out.unlink()  # it has half a gigabyte
 
 
 @pytest.mark.parametrize("out, fault", [("/dev/full", ""), ("out.jsonl", "3")])
 def test_a_failure_does_not_wait_for_more_input(tmp_path, out, fault):
-    """Whoever feeds the pipe may wait for results, and never close it."""
+    """The program that writes to the pipe may wait for results, so it may never close the pipe."""
     p = subprocess.Popen([TOKA, "batch", "-q", "-m", "test/model", "-i", "-", "-o", str(tmp_path / out)], cwd=ROOT, stdin=subprocess.PIPE,
                          stderr=subprocess.PIPE, env={**ENV, **({"TOKA_DEBUG_FAULT": fault} if fault else {})})
     try:
@@ -432,7 +436,7 @@ def test_one_writer_at_a_time(tmp_path):
 
 
 def test_a_report_that_cannot_be_written(tmp_path):
-    """Nothing runs for it."""
+    """The run ends before the first line is computed."""
     source, out = write_lines(tmp_path / "in.jsonl", [completion("a", "Tom", max_tokens=2)]), tmp_path / "out.jsonl"
     for report in (tmp_path, tmp_path / "none" / "report.json"):
         _, err = batch("-i", source, "-o", str(out), "--report", str(report), status=1)
@@ -444,9 +448,9 @@ def test_a_report_that_cannot_be_written(tmp_path):
     assert "standard output is" in err
 
 
-def test_a_report_in_place_of_the_results(tmp_path):
+def test_a_report_with_the_name_of_another_file(tmp_path):
     source, out = write_lines(tmp_path / "in.jsonl", [completion("a", "Tom", max_tokens=1)]), tmp_path / "out.jsonl"
-    for report in (source, out, out):  # the second time it does not exist yet
+    for report in (source, out, out):  # `out` does not exist the first time
         _, err = batch("-i", source, "-o", str(out), "--report", str(report), status=1)
         assert "is the report and" in err
         batch("-i", source, "-o", str(out))
@@ -456,7 +460,7 @@ def test_a_report_in_place_of_the_results(tmp_path):
 @pytest.mark.parametrize("flags, words", [(["--temp", "-1"], "temperature"), (["--max-tokens", "-5"], "max_tokens"),
                                           (["--min-tokens", "9", "-n", "5"], "min_tokens"), (["--stop", ""], "stop[0]"),
                                           (["--now", "soon"], "now")])
-def test_flags_that_no_line_could_have(tmp_path, flags, words):
+def test_flags_that_are_invalid_for_all_lines(tmp_path, flags, words):
     source = write_lines(tmp_path / "in.jsonl", [completion("a", "Tom")])
     _, err = batch("-i", source, "-o", str(tmp_path / "out.jsonl"), *flags, status=1)
     assert words in err and not (tmp_path / "out.jsonl").exists()
@@ -479,15 +483,15 @@ def test_named_pipes(tmp_path):
     fifo, out = str(tmp_path / "fifo"), tmp_path / "out.jsonl"
     os.mkfifo(fifo)
     source = write_lines(tmp_path / "in.jsonl", [completion(f"a{i}", "Tom", n=50, max_tokens=50, ignore_eos=True) for i in range(40)])
-    with start("-i", source, "-o", fifo, *SMALL) as p:  # all of it
+    with start("-i", source, "-o", fifo, *SMALL) as p:  # a reader that reads to the end
         assert len([json.loads(line) for line in open(fifo)]) == 40
         p.communicate()
         assert p.returncode == 0
-    with start("-q", "-i", source, "-o", fifo, *SMALL) as p:  # a reader that leaves
+    with start("-q", "-i", source, "-o", fifo, *SMALL) as p:  # a reader that closes the pipe
         with open(fifo) as f:
             f.readline()
         assert b"Broken pipe" in p.stderr.read() and p.wait() == 2
-    with start("-q", "-i", source, "-o", fifo, *SMALL) as p, open(fifo) as f:  # one that does not read on
+    with start("-q", "-i", source, "-o", fifo, *SMALL) as p, open(fifo) as f:  # a reader that stops to read
         f.read(1)
         p.send_signal(signal.SIGINT)
         assert p.stderr.read() == b"" and p.wait() == 130
@@ -503,17 +507,17 @@ def test_named_pipes(tmp_path):
 
 
 def test_closed_standard_error(tmp_path):
-    """No file of ours gets its number, or the progress would be written into it."""
+    """If standard error is closed, no other file may get its descriptor, or the progress would be written into this file."""
     source, out = write_lines(tmp_path / "in.jsonl", [completion("a", "Tom", max_tokens=1)]), tmp_path / "out.jsonl"
     subprocess.run([TOKA, "batch", "-m", "test/model", "-i", "-", "-o", str(out)], env=ENV, cwd=ROOT, stdin=open(source),
                    preexec_fn=lambda: os.close(2), check=True)
     assert len(out.read_text().splitlines()) == 1 and list(read_results(out)) == ["a"]
 
 
-# ---- The same bytes however it runs ----
+# ---- The same bytes for all settings ----
 
-def test_same_bytes_whatever_the_machine_does(tmp_path):
-    source = write_lines(tmp_path / "in.jsonl", mixed(60))
+def test_same_bytes_for_all_settings(tmp_path):
+    source = write_lines(tmp_path / "in.jsonl", mixed_lines(60))
     want = None
     for i, args in enumerate((["--max-num-seqs", "128", "-t", "2"], ["--max-num-seqs", "3", "-t", "1"],
                               ["--max-num-seqs", "128", "--kv-tokens", "600", "-t", "2"],
@@ -540,7 +544,7 @@ def test_same_bytes_when_samples_are_preempted(tmp_path):
     assert results[1] == results[0] and results[2] == results[0]
 
 
-def test_sizes_that_no_machine_has(tmp_path):
+def test_sizes_larger_than_memory(tmp_path):
     source = write_lines(tmp_path / "in.jsonl", [completion("a", "Tom", max_tokens=1)])
     for args, status, words in ((["--kv-tokens", "400000000000"], 2, "memory"),
                                 (["--kv-tokens", "9000000000", "--max-num-seqs", "65536"], 2, "memory"),
@@ -550,7 +554,7 @@ def test_sizes_that_no_machine_has(tmp_path):
         began = time.monotonic()
         _, err = batch("-i", source, "-o", str(tmp_path / "out.jsonl"), *args, status=status)
         assert words in err and len(err.strip().splitlines()) == 1, err
-        assert time.monotonic() - began < 10, args  # no tables are filled for what is refused
+        assert time.monotonic() - began < 10, args  # the size is refused before tables of this size are filled
 
 
 def test_many_samples_of_one_prompt(tmp_path):
@@ -568,7 +572,7 @@ def test_accuracy_of_16_samples(tmp_path):
     assert right >= 0.99 * 16 * len(problems)
 
 
-# ---- Killed, interrupted, out of space ----
+# ---- Killed ----
 
 KILL_LINES = 150
 
@@ -576,7 +580,7 @@ KILL_LINES = 150
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kill")
-    source = write_lines(folder / "in.jsonl", mixed(KILL_LINES))
+    source = write_lines(folder / "in.jsonl", mixed_lines(KILL_LINES))
     t0 = time.time()
     batch("-i", source, "-o", str(folder / "whole.jsonl"), *SMALL)
     return source, sorted((folder / "whole.jsonl").read_text().splitlines()), time.time() - t0
@@ -592,12 +596,12 @@ def test_killed_at_50_moments(uninterrupted, tmp_path):
         time.sleep(rng.uniform(0, min(seconds, 0.8)))
         p.kill()
         p.communicate()
-        if p.returncode == 0:  # it got to its end: begin anew
+        if p.returncode == 0:  # it ended before the kill: start again
             assert sorted(out.read_text().splitlines()) == want
             out.unlink()
             continue
         kills += 1
-        if out.exists() and rng.random() < 0.5:  # what a machine that loses power leaves
+        if out.exists() and rng.random() < 0.5:  # as after a power failure, the last bytes are missing
             data = out.read_bytes()
             out.write_bytes(data[:len(data) - rng.randrange(min(len(data), 300) + 1)])
             torn += 1
@@ -607,11 +611,11 @@ def test_killed_at_50_moments(uninterrupted, tmp_path):
     assert torn > 10 and moved > 10
 
 
-def test_every_torn_end_is_cut(uninterrupted, tmp_path):
+def test_incomplete_last_lines_are_removed(uninterrupted, tmp_path):
     source, want, _ = uninterrupted
     whole = "\n".join(want[:3]) + "\n"
     for mark, tail in (("", want[3][:-2]), ("", want[3][:1]), ("", want[3][:-1]), ("", want[3][:40] + "\n"), ("", "\0\0\0"), ("", "{"),
-                       ("\ufeff", "{")):  # an editor leaves a mark
+                       ("\ufeff", "{")):  # some editors write a byte order mark
         out = tmp_path / "out.jsonl"
         out.write_text(mark + whole + tail)
         first = write_lines(tmp_path / "in.jsonl", [completion("new", "Tom", max_tokens=1)])
@@ -629,15 +633,17 @@ def half(line):
     return line[:len(line) // 2]
 
 
-DAMAGE = {  # what becomes of the lines of an output file, which end in a line feed; how many of 6 are lost, how many are told
-    "none": (lambda v: v, 0, 0), "blank": (lambda v: [v[0], "\n", *v[2:]], 1, 1), "an empty line more": (lambda v: [*v[:3], "\n", *v[3:]], 0, 1),
+# (function that damages the 6 lines of an output file, how many results are lost, how many damaged lines are reported); each line
+# ends with a line feed
+DAMAGE = {
+    "none": (lambda v: v, 0, 0), "blank": (lambda v: [v[0], "\n", *v[2:]], 1, 1), "one more empty line": (lambda v: [*v[:3], "\n", *v[3:]], 0, 1),
     "empty lines at the end": (lambda v: [*v, "\n", "\n"], 0, 1), "spaces": (lambda v: [v[0], "  \t\n", *v[1:]], 0, 1),
     "half": (lambda v: [*v[:2], half(v[2]) + "\n", *v[3:]], 1, 1), "first": (lambda v: [half(v[0]) + "\n", *v[1:]], 1, 1),
-    "two": (lambda v: [v[0], v[1][9:], v[2], half(v[3]) + "\n", *v[4:]], 2, 2), "joined": (lambda v: [*v[:2], v[2][:-1] + v[3], *v[4:]], 2, 1),
+    "two lines": (lambda v: [v[0], v[1][9:], v[2], half(v[3]) + "\n", *v[4:]], 2, 2), "joined": (lambda v: [*v[:2], v[2][:-1] + v[3], *v[4:]], 2, 1),
     "NULs": (lambda v: [*v[:2], "\0" * len(v[2]) + "\n", *v[3:]], 1, 1), "NULs at the end": (lambda v: [*v[:5], "\0" * len(v[5])], 1, 0),
     "NULs in a line": (lambda v: [*v[:4], v[4][:20] + "\0" * 99 + v[4][119:], v[5]], 1, 1), "NULs before a line": (lambda v: [*v[:4], "\0" * 99 + v[4], v[5]], 1, 1),
     "a bit": (lambda v: [v[0], v[1].replace('"response"', '"rdsponse"', 1), *v[2:]], 1, 1), "a byte": (lambda v: [v[0], v[1].replace("{", "[", 1), *v[2:]], 1, 1),
-    "marked": (lambda v: ["\ufeff" + v[0], *v[1:]], 0, 0), "CRLF": (lambda v: [line[:-1] + "\r\n" for line in v], 0, 0),
+    "byte order mark": (lambda v: ["\ufeff" + v[0], *v[1:]], 0, 0), "CRLF": (lambda v: [line[:-1] + "\r\n" for line in v], 0, 0),
     "CRLF and blank": (lambda v: [line[:-1] + "\r\n" for line in v] + ["\r\n", v[0]], 0, 1), "no last line feed": (lambda v: [*v[:5], v[5][:-1]], 0, 0),
     "twice": (lambda v: [*v, v[2], v[3]], 0, 0), "a line of another program": (lambda v: ['{"event":"begin"}\n', *v, "done.\n"], 0, 2),
     "torn and damaged": (lambda v: [v[0], half(v[1]) + "\n", *v[2:5], half(v[5])], 2, 1), "a long one": (lambda v: [v[0], "x" * (9 << 20) + "\n", *v[2:]], 1, 1),
@@ -647,8 +653,8 @@ DAMAGE = {  # what becomes of the lines of an output file, which end in a line f
 
 
 @pytest.fixture(scope="module")
-def six(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("six")
+def six_results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("six_results")
     source = write_lines(folder / "in.jsonl", [completion(f"q{i}", f"Tom has {i}", max_tokens=3, echo=True) for i in range(5)] + [{"promt": "x"}])
     batch("-i", source, "-o", str(folder / "out.jsonl"), *SMALL)
     return source, open(folder / "out.jsonl").read().splitlines(keepends=True)
@@ -671,10 +677,10 @@ def parsed(path):
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_damaged_output_goes_on(six, tmp_path, name):
-    """What is whole stays as it is; what was lost is done again; how many lines are neither is told."""
-    source, lines = six
-    change, lost, told = DAMAGE[name]
+def test_damaged_output_continues(six_results, tmp_path, name):
+    """Whole results stay unchanged, lost results are computed again, and the number of damaged lines is reported."""
+    source, lines = six_results
+    change, lost, n_damaged = DAMAGE[name]
     out = tmp_path / "out.jsonl"
     damaged = "".join(change(list(lines))).encode("utf-8", "surrogateescape")
     out.write_bytes(damaged)
@@ -688,15 +694,15 @@ def test_damaged_output_goes_on(six, tmp_path, name):
     if lost is None:
         return
     assert all(len(v) == 1 for v in again.values()) == (name not in ("twice", "CRLF and blank"))
-    assert f"toka batch: {lost} lines in" in err and json.loads(report.read_text())["damaged"] == told
-    assert (f"{told} line{'s are' if told > 1 else ' is'} damaged or no result" in err) == (told > 0), err
+    assert f"toka batch: {lost} lines in" in err and json.loads(report.read_text())["damaged"] == n_damaged
+    assert (f"{n_damaged} line{'s are' if n_damaged > 1 else ' is'} damaged or no result" in err) == (n_damaged > 0), err
     assert ("results have the custom_id of an earlier one" in err) == (name == "twice")
     _, err = batch("-i", source, "-o", str(out), *SMALL)
     assert "toka batch: 0 lines in" in err
 
 
-def test_an_output_of_damage_alone(six, tmp_path):
-    source, lines = six
+def test_an_output_without_a_whole_line(six_results, tmp_path):
+    source, lines = six_results
     for text in ("\0" * 5000, "\0" * 50 + "\n", "\n\n\r\n", half(lines[0]) + "\n" + half(lines[1]) + "\n", half(lines[0]), "\0\0" + half(lines[0]) + "\n"):
         out = tmp_path / "out.jsonl"
         out.write_text(text)
@@ -707,6 +713,7 @@ def test_an_output_of_damage_alone(six, tmp_path):
 # ---- Lines that have changed since they were answered ----
 
 def fnv(text):
+    """The 128-bit FNV-1a hash, which the id of a result contains."""
     h = 0x6C62272E07BB014262B821756295C58D
     for byte in text.encode():
         h = (h ^ byte) * (1 << 88 | 0x13B) % (1 << 128)
@@ -714,12 +721,13 @@ def fnv(text):
 
 
 def changed(err):
+    """How many lines have changed, and the first of them, as the program reported; None if it reported nothing."""
     found = re.search(r"in\S*: (\d+) lines? ha(?:s|ve) changed since the answers in \S+ were written, the first is line (\d+);", err)
     return (int(found[1]), int(found[2])) if found else None
 
 
-def test_changed_lines_are_told(tmp_path):
-    """A custom_id alone does not say which question was answered."""
+def test_changed_lines_are_reported(tmp_path):
+    """If a line has changed but kept its custom_id, its result answers the old line: the next run reports this."""
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     first = [completion("a", "Tom", max_tokens=2, temperature=1), completion("b", "Eve", max_tokens=2), chat("c", "Tom \u00e9", max_tokens=2),
              {"prompt": "Tom", "max_tokens": 2}, "no json", {"id": "e", "promt": "x"}]
@@ -737,7 +745,7 @@ def test_changed_lines_are_told(tmp_path):
                      (3, {"prompt": "Tim", "max_tokens": 2}), (4, {"prompt": "Tim", "max_tokens": 2}), (5, {"id": "e", "prompt": "x", "max_tokens": 2})):
         assert changed(again([*first[:at], line, *first[at + 1:]], "-q")) == (1, at + 1), line
     assert changed(again([completion("a", "x"), completion("b", "y"), *first[2:]])) == (2, 1)
-    moved = again([completion("new", "Tom", max_tokens=2), *first])  # lines without an id are called by their number
+    moved = again([completion("new", "Tom", max_tokens=2), *first])  # the custom_id of a line without one is its number
     assert changed(moved) == (1, 5) and len(read_results(out)) == 8 and out.read_text().startswith(before)
     text = "".join((x if isinstance(x, str) else json.dumps(x)) + "\n" for x in [first[1], completion("a", "z"), *first[2:]])
     report = tmp_path / "report.json"
@@ -746,13 +754,15 @@ def test_changed_lines_are_told(tmp_path):
 
 
 def test_results_without_a_hash_of_the_line(tmp_path):
-    """Those of an earlier toka, or of another server, say nothing of the line: the run goes on in silence."""
+    """Results of an old toka or of another server have no hash of their line: the run reports no change."""
     source, out = write_lines(tmp_path / "in.jsonl", [completion(k, "Tom", max_tokens=2) for k in "abcd"]), tmp_path / "out.jsonl"
     ids = [f"batch_req_{fnv('a'):032x}", "batch_req_67cbe1", f"batch_req_{'0' * 32}", None]
     write_lines(out, [{"id": i, "custom_id": k, "response": {"body": {}}, "error": None} for i, k in zip(ids, "abcd")])
     _, err = batch("-i", source, "-o", str(out), *SMALL)
     assert "changed" not in err and "4 were done before" in err
 
+
+# ---- Interrupted, out of space ----
 
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted(uninterrupted, tmp_path, sig):
@@ -770,7 +780,7 @@ def test_interrupted(uninterrupted, tmp_path, sig):
     assert sorted(out.read_text().splitlines()) == want and out.read_text().startswith(kept)
 
 
-def test_interrupted_while_a_pipe_is_silent():
+def test_interrupted_while_waiting_for_input():
     p = start("-i", "-", "-o", "-", *SMALL, stdin=subprocess.PIPE)
     p.stderr.readline()
     p.send_signal(signal.SIGINT)
@@ -813,7 +823,7 @@ def peak_mb(args):
 
 
 def test_memory_is_bounded(tmp_path):
-    """200,000 lines, of which 1,000 run and the rest are error records: the file's length costs 24 bytes a line and little else."""
+    """Of 200,000 lines, 1,000 run and the rest become error records. A line of the input takes 24 bytes of memory and little more."""
     few, many = tmp_path / "few.jsonl", tmp_path / "many.jsonl"
     good = [json.dumps(completion(f"q{i}", "Tom", max_tokens=1)) + "\n" for i in range(1000)]
     bad = [json.dumps({"custom_id": f"long-custom-id-number-{i}", "url": "/v1/none", "body": {"prompt": "x" * 300}}) + "\n"
@@ -826,12 +836,12 @@ def test_memory_is_bounded(tmp_path):
     assert large - small < 60
 
 
-def test_ceiling_is_that_of_the_machine(tmp_path):
-    """More threads than cores are not so many times as fast, and the threads of all replicas count."""
-    cores, most = len(os.sched_getaffinity(0)), {}
+def test_peak_rate_in_the_report(tmp_path):
+    """The report's peak rate of the machine does not grow with threads beyond the cores, and it counts the threads of all replicas."""
+    cores, rates = len(os.sched_getaffinity(0)), {}
     source = write_lines(tmp_path / "in.jsonl", [completion("x", "Tom", max_tokens=4)])
     for name, flags in (("cores", ["-t", cores]), ("more", ["-t", 4 * cores]), ("replicas", ["-t", cores, "--data-parallel-size", 2])):
         report = tmp_path / f"{name}.json"
         batch("-i", source, "-o", str(tmp_path / name), "--report", str(report), *SMALL, *map(str, flags))
-        most[name] = json.loads(report.read_text())["most_gflops"]
-    assert most["more"] < 2.5 * most["cores"] and most["replicas"] > 0.7 * most["cores"], most
+        rates[name] = json.loads(report.read_text())["most_gflops"]
+    assert rates["more"] < 2.5 * rates["cores"] and rates["replicas"] > 0.7 * rates["cores"], rates
