@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of a long batch: a file of real requests through `toka batch`, resident memory looked at every second.
+"""Memory of a long batch: runs `toka batch` on a file of real requests and reads its resident memory each second.
 
-    python3 test/batch_memory.py --dir /tmp/memory                     1,000,000 lines, each a prompt of its own and one token
-    python3 test/batch_memory.py --dir /tmp/memory --lines 20000       the same in small
+    python3 test/batch_memory.py --dir /tmp/memory                     1,000,000 lines, each with its own prompt and one token
+    python3 test/batch_memory.py --dir /tmp/memory --lines 20000       a short run
 
-Prints a report in markdown (test/results/batch-memory.md is one); exits 1 if a line is missing, is there twice or is an error, if
-memory grew by more than 48 bytes a line after the first tenth (24 are for its custom_id in a table at most 3/4 full, which
-doubles), or if it came to 1 GB. Needs ./toka and the standard library only.
+Prints a report in markdown (example: test/results/batch-memory.md). The exit status is 1 if a line is missing, appears twice or is
+an error, if memory grew by more than 48 bytes per line after the first tenth (the table of custom_ids needs up to 24 bytes per
+line; its size doubles when it is 3/4 full), or if it reached 1 GB. Needs only ./toka and the standard library.
 """
 import argparse
 import datetime
@@ -23,7 +23,7 @@ ENV = {k: v for k, v in os.environ.items() if not k.startswith("TOKA_")}
 
 
 def resident(pid):
-    """Resident memory in MB: now, of it anonymous (not of mapped files), and the most so far."""
+    """Resident memory in MB: in total, the anonymous part (not of mapped files), and the peak so far."""
     try:
         text = open(f"/proc/{pid}/status").read()
     except OSError:
@@ -64,19 +64,20 @@ def main():
         v = json.loads(line)
         i = int(v["custom_id"].split("-")[1])
         if seen[i] or v["error"] is not None or v["response"]["body"]["usage"]["completion_tokens"] != 1:
-            sys.exit(f"{v['custom_id']}: twice, or not answered")
+            sys.exit(f"{v['custom_id']}: appears twice, or has no answer")
         seen[i] = 1
     at = [next((s for s in samples if s[0] >= o.lines * share), samples[-1]) for share in (0.1, 0.25, 0.5, 0.75)] + [samples[-1]]
     growth = (at[-1][2] - at[0][2]) * 1048576 / (at[-1][0] - at[0][0] or 1)
     last = [line for line in err.strip().split("\n") if "ETA" not in line]
     print(f"""# A batch of {o.lines:,} requests
 
-{datetime.date.today()}. `python3 test/batch_memory.py --dir DIR --lines {o.lines}`; embedded model, {took:.0f} s, {sum(seen):,} lines answered once.
+{datetime.date.today()}. `python3 test/batch_memory.py --dir DIR --lines {o.lines}`; embedded model, {took:.0f} s,
+{sum(seen):,} lines answered once.
 
-| lines written | resident MB | of it anonymous | most so far |
+| lines written | resident MB | anonymous MB | peak so far |
 |---|---|---|---|""")
-    for n, rss, anon, most in at:
-        print(f"| {n:,} | {rss:.1f} | {anon:.1f} | {most:.1f} |")
+    for n, rss, anon, peak in at:
+        print(f"| {n:,} | {rss:.1f} | {anon:.1f} | {peak:.1f} |")
     print(f"\nGrowth after the first tenth: {growth:.1f} bytes a line.\n\n    " + "\n    ".join(last))
     sys.exit(sum(seen) != o.lines or growth > 48 or at[-1][3] >= 1024)
 

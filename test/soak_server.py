@@ -1,21 +1,21 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""A soak of toka serve: 15 kinds of clients at once for an hour, while memory, descriptors and /health are watched.
+"""A soak of toka serve: 15 kinds of clients run at once for an hour; the script measures memory, descriptors and /health.
 
-    python3 test/soak_server.py                     one hour (set TMPDIR for the folder of files)
-    python3 test/soak_server.py --minutes 5         the same in small; the bound on growth is then only printed
-    python3 test/soak_server.py --kinds batches     only some kinds, to find the one that grows
+    python3 test/soak_server.py                     one hour (TMPDIR names the folder of the server's files)
+    python3 test/soak_server.py --minutes 5         a short run; the growth of memory is printed, but not checked
+    python3 test/soak_server.py --kinds batches     only some kinds, to find the kind for which memory grows
 
-The KV cache is small and used whole before memory is watched; the length predictor's table, 3 MB, is memory from the
-first use of each place and full after a quarter of an hour: the first half is the warm-up.
+Two tables become resident memory only when they are used. The KV cache is small, and all of its pages are used before the
+measurement. The length predictor's table, 3 MB, is full after a quarter of an hour. So the first half of the run is a warm-up.
 
-Beside the loaded server runs an idle one, and one process times GET /health on both in turns. So the ratio of the two
-says what the load does inside the server, not what the machine does to every process on it.
+An idle server runs at the same time, and one process measures GET /health on both in turns. So the ratio of the two shows the
+effect of the load inside the server, and not of other programs on the machine.
 
-Prints a report in markdown (test/results/soak-server.md is one). Exit status 1 if an answer was wrong, if memory of the last half grew
-faster than 1 MiB an hour beyond what is kept on purpose (KEPT), if the 99th percentile of /health was over 5 times the
-idle server's, if a reply of /health took over a second, or if descriptors were left.
-Needs ./toka and the standard library only.
+Prints a report in markdown (example: test/results/soak-server.md). The exit status is 1 if an answer was wrong, if memory grew
+by more than 1 MiB per hour in the last half (not counting KEPT), if the 99th percentile of /health was more than 5 times that of
+the idle server, if a reply of /health took more than a second, or if descriptors stayed open.
+Needs only ./toka and the standard library.
 """
 import argparse
 import collections
@@ -38,21 +38,22 @@ from server import Server
 PROBLEM = "Tom has 12 apples. He buys 7 more apples. How many apples does Tom have now?"
 CHAT = [{"role": "user", "content": PROBLEM}]
 
-# What the server keeps on purpose, in bytes for each: the record of a batch that has ended. OpenAI's API cannot delete one.
+# Bytes that the server keeps on purpose: one record for each ended batch. OpenAI's API has no call to delete a batch.
 KEPT = {"batches": 1024}
 
 
-class Wrong(Exception):
-    """An answer that is not what the request must get."""
+class WrongAnswer(Exception):
+    """The server gave a wrong answer."""
 
 
 def expect(ok, what):
     if not ok:
-        raise Wrong(str(what)[:500])
+        raise WrongAnswer(str(what)[:500])
 
 
 class Client:
-    """What one thread of the generator uses: a connection to the server under load, opened anew when it is closed."""
+    """A client of the loaded server, used by one thread. It keeps a connection and opens a new one if it was closed. `alone`: the
+    texts of the 40 prompts, each requested alone."""
 
     def __init__(self, server, seed, alone):
         self.server, self.random, self.alone = server, random.Random(seed), alone
@@ -62,39 +63,40 @@ class Client:
         return "%s:%d" % self.server.address
 
     def ask(self, method, path, body=None, **headers):
-        """One request on the kept connection."""
+        """Sends one request on the kept connection; returns its answer."""
         self.conn = self.conn or self.server.connect()
         answer = self.conn.request(method, path, body, Host=self.host(), **headers)
         if answer.headers.get("connection") == "close":
-            self.drop()
+            self.disconnect()
         return answer
 
-    def good(self, method, path, body=None, **headers):
+    def ask_json(self, method, path, body=None, **headers):
+        """Sends a request that must succeed; returns the JSON of its answer."""
         answer = self.ask(method, path, body, **headers)
         expect(answer.status == 200, (path, answer.status, answer.body))
         return answer.json()
 
-    def begin(self, body, path="/v1/completions", **connect):
-        """A connection of its own on which a request was sent and no answer was read."""
+    def start_request(self, body, path="/v1/completions", **connect):
+        """Opens a new connection and sends a request on it; does not read the answer."""
         data = json.dumps(body).encode()
         c = self.server.connect(**connect)
         c.send(f"POST {path} HTTP/1.1\r\nHost: {self.host()}\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
         return c
 
-    def drop(self):
+    def disconnect(self):
         if self.conn:
             self.conn.close()
         self.conn = None
 
 
 def reset(conn):
-    """Ends a connection with RST, as a client that crashed."""
+    """Closes a connection with RST, as when a client crashes."""
     conn.s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     conn.close()
 
 
 def read_stream(conn):
-    """The pieces of text of a streamed answer, joined, and whether [DONE] came."""
+    """The whole text of a streamed answer, and whether the stream ended with [DONE]."""
     status, headers = conn.head()
     expect(status == 200 and headers.get("transfer-encoding") == "chunked", (status, headers))
     out, done = "", False
@@ -107,13 +109,13 @@ def read_stream(conn):
     return out, done
 
 
-# ---- The 15 kinds. Each function is one round of one client; it raises Wrong where an answer is not right ----
+# ---- The 15 kinds of clients. Each function is one round of one client; it raises WrongAnswer if an answer is wrong ----
 
 
 def completion(c):
-    """A prompt of 40: each must get the text that it gets alone."""
+    """One of 40 prompts: the text must equal the text of the same request alone."""
     i = c.random.randrange(40)
-    text = c.good("POST", "/v1/completions", numbered(i))["choices"][0]["text"]
+    text = c.ask_json("POST", "/v1/completions", numbered(i))["choices"][0]["text"]
     expect(text == c.alone[i], (i, text, c.alone[i]))
 
 
@@ -121,51 +123,51 @@ def samples(c):
     """Many samples of one prompt, with log-probabilities."""
     n = c.random.randint(2, 24)
     body = {"prompt": PROBLEM, "n": n, "max_tokens": 8, "temperature": 1, "logprobs": 3, "seed": c.random.randrange(1000)}
-    choices = c.good("POST", "/v1/completions", body)["choices"]
+    choices = c.ask_json("POST", "/v1/completions", body)["choices"]
     expect(len(choices) == n and all(len(x["logprobs"]["tokens"]) <= 8 for x in choices), len(choices))
 
 
 def stream(c):
     i = c.random.randrange(40)
-    with c.begin({**numbered(i), "stream": True}) as conn:
+    with c.start_request({**numbered(i), "stream": True}) as conn:
         text, done = read_stream(conn)
     expect(done and text == c.alone[i], (i, text, c.alone[i]))
 
 
 def chat(c):
     body = {"messages": CHAT, "max_tokens": 24, "stop": ["\n\n", "zebra"], "logit_bias": {"65": -5}, "frequency_penalty": 0.2}
-    message = c.good("POST", "/v1/chat/completions", body)["choices"][0]["message"]
+    message = c.ask_json("POST", "/v1/chat/completions", body)["choices"][0]["message"]
     expect(message["role"] == "assistant" and message["content"], message)
 
 
 def chat_stream(c):
     body = {"messages": CHAT, "max_tokens": 24, "stream": True, "temperature": 0.8, "top_p": 0.9, "stream_options": {"include_usage": True}}
-    with c.begin(body, "/v1/chat/completions") as conn:
+    with c.start_request(body, "/v1/chat/completions") as conn:
         expect(read_stream(conn)[1], "no [DONE]")
 
 
 def long_prompt(c):
     words = " ".join(str(c.random.randrange(1000)) for _ in range(200))
-    a = c.good("POST", "/v1/completions", {"prompt": words, "max_tokens": 2, "prompt_logprobs": 1, "echo": True})
+    a = c.ask_json("POST", "/v1/completions", {"prompt": words, "max_tokens": 2, "prompt_logprobs": 1, "echo": True})
     expect(a["usage"]["completion_tokens"] <= 2, a["usage"])
 
 
-def leaves_stream(c):
-    """A client that goes away in the middle of its stream."""
-    conn = c.begin({"prompt": PROBLEM, "max_tokens": 400, "ignore_eos": True, "stream": True, "n": 4})
+def disconnect_in_stream(c):
+    """A client that closes its connection in the middle of its stream."""
+    conn = c.start_request({"prompt": PROBLEM, "max_tokens": 400, "ignore_eos": True, "stream": True, "n": 4})
     conn.fill()
     reset(conn) if c.random.random() < 0.5 else conn.close()
 
 
-def leaves_waiting(c):
-    """A client that goes away before its answer comes."""
-    conn = c.begin({"prompt": PROBLEM, "max_tokens": 400, "ignore_eos": True, "n": 8})
+def disconnect_waiting(c):
+    """A client that closes its connection before its answer comes."""
+    conn = c.start_request({"prompt": PROBLEM, "max_tokens": 400, "ignore_eos": True, "n": 8})
     time.sleep(c.random.random() * 0.05)
     reset(conn) if c.random.random() < 0.5 else conn.close()
 
 
 def half_request(c):
-    """A head or a body that never ends, given up by its client."""
+    """A client that sends an incomplete head or body and then closes its connection."""
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {c.host()}\r\nContent-Length: 100000\r\n\r\n{{\"prompt\": \"" + "x" * 5000
     with c.server.connect() as conn:
         conn.send(head[:c.random.randrange(len(head))])
@@ -173,15 +175,15 @@ def half_request(c):
 
 
 def slow_reader(c):
-    """A client that takes its stream in small pieces, and some of it never."""
-    with c.begin({"prompt": PROBLEM, "max_tokens": 300, "ignore_eos": True, "stream": True, "logprobs": 5}, rcvbuf=2048) as conn:
+    """A client that reads its stream in small pieces and closes its connection before the end."""
+    with c.start_request({"prompt": PROBLEM, "max_tokens": 300, "ignore_eos": True, "stream": True, "logprobs": 5}, rcvbuf=2048) as conn:
         for _ in range(20):
             conn.s.recv(512)
             time.sleep(0.05)
 
 
-def mistakes(c):
-    """Requests that must be refused, each with its own status."""
+def bad_requests(c):
+    """A request that must be refused with its own status."""
     status, method, path, body = c.random.choice([
         (400, "POST", "/v1/completions", b'{"prompt": "x'), (400, "POST", "/v1/completions", {"prompt": 7.5}),
         (400, "POST", "/v1/completions", {"prompt": "x", "temperature": "warm"}), (400, "POST", "/v1/completions", b"\xff\xfe"),
@@ -195,12 +197,12 @@ def mistakes(c):
 
 def tokens(c):
     text = "".join(chr(c.random.choice((c.random.randrange(32, 127), c.random.randrange(0x3B1, 0x3C9), 0x1F600))) for _ in range(300))
-    found = c.good("POST", "/tokenize", {"prompt": text, "add_special_tokens": False})["tokens"]
-    expect(c.good("POST", "/detokenize", {"tokens": found})["prompt"] == text, text)
+    found = c.ask_json("POST", "/tokenize", {"prompt": text, "add_special_tokens": False})["tokens"]
+    expect(c.ask_json("POST", "/detokenize", {"tokens": found})["prompt"] == text, text)
 
 
 def pipelined(c):
-    """Twenty requests sent at once on one connection."""
+    """Twenty requests sent without waiting, on one connection."""
     with c.server.connect() as conn:
         conn.send(f"GET /v1/models HTTP/1.1\r\nHost: {c.host()}\r\n\r\n" * 10 + f"GET /metrics HTTP/1.1\r\nHost: {c.host()}\r\n\r\n" * 10)
         for _ in range(20):
@@ -208,39 +210,39 @@ def pipelined(c):
 
 
 def files(c):
-    """Uploads of half a megabyte, read back and deleted."""
+    """Uploads half a megabyte, reads it back and deletes it."""
     data = c.random.randbytes(500_000)
     made = upload(c, data, "user_data")
-    expect(c.ask("GET", f"/v1/files/{made['id']}/content").body == data, "a file came back otherwise")
-    expect(c.good("GET", "/v1/files")["object"] == "list", "list")
-    expect(c.good("DELETE", f"/v1/files/{made['id']}")["deleted"], made)
+    expect(c.ask("GET", f"/v1/files/{made['id']}/content").body == data, "the content of a file differs")
+    expect(c.ask_json("GET", "/v1/files")["object"] == "list", "list")
+    expect(c.ask_json("DELETE", f"/v1/files/{made['id']}")["deleted"], made)
 
 
 def batches(c):
-    """A batch of 40 lines; of three, one is cancelled. All its files are deleted."""
+    """A batch of 40 lines; one of three batches is cancelled. Deletes all files of the batch."""
     lines = "".join(json.dumps({"custom_id": f"r{i}", "method": "POST", "url": "/v1/completions",
                                 "body": {"prompt": f"Tom has {i}", "max_tokens": 4, "temperature": 1}}) + "\n" for i in range(40))
     made = upload(c, lines.encode(), "batch")
-    batch = c.good("POST", "/v1/batches", {"input_file_id": made["id"], "endpoint": "/v1/completions", "completion_window": "24h"})
+    batch = c.ask_json("POST", "/v1/batches", {"input_file_id": made["id"], "endpoint": "/v1/completions", "completion_window": "24h"})
     cancelled = c.random.random() < 1 / 3
-    if cancelled:  # it may have ended before
+    if cancelled:  # the batch may have ended before
         answer = c.ask("POST", f"/v1/batches/{batch['id']}/cancel")
         expect(answer.status == 200 or "cannot be cancelled" in answer.error()["message"], (answer.status, answer.body))
     while batch["status"] not in ("completed", "cancelled"):
         expect(batch["status"] in ("validating", "in_progress", "finalizing", "cancelling"), batch)
         time.sleep(0.2)
-        batch = c.good("GET", f"/v1/batches/{batch['id']}")
+        batch = c.ask_json("GET", f"/v1/batches/{batch['id']}")
     counts = batch["request_counts"]
     expect(cancelled or counts == {"total": 40, "completed": 40, "failed": 0}, batch)
     for name in ("input_file_id", "output_file_id", "error_file_id"):
         if batch[name]:
-            c.good("DELETE", f"/v1/files/{batch[name]}")
+            c.ask_json("DELETE", f"/v1/files/{batch[name]}")
     return "batches"
 
 
-KINDS = {  # clients of each kind, and the seconds that each rests between two rounds
+KINDS = {  # kind: (number of clients, mean pause in seconds between two rounds of a client)
     completion: (2, 0.05), samples: (1, 0.1), stream: (2, 0.05), chat: (1, 0.1), chat_stream: (1, 0.1), long_prompt: (1, 0.5),
-    leaves_stream: (1, 0.3), leaves_waiting: (1, 0.3), half_request: (1, 0.1), slow_reader: (1, 0.5), mistakes: (1, 0.05),
+    disconnect_in_stream: (1, 0.3), disconnect_waiting: (1, 0.3), half_request: (1, 0.1), slow_reader: (1, 0.5), bad_requests: (1, 0.05),
     tokens: (1, 0.1), pipelined: (1, 0.2), files: (1, 0.3), batches: (1, 0.5)}
 
 
@@ -252,14 +254,14 @@ def upload(c, data, purpose):
     mark = "soak-boundary-7d1f"
     form = (f'--{mark}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\n{purpose}\r\n--{mark}\r\n'
             'Content-Disposition: form-data; name="file"; filename="soak"\r\n\r\n').encode() + data + f"\r\n--{mark}--\r\n".encode()
-    return c.good("POST", "/v1/files", form, Content_Type=f"multipart/form-data; boundary={mark}")
+    return c.ask_json("POST", "/v1/files", form, Content_Type=f"multipart/form-data; boundary={mark}")
 
 
-# ---- The load, and what is watched ----
+# ---- The load and the measurements ----
 
 
 class Load:
-    """The generator: a thread for each client, counts of rounds, and the first wrong answers."""
+    """Runs each client in a thread; counts the rounds and collects errors."""
 
     def __init__(self, server, kinds, alone):
         self.server, self.alone = server, alone
@@ -277,7 +279,7 @@ class Load:
             try:
                 kept = kind(c)
             except Exception as e:
-                c.drop()
+                c.disconnect()
                 with self.lock:
                     self.wrong.append(f"{kind.__name__}: {type(e).__name__}: {e}")
                     print(self.wrong[-1], file=sys.stderr, flush=True)
@@ -286,7 +288,7 @@ class Load:
                 if kept:
                     self.kept[kept] += 1
             self.stop.wait(KINDS[kind][1] * 2 * c.random.random())
-        c.drop()
+        c.disconnect()
 
     def end(self):
         self.stop.set()
@@ -295,7 +297,7 @@ class Load:
 
 
 def probe_health(addresses, stop, out):
-    """Times GET /health on each server in turns, 20 a second each, on connections that are kept."""
+    """Measures GET /health on each server in turns, 20 times per second each, on connections that stay open."""
     times, conns = [[] for _ in addresses], [socket.create_connection(a) for a in addresses]
     request = [b"GET /health HTTP/1.1\r\nHost: %s:%d\r\n\r\n" % (a[0].encode(), a[1]) for a in addresses]
     while not stop.is_set():
@@ -312,16 +314,16 @@ def probe_health(addresses, stop, out):
 
 
 def memory_kb(pid):
-    """Anonymous resident memory: the heap and the stacks, without files that are mapped."""
+    """Anonymous resident memory: the heap and the stacks, without mapped files."""
     with open(f"/proc/{pid}/status") as f:
         return int(re.search(r"RssAnon:\s+(\d+)", f.read())[1])
 
 
 def slope(points):
-    """Least squares: y for each unit of x."""
+    """The slope of the least-squares line."""
     n, sx, sy = len(points), sum(x for x, _ in points), sum(y for _, y in points)
-    below = n * sum(x * x for x, _ in points) - sx * sx
-    return (n * sum(x * y for x, y in points) - sx * sy) / below if below else 0.0
+    denominator = n * sum(x * x for x, _ in points) - sx * sx
+    return (n * sum(x * y for x, y in points) - sx * sy) / denominator if denominator else 0.0
 
 
 def quantile(times, share):
@@ -329,11 +331,12 @@ def quantile(times, share):
 
 
 def soak(a, folder):
-    """Runs the load: (points of (seconds, KB, bytes kept on purpose), load, times of /health, descriptors before and after)."""
+    """Runs the load. Returns points of (seconds, KB, bytes kept on purpose), the load, the times of /health, and the numbers of
+    descriptors before and after."""
     kinds = [k for k in KINDS if not a.kinds or k.__name__ in a.kinds.split(",")]
     with Server("--kv-tokens", "8192", files=folder) as s, Server("--kv-tokens", "1024", "-t", "1") as idle:
         host = "%s:%d" % s.address
-        for i in range(12):  # the KV cache is memory from the first use of each page: use them all
+        for i in range(12):  # a page of the KV cache becomes resident memory at its first use: use all pages
             s.post("/v1/completions", {"prompt": [5 + i] * 900, "max_tokens": 1}, Host=host)
         alone = [s.post("/v1/completions", numbered(i), Host=host).json()["choices"][0]["text"] for i in range(40)]
         fds, stop, out = s.n_fds(), multiprocessing.Event(), multiprocessing.Queue()
@@ -342,7 +345,7 @@ def soak(a, folder):
         load, points, start = Load(s, kinds, alone), [], time.time()
         while time.time() - start < 60 * a.minutes:
             time.sleep(5)
-            s.read_log(), idle.read_log()  # a server whose log nobody reads stops when the pipe is full
+            s.read_log(), idle.read_log()  # if the log is not read, its pipe becomes full and the server blocks
             s.log = idle.log = ""
             kept = sum(KEPT[name] * n for name, n in load.kept.items())
             points.append((time.time() - start, memory_kb(s.p.pid), kept))
@@ -355,7 +358,7 @@ def soak(a, folder):
         probe.join()
         s.wait_fds(fds + 1)
         after = s.n_fds()
-        expect(s.stop() == 0 and idle.stop() == 0, "the server did not end well")
+        expect(s.stop() == 0 and idle.stop() == 0, "the exit status of a server is not 0")
     return points, load, times, (fds, after)
 
 
@@ -365,16 +368,18 @@ def commit():
 
 
 def report(a, points, load, times, fds):
-    """Prints the report; true if every bound holds."""
+    """Prints the report; returns true if all limits hold."""
     half = points[len(points) // 2:]
     grew = 3600 * slope([(t, kb) for t, kb, _ in half]) / 1024
     kept = 3600 * slope([(t, b) for t, _, b in half]) / 1048576
     p99 = [1e3 * quantile(t, 0.99) for t in times]
+    kept_list = ', '.join(f'{n:,} {name} in all, {KEPT[name]} bytes each' for name, n in load.kept.items())
+    rounds = ', '.join(f'{name} {n:,}' for name, n in sorted(load.rounds.items()))
     print(f"""# A soak of the server
 
 {datetime.date.today()}, {commit()}. `{' '.join(['python3', 'test/soak_server.py', *sys.argv[1:]])}`; embedded model, {os.cpu_count()} cores.
 
-{sum(load.rounds.values()):,} rounds of clients: {', '.join(f'{name} {n:,}' for name, n in sorted(load.rounds.items()))}; {len(load.wrong)} wrong.
+{sum(load.rounds.values()):,} rounds of clients: {rounds}; {len(load.wrong)} wrong.
 
 | minutes | anonymous resident KB |
 |---|---|""")
@@ -382,12 +387,12 @@ def report(a, points, load, times, fds):
         t, kb, _ = points[i * (len(points) - 1) // 10]
         print(f"| {t / 60:.1f} | {kb:,} |")
     print(f"""
-Growth in the last half: {grew:.2f} MiB an hour, of which {kept:.2f} are kept on purpose ({', '.join(f'{n:,} {name} in all, {KEPT[name]} bytes each' for name, n in load.kept.items()) or 'nothing'}).
+Growth in the last half: {grew:.2f} MiB an hour, of which {kept:.2f} are kept on purpose ({kept_list or 'nothing'}).
 Descriptors before {fds[0]}, after {fds[1]}.
 
-| GET /health | replies | median ms | p99 ms | most ms |
+| GET /health | replies | median ms | p99 ms | maximum ms |
 |---|---|---|---|---|""")
-    for name, t in zip(("loaded server", "idle server beside it"), times):
+    for name, t in zip(("loaded server", "idle server"), times):
         print(f"| {name} | {len(t):,} | {1e3 * quantile(t, 0.5):.2f} | {1e3 * quantile(t, 0.99):.2f} | {1e3 * max(t):.1f} |")
     for line in load.wrong[:20]:
         print(f"    {line}")
@@ -400,7 +405,7 @@ Descriptors before {fds[0]}, after {fds[1]}.
 def main():
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     p.add_argument("--minutes", type=float, default=60)
-    p.add_argument("--kinds", default="", help="names with commas: " + ", ".join(k.__name__ for k in KINDS))
+    p.add_argument("--kinds", default="", help="names, separated by commas: " + ", ".join(k.__name__ for k in KINDS))
     a = p.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         sys.exit(not report(a, *soak(a, folder)))
