@@ -1,4 +1,4 @@
-"""The command line as a user meets it: ./toka, its flags, its exit status and its words. Run through test/run.sh."""
+"""Tests of the command line: ./toka, its flags, exit status and messages. Run through test/run.sh."""
 import json
 import os
 import re
@@ -46,7 +46,7 @@ def test_prompt_from_stdin_and_file(tmp_path):
     assert toka("-q", "-p", PROBLEM).stderr == b""
 
 
-def test_folder_is_the_embedded_model():
+def test_embedded_model_equals_its_folder():
     assert toka("-m", "test/model", "-p", PROBLEM).stdout == toka("-p", PROBLEM).stdout
 
 
@@ -76,18 +76,18 @@ def test_samples_in_order():
 
 
 def test_seed_and_limits():
-    hot = ["-p", PROBLEM, "--temp", "3", "--seed"]
-    a = toka(*hot, "3").stdout
-    assert a == toka(*hot, "3", "-t", "1").stdout
-    assert any(a != toka(*hot, str(s)).stdout for s in range(4, 9))
+    sampled = ["-p", PROBLEM, "--temp", "3", "--seed"]
+    a = toka(*sampled, "3").stdout
+    assert a == toka(*sampled, "3", "-t", "1").stdout
+    assert any(a != toka(*sampled, str(s)).stdout for s in range(4, 9))
     v = json.loads(toka("-p", PROBLEM, "-n", "3", "--json").stdout)
     assert v["output_tokens"] == 3 and v["samples"][0]["finish_reason"] == "length"
 
 
 def test_stop_string():
     whole = toka("-p", PROBLEM).stdout.decode()
-    cut = whole[len(whole) // 2:][:4]
-    assert toka("-p", PROBLEM, "--stop", cut).stdout.decode() == whole[:whole.index(cut)] + "\n"
+    stop = whole[len(whole) // 2:][:4]
+    assert toka("-p", PROBLEM, "--stop", stop).stdout.decode() == whole[:whole.index(stop)] + "\n"
 
 
 def test_chat_keeps_history():
@@ -100,7 +100,7 @@ def test_chat_keeps_history():
     assert dos.stdout == r.stdout and re.findall(r"prompt (\d+) tokens", dos.stderr.decode()) == [first, second]
 
 
-def test_chat_outlives_a_turn_that_does_not_fit():
+def test_chat_continues_after_a_turn_that_does_not_fit():
     r = toka("--chat", "-q", stdin=f"{PROBLEM}\n{'Tom ' * 3000}\n{PROBLEM.replace('12', '20')}\n")
     want = toka("--chat", "-q", stdin=f"{PROBLEM}\n{PROBLEM.replace('12', '20')}\n")
     assert r.returncode == 0 and r.stdout == want.stdout and b"at most" in r.stderr and b"left out" in r.stderr
@@ -111,9 +111,9 @@ def test_chat_outlives_a_turn_that_does_not_fit():
 
 def test_logprobs_of_samples():
     r = toka("-q", "--raw", "-p", "Tom", "-n", "4", "--samples", "3", "--temp", "1", "--logprobs", "1")
-    said = r.stderr.decode().split("--- sample ")[1:]
-    assert r.returncode == 0 and [s.splitlines()[0] for s in said] == ["0", "1", "2"]
-    assert all(json.loads(line)["logprob"] <= 0 for s in said for line in s.splitlines()[1:])
+    samples = r.stderr.decode().split("--- sample ")[1:]
+    assert r.returncode == 0 and [s.splitlines()[0] for s in samples] == ["0", "1", "2"]
+    assert all(json.loads(line)["logprob"] <= 0 for s in samples for line in s.splitlines()[1:])
 
 
 def test_raw_completes_text():
@@ -139,12 +139,12 @@ def test_a_model_without_a_template(tmp_path):
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     config.pop("chat_template", None)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    said = toka("-m", str(tmp_path), "-n", "5", "-p", PROBLEM)
+    plain = toka("-m", str(tmp_path), "-n", "5", "-p", PROBLEM)
     raw = toka("-m", str(tmp_path), "-n", "5", "-p", PROBLEM, "--raw")
-    assert said.returncode == raw.returncode == 0 and said.stdout == raw.stdout
-    assert b"has no chat template" in said.stderr and b"template" not in raw.stderr
+    assert plain.returncode == raw.returncode == 0 and plain.stdout == raw.stdout
+    assert b"has no chat template" in plain.stderr and b"template" not in raw.stderr
     p = subprocess.Popen([TOKA, "-m", str(tmp_path), "--chat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert p.wait(60) == 1 and b"has no chat template" in p.stderr.read()  # nobody has written a line
+    assert p.wait(60) == 1 and b"has no chat template" in p.stderr.read()  # it does not wait for input
     p.stdin.close(), p.stdout.close(), p.stderr.close()
 
 
@@ -197,8 +197,8 @@ def test_template_goldens():
 def test_template_of_the_embedded_model():
     r = toka("template", stdin='{"messages":[{"role":"user","content":"hi"}],"add_generation_prompt":true}')
     assert r.returncode == 0 and b"hi" in r.stdout
-    marked = toka("template", stdin='\ufeff{"messages":[{"role":"user","content":"hi"}],"add_generation_prompt":true}')
-    assert marked.returncode == 0 and marked.stdout == r.stdout
+    with_bom = toka("template", stdin='\ufeff{"messages":[{"role":"user","content":"hi"}],"add_generation_prompt":true}')
+    assert with_bom.returncode == 0 and with_bom.stdout == r.stdout
 
 
 def test_score():
@@ -216,20 +216,21 @@ def test_models():
 
 
 def test_without_models_txt(tmp_path):
-    """A program that was copied alone says what it lacks, not that the name is wrong."""
+    """If the program was copied without models.txt, the error names the missing file and does not call the model's name wrong."""
     shutil.copy(TOKA, alone := tmp_path / "toka")
-    for args in (["models"], ["-m", "llama-3.2-1b", "-p", "x"], ["bench", "throughput", "--dummy-weights", "-m", "llama-3.2-1b", "--dataset", "x"]):
+    for args in (["models"], ["-m", "llama-3.2-1b", "-p", "x"],
+                 ["bench", "throughput", "--dummy-weights", "-m", "llama-3.2-1b", "--dataset", "x"]):
         r = subprocess.run([alone, *args], capture_output=True, cwd=tmp_path)
         assert r.returncode == 1 and b"no models.txt here or beside the program" in r.stderr, (args, r.stderr)
 
 
 # ---- flags, environment, errors ----
 
-def test_help_is_a_page():
-    """How to begin, and where the rest stands."""
+def test_help_is_short():
+    """--help fits on one screen: it has examples and names --help-all."""
     r = toka("--help")
-    said = r.stdout.decode()
-    assert r.returncode == 0 and 15 < said.count("\n") < 30 and "Examples\n  toka -p" in said and "toka --help-all" in said
+    text = r.stdout.decode()
+    assert r.returncode == 0 and 15 < text.count("\n") < 30 and "Examples\n  toka -p" in text and "toka --help-all" in text
     for command in ("serve", "batch", "bench serve", "bench throughput", "score", "plan", "tokenize", "template"):
         words = command.split()
         short, every = (toka(*words, flag).stdout.decode() for flag in ("--help", "--help-all"))
@@ -237,7 +238,7 @@ def test_help_is_a_page():
         assert f"toka {command} --help-all" in short or set(re.findall("--[a-z-]+", every)) <= set(re.findall("--[a-z-]+", short + every))
         assert toka("help", *words).stdout.decode() == toka(*words, "-h").stdout.decode() == short
     known = open(os.path.join(ROOT, "models.txt")).read()
-    for name in re.findall(r"-m ([a-z0-9.-]+)", said):
+    for name in re.findall(r"-m ([a-z0-9.-]+)", text):
         assert f"\n{name} " in known, name
 
 
@@ -252,36 +253,37 @@ def test_help_names_every_flag():
 
 
 def test_help_of_a_command():
-    """What a command does not take its help does not list, and what it lists it takes."""
+    """The help of a command lists exactly the flags that the command accepts."""
     with open(os.path.join(ROOT, "toka.c")) as f:
         table = f.read().split("cli_flags[] = {")[1].split("\n};")[0]
     flags = re.findall(r'^    \{"([a-z-]+)", "[a-z]?", "([^"]*)"', table, re.M)
     for words in (["serve"], ["batch"], ["tokenize"], ["plan"], ["bench", "serve"], ["bench", "throughput"], ["models"]):
         r = toka(*words, "--help-all")
-        said = r.stdout.decode()
-        assert r.returncode == 0 and said.split("\nExample\n")[0].count("  toka ") == 1 and f"  toka {' '.join(words)}" in said and "\n\n\n" not in said
-        listed = re.findall(r"^  (?:-[a-z], |    )--([a-z-]+)", said, re.M)
+        text = r.stdout.decode()
+        assert r.returncode == 0 and text.split("\nExample\n")[0].count("  toka ") == 1
+        assert f"  toka {' '.join(words)}" in text and "\n\n\n" not in text
+        listed = re.findall(r"^  (?:-[a-z], |    )--([a-z-]+)", text, re.M)
         assert 1 < len(listed) < len(flags) and "help" in listed
         for name, arg in flags:
-            taken = b"not for this command" not in toka(*words, f"--{name}", *(["1"] if arg else []), "--help-all").stderr
-            assert taken == (name in listed), (words, name)
+            accepted = b"not for this command" not in toka(*words, f"--{name}", *(["1"] if arg else []), "--help-all").stderr
+            assert accepted == (name in listed), (words, name)
     assert toka("help").stdout == toka("--help").stdout
 
 
 def test_devices():
     r = toka("devices")
     assert r.returncode == 0 and re.search(rb"^cpu  .*kernels, \d+ cores?, ", r.stdout, re.M)
-    known, found = b"cuda" in toka("--version").stdout, re.search(rb"^cuda\S*  .*compute capability", r.stdout, re.M)
-    assert known == (b"cuda" in r.stdout)
-    if found:
+    with_cuda, has_gpu = b"cuda" in toka("--version").stdout, re.search(rb"^cuda\S*  .*compute capability", r.stdout, re.M)
+    assert with_cuda == (b"cuda" in r.stdout)
+    if has_gpu:
         pytest.skip("there is a GPU")
     r = toka("-p", PROBLEM, "--device", "cuda")
     assert r.stdout == b"" and r.stderr.count(b"\n") == 1
-    assert r.returncode == (2 if known else 1) and (b"device cuda: " in r.stderr)
+    assert r.returncode == (2 if with_cuda else 1) and (b"device cuda: " in r.stderr)
     r = toka("-p", PROBLEM, env={"TOKA_DEVICE": "auto"})
-    assert r.returncode == 0 and (b"toka: no GPU (" in r.stderr) == known
+    assert r.returncode == 0 and (b"toka: no GPU (" in r.stderr) == with_cuda
     r = toka("bench", "ops")
-    assert r.returncode == (2 if known else 1) and r.stderr.count(b"\n") == 1
+    assert r.returncode == (2 if with_cuda else 1) and r.stderr.count(b"\n") == 1
     assert toka("-p", PROBLEM, "--device", "tpu").returncode == 1
 
 
@@ -296,13 +298,13 @@ def test_environment():
     assert r.returncode == 1 and b"TOKA_TOP_K" in r.stderr
 
 
-def test_command_line_goes_before_environment():
+def test_command_line_overrides_environment():
     want = toka("-p", PROBLEM).stdout
     assert toka("-p", PROBLEM, env={"TOKA_FILE": "/does/not/exist", "TOKA_DATASET": "x"}).stdout == want
     assert toka("-f", "-", stdin=PROBLEM, env={"TOKA_PROMPT": "hi"}).stdout == want
     assert toka("-p", PROBLEM, "--stop", "never seen", env={"TOKA_STOP": "a"}).stdout == want
     assert toka("-p", PROBLEM, "--raw", env={"TOKA_SYSTEM": "x"}).stdout == toka("-p", PROBLEM, "--raw").stdout
-    for value in "many", "tcp://10.0.0.1:10210":  # the flag counts, whatever the environment holds
+    for value in "many", "tcp://10.0.0.1:10210":  # if a flag is given, its variable may have any value
         assert toka("-p", PROBLEM, "--seed", "3", env={"TOKA_SEED": value}).stdout == want
     r = toka("-p", PROBLEM, "--seed", "3", env={"TOKA_SEED": "x", "TOKA_TOP_K": "many"})
     assert r.returncode == 1 and b"TOKA_TOP_K" in r.stderr
@@ -312,33 +314,33 @@ def test_command_line_goes_before_environment():
     for command, env in (("bench serve", {"TOKA_BASE_URL": "http://127.0.0.1:9"}), ("serve", {"TOKA_UDS": "/does/not/exist/socket"})):
         r = toka(*command.split(), "--host", "no.such.host.invalid", env=env)
         assert r.returncode and b"no.such.host.invalid" in r.stderr, command
-    for flag in ("--port", "1"), ("--host", "127.0.0.1"):  # both on the command line: one would not be done
+    for flag in ("--port", "1"), ("--host", "127.0.0.1"):  # a conflict on the command line is an error
         r = toka("serve", "--uds", "/does/not/exist/socket", *flag)
         assert r.returncode == 1 and r.stderr == b"toka: --uds goes without %s\n" % flag[0].encode(), r.stderr
     assert toka("--help", env={"TOKA_THREADS": "abc"}).returncode == 0
     assert toka("bench", "--help").stdout == toka("--help").stdout != b"" != toka("serve", "--help").stdout and toka("bench").returncode == 1
 
 
-def ctrl_c_half_way(args, whole, cut):
-    """Runs toka with one thread and steps of one token, once for the time that it takes and what is said then, whole(out); then with a Ctrl-C
-    half-way through, or earlier, until that has come in time, which cut(out, err) sees."""
-    def begin():
+def interrupt_half_way(args, is_whole, is_cut):
+    """Runs toka with one thread and steps of one token. The first run is not interrupted: it measures the time, and is_whole(out) must
+    hold. The next runs get a SIGINT after half of this time, then earlier and earlier, until is_cut(out, err) holds."""
+    def start():
         p = subprocess.Popen([TOKA, *args, "--max-num-seqs", "1", "--max-num-batched-tokens", "1", "--threads", "1"],
                              stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         wait_handlers(p)
         return p, time.time()
-    p, since = begin()
-    assert whole(p.communicate(timeout=60)[0]) and p.returncode == 0
-    wait, late = (time.time() - since) / 2, 0  # long after the model is open
+    p, since = start()
+    assert is_whole(p.communicate(timeout=60)[0]) and p.returncode == 0
+    wait, late = (time.time() - since) / 2, 0  # `since`: the model is not yet open
     while True:
-        p, _ = begin()
+        p, _ = start()
         time.sleep(wait)
         p.send_signal(signal.SIGINT)
         out, err = p.communicate(timeout=60)
-        if p.returncode == 130 and cut(out, err):
+        if p.returncode == 130 and is_cut(out, err):
             return
         if p.returncode:
-            late += 1  # once or twice the signal may come while it prints
+            late += 1  # the signal may come while the program prints, but only a few times
         wait /= 2
         assert late < 4 and wait > 1e-6, (p.returncode, out, err)
 
@@ -346,21 +348,22 @@ def ctrl_c_half_way(args, whole, cut):
 def test_ctrl_c_while_scoring(tmp_path):
     text = tmp_path / "long.txt"
     text.write_text("Tom has 12 apples. " * 80)
-    ctrl_c_half_way(["score", "-f", str(text)], len, lambda out, err: out == b"")
+    interrupt_half_way(["score", "-f", str(text)], len, lambda out, err: out == b"")
 
 
 def test_ctrl_c_in_a_long_prompt():
-    """It ends before the first token, as it ends behind one."""
+    """A prompt interrupted before its first token ends like one interrupted later."""
     def sample(out):
         return json.loads(out)["samples"][0]
 
-    def cut(out, err):
+    def is_cut(out, err):
         if not out or sample(out)["tokens"]:
             return False
         assert sample(out)["finish_reason"] == "cancelled" and re.search(rb"prompt \d+ tokens, generated 0 tokens, .*ended after \d+ ms\n$", err)
         return True
 
-    ctrl_c_half_way(["--raw", "--json", "--ignore-eos", "-n", "1", "-p", "Tom has 12 apples. " * 80], lambda out: len(sample(out)["tokens"]) == 1, cut)
+    interrupt_half_way(["--raw", "--json", "--ignore-eos", "-n", "1", "-p", "Tom has 12 apples. " * 80],
+                       lambda out: len(sample(out)["tokens"]) == 1, is_cut)
 
 
 def test_ctrl_c_while_waiting_for_input():
@@ -384,7 +387,8 @@ def test_tokenize_needs_no_weights(tmp_path):
 
 
 def test_templates_by_name(tmp_path):
-    """default and tool_use go by themselves, any other by --chat-template NAME; without default a chat says what there is."""
+    """toka chooses the template default, or tool_use if there are tools; --chat-template NAME selects another one. If there is no
+    default, the error lists the names."""
     named = [{"name": n, "template": n + " {{ messages[0].content }}"} for n in ("tool_use", "rag", "default")]
     config = tmp_path / "tokenizer_config.json"
     config.write_text(json.dumps({"chat_template": named}))
@@ -392,7 +396,7 @@ def test_templates_by_name(tmp_path):
     for args, stdin, want in (([], chat, b"default hi"), ([], tools, b"tool_use hi"), (["--chat-template", "rag"], chat, b"rag hi"),
                               (["--chat-template", "rag"], tools, b"rag hi"), (["--chat-template", "default"], tools, b"default hi")):
         assert toka("template", "-m", str(tmp_path), *args, stdin=stdin).stdout == want
-        if not args:  # as a file, without a model and with one
+        if not args:  # the same templates from a file, without a model and with another model
             assert toka("template", "--chat-template", str(config), stdin=stdin).stdout == want
             assert toka("template", "-m", "test/model", "--chat-template", str(config), stdin=stdin).stdout == want
     r = toka("template", "-m", str(tmp_path), "--chat-template", "nope", stdin=chat)
@@ -406,7 +410,7 @@ def test_templates_by_name(tmp_path):
 
 @pytest.mark.parametrize("config", [None, '{"architectures":["GptOssForCausalLM"],"model_type":"gpt_oss"}', "{", ""])
 def test_text_needs_no_config(tmp_path, config):
-    """Tokenizer and template work in a folder without config.json, and beside one of a model that toka cannot run."""
+    """Tokenizer and template work in a folder without config.json, and with the config.json of a model that toka cannot run."""
     for f in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(f"{ROOT}/test/model/{f}", tmp_path)
     if config is not None:
@@ -437,7 +441,7 @@ def test_text_needs_no_config(tmp_path, config):
     (["--max-num-batched-tokens", "8", "--max-num-seqs", "9", "-p", "a"], "max_num_batched_tokens"), (["bench"], "throughput"),
     (["--stop", "", "-p", "a"], "stop[0]"), (["-m", "test/fixtures/qwen2", "-p", "a"], "tokenizer"),
 ])
-def test_bad_use_is_one_sentence(args, words):
+def test_wrong_arguments_give_one_sentence(args, words):
     r = toka(*args)
     assert r.returncode in (1, 2) and r.stdout == b""
     assert words in r.stderr.decode() and r.stderr.decode().count("\n") == 1 and r.stderr.startswith(b"toka: ")
@@ -450,15 +454,15 @@ WRITES = ["models --models-file {}", "-p x --models-file {}", "batch -i in.jsonl
           "bench throughput --dataset in.jsonl --timeline {}"]
 
 
-def test_a_directory_for_a_file(tmp_path):
-    """One sentence, before anything runs. A file that is not there is named too."""
+def test_a_directory_in_place_of_a_file(tmp_path):
+    """The error is one sentence, and the program ends before it does any work. An error about a missing file names the file."""
     (tmp_path / "in.jsonl").write_text('{"prompt":"Tom","max_tokens":1}\n')
     (tmp_path / "folder").mkdir()
     for command in READS + WRITES:
         r = toka(*command.format("folder").split(), cwd=tmp_path)
         assert r.returncode == 1 and re.fullmatch(rb"toka: (--[a-z-]+: )?folder is a directory, expected a file\n", r.stderr), (command, r.stderr)
     for command in READS:
-        if "bench serve" not in command:  # which waits for a server before
+        if "bench serve" not in command:  # it waits for a server before it opens the file
             r = toka(*command.format("none").split(), cwd=tmp_path)
             assert r.returncode == 1 and r.stderr.endswith(b"toka: none: No such file or directory\n"), (command, r.stderr)
     assert all(not os.path.getsize(tmp_path / name) for name in os.listdir(tmp_path) if name == "out.jsonl")
@@ -469,12 +473,12 @@ def test_a_directory_for_a_file(tmp_path):
     assert toka("tokenize", "-f", "pipe", cwd=tmp_path).stdout == toka("tokenize", stdin="Tom has\n").stdout
 
 
-def test_exit_status_of_bad_use():
+def test_exit_status_of_wrong_arguments():
     assert toka("-f", "/does/not/exist").returncode == 1
     assert toka("--nonsense").returncode == 1
 
 
-def test_full_disk_is_told():
+def test_full_disk_is_reported():
     with open("/dev/full", "wb") as full:
         r = subprocess.run([TOKA, "-p", PROBLEM], stdout=full, stderr=subprocess.PIPE, timeout=60)
     assert r.returncode == 2 and b"standard output" in r.stderr
@@ -482,8 +486,8 @@ def test_full_disk_is_told():
 
 @pytest.mark.parametrize("args", [["--ignore-eos", "-n", "900"], ["--json", "-n", "5"], ["-n", "5", "--samples", "3"], ["--chat", "-n", "5"],
                                   ["-n", "5", "--logprobs", "1"]])
-def test_reader_that_leaves(args):
-    """It wanted no more: that is no failure, and nothing is said of it."""
+def test_closed_standard_output(args):
+    """If the reader of standard output has closed the pipe, the exit status is 0 and there is no message."""
     raw = [] if "--chat" in args else ["--raw"]
     p = subprocess.Popen([TOKA, *raw, *args, "-p", "Tom"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     if "--ignore-eos" in args:
@@ -499,19 +503,19 @@ PRINTS = ["--help", "--help-all", "help serve", "serve --help", "batch --help-al
 
 @pytest.mark.parametrize("command", PRINTS)
 def test_closed_pipe_and_full_disk(command):
-    """A reader that left is no failure; a disk without room is one, and one sentence says so."""
+    """A closed pipe is not an error. A full disk is an error, with a message of one sentence."""
     env = {**os.environ, "TOKA_DEVICE": "cpu"}
-    ours, theirs = os.pipe()
-    os.close(ours)
-    r = subprocess.run([TOKA, *command.split()], stdin=subprocess.DEVNULL, stdout=theirs, stderr=subprocess.PIPE, env=env, timeout=60)
-    os.close(theirs)
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    r = subprocess.run([TOKA, *command.split()], stdin=subprocess.DEVNULL, stdout=write_end, stderr=subprocess.PIPE, env=env, timeout=60)
+    os.close(write_end)
     assert (r.returncode, r.stderr) == (0, b"")
     with open("/dev/full", "wb") as full:
         r = subprocess.run([TOKA, *command.split()], stdin=subprocess.DEVNULL, stdout=full, stderr=subprocess.PIPE, env=env, timeout=60)
     assert r.returncode == 2 and r.stderr == b"toka: standard output: No space left on device\n"
 
 
-@pytest.mark.parametrize("args, meant", [
+@pytest.mark.parametrize("args, suggestion", [
     ("--promt x", "--prompt"), ("--Prompt x", "--prompt"), ("-prompt x", "--prompt"), ("--max_tokens 3", "--max-tokens"),
     ("--max-token=3", "--max-tokens"), ("--tmep 1", "--temp"), ("--temperature 1", "--temp"), ("--modell x", "--model"),
     ("serve --prot 1", "--port"), ("batch --inputfile x", "--input-file"), ("plan --gpuss 2", "--gpus"), ("--hepl", "--help"),
@@ -521,15 +525,15 @@ def test_closed_pipe_and_full_disk(command):
     ("-m llama-3.2-1 -p x", "llama-3.2-1b"), ("tokenize -m qwen3_8b", "qwen3-8b"), ("plan -m smolm2-135m", "smollm2-135m"),
     ("bench throughput --dummy-weights --dataset x -m Lama-3.1-8b", "llama-3.1-8b"),
 ])
-def test_names_that_were_meant(args, meant):
+def test_suggestions_for_misspelled_names(args, suggestion):
     r = toka(*args.split())
-    assert r.returncode == 1 and r.stderr.endswith(f"; did you mean {meant}?\n".encode()) and r.stderr.count(b"\n") == 1, r.stderr
+    assert r.returncode == 1 and r.stderr.endswith(f"; did you mean {suggestion}?\n".encode()) and r.stderr.count(b"\n") == 1, r.stderr
 
 
 @pytest.mark.parametrize("args", ["--nonsense", "--x", "-x", "--", "frobnicate", "bench", "bench frobnicate", "--device rocm -p x",
                                   "--device CUDA2000000000000000000000000000000000000000000000000000000000000000000000 -p x", "-m zzz -p x",
                                   "serve --samples 2", "--" + "prompt" * 40, "tokenize --input-file x"])
-def test_names_like_no_other(args):
+def test_no_suggestion_without_a_similar_name(args):
     r = toka(*args.split())
     assert r.returncode == 1 and b"did you mean" not in r.stderr and r.stderr.count(b"\n") == 1, r.stderr
 
