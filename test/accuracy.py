@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""A whole batch of word problems, killed on the way, judged sample by sample and compared with runs of single requests.
+"""Runs a large batch of word problems, kills it several times, scores each sample, and compares with runs of single requests.
 
     python3 test/accuracy.py --dir /tmp/accuracy                           10,000 lines x 16 samples: 10 to 60 minutes of 2 cores
-    python3 test/accuracy.py --dir /tmp/accuracy --lines 200 --alone 20    the same in small, under a minute
+    python3 test/accuracy.py --dir /tmp/accuracy --lines 200 --alone 20    a short run, under a minute
 
-What it does, with `toka batch` and the embedded model:
-  1. writes --lines problems of test/model/make/problems.py (--seed) as chat lines of --n samples at --temp;
-  2. runs the batch, kills it with -9 each time the output has grown by another share (--kills), and lets the same command finish;
-  3. checks that every custom_id is there exactly once, with all its samples, none of them an error;
-  4. scores every sample against the known answer;
-  5. runs --alone lines of the file, drawn at random, each as `toka -p`, one sample at a time, in a process of its own, and
-     demands equal texts: what single runs answer is what the batch answered, to the byte.
-Prints a report in markdown (test/results/batch-10000.md is one) and exits 1 if anything is not as it must be.
-Needs ./toka and the standard library only. An unfinished batch in --dir is taken up again.
+The steps, with `toka batch` and the embedded model:
+  1. Write --lines problems of test/model/make/problems.py (--seed) as chat lines of --n samples at --temp.
+  2. Run the batch; kill it with -9 --kills times, at equal distances of the output; then let the same command finish.
+  3. Check that each custom_id appears exactly once, with all its samples and without an error.
+  4. Compare each sample with the known answer.
+  5. Run --alone random lines with `toka -p`, one sample at a time, each line in its own process. The texts must equal those of the
+     batch, byte for byte.
+Prints a report in markdown (example: test/results/batch-10000.md). The exit status is 1 if a check fails. Needs only ./toka and the
+standard library. An unfinished batch in --dir is continued.
 """
 import argparse
 import datetime
@@ -45,7 +45,7 @@ def arguments():
 
 
 def write_input(o, path):
-    """The batch file; returns prompt and answer by custom_id."""
+    """Writes the batch file; returns prompt and answer by custom_id."""
     made = subprocess.run([sys.executable, os.path.join(ROOT, "test/model/make/problems.py"), "--seed", str(o.seed), "--n",
                            str(o.lines), "--jsonl"], check=True, capture_output=True, text=True).stdout.splitlines()
     problems = {f"problem-{i}": json.loads(line) for i, line in enumerate(made)}
@@ -64,7 +64,8 @@ def count_lines(path):
 
 
 def run_batch(o, source, out):
-    """Runs the batch to its end through --kills deaths; returns the lines written when it was killed, and the last report."""
+    """Runs the batch, kills it --kills times, and runs it to its end; returns the number of lines written at each kill, and the last
+    standard error."""
     command = [o.toka, "batch", "-i", source, "-o", out, "--report", os.path.join(o.dir, "report.json")]
     kills = []
     for part in range(1, o.kills + 2):
@@ -83,7 +84,7 @@ def run_batch(o, source, out):
 
 
 def read_results(o, out, problems):
-    """Texts by custom_id; exits when a line is missing, twice there, an error or not whole."""
+    """The texts by custom_id; exits if a line is missing, appears twice, is an error or is incomplete."""
     texts = {}
     for line in open(out):
         v = json.loads(line)
@@ -101,7 +102,7 @@ def n_right(texts, answer):
 
 
 def run_alone(o, problems, names):
-    """Texts of single runs by custom_id."""
+    """The texts of single runs, by custom_id."""
     texts = {}
     for name in names:
         seed = o.seed + int(name.split("-")[1])
@@ -137,27 +138,27 @@ def main():
     alone = run_alone(o, problems, names)
     same = sum(a == b for name in names for a, b in zip(texts[name], alone[name]))
     last = "\n    ".join(line for line in err.strip().split("\n") if "ETA" not in line)
-    right_there = sum(right[name] for name in names)
+    right_in_batch = sum(right[name] for name in names)
     right_alone = sum(n_right(alone[name], problems[name]["answer"]) for name in names)
     flags = f"--lines {o.lines} --n {o.n} --seed {o.seed} --temp {o.temp:g} --kills {o.kills}"
     print(f"""# {o.lines:,} word problems x {o.n} samples in one batch
 
-{datetime.date.today()}, {commit()}. Single runs: `toka -p`, one sample at a time, a process for each problem.
+{datetime.date.today()}, {commit()}. Single runs: `toka -p`, one sample at a time, one process for each problem.
 `python3 test/accuracy.py --dir DIR {flags} --alone {o.alone}`
 
-| what | found |
+| check | result |
 |---|---|
 | lines in the output | {len(texts):,}, each custom_id once, {o.n} samples each, no error record |
-| killed with -9 when so many lines were written | {', '.join(f'{k:,}' for k in kills) or 'never'} |
+| lines written when it was killed with -9 | {', '.join(f'{k:,}' for k in kills) or 'never'} |
 | samples with the right answer, temperature {o.temp:g} | {share(sum(right.values()), o.lines * o.n)} |
-| problems of which all samples are right | {sum(r == o.n for r in right.values()):,} |
-| of which most are right | {sum(2 * r > o.n for r in right.values()):,} |
-| the {len(names)} problems drawn for single runs, in the batch | {share(right_there, len(names) * o.n)} |
-| the same in single runs | {share(right_alone, len(names) * o.n)} |
-| samples equal to the byte in both | {same:,} of {len(names) * o.n:,} |
-| wall clock of all parts | {took:.0f} s |
+| problems with all samples right | {sum(r == o.n for r in right.values()):,} |
+| problems with more than half of the samples right | {sum(2 * r > o.n for r in right.values()):,} |
+| right samples of the {len(names)} problems of the single runs, in the batch | {share(right_in_batch, len(names) * o.n)} |
+| right samples of these problems in single runs | {share(right_alone, len(names) * o.n)} |
+| samples with equal bytes in both | {same:,} of {len(names) * o.n:,} |
+| wall-clock time of all parts | {took:.0f} s |
 
-The last part of the batch, from the last kill to the end:
+Standard error of the last part of the batch, from the last kill to the end:
 
     {last}
 """)

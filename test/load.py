@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Load on toka serve with the embedded model, over loopback. Prints what it measured, exits 1 where a bound is missed.
+"""Load tests of toka serve with the embedded model, over loopback. Prints measurements; exits with 1 if a limit is missed.
 
-    test/load.py streams    10,000 streams at once, each equal to its run alone; p99 of /health meanwhile at most 50 ms
-    test/load.py memory     200,000 small requests: resident memory flat, no descriptor left
+    test/load.py streams    10,000 streams at once: each must equal the same request alone; p99 of /health must be at most 50 ms
+    test/load.py memory     200,000 small requests: resident memory must not grow, and no descriptor may stay open
     test/load.py cpu        the server's own CPU time per token at n = 1,024 without streaming: at most 10 us
-    test/load.py            all of it        (--streams, --requests, --n for other sizes)
+    test/load.py            all three; --streams, --requests and --n change the sizes
 """
 import argparse
 import http.client
@@ -29,8 +29,8 @@ def request(body):
     return b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(data) + data
 
 
-def whole(data):
-    """The body of an answer if all of it is there, else None."""
+def body_of(data):
+    """The body of an answer if it is complete, else None."""
     head, sep, rest = data.partition(b"\r\n\r\n")
     if not sep:
         return None
@@ -49,8 +49,9 @@ def whole(data):
         rest = rest[int(size, 16) + 2:]
 
 
-class Crowd:
-    """Many connections of one thread. Each gets requests from `feed(i)` until that is None; answers go to `on_answer(i, body)`."""
+class Connections:
+    """Many connections, used by one thread. Connection i sends the requests that `feed(i)` returns, until it returns None; each answer
+    is passed to `on_answer(i, body)`."""
 
     def __init__(self, address, n, feed, on_answer):
         self.epoll, self.conns = select.epoll(), {}
@@ -86,7 +87,7 @@ class Crowd:
                 piece = s.recv(1 << 16)
                 assert piece, f"connection {i} was closed"
                 got += piece
-                if (got.endswith(b"0\r\n\r\n") or got.endswith(b"}")) and (body := whole(bytes(got))) is not None:
+                if (got.endswith(b"0\r\n\r\n") or got.endswith(b"}")) and (body := body_of(bytes(got))) is not None:
                     self.on_answer(i, body)
                     self.next(fd)
             if time.time() - last > 1:
@@ -95,7 +96,7 @@ class Crowd:
 
 
 def probe_health(address, stop, out):
-    """Times GET /health, 50 a second, in a process of its own."""
+    """Measures GET /health, 50 times per second; runs in its own process."""
     times, c = [], http.client.HTTPConnection(*address)
     c.connect()
     while not stop.is_set():
@@ -108,7 +109,7 @@ def probe_health(address, stop, out):
 
 
 def health_times(address, during):
-    """What during() returns, and the sorted times of /health meanwhile."""
+    """Calls during(); returns its result and the sorted times of /health during the call."""
     stop, out = multiprocessing.Event(), multiprocessing.Queue()
     probe = multiprocessing.Process(target=probe_health, args=(address, stop, out))
     probe.start()
@@ -120,7 +121,7 @@ def health_times(address, during):
 
 
 def streams(n):
-    """n streams at once: (seconds, tokens, most connections seen, /health times before and meanwhile)."""
+    """Runs n streams at once: (seconds, tokens, maximum of connections, /health times before the load and under load)."""
     rnd = random.Random(1)
     bodies = [{"prompt": f"{PROBLEM} {i}", "max_tokens": rnd.randint(2, 12), "seed": i, "temperature": 1, "stream": True,
                "stream_options": {"include_usage": False}} for i in range(40)]
@@ -145,11 +146,11 @@ def streams(n):
             peak = max(peak, s.metric("http_connections"))
 
         def load():
-            crowd = Crowd(s.address, n, feed, on_answer)
+            connections = Connections(s.address, n, feed, on_answer)
             start = time.time()
             watch()
-            crowd.start()
-            crowd.run(watch)
+            connections.start()
+            connections.run(watch)
             return time.time() - start
 
         seconds, times = health_times(s.address, load)
@@ -165,7 +166,7 @@ def rss_kb(pid):
 
 
 def memory(n, at_once=200):
-    """n small requests of many kinds: RSS at a tenth of them and at each further tenth, in KB."""
+    """Runs n small requests of many kinds: (resident KB after each tenth of them, descriptors that stayed open)."""
     rnd = random.Random(2)
     bodies = [request(b) for b in (
         [{"prompt": PROBLEM, "max_tokens": 1, "seed": i} for i in range(20)] + [{"prompt": PROBLEM, "max_tokens": 2, "stream": True}] * 5 +
@@ -183,9 +184,9 @@ def memory(n, at_once=200):
             if done % (n // 10) == 0:
                 sizes.append(rss_kb(s.p.pid))
 
-        crowd = Crowd(s.address, at_once, feed, on_answer)
-        crowd.start()
-        crowd.run()
+        connections = Connections(s.address, at_once, feed, on_answer)
+        connections.start()
+        connections.run()
         time.sleep(0.5)
         left = s.n_fds() - fds
         assert s.stop() == 0
@@ -193,7 +194,7 @@ def memory(n, at_once=200):
 
 
 def server_cpu(s):
-    """CPU seconds of the loop and the workers, and what the engine's thread spent on events (and the rest of its commits)."""
+    """CPU seconds of the event loop and the workers, and the seconds of the engine's commits, which include its events."""
     total = 0
     for tid in os.listdir(f"/proc/{s.p.pid}/task"):
         with open(f"/proc/{s.p.pid}/task/{tid}/comm") as f, open(f"/proc/{s.p.pid}/task/{tid}/schedstat") as g:
@@ -204,7 +205,7 @@ def server_cpu(s):
 
 
 def cpu(n, tokens=128):
-    """One request of n samples, not streamed: (CPU seconds of loop and workers, seconds of commits, tokens)."""
+    """Runs one request of n samples, not streamed: (CPU seconds of event loop and workers, seconds of commits, tokens)."""
     with Server("--max-num-seqs", "1024", "--kv-tokens", "262144") as s:
         body = {"prompt": PROBLEM, "n": n, "max_tokens": tokens, "ignore_eos": True, "temperature": 1, "top_p": 0.9}
         s.post("/v1/completions", {**body, "n": 2})
@@ -228,18 +229,18 @@ def main():
     if a.what in ("all", "streams"):
         seconds, tokens, peak, idle, times = streams(a.streams)
         p99, idle99 = (x[int(0.99 * (len(x) - 1))] for x in (times, idle))
-        print(f"streams: {a.streams} at once (most connections seen: {peak:.0f}), all equal to their runs alone, {seconds:.1f} s, "
+        print(f"streams: {a.streams} at once (maximum of connections: {peak:.0f}), all equal to single requests, {seconds:.1f} s, "
               f"{tokens / seconds:.0f} tok/s; /health {len(times)} times: median {1e3 * times[len(times) // 2]:.1f} ms, "
-              f"p99 {1e3 * p99:.1f} ms, most {1e3 * times[-1]:.1f} ms; before the load p99 {1e3 * idle99:.1f} ms", flush=True)
+              f"p99 {1e3 * p99:.1f} ms, maximum {1e3 * times[-1]:.1f} ms; before the load p99 {1e3 * idle99:.1f} ms", flush=True)
         ok &= p99 <= 0.05 and peak >= a.streams
     if a.what in ("all", "memory"):
         sizes, left = memory(a.requests)
-        print(f"memory: {a.requests} requests, resident KB at each tenth: {sizes}; descriptors left: {left}", flush=True)
+        print(f"memory: {a.requests} requests, resident KB after each tenth: {sizes}; descriptors that stayed open: {left}", flush=True)
         ok &= sizes[-1] <= 1.02 * sizes[0] + 1024 and left <= 0
     if a.what in ("all", "cpu"):
         used, commits, tokens = cpu(a.n)
-        print(f"cpu: n = {a.n}, {tokens} tokens: {1e6 * used / tokens:.2f} us of loop and workers per token, "
-              f"{1e6 * commits / tokens:.2f} us of the engine's commits, events among them", flush=True)
+        print(f"cpu: n = {a.n}, {tokens} tokens: {1e6 * used / tokens:.2f} us of event loop and workers per token, "
+              f"{1e6 * commits / tokens:.2f} us of the engine's commits, which include its events", flush=True)
         ok &= (used + commits) / tokens <= 10e-6
     sys.exit(not ok)
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""`toka plan` against the start-up lines of real runs: weights, KV tokens, and what all else takes of a GPU's memory.
+"""Compares `toka plan` with the start-up lines of real runs: weights, KV tokens, and the rest of a GPU's memory.
 
     python3 test/plan_check.py [--gpu H200] [CASE ...]     from the repository root, after ./build.sh; standard library only
 
-A case is MODEL:tp=N,pp=N[,FLAG=VALUE ...][:LOG], e.g. llama-3.1-8b:tp=2,pp=1,max-model-len=8192. With LOG the start-up line is taken from
-that file, the standard error of a run with this split and these flags; else `toka bench throughput --dummy-weights` runs for it, on as
-many GPUs. Without cases: the ones below, as far as there are GPUs. Exit status 1 if one is off by more than the tolerance.
+A case is MODEL:tp=N,pp=N[,FLAG=VALUE ...][:LOG], e.g. llama-3.1-8b:tp=2,pp=1,max-model-len=8192. LOG is the standard error of a run
+with this split and these flags; the start-up line is read from it. Without LOG, `toka bench throughput --dummy-weights` runs on
+tp x pp GPUs. Without cases, the cases below run, if there are enough GPUs. Exit status 1 if a value is outside the tolerance.
 """
 import argparse
 import json
@@ -19,10 +19,10 @@ import tempfile
 TOKA = os.environ.get("TOKA_BINARY", "./toka")
 CASES = ["llama-3.1-8b:tp=1,pp=2", "llama-3.1-8b:tp=2,pp=1", "llama-3.1-8b:tp=4,pp=1", "llama-3.1-70b:tp=4,pp=1", "llama-3.1-70b:tp=1,pp=4",
          "llama-3.1-70b:tp=2,pp=2"]
-# measured over planned: what is allowed. All else is planned with room to spare, and must not be more than planned
+# Allowed ratios of measured to planned values. The plan of the rest has a reserve: the measured value must not exceed it.
 TOLERANCE = {"weights": (0.995, 1.005), "KV tokens": (0.97, 1.03), "all else": (0.25, 1.0)}
-LINE = re.compile(r"^toka: (\S+) on (.*), loaded in ([\d.]+) s; KV cache (\d+) tokens, .*; GB on a GPU: weights ([\d.]+), KV ([\d.]+), all else ([\d.]+)$",
-                  re.M)
+LINE = re.compile(r"^toka: (\S+) on (.*), loaded in ([\d.]+) s; KV cache (\d+) tokens, .*; "
+                  r"GB on a GPU: weights ([\d.]+), KV ([\d.]+), all else ([\d.]+)$", re.M)
 
 
 def flags_of(case):
@@ -36,11 +36,11 @@ def planned(model, tp, pp, flags, gpu):
     out = subprocess.run([TOKA, "plan", "-m", model, "--gpus", str(tp * pp), "--gpu", gpu, "--json", *flags], capture_output=True, text=True)
     if out.returncode:
         sys.exit(out.stderr.strip())
-    at = next((s for s in json.loads(out.stdout)["splits"]
-               if (s["tensor_parallel_size"], s["pipeline_parallel_size"], s["data_parallel_size"]) == (tp, pp, 1)), None)
-    if not at:
+    split = next((s for s in json.loads(out.stdout)["splits"]
+                  if (s["tensor_parallel_size"], s["pipeline_parallel_size"], s["data_parallel_size"]) == (tp, pp, 1)), None)
+    if not split:
         sys.exit(f"toka plan knows no split tp {tp} pp {pp} of {model}")
-    return {"weights": at["weight_bytes"] / 1e9, "KV tokens": at["kv_tokens"], "all else": at["scratch_bytes"] / 1e9}
+    return {"weights": split["weight_bytes"] / 1e9, "KV tokens": split["kv_tokens"], "all else": split["scratch_bytes"] / 1e9}
 
 
 def run(model, tp, pp, flags):
@@ -70,11 +70,12 @@ def check(case, gpu):
         return False
     good = True
     for what, (least, most) in TOLERANCE.items():
+        digits = 0 if what == "KV tokens" else 2
         ratio = real[what] / plan[what] if plan[what] else float("inf")
         ok = least <= ratio <= most
         good &= ok
-        print(f"{'ok    ' if ok else 'FAILED'} {model:<16} tp {tp} pp {pp}  {what:<10} planned {plan[what]:>12,.{0 if what == 'KV tokens' else 2}f}"
-              f"  measured {real[what]:>12,.{0 if what == 'KV tokens' else 2}f}  ratio {ratio:.3f}, expected {least} to {most}")
+        print(f"{'ok    ' if ok else 'FAILED'} {model:<16} tp {tp} pp {pp}  {what:<10} planned {plan[what]:>12,.{digits}f}"
+              f"  measured {real[what]:>12,.{digits}f}  ratio {ratio:.3f}, expected {least} to {most}")
     return good
 
 
@@ -87,8 +88,8 @@ def main():
     p.add_argument("--gpu", default="H200")
     p.add_argument("cases", nargs="*")
     a = p.parse_args()
-    there = n_gpus() if not a.cases else 0
-    cases = a.cases or [c for c in CASES if flags_of(c)[1] * flags_of(c)[2] <= there]
+    available = n_gpus() if not a.cases else 0
+    cases = a.cases or [c for c in CASES if flags_of(c)[1] * flags_of(c)[2] <= available]
     good = [check(c, a.gpu) for c in cases]
     print(f"{sum(good)} passed, {len(good) - sum(good)} failed, {0 if a.cases else len(CASES) - len(cases)} skipped")
     return 0 if all(good) else 1

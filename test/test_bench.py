@@ -1,4 +1,4 @@
-"""toka bench: what it prints, that every sample has its length, and that dummy weights need no file. Run through test/run.sh."""
+"""Tests of toka bench: its output, the length of each sample, and dummy weights, which need no file. Run through test/run.sh."""
 import csv
 import json
 import os
@@ -29,7 +29,7 @@ def ids(n, first=0):
     return [first] + [(i * 7) % 1000 for i in range(n - 1)]
 
 
-def test_throughput_prints_vllms_lines(tmp_path):
+def test_throughput_has_the_lines_of_vllm(tmp_path):
     d = dataset(tmp_path, [{"prompt_token_ids": ids(50), "output_lengths": [3, 1, 20] * 10},
                            {"prompt_token_ids": ids(33, 5), "output_lengths": [7]}, {"prompt": "Tom", "output_lengths": [2, 2]}])
     out, err = bench("throughput", "-m", "test/model", "--dataset", d, "--max-num-seqs", "8")
@@ -37,7 +37,7 @@ def test_throughput_prints_vllms_lines(tmp_path):
     assert re.fullmatch(r"Throughput: [\d.]+ requests/s, [\d.]+ total tokens/s, [\d.]+ output tokens/s", lines[0])
     assert re.match(r"toka: \S+ on .*, loaded in [\d.]+ s; KV cache \d+ tokens, 8\.0 sequences of \d+ tokens\n", err)
     _, err = bench("throughput", "-m", "test/model", "--dataset", d, "-v")
-    assert err.count("KV cache ") == 1 and err.count("\ntoka: opened in ") == 1  # the start is told once
+    assert err.count("KV cache ") == 1 and err.count("\ntoka: opened in ") == 1  # the start-up lines appear once
     n_prompt = int(re.fullmatch(r"Total num prompt tokens:  (\d+)", lines[1])[1])
     assert 83 < n_prompt < 90 and lines[2:] == ["Total num output tokens:  251"]
     out, _ = bench("throughput", "-m", "test/model", "--dataset", d, "--num-prompts", "2", "--json", "--temp", "0.6")
@@ -53,7 +53,7 @@ def test_timeline(tmp_path):
     rows = list(csv.DictReader(open(path)))
     assert [int(r["step"]) for r in rows] == list(range(1, json.loads(out)["steps"] + 1))
     assert sum(int(r["outputs"]) for r in rows) >= 180 and rows[0]["replica"] == "0"
-    # some samples begin a step later, with a copy of what the first computed, so the last steps have fewer
+    # some samples start a step later, with a copy of the first sample's page, so the last steps have fewer samples
     assert rows[-1]["rows"] == rows[-1]["outputs"] and max(int(r["outputs"]) for r in rows) == 6
     times = [float(r[k]) for r in rows for k in ("begin_us", "end_us")]
     assert times == sorted(times) and all(float(r["plan_us"]) > 0 and float(r["launch_us"]) > 0 and float(r["commit_us"]) > 0 for r in rows)
@@ -64,7 +64,7 @@ def test_timeline(tmp_path):
     assert "is the dataset" in err and open(d).read() == before
 
 
-def test_sharing_can_be_off(tmp_path):
+def test_prefix_caching_can_be_off(tmp_path):
     d = dataset(tmp_path, [{"prompt_token_ids": ids(50), "output_lengths": [5] * 6}])
     hits = [json.loads(bench("throughput", "-m", "test/model", "--dataset", d, "--json", *more)[0])["prefix_hit_share"]
             for more in ([], ["--no-enable-prefix-caching"])]
@@ -94,7 +94,7 @@ def test_refused(tmp_path):
         bench(*args, status=1)
 
 
-def test_lengths_without_end(tmp_path):
+def test_invalid_lengths(tmp_path):
     for length in (1023, 2 ** 31, 2 ** 63 - 3, 2 ** 63 - 1):
         _, err = bench("throughput", "--dataset", dataset(tmp_path, [{"prompt_token_ids": [1, 2], "output_lengths": [1, length]}]), status=1)
         assert f"line 1: a prompt of 2 tokens and an output of {length}, expected" in err
@@ -107,7 +107,7 @@ def test_interrupted_while_reading(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     p = subprocess.Popen([TOKA, "bench", "throughput", "--dataset", str(tmp_path / "fifo")], env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     with open(tmp_path / "fifo", "w") as f:
-        f.write('{"prompt')  # of a line that does not end
+        f.write('{"prompt')  # the line has no end
         f.flush()
         p.send_signal(signal.SIGINT)
         out, err = p.communicate(timeout=60)
@@ -115,7 +115,7 @@ def test_interrupted_while_reading(tmp_path):
 
 
 def test_interrupted(tmp_path):
-    """What waits for its turn is not begun any more: it would take minutes."""
+    """After the signal, queued requests are not started: they would take minutes."""
     d = dataset(tmp_path, [{"prompt_token_ids": ids(480, i), "output_lengths": [20]} for i in range(2000)])
     p = subprocess.Popen([TOKA, "bench", "throughput", "--dataset", d, "--max-num-seqs", "1024", "--max-num-batched-tokens", "1024", "--threads", "1"],
                          env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -127,7 +127,7 @@ def test_interrupted(tmp_path):
 
 
 def test_plan_interrupted():
-    """A case that was cut short has no figures."""
+    """No results are printed for a case that was interrupted."""
     p = subprocess.Popen([TOKA, "bench", "plan"], env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     wait_handlers(p)
     p.send_signal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""toka bench serve against a small server of our own making, whose times are known. Run through test/run.sh."""
+"""Tests of toka bench serve with a fake server whose times are known. Run through test/run.sh."""
 import asyncio
 import json
 import os
@@ -16,14 +16,16 @@ TOKA = os.environ.get("TOKA_BINARY", os.path.join(ROOT, "toka"))
 ENV = {k: v for k, v in os.environ.items() if not k.startswith(("TOKA_", "OPENAI_"))}
 
 
-class Fake:
-    """Streams as many tokens as max_tokens says: the first after `first` seconds, the others `gap` seconds apart."""
+class FakeServer:
+    """A server that streams max_tokens tokens: the first after `first` seconds, the others with `gap` seconds between them. bytewise:
+    it sends each byte alone; close_after: it closes a connection after this many answers; refuse(i): the status of request i, or None
+    to answer it; tokenize: it has /tokenize; broken: it closes the connection after two tokens."""
 
     def __init__(self, first=0.0, gap=0.0, bytewise=False, close_after=0, refuse=lambda i: None, tokenize=True, broken=False, host="127.0.0.1"):
         self.first, self.gap, self.bytewise, self.close_after, self.refuse = first, gap, bytewise, close_after, refuse
         self.tokenize, self.broken, self.not_ready = tokenize, broken, 0
         self.requests, self.times, self.headers = [], [], []
-        self.running = self.most = self.connections = 0
+        self.running = self.max_running = self.connections = 0
         self.loop = asyncio.new_event_loop()
         started = threading.Event()
 
@@ -89,7 +91,7 @@ class Fake:
         if status:
             return await self.answer(writer, status, {"error": {"message": "too much"}})
         self.running += 1
-        self.most = max(self.most, self.running)
+        self.max_running = max(self.max_running, self.running)
         writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Type: text/event-stream\r\n\r\n")
 
         async def send(text):
@@ -124,7 +126,7 @@ def bench(fake, *args, status=0, env=ENV):
     return r.stdout.decode(), r.stderr.decode()
 
 
-def figures(fake, *args, **more):
+def results(fake, *args, **more):
     return json.loads(bench(fake, "--json", *args, **more)[0])
 
 
@@ -132,8 +134,8 @@ BLOCKS = [("Time to First Token", "TTFT"), ("Time per Output Token (excl. 1st to
           ("End-to-end Latency", "E2EL")]
 
 
-def test_prints_vllms_lines():
-    with Fake(first=0.001) as fake:
+def test_output_has_the_lines_of_vllm():
+    with FakeServer(first=0.001) as fake:
         out, _ = bench(fake, "--num-prompts", 20, "--random-input-len", 30, "--random-output-len", 4, "--max-concurrency", 3,
                        "--request-rate", 500, "--goodput", "ttft:5000 e2el:10000", "--metric-percentiles", "50,99,99.9")
     lines = out.splitlines()
@@ -155,17 +157,17 @@ def test_prints_vllms_lines():
     assert values["Request goodput (req/s):"] == values["Request throughput (req/s):"]
 
 
-def test_times_are_those_of_the_server():
-    for _ in range(5):  # times that a loaded machine may have been too slow
-        with Fake(first=0.2, gap=0.05) as fake:
-            v = figures(fake, "--num-prompts", 8, "--random-input-len", 5, "--random-output-len", 5, "--save-detailed",
+def test_times_match_the_server():
+    for _ in range(5):  # tries: a loaded machine may be too slow
+        with FakeServer(first=0.2, gap=0.05) as fake:
+            v = results(fake, "--num-prompts", 8, "--random-input-len", 5, "--random-output-len", 5, "--save-detailed",
                         "--metric-percentiles", "0,99,100")
         assert (v["completed"], v["failed"], v["total_output_tokens"], v["max_concurrent_requests"]) == (8, 0, 40, 8)
         assert 200 <= v["mean_ttft_ms"] and 50 <= v["mean_tpot_ms"] and 400 <= v["median_e2el_ms"] and v["duration"] >= 0.4
-        quick = v["mean_ttft_ms"] < 300 and v["mean_tpot_ms"] < 75 and 48 <= v["median_itl_ms"] < 75 and v["median_e2el_ms"] < 560
-        if quick and v["max_output_tokens_per_s"] == 40:
+        fast_enough = v["mean_ttft_ms"] < 300 and v["mean_tpot_ms"] < 75 and 48 <= v["median_itl_ms"] < 75 and v["median_e2el_ms"] < 560
+        if fast_enough and v["max_output_tokens_per_s"] == 40:
             break
-    assert quick and v["max_output_tokens_per_s"] == 40
+    assert fast_enough and v["max_output_tokens_per_s"] == 40
     assert v["request_goodput"] is None and v["request_rate"] == "inf"
     assert [len(v[k]) for k in ("input_lens", "output_lens", "ttfts", "itls", "latencies", "start_times", "errors")] == [8] * 7
     ttfts = sorted(v["ttfts"])
@@ -177,36 +179,36 @@ def test_times_are_those_of_the_server():
     assert abs(v["output_throughput"] * v["duration"] - 40) < 1e-6
 
 
-def test_goodput_counts_what_keeps_the_limits():
-    with Fake(first=0.05, gap=0.01) as fake:
+def test_goodput_counts_requests_within_the_limits():
+    with FakeServer(first=0.05, gap=0.01) as fake:
         args = ["--num-prompts", 10, "--random-input-len", 5, "--random-output-len", 3]
-        assert figures(fake, *args, "--goodput", "ttft:40")["request_goodput"] == 0
-        assert figures(fake, *args, "--goodput", "ttft:4000,tpot:0.001")["request_goodput"] == 0
-        v = figures(fake, *args, "--goodput", "ttft:4000 tpot:400")
+        assert results(fake, *args, "--goodput", "ttft:40")["request_goodput"] == 0
+        assert results(fake, *args, "--goodput", "ttft:4000,tpot:0.001")["request_goodput"] == 0
+        v = results(fake, *args, "--goodput", "ttft:4000 tpot:400")
         assert v["request_goodput"] == v["request_throughput"] > 0
 
 
 def test_closed_loop_keeps_its_concurrency():
-    with Fake(first=0.01, gap=0.001) as fake:
-        v = figures(fake, "--num-prompts", 60, "--random-input-len", 5, "--random-output-len", 3, "--max-concurrency", 7)
-        assert fake.most == v["max_concurrent_requests"] == 7 and v["completed"] == 60 and v["max_concurrency"] == 7
-        assert fake.connections <= 7 + 2  # kept alive; two calls before the run
+    with FakeServer(first=0.01, gap=0.001) as fake:
+        v = results(fake, "--num-prompts", 60, "--random-input-len", 5, "--random-output-len", 3, "--max-concurrency", 7)
+        assert fake.max_running == v["max_concurrent_requests"] == 7 and v["completed"] == 60 and v["max_concurrency"] == 7
+        assert fake.connections <= 7 + 2  # connections are kept alive; two calls come before the run
 
 
-def test_open_loop_comes_at_its_rate():
-    for _ in range(5):  # times that a loaded machine may have been too slow
-        with Fake(first=0.3) as fake:
-            v = figures(fake, "--num-prompts", 200, "--request-rate", 200, "--random-input-len", 5, "--random-output-len", 1)
+def test_open_loop_keeps_its_rate():
+    for _ in range(5):  # tries: a loaded machine may be too slow
+        with FakeServer(first=0.3) as fake:
+            v = results(fake, "--num-prompts", 200, "--request-rate", 200, "--random-input-len", 5, "--random-output-len", 1)
             span = fake.times[-1] - fake.times[0]
-        assert v["completed"] == 200 and 0.85 < span  # how the gaps are spread: test_bs.c
+        assert v["completed"] == 200 and 0.85 < span  # test_benchclient.c tests the distribution of the gaps
         if span < 1.4 and v["max_concurrent_requests"] > 30:
             return
     assert False, (span, v["max_concurrent_requests"])
 
 
-def test_what_is_sent():
+def test_requests_that_are_sent():
     env = {**ENV, "OPENAI_API_KEY": "sk-secret"}
-    with Fake() as fake:
+    with FakeServer() as fake:
         bench(fake, "--num-prompts", 30, "--random-input-len", 100, "--random-output-len", 50, "--random-range-ratio", 0.5,
               "--random-prefix-len", 20, "--ignore-eos", "--temp", 0.5, "--extra-body", ' {"top_p": 0.9, "x": [1]} ', "--seed", 3, env=env)
         one = fake.requests[0]
@@ -225,12 +227,12 @@ def test_what_is_sent():
         fake.requests.clear()
         out, _ = bench(fake, "--endpoint", "/v1/chat/completions", "--model", "other", "--num-prompts", 3, "--random-input-len", 4)
         assert [len(r["messages"][0]["content"].split()) for r in fake.requests] == [4] * 3 and fake.requests[0]["model"] == "other"
-        assert "Total input tokens:                      21" in out  # as the server counts them
+        assert "Total input tokens:                      21" in out  # the number that the server reports
 
 
-def test_no_tokenizer_at_the_server():
-    with Fake(tokenize=False) as fake:
-        v = figures(fake, "--num-prompts", 3, "--random-input-len", 9, "--random-output-len", 2)
+def test_server_without_tokenize():
+    with FakeServer(tokenize=False) as fake:
+        v = results(fake, "--num-prompts", 3, "--random-input-len", 9, "--random-output-len", 2)
         assert all(len(r["prompt"].split()) == 9 for r in fake.requests) and v["total_input_tokens"] == 21
         fake.requests.clear()
         bench(fake, "--num-prompts", 4, "--random-input-len", 5, "--random-prefix-len", 7, "--random-output-len", 2)
@@ -242,7 +244,7 @@ def test_no_tokenizer_at_the_server():
 def test_dataset(tmp_path):
     d = tmp_path / "d.jsonl"
     d.write_text('{"prompt_token_ids": [1, 2, 3], "output_lengths": [4, 2]}\n\n{"prompt": "hello"}\n{"prompt": "x", "output_tokens": 9}\n')
-    with Fake() as fake:
+    with FakeServer() as fake:
         bench(fake, "--dataset", d, "--random-output-len", 6)
         sent = sorted((str(r["prompt"]), r["max_tokens"]) for r in fake.requests)
         assert sent == [("[1, 2, 3]", 2), ("[1, 2, 3]", 4), ("hello", 6), ("x", 9)]
@@ -259,30 +261,30 @@ def test_dataset(tmp_path):
         assert "line 1: expected" in bench(fake, "--dataset", d, "--random-output-len", 0, status=1)[1] and not fake.requests
 
 
-def test_bytes_come_in_any_pieces():
-    with Fake(bytewise=True) as fake:
-        v = figures(fake, "--num-prompts", 5, "--random-input-len", 5, "--random-output-len", 4)
+def test_bytes_arrive_one_by_one():
+    with FakeServer(bytewise=True) as fake:
+        v = results(fake, "--num-prompts", 5, "--random-input-len", 5, "--random-output-len", 4)
         assert (v["completed"], v["total_output_tokens"]) == (5, 20)
 
 
 def test_server_that_closes_connections():
-    with Fake(close_after=2) as fake:
-        v = figures(fake, "--num-prompts", 41, "--random-input-len", 5, "--random-output-len", 2, "--max-concurrency", 4)
+    with FakeServer(close_after=2) as fake:
+        v = results(fake, "--num-prompts", 41, "--random-input-len", 5, "--random-output-len", 2, "--max-concurrency", 4)
         assert v["completed"] == 41 and v["failed"] == 0 and len(fake.requests) == 41
 
 
-def test_failures_are_counted_and_told():
-    with Fake(refuse=lambda i: 429 if i % 4 == 3 else None) as fake:
+def test_failures_are_counted_and_reported():
+    with FakeServer(refuse=lambda i: 429 if i % 4 == 3 else None) as fake:
         out, err = bench(fake, "--num-prompts", 20, "--random-input-len", 5, "--random-output-len", 2)
         assert "Failed requests:                         5 " in out and "Successful requests:                     15" in out
         assert err.count("HTTP status 429") == 5 and "too much" in err
-    with Fake(broken=True) as fake:
+    with FakeServer(broken=True) as fake:
         _, err = bench(fake, "--num-prompts", 3, "--random-input-len", 5, "--random-output-len", 5, status=2)
         assert "closed the connection" in err and "all 3 requests failed" in err
 
 
 def test_waits_for_the_server():
-    with Fake() as fake:
+    with FakeServer() as fake:
         fake.not_ready = 3
         out, err = bench(fake, "--num-prompts", 2, "--random-input-len", 5, "--random-output-len", 2, "--num-warmups", 3)
         assert "waiting for the server" in err and "loading" in err and len(fake.requests) == 5
@@ -298,14 +300,14 @@ def test_an_address_in_brackets():
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
         pytest.skip("no IPv6")
-    with Fake(host="::1") as fake:
+    with FakeServer(host="::1") as fake:
         out, _ = bench(fake, "--base-url", f"http://[::1]:{fake.port}/x", "--num-prompts", 2, "--random-input-len", 5, "--random-output-len", 2)
         assert "Successful requests:                     2 " in out
         assert fake.headers and all(f"host: [::1]:{fake.port}" in str(h).lower() for h in fake.headers)
 
 
-def test_warm_ups_do_not_wait_for_their_turn():
-    with Fake() as fake:
+def test_warm_ups_ignore_the_request_rate():
+    with FakeServer() as fake:
         p = subprocess.Popen([TOKA, "bench", "serve", "--port", str(fake.port), "--num-prompts", "1", "--random-input-len", "5",
                               "--request-rate", "0.0001", "--num-warmups", "2"], env=ENV, stderr=subprocess.PIPE)
         end = time.monotonic() + 60
@@ -316,9 +318,9 @@ def test_warm_ups_do_not_wait_for_their_turn():
         assert p.returncode == 130 and len(fake.requests) == 2
 
 
-def test_prefix_is_of_random_prompts(tmp_path):
+def test_prefix_needs_random_prompts(tmp_path):
     (tmp_path / "d.jsonl").write_text('{"prompt": "Tom", "output_lengths": [2]}\n')
-    with Fake() as fake:
+    with FakeServer() as fake:
         r = subprocess.run([TOKA, "bench", "serve", "--port", str(fake.port), "--dataset", str(tmp_path / "d.jsonl"), "--random-prefix-len", "5"],
                            env=ENV, cwd=ROOT, capture_output=True)
         assert r.returncode == 1 and b"--random-prefix-len" in r.stderr and not fake.requests
@@ -334,6 +336,6 @@ def test_prefix_is_of_random_prompts(tmp_path):
                                   ["--random-input-len", "2147483647"], ["--num-prompts", "2147483647"],
                                   ["--num-prompts", "1", "--random-input-len", "1", "--num-warmups", "2147483647"]])
 def test_refused(args):
-    with Fake() as fake:
+    with FakeServer() as fake:
         r = subprocess.run([TOKA, "bench", "serve", "--port", str(fake.port), *args], env=ENV, cwd=ROOT, capture_output=True)
         assert r.returncode == 1 and len(r.stderr.decode().strip().splitlines()) == 1

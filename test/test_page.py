@@ -1,5 +1,5 @@
-"""The page at / in a real browser without a window, driven over the pipe of its debugger. Skipped where there is no Chromium.
-PAGE_SCREENSHOT=FILE keeps a picture of it. Run through test/run.sh."""
+"""Tests of the status page at / in headless Chromium, controlled through its debugging pipe. Skipped without Chromium.
+PAGE_SCREENSHOT=FILE saves screenshots FILE-dark.png and FILE-light.png. Run through test/run.sh."""
 import base64
 import json
 import os
@@ -16,15 +16,15 @@ CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", 
 
 
 class Browser:
-    """One page. Messages are JSON objects with a NUL behind each, on descriptors 3 and 4 of the browser."""
+    """One page. Messages are JSON objects, each followed by a NUL, on descriptors 3 and 4 of the browser."""
 
     def __init__(self, folder):
-        down, self.write = os.pipe()
-        self.read, up = os.pipe()
-        dup = f"exec {CHROMIUM} --headless --no-sandbox --disable-gpu --disable-dev-shm-usage --remote-debugging-pipe " \
-              f"--user-data-dir={folder} about:blank 3<&{down} 4>&{up} 2>/dev/null"
-        self.p = subprocess.Popen(["bash", "-c", dup], pass_fds=(down, up))
-        os.close(down), os.close(up)
+        to_browser, self.write = os.pipe()
+        self.read, from_browser = os.pipe()
+        command = f"exec {CHROMIUM} --headless --no-sandbox --disable-gpu --disable-dev-shm-usage --remote-debugging-pipe " \
+              f"--user-data-dir={folder} about:blank 3<&{to_browser} 4>&{from_browser} 2>/dev/null"
+        self.p = subprocess.Popen(["bash", "-c", command], pass_fds=(to_browser, from_browser))
+        os.close(to_browser), os.close(from_browser)
         self.n, self.got, self.session, self.events = 0, b"", None, []
         targets = self.call("Target.getTargets")["targetInfos"]
         page = next(t for t in targets if t["type"] == "page")
@@ -62,8 +62,8 @@ class Browser:
             time.sleep(0.05)
         return v
 
-    def complaints(self):
-        """Exceptions and console errors so far."""
+    def errors(self):
+        """The exceptions and console errors so far."""
         return [e for e in self.events if e.get("method") == "Runtime.exceptionThrown" or
                 (e.get("method") == "Log.entryAdded" and e["params"]["entry"]["level"] == "error")]
 
@@ -90,22 +90,23 @@ def test_page(tmp_path, browser):
     with Server(files=str(tmp_path / "files")) as s:
         text = s.get("/").body.decode()
         assert s.get("/").headers["content-type"] == "text/html; charset=utf-8" and len(text) < 10_000
-        assert not [x for x in ("http:", "https:", "//cdn", "src=", "@import") if x in text]  # no outside asset
+        assert not [x for x in ("http:", "https:", "//cdn", "src=", "@import") if x in text]  # the page loads nothing from outside
         browser.call("Emulation.setDeviceMetricsOverride", width=900, height=1000, deviceScaleFactor=1, mobile=False)
         browser.call("Page.navigate", url=url(s))
         browser.wait("document.getElementById('state')?.textContent == 'ready'")
         assert browser.js("document.getElementById('model').textContent") == "embedded"
 
-        # after a server that did not answer it asks again which model there is
+        # after a failed request the page asks for the model again
         browser.js("{ const real = fetch; window.fetch = (at, o) => at != 'metrics' ? real(at, o) : "
                    "(window.fetch = real, Promise.reject(Error('gone'))) } model = 'another'")
         browser.wait("model == 'embedded'")
 
-        # a prompt streams into the box
+        # the answer to a prompt streams into the page
         browser.js("document.forms[0].requestSubmit()")
         browser.wait("document.getElementById('answer').textContent.includes('The answer is 12.')")
         browser.wait("/^\\d+ \\+ \\d+ tokens, [\\d.]+ s$/.test(document.getElementById('usage').textContent)")
-        # a long one can be stopped, which frees what it held; the page itself does so at the first text, or it might have ended
+        # A long answer can be stopped, and its request is then cancelled. A script in the page stops it at the first text: a call from
+        # here might come after its end.
         browser.js("document.forms[0].max_tokens.value = 900; document.forms[0].temperature.value = 3; "
                    "document.forms[0].prompt.value = '<b>Tom</b>'; const plain = fetch; "
                    "window.fetch = (at, o) => plain(at, o.body ? { ...o, body: o.body.replace('{', '{\"ignore_eos\":true,') } : o); "
@@ -118,7 +119,7 @@ def test_page(tmp_path, browser):
         browser.wait("document.querySelector('button').textContent == 'Run'")
         s.wait_metric("num_requests_running", 0)
 
-        # load shows in the tiles and in the plot
+        # the tiles and the plot show the load
         seen = threading.Event()
 
         def ask():
@@ -140,9 +141,9 @@ def test_page(tmp_path, browser):
                 open(f"{os.environ['PAGE_SCREENSHOT']}-{scheme}.png", "wb").write(picture)
         assert browser.js("document.documentElement.scrollWidth <= innerWidth")
         browser.call("Emulation.setDeviceMetricsOverride", width=360, height=700, deviceScaleFactor=1, mobile=True)
-        assert browser.js("document.documentElement.scrollWidth <= innerWidth")  # nor on a telephone
+        assert browser.js("document.documentElement.scrollWidth <= innerWidth")  # nor on a phone
         load.join()
-        assert browser.complaints() == []
+        assert browser.errors() == []
 
 
 def test_page_shows_batches_and_asks_for_a_key(tmp_path, browser):
@@ -155,7 +156,7 @@ def test_page_shows_batches_and_asks_for_a_key(tmp_path, browser):
         s.post("/v1/batches", {"input_file_id": f["id"], "endpoint": "/v1/completions", "completion_window": "24h"}, **key)
         browser.call("Page.navigate", url=url(s))
         browser.wait("document.getElementById('keys')?.hidden == false")
-        browser.wait("document.getElementById('state').textContent.toLowerCase().includes('key')")  # said a moment later
+        browser.wait("document.getElementById('state').textContent.toLowerCase().includes('key')")  # shown a moment later
         browser.js("document.forms[0].key.value = 'secret'; document.forms[0].key.onchange()")
         browser.wait("document.getElementById('state').textContent == 'ready'")
         browser.wait("document.querySelector('#batches td:nth-child(2)')?.textContent == 'completed'")

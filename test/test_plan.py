@@ -1,4 +1,4 @@
-"""toka plan: the table, the JSON object, what it refuses, and the README's example. Run through test/run.sh."""
+"""Tests of toka plan: the table, the JSON object, refused arguments, and the README's example. Run through test/run.sh."""
 import json
 import os
 import re
@@ -32,7 +32,7 @@ def test_readme_share_of_the_measured_rate():
     assert round(100 * int(rate.replace(",", "")) / best["workload"]["output_tokens_per_second"]) == int(share)
 
 
-def test_table_and_object_say_the_same():
+def test_table_equals_the_json_object():
     args = ["-m", "llama-3.1-8b", "--gpus", "4", "--gpu", "a100-40g", "--max-model-len", "8192", "--input-len", "1000", "--output-len", "500"]
     rows = [line.split() for line in plan(*args)[0].splitlines() if re.match(r" +\d+ +\d+ +\d+ ", line)]
     v = json.loads(plan(*args, "--json")[0])
@@ -53,8 +53,8 @@ def test_a_folder_needs_no_weights(tmp_path):
         config = json.load(f)
     (tmp_path / "config.json").write_text(json.dumps(config))
     args = ["--json", "--input-len", "100", "--output-len", "50"]
-    v, same = (json.loads(plan(*args, *more)[0]) for more in (["-m", str(tmp_path)], []))  # the model is the embedded one
-    assert v["n_parameters"] == same["n_parameters"] and v["splits"] == same["splits"]
+    v, embedded = (json.loads(plan(*args, *more)[0]) for more in (["-m", str(tmp_path)], []))
+    assert v["n_parameters"] == embedded["n_parameters"] and v["splits"] == embedded["splits"]
     assert plan("-m", str(tmp_path / "none"), status=1)[1].startswith("toka: ")
 
 
@@ -62,25 +62,25 @@ def test_models_file(tmp_path):
     (tmp_path / "m.txt").write_text("tiny nobody/tiny Qwen2ForCausalLM 2 64 4 2 16 96 500 untied 10000 default 1e-6 512 qkv_bias - sibling\n")
     args = ["--models-file", str(tmp_path / "m.txt"), "--json", "--gpus", "8", "--input-len", "10", "--output-len", "10"]
     v, by_id = (json.loads(plan("-m", m, *args)[0]) for m in ("tiny", "nobody/tiny"))
-    assert v == by_id and len(v["not_possible"]) == 3  # tp 8; pp 4 and 8 of 2 layers
+    assert v == by_id and len(v["not_possible"]) == 3  # tp 8; pp 4 and pp 8 with 2 layers
     assert {(s["tensor_parallel_size"], s["pipeline_parallel_size"]) for s in v["splits"]} == {(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2)}
 
 
-def test_too_large_says_how_many_it_takes():
+def test_error_names_the_number_of_gpus_needed():
     out, err = plan("-m", "llama-3.1-70b", "--gpu", "H100", status=1)
     assert out == "" and err.count("\n") == 1
     least = int(re.search(r"at least (\d+) are needed", err)[1])
     plan("-m", "llama-3.1-70b", "--gpu", "H100", "--gpus", str(least))
     assert 1 < least < 5
-    few = ["--gpu", "L4", "--gpus", "61", "--gpu-memory-utilization", "0.5"]  # a prime, more than there are layers
-    assert re.search(r"61 x L4, however they are split; on \d of them they do", plan("-m", "llama-3.1-8b", *few, status=1)[1])
+    prime = ["--gpu", "L4", "--gpus", "61", "--gpu-memory-utilization", "0.5"]  # a prime number larger than the number of layers
+    assert re.search(r"61 x L4, however they are split; on \d of them they do", plan("-m", "llama-3.1-8b", *prime, status=1)[1])
     assert "nor do they on any number of them up to 64" in plan("-m", "llama-3.1-70b", "--gpu", "L4", "--gpu-memory-utilization", "0.05", status=1)[1]
 
 
-def test_lengths_that_nobody_gave():
+def test_default_lengths():
     for args, lengths in (([], (715, 150)), (["--input-len", "900"], (900, 124)), (["--output-len", "1000"], (24, 1000)),
                           (["--max-model-len", "100"], (50, 50)), (["--input-len", "0", "--output-len", "0"], (715, 150))):
-        v = json.loads(plan("-m", "test/model", "--json", *args)[0])  # which has at most 1,024 tokens
+        v = json.loads(plan("-m", "test/model", "--json", *args)[0])  # the model's limit is 1,024 tokens
         assert (v["input_len"], v["output_len"]) == lengths, args
 
 
@@ -108,7 +108,7 @@ def test_help_lists_every_gpu():
 
 
 def test_plan_check(tmp_path):
-    """test/plan_check.py on start-up lines as a run would print them."""
+    """Runs test/plan_check.py on start-up lines like those of a real run."""
     s = next(s for s in json.loads(plan("-m", "llama-3.1-8b", "--gpus", "2", "--gpu", "H200", "--json")[0])["splits"]
              if s["tensor_parallel_size"] == 2)
     script, log = os.path.join(ROOT, "test", "plan_check.py"), tmp_path / "log"

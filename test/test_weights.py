@@ -1,5 +1,5 @@
-"""Model folders as other programs write them: tensors at any byte, names that share a tensor, requests' defaults in
-generation_config.json, files that change while they are mapped. Whole programs; run through test/run.sh."""
+"""Tests of the whole program with model folders of other programs: tensors at any byte offset, names that share a tensor, defaults of
+requests in generation_config.json, files that change while they are mapped. Run through test/run.sh."""
 import glob
 import json
 import os
@@ -30,14 +30,14 @@ def read_weights(path):
 
 
 def write_weights(path, header, data, odd=0):
-    """`odd`: the data begins so many bytes behind a multiple of 8."""
+    """`odd`: the offset of the data is a multiple of 8 plus this number."""
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8 + odd)
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
 
 
 def answers(model, tmp_path):
-    """What a batch of token ids gives, sorted: bytes that depend on the weights alone."""
+    """The sorted results of a batch of token ids: bytes that depend only on the weights."""
     out = tmp_path / f"{os.path.basename(model)}.out"
     r = subprocess.run([TOKA, "batch", "-q", "-m", str(model), "--served-model-name", "m", "-i", "-", "-o", str(out)], input=LINES,
                        env=ENV, cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -45,13 +45,13 @@ def answers(model, tmp_path):
     return sorted(out.read_text().splitlines())
 
 
-# ---- Tensors at any byte ----
+# ---- Tensors at any byte offset ----
 
 @pytest.mark.parametrize("name", ["model", "fixtures/llama-odd", "fixtures/llama-bias", "fixtures/llama-linear-old", "fixtures/qwen3",
                                   "fixtures/qwen2-yarn-sharded", "fixtures/llama-llama3-sharded"])
 def test_header_of_any_length(tmp_path, name):
-    """Of shards each its own, one as it was."""
-    want = answers(copy_model(name, tmp_path / "as_it_was"), tmp_path)
+    """Each shard gets a header of another length; one keeps its own."""
+    want = answers(copy_model(name, tmp_path / "original"), tmp_path)
     for first in 1, 3, 6:
         model = copy_model(name, tmp_path / f"odd{first}")
         for i, path in enumerate(sorted(glob.glob(str(model / "*.safetensors")))):
@@ -60,8 +60,8 @@ def test_header_of_any_length(tmp_path, name):
         assert answers(model, tmp_path) == want
 
 
-def test_tensor_of_odd_length_ahead(tmp_path):
-    """What no model uses may lie between its tensors."""
+def test_unused_tensors_between_others(tmp_path):
+    """Unused tensors of odd length may lie between the tensors of the model."""
     want = answers(copy_model("fixtures/qwen3", tmp_path / "as_it_was"), tmp_path)
     model = copy_model("fixtures/qwen3", tmp_path / "odd")
     header, data = read_weights(model / "model.safetensors")
@@ -91,7 +91,8 @@ def test_tied_model_that_stores_only_its_head(tmp_path, metadata):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_names_in_the_metadata(tmp_path, tied):
-    """Two of one layer's matrices are one, as save_model leaves them; a head that config.json does not call tied, too."""
+    """save_model of safetensors stores shared matrices once and names them in the metadata: here two matrices of a layer, and the head,
+    even if config.json does not call it tied."""
     whole = copy_model("fixtures/llama-tied", tmp_path / "whole")
     header, data = read_weights(whole / "model.safetensors")
     gate, up = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up"))
@@ -99,11 +100,11 @@ def test_names_in_the_metadata(tmp_path, tied):
     a, b = header[up]["data_offsets"]
     write_weights(whole / "model.safetensors", header, data[:a] + part + data[b:])
     shared = copy_model("fixtures/llama-tied", tmp_path / "shared")
-    less = {key: dict(t) for key, t in header.items() if key not in (up, "__metadata__")}
-    for t in less.values():
+    stored = {key: dict(t) for key, t in header.items() if key not in (up, "__metadata__")}
+    for t in stored.values():
         t["data_offsets"] = [at - (b - a) * (at >= b) for at in t["data_offsets"]]
     metadata = {"format": "pt", up: gate, "lm_head.weight": "model.embed_tokens.weight"}
-    write_weights(shared / "model.safetensors", {"__metadata__": metadata, **less}, data[:a] + data[b:])
+    write_weights(shared / "model.safetensors", {"__metadata__": metadata, **stored}, data[:a] + data[b:])
     config = json.loads((shared / "config.json").read_text())
     assert config["tie_word_embeddings"]
     (shared / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": tied}))
@@ -134,23 +135,23 @@ def prompt(model, *flags, **more):
 
 
 def batch(model, tmp_path, *bodies, flags=()):
-    """Tokens and reason of each body's answer, or the error."""
+    """For each body: the number of tokens and the finish reason of its answer, or its error message."""
     out = tmp_path / "out.jsonl"
     out.unlink(missing_ok=True)
     lines = "".join(json.dumps({"custom_id": str(i), **body}) + "\n" for i, body in enumerate(bodies))
     toka("batch", "-q", "-m", model, "-i", "-", "-o", str(out), *flags, stdin=lines)
     results = {v["custom_id"]: v for v in map(json.loads, out.read_text().splitlines())}
-    return [of_answer(v["response"]["body"]) if (v := results[str(i)])["response"] else v["error"]["message"] for i in range(len(bodies))]
+    return [summary(v["response"]["body"]) if (v := results[str(i)])["response"] else v["error"]["message"] for i in range(len(bodies))]
 
 
-def of_answer(body):
+def summary(body):
     return body["usage"]["completion_tokens"], body["choices"][0]["finish_reason"]
 
 
 def test_max_new_tokens(tmp_path):
     model = with_defaults(tmp_path, max_new_tokens=5)
-    cut = (5, "length")
-    assert prompt(model) == prompt(model, "--raw") == cut
+    default = (5, "length")
+    assert prompt(model) == prompt(model, "--raw") == default
     assert prompt(model, "-n", "3") == prompt(model, env={"TOKA_MAX_TOKENS": "3"}) == (3, "length")
     assert prompt(model, "-n", "0")[1] == "stop" and prompt(model, "-n", "9") == (9, "length")
     assert prompt(model, "--min-tokens", "7") == (7, "length")
@@ -158,18 +159,18 @@ def test_max_new_tokens(tmp_path):
     assert chat.count("generated 5 tokens") == 2
     bodies = [{"prompt": PROBLEM}, CHAT, {"prompt": PROBLEM, "max_tokens": 3}, {**CHAT, "max_completion_tokens": 9},
               {"prompt": PROBLEM, "min_tokens": 7}]
-    want = [cut, cut, (3, "length"), (9, "length"), (7, "length")]
+    want = [default, default, (3, "length"), (9, "length"), (7, "length")]
     assert batch(model, tmp_path, *bodies) == want
     assert batch(model, tmp_path, {"prompt": PROBLEM}, flags=("-n", "4")) == [(4, "length")]
     with Server("-m", model) as s:
         assert "repetition_penalty 1, max_tokens 5; --generation-config vllm" in s.log
-        for body, is_what in zip(bodies, want):
+        for body, expected in zip(bodies, want):
             route = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-            assert of_answer(s.post(route, body).json()) == is_what
+            assert summary(s.post(route, body).json()) == expected
     with Server("-m", model, "--generation-config", "vllm") as s:
         assert "generation_config" not in s.log
-        assert of_answer(s.post("/v1/completions", {"prompt": PROBLEM, "ignore_eos": True}).json()) == (16, "length")
-        assert of_answer(s.post("/v1/chat/completions", {**CHAT, "temperature": 0}).json())[1] == "stop"
+        assert summary(s.post("/v1/completions", {"prompt": PROBLEM, "ignore_eos": True}).json()) == (16, "length")
+        assert summary(s.post("/v1/chat/completions", {**CHAT, "temperature": 0}).json())[1] == "stop"
 
 
 def test_min_new_tokens(tmp_path):
@@ -181,8 +182,8 @@ def test_min_new_tokens(tmp_path):
     assert long[0] >= 60 > short[0] and eight == (8, "length")
     with Server("-m", model) as s:
         assert "min_tokens 60" in s.log
-        assert of_answer(s.post("/v1/chat/completions", CHAT).json())[0] >= 60
-        assert of_answer(s.post("/v1/completions", {"prompt": PROBLEM}).json())[0] == 60  # more than a completion's usual 16
+        assert summary(s.post("/v1/chat/completions", CHAT).json())[0] >= 60
+        assert summary(s.post("/v1/completions", {"prompt": PROBLEM}).json())[0] == 60  # more than the API's default of 16
 
 
 def test_stop_strings_and_bad_words(tmp_path):
@@ -224,7 +225,7 @@ def test_fields_that_are_not_used(tmp_path):
     ({"stop_strings": ["x" * 5000]}, "generation_config.json: stop[0]: 5000 bytes, expected 1 to 4096"),
     ({"bad_words_ids": [[4, None]]}, "bad_words_ids is an array, expected a list of lists of token ids"),
 ])
-def test_defaults_that_cannot_be(tmp_path, fields, words):
+def test_invalid_defaults(tmp_path, fields, words):
     err = toka("-m", with_defaults(tmp_path, **fields), "-p", "x", status=1).stderr
     assert words in err and "generation_config.json: " in err and err.count("\n") == 1
 
@@ -235,7 +236,7 @@ WARNING = "was written to while it is in use"
 
 
 def linked_model(tmp_path):
-    """As in the hub's cache: the folder has links to files elsewhere."""
+    """A folder of symbolic links to files elsewhere, as in the hub's cache."""
     blobs, model = copy_model("model", tmp_path / "blobs"), tmp_path / "linked"
     model.mkdir()
     for path in blobs.iterdir():
@@ -244,7 +245,7 @@ def linked_model(tmp_path):
 
 
 def overwrite(path, start=100_000):
-    """Bytes within the file become others; its length stays."""
+    """Changes bytes inside the file; its length stays."""
     with open(path, "r+b") as f:
         f.seek(start)
         part = f.read(50_000)
@@ -259,7 +260,7 @@ def test_server_whose_weights_change(tmp_path):
         want = a.post("/v1/completions", body).json()["choices"]
         shutil.copy(plain / "model.safetensors", tmp_path / "new")
         os.replace(tmp_path / "new", plain / "model.safetensors")
-        overwrite(plain / "model.safetensors")  # not the file that is mapped
+        overwrite(plain / "model.safetensors")  # the server has mapped the file that was replaced
         overwrite(tmp_path / "blobs" / "model.safetensors")
         end = time.time() + 20
         while WARNING not in a.read_log():
@@ -272,7 +273,7 @@ def test_server_whose_weights_change(tmp_path):
         assert a.post("/v1/completions", body).status == 200
 
 
-def test_server_that_ends_whose_weights_changed(tmp_path):
+def test_graceful_end_after_weights_changed(tmp_path):
     model = copy_model("model", tmp_path / "m")
     with Server("-m", str(model)) as s:
         overwrite(model / "model.safetensors")
@@ -292,7 +293,7 @@ def start_batch(model, tmp_path, n):
 
 def test_batch_whose_weights_are_overwritten(tmp_path):
     model = copy_model("model", tmp_path / "model")
-    for n in 2000, 20:  # of which the second ends before anybody looks
+    for n in 2000, 20:  # the second batch ends before the first periodic check of the file
         p = start_batch(model, tmp_path, n)
         overwrite(model / "model.safetensors")
         err = p.communicate(timeout=60)[1]
@@ -304,7 +305,7 @@ def test_batch_whose_weights_are_overwritten(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["replaced", "deleted"])
-def test_batch_whose_weights_are(tmp_path, how):
+def test_batch_whose_weights_are_replaced_or_deleted(tmp_path, how):
     model = copy_model("model", tmp_path / "model")
     p = start_batch(model, tmp_path, 40)
     if how == "replaced":
@@ -326,8 +327,8 @@ def test_chat_whose_weights_are_overwritten(tmp_path):
     assert p.returncode == 0 and err.count(WARNING) == err.count("\n") == 1
 
 
-def test_weights_that_are_written_while_they_are_read(tmp_path):
-    """A download that has not ended, for one."""
+def test_weights_written_while_read(tmp_path):
+    """For example by a download that has not ended."""
     model = copy_model("model", tmp_path / "model")
     done = threading.Event()
 
