@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""bench_peers.py - our GEMMs beside PyTorch's (cuBLAS) at the same shapes, on the same GPU, turn by turn.
+"""bench_peers.py - compares toka's GEMMs with PyTorch's (cuBLAS): same shapes, same GPU, measured in turns.
 
     python3 test/bench_peers.py PATH/TO/gpu_gemm [SHAPE ...] [--json] [--min-M 256]
     ./toka bench ops --json >ops.json; python3 test/bench_peers.py --ops ops.json
 
-SHAPE is part of a line like "Llama-3.1-8B qkv+ M=512;": without any, all shapes. --ops takes our times of 1 to 128 rows from there, each with
-what it does for the model, and times torch's product.
+SHAPE is a part of a line like "Llama-3.1-8B qkv+ M=512;"; without SHAPE, all shapes run. --ops reads toka's times of 1 to 128 rows
+from a file and measures torch's product of the same shape.
 
-For each shape the op test `gpu_gemm bench --paced` times ours and then this program times torch.mm: both as captured graphs of
-many calls over buffers that do not fit the L2 cache together, random data, median of replays. Ours of gate_up includes SwiGLU, of
-down and o+ the residual, of qkv+ RoPE and the KV append; torch's is the bare product with bf16 output. The ratio is torch's time
-over ours: above 1 ours is faster.
+For each shape, `gpu_gemm bench --paced` measures toka's GEMM, and then this program measures torch.mm. Both capture a CUDA graph of
+many calls over random buffers that together do not fit the L2 cache, and take the median of its replays. toka's GEMM includes its
+epilogue: SwiGLU in gate_up, the residual in down and o+, RoPE and the KV append in qkv+. torch computes only the product, with bf16
+output. The ratio is torch's time divided by toka's: above 1, toka is faster.
 """
 import argparse
 import json
@@ -24,7 +24,7 @@ import torch
 
 
 def graph_us(op, calls, replays):
-    """Median microseconds of op(i): `calls` of them captured in one graph, which is replayed."""
+    """Median microseconds of a call op(i), measured on replays of a graph of `calls` calls."""
     op(0)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -61,7 +61,7 @@ def torch_us(n, k, m, replays=9):
 
 
 def pairs(binary, shapes):
-    """Yields our JSON rows with torch's time in "torch_us"."""
+    """Yields the JSON rows of gpu_gemm, with torch's time in "torch_us"."""
     torch.zeros(1, device="cuda")
     ours = subprocess.Popen([binary, "bench", "--paced", *shapes], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     while True:
@@ -79,10 +79,10 @@ def pairs(binary, shapes):
         sys.exit("bench_peers.py: %s ended with status %d: %s" % (binary, ours.returncode, line))
 
 
-def few(path):
-    """Few rows: torch beside a table of `toka bench ops --json`."""
+def small_m(path):
+    """1 to 128 rows: compares torch with a table of `toka bench ops --json`."""
     rows = json.load(open(path))
-    print("# read bandwidth %.2f TB/s; shares are of the time that this takes for W, x and y" % rows[0]["tbps"])
+    print("# read bandwidth %.2f TB/s; share: time of moving W, x and y at this bandwidth, divided by the time" % rows[0]["tbps"])
     print("%-14s %-8s %7s %6s %4s %9s %6s %9s %6s %6s" % ("model", "GEMM", "N", "K", "M", "us", "share", "torch us", "share", "ratio"))
     for r in rows:
         shape = re.fullmatch(r"M=(\d+) (\d+)x(\d+)", r["shape"])
@@ -97,14 +97,14 @@ def few(path):
 def main():
     args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     args.add_argument("binary", nargs="?")
-    args.add_argument("--ops", metavar="FILE", help="few rows, ours from `toka bench ops --json`")
-    args.add_argument("shapes", nargs="*", help="parts of names")
+    args.add_argument("--ops", metavar="FILE", help="compare GEMMs of 1 to 128 rows with this output of `toka bench ops --json`")
+    args.add_argument("shapes", nargs="*", help="parts of lines, see above")
     args.add_argument("--json", action="store_true", help="one line of JSON per shape")
-    args.add_argument("--min-M", type=int, default=512, help="rows that count for the closing mean")
+    args.add_argument("--min-M", type=int, default=512, help="the mean at the end covers shapes with at least this many rows")
     a = args.parse_args()
     print("# %s, torch %s, CUDA %s" % (torch.cuda.get_device_name(), torch.__version__, torch.version.cuda))
     if a.ops:
-        few(a.ops)
+        small_m(a.ops)
         return
     if not a.binary:
         args.error("expected PATH/TO/gpu_gemm or --ops FILE")
@@ -122,7 +122,7 @@ def main():
                 r["model"], r["gemm"], r["N"], r["K"], r["M"], r["us"], r["tflops"], r["torch_us"], r["ratio"], r["bn"],
                 r["split"], r["mc"]) + (" apart" if r["apart"] else ""), flush=True)
     if ratios:
-        print("# M >= %d: %d shapes, geometric mean %.3f, least %.3f" % (
+        print("# M >= %d: %d shapes, geometric mean %.3f, minimum %.3f" % (
             a.min_M, len(ratios), math.exp(statistics.fmean(map(math.log, ratios))), min(ratios)))
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Causal prefill attention through PyTorch (cuDNN and flash) at the shapes of `gpu_attn bench`; one JSON object per line."""
+"""Measures causal prefill attention of PyTorch (cuDNN and flash) at the shapes of `gpu_attn bench`; prints one JSON object per line."""
 
 import json
 
@@ -11,7 +11,7 @@ from bench_peers import graph_us
 
 
 def prefill(head, rows, heads=32, kv_heads=8):
-    """Causal self-attention of `rows` tokens; both the grouped form and the one with as many kv heads as heads."""
+    """Causal self-attention of `rows` tokens: with grouped kv heads, and with one kv head per query head."""
     q = torch.randn(1, heads, rows, head, device="cuda", dtype=torch.bfloat16)
     for kv in (kv_heads, heads):
         k, v = (torch.randn(1, kv, rows, head, device="cuda", dtype=torch.bfloat16) for _ in range(2))

@@ -1,27 +1,28 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""One dataset through toka and through what else is installed, on the same GPU in the same run: output tokens per second and ratios.
+"""Runs one dataset with toka and with other engines on the same GPU: output tokens per second and ratios.
 
     python3 test/make_dataset.py monkeys m.jsonl --samples 96
     python3 test/bench_peers_e2e.py m.jsonl [--model llama-3.2-1b] [--seconds 60] [--engines toka,vllm,toka-part,hf-cb,hf-static]
         [--vllm-args '{"max_num_seqs": 4096}'] [-- TOKA FLAGS]
 
-A line of the dataset is {"prompt_token_ids": [...] or "prompt": "...", "output_lengths": [l1, l2, ...]} (text needs --tokenizer FILE). All
-engines get the same ids, the model's shape from models.txt with random weights in bf16, sampling at --temp, and every sample forced to
-its length: end-of-sequence is ignored. Each runs in a process of its own, one after the other.
+A line of the dataset is {"prompt_token_ids": [...] or "prompt": "...", "output_lengths": [l1, l2, ...]}; a text prompt needs
+--tokenizer FILE. All engines get the same ids, a model of models.txt with random bf16 weights, and sampling at --temp. Each sample has
+a forced length: end-of-sequence tokens are ignored. The engines run one after the other, each in its own process.
 
     toka        toka bench throughput --dummy-weights: the whole dataset
-    vllm        vLLM's offline API, prefix caching on, load_format dummy; as many samples as --vllm-rate times --seconds makes
-    toka-part   toka on the samples that hf-cb gets
-    hf-cb       transformers' continuous batching, its own choice of everything but --hf-batch-tokens: --hf-samples samples, one of each
-                line of the file in turn, from the first to the last token of them all; where that takes over twice --seconds, what it has
-                generated until then counts, unfinished samples included, and the note says so
-    hf-static   transformers' generate() on batches of up to --hf-batch samples with prompts of one length (so that nothing is padded)
-                and outputs of similar length, the largest first, until --seconds are over
+    vllm        vLLM's offline API, prefix caching on, load_format dummy: the first samples of the file, as many as make
+                --vllm-rate times --seconds output tokens
+    toka-part   toka on the samples of hf-cb
+    hf-cb       transformers' continuous batching with its defaults, except --hf-batch-tokens: --hf-samples samples, taken from the
+                lines in turn. If they take more than twice --seconds, the run stops there; the tokens generated until then count,
+                those of unfinished samples too, and the note says so
+    hf-static   transformers' generate() on batches of up to --hf-batch samples with prompts of equal length (so no padding) and
+                outputs of similar length; the largest batches first, until --seconds are over
 
-vLLM takes the first samples of the file, if not all. Times begin when the model is loaded and warm and end with the last token. A
-ratio is that of toka on the same samples where that ran, else that of toka on the whole file. An engine that is not installed is left
-out and named; one that fails is reported, and the exit status is 1.
+A time begins when the model is loaded and warm, and ends with the last token. The ratio compares with toka on the same samples if
+this ran, else with toka on the whole file. An engine that is not installed is skipped with a message. If an engine fails, this is
+reported, and the exit status is 1.
 """
 import argparse
 import datetime
@@ -47,22 +48,22 @@ def arguments():
     p.add_argument("--engines", default=",".join(ENGINES))
     p.add_argument("--seconds", type=float, default=60, help="for each peer")
     p.add_argument("--temp", type=float, default=0.6)
-    p.add_argument("--vllm-rate", type=float, default=25000, help="output tokens a second that vLLM is thought to reach, to size its part")
-    p.add_argument("--vllm-args", type=json.loads, default={}, help="more arguments of vllm.LLM, as a JSON object")
+    p.add_argument("--vllm-rate", type=float, default=25000, help="expected output tokens per second of vLLM; sets its number of samples")
+    p.add_argument("--vllm-args", type=json.loads, default={}, help="extra arguments of vllm.LLM, as a JSON object")
     p.add_argument("--hf-batch", type=int, default=256)
     p.add_argument("--hf-samples", type=int, default=96, help="for hf-cb and toka-part")
-    p.add_argument("--hf-batch-tokens", type=int, help="tokens of a step of hf-cb; without: what transformers takes by itself")
-    p.add_argument("--tokenizer", help="tokenizer.json for lines of text")
+    p.add_argument("--hf-batch-tokens", type=int, help="tokens of a step of hf-cb; default: chosen by transformers")
+    p.add_argument("--tokenizer", help="tokenizer.json for text prompts")
     p.add_argument("--json", action="store_true", help="one line of JSON per engine instead of the table")
     p.add_argument("--inside", help=argparse.SUPPRESS)
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     return p.parse_args(sys.argv[1:at]), sys.argv[at + 1:]
 
 
-# ---- The work ----
+# ---- The dataset ----
 
 def read_dataset(path, tokenizer):
-    """[(ids, lengths)] of all lines."""
+    """[(ids, lengths)], one for each line."""
     rows, encode = [], None
     for line in open(path, encoding="utf-8"):
         row = json.loads(line)
@@ -79,7 +80,7 @@ def read_dataset(path, tokenizer):
 
 
 def samples(rows, n_out=float("inf")):
-    """[(ids, length)] of the file's first samples, until they make n_out tokens."""
+    """[(ids, length)] of the first samples of the file, until their lengths sum up to n_out."""
     out = []
     for ids, lengths in rows:
         for length in lengths:
@@ -90,10 +91,10 @@ def samples(rows, n_out=float("inf")):
     return out
 
 
-def in_turn(rows, n):
-    """[(ids, length)]: the first sample of each line, then the second of each ... until they are n."""
-    most = max(len(lengths) for _, lengths in rows)
-    return [(ids, lengths[k]) for k in range(most) for ids, lengths in rows if k < len(lengths)][:n]
+def round_robin(rows, n):
+    """[(ids, length)] of n samples: the first sample of each line, then the second of each line, ..."""
+    n_rounds = max(len(lengths) for _, lengths in rows)
+    return [(ids, lengths[k]) for k in range(n_rounds) for ids, lengths in rows if k < len(lengths)][:n]
 
 
 def longest(work):
@@ -101,7 +102,7 @@ def longest(work):
 
 
 def config_of(name):
-    """config.json of a model of models.txt, as transformers and vLLM read it."""
+    """config.json of a model of models.txt, for transformers and vLLM."""
     for line in open(os.path.join(ROOT, "models.txt"), encoding="utf-8"):
         col = line.split("#")[0].split()
         if col and col[0] == name:
@@ -127,16 +128,16 @@ def config_of(name):
     return c
 
 
-def result(work_out, prompt, n, seconds, note):
-    return {"samples": n, "prompt_tokens": prompt, "output_tokens": work_out, "seconds": seconds, "output_tokens_per_second": work_out / seconds,
-            "note": note}
+def result(n_out, n_prompt, n, seconds, note):
+    return {"samples": n, "prompt_tokens": n_prompt, "output_tokens": n_out, "seconds": seconds,
+            "output_tokens_per_second": n_out / seconds, "note": note}
 
 
-# ---- The engines; each is called in a process of its own and returns a result ----
+# ---- The engines: each function runs in its own process and returns a result ----
 
 def run_toka_part(a, rows, flags):
     part = {}
-    for ids, length in in_turn(rows, a.hf_samples):
+    for ids, length in round_robin(rows, a.hf_samples):
         part.setdefault(tuple(ids), []).append(length)
     return run_toka(a, [(list(ids), lengths) for ids, lengths in part.items()], flags)
 
@@ -169,7 +170,7 @@ def run_vllm(a, rows):
             outs = llm.generate([{"prompt_token_ids": ids} for ids, _ in part], params, use_tqdm=False)
             return sum(len(o.outputs[0].token_ids) for o in outs)
 
-        go([([7] * 40, 8)] * 8)  # warm; a prompt that the work does not have
+        go([([7] * 40, 8)] * 8)  # warm-up with a prompt that the work does not contain
         begin = time.time()
         n_out = go(work)
         took = time.time() - begin
@@ -199,7 +200,7 @@ def hf_sampling(a, **more):
 
 
 def hf_cb_go(manager, work, name, limit):
-    """Runs the samples, for at most `limit` seconds: outputs that ended, and the seconds."""
+    """Runs the samples, for at most `limit` seconds: (finished outputs, seconds)."""
     begin, done = time.time(), []
     for i, (ids, n) in enumerate(work):
         manager.add_request(ids, request_id=f"{name}{i}", max_new_tokens=n, eos_token_id=-1)
@@ -217,7 +218,7 @@ def run_hf_cb(a, rows):
     import transformers
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
     from transformers.generation.continuous_batching.utils import WorkloadHints
-    work = in_turn(rows, a.hf_samples)
+    work = round_robin(rows, a.hf_samples)
     model = hf_model(a)
     hints = WorkloadHints(max_prompt_length=max(len(ids) for ids, _ in work), max_generated_length=max(n for _, n in work), num_requests=len(work))
     manager = model.init_continuous_batching(generation_config=hf_sampling(a, eos_token_id=-1, max_new_tokens=max(n for _, n in work)),
@@ -226,10 +227,11 @@ def run_hf_cb(a, rows):
     manager.warmup()
     manager.start()
     r = random.Random(0)
-    hf_cb_go(manager, [([r.randrange(3, 1000) for _ in ids], 8) for ids, _ in work[:16]], "warm", 60)  # prompts that the work does not have
+    # a warm-up with prompts that the work does not contain
+    hf_cb_go(manager, [([r.randrange(3, 1000) for _ in ids], 8) for ids, _ in work[:16]], "warm", 60)
     done, took = hf_cb_go(manager, work, "", 2 * a.seconds)
     whole = len(done)
-    manager.stop(block=True, timeout=30, hard_stop=True)  # hands out what unfinished samples have so far
+    manager.stop(block=True, timeout=30, hard_stop=True)  # puts the outputs of unfinished samples into the queue
     queue = manager.output_router.output_queue
     while not queue.empty():
         done.append(queue.get())
@@ -248,7 +250,7 @@ def run_hf_static(a, rows):
     for same in by_length.values():
         same.sort(key=lambda s: s[1])
         batches += [same[i:i + a.hf_batch] for i in range(0, len(same), a.hf_batch)]
-    batches.sort(key=len, reverse=True)  # it is fastest on large ones
+    batches.sort(key=len, reverse=True)  # large batches are the fastest
     model = hf_model(a)
 
     def go(batch, n):
@@ -283,8 +285,8 @@ def gpu_name():
 
 def inside(a, flags):
     rows = read_dataset(a.dataset, a.tokenizer)
-    run = {"toka": lambda: run_toka(a, rows, flags), "toka-part": lambda: run_toka_part(a, rows, flags), "vllm": lambda: run_vllm(a, rows), "hf-cb": lambda: run_hf_cb(a, rows),
-           "hf-static": lambda: run_hf_static(a, rows)}[a.inside]
+    run = {"toka": lambda: run_toka(a, rows, flags), "toka-part": lambda: run_toka_part(a, rows, flags), "vllm": lambda: run_vllm(a, rows),
+           "hf-cb": lambda: run_hf_cb(a, rows), "hf-static": lambda: run_hf_static(a, rows)}[a.inside]
     print("\nRESULT " + json.dumps(run()), flush=True)
 
 

@@ -1,10 +1,10 @@
-"""Checks test/templates.json against Jinja2 set up as Hugging Face's apply_chat_template sets it up.
+"""Checks test/templates.json with Jinja2, configured as in Hugging Face's apply_chat_template.
 
-  python3 test/check_templates.py            every case: the output is Jinja2's, every error is one there too
-  python3 test/check_templates.py --write    fills in the outputs of the cases that expect no error
+  python3 test/check_templates.py            checks that Jinja2 gives the same output for each case, and an error if an error is expected
+  python3 test/check_templates.py --write    writes Jinja2's outputs into the cases that expect no error
 
-The file: {"context": what every case is rendered with, "cases": [...]}. A case: {"template", "output"} or {"template", "error": a
-part of toka's message}; "only_here": true marks an error that Jinja2 does not have (limits, what is not supported).
+The file is {"context": the variables of all templates, "cases": [...]}. A case is {"template", "output"} or {"template", "error": a
+part of toka's message}. "only_here": true marks an error of toka that Jinja2 does not have (a limit, or an unsupported feature).
 Needs: pip install jinja2==3.1.6
 """
 import datetime
@@ -21,7 +21,7 @@ PATH = os.path.join(os.path.dirname(os.path.abspath(__file__)), "templates.json"
 
 
 class Generation(jinja2.ext.Extension):
-    """{% generation %} marks what the assistant wrote; its text is rendered as it is."""
+    """{% generation %} marks the text of the assistant; the text is rendered unchanged."""
 
     tags = {"generation"}
 

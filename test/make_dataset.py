@@ -1,18 +1,19 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the workloads that `toka bench throughput --dataset FILE` measures. One line is one request:
-{"prompt_token_ids": [...], "output_lengths": [...]}: as many samples as lengths, each forced to its length.
+"""Writes workloads for `toka bench throughput --dataset FILE`. Each line is one request:
+{"prompt_token_ids": [...], "output_lengths": [...]}: one sample for each length, forced to this length.
 
-  make_dataset.py monkeys OUT [--problems 128] [--samples 1024]   GSM8K, 4-shot, four examples shared by all prompts (about 715 tokens);
-                                                                  output lengths around 150 tokens
-  make_dataset.py chat OUT [--requests 2000]                      prompt and output lengths of a public conversation trace, random ids,
-                                                                  nothing shared
-  make_dataset.py latency OUT                                     one sequence, 128 in, 512 out
+  make_dataset.py monkeys OUT [--problems 128] [--samples 1024]   GSM8K, 4-shot: all prompts share four examples and have about 715
+                                                                  tokens; output lengths of about 150 tokens
+  make_dataset.py chat OUT [--requests 2000]                      prompt and output lengths of a public conversation trace; random ids
+                                                                  without shared prefixes
+  make_dataset.py latency OUT                                     one sequence, 128 tokens in, 512 out
 
-The same seed gives the same file. Monkeys and chat need public data in the folder that TOKA_TEST_DATA names (default ../shared/data):
-  datasets/gsm8k_train.jsonl, datasets/gsm8k_test.jsonl   GSM8K as its authors publish it: {"question": "...", "answer": "..."} a line
-  tokenizers/llama-3.1/tokenizer.json                     of any Llama 3; --tokenizer names another folder; Python package tokenizers
-  traces/AzureLLMInferenceTrace_conv.csv                  of Azure's public dataset: columns ContextTokens, GeneratedTokens"""
+The same seed gives the same file. Monkeys and chat need public data in the folder TOKA_TEST_DATA (default ../shared/data):
+  datasets/gsm8k_train.jsonl, datasets/gsm8k_test.jsonl   GSM8K as published: a line is {"question": "...", "answer": "..."}
+  tokenizers/llama-3.1/tokenizer.json                     tokenizer of any Llama 3 (--tokenizer names another folder); needs the Python
+                                                          package tokenizers
+  traces/AzureLLMInferenceTrace_conv.csv                  from Azure's public dataset: columns ContextTokens, GeneratedTokens"""
 import argparse
 import csv
 import itertools
@@ -30,12 +31,13 @@ def problems(name):
 
 
 def output_length(rng, mean=150):
-    """Log-normal with a long tail, as lengths of answers are; between 16 and 512."""
+    """A random length between 16 and 512: log-normal, with a long tail like the lengths of real answers."""
     return max(16, min(512, round(rng.lognormvariate(0, 0.4) * mean / 1.083)))  # e^(0.4^2/2) = 1.083
 
 
 def few_shot_prompts(n):
-    """GSM8K problems behind four examples with answers of middling length, so that these and a question make about 715 tokens."""
+    """GSM8K problems, each after the same four examples. The answers of the examples have medium length, so a prompt has about 715
+    tokens."""
     shots = [p for p in problems("gsm8k_train.jsonl") if 220 < len(p["answer"]) < 280][:SHOTS]
     head = "".join(f"Question: {p['question']}\nAnswer: {p['answer']}\n\n" for p in shots)
     return [head + f"Question: {p['question']}\nAnswer:" for p in problems("gsm8k_test.jsonl")[:n]]

@@ -6,26 +6,26 @@ Run:       python3 test/make_fixtures.py [--only NAME]       (about two minutes 
 Made with: Python 3.11.7, torch 2.11.0, transformers 5.17.0, safetensors 0.8.0, on 2026-11-21.
 
 A fixture is an ordinary model folder (config.json, generation_config.json, model.safetensors or shards with an index; no
-tokenizer) and two files of ours:
+tokenizer) with two more files:
 
     golden.json   {"vocab":V, "dtype":"float32", "float32_rel_l2":x, "cases":[case ...]}
     golden.bin    raw little-endian float32 logits, rows of V
 
     case          prompt_ids             1 to 300 random ids
-                  greedy_ids             24 ids of greedy continuation (an end-of-sequence id does not stop it)
-                  gaps, min_gap          top logit minus second logit at each of the 24 steps; every one is over 1e-3
-                  logit_positions        positions p inside the prompt; row i of logits = after token p[i], last one = prompt's end
+                  greedy_ids             24 ids of greedy continuation; an end-of-sequence id does not stop it
+                  gaps, min_gap          top logit minus second logit at each of the 24 steps; each gap is over 1e-3
+                  logit_positions        positions p in the prompt; row i has the logits after token p[i]; the last p is the prompt's end
                   logits_offset          byte offset of those rows in golden.bin
-                  decode_logits_offset   byte offset of one more row: the logits that chose the last of greedy_ids, that is
-                                         after the prompt and the first 23 of greedy_ids (a check of the decode path)
+                  decode_logits_offset   byte offset of one more row, to check the decode path: the logits after the prompt and the
+                                         first 23 of greedy_ids, which chose the last of them
 
-The reference: transformers loads the folder (so config.json is read as transformers reads it), all weights are widened to
-float64 and so is the forward pass, except where transformers itself drops to float32 (RoPE angles, the norm's variance, the softmax).
-Every prompt runs alone, without a KV cache. float32_rel_l2 is the largest relative L2 distance, over all rows, of the same
-forward in float32: what one honest float32 implementation differs by.
+The reference: transformers loads the folder, so config.json has its meaning in transformers. All weights are converted to float64,
+and the forward pass runs in float64, except where transformers uses float32 (RoPE angles, the norm's variance, the softmax). Each
+prompt runs alone, without a KV cache. float32_rel_l2 is the largest relative L2 distance, over all rows, of the same forward pass in
+float32: the error that a correct float32 implementation has.
 
-Nothing here may hide a mistake: eps and theta are far from the defaults, attention scores have a standard deviation of about 1.5,
-norm weights scatter around 1, biases are large, the longest prompts are past the original context of every scaled RoPE.
+The models are made so that each mistake shows: eps and theta are far from the defaults, attention scores have a standard deviation of
+about 1.5, norm weights vary around 1, biases are large, and the longest prompts exceed the original context of each scaled RoPE.
 """
 import argparse
 import json
@@ -49,8 +49,8 @@ QWEN2, QWEN3 = ("Qwen2ForCausalLM", "qwen2"), ("Qwen3ForCausalLM", "qwen3")
 
 
 def config(kind, E, H, K, F, V, L=2, D=None, tied=False, eps=1e-2, dtype="float32", old=True, max_pos=512, **more):
-    """A config.json as people wrote it by hand: `old` is the style before transformers 5 (torch_dtype, rope_theta beside
-    rope_scaling), otherwise dtype and rope_parameters. D=None leaves head_dim out, so D = E/H."""
+    """The object of a config.json. `old`: the style before transformers 5, with torch_dtype, rope_theta and rope_scaling; else with
+    dtype and rope_parameters. D=None: without head_dim, so D = E/H."""
     c = {
         "architectures": [kind[0]], "model_type": kind[1],
         "hidden_size": E, "num_attention_heads": H, "num_key_value_heads": K, "intermediate_size": F,
@@ -68,19 +68,19 @@ def config(kind, E, H, K, F, V, L=2, D=None, tied=False, eps=1e-2, dtype="float3
 # name -> (config, prompt lengths, how the weights are stored)
 FIXTURES = {
     # --- default RoPE -------------------------------------------------------------------------------------------------
-    # Llama as in 2023: no head_dim, no rope_scaling key, one K/V head per query head, head size 8.
+    # Llama as in 2023: no head_dim, no rope_scaling, one K/V head per query head, head size 8.
     "llama-default": (config(LLAMA, E=72, H=9, K=9, F=68, V=263, rope_theta=777.0, dtype="float32",
                              attention_bias=False, mlp_bias=False, pretraining_tp=1), ALL_LENGTHS, {}),
-    # Nothing is even: rows of 51, 67 and 259 values; head_dim given because E/H is not it.
+    # Odd sizes: rows of 51, 67 and 259 values; head_dim is given, because it differs from E/H.
     "llama-odd": (config(LLAMA, E=51, H=3, K=1, F=67, V=259, D=8, old=False, eps=2e-2, dtype="float32",
                          rope_parameters={"rope_type": "default", "rope_theta": 333.0}), [1, 17, 65, 128], {}),
     "llama-tied": (config(LLAMA, E=72, H=9, K=3, F=100, V=301, tied=True, dtype="bfloat16", rope_theta=2500,
                           rope_scaling=None, attention_bias=False), [2, 16, 63, 300], {}),
-    # q, k, v and o all have a bias; seven query heads to one K/V head.
+    # q, k, v and o have a bias; seven query heads per K/V head.
     "llama-bias": (config(LLAMA, E=84, H=7, K=1, F=100, V=263, D=8, L=3, old=False, dtype="float16", attention_bias=True,
                           rope_parameters={"rope_type": "default", "rope_theta": 1234.5}), [1, 15, 64, 65, 300], {}),
     # --- linear -------------------------------------------------------------------------------------------------------
-    # "type" was the key's name before "rope_type". The file also carries the inv_freq buffers of early checkpoints, to be ignored.
+    # "type" was the old name of "rope_type". The weights also have the inv_freq buffers of early checkpoints, which must be ignored.
     "llama-linear-old": (config(LLAMA, E=72, H=3, K=1, F=100, V=263, D=80, dtype="float16", rope_theta=900.0, max_pos=416,
                                 rope_scaling={"type": "linear", "factor": 6.5}), [1, 17, 64, 65, 300], {"inv_freq": True}),
     "llama-linear-new": (config(LLAMA, E=75, H=3, K=1, F=84, V=277, D=96, old=False, dtype="bfloat16",
@@ -96,7 +96,7 @@ FIXTURES = {
                                     rope_parameters={"factor": 32.0, "high_freq_factor": 6.0, "low_freq_factor": 1.5,
                                                      "original_max_position_embeddings": 48, "rope_theta": 50000.0,
                                                      "rope_type": "llama3"}), [2, 63, 65, 300], {"shards": 3}),
-    # --- yarn: no options; attention_factor and betas; mscale pair; one mscale alone; truncate off ----------------------
+    # --- yarn: no options; attention_factor and betas; mscale and mscale_all_dim; only mscale, and truncate off ---------
     "llama-yarn-old": (config(LLAMA, E=72, H=2, K=2, F=68, V=263, D=96, dtype="bfloat16", rope_theta=1000.0,
                               rope_scaling={"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}),
                        [1, 16, 64, 65, 128, 300], {}),
@@ -108,8 +108,8 @@ FIXTURES = {
                                  rope_parameters={"rope_type": "yarn", "rope_theta": 3000.0, "factor": 8.0,
                                                   "original_max_position_embeddings": 64, "beta_fast": 32, "beta_slow": 1,
                                                   "mscale": 2.0, "mscale_all_dim": 0.7}), [2, 17, 128, 300], {}),
-    # mscale without mscale_all_dim has no effect on the attention factor; truncate false keeps the ramp's ends fractional. The
-    # original context is long enough for the default beta_fast of 32 to matter.
+    # mscale without mscale_all_dim does not change the attention factor. With truncate false the ends of the ramp are fractions. The
+    # original context is so long that the default beta_fast of 32 has an effect.
     "llama-yarn-truncate": (config(LLAMA, E=48, H=3, K=3, F=100, V=263, D=80, dtype="float16", rope_theta=4000.0,
                                    max_pos=1120,
                                    rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 280,
@@ -120,7 +120,7 @@ FIXTURES = {
     # A window that ends inside a page and is shorter than most prompts.
     "mistral-short-window": (config(MISTRAL, E=96, H=4, K=2, D=32, F=72, V=203, dtype="bfloat16", rope_theta=700.0, sliding_window=40),
                              [1, 39, 40, 41, 64, 65, 128, 300], {}),
-    # A window as long as the context changes nothing and has to be accepted. No head_dim: D = 128/2 = 64.
+    # A window as long as the context has no effect and must be accepted. No head_dim: D = 128/2 = 64.
     "mistral-window": (config(MISTRAL, E=128, H=2, K=1, F=68, V=199, old=False, dtype="float16", sliding_window=512,
                               rope_parameters={"rope_type": "default", "rope_theta": 600.0}), [2, 65, 128], {}),
     # --- Qwen2: q, k, v have a bias, o has none -------------------------------------------------------------------------
@@ -130,14 +130,14 @@ FIXTURES = {
                                   use_sliding_window=False, sliding_window=512, max_window_layers=2,
                                   rope_scaling={"factor": 4.0, "original_max_position_embeddings": 128, "type": "yarn"}),
                            [1, 64, 128, 300], {"shards": 2}),
-    # --- Qwen3: a norm on every head of q and k; H*D is not E ---------------------------------------------------------
+    # --- Qwen3: a norm on each head of q and k; H*D differs from E ----------------------------------------------------
     "qwen3": (config(QWEN3, E=72, H=3, K=1, F=100, V=263, D=128, tied=True, dtype="bfloat16", rope_theta=7000.0,
                      attention_bias=False, rope_scaling=None, use_sliding_window=False, sliding_window=None,
                      max_window_layers=2), [1, 2, 17, 64, 65, 300], {}),
     "qwen3-yarn": (config(QWEN3, E=56, H=7, K=1, F=100, V=271, D=64, old=False, dtype="bfloat16", attention_bias=False,
                           rope_parameters={"rope_type": "yarn", "rope_theta": 10000, "factor": 8.0,
                                            "original_max_position_embeddings": 64}), [15, 63, 128, 300], {}),
-    # --- Ministral: layer_types says which layers have the window, here the outer ones ----------------------------------
+    # --- Ministral: layer_types names the layers with a window, here the first and the last -----------------------------
     "ministral": (config(MINISTRAL, E=72, H=4, K=2, D=32, F=68, V=203, L=3, old=False, dtype="bfloat16", sliding_window=40,
                          layer_types=["sliding_attention", "full_attention", "sliding_attention"],
                          rope_parameters={"rope_type": "default", "rope_theta": 700.0}), [1, 40, 41, 65, 300], {}),
@@ -145,7 +145,7 @@ FIXTURES = {
 
 
 def random_weight(name, shape, c, g):
-    """Weights with which every part of the model shows in the logits; see the last paragraph of the header."""
+    """Weights for which each part of the model changes the logits; see the last paragraph of the header."""
     w = torch.randn(shape, generator=g, dtype=torch.float32)
     if name.endswith("norm.weight"):                     # all RMSNorms, q_norm and k_norm too
         centre = 1.25 if ("q_norm" in name or "k_norm" in name) else 1.0
@@ -155,7 +155,7 @@ def random_weight(name, shape, c, g):
     if name == "lm_head.weight":
         return w * 2.0 / shape[1] ** 0.5                 # logits of standard deviation 2
     if name == "model.embed_tokens.weight" and c["tie_word_embeddings"]:
-        return w * 1.0 / shape[1] ** 0.5                 # of 1 here: more, and every token would predict itself
+        return w * 1.0 / shape[1] ** 0.5                 # deviation 1: with more, each token would predict itself
     if name == "model.embed_tokens.weight":
         return w * 0.5                                   # small enough for eps to matter
     if "q_proj" in name or "k_proj" in name:
@@ -164,12 +164,12 @@ def random_weight(name, shape, c, g):
 
 
 def write_weights(folder, c, how, seed):
-    """model.safetensors, or `shards` files and an index, in the dtype that config.json names."""
+    """Writes model.safetensors, or `shards` files and an index, in the dtype of config.json."""
     dtype = getattr(torch, c.get("torch_dtype", c.get("dtype")))
     g = torch.Generator().manual_seed(seed)
     shapes = {k: v.shape for k, v in AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).state_dict().items()}
     if c["tie_word_embeddings"]:
-        shapes.pop("lm_head.weight", None)               # the file of a tied model has one of the two names
+        shapes.pop("lm_head.weight", None)               # the file of a tied model has only one of the two names
     tensors = {k: random_weight(k, s, c, g).to(dtype) for k, s in shapes.items()}
     if how.get("inv_freq"):
         for layer in range(c["num_hidden_layers"]):
@@ -200,11 +200,11 @@ def logits_of(model, ids):
 
 
 def make_case(model, V, n, seed):
-    """One prompt of n ids, its greedy continuation and the rows to keep. A prompt with a near tie in the continuation, or one
-    that only repeats a few ids (it would hide a position error), is thrown away."""
+    """One prompt of n ids, its greedy continuation and the rows to keep. A prompt is rejected if its continuation has a near tie, or
+    if it only repeats a few ids (this would hide a wrong position)."""
     for attempt in range(200):
         rng = np.random.default_rng([seed, n, attempt])
-        prompt = rng.integers(3, V, n).tolist()          # ids 0 to 2 are padding, bos, eos in spirit
+        prompt = rng.integers(3, V, n).tolist()          # ids 0 to 2 stand for padding, bos and eos
         ids, gaps = list(prompt), []
         for _ in range(N_GREEDY):
             rows = logits_of(model, ids)
@@ -217,7 +217,7 @@ def make_case(model, V, n, seed):
             positions = sorted({0, n // 2, max(n - 2, 0), n - 1})
             keep = torch.cat([rows[positions], rows[-1:]])
             return prompt, ids[n:], gaps, positions, keep, ids[:-1]
-    raise RuntimeError(f"no prompt of {n} tokens that does")
+    raise RuntimeError(f"no suitable prompt of {n} tokens")
 
 
 def make_fixture(folder, name, seed):
@@ -243,13 +243,13 @@ def make_fixture(folder, name, seed):
                       "logits_offset": at, "decode_logits_offset": at + len(positions) * row_bytes})
     golden = {"vocab": V, "dtype": "float32", "float32_rel_l2": worst,
               "made_with": f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}", "cases": cases}
-    with open(f"{folder}/golden.json", "w") as f:        # one case to a line
+    with open(f"{folder}/golden.json", "w") as f:        # one case per line
         head = json.dumps({k: v for k, v in golden.items() if k != "cases"})[:-1]
         f.write(head + ', "cases": [\n' + ",\n".join(json.dumps(x, separators=(",", ":")) for x in cases) + "\n]}\n")
     with open(f"{folder}/golden.bin", "wb") as f:
         f.write(blob)
     for x in os.listdir(folder):
-        os.chmod(os.path.join(folder, x), 0o644)         # safetensors creates its files readable by the owner alone
+        os.chmod(os.path.join(folder, x), 0o644)         # safetensors creates files that only the owner can read
     size = sum(os.path.getsize(os.path.join(folder, x)) for x in os.listdir(folder))
     std, rope = rows.std().item(), model.config.rope_parameters
     print(f"{name:22s} {size / 1024:7.1f} KiB  cases {len(cases):2d}  min gap {min(x['min_gap'] for x in cases):.4f}  "

@@ -3,19 +3,19 @@
 
     python3 test/make_unicode.py UnicodeData.txt [toka.c]
 
-reads UnicodeData.txt of Unicode 17.0 and prints five C strings, or, given toka.c, replaces what
-stands between the two marker comments there. What Hugging Face `tokenizers` computes is the measure, and its parts know different versions:
+reads UnicodeData.txt of Unicode 17.0 and prints five C strings. With toka.c as the second argument, it replaces the text between the
+two marker comments in this file. The tables must give the results of Hugging Face `tokenizers`, whose parts use different versions of
+Unicode:
 
-* categories are those of Unicode 16.0, as in the Oniguruma that runs its patterns. They are had from 17.0 by leaving out
-  the 4,803 characters that 17.0 added and by taking back its one change of a letter (U+0295 was Ll, became Lo);
-* its normal form C is that of Unicode 9.0. Combining classes and decompositions that came later are in the tables with a
-  mark, so that both the old and the present form C can be had;
-* letter case is that of Unicode 16.0. What a character becomes is Python's str methods' answer where
-  it is more than one character (no such mapping has been added since Unicode 5.0), and where the
-  tables of toka.c have no rule for it.
+* Categories are those of Unicode 16.0, as in the Oniguruma library that runs the patterns. This script removes the 4,803 characters
+  that 17.0 added, and takes back the one category of a letter that 17.0 changed (U+0295 was Ll and became Lo).
+* Normal form C is that of Unicode 9.0. The tables mark later combining classes and decompositions, so toka.c can compute the old
+  and the present form C.
+* Letter case is that of Unicode 16.0. Python's str methods give mappings to more than one character (no such mapping was added since
+  Unicode 5.0), and mappings for which toka.c has no rule.
 
-Code: a number is written with leading digits of base 28 ('@' to '[') and one final digit of base 34 (']' to '~'), so the
-text needs no escapes. Signed numbers are zigzag coded.
+Encoding: a number has leading digits of base 28 ('@' to '[') and one final digit of base 34 (']' to '~'), so the text needs no
+escapes. Signed numbers are zigzag coded.
 """
 import sys
 import unicodedata
@@ -30,7 +30,7 @@ NEW_IN_17 = [
     (0x1FA8A, 0x1FA8A), (0x1FA8E, 0x1FA8E), (0x1FAC8, 0x1FAC8), (0x1FACD, 0x1FACD), (0x1FAEA, 0x1FAEA), (0x1FAEF, 0x1FAEF),
     (0x1FBFA, 0x1FBFA), (0x2B73A, 0x2B73F), (0x2CEA2, 0x2CEAD), (0x323B0, 0x33479)]
 
-# Characters of 10.0 to 16.0 with a combining class or a canonical decomposition.
+# Characters added in 10.0 to 16.0 that have a combining class or a canonical decomposition.
 AFTER_9 = [
     (0x7FD, 0x7FD), (0x897, 0x89F), (0x8CA, 0x8D3), (0x9FE, 0x9FE), (0xC3C, 0xC3C), (0xD3B, 0xD3C), (0xEBA, 0xEBA),
     (0x1715, 0x1715), (0x1ABF, 0x1ACE), (0x1DF6, 0x1DFA), (0xA82C, 0xA82C), (0x105C9, 0x105C9), (0x105E4, 0x105E4),
@@ -40,7 +40,7 @@ AFTER_9 = [
     (0x11D97, 0x11D97), (0x11F41, 0x11F42), (0x16121, 0x1612F), (0x16D68, 0x16D6A), (0x16FF0, 0x16FF1), (0x1E08F, 0x1E08F),
     (0x1E130, 0x1E136), (0x1E2AE, 0x1E2AE), (0x1E2EC, 0x1E2EF), (0x1E4EC, 0x1E4EF), (0x1E5EE, 0x1E5EF)]
 
-# CompositionExclusions.txt, section 1 and 2: pairs that decompose but are never put together again.
+# CompositionExclusions.txt, sections 1 and 2: characters that decompose but are never composed.
 EXCLUDED = set(range(0x958, 0x960)) | {
     0x9DC, 0x9DD, 0x9DF, 0xA33, 0xA36, 0xA59, 0xA5A, 0xA5B, 0xA5E, 0xB5C, 0xB5D, 0xF43, 0xF4D, 0xF52, 0xF57, 0xF5C, 0xF69,
     0xF76, 0xF78, 0xF93, 0xF9D, 0xFA2, 0xFA7, 0xFAC, 0xFB9, 0x2ADC, 0xFB1D, 0xFB1F}
@@ -57,13 +57,13 @@ OTHER_LOWER = [
 OTHER_UPPER = [
     (0x2160, 0x216F), (0x24B6, 0x24CF), (0x1F130, 0x1F149), (0x1F150, 0x1F169), (0x1F170, 0x1F189)]
 
-# WordBreakProperty.txt: MidLetter, MidNumLet and Single_Quote, which a final sigma does not see.
+# WordBreakProperty.txt: MidLetter, MidNumLet and Single_Quote. The rule of the final sigma ignores them.
 MID_WORD = {
     0x27, 0x2E, 0x3A, 0xB7, 0x387, 0x55F, 0x5F4, 0x2018, 0x2019, 0x2024, 0x2027, 0xFE13, 0xFE52,
     0xFE55, 0xFF07, 0xFF0E, 0xFF1A}
 
 CATEGORIES = "Lu Ll Lt Lm Lo Mn Mc Me Nd Nl No Pc Pd Ps Pe Pi Pf Po Sm Sc Sk So Zs Zl Zp Cc Cf Cs Co Cn".split()
-SPACE_CONTROL, LINE_END = 30, 31  # two classes of ours: \t \v \f U+0085, and \r \n
+SPACE_CONTROL, LINE_END = 30, 31  # two extra classes: \t \v \f U+0085, and \r \n
 
 
 def number(v):
@@ -145,7 +145,7 @@ KINDS = ["lower", "upper", "title", "ignored", "lower ignored", "pairs", "lower 
 
 
 def simple(data, c, to):
-    """What one character becomes, as one character."""
+    """The mapping of a character to one character."""
     x = int(data[c][3][to] or "%X" % c, 16)
     return x if x in data else c
 
@@ -160,7 +160,7 @@ def case_kind(data, c):
 
 
 def case_runs(data):
-    """Rows (first, n, kind, difference to the other case); "pairs": upper, its lower, upper ..."""
+    """Rows (first, n, kind, difference to the other case). Kind "pairs": an upper-case letter, its lower-case letter, and so on."""
     rows = {}
     for c in data:
         kind = case_kind(data, c)
@@ -190,7 +190,7 @@ def cases(data):
 
 
 def case_rule(data, c, to):
-    """What toka.c makes of c where the exceptions do not have it."""
+    """The mapping of c by the rules of toka.c, without its table of exceptions."""
     kind = case_kind(data, c)
     if to == FOLD:
         if 0x13A0 <= c < 0x1400 or 0xAB70 <= c < 0xABC0:
@@ -203,7 +203,7 @@ def case_rule(data, c, to):
 
 
 def case_of(data, c, to):
-    """What c becomes: Python's answer if that is more than one character, or c folded."""
+    """The right mapping of c: Python's if it has more than one character or is a case fold, else that of UnicodeData.txt."""
     python = (str.upper, str.lower, str.title, str.casefold)[to](chr(c))
     if to != FOLD:
         return python if len(python) > 1 else chr(simple(data, c, to))

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Does toka_kernels.cu compile for Hopper, without spills, with other toolkits than the one that is installed?
+"""Compiles toka_kernels.cu for Hopper with other CUDA toolkits than the installed one, and checks that no kernel spills registers.
 
-    test/nvcc_versions.py [VERSION...]      12.4 12.6 12.8 12.9 13.1 13.3 unless named
+    test/nvcc_versions.py [VERSION...]      default: 12.4 12.6 12.8 12.9 13.1 13.3
 
-They come from the Python package index. From 13.0 on it has the whole compiler. Of 12.x it has the assembler, ptxas, which gives out
-the registers: it gets the PTX that the installed nvcc makes of the source as that version would see it (NVCC_VERSION), said to be
-of the version's own language. What 12.x's headers lack is not found so. A line a version; exit 1 if one failed, 3 if one could not
-be had.
+The toolkits come from the Python package index. It has the whole compiler from 13.0 on. Of 12.x it has only the assembler, ptxas,
+which allocates the registers. So for 12.x the installed nvcc makes PTX with NVCC_VERSION set to that version, the version of the PTX
+language is replaced by the one that this ptxas knows, and ptxas compiles it. This does not find missing parts of 12.x's headers.
+Prints one line per version. The exit status is 1 if a version failed, 3 if a version is not available.
 """
 import glob
 import os
@@ -16,9 +16,9 @@ import sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 WORK = os.path.join(ROOT, "test", ".build", "nvcc")
-PTX = {"12.4": "8.4", "12.5": "8.5", "12.6": "8.5", "12.8": "8.7", "12.9": "8.8"}  # the language that a version knows
+PTX = {"12.4": "8.4", "12.5": "8.5", "12.6": "8.5", "12.8": "8.7", "12.9": "8.8"}  # toolkit: its version of the PTX language
 BUILD = ["-std=c++20", "-O3", "-Xcompiler", "-fno-exceptions"]
-BAD = re.compile(r"C75\d\d|[1-9]\d* bytes spill")  # as build.sh has it
+BAD = re.compile(r"C75\d\d|[1-9]\d* bytes spill")  # the same pattern as in build.sh
 
 
 def run(*command, **more):
@@ -26,7 +26,7 @@ def run(*command, **more):
 
 
 def fetch(version, packages):
-    """The folder of a version's packages; None if the index has not all of them, or is out of reach."""
+    """The folder of a version's packages; None if the index lacks a package or cannot be reached."""
     folder = os.path.join(WORK, version)
     if not os.path.isdir(folder):
         got = run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", folder + ".part", *packages)
@@ -38,7 +38,7 @@ def fetch(version, packages):
 
 
 def assemble(version):
-    """By the version's ptxas; None: not to be had."""
+    """Compiles with the ptxas of a version; None: not available."""
     folder = fetch(version, [f"nvidia-cuda-nvcc-cu12=={version}.*"])
     if not folder:
         return None
@@ -57,7 +57,7 @@ def assemble(version):
 
 
 def compile_all(version):
-    """By the version's nvcc; None: not to be had."""
+    """Compiles with the nvcc of a version; None: not available."""
     names = ("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm", "nvidia-cuda-runtime")
     folder = fetch(version, [f"{name}=={version}.*" for name in names])
     if not folder:
@@ -72,7 +72,7 @@ def main(versions):
     for version in versions:
         made = assemble(version) if version.startswith("12.") else compile_all(version)
         if made is None:
-            print(f"{version}: cannot be had")
+            print(f"{version}: not available")
             status = status or 3
             continue
         lines = made.stdout.splitlines()

@@ -1,25 +1,25 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Renames declarations of the three source files wherever they are used, in the C and CUDA files of test/ too, and changes nothing else.
+"""Renames declarations of the three source files, and all their uses there and in the C and CUDA files of test/; changes nothing else.
 
-    pip install libclang                      and clang, for its headers
-    python3 test/rename.py NAMES.tsv          applies the rows, in order
-    python3 test/rename.py --check NAMES.tsv  only says what would fail
-    python3 test/rename.py --cuda NAMES.tsv   rows of toka_kernels.cu: C files, which may have the same names, stay
+    pip install libclang                      also needs clang, for its headers
+    python3 test/rename.py NAMES.tsv          applies the rows in order
+    python3 test/rename.py --check NAMES.tsv  only reports rows that would fail
+    python3 test/rename.py --cuda NAMES.tsv   rows of toka_kernels.cu: does not change C files, which may have the same names
 
-A row is OLD <tab> NEW; what follows a second tab is a remark. OLD is one of
+A row is OLD <tab> NEW; text after a second tab is a remark. OLD is one of
     kv_match_prefix     a function, a type, a macro, an enumerator or a variable of file scope
     kv_cache.tail       a field, a method or a constant of a struct or union
-    kv_match_prefix:p   a parameter (of a template, too) or a variable of a function, all of that name in it
-A name of file scope changes in comments and documents too, if it has an underscore. Plain words, fields and variables
-change in the code alone, since a word in a comment does not say which of them it means.
+    kv_match_prefix:p   the parameters (also of a template) and variables of this name in a function
+A name of file scope with an underscore is also changed in comments and documents. Names without an underscore, fields and variables
+are changed only in code, because a word in a comment can have several meanings.
 
-clang finds the uses, so a name that means 28 things is no danger. What clang did not see (code behind an #if that is
-off) fails to compile afterwards; what compiles is proven by comparing machine code: `test/same_code.sh BEFORE`.
-In CUDA templates clang does not know yet which struct a member belongs to: there a member is renamed by its name, and if
-two rows disagree about that name, the place is printed and stays.
+clang finds the uses, so the same name may have many declarations. Code that clang does not see (inside an #if that is off) fails to
+compile afterwards. Compare the machine code to prove that nothing else changed: `test/same_code.sh BEFORE`.
+In a CUDA template clang does not know the struct of a member. There, a member is renamed by its name; if two rows give different new
+names, the place is printed and not changed.
 
-test/gpu_mutants.py quotes lines of toka_kernels.cu: its texts follow what was renamed in the lines they quote.
+test/gpu_mutants.py quotes lines of toka_kernels.cu: the names in its texts are changed as in the quoted lines.
 """
 import argparse
 import bisect
@@ -48,7 +48,7 @@ VARIABLES = (KINDS.PARM_DECL, KINDS.VAR_DECL, KINDS.TEMPLATE_TYPE_PARAMETER, KIN
 FUNCTIONS = (KINDS.FUNCTION_DECL, KINDS.FUNCTION_TEMPLATE, KINDS.CXX_METHOD, KINDS.CONSTRUCTOR)
 RECORDS = (KINDS.STRUCT_DECL, KINDS.UNION_DECL, KINDS.CLASS_TEMPLATE, KINDS.CLASS_TEMPLATE_PARTIAL_SPECIALIZATION)
 
-# What clang's own CUDA headers lack of a newer toolkit, so that every expression has a type.
+# Declarations of newer toolkits that clang's CUDA headers lack. They give each expression a type.
 SHIM = """
 #define __CUDACC_VER_MAJOR__ 13
 #define __CUDACC_VER_MINOR__ 0
@@ -63,7 +63,7 @@ template <class T> static inline __host__ __device__ T __reduce_max_sync(unsigne
 
 
 def arguments(unit, folder):
-    """What clang is given for a unit. The compiler's own headers are not part of libclang: clang's are taken."""
+    """clang's arguments for a unit. libclang does not contain the compiler's headers, so those of clang are used."""
     found = subprocess.run(["clang", "-print-resource-dir"], capture_output=True, text=True)
     own = ["-w", f"-I{ROOT}", *(["-resource-dir", found.stdout.strip()] if found.returncode == 0 else [])]
     if not unit.endswith(".cu"):
@@ -72,12 +72,13 @@ def arguments(unit, folder):
     shim = os.path.join(folder, "shim.h")
     with open(shim, "w") as f:
         f.write(SHIM)
-    open(os.path.join(folder, "texture_fetch_functions.h"), "w").close()  # asked for by clang's header, gone from the toolkit
-    return [*own, "-x", "cuda", "--cuda-host-only", "-std=c++20", f"--cuda-path={cuda}", f"-I{cuda}/include", f"-I{folder}", "-include", shim]
+    open(os.path.join(folder, "texture_fetch_functions.h"), "w").close()  # clang's header includes it; new toolkits do not have it
+    return [*own, "-x", "cuda", "--cuda-host-only", "-std=c++20", f"--cuda-path={cuda}", f"-I{cuda}/include", f"-I{folder}",
+            "-include", shim]
 
 
 def spelling(location):
-    """(file, offset) at which a token stands, also inside a macro or its arguments."""
+    """(file, offset) of a token, also in a macro or in its arguments."""
     file, line, column, offset = ctypes.c_void_p(), ctypes.c_uint(), ctypes.c_uint(), ctypes.c_uint()
     f = cindex.c_object_p()
     cindex.conf.lib.clang_getSpellingLocation(location, ctypes.byref(f), ctypes.byref(line), ctypes.byref(column), ctypes.byref(offset))
@@ -85,7 +86,7 @@ def spelling(location):
 
 
 def owner(cursor):
-    """The name of the struct of a field: its tag, its typedef, or that of the struct around an anonymous one."""
+    """The name of the struct of a field: its tag or its typedef; for an anonymous struct, the name of the struct around it."""
     parent = cursor.semantic_parent
     while parent and (parent.is_anonymous() or not parent.spelling or "(" in parent.spelling):
         parent = parent.semantic_parent
@@ -101,7 +102,7 @@ def is_global(key):
 
 
 def in_record(cursor):
-    """Is it a constant of a struct: static, or of an enum inside?"""
+    """True for a constant of a struct: a static member, or a constant of an enum in it."""
     parent = cursor.semantic_parent
     if parent and parent.kind == KINDS.ENUM_DECL:
         parent = parent.semantic_parent
@@ -109,13 +110,13 @@ def in_record(cursor):
 
 
 class Uses:
-    """Where each field and each local variable stands: by its key as in a row, (file, offset) of every use."""
+    """The uses of all names: `at` maps a key, as in a row, to the set of (file, offset) of its uses."""
 
     def __init__(self, wanted):
         self.at = collections.defaultdict(set)
-        self.seen = set()  # (file, offset) of all that clang resolved
+        self.seen = set()  # (file, offset) of each use that clang resolved
         self.names = {plain_name(key) for key in wanted}
-        self.files = set()  # each is read once, though tests include toka.c
+        self.files = set()  # each file is read once, although tests include toka.c
         index = cindex.Index.create()
         with tempfile.TemporaryDirectory() as folder:
             for unit in UNITS:
@@ -128,7 +129,7 @@ class Uses:
                 self.files |= files
 
     def walk(self, cursor, around):
-        """around: the function, or the struct, in which the cursor stands."""
+        """around: the name of the function or struct that contains the cursor."""
         if cursor.kind in FUNCTIONS or cursor.kind in RECORDS and not cursor.is_anonymous():
             around = cursor.spelling
         self.look(cursor, around)
@@ -158,7 +159,7 @@ def read(path):
 
 
 def code_only(text):
-    """The text with its string and character literals blanked, at the same offsets; #include and comments stay."""
+    """The text with spaces in place of string and character literals, at the same offsets; #include and comments stay."""
     blank = lambda m: m[0] if m[0][:2] in (b"/*", b"//") else b" " * len(m[0])
     return re.sub(rb'/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'', blank, text, flags=re.S)
 
@@ -168,9 +169,10 @@ def without_comments(text):
 
 
 def files_of_names():
-    """Files in which names of file scope are spoken of."""
-    out = subprocess.run(["git", "ls-files", "toka.c", "toka.h", "toka_kernels.cu", ":(glob)test/*.c", ":(glob)test/*.h", ":(glob)test/*.cu", ":(glob)test/*.cuh", ":(glob)test/*.py",
-                          "test/run.sh", "README.md"], capture_output=True, text=True, cwd=ROOT, check=True).stdout.split()
+    """The files that mention names of file scope."""
+    patterns = [f":(glob)test/*.{ending}" for ending in ("c", "h", "cu", "cuh", "py")]
+    out = subprocess.run(["git", "ls-files", "toka.c", "toka.h", "toka_kernels.cu", *patterns, "test/run.sh", "README.md"],
+                         capture_output=True, text=True, cwd=ROOT, check=True).stdout.split()
     return [os.path.join(ROOT, name) for name in out]
 
 
@@ -193,7 +195,7 @@ def rename_global(old, new, texts):
 
 
 def unresolved(rows, uses, texts):
-    """Members in CUDA templates, which clang leaves open: (file, offset, old, new) by their names alone."""
+    """Members in CUDA templates, which clang does not resolve: (file, offset, old, new), found only by their names."""
     by_name = collections.defaultdict(set)
     for old, new in rows:
         if "." in old and any(path.endswith(".cu") for path, _ in uses.at[old]):
@@ -205,7 +207,7 @@ def unresolved(rows, uses, texts):
         code = re.sub(rb"#include[^\n]*", lambda m: b" " * len(m[0]), without_comments(code_only(text)))
         for m in re.finditer(rb"(?:->|\.|::)\s*(?:template\s+)?([A-Za-z_]\w*)", code):
             name, offset = m[1].decode(), m.start(1)
-            if name not in by_name or len(name) == 1 or (path, offset) in uses.seen:  # .x is a vector's, too
+            if name not in by_name or len(name) == 1 or (path, offset) in uses.seen:  # len 1: vectors have .x, too
                 continue
             if len(by_name[name]) == 1:
                 yield path, offset, name, next(iter(by_name[name]))
@@ -214,7 +216,8 @@ def unresolved(rows, uses, texts):
 
 
 def rename_uses(rows, texts):
-    """What clang has to find, all rows at once, since offsets hold only before the first change. Returns the keys not found."""
+    """Renames the uses that clang finds, for all rows at once: offsets are valid only before the first change. Returns the keys that
+    were not found."""
     uses = Uses([old for old, _ in rows])
     edits, missing = collections.defaultdict(dict), []
     for old, new in rows:
@@ -223,7 +226,7 @@ def rename_uses(rows, texts):
             missing.append(old)
         in_source = any(path in SOURCES for path, _ in uses.at[old])
         for path, offset in uses.at[old]:
-            if ":" in old and in_source and path not in SOURCES:  # a function of a test, of that name
+            if ":" in old and in_source and path not in SOURCES:  # a test has a function of the same name
                 continue
             if path in texts and texts[path][offset:offset + len(name)] == name.encode():
                 edits[path][offset] = (len(name), new.encode())
@@ -242,15 +245,15 @@ WORD = re.compile(rb"[A-Za-z_]\w*")
 
 
 def follow_mutants(before, after, rows, source):
-    """The text of gpu_mutants.py for the renamed kernels: names are the only difference, so words correspond one to one."""
-    import gpu_mutants  # beside this file
+    """The text of gpu_mutants.py for the renamed kernels. Only names differ, so the words of both texts correspond one to one."""
+    import gpu_mutants  # in the folder of this file
     old_words, new_words = list(WORD.finditer(before)), list(WORD.finditer(after))
     assert len(old_words) == len(new_words)
     starts = [m.start() for m in old_words]
     renamed = dict(rows)
 
     def mapped(at, length):
-        """What stands now where before had `length` bytes at `at`."""
+        """The new text in place of `length` bytes at `at` of the old text."""
         first, last = bisect.bisect_left(starts, at), bisect.bisect_left(starts, at + length)
         if first == last:
             return before[at:at + length]
@@ -258,7 +261,7 @@ def follow_mutants(before, after, rows, source):
         return after[begin:new_words[last - 1].end() + (at + length - old_words[last - 1].end())]
 
     def names_around(at):
-        """Names of the function around a place: old to new."""
+        """The names in the function around a place: {old: new}."""
         begin = before.rfind(b"\n}", 0, at) + 1
         end = before.find(b"\n}", at)
         first, last = bisect.bisect_left(starts, begin), bisect.bisect_left(starts, end)
@@ -272,7 +275,7 @@ def follow_mutants(before, after, rows, source):
             continue
         names = {**{k.encode(): v.encode() for k, v in renamed.items()}, **names_around(at)}
         to_old = mapped(at, len(old))
-        if "`" in m.old:  # the words of the part between backticks stay between them
+        if "`" in m.old:  # the part between backticks stays between them
             head, part, tail = m.old.split("`")
             to_old = b"`".join(mapped(at + begin, len(piece)) for begin, piece in (
                 (0, head), (len(head), part), (len(head) + len(part), tail)))

@@ -1,13 +1,13 @@
-"""Chapters 6 and 7 (tokenizer) against Hugging Face `tokenizers` on much and odd text.   pytest -s test/test_tokenizer_hf.py
+"""Compares chapters 6 and 7 (tokenizer) with Hugging Face `tokenizers` on much text and unusual text: pytest -s test/test_tokenizer_hf.py
 
 Needs the packages pytest and tokenizers, a C compiler, and the public data (TOKA_TEST_DATA, default ../shared/data).
-Both sides get the same documents. Bytes that are not UTF-8 reach HF through bytes.decode(errors="replace").
+Both sides get the same documents. HF gets bytes that are not UTF-8 through bytes.decode(errors="replace").
 
-Speed: HF runs with TOKENIZERS_PARALLELISM=false and RAYON_NUM_THREADS=1, toka on one thread, in the same run on the same
-documents of about 4 KB of ordinary text, one call of encode per document. Both are measured over all documents cold (a
-tokenizer just loaded, its memory of words empty) and warm (HF: the second pass, toka: the best of the second to fourth).
-HF's time is that of its encode call alone, without taking the ids out of the result; toka's is that of tok_encode. Times
-are of the CPU, so that other programs do not count.
+Speed: HF runs with TOKENIZERS_PARALLELISM=false and RAYON_NUM_THREADS=1, toka with one thread, in the same run, on the same
+documents of about 4 KB of ordinary text, with one call of encode per document. "Cold" is the first pass over all documents: the
+tokenizer was just loaded and its cache of words is empty. "Warm" is the second pass of HF, and the best of toka's second to fourth
+pass. HF's time is that of its encode call, without reading the ids of the result; toka's is that of tok_encode. Both are CPU times,
+so other programs do not count.
 """
 
 import glob
@@ -69,8 +69,8 @@ def toka_decode(driver, path, lists, flags, mode="decode"):
 
 
 def hf_from(config):
-    """HF's tokenizer. Its present version refuses merges whose tokens hold spaces when they are written "a b", as the
-    llama-2 file of the public data has three of (no-break spaces that became spaces): they are given as pairs."""
+    """HF's tokenizer. Its present version refuses a merge written as "a b" if a token contains a space. The llama-2 file of the
+    public data has three such merges (no-break spaces that became spaces), so merges are passed as pairs."""
     model = config["model"]
     if any(isinstance(m, str) and m.count(" ") != 1 for m in model["merges"]):
         vocab, pairs = model["vocab"], []
@@ -96,7 +96,7 @@ def hf_encode(hf, documents, flags):
     for t in texts:
         try:
             result.append(hf.encode(t, add_special_tokens=bool(flags & ADD_SPECIAL)).ids)
-        except BaseException as e:  # HF panics where added tokens of white space strip into each other: nothing to equal
+        except BaseException as e:  # HF panics if added tokens of white space strip each other: there is nothing to compare
             if type(e).__name__ != "PanicException":
                 raise
             result.append(None)
@@ -146,7 +146,7 @@ def pieces(data, rng, size):
 
 
 def alphabet(rng):
-    """A few kinds of characters to draw from: all of Unicode, a script, ASCII, spaces, digits, marks, emoji."""
+    """Characters for random texts: of a script or of all of Unicode, and one kind more: spaces, digits, marks, emoji, ..."""
     scripts = [
         (0x20, 0x7F),
         (0xA0, 0x250),
@@ -198,7 +198,7 @@ def random_text(rng, n):
 
 
 def corpus(seed):
-    """At least 10 MB: ordinary text whole, then made-up text, some of it broken."""
+    """Documents of at least 10 MB: ordinary text, then random text, some of it invalid UTF-8."""
     rng = random.Random(seed)
     docs = [d for data in files() for d in pieces(data, rng, 4000)]
     total = sum(map(len, docs))
@@ -331,7 +331,8 @@ def test_speed(driver, folder):
 
 
 def test_long_pieces(driver, folder):
-    """1 MB of one thing: equal ids on 64 KB, and 1 MB within 32 times the time of 128 KB (n * n would be 64)."""
+    """A text that repeats one unit: the ids of 64 KB are equal, and 1 MB takes at most 32 times the time of 128 KB (quadratic time
+    would be a factor of 64)."""
     path, hf = folder + "/tokenizer.json", hf_open(folder)
     for unit in ["a", " ", "\U0001f999", "\u0301", "ab", "\n"]:
         u = unit.encode()
@@ -340,7 +341,7 @@ def test_long_pieces(driver, folder):
         assert best[1] < 32 * best[0] + 0.01, (unit, best)
 
 
-# ---- Equality on settings that the files above do not have ----
+# ---- Equality on settings that the tokenizers above do not have ----
 
 
 def bytes_to_chars():
@@ -350,7 +351,7 @@ def bytes_to_chars():
 
 
 def pair_model():
-    """Merges any two bytes, in a scattered order: then the ids show where the pieces end."""
+    """A model that merges any two bytes, in random order: so the ids show where a piece ends."""
     chars = bytes_to_chars()
     vocab = {c: i for i, c in enumerate(chars.values())}
     pairs = [(a, b) for a in chars.values() for b in chars.values()]
@@ -361,7 +362,7 @@ def pair_model():
 
 
 def patterns():
-    """Every pattern that toka.c knows, from its table."""
+    """All patterns in the table of toka.c."""
     source = open(HERE + "/../toka.c", encoding="utf-8").read()
     table = source[source.index("static const tok_rule tok_rules[]") :]
     out = []
@@ -404,8 +405,8 @@ def check_config(driver, tmp_path, config, documents, flags=(0, 3), decode=False
 
 
 def test_every_code_point(driver, tmp_path):
-    """Pieces around each of 0 .. 10FFFF, in contexts that tell its class, for each pattern. Patterns share their classes:
-    all code points go through three patterns that tell the most and every 7th through the others."""
+    """Each code point 0 to 10FFFF in contexts that reveal its class, for each pattern. Patterns use the same classes: all code points
+    go through the three patterns that reveal most, and every 7th through the others."""
     model, known = pair_model(), patterns()
     assert len(known) >= 9
     for number, regex in enumerate(known):
@@ -423,7 +424,7 @@ def test_every_code_point(driver, tmp_path):
 
 
 def test_every_code_point_nfc(driver, tmp_path):
-    """Form C of each code point alone and between marks that may move or join."""
+    """Normal form C of each code point, alone and between marks that may change their order or compose with it."""
     config = with_pattern(pair_model(), "\\p{N}")
     config["normalizer"] = {"type": "NFC"}
     points = [c for c in range(0x33480) if not 0xD800 <= c < 0xE000] + list(range(0xE0000, 0xE0200))
@@ -555,7 +556,7 @@ def test_post_processors(driver, tmp_path):
 
 
 def character_config(rng, **model):
-    """A small BPE on characters with byte tokens, built of random merges."""
+    """A small BPE model on characters, with byte tokens and random merges."""
     chars = list("\u2581abcdefgh.,1 \n\u00e9\u4f60\u597d")
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}
     if model.pop("bytes", True):
