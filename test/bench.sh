@@ -46,7 +46,8 @@ EOF
         /usr/bin/env bash -c './toka -q -p "Tom has 3 boxes with 4 apples each and buys 5 more apples. How many apples does he have?" &
             pid=$!; peak=0; while [ -r /proc/$pid/status ]; do
             now=$(sed -n "s/VmHWM:[^0-9]*\([0-9]*\).*/\1/p" /proc/$pid/status 2>/dev/null || true); [ -n "$now" ] && peak=$now; done
-            echo "peak resident memory: $((peak / 1024)) MB, of which the model is $(($(stat -c %s test/model/model.safetensors) / 1048576)) MB"' ;;
+            model=$(stat -c %s test/model/model.safetensors)
+            echo "peak resident memory: $((peak / 1024)) MB, of which the model is $((model / 1048576)) MB"' ;;
     *) echo "bench.sh: no figure called $what" >&2; exit 1 ;;
     esac
 done

@@ -110,12 +110,14 @@ def config_of(name):
     else:
         sys.exit(f"bench_peers_e2e.py: {name}: not in models.txt")
     _, _, arch, L, E, H, K, D, F, V, tied, theta, rope, eps, max_len, extras, *_ = col
-    c = {"model_type": arch.removesuffix("ForCausalLM").lower(), "architectures": [arch], "num_hidden_layers": int(L), "hidden_size": int(E),
-         "num_attention_heads": int(H), "num_key_value_heads": int(K), "head_dim": int(D), "intermediate_size": int(F), "vocab_size": int(V),
-         "tie_word_embeddings": tied == "tied", "rope_theta": float(theta), "rms_norm_eps": float(eps), "max_position_embeddings": int(max_len),
-         "hidden_act": "silu", "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2}
+    c = {"model_type": arch.removesuffix("ForCausalLM").lower(), "architectures": [arch], "num_hidden_layers": int(L),
+         "hidden_size": int(E), "num_attention_heads": int(H), "num_key_value_heads": int(K), "head_dim": int(D),
+         "intermediate_size": int(F), "vocab_size": int(V), "tie_word_embeddings": tied == "tied", "rope_theta": float(theta),
+         "rms_norm_eps": float(eps), "max_position_embeddings": int(max_len), "hidden_act": "silu", "torch_dtype": "bfloat16",
+         "bos_token_id": 1, "eos_token_id": 2}
     kind, _, numbers = rope.partition(":")
-    names = {"default": [], "linear": ["factor"], "llama3": ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"],
+    names = {"default": [], "linear": ["factor"], "llama3": ["factor", "low_freq_factor", "high_freq_factor",
+                                                             "original_max_position_embeddings"],
              "yarn": ["factor", "original_max_position_embeddings"]}[kind]
     if names:
         c["rope_scaling"] = {"rope_type": kind, **dict(zip(names, map(float, numbers.split(","))))}
@@ -148,13 +150,14 @@ def run_toka(a, rows, flags):
         with open(path, "w") as f:
             for ids, lengths in rows:
                 f.write(json.dumps({"prompt_token_ids": ids, "output_lengths": lengths}) + "\n")
-        p = subprocess.run([os.path.join(ROOT, "toka"), "bench", "throughput", "--json", "--dummy-weights", "-m", a.model, "--dataset", path,
-                            "--temp", str(a.temp), *flags], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        p = subprocess.run([os.path.join(ROOT, "toka"), "bench", "throughput", "--json", "--dummy-weights", "-m", a.model, "--dataset",
+                            path, "--temp", str(a.temp), *flags], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     if p.returncode:
         sys.exit(f"toka ended with status {p.returncode}")
     v = json.loads(p.stdout)
     return result(v["total_output_tokens"], v["total_prompt_tokens"], v["num_samples"], v["elapsed_time"],
-                  f"{100 * v['prefix_hit_share']:.1f} % of the prompts' tokens from the prefix tree, device idle {100 * v['idle_share']:.1f} %")
+                  f"{100 * v['prefix_hit_share']:.1f} % of the prompts' tokens from the prefix tree, "
+                  f"device idle {100 * v['idle_share']:.1f} %")
 
 
 def run_vllm(a, rows):
@@ -162,8 +165,8 @@ def run_vllm(a, rows):
     work = samples(rows, a.vllm_rate * a.seconds)
     with tempfile.TemporaryDirectory() as folder:
         json.dump(config_of(a.model), open(os.path.join(folder, "config.json"), "w"))
-        llm = vllm.LLM(**{"model": folder, "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "enable_prefix_caching": True,
-                          "max_model_len": longest(work) + 1, "gpu_memory_utilization": 0.9, **a.vllm_args})
+        llm = vllm.LLM(**{"model": folder, "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16",
+                          "enable_prefix_caching": True, "max_model_len": longest(work) + 1, "gpu_memory_utilization": 0.9, **a.vllm_args})
 
         def go(part):
             params = [vllm.SamplingParams(temperature=a.temp, max_tokens=n, ignore_eos=True, detokenize=False) for _, n in part]
@@ -220,10 +223,11 @@ def run_hf_cb(a, rows):
     from transformers.generation.continuous_batching.utils import WorkloadHints
     work = round_robin(rows, a.hf_samples)
     model = hf_model(a)
-    hints = WorkloadHints(max_prompt_length=max(len(ids) for ids, _ in work), max_generated_length=max(n for _, n in work), num_requests=len(work))
-    manager = model.init_continuous_batching(generation_config=hf_sampling(a, eos_token_id=-1, max_new_tokens=max(n for _, n in work)),
-                                             continuous_batching_config=ContinuousBatchingConfig(seed=0, max_batch_tokens=a.hf_batch_tokens),
-                                             workload_hints=hints)
+    hints = WorkloadHints(max_prompt_length=max(len(ids) for ids, _ in work), max_generated_length=max(n for _, n in work),
+                          num_requests=len(work))
+    sampling = hf_sampling(a, eos_token_id=-1, max_new_tokens=max(n for _, n in work))
+    batching = ContinuousBatchingConfig(seed=0, max_batch_tokens=a.hf_batch_tokens)
+    manager = model.init_continuous_batching(generation_config=sampling, continuous_batching_config=batching, workload_hints=hints)
     manager.warmup()
     manager.start()
     r = random.Random(0)
@@ -237,7 +241,8 @@ def run_hf_cb(a, rows):
         done.append(queue.get())
     manager.destroy()
     return result(sum(len(o.generated_tokens) for o in done), sum(len(o.prompt_ids) for o in done if o.generated_tokens), whole, took,
-                  f"transformers {transformers.__version__}, {whole} of {len(work)} samples were done, attention {model.config._attn_implementation}")
+                  f"transformers {transformers.__version__}, {whole} of {len(work)} samples were done, "
+                  f"attention {model.config._attn_implementation}")
 
 
 def run_hf_static(a, rows):
@@ -302,7 +307,8 @@ def main():
         if engine in PACKAGE and importlib.util.find_spec(PACKAGE[engine]) is None:
             print(f"{engine:10} skipped: {PACKAGE[engine]} is not installed", file=sys.stderr if a.json else sys.stdout, flush=True)
             continue
-        p = subprocess.run([sys.executable, os.path.abspath(__file__), "--inside", engine, *sys.argv[1:]], stdout=subprocess.PIPE, text=True)
+        p = subprocess.run([sys.executable, os.path.abspath(__file__), "--inside", engine, *sys.argv[1:]], stdout=subprocess.PIPE,
+                           text=True)
         line = next((line for line in p.stdout.splitlines() if line.startswith("RESULT ")), None)
         if line is None:
             failed.append(engine)

@@ -170,7 +170,8 @@ def memory(n, at_once=200):
     rnd = random.Random(2)
     bodies = [request(b) for b in (
         [{"prompt": PROBLEM, "max_tokens": 1, "seed": i} for i in range(20)] + [{"prompt": PROBLEM, "max_tokens": 2, "stream": True}] * 5 +
-        [{"prompt": [PROBLEM, "x"], "max_tokens": 1, "logprobs": 2}] * 2 + [{"prompt": PROBLEM, "max_tokens": 1, "n": 3, "stop": ["a", "e"]}] * 2)]
+        [{"prompt": [PROBLEM, "x"], "max_tokens": 1, "logprobs": 2}] * 2 +
+        [{"prompt": PROBLEM, "max_tokens": 1, "n": 3, "stop": ["a", "e"]}] * 2)]
     with Server("--kv-tokens", "20000") as s:
         s.get("/health")
         fds, done, sizes = s.n_fds(), 0, []

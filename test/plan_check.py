@@ -33,7 +33,8 @@ def flags_of(case):
 
 
 def planned(model, tp, pp, flags, gpu):
-    out = subprocess.run([TOKA, "plan", "-m", model, "--gpus", str(tp * pp), "--gpu", gpu, "--json", *flags], capture_output=True, text=True)
+    out = subprocess.run([TOKA, "plan", "-m", model, "--gpus", str(tp * pp), "--gpu", gpu, "--json", *flags], capture_output=True,
+                         text=True)
     if out.returncode:
         sys.exit(out.stderr.strip())
     split = next((s for s in json.loads(out.stdout)["splits"]
@@ -48,8 +49,8 @@ def run(model, tp, pp, flags):
         f.write(json.dumps({"prompt_token_ids": list(range(1, 33)), "output_lengths": [8] * 8}) + "\n")
         f.flush()
         out = subprocess.run([TOKA, "bench", "throughput", "-m", model, "--dummy-weights", "--dataset", f.name, "--device", "cuda",
-                              "--tensor-parallel-size", str(tp), "--pipeline-parallel-size", str(pp), *flags], capture_output=True, text=True,
-                             timeout=300)
+                              "--tensor-parallel-size", str(tp), "--pipeline-parallel-size", str(pp), *flags], capture_output=True,
+                             text=True, timeout=300)
     return out.stderr
 
 

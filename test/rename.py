@@ -212,7 +212,8 @@ def unresolved(rows, uses, texts):
             if len(by_name[name]) == 1:
                 yield path, offset, name, next(iter(by_name[name]))
             else:
-                print(f"{os.path.relpath(path, ROOT)}:{text[:offset].count(10) + 1}: {name}: one of {sorted(by_name[name])}", file=sys.stderr)
+                print(f"{os.path.relpath(path, ROOT)}:{text[:offset].count(10) + 1}: {name}: one of {sorted(by_name[name])}",
+                      file=sys.stderr)
 
 
 def rename_uses(rows, texts):

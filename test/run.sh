@@ -242,7 +242,8 @@ fuzz_tests() {
         local name size
         name=$(basename "$source" .c)
         step "$name compiles" clang -std=c11 -g -O1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined \
-            -fsanitize-ignorelist=test/fuzz.ignore -fsanitize-coverage-ignorelist=test/fuzz.ignore -Wno-unused-function -o $B/$name "$source" -lm -lpthread
+            -fsanitize-ignorelist=test/fuzz.ignore -fsanitize-coverage-ignorelist=test/fuzz.ignore -Wno-unused-function \
+            -o $B/$name "$source" -lm -lpthread
         mkdir -p $B/corpus_$name
         step "$name, $FUZZ_SECONDS s" $B/$name -max_total_time="$FUZZ_SECONDS" -timeout=10 -rss_limit_mb=3000 -verbosity=0 \
             -print_final_stats=1 -artifact_prefix=$B/ $B/corpus_$name "test/corpus/${name#fuzz_}"

@@ -25,8 +25,8 @@ code() { # TREE OUT FLAGS...: writes hashes of the object file's code sections, 
 }
 kernels() { # TREE OUT: writes a hash of each kernel's machine code, sorted so that names do not matter; then one of the host code
     local cubin=$tmp/toka_kernels.cubin
-    (cd "$1" && nvcc -std=c++20 -O3 -w -DNDEBUG -Xcompiler -fno-exceptions,-O1 -gencode arch=compute_90a,code=sm_90a -keep -keep-dir "$tmp" \
-        -c toka_kernels.cu -o "$tmp/host.o") || return
+    (cd "$1" && nvcc -std=c++20 -O3 -w -DNDEBUG -Xcompiler -fno-exceptions,-O1 -gencode arch=compute_90a,code=sm_90a \
+        -keep -keep-dir "$tmp" -c toka_kernels.cu -o "$tmp/host.o") || return
     readelf -SW "$cubin" 2>/dev/null |
         sed -n 's/^.* \.text\.[^ ]* *PROGBITS *[0-9a-f]* \([0-9a-f]*\) \([0-9a-f]*\) .*/\1 \2/p' | while read -r at n; do
         tail -c +$((0x$at + 1)) "$cubin" | head -c $((0x$n)) | sha256sum

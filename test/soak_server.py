@@ -375,9 +375,10 @@ def report(a, points, load, times, fds):
     p99 = [1e3 * quantile(t, 0.99) for t in times]
     kept_list = ', '.join(f'{n:,} {name} in all, {KEPT[name]} bytes each' for name, n in load.kept.items())
     rounds = ', '.join(f'{name} {n:,}' for name, n in sorted(load.rounds.items()))
+    command = ' '.join(['python3', 'test/soak_server.py', *sys.argv[1:]])
     print(f"""# A soak of the server
 
-{datetime.date.today()}, {commit()}. `{' '.join(['python3', 'test/soak_server.py', *sys.argv[1:]])}`; embedded model, {os.cpu_count()} cores.
+{datetime.date.today()}, {commit()}. `{command}`; embedded model, {os.cpu_count()} cores.
 
 {sum(load.rounds.values()):,} rounds of clients: {rounds}; {len(load.wrong)} wrong.
 

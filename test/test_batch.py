@@ -251,11 +251,12 @@ BAD = [("not json", "{\"prompt\": ", "invalid_json"), ("not an object", "[1,2]",
        ("no prompt", completion("x", None), "invalid_request"),
        ("no messages", {"custom_id": "x", "url": "/v1/chat/completions", "body": {}}, "invalid_request"),
        ("role", {"messages": [{"content": "a"}]}, "invalid_request"), ("empty ids", completion("x", []), "invalid_request"),
-       ("id too large", completion("x", [1, 99999]), "invalid_request"), ("ids that are no integers", completion("x", [1, 2.5]), "invalid_request"),
+       ("id too large", completion("x", [1, 99999]), "invalid_request"),
+       ("ids that are no integers", completion("x", [1, 2.5]), "invalid_request"),
        ("mixed prompts", completion("x", ["a", [1]] + [2]), "invalid_request"), ("too long", completion("x", [5] * 300), "invalid_request"),
        ("top_p", completion("x", "a", top_p=2), "invalid_request"), ("n", completion("x", "a", n=0), "invalid_request"),
-       ("temperature", completion("x", "a", temperature="0"), "invalid_request"), ("stop", completion("x", "a", stop=[1]), "invalid_request"),
-       ("logprobs", completion("x", "a", logprobs=1000), "invalid_request"),
+       ("temperature", completion("x", "a", temperature="0"), "invalid_request"),
+       ("stop", completion("x", "a", stop=[1]), "invalid_request"), ("logprobs", completion("x", "a", logprobs=1000), "invalid_request"),
        ("max_tokens", completion("x", "a", max_tokens=0), "invalid_request"),
        ("max_tokens over the context", completion("x", "a", max_tokens=10**6), "invalid_request"),
        ("logit_bias", completion("x", "a", logit_bias={"x": 1}), "invalid_request"),
@@ -331,7 +332,8 @@ def test_a_line_with_too_many_values(tmp_path):
     many = '{"custom_id":"many","prompt":"Tom","max_tokens":2,"x":[' + "0," * (9 << 19) + "0]}"
     r = run(tmp_path, [many, long, completion("a", "Tom", max_tokens=2)])
     assert body(r["a"]) and re.match(r"JSON: more than 4194304 values at byte \d+$", r["line-1"]["error"]["message"])
-    assert [r[k]["error"]["code"] for k in ("line-1", "line-2")] == ["invalid_json"] * 2 and "longer than" in r["line-2"]["error"]["message"]
+    assert [r[k]["error"]["code"] for k in ("line-1", "line-2")] == ["invalid_json"] * 2
+    assert "longer than" in r["line-2"]["error"]["message"]
 
 
 # ---- Errors before the first line runs ----
@@ -636,26 +638,34 @@ def half(line):
 # (function that damages the 6 lines of an output file, how many results are lost, how many damaged lines are reported); each line
 # ends with a line feed
 DAMAGE = {
-    "none": (lambda v: v, 0, 0), "blank": (lambda v: [v[0], "\n", *v[2:]], 1, 1), "one more empty line": (lambda v: [*v[:3], "\n", *v[3:]], 0, 1),
+    "none": (lambda v: v, 0, 0), "blank": (lambda v: [v[0], "\n", *v[2:]], 1, 1),
+    "one more empty line": (lambda v: [*v[:3], "\n", *v[3:]], 0, 1),
     "empty lines at the end": (lambda v: [*v, "\n", "\n"], 0, 1), "spaces": (lambda v: [v[0], "  \t\n", *v[1:]], 0, 1),
     "half": (lambda v: [*v[:2], half(v[2]) + "\n", *v[3:]], 1, 1), "first": (lambda v: [half(v[0]) + "\n", *v[1:]], 1, 1),
-    "two lines": (lambda v: [v[0], v[1][9:], v[2], half(v[3]) + "\n", *v[4:]], 2, 2), "joined": (lambda v: [*v[:2], v[2][:-1] + v[3], *v[4:]], 2, 1),
+    "two lines": (lambda v: [v[0], v[1][9:], v[2], half(v[3]) + "\n", *v[4:]], 2, 2),
+    "joined": (lambda v: [*v[:2], v[2][:-1] + v[3], *v[4:]], 2, 1),
     "NULs": (lambda v: [*v[:2], "\0" * len(v[2]) + "\n", *v[3:]], 1, 1), "NULs at the end": (lambda v: [*v[:5], "\0" * len(v[5])], 1, 0),
-    "NULs in a line": (lambda v: [*v[:4], v[4][:20] + "\0" * 99 + v[4][119:], v[5]], 1, 1), "NULs before a line": (lambda v: [*v[:4], "\0" * 99 + v[4], v[5]], 1, 1),
-    "a bit": (lambda v: [v[0], v[1].replace('"response"', '"rdsponse"', 1), *v[2:]], 1, 1), "a byte": (lambda v: [v[0], v[1].replace("{", "[", 1), *v[2:]], 1, 1),
+    "NULs in a line": (lambda v: [*v[:4], v[4][:20] + "\0" * 99 + v[4][119:], v[5]], 1, 1),
+    "NULs before a line": (lambda v: [*v[:4], "\0" * 99 + v[4], v[5]], 1, 1),
+    "a bit": (lambda v: [v[0], v[1].replace('"response"', '"rdsponse"', 1), *v[2:]], 1, 1),
+    "a byte": (lambda v: [v[0], v[1].replace("{", "[", 1), *v[2:]], 1, 1),
     "byte order mark": (lambda v: ["\ufeff" + v[0], *v[1:]], 0, 0), "CRLF": (lambda v: [line[:-1] + "\r\n" for line in v], 0, 0),
-    "CRLF and blank": (lambda v: [line[:-1] + "\r\n" for line in v] + ["\r\n", v[0]], 0, 1), "no last line feed": (lambda v: [*v[:5], v[5][:-1]], 0, 0),
+    "CRLF and blank": (lambda v: [line[:-1] + "\r\n" for line in v] + ["\r\n", v[0]], 0, 1),
+    "no last line feed": (lambda v: [*v[:5], v[5][:-1]], 0, 0),
     "twice": (lambda v: [*v, v[2], v[3]], 0, 0), "a line of another program": (lambda v: ['{"event":"begin"}\n', *v, "done.\n"], 0, 2),
-    "torn and damaged": (lambda v: [v[0], half(v[1]) + "\n", *v[2:5], half(v[5])], 2, 1), "a long one": (lambda v: [v[0], "x" * (9 << 20) + "\n", *v[2:]], 1, 1),
+    "torn and damaged": (lambda v: [v[0], half(v[1]) + "\n", *v[2:5], half(v[5])], 2, 1),
+    "a long one": (lambda v: [v[0], "x" * (9 << 20) + "\n", *v[2:]], 1, 1),
     "no answer": (lambda v: ['{"custom_id":"q0","response":null,"error":null}\n', *v[1:]], 1, 1),
-    "an array": (lambda v: [v[0], "[1,2]\n", "null\n", "7\n", *v[3:]], 2, 3), "no JSON text": (lambda v: [v[0], v[1].replace("Tom", "T\udcffm"), *v[2:]], None, None),
+    "an array": (lambda v: [v[0], "[1,2]\n", "null\n", "7\n", *v[3:]], 2, 3),
+    "no JSON text": (lambda v: [v[0], v[1].replace("Tom", "T\udcffm"), *v[2:]], None, None),
 }
 
 
 @pytest.fixture(scope="module")
 def six_results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("six_results")
-    source = write_lines(folder / "in.jsonl", [completion(f"q{i}", f"Tom has {i}", max_tokens=3, echo=True) for i in range(5)] + [{"promt": "x"}])
+    lines = [completion(f"q{i}", f"Tom has {i}", max_tokens=3, echo=True) for i in range(5)] + [{"promt": "x"}]
+    source = write_lines(folder / "in.jsonl", lines)
     batch("-i", source, "-o", str(folder / "out.jsonl"), *SMALL)
     return source, open(folder / "out.jsonl").read().splitlines(keepends=True)
 
@@ -703,7 +713,8 @@ def test_damaged_output_continues(six_results, tmp_path, name):
 
 def test_an_output_without_a_whole_line(six_results, tmp_path):
     source, lines = six_results
-    for text in ("\0" * 5000, "\0" * 50 + "\n", "\n\n\r\n", half(lines[0]) + "\n" + half(lines[1]) + "\n", half(lines[0]), "\0\0" + half(lines[0]) + "\n"):
+    for text in ("\0" * 5000, "\0" * 50 + "\n", "\n\n\r\n", half(lines[0]) + "\n" + half(lines[1]) + "\n", half(lines[0]),
+                 "\0\0" + half(lines[0]) + "\n"):
         out = tmp_path / "out.jsonl"
         out.write_text(text)
         batch("-i", source, "-o", str(out), *SMALL)
@@ -729,8 +740,8 @@ def changed(err):
 def test_changed_lines_are_reported(tmp_path):
     """If a line has changed but kept its custom_id, its result answers the old line: the next run reports this."""
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    first = [completion("a", "Tom", max_tokens=2, temperature=1), completion("b", "Eve", max_tokens=2), chat("c", "Tom \u00e9", max_tokens=2),
-             {"prompt": "Tom", "max_tokens": 2}, "no json", {"id": "e", "promt": "x"}]
+    first = [completion("a", "Tom", max_tokens=2, temperature=1), completion("b", "Eve", max_tokens=2),
+             chat("c", "Tom \u00e9", max_tokens=2), {"prompt": "Tom", "max_tokens": 2}, "no json", {"id": "e", "promt": "x"}]
 
     def again(lines, *args, **more):
         return batch("-i", write_lines(source, lines), "-o", str(out), *SMALL, *args, **more)[1]
@@ -738,11 +749,15 @@ def test_changed_lines_are_reported(tmp_path):
     assert changed(again(first)) is None
     before = out.read_text()
     assert changed(again(first)) is None
-    same = ['{ "body":{"temperature":1.0, "max_tokens":2e0,\t"prompt":"\\u0054om"}, "url":"/v1/completions","method":"POST","custom_id":"a"}\r',
-            json.dumps(first[1], indent=1).replace("\n", " "), json.dumps(first[2], ensure_ascii=False, sort_keys=True), *first[3:4], "no json  \r", first[5]]
+    same = ['{ "body":{"temperature":1.0, "max_tokens":2e0,\t"prompt":"\\u0054om"}, "url":"/v1/completions",'
+            '"method":"POST","custom_id":"a"}\r',
+            json.dumps(first[1], indent=1).replace("\n", " "), json.dumps(first[2], ensure_ascii=False, sort_keys=True), *first[3:4],
+            "no json  \r", first[5]]
     assert changed(again(same)) is None
-    for at, line in ((1, completion("b", "Ann", max_tokens=2)), (0, completion("a", "Tom", max_tokens=2, temperature=0.5)), (2, chat("c", "Tom e", max_tokens=2)),
-                     (3, {"prompt": "Tim", "max_tokens": 2}), (4, {"prompt": "Tim", "max_tokens": 2}), (5, {"id": "e", "prompt": "x", "max_tokens": 2})):
+    for at, line in ((1, completion("b", "Ann", max_tokens=2)), (0, completion("a", "Tom", max_tokens=2, temperature=0.5)),
+                     (2, chat("c", "Tom e", max_tokens=2)),
+                     (3, {"prompt": "Tim", "max_tokens": 2}), (4, {"prompt": "Tim", "max_tokens": 2}),
+                     (5, {"id": "e", "prompt": "x", "max_tokens": 2})):
         assert changed(again([*first[:at], line, *first[at + 1:]], "-q")) == (1, at + 1), line
     assert changed(again([completion("a", "x"), completion("b", "y"), *first[2:]])) == (2, 1)
     moved = again([completion("new", "Tom", max_tokens=2), *first])  # the custom_id of a line without one is its number

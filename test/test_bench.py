@@ -96,16 +96,19 @@ def test_refused(tmp_path):
 
 def test_invalid_lengths(tmp_path):
     for length in (1023, 2 ** 31, 2 ** 63 - 3, 2 ** 63 - 1):
-        _, err = bench("throughput", "--dataset", dataset(tmp_path, [{"prompt_token_ids": [1, 2], "output_lengths": [1, length]}]), status=1)
+        _, err = bench("throughput", "--dataset", dataset(tmp_path, [{"prompt_token_ids": [1, 2], "output_lengths": [1, length]}]),
+                       status=1)
         assert f"line 1: a prompt of 2 tokens and an output of {length}, expected" in err
     for length in (1.5, "a", None, [3], 1e300):
-        _, err = bench("throughput", "--dataset", dataset(tmp_path, [{"prompt_token_ids": [1, 2], "output_lengths": [1, length]}]), status=1)
+        _, err = bench("throughput", "--dataset", dataset(tmp_path, [{"prompt_token_ids": [1, 2], "output_lengths": [1, length]}]),
+                       status=1)
         assert "line 1: output_lengths: expected whole numbers" in err
 
 
 def test_interrupted_while_reading(tmp_path):
     os.mkfifo(tmp_path / "fifo")
-    p = subprocess.Popen([TOKA, "bench", "throughput", "--dataset", str(tmp_path / "fifo")], env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    p = subprocess.Popen([TOKA, "bench", "throughput", "--dataset", str(tmp_path / "fifo")], env=ENV, stdout=subprocess.PIPE,
+                         stderr=subprocess.PIPE)
     with open(tmp_path / "fifo", "w") as f:
         f.write('{"prompt')  # the line has no end
         f.flush()
@@ -117,7 +120,8 @@ def test_interrupted_while_reading(tmp_path):
 def test_interrupted(tmp_path):
     """After the signal, queued requests are not started: they would take minutes."""
     d = dataset(tmp_path, [{"prompt_token_ids": ids(480, i), "output_lengths": [20]} for i in range(2000)])
-    p = subprocess.Popen([TOKA, "bench", "throughput", "--dataset", d, "--max-num-seqs", "1024", "--max-num-batched-tokens", "1024", "--threads", "1"],
+    p = subprocess.Popen([TOKA, "bench", "throughput", "--dataset", d, "--max-num-seqs", "1024", "--max-num-batched-tokens", "1024",
+                          "--threads", "1"],
                          env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     wait_handlers(p)
     time.sleep(2)

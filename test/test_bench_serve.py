@@ -21,7 +21,8 @@ class FakeServer:
     it sends each byte alone; close_after: it closes a connection after this many answers; refuse(i): the status of request i, or None
     to answer it; tokenize: it has /tokenize; broken: it closes the connection after two tokens."""
 
-    def __init__(self, first=0.0, gap=0.0, bytewise=False, close_after=0, refuse=lambda i: None, tokenize=True, broken=False, host="127.0.0.1"):
+    def __init__(self, first=0.0, gap=0.0, bytewise=False, close_after=0, refuse=lambda i: None, tokenize=True, broken=False,
+                 host="127.0.0.1"):
         self.first, self.gap, self.bytewise, self.close_after, self.refuse = first, gap, bytewise, close_after, refuse
         self.tokenize, self.broken, self.not_ready = tokenize, broken, 0
         self.requests, self.times, self.headers = [], [], []
@@ -301,7 +302,8 @@ def test_an_address_in_brackets():
     except OSError:
         pytest.skip("no IPv6")
     with FakeServer(host="::1") as fake:
-        out, _ = bench(fake, "--base-url", f"http://[::1]:{fake.port}/x", "--num-prompts", 2, "--random-input-len", 5, "--random-output-len", 2)
+        out, _ = bench(fake, "--base-url", f"http://[::1]:{fake.port}/x", "--num-prompts", 2, "--random-input-len", 5,
+                       "--random-output-len", 2)
         assert "Successful requests:                     2 " in out
         assert fake.headers and all(f"host: [::1]:{fake.port}" in str(h).lower() for h in fake.headers)
 
@@ -321,15 +323,17 @@ def test_warm_ups_ignore_the_request_rate():
 def test_prefix_needs_random_prompts(tmp_path):
     (tmp_path / "d.jsonl").write_text('{"prompt": "Tom", "output_lengths": [2]}\n')
     with FakeServer() as fake:
-        r = subprocess.run([TOKA, "bench", "serve", "--port", str(fake.port), "--dataset", str(tmp_path / "d.jsonl"), "--random-prefix-len", "5"],
+        r = subprocess.run([TOKA, "bench", "serve", "--port", str(fake.port), "--dataset", str(tmp_path / "d.jsonl"), "--random-prefix-len",
+                            "5"],
                            env=ENV, cwd=ROOT, capture_output=True)
         assert r.returncode == 1 and b"--random-prefix-len" in r.stderr and not fake.requests
 
 
-@pytest.mark.parametrize("args", [["--save-detailed"], ["--request-rate", "0"], ["--request-rate", "fast"], ["--burstiness", "0"], ["--goodput", "ttft"],
-                                  ["--goodput", "itl:3"], ["--goodput", "ttft:x"], ["--goodput", "ttft:"],
+@pytest.mark.parametrize("args", [["--save-detailed"], ["--request-rate", "0"], ["--request-rate", "fast"], ["--burstiness", "0"],
+                                  ["--goodput", "ttft"], ["--goodput", "itl:3"], ["--goodput", "ttft:x"], ["--goodput", "ttft:"],
                                   ["--percentile-metrics", "ttft,speed"],
-                                  ["--metric-percentiles", "101"], ["--base-url", "https://x"], ["--base-url", "http://:1"], ["--base-url", "http://[::1"], ["--base-url", "http://[]:1"],
+                                  ["--metric-percentiles", "101"], ["--base-url", "https://x"], ["--base-url", "http://:1"],
+                                  ["--base-url", "http://[::1"], ["--base-url", "http://[]:1"],
                                   ["--base-url", "http://x:99999"], ["--port", "0"], ["--extra-body", "[1]"], ["--endpoint", "v1"],
                                   ["--random-range-ratio", "1"], ["--random-input-len", "0"], ["--max-concurrency", "-1"],
                                   ["--dataset", "/nowhere"], ["--base-url", "http://127.0.0.1:4294977506"],

@@ -204,7 +204,8 @@ def test_one_signal_ends_an_engine_that_hangs():
     """After a signal, the program gives up its device if a step does not end: after 10 s, or for a server --step-timeout. It then waits
     up to 5 s for the device's threads."""
     env = {**ENV, "TOKA_DEBUG_STALL": "3"}
-    p = subprocess.Popen([TOKA, "-p", PROMPT, "-q", "-n", "40", "--ignore-eos"], env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    p = subprocess.Popen([TOKA, "-p", PROMPT, "-q", "-n", "40", "--ignore-eos"], env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE,
+                         text=True)
     with Server("--step-timeout", "1", env={"TOKA_DEBUG_STALL": "3"}) as s:
         held = post(s, {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True, "stream": True})
         assert held.head()[0] == 200 and p.stdout.read(1)  # both have produced a token
@@ -267,7 +268,8 @@ def test_weights_truncated_while_used(tmp_path):
 def test_input_truncated_while_read(tmp_path):
     """The second pass over the input finds fewer lines than the first pass counted: this is an error."""
     source, out, n = tmp_path / "in.jsonl", tmp_path / "out.jsonl", 400
-    text = "".join(json.dumps({"custom_id": f"{i:02000}", "prompt": "Tom", "max_tokens": 50 if i else 5, "ignore_eos": True}) + "\n" for i in range(n))
+    requests = [{"custom_id": f"{i:02000}", "prompt": "Tom", "max_tokens": 50 if i else 5, "ignore_eos": True} for i in range(n)]
+    text = "".join(json.dumps(request) + "\n" for request in requests)
     source.write_text(text)  # larger than the read buffer
     command = [TOKA, "batch", "-q", "--max-num-seqs", "2", "-i", str(source), "-o", str(out)]
     p = subprocess.Popen(command, env=ENV, cwd=ROOT, stderr=subprocess.PIPE, text=True)
@@ -363,7 +365,8 @@ def test_a_batch_waits_for_a_full_disk(tmp_path):
     with Server(files=str(folder), env=disk.env) as s:
         api = client(s)
         b = start_and_fill_disk(s, api, disk, 400)
-        assert api.batches.retrieve(b.id).status == "in_progress" and s.post("/v1/completions", {"prompt": "Tom", "max_tokens": 1}).status == 200
+        assert api.batches.retrieve(b.id).status == "in_progress"
+        assert s.post("/v1/completions", {"prompt": "Tom", "max_tokens": 1}).status == 200
         before = sorted(os.listdir(folder))
         with pytest.raises(openai.InternalServerError, match="No space left"):
             api.files.create(file=("in.jsonl", b"x" * 2000), purpose="batch")
@@ -448,7 +451,8 @@ def test_full_disk_of_a_batch_run(tmp_path):
         disk.free_space()
         kept = out.stat().st_size
         n = out.read_text().count("\n")
-        assert p.returncode == 2 and err == f"toka: {out}: No space left on device; {n} lines are written, the same command goes on from there\n"
+        assert p.returncode == 2
+        assert err == f"toka: {out}: No space left on device; {n} lines are written, the same command goes on from there\n"
         assert 0 < n < 200 and out.read_text().endswith("\n")
     assert toka(*command, str(out)).returncode == 0
     assert sorted(open(out)) == sorted(open(tmp_path / "whole.jsonl"))
@@ -512,8 +516,9 @@ def test_clients_cannot_take_all_memory(tmp_path, megabytes):
     chat = {"messages": [{"role": "user", "content": "hello " * 1_000_000}] * 4}
     statuses, health_codes = [], []
     with server_with_little_memory(megabytes, files=str(tmp_path)) as s:
-        jobs = [(ask, d, p) for d, p in ((values, "/v1/completions"), (text, "/v1/completions"), (text, "/tokenize"), (bias, "/v1/completions"),
-                                         (stops, "/v1/completions"), (chat, "/v1/chat/completions")) for _ in range(3)]
+        jobs = [(ask, d, p) for d, p in ((values, "/v1/completions"), (text, "/v1/completions"), (text, "/tokenize"),
+                                         (bias, "/v1/completions"), (stops, "/v1/completions"),
+                                         (chat, "/v1/chat/completions")) for _ in range(3)]
         jobs += [(ask, {"prompt": "Tom", "n": 65536, "max_tokens": 3, "logprobs": 20}, "/v1/completions", 5)] * 20
         jobs += [(send_and_wait, head + b"x" * (30 << 20), 6)] * 6 + [(send_and_wait, stream, 6)] * 16
         jobs += [(send_and_wait, stream + b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n" * 2000, 6)] * 16
@@ -575,7 +580,8 @@ def test_limit_of_all_incoming_bodies():
 @pytest.mark.skipif("TOKA_BINARY" in os.environ, reason="sanitizers map extra memory")
 def test_a_batch_with_little_memory(tmp_path):
     """If a line does not fit into memory, this line gets an error and the batch continues."""
-    text = lines(20) + json.dumps({"custom_id": "large", "method": "POST", "url": "/v1/completions", "body": {"prompt": "7 " * 12_000_000}}) + "\n"
+    body = {"prompt": "7 " * 12_000_000}
+    text = lines(20) + json.dumps({"custom_id": "large", "method": "POST", "url": "/v1/completions", "body": body}) + "\n"
     with server_with_little_memory(100, files=str(tmp_path)) as s:
         api = client(s)
         b = wait_until_ended(api, start_batch(api, text).id)

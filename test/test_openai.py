@@ -117,8 +117,8 @@ def test_completions(api):
 
 
 def test_errors(api, server):
-    for fields, param in (({"temperature": -1}, "temperature"), ({"max_tokens": 0}, "max_tokens"), ({"n": 0}, "n"), ({"suffix": "x"}, "suffix"),
-                          ({"top_p": 2}, "top_p"), ({"logprobs": 1000}, "logprobs")):
+    for fields, param in (({"temperature": -1}, "temperature"), ({"max_tokens": 0}, "max_tokens"), ({"n": 0}, "n"),
+                          ({"suffix": "x"}, "suffix"), ({"top_p": 2}, "top_p"), ({"logprobs": 1000}, "logprobs")):
         with pytest.raises(openai.BadRequestError) as e:
             api.completions.create(**{"model": "tiny", "prompt": "x", **fields})
         assert e.value.param == param and param in e.value.message and e.value.type == "invalid_request_error"
@@ -152,12 +152,13 @@ def test_max_tokens_and_context_length(api):
 def test_async(async_api):
     async def run():
         async with async_api() as api:
-            answers = await asyncio.gather(*[api.chat.completions.create(model="tiny", messages=user(p), temperature=0) for p in PROBLEMS[:40]])
+            chats = [api.chat.completions.create(model="tiny", messages=user(p), temperature=0) for p in PROBLEMS[:40]]
+            answers = await asyncio.gather(*chats)
             text = ""
             async for chunk in await api.completions.create(model="tiny", prompt=PROBLEMS[0], max_tokens=20, stream=True):
                 text += chunk.choices[0].text
-            f = await api.files.create(file=("in.jsonl", json.dumps({"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {
-                "messages": user(PROBLEMS[0])}}).encode()), purpose="batch")
+            line = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": user(PROBLEMS[0])}}
+            f = await api.files.create(file=("in.jsonl", json.dumps(line).encode()), purpose="batch")
             batch = await api.batches.create(input_file_id=f.id, endpoint="/v1/chat/completions", completion_window="24h")
             while batch.status not in ("completed", "failed"):
                 await asyncio.sleep(0.05)
@@ -172,7 +173,8 @@ def test_async(async_api):
 
 
 def test_closing_a_stream_cancels_it(api, server):
-    stream = api.completions.create(model="tiny", prompt=PROBLEMS[0], max_tokens=900, n=2000, temperature=2, stream=True, extra_body={"ignore_eos": True})
+    stream = api.completions.create(model="tiny", prompt=PROBLEMS[0], max_tokens=900, n=2000, temperature=2, stream=True,
+                                    extra_body={"ignore_eos": True})
     next(iter(stream))
     server.wait_metric("num_requests_running", 256)  # /metrics shows the state after the last complete step
     before = server.metric("request_success_total", 'finished_reason="abort"')
@@ -194,7 +196,8 @@ def test_keys():
 # ---- lm-evaluation-harness, local-completions ----
 
 def score(text):
-    out = subprocess.run([TOKA, "score", "-m", "test/model", "--json", "-q", "-p", text], env=ENV, cwd=ROOT, capture_output=True, check=True).stdout
+    out = subprocess.run([TOKA, "score", "-m", "test/model", "--json", "-q", "-p", text], env=ENV, cwd=ROOT, capture_output=True,
+                         check=True).stdout
     tokens = json.loads(out)["tokens"]
     return [t["id"] for t in tokens], [t["logprob"] for t in tokens]
 
@@ -204,7 +207,8 @@ def test_harness_loglikelihood(server):
     continuation, and whether greedy decoding would give this continuation."""
     scores = [score(p) for p in PROBLEMS[:6]]
     for tokens in (1, 0):
-        body = {"model": "tiny", "prompt": [ids for ids, _ in scores], "temperature": 0, "max_tokens": tokens, "logprobs": 1, "seed": 1234, "echo": True}
+        body = {"model": "tiny", "prompt": [ids for ids, _ in scores], "temperature": 0, "max_tokens": tokens, "logprobs": 1, "seed": 1234,
+                "echo": True}
         answer = server.post("/v1/completions", body)
         assert answer.status == 200, answer.body
         for choice, (ids, expected) in zip(sorted(answer.json()["choices"], key=lambda c: c["index"]), scores):
@@ -221,9 +225,11 @@ def test_harness_loglikelihood(server):
 
 def test_harness_generation(server):
     ids, _ = score(PROBLEMS[0])
-    body = {"prompt": [ids, ids], "model": "tiny", "max_tokens": 256, "temperature": 0, "stop": ["The answer", "<|endoftext|>", "Q:"], "seed": 1234}
+    body = {"prompt": [ids, ids], "model": "tiny", "max_tokens": 256, "temperature": 0, "stop": ["The answer", "<|endoftext|>", "Q:"],
+            "seed": 1234}
     choices = server.post("/v1/completions", body).json()["choices"]
-    assert [c["index"] for c in choices] == [0, 1] and choices[0]["text"] == choices[1]["text"] != "" and "The answer" not in choices[0]["text"]
+    assert [c["index"] for c in choices] == [0, 1]
+    assert choices[0]["text"] == choices[1]["text"] != "" and "The answer" not in choices[0]["text"]
     text = server.post("/v1/completions", {**body, "prompt": [PROBLEMS[0]]}).json()["choices"][0]["text"]
     assert text == choices[0]["text"]
 
@@ -274,8 +280,8 @@ def test_metrics(api, server):
     assert grown["generation_tokens_total"] == 45 == a.usage.completion_tokens and grown["time_to_first_token_seconds_count"] >= 1
     assert grown["e2e_request_latency_seconds_count"] == 1
     core = ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries_total", "prefix_cache_hits_total",
-            "num_preemptions_total", "prompt_tokens_total", "generation_tokens_total", "request_success_total", "time_to_first_token_seconds_sum",
-            "inter_token_latency_seconds_sum", "e2e_request_latency_seconds_sum"]
+            "num_preemptions_total", "prompt_tokens_total", "generation_tokens_total", "request_success_total",
+            "time_to_first_token_seconds_sum", "inter_token_latency_seconds_sum", "e2e_request_latency_seconds_sum"]
     assert not [name for name in core if "toka:" + name not in after]
 
 
@@ -383,7 +389,8 @@ def test_readme_nginx(tmp_path):
     with Server("--api-key", "k", files=str(tmp_path / "files")) as s:
         config = config.replace("443 ssl", f"127.0.0.1:{port} ssl").replace("/etc/ssl/llm.example.org.pem", str(tmp_path / "c"))
         config = config.replace("/etc/ssl/llm.example.org.key", str(tmp_path / "k")).replace("10210", str(s.address[1]))
-        (tmp_path / "nginx.conf").write_text(f"pid {tmp_path}/pid; error_log {tmp_path}/log; daemon off; user root; events {{}} http {{ access_log off; {config} }}")
+        head = f"pid {tmp_path}/pid; error_log {tmp_path}/log; daemon off; user root; events {{}}"
+        (tmp_path / "nginx.conf").write_text(f"{head} http {{ access_log off; {config} }}")
         p = subprocess.Popen([nginx, "-c", tmp_path / "nginx.conf", "-p", tmp_path], stderr=subprocess.DEVNULL)
         try:
             check_proxy(f"https://localhost:{port}")

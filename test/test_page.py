@@ -134,8 +134,8 @@ def test_page(tmp_path, browser):
         seen.set()
         for scheme in ("dark", "light"):
             browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-            shades = json.loads(browser.js("JSON.stringify([getComputedStyle(document.documentElement).backgroundColor, getComputedStyle(document.body).color])"))
-            assert (shades[1] == "rgb(255, 255, 255)") == (scheme == "dark")
+            color = browser.js("getComputedStyle(document.body).color")
+            assert (color == "rgb(255, 255, 255)") == (scheme == "dark")
             if os.environ.get("PAGE_SCREENSHOT"):
                 picture = base64.b64decode(browser.call("Page.captureScreenshot")["data"])
                 open(f"{os.environ['PAGE_SCREENSHOT']}-{scheme}.png", "wb").write(picture)

@@ -51,7 +51,8 @@ def assert_near(a, b, where=""):
 # ---- toka -p ----
 
 RUNS = [[], ["--temp", "1", "--seed", "7", "--samples", "3", "-n", "20"],
-        ["--json", "--logprobs", "3", "--temp", "1.5", "--seed", "3", "--samples", "2", "-n", "16", "--ignore-eos", "--repetition-penalty", "1.2"]]
+        ["--json", "--logprobs", "3", "--temp", "1.5", "--seed", "3", "--samples", "2", "-n", "16", "--ignore-eos", "--repetition-penalty",
+         "1.2"]]
 
 
 def output(run, split):
@@ -135,7 +136,8 @@ def test_batch_with_few_pages(tmp_path):
             "--max-num-batched-tokens", "24")
 
 
-@pytest.mark.parametrize("name", ["llama-bias", "llama-tied", "llama-odd", "mistral", "mistral-window", "qwen2", "qwen2-yarn-sharded", "qwen3"])
+@pytest.mark.parametrize("name", ["llama-bias", "llama-tied", "llama-odd", "mistral", "mistral-window", "qwen2", "qwen2-yarn-sharded",
+                                  "qwen3"])
 def test_batch_of_every_architecture(tmp_path, name):
     model = f"test/fixtures/{name}"
     with open(os.path.join(ROOT, model, "config.json")) as f:
@@ -271,7 +273,8 @@ def test_stall_that_no_rank_waits_for():
     assert "rank 1 (stage 1, tensor rank 0) has not moved for 2 s, last seen in receive" in err and seconds < WATCHDOG + SHUTDOWN + LOADED
 
 
-@pytest.mark.parametrize("kind, n, split", [("FAULT", "30@2", (2, 2, 1)), ("STALL", "30@2", (2, 2, 1)), ("STALL", "20", (1, 1, 2))], ids=str)
+@pytest.mark.parametrize("kind, n, split", [("FAULT", "30@2", (2, 2, 1)), ("STALL", "30@2", (2, 2, 1)), ("STALL", "20", (1, 1, 2))],
+                         ids=str)
 def test_server_with_a_rank_that_breaks(kind, n, split):
     with Server(*split_flags(*split), env=fault_env(kind, n)) as s:
         held = [post(s, prompt=PROMPT, max_tokens=900, ignore_eos=True, stream=i % 2 == 0) for i in range(6)]
@@ -280,7 +283,8 @@ def test_server_with_a_rank_that_breaks(kind, n, split):
             a = c.answer()
             assert b"device failed" in a.body and a.status in ((200, 500) if i % 2 == 0 else (500,))
         assert s.p.wait(WATCHDOG + SHUTDOWN + LOADED) == 2 and time.time() - t < WATCHDOG + SHUTDOWN + LOADED
-        assert re.search(r"\ntoka: (replica \d: )?CPU backend: rank \d \(stage \d, tensor rank \d\)[^\n]* in (embed|receive)[^\n]*\n$", s.read_log())
+        assert re.search(r"\ntoka: (replica \d: )?CPU backend: rank \d \(stage \d, tensor rank \d\)[^\n]* in (embed|receive)[^\n]*\n$",
+                         s.read_log())
         assert_no_process(s.p.pid)
 
 

@@ -33,7 +33,8 @@ def test_readme_share_of_the_measured_rate():
 
 
 def test_table_equals_the_json_object():
-    args = ["-m", "llama-3.1-8b", "--gpus", "4", "--gpu", "a100-40g", "--max-model-len", "8192", "--input-len", "1000", "--output-len", "500"]
+    args = ["-m", "llama-3.1-8b", "--gpus", "4", "--gpu", "a100-40g", "--max-model-len", "8192", "--input-len", "1000", "--output-len",
+            "500"]
     rows = [line.split() for line in plan(*args)[0].splitlines() if re.match(r" +\d+ +\d+ +\d+ ", line)]
     v = json.loads(plan(*args, "--json")[0])
     assert len(rows) == len(v["splits"]) == 6 and v["gpu"]["source"] == "datasheet"
@@ -42,7 +43,8 @@ def test_table_equals_the_json_object():
         assert row[3] == f"{s['weight_bytes'] / 1e9:.1f}" and row[5] == f"{s['kv_tokens']:,}"
         assert row[6] == f"{s['kv_tokens'] / 8192:.1f}" and row[7] == f"{s['workload']['running']:,}"
         assert s["workload"]["tokens_per_second"] == pytest.approx(3 * s["workload"]["output_tokens_per_second"])
-        assert s["workload"]["output_tokens_per_second"] * s["workload"]["step_ms"] == pytest.approx(1000 * s["workload"]["running"], rel=1e-5)
+        sequence_seconds = s["workload"]["output_tokens_per_second"] * s["workload"]["step_ms"]
+        assert sequence_seconds == pytest.approx(1000 * s["workload"]["running"], rel=1e-5)
     best = max(v["splits"], key=lambda s: s["workload"]["output_tokens_per_second"])
     assert v["recommended"]["workload"]["output_tokens_per_second"] > best["workload"]["output_tokens_per_second"] / 1.03
     assert "--max-model-len 8192" in v["recommended"]["flags"] and "splits over the GPUs" in v["note"]
@@ -59,11 +61,13 @@ def test_a_folder_needs_no_weights(tmp_path):
 
 
 def test_models_file(tmp_path):
-    (tmp_path / "m.txt").write_text("tiny nobody/tiny Qwen2ForCausalLM 2 64 4 2 16 96 500 untied 10000 default 1e-6 512 qkv_bias - sibling\n")
+    (tmp_path / "m.txt").write_text("tiny nobody/tiny Qwen2ForCausalLM 2 64 4 2 16 96 500 untied 10000 default 1e-6 512 qkv_bias "
+                                    "- sibling\n")
     args = ["--models-file", str(tmp_path / "m.txt"), "--json", "--gpus", "8", "--input-len", "10", "--output-len", "10"]
     v, by_id = (json.loads(plan("-m", m, *args)[0]) for m in ("tiny", "nobody/tiny"))
     assert v == by_id and len(v["not_possible"]) == 3  # tp 8; pp 4 and pp 8 with 2 layers
-    assert {(s["tensor_parallel_size"], s["pipeline_parallel_size"]) for s in v["splits"]} == {(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2)}
+    splits = {(s["tensor_parallel_size"], s["pipeline_parallel_size"]) for s in v["splits"]}
+    assert splits == {(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2)}
 
 
 def test_error_names_the_number_of_gpus_needed():
@@ -74,7 +78,8 @@ def test_error_names_the_number_of_gpus_needed():
     assert 1 < least < 5
     prime = ["--gpu", "L4", "--gpus", "61", "--gpu-memory-utilization", "0.5"]  # a prime number larger than the number of layers
     assert re.search(r"61 x L4, however they are split; on \d of them they do", plan("-m", "llama-3.1-8b", *prime, status=1)[1])
-    assert "nor do they on any number of them up to 64" in plan("-m", "llama-3.1-70b", "--gpu", "L4", "--gpu-memory-utilization", "0.05", status=1)[1]
+    small = ["-m", "llama-3.1-70b", "--gpu", "L4", "--gpu-memory-utilization", "0.05"]
+    assert "nor do they on any number of them up to 64" in plan(*small, status=1)[1]
 
 
 def test_default_lengths():
@@ -113,7 +118,9 @@ def test_plan_check(tmp_path):
              if s["tensor_parallel_size"] == 2)
     script, log = os.path.join(ROOT, "test", "plan_check.py"), tmp_path / "log"
     for kv, weights, rest, status in ((1, 1, 0.8, 0), (0.9, 1, 0.8, 1), (1, 1.02, 0.8, 1), (1, 1, 1.1, 1)):
-        log.write_text(f"toka: llama-3.1-8b on 2 x NVIDIA H200, 150 GB, loaded in 3.1 s; KV cache {int(s['kv_tokens'] * kv)} tokens, 1.0 sequences of 1 "
-                       f"tokens; GB on a GPU: weights {s['weight_bytes'] * weights / 1e9:.3f}, KV 1.000, all else {s['scratch_bytes'] * rest / 1e9:.3f}\n")
-        r = subprocess.run(["python3", script, f"llama-3.1-8b:tp=2,pp=1:{log}"], env={**ENV, "TOKA_BINARY": TOKA}, cwd=ROOT, capture_output=True)
+        log.write_text("toka: llama-3.1-8b on 2 x NVIDIA H200, 150 GB, loaded in 3.1 s; "
+                       f"KV cache {int(s['kv_tokens'] * kv)} tokens, 1.0 sequences of 1 tokens; GB on a GPU: "
+                       f"weights {s['weight_bytes'] * weights / 1e9:.3f}, KV 1.000, all else {s['scratch_bytes'] * rest / 1e9:.3f}\n")
+        r = subprocess.run(["python3", script, f"llama-3.1-8b:tp=2,pp=1:{log}"], env={**ENV, "TOKA_BINARY": TOKA}, cwd=ROOT,
+                           capture_output=True)
         assert r.returncode == status, r.stdout.decode() + r.stderr.decode()

@@ -50,7 +50,8 @@ def test_health_version_page(server):
     assert abs(time.mktime(time.strptime(date, "%a, %d %b %Y %H:%M:%S GMT")) - time.timezone - time.time()) < 5
 
 
-@pytest.mark.parametrize("path", ["/nothing", "/v1", "/v1/", "/health/", "/v1/modelsx", "/../etc/passwd", "//health", "/%2e%2e/health", "/V1/MODELS"])
+@pytest.mark.parametrize("path", ["/nothing", "/v1", "/v1/", "/health/", "/v1/modelsx", "/../etc/passwd", "//health", "/%2e%2e/health",
+                                  "/V1/MODELS"])
 def test_unknown_route(server, path):
     a = server.get(path)
     assert a.status == 404 and a.error()["type"] == "not_found_error"
@@ -87,8 +88,9 @@ def test_methods(server):
 def test_transfer_codings(server):
     for lines, status in ((["gzip, chunked"], 501), (["gzip", "chunked"], 501), (["gzip;q=1, chunked"], 501), (["identity"], 501),
                           (["br,deflate , Chunked"], 501),
-                          (["chunked, gzip"], 400), (["chunked, chunked"], 400), (["chunked", "chunked"], 400), (["chunked", "gzip"], 400), ([""], 400),
-                          (["gzip,"], 400), (["chunked,"], 400), ([",chunked"], 400), (["gzip,,chunked"], 400), (["gzip, chunked, chunked"], 400)):
+                          (["chunked, gzip"], 400), (["chunked, chunked"], 400), (["chunked", "chunked"], 400), (["chunked", "gzip"], 400),
+                          ([""], 400), (["gzip,"], 400), (["chunked,"], 400), ([",chunked"], 400), (["gzip,,chunked"], 400),
+                          (["gzip, chunked, chunked"], 400)):
         with server.connect() as c:
             c.send("POST /v1/completions HTTP/1.1\r\nHost: h\r\n" + "".join(f"Transfer-Encoding: {x}\r\n" for x in lines) + "\r\n0\r\n\r\n")
             a = c.answer()
@@ -99,13 +101,20 @@ def test_refused_head_requests_get_no_body(server):
     """A HEAD request that is refused for any reason: the answer has the same head as the answer to GET, and no body."""
     h = "Host: h\r\n"
     cases = [(status, text) for status, text in (
-        (400, "/health HTTP/1.1\r\n\r\n"), (400, "/health HTTP/1.1\r\nHost: a b\r\n\r\n"), (400, f"/health HTTP/1.1\r\n{h}{h}\r\n"), (400, "/health HTTP/1.1\n"),
-        (400, f"x HTTP/1.1\r\n{h}\r\n"), (400, f"* HTTP/1.1\r\n{h}\r\n"), (400, f"/%zz HTTP/1.1\r\n{h}\r\n"), (400, f" /health HTTP/1.1\r\n{h}\r\n"), (400, "/\r\n\r\n"),
-        (400, f"/health HTTP/1.1\r\n{h}A : b\r\n\r\n"), (400, f"/health HTTP/1.1\r\n{h}Content-Length: x\r\n\r\n"), (403, "/health HTTP/1.1\r\nHost: evil.com\r\n\r\n"),
-        (404, f"/nothing HTTP/1.1\r\n{h}\r\n"), (405, f"/v1/completions HTTP/1.1\r\n{h}\r\n"), (413, f"/health HTTP/1.1\r\n{h}Content-Length: 99999999\r\n\r\n"),
-        (413, f"/health HTTP/1.1\r\n{h}Content-Length: 99999999999999999999\r\n\r\n"), (400, f"/health HTTP/1.1\r\n{h}Transfer-Encoding: chunked\r\n\r\nx\r\n"),
-        (414, "/" + "a" * 9000), (414, f"/{'a' * 9000} HTTP/1.1\r\n{h}\r\n"), (415, f"/health HTTP/1.1\r\n{h}Content-Encoding: gzip\r\n\r\n"),
-        (417, f"/health HTTP/1.1\r\n{h}Expect: x\r\n\r\n"), (431, f"/health HTTP/1.1\r\n{h}" + "A: b\r\n" * 101 + "\r\n"), (431, f"/health HTTP/1.1\r\n{h}A: " + "b" * 33000),
+        (400, "/health HTTP/1.1\r\n\r\n"), (400, "/health HTTP/1.1\r\nHost: a b\r\n\r\n"), (400, f"/health HTTP/1.1\r\n{h}{h}\r\n"),
+        (400, "/health HTTP/1.1\n"),
+        (400, f"x HTTP/1.1\r\n{h}\r\n"), (400, f"* HTTP/1.1\r\n{h}\r\n"), (400, f"/%zz HTTP/1.1\r\n{h}\r\n"),
+        (400, f" /health HTTP/1.1\r\n{h}\r\n"), (400, "/\r\n\r\n"),
+        (400, f"/health HTTP/1.1\r\n{h}A : b\r\n\r\n"), (400, f"/health HTTP/1.1\r\n{h}Content-Length: x\r\n\r\n"),
+        (403, "/health HTTP/1.1\r\nHost: evil.com\r\n\r\n"),
+        (404, f"/nothing HTTP/1.1\r\n{h}\r\n"), (405, f"/v1/completions HTTP/1.1\r\n{h}\r\n"),
+        (413, f"/health HTTP/1.1\r\n{h}Content-Length: 99999999\r\n\r\n"),
+        (413, f"/health HTTP/1.1\r\n{h}Content-Length: 99999999999999999999\r\n\r\n"),
+        (400, f"/health HTTP/1.1\r\n{h}Transfer-Encoding: chunked\r\n\r\nx\r\n"),
+        (414, "/" + "a" * 9000), (414, f"/{'a' * 9000} HTTP/1.1\r\n{h}\r\n"),
+        (415, f"/health HTTP/1.1\r\n{h}Content-Encoding: gzip\r\n\r\n"),
+        (417, f"/health HTTP/1.1\r\n{h}Expect: x\r\n\r\n"), (431, f"/health HTTP/1.1\r\n{h}" + "A: b\r\n" * 101 + "\r\n"),
+        (431, f"/health HTTP/1.1\r\n{h}A: " + "b" * 33000),
         (501, f"/health HTTP/1.1\r\n{h}Transfer-Encoding: gzip, chunked\r\n\r\n"), (505, f"/health HTTP/2.0\r\n{h}\r\n"))]
     for status, text in cases:
         answers = []
@@ -133,7 +142,8 @@ def test_byte_order_marks(tmp_path):
     """A byte order mark before a body or at the start of a file is accepted: some editors and Windows tools write one."""
     bom = b"\xef\xbb\xbf"
     with Server(files=str(tmp_path)) as s:
-        bodies = {"/v1/completions": small(), "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "temperature": 0},
+        chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "temperature": 0}
+        bodies = {"/v1/completions": small(), "/v1/chat/completions": chat,
                   "/tokenize": {"prompt": "a"}, "/detokenize": {"tokens": [5]}}
         for path, body in bodies.items():
             data = json.dumps(body).encode()
@@ -145,7 +155,8 @@ def test_byte_order_marks(tmp_path):
                b"--b\r\nContent-Disposition: form-data; name=file; filename=x\r\n\r\n%s\r\n--b--" % (bom + line)
         file = s.post("/v1/files", form, Content_Type="multipart/form-data; boundary=b").json()["id"]
         assert s.get(f"/v1/files/{file}/content").body == bom + line
-        batch = s.post("/v1/batches", bom + json.dumps({"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}).encode()).json()["id"]
+        body = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
+        batch = s.post("/v1/batches", bom + json.dumps(body).encode()).json()["id"]
         end = time.time() + 60
         while (b := s.get(f"/v1/batches/{batch}").json())["status"] != "completed":
             assert time.time() < end and b["status"] != "failed", b
@@ -166,10 +177,11 @@ def status_with_host(s, host, method="GET", path="/v1/models", body=b""):
 
 def test_hosts(tmp_path):
     """DNS rebinding: a web page whose host name resolves to this server must not read or run anything. Host must name this machine."""
-    ours = ["localhost", "LocalHost", "localhost.", "a.localhost", "127.0.0.1", "127.0.0.1.", "127.1.2.3", "[::1]", "[0:0:0:0:0:0:0:1]", "[::1%25lo]",
-            "[::ffff:127.0.0.1]", socket.gethostname()]
-    others = ["evil.com", "EVIL.com", "evil.com.", "localhost.evil.com", "evillocalhost", "127.0.0.1.evil.com", "10.1.2.3", "0.0.0.0", "128.0.0.1",
-              "[::2]", "[::]", "[fe80::1%25lo]", "[::ffff:10.0.0.1]", "2130706433", "127.1", "localhost%2eevil.com", "*", "local%68ost", "..", "localhost..", ""]
+    ours = ["localhost", "LocalHost", "localhost.", "a.localhost", "127.0.0.1", "127.0.0.1.", "127.1.2.3", "[::1]", "[0:0:0:0:0:0:0:1]",
+            "[::1%25lo]", "[::ffff:127.0.0.1]", socket.gethostname()]
+    others = ["evil.com", "EVIL.com", "evil.com.", "localhost.evil.com", "evillocalhost", "127.0.0.1.evil.com", "10.1.2.3", "0.0.0.0",
+              "128.0.0.1", "[::2]", "[::]", "[fe80::1%25lo]", "[::ffff:10.0.0.1]", "2130706433", "127.1", "localhost%2eevil.com", "*",
+              "local%68ost", "..", "localhost..", ""]
     hosts = [(h, 200) for h in ours] + [(h, 403) for h in others]
     evil = {"Origin": "http://evil.com", "Sec_Fetch_Site": "same-origin"}
     with Server(env={"TOKA_ALLOWED_HOSTS": ""}) as s:
@@ -643,7 +655,8 @@ def bad_requests(rnd):
         "GET /health HTTP/1.1 \r\n" + h + "\r\n", "GET /health HTTP/1,1\r\n" + h + "\r\n", "GET /health HTTP/11\r\n" + h + "\r\n",
         "GET /health HTTP/1.1\r\n" + h + " folded: x\r\n\r\n", "GET /health HTTP/1.1\r\n" + h + "A: b\r\n\tfolded\r\n\r\n",
         "GET /health HTTP/1.1\r\n" + h + "No colon\r\n\r\n", "GET /health HTTP/1.1\r\n" + h + "A b: c\r\n\r\n",
-        "GET /health HTTP/1.1\r\nHost : h\r\n\r\n", "GET /health HTTP/1.1\r\nHost: h/i\r\n\r\n", "GET /health HTTP/1.1\r\nHost: h i\r\n\r\n",
+        "GET /health HTTP/1.1\r\nHost : h\r\n\r\n", "GET /health HTTP/1.1\r\nHost: h/i\r\n\r\n",
+        "GET /health HTTP/1.1\r\nHost: h i\r\n\r\n",
         "\x16\x03\x01\x02\x00\x01\x00", "\x00\x00\x00\x00", "SSH-2.0-x\r\n", '{"prompt": "x"}', "GET /#x HTTP/1.1\r\n" + h + "\r\n",
         "GET http:///x HTTP/1.1\r\n" + h + "\r\n", "G" * 40 + " / HTTP/1.1\r\n" + h + "\r\n")]
     yield from [(f"{x} HTTP/1.1\r\n{h}\r\n", {501}) for x in ("CONNECT h:1", "M-SEARCH *", "NOTIFY *", "BREW pot")]
@@ -673,10 +686,12 @@ def bad_requests(rnd):
     te = "Transfer-Encoding: chunked"
     for pair in ([f"Content-Length: {n}", te], [te, f"Content-Length: {n}"], ["Content-Length: 0", te], [te, te],
                  [f"Content-Length: {n}", f"Content-Length: {n}"],
-                 [f"Content-Length: {n}", "content-length: 0"], ["Transfer-Encoding: chunked, chunked"], ["Transfer-Encoding: chunked, identity"],
-                 ["Transfer-Encoding : chunked"], [" Transfer-Encoding: chunked"], ["Transfer-Encoding: gzip, chunked, chunked"], ["Transfer-Encoding:"],
-                 ["Transfer-Encoding: chunked", "Transfer-Encoding: identity"], ["X: y\rTransfer-Encoding: chunked"], ["Transfer-Encoding: \x00chunked"],
-                 ["Transfer-Encoding: chunked\x0b"], ["Transfer\x00-Encoding: chunked"]):
+                 [f"Content-Length: {n}", "content-length: 0"], ["Transfer-Encoding: chunked, chunked"],
+                 ["Transfer-Encoding: chunked, identity"],
+                 ["Transfer-Encoding : chunked"], [" Transfer-Encoding: chunked"], ["Transfer-Encoding: gzip, chunked, chunked"],
+                 ["Transfer-Encoding:"],
+                 ["Transfer-Encoding: chunked", "Transfer-Encoding: identity"], ["X: y\rTransfer-Encoding: chunked"],
+                 ["Transfer-Encoding: \x00chunked"], ["Transfer-Encoding: chunked\x0b"], ["Transfer\x00-Encoding: chunked"]):
         for where in (framed(*pair), framed("A: b", *pair), framed(*pair, "A: b")):
             yield where, {400}
     for v in ("gzip", "xchunked", "chunked;q=1", "identity", "chunkedx", '"chunked"', "'chunked'", "chunk ed", "deflate", "gzip, chunked",
@@ -704,13 +719,15 @@ def bad_requests(rnd):
                  '{"prompt":"x","temperature":NaN}', '{"prompt":"x"}\x00', "\ufeff{", "// x\n{}", "prompt=x",
                  "[" * 1000, '{"a":' * 1000, "[" * 100000, '{"prompt":' + "[" * 500 + "]" * 500 + "}"):
         yield body(text)
-    for bad in (b"\x80", b"\xff", b"\xc0\xaf", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"\xe2\x82", b"\xc3", b"\xf8\x88\x80\x80\x80"):  # not UTF-8
+    not_utf8 = (b"\x80", b"\xff", b"\xc0\xaf", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"\xe2\x82", b"\xc3", b"\xf8\x88\x80\x80\x80")
+    for bad in not_utf8:
         yield body(b'{"prompt":"' + bad + b'"}')
         yield body(b'{"prompt":"x","stop":"' + bad + b'x"}')
     for cut in rnd.sample(range(1, n), 40):  # truncated JSON, correctly framed
         yield body(good[:cut])
     wrong = {"prompt": [1.5, True, {}, [[]], [], ["x", 1], [1, "x"], [[1], 2], [-1], [1 << 40], [99999999], None],
-             "max_tokens": ["5", 1.5, [], {}, True, -1, 1 << 40], "temperature": ["1", [], {}, True, -1], "top_p": ["1", 0, 1.5, -1, [], True],
+             "max_tokens": ["5", 1.5, [], {}, True, -1, 1 << 40], "temperature": ["1", [], {}, True, -1],
+             "top_p": ["1", 0, 1.5, -1, [], True],
              "top_k": ["1", 1.5, [], -2], "min_p": ["1", -0.1, 1.1, []], "n": ["1", 0, -1, 1.5, [], 1 << 40, True],
              "stream": ["true", 1, [], {}], "stop": [1, True, {}, [1], [["x"]], [""], ""], "seed": ["1", 1.5, [], 1 << 70],
              "logprobs": ["1", -1, 1000, [], True, 1.5], "echo": ["x", 1, []], "presence_penalty": ["1", [], True],
@@ -885,8 +902,8 @@ def test_slow_reader_takes_no_memory():
 def test_many_streams_at_once(threads):
     """Many calls at once for the workers: each stream, and each answer that is not streamed, equals the answer that the same request
     gets alone."""
-    bodies = [{"prompt": f"Tom has {i} apples and buys {i % 7} more.", "max_tokens": 20 + i % 30, "ignore_eos": True, "temperature": 1, "seed": i,
-               "n": 1 + (i % 16 == 0) * 3, "logprobs": 1} for i in range(160)]
+    bodies = [{"prompt": f"Tom has {i} apples and buys {i % 7} more.", "max_tokens": 20 + i % 30, "ignore_eos": True, "temperature": 1,
+               "seed": i, "n": 1 + (i % 16 == 0) * 3, "logprobs": 1} for i in range(160)]
     with Server("--server-threads", threads) as s:
         want = [{c["index"]: c["text"] for c in s.post("/v1/completions", b).json()["choices"]} for b in bodies]
         conns = [s.connect() for _ in bodies]
@@ -1024,7 +1041,8 @@ def test_no_descriptor_leaks(server):
 
 def test_keys(tmp_path):
     keys = tmp_path / "keys"
-    keys.write_text("\ufeff# first\r\nfrom-file-1\r\n\n  # from-comment\n \t\n  from-file-2\n#from-comment\nfrom#file-3\n", encoding="utf-8", newline="")
+    keys.write_text("\ufeff# first\r\nfrom-file-1\r\n\n  # from-comment\n \t\n  from-file-2\n#from-comment\nfrom#file-3\n",
+                    encoding="utf-8", newline="")
     with Server("--api-key", "from-flag", "--api-key", "second", "--api-key-file", str(keys)) as s:
         for good in ("from-flag", "second", "from-file-1", "from-file-2", "from#file-3"):
             assert s.get("/v1/models", Authorization=f"Bearer {good}").status == 200
@@ -1135,7 +1153,8 @@ def test_failures_at_start(tmp_path, server):
     assert run("--port", "0", "-m", str(tmp_path))[0] == 1
     code, log = run("--port", str(server.address[1]))
     assert code == 2 and "Address already in use" in log
-    for flags, word in ((["--port", "70000"], "--port"), (["--generation-config", "x"], "auto or vllm"), (["--max-queue", "-1"], "--max-queue"),
+    for flags, word in ((["--port", "70000"], "--port"), (["--generation-config", "x"], "auto or vllm"),
+                        (["--max-queue", "-1"], "--max-queue"),
                         (["--max-queue", "0"], "--max-queue"), (["--served-model-name", ""], "--served-model-name"),
                         (["--read-timeout", "0"], "--read-timeout"), (["--step-timeout", "0"], "--step-timeout"),
                         (["--api-key", ""], "--api-key"), (["--host", "no.such.host.invalid"], "--host"),
@@ -1207,7 +1226,8 @@ def test_uploads_take_little_memory(tmp_path):
         assert s.post("/v1/files", purpose, Content_Type="multipart/form-data; boundary=b").error()["param"] == "purpose"
         assert peak_memory(s) - before < 20 << 20
         with s.connect() as c:
-            c.send("POST /v1/files HTTP/1.1\r\nHost: h\r\nContent-Type: multipart/form-data; boundary=b\r\nContent-Length: 50000000\r\n\r\n")
+            c.send("POST /v1/files HTTP/1.1\r\nHost: h\r\nContent-Type: multipart/form-data; boundary=b\r\n"
+                   "Content-Length: 50000000\r\n\r\n")
             c.send(head + data * 10)
         s.wait_metric("http_connections", 1)
         assert s.get("/v1/files").json()["data"] == []

@@ -282,9 +282,10 @@ def test_graceful_end_after_weights_changed(tmp_path):
 
 def start_batch(model, tmp_path, n):
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text("".join(json.dumps({"custom_id": str(i), "prompt": "Tom", "max_tokens": 200, "ignore_eos": True}) + "\n" for i in range(n)))
-    p = subprocess.Popen([TOKA, "batch", "-q", "--max-num-seqs", "2", "-m", str(model), "-i", str(source), "-o", str(out)], env=ENV, cwd=ROOT,
-                         stderr=subprocess.PIPE, text=True)
+    requests = [{"custom_id": str(i), "prompt": "Tom", "max_tokens": 200, "ignore_eos": True} for i in range(n)]
+    source.write_text("".join(json.dumps(request) + "\n" for request in requests))
+    p = subprocess.Popen([TOKA, "batch", "-q", "--max-num-seqs", "2", "-m", str(model), "-i", str(source), "-o", str(out)], env=ENV,
+                         cwd=ROOT, stderr=subprocess.PIPE, text=True)
     while not out.exists() or not out.stat().st_size:
         assert p.poll() is None
         time.sleep(0.005)
@@ -318,8 +319,8 @@ def test_batch_whose_weights_are_replaced_or_deleted(tmp_path, how):
 
 def test_chat_whose_weights_are_overwritten(tmp_path):
     model = copy_model("model", tmp_path / "model")
-    p = subprocess.Popen([TOKA, "-q", "-m", str(model), "--chat", "-n", "3"], env=ENV, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                         stderr=subprocess.PIPE, text=True)
+    p = subprocess.Popen([TOKA, "-q", "-m", str(model), "--chat", "-n", "3"], env=ENV, cwd=ROOT, stdin=subprocess.PIPE,
+                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     p.stdin.write("Tom\n"), p.stdin.flush()
     assert p.stdout.readline()
     overwrite(model / "model.safetensors")
