@@ -1,9 +1,6 @@
 /* fuzz_api.c - libFuzzer entry: bodies over HTTP. The first byte selects the route. A body becomes
  * a call, or gets a status, a type and a message. A call is answered from made-up events, and the
  * output must be JSON; in a stream, each chunk. */
-#include "../toka.c"
-
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
 static void check_json(str text) {
     arena a = {0};
@@ -54,7 +51,7 @@ static void answer(api_request *c, const uint8_t *data, size_t size) {
     buf_free(&records), buf_free(&out);
 }
 
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+static int fuzz_api(const uint8_t *data, size_t size) {
     static toka *t;
     static toka_options open;
     static const char *const names[] = {"m"};

@@ -1,10 +1,7 @@
 /* fuzz_batch.c - libFuzzer entry: lines of a batch file. Any line is parsed into a request, or gets
  * an error code and a message. */
-#include "../toka.c"
 
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
-
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+static int fuzz_batch(const uint8_t *data, size_t size) {
     static toka *t;
     toka_err e = {0};
     static toka_options open;

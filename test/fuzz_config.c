@@ -1,7 +1,6 @@
 /* fuzz_config.c - libFuzzer entry: the bytes as config.json, generation_config.json,
  * tokenizer_config.json and models.txt. A file that passes must satisfy what chapter 11
  * promises. */
-#include "../toka.c"
 
 static void check_config(const mf_config *c) {
     const toka_shape *s = &c->shape;
@@ -18,8 +17,7 @@ static void check_config(const mf_config *c) {
     if (c->bos_id < -1 || c->bos_id >= s->V) abort();
 }
 
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+static int fuzz_config(const uint8_t *data, size_t size) {
     str text = {(const char *)data, size};
     arena a = {0};
     toka_err e;

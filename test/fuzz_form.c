@@ -1,8 +1,5 @@
 /* fuzz_form.c - libFuzzer entry: multipart forms. The first line is the Content-Type, the rest the
  * body. Cut anywhere, it gives the same parts. */
-#include "../toka.c"
-
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
 /* The parts as text, from pieces of `step` bytes. False: the form was refused. */
 static bool parts(str type, str body, size_t step, buf *out) {
@@ -27,7 +24,7 @@ static bool parts(str type, str body, size_t step, buf *out) {
     return good;
 }
 
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+static int fuzz_form(const uint8_t *data, size_t size) {
     str in = {(const char *)data, size};
     ptrdiff_t line = str_find(in, STR("\n"), 0);
     if (line < 0) return 0;

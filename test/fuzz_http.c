@@ -1,8 +1,5 @@
 /* fuzz_http.c - libFuzzer entry: a stream of requests is read in the same way whole and in pieces.
  * The first byte is the size of the pieces. */
-#include "../toka.c"
-
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
 /* Reads requests from the stream as a connection does, `piece` more bytes at a time, and logs what
  * was understood. A head that is incomplete at the end of the stream is not logged. */
@@ -49,7 +46,7 @@ static void read_stream(str in, size_t piece, buf *record) {
     buf_free(&text);
 }
 
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+static int fuzz_http(const uint8_t *data, size_t size) {
     if (!size) return 0;
     buf a = {0}, b = {0}, c = {0};
     str in = {(const char *)data + 1, size - 1};

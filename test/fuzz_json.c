@@ -1,12 +1,9 @@
 /* fuzz_json.c - libFuzzer entry: a text that parses can be written, and what was written parses to
  * the same value. */
-#include "../toka.c"
 #include "check.h"
 #include "test_json.c"
 
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
-
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+static int fuzz_json(const uint8_t *data, size_t size) {
     arena a = {0};
     buf b = {0};
     toka_err e = {0};

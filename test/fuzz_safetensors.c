@@ -1,7 +1,6 @@
 /* fuzz_safetensors.c - libFuzzer entry: the bytes as a safetensors file, and as an index. A file
  * that parses is bound to a tiny Llama, so that shapes and names are checked, too. Every tensor
  * must lie inside the input. */
-#include "../toka.c"
 
 static mf_config tiny(arena *a) {
     static const char text[] = "{\"architectures\":[\"LlamaForCausalLM\"],\"num_hidden_layers\":1,\"hidden_size\":4,"
@@ -35,8 +34,7 @@ static void as_file(str text) {
     arena_free(&a);
 }
 
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+static int fuzz_safetensors(const uint8_t *data, size_t size) {
     str text = {(const char *)data, size}, *files;
     arena a = {0};
     st_alias_list *names = NULL;

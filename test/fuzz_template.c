@@ -1,9 +1,6 @@
 /* fuzz_template.c - libFuzzer entry: byte 0 selects a context, the rest is the template; limits are
  * small. For any input, rendering ends with an output within its limit or with an error that names
  * a line. */
-#include "../toka.c"
-
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
 static const char *const fuzz_contexts[] = {
     "{}",
@@ -16,7 +13,7 @@ static const char *const fuzz_contexts[] = {
     "{\"a\":[[1,2],[3,4]],\"b\":[{\"n\":\"B\",\"v\":1},{\"n\":\"a\",\"v\":2}],\"c\":\"a,b,,c\\nd\",\"d\":-1,\"e\":1e300}",
 };
 
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+static int fuzz_template(const uint8_t *data, size_t size) {
     static const tmpl_limits limits = {200000, 60, 100000};
     static const tmpl_time now = {125, 6, 4, 12, 34, 56, 5, 184};
     if (!size) return 0;

@@ -1,12 +1,8 @@
 /* fuzz_tokenizer.c - libFuzzer entry: one input has a tokenizer.json, a byte 0, flags, and a text
  * to encode. A file that loads must encode and decode any text, and a stream must give the same
- * text as decode.
- *   clang -g -O1 -fsanitize=fuzzer,address,undefined -o fuzz test/fuzz_tokenizer.c -lm -lpthread
- *   ./fuzz -max_len=8192 test/corpus/tokenizer */
-#include "../toka.c"
+ * text as decode. Try it by hand with -max_len=8192. */
 
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n);
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n) {
+static int fuzz_tokenizer(const uint8_t *data, size_t n) {
     const uint8_t *zero = memchr(data, 0, n);
     size_t json_n = zero ? (size_t)(zero - data) : n;
     /* of their exact sizes: a read past the end is noticed */

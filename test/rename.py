@@ -37,7 +37,7 @@ import clang.cindex as cindex
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 UNITS = ["toka.c", "test/unit.c", "test/bench_cpu.c", "test/soak.c", "test/example.c", "test/gpu_ops.c", "test/gpu_model.c",
-         "test/gpu_ranks.c", "test/gpu_samp.c", "test/tok_driver.c", *sorted(glob.glob("test/fuzz_*.c", root_dir=ROOT)),
+         "test/gpu_ranks.c", "test/gpu_samp.c", "test/tok_driver.c", "test/fuzz.c",
          "toka_kernels.cu", *sorted(glob.glob("test/gpu_*.cu", root_dir=ROOT))]
 MUTANTS = os.path.join(ROOT, "test/gpu_mutants.py")
 SOURCES = [os.path.join(ROOT, name) for name in ("toka.h", "toka.c", "toka_kernels.cu")]
