@@ -270,9 +270,9 @@
 #include <sys/sendfile.h>
 #include <sys/socket.h>
 #include <sys/un.h>
-#define FOR_SERVER /* before a function of chapters 1 to 23 that only chapters 24 to 34 call */
+#define SERVER_ONLY /* before a function of chapters 1 to 23 that only chapters 24 to 34 call */
 #else
-#define FOR_SERVER __attribute__((unused))
+#define SERVER_ONLY __attribute__((unused))
 #endif
 
 /* ===========================================================================
@@ -351,7 +351,7 @@ static void *_Atomic mem_spare;     /* a server's spare memory; NULL: none, or i
 static atomic_bool mem_keeps_spare; /* this program keeps spare memory */
 
 /* Allocates the spare memory unless it is there. Returns false if the allocation fails. */
-FOR_SERVER static bool mem_keep_spare(void) {
+SERVER_ONLY static bool mem_keep_spare(void) {
     mem_keeps_spare = true;
     if (mem_spare) return true;
     void *none = NULL, *more = malloc(MEM_SPARE_BYTES);
@@ -360,7 +360,7 @@ FOR_SERVER static bool mem_keep_spare(void) {
 }
 
 /* Is the spare memory in use? */
-FOR_SERVER static bool mem_is_low(void) { return mem_keeps_spare && !mem_spare; }
+SERVER_ONLY static bool mem_is_low(void) { return mem_keeps_spare && !mem_spare; }
 
 /* Called after an allocation failed; `tries` is the number of earlier failures. Frees the spare
  * memory, or waits 10 ms so that other threads can free some. Returns true: try again. */
@@ -389,7 +389,7 @@ static void *mem_realloc(void *old, size_t n) {
     }
 }
 /* Can n bytes be allocated now? Asked before work whose size a client chose. */
-FOR_SERVER static bool mem_is_available(size_t n) {
+SERVER_ONLY static bool mem_is_available(size_t n) {
     void *volatile p = malloc(n); /* volatile: a compiler may remove an unused malloc */
     free(p);
     return p != NULL;
@@ -485,7 +485,7 @@ static int hex_digit(char c) {
 
 /* Hashes a 64-bit integer, so that consecutive inputs give unrelated outputs: splitmix64 (Steele,
  * Lea, Flood: Fast splittable pseudorandom number generators, 2014). */
-FOR_SERVER static uint64_t hash_mix(uint64_t z) {
+SERVER_ONLY static uint64_t hash_mix(uint64_t z) {
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
     z = (z ^ z >> 27) * 0x94D049BB133111EBu;
     return z ^ z >> 31;
@@ -605,7 +605,7 @@ static void buf_put(buf *b, const void *p, size_t n) {
     b->n += n;
     b->p[b->n] = 0;
 }
-FOR_SERVER static bool buf_try_put(buf *b, const void *p, size_t n) {
+SERVER_ONLY static bool buf_try_put(buf *b, const void *p, size_t n) {
     return buf_try_reserve(b, n) && (buf_put(b, p, n), true);
 }
 static void buf_str(buf *b, str s) { buf_put(b, s.p, s.n); }
@@ -755,7 +755,7 @@ static int64_t os_ram_bytes(void) {
 }
 
 /* The part of os_ram_bytes that this process does not use yet, in bytes; not below 0. */
-FOR_SERVER static int64_t os_available_bytes(void) {
+SERVER_ONLY static int64_t os_available_bytes(void) {
     const int64_t page_bytes = sysconf(_SC_PAGE_SIZE);
     long long mapped = 0, resident = 0;
     struct rlimit limit;
@@ -776,7 +776,7 @@ FOR_SERVER static int64_t os_available_bytes(void) {
  * M_MMAP_THRESHOLD: by default, when a large block is freed, glibc raises the size from which a
  * block gets its own mapping. Later large blocks would then be in a heap, and a small block after
  * them would keep their memory from going back to the system. */
-FOR_SERVER static void os_limit_heaps(void) {
+SERVER_ONLY static void os_limit_heaps(void) {
 #ifdef __GLIBC__
     struct rlimit limit;
     const bool limited = getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY;
@@ -2323,86 +2323,46 @@ typedef struct tok_rule {
 static const tok_rule tok_rules[] = {
     /* GPT-2, also what ByteLevel does by itself */
     {.regex = "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+",
-     .contraction = TOK_EXACT,
-     .space_prefix = true,
-     .letters = UNI_LETTER,
-     .digits = INT_MAX,
-     .punct = TOK_PUNCT,
-     .spaces = true},
+     .contraction = TOK_EXACT, .space_prefix = true, .letters = UNI_LETTER, .digits = INT_MAX,
+     .punct = TOK_PUNCT, .spaces = true},
     /* GPT-4, Llama-3 */
-    {.regex =
-         "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|"
-         "\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
-     .contraction = TOK_ANY_CASE,
-     .letter_prefix = TOK_LETTER_PREFIX,
-     .letters = UNI_LETTER,
-     .digits = 3,
-     .punct = TOK_PUNCT,
-     .punct_suffix = "\r\n",
-     .line_ends = true,
-     .spaces = true},
+    {.regex = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|"
+              "\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
+     .contraction = TOK_ANY_CASE, .letter_prefix = TOK_LETTER_PREFIX, .letters = UNI_LETTER,
+     .digits = 3, .punct = TOK_PUNCT, .punct_suffix = "\r\n", .line_ends = true, .spaces = true},
     /* Qwen2, Qwen2.5, Qwen3 */
-    {.regex =
-         "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|"
-         "\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
-     .contraction = TOK_ANY_CASE,
-     .letter_prefix = TOK_LETTER_PREFIX,
-     .letters = UNI_LETTER,
-     .digits = 1,
-     .punct = TOK_PUNCT,
-     .punct_suffix = "\r\n",
-     .line_ends = true,
-     .spaces = true},
+    {.regex = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|"
+              "\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
+     .contraction = TOK_ANY_CASE, .letter_prefix = TOK_LETTER_PREFIX, .letters = UNI_LETTER,
+     .digits = 1, .punct = TOK_PUNCT, .punct_suffix = "\r\n", .line_ends = true, .spaces = true},
     /* Qwen3.5 */
     {.regex = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?[\\p{L}\\p{M}]+|\\p{N}|"
               " ?[^\\s\\p{L}\\p{M}\\p{N}]+[\\r\\n]*|"
               "\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
-     .contraction = TOK_ANY_CASE,
-     .letter_prefix = TOK_LETTER_PREFIX,
-     .letters = UNI_LETTER | UNI_MARK,
-     .digits = 1,
-     .punct = TOK_PUNCT & ~UNI_MARK,
-     .punct_suffix = "\r\n",
-     .line_ends = true,
-     .spaces = true},
+     .contraction = TOK_ANY_CASE, .letter_prefix = TOK_LETTER_PREFIX,
+     .letters = UNI_LETTER | UNI_MARK, .digits = 1, .punct = TOK_PUNCT & ~UNI_MARK,
+     .punct_suffix = "\r\n", .line_ends = true, .spaces = true},
     /* GPT-4o, gpt-oss (o200k) */
-    {.regex =
-         "[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]*[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]+"
-         "(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
-         "[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]+[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]*"
-         "(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
-         "\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
-     .cased = true,
-     .contraction_suffix = true,
-     .letter_prefix = TOK_LETTER_PREFIX,
-     .digits = 3,
-     .punct = TOK_PUNCT,
-     .punct_suffix = "\r\n/",
-     .line_ends = true,
-     .spaces = true},
+    {.regex = "[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]*[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]+"
+              "(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+              "[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]+[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]*"
+              "(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+              "\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
+     .cased = true, .contraction_suffix = true, .letter_prefix = TOK_LETTER_PREFIX, .digits = 3,
+     .punct = TOK_PUNCT, .punct_suffix = "\r\n/", .line_ends = true, .spaces = true},
     /* Mistral's Tekken */
-    {.regex =
-         "[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]*[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]+|"
-         "[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]+[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]*|"
-         "\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
-     .cased = true,
-     .letter_prefix = TOK_LETTER_PREFIX,
-     .digits = 1,
-     .punct = TOK_PUNCT,
-     .punct_suffix = "\r\n/",
-     .line_ends = true,
-     .spaces = true},
+    {.regex = "[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]*[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]+|"
+              "[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]+[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]*|"
+              "\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
+     .cased = true, .letter_prefix = TOK_LETTER_PREFIX, .digits = 1, .punct = TOK_PUNCT,
+     .punct_suffix = "\r\n/", .line_ends = true, .spaces = true},
     /* DeepSeek-V3 and R1: three patterns in a row */
-    {.regex =
-         "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\\r\\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+|"
-         " ?[\\p{P}\\p{S}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
+    {.regex = "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\\r\\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+|"
+              " ?[\\p{P}\\p{S}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
      .ascii_word = true,
      .letter_prefix = ~(UNI_BIT(LINE_END) | UNI_LETTER | UNI_PUNCT | UNI_SYMBOL),
-     .letters = UNI_LETTER | UNI_MARK,
-     .punct = UNI_PUNCT | UNI_SYMBOL,
-     .punct_suffix = "\r\n",
-     .line_ends = true,
-     .spaces = true},
+     .letters = UNI_LETTER | UNI_MARK, .punct = UNI_PUNCT | UNI_SYMBOL, .punct_suffix = "\r\n",
+     .line_ends = true, .spaces = true},
     {.regex = "[\xE4\xB8\x80-\xE9\xBE\xA5\xE3\x81\x80-\xE3\x82\x9F\xE3\x82\xA0-\xE3\x83\xBF]+",
      .cjk = true},
     {.regex = "\\p{N}{1,3}", .digits = 3},
@@ -9222,7 +9182,7 @@ static int64_t mf_binding_size(const mf_binding *binding, const mf_config *confi
 }
 
 /* The number of parameters of a model of this shape. A tied LM head is not counted again. */
-FOR_SERVER static int64_t mf_n_parameters(const mf_config *config) {
+SERVER_ONLY static int64_t mf_n_parameters(const mf_config *config) {
     int64_t layer = 0, rest = mf_binding_size(&mf_lm_head_binding, config);
     for (int i = 0; i < COUNT(mf_layer_bindings); i++)
         layer += mf_binding_size(&mf_layer_bindings[i], config);
@@ -13021,13 +12981,13 @@ static int samp_check_number(const char *name, double v, toka_err *e) {
 }
 
 /* Converts to float; a positive number stays positive. */
-FOR_SERVER static float samp_to_float(double v) {
+SERVER_ONLY static float samp_to_float(double v) {
     return v > 0 ? MAX((float)v, FLT_MIN) : (float)v;
 }
 
 /* If min_tokens is above max_tokens and one of them is only a default, sets that one to the
  * other. */
-FOR_SERVER static void samp_fix_min_max(toka_sampling *sampling, bool max_is_default,
+SERVER_ONLY static void samp_fix_min_max(toka_sampling *sampling, bool max_is_default,
                                         bool min_is_default) {
     if (sampling->max_tokens < 1 || sampling->min_tokens <= sampling->max_tokens) return;
     if (max_is_default) sampling->max_tokens = sampling->min_tokens;
@@ -16518,7 +16478,7 @@ static void model_step_times(model_grid *model, int64_t first, int64_t last, dou
 }
 
 /* What the device of rank number `rank` measured. Returns false if it has measured nothing. */
-FOR_SERVER static bool model_device_times(model_grid *model, int rank, toka_times *times) {
+SERVER_ONLY static bool model_device_times(model_grid *model, int rank, toka_times *times) {
     pthread_mutex_lock(&model->notifier->lock);
     *times = model->ranks[rank].times;
     pthread_mutex_unlock(&model->notifier->lock);
@@ -18303,7 +18263,7 @@ static int lib_check_files(const toka *t, toka_err *e) {
 
 /* Returns the path of a weight file that steps read and that was written to since it was opened;
  * NULL: none, or steps do not read files. Thread: any. */
-FOR_SERVER static const char *lib_overwritten_file(const toka *t) {
+SERVER_ONLY static const char *lib_overwritten_file(const toka *t) {
     return t->engine->backend->reads_files ? mf_find_overwritten(t->files) : NULL;
 }
 
@@ -18361,7 +18321,7 @@ toka_info toka_get_info(const toka *t) {
 
 /* Appends how long toka_open took, phase by phase: "opened in 1.23 s: finding the device 0.10,
  * reading files 0.05, ..." */
-FOR_SERVER static void lib_put_startup(const toka *t, buf *out) {
+SERVER_ONLY static void lib_put_startup(const toka *t, buf *out) {
     const eng_startup *startup = &t->engine->startup;
     double total_s = t->probe_s + t->files_s;
     for (int i = 0; i < startup->n_phases; i++) total_s += startup->phase_s[i];

@@ -14,6 +14,7 @@ import glob
 import json
 import os
 import random
+import re
 import struct
 import subprocess
 import time
@@ -365,12 +366,8 @@ def patterns():
     """All patterns in the table of toka.c."""
     source = open(HERE + "/../toka.c", encoding="utf-8").read()
     table = source[source.index("static const tok_rule tok_rules[]") :]
-    out = []
-    for part in table[: table.index("\n};")].split(".regex = ")[1:]:
-        literal = part[: part.index(",\n") if ",\n" in part else None].split(", .")[0]
-        raw = b"".join(eval("b" + line.strip().rstrip(",")) for line in literal.split("\n") if line.strip().startswith('"'))
-        out.append(raw.decode())
-    return out
+    literals = re.findall(r'\.regex\s*=((?:\s*"(?:\\.|[^"\\])*")+)', table[: table.index("\n};")])
+    return [b"".join(eval("b" + part) for part in re.findall(r'"(?:\\.|[^"\\])*"', literal)).decode() for literal in literals]
 
 
 def with_pattern(model, *regexes):
