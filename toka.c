@@ -18578,8 +18578,8 @@ int toka_score(toka *t, const int32_t *in, size_t n_ids, float *logprobs, toka_e
  * HTTP/1.1 (RFC 9110, 9112): parses requests from bytes into structs, and writes answers as bytes.
  * No sockets, no clock.
  *
- * A function that reads input returns > 0: bytes used; 0: it needs more bytes; < 0: bad input, and
- * the negated value is the HTTP status to answer. The int functions http_parse_* and http_check_*
+ * A function that reads input returns the number of bytes used; 0 if it needs more bytes; or, for
+ * bad input, the negated HTTP status to answer. The int functions http_parse_* and http_check_*
  * return 0 or the HTTP status to answer. Slices borrow from the input.
  *
  * Input that two parsers could read differently is refused, never repaired: bare line feeds, folded
@@ -18655,8 +18655,8 @@ static bool http_next_element(str *list, str *element) {
     return str_split_next(list, ',', element) && (*element = http_trim(*element), true);
 }
 
-/* Appends the text with each %xx decoded. plus: '+' becomes a space, as in queries. Returns false
- * for a broken escape or a zero byte. */
+/* Appends the text with each %xx decoded. If plus is set, '+' becomes a space, as in queries.
+ * Returns false for a broken escape or a zero byte. */
 static bool http_decode(str text, bool plus, buf *out) {
     for (size_t i = 0; i < text.n; i++) {
         char byte = text.p[i];
@@ -18741,7 +18741,7 @@ static bool http_is_host_char(char c, bool address) {
 
 /* Parses "name:port" or "[IPv6 address]:port"; the port may be empty or missing. *name is the name
  * or address without brackets, without a zone ("%eth0") and without the dot that may end a full
- * name. Returns false if the form is neither. */
+ * name. Returns false if the host has neither form. */
 static bool http_split_host(str host, str *name) {
     const bool is_ipv6 = str_starts(host, STR("["));
     ptrdiff_t end = str_find(host, is_ipv6 ? STR("]") : STR(":"), 0);
@@ -18760,7 +18760,8 @@ static bool http_split_host(str host, str *name) {
 }
 
 /* Accepts the origin form "/path?query", the absolute form "http://host/path?query", and "*" for
- * OPTIONS. A method that is not known here may have a target of another form: 501. */
+ * OPTIONS. If the method is not known here, any other form gets a 501, because the method may
+ * define it. */
 static int http_parse_target(http_request *request) {
     str target = request->target, name;
     if (target.n > HTTP_MAX_TARGET) return 414;
@@ -18900,7 +18901,7 @@ static ptrdiff_t http_parse_head(str received, http_request *request) {
     for (int n_lines = 0;; n_lines++) {
         used = http_read_line(str_sub(head, (size_t)pos, head.n), &line);
         if (used < 0) return used;
-        if (!used && !n_lines) { /* this cannot become a request line (TLS, ...): answer at once */
+        if (!used && !n_lines) { /* answer at once what cannot become a request line (TLS, ...) */
             size_t i = (size_t)pos;
             while (i < head.n && http_is_token((unsigned char)head.p[i])) i++;
             if (i < head.n && head.p[i] != ' ' && head.p[i] != '\r') return -400;
@@ -19121,8 +19122,8 @@ static void http_put_last_chunk(buf *out) { buf_c(out, "0\r\n\r\n"); }
  *
  * What always holds:
  *   - every field of a body is in api_fields. It is used, ignored because it has no effect here, or
- *     refused by name (unless its value asks for nothing). A field that is not in the table, or not
- *     known in stream_options, is reported, or refused if api_config.strict;
+ *     refused by name (unless its value asks for nothing). An unknown field (not in the table, or
+ *     not known in stream_options) is reported, or refused if api_config.strict;
  *   - api_parse refuses what toka_submit would refuse because of the request itself; the message
  *     begins with the name of the field;
  *   - the chunks of a stream, joined, are the answer without streaming; a chunk never has a part of
@@ -19192,7 +19193,7 @@ typedef struct api_tokens { /* tokens, each with its alternatives; owns the buff
 typedef struct api_choice {
     tok_stream stream;
     buf text;               /* not streaming: the text so far */
-    api_tokens tokens;      /* if the request wants any of it. Not streaming: all tokens so far;
+    api_tokens tokens;      /* empty unless api_wants_tokens. Not streaming: all tokens so far;
                              * streaming: the tokens of the next chunk */
     int64_t n_tokens;
     int64_t text_offset;    /* completions: characters of the text that "logprobs" has covered */
@@ -19201,16 +19202,16 @@ typedef struct api_choice {
     bool begun;             /* streaming: its first chunk has been written */
 } api_choice;
 
-typedef struct api_prompt { /* one prompt: one request of the engine; `user` of its events */
+typedef struct api_prompt { /* one prompt, which is one request of the engine */
     struct api_request *request;
     toka_request engine_request;
-    int64_t engine_id;   /* for the caller: the result of toka_submit */
+    int64_t engine_id;   /* the engine's id of the request; the caller gets it from toka_submit */
     int first_choice;    /* index of its first choice */
     ids ids;
     str text;            /* text of the prompt, if the request echoes it; in its arena */
     api_tokens logprobs; /* tokens of the prompt with their log-probabilities, if wanted */
     int n_logprobs;
-    buf waiting;         /* streaming: records of samples that wait until the prompt was sent */
+    buf waiting;         /* streaming: records of samples that came before the end of the prompt */
 } api_prompt;
 
 /* One body and its answer. The caller owns the struct, zeroes it and sets serial and created. The
@@ -19229,7 +19230,7 @@ typedef struct api_request {
                                            * "token_id:N" */
     bool include_usage, continuous_usage; /* usage in the last chunk; in every chunk */
     int n_samples;                        /* samples of each prompt */
-    int n_top, n_prompt_top;              /* alternatives of an output token, of a token of a
+    int n_top, n_prompt_top;              /* alternatives of each output token; of each token of a
                                            * prompt */
     str model;
     api_prompt *prompts; /* [n_prompts], owned */
@@ -19246,9 +19247,10 @@ typedef struct api_request {
     /* bytes of the choices, their text, all tokens, and the waiting records */
     size_t held_bytes;
 
-    int status;                      /* for api_put_error after a failed api_parse: HTTP status */
-    const char *type, *param, *code; /* and the rest of its arguments: static, or NULL */
-    bool unsupported;                /* the error is a field that is known but not supported */
+    /* the arguments of api_put_error if api_parse has failed; the strings are static, or NULL */
+    int status; /* HTTP status */
+    const char *type, *param, *code;
+    bool unsupported; /* the error is a field that is known but not supported */
 } api_request;
 
 /* Error returns of functions that read a body. The message begins with the name of the field. */
@@ -19431,7 +19433,7 @@ static int api_read_int(const api_config *config, const api_field *field, const 
     int64_t whole;
     const double number = json_num(value, 0);
     const long long low = field->low, high = api_highest_value(config, field);
-    /* a whole number, but its exact value is lost */
+    /* a double from 2^53 on is whole, but may not be the exact number of the body */
     if (!json_whole(value, &whole) && fabs(number) >= 0x1p53)
         return API_INVALID("%s: %g, expected %lld to %lld", field->name, number, low, high);
     if (!json_whole(value, &whole)) return API_INVALID("%s: expected a whole number", field->name);
@@ -19488,8 +19490,9 @@ static void api_put_printable(buf *shown, str text) {
             c[0] = c[1] = '?';
 }
 
-/* Should this unknown field be reported? Each name is reported once; *seen keeps the names. When it
- * has 4 KB, no further name is reported. *shown gets the name as api_put_printable writes it. */
+/* Should this unknown field be reported? Each name is reported once; *seen keeps the names. Once
+ * *seen has 4 KB, no further name is reported. *shown gets the name as api_put_printable writes
+ * it. */
 static bool api_should_report(buf *seen, str name, buf *shown) {
     enum { MOST_BYTES = 4096 };
     buf entry = {0};
@@ -19708,6 +19711,8 @@ static int api_read_sampling(api_request *request, const api_body *body,
     sampling->ignore_eos = body->ignore_eos;
     sampling->include_stop = body->include_stop;
     sampling->max_tokens = (int)MAX(body->max_tokens, 0);
+    /* default_max: max_tokens is a default, which samp_fix_min_max may raise to min_tokens. The
+     * API's own default (completion_tokens) is not raised: a larger min_tokens is refused below. */
     const bool has_min = body->min_tokens >= 0,
                no_model_max = !request->config->defaults.sampling.max_tokens;
     const bool default_max = !body->has_max_tokens && !(no_model_max && has_min);
@@ -19743,6 +19748,8 @@ static int api_read_sampling(api_request *request, const api_body *body,
         sampling->n_stop = 0;
         sampling->min_tokens = 0;
     }
+    /* Many samples predict their lengths from each other (class 0). Else requests share a class if
+     * they have the same max_tokens and the same route. */
     engine_request->length_class =
         request->n_samples < 16
             ? 2 * (uint64_t)(uint32_t)sampling->max_tokens + request->chat + 1 : 0;
@@ -19842,8 +19849,8 @@ static int api_put_content_parts(api_request *request, const json *parts, bool a
                                       "messages: content other than text is not supported");
 }
 
-/* Writes a tool call that an assistant made. Its arguments came as a text of JSON: templates want
- * the object itself, and {} if there are none. */
+/* Writes a tool call that an assistant made. In a body the arguments are a text of JSON. Templates
+ * want the object itself, and {} if there are none. */
 static void api_put_tool_call(api_request *request, const json *call, buf *out) {
     toka_err ignored;
     arena memory = {0};
@@ -19872,7 +19879,8 @@ static int api_put_message(api_request *request, const json *message, bool as_li
     int code = 0;
     const json *role = json_get(message, "role");
     const bool assistant = str_is(json_str(role), "assistant");
-    /* Templates that loop over the parts of other messages print those of a tool as a list. */
+    /* A template that loops over the parts of other messages would print the parts of a tool's
+     * message as one list. So this message becomes one text. */
     as_list &= !str_is(json_str(role), "tool");
     if (message->type != JSON_OBJECT || !json_is(role, JSON_STRING) ||
         (!assistant && !json_get(message, "content")))
@@ -19883,7 +19891,7 @@ static int api_put_message(api_request *request, const json *message, bool as_li
         bool is_content = str_is(name, "content");
         bool no_calls = str_is(name, "tool_calls") && key[1].type == JSON_ARRAY && !key[1].n;
         if (no_calls || (!is_content && key[1].type == JSON_NULL))
-            continue; /* templates ask whether a message has tool_calls */
+            continue; /* leave out null and []: templates ask whether a message has tool_calls */
         json_put_str(out, name), buf_char(out, ':');
         if (is_content && key[1].type != JSON_STRING && key[1].type != JSON_NULL &&
             key[1].type != JSON_ARRAY)
@@ -19908,8 +19916,8 @@ static int api_put_message(api_request *request, const json *message, bool as_li
 }
 
 /* Writes the context of the chat template, a JSON object. With tool_choice "none" the template sees
- * no tools. An empty list of tools counts as no tools if one template serves chats with and without
- * tools: such a template would ask for calls. */
+ * no tools. If one template serves chats with and without tools, an empty list of tools counts as
+ * no tools: such a template would ask the model for calls. */
 static int api_put_chat_context(api_request *request, const api_body *body, buf *out, toka_err *e) {
     int code = 0;
     bool none = str_is(json_str(body->tool_choice), "none");
@@ -19948,7 +19956,8 @@ static int api_encode_prompt(api_request *request, const api_body *body, const j
     if (!prompt) {
         code = api_put_chat_context(request, body, &context, e);
         if (!code) code = lib_require_template(request->config->toka, e);
-        /* May be deeper and larger than the body: the arguments of tool calls are values now. */
+        /* The context may be deeper and larger than the body: the arguments of tool calls were
+         * texts and are JSON values now. */
         const json_limits limits = {json_trusted.max_depth, 2 * request->config->limits.max_bytes};
         const str context_text = buf_view(&context);
         if (!code)
@@ -19970,8 +19979,8 @@ static const char *api_max_tokens_name(const api_body *body) {
     return body->max_completion_tokens >= 0 ? "max_completion_tokens" : "max_tokens";
 }
 
-/* Checks that a prompt leaves room for the max_tokens of the body: it is granted or refused, as by
- * OpenAI and vLLM. A default that is too large is reduced to the room instead. */
+/* Returns an error if a prompt leaves no room for the max_tokens of the body, as OpenAI and vLLM
+ * do. A default that is too large is no error: the engine reduces it. */
 static int api_check_max_tokens(api_request *request, const api_body *body, size_t n_prompt,
                                 toka_err *e) {
     if (!body->has_max_tokens ||
@@ -20021,23 +20030,23 @@ static int api_prompt_init(api_request *request, const api_body *body,
     return code;
 }
 
-/* Estimates the bytes that an answer has about one prompt: in each choice of a completion, once in
- * a chat. */
+/* Estimates the bytes that one copy of what an answer says about a prompt takes. A completion has a
+ * copy in each choice, a chat has one. */
 static double api_prompt_bytes(const api_request *request, const api_prompt *prompt) {
     const double n_tokens = (double)prompt->ids.n;
     double bytes = request->echo ? (double)prompt->text.n : 0;
     if (request->echo && request->want_logprobs && !request->packed)
         bytes += n_tokens * (64 + 32.0 * (1 + request->n_top));
     if (request->want_ids || request->packed) bytes += n_tokens * 8;
-    /* Log-probabilities of an echo alone are counted above, or they are packed. */
+    /* With echo alone, log-probabilities that are not packed were counted above. */
     if (request->want_prompt_logprobs ||
         (request->packed && prompt->engine_request.prompt_logprobs))
         bytes += n_tokens * (1 + request->n_prompt_top) * (request->packed ? 12 : 80);
     return bytes;
 }
 
-/* Estimates the bytes that an output token takes, as a record and as JSON: its text, and what is
- * said about it and each alternative. */
+/* Estimates the bytes that an output token takes, as a record and as JSON: its text, and the ids
+ * and log-probabilities of the token and its alternatives. */
 static double api_token_bytes(const api_request *request) {
     double per_entry = request->want_ids ? 20 : 0;
     if (request->want_logprobs) per_entry = request->chat ? 100 : 50;
@@ -20045,9 +20054,9 @@ static double api_token_bytes(const api_request *request) {
     return 16 + per_entry * (1 + request->n_top);
 }
 
-/* Checks that the answer may become as large as the body allows. An answer that is not streamed
- * stays in memory until its last sample has ended, so its size needs a limit. A stream keeps only
- * one api_choice for each choice. */
+/* Returns an error if the largest answer that the body allows has more than max_answer_bytes. An
+ * answer that is not streamed stays in memory until its last sample has ended, so its size needs a
+ * limit. A stream keeps only one api_choice for each choice. */
 static int api_check_answer_size(const api_request *request, const api_body *body, toka_err *e) {
     const double max_bytes = (double)request->config->max_answer_bytes,
                  per_token = api_token_bytes(request);
@@ -20161,7 +20170,7 @@ static int api_parse_json(const api_config *config, enum api_route route, const 
     return code;
 }
 
-/* As api_parse_json, of a body that is still text. */
+/* As api_parse_json, for a body that is still text. */
 static int api_parse(const api_config *config, enum api_route route, str body, api_request *request,
                      toka_err *e) {
     arena memory = {0};
@@ -20197,9 +20206,9 @@ static void api_free(api_request *request) {
 
 /* ===========================================================================
  * MARK: 26. OpenAI API: answers [pure]
- * Turns events into answers, the second half of the picture above: records, tokens and choices as
- * JSON, chunks of a stream, errors. Also the answers that need no engine: the list of models,
- * tokenize and detokenize.
+ * Turns events into answers (the second half of the picture in chapter 25): records, tokens and
+ * choices as JSON, chunks of a stream, errors. Also the answers that need no engine: the list of
+ * models, tokenize and detokenize.
  * =========================================================================== */
 
 /* ---- Records: events as bytes ---- */
@@ -20658,7 +20667,7 @@ static void api_chunk_open(api_request *request, buf *out) {
         buf_c(&request->chunk_prefix, "data: "), api_put_head(request, &request->chunk_prefix);
     buf_str(out, buf_view(&request->chunk_prefix));
 }
-/* prompt: the one whose members are to be written, or NULL. */
+/* Ends a chunk. prompt: the prompt whose members it gets, or NULL. */
 static void api_chunk_close(api_request *request, api_prompt *prompt, bool usage, buf *out) {
     json_put_close(out, ']');
     if (prompt) api_put_prompt(request, prompt, out);
