@@ -21031,17 +21031,17 @@ static int api_answer_tokenize(const api_config *config, enum api_route route, s
  *     A line without a seed gets api_derive_seed(--seed, custom_id), so no two lines share random
  *     numbers. Only the order of lines differs between runs. (Exception: a chat template that
  *     prints the date reads the clock; --now sets it.)
- *   - An output line is written whole, or it is the last one and torn. The next run cuts a torn
- *     line, skips every custom_id that has a line, error records too, and appends the rest.
- *     So nothing is lost and nothing is written twice. The output file is locked.
+ *   - Every output line is whole, except that the last one may be torn. The next run cuts a torn
+ *     line, skips every custom_id that has an output line (a result or an error record), and
+ *     appends the rest. So nothing is lost and nothing is written twice. The output file is locked.
  *   - A damaged output line does no harm to the other lines: its request is run again.
  *   - The "id" of a result holds a hash of the input line (run_line_hash). The next run compares it
  *     with its own input and warns about lines that have changed.
  *   - custom_ids are unique. The input is read once before anything runs, and a duplicate is
  *     refused with both line numbers. Standard input cannot be read twice: there, a duplicate is
  *     refused when it is read.
- *   - Memory: the window of in-flight lines, and a table with 32 bytes for each custom_id, at
- *     most 3/4 full. The table knows ids by a hash of 128 bits.
+ *   - Memory: the window of in-flight lines, and a table with 32 bytes for each custom_id, at most
+ *     3/4 full. The table holds hashes of 128 bits, not the ids.
  *   - A line that was cancelled, or whose device failed, is not written: the next run does it.
  *
  * run.lock guards the counts and the list of in-flight lines, the writer's queue, the records
@@ -21054,9 +21054,10 @@ enum {
     RUN_MAX_LINE_BYTES = 64 << 20,      /* of an input line, at most */
     RUN_READ_BYTES = 1 << 18,           /* of a read() */
     RUN_MAX_INFLIGHT_BYTES = 256 << 20, /* of all in-flight input lines; with more, none is read */
-    RUN_FLUSH_BYTES = 1 << 12,          /* of records, above which they go to the writer at once */
-    RUN_MAX_RESULT_BYTES = 250 << 20,   /* of an output line. json_trusted parses any line as long
-                                         * as this: a node takes two bytes of text at least */
+    RUN_FLUSH_BYTES = 1 << 12,          /* of records; with so many, the driver does not wait for
+                                         * the end of a sample */
+    RUN_MAX_RESULT_BYTES = 250 << 20,   /* of an output line. json_trusted has enough nodes for any
+                                         * line of this length: a node takes at least two bytes */
     RUN_KEPT_RESULT_BYTES = 1 << 20,    /* of the writer's buffer, kept for the next line */
     RUN_MIN_INFLIGHT_LINES = 4,         /* lines that are in flight even if they have many
                                          * samples */
@@ -21175,7 +21176,7 @@ typedef struct run_state { /* a running batch */
     buf other_model;             /* api_put_printable of another model that the output has results
                                   * of */
     double t_start;              /* start */
-    double t_shown, t_files;     /* last time that progress was shown, weight files were checked */
+    double t_shown, t_files;     /* when progress was last shown; weight files were last checked */
     int64_t n_written, n_errors; /* lines written by this run; error records among them */
     bool warned_full;            /* warned once that the disk is full */
 
@@ -21183,13 +21184,13 @@ typedef struct run_state { /* a running batch */
     pthread_cond_t wake;
     run_line *queue, **queue_end; /* for the writer: lines with new records, or already ended */
     run_line *inflight;           /* lines that the engine has */
-    /* read and not yet written */
+    /* lines that were read and not yet written, with their samples and their bytes of input */
     int64_t n_inflight_lines, n_inflight_samples, n_inflight_bytes;
-    int64_t n_inflight_held;      /* bytes that these hold of their answers */
+    int64_t n_inflight_held;      /* bytes of memory that the answers of these lines take */
     int64_t max_inflight_held;    /* above this, no line is read */
     bool reader_done;             /* the reader has ended */
-    atomic_bool stopped;          /* Ctrl-C or an error: nothing more is started */
-    toka_err err;                 /* the error; code 0: Ctrl-C */
+    atomic_bool stopped;          /* Ctrl-C or an error: no further line is started */
+    toka_err err;                 /* the error that stopped the batch; code 0: Ctrl-C */
 } run_state;
 
 /* ---- Ids ---- */
@@ -21416,8 +21417,8 @@ static void run_warn_unknown(void *user, str name) {
     buf_free(&shown);
 }
 
-/* An input file made for another server names that server's model. Its lines run on the loaded
- * model, whose name results have. Warns once. */
+/* Warns once if a line names another model, as an input file made for another server does. All
+ * lines run on the loaded model, and the results have its name. */
 static void run_warn_model(run_state *run, const json *body) {
     const str model = json_str(json_get(body, "model"));
     if (run->warned_model || !model.n || run->options->api_config ||
@@ -21544,8 +21545,8 @@ static void run_queue_line(run_state *run, run_line *line) {
     pthread_cond_broadcast(&run->wake);
 }
 
-/* Called by the driver for each token of each sample. Moves the records to the writer when a
- * sample has ended, or when there are RUN_FLUSH_BYTES of them. */
+/* Called by the driver for each token of each sample. Moves the records to the writer when a sample
+ * has ended and no further event follows at once, or when there are RUN_FLUSH_BYTES of them. */
 static int run_on_event(void *user, const toka_event *ev) {
     const api_prompt *prompt = user;
     run_line *line = prompt->request->user;
@@ -21590,9 +21591,9 @@ static bool run_device_failed(run_state *run, toka_err *e) {
     return e->code != 0;
 }
 
-/* Waits for room in the window. It is full with 4 * max_seqs samples, if these are of
- * RUN_MIN_INFLIGHT_LINES lines at least, or when its lines take too much memory. Returns false if
- * the batch was stopped. */
+/* Waits for room in the window. It is full when it has 4 * max_seqs samples and at least
+ * RUN_MIN_INFLIGHT_LINES lines, or when its lines take too much memory. Returns false if the batch
+ * was stopped. */
 static bool run_wait_for_room(run_state *run) {
     int64_t max_samples = 4 * (int64_t)run->toka->engine->max_seqs;
     pthread_mutex_lock(&run->lock);
@@ -21655,8 +21656,9 @@ static int run_fail_duplicate(const run_state *run, int64_t number, const run_ta
                 run->input.name, (long long)(entry->state >> 1), (long long)number, STRF(id));
 }
 
-/* Handles one input line: skips it if its id has a result, else starts it. Returns 0, or an error
- * that ends the reading: a duplicate custom_id, or a failed device. */
+/* Handles one input line: skips it if its id has a result, else starts it. If the input is read
+ * only once (n_lines < 0), also checks that its custom_id is new. Returns 0, or an error that ends
+ * the reading: a duplicate custom_id, or a failed device. */
 static int run_handle_line(run_state *run, str text, toka_err *e) {
     arena memory = {0};
     buf id = {0};
@@ -22021,7 +22023,7 @@ typedef struct run_byte_range { /* a range of bytes of a file */
 typedef struct run_scan { /* state while reading what earlier runs wrote */
     run_input input;
     run_result result;
-    /* of the line last read; its line feed counts, even where it is missing */
+    /* of the line last read, with a line feed, which is counted even if the file lacks it */
     run_byte_range line;
     bool whole;            /* a line feed ends the line */
     bool bad;              /* the line is not a result */
@@ -22033,8 +22035,8 @@ typedef struct run_scan { /* state while reading what earlier runs wrote */
     buf removed;          /* run_byte_range of each line that a server removes from its file */
 } run_scan;
 
-/* Returns whether a bad line is empty or begins as our results do. A disk that lost power may
- * leave NULs before that. */
+/* Returns whether a bad line is empty or begins as our results do. If the disk lost power, NULs may
+ * come before that beginning. */
 static bool run_begins_as_result(str line) {
     while (line.n && strchr(" \t\r", *line.p)) line = str_sub(line, 1, line.n); /* skips NULs too */
     return str_starts(run_result_prefix, str_sub(line, 0, MIN(line.n, run_result_prefix.n)));
@@ -22065,8 +22067,8 @@ static void run_scan_line(run_state *run, run_scan *scan, str line, bool complet
     }
 }
 
-/* After the last line: cuts it if it is torn, else adds a missing line feed. A bad last line is
- * torn if it has no line feed, or begins as a result does. */
+/* Handles the end of the file: cuts the last line if it is torn, else adds a missing line feed. A
+ * bad last line is torn if it has no line feed, or begins as a result does. */
 static int run_repair_last_line(run_state *run, run_scan *scan, run_output *output, toka_err *e) {
     const bool torn = scan->bad && (!scan->whole || scan->begins_as_result);
     if (!scan->input.line_number) return 0;
@@ -22142,7 +22144,7 @@ static int run_remove_lines(run_state *run, const run_scan *scan, run_output *ou
 
 /* Reads what earlier runs wrote. Lines that are not results stay in a user's file, since another
  * program may have written them; a file that has only such lines is refused. In a server's own
- * files they are removed. */
+ * files (options->errors is set) they are removed. */
 static int run_scan_output(run_state *run, run_output *output, atomic_llong *count, toka_err *e) {
     run_scan scan = {0};
     str line = {0};
@@ -22152,7 +22154,7 @@ static int run_scan_output(run_state *run, run_output *output, atomic_llong *cou
     scan.input.max_bytes = RUN_MAX_RESULT_BYTES; /* a result holds all samples of a request */
     while ((code = run_next_line(&scan.input, &line, &complete, e)) > 0)
         run_scan_line(run, &scan, line, complete);
-    /* the reading was cut short: the last line may be, too */
+    /* Ctrl-C ended the reading, so the last line may be incomplete */
     if (!code && *run->options->interrupted) {
         code = fail(e, TOKA_E_CANCELLED, "%s: interrupted", output->path);
     }
@@ -22269,7 +22271,7 @@ static int run_check_report(const run_state *run, toka_err *e) {
     bool exists = !stat(path, &st), regular = exists && S_ISREG(st.st_mode);
     if (regular && (run_is_same_file(run->input.fd, &st) || run_is_same_file(run->results.fd, &st)))
         return fail(e, TOKA_E_USE, "%s is the report and the input or the output", path);
-    /* a pipe; its reader may come later */
+    /* a pipe is not opened here: its reader may come later */
     if (exists && !regular && !S_ISDIR(st.st_mode)) return 0;
     int fd = open(path, O_WRONLY | O_CREAT | O_CLOEXEC, 0666);
     if (fd < 0) return run_fail_open(path, e);
@@ -22456,7 +22458,8 @@ static const run_gpu *run_find_gpu(const char *about) {
 
 /* ---- The start ---- */
 
-/* Returns the largest use of memory of any device; zeros if unknown. */
+/* Returns the largest amounts of any device: of weights, of KV cache, of other memory. Returns
+ * zeros if they are unknown. */
 static toka_memory run_max_memory(const toka *t) {
     const eng *engine = t->engine;
     toka_memory max_used = {0}, used;
@@ -22487,7 +22490,7 @@ static void run_warn_unused(const toka *t) {
     if (names) fprintf(stderr, "toka: generation_config.json: not used: %s\n", names);
 }
 
-/* Reports the model, its device, and the size of the KV cache. Only while no step runs. */
+/* Reports the model, its device, and the size of the KV cache. Call it only while no step runs. */
 static void run_print_start(const toka *t, const char *name, double load_s) {
     const toka_info info = toka_get_info(t);
     const toka_memory used = run_max_memory(t);
@@ -22507,7 +22510,7 @@ static void run_print_start(const toka *t, const char *name, double load_s) {
 enum { RUN_RANKS = 64 }; /* in the report, at most */
 typedef struct run_rank_shares {
     int replica, stage, tensor;
-    /* shares of its time: idle between steps; in steps, all-reduce, and sends and receives */
+    /* shares of its time: idle between steps; in steps: all-reduces; sends and receives */
     double idle, all_reduce, send_receive;
 } run_rank_shares;
 
@@ -22515,17 +22518,17 @@ typedef struct run_report { /* the numbers of a finished batch */
     double elapsed_s, output_rate, total_rate, prefix_hit_share, rows_per_step;
     /* shares of elapsed_s */
     double plan_share, run_share, commit_share, idle_share;
-    double read_gbs, gflops;      /* weights read by the steps, arithmetic on them: 10^9 bytes and
-                                   * operations per second of run */
-    double peak_gbs, peak_gflops; /* what the machine can do; 0 on a GPU */
-    double ceiling_share;         /* the larger of the two shares of these; 0 on a GPU */
-    bool timed;                   /* devices time their own steps: run_share is of the first of
-                                   * them */
-    toka_times device;            /* of the first; seconds of ops are extrapolated to all its
-                                   * steps */
-    const char *device_text;      /* the device in words */
-    const run_gpu *gpu;           /* NULL: not in the list */
-    int n_ranks;                  /* that time their own steps */
+    double read_gbs, gflops;      /* 10^9 bytes of weights read, and 10^9 operations on them, per
+                                   * second in which steps ran */
+    double peak_gbs, peak_gflops; /* the same rates, as run_probe_rate measures them; 0 on a GPU */
+    double ceiling_share;         /* the larger of read_gbs / peak_gbs and gflops / peak_gflops; 0
+                                   * on a GPU */
+    bool timed;                   /* the devices time their own steps; run_share is that of the
+                                   * first device */
+    toka_times device;            /* times of the first device, with run_extrapolate_ops */
+    const char *device_text;      /* the first device in words */
+    const run_gpu *gpu;           /* the first device; NULL: not in run_gpus */
+    int n_ranks;                  /* ranks that time their own steps, at most RUN_RANKS */
     run_rank_shares ranks[RUN_RANKS];
     toka_stats stats;
 } run_report;
@@ -22781,7 +22784,7 @@ static int run_report_write(const run_state *run, const run_report *report, toka
     bool good = file && fwrite(out.p, 1, out.n, file) == out.n;
     if (file) good &= !(file == stdout ? fflush(file) : fclose(file));
     buf_free(&out);
-    /* its reader has ended: not an error */
+    /* the reader of standard output has ended: not an error */
     if (!good && file == stdout && errno == EPIPE) return 0;
     return good ? 0 : fail(e, TOKA_E_IO, "%s: %s", run->options->report, strerror(errno));
 }
@@ -22828,6 +22831,7 @@ static void run_init(run_state *run, toka *t, const run_options *options) {
     pthread_mutex_init(&run->lock, NULL), os_cond_init(&run->wake);
 }
 
+/* Runs a batch and writes its report. The calling thread drives the engine. */
 static int run_batch(toka *t, const run_options *options, toka_err *e) {
     run_state run;
     toka_err late;
@@ -22860,8 +22864,8 @@ static int run_batch(toka *t, const run_options *options, toka_err *e) {
     return code;
 }
 
-/* The same on the caller's thread, while another thread drives the engine. *end: how far the
- * batch came. */
+/* As run_batch, but another thread drives the engine, the calling thread is the writer, and there
+ * is no report. *end: how far the batch came. */
 static int run_batch_served(toka *t, const run_options *options, enum run_outcome *end,
                             toka_err *e) {
     run_state run;
@@ -22890,18 +22894,19 @@ static int run_batch_served(toka *t, const run_options *options, enum run_outcom
 /* ===========================================================================
  * MARK: 28. Files and batches [os]
  * /v1/files and /v1/batches as OpenAI defines them. All is kept in one folder, so that a server
- * that was killed at any moment resumes where it stopped. Chapter 27 runs a batch: the lines of
- * its input file run as those of `toka batch` do, and lines that have an entry in one of its two
- * output files are not run again. The folder holds:
+ * that was killed at any moment resumes where it stopped. Chapter 27 runs a batch: the lines of its
+ * input file run as those of `toka batch` do. A batch has two output files, for results and for
+ * errors. A line that has an entry in one of them is not run again. The folder holds:
  *
  *     lock                  locked by the one server that uses the folder
  *     file-<32 hex>         contents of a file
- *     file-<32 hex>.json    its record. The file exists once this does
- *     batch_<32 hex>.json   record of a batch: its object, and under "toka" what that lacks
+ *     file-<32 hex>.json    record of a file; clients see the file only when this exists
+ *     batch_<32 hex>.json   record of a batch: its object, and under "toka" the ids of its two
+ *                           output files
  *     *.part                an unfinished upload or record; removed at start
  *
- * The life of a batch. A state is written to disk before clients see it; if the write fails, that
- * is logged, and the next write of the record has the state.
+ * The life of a batch. A state is written to disk before clients see it. If the write fails, the
+ * error is logged, and the next write of the record has the state.
  *
  *     files_create_batch
  *         |
@@ -22916,11 +22921,12 @@ static int run_batch_served(toka *t, const run_options *options, enum run_outcom
  *
  * One batch runs at a time, the oldest first, on a thread of its own (files_worker_thread). Its
  * requests are behind all others in the engine's queue. files_save_record writes a record to a new
- * file, which then replaces the old one, so a record is whole or absent. A step that was cut short
- * is done again from its beginning: any number of repetitions leads to the same end. If the disk is
- * full, the batch waits: results stay in memory (chapter 27's window bounds them), and the batch
- * ends only when its files and its record are written. Meanwhile uploads and new batches are
- * refused with the system's error message.
+ * file, which then replaces the old one, so a record is whole or absent. A step of a batch is one
+ * of its arrows in the picture. A step that was cut short is done again from its beginning: any
+ * number of repetitions leads to the same end. If the disk is full, the batch waits: results stay
+ * in memory (chapter 27's window bounds them), and the batch ends only when its files and its
+ * record are written. Meanwhile uploads and new batches are refused with the system's error
+ * message.
  *
  * Nothing that a client sends becomes part of a path. files_new_id makes ids: microseconds since
  * 1970, so that they sort by creation, then 64 random bits. An id from a client is looked up in a
@@ -22939,7 +22945,8 @@ enum {
     FILES_MAX_DAYS = 30,        /* of a completion window */
     FILES_NAME_BYTES = 512,
     FILES_PURPOSE_BYTES = 64,
-    /* of a batch's requests: a million steps behind a waiting client's */
+    /* of a batch's requests: a client's request is ahead of them even if they have waited a million
+     * steps of the engine longer */
     FILES_BATCH_PRIORITY = -1000
 };
 #define FILES_FILE_BYTES ((int64_t)4 << 30)
@@ -22981,10 +22988,10 @@ typedef struct files_batch {
                               * does not run the batch, but expires it */
     char *metadata, *errors; /* JSON, owned: an object; a list of errors. NULL: none */
     bool has_out, has_err;   /* output, errors_file are in the table of files */
-    bool warned_model;       /* its model is not served here; logged once */
-    bool warned_waits;       /* for room on the disk, descriptors or threads; logged once, until it
-                              * makes progress */
-    /* lines */
+    bool warned_model;       /* it was logged that the batch's model is not served here */
+    bool warned_waits;       /* it was logged that the batch waits for room on the disk, descriptors
+                              * or threads; reset when the batch makes progress */
+    /* counts of lines; completed: with a result, failed: with an error record */
     atomic_llong total, completed, failed;
     atomic_llong damaged;    /* lines of output and errors_file that were not results at a
                               * restart */
@@ -23015,7 +23022,7 @@ typedef struct files_store {
     pthread_mutex_t lock;
     pthread_cond_t has_work;
     files_table files, batches;         /* of files_file, of files_batch; owned */
-    files_batch *running;               /* the batch whose step the worker does; NULL: none */
+    files_batch *running;               /* the batch of which the worker does a step; NULL: none */
     int64_t last_us;                    /* microseconds of the newest id */
     bool stopping;                      /* the worker has to end: files_stop was called, or the
                                          * device failed */
@@ -23433,8 +23440,8 @@ static int files_read_status(const json *root) { /* returns -1 if it is unknown 
     return -1;
 }
 
-/* Counts whole lines of an output file: what earlier servers did of a batch. The batch's record
- * has these counts only when the batch has ended. */
+/* Counts the whole lines of an output file, which earlier servers wrote. The record of a batch has
+ * these counts only when the batch has ended. */
 static int64_t files_count_lines(const files_store *store, const files_id *id) {
     char block[16384];
     int64_t lines = 0;
@@ -23662,7 +23669,7 @@ static int files_open(files_store **out, const files_options *options, toka_err 
         fail(&store->folder_error, TOKA_E_USE, "this server keeps no files: %s", why);
     pthread_mutex_lock(&store->lock);
     if (options->folder && !is_off) code = files_ensure_folder(store, e);
-    /* files_folder has the error */
+    /* an error is kept in the store, and files_folder returns it */
     else if (store->folder && os_is_dir(store->folder)) files_ensure_folder(store, &ignored);
     pthread_mutex_unlock(&store->lock);
     *out = store;
@@ -23675,6 +23682,7 @@ static int files_open(files_store **out, const files_options *options, toka_err 
 
 /* ---- The life of a batch: the worker thread ---- */
 
+/* Appends an error to the list of a batch's errors. line: line of the input; 0: none. */
 static void files_put_error(buf *list, const char *code, int64_t line, const char *param,
                             const char *message) {
     json_put_open(list, '{');
@@ -23710,6 +23718,8 @@ static const char *files_line_error(const files_batch *batch, const json *root, 
     return NULL;
 }
 
+/* Checks a line and appends its error, if any, to the list. `seen` has the custom_ids of the lines
+ * before it. */
 static void files_validate_line(files_batch *batch, run_table *seen, const run_input *input,
                                 str line, buf *errors, int *n_errors) {
     arena memory = {0};
@@ -23870,8 +23880,9 @@ static bool files_finish_batch(files_store *store, files_batch *batch, enum file
     return !store->disk_full;
 }
 
-/* The system lacks descriptors, threads or room on the disk for now. The batch does not fail: its
- * step is done again in a second. why: logged; NULL: it was logged before. With store.lock held. */
+/* Called when the system lacks descriptors, threads or room on the disk for now. The batch does not
+ * fail: waits a second, then its step is done again. why: the reason to log; NULL: it was logged
+ * before. With store.lock held. */
 static void files_retry_later(files_store *store, files_batch *batch, const char *why) {
     if (why && !batch->warned_waits)
         fprintf(stderr, "toka serve: %s waits: %s\n", batch->id.text, why);
@@ -23938,10 +23949,9 @@ static bool files_is_served(const files_store *store, const files_batch *batch) 
     return false;
 }
 
-/* Returns the oldest batch that can do a step: any unfinished batch of a model served here,
- * and of other models those that only have to end, or are past their deadline. Returns NULL if
- * there is none. *others_wait: some batches of other models wait for their deadline. With
- * store.lock held. */
+/* Returns the oldest batch that can do a step: its model is served here, or it only has to end, or
+ * its deadline has passed. Returns NULL if there is none. *others_wait: some batches of other
+ * models wait for their deadlines. With store.lock held. */
 static files_batch *files_next_batch(const files_store *store, bool *others_wait) {
     *others_wait = false;
     for (size_t i = 0; i < store->batches.n_entries; i++) {
@@ -23965,7 +23975,7 @@ static void *files_worker_thread(void *user) {
         bool others_wait;
         files_batch *batch = store->running = files_next_batch(store, &others_wait);
         if (!batch && others_wait) {
-            /* their deadline may have passed by then */
+            /* in a second, one of their deadlines may have passed */
             os_cond_wait(&store->has_work, &store->lock, 1);
         } else if (!batch) {
             pthread_cond_wait(&store->has_work, &store->lock);
@@ -24179,7 +24189,8 @@ static int64_t files_read_window(str text) {
     return value >= 1 && value <= FILES_MAX_DAYS * 86400 ? value : -1;
 }
 
-/* OpenAI's rule: at most 16 texts of 512 characters, under names of 64. */
+/* Checks metadata by OpenAI's rule: at most 16 texts of up to 512 characters, under names of up to
+ * 64. */
 static bool files_check_metadata(const json *v) {
     if (!v || v->type == JSON_NULL) return true;
     if (v->type != JSON_OBJECT || v->n > 16) return false;
@@ -24190,8 +24201,7 @@ static bool files_check_metadata(const json *v) {
     return true;
 }
 
-/* Members of a new batch that toka does not know are logged or refused, as those of a completion
- * are. */
+/* Logs or refuses unknown members of a new batch, as api_unknown_field does for a completion. */
 static int files_check_members(const files_store *store, const json *root, toka_err *e) {
     static const char *const known[] = {"input_file_id", "endpoint", "completion_window",
                                         "metadata", "output_expires_after"};
@@ -24296,7 +24306,7 @@ typedef struct files_upload { /* an unfinished POST /v1/files */
 
 static void files_upload_close(files_upload *upload, bool is_complete, http_reply *reply);
 
-/* Returns NULL if it is refused: the reply says why. */
+/* Begins an upload. Returns NULL if it is refused: the reply says why. */
 static files_upload *files_upload_open(files_store *store, str content_type, http_reply *reply) {
     files_upload *upload = mem_zalloc(sizeof *upload);
     upload->store = store;
@@ -24381,8 +24391,8 @@ static bool files_upload_feed(files_upload *upload, str piece, http_reply *reply
     return true;
 }
 
-/* Renames the contents, then writes the record: with that the file exists. With store.lock
- * held. */
+/* Renames the contents, then writes the record, which makes the file visible to clients. With
+ * store.lock held. */
 static void files_upload_commit(files_upload *upload, const char *purpose, http_reply *reply) {
     files_store *store = upload->store;
     char part_name[64];
@@ -24427,7 +24437,7 @@ static void files_upload_close(files_upload *upload, bool is_complete, http_repl
         else files_upload_commit(upload, purpose, reply);
         pthread_mutex_unlock(&store->lock);
     }
-    /* if the file is kept, .part was renamed already */
+    /* if the file is kept, the .part file was renamed already, and unlinkat fails */
     if (upload->fd >= 0) unlinkat(store->dir_fd, part_name, 0), close(upload->fd);
     files_form_free(&upload->form), buf_free(&upload->name), buf_free(&upload->purpose);
     free(upload);
@@ -24510,7 +24520,8 @@ static void files_handle(files_store *store, const http_request *http, str body,
     pthread_mutex_unlock(&store->lock);
 }
 
-/* For the operator: returns the folder of the files. Returns NULL if none is used: *e says why. */
+/* Returns the folder of the files, to be shown to the operator. Returns NULL if none is used: *e
+ * says why. */
 static const char *files_folder(const files_store *store, toka_err *e) {
     *e = store->folder_error;
     return store->folder_error.code ? NULL : store->folder;
