@@ -21190,7 +21190,7 @@ typedef struct run_state { /* a running batch */
     int64_t max_inflight_held;    /* above this, no line is read */
     bool reader_done;             /* the reader has ended */
     atomic_bool stopped;          /* Ctrl-C or an error: no further line is started */
-    toka_err err;                 /* the error that stopped the batch; code 0: Ctrl-C */
+    toka_err err;                 /* the first error of the batch; code 0: none, or Ctrl-C */
 } run_state;
 
 /* ---- Ids ---- */
@@ -24725,9 +24725,10 @@ static const char srv_page[] =
  *
  * What always holds:
  *   - srv.lock guards the lists, the metrics and the fields of a request marked (lock). A request
- *     is reference-counted. References are held by its connection, by each list that it is in (the
- *     work queue's passes to the worker), and by each of its engine requests until that one's last
- *     event. When the last reference is dropped, the request is freed;
+ *     is reference-counted. References are held by its connection, by each list that it is in, and
+ *     by each of its engine requests until the last event of that engine request. A worker that
+ *     takes a request from the work queue also takes over the reference. When the last reference is
+ *     dropped, the request is freed;
  *   - if the client of a request disconnects, all its engine requests are cancelled, also those
  *     submitted afterwards;
  *   - backpressure: if a client reads slowly, its text is no longer made (`paused`), but the
@@ -24735,11 +24736,11 @@ static const char srv_page[] =
  *     become text in turns of about SRV_MAX_UNSENT bytes. A client that accepts no byte for
  *     --write-timeout is disconnected;
  *   - srv.held_bytes counts the memory that clients make the server hold: request bodies, the
- *     memory that parsing them may need, records and answers, and the buffers of connections. One
- *     holder may use at most as much as remains free of srv.memory_limit (srv_account). So large
- *     requests are refused first, with a 503, and small ones last. Large allocations are checked,
- *     and small ones have spare memory (chapter 2), so no client can end the server by exhausting
- *     its memory.
+ *     memory that parsing them may need, records and answers, and the buffers of connections. A
+ *     holder (a body, an answer, a connection) may use at most as many bytes as srv.memory_limit
+ *     leaves free for all others (srv_account). So large requests are refused first, with a 503,
+ *     and small ones last. Large allocations are checked, and small ones have spare memory (chapter
+ *     2), so no client can end the server by exhausting its memory.
  * =========================================================================== */
 
 enum {
@@ -24752,13 +24753,13 @@ enum {
     SRV_OTHER_BODY_BYTES = 1 << 20,  /* longest body of requests that are neither prompts nor
                                       * files */
     SRV_PIECE_BYTES = 1 << 20,       /* an upload is handed to a worker in pieces of this size */
-    SRV_LIGHT_BYTES = 4 << 10,       /* a stream with at most so many bytes of records is light */
+    SRV_LIGHT_BYTES = 4 << 10,       /* a stream with at most this many bytes of records is light */
     SRV_MAX_JOBS = 16,               /* light jobs that a worker takes at once, at most */
-    SRV_SMALL_BYTES = 64 << 10,      /* each holder may have this much in any case */
+    SRV_SMALL_BYTES = 64 << 10,      /* each holder of memory may use this much in any case */
     SRV_MIN_MEMORY_LIMIT = 32 << 20, /* smallest srv.memory_limit, in bytes */
     SRV_PARSE_FACTOR = 24,           /* memory to parse a byte of a body: values, ids, texts */
     SRV_MAX_CHOICES = 1 << 16,       /* choices of one request */
-    SRV_QUEUE_RATE_S = 10,           /* seconds over which srv_queue_rate measures, at least */
+    SRV_QUEUE_RATE_S = 10,           /* seconds after which srv_queue_rate starts a new interval */
     SRV_MAX_RETRY_S = 60,            /* largest Retry-After, in seconds */
 };
 
@@ -24802,10 +24803,11 @@ typedef struct srv_metrics {
     int64_t rejected;   /* requests answered with a 429 because the queue was full */
 } srv_metrics;
 
-/* How fast requests leave the queue, over SRV_QUEUE_RATE_S to 2 * SRV_QUEUE_RATE_S seconds. */
+/* Measures how fast requests leave the queue. If requests keep arriving, the measured interval is
+ * SRV_QUEUE_RATE_S to 2 * SRV_QUEUE_RATE_S seconds long. */
 typedef struct srv_queue_rate {
-    double interval_start[2]; /* [0]: start of the interval that is measured; [1]: start of the
-                               * next one. Both are set to now whenever the queue is empty. 0: none
+    double interval_start[2]; /* [0]: start of the measured interval; [1]: start of the next one.
+                               * Both are set anew when a request finds the queue empty. 0: none
                                * yet */
     int64_t n_dequeued[2];    /* srv.n_dequeued at those times */
 } srv_queue_rate;
@@ -24852,10 +24854,11 @@ typedef struct srv {
     int wake_fd;           /* eventfd that wakes the loop */
 } srv;
 
-typedef struct srv_prompt { /* one engine request: the `user` of its events */
+typedef struct srv_prompt { /* one engine request; `user` of its events points to it */
     struct srv_request *request;
     api_prompt *prompt;
-    int n_unended;      /* samples that have not ended; the engine's thread's, like has_token */
+    /* the engine's thread owns these two */
+    int n_unended;      /* samples that have not ended */
     uint8_t *has_token; /* one bit a sample: it has had a token */
 } srv_prompt;
 
@@ -24863,29 +24866,30 @@ enum srv_state { SRV_NEW, SRV_RUNNING, SRV_ENDED };
 
 typedef struct srv_request { /* one HTTP request and its answer */
     struct srv *server;
-    struct srv_conn *conn;         /* the loop's; NULL: the client has disconnected, or the answer
-                                    * is complete */
+    struct srv_conn *conn;         /* owned by the loop. NULL: the client has disconnected, or the
+                                    * answer is complete */
     const struct srv_route *route; /* NULL: no route matched */
     arena memory;
     http_request *http;
     buf body;
-    int64_t body_held, work_held;  /* counted in srv.held_bytes: for the body; for a worker's
-                                    * memory */
-    double arrival_time;           /* when the request had arrived; latencies count from here */
+    int64_t body_held, work_held;  /* counted in srv.held_bytes: for the body; for the work of a
+                                    * worker */
+    double arrival_time;           /* when its last byte arrived; latencies count from here */
     bool keep_alive, head_sent;
     bool in_queue;                 /* (lock) counted in srv.n_waiting */
-    int fd;                        /* socket of the connection; the loop's */
+    int fd;                        /* socket of the connection; owned by the loop */
     str origin;                    /* value of the Origin header if CORS allows it; else .n is 0 */
-    http_reply reply;              /* the worker's until output_ended, then the loop's */
+    http_reply reply;              /* owned by the worker until output_ended, then by the loop */
     files_upload *upload;
     bool upload_ended;             /* body holds the last piece */
 
     api_request api;
     srv_prompt *prompts;   /* [api.n_prompts] */
     toka_err submit_error; /* error of toka_submit; code 0: it accepted all prompts */
-    buf step_records;      /* records of this step; the engine's thread's, like the next two */
-    int step_tokens;       /* tokens of this step ... */
-    int step_first_tokens; /* ... and how many of them are the first of their sample */
+    /* the engine's thread owns these three, which are about the current step */
+    buf step_records;      /* packed records */
+    int step_tokens;       /* tokens */
+    int step_first_tokens; /* tokens that are the first of their sample */
 
     /* (lock) from here on */
     int refs;
@@ -24953,7 +24957,7 @@ static void srv_metrics_init(srv_metrics *metrics) {
 }
 
 /* Appends "# HELP", "# TYPE" and the value of one series. label: the labels that all series have,
- * already escaped, without the braces. */
+ * escaped and without braces. */
 static void srv_put_series(buf *out, const char *name, const char *type, const char *help,
                            const char *label, double value) {
     buf_printf(out, "# HELP toka:%s %s\n# TYPE toka:%s %s\ntoka:%s{%s} %.17g\n", name, help, name,
@@ -24983,7 +24987,7 @@ static void srv_put_label_value(buf *b, str s) { /* escaped as the text format r
         else buf_char(b, s.p[i]);
 }
 
-/* A counter with one more label: counts[i] is that of the label's value values[i]. */
+/* A counter with one more label. counts[i] is its count for the label value values[i]. */
 typedef struct srv_labeled_counter {
     const char *name, *help, *key; /* key: the label's name */
     const char *const *values;     /* [n]; NULL: not shown */
@@ -25083,7 +25087,8 @@ static bool srv_account(srv *server, int64_t *counted, size_t bytes) {
            (!mem_is_low() && (int64_t)bytes <= server->memory_limit - held);
 }
 
-/* The same for memory that a worker is about to need: checks also that the system has it now. */
+/* As srv_account, for memory that a worker is about to need. Also checks that the system has it
+ * now. */
 static bool srv_account_work(srv_request *request, size_t bytes) {
     return srv_account(request->server, &request->work_held, bytes) &&
            (bytes <= SRV_PIECE_BYTES || mem_is_available(bytes));
@@ -25096,7 +25101,7 @@ static void srv_free_body(srv_request *request) {
 
 /* ---- Requests: references and lists; with srv.lock held unless noted ---- */
 
-/* After the last reference was dropped. Any thread, without the lock. */
+/* Frees a request after its last reference was dropped. Any thread, without the lock. */
 static void srv_request_free(srv_request *request) {
     http_reply unused = {0};
     if (request->upload) files_upload_close(request->upload, false, &unused);
@@ -25113,7 +25118,7 @@ static void srv_request_free(srv_request *request) {
     free(request);
 }
 
-/* The request leaves the queue of requests without a first token, if it is in it. */
+/* Removes the request from the queue of requests without a first token, if it is there. */
 static void srv_leave_queue(srv_request *request) {
     if (request->in_queue) {
         request->in_queue = false;
@@ -25281,7 +25286,8 @@ static void srv_pass_to_loop(srv_request *request, buf *bytes, bool is_last) {
         request->output = *bytes;
         *bytes = swap;
     } else if (!buf_try_put(&request->output, bytes->p, bytes->n)) {
-        /* Bytes of the stream are lost: it ends here, with an error or a closed connection. */
+        /* No memory: these bytes of the stream are lost. So it ends with an error, or, if they were
+         * its last bytes, with a closed connection. */
         request->keep_alive &= !is_last;
         srv_abort_large(request);
     }
@@ -25378,8 +25384,8 @@ static void srv_count_finished(srv_request *request, double now) {
 }
 
 /* The engine's callback. Packs the event. At the prompt's last event of a step, or when a sample
- * ends, hands the records to the workers: so the lock is taken once a step. Always returns 0 (go
- * on); a request is cancelled by toka_cancel. */
+ * ends, hands the records to the workers. So a prompt takes the lock once a step, not once a token.
+ * Always returns 0 (go on); a request is cancelled by toka_cancel. */
 static int srv_on_event(void *user, const toka_event *ev) {
     srv_prompt *prompt = user;
     srv_request *request = prompt->request;
@@ -25420,7 +25426,7 @@ static int srv_on_event(void *user, const toka_event *ev) {
 
 /* ---- Completions: workers ---- */
 
-/* Callback of api_parse: a request has an unknown field. Reports each name once. */
+/* Callback of api_parse for an unknown field. Reports each name once. */
 static void srv_on_unknown_field(void *user, str name) {
     srv *server = user;
     buf printable = {0};
@@ -25433,7 +25439,7 @@ static void srv_on_unknown_field(void *user, str name) {
     buf_free(&printable);
 }
 
-/* A new id: a hash of a counter and a random number of this process. */
+/* Returns a new id: a hash of a counter and of a random number of this process. */
 static uint64_t srv_new_id(srv *server, int which) {
     return hash_mix(server->random[which] + 0x9E3779B97F4A7C15u * (uint64_t)++server->last_id);
 }
@@ -25523,8 +25529,8 @@ static void srv_put_stream_head(buf *out, srv_request *request) {
     buf_free(&headers);
 }
 
-/* Makes request->reply the error of a request of which the engine did not accept all prompts, or
- * whose answer needs too much memory. */
+/* Writes an error into request->reply: the engine did not accept all prompts, or the answer needs
+ * too much memory. */
 static void srv_set_refusal(srv_request *request) {
     const bool over_limit = !request->submit_error.code;
     int status = over_limit ? 503 : request->submit_error.code == TOKA_E_USE ? 429 : 500;
@@ -25566,7 +25572,7 @@ static size_t srv_make_output(srv_request *request, str records, bool *last, buf
     }
     const size_t n_fed = api_feed_until(&request->api, records, SRV_MAX_UNSENT, &text);
     *last = *last && n_fed == records.n;
-    /* nothing was sent yet: answer with a status */
+    /* no head was sent yet, so the failure can have its own HTTP status */
     if (*last && request->api.failure && !request->head_sent) {
         request->api.stream = false;
         buf_clear(&text);
@@ -25647,12 +25653,13 @@ typedef struct srv_job { /* one turn of a worker with a request */
     enum srv_state state;
     buf records, output;
     size_t fed; /* records are fed up to here */
-    bool last;  /* before the turn: no records come after these; after it: no bytes after output */
+    bool last;  /* before the turn: no records come after `records`; after it: no bytes come after
+                 * `output` */
     bool freed; /* the last reference was dropped; the worker frees the request */
 } srv_job;
 
-/* Takes the request's records: those left over from the last turn, or else all that came since.
- * With the lock held. */
+/* Fills *job and takes the request's records: those left over from its last turn if there are any,
+ * else all that have come. With the lock held. */
 static void srv_begin_job(srv_job *job, srv_request *request) {
     buf *source = request->unfed.n ? &request->unfed : &request->records;
     enum srv_state state = request->disconnected ? SRV_ENDED : request->state;
@@ -25663,14 +25670,15 @@ static void srv_begin_job(srv_job *job, srv_request *request) {
     job->last = !request->n_unended && !request->records.n;
 }
 
-/* A light job takes so little time that the jobs taken with it do not wait long. */
+/* Is the next job of this request light? Light jobs take so little time that a worker may take
+ * several at once. */
 static bool srv_is_light(const srv_request *request) {
     return request->state == SRV_RUNNING && request->api.stream &&
            srv_unfed_bytes(request) <= SRV_LIGHT_BYTES;
 }
 
-/* Takes a worker's next jobs from the work queue: its share of light ones, or one that is not
- * light. Returns how many. With the lock held. */
+/* Takes the next jobs of a worker from the work queue: its share of the queue if they are light, or
+ * one job that is not light. Returns how many. With the lock held. */
 static int srv_take_jobs(srv *server, srv_job *jobs) {
     int n_jobs = 0, max_jobs = MIN(SRV_MAX_JOBS, 1 + server->n_queued / server->options->n_workers);
     for (srv_request *request; (request = server->work_queue) && n_jobs < max_jobs;
@@ -25880,8 +25888,8 @@ static bool srv_is_own_address(const struct in6_addr *address, int fd) {
     return !memcmp(address, &here, sizeof here);
 }
 
-/* Does the element mean all names below a domain ("*.example.org"), or these and the domain itself
- * (".example.org")? *domain: ".example.org", with the dot. */
+/* Is the element a domain? "*.example.org" means all names below it, ".example.org" also the domain
+ * itself. *domain: ".example.org", with the dot. */
 static bool srv_is_domain(str element, str *domain) {
     *domain = str_sub(element, str_starts(element, STR("*.")), element.n);
     return str_starts(*domain, STR("."));
@@ -25906,13 +25914,13 @@ static bool srv_match_host(str element, str host, str name) {
            !memcmp(&own_address, &address, sizeof own_address);
 }
 
-/* Protection against DNS rebinding: is the host that a request names this server? Allowed are
- * loopback, the address of the connection, --host, the machine's name and --allowed-hosts. In such
- * an attack the owner of a web page lets the page's host name resolve to this machine. The browser
- * then lets the page read the server's answers, but its requests name the page's host.
- * A request without a host is allowed: it does not come from a browser. A web page has no API key
- * and cannot reach a unix socket; so in these cases hosts are checked only if --allowed-hosts is
- * given. Ports are ignored because tunnels change them. */
+/* Does the Host of a request name this server? It may be loopback, the address of the connection,
+ * --host, the machine's name or one of --allowed-hosts. This protects against DNS rebinding: the
+ * owner of a web page lets the page's host name resolve to this machine. The browser then lets the
+ * page read the server's answers, but the page's requests name the page's host. A request without a
+ * host is allowed: it does not come from a browser. With API keys or a unix socket, hosts are
+ * checked only if --allowed-hosts is given: a web page has no key and cannot reach a unix socket.
+ * Ports are ignored because tunnels change them. */
 static bool srv_is_own_host(const srv_options *options, str host, int fd) {
     char host_name[256] = "";
     str name, each, list = STR("localhost,*.localhost"),
@@ -25977,10 +25985,10 @@ static void srv_options_reply(srv_request *request) {
     buf_c(&request->reply.headers, "\r\nAccess-Control-Max-Age: 600\r\n");
 }
 
-/* Protection against cross-site requests: does a web page of another origin send a request that
- * changes something? The page could not read the answer, but the request would be carried out. Only
- * browsers send the headers Sec-Fetch-Site and Origin. Over plain HTTP to another machine they send
- * no Sec-Fetch-Site; then Origin, which names the page, must be this host. */
+/* Does a web page of another origin send a request that changes something (cross-site request
+ * forgery)? The page could not read the answer, but the request would be carried out. Only browsers
+ * send the headers Sec-Fetch-Site and Origin. Over plain HTTP to another machine they send no
+ * Sec-Fetch-Site; then Origin, which names the page, must be this host. */
 static bool srv_is_cross_origin(const srv_request *request) {
     const str site = http_find_header(request->http, "sec-fetch-site"),
               from = http_find_header(request->http, "origin");
@@ -26051,8 +26059,8 @@ static int64_t srv_body_limit(const srv *server, const srv_request *request,
     return *limit_name = request->route ? request->route->path : "this path", SRV_OTHER_BODY_BYTES;
 }
 
-/* The request, or a piece of an upload, has arrived. Returns true if request->reply has the answer,
- * false if it was handed to a worker, which will publish the answer. */
+/* Called when the request, or a piece of an upload, has arrived. Returns true if request->reply has
+ * the answer; false if a worker got the request and will publish the answer. */
 static bool srv_dispatch(srv *server, srv_request *request) {
     bool is_completion = request->route->on_worker == srv_begin_api;
     if (request->route->on_loop) return request->route->on_loop(server, request), true;
@@ -26094,9 +26102,9 @@ static bool srv_dispatch(srv *server, srv_request *request) {
  *                               socket with unread bytes would reset the connection and destroy
  *                               the answer
  *
- * A client that closes only its sending half (shutdown) still gets its answers. Over TCP it cannot
- * be told from a client that has left until something is sent to it. So srv_probe_client sends the
- * first bytes of the answer early. If the client has left, its system replies with a reset, and its
+ * A client that closes only its sending half (shutdown) still gets its answers. Over TCP, only
+ * sending something to the client shows whether it has left. So srv_probe_client sends the first
+ * bytes of the answer early. If the client has left, its system replies with a reset, and its
  * requests are cancelled.
  *
  * Pipelined requests wait in `in` until the answer before them is complete. Deadlines of all
@@ -26115,8 +26123,10 @@ enum {
     SRV_MAX_EVENTS = 256,        /* events of one epoll_wait, at most */
     SRV_MAX_OUTPUTS = 64,        /* requests whose bytes the loop takes under one lock */
     SRV_TICK_MS = 100,           /* longest epoll_wait: the delay until a signal is seen */
-    SRV_FAILED_S = 1,            /* once the engine has failed, requests get errors so long ... */
-    SRV_FAILED_MAX_S = 5,        /* ... and the server ends after so long, even with bytes unsent */
+    SRV_FAILED_S = 1,            /* after the engine has failed: seconds in which requests get
+                                  * errors before the server shuts down */
+    SRV_FAILED_MAX_S = 5,        /* after the engine has failed: seconds until the server ends, even
+                                  * if bytes are unsent */
 };
 
 /* The first bytes of every answer; srv_probe_client sends them early. */
@@ -26140,7 +26150,7 @@ typedef struct srv_conn { /* one connection; owned by the loop */
     bool closed;            /* closed and in srv_loop.closed_conns */
     bool answer_begun;      /* bytes of its request's answer were put into out */
     size_t n_probed;        /* bytes of SRV_ANSWER_PREFIX that srv_probe_client has sent */
-    double probe_time;      /* when the next one is due */
+    double probe_time;      /* when the next byte of it is due */
     bool is_write_deadline; /* the deadline is --write-timeout's */
     bool paused;            /* its request was paused when the loop last took its bytes */
     buf in, out;            /* in: received, parsed up to in_parsed; out: made, sent up to
@@ -26305,8 +26315,8 @@ static void srv_set_state(srv *server, srv_conn *conn, enum srv_conn_state state
     conn->state_time = server->loop->now;
 }
 
-/* The connection's last answer is sent: closes the sending half, and waits for the client to close
- * its own if it has not. */
+/* Called when the connection's last answer is sent. Closes our sending half and waits for the
+ * client to close its own. If the client has done so, closes the connection. */
 static void srv_start_lingering(srv *server, srv_conn *conn) {
     if (conn->eof) {
         srv_conn_close(server, conn);
@@ -26318,8 +26328,9 @@ static void srv_start_lingering(srv *server, srv_conn *conn) {
     conn->in_parsed = 0;
 }
 
-/* After the socket has accepted bytes of a paused stream: resumes making its text if little enough
- * is unsent. Returns false if the client is still behind and its request holds too much. */
+/* Called after the socket has accepted bytes of a paused stream. If few bytes are left unsent, more
+ * text is made again. Returns false if the stream stays paused and its request holds too much
+ * memory. */
 static bool srv_resume(srv_conn *conn) {
     srv_request *request = conn->request;
     pthread_mutex_lock(&request->server->lock);
@@ -26335,7 +26346,8 @@ static bool srv_resume(srv_conn *conn) {
     return !too_slow;
 }
 
-/* Sends what the socket accepts, and does what follows from it. */
+/* Sends what the socket accepts. Then resumes a paused stream, or lingers after the last answer,
+ * and sets the deadline. */
 static void srv_send(srv *server, srv_conn *conn) {
     if (conn->closed) return;
     if (!srv_send_some(conn)) {
@@ -26364,8 +26376,8 @@ static srv_request *srv_request_new(srv *server, srv_conn *conn) {
     return conn->request = request;
 }
 
-/* The whole answer is in conn->out (and conn->file). Drops the request; then the connection waits
- * for its next request or ends. */
+/* Called when the whole answer is in conn->out (and conn->file). Drops the request; then the
+ * connection waits for its next request or ends. */
 static void srv_end_request(srv *server, srv_conn *conn) {
     srv_request *request = conn->request;
     bool keep = request->keep_alive && !server->draining;
@@ -26438,7 +26450,7 @@ static void srv_answer_too_long(srv *server, srv_conn *conn) {
 
 /* ---- Reading ---- */
 
-/* The head is complete: checks it and starts to read the body, or answers. */
+/* Called when a head is complete. Checks it and starts to read the body, or answers. */
 static void srv_on_head(srv *server, srv_conn *conn, str head) {
     srv_request *request = srv_request_new(server, conn);
     request->http = arena_alloc(&request->memory, sizeof *request->http);
@@ -26474,7 +26486,7 @@ static bool srv_read_head(srv *server, srv_conn *conn) {
     bool first = !conn->in_searched;
     if (first) conn->state_time = loop->now;
     bool has_newline = memchr(rest.p + conn->in_searched, '\n', rest.n - conn->in_searched) != NULL;
-    /* no new line end: it is still incomplete */
+    /* no further line has ended, so the head is still incomplete */
     if (!first && !has_newline && rest.n < HTTP_MAX_HEAD) {
         conn->in_searched = rest.n;
         return false;
@@ -26560,7 +26572,8 @@ static void srv_handle_input(srv *server, srv_conn *conn) {
         else if (conn->state == SRV_BODY) more = srv_read_body(server, conn);
         if (more) continue;
         srv_send(server, conn);
-        /* A request that had to wait is read now: there may be no later event for it. */
+        /* If `out` was full, requests that waited in `in` are read now: no later event of epoll may
+         * come for them. */
         more = was_full && !srv_out_is_full(conn);
     }
     if (conn->in_parsed == conn->in.n) {
@@ -26608,7 +26621,7 @@ static void srv_receive(srv *server, srv_conn *conn) {
 static void srv_on_socket(srv *server, srv_conn *conn, unsigned events) {
     if (conn->closed) return;
     if (events & (EPOLLERR | EPOLLHUP)) srv_conn_close(server, conn);
-    /* not eof: `in` may be too full for the rest */
+    /* this does not set eof: bytes may be unread because `in` is full */
     if (events & EPOLLRDHUP) conn->half_closed = true;
     if (!conn->closed && events & EPOLLOUT) srv_handle_input(server, conn);
     if (!conn->closed && events & (EPOLLIN | EPOLLRDHUP)) srv_receive(server, conn);
@@ -26688,8 +26701,9 @@ static void srv_set_accepting(srv *server, bool on) {
                   &(struct epoll_event){.events = EPOLLIN, .data.ptr = &loop->listeners[i]});
 }
 
-/* No more connections fit. Prints a warning once and answers the client on fd with a 503. fd -1:
- * the system had no file descriptor for the connection; stops accepting for up to a second. */
+/* Called when no more connections fit. Prints a warning once and answers the client on fd with a
+ * 503. fd -1: the system had no file descriptor for the connection; stops accepting for up to a
+ * second. */
 static void srv_refuse_connection(srv *server, int fd) {
     srv_loop *loop = server->loop;
     if (!loop->warned_full)
@@ -26752,7 +26766,7 @@ static int srv_listen_unix(srv *server, const char *path, toka_err *e) {
     strcpy(address.sun_path, path);
     int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     if (fd < 0) return fail(e, TOKA_E_IO, "--uds %s: %s", path, strerror(errno));
-    /* in use, or left by a killed server */
+    /* a socket file is there: another server listens on it, or a killed server left it */
     if (lstat(path, &info) == 0 && S_ISSOCK(info.st_mode)) {
         if (connect(fd, (struct sockaddr *)&address, sizeof address) == 0) {
             close(fd);
@@ -26847,7 +26861,8 @@ static int srv_raise_fd_limit(srv_loop *loop, toka_err *e) {
 
 /* ---- Time ---- */
 
-/* The deadline is over: answers a request that has begun with a 408, else closes the connection. */
+/* Called when the deadline has passed. Answers a request that has partly arrived with a 408, else
+ * closes the connection. */
 static void srv_on_deadline(srv *server, srv_conn *conn) {
     bool has_begun = (conn->state == SRV_HEAD && conn->in_searched) || conn->state == SRV_BODY;
     if (!has_begun || conn->is_write_deadline) {
@@ -26925,7 +26940,7 @@ static void srv_tick(srv *server) {
 
 /* ---- The loop ---- */
 
-/* Shutdown begins: closes the listeners; open connections end after their current answers. */
+/* Begins the shutdown: closes the listeners; open connections end after their current answers. */
 static void srv_start_draining(srv *server) {
     srv_loop *loop = server->loop;
     srv_set_accepting(server, false);
@@ -27156,8 +27171,8 @@ typedef struct run_fill_range { /* the work of one thread: a range of elements o
     float scale;      /* the numbers are in (-scale, scale) */
 } run_fill_range;
 
-/* Thread function. Fills the range with uniform bf16 numbers in (-scale, scale). Each number of the
- * counter-based generator gives four elements. */
+/* Thread function. Fills the range with uniform bf16 numbers in (-scale, scale). The generator is
+ * counter-based; each of its numbers gives four elements. */
 static void *run_fill_random(void *user) {
     const run_fill_range *range = user;
     for (int64_t i = range->from; i < range->to; i += 4) {
@@ -27208,9 +27223,9 @@ static void run_dummy_tensor(mf_model *model, const mf_binding *binding, void *b
     }
 }
 
-/* Bytes of layers that get their own random numbers: more than any hardware cache holds. The other
- * layers share the memory of these layers, so that a large model is ready in seconds. A device
- * still keeps a separate copy of each layer. */
+/* Only the first layers, of about this many bytes, get random numbers of their own: more than any
+ * hardware cache holds. The other layers share the memory of these layers, so that a large model is
+ * ready in seconds. A device still keeps a separate copy of each layer. */
 enum { RUN_DUMMY_BYTES = 2000000000 };
 
 /* Allocates and fills all weights of a model whose config and shape are set. The model owns the
@@ -27248,8 +27263,8 @@ static int run_dummy_weights(mf_model *model, toka_err *e) {
     return 0;
 }
 
-/* Finds the line of models.txt with this name or hub id. *found is allocated in `a`, or NULL if no
- * line matches. *n is the number of lines. Returns 0 or the error of mf_read_models_file. */
+/* Finds the line of models.txt with this name or hub id. *found is in the arena `a`, or NULL if no
+ * line matches. *n: number of models in the file. Returns 0 or the error of mf_read_models_file. */
 static int run_find_model(const char *models_file, const char *model, arena *a,
                           const mf_known_model **found, int *n, toka_err *e) {
     mf_known_model *known;
@@ -27580,7 +27595,7 @@ static int run_bench_throughput(toka *t, const run_bench_options *options, toka_
 /* The workload is that of `test/make_dataset.py monkeys`: 128 prompts with 1,024 samples each. A
  * prompt has 715 tokens; all prompts share the first 600. Output lengths are lognormal with mean
  * 150, max_tokens is 1,024, and 8,192 sequences run at once. A step's tokens arrive two steps
- * later, as they do with in-flight steps. The backend does nothing. Times are CPU time of the only
+ * later, as they do with in-flight steps. No backend runs. Times are CPU time of the only
  * thread. */
 enum { RUN_PLAN_AHEAD = 2, RUN_PLAN_PROMPTS = 128, RUN_PLAN_SAMPLES = 1024, RUN_PLAN_PROMPT = 715,
        RUN_PLAN_SHARED = 600, RUN_PLAN_MEAN = 150, RUN_PLAN_MAX = 1024, RUN_PLAN_SEQS = 8192,
@@ -27599,8 +27614,8 @@ typedef struct run_plan {
     run_plan_pending pending[RUN_PLAN_AHEAD]; /* ring: step i uses entry i % RUN_PLAN_AHEAD */
     int *out_lens;                            /* [RUN_PLAN_SEQS] output length of a sequence, drawn
                                                * at its first token */
-    uint32_t *drawn_for;                      /* [RUN_PLAN_SEQS] generation + 1 of the sequence that
-                                               * the output length is for */
+    uint32_t *drawn_for;                      /* [RUN_PLAN_SEQS] generation + 1 of the sequence for
+                                               * which its entry of out_lens was drawn; 0: none */
     uint64_t random_state;
     double plan_s, build_s, commit_s; /* seconds of CPU time, summed over the measured steps */
 } run_plan;
@@ -27825,8 +27840,8 @@ static int run_bench_plan(bool as_json, atomic_int *interrupted, toka_err *e) {
  *
  *     matrix products  2 FLOP per row and parameter; the rank's parameters are read once a step
  *     attention        4 H D FLOP per row and position that it attends to. K and V of a sequence's
- *                      output are read once per row. K and V of a prompt are read once for all its
- *                      running samples.
+ *                      output are read once per row. K and V of a prompt are read once for all of
+ *                      its samples that run.
  *     all-reduce       2 (tp-1)/tp of rows*E*2 bytes over the link, twice a layer and once after
  *                      the embedding. On Hopper, from TOKA_GPU_SCATTER_BYTES bytes on, half of a
  *                      layer's bytes are sent while the matrix products run.
@@ -27834,10 +27849,10 @@ static int run_bench_plan(bool as_json, atomic_int *interrupted, toka_err *e) {
  *                      the longer of its own work and sending rows*E*2 bytes to the next stage.
  *                      All stages wait for the slowest.
  *
- * Each message also costs PLAN_LATENCY. With this latency and a link of 300 GB/s, the model agrees
- * within 20 % with ten all-reduces measured on 2 and 8 H200 (NCCL 2.28, NVLS off, 1 to 134 MB). A
- * real run is slower: no op reaches its roofline, host time and pipeline bubbles are left out, and
- * lengths vary. */
+ * Each all-reduce and each send also costs PLAN_LATENCY. With this latency and a link of 300 GB/s,
+ * the model agrees within 20 % with ten all-reduces measured on 2 and 8 H200 (NCCL 2.28, NVLS off,
+ * 1 to 134 MB). A real run is slower: no op reaches its roofline, host time and pipeline bubbles
+ * are left out, and lengths vary. */
 
 enum {
     PLAN_MAX_GPUS = ENG_MAX_PARALLEL, /* the engine must accept the recommended flags */
@@ -27865,30 +27880,30 @@ typedef struct plan_rank { /* one GPU of a replica */
     int first_layer;                     /* its first layer */
     bool is_first_stage;                 /* it is in the first stage and has the embedding */
     bool is_last_stage;                  /* it is in the last stage and has the LM head */
-    int64_t weight_bytes, scratch_bytes; /* bytes */
+    int64_t weight_bytes, scratch_bytes; /* as the GPU backend calculates them (toka.h) */
     int64_t token_bytes;                 /* bytes of K and V of one token */
     int64_t kv_tokens;                   /* capacity of its KV cache; less than 1: no room for
                                           * any */
 } plan_rank;
 
-typedef struct plan_load { /* one step of one microbatch; means, so counts are fractions */
+typedef struct plan_load { /* one step of one microbatch; means, so they need not be whole */
     double n_rows;    /* through the layers */
     double n_sampled; /* rows that sample a token */
     double n_prompts; /* prompts that are computed */
 } plan_load;
 
-/* Seconds of one rank in one step, by the resource that limits the ops: reading weights, reading
- * the KV cache, tensor cores; then all-reduces that nothing overlaps (link); then messages that
- * overlap all of these (send). */
+/* Seconds of one rank in one step, by what limits the op: reading weights; reading the KV cache;
+ * tensor cores; link: all-reduces, as far as nothing overlaps them. send: messages to other ranks
+ * that overlap all of these. */
 typedef struct plan_time {
     double weights, kv, tensor, link, send;
 } plan_time;
 
 typedef struct plan_rate { /* of all replicas together */
     int64_t n_running;              /* sequences */
-    double step_s;                  /* seconds in which every sequence makes one step */
+    double step_s;                  /* seconds in which every running sequence samples one token */
     double output_rate, total_rate; /* tokens per second: sampled; sampled and of prompts */
-    const char *bound;              /* the resource that limits the speed; see plan_bound */
+    const char *bound;              /* the resource that limits the speed (plan_bound) */
 } plan_rate;
 
 typedef struct plan_layout {
@@ -27899,8 +27914,7 @@ typedef struct plan_layout {
                                                        * fit */
     /* sequences of max_len tokens that fit in kv_tokens */
     double n_max_len_seqs;
-    /* decode steps alone; the workload with its prompts */
-    plan_rate decode, workload;
+    plan_rate decode, workload; /* decode steps alone; the workload, prompts included */
 } plan_layout;
 
 /* ---- Memory: the share of the model that a rank has ---- */
@@ -28020,7 +28034,7 @@ static plan_time plan_rank_time(const plan_query *query, const plan_rank *rank, 
         plan_add_attention(query, rank, load, query->model->window[i], &times);
     double message_bytes = load->n_rows * rank->shape.E * 2;
     const int n_all_reduces = 2 * rank->shape.L;
-    /* Seconds of an all-reduce that overlap the matrix products. */
+    /* seconds of each all-reduce that overlap the matrix products */
     const double overlapped = gpu->arch == 90 && message_bytes >= TOKA_GPU_SCATTER_BYTES
                                   ? (tp - 1.0) / tp * message_bytes / gpu->link_rate : 0;
     if (tp > 1) {
@@ -28051,9 +28065,9 @@ static const char *plan_bound(const plan_time *times, bool kv_full) {
 }
 
 /* Returns the number of sequences that a replica keeps running. Limits are the KV cache, max_seqs
- * and the rows of a step. In the KV cache, the samples of a prompt share its full pages, and each
- * sequence has half of its answer. rows: rows of a sequence in a step, with its share of prompts.
- * *kv_full: the KV cache is the lowest limit. */
+ * and the rows of a step. In the KV cache, the samples of a prompt share its full pages, and a
+ * sequence has on average half of its answer. rows: mean rows of a step for each sequence, prompt
+ * rows included. *kv_full: the KV cache is the lowest limit. */
 static int64_t plan_n_running(const plan_query *query, int pp, int64_t kv_tokens, double rows,
                               bool *kv_full) {
     double shared = query->input_len / TOKA_GPU_PAGE_TOK * TOKA_GPU_PAGE_TOK;
@@ -28095,8 +28109,8 @@ static plan_rate plan_make_rate(const plan_query *query, const plan_rank *ranks,
     return rate;
 }
 
-/* Returns the layout with all its results. It must have passed plan_check_layout. It fits if every
- * rank's KV cache has room for one sequence of must_hold tokens. */
+/* Returns the layout with all its results. The layout must have passed plan_check_layout. It fits
+ * if the KV cache of every rank has room for one sequence of must_hold tokens. */
 static plan_layout plan_make_layout(const plan_query *query, int tp, int pp, int dp,
                                     int must_hold) {
     plan_layout layout = {.tp = tp, .pp = pp, .dp = dp, .kv_tokens = INT64_MAX};
@@ -28277,7 +28291,8 @@ static const char *plan_format_3_digits(double number, char text[32]) {
     return plan_format_int((int64_t)(floor(number / unit + 0.5) * unit + 0.5), text);
 }
 
-/* Appends the flags with which toka runs this layout: the sizes over 1, and the options given. */
+/* Appends the flags with which toka runs this layout: parallel sizes above 1, and the options that
+ * were given. */
 static void plan_put_flags(const plan_options *options, const plan_layout *layout, buf *out) {
     const struct {
         const char *name;
@@ -28570,18 +28585,16 @@ typedef struct benchclient_request {
     char *error;         /* owned; NULL: no error */
 } benchclient_request;
 
-/* The part of the response that is read next: the head; with chunked encoding a chunk's size line,
- * its bytes, the line end after them, the trailer; a body of known length; a body that ends when
- * the server closes the connection. BENCHCLIENT_COMPLETE: the response is complete. */
+/* The part of the response that is read next. */
 enum benchclient_state {
     BENCHCLIENT_HEAD,
-    BENCHCLIENT_SIZE,
-    BENCHCLIENT_CHUNK,
-    BENCHCLIENT_CHUNK_END,
+    BENCHCLIENT_SIZE,      /* the size line of a chunk */
+    BENCHCLIENT_CHUNK,     /* the bytes of a chunk */
+    BENCHCLIENT_CHUNK_END, /* the line end after a chunk */
     BENCHCLIENT_TRAILER,
-    BENCHCLIENT_LENGTH,
-    BENCHCLIENT_TO_CLOSE,
-    BENCHCLIENT_COMPLETE
+    BENCHCLIENT_LENGTH,    /* a body with Content-Length */
+    BENCHCLIENT_TO_CLOSE,  /* a body that ends when the server closes the connection */
+    BENCHCLIENT_COMPLETE   /* none: the response is complete */
 };
 
 typedef struct benchclient_response { /* the state of an HTTP response that is being received */
@@ -28642,8 +28655,8 @@ static int64_t benchclient_random_int(benchclient *client, int64_t lo, int64_t h
     return lo + (int64_t)(benchclient_random(client) * (double)(hi - lo + 1));
 }
 
-/* From the gamma distribution with this shape and scale 1 (Marsaglia & Tsang, 2000). For a shape
- * below 1, the method draws with shape + 1 and multiplies by a factor, `boost`. */
+/* A random number from the gamma distribution with this shape and scale 1 (Marsaglia & Tsang,
+ * 2000). For a shape below 1, draws with shape + 1 and multiplies by a random factor, `boost`. */
 static double benchclient_random_gamma(benchclient *client, double shape) {
     double boost = 1;
     if (shape < 1) {
@@ -28683,8 +28696,8 @@ static void benchclient_draw_times(benchclient *client) {
 /* ---- Reading a response ---- */
 
 /* Appends the bytes up to the line feed to `line`. *used is the number of bytes consumed. Returns 1
- * if the line is complete (it has no line end then), 0 if more bytes are needed, -1 if the line is
- * longer than max_bytes. */
+ * if the line is complete (its CR LF or LF is not in `line`), 0 if more bytes are needed, -1 if the
+ * line is longer than max_bytes. */
 static int benchclient_take_line(buf *line, str input, size_t max_bytes, size_t *used) {
     const char *newline = input.n ? memchr(input.p, '\n', input.n) : NULL;
     size_t n_line = newline ? (size_t)(newline - input.p) : input.n;
@@ -28722,7 +28735,7 @@ static bool benchclient_read_head_line(benchclient_response *response, str line)
     if (benchclient_match_header(line, "connection", &value))
         response->close = !strncasecmp(value.p, "close", 5);
     if (line.n) return true;
-    /* such as 100 Continue: the final head follows */
+    /* a 1xx response such as 100 Continue: the final head follows */
     if (response->status < 200) response->status = 0;
     else if (response->chunked) response->state = BENCHCLIENT_SIZE;
     else if (response->n_left == 0 || response->status == 204)
@@ -29241,8 +29254,8 @@ static bool benchclient_on_body(benchclient *client, benchclient_conn *conn, str
     return true;
 }
 
-/* The response is complete: ends the request. It failed if the status is not 200, or if the stream
- * had no chunk or no [DONE]. */
+/* Called when the response is complete. Ends the request. It has failed if the status is not 200,
+ * or if the stream had no chunk or no [DONE]. */
 static void benchclient_on_complete(benchclient *client, benchclient_conn *conn) {
     benchclient_request *request = &client->requests[conn->request];
     char why[400];
@@ -29254,9 +29267,9 @@ static void benchclient_on_complete(benchclient *client, benchclient_conn *conn)
     benchclient_end_request(client, conn, NULL);
 }
 
-/* The connection broke before the response was complete. If it was a reused connection and no byte
- * of the response was received, the server closed it while it was idle: send the request again over
- * a new one. Otherwise the request fails. */
+/* Called when the connection broke before the response was complete. If it was a reused connection
+ * and no byte of the response was received, the server had closed it while it was idle: sends the
+ * request again over a new connection. Otherwise the request fails. */
 static void benchclient_on_broken(benchclient *client, benchclient_conn *conn, const char *why) {
     int64_t index = conn->request;
     bool retry = conn->reused && !conn->response.has_bytes;
@@ -29290,7 +29303,7 @@ static void benchclient_on_socket(benchclient *client, benchclient_conn *conn, c
     for (;;) {
         ssize_t n_read = recv(conn->fd, buffer, size, 0);
         if (n_read < 0 && (errno == EAGAIN || errno == ENOTCONN)) return;
-        /* idle: an unexpected byte, an error, or the end of the connection */
+        /* an idle connection gets an unexpected byte or an error, or the server closed it */
         if (conn->request < 0) {
             benchclient_drop_idle(client, conn);
             return;
@@ -29760,8 +29773,8 @@ static int benchclient_read_extra(benchclient *client, toka_err *e) {
     return 0;
 }
 
-/* Runs the first prompt --num-warmups times. These requests are placed after those of the run and
- * do not count. Returns the error of the first one that failed. */
+/* Sends the first request --num-warmups times. The copies stand after the run's requests in
+ * client->requests and do not count. Returns the error of the first one that failed. */
 static int benchclient_warm_up(benchclient *client, toka_err *e) {
     int64_t n_run = client->n_requests;
     benchclient_request first = client->requests[0];
@@ -29779,8 +29792,8 @@ static int benchclient_warm_up(benchclient *client, toka_err *e) {
     return code;
 }
 
-/* Everything before the first request: checks the options, waits until the server is ready, makes
- * or reads the prompts and draws the times. Returns 0 or an error code. */
+/* Does all work before the first request: checks the options, waits until the server is ready,
+ * makes or reads the prompts and draws the times. Returns 0 or an error code. */
 static int benchclient_prepare(benchclient *client, toka_err *e) {
     struct rlimit fd_limit;
     /* Each connection needs a file descriptor. */
