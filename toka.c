@@ -21068,17 +21068,17 @@ static const json_limits run_limits = {128, RUN_MAX_LINE_BYTES};
 
 typedef struct run_options { /* what toka batch was asked to do */
     const char *in, *out;  /* paths; "-": standard input, standard output */
-    const char *errors;    /* path for error records; NULL: they go to out */
+    const char *errors;    /* path for error records; only a server sets it; NULL: they go to out */
     const char *report;    /* path of the closing report (JSON); "-": standard output; NULL: none */
     const char *now;       /* the chat template's clock; NULL: local time */
     const char *name;      /* model name in results; NULL: the model's own name */
     toka_request defaults; /* defaults for what a line does not set */
-    /* OpenAI's batch lines are parsed with it; NULL: made from `defaults` */
+    /* to parse OpenAI's batch lines; only a server sets it; NULL: made from `defaults` */
     const api_config *api_config;
     int64_t max_answer_bytes; /* memory that a line's answer may take; 0: no limit */
     bool quiet;               /* no progress, no report */
     bool wait_if_full;        /* full disk: keep results in memory and wait; else the run ends */
-    /* clients read the messages: they name files without their folder */
+    /* messages name files without their folder, because clients read them */
     bool hide_folders;
     atomic_int *interrupted; /* the caller's; not 0: stop (Ctrl-C) */
     int64_t deadline;        /* seconds since 1970; 0: none */
@@ -24792,6 +24792,7 @@ enum { SRV_N_BUCKETS = 22 };
 
 typedef struct srv_histogram { /* a Prometheus histogram */
     const double *bounds;     /* [SRV_N_BUCKETS] upper bounds */
+    /* counts[i]: values from bounds[i - 1] to bounds[i]; the last one: above all bounds */
     int64_t counts[SRV_N_BUCKETS + 1], n_values;
     double sum;
 } srv_histogram;
@@ -29875,12 +29876,13 @@ static int benchclient_run(const benchclient_options *options, toka_err *e) {
 
 /* ===========================================================================
  * MARK: 34. Command line [os]
- * toka [COMMAND] [FLAGS]. All flags stand in one table, cli_flags: name, short form, type, field of
- * `cli` that it sets, commands that take it, text and group in --help. The environment variable of
- * a flag is TOKA_ and its name in capitals. Results go to standard output, everything else to
- * standard error. The exit status is decided here: 0 done, 1 bad use or bad input, 2 device or I/O
- * failure, 130 after Ctrl-C. If standard output is a pipe that its reader closed, the program ends
- * with 0 and without a message; a batch ends with 2, since its answers are lost.
+ * toka [COMMAND] [FLAGS]. All flags stand in one table, cli_flags. A row has the flag's name, short
+ * form, type, the field of `cli` that it sets, the commands that take it, and its text in --help. A
+ * flag --max-tokens can also be set by the environment variable TOKA_MAX_TOKENS. Results go to
+ * standard output, everything else to standard error. The exit status is decided here: 0 done, 1
+ * bad use or bad input, 2 device or I/O failure, 130 after Ctrl-C. If standard output is a pipe
+ * that its reader closed, the program ends with 0 and without a message; a batch ends with 2, since
+ * its answers are lost.
  * =========================================================================== */
 
 enum { CLI_MAX_LIST = 16, CLI_MAX_INPUT = 1 << 30 };
@@ -29915,7 +29917,7 @@ typedef struct cli { /* the values of all flags; the fields are named like the f
 enum cli_type { CLI_BOOL, CLI_INT, CLI_INT64, CLI_FLOAT, CLI_TEXT, CLI_LIST };
 
 typedef struct cli_flag {
-    const char *name, *short_name; /* "max-tokens", "n" or "" */
+    const char *name, *short_name; /* such as "max-tokens" and "n"; short_name "": none */
     const char *value_name;        /* name of the value in --help, "" for a switch */
     enum cli_type type;
     size_t offset;                 /* offset in cli of the field that it sets */
@@ -30184,11 +30186,12 @@ static cli cli_default(void) {
 
 /* Signals so far. It is lock-free, so a handler may count them. */
 static atomic_int cli_interrupted;
-/* Shutdown timeout in seconds: how long the first signal lets a step of a device run on. */
+/* Shutdown timeout: seconds that a step of a device may still take after the first signal. */
 static atomic_int cli_stop_timeout_s = 10;
 
-/* The first signal begins a shutdown, the second ends the program, whatever its kind. But a SIGHUP
- * is never the second one: a terminal that is closed sends several. */
+/* Handler of SIGINT, SIGTERM and SIGHUP. The first signal begins a shutdown, the second ends the
+ * program; they may be of different kinds. A SIGHUP is ignored if it is not the first signal: a
+ * terminal that is closed sends several. */
 static void cli_on_signal(int sig) {
     if (sig == SIGHUP && cli_interrupted) return;
     if (cli_interrupted++) _exit(130);
@@ -30203,7 +30206,7 @@ static void cli_on_sigbus(int sig, siginfo_t *info, void *context) {
     static atomic_flag printed = ATOMIC_FLAG_INIT;
     (void)context;
     if (info->si_code != BUS_ADRERR && info->si_code != BUS_OBJERR) {
-        signal(sig, SIG_DFL); /* a bug: the instruction runs again and ends the program */
+        signal(sig, SIG_DFL); /* a bug of toka: the access is repeated and ends the program */
         return;
     }
     while (atomic_flag_test_and_set(&printed)) pause(); /* another thread prints it and exits */
@@ -30220,16 +30223,16 @@ static void cli_catch_signals(void) {
     sigaction(SIGINT, &stop, NULL);
     sigaction(SIGTERM, &stop, NULL);
     sigaction(SIGHUP, NULL, &before);
-    if (before.sa_handler != SIG_IGN) sigaction(SIGHUP, &hangup, NULL); /* nohup has it ignored */
+    if (before.sa_handler != SIG_IGN) sigaction(SIGHUP, &hangup, NULL); /* nohup ignores SIGHUP */
     sigaction(SIGBUS, &bus, NULL);
-    /* without these signals, write() returns an error */
+    /* if these are ignored, write() returns an error instead */
     signal(SIGPIPE, SIG_IGN);
     signal(SIGXFSZ, SIG_IGN);
 }
 
 static bool cli_stdout_closed; /* standard output is a closed pipe; this is not a failure */
 
-/* Writes to standard output and flushes it. */
+/* Writes to standard output and flushes it. Returns 0 or TOKA_E_IO. */
 static int cli_write(str text, toka_err *e) {
     if (fwrite(text.p, 1, text.n, stdout) == text.n && fflush(stdout) == 0 && !ferror(stdout))
         return 0;
@@ -30310,8 +30313,8 @@ static bool cli_is_common(const cli_flag *flag) {
     return false;
 }
 
-/* Appends a line for each flag of the command. all: every flag, in groups; else
- * cli_common_flags's. */
+/* Appends a line for each flag of the command. all: every flag, in groups; else only those of
+ * cli_common_flags, without groups. */
 static void cli_put_flags(buf *out, unsigned command, bool all) {
     const char *group = NULL;
     if (!all) buf_c(out, "\nThe flags used most\n");
@@ -30424,7 +30427,8 @@ static int cli_set_from_env(cli *flags, const cli_flag *flag, unsigned command, 
     return value && *value ? cli_set_flag(flags, flag, value, name, e) : 0;
 }
 
-/* Finds a flag by its n bytes "-m" or "--model". Returns NULL if there is none. */
+/* Finds the flag that the first n bytes of arg name, such as "-m" or "--model". Returns NULL if
+ * there is none. */
 static const cli_flag *cli_find_flag(const char *arg, size_t n) {
     for (int i = 0; i < COUNT(cli_flags); i++) {
         const cli_flag *flag = &cli_flags[i];
@@ -30450,9 +30454,9 @@ static int cli_fail_unknown_flag(str arg, unsigned command, toka_err *e) {
     return suggest_fail(&nearest, "--", e);
 }
 
-/* A flag on the command line has precedence over the environment. Clears the values from the
- * environment that this flag excludes, and the environment's values of a list. env: the values that
- * the environment gave. */
+/* Clears values from the environment, over which a flag on the command line has precedence: those
+ * of flags that this flag excludes, and, if this flag is a list, the list's own. env: the values
+ * that the environment gave. */
 static void cli_override_env(cli *flags, const cli *env, const cli_flag *flag) {
     if (flag->offset == AT(prompt) && flags->file == env->file) flags->file = NULL;
     if (flag->offset == AT(file) && flags->prompt == env->prompt) flags->prompt = NULL;
@@ -30472,7 +30476,7 @@ static void cli_override_env(cli *flags, const cli *env, const cli_flag *flag) {
 
 /* Reads the flags of a command from the environment, then from its arguments. */
 static int cli_parse(cli *flags, unsigned command, int argc, char **argv, toka_err *e) {
-    /* values of the environment with an error; it counts only if no flag replaces the value */
+    /* flags with a bad value in the environment, an error only if no argument replaces the value */
     bool bad_env[COUNT(cli_flags)];
     for (int i = 0; i < COUNT(cli_flags); i++)
         bad_env[i] = cli_set_from_env(flags, &cli_flags[i], command, e) != 0;
@@ -30505,7 +30509,7 @@ static int cli_parse(cli *flags, unsigned command, int argc, char **argv, toka_e
         bad_env[flag - cli_flags] = false;
         if (flag->offset == AT(host) || flag->offset == AT(port)) address = flag;
     }
-    /* whatever the environment has */
+    /* these work even if the environment has a bad value */
     if (flags->help || flags->help_all || flags->version) return code;
     if (!code && address && flags->serve.uds)
         code = fail(e, TOKA_E_USE, "--uds goes without --%s", address->name);
@@ -30522,12 +30526,12 @@ typedef struct cli_sample { /* one answer while it is generated */
     int stop_id;
 } cli_sample;
 
-typedef struct cli_generation { /* the running request: the callback's user pointer */
+typedef struct cli_generation { /* the running request; `user` of the callback points to it */
     const cli *flags;
     const toka *toka;
-    cli_sample *samples;
-    int n_printed;  /* with several samples: how many were printed, in order */
-    toka_err error; /* error of writing to standard output; code 0: none */
+    cli_sample *samples; /* [flags->samples] */
+    int n_printed;       /* with several samples: how many were printed, in order */
+    toka_err error;      /* error of writing to standard output; code 0: none */
 } cli_generation;
 
 static const char *cli_finish_name(toka_finish finish) {
@@ -30535,7 +30539,8 @@ static const char *cli_finish_name(toka_finish finish) {
     return names[finish];
 }
 
-/* Appends the text that a token has inside a text, as a JSON string. */
+/* Appends a token's text as a JSON string: the text that it has in the middle of a longer text, so
+ * with its leading space. */
 static void cli_put_token_text(buf *b, const tok *words, int32_t id) {
     buf bytes = {0}, text = {0};
     tok_put_bytes(words, id, &bytes);
@@ -30578,7 +30583,7 @@ static void cli_print_ended(cli_generation *run) {
     }
 }
 
-/* The engine's callback. Returns not 0, which cancels, after Ctrl-C or a failed write. */
+/* The engine's callback. After Ctrl-C or a failed write it returns 1, which cancels the request. */
 static int cli_on_event(void *user, const toka_event *ev) {
     cli_generation *run = user;
     cli_sample *sample = &run->samples[ev->sample];
@@ -30610,8 +30615,8 @@ static int cli_read_prompt(const cli *flags, buf *out, toka_err *e) {
     return code;
 }
 
-/* Sets the sampling of a request. Precedence: flags, then the model's defaults, then what the
- * request has. */
+/* Sets the sampling of a request. A flag has precedence over the model's default, and this over the
+ * value that the request already has. */
 static void cli_set_sampling(const cli *flags, const toka *t, toka_request *request) {
     toka_sampling *sampling = &request->sampling;
     toka_request_model_defaults(t, request);
@@ -30668,7 +30673,7 @@ static void cli_print_speed(const cli *flags, const toka_usage *usage) {
             usage->output_tokens ? "first token" : "ended", 1e3 * usage->prefill_s);
 }
 
-/* The output of --json. */
+/* Appends the output of --json. */
 static void cli_put_result(buf *out, const cli_generation *run, const toka_usage *usage) {
     json_put_open(out, '{');
     json_put_key(out, "model"), json_put_str(out, str_c(run->toka->files->name));
@@ -30693,7 +30698,7 @@ static void cli_put_result(buf *out, const cli_generation *run, const toka_usage
     buf_char(out, '\n');
 }
 
-/* --logprobs without --json: prints one line a token on standard error. */
+/* For --logprobs without --json: prints one line for each token on standard error. */
 static void cli_print_logprobs(const cli_generation *run) {
     if (run->flags->json || run->flags->logprobs < 0) return;
     for (int i = 0; i < run->flags->samples; i++) {
@@ -30774,8 +30779,9 @@ static int cli_read_line(buf *line, bool *has_line, toka_err *e) {
     return 0;
 }
 
-/* --chat: each line of input is a user's turn. Each turn renders the whole history through the chat
- * template. A turn that the engine refuses (it does not fit) is removed from the history. */
+/* Runs --chat: each line of input is a user's turn. Each turn renders the whole history through the
+ * chat template. A turn that the engine refuses, because it does not fit, is removed from the
+ * history. */
 static int cli_chat(const cli *flags, toka *t, toka_err *e) {
     buf line = {0}, messages = {0}, prompt = {0}, answer = {0};
     bool terminal = isatty(0), has_line = true, answered = false, warned = false;
@@ -30838,7 +30844,8 @@ static int cli_run_prompt(const cli *flags, toka *t, toka_err *e) {
     return code;
 }
 
-/* A build with the GPU half on a machine without a GPU: prints a note; the CPU is used. */
+/* Prints a note if this build has the GPU half, but the machine has no GPU: then the CPU is
+ * used. */
 static void cli_print_no_gpu(const cli *flags) {
     char description[200];
     bool is_auto = !flags->open.device || !strcmp(flags->open.device, "auto");
@@ -30934,7 +30941,7 @@ static int cli_template(const cli *flags, toka_err *e) {
     toka *t = NULL;
     mf_model names = {0};
     toka file_only = {.files = &names};
-    /* a template FILE needs none */
+    /* --chat-template without --model is a file and needs no model */
     bool needs_model = flags->open.model || !flags->open.chat_template;
     int code = needs_model
                    ? lib_check_options(&flags->open, e)
@@ -31130,8 +31137,8 @@ typedef struct run_ops_state {
     double read_bytes_per_s; /* measured read bandwidth, bytes per second; from the first row */
 } run_ops_state;
 
-/* Prints one row. share: the time that the roofline allows, divided by the measured time. The
- * roofline is made of the measured read bandwidth and RUN_PEAK_TFLOPS. */
+/* Prints one row. share: the shortest time that the roofline allows, divided by the measured time.
+ * The limits of the roofline are the measured read bandwidth and RUN_PEAK_TFLOPS. */
 static void run_ops_print_row(void *user, const toka_bench_row *row) {
     run_ops_state *state = user;
     double seconds = row->us * 1e-6;
@@ -31199,8 +31206,8 @@ static int cli_plan(const cli *flags, toka_err *e) {
     return code;
 }
 
-/* Prints a line for each device that this build can use. For a kind of device that this machine
- * does not have, the line says why. */
+/* Prints a line for each device that this build can use. If this machine has no device of some
+ * kind, a line says why. */
 static int cli_devices(const cli *flags, toka_err *e) {
     buf out = {0};
     char description[200];
@@ -31336,7 +31343,8 @@ static int cli_version(toka_err *e) {
     return code;
 }
 
-/* In the library 0 means the default of these sizes; on the command line it is an error. */
+/* Checks the parallel sizes. In the library 0 means the default; on the command line 0 is an
+ * error. */
 static int cli_check_parallel(const toka_options *options, toka_err *e) {
     if (check_int("--tensor-parallel-size", options->tensor_parallel_size, 1, ENG_MAX_PARALLEL, e))
         return e->code;
@@ -31410,7 +31418,8 @@ static int cli_fail_unknown_command(const char *first, const char *second, toka_
     return suggest_fail(&nearest, is_bench ? "toka bench " : "toka ", e);
 }
 
-/* toka help, toka help COMMAND, toka bench --help. words: the n_words words after "help". */
+/* Runs toka help, toka help COMMAND and toka bench --help. words: the n_words words after
+ * "help". */
 static int cli_help_for(bool all, int n_words, char **words, toka_err *e) {
     if (!n_words || words[0][0] == '-') return cli_help(all, FOR_ANY, 0, NULL, e);
     const char *second = n_words > 1 ? words[1] : "";
@@ -31470,7 +31479,7 @@ int toka_main(int argc, char **argv) {
     if (code && !quiet) fprintf(stderr, "toka: %s\n", e.msg);
     if (cli_interrupted && code == TOKA_E_DEVICE) {
         fflush(NULL);
-        _exit(130); /* not exit(): a hung rank may still use what it would destroy */
+        _exit(130); /* not exit(): a hung rank may still use what exit() would destroy */
     }
     if (cli_interrupted) return 130;
     return !code || cli_stdout_closed ? 0 : code == TOKA_E_USE || code == TOKA_E_INPUT ? 1 : 2;
