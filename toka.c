@@ -18901,7 +18901,7 @@ static ptrdiff_t http_parse_head(str received, http_request *request) {
     for (int n_lines = 0;; n_lines++) {
         used = http_read_line(str_sub(head, (size_t)pos, head.n), &line);
         if (used < 0) return used;
-        if (!used && !n_lines) { /* answer at once what cannot become a request line (TLS, ...) */
+        if (!used && !n_lines) { /* bytes that begin no request line (TLS, ...) get a 400 at once */
             size_t i = (size_t)pos;
             while (i < head.n && http_is_token((unsigned char)head.p[i])) i++;
             if (i < head.n && head.p[i] != ' ' && head.p[i] != '\r') return -400;
@@ -20030,8 +20030,8 @@ static int api_prompt_init(api_request *request, const api_body *body,
     return code;
 }
 
-/* Estimates the bytes that one copy of what an answer says about a prompt takes. A completion has a
- * copy in each choice, a chat has one. */
+/* Estimates the bytes of an answer that are about one prompt. A completion repeats them in each
+ * choice; a chat has them once. */
 static double api_prompt_bytes(const api_request *request, const api_prompt *prompt) {
     const double n_tokens = (double)prompt->ids.n;
     double bytes = request->echo ? (double)prompt->text.n : 0;
@@ -21947,7 +21947,7 @@ static void *run_writer_thread(void *user) {
 
 /* ---- Opening the files ---- */
 
-/* What run_put_result writes at the start of a line, and after the custom_id. */
+/* The texts that run_put_result writes at the start of a line, and after the custom_id. */
 static const str run_result_prefix = {"{\"id\":\"batch_req_", 17};
 static const str run_result_after_id = {",\"response\":", 12};
 
@@ -23103,8 +23103,8 @@ static bool files_header_parameter(str line, const char *name, buf *out) {
     return false;
 }
 
-/* Starts a form. content_type is the request's. Returns false if it is not a form's, or if its
- * boundary is not valid. */
+/* Starts a form. content_type: Content-Type of the request. Returns false if it is not
+ * multipart/form-data, or if its boundary is not valid. */
 static bool files_form_init(files_form *form, str content_type) {
     static const char type[] = "multipart/form-data";
     buf boundary = {0};
@@ -24422,7 +24422,7 @@ static void files_upload_close(files_upload *upload, bool is_complete, http_repl
     snprintf(part_name, sizeof part_name, "%s.part", upload->id.text);
     if (is_complete) {
         reply->status = 200;
-        /* only we make such files */
+        /* only batches make such files */
         bool is_reserved = purpose && !strcmp(purpose, "batch_output");
         /* fsync may be slow: done before the lock is taken. files_upload_commit repeats it and
          * checks the result. */
@@ -24744,8 +24744,8 @@ static const char srv_page[] =
  * =========================================================================== */
 
 enum {
-    SRV_MAX_UNSENT = 256 << 10,      /* bytes of a stream made but not sent before it is paused;
-                                      * also bytes made in one turn */
+    SRV_MAX_UNSENT = 256 << 10,      /* a stream is paused when more bytes than this are made but
+                                      * not sent; also about the bytes made in one turn */
     SRV_MAX_RECORDS = 64 << 20,      /* bytes of records that wait for a slow client; with more it
                                       * is disconnected */
     SRV_MIN_RECORDS = 64 << 10,      /* an answer that is not streamed: a worker takes its records
@@ -26409,8 +26409,8 @@ static void srv_answer(srv *server, srv_conn *conn) { /* sends conn->request->re
     if (!fits) srv_conn_close(server, conn);
 }
 
-/* Answers a request of which the rest cannot be read, so this is the connection's last answer.
- * status 0: request->reply has the error already. */
+/* Answers a request whose rest cannot be read. So this is the connection's last answer. status 0:
+ * request->reply has the error already. */
 static void srv_answer_last(srv *server, srv_conn *conn, int status, const char *why) {
     srv_request *request = conn->request ? conn->request : srv_request_new(server, conn);
     request->keep_alive = false;
@@ -27045,7 +27045,7 @@ static void srv_init_model(srv *server) {
                                  .user = server};
 }
 
-/* On the engine's thread: opens the model and what depends on it. */
+/* Opens the model, then sets the memory limit and opens the file store. On the engine's thread. */
 static int srv_load_model(srv *server, toka_err *e) {
     double t0 = os_now();
     int code = toka_open(&server->toka, &server->options->open, e);
@@ -28976,7 +28976,7 @@ static bool benchclient_is_chat(const benchclient *client) {
 }
 
 /* Adds the random prompts: of token ids if there is a vocabulary, else of words. All begin with the
- * same prefix of --random-prefix-len. Returns 0 or TOKA_E_USE. */
+ * same prefix of --random-prefix-len tokens or words. Returns 0 or TOKA_E_USE. */
 static int benchclient_make_prompts(benchclient *client, toka_err *e) {
     const benchclient_options *options = client->options;
     const double ratio = options->range_ratio;
@@ -30259,7 +30259,7 @@ static const char cli_commands[] =
     "  toka bench ops          time every kernel of the GPU at the shapes of known models\n"
     "  toka COMMAND --help     how that command is used; --help-all: all its flags, and no others\n";
 
-/* Returns the line of cli_commands about the command of these words. */
+/* Returns the line of cli_commands for the command with these words. */
 static str cli_find_summary(int n_words, char **words) {
     str all = str_c(cli_commands), line;
     buf prefix = {0};
