@@ -21011,19 +21011,21 @@ static int api_answer_tokenize(const api_config *config, enum api_route route, s
 
 /* ===========================================================================
  * MARK: 27. Batch runner [os]
- * A file of requests in, a file of results out. Both may be of any length. Three threads work:
+ * Reads a file of requests and writes a file of results. Both may be of any length. There are three
+ * threads:
  *
  *     reader   run_reader_thread: line --run_get_custom_id, run_parse_line--> toka_submit.
  *              Waits while the window of in-flight lines is full.
- *     driver   runs the engine (toka_run on the thread that called run_batch; the server's own
- *              for run_batch_served). run_on_event packs each event into a record of its line.
+ *     driver   runs the engine: the thread that called run_batch, or, for run_batch_served, the
+ *              server's engine thread. run_on_event packs each event into a record of its line.
  *     writer   run_write_results: turns records into text. When the last sample of a line has
  *              ended: --run_put_result--> one write(). Also shows progress and handles Ctrl-C.
  *
  * An input line is OpenAI's batch line {"custom_id","method","url","body"}, or a short one: the
- * body itself, with "custom_id" or "id" among its fields. A line without an id is called
- * "line-N", N being its number in the file. Each line gets one output line: a result, or an
- * error record {"custom_id","response":null,"error":{"code","message"}}.
+ * body itself, with "custom_id" or "id" among its fields. A line without an id is called "line-N",
+ * N being its number in the file. Each line gets one output line: a result, or an error record
+ * {"custom_id","response":null,"error":{"code","message"}}. In the names below, a record is a
+ * packed event (api_record).
  *
  * What always holds:
  *   - An output line is a function of the input line, the flags and the model. There is no clock
@@ -21034,7 +21036,7 @@ static int api_answer_tokenize(const api_config *config, enum api_route route, s
  *   - Every output line is whole, except that the last one may be torn. The next run cuts a torn
  *     line, skips every custom_id that has an output line (a result or an error record), and
  *     appends the rest. So nothing is lost and nothing is written twice. The output file is locked.
- *   - A damaged output line does no harm to the other lines: its request is run again.
+ *   - If an output line is damaged, its request is run again. The other lines are not affected.
  *   - The "id" of a result holds a hash of the input line (run_line_hash). The next run compares it
  *     with its own input and warns about lines that have changed.
  *   - custom_ids are unique. The input is read once before anything runs, and a duplicate is
@@ -21042,12 +21044,14 @@ static int api_answer_tokenize(const api_config *config, enum api_route route, s
  *     refused when it is read.
  *   - Memory: the window of in-flight lines, and a table with 32 bytes for each custom_id, at most
  *     3/4 full. The table holds hashes of 128 bits, not the ids.
- *   - A line that was cancelled, or whose device failed, is not written: the next run does it.
+ *   - If a line was cancelled or its device failed, nothing is written for it: the next run does
+ *     it.
  *
- * run.lock guards the counts and the list of in-flight lines, the writer's queue, the records
- * that lines have ready for the writer, and run.err. The driver reads a line's request; only the
- * writer changes it once the engine has the line. Order of locks: run.lock before the engine's.
- * Chapters 25 and 26 read bodies and write answers.
+ * run.lock guards the counts and the list of in-flight lines, the writer's queue, the records that
+ * lines have ready for the writer, and run.err. The driver reads a line's request; only the writer
+ * changes it once the engine has the line. Order of locks: run.lock before the engine's. Chapters
+ * 25 and 26 read bodies and write answers. This chapter also has what later chapters share with it:
+ * the closing report, the table of GPUs, and the lines and warnings printed at the start.
  * =========================================================================== */
 
 enum {
@@ -21546,7 +21550,8 @@ static void run_queue_line(run_state *run, run_line *line) {
 }
 
 /* Called by the driver for each token of each sample. Moves the records to the writer when a sample
- * has ended and no further event follows at once, or when there are RUN_FLUSH_BYTES of them. */
+ * has ended and no further event of the request follows at once, or when there are RUN_FLUSH_BYTES
+ * of them. */
 static int run_on_event(void *user, const toka_event *ev) {
     const api_prompt *prompt = user;
     run_line *line = prompt->request->user;
