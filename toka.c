@@ -22917,7 +22917,7 @@ static int run_batch_served(toka *t, const run_options *options, enum run_outcom
  *         |
  *         v      files_validate_input        files_run_lines      files_finish_batch
  *     validating ------------------> in_progress ------> finalizing ----------> completed
- *         |  input is no batch           |  deadline: lines left become errors -> expired
+ *         |  errors in the input         |  deadline: lines left become errors -> expired
  *         v                              v  files_cancel_batch
  *       failed                       cancelling ------files_finish_batch------> cancelled
  *
@@ -22936,8 +22936,8 @@ static int run_batch_served(toka *t, const run_options *options, enum run_outcom
  * Nothing that a client sends becomes part of a path. files_new_id makes ids: microseconds since
  * 1970, so that they sort by creation, then 64 random bits. An id from a client is looked up in a
  * table. The FILES_ enums bound sizes and counts. store.lock guards the tables, all records and
- * `running`; files_worker_thread holds it only between steps. Order of locks: store.lock before
- * run.lock.
+ * `running`. files_worker_thread does not hold it while it validates or runs a batch, only when it
+ * ends one. Order of locks: store.lock before run.lock.
  * =========================================================================== */
 
 enum {
