@@ -19428,6 +19428,8 @@ static int64_t api_highest_value(const api_config *config, const api_field *fiel
                                           : field->high;
 }
 
+/* Reads a whole number and checks the limits of its field. The messages name the limit of the
+ * engine instead, which is checked later (api_highest_value); only `n` is held to it here. */
 static int api_read_int(const api_config *config, const api_field *field, const json *value,
                         int64_t *out, toka_err *e) {
     int64_t whole;
@@ -21498,6 +21500,8 @@ static int run_parse_line(run_line *line, const json *root, toka_err *e) {
     return code;
 }
 
+/* Sets up how bodies are parsed and answered: configs[0] for short lines, configs[1] for OpenAI's
+ * batch lines. */
 static void run_init_configs(run_state *run) {
     static const char *const caller_fields[] = {"custom_id", "id", NULL};
     run->configs[0] = (api_config){.toka = run->toka,
@@ -21855,6 +21859,7 @@ static int run_write_all(run_state *run, run_output *output, str text, toka_err 
     return 0;
 }
 
+/* Writes the result or error record of a line that has ended, and counts it. out: scratch. */
 static int run_write_line(run_state *run, run_line *line, buf *out, toka_err *e) {
     if (out->cap > RUN_KEPT_RESULT_BYTES) buf_free(out);
     buf_clear(out);
@@ -22197,6 +22202,8 @@ static bool run_is_same_file(int fd, const struct stat *file) {
     return !fstat(fd, &st) && st.st_dev == file->st_dev && st.st_ino == file->st_ino;
 }
 
+/* Opens an output file. If it is a regular file, locks it and reads what earlier runs wrote.
+ * *count gets the number of its results; may be NULL. */
 static int run_open_output(run_state *run, run_output *output, const char *path,
                            atomic_llong *count, toka_err *e) {
     struct stat st;
@@ -22371,6 +22378,7 @@ static double run_fma(const toka_device *device, float values[RUN_FMA_FLOATS]) {
     return run_fma_c(values, ROUNDS), 2.0 * ROUNDS * RUN_FMA_FLOATS;
 }
 
+/* Thread function: repeats rounds of reads or of multiply-adds for 0.1 s. */
 static void *run_probe_thread(void *user) {
     run_probe *probe = user;
     uint64_t sum[8] = {0};
@@ -22684,6 +22692,8 @@ static void run_report_put_device(buf *out, const run_report *report) {
     json_put_close(out, ']'), json_put_close(out, '}');
 }
 
+/* Makes the report of a batch that took elapsed_s. read_gbs and gflops count the weights alone:
+ * each step reads all layers and the LM head once. On a CPU, measures what the machine can do. */
 static run_report run_report_make(toka *t, double elapsed_s) {
     run_report report = {.stats = toka_get_stats(t), .elapsed_s = MAX(elapsed_s, 1e-9)};
     const toka_stats *stats = &report.stats;
@@ -23426,6 +23436,8 @@ static char *files_json_text(const json *v) {
 }
 static char *files_strdup(str s) { return mem_check(strndup(s.p, s.n)); }
 
+/* Loads a file from its record. Returns false if the record is not valid or the contents are
+ * missing. */
 static bool files_load_file(files_store *store, const files_id *id, const json *root) {
     struct stat info;
     const char *purpose = files_find_purpose(json_str(json_get(root, "purpose")));
@@ -23458,6 +23470,8 @@ static int64_t files_count_lines(const files_store *store, const files_id *id) {
     return lines;
 }
 
+/* Loads a batch from its record. Returns false if the record is not valid. The counts of a batch
+ * that has not ended are those of the lines in its output files. */
 static bool files_load_batch(files_store *store, const files_id *id, const json *root) {
     const json *private_part = json_get(root, "toka"), *counts = json_get(root, "request_counts");
     str window = json_str(json_get(root, "completion_window"));
@@ -24152,6 +24166,7 @@ static void files_send_content(const files_store *store, const files_file *file,
     buf_c(&reply->headers, "\"\r\nX-Content-Type-Options: nosniff\r\n");
 }
 
+/* DELETE /v1/files/{id}. Refused while a batch that has not ended uses the file. */
 static void files_delete_file(files_store *store, files_file *file, http_reply *reply) {
     char record[64];
     files_id id = file->id;
@@ -24251,6 +24266,7 @@ static const char *files_read_batch(const files_store *store, const json *root, 
     return NULL;
 }
 
+/* POST /v1/batches. */
 static void files_create_batch(files_store *store, str body, http_reply *reply) {
     arena memory = {0};
     toka_err e;
@@ -24283,6 +24299,8 @@ static void files_create_batch(files_store *store, str body, http_reply *reply) 
     arena_free(&memory);
 }
 
+/* POST /v1/batches/{id}/cancel. If the worker is at this batch, the worker ends it; else it ends
+ * here. */
 static void files_cancel_batch(files_store *store, files_batch *batch, http_reply *reply) {
     if (batch->status != FILES_VALIDATING && batch->status != FILES_IN_PROGRESS &&
         batch->status != FILES_CANCELLING) {
@@ -26736,6 +26754,7 @@ static void srv_refuse_connection(srv *server, int fd) {
     pthread_mutex_unlock(&server->lock);
 }
 
+/* Accepts all connections that wait at a listener, at most SRV_MAX_EVENTS. */
 static void srv_accept(srv *server, int listener) {
     srv_loop *loop = server->loop;
     for (int i = 0; i < SRV_MAX_EVENTS; i++) {
@@ -26763,6 +26782,7 @@ static void srv_accept(srv *server, int listener) {
     }
 }
 
+/* Listens on a unix socket. Removes the file that a killed server left there. */
 static int srv_listen_unix(srv *server, const char *path, toka_err *e) {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
     struct stat info;
@@ -26819,6 +26839,7 @@ static int srv_listen_one(srv *server, const struct addrinfo *wanted, int *port,
     return 0;
 }
 
+/* Listens on the unix socket, or on all addresses of --host. */
 static int srv_listen(srv *server, toka_err *e) {
     struct addrinfo *all = NULL;
     char service[16];
