@@ -19428,8 +19428,8 @@ static int64_t api_highest_value(const api_config *config, const api_field *fiel
                                           : field->high;
 }
 
-/* Reads a whole number and checks the limits of its field. The messages name the limit of the
- * engine instead, which is checked later (api_highest_value); only `n` is held to it here. */
+/* Reads a whole number and checks the limits of its field. A message names the limit that applies
+ * in the end (api_highest_value). Except for `n`, that limit is checked later. */
 static int api_read_int(const api_config *config, const api_field *field, const json *value,
                         int64_t *out, toka_err *e) {
     int64_t whole;
@@ -23470,8 +23470,8 @@ static int64_t files_count_lines(const files_store *store, const files_id *id) {
     return lines;
 }
 
-/* Loads a batch from its record. Returns false if the record is not valid. The counts of a batch
- * that has not ended are those of the lines in its output files. */
+/* Loads a batch from its record. Returns false if the record is not valid. If the batch has not
+ * ended, its completed and failed lines are counted in its output files. */
 static bool files_load_batch(files_store *store, const files_id *id, const json *root) {
     const json *private_part = json_get(root, "toka"), *counts = json_get(root, "request_counts");
     str window = json_str(json_get(root, "completion_window"));
