@@ -10,14 +10,15 @@
  *   begin    writes the step's inputs and the work lists of attention (chapter 8) and sampling
  *            (chapter 12) into a pinned upload buffer. One host-to-device copy uploads them on a
  *            stream of its own, while the previous step runs (struct upload_buffer).
- *   the ops  launch kernels on one stream. Decode steps of up to 1,024 rows were captured as CUDA
- *            graphs at open: then the ops update nodes, and the last op launches the graph (15).
+ *   the ops  launch kernels on one stream. Decode steps of up to 1,024 rows run as CUDA graphs,
+ *            which are captured when the device is opened (chapter 15). The ops of such a step
+ *            launch nothing: they adapt the graph to the step, and the last op launches it.
  *   end      records an event.
  *   finish   waits for the event of the oldest in-flight step and returns its sampled tokens.
  *
  * A step can begin while the previous one runs, because the last sampled token of each sequence
- * stays on the device (toka_device.last_tokens), where `embed` of the next step reads it. All that
- * the host writes for a step exists STEPS_IN_FLIGHT times.
+ * stays on the device (toka_device.last_tokens), where `embed` of the next step reads it. Each
+ * buffer that the host fills for a step exists STEPS_IN_FLIGHT times.
  *
  * NUMBERS. Weights and activations are bf16. Accumulators, norms, softmax and log-probabilities are
  * float32. The residual stream x is rounded to bf16 between ops. Every sum has a fixed order, so
@@ -29,7 +30,8 @@
  *   weights     W [N][K] row-major bf16; E, F, V are padded with zeros to multiples of 8. q, k and
  *               v are one matrix [(H+2K)*D][E]; on Hopper with D 64 or 128 the rows of each head
  *               are in the order of qkv_interleave (chapter 4). gate and up are one matrix [2F][E]:
- *               8 rows of gate, then the same 8 of up, so one thread gets both operands of SwiGLU.
+ *               rows 0 to 7 of gate, rows 0 to 7 of up, rows 8 to 15 of gate, and so on. So one
+ *               thread gets both operands of SwiGLU.
  *   x           [T][E] bf16; the columns from the model's E to the padded E are zero
  *   q, o        [T][H][D] bf16
  *   K and V     pool[layer][page][kv head][K, V][B tokens][D] bf16
@@ -42,33 +44,39 @@
  * WORDS, one meaning each
  *
  *   row            one token of the step
- *   query          one query head of one row. The G query heads of a kv head are packed: query
- *                  row*G + g
+ *   query          one query head of one row. The G query heads of a kv head are packed: head g of
+ *                  them in row r is query r*G + g
  *   span           consecutive rows and a run of KV positions that all of them read (toka_span).
  *                  The spans of a step form a tree, because prompts share prefixes (Hydragen).
  *   level          depth of a span in that tree; levels run one after another (cascade attention)
- *   item           some queries of one span x some KV positions x every kv head: attention's unit
- *                  of work. A small item has at most 16 queries and is bound by memory; a larger
- *                  one is a tile of 64, 128 or 192 queries and is bound by the tensor cores.
- *   own            the KV positions that one row alone reads: its last span
+ *   item           attention's unit of work: a range of the queries of a span, and a range of its
+ *                  KV positions, for every kv head. A small item has at most 16 queries and is
+ *                  bound by memory. A larger one is a tile of 64, 128 or 192 queries and is bound
+ *                  by the tensor cores.
+ *   own            the own positions of a row are the KV positions that no other row reads. They
+ *                  are its last span.
  *   split          one piece of an item's KV range (split-KV), or of a GEMM's K (split-K)
- *   state          (O, LSE), float32, of a row and head in global memory: one level writes it, the
- *                  next one merges it in its epilogue
- *   prefix group   up to six rows of one prompt with all their spans in one CTA
+ *   state          (O, LSE), float32, of a row and head in global memory: the attention over the
+ *                  levels so far. One level writes it, the next one merges it in its epilogue.
+ *   prefix group   up to six rows, mostly of one prompt. One CTA computes all spans of these rows.
  *   unit           the tiles that one cluster of gemm_wgmma computes together
- *   buffer, BUFS   entry of a ring in shared memory, and how many (CUTLASS calls it a stage)
+ *   buffer, BUFS   a buffer is one entry of a ring in shared memory (CUTLASS: stage). BUFS is the
+ *                  number of entries.
  *   staging        shared memory through which an epilogue loads and stores a tile
  *   stage          a pipeline stage of the model, nothing else
- *   id group       64 ids of the vocabulary in one thread's registers; an id block has 256
- *   partial        result of some ids of one row (samp_partial); two partials merge into one
- *   plain row      needs no stored logits; a filtered row has top-k, top-p, min-p, penalties, lists
+ *   id block       256 consecutive ids of the vocabulary. It has four id groups of 64 ids. A thread
+ *                  holds the logits of a group in its registers.
+ *   partial        sampling result over some ids of one row (samp_partial). Two partials merge.
+ *   plain row      is sampled without stored logits. A filtered row needs them: it has top-k,
+ *                  top-p, min-p, penalties or id lists, or wants top log-probabilities or a rank.
  *
  * HOW KERNELS WAIT
  *
  *   previous kernel   Programmatic dependent launch: a kernel starts while the previous one ends.
  *                     It reads weights at once and calls grid_wait() before it reads activations.
- *   inside a CTA      Rings of buffers with two mbarriers each, full and empty. A wait names the
- *                     parity of the phase that has to complete. bar_sync: some warps of the CTA.
+ *   inside a CTA      Rings of buffers. Each buffer has two mbarriers, full and empty. A wait names
+ *                     the parity of the phase that has to complete. Named barriers (bar_sync) are
+ *                     for some of the warps.
  *   inside a cluster  Cluster barriers, and st.async, which writes into another CTA's shared memory
  *                     and signals its mbarrier.
  *   between GPUs      The rank barrier (chapter 10): CTA b of a kernel waits for CTA b of the same
@@ -86,62 +94,68 @@
  *   gemm_mma    the rest on other GPUs                    mma.sync     128 x 128 or     256, 128
  *                                                                      64 x 64
  *
- *   family      split-K                          loads                     epilogues (EPI_)
- *   gemm_gemv   8 warps, summed in shared        a cp.async ring a warp    STORE, RESIDUAL, SWIGLU,
+ *   family      split-K                          loads                     epilogues
+ *   gemm_gemv   8 warps, summed in shared        a cp.async ring per warp  STORE, RESIDUAL, SWIGLU,
  *               memory                                                     QKV without QK-norm
  *   gemm_smallm 1, 2, 4, 8 CTAs of a cluster,    TMA, up to 12 buffers     STORE, RESIDUAL, SWIGLU,
  *               reduce-scatter by st.async                                 LOGITS, QKV
- *   gemm_wgmma  1, 2, 4 CTAs of a cluster        TMA, up to 8 buffers,     all; also SCATTER (ranks),
- *                                                persistent CTAs           SAMPLE (LM head)
+ *   gemm_wgmma  1, 2, 4 CTAs of a cluster        TMA, up to 8 buffers,     all; also epi_scatter
+ *                                                persistent CTAs           (ranks), epi_sample
+ *                                                                          (LM head)
  *   gemm_mma    none                             cp.async, 4 buffers       STORE, RESIDUAL, SWIGLU,
  *                                                                          LOGITS
  *
- *   "Swapped": the kernel computes y^T = W x^T, so that rows of W fill the MMA's 16 or 64 rows. For
- *   M <= 8 without tensor parallelism RMSNorm is fused: the kernel that writes x also writes row
- *   sums of squares, and the next GEMM scales by them (struct fused_norm).
+ *   STORE and so on are the values EPI_... of enum epilogue. "Swapped": the kernel computes
+ *   y^T = W x^T, so that rows of W fill the 16 or 64 rows of the MMA.
+ *   For M <= 8 without tensor parallelism RMSNorm is fused: the kernel that writes x also writes
+ *   the sums of squares of each row, and the next GEMM scales its result by 1 / rms (struct
+ *   fused_norm).
  *
  * ATTENTION KERNELS (chapters 8 and 9)
  *
- *   kernel              standard name                CTA threads      grid           queries a CTA
+ *   kernel              standard name                threads a CTA    grid           queries a CTA
  *   attn_mma            FlashAttention-2, any GPU    32 or 128        items x K      16 or 64
  *   attn_small          decode attention, one warp   32               items x K      <= 16
- *   attn_cta_split      split-KV inside a CTA        <= 14 or 12      items or       <= 16
- *                                                    warps            groups x K
- *   attn_cluster_split  split-KV inside a cluster    4 CTAs of <= 4   4 x the above  <= 16
- *                                                    or 3 warps
- *   attn_wgmma          FlashAttention-3 prefill     512 (D 64), 384  tiles x K      192 or 128
+ *   attn_cta_split      split-KV inside a CTA        <= 14 warps      (items or      <= 16
+ *                                                    (D > 64: 12)     groups) x K
+ *   attn_cluster_split  split-KV inside a cluster    <= 4 warps       4 x (items x   <= 16 a
+ *                       of 4 CTAs                    (D > 64: 3)      K)             cluster
+ *   attn_wgmma          FlashAttention-3 prefill     512              tiles x K      192
+ *                                                    (D > 64: 384)                   (D > 64: 128)
  *   attn_fused          Hydragen: shared prefix and  512, persistent  <= SMs         128 of the
  *                       own positions in one kernel                                  prefix
  *   attn_merge_splits   merge of split-KV            128              merges x K     1
  *
- *   kernel              who loads K and V            products         who merges, and where
+ *   kernel              loads of K and V by          products         merge by, and where
  *   attn_mma            all threads, cp.async        mma.sync         epilogue: with the state
  *   attn_small          lane 0, TMA                  mma.sync         epilogue: with the state
  *   attn_cta_split      lane 0 of each warp, TMA     mma.sync         the CTA, in shared memory,
  *                                                                     then with the state
- *   attn_cluster_split  lane 0 of each warp, TMA     mma.sync         CTA i % 4 merges query i, by
- *                                                                     st.async; then the state
+ *   attn_cluster_split  lane 0 of each warp, TMA     mma.sync         CTA r of the cluster for the
+ *                                                                     queries i with i % 4 = r, by
+ *                                                                     st.async; then with the state
  *   attn_wgmma          a producer warp, TMA         wgmma            epilogue: with the state
- *   attn_fused, prefix  warp 0, TMA                  wgmma            (O, LSE) to exchange buffer
- *     own positions     7 warps, TMA, evict-first    mma.sync         the row's warp merges it
- *                                                                     with its own result
+ *   attn_fused, prefix  warp 0, TMA                  wgmma            none: writes (O, LSE) to the
+ *                                                                     exchange buffer
+ *     own positions     7 warps, TMA, evict-first    mma.sync         the warp of the row: prefix
+ *                                                                     with own positions
  *   attn_merge_splits   reads no K or V              none             one CTA a query, fixed order
  *
  *   How a step chooses (attn_plan_step), on Hopper with B >= 64 and 64 <= D <= 128; all other steps
  *   use attn_mma and attn_merge_splits:
  *   1. Prefix groups, if the step has at least two levels and little work: one launch of
  *      attn_cta_split for all levels (attn_choose_prefix_groups).
- *   2. Else attn_fused for shared prefixes whose rows have own positions directly below, if there
- *      are rows enough for every SM and no layer has a window (attn_plan_fused).
+ *   2. Else attn_fused for the shared prefixes after which each row has only its own positions. It
+ *      needs rows enough for every SM, and no layer may have a sliding window (attn_plan_fused).
  *   3. Everything else level by level: attn_wgmma for tiles, attn_small or attn_cta_split for small
  *      items, then attn_merge_splits if a range was split.
- *   4. attn_cluster_split instead of attn_cta_split, if its CTAs would leave most SMs idle.
+ *   4. attn_cluster_split replaces attn_cta_split if attn_cta_split would leave most SMs idle.
  *
  * SAMPLING KERNELS (chapters 11 and 12)
  *
  *   kernel                     from -> to                                used for
- *   gemm_wgmma, EPI_SAMPLE     accumulators -> a partial per row and     Hopper, M > 16
- *                              256 ids; logits of filtered rows
+ *   gemm_wgmma, epi_sample     accumulators -> a partial per row and     Hopper, M > 16
+ *                              id block; logits of filtered rows
  *   samp_partials_kernel       stored logits -> the same partials        M <= 16, other GPUs
  *   samp_reduce_kernel         partials -> token, log-probabilities      plain rows
  *   samp_filter_kernel         partials and logits -> token              filtered rows
@@ -151,21 +165,25 @@
  *   Method: Gumbel-max over id groups, then the inverse CDF inside the group that won.
  *
  * WHAT THEY REACH. NVIDIA H200, 2026-11-22 to 24. test/results/gpu-h200.md has all tables, with
- * commits and commands; `toka bench ops` measures again. Shares of reading are of 4.4 TB/s.
+ * commits and commands; `toka bench ops` measures again. For ops bound by reading, 100 % is a read
+ * bandwidth of 4.4 TB/s.
  *
  *   op                        bound by      reaches
  *   gemm_wgmma                arithmetic    M >= 512: 1.04 times as fast as cuBLAS (61 shapes)
  *   gemm_smallm               reading W     M = 64: 80 % (gate_up of 1B), 40 % (o of 1B)
  *   gemm_gemv                 reading W     M = 1: 97 % (down of 8B), 60 % (o of 1B)
  *   gemm_mma                  arithmetic    60 % of wgmma's rate (H100)
- *   decode attention          reading K, V  84 % (64 sequences of 4,096), 100 % (2,048 of 900)
- *   attn_fused                reading K, V  84 and 79 % (8,192 samples of 88 own, 675 shared)
+ *   decode attention          reading K, V  84 % (64 sequences of 4,096 positions), 100 % (2,048
+ *                                           sequences of 900)
+ *   attn_fused                reading K, V  84 % at D 64, 79 % at D 128 (8,192 samples, each with
+ *                                           88 own and 675 shared positions)
  *   prefix groups             launches      64 samples of 4 prompts: 10 us a layer; by levels 34
- *   attn_wgmma                arithmetic    487 and 579 TFLOP/s at 16k (cuDNN 437 and 566)
- *   all-reduce of ranks       links         285 GB/s of the 450 of two H200; 6.2 us at least
+ *   attn_wgmma                arithmetic    16,384 rows: 487 TFLOP/s at D 64 (cuDNN 437), 579 at
+ *                                           D 128 (cuDNN 566)
+ *   all-reduce of ranks       links         285 GB/s of the 450 of two H200; at least 6.2 us
  *     in the GEMM's epilogue  links         255 GB/s for the half that the GEMM does not hide
  *   LM head with sampling     arithmetic    takes 1.04 to 1.13 times as long as cuBLAS's GEMM alone
- *   filtered rows             either        top_p 0.9: 16 us for one row, 47 us for 512
+ *   filtered rows             depends       top_p 0.9: 16 us for one row, 47 us for 512
  *
  * CONTENTS (build.sh checks it against the banners)
  *
@@ -208,7 +226,8 @@
 #include <unistd.h>
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
-#define HOPPER 1 /* bodies that need sm_90a; elsewhere they compile to a trap and are never launched */
+/* Bodies of kernels that need sm_90a. For other GPUs they compile to a trap and never run. */
+#define HOPPER 1
 #define IN_CLUSTERS(n) __cluster_dims__(n, 1, 1)
 #else
 #define HOPPER 0
