@@ -118,8 +118,8 @@
  *   attn_small          decode attention, one warp   32               items x K      <= 16
  *   attn_cta_split      split-KV inside a CTA        <= 14 warps      (items or      <= 16
  *                                                    (D > 64: 12)     groups) x K
- *   attn_cluster_split  split-KV inside a cluster    <= 4 warps       4 x (items x   <= 16 a
- *                       of 4 CTAs                    (D > 64: 3)      K)             cluster
+ *   attn_cluster_split  split-KV inside a cluster    <= 4 warps       4 x the grid   <= 16 a
+ *                       of 4 CTAs                    (D > 64: 3)      above          cluster
  *   attn_wgmma          FlashAttention-3 prefill     512              tiles x K      192
  *                                                    (D > 64: 384)                   (D > 64: 128)
  *   attn_fused          Hydragen: shared prefix and  512, persistent  <= SMs         128 of the
@@ -149,7 +149,8 @@
  *      needs rows enough for every SM, and no layer may have a sliding window (attn_plan_fused).
  *   3. Everything else level by level: attn_wgmma for tiles, attn_small or attn_cta_split for small
  *      items, then attn_merge_splits if a range was split.
- *   4. attn_cluster_split replaces attn_cta_split if attn_cta_split would leave most SMs idle.
+ *   4. attn_cluster_split replaces attn_cta_split if it is the only kernel of the step and its
+ *      clusters of four CTAs all fit on the GPU at once (attn_uses_cluster).
  *
  * SAMPLING KERNELS (chapters 11 and 12)
  *
@@ -246,24 +247,25 @@
 typedef __nv_bfloat16 bf16;
 
 /* STEPS_IN_FLIGHT: at most two steps are in flight (begun and not finished). One runs, the other is
- * queued on the stream. So the GPU hides the 0.5 to 0.9 ms that the host needs to launch a step. A
- * third step gains nothing: test/results/kernel-choices.md.
+ * queued on the stream. So the host spends the 0.5 to 0.9 ms for the launch of a step while the GPU
+ * runs the previous one. A third step gains nothing: test/results/kernel-choices.md.
  *
  * STEP_RING_SIZE: per-step rings have one more entry, because the idle time before a step is
- * measured from the end of the previous step. */
+ * measured from the end of the previous step, which may be finished. */
 enum { STEPS_IN_FLIGHT = 2, STEP_RING_SIZE = STEPS_IN_FLIGHT + 1 };
 
-/* The upload buffer: double-buffered pinned host memory, and device buffers of the same layout. One
- * copy uploads all inputs of a step (9 KB for 64 sequences, 726 KB for 8,192) while the previous
- * step runs. So the upload costs no time (chapter 3). upload_put returns a device address. The data
- * is there after upload_send. */
+/* The upload buffer: double-buffered pinned host memory, and device buffers of the same layout. A
+ * half is the host and the device buffer of one step. One copy uploads all inputs of a step (9 KB
+ * for 64 sequences, 726 KB for 8,192) while the previous step runs. So the upload costs no time
+ * (chapter 3). upload_put returns a device address. Kernels that are launched after upload_send can
+ * read the data there. */
 typedef struct upload_buffer {
     char *host[STEPS_IN_FLIGHT], *device[STEPS_IN_FLIGHT];
     /* The copy stream. NULL: there is one device buffer, and copies run on dev->stream. */
     cudaStream_t stream;
     int current;                       /* index of the half that is being filled */
     size_t used, cap;                  /* bytes of one half */
-    cudaEvent_t sent[STEPS_IN_FLIGHT]; /* the copy has ended: the host buffer may be filled again */
+    cudaEvent_t sent[STEPS_IN_FLIGHT]; /* end of the copy: the host buffer may be filled again */
 } upload_buffer;
 
 typedef struct weight { /* a matrix on the device; N and K are multiples of 8 */
@@ -285,8 +287,8 @@ typedef struct step_rows { /* rows of the current step; device pointers into the
     const toka_copy *copies;
 } step_rows;
 
-/* Events of the steps in flight, in rings. cuda_finish waits for `done` and sleeps meanwhile
- * (blocking sync): spinning was not faster with 1 and with 64 sequences.
+/* Events of the steps in flight, in rings. cuda_finish waits for `done` with blocking sync: the
+ * thread sleeps. Spinning was not faster, with 1 sequence and with 64.
  *
  * Every CLOCK_STEP_INTERVAL-th step is a timed step: an event follows each op. A timed step is
  * launched kernel by kernel and takes 0.4 ms longer than a graph. So among steps that could run as
@@ -304,18 +306,18 @@ typedef struct step_clock {
 
 /* Decode steps run as CUDA graphs, captured at open (chapter 15). There is one graph for each graph
  * size and graph kind. A graph size is a number of rows: a smaller step is padded to it with
- * padding rows. The graph kind is the number of attention launches per layer.
+ * padding rows. The graph kind is the number of attention launches per layer, except for kind 0.
  *
- * Kind 0 is for cluster split-KV (attn_cluster_split); only small sizes have it. A graph kernel
- * node keeps its cluster size when it gets another kernel. Any other kernel in such a node would
- * lose the CTAs that do not fill a cluster.
+ * Kind 0 has one launch of attn_cluster_split per layer; only small sizes have this kind. It is a
+ * kind of its own because a kernel node keeps its cluster size when it gets another kernel. A
+ * kernel without clusters would lose the CTAs that do not fill a cluster.
  *
  * Before each replay a graph is adapted to the step:
- *   - The variable nodes get another kernel and grid. The attention nodes get the kernels of the
- *     step's work list. The last one or two nodes get the sampling kernels for plain rows or for
- *     filtered rows.
+ *   - The variable nodes get another kernel, grid and arguments. The attention nodes get the
+ *     kernels of the step's work list. The last one or two nodes get the sampling kernels for plain
+ *     rows or for filtered rows.
  *   - The upload nodes (graph_upload_node) keep their kernels. Their inputs lie at fixed offsets in
- *     the upload buffer, and their pointers are moved to its current half.
+ *     the upload buffer. Their pointers into it are set to its current half.
  *   - All other nodes stay as captured. */
 enum {
     GRAPH_MAX_ROWS = 1024,
@@ -324,12 +326,14 @@ enum {
     GRAPH_N_KINDS = GRAPH_MAX_ATTENTION + 1,
     GRAPH_SAMPLE_NODES = 2
 };
-/* What launch_by_role does with a kernel: launch it; launch it and record its node (during
- * capture); or update the next recorded node with it (before a replay). */
+/* What launch_by_role does with a kernel:
+ *   LAUNCH   launches it
+ *   RECORD   launches it and records its node as a variable node (during capture)
+ *   UPDATE   launches nothing and stores it in the next variable node (before a replay) */
 enum graph_role { GRAPH_ROLE_LAUNCH, GRAPH_ROLE_RECORD, GRAPH_ROLE_UPDATE };
-/* Limits: arguments of a kernel must be fewer than GRAPH_MAX_ARGUMENTS. They hold at most
- * GRAPH_MAX_POINTERS pointers into the upload buffer. The argument sizes of GRAPH_CACHED_KERNELS
- * kernels are cached. */
+/* Limits of the kernels in graphs. A kernel has fewer than GRAPH_MAX_ARGUMENTS arguments, which
+ * hold at most GRAPH_MAX_POINTERS pointers into the upload buffer. The argument sizes of
+ * GRAPH_CACHED_KERNELS kernels are cached. */
 enum { GRAPH_MAX_ARGUMENTS = 24, GRAPH_MAX_POINTERS = 8, GRAPH_CACHED_KERNELS = 16 };
 typedef struct graph_upload_node { /* a node that keeps its kernel and reads the upload buffer */
     cudaGraphNode_t node;
@@ -367,8 +371,8 @@ typedef struct step_graphs {
     size_t free_bytes_before; /* free memory of the GPU before the first capture */
     int64_t n_graph_steps;    /* steps that ran as graphs */
     graph_kernel kernels[GRAPH_CACHED_KERNELS];
-    int n_kernels;         /* entries written to `kernels`, a ring */
-    toka_step padded_step; /* the current step, padded to a graph size; its rows: */
+    int n_kernels;         /* entries written so far to `kernels`, which is a ring */
+    toka_step padded_step; /* the current step, padded to a graph size; its arrays follow */
     int ids[GRAPH_MAX_ROWS], pos[GRAPH_MAX_ROWS], kv_slot[GRAPH_MAX_ROWS];
     toka_sample_row samples[GRAPH_MAX_ROWS];
     step_graph all[GRAPH_N_SIZES * GRAPH_N_KINDS]; /* [size][kind] */
@@ -382,16 +386,16 @@ enum { BARRIER_MAX_RANKS = TOKA_GPU_MAX_TP };
 
 struct signal_flag; /* chapter 10 */
 /* What a kernel needs for a rank barrier: CTA b of a kernel waits for CTA b of the same kernel on
- * every tensor rank (chapter 10). */
+ * every tensor rank (chapter 10). Each CTA numbers its rank barriers. */
 typedef struct rank_barrier {
     int tp_rank, tp_size;
-    unsigned *counts;      /* [BARRIER_CTAS] of this rank: the last barrier number of each CTA */
-    volatile int *aborted; /* host memory: the group is broken */
-    /* host memory, [2]: the last barrier number at which CTA 0 arrived, and the last it passed */
+    unsigned *counts;      /* [BARRIER_CTAS] of this rank: number of the last barrier of each CTA */
+    volatile int *aborted; /* host memory; not 0: the group is broken */
+    /* host memory, [2]: numbers of the last barrier at which CTA 0 arrived, and that it passed */
     volatile unsigned *progress;
-    /* of each rank: [BARRIER_CTAS][BARRIER_MAX_RANKS] */
+    /* [rank] array [BARRIER_CTAS][BARRIER_MAX_RANKS] in the memory of that rank */
     signal_flag *signal_flags[BARRIER_MAX_RANKS];
-    char *recv_buffers[BARRIER_MAX_RANKS]; /* of each rank: group_recv_bytes() bytes */
+    char *recv_buffers[BARRIER_MAX_RANKS]; /* [rank] group_recv_bytes() bytes in its memory */
 } rank_barrier;
 
 struct toka_device {
@@ -404,9 +408,10 @@ struct toka_device {
     int ordinal;           /* number of the GPU in the CUDA runtime */
     int arch, n_sms;       /* arch: 80, 89, 90 ... */
     int max_smem;          /* bytes of shared memory that a CTA can have */
-    int max_clusters_of_4; /* Hopper: resident clusters of 4, with one GEMM CTA per SM */
-    bool hopper;           /* the wgmma and TMA kernels run */
+    int max_clusters_of_4; /* Hopper: clusters of four GEMM CTAs that can be resident at once */
+    bool hopper;           /* the wgmma and TMA kernels are used */
     cudaStream_t stream;
+    /* cuTensorMapEncodeTiled of the driver */
     CUresult (*encode_map)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *,
                            const cuuint64_t *, const cuuint64_t *, const cuuint32_t *,
                            const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle,
@@ -428,33 +433,32 @@ struct toka_device {
     step_clock clock;
     step_graphs graphs;
     const toka_step *step;       /* the current step; for a graph, padded to the graph size */
-    /* indices in the per-step rings: of the step begun last, and of the step finished last */
-    int last_begun, last_finished;
+    int last_begun, last_finished; /* ring indices of the step begun last, and finished last */
     attn_plan *attn;
     samp_plan *samp;
     size_t free_at_open;         /* bytes of GPU memory that were free when the device was opened */
     int64_t weight_bytes;        /* bytes of GPU memory that the weights take */
     void **allocations;          /* [n_allocations] pointers from cudaMalloc */
     int n_allocations;
-    /* debugging: this many steps from now a kernel traps, or does not end; 0: never */
+    /* Debugging. Steps until a kernel traps (fault) or does not end (stall); 0: never. */
     int steps_to_fault, steps_to_stall;
-    int captures_to_fault;       /* debugging: this many captures from now one fails; 0: never */
+    int captures_to_fault;       /* debugging: captures until one fails; 0: never */
     const void *prepared_kernels[64]; /* [n_prepared_kernels] done by launch_prepare */
     int n_prepared_kernels;
     toka_group *group;           /* NULL: the model has one rank */
     group_rank *rank;            /* this rank's entry in the group */
     char rank_prefix[72];        /* "rank 1 (stage 0, tensor rank 1): ", or empty */
     rank_barrier barrier;        /* used if there are several tensor ranks */
-    int barrier_ctas;            /* CTAs of each kernel with a rank barrier */
-    unsigned noted_barriers;     /* rank barriers enqueued when an op was last noted in
-                                    rank->op_ring */
-    bf16 *unreduced_x;           /* x whose partial sums lie in the receive buffers: its all-reduce
-                                    is pending (chapter 10). NULL: none is pending */
+    int barrier_ctas;            /* grid of every kernel with a rank barrier */
+    unsigned noted_barriers;     /* rank->n_barriers when an op was last written to rank->op_ring */
+    bf16 *unreduced_x;           /* x with a pending all-reduce: its partial sums lie in the receive
+                                    buffers (chapter 10). NULL: no all-reduce is pending */
     cudaStream_t send_stream;    /* pipeline stages: DMA copies to other ranks */
-    cudaEvent_t sampled_event;   /* tensor rank 0 of the last stage: last_tokens can be sent */
+    cudaEvent_t sampled_event;   /* tensor rank 0 of the last stage: end of sampling, after which
+                                    last_tokens can be sent */
 };
 
-/* Stores the first error. Later errors are its consequences and are dropped. */
+/* Stores the first error. Later errors are consequences of it and are dropped. */
 static void latch_error(toka_device *dev, cudaError_t code, const char *what) {
     if (code == cudaSuccess || dev->error.code) return;
     dev->error.code = code == cudaErrorMemoryAllocation ? TOKA_E_MEMORY : TOKA_E_DEVICE;
@@ -463,7 +467,7 @@ static void latch_error(toka_device *dev, cudaError_t code, const char *what) {
 }
 #define CHECK_LAUNCH(dev, what) latch_error(dev, cudaGetLastError(), what) /* after every <<<>>> */
 
-/* Called after an op, or a part of an op. In a timed step it records an event (chapter 13). */
+/* Called after an op or a part of an op. Records an event if the step is timed (chapter 13). */
 static void clock_record_op(toka_device *dev, int op) {
     step_clock *clk = &dev->clock;
     if (clk->timed_index != dev->last_begun || dev->error.code) return;
@@ -476,8 +480,9 @@ static void clock_record_op(toka_device *dev, int op) {
  * a CTA can have, which CUDA requires above 48 KB. All devices of this process that use the same
  * GPU share the setting, so all of them set the same maximum.
  *
- * On Hopper it also sets the largest shared memory carveout. An SM must be empty before its
- * carveout can change. So kernels with different carveouts could not overlap. */
+ * On Hopper it also sets the largest shared memory carveout, the same for all kernels. An SM must
+ * be empty before its carveout can change, so kernels with different carveouts could not
+ * overlap. */
 static void launch_prepare(toka_device *dev, const char *what, const void *kernel) {
     int index = 0, capacity = sizeof dev->prepared_kernels / sizeof *dev->prepared_kernels;
     while (index < dev->n_prepared_kernels && dev->prepared_kernels[index] != kernel) index++;
@@ -541,7 +546,7 @@ static void graph_update_node(toka_device *dev, const cudaLaunchConfig_t *config
                     graph->exec, graph->variable_nodes[dev->graphs.next_node++], &params),
                 "step");
 }
-/* Launches a kernel, records its node or updates a node, as the current role says (graph_role). */
+/* Launches a kernel or stores it in a graph node, as graph_role says. */
 static void launch_by_role(toka_device *dev, const char *what, const cudaLaunchConfig_t *config,
                            const void *kernel, void **arguments) {
     if (dev->graphs.role == GRAPH_ROLE_UPDATE) graph_update_node(dev, config, kernel, arguments);
@@ -556,7 +561,7 @@ template <class T> struct type_identity { typedef T type; };
  * shared memory.
  *
  * On Hopper kernels use programmatic dependent launch: a kernel may start while the previous kernel
- * still runs. So the rules are:
+ * still runs. Therefore these rules hold:
  *   - A thread calls grid_wait() before it reads data that an earlier kernel writes, and before it
  *     overwrites data that an earlier kernel reads.
  *   - Every kernel calls grid_wait(), even one that reads no data of an earlier kernel. Otherwise
@@ -565,9 +570,9 @@ template <class T> struct type_identity { typedef T type; };
  *   - Only data that no kernel of the stream writes, mostly weights, may be read before
  *     grid_wait().
  *
- * Clusters are placed by the load balancing policy. With the default policy and dependent
- * launches the CTAs of a kernel end up two per SM on half of the SMs, and the next kernel's on
- * the other half. Load balancing makes the small-M GEMMs (gemm_smallm_kernel) 23 to 44 % faster:
+ * Clusters are placed by the load balancing policy. With the default policy and dependent launches
+ * the CTAs of a kernel end up two per SM on half of the SMs, and the CTAs of the next kernel on the
+ * other half. Load balancing makes the small-M GEMMs (gemm_smallm_kernel) 23 to 44 % faster:
  * test/results/kernel-choices.md. */
 template <class... P>
 static void launch_dependent(toka_device *dev, const char *what, void (*kernel)(P...), dim3 grid,
@@ -606,8 +611,8 @@ static inline int round_up_8(int n) { return (n + 7) & ~7; }
 
 /* ===========================================================================
  * MARK: 2. PTX [device]
- * One small function per PTX instruction. Most have the name that the PTX manual uses. Addresses of
- * shared memory are 32-bit integers (smem_addr).
+ * One small function per PTX instruction. Most functions have the name of their instruction.
+ * Addresses of shared memory are 32-bit integers (smem_addr).
  * =========================================================================== */
 
 __device__ static inline uint32_t smem_addr(const void *p) {
@@ -636,9 +641,10 @@ __device__ static inline float bf16_high(uint32_t pair) {
     return __uint_as_float(pair & 0xffff0000u);
 }
 
-/* ---- mma.sync and its feeding (sm_80 and later) ---- */
+/* ---- mma.sync and the loads of its operands (sm_80 and later) ---- */
 
-/* d[16][8] += a[16][16] b[16][8]. Lane l holds d(l/4, 2(l%4)+{0,1}) and d(l/4+8, same columns). */
+/* d[16][8] += a[16][16] b[16][8]. Lane l holds the columns 2(l%4) + {0,1} of d: of row l/4 in
+ * d[0] and d[1], of row l/4 + 8 in d[2] and d[3]. */
 __device__ static inline void mma_16816(float d[4], const uint32_t a[4], const uint32_t b[2]) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
@@ -650,7 +656,7 @@ __device__ static inline void ldmatrix_x4(uint32_t r[4], uint32_t at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
 }
-/* The same, and transposes each matrix. */
+/* ldmatrix_x4 that also transposes each matrix. */
 __device__ static inline void ldmatrix_x4_trans(uint32_t r[4], uint32_t at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
@@ -667,7 +673,8 @@ __device__ static inline void cp_async_16(uint32_t to, const void *from, int n) 
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(n)
                  : "memory");
 }
-/* The same for data that is read once. With policy = l2_evict_first_policy() L2 evicts it first. */
+/* cp_async_16 for data that is read once: with policy = l2_evict_first_policy() L2 evicts it
+ * first. */
 __device__ static inline void cp_async_16_evict_first(uint32_t to, const void *from, int n,
                                                       uint64_t policy) {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;"
@@ -678,8 +685,8 @@ __device__ static inline uint64_t l2_evict_first_policy() {
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
-/* Prefetches one cache line to L2. It is for small data that a kernel reads late, for example a
- * bias: the other weights of the step have evicted it from L2. Prefetching the biases of QKV makes
+/* Prefetches one cache line to L2. Used for small data that a kernel reads late, for example a
+ * bias. The other weights of the step have evicted it from L2. Prefetching the biases of QKV makes
  * a step 0.3 to 1.5 % faster: test/results/kernel-choices.md. */
 __device__ static inline void l2_prefetch(const void *from) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
@@ -693,8 +700,8 @@ template <int N> __device__ static inline void cp_async_wait() {
 
 /* ---- Programmatic dependent launch: a kernel may start before the previous one has ended ---- */
 
-/* Waits until the previous kernel of the stream has ended and its writes are visible. As every
- * kernel waits, this holds for all earlier kernels (launch_dependent). */
+/* Waits until the previous kernel of the stream has ended and its writes are visible. Every kernel
+ * calls this, so all earlier kernels have ended, too (launch_dependent). */
 __device__ static inline void grid_wait() {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -707,7 +714,7 @@ __device__ static inline void grid_launch_dependents() {
 #endif
 }
 
-/* Named barrier `id` for `threads` threads (whole warps) of the CTA: arrive and wait. */
+/* Arrives at the named barrier `id` and waits for `threads` threads (whole warps) of the CTA. */
 __device__ static inline void bar_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -715,7 +722,7 @@ __device__ static inline void bar_sync(int id, int threads) {
 #if HOPPER
 /* ---- mbarrier ---- */
 
-/* count: the arrivals that complete a phase. */
+/* count: number of arrivals that complete a phase. */
 __device__ static inline void mbar_init(uint32_t bar, int count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
 }
@@ -732,10 +739,10 @@ __device__ static inline void mbar_expect_tx(uint32_t bar, int bytes) {
                  "r"(bytes)
                  : "memory");
 }
-/* Arrives at the mbarrier at the same offset in CTA `cta` of the cluster. It says that the wgmma
- * of this CTA have finished reading. The default semantics are .release.cta: the writes of this
- * thread do not become visible to the other CTA. That would need .release.cluster, whose fence
- * takes as long as the wgmma of one K block. */
+/* Arrives at the mbarrier at the same offset in CTA `cta` of the cluster. Used after wgmma that
+ * have finished reading a buffer. The default semantics are .release.cta: writes of this thread do
+ * not become visible to the other CTA, and none have to. .release.cluster would make them visible,
+ * but its fence takes as long as the wgmma of one K block. */
 __device__ static inline void mbar_arrive_remote(uint32_t bar, int cta) {
     asm volatile("{.reg .b32 r; mapa.shared::cluster.u32 r, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [r];}"
                  ::"r"(bar), "r"(cta) : "memory");
@@ -753,14 +760,15 @@ __device__ static inline void mbar_wait(uint32_t bar, int parity) {
 __device__ static inline void tma_prefetch_map(const CUtensorMap *m) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(m) : "memory");
 }
-/* Loads a box of a tensor map to shared memory. c0, c1: coordinates of its first element, innermost
- * dimension first. When the box has arrived, its bytes are counted on the mbarrier `bar`. */
+/* Loads a box of a tensor map to shared memory. c0, c1: coordinates of the first element of the
+ * box, innermost dimension first. When the box has arrived, its bytes count on the mbarrier
+ * `bar`. */
 __device__ static inline void tma_load_2d(uint32_t to, const CUtensorMap *m, uint32_t bar, int c0,
                                           int c1) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
                  ::"r"(to), "l"(m), "r"(bar), "r"(c0), "r"(c1) : "memory");
 }
-/* The same for data that is read once: L2 evicts it first. The constant is the cache policy
+/* tma_load_2d for data that is read once: L2 evicts it first. The constant is the cache policy
  * evict_first (CUTLASS: TMA::CacheHintSm90::EVICT_FIRST). */
 __device__ static inline void tma_load_2d_evict_first(uint32_t to, const CUtensorMap *m,
                                                       uint32_t bar, int c0, int c1) {
@@ -807,8 +815,8 @@ __device__ static inline void tma_store_2d(const CUtensorMap *m, uint32_t from, 
 __device__ static inline void tma_store_commit() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-/* Waits until at most N committed groups of this thread still read shared memory. With N = 0 the
- * shared memory of all its stores may be written again. */
+/* Waits until at most N committed groups of this thread still read shared memory. After N = 0 the
+ * thread may overwrite the shared memory of all its stores. */
 template <int N> __device__ static inline void tma_store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
 }
@@ -817,15 +825,15 @@ __device__ static inline void tma_store_wait() {
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 /* Makes ordinary stores to shared memory visible to wgmma and TMA (the async proxy). Each thread
- * that wrote calls it before the barrier. */
+ * that has stored calls this before the barrier that orders the stores and the wgmma or TMA. */
 __device__ static inline void fence_async_smem() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 /* ---- Warpgroups and clusters ---- */
 
-/* Set the registers per thread of this warpgroup to N. dec releases registers, inc waits until
- * they are free. */
+/* setmaxnreg_dec and setmaxnreg_inc set the registers per thread of this warpgroup to N. _dec
+ * releases registers. _inc waits until enough registers are free. */
 template <int N> __device__ static inline void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
 }
@@ -836,9 +844,9 @@ template <int N> __device__ static inline void setmaxnreg_inc() {
 __device__ static inline void bar_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-/* True in one lane of the warp. All 32 lanes must call it. Unlike with `lane == 0`, the compiler
- * knows that one lane is active: instructions with uniform registers need no loop over the
- * lanes. */
+/* True in one lane of the warp. All 32 lanes must call it. The compiler knows that only one lane is
+ * active then, which it does not know of `lane == 0`. So it makes no loop over the lanes for
+ * instructions with uniform registers (TMA, wgmma descriptors). */
 __device__ static inline bool elect_one() {
     uint32_t one;
     asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(one));
@@ -876,9 +884,9 @@ template <int N> __device__ static inline void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
-/* Matrix descriptor of a K-major tile: rows of 128 bytes, 128-byte swizzle, base aligned to 1,024
- * bytes. Each group of 8 rows takes 1,024 bytes. The next 16 columns start 32 bytes later: add 2 to
- * the descriptor. */
+/* Matrix descriptor of a K-major tile at `at`: rows of 128 bytes, 128-byte swizzle, base aligned to
+ * 1,024 bytes. Each group of 8 rows takes 1,024 bytes. The next 16 columns start 32 bytes later.
+ * Their descriptor is this one + 2, because it counts in units of 16 bytes. */
 __device__ static inline uint64_t wgmma_desc(uint32_t at) {
     return (uint64_t)((at & 0x3FFFF) >> 4) | (uint64_t)1 << 16 | (uint64_t)(1024 >> 4) << 32 |
            (uint64_t)1 << 62;
@@ -886,14 +894,14 @@ __device__ static inline uint64_t wgmma_desc(uint32_t at) {
 
 /* ---- wgmma: d[64][N] (+)= a[64][16] b[N][16]^T by one warpgroup ----
  *
- * Accumulators: warp w of the warpgroup holds the rows 16w .. 16w+15. Of each block j of 8 columns,
- * lane l holds
+ * Accumulators: warp w of the warpgroup holds the rows 16w .. 16w+15. Block j of columns is 8
+ * columns wide. Lane l holds of it
  *
- *   d[4j], d[4j+1]     row l/4,     columns 8j + 2(l%4) + {0,1}
- *   d[4j+2], d[4j+3]   row l/4 + 8, the same columns
+ *   d[4j], d[4j+1]     row 16w + l/4,     columns 8j + 2(l%4) + {0,1}
+ *   d[4j+2], d[4j+3]   row 16w + l/4 + 8, the same columns
  *
- * The accumulators of the blocks j and j+1, packed to bf16, are the registers a[4] of one k16 step:
- * the A operand of the next product (P V).
+ * Attention needs P as the A operand of the product P V. The accumulators of two blocks j (even)
+ * and j + 1, packed to bf16, are the registers a[4] for 16 columns of P.
  *
  * Order of the calls: wgmma_fence, any number of wgmma_ss and wgmma_rs, wgmma_commit, wgmma_wait.
  * No other instruction may use d (or a in registers) between wgmma_fence and the end of wgmma_wait.
@@ -926,9 +934,9 @@ __device__ static inline uint64_t wgmma_desc(uint32_t at) {
 #define WG_ACC_96 WG_ACC_80, WG_AT_16(80)
 #define WG_ACC_112 WG_ACC_96, WG_AT_16(96)
 #define WG_ACC_128 WG_ACC_112, WG_AT_16(112)
-/* H = n / 2 accumulator registers: the operands %0 .. %(H-1). The other arguments are the
- * numbers of the operands that follow them: a (descriptor A, or registers A0 .. A3), descriptor
- * b, scale_d, TRANS_B. */
+/* The operands %0 .. %(H-1) are the H = n / 2 accumulator registers. The other arguments are the
+ * numbers of the operands after them. A: descriptor of a; A0 .. A3: registers of a; B: descriptor
+ * of b; S: scale_d; T: TRANS_B. */
 #define WG_SS(n, H, A, B, S, T)                                                                    \
     if constexpr (N == n)                                                                          \
     asm volatile("{.reg .pred p; setp.ne.b32 p, %" #S ", 0; wgmma.mma_async.sync.aligned.m64n" #n  \
@@ -945,8 +953,8 @@ __device__ static inline uint64_t wgmma_desc(uint32_t at) {
                  : WG_ACC_##H                                                                      \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(scale_d), "n"(TRANS_B))
 
-/* a and b are in shared memory, given by descriptors. TRANS_B 1: b is stored as [16][N], with
- * rows of N elements (wgmma_desc_trans). */
+/* a and b are descriptors of tiles in shared memory. TRANS_B 0: b is stored as [N][16]
+ * (wgmma_desc). TRANS_B 1: b is stored as [16][N] in panels of 64 columns (wgmma_desc_trans). */
 template <int N, int TRANS_B = 0>
 __device__ static inline void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, int scale_d) {
     static_assert(N == 8 || N == 16 || N == 32 || N == 64 || N == 80 || N == 96 || N == 128 ||
@@ -963,7 +971,7 @@ __device__ static inline void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b
     WG_SS(224, 112, 112, 113, 114, 115);
     WG_SS(256, 128, 128, 129, 130, 131);
 }
-/* The same with a in registers. */
+/* wgmma_ss with a in registers. */
 template <int N, int TRANS_B>
 __device__ static inline void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b,
                                        int scale_d) {
@@ -991,8 +999,8 @@ __device__ static inline uint64_t wgmma_desc_trans(uint32_t at, int panel_bytes)
     return (uint64_t)((at & 0x3FFFF) >> 4) | (uint64_t)(panel_bytes >> 4) << 16 |
            (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
 }
-/* Cluster barrier of all threads: arrive, wait, and both. It orders no memory:
- * barrier.cluster.arrive.release would add a fence for the whole GPU. */
+/* The barrier of all threads of a cluster: arrive, wait, and both. The relaxed arrival orders no
+ * memory accesses. barrier.cluster.arrive.release would add a fence for the whole GPU. */
 __device__ static inline void cluster_arrive_relaxed() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -1012,7 +1020,7 @@ __device__ static inline void st_async_16(uint32_t to, const float v[4], uint32_
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];"
                  ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(bar) : "memory");
 }
-/* The same with 8 bytes. */
+/* st_async_16 with 8 bytes. */
 __device__ static inline void st_async_8(uint32_t to, float x, float y, uint32_t bar) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1,%2}, [%3];"
                  ::"r"(to), "f"(x), "f"(y), "r"(bar) : "memory");
