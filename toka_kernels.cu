@@ -846,7 +846,7 @@ __device__ static inline void bar_arrive(int id, int threads) {
 }
 /* True in one lane of the warp. All 32 lanes must call it. The compiler knows that only one lane is
  * active then, which it does not know of `lane == 0`. So it makes no loop over the lanes for
- * instructions with uniform registers (TMA, wgmma descriptors). */
+ * instructions with uniform registers, for example TMA. */
 __device__ static inline bool elect_one() {
     uint32_t one;
     asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(one));
@@ -1058,7 +1058,7 @@ __device__ static inline void stmatrix_x4(uint32_t at, uint32_t r0, uint32_t r1,
  * Allocation of GPU memory, the upload of a step's inputs, and the loading of the weights.
  * =========================================================================== */
 
-/* Allocates GPU memory, which cuda_close frees. Stores the error and returns NULL if it fails. */
+/* Allocates GPU memory. cuda_close frees it. On failure stores the error and returns NULL. */
 static void *dev_alloc(toka_device *dev, size_t bytes, const char *what) {
     void *memory = NULL;
     if (dev->error.code) return NULL;
@@ -1086,8 +1086,8 @@ static void *dev_alloc(toka_device *dev, size_t bytes, const char *what) {
 /* ---- Upload of a step's inputs ---- */
 
 /* own_stream: copies run on a copy stream, and dev->stream waits for them. Step n is uploaded to
- * half n % 2 while step n-1 still reads the other half. Step n-2, which read this half, has been
- * finished. Without own_stream there is one device buffer, and copies run on dev->stream. */
+ * half n % 2 while step n-1 still reads the other half. Step n-2 has read this half, but it is
+ * finished. Without own_stream both halves use one device buffer, and copies run on dev->stream. */
 static void upload_open(toka_device *dev, upload_buffer *upload, size_t cap, bool own_stream) {
     *upload = upload_buffer{.cap = cap};
     if (own_stream && !dev->error.code)
@@ -1113,7 +1113,7 @@ static void upload_close(upload_buffer *upload) {
     }
     *upload = upload_buffer{};
 }
-/* Switches to the other half. Waits until the last copy from its host buffer has ended. */
+/* Switches to the other half and waits until the last copy from its host buffer has ended. */
 static void upload_begin(toka_device *dev, upload_buffer *upload) {
     upload->current = (upload->current + 1) % STEPS_IN_FLIGHT;
     latch_error(dev, cudaEventSynchronize(upload->sent[upload->current]), "step upload");
@@ -1121,7 +1121,7 @@ static void upload_begin(toka_device *dev, upload_buffer *upload) {
 }
 
 /* Allocates `bytes` in the current half, 16-byte aligned. Sets *host to the memory to fill and
- * returns the device address. Asserts that the bytes fit: `cap` is computed for the largest
+ * returns the device address. The bytes always fit, because `cap` is computed for the largest
  * step. */
 static void *upload_alloc(upload_buffer *upload, size_t bytes, void **host) {
     size_t offset = (upload->used + 15) & ~(size_t)15;
@@ -1140,13 +1140,12 @@ static void *upload_put(upload_buffer *upload, const void *from, size_t bytes) {
 /* Starts the upload of the current half, in one copy.
  *
  * With a copy stream the upload runs concurrently with the previous step and costs no time: steps
- * without any upload are not faster (test/results/kernel-choices.md). So there is nothing to gain
- * by sending less and keeping the state of each sequence on the device. Sampling parameters that
- * were kept there made small steps 2 us longer, because of one more dependent read.
+ * without any upload are not faster (test/results/kernel-choices.md). So nothing is gained if the
+ * state of each sequence stays on the device and less is uploaded. Retired: sampling parameters
+ * that stayed on the device made small steps 2 us longer, because of one more dependent read.
  *
- * dev->stream waits for the upload before the first kernel of the step, so that kernel does not
- * start before the upload has ended. Therefore all kernels of the step may read the upload buffer
- * before grid_wait(). */
+ * dev->stream waits for the upload before the first kernel of the step. So all kernels of the step
+ * may read the upload buffer before grid_wait(). */
 static void upload_send(toka_device *dev, upload_buffer *upload) {
     const cudaStream_t stream = upload->stream ? upload->stream : dev->stream;
     latch_error(dev,
@@ -1164,20 +1163,20 @@ static void upload_send(toka_device *dev, upload_buffer *upload) {
  * Each tensor is split into pieces of at most LOAD_PIECE_BYTES. LOAD_THREADS threads take pieces
  * from one queue (half as many threads if more than four devices load at the same time). For each
  * piece a thread does this:
- *   - It copies the piece from the mapped file into one of its two pinned buffers. The page faults
- *     happen in this copy, so several of them are served at the same time.
- *   - It enqueues two operations on its own stream: the copy to the device, and the kernel that
- *     converts the piece and stores it in the target tensor.
+ *   - It copies the piece from the mapped file into one of its two pinned buffers. Page faults
+ *     happen in this copy. As there are several threads, several page faults are served at once.
+ *   - It enqueues two operations on its own stream: the copy to the device, and, if the piece has
+ *     to be converted or rearranged, the kernel that does this and stores it in the target.
  *
- * The host holds no other copy of the weights than these buffers. Bound by the page cache or by the
- * bus, whichever is slower. */
+ * The host holds no copy of the weights but these buffers. Loading is as fast as the page cache or
+ * the bus, whichever is slower. */
 
 enum { LOAD_THREADS = 8, LOAD_PIECE_BYTES = 2 << 20 };
 
 typedef struct load_job { /* a tensor, or a slice of a tensor, and its target */
     const toka_tensor *from;
-    void *to;         /* target: matrices bf16 [.][stride], vectors float32 */
-    int stride;       /* columns of the target: of a matrix rounded up to a multiple of 8 */
+    void *to;         /* the target: a matrix bf16 [.][stride], or a vector float32 */
+    int stride;       /* columns of the target; for a matrix rounded up to a multiple of 8 */
     bool f32;         /* the target is float32 */
     int row0;         /* first row in the target */
     bool interleaved; /* row r goes to row0 + r/8*16 + r%8: 8 rows of gate, then 8 rows of up */
@@ -1187,11 +1186,12 @@ typedef struct weight_loader {
     toka_device *dev;
     load_job *jobs; /* [n_jobs] */
     int n_jobs, cap_jobs;
-    /* bytes in the file; `lock` guards done_bytes and the fields below */
+    /* bytes in the file of all jobs, and of the pieces that threads have taken. `lock` guards
+     * done_bytes and the fields below. */
     size_t total_bytes, done_bytes;
-    int next_job;     /* job of the next piece */
-    size_t next_elem; /* first element of the next piece in its tensor */
-    toka_err error;   /* the first error of a thread */
+    int next_job;     /* index of the job that the next piece is from */
+    size_t next_elem; /* first element of the next piece in the tensor of that job */
+    toka_err error;   /* the first error of any thread */
     pthread_mutex_t lock;
 } weight_loader;
 
@@ -1208,9 +1208,9 @@ static void load_add_job(weight_loader *loader, const toka_tensor *from, void *t
     loader->total_bytes += (size_t)from->rows * from->cols * (from->dtype == TOKA_F32 ? 4 : 2);
 }
 
-/* Converts the elements first_elem .. first_elem+n_elems-1 of a tensor, which lie in raw, to the
- * type of the target and stores them to its rows. Grid ceil(n_elems / 256), block 256: one
- * element per thread. */
+/* raw holds the elements first_elem .. first_elem+n_elems-1 of a tensor with `cols` columns. The
+ * kernel converts them to the type of the target and stores them in its rows. Grid
+ * ceil(n_elems / 256), block 256: one element per thread. */
 __global__ static void __launch_bounds__(256)
     load_convert_kernel(const void *raw, size_t first_elem, size_t n_elems, int cols,
                         toka_dtype dtype, load_job job) {
@@ -1226,9 +1226,9 @@ __global__ static void __launch_bounds__(256)
     else ((bf16 *)job.to)[to] = __float2bfloat16(value);
 }
 
-/* Takes the next piece from the queue: n_elems elements of job, from first_elem. Of a slice of
- * columns a piece is a whole number of rows. Returns false if no piece is left or if a thread
- * failed. */
+/* Takes the next piece from the queue: n_elems elements of the job's tensor, from first_elem on. If
+ * the tensor is a slice of the columns of a wider one, a piece is a whole number of rows. Returns
+ * false if no piece is left or if a thread failed. */
 static bool load_next(weight_loader *loader, load_job *job, size_t *first_elem, size_t *n_elems) {
     pthread_mutex_lock(&loader->lock);
     bool more = loader->next_job < loader->n_jobs && !loader->error.code;
@@ -1252,7 +1252,8 @@ static bool load_next(weight_loader *loader, load_job *job, size_t *first_elem, 
     return more;
 }
 
-/* Copies the elements first_elem .. first_elem+n_elems-1 of a tensor from the mapped file. */
+/* Copies the elements first_elem .. first_elem+n_elems-1 of a tensor from the mapped file to `to`,
+ * without the gaps between the rows of a slice. */
 static void load_read(const toka_tensor *tensor, size_t first_elem, size_t n_elems, char *to) {
     size_t elem_bytes = tensor->dtype == TOKA_F32 ? 4 : 2, cols = (size_t)tensor->cols;
     const char *data = (const char *)tensor->data;
@@ -1283,8 +1284,8 @@ static cudaError_t load_piece(const load_job *job, size_t first_elem, size_t n_e
     return cudaGetLastError();
 }
 
-/* A thread of the loader: loads pieces until none is left. reusable[i]: the copy and the kernel
- * that use buffer i have ended. */
+/* A thread of the loader: loads pieces until none is left. Event reusable[i] is recorded after the
+ * copy and the kernel that use buffer i. */
 static void *load_thread(void *arg) {
     weight_loader *loader = (weight_loader *)arg;
     cudaStream_t stream = NULL;
@@ -1322,11 +1323,11 @@ static void *load_thread(void *arg) {
     return NULL;
 }
 
-/* Runs all jobs and frees the list. If no thread can be created, the caller's thread loads. */
+/* Runs all jobs and frees the list. If no thread can be created, the calling thread loads. */
 static void load_run(weight_loader *loader) {
     pthread_t threads[LOAD_THREADS];
     int n_started = 0;
-    /* several devices load at the same time */
+    /* all devices load at the same time */
     const int n_threads = loader->dev->options.n_devices > 4 ? LOAD_THREADS / 2 : LOAD_THREADS;
     pthread_mutex_init(&loader->lock, NULL);
     while (n_started < n_threads && !pthread_create(&threads[n_started], NULL, load_thread, loader))
@@ -1360,7 +1361,7 @@ static float *vector_alloc(toka_device *dev, int n) {
         latch_error(dev, cudaMemset(vector, 0, (size_t)round_up_8(n) * sizeof(float)), "weights");
     return vector;
 }
-/* A norm or a bias. Returns NULL if the model does not have it. */
+/* Loads a norm or a bias. Returns NULL if the model does not have it. */
 static float *weight_load_vector(toka_device *dev, weight_loader *loader,
                                  const toka_tensor *tensor) {
     if (!tensor->rows) return NULL;
@@ -1368,7 +1369,7 @@ static float *weight_load_vector(toka_device *dev, weight_loader *loader,
     load_add_job(loader, tensor, vector, tensor->cols, true, 0, false);
     return vector;
 }
-/* A matrix. bias: NULL, or a tensor that the model may not have. */
+/* Loads a matrix. bias: NULL, or a tensor that the model may not have. */
 static weight weight_load_matrix(toka_device *dev, weight_loader *loader, const toka_tensor *from,
                                  const toka_tensor *bias) {
     weight to = weight_alloc(dev, from->rows, from->cols);
@@ -1377,8 +1378,8 @@ static weight weight_load_matrix(toka_device *dev, weight_loader *loader, const 
     return to;
 }
 
-/* One matrix of q, k and v, one after another, and their biases likewise. If only some of them have
- * a bias, the bias of the others is zero. */
+/* Loads q, k and v into one matrix, one below the other, and their biases into one vector. If only
+ * some of the three have a bias, the bias of the others is zero. */
 static weight weight_load_qkv(toka_device *dev, weight_loader *loader, const toka_layer *from) {
     const toka_tensor *matrices[3] = {&from->q, &from->k, &from->v},
                       *biases[3] = {&from->q_bias, &from->k_bias, &from->v_bias};
@@ -1392,8 +1393,8 @@ static weight weight_load_qkv(toka_device *dev, weight_loader *loader, const tok
     to.bias = bias;
     return to;
 }
-/* One matrix of gate and up, interleaved in groups of 8 rows. If F was rounded up, the last group
- * of each is padded with zero rows. */
+/* Loads gate and up into one matrix, interleaved in groups of 8 rows. If F was rounded up, the last
+ * group of either is padded with zero rows. */
 static weight weight_load_gate_up(toka_device *dev, weight_loader *loader, const toka_layer *from) {
     int F = round_up_8(from->gate.rows);
     weight to = weight_alloc(dev, 2 * F, from->gate.cols);
@@ -1404,8 +1405,8 @@ static weight weight_load_gate_up(toka_device *dev, weight_loader *loader, const
     return to;
 }
 
-/* Loads all weights to the device. A tied LM head uses the embedding's memory. Of the tensor ranks
- * only rank 0 loads the bias of o, as the results of the ranks are added up. */
+/* Loads all weights to the device. A tied LM head uses the memory of the embedding. Only tensor
+ * rank 0 loads the bias of o, because the all-reduce adds up the results of all ranks. */
 static void weights_load(toka_device *dev) {
     const toka_weights *weights = dev->weights;
     weight_loader loader = {};
@@ -1431,7 +1432,7 @@ static void weights_load(toka_device *dev) {
         to->down = weight_load_matrix(dev, &loader, &from->down, NULL);
         to->window = from->window;
     }
-    /* Wait until the memsets are done. The streams of the loader do not wait for them. */
+    /* Wait for the memsets: the streams of the loader do not. */
     latch_error(dev, cudaStreamSynchronize(cudaStreamLegacy), "weights");
     if (dev->error.code) free(loader.jobs);
     else load_run(&loader);
@@ -1469,17 +1470,18 @@ __global__ static void __launch_bounds__(256)
  *   x, y        bf16 [.][E]; y is rounded once, at the end
  *   w           float32 [E]
  *   row_index   [T] or NULL
+ *   E, inv_E    E is rounded up to a multiple of 8; inv_E is 1 / the model's E
  *
  * Grid T, block 128. Reads 2*T*E bytes, writes 2*T*E bytes: bound by copy bandwidth.
  *
  * A vector is 8 columns. Each thread holds its first NORM_CACHED_VECS vectors of x and w in
- * registers. It loads these vectors of w before grid_wait(). The columns from 4,096 on are read
- * twice.
+ * registers. It loads these vectors of w before grid_wait(). The columns of x from 4,096 on are not
+ * held; they are read twice, once for the sum and once for y.
  *
  * Order of the sums: each thread adds up its own elements, then a tree adds up lanes and warps. The
  * order is the same for every T. */
 enum { NORM_CACHED_VECS = 4 }; /* 4 * 128 threads * 8 columns: all of x is cached for E <= 4,096 */
-/* Sum over a block of 128 threads; every thread gets it. */
+/* Returns the sum of v over the 128 threads of the block, to every thread. */
 __device__ static inline float block_sum_128(float v) {
     __shared__ float warp_sums[4];
     for (int s = 16; s; s >>= 1) v += __shfl_xor_sync(~0u, v, s);
@@ -1496,7 +1498,7 @@ __device__ static inline uint4 pack_8(const float f[8]) {
     return make_uint4(pack_bf16(f[0], f[1]), pack_bf16(f[2], f[3]), pack_bf16(f[4], f[5]),
                       pack_bf16(f[6], f[7]));
 }
-/* Adds the squares of 8 bf16 to sum. */
+/* Returns sum + the squares of 8 bf16. */
 __device__ static inline float norm_add_squares(uint4 v, float sum) {
     float f[8];
     unpack_8(v, f);
@@ -1515,7 +1517,6 @@ __device__ static inline uint4 norm_scale_8(uint4 v, float scale, float4 a, floa
 }
 __global__ static void __launch_bounds__(128)
     rmsnorm_kernel(const bf16 *x, const int *row_index, const float *w, bf16 *y, int E,
-                   /* E: rounded up to a multiple of 8; inv_E: 1 / the model's E */
                    float inv_E, float eps) {
     const int n_vecs = E / 8, thread = (int)threadIdx.x;
     const float4 *w_vecs = (const float4 *)w;
@@ -1557,13 +1558,13 @@ static void rmsnorm(toka_device *dev, const bf16 *x, const int *row_index, const
 /* ---- RMSNorm fused into GEMMs, for up to 8 rows ----
  *
  * norm(x) W^T = (x * w) W^T / rms(x). So the norm is split over two kernels:
- *   - The producer (embed_kernel, gemm_gemv_kernel) writes x. It also writes x * w, and one sum of
+ *   - Output side: embed_kernel or gemm_gemv_kernel writes x. It also writes x * w, and one sum of
  *     squares for every FUSE_NORM_COLS columns of a row.
- *   - The consumer (gemm_gemv_kernel, gemm_smallm_kernel) reads x * w, and multiplies its
+ *   - Input side: gemm_gemv_kernel or gemm_smallm_kernel reads x * w, and multiplies its
  *     accumulators by 1 / rms(x) in the epilogue.
  *
- * Every CTA of the consumer adds up the sums of squares again. That costs less than one more kernel
- * launch. */
+ * On the input side every CTA adds up the sums of squares again. That costs less than one more
+ * kernel launch. */
 enum {
     FUSE_NORM_MAX_ROWS = 8,
     FUSE_NORM_COLS = 16,
@@ -1571,15 +1572,18 @@ enum {
     FUSE_NORM_LANE_SUMS = 8
 };
 typedef struct fused_norm {
-    const float *w;           /* producer: [E] weights of the norm that follows; NULL: no norm */
-    bf16 *xw;                 /* producer: [M][E], x * w */
-    float *row_sumsq;         /* producer: [M][n_sums], sums of squares of x */
-    const float *input_sumsq; /* consumer: [M][n_sums], the input's; NULL: no scaling by 1 / rms */
+    /* output side */
+    const float *w;           /* [E] weights of the norm that follows; NULL: no output side */
+    bf16 *xw;                 /* [M][E], x * w */
+    float *row_sumsq;         /* [M][n_sums], sums of squares of x */
+    /* input side */
+    const float *input_sumsq; /* [M][n_sums], sums of squares of the input; NULL: no input side */
+    /* both */
     int n_sums;               /* ceil(E / FUSE_NORM_COLS) */
     float inv_E, eps;         /* inv_E: 1 / the model's E */
 } fused_norm;
-/* norm_w: weights of the norm for which the kernel is a producer, or NULL. reads_sumsq: the
- * kernel is a consumer. */
+/* norm_w: weights of the norm that follows, or NULL: the kernel is no output side. reads_sumsq: the
+ * kernel is an input side. */
 static fused_norm fuse_norm_args(const toka_device *dev, const float *norm_w, bool reads_sumsq) {
     if (!norm_w && !reads_sumsq) return fused_norm{};
     return fused_norm{norm_w,
@@ -1590,7 +1594,7 @@ static fused_norm fuse_norm_args(const toka_device *dev, const float *norm_w, bo
                       1.0f / dev->shape->E,
                       dev->shape->eps};
 }
-/* True if the previous op has written the data of the fused norm. Clears the flag. */
+/* Returns whether the previous op was an output side (dev->norm_ready). Clears norm_ready. */
 static bool fuse_norm_consume(toka_device *dev) {
     const bool fused = dev->norm_ready;
     dev->norm_ready = false;
@@ -1599,9 +1603,9 @@ static bool fuse_norm_consume(toka_device *dev) {
 
 /* ---- embed ----
  *
- * x[t][:] = table[ids[t] - v0][:]. An id -1 - q stands for the last sampled token of seq q. The row
- * of x is zero if the table of this rank does not have the id. With fused.w the kernel also writes
- * the data of the fused norm.
+ * x[t][:] = table[ids[t] - v0][:]. An id -1 - i stands for the last sampled token of sequence i.
+ * The row of x is zero if the table of this rank does not have the id. If fused.w is not NULL, the
+ * kernel is the output side of a fused norm and writes fused.xw and fused.row_sumsq, too.
  *
  *   ids           [T]
  *   last_tokens   [n_seqs]
@@ -1666,11 +1670,12 @@ static void rope_open(toka_device *dev) {
     CHECK_LAUNCH(dev, "RoPE table");
 }
 
-/* ---- QK-norm, RoPE, and K and V to their pages ----
+/* ---- QK-norm, RoPE, and the stores of K and V to their pages ----
  *
- * For each head of q and k: RMSNorm over D if the model has QK-norm, then the pair (i, i + D/2) is
- * rotated by the angle of pos[t]. v is copied. q goes to q[t][h]. k and v go to KV slot kv_slot[t]
- * of the layer's pool. All arithmetic is float32.
+ * For each head of q and k: RMSNorm over D if the model has QK-norm, then each pair (i, i + D/2) is
+ * rotated by its angle at position pos[t]. v is copied. q is stored to q[t][h]. k and v are stored
+ * to the cache position kv_slot[t] = page * B + offset of the layer's pool. All arithmetic is
+ * float32.
  *
  *   qkv   bf16 [T][(H+2K)*D]: q [H][D], k [K][D], v [K][D] of each row; the biases are added
  *   q     bf16 [T][H][D]
@@ -1679,8 +1684,8 @@ static void rope_open(toka_device *dev) {
  * Grid ceil(T*(H+2K) / 8), block 256: one warp per head. Moves 4*T*(H+2K)*D bytes: bound by copy
  * bandwidth. D/2 is even, D is at most 256.
  *
- * Lane l has the pairs 2l, 2l+1, 2l+64, 2l+65. So a warp reads 128 bytes of each half of the head
- * at once.
+ * Lane l has the pairs i = 2l, 2l+1, 2l+64, 2l+65. So a warp reads 128 contiguous bytes of each
+ * half of the head at once.
  *
  * No kernel of this step writes positions, KV slots, the table or the norm weights. So they are
  * loaded before grid_wait(), which makes small steps faster: test/results/kernel-choices.md. */
@@ -1692,14 +1697,14 @@ typedef struct rope_args {
     const float *q_norm, *k_norm; /* [D] or NULL */
     int T, H, K, D, B;
     float eps;
-    bool interleaved; /* element i of a head is at qkv_interleave(i, D/2) of its row in qkv */
+    bool interleaved; /* element i of a head is at qkv_interleave(i, D/2) of the head in qkv */
 } rope_args;
 
-/* The index of element i of a head after interleaving: 8 elements of its first half, then the 8
- * elements of the second half with which RoPE pairs them, and so on. The rows of W are in this
- * order for the GEMMs with RoPE in the epilogue (chapters 6 and 7). Then the elements of a pair
- * are 8 columns apart, and one thread has the accumulators of both. Any 16 aligned columns can
- * be rotated without the rest of the head. */
+/* Returns the index of element i of a head after interleaving: 8 elements of the first half of the
+ * head, then the 8 elements of the second half with which RoPE pairs them, and so on. The rows of W
+ * are in this order for the GEMMs with RoPE in the epilogue (chapters 6 and 7). Then the elements
+ * of a pair are 8 columns apart, and one thread has the accumulators of both. Any 16 aligned
+ * columns can be rotated without the rest of the head. */
 __host__ __device__ static inline int qkv_interleave(int i, int half) {
     return i < half ? i / 8 * 16 + i % 8 : (i - half) / 8 * 16 + 8 + (i - half) % 8;
 }
@@ -1712,7 +1717,7 @@ __global__ static void __launch_bounds__(256) rope_kernel(rope_args args) {
     int n_heads = args.H + 2 * args.K, warp = blockIdx.x * 8 + threadIdx.x / 32,
         lane = threadIdx.x % 32;
     int row = warp / n_heads, head = warp % n_heads, half = args.D / 2;
-    /* cosine and sine of two pairs each */
+    /* each float4: cosine and sine of two pairs */
     float4 cos_sin[2] = {make_float4(1, 0, 1, 0), make_float4(1, 0, 1, 0)};
     const float *norm = head < args.H ? args.q_norm : head < args.H + args.K ? args.k_norm : NULL;
     float2 norm_lo[2] = {}, norm_hi[2] = {};
