@@ -1781,8 +1781,9 @@ __global__ static void __launch_bounds__(256) rope_kernel(rope_args args) {
 /* ===========================================================================
  * MARK: 5. GEMM on mma.sync [kernel]
  *
- * First what the GEMMs of chapters 5, 6 and 7 share: the kinds of epilogues, the arguments, and the
- * input side of the fused RMSNorm (chapter 4). Then the GEMM for cards before Hopper.
+ * The chapter begins with the code that the GEMMs of chapters 5, 6 and 7 share: the kinds of
+ * epilogues, the arguments, and the input side of the fused RMSNorm (chapter 4). Then comes
+ * gemm_mma, the GEMM for GPUs other than Hopper.
  * =========================================================================== */
 
 /* Every GEMM computes y[M][N] = x[M][K] W[N][K]^T with float32 accumulators and applies an
@@ -1794,17 +1795,20 @@ enum epilogue {
      * gate and up, interleaved in groups of 8. */
     EPI_SWIGLU,
     EPI_LOGITS, /* y = acc, float32 [M][N]; y points to floats */
-    /* W is q, k and v, the rows of each head in the order of qkv_interleave. The epilogue applies
-     * RoPE and writes q and the KV pages. Only gemm_gemv and gemm_smallm use this value: gemm_wgmma
-     * has GEMM_QKV64 and GEMM_QKV128 (chapter 6) for the same epilogue. */
+    /* W is q, k and v, with the rows of each head in the order of qkv_interleave. The epilogue
+     * applies QK-norm and RoPE and writes q and the KV pages. Only gemm_gemv (without QK-norm) and
+     * gemm_smallm use this value. gemm_wgmma has GEMM_QKV64 and GEMM_QKV128 (chapter 6) for the
+     * same epilogue. */
     EPI_QKV
 };
 
-/* TMA loads x in boxes of up to 128 rows. The more rows of a box lie outside the tensor map, the
+/* Number of rows that must be allocated after the last row of x.
+ *
+ * TMA loads x in boxes of up to 128 rows. The more rows of a box lie outside the tensor map, the
  * slower TMA is (test/results/kernel-choices.md). So the map of x extends to the end of the last
- * box. TMA then reads the rows after the last row of x, whatever they hold, and the GEMM discards
- * their outputs. */
-enum { GEMM_PAD_ROWS = 127 }; /* rows that must be allocated after the last row of x */
+ * box. TMA then reads the rows after the last row of x. They may hold any data, because the GEMM
+ * discards their outputs. */
+enum { GEMM_PAD_ROWS = 127 };
 
 typedef struct gemm_args {
     int M;
@@ -1814,23 +1818,23 @@ typedef struct gemm_args {
     bf16 *y; /* row stride ldy */
     int ldy;
     enum epilogue epi;
-    /* Fused norm, output side: the weights of the RMSNorm that follows, or NULL. With it the GEMM
-     * also writes y * next_norm to dev->xn and row sums of squares to dev->row_sumsq. Only
-     * EPI_RESIDUAL of gemm_gemv, M <= 8. */
+    /* Fused norm, output side: the weights of the RMSNorm that follows, or NULL. If it is not NULL,
+     * the GEMM also writes y * next_norm to dev->xn, and the sums of squares of the rows of y to
+     * dev->row_sumsq. Allowed only for EPI_RESIDUAL of gemm_gemv with M <= 8. */
     const float *next_norm;
-    /* Fused norm, input side: x is dev->xn, written by embed or by a GEMM with next_norm. The GEMM
-     * scales its accumulators by 1 / rms from dev->row_sumsq. M <= 8. */
+    /* Fused norm, input side. True: x is dev->xn, which embed or a GEMM with next_norm has written.
+     * The GEMM scales its accumulators by 1 / rms, computed from dev->row_sumsq. M <= 8. */
     bool norm_ready;
     const struct qkv_params *qkv; /* only for EPI_QKV */
 } gemm_args;
 
 /* ---- Fused norm, input side: 1 / rms of a row from its sums of squares ---- */
 
-/* The sums of squares that one lane adds. A warp adds the sums of one row. */
+/* The sums of squares of a row that one lane holds. The 32 lanes of a warp share those of a row. */
 typedef struct lane_sumsq {
     float sum[FUSE_NORM_LANE_SUMS]; /* in the order of their columns */
 } lane_sumsq;
-/* Loads this lane's sums of row m. It is called before the main loop, which hides the latency. */
+/* Loads this lane's sums of row m. Called before the main loop, which hides the latency. */
 __device__ static inline lane_sumsq rms_prefetch(const fused_norm &f, int m, int lane) {
     lane_sumsq p = {};
 #pragma unroll
@@ -1838,8 +1842,8 @@ __device__ static inline lane_sumsq rms_prefetch(const fused_norm &f, int m, int
         if (lane + 32 * k < f.n_sums) p.sum[k] = f.input_sumsq[m * f.n_sums + lane + 32 * k];
     return p;
 }
-/* Returns 1 / rms of row m to all 32 lanes, which must all call. It is called after the main loop.
- * The order of the additions is fixed. */
+/* Returns 1 / rms of row m. All 32 lanes of a warp must call it, and all get the result. Called
+ * after the main loop. The order of the additions is fixed. */
 __device__ static inline float rms_inverse(const fused_norm &f, int m, int lane,
                                            const lane_sumsq &p) {
     float sum = 0;
@@ -1872,11 +1876,12 @@ __device__ static inline float swiglu(float gate, float up) {
     return __fdividef(gate * up, 1 + ex2(-1.4426950408889634f * gate));
 }
 
-/* EPI_RESIDUAL: returns the two bf16 of y at row m, columns n and n + 1. Other epilogues: 0. */
+/* For EPI_RESIDUAL returns the two bf16 of y at row m, columns n and n + 1; else 0. */
 __device__ static inline uint32_t gemm_residual_pair(const gemm_kernel_args &args, int m, int n) {
     return args.epi == EPI_RESIDUAL ? *(uint32_t *)(args.y + (size_t)m * args.ldy + n) : 0;
 }
-/* EPI_STORE, EPI_RESIDUAL and EPI_LOGITS: writes columns n and n + 1 (n even) of row m. */
+/* EPI_STORE, EPI_RESIDUAL and EPI_LOGITS: writes columns n and n + 1 (n even) of row m. a0, a1:
+ * their accumulators. residual: from gemm_residual_pair. */
 __device__ static inline void gemm_store_pair(const gemm_kernel_args &args, int m, int n, float a0,
                                               float a1, uint32_t residual) {
     if (args.epi == EPI_LOGITS) {
@@ -1887,8 +1892,8 @@ __device__ static inline void gemm_store_pair(const gemm_kernel_args &args, int 
     if (args.epi == EPI_RESIDUAL) a0 += bf16_low(residual), a1 += bf16_high(residual);
     *(uint32_t *)(args.y + (size_t)m * args.ldy + n) = pack_bf16(a0, a1);
 }
-/* EPI_SWIGLU: accumulator columns n and n + 1 are gate, n + 8 and n + 9 are the up of the same
- * outputs. n is even and n % 16 < 8. */
+/* EPI_SWIGLU: writes two outputs of row m. Accumulator columns n and n + 1 are their gate (g0, g1),
+ * columns n + 8 and n + 9 their up (u0, u1). n is even and n % 16 < 8. */
 __device__ static inline void gemm_store_swiglu(const gemm_kernel_args &args, int m, int n,
                                                 float g0, float g1, float u0, float u1) {
     if (args.bias)
@@ -1922,7 +1927,7 @@ static gemm_kernel_args gemm_checked_args(const gemm_args *args) {
  * ldmatrix, which reads eight rows at a time, has no bank conflicts.
  *
  * Rasterization: CTAs are numbered along MMA_RASTER tiles of M before the next tile of N, so that
- * the x and W tiles of a wave fit in L2.
+ * the x and W tiles of the CTAs that run at the same time (a wave) fit in L2.
  *
  * Tile 128 x 128, warp tile 64 x 32: 64 accumulators per thread, and two CTAs fit on an SM.
  * Tile 64 x 64, warp tile 32 x 32: used if there are fewer tiles of 128 x 128 than SMs.
@@ -1949,7 +1954,8 @@ __device__ static inline void mma_load(uint32_t to, const bf16 *from, int row0, 
     }
 }
 
-/* acc += x W^T of the warp's tile over one buffer (32 columns of K). */
+/* acc += x W^T for the warp's tile and the 32 columns of K of one buffer. x_at and w_at: the first
+ * row of the warp tile in the buffer. */
 template <int WM, int WN> __device__ static inline void mma_multiply(float acc[WM / 16][WN / 8][4],
                                                                      uint32_t x_at, uint32_t w_at,
                                                                      int lane) {
@@ -1972,7 +1978,7 @@ template <int WM, int WN> __device__ static inline void mma_multiply(float acc[W
     }
 }
 
-/* Applies the epilogue to the warp's accumulators. (m0, n0): first row and column of its tile. */
+/* Applies the epilogue to the accumulators of a warp tile, which begins at row m0, column n0. */
 template <int WM, int WN> __device__ static inline void mma_epilogue(const gemm_kernel_args &args,
                                                                      float acc[WM / 16][WN / 8][4],
                                                                      int m0, int n0, int lane) {
@@ -2024,8 +2030,8 @@ __global__ static void __launch_bounds__(BM / WM * (BN / WN) * 32)
                  next_at = ring + (slice + MMA_BUFS - 1) % MMA_BUFS * BUF_BYTES;
         int k = (slice + MMA_BUFS - 1) * MMA_K;
         cp_async_wait<MMA_BUFS - 2>();
-        /* Now all threads see this slice. All warps have also read the previous slice, so its
-         * buffer may be overwritten: the next loads go there. */
+        /* After this barrier all threads see this slice, and all warps have read the previous
+         * slice. So the next loads may overwrite the buffer of the previous slice. */
         __syncthreads();
         mma_load<BM, THREADS>(next_at, args.x, m0, args.M, args.ldx, k, args.K);
         mma_load<BN, THREADS>(next_at + BM * 64, args.w, n0, args.N, args.K, k, args.K);
@@ -2058,15 +2064,16 @@ static void gemm_mma(toka_device *dev, const gemm_args *args) {
  * In      x bf16 [M][ldx], W bf16 [N][K], bias float32 [N] or NULL
  * Out     epi_store, epi_residual, epi_swiglu: y bf16; epi_logits: y float32; epi_qkv: q and the KV
  *         pages; epi_scatter: receive buffers of the tensor ranks; epi_sample: see chapter 11
- * Sizes   any M >= 1; N a multiple of 8 (EPI_SWIGLU 16), K a multiple of 8. TMA reads zeros beyond
- *         the last row of W and the last column of K. It reads padding rows of x (GEMM_PAD_ROWS),
- *         whose outputs are discarded: nothing is stored beyond the edges of y.
+ * Sizes   any M >= 1; N a multiple of 8 (EPI_SWIGLU 16), K a multiple of 8. Beyond the last row of W
+ *         and the last column of K, TMA fills in zeros. Beyond the last row of x it reads padding
+ *         rows (GEMM_PAD_ROWS), whose outputs are discarded. Nothing is stored beyond the edges of
+ *         y.
  * Grid    min(units, SMs / cluster size) clusters; with SPLIT > 1 one cluster per unit. Block: 384.
  *         Shared memory: gemm_smem.
  * Work    2MNK FLOP. L2 to shared memory: (128 + BN/multicast) * K * 2 bytes per tile.
  *
- * A CTA computes tiles of 128 rows by BN columns. A K block is 64 columns of K: 128 bytes, one row
- * of the swizzle. The CTA has three warpgroups:
+ * A CTA computes tiles of 128 rows by BN columns. The main loop runs over K in K blocks of 64
+ * columns: 128 bytes, the width of the swizzle. The CTA has three warpgroups:
  *
  *   warpgroup 0   producer, 40 registers a thread. One thread of warp 0 loads W by TMA, one thread
  *                 of warp 1 loads x. Both fill the same ring of buffers.
@@ -2076,50 +2083,52 @@ static void gemm_mma(toka_device *dev, const gemm_args *args) {
  *
  * Shared memory:
  *
- *   ring          n_bufs buffers, each [128 rows of x][64] and [BN rows of W][64], 128-byte swizzle
- *   full[buf]     mbarrier that the consumers wait on: 2 arrivals (expect_tx of the W and of the x
- *                 producer) and the bytes
- *   empty[buf]    mbarrier that the producers wait on: one arrival of each consumer that reads the
- *                 buffer (2; ping-pong 1), from each CTA that shares W (`multicast`)
+ *   ring          n_bufs buffers of one K block each: [128 rows of x][64], then [BN rows of W][64],
+ *                 128-byte swizzle
+ *   full[buf]     mbarrier that the consumers wait on. A phase completes after the mbar_expect_tx
+ *                 of both producers and all bytes of the buffer.
+ *   empty[buf]    mbarrier that the producers wait on. A phase completes when the buffer has been
+ *                 read by its consumers (two; with ping-pong one) in each of the `multicast` CTAs
+ *                 that share W.
  *   staging       16 rows of output for each of the 8 consumer warps. A warp stores its own rows by
- *                 TMA; for epi_residual it also loads them (load_bars[warp]). So no warp waits for
- *                 another warp.
+ *                 TMA. For epi_residual it also loads y into them by TMA (mbarrier
+ *                 load_bars[warp]). So no warp waits for another warp.
  *
- * Persistent CTAs: there is at most one CTA per SM. A work unit is `multicast` tiles adjacent along
- * M. With multicast = 2, two CTAs of a cluster share the W tile: each loads half of its rows into
- * both CTAs. Rasterization: units are numbered along raster_m units of M before the next tile of N,
- * so that the x and W tiles of a wave stay in L2. The ring continues across tiles: during an
- * epilogue the producers already load the next tile.
+ * Persistent CTAs: there is at most one CTA per SM. A unit is `multicast` tiles adjacent along M.
+ * With multicast = 2, the two CTAs of a cluster that compute a unit share the W tile: each CTA
+ * loads half of the rows of W into both CTAs. Rasterization: units are numbered along raster_m
+ * units of M before the next tile of N, so that the x and W tiles of a wave stay in L2. The ring
+ * continues across tiles: during an epilogue the producers already load the next tile.
  *
- * PINGPONG: the consumers take tiles alternately. Each computes all 128 rows of its tile: BN
- * float32 accumulators a thread, two wgmma of 64 rows for each 16 columns of K. While one consumer
- * is in its epilogue, the other has the full tensor core rate.
+ * PINGPONG: the consumers take tiles alternately. A consumer computes all 128 rows of its tiles
+ * with two wgmma of 64 rows for each 16 columns of K. A thread holds BN float32 accumulators. While
+ * one consumer is in its epilogue, the other has the full tensor core rate.
  *
  *   producers    tile 0      | tile 1      | tile 2      | tile 3 ...
  *   consumer 0   main loop 0 | epilogue 0  | main loop 2 | epilogue 2 ...
  *   consumer 1               | main loop 1 | epilogue 1  | main loop 3 ...
  *
  * There is one ring for both consumers. Each consumer reads the buffers of its own tiles and skips
- * the others. It starts a main loop when the other consumer has issued the last wgmma of its main
- * loop (named barriers 2 and 3).
+ * the buffers of the other tiles. A consumer starts the main loop of a tile when the other consumer
+ * has issued the last wgmma of the tile before (named barriers 2 and 3).
  *
- * gemm_stagger: for epilogues that are long compared with the main loop. Each consumer computes its
- * 64 rows of every tile, but consumer 0 finishes first: consumer 1 pauses a few K blocks before the
- * end of the tile and does them during the epilogue of consumer 0. Consumer 0 begins the next tile
- * during the epilogue of consumer 1.
+ * gemm_stagger is for epilogues that are long compared with the main loop (only epi_sample). Each
+ * consumer computes its 64 rows of every tile, but consumer 0 finishes first. Consumer 1 pauses a
+ * few K blocks before the end of the tile and computes these blocks during the epilogue of consumer
+ * 0. Consumer 0 begins the next tile during the epilogue of consumer 1.
  *
  *   consumer 0   main loop ........... | epilogue              | main loop (alone) | main loop ...
  *   consumer 1   main loop ... (pause) | last K blocks (alone) | epilogue          | main loop ...
  *
- * SPLIT > 1: split-K, for launches of few tiles. The CTAs of a cluster share one tile, and each
- * computes a part of K. A reduce-scatter through distributed shared memory (st.async) gives each
- * CTA the sums of BN/SPLIT columns, added in the order of K. The CTA runs the epilogue on them. A
- * cluster computes one unit.
+ * SPLIT > 1: split-K, for launches of few tiles. SPLIT CTAs of a cluster share one tile, and each
+ * computes the products of a part of K. A reduce-scatter through distributed shared memory
+ * (st.async) gives each CTA the sums of BN/SPLIT columns, added in the order of K. The CTA runs the
+ * epilogue on them. A cluster computes only one unit.
  *
  * Why this shape (figures: test/results/kernel-choices.md):
  *   The main loop runs within 4 % of the tensor core rate.
- *   A launch costs about 3 us in addition: the end of the previous kernel (0.6), the first x (1.2),
- *   the last epilogue and its store.
+ *   A launch costs about 3 us more than its main loops: the end of the previous kernel (0.6 us),
+ *   the wait for the first x (1.2 us), the last epilogue and its store.
  *   Above 600 TFLOP/s, power limits the GPU. Reading less from L2 saves power: BN 192 is 4 to 5 %
  *   faster than BN 128, and multicast 2 is faster than 1.
  *   cuBLAS takes 1.04 times as long (geometric mean of 61 bare GEMMs, M >= 512, H200).
@@ -2137,29 +2146,32 @@ static void gemm_mma(toka_device *dev, const gemm_args *args) {
  *   mbarrier.arrive.release.cluster to release a peer's buffer: fences the GPU; half the speed
  *   BN 256 with 64 KB of staging and only 3 buffers: 1,090 clocks a K block instead of 1,030
  *   residual y loaded through the ring: 2,400 clocks of waiting after the last K block
- *   split-K exchange by st.shared::cluster and cluster barriers: 3.4 us, bulk copies 1.4, now 0.9
+ *   split-K exchange by st.shared::cluster and cluster barriers: 3.4 us; by bulk copies: 1.4 us
+ *   (now, by st.async: 0.9 us)
  *   one producer thread for x and W: each load keeps the thread busy for 150 to 240 clocks
  *   W of QKV in the model's order, loaded in six pieces of heads: 150 to 260 clocks more a K block
  *   gemm_stagger 2, 3, 4 for QKV, o, down: 0.99 to 1.02 of the time without
- *   ping-pong for epi_residual: 1 to 8 % slower than BN 256; for QKV at BN 128: 4 to 6 % slower
+ *   ping-pong for epi_residual: 1 to 8 % slower than BN 256 without it; for QKV at BN 128: 4 to 6 %
+ *   slower
  *   ping-pong for the LM head with sampling: 0 to 3 % faster at K = 2048, 10 to 12 % slower at 896
  *   fused norm for many rows: 8,192 samples 0.2 % faster, 128 samples 3.6 % slower
- *   for o of Llama-3.2-1B at M = 512, now 9.6 us:
+ *   for o of Llama-3.2-1B at M = 512, which takes 9.6 us now:
  *     two CTAs per SM, so that the next kernel loads W concurrently: 12.3 us
  *     each column of tiles starts at another K block, with less L2 reuse: 12.8 us
  *     two tiles adjacent along N share x: 10.4 us
  *     the rest of W prefetched into L2: 12.4 us; the rest of x: 10.1 us
  *     tensor maps prefetched: 9.6 to 10.0 us
- * Not tried: split-K exchange during the main loop of the next columns. 96 KB a CTA would take
- * longer than that main loop (12 KB take 1.3 us).
+ * Not tried: a split-K exchange during the main loop of the next columns. A CTA would exchange 96
+ * KB, which takes longer than that main loop (12 KB take 1.3 us).
  * =========================================================================== */
 
 /* Kernel argument: the sizes and the rasterization. A band is raster_m rows of units. */
 struct gemm_problem {
     int M, N, K;
-    int units_m, tiles_n;   /* ceil(M / (128 * multicast)); ceil(N / BN) */
+    int units_m,            /* units along M: ceil(M / (128 * multicast)) */
+        tiles_n;            /* tiles along N: ceil(N / BN) */
     int raster_m,           /* rows of units in a band; the last band may have fewer */
-        multicast;          /* 1 or 2: CTAs that share a W tile, and tiles in a unit */
+        multicast;          /* 1 or 2: tiles in a unit, which is the CTAs that share a W tile */
     float inv_band,         /* 1 / (raster_m * tiles_n) */
           inv_height,       /* 1 / raster_m */
           inv_last_height;  /* 1 / rows of units in the last band */
@@ -2181,32 +2193,33 @@ template <int BN, int SPLIT, int OUT_COLS> struct gemm_smem {
                          bars_at = partials_at + partial_bytes;
 };
 
-/* The epilogue stages an output of `cols` columns in rounds of this many columns: 256 columns in
- * two rounds, fewer columns at once. So the staging leaves space for a ring of four buffers. */
+/* Returns the columns of a round. The epilogue stages 256 columns in two rounds of 128, and fewer
+ * columns in one round. So the staging leaves space for a ring of four buffers. */
 __host__ __device__ constexpr int gemm_round_cols(int cols) {
     return cols > 128 && cols % 128 == 0 ? 128 : cols;
 }
-/* Staged output of `cols` columns lies in panels of 16 rows by this many columns. The panels have
- * the 128-byte, 64-byte or 32-byte swizzle. */
+/* Returns the columns of a panel. In the staging `cols` columns lie in panels of 16 rows by 64, 32
+ * or 16 columns, with the 128-byte, 64-byte or 32-byte swizzle. */
 __host__ __device__ constexpr int gemm_panel_cols(int cols) {
     return cols % 64 == 0 ? 64 : cols % 32 == 0 ? 32 : 16;
 }
 
 /* The part of a tile that one warp passes to its epilogue: rows row0 .. row0 + 15 and COLS columns
- * from col0. Lane l holds rows row0 + l/4 (acc[4j], acc[4j+1]) and row0 + l/4 + 8 (acc[4j+2],
- * acc[4j+3]), in both rows columns col0 + 8j + 2(l%4) + {0,1} (see wgmma). */
+ * from col0. Lane l holds the columns col0 + 8j + 2(l%4) + {0,1}: of row row0 + l/4 in acc[4j] and
+ * acc[4j+1], of row row0 + l/4 + 8 in acc[4j+2] and acc[4j+3] (see wgmma). */
 struct gemm_tile {
     int M, N;          /* rows and columns of the matrix; the tile may reach beyond them */
     int row0, col0;
     int lane;
     uint32_t out;      /* the warp's staging: 16 rows of staged_cols(COLS) columns */
     uint32_t load_bar; /* mbarrier of the TMA loads into the staging */
-    int tile_count;    /* earlier tiles of this warp; the low bit is the parity of load_bar */
+    int tile_count;    /* tiles that this warp has done; the low bit is the parity of load_bar */
 };
-/* Staggered consumers, for long epilogues: number of K blocks that consumer 1 still has to do when
- * consumer 0 has issued its last wgmma of a tile. 0: both consumers finish together. */
+/* Number of K blocks that consumer 1 still has to compute when consumer 0 has issued its last wgmma
+ * of a tile. 0: the consumers are not staggered. epi_sample has 3 (chapter 11). */
 template <class EPI> constexpr int gemm_stagger = 0;
-/* Inputs that an epilogue loads during the main loop and keeps in registers. Empty for most. */
+/* Inputs that an epilogue loads during the main loop and keeps in registers. Most epilogues have
+ * none. */
 template <class EPI, int COLS> struct gemm_prefetched {};
 /* True if gemm_prefetched is not empty. An empty struct has size 1. */
 template <class EPI, int C>
