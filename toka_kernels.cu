@@ -2064,10 +2064,10 @@ static void gemm_mma(toka_device *dev, const gemm_args *args) {
  * In      x bf16 [M][ldx], W bf16 [N][K], bias float32 [N] or NULL
  * Out     epi_store, epi_residual, epi_swiglu: y bf16; epi_logits: y float32; epi_qkv: q and the KV
  *         pages; epi_scatter: receive buffers of the tensor ranks; epi_sample: see chapter 11
- * Sizes   any M >= 1; N a multiple of 8 (EPI_SWIGLU 16), K a multiple of 8. Beyond the last row of W
- *         and the last column of K, TMA fills in zeros. Beyond the last row of x it reads padding
- *         rows (GEMM_PAD_ROWS), whose outputs are discarded. Nothing is stored beyond the edges of
- *         y.
+ * Sizes   any M >= 1; N a multiple of 8 (EPI_SWIGLU 16), K a multiple of 8. TMA fills in zeros
+ *         beyond the last row of W and the last column of K. Beyond the last row of x it reads
+ *         padding rows (GEMM_PAD_ROWS), whose outputs are discarded. Nothing is stored beyond the
+ *         edges of y.
  * Grid    min(units, SMs / cluster size) clusters; with SPLIT > 1 one cluster per unit. Block: 384.
  *         Shared memory: gemm_smem.
  * Work    2MNK FLOP. L2 to shared memory: (128 + BN/multicast) * K * 2 bytes per tile.
@@ -2228,8 +2228,8 @@ constexpr bool gemm_has_prefetched = sizeof(gemm_prefetched<EPI, C>) > 1;
 #if HOPPER
 /* ---- Staging of the output ---- */
 
-/* Returns the lane's address of the 16 x 16 block `block` in a staging of COLS columns, for
- * stmatrix_x4 and ldmatrix_x4. Their four 8 x 8 matrices are rows 0-7 and rows 8-15 of the left 8
+/* Returns the address that a lane passes to stmatrix_x4 or ldmatrix_x4 for block `block` of 16 x 16
+ * in a staging of COLS columns. The four 8 x 8 matrices are rows 0-7 and rows 8-15 of the left 8
  * columns, then the same rows of the right 8 columns. */
 template <int COLS>
 __device__ static inline uint32_t gemm_staging_at(uint32_t out, int lane, int block) {
@@ -2249,8 +2249,8 @@ __device__ static inline void gemm_staging_write(const float *acc, const gemm_ti
                     pack_bf16(values[4], values[5]), pack_bf16(values[6], values[7]));
     }
 }
-/* Stores the warp's 16 rows of COLS staged columns to y at (tile.row0, col0) by TMA. y has n_cols
- * columns. */
+/* Stores the warp's 16 rows of COLS staged columns by TMA to y at row tile.row0, column col0. y has
+ * n_cols columns. */
 template <int COLS> __device__ static inline void gemm_staging_store(const gemm_tile &tile,
                                                                      const CUtensorMap *map_y,
                                                                      int col0, int n_cols) {
@@ -2290,15 +2290,15 @@ template <int COLS> __device__ static inline void gemm_add_bias(float (&acc)[COL
  * An epilogue is a type with these members:
  *   params                    the last argument of the kernel
  *   staged_cols(COLS)         number of columns to stage at a time if the tile has COLS columns
- *   prefetch<COLS>            issues loads of the epilogue's inputs. It runs in the middle of the
- *                             main loop: earlier, its loads would delay the first ring buffers.
- *   prefetch_indirect<COLS>   issues loads whose addresses come from those of prefetch. It runs at
+ *   prefetch<COLS>            issues loads of the epilogue's inputs in the middle of the main loop.
+ *                             At its start they would delay the loads of the first ring buffers.
+ *   prefetch_indirect<COLS>   issues loads whose addresses come from the results of prefetch, at
  *                             3/4 of the main loop. Only epilogues with a gemm_prefetched have it.
  *   run<COLS>                 processes the accumulators of COLS columns. All 32 lanes call it,
  *                             also if rows or columns lie beyond the edge of the matrix.
  *
- * Ping-pong calls prefetch, prefetch_indirect and run one after the other after the main loop, for
- * each 64 rows of the tile. The main loop of the other consumer hides them. */
+ * With ping-pong all three run after the main loop, one after the other, for each 64 rows of the
+ * tile. The main loop of the other consumer hides their latency. */
 
 struct epi_store { /* y = acc + bias */
     struct params {
@@ -2326,12 +2326,13 @@ struct epi_store { /* y = acc + bias */
 #endif
 };
 
-/* Fused reduce-scatter over the tensor ranks. This rank's acc + bias is a partial sum of y. Rows
- * q * rows_per_rank .. (q + 1) * rows_per_rank - 1 are stored in the receive buffer of rank q. Rank
- * q adds the partial sums of all ranks. The stores overlap with the main loop of other tiles. */
+/* Fused reduce-scatter over the tensor ranks. acc + bias of this rank is a partial sum of y. Rows
+ * r * rows_per_rank .. (r + 1) * rows_per_rank - 1 are stored in the receive buffer of rank r. Rank
+ * r adds the partial sums of all ranks later (chapter 10). The stores overlap with the main loops
+ * of other tiles. */
 struct epi_scatter {
     struct params {
-        /* one receive buffer [rows_per_rank][N] at each rank; TMA boxes of 16 rows */
+        /* [rank] its receive buffer [rows_per_rank][N]; boxes of 16 rows */
         CUtensorMap recv_maps[BARRIER_MAX_RANKS];
         const float *bias; /* [N] or NULL */
         /* a multiple of 16, so that all rows of a warp go to one rank */
@@ -2353,14 +2354,14 @@ struct epi_scatter {
     }
 #endif
 };
-/* True if the epilogue stores to the memory of another GPU. Then the kernel does not end before
+/* True if the epilogue stores to the memory of other GPUs. Then each CTA waits at its end until
  * these stores are complete. */
 template <class EPI> constexpr bool gemm_stores_remote = false;
 template <> constexpr bool gemm_stores_remote<epi_scatter> = true;
 
-/* y += acc + bias. prefetch loads the first staged_cols(COLS) columns of y into the staging by TMA.
- * With BN 256 there is a second round of columns: run loads them into registers first, so that
- * adding the first round hides these loads. */
+/* y += acc + bias. prefetch loads the y of the first round into the staging by TMA. BN 256 has two
+ * rounds: run begins with the loads of the second round's y into registers, so that adding up the
+ * first round hides them. */
 struct epi_residual {
     typedef epi_store::params params;
     __host__ __device__ static constexpr int staged_cols(int cols) { return gemm_round_cols(cols); }
@@ -2427,7 +2428,8 @@ struct epi_residual {
 #endif
 };
 
-/* y[M][N/2] = silu(gate) * up. In each 16 columns the left 8 are gate, the right 8 are up. */
+/* y[M][N/2] = silu(gate) * up. Of each 16 accumulator columns the left 8 are gate, the right 8 are
+ * up. */
 struct epi_swiglu {
     struct params {
         int unused;
@@ -2444,7 +2446,8 @@ struct epi_swiglu {
 #pragma unroll
         for (int block = 0; block < COLS / 32; block++) {
             uint32_t r[4];
-            /* i = 0, 1: rows 0-7, 8-15 of the left 8 output columns; i = 2, 3: of the right 8 */
+            /* The 8 x 8 matrices of stmatrix_x4: i = 0 and 1 are rows 0-7 and 8-15 of the left 8
+             * output columns, i = 2 and 3 the same rows of the right 8. */
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const float *logits_a = acc + 16 * block + 8 * (i >> 1) + 2 * (i & 1);
@@ -2459,7 +2462,7 @@ struct epi_swiglu {
 #endif
 };
 
-/* y = acc, float32, without staging: four lanes write each 32-byte sector. */
+/* y = acc, float32, without staging. Four lanes together write a whole 32-byte sector. */
 struct epi_logits {
     struct params {
         float *y; /* [M][N], row stride ld */
@@ -2508,24 +2511,25 @@ static bool qkv_has_norms(const qkv_params *qkv) { return qkv->q_norm || qkv->k_
  * without cutting a pair. Only QK-norm needs whole heads in a tile (gemm_whole_heads).
  *
  * All arithmetic is float32 on the accumulators, and the result is rounded to bf16 once. The bf16
- * rows pass through the warp's staging, so that they are written to global memory in chunks of 16
- * bytes, and neighbouring lanes write the chunks of one row of a panel. */
+ * rows pass through the warp's staging. From there each lane writes chunks of 16 bytes, and
+ * neighbouring lanes write neighbouring chunks of a row. */
 template <int D> struct epi_qkv;
 template <int D, int COLS> struct gemm_prefetched<epi_qkv<D>, COLS> {
-    /* blocks of 16 columns with different cosines and sines; these repeat from head to head */
+    /* Number of blocks of 16 columns with different cosines and sines. They repeat in each head. */
     static constexpr int rope_blocks = (COLS < D ? COLS : D) / 16;
-    /* True: prefetch_indirect loads all of them. False: there are too few registers, and the
-     * epilogue loads them block by block. */
+    /* True: prefetch_indirect loads the cosines and sines of all blocks. False: there are too few
+     * registers, and run loads them block by block. */
     static constexpr bool preload_rope = COLS + D <= 320;
-    static constexpr int /* for send */
+    static constexpr int /* for send; a chunk is 8 columns */
         panel_chunks = gemm_panel_cols(gemm_round_cols(COLS)) / 8, /* chunks in a row of a panel */
         row_step = 32 / panel_chunks, /* rows of a panel that the 32 lanes cover at a time */
-        chunks = 16 / row_step;       /* chunks of a lane in a panel */
+        chunks = 16 / row_step;       /* chunks of a panel that a lane writes */
     int pos[2],  /* positions of the lane's two rows */
-        kv_slot; /* cache position of row row0 + lane % 16 */
-    /* Start of the rows that the lane writes, in units of D elements: in q, and in the pages. */
+        kv_slot; /* kv_slot of row row0 + lane % 16 */
+    /* Where the rows that the lane writes begin in q and in the pages, in units of D elements,
+     * without the head. */
     uint32_t q_at[chunks], kv_at[chunks];
-    /* cosines and sines of the lane's two pairs in each 16 columns, for either of its rows */
+    /* [block][row] cosines and sines of the lane's two pairs in a block, for each of its rows */
     float4 rope_table[preload_rope ? rope_blocks : 1][2];
 };
 
@@ -2575,7 +2579,7 @@ template <int D> struct epi_qkv {
         }
     }
 
-    /* QK-norm: RMSNorm over each head of q and k. The four lanes of a row add their squares. */
+    /* QK-norm: RMSNorm over each head of q and k. Four lanes hold a row and add their squares. */
     template <int COLS> __device__ static inline void norm(float (&acc)[COLS / 2],
                                                            const gemm_tile &tile,
                                                            const params &epi_args) {
@@ -2607,8 +2611,8 @@ template <int D> struct epi_qkv {
         float x = a, y = b;
         a = x * cosine - y * sine, b = y * cosine + x * sine;
     }
-    /* Rotates the lane's pairs of one block: two pairs in either of its two rows. c0, c1: cosines
-     * and sines of the first and of the second row. */
+    /* Rotates the lane's pairs of one block: two pairs in each of its two rows. c0: cosines and
+     * sines of the first row; c1: of the second row. */
     __device__ static inline void rotate_block(float *values, float4 c0, float4 c1) {
         rotate(values[0], values[4], c0.x, c0.y), rotate(values[1], values[5], c0.z, c0.w);
         rotate(values[2], values[6], c1.x, c1.y), rotate(values[3], values[7], c1.z, c1.w);
@@ -2616,7 +2620,7 @@ template <int D> struct epi_qkv {
     template <int COLS>
     __device__ static inline void rope(float (&acc)[COLS / 2], const gemm_tile &tile,
                                        prefetched<COLS> &fetched, const params &epi_args) {
-        /* the columns of this tile before this one are q or k; the others are v, without RoPE */
+        /* The first rope_cols columns of the tile are q or k. The others are v, without RoPE. */
         int rope_cols = (epi_args.H + epi_args.K) * D - tile.col0;
 #pragma unroll
         for (int rope_block = 0; rope_block < prefetched<COLS>::rope_blocks; rope_block++) {
@@ -2629,8 +2633,8 @@ template <int D> struct epi_qkv {
         }
     }
 
-    /* Writes the ROUND staged columns from col0 to q and the pages, panel by panel. A lane writes
-     * the same chunk of 8 columns of each row_step-th row. */
+    /* Writes the ROUND staged columns, which begin at column col0, to q and the pages, panel by
+     * panel. In a panel a lane writes the same chunk of 8 columns of every row_step-th row. */
     template <int COLS, int ROUND>
     __device__ static inline void send(const gemm_tile &tile, const prefetched<COLS> &fetched,
                                        const params &epi_args, int col0) {
@@ -2679,9 +2683,13 @@ template <int D> struct epi_qkv {
 };
 
 /* ---- qkv_reorder_kernel ----
+ *
  * Moves the rows of q, k and v and their biases from the model's order to that of qkv_interleave,
- * once, in place. A CTA moves 64 columns of one head through shared memory. W bf16 [N][K], bias
- * float32 [N] or NULL. Grid (N / D, ceil(K / 64)), block 256. D at most 128, K a multiple of 8. */
+ * in place. It runs once, after the weights are loaded. A CTA moves 64 columns of one head through
+ * shared memory.
+ *
+ * W bf16 [N][K], bias float32 [N] or NULL. Grid (N / D, ceil(K / 64)), block 256. D is at most 128,
+ * K is a multiple of 8. */
 __global__ static void __launch_bounds__(256)
     qkv_reorder_kernel(bf16 *w, float *bias, int K, int D) {
     __shared__ uint4 old_rows[128 * 8];
@@ -2711,7 +2719,7 @@ static void qkv_reorder(toka_device *dev, const weight *w, int D) {
 }
 
 #if HOPPER
-/* ---- The work of a CTA, and the position in the ring ---- */
+/* ---- The work of a CTA, and the current buffer of the ring ---- */
 
 struct gemm_maps {
     const CUtensorMap *x, *w, *y;
@@ -2719,17 +2727,17 @@ struct gemm_maps {
 struct gemm_cta {
     gemm_problem problem;
     gemm_maps maps;
-    /* addresses in shared memory: the ring of buffers, then the mbarriers (see the chapter head) */
+    /* addresses in shared memory: the ring of buffers, then the mbarriers (gemm_smem) */
     uint32_t ring, full, empty, partials_bar, load_bars;
-    int k_rank,         /* index among the SPLIT CTAs that share a tile's K */
+    int k_rank,         /* index among the SPLIT CTAs that share a tile */
         multicast_rank; /* index among the CTAs that share a W tile; selects the tile in a unit */
-    int k_block0, n_k_blocks; /* first K block of this CTA; number of K blocks */
+    int k_block0, n_k_blocks; /* this CTA's K blocks: k_block0 .. k_block0 + n_k_blocks - 1 */
     /* This CTA computes the units first_unit, first_unit + unit_stride ... below n_units. */
     int first_unit, unit_stride, n_units;
 };
 
-/* Returns a / b for 0 <= a, b < 2^22. per_b = 1 / b. The quotient from the rounded product is off
- * by one at most, and the last line corrects it. */
+/* Returns a / b, rounded down, for 0 <= a < 2^22 and 0 < b < 2^22. per_b = 1 / b. The rounded
+ * product is off by at most one, which the last line corrects. */
 __device__ static inline int gemm_divide(int a, int b, float per_b) {
     int q = (int)((float)a * per_b), r = a - q * b;
     return q + (r >= b) - (r < 0);
@@ -2759,7 +2767,7 @@ struct gemm_ring {
 template <int BUFS> __device__ static inline void gemm_ring_next(gemm_ring &ring) {
     if (++ring.buf == BUFS) ring.buf = 0, ring.parity ^= 1;
 }
-/* Skips n buffers, which belong to a tile of the other consumer. */
+/* Skips n buffers, because they belong to a tile of the other consumer. */
 template <int BUFS> __device__ static inline void gemm_ring_skip(gemm_ring &ring, int n) {
     unsigned index = (unsigned)(ring.buf + n);
     ring.buf = (int)(index % BUFS), ring.parity ^= (int)(index / BUFS & 1);
@@ -2767,7 +2775,7 @@ template <int BUFS> __device__ static inline void gemm_ring_skip(gemm_ring &ring
 
 /* ---- The producers: one thread of warp 0 and one of warp 1 ---- */
 
-/* Warp 0 loads W. W does not depend on the previous kernels, so there is no grid_wait(). */
+/* Warp 0 loads W. No kernel of a step writes W, so there is no grid_wait(). */
 template <int BN, int BUFS> __device__ static inline void gemm_produce_w(const gemm_cta &cta) {
     uint16_t multicast_mask = (uint16_t)(3 << cta.k_rank * 2);
     gemm_ring ring = {0, 0};
@@ -2786,8 +2794,8 @@ template <int BN, int BUFS> __device__ static inline void gemm_produce_w(const g
             gemm_ring_next<BUFS>(ring);
         }
     }
-    /* The peer arrives at the empty barriers of this CTA. So this CTA must not exit before all of
-     * these arrivals. */
+    /* With multicast the other CTA arrives at the empty barriers of this CTA. So this CTA waits for
+     * all of these arrivals before it exits. */
     for (int i = 0; i < BUFS && cta.problem.multicast > 1; i++) {
         mbar_wait(cta.empty + 8 * ring.buf, ring.parity ^ 1);
         gemm_ring_next<BUFS>(ring);
@@ -2799,7 +2807,7 @@ template <int BN, int BUFS> __device__ static inline void gemm_produce_x(const g
     grid_wait();
     for (int unit = cta.first_unit; unit < cta.n_units; unit += cta.unit_stride) {
         gemm_coord coord = gemm_tile_coord(cta, unit);
-        /* in its last unit the CTA lets the next kernel start */
+        /* at its last unit the CTA lets the next kernel start */
         if (unit + cta.unit_stride >= cta.n_units) grid_launch_dependents();
         for (int k = cta.k_block0; k < cta.k_block0 + cta.n_k_blocks; k++) {
             uint32_t full = cta.full + 8 * ring.buf;
@@ -2814,7 +2822,8 @@ template <int BN, int BUFS> __device__ static inline void gemm_produce_x(const g
 
 /* ---- The consumers: warpgroups 1 and 2 ---- */
 
-/* Releases a buffer that this consumer has read: arrives at empty[buf] of all CTAs that share W. */
+/* Releases a buffer that this consumer has read: arrives at empty[buf] of each CTA that shares
+ * W. */
 __device__ static inline void gemm_release(const gemm_cta &cta, int buf) {
     int tid = threadIdx.x & 127;
     if (cta.problem.multicast == 1) {
@@ -2842,10 +2851,11 @@ __device__ static inline void gemm_prefetch_indirect(const gemm_tile &tile,
 /* The main loop of one consumer over the tile of `unit`: 64 rows (HALVES = 1) or, in ping-pong, 128
  * rows (HALVES = 2).
  *
- * In ping-pong, too, the buffers are consumed in order: a consumer starts when the other consumer
- * has issued its last wgmma, which may still be in flight. If it waited on full[buf] earlier, the
- * last completed phase of that barrier could be the one two phases before the awaited one. That
- * phase has the same parity, so the wait would return too early. */
+ * In ping-pong the consumers also read the buffers in order. A consumer waits at a named barrier
+ * until the other one has issued the last wgmma of its tile (which may still be in flight). Without
+ * this order a consumer could wait on full[buf] when the last completed phase of that mbarrier is
+ * two phases before the phase it waits for. Both have the same parity, so the wait would return too
+ * early. */
 template <class EPI, int BN, int COLS, int BUFS, int HALVES>
 __device__ static inline void gemm_mainloop(float (&acc)[HALVES][BN / 2], const gemm_cta &cta,
                                             gemm_ring &ring, int consumer, int unit,
@@ -2854,7 +2864,7 @@ __device__ static inline void gemm_mainloop(float (&acc)[HALVES][BN / 2], const 
                                             const typename EPI::params &epi_args) {
     constexpr int buf_bytes = (128 + BN) * 128;
     int last_buf = 0;
-    /* The accumulators are set to zero, instead of scale_d = 0 in the first wgmma. With scale_d = 0
+    /* The accumulators are set to zero here, and the first wgmma has scale_d = 1. With scale_d = 0
      * ptxas before 12.9 takes the old values of acc for an input of that wgmma (C7515). */
 #pragma unroll
     for (int i = 0; i < HALVES * (BN / 2); i++) acc[i / (BN / 2)][i % (BN / 2)] = 0;
@@ -2889,13 +2899,13 @@ __device__ static inline void gemm_mainloop(float (&acc)[HALVES][BN / 2], const 
     gemm_release(cta, last_buf);
 }
 
-/* The main loop of staggered consumers (gemm_stagger). Consumer 1 pauses STAGGER blocks before the
- * end of a tile until consumer 0 has issued all its wgmma. Then consumer 1 issues its last ones
- * during the epilogue of consumer 0. Consumer 0 begins the next tile during the epilogue of
- * consumer 1.
+/* The main loop of staggered consumers (gemm_stagger). Consumer 1 pauses STAGGER K blocks before
+ * the end of a tile, until consumer 0 has issued all its wgmma of the tile. Then consumer 1 issues
+ * its remaining wgmma during the epilogue of consumer 0. Consumer 0 begins the next tile during the
+ * epilogue of consumer 1.
  *
- * While one consumer is in its epilogue, the other one alone must keep the tensor cores busy. So it
- * releases buffers and computes the position of the tile while its wgmma are in flight. */
+ * While one consumer is in its epilogue, the other one alone must keep the tensor cores busy. So a
+ * consumer releases buffers and computes the position of its tile while its wgmma are in flight. */
 template <class EPI, int BN, int COLS, int BUFS>
 __device__ static inline void gemm_mainloop_staggered(float (&acc)[BN / 2], const gemm_cta &cta,
                                                       gemm_ring &ring, int consumer, int unit,
@@ -2904,8 +2914,8 @@ __device__ static inline void gemm_mainloop_staggered(float (&acc)[BN / 2], cons
                                                       const typename EPI::params &epi_args) {
     constexpr int buf_bytes = (128 + BN) * 128, STAGGER = gemm_stagger<EPI>;
     static_assert(STAGGER <= BUFS, "the ring holds what one warpgroup is ahead");
-    /* There is no pause if a tile fits in the ring: consumer 0 could then be a whole tile ahead and
-     * arrive at named barrier 2 twice before consumer 1 gets there. */
+    /* There is no pause if all K blocks of a tile fit in the ring. Consumer 0 could then be a whole
+     * tile ahead and arrive at named barrier 2 twice before consumer 1 arrives once. */
     const int pause_block = cta.n_k_blocks > BUFS ? cta.n_k_blocks - STAGGER : -1;
     constexpr bool zero_acc = NVCC_VERSION < 1209; /* see gemm_mainloop */
     int last_buf = 0;
@@ -2927,7 +2937,7 @@ __device__ static inline void gemm_mainloop_staggered(float (&acc)[BN / 2], cons
         for (int i = 0; i < 2; i++)
             wgmma_ss<BN>(acc, a_desc + 2 * i, b_desc + 2 * i, zero_acc || k > 0 || i > 0);
         wgmma_commit();
-        wgmma_wait<1>(); /* not in a branch: ptxas would serialize the wgmma (C7520) */
+        wgmma_wait<1>(); /* not only if k: in a branch ptxas would serialize the wgmma (C7520) */
         if (k && !pause) gemm_release(cta, last_buf);
         wgmma_fence();
 #pragma unroll
@@ -2948,11 +2958,11 @@ __device__ static inline void gemm_mainloop_staggered(float (&acc)[BN / 2], cons
     gemm_release(cta, last_buf);
 }
 
-/* Split-K: reduce-scatter over the SPLIT CTAs of a cluster. This CTA gets the sums of columns
+/* Split-K: reduce-scatter over the SPLIT CTAs that share a tile. This CTA gets the sums of columns
  * k_rank * COLS .. (k_rank + 1) * COLS - 1 of the tile, added in the order of K. It sends its
- * partial sums of the other columns from registers to partials_at in the shared memory of the other
- * CTAs, as [SPLIT-1][consumer][COLS/8][128 threads] x 16 bytes. partials_bar[consumer] counts the
- * bytes that arrive. */
+ * partial sums of the other columns from registers to the shared memory of the other CTAs. They lie
+ * at partials_at there, as [SPLIT-1 senders][consumer][COLS/8][128 threads] x 16 bytes.
+ * partials_bar[consumer] counts the bytes that arrive. */
 template <int BN, int SPLIT>
 __device__ static inline void gemm_reduce_split(const float (&acc)[BN / 2],
                                                 float (&sum)[BN / SPLIT / 2], const gemm_cta &cta,
@@ -2994,8 +3004,8 @@ __device__ static inline void gemm_reduce_split(const float (&acc)[BN / 2],
     }
 }
 
-/* Runs the epilogue on the accumulators of a tile. The two halves of a ping-pong tile use the same
- * staging one after the other. */
+/* Runs the epilogue on the accumulators of a tile. With ping-pong the two halves of a tile (64 rows
+ * each) use the same staging one after the other. */
 template <class EPI, int COLS, int HALVES>
 __device__ static inline void gemm_epilogue(float (&acc)[HALVES][COLS / 2], gemm_tile &tile,
                                             gemm_prefetched<EPI, COLS> &fetched,
@@ -3013,7 +3023,7 @@ __device__ static inline void gemm_epilogue(float (&acc)[HALVES][COLS / 2], gemm
     }
 }
 
-/* Main loops and epilogues of all units of one consumer. */
+/* Runs the main loops and epilogues of all units of one consumer. */
 template <class EPI, int BN, int SPLIT, bool PINGPONG>
 __device__ static inline void gemm_consume(const gemm_cta &cta, int consumer,
                                            const typename EPI::params &epi_args) {
@@ -3059,8 +3069,8 @@ __device__ static inline void gemm_consume(const gemm_cta &cta, int consumer,
 }
 #endif
 
-/* The kernel: see the head of the chapter. A cluster has multicast * SPLIT CTAs; CTA r of it has
- * k_rank r / multicast and multicast_rank r % multicast. */
+/* The kernel: see the head of the chapter. A cluster has multicast * SPLIT CTAs. The CTA with
+ * cluster rank r has k_rank r / multicast and multicast_rank r % multicast. */
 template <class EPI, int BN, int SPLIT, bool PINGPONG = false>
 __global__ void __launch_bounds__(384, 1)
     gemm_wgmma_kernel(const __grid_constant__ CUtensorMap map_x,
@@ -3096,7 +3106,7 @@ __global__ void __launch_bounds__(384, 1)
     }
     __syncwarp();
     if (per_cluster > 1) cluster_sync_relaxed();
-    else if (warp == 0) bar_arrive(1, 384); /* it initialized the barriers and need not wait */
+    else if (warp == 0) bar_arrive(1, 384); /* warp 0 initialized the mbarriers: it need not wait */
     else bar_sync(1, 384);
     if (warp < 4) {
         setmaxnreg_dec<40>();
@@ -3110,8 +3120,8 @@ __global__ void __launch_bounds__(384, 1)
         setmaxnreg_inc<232>();
         gemm_consume<EPI, BN, SPLIT, PINGPONG>(cta, warp / 4 - 1, epi_args);
     }
-    /* A CTA may exit before its peers: it has waited for everything that they write to it, which is
-     * W tiles, partial sums and arrivals at the empty barriers. */
+    /* A CTA may exit before the other CTAs of its cluster. It has waited for everything that they
+     * write to it: W tiles, partial sums and arrivals at the empty barriers. */
 #else
     __trap();
 #endif
@@ -3192,12 +3202,14 @@ typedef struct gemm_plan { /* how to launch a GEMM */
 
 /* Estimates the clocks of a variant. The constants come from sweeps of all variants over the shapes
  * of `toka bench ops` on an H100 and an H200 (test/gpu_gemm.cu sweep).
- *   K block     the maximum of three times: tensor cores, 4 BN clocks and about 45 of waiting; L2;
- *               64 bytes a clock into an SM
- *   L2          8192 bytes a clock for all SMs. With a long K, CTAs that read the same rows drift
- *               apart, and L2 delivers only 6154.
- *   power       limits the GPU if there are several waves; reading from L2 uses part of it
- *   epilogue    added once per wave; in ping-pong only the last one is not hidden
+ *   K block     takes the longest of three times:
+ *                 - tensor cores: 4 * BN clocks, and about 45 clocks of waiting
+ *                 - reads from L2 by all SMs: 8192 bytes a clock. With a long K, CTAs that read the
+ *                   same rows drift apart, and L2 delivers only 6154.
+ *                 - the port of an SM: 64 bytes a clock
+ *   power       limits the GPU if there are several waves. Reading from L2 takes part of the power,
+ *               so it adds to the time of a K block.
+ *   epilogue    is added once per wave; in ping-pong once, because the other epilogues are hidden
  *   split-K     adds the exchange of sums, and each wave starts with an empty ring
  *   multicast   adds 300 clocks per launch */
 static double gemm_cost(const toka_device *dev, const gemm_variant *variant, int multicast, int M,
@@ -3220,7 +3232,7 @@ static double gemm_cost(const toka_device *dev, const gemm_variant *variant, int
            (multicast == 2 ? 300 : 0);
 }
 
-/* True if each CTA gets whole heads in its tiles, as QK-norm needs. */
+/* True if the columns on which a CTA runs the epilogue are whole heads, as QK-norm needs. */
 static bool gemm_whole_heads(const gemm_variant *variant) {
     return variant->bn / variant->split % (variant->kind == GEMM_QKV64 ? 64 : 128) == 0;
 }
@@ -3263,9 +3275,9 @@ static CUtensorMap gemm_tensor_map(toka_device *dev, const bf16 *data, int rows,
     return map;
 }
 
-/* Launches any instance, also the one of the LM head (epi_sample, chapter 11). `params` are those
- * of the epilogue. args->y is used only by epilogues that store it by TMA; for others it may be
- * NULL. */
+/* Launches any instance of gemm_wgmma_kernel, also the one of the LM head (epi_sample, chapter 11).
+ * `params` are the params of its epilogue. Only epilogues that store y by TMA use args->y; for
+ * others it may be NULL. */
 static void gemm_launch(toka_device *dev, gemm_plan plan, const gemm_args *args,
                         const void *params) {
     const gemm_variant *variant = plan.variant;
@@ -3333,7 +3345,7 @@ static void gemm_open(toka_device *dev) {
 
 /* y = epilogue(x W^T) for EPI_STORE, EPI_RESIDUAL, EPI_SWIGLU and EPI_LOGITS. */
 static void gemm_wgmma_with(toka_device *dev, const gemm_args *args, gemm_plan plan) {
-    /* params of epi_store and epi_residual; epi_swiglu ignores them */
+    /* the params of epi_store and epi_residual; epi_swiglu ignores its params */
     epi_store::params store_args = {args->w->bias, args->y, args->ldy};
     epi_logits::params logits_args = {(float *)args->y, args->ldy};
     assert(args->epi != EPI_SWIGLU || (!args->w->bias && args->w->N % 16 == 0));
@@ -3358,7 +3370,8 @@ static bool gemm_qkv_worth_fusing(const toka_device *dev, int M, const weight *w
                                   const qkv_params *qkv) {
     gemm_plan fused = gemm_choose_qkv(dev, M, w, qkv),
               plain = gemm_choose(dev, EPI_STORE, M, w->N, w->K, false);
-    /* M is rounded up to whole tiles, as in gemm_cost. So all M of a tile get the same choice. */
+    /* M is rounded up to whole tiles, as in gemm_cost. So the choice depends only on the number of
+     * tiles. */
     double rope_clocks = 4000 + 4.0 * ceil_div(M, 128) * 128 * w->N / 1500;
     return gemm_cost(dev, fused.variant, fused.multicast, M, w->N, w->K) <
            gemm_cost(dev, plain.variant, plain.multicast, M, w->N, w->K) + rope_clocks;
@@ -3377,8 +3390,8 @@ static void gemm_wgmma_qkv(toka_device *dev, int M, const bf16 *x, int ldx, cons
     gemm_wgmma_qkv_with(dev, M, x, ldx, w, qkv, gemm_choose_qkv(dev, M, w, qkv));
 }
 
-/* Computes x W^T + bias and stores rows_per_rank rows of it in each of n_ranks receive buffers (see
- * epi_scatter). args->y and args->epi are not used. */
+/* Computes x W^T + bias and stores rows_per_rank rows of the result in each of n_ranks receive
+ * buffers (epi_scatter). args->y and args->epi are not used. */
 static void gemm_wgmma_scatter_with(toka_device *dev, const gemm_args *args,
                                     bf16 *const *recv_buffers, int n_ranks, int rows_per_rank,
                                     gemm_plan plan) {
