@@ -66,7 +66,8 @@
  *   stage          a pipeline stage of the model, nothing else
  *   id block       256 consecutive ids of the vocabulary. It has four id groups of 64 ids. A thread
  *                  holds the logits of a group in its registers.
- *   partial        sampling result over some ids of one row (samp_partial). Two partials merge.
+ *   partial        the sampling result of some ids of one row (samp_partial). Two partials of a row
+ *                  merge into one.
  *   plain row      is sampled without stored logits. A filtered row needs them: it has top-k,
  *                  top-p, min-p, penalties or id lists, or wants top log-probabilities or a rank.
  *
@@ -167,7 +168,7 @@
  *
  * WHAT THEY REACH. NVIDIA H200, 2026-11-22 to 24. test/results/gpu-h200.md has all tables, with
  * commits and commands; `toka bench ops` measures again. For ops bound by reading, 100 % is a read
- * bandwidth of 4.4 TB/s.
+ * bandwidth of 4.4 TB/s. 1B is Llama-3.2-1B, 8B is Llama-3.1-8B.
  *
  *   op                        bound by      reaches
  *   gemm_wgmma                arithmetic    M >= 512: 1.04 times as fast as cuBLAS (61 shapes)
@@ -234,7 +235,7 @@
 #define HOPPER 0
 #define IN_CLUSTERS(n)
 #endif
-#ifndef NVCC_VERSION /* test/nvcc_versions.py compiles as for others */
+#ifndef NVCC_VERSION /* test/nvcc_versions.py sets it, to compile as with another nvcc */
 #define NVCC_VERSION (__CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__)
 #endif
 
@@ -283,8 +284,8 @@ typedef struct layer_weights {
 
 typedef struct step_rows { /* rows of the current step; device pointers into the upload buffer */
     int T;
-    const int *ids, *pos, *kv_slot; /* [T] */
-    const toka_copy *copies;
+    const int *ids, *pos, *kv_slot; /* [T] token ids, positions, cache positions */
+    const toka_copy *copies;        /* pages to copy before the step's attention */
 } step_rows;
 
 /* Events of the steps in flight, in rings. cuda_finish waits for `done` with blocking sync: the
@@ -296,8 +297,8 @@ typedef struct step_rows { /* rows of the current step; device pointers into the
 enum { CLOCK_STEP_INTERVAL = 64, CLOCK_GRAPH_FACTOR = 4 };
 typedef struct step_clock {
     cudaEvent_t begun[STEP_RING_SIZE], done[STEP_RING_SIZE];
-    cudaEvent_t *op_ends; /* [cap_op_ends] one event after each op of the timed step */
-    char *op_kind;        /* [cap_op_ends] which op ended there: 0 .. TOKA_N_OPS-1 */
+    cudaEvent_t *op_ends; /* [n_op_ends] one event after each op of the timed step */
+    char *op_kind;        /* [n_op_ends] the op before that event: 0 .. TOKA_N_OPS-1 */
     /* timed_index: ring index of the timed step; -1: no timed step is in flight */
     int n_op_ends, cap_op_ends, timed_index;
     int64_t n_begun, n_done; /* steps since open */
@@ -391,7 +392,8 @@ typedef struct rank_barrier {
     int tp_rank, tp_size;
     unsigned *counts;      /* [BARRIER_CTAS] of this rank: number of the last barrier of each CTA */
     volatile int *aborted; /* host memory; not 0: the group is broken */
-    /* host memory, [2]: numbers of the last barrier at which CTA 0 arrived, and that it passed */
+    /* [2], host memory: numbers of two barriers. CTA 0 arrived last at the first, and passed the
+     * second last. */
     volatile unsigned *progress;
     /* [rank] array [BARRIER_CTAS][BARRIER_MAX_RANKS] in the memory of that rank */
     signal_flag *signal_flags[BARRIER_MAX_RANKS];
@@ -476,9 +478,9 @@ static void clock_record_op(toka_device *dev, int op) {
     latch_error(dev, cudaEventRecord(clk->op_ends[clk->n_op_ends++], dev->stream), "step");
 }
 
-/* Runs before a device's first launch of a kernel. It allows the kernel all the shared memory that
- * a CTA can have, which CUDA requires above 48 KB. All devices of this process that use the same
- * GPU share the setting, so all of them set the same maximum.
+/* Prepares a kernel before its first launch on a device. Allows it all the shared memory that a CTA
+ * can have: CUDA requires this opt-in above 48 KB. All devices (toka_device) of this process that
+ * use the same GPU share the setting, so all of them set the same maximum.
  *
  * On Hopper it also sets the largest shared memory carveout, the same for all kernels. An SM must
  * be empty before its carveout can change, so kernels with different carveouts could not
@@ -1898,8 +1900,8 @@ __device__ static inline void gemm_store_swiglu(const gemm_kernel_args &args, in
                                                 float g0, float g1, float u0, float u1) {
     if (args.bias)
         g0 += args.bias[n], g1 += args.bias[n + 1], u0 += args.bias[n + 8], u1 += args.bias[n + 9];
-    *(uint32_t *)(args.y + (size_t)m * args.ldy + (n / 16 * 8 + n % 8)) = pack_bf16(swiglu(g0, u0),
-                                                                                    swiglu(g1, u1));
+    *(uint32_t *)(args.y + (size_t)m * args.ldy + (n / 16 * 8 + n % 8)) =
+        pack_bf16(swiglu(g0, u0), swiglu(g1, u1));
 }
 
 static gemm_kernel_args gemm_checked_args(const gemm_args *args) {
@@ -1909,8 +1911,8 @@ static gemm_kernel_args gemm_checked_args(const gemm_args *args) {
     assert(((uintptr_t)args->x | (uintptr_t)w->data | (uintptr_t)args->y) % 16 == 0);
     assert(args->ldx >= w->K && args->ldy >= (args->epi == EPI_SWIGLU ? w->N / 2 : w->N) &&
            (args->epi != EPI_SWIGLU || w->N % 16 == 0));
-    return gemm_kernel_args{args->x, w->data, w->bias,   args->y,   args->M,
-                            w->N,    w->K,    args->ldx, args->ldy, args->epi};
+    return gemm_kernel_args{args->x, w->data, w->bias, args->y, args->M, w->N, w->K, args->ldx,
+                            args->ldy, args->epi};
 }
 
 /* ---- gemm_mma_kernel: y[M][N] = x[M][K] W[N][K]^T on mma.sync m16n8k16 ----
@@ -1956,9 +1958,9 @@ __device__ static inline void mma_load(uint32_t to, const bf16 *from, int row0, 
 
 /* acc += x W^T for the warp's tile and the 32 columns of K of one buffer. x_at and w_at: the first
  * row of the warp tile in the buffer. */
-template <int WM, int WN> __device__ static inline void mma_multiply(float acc[WM / 16][WN / 8][4],
-                                                                     uint32_t x_at, uint32_t w_at,
-                                                                     int lane) {
+template <int WM, int WN>
+__device__ static inline void mma_multiply(float acc[WM / 16][WN / 8][4], uint32_t x_at,
+                                           uint32_t w_at, int lane) {
     /* The rows that this lane addresses for ldmatrix. The tiles start at multiples of 16 rows, so
      * the swizzle depends only on x_row and w_row. */
     int x_row = lane % 16, w_row = lane % 8 + lane / 16 * 8;
@@ -1979,9 +1981,10 @@ template <int WM, int WN> __device__ static inline void mma_multiply(float acc[W
 }
 
 /* Applies the epilogue to the accumulators of a warp tile, which begins at row m0, column n0. */
-template <int WM, int WN> __device__ static inline void mma_epilogue(const gemm_kernel_args &args,
-                                                                     float acc[WM / 16][WN / 8][4],
-                                                                     int m0, int n0, int lane) {
+template <int WM, int WN>
+__device__ static inline void mma_epilogue(const gemm_kernel_args &args,
+                                           float acc[WM / 16][WN / 8][4], int m0, int n0,
+                                           int lane) {
 #pragma unroll
     for (int i = 0; i < 2 * (WM / 16); i++) {
         int m = m0 + 8 * i + lane / 4, half = i % 2 * 2;
@@ -2251,9 +2254,9 @@ __device__ static inline void gemm_staging_write(const float *acc, const gemm_ti
 }
 /* Stores the warp's 16 rows of COLS staged columns by TMA to y at row tile.row0, column col0. y has
  * n_cols columns. */
-template <int COLS> __device__ static inline void gemm_staging_store(const gemm_tile &tile,
-                                                                     const CUtensorMap *map_y,
-                                                                     int col0, int n_cols) {
+template <int COLS>
+__device__ static inline void gemm_staging_store(const gemm_tile &tile, const CUtensorMap *map_y,
+                                                 int col0, int n_cols) {
     constexpr int PANEL = gemm_panel_cols(COLS);
     fence_async_smem();
     __syncwarp();
@@ -2271,9 +2274,9 @@ __device__ static inline void gemm_staging_wait(const gemm_tile &tile) {
     __syncwarp();
 }
 
-template <int COLS> __device__ static inline void gemm_add_bias(float (&acc)[COLS / 2],
-                                                                const gemm_tile &tile,
-                                                                const float *bias) {
+template <int COLS>
+__device__ static inline void gemm_add_bias(float (&acc)[COLS / 2], const gemm_tile &tile,
+                                            const float *bias) {
     if (!bias) return;
 #pragma unroll
     for (int j = 0; j < COLS / 8; j++) {
@@ -2366,9 +2369,9 @@ struct epi_residual {
     typedef epi_store::params params;
     __host__ __device__ static constexpr int staged_cols(int cols) { return gemm_round_cols(cols); }
 #if HOPPER
-    template <int COLS> __device__ static inline void prefetch(const gemm_tile &tile,
-                                                               const CUtensorMap *map_y,
-                                                               const params &) {
+    template <int COLS>
+    __device__ static inline void prefetch(const gemm_tile &tile, const CUtensorMap *map_y,
+                                           const params &) {
         constexpr int ROUND = gemm_round_cols(COLS), PANEL = gemm_panel_cols(ROUND);
         if (tile.lane != 0) return;
         tma_store_wait_read<0>();
@@ -2378,8 +2381,9 @@ struct epi_residual {
                         tile.row0);
     }
     /* Adds acc to the ROUND columns of y in the staging, and stores them at col0. */
-    template <int ROUND> __device__ static inline void add(const float *acc, const gemm_tile &tile,
-                                                           const CUtensorMap *map_y, int col0) {
+    template <int ROUND>
+    __device__ static inline void add(const float *acc, const gemm_tile &tile,
+                                      const CUtensorMap *map_y, int col0) {
 #pragma unroll
         for (int block = 0; block < ROUND / 16; block++) {
             const float *values = acc + 8 * block;
@@ -2483,8 +2487,8 @@ struct epi_logits {
             if (tile.col0 + 8 * j >= tile.N) continue;
             if (row < tile.M) *(float2 *)(y + 8 * j) = make_float2(acc[4 * j], acc[4 * j + 1]);
             if (row + 8 < tile.M)
-                *(float2 *)(y + (size_t)8 * epi_args.ld + 8 * j) = make_float2(acc[4 * j + 2],
-                                                                               acc[4 * j + 3]);
+                *(float2 *)(y + (size_t)8 * epi_args.ld + 8 * j) =
+                    make_float2(acc[4 * j + 2], acc[4 * j + 3]);
         }
     }
 #endif
@@ -2538,9 +2542,9 @@ template <int D> struct epi_qkv {
     template <int COLS> using prefetched = gemm_prefetched<epi_qkv<D>, COLS>;
     __host__ __device__ static constexpr int staged_cols(int cols) { return gemm_round_cols(cols); }
 #if HOPPER
-    template <int COLS> __device__ static inline void prefetch(const gemm_tile &tile,
-                                                               prefetched<COLS> &fetched,
-                                                               const params &epi_args) {
+    template <int COLS>
+    __device__ static inline void prefetch(const gemm_tile &tile, prefetched<COLS> &fetched,
+                                           const params &epi_args) {
         int row = tile.row0 + tile.lane / 4, last_row = tile.M - 1;
         fetched.pos[0] = epi_args.pos[min(row, last_row)],
         fetched.pos[1] = epi_args.pos[min(row + 8, last_row)];
@@ -2549,27 +2553,28 @@ template <int D> struct epi_qkv {
             l2_prefetch(epi_args.bias + tile.col0 + 32 * tile.lane);
     }
     /* Loads the cosines and sines of the lane's two pairs in block `block`, for its two rows. */
-    template <int COLS> __device__ static inline void load_rope(float4 to[2], int block,
-                                                                const gemm_tile &tile,
-                                                                const prefetched<COLS> &fetched,
-                                                                const params &epi_args) {
+    template <int COLS>
+    __device__ static inline void load_rope(float4 to[2], int block, const gemm_tile &tile,
+                                            const prefetched<COLS> &fetched,
+                                            const params &epi_args) {
         int elem = (tile.col0 + 16 * block) % D / 2 + 2 * (tile.lane & 3);
 #pragma unroll
         for (int i = 0; i < 2; i++)
             to[i] = *(const float4 *)(epi_args.rope + (size_t)fetched.pos[i] * (D / 2) + elem);
     }
-    template <int COLS> __device__ static inline void prefetch_indirect(const gemm_tile &tile,
-                                                                        prefetched<COLS> &fetched,
-                                                                        const params &epi_args) {
+    template <int COLS>
+    __device__ static inline void prefetch_indirect(const gemm_tile &tile,
+                                                    prefetched<COLS> &fetched,
+                                                    const params &epi_args) {
         int log2_B = 31 - __clz(epi_args.B);
 #pragma unroll
         for (int i = 0; i < prefetched<COLS>::chunks; i++) {
             int row = tile.lane / prefetched<COLS>::panel_chunks + i * prefetched<COLS>::row_step,
                 kv_slot = __shfl_sync(~0u, fetched.kv_slot, row);
             fetched.q_at[i] = (uint32_t)((tile.row0 + row) * epi_args.H);
-            fetched.kv_at[i] = ((uint32_t)(kv_slot >> log2_B) * (uint32_t)(2 * epi_args.K)
-                                << log2_B) +
-                               (uint32_t)(kv_slot & (epi_args.B - 1));
+            fetched.kv_at[i] =
+                ((uint32_t)(kv_slot >> log2_B) * (uint32_t)(2 * epi_args.K) << log2_B) +
+                (uint32_t)(kv_slot & (epi_args.B - 1));
         }
         if constexpr (prefetched<COLS>::preload_rope) {
             if (tile.col0 >= (epi_args.H + epi_args.K) * D) return;
@@ -2580,9 +2585,9 @@ template <int D> struct epi_qkv {
     }
 
     /* QK-norm: RMSNorm over each head of q and k. Four lanes hold a row and add their squares. */
-    template <int COLS> __device__ static inline void norm(float (&acc)[COLS / 2],
-                                                           const gemm_tile &tile,
-                                                           const params &epi_args) {
+    template <int COLS>
+    __device__ static inline void norm(float (&acc)[COLS / 2], const gemm_tile &tile,
+                                       const params &epi_args) {
 #pragma unroll
         for (int local_head = 0; local_head < COLS / D; local_head++) {
             int head = tile.col0 / D + local_head;
@@ -2657,9 +2662,9 @@ template <int D> struct epi_qkv {
                 uint32_t from = tile.out + panel * 32 * PANEL +
                                 (byte ^ (byte >> 7 & (PANEL / 8 - 1)) << 4);
                 if (col < tile.N && tile.row0 + row + i * prefetched<COLS>::row_step < tile.M)
-                    *(uint4 *)(to + (size_t)(base_row +
-                                             (kv_head < 0 ? fetched.q_at[i] : fetched.kv_at[i])) *
-                                        D) = smem_load_16(from);
+                    *(uint4 *)(to + (size_t)(base_row + (kv_head < 0 ? fetched.q_at[i]
+                                                                     : fetched.kv_at[i])) * D) =
+                        smem_load_16(from);
             }
         }
     }
@@ -2704,8 +2709,8 @@ __global__ static void __launch_bounds__(256)
     __syncthreads();
     for (int chunk = tid; chunk < D * 8; chunk += 256)
         if (chunk % 8 < n_chunks)
-            *(uint4 *)(head + (size_t)qkv_interleave(chunk / 8, D / 2) * K +
-                       chunk % 8 * 8) = old_rows[chunk];
+            *(uint4 *)(head + (size_t)qkv_interleave(chunk / 8, D / 2) * K + chunk % 8 * 8) =
+                old_rows[chunk];
     if (has_bias) bias[blockIdx.x * D + qkv_interleave(tid, D / 2)] = old_bias[tid];
 }
 /* True if the rows of q, k and v are in the order of qkv_interleave. */
@@ -3297,8 +3302,8 @@ static void gemm_launch(toka_device *dev, gemm_plan plan, const gemm_args *args,
     CUtensorMap map_x = gemm_tensor_map(dev, args->x, ceil_div(M, 128) * 128, K, args->ldx, 128,
                                         64),
                 map_y = map_x;
-    CUtensorMap map_w = gemm_tensor_map(dev, args->w->data, N, K, K, variant->bn / plan.multicast,
-                                        64);
+    CUtensorMap map_w =
+        gemm_tensor_map(dev, args->w->data, N, K, K, variant->bn / plan.multicast, 64);
     if (variant->staged_cols && args->y) {
         assert(args->ldy % 8 == 0 && (uintptr_t)args->y % 16 == 0 && cols % 8 == 0);
         map_y = gemm_tensor_map(dev, args->y, M, cols, args->ldy, 16,
