@@ -285,7 +285,7 @@ typedef struct layer_weights {
 typedef struct step_rows { /* rows of the current step; device pointers into the upload buffer */
     int T;
     const int *ids, *pos, *kv_slot; /* [T] token ids, positions, cache positions */
-    const toka_copy *copies;        /* pages to copy before the step's attention */
+    const toka_copy *copies;        /* pages to copy before the step stores any K or V */
 } step_rows;
 
 /* Events of the steps in flight, in rings. cuda_finish waits for `done` with blocking sync: the
@@ -392,8 +392,8 @@ typedef struct rank_barrier {
     int tp_rank, tp_size;
     unsigned *counts;      /* [BARRIER_CTAS] of this rank: number of the last barrier of each CTA */
     volatile int *aborted; /* host memory; not 0: the group is broken */
-    /* [2], host memory: numbers of two barriers. CTA 0 arrived last at the first, and passed the
-     * second last. */
+    /* [2] in host memory. [0]: number of the last barrier at which CTA 0 arrived. [1]: number of
+     * the last barrier that CTA 0 passed. */
     volatile unsigned *progress;
     /* [rank] array [BARRIER_CTAS][BARRIER_MAX_RANKS] in the memory of that rank */
     signal_flag *signal_flags[BARRIER_MAX_RANKS];
@@ -1832,7 +1832,7 @@ typedef struct gemm_args {
 
 /* ---- Fused norm, input side: 1 / rms of a row from its sums of squares ---- */
 
-/* The sums of squares of a row that one lane holds. The 32 lanes of a warp share those of a row. */
+/* The sums of squares that one lane holds. The 32 lanes of a warp hold all sums of a row. */
 typedef struct lane_sumsq {
     float sum[FUSE_NORM_LANE_SUMS]; /* in the order of their columns */
 } lane_sumsq;
@@ -1937,7 +1937,7 @@ static gemm_kernel_args gemm_checked_args(const gemm_args *args) {
  * reaches about 60 % of the rate of wgmma.
  *
  * The launcher asserts (gemm_checked_args): M > 0; N, K, ldx and ldy are multiples of 8 (N of 16
- * for EPI_SWIGLU); x, W and y are 16-byte aligned; ldx and ldy are not less than the row length. */
+ * for EPI_SWIGLU); x, W and y are 16-byte aligned; ldx and ldy are at least the columns of a row. */
 
 enum { MMA_K = 32, MMA_BUFS = 4, MMA_RASTER = 8 };
 
@@ -2146,7 +2146,8 @@ static void gemm_mma(toka_device *dev, const gemm_args *args) {
  *                rows_per_rank is at least M
  *
  * Retired (all figures: test/results/kernel-choices.md):
- *   mbarrier.arrive.release.cluster to release a peer's buffer: fences the GPU; half the speed
+ *   mbarrier.arrive.release.cluster to release a buffer of the other CTA: it fences the whole GPU,
+ *   and the GEMM has half the speed
  *   BN 256 with 64 KB of staging and only 3 buffers: 1,090 clocks a K block instead of 1,030
  *   residual y loaded through the ring: 2,400 clocks of waiting after the last K block
  *   split-K exchange by st.shared::cluster and cluster barriers: 3.4 us; by bulk copies: 1.4 us
@@ -2174,7 +2175,7 @@ struct gemm_problem {
     int units_m,            /* units along M: ceil(M / (128 * multicast)) */
         tiles_n;            /* tiles along N: ceil(N / BN) */
     int raster_m,           /* rows of units in a band; the last band may have fewer */
-        multicast;          /* 1 or 2: tiles in a unit, which is the CTAs that share a W tile */
+        multicast;          /* 1 or 2: number of tiles in a unit, and of CTAs that share a W tile */
     float inv_band,         /* 1 / (raster_m * tiles_n) */
           inv_height,       /* 1 / raster_m */
           inv_last_height;  /* 1 / rows of units in the last band */
@@ -2335,7 +2336,7 @@ struct epi_store { /* y = acc + bias */
  * of other tiles. */
 struct epi_scatter {
     struct params {
-        /* [rank] its receive buffer [rows_per_rank][N]; boxes of 16 rows */
+        /* [rank] map of its receive buffer [rows_per_rank][N], with boxes of 16 rows */
         CUtensorMap recv_maps[BARRIER_MAX_RANKS];
         const float *bias; /* [N] or NULL */
         /* a multiple of 16, so that all rows of a warp go to one rank */
