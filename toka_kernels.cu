@@ -1937,7 +1937,8 @@ static gemm_kernel_args gemm_checked_args(const gemm_args *args) {
  * reaches about 60 % of the rate of wgmma.
  *
  * The launcher asserts (gemm_checked_args): M > 0; N, K, ldx and ldy are multiples of 8 (N of 16
- * for EPI_SWIGLU); x, W and y are 16-byte aligned; ldx and ldy are at least the columns of a row. */
+ * for EPI_SWIGLU); x, W and y are 16-byte aligned; ldx and ldy are not less than the length of a
+ * row. */
 
 enum { MMA_K = 32, MMA_BUFS = 4, MMA_RASTER = 8 };
 
@@ -2531,8 +2532,8 @@ template <int D, int COLS> struct gemm_prefetched<epi_qkv<D>, COLS> {
         chunks = 16 / row_step;       /* chunks of a panel that a lane writes */
     int pos[2],  /* positions of the lane's two rows */
         kv_slot; /* kv_slot of row row0 + lane % 16 */
-    /* Where the rows that the lane writes begin in q and in the pages, in units of D elements,
-     * without the head. */
+    /* Offset of each row that the lane writes, for head 0, in q and in the pages. The unit is D
+     * elements. send adds the offset of the head. */
     uint32_t q_at[chunks], kv_at[chunks];
     /* [block][row] cosines and sines of the lane's two pairs in a block, for each of its rows */
     float4 rope_table[preload_rope ? rope_blocks : 1][2];
@@ -2923,7 +2924,8 @@ __device__ static inline void gemm_mainloop_staggered(float (&acc)[BN / 2], cons
     /* There is no pause if all K blocks of a tile fit in the ring. Consumer 0 could then be a whole
      * tile ahead and arrive at named barrier 2 twice before consumer 1 arrives once. */
     const int pause_block = cta.n_k_blocks > BUFS ? cta.n_k_blocks - STAGGER : -1;
-    constexpr bool zero_acc = NVCC_VERSION < 1209; /* see gemm_mainloop */
+    /* True: the accumulators are set to zero, for the reason given in gemm_mainloop. */
+    constexpr bool zero_acc = NVCC_VERSION < 1209;
     int last_buf = 0;
 #pragma unroll
     for (int i = 0; zero_acc && i < BN / 2; i++) acc[i] = 0;
@@ -3141,7 +3143,7 @@ enum { GEMM_QKV64 = EPI_LOGITS + 1, GEMM_QKV128, GEMM_SCATTER };
 
 typedef struct gemm_variant {
     int kind,        /* enum epilogue, or one of the kinds above */
-        bn, split;   /* BN; SPLIT */
+        bn, split;   /* the template arguments BN and SPLIT */
     bool pingpong;
     int staged_cols, /* columns of output that are staged at a time; 0: no staging */
         smem_bytes;  /* dynamic shared memory */
@@ -3203,7 +3205,7 @@ enum { N_GEMM_VARIANTS = sizeof gemm_variants / sizeof *gemm_variants };
 
 typedef struct gemm_plan { /* how to launch a GEMM */
     const gemm_variant *variant;
-    int multicast, raster_m;
+    int multicast, raster_m; /* as in gemm_problem */
 } gemm_plan;
 
 /* Estimates the clocks of a variant. The constants come from sweeps of all variants over the shapes
@@ -3325,8 +3327,8 @@ static void gemm_launch(toka_device *dev, gemm_plan plan, const gemm_args *args,
     launch_by_role(dev, "GEMM", &cfg, (const void *)variant->kernel, kernel_args);
 }
 
-/* Called once per device, before the first launch: sets the shared memory of all instances, and
- * asks how many clusters of four CTAs can be resident. */
+/* Called once per device, before the first launch. Allows all instances their shared memory, and
+ * asks CUDA how many clusters of four CTAs can be resident (max_clusters_of_4). */
 static void gemm_open(toka_device *dev) {
     for (int i = 0; i < N_GEMM_VARIANTS && dev->hopper; i++) {
         const gemm_variant *variant = &gemm_variants[i];
@@ -3406,7 +3408,8 @@ static void gemm_wgmma_scatter_with(toka_device *dev, const gemm_args *args,
     product_args.y = NULL;
     epi_scatter::params epi_args = {};
     assert(n_ranks <= BARRIER_MAX_RANKS && rows_per_rank % 16 == 0 && n_ranks * rows_per_rank >= M);
-    /* The last buffer that gets rows may get fewer than the others. Buffers after it get none. */
+    /* The last buffer that gets rows may get fewer than the buffers before it. The buffers after it
+     * get none. */
     for (int rank = 0; rank < n_ranks && rank * rows_per_rank < M; rank++)
         epi_args.recv_maps[rank] = gemm_tensor_map(dev, recv_buffers[rank],
                                                    min(rows_per_rank, M - rank * rows_per_rank), N,
