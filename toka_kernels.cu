@@ -5243,6 +5243,7 @@ static void attn_plan_step(toka_device *dev, const toka_step *step) {
 
 /* ===========================================================================
  * MARK: 9. Attention: the kernels [kernel]
+ *
  * Computes, for each row and query head,
  *
  *      o = sum over t of p[t] V[t],   p = softmax over t of (q . K[t] / sqrt(D)),
@@ -5270,16 +5271,22 @@ static void attn_plan_step(toka_device *dev, const toka_step *step) {
  *   attn_fused          cascade (Hydragen), persistent        512                 128 per item
  *   attn_merge_splits   split-KV merge                        128                 1
  *
- * Order on the stream: for each level tiles, small items, CTA-local or cluster splits,
+ * Order on the stream: for each level the tiles, then the small items or the CTA splits, then
  * attn_merge_splits; attn_fused comes last. If attn_plan.hopper is false, attn_mma and
  * attn_merge_splits do everything.
+ *
+ * Tiles. In chapter 8 a tile is an item of many queries. In the kernels a tile is TOK or N KV
+ * positions of K and V: what one buffer of the ring holds.
+ *
+ * Scores. row_max and row_sum of a query are those of the online softmax: the largest score so far,
+ * and the sum of 2^(score - row_max). So LSE = row_max + log2(row_sum).
  *
  * Pages. In the pool, K and V of one page and kv head are each a plain [B][D] matrix, so a kernel
  * that stores a token writes plain rows. TMA swizzles them on the way to shared memory. Its tensor
  * map sees all pages of a layer as one matrix of rows of D elements; columns beyond D become 0.
- * Pages stored in swizzled form could gain nothing: decode already reaches 95 % of the read
- * bandwidth. B = 64 is the usual page: one TMA box takes 64 rows, KV tiles are multiples of 64
- * positions, and the block table stays short. Smaller pages, down to 16, run on attn_mma.
+ * Storing the pages in swizzled form would gain nothing: decode already reaches 95 % of the read
+ * bandwidth (4,096 sequences). B = 64 is the usual page size: a TMA box of 64 rows is one page, and
+ * the block table stays short. Steps with smaller pages, down to 16, run on attn_mma.
  *
  * Figures of all kernels, with cuDNN's for prefill: test/results/kernel-choices.md, chapter 9.
  * =========================================================================== */
@@ -5288,7 +5295,7 @@ typedef struct attn_args {
     const bf16 *q;          /* [T][H][D] */
     bf16 *o;                /* [T][H][D] */
     const bf16 *kv;         /* K and V of this layer: [page][kv head][K, V][B][D] */
-    const int *pages, *pos; /* page ids of all spans (attn_plan.dev_pages); position of each row */
+    const int *pages, *pos; /* page ids of all spans (attn_plan.dev_pages); [T] positions */
     const attn_item *items; /* items of this launch */
     float *state_o, *state_lse, *split_o, *split_lse; /* shapes: see attn_plan */
     int K, G, D, log2_B, window; /* window: length of the sliding window; 0: none */
@@ -5326,7 +5333,7 @@ __device__ static inline size_t attn_split_at(const attn_args &args, int buf, in
            query % ATTN_SMALL_Q;
 }
 
-/* Output descriptor of a finished query: the destination, and the weights of the LSE merge. */
+/* A finished query of an item: where its O goes, and the weights of the LSE merge. */
 typedef struct attn_output {
     bf16 *o;            /* destination, a row of D; NULL: the destination is o_f32 */
     float *o_f32;       /* destination in a state or split buffer, a row of D */
@@ -5337,16 +5344,17 @@ typedef struct attn_output {
     float lse; /* LSE of the merged result */
 } attn_output;
 
-/* LSE of the stored state of the item's query; -inf if the item merges no state. The caller
- * synchronizes all threads of the query after this read, because attn_finish_query may overwrite
- * the value. */
+/* LSE of the stored state of the item's query; -inf if the item merges no state. If a thread of the
+ * query will write LSE (writes_lse of attn_finish_query), the caller synchronizes all threads of
+ * the query after this read, because the new LSE overwrites the value. */
 __device__ static inline float attn_state_lse(const attn_args &args, const attn_item &item,
                                               int query, int kv_head) {
     return item.flags & ATTN_MERGE_STATE
                ? args.state_lse[attn_head_at(args, item.q0 + query, kv_head)]
                : -INFINITY;
 }
-/* Weights and LSE of the merge of (row_max, row_sum) of new keys with a state of LSE state_lse. */
+/* Merges the (row_max, row_sum) of an item with a state of LSE state_lse: sets the weights and LSE
+ * of the output. */
 __device__ static inline attn_output attn_merge_lse(float row_max, float row_sum, float state_lse) {
     attn_output out = {};
     out.new_weight = row_sum > 0 ? 1 / row_sum : 0,
@@ -5358,10 +5366,10 @@ __device__ static inline attn_output attn_merge_lse(float row_max, float row_sum
     out.lse = max_lse + log2f(sum);
     return out;
 }
-/* Finishes one query of the item. row_max and row_sum are those of the item's own keys;
- * state_lse is the result of attn_state_lse. Returns destination and weights of O. Writes LSE to
- * its destination if writes_lse; the caller sets writes_lse in one thread of those that hold the
- * query. */
+/* Finishes one query of the item. row_max and row_sum are those of the item, without the state;
+ * state_lse is the result of attn_state_lse. Returns destination and weights of O. If writes_lse is
+ * set, LSE is written to the state or split buffer; the caller sets it in one of the threads that
+ * hold the query. */
 __device__ static inline attn_output attn_finish_query(const attn_args &args, const attn_item &item,
                                                        int query, int kv_head, float row_max,
                                                        float row_sum, float state_lse,
@@ -5402,13 +5410,13 @@ __device__ static inline void attn_store_pair(const attn_output &out, int col, f
 }
 
 /* ---- attn_mma: items on mma.sync; any D, any GPU ----
- * In: items; grid: item x kv head; CTA: WARPS x 32 threads. WARPS 1: small items; WARPS 4: tiles
- * of 64 queries. Out: o, state or split buffer, see the head of the chapter.
- * Each warp of the CTA owns 16 queries of the item. All warps share the tiles of K and V.
+ * In: items; grid: item x kv head; CTA: WARPS x 32 threads. WARPS 1: small items; WARPS 4: items of
+ * up to 64 queries. Out: o, state or split buffer, see the head of the chapter.
+ * Each warp of the CTA computes 16 queries of the item. All warps share the tiles of K and V.
  * DP is D rounded up to 64, 128 or 256. Columns beyond D are zero; whole blocks of 16 columns
  * beyond D are not computed.
  * Shared memory: a ring of BUFS tiles, each TOK positions of K and V (layout: attn_piece_at).
- * Bytes: K and V once per item. FLOPs: 4 * 16 * WARPS * D * kv.
+ * Bytes: K and V once per item. FLOPs: 4 * 16 * WARPS * D * kv; kv: KV positions of the item.
  * Why this shape:
  * - The accumulators of S from m16n8k16 already have the layout of the A operand of P V.
  * - ldmatrix.trans transposes V while it loads V.
@@ -5420,10 +5428,10 @@ template <int DP, int WARPS> struct attn_tile_shape {
     static constexpr int BYTES = BUFS * 2 * TOK * DP * 2; /* of the ring: all shared memory */
 };
 
-/* A tile in shared memory consists of panels of 64 columns, each [rows][64] in rows of 128
- * bytes. Piece p (16 bytes; 0 .. 7) of a row lies at p ^ (row % 8). This is the 128-byte
- * swizzle that TMA writes and wgmma reads; ldmatrix has no bank conflicts in it. Returns the
- * element index of a piece. */
+/* In shared memory a matrix of K, V or Q consists of panels of 64 columns, each [rows][64] in rows
+ * of 128 bytes. A piece is 16 bytes, 8 columns. Piece p (0 .. 7) of a row of a panel lies at
+ * p ^ (row % 8). This is the 128-byte swizzle that TMA writes and wgmma reads, and ldmatrix has no
+ * bank conflicts with it. Returns the element index of a piece; `piece` counts over all panels. */
 __device__ static inline int attn_piece_at(int rows, int row, int piece) {
     return ((piece >> 3) * rows + row) * 64 + ((piece ^ row) & 7) * 8;
 }
@@ -5505,7 +5513,7 @@ __device__ static inline int attn_pos(const attn_args &args, const attn_item &it
     return query < item.nq ? args.pos[attn_row(args, item.q0 + query)] : -1;
 }
 /* Sets the scores of positions that a query does not see to -inf. q_pos: positions of the
- * thread's two queries; kv: position of column 0. */
+ * thread's two queries; kv: position of column 0 of the tile. */
 template <int N> __device__ static inline void attn_mask(const attn_args &args,
                                                          const attn_item &item, float (&scores)[N],
                                                          int2 q_pos, int kv) {
@@ -5537,7 +5545,7 @@ __device__ static inline float attn_exp_sum(float (&scores)[N], int r, float row
     }
     return sum;
 }
-/* The largest score of the thread's query r, over all columns of the tile. */
+/* The largest score of the thread's query r over all columns of the tile, not scaled. */
 template <int N> __device__ static inline float attn_row_max(const float (&scores)[N], int r) {
     float max_score = -INFINITY;
 #pragma unroll
@@ -5545,10 +5553,10 @@ template <int N> __device__ static inline float attn_row_max(const float (&score
         max_score = fmaxf(max_score, fmaxf(scores[i], scores[i + 1]));
     return quad_max(max_score);
 }
-/* Online-softmax update of the thread's two queries (of the first only, if rows is 1). Replaces
- * the scores s by 2^(scale s - m), m the new maximum, and updates row_max and row_sum.
- * rescale[r] is the factor by which the caller multiplies the O accumulated so far. row_sum
- * covers the columns of this thread only: quad_sum completes it. */
+/* Online-softmax update of the thread's two queries (of the first only, if rows is 1). Updates
+ * row_max and row_sum, and replaces the scores s by 2^(scale s - row_max). The caller multiplies
+ * the O accumulated so far by rescale[r]. row_sum covers the columns of this thread only: quad_sum
+ * completes it. */
 template <int N>
 __device__ static inline void attn_softmax_update(float (&scores)[N], float row_max[2],
                                                   float row_sum[2], float rescale[2], float scale,
@@ -5587,14 +5595,13 @@ __device__ static inline void attn_rescale(float (&acc)[N], const float rescale[
     for (int i = 0; i < N; i++) acc[i] *= rescale[i >> 1 & 1];
 }
 
-/* First position that any row of the item sees, rounded down to a whole number of tiles after
- * kv0. */
+/* First position that any row of the item sees, rounded down: a multiple of `tile` after kv0. */
 __device__ static inline int attn_first_kv(const attn_args &args, const attn_item &item, int tile) {
     int first = max((int)item.skip, args.window ? item.pos_lo - args.window + 1 - item.kv0 : 0);
     return item.kv0 + first / tile * tile;
 }
-/* Tiles x .. y-1, counted from first_kv, need no mask: all rows of the item see all their
- * positions. */
+/* Returns (x, y): the tiles x .. y-1, counted from first_kv, need no mask, because all rows of the
+ * item see all positions of these tiles. */
 __device__ static inline int2 attn_unmasked_tiles(const attn_args &args, const attn_item &item,
                                                   int first_kv, int tile) {
     /* The last position, counted from first_kv, that some row does not see, because the position
@@ -5623,7 +5630,7 @@ template <int N> __device__ static inline void attn_store_rows(const attn_args &
     for (int r = 0; r < 2; r++)
         if (stats.query + 8 * r < item.nq)
             state_lse[r] = attn_state_lse(args, item, stats.query + 8 * r, kv_head);
-    __syncwarp(); /* all have read the old LSE; attn_finish_query may overwrite it */
+    __syncwarp(); /* all lanes have read the old LSE; attn_finish_query may overwrite it */
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         float sum = quad_sum(stats.row_sum[r]);
@@ -5712,7 +5719,8 @@ static void attn_mma_launch(toka_device *dev, const attn_args &args, int n_items
 /* ---- attn_small: small items on Hopper; one warp with TMA ----
  * In and out as attn_mma. Grid: item x kv head; CTA: 32 threads.
  * Shared memory: BUFS tiles of TOK positions, K and V, each [panels][TOK][64].
- * Bytes: K and V of the item's positions, rounded up to 8 positions at both ends.
+ * Bytes: K and V of the item's positions. The first and the last position are rounded outwards to
+ * multiples of 8.
  * FLOPs: 4 * 16 * D * kv; for one row G/16 of them are useful.
  * Why this shape:
  * - The kernel is bound by the bytes of K and V, so many of them must be in flight. An SM holds 9
@@ -5720,18 +5728,19 @@ static void attn_mma_launch(toka_device *dev, const attn_args &args, int n_items
  * - A CTA is one warp, so no warp ever waits for another. The hardware scheduler balances the load.
  * - One lane issues the TMA loads. A full tile is one copy (D = 72 .. 120: four, one per matrix and
  *   panel). The first and the last tile, if partial, are loaded in boxes of 8 positions.
- * - Page ids are kept in registers: each lane holds one of 32 consecutive ones.
- * - Besides its bytes an item costs waiting time, and more resident warps hide it better than a
- *   longer ring. So D = 64 has two buffers; D > 64 two for short items (ATTN_SHORT_KV), else three.
+ * - Page ids are kept in registers: each lane holds one of 32 consecutive ids.
+ * - An item also costs latency, besides the time for its bytes. More resident warps hide this
+ *   latency better than a longer ring. So the ring has two buffers at D = 64 and for short items
+ *   (ATTN_SHORT_KV), else three.
  * Retired: one copy per matrix and panel for every tile (prefix groups, D = 128: 23 us, now 20).
  * Retired: partial tiles loaded whole. This reads positions that no row sees: 4,096 sequences of 10
  * to 300 positions are 6 % slower.
  * Figures: test/results/kernel-choices.md, chapter 9. */
 #if HOPPER
 /* Main loop of one warp: computes O (not normalized, in acc) and stats of an item. The caller does
- * the epilogue. ring: BUFS tiles of this warp; full: [BUFS] mbarriers of this warp; tile_map: for
- * full tiles (attn_tile_map); map_8: boxes of 8 positions. Calls grid_launch_dependents() and
- * grid_wait(). */
+ * the epilogue. ring: BUFS tiles of this warp; full: [BUFS] mbarriers of this warp; tile_map: the
+ * tensor map for full tiles (attn_tile_map); map_8: the map with boxes of 8 positions. Initializes
+ * the mbarriers. Calls grid_launch_dependents() and grid_wait(). */
 template <int DP, int TOK, int BUFS>
 __device__ static inline void attn_small_mainloop(const attn_args &args, const attn_item &item,
                                                   int kv_head, const CUtensorMap *tile_map,
@@ -5778,13 +5787,15 @@ __device__ static inline void attn_small_mainloop(const attn_args &args, const a
     };
     const int offset = first_kv - item.kv0, last_offset = item.kv1 - item.kv0 - 1,
               page_offset = offset & ((1 << args.log2_B) - 1);
-    /* With prefetch, the tile of the last position is requested before the step has stored that
-     * position's K and V. reload_last: load that row again after grid_wait(). */
+    /* With args.prefetch the first BUFS tiles are requested before grid_wait(). If the tile of the
+     * row's own (last) position is among them, the step may not have stored K and V of that
+     * position yet. reload_last: load K and V of that position again after grid_wait(). */
     const bool reload_last = args.prefetch && n_tiles && n_tiles <= BUFS &&
                              item.kv1 == item.pos_hi + 1;
     int page = 0; /* id of the page of the last position */
-    /* This prefetch does not wait for the previous kernels: no kernel of the step writes page ids.
-     * K and V may still change, but they only come to the L2 cache, so no stale value is used. */
+    /* L2 prefetch before grid_wait(). Page ids may be read here, because no kernel of the step
+     * writes them. K and V may still change, but they come only to the L2 cache, which sees later
+     * writes, so no stale value is used. */
     if (n_tiles) {
         first_page = offset >> args.log2_B,
         page_ids = args.pages[item.page0 + min(first_page + lane, last_offset >> args.log2_B)];
@@ -5870,18 +5881,18 @@ template <int DP, int TOK, int BUFS> __global__ void __launch_bounds__(32)
 }
 
 /* ---- attn_cta_split: split-KV of a small item inside one CTA ----
- * In: merges; grid: merge x kv head; CTA: at most attn_cta_split_max(D) warps. Warp j computes
- * split j of the merge, which is an item of the level's small list. A split covers all queries of
- * the merge, or only some of them if the merge is a prefix group (attn_plan_prefix_groups). Out as
- * attn_mma.
+ * In: merges (attn_merge) and small items; grid: merge x kv head; CTA: at most
+ * attn_cta_split_max(D) warps. Warp j computes split j of the merge: item merge.first + j. A split
+ * has all queries of the merge, or only some of them if the merge is a prefix group
+ * (attn_plan_prefix_groups). Out as attn_mma.
  * Shared memory: BUFS tiles per warp. After the main loop a warp's ring holds the O of its split.
  * Bytes and FLOPs: as attn_small, for each split.
  * Why this shape:
  * - With few sequences every launch counts. Splits that are merged in shared memory need no
  *   attn_merge_splits, which takes 3 us a layer.
- * - A prefix group replaces two or three launches per level. It is faster than attn_fused and than
- *   one launch per level while the rows are few (attn_plan.group_max_work).
- *   attn_choose_prefix_groups tells when a group may mix rows of different prompts.
+ * - One launch with prefix groups replaces two or three launches per level. It is faster than
+ *   attn_fused and than launches by level while there is little KV work (attn_plan.group_max_work).
+ *   attn_choose_prefix_groups decides if groups mix rows of different prompts.
  * - Splits are added in their order, so results are deterministic.
  * Figures: test/results/kernel-choices.md, chapter 9. */
 #if HOPPER
@@ -5897,7 +5908,7 @@ __device__ static inline void attn_merge_query(const attn_args &args, const attn
     bool valid = query < merge.nq;
     float state_lse = valid ? attn_state_lse(args, item, query, kv_head) : -INFINITY,
           row_max = -INFINITY, row_sum = 0;
-    __syncwarp(); /* all have read the old LSE; attn_finish_query may overwrite it */
+    __syncwarp(); /* all lanes have read the old LSE; attn_finish_query may overwrite it */
     if (!valid) return;
     float2 split[MAX_SPLITS];
 #pragma unroll
@@ -5977,11 +5988,12 @@ __global__ void __launch_bounds__(32 * attn_cta_split_max(DP), 1)
 
 /* ---- attn_cluster_split: split-KV of a small item inside a cluster ----
  * In and out as attn_cta_split. Grid: merge x kv head x CTA rank, in clusters of ATTN_CLUSTER CTAs.
- * Warp w of CTA c computes split w * ATTN_CLUSTER + c. CTA i % ATTN_CLUSTER merges query i: all
- * splits send it (row_max, row_sum) and O of that query through DSMEM.
- * Shared memory: BUFS tiles per warp, then the received O as [split][row][DP].
+ * Warp w of CTA c computes split w * ATTN_CLUSTER + c. CTA i % ATTN_CLUSTER merges query i: the
+ * warps of all splits send (row_max, row_sum) and O of query i to it through DSMEM.
+ * Shared memory: BUFS tiles per warp, then the received O as [split][row][DP]; row: the queries
+ * that this CTA merges.
  * Splits are added in their order: the result equals that of attn_cta_split to the bit.
- * Why this shape: 10 splits in one CTA need 160 KB. That CTA cannot start before the previous
+ * Why this shape: 10 splits in one CTA need 160 KB. Such a CTA cannot start before the previous
  * kernel has left its SM, so it prefetches no K and V, and one SM must load everything. The CTAs of
  * a cluster are small and use four SMs.
  * The launch bound of one CTA per SM is needed: without it ptxas assumes that all CTAs of a cluster
@@ -5994,7 +6006,7 @@ template <int DP> __host__ __device__ static constexpr int attn_cluster_split_ma
     return (attn_cta_split_max(DP) + ATTN_CLUSTER - 1) / ATTN_CLUSTER * ATTN_CLUSTER;
 }
 #if HOPPER
-/* How many of the queries 0 .. n-1 CTA cta_rank merges. */
+/* Number of queries among 0 .. n-1 that CTA cta_rank merges. */
 __device__ static inline int attn_cluster_queries(int n, int cta_rank) {
     return (n - cta_rank + ATTN_CLUSTER - 1) / ATTN_CLUSTER;
 }
@@ -6085,7 +6097,7 @@ __global__ void __launch_bounds__(32 * (attn_cluster_split_max<DP>() / ATTN_CLUS
 
 /* ---- attn_wgmma: tiles on Hopper, after FlashAttention-3 ----
  * In and out as attn_mma. Grid: item x kv head; CTA: WGS consumer warpgroups of 64 queries each,
- * and one producer warpgroup, of which one warp issues the TMA loads of K and V.
+ * and one producer warpgroup. Only its first warp works: it issues the TMA loads of K and V.
  * Shared memory: Q [panels][64 WGS][64], then BUFS tiles of N positions of K and BUFS of V, each
  * [panels][N][64].
  * FLOPs: 4 * 64 WGS * D * kv. Bytes: Q, and K and V once per item.
@@ -6096,19 +6108,19 @@ __global__ void __launch_bounds__(32 * (attn_cluster_split_max<DP>() / ATTN_CLUS
  *   computes exponentials while the tensor cores work for another.
  * - A warpgroup spends over 30 % of a tile's time on issuing its own wgmma. It does nothing else
  *   meanwhile, probably because P is read from its registers. About 40 % go to exponentials. The
- *   rest is barriers, rescaling and packing, so every instruction counts: lazy rescaling
- *   (attn_softmax_update_lazy) and, for long spans at D > 96, N = 192.
+ *   rest is barriers, rescaling and packing, so every instruction counts. Therefore rescaling is
+ *   lazy (attn_softmax_update_lazy), and tiles are larger (N = 192) for long spans at D > 96.
  * - For short spans the fixed cost of an item was as large as its main loop. So there are no
  *   divisions before Q is loaded, positions are loaded along with Q, and o is stored through shared
  *   memory with 16-byte writes.
  * Retired, with H100 TFLOP/s for causal prefill of 4,096 rows at D = 64 / 128 (then 406 / 500):
- * - No producer warp, warp 0 issues loads between its wgmma: 290 / 323.
+ * - No producer warp; warp 0 issues the loads between its wgmma: 290 / 323.
  * - Persistent CTAs that take items in turn: 384 / 484. The hardware scheduler balances unequal
  *   items better. With jobs sorted by length and the next item prefetched: 2 to 8 % slower for
  *   4,096 and 16,384 rows.
  * Retired, with H200 us for causal prefill of 16,384 rows, D = 64 / 128:
- * - P through shared memory, so that nothing waits for a wgmma that reads P: 2,567 / 4,383 (the
- *   latter with N = 128, for lack of space), now 2,288 / 3,803.
+ * - P in shared memory, so that a warpgroup need not wait for the wgmma that reads P: 2,567 / 4,383
+ *   (the latter with N = 128, for lack of space), now 2,288 / 3,803.
  * - Ping-pong turns that end before P V: 2,252 / 3,732. No turns: 2,246 / 3,755. Now 2,222 / 3,675.
  * - A polynomial for 1/8, 1/4, 1/3 of the exponentials, D = 64: 2,386, 2,475, 2,535, now 2,249.
  * - Two consumer warpgroups with N = 192, D = 64: 2,456, now 2,222.
@@ -6152,7 +6164,8 @@ __device__ static inline void attn_wgmma_pv(float (&acc)[DP / 2],
 
 /* The producer warp: loads K and V of all tiles, in the order of their use, in boxes of 64
  * positions. It skips boxes after the last position of the item. n_before: tiles that have gone
- * through the ring before this item. */
+ * through the ring before this item. k_smem: the BUFS tiles of K, then those of V. bars: the
+ * mbarriers, BUFS each: full K, full V, empty K, empty V. */
 template <int DP, int WGS, int N, int BUFS>
 __device__ static inline void attn_wgmma_producer(const attn_args &args, const CUtensorMap *map,
                                                   const attn_item &item, int kv_head, int first_kv,
@@ -6215,8 +6228,8 @@ __device__ static inline void attn_wgmma_load_q(const attn_args &args, const att
 #endif
 }
 
-/* Zeroes rows n_kv .. N-1 of a tile of V: P is 0 there, but 0 * NaN is NaN. One warpgroup calls
- * this; several may write the same zeros at once. */
+/* Zeroes rows n_kv .. N-1 of a tile of V: P is 0 there, but 0 * NaN is NaN. All threads of a
+ * warpgroup call this. Each warpgroup does it for itself; they write the same zeros. */
 template <int DP, int N>
 __device__ static inline void attn_wgmma_zero_tail(bf16 *v, int n_kv, int wg) {
 #if HOPPER
@@ -6228,20 +6241,23 @@ __device__ static inline void attn_wgmma_zero_tail(bf16 *v, int n_kv, int wg) {
 #endif
 }
 
-/* Keeps ptxas from moving the softmax below the wgmma_wait that follows, where it would overlap no
- * wgmma. The predicated store never happens, because x is at least 0. But it needs x, and it may
- * not move past the wait. at: any shared address. */
+/* Keeps ptxas from moving the softmax below the wgmma_wait that follows: there it would overlap no
+ * wgmma. The predicated store never happens, because x is at least 0. But the store needs x, and
+ * ptxas may not move it past the wait. at: any shared address. */
 __device__ static inline void attn_pin_softmax(float x, uint32_t at) {
     asm volatile("{.reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p st.shared.b32 [%1], %1;}"
                  ::"f"(x), "r"(at) : "memory");
 }
 
 /* Main loop of one consumer warpgroup: its 64 queries against all tiles of the item. store(stats,
- * acc) is the epilogue.
+ * acc) is the epilogue. n_before: as for the producer. full_k: the producer's `bars`. smem: the
+ * shared memory of the CTA, whose address is q_smem.
  * FUSED: for attn_fused. All its queries see the whole span, so pos is not used. It rescales after
  * every tile: the tensor cores are not its bottleneck, so lazy rescaling would cost more than it
  * saves.
- * Not FUSED: pos is shared memory for the positions of the item's queries, [64 WGS]. */
+ * Not FUSED: pos is shared memory for the positions of the item's queries, [64 WGS].
+ * Named barriers: 1 + wg: the 128 threads of this warpgroup. 1 + WGS + wg: the turn of warpgroup wg
+ * to issue wgmma. It waits there, and the warpgroup before it arrives. */
 template <int DP, int WGS, int N, int BUFS, bool FUSED, class Store>
 __device__ static inline void attn_wgmma_mainloop(const attn_args &args, const attn_item &item,
                                                   int kv_head, int wg, int first_kv, int n_tiles,
@@ -6282,7 +6298,7 @@ __device__ static inline void attn_wgmma_mainloop(const attn_args &args, const a
         softmax_update(0);
         attn_pack(probs, scores);
     }
-    /* arrives for the first turn, which is warpgroup 0's */
+    /* gives warpgroup 0 the first turn; later items continue the turns of the item before */
     if (wg == WGS - 1 && !n_before) bar_arrive(1 + WGS, 256);
     for (int j = 1; j < n_tiles; j++) {
         int prev_buf = buf, prev_parity = parity;
@@ -6320,7 +6336,7 @@ __device__ static inline void attn_wgmma_mainloop(const attn_args &args, const a
 }
 
 /* Epilogue of one warpgroup for items that write o: O goes through the shared memory that held Q
- * and is stored with 16-byte writes. */
+ * and is stored with 16-byte writes. No LSE is written. */
 template <int DP, int WGS>
 __device__ static inline void attn_wgmma_store(const attn_args &args, const attn_item &item,
                                                const attn_row_stats &stats, int kv_head, int wg,
@@ -6400,44 +6416,46 @@ __global__ void __launch_bounds__(attn_wgmma_shape<DP, WGS, N, BUFS>::THREADS, 1
 #endif
 }
 
-/* ---- attn_fused: a shared prefix and its rows' own KV in one CTA; Hopper, D = 64, 128 ----
+/* ---- attn_fused: a shared prefix and its rows' own spans in one CTA; Hopper, D = 64, 128 ----
  * Cascade attention (Hydragen) in one launch.
  * In: n_fused prefix items, then the own items, one per row. A prefix item has at most 128 queries
- * of at most 1 << log2_rows rows, which all see the whole prefix span; the next and last span of
- * each row is its own. A single row without a prefix has an empty prefix item. Out: o.
+ * of at most 1 << log2_rows rows. All these rows see the whole prefix span, and the next and last
+ * span of each is its own span. A single row without a prefix has an empty prefix item. Out: o.
  * Grid: min(SMs, jobs) persistent CTAs. attn_plan_jobs gives each its jobs, (prefix item, kv head)
  * pairs.
  * CTA: 512 threads. Warp 0 is the producer for the prefix. Warps 4 .. 11 are two consumer
- * warpgroups, which compute the prefix as in attn_wgmma. Warps 1 .. 3 and 12 .. 15 compute own
- * items on mma.sync, one row at a time: each takes the next row from a counter of the CTA.
+ * warpgroups, which compute the prefix as in attn_wgmma. Warps 1 .. 3 and 12 .. 15 are the own
+ * warps: they compute own items on mma.sync, one row at a time. Each takes its next row from a
+ * counter of the CTA and loads K and V itself.
  * Shared memory: Q, prefix ring, seven own rings, LSE, and at D = 64 the exchange buffers; see
  * attn_fused_shape.
  * Bytes: K and V of the own positions. FLOPs: 4 * 128 * D * prefix positions for each job.
  * Why this shape:
  * - The prefix is bound by the tensor cores, own items by the bytes of K and V. Run at the same
  *   time, they take as long as the slower of the two.
- * - A CTA has two exchange buffers, through which (O, LSE) of the prefix goes to the own warps. At
- *   D = 64 they are in shared memory. At D = 128 there is no space for 2 x 64 KB besides Q (32 KB),
- *   prefix ring (64 KB) and own rings (112 KB). Items of half the queries would read K and V of the
- *   prefix twice. So the exchange buffers are in global memory: 17 MB, a third of the L2 cache.
+ * - The consumer warpgroups give (O, LSE) of the prefix to the own warps through two exchange
+ *   buffers per CTA. At D = 64 these are in shared memory. At D = 128 there is no space for 2 x 64
+ *   KB besides Q (32 KB), prefix ring (64 KB) and own rings (112 KB). With items of half the
+ *   queries they would fit, but then K and V of the prefix would be read twice as often. So the
+ *   exchange buffers are in global memory: 17 MB, a third of the L2 cache.
  * - An own warp merges the prefix after its own positions, because prefix and own items of a CTA's
  *   first job begin at the same time.
  * - Own K and V are loaded with evict_first: they are read once, K and V of the prefix many times.
- * - The merge order is fixed. Merging the prefix first where it is ready is as fast, but then the
- *   timing decides the last bit.
- * - A row's queries are the 8 columns of the mma, not its 16 rows: half the products.
+ * - The merge order is fixed. It is as fast to merge the prefix first where it is ready, but then
+ *   the last bit of the result depends on timing.
+ * - A row's queries are the 8 columns of the mma, not its 16 rows. This halves the products.
  * ptxas before 12.8 spills with 112 registers per prefix thread at D = 64 (so it gets 120), and
  * with any division of the registers at D = 128. With those compilers D = 128 runs level by level,
  * as other head sizes do (ATTN_FUSED_D).
  * Retired, H200 us for 8,192 samples of eight prompts at D = 64 (this kernel then: 401 to 403):
  * - Own K and V without evict_first: 431.
- * - Own tiles in copies of 8, 16 or 32 positions, K and V apart: 463. In loops over 8 positions,
- *   with three divisions per row and six warps: 541. With every fourth row to each of four warps,
- *   and one exchange buffer: 652.
- * - Rows with little or no prefix in launches of their own (29 prompts): 448, then 414 here.
- * - Jobs given to the CTAs in turn: 406.
- * - Looking up a row, or loading its queries, during the row before it: no gain.
- * Retired, the same with this kernel at 395 (D = 64) / 851 (D = 128):
+ * - Own tiles loaded in copies of 8, 16 or 32 positions, separately for K and V: 463.
+ * - The same, but in loops over 8 positions, with three divisions per row and six own warps: 541.
+ * - The same, but with four own warps that take every fourth row, and one exchange buffer: 652.
+ * - Rows with little or no prefix in separate launches (29 prompts): 448; this kernel then: 414.
+ * - Jobs given to the CTAs in turn, without balancing: 406.
+ * - Looking up a row, or loading its queries, while the previous row is computed: no gain.
+ * Retired, as above, but measured when this kernel took 395 (D = 64) / 851 (D = 128):
  * - The prefix merged before the own positions: 399 / 854; worse for few rows (35, now 30).
  * - L2 promotion of 256 bytes in the tensor map: 401 / 873.
  * All figures: test/results/kernel-choices.md, chapter 9. */
@@ -6470,9 +6488,9 @@ typedef struct attn_exchange {
     uint32_t full;  /* two mbarriers: one arrival per thread of the consumer warpgroups */
     uint32_t empty; /* two mbarriers: one arrival per thread of the own warps, after its reads */
 } attn_exchange;
-/* Address of the columns 32 j + g + {0, 8, 16, 24} of a query, which lie together. The thread that
- * writes them holds all four, and so does the thread that reads them. Neither has bank conflicts in
- * shared memory, and both use whole sectors of global memory. */
+/* Address of the columns 32 j + g + {0, 8, 16, 24} of a query, which lie together (g: 0 .. 7). The
+ * thread that writes them holds all four, and so does the thread that reads them. Writes and reads
+ * have no bank conflicts in shared memory, and use whole sectors of global memory. */
 template <int DP> __device__ static inline float4 *attn_exchange_at(const attn_exchange &exchange,
                                                                     int round, int query, int j,
                                                                     int g) {
@@ -6483,8 +6501,9 @@ __device__ static inline float *attn_exchange_lse(const attn_exchange &exchange,
     return exchange.lse + (round & 1) * ATTN_FUSED_Q;
 }
 
-/* A warp of the consumer warpgroups puts (O, LSE) of its queries into the exchange buffer of
- * `round`. If the prefix item merges a state of earlier levels, that is done here. */
+/* Epilogue of the prefix, called by each warp of the consumer warpgroups: puts (O, LSE) of its
+ * queries into the exchange buffer of `round`. If the prefix item has ATTN_MERGE_STATE, it merges
+ * the state of the earlier levels first. */
 template <int DP>
 __device__ static inline void attn_exchange_put(const attn_args &args, const attn_item &item,
                                                 const attn_row_stats &stats, int kv_head,
@@ -6524,7 +6543,7 @@ typedef struct attn_own_row { /* a row that an own warp has taken */
     unsigned short kv_from, kv_to; /* its positions, counted from the first one of its first page */
 } attn_own_row;
 
-/* attn_exchange_put for the empty prefix item of a single row: LSE is -inf. */
+/* Instead of attn_exchange_put, for the empty prefix item of a single row: puts LSE = -inf. */
 __device__ static inline void attn_exchange_put_none(const attn_item &item,
                                                      const attn_exchange &exchange, int round) {
 #if HOPPER
@@ -6551,18 +6570,18 @@ __device__ static inline int attn_own_tile_len(const attn_args &args, int offset
 }
 
 /* Producer part of an own warp: takes rows from the CTA's counter, in their order, and issues the
- * TMA loads of their tiles one after another. The warp computes nothing meanwhile, so this must be
- * short: no divisions per row, and one copy per tile (attn_open_pair_map). A tile of n positions
- * has them in the last n rows of the K half and of the V half of its buffer; the rows before them
- * are zeros. */
+ * TMA loads of their tiles one after another. The warp computes nothing meanwhile, so the code must
+ * be short: no divisions per row, and one copy per tile (attn_open_pair_map). A tile can have fewer
+ * than TOK positions. Its n positions are then in the last n rows of the K half and of the V half
+ * of its buffer, and the rows before them are zeros. */
 template <int DP> struct attn_own_producer {
     typedef attn_fused_shape<DP> shape;
     const attn_args &args;
     const CUtensorMap *map;
     attn_jobs jobs;
     int n_rounds, log2_rows; /* rounds of this CTA; log2 of the maximum rows of an item */
-    int *row_counter;        /* of the CTA: next row, counted as round << log2_rows | row of item */
-    attn_own_row *taken;     /* [4] in shared memory: row i that this warp took is at i % 4 */
+    int *row_counter;        /* of the CTA: next row, as round << log2_rows | row within the item */
+    attn_own_row *taken;     /* [4] in shared memory: the i-th row of this warp is at i % 4 */
     uint32_t ring, full;     /* shared addresses of this warp's ring and of its full mbarriers */
     /* of the prefix item of the row taken last: its round, the index of its first own item, its
      * queries, its kv head */
@@ -6617,11 +6636,15 @@ template <int DP> struct attn_own_producer {
     }
 };
 
-/* Own items use swapped operands, S^T = K Q^T and O^T = V^T P^T: a row's queries are the eight
- * columns of the mma, of which G are valid. A thread holds queries 2 (lane % 4) + {0, 1}; of S^T
- * the positions lane/4 + 8 i, of O^T the columns lane/4 + 8 i. Queries as the 16 rows of the mma
- * would need twice the products and, at D = 128, more registers than there are. Piece 2 c + i of a
- * row lies at the address of piece i, ^ c * 32. */
+/* ---- attn_fused: own items on mma.sync with swapped operands ----
+ *
+ * S^T = K Q^T and O^T = V^T P^T: a row's queries are the eight columns of the mma, of which G are
+ * valid. A thread holds queries 2 (lane % 4) + {0, 1}: of S^T the positions lane/4 + 8 i, of O^T
+ * the columns lane/4 + 8 i. If the queries were the 16 rows of the mma, it would need twice the
+ * products and, at D = 128, more registers than there are.
+ *
+ * Addresses in attn_own_qk and attn_own_pv: because of the swizzle, piece 2 c + i (i: 0 or 1) of a
+ * row lies at the address of piece i XOR c * 32. */
 
 /* Loads query lane/4 of a row as the B operand of K Q^T. */
 template <int DP> __device__ static inline void attn_own_load_q(const attn_args &args, int q_offset,
@@ -6632,8 +6655,8 @@ template <int DP> __device__ static inline void attn_own_load_q(const attn_args 
         q[c / 2][c % 2] = threadIdx.x % 32 / 4 < args.G ? *(const uint32_t *)(from + c * 8) : 0;
 }
 
-/* scores[16-position block][4] = K Q^T, in two independent chains of mma, because one chain would
- * be long. */
+/* scores[16-position block][4] = K Q^T, in two independent chains of mma: one chain has twice the
+ * latency. */
 template <int DP, int TOK>
 __device__ static inline void attn_own_qk(float (&scores)[TOK / 4], const uint32_t (&q)[DP / 16][2],
                                           const bf16 *k) {
@@ -6708,8 +6731,8 @@ template <int DP, int TOK> __device__ static inline void attn_own_pv(float (&acc
     }
 }
 
-/* Merges (O, LSE) of the prefix into the row's sums, like one more key with score LSE and value
- * O. */
+/* Merges (O, LSE) of the prefix into the row's acc, row_max and row_sum, like one more key with
+ * score LSE and value O. */
 template <int DP>
 __device__ static inline void attn_own_merge_state(const attn_args &args, const attn_own_row &row,
                                                    float (&acc)[DP / 4], float (&row_max)[2],
@@ -6761,8 +6784,8 @@ __device__ static inline void attn_own_store(const attn_args &args, const attn_o
 }
 
 /* Releases the exchange buffers of rounds n_released .. until - 1: this warp reads them no more.
- * Every warp waits for the full phase of every round, also where it has no rows. If it skipped
- * round i, its wait for round i + 2 could return too early, on the phase of round i - 2, which has
+ * Every own warp waits for the full phase of every round, also if it has no rows in that round. If
+ * it skipped round i, its wait for round i + 2 could return too early: the phase of round i - 2 has
  * the same parity as that of round i + 2. */
 __device__ static inline void attn_exchange_release(const attn_exchange &exchange, int &n_released,
                                                     int until) {
@@ -6774,8 +6797,8 @@ __device__ static inline void attn_exchange_release(const attn_exchange &exchang
 #endif
 }
 
-/* Main loop of an own warp: its rows, tile by tile. Loads are issued before they are needed, so
- * when one row is done the next one has been taken already; if not, no row is left. */
+/* Main loop of an own warp: its rows, tile by tile. Loads are issued ATTN_OWN_BUFS tiles ahead. So
+ * when a row is done, the warp has already taken the next row; if it has not, no row is left. */
 template <int DP>
 __device__ static inline void attn_own_process_rows(attn_own_producer<DP> &producer,
                                                     const attn_exchange &exchange, bf16 *ring) {
@@ -6805,7 +6828,7 @@ __device__ static inline void attn_own_process_rows(attn_own_producer<DP> &produ
             __syncwarp();
             producer.request_tile();
         }
-        /* rounds in which this warp has no rows */
+        /* the rounds before this one in which the warp had no rows */
         attn_exchange_release(exchange, n_released, row.round);
         mbar_wait(exchange.full + 8 * (row.round & 1), row.round >> 1 & 1);
         attn_own_merge_state<DP>(args, row, acc, row_max, row_sum, exchange);
@@ -6818,8 +6841,8 @@ __device__ static inline void attn_own_process_rows(attn_own_producer<DP> &produ
 #endif
 }
 
-/* Calls visit for each prefix item of this CTA, for the consumer warpgroups and the producer warp.
- * n_before: prefix tiles of the rounds before. */
+/* Calls visit for each prefix item of this CTA, round by round. The consumer warpgroups and the
+ * producer warp use it. n_before: prefix tiles of all rounds before. */
 template <class Visit> __device__ static inline void attn_fused_each_item(const attn_args &args,
                                                                           const attn_jobs &jobs,
                                                                           const Visit &visit) {
@@ -6853,7 +6876,8 @@ template <int DP> __global__ void __launch_bounds__(attn_fused_shape<DP>::THREAD
                                        : global_exchange + (size_t)blockIdx.x * 2 * shape::EXCHANGE,
                               (float *)(attn_smem + shape::LSE_AT), exchange_bars,
                               exchange_bars + 16};
-    int role = threadIdx.x / 128, warp = threadIdx.x / 32; /* roles 1 and 2: consumer warpgroups */
+    /* role: the warpgroup; 1 and 2 are the consumer warpgroups */
+    int role = threadIdx.x / 128, warp = threadIdx.x / 32;
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2 * BUFS; i++)
             mbar_init(full_k + 8 * i, 1), mbar_init(full_k + 8 * (2 * BUFS + i), 4 * WGS);
@@ -6923,8 +6947,10 @@ static void attn_fused_launch(toka_device *dev, const attn_args &args, const CUt
                      map[ATTN_MAP_PAIR]);
 }
 
-/* The tensor map for full tiles of TOK positions. If D fills the panels it covers K and V in one
- * copy. */
+/* ---- Launchers of the Hopper kernels ---- */
+
+/* The tensor map for full tiles of TOK positions. If D fills the panels, one copy loads both K and
+ * V. */
 template <int DP, int TOK>
 static const CUtensorMap &attn_tile_map(const attn_args &args, const CUtensorMap *map) {
     return map[args.D == DP ? ATTN_MAP_PAIR : TOK == 16 ? ATTN_MAP_16 : ATTN_MAP_32];
@@ -6967,10 +6993,10 @@ static void attn_wgmma_launch(toka_device *dev, const attn_args &args, int n_ite
 /* ---- attn_merge_splits: merge of split-KV ----
  * In: merges; grid: (merge x kv head, query), 128 threads. Out: what the unsplit item would have
  * written.
- * Shared memory: one partial O and row_sum per thread.
+ * Shared memory: four columns of O and a row_sum per thread.
  * Bytes: n_splits * D * 4 per query.
- * Why this shape: a row takes D/4 threads, so 128 / (D/4) groups of threads each read one split at
- * a time. The sums of the groups are added in a fixed order.
+ * Why this shape: D/4 threads read one row of D floats. So a CTA has 128 / (D/4) groups of threads,
+ * and each group reads one split at a time. The sums of the groups are added in a fixed order.
  * Retired: one warp per query, the merges of an item one after another: 57 us. This kernel and the
  * tiles together take 12. */
 __global__ static void __launch_bounds__(128)
@@ -7032,13 +7058,14 @@ static void attn_open_map(toka_device *dev, CUtensorMap *map, const bf16 *kv, in
                                     CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     latch_error(dev, code ? cudaErrorInvalidValue : cudaSuccess, "tensor map of the KV cache");
 }
-/* Tensor map that loads n <= TOK positions of K and V, from any position on, in one copy. D is 64
- * or 128.
- * Coordinates: (0, n - TOK, row, 0, 0), row: that of K's first position in the layer. Dimensions 1
- * and 2 both step by one row. The start n - TOK < 0 in dimension 1 puts the first TOK - n rows of
- * the box out of bounds: TMA does not read them and writes zeros to shared memory. So the n
- * positions are the last n rows of the box. Dimension 3 steps by one panel, dimension 4 from K to V
- * (within the page). */
+/* Tensor map that loads n <= TOK = 2048 / D positions of K and V, from any position of a page on,
+ * in one copy. D is 64 or 128.
+ * Coordinates: (0, n - TOK, row, 0, 0). row: the first of the n positions, as a row of K in the
+ * layer's pool. Dimensions 1 and 2 both step by one row. If n < TOK, the start n - TOK in dimension
+ * 1 is negative and puts the first TOK - n rows of the box out of bounds: TMA does not read them
+ * and writes zeros to shared memory. So the n positions are the last n rows of the box, and the
+ * first of them lies at coordinate 0 of dimension 1. Dimension 3 steps by one panel, dimension 4
+ * from K to V (within the page). */
 static void attn_open_pair_map(toka_device *dev, CUtensorMap *map, const bf16 *kv) {
     const cuuint64_t D = (cuuint64_t)dev->shape->D, row = D * sizeof(bf16),
                      size[5] = {64, 2048 / D, dev->kv_layer_elems / D, D / 64, 2};
@@ -7047,8 +7074,8 @@ static void attn_open_pair_map(toka_device *dev, CUtensorMap *map, const bf16 *k
     attn_open_map(dev, map, kv, 5, size, strides, box);
 }
 
-/* Makes the tensor maps of all layers, if the Hopper kernels can run: boxes of 64 columns and 8,
- * 16, 32 or 64 rows, and the map of attn_open_pair_map. */
+/* Makes the tensor maps of all layers, if the Hopper kernels can run: four maps with boxes of 64
+ * columns and 8, 16, 32 or 64 rows, and the map of attn_open_pair_map. */
 static void attn_open_maps(toka_device *dev) {
     const toka_shape *shape = dev->shape;
     attn_plan *plan = dev->attn;
@@ -7088,8 +7115,8 @@ static void attn_open(toka_device *dev) {
     attn_open_maps(dev);
 }
 
-/* Launches the tiles or the small items of a level. D, the length of the items and the GPU choose
- * kernel and tile shape. */
+/* Launches the tiles or the small items of a level. Kernel and tile shape depend on the GPU, on D
+ * and on the length of the items. */
 static void attn_launch_items(toka_device *dev, int layer, attn_args args, const attn_level *level,
                               bool small) {
     const attn_plan *plan = dev->attn;
@@ -7117,8 +7144,8 @@ static void attn_launch_items(toka_device *dev, int layer, attn_args args, const
               : attn_mma_launch<256, 4>(dev, args, n_items);
 }
 
-/* Does the step use attn_cluster_split? Yes if it has only CTA-local splits and all their clusters
- * are resident at once. All tensor ranks have the same plan->K and plan->n_sms (attn_agree), so all
+/* Does the step use attn_cluster_split? Yes if it has only CTA splits and all their clusters are
+ * resident at once. All tensor ranks have the same plan->K and plan->n_sms (attn_agree), so all
  * decide alike. */
 static bool attn_uses_cluster(const attn_plan *plan) {
     const attn_level *level = plan->levels;
@@ -7127,7 +7154,7 @@ static bool attn_uses_cluster(const attn_plan *plan) {
     return only_splits && level->n_cta_splits * plan->K * ATTN_CLUSTER <= plan->n_sms;
 }
 
-/* Launches the CTA-local splits of a level, as clusters where possible. */
+/* Launches the CTA splits of a level, spread over clusters if attn_uses_cluster says so. */
 static void attn_launch_cta_splits(toka_device *dev, int layer, attn_args args,
                                    const attn_level *level) {
     const attn_plan *plan = dev->attn;
@@ -7148,7 +7175,7 @@ static bool attn_may_use_cluster(const attn_plan *plan, int T) {
     return ceil_div(T, plan->small_rows) * plan->K * ATTN_CLUSTER <= plan->n_sms;
 }
 
-/* Number of kernels that attention() launches for the plan. */
+/* Number of kernels that attention() launches per layer for this plan. */
 static int attn_launches(const attn_plan *plan) {
     int n_kernels = plan->n_fused > 0;
     for (int i = 0; i < plan->n_levels; i++) {
