@@ -3738,9 +3738,9 @@ __device__ static inline void smallm_reduce_split(const float (&acc)[ROWS / 2],
 
 /* Finds the item-th item of this thread: row *m of x and first column *n in the tile. Returns false
  * if the thread has no such item. */
-template <class QKV> __device__ static inline bool smallm_item_at(const gemm_kernel_args &args,
-                                                                  const smallm_cta &cta, int item,
-                                                                  int *m, int *n) {
+template <class QKV>
+__device__ static inline bool smallm_item_at(const gemm_kernel_args &args, const smallm_cta &cta,
+                                             int item, int *m, int *n) {
     int paired = smallm_has_qkv<QKV> || args.epi == EPI_SWIGLU, per_row_log2 = 3 - paired,
         index = item * SMALLM_THREADS + (int)threadIdx.x;
     *m = cta.m0 + (index >> per_row_log2), *n = (index & (1 << per_row_log2) - 1) * (8 << paired);
@@ -4150,8 +4150,8 @@ __device__ static inline void gemv_store_normed(const gemm_kernel_args &args, bo
         if (args.bias) values.x += args.bias[n], values.y += args.bias[n + 1];
         y = pack_bf16(values.x + bf16_low(residual), values.y + bf16_high(residual));
         *(uint32_t *)(args.y + (size_t)m * args.ldy + n) = y;
-        *(uint32_t *)(args.norm.xw + (size_t)m * args.N + n) = pack_bf16(bf16_low(y) * norm_w.x,
-                                                                         bf16_high(y) * norm_w.y);
+        *(uint32_t *)(args.norm.xw + (size_t)m * args.N + n) =
+            pack_bf16(bf16_low(y) * norm_w.x, bf16_high(y) * norm_w.y);
     }
     float sum = bf16_low(y) * bf16_low(y) + bf16_high(y) * bf16_high(y);
     for (int delta = 4; delta; delta >>= 1) sum += __shfl_xor_sync(~0u, sum, delta);
@@ -4270,7 +4270,8 @@ __global__ static void __launch_bounds__(32 * GEMV_WARPS, 2)
     else gemm_store_pair(args, m, n0 + n, first.x, first.y, residual);
 }
 
-template <int ROWS> static void gemm_gemv_tile(toka_device *dev, const gemm_args *args) {
+template <int ROWS>
+static void gemm_gemv_tile(toka_device *dev, const gemm_args *args) {
     gemm_kernel_args kernel_args = gemm_checked_args(args);
     kernel_args.norm = gemm_fuse_norm_args(dev, args);
     assert(kernel_args.M <= ROWS && kernel_args.epi != EPI_LOGITS &&
@@ -4328,8 +4329,9 @@ static enum gemm_family gemm_family(const toka_device *dev, int M, const weight 
     if (!dev->hopper) return M <= 16 ? BY_GEMV : BY_MMA;
     /* N = E: an RMSNorm follows */
     if (M <= 8 && (gemv_tiles <= 2 * dev->n_sms || large_n_k || w->N == dev->E)) return BY_GEMV;
-    return M <= SMALLM_ALWAYS || (M <= SMALLM_MAX && w->K >= 1024 && !large_weights) ? BY_SMALLM
-                                                                                     : BY_WGMMA;
+    return M <= SMALLM_ALWAYS || (M <= SMALLM_MAX && w->K >= 1024 && !large_weights)
+               ? BY_SMALLM
+               : BY_WGMMA;
 }
 /* Returns true if EPI_QKV is available for this GEMM and faster than EPI_STORE and rope_kernel.
  * With QK-norm only gemm_smallm supports it, and only for M <= 8. Above 8 rows it would be slower,
@@ -4405,15 +4407,17 @@ static void gemm(toka_device *dev, const gemm_args *args) {
  * CHOICE (attn_plan_step).
  *   1. Prefix groups do the whole step if it has two or more levels, the last span of each row is
  *      an own span, the KV work is at most group_max_work, and each group fits in one CTA.
- *   2. Else attn_fused does prefixes and their own spans if no layer has a sliding window and there
- *      are enough rows (fused_min_row_heads).
+ *   2. Else attn_fused does prefixes and the own spans of their rows, if no layer has a sliding
+ *      window and there are enough rows (fused_min_row_heads).
  *   3. All other spans are done level by level: tiles, small items or CTA splits, merges.
  * On the stream attn_fused comes after all levels. Where the Hopper kernels cannot run (other GPUs,
  * B < 64, D < 64 or D > 128), there are only levels, with attn_mma and attn_merge_splits.
  *
- * Expected of the spans: the spans of a row come in rising kv0. Of two spans that share a row, the
- * earlier one has all rows of the later one (a tree of intervals). Cost: O(levels * (spans + rows)
- * + pages in use); for 8,192 sequences with a shared prefix 0.15 to 0.3 ms.
+ * What toka.c guarantees: the spans of a row come in rising kv0. Of two spans that share a row, the
+ * earlier one has all rows of the later one (a tree of intervals).
+ *
+ * Cost: O(levels * (spans + rows) + pages in use); for 8,192 sequences with a shared prefix 0.15 to
+ * 0.3 ms.
  * =========================================================================== */
 
 enum {
@@ -4541,7 +4545,7 @@ struct attn_plan {
     bool prefix_groups, mixed_groups;
     int group_min_split;              /* minimum KV positions of a split of a prefix group */
     bool allow_clusters, allow_mixed; /* allow cluster splits, mixed groups; false only in tests */
-    int fused0, n_fused; /* range of `items` for attn_fused; the own items of their rows follow */
+    int fused0, n_fused;              /* range of `items` for attn_fused; own items follow it */
     attn_cta_load *ctas, *round_jobs; /* [n_sms] */
     int grid, n_rounds;               /* attn_fused: number of CTAs; number of rounds of jobs */
     /* [n_rounds][grid] the job of each CTA: item * K + kv head, or -1 (only in the last round) */
@@ -4842,8 +4846,8 @@ static void attn_add_item(attn_plan *plan, const attn_item *item) {
 /* Emits n_splits splits of split_len positions (split_pages pages), and their merge. */
 static void attn_emit_splits(attn_plan *plan, attn_level *level, const attn_item *item,
                              int n_splits, int split_len, int split_pages) {
-    plan->merges[plan->n_merges++] = attn_merge{item->q0, item->nq, plan->n_split_bufs, n_splits,
-                                                item->flags};
+    plan->merges[plan->n_merges++] =
+        attn_merge{item->q0, item->nq, plan->n_split_bufs, n_splits, item->flags};
     level->merge_nq = max(level->merge_nq, item->nq);
     for (int i = 0; i < n_splits; i++, plan->n_split_bufs += ceil_div(item->nq, ATTN_SMALL_Q)) {
         attn_item *split = &plan->items[plan->n_items++];
@@ -4895,8 +4899,8 @@ static void attn_emit_cta_splits(const toka_device *dev, const attn_item *item, 
 static void attn_emit_cta_merge(attn_plan *plan, attn_level *level, int first_item, int q0, int nq,
                                 int flags) {
     const int n_splits = plan->n_items - first_item;
-    plan->merges[plan->n_merges++] = attn_merge{q0, nq, first_item - level->small0, n_splits,
-                                                flags};
+    plan->merges[plan->n_merges++] =
+        attn_merge{q0, nq, first_item - level->small0, n_splits, flags};
     level->n_cta_splits++, level->cta_split_warps = max(level->cta_split_warps, n_splits);
 }
 
@@ -5410,6 +5414,7 @@ __device__ static inline void attn_store_pair(const attn_output &out, int col, f
 }
 
 /* ---- attn_mma: items on mma.sync; any D, any GPU ----
+ *
  * In: items; grid: item x kv head; CTA: WARPS x 32 threads. WARPS 1: small items; WARPS 4: items of
  * up to 64 queries. Out: o, state or split buffer, see the head of the chapter.
  * Each warp of the CTA computes 16 queries of the item. All warps share the tiles of K and V.
@@ -5417,6 +5422,7 @@ __device__ static inline void attn_store_pair(const attn_output &out, int col, f
  * beyond D are not computed.
  * Shared memory: a ring of BUFS tiles, each TOK positions of K and V (layout: attn_piece_at).
  * Bytes: K and V once per item. FLOPs: 4 * 16 * WARPS * D * kv; kv: KV positions of the item.
+ *
  * Why this shape:
  * - The accumulators of S from m16n8k16 already have the layout of the A operand of P V.
  * - ldmatrix.trans transposes V while it loads V.
@@ -5460,9 +5466,9 @@ __device__ static inline void attn_load_tile(const attn_args &args, const attn_i
 }
 
 /* scores[8-column block][4] = Q K^T of one warp: 16 queries x TOK positions, not yet scaled. */
-template <int DP, int TOK> __device__ static inline void attn_qk(float (&scores)[TOK / 2],
-                                                                 const uint32_t (&q)[DP / 16][4],
-                                                                 const bf16 *k, int D) {
+template <int DP, int TOK>
+__device__ static inline void attn_qk(float (&scores)[TOK / 2], const uint32_t (&q)[DP / 16][4],
+                                      const bf16 *k, int D) {
     int lane = threadIdx.x % 32, row = (lane & 7) + (lane >> 4) * 8, piece = lane >> 3 & 1;
 #pragma unroll
     for (int n = 0; n < TOK / 2; n++) scores[n] = 0;
@@ -5490,9 +5496,9 @@ __device__ static inline void attn_pack(uint32_t (&probs)[N / 8][4], const float
 }
 
 /* acc[8-column block][4] += P V of one warp. */
-template <int DP, int TOK> __device__ static inline void attn_pv(float (&acc)[DP / 2],
-                                                                 const float (&scores)[TOK / 2],
-                                                                 const bf16 *v, int D) {
+template <int DP, int TOK>
+__device__ static inline void attn_pv(float (&acc)[DP / 2], const float (&scores)[TOK / 2],
+                                      const bf16 *v, int D) {
     int lane = threadIdx.x % 32, row = lane & 15, piece = lane >> 4;
     uint32_t probs[TOK / 16][4];
     attn_pack(probs, scores);
@@ -5514,9 +5520,9 @@ __device__ static inline int attn_pos(const attn_args &args, const attn_item &it
 }
 /* Sets the scores of positions that a query does not see to -inf. q_pos: positions of the
  * thread's two queries; kv: position of column 0 of the tile. */
-template <int N> __device__ static inline void attn_mask(const attn_args &args,
-                                                         const attn_item &item, float (&scores)[N],
-                                                         int2 q_pos, int kv) {
+template <int N>
+__device__ static inline void attn_mask(const attn_args &args, const attn_item &item,
+                                        float (&scores)[N], int2 q_pos, int kv) {
     const int pos[2] = {q_pos.x, q_pos.y};
     int from[2], to[2]; /* query r sees the positions from[r] .. to[r]-1 */
     kv += threadIdx.x % 4 * 2;
@@ -5546,7 +5552,8 @@ __device__ static inline float attn_exp_sum(float (&scores)[N], int r, float row
     return sum;
 }
 /* The largest score of the thread's query r over all columns of the tile, not scaled. */
-template <int N> __device__ static inline float attn_row_max(const float (&scores)[N], int r) {
+template <int N>
+__device__ static inline float attn_row_max(const float (&scores)[N], int r) {
     float max_score = -INFINITY;
 #pragma unroll
     for (int i = 2 * r; i < N; i += 4)
@@ -5620,10 +5627,10 @@ typedef struct attn_row_stats {
 } attn_row_stats;
 
 /* Epilogue of one warp: merges the state and stores O and LSE. All 32 threads must call it. */
-template <int N> __device__ static inline void attn_store_rows(const attn_args &args,
-                                                               const attn_item &item,
-                                                               const attn_row_stats &stats,
-                                                               int kv_head, const float (&acc)[N]) {
+template <int N>
+__device__ static inline void attn_store_rows(const attn_args &args, const attn_item &item,
+                                              const attn_row_stats &stats, int kv_head,
+                                              const float (&acc)[N]) {
     int quad = threadIdx.x % 4;
     float state_lse[2] = {-INFINITY, -INFINITY};
 #pragma unroll
@@ -5661,7 +5668,8 @@ __device__ static inline void attn_load_q(const attn_args &args, const attn_item
     }
 }
 
-template <int DP, int WARPS> __global__ void __launch_bounds__(WARPS * 32, 1)
+template <int DP, int WARPS>
+__global__ void __launch_bounds__(WARPS * 32, 1)
     attn_mma(const __grid_constant__ attn_args args) {
     typedef attn_tile_shape<DP, WARPS> shape;
     constexpr int TOK = shape::TOK, BUFS = shape::BUFS;
@@ -5717,11 +5725,13 @@ static void attn_mma_launch(toka_device *dev, const attn_args &args, int n_items
 }
 
 /* ---- attn_small: small items on Hopper; one warp with TMA ----
+ *
  * In and out as attn_mma. Grid: item x kv head; CTA: 32 threads.
  * Shared memory: BUFS tiles of TOK positions, K and V, each [panels][TOK][64].
  * Bytes: K and V of the item's positions. The first and the last position are rounded outwards to
  * multiples of 8.
  * FLOPs: 4 * 16 * D * kv; for one row G/16 of them are useful.
+ *
  * Why this shape:
  * - The kernel is bound by the bytes of K and V, so many of them must be in flight. An SM holds 9
  *   CTAs with rings of 24 KB, or 13 with rings of 16 KB.
@@ -5732,9 +5742,11 @@ static void attn_mma_launch(toka_device *dev, const attn_args &args, int n_items
  * - An item also costs latency, besides the time for its bytes. More resident warps hide this
  *   latency better than a longer ring. So the ring has two buffers at D = 64 and for short items
  *   (ATTN_SHORT_KV), else three.
+ *
  * Retired: one copy per matrix and panel for every tile (prefix groups, D = 128: 23 us, now 20).
  * Retired: partial tiles loaded whole. This reads positions that no row sees: 4,096 sequences of 10
  * to 300 positions are 6 % slower.
+ *
  * Figures: test/results/kernel-choices.md, chapter 9. */
 #if HOPPER
 /* Main loop of one warp: computes O (not normalized, in acc) and stats of an item. The caller does
@@ -5863,7 +5875,8 @@ __device__ static inline void attn_small_mainloop(const attn_args &args, const a
 }
 #endif
 
-template <int DP, int TOK, int BUFS> __global__ void __launch_bounds__(32)
+template <int DP, int TOK, int BUFS>
+__global__ void __launch_bounds__(32)
     attn_small(const __grid_constant__ attn_args args, const __grid_constant__ CUtensorMap tile_map,
                const __grid_constant__ CUtensorMap map_8) {
 #if HOPPER
@@ -5881,12 +5894,14 @@ template <int DP, int TOK, int BUFS> __global__ void __launch_bounds__(32)
 }
 
 /* ---- attn_cta_split: split-KV of a small item inside one CTA ----
+ *
  * In: merges (attn_merge) and small items; grid: merge x kv head; CTA: at most
  * attn_cta_split_max(D) warps. Warp j computes split j of the merge: item merge.first + j. A split
  * has all queries of the merge, or only some of them if the merge is a prefix group
  * (attn_plan_prefix_groups). Out as attn_mma.
  * Shared memory: BUFS tiles per warp. After the main loop a warp's ring holds the O of its split.
  * Bytes and FLOPs: as attn_small, for each split.
+ *
  * Why this shape:
  * - With few sequences every launch counts. Splits that are merged in shared memory need no
  *   attn_merge_splits, which takes 3 us a layer.
@@ -5894,6 +5909,7 @@ template <int DP, int TOK, int BUFS> __global__ void __launch_bounds__(32)
  *   attn_fused and than launches by level while there is little KV work (attn_plan.group_max_work).
  *   attn_choose_prefix_groups decides if groups mix rows of different prompts.
  * - Splits are added in their order, so results are deterministic.
+ *
  * Figures: test/results/kernel-choices.md, chapter 9. */
 #if HOPPER
 /* Merges the splits of one query of `merge`, in their order, and stores O and LSE. This thread
@@ -5987,20 +6003,24 @@ __global__ void __launch_bounds__(32 * attn_cta_split_max(DP), 1)
 }
 
 /* ---- attn_cluster_split: split-KV of a small item inside a cluster ----
+ *
  * In and out as attn_cta_split. Grid: merge x kv head x CTA rank, in clusters of ATTN_CLUSTER CTAs.
  * Warp w of CTA c computes split w * ATTN_CLUSTER + c. CTA i % ATTN_CLUSTER merges query i: the
  * warps of all splits send (row_max, row_sum) and O of query i to it through DSMEM.
  * Shared memory: BUFS tiles per warp, then the received O as [split][row][DP]; row: the queries
  * that this CTA merges.
  * Splits are added in their order: the result equals that of attn_cta_split to the bit.
+ *
  * Why this shape: 10 splits in one CTA need 160 KB. Such a CTA cannot start before the previous
  * kernel has left its SM, so it prefetches no K and V, and one SM must load everything. The CTAs of
  * a cluster are small and use four SMs.
  * The launch bound of one CTA per SM is needed: without it ptxas assumes that all CTAs of a cluster
  * are on one SM, and spills.
+ *
  * Retired: clusters of two where clusters of four do not fit (slower). Clusters of eight are as
  * fast as clusters of four.
  * attn_uses_cluster decides whether a step uses it.
+ *
  * Figures: test/results/kernel-choices.md, chapter 9. */
 template <int DP> __host__ __device__ static constexpr int attn_cluster_split_max() { /* splits */
     return (attn_cta_split_max(DP) + ATTN_CLUSTER - 1) / ATTN_CLUSTER * ATTN_CLUSTER;
@@ -6096,11 +6116,13 @@ __global__ void __launch_bounds__(32 * (attn_cluster_split_max<DP>() / ATTN_CLUS
 }
 
 /* ---- attn_wgmma: tiles on Hopper, after FlashAttention-3 ----
+ *
  * In and out as attn_mma. Grid: item x kv head; CTA: WGS consumer warpgroups of 64 queries each,
  * and one producer warpgroup. Only its first warp works: it issues the TMA loads of K and V.
  * Shared memory: Q [panels][64 WGS][64], then BUFS tiles of N positions of K and BUFS of V, each
  * [panels][N][64].
  * FLOPs: 4 * 64 WGS * D * kv. Bytes: Q, and K and V once per item.
+ *
  * Why this shape:
  * - S = Q K^T of tile j and P V of tile j-1 are in flight together. The softmax of tile j overlaps
  *   P V of tile j-1. P goes from accumulators to the A operand in registers.
@@ -6113,11 +6135,13 @@ __global__ void __launch_bounds__(32 * (attn_cluster_split_max<DP>() / ATTN_CLUS
  * - For short spans the fixed cost of an item was as large as its main loop. So there are no
  *   divisions before Q is loaded, positions are loaded along with Q, and o is stored through shared
  *   memory with 16-byte writes.
+ *
  * Retired, with H100 TFLOP/s for causal prefill of 4,096 rows at D = 64 / 128 (then 406 / 500):
  * - No producer warp; warp 0 issues the loads between its wgmma: 290 / 323.
  * - Persistent CTAs that take items in turn: 384 / 484. The hardware scheduler balances unequal
  *   items better. With jobs sorted by length and the next item prefetched: 2 to 8 % slower for
  *   4,096 and 16,384 rows.
+ *
  * Retired, with H200 us for causal prefill of 16,384 rows, D = 64 / 128:
  * - P in shared memory, so that a warpgroup need not wait for the wgmma that reads P: 2,567 / 4,383
  *   (the latter with N = 128, for lack of space), now 2,288 / 3,803.
@@ -6125,6 +6149,7 @@ __global__ void __launch_bounds__(32 * (attn_cluster_split_max<DP>() / ATTN_CLUS
  * - A polynomial for 1/8, 1/4, 1/3 of the exponentials, D = 64: 2,386, 2,475, 2,535, now 2,249.
  * - Two consumer warpgroups with N = 192, D = 64: 2,456, now 2,222.
  * - N = 192 for short spans, D = 128 (16 prompts of 512 rows): 197, now 178.
+ *
  * All figures: test/results/kernel-choices.md, chapter 9. */
 template <int DP, int WGS, int N, int BUFS> struct attn_wgmma_shape {
     static constexpr int PANELS = (DP + 63) / 64, THREADS = WGS * 128 + 128;
@@ -6137,9 +6162,9 @@ template <int DP, int WGS, int N, int BUFS> struct attn_wgmma_shape {
 
 /* Issues S = Q K^T of one warpgroup, 64 queries x N positions, as one commit group. q, k: shared
  * addresses; q_panel: bytes of a panel of Q. */
-template <int DP, int N> __device__ static inline void attn_wgmma_qk(float (&scores)[N / 2],
-                                                                     uint32_t q, int q_panel,
-                                                                     uint32_t k) {
+template <int DP, int N>
+__device__ static inline void attn_wgmma_qk(float (&scores)[N / 2], uint32_t q, int q_panel,
+                                            uint32_t k) {
 #if HOPPER
     wgmma_fence();
 #pragma unroll
@@ -6417,6 +6442,7 @@ __global__ void __launch_bounds__(attn_wgmma_shape<DP, WGS, N, BUFS>::THREADS, 1
 }
 
 /* ---- attn_fused: a shared prefix and its rows' own spans in one CTA; Hopper, D = 64, 128 ----
+ *
  * Cascade attention (Hydragen) in one launch.
  * In: n_fused prefix items, then the own items, one per row. A prefix item has at most 128 queries
  * of at most 1 << log2_rows rows. All these rows see the whole prefix span, and the next and last
@@ -6430,6 +6456,7 @@ __global__ void __launch_bounds__(attn_wgmma_shape<DP, WGS, N, BUFS>::THREADS, 1
  * Shared memory: Q, prefix ring, seven own rings, LSE, and at D = 64 the exchange buffers; see
  * attn_fused_shape.
  * Bytes: K and V of the own positions. FLOPs: 4 * 128 * D * prefix positions for each job.
+ *
  * Why this shape:
  * - The prefix is bound by the tensor cores, own items by the bytes of K and V. Run at the same
  *   time, they take as long as the slower of the two.
@@ -6444,9 +6471,11 @@ __global__ void __launch_bounds__(attn_wgmma_shape<DP, WGS, N, BUFS>::THREADS, 1
  * - The merge order is fixed. It is as fast to merge the prefix first where it is ready, but then
  *   the last bit of the result depends on timing.
  * - A row's queries are the 8 columns of the mma, not its 16 rows. This halves the products.
+ *
  * ptxas before 12.8 spills with 112 registers per prefix thread at D = 64 (so it gets 120), and
  * with any division of the registers at D = 128. With those compilers D = 128 runs level by level,
  * as other head sizes do (ATTN_FUSED_D).
+ *
  * Retired, H200 us for 8,192 samples of eight prompts at D = 64 (this kernel then: 401 to 403):
  * - Own K and V without evict_first: 431.
  * - Own tiles loaded in copies of 8, 16 or 32 positions, separately for K and V: 463.
@@ -6455,9 +6484,11 @@ __global__ void __launch_bounds__(attn_wgmma_shape<DP, WGS, N, BUFS>::THREADS, 1
  * - Rows with little or no prefix in separate launches (29 prompts): 448; this kernel then: 414.
  * - Jobs given to the CTAs in turn, without balancing: 406.
  * - Looking up a row, or loading its queries, while the previous row is computed: no gain.
+ *
  * Retired, as above, but measured when this kernel took 395 (D = 64) / 851 (D = 128):
  * - The prefix merged before the own positions: 399 / 854; worse for few rows (35, now 30).
  * - L2 promotion of 256 bytes in the tensor map: 401 / 873.
+ *
  * All figures: test/results/kernel-choices.md, chapter 9. */
 enum {
     ATTN_FUSED_N = 64, /* positions of a prefix tile */
@@ -6491,9 +6522,9 @@ typedef struct attn_exchange {
 /* Address of the columns 32 j + g + {0, 8, 16, 24} of a query, which lie together (g: 0 .. 7). The
  * thread that writes them holds all four, and so does the thread that reads them. Writes and reads
  * have no bank conflicts in shared memory, and use whole sectors of global memory. */
-template <int DP> __device__ static inline float4 *attn_exchange_at(const attn_exchange &exchange,
-                                                                    int round, int query, int j,
-                                                                    int g) {
+template <int DP>
+__device__ static inline float4 *attn_exchange_at(const attn_exchange &exchange, int round,
+                                                  int query, int j, int g) {
     return (float4 *)(exchange.o + (round & 1) * attn_fused_shape<DP>::EXCHANGE + query * DP +
                       j * 32 + ((g ^ query) & 7) * 4);
 }
@@ -6647,8 +6678,9 @@ template <int DP> struct attn_own_producer {
  * row lies at the address of piece i XOR c * 32. */
 
 /* Loads query lane/4 of a row as the B operand of K Q^T. */
-template <int DP> __device__ static inline void attn_own_load_q(const attn_args &args, int q_offset,
-                                                                uint32_t (&q)[DP / 16][2]) {
+template <int DP>
+__device__ static inline void attn_own_load_q(const attn_args &args, int q_offset,
+                                              uint32_t (&q)[DP / 16][2]) {
     const bf16 *from = args.q + q_offset + threadIdx.x % 32 / 4 * DP + threadIdx.x % 4 * 2;
 #pragma unroll
     for (int c = 0; c < DP / 8; c++)
@@ -6679,7 +6711,8 @@ __device__ static inline void attn_own_qk(float (&scores)[TOK / 4], const uint32
 }
 
 /* Sets the scores of a tile's first TOK - n_kv positions, which are not valid, to -inf. */
-template <int TOK> __device__ static inline void attn_own_mask(float (&scores)[TOK / 4], int n_kv) {
+template <int TOK>
+__device__ static inline void attn_own_mask(float (&scores)[TOK / 4], int n_kv) {
 #pragma unroll
     for (int i = 0; i < TOK / 4; i++)
         if ((int)threadIdx.x % 32 / 4 + i / 2 * 8 < TOK - n_kv) scores[i] = -INFINITY;
@@ -6708,9 +6741,9 @@ __device__ static inline void attn_own_softmax_update(float (&scores)[N], float 
 }
 
 /* acc[16-column block of O][4] += V^T P^T. */
-template <int DP, int TOK> __device__ static inline void attn_own_pv(float (&acc)[DP / 4],
-                                                                     const float (&scores)[TOK / 4],
-                                                                     const bf16 *v) {
+template <int DP, int TOK>
+__device__ static inline void attn_own_pv(float (&acc)[DP / 4], const float (&scores)[TOK / 4],
+                                          const bf16 *v) {
     const uint32_t at = smem_addr(
         v + attn_piece_at(TOK, threadIdx.x % 8 + threadIdx.x % 32 / 16 * 8, threadIdx.x / 8 % 2));
 #pragma unroll
@@ -6843,9 +6876,9 @@ __device__ static inline void attn_own_process_rows(attn_own_producer<DP> &produ
 
 /* Calls visit for each prefix item of this CTA, round by round. The consumer warpgroups and the
  * producer warp use it. n_before: prefix tiles of all rounds before. */
-template <class Visit> __device__ static inline void attn_fused_each_item(const attn_args &args,
-                                                                          const attn_jobs &jobs,
-                                                                          const Visit &visit) {
+template <class Visit>
+__device__ static inline void attn_fused_each_item(const attn_args &args, const attn_jobs &jobs,
+                                                   const Visit &visit) {
     for (int round = 0, n_before = 0, n_rounds = jobs.rounds(); round < n_rounds; round++) {
         const int job = jobs.at(round);
         const attn_item &item = args.items[job / args.K];
@@ -6856,7 +6889,8 @@ template <class Visit> __device__ static inline void attn_fused_each_item(const 
     }
 }
 
-template <int DP> __global__ void __launch_bounds__(attn_fused_shape<DP>::THREADS, 1)
+template <int DP>
+__global__ void __launch_bounds__(attn_fused_shape<DP>::THREADS, 1)
     attn_fused(const __grid_constant__ attn_args args, const attn_jobs jobs, int log2_rows,
                float *global_exchange, const __grid_constant__ CUtensorMap shared_map,
                const __grid_constant__ CUtensorMap own_map) {
@@ -6991,12 +7025,15 @@ static void attn_wgmma_launch(toka_device *dev, const attn_args &args, int n_ite
 }
 
 /* ---- attn_merge_splits: merge of split-KV ----
+ *
  * In: merges; grid: (merge x kv head, query), 128 threads. Out: what the unsplit item would have
  * written.
  * Shared memory: four columns of O and a row_sum per thread.
  * Bytes: n_splits * D * 4 per query.
+ *
  * Why this shape: D/4 threads read one row of D floats. So a CTA has 128 / (D/4) groups of threads,
  * and each group reads one split at a time. The sums of the groups are added in a fixed order.
+ *
  * Retired: one warp per query, the merges of an item one after another: 57 us. This kernel and the
  * tiles together take 12. */
 __global__ static void __launch_bounds__(128)
