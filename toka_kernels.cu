@@ -3544,7 +3544,7 @@ template <int ROWS> struct smallm_ring {
 __host__ __device__ constexpr int smallm_partial_bytes(int rows, int split) {
     return (split - 1) * ((rows + 8 * split - 1) / (8 * split)) * SMALLM_BLOCK_BYTES;
 }
-/* Number of ring buffers that fit next to the receive buffer. */
+/* Number of ring buffers that fit in 112 KB together with the receive buffer. */
 template <int ROWS> __host__ __device__ constexpr int smallm_n_bufs(int split) {
     int fit = (112 * 1024 - smallm_partial_bytes(ROWS, split)) / smallm_ring<ROWS>::BUF_BYTES;
     return fit < SMALLM_MAX_BUFS ? fit : SMALLM_MAX_BUFS;
@@ -3939,7 +3939,7 @@ __global__ static void __launch_bounds__(SMALLM_THREADS, 2)
     if (cluster_ctas > 1) cluster_wait();
     if (split > 1 && warp < 4) smallm_send_partials<ROWS>(acc[0], cta, args.M);
 #pragma unroll
-    for (int i = 0; i < 4 * ROPE_ITEMS; i++) /* while the partials are in flight */
+    for (int i = 0; i < 4 * ROPE_ITEMS; i++) /* loads the table while the partials are in flight */
         if (smallm_item_at<QKV>(args, cta, i / 4, &m, &n))
             cos_sin[i / 4][i % 4] = rope[i / 4].cos_sin ? rope[i / 4].cos_sin[i % 4]
                                                         : make_float4(1, 0, 1, 0);
@@ -4090,7 +4090,7 @@ enum {
 template <int ROWS> struct gemv_ring {
     enum {
         BUF_BYTES = (GEMV_N + ROWS) * GEMV_K * 2,
-        BUFS = 96 * 1024 / GEMV_WARPS / BUF_BYTES,
+        BUFS = 96 * 1024 / GEMV_WARPS / BUF_BYTES, /* 96 KB: two CTAs fit on an SM */
         SMEM_BYTES = GEMV_WARPS * BUFS * BUF_BYTES
     };
 };
@@ -4191,7 +4191,7 @@ __global__ static void __launch_bounds__(32 * GEMV_WARPS, 2)
     constexpr int BUF_BYTES = gemv_ring<ROWS>::BUF_BYTES, BUFS = gemv_ring<ROWS>::BUFS;
     extern __shared__ __align__(128) char gemv_smem[];
     int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32, n0 = (int)blockIdx.x * GEMV_N,
-        k_step = GEMV_WARPS * GEMV_K;
+        k_step = GEMV_WARPS * GEMV_K; /* from a warp's K block to its next one */
     uint32_t ring = smem_addr(gemv_smem) + warp * BUFS * BUF_BYTES;
     /* W leaves the L2 cache first: x, K, V and instructions stay there */
     const uint64_t policy = l2_evict_first_policy();
@@ -4248,8 +4248,8 @@ __global__ static void __launch_bounds__(32 * GEMV_WARPS, 2)
         sums[(warp * ROWS + i / 4 * 8 + lane % 4 * 2 + i % 2) * GEMV_PITCH + lane / 4 +
              i % 4 / 2 * 8] = acc[i / 4][i % 4];
     __syncthreads();
-    if (!valid && !args.norm.w) return;
-    float2 first = {}, second = {};
+    if (!valid && !args.norm.w) return; /* with next_norm all threads add sums of squares */
+    float2 first = {}, second = {}; /* second: columns n + 8 and n + 9, if paired */
 #pragma unroll
     for (int i = 0; i < GEMV_WARPS && valid; i++) {
         const float *warp_sum = sums + (i * ROWS + m) * GEMV_PITCH + n;
@@ -5728,8 +5728,7 @@ static void attn_mma_launch(toka_device *dev, const attn_args &args, int n_items
  *
  * In and out as attn_mma. Grid: item x kv head; CTA: 32 threads.
  * Shared memory: BUFS tiles of TOK positions, K and V, each [panels][TOK][64].
- * Bytes: K and V of the item's positions. The first and the last position are rounded outwards to
- * multiples of 8.
+ * Bytes: K and V of the item's positions; both ends are rounded outwards to multiples of 8.
  * FLOPs: 4 * 16 * D * kv; for one row G/16 of them are useful.
  *
  * Why this shape:
@@ -6017,9 +6016,10 @@ __global__ void __launch_bounds__(32 * attn_cta_split_max(DP), 1)
  * The launch bound of one CTA per SM is needed: without it ptxas assumes that all CTAs of a cluster
  * are on one SM, and spills.
  *
- * Retired: clusters of two where clusters of four do not fit (slower). Clusters of eight are as
- * fast as clusters of four.
- * attn_uses_cluster decides whether a step uses it.
+ * attn_uses_cluster decides whether a step uses this kernel.
+ *
+ * Retired: clusters of two where clusters of four do not fit (slower); clusters of eight (as fast
+ * as clusters of four).
  *
  * Figures: test/results/kernel-choices.md, chapter 9. */
 template <int DP> __host__ __device__ static constexpr int attn_cluster_split_max() { /* splits */
@@ -6497,7 +6497,8 @@ enum {
 };
 template <int DP> struct attn_fused_shape {
     static constexpr int WGS = 2, N = ATTN_FUSED_N, BUFS = 2, THREADS = 512;
-    /* registers of a thread: REGS in the consumer warpgroups, OWN_REGS in all other warps */
+    /* Registers of a thread, which starts with 128 (setmaxnreg): REGS in the consumer warpgroups,
+     * OWN_REGS in all other warps. */
     static constexpr int REGS = DP == 128 ? 144 : NVCC_VERSION < 1208 ? 120 : 112;
     static constexpr int OWN_REGS = 256 - REGS;
     typedef attn_wgmma_shape<DP, WGS, N, BUFS> shared; /* of the prefix */
@@ -6612,7 +6613,9 @@ template <int DP> struct attn_own_producer {
     attn_jobs jobs;
     int n_rounds, log2_rows; /* rounds of this CTA; log2 of the maximum rows of an item */
     int *row_counter;        /* of the CTA: next row, as round << log2_rows | row within the item */
-    attn_own_row *taken;     /* [4] in shared memory: the i-th row of this warp is at i % 4 */
+    /* [4] in shared memory: the i-th row that this warp took is at i % 4. At most the row being
+     * computed and ATTN_OWN_BUFS later ones are in use. */
+    attn_own_row *taken;
     uint32_t ring, full;     /* shared addresses of this warp's ring and of its full mbarriers */
     /* of the prefix item of the row taken last: its round, the index of its first own item, its
      * queries, its kv head */
@@ -6620,6 +6623,8 @@ template <int DP> struct attn_own_producer {
     int n_taken, n_requested; /* rows taken, tiles requested so far */
     /* of the row taken last: offset of its next tile, offset of its end, id of its page `lane` */
     int next_kv, end_kv, page_ids;
+
+    /* Takes the next row of the CTA. Returns false if none is left. */
     __device__ inline bool take_row() {
 #if HOPPER
         for (int lane = threadIdx.x % 32;;) {
@@ -6648,6 +6653,8 @@ template <int DP> struct attn_own_producer {
         return false;
 #endif
     }
+    /* Loads the next tile of the row taken last. If that row has no tile left, takes a row first.
+     * Does nothing if no row is left. */
     __device__ inline void request_tile() {
 #if HOPPER
         if (next_kv >= end_kv && !take_row()) return;
@@ -7026,8 +7033,8 @@ static void attn_wgmma_launch(toka_device *dev, const attn_args &args, int n_ite
 
 /* ---- attn_merge_splits: merge of split-KV ----
  *
- * In: merges; grid: (merge x kv head, query), 128 threads. Out: what the unsplit item would have
- * written.
+ * In: merges, split buffers; grid: (merge x kv head, query); CTA: 128 threads. Out: what the item
+ * would have written if it had not been split.
  * Shared memory: four columns of O and a row_sum per thread.
  * Bytes: n_splits * D * 4 per query.
  *
