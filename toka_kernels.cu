@@ -7273,56 +7273,57 @@ static void attention(toka_device *dev, int layer, const bf16 *q, bf16 *o) {
 
 /* ===========================================================================
  * MARK: 10. Ranks: groups and transfers [kernel]
- * What the ranks of a model share. Each rank is a GPU with a thread of its own in this process.
- * This chapter adds up x over the tensor ranks of a stage, sends x from a stage to the next one,
- * and sends sampled tokens from the last stage to the first one. No op waits for a GPU: if it needs
- * the work of another rank, it enqueues a stream wait.
+ * All communication between the ranks of a model. Each rank is a GPU with a thread of its own in
+ * this process. This chapter adds up x over the tensor ranks of a stage, sends x from a stage to
+ * the next one, and sends sampled tokens from the last stage to the first one. No op waits for a
+ * GPU: if an op needs the work of another rank, it enqueues a stream wait.
  *
  * Words, the same as in chapter 20 of toka.c: a group is all ranks of one model, stages x tensor
  * ranks (tp ranks). A tp group is the tp ranks of one stage. A peer is another rank of the same tp
  * group.
  *
  *   rank barrier   Synchronizes CTA b of a kernel with CTA b of the same kernel on all peers. A CTA
- *                  first stores its data into the memory of the peers. It arrives: it writes the
- *                  barrier's number into its signal flag on each peer (st.release.sys). Then it
- *                  polls the peers' flags in its own memory until all have this number, or a
- *                  higher one (ld.acquire.sys), and departs. The numbers only rise. All kernels
- *                  with rank barriers have the same number of CTAs, so between two kernels all CTAs
- *                  of a rank have passed the same number of barriers.
+ *                  first stores its data into the memory of the peers. Then it arrives: it writes
+ *                  the barrier's number into its signal flag on each peer (st.release.sys). Then it
+ *                  polls the peers' flags in its own memory (ld.acquire.sys). When all flags have
+ *                  this number or a higher one, it departs: it has passed the barrier. The numbers
+ *                  only rise. All kernels with rank barriers have the same number of CTAs, so
+ *                  between two kernels all CTAs of a rank have passed the same number of barriers.
+ *   share          One of the tp_size parts of x. Rank q adds up share q.
  *   all-reduce     One-shot: each rank stores its x into the receive buffers of all peers, passes a
  *                  barrier and adds up all x in rank order. Two-shot is a reduce-scatter and an
  *                  all-gather: each rank stores share q of its x into the receive buffer of rank q,
  *                  passes a barrier, adds up its own share, stores the sum into the x of all ranks
- *                  and passes a second barrier. Both add in float32 and round once, so all ranks
- *                  get the same bits. One-shot has one barrier. Two-shot sends 2/n of the bytes of
- *                  one-shot, n = tp_size.
- *   unreduced x    x between the two halves of a large all-reduce on Hopper. The reduce-scatter is
- *                  the epilogue of the GEMM, so its stores overlap with the main loop. Then
+ *                  and passes a second barrier. Both methods add in float32 and round once, so all
+ *                  ranks get the same bits. One-shot has one barrier. Two-shot sends 2/n of the
+ *                  bytes of one-shot, n = tp_size.
+ *   unreduced x    x between the two halves of a large all-reduce on Hopper. The epilogue of the
+ *                  GEMM does the reduce-scatter, so its stores overlap with the main loop. Then
  *                  reduce_norm_kernel completes the all-reduce: rank q adds up its share of the
- *                  rows and is the only rank that keeps x of these rows. It stores into all ranks
- *                  what the next op reads: the RMSNorm of the rows, or x itself if no norm follows
- *                  (at the end of a stage and before the LM head).
+ *                  rows, and only rank q keeps x of these rows. It sends all ranks the input of the
+ *                  next op: the RMSNorm of the rows, or x itself if no norm follows (at the end of
+ *                  a stage and before the LM head).
  *   channel        The queue of steps from a rank to the same tp rank of the next stage. x is
  *                  copied three times: on the sender's compute stream into its send buffer; on the
  *                  sender's send stream, by a DMA copy, into one of the receiver's
  *                  TOKA_GPU_LINK_BUFFERS channel buffers; on the receiver's compute stream into x.
- *                  Events tell when a channel buffer is full and when it is free again. So a stage
- *                  computes while its result is copied, and it may be some steps ahead of the next
- *                  stage.
+ *                  One event marks that a channel buffer is full, another one that it is free
+ *                  again. So a stage computes while its result is copied, and it may be some steps
+ *                  ahead of the next stage.
  *   last_tokens    [n_seqs] the last sampled token of each seq, in the memory of the last stage.
  *                  After each step that samples, tp rank 0 of the last stage sends the whole table
  *                  to all ranks of the first stage and records an event for this step. The embed of
- *                  a step with needs_step = k waits for the event of step k. The table may then
- *                  already have the token that a later step m sampled for a seq. This is harmless:
- *                  only steps up to m read the token that it replaced, and step m samples only
- *                  after all ranks of the first stage have embedded step m.
+ *                  a step with needs_step = k waits for the event of step k. At that time a later
+ *                  step m may already have overwritten the token of a seq. This is harmless: only
+ *                  steps up to m read the overwritten token, and step m samples only after all
+ *                  ranks of the first stage have embedded step m.
  *
  * Double buffering. A one-shot kernel with barrier number c stores into half c % 2 of the peers'
  * receive buffers. samp_merge_ranks_kernel (chapter 11) does the same. The next kernel that stores
- * into this half has a barrier number of at least c + 2, so it starts after its rank has passed
- * barrier c + 1. That barrier belongs to a later kernel than barrier c does, so when a rank arrives
- * at it, its kernel with barrier c has ended and has read the half. Two-shot and unreduced x need
- * no halves: their last barrier is after their last read.
+ * into the same half has a barrier number of at least c + 2. It starts after all ranks have arrived
+ * at barrier c + 1. Barrier c + 1 belongs to a later kernel than barrier c, so a rank that arrives
+ * at it has ended the kernel with barrier c and has read the half. Two-shot and unreduced x need no
+ * halves: their last barrier is after their last read.
  *
  * No deadlock. All work has one order: by step, then by stage, then in the order of the layer loop
  * (all ranks of a tp group run the same ops). A thread waits until another thread has enqueued
@@ -7333,15 +7334,15 @@ static void attention(toka_device *dev, int layer, const bf16 *q, bf16 *o) {
  * A GPU waits for the same work and, in a rank barrier, for the same op on its peers. The peers
  * themselves wait only for earlier work, or in this barrier. So the earliest work that is not done
  * can always run. A kernel that polls occupies SMs of its own GPU only, and no peer needs these SMs
- * to arrive. If TOKA_DEBUG_SHARE_GPU puts several ranks on one GPU, the kernels with rank barriers
- * have so few CTAs that those of all ranks fit, and they start their dependents only after the
- * barrier.
+ * to arrive. Kernels with rank barriers start their dependents only after the barrier. If
+ * TOKA_DEBUG_SHARE_GPU puts several ranks on one GPU, these kernels have so few CTAs that the CTAs
+ * of all ranks are resident at the same time.
  *
- * Failure. `aborted` lies in host memory that all GPUs can read. Every 1024 polls a polling thread
- * reads it and stops waiting if it is set. Waiting host threads are woken, and ops return at once.
- * So after group_abort all streams drain, and their results are discarded. group_diagnose finds
- * the rank that hangs from the barrier numbers in barrier_progress, from events, and from what each
- * host thread waits for.
+ * Failure. `aborted` lies in host memory that all GPUs can read. A polling thread reads it at every
+ * 1024th poll and stops waiting if it is set. Waiting host threads are woken, and ops return at
+ * once. So after group_abort all streams drain, and their results are discarded. group_diagnose
+ * looks for the rank that hangs. It uses the barrier numbers in barrier_progress, events, and the
+ * reason for which each host thread waits (enum group_wait_reason).
  * =========================================================================== */
 
 enum {
@@ -7349,13 +7350,15 @@ enum {
     BARRIER_CTAS = 96,            /* CTAs of every kernel with rank barriers */
     BARRIER_SHARED_CTAS = 8,      /* the same if several ranks share a GPU (debugging) */
     BARRIER_THREADS = 512,        /* threads of each of these CTAs */
-    OP_RING = 1024,               /* more than the rank barriers of all in-flight steps */
+    OP_RING = 1024,               /* entries of group_rank.op_ring: more than the rank barriers of
+                                     all in-flight steps */
     ONE_SHOT_MAX_BYTES = 1 << 20, /* largest x of a one-shot all-reduce. Must be less than
-                                     TOKA_GPU_SCATTER_BYTES: unreduced x has two barriers, and in
-                                     a replayed graph cuda_all_reduce counts them as a two-shot's */
+                                     TOKA_GPU_SCATTER_BYTES: when a graph replays, cuda_all_reduce
+                                     counts the two barriers of reduce_norm_kernel as if they were
+                                     those of a two-shot */
     SAMP_RECV_BYTES = 4096 * 24,  /* sampling partials that one rank sends to another at once:
-                                     SAMP_PARTIAL_ROWS (chapter 12) */
-    SAMPLED_EVENTS = 128          /* more than the in-flight steps */
+                                     SAMP_PARTIAL_ROWS of 24 bytes (chapter 12) */
+    SAMPLED_EVENTS = 128          /* entries of sampled_events: more than the in-flight steps */
 };
 #define GROUP_WATCHDOG_S 30.0 /* watchdog timeout: seconds without progress of any rank */
 
@@ -7375,36 +7378,38 @@ enum group_wait_reason {   /* a thread waits until ... */
 
 typedef struct group_rank { /* state of one rank that other ranks read */
     toka_device *dev;       /* set when the rank joins; valid until the device closes */
-    int ordinal;            /* of its GPU */
+    int ordinal;            /* number of its GPU in the CUDA runtime */
     int K, n_sms, arch;     /* set when the rank joins: kv heads; SMs; 80, 89, 90 ... */
     bool has_peer_access;   /* its GPU can access the memory of another rank. Then a fault of the
                                other GPU also fails this one */
-    bool peer_fault_noted;  /* its error message mentions this (group_note_peer_fault) */
+    bool peer_fault_noted;  /* group_note_peer_fault has added its note to the error message */
     signal_flag *signal_flags;           /* [BARRIER_CTAS][BARRIER_MAX_RANKS] flags from peers */
     char *recv_buffer, *channel_buffers; /* recv_buffer: data from peers, see group_recv_bytes.
                                             channel_buffers: [TOKA_GPU_LINK_BUFFERS][max_tokens][E]
                                             bf16, x from the previous stage */
-    int *last_tokens;       /* [n_seqs] last sampled tokens; the last stage writes those of the
-                               first stage's ranks */
-    float *logits;          /* last stage with tp ranks: logits of all ids, written by all peers */
+    int *last_tokens;       /* [n_seqs] last sampled tokens. In the first stage of several, the last
+                               stage writes them */
+    float *logits;          /* last stage with tp ranks: logits of all ids. All peers write them */
 
     /* For the deadlock diagnosis. Guarded by group->lock, with two exceptions: op and op_ring are
      * atomic, and n_barriers is written without the lock by the rank's own thread. */
     enum group_wait_reason waits_for; /* why its thread waits */
-    const char *op;         /* running op of its thread, or the last one; NULL: none yet */
+    const char *op;         /* the op that its thread runs or ran last; NULL: none yet */
     const char *op_ring[OP_RING]; /* [i % OP_RING] first op after rank barrier i */
     unsigned n_barriers;    /* rank barriers that were enqueued */
-    int64_t n_waits;        /* stream waits on another rank that were enqueued: for x in a channel,
+    int64_t n_waits;        /* stream waits for another rank that were enqueued: for x in a channel,
                                or for sampled tokens. At most one per step */
     /* Entry i % TOKA_GPU_LINK_BUFFERS belongs to wait i. There are more entries than in-flight
      * steps. */
     cudaEvent_t wait_events[TOKA_GPU_LINK_BUFFERS]; /* the GPU has reached the wait */
-    int64_t needs_step[TOKA_GPU_LINK_BUFFERS]; /* the step whose sampled tokens it waits for */
+    /* the step whose sampled tokens the wait is for; 0: it is for x */
+    int64_t needs_step[TOKA_GPU_LINK_BUFFERS];
 } group_rank;
 
 typedef struct group_channel { /* from a rank to the same tp rank of the next stage */
-    /* Messages whose send and receive was enqueued. Each counter is advanced by one thread, under
-     * the lock. Message i uses channel buffer i % TOKA_GPU_LINK_BUFFERS. */
+    /* A message is x of one step. n_sent, n_received: messages whose send, and whose receive, has
+     * been enqueued. One thread advances each counter, under the lock. Message i uses channel
+     * buffer i % TOKA_GPU_LINK_BUFFERS. */
     int64_t n_sent, n_received;
     int n_rows[TOKA_GPU_LINK_BUFFERS]; /* rows of the message in each channel buffer */
     bf16 *send_buffer;                 /* [max_tokens][E] in the sender's memory */
@@ -7415,26 +7420,29 @@ typedef struct group_channel { /* from a rank to the same tp rank of the next st
 
 struct toka_group {
     int tp_size, pp_size;
-    double watchdog_s, stalled_s;      /* watchdog_s: GROUP_WATCHDOG_S; tests set less. stalled_s:
-                                          used by group_watchdog only: seconds in which ... */
-    uint64_t last_progress, progress;  /* last_progress: ... group_moved saw no progress.
-                                          progress: atomic; rises when a thread makes progress */
-    group_rank ranks[GROUP_MAX_RANKS]; /* [pp_size][tp_size] */
+    /* watchdog_s: GROUP_WATCHDOG_S; tests set less. progress: atomic; rises when a thread makes
+     * progress. The other two are used by group_watchdog only. stalled_s: seconds in which no rank
+     * made progress. last_progress: see group_moved. */
+    double watchdog_s, stalled_s;
+    uint64_t last_progress, progress;
+    group_rank ranks[GROUP_MAX_RANKS];       /* [pp_size][tp_size] */
     group_channel channels[GROUP_MAX_RANKS]; /* [pp_size][tp_size], index of the sending rank */
     int n_joined, n_closing;    /* ranks that have joined; those of them that are closing */
-    int64_t last_sampled_step;  /* last step whose sampled tokens were enqueued to be sent */
+    int64_t last_sampled_step;  /* last step of which the send of sampled tokens was enqueued */
     cudaEvent_t sampled_events[SAMPLED_EVENTS]; /* [step % SAMPLED_EVENTS] the tokens of this step
                                                    are in last_tokens of the first stage */
     int *aborted;               /* pinned host memory that all GPUs can read; 1: stop waiting */
     unsigned *barrier_progress; /* in the same memory: [ranks][2] number of the rank barrier at
                                    which CTA 0 arrived last, and from which it departed last */
     char description[320];
-    bool no_graphs;             /* atomic. A rank could not capture its graphs, so none uses any */
-    bool broken, hung; /* broken: atomic; aborted, failed, or timed out; it stays broken. hung: a
-                          GPU did not finish its work, or a rank did not come to close its device.
-                          It may still access the memory of other ranks, so nothing is freed */
-    pthread_mutex_t lock;       /* guards all that changes after group_open, except the fields that
-                                   are atomic or have one thread */
+    bool no_graphs;             /* atomic. A rank could not capture its graphs, so no rank uses
+                                   graphs */
+    /* broken: atomic. The group was aborted, failed or timed out; it stays broken.
+     * hung: a GPU did not finish its work, or a rank did not close its device in time. That rank
+     * may still access the memory of other ranks, so no rank frees anything. */
+    bool broken, hung;
+    pthread_mutex_t lock;       /* guards all fields that change after group_open, except those that
+                                   are atomic and those that only one thread uses */
     pthread_cond_t changed;     /* a counter or `broken` changed */
     toka_err error;             /* why the group is broken; code 0: it was aborted */
 };
@@ -7457,10 +7465,10 @@ __device__ static inline unsigned ld_acquire_sys(const unsigned *from) {
     return v;
 }
 
-/* Rank barrier `number` of this CTA. All writes that a participating CTA makes before the barrier
- * are visible to all threads of all participating CTAs after it. Also tells the peers the address
- * x (rank_barrier_peer_x). Returns false if the group was aborted: then a peer may not have
- * arrived. All threads of the CTA must call it. Thread `rank` waits for that rank. */
+/* Rank barrier `number` of this CTA. After the barrier, all threads of all participating CTAs see
+ * the writes that any of these CTAs made before the barrier. Also sends the address x to the peers
+ * (rank_barrier_peer_x). Returns false if the group was aborted: then a peer may not have arrived.
+ * All threads of the CTA must call it. Thread `rank` waits for that rank. */
 __device__ static __forceinline__ bool rank_barrier_sync(const rank_barrier &barrier,
                                                          unsigned number, const void *x) {
     const int rank = (int)threadIdx.x, cta = (int)blockIdx.x;
@@ -7560,7 +7568,7 @@ __global__ static void __launch_bounds__(BARRIER_THREADS, 1)
     rank_barrier_finish(barrier, number);
 }
 
-enum { TWO_SHOT_VECTORS = 4 }; /* vectors that a thread has in flight */
+enum { TWO_SHOT_VECTORS = 4 }; /* vectors that a thread loads before it uses the first one */
 
 /* Adds up this rank's share and stores the sums into x of all ranks.
  * share       vectors of a share; also the stride of the senders in recv_buffer
@@ -7595,7 +7603,7 @@ __global__ static void __launch_bounds__(BARRIER_THREADS, 1)
     const int share = (n_vectors + barrier.tp_size - 1) / barrier.tp_size;
     grid_wait();
     const unsigned number = rank_barrier_count(barrier) + 1;
-    /* each rank begins with another peer, so that no peer receives from all ranks at once */
+    /* each rank begins with a different peer, so that no peer receives from all ranks at once */
     for (int shift = 1; shift < barrier.tp_size; shift++) {
         const int rank = (barrier.tp_rank + shift) % barrier.tp_size, offset = rank * share,
                   size = min(share, n_vectors - offset);
@@ -7632,8 +7640,9 @@ __global__ static void __launch_bounds__(BARRIER_THREADS, 1)
  * in      partials bf16 [tp_size][share_rows][E], this rank's receive buffers: the partial sums
  *         that the GEMM epilogues of all ranks, this one included, stored there
  *         norm_weight float32 [E] or NULL
- * in/out  x bf16 [.][E]: rows tp_rank * share_rows .. + n_rows - 1 are this rank's. Before: without
- *         the partial sums. After: added in float32 and rounded once. Other rows stay unreduced
+ * in/out  x bf16 [.][E]. This rank's share is n_rows rows from row tp_rank * share_rows on. The
+ *         partial sums are added to these rows in float32, and the result is rounded once. The
+ *         other rows of x stay unreduced
  * out     y bf16 [.][E] of all ranks: the same rows. The sum of squares has the order of
  *         rmsnorm_kernel. If norm_weight is NULL, y is x
  * grid    BARRIER_CTAS, or BARRIER_SHARED_CTAS if ranks share a GPU
@@ -7688,9 +7697,9 @@ __global__ static void __launch_bounds__(BARRIER_THREADS, 1)
             row_sumsq += __shfl_xor_sync(~0u, row_sumsq, lanes);
         float *warp_sums = warp_sums_of[parity][row_group];
         if (thread % 32 == 0) warp_sums[thread / 32] = row_sumsq;
-        /* Barrier of the row's 128 threads. One per row is enough, because warp_sums_of has two
-         * buffers: a thread arrives here for row i + 1 after it has read the sums of row i, and row
-         * i + 2 is the next one that writes into their buffer. */
+        /* Barrier of the row's 128 threads. One barrier per row is enough, because warp_sums_of has
+         * two buffers. The sums of row i are overwritten by those of row i + 2, and every thread
+         * has read them before it arrives at the barrier of row i + 1. */
         bar_sync(1 + row_group, 128);
         const float scale = rsqrtf(
             (warp_sums[0] + warp_sums[1] + (warp_sums[2] + warp_sums[3])) * inv_E + eps);
@@ -7707,11 +7716,11 @@ __global__ static void __launch_bounds__(BARRIER_THREADS, 1)
     rank_barrier_finish(barrier, number + 1);
 }
 
-/* Is one-shot faster than two-shot for x of B = `bytes` bytes on n ranks?
+/* Returns whether one-shot is faster than two-shot for x of B = `bytes` bytes on n ranks:
  *     one-shot takes (n - 1) B / rate + t       t: time of a barrier; rate: bytes per second of the
  *     two-shot takes 2 (n - 1) / n B / rate + 2 t                     links; t * rate = 800 KB
- * For n = 2 both send the same bytes. Two-shot is then faster from about 1.5 MB on, because each
- * rank adds up only half. The receive buffer already limits one-shot to 1 MiB.
+ * For n = 2 both methods send the same bytes. Measured, two-shot is then faster from about 1.5 MB
+ * on, because each rank adds up only half of x. The receive buffer limits one-shot to less anyway.
  * Figures: test/results/kernel-choices.md. */
 static bool one_shot_pays(int n, size_t bytes) {
     /* (n - 1) B - 2 (n - 1) / n B <= t * rate, multiplied by n */
@@ -7806,25 +7815,25 @@ static unsigned group_barrier_progress(const toka_group *group, int rank, int wh
     return ((volatile unsigned *)group->barrier_progress)[2 * rank + which];
 }
 
-/* Has the event not happened yet? An event of a failed GPU counts as having happened. */
+/* Returns whether the event has not happened yet. On a failed GPU all events count as happened. */
 static bool group_event_pending(cudaEvent_t event) {
     return cudaEventQuery(event) == cudaErrorNotReady;
 }
 
-/* Returns the rank for which the GPU or the thread of `rank` waits; `rank` itself if it waits for
- * none. group_rank_blocker, group_op and group_diagnose are called with the lock held. */
+/* Returns the rank for which the GPU or the thread of `rank` waits; `rank` itself if they wait for
+ * no rank. group_rank_blocker, group_op and group_diagnose are called with the lock held. */
 static int group_rank_blocker(toka_group *group, int rank) {
     const int tp = group->tp_size, stage = rank / tp, last_rank0 = (group->pp_size - 1) * tp;
     const group_rank *state = &group->ranks[rank];
     const unsigned arrived = group_barrier_progress(group, rank, 0);
-    /* its GPU is in a rank barrier: a peer that has not arrived */
+    /* its GPU is in a rank barrier: it waits for a peer that has not arrived */
     if (arrived != group_barrier_progress(group, rank, 1))
         for (int other = stage * tp; other < (stage + 1) * tp; other++)
             if ((int)(group_barrier_progress(group, other, 0) - arrived) < 0) return other;
     for (int64_t wait =
              state->n_waits < TOKA_GPU_LINK_BUFFERS ? 0 : state->n_waits - TOKA_GPU_LINK_BUFFERS;
          wait < state->n_waits; wait++) {
-        /* a stream wait that its GPU has reached and that has not ended */
+        /* look for a stream wait that its GPU has reached and that has not ended */
         const int index = (int)(wait % TOKA_GPU_LINK_BUFFERS);
         if (group_event_pending(state->wait_events[index])) continue;
         if (stage > 0 && group_event_pending(group->channels[rank - tp].received_events[index]))
@@ -7855,8 +7864,9 @@ static const char *group_op(toka_group *group, int rank) {
 }
 
 /* Deadlock diagnosis, called when the watchdog of rank `me` timed out. Follows the chain of waiting
- * ranks from `me` to a rank that waits for none and reports that one in group->error. If all ranks
- * wait for each other, the error says so and names `me`. Breaks the group. */
+ * ranks from `me` to a rank that waits for no other, and reports that rank in group->error. If the
+ * chain has no end, the error says that all ranks wait for each other and names `me`. Breaks the
+ * group. */
 static void group_diagnose(toka_group *group, int me) {
     const int n_ranks = group->tp_size * group->pp_size;
     int suspect = me, next;
@@ -7880,7 +7890,8 @@ static void group_diagnose(toka_group *group, int me) {
     group_break(group);
 }
 
-/* Has any thread or GPU made progress since the last call with this last_progress? */
+/* Returns whether any thread or GPU has made progress since the last call with this
+ * last_progress. */
 static bool group_moved(toka_group *group, uint64_t *last_progress) {
     uint64_t progress = __atomic_load_n(&group->progress, __ATOMIC_ACQUIRE) << 20;
     for (int rank = 0; rank < group->tp_size * group->pp_size; rank++)
@@ -7890,8 +7901,9 @@ static bool group_moved(toka_group *group, uint64_t *last_progress) {
     return moved;
 }
 
-/* rank: one that has not finished the step that the caller waits for; waited_s: seconds since the
- * last call. Returns 0, or breaks the group and returns the error when the timeout is over. */
+/* Called again and again by a thread that waits for the end of a step. rank: a rank that has not
+ * finished the step. waited_s: seconds since the last call. After watchdog_s seconds without
+ * progress it breaks the group and returns the error; else it returns 0. */
 static int group_watchdog(toka_group *group, int rank, double waited_s, toka_err *e) {
     int code = 0;
     group->stalled_s = group_moved(group, &group->last_progress) ? 0 : group->stalled_s + waited_s;
@@ -7943,8 +7955,8 @@ static bool group_wait(toka_device *dev, enum group_wait_reason reason, const in
     return reached;
 }
 
-/* Every op calls this first. op: its name for the deadlock diagnosis, or NULL. Returns false if the
- * device or the group has failed: the op does nothing then. */
+/* Every op calls this first. op: its name for the deadlock diagnosis; NULL: the op is not noted.
+ * Returns false if the device or the group has failed: then the op does nothing. */
 static bool op_begin(toka_device *dev, const char *op) {
     if (dev->error.code) return false;
     if (!dev->group) return true;
@@ -7959,8 +7971,9 @@ static bool op_begin(toka_device *dev, const char *op) {
 }
 
 /* Enqueues a wait of the device's stream for another rank's event. needs_step: the step whose
- * sampled tokens the event marks, or 0 if it marks x in a channel. Records the step's begin anew
- * after the wait, so that its clock counts the wait as idle time: the pipeline bubble. */
+ * sampled tokens the event marks, or 0 if it marks x in a channel. After the wait it records the
+ * event of the step's begin again. So the step clock counts the wait, which is the pipeline bubble,
+ * as idle time. */
 static void group_stream_wait(toka_device *dev, cudaEvent_t event, int64_t needs_step) {
     group_rank *state = dev->rank;
     const int index = (int)(state->n_waits % TOKA_GPU_LINK_BUFFERS);
@@ -7972,10 +7985,10 @@ static void group_stream_wait(toka_device *dev, cudaEvent_t event, int64_t needs
     latch_error(dev, cudaEventRecord(dev->clock.begun[dev->last_begun], dev->stream), "step");
 }
 
-/* Launches a kernel with n_barriers rank barriers. It can be part of a graph, because the GPU
- * counts the barriers itself. The host's count, n_barriers of group_rank, is for the diagnosis
- * only. When a graph replays, this function launches nothing but still counts.
- * cuda_norm_logits_sample counts the barriers of the last op when it launches the graph. */
+/* Launches a kernel with n_barriers rank barriers. The kernel can be part of a graph, because the
+ * GPU counts the barriers itself. The host also counts them (group_rank.n_barriers), only for the
+ * diagnosis. When a graph replays, this function launches nothing but still counts. The barriers of
+ * the last op are counted by cuda_norm_logits_sample when it launches the graph. */
 template <class... P> static void launch_barrier_kernel(toka_device *dev, const char *what,
                                                         int n_barriers,
                                                         void (*kernel)(rank_barrier, P...),
@@ -8040,7 +8053,8 @@ static void group_alloc(toka_device *dev) {
     }
 }
 
-/* Frees what group_alloc created besides device memory. */
+/* Destroys the events and the stream that group_alloc created. cuda_close frees the device
+ * memory. */
 static void group_free(toka_device *dev) {
     toka_group *group = dev->group;
     const int rank = (int)(dev->rank - group->ranks);
@@ -8063,8 +8077,8 @@ static void group_free(toka_device *dev) {
     if (dev->send_stream) cudaStreamDestroy(dev->send_stream);
 }
 
-/* Enables peer access from this GPU to the GPUs of all ranks, where possible. Fails if a GPU of the
- * same tp group cannot be accessed. */
+/* Enables peer access from this GPU to the GPUs of all ranks, where possible. Latches an error if
+ * the GPU of a peer cannot be accessed. */
 static void group_enable_peers(toka_device *dev) {
     toka_group *group = dev->group;
     for (int rank = 0; rank < group->tp_size * group->pp_size && !dev->error.code; rank++) {
@@ -8089,9 +8103,9 @@ static void group_enable_peers(toka_device *dev) {
     }
 }
 
-/* All ranks of a tp group must make the same choices for a step. So attention plans with the
- * maximum of K and the minimum of n_sms over these ranks, and all or none must have compute
- * capability 9.0. With the lock held. */
+/* All ranks of a tp group must make the same choices for a step. So all of them plan attention for
+ * the largest K and the smallest n_sms of the tp group, and either all or none of them must have
+ * compute capability 9.0. With the lock held. */
 static void group_agree(toka_device *dev) {
     const toka_group *group = dev->group;
     const group_rank *ranks = dev->rank - dev->options.tp_rank;
@@ -8178,7 +8192,8 @@ static void group_assign_rank(toka_device *dev) {
 
 /* ---- Failure, and closing ---- */
 
-/* Called by a rank that cannot open. Breaks the group, because the other ranks wait for it. */
+/* Called by a rank whose device cannot be opened. Breaks the group, because the other ranks wait
+ * for this rank. */
 static void group_fail(toka_group *group, const toka_err *e) {
     pthread_mutex_lock(&group->lock);
     if (!group->error.code) group->error = *e;
@@ -8202,10 +8217,10 @@ static void group_latch_error(toka_device *dev) {
     pthread_mutex_unlock(&group->lock);
 }
 
-/* Adds a note to the device's error. A GPU fault also fails all GPUs with peer access, and the rank
- * that notices it first reports it. This need not be the rank at fault. The note names the rank
- * at fault if this is known: it is the only rank of its tp group that had not arrived at a rank
- * barrier at which all others had arrived. */
+/* Adds a note to the device's error. A GPU fault also fails all GPUs with peer access. The rank
+ * that notices the fault first reports it, and this need not be the rank at fault. The note names
+ * the rank at fault if it is known: if all peers have arrived at later rank barriers than one rank,
+ * that rank is at fault. */
 static void group_note_peer_fault(toka_device *dev) {
     toka_group *group = dev->group;
     group_rank *state = dev->rank;
@@ -8235,8 +8250,8 @@ static void group_note_peer_fault(toka_device *dev) {
         is_known ? " is behind, the others waited for it" : "");
 }
 
-/* Waits for an event of this rank's stream, or until the group is broken: if another rank fails,
- * the event may never happen. */
+/* Waits for an event of this rank's stream. Stops waiting if the group is broken: after a failure
+ * of another rank the event may never happen. */
 static void group_sync(toka_device *dev, cudaEvent_t event) {
     cudaError_t code;
     for (int n_polls = 0;
@@ -8250,9 +8265,9 @@ static void group_sync(toka_device *dev, cudaEvent_t event) {
 
 /* Called before anything of a device is freed. Waits until the streams of this device are idle and
  * until all other ranks that joined have called it, too. Then no rank uses the memory of another.
- * Returns false if a GPU does not finish, or if a rank does not come. Then no rank frees anything.
- * In a broken group a device waits at most 2 s for each of its two streams, and 6 s for the other
- * ranks, so that a rank with slow streams still comes in time. */
+ * Returns false if a GPU does not finish, or if a rank does not call it in time. Then no rank frees
+ * anything. In a broken group a device waits at most 2 s for each of its two streams, and 6 s for
+ * the other ranks: longer, so that a rank with two slow streams is still in time. */
 static bool group_leave(toka_device *dev) {
     toka_group *group = dev->group;
     bool finished = true;
@@ -8276,19 +8291,20 @@ static bool group_leave(toka_device *dev) {
 
 /* ---- Ops: all_reduce, send, receive ---- */
 
+/* Returns whether the GEMM does the reduce-scatter for x of this many rows (unreduced x). */
 static bool reduce_scatter_pays(const toka_device *dev, int rows) {
-    /* Rows rounded up to 128. Graphs of more than 64 rows are padded to multiples of 128, so a step
-     * makes the same choice with its graph as without it. */
+    /* Rows are rounded up to a multiple of 128, as graphs of more than 64 rows are padded. So a
+     * step makes the same choice with a graph as without one. */
     const size_t bytes = (size_t)ceil_div(rows, 128) * 128 * dev->E * sizeof(bf16);
     return tp_size(dev) > 1 && dev->hopper && rows > SMALLM_MAX && bytes >= TOKA_GPU_SCATTER_BYTES;
 }
-/* Returns the rows of a rank's share, a multiple of 16. The last ranks may have fewer. */
+/* Returns the rows of a rank's share, a multiple of 16. The last ranks may have fewer rows. */
 static int reduce_share_rows(const toka_device *dev, int rows) {
     return ceil_div(rows, 16 * tp_size(dev)) * 16;
 }
-/* Reduce-scatter in the GEMM: computes x W^T, and the epilogue stores the rows of each share into
- * the receive buffer of the rank that adds them up. args->y becomes unreduced x. Returns false, and
- * does nothing, if x is too small. */
+/* Reduce-scatter in the GEMM: computes args->x W^T, and the epilogue stores the rows of each share
+ * into the receive buffer of the rank that adds them up. args->y becomes unreduced x. Returns
+ * false, and does nothing, if y is too small. */
 static bool gemm_reduce_scatter(toka_device *dev, const gemm_args *args) {
     const int n_ranks = tp_size(dev), share_rows = reduce_share_rows(dev, args->M);
     if (!reduce_scatter_pays(dev, args->M)) return false;
@@ -8324,7 +8340,7 @@ static bool reduce_norm(toka_device *dev, const float *norm_weight) {
 }
 
 static void cuda_all_reduce(toka_device *dev, toka_dev_ptr x, int rows) {
-    /* a graph has padding rows */
+    /* a graph also has padding rows: they count, too */
     const size_t bytes = (size_t)(dev->graphs.current ? dev->step->T : rows) * dev->E *
                          sizeof(bf16);
     /* unreduced x: reduce_norm completes the sum */
