@@ -8454,46 +8454,49 @@ static bool group_wait_sampled(toka_device *dev, const toka_step *step) {
 
 /* ===========================================================================
  * MARK: 11. LM head, and sampling of plain rows [kernel]
- * The op norm_logits_sample: it takes chosen rows of x and returns one sampled token for each. The
+ * The op norm_logits_sample takes chosen rows of x and returns one sampled token for each. The
  * order of work on a row and every rule (ties, NaN, -inf, what a filter keeps, the fallback id) are
  * those of chapter 18 of toka.c. Only the draw uses another method: Gumbel-max over groups of 64
- * ids, then the inverse CDF inside the winning group. It needs no pass over stored logits, and it
- * fits into the epilogue of the LM head's GEMM.
+ * ids, then the inverse CDF inside the winning group. This method needs no pass over stored logits,
+ * and it fits into the epilogue of the LM head's GEMM.
  *
- *   block   256 consecutive ids (id block). The division into blocks depends on the id alone
- *   group   the 64 ids of a block with the same (id / 2) % 4 (id group). In a 64 x 256 tile of
- *           wgmma accumulators, they are the 64 columns of a row that one thread holds
- *   key     log2(sum of the group's weights) + Gumbel noise: one number per (row, group). The
- *           weight of an id is 2^(logit * scale), with scale = log2(e) / temperature. The group
- *           with the highest key is an exact sample of a group: a group wins with a probability
- *           proportional to its sum (Gumbel-max)
- *   id      the inverse of the cumulative distribution inside the winning group, at a uniform
- *           number. All groups of a row use the same uniform number. This is correct: only the
- *           winning group uses it, and it has no influence on which group wins
+ *   block        256 consecutive ids (id block). An id is always in block id / 256
+ *   group        the 64 ids of a block with the same (id / 2) % 4 (id group). In a 64 x 256 tile of
+ *                wgmma accumulators, they are the 64 columns of a row that one thread holds
+ *   weight       of an id: 2^(logit * scale), with scale = log2(e) / temperature
+ *   Gumbel key   of a group in a row: log2(sum of the group's weights) + Gumbel noise. The group
+ *                with the highest key wins. The probability of this is proportional to the group's
+ *                sum of weights (Gumbel-max)
+ *   candidate    of a group: the id that is sampled if the group wins, by the inverse CDF inside
+ *                the group at a uniform number. All groups of a row use the same uniform number.
+ *                This is correct: only the candidate of the winning group counts, and the uniform
+ *                number has no influence on which group wins
+ *   partial      result of some ids of a row (struct samp_partial)
  *
  * The noise comes from Philox as in chapter 18: key = seed, counter = (sample, position, 1 + block,
- * 0); word g of the result is for group g. The uniform number is word 0 for the counter (sample,
- * position, 0, 0). So the sampled id is a pure function of (logits, parameters, seed, sample,
- * position). It does not depend on the batch, on the sequence index, on the tile shape, or on which
- * kernel computed the logits. Logits, keys and sums are float32. Uniform numbers use all 32 bits.
+ * 0); word g of the result is for group g. The uniform number is word 0 of the result for the
+ * counter (sample, position, 0, 0). So the sampled id is a pure function of (logits, parameters,
+ * seed, sample, position). It does not depend on the batch, on the sequence index, on the tile
+ * shape, or on which kernel computed the logits. Logits, Gumbel keys and sums are float32. Uniform
+ * numbers use all 32 bits.
  *
  * There are two kinds of rows:
- *   plain row      It is greedy, sampled at a temperature, or scored. It has no filter, list or
- *                  penalty, and wants no top log-probabilities and no rank. The results of its
- *                  groups suffice.
+ *   plain row      It is greedy, sampled at a temperature, or scored (its id is given, and only the
+ *                  log-probability is wanted). It has no filter, list or penalty, and wants no top
+ *                  log-probabilities and no rank. Its partials suffice.
  *   filtered row   Any other row. Its logits are stored, too. samp_filter_kernel (chapter 12) works
- *                  only on the few ids that can matter, and samples from the kept ids by the same
- *                  groups.
- * In a graph (chapter 15) all rows of a step are of one kind: one filtered row makes all of them
- * filtered. The same holds in steps of up to FUSE_NORM_MAX_ROWS rows, if there are no tensor ranks
- * and the lists of the step fit into its upload buffer.
+ *                  only on the few ids that can matter, and samples from the kept ids with the same
+ *                  groups and noise.
+ * In a graph (chapter 15) all rows of a step are handled alike: if one row is filtered, all rows
+ * are handled as filtered rows. The same holds in steps of up to FUSE_NORM_MAX_ROWS rows, if there
+ * are no tensor ranks and the lists of the step fit into its upload buffer.
  *
  * The kernels of a step:
  *   rmsnorm              x -> xn: the sampled rows
- *   LM head              xn -> partials, one samp_partial per (row, block). On Hopper the epilogue
- *                        of the wgmma GEMM makes them, and stores the logits of filtered rows
- *                        only. Up to SAMP_STORED_MAX rows, on other GPUs, and if the caller wants
- *                        the logits, the GEMM stores all logits instead (EPI_LOGITS)
+ *   LM head              xn -> partials, one per (row, block). On Hopper the epilogue of the wgmma
+ *                        GEMM makes them, and stores the logits of filtered rows only. In three
+ *                        cases the GEMM stores all logits instead (EPI_LOGITS): up to
+ *                        SAMP_STORED_MAX rows, on other GPUs, and if the caller wants the logits
  *   samp_partials_kernel stored logits -> partials
  *   samp_reduce_kernel   partials -> results of plain rows
  *   samp_filter_kernel   partials and logits -> results of filtered rows: lists, penalties, top
@@ -8508,23 +8511,25 @@ enum {
     SAMP_MERGE_THREADS = 64,  /* threads that merge a row's partials; the number fixes the order */
     SAMP_REDUCE_ROWS = 4,     /* rows per CTA of samp_reduce_kernel */
     FILTER_THREADS = 256,     /* threads per CTA of samp_filter_kernel */
-    FILTER_ID_RANGE = 16384,  /* ids counted at a time for penalties; 524,288 allowed ids as bits */
+    FILTER_ID_RANGE = 16384,  /* words of the workspace: counts of 16,384 ids for penalties, or one
+                                 bit for each of 524,288 ids (allowed or not) */
     FILTER_CANDIDATES = 8192, /* most ids that are gathered in shared memory */
-    FILTER_BINS = 8192,       /* bins of a range of keys, for counting a row's ids */
+    FILTER_BINS = 8192,       /* bins of samp_narrow_by_counts */
     /* If more blocks than this may have kept ids, the draw skips blocks by upper bounds of their
-     * Gumbel keys. If the mass is not known, the limit is four times as high. */
+     * Gumbel keys. If the sum of the kept weights is not known, the limit is four times as high. */
     FILTER_MANY_BLOCKS = 32,
     SAMP_DRAW = -1,           /* samp_params.forced_id: sample an id */
     SAMP_DRAW_NO_LOGPROB = -2 /* the same, and its raw log-probability is not needed */
 };
 #define SAMP_LOG2E 1.4426950408889634f
 #define SAMP_LN2 0.6931471805599453f
-/* A weight of 1 in fixed point. Sums of up to 2^18 weights are exact, so the order of the additions
- * does not change them. */
+/* A weight of 1 in fixed point (samp_mass). Sums of up to 2^18 weights are exact, so the order of
+ * the additions does not change them. */
 #define SAMP_MASS_ONE 0x1p44f
 
-typedef struct samp_params { /* what all kernels need of a toka_sample_row: 32 bytes */
-    uint32_t philox_key[2], sample, position; /* key, and words 0 and 1 of the counter, of Philox */
+typedef struct samp_params { /* the fields of a toka_sample_row that all kernels need: 32 bytes */
+    /* Philox: its key; sample and position are words 0 and 1 of its counter */
+    uint32_t philox_key[2], sample, position;
     uint32_t uniform; /* the row's uniform number, as 32 random bits */
     float scale;      /* log2(e) / temperature; 0: greedy */
     int forced_id;    /* >= 0: score this id; else SAMP_DRAW or SAMP_DRAW_NO_LOGPROB */
@@ -8534,10 +8539,11 @@ typedef struct samp_params { /* what all kernels need of a toka_sample_row: 32 b
 /* The partial result of a set of ids of one row. Two partials of a row merge into one. */
 typedef struct samp_partial {
     float max;          /* highest logit; -inf: none of the ids may be drawn */
-    float gumbel;       /* Gumbel key of the candidate, minus max * scale */
-    int id;             /* the candidate: the sampled id of this set; INT_MAX: none */
+    float gumbel;       /* Gumbel key of the winning group of this set, minus max * scale */
+    int id;             /* the candidate of this group; INT_MAX: none */
     float logit;        /* logit of the candidate */
-    float sum, raw_sum; /* sum of 2^((logit - max) * scale); the same at temperature 1, if needed */
+    float sum, raw_sum; /* sum: of 2^((logit - max) * scale). raw_sum: the same at temperature 1,
+                           if the row needs it */
 } samp_partial;
 
 typedef struct samp_result { /* result of a row; the host gets one for every row */
@@ -8546,20 +8552,22 @@ typedef struct samp_result { /* result of a row; the host gets one for every row
     int rank; /* rank of the forced id, if a filtered row wants it; else 0 */
 } samp_result;
 
-typedef struct samp_top { /* the host also gets one for each row with top log-probabilities */
+typedef struct samp_top { /* the host gets one for each row that wants top log-probabilities */
     int ids[TOKA_MAX_LOGPROBS];
     float logprobs[TOKA_MAX_LOGPROBS];
 } samp_top;
 
-typedef struct samp_filter { /* more parameters of a filtered row; the lists are on the device */
+typedef struct samp_filter { /* more parameters of a filtered row */
+    /* Lists, on the device. history: prompt and output, as far as penalties need them. */
     const int *history, *bias_ids, *allowed, *forbidden;
     const float *bias;
-    /* Removes logits below the highest logit plus this: temperature * log(min_p); -inf: off. */
+    /* temperature * log(min_p); -inf: off. min-p removes logits below the highest one plus this. */
     double min_p_drop;
     float temperature, top_p;              /* top_p 1: off */
     float repetition, frequency, presence; /* penalties */
     int top_k;                             /* 0: off */
-    int n_top, top_index; /* top log-probabilities that the row wants, 0: none; its index in tops */
+    int n_top, top_index; /* n_top: top log-probabilities that the row wants; 0: none. top_index:
+                             index of the row in tops */
     int n_history, n_prompt, n_bias, n_allowed, n_forbidden, fallback_id;
     int ranked; /* the row wants the rank of its forced id */
 } samp_filter;
@@ -8567,36 +8575,41 @@ typedef struct samp_filter { /* more parameters of a filtered row; the lists are
 typedef struct samp_host_results { /* results of one step on the host, until it is finished */
     samp_result *results; /* [max_samples] pinned */
     samp_top *tops;       /* [max_samples] pinned */
-    int *order; /* [max_samples] samp_params i is of sample row order[i] of the step; plain first */
-    int n_tops;
+    /* [max_samples] samp_params i belongs to sample row order[i] of the step; plain rows first */
+    int *order;
+    int n_tops;           /* rows of the step that want top log-probabilities */
     toka_sample_result *caller_results; /* the caller's array; NULL: the step has no results */
 } samp_host_results;
 
 struct samp_plan {
-    int n_blocks, ld_logits;      /* ceil(V_all / 256); row stride of logits */
-    int chunk_rows, partial_rows; /* most rows whose logits, and whose partials, fit in memory */
-    float *logits;                /* [chunk_rows][ld_logits] */
-    samp_partial *partials;       /* [n_blocks][partial_rows] */
-    float *own_logits; /* [chunk_rows][ld_own] logits of this rank's own ids; one rank: logits */
-    int own_blocks, ld_own; /* blocks of this rank's own ids; row stride of own_logits */
-    bool ranks_own_blocks; /* the ids of each rank begin at a block, so it can make partials */
-    samp_partial *merged;  /* tensor ranks: [partial_rows] merged partials of this rank's own ids */
-    size_t recv_offset;    /* bytes: where the partials of peer ranks begin in the receive buffer */
-    /* [partial_rows] The highest Gumbel key of each row so far, as an ordered key
-     * (samp_logit_to_key). All are 0 (none) between two launches of the LM head. */
+    int n_blocks, ld_logits; /* ceil(V_all / 256); row stride of logits */
+    /* chunk_rows: most rows whose logits fit in memory; partial_rows: most rows whose partials fit */
+    int chunk_rows, partial_rows;
+    float *logits;           /* [chunk_rows][ld_logits] */
+    samp_partial *partials;  /* [n_blocks][partial_rows] */
+    float *own_logits;       /* [chunk_rows][ld_own] logits of this rank's own ids; one rank: the
+                                same as logits */
+    int own_blocks, ld_own;  /* blocks of this rank's own ids; row stride of own_logits */
+    bool ranks_own_blocks;   /* the ids of each rank begin at a block boundary, so each rank can
+                                make the partials of its own ids */
+    samp_partial *merged;    /* tensor ranks: [partial_rows] merged partials of the own ids */
+    size_t recv_offset;      /* bytes: where the partials of peers begin in the receive buffer */
+    /* [partial_rows] The highest Gumbel key of each row so far, as an integer (samp_logit_to_key);
+     * 0: none. All are 0 when the LM head starts. */
     uint32_t *best_keys;
     samp_result *dev_results; /* device, [max_samples] */
     samp_top *tops;           /* device, [max_samples] */
-    /* For a step that is launched kernel by kernel: filters, and as many of their lists as fit. */
+    /* For a step that is launched kernel by kernel: as many filters as fit with their lists. */
     upload_buffer list_upload;
     samp_host_results host_results[STEP_RING_SIZE];
     /* The fields below are of the current step. */
     samp_params *params;  /* device, [n_samples] */
     int *rows;            /* device, [n_samples] row of x */
     int n_plain;          /* plain rows */
-    samp_filter *filters; /* device, [n_samples] if the step is a graph; NULL: no filtered row */
+    samp_filter *filters; /* of a step that runs as a graph: device, [n_samples]; NULL: the step has
+                             no filtered row */
     samp_result *results; /* where the kernels write results: see samp_plan_step */
-    bool in_order; /* order[i] is i: all rows are plain, or all are treated as filtered rows */
+    bool in_order;        /* order[i] is i: all rows are plain, or all are handled as filtered */
 };
 
 /* ---- An id group: 64 logits in one thread's registers ---- */
@@ -8628,7 +8641,7 @@ __device__ static inline float samp_log2_exponential(uint32_t word) {
     return lg2(v < 0.0625f ? __fmul_rn(v, series) : __fmul_rn(-SAMP_LN2, lg2(rest)));
 }
 
-/* Order-preserving map of floats to integers (ordered keys) and back. -0 counts as +0. */
+/* Order-preserving map of floats to integers, and back. -0 counts as +0. */
 __device__ static inline uint32_t samp_logit_to_key(float x) {
     uint32_t u = __float_as_uint(x + 0.0f);
     return u & 0x80000000u ? ~u : u | 0x80000000u;
@@ -8643,9 +8656,10 @@ __device__ static inline float samp_clean(float x) {
 }
 
 /* Inverse CDF: returns the index of the weight in which *target lies. *target is the uniform number
- * times the sum of all weights. If the uniform number is 0.5 or more (from_end), both it and the
- * weights are counted from the far end: so a number close to either end keeps the precision of its
- * 32 bits. On return *target is what remains of it inside the weight that was found. */
+ * times the sum of all weights. If the uniform number is 0.5 or more (from_end), the weights are
+ * added from the last one down, and *target is measured from that end (samp_target). So numbers
+ * close to 0 and close to 1 both keep the precision of their 32 bits. On return *target is the
+ * distance from the start of the weight that was found. */
 __device__ static inline int samp_inverse_cdf(const float (&weights)[8], bool from_end,
                                               float *target) {
     int found = -1, last = 0;
@@ -8660,13 +8674,15 @@ __device__ static inline int samp_inverse_cdf(const float (&weights)[8], bool fr
     return found < 0 ? last : found; /* by rounding, *target may lie past the end */
 }
 
-/* The 64 logits of an id group as one thread sees them. An octet is eight of them, in the order of
- * the registers. The sums are of 2^(logit * scale - scaled_max). */
+/* Maximum and sums of the 64 logits of an id group. An octet is eight of the logits, consecutive in
+ * the registers of the thread. The sums are of 2^(logit * scale - scaled_max). */
 typedef struct samp_id_group {
-    float max, sums[8], sum, raw_sum; /* sums per octet, and of all; of all at temperature 1 */
-    float scale, scaled_max, shift;   /* shift: inexact groups use cleaned logits minus this */
-    int max_octet;                    /* the first octet with the maximum */
-    bool inexact;                     /* the sums had to be recomputed (samp_recompute) */
+    /* sums: of each octet; sum: of all; raw_sum: of all, at temperature 1 */
+    float max, sums[8], sum, raw_sum;
+    /* scaled_max: max * scale, rounded; shift: inexact groups use cleaned logits minus this */
+    float scale, scaled_max, shift;
+    int max_octet; /* the first octet with the maximum */
+    bool inexact;  /* the sums had to be recomputed (samp_recompute) */
 } samp_id_group;
 
 __device__ static inline float samp_add_8(const float (&x)[8]) {
@@ -8681,9 +8697,10 @@ __device__ static inline float samp_round_error(float base, float scale) {
     return __fmaf_rn(base, scale, -__fmul_rn(base, scale));
 }
 
-/* logits[2j + b] is the logit of id0 + 8j + b. The sums cost one max, multiply-add, ex2 and add per
- * id; the last three are needed twice if there is a separate sum at temperature 1 (raw_sum).
- * UNROLL is 8, or 1 for logits in local memory. */
+/* Finds the maximum of a group. Here and below logits[2j + b] is the logit of id0 + 8j + b, where
+ * id0 is the first id of the group. Maximum and sums cost one max, multiply-add, ex2 and add per
+ * id. The last three are needed twice if the row needs a separate raw_sum. UNROLL is 8, or 1 for
+ * logits in local memory. */
 template <int UNROLL>
 __device__ static inline void samp_group_max(const float (&logits)[SAMP_GROUP_IDS], float scale,
                                              samp_id_group &group) {
@@ -8729,8 +8746,8 @@ __device__ static inline void samp_group_raw_sum(const float (&logits)[SAMP_GROU
     group.raw_sum = samp_sum_exp<UNROLL>(logits, SAMP_LOG2E, samp_raw_scaled_max(group), sums);
 }
 /* To be called after the sums. Returns true if a logit is NaN or infinite, or if the maximum is so
- * large that rounding it when scaled would matter, at the row's temperature or at temperature 1.
- * The answer does not depend on two_sums. If !two_sums, raw_sum becomes sum. */
+ * large that the rounding of max * scale matters, at the row's temperature or at temperature 1. The
+ * result does not depend on two_sums. If !two_sums, raw_sum becomes sum. */
 __device__ static inline bool samp_is_inexact(bool two_sums, samp_id_group &group) {
     if (!two_sums) group.raw_sum = group.sum;
     return !(group.sum >= 0 && fabsf(group.scaled_max) < 0x1p23f &&
@@ -8740,11 +8757,11 @@ __device__ static inline bool samp_is_inexact(bool two_sums, samp_id_group &grou
 /* The column of logits[i] in its block, minus that of logits[0]. */
 __device__ static inline int samp_column(int i) { return i / 2 * 8 + i % 2; }
 
-/* Recomputes the sums of an inexact group, from cleaned logits; if the maximum is still too large,
- * from cleaned logits minus the maximum. Inexact groups are rare. The function works on a copy and
- * only reads `logits`, which may be wgmma accumulators: else the compiler would keep another 64
+/* Recomputes the sums of an inexact group from cleaned logits. If the maximum is still too large,
+ * it uses cleaned logits minus the maximum. Inexact groups are rare. The function works on a copy
+ * and only reads `logits`, which may be wgmma accumulators: else the compiler would keep another 64
  * registers. ptxas reports a stack frame of 320 bytes for kernels that inline this function: the
- * copy, and the sums per octet where loops are not unrolled. Only inexact groups touch it. */
+ * copy, and the sums per octet where loops are not unrolled. Only inexact groups use the frame. */
 __device__ static inline void samp_recompute(const float (&logits)[SAMP_GROUP_IDS], float scale,
                                              bool two_sums, samp_id_group &group) {
     if (!group.inexact) return;
@@ -8802,8 +8819,9 @@ __device__ static inline float samp_target(const samp_params &params, bool from_
         sum);
 }
 
-/* Returns the group's candidate, as its id minus id0. *logit becomes its logit (if the group is
- * inexact: minus shift). forced_index: index of the forced id in the group; -1: it is not there. */
+/* Returns the candidate of the group, as its id minus id0. A greedy row has the id of the maximum
+ * as candidate, a scored row its forced id. *logit becomes the candidate's logit; if the group is
+ * inexact: minus shift. forced_index: index of the forced id in the group; -1: it is not in it. */
 __device__ static inline int samp_candidate(const float (&logits)[SAMP_GROUP_IDS],
                                             const samp_id_group &group, const samp_params &params,
                                             int forced_index, float *logit) {
@@ -8842,7 +8860,7 @@ __device__ static inline float samp_quad_sum(float x) {
     return __fadd_rn(x, __shfl_xor_sync(~0u, x, 2));
 }
 
-/* The best candidate of a quad (four adjacent lanes) becomes that of `partial`. */
+/* Finds the best candidate of a quad (four adjacent lanes) and stores it in `partial`. */
 __device__ static inline void samp_quad_best(samp_partial &partial, float score, int id,
                                              float logit) {
 #pragma unroll
@@ -8856,19 +8874,20 @@ __device__ static inline void samp_quad_best(samp_partial &partial, float score,
     partial.gumbel = score, partial.id = id, partial.logit = logit;
 }
 
-/* Intermediate result between the sums of the groups and the partial of the block: what one of the
- * four lanes of a block knows. */
+/* Intermediate result between the sums of a group and the partial of its block. Four adjacent lanes
+ * (a quad) work on a block. Each of them holds one group and has such a state. */
 typedef struct samp_block_state {
-    samp_partial partial;
-    float max, rel_max, /* maximum of the group; the same minus that of the block */
-        gumbel;         /* log2 of the group's sum, plus its noise */
-    int forced_index;   /* index of the forced id in the group; -1: the id is not in the group */
-    bool is_drawn, is_forced, needs_id;
+    samp_partial partial; /* of the block; its candidate is not known yet */
+    float max, rel_max,   /* maximum of the group; the same minus the maximum of the block */
+        gumbel;           /* log2 of the group's sum, plus its noise */
+    int forced_index;     /* index of the forced id in the group; -1: the id is not in the group */
+    bool is_drawn, is_forced, needs_id; /* needs_id: the group needs an id search */
 } samp_block_state;
 
-/* noise: the random word of the group. best_gumbel: a Gumbel key that some block of the row has
- * reached, in log2; NaN: none is known. A group whose key is certainly lower needs no id search.
- * row_valid: false for a row beyond M, which needs none either. */
+/* Computes the block's maximum and sums, and the group's Gumbel key. noise: the random word of the
+ * group. best_gumbel: a Gumbel key that some block of the row has reached, in log2; NaN: none is
+ * known. A group whose Gumbel key is certainly lower needs no id search. row_valid: false for a row
+ * beyond M, which needs no search either. */
 __device__ static inline samp_block_state samp_block_sums(const samp_id_group &group,
                                                           const samp_params &params, uint32_t noise,
                                                           int id0, float best_gumbel,
@@ -8901,9 +8920,9 @@ __device__ static inline samp_block_state samp_block_sums(const samp_id_group &g
     return state;
 }
 /* Returns the partial of a block to all four lanes of a quad. Each lane holds one group (`logits`
- * as in samp_group_max). If no row of the warp needs the id of its candidate, the search for it is
- * skipped, and the partial has no candidate. All arithmetic has explicit rounding, so that every
- * kernel that inlines this function samples the same ids. */
+ * as in samp_group_max). If no group of the warp needs an id search, the search is skipped, and the
+ * partial has no candidate. All arithmetic has explicit rounding, so that every kernel that inlines
+ * this function samples the same ids. */
 __device__ static inline samp_partial samp_block_partial(const float (&logits)[SAMP_GROUP_IDS],
                                                          const samp_id_group &group,
                                                          const samp_params &params, int id0,
@@ -8919,15 +8938,15 @@ __device__ static inline samp_partial samp_block_partial(const float (&logits)[S
     samp_quad_best(partial, score, id, logit);
     return partial;
 }
-/* The scale of the weights in `sum`. Greedy and scored rows use that of temperature 1. */
+/* The scale of the weights in `sum`. Greedy and scored rows use the scale of temperature 1. */
 __device__ static inline float samp_scale(const samp_params &params) {
     return params.forced_id < 0 && params.scale > 0 ? params.scale : SAMP_LOG2E;
 }
-/* Does the row need two sums: one at its temperature and a different one at temperature 1? */
+/* Returns whether the row needs two sums: one at its temperature, another one at temperature 1. */
 __device__ static inline bool samp_needs_two_sums(const samp_params &params) {
     return params.forced_id == SAMP_DRAW && params.scale > 0 && params.scale != SAMP_LOG2E;
 }
-/* All steps from logits to the partial of a block, if no key of another block is known. */
+/* All steps from logits to the partial of a block, if no Gumbel key of another block is known. */
 __device__ static inline samp_partial samp_make_partial(const float (&logits)[SAMP_GROUP_IDS],
                                                         const samp_params &params, bool two_sums,
                                                         uint32_t noise, int id0) {
@@ -8949,7 +8968,8 @@ __device__ static inline samp_partial samp_merge(const samp_partial &partial_a,
     float rel_max_a = __fsub_rn(partial_a.max, base), rel_max_b = __fsub_rn(partial_b.max, base);
     float gumbel_a = __fadd_rn(partial_a.gumbel, __fmul_rn(rel_max_a, scale)),
           gumbel_b = __fadd_rn(partial_b.gumbel, __fmul_rn(rel_max_b, scale));
-    bool take_b = partial_b.id < partial_a.id; /* tie; forced: only one partial has the id */
+    /* right for ties, and for forced ids: only one partial has the id, the other has INT_MAX */
+    bool take_b = partial_b.id < partial_a.id;
     if (params.forced_id < 0) {
         float score_a = params.scale > 0 ? gumbel_a : partial_a.max,
               score_b = params.scale > 0 ? gumbel_b : partial_b.max;
@@ -8996,11 +9016,11 @@ template <class T, class F> __device__ static inline T block_reduce(T x, T *scra
 
 /* ---- Stored logits to partials ----
  *
- * in   logits float32 [n][ld_logits]: the V ids from v0 on. ld_logits and v0 are multiples of 256
+ * in   logits float32 [n][ld_logits] of the V ids from v0 on. ld_logits and v0 are multiples of 256
  *      params [n]
  * out  partials [block][ld_partials], columns 0 .. n-1
- * A thread loads the group that it would hold in a wgmma tile. Four adjacent threads read 32 bytes
- * at a time; a warp reads eight blocks of a row.
+ * A thread loads the same group that it would hold in a wgmma tile. Four adjacent threads read 32
+ * bytes at a time; a warp reads eight blocks of a row.
  * grid: (ceil(blocks / 32), n); block: 128; shared: 0. Reads V * 4 bytes a row, writes 24 bytes a
  * block. */
 __global__ static void __launch_bounds__(128)
@@ -9030,31 +9050,32 @@ __global__ static void __launch_bounds__(128)
 /* ---- The LM head's epilogue on wgmma (chapter 6) ----
  *
  * in   accumulators of a tile of 256 columns, which is an id block; params [M]
- * out  partials [block][ld_partials]; of filtered rows the logits, too. Nothing else leaves the SM
+ * out  partials [block][ld_partials]; of filtered rows the logits, too
  * A thread holds one id group of each of two rows. Per logit it computes max, multiply-add, ex2 and
- * add. It does the last three twice, if one of the eight rows on which its warp works at the same
- * time needs its raw log-probability and has a temperature other than 1.
+ * add. A row that wants its raw log-probability and has a temperature other than 1 needs the last
+ * three twice. A warp works on eight rows at a time, so one such row makes all eight take longer.
  * Clocks per tile: the special function unit gives 16 results a clock, so the exponentials take
- * 128 * 256 / 16 = 2,048 clocks, or 4,096 with the second ones. The MMAs take 16 * K clocks, where
- * K is the width of x.
+ * 128 * 256 / 16 = 2,048 clocks, or 4,096 if they are needed twice. The MMAs take 16 * K clocks,
+ * where K is the width of x.
  * Bytes written: 24 per row and tile, and 4 per logit of a filtered row.
  *
  * Why this shape:
  *   - Row parameters are prefetched and the noise is computed during the main loop. One Philox call
  *     serves both rows of a thread: its four words are the noise of the four groups of a row.
- *   - The id search runs only if the key of a group may be the highest of its row so far
- *     (best_keys). This is the case in about a tenth of a warp's tiles. The other warps then wait
- *     for the ring buffer.
+ *   - A warp searches for ids only if the Gumbel key of one of its groups may be the highest of its
+ *     row so far (best_keys). This is the case in about a tenth of its tiles. The other warps of
+ *     the consumer then wait for it.
  *   - The consumers are staggered (gemm_stagger): the epilogue of one overlaps with the last or the
- *     first MMAs of the other. A stagger of 2 K blocks has the speed of 3; 4 are up to 1 % slower.
- * Time of the parts of a tile, and of the retired versions: test/results/kernel-choices.md.
+ *     first MMAs of the other. A stagger of 2 K blocks is as fast as the 3 used here; 4 are up to
+ *     1 % slower.
+ * Times of the parts of a tile and of the retired versions: test/results/kernel-choices.md.
  *
  * Retired:
  *   - (logit - max) * scale as a subtraction and a multiplication, and a candidate from each group:
  *     1.06 to 1.24 of the time of cuBLAS's LM head without sampling.
  *   - Consumers that end a tile at the same time: 1 to 3 % slower.
- *   - Consumers that start three K blocks apart, but are not held apart at the end of a tile: no
- *     gain over these, or 5 % slower.
+ *   - Consumers that start three K blocks apart, but are not held apart at the end of a tile: as
+ *     fast as without a stagger, or 5 % slower than that.
  *   - Half of the second exponentials by a polynomial on the other units: 3 % slower. These units
  *     have too few free slots.
  *   - One loop over both rows, which halves the code: 1 % slower. */
@@ -9064,14 +9085,15 @@ typedef struct samp_fused {
     samp_partial *partials;    /* [blocks][ld_partials] */
     uint32_t *best_keys;       /* [M] */
     float *logits;             /* [M - first_stored][ld_logits] of the rows from first_stored on */
-    int ld_partials, ld_logits, v0, V, first_stored; /* the columns are the ids v0 .. v0+V-1 */
+    /* The columns are the ids v0 .. v0+V-1. first_stored: first row whose logits are stored. */
+    int ld_partials, ld_logits, v0, V, first_stored;
 } samp_fused;
 
 struct epi_sample;
 template <> constexpr int gemm_stagger<epi_sample> = 3;
 template <int COLS> struct gemm_prefetched<epi_sample, COLS> {
-    /* prefetch: Philox key, sample and position of one row of this thread. prefetch_indirect: then
-     * x and y are the noise of both rows. */
+    /* After prefetch: Philox key, sample and position of one of this thread's two rows. After
+     * prefetch_indirect: x and y are the noise of the first and of the second row. */
     uint4 noise;
     uint4 param_words[2]; /* second half of samp_params of both rows: uniform, scale, forced_id */
 };
@@ -9081,7 +9103,8 @@ struct epi_sample {
     template <int C> using prefetched = gemm_prefetched<epi_sample, C>;
     __host__ __device__ static constexpr int staged_cols(int) { return 0; }
 #if HOPPER
-    /* Lanes 0 and 1 of a quad compute the noise of the first row, lanes 2 and 3 of the second. */
+    /* Lanes 0 and 1 of a quad compute the noise of the first row, lanes 2 and 3 that of the second
+     * row. prefetch_indirect exchanges it: each lane needs the noise of its group in both rows. */
     template <int COLS> __device__ static inline void prefetch(const gemm_tile &tile,
                                                                prefetched<COLS> &fetched,
                                                                const params &epi_args) {
@@ -9165,8 +9188,8 @@ struct epi_sample {
 #pragma unroll
         for (int i = 0; i < SAMP_GROUP_IDS; i++)
             logits_a[i] = acc[i / 2 * 4 + i % 2], logits_b[i] = acc[i / 2 * 4 + 2 + i % 2];
-        /* First the sums of both rows, then the next steps of both rows side by side: each of them
-         * is a chain of a few dependent instructions, and two chains overlap. */
+        /* First the sums of both rows, then the block sums of both rows, and so on. For one row
+         * each of these is a chain of dependent instructions. The chains of two rows overlap. */
         const samp_params params_a = unpack_params(fetched.param_words[0]),
                           params_b = unpack_params(fetched.param_words[1]);
         float best_a = best_key(row0, tile, epi_args), best_b = best_key(row0 + 8, tile, epi_args);
@@ -9191,11 +9214,14 @@ static const gemm_variant samp_lm_head_variant = GEMM_VARIANT(0, epi_sample, 256
 /* ---- Partials to results ----
  *
  * in   partials [n_blocks][ld_partials], columns 0 .. n-1, of plain rows; params [n]
- * out  merged [n]; if that is NULL, results [n] and last_tokens. best_keys [n] becomes 0 again
- * The order of the merge depends only on the number of blocks. It is the same for a row that is
- * treated as a filtered one.
+ * out  merged [n]; if merged is NULL, results [n] and last_tokens. best_keys [n] are set to 0
+ * The order of the merge depends only on the number of blocks. samp_filter_kernel merges in the
+ * same order, so a plain row that is handled as a filtered row has bitwise the same result.
  * grid: ceil(n / 4); block: 256; shared: 256 partials. Thread t merges the blocks t/4, t/4 + 64 ...
  * of row t%4. Reads 24 bytes a partial. */
+
+/* Makes the result of a row from the merged partial of all its ids. The raw log-sum-exp of the row
+ * is raw_max + raw_log_sum. */
 __device__ static inline samp_result samp_make_result(const samp_params &params,
                                                       const samp_partial &partial, float raw_max,
                                                       float raw_log_sum, int fallback_id) {
@@ -9212,7 +9238,7 @@ __device__ static inline samp_result samp_make_result(const samp_params &params,
     return result;
 }
 
-/* Writes the result of a plain row from the merged partial of all its ids. */
+/* Writes the result of a plain row, and its id to last_tokens. */
 __device__ static inline void samp_write_result(const samp_params &params,
                                                 const samp_partial &partial, int row,
                                                 samp_result *results, int *last_tokens) {
@@ -9222,8 +9248,8 @@ __device__ static inline void samp_write_result(const samp_params &params,
 }
 
 /* Thread `thread` of SAMP_MERGE_THREADS merges the partials of the blocks thread, thread +
- * SAMP_MERGE_THREADS ... of a row, in this order. partials: the column of the row. maxes: also
- * stores the maximum of each block there; or NULL. */
+ * SAMP_MERGE_THREADS ... of a row, in this order. partials: the column of the row. maxes, if not
+ * NULL: [n_blocks] becomes the maximum of each block. */
 __device__ static inline samp_partial samp_merge_strided(const samp_params &params,
                                                          const samp_partial *partials,
                                                          int ld_partials, int n_blocks, int thread,
@@ -9278,13 +9304,13 @@ __global__ static void __launch_bounds__(256)
 /* ---- Tensor ranks: one partial per row from each rank, or whole rows of logits ----
  *
  * samp_merge_ranks_kernel (plain rows) sends the merged partial of the rank's own ids to all peers,
- * 24 bytes a row. Then each rank merges the partials of all ranks, in the order of the ranks.
+ * 24 bytes a row. Then each rank merges the partials of all ranks in rank order.
  * in   merged [n] of this rank; params [n]      out  results [n], last_tokens, on every rank
  *
  * samp_gather_logits_kernel (filtered rows, which need all logits) stores the columns of this rank
  * into the logits of all ranks. Then each rank continues as if it were alone. The kernel has two
- * rank barriers. After the first one, all ranks have read the logits of the previous rows, so these
- * may be overwritten. After the second one, all columns have arrived.
+ * rank barriers. After the first barrier, all ranks have read the logits of the previous rows, so
+ * these may be overwritten. After the second barrier, all columns have arrived.
  * in   own_logits float32 [n][ld_own]           out  logits float32 [n][ld_logits] of every rank
  *
  * Both: grid: barrier_ctas; block: BARRIER_THREADS; shared: 0. */
