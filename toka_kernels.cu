@@ -8583,7 +8583,7 @@ typedef struct samp_host_results { /* results of one step on the host, until it 
 
 struct samp_plan {
     int n_blocks, ld_logits; /* ceil(V_all / 256); row stride of logits */
-    /* chunk_rows: most rows whose logits fit in memory; partial_rows: most rows whose partials fit */
+    /* most rows that fit in memory: chunk_rows with their logits, partial_rows with their partials */
     int chunk_rows, partial_rows;
     float *logits;           /* [chunk_rows][ld_logits] */
     samp_partial *partials;  /* [n_blocks][partial_rows] */
@@ -9384,68 +9384,75 @@ __global__ static void __launch_bounds__(BARRIER_THREADS, 1)
  *   block           256 consecutive ids (SAMP_BLOCK); a block of CUDA threads is called a CTA
  *   mass            a sum of weights as an integer with 44 fraction bits, or a count of ids
  *   key             a logit as an integer of the same order (samp_logit_to_key)
- *   bin             one part of a range of keys or of logits; bin 0 has the highest
+ *   bin             one part of a range of keys or of logits; bin 0 has the highest ones
+ *   quad            four consecutive logits (in chapter 11: four adjacent lanes)
  *   listed block    a block that the next sweep over the logits reads (samp_dist.blocks)
- *   candidates      the kept ids with a key in some range, gathered in shared memory
+ *   gather          to collect ids and their logits in shared memory
+ *   candidates      the kept ids with a key in some range, gathered (not those of chapter 11)
  *
  * ---- samp_filter_kernel ----
  *
  * Steps 1 to 5 of chapter 18 of toka.c on a row of stored logits with its partials: top
  * log-probabilities, bias, allowed and forbidden ids, penalties, the threshold, the draw among the
- * kept ids. The draw is the one of chapter 11. Sort the ids by (logit falling, id rising): each of
- * top-k, top-p and min-p keeps the first ids of this order. So one threshold (min_logit, last_tied)
- * describes the kept ids, and nothing is sorted.
+ * kept ids. The draw is that of chapter 11. In the order (logit falling, id rising), each of top-k,
+ * top-p and min-p keeps the first ids. So one threshold (min_logit, last_tied) describes the kept
+ * ids, and nothing has to be sorted.
  *
  * in    logits float32 [n][ld_logits], overwritten by the adjusted logits; partials
  *       [n_blocks][ld_partials] of the raw logits, columns 0 .. n-1; params and filters [n]
- * out   results [n], tops, last_tokens; best_keys [n] become 0 again
+ * out   results [n], tops, last_tokens; best_keys [n] are set to 0
  * grid: n; block: 256; shared: samp_filter_smem.
  * Reads 24 * n_blocks bytes of partials for each row, and 1 KB for each listed block in each sweep:
- * usually a few per cent of the row. After a list of allowed ids all blocks are read, after bias or
- * penalties the blocks that they have changed.
+ * usually a few per cent of the row. A row with a list of allowed ids also reads all blocks once, a
+ * row with bias or penalties the blocks whose logits these have changed.
  * Launcher: samp_launch_results. samp_plan_step asserts the number of rows, row indices and forced
  * ids.
  *
  * Why this kernel:
- * - The partials tell which blocks can contain kept ids, and only those blocks are read. The k-th
+ * - The partials show which blocks can contain kept ids, and only those blocks are read. The k-th
  *   highest of the block maxima is a lower bound of the k-th highest logit; top-p and min-p have
  *   bounds by weight. Block maxima are recomputed where lists or penalties have changed logits.
- * - The ids that may decide are gathered in shared memory. Up to 256 candidates: each thread adds
- *   up the mass above its own one (samp_rank_small). More: a radix search (samp_narrow).
- * - If more than 8,192 ids may decide, the range of keys is narrowed first: by one sweep that
- *   counts ids in 8,192 bins (samp_narrow_by_counts), or by sweeps that each choose 1 of 256 bins.
+ * - The ids among which the threshold lies are gathered. If there are at most 256 of them, each
+ *   thread has one and adds up the mass above it (samp_rank_small). For more of them there is a
+ *   radix search (samp_narrow).
+ * - If there are more than 8,192 of them, they are not gathered yet. The range of keys is narrowed
+ *   first: by one sweep that counts ids in 8,192 bins (samp_narrow_by_counts), or by sweeps that
+ *   each choose 1 of 256 bins (samp_narrow).
  * - Masses are integers, so sums do not depend on the order of the threads.
  *
  * On logits like those of real models, top_p 0.9 takes 16, 22 and 47 us for 1, 64 and 512 rows of
- * 128,256 ids. A row of which top-p keeps more than 8,192 ids takes 190 us and more (H200,
+ * 128,256 ids. A row takes 190 us or more if top-p keeps more than 8,192 of its ids (H200,
  * 2026-11-23; all figures: test/results/kernel-choices.md).
  * Retired: no counting sweep, and a draw that evaluates all kept blocks: 1.7 to 1.9 times slower
  * with top-p on nearly flat rows, a little faster on other rows.
- * Retired: the k-th highest block maximum found exactly, a radix search of any number of
- * candidates, all block maxima recomputed after a penalty, a draw with four lanes for each block
- * also where few blocks are kept: 1.3 to 2.7 times slower on rows like those of real models.
+ * Retired: the k-th highest block maximum found exactly, a radix search of even few candidates, all
+ * block maxima recomputed after a penalty, and a draw with four lanes for each block even where few
+ * blocks are kept: together 1.3 to 2.7 times slower on rows like those of real models.
  * =========================================================================== */
 
 /* ---- A row as a distribution ---- */
 
 typedef unsigned long long samp_mass; /* a sum of weights in fixed point, or a count of ids */
 
-/* A row as a distribution: the weight of a kept id is 2^((x - max) * scale), of others 0. */
+/* A row as a distribution: the weight of a kept id is 2^((x - max) * scale), that of other ids 0.
+ * All arrays but x lie in shared memory. */
 typedef struct samp_dist {
-    const float *x;     /* [V] raw logits, or adjusted ones after samp_adjust; global memory */
-    float *block_maxes; /* [n_blocks] shared memory: no logit of the block is higher */
-    /* [n_blocks] shared memory: sum of the block's weights, relative to its maximum, if with_sums;
-     * in samp_draw upper bounds of the block's Gumbel keys */
+    const float *x;     /* [V] raw logits; adjusted logits after samp_adjust; global memory */
+    float *block_maxes; /* [n_blocks] no logit of the block is higher */
+    /* [n_blocks] If with_sums (samp_adjust): sum of the block's weights, relative to its maximum.
+     * In samp_draw: upper bound of the block's Gumbel keys. */
     float *block_sums;
-    int *blocks;        /* [n_listed] of [n_blocks] shared memory: the listed blocks, rising */
-    float *candidates;  /* [n_candidates] of [FILTER_CANDIDATES] shared memory, in any order */
+    int *blocks;        /* [n_listed] of [n_blocks]: the listed blocks, in rising order */
+    float *candidates;  /* [n_candidates] of [FILTER_CANDIDATES]: their logits, in any order */
     int *candidate_ids; /* [n_candidates] their ids */
     int V, n_blocks, n_listed, n_candidates; /* n_candidates < 0: no ids are gathered */
-    uint32_t gathered_low, gathered_high;    /* candidates: the kept ids with keys in this range */
-    float max,     /* highest logit */
-        scale,     /* log2(e) / temperature */
-        min_logit; /* threshold: ids with a higher logit are kept, and ... */
-    int last_tied; /* ... of those with this logit the ids up to last_tied */
+    /* the candidates are the kept ids with keys from gathered_low to gathered_high */
+    uint32_t gathered_low, gathered_high;
+    /* max: highest logit; scale: log2(e) / temperature. min_logit and last_tied are the threshold:
+     * an id is kept if its logit is above min_logit, or equal to it and the id is at most
+     * last_tied. */
+    float max, scale, min_logit;
+    int last_tied;
 } samp_dist;
 
 __device__ static inline bool samp_is_kept(const samp_dist &dist, float x, int id) {
@@ -9473,11 +9480,11 @@ __device__ static samp_mass samp_cta_sum(samp_mass x, samp_mass *scratch) {
 
 /* ---- Sweeps over listed blocks, and candidates ---- */
 
-/* Calls each(quads, ids) for all ids of the listed blocks, SAMP_AT_ONCE quads at a time. A quad is
- * four consecutive logits, cleaned; ids[k] is the id of its first logit. Ids may be V or more, also
- * some ids of a quad: each() must ignore them. A warp reads SAMP_AT_ONCE / 2 blocks at a time: each
- * lane has two quads of a block. All lanes of a warp make each call, and each() must return the
- * same value in all of them; the warp stops when it returns false. */
+/* Calls each(quads, ids) for all ids of the listed blocks, SAMP_AT_ONCE quads at a time. The logits
+ * are cleaned; ids[k] is the id of the first logit of quads[k]. Some or all ids of a quad may be V
+ * or more: each() must ignore them. A warp reads SAMP_AT_ONCE / 2 blocks at a time: each lane has
+ * two quads of a block. All lanes of a warp make each call, and each() must return the same value
+ * in all of them; the warp stops when it returns false. */
 enum { SAMP_AT_ONCE = 8 }; /* quads */
 template <class F> __device__ static inline void samp_sweep_4(const samp_dist &dist, F each) {
     const int BLOCKS = SAMP_AT_ONCE / 2, n_warps = FILTER_THREADS / 32;
@@ -9513,7 +9520,7 @@ template <class F> __device__ static inline void samp_sweep(const samp_dist &dis
         return true;
     });
 }
-/* Calls each(logit, id) for all candidates if ids are gathered, else for all ids of the listed
+/* Calls each(logit, id) for all candidates. If no ids are gathered: for all ids of the listed
  * blocks. */
 template <class F> __device__ static inline void samp_for_each(const samp_dist &dist, F each) {
     if (dist.n_candidates < 0) samp_sweep(dist, each);
@@ -9522,8 +9529,8 @@ template <class F> __device__ static inline void samp_for_each(const samp_dist &
             each(dist.candidates[i], dist.candidate_ids[i]);
 }
 
-/* Lists those of the blocks block_of(0) .. block_of(n_blocks - 1) for which wanted(block) is true.
- * block_of must rise with its argument. It may read the old list, dist.blocks. */
+/* Lists the blocks among block_of(0) .. block_of(n_blocks - 1) for which wanted(block) is true.
+ * block_of(i) must rise with i. block_of may read the old list, dist.blocks. */
 template <class B, class W>
 __device__ static inline void samp_list_blocks(samp_dist &dist, int n_blocks, B block_of,
                                                W wanted) {
@@ -9561,9 +9568,9 @@ __device__ static inline bool samp_has_gathered(const samp_dist &dist, uint32_t 
 
 /* Gathers the kept ids with a key in low .. high, unless they are gathered already; lists their
  * blocks. Returns false if there are more than FILTER_CANDIDATES of them: then nothing is gathered,
- * and a warp stops reading as soon as it sees this. With visit_above, they must not be gathered
- * yet; no warp stops early, and each(logit) is called for all logits above the range, kept or
- * not. */
+ * and a warp stops reading as soon as it sees this.
+ * With visit_above, each(logit) is also called for all logits above the range, kept or not. Then no
+ * warp stops early, and the ids must not be gathered yet. */
 template <class F>
 __device__ static inline bool samp_gather_range(samp_dist &dist, uint32_t low, uint32_t high,
                                                 bool visit_above, F each) {
@@ -9633,7 +9640,7 @@ __device__ static inline bool samp_has_all_kept(const samp_dist &dist) {
  * equally many keys, or equal widths in logits. */
 typedef struct samp_bin_map {
     uint32_t low_key;    /* lowest key of the range; used by bins of equally many keys */
-    int shift, last_bin; /* such a bin has 2^shift keys */
+    int shift, last_bin; /* shift: a bin of equally many keys has 2^shift keys */
     float max_logit,     /* highest logit of the range; used by bins of equal widths */
         bins_per_logit;  /* > 0: equal widths, bins per unit of logit; 0: equally many keys */
 } samp_bin_map;
@@ -9645,8 +9652,8 @@ __device__ static inline uint32_t samp_bin_of(const samp_bin_map &map, uint32_t 
     return map.bins_per_logit > 0 ? samp_width_bin(map, samp_key_to_logit(key))
                                   : (uint32_t)map.last_bin - (key - map.low_key >> map.shift);
 }
-/* Returns the lowest key of low .. high whose bin has the number `bin` or a lower one, by a binary
- * search. The bin of `high` must have such a number. */
+/* Returns the lowest key of low .. high whose bin number is at most `bin`, by a binary search. The
+ * bin number of `high` must be at most `bin`, too. */
 __device__ static inline uint32_t samp_bin_low_key(const samp_bin_map &map, uint32_t low,
                                                    uint32_t high, uint32_t bin) {
     while (low < high) {
@@ -9658,19 +9665,20 @@ __device__ static inline uint32_t samp_bin_low_key(const samp_bin_map &map, uint
 }
 
 /* One step of a radix search from the highest key down. each(add) calls add(key, mass) for the ids
- * of this thread; keys outside *low .. *high are ignored. The range is divided into 256 bins and
- * becomes one of them: the bin at which the mass from the highest key down, added to *sum_above of
- * the keys above the range, reaches the target. If the mass never reaches it, the range becomes the
- * lowest bin with any mass. *sum_above becomes the mass above the new range.
- * by_width: the bins have equal widths in logits, if the range is finite. Keys are dense near 0 and
- * at low powers of two, so bins of equally many keys are narrow there, and nearly empty. Most ids
- * of a row would fall into three or four wide bins, and their atomic additions would wait for each
+ * of this thread; keys outside *low .. *high are ignored. *sum_above is the mass of the keys above
+ * the range. The range is divided into 256 bins and becomes one of them: going down from the
+ * highest key, the bin in which the sum of *sum_above and the masses reaches the target. If the sum
+ * never reaches it, the range becomes the lowest bin with any mass. *sum_above becomes the mass
+ * above the new range.
+ * by_width: the bins have equal widths in logits, if the range is finite. Bins of equally many keys
+ * would be narrow and nearly empty for logits near 0, because keys are dense there. Most ids of a
+ * row would fall into three or four wide bins, and their atomic additions would wait for each
  * other. */
 template <class F>
 __device__ static inline void samp_narrow(uint32_t *low, uint32_t *high, samp_mass target,
                                           samp_mass *sum_above, samp_mass *scratch, bool by_width,
                                           F each) {
-    /* each adds 12 bits of the masses, so that no sum of 2^18 ids overflows; bin 0: highest keys */
+    /* each of the four words adds up 12 bits of the masses, so that no sum of 2^18 ids overflows */
     __shared__ uint32_t bins[4][FILTER_THREADS];
     __shared__ int found;
     __shared__ samp_mass found_above;
@@ -9711,7 +9719,7 @@ __device__ static inline void samp_narrow(uint32_t *low, uint32_t *high, samp_ma
         found = (int)thread, found_above = prefix_mass - bin_mass;
     if (is_last && prefix_mass < target) found = -2;
     __syncthreads();
-    /* The target is not reached: take the lowest bin with mass, the first with the sum of all. */
+    /* The target is not reached: take the lowest bin with mass. Its prefix sum is that of all. */
     if (found == -2) {
         if (is_last) scratch[0] = prefix_mass;
         __syncthreads();
@@ -9739,9 +9747,9 @@ __device__ static inline uint32_t samp_find_key(uint32_t low, uint32_t high, sam
     return low;
 }
 
-/* Returns a lower bound of the k-th highest logit: the k-th highest of the block maxima, or up to
- * 2^16 keys less, which is a 128th of the logit. The search stops there, after two steps. Returns
- * -inf if there are fewer than k blocks. */
+/* Returns a lower bound of the k-th highest logit: the k-th highest of the block maxima, or a value
+ * up to 2^16 keys lower, which is up to a 128th of the logit. This tolerance ends the search after
+ * two steps. Returns -inf if there are fewer than k blocks. */
 __device__ static float samp_kth_bound(const samp_dist &dist, int k, samp_mass *scratch) {
     uint32_t low = samp_logit_to_key(-INFINITY), high = samp_logit_to_key(dist.max);
     samp_mass sum_above = 0;
@@ -9755,9 +9763,9 @@ __device__ static float samp_kth_bound(const samp_dist &dist, int k, samp_mass *
 }
 
 /* The last step of samp_find_threshold if each thread has at most one candidate: each thread adds
- * up the mass above its own. Only candidates with a key in low .. high count. *sum_above: at first
- * the mass above the range, on return the mass above the returned logit. If the target is not
- * reached, returns the lowest candidate with any mass. */
+ * up the mass above its candidate. Returns the logit at which the mass reaches the target, or if it
+ * never does, the lowest candidate with any mass. Only candidates with a key in low .. high count.
+ * *sum_above: at first the mass above the range, on return the mass above the returned logit. */
 __device__ static float samp_rank_small(const samp_dist &dist, bool by_count, uint32_t low,
                                         uint32_t high, samp_mass target, samp_mass *sum_above) {
     __shared__ samp_mass mass[FILTER_THREADS], before;
@@ -9789,16 +9797,19 @@ __device__ static float samp_rank_small(const samp_dist &dist, bool by_count, ui
     return found;
 }
 
-/* Narrows low .. high, of which all ids must be kept, by one sweep that only counts: one 32-bit
- * addition for each id, and no weight. It counts the ids in FILTER_BINS bins of equal width in
- * logits. The mass of a bin is at most its count times the weight at its upper end, and at least
- * its count times the weight at its lower end. So the target is reached at the earliest in the bin
- * at which the sum of the upper bounds reaches it, and at the latest in the bin at which the sum of
- * the lower bounds does. The range from the first of these bins to the second is the new one. The
- * caller must still add up the mass above it.
- * The blocks of the range must be listed. Returns false, and changes nothing, if the range is too
- * wide or too narrow for bins, or if the upper bounds do not reach the target. Of 128,256 Gaussian
- * logits the new range has 40 to 400, if no two of them are equal. */
+/* Narrows the range low .. high by one sweep that counts its ids in FILTER_BINS bins of equal width
+ * in logits. This costs one 32-bit addition for each id, and no weight is computed. All ids of the
+ * range must be kept, and their blocks must be listed.
+ *
+ * The mass of a bin is at most its count times the weight at its upper end, and at least its count
+ * times the weight at its lower end. Going down from the highest logit, the mass reaches the target
+ * between two bins: at the earliest where the sum of the upper bounds reaches it, at the latest
+ * where the sum of the lower bounds reaches it. The new range is from the first of these bins to
+ * the second. The caller must still add up the mass above the new range.
+ *
+ * Returns false, and changes nothing, if the range is too wide or too narrow for bins, or if the
+ * upper bounds do not reach the target. Of 128,256 Gaussian logits, all different, 40 to 400 remain
+ * in the new range. */
 __device__ static bool samp_narrow_by_counts(samp_dist &dist, uint32_t *low, uint32_t *high,
                                              samp_mass target) {
     constexpr int THREAD_BINS = FILTER_BINS / FILTER_THREADS, WARPS = FILTER_THREADS / 32;
@@ -9870,8 +9881,8 @@ __device__ static bool samp_narrow_by_counts(samp_dist &dist, uint32_t *low, uin
 }
 
 /* Adds up the kept ids from the highest logit down to min_logit, each as 1 (by_count) or as its
- * weight. Returns the logit at which the sum reaches the target, or the lowest of these logits if
- * it never does; *sum_above is the sum of the ids with higher logits.
+ * weight. Returns the logit at which the sum reaches the target. If it never does, returns the
+ * lowest of these logits. *sum_above becomes the sum of the ids with higher logits.
  *
  * While the range does not fit into shared memory, sweeps over the listed blocks narrow it: the
  * first one by counts (samp_narrow_by_counts, if weights are added up and all ids of the range are
@@ -9904,14 +9915,14 @@ __device__ static float samp_find_threshold(samp_dist &dist, bool by_count, samp
             });
         });
     }
-    /* so that samp_nth_tied finds all ids with that logit gathered, or their blocks listed */
+    /* samp_nth_tied needs all ids with this logit gathered, or their blocks listed */
     samp_gather(dist, low, high);
     return samp_key_to_logit(low);
 }
 
-/* Returns the *nth-th id, counted from 1, of the ids with logit min_logit, which
- * samp_find_threshold has returned. If there are not more than *nth of them, returns INT_MAX and
- * sets *nth to their number. The keys of the search are ~id: the lowest id comes first. */
+/* min_logit: a result of samp_find_threshold. Returns id number *nth, counted from 1, of the ids
+ * with this logit. If there are at most *nth such ids, returns INT_MAX and sets *nth to their
+ * number. The keys of the search are ~id, so that the lowest id comes first. */
 __device__ static int samp_nth_tied(const samp_dist &dist, float min_logit, samp_mass *nth,
                                     samp_mass *scratch) {
     samp_mass count = 0, sum_above = 0;
@@ -9928,8 +9939,9 @@ __device__ static int samp_nth_tied(const samp_dist &dist, float min_logit, samp
 
 /* ---- Top log-probabilities and ranks ---- */
 
-/* Finds the n_top best ids by logit, best first; of equal logits the lowest id comes first. -inf is
- * a logit like any other. The raw log-sum-exp is dist.max + log_sum. */
+/* Writes the n_top ids with the highest logits and their log-probabilities to *top, best first; of
+ * equal logits the lowest id comes first. -inf is a logit like any other. The raw log-sum-exp is
+ * dist.max + log_sum. */
 __device__ static void samp_top_logprobs(samp_dist dist, int n_top, float log_sum, samp_top *top,
                                          samp_mass *scratch) {
     __shared__ float top_logits[TOKA_MAX_LOGPROBS];
@@ -9975,11 +9987,11 @@ __device__ static int samp_rank(samp_dist dist, int id, samp_mass *scratch) {
 
 /* ---- Step 2: bias, masks, penalties ---- */
 
-/* The next functions set touched[block] for each block in which they change logits. For a list of
- * allowed ids, samp_adjust marks all blocks. */
+/* The next functions set touched[block] for each block in which they change logits, except
+ * samp_apply_allowed: if there is a list of allowed ids, samp_adjust marks all blocks. */
 
-/* logit_bias. An id that is named twice gets both values, in the order of the list. Runs in one
- * warp, 32 entries at a time. */
+/* Adds the bias values (logit_bias). An id that is listed twice gets both values, in the order of
+ * the list. Runs in one warp, 32 entries at a time. */
 __device__ static void samp_apply_bias(const samp_filter &filter, float *logits, int *touched) {
     int lane = (int)threadIdx.x;
     for (int first = 0; first < filter.n_bias; first += 32) {
@@ -9998,8 +10010,8 @@ __device__ static void samp_apply_bias(const samp_filter &filter, float *logits,
     }
 }
 
-/* Sets the logits of all ids but the allowed ids to -inf. bits: [FILTER_ID_RANGE] in shared memory,
- * one bit for each id of a range. */
+/* Sets the logits of all ids except the allowed ids to -inf. bits: [FILTER_ID_RANGE] in shared
+ * memory, one bit for each id of a range. */
 __device__ static void samp_apply_allowed(const samp_filter &filter, float *logits, int V,
                                           uint32_t *bits) {
     for (int first_id = 0; first_id < V; first_id += 32 * FILTER_ID_RANGE) {
@@ -10028,9 +10040,9 @@ __device__ static void samp_penalize(const samp_filter &filter, float *logits, i
     logits[id] = samp_clean(logit), touched[id / SAMP_BLOCK] = 1;
 }
 
-/* Applies the penalties once to each id of a history of up to FILTER_ID_RANGE / 4 ids. table: in
- * shared memory, a hash table with n_entries entries, at least twice the length of the history.
- * First [n_entries] id + 1, or 0 if the entry is empty, then [n_entries] counts in the output. */
+/* Applies the penalties once to each id of a history of up to FILTER_ID_RANGE / 4 ids. table: a
+ * hash table in shared memory. It has n_entries entries, at least twice the length of the history:
+ * first [n_entries] id + 1 (0: the entry is empty), then [n_entries] counts in the output. */
 __device__ static void samp_hash_penalties(const samp_filter &filter, float *logits, int V,
                                            uint32_t *table, int *touched) {
     const uint32_t shift = __clz(2 * filter.n_history - 1), n_entries = 1u << (32 - shift);
@@ -10051,8 +10063,8 @@ __device__ static void samp_hash_penalties(const samp_filter &filter, float *log
 }
 
 /* The same for a history of any length, for one range of ids at a time. counts: [FILTER_ID_RANGE]
- * in shared memory, occurrences in the output; bit 31 is set if the id is in the history. Cost:
- * n_history * V / FILTER_ID_RANGE. */
+ * in shared memory: how often each id of the range is in the output; bit 31 is set if the id is in
+ * the history. Reads n_history * V / FILTER_ID_RANGE ids. */
 __device__ static void samp_apply_penalties(const samp_filter &filter, float *logits, int V,
                                             uint32_t *counts, int *touched) {
     for (int first_id = 0; first_id < V; first_id += FILTER_ID_RANGE) {
@@ -10073,8 +10085,8 @@ __device__ static void samp_apply_penalties(const samp_filter &filter, float *lo
     }
 }
 
-/* Recomputes the maxima of the touched blocks, with_sums also their sums, and the maximum of the
- * row. A warp reads BLOCKS blocks at a time. */
+/* Recomputes the maxima of the touched blocks and the maximum of the row; with_sums: also the sums
+ * of the touched blocks. A warp reads BLOCKS blocks at a time. */
 __device__ static void samp_update_blocks(samp_dist &dist, const int *touched, bool with_sums,
                                           samp_mass *scratch) {
     const int BLOCKS = 4, n_warps = FILTER_THREADS / 32;
@@ -10126,8 +10138,9 @@ __device__ static void samp_update_blocks(samp_dist &dist, const int *touched, b
     dist.max = block_reduce(row_max, (float *)scratch, op_max{});
 }
 
-/* Step 2 of chapter 18 of toka.c. with_sums: see samp_update_blocks. workspace:
- * [FILTER_ID_RANGE]. */
+/* Step 2 of chapter 18 of toka.c: adjusts the logits. with_sums: see samp_update_blocks. workspace:
+ * [FILTER_ID_RANGE] in shared memory. No blocks are listed during it: the memory of their list
+ * holds `touched`. */
 __device__ static void samp_adjust(samp_dist &dist, const samp_filter &filter, float *logits,
                                    bool with_sums, uint32_t *workspace, samp_mass *scratch) {
     int *touched = dist.blocks;
@@ -10151,8 +10164,8 @@ __device__ static void samp_adjust(samp_dist &dist, const samp_filter &filter, f
 
 /* ---- Step 4: top-k, top-p, min-p ---- */
 
-/* Removes the ids whose logits are more than -drop below the highest logit; drop <= 0. A limit
- * below the threshold changes nothing. */
+/* Removes the ids with logits below dist.max + drop (drop <= 0). If this limit is below the
+ * threshold, nothing changes. */
 __device__ static void samp_min_p(samp_dist &dist, double drop) {
     float min_logit = __double2float_ru(fmax((double)dist.max + drop, -(double)FLT_MAX));
     if (min_logit > dist.min_logit) dist.min_logit = min_logit, dist.last_tied = INT_MAX;
@@ -10179,9 +10192,9 @@ __device__ static samp_mass samp_kept_mass(const samp_dist &dist, samp_mass *scr
 }
 
 /* Returns a lower bound of the logit at which the sum of weights reaches the target, or
- * dist.min_logit if none is found. Usually few ids have that much mass together, so the k-th
+ * dist.min_logit if none is found. Usually a few ids already have that much mass, so the k-th
  * highest block maximum is such a bound, with k = 32 or 256. If the ids above the 32nd maximum have
- * less than a 16th of the target, the ids above the 256th rarely reach it either, and are not
+ * less than a 16th of the target, those above the 256th rarely reach it either: then k = 256 is not
  * tried. */
 __device__ static float samp_top_p_bound(samp_dist &dist, samp_mass target, samp_mass *scratch) {
     for (int k = 32; k < dist.n_blocks && !samp_has_all_kept(dist); k *= 8) {
@@ -10196,11 +10209,12 @@ __device__ static float samp_top_p_bound(samp_dist &dist, samp_mass target, samp
     return dist.min_logit;
 }
 
-/* Keeps an id if the ids before it, from the highest logit down, have less than top_p of
- * total_mass, the mass of the ids kept so far. Returns the mass of the ids that stay.
- * The removed ids may have at most (1 - top_p) * total_mass. If no better bound is known,
- * samp_min_p first removes all ids with less than 1/V of that: even V such ids together are not too
- * much. The search has few ids left. */
+/* top-p. total_mass: the mass of the ids kept so far. Going down from the highest logit, an id
+ * stays kept if the ids before it have less than top_p * total_mass. Returns the mass of the ids
+ * that stay.
+ * So the removed ids may have up to (1 - top_p) * total_mass. If samp_top_p_bound finds no bound,
+ * all ids that each have less than 1/V of this are removed first, by samp_min_p: there are at most
+ * V of them. This leaves few ids for the search. */
 __device__ static samp_mass samp_top_p(samp_dist &dist, const samp_filter &filter,
                                        samp_mass total_mass, samp_mass *scratch) {
     samp_mass sum_above, target = (samp_mass)ceil((double)filter.top_p * (double)total_mass);
@@ -10219,8 +10233,9 @@ __device__ static samp_mass samp_top_p(samp_dist &dist, const samp_filter &filte
     return sum_above + n_tied * tied_mass;
 }
 
-/* Step 4 of chapter 18 of toka.c. sum: the sum of the weights of all ids, 0 if it is not known.
- * Returns the mass of the kept ids, 0 if it is not known. */
+/* Step 4 of chapter 18 of toka.c: top-k, top-p and min-p set the threshold of dist. sum: the sum of
+ * the weights of all ids, 0 if it is not known. Returns the mass of the kept ids, 0 if it is not
+ * known. */
 __device__ static samp_mass samp_truncate(samp_dist &dist, const samp_filter &filter, float sum,
                                           samp_mass *scratch) {
     const bool has_cut = filter.top_k > 0 || filter.min_p_drop > -INFINITY;
@@ -10277,11 +10292,11 @@ __device__ static samp_partial samp_merge_cta(samp_partial partial, const samp_p
     return shared[0];
 }
 
-/* Returns the partial of a block, in all lanes of the warp that computes it: bitwise that of
- * samp_make_partial, but without raw sums. Lane 4 * octet + g has one octet of group g, where a
- * thread of samp_make_partial has all 64 ids of a group. So the array of logits is short, and so is
- * the code: a row has few such blocks, and the latency of one block counts. The logits must be
- * clean. id0: first id of the lane's group. */
+/* Returns the partial of a block in all lanes of the warp that computes it. It is bitwise that of
+ * samp_make_partial, but without the raw sum. Lane 4 * octet + g has one octet of group g, whereas
+ * a thread of samp_make_partial has all 64 ids of a group. So the array of logits and the code are
+ * short. This matters because a row has few such blocks, and the latency of one block counts. The
+ * logits must be clean. id0: first id of the lane's group. */
 __device__ static samp_partial samp_warp_partial(float (&logits)[8], const samp_params &params,
                                                  uint32_t noise, int id0) {
     const int group_index = (int)threadIdx.x % 4;
@@ -10345,7 +10360,7 @@ __device__ static samp_partial samp_warp_partial(float (&logits)[8], const samp_
 }
 
 /* Returns the merged partials of the listed blocks. Logits of ids that are not kept count as -inf.
- * Raw sums are left out, as they are known already. A warp takes one block at a time. */
+ * Raw sums are not computed, because they are already known. A warp takes one block at a time. */
 __device__ static samp_partial samp_draw_blocks(const samp_dist &dist, const samp_params &params,
                                                 samp_partial *shared) {
     const int warp = (int)threadIdx.x / 32, n_warps = FILTER_THREADS / 32;
@@ -10384,14 +10399,16 @@ __device__ static samp_partial samp_draw_blocks(const samp_dist &dist, const sam
                           n_warps);
 }
 
-/* Step 5 over the listed blocks. With use_bounds, most of them are skipped: an upper bound of a
- * block's Gumbel key is computed from its sum before the threshold, block_sum(block), and the
- * highest noise of its four groups; both are relative to dist.max * scale. First, each of the 8
- * warps evaluates the block with the highest bound among an eighth of the listed blocks. Then only
- * the blocks are evaluated whose bound is not below the highest Gumbel key of these 8 blocks: a
- * handful. Bounds are not tight: a group has about a fourth of its block's sum, so a bound is too
- * high by about 2 in log2, and by the mass that the threshold removes. The sum in the result is
- * that of the evaluated blocks only; the caller replaces it. */
+/* Step 5: draws an id from the listed blocks. With use_bounds, most of these blocks are skipped:
+ *   - For each block it computes an upper bound of its Gumbel keys, relative to dist.max * scale,
+ *     from the block's sum without the threshold, block_sum(block), and from the highest noise of
+ *     its four groups.
+ *   - Each of the 8 warps takes an eighth of the blocks and evaluates the one with the highest
+ *     bound. This gives the highest Gumbel key of 8 blocks.
+ *   - Then only the blocks with bounds not below this key are evaluated: a handful.
+ * Bounds are not tight: a group has about a fourth of its block's sum, so a bound is too high by
+ * about 2 in log2, and by the mass that the threshold removes. With use_bounds the sum in the
+ * result is that of the evaluated blocks only; the caller replaces it. */
 template <class S>
 __device__ static inline samp_partial samp_draw(samp_dist &dist, const samp_params &params,
                                                 bool use_bounds, samp_partial *shared,
@@ -10438,7 +10455,7 @@ __device__ static inline samp_partial samp_draw(samp_dist &dist, const samp_para
     }
 }
 
-/* Returns the raw log-probability of the sampled id from its adjusted logit: undoes the
+/* Returns the raw log-probability of the sampled id from its adjusted logit. It undoes the
  * adjustments, as samp_unadjust of toka.c does, and subtracts the raw log-sum-exp. */
 __device__ static float samp_unadjust(const samp_filter &filter, int id, double logit,
                                       float raw_max, float raw_log_sum, int *scratch) {
@@ -10459,14 +10476,14 @@ __device__ static float samp_unadjust(const samp_filter &filter, int id, double 
 
 /* ---- The kernel: see the head of this chapter ---- */
 
-typedef struct samp_filter_args { /* of a launch with n rows */
+typedef struct samp_filter_args { /* arguments of a launch for n rows */
     const samp_params *params;    /* [n] */
     const samp_filter *filters;   /* [n] */
     float *logits;                /* [n][ld_logits] raw; adjusted in place */
     const samp_partial *partials; /* [n_blocks][ld_partials] */
     int ld_logits, ld_partials, V, n_blocks;
     uint32_t *best_keys;          /* [n] set to 0 */
-    samp_top *tops;               /* of the step; a row's index is filter.top_index */
+    samp_top *tops;               /* tops of the step; the index of a row is filter.top_index */
     samp_result *results;         /* [n] */
     int *last_tokens;             /* [n_seqs] */
 } samp_filter_args;
@@ -10476,12 +10493,13 @@ static size_t samp_filter_smem(int n_blocks) {
     return FILTER_ID_RANGE * sizeof(uint32_t) + (size_t)n_blocks * 3 * sizeof(float);
 }
 
-/* CTAs on an SM. On cards other than Hopper, shared memory has room for only one with V 128,256;
- * toolkits before 12.8 spill registers with two. */
+/* CTAs per SM. On GPUs other than Hopper, shared memory has room for only one CTA with V 128,256;
+ * toolkits before 12.8 spill registers if there are two CTAs. */
 enum { FILTER_CTAS_PER_SM = HOPPER && NVCC_VERSION >= 1208 ? 2 : 1 };
 __global__ static void __launch_bounds__(FILTER_THREADS, FILTER_CTAS_PER_SM)
     samp_filter_kernel(const __grid_constant__ samp_filter_args args) {
-    /* [FILTER_ID_RANGE] words: counts, bits or candidates; then three arrays of [n_blocks] */
+    /* [FILTER_ID_RANGE] words: counts, bits, bins or candidates with their ids; then block_maxes,
+     * block_sums and blocks of [n_blocks] each */
     extern __shared__ __align__(16) uint32_t workspace[];
     __shared__ samp_partial partials[FILTER_THREADS];
     __shared__ samp_mass scratch[33];
@@ -10503,7 +10521,7 @@ __global__ static void __launch_bounds__(FILTER_THREADS, FILTER_CTAS_PER_SM)
     if (threadIdx.x < SAMP_MERGE_THREADS)
         partial = samp_merge_strided(params, args.partials + blockIdx.x, args.ld_partials,
                                      args.n_blocks, (int)threadIdx.x, block_maxes);
-    /* bitwise as samp_reduce_kernel does */
+    /* the result is bitwise that of samp_reduce_kernel */
     partial = samp_merge_cta(partial, params, partials, SAMP_MERGE_THREADS);
     float raw_max = partial.max, raw_log_sum = logf(partial.raw_sum);
     samp_dist dist = {logits, block_maxes, block_sums, (int *)(block_sums + args.n_blocks),
@@ -10517,7 +10535,7 @@ __global__ static void __launch_bounds__(FILTER_THREADS, FILTER_CTAS_PER_SM)
     bool is_drawn = params.forced_id < 0 && params.scale > 0,
          has_cut = is_drawn &&
                    (filter.top_k > 0 || filter.top_p < 1 || filter.min_p_drop > -INFINITY);
-    /* With top-k, block sums would serve as bounds in samp_draw only, and are not recomputed. */
+    /* With top-k, only samp_draw could use the block sums, for its bounds. So they are not made. */
     const bool with_sums = adjusted && is_drawn && !filter.top_k;
     const samp_partial *row_partials = args.partials + blockIdx.x;
     for (int block = (int)threadIdx.x; block < args.n_blocks && with_sums; block += FILTER_THREADS)
@@ -10537,7 +10555,7 @@ __global__ static void __launch_bounds__(FILTER_THREADS, FILTER_CTAS_PER_SM)
             mass = samp_kept_mass(dist, scratch);
         }
         partial = samp_draw(dist, params, use_bounds, partials, [&](int block) {
-            /* without sums: a weight is at most 1, so a sum is at most SAMP_BLOCK */
+            /* if sums were not made: a weight is at most 1, so a sum is at most SAMP_BLOCK */
             return !adjusted   ? row_partials[(size_t)block * args.ld_partials].sum
                    : with_sums ? block_sums[block]
                                : (float)SAMP_BLOCK;
@@ -10559,15 +10577,17 @@ __global__ static void __launch_bounds__(FILTER_THREADS, FILTER_CTAS_PER_SM)
 /* ---- The plan of a step ---- */
 
 enum {
-    SAMP_LOGITS_BYTES = 320 << 20,  /* of stored logits; SAMP_STORED_MAX rows are stored anyway */
-    SAMP_LIST_BYTES = 16 << 20,     /* of lists in list_upload; plus a row's longest lists */
-    SAMP_PARTIAL_ROWS = 4096,       /* rows whose partials are held; more if chunk_rows is more */
-    SAMP_GRAPH_LIST_BYTES = 4 << 20 /* of filters and lists of a step that runs as a graph */
+    SAMP_LOGITS_BYTES = 320 << 20,  /* memory for stored logits, at least of SAMP_STORED_MAX rows */
+    SAMP_LIST_BYTES = 16 << 20,     /* memory for lists in list_upload, besides that for the longest
+                                       lists of one row */
+    SAMP_PARTIAL_ROWS = 4096,       /* most rows whose partials fit; more if chunk_rows is more */
+    SAMP_GRAPH_LIST_BYTES = 4 << 20 /* memory in the step's upload buffer for filters and lists of a
+                                       step that runs as a graph */
 };
 static_assert(SAMP_PARTIAL_ROWS * sizeof(samp_partial) <= SAMP_RECV_BYTES, "as chapter 10 has it");
 static_assert((int)SAMP_BLOCK == (int)TOKA_ID_BLOCK, "the ranks' partials assume it");
 
-/* Bytes of the step's upload buffer that sampling needs, at most. */
+/* Returns the most bytes of the step's upload buffer that sampling needs. */
 static size_t samp_upload_bytes(const toka_device *dev) {
     return (size_t)dev->options.max_samples * (sizeof(samp_params) + sizeof(int)) + 32 +
            SAMP_GRAPH_LIST_BYTES;
@@ -10580,7 +10600,7 @@ static void *samp_alloc_pinned(toka_device *dev, size_t bytes, const char *what)
     return memory;
 }
 
-/* Sets the best Gumbel key of each row to 0: no block has been evaluated yet. */
+/* Sets best_keys of all rows to 0: no block has been evaluated yet. */
 static void samp_reset_best_keys(toka_device *dev) {
     samp_plan *plan = dev->samp;
     latch_error(dev,
@@ -10589,8 +10609,8 @@ static void samp_reset_best_keys(toka_device *dev) {
                 "keys of sampling");
 }
 
-/* Allocates the plan and all memory of sampling (chapters 11 and 12). Failures are latched. The
- * options, the shape and `hopper` of the device must be set, with tensor ranks also the group. */
+/* Allocates the plan and all memory of sampling (chapters 11 and 12). Errors are latched. Options,
+ * shape and `hopper` of the device must be set, and with tensor ranks also its group. */
 static void samp_open(toka_device *dev) {
     samp_plan *plan = (samp_plan *)calloc(1, sizeof *plan);
     size_t max_samples = (size_t)dev->options.max_samples, V = (size_t)dev->shape->V_all;
@@ -10603,7 +10623,7 @@ static void samp_open(toka_device *dev) {
     plan->ld_own = plan->own_blocks * SAMP_BLOCK;
     plan->ranks_own_blocks = !has_ranks || dev->shape->V_all >= tp_size(dev) * SAMP_BLOCK;
     size_t fitting_rows = SAMP_LOGITS_BYTES / ((size_t)plan->ld_logits * sizeof(float));
-    /* Above 256 rows, a multiple of 256: whole tiles. */
+    /* Above 256 rows a multiple of 256, so that the GEMM has whole tiles. */
     plan->chunk_rows = (int)(fitting_rows < SAMP_STORED_MAX ? SAMP_STORED_MAX
                              : fitting_rows > max_samples   ? max_samples
                              : fitting_rows > 256           ? fitting_rows & ~(size_t)255
@@ -10690,14 +10710,14 @@ static int samp_n_top(const toka_sampling *sampling, int V) {
     return max(0, min(min(sampling->logprobs, TOKA_MAX_LOGPROBS), V));
 }
 
-/* Returns where the part of the history begins that penalties need; n_history: they need none. Only
- * the repetition penalty needs the prompt. */
+/* Penalties need the last part of the history. Returns where this part begins; n_history: they need
+ * none of it. Only the repetition penalty needs the prompt. */
 static int samp_history_start(const toka_sample_row *row) {
     if (row->forced_id >= 0 || !samp_has_penalties(row->sampling)) return row->n_history;
     return row->sampling->repetition_penalty == 1 ? row->n_prompt : 0;
 }
 
-/* Bytes of an upload buffer that the five lists of a row need, at most. */
+/* Returns the most bytes of an upload buffer that the five lists of a row need. */
 static size_t samp_list_bytes(const toka_sample_row *row) {
     const toka_sampling *sampling = row->sampling;
     const size_t history = (size_t)(row->n_history - samp_history_start(row));
@@ -10713,9 +10733,10 @@ static bool samp_any_filtered(const toka_device *dev, const toka_step *step) {
     return false;
 }
 
-/* Returns whether the step, padded to n_rows rows, can run as one pass over filtered rows only: in
- * the order of its samples, with all filters and lists in the step's upload buffer. With tensor
- * ranks it cannot: they would have to exchange the logits of plain rows, too. */
+/* Returns whether the step, padded to n_rows rows, can run as one pass in which all rows are
+ * handled as filtered rows: in the order of its samples, with all filters and lists in the step's
+ * upload buffer. With tensor ranks it cannot: the ranks would have to exchange the logits of plain
+ * rows, too. */
 static bool samp_fits_one_pass(const toka_device *dev, const toka_step *step, int n_rows) {
     const samp_plan *plan = dev->samp;
     size_t bytes = (size_t)n_rows * sizeof(samp_filter) + 16;
@@ -10725,9 +10746,10 @@ static bool samp_fits_one_pass(const toka_device *dev, const toka_step *step, in
     return tp_size(dev) == 1 && n_rows <= plan->chunk_rows && bytes <= SAMP_GRAPH_LIST_BYTES;
 }
 
-/* Returns whether a step of this size has sampling nodes that are updated before each launch, if it
- * runs as a graph (graph_sampling_role). With tensor ranks it has none: its last kernels are
- * others. Steps with more rows than logits can be stored for run in several passes. */
+/* Returns whether the graph of a step of this size has sampling nodes, which are updated before
+ * each launch (graph_sampling_role). With tensor ranks it has none, because the sampling kernels of
+ * ranks are not updated. If the logits of all rows do not fit in memory, the step runs in several
+ * passes, which graphs cannot do. */
 static bool samp_has_graph_nodes(const toka_device *dev, const toka_step *step) {
     return tp_size(dev) == 1 && step->n_samples <= GRAPH_MAX_ROWS &&
            step->n_samples <= dev->samp->chunk_rows;
@@ -10736,16 +10758,16 @@ static bool samp_has_graph_nodes(const toka_device *dev, const toka_step *step) 
 /* Decides at the start of a step which rows are handled as plain and which as filtered, and writes
  * the parameters of all rows into the step's upload buffer. samp_plan_filters or samp_launch adds
  * the filters and their lists.
- * Plain rows come first. Exceptions are steps with filtered rows that need their own order: those
- * that run as a graph, and those of up to FUSE_NORM_MAX_ROWS rows, because of the fused RMSNorm.
- * There all rows are handled as filtered, and a plain row gets a filter that does nothing; its
- * result is the same.
+ * Plain rows come first, then filtered rows. In two cases the rows keep the order of the step's
+ * samples: in a graph, and because of the fused RMSNorm in steps of up to FUSE_NORM_MAX_ROWS rows
+ * that fit in one pass. If a row is filtered there, all rows are handled as filtered, and a plain
+ * row gets a filter that does nothing; its result is the same.
  *
- * If samp_has_graph_nodes is true, the kernels store the results into pinned host memory. They are
- * there when the step is done, and no copy runs between the last kernel of a step and the next
- * step; it would take 5 us (test/results/kernel-choices.md). Each step has other pinned memory, so
- * a graph must update the kernel that stores the results. With tensor ranks that is another kernel,
- * which graphs do not update: it stores the results on the device. */
+ * If samp_has_graph_nodes is true, the kernels store the results into pinned host memory. So the
+ * host has them when the step is done. A copy after the last kernel would delay the next step by
+ * 5 us (test/results/kernel-choices.md). Each in-flight step has its own pinned memory, so a graph
+ * must update the kernel that stores the results. With tensor ranks samp_merge_ranks_kernel stores
+ * them, which graphs do not update. So its results are stored on the device and copied. */
 static void samp_plan_step(toka_device *dev, const toka_step *step) {
     samp_plan *plan = dev->samp;
     samp_host_results *host = &plan->host_results[dev->last_begun];
@@ -10791,8 +10813,8 @@ static void samp_plan_step(toka_device *dev, const toka_step *step) {
     }
 }
 
-/* Fills in the filter of one row. Lists that its request shares with the previous row are uploaded
- * once. */
+/* Fills in the filter of one row. If the previous row belongs to the same request, both use the
+ * same uploaded lists of bias and allowed ids. */
 static void samp_fill_filter(toka_device *dev, upload_buffer *upload, const toka_sample_row *row,
                              const toka_sample_row *prev_row, const samp_filter *prev_filter,
                              samp_filter *filter) {
@@ -10828,8 +10850,8 @@ static void samp_fill_filter(toka_device *dev, upload_buffer *upload, const toka
     if (filter->n_top) filter->top_index = dev->samp->host_results[dev->last_begun].n_tops++;
 }
 
-/* Writes filters with their lists into an upload buffer: those of rows first, first + 1 .. of the
- * plan, as many as fit, at most max_rows. Returns how many. */
+/* Writes the filters of rows first, first + 1 .. of the plan, with their lists, into an upload
+ * buffer: as many as fit, at most max_rows. Returns their number. */
 static int samp_fill_filters(toka_device *dev, const toka_step *step, upload_buffer *upload,
                              int first, int max_rows, samp_filter **filters) {
     const int *order = dev->samp->host_results[dev->last_begun].order;
@@ -10862,8 +10884,9 @@ static void samp_plan_filters(toka_device *dev, const toka_step *step) {
             step->n_samples)
         assert(false);
 }
-/* For a step that is launched kernel by kernel: uploads the filters that samp_fill_filters writes.
- * Returns how many, 0 after a failure; a row whose lists alone do not fit is a failure. */
+/* For a step that is launched kernel by kernel: writes filters by samp_fill_filters and uploads
+ * them. Returns their number, or 0 after an error. If the lists of one row do not fit, this is an
+ * error. */
 static int samp_upload_filters(toka_device *dev, const toka_step *step, int first, int max_rows,
                                samp_filter **filters) {
     upload_buffer *upload = &dev->samp->list_upload;
@@ -10883,10 +10906,11 @@ static int samp_upload_filters(toka_device *dev, const toka_step *step, int firs
 
 /* ---- The op ---- */
 
-/* Switches the handling of the sampling kernels whose graph nodes differ between plain and filtered
- * steps: the LM head, if it writes partials, and the kernel that makes results of partials. on:
- * such kernels follow. In a replay, each launch updates the next node of the graph; in a capture,
- * it is launched and its node is recorded. off: kernels are launched as all others. */
+/* Sets the role of the kernels that are launched next. on = true: they are sampling nodes, which
+ * depend on whether the step has filtered rows: the LM head, if it writes partials, and the kernel
+ * that turns partials into results. In a replay, a launch of them updates the next node of the
+ * graph. In a capture, it launches the kernel and records its node. on = false: ordinary
+ * launches. */
 static void graph_sampling_role(toka_device *dev, bool on) {
     const bool records = dev->graphs.capturing && samp_has_graph_nodes(dev, dev->step);
     dev->graphs.role = !on                    ? GRAPH_ROLE_LAUNCH
@@ -10895,9 +10919,9 @@ static void graph_sampling_role(toka_device *dev, bool on) {
                                               : GRAPH_ROLE_LAUNCH;
 }
 
-/* From partials to results, for rows first .. first + n_rows - 1 of the plan. Their partials are
- * the columns 0 .. n_rows - 1. The first n_plain rows are plain. The others are filtered:
- * filters[0] and the first row of logits belong to row first + n_plain. */
+/* Launches the kernels that turn partials into results, for rows first .. first + n_rows - 1 of the
+ * plan. Their partials are the columns 0 .. n_rows - 1. The first n_plain rows are plain. The
+ * others are filtered: filters[0] and the first row of logits belong to row first + n_plain. */
 static void samp_launch_results(toka_device *dev, int first, int n_rows, int n_plain,
                                 const samp_filter *filters, float *logits) {
     samp_plan *plan = dev->samp;
@@ -10962,8 +10986,8 @@ static void samp_gather_logits(toka_device *dev, int first_row, int n_rows) {
                           dev->shape->v0, dev->shape->V, n_rows);
 }
 
-/* The LM head on wgmma, for rows first .. first + n_rows - 1 of the plan: partials of all rows, and
- * logits of those from first_stored on, counted from `first`. */
+/* The LM head on wgmma, for rows first .. first + n_rows - 1 of the plan. It makes the partials of
+ * all these rows, and stores the logits of rows first + first_stored and later ones. */
 static void samp_lm_head(toka_device *dev, int first, int n_rows, int first_stored) {
     samp_plan *plan = dev->samp;
     gemm_args args = {
@@ -10982,7 +11006,8 @@ static bool samp_is_fused(const toka_device *dev, const toka_step *step, int n_r
     return dev->hopper && !step->logits && n_rows > SAMP_STORED_MAX;
 }
 
-/* If a test wants them: copies the raw logits of n_rows rows from plan->logits to the host. */
+/* If the caller (a test) wants the raw logits: copies those of n_rows rows from plan->logits to the
+ * host. */
 static void samp_copy_raw_logits(toka_device *dev, const toka_step *step, int first, int n_rows) {
     samp_plan *plan = dev->samp;
     const size_t V = (size_t)dev->shape->V_all;
@@ -10995,10 +11020,10 @@ static void samp_copy_raw_logits(toka_device *dev, const toka_step *step, int fi
     }
 }
 
-/* From dev->xn to results, for rows first .. first + n_rows - 1 of the plan, of which the first
- * n_plain are plain. With tensor ranks, each rank has the logits of its own ids. Plain rows use
- * samp_merge_ranks, unless a block straddles two ranks or the caller wants the logits. Other rows
- * use gathered logits. */
+/* All kernels from dev->xn to results, for rows first .. first + n_rows - 1 of the plan. The first
+ * n_plain of them are plain. With tensor ranks, each rank has the logits of its own ids. Plain rows
+ * use samp_merge_ranks, unless a block straddles two ranks or the caller wants the logits. Other
+ * rows use gathered logits. */
 static void samp_launch_rows(toka_device *dev, const toka_step *step, int first, int n_rows,
                              int n_plain, const samp_filter *filters) {
     samp_plan *plan = dev->samp;
@@ -11015,7 +11040,8 @@ static void samp_launch_rows(toka_device *dev, const toka_step *step, int first,
     if (n_exchanged == n_rows && has_ranks) return;
     if (has_ranks) samp_gather_logits(dev, n_exchanged - first_stored, n_rows - n_exchanged);
     samp_copy_raw_logits(dev, step, first, n_rows);
-    /* The LM head has raised best_keys of gathered rows, too; samp_from_logits clears others. */
+    /* The LM head has raised best_keys of all n_rows rows. The kernels of samp_from_logits clear
+     * only entries 0 .. n_rows - n_exchanged - 1. */
     if (has_ranks && fused) samp_reset_best_keys(dev);
     if (fused && !has_ranks)
         samp_launch_results(dev, first, n_rows, n_plain, filters,
@@ -11026,7 +11052,7 @@ static void samp_launch_rows(toka_device *dev, const toka_step *step, int first,
                          filters);
 }
 
-/* Queues the download of the results. */
+/* Enqueues the download of the results. */
 static void samp_download(toka_device *dev, const toka_step *step, toka_sample_result *results) {
     samp_plan *plan = dev->samp;
     samp_host_results *host = &plan->host_results[dev->last_begun];
@@ -11060,18 +11086,20 @@ static void samp_collect(toka_device *dev, const toka_step *step, const samp_hos
         const samp_top *top = &host->tops[top_index++];
         memcpy(result->top_ids, top->ids, sizeof top->ids);
         memcpy(result->top_logprobs, top->logprobs, sizeof top->logprobs);
-        /* The same number in both places, even if undoing the adjustments has a rounding error. */
+        /* If the sampled id is also a top id, both get the same number, without the rounding error
+         * of samp_unadjust. */
         for (int j = 0; j < result->n_top; j++)
             if (result->top_ids[j] == result->id) result->logprob = result->top_logprobs[j];
     }
 }
 
-/* The op up to the results, whose place samp_plan_step has chosen: on the device, or in pinned host
- * memory. The step's upload buffer has been sent. Uses dev->xn.
- * A pass has as many rows as partials can be held for, and as logits can be stored for where they
- * are needed. Plain and filtered rows share a pass over the weights. The filters of all rows are
- * uploaded at once if their lists fit: a third upload in a step would wait for the first one, and
- * the host could not run ahead of the GPU. */
+/* Launches the op for a step that does not replay a graph. The kernels store the results where
+ * samp_plan_step has chosen: on the device, or in pinned host memory. The step's upload buffer must
+ * have been sent. Uses dev->xn.
+ * The rows run in passes over the weights; a pass can have plain and filtered rows. Its size is
+ * limited by the memory for partials (partial_rows) and by that for logits (chunk_rows), where
+ * logits are stored. The filters of all rows are uploaded at once if their lists fit: a third
+ * upload in a step would wait for the first one, and the host could not run ahead of the GPU. */
 static void samp_launch(toka_device *dev, const toka_step *step, const bf16 *x) {
     samp_plan *plan = dev->samp;
     int max_rows = dev->hopper && !step->logits && plan->ranks_own_blocks ? plan->partial_rows
@@ -11096,8 +11124,9 @@ static void samp_launch(toka_device *dev, const toka_step *step, const bf16 *x) 
     }
 }
 
-/* The same for a step that runs as a graph, before its launch: the sampling nodes get the kernels
- * and arguments for filtered rows if the step has any, else for plain rows. */
+/* The same for a step that replays a graph, called before the graph is launched. If the step has a
+ * filtered row, the sampling nodes get the kernels and arguments for filtered rows, else those for
+ * plain rows. */
 static void samp_update_graph(toka_device *dev, const toka_step *step) {
     samp_plan *plan = dev->samp;
     if (!samp_has_graph_nodes(dev, step)) return;
