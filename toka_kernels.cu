@@ -8583,7 +8583,7 @@ typedef struct samp_host_results { /* results of one step on the host, until it 
 
 struct samp_plan {
     int n_blocks, ld_logits; /* ceil(V_all / 256); row stride of logits */
-    /* most rows that fit in memory: chunk_rows with their logits, partial_rows with their partials */
+    /* most rows that fit in memory: chunk_rows with logits, partial_rows with partials */
     int chunk_rows, partial_rows;
     float *logits;           /* [chunk_rows][ld_logits] */
     samp_partial *partials;  /* [n_blocks][partial_rows] */
@@ -11137,10 +11137,11 @@ static void samp_update_graph(toka_device *dev, const toka_step *step) {
 
 /* ===========================================================================
  * MARK: 13. The GPU, opening and closing [host]
- * Implements the functions of the backend table (toka.h) that find, open and close a device, ask
- * for its state, and copy memory. Also has the step clock, which measures steps and ops by events
- * on the stream. cuda_open and cuda_alloc allocate all memory; steps allocate none. The first error
- * is latched in dev->error. After it ops do nothing, and cuda_status returns it.
+ * Implements the functions of the backend table (toka.h) that find, open and close a device, return
+ * its state, and copy memory. This chapter also has the step clock, which measures steps and ops by
+ * events on the stream. cuda_open and cuda_alloc allocate all memory; steps allocate none. The
+ * first error is latched in dev->error. After an error ops do nothing, and cuda_status returns the
+ * error.
  * =========================================================================== */
 
 /* ---- The GPU ---- */
@@ -11152,9 +11153,9 @@ static int cuda_count(void) {
     return debug_shared_gpus() && n ? GROUP_MAX_RANKS : n;
 }
 
-/* Does this program contain code for the compute capability? Code for x.y also runs on x.z with
- * z >= y. Code for 9.0 is built as sm_90a. The program contains no PTX that a driver could compile
- * for other capabilities. */
+/* Returns whether this program contains code for the compute capability. Code for x.y also runs on
+ * x.z with z >= y. Code for 9.0 is built as sm_90a. The program contains no PTX that a driver could
+ * compile for other capabilities. */
 static bool cuda_has_code(int major, int minor) {
     static const int archs[] = {__CUDA_ARCH_LIST__}; /* 100 x + 10 y */
     for (int arch : archs)
@@ -11162,8 +11163,8 @@ static bool cuda_has_code(int major, int minor) {
     return false;
 }
 
-/* Describes GPU number `index` in one line. Returns 0 if it cannot be used; then line has the
- * reason. */
+/* Describes GPU number `index` in one line. Returns 1, or 0 if the GPU cannot be used; then the
+ * line has the reason. */
 static int cuda_probe(int index, char *line, size_t bytes) {
     int n_gpus = 0, driver = 0;
     cudaDeviceProp props;
@@ -11206,6 +11207,7 @@ static void gpu_open(toka_device *dev) {
              props.totalGlobalMem / 1e9, dev->hopper ? "wgmma" : "mma.sync");
     latch_error(dev, cudaStreamCreateWithFlags(&dev->stream, cudaStreamNonBlocking),
                 "cudaStreamCreate");
+    /* the second result is not used */
     latch_error(dev, cudaMemGetInfo(&dev->free_at_open, &props.totalGlobalMem), "cudaMemGetInfo");
     if (!dev->hopper) return;
     cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
@@ -11238,9 +11240,9 @@ static size_t weights_bytes(const toka_shape *shape, const toka_weights *weights
     return n;
 }
 
-/* Returns the bytes that are left for the KV pool on this GPU besides the weights and the buffers
- * for a step of max_tokens. Negative if these do not fit; 0 if the GPU cannot be used. Allocates
- * nothing. */
+/* Returns the bytes of GPU memory that are left for the KV pool after the weights and the buffers
+ * of a step of max_tokens. The result is negative if weights and buffers do not fit, and 0 if the
+ * GPU cannot be used. Allocates nothing. */
 static int64_t cuda_kv_bytes(const toka_shape *shape, const toka_weights *weights,
                              const toka_device_options *options) {
     size_t free_bytes = 0, total = 0;
@@ -11259,7 +11261,7 @@ static int64_t cuda_kv_bytes(const toka_shape *shape, const toka_weights *weight
 
 static void clock_open(toka_device *dev) {
     step_clock *clk = &dev->clock;
-    /* one for each op of a step, all-reduces, sends and receives included (chapter 10) */
+    /* at least one for each op of a step, with all-reduces, send and receive (chapter 10) */
     size_t n_events = 6 * (size_t)dev->shape->L + 8;
     clk->timed_index = -1, clk->cap_op_ends = (int)n_events;
     clk->op_ends = (cudaEvent_t *)calloc(n_events, sizeof *clk->op_ends),
@@ -11283,10 +11285,11 @@ static void clock_close(toka_device *dev) {
     free(clk->op_ends), free(clk->op_kind);
 }
 
-/* Adds FLOP and bytes of the step's ops to the sums. bytes: the least that must be moved. */
+/* Adds the FLOPs and bytes of the step's ops to the sums. Bytes are the least that an op must
+ * move. */
 static void clock_add_work(toka_device *dev, const toka_step *step) {
     const toka_shape *shape = dev->shape;
-    /* pairs: (row, kv position) pairs with a score; kv_tok: kv positions of all spans */
+    /* pairs: (row, KV position) pairs with a score; kv_tok: KV positions of all spans */
     double T = step->T, E = shape->E, HD = (double)shape->H * shape->D,
            KD = (double)shape->K * shape->D, L = shape->L, pairs = 0, kv_tok = 0;
     /* n_reduces: all-reduces of the layers, two each. If GEMMs do the reduce-scatter, they send
@@ -11312,8 +11315,8 @@ static void clock_add_work(toka_device *dev, const toka_step *step) {
         dev->clock.times.op[i].flop += work[i].flop, dev->clock.times.op[i].bytes += work[i].bytes;
 }
 
-/* Is the next step timed op by op? may_be_graph: it could run as a graph. Then steps are timed less
- * often, because a timed step is launched kernel by kernel. */
+/* Returns whether the next step is a timed step. may_be_graph: it could run as a graph. Such steps
+ * are timed less often, because a timed step is launched kernel by kernel. */
 static bool clock_is_due(const toka_device *dev, bool may_be_graph) {
     const int64_t n = dev->clock.n_begun,
                   every = may_be_graph ? CLOCK_GRAPH_FACTOR * CLOCK_STEP_INTERVAL
@@ -11321,8 +11324,8 @@ static bool clock_is_due(const toka_device *dev, bool may_be_graph) {
     return n % every == CLOCK_STEP_INTERVAL / 2;
 }
 
-/* Called where the work of a step begins on the stream. timed: the step is timed op by op. At most
- * one timed step is in flight. */
+/* Called where the work of a step begins on the stream. timed: it is a timed step. At most one
+ * timed step is in flight. */
 static void clock_begin(toka_device *dev, const toka_step *step, bool timed) {
     step_clock *clk = &dev->clock;
     latch_error(dev, cudaEventRecord(clk->begun[dev->last_begun], dev->stream), "step");
@@ -11339,12 +11342,12 @@ static double clock_seconds(toka_device *dev, cudaEvent_t from, cudaEvent_t to) 
     return ms * 1e-3;
 }
 
-/* Adds the times of the step at dev->last_finished to the sums. */
+/* Adds the times of the step that has just finished (dev->last_finished) to the sums. */
 static void clock_finish_step(toka_device *dev) {
     step_clock *clk = &dev->clock;
     toka_times *times = &clk->times;
     int index = dev->last_finished;
-    if (!clk->n_done++) return; /* the warm-up step */
+    if (!clk->n_done++) return; /* the first step is a warm-up */
     if (times->steps++) {
         double idle_s = clock_seconds(dev, clk->done[(index + STEP_RING_SIZE - 1) % STEP_RING_SIZE],
                                       clk->begun[index]);
@@ -11402,7 +11405,7 @@ static void graphs_close(toka_device *dev) {
 
 static void cuda_close(toka_device *dev) {
     if (!dev) return;
-    /* if a GPU or a rank hangs, it may still use this memory: nothing is freed */
+    /* if a GPU or a rank hangs, it may still use this memory, so nothing is freed */
     if (dev->group && !group_leave(dev)) return;
     if (dev->stream) cudaStreamSynchronize(dev->stream);
     for (int i = 0; i < dev->n_allocations; i++) cudaFree(dev->allocations[i]);
@@ -11451,8 +11454,8 @@ static void cuda_alloc_buffers(toka_device *dev) {
     if (!dev->error.code && dev->group) group_alloc(dev);
 }
 
-/* Fault injection. The environment variable `name` is "N", for the ranks of the first stage, or
- * "N@R", for rank R. Returns N if the device is one of these ranks, else 0. */
+/* Fault injection for tests. The environment variable `name` is "N", for the ranks of the first
+ * stage, or "N@R", for rank R. Returns N if the device is one of these ranks, else 0. */
 static int cuda_debug_option(const char *name, const toka_device_options *options) {
     const char *value = getenv(name), *at_sign = value ? strchr(value, '@') : NULL;
     if (!value ||
@@ -11506,8 +11509,8 @@ static int cuda_status(toka_device *dev, toka_err *e) {
     return dev->error.code;
 }
 
-/* The buffer may be the input of a GEMM with rows of H * D, so it gets GEMM_PAD_ROWS rows of
- * padding. */
+/* The buffer may be the input of a GEMM with rows of H * D elements. So it gets GEMM_PAD_ROWS rows
+ * of padding. */
 static toka_dev_ptr cuda_alloc(toka_device *dev, size_t bytes) {
     const size_t padding = (size_t)GEMM_PAD_ROWS * dev->shape->H * dev->shape->D * sizeof(bf16);
     return toka_dev_ptr{(uint64_t)dev_alloc(dev, bytes + padding, "activations")};
@@ -11528,16 +11531,16 @@ static void cuda_download(toka_device *dev, void *to, toka_dev_ptr from, size_t 
 
 /* ===========================================================================
  * MARK: 14. Measuring the ops [host]
- * `toka bench ops`: the time of each op at the shapes of well-known models. The calls of an op are
+ * `toka bench ops`: measures each op at the shapes of well-known models. Several calls of an op are
  * captured in a graph. Their buffers hold random numbers and are too large for the L2 cache.
  * In:  a callback (toka_bench_fn).
- * Out: one call of it per measurement, with the time, FLOPs and bytes of one call of the op. The
- *      caller prints the table.
+ * Out: the callback is called once per measurement, with the time, FLOPs and bytes of one call of
+ *      the op. The callback prints the table.
  * =========================================================================== */
 
 enum {
-    /* The calls of a graph use several sets of buffers in turn: sets of this size in all, which is
-     * more than any L2 cache, but at most BENCH_MAX_SETS. */
+    /* The calls of a graph use several sets of buffers in turn. There are so many sets that they
+     * exceed this size, which is more than any L2 cache, but at most BENCH_MAX_SETS. */
     BENCH_CACHE_BYTES = 256 << 20,
     BENCH_MAX_SETS = 64,
     BENCH_REPLAYS = 15 /* timed replays of a graph */
@@ -11578,7 +11581,7 @@ static void bench_free(toka_device *dev, int n_before) {
 }
 
 /* Returns the median time of one call of op(arg, i) in microseconds. The calls i = 0 .. per_graph-1
- * are captured once; the graph is replayed three times before the clock starts. */
+ * are captured once. The first three replays of the graph are not timed. */
 static double bench_time(toka_device *dev, int per_graph, void (*op)(void *arg, int i), void *arg) {
     cudaGraph_t graph = NULL;
     cudaGraphExec_t exec = NULL;
@@ -11620,7 +11623,7 @@ __global__ static void __launch_bounds__(512)
         uint4 v = __ldcs(p + i);
         sum ^= v.x ^ v.y ^ v.z ^ v.w;
     }
-    /* Without a use of the sum the compiler would remove the loads. With random data this store is
+    /* If the sum were not used, the compiler would remove the loads. With random data this store is
      * rare, and it does no harm. */
     if (sum == 0x12345678u) *out = sum;
 }
@@ -11710,9 +11713,9 @@ static void bench_gemms(bench *ctx) {
 }
 
 /* ---- Attention ----
- * One step of n_seqs sequences. Each sequence has rows_per_seq rows, which are the last of its
- * seq_len tokens. The first `shared` positions of all sequences are in the same pages, and one span
- * covers them, as chapter 17 of toka.c would make it.
+ * One step of n_seqs sequences. Each sequence has rows_per_seq rows: the last of its seq_len
+ * tokens. The first `shared` positions of all sequences are in the same pages, and one span covers
+ * them, like the spans of chapter 17 of toka.c.
  * FLOPs: 4 * H * D for each pair of a row and a position that it sees. Bytes: K and V of every
  * position once, q and o. */
 
@@ -11740,8 +11743,8 @@ static void bench_attn_op(void *arg, int i) {
     attention(a->dev, i % a->L, a->q, a->o);
 }
 
-/* Makes the rows, pages and spans of the step, in one block of host memory (*memory, for the caller
- * to free). Returns the number of pages in use. */
+/* Makes the rows, pages and spans of the step in one block of host memory, *memory, which the
+ * caller frees. Returns the number of pages in use. */
 static int bench_make_step(toka_step *step, const bench_step *config, int B, int **memory) {
     int T = config->n_seqs * config->rows_per_seq,
         own_pages = ceil_div(config->seq_len - config->shared, B),
@@ -11906,14 +11909,14 @@ static int cuda_bench(toka_bench_fn *on_row, void *user, toka_err *e) {
 /* ===========================================================================
  * MARK: 15. The op table [host]
  * The ops of struct toka_backend (toka.h), CUDA graphs of decode steps, and the table toka_cuda.
- * After a failure the ops do nothing: the engine learns of the failure from status().
+ * After a failure the ops do nothing. The engine calls status() to get the error.
  * =========================================================================== */
 
 /* ---- Before an op ---- */
 
 static bf16 *dev_bf16(toka_dev_ptr a) { return (bf16 *)a.at; }
 
-/* Fails as a bug or a broken GPU would: for tests of what happens then. */
+/* For tests: traps, like a kernel with a bug. */
 __global__ static void fault_kernel() { __trap(); }
 
 /* For tests: does not end before the group is aborted. Without a group it never ends. */
@@ -11921,56 +11924,60 @@ __global__ static void stall_kernel(volatile int *aborted) {
     while (!aborted || !*aborted) {}
 }
 
+/* Launches one of these kernels if a test has chosen this step (cuda_debug_option). */
 static void cuda_inject_fault(toka_device *dev) {
     if (dev->steps_to_fault && !--dev->steps_to_fault) fault_kernel<<<1, 1, 0, dev->stream>>>();
     if (dev->steps_to_stall && !--dev->steps_to_stall)
         stall_kernel<<<1, 1, 0, dev->stream>>>(dev->group ? dev->group->aborted : NULL);
 }
 
-/* As op_begin; also returns false if the graph of the step contains the op. */
+/* Like op_begin, but also returns false if the step replays a graph, because the graph contains the
+ * op. */
 static bool op_begin_unless_graph(toka_device *dev, const char *op) {
     return op_begin(dev, op) && !graph_is_replay(dev);
 }
 
 /* ---- Captured steps ----
  *
- * Which steps: a step runs as a CUDA graph if its sample rows are all of its rows, in order, unless
+ * Which steps: a step runs as a CUDA graph if all of its rows are sampled, in their order, unless
  * it is a timed step (chapter 13). There are graphs for GRAPH_N_SIZES sizes; a step is padded to
  * the next larger size. A padding row has token 0 and sees no keys. Its K and V go to the dummy
- * page, and its sampled id is dropped. Padding does not change the result of a row: all kernels
- * treat up to 8, 16, 32 and 64 rows alike, and from there each further 128 rows. It costs nothing
- * in the GEMMs, as their tiles have 128 rows. Capture runs no kernel; it uses a made-up plan.
+ * page, and its sampled id is dropped. Padding does not change the result of a row, because all
+ * kernels compute a row in the same way for 1 to 8, 9 to 16, 17 to 32 and 33 to 64 rows, and then
+ * within each 128 rows. Padding costs nothing in the GEMMs, as their tiles have 128 rows. Capture
+ * runs no kernel; it uses a placeholder plan of attention (graph_capture_begin).
  *
  * Attention nodes: a graph has a fixed number of attention launches per layer, at most
  * GRAPH_MAX_ATTENTION. Before each replay the host gives every attention node the kernel and the
  * grid of the step's work list. So one graph serves all lengths, groups and levels of shared
- * prefixes that need its number of launches. The GPU does not wait for these updates. Kernels that
- * read the amount of work from device memory would always need the largest grid.
+ * prefixes that need its number of launches. The GPU does not wait for these updates. The
+ * alternative is kernels that read the amount of work from device memory, but these would always
+ * need the largest grid.
  *
  * Sampling nodes: the last nodes of a graph are updated, too. If a row of the step is filtered, all
- * rows are treated as filtered ones; a plain row gets a filter that does nothing. Then the LM head
+ * rows are handled as filtered rows; a plain row gets a filter that does nothing. Then the LM head
  * stores all logits, and samp_filter_kernel takes the place of samp_reduce_kernel. Plain rows get
  * bitwise the same result. Filters and lists are uploaded with the rest of the step. A step with a
  * filtered row is launched kernel by kernel in two cases: if its logits or lists do not fit at once
- * (V 128,256: more than 512 rows), or if there are tensor ranks, which would exchange the logits of
- * all rows.
+ * (V 128,256: more than 512 rows), or if there are tensor ranks, which would have to exchange the
+ * logits of all rows.
  *
  * Tensor ranks: rank barriers use counts in GPU memory, so all-reduces are part of the graphs. All
- * ranks of a stage choose alike between graph and launches: the choice follows from the step and
- * from what they agreed on (group_agree). Messages of a pipeline, and waits for other stages, come
- * before and after the graph. The last op of a step launches the graph: norm_logits_sample, or send
- * in a stage that is not the last.
+ * ranks of a stage make the same choice between a graph and launches, because it depends only on
+ * the step and on the values of group_agree. Messages between stages, and waits for other stages,
+ * come before and after the graph. The last op of a step launches the graph: norm_logits_sample, or
+ * send in a stage that is not the last.
  *
- * Gain on an H200: launches are closer together, which saves 40 to 50 us a step up to 512 rows, and
- * 100 us from 768 rows on; a graph of 8,192 rows would save nothing. The host works 60 to 250 us a
- * step instead of 500 to 800. Capture of all graphs takes less than 0.2 s and about 36 MB. Tables:
- * test/results/kernel-choices.md. */
+ * Gain on an H200: kernels start closer to each other, which saves 40 to 50 us a step up to 512
+ * rows, and 100 us from 768 rows on; a graph of 8,192 rows would save nothing. The host works 60 to
+ * 250 us a step instead of 500 to 800. Capture of all graphs takes less than 0.2 s and about 36 MB.
+ * Tables: test/results/kernel-choices.md. */
 
 static const int graph_sizes[GRAPH_N_SIZES] = {1,   2,   4,   8,   16,
                                                32,  64,  128, 256, 384,
                                                512, 640, 768, 896, GRAPH_MAX_ROWS};
 
-/* Makes the rows row0 .. T-1 of graphs.padded_step padding rows. */
+/* Gives graphs.padded_step T rows, of which rows row0 .. T-1 become padding rows. */
 static void graph_pad_step(toka_device *dev, int row0, int T) {
     static const toka_sampling padding = {.top_p = 1, .repetition_penalty = 1};
     step_graphs *graphs = &dev->graphs;
@@ -11985,7 +11992,8 @@ static void graph_pad_step(toka_device *dev, int row0, int T) {
     graphs->padded_step.kv_slot = graphs->kv_slot, graphs->padded_step.samples = graphs->samples;
 }
 
-/* Returns the index in graph_sizes of the graphs that can run the step; -1: there is none. */
+/* Returns the index in graph_sizes of the size to which the step is padded if it runs as a graph;
+ * -1: it cannot run as a graph. */
 static int graph_find_size(const toka_device *dev, const toka_step *step) {
     int size = 0;
     if (!dev->graphs.n_captured || step->n_samples != step->T || step->T > GRAPH_MAX_ROWS ||
@@ -11998,7 +12006,7 @@ static int graph_find_size(const toka_device *dev, const toka_step *step) {
     if (dev->samp && samp_any_filtered(dev, step) &&
         !samp_fits_one_pass(dev, step, graph_sizes[size]))
         return -1;
-    /* Of each size that is captured, the graph with one attention launch exists. */
+    /* If a size was captured, it has a graph with one attention launch. */
     return dev->graphs.all[size * GRAPH_N_KINDS + 1].exec ? size : -1;
 }
 
@@ -12014,7 +12022,8 @@ static const toka_step *graph_padded_step(toka_device *dev, const toka_step *ste
     return &graphs->padded_step;
 }
 
-/* Returns the graph of this size that fits the plan of attention; NULL: there is none. */
+/* Returns the graph of this size for the step's number of attention launches; NULL: there is
+ * none. */
 static step_graph *graph_find(toka_device *dev, int size_index) {
     const int n_launches = attn_launches(dev->attn);
     if (n_launches < 1 || n_launches > GRAPH_MAX_ATTENTION) return NULL;
@@ -12029,7 +12038,7 @@ static size_t graph_free_bytes(void) {
     return free_bytes;
 }
 
-/* Adds to the text of describe(). */
+/* Appends to the text that describe() returns. */
 static void graph_add_description(toka_device *dev, const char *fmt, ...) {
     va_list args;
     char *about = dev->group ? dev->group->description : dev->description;
@@ -12041,9 +12050,8 @@ static void graph_add_description(toka_device *dev, const char *fmt, ...) {
     if (dev->group) pthread_mutex_unlock(&dev->group->lock);
 }
 
-/* Returns the next step to capture, or NULL after the last one. Captures sizes up to the one to
- * which n_seqs rows are padded. One row needs at most two attention launches: a kernel and its
- * merge. */
+/* Returns the next step to capture, or NULL after the last one. The largest size is that to which
+ * n_seqs rows are padded. Size 1 has at most two attention launches: a kernel and its merge. */
 static const toka_step *cuda_capture(toka_device *dev) {
     step_graphs *graphs = &dev->graphs;
     const int max_rows = min(dev->options.max_tokens, dev->options.max_samples);
@@ -12072,7 +12080,7 @@ static const toka_step *cuda_capture(toka_device *dev) {
     return NULL;
 }
 
-/* Bytes of the upload buffer for the rows of the step and their sampling parameters. */
+/* Returns the bytes of the upload buffer for the rows of a step and their sampling parameters. */
 static size_t step_rows_bytes(const toka_device *dev, int T, int n_samples) {
     auto round_up = [](size_t bytes) { return (bytes + 15) & ~(size_t)15; };
     size_t sample_bytes = dev->samp ? round_up((size_t)n_samples * sizeof(samp_params)) +
@@ -12081,10 +12089,12 @@ static size_t step_rows_bytes(const toka_device *dev, int T, int n_samples) {
     return 3 * round_up((size_t)T * sizeof(int)) + sample_bytes;
 }
 
-/* Writes all that the step needs to the upload buffer. Rows and sampling parameters come first, so
- * their offsets depend only on the number of rows, which graphs rely on.
- * size: index in graph_sizes of the size to which the step is padded, if there is a graph that fits
- * the plan of attention; -1: the step is launched kernel by kernel. */
+/* Writes all inputs of the step to the upload buffer, and decides whether the step runs as a graph.
+ * Rows and sampling parameters are at the beginning of the buffer. So their offsets depend only on
+ * the number of rows, and graphs rely on this. They are written last, because only the plan of
+ * attention shows whether there is a graph, and a graph needs a padded step.
+ * size: index in graph_sizes of the size to which the step is padded if graph_find finds a graph;
+ * -1: the step is launched kernel by kernel. */
 static void step_write_upload(toka_device *dev, const toka_step *step, int size) {
     const int T = size < 0 ? step->T : graph_sizes[size];
     dev->upload.used = step_rows_bytes(dev, T, size < 0 ? step->n_samples : T);
@@ -12105,8 +12115,9 @@ static void step_write_upload(toka_device *dev, const toka_step *step, int size)
     if (dev->samp && dev->graphs.current) samp_plan_filters(dev, step);
 }
 
-/* Begins to capture a step. The attention kernels of later steps are not known yet. So the plan
- * gets n_launches placeholders, three per level; kind 0 gets one launch of cluster split-KV. */
+/* Begins to capture a step. The attention kernels of later steps are not known yet. So the plan of
+ * attention gets n_launches placeholders, three per level; for kind 0 it gets one launch of cluster
+ * split-KV. */
 static void graph_capture_begin(toka_device *dev, const toka_step *step) {
     step_graph *graph = dev->graphs.current;
     attn_plan *plan = dev->attn;
@@ -12133,9 +12144,9 @@ static void graph_capture_begin(toka_device *dev, const toka_step *step) {
         /* a capture forbids synchronization, so this fails */
         latch_error(dev, cudaStreamSynchronize(dev->stream), "capture");
 }
-/* Called after a failed capture. If the device works, this is no failure: the engine runs without
- * graphs. Then no rank uses its graphs, because the steps of all ranks must be alike. All ranks
- * have captured theirs before the first real step. */
+/* Called after a failed capture. If the device still works, the error is dropped, and the engine
+ * runs without graphs. Then no rank of the group uses its graphs, because all ranks must run a step
+ * in the same way. All ranks have ended their captures before the first real step. */
 static void graphs_disable(toka_device *dev) {
     const toka_err error = dev->error;
     graphs_close(dev);
@@ -12148,8 +12159,8 @@ static void graphs_disable(toka_device *dev) {
         graph_add_description(dev, ", no graphs (%s)", error.msg);
 }
 
-/* Returns the number of arguments of a kernel and their bytes. The result is kept, as the next node
- * often has the same kernel. */
+/* Returns the number of arguments of a kernel and the bytes of each. The result is cached, as the
+ * next node often has the same kernel. */
 static const graph_kernel *graph_kernel_info(toka_device *dev, const void *function) {
     step_graphs *graphs = &dev->graphs;
     for (const graph_kernel &kernel : graphs->kernels)
@@ -12167,8 +12178,8 @@ static const graph_kernel *graph_kernel_info(toka_device *dev, const void *funct
     if (!kernel->n_args) latch_error(dev, code, "capture");
     return kernel;
 }
-/* Records a node of the graph if it reads the upload buffer. Its arguments tell: an 8-byte word of
- * them is an address in the upload buffer. */
+/* Records a node of the graph if it reads the upload buffer: if an 8-byte word of its arguments is
+ * an address in the upload buffer. */
 static void graph_add_upload_node(toka_device *dev, step_graph *graph, cudaGraphNode_t node) {
     const char *from = dev->upload.device[0], *end = from + dev->upload.cap;
     cudaKernelNodeParams params;
@@ -12216,8 +12227,8 @@ static void graph_find_upload_nodes(toka_device *dev, step_graph *graph) {
     }
     free(nodes);
 }
-/* Makes the graph of the current step read the current half of the upload buffer. Costs the host
- * 0.6 us per node and the GPU nothing. */
+/* Makes the graph of the current step read the current half of the upload buffer. This costs the
+ * host 0.6 us per node and the GPU nothing. */
 static void graph_switch_upload(toka_device *dev) {
     step_graph *graph = dev->graphs.current;
     const ptrdiff_t delta = dev->upload.device[dev->upload.current] -
@@ -12234,7 +12245,7 @@ static void graph_switch_upload(toka_device *dev) {
 }
 static void graph_capture_end(toka_device *dev) {
     step_graph *graph = dev->graphs.current;
-    /* after a failure, too: it ends the capture */
+    /* called after a failure, too, because the capture must end */
     const cudaError_t code = cudaStreamEndCapture(dev->stream, &graph->cuda_graph);
     latch_error(dev, code, "capture");
     if (!dev->error.code) graph_find_upload_nodes(dev, graph);
@@ -12283,7 +12294,7 @@ static void cuda_end(toka_device *dev, const toka_step *) {
     latch_error(dev, cudaEventRecord(dev->clock.done[dev->last_begun], dev->stream), "step");
 }
 
-/* Waits after a failure, too: kernels that were launched before it may still run. */
+/* Waits after a failure, too: kernels that were launched before the failure may still run. */
 static void cuda_finish(toka_device *dev, const toka_step *step) {
     dev->last_finished = (dev->last_finished + 1) % STEP_RING_SIZE;
     if (dev->group) group_sync(dev, dev->clock.done[dev->last_finished]);
@@ -12297,7 +12308,8 @@ static void cuda_finish(toka_device *dev, const toka_step *step) {
 
 static void cuda_copy_pages(toka_device *dev, const toka_step *step) {
     const toka_shape *shape = dev->shape;
-    if (!op_begin(dev, NULL)) return; /* no name: the next op reports progress. Before any graph */
+    /* No name: the next op is noted instead. Copies are no part of a graph: they run before it. */
+    if (!op_begin(dev, NULL)) return;
     launch_dependent(dev, "copies of pages", copy_pages_kernel,
                      dim3((unsigned)step->n_copies, (unsigned)shape->L), 256, 0, 1,
                      dev->rows.copies, dev->kv_pool, dev->kv_layer_elems,
@@ -12327,7 +12339,8 @@ static const float *fuse_norm_enable(toka_device *dev, const gemm_args *args, co
                       gemm_family(dev, args->M, args->w) == BY_GEMV;
     return dev->norm_ready ? norm : NULL;
 }
-/* Are all rows sampled, in their order? Then the norm before the LM head can be fused, too. */
+/* Returns whether the norm before the LM head can be fused into the last `down` GEMM: all rows must
+ * be sampled, in their order. */
 static bool fuse_norm_for_head(const toka_device *dev, const toka_step *step) {
     bool all = dev->hopper && dev->samp && step->T <= FUSE_NORM_MAX_ROWS &&
                step->n_samples == step->T && dev->samp->in_order &&
@@ -12431,6 +12444,7 @@ static void cuda_norm_logits_sample(toka_device *dev, const toka_step *step, tok
                                     toka_sample_result *results) {
     if (!op_begin(dev, "norm_logits_sample")) return;
     reduce_norm(dev, NULL);
+    /* In a replay, cuda_all_reduce counts the barriers of reduce_norm. */
     if (dev->graphs.capturing) dev->graphs.current->n_barriers = 0;
     if (graph_is_replay(dev)) samp_update_graph(dev, dev->step);
     else samp_launch(dev, dev->step, dev_bf16(x));
@@ -12484,7 +12498,7 @@ extern "C" const toka_backend toka_cuda = {
     .default_tokens = TOKA_GPU_MAX_TOKENS,
     .default_seqs = TOKA_GPU_MAX_SEQS,
     .n_ahead = STEPS_IN_FLIGHT,
-    /* Cost of attention, measured on an H100 (chapter 9); units in toka.h. */
+    /* For chapter 17 of toka.c, measured on attention on an H100 (chapter 9); units in toka.h. */
     .merge_tok = 8,
     .span_tok = 512,
     .tile_rows = 32,
