@@ -7368,12 +7368,12 @@ typedef struct signal_flag {   /* written by CTA b of one rank, polled by CTA b 
     unsigned long long x_addr; /* address of x on the writer's rank */
 } signal_flag;
 
-enum group_wait_reason {   /* a thread waits until ... */
-    GROUP_WAIT_NONE,
-    GROUP_WAIT_OPEN,       /* all ranks of the group have joined */
-    GROUP_WAIT_PREV_STAGE, /* the previous stage sends a step */
-    GROUP_WAIT_NEXT_STAGE, /* the next stage receives a step, which frees a channel buffer */
-    GROUP_WAIT_SAMPLED     /* the last stage sends the sampled tokens that embed needs */
+enum group_wait_reason {   /* why a thread waits */
+    GROUP_WAIT_NONE,       /* it does not wait */
+    GROUP_WAIT_OPEN,       /* until all ranks of the group have joined */
+    GROUP_WAIT_PREV_STAGE, /* until the previous stage sends a step */
+    GROUP_WAIT_NEXT_STAGE, /* until the next stage receives a step, which frees a channel buffer */
+    GROUP_WAIT_SAMPLED     /* until the last stage sends the sampled tokens that embed needs */
 };
 
 typedef struct group_rank { /* state of one rank that other ranks read */
@@ -7438,8 +7438,8 @@ struct toka_group {
     bool no_graphs;             /* atomic. A rank could not capture its graphs, so no rank uses
                                    graphs */
     /* broken: atomic. The group was aborted, failed or timed out; it stays broken.
-     * hung: a GPU did not finish its work, or a rank did not close its device in time. That rank
-     * may still access the memory of other ranks, so no rank frees anything. */
+     * hung: the GPU of a rank did not finish its work, or a rank did not close its device in time.
+     * It may still access the memory of other ranks, so no rank frees anything. */
     bool broken, hung;
     pthread_mutex_t lock;       /* guards all fields that change after group_open, except those that
                                    are atomic and those that only one thread uses */
@@ -8009,7 +8009,7 @@ static cudaEvent_t group_event_create(toka_device *dev) {
     return event;
 }
 
-/* Allocates the buffers and events of this rank that other ranks use. */
+/* Allocates the buffers, the events and the stream for transfers between this rank and others. */
 static void group_alloc(toka_device *dev) {
     toka_group *group = dev->group;
     group_rank *state = dev->rank;
@@ -8178,7 +8178,7 @@ static void group_join(toka_device *dev) {
     if (rank0 == 0 && dev->options.tp_rank == 0) group_describe(dev);
 }
 
-/* First step of opening: makes the device the rank of its group that its options name. */
+/* First step of opening: assigns the rank that the options of the device name. */
 static void group_assign_rank(toka_device *dev) {
     toka_group *group = dev->group = dev->options.group;
     const int rank = dev->options.pp_rank * group->tp_size + dev->options.tp_rank;
@@ -8354,7 +8354,7 @@ static void cuda_all_reduce(toka_device *dev, toka_dev_ptr x, int rows) {
 
 static void cuda_send(toka_device *dev, toka_dev_ptr x, int rows) {
     if (!op_begin(dev, "send")) return;
-    reduce_norm(dev, NULL); /* if the step is a graph, this kernel is part of it */
+    reduce_norm(dev, NULL); /* if the step runs as a graph, this kernel is part of the graph */
     if (dev->graphs.capturing) return;
     graph_launch(dev);
     toka_group *group = dev->group;
@@ -8548,6 +8548,7 @@ typedef struct samp_partial {
 
 typedef struct samp_result { /* result of a row; the host gets one for every row */
     int id;
+    /* of the id: raw log-probability, and that in the distribution from which it was sampled */
     float logprob, sampled_logprob;
     int rank; /* rank of the forced id, if a filtered row wants it; else 0 */
 } samp_result;
@@ -8714,7 +8715,7 @@ __device__ static inline void samp_group_max(const float (&logits)[SAMP_GROUP_ID
     }
     group.scaled_max = __fmul_rn(group.max > -INFINITY ? group.max : 0, scale);
 }
-/* Sums of 2^(logit * scale - scaled_max) per octet; returns the sum of all. */
+/* sums becomes the sum of 2^(logit * scale - scaled_max) of each octet. Returns the sum of all. */
 template <int UNROLL>
 __device__ static inline float samp_sum_exp(const float (&logits)[SAMP_GROUP_IDS], float scale,
                                             float scaled_max, float (&sums)[8]) {
@@ -8779,8 +8780,8 @@ __device__ static inline void samp_recompute(const float (&logits)[SAMP_GROUP_ID
         group.shift = group.max;
     }
 }
-/* The sums of any group. two_sums: the row needs a sum at its temperature and another one at
- * temperature 1. */
+/* Computes maximum and sums of a group, inexact or not. two_sums: the row needs a sum at its
+ * temperature and another one at temperature 1. */
 __device__ static inline samp_id_group samp_group_sums(const float (&logits)[SAMP_GROUP_IDS],
                                                        float scale, bool two_sums) {
     samp_id_group group;
@@ -8812,7 +8813,7 @@ __device__ static inline void samp_group_sums_2(const float (&logits_a)[SAMP_GRO
         samp_recompute(logits_b, scale_b, two_sums_b, group_b);
 }
 
-/* The uniform number times `sum`, counted from the end from which samp_inverse_cdf counts. */
+/* Returns the uniform number times `sum`, measured from the end where samp_inverse_cdf begins. */
 __device__ static inline float samp_target(const samp_params &params, bool from_end, float sum) {
     return __fmul_rn(
         __fmul_rn(__fadd_rn((float)(from_end ? ~params.uniform : params.uniform), 0.5f), 0x1p-32f),
@@ -9625,7 +9626,7 @@ __device__ static inline bool samp_gather_range(samp_dist &dist, uint32_t low, u
     __syncthreads();
     return dist.n_candidates >= 0;
 }
-/* Gathers without visiting the logits above. */
+/* samp_gather_range without calls for the logits above the range. */
 __device__ static bool samp_gather(samp_dist &dist, uint32_t low, uint32_t high) {
     return samp_gather_range(dist, low, high, false, [](float) {});
 }
@@ -10629,7 +10630,8 @@ static void samp_open(toka_device *dev) {
                              : fitting_rows > 256           ? fitting_rows & ~(size_t)255
                                                             : fitting_rows);
     plan->partial_rows = (int)(max_samples < SAMP_PARTIAL_ROWS ? max_samples : SAMP_PARTIAL_ROWS);
-    /* a grid has at most 65,535 CTAs in dimension y */
+    /* With ranks, the receive buffers have room for the partials of SAMP_PARTIAL_ROWS rows. Without
+     * ranks, rows are dimension y of a grid, which has at most 65,535 CTAs. */
     const int max_rows = has_ranks ? SAMP_PARTIAL_ROWS : 32768;
     if (plan->chunk_rows > max_rows) plan->chunk_rows = max_rows;
     if (plan->partial_rows < plan->chunk_rows) plan->partial_rows = plan->chunk_rows;
@@ -10955,8 +10957,9 @@ static void samp_from_logits(toka_device *dev, int first, int n_rows, int n_plai
                         plan->logits + (size_t)n_plain * (size_t)plan->ld_logits);
 }
 
-/* Plain rows with tensor ranks: from the partials of each rank's own ids to results. If
- * !has_partials, makes these partials first, from the stored logits of the own ids. */
+/* For plain rows with tensor ranks: launches the kernels that turn the partials of each rank's own
+ * ids into results. If !has_partials, makes these partials first, from the stored logits of the own
+ * ids. */
 static void samp_merge_ranks(toka_device *dev, int first, int n_rows, bool has_partials) {
     samp_plan *plan = dev->samp;
     const samp_params *params = plan->params + first;
@@ -11040,8 +11043,8 @@ static void samp_launch_rows(toka_device *dev, const toka_step *step, int first,
     if (n_exchanged == n_rows && has_ranks) return;
     if (has_ranks) samp_gather_logits(dev, n_exchanged - first_stored, n_rows - n_exchanged);
     samp_copy_raw_logits(dev, step, first, n_rows);
-    /* The LM head has raised best_keys of all n_rows rows. The kernels of samp_from_logits clear
-     * only entries 0 .. n_rows - n_exchanged - 1. */
+    /* The LM head has raised best_keys of all n_rows rows. samp_merge_ranks and samp_from_logits
+     * both clear entries from 0 on, for their own numbers of rows, so some would stay raised. */
     if (has_ranks && fused) samp_reset_best_keys(dev);
     if (fused && !has_ranks)
         samp_launch_results(dev, first, n_rows, n_plain, filters,
@@ -12498,7 +12501,7 @@ extern "C" const toka_backend toka_cuda = {
     .default_tokens = TOKA_GPU_MAX_TOKENS,
     .default_seqs = TOKA_GPU_MAX_SEQS,
     .n_ahead = STEPS_IN_FLIGHT,
-    /* For chapter 17 of toka.c, measured on attention on an H100 (chapter 9); units in toka.h. */
+    /* For chapter 17 of toka.c, from measurements of chapter 9 on an H100; units in toka.h. */
     .merge_tok = 8,
     .span_tok = 512,
     .tile_rows = 32,
