@@ -7394,11 +7394,11 @@ typedef struct group_rank { /* state of one rank that other ranks read */
     /* For the deadlock diagnosis. Guarded by group->lock, with two exceptions: op and op_ring are
      * atomic, and n_barriers is written without the lock by the rank's own thread. */
     enum group_wait_reason waits_for; /* why its thread waits */
-    const char *op;         /* the op that its thread runs or ran last; NULL: none yet */
-    const char *op_ring[OP_RING]; /* [i % OP_RING] first op after rank barrier i */
-    unsigned n_barriers;    /* rank barriers that were enqueued */
-    int64_t n_waits;        /* stream waits for another rank that were enqueued: for x in a channel,
-                               or for sampled tokens. At most one per step */
+    const char *op;                   /* the op that its thread runs or ran last; NULL: none yet */
+    const char *op_ring[OP_RING];     /* [i % OP_RING] first op after rank barrier i */
+    unsigned n_barriers;              /* rank barriers that were enqueued */
+    int64_t n_waits;                  /* stream waits for another rank that were enqueued: for x in
+                                         a channel, or for sampled tokens. At most one per step */
     /* Entry i % TOKA_GPU_LINK_BUFFERS belongs to wait i. There are more entries than in-flight
      * steps. */
     cudaEvent_t wait_events[TOKA_GPU_LINK_BUFFERS]; /* the GPU has reached the wait */
@@ -8567,8 +8567,8 @@ typedef struct samp_filter { /* more parameters of a filtered row */
     float temperature, top_p;              /* top_p 1: off */
     float repetition, frequency, presence; /* penalties */
     int top_k;                             /* 0: off */
-    int n_top, top_index; /* n_top: top log-probabilities that the row wants; 0: none. top_index:
-                             index of the row in tops */
+    int n_top, top_index;                  /* n_top: top log-probabilities that the row wants; 0:
+                                              none. top_index: index of the row in tops */
     int n_history, n_prompt, n_bias, n_allowed, n_forbidden, fallback_id;
     int ranked; /* the row wants the rank of its forced id */
 } samp_filter;
