@@ -7289,7 +7289,7 @@ static void attention(toka_device *dev, int layer, const bf16 *q, bf16 *o) {
  *                  this number or a higher one, it departs: it has passed the barrier. The numbers
  *                  only rise. All kernels with rank barriers have the same number of CTAs, so
  *                  between two kernels all CTAs of a rank have passed the same number of barriers.
- *   share          One of the tp_size parts of x. Rank q adds up share q.
+ *   share          One of tp_size parts of x, about equally large. Rank q adds up share q.
  *   all-reduce     One-shot: each rank stores its x into the receive buffers of all peers, passes a
  *                  barrier and adds up all x in rank order. Two-shot is a reduce-scatter and an
  *                  all-gather: each rank stores share q of its x into the receive buffer of rank q,
@@ -7334,9 +7334,9 @@ static void attention(toka_device *dev, int layer, const bf16 *q, bf16 *o) {
  * A GPU waits for the same work and, in a rank barrier, for the same op on its peers. The peers
  * themselves wait only for earlier work, or in this barrier. So the earliest work that is not done
  * can always run. A kernel that polls occupies SMs of its own GPU only, and no peer needs these SMs
- * to arrive. Kernels with rank barriers start their dependents only after the barrier. If
- * TOKA_DEBUG_SHARE_GPU puts several ranks on one GPU, these kernels have so few CTAs that the CTAs
- * of all ranks are resident at the same time.
+ * to arrive. If TOKA_DEBUG_SHARE_GPU puts several ranks on one GPU, the kernels with rank barriers
+ * have so few CTAs that the CTAs of all ranks are resident at the same time. All kernels with rank
+ * barriers start their dependents only after the barrier, so dependents do not take their SMs.
  *
  * Failure. `aborted` lies in host memory that all GPUs can read. A polling thread reads it at every
  * 1024th poll and stops waiting if it is set. Waiting host threads are woken, and ops return at
