@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Does accuracy move on the GPU? The embedded model's accuracy and pass@k over 1,024 samples of 20 problems, with shared prefixes, run-ahead
-and preemption on, beside the CPU's; and greedy answers with sharing on and off.
+"""Checks that accuracy does not change on the GPU. Compares the embedded model's accuracy and pass@k with the CPU's, over 1,024 samples of
+20 problems, with shared prefixes, run-ahead and preemption on. Also compares greedy answers with prefix sharing on and off.
 
     python3 test/gpu_accuracy.py               on a machine with a GPU, from the repository root, after ./build.sh
-    python3 test/gpu_accuracy.py make          on any machine: the CPU's figures anew, to test/model/passk.json (about 10 minutes of two cores)
+    python3 test/gpu_accuracy.py make          on any machine: computes the CPU's figures again and writes them to test/model/passk.json
+                                               (about 10 minutes on two cores)
 
-Prompts are conversations: three solved problems, the same for all, then the problem itself; so samples share pages at two levels. Draws
-on the two devices are independent, so right answers are two binomial samples: totals may differ by 4 standard errors, a problem's by
-5, pass@k (the unbiased estimate) by 4.5 of what repetition of both would spread. Where greedy answers differ with sharing on and off, the
-two tokens at the first difference must be a tie up to rounding: log-probabilities within 0.2.
+Prompts are conversations: three solved problems, the same for all, then the problem itself. So samples share pages at two levels. The
+samples of the two devices are independent, so the numbers of right answers are two binomial samples. Totals may differ by 4 standard
+errors, those of one problem by 5, pass@k (the unbiased estimate) by 4.5. If a greedy answer differs with sharing on and off, the two
+tokens at the first difference must be a tie up to rounding: their log-probabilities differ by less than 0.2.
 """
 import argparse
 import json
@@ -47,7 +48,8 @@ def make_problems(n):
 
 
 def batch(problems, device, tmp, *flags, short=0, **fields):
-    """Choices by (problem, index), and the report. short: so many lines come first whose samples end at their first blank."""
+    """Runs a batch. Returns the choices by (problem, index), and the report. short: this many lines come first; their samples end at the
+    first blank."""
     source, out, report = (os.path.join(tmp, name) for name in ("in.jsonl", "out.jsonl", "report.json"))
     for path in (out, report):
         if os.path.exists(path):
@@ -67,7 +69,7 @@ def batch(problems, device, tmp, *flags, short=0, **fields):
 
 
 def right_answers(choices, problems):
-    """Right answers of each problem."""
+    """The number of right answers of each problem."""
     counts = [0] * len(problems)
     for (i, _), c in choices.items():
         counts[i] += re.findall(r"The answer is (-?\d+)", c["message"]["content"])[-1:] == [problems[i][1]]
@@ -77,14 +79,14 @@ def right_answers(choices, problems):
 # ---- pass@k ----
 
 def pass_at(counts, k):
-    """Mean over problems of the chance that one of k samples, drawn from the N without putting back, is right."""
+    """The mean over problems of the probability that one of k samples, taken from the N without replacement, is right."""
     def miss(c):
         return 0 if N - c < k else math.exp(math.lgamma(N - c + 1) - math.lgamma(N - c - k + 1) - math.lgamma(N + 1) + math.lgamma(N - k + 1))
     return sum(1 - miss(c) for c in counts) / len(counts)
 
 
 def spread(counts, k, rng):
-    """Standard deviation of the difference of two such estimates."""
+    """The standard deviation of the difference of two such estimates."""
     def again():
         return [min(N, max(0, round(rng.gauss(c, math.sqrt(c * (N - c) / N))))) for c in counts]
     diffs = [pass_at(again(), k) - pass_at(again(), k) for _ in range(200)]
@@ -92,7 +94,7 @@ def spread(counts, k, rng):
 
 
 def compare(what, got, want):
-    """Right answers a problem against the CPU's."""
+    """Compares the right answers of each problem with the CPU's."""
     n, a, b = N * len(want), sum(got), sum(want)
     p = (a + b) / (2 * n)
     sigma = math.sqrt(2 * n * p * (1 - p)) + 1
@@ -101,14 +103,15 @@ def compare(what, got, want):
     check(worst[0] <= 5, f"{what}: problem {worst[1]} differs most, {got[worst[1]]} and {want[worst[1]]} of {N}: {worst[0]:.1f} standard errors")
     rng, pooled = random.Random(1), [(x + y) / 2 for x, y in zip(got, want)]
     rows = [(k, pass_at(got, k), pass_at(want, k), 4.5 * spread(pooled, k, rng) + 1e-3) for k in KS]
-    check(all(abs(x - y) <= room for _, x, y, room in rows),
-          f"{what}: pass@k " + ", ".join(f"{k}: {x:.4f} ({y:.4f} +- {room:.4f})" for k, x, y, room in rows))
+    check(all(abs(x - y) <= allowed for _, x, y, allowed in rows),
+          f"{what}: pass@k " + ", ".join(f"{k}: {x:.4f} ({y:.4f} +- {allowed:.4f})" for k, x, y, allowed in rows))
 
 
 # ---- Greedy with sharing on and off ----
 
 def tie(one, other):
-    """None if two answers are equal, else how far apart the two tokens at their first difference are in the first answer, in nats."""
+    """None if two answers are equal. Otherwise the difference in nats between the two tokens at the first difference, in the first
+    answer."""
     for x, y in zip(one, other):
         if x["token"] != y["token"]:
             there = {t["token"]: t["logprob"] for t in x["top_logprobs"]}
@@ -125,7 +128,7 @@ def greedy(tmp):
     on, off = (choices for choices, _ in runs)
     gaps = [g for g in (tie(on[k]["logprobs"]["content"], off[k]["logprobs"]["content"]) for k in on) if g is not None]
     check(on.keys() == off.keys() and all(g < 0.2 for g in gaps), f"greedy: {len(on) - len(gaps)} of {len(on)} answers are equal with sharing on and off, "
-          f"the others part at a tie of at most {max(gaps, default=0):.3f}")
+          f"the others differ first at a tie of at most {max(gaps, default=0):.3f}")
     a, b = (sum(right_answers(c, problems)) for c in (on, off))
     check(abs(a - b) <= len(gaps), f"greedy: {a} and {b} of {len(problems)} right")
 
@@ -156,7 +159,7 @@ def main():
             texts[temp] = {k: c["message"]["content"] for k, c in choices.items()}
             compare(f"temperature {temp}", right_answers(choices, problems), figures["right"][temp])
             check(report["prefix_hit_share"] > 0.5, f"temperature {temp}: {100 * report['prefix_hit_share']:.1f} % of the prompts from shared pages")
-        # answers that end at once make the predictor trust in short ones, so that pages run out
+        # answers that end at once make the predictor expect short ones, so that pages run out
         choices, report = batch(problems, "cuda", tmp, "--kv-tokens", "16384", short=8, n=N, temperature=2.0)
         compare("few KV pages", right_answers(choices, problems), figures["right"]["2"])
         same = sum(c["message"]["content"] == texts["2"][k] for k, c in choices.items())

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""toka on a GPU against Hugging Face transformers on the same GPU: the error of raw logits.
+"""Compares raw logits of toka on a GPU with Hugging Face transformers on the same GPU.
 
 Run:  python3 test/gpu_hf.py GPU_MODEL [--small]      on a machine with a GPU, torch and transformers, from the repository root
       GPU_MODEL is the program made of test/gpu_model.c (test/run.sh builds it as test/.build/gpu_model).
 
-For models with random weights in the shapes of Llama-3.2-1B, Qwen2.5-0.5B and Qwen3-0.6B, and for the fixtures: the forward of
-transformers in float32 (float64 for the fixtures: their golden.bin) is the truth; the error of transformers' own bf16 forward is the
-measure; toka's error must not be larger. Errors are relative L2 over all rows of one prompt of several hundred tokens.
+Models: random weights in the shapes of Llama-3.2-1B, Qwen2.5-0.5B and Qwen3-0.6B, and the fixtures. The reference is the forward pass of
+transformers in float32 (for the fixtures in float64: their golden.bin). The error of toka must not be larger than that of transformers'
+own bf16 forward pass. Errors are relative L2 over all rows of one prompt of several hundred tokens.
 """
 import argparse
 import json
@@ -37,7 +37,7 @@ SHAPES = {
 
 
 def randomise(model):
-    """Weights with which every part of the network matters: products of size one, norms around 1, biases of half."""
+    """Sets weights with which every part of the network matters: products of about 1, norms around 1, biases of about 0.5."""
     g = torch.Generator(device="cuda").manual_seed(torch.seed() % 2**31)
     for name, p in model.named_parameters():
         noise = torch.randn(p.shape, generator=g, device="cuda")
@@ -54,7 +54,7 @@ def logits(model, ids):
         return model(torch.tensor([ids], device="cuda")).logits[0].double().cpu().numpy()
 
 
-def ours(program, folder, ids, tmp):
+def toka_logits(program, folder, ids, tmp):
     path, out = os.path.join(tmp, "ids"), os.path.join(tmp, "logits")
     open(path, "w").write(" ".join(map(str, ids)))
     subprocess.run([program, "logits", folder, path, out], check=True)
@@ -86,16 +86,16 @@ def big(program, name, cfg, tmp):
     model.save_pretrained(folder)
     ids = [int(i) for i in np.random.default_rng().integers(3, cfg["vocab_size"], 333)]
     del model
-    # loaded anew for each: model.to(bfloat16) would round the RoPE frequencies too, for good
+    # loaded again for each type: model.to(bfloat16) would also round the RoPE frequencies, permanently
     torch.backends.cuda.matmul.allow_tf32 = False
     hf, want = (logits(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().cuda(), ids)
                 for dtype in (torch.bfloat16, torch.float32))
     torch.cuda.empty_cache()
-    return compare(name, ours(program, folder, ids, tmp), hf, want)
+    return compare(name, toka_logits(program, folder, ids, tmp), hf, want)
 
 
 def fixture(program, folder, tmp):
-    """All rows that golden.bin has, of all prompts together."""
+    """Compares all rows of golden.bin, of all prompts together."""
     golden = json.load(open(os.path.join(folder, "golden.json")))
     raw, V = open(os.path.join(folder, "golden.bin"), "rb").read(), golden["vocab"]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval().cuda()
@@ -104,7 +104,7 @@ def fixture(program, folder, tmp):
         at = c["logit_positions"]
         rows["want"].append(np.frombuffer(raw, np.float32, len(at) * V, c["logits_offset"]).reshape(-1, V).astype(np.float64))
         rows["hf"].append(logits(model, c["prompt_ids"])[at])
-        rows["got"].append(ours(program, folder, c["prompt_ids"], tmp)[at])
+        rows["got"].append(toka_logits(program, folder, c["prompt_ids"], tmp)[at])
     return compare(os.path.basename(folder), *(np.concatenate(rows[k]) for k in ("got", "hf", "want")))
 
 

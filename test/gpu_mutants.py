@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Deliberate mutations of toka_kernels.cu, each of which a GPU test must catch: the test of the tests.
+"""Tests the GPU tests: deliberate mutations of toka_kernels.cu, each of which a test must catch.
 
-    python3 test/gpu_mutants.py check            no GPU, no nvcc: every mutation still fits the file, every kernel has one
-    GPU_ARCH=90a python3 test/gpu_mutants.py build [FOLDER]     one program that holds all mutants; needs nvcc, no GPU
-    python3 test/gpu_mutants.py run [FOLDER] [--jobs 6] [--only EXPRESSION]     on a GPU; without one: those that the CPU can tell
-    (FOLDER: test/.build/mutants; what `run` needs of it is the file `mutants`)
+    python3 test/gpu_mutants.py check            checks that every mutation still fits the file and that every kernel has one; needs no GPU, no nvcc
+    GPU_ARCH=90a python3 test/gpu_mutants.py build [FOLDER]     makes one program that holds all mutants; needs nvcc, no GPU
+    python3 test/gpu_mutants.py run [FOLDER] [--jobs 6] [--only EXPRESSION]     runs them on a GPU; without a GPU: those that a CPU can run
+    (FOLDER: test/.build/mutants; `run` needs only the file `mutants` in it)
 
-A mutation replaces one piece of text, a bug that somebody might really write. All of them go into one copy of toka_kernels.cu, each behind
-a switch: `old` becomes `(mutant(7) ? (new) : (old))`. That copy and the op tests, gpu_model among them, are compiled into one program, and
-TOKA_TEST_MUTANT says which mutant it runs. With none, every test that is asked below must pass; with one, the test named there must end
-with status 1 and a FAILED line of the op that was mutated. A crash, a hang or a failure of something else does not count as caught.
+A mutation replaces one piece of text by a bug that a programmer could write. All mutations are put into one copy of toka_kernels.cu, each
+behind a switch: `old` becomes `(mutant(7) ? (new) : (old))`. This copy, the op tests and gpu_model are compiled into one program, and
+TOKA_TEST_MUTANT selects the mutant. Without a mutant, every test that is named below must pass. With a mutant, the test named in its line
+must end with status 1 and print a FAILED line of the op that was mutated. A crash, a hang or another failure does not count as caught.
 """
 import argparse
 import concurrent.futures
@@ -26,8 +26,9 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 KERNELS = os.path.join(ROOT, "toka_kernels.cu")
 PROGRAMS = ["gpu_attn", "gpu_gemm", "gpu_rows", "gpu_samp", "gpu_smallm"]
 
-# old: text that stands in the file once, however its lines are broken; the part between backticks (all of it if there are none) is replaced by new. A part that ends
-# with a semicolon is a statement, any other an expression. test: program and arguments. line: what the FAILED line must match.
+# name: the bug. old: text that occurs in the file once, whatever its line breaks; the part between backticks (all of it if there are none) is
+# replaced by new. A part that ends with a semicolon is a statement, any other an expression. test: program and arguments. line: an
+# expression that the FAILED line must match.
 Mutant = namedtuple("Mutant", "name kernel old new test line")
 
 
@@ -39,254 +40,254 @@ def group(kernel, test, line, *mutants):
 MUTANTS = [
     # ---- rows: weights, embedding, norms, RoPE ----
     *group("load_convert_kernel", "rows small", "load ",
-           ("the last element of a piece stays behind", "if (i >= n_elems) return;", "if (i + 1 >= n_elems) return;"),
-           ("a piece that begins inside a row begins a row", "col = (int)(`(first_elem + i) % cols`);", "(first_elem % 64 + i) % cols"),
-           ("turns of gate and up are off by a row", "`row / 8 * 16 + row % 8` : row)) * job.stride + col", "row / 8 * 16 + row % 7", "load .* by turns")),
+           ("the last element of a piece is not loaded", "if (i >= n_elems) return;", "if (i + 1 >= n_elems) return;"),
+           ("a piece that begins inside a row is loaded as if it began a row", "col = (int)(`(first_elem + i) % cols`);", "(first_elem % 64 + i) % cols"),
+           ("interleaved rows of gate and up are off by one", "`row / 8 * 16 + row % 8` : row)) * job.stride + col", "row / 8 * 16 + row % 7", "load .* by turns")),
     *group("copy_pages_kernel", "rows small", "copies of pages",
-           ("the page of another layer", "bf16 *pool = kv + `blockIdx.y * layer_elems`;", "0 * layer_elems"),
-           ("the last 16 bytes", "i < `page_elems / 8`; i += 256) to[i] = from[i];", "page_elems / 8 - 1")),
+           ("the page of the wrong layer", "bf16 *pool = kv + `blockIdx.y * layer_elems`;", "0 * layer_elems"),
+           ("the last 16 bytes are missing", "i < `page_elems / 8`; i += 256) to[i] = from[i];", "page_elems / 8 - 1")),
     *group("embed_kernel", "rows small", "embed ",
-           ("the last 16 bytes of a row", "const uint4 vec = `row >= 0` && row < V", "row >= 0 && i + 1 < E / 8"),
-           ("the last token of the slot before", "(id < 0 ? last_tokens[`-1 - id`] : id)", "max(-2 - id, 0)")),
+           ("the last 16 bytes of a row are missing", "const uint4 vec = `row >= 0` && row < V", "row >= 0 && i + 1 < E / 8"),
+           ("the last token of the previous seq", "(id < 0 ? last_tokens[`-1 - id`] : id)", "max(-2 - id, 0)")),
     *group("rmsnorm_kernel", "rows small", "norm ",
            ("without epsilon", "rsqrtf(`block_sum_128(sum) * inv_E + eps`)", "block_sum_128(sum) * inv_E"),
-           ("chosen rows are taken in order", "(size_t)(`row_index ? row_index[blockIdx.x] : blockIdx.x`) * E", "blockIdx.x", "norm .*chosen"),
-           ("wrong element of the norm", "pack_bf16(f[6] * scale * b.z, f[7] * scale * `b.w`)", "b.z"),
-           ("one warp's sum is lost", "(warp_sums[0] + warp_sums[1]) + (warp_sums[2] + `warp_sums[3]`)", "0.0f")),
-    *group("rmsnorm", "rows small", "norm .*E=51", ("mean over the rounded-up width", "const float inv_E = `1.0f / dev->shape->E`;", "1.0f / dev->E")),
+           ("selected rows are taken in order", "(size_t)(`row_index ? row_index[blockIdx.x] : blockIdx.x`) * E", "blockIdx.x", "norm .*chosen"),
+           ("wrong element of the norm's weights", "pack_bf16(f[6] * scale * b.z, f[7] * scale * `b.w`)", "b.z"),
+           ("the sum of one warp is missing", "(warp_sums[0] + warp_sums[1]) + (warp_sums[2] + `warp_sums[3]`)", "0.0f")),
+    *group("rmsnorm", "rows small", "norm .*E=51", ("the mean is over the padded width", "const float inv_E = `1.0f / dev->shape->E`;", "1.0f / dev->E")),
     *group("rope_table_kernel", "rows small", "RoPE table",
            ("sine without the scale", "make_float2((float)c * scale, `(float)s * scale`)", "(float)s", "RoPE table .*scale 1.37"),
-           ("frequencies one further", "freq[`i % half`]", "(i + 1) % half")),
+           ("the next frequency", "freq[`i % half`]", "(i + 1) % half")),
     *group("rope_kernel", "rows small", "RoPE and pages",
            ("sine with the wrong sign", "store_bf16x2(out + half + i, `hi0 * cs.x + lo0 * cs.y`", "hi0 * cs.x - lo0 * cs.lo1"),
-           ("norm of the upper half", "norm_hi[k] = *(const float2 *)(`norm + half + i`);", "norm + i", "RoPE and pages .*norm"),
+           ("the norm's weights of the lower half for the upper half", "norm_hi[k] = *(const float2 *)(`norm + half + i`);", "norm + i", "RoPE and pages .*norm"),
            ("q's norm for the first head of k", "const float *norm = `head < args.H` ? args.q_norm : head < args.H + args.K ? args.k_norm : NULL;", "head <= args.H", "RoPE and pages .*norm"),
-           ("V is turned, too", "if (row < args.T && `head < args.H + args.K`) {", "head <= args.H + args.K"),
-           ("the slot's place in its page", "(head >= args.H + args.K)) * args.B + `kv_slot % args.B`) * args.D;", "kv_slot % (args.B / 2)")),
+           ("V is rotated, too", "if (row < args.T && `head < args.H + args.K`) {", "head <= args.H + args.K"),
+           ("wrong position in the page", "(head >= args.H + args.K)) * args.B + `kv_slot % args.B`) * args.D;", "kv_slot % (args.B / 2)")),
 
     # ---- GEMM ----
     *group("gemm_mma_kernel", "smallm small", "mma (64|128)x",
-           ("the last slice of K where it is not whole", "int n_slices = `(args.K + MMA_K - 1) / MMA_K`;", "max(args.K / MMA_K, 1)"),
+           ("the last partial slice of K is missing", "int n_slices = `(args.K + MMA_K - 1) / MMA_K`;", "max(args.K / MMA_K, 1)"),
            ("one row too many is written", "if (`m >= args.M`) continue;\n#pragma unroll\n        for (int j = 0; j < WN / 8; j++) {", "m > args.M"),
            ("no residual in the last tile of columns", "values[0], values[1], `gemm_residual_pair(args, m, n)`);\n            else if",
             "n0 + WN >= args.N ? 0 : gemm_residual_pair(args, m, n)", "mma (64|128)x\\S+ residual"),
-           ("the gate of the neighbour", "pack_bf16(swiglu(g0, u0), swiglu(`g1`, u1))", "g0", "mma (64|128)x\\S+ swiglu")),
+           ("the gate of the neighbouring column", "pack_bf16(swiglu(g0, u0), swiglu(`g1`, u1))", "g0", "mma (64|128)x\\S+ swiglu")),
     *group("gemm_gemv_kernel", "smallm small", "thin ",
-           ("the last warp's part of K", "for (int i = 0; `i < GEMV_WARPS` && valid; i++) {", "i < GEMV_WARPS - 1"),
+           ("the last warp's slice of K is missing", "for (int i = 0; `i < GEMV_WARPS` && valid; i++) {", "i < GEMV_WARPS - 1"),
            ("the other column of up", "second.x += warp_sum[8], second.y += `warp_sum[9]`;", "warp_sum[8]", "thin \\d+ swiglu"),
            ("one row too many is written", "bool valid = `m < args.M` && n0 + n < args.N;", "m <= args.M"),
-           ("a column's square is left out of the norm that follows", "float sum = bf16_low(y) * bf16_low(y) + `bf16_high(y) * bf16_high(y)`;", "0.0f",
+           ("one column is missing in the row sum of squares", "float sum = bf16_low(y) * bf16_low(y) + `bf16_high(y) * bf16_high(y)`;", "0.0f",
             "fold"),
-           ("ups without the norm's scale", "second.x *= row_scale[m], `second.y *= row_scale[m]`;", "second.y *= 1", "fold .* swiglu")),
+           ("up without the scale of the fused norm", "second.x *= row_scale[m], `second.y *= row_scale[m]`;", "second.y *= 1", "fold .* swiglu")),
     *group("gemm_smallm_kernel", "smallm small", " \\d+/[1248] ",
-           ("the last slice of K", "cta.n_k_blocks = `k_blocks * (cta.k_rank + 1) / split - cta.k_block0`;",
+           ("the last slice of K is missing", "cta.n_k_blocks = `k_blocks * (cta.k_rank + 1) / split - cta.k_block0`;",
             "k_blocks * (cta.k_rank + 1) / split - cta.k_block0 - (cta.k_rank + 1 == split)"),
-           ("the last part of K is not added", "for (int k_rank = 0; `k_rank < cta.split`; k_rank++) {\n            float4 partial", "k_rank < cta.split - 1", " \\d+/[248] "),
-           ("half a pair of the residual", "values[6] += bf16_low(residual.w), values[7] += `bf16_high(residual.w)`;", "bf16_low(residual.cta)", "/[1248] residual"),
-           ("up's bias", "smallm_add_bias(up, args.bias, `cta.n0 + n + 8`);", "cta.n0 + n", "/[1248] swiglu"),
-           ("the second half turned back", "hi[k] = hi[k] * cosine + `old_lo * sine`;", "-old_lo * sine", "few turned"),
-           ("V is turned, too", "`head < qkv.H + qkv.K` ? cos_sin : NULL};", "true", "few turned"),
-           ("the squares of the head's other half", "sum += `smem_load_float(sumsq_at)`;", "0", "few turned normed .*D=128"),
-           ("the squares of another row", "st_async_8(mapa(`sumsq_at`, peer), sum", "sumsq_at ^ (cta.rows > 1 ? 8 : 0)",
+           ("the partials of the last split-K rank are not added", "for (int k_rank = 0; `k_rank < cta.split`; k_rank++) {\n            float4 partial", "k_rank < cta.split - 1", " \\d+/[248] "),
+           ("the residual of a pair is used twice", "values[6] += bf16_low(residual.w), values[7] += `bf16_high(residual.w)`;", "bf16_low(residual.cta)", "/[1248] residual"),
+           ("the bias of gate for up", "smallm_add_bias(up, args.bias, `cta.n0 + n + 8`);", "cta.n0 + n", "/[1248] swiglu"),
+           ("the second half is rotated backwards", "hi[k] = hi[k] * cosine + `old_lo * sine`;", "-old_lo * sine", "few turned"),
+           ("V is rotated, too", "`head < qkv.H + qkv.K` ? cos_sin : NULL};", "true", "few turned"),
+           ("the sum of squares of the head's other half is missing", "sum += `smem_load_float(sumsq_at)`;", "0", "few turned normed .*D=128"),
+           ("the sum of squares of another row", "st_async_8(mapa(`sumsq_at`, peer), sum", "sumsq_at ^ (cta.rows > 1 ? 8 : 0)",
             "few turned normed .*D=128"),
            ("k's norm for q", "smallm_qk_norm norm = {head < qkv.H ? `qkv.q_norm` :", "qkv.k_norm", "few turned normed"),
-           ("weights of the first half for both", "norm.hi[k] = norm.w ? `norm.w[qkv.D / 2 + elem + k]` : 1;", "norm.w[elem + k]", "few turned normed"),
-           ("V is normed, too", "smallm_qk_norm norm = {head < qkv.H ? qkv.q_norm : `head < qkv.H + qkv.K ? qkv.k_norm : NULL`};", "qkv.k_norm", "few turned normed")),
+           ("the norm's weights of the first half for both halves", "norm.hi[k] = norm.w ? `norm.w[qkv.D / 2 + elem + k]` : 1;", "norm.w[elem + k]", "few turned normed"),
+           ("V is normalized, too", "smallm_qk_norm norm = {head < qkv.H ? qkv.q_norm : `head < qkv.H + qkv.K ? qkv.k_norm : NULL`};", "qkv.k_norm", "few turned normed")),
     *group("gemm_wgmma_kernel", "gemm quick", "(store|residual) ",
-           ("store: bias of the neighbour", "int col = tile.col0 + 8 * j;\n        if (col >= tile.N) continue;\n        float2 b = *(const float2 *)(bias + `col`",
+           ("store: bias of another column", "int col = tile.col0 + 8 * j;\n        if (col >= tile.N) continue;\n        float2 b = *(const float2 *)(bias + `col`",
             "max(col - 8, 0)", "(store|residual) .* bias"),
-           ("store: the last panel of columns", "if (`col0 + panel * PANEL < n_cols`) tma_store_2d", "col0 + (panel + 1) * PANEL < n_cols + PANEL / 2"),
-           ("residual: none in the last row, right half", "y[i] = `r < tile.M` && col < tile.N ?", "r + 1 < tile.M", "residual .*BN 256"),
-           ("residual: the first half's other row", "pack_bf16(values[2 * i] + bf16_low(pairs[i]), values[2 * i + 1] + bf16_high(`pairs[i]`))", "r[i ^ 1]", "residual "),
-           ("the last group of tiles is as high as the others", "n = gemm_divide(in_band, height, `units_left < problem.raster_m ? problem.inv_last_height : problem.inv_height`)",
+           ("store: the last panel of columns is missing", "if (`col0 + panel * PANEL < n_cols`) tma_store_2d", "col0 + (panel + 1) * PANEL < n_cols + PANEL / 2"),
+           ("residual: none in the last row", "y[i] = `r < tile.M` && col < tile.N ?", "r + 1 < tile.M", "residual .*BN 256"),
+           ("residual: that of the other row", "pack_bf16(values[2 * i] + bf16_low(pairs[i]), values[2 * i + 1] + bf16_high(`pairs[i]`))", "r[i ^ 1]", "residual "),
+           ("the last band of units is as high as the others", "n = gemm_divide(in_band, height, `units_left < problem.raster_m ? problem.inv_last_height : problem.inv_height`)",
             "problem.inv_height", "M 257 .*group 8"),
-           ("ping-pong: x of the upper half for both", "wgmma_ss<BN>(acc[half], a_desc + `half * (64 * 128 / 16)` + 2 * i,", "0", "ping-pong "),
-           ("ping-pong: the lower half ends a piece of 16 rows too high", "if (half) tile.row0 += `64`, tile.tile_count++;", "48", "ping-pong "),
-           ("split: sums of the neighbour", "to[3] += from_rank == k_rank ? values[3] : __uint_as_float(`other.w`);", "other.z", "split [24]"),
-           ("swiglu: the gate of the neighbour", "pack_bf16(swiglu(logits_a[0], logits_a[4]), swiglu(`logits_a[1]`, logits_a[5]))", "logits_a[0]", "swiglu "),
-           ("scatter: a share's first rows go to the rank before", "const int rank = `tile.row0 / epi_args.rows_per_rank`;", "max(tile.row0 - 16, 0) / epi_args.rows_per_rank", "scatter "),
+           ("ping-pong: x of the upper half for both halves", "wgmma_ss<BN>(acc[half], a_desc + `half * (64 * 128 / 16)` + 2 * i,", "0", "ping-pong "),
+           ("ping-pong: the lower half ends 16 rows too high", "if (half) tile.row0 += `64`, tile.tile_count++;", "48", "ping-pong "),
+           ("split: partial sum of the neighbouring column", "to[3] += from_rank == k_rank ? values[3] : __uint_as_float(`other.w`);", "other.z", "split [24]"),
+           ("swiglu: the gate of the neighbouring column", "pack_bf16(swiglu(logits_a[0], logits_a[4]), swiglu(`logits_a[1]`, logits_a[5]))", "logits_a[0]", "swiglu "),
+           ("scatter: the first rows of a rank go to the rank before", "const int rank = `tile.row0 / epi_args.rows_per_rank`;", "max(tile.row0 - 16, 0) / epi_args.rows_per_rank", "scatter "),
            ("logits: columns exchanged", "make_float2(acc[4 * j + 2], `acc[4 * j + 3]`);\n        }", "acc[4 * j + 1]", "logits "),
            ("qkv: q's norm for the first head of k", "const float *weights = `head < epi_args.H` ? epi_args.q_norm : epi_args.k_norm;\n            if (!weights", "head <= epi_args.H", "qkv(64|128) .* norm"),
            ("qkv: the norm's lower half for both", "(weights + i / 8 * 8 + `i / 4 % 2 * (D / 2)` + 2 * (tile.lane & 3))", "0", "qkv(64|128) .* norm"),
            ("qkv: sine with the wrong sign", "a = x * cosine - y * sine, b = `y * cosine + x * sine`;", "y * cosine - x * sine", "qkv(64|128) "),
            ("qkv: the position of another row", "fetched.pos[1] = epi_args.pos[`min(row + 8, last_row)`];", "min(row, last_row)", "qkv(64|128) "),
-           ("qkv: a tile that begins inside a head turns as one that does not", "int elem = `(tile.col0 + 16 * block) % D / 2` + 2 * (tile.lane & 3);", "16 * chunk % D / 2",
+           ("qkv: a tile that begins inside a head is rotated as if it began the head", "int elem = `(tile.col0 + 16 * block) % D / 2` + 2 * (tile.lane & 3);", "16 * chunk % D / 2",
             "qkv(64|128) .*BN (96|160|192)"),
-           ("qkv: K and V to another row's slot", "kv_slot = __shfl_sync(~0u, fetched.kv_slot, `row`);", "row & 7", "qkv(64|128) "),
-           ("qkv: K takes V's place", "(uint32_t)((kv_head - is_v * epi_args.K) * 2 + `is_v`) << log2_B", "1 - is_v", "qkv(64|128) ")),
+           ("qkv: K and V go to another row's kv_slot", "kv_slot = __shfl_sync(~0u, fetched.kv_slot, `row`);", "row & 7", "qkv(64|128) "),
+           ("qkv: K and V are exchanged", "(uint32_t)((kv_head - is_v * epi_args.K) * 2 + `is_v`) << log2_B", "1 - is_v", "qkv(64|128) ")),
     *group("qkv_reorder_kernel", "gemm quick", "qkv(64|128) ",
-           ("the last 8 columns of 64", "int n_chunks = `(K - (int)blockIdx.y * 64) / 8`, tid", "(K - (int)blockIdx.y * 64 - 8) / 8"),
-           ("biases stay", "bias[blockIdx.x * D + `qkv_interleave(tid, D / 2)`] = old_bias[tid];", "tid", "qkv(64|128) .* bias"),
-           ("neighbouring rows exchanged", "head + (size_t)qkv_interleave(`chunk / 8`, D / 2) * K", "chunk / 8 ^ 1")),
+           ("the last 8 columns of 64 are missing", "int n_chunks = `(K - (int)blockIdx.y * 64) / 8`, tid", "(K - (int)blockIdx.y * 64 - 8) / 8"),
+           ("biases are not reordered", "bias[blockIdx.x * D + `qkv_interleave(tid, D / 2)`] = old_bias[tid];", "tid", "qkv(64|128) .* bias"),
+           ("neighbouring rows are exchanged", "head + (size_t)qkv_interleave(`chunk / 8`, D / 2) * K", "chunk / 8 ^ 1")),
     *group("gemm_wgmma_kernel, epi_sample", "samp small", "row \\d+: (another time|id \\d+ logprob|-?\\d+ from stored)",
-           ("an id behind the vocabulary can be drawn", "if (`tile.col0 + 2 * group + i / 4 * 8 + i % 2 >= epi_args.V`) acc[i]", "tile.col0 + 2 * group + i / 4 * 8 + i % 2 > epi_args.V"),
-           ("noise of the other row", "fetched.noise.y = `group < 2 ? from_peer : own`;", "group < 2 ? own : from_peer"),
-           ("wrong word of the noise", "own = group < 2 ? group ? counter[1] : counter[0] : group == 2 ? counter[2] : `counter[3]`, for_peer", "counter[2]"),
-           ("noise of the next block", "fetched.noise.w, `1 + (uint32_t)((epi_args.v0 + tile.col0) / SAMP_BLOCK)`, 0};", "2 + (uint32_t)((epi_args.v0 + tile.col0) / SAMP_BLOCK)"),
-           ("the second row at the first one's temperature", "samp_group_max<8>(logits_b, `scale_b`, group_b);", "scale_a"),
-           ("the second row's raw sum where the first one asks", "if (`two_sums_b`) samp_group_raw_sum<8>(logits_b, group_b);", "two_sums_a"),
-           ("both warpgroups put out the rows of one", "tile.row0 = coord.m * 128 + `((int)threadIdx.x / 32 - 4)` * 16, tile.col0 = coord.n * BN;",
+           ("an id after the vocabulary's end can be sampled", "if (`tile.col0 + 2 * group + i / 4 * 8 + i % 2 >= epi_args.V`) acc[i]", "tile.col0 + 2 * group + i / 4 * 8 + i % 2 > epi_args.V"),
+           ("random numbers of the other row", "fetched.noise.y = `group < 2 ? from_peer : own`;", "group < 2 ? own : from_peer"),
+           ("wrong word of the random numbers", "own = group < 2 ? group ? counter[1] : counter[0] : group == 2 ? counter[2] : `counter[3]`, for_peer", "counter[2]"),
+           ("random numbers of the next block", "fetched.noise.w, `1 + (uint32_t)((epi_args.v0 + tile.col0) / SAMP_BLOCK)`, 0};", "2 + (uint32_t)((epi_args.v0 + tile.col0) / SAMP_BLOCK)"),
+           ("the second row with the first one's temperature", "samp_group_max<8>(logits_b, `scale_b`, group_b);", "scale_a"),
+           ("the second row's raw sum only if the first row needs one", "if (`two_sums_b`) samp_group_raw_sum<8>(logits_b, group_b);", "two_sums_a"),
+           ("both warpgroups output the rows of one", "tile.row0 = coord.m * 128 + `((int)threadIdx.x / 32 - 4)` * 16, tile.col0 = coord.n * BN;",
             "(int)threadIdx.x / 32 % 4"),
            ("both warpgroups multiply the rows of one", "wgmma_desc(buf_at + `consumer * 64 * 128`), b_desc", "0"),
-           ("a block that is only a little ahead is passed over", "float min_gumbel = `best_gumbel - 0.01f - 1e-6f * fabsf(best_gumbel)`,", "best_gumbel + 1", "V 70000 .* from stored")),
+           ("a block that can win by a small margin is skipped", "float min_gumbel = `best_gumbel - 0.01f - 1e-6f * fabsf(best_gumbel)`,", "best_gumbel + 1", "V 70000 .* from stored")),
 
     # ---- Attention ----
     *group("attn_mma", "attn small", "(decode|prefill|tree) .*B=(16|32) ",
            ("one position too far", "to[r] = `min(pos[r] + 1, item.kv1)`;", "min(pos[r] + 2, item.kv1)", "prefill .*B=(16|32) "),
-           ("the window ends a position late", "from[r] = max(item.kv0 + item.skip, args.window ? `pos[r] - args.window + 1` : 0)", "pos[r] - args.window",
+           ("the window ends one position too late", "from[r] = max(item.kv0 + item.skip, args.window ? `pos[r] - args.window + 1` : 0)", "pos[r] - args.window",
             "B=(16|32) window=70"),
-           ("positions that another span has had", "from[r] = max(`item.kv0 + item.skip`, args.window", "item.kv0", "tails.* B=(16|32) .*shared"),
-           ("a last tile of one position", "int first_kv = attn_first_kv(args, item, TOK), n_tiles = item.kv1 > first_kv ? `(item.kv1 - first_kv + TOK - 1) / TOK` : 0;",
+           ("positions of an earlier span are read again", "from[r] = max(`item.kv0 + item.skip`, args.window", "item.kv0", "tails.* B=(16|32) .*shared"),
+           ("a last tile of one position is skipped", "int first_kv = attn_first_kv(args, item, TOK), n_tiles = item.kv1 > first_kv ? `(item.kv1 - first_kv + TOK - 1) / TOK` : 0;",
             "(item.kv1 - first_kv + TOK - 2) / TOK"),
-           ("the last page is the one before", "args.pages[item.page0 + (`offset >> args.log2_B`)] * args.K + kv_head) * 2 + is_v;",
+           ("the page before the last one is read twice", "args.pages[item.page0 + (`offset >> args.log2_B`)] * args.K + kv_head) * 2 + is_v;",
             "kv + row + 1 == item.kv1 && offset >> args.log2_B ? (offset >> args.log2_B) - 1 : offset >> args.log2_B"),
-           ("V of the next row", "ldmatrix_x4_trans(b, smem_addr(v + attn_piece_at(TOK, `n * 16 + row`, c * 2 + piece)));", "n * 16 + (row ^ 1)")),
+           ("V of the neighbouring row", "ldmatrix_x4_trans(b, smem_addr(v + attn_piece_at(TOK, `n * 16 + row`, c * 2 + piece)));", "n * 16 + (row ^ 1)")),
     *group("attn_small", "attn small", "decode .*B=64 ",
-           ("a last tile of one position", "first_page = -32;\n    int n_tiles = item.kv1 > first_kv ? `(item.kv1 - first_kv + TOK - 1) / TOK` : 0;",
-            "(item.kv1 - first_kv + TOK - 2 + args.prefetch) / TOK"), # where rows are early, the newest is put into the last tile
-           ("what lies behind the last position", "if (j / (DP / 8) < from || `j / (DP / 8) >= n_kv`)", "j / (DP / 8) > n_kv"),
-           ("the first eight positions where not all are its own", "int from = `max(0, item.skip - offset) / 8`, pieces", "(max(0, item.skip - offset) + 7) / 8",
+           ("a last tile of one position is skipped", "first_page = -32;\n    int n_tiles = item.kv1 > first_kv ? `(item.kv1 - first_kv + TOK - 1) / TOK` : 0;",
+            "(item.kv1 - first_kv + TOK - 2 + args.prefetch) / TOK"), # with prefetch, the newest row is put into the last tile
+           ("positions after the last one are used", "if (j / (DP / 8) < from || `j / (DP / 8) >= n_kv`)", "j / (DP / 8) > n_kv"),
+           ("the first eight positions are skipped if only some are the item's own", "int from = `max(0, item.skip - offset) / 8`, pieces", "(max(0, item.skip - offset) + 7) / 8",
             "tails.* B=64 .*shared"),
-           ("whole tiles are fetched from a position further on", "tma_load_5d(to, tile_map, bar, 0, 0, `row`, 0, 0);", "row + 1"),
-           ("the last page is the one before", "min(first_page + lane, `last_offset >> args.log2_B`)];\n        int page_bit", "max((last_offset >> args.log2_B) - 1, 0)")),
+           ("whole tiles are loaded from the next position on", "tma_load_5d(to, tile_map, bar, 0, 0, `row`, 0, 0);", "row + 1"),
+           ("the page before the last one is read twice", "min(first_page + lane, `last_offset >> args.log2_B`)];\n        int page_bit", "max((last_offset >> args.log2_B) - 1, 0)")),
     *group("attn_small", "attn small", "late rows",
-           ("the newest V as it was before", "if (`is_v < 2`) *(uint4 *)(k + is_v * HALF", "is_v == 0"),
-           ("the newest row is that of the part before", "n_tiles <= BUFS && `item.kv1 == item.pos_hi + 1`;", "false")),
+           ("the newest V is not reloaded", "if (`is_v < 2`) *(uint4 *)(k + is_v * HALF", "is_v == 0"),
+           ("the newest row is not reloaded", "n_tiles <= BUFS && `item.kv1 == item.pos_hi + 1`;", "false")),
     *group("attn_can_prefetch", "attn small", "late rows of others",
-           ("what another row of the step stores", "&& (`row != span->row0 || span->n_rows > 1`)) return false;", "false")),
+           ("a position that another row of the step stores is prefetched", "&& (`row != span->row0 || span->n_rows > 1`)) return false;", "false")),
     *group("attn_small", "attn parts", "many long ",
-           ("beyond 32 pages", "if (`page - first_page >= 32`) first_page = page, page_ids = args.pages[item.page0 + min(page + lane, (", "page - first_page >= 32 + (first_page >= 0)")),
+           ("wrong page after the 32nd", "if (`page - first_page >= 32`) first_page = page, page_ids = args.pages[item.page0 + min(page + lane, (", "page - first_page >= 32 + (first_page >= 0)")),
     *group("attn_wgmma", "attn small", "(prefill|tree) .*B=64 ",
-           ("a last tile of one position", "int first_kv = attn_first_kv(args, item, N), n_tiles = item.kv1 > first_kv ? `(item.kv1 - first_kv + N - 1) / N` : 0;",
+           ("a last tile of one position is skipped", "int first_kv = attn_first_kv(args, item, N), n_tiles = item.kv1 > first_kv ? `(item.kv1 - first_kv + N - 1) / N` : 0;",
             "(item.kv1 - first_kv + N - 2) / N"),
-           ("the last page is the one before", "page_ids = args.pages[item.page0 + min(page + lane, `last_offset >> args.log2_B`)];", "max((last_offset >> args.log2_B) - 1, 0)"),
-           ("what lies behind the last position", "int n_kv = `item.kv1 - first_kv - (n_tiles - 1) * N`;", "item.kv1 - first_kv - (n_tiles - 1) * N + 1"),
-           ("the diagonal's tile has no mask", "if (j < unmasked.x || `j >= unmasked.y`)\n            attn_mask(", "j > unmasked.y"),
-           ("a row's second query sees what the first one does", "make_int2(pos[stats.query], `pos[stats.query + 8]`)", "pos[stats.query]"),
-           ("the third block of 64 positions stays what it was", "n_boxes = min(`N / 64`, (last_offset - offset) / 64 + 1);", "2", "lengthy"),
-           ("sums do not fade with a maximum that has grown", "if (`must_rescale`) attn_rescale(acc, rescale);", "must_rescale && FUSED", "prefill, logits of 50 .*B=64"),
-           ("rows that leave exchanged", "const int row = row0 + k * (32 / PIECES) + `lane / PIECES`, piece", "0"),
-           ("the state weighs as much as what is new", "x += `out.state_weight` * state.x, y += out.state_weight * state.y;", "out.new_weight", "tails, 40 rows .*B=64 .*shared"),
-           ("a row by a division that rounds down", ".inv_G = (uint32_t)(`((1ll << 31) - 1) / G + 1`)", "(1ll << 31) / G - 1")),
+           ("the page before the last one is read twice", "page_ids = args.pages[item.page0 + min(page + lane, `last_offset >> args.log2_B`)];", "max((last_offset >> args.log2_B) - 1, 0)"),
+           ("positions after the last one are used", "int n_kv = `item.kv1 - first_kv - (n_tiles - 1) * N`;", "item.kv1 - first_kv - (n_tiles - 1) * N + 1"),
+           ("the tile on the diagonal has no mask", "if (j < unmasked.x || `j >= unmasked.y`)\n            attn_mask(", "j > unmasked.y"),
+           ("a row's second query attends to the positions of the first", "make_int2(pos[stats.query], `pos[stats.query + 8]`)", "pos[stats.query]"),
+           ("the third box of 64 positions is not loaded", "n_boxes = min(`N / 64`, (last_offset - offset) / 64 + 1);", "2", "lengthy"),
+           ("sums are not rescaled when the maximum grows", "if (`must_rescale`) attn_rescale(acc, rescale);", "must_rescale && FUSED", "prefill, logits of 50 .*B=64"),
+           ("output rows are mixed up", "const int row = row0 + k * (32 / PIECES) + `lane / PIECES`, piece", "0"),
+           ("the state gets the weight of the new result", "x += `out.state_weight` * state.x, y += out.state_weight * state.y;", "out.new_weight", "tails, 40 rows .*B=64 .*shared"),
+           ("the reciprocal of G is rounded down", ".inv_G = (uint32_t)(`((1ll << 31) - 1) / G + 1`)", "(1ll << 31) / G - 1")),
     *group("attn_wgmma", "attn parts", "many long ",
-           ("beyond 32 pages", "if (`page - first_page >= 32 || page < first_page`) first_page = page,", "page - first_page >= 32 + (first_page >= 0) || page < first_page")),
+           ("wrong page after the 32nd", "if (`page - first_page >= 32 || page < first_page`) first_page = page,", "page - first_page >= 32 + (first_page >= 0) || page < first_page")),
     *group("attn_fused", "attn samples", "samples",
-           ("zeros ahead of a tile's positions count as keys", "if (`n_kv < TOK`) attn_own_mask<TOK>(scores, n_kv);", "n_kv < TOK / 2"),
-           ("a tile goes on behind its page", "min(min(TOK, end - offset), `(1 << args.log2_B) - (offset & (1 << args.log2_B) - 1)`);", "TOK"),
+           ("zeros before a tile's positions count as keys", "if (`n_kv < TOK`) attn_own_mask<TOK>(scores, n_kv);", "n_kv < TOK / 2"),
+           ("a tile continues after the end of its page", "min(min(TOK, end - offset), `(1 << args.log2_B) - (offset & (1 << args.log2_B) - 1)`);", "TOK"),
            ("the state of the row before", "query = `row.query` + min(head, args.G - 1);", "max(row.query - a.G, 0)"),
-           ("rows that were drawn are not done", "for (int row_index = 0, n_used = 0; `row_index < producer.n_taken`; row_index++) {", "row_index + 1 < producer.n_taken"),
-           ("the page is the first one's", "__shfl_sync(~0u, page_ids, `next_kv >> args.log2_B`) * args.K + kv_head", "0"),
-           ("a short tile goes on beyond its positions", "map, bar, 0, `n_kv - shape::TOK`, row, 0, 0);", "0"),
-           ("the hub of the other item", "exchange.o + `(round & 1)` * attn_fused_shape<DP>::EXCHANGE", "0"),
+           ("the last taken row is not computed", "for (int row_index = 0, n_used = 0; `row_index < producer.n_taken`; row_index++) {", "row_index + 1 < producer.n_taken"),
+           ("always the first page", "__shfl_sync(~0u, page_ids, `next_kv >> args.log2_B`) * args.K + kv_head", "0"),
+           ("a short tile continues after its positions", "map, bar, 0, `n_kv - shape::TOK`, row, 0, 0);", "0"),
+           ("the exchange buffer of the other item", "exchange.o + `(round & 1)` * attn_fused_shape<DP>::EXCHANGE", "0"),
            ("a maximum over half of the lanes", "for (int k = 4; `k < 32`; k *= 2) new_max = fmaxf(new_max", "k < 16"),
-           ("the state counts once a lane", "(`lane_group == 0` ? state_weight : 0)", "true"),
-           ("the state never comes", "`attn_own_merge_state<DP>(args, row, acc, row_max, row_sum, exchange)`;", "(void)row_max"),
-           ("sums fade by the other query's factor", "acc[i] *= rescale[`i & 1`];", "~i & 1"),
-           ("the second half of a tile of K is the first", "ldmatrix_x4(x[c], (at ^ c * 32) + `i * 512`);", "0"),
-           ("the second panel of V is the first", "ldmatrix_x4_trans(x[c], (at ^ c * 32) + `i * TOK * 32` + n * 2048);", "0", "samples .*D=128"),
-           ("all blocks have one hub", "global_exchange + `(size_t)blockIdx.x * 2 * shape::EXCHANGE`,", "0", "samples .*D=128")),
+           ("the state is counted in every lane", "(`lane_group == 0` ? state_weight : 0)", "true"),
+           ("the state is never merged", "`attn_own_merge_state<DP>(args, row, acc, row_max, row_sum, exchange)`;", "(void)row_max"),
+           ("sums are rescaled by the other query's factor", "acc[i] *= rescale[`i & 1`];", "~i & 1"),
+           ("the second half of a K tile is the first half", "ldmatrix_x4(x[c], (at ^ c * 32) + `i * 512`);", "0"),
+           ("the second panel of V is the first panel", "ldmatrix_x4_trans(x[c], (at ^ c * 32) + `i * TOK * 32` + n * 2048);", "0", "samples .*D=128"),
+           ("all CTAs share one exchange buffer", "global_exchange + `(size_t)blockIdx.x * 2 * shape::EXCHANGE`,", "0", "samples .*D=128")),
     *group("attn_open_pair_map", "attn samples", "samples .*D=128",
            ("the second panel begins with the next row", "strides[4] = {row, row, `128`, row", "row")),
     *group("attn_plan_jobs", "attn lists", "work list of samples",
-           ("a job is done twice, another never", "jobs[plan->ctas[i].id] = i < n_round ? `plan->round_jobs[i].id` : -1;", "plan->round_jobs[i & ~1].id"),
-           ("the longest go to whoever has done most", "plan->ctas[i].load -= `plan->round_jobs[i].load`;", "-plan->round_jobs[i].load")),
+           ("a job runs twice, another one never", "jobs[plan->ctas[i].id] = i < n_round ? `plan->round_jobs[i].id` : -1;", "plan->round_jobs[i & ~1].id"),
+           ("the longest jobs go to the CTAs with the largest load", "plan->ctas[i].load -= `plan->round_jobs[i].load`;", "-plan->round_jobs[i].load")),
     *group("attn_plan_fused_items", "attn lists", "work list of samples",
-           ("rows that are left over are nobody's", "n_rows = span->row0 + `(j + 1) * span->n_rows / n_items` - row;", "(j + 1) * (span->n_rows / n_items)")),
+           ("the remaining rows are in no item", "n_rows = span->row0 + `(j + 1) * span->n_rows / n_items` - row;", "(j + 1) * (span->n_rows / n_items)")),
     *group("attn_finish_query", "attn small", "tree .* shared",
-           ("wrong factor in the merge with what a shared prefix left", "out.new_weight *= new_weight / sum, out.state_weight = `state_weight / sum`", "state_weight / (1 + state_weight)"),
-           ("the state's LSE without its new part", "out.lse = `max_lse + log2f(sum)`;", "state_weight")),
+           ("wrong weight when the state of a shared prefix is merged", "out.new_weight *= new_weight / sum, out.state_weight = `state_weight / sum`", "state_weight / (1 + state_weight)"),
+           ("the LSE of a state lacks the new part", "out.lse = `max_lse + log2f(sum)`;", "state_weight")),
     *group("attn_merge_query", "attn kin", "by kin",
-           ("the last part", "if (`j >= merge.n_splits`) break;\n            if (split[j]", "j >= max(merge.n_splits - 1, 1)"),
+           ("the last split is missing", "if (`j >= merge.n_splits`) break;\n            if (split[j]", "j >= max(merge.n_splits - 1, 1)"),
            ("the second warp's maximum for all", "split[j].x = ex2(`split[j].x` - base)", "max_sum(min(1, merge.n_splits - 1)).x")),
     *group("attn_cluster_split", "attn kin", "by kin",
-           ("queries that no warp puts out", "row * CTAS + cta_rank < merge.nq; `row += warps`)", "row += 4 * warps"),
-           ("a part without the query counts", "lane % CTAS), `-INFINITY`, 0,", "1e4f"),
-           ("sums lie at the part's own query", "recv_smem + ((split * ROWS + `query / CTAS`) * DP", "(stats.query + 8 * r) / CTAS")),
+           ("queries that no warp stores", "row * CTAS + cta_rank < merge.nq; `row += warps`)", "row += 4 * warps"),
+           ("a split without the query counts", "lane % CTAS), `-INFINITY`, 0,", "1e4f"),
+           ("sums lie at the wrong query", "recv_smem + ((split * ROWS + `query / CTAS`) * DP", "(stats.query + 8 * r) / CTAS")),
     *group("attn_uses_cluster", "attn lists", "graphs: ",
-           ("squads in a graph of other kernels", "size_index * GRAPH_N_KINDS + (`attn_uses_cluster(dev->attn)` ? 0 : n_launches)", "false")),
+           ("a graph of other kernels for cluster split-KV", "size_index * GRAPH_N_KINDS + (`attn_uses_cluster(dev->attn)` ? 0 : n_launches)", "false")),
     *group("attn_cta_split", "attn kin", "by kin",
-           ("sums of a row's own part lie at the gang's first query", "const int query = `item.q0 - merge.q0` + stats.query + 8 * r;", "0"),
-           ("a part without the query counts", "[threadIdx.x % 32] = float2{`-INFINITY`, 0};", "0.0f"),
+           ("sums of a row's own split lie at the group's first query", "const int query = `item.q0 - merge.q0` + stats.query + 8 * r;", "0"),
+           ("a split without the query counts", "[threadIdx.x % 32] = float2{`-INFINITY`, 0};", "0.0f"),
            ("one query too many", "if (`stats.query + 8 * r >= item.nq`) continue;\n            if (quad == 0) max_sum", "stats.query + 8 * r > item.nq")),
     *group("attn_plan_prefix_groups", "attn lists", "work list of samples in (few rows|mixed gangs)",
            ("the last row's own span is left out", "for (int row = first_row; row < `first_row + n_rows`; row++)\n        for (int span_id = plan->row_span[row]; span_id >= 0;", "first_row + max(n_rows - 1, 1)"),
-           ("rows of two prompts as kin", "(mixed || (parent >= 0 && `plan->spans[plan->row_span[row + n_rows]].parent == parent`))) n_rows++;", "true"),
-           ("a span that goes on behind the gang counts for rows of the next", "visit(span_id, row, `min(first_row + n_rows, span->row0 + span->n_rows)` - row);", "span->row0 + span->n_rows"),
-           ("a span that began ahead of the gang is left out", "if (row == `max(first_row, span->row0)`) visit(span_id, row,", "span->row0"),
-           ("gangs are never mixed", "return (`n_groups * plan->K > plan->n_sms` && attn_prefix_groups_fit(dev, step, true))", "false")),
+           ("rows of two prompts in one prefix group", "(mixed || (parent >= 0 && `plan->spans[plan->row_span[row + n_rows]].parent == parent`))) n_rows++;", "true"),
+           ("a span that ends after the group counts rows of the next group", "visit(span_id, row, `min(first_row + n_rows, span->row0 + span->n_rows)` - row);", "span->row0 + span->n_rows"),
+           ("a span that began before the group is left out", "if (row == `max(first_row, span->row0)`) visit(span_id, row,", "span->row0"),
+           ("groups are never mixed", "return (`n_groups * plan->K > plan->n_sms` && attn_prefix_groups_fit(dev, step, true))", "false")),
     *group("attn_emit_cta_splits", "attn lists", "work list of (few|prompts|samples)",
-           ("parts lie a page apart", "item->kv1);\n        split->skip = (short)(i ? offset % dev->shape->B : item->skip), split->page0 = item->page0 + `page`;", "i"),
-           ("parts begin with their page", "split->skip = (short)(i ? `offset % dev->shape->B` : item->skip)", "0")),
+           ("splits lie one page apart", "item->kv1);\n        split->skip = (short)(i ? offset % dev->shape->B : item->skip), split->page0 = item->page0 + `page`;", "i"),
+           ("splits begin at a page boundary", "split->skip = (short)(i ? `offset % dev->shape->B` : item->skip)", "0")),
     *group("attn_merge_splits", "attn parts", "(parts|long prefix|logits of 50|one key rules) ",
            ("weight of the wrong group", "row_sum += weight_sums[`j * row_threads`], acc.x", "j"),
-           ("the last part", "for (int j = group; `j < merge.n_splits`; j += groups) {", "j + 1 < merge.n_splits"),
-           ("parts lie too close", "split_stride = attn_split_at(args, `(merge.nq + ATTN_SMALL_Q - 1) / ATTN_SMALL_Q`, 0, 0);", "merge.nq / ATTN_SMALL_Q")),
+           ("the last split is missing", "for (int j = group; `j < merge.n_splits`; j += groups) {", "j + 1 < merge.n_splits"),
+           ("splits lie too close together", "split_stride = attn_split_at(args, `(merge.nq + ATTN_SMALL_Q - 1) / ATTN_SMALL_Q`, 0, 0);", "merge.nq / ATTN_SMALL_Q")),
     *group("group_agree", "attn lists", "ranks with .*",
-           ("ranks plan for their own heads", "attn_agree(dev, `K`, n_sms);", "d->shape->K", "ranks with .* a chain"),
-           ("ranks plan for their own multiprocessors", "attn_agree(dev, K, `n_sms`);", "d->n_sms", "ranks with .* long sequences"),
-           ("a tensor rank of another kind is not seen", "if (`(ranks[rank].arch == 90) != (ranks[0].arch == 90)`) other = rank;", "false", "tensor ranks of two kinds")),
+           ("ranks plan for their own number of kv heads", "attn_agree(dev, `K`, n_sms);", "d->shape->K", "ranks with .* a chain"),
+           ("ranks plan for their own number of SMs", "attn_agree(dev, K, `n_sms`);", "d->n_sms", "ranks with .* long sequences"),
+           ("a tensor rank on another kind of GPU is not noticed", "if (`(ranks[rank].arch == 90) != (ranks[0].arch == 90)`) other = rank;", "false", "tensor ranks of two kinds")),
     *group("attn_plan_step", "attn lists", "work list of ",
            ("a prefix's small span runs last", "if (`last && span_plan->small`) span_plan->level = plan->n_levels - 1;", "span_plan->small", "work list of a tree"),
-           ("a span's state is not begun with", "span_plan->flags = (`span_plan->level` ? ATTN_MERGE_STATE : 0)", "span_plan->level > 1", "work list of a tree"),
-           ("the newest position", "min(span->kv0 + span->n_kv, `item.pos_hi + 1`));", "item.pos_hi"),
-           ("parts share a slot", "i < n_splits; i++, plan->n_split_bufs += `ceil_div(item->nq, ATTN_SMALL_Q)`) {", "item->nq / ATTN_SMALL_Q"),
-           ("a merge without its last part", "attn_merge{item->q0, item->nq, plan->n_split_bufs, `n_splits`, item->flags}", "n_splits - 1"),
-           ("parts begin on each other's pages", "split->page0 = item->page0 + `i * split_pages`", "i * (split_pages - 1)"),
-           ("the last page of a span", "return `((span->kv0 & (B - 1)) + span->n_kv + B - 1) >> log2_B`;", "(span->n_kv + B - 1) >> log2_B")),
+           ("the state of the level before is not merged", "span_plan->flags = (`span_plan->level` ? ATTN_MERGE_STATE : 0)", "span_plan->level > 1", "work list of a tree"),
+           ("the newest position is missing", "min(span->kv0 + span->n_kv, `item.pos_hi + 1`));", "item.pos_hi"),
+           ("splits share a split buffer", "i < n_splits; i++, plan->n_split_bufs += `ceil_div(item->nq, ATTN_SMALL_Q)`) {", "item->nq / ATTN_SMALL_Q"),
+           ("a merge without its last split", "attn_merge{item->q0, item->nq, plan->n_split_bufs, `n_splits`, item->flags}", "n_splits - 1"),
+           ("the page ranges of splits overlap", "split->page0 = item->page0 + `i * split_pages`", "i * (split_pages - 1)"),
+           ("the last page of a span is missing", "return `((span->kv0 & (B - 1)) + span->n_kv + B - 1) >> log2_B`;", "(span->n_kv + B - 1) >> log2_B")),
 
     # ---- Sampling ----
     *group("samp_filter_kernel", "samp small", "V \\d+, case \\d+",
            ("one more than top-k", "samp_find_threshold(dist, true, `(samp_mass)filter.top_k`, samp_kth_bound(dist", "(samp_mass)filter.top_k + 1"),
-           ("the last id that a filter keeps", "return x > dist.min_logit || (x == dist.min_logit && `id <= dist.last_tied`); }", "id < dist.last_tied"),
-           ("a block whose best is the cut itself", "{ return `dist.block_maxes[block] >= min_logit`; });", "dist.block_maxes[block] > min_logit"),
-           ("presence of prompt ids", "if (`count > 0`) logit = __fsub_rn(logit, filter.presence);", "count >= 0"),
-           ("counts of prompt ids", "if (`i >= filter.n_prompt`) atomicAdd(&table[n_entries + index], 1u);", "i + 1 >= filter.n_prompt"),
-           ("counts of a long history's prompt ids", "if (`i >= filter.n_prompt`) atomicAdd(&counts[index], 1u);", "true", "wide \\d+, sampling 13"),
-           ("two ids of a history take one place", "(previous = atomicCAS(&table[index], 0u, key)) && `previous != key`;)", "false"),
-           ("the highest gathered logit is the one sought", "if (first && mass_above < target && (`lowest || mass_above + mass_tied >= target`))", "true"),
-           ("the last forbidden id", "for (int i = (int)threadIdx.x; `i < filter.n_forbidden`; i +=", "i + 1 < filter.n_forbidden"),
-           ("order of equal top log-probabilities", "index += top_logits[i] > logit || (top_logits[i] == logit && `top_ids[i] < id`);", "ids[i] > id", "edge .*top log-prob"),
-           ("bias is added once", "for (unsigned remaining = same_id; remaining; `remaining &= remaining - 1`) logit = samp_clean", "remaining = 0", "V \\d+, case \\d+"),
-           ("min-p cuts too early", "float min_logit = __double2float_ru(fmax(`(double)dist.max + drop`,", "(double)dist.max + 0.9 * drop")),
+           ("the last id that a filter keeps is removed", "return x > dist.min_logit || (x == dist.min_logit && `id <= dist.last_tied`); }", "id < dist.last_tied"),
+           ("a block whose maximum equals the threshold is skipped", "{ return `dist.block_maxes[block] >= min_logit`; });", "dist.block_maxes[block] > min_logit"),
+           ("presence penalty for prompt ids", "if (`count > 0`) logit = __fsub_rn(logit, filter.presence);", "count >= 0"),
+           ("one prompt id is counted", "if (`i >= filter.n_prompt`) atomicAdd(&table[n_entries + index], 1u);", "i + 1 >= filter.n_prompt"),
+           ("prompt ids of a long history are counted", "if (`i >= filter.n_prompt`) atomicAdd(&counts[index], 1u);", "true", "wide \\d+, sampling 13"),
+           ("two ids of a history share one table entry", "(previous = atomicCAS(&table[index], 0u, key)) && `previous != key`;)", "false"),
+           ("the highest gathered logit instead of the wanted one", "if (first && mass_above < target && (`lowest || mass_above + mass_tied >= target`))", "true"),
+           ("the last forbidden id is allowed", "for (int i = (int)threadIdx.x; `i < filter.n_forbidden`; i +=", "i + 1 < filter.n_forbidden"),
+           ("wrong order of equal top log-probabilities", "index += top_logits[i] > logit || (top_logits[i] == logit && `top_ids[i] < id`);", "ids[i] > id", "edge .*top log-prob"),
+           ("a bias is added only once", "for (unsigned remaining = same_id; remaining; `remaining &= remaining - 1`) logit = samp_clean", "remaining = 0", "V \\d+, case \\d+"),
+           ("the threshold of min-p is too high", "float min_logit = __double2float_ru(fmax(`(double)dist.max + drop`,", "(double)dist.max + 0.9 * drop")),
     *group("samp_filter_kernel", "samp small", "cut row \\d+, sampling \\d+",
-           ("what lies above the counted range", "*sum_above = `samp_cta_sum(own_mass, scratch)`;", "0"),
-           ("counted ids have their part's upper weight at least", "to[1] += count * ex2(`log2_weight - bin_step`) * (1 - margin);", "log2_weight"),
-           ("all counted ids in their part's highest", "bins[`samp_width_bin(map, logit)`], 1u)", "0"),
-           ("what is gathered of a range for all that is kept", "samp_has_gathered(dist, samp_logit_to_key(dist.min_logit), `samp_logit_to_key(dist.max)`);", "dist.near_high"),
-           ("a block's key bound by its lowest noise", "samp_log2_exponential(`min(min(counter[0], counter[1]), min(counter[2], counter[3]))`)",
+           ("the sum above the counted range is missing", "*sum_above = `samp_cta_sum(own_mass, scratch)`;", "0"),
+           ("counted ids have at least the upper weight of their bin", "to[1] += count * ex2(`log2_weight - bin_step`) * (1 - margin);", "log2_weight"),
+           ("all ids are counted in the highest bin", "bins[`samp_width_bin(map, logit)`], 1u)", "0"),
+           ("ids that were gathered of a range are taken for all that are kept", "samp_has_gathered(dist, samp_logit_to_key(dist.min_logit), `samp_logit_to_key(dist.max)`);", "dist.near_high"),
+           ("a block's bound comes from the wrong random number", "samp_log2_exponential(`min(min(counter[0], counter[1]), min(counter[2], counter[3]))`)",
             "max(max(counter[0], counter[1]), max(counter[2], counter[3]))"),
            ("eight blocks are enough", "return `!(dist.block_sums[block] < min_bound)`; });", "false", "(cut row|wide) \\d+, sampling \\d+"),
-           ("sums of blocks with penalties", "if (lane == 0) dist.block_sums[block] = `sum`;", "1.0f")),
+           ("block sums with penalties are wrong", "if (lane == 0) dist.block_sums[block] = `sum`;", "1.0f")),
     *group("samp_partials_kernel", "samp small", "V 259 .* from stored",
-           ("the id behind an odd vocabulary", "own[2 * j + 1] = `id0 + 8 * j + 1 < V` ? pair.y", "id0 + 8 * j + 1 <= V")),
+           ("the id after the end of an odd vocabulary", "own[2 * j + 1] = `id0 + 8 * j + 1 < V` ? pair.y", "id0 + 8 * j + 1 <= V")),
     *group("samp_partials_kernel", "samp draws", "(plain|temperature|flat|pairs|p-values)",
-           ("two groups share their noise", "return group < 2 ? group ? counter[1] : counter[0] : group == 2 ? counter[2] : `counter[3]`;", "counter[2]"),
-           ("the first block's noise is the row's uniform", "uint32_t counter[4] = {params.sample, params.position, `1 + (uint32_t)block`, 0};", "(uint32_t)block"),
-           ("places in a group from one end only", "return __fmul_rn(__fmul_rn(__fadd_rn((float)(`from_end ? ~params.uniform : params.uniform`), 0.5f)", "params.uniform")),
+           ("two groups share their random numbers", "return group < 2 ? group ? counter[1] : counter[0] : group == 2 ? counter[2] : `counter[3]`;", "counter[2]"),
+           ("the first block uses the row's uniform number", "uint32_t counter[4] = {params.sample, params.position, `1 + (uint32_t)block`, 0};", "(uint32_t)block"),
+           ("positions in a group from one end only", "return __fmul_rn(__fmul_rn(__fadd_rn((float)(`from_end ? ~params.uniform : params.uniform`), 0.5f)", "params.uniform")),
     *group("samp_merge", "samp small", "(edge|V \\d+)",
-           ("the higher of equal ids", "take_b = `score_b > score_a || (score_b == score_a && take_b)`;", "score_b > score_a || (score_b == score_a && !take_b)", "edge 6"),
+           ("the higher one of equal ids", "take_b = `score_b > score_a || (score_b == score_a && take_b)`;", "score_b > score_a || (score_b == score_a && !take_b)", "edge 6"),
            ("wrong factor of the raw sum", "__fmul_rn(partial_b.raw_sum, ex2(__fmul_rn(rel_max_b, `SAMP_LOG2E`)))", "scale"),
            ("wrong factor of the sum", "__fmul_rn(partial_a.sum, ex2(__fmul_rn(rel_max_a, `scale`)))", "SAMP_LOG2E")),
     *group("samp_needs_two_sums", "samp small", "(edge|V \\d+)",
-           ("raw sums for those who want none, and for nobody else", "return `params.forced_id == SAMP_DRAW` && params.scale > 0", "params.forced_id == SAMP_DRAW_NO_LOGPROB")),
+           ("raw sums for rows that want none, and not for the others", "return `params.forced_id == SAMP_DRAW` && params.scale > 0", "params.forced_id == SAMP_DRAW_NO_LOGPROB")),
     *group("samp_reduce_kernel", "samp small", "(edge|V \\d+)",
            ("log-probability from the sum at the row's temperature", "samp_make_result(params, partial, partial.max, logf(`partial.raw_sum`), 0);", "partial.sum"),
-           ("slot 0 does not learn its last token", "if (`params.seq >= 0`) last_tokens[params.seq] = result.id;", "params.seq > 0", "last tokens of ")),
+           ("seq 0 does not store its last token", "if (`params.seq >= 0`) last_tokens[params.seq] = result.id;", "params.seq > 0", "last tokens of ")),
     *group("samp_reduce_kernel", "samp draws", "flat|rare",
-           ("blocks from 32 on are left", "for (int half = `SAMP_MERGE_THREADS / 2`; half; half /= 2) {\n        __syncthreads();\n        if (thread < half)", "SAMP_MERGE_THREADS / 4")),
+           ("blocks from 32 on are left out", "for (int half = `SAMP_MERGE_THREADS / 2`; half; half /= 2) {\n        __syncthreads();\n        if (thread < half)", "SAMP_MERGE_THREADS / 4")),
     *group("samp_unadjust", "samp small", "V \\d+, case \\d+.* logprob",
-           ("the penalty the wrong way", "if (seen) logit = logit < 0 ? logit / filter.repetition : `logit * filter.repetition`;", "logit / filter.repetition"),
-           ("presence is not undone", "if (count) logit += `(double)filter.frequency * count + filter.presence`;", "(double)filter.frequency * count"),
-           ("one bias of two", "if (filter.bias_ids[i] == id) logit -= `filter.bias[i]`;", "filter.bias[0]")),
-    *group("samp_collect", "samp small", "(edge|V \\d+)", ("picks in the order of the plan", "toka_sample_result *result = &host->caller_results[`host->order[i]`];", "i")),
+           ("the penalty in the wrong direction", "if (seen) logit = logit < 0 ? logit / filter.repetition : `logit * filter.repetition`;", "logit / filter.repetition"),
+           ("presence penalty is not undone", "if (count) logit += `(double)filter.frequency * count + filter.presence`;", "(double)filter.frequency * count"),
+           ("always the first bias", "if (filter.bias_ids[i] == id) logit -= `filter.bias[i]`;", "filter.bias[0]")),
+    *group("samp_collect", "samp small", "(edge|V \\d+)", ("results in the order of the plan", "toka_sample_result *result = &host->caller_results[`host->order[i]`];", "i")),
     *group("samp_collect", "samp small", "where some want no log-probability",
-           ("a log-probability that was not wanted", "result->logprob = `toka_wants_logprob(row)` ?", "true")),
+           ("a log-probability that is not wanted", "result->logprob = `toka_wants_logprob(row)` ?", "true")),
     *group("samp_launch", "samp small", "parts [12], row",
-           ("filters of the rows ahead", "n_rows, n_plain, n_filtered > 0 ? `filters + (first_filtered - first)` : NULL);", "filters")),
+           ("filters of earlier rows", "n_rows, n_plain, n_filtered > 0 ? `filters + (first_filtered - first)` : NULL);", "filters")),
     *group("samp_plan_step", "samp small", "V \\d+ E \\d+ row",
            ("rows of x in the caller's order", "rows[i] = `row->row`;", "step->samples[i].row")),
     *group("samp_plan_step", "samp draws", "pairs by the seed's upper half",
-           ("the seed's upper half", "philox(counter, (uint32_t)seed, `(uint32_t)(seed >> 32)`);", "0")),
+           ("the seed's upper half is ignored", "philox(counter, (uint32_t)seed, `(uint32_t)(seed >> 32)`);", "0")),
 
     # ---- The op table and the weights, by whole models ----
     *group("weights_load", "model only qwen2 qwen3 mistral-short-window", "logits",
@@ -294,26 +295,26 @@ MUTANTS = [
            ("no window", "to->window = `from->window`;", "0", "mistral-short-window "),
            ("q's norm for k", "to->k_norm = `weight_load_vector(dev, &loader, &from->k_norm)`;", "to->q_norm", "qwen3 ")),
     *group("graph_pad_step", "model only qwen2", "graphs",
-           ("rows of nobody's write to page 0", "graphs->kv_slot[i] = `dev->options.n_pages * dev->shape->B`;", "0")),
+           ("padding rows write to page 0", "graphs->kv_slot[i] = `dev->options.n_pages * dev->shape->B`;", "0")),
     *group("graph_padded_step", "model only qwen2", "graphs",
-           ("rows have the positions of the step before", "memcpy(graphs->pos, step->pos, (size_t)`step->T` * sizeof *graphs->pos);", "0")),
+           ("padded steps have the positions of an earlier step", "memcpy(graphs->pos, step->pos, (size_t)`step->T` * sizeof *graphs->pos);", "0")),
     *group("graph_update_node", "model only qwen2", "graphs",
-           ("a graph keeps its grid of attention", "params.gridDim = `config->gridDim`,", "dim3((unsigned)dev->shape->K)")),
+           ("a graph keeps its old attention grid", "params.gridDim = `config->gridDim`,", "dim3((unsigned)dev->shape->K)")),
     *group("graph_switch_upload", "model only qwen2", "graphs",
-           ("a graph reads what the step before was sent", "*reader->upload_ptrs[i] += `delta`;", "0")),
+           ("a graph reads an earlier step's upload", "*reader->upload_ptrs[i] += `delta`;", "0")),
     *group("graph_add_upload_node", "model only qwen2", "graphs",
-           ("a kernel's second address in the stage is not seen", "if (`word[j] < from || word[j] >= end`) continue;",
+           ("a kernel's second pointer into the upload is not found", "if (`word[j] < from || word[j] >= end`) continue;",
             "word[j] < from || word[j] >= end || reader.n_upload_ptrs")),
     *group("samp_update_graph", "model only qwen2", "graphs",
-           ("a graph draws its filtered rows as plain ones", "if (`!samp_has_graph_nodes(dev, step)`) return;", "true"),
+           ("a graph samples its filtered rows as plain ones", "if (`!samp_has_graph_nodes(dev, step)`) return;", "true"),
            ("a graph's LM head stores no logits", "samp_lm_head(dev, 0, step->n_samples, `plan->n_plain`);", "step->n_samples")),
     *group("samp_fill_filters", "model only qwen2", "graphs",
-           ("plain rows among filtered ones are cut", "row_filters[n_filled] = samp_filter{.min_p_drop = `-INFINITY`,", "-1")),
+           ("plain rows among filtered ones are filtered", "row_filters[n_filled] = samp_filter{.min_p_drop = `-INFINITY`,", "-1")),
     *group("cuda_norm_mlp_residual", "model only qwen2", "qwen2 .*logits",
            ("the other norm of the layer", "rmsnorm(dev, dev_bf16(x), NULL, `weights->mlp_norm`, dev->xn, n_rows);", "weights->attn_norm")),
 ]
 
-# kernels that compute nothing that a test could find wrong; and those of several ranks, which none of these tests starts (gpu_ranks.c does)
+# kernels without a result that a test could check; and kernels of several ranks, which none of these tests launches (gpu_ranks.c does)
 NO_RESULT = {"bench_fill_kernel", "bench_read_kernel", "fault_kernel", "stall_kernel",
              "one_shot_kernel", "two_shot_kernel", "reduce_norm_kernel", "samp_merge_ranks_kernel", "samp_gather_logits_kernel"}
 
@@ -349,20 +350,20 @@ int main(int argc, char **argv) {
 
 @functools.cache
 def squeezed(text):
-    """The text without white space and comments, and where each character stood: line breaks do not matter to a mutant."""
+    """The text without white space and comments, and the position of each character: a mutant does not depend on line breaks."""
     text = re.sub(r"/\*.*?\*/", lambda c: " " * len(c[0]), text, flags=re.S)
     at = [i for i, c in enumerate(text) if not c.isspace()]
     return "".join(text[i] for i in at), at
 
 
 def place(text, m):
-    """Where the replaced part of a mutant lies: (from, to); or why there is no such place."""
+    """The place of the replaced part of a mutant as (from, to), or a message why there is none."""
     parts = ["".join(part.split()) for part in m.old.split("`")]
     if len(parts) not in (1, 3):
         return f"{len(parts) - 1} backticks"
     context, (code, at) = "".join(parts), squeezed(text)
     if code.count(context) != 1:
-        return f"its text stands in the file {code.count(context)} times"
+        return f"its text occurs in the file {code.count(context)} times"
     head, part = parts[:2] if len(parts) == 3 else ("", context)
     if not part.endswith(";") and re.match(r"(if|for|return)\b", m.new):
         return "an expression becomes a statement"
@@ -371,7 +372,7 @@ def place(text, m):
 
 
 def mutated(text):
-    """The copy with all mutants behind their switches, numbered from 1."""
+    """The copy of the file with all mutants behind their switches, numbered from 1."""
     places = sorted((*place(text, m), k, m) for k, m in enumerate(MUTANTS, 1))
     out, end = [], 0
     for a, b, k, m in places:
@@ -411,7 +412,7 @@ def check():
             results.append((what, "overlaps the mutant before it"))
         last = p
     names = [(m.kernel, m.name) for m in MUTANTS]
-    results += [(f"{k}: {n}", "is there twice") for k, n in set(names) if names.count((k, n)) > 1]
+    results += [(f"{k}: {n}", "occurs twice") for k, n in set(names) if names.count((k, n)) > 1]
     covered = {re.match(r"\w+", m.kernel).group(0) for m in MUTANTS}
     results += [(f"kernel {k}", "has no mutant" if k not in covered else (0, 0)) for k in sorted(kernels_of(text) - NO_RESULT)]
     for what, found in results:
@@ -451,7 +452,7 @@ def build(folder):
 # ---- Running them ----
 
 def execute(program, test, number, timeout):
-    """Output and status (None: ran too long) of one test with one mutant; 0 is none."""
+    """Runs one test with one mutant (0: none). Returns its output and status (None: it ran too long)."""
     env = {**os.environ, "TOKA_TEST_MUTANT": str(number), "TOKA_TEST_SEED": "1"}
     p = subprocess.Popen([program, *test.split()], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", cwd=ROOT)
     try:
@@ -462,7 +463,7 @@ def execute(program, test, number, timeout):
 
 
 def verdict(m, out, status):
-    """Why a mutant does not count as caught; empty if it does."""
+    """The reason why a mutant does not count as caught; empty if it does."""
     if status is None:
         return "hung"
     lines = [line for line in out.splitlines() if line.startswith("FAILED")]

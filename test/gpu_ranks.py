@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""The program over several GPUs, from outside: every split that there are GPUs for beside one GPU, samples that are parked or cancelled,
-ranks that fail or hang.
+"""Tests the program on several GPUs from outside. Every split that there are GPUs for is compared with one GPU; samples are preempted or
+cancelled; ranks fail or hang.
 
-Run:  python3 test/gpu_ranks.py [batches] [server] [faults]        on a machine with GPUs, from the repository root, after ./build.sh; all
-three if none is named. Standard library only. With TOKA_DEBUG_SHARE_GPU=N all ranks, at most four, are on the first N GPUs
-(CUDA_MODULE_LOADING=EAGER and CUDA_DEVICE_MAX_CONNECTIONS=32 are set for that).
+Run:  python3 test/gpu_ranks.py [batches] [server] [faults]        on a machine with GPUs, from the repository root, after ./build.sh. Runs
+all three if none is named. Standard library only. With TOKA_DEBUG_SHARE_GPU=N all ranks, at most four, are on the first N GPUs
+(CUDA_MODULE_LOADING=EAGER and CUDA_DEVICE_MAX_CONNECTIONS=32 are then set).
 """
 import json
 import os
@@ -22,7 +22,7 @@ ENV = {k: v for k, v in os.environ.items() if not k.startswith("TOKA_")}
 if SHARED != "0":
     ENV.update(TOKA_DEBUG_SHARE_GPU=SHARED, CUDA_MODULE_LOADING="EAGER", CUDA_DEVICE_MAX_CONNECTIONS="32")
 PROMPT = "Tom has 12 apples. He buys 7 more apples. How many apples does Tom have now?"
-PATIENCE, GRACE = 3, 5  # seconds: TOKA_DEBUG_PATIENCE below, and for lost ranks to come back
+WATCHDOG_S, SHUTDOWN_S = 3, 5  # the value of TOKA_DEBUG_PATIENCE below; the time that lost ranks get to return
 passed = failed = skipped = 0
 
 
@@ -51,7 +51,8 @@ def line(i, **body):
 
 
 def lines():
-    """Prompts that share their beginnings, of many lengths, hot and greedy; stops, bans, scores, log-probabilities, prefill alone."""
+    """Prompts of many lengths with common beginnings: sampled and greedy, with stop strings, bad words, scores, log-probabilities, or
+    prefill only."""
     for i in range(48):
         prompt = f"Tom has {i} boxes with {i % 5} apples each. " * (1 + i % 4) + PROMPT
         more = [{"n": 5, "temperature": 1.3, "stop": ["pp", " In"]}, {"logprobs": 5, "temperature": 0}, {"max_tokens": 1, "temperature": 0},
@@ -87,7 +88,7 @@ def test_batches(tmp, splits):
         same = sum(got.get(k) and got[k][0]["text"][:24] == want[k][0]["text"][:24] for k in greedy)
         off = max([abs(a - b) for k in got for a, b in zip(first_logprobs(got[k]), first_logprobs(want[k]))] or [9])
         check(code == 0 and len(got) == len(given) and same >= 0.8 * len(greedy) and off < 0.3,
-              f"batch, tp {at[0]} pp {at[1]} dp {at[2]}: {len(got)} answers, {same} of {len(greedy)} begin alike, log-probabilities within {off:.1e} {err.strip()}")
+              f"batch, tp {at[0]} pp {at[1]} dp {at[2]}: {len(got)} answers, {same} of {len(greedy)} begin with equal text, log-probabilities within {off:.1e} {err.strip()}")
         short = [line(i, prompt=PROMPT, max_tokens=60 + i, n=4, temperature=1, seed=i, ignore_eos=True) for i in range(24)]
         code, got, err, _ = batch(tmp, at, short, "--kv-tokens", "1600", "--max-num-seqs", "32", "--max-model-len", "256")
         n = sum(len(v) for v in got.values())
@@ -100,14 +101,14 @@ def post(server, **body):
 
 
 def test_server(at):
-    """Clients that leave, beside others that stay."""
+    """Clients that disconnect, while others stay connected."""
     body = {"prompt": PROMPT, "max_tokens": 30, "temperature": 1, "seed": 5, "n": 3, "ignore_eos": True}
     with Server(*split(*at), "--max-num-seqs", "16", env={**ENV, "TOKA_DEVICE": "cuda"}) as s:
         n = 0
         for _ in range(3):
             streams = [post(s, **body, stream=True) for _ in range(6)]
-            leavers = [post(s, prompt=f"{i} apples", max_tokens=800, ignore_eos=True, n=4, stream=True) for i in range(6)]
-            for c in leavers:
+            leaving = [post(s, prompt=f"{i} apples", max_tokens=800, ignore_eos=True, n=4, stream=True) for i in range(6)]
+            for c in leaving:
                 c.head()
                 next(c.chunks())
                 c.close()
@@ -115,23 +116,23 @@ def test_server(at):
                 got, done = texts(c.answer().body)
                 n += done and all(len(got[i]) > 0 for i in range(3))
         s.wait_metric("num_requests_running", 0)
-        check(n == 18 and s.metric("kv_cache_usage_perc") == 0, f"server with clients that leave, tp {at[0]} pp {at[1]} dp {at[2]}: {n} of 18 answers")
+        check(n == 18 and s.metric("kv_cache_usage_perc") == 0, f"server with clients that disconnect, tp {at[0]} pp {at[1]} dp {at[2]}: {n} of 18 answers")
         s.p.terminate()
-        check(s.p.wait(30) == 0, "and it ends")
+        check(s.p.wait(30) == 0, "the server ends")
 
 
 def test_faults(tmp, faults):
     given = [line(i, prompt=PROMPT, max_tokens=40, ignore_eos=True, n=4) for i in range(20)]
     for n, at, rank in faults:
         for kind in "FAULT", "STALL":
-            env = {f"TOKA_DEBUG_{kind}": n, **({"TOKA_DEBUG_PATIENCE": str(PATIENCE)} if kind == "STALL" else {})}
+            env = {f"TOKA_DEBUG_{kind}": n, **({"TOKA_DEBUG_PATIENCE": str(WATCHDOG_S)} if kind == "STALL" else {})}
             words = rank + " has not moved for 3 s, last seen in"
-            if kind == "FAULT":  # GPUs that reach each other's memory fail together: named, or the message says that it may be another
-                behind = r"rank \d .*" if SHARED != "0" else rank  # all ranks of one context fail, and end where they happen to be
+            if kind == "FAULT":  # GPUs that access each other's memory fail together: the message names the rank, or says that it may be another
+                behind = r"rank \d .*" if SHARED != "0" else rank  # all ranks of one context fail, each in whatever op it is in
                 words = f"{behind}.*: unspecified launch failure|; it may be another rank's fault, GPUs [^:]* together(: {behind} is behind|[^:]*$)"
             for name, (code, _, err, seconds) in ("-p", run("-p", PROMPT, "-q", "-n", "40", "--ignore-eos", *split(*at), env=env)), \
                                                  ("batch", batch(tmp, at, given, "--max-num-seqs", "8", env=env)):
-                check(code == 2 and err.count("\n") == 1 and re.search(words, err) and seconds < PATIENCE + GRACE + 12,
+                check(code == 2 and err.count("\n") == 1 and re.search(words, err) and seconds < WATCHDOG_S + SHUTDOWN_S + 12,
                       f"{kind}={n} tp {at[0]} pp {at[1]} dp {at[2]}, {name}: exit {code} after {seconds:.1f} s: {err.strip()}")
 
 

@@ -1,18 +1,19 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What a user gets of the engine's speed through `toka batch` and `toka serve`: text in, text out.
+"""Times what a user gets of the engine's speed through `toka batch` and `toka serve`: text in, text out.
 
     python3 test/gpu_serve.py [--folder DIR] [--what throughput,batch,serve] [--samples 24] [--seqs 1,16,64,256,1024] [--device cuda]
 
-Makes a model in the shape of Llama-3.2-1B (test/gpu_start.py's, with random weights and, where TOKA_TEST_DATA has it, Llama 3.1's
-tokenizer) and times, with GSM8K prompts (else made up ones), answers of 100 to 200 tokens and temperature 0.6:
+Makes a model in the shape of Llama-3.2-1B (that of test/gpu_start.py with random weights, and with Llama 3.1's tokenizer if
+TOKA_TEST_DATA has it). The prompts are GSM8K's, or made up if that is missing; answers have 100 to 200 tokens, the temperature is 0.6.
+Times:
 
   throughput  `toka bench throughput`: the engine alone, ids in, no text
-  batch       `toka batch` of the same as text; with ids and log-probabilities as lists, or packed; with five alternatives to each token;
-              and the log-probabilities of prompts alone, as harnesses ask for them
-  serve       `toka bench serve` beside `toka serve`: streams of so many clients at once, 64 tokens in, 256 out
+  batch       `toka batch` with the same load as text; with ids and log-probabilities as lists, or packed; with five top log-probabilities
+              for each token; and only the log-probabilities of prompts, as evaluation harnesses request them
+  serve       `toka bench serve` against `toka serve`: as many concurrent streams as --seqs says, 64 tokens in, 256 out
 
-Beside each: how busy its threads were, by /proc. Standard library only.
+For each it also prints how busy the program's threads were, from /proc. Standard library only.
 """
 import argparse
 import json
@@ -34,7 +35,7 @@ KINDS = {"text": {}, "packed": {"return_packed": True, "logprobs": 0}, "lists": 
 
 
 class Busy(threading.Thread):
-    """Looks at a process's threads every 0.2 s; busiest() has each one's share of a core over the stretch between the marks."""
+    """Reads the CPU times of a process's threads every 0.2 s. busiest() gives the share of a core of each thread since `begin`."""
 
     def __init__(self, pid):
         super().__init__(daemon=True)
@@ -79,7 +80,7 @@ def prompts(n):
 
 
 def run(args):
-    """Runs the program; its standard output, its standard error, its busiest threads."""
+    """Runs the program. Returns its standard output, its standard error and its Busy."""
     p = subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     busy = Busy(p.pid)
     out, err = p.communicate()
@@ -89,7 +90,7 @@ def run(args):
     return out, err, busy
 
 
-def tell(name, lines, busy, begin=0.0):
+def report(name, lines, busy, begin=0.0):
     print(f"== {name}")
     for line in lines:
         print(f"   {line}")
@@ -106,7 +107,7 @@ def throughput(a, model):
         for i, text in enumerate(prompts(a.problems)):
             f.write(json.dumps({"prompt": text, "output_lengths": [output_len(i)] * a.samples}) + "\n")
     out, err, busy = run([a.program, "bench", "throughput", "-m", model, "--device", a.device, "--dataset", path, "--temp", "0.6"] + a.flags)
-    tell("bench throughput", (out + err).splitlines()[-16:], busy)
+    report("bench throughput", (out + err).splitlines()[-16:], busy)
 
 
 def batch(a, model):
@@ -121,7 +122,7 @@ def batch(a, model):
         _, err, busy = run([a.program, "batch", "-m", model, "--device", a.device, "-i", where, "-o", result] + a.flags)
         took = time.time() - begin
         lines = [x for x in err.splitlines() if x.strip()][-14:]
-        tell(f"batch, {kind}: {os.path.getsize(result) / 1e6:.1f} MB of results, {took:.1f} s with the start", lines, busy)
+        report(f"batch, {kind}: {os.path.getsize(result) / 1e6:.1f} MB of results, {took:.1f} s with the start", lines, busy)
         os.remove(result)
 
 
@@ -147,7 +148,7 @@ def serve(a, model):
                                       "--random-input-len", str(a.input_len), "--random-output-len", str(a.output_len), "--ignore-eos", "--temp", "0.6",
                                       "--endpoint", endpoint, "-q", "--num-warmups", "2", *a.client])
                 keep = [x for x in out.splitlines() if re.search(r"duration|throughput|Mean|Median|P99|Failed|Successful", x)]
-                tell(f"serve, {n} clients, {endpoint}", keep, busy, begin)
+                report(f"serve, {n} clients, {endpoint}", keep, busy, begin)
                 print(f"   client: {client.busiest()}", flush=True)
     finally:
         p.terminate()
@@ -158,15 +159,15 @@ def serve(a, model):
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--folder", default=tempfile.gettempdir(), help="where the model is made, and removed")
-    p.add_argument("--model", help="this folder's model instead")
+    p.add_argument("--folder", default=tempfile.gettempdir(), help="the folder in which the model is made, and removed afterwards")
+    p.add_argument("--model", help="use the model of this folder instead")
     p.add_argument("--what", default="throughput,batch,serve")
-    p.add_argument("--kinds", default=",".join(KINDS), help="of batch")
-    p.add_argument("--endpoints", default="/v1/completions", help="of serve")
+    p.add_argument("--kinds", default=",".join(KINDS), help="kinds of batches")
+    p.add_argument("--endpoints", default="/v1/completions", help="endpoints for serve")
     p.add_argument("--problems", type=int, default=128)
     p.add_argument("--samples", type=int, default=24)
     p.add_argument("--seqs", default="1,16,64,256,1024")
-    p.add_argument("--rounds", type=int, default=4, help="of serve: requests for each client")
+    p.add_argument("--rounds", type=int, default=4, help="for serve: requests of each client")
     p.add_argument("--input-len", type=int, default=64)
     p.add_argument("--output-len", type=int, default=256)
     p.add_argument("--layers", type=int, default=16)

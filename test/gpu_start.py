@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""From the start of the program to its first token, for a model in the shape of Llama-3.2-1B (2.5 GB of random weights in bf16).
+"""Times the program from its start to the first token, for a model in the shape of Llama-3.2-1B (2.5 GB of random weights in bf16).
 
     python3 test/gpu_start.py [--folder DIR] [--runs 3] [--device cuda] [--layers 16] [--program ./toka]
 
-Makes a folder in Hugging Face's layout (config, tokenizer with 128,256 tokens, one safetensors file) in --folder (default: /tmp; it is
-removed), runs `toka -v -p ... -n 1` with the file out of the page cache, where the system lets one do that, then from the page cache, and prints the seconds
-until the first byte of text, those of each phase as the program says them, and how fast the weights went up. Beside it: how fast the
-same file is read into a buffer by 8 threads, and, with torch, what a copy from pinned memory to the GPU reaches. Passes when the
-median from the page cache is at most 4 s. Standard library only, but for that copy.
+Makes a folder in Hugging Face's layout (config, tokenizer with 128,256 tokens, one safetensors file) in --folder (default: /tmp) and
+removes it afterwards. Runs `toka -v -p ... -n 1`, first with the file evicted from the page cache (if the system allows it), then from
+the page cache. Prints the seconds until the first byte of text, the seconds of each phase as the program reports them, and the rate at
+which weights were uploaded. For comparison it prints the rate at which 8 threads read the same file into a buffer and, with torch, the
+rate of a copy from pinned memory to the GPU. Passes if the median from the page cache is at most 4 s. Standard library only, except for
+that copy.
 """
 import argparse
 import concurrent.futures
@@ -30,14 +31,14 @@ E, F, H, K, D, V = 2048, 8192, 32, 8, 64, 128256
 
 
 def byte_letters():
-    """The letters by which a byte-level tokenizer names the 256 bytes."""
+    """The letters that a byte-level tokenizer uses for the 256 bytes."""
     plain = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or 174 <= b]
     rest = [b for b in range(256) if b not in plain]
     return {**{b: chr(b) for b in plain}, **{b: chr(256 + i) for i, b in enumerate(rest)}}
 
 
 def tokenizer():
-    """A byte-level BPE of V tokens: 256 bytes, all pairs, and pairs with a third, in the form of Llama 3's."""
+    """A byte-level BPE tokenizer of V tokens in the form of Llama 3's: 256 bytes, all pairs, and some triples."""
     one = list(byte_letters().values())
     pairs = [(a, b) for a in one for b in one]
     triples = [(a + b, c) for a, b in pairs for c in one[:1 + (V - 256 - 65536) // 65536]][:V - 256 - 65536]
@@ -71,7 +72,7 @@ def tensors(layers):
 
 
 def make(folder, layers):
-    """Writes the model; its weights' size in bytes."""
+    """Writes the model. Returns the size of its weights in bytes."""
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": E, "intermediate_size": F, "num_attention_heads": H,
               "num_key_value_heads": K, "head_dim": D, "num_hidden_layers": layers, "vocab_size": V, "tie_word_embeddings": True,
               "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 500000.0, "torch_dtype": "bfloat16", "hidden_act": "silu",
@@ -88,7 +89,7 @@ def make(folder, layers):
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     r, n = random.Random(1), 16 << 20
-    block = bytearray(2 * n)  # bf16 of 0.008 to 0.03 and either sign
+    block = bytearray(2 * n)  # bf16 values of 0.008 to 0.03 with either sign
     block[0::2] = r.randbytes(n)
     block[1::2] = r.randbytes(n).translate(bytes(0x3c + 0x80 * (i & 1) for i in range(256)))
     with open(os.path.join(folder, "model.safetensors"), "wb") as f:
@@ -101,7 +102,7 @@ def make(folder, layers):
 
 
 def evict(path):
-    """Asks for the file to leave the page cache."""
+    """Asks the system to evict the file from the page cache."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -110,16 +111,16 @@ def evict(path):
 
 
 def read_rate(path, threads=8, piece=8 << 20):
-    """GB/s of reading the file by pieces into buffers that are used again."""
+    """GB/s of reading the file in pieces into buffers that are reused."""
     fd, size = os.open(path, os.O_RDONLY), os.path.getsize(path)
 
     def part(k):
-        room = bytearray(piece)
+        buffer = bytearray(piece)
         for at in range(k * piece, size, threads * piece):
-            os.preadv(fd, [room], at)
+            os.preadv(fd, [buffer], at)
 
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        list(pool.map(part, range(threads)))  # the buffers' pages are there
+        list(pool.map(part, range(threads)))  # warm-up: maps the buffers' pages
         begin = time.time()
         list(pool.map(part, range(threads)))
         took = time.time() - begin
@@ -128,7 +129,7 @@ def read_rate(path, threads=8, piece=8 << 20):
 
 
 def bus_rate():
-    """GB/s of copies from pinned memory to the GPU; None: torch is not there."""
+    """GB/s of copies from pinned memory to the GPU; None if torch is not installed."""
     code = """
 import time, torch
 a = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True)
@@ -144,7 +145,7 @@ print('RATE', 8 * (256 << 20) / (time.time() - t) / 1e9)"""
 
 
 def start(a, folder):
-    """Seconds to the first byte of text, to the end, and what the program said."""
+    """Runs the program. Returns the seconds to the first byte of text and to the end, the exit status and the standard error."""
     begin = time.time()
     p = subprocess.Popen([a.program, "-v", "-m", folder, "--device", a.device, "--raw", "-p", "Why is the sky blue?", "-n", "1", "--temp", "0",
                           "--ignore-eos"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
@@ -164,7 +165,7 @@ def show(what, run, size):
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--folder", default=tempfile.gettempdir(), help="where the model is made")
+    p.add_argument("--folder", default=tempfile.gettempdir(), help="the folder in which the model is made")
     p.add_argument("--runs", type=int, default=3)
     p.add_argument("--device", default="cuda")
     p.add_argument("--layers", type=int, default=16)
