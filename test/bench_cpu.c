@@ -88,14 +88,14 @@ static void bench_close(bench *b) {
 
 /* T tokens of one sequence, from position pos on, with one row of logits. */
 static double bench_step(bench *b, int T, int pos) {
-    static int32_t ids[512], at[512], slot[512], pages[128];
+    static int32_t ids[512], at[512], kv_slot[512], pages[128];
     static toka_sample_row row;
-    toka_sample_result pick;
+    toka_sample_result result;
     toka_span span = {0, T, 0, 0, pos + T};
-    for (int t = 0; t < T; t++) ids[t] = (t * 37 + pos) % bench_shape.V, at[t] = slot[t] = pos + t;
+    for (int t = 0; t < T; t++) ids[t] = (t * 37 + pos) % bench_shape.V, at[t] = kv_slot[t] = pos + t;
     for (int i = 0; i < 128; i++) pages[i] = i;
     row = (toka_sample_row){.row = T - 1, .forced_id = 5};
-    toka_step s = {.T = T, .n_spans = 1, .n_samples = 1, .ids = ids, .pos = at, .kv_slot = slot, .pages = pages, .spans = &span,
+    toka_step s = {.T = T, .n_spans = 1, .n_samples = 1, .ids = ids, .pos = at, .kv_slot = kv_slot, .pages = pages, .spans = &span,
                    .samples = &row};
     double t0 = bench_now();
     toka_cpu.embed(b->d, &s, b->x);
@@ -105,7 +105,7 @@ static double bench_step(bench *b, int T, int pos) {
         toka_cpu.out_residual(b->d, &s, l, b->o, b->x);
         toka_cpu.norm_mlp_residual(b->d, &s, l, b->x);
     }
-    toka_cpu.norm_logits_sample(b->d, &s, b->x, &pick);
+    toka_cpu.norm_logits_sample(b->d, &s, b->x, &result);
     return bench_now() - t0;
 }
 
@@ -174,7 +174,7 @@ static double bench_peak(bench *b, int set) { /* multiply-adds per second */
  * span over the prefix for all. 1: a span for each over the same pages. 2: a span for each over its
  * own copy. */
 static double bench_share(bench *b, int mode) {
-    static int32_t ids[BENCH_ROWS], pos[BENCH_ROWS], slot[BENCH_ROWS], pages[BENCH_ROWS * 64];
+    static int32_t ids[BENCH_ROWS], pos[BENCH_ROWS], kv_slot[BENCH_ROWS], pages[BENCH_ROWS * 64];
     static toka_span spans[2 * BENCH_ROWS];
     int per = BENCH_PREFIX / 16, n_spans = 0, n_pages = 0;
     if (!mode) spans[n_spans++] = (toka_span){0, BENCH_ROWS, 0, 0, BENCH_PREFIX};
@@ -183,9 +183,9 @@ static double bench_share(bench *b, int mode) {
         if (mode) spans[n_spans++] = (toka_span){r, 1, mode == 2 ? r * per : 0, 0, BENCH_PREFIX};
         spans[n_spans++] = (toka_span){r, 1, n_pages, BENCH_PREFIX, 1};
         pages[n_pages++] = b->d->options.n_pages - 1 - r % 32;
-        ids[r] = 1, pos[r] = BENCH_PREFIX, slot[r] = 0;
+        ids[r] = 1, pos[r] = BENCH_PREFIX, kv_slot[r] = 0;
     }
-    toka_step s = {.T = BENCH_ROWS, .n_spans = n_spans, .ids = ids, .pos = pos, .kv_slot = slot, .pages = pages,
+    toka_step s = {.T = BENCH_ROWS, .n_spans = n_spans, .ids = ids, .pos = pos, .kv_slot = kv_slot, .pages = pages,
                    .spans = spans};
     toka_cpu.attention(b->d, &s, 0, b->q, b->o);
     double t0 = bench_now();

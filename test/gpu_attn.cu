@@ -31,14 +31,14 @@ struct scene {
     std::vector<int> free_pages;
     int n_pages = 0, T = 0;
     explicit scene(shape_case c_) : c(c_) {}
-    std::vector<int> take(int n) {
+    std::vector<int> take_pages(int n) {
         std::vector<int> v;
         for (int i = 0; i < n; i++) v.push_back(n_pages++);
         return v;
     }
     void add(int len, int rows, const std::vector<int> &prefix = {}) {
         seq q = {prefix, len, rows, T, 0, 0, 0};
-        std::vector<int> own = take(ceil_div(len, c.B) - (int)prefix.size());
+        std::vector<int> own = take_pages(ceil_div(len, c.B) - (int)prefix.size());
         q.pages.insert(q.pages.end(), own.begin(), own.end());
         T += rows;
         seqs.push_back(q);
@@ -60,7 +60,7 @@ struct scene {
 /* The arrays of a scene's step. Page i of the scene is page order[i] of the pool. Page n_pages is
  * full of NaN; each block table ends with it. */
 struct host_step {
-    std::vector<int> order, pos, slot, pages;
+    std::vector<int> order, pos, kv_slot, pages;
     std::vector<toka_span> spans;
     toka_shape shape = {};
     toka_step step = {};
@@ -69,7 +69,7 @@ struct host_step {
         for (int i = 0; i < s.n_pages; i++) order[i] = i;
         for (int i = s.n_pages - 1; i > 0; i--) std::swap(order[i], order[gpu_mix(seed + i) % (i + 1)]);
         for (seq &x : s.seqs) {
-            for (int i = x.len - x.rows; i < x.len; i++) pos.push_back(i), slot.push_back(order[x.pages[i / s.c.B]] * s.c.B + i % s.c.B);
+            for (int i = x.len - x.rows; i < x.len; i++) pos.push_back(i), kv_slot.push_back(order[x.pages[i / s.c.B]] * s.c.B + i % s.c.B);
             shape.max_len = std::max(shape.max_len, x.len);
             first.push_back((int)pages.size());
             for (int pg : x.pages) pages.push_back(order[pg]);
@@ -86,14 +86,14 @@ struct host_step {
             spans.push_back({s.seqs[i].row0, s.seqs[i].rows, first[i] + prefix_len[i] / s.c.B, prefix_len[i],
                 s.seqs[i].len - prefix_len[i]});
         shape.H = s.c.K * s.c.G, shape.K = s.c.K, shape.D = s.c.D, shape.B = s.c.B, shape.L = 1;
-        step.T = s.T, step.pos = pos.data(), step.kv_slot = slot.data(), step.pages = pages.data(), step.spans = spans.data(), step.n_spans = (int)spans.size();
+        step.T = s.T, step.pos = pos.data(), step.kv_slot = kv_slot.data(), step.pages = pages.data(), step.spans = spans.data(), step.n_spans = (int)spans.size();
     }
 };
 
 /* Fills kv_slot .x with the random values of kv_slot .y. */
 __global__ static void fill_slots(bf16 *kv, const int2 *slots, int n, int K, int D, int log2_B, uint64_t seed, float scale) {
-    auto at = [=](int slot, int j) {
-        int page = slot >> log2_B, off = slot & ((1 << log2_B) - 1);
+    auto at = [=](int kv_slot, int j) {
+        int page = kv_slot >> log2_B, off = kv_slot & ((1 << log2_B) - 1);
         return ((((size_t)page * K * 2 + j / D) << log2_B) + off) * D + j % D;
     };
     for (int i = blockIdx.x; i < n; i += gridDim.x)
@@ -171,8 +171,8 @@ struct device_scene : host_step {
         for (seq &x : s.seqs)
             for (int i = 0; i < x.len; i++) {
                 const seq &like = i >= x.from && i < x.upto ? s.seqs[x.like] : x;
-                auto slot = [&](const seq &y) { return order[y.pages[i / s.c.B]] * s.c.B + i % s.c.B; };
-                slots.push_back({slot(x), slot(like)});
+                auto kv_slot = [&](const seq &y) { return order[y.pages[i / s.c.B]] * s.c.B + i % s.c.B; };
+                slots.push_back({kv_slot(x), kv_slot(like)});
             }
         gpu_buf<int2> dev_slots(slots.size());
         dev_slots.set(slots);
@@ -197,7 +197,7 @@ struct device_scene : host_step {
      * start before. */
     void run_late() {
         std::vector<int2> at;
-        for (int i : slot) at.push_back({i, i});
+        for (int i : kv_slot) at.push_back({i, i});
         gpu_buf<int2> dev((size_t)sc.T);
         dev.set(at);
         fill_slots<<<16, 128>>>(kv.p(), dev.p(), sc.T, sc.c.K, sc.c.D, __builtin_ctz(sc.c.B), 1, NAN);
@@ -296,7 +296,7 @@ static const int lengths[] = {1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 12
 /* A tree with `depth` levels of shared pages. The first level has `pages` pages, the others one or
  * two, with three children each. The sequences' own parts have various lengths. */
 static void grow(scene &s, int depth, int pages, const std::vector<int> &prefix, int rows, int fan) {
-    std::vector<int> path = prefix, more = s.take(pages);
+    std::vector<int> path = prefix, more = s.take_pages(pages);
     path.insert(path.end(), more.begin(), more.end());
     int first = (int)s.seqs.size();
     size_t at = s.shared.size();
@@ -321,7 +321,7 @@ template <class Test> static void few_sms(const Test &test) {
 /* n samples of a prompt of `pages` pages and `tail` positions, each with up to `most` own
  * positions. */
 static void add_samples(scene &s, int n, int pages, int tail, int most) {
-    std::vector<int> prefix = s.take(pages);
+    std::vector<int> prefix = s.take_pages(pages);
     int first = (int)s.seqs.size();
     for (int i = 0; i < n; i++) s.add(pages * s.c.B + tail + 1 + (int)(gpu_mix(i) % (uint64_t)most), 1, prefix);
     s.share(first, n, 0, pages);
@@ -342,10 +342,10 @@ static void test_samples(int D, int G, int rows) {
     });
     if (G != 4) return;
     scene deep({D, 8, G, 64, 0}); /* after a level that all sequences share */
-    std::vector<int> head = deep.take(3);
+    std::vector<int> head = deep.take_pages(3);
     deep.shared.push_back({});
     for (int i = 0; i < 5; i++) {
-        std::vector<int> path = head, more = deep.take(2);
+        std::vector<int> path = head, more = deep.take_pages(2);
         path.insert(path.end(), more.begin(), more.end());
         for (int j = 0; j < rows; j++) deep.add(320 + 1 + (int)(gpu_mix(j) % 200), 1, path);
         deep.share(i * rows, rows, 3, 2);
@@ -359,7 +359,7 @@ static void test_samples(int D, int G, int rows) {
 static void add_tails(scene &s, int rows) {
     int n = 0;
     for (int tail : {1, 7, 8, 15}) {
-        std::vector<int> prefix = s.take(n % 3);
+        std::vector<int> prefix = s.take_pages(n % 3);
         int first = (int)s.seqs.size(), n_pages = n++ % 3, B = s.c.B;
         tail = tail * B / 16 + (B > 16);
         for (int len : {1, 2, 9, 33, 64, 130, 899}) s.add(n_pages * B + tail + std::max(len, rows), rows, prefix);
@@ -396,7 +396,7 @@ static void test_late(shape_case c) {
     shared.add(130, 1);
     add_samples(shared, 4, 2, 5, 90);
     check(shared, "late rows, samples", 1.5f, true);
-    std::vector<int> page = other.take(1);
+    std::vector<int> page = other.take_pages(1);
     other.add(c.B, 1, page), other.add(c.B + 1, 1, page), other.add(c.B + 4, 4, page);
     check(other, "late rows of others", 1.5f, true);
 }
@@ -566,7 +566,7 @@ struct list_check {
     }
 };
 enum list_mode { ANY, FUSED, GROUPS, MIXED };
-static void check_list(scene &s, bool share, bool hopper, bool want_parts, const char *name, list_mode mode = ANY,
+static void check_list(scene &s, bool share, bool hopper, bool want_splits, const char *name, list_mode mode = ANY,
                        int n_sms = 132) {
     host_step h(s, share, 99);
     toka_device d = {};
@@ -595,7 +595,7 @@ static void check_list(scene &s, bool share, bool hopper, bool want_parts, const
         "work list of %s G=%d D=%d: not by %s", name, G, s.c.D,
               mode == MIXED ? "mixed gangs" : "kin");
     for (int q = 0; q < s.T * G; q++) left += c.state[q] != 2 || std::count(c.seen[q].begin(), c.seen[q].end(), 0) != 0;
-    gpu_check(!c.bad && !left && !d.error.code && (!want_parts || c.parts),
+    gpu_check(!c.bad && !left && !d.error.code && (!want_splits || c.parts),
               "work list of %s G=%d D=%d: %d wrong, %d queries left, %d parts%s", name, G, s.c.D, c.bad, left, c.parts,
               d.error.code ? d.error.msg : "");
     attn_close(&d);
@@ -605,7 +605,7 @@ static void check_list(scene &s, bool share, bool hopper, bool want_parts, const
 static void add_chain(scene &s, int turns, int pages, int each, int own) {
     std::vector<int> prefix;
     for (int i = 0; i < turns; i++) {
-        std::vector<int> more = s.take(pages);
+        std::vector<int> more = s.take_pages(pages);
         prefix.insert(prefix.end(), more.begin(), more.end());
         for (int k = 0; k < each; k++) s.add((int)prefix.size() * s.c.B + own, 1, prefix);
     }
@@ -622,11 +622,11 @@ static void test_lists() {
                 for (int i = 0; i < 5; i++) add_samples(samples, 300 + i, i, 9 * i + 1, 1 + i * 30);
                 check_list(samples, true, hopper, false, "samples", hopper && D >= 64 && G <= 8 ? FUSED : ANY);
                 for (int rows : {1, 2, 9, 26}) { /* prefix groups */
-                    scene kin({D, 8, G, 64, 0});
-                    for (int i = 0; i < 3; i++) add_samples(kin, rows, 1 + 4 * i, 9 * i + 1, 1 + i * 60);
-                    kin.add(130, 1);
-                    check_list(kin, true, hopper, false, "samples in few rows", hopper && D >= 64 && G <= 8 ? GROUPS : ANY);
-                    if (rows > 8 && hopper && D >= 64 && G <= 8) check_list(kin, true, hopper, false, "samples in mixed gangs", MIXED);
+                    scene few_samples({D, 8, G, 64, 0});
+                    for (int i = 0; i < 3; i++) add_samples(few_samples, rows, 1 + 4 * i, 9 * i + 1, 1 + i * 60);
+                    few_samples.add(130, 1);
+                    check_list(few_samples, true, hopper, false, "samples in few rows", hopper && D >= 64 && G <= 8 ? GROUPS : ANY);
+                    if (rows > 8 && hopper && D >= 64 && G <= 8) check_list(few_samples, true, hopper, false, "samples in mixed gangs", MIXED);
                 }
                 scene turns({D, 2, G, 64, 0}), far({D, 2, G, 64, 0});
                 add_chain(turns, 100, 1, 2, 5), add_chain(far, 8, 128, 1, 2001);
@@ -652,11 +652,11 @@ static void test_lists() {
  * with clusters). Otherwise it stays as it is. */
 static void check_graph_padding(scene &s, bool share, int size, int launches, bool hopper = false) {
     host_step h(s, share, 7);
-    std::vector<int> ids((size_t)s.T, 3), slot((size_t)s.T, 65);
+    std::vector<int> ids((size_t)s.T, 3), kv_slot((size_t)s.T, 65);
     std::vector<toka_sample_row> out((size_t)s.T);
     toka_device *d = (toka_device *)calloc(1, sizeof *d);
     d->shape = &h.shape, d->n_sms = 132, d->options.max_tokens = 512, d->options.n_pages = 1000, d->kv_layer_elems = 1 << 20, d->hopper = hopper;
-    h.step.ids = ids.data(), h.step.kv_slot = slot.data(), h.step.samples = out.data(), h.step.n_samples = s.T;
+    h.step.ids = ids.data(), h.step.kv_slot = kv_slot.data(), h.step.samples = out.data(), h.step.n_samples = s.T;
     attn_plan_open(d);
     std::vector<char> up(attn_upload_bytes(d) + 8192);
     d->upload.host[0] = d->upload.device[0] = (char *)(((uintptr_t)up.data() + 15) & ~(uintptr_t)15), d->upload.cap = up.size() - 16;
@@ -718,9 +718,9 @@ static void check_agreement(scene &s, bool graphs, const char *name) {
             launches[agreed][&r - ranks] = attn_launches(r.d.attn), n_items[agreed][&r - ranks] = r.d.attn->n_items;
             same &= !r.d.error.code;
         }
-        const bool alike = n_items[agreed][0] == n_items[agreed][1] &&
+        const bool equal = n_items[agreed][0] == n_items[agreed][1] &&
                            !memcmp(ranks[0].d.attn->items, ranks[1].d.attn->items, (size_t)n_items[agreed][0] * sizeof(attn_item));
-        same &= alike == (agreed == 1);
+        same &= equal == (agreed == 1);
         for (rank &r : ranks) attn_close(&r.d);
     }
     const bool one_has = (launches[0][0] <= GRAPH_MAX_ATTENTION) != (launches[0][1] <= GRAPH_MAX_ATTENTION);
@@ -921,7 +921,7 @@ static void bench_prefix(int D, int n, int pages, double ceiling) {
     scene s({D, 8, 4, 64, 0});
     char what[60];
     s.shared.push_back({});
-    std::vector<int> prefix = s.take(pages);
+    std::vector<int> prefix = s.take_pages(pages);
     for (int i = 0; i < n; i++) s.add(pages * 64 + 1, 1, prefix);
     s.share(0, n, 0, pages), s.shared.erase(s.shared.begin());
     device_scene st(s, true, 1.5f, 5);
@@ -942,7 +942,7 @@ static void bench_prefill(int D, int prompts, int len, int rows, double ceiling)
 }
 static void bench_make_step() {
     scene s({64, 8, 4, 64, 0});
-    std::vector<int> prefix = s.take(11);
+    std::vector<int> prefix = s.take_pages(11);
     for (int i = 0; i < 8192; i++) s.add(704 + 10 + i % 150, 1, prefix);
     s.share(0, 8192, 0, 11);
     device_scene st(s, true, 1, 5);
@@ -974,7 +974,7 @@ static void bench_samples(int D, const std::vector<int> &groups, int pages, int 
     char what[80];
     double own = 0, shared = 0;
     for (int rows : groups) {
-        std::vector<int> prefix = s.take(pages);
+        std::vector<int> prefix = s.take_pages(pages);
         int first = (int)s.seqs.size();
         for (int i = 0; i < rows; i++) {
             const int age = sample_age(s.seqs.size());
@@ -1023,10 +1023,10 @@ static void bench_samples_all() {
  * first `common` pages are common to all. */
 static void bench_prefix_groups(int D, int prompts, int each, int common) {
     scene s({D, 8, 4, 64, 0});
-    std::vector<int> shots = s.take(common);
+    std::vector<int> shots = s.take_pages(common);
     char what[80];
     for (int i = 0; i < prompts; i++) {
-        std::vector<int> prefix = shots, more = s.take(11 - common);
+        std::vector<int> prefix = shots, more = s.take_pages(11 - common);
         prefix.insert(prefix.end(), more.begin(), more.end());
         for (int k = 0; k < each; k++) s.add(704 + 1 + (int)(gpu_mix((uint64_t)(i * each + k)) % 150), 1, prefix);
     }
@@ -1053,9 +1053,9 @@ static void bench_prefix_groups(int D, int prompts, int each, int common) {
  * pages are common to all prompts. */
 static void bench_running(int D, const std::vector<int> &groups, int common) {
     scene s({D, 8, 4, 64, 0});
-    std::vector<int> shots = s.take(common);
+    std::vector<int> shots = s.take_pages(common);
     for (size_t g = 0; g < groups.size(); g++) {
-        std::vector<int> prefix = shots, more = s.take(11 - common);
+        std::vector<int> prefix = shots, more = s.take_pages(11 - common);
         prefix.insert(prefix.end(), more.begin(), more.end());
         for (int i = 0; i < groups[g]; i++) s.add(704 + 1 + sample_age(s.seqs.size()), 1, prefix);
     }
@@ -1133,20 +1133,20 @@ static void bench_all(bool decode, bool tiles) {
 }
 
 int main(int argc, char **argv) {
-    bool small = false, timings = false, only_tiles = false, only_decode = false, samples = false, kin = false, running = false;
+    bool small = false, timings = false, only_tiles = false, only_decode = false, samples = false, few_samples = false, running = false;
     for (int i = 1; i < argc; i++) {
         small |= !strcmp(argv[i], "small"), timings |= !strcmp(argv[i], "bench"), json |= !strcmp(argv[i], "--json");
         only_tiles |= !strcmp(argv[i], "tiles"), only_decode |= !strcmp(argv[i], "decode");
-        samples |= !strcmp(argv[i], "samples"), kin |= !strcmp(argv[i], "kin"), running |= !strcmp(argv[i], "running");
+        samples |= !strcmp(argv[i], "samples"), few_samples |= !strcmp(argv[i], "kin"), running |= !strcmp(argv[i], "running");
     }
     if (argc > 1 && !strcmp(argv[1], "lists")) return test_lists(), test_graphs(), gpu_report();
     gpu_device();
     if (timings && running) bench_running_all();
-    else if (timings && kin) bench_prefix_groups_all();
+    else if (timings && few_samples) bench_prefix_groups_all();
     else if (timings && samples) bench_samples_all();
     else if (timings) bench_all(!only_tiles, !only_decode);
     else if (argc > 1 && !strcmp(argv[1], "tiny")) test_tiny();
-    else if (kin) {
+    else if (few_samples) {
         for (int D : {64, 80, 128})
             for (int G : {1, 3, 4, 8}) test_prefix_groups({D, 2, G, 64, 0}), test_prefix_groups({D, 1, G, 64, 70});
     } else if (samples) {

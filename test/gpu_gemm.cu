@@ -52,8 +52,8 @@ struct ref_result {
     float worst; /* the largest |error| / allowed error */
 };
 /* rounding: the relative rounding error of the output type. */
-__device__ static void ref_compare(ref_result *r, float got, double want, double slack, double rounding = 0x1.01p-8) {
-    double allowed = fabs(want) * rounding + slack + 1e-30, over = fabs((double)got - want) / allowed;
+__device__ static void ref_compare(ref_result *r, float got, double want, double allowed_error, double rounding = 0x1.01p-8) {
+    double allowed = fabs(want) * rounding + allowed_error + 1e-30, over = fabs((double)got - want) / allowed;
     atomicAdd(&r->seen, 1ull);
     if (!(over <= 1)) atomicAdd(&r->wrong, 1ull);
     if (over == over) atomicMax((int *)&r->worst, __float_as_int((float)over));
@@ -67,24 +67,24 @@ __device__ static double ref_sum(const ref_args &a, int i, int n) {
 /* Checks one head of one row after norm and RoPE. */
 __device__ static void ref_head(const ref_args &a, int i, int head, ref_result *r) {
     const qkv_params &p = a.qkv;
-    int D = a.D, row = a.rows[i], kv = head - p.H, slot = p.kv_slot[row];
+    int D = a.D, row = a.rows[i], kv = head - p.H, kv_slot = p.kv_slot[row];
     const float *w = head < p.H ? p.q_norm : head < p.H + p.K ? p.k_norm : NULL;
-    double v[256], slack[256], scale = 1;
-    for (int e = 0; e < D; e++) v[e] = ref_sum(a, i, head * D + e), slack[e] = REF_SUM * a.size[(size_t)i * a.N + head * D + e];
-    for (int e = 0; e < D && a.twice; e++) slack[e] += 0x1.01p-8 * fabs(v[e]);
+    double v[256], allowed_error[256], scale = 1;
+    for (int e = 0; e < D; e++) v[e] = ref_sum(a, i, head * D + e), allowed_error[e] = REF_SUM * a.size[(size_t)i * a.N + head * D + e];
+    for (int e = 0; e < D && a.twice; e++) allowed_error[e] += 0x1.01p-8 * fabs(v[e]);
     if (w) {
         double sum = 0;
         for (int e = 0; e < D; e++) sum += v[e] * v[e];
         scale = 1 / sqrt(sum / D + p.eps);
         for (int e = 0; e < D; e++) {
-            slack[e] = 3 * slack[e] * scale * fabs(w[e]) + 1e-5 * fabs(v[e] * scale * w[e]);
+            allowed_error[e] = 3 * allowed_error[e] * scale * fabs(w[e]) + 1e-5 * fabs(v[e] * scale * w[e]);
             v[e] *= scale * w[e];
         }
     }
     const bf16 *at = p.q + ((size_t)row * p.H + head) * D;
-    if (kv >= 0) at = p.kv + ((((size_t)(slot / p.B) * p.K + kv % p.K) * 2 + kv / p.K) * p.B + slot % p.B) * D;
+    if (kv >= 0) at = p.kv + ((((size_t)(kv_slot / p.B) * p.K + kv % p.K) * 2 + kv / p.K) * p.B + kv_slot % p.B) * D;
     for (int e = 0; e < D / 2; e++) {
-        double x = v[e], y = v[e + D / 2], s = slack[e] + slack[e + D / 2] + 1e-6 * (fabs(x) + fabs(y));
+        double x = v[e], y = v[e + D / 2], s = allowed_error[e] + allowed_error[e + D / 2] + 1e-6 * (fabs(x) + fabs(y));
         if (kv < p.K) {
             float2 c = p.rope[(size_t)p.pos[row] * (D / 2) + e];
             v[e] = x * c.x - y * c.y, v[e + D / 2] = y * c.x + x * c.y;
@@ -103,19 +103,19 @@ __global__ static void ref_check(ref_args a, ref_result *r) {
             continue;
         }
         size_t at = (size_t)row * a.ldy + n;
-        double want, slack;
+        double want, allowed_error;
         if (a.epi == EPI_SWIGLU) {
             int g = n / 8 * 16 + n % 8;
             double gate = ref_sum(a, i, g), up = ref_sum(a, i, g + 8), silu = gate / (1 + exp(-gate));
             want = silu * up;
             const double *size = a.size + (size_t)i * a.N + g;
-            slack = REF_SUM * (1.1 * size[0] * fabs(up) + size[8] * fabs(silu)) + 1e-6 * fabs(want);
+            allowed_error = REF_SUM * (1.1 * size[0] * fabs(up) + size[8] * fabs(silu)) + 1e-6 * fabs(want);
         } else {
-            want = ref_sum(a, i, n), slack = REF_SUM * a.size[(size_t)i * a.N + n];
+            want = ref_sum(a, i, n), allowed_error = REF_SUM * a.size[(size_t)i * a.N + n];
             if (a.epi == EPI_RESIDUAL) want += (double)__bfloat162float(a.before[at]);
         }
-        if (a.epi == EPI_LOGITS) ref_compare(r, ((const float *)a.y)[at], want, slack, 1e-7);
-        else ref_compare(r, __bfloat162float(a.y[at]), want, slack);
+        if (a.epi == EPI_LOGITS) ref_compare(r, ((const float *)a.y)[at], want, allowed_error, 1e-7);
+        else ref_compare(r, __bfloat162float(a.y[at]), want, allowed_error);
     }
 }
 /* Checks that y is unchanged in columns from `cols` on. */
@@ -153,7 +153,7 @@ struct gemm_data {
     gpu_buf<bf16> x, w, y, before, q, kv, ordered; /* ordered: w after qkv_reorder */
     gpu_buf<float> bias, ordered_bias, q_norm, k_norm;
     gpu_buf<float2> rope;
-    gpu_buf<int> pos, slot;
+    gpu_buf<int> pos, kv_slot;
     weight W;
     qkv_params qkv = {};
     explicit gemm_data(const gemm_case &c_)
@@ -162,7 +162,7 @@ struct gemm_data {
           ldx(c_.K + c_.pad), ldy(case_cols(c_) + c_.pad), x((size_t)c_.M * ldx, (size_t)GEMM_PAD_ROWS * ldx), w((size_t)c_.N * c_.K),
           y((size_t)c_.M * ldy * (c_.kind == EPI_LOGITS ? 2 : 1)),
           before(y.n), q(D ? (size_t)c_.M * H * D : 1), kv(D ? (size_t)(c_.M / B + 2) * B * 2 * K * D : 1), ordered(D ? w.n : 1),
-          bias(c_.N), ordered_bias(c_.N), q_norm(256), k_norm(256), rope(64 * 1024), pos(c_.M), slot(c_.M) {
+          bias(c_.N), ordered_bias(c_.N), q_norm(256), k_norm(256), rope(64 * 1024), pos(c_.M), kv_slot(c_.M) {
         static uint64_t n;
         uint64_t s = gpu_seed * 1000 + 10 * ++n;
         gpu_random(x, s, 1);
@@ -193,8 +193,8 @@ struct gemm_data {
             cs[i] = {(float)cos(a), (float)sin(a)};
         }
         t.resize(c.M);
-        pos.set(p), slot.set(t), rope.set(cs);
-        qkv = {W.bias, c.norm ? q_norm.p() : NULL, c.norm ? k_norm.p() : NULL, 1e-6f, H, K, B, pos.p(), slot.p(), rope.p(),
+        pos.set(p), kv_slot.set(t), rope.set(cs);
+        qkv = {W.bias, c.norm ? q_norm.p() : NULL, c.norm ? k_norm.p() : NULL, 1e-6f, H, K, B, pos.p(), kv_slot.p(), rope.p(),
                q.p(), kv.p()};
     }
     gemm_plan plan(const toka_device *d) const {
@@ -222,7 +222,7 @@ struct gemm_data {
     }
     void launch_apart(toka_device *d, int M) { /* the plain GEMM into y, then rope_kernel */
         gemm_args a = {M, x.p(), ldx, &W, y.p(), c.N, EPI_STORE};
-        rope_args r = {y.p(), q.p(), kv.p(), pos.p(), slot.p(), rope.p(), qkv.q_norm, qkv.k_norm, M, H, K, D, B, qkv.eps, true};
+        rope_args r = {y.p(), q.p(), kv.p(), pos.p(), kv_slot.p(), rope.p(), qkv.q_norm, qkv.k_norm, M, H, K, D, B, qkv.eps, true};
         gemm_wgmma(d, &a);
         launch_dependent(d, "RoPE", rope_kernel, dim3(ceil_div(M * (H + 2 * K), 8)), 256, 0, 1, r);
     }
@@ -379,19 +379,19 @@ struct bench_data {
     gemm_shape r;
     int M, n, D;
     std::vector<std::unique_ptr<gpu_buf<bf16>>> x, w, y;
-    gpu_buf<int> pos, slot;
+    gpu_buf<int> pos, kv_slot;
     gpu_buf<float2> rope;
     gpu_buf<bf16> scratch; /* [M][N]: the output of a plain GEMM, which rope_kernel reads */
     std::vector<weight> W;
     qkv_params qkv = {};
     bench_data(const gemm_shape &r_, int M_)
-        : r(r_), M(M_), D(r_.kind == GEMM_QKV64 ? 64 : r_.kind == GEMM_QKV128 ? 128 : 0), pos(M_), slot(M_), rope(8192 * 64),
+        : r(r_), M(M_), D(r_.kind == GEMM_QKV64 ? 64 : r_.kind == GEMM_QKV128 ? 128 : 0), pos(M_), kv_slot(M_), rope(8192 * 64),
           scratch(D ? (size_t)M_ * r_.N : 1) {
         size_t bytes = 2 * ((size_t)r.N * r.K + (size_t)M * r.K + (size_t)M * r.N);
         n = (int)std::min<size_t>(24, 1 + (200 << 20) / bytes);
         std::vector<int> p(M);
         for (int i = 0; i < M; i++) p[i] = i;
-        pos.set(p), slot.set(p);
+        pos.set(p), kv_slot.set(p);
         gpu_fill_f32<<<264, 256>>>((float *)rope.p(), rope.n * 2, 3, 1);
         for (int i = 0; i < n; i++) {
             x.emplace_back(new gpu_buf<bf16>((size_t)M * r.K, (size_t)GEMM_PAD_ROWS * r.K)), w.emplace_back(new gpu_buf<bf16>((size_t)r.N * r.K));
@@ -401,7 +401,7 @@ struct bench_data {
             W.push_back({w[i]->p(), NULL, r.N, r.K});
         }
         int heads = D ? r.N / D : 0, kv = heads / 6;
-        qkv = {NULL, NULL, NULL, 1e-5f, heads - 2 * kv, kv, 16, pos.p(), slot.p(), rope.p(), NULL, NULL};
+        qkv = {NULL, NULL, NULL, 1e-5f, heads - 2 * kv, kv, 16, pos.p(), kv_slot.p(), rope.p(), NULL, NULL};
     }
     /* One call with buffer set b. apart: the plain GEMM and rope_kernel. */
     void call(toka_device *d, int b, gemm_plan plan, bool apart) {
@@ -461,7 +461,7 @@ static void sweep(toka_device *d) {
         for (int M : bench_M) {
             if (!bench_has(r, M)) continue;
             bench_data b(r, M);
-            gemm_plan pick = gemm_choose(d, r.kind, M, r.N, r.K, false), best = pick;
+            gemm_plan chosen = gemm_choose(d, r.kind, M, r.N, r.K, false), best = chosen;
             /* the least of three runs in turn: the GPU's clock falls under load */
             double least[N_GEMM_VARIANTS][2] = {}, all = 0;
             for (int turn = 0; turn < 3; turn++)
@@ -478,14 +478,14 @@ static void sweep(toka_device *d) {
             for (int i = 0; i < 2 * N_GEMM_VARIANTS; i++) {
                 const gemm_variant &v = gemm_variants[i / 2];
                 if (!least[i / 2][i % 2]) continue;
-                printf(" %s%d%s/%d/%d=%.2f", pick.variant == &v && pick.multicast == i % 2 + 1 ? "*" : "", v.bn, v.pingpong ? "pp" : "", v.split,
+                printf(" %s%d%s/%d/%d=%.2f", chosen.variant == &v && chosen.multicast == i % 2 + 1 ? "*" : "", v.bn, v.pingpong ? "pp" : "", v.split,
                        i % 2 + 1, least[i / 2][i % 2]);
             }
             for (int group = 2; group <= 32 && M >= 4096; group *= 2) {
                 usleep(20000);
                 printf(" group %d=%.2f", group, b.us(d, {best.variant, best.multicast, group}));
             }
-            if (b.D) printf(" apart=%.2f%s", b.us(d, pick, true), gemm_qkv_worth_fusing(d, M, &b.W[0], &b.qkv) ? "" : "*");
+            if (b.D) printf(" apart=%.2f%s", b.us(d, chosen, true), gemm_qkv_worth_fusing(d, M, &b.W[0], &b.qkv) ? "" : "*");
             printf("\n");
             fflush(stdout);
         }

@@ -8,7 +8,7 @@ enum { G_SEQS = 288, G_FAMILY = 48, G_GROUP = 12, G_STEPS = 104, G_OWN = 4, G_LE
 enum { G_SHARED = G_SEQS / G_FAMILY + G_SEQS / G_GROUP };
 
 typedef struct g_step {
-    int32_t id[G_SEQS], pos[G_SEQS], slot[G_SEQS], pages[7 * G_SEQS];
+    int32_t id[G_SEQS], pos[G_SEQS], kv_slot[G_SEQS], pages[7 * G_SEQS];
     toka_span spans[3 * G_SEQS];
     toka_sample_row samples[G_SEQS];
     toka_copy copy;
@@ -69,7 +69,7 @@ static toka_sample_row g_sample_row(int row, int q, int len, bool one, bool mixe
  * 4: 1 one row is sampled with top-p, 2 a page is copied, 3 most rows have filters. */
 static void g_make_step(g_step *g, g_seq *seqs, int from, int to, int mode, int B) {
     const int shared = mode % 4, min_rows = shared == 2 ? 2 : 1;
-    g->s = (toka_step){.ids = g->id, .pos = g->pos, .kv_slot = g->slot, .pages = g->pages, .spans = g->spans, .samples = g->samples};
+    g->s = (toka_step){.ids = g->id, .pos = g->pos, .kv_slot = g->kv_slot, .pages = g->pages, .spans = g->spans, .samples = g->samples};
     if (shared == 3) g_add_shared_spans(g, from, to, 0, G_FAMILY, 0, B), g_add_shared_spans(g, from, to, 1, G_GROUP, 0, B);
     for (int i = from, end; i < to; i = end) {
         for (end = i; end < to && end / G_GROUP == i / G_GROUP;) end++;
@@ -79,7 +79,7 @@ static void g_make_step(g_step *g, g_seq *seqs, int from, int to, int mode, int 
             const int row = q - from, len = seqs[q].len, at = group || shared == 3 ? 2 * B : 0;
             g_add_span(g, row, 1, at, len + 1 - at, q, B);
             g->id[row] = seqs[q].has_sampled ? -1 - q : 5 + q % 200, g->pos[row] = len;
-            g->slot[row] = g_page(q, len / B) * B + len % B;
+            g->kv_slot[row] = g_page(q, len / B) * B + len % B;
             g->samples[row] = g_sample_row(row, q, len, mode / 4 == 1, mode / 4 == 3);
             if (++seqs[q].len == G_LEN - q % 90) seqs[q] = (g_seq){.len = 2 * B};
             else seqs[q].has_sampled = true;

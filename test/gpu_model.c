@@ -37,7 +37,7 @@ static int int_array(const json *array, int32_t *out, int cap) {
 enum { ROWS = 2048, CASES = 32 };
 
 typedef struct mix {
-    int32_t id[ROWS], pos[ROWS], slot[ROWS], pages[ROWS];
+    int32_t id[ROWS], pos[ROWS], kv_slot[ROWS], pages[ROWS];
     toka_span spans[CASES];
     toka_sample_row out[8 * CASES];
     int n_pages;
@@ -46,7 +46,7 @@ typedef struct mix {
 
 static mix *mix_new(void) {
     mix *m = mem_zalloc(sizeof *m);
-    m->s = (toka_step){.ids = m->id, .pos = m->pos, .kv_slot = m->slot, .pages = m->pages, .spans = m->spans, .samples = m->out};
+    m->s = (toka_step){.ids = m->id, .pos = m->pos, .kv_slot = m->kv_slot, .pages = m->pages, .spans = m->spans, .samples = m->out};
     /* scattered over the pool: 7 and 251 are coprime */
     for (int i = 0; i < ROWS; i++) m->pages[i] = (int32_t)((i * 7 + 3) % 251);
     return m;
@@ -56,7 +56,7 @@ static void mix_add(mix *m, const int32_t *ids, int n, const int32_t *at, int n_
     for (int i = 0; i < n_at; i++) m->out[s->n_samples++] = (toka_sample_row){.row = s->T + at[i], .forced_id = 0};
     m->spans[s->n_spans++] = (toka_span){s->T, n, m->n_pages, 0, n};
     for (int p = 0; p < n; p++, s->T++)
-        m->id[s->T] = ids[p], m->pos[s->T] = p, m->slot[s->T] = m->pages[m->n_pages + p / B] * B + p % B;
+        m->id[s->T] = ids[p], m->pos[s->T] = p, m->kv_slot[s->T] = m->pages[m->n_pages + p / B] * B + p % B;
     m->n_pages += (n + B - 1) / B;
 }
 
@@ -117,12 +117,12 @@ static int logits_main(int argc, char **argv) {
     for (char *end; strtol(next, &end, 10), end != next; next = end) ids_push(&id, (int32_t)strtol(next, &end, 10));
     toka *t = must_open(argv[2], argc > 5 ? argv[5] : "cuda", 16, MAX(64, (int)id.n));
     int n = (int)id.n, V = t->shape.V;
-    int32_t *pos = mem_alloc((size_t)n * 4), *slot = mem_alloc((size_t)n * 4), *pages = mem_alloc((size_t)n * 4);
+    int32_t *pos = mem_alloc((size_t)n * 4), *kv_slot = mem_alloc((size_t)n * 4), *pages = mem_alloc((size_t)n * 4);
     toka_sample_row *out = mem_zalloc((size_t)n * sizeof *out);
-    for (int i = 0; i < n; i++) pos[i] = i, slot[i] = i, pages[i] = i, out[i] = (toka_sample_row){.row = i};
+    for (int i = 0; i < n; i++) pos[i] = i, kv_slot[i] = i, pages[i] = i, out[i] = (toka_sample_row){.row = i};
     toka_span span = {0, n, 0, 0, n};
     float *logits = mem_alloc((size_t)n * V * sizeof(float));
-    toka_step s = {.T = n, .n_spans = 1, .n_samples = n, .ids = id.p, .pos = pos, .kv_slot = slot, .pages = pages, .spans = &span, .samples = out,
+    toka_step s = {.T = n, .n_spans = 1, .n_samples = n, .ids = id.p, .pos = pos, .kv_slot = kv_slot, .pages = pages, .spans = &span, .samples = out,
                    .logits = logits};
     if (model_run_step(&t->engine->replicas[0].model, &s, t->engine->replicas[0].inflight[0].results, &e)) return printf("%s\n", e.msg), 2;
     FILE *f = fopen(argv[4], "wb");

@@ -65,10 +65,10 @@ typedef struct both {
     toka_weights weights;
     toka_device *dev[2];
     toka_dev_ptr x[2], q[2], o[2];
-    int32_t ids[MAX_T], pos[MAX_T], slot[2][MAX_T], pages[MAX_T];
+    int32_t ids[MAX_T], pos[MAX_T], kv_slot[2][MAX_T], pages[MAX_T];
     toka_span spans[2];
     toka_sample_row out[MAX_T];
-    toka_sample_result picks[MAX_T];
+    toka_sample_result results[MAX_T];
     toka_step s;
 } both;
 
@@ -104,13 +104,13 @@ static void both_close(both *b) {
  * needs them. */
 static void both_plan(both *b, int i, int T) {
     int B = backends[i]->page_tok, first = T > 3 ? T / 3 * 2 : T, n_pages = 0;
-    b->s = (toka_step){.T = T, .ids = b->ids, .pos = b->pos, .kv_slot = b->slot[i], .pages = b->pages, .spans = b->spans, .samples = b->out};
+    b->s = (toka_step){.T = T, .ids = b->ids, .pos = b->pos, .kv_slot = b->kv_slot[i], .pages = b->pages, .spans = b->spans, .samples = b->out};
     for (int at = 0; at < T; at += b->spans[b->s.n_spans - 1].n_rows) {
         int n = at ? T - at : first;
         b->spans[b->s.n_spans++] = (toka_span){at, n, n_pages, 0, n};
         for (int p = 0; p < n; p++) {
             if (p % B == 0) b->pages[n_pages] = MAX_T / B + 1 - n_pages, n_pages++;
-            b->pos[at + p] = p, b->slot[i][at + p] = b->pages[n_pages - 1] * B + p % B;
+            b->pos[at + p] = p, b->kv_slot[i][at + p] = b->pages[n_pages - 1] * B + p % B;
         }
     }
     for (int t = 0; t < T; t++) b->out[t] = (toka_sample_row){.row = t, .seq = -1, .forced_id = 0};
@@ -218,7 +218,7 @@ static void op_run(both *b, int T) {
         both_plan(b, i, T);
         b->s.n_samples = T, b->s.logits = i ? gpu : cpu;
         if (T % 2 == 0) backends[i]->norm_mlp_residual(b->dev[i], &b->s, 1, b->x[i]);
-        backends[i]->norm_logits_sample(b->dev[i], &b->s, b->x[i], b->picks);
+        backends[i]->norm_logits_sample(b->dev[i], &b->s, b->x[i], b->results);
         if (backends[i]->end) backends[i]->end(b->dev[i], &b->s);
         if (backends[i]->finish) backends[i]->finish(b->dev[i], &b->s);
     }

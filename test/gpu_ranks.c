@@ -83,7 +83,7 @@ static void *reduce_thread(void *arg) {
     const size_t bytes = (size_t)s->rows[0] * (size_t)s->E * 2;
     cudaSetDevice(s->device);
     toka_cuda.upload(s->d, s->x, s->host, bytes);
-    for (int turn = 0; turn < 2; turn++) { /* if it is timed, the first round is the warm-up */
+    for (int round = 0; round < 2; round++) { /* if it is timed, the first round is the warm-up */
         pthread_barrier_wait(s->start);
         const double t0 = os_now();
         for (int i = 0; i < s->n_calls; i++) toka_cuda.all_reduce(s->d, s->x, s->rows[i % N_CALLS]);
@@ -182,7 +182,7 @@ static int on_event(void *user, const toka_event *ev) {
 
 /* kind 0: greedy. 1: sampled and scored. 2: sampled with all filters. 3: greedy with
  * log-probabilities, with more samples than fit at once. */
-static void ask(toka_request *r, int kind, int i) {
+static void make_request(toka_request *r, int kind, int i) {
     static const int32_t bias_ids[] = {5, 11};
     static const float bias[] = {1.5f, -2};
     toka_sampling *s = &r->sampling;
@@ -199,7 +199,7 @@ static int answer_all(toka *t, answers *w, toka_err *e) {
             toka_request r = toka_request_default();
             int64_t id;
             r.ids = w->ids[i], r.n_ids = (size_t)w->n_ids[i], r.ids_only = 1;
-            ask(&r, kind, i);
+            make_request(&r, kind, i);
             w->a[kind][i] = (answer){0};
             if (toka_submit(t, &r, on_event, &w->a[kind][i], &id, e)) return e->code;
         }
@@ -211,18 +211,18 @@ static int answer_all(toka *t, answers *w, toka_err *e) {
  * NULL at first. The caller frees it. */
 static int logits_of(toka *t, const answers *w, int kind, int copies, float **logits, int *n_rows, toka_err *e) {
     const int B = t->shape.B, V = t->shape.V, cap = MAX_ROWS;
-    int32_t *ints = mem_zalloc((size_t)cap * 4 * sizeof *ints), *pos = ints + cap, *slot = pos + cap, *pages = slot + cap;
+    int32_t *ints = mem_zalloc((size_t)cap * 4 * sizeof *ints), *pos = ints + cap, *kv_slot = pos + cap, *pages = kv_slot + cap;
     toka_sample_row *out = mem_zalloc((size_t)cap * sizeof *out);
     toka_span *spans = mem_alloc((size_t)(copies * w->n_prompts) * sizeof *spans);
     int n_pages = 0;
-    toka_step s = {.ids = ints, .pos = pos, .kv_slot = slot, .pages = pages, .spans = spans, .samples = out, .number = *n_rows ? 3 : 2};
+    toka_step s = {.ids = ints, .pos = pos, .kv_slot = kv_slot, .pages = pages, .spans = spans, .samples = out, .number = *n_rows ? 3 : 2};
     for (int i = 0; i < cap; i++) pages[i] = i;
     for (int k = 0; k < copies * w->n_prompts; k++) {
         const int i = k % w->n_prompts, n = w->n_ids[i] + (kind < 0 ? 0 : ANSWER);
         spans[s.n_spans++] = (toka_span){s.T, n, n_pages, 0, n};
         for (int p = 0; p < n; p++, s.T++) {
             ints[s.T] = p < w->n_ids[i] ? w->ids[i][p] : w->a[kind][i].ids[p - w->n_ids[i]];
-            pos[s.T] = p, slot[s.T] = (n_pages + p / B) * B + p % B;
+            pos[s.T] = p, kv_slot[s.T] = (n_pages + p / B) * B + p % B;
             out[s.T] = (toka_sample_row){.row = s.T, .forced_id = 0, .seq = -1};
         }
         n_pages += (n + B - 1) / B;
@@ -231,9 +231,9 @@ static int logits_of(toka *t, const answers *w, int kind, int copies, float **lo
     s.n_samples = s.T, *n_rows += s.T;
     *logits = mem_realloc(*logits, (before + more) * sizeof(float)), s.logits = *logits + before;
     memset(s.logits, 0xFF, more * sizeof(float));
-    toka_sample_result *picks = mem_alloc((size_t)s.T * sizeof *picks);
-    int code = model_run_step(&t->engine->replicas[0].model, &s, picks, e);
-    free(picks), free(ints), free(out), free(spans);
+    toka_sample_result *results = mem_alloc((size_t)s.T * sizeof *results);
+    int code = model_run_step(&t->engine->replicas[0].model, &s, results, e);
+    free(results), free(ints), free(out), free(spans);
     return code;
 }
 
@@ -283,7 +283,7 @@ static bool same_group(int32_t a, int32_t b) { return a >= 0 && b >= 0 && a / 25
 static bool between(const toka_sample_row *row, int32_t wanted, float *below, float *above, int V) {
     float *middle = mem_alloc((size_t)V * sizeof *middle);
     int32_t id = -1;
-    for (int turn = 0; turn < 60 && id != wanted; turn++) {
+    for (int round = 0; round < 60 && id != wanted; round++) {
         for (int v = 0; v < V; v++) middle[v] = below[v] / 2 + above[v] / 2;
         float *x = mem_alloc((size_t)V * sizeof *x);
         memcpy(x, middle, (size_t)V * sizeof *x);
@@ -306,24 +306,24 @@ static bool may_sample(const answers *w, int kind, int i, int k, const float *lo
     uint64_t seed = 1 + (uint64_t)k;
     double rms = 0;
     bool has_below = false, has_above = false;
-    ask(&r, kind, i);
+    make_request(&r, kind, i);
     memcpy(history, w->ids[i], (size_t)n * sizeof *history), memcpy(history + n, a->ids, (size_t)k * sizeof *history);
     const toka_sample_row row = {.seq = -1, .forced_id = -1, .position = (uint32_t)(n + k), .sampling = &r.sampling, .history = history, .n_prompt = n,
                               .n_history = n + k};
-    float *x = mem_alloc((size_t)V * 4 * sizeof *x), *drawn = x + V, *below = drawn + V, *above = below + V;
+    float *x = mem_alloc((size_t)V * 4 * sizeof *x), *noisy = x + V, *below = noisy + V, *above = below + V;
     int32_t id = -1;
     for (int v = 0; v < V; v++) rms += (double)logits[v] * logits[v] / V;
     /* in the first round they are unchanged */
-    for (int turn = 0; turn < 400 && id != a->ids[k]; turn++) {
+    for (int round = 0; round < 400 && id != a->ids[k]; round++) {
         for (int v = 0; v < V; v++) {
             /* roughly normal with deviation 1: the sum of three numbers in -1 .. 1 */
             double noise = 0;
-            for (int j = 0; turn && j < 3; j++) noise += rnd_in(&seed, -1000, 1000) / 1e3;
-            drawn[v] = x[v] = logits[v] + (float)(off * sqrt(rms) * noise);
+            for (int j = 0; round && j < 3; j++) noise += rnd_in(&seed, -1000, 1000) / 1e3;
+            noisy[v] = x[v] = logits[v] + (float)(off * sqrt(rms) * noise);
         }
-        id = gpu_sample(&row, x, V), *tie = turn > 0;
+        id = gpu_sample(&row, x, V), *tie = round > 0;
         if (!same_group(id, a->ids[k])) continue;
-        memcpy(id < a->ids[k] ? below : above, drawn, (size_t)V * sizeof *x);
+        memcpy(id < a->ids[k] ? below : above, noisy, (size_t)V * sizeof *x);
         has_below |= id < a->ids[k], has_above |= id > a->ids[k];
     }
     const bool may = id == a->ids[k] || (has_below && has_above && between(&row, a->ids[k], below, above, V));
@@ -518,7 +518,7 @@ int cudaStreamSynchronize(void *stream);
  * row. */
 static double nccl_time(const nccl *f, void **comms, void **streams, const reducer *s, int n, size_t count) {
     double us = 0;
-    for (int turn = 0; turn < 2; turn++) {
+    for (int round = 0; round < 2; round++) {
         const double t0 = os_now();
         for (int i = 0; i < 100; i++) {
             f->start();

@@ -200,16 +200,16 @@ static void test_rope(toka_device *d, int T, int H, int K, int D, int B, bool no
     gpu_buf<bf16> qkv(n), q((size_t)T * H * D), kv((size_t)n_pages * B * 2 * K * D);
     gpu_buf<float2> table(cs.size());
     gpu_buf<float> q_norm(qn.size()), k_norm(kn.size());
-    gpu_buf<int> pos(p.size()), slot(s.size());
-    qkv.set(h), table.set(cs), q_norm.set(qn), k_norm.set(kn), pos.set(p), slot.set(s);
-    rope_args a = {qkv.p(), q.p(), kv.p(), pos.p(), slot.p(), table.p(), norm ? q_norm.p() : NULL, norm ? k_norm.p() : NULL,
+    gpu_buf<int> pos(p.size()), kv_slot(s.size());
+    qkv.set(h), table.set(cs), q_norm.set(qn), k_norm.set(kn), pos.set(p), kv_slot.set(s);
+    rope_args a = {qkv.p(), q.p(), kv.p(), pos.p(), kv_slot.p(), table.p(), norm ? q_norm.p() : NULL, norm ? k_norm.p() : NULL,
                    T, H, K, D, B, 1e-5f, interleaved};
     launch_dependent(d, "RoPE", rope_kernel, dim3((unsigned)ceil_div(T * heads, 8)), 256, 0, 1, a);
     done(d, "RoPE");
     std::vector<bf16> got_q = q.host(), got_kv = kv.host();
     std::vector<char> written(got_kv.size());
     double max_error = 0;
-    size_t stray = 0;
+    size_t n_stray = 0;
     for (int t = 0; t < T; t++)
         for (int w = 0; w < heads; w++) {
             int kind = w < H ? 0 : w < H + K ? 1 : 2, head = w - (kind == 0 ? 0 : kind == 1 ? H : H + K), at = s[(size_t)t];
@@ -223,10 +223,10 @@ static void test_rope(toka_device *d, int T, int H, int K, int D, int B, bool no
                 if (kind) written[to + i] = 1;
             }
         }
-    for (size_t i = 0; i < got_kv.size(); i++) stray += !written[i] && *(const uint16_t *)&got_kv[i] != 0xFFFF;
-    gpu_check(max_error <= 1 && !stray && q.guards_hold() && kv.guards_hold(),
+    for (size_t i = 0; i < got_kv.size(); i++) n_stray += !written[i] && *(const uint16_t *)&got_kv[i] != 0xFFFF;
+    gpu_check(max_error <= 1 && !n_stray && q.guards_hold() && kv.guards_hold(),
               "RoPE and pages T=%d H=%d K=%d D=%d B=%d%s%s: worst %.3g of what is allowed, %zu stray", T, H, K, D, B, norm ? " norm" : "",
-              interleaved ? " by turns" : "", max_error, stray);
+              interleaved ? " by turns" : "", max_error, n_stray);
 }
 
 int main(int argc, char **argv) {

@@ -10,13 +10,13 @@ typedef struct toka_test_case {
     float *raw; /* [V] */
 } toka_test_case;
 
-void toka_test_row(const toka_sample_row *row, float *logits, int V, toka_sample_result *pick);
+void toka_test_row(const toka_sample_row *row, float *logits, int V, toka_sample_result *result);
 void toka_test_distribution(const toka_sample_row *row, float *logits, int V, double *p);
 toka_test_case toka_test_random(uint64_t seed, int V);
 double toka_test_g(const int *seen, const double *p, int n_cells, double n);
 
 /* Calls samp_row. The logits are overwritten. */
-void toka_test_row(const toka_sample_row *row, float *logits, int V, toka_sample_result *pick) { samp_row(row, logits, V, pick); }
+void toka_test_row(const toka_sample_row *row, float *logits, int V, toka_sample_result *result) { samp_row(row, logits, V, result); }
 
 /* p[V]: the probability of each id; all 0 if no id may be sampled. The logits become the adjusted
  * ones. */

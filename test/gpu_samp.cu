@@ -332,7 +332,7 @@ static void test_cuts() {
     s[6].top_p = 0.8f, s[6].top_k = 9500, s[7].top_p = 0.9f, s[7].repetition_penalty = 1.3f;
     std::vector<int32_t> history(900);
     for (size_t i = 0; i < history.size(); i++) history[i] = (int32_t)(gpu_mix(i) % (uint64_t)V);
-    std::vector<toka_sampling> bare(8);
+    std::vector<toka_sampling> plain_sampling(8);
     std::vector<std::vector<float>> x((size_t)(2 * n), std::vector<float>((size_t)V));
     /* the lowest probability of the ids that a row keeps */
     std::vector<double> p((size_t)V), least;
@@ -344,8 +344,8 @@ static void test_cuts() {
         if (i / 16 % 2) /* many equal logits */
             for (float &v : raw) v = floorf(16 * v) / 16;
         cut = raw;
-        bare[(size_t)(i % 8)] = plain(s[i % 8].temperature);
-        toka_sample_row row = row_at(&s[i % 8], (uint32_t)i), plain_row = row_at(&bare[(size_t)(i % 8)], (uint32_t)i);
+        plain_sampling[(size_t)(i % 8)] = plain(s[i % 8].temperature);
+        toka_sample_row row = row_at(&s[i % 8], (uint32_t)i), plain_row = row_at(&plain_sampling[(size_t)(i % 8)], (uint32_t)i);
         if (i % 8 == 7) row.history = history.data(), row.n_history = (int)history.size(), row.n_prompt = 450;
         /* this call also adjusts the logits in `cut` */
         toka_test_distribution(&row, cut.data(), V, p.data());
@@ -519,10 +519,10 @@ static void test_tails() {
     std::vector<float> x((size_t)V, 1.25f);
     toka_sampling s = plain(0.7f);
     std::vector<int> seen = draws(d, s, x, n, 7);
-    std::vector<int> by_block(501), by_lane(256);
-    std::vector<double> p_block(501, 256.0 / V), p_lane(256, 501.0 / V);
-    for (int i = 0; i < V; i++) by_block[(size_t)(i / 256)] += seen[(size_t)i], by_lane[(size_t)(i % 256)] += seen[(size_t)i];
-    double a = toka_test_g(by_block.data(), p_block.data(), 501, n), b = toka_test_g(by_lane.data(), p_lane.data(), 256, n), most = 0;
+    std::vector<int> by_block(501), by_place(256);
+    std::vector<double> p_block(501, 256.0 / V), p_place(256, 501.0 / V);
+    for (int i = 0; i < V; i++) by_block[(size_t)(i / 256)] += seen[(size_t)i], by_place[(size_t)(i % 256)] += seen[(size_t)i];
+    double a = toka_test_g(by_block.data(), p_block.data(), 501, n), b = toka_test_g(by_place.data(), p_place.data(), 256, n), most = 0;
     for (int c : seen) most = std::max(most, (double)c);
     gpu_check(a > 1e-6 && b > 1e-6, "flat logits: blocks p = %g, places p = %g", a, b);
     gpu_check(most < 40, "flat logits: an id drawn %g times, expected 8.2 on average", most);
@@ -620,16 +620,16 @@ static void test_op(int V, int E, int T, int n_out, bool all_logits) {
     s.T = T;
     if (all_logits) s.logits = logits.data();
     no_logprob_rows some(rows, [](size_t i) { return i % 5 < 4 && i % 7 < 3; }), all(rows, [](size_t i) { return i % 5 < 4; });
-    std::vector<toka_sample_result> samples(rows.size()), again(rows.size()), picks_some(rows.size()), picks_all(rows.size());
-    for (std::vector<toka_sample_result> *to : {&samples, &again, &picks_some, &picks_all}) {
-        s.samples = to == &picks_some ? some.rows.data() : to == &picks_all ? all.rows.data() : rows.data();
+    std::vector<toka_sample_result> samples(rows.size()), again(rows.size()), results_some(rows.size()), results_all(rows.size());
+    for (std::vector<toka_sample_result> *to : {&samples, &again, &results_some, &results_all}) {
+        s.samples = to == &results_some ? some.rows.data() : to == &results_all ? all.rows.data() : rows.data();
         GPU_OK(cudaMemset(d->samp->logits, 0xFF, (size_t)d->samp->chunk_rows * (size_t)d->samp->ld_logits * sizeof(float)));
         run_op(d, &s, x.p(), to->data());
         s.logits = NULL;
     }
     gpu_check(!d->error.code, "%s", d->error.msg);
     check_last(d, rows, samples, last, w);
-    some.check("op", picks_some, samples), all.check("op", picks_all, samples);
+    some.check("op", results_some, samples), all.check("op", results_all, samples);
     for (int i = 0; i < n_out; i++) {
         std::vector<float> xn(Ep), z((size_t)V);
         const float *from = &hx[(size_t)rows[(size_t)i].row * Ep];
@@ -839,17 +839,17 @@ typedef struct peer { /* the part of cuBLAS's interface that is needed */
 } peer;
 
 static bool peer_open(peer *p, cudaStream_t stream) {
-    void *lib = dlopen("libcublas.so.13", RTLD_NOW), *room;
+    void *lib = dlopen("libcublas.so.13", RTLD_NOW), *workspace;
     /* cuBLAS cannot allocate memory while a graph is captured */
     const size_t bytes = (size_t)64 << 20;
     if (!lib) lib = dlopen("libcublas.so.12", RTLD_NOW);
     if (!lib) return false;
     auto create = (int (*)(void **))dlsym(lib, "cublasCreate_v2");
     auto set_stream = (int (*)(void *, cudaStream_t))dlsym(lib, "cublasSetStream_v2");
-    auto set_room = (int (*)(void *, void *, size_t))dlsym(lib, "cublasSetWorkspace_v2");
+    auto set_workspace = (int (*)(void *, void *, size_t))dlsym(lib, "cublasSetWorkspace_v2");
     *(void **)&p->gemm = dlsym(lib, "cublasGemmEx");
-    if (!create || !set_stream || !set_room || !p->gemm || cudaMalloc(&room, bytes)) return false;
-    return !create(&p->handle) && !set_stream(p->handle, stream) && !set_room(p->handle, room, bytes);
+    if (!create || !set_stream || !set_workspace || !p->gemm || cudaMalloc(&workspace, bytes)) return false;
+    return !create(&p->handle) && !set_stream(p->handle, stream) && !set_workspace(p->handle, workspace, bytes);
 }
 
 /* Times each kind five times, in rotating order, each time after a pause, so that the run before

@@ -244,7 +244,7 @@ static void test_rotated(toka_device *d, int E, int H, int K, int D, int M, bool
         kv2(kv_size);
     gpu_buf<float> bias((size_t)N), q_norm((size_t)D), k_norm((size_t)D);
     gpu_buf<float2> table((size_t)positions * D / 2);
-    gpu_buf<int> pos((size_t)M), slot((size_t)M);
+    gpu_buf<int> pos((size_t)M), kv_slot((size_t)M);
     std::vector<int> at, where;
     std::vector<float2> cs;
     /* 41 and 96 are coprime: no kv_slot is used twice */
@@ -253,13 +253,13 @@ static void test_rotated(toka_device *d, int E, int H, int K, int D, int M, bool
     gpu_random(x, gpu_seed, 1), gpu_random(w, gpu_seed + 1, 1 / sqrtf((float)E)), gpu_random(bias, gpu_seed + 2, 1);
     gpu_random(kv, gpu_seed + 3, 1), gpu_random(q_norm, gpu_seed + 4, 2), gpu_random(k_norm, gpu_seed + 5, 2);
     GPU_OK(cudaMemcpy(kv2.p(), kv.p(), kv_size * sizeof(bf16), cudaMemcpyDeviceToDevice));
-    pos.set(at), slot.set(where), table.set(cs);
+    pos.set(at), kv_slot.set(where), table.set(cs);
     weight W = {w.p(), bias_too ? bias.p() : NULL, N, E};
     gemm_args a = {M, x.p(), E, &W, y.p(), N, EPI_STORE};
     by(d, &a);
-    rope_args r = {y.p(), q.p(), kv.p(), pos.p(), slot.p(), table.p(), norm ? q_norm.p() : NULL, norm ? k_norm.p() : NULL, M, H, K, D, B, 0.1f, true};
+    rope_args r = {y.p(), q.p(), kv.p(), pos.p(), kv_slot.p(), table.p(), norm ? q_norm.p() : NULL, norm ? k_norm.p() : NULL, M, H, K, D, B, 0.1f, true};
     launch_dependent(d, "RoPE", rope_kernel, dim3((unsigned)ceil_div(M * (H + 2 * K), 8)), 256, 0, 1, r);
-    qkv_params p = {W.bias, r.q_norm, r.k_norm, r.eps, H, K, B, pos.p(), slot.p(), table.p(), q2.p(), kv2.p(), D};
+    qkv_params p = {W.bias, r.q_norm, r.k_norm, r.eps, H, K, B, pos.p(), kv_slot.p(), table.p(), q2.p(), kv2.p(), D};
     a.epi = EPI_QKV, a.qkv = &p;
     by(d, &a);
     GPU_OK(cudaStreamSynchronize(d->stream));
@@ -385,12 +385,12 @@ int main(int argc, char **argv) {
     for (int M : {1, 5, 8, 9, 17, 40, 64})
         for (int D : {64, 128})
             /* gemm_gemv, gemm_smallm, gemm_smallm with QK-norm */
-            for (int way = 0; way <= 2 * d->hopper; way++) {
+            for (int family = 0; family <= 2 * d->hopper; family++) {
                 static const int most[] = {16, 64, 8};
-                const char *name = way ? "few" : "thin";
-                if (M > most[way]) continue;
-                test_rotated(d, 264, 5, 2, D, M, M % 2, way == 2, name, way ? gemm_smallm : gemm_gemv);
-                if (!tiny) test_rotated(d, 2048, 32, 8, D, M, M % 2, way == 2, name, way ? gemm_smallm : gemm_gemv);
+                const char *name = family ? "few" : "thin";
+                if (M > most[family]) continue;
+                test_rotated(d, 264, 5, 2, D, M, M % 2, family == 2, name, family ? gemm_smallm : gemm_gemv);
+                if (!tiny) test_rotated(d, 2048, 32, 8, D, M, M % 2, family == 2, name, family ? gemm_smallm : gemm_gemv);
             }
     if (!quick && !tiny) {
         for (const shape &s : models) test_shape(d, s, row_counts);

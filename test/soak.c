@@ -215,24 +215,24 @@ static void make_docs(void) {
 }
 
 /* A length that is often at a page boundary or at the limit of the context. */
-static int make_length(rng *r, int most) {
-    int n = chance(r, 50) ? between(r, 1, 60) : chance(r, 90) ? 16 * between(r, 1, 9) + between(r, -1, 1) : between(r, 1, most);
-    return MIN(n, most);
+static int make_length(rng *r, int max_len) {
+    int n = chance(r, 50) ? between(r, 1, 60) : chance(r, 90) ? 16 * between(r, 1, 9) + between(r, -1, 1) : between(r, 1, max_len);
+    return MIN(n, max_len);
 }
 
-static void make_prompt(job *j, rng *r, int most) {
+static void make_prompt(job *j, rng *r, int max_len) {
     const vec *doc = &S.docs[below(r, DOCS)];
-    int kind = below(r, 100), n = make_length(r, most), V = S.info.vocab_size;
+    int kind = below(r, 100), n = make_length(r, max_len), V = S.info.vocab_size;
     j->r.ids = j->prompt;
     if (kind < 10) n = 1;
-    if (kind >= 10 && kind < 13) n = most;
+    if (kind >= 10 && kind < 13) n = max_len;
     memcpy(j->prompt, doc->p, (size_t)n * sizeof *j->prompt);
     if (kind >= 30 && kind < 60) /* its end differs */
-        for (int i = n, own = between(r, 1, 20); i > 0 && own; own--) j->prompt[--i] = below(r, V);
+        for (int i = n, n_own = between(r, 1, 20); i > 0 && n_own; n_own--) j->prompt[--i] = below(r, V);
     if (kind >= 60 && kind < 85) {
         pthread_mutex_lock(&S.lock);
         const vec *v = &S.continued_prompts[below(r, N_CONTINUED)];
-        if (v->n) n = MIN((int)(v->n / sizeof *j->prompt), most), memcpy(j->prompt, v->p, (size_t)n * sizeof *j->prompt);
+        if (v->n) n = MIN((int)(v->n / sizeof *j->prompt), max_len), memcpy(j->prompt, v->p, (size_t)n * sizeof *j->prompt);
         pthread_mutex_unlock(&S.lock);
         if (chance(r, 50)) n = between(r, (n + 1) / 2, n);
         if (chance(r, 50)) j->prompt[n - 1] = below(r, V);
@@ -243,7 +243,7 @@ static void make_prompt(job *j, rng *r, int most) {
         toka_err e;
         random_text(r, j->text, sizeof j->text);
         if (toka_encode(S.t, j->text, strlen(j->text), TOKA_ADD_SPECIAL | TOKA_PARSE_SPECIAL, &ids, &n_ids, &e)) die(&e);
-        if (n_ids && n_ids <= (size_t)most) {
+        if (n_ids && n_ids <= (size_t)max_len) {
             n = (int)n_ids, memcpy(j->prompt, ids, n_ids * sizeof *ids);
             j->r.ids = NULL, j->r.text = j->text, j->r.text_bytes = strlen(j->text);
         }
@@ -314,7 +314,7 @@ static bool listed(const int32_t *list, int n, int32_t id) {
 }
 
 /* Some token must stay allowed, otherwise the request is refused. */
-static void make_room(job *j, rng *r) {
+static void keep_some_token(job *j, rng *r) {
     const toka_sampling *s = &j->r.sampling;
     int32_t id;
     if (!s->n_allowed || (!s->n_bad && !s->min_tokens)) return;
@@ -344,7 +344,7 @@ static void make_sampling(job *j, rng *r) {
     s->max_tokens = chance(r, 12) ? 1 : chance(r, 40) ? between(r, 2, 30) : chance(r, 40) ? between(r, 30, 120) : 0;
     if (chance(r, 20)) s->min_tokens = between(r, 0, s->max_tokens ? s->max_tokens : 40);
     if (chance(r, 50)) make_stops(j, r);
-    make_masks(j, r), make_room(j, r);
+    make_masks(j, r), keep_some_token(j, r);
     if (S.has_tok && !s->n_allowed && chance(r, 10)) s->bad_words = S.words;
     int kind = below(r, 100);
     j->r.n = kind < 50 ? 1 : kind < 86 ? between(r, 2, 8) : kind < 99 || chance(r, 60) ? between(r, 9, 60) : BIG;
@@ -396,14 +396,14 @@ static void make_extreme(job *j, int which) {
 
 /* Makes request `number`. prompt NULL: it also makes the prompt. */
 static void make_job(job *j, int64_t number, const vec *prompt) {
-    int32_t *room = j->prompt;
+    int32_t *buffer = j->prompt;
     rng r = stream(S.seed, 2, (uint64_t)number), r_prompt = stream(S.seed, 3, (uint64_t)number),
         r_life = stream(S.seed, 4, (uint64_t)number);
-    *j = (job){.r = toka_request_default(), .prompt = room};
-    memset(room, 0, ((size_t)S.info.max_model_len + 1) * sizeof *room);
+    *j = (job){.r = toka_request_default(), .prompt = buffer};
+    memset(buffer, 0, ((size_t)S.info.max_model_len + 1) * sizeof *buffer);
     if (prompt) {
-        j->n_prompt = (int)(prompt->n / sizeof *room), memcpy(room, prompt->p, prompt->n);
-        j->r.ids = room, j->r.n_ids = (size_t)j->n_prompt;
+        j->n_prompt = (int)(prompt->n / sizeof *buffer), memcpy(buffer, prompt->p, prompt->n);
+        j->r.ids = buffer, j->r.n_ids = (size_t)j->n_prompt;
     } else {
         make_prompt(j, &r_prompt, S.info.max_model_len - 1);
     }
@@ -411,7 +411,7 @@ static void make_job(job *j, int64_t number, const vec *prompt) {
     make_life(j, &r_life);
     if (number < EXTREMES) make_extreme(j, (int)number);
     else if (chance(&r_life, 3)) make_wrong(j, &r_life);
-    if (j->how == SCORE) j->r.n = 0, j->r.prompt_logprobs = 1, j->r.ids = room, j->r.n_ids = (size_t)j->n_prompt;
+    if (j->how == SCORE) j->r.n = 0, j->r.prompt_logprobs = 1, j->r.ids = buffer, j->r.n_ids = (size_t)j->n_prompt;
 }
 
 /* ---- Checks of events ---- */
@@ -437,8 +437,8 @@ static uint32_t top_hash(const toka_event *ev) {
 }
 
 static int sample_limit(const slot *x) {
-    int room = S.info.max_model_len - x->j.n_prompt, most = x->j.r.sampling.max_tokens;
-    return most && most < room ? most : room;
+    int buffer = S.info.max_model_len - x->j.n_prompt, max_len = x->j.r.sampling.max_tokens;
+    return max_len && max_len < buffer ? max_len : buffer;
 }
 
 /* Whether greedy sampling must take the best logit. */
@@ -540,8 +540,8 @@ static void check_sample(const slot *x, int sample) {
     }
     for (int b = 0; b < s->n_bad; n_bad += s->bad_lengths[b++])
         for (int i = 0, m = s->bad_lengths[b]; i + m <= n; i++) {
-            bool there = v[i].id == s->bad_ids[n_bad] && (m == 1 || v[i + 1].id == s->bad_ids[n_bad + 1]);
-            EXPECT(!there, "request %lld: bad word %d at token %d of sample %d", no, b, i, sample);
+            bool found = v[i].id == s->bad_ids[n_bad] && (m == 1 || v[i + 1].id == s->bad_ids[n_bad + 1]);
+            EXPECT(!found, "request %lld: bad word %d at token %d of sample %d", no, b, i, sample);
         }
 }
 
@@ -645,10 +645,10 @@ static int on_event(void *user, const toka_event *ev) {
     S.n_cancelled += ev->id < 0;
     S.n_stopped += ev->finish == TOKA_STOP;
     pthread_mutex_lock(&S.lock);
-    bool late = x->number != number || !x->taken;
+    bool too_late = x->number != number || !x->taken;
     int64_t id = x->id;
     pthread_mutex_unlock(&S.lock);
-    if (late) {
+    if (too_late) {
         wrong("request %lld: an event (sample %d, finish %d) after its end", (long long)number, ev->sample, ev->finish);
         S.in_callback = false;
         return 1;
@@ -672,7 +672,7 @@ static void accepted(const slot *x) {
     pthread_mutex_unlock(&S.lock);
 }
 
-static void ask_submit(slot *x) {
+static void send_submit(slot *x) {
     int64_t number = x->number, id = 0;
     toka_err e = {0};
     bool at_once = x->j.at_once;
@@ -692,7 +692,7 @@ static void ask_submit(slot *x) {
     pthread_mutex_unlock(&S.lock);
 }
 
-static void ask_generate(slot *x) {
+static void send_generate(slot *x) {
     toka_err e = {0};
     toka_usage u = {0};
     long long no = (long long)x->number;
@@ -706,7 +706,7 @@ static void ask_generate(slot *x) {
     slot_free(x, true);
 }
 
-static void ask_score(slot *x) {
+static void send_score(slot *x) {
     toka_err e = {0};
     float *lp = need(malloc((size_t)x->j.n_prompt * sizeof *lp));
     accepted(x);
@@ -718,7 +718,7 @@ static void ask_score(slot *x) {
     slot_free(x, !code);
 }
 
-static void ask_wrong(slot *x) {
+static void send_wrong(slot *x) {
     toka_err e = {0};
     int64_t id;
     void *user = (void *)(intptr_t)x->number;
@@ -738,10 +738,10 @@ static void send_request(rng *r, bool may_wait) {
     make_job(&x->j, x->number, NULL);
     if (!may_wait) x->j.how = SUBMIT;
     slot_begin(x, x->number);
-    if (x->j.wrong) ask_wrong(x);
-    else if (x->j.how == GENERATE) ask_generate(x);
-    else if (x->j.how == SCORE) ask_score(x);
-    else ask_submit(x);
+    if (x->j.wrong) send_wrong(x);
+    else if (x->j.how == GENERATE) send_generate(x);
+    else if (x->j.how == SCORE) send_score(x);
+    else send_submit(x);
 }
 
 /* ---- Threads ---- */
@@ -766,8 +766,8 @@ static void *driver(void *arg) {
 }
 
 static void check_stats(toka_stats s, toka_stats *before) {
-    int most = S.o.max_num_seqs * S.o.data_parallel_size;
-    EXPECT(s.running >= 0 && s.running <= most, "%d samples run, at most %d may", s.running, most);
+    int max_len = S.o.max_num_seqs * S.o.data_parallel_size;
+    EXPECT(s.running >= 0 && s.running <= max_len, "%d samples run, at most %d may", s.running, max_len);
     EXPECT(s.waiting >= 0 && s.kv_pages_used >= 0 && s.kv_pages_used <= s.kv_pages, "%d wait, %d of %d pages", s.waiting,
            s.kv_pages_used, s.kv_pages);
     EXPECT(s.steps >= before->steps && s.rows >= before->rows && s.output_tokens >= before->output_tokens &&
@@ -875,7 +875,7 @@ static memory measure(void) {
 
 /* ---- Running again, alone ---- */
 
-static int on_again(void *user, const toka_event *ev) { return check_event(user, ev), 0; }
+static int on_rerun_event(void *user, const toka_event *ev) { return check_event(user, ev), 0; }
 
 static bool same_bytes(const vec *a, const vec *b, bool beginning, size_t unit, size_t *at) {
     size_t n = MIN(a->n, b->n) / unit;
@@ -928,7 +928,7 @@ static bool run_again(toka *t, slot *x, const request_result *was, bool loud) {
         for (int i = 0; i < j->n_prompt; i++) put(&x->o.places, &(token){j->prompt[i], lp[i], 0, 0}, sizeof(token));
         free(lp);
     } else {
-        code = toka_generate(t, &j->r, on_again, x, NULL, &e);
+        code = toka_generate(t, &j->r, on_rerun_event, x, NULL, &e);
     }
     if (code) wrong("request %lld alone: %s", (long long)was->number, e.msg);
     bool same = same_result(was, &x->o, was->scored ? 0 : j->r.n, loud);
@@ -937,7 +937,7 @@ static bool run_again(toka *t, slot *x, const request_result *was, bool loud) {
 }
 
 /* Runs the records again in random order until the time is over. */
-static void run_all_again(int *n_same, int *n_again) {
+static void run_all_again(int *n_same, int *n_rerun) {
     toka_options o = S.o;
     toka_err e = {0};
     toka *t;
@@ -951,7 +951,7 @@ static void run_all_again(int *n_same, int *n_again) {
     int n = (int)MIN(S.n_ended, RECORDS);
     for (double end = now() + S.seconds * (1 - MIX); n && now() < end;) {
         int k = below(&r, n--);
-        *n_same += run_again(t, &x, &S.records[k], S.exact), ++*n_again;
+        *n_same += run_again(t, &x, &S.records[k], S.exact), ++*n_rerun;
         request_result_free(&S.records[k]);
         S.records[k] = S.records[n], S.records[n] = (request_result){0};
     }
@@ -1051,11 +1051,11 @@ static void close_while_active(pthread_t *drivers, int n_drivers) {
 
 /* Pauses now and then. Compares memory at the first pause with the last. */
 static void soak(memory *first, memory *last) {
-    static const double rests[] = {0.3, 0.5, 0.7, 0.85, 1};
+    static const double pause_times[] = {0.3, 0.5, 0.7, 0.85, 1};
     double began = now();
-    for (int i = 0; i < COUNT(rests); i++) {
+    for (int i = 0; i < COUNT(pause_times); i++) {
         S.pause = false;
-        double left = began + rests[i] * MIX * S.seconds - now();
+        double left = began + pause_times[i] * MIX * S.seconds - now();
         if (left > 0) usleep((useconds_t)(left * 1e6));
         pause_mix(i % 2 ? 0.1 : 1); /* what takes longer is cancelled */
         *last = measure();
@@ -1071,7 +1071,7 @@ int main(int argc, char **argv) {
     parse(argc, argv);
     start();
     pthread_t thread[SUBMITTERS + 1], drivers[2];
-    int n_drivers = 1 + S.two_drivers, n_same = 0, n_again = 0;
+    int n_drivers = 1 + S.two_drivers, n_same = 0, n_rerun = 0;
     memory first = {0}, last = {0};
     rng r = stream(S.seed, 12, 0);
     for (int i = 0; i < EXTREMES; i++) send_request(&r, false);
@@ -1085,7 +1085,7 @@ int main(int argc, char **argv) {
         for (int i = 0; i < n_drivers; i++) pthread_join(drivers[i], NULL);
     toka_stats s = toka_get_stats(S.t);
     close_while_active(drivers, n_drivers);
-    run_all_again(&n_same, &n_again);
+    run_all_again(&n_same, &n_rerun);
     for (int i = 0; i < SLOTS; i++) free(S.slots[i].j.prompt);
     for (int i = 0; i < DOCS; i++) drop(&S.docs[i]);
     for (int i = 0; i < N_CONTINUED; i++) drop(&S.continued_prompts[i]);
@@ -1094,7 +1094,7 @@ int main(int argc, char **argv) {
            "%d replicas; %d of %d the same alone; heap %+.2f MB, resident %.1f to %.1f MB; %d wrong\n",
            (unsigned long long)S.seed, (long long)S.n_accepted, (long long)S.n_samples, (long long)S.n_tokens, (long long)s.steps,
            (long long)s.preemptions, (long long)S.n_cancelled, (long long)S.n_stopped, (long long)S.n_refused,
-           S.o.data_parallel_size, n_same, n_again, last.heap - first.heap, first.resident, last.resident, S.n_wrong);
+           S.o.data_parallel_size, n_same, n_rerun, last.heap - first.heap, first.resident, last.resident, S.n_wrong);
     if (S.n_wrong) fprintf(stderr, "soak: again with: %s\n", S.command);
     return S.n_wrong != 0;
 }

@@ -50,19 +50,19 @@ static api_refusal api_refuse(const api_config *m, enum api_route route, const c
     return r;
 }
 
-static const char *const api_least[] = {"\"prompt\":\"Tom\"", "\"messages\":[{\"role\":\"user\",\"content\":\"Tom\"}]",
+static const char *const api_required[] = {"\"prompt\":\"Tom\"", "\"messages\":[{\"role\":\"user\",\"content\":\"Tom\"}]",
                                         "\"prompt\":\"Tom\"", "\"tokens\":[5]"};
 
 static bool api_is_needed(enum api_route route, const char *field) {
-    str least = str_c(api_least[route]);
-    return str_starts(str_sub(least, 1, least.n), str_c(field)) && least.p[1 + strlen(field)] == '"';
+    str required = str_c(api_required[route]);
+    return str_starts(str_sub(required, 1, required.n), str_c(field)) && required.p[1 + strlen(field)] == '"';
 }
 
 /* A body with this value of the field, and the fields that the route requires. */
 static api_refusal api_refuse_value(const api_config *m, enum api_route route, const char *field, const char *value) {
     buf b = {0};
     bool own = api_is_needed(route, field);
-    buf_printf(&b, "{%s%s\"%s\":%s}", own ? "" : api_least[route], own ? "" : ",", field, value);
+    buf_printf(&b, "{%s%s\"%s\":%s}", own ? "" : api_required[route], own ? "" : ",", field, value);
     api_refusal r = api_refuse(m, route, b.p);
     buf_free(&b);
     return r;
@@ -287,7 +287,7 @@ static void test_api_wants_logprobs(void) {
         enum api_route route;
         const char *fields;
         int logprobs;
-    } asks[] = {{API_COMPLETIONS, "", TOKA_NO_LOGPROBS}, {API_COMPLETIONS, ",\"logprobs\":null", TOKA_NO_LOGPROBS},
+    } cases[] = {{API_COMPLETIONS, "", TOKA_NO_LOGPROBS}, {API_COMPLETIONS, ",\"logprobs\":null", TOKA_NO_LOGPROBS},
                 {API_COMPLETIONS, ",\"logprobs\":0", 0}, {API_COMPLETIONS, ",\"logprobs\":3", 3},
                 {API_COMPLETIONS, ",\"return_token_ids\":true,\"stream\":true", TOKA_NO_LOGPROBS},
                 {API_COMPLETIONS, ",\"return_packed\":true", 0}, {API_COMPLETIONS, ",\"return_packed\":true,\"logprobs\":2", 2},
@@ -295,14 +295,14 @@ static void test_api_wants_logprobs(void) {
                 {API_CHAT, ",\"logprobs\":false", TOKA_NO_LOGPROBS}, {API_CHAT, ",\"logprobs\":true", 0},
                 {API_CHAT, ",\"logprobs\":true,\"top_logprobs\":4", 4}, {API_CHAT, ",\"return_packed\":true", 0}};
     api_config m = api_test_model();
-    for (int i = 0; i < COUNT(asks); i++) {
+    for (int i = 0; i < COUNT(cases); i++) {
         api_request c = {.serial = {1, 2}};
         toka_err e;
         buf b = {0};
-        buf_printf(&b, "{%s%s}", asks[i].route == API_CHAT ? "\"messages\":[{\"role\":\"user\",\"content\":\"Tom\"}]" : "\"prompt\":[5]",
-                   asks[i].fields);
-        CHECK(!api_parse(&m, asks[i].route, buf_view(&b), &c, &e));
-        CHECK_MSG(c.prompts[0].engine_request.sampling.logprobs == asks[i].logprobs, "%s: %d", b.p, c.prompts[0].engine_request.sampling.logprobs);
+        buf_printf(&b, "{%s%s}", cases[i].route == API_CHAT ? "\"messages\":[{\"role\":\"user\",\"content\":\"Tom\"}]" : "\"prompt\":[5]",
+                   cases[i].fields);
+        CHECK(!api_parse(&m, cases[i].route, buf_view(&b), &c, &e));
+        CHECK_MSG(c.prompts[0].engine_request.sampling.logprobs == cases[i].logprobs, "%s: %d", b.p, c.prompts[0].engine_request.sampling.logprobs);
         api_free(&c), buf_free(&b);
     }
 }
@@ -346,7 +346,7 @@ static void test_api_bad_words(void) {
  * end ids. */
 static void test_api_no_token_allowed(void) {
     static const struct {
-        const char *fields, *blamed; /* NULL: accepted */
+        const char *fields, *blamed_field; /* NULL: accepted */
     } cases[] = {
         {"\"allowed_token_ids\":[55],\"bad_words\":[\"T\"]", "bad_words"}, {"\"allowed_token_ids\":[55,56],\"bad_words\":[\"T\"]", NULL},
         {"\"allowed_token_ids\":[55,56,55],\"bad_words\":[\"U\",\" T\"]", "bad_words"},
@@ -361,9 +361,9 @@ static void test_api_no_token_allowed(void) {
     for (int i = 0; i < COUNT(cases); i++) {
         buf b = {0};
         char want[200] = "";
-        if (cases[i].blamed)
-            snprintf(want, sizeof want, "allowed_token_ids: nothing is left to draw, as %s forbid%s all of these ids", cases[i].blamed,
-                     strchr(cases[i].blamed, ' ') ? "" : "s");
+        if (cases[i].blamed_field)
+            snprintf(want, sizeof want, "allowed_token_ids: nothing is left to draw, as %s forbid%s all of these ids", cases[i].blamed_field,
+                     strchr(cases[i].blamed_field, ' ') ? "" : "s");
         buf_printf(&b, "{\"prompt\":\"Tom\",%s}", cases[i].fields);
         api_refusal r = api_refuse(&m, API_COMPLETIONS, b.p);
         CHECK_MSG(r.status == (*want ? 400 : 0) && !strcmp(r.message, want), "%s: %d %s", b.p, r.status, r.message);
@@ -465,7 +465,7 @@ static void test_api_tool_template(void) {
 
 /* Several texts of one message are passed as a list to a template that loops over them, and as one
  * text to any other. The texts of a tool are always passed as one. */
-static void test_api_text_parts(void) {
+static void test_api_text_lists(void) {
     static const struct { const char *chat, *want; } cases[] = {
         {"{% for m in messages %}{{ m.content }}{% endfor %}", "a\nb|c5\n6"},
         {"{% for m in messages %}{{ m.content | trim }}{% endfor %}", "a\nb|c5\n6"},
@@ -835,10 +835,10 @@ static size_t api_base64(str s, unsigned char *out) { /* number of bytes */
  * distinguishable. */
 static void test_api_tokens_without_text(void) {
     api_config m = api_test_model();
-    toka bare = *m.toka;
+    toka no_tokenizer = *m.toka;
     arena a = {0};
     toka_err e;
-    bare.tok = NULL, m.toka = &bare;
+    no_tokenizer.tok = NULL, m.toka = &no_tokenizer;
     for (int chat = 0; chat < 2; chat++) {
         api_fake_answer f = api_fake_text("12");
         buf out = {0}, first = {0}, second = {0};
@@ -958,7 +958,7 @@ static void test_api_small_routes(void) {
 
 /* Chapter 30: the engine accepted one prompt of two, and that one had a token before it was
  * cancelled. One answer is sent. */
-static void test_api_refused_part(void) {
+static void test_api_refused_prompt(void) {
     api_config m = api_test_model();
     srv s = {0};
     http_request r = {.minor = 1};
@@ -986,7 +986,7 @@ static const struct test api_tests[] = {
     {"api: what templates get", test_api_context},
     {"api: messages without a content", test_api_contents},
     {"api: template for tools", test_api_tool_template},
-    {"api: texts of a message", test_api_text_parts},
+    {"api: texts of a message", test_api_text_lists},
     {"api: whole answers", test_api_golden_whole},
     {"api: streams", test_api_golden_stream},
     {"api: a stream is the whole answer", test_api_stream_equals_whole},
@@ -994,6 +994,6 @@ static const struct test api_tests[] = {
     {"api: packed arrays", test_api_packed},
     {"api: tokens without a text", test_api_tokens_without_text},
     {"api: broken calls", test_api_broken},
-    {"api: a refused prompt", test_api_refused_part},
+    {"api: a refused prompt", test_api_refused_prompt},
     {"api: tokenize, models, errors", test_api_small_routes},
     {NULL, NULL}};

@@ -190,8 +190,8 @@ static uint64_t bt_hash(const batch_step *d, int B) {
 
 static void bt_on_run(void *user, const uint64_t *mem, int32_t *device) {
     batch_test *t = user;
-    batch_step turn = t->last;
-    t->last = t->built, t->built = turn;
+    batch_step swap = t->last;
+    t->last = t->built, t->built = swap;
     batch_build(&t->b, &t->built, &t->sim.s);
     /* the step in flight is unchanged, whatever was committed, planned and built since */
     CHECK(!t->last.step.T || bt_hash(&t->last, t->sim.s.config.B) == t->last_hash);
@@ -376,13 +376,13 @@ static void bt_levels(void) {
 
 /* Samples that must not share anything do not share the last page of a short prompt either. */
 static void bt_unshared(void) {
-    for (int alone = 0; alone < 2; alone++) {
+    for (int unshared = 0; unshared < 2; unshared++) {
         batch_test *t = bt_open((sched_config){16, 400, 64, 2048, 400, 8}, (batch_cost){0, 0, 1 << 20, 1}, 1000, 1 << 30, 0, 1);
         int32_t prompt[10] = {1, 2, 3};
         toka_err e;
-        sched_submit(&t->sim.s, &(sched_job){.prompt = prompt, .n_prompt = 10, .n = 8, .max_tokens = 40, .n_unshared = alone * 8}, &e);
+        sched_submit(&t->sim.s, &(sched_job){.prompt = prompt, .n_prompt = 10, .n = 8, .max_tokens = 40, .n_unshared = unshared * 8}, &e);
         for (int i = 0; i < 3; i++) sim_step(&t->sim, false);
-        CHECK_MSG(t->built.n_chunks == 8 && bt_n_shared_spans(t) == !alone, "alone %d: %d groups", alone, bt_n_shared_spans(t));
+        CHECK_MSG(t->built.n_chunks == 8 && bt_n_shared_spans(t) == !unshared, "unshared %d: %d shared spans", unshared, bt_n_shared_spans(t));
         bt_close(t);
     }
 }

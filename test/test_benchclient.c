@@ -114,12 +114,12 @@ static void benchclient_test_figures(void) {
     benchclient b = {.end = 13.8};
     /* the first request begins this long after the run's start: the seconds of the peak rate are
      * counted from the first request */
-    const double late = 10.3;
+    const double delay = 10.3;
     benchclient_selection w = {.limits_ms = {INFINITY, INFINITY, INFINITY, 1500}};
     benchclient_result r;
     for (int i = 0; i < 3; i++) {
         benchclient_request *q = benchclient_add_request(&b, 9);
-        q->sent_time = late + made[i].start, q->first_time = q->last_time = late + made[i].first, q->n_in = 10, q->n_out = i ? 5 : 0;
+        q->sent_time = delay + made[i].start, q->first_time = q->last_time = delay + made[i].first, q->n_in = 10, q->n_out = i ? 5 : 0;
         for (int k = 0; k < made[i].n; k++) buf_put(&q->chunk_gaps, &made[i].gaps[k], sizeof(float)), q->last_time += made[i].gaps[k];
     }
     benchclient_add_request(&b, 9)->error = mem_check(strdup("no"));

@@ -115,14 +115,14 @@ static void ref_matvec(double *y, const double *x, const toka_tensor *w) {
 /* q, k or v of one token: RMSNorm, product, bias; then the norm and RoPE of each head, unless it is
  * v (norm_w and rotate are off). */
 static void ref_heads(const cpu_case *c, double *y, const double *x, const toka_layer *l, const toka_tensor *w,
-                      const toka_tensor *bias, const toka_tensor *head_norm, int pos, bool turn) {
+                      const toka_tensor *bias, const toka_tensor *head_norm, int pos, bool rotate) {
     const toka_shape *s = &c->sh;
     double *xn = mem_alloc((size_t)s->E * sizeof *xn), pair[256];
     ref_norm(xn, x, &l->attn_norm, s->E, s->eps);
     ref_matvec(y, xn, w);
     free(xn);
     for (int i = 0; bias->rows && i < w->rows; i++) y[i] += ref_element(bias, (size_t)i);
-    for (int h = 0; turn && h < w->rows / s->D; h++) {
+    for (int h = 0; rotate && h < w->rows / s->D; h++) {
         double *a = y + h * s->D;
         if (head_norm->rows) ref_norm(a, a, head_norm, s->D, s->eps);
         memcpy(pair, a, (size_t)s->D * sizeof *a);
@@ -149,7 +149,7 @@ typedef struct cpu_seqs { /* sequences with their tokens; a device has their K a
     uint64_t seed;
     /* the step */
     int T, n_spans, n_pages, seq[CPU_SEQS * CPU_LEN];
-    int32_t ids[CPU_SEQS * CPU_LEN], pos[CPU_SEQS * CPU_LEN], slot[CPU_SEQS * CPU_LEN], pages[20000];
+    int32_t ids[CPU_SEQS * CPU_LEN], pos[CPU_SEQS * CPU_LEN], kv_slot[CPU_SEQS * CPU_LEN], pages[20000];
     toka_span spans[8000];
     toka_step step;
 } cpu_seqs;
@@ -187,7 +187,7 @@ static void step_begin(cpu_seqs *w) { w->T = w->n_spans = w->n_pages = 0; }
 static void step_row(cpu_seqs *w, int seq, int pos) {
     int B = w->c->sh.B, t = w->T++;
     w->seq[t] = seq, w->ids[t] = w->token[seq][pos], w->pos[t] = pos;
-    w->slot[t] = w->table[seq][pos / B] * B + pos % B;
+    w->kv_slot[t] = w->table[seq][pos / B] * B + pos % B;
 }
 /* Adds spans for rows t0 .. t1-1, all of one sequence with the pages of `seq`, and positions from
  * .. to-1, cut at random page boundaries. */
@@ -202,7 +202,7 @@ static void step_spans(cpu_seqs *w, int seq, int t0, int t1, int from, int to, i
     }
 }
 static void step_end(cpu_seqs *w) {
-    w->step = (toka_step){.T = w->T, .n_spans = w->n_spans, .ids = w->ids, .pos = w->pos, .kv_slot = w->slot,
+    w->step = (toka_step){.T = w->T, .n_spans = w->n_spans, .ids = w->ids, .pos = w->pos, .kv_slot = w->kv_slot,
                           .pages = w->pages,
                           .spans = w->spans};
 }
@@ -281,7 +281,7 @@ static void check_qkv(cpu_seqs *w, int layer, cpu_ref *ref) {
         ref_heads(w->c, qd + (size_t)t * (size_t)HD, row, l, &l->q, &l->q_bias, &l->q_norm, w->pos[t], true);
         ref_heads(w->c, ref->k + at, row, l, &l->k, &l->k_bias, &l->k_norm, w->pos[t], true);
         ref_heads(w->c, ref->v + at, row, l, &l->v, &l->v_bias, &l->v_bias, w->pos[t], false);
-        int page = layer * CPU_PAGES + w->slot[t] / s->B, off = w->slot[t] % s->B;
+        int page = layer * CPU_PAGES + w->kv_slot[t] / s->B, off = w->kv_slot[t] % s->B;
         for (int h = 0; h < s->K; h++) {
             for (int i = 0; i < s->D; i++) {
                 got[0][i] = w->d->k_cache[(size_t)page * w->d->k_page_floats + (size_t)((h * s->D + i) * w->d->B_pad + off)];
@@ -377,14 +377,14 @@ static void check_logits(cpu_seqs *w) {
     size_t nx = (size_t)(w->T * s->E), nl = (size_t)(n_out * s->V);
     toka_dev_ptr x = guarded(w->d, nx), logits = guarded(w->d, nl);
     toka_sample_row rows[40];
-    toka_sample_result picks[41];
+    toka_sample_result results[41];
     double *in = mem_alloc((size_t)s->E * sizeof *in), *y = mem_alloc((size_t)s->V * sizeof *y);
     for (size_t i = 0; i < nx; i++) cpu_ptr(x)[i] = (float)rnd_normal(&w->seed);
     for (int i = 0; i < n_out; i++)
         rows[i] = (toka_sample_row){.row = rnd_int(&w->seed, 0, w->T - 1), .forced_id = rnd_int(&w->seed, 0, s->V - 1)};
-    memset(picks, 0x5A, sizeof picks);
+    memset(results, 0x5A, sizeof results);
     w->step.n_samples = n_out, w->step.samples = rows, w->step.logits = cpu_ptr(logits);
-    toka_cpu.norm_logits_sample(w->d, &w->step, x, picks);
+    toka_cpu.norm_logits_sample(w->d, &w->step, x, results);
     for (int i = 0; i < n_out; i++) {
         double best = -INFINITY, sum = 0;
         for (int j = 0; j < s->E; j++) in[j] = cpu_ptr(x)[rows[i].row * s->E + j];
@@ -393,10 +393,10 @@ static void check_logits(cpu_seqs *w) {
         for (int j = 0; j < s->V; j++) best = MAX(best, y[j]);
         for (int j = 0; j < s->V; j++) sum += exp(y[j] - best);
         CHECK(rel_error(cpu_ptr(logits) + i * s->V, y, (size_t)s->V) < 1e-6);
-        CHECK(picks[i].id == rows[i].forced_id);
-        CHECK(fabs(picks[i].logprob - (y[picks[i].id] - best - log(sum))) < 1e-4);
+        CHECK(results[i].id == rows[i].forced_id);
+        CHECK(fabs(results[i].logprob - (y[results[i].id] - best - log(sum))) < 1e-4);
     }
-    CHECK(((unsigned char *)&picks[n_out])[0] == 0x5A);
+    CHECK(((unsigned char *)&results[n_out])[0] == 0x5A);
     w->step.n_samples = 0, w->step.logits = NULL;
     guarded_free(x, nx), guarded_free(logits, nl), free(in), free(y);
 }
@@ -422,8 +422,8 @@ static void check_ops(cpu_sizes z, int set, int threads, uint64_t seed) {
         cpu_ref ref;
         size_t n = (size_t)(CPU_SEQS * CPU_LEN * z.K * z.D);
         ref.k = mem_zalloc(n * sizeof(double)), ref.v = mem_zalloc(n * sizeof(double));
-        for (int turn = 0; turn < 2; turn++) {
-            if (!turn) seqs_make_step(w, start, mid, false, 1);
+        for (int round = 0; round < 2; round++) {
+            if (!round) seqs_make_step(w, start, mid, false, 1);
             else seqs_make_step(w, mid, w->len, rnd_int(&w->seed, 0, 1), rnd_int(&w->seed, 0, 1));
             if (!w->T) continue;
             check_embed(w);
@@ -487,9 +487,9 @@ static void test_cpu_unpack(void) {
 
 static float exp_of(float x) { return cpu_exp4(cpu_splat4(x))[3]; }
 static void test_cpu_exp(void) {
-    double worst = 0;
-    for (double x = -87; x <= 88; x += 1e-4) worst = MAX(worst, fabs(exp_of((float)x) / exp((float)x) - 1));
-    CHECK_MSG(worst < 3e-7, "%g", worst);
+    double max_error = 0;
+    for (double x = -87; x <= 88; x += 1e-4) max_error = MAX(max_error, fabs(exp_of((float)x) / exp((float)x) - 1));
+    CHECK_MSG(max_error < 3e-7, "%g", max_error);
     CHECK(exp_of(0) == 1 && exp_of(-INFINITY) == 0 && exp_of(-88) == 0 && isnan(exp_of(NAN)));
 }
 
@@ -501,7 +501,7 @@ static void run_step(cpu_seqs *w, float *logits) {
     size_t T = (size_t)w->T, E = (size_t)s->E, HD = (size_t)(s->H * s->D), V = (size_t)s->V;
     toka_dev_ptr x = guarded(w->d, T * E), q = guarded(w->d, T * HD), o = guarded(w->d, T * HD);
     toka_sample_row *rows = mem_zalloc(T * sizeof *rows);
-    toka_sample_result *picks = mem_zalloc(T * sizeof *picks);
+    toka_sample_result *results = mem_zalloc(T * sizeof *results);
     float *out = mem_alloc(T * V * sizeof *out);
     for (int t = 0; t < w->T; t++) rows[t] = (toka_sample_row){.row = t, .forced_id = 0};
     w->step.n_samples = w->T, w->step.samples = rows, w->step.logits = out;
@@ -512,11 +512,11 @@ static void run_step(cpu_seqs *w, float *logits) {
         toka_cpu.out_residual(w->d, &w->step, l, o, x);
         toka_cpu.norm_mlp_residual(w->d, &w->step, l, x);
     }
-    toka_cpu.norm_logits_sample(w->d, &w->step, x, picks);
+    toka_cpu.norm_logits_sample(w->d, &w->step, x, results);
     for (int t = 0; t < w->T; t++)
         memcpy(logits + (size_t)(w->seq[t] * CPU_LEN + w->pos[t]) * V, out + (size_t)t * V, V * sizeof *out);
     guarded_free(x, T * E), guarded_free(q, T * HD), guarded_free(o, T * HD);
-    free(rows), free(picks), free(out);
+    free(rows), free(results), free(out);
 }
 
 /* Runs all sequences to their ends. Each step takes a random number of tokens of each, up to
@@ -552,14 +552,14 @@ static void check_invariance(int set, cpu_sizes z, uint64_t seed) {
     float *first = mem_zalloc(n * sizeof *first), *again = mem_zalloc(n * sizeof *again);
     seqs_open_device(w, &cpu_kernel_sets[set], 1, 512);
     run_seqs(w, first, 0);
-    for (int turn = 0; turn < 6; turn++) {
+    for (int round = 0; round < 6; round++) {
         memset(again, 0, n * sizeof *again);
-        seqs_open_device(w, &cpu_kernel_sets[set], 1 + turn % 3, turn % 2 ? 3 : 512);
-        run_seqs(w, again, (int[]){1, 2, 5, 20, 40, 7}[turn]);
+        seqs_open_device(w, &cpu_kernel_sets[set], 1 + round % 3, round % 2 ? 3 : 512);
+        run_seqs(w, again, (int[]){1, 2, 5, 20, 40, 7}[round]);
         size_t differ = 0;
         for (size_t i = 0; i < n; i++) differ += memcmp(&first[i], &again[i], sizeof *first) != 0;
         CHECK_MSG(!differ, "%s, dtype %d, B %d, turn %d: %zu of %zu logits differ", cpu_kernel_sets[set].name, (int)z.type, z.B,
-                  turn,
+                  round,
                   differ, n);
     }
     CHECK(isfinite(first[0]) && first[0] != 0);

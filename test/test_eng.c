@@ -94,10 +94,10 @@ static void eng_check_logits(toka *t, const char *name, const json *cases, const
     enum { ROWS = 1024, CASES = 16 };
     eng *g = t->engine;
     toka_err e = {0};
-    int32_t id[ROWS], pos[ROWS], slot[ROWS], pages[ROWS], at[8];
+    int32_t id[ROWS], pos[ROWS], kv_slot[ROWS], pages[ROWS], at[8];
     toka_span spans[CASES];
     toka_sample_row out[8 * CASES];
-    toka_step s = {.ids = id, .pos = pos, .kv_slot = slot, .pages = pages, .spans = spans, .samples = out};
+    toka_step s = {.ids = id, .pos = pos, .kv_slot = kv_slot, .pages = pages, .spans = spans, .samples = out};
     /* scattered over the pool: 7 and 251 are coprime */
     for (int i = 0; i < ROWS; i++) pages[i] = (int32_t)((i * 7 + 3) % 251);
     int page = 0;
@@ -106,7 +106,7 @@ static void eng_check_logits(toka *t, const char *name, const json *cases, const
         int m = eng_int_array(json_get(it, "logit_positions"), at, 8);
         for (int i = 0; i < m; i++) out[s.n_samples++] = (toka_sample_row){.row = s.T + at[i], .forced_id = 0};
         spans[s.n_spans++] = (toka_span){s.T, n, page, 0, n};
-        for (int p = 0; p < n; p++, s.T++) pos[s.T] = p, slot[s.T] = pages[page + p / toka_cpu.page_tok] * toka_cpu.page_tok + p % toka_cpu.page_tok;
+        for (int p = 0; p < n; p++, s.T++) pos[s.T] = p, kv_slot[s.T] = pages[page + p / toka_cpu.page_tok] * toka_cpu.page_tok + p % toka_cpu.page_tok;
         page += (n + toka_cpu.page_tok - 1) / toka_cpu.page_tok;
     }
     float *logits = mem_alloc((size_t)s.n_samples * V * sizeof(float)), *want = mem_alloc((size_t)V * sizeof(float)), *row = logits;
@@ -561,8 +561,8 @@ static void test_drivers_leave(void) {
     toka *t = eng_must_open(eng_model, 8, 64, 1);
     int32_t prompt[] = {5, 6, 7};
     alarm(300); /* a thread that is not woken would sleep forever */
-    for (int turn = 0; turn < 20; turn++) {
-        pthread_t forever, out[2], asks[2];
+    for (int round = 0; round < 20; round++) {
+        pthread_t forever, out[2], askers[2];
         eng_thread arg[2] = {{t, 0, false}, {t, 1, false}};
         int count[3] = {0};
         toka_err e;
@@ -572,11 +572,11 @@ static void test_drivers_leave(void) {
         CHECK(!pthread_create(&forever, NULL, eng_run_forever, t));
         for (int i = 0; i < 2; i++) {
             CHECK(!pthread_create(&out[i], NULL, eng_run_out, t));
-            CHECK(!pthread_create(&asks[i], NULL, eng_one_of_many, &arg[i]));
+            CHECK(!pthread_create(&askers[i], NULL, eng_one_of_many, &arg[i]));
         }
-        if (turn % 2) usleep(100 * (unsigned)turn), toka_stop(t);
+        if (round % 2) usleep(100 * (unsigned)round), toka_stop(t);
         for (int i = 0; i < 2; i++) CHECK(!pthread_join(out[i], NULL));
-        for (int i = 0; i < 2; i++) CHECK(!pthread_join(asks[i], NULL) && arg[i].ok);
+        for (int i = 0; i < 2; i++) CHECK(!pthread_join(askers[i], NULL) && arg[i].ok);
         CHECK(count[0] == 1);
         toka_stop(t);
         CHECK(!pthread_join(forever, NULL));
@@ -714,8 +714,8 @@ static void test_batch_device_fault(void) {
         CHECK_MSG(fault ? code == TOKA_E_DEVICE && strstr(e.msg, "injected fault") : !code, "run %d: %d, %s", run, code, e.msg);
         buf b = eng_read_lines(o.out, &n_lines);
         CHECK(!memmem(b.p ? b.p : "", b.n, "\"code\"", 6)); /* no error record */
-        int least = run == 2 ? before + 1 : fault ? 1 : N;
-        CHECK_MSG(n_lines >= least && n_lines <= N - fault, "run %d: %d lines", run, n_lines);
+        int min_lines = run == 2 ? before + 1 : fault ? 1 : N;
+        CHECK_MSG(n_lines >= min_lines && n_lines <= N - fault, "run %d: %d lines", run, n_lines);
         before = n_lines;
         buf_free(&b);
         toka_close(t);
@@ -800,7 +800,7 @@ static int eng_resubmit_on_cancel(void *user, const toka_event *ev) {
 
 static void test_close_and_stop(void) {
     toka *t = eng_must_open(eng_model, 4, 16, 1);
-    eng_resubmit again = {.t = t};
+    eng_resubmit resubmit = {.t = t};
     int32_t prompt[] = {5, 6, 7};
     int count[2][3] = {0};
     int64_t id;
@@ -812,11 +812,11 @@ static void test_close_and_stop(void) {
     CHECK(!toka_run(t, 1, &e) && count[0][0] == 0); /* stopped before it started */
     CHECK(!toka_run(t, 0, &e) && count[0][0] == 2 && count[0][1] == 0);
     CHECK(!toka_submit(t, &r, eng_count, count[1], NULL, &e)); /* the id pointer may be NULL */
-    CHECK(!toka_submit(t, &r, eng_resubmit_on_cancel, &again, &id, &e));
+    CHECK(!toka_submit(t, &r, eng_resubmit_on_cancel, &resubmit, &id, &e));
     toka_close(t);
     CHECK(count[1][0] == 2 && count[1][1] == 2);
     /* a request that was accepted now would never end */
-    CHECK(again.n_ended == 2 && again.n_refused == 2);
+    CHECK(resubmit.n_ended == 2 && resubmit.n_refused == 2);
 }
 
 /* A completion continues where the prompt ended: prompt and output together are the text of all
@@ -910,19 +910,19 @@ static void test_ahead(void) {
         if (ENG_SLOW && k % 4 != 0 && k + 1 < COUNT(cases)) continue;
         o.data_parallel_size = cases[k].dp, o.kv_tokens = cases[k].kv_tokens;
         o.tensor_parallel_size = cases[k].tp, o.pipeline_parallel_size = cases[k].pp;
-        const float most = cases[k].tp > 1 ? 1e-3f : 0;
+        const float max_error = cases[k].tp > 1 ? 1e-3f : 0;
         toka *t = eng_open_ahead(o, cases[k].n_ahead, cases[k].late);
         late_max_in_flight = 0;
         eng_scores s = {k ? scores : want_scores, 0};
         eng_ask_mixed(t, k ? got : want, &s);
-        CHECK(s.n_logprobs > 20 && eng_close_to(want_scores, s.logprobs, s.n_logprobs, most));
+        CHECK(s.n_logprobs > 20 && eng_close_to(want_scores, s.logprobs, s.n_logprobs, max_error));
         for (int i = 0; i < AHEAD_REQUESTS && k; i++) {
             CHECK(got[i]->n_ended == want[i]->n_ended && !got[i]->n_cancelled);
             for (int j = 0; j < 64; j++) {
                 const ids *a = &want[i]->id[j], *b = &got[i]->id[j];
                 CHECK(a->n == b->n && (!a->n || !memcmp(a->p, b->p, a->n * 4)));
-                CHECK(eng_close_to(want[i]->logprob[j], got[i]->logprob[j], got[i]->id[j].n, most));
-                CHECK(eng_close_to(want[i]->sampled[j], got[i]->sampled[j], got[i]->id[j].n, most));
+                CHECK(eng_close_to(want[i]->logprob[j], got[i]->logprob[j], got[i]->id[j].n, max_error));
+                CHECK(eng_close_to(want[i]->sampled[j], got[i]->sampled[j], got[i]->id[j].n, max_error));
                 CHECK(want[i]->finish[j] == got[i]->finish[j] && str_eq(buf_view(&want[i]->text[j]), buf_view(&got[i]->text[j])));
             }
             eng_collected_free(got[i]);
@@ -1049,10 +1049,10 @@ typedef struct eng_add_prompt_rows {
     toka_finish finish;
     int n_cached[8], n_text, n_prompt;
     ids out[8];
-} eng_places_got;
+} eng_prompt_rows_seen;
 
 static int eng_on_place(void *user, const toka_event *ev) {
-    eng_places_got *g = user;
+    eng_prompt_rows_seen *g = user;
     if (ev->finish != TOKA_RUNNING) g->n_ended++, g->finish = ev->finish;
     g->n_text += ev->text != NULL;
     if (ev->id < 0) return 0;
@@ -1070,14 +1070,14 @@ static int eng_on_place(void *user, const toka_event *ev) {
     return g->n == g->cancel_at;
 }
 
-static void eng_places_free(eng_places_got *g) {
+static void eng_prompt_rows_free(eng_prompt_rows_seen *g) {
     ids_free(&g->id);
     for (int i = 0; i < 8; i++) ids_free(&g->out[i]);
     free(g);
 }
 
-static eng_places_got *eng_ask_places(toka *t, const int32_t *prompt, int n_prompt, int n, int top, int max_tokens, int *code) {
-    eng_places_got *g = mem_zalloc(sizeof *g);
+static eng_prompt_rows_seen *eng_ask_prompt_rows(toka *t, const int32_t *prompt, int n_prompt, int n, int top, int max_tokens, int *code) {
+    eng_prompt_rows_seen *g = mem_zalloc(sizeof *g);
     toka_request r = toka_request_default();
     toka_err e;
     g->n_prompt = n_prompt;
@@ -1091,21 +1091,21 @@ static eng_places_got *eng_ask_places(toka *t, const int32_t *prompt, int n_prom
 /* A sample that is preempted again and again, in its prompt and after it, scores each token
  * once. */
 static void eng_check_preempted_scores(toka *t, const int32_t *v, int n, const float *want) {
-    eng_places_got *g = mem_zalloc(sizeof *g);
+    eng_prompt_rows_seen *g = mem_zalloc(sizeof *g);
     toka_request r = toka_request_default();
     toka_err e;
     int64_t id;
-    int n_parked = 0;
+    int n_preemptions = 0;
     g->n_prompt = n;
     r.ids = v, r.n_ids = (size_t)n, r.sampling = eng_greedy(8), r.prompt_logprobs = 1;
     CHECK(!toka_submit(t, &r, eng_on_place, g, &id, &e));
     for (int i = 1; !g->n_ended && i < 200; i++) {
         eng_step(t->engine);
         if (i % 3 || t->engine->replicas[0].sched.newest < 0 || i > 60) continue;
-        sched_preempt(&t->engine->replicas[0].sched), n_parked++;
+        sched_preempt(&t->engine->replicas[0].sched), n_preemptions++;
     }
-    CHECK(g->n_ended == 1 && n_parked > 2 && g->n == n && !memcmp(g->logprob, want, (size_t)n * sizeof *want));
-    eng_places_free(g);
+    CHECK(g->n_ended == 1 && n_preemptions > 2 && g->n == n && !memcmp(g->logprob, want, (size_t)n * sizeof *want));
+    eng_prompt_rows_free(g);
 }
 
 /* Every token of a prompt is reported in order, before sample 0 begins, with the values of
@@ -1132,14 +1132,14 @@ static void test_prompt_logprobs(void) {
                 toka_request r = toka_request_default();
                 r.ids = v, r.n_ids = 8, r.n = 6, r.sampling = eng_greedy(60), r.sampling.temperature = 3;
                 CHECK(!toka_submit(t, &r, eng_count, count, &id, &e));
-                eng_places_got *g = eng_ask_places(t, v, (int)n, samples, top, 20, &code);
+                eng_prompt_rows_seen *g = eng_ask_prompt_rows(t, v, (int)n, samples, top, 20, &code);
                 CHECK(!code && g->n == (int)n && !memcmp(g->id.p, v, n * 4) && g->n_top == top && !g->n_samples_early && !g->n_text);
                 CHECK(!g->n_ranks_wrong);
                 CHECK(!memcmp(g->logprob, want, n * sizeof *want) && g->n_ended == MAX(samples, 1));
                 for (int i = 1; i < (int)n && top; i++) CHECK(g->top0[i] >= g->logprob[i]);
                 for (int i = 1; i < samples; i++) CHECK(g->out[i].n == g->out[0].n && !memcmp(g->out[i].p, g->out[0].p, 4 * g->out[0].n));
                 CHECK(!toka_run(t, 0, &e) && count[0] == 6);
-                eng_places_free(g);
+                eng_prompt_rows_free(g);
             }
         CHECK(!sched_check(&t->engine->replicas[0].sched) && kv_n_available(&t->engine->replicas[0].sched.kv) == t->engine->replicas[0].sched.config.n_pages);
         if (k) eng_check_preempted_scores(t, v, (int)n, want);
@@ -1157,19 +1157,19 @@ static void test_score_edges(void) {
     int code;
     for (int i = 0; i <= t->shape.max_len; i++) long_text[i] = 5 + i % 50;
     for (int n = 1; n < 40; n += n < 4 ? 1 : n < 15 ? 11 : 2) { /* steps have at most 16 tokens */
-        eng_places_got *g = eng_ask_places(t, long_text, n, 0, 0, 1, &code);
+        eng_prompt_rows_seen *g = eng_ask_prompt_rows(t, long_text, n, 0, 0, 1, &code);
         CHECK(!code && g->n == n && g->n_ended == 1 && g->finish == TOKA_LENGTH && !g->n_ranks_wrong);
-        eng_places_free(g);
-        g = eng_ask_places(t, long_text, n, 3, 0, 2, &code); /* now followed by samples */
+        eng_prompt_rows_free(g);
+        g = eng_ask_prompt_rows(t, long_text, n, 3, 0, 2, &code); /* now followed by samples */
         CHECK(!code && g->n == n && g->n_ended == 3 && !g->n_samples_early && g->out[2].n == 2);
-        eng_places_free(g);
+        eng_prompt_rows_free(g);
         for (int at = 1; at <= n; at += MAX(1, n / 2)) {
             toka_request r = {.ids = long_text, .n_ids = (size_t)n, .prompt_logprobs = 1, .sampling = {.top_p = 1, .repetition_penalty = 1}};
             g = mem_zalloc(sizeof *g);
             g->cancel_at = at;
             code = toka_generate(t, &r, eng_on_place, g, NULL, &e);
             CHECK(g->n_ended == 1 && (code == TOKA_E_CANCELLED) == (g->finish == TOKA_CANCELLED));
-            eng_places_free(g);
+            eng_prompt_rows_free(g);
         }
     }
     CHECK(!toka_score(t, long_text, (size_t)t->shape.max_len, lp, &e) && lp[t->shape.max_len - 1] < 0);
@@ -1234,7 +1234,7 @@ static void test_score_does_not_wait(void) {
 /* toka_stop ends toka_run at once, also while a thread in toka_generate drives; that thread
  * continues. */
 static atomic_bool eng_returned;
-static void *eng_run_and_tell(void *arg) {
+static void *eng_run_on_thread(void *arg) {
     eng_run_forever(arg);
     eng_returned = true;
     return NULL;
@@ -1249,19 +1249,19 @@ static void *eng_generate_held(void *arg) {
 }
 static void test_stop_while_another_drives(void) {
     toka *t = eng_must_open(eng_model, 8, 64, 1);
-    pthread_t asks, runs;
+    pthread_t askers, runs;
     eng_n_ended = 0;
     eng_hold_driver = true;
     eng_returned = false;
-    CHECK(!pthread_create(&asks, NULL, eng_generate_held, t));
+    CHECK(!pthread_create(&askers, NULL, eng_generate_held, t));
     while (!eng_driver_held) usleep(100);
-    CHECK(!pthread_create(&runs, NULL, eng_run_and_tell, t));
+    CHECK(!pthread_create(&runs, NULL, eng_run_on_thread, t));
     usleep(2000);
     toka_stop(t);
     for (int i = 0; i < 20000 && !eng_returned; i++) usleep(1000);
     CHECK(eng_returned && eng_n_ended == 0);
     eng_hold_driver = false;
-    CHECK(!pthread_join(runs, NULL) && !pthread_join(asks, NULL) && eng_n_ended == 1);
+    CHECK(!pthread_join(runs, NULL) && !pthread_join(askers, NULL) && eng_n_ended == 1);
     toka_close(t);
 }
 
@@ -1282,7 +1282,7 @@ static void test_idle_replica(void) {
     int32_t prompt[1000];
     bool first = false;
     /* on a busy machine the long step may already be over */
-    for (int turn = 0; turn < 8 && !first; turn++) {
+    for (int round = 0; round < 8 && !first; round++) {
         toka_request r = toka_request_default();
         int ends[2] = {0};
         for (int i = 0; i < 1000; i++) prompt[i] = 5 + (int32_t)(rnd(&seed) % 100);
@@ -1314,7 +1314,7 @@ static int eng_check_sum(void *user, const toka_event *ev) {
     eng_sum.step = s.steps, eng_sum.open -= ev->finish != TOKA_RUNNING;
     return 0;
 }
-static void test_parked_wait(void) {
+static void test_preempted_wait(void) {
     toka_err e;
     toka_options o = toka_options_default();
     o.model = eng_model, o.n_threads = 1, o.max_num_seqs = 64, o.kv_tokens = 1500, o.max_model_len = 500;
@@ -1391,14 +1391,14 @@ static void test_ids_only(void) {
     int code;
     eng_collected *want = eng_ask(t, eng_problem, NULL, 0, 1, &s, &code, &e);
     for (int stops = 0; stops < 3; stops += 2) {
-        eng_places_got *g = mem_zalloc(sizeof *g);
+        eng_prompt_rows_seen *g = mem_zalloc(sizeof *g);
         r.text = eng_problem, r.text_bytes = strlen(eng_problem), r.sampling = s, r.ids_only = 1;
         r.sampling.stop = stop, r.sampling.n_stop = stops;
         CHECK(!toka_generate(t, &r, eng_on_place, g, NULL, &e));
         CHECK((g->n_text > 0) == (stops > 0) && !memcmp(g->out[0].p, want->id[0].p, g->out[0].n * 4));
         CHECK(stops || g->out[0].n == want->id[0].n);
         CHECK(stops == 0 || g->n_cached[0] > 0); /* the same prompt for the second time */
-        eng_places_free(g);
+        eng_prompt_rows_free(g);
     }
     eng_collected_free(want);
     toka_close(t);
@@ -1433,15 +1433,15 @@ static void test_min_tokens_and_stops(void) {
     for (int i = 0; i < 5 * 6 * 2 * 2; i++) {
         char stop[16] = {0};
         const char *stops[] = {"never to be seen", stop};
-        int least = i % 5, n_tok;
+        int min_lines = i % 5, n_tok;
         memcpy(stop, text.p + i / 5 % 6 * 2, i / 60 ? 7 : 2);
-        s.stop = stops, s.n_stop = 2, s.min_tokens = least, s.include_stop = i / 30 % 2;
-        size_t at = eng_stop_place(t, whole, stop, least, &n_tok), shown = MIN(text.n, at + (s.include_stop ? strlen(stop) : 0));
+        s.stop = stops, s.n_stop = 2, s.min_tokens = min_lines, s.include_stop = i / 30 % 2;
+        size_t at = eng_stop_place(t, whole, stop, min_lines, &n_tok), shown = MIN(text.n, at + (s.include_stop ? strlen(stop) : 0));
         eng_collected *g = eng_ask_problem(t, str_c(eng_problem), 3, &s);
         for (int k = 0; k < 3; k++)
             CHECK_MSG(g->finish[k] == (at < text.n ? TOKA_STOP : TOKA_LENGTH) && (int)g->id[k].n == n_tok &&
                       str_eq(buf_view(&g->text[k]), str_sub(text, 0, shown)),
-                      "'%s' behind %d: %d tokens, not %d: '%s'", stop, least, (int)g->id[k].n, n_tok, g->text[k].p);
+                      "'%s' behind %d: %d tokens, not %d: '%s'", stop, min_lines, (int)g->id[k].n, n_tok, g->text[k].p);
         eng_collected_free(g);
     }
     eng_collected_free(whole);
@@ -1626,15 +1626,15 @@ static void eng_on_phase(void *user, const char *what, double done) {
 static void test_open_that_fails(void) {
     toka_backend be = toka_cpu;
     toka_options o = toka_options_default();
-    eng_phase_calls told = {0};
+    eng_phase_calls phase_calls = {0};
     toka *t = eng_must_open(eng_model, 4, 16, 1);
     toka_err e = {0};
     be.open = eng_slow_open, be.group_open = eng_one_group;
-    o.tensor_parallel_size = o.data_parallel_size = 2, o.max_num_seqs = 4, o.progress = eng_on_phase, o.progress_user = &told;
+    o.tensor_parallel_size = o.data_parallel_size = 2, o.max_num_seqs = 4, o.progress = eng_on_phase, o.progress_user = &phase_calls;
     eng *g;
     t->shape = t->files->shape;
     CHECK(eng_open(&g, &be, t->files, &t->shape, t->tok, &o, &e) == TOKA_E_DEVICE && !strcmp(e.msg, "no second group"));
-    CHECK_MSG(told.n > 20 && told.n_phase_ends == 1 && !told.n_late, "%d told, %d ends, %d behind", told.n, told.n_phase_ends, told.n_late);
+    CHECK_MSG(phase_calls.n > 20 && phase_calls.n_phase_ends == 1 && !phase_calls.n_late, "%d calls, %d ends, %d after the end", phase_calls.n, phase_calls.n_phase_ends, phase_calls.n_late);
     toka_close(t);
 }
 
@@ -1689,7 +1689,7 @@ static const struct test eng_tests[] = {
     {"engine: drivers leave, others take over", test_drivers_leave},
     {"engine: toka_stop while another drives", test_stop_while_another_drives},
     {"engine: an idle replica does not wait for the other", test_idle_replica},
-    {"engine: preempted samples wait", test_parked_wait},
+    {"engine: preempted samples wait", test_preempted_wait},
     {"engine: what rows attend to", test_attended_positions},
     {"engine: a device that fails", test_device_fault},
     {"batch: a device that fails, and the next run continues", test_batch_device_fault},

@@ -47,7 +47,7 @@ static files_test_parts files_test_parse(const char *type, str body, size_t step
 static void files_test_expect(const char *type, str body, const char *expected) {
     uint64_t seed = 7;
     for (size_t step = 0; step < 70; step = step < 5 ? step + 1 : step * 2 + 1)
-        for (int again = step ? 1 : 50; again > 0; again--) {
+        for (int repeats = step ? 1 : 50; repeats > 0; repeats--) {
             files_test_parts p = files_test_parse(type, body, step, &seed);
             CHECK_MSG(!p.bad && p.whole && str_is(buf_view(&p.out), expected), "step %zu: '%s', expected '%s'", step,
                       buf_view(&p.out).p, expected);
@@ -462,7 +462,7 @@ static void files_test_failed_batch(void) {
     files_test_free(&f);
 }
 
-static bool files_test_there(const files_tester *f, const char *name) {
+static bool files_test_exists(const files_tester *f, const char *name) {
     char path[256];
     snprintf(path, sizeof path, "%s/%s", f->dir, name);
     return access(path, F_OK) == 0;
@@ -506,11 +506,11 @@ static void files_test_leftovers(void) {
     root = files_test_call(&f, HTTP_GET, "/v1/files", "");
     /* ids of 1970 are the oldest */
     CHECK(json_get(root, "data")->n == 2 && files_test_is(root, "first_id", id));
-    CHECK(!files_test_there(&f, "file-00000000000000010000000000000000.part") &&
-          !files_test_there(&f, "file-00000000000000020000000000000000"));
-    CHECK(!files_test_there(&f, "file-00000000000000080000000000000000") && files_test_there(&f, "notes.txt") &&
-          files_test_there(&f, "download.part") && files_test_there(&f, "x.json.part"));
-    CHECK(files_test_there(&f, "file-00000000000000040000000000000000"));
+    CHECK(!files_test_exists(&f, "file-00000000000000010000000000000000.part") &&
+          !files_test_exists(&f, "file-00000000000000020000000000000000"));
+    CHECK(!files_test_exists(&f, "file-00000000000000080000000000000000") && files_test_exists(&f, "notes.txt") &&
+          files_test_exists(&f, "download.part") && files_test_exists(&f, "x.json.part"));
+    CHECK(files_test_exists(&f, "file-00000000000000040000000000000000"));
     files_close(f.s);
     /* only this record says which batch the results belong to */
     files_test_write(&f, "batch_00000000000000090000000000000000.json", "{\"id\":");
@@ -519,7 +519,7 @@ static void files_test_leftovers(void) {
     files_test_write(&f, "file-7fffffffffffffff0000000000000000", "x");
     files_test_write(&f, "file-7fffffffffffffff0000000000000000.json", "{\"purpose\":\"batch\",\"filename\":\"late\"}");
     files_test_open(&f);
-    CHECK(files_test_there(&f, "file-000000000000000a0000000000000000"));
+    CHECK(files_test_exists(&f, "file-000000000000000a0000000000000000"));
     for (int i = 0; i < 2; i++) CHECK(strcmp(id = files_test_upload(&f, "batch", "x"), "file-2") > 0 && strcmp(id, "file-8") < 0);
     files_test_free(&f);
 }
@@ -574,7 +574,7 @@ static void files_test_unpublished(void) {
     b.output = files_new_id(f.s, "file-");
     /* stands for a disk that fails: fsync fails on it */
     CHECK(!mkfifoat(f.s->dir_fd, b.output.text, 0600));
-    CHECK(!files_list_output(f.s, &b, &b.output, "output", &b.has_out) && files_test_there(&f, b.output.text));
+    CHECK(!files_list_output(f.s, &b, &b.output, "output", &b.has_out) && files_test_exists(&f, b.output.text));
     files_test_free(&f);
 }
 

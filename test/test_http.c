@@ -418,7 +418,7 @@ static void test_srv_pace(void) {
 static void test_srv_append(void) {
     srv_conn k = {0};
     char line[1000];
-    size_t sent = 0, most = 0;
+    size_t sent = 0, max_cap = 0;
     for (int i = 0; i < 10000; i++) {
         buf made = {0};
         memset(line, 'a' + i % 26, sizeof line);
@@ -426,10 +426,10 @@ static void test_srv_append(void) {
         srv_append(&k, &made);
         for (int n = i < 100 ? 0 : 1000; n > 0; n--, k.out_sent++, sent++) /* 100 lines behind */
             if (k.out.p[k.out_sent] != (char)('a' + sent / 1000 % 26)) check_failed++;
-        most = MAX(most, k.out.cap);
+        max_cap = MAX(max_cap, k.out.cap);
     }
     CHECK(k.out.n - k.out_sent == 100000);
-    CHECK_MSG(most < 1 << 20, "%zu bytes", most);
+    CHECK_MSG(max_cap < 1 << 20, "%zu bytes", max_cap);
     buf_free(&k.out);
 }
 

@@ -129,12 +129,12 @@ static void test_json_limits(void) {
     buf_free(&deep);
 
     /* more values than the memory of the longest text may hold */
-    const size_t max_bytes = 2 << 20, most = max_bytes / sizeof(json);
+    const size_t max_bytes = 2 << 20, max_values = max_bytes / sizeof(json);
     /* values as elements; as names or values of members; in containers that are elements */
     for (int kind = 0; kind < 4; kind++) {
         const char *const piece[] = {"0,", "\"\":0,", "\"\":0,", "[],"};
         const bool object = kind == 1 || kind == 2;
-        for (size_t n = most - 2; n <= most + 1; n++) {
+        for (size_t n = max_values - 2; n <= max_values + 1; n++) {
             buf list = {0};
             size_t values = 1;
             if (kind == 2) buf_c(&list, "[0,"), values += 2;
@@ -142,16 +142,16 @@ static void test_json_limits(void) {
             if (list.p[list.n - 1] == ',') list.n--;
             buf_c(&list, object ? "}" : "]");
             if (kind == 2) buf_char(&list, ']');
-            if (values == n) CHECK((json_parse(&a, buf_view(&list), (json_limits){3, max_bytes}, &e) != NULL) == (n <= most));
-            if (n > most && values == n) CHECK_MSG(strstr(e.msg, "more than 131072 values at byte "), "%s", e.msg);
+            if (values == n) CHECK((json_parse(&a, buf_view(&list), (json_limits){3, max_bytes}, &e) != NULL) == (n <= max_values));
+            if (n > max_values && values == n) CHECK_MSG(strstr(e.msg, "more than 131072 values at byte "), "%s", e.msg);
             buf_free(&list);
         }
     }
-    buf few = {0}; /* a small limit of bytes does not limit the number of values */
-    for (int i = 0; i < JSON_ALWAYS_NODES - 1; i++) buf_c(&few, i ? ",0" : "[0");
-    buf_char(&few, ']');
-    CHECK(json_parse(&a, buf_view(&few), (json_limits){3, few.n}, &e));
-    buf_free(&few);
+    buf list_text = {0}; /* a small limit of bytes does not limit the number of values */
+    for (int i = 0; i < JSON_ALWAYS_NODES - 1; i++) buf_c(&list_text, i ? ",0" : "[0");
+    buf_char(&list_text, ']');
+    CHECK(json_parse(&a, buf_view(&list_text), (json_limits){3, list_text.n}, &e));
+    buf_free(&list_text);
     arena_free(&a);
 }
 

@@ -14,7 +14,7 @@ typedef struct pipe_model { /* seconds */
     double weights, row, seen, read;
     /* of the last stage: reading the LM head; a sampled row. hop: sending to the next stage, or
      * back to the first */
-    double head, draw, hop;
+    double head, per_sample, hop;
     batch_work weight;
     /* commit, plan and launch of the first microbatch; for each sampled row */
     double host, host_row;
@@ -50,7 +50,7 @@ static double pipe_micro_s(const pipe_model *m, const toka_step *a, int stage) {
     double s = 0;
     for (int i = 0; i < a->T; i++) s += m->row + (a->ids[i] < 0 ? m->read : m->seen) * (a->pos[i] + 1);
     s = m->layers[stage] * fmax(s, m->weights);
-    return stage == m->stages - 1 ? s + m->head + m->draw * a->n_samples : s;
+    return stage == m->stages - 1 ? s + m->head + m->per_sample * a->n_samples : s;
 }
 
 /* Runs the microbatches of a step that is posted at `now`. Returns when the last one is sampled. */
@@ -61,8 +61,8 @@ static double pipe_run(pipe_sim *p, const pipe_model *m, double now) {
         double at = a->needs_step ? fmax(now, p->sampled_at[a->needs_step % PIPE_MICROS]) : now;
         p->n_micros++, p->n_near += a->needs_step && a->number - a->needs_step < m->stages;
         for (int i = 0; i < m->stages; i++) {
-            const double begin = fmax(at, p->free_at[i]), took = pipe_micro_s(m, a, i);
-            p->free_at[i] = done = begin + took, p->busy[i] += took;
+            const double begin = fmax(at, p->free_at[i]), seconds = pipe_micro_s(m, a, i);
+            p->free_at[i] = done = begin + seconds, p->busy[i] += seconds;
             at = done + m->hop;
         }
         p->sampled_at[a->number % PIPE_MICROS] = at;
@@ -165,7 +165,7 @@ static void test_pipe(void) {
                                       {"the same, 40 at once", 200, 1, 200, 600, 60, 140, 8448, 40, 0.3, 0.06, 0.06}};
     const toka_shape shape = {.L = 32, .H = 32, .K = 8, .D = 128, .E = 4096, .F = 14336, .V = 128256, .V_all = 128256};
     for (int pp = 2; pp <= 4; pp += 2) {
-        pipe_model m = {.stages = pp, .weights = 0.11e-3, .row = 0.73e-6, .seen = 41e-12, .read = 1.17e-9, .head = 0.27e-3, .draw = 1e-6,
+        pipe_model m = {.stages = pp, .weights = 0.11e-3, .row = 0.73e-6, .seen = 41e-12, .read = 1.17e-9, .head = 0.27e-3, .per_sample = 1e-6,
                         .hop = 60e-6, .host = 0.2e-3, .host_row = 0.3e-6, .weight = eng_batch_work(&shape)};
         for (int k = 0; k < pp; k++) m.layers[k] = mf_stage_layers(&shape, k, pp).count;
         for (int i = 0; i < COUNT(loads); i++) pipe_case(&m, &loads[i]);

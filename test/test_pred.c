@@ -66,7 +66,7 @@ static void prt_learns(void) {
 
 /* However many sequences were seen before: if answers grow from 30 to 1,000 tokens, the predictor
  * learns this within less than its half-life. */
-static void prt_learns_late(void) {
+static void prt_learns_after_many(void) {
     const pred_handle all = {-1, 0};
     for (int before = 10000; before <= 1000000; before *= 10) {
         uint64_t rng = 11;
@@ -170,7 +170,7 @@ static void prt_halved(void) {
 static const struct test pred_tests[] = {{"pred: cold start", prt_cold},
                                          {"pred: learns a lognormal", prt_learns},
                                          {"pred: censoring does not bias", prt_censored},
-                                         {"pred: an old engine learns, too", prt_learns_late},
+                                         {"pred: an old engine learns, too", prt_learns_after_many},
                                          {"pred: survivors count", prt_survivors},
                                          {"pred: classes differ", prt_classes},
                                          {"pred: more classes than places", prt_many_classes},

@@ -13,12 +13,12 @@ typedef struct rk_coverage {
     uint8_t *count;
 } rk_coverage;
 
-static void rk_count(rk_coverage *p, const toka_tensor *part) {
+static void rk_count(rk_coverage *p, const toka_tensor *slice) {
     const toka_tensor *w = p->whole;
     const size_t size = w->dtype == TOKA_F32 ? 4 : 2, all = (size_t)w->rows * (size_t)w->cols;
-    for (int r = 0; r < part->rows; r++)
-        for (int c = 0; c < part->cols; c++) {
-            const char *at = (const char *)part->data + size * ((size_t)r * (size_t)part->stride + (size_t)c);
+    for (int r = 0; r < slice->rows; r++)
+        for (int c = 0; c < slice->cols; c++) {
+            const char *at = (const char *)slice->data + size * ((size_t)r * (size_t)slice->stride + (size_t)c);
             const size_t i = (size_t)(at - (const char *)w->data) / size;
             if (i < all) p->count[i]++;
             else check_failed++;
@@ -27,18 +27,18 @@ static void rk_count(rk_coverage *p, const toka_tensor *part) {
 
 /* Checks one tensor of a stage in all tp ranks: each element is in `times` of them, and the slice
  * of the rank has `n` rows or columns. */
-static void rk_check_tensor(const char *what, const toka_tensor *whole, const toka_tensor *const *parts, int tp, int times) {
+static void rk_check_tensor(const char *what, const toka_tensor *whole, const toka_tensor *const *slices, int tp, int times) {
     rk_coverage p = {whole, mem_zalloc((size_t)whole->rows * (size_t)whole->cols)};
     int wrong = 0;
-    for (int r = 0; r < tp; r++) rk_count(&p, parts[r]);
+    for (int r = 0; r < tp; r++) rk_count(&p, slices[r]);
     for (size_t i = 0; i < (size_t)whole->rows * (size_t)whole->cols; i++) wrong += p.count[i] != times;
     CHECK_MSG(!wrong, "%s: %d elements are not in %d of %d ranks", what, wrong, times, tp);
     free(p.count);
 }
 
-static void rk_check_field(const char *what, const void *whole, void *const *parts, size_t field, int tp, int times) {
+static void rk_check_field(const char *what, const void *whole, void *const *slices, size_t field, int tp, int times) {
     const toka_tensor *at[RK_MAX_RANKS];
-    for (int r = 0; r < tp; r++) at[r] = (const toka_tensor *)(const void *)((const char *)parts[r] + field);
+    for (int r = 0; r < tp; r++) at[r] = (const toka_tensor *)(const void *)((const char *)slices[r] + field);
     rk_check_tensor(what, (const toka_tensor *)(const void *)((const char *)whole + field), at, tp, times);
 }
 
@@ -48,9 +48,9 @@ static bool rk_splits(const toka_shape *s, int tp, int pp) {
     return heads && s->F >= tp && s->V >= tp && s->L >= pp;
 }
 
-static void rk_check_parts(const toka_shape *s, const toka_weights *w, int tp, int pp) {
+static void rk_check_slices(const toka_shape *s, const toka_weights *w, int tp, int pp) {
     toka_shape shape[RK_MAX_RANKS];
-    toka_weights part[RK_MAX_RANKS];
+    toka_weights slice[RK_MAX_RANKS];
     toka_err e = {0};
     arena a = {0};
     int layers = 0;
@@ -59,7 +59,7 @@ static void rk_check_parts(const toka_shape *s, const toka_weights *w, int tp, i
         int H = 0, V = 0, F = 0;
         for (int r = 0; r < tp; r++) {
             mf_rank rank = {r, tp, stage, pp};
-            int code = mf_shard(s, w, &rank, &a, &shape[r], &part[r], &e);
+            int code = mf_shard(s, w, &rank, &a, &shape[r], &slice[r], &e);
             bool said = !code || (code == TOKA_E_USE && strstr(e.msg, "parallel size"));
             CHECK_MSG(!code == rk_splits(s, tp, pp) && said, "%s", e.msg);
             if (code) {
@@ -69,15 +69,15 @@ static void rk_check_parts(const toka_shape *s, const toka_weights *w, int tp, i
             CHECK(shape[r].v0 == V && shape[r].V_all == s->V && shape[r].L == shape[0].L);
             CHECK(tp > s->K ? shape[r].K == 1 && shape[r].H == s->H / tp : shape[r].H == s->H / s->K * shape[r].K);
             H += shape[r].H, V += shape[r].V, F += shape[r].F;
-            model[r] = &part[r];
+            model[r] = &slice[r];
         }
         CHECK(H == s->H && V == s->V && F == s->F && shape[0].L >= 1);
         for (int l = 0; l < shape[0].L; l++) {
             const toka_layer *whole = &w->layers[layers + l];
             const int kv = tp > s->K ? tp / s->K : 1;
             for (int r = 0; r < tp; r++) {
-                layer[r] = &part[r].layers[l];
-                CHECK(part[r].layers[l].window == whole->window);
+                layer[r] = &slice[r].layers[l];
+                CHECK(slice[r].layers[l].window == whole->window);
             }
 #define RK_FIELD(name, times) rk_check_field(#name, whole, layer, offsetof(toka_layer, name), tp, times)
             RK_FIELD(attn_norm, tp), RK_FIELD(mlp_norm, tp), RK_FIELD(q_norm, tp), RK_FIELD(k_norm, tp), RK_FIELD(o_bias, tp);
@@ -94,14 +94,14 @@ static void rk_check_parts(const toka_shape *s, const toka_weights *w, int tp, i
     arena_free(&a);
 }
 
-static void test_ranks_parts(void) {
+static void test_ranks_slices(void) {
     static const int heads[][2] = {{1, 1}, {8, 1}, {8, 2}, {6, 3}, {9, 3}, {12, 6}, {4, 4}};
     for (int i = 0; i < COUNT(heads); i++) {
         cpu_case c;
         case_open(&c, (cpu_sizes){.H = heads[i][0], .K = heads[i][1], .D = 4, .E = 10, .F = 13, .V = 17, .B = 4, .extras = i & 1,
                                   .type = (toka_dtype)(i % 3), .window = 3}, (uint64_t)i + 1);
         for (int tp = 1; tp <= 9; tp++)
-            for (int pp = 1; pp <= 3; pp++) rk_check_parts(&c.sh, &c.w, tp, pp);
+            for (int pp = 1; pp <= 3; pp++) rk_check_slices(&c.sh, &c.w, tp, pp);
         case_close(&c);
     }
 }
@@ -109,27 +109,27 @@ static void test_ranks_parts(void) {
 /* The time of the busiest stage, for a load of conversations plus one of many samples, if the last
  * stage has `last` layers and the others `others`. */
 static double rk_two_loads(const toka_shape *s, int others, int last) {
-    const double layer = s->E * (2.0 * (s->H + s->K) * s->D + 3.0 * s->F), head = (double)s->V * s->E, most = others * layer, own = last * layer;
-    return MAX(most, own + head / 5) + MAX(most, own + head * 2 / 3);
+    const double layer = s->E * (2.0 * (s->H + s->K) * s->D + 3.0 * s->F), head = (double)s->V * s->E, other_stages = others * layer, last_stage = last * layer;
+    return MAX(other_stages, last_stage + head / 5) + MAX(other_stages, last_stage + head * 2 / 3);
 }
 
 /* The division into layers must take as little time, for both loads together, as any other one.
  * Tries every number of layers of the last stage. */
 static void test_ranks_stages(void) {
     uint64_t seed = 5;
-    for (int turn = 0; turn < 300; turn++) {
+    for (int round = 0; round < 300; round++) {
         toka_shape s = {.L = rnd_int(&seed, 1, 90), .H = 4, .K = 2, .D = 8, .E = 32, .F = rnd_int(&seed, 8, 200)};
         s.V = s.V_all = rnd_int(&seed, 10, 9000);
-        int pp = rnd_int(&seed, 1, MIN(s.L, 9)), at = 0, most = 0, last = 0;
-        double least = INFINITY;
+        int pp = rnd_int(&seed, 1, MIN(s.L, 9)), at = 0, max_other = 0, last = 0;
+        double least_time = INFINITY;
         for (int i = 0; i < pp; i++) {
             mf_range r = mf_stage_layers(&s, i, pp);
             CHECK(r.first == at && r.count >= 1);
-            at += r.count, last = r.count, most = i < pp - 1 ? MAX(most, r.count) : most;
+            at += r.count, last = r.count, max_other = i < pp - 1 ? MAX(max_other, r.count) : max_other;
         }
         for (int n = 1; n <= s.L - pp + 1; n++)
-            if (pp > 1 || n == s.L) least = MIN(least, rk_two_loads(&s, pp > 1 ? (s.L - n + pp - 2) / (pp - 1) : 0, n));
-        CHECK_MSG(at == s.L && rk_two_loads(&s, most, last) <= least * (1 + 1e-12), "L %d, %d stages: %d, %d", s.L, pp, most, last);
+            if (pp > 1 || n == s.L) least_time = MIN(least_time, rk_two_loads(&s, pp > 1 ? (s.L - n + pp - 2) / (pp - 1) : 0, n));
+        CHECK_MSG(at == s.L && rk_two_loads(&s, max_other, last) <= least_time * (1 + 1e-12), "L %d, %d stages: %d, %d", s.L, pp, max_other, last);
     }
     /* Llama-3.1-70B */
     toka_shape big = {.L = 80, .H = 64, .K = 8, .D = 128, .E = 8192, .F = 28672, .V = 128256, .V_all = 128256};
@@ -152,7 +152,7 @@ typedef struct rk_batch {
 
 typedef struct rk_step { /* the microbatch as a toka_step, with the arrays it points to */
     toka_step s;
-    int32_t ids[RK_ROWS], pos[RK_ROWS], slot[RK_ROWS], pages[RK_SEQS * RK_SEQ_PAGES];
+    int32_t ids[RK_ROWS], pos[RK_ROWS], kv_slot[RK_ROWS], pages[RK_SEQS * RK_SEQ_PAGES];
     toka_span spans[RK_SEQS];
     toka_sample_row out[RK_MAX_SAMPLES];
     toka_sample_result results[RK_MAX_RANKS][RK_MAX_SAMPLES]; /* results of each rank */
@@ -168,7 +168,7 @@ typedef struct rk_world {
     int32_t allowed[40], bias_ids[2];
     float bias[2];
     toka_sampling sampling[RK_SEQS];
-    rk_step alone[RK_STEPS], step[RK_STEPS];
+    rk_step single[RK_STEPS], step[RK_STEPS];
     uint64_t seed;
 } rk_world;
 
@@ -216,7 +216,7 @@ static void rk_world_init(rk_world *w, const toka_shape *sh, const toka_weights 
 }
 
 static void rk_world_free(rk_world *w) {
-    for (int i = 0; i < RK_STEPS; i++) free(w->alone[i].logits), free(w->step[i].logits);
+    for (int i = 0; i < RK_STEPS; i++) free(w->single[i].logits), free(w->step[i].logits);
     free(w);
 }
 
@@ -232,7 +232,7 @@ static void rk_build(rk_world *w, int i, bool by_seq, rk_step *t) {
         const int q = b->seq[k], row0 = s->T;
         for (int p = b->from[k]; p < b->to[k]; p++, s->T++) {
             t->ids[s->T] = p >= w->n_prompt[q] && by_seq ? -1 - q : w->token[q][p];
-            t->pos[s->T] = p, t->slot[s->T] = (q * RK_SEQ_PAGES + p / RK_B) * RK_B + p % RK_B;
+            t->pos[s->T] = p, t->kv_slot[s->T] = (q * RK_SEQ_PAGES + p / RK_B) * RK_B + p % RK_B;
             if (p >= w->n_prompt[q] && by_seq)
                 for (int j = 0; j < i; j++)
                     for (int m = 0; m < w->batch[j].n; m++)
@@ -249,7 +249,7 @@ static void rk_build(rk_world *w, int i, bool by_seq, rk_step *t) {
     }
     assert(s->T <= RK_ROWS && s->n_samples <= RK_MAX_SAMPLES);
     if (!t->logits) t->logits = mem_alloc((size_t)RK_MAX_SAMPLES * (size_t)w->sh.V_all * sizeof *t->logits);
-    s->ids = t->ids, s->pos = t->pos, s->kv_slot = t->slot, s->pages = t->pages, s->spans = t->spans, s->samples = t->out;
+    s->ids = t->ids, s->pos = t->pos, s->kv_slot = t->kv_slot, s->pages = t->pages, s->spans = t->spans, s->samples = t->out;
     s->logits = t->logits, s->number = i + 1;
 }
 
@@ -322,11 +322,11 @@ static void rk_rank_open(rk_rank *r, const rk_world *w, toka_group *g) {
     r->d->pool.serial_cost = 0, r->d->scratch_rows = MIN(r->d->scratch_rows, 7), r->d->scratch_samples = 2;
 }
 
-static void rk_run_alone(rk_world *w) {
+static void rk_run_single(rk_world *w) {
     rk_rank r = {.sh = w->sh, .w = *w->w, .place = {0, 1, 0, 1}, .lost_after = -1};
     rk_rank_open(&r, w, NULL);
     for (int i = 0; i < RK_STEPS; i++) {
-        rk_step *t = &w->alone[i];
+        rk_step *t = &w->single[i];
         rk_build(w, i, false, t);
         rk_run_step(&r, &t->s, t->results[0]);
         for (int k = 0; k < t->s.n_samples; k++)
@@ -369,12 +369,12 @@ static double rk_rel_l2(const float *got, const float *want, int n) {
 static void rk_compare(const rk_world *w, int tp, int pp, const char *what) {
     const int V = w->sh.V_all;
     for (int i = 0; i < RK_STEPS; i++)
-        for (int k = 0; k < w->alone[i].s.n_samples; k++) {
-            double err = rk_rel_l2(w->step[i].logits + (size_t)k * (size_t)V, w->alone[i].logits + (size_t)k * (size_t)V, V);
+        for (int k = 0; k < w->single[i].s.n_samples; k++) {
+            double err = rk_rel_l2(w->step[i].logits + (size_t)k * (size_t)V, w->single[i].logits + (size_t)k * (size_t)V, V);
             /* a NaN fails */
             CHECK_MSG(err <= 1e-5, "%s, step %d, row %d: relative L2 %.3g", what, i, k, err);
             for (int r = (pp - 1) * tp; r < pp * tp; r++) rk_compare_result(&w->step[i].results[r][k],
-                &w->alone[i].results[0][k], what, i, k);
+                &w->single[i].results[0][k], what, i, k);
         }
 }
 
@@ -409,7 +409,7 @@ static int rk_check_model(const toka_shape *sh, const toka_weights *weights, uin
     rk_world *w = mem_alloc(sizeof *w);
     int n = 0;
     rk_world_init(w, sh, weights, seed);
-    rk_run_alone(w);
+    rk_run_single(w);
     for (int i = 0; i < COUNT(splits); i++) {
         const int tp = splits[i][0], pp = splits[i][1];
         if (!rk_splits(sh, tp, pp)) continue;
@@ -504,7 +504,7 @@ static void rk_check_lost(rk_world *w, const rk_lost *l) {
 static void rk_check_all_lost(const toka_shape *sh, const toka_weights *weights, const rk_lost *lost, int n) {
     rk_world *w = mem_alloc(sizeof *w);
     rk_world_init(w, sh, weights, 3);
-    rk_run_alone(w);
+    rk_run_single(w);
     for (int i = 0; i < n; i++) {
         int before = check_failed;
         rk_check_lost(w, &lost[i]);
@@ -548,7 +548,7 @@ static rk_world *rk_small_world(cpu_case *c) {
     rk_world *w = mem_alloc(sizeof *w);
     case_open(c, (cpu_sizes){.H = 4, .K = 4, .D = 8, .E = 24, .F = 40, .V = 61, .B = RK_B}, 77);
     rk_world_init(w, &c->sh, &c->w, 3);
-    rk_run_alone(w);
+    rk_run_single(w);
     for (int i = 0; i < RK_STEPS; i++) rk_build(w, i, true, &w->step[i]);
     return w;
 }
@@ -584,15 +584,15 @@ static void test_ranks_slow(void) {
 static void test_ranks_abort(void) {
     cpu_case c;
     rk_world *w = rk_small_world(&c);
-    for (int turn = 0; turn < 20; turn++) {
+    for (int round = 0; round < 20; round++) {
         rk_rank ranks[4] = {0};
         toka_group *g;
         toka_err e;
         arena a = {0};
         CHECK(toka_cpu.group_open(&g, 2, 2, &e) == 0);
-        for (int i = 0; i < 4; i++) ranks[i].lost_after = i == 1 ? 10 + turn : -1;
+        for (int i = 0; i < 4; i++) ranks[i].lost_after = i == 1 ? 10 + round : -1;
         rk_start(w, 2, 2, g, ranks, &a);
-        usleep((useconds_t)(turn * 1000));
+        usleep((useconds_t)(round * 1000));
         double t0 = os_now();
         toka_cpu.group_abort(g);
         for (int i = 0; i < 4; i++) pthread_join(ranks[i].thread, NULL);
@@ -639,7 +639,7 @@ static void test_ranks_refuses(void) {
     case_close(&c);
 }
 
-static const struct test ranks_tests[] = {{"ranks_parts", test_ranks_parts},       {"ranks_stages", test_ranks_stages},
+static const struct test ranks_tests[] = {{"ranks_slices", test_ranks_slices},       {"ranks_stages", test_ranks_stages},
                                           {"ranks_fixtures", test_ranks_fixtures}, {"ranks_shapes", test_ranks_shapes},
                                           {"ranks_lost", test_ranks_lost},         {"ranks_slow", test_ranks_slow},
                                           {"ranks_abort", test_ranks_abort},       {"ranks_refuses", test_ranks_refuses}, {0}};

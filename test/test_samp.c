@@ -17,7 +17,7 @@ typedef struct samp_ref { /* the result of the naive sampler; all arrays are [V]
     double *p, *raw_logprob; /* the probability of being sampled; 0: filtered out */
     bool *keep;
     bool unsure;  /* a sum is so close to a limit that rounding decides */
-    bool nothing; /* no id may be sampled */
+    bool none_allowed; /* no id may be sampled */
 } samp_ref;
 
 static toka_sampling samp_plain(void) {
@@ -107,8 +107,8 @@ static samp_ref ref_new(const samp_case *c) {
     for (int i = 0; i < V; i++) r.raw_logprob[i] = r.adjusted[i] == -INFINITY ? -INFINITY : r.adjusted[i] - lse;
     ref_mask(c, r.adjusted);
     ref_penalties(c, r.adjusted);
-    for (int i = 0; i < V; i++) r.nothing &= r.adjusted[i] == -INFINITY;
-    if (r.nothing) return r;
+    for (int i = 0; i < V; i++) r.none_allowed &= r.adjusted[i] == -INFINITY;
+    if (r.none_allowed) return r;
     if (c->s.temperature > 0) {
         ref_warp(c, &r);
         ref_softmax(r.adjusted, r.keep, V, c->s.temperature, r.p);
@@ -129,14 +129,14 @@ static toka_sample_row case_row(const samp_case *c) {
     return row;
 }
 
-static toka_sample_result pick_of(const samp_case *c) {
+static toka_sample_result sample_case(const samp_case *c) {
     float *x = mem_alloc(c->V * sizeof *x);
     toka_sample_row row = case_row(c);
-    toka_sample_result pick;
+    toka_sample_result result;
     memcpy(x, c->raw, c->V * sizeof *x);
-    samp_row(&row, x, c->V, &pick);
+    samp_row(&row, x, c->V, &result);
     free(x);
-    return pick;
+    return result;
 }
 
 static bool close_to(double a, double b, double tol) { return a == b || fabs(a - b) <= tol * MAX(1.0, fabs(b)); }
@@ -226,9 +226,9 @@ static void test_samp_philox(void) { /* known answers: Random123, kat_vectors, p
 }
 
 static void test_samp_exp(void) {
-    double worst = 0;
-    for (double d = 0; d > -660; d = d * 1.0001 - 1e-4) worst = MAX(worst, fabs(samp_exp(d) / exp(d) - 1));
-    CHECK_MSG(worst < 1e-12, "relative error %g", worst);
+    double max_error = 0;
+    for (double d = 0; d > -660; d = d * 1.0001 - 1e-4) max_error = MAX(max_error, fabs(samp_exp(d) / exp(d) - 1));
+    CHECK_MSG(max_error < 1e-12, "relative error %g", max_error);
     CHECK(samp_exp(0) == 1 && samp_exp(-0.0) == 1);
     CHECK(samp_exp(-700.1) == 0 && samp_exp(-1e300) == 0 && samp_exp(-INFINITY) == 0 && samp_exp(-692) > 0);
     float x[] = {-INFINITY, -FLT_MAX, -2.5f, -1e-45f, 0, 1e-45f, 3, FLT_MAX};
@@ -243,13 +243,13 @@ static void test_samp_exp(void) {
 
 /* The sample must not depend on what else is requested: neither on top log-probabilities nor on
  * wanting no log-probability at all. */
-static void check_no_logprob(const samp_case *c, const toka_sample_result *pick, uint64_t seed) {
+static void check_no_logprob(const samp_case *c, const toka_sample_result *result, uint64_t seed) {
     for (int n = TOKA_NO_LOGPROBS; n <= 0; n++) {
-        samp_case bare = *c;
-        bare.s.logprobs = n;
-        const toka_sample_result got = pick_of(&bare);
-        CHECK_MSG(got.id == pick->id && !memcmp(&got.sampled_logprob, &pick->sampled_logprob, 4) && !got.n_top,
-                  "seed %llu: %d (%g) for %d (%g)", (unsigned long long)seed, got.id, got.sampled_logprob, pick->id, pick->sampled_logprob);
+        samp_case plain_row = *c;
+        plain_row.s.logprobs = n;
+        const toka_sample_result got = sample_case(&plain_row);
+        CHECK_MSG(got.id == result->id && !memcmp(&got.sampled_logprob, &result->sampled_logprob, 4) && !got.n_top,
+                  "seed %llu: %d (%g) for %d (%g)", (unsigned long long)seed, got.id, got.sampled_logprob, result->id, result->sampled_logprob);
         CHECK_MSG(!isnan(got.logprob) == !n, "seed %llu: %g", (unsigned long long)seed, got.logprob);
     }
 }
@@ -258,28 +258,28 @@ static void check_no_logprob(const samp_case *c, const toka_sample_result *pick,
  * false if rounding decides which ids are kept. */
 static bool check_case(const samp_case *c, uint64_t seed) {
     samp_ref r = ref_new(c);
-    toka_sample_result pick = pick_of(c), again = pick_of(c);
-    CHECK_MSG(pick.id == again.id && pick.sampled_logprob == again.sampled_logprob, "seed %llu", (unsigned long long)seed);
-    CHECK_MSG(pick.id >= 0 && pick.id < c->V, "seed %llu: id %d", (unsigned long long)seed, pick.id);
-    CHECK_MSG(close_to(pick.logprob, r.raw_logprob[pick.id], 1e-5), "seed %llu: %g for %g", (unsigned long long)seed,
-              pick.logprob, r.raw_logprob[pick.id]);
-    check_no_logprob(c, &pick, seed);
+    toka_sample_result result = sample_case(c), again = sample_case(c);
+    CHECK_MSG(result.id == again.id && result.sampled_logprob == again.sampled_logprob, "seed %llu", (unsigned long long)seed);
+    CHECK_MSG(result.id >= 0 && result.id < c->V, "seed %llu: id %d", (unsigned long long)seed, result.id);
+    CHECK_MSG(close_to(result.logprob, r.raw_logprob[result.id], 1e-5), "seed %llu: %g for %g", (unsigned long long)seed,
+              result.logprob, r.raw_logprob[result.id]);
+    check_no_logprob(c, &result, seed);
     int n_top = MIN(c->s.logprobs, c->V);
-    CHECK(pick.n_top == n_top);
+    CHECK(result.n_top == n_top);
     for (int i = 0; i < n_top; i++) {
-        int id = pick.top_ids[i];
-        CHECK(close_to(pick.top_logprobs[i], r.raw_logprob[id], 1e-5));
+        int id = result.top_ids[i];
+        CHECK(close_to(result.top_logprobs[i], r.raw_logprob[id], 1e-5));
         int better = 0; /* its rank in the order (raw logit falling, id rising) */
         for (int j = 0; j < c->V; j++)
             better += r.raw_logprob[j] > r.raw_logprob[id] || (r.raw_logprob[j] == r.raw_logprob[id] && j < id);
         CHECK_MSG(better == i, "seed %llu: top %d is id %d of rank %d", (unsigned long long)seed, i, id, better);
     }
-    if (!r.nothing && !r.unsure) {
-        CHECK_MSG(r.keep[pick.id] && r.p[pick.id] > 0, "seed %llu: id %d", (unsigned long long)seed, pick.id);
-        CHECK_MSG(close_to(pick.sampled_logprob, log(r.p[pick.id]), 1e-5), "seed %llu: %g for %g", (unsigned long long)seed,
-                  pick.sampled_logprob, log(r.p[pick.id]));
+    if (!r.none_allowed && !r.unsure) {
+        CHECK_MSG(r.keep[result.id] && r.p[result.id] > 0, "seed %llu: id %d", (unsigned long long)seed, result.id);
+        CHECK_MSG(close_to(result.sampled_logprob, log(r.p[result.id]), 1e-5), "seed %llu: %g for %g", (unsigned long long)seed,
+                  result.sampled_logprob, log(r.p[result.id]));
     }
-    if (!r.nothing && c->s.temperature > 0 && !r.unsure) {
+    if (!r.none_allowed && c->s.temperature > 0 && !r.unsure) {
         float *x = mem_alloc(c->V * sizeof *x);
         for (int i = 0; i < c->V; i++) x[i] = samp_clean(c->raw[i]);
         toka_sample_row row = case_row(c);
@@ -293,9 +293,9 @@ static bool check_case(const samp_case *c, uint64_t seed) {
         free(x);
     }
     /* the lowest id that is allowed, if there is one */
-    for (int id = 0, n = 0; r.nothing && id < c->V; id++) {
+    for (int id = 0, n = 0; r.none_allowed && id < c->V; id++) {
         bool may = !c->s.n_allowed || samp_is_listed(c->s.allowed_ids, c->s.n_allowed, id);
-        if (may && !samp_is_listed(c->row.forbidden, c->row.n_forbidden, id) && !n++) CHECK(pick.id == id);
+        if (may && !samp_is_listed(c->row.forbidden, c->row.n_forbidden, id) && !n++) CHECK(result.id == id);
     }
     bool sure = !r.unsure;
     ref_free(&r);
@@ -332,66 +332,66 @@ static void test_samp_large(void) {
 static void test_samp_edges(void) {
     toka_sampling s = samp_plain();
     toka_sample_row row = {.forced_id = -1, .sampling = &s};
-    toka_sample_result pick;
+    toka_sample_result result;
     s.temperature = 0, s.logprobs = 4;
     /* greedy: on a tie the lowest id wins */
-    samp_row(&row, (float[]){1, NAN, 3, 3, -INFINITY}, 5, &pick);
-    CHECK(pick.id == 2 && pick.sampled_logprob == 0 && pick.n_top == 4);
-    CHECK(pick.top_ids[0] == 2 && pick.top_ids[1] == 3 && pick.top_ids[2] == 0 && pick.top_ids[3] == 1);
-    CHECK(pick.top_logprobs[3] == -INFINITY && close_to(pick.logprob, -log(2 + exp(-2)), 1e-6));
-    CHECK(pick.logprob == pick.top_logprobs[0]);
+    samp_row(&row, (float[]){1, NAN, 3, 3, -INFINITY}, 5, &result);
+    CHECK(result.id == 2 && result.sampled_logprob == 0 && result.n_top == 4);
+    CHECK(result.top_ids[0] == 2 && result.top_ids[1] == 3 && result.top_ids[2] == 0 && result.top_ids[3] == 1);
+    CHECK(result.top_logprobs[3] == -INFINITY && close_to(result.logprob, -log(2 + exp(-2)), 1e-6));
+    CHECK(result.logprob == result.top_logprobs[0]);
 
     /* +inf wins over everything at every temperature; two ids share it */
     for (int t = 0; t < 3; t++) {
         s.temperature = (float[]){0, 1e-45f, 1e20f}[t];
-        samp_row(&row, (float[]){1, INFINITY, 3, INFINITY}, 4, &pick);
-        CHECK((pick.id == 1 || pick.id == 3) && close_to(pick.logprob, -log(2), 1e-6));
+        samp_row(&row, (float[]){1, INFINITY, 3, INFINITY}, 4, &result);
+        CHECK((result.id == 1 || result.id == 3) && close_to(result.logprob, -log(2), 1e-6));
     }
     for (int t = 0; t < 3; t++) { /* no id may be sampled */
         s.temperature = (float[]){0, 1e-6f, 1}[t];
-        samp_row(&row, (float[]){NAN, -INFINITY, -INFINITY}, 3, &pick);
-        CHECK(pick.id == 0 && pick.logprob == -INFINITY && pick.sampled_logprob == 0);
+        samp_row(&row, (float[]){NAN, -INFINITY, -INFINITY}, 3, &result);
+        CHECK(result.id == 0 && result.logprob == -INFINITY && result.sampled_logprob == 0);
         row.forbidden = (int32_t[]){1, 0}, row.n_forbidden = 2;
-        samp_row(&row, (float[]){NAN, -INFINITY, -INFINITY}, 3, &pick);
-        CHECK(pick.id == 2);
+        samp_row(&row, (float[]){NAN, -INFINITY, -INFINITY}, 3, &result);
+        CHECK(result.id == 2);
         /* 2 and 1, of which 1 is forbidden */
         s.allowed_ids = (int32_t[]){2, 1, 0}, s.n_allowed = 2;
-        samp_row(&row, (float[]){5, 4, -INFINITY}, 3, &pick);
-        CHECK(pick.id == 2 && pick.logprob == -INFINITY);
+        samp_row(&row, (float[]){5, 4, -INFINITY}, 3, &result);
+        CHECK(result.id == 2 && result.logprob == -INFINITY);
         row.forbidden = (int32_t[]){1, 2};
         /* all allowed ids are forbidden: the lowest allowed one is returned */
-        samp_row(&row, (float[]){5, 4, 3}, 3, &pick);
-        CHECK(pick.id == 1);
+        samp_row(&row, (float[]){5, 4, 3}, 3, &result);
+        CHECK(result.id == 1);
         s.n_allowed = row.n_forbidden = 0;
     }
     /* a tiny temperature is greedy if the best id is unique; a huge one makes all ids equal */
     s.temperature = 1e-6f;
-    samp_row(&row, (float[]){-1e30f, 1e30f, 1e29f}, 3, &pick);
-    CHECK(pick.id == 1 && pick.sampled_logprob == 0);
+    samp_row(&row, (float[]){-1e30f, 1e30f, 1e29f}, 3, &result);
+    CHECK(result.id == 1 && result.sampled_logprob == 0);
     s.temperature = 1e30f;
-    samp_row(&row, (float[]){-50, 50, 10}, 3, &pick);
-    CHECK(close_to(pick.sampled_logprob, -log(3), 1e-6));
-    samp_row(&row, (float[]){-3}, 1, &pick);
-    CHECK(pick.id == 0 && pick.logprob == 0 && pick.sampled_logprob == 0 && pick.n_top == 1);
+    samp_row(&row, (float[]){-50, 50, 10}, 3, &result);
+    CHECK(close_to(result.sampled_logprob, -log(3), 1e-6));
+    samp_row(&row, (float[]){-3}, 1, &result);
+    CHECK(result.id == 0 && result.logprob == 0 && result.sampled_logprob == 0 && result.n_top == 1);
     s.repetition_penalty = 1e-38f; /* overflows to +inf; this case is handled */
     row.history = (int32_t[]){0, 1, -5, 77}, row.n_history = 4, row.n_prompt = 1;
-    samp_row(&row, (float[]){-3, 2e3f, 1}, 3, &pick);
-    CHECK(pick.id == 1 && pick.logprob <= 0);
+    samp_row(&row, (float[]){-3, 2e3f, 1}, 3, &result);
+    CHECK(result.id == 1 && result.logprob <= 0);
 }
 
 static void test_samp_forced(void) {
     toka_sample_row row = {.forced_id = 2};
-    toka_sample_result pick;
-    samp_row(&row, (float[]){1, 2, 0.5f, -4}, 4, &pick);
+    toka_sample_result result;
+    samp_row(&row, (float[]){1, 2, 0.5f, -4}, 4, &result);
     double lse = log(exp(1) + exp(2) + exp(0.5) + exp(-4));
-    CHECK(pick.id == 2 && pick.n_top == 0);
-    CHECK(close_to(pick.logprob, 0.5 - lse, 1e-6) && pick.sampled_logprob == pick.logprob);
+    CHECK(result.id == 2 && result.n_top == 0);
+    CHECK(close_to(result.logprob, 0.5 - lse, 1e-6) && result.sampled_logprob == result.logprob);
     toka_sampling s = samp_plain();
     s.logprobs = 2, s.top_k = 1, row.sampling = &s;
     /* with parameters: top log-probabilities, but no random number is used */
-    samp_row(&row, (float[]){1, 2, 0.5f, -4}, 4, &pick);
-    CHECK(pick.id == 2 && pick.n_top == 2 && pick.top_ids[0] == 1 && pick.top_ids[1] == 0);
-    CHECK(close_to(pick.top_logprobs[1], 1 - lse, 1e-6));
+    samp_row(&row, (float[]){1, 2, 0.5f, -4}, 4, &result);
+    CHECK(result.id == 2 && result.n_top == 2 && result.top_ids[0] == 1 && result.top_ids[1] == 0);
+    CHECK(close_to(result.top_logprobs[1], 1 - lse, 1e-6));
     /* the rank: among equal logits the lowest id comes first */
     const float ties[] = {1, 2, 1, -4, NAN, 1, -INFINITY, INFINITY};
     const int ranks[] = {3, 2, 4, 6, 7, 5, 8, 1};
@@ -399,13 +399,13 @@ static void test_samp_forced(void) {
         float x[8];
         memcpy(x, ties, sizeof x);
         row.forced_id = id, row.ranked = true;
-        samp_row(&row, x, 8, &pick);
-        CHECK_MSG(pick.id == id && pick.rank == ranks[id], "id %d: rank %d, not %d", id, pick.rank, ranks[id]);
+        samp_row(&row, x, 8, &result);
+        CHECK_MSG(result.id == id && result.rank == ranks[id], "id %d: rank %d, not %d", id, result.rank, ranks[id]);
     }
     row.forced_id = 2, row.ranked = false;
     s.logprobs = TOKA_NO_LOGPROBS; /* forced ids have a log-probability all the same */
-    samp_row(&row, (float[]){1, 2, 0.5f, -4}, 4, &pick);
-    CHECK(pick.n_top == 0 && !pick.rank && close_to(pick.logprob, 0.5 - lse, 1e-6) && pick.sampled_logprob == pick.logprob);
+    samp_row(&row, (float[]){1, 2, 0.5f, -4}, 4, &result);
+    CHECK(result.n_top == 0 && !result.rank && close_to(result.logprob, 0.5 - lse, 1e-6) && result.sampled_logprob == result.logprob);
 }
 
 /* ---- The distribution ---- */
@@ -452,16 +452,16 @@ static double g_test(const int *seen, const double *p, int n_cells, double n) {
 }
 
 /* one sample at each position, a new sample number every 1,000 */
-static void draw_many(const samp_case *c, int n, int *seen) {
+static void sample_many(const samp_case *c, int n, int *seen) {
     float *x = mem_alloc(c->V * sizeof *x);
     toka_sample_row row = case_row(c);
     memset(seen, 0, c->V * sizeof *seen);
     for (int i = 0; i < n; i++) {
-        toka_sample_result pick;
+        toka_sample_result result;
         row.sample = (uint32_t)(i / 1000), row.position = (uint32_t)(i % 1000);
         memcpy(x, c->raw, c->V * sizeof *x);
-        samp_row(&row, x, c->V, &pick);
-        seen[pick.id]++;
+        samp_row(&row, x, c->V, &result);
+        seen[result.id]++;
     }
     free(x);
 }
@@ -477,7 +477,7 @@ static void check_distribution(toka_sampling s, const char *what) {
     c.row = (toka_sample_row){.forced_id = -1, .sampling = &c.s, .history = history, .n_history = 7, .n_prompt = 2};
     samp_ref ref = ref_new(&c);
     int seen[V];
-    draw_many(&c, N, seen);
+    sample_many(&c, N, seen);
     double p = g_test(seen, ref.p, V, N);
     CHECK_MSG(p > 1e-6 && !ref.unsure, "%s: p = %g", what, p);
     /* the test has enough power: it notices if 3 % of the best id's probability moves to another
@@ -557,10 +557,10 @@ static void test_samp_pairs(void) {
                 c.s.seed = which == 2 ? at : 11;
                 c.row.position = which == 0 ? at : 3, c.row.sample = which == 1 ? at : 4;
                 float x[V];
-                toka_sample_result pick;
+                toka_sample_result result;
                 memcpy(x, raw, sizeof x);
-                samp_row(&c.row, x, V, &pick);
-                id[j] = pick.id;
+                samp_row(&c.row, x, V, &result);
+                id[j] = result.id;
             }
             seen[id[0] * V + id[1]]++;
         }
@@ -581,12 +581,12 @@ static void test_samp_pure(void) {
     int same[3] = {0}, n = 300;
     for (int i = 0; i < n; i++) {
         c.s.seed = 40, c.row.sample = 2, c.row.position = (uint32_t)i;
-        int32_t id = pick_of(&c).id;
-        c.s.seed = 41, same[0] += id == pick_of(&c).id;
-        c.s.seed = 40, c.row.sample = 3, same[1] += id == pick_of(&c).id;
-        c.row.sample = 2, c.row.position += 1000, same[2] += id == pick_of(&c).id;
+        int32_t id = sample_case(&c).id;
+        c.s.seed = 41, same[0] += id == sample_case(&c).id;
+        c.s.seed = 40, c.row.sample = 3, same[1] += id == sample_case(&c).id;
+        c.row.sample = 2, c.row.position += 1000, same[2] += id == sample_case(&c).id;
         c.row.position -= 1000;
-        CHECK(id == pick_of(&c).id);
+        CHECK(id == sample_case(&c).id);
     }
     /* by chance about 0.3 are equal */
     for (int i = 0; i < 3; i++) CHECK_MSG(same[i] < 10, "%d of %d", same[i], n);
@@ -609,9 +609,9 @@ static void test_samp_last_resort(void) {
     enum { V = 128256 };
     uint64_t rng = 1;
     int32_t *all = mem_alloc(V * sizeof *all), forbidden[40], allowed[40];
-    for (int turn = 0; turn < 2000; turn++) {
-        const int n = 1 + (int)(rnd(&rng) % 3000), near = turn % 2 ? n : MIN(n, 30);
-        toka_sampling s = {.allowed_ids = allowed, .n_allowed = turn % 3 ? (int)(rnd(&rng) % 40) : 0};
+    for (int round = 0; round < 2000; round++) {
+        const int n = 1 + (int)(rnd(&rng) % 3000), near = round % 2 ? n : MIN(n, 30);
+        toka_sampling s = {.allowed_ids = allowed, .n_allowed = round % 3 ? (int)(rnd(&rng) % 40) : 0};
         toka_sample_row row = {.sampling = &s, .forbidden = forbidden, .n_forbidden = (int)(rnd(&rng) % 40)};
         for (int i = 0; i < 40; i++) allowed[i] = (int32_t)(rnd(&rng) % (uint64_t)near);
         /* not all ids are in the list */
@@ -637,7 +637,7 @@ static void test_samp_undone(void) {
     int32_t history[60];
     uint64_t seed = 11;
     toka_err e;
-    toka_sample_result pick;
+    toka_sample_result result;
     for (int i = 0; i < 3000; i++) {
         toka_sampling s = samp_plain();
         s.temperature = 0, s.repetition_penalty = repetitions[rnd(&seed) % 7];
@@ -653,11 +653,11 @@ static void test_samp_undone(void) {
         for (int k = 0; k < 8; k++) x[k] = (float)(60 * (rnd_unit(&seed) - 0.5));
         for (int k = 0; k < 8; k++) sum += exp(x[k]);
         raw = x[id];
-        samp_row(&row, x, 8, &pick);
+        samp_row(&row, x, 8, &result);
         double unsure = 1e-5 + 0x1p-23 * (fabs(x[id]) + fabs(2.0 * count) + 4) * fmin(fmax(1, s.repetition_penalty), 100);
-        CHECK_MSG(pick.id == id && close_to(pick.logprob, raw - log(sum), unsure) && pick.logprob <= 1e-6,
+        CHECK_MSG(result.id == id && close_to(result.logprob, raw - log(sum), unsure) && result.logprob <= 1e-6,
                   "repetition %g, frequency %g, presence %g, %d times: logit %g: %g for %g", s.repetition_penalty, s.frequency_penalty,
-                  s.presence_penalty, count, raw, pick.logprob, raw - log(sum));
+                  s.presence_penalty, count, raw, result.logprob, raw - log(sum));
     }
 }
 
@@ -727,22 +727,22 @@ static void test_samp_check(void) {
 
 /* ---- Stop strings ---- */
 
-typedef struct stop_want { /* the expected result for a whole text */
+typedef struct stop_expected { /* the expected result for a whole text */
     size_t out;            /* bytes that are output in the end */
     size_t end;            /* one past the stop string, or the text's length */
     bool stopped;
-} stop_want;
+} stop_expected;
 
 /* Searches the whole text for the first end of a stop string at or after the first byte of an armed
  * piece. On a tie, the stop string that starts first wins. */
-static stop_want naive_stop(str text, const char *const *stop, int n_stop, size_t armed_from, bool include) {
+static stop_expected naive_stop(str text, const char *const *stop, int n_stop, size_t armed_from, bool include) {
     for (size_t end = armed_from + 1; end <= text.n; end++) {
         size_t longest = 0;
         for (int i = 0; i < n_stop; i++)
             if (str_ends(str_sub(text, 0, end), str_c(stop[i]))) longest = MAX(longest, strlen(stop[i]));
-        if (longest) return (stop_want){include ? end : end - longest, end, true};
+        if (longest) return (stop_expected){include ? end : end - longest, end, true};
     }
-    return (stop_want){text.n, text.n, false};
+    return (stop_expected){text.n, text.n, false};
 }
 
 /* The largest number of bytes that may be output after `n` bytes: all but the longest suffix that
@@ -767,7 +767,7 @@ static void check_stop(str text, const char *const *stop, int n_stop, bool inclu
     }
     size_t border = 0;
     for (size_t i = 0; i < n_cuts && border < armed_from; i++) border = cuts[i];
-    stop_want want = naive_stop(text, stop, n_stop, border, include);
+    stop_expected want = naive_stop(text, stop, n_stop, border, include);
     stop_init(&scan, stop, n_stop, include);
     bool stopped = false;
     at = 0;

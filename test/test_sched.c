@@ -7,11 +7,11 @@
 
 enum { SIM_LAG = 3 };
 
-typedef struct sim_late_result { /* a sampled token whose result is not yet committed */
+typedef struct sim_pending { /* a sampled token whose result is not yet committed */
     int q, step;
     uint32_t generation;
     int32_t token;
-} sim_late_result;
+} sim_pending;
 
 typedef struct sched_sim {
     scheduler s;
@@ -23,8 +23,8 @@ typedef struct sched_sim {
     int lag;               /* results arrive this many steps later */
     uint64_t *mem;         /* [n_pages * B] the simulated KV cache */
     int32_t *device;       /* [max_seqs][max_len] all tokens of a sequence, as a device has them */
-    sim_late_result *late; /* results not yet committed, oldest first */
-    int n_late, step;
+    sim_pending *pending; /* results not yet committed, oldest first */
+    int n_pending, step;
     char *written; /* [n_pages * B] written in this step */
     int64_t n_tokens, n_done, n_copies;
 } sched_sim;
@@ -47,12 +47,12 @@ static void sim_open(sched_sim *m, sched_config c, int vocab, int end_one_in, in
     size_t n_slots = (size_t)c.n_pages * (size_t)c.B;
     m->mem = mem_zalloc(n_slots * sizeof *m->mem), m->written = mem_zalloc(n_slots);
     m->device = mem_zalloc((size_t)c.max_seqs * (size_t)c.max_len * sizeof(int32_t));
-    m->late = mem_alloc((size_t)c.max_seqs * (SIM_LAG + 1) * sizeof *m->late);
+    m->pending = mem_alloc((size_t)c.max_seqs * (SIM_LAG + 1) * sizeof *m->pending);
 }
 
 static void sim_close(sched_sim *m) {
     sched_free(&m->s);
-    free(m->mem), free(m->written), free(m->device), free(m->late);
+    free(m->mem), free(m->written), free(m->device), free(m->pending);
 }
 
 static int32_t *sim_device(sched_sim *m, int q) { return m->device + (size_t)q * (size_t)m->s.config.max_len; }
@@ -99,7 +99,7 @@ static void sim_run(sched_sim *m, int n_rows) {
         CHECK(!x->no_run_ahead || x->n_known == n);
         bool end;
         t[n] = sim_next_token(m, t, n, x->sample, &end);
-        m->late[m->n_late++] = (sim_late_result){q, m->step, x->generation, t[n]};
+        m->pending[m->n_pending++] = (sim_pending){q, m->step, x->generation, t[n]};
     }
 }
 
@@ -107,8 +107,8 @@ static void sim_run(sched_sim *m, int n_rows) {
 static void sim_commit_due(sched_sim *m) {
     scheduler *s = &m->s;
     int n = 0;
-    for (; n < m->n_late && m->late[n].step + m->lag <= m->step; n++) {
-        sim_late_result r = m->late[n];
+    for (; n < m->n_pending && m->pending[n].step + m->lag <= m->step; n++) {
+        sim_pending r = m->pending[n];
         sched_seq *x = &s->seqs[r.q];
         bool end = false;
         if (x->generation == r.generation) {
@@ -118,8 +118,8 @@ static void sim_commit_due(sched_sim *m) {
         }
         m->n_done += sched_commit(s, r.q, r.generation, r.token, end) == SCHED_DONE;
     }
-    m->n_late -= n;
-    memmove(m->late, m->late + n, (size_t)m->n_late * sizeof *m->late);
+    m->n_pending -= n;
+    memmove(m->pending, m->pending + n, (size_t)m->n_pending * sizeof *m->pending);
 }
 
 /* The number of pages held in step t, computed by simulation. Every sequence that still runs holds
@@ -353,16 +353,16 @@ static void sim_repeated_prompts(void) {
         sched_sim m;
         uint64_t rng = 3;
         sim_open(&m, (sched_config){2, 400, 16, 64, 60, 16}, 50, 1 << 30, 1);
-        for (int again = 0; again < 2; again++) {
+        for (int round = 0; round < 2; round++) {
             uint64_t same = rng;
             int64_t hits = m.s.n_prompt_hits, done = m.n_done;
             int id = sim_submit(&m, &same, n_prompt, 32, 6, 0);
             m.s.requests[id].n_unshared = 0;
             for (int i = 0; i < 100 && m.n_done < done + 32; i++) sim_step(&m, true);
             CHECK(m.n_done == done + 32 && m.s.n_preempted == 0);
-            int64_t most = (n_prompt - 1) / 2 * 2 * again + (n_prompt - 1) * 31, found = m.s.n_prompt_hits - hits;
+            int64_t max_hits = (n_prompt - 1) / 2 * 2 * round + (n_prompt - 1) * 31, found = m.s.n_prompt_hits - hits;
             /* if all holders of the last page end at once, it is computed again */
-            CHECK(found <= most && found >= most - 2);
+            CHECK(found <= max_hits && found >= max_hits - 2);
             /* if n_prompt is odd, the last token has a page of its own and nothing is copied */
             CHECK((m.n_copies > 0) == (n_prompt > 1 && n_prompt % 2 == 0));
         }
@@ -421,7 +421,7 @@ static void sim_cold_start(void) {
 
 /* Many prompts share their first pages, each with many samples. One sequence per prompt computes
  * the last page; the others copy it one step later. */
-static void sim_tails_of_many_prompts(void) {
+static void sim_last_pages_of_many_prompts(void) {
     enum { PROMPTS = 60, TIMES = 12, N = PROMPTS * TIMES };
     scheduler s;
     toka_err e;
@@ -472,6 +472,6 @@ static const struct test sched_tests[] = {{"sched: random, 5 pages, forecast = s
                                           {"sched: preempted, prefilled again in chunks", sim_preempted_in_chunks},
                                           {"sched: preempted sequences hold all seqs", sim_preempted_hold_all_seqs},
                                           {"sched: cold start fills the batch", sim_cold_start},
-                                          {"sched: last pages of many prompts are copied", sim_tails_of_many_prompts},
+                                          {"sched: last pages of many prompts are copied", sim_last_pages_of_many_prompts},
                                           {"sched: the longest answer", sim_longest_answer},
                                           {0}};

@@ -191,7 +191,7 @@ static void tok_test_roundtrip(void) {
 
 /* Eight times the text takes about eight times as long. The ratio of the best of two stays below 32
  * (n log n gives 10, n * n gives 64), for each shape of text. */
-static void tok_test_worst(void) {
+static void tok_test_worst_cases(void) {
     static const char *const unit[] = {"a",  " ", "\xF0\x9F\xA6\x99", "\n", "1", "ab", "\xE2\x96\x81", "\xCC\x81",
                                        "<", "'", "a "};
     static const char *const folders[] = {"tokenizers/llama-3.1", "tokenizers/qwen3", "tokenizers/llama-2"};
@@ -220,8 +220,8 @@ static void tok_test_worst(void) {
 }
 
 /* A whole file with another part; NULL: the part of a small byte-level tokenizer. */
-static int tok_test_small(tok **t, const char *part, const char *value, toka_err *e) {
-    static const char *const parts[][2] = {
+static int tok_test_small(tok **t, const char *field, const char *value, toka_err *e) {
+    static const char *const fields[][2] = {
         {"added_tokens", "[{\"id\":9,\"content\":\"<s>\",\"special\":true},"
                          "{\"id\":10,\"content\":\"ab c\",\"rstrip\":true}]"},
         {"normalizer", "null"},
@@ -235,8 +235,8 @@ static int tok_test_small(tok **t, const char *part, const char *value, toka_err
                   "\"merges\":[\"a b\",[\"\\u0120\",\"a\"],\"ab c\"]}"}};
     buf b = {0};
     buf_char(&b, '{');
-    for (int i = 0; i < COUNT(parts); i++)
-        buf_printf(&b, "%s\"%s\":%s", i ? "," : "", parts[i][0], part && !strcmp(part, parts[i][0]) ? value : parts[i][1]);
+    for (int i = 0; i < COUNT(fields); i++)
+        buf_printf(&b, "%s\"%s\":%s", i ? "," : "", fields[i][0], field && !strcmp(field, fields[i][0]) ? value : fields[i][1]);
     buf_char(&b, '}');
     char *exact = mem_alloc(b.n);
     memcpy(exact, b.p, b.n);
@@ -459,6 +459,6 @@ static const struct test tok_tests[] = {{"tokenizer: published vectors", tok_tes
                                         {"tokenizer: a space before the text", tok_test_prefix},
                                         {"tokenizer: refused files", tok_test_refused},
                                         {"tokenizer: round trips, whole and streamed", tok_test_roundtrip},
-                                        {"tokenizer: worst cases", tok_test_worst},
+                                        {"tokenizer: worst cases", tok_test_worst_cases},
                                         {"tokenizer: threads", tok_test_threads},
                                         {0}};
