@@ -15,7 +15,7 @@ static toka_shape bench_shape = {.L = BENCH_LAYERS, .H = 32, .K = 8, .D = 64, .E
 static float bench_freq[32];
 static const char *const bench_types[] = {"bf16", "f16", "f32"};
 static volatile float bench_sink;
-/* with one thread its CPU time, so that other processes do not count */
+/* With one thread its CPU time, so that other processes do not count. */
 static int bench_clock = CLOCK_MONOTONIC;
 
 static double bench_now(void) {

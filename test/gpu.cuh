@@ -63,8 +63,8 @@ __global__ static void gpu_fill_f32(float *p, size_t n, uint64_t seed, float sca
 
 /* ---- Device buffers with guard bands ---- */
 
-/* bytes before and after the buffer; 0xFF like all memory that was not written: NaN in every
- * type */
+/* Bytes before and after the buffer; 0xFF like all memory that was not written: NaN in every
+ * type. */
 enum { GPU_GUARD = 1024 };
 
 template <class T> struct gpu_buf {

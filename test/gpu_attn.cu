@@ -86,7 +86,8 @@ struct host_step {
             spans.push_back({s.seqs[i].row0, s.seqs[i].rows, first[i] + prefix_len[i] / s.c.B, prefix_len[i],
                 s.seqs[i].len - prefix_len[i]});
         shape.H = s.c.K * s.c.G, shape.K = s.c.K, shape.D = s.c.D, shape.B = s.c.B, shape.L = 1;
-        step.T = s.T, step.pos = pos.data(), step.kv_slot = kv_slot.data(), step.pages = pages.data(), step.spans = spans.data(), step.n_spans = (int)spans.size();
+        step.T = s.T, step.pos = pos.data(), step.kv_slot = kv_slot.data(), step.pages = pages.data(),
+            step.spans = spans.data(), step.n_spans = (int)spans.size();
     }
 };
 
@@ -113,7 +114,7 @@ __global__ static void fill_slots_late(bf16 *kv, const int2 *slots, int n, int K
     }
 }
 
-/* Attention in float64: one CTA per row and head. tables: [row][n_table] pages. */
+/* Attention in float64: one CTA per row and head. tables: [row][table_len] pages. */
 __global__ static void reference(const bf16 *q, const bf16 *kv, const int *tables, int table_len, const int *pos, double *o, int K,
                                  int G, int D, int log2_B, int window) {
     int row = blockIdx.x / (K * G), head = blockIdx.x % (K * G), p = pos[row], from = window && p >= window ? p - window + 1 : 0;
@@ -318,12 +319,12 @@ template <class Test> static void few_sms(const Test &test) {
     test();
     gpu_device()->n_sms = n_sms;
 }
-/* n samples of a prompt of `pages` pages and `tail` positions, each with up to `most` own
+/* n samples of a prompt of `pages` pages and `tail` positions, each with up to `max_own` own
  * positions. */
-static void add_samples(scene &s, int n, int pages, int tail, int most) {
+static void add_samples(scene &s, int n, int pages, int tail, int max_own) {
     std::vector<int> prefix = s.take_pages(pages);
     int first = (int)s.seqs.size();
-    for (int i = 0; i < n; i++) s.add(pages * s.c.B + tail + 1 + (int)(gpu_mix(i) % (uint64_t)most), 1, prefix);
+    for (int i = 0; i < n; i++) s.add(pages * s.c.B + tail + 1 + (int)(gpu_mix(i) % (uint64_t)max_own), 1, prefix);
     s.share(first, n, 0, pages);
     if (tail) s.share_tail(first, n, tail);
 }
@@ -400,7 +401,7 @@ static void test_late(shape_case c) {
     other.add(c.B, 1, page), other.add(c.B + 1, 1, page), other.add(c.B + 4, 4, page);
     check(other, "late rows of others", 1.5f, true);
 }
-/* whole prompts, chunks after earlier pages, and decode rows in the same step */
+/* Whole prompts, chunks after earlier pages, and decode rows in the same step. */
 static void test_prefill(shape_case c) {
     scene s(c);
     for (int n : lengths) s.add(n, n);
@@ -626,7 +627,8 @@ static void test_lists() {
                     for (int i = 0; i < 3; i++) add_samples(few_samples, rows, 1 + 4 * i, 9 * i + 1, 1 + i * 60);
                     few_samples.add(130, 1);
                     check_list(few_samples, true, hopper, false, "samples in few rows", hopper && D >= 64 && G <= 8 ? GROUPS : ANY);
-                    if (rows > 8 && hopper && D >= 64 && G <= 8) check_list(few_samples, true, hopper, false, "samples in mixed gangs", MIXED);
+                    if (rows > 8 && hopper && D >= 64 && G <= 8) check_list(few_samples, true, hopper, false,
+                        "samples in mixed gangs", MIXED);
                 }
                 scene turns({D, 2, G, 64, 0}), far({D, 2, G, 64, 0});
                 add_chain(turns, 100, 1, 2, 5), add_chain(far, 8, 128, 1, 2001);
@@ -680,11 +682,11 @@ static void check_graph_padding(scene &s, bool share, int size, int launches, bo
 static int max_captured_size(int n_seqs, int max_tokens) {
     toka_shape shape = {.B = 64};
     toka_device *d = (toka_device *)calloc(1, sizeof *d);
-    int most = 0;
+    int max_size = 0;
     d->shape = &shape, d->options.max_tokens = d->options.max_samples = max_tokens, d->options.n_seqs = n_seqs;
-    for (const toka_step *s; (s = cuda_capture(d));) most = s->T;
+    for (const toka_step *s; (s = cuda_capture(d));) max_size = s->T;
     free(d);
-    return most;
+    return max_size;
 }
 /* Tensor ranks with different numbers of kv heads, on GPUs with different numbers of SMs, must make
  * the same work list, so that both have a graph for a step or neither. Without group_agree their

@@ -59,7 +59,7 @@ __device__ static void ref_compare(ref_result *r, float got, double want, double
     if (over == over) atomicMax((int *)&r->worst, __float_as_int((float)over));
     else r->worst = NAN;
 }
-/* the relative error of float32 accumulation, of the sum of absolute values */
+/* The relative error of float32 accumulation, of the sum of absolute values. */
 static const double REF_SUM = 4e-6;
 __device__ static double ref_sum(const ref_args &a, int i, int n) {
     return a.acc[(size_t)i * a.N + n] + (a.bias ? (double)a.bias[n] : 0);
@@ -478,7 +478,8 @@ static void sweep(toka_device *d) {
             for (int i = 0; i < 2 * N_GEMM_VARIANTS; i++) {
                 const gemm_variant &v = gemm_variants[i / 2];
                 if (!least[i / 2][i % 2]) continue;
-                printf(" %s%d%s/%d/%d=%.2f", chosen.variant == &v && chosen.multicast == i % 2 + 1 ? "*" : "", v.bn, v.pingpong ? "pp" : "", v.split,
+                printf(" %s%d%s/%d/%d=%.2f", chosen.variant == &v && chosen.multicast == i % 2 + 1 ? "*" : "", v.bn,
+                    v.pingpong ? "pp" : "", v.split,
                        i % 2 + 1, least[i / 2][i % 2]);
             }
             for (int group = 2; group <= 32 && M >= 4096; group *= 2) {

@@ -4,7 +4,7 @@
  * They use their last sampled token, end and start again. Their pages are zeros at first, in both
  * runs. Include after ../toka.c and gpu_host.h. */
 
-enum { G_SEQS = 288, G_FAMILY = 48, G_GROUP = 12, G_STEPS = 104, G_OWN = 4, G_LEN = 360 }; /* OWN: pages */
+enum { G_SEQS = 288, G_FAMILY = 48, G_GROUP = 12, G_STEPS = 104, G_OWN = 4, G_LEN = 360 };
 enum { G_SHARED = G_SEQS / G_FAMILY + G_SEQS / G_GROUP };
 
 typedef struct g_step {
@@ -29,11 +29,11 @@ static void g_add_span(g_step *g, int row0, int n_rows, int kv0, int n_kv, int s
     g->spans[g->s.n_spans++] = (toka_span){row0, n_rows, g->n_pages, kv0, n_kv};
     for (int p = kv0 / B; p * B < kv0 + n_kv; p++) g->pages[g->n_pages++] = g_page(seq, p);
 }
-/* Adds spans of page p for the rows that share it, if there are more than `than` of them. */
-static void g_add_shared_spans(g_step *g, int from, int to, int p, int each, int min_rows, int B) {
+/* Adds spans of page p for the rows that share it, if there are at least `above` + 1 of them. */
+static void g_add_shared_spans(g_step *g, int from, int to, int p, int each, int above, int B) {
     for (int i = from, end; i < to; i = end) {
         for (end = i; end < to && end / each == i / each;) end++;
-        if (end - i > min_rows) g_add_span(g, i - from, end - i, p * B, B, i, B);
+        if (end - i > above) g_add_span(g, i - from, end - i, p * B, B, i, B);
     }
 }
 
@@ -68,12 +68,12 @@ static toka_sample_row g_sample_row(int row, int q, int len, bool one, bool mixe
  * pages, 2 only groups of more than two have one, 3 families and groups have one span each. mode /
  * 4: 1 one row is sampled with top-p, 2 a page is copied, 3 most rows have filters. */
 static void g_make_step(g_step *g, g_seq *seqs, int from, int to, int mode, int B) {
-    const int shared = mode % 4, min_rows = shared == 2 ? 2 : 1;
+    const int shared = mode % 4, above = shared == 2 ? 2 : 1;
     g->s = (toka_step){.ids = g->id, .pos = g->pos, .kv_slot = g->kv_slot, .pages = g->pages, .spans = g->spans, .samples = g->samples};
     if (shared == 3) g_add_shared_spans(g, from, to, 0, G_FAMILY, 0, B), g_add_shared_spans(g, from, to, 1, G_GROUP, 0, B);
     for (int i = from, end; i < to; i = end) {
         for (end = i; end < to && end / G_GROUP == i / G_GROUP;) end++;
-        const bool group = shared && shared < 3 && end - i > min_rows;
+        const bool group = shared && shared < 3 && end - i > above;
         if (group) g_add_span(g, i - from, end - i, 0, 2 * B, i, B);
         for (int q = i; q < end; q++) {
             const int row = q - from, len = seqs[q].len, at = group || shared == 3 ? 2 * B : 0;

@@ -122,7 +122,8 @@ static int logits_main(int argc, char **argv) {
     for (int i = 0; i < n; i++) pos[i] = i, kv_slot[i] = i, pages[i] = i, out[i] = (toka_sample_row){.row = i};
     toka_span span = {0, n, 0, 0, n};
     float *logits = mem_alloc((size_t)n * V * sizeof(float));
-    toka_step s = {.T = n, .n_spans = 1, .n_samples = n, .ids = id.p, .pos = pos, .kv_slot = kv_slot, .pages = pages, .spans = &span, .samples = out,
+    toka_step s = {.T = n, .n_spans = 1, .n_samples = n, .ids = id.p, .pos = pos, .kv_slot = kv_slot, .pages = pages,
+        .spans = &span, .samples = out,
                    .logits = logits};
     if (model_run_step(&t->engine->replicas[0].model, &s, t->engine->replicas[0].inflight[0].results, &e)) return printf("%s\n", e.msg), 2;
     FILE *f = fopen(argv[4], "wb");

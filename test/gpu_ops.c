@@ -104,7 +104,8 @@ static void both_close(both *b) {
  * needs them. */
 static void both_plan(both *b, int i, int T) {
     int B = backends[i]->page_tok, first = T > 3 ? T / 3 * 2 : T, n_pages = 0;
-    b->s = (toka_step){.T = T, .ids = b->ids, .pos = b->pos, .kv_slot = b->kv_slot[i], .pages = b->pages, .spans = b->spans, .samples = b->out};
+    b->s = (toka_step){.T = T, .ids = b->ids, .pos = b->pos, .kv_slot = b->kv_slot[i], .pages = b->pages,
+        .spans = b->spans, .samples = b->out};
     for (int at = 0; at < T; at += b->spans[b->s.n_spans - 1].n_rows) {
         int n = at ? T - at : first;
         b->spans[b->s.n_spans++] = (toka_span){at, n, n_pages, 0, n};

@@ -14,10 +14,10 @@
 #include "gpu_graphs.h"
 #include <dlfcn.h>
 
-/* from the CUDA runtime that is linked in; a launch needs the stream's device to be current */
+/* From the CUDA runtime that is linked in; a launch needs the stream's device to be current. */
 int cudaSetDevice(int device);
 
-/* rows of a step with large all-reduces; the largest step here */
+/* Rows of a step with large all-reduces; the largest step here. */
 enum { N_MANY_ROWS = 2048, MAX_ROWS = 3072 };
 
 static int n_skipped;

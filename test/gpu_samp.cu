@@ -114,7 +114,7 @@ struct no_logprob_rows {
 
 /* ---- Random rows with all filters, against the CPU ---- */
 
-/* rows where rounding decides which ids a filter keeps; rows compared */
+/* Rows where rounding decides which ids a filter keeps; rows compared. */
 static int unsure, compared;
 
 static void check_row(const char *what, const toka_test_case &c, int V, const toka_sample_result &got) {

@@ -257,7 +257,8 @@ static void test_rotated(toka_device *d, int E, int H, int K, int D, int M, bool
     weight W = {w.p(), bias_too ? bias.p() : NULL, N, E};
     gemm_args a = {M, x.p(), E, &W, y.p(), N, EPI_STORE};
     by(d, &a);
-    rope_args r = {y.p(), q.p(), kv.p(), pos.p(), kv_slot.p(), table.p(), norm ? q_norm.p() : NULL, norm ? k_norm.p() : NULL, M, H, K, D, B, 0.1f, true};
+    rope_args r = {y.p(), q.p(), kv.p(), pos.p(), kv_slot.p(), table.p(), norm ? q_norm.p() : NULL,
+        norm ? k_norm.p() : NULL, M, H, K, D, B, 0.1f, true};
     launch_dependent(d, "RoPE", rope_kernel, dim3((unsigned)ceil_div(M * (H + 2 * K), 8)), 256, 0, 1, r);
     qkv_params p = {W.bias, r.q_norm, r.k_norm, r.eps, H, K, B, pos.p(), kv_slot.p(), table.p(), q2.p(), kv2.p(), D};
     a.epi = EPI_QKV, a.qkv = &p;
@@ -319,7 +320,7 @@ struct timed_shape {
 static enum epilogue usual_epilogue(const shape &s) {
     return strstr(s.name, "gate_up") ? EPI_SWIGLU : strstr(s.name, " o") || strstr(s.name, "down") ? EPI_RESIDUAL : EPI_STORE;
 }
-/* some fill only half of a box of rows */
+/* Some fill only half of a box of rows. */
 static const int timed_rows[] = {1, 8, 16, 32, 33, 64, 96, 128, 160, 224};
 
 static void time_gemm(toka_device *d, const char *only, bool json) {
@@ -386,9 +387,9 @@ int main(int argc, char **argv) {
         for (int D : {64, 128})
             /* gemm_gemv, gemm_smallm, gemm_smallm with QK-norm */
             for (int family = 0; family <= 2 * d->hopper; family++) {
-                static const int most[] = {16, 64, 8};
+                static const int max_rows[] = {16, 64, 8};
                 const char *name = family ? "few" : "thin";
-                if (M > most[family]) continue;
+                if (M > max_rows[family]) continue;
                 test_rotated(d, 264, 5, 2, D, M, M % 2, family == 2, name, family ? gemm_smallm : gemm_gemv);
                 if (!tiny) test_rotated(d, 2048, 32, 8, D, M, M % 2, family == 2, name, family ? gemm_smallm : gemm_gemv);
             }

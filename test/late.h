@@ -36,7 +36,7 @@ typedef struct late_device {
 
 static late_device *late_devices[LATE_DEVICES];
 static pthread_mutex_t late_lock = PTHREAD_MUTEX_INITIALIZER;
-/* the largest number of steps in flight on any device; a test resets it */
+/* The largest number of steps in flight on any device; a test resets it. */
 static int late_max_in_flight;
 static atomic_int late_violations; /* how often the rules of begin, end and finish were broken */
 

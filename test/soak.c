@@ -58,7 +58,7 @@ static int below(rng *r, int n) { return n > 0 ? (int)(next(r) % (uint64_t)n) : 
 static int between(rng *r, int low, int high) { return low + below(r, high - low + 1); }
 static bool chance(rng *r, int percent) { return below(r, 100) < percent; }
 static float real(rng *r, double low, double high) { return (float)(low + (high - low) * (double)(next(r) >> 11) * 0x1p-53); }
-/* independent streams for different (seed, a, b) */
+/* Independent streams for different (seed, a, b). */
 static rng stream(uint64_t seed, uint64_t a, uint64_t b) {
     rng r = {seed};
     r.s = next(&r) ^ a * 0xD1342543DE82EF95u;
@@ -103,7 +103,7 @@ typedef struct sample_result { /* the result of one sample */
     int stop_id, stop_text;
 } sample_result;
 
-/* the result of a request: the prompt's log-probabilities and its first KEEP samples */
+/* The result of a request: the prompt's log-probabilities and its first KEEP samples. */
 typedef struct request_result {
     int64_t number;
     bool scored; /* from toka_score: only the log-probabilities in `places` are set */

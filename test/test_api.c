@@ -302,7 +302,8 @@ static void test_api_wants_logprobs(void) {
         buf_printf(&b, "{%s%s}", cases[i].route == API_CHAT ? "\"messages\":[{\"role\":\"user\",\"content\":\"Tom\"}]" : "\"prompt\":[5]",
                    cases[i].fields);
         CHECK(!api_parse(&m, cases[i].route, buf_view(&b), &c, &e));
-        CHECK_MSG(c.prompts[0].engine_request.sampling.logprobs == cases[i].logprobs, "%s: %d", b.p, c.prompts[0].engine_request.sampling.logprobs);
+        CHECK_MSG(c.prompts[0].engine_request.sampling.logprobs == cases[i].logprobs, "%s: %d", b.p,
+            c.prompts[0].engine_request.sampling.logprobs);
         api_free(&c), buf_free(&b);
     }
 }
@@ -362,7 +363,8 @@ static void test_api_no_token_allowed(void) {
         buf b = {0};
         char want[200] = "";
         if (cases[i].blamed_field)
-            snprintf(want, sizeof want, "allowed_token_ids: nothing is left to draw, as %s forbid%s all of these ids", cases[i].blamed_field,
+            snprintf(want, sizeof want, "allowed_token_ids: nothing is left to draw, as %s forbid%s all of these ids",
+                cases[i].blamed_field,
                      strchr(cases[i].blamed_field, ' ') ? "" : "s");
         buf_printf(&b, "{\"prompt\":\"Tom\",%s}", cases[i].fields);
         api_refusal r = api_refuse(&m, API_COMPLETIONS, b.p);

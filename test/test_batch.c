@@ -18,7 +18,7 @@ typedef struct batch_test {
     int64_t n_within;                    /* spans that begin within a page */
 } batch_test;
 
-/* number of shared spans of the step */
+/* Number of shared spans of the step. */
 static int bt_n_shared_spans(const batch_test *t) { return t->built.step.n_spans - t->built.n_chunks; }
 static int bt_span_pages(const toka_span *sp, int B) { return (sp->kv0 + sp->n_kv + B - 1) / B - sp->kv0 / B; }
 
@@ -382,7 +382,8 @@ static void bt_unshared(void) {
         toka_err e;
         sched_submit(&t->sim.s, &(sched_job){.prompt = prompt, .n_prompt = 10, .n = 8, .max_tokens = 40, .n_unshared = unshared * 8}, &e);
         for (int i = 0; i < 3; i++) sim_step(&t->sim, false);
-        CHECK_MSG(t->built.n_chunks == 8 && bt_n_shared_spans(t) == !unshared, "unshared %d: %d shared spans", unshared, bt_n_shared_spans(t));
+        CHECK_MSG(t->built.n_chunks == 8 && bt_n_shared_spans(t) == !unshared, "unshared %d: %d shared spans", unshared,
+            bt_n_shared_spans(t));
         bt_close(t);
     }
 }

@@ -133,7 +133,7 @@ static void benchclient_test_figures(void) {
     free(b.requests);
 }
 
-/* answers one connection with the list of models */
+/* Answers one connection with the list of models. */
 static void *benchclient_test_answer(void *listener) {
     static const char answer[] = "HTTP/1.1 200 OK\r\nContent-Length: 24\r\n\r\n{\"data\":[{\"id\":\"tiny\"}]}";
     char request[4096];

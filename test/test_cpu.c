@@ -39,7 +39,7 @@ static double ref_element(const toka_tensor *t, size_t i) {
     memcpy(&f, &u, 4);
     return f;
 }
-/* rounds to nearest for normal values, toward zero for subnormal ones */
+/* Rounds to nearest for normal values, toward zero for subnormal ones. */
 static uint16_t to_half(double v) {
     int e;
     double m = frexp(fabs(v), &e);
@@ -230,7 +230,7 @@ static toka_dev_ptr guarded(toka_device *d, size_t n) {
     for (size_t i = 0; i < n + 2 * CPU_GUARD; i++) p[i] = NAN;
     return (toka_dev_ptr){(uintptr_t)(p + CPU_GUARD)};
 }
-/* also checks that the guard bands are unchanged */
+/* Also checks that the guard bands are unchanged. */
 static void guarded_free(toka_dev_ptr a, size_t n) {
     float *p = cpu_ptr(a);
     for (int i = 1; i <= CPU_GUARD; i++) CHECK(isnan(p[-i]) && isnan(p[n + (size_t)i - 1]));
@@ -520,7 +520,7 @@ static void run_step(cpu_seqs *w, float *logits) {
 }
 
 /* Runs all sequences to their ends. Each step takes a random number of tokens of each, up to
- * `most`. Sequence 0 stores the shared prefix first. */
+ * `max_tokens`. Sequence 0 stores the shared prefix first. */
 static void run_seqs(cpu_seqs *w, float *logits, int max_tokens) {
     int from[CPU_SEQS] = {0}, to[CPU_SEQS], left = 1;
     for (int s = 1; s < w->n_seq; s++) from[s] = w->shared;

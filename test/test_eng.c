@@ -106,7 +106,8 @@ static void eng_check_logits(toka *t, const char *name, const json *cases, const
         int m = eng_int_array(json_get(it, "logit_positions"), at, 8);
         for (int i = 0; i < m; i++) out[s.n_samples++] = (toka_sample_row){.row = s.T + at[i], .forced_id = 0};
         spans[s.n_spans++] = (toka_span){s.T, n, page, 0, n};
-        for (int p = 0; p < n; p++, s.T++) pos[s.T] = p, kv_slot[s.T] = pages[page + p / toka_cpu.page_tok] * toka_cpu.page_tok + p % toka_cpu.page_tok;
+        for (int p = 0; p < n; p++, s.T++) pos[s.T] = p,
+            kv_slot[s.T] = pages[page + p / toka_cpu.page_tok] * toka_cpu.page_tok + p % toka_cpu.page_tok;
         page += (n + toka_cpu.page_tok - 1) / toka_cpu.page_tok;
     }
     float *logits = mem_alloc((size_t)s.n_samples * V * sizeof(float)), *want = mem_alloc((size_t)V * sizeof(float)), *row = logits;
@@ -1037,7 +1038,7 @@ static void test_page_pressure(void) {
 
 /* ---- Prompts with log-probabilities, events without text, runs of events, bad words ---- */
 
-/* the contents of TOKA_PROMPT events, and the order of all events */
+/* The contents of TOKA_PROMPT events, and the order of all events. */
 typedef struct eng_add_prompt_rows {
     ids id;
     float logprob[600], top0[600];
@@ -1183,8 +1184,8 @@ static void test_score_edges(void) {
 }
 
 static atomic_int eng_n_ended;
-/* the driver must stand still in an event, however little CPU time the test gets; it stands
- * still */
+/* The driver must stand still in an event, however little CPU time the test gets; it stands
+ * still now. */
 static atomic_bool eng_hold_driver, eng_driver_held;
 static int eng_count_ends(void *user, const toka_event *ev) {
     (void)user;
@@ -1634,7 +1635,8 @@ static void test_open_that_fails(void) {
     eng *g;
     t->shape = t->files->shape;
     CHECK(eng_open(&g, &be, t->files, &t->shape, t->tok, &o, &e) == TOKA_E_DEVICE && !strcmp(e.msg, "no second group"));
-    CHECK_MSG(phase_calls.n > 20 && phase_calls.n_phase_ends == 1 && !phase_calls.n_late, "%d calls, %d ends, %d after the end", phase_calls.n, phase_calls.n_phase_ends, phase_calls.n_late);
+    CHECK_MSG(phase_calls.n > 20 && phase_calls.n_phase_ends == 1 && !phase_calls.n_late,
+        "%d calls, %d ends, %d after the end", phase_calls.n, phase_calls.n_phase_ends, phase_calls.n_late);
     toka_close(t);
 }
 

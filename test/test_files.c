@@ -209,7 +209,7 @@ static const json *files_test_call(files_tester *f, enum http_method method, con
     return root;
 }
 
-/* returns the id; NULL: refused */
+/* Returns the id; NULL: refused. */
 static const char *files_test_upload(files_tester *f, const char *purpose, const char *contents) {
     buf body = {0};
     buf_printf(&body,

@@ -375,7 +375,7 @@ static void test_srv_heartbeat(void) { /* hung: there is work, and no step for a
     CHECK(!s.hung);
 }
 
-/* rates of the status line count from the start of the engine, not of the machine */
+/* Rates of the status line count from the start of the engine, not of the machine. */
 static void test_srv_tick(void) {
     srv_loop l = {.now = 1e6};
     srv s = {.loop = &l, .phase = SRV_LOADING};

@@ -87,7 +87,7 @@ static void pipe_submit(pipe_sim *p, const pipe_load *l, uint64_t *seed) {
     free(prompt);
 }
 
-/* the measurement starts here */
+/* The measurement starts here. */
 static void pipe_start_measuring(pipe_sim *p, const pipe_model *m) {
     p->begin = p->free_at[0], p->n_micros = p->n_near = 0;
     for (int i = 0; i < m->stages; i++) p->busy[i] = 0, p->begin = fmax(p->begin, p->free_at[i]);
@@ -165,7 +165,8 @@ static void test_pipe(void) {
                                       {"the same, 40 at once", 200, 1, 200, 600, 60, 140, 8448, 40, 0.3, 0.06, 0.06}};
     const toka_shape shape = {.L = 32, .H = 32, .K = 8, .D = 128, .E = 4096, .F = 14336, .V = 128256, .V_all = 128256};
     for (int pp = 2; pp <= 4; pp += 2) {
-        pipe_model m = {.stages = pp, .weights = 0.11e-3, .row = 0.73e-6, .seen = 41e-12, .read = 1.17e-9, .head = 0.27e-3, .per_sample = 1e-6,
+        pipe_model m = {.stages = pp, .weights = 0.11e-3, .row = 0.73e-6, .seen = 41e-12, .read = 1.17e-9,
+            .head = 0.27e-3, .per_sample = 1e-6,
                         .hop = 60e-6, .host = 0.2e-3, .host_row = 0.3e-6, .weight = eng_batch_work(&shape)};
         for (int k = 0; k < pp; k++) m.layers[k] = mf_stage_layers(&shape, k, pp).count;
         for (int i = 0; i < COUNT(loads); i++) pipe_case(&m, &loads[i]);

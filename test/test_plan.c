@@ -1,7 +1,7 @@
 /* test_plan.c - `toka plan`: figures computed by hand, measured figures, and properties that must
  * hold for every known model and split. */
 
-/* the models of models.txt, and a query with the program's defaults */
+/* The models of models.txt, and a query with the program's defaults. */
 typedef struct plan_fixture {
     arena a;
     mf_known_model *known;
@@ -115,7 +115,8 @@ static void plan_test_properties(void) {
         int64_t whole = 2 * (mf_n_parameters(f.query.model) - plan_vectors(f.query.model)), by_tp = 0, by_pp = 0;
         for (int n = 1; n <= 32; n++) {
             for (int pp = 1; pp <= n; pp++)
-                if (n % pp == 0 && !plan_check_layout(&f.query.model->shape, n / pp, pp, &e)) plan_check_complete(&f.query, n / pp, pp, whole);
+                if (n % pp == 0 && !plan_check_layout(&f.query.model->shape, n / pp, pp,
+                    &e)) plan_check_complete(&f.query, n / pp, pp, whole);
             /* more GPUs for a replica, as stages or as tensor ranks, never hold fewer tokens */
             for (int pp = 0; pp < 2; pp++) {
                 if (plan_check_layout(&f.query.model->shape, pp ? 1 : n, pp ? n : 1, &e)) continue;

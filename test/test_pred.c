@@ -17,7 +17,7 @@ static int prt_expect(pred *p, pred_handle class, int c, int max) {
     return (int)(sum / 1000 + 0.5);
 }
 
-/* Counts one sequence of this length, observed until `watched` tokens. */
+/* Counts one sequence of this length, observed until `observed` tokens. */
 static void prt_count_sequence(pred *p, pred_handle c, int length, int observed) {
     int bucket = 0, n = MIN(length, observed);
     pred_count_reached(p, c, 0);
@@ -136,8 +136,8 @@ static void prt_classes(void) {
     pred_free(&p);
 }
 
-/* more classes than the table has places: handles of evicted classes are stale, nothing else
- * breaks */
+/* More classes than the table has places: handles of evicted classes are stale, nothing else
+ * breaks. */
 static void prt_many_classes(void) {
     pred p;
     pred_init(&p, 8, 64);

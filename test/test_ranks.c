@@ -7,7 +7,7 @@
 
 enum { RK_MAX_RANKS = 16 }; /* the largest number of ranks of a test */
 
-/* for each element of one tensor: the number of ranks of its stage that have it */
+/* For each element of one tensor: the number of ranks of its stage that have it. */
 typedef struct rk_coverage {
     const toka_tensor *whole;
     uint8_t *count;
@@ -109,7 +109,8 @@ static void test_ranks_slices(void) {
 /* The time of the busiest stage, for a load of conversations plus one of many samples, if the last
  * stage has `last` layers and the others `others`. */
 static double rk_two_loads(const toka_shape *s, int others, int last) {
-    const double layer = s->E * (2.0 * (s->H + s->K) * s->D + 3.0 * s->F), head = (double)s->V * s->E, other_stages = others * layer, last_stage = last * layer;
+    const double layer = s->E * (2.0 * (s->H + s->K) * s->D + 3.0 * s->F), head = (double)s->V * s->E,
+        other_stages = others * layer, last_stage = last * layer;
     return MAX(other_stages, last_stage + head / 5) + MAX(other_stages, last_stage + head * 2 / 3);
 }
 
@@ -129,7 +130,8 @@ static void test_ranks_stages(void) {
         }
         for (int n = 1; n <= s.L - pp + 1; n++)
             if (pp > 1 || n == s.L) least_time = MIN(least_time, rk_two_loads(&s, pp > 1 ? (s.L - n + pp - 2) / (pp - 1) : 0, n));
-        CHECK_MSG(at == s.L && rk_two_loads(&s, max_other, last) <= least_time * (1 + 1e-12), "L %d, %d stages: %d, %d", s.L, pp, max_other, last);
+        CHECK_MSG(at == s.L && rk_two_loads(&s, max_other, last) <= least_time * (1 + 1e-12), "L %d, %d stages: %d, %d",
+            s.L, pp, max_other, last);
     }
     /* Llama-3.1-70B */
     toka_shape big = {.L = 80, .H = 64, .K = 8, .D = 128, .E = 8192, .F = 28672, .V = 128256, .V_all = 128256};
@@ -220,7 +222,7 @@ static void rk_world_free(rk_world *w) {
     free(w);
 }
 
-/* Builds microbatch i as a step. by_slot: a sampled token is given as -1 - seq, otherwise as its
+/* Builds microbatch i as a step. by_seq: a sampled token is given as -1 - seq, otherwise as its
  * id. */
 static void rk_build(rk_world *w, int i, bool by_seq, rk_step *t) {
     const rk_batch *b = &w->batch[i];
@@ -378,7 +380,7 @@ static void rk_compare(const rk_world *w, int tp, int pp, const char *what) {
         }
 }
 
-/* Runs the program on tp x pp ranks. by_slot: the host does not know sampled ids, and many
+/* Runs the program on tp x pp ranks. by_seq: the host does not know sampled ids, and many
  * microbatches are in flight. */
 static void rk_check_split(rk_world *w, int tp, int pp, bool by_seq, const char *name) {
     rk_rank ranks[RK_MAX_RANKS] = {0};
@@ -464,7 +466,7 @@ static void test_ranks_shapes(void) {
 
 /* ---- Ranks that are lost ---- */
 
-/* rank `who` is lost after so many ops; the others must end and report it */
+/* Rank `who` is lost after so many ops; the others must end and report it. */
 typedef struct rk_lost {
     int tp, pp, who, after;
     bool by_seq;

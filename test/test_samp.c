@@ -24,7 +24,7 @@ static toka_sampling samp_plain(void) {
     return (toka_sampling){.temperature = 1, .top_p = 1, .repetition_penalty = 1};
 }
 
-/* for the comparison: ascending; among equal values the highest id comes first */
+/* For the comparison: ascending; among equal values the highest id comes first. */
 static const float *ref_values;
 static int ref_order(const void *a, const void *b) {
     int i = *(const int *)a, j = *(const int *)b;
@@ -122,7 +122,7 @@ static samp_ref ref_new(const samp_case *c) {
 }
 static void ref_free(samp_ref *r) { free(r->adjusted), free(r->p), free(r->raw_logprob), free(r->keep); }
 
-/* set here because cases are copied, and the pointer must point to the copy */
+/* Set here because cases are copied, and the pointer must point to the copy. */
 static toka_sample_row case_row(const samp_case *c) {
     toka_sample_row row = c->row;
     row.sampling = &c->s;
@@ -249,7 +249,8 @@ static void check_no_logprob(const samp_case *c, const toka_sample_result *resul
         plain_row.s.logprobs = n;
         const toka_sample_result got = sample_case(&plain_row);
         CHECK_MSG(got.id == result->id && !memcmp(&got.sampled_logprob, &result->sampled_logprob, 4) && !got.n_top,
-                  "seed %llu: %d (%g) for %d (%g)", (unsigned long long)seed, got.id, got.sampled_logprob, result->id, result->sampled_logprob);
+                  "seed %llu: %d (%g) for %d (%g)", (unsigned long long)seed, got.id, got.sampled_logprob, result->id,
+                      result->sampled_logprob);
         CHECK_MSG(!isnan(got.logprob) == !n, "seed %llu: %g", (unsigned long long)seed, got.logprob);
     }
 }
@@ -315,7 +316,7 @@ static void test_samp_naive(void) {
     CHECK_MSG(unsure < n / 20, "%d of %d rows left undecided", unsure, n);
 }
 
-/* several blocks of any size; a vocabulary larger than SAMP_BLOCKS * 1024 */
+/* Several blocks of any size; a vocabulary larger than SAMP_BLOCKS * 1024. */
 static void test_samp_large(void) {
     static const int sizes[] = {SAMP_ID_RANGE, SAMP_ID_RANGE + 1, 151936, 151936, 200019, 600001};
     for (int i = 0; i < COUNT(sizes); i++) {
@@ -451,7 +452,7 @@ static double g_test(const int *seen, const double *p, int n_cells, double n) {
     return cells < 2 ? 1 : chi2_tail(g, cells - 1);
 }
 
-/* one sample at each position, a new sample number every 1,000 */
+/* One sample at each position, a new sample number every 1,000. */
 static void sample_many(const samp_case *c, int n, int *seen) {
     float *x = mem_alloc(c->V * sizeof *x);
     toka_sample_row row = case_row(c);
@@ -594,7 +595,7 @@ static void test_samp_pure(void) {
 
 /* ---- The fallback id ---- */
 
-/* the lowest id that is allowed and not forbidden; any: may be forbidden */
+/* The lowest id that is allowed and not forbidden; any: may be forbidden. */
 static int32_t samp_lowest(const toka_sample_row *row, int V, bool any) {
     for (int32_t id = 0; id < V; id++) {
         bool in = !row->sampling->n_allowed, out = false;

@@ -266,7 +266,7 @@ static void sim_exact_forecast(void) {
     sim_close(&m);
 }
 
-/* first come, first served; a priority is a head start; no request starves */
+/* First come, first served; a priority is a head start; no request starves. */
 static void sim_order(void) {
     sched_sim m;
     uint64_t rng = 3;
@@ -404,7 +404,7 @@ static void sim_preempted_hold_all_seqs(void) {
     sim_close(&m);
 }
 
-/* many samples of few prompts, no length known yet: the batch is full after a few steps */
+/* Many samples of few prompts, no length known yet: the batch is full after a few steps. */
 static void sim_cold_start(void) {
     scheduler s;
     toka_err e;

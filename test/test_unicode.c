@@ -1,6 +1,6 @@
 /* test_unicode.c - chapter 5 against the Unicode consortium's own test files. */
 
-/* field i of a line with ';' between the fields: code points in hex, returned as UTF-8 */
+/* Field i of a line with ';' between the fields: code points in hex, returned as UTF-8. */
 static size_t uni_test_field(char *line, int field, char *out) {
     char *p = line, *w = out;
     for (; field; field--) p = strchr(p, ';') + 1;

@@ -117,7 +117,7 @@ struct mxfp4_bf16 { /* three bits << 6, sign << 12, times 2^126 and the block's 
         }
     }
 };
-/* scale operands, pairs of bf16: 0.25 (int4), 2^126 (MXFP4 with a block scale of 1) */
+/* Scale operands, pairs of bf16: 0.25 (int4), 2^126 (MXFP4 with a block scale of 1). */
 static const uint32_t SCALE_QUARTER = 0x3e803e80u, SCALE_MXFP4 = 0x7e807e80u;
 
 /* The host's value of number i of a word, in the order of the registers' halves. */

@@ -121,7 +121,7 @@ __device__ static inline void mbar_init_fence() {
 __device__ static inline void mbar_arrive(uint32_t bar) {
     asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
-/* orders only earlier reads before the arrival */
+/* Orders only earlier reads before the arrival. */
 __device__ static inline void mbar_arrive_remote(uint32_t bar, int cta) {
     asm volatile("{.reg .b32 r; mapa.shared::cluster.u32 r, %0, %1; "
                  "mbarrier.arrive.shared::cluster.b64 _, [r];}" ::"r"(bar),
@@ -300,7 +300,7 @@ template <int STAGES> __device__ static inline void ring_next(ring &r) {
     if (++r.s == STAGES) r.s = 0, r.parity ^= 1;
 }
 
-/* tiles go down `group` rows of tiles, then right, so that the operands of a wave stay in L2 */
+/* Tiles go down `group` rows of tiles, then right, so that the operands of a wave stay in L2. */
 struct tile_order {
     int tiles_a, tiles_b, group;
 };
@@ -466,7 +466,7 @@ __global__ static void count_nan_kernel(const bf16 *y, size_t n, int *count) {
         found += __hisnan(y[i]);
     if (found) atomicAdd(count, found);
 }
-/* the number of elements that were not written */
+/* The number of elements that were not written. */
 static int count_nan(const buffer<bf16> &y, size_t n) {
     buffer<int> count(1);
     CUDA_OK(cudaMemset(count.p, 0, sizeof(int)));
