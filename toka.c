@@ -10082,11 +10082,13 @@ static int mf_open(mf_model **out, const char *model, const char *models_file,
  *                   the path from the root to a page contains the tokens of a prefix. Sequences
  *                   with the same prefix share these pages.
  *   computed        a step that computes the page's K and V has been planned. Steps run in the
- *                   order in which they are planned, so every later step may read the page.
- *   prefix order    a linked list of the open sequences. All holders of a page are neighbours in
- *                   the list; these neighbours are the run of the page.
- *   n_common_pages  number of leading pages that a sequence shares with the one before it in prefix
- *                   order. Chapter 17 finds groups of sequences with a shared prefix by it.
+ *                   order in which they are planned, so every later step may read the page. If that
+ *                   step fails, all requests fail (22), and no step reads the page.
+ *   prefix order    a linked list of the open sequences. The holders of one page always stand next
+ *                   to each other in this list. Together they are the run of that page.
+ *   n_common_pages  how many pages, counted from the beginning, are the same in the block tables of
+ *                   a sequence and of the one before it in prefix order. Chapter 17 finds groups of
+ *                   sequences with a shared prefix by it.
  *   unshared        does not use the prefix cache: reads no pages from it and inserts none
  *
  * The first n_tree_pages pages of a block table are in the tree and may be shared. The pages after
@@ -10114,9 +10116,9 @@ static int mf_open(mf_model **out, const char *model, const char *models_file,
  *
  * kv_alloc_seq inserts the full pages of a prompt into the tree before anything is computed, so all
  * samples of a prompt share them at once. kv_cache_full_page inserts a page that generated tokens
- * have filled. No page is assigned to one sequence for computing: a sequence in prefill skips pages
- * that are computed (kv_skip_computed), and computes the first page that is not. So any holder of a
- * page may end or be preempted.
+ * have filled. No sequence is responsible for a page: a sequence in prefill skips the pages that
+ * are computed (kv_skip_computed) and computes the first one that is not. So if one holder ends or
+ * is preempted, the other holders go on.
  *
  * What always holds (kv_check of test/state.h): ref is the number of block tables that contain the
  * page. The parent of a held page is held. The parent of a computed page is computed. A cached page
@@ -10175,7 +10177,8 @@ static void kv_free(kv_cache *cache) {
 }
 
 /* max_len: most tokens of one sequence. Returns false if an allocation fails; nothing is allocated
- * then. */
+ * then. (Only mem_try_ functions return NULL. If mem_alloc, mem_zalloc, mem_realloc or mem_check
+ * finds no memory, the program ends, see chapter 2.) */
 static bool kv_init(kv_cache *cache, int B, int n_pages, int n_seqs, int max_len) {
     *cache = (kv_cache){.B = B,
                         .n_pages = n_pages,
@@ -10215,8 +10218,9 @@ static int *kv_block_table(const kv_cache *cache, int seq) {
     return cache->block_tables + (size_t)seq * (size_t)cache->table_stride;
 }
 
-/* Number of pages that kv_alloc_page can still return. Every cached page counts: all pages below a
- * cached page are cached too, so eviction of leaves reaches each of them. */
+/* Number of pages that kv_alloc_page can still return. Every cached page counts: the children of a
+ * cached page are cached too. So each cached page becomes free if the pages without children are
+ * evicted one after the other. */
 static int kv_n_available(const kv_cache *cache) { return cache->n_free + cache->n_cached; }
 
 static int kv_pages_for(const kv_cache *cache, int n_tokens) {
@@ -10277,8 +10281,8 @@ static void kv_tree_insert(kv_cache *cache, int page, int parent, uint64_t hash,
 }
 
 /* Removes a page without children from the tree. If its parent is now a cached page without
- * children, the parent is added to the LRU list: as the newest page if it was released later than
- * `page`, else as the oldest, which is evicted next. */
+ * children, the parent joins the LRU list: at the newest end if it was released later than `page`,
+ * else at the oldest end, where it is evicted next. */
 static void kv_tree_remove(kv_cache *cache, int page) {
     kv_page *pages = cache->pages;
     int parent = pages[page].parent;
@@ -10336,12 +10340,12 @@ static int kv_alloc_page(kv_cache *cache) {
     return page;
 }
 
-/* ---- Prefix order ----
- * Let P be the deepest page that a sequence shares with others. The sequence is inserted behind the
- * last holder of P. This splits no run: if a run continues behind P's last holder, it is the run of
- * a page above P, and the inserted sequence holds that page too. The next sequence does not hold P,
- * so its n_common_pages does not change. A sequence that shares no page is inserted at the end of
- * the list. */
+/* ---- Prefix order ---- Let P be the deepest page that a sequence shares with others. The sequence
+ * is inserted behind the last holder of P. This splits no run: a run that continues behind P's last
+ * holder belongs to a page above P, and the inserted sequence holds that page too. The next
+ * sequence does not hold P. So it shares with the inserted one just the pages that it shared with
+ * P's last holder, and its n_common_pages does not change. A sequence that shares no page is
+ * inserted at the end of the list. */
 
 /* The block table and n_tree_pages must be set, and its pages must count this holder in ref. */
 static void kv_order_insert(kv_cache *cache, int seq) {
@@ -10362,8 +10366,9 @@ static void kv_order_insert(kv_cache *cache, int seq) {
     seqs[prev].next = seq;
 }
 
-/* Runs that ended with this sequence end with prev now, or have no holder left. prev and next share
- * the pages that both of them shared with this sequence. */
+/* A run whose last holder was this sequence ends with prev now, or is empty. What prev and next
+ * have in common is the smaller of what each had in common with this sequence. If `next` is the end
+ * of the list, its n_common_pages is 0 and stays 0. */
 static void kv_order_remove(kv_cache *cache, int seq) {
     kv_seq *seqs = cache->seqs;
     int *table = kv_block_table(cache, seq), prev = seqs[seq].prev, next = seqs[seq].next;
@@ -10377,10 +10382,10 @@ static void kv_order_remove(kv_cache *cache, int seq) {
 
 /* ---- Sequences: a sequence is open from kv_alloc_seq to kv_free_seq ---- */
 
-/* Returns the number of leading pages of `tokens` that the tree has, computed or not. A page that
- * contains the last token never counts: that token's row must be computed for its logits. Writes
- * the pages to `table`, unless it is NULL; it is the block table of a sequence that is not open.
- * Adds no holder. */
+/* Returns the number of leading pages of `tokens` that the tree has, computed or not. The page with
+ * the last token never counts: the model must run on that token, because its logits give the next
+ * token. Writes the pages to `table`, unless it is NULL; it is the block table of a sequence that
+ * is not open. Adds no holder. */
 static int kv_match_prefix(const kv_cache *cache, int *table, const int32_t *tokens, int n_tokens) {
     int n_matched = 0, page = cache->root;
     uint64_t hash = cache->pages[page].hash;
@@ -10459,7 +10464,9 @@ enum kv_insert_result { KV_INSERTED, KV_DEDUPLICATED, KV_NOT_CACHEABLE };
  *   KV_DEDUPLICATED   the tree has an equal page that is computed: the sequence holds that page now
  *                     and its own page is free
  *   KV_NOT_CACHEABLE  the tree has an equal page that is not computed: this page and all later
- *                     pages of the sequence stay outside the tree */
+ *                     pages of the sequence stay outside the tree. It is not tried again later,
+ *                     because this is rare: only the page of a sequence in prefill is in the tree
+ *                     before it is computed */
 static enum kv_insert_result kv_cache_full_page(kv_cache *cache, int seq, const int32_t *tokens) {
     kv_seq *sequence = &cache->seqs[seq];
     int *table = kv_block_table(cache, seq), i = sequence->n_tree_pages;
@@ -10504,8 +10511,8 @@ static enum kv_insert_result kv_cache_full_page(kv_cache *cache, int seq, const 
  *               (Kaplan and Meier 1958, for discrete time)
  *   survival    share of sequences that reach a bucket: product of (1 - hazard) of the buckets
  *               before it
- *   quantile    a share of sequences, 0 to 1. pred_length returns the length that this share
- *               exceeds, so a high quantile means a short output.
+ *   quantile    the share of outputs, 0 to 1, that are longer than the length that pred_length
+ *               returns for it: 0.9 gives a short length.
  *   truncated   stopped by max_tokens or cancelled, so the full length is not known
  *   class       requests with similar lengths: the samples of one prompt, or all requests with the
  *               same key from the caller
@@ -10527,20 +10534,22 @@ static enum kv_insert_result kv_cache_full_page(kv_cache *cache, int seq, const 
  *
  * A running sequence counts in every bucket that it has reached. If only finished sequences
  * counted, most of them would be short, because short outputs finish first, and predictions would
- * be too short. A truncated sequence counts in at_risk only: fully in the buckets that it passed,
- * and in its last bucket by the share of the bucket that it passed.
+ * be too short. A truncated sequence adds 1 to at_risk of each bucket before its last one. To
+ * at_risk of its last bucket it adds a fraction: the part of the bucket that it went through. It
+ * adds nothing to `ended`.
  *
  * A class may have few sequences. So its hazards are shrunk toward the hazards of all classes, with
- * the weight of PRED_WEIGHT_ALL sequences. Those are shrunk toward a fixed prior, with the weight
- * of PRED_WEIGHT_PRIOR sequences. The prior has survival (1 + length / 192)^-2. Its mean is 192
- * tokens without max_tokens, 162 with max_tokens 1,024, and 15 with max_tokens 16. It has a long
- * tail: the longer an output is, the longer it is expected to continue. So before any output has
- * ended, most of a batch is admitted, but the forecast does not rely on short outputs.
+ * the weight of PRED_WEIGHT_ALL sequences. The hazards of all classes are in turn shrunk toward a
+ * fixed prior, with the weight of PRED_WEIGHT_PRIOR sequences. The prior has survival (1 + length /
+ * 192)^-2. Its mean is 192 tokens without max_tokens, 162 with max_tokens 1,024, and 15 with
+ * max_tokens 16. It has a long tail: the longer an output is, the longer it is expected to
+ * continue. As long as no output has ended, the short mean lets most of a batch be admitted, and
+ * the long tail keeps the forecast careful.
  *
- * Why a distribution: if each sequence were expected to have the mean length, none would be
- * expected to end earlier. The forecast of held pages, a sum over many sequences, would be far too
- * high for the next steps and too low later. So each sequence gets its own quantile, these are
- * spread evenly, and pred_length turns it into a length. Then the sum is right at every step.
+ * Why a distribution: with the mean length for every sequence, the forecast would expect that none
+ * ends earlier and none later. It would be far too high for the next steps and too low later. So
+ * each sequence gets its own quantile, these are spread evenly, and pred_length turns it into a
+ * length. Then the sum is right at every step.
  *
  * What always holds: survival starts at 1, never rises, and stays above 0. Arithmetic is in double
  * and uses only + - * /, so equal inputs give equal results on every machine.
@@ -10597,7 +10606,8 @@ static void pred_refresh(const pred *predictor, pred_table *table, const pred_ta
         }
         double hazard = ((double)table->ended[i] + weight * prior) /
                         ((double)table->at_risk[i] + weight);
-        /* A table that was halved between a sequence's counts can have ended > at_risk: limit. */
+        /* A halving between the two counts of a sequence can make `ended` greater than at_risk, so
+         * the hazard is limited. */
         double next = survival * (1 - MAX(0.0, MIN(hazard, 0.98)));
         table->survival[i] = (float)survival;
         survival = MAX(next, 1e-30);
@@ -10652,8 +10662,8 @@ static pred_handle pred_find_class(pred *predictor, uint64_t key) {
     return (pred_handle){oldest, predictor->classes[oldest].generation};
 }
 
-/* Returns the bucket i with edge[i] <= length < edge[i+1]: the bucket that a sequence with `length`
- * tokens has reached and may end in with its next token. */
+/* Returns the bucket in which a sequence that has `length` tokens now would end if its next token
+ * were the last: the bucket i with edge[i] <= length < edge[i+1]. */
 static int pred_bucket(const pred *predictor, int length) {
     int lo = 0, hi = PRED_BUCKETS;
     while (hi - lo > 1) {
@@ -10713,8 +10723,8 @@ static void pred_count_end(pred *predictor, pred_handle handle, int bucket, int 
 
 /* ---- Prediction ---- */
 
-/* Returns true if the table's survival is out of date: if the number of events has grown by more
- * than a sixteenth plus 16 since it was computed. */
+/* Is the table's survival out of date? It is if more than 16 + n / 16 events were counted since it
+ * was computed; n is the number of events at that time. */
 static bool pred_is_stale(const pred_table *table) {
     return (table->n_events - table->n_refreshed) > table->n_refreshed / 16 + 16;
 }
@@ -10783,10 +10793,12 @@ static int pred_length(pred *predictor, pred_handle handle, double quantile) {
  * computed in several steps (chunked prefill). One step may have rows of both kinds. The tokens
  * that still wait for prefill are the backlog; its size tells in which step a prefill will end.
  *
- * Queue order. The key of a request is its arrival step - priority * SCHED_PRIORITY_STEPS, then its
- * order of arrival in that step. The smallest key is first. If the keys are equal, preempted
- * sequences come before new ones. A priority is a head start, not a rank: no request waits forever.
- * Queues are kept as pairing heaps (a pairing heap is a priority queue with cheap insertion).
+ * Queue order. The key of a request is its arrival step minus (priority * SCHED_PRIORITY_STEPS),
+ * then its order of arrival in that step. The smallest key is first. If the keys are equal, as for
+ * two samples of one request, preempted sequences come before new ones. Steps are counted by calls
+ * of sched_plan, so the count stands still while no request is there. A priority is a head start,
+ * not a rank: no request waits forever. Queues are kept as pairing heaps (a pairing heap is a
+ * priority queue with cheap insertion).
  *
  * Forecast. Admission asks whether the pages of a new sequence will fit in all later steps, not
  * only now. Each sequence has an expected length (chapter 15). A sequence in decode computes one
@@ -10794,10 +10806,11 @@ static int pred_length(pred *predictor, pred_handle handle, double quantile) {
  * base_step + x. From this follow its pages in each later step, a staircase with one drop at its
  * end:
  *   - page k is allocated in step base_step + k * B
- *   - all pages are freed in step end_step = base_step + expected length - 1, because the last
- *     token is never an input of the model
- *   - a page in the prefix tree is held until the latest end of its users, and is counted once.
- *     Its users are its child pages, and the sequences whose last tree page it is
+ *   - all pages are freed in step end_step = base_step + expected length - 1. The last token is
+ *     sampled but is never an input. So the last position that is computed is expected length - 2,
+ *     in step end_step - 1
+ *   - a page in the prefix tree is held until the last of its users ends, and is counted once. Its
+ *     users are its child pages and the sequences whose last tree page it is
  * The forecast adds these numbers up for all running sequences. It is a segment tree over steps,
  * which stores how the number of held pages changes in each step and gives the peak. The head of
  * the queue is admitted if the peak, with it, is at most the pool size minus a reserve for wrong
@@ -10848,7 +10861,8 @@ static int pred_length(pred *predictor, pred_handle handle, double quantile) {
  * Each sequence has a generation. It changes when the sequence ends or is preempted. A result with
  * another generation is stale: sched_commit ignores it. A request with no_run_ahead (penalties, bad
  * words) needs all earlier tokens on the host for sampling. Its sequences get no rows in a step
- * that is planned before their last token is committed.
+ * that is planned before their last token is committed. So if other sequences keep two steps in
+ * flight, such a sequence has a row in every second step only.
  *
  * Prompt tails. The full pages of a prompt before its last token are shared through the prefix
  * tree. The 1 to B tokens after them are the tail of the prompt. Each sequence appends its output
@@ -10856,9 +10870,9 @@ static int pred_length(pred *predictor, pred_handle handle, double quantile) {
  * sequences with the same tokens, of its request or of another, find it in the tail table (a hash
  * table of prompts): it is their tail source. They copy its page (scheduler.copies) and compute
  * only the last token. Only pages that earlier steps computed are copied. If the source computes
- * the tail in this very step, they wait one step. Sequences with the same prompt_group have the
- * same prompt. An unshared sample uses neither the prefix tree nor a copy: it computes all its
- * positions.
+ * the tail in the step that is being planned, the later sequence waits for the next step. Sequences
+ * with the same prompt_group have the same prompt. An unshared sample uses neither the prefix tree
+ * nor a copy: it computes all its positions.
  *
  * What always holds (sched_check of test/state.h): the forecast at `now` is the number of held
  * pages; at each later step it is the number that a simulation of all sequences finds; sequences,
@@ -10882,7 +10896,7 @@ typedef struct heap_node {
     int64_t key;
     uint32_t tie_break;    /* of equal keys the greater one is above; compared modulo 2^32 */
     int child, next, prev; /* first child, next sibling; previous sibling or, for the first child,
-                              the parent; -1: none */
+                            * the parent; -1: none */
 } heap_node;
 
 static bool heap_is_above(const heap_node *nodes, int a, int b) {
@@ -10974,24 +10988,24 @@ static void heap_replace(heap_node *nodes, int *top, int node, int replacement) 
 /* ---- Forecast: number of held pages in each step from now to now + n_steps ----
  * `held` is the number now. The leaf of a step is the change of the number in that step. Each node
  * of the segment tree has the sum and the maximal prefix sum of the leaves below it. A change
- * writes one leaf and marks the nodes above it as stale. forecast_peak computes stale nodes again,
- * once for all changes below them. */
+ * writes one leaf and marks the nodes above it as stale. forecast_peak computes each stale node
+ * again, only once even if many leaves below it have changed. */
 
 enum { FORECAST_STALE = -1 };
 
 typedef struct forecast_node {
     int sum;        /* of the leaves below */
     int max_prefix; /* greatest sum of the first k leaves below, k >= 0. FORECAST_STALE: to be
-                       computed again; then all ancestors are stale, too */
+                     * computed again; then all ancestors are stale, too */
 } forecast_node;
 
 typedef struct page_forecast {
     int64_t now;          /* the current step */
     int n_steps;          /* power of two; a step in now + 1 .. now + n_steps has leaf
-                             step mod n_steps */
+                           * step mod n_steps */
     int held;             /* pages held now */
     forecast_node *nodes; /* [2 * n_steps] owned; 1: the root; the children of i are 2i and 2i + 1;
-                             leaf t is n_steps + t */
+                           * leaf t is n_steps + t */
 } page_forecast;
 
 /* Adds n_pages to all steps from `step` on; to all from now on if `step` is not later than now. */
@@ -11026,9 +11040,9 @@ static forecast_node forecast_refresh(const page_forecast *forecast, int node) {
     return forecast->nodes[node];
 }
 
-/* Returns the greatest number of held pages in any step from now on. The leaves are a ring that
- * starts with the leaf of now + 1: `soon` joins the leaves from there to the end of the array,
- * `late` the leaves before it, which belong to later steps. */
+/* Returns the greatest number of held pages in any step from now on. Leaves are indexed by step
+ * modulo n_steps. `soon` joins the leaves from that of now + 1 to the end of the array: the nearer
+ * steps. `late` joins the leaves before it: the later steps. */
 static int forecast_peak(const page_forecast *forecast) {
     int node = (int)((forecast->now + 1) & (forecast->n_steps - 1)) + forecast->n_steps;
     forecast_refresh(forecast, 1);
@@ -11060,19 +11074,20 @@ typedef struct sched_config {
 } sched_config;
 
 typedef struct sched_job { /* what a request asks of the scheduler */
-    const int32_t *prompt; /* [n_prompt] of the caller; sched_submit copies it */
+    const int32_t *prompt; /* [n_prompt] of the caller; sched_submit copies it, so that the
+                            * scheduler owns all that it reads */
     int n_prompt;
     int n;                 /* samples */
     int max_tokens;        /* output tokens, at least 1 */
     int min_tokens;        /* the first min_tokens output tokens end no sample, unless max_tokens
-                              is reached */
+                            * is reached */
     bool fixed_len;        /* each sample gets max_tokens unless cancelled (ignore_eos, no stops) */
     bool no_run_ahead;     /* a token is sampled only when all earlier tokens are committed */
     int priority;          /* higher goes earlier */
     int n_unshared;        /* samples 0 .. n_unshared-1 do not use the prefix cache: they compute
-                              all positions */
+                            * all positions */
     uint64_t class_key;    /* requests with equal keys have outputs of similar length; 0: a class
-                              of its own if n > 1, else none */
+                            * of its own if n > 1, else none */
 } sched_job;
 
 typedef struct sched_request {
@@ -11083,7 +11098,7 @@ typedef struct sched_request {
     int n_started, n_live; /* samples that ever started; those of them that have not ended */
     int first_seq;         /* list of its live sequences, linked by sibling_next */
     int64_t queue_key;     /* smaller is earlier; in queue_nodes, whose top is the greatest, the
-                              key is -queue_key */
+                            * key is -queue_key */
     uint64_t class_key;
     int next_free;         /* next free id, -1: none */
 } sched_request;
@@ -11102,12 +11117,12 @@ typedef struct sched_seq {
     int n_known;           /* committed tokens, prompt and output */
     int limit;             /* most tokens: prompt + max_tokens */
     uint32_t generation;   /* changes when it is preempted or ends: results with another one are
-                              stale */
+                            * stale */
     int64_t end_step;      /* the step in which its pages are expected to be freed */
     int32_t *tokens;       /* [limit] prompt, then output; a buffer of the scheduler */
     int next_bucket_at;    /* number of tokens at which it enters the predictor's next bucket */
     int next_full_page_at; /* number of tokens, known and computed, at which its next page may be
-                              inserted into the tree */
+                            * inserted into the tree */
     int last_page;         /* in decode: the page of position n_computed - 1 */
     int n_prompt;
 
@@ -11116,8 +11131,8 @@ typedef struct sched_seq {
     bool was_preempted;    /* its prompt is counted in n_prompt_tokens already */
     int expected_len;      /* tokens it is expected to have in the end, prompt and output */
     int64_t base_step;     /* position x is computed in step base_step + x */
-    double quantile;       /* share of its class (chapter 15) that gets longer than it is expected
-                              to get; 0: not drawn yet */
+    double quantile;       /* the share of its class (15) whose outputs are longer than the expected
+                            * output of this sequence; 0: not drawn yet */
     pred_handle length_class;
     int length_bucket;     /* bucket of the predictor that its output has reached */
     uint32_t admission;    /* number of its last admission, counted over all sequences */
@@ -11125,12 +11140,13 @@ typedef struct sched_seq {
     int backlog_share;     /* in prefill: its tokens that are counted in scheduler.backlog */
     int tail_bucket;       /* first entry of its bucket in scheduler.tail_table; -1: none */
     int next_tail_source;  /* the sequence that last copied its tail; -1: none */
-    int64_t backlog_mark;  /* in prefill: backlog_added just after its own tokens were added. So
-                              backlog_mark - (backlog_added - backlog) is the backlog up to and
-                              with this sequence */
+    int64_t backlog_mark;  /* in prefill: backlog_added just after its own tokens were added.
+                            * backlog_added - backlog is the number of tokens that have left the
+                            * backlog. So backlog_mark minus that is the backlog up to and with this
+                            * sequence */
     uint32_t prompt_group; /* sequences with the same number have the same prompt; 0: not known */
     int prefill_prev, prefill_next; /* list of sequences in prefill, first come, first served;
-                                       max_seqs ends it */
+                                     * max_seqs ends it */
 } sched_seq;
 
 struct sched_free_buffer { /* a free token buffer: the link is in its first bytes */
@@ -11148,25 +11164,25 @@ typedef struct scheduler {
     int n_seqs_free, n_running, n_decode; /* n_running: in prefill or decode */
     toka_copy *copies;   /* [max_seqs] page copies at the beginning of the step planned last */
     int *tail_table;     /* [n_tail_buckets][SCHED_TAIL_WAYS] by hash of all tokens of a prompt:
-                            sequences that computed its tail; -1 or stale: none */
+                          * sequences that computed its tail; -1 or stale: none */
     int n_tail_buckets;  /* power of two */
     int n_copies, n_prefill_seqs;
     int *prefill_seqs;   /* [max_seqs] sequences with prefill rows in the step planned last, in the
-                            order in which they got them. A sequence that skips pages which are
-                            computed in this same step is after the one that computes them */
+                          * order in which they got them. A sequence that skips pages which are
+                          * computed in this same step is after the one that computes them */
     int64_t sum_guess_squared;      /* sum of sched_guess_squared over running sequences */
     int64_t backlog, backlog_added; /* tokens still to prefill; all tokens ever added to it */
     heap_node *end_nodes;    /* [n_pages + max_seqs] key: the end step of a tree page (0: not held)
-                                or of sequence seq, which is node n_pages + seq */
+                              * or of sequence seq, which is node n_pages + seq */
     int *page_users;         /* [n_pages] top of a page's heap of users in end_nodes; see
-                                sched_update_page_end */
+                              * sched_update_page_end */
     heap_node *seq_nodes;    /* [max_seqs] a heap of preempted sequences, earliest in the queue on
-                                top, and one of running sequences, latest in the queue on top */
+                              * top, and one of running sequences, latest in the queue on top */
     int first_preempted, newest; /* the tops of these two heaps */
     sched_request *requests; /* [cap_requests] grows in sched_submit */
     heap_node *queue_nodes;  /* [cap_requests] the heap of queued requests */
     int n_requests, cap_requests, free_request, first_queued; /* ids used; the first free id, -1:
-                                                                 none; the top of queue_nodes */
+                                                               * none; the top of queue_nodes */
     int n_unstarted;         /* samples of queued requests that never started */
     int64_t arrival_step;    /* step of the last arrival */
     int n_arrived;           /* arrivals in that step */
@@ -11176,7 +11192,7 @@ typedef struct scheduler {
     int n_buffers[32];       /* [c]: such buffers, free or in use */
     int buffer_demand[32];   /* [c]: samples, queued or live, that need such a buffer */
     uint64_t change_count, failed_change_count; /* changes of what admission depends on; their
-                                                   number when the queue's head last did not fit */
+                                                 * number when the queue's head last did not fit */
     int64_t failed_step;     /* the step in which it did not fit */
     int64_t n_preempted, n_repredicted; /* since open: preemptions; corrections of a forecast */
     int64_t n_prompt_tokens; /* since open: prompt tokens of started sequences, each once */
@@ -11205,7 +11221,7 @@ static void *sched_buffer_alloc(scheduler *sched, int size_class) {
 }
 
 /* n more samples will need a buffer of this class. Allocates as many buffers as can be in use at
- * the same time, so that sched_buffer_alloc always finds one. */
+ * the same time, so that sched_buffer_alloc always finds one. They are kept until sched_free. */
 static void sched_buffer_reserve(scheduler *sched, int size_class, int n) {
     sched->buffer_demand[size_class] += n;
     for (; sched->n_buffers[size_class] <
@@ -11277,7 +11293,8 @@ static int sched_init(scheduler *sched, const sched_config *config, toka_err *e)
     if (!sched->forecast.nodes || !sched->end_nodes || !sched->page_users) {
         sched_free(sched);
         return fail(e, TOKA_E_MEMORY,
-                    "no memory for the tables of %d pages of KV and %d sequences of up to %d tokens",
+                    "no memory for the tables of %d pages of KV and %d sequences of up to "
+                    "%d tokens",
                     config->n_pages, config->max_seqs, config->max_len);
     }
     for (int page = 0; page < config->n_pages; page++) sched->page_users[page] = -1;
@@ -11297,8 +11314,9 @@ static int sched_last_tree_page(const scheduler *sched, int seq) {
     return n ? kv_block_table(&sched->kv, seq)[n - 1] : -1;
 }
 
-/* Adds (sign 1) or removes (sign -1) the unshared pages of seq in the forecast: n_held pages from
- * now to its end, and the pages that it will allocate, from number next_page on. */
+/* Adds (sign 1) or removes (sign -1) the own pages of seq, those outside the prefix tree, in the
+ * forecast: n_held pages from now to its end, and the pages that it will allocate, from number
+ * next_page on. */
 static void sched_forecast_own(scheduler *sched, int seq, int n_held, int next_page, int sign) {
     const sched_seq *sequence = &sched->seqs[seq];
     int n_pages = kv_pages_for(&sched->kv, MIN(sequence->expected_len, sequence->limit) - 1);
@@ -11314,18 +11332,19 @@ static void sched_forecast_own_now(scheduler *sched, int seq, int sign) {
     sched_forecast_own(sched, seq, held->n_pages - held->n_tree_pages, held->n_pages, sign);
 }
 
-/* The users of a tree page keep it held: its child pages, and the sequences whose last tree page
- * it is. They are a heap in end_nodes, the user with the latest end on top, and the end of the page
- * is that user's end. `->` is "in the heap of users of":
+/* The users of a tree page are its child pages and the sequences whose last tree page it is. They
+ * keep it held. They are a heap in end_nodes, with the user that ends last on top. The end of the
+ * page is the end of that user. `->` is "in the heap of users of":
  *
  *     seq 3 (end 90) ---> page 5 (end 90) ---+
  *     seq 1 (end 70) ---> page 8 (end 70) ---+--> page 2 (end 90) ---> no heap, a child of the root
  *     seq 6 (end 40) ------------------------+
  *
  * The users of `page` changed. Updates its end and the ends of its ancestors; with
- * `update_forecast` the forecast, too. The end of a page is end_nodes[page].key, and 0 if no
- * sequence holds it: forecast_add with end 0 changes the number of pages held now. Consecutive
- * pages with the same change (n_pages from from_end to to_end) are added together. */
+ * `update_forecast` the forecast, too. The end of a page is end_nodes[page].key; 0: no sequence
+ * holds it. Step 0 is never later than now, so forecast_add from 0 adds the page from now on, and
+ * forecast_add to 0 removes it from now on. Consecutive pages with the same change (n_pages from
+ * from_end to to_end) are added together. */
 static void sched_update_page_end(scheduler *sched, int page, bool update_forecast) {
     int64_t from_end = 0, to_end = 0;
     int n_pages = 0;
@@ -11442,7 +11461,8 @@ static int sched_new_request(scheduler *sched) {
     return sched->n_requests++;
 }
 
-/* Queues a request. Returns its id (>= 0, reused after its last sample ended) or an error code. */
+/* Queues a request. Returns its id (>= 0, reused after its last sample ended) or an error code. If
+ * there is no memory for the copy of the prompt or for token buffers, the program ends (2). */
 static int sched_submit(scheduler *sched, const sched_job *job, toka_err *e) {
     if (job->n_prompt < 1) return fail(e, TOKA_E_USE, "the prompt has no tokens");
     if (job->n < 1) return fail(e, TOKA_E_USE, "n is %d, at least 1 sample is needed", job->n);
@@ -11451,10 +11471,13 @@ static int sched_submit(scheduler *sched, const sched_job *job, toka_err *e) {
     int64_t length = (int64_t)job->n_prompt + job->max_tokens;
     int64_t n_pages = (length - 1 + sched->config.B - 1) / sched->config.B;
     if (length > sched->config.max_len)
-        return fail(e, TOKA_E_USE, "the prompt has %d tokens and max_tokens is %d, together at most %d fit (max_model_len)",
+        return fail(e, TOKA_E_USE,
+                    "the prompt has %d tokens and max_tokens is %d, together at most %d fit "
+                    "(max_model_len)",
                     job->n_prompt, job->max_tokens, sched->config.max_len);
     if (n_pages > sched->config.n_pages)
-        return fail(e, TOKA_E_USE, "the prompt has %d tokens and max_tokens is %d, the KV cache holds %lld tokens",
+        return fail(e, TOKA_E_USE,
+                    "the prompt has %d tokens and max_tokens is %d, the KV cache holds %lld tokens",
                     job->n_prompt, job->max_tokens,
                     (long long)sched->config.n_pages * sched->config.B);
     if (job->n > INT_MAX / 2 - sched->n_unstarted)
@@ -11508,8 +11531,10 @@ static void sched_stop(scheduler *sched, int seq) {
     for (int i = sequence->tail_bucket;
          sequence->tail_bucket >= 0 && i < sequence->tail_bucket + SCHED_TAIL_WAYS; i++)
         if (sched->tail_table[i] == seq) sched->tail_table[i] = sequence->next_tail_source;
-    sequence->tail_bucket = -1; /* makes an entry for seq stale: if the source of its tail stops
-                                   later, it still puts seq in the table, as next_tail_source */
+    /* seq is no tail source any more. But the source of its own tail may still put seq into the
+     * table when it stops later (next_tail_source). Such a stale entry does no harm, even when seq
+     * is in use again: sched_has_same_tail compares the pages and tokens. */
+    sequence->tail_bucket = -1;
     heap_remove(sched->seq_nodes, &sched->newest, seq);
     sched_forecast_own_now(sched, seq, -1);
     sched_remove_page_user(sched, seq, sched_last_tree_page(sched, seq));
@@ -11588,10 +11613,10 @@ static int64_t sched_prefill_steps(const scheduler *sched, int64_t tokens) {
     return MAX(1, MIN((tokens + rate - 1) / rate, (int64_t)sched->config.max_len));
 }
 
-/* Returns the number of pages that admission leaves free, because lengths are guesses. A guess may
- * be wrong by about its own size. Independent errors add up to the square root of the sum of their
- * squares. Half of that makes preemption rare. The limit is 1/16 of the pool, because preemption is
- * cheap enough. */
+/* Returns the number of pages that admission leaves free, because lengths are guesses. The error of
+ * one guess is about as large as the guess. The error of a sum of independent guesses is the square
+ * root of the sum of their squares. Half of that is left free, which makes preemption rare. The
+ * limit is 1/16 of the pool, because preemption is cheap enough. */
 static int sched_reserve(const scheduler *sched) {
     return (int)MIN(sqrt((double)sched->sum_guess_squared) / 2,
                     (double)(sched->config.n_pages / 16));
@@ -11609,8 +11634,8 @@ static bool sched_fits(scheduler *sched, int seq, int n_tokens, int n_matched) {
     if (n_pages - n_held > kv_n_available(&sched->kv)) return false;
     for (int sign = 1;; sign = -1) {
         sched_forecast_own(sched, seq, n_pages - n_held, n_pages, sign);
-        /* seq keeps held pages until end_step at least. A parent's end is never before that of its
-         * child: stop at the first page with an end that is late enough */
+        /* seq keeps held pages until end_step at least. From the deepest page up: if a page ends
+         * late enough, all pages above it do, too */
         for (int i = n_held; i-- && sched->end_nodes[table[i]].key < end_step;)
             forecast_add(&sched->forecast, sched->end_nodes[table[i]].key, end_step, sign);
         if (sign < 0) return false;
@@ -11685,7 +11710,9 @@ static bool sched_admit_preempted(scheduler *sched, int seq) {
 }
 
 /* Starts the next sample of a queued request if it fits; takes the request from the queue with its
- * last sample. Returns false if it does not fit or no index is free. */
+ * last sample. Returns false if it does not fit or no index is free. Each try draws a new expected
+ * length; so among requests that had to wait, short draws are more frequent. (A preempted sequence
+ * keeps its quantile.) */
 static bool sched_admit_new(scheduler *sched, int id) {
     if (!sched->n_seqs_free) return false;
     sched_request *request = &sched->requests[id];
@@ -11725,9 +11752,10 @@ static bool sched_admit_new(scheduler *sched, int id) {
     return true;
 }
 
-/* Starts sequences from the head of the queue while they fit. Stops when the tokens of two steps
- * wait for prefill: more sequences would only hold pages. If the head did not fit, tries it again
- * when something that matters has changed (change_count), or after 16 steps. */
+/* Starts sequences from the head of the queue while they fit. Stops when the backlog is as large as
+ * two full steps: more sequences could not be computed yet and would only hold pages. If the head
+ * did not fit, tries it again when change_count has changed (a request, a running sequence or an
+ * expected length), or after 16 steps, because the forecast also changes as time passes. */
 static void sched_admit(scheduler *sched) {
     if (sched->change_count == sched->failed_change_count && sched->now < sched->failed_step + 16)
         return;
@@ -11793,7 +11821,8 @@ static int sched_correct_forecast(scheduler *sched) {
             base_step = sched->now + sched_prefill_steps(sched, tokens_ahead) - sequence->n_known;
         }
         if (base_step != sequence->base_step || sequence->end_step <= sched->now) {
-            int min_len = (int)(sched->now + 2 - base_step); /* with it, end_step is now + 1 */
+            /* the smallest length with an end_step later than now: it is now + 1 */
+            int min_len = (int)(sched->now + 2 - base_step);
             int expected_len =
                 sequence->end_step <= sched->now
                     ? sched_expected_len(sched, sequence,
@@ -11807,8 +11836,8 @@ static int sched_correct_forecast(scheduler *sched) {
     return n_needed;
 }
 
-/* Called when a sequence in decode allocated a page. Updates its expected length if that changed by
- * more than a page and by more than a quarter of what is left. */
+/* Called when a sequence in decode allocated a page. Predicts its length again. Takes the new
+ * length if it differs by more than a page and by more than a quarter of what is left. */
 static void sched_recheck_len(scheduler *sched, int seq) {
     sched_seq *sequence = &sched->seqs[seq];
     int expected_len = sched_expected_len(sched, sequence, sequence->n_planned);
@@ -12005,8 +12034,9 @@ static void sched_cache_full_pages(scheduler *sched, int seq) {
                 heap_replace(sched->end_nodes, &sched->page_users[tree_page], node, page);
             heap_insert(sched->end_nodes, &sched->page_users[page], node, sequence->end_step, 0);
         } else {
-            /* deduplicated: seq has one unshared page less and becomes a user of the duplicate.
-             * That is a child of tree_page, so tree_page keeps an end that is late enough */
+            /* deduplicated: seq has one own page less and becomes a user of the duplicate. The
+             * duplicate is a child of tree_page and ends no earlier than seq, so the end of
+             * tree_page is still right */
             forecast_add(&sched->forecast, sched->now, sequence->end_step, -1);
             if (tree_page >= 0)
                 heap_remove(sched->end_nodes, &sched->page_users[tree_page], node);
@@ -12224,7 +12254,7 @@ typedef struct batch_micros { /* the microbatches of one step */
     toka_span *spans;             /* [2 * max_chunks] microbatch after microbatch */
     toka_sample_row *sample_rows; /* [max_tokens] microbatch after microbatch */
     int *sample_at; /* [max_tokens] sample row i of the whole step is sample_rows[sample_at[i]], and
-                       its result has that index, too */
+                     * its result has that index, too */
 } batch_micros;
 
 typedef struct batch_builder { /* builds the steps of one scheduler, one after the other */
@@ -13827,16 +13857,16 @@ typedef struct stop_matcher {
     str text;      /* the stop string; borrowed from the caller of stop_init */
     int index;     /* its index in the list given to stop_init */
     int *fallback; /* [text.n + 1] prefix function: fallback[i] is the length of the longest proper
-                      suffix of text[0 .. i-1] that is also a prefix of it */
+                    * suffix of text[0 .. i-1] that is also a prefix of it */
     int n_matched; /* length of the longest prefix of `text` in which the scanned text ends; less
-                      than text.n */
+                    * than text.n */
 } stop_matcher;
 
 typedef struct stop_scanner {
     stop_matcher *stops; /* [n_stops], one allocation together with their fallback tables */
     int n_stops;
     int matched_index; /* the stop string found last, as its index in the list given to stop_init;
-                          -1: none */
+                        * -1: none */
     bool include_stop; /* the stop string stays in the text */
     bool ended;        /* no more text is given out */
     bool partial;      /* the text ends in a prefix of a stop string */
@@ -13998,11 +14028,11 @@ enum {
      * into the same cache sets. */
     CPU_PANEL_LD = CPU_MAX_K_BLOCK + 16,
     CPU_DIRECT_ROWS = 12,    /* with at most this many rows of x, w is converted in registers,
-                                without a panel */
+                              * without a panel */
     CPU_SERIAL_COST = 60000, /* multiply-adds of a round; below it, waking a second thread costs
-                                more than it gains */
+                              * more than it gains */
     CPU_SPINS = 2000         /* spins on the pool's state before a thread sleeps or yields; about
-                                50 us */
+                              * 50 us */
 };
 
 /* Fully unrolls a loop with a constant count, so that its array of vectors is kept in registers. */
@@ -14054,7 +14084,7 @@ typedef struct cpu_kernels {
     const char *name;
     int tile_rows; /* rows of x in the largest tile */
     int k_block;   /* k per block of a sum, at most CPU_MAX_K_BLOCK; small enough to keep tile_rows
-                      rows of x and 4 rows of w in the L1 and L2 caches */
+                    * rows of x and 4 rows of w in the L1 and L2 caches */
     void (*tile[3])(const cpu_tile *tile); /* the micro-kernels, by toka_dtype of w */
     /* Converts n elements to float32. */
     void (*convert)(float *to, const void *from, toka_dtype type, int n);
@@ -14701,12 +14731,12 @@ typedef struct cpu_gemm_args {
     size_t ldx;          /* floats from row to row */
     int T, n_weights;
     const toka_tensor *weights[3]; /* weights[j]: [rows][cols], n < rows, k < cols; cols is equal in
-                                      all of them */
+                                    * all of them */
     float *y[3];                   /* y[j]: [T][ldy[j]] */
     size_t ldy[3];                 /* floats from row to row */
     bool add;                      /* y += instead of y = */
     int item_columns; /* columns of y per item of the round, set by cpu_gemm_run. The items of
-                         weights[0] come first, then those of weights[1], then of weights[2]. */
+                       * weights[0] come first, then those of weights[1], then of weights[2]. */
 } cpu_gemm_args;
 
 /* Few rows of x: computes columns n0 .. n1-1 of y[index]. The micro-kernel reads the weight
@@ -14880,15 +14910,15 @@ struct toka_device {
     size_t k_page_floats, v_page_floats; /* floats of a page of one layer */
     float *k_cache, *v_cache; /* [L][n_pages][K][D][B_pad], [L][n_pages][K][B][D_pad] */
     float *x;                 /* [max(scratch_rows, scratch_samples)][ldx] inputs of GEMMs; zeros
-                                 follow each row up to the next multiple of 16 */
+                               * follow each row up to the next multiple of 16 */
     float *k, *v;             /* [scratch_rows][K*D] */
     float *gate, *up;         /* [scratch_rows][ld_mlp]; columns from F on stay zero */
     float *logits;            /* [scratch_samples][V_all]; NULL before the last stage. With tp_size
-                                 > 1 the tp group's: each rank writes its V columns */
+                               * > 1 the tp group's: each rank writes its V columns */
     int32_t *last_tokens;     /* [n_seqs] last sampled token of each seq; with stages the group's */
     float *vectors;           /* [6][max(E, H*D)] norm weights and biases of this op in float32 */
     float *scratch;           /* [n_threads][scratch_floats]: a thread's weight panel (GEMM) or its
-                                 query rows (attention) */
+                               * query rows (attention) */
     size_t scratch_floats;
     cpu_mapping mappings[32]; /* all buffers above that the device owns, and the results of alloc */
     int n_mappings;
@@ -15007,7 +15037,7 @@ struct toka_group {
     _Atomic uint64_t progress; /* rises as long as any rank makes progress */
     atomic_bool broken;
     pthread_mutex_t lock;      /* guards fields set at open, changes of counters and broken, error,
-                                  n_sleeping */
+                                * n_sleeping */
     pthread_cond_t changed;    /* a counter or `broken` changed */
     int n_sleeping;            /* ranks that wait for `changed` */
     toka_err error;            /* why the group is broken; code 0: it was aborted */
@@ -16084,7 +16114,7 @@ typedef struct model_job { /* a posted step, and where its results go */
     const toka_step *step;
     toka_sample_result *results; /* [step->n_samples], the caller's */
     double begin_s, end_s; /* when the device of the first rank ran it: seconds on the device's own
-                              clock, or os_now where it has none */
+                            * clock, or os_now where it has none */
     double launch_s;       /* seconds in which the first rank's thread called the step's ops */
 } model_job;
 
@@ -16092,7 +16122,7 @@ typedef struct model_notifier { /* one lock and one condition for all models of 
     pthread_mutex_t lock;
     pthread_cond_t changed; /* a rank has finished a step, opened its device, or failed */
     double hang_left_s;     /* driver only, no lock: seconds left until ranks that do not finish
-                               after an error count as hung */
+                             * after an error count as hung */
 } model_notifier;
 
 typedef struct model_rank {
@@ -16103,7 +16133,7 @@ typedef struct model_rank {
     toka_device *device;  /* opened and closed by `thread`; NULL before it is open */
     toka_dev_ptr x, q, o; /* activations of one step: [T][E], [T][H][D], [T][H][D] */
     toka_sample_result *discarded; /* [max_samples], owned: results of a tensor rank other than 0,
-                                      never read; NULL for tensor rank 0 */
+                                    * never read; NULL for tensor rank 0 */
     pthread_t thread;
     int64_t n_launched; /* steps taken from the ring, skipped ones included */
     int64_t n_begun;    /* steps that were run; steps after an error are skipped */
@@ -16122,7 +16152,7 @@ typedef struct model_grid {
     int n_open;    /* notifier.lock: started ranks that have opened their device, or failed to */
     arena memory;  /* the ranks' lists of layers */
     model_notifier *notifier; /* borrowed. Its lock guards the fields from here to `closing`, error,
-                                 and the ranks' n_done, busy_s and times */
+                               * and the ranks' n_done, busy_s and times */
     pthread_cond_t work_ready; /* the ranks' threads wait for it */
     model_job ring[MODEL_RING_STEPS]; /* step n is in ring[(n - 1) % MODEL_RING_STEPS] */
     int64_t n_posted;
@@ -18026,7 +18056,7 @@ struct toka {
     tok *tok;            /* owned; NULL: the folder has no tokenizer.json */
     tmpl *chat_template; /* owned; NULL: none, or it could not be parsed (chat_error) */
     tmpl *tool_template; /* owned; for chats with tools; NULL: none of its own, or it could not be
-                            parsed (tool_error) */
+                          * parsed (tool_error) */
     double probe_s;      /* seconds of toka_open: finding a device */
     double files_s;      /* seconds of toka_open: reading files, without the weights */
     toka_err chat_error, tool_error; /* why a template could not be parsed; code 0: no error */
