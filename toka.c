@@ -10540,9 +10540,9 @@ static enum kv_insert_result kv_cache_full_page(kv_cache *cache, int seq, const 
  *
  * A class may have few sequences. So its hazards are shrunk toward the hazards of all classes, with
  * the weight of PRED_WEIGHT_ALL sequences. The hazards of all classes are in turn shrunk toward a
- * fixed prior, with the weight of PRED_WEIGHT_PRIOR sequences. The prior has survival (1 + length /
- * 192)^-2. Its mean is 192 tokens without max_tokens, 162 with max_tokens 1,024, and 15 with
- * max_tokens 16. It has a long tail: the longer an output is, the longer it is expected to
+ * fixed prior, with the weight of PRED_WEIGHT_PRIOR sequences. The prior has survival
+ * (1 + length / 192)^-2. Its mean is 192 tokens without max_tokens, 162 with max_tokens 1,024, and
+ * 15 with max_tokens 16. It has a long tail: the longer an output is, the longer it is expected to
  * continue. As long as no output has ended, the short mean lets most of a batch be admitted, and
  * the long tail keeps the forecast careful.
  *
@@ -12131,12 +12131,13 @@ static enum sched_result sched_commit(scheduler *sched, int seq, uint32_t genera
  * no causal mask, and rows of prefill chunks share it like any others.
  *
  * A prompt rarely ends at the end of a page, so each sample has its own page with a copy of the
- * prompt tail (16). Sequences with the same prompt that are past it read the tail from the page of
- * the first of them, as part of the shared span. Then that span ends within a page, and the own
- * spans begin there. (In the first example, with span_align_tok 1: span 1 has positions 4-8 and
- * pages P1 P2, and spans 2 and 3 have positions 9-10.) With pages of 64 tokens, prompts of 706 and
- * answers of 150, this saves a quarter of the reads of own spans. With pages of 16 tokens it saves
- * little, and the CPU adds page by page, so the CPU does not use it (span_align_tok 0).
+ * prompt tail (16). When the rows of several such samples are past the prompt, their shared span
+ * includes the tail. It reads the tail from the page of the first of these samples only. Then that
+ * span ends within a page, and the own spans begin there. (In the first example, with
+ * span_align_tok 1: span 1 has positions 4-8 and pages P1 P2, and spans 2 and 3 have positions
+ * 9-10.) With pages of 64 tokens, prompts of 706 and answers of 150, this saves a quarter of the
+ * reads of own spans. With pages of 16 tokens it saves little, and the CPU adds page by page, so
+ * the CPU does not use it (span_align_tok 0).
  *
  * A batch_step does not point into the scheduler. It has copies of the pages that its spans read:
  * those of the shared spans once, then those of each own span. So any number of steps can be in
@@ -12207,14 +12208,16 @@ typedef struct batch_work { /* costs that balance the microbatches: multiply-add
  * n_spans - n_chunks shared ones, then one own span of each chunk. Array sizes: max_chunks is
  * batch_max_chunks, max_tokens is sched_config.max_tokens, max_pages is kv_cache.max_pages. */
 typedef struct batch_step {
-    /* The engine sets samples, n_samples and logits; only microbatches have number, needs_step. */
+    /* The engine sets samples and n_samples. logits stays NULL: only tests ask for raw logits, with
+     * steps of their own. Only microbatches have number and needs_step. */
     toka_step step;
     int32_t *ids, *pos, *kv_slot; /* [max_tokens] */
     /* [max_chunks][max_pages + 1], an upper bound: own spans list at most all pages of each chunk.
-     * One page more: a page within which a shared span ends is listed again by the next spans. */
+     * + 1: a shared span may end inside a page, and then the own span of a chunk lists that page a
+     * second time. */
     int32_t *pages;
     toka_span *spans;      /* [2 * max_chunks] */
-    batch_sample *samples; /* [max_chunks] */
+    batch_sample *samples; /* [max_chunks] without the rows that score prompt tokens (22) */
     int *chunk_seq;        /* [max_chunks] seq of each chunk, microbatch after microbatch */
     int *chunk_row0;       /* [max_chunks + 1] first row of each chunk; then T */
     toka_copy *copies;     /* [max_chunks] */
@@ -12235,8 +12238,8 @@ typedef struct batch_node { /* a run of rows and the leading tokens that they sh
 
 typedef struct batch_chunk { /* the rows of a sequence in one microbatch */
     int seq, from, n_rows, micro; /* from: first position */
-    /* Leading pages shared with the chunk before it in this microbatch. Only pages before the first
-     * position of both count. */
+    /* Leading pages that this chunk and the one before it in this microbatch both have, and that
+     * lie completely before the first position of each of the two. */
     int n_common_pages;
 } batch_chunk;
 
@@ -12252,7 +12255,8 @@ typedef struct batch_micros { /* the microbatches of one step */
     batch_micro micro[BATCH_MAX_MICROS]; /* [n] */
     int n;
     toka_span *spans;             /* [2 * max_chunks] microbatch after microbatch */
-    toka_sample_row *sample_rows; /* [max_tokens] microbatch after microbatch */
+    toka_sample_row *sample_rows; /* [max_tokens] all, with the rows that score prompt tokens (22);
+                                   * microbatch after microbatch */
     int *sample_at; /* [max_tokens] sample row i of the whole step is sample_rows[sample_at[i]], and
                      * its result has that index, too */
 } batch_micros;
@@ -12344,7 +12348,8 @@ static void batch_init(batch_builder *builder, const scheduler *sched, batch_cos
 /* ---- Rows ---- */
 
 /* Appends the rows of a chunk to the step. A token that no commit has brought yet gets the id
- * -1 - seq: the device has it. */
+ * -1 - seq: the device has it. In each step this id means the token that was sampled last before
+ * that step, as steps run in order. So two steps in flight may have it for different tokens. */
 static void batch_add_rows(batch_step *built, const scheduler *sched, const batch_chunk *chunk) {
     const sched_seq *sequence = &sched->seqs[chunk->seq];
     const int *table = kv_block_table(&sched->kv, chunk->seq);
@@ -12432,12 +12437,12 @@ static void batch_balance_flows(int64_t *cost, int n_micros, int64_t mean, int64
 }
 
 /* Moves decoding sequences from microbatches above the mean cost to a neighbour. A move to the next
- * microbatch is free. A sequence that moves to the previous one was sampled n_micros_before - 1
- * microbatches earlier. If that is less than n_stages, its last microbatch may still be in the
- * pipeline. Then the first stage waits for the time of one microbatch, once; so such a move is made
- * only if more than an eighth of the mean has to move to the previous microbatch. (With fewer
- * microbatches than stages the first stage waits anyway; the rule is the same.) Sets cost to the
- * costs of decode rows after the moves. */
+ * microbatch is free. A sequence that moves to the previous one gets its next row
+ * n_micros_before - 1 microbatches after its last row. If that is less than n_stages, the last
+ * token is not there yet, and the first stage waits for the time of one microbatch, once. That pays
+ * only for a large imbalance: more than an eighth of the mean has to move to the previous
+ * microbatch. (With fewer microbatches than stages the first stage waits anyway; the rule is the
+ * same.) Sets cost to the costs of decode rows after the moves. */
 static void batch_rebalance_decode(batch_builder *builder, const scheduler *sched, int n_micros,
                                    int n_micros_before, int64_t mean, int64_t *cost) {
     int64_t to_next[BATCH_MAX_MICROS], to_prev[BATCH_MAX_MICROS];
@@ -12451,7 +12456,8 @@ static void batch_rebalance_decode(batch_builder *builder, const scheduler *sche
          seq = sched->kv.seqs[seq].next) {
         const sched_seq *sequence = &sched->seqs[seq];
         if (!sequence->n_rows || sequence->is_prefill) continue;
-        /* without a wait it can move back as far as this microbatch */
+        /* the lowest microbatch for which its last token is certainly there: from a lower one there
+         * are fewer than n_stages microbatches between its two rows */
         const int min_micro =
             builder->seq_micro[seq] + MIN(builder->n_stages - n_micros_before, 0);
         const int64_t row_cost = batch_decode_cost(builder->work, sequence);
@@ -12536,8 +12542,9 @@ static void batch_chunks_of_seq(batch_builder *builder, const scheduler *sched, 
     }
 }
 
-/* Lists all chunks in prefix order. This order changes little from step to step, so the chunks of
- * the step before, which are overwritten here, tell what to prefetch. */
+/* Lists all chunks in prefix order. Behind the write position the array still has the chunks of the
+ * step before. The order changes little from step to step, so they tell which sequences come next,
+ * and these are prefetched. */
 static void batch_collect_chunks(batch_builder *builder, const scheduler *sched) {
     const kv_seq *order = sched->kv.seqs;
     const int n_chunks_before = builder->n_chunks;
@@ -12606,9 +12613,10 @@ static int batch_common_tok(const batch_builder *builder, const batch_step *buil
                        : chunk->n_common_pages * sched->config.B;
 }
 
-/* The next chunk shares n_common_tok tokens with the last chunk of the step, so each open node that
- * shares more is complete and is closed. First the last chunk, then each closed node, becomes a
- * child of the node above it on the stack, or of a new node with n_common_tok tokens. */
+/* The next chunk shares n_common_tok tokens with the last chunk of the step. Closes all open nodes
+ * that share more: they cannot grow any more. The last chunk becomes a child of the node on top of
+ * the stack. Each closed node becomes a child of the node below it on the stack. If that node
+ * shares fewer than n_common_tok tokens, a new node with n_common_tok tokens is put on it first. */
 static void batch_close_nodes(batch_builder *builder, const batch_step *built, int n_common_tok) {
     int child = -1, chunk = built->n_chunks - 1, seq = built->chunk_seq[chunk];
     int row0 = built->chunk_row0[chunk], n_rows = built->step.T - row0;
@@ -12815,7 +12823,8 @@ static void batch_number_micros(batch_builder *builder, batch_micros *micros,
 
 /* Splits a built step into its microbatches. The engine has filled in step.samples before. Must be
  * called once for each step that has rows, in the order in which they were built. The microbatches
- * have no logits. They point into the batch_step, which must not change until they are done. */
+ * point into the batch_step, which must not change until they are done. They have no logits: only
+ * tests want raw logits, and tests make such steps themselves. */
 static void batch_make_micros(batch_builder *builder, batch_micros *micros,
                               const batch_step *built) {
     int n_spans = 0;
@@ -12889,15 +12898,15 @@ static void batch_make_micros(batch_builder *builder, batch_micros *micros,
  *   - samp_row allocates nothing and keeps no state: it works on the row in place, with less than
  *     100 KB of stack. Any number of threads may call it.
  *   - If nothing may be drawn (every logit is -inf after step 2), the sampled id is
- *     toka_fallback_id (the lowest id that is allowed and not forbidden), with sampled_logprob 0.
- *     Its logprob is -inf, unless it is one of the top ids, which have the logprob of the raw
- *     logit.
- * logprob is that of the raw logit (step 1), -inf if the raw logit is -inf. Step 2 overwrites raw
- * logits. That of the sampled id is recomputed by undoing the adjustments; its error is the
- * rounding error of the adjusted logit (4e-6 when |logit| < 64) times the repetition penalty, which
- * is why the penalty has bounds. If the request wants no logprob, it is NAN and not computed.
- * sampled_logprob is that of the distribution after step 4. A greedy id has 0, the logarithm of 1.
- * A forced id, for which nothing is drawn, has its logprob.
+ *     toka_fallback_id, with sampled_logprob 0: the lowest id that is allowed and not forbidden or,
+ *     if all allowed ids are forbidden, the lowest allowed id. Its logprob is -inf. If it is also
+ *     in top_ids, it has the logprob that is shown there.
+ * logprob is that of the raw logit (step 1), -inf if the raw logit is -inf. Step 2 overwrites the
+ * raw logits. So the raw logit of the sampled id is computed back from its adjusted logit
+ * (samp_unadjust). The error is the rounding error of the adjusted logit (4e-6 when |logit| < 64)
+ * times the repetition penalty. This is why the penalty has bounds. If the request wants no
+ * logprob, it is NAN and not computed. sampled_logprob is that of the distribution after step 4. A
+ * greedy id has 0, the logarithm of 1. A forced id, for which nothing is drawn, has its logprob.
  *
  * Not here (chapter 22): which ids end a sequence, counting tokens against min_tokens and
  * max_tokens, and ending a sample for which nothing is left to draw.
@@ -12923,7 +12932,8 @@ static const toka_sampling samp_default = {.temperature = 1, .top_p = 1, .repeti
 
 /* ---- Checking parameters ---- */
 
-/* Returns 0, or TOKA_E_USE if an id is not in 0 .. V-1. */
+/* Returns 0, or TOKA_E_USE if an id is not in 0 .. V-1. V in the checks of this chapter is the
+ * whole vocabulary (V_all of the other chapters). */
 static int samp_check_ids(const char *name, const int32_t *id, int n, int V, toka_err *e) {
     if (n < 0) return fail(e, TOKA_E_USE, "%s: %d entries, expected 0 or more", name, n);
     if (n && !id) return fail(e, TOKA_E_USE, "%s: no ids given, expected %d", name, n);
@@ -13394,8 +13404,9 @@ static void samp_min_p(samp_dist *dist, double min_p) {
  * most 1 - p. In other words, an id is kept if the ids before it, from the highest probability
  * down, add up to less than p.
  *
- * The removed weights add up to at most (1 - p) * total. So samp_min_p first removes all ids with
- * less than 1/V of that: even V such ids together are not too much. The search has few ids left. */
+ * The removed weights add up to at most (1 - p) * total. So samp_min_p first removes each id whose
+ * weight is below (1 - p) * total / V. There are at most V of them, so together they weigh less
+ * than what top-p may remove. The search has few ids left. */
 static void samp_top_p(samp_dist *dist, double p) {
     double sum_above, total = samp_sum_kept(dist, 0, dist->V);
     samp_min_p(dist, MIN(1.0, (1 - p) * total / dist->V));
@@ -13535,8 +13546,9 @@ static void samp_bad_by_ids(const toka_sampling *sampling, const int32_t *output
  *   "as"+"s"    forbidden: "s" is a suffix with offset 2, and "as" begins at a token border
  *   "clas"+"s"  allowed: "as" begins neither at a token border nor at an edge
  *   "cl"+"ass"  forbidden: "ass" is a whole id
- * So a longer word in several tokens is always allowed if no token begins at the bad word's first
- * letter. Otherwise it may be forbidden, as it may with bad words as ids. */
+ * So a longer word that contains the bad word, written in several tokens, is allowed unless one of
+ * its tokens begins at the bad word's first letter. Then it may be forbidden, as it may with bad
+ * words as ids. */
 
 /* A token (id) that begins with the bytes from `offset` on of words[word_index]. While tables are
  * built, also just a place in a word, with id 0. */
@@ -13554,7 +13566,8 @@ typedef struct samp_suffix_table {
 
 struct toka_words {
     atomic_int refs;            /* held by callers and by requests; the last one frees */
-    const tok *tokenizer;       /* borrowed from the model; samp_words_del does not use it */
+    const tok *tokenizer;       /* borrowed from the model. samp_words_del does not read it, so it
+                                 * may be called after toka_close */
     str *words;                 /* [n_words] the bytes of their tokens, without leading spaces */
     int n_words;
     size_t max_bytes;           /* of the longest word */
@@ -13840,8 +13853,8 @@ static int samp_check_any_left(const toka_sampling *sampling, const int32_t *end
 /* ---- Stop strings ---- */
 
 /* A stop_scanner finds stop strings in the text of one sample. The text comes in pieces that may be
- * split anywhere. The text ends at the stop string that is complete first; if several end at the
- * same byte, at the longest. So the result does not depend on how the text is split.
+ * split anywhere. The stop string that is complete first ends the text. If several are complete at
+ * the same byte, the longest counts. So the result does not depend on how the text is split.
  *
  * The scanner holds back the longest end of the text that is a prefix of a stop string. It finds
  * that end by the algorithm of Knuth, Morris and Pratt, for all stop strings side by side; a byte
