@@ -14859,7 +14859,8 @@ static void cpu_rmsnorm(float *y, const float *x, const float *weight, int n, fl
  * MARK: 20. CPU backend [cpu]
  * Implements the backend table of toka.h on the CPU: toka_cpu. In: one step's plan of integers,
  * activations in float32, weights in the mapped file. Out: the residual stream, K and V in their
- * pages, sample results.
+ * pages, sample results. L, H, K, F and V are those of this rank's slice: the rank has the V ids
+ * from v0 on. V_all is the whole vocabulary.
  *
  * What always holds: the bytes of a row's result depend on that row alone. They do not depend on T,
  * on the other rows of the step, on the number of threads, on the chunking of a prompt or on the
@@ -14876,7 +14877,8 @@ static void cpu_rmsnorm(float *y, const float *x, const float *weight, int n, fl
  * B_pad and D_pad are B and D rounded up to 16. The padding of each row is zero.
  *
  * Words of this chapter:
- *   scratch rows      token rows that an op's scratch holds; it handles a longer step in passes
+ *   scratch rows      token rows for which an op has scratch memory; an op works through a longer
+ *                     step in passes of so many rows
  *   scratch samples   the same for rows of logits
  *   query rows        pairs (token, query head) of one kv head that go over K and V together
  *   group             all ranks of one model: stages x tensor ranks (tp ranks)
@@ -14989,10 +14991,10 @@ static float *cpu_ptr(toka_dev_ptr a) { return (float *)(uintptr_t)a.at; }
  *     n_arrived    1                  2 = tp_size: complete
  *     n_departed                                        1        2 = tp_size: over
  *
- * In a broken group ops return at once, no barrier becomes complete any more, and all waits end
- * except those for departures. Counters and `broken` change under one lock, so all ranks agree
- * which barrier was the last one that became complete. Each of its ranks stays in it until all have
- * departed. So no rank closes a device whose memory another rank uses.
+ * In a broken group ops return at once, no barrier becomes complete any more, and waits end. One
+ * exception: the ranks in a complete barrier still wait for each other to depart. Counters and
+ * `broken` change under one lock, so all ranks agree which barrier was the last one that became
+ * complete. So no rank closes a device whose memory another rank uses.
  *
  * The watchdog. Every op that begins, every round (chapter 19) and every change of a counter raises
  * group.progress. A waiting rank breaks the group when it has seen no progress for watchdog_s
@@ -15002,9 +15004,9 @@ static float *cpu_ptr(toka_dev_ptr a) { return (float *)(uintptr_t)a.at; }
  *     rank 3 --barrier--> rank 2 --previous stage--> rank 0: it waits for no rank and is reported
  *
  * One table last_tokens serves all stages, without a race. Step k writes the token of a seq in the
- * last stage, and a later step j reads it in embed, in the first stage. The next write for this seq
- * is in step j or a later step. By then all ranks of the first stage have run the embed of step j,
- * because step j goes through the first stage before it reaches the last one. */
+ * last stage. A later step j reads it in embed, in the first stage. The next write for this seq is
+ * in the last stage, in step j or a later step. Every step passes the first stage, on all its
+ * ranks, before it reaches the last one. So the read is over before this write. */
 
 enum cpu_wait_reason { /* a rank waits until ... */
     CPU_WAIT_NONE,
@@ -15144,8 +15146,10 @@ static void cpu_group_diagnose(toka_group *group, int me) {
     cpu_group_break(group);
 }
 
-/* rank: one that has not finished the step the driver waits for; waited_s: seconds since the last
- * call. Returns 0, or breaks the group and returns the error when the timeout is over. */
+/* One look of the driver's watchdog. If no rank has made progress for watchdog_s seconds, breaks
+ * the group and returns the error. Else, or if the group is broken already, returns 0. rank: one
+ * that has not finished the step for which the driver waits. waited_s: seconds since the last
+ * call. */
 static int cpu_group_watchdog(toka_group *group, int rank, double waited_s, toka_err *e) {
     const uint64_t progress = atomic_load(&group->progress);
     int code = 0;
@@ -16035,6 +16039,9 @@ static void cpu_download(toka_device *dev, void *to, toka_dev_ptr from, size_t b
     memcpy(to, cpu_ptr(from), bytes);
 }
 
+/* Fields that are not here are NULL, false or 0: begin, end, finish and times are for devices whose
+ * ops return before their work is done, capture for CUDA graphs, count and warm_up for GPUs.
+ * n_ahead: 2 steps are planned ahead, but the rank runs them one after the other (rank_thread). */
 const toka_backend toka_cpu = {
     .name = "cpu",
     .probe = cpu_probe,
@@ -16102,9 +16109,10 @@ const toka_backend toka_cpu = {
  *                                 | n_launched = 5
  *
  * An asynchronous device is one whose backend has `finish`: its ops return before their work is
- * done. A rank launches up to n_ahead steps on it before it waits for the oldest. It calls finish
- * only if the driver waits for that step, or if n_ahead steps are in flight. So a step that is
- * posted in the meantime is launched at once.
+ * done. A rank launches up to n_ahead steps on it before it waits for the oldest. It calls finish,
+ * which blocks, only if the driver waits for that step, if n_ahead steps are in flight, or if the
+ * model is being closed. Until then it sleeps on work_ready, so it launches a newly posted step at
+ * once.
  *
  * What always holds:
  *   - a posted step, and all memory it points to, does not change until model_wait has returned for
@@ -16118,7 +16126,9 @@ const toka_backend toka_cpu = {
  * =========================================================================== */
 
 enum {
-    MODEL_RING_STEPS = 64,   /* most steps that are posted and not done */
+    /* Most steps that are posted and not done: ENG_MAX_AHEAD steps of the engine (22), each of
+     * BATCH_MAX_MICROS microbatches (17). */
+    MODEL_RING_STEPS = 64,
     MODEL_HANG_TIMEOUT_S = 5 /* seconds for all ranks to finish their steps after an error */
 };
 #define MODEL_POLL_S 0.25 /* seconds between two looks of the watchdog */
@@ -16135,7 +16145,8 @@ typedef struct model_notifier { /* one lock and one condition for all models of 
     pthread_mutex_t lock;
     pthread_cond_t changed; /* a rank has finished a step, opened its device, or failed */
     double hang_left_s;     /* driver only, no lock: seconds left until ranks that do not finish
-                             * after an error count as hung */
+                             * after an error count as hung. One budget for all models of the
+                             * driver; it is not refilled, as the first error ends the engine */
 } model_notifier;
 
 typedef struct model_rank {
@@ -16171,7 +16182,7 @@ typedef struct model_grid {
     int64_t n_posted;
     int64_t wanted_step; /* the driver waits for the steps up to this number */
     bool closing;        /* threads end when they have run all posted steps */
-    /* Used by the driver only, without the lock: */
+    /* These four are used by the driver only, so they need no lock: */
     double last_check;    /* time of the watchdog's last look, os_now */
     int64_t watched_step; /* the step that the driver waits for */
     double stop_wait_s;   /* seconds it has waited for that step since SIGINT or SIGTERM */
@@ -16222,6 +16233,7 @@ static int rank_open(model_rank *rank, toka_err *e) {
     size_t n_tokens = (size_t)rank->options.max_tokens;
     size_t head_bytes =
         n_tokens * (size_t)shape->H * (size_t)shape->D * backend->activation_bytes;
+    /* E rounded up to 8: a backend may pad the rows of x (toka.h) */
     rank->x = backend->alloc(rank->device, n_tokens * (size_t)((shape->E + 7) / 8 * 8) *
                                                backend->activation_bytes);
     rank->q = backend->alloc(rank->device, head_bytes);
@@ -16299,8 +16311,9 @@ static void rank_finish(model_rank *rank) {
 }
 
 /* The thread of a rank. It launches a step if one is posted and fewer than max_in_flight are in
- * flight. Else it finishes the oldest one, if the driver waits for it or no more can be launched.
- * */
+ * flight. Else it finishes the oldest one, if max_in_flight steps are in flight, if the driver
+ * waits for it, or if the model is being closed. Else it sleeps. On a backend without `finish`
+ * max_in_flight is 1: steps that the driver posts ahead wait in the ring. */
 static void *rank_thread(void *arg) {
     model_rank *rank = arg;
     model_grid *model = rank->model;
@@ -16404,7 +16417,7 @@ static int model_start(model_grid *model, model_notifier *notifier,
 }
 
 /* Waits until every started rank has opened its device, or failed to. Returns 0 or the first error.
- * */
+ * There is no timeout: to open a device may take minutes, and if it hangs there, toka_open does. */
 static int model_wait_open(model_grid *model, toka_err *e) {
     pthread_mutex_lock(&model->notifier->lock);
     while (model->n_open < model->n_started)
@@ -16446,10 +16459,10 @@ static bool model_is_done(const model_grid *model, int64_t number) {
 }
 
 /* One look of the watchdog while the driver waits for step `number`. If the ranks of a group make
- * no progress for too long, that is the model's error; it names the rank that the others wait for,
- * also if all other ranks are done. A single device may take any time, unless the program was asked
- * to stop (SIGINT, SIGTERM): then it has os_stop_timeout_s seconds. Called with notifier.lock held.
- * */
+ * no progress for too long, that becomes the model's error. Its message names the rank that holds
+ * up the others, even when the others have finished. A single device may take any time: a long step
+ * looks like a hang. But once the program was asked to stop (SIGINT, SIGTERM), it has
+ * os_stop_timeout_s seconds. Called with notifier.lock held. */
 static void model_watchdog(model_grid *model, int64_t number) {
     const double now = os_now();
     /* a process that was suspended (SIGSTOP) does not advance the watchdog's time */
@@ -16473,14 +16486,15 @@ static void model_watchdog(model_grid *model, int64_t number) {
     if (code) rank_notify(&model->ranks[unfinished], code, &e);
 }
 
-/* Sleeps until a rank has finished something, at most MODEL_POLL_S. Called with notifier.lock held.
- * */
+/* Sleeps until a rank has finished something, at most MODEL_POLL_S seconds. Called with
+ * notifier.lock held. */
 static void model_poll(model_notifier *notifier) {
     os_cond_wait(&notifier->changed, &notifier->lock, MODEL_POLL_S);
 }
 
 /* Waits until step `number` is done. Returns 0, or the model's first error. After an error it still
- * waits for the ranks, until hang_left_s is used up; then the model is hung. */
+ * waits for the ranks, until hang_left_s is used up; then the model is hung. (A second model that
+ * fails has what the first one left of it.) */
 static int model_wait(model_grid *model, int64_t number, toka_err *e) {
     model_notifier *notifier = model->notifier;
     pthread_mutex_lock(&notifier->lock);
