@@ -16564,7 +16564,9 @@ static double model_busy_s(model_grid *model) {
  *                          +--> toka_event, by the request's callback
  *
  * The driver is a thread in eng_drive. It runs steps until its own request is done; then another
- * waiting thread becomes the driver. Callbacks run on the driver's thread, between steps.
+ * waiting thread becomes the driver. Callbacks run on the driver's thread, between steps. So a
+ * callback must not call toka_run, toka_generate, toka_score or toka_close: it would wait for its
+ * own thread (toka.h).
  *
  * Run-ahead. While the ranks (21) run a step, the driver plans the next one. Up to n_ahead steps
  * are in flight, each with arrays of its own (eng_inflight). With n_ahead 2, and the numbers of one
@@ -16610,8 +16612,10 @@ static double model_busy_s(model_grid *model) {
  *     `has_new_work`. Everything else belongs to the driver;
  *   - every sample of an accepted request ends in exactly one event that is not TOKA_RUNNING;
  *   - a request is freed after its last event, when no in-flight step has a row of it. If a rank
- *     hangs in such a step, the request is never freed (`leaked`);
- *   - a step allocates memory only for the text of events. These buffers grow and are reused.
+ *     hangs, requests with rows in the steps that are still in flight are never freed (`leaked`);
+ *   - apart from new requests and cancels, a step allocates memory only to open the detokenizer of
+ *     a sequence, at its first token, and to enlarge buffers that are reused: the text of events
+ *     and row_ids.
  * =========================================================================== */
 
 #define ENG_MAX_N (1 << 20)       /* samples of one request */
@@ -16641,7 +16645,8 @@ typedef struct eng_request { /* from eng_submit until it is freed */
     double work, work_per_sample; /* estimated tokens, for routing; ended samples do not count */
     arena memory;                 /* all that the fields below point to, except end_ids */
     int32_t *prompt;
-    int n_prompt, n_samples, n_live; /* n_live: samples that have not ended */
+    int n_prompt, n_samples, n_live; /* n_live: samples that have not ended by themselves; one that
+                                      * is cancelled or fails stays in it */
     int n_in_flight; /* rows of in-flight steps that point to this request */
     bool finished;   /* its last event was delivered */
     bool leaked;     /* a hung rank may still read it: it is never freed */
@@ -17033,8 +17038,9 @@ static int eng_open_replicas(eng *engine, toka_shape *shape, const toka_options 
         device.index = i * tp * pp;
         code = model_start(&replica->model, &engine->notifier, &device, shape->max_len, e);
     }
-    /* The host's tables are filled while the devices open. With kv_tokens the devices open first:
-     * tables for a size that no device can hold could fill the machine's memory. */
+    /* The host's tables are filled while the devices open. But with kv_tokens the caller chose the
+     * size, and it may be too large. Then the devices open first and show that they can hold it;
+     * else the host's tables alone could fill the machine's memory. */
     for (int i = 0; i < engine->n_replicas && !code && options->kv_tokens; i++)
         code = model_wait_open(&engine->replicas[i].model, e);
     for (int i = 0; i < engine->n_replicas && !code; i++)
@@ -17048,9 +17054,10 @@ static int eng_open_replicas(eng *engine, toka_shape *shape, const toka_options 
     return code;
 }
 
-/* shape: the model's; sets its B and max_len. It must outlive the engine. Returns an error with
- * *out unchanged, except if a rank hangs: then *out is an engine with `hung` set, which must go to
- * eng_close, so that nothing is freed that the rank may read. */
+/* shape: the model's; sets its B and max_len, and keeps no pointer to it. files and tokenizer must
+ * outlive the engine. After an error *out is unchanged. Exception: if a rank hangs, *out is an
+ * engine with `hung` set. It stays in memory, because the rank may read it: eng_close returns false
+ * for it and frees nothing. */
 static int eng_open(eng **out, const toka_backend *backend, const mf_model *files,
                     toka_shape *shape, const tok *tokenizer, const toka_options *options,
                     toka_err *e) {
@@ -17192,7 +17199,8 @@ static int eng_check_drawable(const mf_model *files, const toka_request *params,
 }
 
 /* Checks everything that can be wrong with a request itself, for sequences of max_len tokens.
- * tokenizer: the model's, or NULL. */
+ * tokenizer: the model's, or NULL. files->shape is that of the whole model, so its V is the whole
+ * vocabulary. */
 static int eng_check(const mf_model *files, const tok *tokenizer, int max_len,
                      const toka_request *params, const int32_t *prompt, size_t n_prompt,
                      toka_err *e) {
@@ -17212,8 +17220,9 @@ static int eng_check(const mf_model *files, const tok *tokenizer, int max_len,
     return 0;
 }
 
-/* Sets has_new_work. If true, wakes the driver: it may wait for a step of one replica while another
- * replica could run the new request. One replica needs no such wake-up. */
+/* Sets has_new_work. If true, wakes the driver, which may be waiting for one replica while an idle
+ * one could take the request. With one replica the driver is not woken: the request waits until the
+ * oldest in-flight step is done. */
 static void eng_set_new_work(eng *engine, bool has_new_work) {
     if (engine->n_replicas == 1) return;
     pthread_mutex_lock(&engine->notifier.lock);
@@ -17250,7 +17259,8 @@ static int eng_submit(eng *engine, const eng_submission *submission, eng_request
     return code;
 }
 
-/* The driver cancels the request in its next eng_drain_inbox. Unknown ids are ignored. */
+/* The driver cancels the request in its next eng_drain_inbox. Unknown ids are ignored, and so are
+ * those of requests that have had their last event. */
 static void eng_cancel(eng *engine, int64_t id) {
     pthread_mutex_lock(&engine->lock);
     if (id > 0 && id <= engine->last_id && engine->n_samples) {
@@ -17394,7 +17404,9 @@ static void eng_add_request(eng *engine, eng_request *request) {
                      .priority = request->priority,
                      .class_key = request->class_key},
         &e);
-    assert(request->sched_id >= 0); /* eng_check has checked the same limits */
+    /* eng_check and ENG_MAX_SAMPLES are at least as strict; max_len tokens fit in the KV cache
+     * (eng_size_kv) */
+    assert(request->sched_id >= 0);
     if (request->sched_id >= replica->cap_requests) {
         int new_cap = MAX(64, 2 * (request->sched_id + 1));
         replica->requests =
@@ -17493,8 +17505,9 @@ static void eng_set_row_ids(eng_inflight *inflight) {
 }
 
 /* Adds, after the first n_rows sample rows, one for each prompt token to be scored. Returns their
- * number in all. The last row of a prompt is not added here, as it is a sample row already: it
- * samples the first output token or, with score_only, scores the prompt's last token. */
+ * number in all. The row of the scheduler's last prompt token is not added here, as it is a sample
+ * row already: it samples the first output token. With score_only the scheduler's prompt is one
+ * token shorter (eng_add_request), and that row scores the prompt's last token. */
 static int eng_add_prompt_rows(eng_replica *replica, eng_inflight *inflight, int n_rows) {
     inflight->n_prompt_rows = 0;
     for (int chunk = 0; chunk < inflight->batch.n_chunks; chunk++) {
@@ -17574,9 +17587,9 @@ static bool eng_detokenize(eng_replica *replica, int seq, const eng_request *req
     return stopped;
 }
 
-/* Delivers the event of prompt token number token_index. Before the event of token 1, delivers that
- * of token 0, which has no logits. The last event of a score_only request ends it. Returns false if
- * the callback wants no more events. */
+/* Delivers the event of prompt token number token_index. Token 0 has no logits and so no row: its
+ * event is delivered just before that of token 1. The last event of a score_only request ends it.
+ * Returns false if the callback wants no more events. */
 static bool eng_deliver_prompt(eng_request *request, int token_index,
                                const toka_sample_result *result, bool more, toka_finish finish) {
     toka_event event = {.sample = TOKA_PROMPT,
@@ -17602,8 +17615,9 @@ static bool eng_deliver_prompt(eng_request *request, int token_index,
     return !request->callback || !request->callback(request->user, &event);
 }
 
-/* Returns true if the event after that of sample row i also belongs to `request`. Rows of sequences
- * that have ended (stale generation) have no event. */
+/* Returns true if the next event of this step, after that of sample row i, is for the same
+ * `request`. It becomes event.more, by which a callback can put off a flush (toka.h). Rows of
+ * sequences that have ended (stale generation) have no event. */
 static bool eng_has_more(const eng_replica *replica, const eng_inflight *inflight,
                          const eng_request *request, int i) {
     for (i++; i < inflight->batch.n_samples; i++)
@@ -17619,9 +17633,10 @@ static void eng_count_sample_end(eng_replica *replica, eng_request *request) {
     replica->work -= request->work_per_sample;
 }
 
-/* Delivers the event of a sampled token. If everything that was allowed was forbidden, result->id
- * is a forbidden id, and the sample ends without it. *ended: the token or a stop string ended the
- * sample (not the length limit). Returns false if the callback wants no more of this request. */
+/* Delivers the event of a sampled token. If all allowed ids were forbidden, result->id is a
+ * forbidden id (toka_fallback_id): it is not delivered, and the sample ends. *ended: the token or a
+ * stop string ended the sample (not the length limit). Returns false if the callback wants no more
+ * of this request. */
 static bool eng_deliver(eng_replica *replica, eng_request *request, int seq,
                         const toka_sample_row *sample_row, const toka_sample_result *result,
                         bool more, bool *ended) {
@@ -17645,6 +17660,7 @@ static bool eng_deliver(eng_replica *replica, eng_request *request, int seq,
         .n_top = none_left ? 0 : result->n_top,
         .top_ids = result->top_ids,
         .top_logprobs = result->top_logprobs,
+        /* stop strings need the text in any case, so with them ids_only events have it, too */
         .text = request->ids_only && !sampling->n_stop ? NULL : buf_view(&engine->new_text).p,
         .text_bytes = engine->new_text.n,
         .finish = *ended ? TOKA_STOP : at_limit ? TOKA_LENGTH : TOKA_RUNNING,
@@ -17791,8 +17807,9 @@ static void eng_fail(eng *engine, const toka_err *e) {
 }
 
 /* Cancels all requests: their last events come on this thread, and a callback that submits a new
- * request gets an error. Then frees the engine. Returns false if a rank hangs: it may still read
- * the weights. */
+ * request gets an error. Then frees the engine. No other thread may be in a call for this engine
+ * (toka.h). Returns false if a rank hangs: it may still read the weights. Returns true if there is
+ * no engine. */
 static bool eng_close(eng *engine) {
     if (!engine || engine->hung) return !engine;
     pthread_mutex_lock(&engine->lock);
@@ -17921,7 +17938,8 @@ static eng_replica *eng_wait_done_step(eng *engine) {
 }
 
 /* Plans steps until every replica has n_ahead of them in flight or has nothing more to run, then
- * commits one step. */
+ * commits one step. If no step is in flight, a replica with requests can always plan one:
+ * sched_admit asserts it. So eng_drive does not spin. */
 static void eng_step(eng *engine) {
     eng_drain_inbox(engine);
     for (int i = 0; i < engine->n_replicas; i++)
@@ -17956,8 +17974,9 @@ static bool eng_is_idle(const eng *engine) {
     return !engine->n_active && !engine->inbox && !engine->n_cancels;
 }
 
-/* No thread is the driver. Wakes one thread in eng_generate, which may become the driver, and all
- * threads in toka_run, of which one may become the driver or all may see that no work is left. */
+/* No thread is the driver. Wakes one thread in eng_generate and all threads in toka_run. The first
+ * one to get the lock becomes the driver. If no work is left, the threads in toka_run return,
+ * except those that run forever: they sleep again. */
 static void eng_wake_next_driver(eng *engine) {
     if (engine->waiters) pthread_cond_signal(&engine->waiters->wake);
     pthread_cond_broadcast(&engine->wake);
@@ -17965,9 +17984,10 @@ static void eng_wake_next_driver(eng *engine) {
 
 /* Runs steps until `mine` is released; if it is NULL, until eng_stop (forever) or until no work is
  * left (not forever). While another thread is the driver, waits. After a device failure no thread
- * returns before the driver has delivered the last event. Ctrl-C cancels `mine` here, because its
- * callback may not be called for long: a prefill has no events until the first token. Returns 0 or
- * the engine's error. */
+ * returns before the driver has delivered the last event. After Ctrl-C (toka_main's handler has set
+ * os_stop_timeout_s) this cancels `mine` when this thread is about to drive. Each other thread in
+ * eng_generate does so when it becomes the driver. The callback could cancel `mine`, too, but
+ * during a long prefill no callback is called. Returns 0 or the engine's error. */
 static int eng_drive(eng *engine, const eng_request *mine, bool forever, toka_err *e) {
     bool cancelled = false;
     pthread_mutex_lock(&engine->lock);
@@ -17998,7 +18018,8 @@ static int eng_drive(eng *engine, const eng_request *mine, bool forever, toka_er
     return code;
 }
 
-/* Makes eng_drive(forever) return. */
+/* Makes eng_drive(forever) return, and every later call at once: `stopping` is never cleared.
+ * Requests stay: another driver goes on with them, or eng_close cancels them. */
 static void eng_stop(eng *engine) {
     pthread_mutex_lock(&engine->lock);
     engine->stopping = true;
@@ -18022,9 +18043,9 @@ static int eng_generate(eng *engine, eng_submission submission, toka_usage *usag
     usage->prefill_s = (request->first_token_time ? request->first_token_time : now) -
                        request->submit_time;
     usage->decode_s = request->first_token_time ? now - request->first_token_time : 0;
-    const bool complete = !request->n_live;
+    const bool complete = !request->n_live; /* a cancelled or failed sample stays in n_live */
     eng_request_free(request);
-    if (complete) return 0; /* even if a step after its last one failed */
+    if (complete) return 0; /* it had all its tokens: the failure of a later step is not its own */
     return code ? code : fail(e, TOKA_E_CANCELLED, "cancelled");
 }
 
