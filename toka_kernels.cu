@@ -779,22 +779,26 @@ __device__ static inline void tma_load_2d_evict_first(uint32_t to, const CUtenso
                  "l"(0x12F0000000000000ull)
                  : "memory");
 }
+typedef struct tma_coords5 {
+    int c[5]; /* coordinates of the first element of a box, innermost dimension first */
+} tma_coords5;
 /* tma_load_2d for five dimensions. */
-__device__ static inline void tma_load_5d(uint32_t to, const CUtensorMap *m, uint32_t bar, int c0,
-                                          int c1, int c2, int c3, int c4) {
+__device__ static inline void tma_load_5d(uint32_t to, const CUtensorMap *m, uint32_t bar,
+                                          tma_coords5 at) {
     asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
                  " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(to),
-                 "l"(m), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+                 "l"(m), "r"(bar), "r"(at.c[0]), "r"(at.c[1]), "r"(at.c[2]), "r"(at.c[3]),
+                 "r"(at.c[4])
                  : "memory");
 }
 /* tma_load_2d_evict_first for five dimensions. */
 __device__ static inline void tma_load_5d_evict_first(uint32_t to, const CUtensorMap *m,
-                                                      uint32_t bar, int c0, int c1, int c2, int c3,
-                                                      int c4) {
+                                                      uint32_t bar, tma_coords5 at) {
     asm volatile(
         "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
         " [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(to),
-        "l"(m), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "l"(0x12F0000000000000ull)
+        "l"(m), "r"(bar), "r"(at.c[0]), "r"(at.c[1]), "r"(at.c[2]), "r"(at.c[3]), "r"(at.c[4]),
+        "l"(0x12F0000000000000ull)
         : "memory");
 }
 /* TMA multicast: loads the box to the same offset of the shared memory of every CTA in `mask`, and
@@ -5784,7 +5788,7 @@ __device__ static inline void attn_small_mainloop(const attn_args &args, const a
         const bool is_full = n_kv == TOK && item.skip <= offset;
         if (is_full && (DP == 64 || args.D == DP)) { /* tile_map covers K and V in one copy */
             mbar_expect_tx(bar, 2 * HALF * 2);
-            tma_load_5d(to, tile_map, bar, 0, 0, row, 0, 0);
+            tma_load_5d(to, tile_map, bar, {0, 0, row, 0, 0});
             return;
         }
         const int from = max(0, item.skip - offset) / 8, pieces = (n_kv + 7) / 8;
@@ -6667,7 +6671,7 @@ template <int DP> struct attn_own_producer {
         const uint32_t to = ring + buf * 2 * shape::OWN_TILE, bar = full + 8 * buf;
         if (elect_one()) {
             mbar_expect_tx(bar, 2 * shape::OWN_TILE); /* rows that TMA fills with zeros count too */
-            tma_load_5d_evict_first(to, map, bar, 0, n_kv - shape::TOK, row, 0, 0);
+            tma_load_5d_evict_first(to, map, bar, {0, n_kv - shape::TOK, row, 0, 0});
         }
         n_requested++, next_kv += n_kv;
 #endif
