@@ -2781,7 +2781,8 @@ template <int BUFS> __device__ static inline void gemm_ring_next(gemm_ring &ring
 /* Skips n buffers, because they belong to a tile of the other consumer. */
 template <int BUFS> __device__ static inline void gemm_ring_skip(gemm_ring &ring, int n) {
     unsigned index = (unsigned)(ring.buf + n);
-    ring.buf = (int)(index % BUFS), ring.parity ^= (int)(index / BUFS & 1);
+    ring.buf = (int)(index % BUFS);
+    ring.parity ^= (int)(index / BUFS & 1);
 }
 
 /* ---- The producers: one thread of warp 0 and one of warp 1 ---- */
@@ -2833,6 +2834,11 @@ template <int BN, int BUFS> __device__ static inline void gemm_produce_x(const g
 
 /* ---- The consumers: warpgroups 1 and 2 ---- */
 
+struct gemm_consumer {
+    int index;      /* 0: warpgroup 1; 1: warpgroup 2 */
+    gemm_ring ring; /* where it reads next */
+};
+
 /* Releases a buffer that this consumer has read: arrives at empty[buf] of each CTA that shares
  * W. */
 __device__ static inline void gemm_release(const gemm_cta &cta, int buf) {
@@ -2869,21 +2875,22 @@ __device__ static inline void gemm_prefetch_indirect(const gemm_tile &tile,
  * early. */
 template <class EPI, int BN, int COLS, int BUFS, int HALVES>
 __device__ static inline void gemm_mainloop(float (&acc)[HALVES][BN / 2], const gemm_cta &cta,
-                                            gemm_ring &ring, int consumer, int unit,
+                                            gemm_consumer &consumer, int unit,
                                             const gemm_tile &tile,
                                             gemm_prefetched<EPI, COLS> &fetched,
                                             const typename EPI::params &epi_args) {
     constexpr int buf_bytes = (128 + BN) * 128;
+    gemm_ring &ring = consumer.ring;
     int last_buf = 0;
     /* The accumulators are set to zero here, and the first wgmma has scale_d = 1. With scale_d = 0
      * ptxas before 12.9 takes the old values of acc for an input of that wgmma (C7515). */
 #pragma unroll
     for (int i = 0; i < HALVES * (BN / 2); i++) acc[i / (BN / 2)][i % (BN / 2)] = 0;
-    if (HALVES == 2 && unit != cta.first_unit) bar_sync(2 + consumer, 256);
+    if (HALVES == 2 && unit != cta.first_unit) bar_sync(2 + consumer.index, 256);
     for (int k = 0; k < cta.n_k_blocks; k++) {
         mbar_wait(cta.full + 8 * ring.buf, ring.parity);
         uint32_t buf_at = cta.ring + ring.buf * buf_bytes;
-        uint64_t a_desc = wgmma_desc(buf_at + (HALVES == 1 ? consumer * 64 * 128 : 0)),
+        uint64_t a_desc = wgmma_desc(buf_at + (HALVES == 1 ? consumer.index * 64 * 128 : 0)),
                  b_desc = wgmma_desc(buf_at + 128 * 128);
         wgmma_fence();
 #pragma unroll
@@ -2903,7 +2910,7 @@ __device__ static inline void gemm_mainloop(float (&acc)[HALVES][BN / 2], const 
         last_buf = ring.buf;
         gemm_ring_next<BUFS>(ring);
     }
-    if (HALVES == 2 && unit + cta.unit_stride < cta.n_units) bar_arrive(3 - consumer, 256);
+    if (HALVES == 2 && unit + cta.unit_stride < cta.n_units) bar_arrive(3 - consumer.index, 256);
     wgmma_wait<0>();
 #pragma unroll
     for (int half = 0; half < HALVES; half++) wgmma_fence_operand(acc[half]);
@@ -2919,11 +2926,12 @@ __device__ static inline void gemm_mainloop(float (&acc)[HALVES][BN / 2], const 
  * consumer releases buffers and computes the position of its tile while its wgmma are in flight. */
 template <class EPI, int BN, int COLS, int BUFS>
 __device__ static inline void gemm_mainloop_staggered(float (&acc)[BN / 2], const gemm_cta &cta,
-                                                      gemm_ring &ring, int consumer, int unit,
+                                                      gemm_consumer &consumer, int unit,
                                                       gemm_tile &tile,
                                                       gemm_prefetched<EPI, COLS> &fetched,
                                                       const typename EPI::params &epi_args) {
     constexpr int buf_bytes = (128 + BN) * 128, STAGGER = gemm_stagger<EPI>;
+    gemm_ring &ring = consumer.ring;
     static_assert(STAGGER <= BUFS, "the ring holds what one warpgroup is ahead");
     /* There is no pause if all K blocks of a tile fit in the ring. Consumer 0 could then be a whole
      * tile ahead and arrive at named barrier 2 twice before consumer 1 arrives once. */
@@ -2934,7 +2942,7 @@ __device__ static inline void gemm_mainloop_staggered(float (&acc)[BN / 2], cons
 #pragma unroll
     for (int i = 0; zero_acc && i < BN / 2; i++) acc[i] = 0;
     for (int k = 0; k < cta.n_k_blocks; k++) {
-        const bool pause = consumer && k == pause_block;
+        const bool pause = consumer.index && k == pause_block;
         if (pause) {
             wgmma_wait<0>();
             gemm_release(cta, last_buf);
@@ -2942,7 +2950,7 @@ __device__ static inline void gemm_mainloop_staggered(float (&acc)[BN / 2], cons
         }
         mbar_wait(cta.full + 8 * ring.buf, ring.parity);
         uint32_t buf_at = cta.ring + ring.buf * buf_bytes;
-        uint64_t a_desc = wgmma_desc(buf_at + consumer * 64 * 128),
+        uint64_t a_desc = wgmma_desc(buf_at + consumer.index * 64 * 128),
                  b_desc = wgmma_desc(buf_at + 128 * 128);
         wgmma_fence();
 #pragma unroll
@@ -2957,14 +2965,15 @@ __device__ static inline void gemm_mainloop_staggered(float (&acc)[BN / 2], cons
         wgmma_commit();
         if (k == cta.n_k_blocks / 2) {
             gemm_coord coord = gemm_tile_coord(cta, unit);
-            tile.row0 = coord.m * 128 + ((int)threadIdx.x / 32 - 4) * 16, tile.col0 = coord.n * BN;
+            tile.row0 = coord.m * 128 + ((int)threadIdx.x / 32 - 4) * 16;
+            tile.col0 = coord.n * BN;
             gemm_prefetch<EPI, COLS>(tile, fetched, cta, epi_args);
         }
         if (k == cta.n_k_blocks * 3 / 4) gemm_prefetch_indirect<EPI, COLS>(tile, fetched, epi_args);
         last_buf = ring.buf;
         gemm_ring_next<BUFS>(ring);
     }
-    if (pause_block >= 0 && !consumer) bar_arrive(2, 256);
+    if (pause_block >= 0 && !consumer.index) bar_arrive(2, 256);
     wgmma_wait<0>();
     wgmma_fence_operand(acc);
     gemm_release(cta, last_buf);
@@ -3037,39 +3046,40 @@ __device__ static inline void gemm_epilogue(float (&acc)[HALVES][COLS / 2], gemm
 
 /* Runs the main loops and epilogues of all units of one consumer. */
 template <class EPI, int BN, int SPLIT, bool PINGPONG>
-__device__ static inline void gemm_consume(const gemm_cta &cta, int consumer,
+__device__ static inline void gemm_consume(const gemm_cta &cta, int index,
                                            const typename EPI::params &epi_args) {
     constexpr int COLS = BN / SPLIT, HALVES = PINGPONG ? 2 : 1;
     typedef gemm_smem<BN, SPLIT, EPI::staged_cols(COLS)> layout;
     int warp = threadIdx.x / 32 - 4;
-    gemm_ring ring = {0, 0};
+    gemm_consumer consumer = {index, {0, 0}};
     uint32_t out = cta.ring + layout::out_at + warp * (layout::out_bytes / 8);
     gemm_tile tile = {cta.problem.M, cta.problem.N, 0, 0, (int)threadIdx.x & 31, out,
                       cta.load_bars + 8 * warp, 0};
-    if (PINGPONG && consumer) gemm_ring_skip<layout::n_bufs>(ring, cta.n_k_blocks);
+    if (PINGPONG && consumer.index)
+        gemm_ring_skip<layout::n_bufs>(consumer.ring, cta.n_k_blocks);
     grid_wait();
-    for (int unit = cta.first_unit + (PINGPONG ? consumer * cta.unit_stride : 0);
+    for (int unit = cta.first_unit + (PINGPONG ? consumer.index * cta.unit_stride : 0);
          unit < cta.n_units; unit += HALVES * cta.unit_stride, tile.tile_count++) {
         float acc[HALVES][BN / 2];
         gemm_prefetched<EPI, COLS> fetched;
         if constexpr (gemm_stagger<EPI>) {
             static_assert(SPLIT == 1 && !PINGPONG, "both warpgroups have their part of each tile");
-            gemm_mainloop_staggered<EPI, BN, COLS, layout::n_bufs>(acc[0], cta, ring, consumer,
-                                                                   unit, tile, fetched, epi_args);
+            gemm_mainloop_staggered<EPI, BN, COLS, layout::n_bufs>(acc[0], cta, consumer, unit,
+                                                                   tile, fetched, epi_args);
         } else {
             gemm_coord coord = gemm_tile_coord(cta, unit);
-            tile.row0 = coord.m * 128 + (PINGPONG ? warp & 3 : warp) * 16,
+            tile.row0 = coord.m * 128 + (PINGPONG ? warp & 3 : warp) * 16;
             tile.col0 = coord.n * BN + cta.k_rank * COLS;
-            gemm_mainloop<EPI, BN, COLS, layout::n_bufs, HALVES>(acc, cta, ring, consumer, unit,
-                                                                 tile, fetched, epi_args);
+            gemm_mainloop<EPI, BN, COLS, layout::n_bufs, HALVES>(acc, cta, consumer, unit, tile,
+                                                                 fetched, epi_args);
         }
-        if (PINGPONG) gemm_ring_skip<layout::n_bufs>(ring, cta.n_k_blocks);
+        if (PINGPONG) gemm_ring_skip<layout::n_bufs>(consumer.ring, cta.n_k_blocks);
         if constexpr (SPLIT == 1)
             gemm_epilogue<EPI, COLS, HALVES>(acc, tile, fetched, cta, epi_args);
         else {
             float sum[1][COLS / 2];
             gemm_reduce_split<BN, SPLIT>(acc[0], sum[0], cta, cta.ring + layout::partials_at,
-                                         consumer);
+                                         consumer.index);
             gemm_epilogue<EPI, COLS, 1>(sum, tile, fetched, cta, epi_args);
         }
     }

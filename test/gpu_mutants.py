@@ -126,9 +126,9 @@ MUTANTS = [
            ("random numbers of the next block", "fetched.noise.w, `1 + (uint32_t)((epi_args.v0 + tile.col0) / SAMP_BLOCK)`, 0};", "2 + (uint32_t)((epi_args.v0 + tile.col0) / SAMP_BLOCK)"),
            ("the second row with the first one's temperature", "samp_group_max<8>(logits_b, `scale_b`, group_b);", "scale_a"),
            ("the second row's raw sum only if the first row needs one", "if (`two_sums_b`) samp_group_raw_sum<8>(logits_b, group_b);", "two_sums_a"),
-           ("both warpgroups output the rows of one", "tile.row0 = coord.m * 128 + `((int)threadIdx.x / 32 - 4)` * 16, tile.col0 = coord.n * BN;",
+           ("both warpgroups output the rows of one", "tile.row0 = coord.m * 128 + `((int)threadIdx.x / 32 - 4)` * 16; tile.col0 = coord.n * BN;",
             "(int)threadIdx.x / 32 % 4"),
-           ("both warpgroups multiply the rows of one", "wgmma_desc(buf_at + `consumer * 64 * 128`), b_desc", "0"),
+           ("both warpgroups multiply the rows of one", "wgmma_desc(buf_at + `consumer.index * 64 * 128`), b_desc", "0"),
            ("a block that can win by a small margin is skipped", "float min_gumbel = `best_gumbel - 0.01f - 1e-6f * fabsf(best_gumbel)`,", "best_gumbel + 1", "V 70000 .* from stored")),
 
     # ---- Attention ----
