@@ -5371,29 +5371,38 @@ __device__ static inline float attn_state_lse(const attn_args &args, const attn_
                ? args.state_lse[attn_head_at(args, item.q0 + query, kv_head)]
                : -INFINITY;
 }
+
+/* What the LSE of a query is merged from: the item's keys, and the stored state. */
+typedef struct attn_query_sums {
+    float row_max;   /* largest score of the item's keys; -inf: the query sees none of them */
+    float row_sum;   /* sum of 2^(score - row_max) over the item's keys */
+    float state_lse; /* result of attn_state_lse; -inf: there is no state to merge */
+} attn_query_sums;
+
 /* Merges the (row_max, row_sum) of an item with a state of LSE state_lse: sets the weights and LSE
  * of the output. */
 __device__ static inline attn_output attn_merge_lse(float row_max, float row_sum, float state_lse) {
     attn_output out = {};
-    out.new_weight = row_sum > 0 ? 1 / row_sum : 0,
+    out.new_weight = row_sum > 0 ? 1 / row_sum : 0;
     out.lse = row_sum > 0 ? row_max + log2f(row_sum) : -INFINITY;
     if (state_lse == -INFINITY) return out;
     float max_lse = fmaxf(out.lse, state_lse), new_weight = ex2(out.lse - max_lse),
           state_weight = ex2(state_lse - max_lse), sum = new_weight + state_weight;
-    out.new_weight *= new_weight / sum, out.state_weight = state_weight / sum,
+    out.new_weight *= new_weight / sum;
+    out.state_weight = state_weight / sum;
     out.lse = max_lse + log2f(sum);
     return out;
 }
-/* Finishes one query of the item. row_max and row_sum are those of the item, without the state;
- * state_lse is the result of attn_state_lse. Returns destination and weights of O. If writes_lse is
- * set, LSE is written to the state or split buffer; the caller sets it in one of the threads that
- * hold the query. */
+/* Finishes one query of the item. Returns destination and weights of O. If writes_lse is set, LSE
+ * is written to the state or split buffer; the caller sets it in one of the threads that hold the
+ * query. */
 __device__ static inline attn_output attn_finish_query(const attn_args &args, const attn_item &item,
-                                                       int query, int kv_head, float row_max,
-                                                       float row_sum, float state_lse,
+                                                       int query, int kv_head,
+                                                       const attn_query_sums &sums,
                                                        bool writes_lse) {
     bool is_split = !(item.flags & (ATTN_TO_O | ATTN_TO_STATE));
-    attn_output out = attn_merge_lse(row_max, row_sum, is_split ? -INFINITY : state_lse);
+    attn_output out = attn_merge_lse(sums.row_max, sums.row_sum,
+                                     is_split ? -INFINITY : sums.state_lse);
     size_t head_index = attn_head_at(args, item.q0 + query, kv_head);
     if (is_split) {
         size_t split_index = attn_split_at(args, item.flags >> ATTN_INDEX_SHIFT, query, kv_head);
@@ -5401,7 +5410,7 @@ __device__ static inline attn_output attn_finish_query(const attn_args &args, co
         out.o_f32 = args.split_o + split_index * args.D;
         return out;
     }
-    if (state_lse > -INFINITY) out.state = args.state_o + head_index * args.D;
+    if (sums.state_lse > -INFINITY) out.state = args.state_o + head_index * args.D;
     if (item.flags & ATTN_TO_O) {
         out.o = args.o + head_index * args.D;
         return out;
@@ -5657,7 +5666,7 @@ __device__ static inline void attn_store_rows(const attn_args &args, const attn_
         float sum = quad_sum(stats.row_sum[r]);
         if (stats.query + 8 * r >= item.nq) continue;
         attn_output out = attn_finish_query(args, item, stats.query + 8 * r, kv_head,
-                                            stats.row_max[r], sum, state_lse[r], quad == 0);
+                                            {stats.row_max[r], sum, state_lse[r]}, quad == 0);
 #pragma unroll
         for (int c = 0; c < N / 4; c++)
             if (c * 8 < args.D)
@@ -5948,7 +5957,7 @@ __device__ static inline void attn_merge_query(const attn_args &args, const attn
 #pragma unroll
     for (int j = 0; j < MAX_SPLITS; j++)
         split[j].x = ex2(split[j].x - base), row_sum += split[j].y * split[j].x;
-    attn_output out = attn_finish_query(args, item, query, kv_head, row_max, row_sum, state_lse,
+    attn_output out = attn_finish_query(args, item, query, kv_head, {row_max, row_sum, state_lse},
                                         col == 0);
     for (; col < args.D; col += col_step) {
         float x = 0, y = 0;
@@ -6390,9 +6399,9 @@ __device__ static inline void attn_wgmma_store(const attn_args &args, const attn
         const int query = stats.query + 8 * r;
         const float sum = quad_sum(stats.row_sum[r]);
         if (query >= item.nq) continue;
-        const attn_output out = attn_finish_query(args, item, query, kv_head, stats.row_max[r], sum,
-                                                  attn_state_lse(args, item, query, kv_head),
-                                                  false);
+        const float state_lse = attn_state_lse(args, item, query, kv_head);
+        const attn_output out = attn_finish_query(args, item, query, kv_head,
+                                                  {stats.row_max[r], sum, state_lse}, false);
 #pragma unroll
         for (int c = 0; c < DP / 8; c++) {
             const float2 pair = attn_merge_pair(out, out.state && c * 8 < args.D, c * 8 + quad * 2,
@@ -6563,8 +6572,9 @@ __device__ static inline void attn_exchange_put(const attn_args &args, const att
         int query = stats.query + 8 * r;
         float sum = quad_sum(stats.row_sum[r]);
         if (query >= item.nq) continue;
-        attn_output out = attn_finish_query(args, item, query, kv_head, stats.row_max[r], sum,
-                                            attn_state_lse(args, item, query, kv_head), false);
+        const float state_lse = attn_state_lse(args, item, query, kv_head);
+        attn_output out = attn_finish_query(args, item, query, kv_head,
+                                            {stats.row_max[r], sum, state_lse}, false);
         if (quad == 0) attn_exchange_lse(exchange, round)[query] = out.lse;
 #pragma unroll
         for (int j = 0; j < DP / 16; j++) {
@@ -7097,7 +7107,7 @@ __global__ static void __launch_bounds__(128)
         row_sum += weight_sums[j * row_threads], acc.x += x.x, acc.y += x.y, acc.z += x.z,
             acc.w += x.w;
     }
-    attn_output out = attn_finish_query(args, item, query, kv_head, row_max, row_sum, state_lse,
+    attn_output out = attn_finish_query(args, item, query, kv_head, {row_max, row_sum, state_lse},
                                         threadIdx.x == 0);
     attn_store_pair(out, col, acc.x, acc.y), attn_store_pair(out, col + 2, acc.z, acc.w);
 }

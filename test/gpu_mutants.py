@@ -194,7 +194,7 @@ MUTANTS = [
     *group("attn_plan_fused_items", "attn lists", "work list of samples",
            ("the remaining rows are in no item", "n_rows = span->row0 + `(j + 1) * span->n_rows / n_items` - row;", "(j + 1) * (span->n_rows / n_items)")),
     *group("attn_finish_query", "attn small", "tree .* shared",
-           ("wrong weight when the state of a shared prefix is merged", "out.new_weight *= new_weight / sum, out.state_weight = `state_weight / sum`", "state_weight / (1 + state_weight)"),
+           ("wrong weight when the state of a shared prefix is merged", "out.new_weight *= new_weight / sum; out.state_weight = `state_weight / sum`;", "state_weight / (1 + state_weight)"),
            ("the LSE of a state lacks the new part", "out.lse = `max_lse + log2f(sum)`;", "state_weight")),
     *group("attn_merge_query", "attn kin", "by kin",
            ("the last split is missing", "if (`j >= merge.n_splits`) break;\n            if (split[j]", "j >= max(merge.n_splits - 1, 1)"),
