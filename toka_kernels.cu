@@ -5771,23 +5771,28 @@ static void attn_mma_launch(toka_device *dev, const attn_args &args, int n_items
  *
  * Figures: test/results/kernel-choices.md, chapter 9. */
 #if HOPPER
+/* The ring of one warp, and the tensor maps that fill it. */
+typedef struct attn_small_ring {
+    bf16 *tiles;                 /* [BUFS] tiles of TOK positions, in shared memory */
+    uint64_t *full;              /* [BUFS] mbarriers, in shared memory: the tile has arrived */
+    const CUtensorMap *tile_map; /* of full tiles (attn_tile_map) */
+    const CUtensorMap *map_8;    /* of boxes of 8 positions */
+} attn_small_ring;
+
 /* Main loop of one warp: computes O (not normalized, in acc) and stats of an item. The caller does
- * the epilogue. ring: BUFS tiles of this warp; full: [BUFS] mbarriers of this warp; tile_map: the
- * tensor map for full tiles (attn_tile_map); map_8: the map with boxes of 8 positions. Initializes
- * the mbarriers. Calls grid_launch_dependents() and grid_wait(). */
+ * the epilogue. Initializes the mbarriers. Calls grid_launch_dependents() and grid_wait(). */
 template <int DP, int TOK, int BUFS>
 __device__ static inline void attn_small_mainloop(const attn_args &args, const attn_item &item,
-                                                  int kv_head, const CUtensorMap *tile_map,
-                                                  const CUtensorMap *map_8, bf16 *ring,
-                                                  uint64_t *full, attn_row_stats &stats,
-                                                  float (&acc)[DP / 2]) {
+                                                  int kv_head, const attn_small_ring &ring,
+                                                  attn_row_stats &stats, float (&acc)[DP / 2]) {
     constexpr int HALF = TOK * DP; /* elements of K's or V's tile */
-    int lane = threadIdx.x % 32, first_kv = attn_first_kv(args, item, TOK), page_ids = 0,
-        first_page = -32;
+    int lane = threadIdx.x % 32, first_kv = attn_first_kv(args, item, TOK);
+    /* page_ids: ids of the item's pages first_page .. first_page + 31, one per lane */
+    int page_ids = 0, first_page = -32;
     int n_tiles = item.kv1 > first_kv ? (item.kv1 - first_kv + TOK - 1) / TOK : 0;
     int2 unmasked = attn_unmasked_tiles(args, item, first_kv, TOK);
     if (lane == 0) {
-        for (int i = 0; i < BUFS; i++) mbar_init(smem_addr(&full[i]), 1);
+        for (int i = 0; i < BUFS; i++) mbar_init(smem_addr(&ring.full[i]), 1);
         mbar_init_fence();
     }
     __syncwarp();
@@ -5795,19 +5800,21 @@ __device__ static inline void attn_small_mainloop(const attn_args &args, const a
     auto request_tile = [&](int i) {
         int offset = first_kv + i * TOK - item.kv0, n_kv = min(TOK, item.kv1 - item.kv0 - offset),
             page = offset >> args.log2_B;
-        if (page - first_page >= 32)
-            first_page = page,
+        if (page - first_page >= 32) {
+            first_page = page;
             page_ids =
                 args.pages[item.page0 + min(page + lane, (item.kv1 - item.kv0 - 1) >> args.log2_B)];
+        }
         int row = ((__shfl_sync(~0u, page_ids, page - first_page) * args.K + kv_head) * 2
                    << args.log2_B) +
                   (offset & ((1 << args.log2_B) - 1));
         if (lane) return;
-        uint32_t to = smem_addr(ring + i % BUFS * 2 * HALF), bar = smem_addr(&full[i % BUFS]);
+        uint32_t to = smem_addr(ring.tiles + i % BUFS * 2 * HALF),
+                 bar = smem_addr(&ring.full[i % BUFS]);
         const bool is_full = n_kv == TOK && item.skip <= offset;
         if (is_full && (DP == 64 || args.D == DP)) { /* tile_map covers K and V in one copy */
             mbar_expect_tx(bar, 2 * HALF * 2);
-            tma_load_5d(to, tile_map, bar, {0, 0, row, 0, 0});
+            tma_load_5d(to, ring.tile_map, bar, {0, 0, row, 0, 0});
             return;
         }
         const int from = max(0, item.skip - offset) / 8, pieces = (n_kv + 7) / 8;
@@ -5816,7 +5823,7 @@ __device__ static inline void attn_small_mainloop(const attn_args &args, const a
             for (int panel = 0; panel < DP / 64; panel++)
                 for (int j = from; j < (is_full ? 1 : pieces); j++)
                     tma_load_2d(to + (k_or_v * HALF + panel * TOK * 64 + j * 8 * 64) * 2,
-                                is_full ? tile_map : map_8, bar, panel * 64,
+                                is_full ? ring.tile_map : ring.map_8, bar, panel * 64,
                                 row + (k_or_v << args.log2_B) + j * 8);
     };
     const int offset = first_kv - item.kv0, last_offset = item.kv1 - item.kv0 - 1,
@@ -5831,7 +5838,7 @@ __device__ static inline void attn_small_mainloop(const attn_args &args, const a
      * writes them. K and V may still change, but they come only to the L2 cache, which sees later
      * writes, so no stale value is used. */
     if (n_tiles) {
-        first_page = offset >> args.log2_B,
+        first_page = offset >> args.log2_B;
         page_ids = args.pages[item.page0 + min(first_page + lane, last_offset >> args.log2_B)];
         /* Lanes 0 and 1: K and V of the item's first page. With args.prefetch lanes 2 and 3: those
          * of the next page. Longer items are prefetched only in part. */
@@ -5865,9 +5872,9 @@ __device__ static inline void attn_small_mainloop(const attn_args &args, const a
     int rows = item.nq > 8 ? 2 : 1;
     for (int i = 0; i < n_tiles; i++) {
         int kv = first_kv + i * TOK, n_kv = item.kv1 - kv;
-        bf16 *k = ring + i % BUFS * 2 * HALF;
+        bf16 *k = ring.tiles + i % BUFS * 2 * HALF;
         float scores[TOK / 2];
-        mbar_wait(smem_addr(&full[i % BUFS]), i / BUFS & 1);
+        mbar_wait(smem_addr(&ring.full[i % BUFS]), i / BUFS & 1);
         if (reload_last && i == n_tiles - 1) {
             if (is_v < 2)
                 *(uint4 *)(k + is_v * HALF + attn_piece_at(TOK, n_kv - 1, piece)) = last_row;
@@ -5907,8 +5914,8 @@ __global__ void __launch_bounds__(32)
     const attn_item item = args.items[blockIdx.x / args.K];
     attn_row_stats stats;
     float acc[DP / 2] = {};
-    attn_small_mainloop<DP, TOK, BUFS>(args, item, blockIdx.x % args.K, &tile_map, &map_8,
-                                       (bf16 *)attn_smem, full, stats, acc);
+    attn_small_mainloop<DP, TOK, BUFS>(args, item, blockIdx.x % args.K,
+                                       {(bf16 *)attn_smem, full, &tile_map, &map_8}, stats, acc);
     attn_store_rows(args, item, stats, blockIdx.x % args.K, acc);
 #else
     __trap();
@@ -5993,8 +6000,9 @@ __global__ void __launch_bounds__(32 * attn_cta_split_max(DP), 1)
         attn_row_stats stats;
         float acc[DP / 2] = {}, *split_o = (float *)((bf16 *)attn_smem + warp * RING);
         if (threadIdx.x % 32 < ATTN_SMALL_Q) max_sum[warp][threadIdx.x % 32] = float2{-INFINITY, 0};
-        attn_small_mainloop<DP, TOK, BUFS>(args, item, kv_head, &tile_map, &map_8,
-                                           (bf16 *)attn_smem + warp * RING, full[warp], stats, acc);
+        const attn_small_ring ring = {(bf16 *)attn_smem + warp * RING, full[warp], &tile_map,
+                                      &map_8};
+        attn_small_mainloop<DP, TOK, BUFS>(args, item, kv_head, ring, stats, acc);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             float sum = quad_sum(stats.row_sum[r]);
@@ -6095,8 +6103,9 @@ __global__ void __launch_bounds__(32 * (attn_cluster_split_max<DP>() / ATTN_CLUS
     float acc[DP / 2] = {};
     if (has_split) {
         item = args.items[merge.first + split];
-        attn_small_mainloop<DP, TOK, BUFS>(args, item, kv_head, &tile_map, &map_8,
-                                           (bf16 *)attn_smem + warp * RING, full[warp], stats, acc);
+        const attn_small_ring ring = {(bf16 *)attn_smem + warp * RING, full[warp], &tile_map,
+                                      &map_8};
+        attn_small_mainloop<DP, TOK, BUFS>(args, item, kv_head, ring, stats, acc);
     } else {
         grid_launch_dependents();
         grid_wait();
