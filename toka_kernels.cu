@@ -5941,15 +5941,19 @@ __global__ void __launch_bounds__(32)
  *
  * Figures: test/results/kernel-choices.md, chapter 9. */
 #if HOPPER
-/* Merges the splits of one query of `merge`, in their order, and stores O and LSE. This thread
- * merges columns col, col + 1, col + col_step, col + col_step + 1 ... max_sum(j): (row_max,
- * row_sum) of split j; split_o(j): its O, not normalized. All threads of the warp must call. */
-template <int MAX_SPLITS, class MaxSum, class SplitO>
+/* Merges the splits of one query of `merge`, in their order, and stores O and LSE. THREADS threads
+ * share the query; thread t of them merges columns 2 t, 2 t + 1, 2 t + 2 THREADS ... max_sum(j):
+ * (row_max, row_sum) of split j; split_o(j): its O, not normalized. All threads of the warp must
+ * call. */
+template <int MAX_SPLITS, int THREADS, class MaxSum, class SplitO>
 __device__ static inline void attn_merge_query(const attn_args &args, const attn_merge &merge,
-                                               int query, int kv_head, int col, int col_step,
-                                               const MaxSum &max_sum, const SplitO &split_o) {
+                                               int query, int kv_head, const MaxSum &max_sum,
+                                               const SplitO &split_o) {
+    const int thread = threadIdx.x % THREADS;
     attn_item item = {};
-    item.q0 = merge.q0, item.nq = (short)merge.nq, item.flags = merge.flags;
+    item.q0 = merge.q0;
+    item.nq = (short)merge.nq;
+    item.flags = merge.flags;
     bool valid = query < merge.nq;
     float state_lse = valid ? attn_state_lse(args, item, query, kv_head) : -INFINITY,
           row_max = -INFINITY, row_sum = 0;
@@ -5957,16 +5961,19 @@ __device__ static inline void attn_merge_query(const attn_args &args, const attn
     if (!valid) return;
     float2 split[MAX_SPLITS];
 #pragma unroll
-    for (int j = 0; j < MAX_SPLITS; j++)
-        split[j] = j < merge.n_splits ? max_sum(j) : make_float2(-INFINITY, 0),
+    for (int j = 0; j < MAX_SPLITS; j++) {
+        split[j] = j < merge.n_splits ? max_sum(j) : make_float2(-INFINITY, 0);
         row_max = fmaxf(row_max, split[j].x);
+    }
     float base = row_max == -INFINITY ? 0 : row_max;
 #pragma unroll
-    for (int j = 0; j < MAX_SPLITS; j++)
-        split[j].x = ex2(split[j].x - base), row_sum += split[j].y * split[j].x;
+    for (int j = 0; j < MAX_SPLITS; j++) {
+        split[j].x = ex2(split[j].x - base);
+        row_sum += split[j].y * split[j].x;
+    }
     attn_output out = attn_finish_query(args, item, query, kv_head, {row_max, row_sum, state_lse},
-                                        col == 0);
-    for (; col < args.D; col += col_step) {
+                                        thread == 0);
+    for (int col = 2 * thread; col < args.D; col += 2 * THREADS) {
         float x = 0, y = 0;
 #pragma unroll
         for (int j = 0; j < MAX_SPLITS; j++) {
@@ -6020,11 +6027,10 @@ __global__ void __launch_bounds__(32 * attn_cta_split_max(DP), 1)
         grid_wait();
     }
     __syncthreads();
-    for (int query0 = 0; query0 < merge.nq; query0 += blockDim.x / 16) { /* 16 threads per query */
+    for (int query0 = 0; query0 < merge.nq; query0 += blockDim.x / 16) {
         const int query = query0 + threadIdx.x / 16;
-        attn_merge_query<MAX_SPLITS>(
-            args, merge, query, kv_head, threadIdx.x % 16 * 2, 32,
-            [&](int j) { return max_sum[j][query]; },
+        attn_merge_query<MAX_SPLITS, 16>(
+            args, merge, query, kv_head, [&](int j) { return max_sum[j][query]; },
             [&](int j) { return (const float *)((bf16 *)attn_smem + j * RING) + query * DP; });
     }
 #else
@@ -6138,9 +6144,8 @@ __global__ void __launch_bounds__(32 * (attn_cluster_split_max<DP>() / ATTN_CLUS
     mbar_wait(smem_addr(&recv_bar), 0);
     const float *split_o = (const float *)(attn_smem + warps * RING * 2);
     for (int row = warp; row * CTAS + cta_rank < merge.nq; row += warps)
-        attn_merge_query<MAX_SPLITS>(
-            args, merge, row * CTAS + cta_rank, kv_head, lane * 2, 64,
-            [&](int j) { return max_sum[j][row]; },
+        attn_merge_query<MAX_SPLITS, 32>(
+            args, merge, row * CTAS + cta_rank, kv_head, [&](int j) { return max_sum[j][row]; },
             [&](int j) { return split_o + (j * ROWS + row) * DP; });
 #else
     __trap();
