@@ -64,7 +64,7 @@
  *                      preempted <-------+   loses its pages. It keeps its tokens
  *
  *     cancelled  from any state: toka_cancel, a callback that returns not 0, toka_close
- *                (eng_end_request)
+ *                (eng_abort_request)
  *     failed     from any state: the device failed (eng_fail)
  *
  * WHO OWNS WHAT.
@@ -153,7 +153,7 @@
  *   chunked prefill                                  2308.16369      16 sched_plan_prefill
  *                                                    (Sarathi)
  *   FlashAttention 1, 2 and 3                        2205.14135      cu 9 attn_mma,
- *                                                    2307.08691           attn_wgmma_launch (Hopper)
+ *                                                    2307.08691           attn_wgmma_launch
  *                                                    2407.08608
  *   online softmax                                   1805.02867      19 cpu_online_softmax
  *                                                                    20 cpu_attend_page
@@ -10115,7 +10115,7 @@ static int mf_open(mf_model **out, const char *model, const char *models_file,
  *                                          least recently used page without children
  *
  * kv_alloc_seq inserts the full pages of a prompt into the tree before anything is computed, so all
- * samples of a prompt share them at once. kv_cache_full_page inserts a page that generated tokens
+ * samples of a prompt share them at once. kv_insert_full_page inserts a page that generated tokens
  * have filled. No sequence is responsible for a page: a sequence in prefill skips the pages that
  * are computed (kv_skip_computed) and computes the first one that is not. So if one holder ends or
  * is preempted, the other holders go on.
@@ -10146,7 +10146,7 @@ typedef struct kv_seq {
     int n_common_pages; /* leading pages that it shares with prev */
     int n_pages;        /* in its block table */
     int n_tree_pages;   /* the first ones of these, which are in the tree */
-    bool not_cacheable; /* no further page is inserted into the tree: the sequence is unshared, or
+    bool no_more_inserts; /* no further page is inserted into the tree: the sequence is unshared, or
                          * the tree has an equal page that was not computed */
 } kv_seq;
 
@@ -10418,7 +10418,7 @@ static void kv_alloc_seq(kv_cache *cache, int seq, const int32_t *tokens, int n_
     }
     cache->seqs[seq].n_pages = n_pages;
     cache->seqs[seq].n_tree_pages = n_tree_pages;
-    cache->seqs[seq].not_cacheable = unshared;
+    cache->seqs[seq].no_more_inserts = unshared;
     kv_order_insert(cache, seq);
 }
 
@@ -10456,25 +10456,25 @@ static void kv_mark_computed(kv_cache *cache, int seq, int from, int to) {
         cache->pages[table[i]].computed = true;
 }
 
-enum kv_insert_result { KV_INSERTED, KV_DEDUPLICATED, KV_NOT_CACHEABLE };
+enum kv_insert_result { KV_INSERTED, KV_DEDUPLICATED, KV_NOT_INSERTED };
 
 /* Call it when the B tokens of the sequence's first page outside the tree are known and computed.
  * tokens: of the sequence, from position 0. Returns
  *   KV_INSERTED       the page is in the tree now
  *   KV_DEDUPLICATED   the tree has an equal page that is computed: the sequence holds that page now
  *                     and its own page is free
- *   KV_NOT_CACHEABLE  the tree has an equal page that is not computed: this page and all later
+ *   KV_NOT_INSERTED  the tree has an equal page that is not computed: this page and all later
  *                     pages of the sequence stay outside the tree. It is not tried again later,
  *                     because this is rare: only the page of a sequence in prefill is in the tree
  *                     before it is computed */
-static enum kv_insert_result kv_cache_full_page(kv_cache *cache, int seq, const int32_t *tokens) {
+static enum kv_insert_result kv_insert_full_page(kv_cache *cache, int seq, const int32_t *tokens) {
     kv_seq *sequence = &cache->seqs[seq];
     int *table = kv_block_table(cache, seq), i = sequence->n_tree_pages;
     int parent = i ? table[i - 1] : cache->root;
     const int32_t *page_tokens = tokens + (size_t)i * (size_t)cache->B;
     uint64_t hash = kv_hash(cache, cache->pages[parent].hash, page_tokens);
     int duplicate = kv_find_child(cache, parent, hash, page_tokens);
-    assert(i < sequence->n_pages && !sequence->not_cacheable);
+    assert(i < sequence->n_pages && !sequence->no_more_inserts);
     if (duplicate < 0) {
         kv_tree_insert(cache, table[i], parent, hash, page_tokens);
         cache->pages[table[i]].computed = true;
@@ -10483,8 +10483,8 @@ static enum kv_insert_result kv_cache_full_page(kv_cache *cache, int seq, const 
         return KV_INSERTED;
     }
     if (!cache->pages[duplicate].computed) {
-        sequence->not_cacheable = true;
-        return KV_NOT_CACHEABLE;
+        sequence->no_more_inserts = true;
+        return KV_NOT_INSERTED;
     }
     kv_order_remove(cache, seq);
     kv_ref(cache, duplicate);
@@ -10511,7 +10511,7 @@ static enum kv_insert_result kv_cache_full_page(kv_cache *cache, int seq, const 
  *               (Kaplan and Meier 1958, for discrete time)
  *   survival    share of sequences that reach a bucket: product of (1 - hazard) of the buckets
  *               before it
- *   quantile    the share of outputs, 0 to 1, that are longer than the length that pred_length
+ *   share_longer  the share of outputs, 0 to 1, that are longer than the length that pred_length
  *               returns for it: 0.9 gives a short length.
  *   truncated   stopped by max_tokens or cancelled, so the full length is not known
  *   class       requests with similar lengths: the samples of one prompt, or all requests with the
@@ -10548,7 +10548,7 @@ static enum kv_insert_result kv_cache_full_page(kv_cache *cache, int seq, const 
  *
  * Why a distribution: with the mean length for every sequence, the forecast would expect that none
  * ends earlier and none later. It would be far too high for the next steps and too low later. So
- * each sequence gets its own quantile, these are spread evenly, and pred_length turns it into a
+ * each sequence gets its own share_longer, these are spread evenly, and pred_length turns it into a
  * length. Then the sum is right at every step.
  *
  * What always holds: survival starts at 1, never rises, and stays above 0. Arithmetic is in double
@@ -10749,20 +10749,20 @@ static double pred_survival(pred *predictor, pred_handle handle, int length) {
            (double)(table->survival[i + 1] - table->survival[i]) * fraction;
 }
 
-/* Returns the length that a share `quantile` (0 to 1) of the class's outputs exceeds, at least 1:
- * the inverse of pred_survival. For a sequence that has n tokens already, pass a quantile below
- * pred_survival(n). */
-static int pred_length(pred *predictor, pred_handle handle, double quantile) {
+/* Returns the length that a share `share_longer` (0 to 1) of the class's outputs exceeds, at least
+ * 1: the inverse of pred_survival. For a sequence that has n tokens already, pass a share_longer
+ * below pred_survival(n). */
+static int pred_length(pred *predictor, pred_handle handle, double share_longer) {
     const pred_table *table = pred_current_table(predictor, handle);
     int lo = 0, hi = PRED_BUCKETS;
     while (hi - lo > 1) {
         int mid = (lo + hi) / 2;
-        if ((double)table->survival[mid] > quantile) lo = mid;
+        if ((double)table->survival[mid] > share_longer) lo = mid;
         else hi = mid;
     }
     double upper = (double)table->survival[lo], lower = (double)table->survival[lo + 1];
     double fraction =
-        upper > lower ? MIN(MAX((upper - quantile) / (upper - lower), 0.0), 1.0) : 1.0;
+        upper > lower ? MIN(MAX((upper - share_longer) / (upper - lower), 0.0), 1.0) : 1.0;
     return predictor->edge[lo] +
            (int)MAX(1.0, fraction * (predictor->edge[lo + 1] - predictor->edge[lo]) + 0.5);
 }
@@ -11131,11 +11131,11 @@ typedef struct sched_seq {
     bool was_preempted;    /* its prompt is counted in n_prompt_tokens already */
     int expected_len;      /* tokens it is expected to have in the end, prompt and output */
     int64_t base_step;     /* position x is computed in step base_step + x */
-    double quantile;       /* the share of its class (15) whose outputs are longer than the expected
+    double share_longer;   /* the share of its class (15) whose outputs are longer than the expected
                             * output of this sequence; 0: not drawn yet */
     pred_handle length_class;
     int length_bucket;     /* bucket of the predictor that its output has reached */
-    uint32_t admission;    /* number of its last admission, counted over all sequences */
+    uint32_t admission_number;    /* number of its last admission, counted over all sequences */
     int sibling_prev, sibling_next; /* live sequences of its request; -1 ends */
     int backlog_share;     /* in prefill: its tokens that are counted in scheduler.backlog */
     int tail_bucket;       /* first entry of its bucket in scheduler.tail_table; -1: none */
@@ -11170,15 +11170,16 @@ typedef struct scheduler {
     int *prefill_seqs;   /* [max_seqs] sequences with prefill rows in the step planned last, in the
                           * order in which they got them. A sequence that skips pages which are
                           * computed in this same step is after the one that computes them */
-    int64_t sum_guess_squared;      /* sum of sched_guess_squared over running sequences */
+    /* sum of sched_page_guess_squared over running sequences */
+    int64_t sum_page_guess_squared;
     int64_t backlog, backlog_added; /* tokens still to prefill; all tokens ever added to it */
-    heap_node *end_nodes;    /* [n_pages + max_seqs] key: the end step of a tree page (0: not held)
+    heap_node *user_nodes;    /* [n_pages + max_seqs] key: the end step of a tree page (0: not held)
                               * or of sequence seq, which is node n_pages + seq */
-    int *page_users;         /* [n_pages] top of a page's heap of users in end_nodes; see
+    int *top_user;         /* [n_pages] top of a page's heap of users in user_nodes; see
                               * sched_update_page_end */
     heap_node *seq_nodes;    /* [max_seqs] a heap of preempted sequences, earliest in the queue on
                               * top, and one of running sequences, latest in the queue on top */
-    int first_preempted, newest; /* the tops of these two heaps */
+    int next_to_resume, next_to_preempt; /* the tops of these two heaps */
     sched_request *requests; /* [cap_requests] grows in sched_submit */
     heap_node *queue_nodes;  /* [cap_requests] the heap of queued requests */
     int n_requests, cap_requests, free_request, first_queued; /* ids used; the first free id, -1:
@@ -11186,14 +11187,14 @@ typedef struct scheduler {
     int n_unstarted;         /* samples of queued requests that never started */
     int64_t arrival_step;    /* step of the last arrival */
     int n_arrived;           /* arrivals in that step */
-    uint32_t n_started, quantile_counter; /* admissions; see sched_expected_len */
+    uint32_t n_admissions, draw_counter; /* admissions; see sched_expected_len */
     uint64_t last_own_class; /* last key given to a request without one */
     struct sched_free_buffer *free_buffers[32]; /* [c]: list of free buffers of 2^c tokens */
     int n_buffers[32];       /* [c]: such buffers, free or in use */
     int buffer_demand[32];   /* [c]: samples, queued or live, that need such a buffer */
-    uint64_t change_count, failed_change_count; /* changes of what admission depends on; their
+    uint64_t change_count, refused_change_count; /* changes of what admission depends on; their
                                                  * number when the queue's head last did not fit */
-    int64_t failed_step;     /* the step in which it did not fit */
+    int64_t refused_step;     /* the step in which it did not fit */
     int64_t n_preempted, n_repredicted; /* since open: preemptions; corrections of a forecast */
     int64_t n_prompt_tokens; /* since open: prompt tokens of started sequences, each once */
     int64_t n_prompt_hits;   /* those of them that were not computed: found or copied */
@@ -11245,8 +11246,8 @@ static void sched_free(scheduler *sched) {
     free(sched->free_seqs);
     free(sched->copies);
     free(sched->tail_table);
-    free(sched->end_nodes);
-    free(sched->page_users);
+    free(sched->user_nodes);
+    free(sched->top_user);
     free(sched->requests);
     free(sched->queue_nodes);
     free(sched->prefill_seqs);
@@ -11264,8 +11265,8 @@ static int sched_init(scheduler *sched, const sched_config *config, toka_err *e)
     assert(config->max_tokens >= config->max_seqs && config->max_len > 1);
     size_t n_pages = (size_t)config->n_pages, n_seqs = (size_t)config->max_seqs;
     *sched = (scheduler){.config = *config,
-                         .first_preempted = -1,
-                         .newest = -1,
+                         .next_to_resume = -1,
+                         .next_to_preempt = -1,
                          .free_request = -1,
                          .first_queued = -1};
     bool fits = config->max_len < 1 << 29 /* the steps of the forecast are counted in int */ &&
@@ -11284,20 +11285,20 @@ static int sched_init(scheduler *sched, const sched_config *config, toka_err *e)
     sched->free_seqs = mem_alloc(n_seqs * sizeof(int));
     sched->copies = mem_alloc(n_seqs * sizeof *sched->copies);
     sched->prefill_seqs = mem_alloc(n_seqs * sizeof *sched->prefill_seqs);
-    sched->end_nodes = mem_try_zalloc(n_pages + n_seqs, sizeof *sched->end_nodes);
-    sched->page_users = mem_try_zalloc(n_pages, sizeof *sched->page_users);
+    sched->user_nodes = mem_try_zalloc(n_pages + n_seqs, sizeof *sched->user_nodes);
+    sched->top_user = mem_try_zalloc(n_pages, sizeof *sched->top_user);
     for (sched->n_tail_buckets = 1; sched->n_tail_buckets < config->max_seqs;)
         sched->n_tail_buckets *= 2;
     sched->tail_table =
         mem_alloc((size_t)sched->n_tail_buckets * SCHED_TAIL_WAYS * sizeof *sched->tail_table);
-    if (!sched->forecast.nodes || !sched->end_nodes || !sched->page_users) {
+    if (!sched->forecast.nodes || !sched->user_nodes || !sched->top_user) {
         sched_free(sched);
         return fail(e, TOKA_E_MEMORY,
                     "no memory for the tables of %d pages of KV and %d sequences of up to "
                     "%d tokens",
                     config->n_pages, config->max_seqs, config->max_len);
     }
-    for (int page = 0; page < config->n_pages; page++) sched->page_users[page] = -1;
+    for (int page = 0; page < config->n_pages; page++) sched->top_user[page] = -1;
     for (int i = 0; i < sched->n_tail_buckets * SCHED_TAIL_WAYS; i++) sched->tail_table[i] = -1;
     for (int seq = config->max_seqs - 1; seq >= 0; seq--)
         sched->free_seqs[sched->n_seqs_free++] = seq;
@@ -11317,7 +11318,8 @@ static int sched_last_tree_page(const scheduler *sched, int seq) {
 /* Adds (sign 1) or removes (sign -1) the own pages of seq, those outside the prefix tree, in the
  * forecast: n_held pages from now to its end, and the pages that it will allocate, from number
  * next_page on. */
-static void sched_forecast_own(scheduler *sched, int seq, int n_held, int next_page, int sign) {
+static void sched_forecast_own_pages(scheduler *sched, int seq, int n_held, int next_page,
+                                     int sign) {
     const sched_seq *sequence = &sched->seqs[seq];
     int n_pages = kv_pages_for(&sched->kv, MIN(sequence->expected_len, sequence->limit) - 1);
     for (int page = next_page; page < n_pages; page++)
@@ -11327,13 +11329,14 @@ static void sched_forecast_own(scheduler *sched, int seq, int n_held, int next_p
     forecast_change(&sched->forecast, sequence->end_step, -sign * MAX(n_pages - next_page, 0));
 }
 
-static void sched_forecast_own_now(scheduler *sched, int seq, int sign) {
-    const kv_seq *held = &sched->kv.seqs[seq];
-    sched_forecast_own(sched, seq, held->n_pages - held->n_tree_pages, held->n_pages, sign);
+static void sched_forecast_own_pages_now(scheduler *sched, int seq, int sign) {
+    const kv_seq *cache_seq = &sched->kv.seqs[seq];
+    sched_forecast_own_pages(sched, seq, cache_seq->n_pages - cache_seq->n_tree_pages,
+                             cache_seq->n_pages, sign);
 }
 
 /* The users of a tree page are its child pages and the sequences whose last tree page it is. They
- * keep it held. They are a heap in end_nodes, with the user that ends last on top. The end of the
+ * keep it held. They are a heap in user_nodes, with the user that ends last on top. The end of the
  * page is the end of that user. `->` is "in the heap of users of":
  *
  *     seq 3 (end 90) ---> page 5 (end 90) ---+
@@ -11341,7 +11344,7 @@ static void sched_forecast_own_now(scheduler *sched, int seq, int sign) {
  *     seq 6 (end 40) ------------------------+
  *
  * The users of `page` changed. Updates its end and the ends of its ancestors; with
- * `update_forecast` the forecast, too. The end of a page is end_nodes[page].key; 0: no sequence
+ * `update_forecast` the forecast, too. The end of a page is user_nodes[page].key; 0: no sequence
  * holds it. Step 0 is never later than now, so forecast_add from 0 adds the page from now on, and
  * forecast_add to 0 removes it from now on. Consecutive pages with the same change (n_pages from
  * from_end to to_end) are added together. */
@@ -11349,9 +11352,9 @@ static void sched_update_page_end(scheduler *sched, int page, bool update_foreca
     int64_t from_end = 0, to_end = 0;
     int n_pages = 0;
     while (page >= 0) {
-        int64_t old_end = sched->end_nodes[page].key;
-        int64_t new_end = sched->page_users[page] >= 0
-                              ? sched->end_nodes[sched->page_users[page]].key
+        int64_t old_end = sched->user_nodes[page].key;
+        int64_t new_end = sched->top_user[page] >= 0
+                              ? sched->user_nodes[sched->top_user[page]].key
                               : 0;
         if (old_end == new_end) break;
         if (n_pages && update_forecast && (old_end != from_end || new_end != to_end)) {
@@ -11363,14 +11366,14 @@ static void sched_update_page_end(scheduler *sched, int page, bool update_foreca
         n_pages++;
         int parent = sched->kv.pages[page].parent;
         if (parent == sched->kv.root) {
-            sched->end_nodes[page].key = new_end;
+            sched->user_nodes[page].key = new_end;
             break;
         }
-        if (!old_end) heap_insert(sched->end_nodes, &sched->page_users[parent], page, new_end, 0);
+        if (!old_end) heap_insert(sched->user_nodes, &sched->top_user[parent], page, new_end, 0);
         else if (!new_end) {
-            heap_remove(sched->end_nodes, &sched->page_users[parent], page);
-            sched->end_nodes[page].key = 0;
-        } else heap_rekey(sched->end_nodes, &sched->page_users[parent], page, new_end);
+            heap_remove(sched->user_nodes, &sched->top_user[parent], page);
+            sched->user_nodes[page].key = 0;
+        } else heap_rekey(sched->user_nodes, &sched->top_user[parent], page, new_end);
         page = parent;
     }
     if (n_pages && update_forecast) forecast_add(&sched->forecast, from_end, to_end, n_pages);
@@ -11379,20 +11382,20 @@ static void sched_update_page_end(scheduler *sched, int page, bool update_foreca
 static void sched_add_page_user(scheduler *sched, int seq, bool update_forecast) {
     int tree_page = sched_last_tree_page(sched, seq);
     if (tree_page < 0) return;
-    heap_insert(sched->end_nodes, &sched->page_users[tree_page], sched->config.n_pages + seq,
+    heap_insert(sched->user_nodes, &sched->top_user[tree_page], sched->config.n_pages + seq,
                 sched->seqs[seq].end_step, 0);
     sched_update_page_end(sched, tree_page, update_forecast);
 }
 
 static void sched_remove_page_user(scheduler *sched, int seq, int tree_page) {
     if (tree_page < 0) return;
-    heap_remove(sched->end_nodes, &sched->page_users[tree_page], sched->config.n_pages + seq);
+    heap_remove(sched->user_nodes, &sched->top_user[tree_page], sched->config.n_pages + seq);
     sched_update_page_end(sched, tree_page, true);
 }
 
 /* Returns the square of the number of output pages that a sequence is expected to have; 0 if its
  * length is fixed. */
-static int64_t sched_guess_squared(const scheduler *sched, const sched_seq *sequence) {
+static int64_t sched_page_guess_squared(const scheduler *sched, const sched_seq *sequence) {
     int64_t n_pages =
         sched->requests[sequence->request].fixed_len
             ? 0
@@ -11405,24 +11408,24 @@ static int64_t sched_guess_squared(const scheduler *sched, const sched_seq *sequ
 static void sched_set_forecast(scheduler *sched, int seq, int64_t base_step, int expected_len) {
     sched_seq *sequence = &sched->seqs[seq];
     int tree_page = sched_last_tree_page(sched, seq);
-    sched_forecast_own_now(sched, seq, -1);
-    sched->sum_guess_squared -= sched_guess_squared(sched, sequence);
+    sched_forecast_own_pages_now(sched, seq, -1);
+    sched->sum_page_guess_squared -= sched_page_guess_squared(sched, sequence);
     sequence->base_step = base_step;
     sequence->expected_len = expected_len;
     sequence->end_step = base_step + expected_len - 1;
-    sched->sum_guess_squared += sched_guess_squared(sched, sequence);
+    sched->sum_page_guess_squared += sched_page_guess_squared(sched, sequence);
     sched->change_count++;
-    sched_forecast_own_now(sched, seq, 1);
+    sched_forecast_own_pages_now(sched, seq, 1);
     if (tree_page >= 0) {
-        heap_rekey(sched->end_nodes, &sched->page_users[tree_page], sched->config.n_pages + seq,
+        heap_rekey(sched->user_nodes, &sched->top_user[tree_page], sched->config.n_pages + seq,
                    sequence->end_step);
         sched_update_page_end(sched, tree_page, true);
     }
 }
 
 /* Returns the number of tokens, prompt and output, that the sequence is expected to have in the
- * end. It has n_now tokens now. The first call draws a quantile; the expected length is the length
- * at that quantile of its class. If the sequence has got longer than that, a new quantile is drawn
+ * end. It has n_now tokens now. The first call draws its share_longer; the expected length is that
+ * of this share in its class. If the sequence has got longer than that, a new share_longer is drawn
  * among the lengths above n_now. The draws of all sequences together are evenly spread (multiples
  * of the golden ratio, modulo 1), so that even a few of them represent the whole distribution. */
 static int sched_expected_len(scheduler *sched, sched_seq *sequence, int n_now) {
@@ -11430,14 +11433,15 @@ static int sched_expected_len(scheduler *sched, sched_seq *sequence, int n_now) 
     int n_output = MAX(n_now - sequence->n_prompt, request->min_tokens);
     int max_output = sequence->limit - sequence->n_prompt;
     if (request->fixed_len || n_output >= max_output - 1) return MAX(sequence->limit, n_now + 1);
-    int length = sequence->quantile > 0 ? pred_length(&sched->predictor, sequence->length_class,
-                                                      sequence->quantile)
+    int length = sequence->share_longer > 0 ? pred_length(&sched->predictor, sequence->length_class,
+                                                      sequence->share_longer)
                                         : 0;
     if (length <= n_output) {
-        sched->quantile_counter += 0x9E3779B9u;
-        sequence->quantile = pred_survival(&sched->predictor, sequence->length_class, n_output) *
-                             ((double)sched->quantile_counter + 0.5) / 4294967296.0;
-        length = MAX(pred_length(&sched->predictor, sequence->length_class, sequence->quantile),
+        sched->draw_counter += 0x9E3779B9u;
+        sequence->share_longer = pred_survival(&sched->predictor, sequence->length_class,
+                                               n_output) *
+                                 ((double)sched->draw_counter + 0.5) / 4294967296.0;
+        length = MAX(pred_length(&sched->predictor, sequence->length_class, sequence->share_longer),
                      n_output + 1);
     }
     return sequence->n_prompt + MIN(length, max_output);
@@ -11524,7 +11528,7 @@ static void sched_prefill_remove(scheduler *sched, int seq) {
 
 /* Ends the run of a sequence: frees its pages and removes it from the forecast, the heap of running
  * sequences and the tail table. The caller sets its new state. */
-static void sched_stop(scheduler *sched, int seq) {
+static void sched_stop_running(scheduler *sched, int seq) {
     sched_seq *sequence = &sched->seqs[seq];
     if (sequence->state == SCHED_PREFILL) sched_prefill_remove(sched, seq);
     else sched->n_decode--;
@@ -11535,8 +11539,8 @@ static void sched_stop(scheduler *sched, int seq) {
      * table when it stops later (next_tail_source). Such a stale entry does no harm, even when seq
      * is in use again: sched_has_same_tail compares the pages and tokens. */
     sequence->tail_bucket = -1;
-    heap_remove(sched->seq_nodes, &sched->newest, seq);
-    sched_forecast_own_now(sched, seq, -1);
+    heap_remove(sched->seq_nodes, &sched->next_to_preempt, seq);
+    sched_forecast_own_pages_now(sched, seq, -1);
     sched_remove_page_user(sched, seq, sched_last_tree_page(sched, seq));
     kv_free_seq(&sched->kv, seq);
     sequence->n_computed = sequence->n_rows = 0;
@@ -11544,7 +11548,7 @@ static void sched_stop(scheduler *sched, int seq) {
     sequence->generation++;
     sched->n_running--;
     sched->change_count++;
-    sched->sum_guess_squared -= sched_guess_squared(sched, sequence);
+    sched->sum_page_guess_squared -= sched_page_guess_squared(sched, sequence);
 }
 
 static void sched_free_request(scheduler *sched, int id) {
@@ -11556,15 +11560,15 @@ static void sched_free_request(scheduler *sched, int id) {
 
 /* Ends a sequence for good and frees its index. truncated: it did not end by itself, but at its
  * limit or by cancellation. */
-static void sched_end(scheduler *sched, int seq, bool truncated) {
+static void sched_end_seq(scheduler *sched, int seq, bool truncated) {
     sched_seq *sequence = &sched->seqs[seq];
     sched_request *request = &sched->requests[sequence->request];
     int size_class = sched_buffer_class(sequence->limit);
     if (sequence->state == SCHED_PREEMPTED) {
-        heap_remove(sched->seq_nodes, &sched->first_preempted, seq);
+        heap_remove(sched->seq_nodes, &sched->next_to_resume, seq);
         sequence->generation++;
         sched->change_count++;
-    } else sched_stop(sched, seq);
+    } else sched_stop_running(sched, seq);
     if (!request->fixed_len)
         pred_count_end(&sched->predictor, sequence->length_class, sequence->length_bucket,
                        sequence->n_known - sequence->n_prompt, truncated);
@@ -11599,7 +11603,7 @@ static void sched_cancel(scheduler *sched, int id) {
     else
         for (int seq = request->first_seq, n_left = request->n_live; n_left--;) {
             int next_seq = sched->seqs[seq].sibling_next;
-            sched_end(sched, seq, true);
+            sched_end_seq(sched, seq, true);
             seq = next_seq;
         }
 }
@@ -11618,14 +11622,14 @@ static int64_t sched_prefill_steps(const scheduler *sched, int64_t tokens) {
  * root of the sum of their squares. Half of that is left free, which makes preemption rare. The
  * limit is 1/16 of the pool, because preemption is cheap enough. */
 static int sched_reserve(const scheduler *sched) {
-    return (int)MIN(sqrt((double)sched->sum_guess_squared) / 2,
+    return (int)MIN(sqrt((double)sched->sum_page_guess_squared) / 2,
                     (double)(sched->config.n_pages / 16));
 }
 
 /* Would the pool hold seq in all later steps, beside the running sequences? The first n_matched
  * pages of its block table were found in the prefix tree. If it fits, returns true and leaves seq
  * in the forecast; if not, the forecast is as before. */
-static bool sched_fits(scheduler *sched, int seq, int n_tokens, int n_matched) {
+static bool sched_try_forecast(scheduler *sched, int seq, int n_tokens, int n_matched) {
     const int *table = kv_block_table(&sched->kv, seq);
     int64_t end_step = sched->seqs[seq].end_step;
     int n_pages = kv_pages_for(&sched->kv, n_tokens);
@@ -11633,11 +11637,11 @@ static bool sched_fits(scheduler *sched, int seq, int n_tokens, int n_matched) {
     while (n_held && sched->kv.pages[table[n_held - 1]].ref == 0) n_held--;
     if (n_pages - n_held > kv_n_available(&sched->kv)) return false;
     for (int sign = 1;; sign = -1) {
-        sched_forecast_own(sched, seq, n_pages - n_held, n_pages, sign);
+        sched_forecast_own_pages(sched, seq, n_pages - n_held, n_pages, sign);
         /* seq keeps held pages until end_step at least. From the deepest page up: if a page ends
          * late enough, all pages above it do, too */
-        for (int i = n_held; i-- && sched->end_nodes[table[i]].key < end_step;)
-            forecast_add(&sched->forecast, sched->end_nodes[table[i]].key, end_step, sign);
+        for (int i = n_held; i-- && sched->user_nodes[table[i]].key < end_step;)
+            forecast_add(&sched->forecast, sched->user_nodes[table[i]].key, end_step, sign);
         if (sign < 0) return false;
         if (forecast_peak(&sched->forecast) <= sched->config.n_pages - sched_reserve(sched))
             return true;
@@ -11648,8 +11652,8 @@ static bool sched_is_unshared(const scheduler *sched, const sched_seq *sequence)
     return sequence->sample < sched->requests[sequence->request].n_unshared;
 }
 
-/* Starts a sequence for which sched_fits returned true: allocates its pages and puts it at the end
- * of the prefill list. n_tokens: its prompt or, if it is resumed, all its known tokens. */
+/* Starts a sequence for which sched_try_forecast returned true: allocates its pages and puts it at
+ * the end of the prefill list. n_tokens: its prompt or, if it is resumed, all its known tokens. */
 static void sched_start(scheduler *sched, int seq, int n_tokens, int n_matched) {
     sched_seq *sequence = &sched->seqs[seq];
     kv_alloc_seq(&sched->kv, seq, sequence->tokens, n_tokens, n_matched,
@@ -11658,7 +11662,7 @@ static void sched_start(scheduler *sched, int seq, int n_tokens, int n_matched) 
     sequence->state = SCHED_PREFILL;
     sequence->tail_bucket = sequence->next_tail_source = -1;
     sequence->prompt_group = 0;
-    sequence->admission = ++sched->n_started;
+    sequence->admission_number = ++sched->n_admissions;
     sequence->n_computed = 0;
     sequence->n_planned = n_tokens;
     sequence->next_full_page_at = (sched->kv.seqs[seq].n_tree_pages + 1) * sched->config.B;
@@ -11670,11 +11674,11 @@ static void sched_start(scheduler *sched, int seq, int n_tokens, int n_matched) 
     sequence->prefill_prev = sched->seqs[sched->config.max_seqs].prefill_prev;
     sched->seqs[sequence->prefill_prev].prefill_next = seq;
     sched->seqs[sched->config.max_seqs].prefill_prev = seq;
-    heap_insert(sched->seq_nodes, &sched->newest, seq, sched->requests[sequence->request].queue_key,
-                sequence->admission);
+    heap_insert(sched->seq_nodes, &sched->next_to_preempt, seq,
+                sched->requests[sequence->request].queue_key, sequence->admission_number);
     sched->n_running++;
     sched->change_count++;
-    sched->sum_guess_squared += sched_guess_squared(sched, sequence);
+    sched->sum_page_guess_squared += sched_page_guess_squared(sched, sequence);
     if (!sequence->was_preempted) {
         sched->n_prompt_tokens += n_tokens;
         sched->n_prompt_hits += n_matched * sched->config.B;
@@ -11703,8 +11707,8 @@ static bool sched_admit_preempted(scheduler *sched, int seq) {
                         : kv_match_prefix(&sched->kv, kv_block_table(&sched->kv, seq),
                                           sequence->tokens, n_tokens);
     sched_init_forecast(sched, seq, n_tokens, n_matched);
-    if (!sched_fits(sched, seq, n_tokens, n_matched)) return false;
-    heap_remove(sched->seq_nodes, &sched->first_preempted, seq);
+    if (!sched_try_forecast(sched, seq, n_tokens, n_matched)) return false;
+    heap_remove(sched->seq_nodes, &sched->next_to_resume, seq);
     sched_start(sched, seq, n_tokens, n_matched);
     return true;
 }
@@ -11712,7 +11716,7 @@ static bool sched_admit_preempted(scheduler *sched, int seq) {
 /* Starts the next sample of a queued request if it fits; takes the request from the queue with its
  * last sample. Returns false if it does not fit or no index is free. Each try draws a new expected
  * length; so among requests that had to wait, short draws are more frequent. (A preempted sequence
- * keeps its quantile.) */
+ * keeps its share_longer.) */
 static bool sched_admit_new(scheduler *sched, int id) {
     if (!sched->n_seqs_free) return false;
     sched_request *request = &sched->requests[id];
@@ -11737,7 +11741,7 @@ static bool sched_admit_new(scheduler *sched, int id) {
     if (!request->fixed_len)
         sequence->length_class = pred_find_class(&sched->predictor, request->class_key);
     sched_init_forecast(sched, seq, n_tokens, n_matched);
-    if (!sched_fits(sched, seq, n_tokens, n_matched)) return false;
+    if (!sched_try_forecast(sched, seq, n_tokens, n_matched)) return false;
     sched->n_seqs_free--;
     sequence->tokens = sched_buffer_alloc(sched, sched_buffer_class(sequence->limit));
     memcpy(sequence->tokens, request->prompt, (size_t)n_tokens * sizeof(int32_t));
@@ -11757,21 +11761,21 @@ static bool sched_admit_new(scheduler *sched, int id) {
  * did not fit, tries it again when change_count has changed (a request, a running sequence or an
  * expected length), or after 16 steps, because the forecast also changes as time passes. */
 static void sched_admit(scheduler *sched) {
-    if (sched->change_count == sched->failed_change_count && sched->now < sched->failed_step + 16)
+    if (sched->change_count == sched->refused_change_count && sched->now < sched->refused_step + 16)
         return;
-    while ((sched->first_preempted >= 0 || sched->first_queued >= 0) &&
+    while ((sched->next_to_resume >= 0 || sched->first_queued >= 0) &&
            sched->backlog < 2 * (int64_t)sched->config.max_tokens) {
         /* a preempted sequence has an index; a new one needs a free index */
-        bool preempted = sched->first_preempted >= 0 &&
+        bool preempted = sched->next_to_resume >= 0 &&
                          (sched->first_queued < 0 || !sched->n_seqs_free ||
-                          sched->seq_nodes[sched->first_preempted].key >=
+                          sched->seq_nodes[sched->next_to_resume].key >=
                               sched->queue_nodes[sched->first_queued].key);
-        if (preempted ? sched_admit_preempted(sched, sched->first_preempted)
+        if (preempted ? sched_admit_preempted(sched, sched->next_to_resume)
                       : sched_admit_new(sched, sched->first_queued))
             continue;
         assert(sched->n_running || !sched->n_seqs_free); /* alone, each request fits */
-        sched->failed_change_count = sched->change_count;
-        sched->failed_step = sched->now;
+        sched->refused_change_count = sched->change_count;
+        sched->refused_step = sched->now;
         return;
     }
 }
@@ -11779,12 +11783,13 @@ static void sched_admit(scheduler *sched) {
 /* Preempts the running sequence that is last in queue order; of one request, the sequence that was
  * admitted last. */
 static void sched_preempt(scheduler *sched) {
-    int seq = sched->newest;
-    sched_stop(sched, seq);
+    int seq = sched->next_to_preempt;
+    sched_stop_running(sched, seq);
     sched->seqs[seq].state = SCHED_PREEMPTED;
     sched->seqs[seq].was_preempted = true;
-    heap_insert(sched->seq_nodes, &sched->first_preempted, seq,
-                -sched->requests[sched->seqs[seq].request].queue_key, -sched->seqs[seq].admission);
+    heap_insert(sched->seq_nodes, &sched->next_to_resume, seq,
+                -sched->requests[sched->seqs[seq].request].queue_key,
+                -sched->seqs[seq].admission_number);
     sched->n_preempted++;
 }
 
@@ -11804,7 +11809,7 @@ static bool sched_needs_page(const scheduler *sched, const sched_seq *sequence) 
 /* Corrects the forecast of the sequences for which it proved wrong: a sequence that reached its
  * expected end, and a prefill that should be over. Also clears the rows of the last step.
  * Returns the number of pages that sequences in decode need for this step. */
-static int sched_correct_forecast(scheduler *sched) {
+static int sched_prepare_step(scheduler *sched) {
     int n_needed = 0;
     for (int seq = 0; seq < sched->config.max_seqs; seq++) {
         sched_seq *sequence = &sched->seqs[seq];
@@ -11941,7 +11946,7 @@ static bool sched_copy_tail(scheduler *sched, int seq) {
                      : -1;
     if (source < 0) {
         sched_tail_table_put(sched, seq);
-        sequence->prompt_group = sequence->admission;
+        sequence->prompt_group = sequence->admission_number;
         return true;
     }
     if (sched->seqs[source].is_prefill && sched->seqs[source].n_rows) {
@@ -11952,7 +11957,7 @@ static bool sched_copy_tail(scheduler *sched, int seq) {
     sched->seqs[source].next_tail_source = seq;
     sequence->prompt_group = sched->seqs[source].n_prompt == sequence->n_prompt
                                  ? sched->seqs[source].prompt_group
-                                 : sequence->admission;
+                                 : sequence->admission_number;
     sched->copies[sched->n_copies++] =
         (toka_copy){kv_block_table(&sched->kv, source)[n_tree_pages],
                     kv_block_table(&sched->kv, seq)[n_tree_pages]};
@@ -12004,9 +12009,9 @@ static int sched_plan(scheduler *sched) {
     forecast_advance(&sched->forecast);
     sched->now++;
     sched->n_copies = sched->n_prefill_seqs = 0;
-    int n_needed = sched_correct_forecast(sched);
+    int n_needed = sched_prepare_step(sched);
     while (n_needed > kv_n_available(&sched->kv)) {
-        n_needed -= sched_needs_page(sched, &sched->seqs[sched->newest]);
+        n_needed -= sched_needs_page(sched, &sched->seqs[sched->next_to_preempt]);
         sched_preempt(sched);
     }
     int n_rows = sched_plan_decode(sched);
@@ -12017,35 +12022,35 @@ static int sched_plan(scheduler *sched) {
 /* ---- Commit ---- */
 
 /* Inserts full pages of known, computed tokens into the prefix tree. */
-static void sched_cache_full_pages(scheduler *sched, int seq) {
+static void sched_insert_full_pages(scheduler *sched, int seq) {
     sched_seq *sequence = &sched->seqs[seq];
-    const kv_seq *held = &sched->kv.seqs[seq];
-    while (!held->not_cacheable && (held->n_tree_pages + 1) * sched->config.B <=
+    const kv_seq *cache_seq = &sched->kv.seqs[seq];
+    while (!cache_seq->no_more_inserts && (cache_seq->n_tree_pages + 1) * sched->config.B <=
                                        MIN(sequence->n_known, sequence->n_computed)) {
         int tree_page = sched_last_tree_page(sched, seq), node = sched->config.n_pages + seq;
-        enum kv_insert_result result = kv_cache_full_page(&sched->kv, seq, sequence->tokens);
-        if (result == KV_NOT_CACHEABLE) break;
+        enum kv_insert_result result = kv_insert_full_page(&sched->kv, seq, sequence->tokens);
+        if (result == KV_NOT_INSERTED) break;
         int page = sched_last_tree_page(sched, seq);
         if (result == KV_INSERTED) {
             /* the page, with the end of seq, replaces seq as a user of tree_page; seq becomes a
              * user of the page. The forecast does not change */
-            sched->end_nodes[page].key = sequence->end_step;
+            sched->user_nodes[page].key = sequence->end_step;
             if (tree_page >= 0)
-                heap_replace(sched->end_nodes, &sched->page_users[tree_page], node, page);
-            heap_insert(sched->end_nodes, &sched->page_users[page], node, sequence->end_step, 0);
+                heap_replace(sched->user_nodes, &sched->top_user[tree_page], node, page);
+            heap_insert(sched->user_nodes, &sched->top_user[page], node, sequence->end_step, 0);
         } else {
             /* deduplicated: seq has one own page less and becomes a user of the duplicate. The
              * duplicate is a child of tree_page and ends no earlier than seq, so the end of
              * tree_page is still right */
             forecast_add(&sched->forecast, sched->now, sequence->end_step, -1);
             if (tree_page >= 0)
-                heap_remove(sched->end_nodes, &sched->page_users[tree_page], node);
+                heap_remove(sched->user_nodes, &sched->top_user[tree_page], node);
             sched_add_page_user(sched, seq, true);
-            sequence->last_page = kv_block_table(&sched->kv, seq)[held->n_pages - 1];
+            sequence->last_page = kv_block_table(&sched->kv, seq)[cache_seq->n_pages - 1];
         }
     }
     sequence->next_full_page_at =
-        held->not_cacheable ? INT_MAX : (held->n_tree_pages + 1) * sched->config.B;
+        cache_seq->no_more_inserts ? INT_MAX : (cache_seq->n_tree_pages + 1) * sched->config.B;
 }
 
 /* SCHED_STALE: seq ended or was preempted since that step was planned; the token is ignored.
@@ -12061,8 +12066,8 @@ static enum sched_result sched_commit(scheduler *sched, int seq, uint32_t genera
     assert(sequence->n_known < sequence->n_planned);
     sequence->tokens[sequence->n_known++] = token;
     if (ended || sequence->n_known == sequence->limit) {
-        sched_cache_full_pages(sched, seq);
-        sched_end(sched, seq, !ended);
+        sched_insert_full_pages(sched, seq);
+        sched_end_seq(sched, seq, !ended);
         return SCHED_DONE;
     }
     if (sequence->n_known == sequence->next_bucket_at) {
@@ -12072,7 +12077,7 @@ static enum sched_result sched_commit(scheduler *sched, int seq, uint32_t genera
         sequence->next_bucket_at =
             sequence->n_prompt + sched->predictor.edge[++sequence->length_bucket + 1];
     }
-    if (sequence->n_known >= sequence->next_full_page_at) sched_cache_full_pages(sched, seq);
+    if (sequence->n_known >= sequence->next_full_page_at) sched_insert_full_pages(sched, seq);
     return SCHED_CONTINUES;
 }
 
@@ -12125,7 +12130,7 @@ static enum sched_result sched_commit(scheduler *sched, int seq, uint32_t genera
  * before their children. The span of a node begins where the nearest shared span above it ends.
  * There is no other threshold and no flag. "reads" is how often each of the tokens is read:
  *
- *      worth it:  (reads by the children - reads together) * tokens > merge_tok * rows + span_tok
+ *      worth it:  (reads by the children - reads together) * tokens > merge_cost * rows + span_cost
  *
  * A shared span covers only positions before the first position of each of its chunks. So it needs
  * no causal mask, and rows of prefill chunks share it like any others.
@@ -12180,9 +12185,9 @@ static enum sched_result sched_commit(scheduler *sched, int seq, uint32_t genera
  * =========================================================================== */
 
 typedef struct batch_cost { /* of a backend's attention; unit: tokens of K and V read for one row */
-    int merge_tok; /* merging one more partial result into a row */
-    int span_tok;  /* one more span */
-    int tile_rows; /* rows that one read of K and V serves */
+    int merge_cost; /* merging one more partial result into a row */
+    int span_cost;  /* one more span */
+    int rows_per_read; /* rows that one read of K and V serves */
     int span_align_tok; /* a span may begin within a page, at a multiple of this; 0: it may not */
 } batch_cost;
 
@@ -12230,7 +12235,7 @@ enum { BATCH_PREFETCH = 8 };
 
 typedef struct batch_node { /* a run of rows and the leading tokens that they share */
     int n_common_tok, row0, n_rows;
-    int n_reads;     /* times that a shared token is read if each child reads it for itself */
+    int n_child_reads;     /* times that a shared token is read if each child reads it for itself */
     int parent;
     int covered_tok; /* leading tokens in shared spans, this node's span included */
     int seq;         /* the first sequence of the run: its block table has the shared pages */
@@ -12332,7 +12337,7 @@ static void batch_free(batch_builder *builder) {
 static void batch_init(batch_builder *builder, const scheduler *sched, batch_cost cost) {
     size_t max_seqs = (size_t)sched->config.max_seqs;
     size_t max_chunks = (size_t)batch_max_chunks(sched);
-    assert(cost.tile_rows > 0);
+    assert(cost.rows_per_read > 0);
     *builder = (batch_builder){
         .cost = cost, .n_stages = 1, .compute_bound_rows = BATCH_COMPUTE_BOUND_ROWS};
     builder->chunk_node = mem_alloc(max_chunks * sizeof *builder->chunk_node);
@@ -12582,14 +12587,14 @@ static void batch_sort_chunks(batch_builder *builder, batch_step *built) {
 
 /* Times that a span over n_rows rows reads each of its kv positions. */
 static int batch_tile_reads(const batch_builder *builder, int n_rows) {
-    return (n_rows + builder->cost.tile_rows - 1) / builder->cost.tile_rows;
+    return (n_rows + builder->cost.rows_per_read - 1) / builder->cost.rows_per_read;
 }
 
 /* Makes a complete run of rows a child of node `parent`. seq: the first sequence of the run. */
 static void batch_attach(batch_builder *builder, int parent, int row0, int n_rows, int seq) {
     batch_node *node = &builder->nodes[parent];
     if (!node->n_rows) node->row0 = row0, node->seq = seq;
-    node->n_rows += n_rows, node->n_reads += batch_tile_reads(builder, n_rows);
+    node->n_rows += n_rows, node->n_child_reads += batch_tile_reads(builder, n_rows);
 }
 
 /* Returns the number of leading tokens that this chunk, which is not in the step yet, shares with
@@ -12674,9 +12679,9 @@ static void batch_choose_spans(batch_builder *builder, batch_step *built, const 
     for (int i = builder->n_closed - 1; i >= 0; i--) {
         batch_node *node = &builder->nodes[builder->closed[i]];
         node->covered_tok = builder->nodes[node->parent].covered_tok;
-        int64_t saved = (int64_t)(node->n_reads - batch_tile_reads(builder, node->n_rows)) *
+        int64_t saved = (int64_t)(node->n_child_reads - batch_tile_reads(builder, node->n_rows)) *
                         (node->n_common_tok - node->covered_tok);
-        if (saved <= (int64_t)cost->merge_tok * node->n_rows + cost->span_tok) continue;
+        if (saved <= (int64_t)cost->merge_cost * node->n_rows + cost->span_cost) continue;
         batch_add_span(built, sched, node->row0, node->n_rows, node->seq, node->covered_tok,
                        node->n_common_tok);
         node->covered_tok = node->n_common_tok;
@@ -12906,7 +12911,7 @@ static void batch_make_micros(batch_builder *builder, batch_micros *micros,
  * (samp_unadjust). The error is the rounding error of the adjusted logit (4e-6 when |logit| < 64)
  * times the repetition penalty. This is why the penalty has bounds. If the request wants no
  * logprob, it is NAN and not computed. sampled_logprob is that of the distribution after step 4. A
- * greedy id has 0, the logarithm of 1. A forced id, for which nothing is drawn, has its logprob.
+ * greedy id has 0, the logarithm of 1. A scored id, for which nothing is drawn, has its logprob.
  *
  * Not here (chapter 22): which ids end a sequence, counting tokens against min_tokens and
  * max_tokens, and ending a sample for which nothing is left to draw.
@@ -13484,24 +13489,24 @@ static int32_t samp_choose(const toka_sample_row *row, const float *x, int V, fl
 }
 
 /* Steps 1 to 5: from a row of raw logits [V] to a sample result. It overwrites the logits. A row
- * with forced_id >= 0 is only scored: its result is that id with its logprob, and its rank if
- * `ranked`. */
+ * with scored_id >= 0 is only scored: its result is that id with its logprob, and its rank if
+ * `wants_rank`. */
 static void samp_row(const toka_sample_row *row, float *logits, int V, toka_sample_result *result) {
     const toka_sampling *sampling = row->sampling;
-    assert(V > 0 && row->forced_id < V && (sampling || row->forced_id >= 0));
-    assert(!row->ranked || (sampling && row->forced_id >= 0));
+    assert(V > 0 && row->scored_id < V && (sampling || row->scored_id >= 0));
+    assert(!row->wants_rank || (sampling && row->scored_id >= 0));
     for (int i = 0; i < V; i++) logits[i] = samp_clean(logits[i]);
     const bool want_logprob = toka_wants_logprob(row);
     samp_lse lse = {.max = want_logprob ? samp_max(logits, V) : -INFINITY};
     if (lse.max > -INFINITY) lse.log_sum = log(samp_sum(logits, V, lse.max, 1));
     result->n_top = 0;
-    result->rank = row->ranked ? samp_rank(logits, V, row->forced_id) : 0;
+    result->rank = row->wants_rank ? samp_rank(logits, V, row->scored_id) : 0;
     if (sampling && sampling->logprobs > 0)
         samp_top_logprobs(logits, V, MIN(MIN(sampling->logprobs, TOKA_MAX_LOGPROBS), V), lse,
                           result);
-    if (row->forced_id >= 0) {
-        result->id = row->forced_id;
-        result->logprob = result->sampled_logprob = samp_logprob(logits[row->forced_id], lse);
+    if (row->scored_id >= 0) {
+        result->id = row->scored_id;
+        result->logprob = result->sampled_logprob = samp_logprob(logits[row->scored_id], lse);
         return;
     }
     samp_adjust(row, logits, V);
@@ -13756,28 +13761,30 @@ static void samp_put_visible(const tok *tokenizer, int32_t id, bool keep_special
 }
 
 /* Sets `text` to the end of the output's text: enough bytes for the longest word and one character
- * before it. Sets `edges`, a byte for each byte of text, to 1 where a token begins, else 0. */
+ * before it. Sets `token_starts`, a byte for each byte of text, to 1 where a token begins, else
+ * 0. */
 static void samp_output_end(const toka_words *words, const int32_t *output, int n_output,
-                            bool keep_special, buf *text, buf *edges) {
+                            bool keep_special, buf *text, buf *token_starts) {
     int from = n_output;
     buf_clear(text);
-    buf_clear(edges);
+    buf_clear(token_starts);
     while (from > 0 && text->n < words->max_bytes + 4)
         samp_put_visible(words->tokenizer, output[--from], keep_special, text);
     buf_clear(text);
     for (; from < n_output; from++) {
         samp_put_visible(words->tokenizer, output[from], keep_special, text);
-        for (bool first = true; edges->n < text->n; first = false) buf_char(edges, first);
+        for (bool first = true; token_starts->n < text->n; first = false)
+            buf_char(token_starts, first);
     }
 }
 
 /* Appends to `out` the ids that would complete a bad word after this output. text, edges: scratch
  * buffers. keep_special: of the request. */
 static void samp_bad_by_texts(const toka_words *words, const int32_t *output, int n_output,
-                              bool keep_special, buf *text, buf *edges, ids *out) {
+                              bool keep_special, buf *text, buf *token_starts, ids *out) {
     ids_reserve(out, words->whole_ids.n);
     for (size_t i = 0; i < words->whole_ids.n; i++) ids_push(out, words->whole_ids.p[i]);
-    samp_output_end(words, output, n_output, keep_special, text, edges);
+    samp_output_end(words, output, n_output, keep_special, text, token_starts);
     if (!text->n) return;
     const str text_end = buf_view(text);
     const unsigned char last_byte = (unsigned char)text_end.p[text_end.n - 1];
@@ -13788,7 +13795,8 @@ static void samp_bad_by_texts(const toka_words *words, const int32_t *output, in
         if (n_before > text_end.n ||
             memcmp(text_end.p + word_start, words->words[suffix->word_index].p, n_before))
             continue;
-        if (edges->p[word_start] || samp_is_word_edge(&words->tokenizer->uni, text_end, word_start))
+        if (token_starts->p[word_start] ||
+            samp_is_word_edge(&words->tokenizer->uni, text_end, word_start))
             ids_push(out, suffix->id);
     }
 }
@@ -13974,7 +13982,7 @@ static bool stop_put(stop_scanner *scanner, str text, bool may_stop, buf *out) {
 }
 
 /* Ends the text: appends the held text to `out`. */
-static void stop_end(stop_scanner *scanner, buf *out) {
+static void stop_flush(stop_scanner *scanner, buf *out) {
     buf_str(out, buf_view(&scanner->held));
     buf_clear(&scanner->held);
     scanner->ended = true;
@@ -16041,7 +16049,8 @@ static void cpu_download(toka_device *dev, void *to, toka_dev_ptr from, size_t b
 
 /* Fields that are not here are NULL, false or 0: begin, end, finish and times are for devices whose
  * ops return before their work is done, capture for CUDA graphs, count and warm_up for GPUs.
- * n_ahead: 2 steps are planned ahead, but the rank runs them one after the other (rank_thread). */
+ * max_in_flight: 2 steps are planned ahead, but the rank runs them one after the other
+ * (rank_thread). */
 const toka_backend toka_cpu = {
     .name = "cpu",
     .probe = cpu_probe,
@@ -16072,10 +16081,10 @@ const toka_backend toka_cpu = {
     .reads_files = true,
     .default_tokens = 512,
     .default_seqs = 256,
-    .merge_tok = 4,
-    .span_tok = 32,
-    .tile_rows = 8,
-    .n_ahead = 2,
+    .merge_cost = 4,
+    .span_cost = 32,
+    .rows_per_read = 8,
+    .max_in_flight = 2,
 };
 
 /* ===========================================================================
@@ -16109,10 +16118,10 @@ const toka_backend toka_cpu = {
  *                                 | n_launched = 5
  *
  * An asynchronous device is one whose backend has `finish`: its ops return before their work is
- * done. A rank launches up to n_ahead steps on it before it waits for the oldest. It calls finish,
- * which blocks, only if the driver waits for that step, if n_ahead steps are in flight, or if the
- * model is being closed. Until then it sleeps on work_ready, so it launches a newly posted step at
- * once.
+ * done. A rank launches up to max_in_flight steps on it before it waits for the oldest. It calls
+ * finish, which blocks, only if the driver waits for that step, if max_in_flight steps are in
+ * flight, or if the model is being closed. Until then it sleeps on work_ready, so it launches a
+ * newly posted step at once.
  *
  * What always holds:
  *   - a posted step, and all memory it points to, does not change until model_wait has returned for
@@ -16126,7 +16135,7 @@ const toka_backend toka_cpu = {
  * =========================================================================== */
 
 enum {
-    /* Most steps that are posted and not done: ENG_MAX_AHEAD steps of the engine (22), each of
+    /* Most steps that are posted and not done: ENG_MAX_IN_FLIGHT steps of the engine (22), each of
      * BATCH_MAX_MICROS microbatches (17). */
     MODEL_RING_STEPS = 64,
     MODEL_HANG_TIMEOUT_S = 5 /* seconds for all ranks to finish their steps after an error */
@@ -16144,7 +16153,7 @@ typedef struct model_job { /* a posted step, and where its results go */
 typedef struct model_notifier { /* one lock and one condition for all models of one driver */
     pthread_mutex_t lock;
     pthread_cond_t changed; /* a rank has finished a step, opened its device, or failed */
-    double hang_left_s;     /* driver only, no lock: seconds left until ranks that do not finish
+    double hang_budget_s;     /* driver only, no lock: seconds left until ranks that do not finish
                              * after an error count as hung. One budget for all models of the
                              * driver; it is not refilled, as the first error ends the engine */
 } model_notifier;
@@ -16184,7 +16193,7 @@ typedef struct model_grid {
     bool closing;        /* threads end when they have run all posted steps */
     /* These four are used by the driver only, so they need no lock: */
     double last_check;    /* time of the watchdog's last look, os_now */
-    int64_t watched_step; /* the step that the driver waits for */
+    int64_t watchdog_step; /* the step that the driver waits for */
     double stop_wait_s;   /* seconds it has waited for that step since SIGINT or SIGTERM */
     bool hung;            /* some rank is hung */
     /* Under the lock: */
@@ -16324,7 +16333,7 @@ static void *rank_thread(void *arg) {
     rank_notify(rank, code, &e);
     for (;;) {
         const int64_t n_in_flight = rank->n_launched - rank->n_done;
-        const int64_t max_in_flight = model->backend->finish ? model->backend->n_ahead : 1;
+        const int64_t max_in_flight = model->backend->finish ? model->backend->max_in_flight : 1;
         if (rank->n_launched < model->n_posted && n_in_flight < max_in_flight)
             rank_launch(rank);
         else if (n_in_flight && (n_in_flight == max_in_flight ||
@@ -16471,8 +16480,8 @@ static void model_watchdog(model_grid *model, int64_t number) {
     int unfinished = 0, code = 0;
     toka_err e;
     model->last_check = now;
-    if (model->watched_step != number) {
-        model->watched_step = number;
+    if (model->watchdog_step != number) {
+        model->watchdog_step = number;
         model->stop_wait_s = 0;
     }
     if (model->error.code || model_is_done(model, number)) return;
@@ -16493,7 +16502,7 @@ static void model_poll(model_notifier *notifier) {
 }
 
 /* Waits until step `number` is done. Returns 0, or the model's first error. After an error it still
- * waits for the ranks, until hang_left_s is used up; then the model is hung. (A second model that
+ * waits for the ranks, until hang_budget_s is used up; then the model is hung. (A second model that
  * fails has what the first one left of it.) */
 static int model_wait(model_grid *model, int64_t number, toka_err *e) {
     model_notifier *notifier = model->notifier;
@@ -16505,8 +16514,8 @@ static int model_wait(model_grid *model, int64_t number, toka_err *e) {
     }
     for (double began = os_now(); !model_is_done(model, number) && !model->hung; began = os_now()) {
         model_poll(notifier);
-        notifier->hang_left_s -= MIN(os_now() - began, MODEL_POLL_S);
-        model->hung = notifier->hang_left_s <= 0 && !model_is_done(model, number);
+        notifier->hang_budget_s -= MIN(os_now() - began, MODEL_POLL_S);
+        model->hung = notifier->hang_budget_s <= 0 && !model_is_done(model, number);
     }
     int code = model->error.code;
     if (code) *e = model->error;
@@ -16568,9 +16577,9 @@ static double model_busy_s(model_grid *model) {
  * callback must not call toka_run, toka_generate, toka_score or toka_close: it would wait for its
  * own thread (toka.h).
  *
- * Run-ahead. While the ranks (21) run a step, the driver plans the next one. Up to n_ahead steps
- * are in flight, each with arrays of its own (eng_inflight). With n_ahead 2, and the numbers of one
- * decoding sequence (16) that has 10 tokens before step N:
+ * Run-ahead. While the ranks (21) run a step, the driver plans the next one. Up to max_in_flight
+ * steps are in flight, each with arrays of its own (eng_inflight). With max_in_flight 2, and the
+ * numbers of one decoding sequence (16) that has 10 tokens before step N:
  *
  *     host       plan N |plan N+1| wait for N |commit N,|plan N+2| wait for  |commit N+1,|plan N+3
  *                       |        |            |retire N |        | N+1       |retire N+1 |
@@ -16583,7 +16592,7 @@ static double model_busy_s(model_grid *model) {
  * Step N+1 reads the token that step N samples. The host does not know this token when it plans
  * N+1; the device keeps the last token of each sequence. When commit N shows that the sequence
  * ended (or when it was preempted or cancelled), its results of N+1 are discarded: they have an old
- * generation (16). No result depends on n_ahead.
+ * generation (16). No result depends on max_in_flight.
  *
  * Life of a step:
  *     plan      eng_plan_step: sched_plan, batch_build, eng_make_sample_rows
@@ -16620,12 +16629,12 @@ static double model_busy_s(model_grid *model) {
 
 #define ENG_MAX_N (1 << 20)       /* samples of one request */
 #define ENG_MAX_SAMPLES (1 << 28) /* of all requests that are not released */
-#define ENG_MAX_AHEAD 4           /* in-flight steps of a replica */
+#define ENG_MAX_IN_FLIGHT 4           /* in-flight steps of a replica */
 #define ENG_MAX_PARALLEL 64       /* replicas, stages, tensor ranks */
 
 typedef struct eng_waiter { /* a thread in eng_generate */
     pthread_cond_t wake; /* its request was released, or this thread may become the driver */
-    bool done;           /* its request was released */
+    bool released;           /* its request was released */
     struct eng_waiter *next, *prev; /* in eng.waiters */
 } eng_waiter;
 
@@ -16642,10 +16651,12 @@ typedef struct eng_request { /* from eng_submit until it is freed */
     int64_t id;
     struct eng_replica *replica; /* NULL: still in the inbox */
     int sched_id;                /* the request's number in the replica's scheduler */
-    double work, work_per_sample; /* estimated tokens, for routing; ended samples do not count */
+    /* estimated tokens, for routing; ended samples do not count */
+    double work_tokens, work_per_sample;
     arena memory;                 /* all that the fields below point to, except end_ids */
     int32_t *prompt;
-    int n_prompt, n_samples, n_live; /* n_live: samples that have not ended by themselves; one that
+    int n_prompt, n_samples,
+        n_unfinished; /* n_unfinished: samples that have not ended by themselves; one that
                                       * is cancelled or fails stays in it */
     int n_in_flight; /* rows of in-flight steps that point to this request */
     bool finished;   /* its last event was delivered */
@@ -16699,7 +16710,7 @@ typedef struct eng_inflight {
 } eng_inflight;
 
 typedef struct eng_timing { /* of a committed step */
-    int64_t number; /* 1, 2, 3 ... over all replicas */
+    int64_t step_number; /* 1, 2, 3 ... over all replicas */
     int replica, n_rows, n_samples;
     double begin_s, end_s, launch_s; /* seconds, see model_job */
     double plan_s, commit_s;         /* seconds of the driver's thread */
@@ -16710,14 +16721,15 @@ typedef struct eng_replica {
     model_grid model;
     scheduler sched;
     batch_builder builder;
-    eng_inflight inflight[ENG_MAX_AHEAD]; /* a ring of n_ahead; n_in_flight from `oldest` on */
-    int n_ahead, oldest, n_in_flight;
+    /* a ring of max_in_flight; n_in_flight from `oldest` on */
+    eng_inflight inflight[ENG_MAX_IN_FLIGHT];
+    int max_in_flight, oldest, n_in_flight;
     eng_detokenizer *detokenizers; /* [max_seqs] */
     eng_request **requests;        /* [cap_requests] by the scheduler's request number */
     int64_t *request_ids;          /* [cap_requests] their ids, 0: none. An array of its own, as
                                     * each cancel searches all of it */
     int cap_requests, n_requests;  /* n_requests: requests that the scheduler has */
-    double work;                   /* the sum of these requests' work */
+    double work_tokens;                   /* the sum of these requests' work */
 } eng_replica;
 
 /* The phases of opening, and how long each took. Used by one thread at a time. */
@@ -16733,7 +16745,7 @@ typedef struct eng_startup {
 typedef struct eng { /* pools are sized at open and never grow */
     const toka_backend *backend;
     const mf_model *files;
-    const tok *tok;         /* NULL: events have no text */
+    const tok *tokenizer;         /* NULL: events have no text */
     int max_len, max_seqs;  /* max_seqs: of all replicas */
     bool no_prefix_sharing; /* every sample has unshared pages and spans */
     bool hung;              /* opening failed and a rank hangs: the engine cannot be freed */
@@ -16831,7 +16843,7 @@ static int eng_inflight_init(eng_inflight *inflight, const scheduler *s, bool st
 }
 
 static void eng_replica_free(eng_replica *replica) {
-    for (int i = 0; i < replica->n_ahead; i++) {
+    for (int i = 0; i < replica->max_in_flight; i++) {
         eng_inflight *inflight = &replica->inflight[i];
         batch_step_free(&inflight->batch);
         batch_micros_free(&inflight->micros);
@@ -16862,17 +16874,17 @@ static batch_work eng_batch_work(const toka_shape *shape) {
 static int eng_replica_init(eng_replica *replica, const sched_config *config, toka_err *e) {
     const toka_backend *backend = replica->engine->backend;
     /* with stages at least 2: the stages have work while one step is committed */
-    replica->n_ahead = MAX(backend->n_ahead, replica->model.pp > 1 ? 2 : 1);
+    replica->max_in_flight = MAX(backend->max_in_flight, replica->model.pp > 1 ? 2 : 1);
     replica->detokenizers = mem_zalloc((size_t)config->max_seqs * sizeof *replica->detokenizers);
     int code = sched_init(&replica->sched, config, e);
     if (!code) {
         batch_init(&replica->builder, &replica->sched,
-                   (batch_cost){backend->merge_tok, backend->span_tok, backend->tile_rows,
+                   (batch_cost){backend->merge_cost, backend->span_cost, backend->rows_per_read,
                                 backend->span_align_tok});
         replica->builder.n_stages = replica->model.pp;
         replica->builder.work = eng_batch_work(&replica->engine->files->shape);
     }
-    for (int i = 0; i < replica->n_ahead && !code; i++)
+    for (int i = 0; i < replica->max_in_flight && !code; i++)
         code = eng_inflight_init(&replica->inflight[i], &replica->sched, replica->model.pp > 1, e);
     return code;
 }
@@ -16926,14 +16938,14 @@ static eng *eng_new(const toka_backend *backend, const mf_model *files, const to
     eng *engine = mem_zalloc(sizeof *engine);
     engine->backend = backend;
     engine->files = files;
-    engine->tok = tokenizer;
+    engine->tokenizer = tokenizer;
     engine->no_prefix_sharing = options->no_prefix_caching;
     engine->inbox_end = &engine->inbox;
     pthread_mutex_init(&engine->lock, NULL);
     pthread_cond_init(&engine->wake, NULL);
     pthread_mutex_init(&engine->notifier.lock, NULL);
     os_cond_init(&engine->notifier.changed);
-    engine->notifier.hang_left_s = MODEL_HANG_TIMEOUT_S;
+    engine->notifier.hang_budget_s = MODEL_HANG_TIMEOUT_S;
     engine->startup.progress = options->progress;
     engine->startup.user = options->progress_user;
     engine->n_replicas = MAX(options->data_parallel_size, 1);
@@ -16977,7 +16989,7 @@ static int eng_warm_up(eng_replica *replica, const toka_shape *shape, const sche
     for (int i = 0; i < config->max_seqs; i++)
         sample_rows[i] = (toka_sample_row){.row = i,
                                            .seq = -1,
-                                           .forced_id = -1,
+                                           .scored_id = -1,
                                            .sample = (uint32_t)i,
                                            .sampling = &samp_default};
     int code = model_run_step(&replica->model, dummy, results, e);
@@ -17127,7 +17139,7 @@ static eng_request *eng_request_new(const eng *engine, const eng_submission *sub
     request->user = submission->user;
     request->waiter = submission->waiter;
     request->n_prompt = n_prompt;
-    request->n_samples = request->n_live = MAX(params->n, 1);
+    request->n_samples = request->n_unfinished = MAX(params->n, 1);
     request->priority = params->priority;
     request->class_key = params->length_class;
     request->ids_only = params->ids_only;
@@ -17235,7 +17247,7 @@ static void eng_set_new_work(eng *engine, bool has_new_work) {
  * which the waiting thread frees after its release. */
 static int eng_submit(eng *engine, const eng_submission *submission, eng_request **out,
                       int64_t *id, toka_err *e) {
-    int code = eng_check(engine->files, engine->tok, engine->max_len, submission->params,
+    int code = eng_check(engine->files, engine->tokenizer, engine->max_len, submission->params,
                          submission->prompt, submission->n_prompt, e);
     if (code) return code;
     eng_request *request = eng_request_new(engine, submission);
@@ -17281,7 +17293,7 @@ static void eng_detokenizer_close(eng_replica *replica, int seq) {
     eng_detokenizer *detokenizer = &replica->detokenizers[seq];
     if (!detokenizer->open) return;
     stop_free(&detokenizer->stop);
-    if (replica->engine->tok) tok_stream_free(&detokenizer->stream);
+    if (replica->engine->tokenizer) tok_stream_free(&detokenizer->stream);
     *detokenizer = (eng_detokenizer){0};
 }
 
@@ -17293,7 +17305,7 @@ static void eng_release(eng *engine, eng_request *request) {
     engine->n_samples -= request->n_samples;
     engine->published.requests_done = engine->stats.requests_done;
     if (waiter) {
-        waiter->done = true;
+        waiter->released = true;
         pthread_cond_signal(&waiter->wake);
     }
     pthread_mutex_unlock(&engine->lock);
@@ -17306,7 +17318,7 @@ static void eng_finish_request(eng *engine, eng_request *request) {
     if (replica) {
         replica->requests[request->sched_id] = NULL;
         replica->request_ids[request->sched_id] = 0;
-        replica->work -= request->work;
+        replica->work_tokens -= request->work_tokens;
         replica->n_requests--;
         engine->n_active--;
     }
@@ -17316,7 +17328,7 @@ static void eng_finish_request(eng *engine, eng_request *request) {
 }
 
 /* Ends every sample that has not ended: cancelled, or failed with the device. */
-static void eng_end_request(eng *engine, eng_request *request, toka_finish reason) {
+static void eng_abort_request(eng *engine, eng_request *request, toka_finish reason) {
     eng_replica *replica = request->replica;
     if (replica) {
         for (int seq = replica->sched.requests[request->sched_id].first_seq; seq >= 0;
@@ -17324,7 +17336,7 @@ static void eng_end_request(eng *engine, eng_request *request, toka_finish reaso
             eng_detokenizer_close(replica, seq);
         sched_cancel(&replica->sched, request->sched_id);
     }
-    int n_left = request->n_live;
+    int n_left = request->n_unfinished;
     toka_event event = {.id = -1,
                         .text = request->ids_only ? NULL : "",
                         .finish = reason,
@@ -17370,13 +17382,13 @@ static void eng_route(eng *engine, eng_request *request) {
         double prompt_work = n_unshared * (double)request->n_prompt +
                              (n_unshared < request->n_samples ? request->n_prompt - n_hits : 0);
         double work = request->n_samples * eng_expected_tokens(replica, request) + prompt_work;
-        if (replica->work + work >= least_work) continue;
-        least_work = replica->work + work;
+        if (replica->work_tokens + work >= least_work) continue;
+        least_work = replica->work_tokens + work;
         request->replica = replica;
-        request->work = work;
+        request->work_tokens = work;
         request->work_per_sample = work / request->n_samples;
     }
-    request->replica->work += request->work;
+    request->replica->work_tokens += request->work_tokens;
     request->replica->n_requests++;
     engine->n_active++;
 }
@@ -17451,7 +17463,7 @@ static void eng_drain_inbox(eng *engine) {
             const int64_t *id = &replica->request_ids[j];
             if (*id < cancels[0] || *id > cancels[n_cancels - 1]) continue;
             if (bsearch(id, cancels, n_cancels, sizeof *cancels, eng_compare_ids))
-                eng_end_request(engine, replica->requests[j], TOKA_CANCELLED);
+                eng_abort_request(engine, replica->requests[j], TOKA_CANCELLED);
         }
     }
     free(cancels);
@@ -17494,7 +17506,7 @@ static void eng_set_row_ids(eng_inflight *inflight) {
     const int32_t *next = inflight->row_ids.p;
     for (int i = 0; i < inflight->batch.n_samples; i++) {
         toka_sample_row *row = &inflight->sample_rows[i];
-        if (row->forced_id < 0 && samp_has_bad_words(row->sampling)) {
+        if (row->scored_id < 0 && samp_has_bad_words(row->sampling)) {
             row->forbidden = next;
             next += row->n_forbidden;
         }
@@ -17525,8 +17537,8 @@ static int eng_add_prompt_rows(eng_replica *replica, eng_inflight *inflight, int
             inflight->sample_rows[n_rows++] =
                 (toka_sample_row){.row = row0 + pos - first_pos,
                                   .seq = -1,
-                                  .forced_id = request->prompt[pos + 1],
-                                  .ranked = request->prompt_ranks,
+                                  .scored_id = request->prompt[pos + 1],
+                                  .wants_rank = request->prompt_ranks,
                                   .sampling = &request->prompt_sampling};
         }
     }
@@ -17543,8 +17555,8 @@ static void eng_make_sample_rows(eng_replica *replica, eng_inflight *inflight) {
         inflight->sample_rows[i] = (toka_sample_row){
             .row = sample->row,
             .seq = sample->seq,
-            .forced_id = request->score_only ? request->prompt[request->n_prompt - 1] : -1,
-            .ranked = request->score_only && request->prompt_ranks,
+            .scored_id = request->score_only ? request->prompt[request->n_prompt - 1] : -1,
+            .wants_rank = request->score_only && request->prompt_ranks,
             .sample = (uint32_t)sequence->sample,
             .position = (uint32_t)sequence->n_planned - 1,
             .sampling = request->score_only ? &request->prompt_sampling : &request->sampling,
@@ -17569,11 +17581,11 @@ static bool eng_detokenize(eng_replica *replica, int seq, const eng_request *req
     eng_detokenizer *detokenizer = &replica->detokenizers[seq];
     buf_clear(&engine->new_text);
     buf_clear(&engine->token_text);
-    if (!engine->tok || (request->ids_only && !request->sampling.n_stop)) return false;
+    if (!engine->tokenizer || (request->ids_only && !request->sampling.n_stop)) return false;
     if (!detokenizer->open) {
         stop_init(&detokenizer->stop, request->sampling.stop, request->sampling.n_stop,
                   request->sampling.include_stop);
-        tok_stream_init(&detokenizer->stream, engine->tok,
+        tok_stream_init(&detokenizer->stream, engine->tokenizer,
                         request->keep_special ? 0 : TOKA_SKIP_SPECIAL);
         tok_stream_continue(&detokenizer->stream, request->prompt[request->n_prompt - 1]);
         detokenizer->open = true;
@@ -17583,7 +17595,7 @@ static bool eng_detokenize(eng_replica *replica, int seq, const eng_request *req
     if (is_last || is_end) tok_stream_end(&detokenizer->stream, &engine->token_text);
     bool stopped =
         stop_put(&detokenizer->stop, buf_view(&engine->token_text), may_stop, &engine->new_text);
-    if (!stopped && (is_last || is_end)) stop_end(&detokenizer->stop, &engine->new_text);
+    if (!stopped && (is_last || is_end)) stop_flush(&detokenizer->stop, &engine->new_text);
     return stopped;
 }
 
@@ -17628,9 +17640,9 @@ static bool eng_has_more(const eng_replica *replica, const eng_inflight *infligh
 }
 
 static void eng_count_sample_end(eng_replica *replica, eng_request *request) {
-    request->n_live--;
-    request->work -= request->work_per_sample;
-    replica->work -= request->work_per_sample;
+    request->n_unfinished--;
+    request->work_tokens -= request->work_per_sample;
+    replica->work_tokens -= request->work_per_sample;
 }
 
 /* Delivers the event of a sampled token. If all allowed ids were forbidden, result->id is a
@@ -17696,7 +17708,7 @@ static void eng_commit_prompt_rows(eng_replica *replica, const eng_inflight *inf
         if (!eng_deliver_prompt(request, prompt_row->token_index,
                                 eng_result(inflight, inflight->batch.n_samples + i), more,
                                 TOKA_RUNNING))
-            eng_end_request(replica->engine, request, TOKA_CANCELLED);
+            eng_abort_request(replica->engine, request, TOKA_CANCELLED);
     }
 }
 
@@ -17712,7 +17724,7 @@ static void eng_commit(eng_replica *replica, const eng_inflight *inflight) {
         if (request->prompt_logprobs && !request->score_only && !request->n_scored &&
             !replica->sched.seqs[sample.seq].sample &&
             !eng_deliver_prompt(request, 0, NULL, true, TOKA_RUNNING)) {
-            eng_end_request(replica->engine, request, TOKA_CANCELLED);
+            eng_abort_request(replica->engine, request, TOKA_CANCELLED);
             continue;
         }
         if (!request->score_only) {
@@ -17727,8 +17739,8 @@ static void eng_commit(eng_replica *replica, const eng_inflight *inflight) {
         }
         sched_commit(&replica->sched, sample.seq, sample.generation, eng_result(inflight, i)->id,
                      ended);
-        if (!request->n_live) eng_finish_request(replica->engine, request);
-        else if (!wants_more) eng_end_request(replica->engine, request, TOKA_CANCELLED);
+        if (!request->n_unfinished) eng_finish_request(replica->engine, request);
+        else if (!wants_more) eng_abort_request(replica->engine, request, TOKA_CANCELLED);
     }
 }
 
@@ -17779,13 +17791,13 @@ static void eng_retire_oldest(eng_replica *replica) {
         request->leaked |= replica->model.hung;
         if (!--request->n_in_flight && request->finished) eng_release(replica->engine, request);
     }
-    replica->oldest = (replica->oldest + 1) % replica->n_ahead;
+    replica->oldest = (replica->oldest + 1) % replica->max_in_flight;
     replica->n_in_flight--;
     replica->engine->n_active--;
 }
 
 /* Ends all requests. Results of in-flight steps are discarded. */
-static void eng_end_all_requests(eng *engine, toka_finish reason) {
+static void eng_abort_all_requests(eng *engine, toka_finish reason) {
     toka_err e;
     eng_drain_inbox(engine);
     for (int i = 0; i < engine->n_replicas; i++) {
@@ -17793,7 +17805,7 @@ static void eng_end_all_requests(eng *engine, toka_finish reason) {
         for (; replica->n_in_flight; eng_retire_oldest(replica))
             model_wait(&replica->model, replica->inflight[replica->oldest].last_number, &e);
         for (int j = 0; j < replica->cap_requests; j++)
-            if (replica->requests[j]) eng_end_request(engine, replica->requests[j], reason);
+            if (replica->requests[j]) eng_abort_request(engine, replica->requests[j], reason);
     }
 }
 
@@ -17802,7 +17814,7 @@ static void eng_fail(eng *engine, const toka_err *e) {
     pthread_mutex_lock(&engine->lock);
     engine->error = *e;
     pthread_mutex_unlock(&engine->lock);
-    eng_end_all_requests(engine, TOKA_FAILED);
+    eng_abort_all_requests(engine, TOKA_FAILED);
     eng_publish_stats(engine);
 }
 
@@ -17816,7 +17828,7 @@ static bool eng_close(eng *engine) {
     if (!engine->error.code)
         fail(&engine->error, TOKA_E_CANCELLED, "the model is being closed");
     pthread_mutex_unlock(&engine->lock);
-    eng_end_all_requests(engine, TOKA_CANCELLED);
+    eng_abort_all_requests(engine, TOKA_CANCELLED);
     if (!eng_close_ranks(engine)) return false;
     eng_free(engine);
     return true;
@@ -17842,7 +17854,7 @@ static void eng_post_step(eng_replica *replica, eng_inflight *inflight) {
  * for example because every sequence waits for its last token. */
 static bool eng_plan_step(eng_replica *replica) {
     eng_inflight *inflight =
-        &replica->inflight[(replica->oldest + replica->n_in_flight) % replica->n_ahead];
+        &replica->inflight[(replica->oldest + replica->n_in_flight) % replica->max_in_flight];
     double began = os_now();
     int n_rows = sched_plan(&replica->sched);
     if (n_rows) {
@@ -17870,7 +17882,7 @@ static void eng_count_output(eng_replica *replica, const eng_inflight *inflight)
 
 static void eng_report_step(eng_replica *replica, const eng_inflight *inflight, double commit_s) {
     eng *engine = replica->engine;
-    eng_timing timing = {.number = engine->stats.steps,
+    eng_timing timing = {.step_number = engine->stats.steps,
                          .replica = (int)(replica - engine->replicas),
                          .n_rows = inflight->batch.step.T,
                          .n_samples = inflight->batch.step.n_samples,
@@ -17937,14 +17949,14 @@ static eng_replica *eng_wait_done_step(eng *engine) {
     return found;
 }
 
-/* Plans steps until every replica has n_ahead of them in flight or has nothing more to run, then
- * commits one step. If no step is in flight, a replica with requests can always plan one:
+/* Plans steps until every replica has max_in_flight of them in flight or has nothing more to run,
+ * then commits one step. If no step is in flight, a replica with requests can always plan one:
  * sched_admit asserts it. So eng_drive does not spin. */
 static void eng_step(eng *engine) {
     eng_drain_inbox(engine);
     for (int i = 0; i < engine->n_replicas; i++)
         for (eng_replica *replica = &engine->replicas[i];
-             replica->n_requests && replica->n_in_flight < replica->n_ahead &&
+             replica->n_requests && replica->n_in_flight < replica->max_in_flight &&
              eng_plan_step(replica);) {}
     eng_replica *replica = eng_wait_done_step(engine);
     if (replica) eng_commit_oldest(replica);
@@ -17991,7 +18003,7 @@ static void eng_wake_next_driver(eng *engine) {
 static int eng_drive(eng *engine, const eng_request *mine, bool forever, toka_err *e) {
     bool cancelled = false;
     pthread_mutex_lock(&engine->lock);
-    while (!(mine && mine->waiter->done)) {
+    while (!(mine && mine->waiter->released)) {
         const bool idle = !engine->has_driver && eng_is_idle(engine);
         /* another thread may go on as the driver */
         if (!mine && forever && engine->stopping && !engine->error.code) break;
@@ -18036,14 +18048,15 @@ static int eng_generate(eng *engine, eng_submission submission, toka_usage *usag
     int code = eng_submit(engine, &submission, &request, &id, e);
     if (code) return code;
     code = eng_drive(engine, request, false, e);
-    assert(waiter.done);
+    assert(waiter.released);
     pthread_cond_destroy(&waiter.wake);
     *usage = request->usage;
     double now = os_now();
     usage->prefill_s = (request->first_token_time ? request->first_token_time : now) -
                        request->submit_time;
     usage->decode_s = request->first_token_time ? now - request->first_token_time : 0;
-    const bool complete = !request->n_live; /* a cancelled or failed sample stays in n_live */
+    /* a cancelled or failed sample stays in n_unfinished */
+    const bool complete = !request->n_unfinished;
     eng_request_free(request);
     if (complete) return 0; /* it had all its tokens: the failure of a later step is not its own */
     return code ? code : fail(e, TOKA_E_CANCELLED, "cancelled");
@@ -18101,7 +18114,7 @@ static int eng_score(eng *engine, const int32_t *tokens, size_t n_tokens, float 
 struct toka {
     mf_model *files;     /* owned; its weights stay mapped if a rank is hung at toka_close */
     toka_shape shape;    /* the model's, with B and max_len as the engine set them */
-    tok *tok;            /* owned; NULL: the folder has no tokenizer.json */
+    tok *tokenizer;            /* owned; NULL: the folder has no tokenizer.json */
     tmpl *chat_template; /* owned; NULL: none, or it could not be parsed (chat_error) */
     tmpl *tool_template; /* owned; for chats with tools; NULL: none of its own, or it could not be
                           * parsed (tool_error) */
@@ -18227,12 +18240,12 @@ static int lib_open_tokenizer(toka *t, toka_err *e) {
     mf_model *files = t->files;
     mf_config *config = &files->config;
     if (!files->tokenizer_json.n) return 0;
-    int code = tok_load(&t->tok, files->tokenizer_json, files->token_config, e);
+    int code = tok_load(&t->tokenizer, files->tokenizer_json, files->token_config, e);
     if (!code && files->add_bos >= 0)
-        code = tok_set_outer(t->tok, false, files->add_bos ? files->bos_token : NULL, e);
+        code = tok_set_outer(t->tokenizer, false, files->add_bos ? files->bos_token : NULL, e);
     if (!code && files->add_eos >= 0)
-        code = tok_set_outer(t->tok, true, files->add_eos ? files->eos_token : NULL, e);
-    int32_t id = !code && files->eos_token ? tok_id(t->tok, str_c(files->eos_token)) : -1;
+        code = tok_set_outer(t->tokenizer, true, files->add_eos ? files->eos_token : NULL, e);
+    int32_t id = !code && files->eos_token ? tok_id(t->tokenizer, str_c(files->eos_token)) : -1;
     if (id < 0 || id >= config->shape.V ||
         samp_is_listed(config->eos_ids, config->n_eos_ids, id))
         return code;
@@ -18355,8 +18368,8 @@ int toka_open(toka **out, const toka_options *options, toka_err *e) {
     t->probe_s = found - began;
     t->files_s = os_now() - found;
     if ((code = lib_check_defaults(t, e)) ||
-        (code = eng_open(&t->engine, lib_find_backend(options->device), t->files, &t->shape, t->tok,
-                         options, e)) ||
+        (code = eng_open(&t->engine, lib_find_backend(options->device), t->files, &t->shape,
+                         t->tokenizer, options, e)) ||
         (code = lib_check_files(t, e))) {
         toka_close(t);
         return code;
@@ -18370,7 +18383,7 @@ void toka_close(toka *t) {
     bool done = eng_close(t->engine); /* false: a rank is hung, it may still read the weights */
     tmpl_del(t->chat_template);
     tmpl_del(t->tool_template);
-    tok_del(t->tok);
+    tok_del(t->tokenizer);
     if (t->files && done) mf_close(t->files);
     free(t);
 }
@@ -18410,7 +18423,7 @@ SERVER_ONLY static void lib_put_startup(const toka *t, buf *out) {
 }
 
 static int lib_require_tokenizer(const toka *t, toka_err *e) {
-    if (t->tok) return 0;
+    if (t->tokenizer) return 0;
     const mf_model *files = t->files;
     return fail(e, TOKA_E_INPUT,
                 "%s: there is no tokenizer.json, so text cannot be read or written; use token ids",
@@ -18421,7 +18434,7 @@ int toka_encode(const toka *t, const char *text, size_t text_bytes, int flags, i
                 size_t *n_ids, toka_err *e) {
     ids tokens = {0};
     int code = lib_require_tokenizer(t, e);
-    if (!code) code = tok_encode(t->tok, (str){text, text_bytes}, flags, &tokens, e);
+    if (!code) code = tok_encode(t->tokenizer, (str){text, text_bytes}, flags, &tokens, e);
     if (code) {
         ids_free(&tokens);
         return code;
@@ -18448,7 +18461,7 @@ int toka_decode(const toka *t, const int32_t *in, size_t n_ids, int flags, char 
                 size_t *text_bytes, toka_err *e) {
     buf b = {0};
     int code = lib_require_tokenizer(t, e);
-    if (!code) code = tok_decode(t->tok, in, n_ids, flags, &b, e);
+    if (!code) code = tok_decode(t->tokenizer, in, n_ids, flags, &b, e);
     return lib_return_text(&b, code, text, text_bytes);
 }
 
@@ -18564,7 +18577,7 @@ int toka_apply_chat_template(const toka *t, const char *context, size_t context_
 
 int toka_words_new(toka_words **out, const toka *t, const char *const *words, int n, toka_err *e) {
     *out = NULL;
-    return lib_require_tokenizer(t, e) ? e->code : samp_words_new(out, t->tok, words, n, e);
+    return lib_require_tokenizer(t, e) ? e->code : samp_words_new(out, t->tokenizer, words, n, e);
 }
 
 void toka_words_del(toka_words *w) { samp_words_del(w); }
@@ -18587,7 +18600,7 @@ void toka_request_model_defaults(const toka *t, toka_request *r) {
     if (d->has_repetition_penalty) r->sampling.repetition_penalty = d->repetition_penalty;
     if (d->max_tokens) r->sampling.max_tokens = d->max_tokens;
     if (d->min_tokens) r->sampling.min_tokens = d->min_tokens;
-    if (d->n_stop && t->tok) {
+    if (d->n_stop && t->tokenizer) {
         r->sampling.stop = d->stop;
         r->sampling.n_stop = d->n_stop;
     }
@@ -18757,15 +18770,15 @@ static bool http_decode(str text, bool plus, buf *out) {
 
 /* The value of the first header with this name, without the white space around it; .p is NULL if
  * there is none. */
-static str http_find_header(const http_request *request, const char *lower) {
+static str http_find_header(const http_request *request, const char *name) {
     for (int i = 0; i < request->n_headers; i++)
-        if (http_is(request->headers[i].name, lower)) return request->headers[i].value;
+        if (http_is(request->headers[i].name, name)) return request->headers[i].value;
     return (str){NULL, 0};
 }
 
-static int http_count_headers(const http_request *request, const char *lower) {
+static int http_count_headers(const http_request *request, const char *name) {
     int n = 0;
-    for (int i = 0; i < request->n_headers; i++) n += http_is(request->headers[i].name, lower);
+    for (int i = 0; i < request->n_headers; i++) n += http_is(request->headers[i].name, name);
     return n;
 }
 
@@ -19390,87 +19403,87 @@ typedef struct api_field {
     {name, where, API_INTEGER, API_USED, API_OFFSET(member), low, high, {0}}
 
 static const api_field api_fields[] = {
-    API_FIELD("temperature",          API_ON_GENERATE,    API_NUMBER, temperature),
-    API_FIELD("model",                API_ON_GENERATE | API_ON_TOKENIZE | API_ON_DETOKENIZE, API_TEXT, model),
-    API_FIELD("prompt",               API_ON_COMPLETIONS | API_ON_TOKENIZE, API_ANY, prompt),
-    API_FIELD("messages",             API_ON_CHAT | API_ON_TOKENIZE, API_LIST, messages),
-    API_FIELD("tools",                API_ON_CHAT | API_ON_TOKENIZE, API_LIST, tools),
-    API_FIELD("tool_choice",          API_ON_CHAT,        API_ANY, tool_choice),
-    API_FIELD("documents",            API_ON_CHAT,        API_LIST, documents),
+    API_FIELD("temperature", API_ON_GENERATE, API_NUMBER, temperature),
+    API_FIELD("model", API_ON_GENERATE | API_ON_TOKENIZE | API_ON_DETOKENIZE, API_TEXT, model),
+    API_FIELD("prompt", API_ON_COMPLETIONS | API_ON_TOKENIZE, API_ANY, prompt),
+    API_FIELD("messages", API_ON_CHAT | API_ON_TOKENIZE, API_LIST, messages),
+    API_FIELD("tools", API_ON_CHAT | API_ON_TOKENIZE, API_LIST, tools),
+    API_FIELD("tool_choice", API_ON_CHAT, API_ANY, tool_choice),
+    API_FIELD("documents", API_ON_CHAT, API_LIST, documents),
     API_FIELD("chat_template_kwargs", API_ON_CHAT | API_ON_TOKENIZE, API_OBJECT, kwargs),
     API_FIELD("add_generation_prompt", API_ON_CHAT | API_ON_TOKENIZE, API_BOOL, generate),
-    API_FIELD("add_special_tokens",   API_ON_GENERATE | API_ON_TOKENIZE, API_BOOL, special),
-    API_FIELD("top_p",                API_ON_GENERATE,    API_NUMBER, top_p),
-    API_FIELD("min_p",                API_ON_GENERATE,    API_NUMBER, min_p),
-    API_FIELD("repetition_penalty",   API_ON_GENERATE,    API_NUMBER, repetition_penalty),
-    API_FIELD("presence_penalty",     API_ON_GENERATE,    API_NUMBER, presence_penalty),
-    API_FIELD("frequency_penalty",    API_ON_GENERATE,    API_NUMBER, frequency_penalty),
-    API_INT_FIELD("max_tokens",       API_ON_COMPLETIONS, max_tokens, 0, INT_MAX),
-    API_INT_FIELD("max_tokens",       API_ON_CHAT,        max_tokens, 1, INT_MAX),
+    API_FIELD("add_special_tokens", API_ON_GENERATE | API_ON_TOKENIZE, API_BOOL, special),
+    API_FIELD("top_p", API_ON_GENERATE, API_NUMBER, top_p),
+    API_FIELD("min_p", API_ON_GENERATE, API_NUMBER, min_p),
+    API_FIELD("repetition_penalty", API_ON_GENERATE, API_NUMBER, repetition_penalty),
+    API_FIELD("presence_penalty", API_ON_GENERATE, API_NUMBER, presence_penalty),
+    API_FIELD("frequency_penalty", API_ON_GENERATE, API_NUMBER, frequency_penalty),
+    API_INT_FIELD("max_tokens", API_ON_COMPLETIONS, max_tokens, 0, INT_MAX),
+    API_INT_FIELD("max_tokens", API_ON_CHAT, max_tokens, 1, INT_MAX),
     API_INT_FIELD("max_completion_tokens", API_ON_GENERATE, max_completion_tokens, 1, INT_MAX),
-    API_INT_FIELD("min_tokens",       API_ON_GENERATE,    min_tokens, 0, INT_MAX),
-    API_INT_FIELD("top_k",            API_ON_GENERATE,    top_k, -1, INT_MAX),
-    API_INT_FIELD("n",                API_ON_GENERATE,    n, 1, ENG_MAX_N),
-    API_INT_FIELD("best_of",          API_ON_COMPLETIONS, best_of, 0, INT64_MAX),
-    API_INT_FIELD("seed",             API_ON_GENERATE,    seed, INT64_MIN, INT64_MAX),
-    API_INT_FIELD("priority",         API_ON_GENERATE,    priority, -INT_MAX, INT_MAX),
-    API_INT_FIELD("logprobs",         API_ON_COMPLETIONS, n_logprobs, 0, TOKA_MAX_LOGPROBS),
-    API_FIELD("logprobs",             API_ON_CHAT,        API_BOOL, chat_logprobs),
-    API_INT_FIELD("top_logprobs",     API_ON_CHAT,        top_logprobs, 0, TOKA_MAX_LOGPROBS),
-    API_INT_FIELD("prompt_logprobs",  API_ON_GENERATE,    prompt_logprobs, 0, TOKA_MAX_LOGPROBS),
-    API_FIELD("echo",                 API_ON_COMPLETIONS, API_BOOL, echo),
-    API_REFUSE("echo",                API_ON_CHAT,        0),
-    API_FIELD("stream",               API_ON_GENERATE,    API_BOOL, stream),
-    API_FIELD("stream_options",       API_ON_GENERATE,    API_OBJECT, stream_options),
-    API_FIELD("skip_special_tokens",  API_ON_GENERATE,    API_BOOL, skip_special),
-    API_FIELD("ignore_eos",           API_ON_GENERATE,    API_BOOL, ignore_eos),
+    API_INT_FIELD("min_tokens", API_ON_GENERATE, min_tokens, 0, INT_MAX),
+    API_INT_FIELD("top_k", API_ON_GENERATE, top_k, -1, INT_MAX),
+    API_INT_FIELD("n", API_ON_GENERATE, n, 1, ENG_MAX_N),
+    API_INT_FIELD("best_of", API_ON_COMPLETIONS, best_of, 0, INT64_MAX),
+    API_INT_FIELD("seed", API_ON_GENERATE, seed, INT64_MIN, INT64_MAX),
+    API_INT_FIELD("priority", API_ON_GENERATE, priority, -INT_MAX, INT_MAX),
+    API_INT_FIELD("logprobs", API_ON_COMPLETIONS, n_logprobs, 0, TOKA_MAX_LOGPROBS),
+    API_FIELD("logprobs", API_ON_CHAT, API_BOOL, chat_logprobs),
+    API_INT_FIELD("top_logprobs", API_ON_CHAT, top_logprobs, 0, TOKA_MAX_LOGPROBS),
+    API_INT_FIELD("prompt_logprobs", API_ON_GENERATE, prompt_logprobs, 0, TOKA_MAX_LOGPROBS),
+    API_FIELD("echo", API_ON_COMPLETIONS, API_BOOL, echo),
+    API_REFUSE("echo", API_ON_CHAT, 0),
+    API_FIELD("stream", API_ON_GENERATE, API_BOOL, stream),
+    API_FIELD("stream_options", API_ON_GENERATE, API_OBJECT, stream_options),
+    API_FIELD("skip_special_tokens", API_ON_GENERATE, API_BOOL, skip_special),
+    API_FIELD("ignore_eos", API_ON_GENERATE, API_BOOL, ignore_eos),
     API_FIELD("include_stop_str_in_output", API_ON_GENERATE, API_BOOL, include_stop),
-    API_FIELD("return_token_ids",     API_ON_GENERATE,    API_BOOL, return_token_ids),
+    API_FIELD("return_token_ids", API_ON_GENERATE, API_BOOL, return_token_ids),
     API_FIELD("return_tokens_as_token_ids", API_ON_GENERATE, API_BOOL, names_are_ids),
-    API_FIELD("return_packed",        API_ON_GENERATE,    API_BOOL, return_packed),
-    API_FIELD("return_token_strs",    API_ON_TOKENIZE,    API_BOOL, return_strs),
-    API_FIELD("stop",                 API_ON_GENERATE,    API_ANY, stop),
-    API_FIELD("stop_token_ids",       API_ON_GENERATE,    API_LIST, stop_ids),
-    API_FIELD("allowed_token_ids",    API_ON_GENERATE,    API_LIST, allowed),
-    API_FIELD("logit_bias",           API_ON_GENERATE,    API_OBJECT, bias),
-    API_FIELD("bad_words",            API_ON_GENERATE,    API_LIST, bad_words),
-    API_FIELD("tokens",               API_ON_DETOKENIZE,  API_LIST, tokens),
-    API_IGNORE("user",                API_ON_GENERATE,    API_TEXT),
-    API_IGNORE("metadata",            API_ON_GENERATE,    API_OBJECT),
-    API_IGNORE("store",               API_ON_GENERATE,    API_BOOL),
-    API_IGNORE("service_tier",        API_ON_GENERATE,    API_TEXT),
-    API_IGNORE("safety_identifier",   API_ON_GENERATE,    API_TEXT),
-    API_IGNORE("prompt_cache_key",    API_ON_GENERATE,    API_TEXT),
-    API_IGNORE("request_id",          API_ON_GENERATE,    API_TEXT),
-    API_IGNORE("parallel_tool_calls", API_ON_CHAT,       API_BOOL),
-    API_REFUSE("suffix",              API_ON_COMPLETIONS, "\"\""),
-    API_REFUSE("response_format",     API_ON_GENERATE,    "{\"type\":\"text\"}"),
-    API_REFUSE("functions",           API_ON_CHAT,        "[]"),
-    API_REFUSE("function_call",       API_ON_CHAT,        "\"none\"", "\"auto\""),
-    API_REFUSE("modalities",          API_ON_CHAT,        "[\"text\"]"),
-    API_REFUSE("audio",               API_ON_CHAT,        0),
-    API_REFUSE("prediction",          API_ON_CHAT,        0),
-    API_REFUSE("web_search_options",  API_ON_CHAT,        0),
-    API_REFUSE("reasoning_effort",    API_ON_CHAT,        0),
-    API_REFUSE("verbosity",           API_ON_CHAT,        "\"medium\""),
-    API_REFUSE("chat_template",       API_ON_CHAT | API_ON_TOKENIZE, 0),
+    API_FIELD("return_packed", API_ON_GENERATE, API_BOOL, return_packed),
+    API_FIELD("return_token_strs", API_ON_TOKENIZE, API_BOOL, return_strs),
+    API_FIELD("stop", API_ON_GENERATE, API_ANY, stop),
+    API_FIELD("stop_token_ids", API_ON_GENERATE, API_LIST, stop_ids),
+    API_FIELD("allowed_token_ids", API_ON_GENERATE, API_LIST, allowed),
+    API_FIELD("logit_bias", API_ON_GENERATE, API_OBJECT, bias),
+    API_FIELD("bad_words", API_ON_GENERATE, API_LIST, bad_words),
+    API_FIELD("tokens", API_ON_DETOKENIZE, API_LIST, tokens),
+    API_IGNORE("user", API_ON_GENERATE, API_TEXT),
+    API_IGNORE("metadata", API_ON_GENERATE, API_OBJECT),
+    API_IGNORE("store", API_ON_GENERATE, API_BOOL),
+    API_IGNORE("service_tier", API_ON_GENERATE, API_TEXT),
+    API_IGNORE("safety_identifier", API_ON_GENERATE, API_TEXT),
+    API_IGNORE("prompt_cache_key", API_ON_GENERATE, API_TEXT),
+    API_IGNORE("request_id", API_ON_GENERATE, API_TEXT),
+    API_IGNORE("parallel_tool_calls", API_ON_CHAT, API_BOOL),
+    API_REFUSE("suffix", API_ON_COMPLETIONS, "\"\""),
+    API_REFUSE("response_format", API_ON_GENERATE, "{\"type\":\"text\"}"),
+    API_REFUSE("functions", API_ON_CHAT, "[]"),
+    API_REFUSE("function_call", API_ON_CHAT, "\"none\"", "\"auto\""),
+    API_REFUSE("modalities", API_ON_CHAT, "[\"text\"]"),
+    API_REFUSE("audio", API_ON_CHAT, 0),
+    API_REFUSE("prediction", API_ON_CHAT, 0),
+    API_REFUSE("web_search_options", API_ON_CHAT, 0),
+    API_REFUSE("reasoning_effort", API_ON_CHAT, 0),
+    API_REFUSE("verbosity", API_ON_CHAT, "\"medium\""),
+    API_REFUSE("chat_template", API_ON_CHAT | API_ON_TOKENIZE, 0),
     API_REFUSE("continue_final_message", API_ON_CHAT | API_ON_TOKENIZE, 0),
-    API_REFUSE("use_beam_search",     API_ON_GENERATE,    0),
-    API_REFUSE("length_penalty",      API_ON_GENERATE,    "1", "1.0"),
-    API_REFUSE("prompt_embeds",       API_ON_COMPLETIONS, "[]"),
+    API_REFUSE("use_beam_search", API_ON_GENERATE, 0),
+    API_REFUSE("length_penalty", API_ON_GENERATE, "1", "1.0"),
+    API_REFUSE("prompt_embeds", API_ON_COMPLETIONS, "[]"),
     API_REFUSE("truncate_prompt_tokens", API_ON_GENERATE, 0),
     API_REFUSE("spaces_between_special_tokens", API_ON_GENERATE, "true"),
-    API_REFUSE("logits_processors",   API_ON_GENERATE,    "[]"),
-    API_REFUSE("guided_json",         API_ON_GENERATE,    0),
-    API_REFUSE("guided_regex",        API_ON_GENERATE,    0),
-    API_REFUSE("guided_choice",       API_ON_GENERATE,    0),
-    API_REFUSE("guided_grammar",      API_ON_GENERATE,    0),
-    API_REFUSE("structured_outputs",  API_ON_GENERATE,    0),
-    API_REFUSE("regex",               API_ON_GENERATE,    0),
-    API_REFUSE("ebnf",                API_ON_GENERATE,    0),
-    API_REFUSE("json_schema",         API_ON_GENERATE,    0),
-    API_REFUSE("logprob_token_ids",   API_ON_GENERATE,    0),
-    API_REFUSE("repetition_detection", API_ON_GENERATE,  0),
+    API_REFUSE("logits_processors", API_ON_GENERATE, "[]"),
+    API_REFUSE("guided_json", API_ON_GENERATE, 0),
+    API_REFUSE("guided_regex", API_ON_GENERATE, 0),
+    API_REFUSE("guided_choice", API_ON_GENERATE, 0),
+    API_REFUSE("guided_grammar", API_ON_GENERATE, 0),
+    API_REFUSE("structured_outputs", API_ON_GENERATE, 0),
+    API_REFUSE("regex", API_ON_GENERATE, 0),
+    API_REFUSE("ebnf", API_ON_GENERATE, 0),
+    API_REFUSE("json_schema", API_ON_GENERATE, 0),
+    API_REFUSE("logprob_token_ids", API_ON_GENERATE, 0),
+    API_REFUSE("repetition_detection", API_ON_GENERATE, 0),
     API_REFUSE("thinking_token_budget", API_ON_GENERATE, 0),
 };
 
@@ -20048,7 +20061,7 @@ static int api_encode_prompt(api_request *request, const api_body *body, const j
     }
     str source = prompt ? json_str(prompt) : buf_view(&rendered);
     if (!code)
-        code = tok_encode(request->config->toka->tok, source,
+        code = tok_encode(request->config->toka->tokenizer, source,
                           TOKA_PARSE_SPECIAL | (special ? TOKA_ADD_SPECIAL : 0), out, e);
     if (!code && request->echo) *text = arena_str(&request->memory, source);
     buf_free(&context), buf_free(&rendered);
@@ -20097,13 +20110,13 @@ static int api_prompt_init(api_request *request, const api_body *body,
     if (prompt->ids.n + (prompt->engine_request.n != 0) > (size_t)request->config->max_len)
         request->code = "context_length_exceeded";
     const toka *t = request->config->toka;
-    code = eng_check(t->files, t->tok, request->config->max_len, &prompt->engine_request,
+    code = eng_check(t->files, t->tokenizer, request->config->max_len, &prompt->engine_request,
                      prompt->ids.p, prompt->ids.n, e);
     if (!code) code = api_check_max_tokens(request, body, prompt->ids.n, e);
-    if (!code && request->echo && json_is(value, JSON_ARRAY) && request->config->toka->tok) {
+    if (!code && request->echo && json_is(value, JSON_ARRAY) && request->config->toka->tokenizer) {
         /* The prompt came as ids; its text is their decoded text. */
         buf_clear(&request->scratch);
-        code = tok_decode(request->config->toka->tok, prompt->ids.p, prompt->ids.n, 0,
+        code = tok_decode(request->config->toka->tokenizer, prompt->ids.p, prompt->ids.n, 0,
                           &request->scratch, e);
         prompt->text = arena_str(&request->memory, buf_view(&request->scratch));
     }
@@ -20192,8 +20205,8 @@ static void api_choices_init(api_request *request) {
         const api_prompt *prompt = &request->prompts[i / request->n_samples];
         choice->tokens.n_top = request->n_top;
         choice->stop_id = choice->stop_text = -1;
-        if (!request->config->toka->tok) continue;
-        tok_stream_init(&choice->stream, request->config->toka->tok,
+        if (!request->config->toka->tokenizer) continue;
+        tok_stream_init(&choice->stream, request->config->toka->tokenizer,
                         prompt->engine_request.keep_special ? 0 : TOKA_SKIP_SPECIAL);
         tok_stream_continue(&choice->stream, prompt->ids.p[prompt->ids.n - 1]);
     }
@@ -20388,7 +20401,7 @@ static const api_token *api_token_at(const api_tokens *tokens, size_t i, size_t 
 static str api_token_text(api_request *request, int32_t id, str *bytes) {
     buf *raw = &request->token_bytes;
     buf_clear(raw), buf_clear(&request->scratch);
-    if (request->config->toka->tok) tok_put_bytes(request->config->toka->tok, id, raw);
+    if (request->config->toka->tokenizer) tok_put_bytes(request->config->toka->tokenizer, id, raw);
     *bytes = buf_view(raw);
     if (!request->names_are_ids && raw->n) return uni_repair(*bytes, &request->scratch);
     buf_printf(&request->scratch, "token_id:%d", (int)id);
@@ -20433,7 +20446,7 @@ static void api_put_top(api_request *request, const api_tokens *tokens, size_t i
  * SentencePiece put a space before the first word, and decoding removes it. */
 static bool api_drops_space(const api_request *request, const api_prompt *prompt, bool in_prompt,
                             int32_t id, str bytes) {
-    const tok *tokenizer = request->config->toka->tok;
+    const tok *tokenizer = request->config->toka->tokenizer;
     buf alone = {0};
     toka_err unused;
     if (!str_starts(bytes, STR(" "))) return false;
@@ -20451,7 +20464,7 @@ static bool api_drops_space(const api_request *request, const api_prompt *prompt
  * skipped, in a prompt if the tokenizer put it before the given text. */
 static int64_t api_token_chars(const api_request *request, const api_prompt *prompt, bool in_prompt,
                                int32_t id, str bytes, int64_t offset) {
-    const tok *tokenizer = request->config->toka->tok;
+    const tok *tokenizer = request->config->toka->tokenizer;
     bool special = bytes.n && tokenizer->flag[id] & (in_prompt ? TOK_SPECIAL : TOK_SKIPPED);
     bool hidden = special && (in_prompt ? !offset && !str_starts(prompt->text, bytes)
                                         : !prompt->engine_request.keep_special);
@@ -20838,7 +20851,7 @@ static void api_feed_sample(api_request *request, api_prompt *prompt, const api_
         if (api_wants_tokens(request)) api_tokens_add(&choice->tokens, record, rest);
     }
     if (record->has_text) buf_put(text, rest.p + rest.n - record->n_text, record->n_text);
-    else if (request->config->toka->tok) {
+    else if (request->config->toka->tokenizer) {
         if (record->id >= 0 &&
             (record->stop_id < 0 || prompt->engine_request.sampling.include_stop))
             tok_stream_put(&choice->stream, record->id, text);
@@ -21048,14 +21061,14 @@ static int api_put_detokenized(api_request *request, const api_body *body, buf *
     size_t bytes = 0; /* limits the answer: an id of two bytes may be a text of hundreds of bytes */
     if (!code) code = lib_require_tokenizer(request->config->toka, e);
     for (size_t i = 0; i < tokens.n && !code; i++)
-        bytes += tokens.p[i] < request->config->toka->tok->n_ids
-                     ? request->config->toka->tok->text[tokens.p[i]].n : 0;
+        bytes += tokens.p[i] < request->config->toka->tokenizer->n_ids
+                     ? request->config->toka->tokenizer->text[tokens.p[i]].n : 0;
     if (bytes > request->config->limits.max_bytes)
         code = API_INVALID("tokens: their text has %zu bytes, at most %zu are given", bytes,
                            request->config->limits.max_bytes);
     toka_err why;
-    if (!code &&
-        tok_decode(request->config->toka->tok, tokens.p, tokens.n, 0, &request->scratch, &why))
+    if (!code && tok_decode(request->config->toka->tokenizer, tokens.p, tokens.n, 0,
+                            &request->scratch, &why))
         code = API_INVALID("tokens: %.400s", why.msg);
     if (!code) {
         json_put_open(out, '{');
@@ -24054,9 +24067,9 @@ static files_batch *files_next_batch(const files_store *store, bool *others_wait
     for (size_t i = 0; i < store->batches.n_entries; i++) {
         files_batch *batch = store->batches.entries[i];
         if (files_has_ended(batch)) continue;
-        bool is_served = files_is_served(store, batch) || batch->status == FILES_CANCELLING ||
+        bool can_step = files_is_served(store, batch) || batch->status == FILES_CANCELLING ||
                          batch->status == FILES_FINALIZING;
-        if (is_served || files_now() >= batch->expires_at) return batch;
+        if (can_step || files_now() >= batch->expires_at) return batch;
         if (!batch->warned_model)
             fprintf(stderr, "toka serve: %s waits: its model %s is not served here\n",
                     batch->id.text, batch->model);
@@ -27518,8 +27531,8 @@ static int run_bench_line(void *user, const json *root, int64_t number, toka_err
             ids_push(&bench->tokens, (int32_t)MAX(-1, MIN(json_int(item, -1), INT32_MAX)));
     } else if (json_is(text, JSON_STRING)) {
         if (lib_require_tokenizer(bench->toka, e) ||
-            tok_encode(bench->toka->tok, json_str(text), TOKA_ADD_SPECIAL | TOKA_PARSE_SPECIAL,
-                       &bench->tokens, e))
+            tok_encode(bench->toka->tokenizer, json_str(text),
+                       TOKA_ADD_SPECIAL | TOKA_PARSE_SPECIAL, &bench->tokens, e))
             return e->code;
     }
     int64_t n_prompt = (int64_t)(bench->tokens.n - first);
@@ -27633,7 +27646,7 @@ static void run_bench_print(const run_bench_state *bench, const run_report *repo
 
 /* Callback of the engine after each step. `user` is the FILE. */
 static void run_timeline_step(void *user, const eng_timing *t) {
-    fprintf(user, "%lld,%d,%d,%d,%.1f,%.1f,%.1f,%.1f,%.1f\n", (long long)t->number, t->replica,
+    fprintf(user, "%lld,%d,%d,%d,%.1f,%.1f,%.1f,%.1f,%.1f\n", (long long)t->step_number, t->replica,
             t->n_rows, t->n_samples, 1e6 * t->begin_s, 1e6 * t->end_s, 1e6 * t->plan_s,
             1e6 * t->launch_s, 1e6 * t->commit_s);
 }
@@ -27816,7 +27829,7 @@ static int run_plan_open(run_plan *bench, int n_pages, toka_err *e) {
     int code = sched_init(&bench->sched, &config, e);
     if (!code)
         batch_init(&bench->builder, &bench->sched,
-                   (batch_cost){.merge_tok = 4, .span_tok = 64, .tile_rows = 64});
+                   (batch_cost){.merge_cost = 4, .span_cost = 64, .rows_per_read = 64});
     if (!code) code = batch_step_init(&bench->built, &bench->sched, e);
     bench->out_lens = mem_zalloc(RUN_PLAN_SEQS * sizeof(int));
     bench->drawn_for = mem_zalloc(RUN_PLAN_SEQS * sizeof(uint32_t));
@@ -28329,9 +28342,9 @@ static int plan_check(const plan_options *options, plan_query *query, int *must_
                     options->max_len, limit);
     /* The same defaults as in eng_open. */
     query->max_tokens = options->max_tokens ? options->max_tokens
-                                            : MAX(TOKA_GPU_MAX_TOKENS, options->max_seqs);
+                                            : MAX(TOKA_GPU_DEFAULT_TOKENS, options->max_seqs);
     query->max_seqs = options->max_seqs ? options->max_seqs
-                                        : MIN(TOKA_GPU_MAX_SEQS, query->max_tokens);
+                                        : MIN(TOKA_GPU_DEFAULT_SEQS, query->max_tokens);
     if (query->max_seqs > query->max_tokens)
         return fail(e, TOKA_E_USE,
                     "--max-num-batched-tokens: %d, expected at least --max-num-seqs, %d",
@@ -30661,7 +30674,7 @@ static void cli_put_token(buf *out, const toka *t, const toka_event *ev) {
         if (i == 0) json_put_key(out, "top"), json_put_open(out, '[');
         if (i >= 0) json_put_open(out, '{');
         json_put_key(out, "id"), json_put_int(out, id);
-        if (t->tok) json_put_key(out, "token"), cli_put_token_text(out, t->tok, id);
+        if (t->tokenizer) json_put_key(out, "token"), cli_put_token_text(out, t->tokenizer, id);
         json_put_key(out, "logprob");
         json_put_num(out, i < 0 ? ev->logprob : ev->top_logprobs[i], true);
         if (i < 0)
@@ -30928,7 +30941,7 @@ static int cli_run_prompt(const cli *flags, toka *t, toka_err *e) {
         code = fail(e, TOKA_E_USE, "--system needs the chat template, --raw leaves it out");
     if (!code && !use_template && flags->system)
         code = fail(e, TOKA_E_USE, "--system: %s has no chat template", t->files->name);
-    if (!code && !use_template && !flags->raw && !flags->quiet && t->tok)
+    if (!code && !use_template && !flags->raw && !flags->quiet && t->tokenizer)
         fprintf(stderr,
                 "toka: %s has no chat template, so the text is completed as it is (--raw says "
                 "so)\n",
@@ -31024,10 +31037,10 @@ static int cli_tokenize(const cli *flags, toka_err *e) {
     if (!code && flags->decode) {
         code = cli_parse_ids(buf_view(&input), &tokens, e);
         if (!code)
-            code = tok_decode(t->tok, tokens.p, tokens.n, flags->no_special ? TOKA_SKIP_SPECIAL : 0,
-                              &out, e);
+            code = tok_decode(t->tokenizer, tokens.p, tokens.n,
+                              flags->no_special ? TOKA_SKIP_SPECIAL : 0, &out, e);
     } else if (!code) {
-        code = tok_encode(t->tok, buf_view(&input),
+        code = tok_encode(t->tokenizer, buf_view(&input),
                           TOKA_PARSE_SPECIAL | (flags->no_special ? 0 : TOKA_ADD_SPECIAL), &tokens,
                           e);
         for (size_t i = 0; i < tokens.n && !code; i++)
@@ -31077,14 +31090,14 @@ static int cli_put_scores(const cli *flags, const toka *t, const int32_t *tokens
         if (flags->json) {
             json_put_open(&out, '{');
             json_put_key(&out, "id"), json_put_int(&out, tokens[i]);
-            json_put_key(&out, "token"), cli_put_token_text(&out, t->tok, tokens[i]);
+            json_put_key(&out, "token"), cli_put_token_text(&out, t->tokenizer, tokens[i]);
             json_put_key(&out, "logprob");
             if (i) json_put_num(&out, logprobs[i], true);
             else json_put_null(&out);
             json_put_close(&out, '}');
         } else {
             buf_printf(&out, "%10.5f %7d ", logprobs[i], (int)tokens[i]);
-            cli_put_token_text(&out, t->tok, tokens[i]), buf_char(&out, '\n');
+            cli_put_token_text(&out, t->tokenizer, tokens[i]), buf_char(&out, '\n');
         }
     }
     double perplexity = n_tokens > 1 ? exp(-sum / (double)(n_tokens - 1)) : 1;

@@ -497,12 +497,12 @@ typedef struct toka_sample_row {
     int seq;                       /* the scheduler's index of the sequence: the device keeps the
                                       sampled id as the last token of seq, so that a later step can
                                       use it before the host knows it; -1: not kept */
-    int32_t forced_id;             /* >= 0: score this id, draw nothing */
-    bool ranked;                   /* with forced_id and sampling: compute the rank of the id */
+    int32_t scored_id;             /* >= 0: score this id, draw nothing */
+    bool wants_rank;                   /* with scored_id and sampling: compute the rank of the id */
     uint32_t sample;               /* sample index and ... */
     uint32_t position;             /* ... position of the token to draw: with the seed they
                                       determine the random number */
-    const toka_sampling *sampling; /* may be NULL with forced_id */
+    const toka_sampling *sampling; /* may be NULL with scored_id */
     const int32_t *history;        /* [n_history] ids of prompt and output, for penalties */
     int n_prompt, n_history;       /* the first n_prompt ids of history are the prompt */
     const int32_t *forbidden;      /* [n_forbidden] ids that may not be drawn now (end ids before
@@ -510,10 +510,10 @@ typedef struct toka_sample_row {
     int n_forbidden;
 } toka_sample_row;
 
-/* Returns true if the result of this row must have a logprob; else it is NAN. A forced id always
+/* Returns true if the result of this row must have a logprob; else it is NAN. A scored id always
  * has one. */
 static inline bool toka_wants_logprob(const toka_sample_row *row) {
-    return row->forced_id >= 0 || row->sampling->logprobs >= 0;
+    return row->scored_id >= 0 || row->sampling->logprobs >= 0;
 }
 
 /* Returns the id to sample if all logits are -inf: the lowest id that is allowed and not forbidden;
@@ -544,10 +544,10 @@ static inline int32_t toka_fallback_id(const toka_sample_row *row, int V) {
 }
 
 typedef struct toka_sample_result { /* the result of a sample row */
-    int32_t id;                     /* the sampled id, or forced_id */
+    int32_t id;                     /* the sampled id, or scored_id */
     float logprob, sampled_logprob; /* as in toka_event */
-    int rank;                       /* of a ranked row: the id's rank by raw logit, 1 is the
-                                       highest, of equal ones the lowest id first; else 0 */
+    int rank;                       /* of a row with wants_rank: the id's rank by raw logit, 1 is
+                                     * the highest, of equal ones the lowest id first; else 0 */
     int n_top;
     int32_t top_ids[TOKA_MAX_LOGPROBS]; /* the first n_top are set, and of top_logprobs */
     float top_logprobs[TOKA_MAX_LOGPROBS];
@@ -678,14 +678,13 @@ typedef struct toka_backend {
     /* Receives x [rows][E] from the same tensor rank of the previous stage. */
     void (*receive)(toka_device *d, toka_dev_ptr x, int rows);
 
-    /* ---- Steps ----
-     * For each step, on the rank's thread: begin, the ops, end; later finish, in the order of the
-     * steps. On a backend with finish, ops may return before their work is done; the device does it
-     * in the order of the calls. finish waits until the step is done; its results are valid then.
-     * The step, the memory that it points to, and its results must not change or move from begin
-     * until finish returns. At most n_ahead steps are begun and not finished. finish is called for
-     * every step that was begun, also after an error, and also on ranks without results.
-     * All three are NULL if an op's work is done when the op returns. */
+    /* ---- Steps ---- For each step, on the rank's thread: begin, the ops, end; later finish, in
+     * the order of the steps. On a backend with finish, ops may return before their work is done;
+     * the device does it in the order of the calls. finish waits until the step is done; its
+     * results are valid then. The step, the memory that it points to, and its results must not
+     * change or move from begin until finish returns. At most max_in_flight steps are begun and not
+     * finished. finish is called for every step that was begun, also after an error, and also on
+     * ranks without results. All three are NULL if an op's work is done when the op returns. */
     void (*begin)(toka_device *d, const toka_step *s);
     void (*end)(toka_device *d, const toka_step *s);
     void (*finish)(toka_device *d, const toka_step *s);
@@ -736,14 +735,14 @@ typedef struct toka_backend {
     bool warm_up;            /* run the largest step once at open: proves that memory suffices, and
                                 loads the code */
     int default_tokens, default_seqs; /* default max_num_batched_tokens and max_num_seqs */
-    int n_ahead;             /* most in-flight steps: posted before the oldest one's results are
-                                committed, and begun before it is finished; 1: the host waits for
-                                each step */
+    int max_in_flight;          /* most in-flight steps: posted before the oldest one's results
+                                 * are committed, and begun before it is finished; 1: the host
+                                 * waits for each step */
     /* Costs of attention, in units of the time that one row takes to read K and V of one token.
      * Chapter 17 chooses the shared spans by them. */
-    int merge_tok;      /* cost: to merge one more partial result into a row */
-    int span_tok;       /* cost: one more span */
-    int tile_rows;      /* not a cost: rows that share one read of K and V */
+    int merge_cost;      /* cost: to merge one more partial result into a row */
+    int span_cost;       /* cost: one more span */
+    int rows_per_read;      /* not a cost: rows that share one read of K and V */
     int span_align_tok; /* a span may begin inside a page, at a multiple of this number of tokens;
                            0: only at the start of a page */
 } toka_backend;
@@ -759,10 +758,10 @@ enum {
     TOKA_GPU_SCATTER_BYTES = 4 << 20, /* if x is this large or larger, GEMM kernels on Hopper send
                                          their partial sums to the other tensor ranks while they
                                          compute */
-    TOKA_GPU_MAX_TOKENS = 8448, /* default max_num_batched_tokens: 66 * 128 rows. The 128-row tiles
-                                   of a GEMM then fill the 132 multiprocessors in whole waves, if
-                                   its number of columns is a multiple of 1,024 */
-    TOKA_GPU_MAX_SEQS = 8192    /* default max_num_seqs */
+    TOKA_GPU_DEFAULT_TOKENS = 8448, /* max_num_batched_tokens: 66 * 128 rows. The 128-row tiles of
+                                     * a GEMM then fill the 132 multiprocessors in whole waves, if
+                                     * its number of columns is a multiple of 1,024 */
+    TOKA_GPU_DEFAULT_SEQS = 8192    /* max_num_seqs */
 };
 
 /* Bytes of a matrix on the device: bf16, rows and columns rounded up to 8. Returns 0 for an absent

@@ -4606,7 +4606,7 @@ static void attn_plan_sizes(const toka_device *dev, attn_plan *plan) {
      *    deeper shared span, it saves at most about r g positions. So r g > merge_tok R.
      * 3. It follows that the sum of R over all shared spans is at most T sqrt(max_len /
      *    merge_tok). */
-    const int levels = 12 + (int)sqrt((double)shape->max_len / toka_cuda.merge_tok);
+    const int levels = 12 + (int)sqrt((double)shape->max_len / toka_cuda.merge_cost);
     plan->max_items = plan->max_spans + plan->max_split_bufs +
                       levels * ceil_div(T * G, plan->tile_q);
 }
@@ -10738,8 +10738,8 @@ static bool samp_has_penalties(const toka_sampling *sampling) {
 static bool samp_is_filtered(const toka_sample_row *row, int V) {
     const toka_sampling *sampling = row->sampling;
     if (!sampling) return false;
-    if (sampling->logprobs > 0 || row->ranked) return true;
-    if (row->forced_id >= 0) return false;
+    if (sampling->logprobs > 0 || row->wants_rank) return true;
+    if (row->scored_id >= 0) return false;
     if (sampling->n_bias || sampling->n_allowed || row->n_forbidden || samp_has_penalties(sampling))
         return true;
     return sampling->temperature > 0 && ((sampling->top_k > 0 && sampling->top_k < V) ||
@@ -10753,7 +10753,7 @@ static int samp_n_top(const toka_sampling *sampling, int V) {
 /* Penalties need the last part of the history. Returns where this part begins; n_history: they need
  * none of it. Only the repetition penalty needs the prompt. */
 static int samp_history_start(const toka_sample_row *row) {
-    if (row->forced_id >= 0 || !samp_has_penalties(row->sampling)) return row->n_history;
+    if (row->scored_id >= 0 || !samp_has_penalties(row->sampling)) return row->n_history;
     return row->sampling->repetition_penalty == 1 ? row->n_prompt : 0;
 }
 
@@ -10835,8 +10835,8 @@ static void samp_plan_step(toka_device *dev, const toka_step *step) {
         const toka_sampling *sampling = row->sampling;
         uint64_t seed = sampling ? sampling->seed : 0;
         float temperature = sampling ? sampling->temperature : 0;
-        assert(row->row >= 0 && row->row < step->T && row->forced_id < dev->shape->V_all &&
-               (sampling || row->forced_id >= 0));
+        assert(row->row >= 0 && row->row < step->T && row->scored_id < dev->shape->V_all &&
+               (sampling || row->scored_id >= 0));
         double scale = temperature > 0 ? 1.4426950408889634 / temperature : 0;
         uint32_t counter[4] = {row->sample, row->position, 0, 0};
         philox(counter, (uint32_t)seed, (uint32_t)(seed >> 32));
@@ -10846,7 +10846,7 @@ static void samp_plan_step(toka_device *dev, const toka_step *step) {
                                 row->position,
                                 counter[0],
                                 scale > 3e38 ? 3e38f : (float)scale,
-                                row->forced_id >= 0       ? row->forced_id
+                                row->scored_id >= 0       ? row->scored_id
                                 : toka_wants_logprob(row) ? SAMP_DRAW
                                                           : SAMP_DRAW_NO_LOGPROB,
                                 row->seq < dev->options.n_seqs ? row->seq : -1};
@@ -10879,14 +10879,14 @@ static void samp_fill_filter(toka_device *dev, upload_buffer *upload, const toka
                                                 (size_t)row->n_forbidden * 4);
     filter->n_bias = sampling->n_bias, filter->n_allowed = sampling->n_allowed,
     filter->n_forbidden = row->n_forbidden;
-    filter->fallback_id = row->forced_id < 0 ? toka_fallback_id(row, V) : 0;
+    filter->fallback_id = row->scored_id < 0 ? toka_fallback_id(row, V) : 0;
     filter->temperature = sampling->temperature, filter->top_p = sampling->top_p,
     filter->top_k = sampling->top_k < V ? sampling->top_k : 0;
     filter->min_p_drop = sampling->min_p > 0 ? sampling->temperature * log((double)sampling->min_p)
                                              : -INFINITY;
     filter->repetition = sampling->repetition_penalty,
     filter->frequency = sampling->frequency_penalty, filter->presence = sampling->presence_penalty;
-    filter->n_top = samp_n_top(sampling, V), filter->ranked = row->ranked;
+    filter->n_top = samp_n_top(sampling, V), filter->ranked = row->wants_rank;
     if (filter->n_top) filter->top_index = dev->samp->host_results[dev->last_begun].n_tops++;
 }
 
@@ -11896,7 +11896,7 @@ static void bench_head(bench *ctx, const bench_shape *model, int M) {
     if (!rows) abort();
     for (int i = 0; i < M; i++)
         rows[i] = toka_sample_row{
-            .row = i, .forced_id = -1, .position = (uint32_t)i, .sampling = &sampling};
+            .row = i, .scored_id = -1, .position = (uint32_t)i, .sampling = &sampling};
     arg.step = toka_step{.T = M, .n_samples = M, .samples = rows};
     dev->shape = &shape, dev->E = model->E, dev->F = model->F, dev->V = round_up_8(model->V),
     dev->options.max_tokens = dev->options.max_samples = M;
@@ -12026,7 +12026,7 @@ static void graph_pad_step(toka_device *dev, int row0, int T) {
         graphs->ids[i] = graphs->pos[i] = 0,
         graphs->kv_slot[i] = dev->options.n_pages * dev->shape->B;
         graphs->samples[i] = toka_sample_row{
-            .row = i, .seq = -1, .forced_id = -1, .sampling = &padding};
+            .row = i, .seq = -1, .scored_id = -1, .sampling = &padding};
     }
     graphs->padded_step.T = graphs->padded_step.n_samples = T;
     graphs->padded_step.ids = graphs->ids, graphs->padded_step.pos = graphs->pos,
@@ -12536,12 +12536,12 @@ extern "C" const toka_backend toka_cuda = {
     .activation_bytes = sizeof(bf16),
     .page_tok = TOKA_GPU_PAGE_TOK,
     .warm_up = true,
-    .default_tokens = TOKA_GPU_MAX_TOKENS,
-    .default_seqs = TOKA_GPU_MAX_SEQS,
-    .n_ahead = STEPS_IN_FLIGHT,
+    .default_tokens = TOKA_GPU_DEFAULT_TOKENS,
+    .default_seqs = TOKA_GPU_DEFAULT_SEQS,
+    .max_in_flight = STEPS_IN_FLIGHT,
     /* For chapter 17 of toka.c, from measurements of chapter 9 on an H100; units in toka.h. */
-    .merge_tok = 8,
-    .span_tok = 512,
-    .tile_rows = 32,
+    .merge_cost = 8,
+    .span_cost = 512,
+    .rows_per_read = 32,
     .span_align_tok = 8, /* the smallest TMA box of attn_small has 8 positions */
 };

@@ -94,7 +94,7 @@ static double bench_step(bench *b, int T, int pos) {
     toka_span span = {0, T, 0, 0, pos + T};
     for (int t = 0; t < T; t++) ids[t] = (t * 37 + pos) % bench_shape.V, at[t] = kv_slot[t] = pos + t;
     for (int i = 0; i < 128; i++) pages[i] = i;
-    row = (toka_sample_row){.row = T - 1, .forced_id = 5};
+    row = (toka_sample_row){.row = T - 1, .scored_id = 5};
     toka_step s = {.T = T, .n_spans = 1, .n_samples = 1, .ids = ids, .pos = at, .kv_slot = kv_slot, .pages = pages, .spans = &span,
                    .samples = &row};
     double t0 = bench_now();

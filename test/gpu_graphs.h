@@ -54,7 +54,7 @@ static toka_sample_row g_sample_row(int row, int q, int len, bool one, bool mixe
                                         {.temperature = 1, .top_p = 1, .repetition_penalty = 1, .bias_ids = ids, .bias_values = values, .n_bias = 4},
                                         {.top_p = 1, .repetition_penalty = 1, .allowed_ids = ids, .n_allowed = 9, .logprobs = 3},
                                         {.temperature = 0.7, .top_p = 1, .top_k = 7, .repetition_penalty = 1, .logprobs = TOKA_NO_LOGPROBS}};
-    toka_sample_row r = {.row = row, .seq = q, .forced_id = -1, .sample = (uint32_t)q, .position = (uint32_t)len};
+    toka_sample_row r = {.row = row, .seq = q, .scored_id = -1, .sample = (uint32_t)q, .position = (uint32_t)len};
     r.sampling = &how[one && row == 1 ? 2 : q % 8 == 6 ? 3 : q % 2];
     if (mixed && (q + len) % 10 < 8) {
         r.sampling = &mix[(q + len) % 10];

@@ -7,6 +7,7 @@
  *                               runs the prompt IDS (text with blanks between ids) through a model
  *                               folder in one prefill step and writes raw float32 logits of every
  *                               position to OUT (a tool for test/gpu_hf.py) */
+#define TOKA_SERVER
 #include "../toka.c"
 #include "check.h"
 #include "gpu_host.h"
@@ -53,7 +54,7 @@ static mix *mix_new(void) {
 }
 static void mix_add(mix *m, const int32_t *ids, int n, const int32_t *at, int n_at, int B) {
     toka_step *s = &m->s;
-    for (int i = 0; i < n_at; i++) m->out[s->n_samples++] = (toka_sample_row){.row = s->T + at[i], .forced_id = 0};
+    for (int i = 0; i < n_at; i++) m->out[s->n_samples++] = (toka_sample_row){.row = s->T + at[i], .scored_id = 0};
     m->spans[s->n_spans++] = (toka_span){s->T, n, m->n_pages, 0, n};
     for (int p = 0; p < n; p++, s->T++)
         m->id[s->T] = ids[p], m->pos[s->T] = p, m->kv_slot[s->T] = m->pages[m->n_pages + p / B] * B + p % B;

@@ -114,7 +114,7 @@ static void both_plan(both *b, int i, int T) {
             b->pos[at + p] = p, b->kv_slot[i][at + p] = b->pages[n_pages - 1] * B + p % B;
         }
     }
-    for (int t = 0; t < T; t++) b->out[t] = (toka_sample_row){.row = t, .seq = -1, .forced_id = 0};
+    for (int t = 0; t < T; t++) b->out[t] = (toka_sample_row){.row = t, .seq = -1, .scored_id = 0};
 }
 
 /* Uploads values [rows][cols] in float32, exact in bf16, to both backends. Rows on the GPU are `ld`

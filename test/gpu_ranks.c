@@ -8,6 +8,7 @@
  *                          ranks, at most four, are on the first N GPUs
  *   gpu_ranks bench [N]    microseconds of all-reduces over N GPUs (2), and NCCL's if libnccl.so.2
  *                          is found */
+#define TOKA_SERVER
 #include "../toka.c"
 #include "check.h"
 #include "gpu_host.h"
@@ -223,7 +224,7 @@ static int logits_of(toka *t, const answers *w, int kind, int copies, float **lo
         for (int p = 0; p < n; p++, s.T++) {
             ints[s.T] = p < w->n_ids[i] ? w->ids[i][p] : w->a[kind][i].ids[p - w->n_ids[i]];
             pos[s.T] = p, kv_slot[s.T] = (n_pages + p / B) * B + p % B;
-            out[s.T] = (toka_sample_row){.row = s.T, .forced_id = 0, .seq = -1};
+            out[s.T] = (toka_sample_row){.row = s.T, .scored_id = 0, .seq = -1};
         }
         n_pages += (n + B - 1) / B;
     }
@@ -308,7 +309,7 @@ static bool may_sample(const answers *w, int kind, int i, int k, const float *lo
     bool has_below = false, has_above = false;
     make_request(&r, kind, i);
     memcpy(history, w->ids[i], (size_t)n * sizeof *history), memcpy(history + n, a->ids, (size_t)k * sizeof *history);
-    const toka_sample_row row = {.seq = -1, .forced_id = -1, .position = (uint32_t)(n + k), .sampling = &r.sampling, .history = history, .n_prompt = n,
+    const toka_sample_row row = {.seq = -1, .scored_id = -1, .position = (uint32_t)(n + k), .sampling = &r.sampling, .history = history, .n_prompt = n,
                               .n_history = n + k};
     float *x = mem_alloc((size_t)V * 4 * sizeof *x), *noisy = x + V, *below = noisy + V, *above = below + V;
     int32_t id = -1;

@@ -130,7 +130,7 @@ static void check_row(const char *what, const toka_test_case &c, int V, const to
     gpu_check(ok, "%s: top log-probabilities, %d for %d", what, got.n_top, want.n_top);
     gpu_check(got.rank == want.rank, "%s: rank %d for %d", what, got.rank, want.rank);
     if (!gpu_check(got.id >= 0 && got.id < V, "%s: id %d", what, got.id)) return;
-    if (c.row.forced_id >= 0) {
+    if (c.row.scored_id >= 0) {
         gpu_check(got.id == want.id && close_to(got.logprob, want.logprob, 1e-5) && got.sampled_logprob == got.logprob,
                   "%s: forced %d, %g %g for %d, %g", what, got.id, got.logprob, got.sampled_logprob, want.id, want.logprob);
         return;
@@ -151,7 +151,7 @@ static void check_row(const char *what, const toka_test_case &c, int V, const to
                   log(p[(size_t)got.id]), s->temperature, s->top_k, s->top_p, s->min_p, V);
     toka_sample_row forced = c.row; /* the raw log-probability of the sampled id */
     toka_sampling none = *s;
-    none.logprobs = 0, forced.sampling = &none, forced.forced_id = got.id;
+    none.logprobs = 0, forced.sampling = &none, forced.scored_id = got.id;
     std::copy(c.raw, c.raw + V, x.begin());
     toka_test_row(&forced, x.data(), V, &want);
     /* the GPU computes it from the adjusted logit, which was rounded */
@@ -177,7 +177,7 @@ static void test_random(int V, int n, uint64_t seed0) {
         std::vector<const float *> logits;
         for (int i = 0; i < std::min(64, n - from); i++) {
             toka_test_case c = toka_test_random(seed0 + (uint64_t)(from + i), V);
-            if (i % 7 == 3) c.row.forced_id = (int)(gpu_mix(seed0 + (uint64_t)i) % (uint64_t)V), c.row.ranked = i % 2;
+            if (i % 7 == 3) c.row.scored_id = (int)(gpu_mix(seed0 + (uint64_t)i) % (uint64_t)V), c.row.wants_rank = i % 2;
             c.row.row = i;
             cases.push_back(c), rows.push_back(c.row), logits.push_back(c.raw);
         }
@@ -208,7 +208,7 @@ static toka_sampling plain(float T) {
 }
 static toka_sample_row row_at(const toka_sampling *s, uint32_t position) {
     toka_sample_row r = {};
-    r.forced_id = -1, r.sampling = s, r.position = position;
+    r.scored_id = -1, r.sampling = s, r.position = position;
     return r;
 }
 
@@ -235,13 +235,13 @@ static void test_edges() {
             for (int forced = -1; forced < 2; forced++) {
                 toka_test_case c = {row_at(&s[j], (uint32_t)(8 * k) + (uint32_t)j), kinds[k].data()};
                 c.row.row = (int)rows.size();
-                if (forced >= 0) c.row.forced_id = forced ? 999 : 700, c.row.ranked = true;
+                if (forced >= 0) c.row.scored_id = forced ? 999 : 700, c.row.wants_rank = true;
                 cases.push_back(c), rows.push_back(c.row), logits.push_back(c.raw);
             }
     std::vector<toka_sample_result> samples = sample_rows(d, rows, logits);
     for (size_t i = 0; i < rows.size(); i++) {
         char what[60];
-        snprintf(what, sizeof what, "edge %d, sampling %d, forced %d", (int)i / 24, (int)i / 3 % 8, rows[i].forced_id);
+        snprintf(what, sizeof what, "edge %d, sampling %d, forced %d", (int)i / 24, (int)i / 3 % 8, rows[i].scored_id);
         check_row(what, cases[i], V, samples[i]);
     }
     check_no_logprob(d, rows, logits);
@@ -611,7 +611,7 @@ static void test_op(int V, int E, int T, int n_out, bool all_logits) {
     for (int i = 0; i < n_out; i++) {
         rows.push_back(row_at(&how[(size_t)i % 5], (uint32_t)i));
         rows.back().row = (i * 7 + 3) % T, rows.back().seq = i % 4 == 3 ? -1 : n_out - 1 - i;
-        if (i % 6 == 5) rows.back().forced_id = i % V, rows.back().sampling = i % 12 == 5 ? NULL : rows.back().sampling;
+        if (i % 6 == 5) rows.back().scored_id = i % V, rows.back().sampling = i % 12 == 5 ? NULL : rows.back().sampling;
     }
     gpu_buf<int> last((size_t)n_out);
     d->last_tokens = last.p(), d->options.n_seqs = n_out;
@@ -650,7 +650,7 @@ static void test_op(int V, int E, int T, int n_out, bool all_logits) {
         if (all_logits) gpu_check(worst < 2e-2, "V %d E %d row %d: a logit off by %g", V, E, i, worst);
         gpu_check(p.id >= 0 && p.id < V && fabs(p.logprob - (z[(size_t)p.id] - lse)) < 2e-2, "V %d E %d row %d: id %d logprob %g for %g", V,
                   E, i, p.id, p.logprob, p.id >= 0 && p.id < V ? z[(size_t)p.id] - lse : NAN);
-        if (rows[(size_t)i].forced_id >= 0) gpu_check(p.id == rows[(size_t)i].forced_id, "row %d: forced id %d", i, p.id);
+        if (rows[(size_t)i].scored_id >= 0) gpu_check(p.id == rows[(size_t)i].scored_id, "row %d: forced id %d", i, p.id);
         else if (rows[(size_t)i].sampling->temperature == 0 && best - second > 2e-2)
             gpu_check(z[(size_t)p.id] == (float)best, "V %d E %d row %d: greedy id %d", V, E, i, p.id);
         gpu_check(same_result(p, again[(size_t)i]), "V %d E %d row %d: another time %d for %d", V, E, i, again[(size_t)i].id, p.id);

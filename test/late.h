@@ -228,6 +228,6 @@ static toka_backend late_backend(int n_ahead) {
     be.copy_pages = late_copy;
     be.embed = late_embed, be.norm_qkv_rope_kv = late_qkv, be.attention = late_attention;
     be.out_residual = late_out, be.norm_mlp_residual = late_mlp, be.norm_logits_sample = late_sample;
-    be.n_ahead = n_ahead;
+    be.max_in_flight = n_ahead;
     return be;
 }

@@ -105,7 +105,7 @@ static const char *sched_check_seq(const scheduler *s, int q) {
     } else REQUIRE(x->n_computed == x->n_planned - 1 && (x->n_planned == x->limit || x->base_step == s->now + 1 - x->n_computed));
     for (int i = 0; i < k->n_tree_pages; i++) {
         int p = kv_block_table(&s->kv, q)[i];
-        REQUIRE(s->end_nodes[p].key >= x->end_step);
+        REQUIRE(s->user_nodes[p].key >= x->end_step);
         REQUIRE((i + 1) * s->config.B > x->n_computed || s->kv.pages[p].computed);
     }
     return NULL;
@@ -127,7 +127,7 @@ static const char *sched_check(const scheduler *s) {
         if (x->state == SCHED_FREE) continue;
         if (!bad) bad = sched_check_seq(s, q);
         if (bad || x->state == SCHED_PREEMPTED) continue;
-        open[q] = true, sum_squared += sched_guess_squared(s, x);
+        open[q] = true, sum_squared += sched_page_guess_squared(s, x);
         for (int i = 0; i < k->n_tree_pages; i++) end[kv_block_table(&s->kv, q)[i]] = MAX(end[kv_block_table(&s->kv, q)[i]], x->end_step);
         for (int i = k->n_tree_pages; i < kv_pages_for(&s->kv, MIN(x->expected_len, x->limit) - 1); i++) {
             int64_t from = i < k->n_pages ? s->now : x->base_step + (int64_t)i * s->config.B;
@@ -136,7 +136,7 @@ static const char *sched_check(const scheduler *s) {
     }
     for (int p = 0; p < np; p++) {
         n_held += s->kv.pages[p].ref > 0;
-        if (!bad && s->end_nodes[p].key != end[p]) bad = "the end step of a page is not the last end step of its holders";
+        if (!bad && s->user_nodes[p].key != end[p]) bad = "the end step of a page is not the last end step of its holders";
         if (end[p]) change[0]++, change[end[p] - s->now]--;
     }
     for (int t = 0, sum = 0, stored_sum = s->forecast.held, peak = 0; t < n; t++) {
@@ -147,7 +147,7 @@ static const char *sched_check(const scheduler *s) {
     }
     if (!bad) bad = kv_check(&s->kv, open);
     bool counts = n_state[SCHED_FREE] == s->n_seqs_free && n_state[SCHED_DECODE] == s->n_decode && backlog == s->backlog &&
-                  n_state[SCHED_DECODE] + n_state[SCHED_PREFILL] == s->n_running && sum_squared == s->sum_guess_squared;
+                  n_state[SCHED_DECODE] + n_state[SCHED_PREFILL] == s->n_running && sum_squared == s->sum_page_guess_squared;
     if (!bad && !counts) bad = "counts do not agree";
     free(open), free(change), free(end);
     return bad;

@@ -318,7 +318,7 @@ static void test_api_bad_words(void) {
     api_free(&c);
     c = (api_request){.serial = {1, 2}}; /* a special token becomes its id, not its letters */
     CHECK(!api_parse(&m, API_COMPLETIONS, STR("{\"prompt\":\"Tom\",\"bad_words\":[\"<|im_end|>\"]}"), &c, &e));
-    const int32_t end = tok_id(m.toka->tok, STR("<|im_end|>"));
+    const int32_t end = tok_id(m.toka->tokenizer, STR("<|im_end|>"));
     w = c.prompts[0].engine_request.sampling.bad_words;
     CHECK(end >= 0 && w && w->whole_ids.n == 1 && w->whole_ids.p[0] == end);
     api_free(&c);
@@ -326,7 +326,7 @@ static void test_api_bad_words(void) {
     CHECK(!api_parse(&m, API_COMPLETIONS, STR("{\"prompt\":\"Tom\",\"bad_words\":[\"end\",\"im\",\"text\"]}"), &c, &e));
     w = c.prompts[0].engine_request.sampling.bad_words;
     CHECK(w->whole_ids.n > 1);
-    for (size_t i = 0; i < w->whole_ids.n; i++) CHECK(!(m.toka->tok->flag[w->whole_ids.p[i]] & TOK_SPECIAL));
+    for (size_t i = 0; i < w->whole_ids.n; i++) CHECK(!(m.toka->tokenizer->flag[w->whole_ids.p[i]] & TOK_SPECIAL));
     api_free(&c);
     CHECK(!api_refuse_value(&m, API_COMPLETIONS, "bad_words", "[]").status);
     CHECK(!strcmp(api_refuse_value(&m, API_CHAT, "bad_words", "[\"a\",\"  \"]").message, "bad_words[1]: a word without tokens"));
@@ -555,7 +555,7 @@ static api_fake_answer api_fake_text(const char *text) {
     api_fake_answer f = {0};
     ids v = {0};
     toka_err e;
-    CHECK(!tok_encode(api_text_model()->tok, str_c(text), 0, &v, &e) && v.n <= 16);
+    CHECK(!tok_encode(api_text_model()->tokenizer, str_c(text), 0, &v, &e) && v.n <= 16);
     f.n = (int)MIN(v.n, (size_t)16);
     memcpy(f.id, v.p, (size_t)f.n * sizeof *f.id);
     ids_free(&v);
@@ -765,7 +765,7 @@ static void test_api_stream_equals_whole(void) {
         for (int i = 0; i < c.n_choices; i++) {
             f[i] = (api_fake_answer){.n = 1 + (int)(rnd(&rng) % 12), .stops = rnd(&rng) % 2};
             for (int k = 0; k < f[i].n; k++)
-                f[i].id[k] = rnd(&rng) % 2 ? letters.id[rnd(&rng) % (uint64_t)letters.n] : (int32_t)(rnd(&rng) % (uint64_t)m.toka->tok->n_ids);
+                f[i].id[k] = rnd(&rng) % 2 ? letters.id[rnd(&rng) % (uint64_t)letters.n] : (int32_t)(rnd(&rng) % (uint64_t)m.toka->tokenizer->n_ids);
         }
         api_shuffle(&c, f, &rng, &records);
         api_feed_pieces(&c, buf_view(&records), &rng, NULL);
@@ -811,7 +811,7 @@ static void test_api_bytes(void) {
     CHECK(str_ends(json_str(json_get(choice, "text")), STR("\xE6\xBC\xA2\xEF\xBF\xBD")));
     for (int i = 0; i < f.n; i++) {
         CHECK(json_int(json_at(offsets, (size_t)i), -1) == utf8_count(buf_view(&bytes)));
-        tok_put_bytes(m.toka->tok, f.id[i], &bytes);
+        tok_put_bytes(m.toka->tokenizer, f.id[i], &bytes);
     }
     CHECK(utf8_count(STR("na\xC3\xAFve")) == 5);
     buf_free(&out), buf_free(&bytes), arena_free(&a);
@@ -840,11 +840,11 @@ static void test_api_tokens_without_text(void) {
     toka no_tokenizer = *m.toka;
     arena a = {0};
     toka_err e;
-    no_tokenizer.tok = NULL, m.toka = &no_tokenizer;
+    no_tokenizer.tokenizer = NULL, m.toka = &no_tokenizer;
     for (int chat = 0; chat < 2; chat++) {
         api_fake_answer f = api_fake_text("12");
         buf out = {0}, first = {0}, second = {0};
-        if (chat) m.toka = api_text_model(), f.id[0] = f.id[1] = m.toka->tok->n_ids + 5;
+        if (chat) m.toka = api_text_model(), f.id[0] = f.id[1] = m.toka->tokenizer->n_ids + 5;
         api_answer(&m, API_COMPLETIONS, "{\"prompt\":[5,6,7],\"logprobs\":2}", &f, &out);
         const json *choice = json_at(json_get(json_parse(&a, buf_view(&out), json_trusted, &e), "choices"), 0);
         const json *l = json_get(choice, "logprobs"), *top = json_at(json_get(l, "top_logprobs"), 0);

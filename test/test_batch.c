@@ -243,8 +243,8 @@ static void bt_random(void) {
         for (int i = 0; i < 80 && !check_failed; i++) {
             int n_prompt = 1 + (int)(rnd(&rng) % 12), max_tokens = 1 + (int)(rnd(&rng) % 12);
             if (t->sim.s.n_unstarted < 20) sim_submit(&t->sim, &rng, n_prompt, 1 + (int)(rnd(&rng) % 4), max_tokens, 0);
-            if (rnd(&rng) % 16 == 0 && t->sim.s.newest >= 0) sched_cancel(&t->sim.s, t->sim.s.seqs[t->sim.s.newest].request);
-            if (rnd(&rng) % 8 == 0 && t->sim.s.newest >= 0) sched_preempt(&t->sim.s);
+            if (rnd(&rng) % 16 == 0 && t->sim.s.next_to_preempt >= 0) sched_cancel(&t->sim.s, t->sim.s.seqs[t->sim.s.next_to_preempt].request);
+            if (rnd(&rng) % 8 == 0 && t->sim.s.next_to_preempt >= 0) sched_preempt(&t->sim.s);
             sim_step(&t->sim, false);
         }
         if (check_failed) printf("seed %d\n", (int)seed);
@@ -312,7 +312,7 @@ static void bt_random_families(void) {
                     const sched_seq *x = &t->sim.s.seqs[rnd(&rng) % 12];
                     if (x->state == SCHED_PREFILL) sched_cancel(&t->sim.s, x->request);
                 }
-                if (rnd(&rng) % 8 == 0 && t->sim.s.newest >= 0) sched_preempt(&t->sim.s);
+                if (rnd(&rng) % 8 == 0 && t->sim.s.next_to_preempt >= 0) sched_preempt(&t->sim.s);
             }
         }
         if (check_failed) printf("seed %d\n", (int)seed);

@@ -381,7 +381,7 @@ static void check_logits(cpu_seqs *w) {
     double *in = mem_alloc((size_t)s->E * sizeof *in), *y = mem_alloc((size_t)s->V * sizeof *y);
     for (size_t i = 0; i < nx; i++) cpu_ptr(x)[i] = (float)rnd_normal(&w->seed);
     for (int i = 0; i < n_out; i++)
-        rows[i] = (toka_sample_row){.row = rnd_int(&w->seed, 0, w->T - 1), .forced_id = rnd_int(&w->seed, 0, s->V - 1)};
+        rows[i] = (toka_sample_row){.row = rnd_int(&w->seed, 0, w->T - 1), .scored_id = rnd_int(&w->seed, 0, s->V - 1)};
     memset(results, 0x5A, sizeof results);
     w->step.n_samples = n_out, w->step.samples = rows, w->step.logits = cpu_ptr(logits);
     toka_cpu.norm_logits_sample(w->d, &w->step, x, results);
@@ -393,7 +393,7 @@ static void check_logits(cpu_seqs *w) {
         for (int j = 0; j < s->V; j++) best = MAX(best, y[j]);
         for (int j = 0; j < s->V; j++) sum += exp(y[j] - best);
         CHECK(rel_error(cpu_ptr(logits) + i * s->V, y, (size_t)s->V) < 1e-6);
-        CHECK(results[i].id == rows[i].forced_id);
+        CHECK(results[i].id == rows[i].scored_id);
         CHECK(fabs(results[i].logprob - (y[results[i].id] - best - log(sum))) < 1e-4);
     }
     CHECK(((unsigned char *)&results[n_out])[0] == 0x5A);
@@ -503,7 +503,7 @@ static void run_step(cpu_seqs *w, float *logits) {
     toka_sample_row *rows = mem_zalloc(T * sizeof *rows);
     toka_sample_result *results = mem_zalloc(T * sizeof *results);
     float *out = mem_alloc(T * V * sizeof *out);
-    for (int t = 0; t < w->T; t++) rows[t] = (toka_sample_row){.row = t, .forced_id = 0};
+    for (int t = 0; t < w->T; t++) rows[t] = (toka_sample_row){.row = t, .scored_id = 0};
     w->step.n_samples = w->T, w->step.samples = rows, w->step.logits = out;
     toka_cpu.embed(w->d, &w->step, x);
     for (int l = 0; l < s->L; l++) {

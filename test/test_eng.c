@@ -104,7 +104,7 @@ static void eng_check_logits(toka *t, const char *name, const json *cases, const
     JSON_EACH(it, cases) {
         int n = eng_int_array(json_get(it, "prompt_ids"), id + s.T, ROWS - s.T);
         int m = eng_int_array(json_get(it, "logit_positions"), at, 8);
-        for (int i = 0; i < m; i++) out[s.n_samples++] = (toka_sample_row){.row = s.T + at[i], .forced_id = 0};
+        for (int i = 0; i < m; i++) out[s.n_samples++] = (toka_sample_row){.row = s.T + at[i], .scored_id = 0};
         spans[s.n_spans++] = (toka_span){s.T, n, page, 0, n};
         for (int p = 0; p < n; p++, s.T++) pos[s.T] = p,
             kv_slot[s.T] = pages[page + p / toka_cpu.page_tok] * toka_cpu.page_tok + p % toka_cpu.page_tok;
@@ -265,7 +265,7 @@ static void test_embedded_golden(void) {
         int n = eng_int_array(json_get(it, "prompt_ids"), prompt, 512), m = eng_int_array(json_get(it, "greedy_ids"), want, 512), code;
         toka_sampling s = eng_greedy(0);
         ids v = {0};
-        CHECK(!tok_encode(t->tok, text, TOKA_PARSE_SPECIAL, &v, &e));
+        CHECK(!tok_encode(t->tokenizer, text, TOKA_PARSE_SPECIAL, &v, &e));
         CHECK_MSG((int)v.n == n && !memcmp(v.p, prompt, v.n * 4), "prompt ids differ: %.*s", STRF(text));
         eng_collected *g = eng_ask(t, NULL, prompt, (size_t)n, 1, &s, &code, &e);
         CHECK_MSG((int)g->id[0].n == m && !memcmp(g->id[0].p, want, (size_t)m * 4), "greedy ids differ: %.*s", STRF(text));
@@ -842,16 +842,16 @@ static void test_text_continues(void) {
 
 /* An engine on the CPU with another run-ahead. late: on the asynchronous backend of late.h. */
 static toka *eng_open_ahead(toka_options o, int n_ahead, bool late) {
-    static toka_backend be[2][ENG_MAX_AHEAD + 1];
+    static toka_backend be[2][ENG_MAX_IN_FLIGHT + 1];
     toka_backend *b = &be[late][n_ahead];
     toka *t;
     toka_err e;
     if (toka_open(&t, &o, &e)) printf("%s\n", e.msg), abort();
     eng_close(t->engine);
     /* a warm-up step would be counted by TOKA_DEBUG_FAULT */
-    *b = late ? late_backend(n_ahead) : toka_cpu, b->n_ahead = n_ahead, b->warm_up = late && !getenv("TOKA_DEBUG_FAULT");
+    *b = late ? late_backend(n_ahead) : toka_cpu, b->max_in_flight = n_ahead, b->warm_up = late && !getenv("TOKA_DEBUG_FAULT");
     t->shape = t->files->shape;
-    if (eng_open(&t->engine, b, t->files, &t->shape, t->tok, &o, &e)) printf("%s\n", e.msg), abort();
+    if (eng_open(&t->engine, b, t->files, &t->shape, t->tokenizer, &o, &e)) printf("%s\n", e.msg), abort();
     return t;
 }
 
@@ -931,7 +931,7 @@ static void test_ahead(void) {
         preempted += toka_get_stats(t).preemptions;
         for (int i = 0; i < t->engine->n_replicas; i++) {
             const eng_replica *p = &t->engine->replicas[i];
-            CHECK(!sched_check(&p->sched) && kv_n_available(&p->sched.kv) == p->sched.config.n_pages && !p->n_requests && !p->n_in_flight && fabs(p->work) < 1e-3);
+            CHECK(!sched_check(&p->sched) && kv_n_available(&p->sched.kv) == p->sched.config.n_pages && !p->n_requests && !p->n_in_flight && fabs(p->work_tokens) < 1e-3);
             CHECK(p->sched.n_prompt_tokens > 0); /* each replica did a part of the work */
         }
         CHECK(!t->engine->n_active && !t->engine->n_samples);
@@ -1102,7 +1102,7 @@ static void eng_check_preempted_scores(toka *t, const int32_t *v, int n, const f
     CHECK(!toka_submit(t, &r, eng_on_place, g, &id, &e));
     for (int i = 1; !g->n_ended && i < 200; i++) {
         eng_step(t->engine);
-        if (i % 3 || t->engine->replicas[0].sched.newest < 0 || i > 60) continue;
+        if (i % 3 || t->engine->replicas[0].sched.next_to_preempt < 0 || i > 60) continue;
         sched_preempt(&t->engine->replicas[0].sched), n_preemptions++;
     }
     CHECK(g->n_ended == 1 && n_preemptions > 2 && g->n == n && !memcmp(g->logprob, want, (size_t)n * sizeof *want));
@@ -1413,7 +1413,7 @@ static size_t eng_stop_place(const toka *t, const eng_collected *whole, const ch
     *n_tok = 0;
     for (int i = 0; i < (int)whole->id[0].n && at == SIZE_MAX; i++) {
         size_t from = text.n;
-        tok_put_bytes(t->tok, whole->id[0].p[i], &text), ++*n_tok;
+        tok_put_bytes(t->tokenizer, whole->id[0].p[i], &text), ++*n_tok;
         for (size_t end = from + 1; i >= min_tokens && end <= text.n && at == SIZE_MAX; end++)
             if (str_ends((str){text.p, end}, str_c(stop))) at = end - strlen(stop);
     }
@@ -1515,7 +1515,7 @@ static void test_bad_texts(void) {
             eng_collected *g = eng_ask_problem(t, str_c(eng_problem), k == 3 ? 8 : 1, &s);
             for (int i = 0; i < (k == 3 ? 8 : 1); i++)
                 for (size_t p = 0; p < g->text[i].n; p++)
-                    CHECK_MSG(!samp_is_word_at(&t->tok->uni, buf_view(&g->text[i]), p, str_c(word + 1)), "'%s' is in '%s'", word, g->text[i].p);
+                    CHECK_MSG(!samp_is_word_at(&t->tokenizer->uni, buf_view(&g->text[i]), p, str_c(word + 1)), "'%s' is in '%s'", word, g->text[i].p);
             eng_collected_free(g), toka_words_del(s.bad_words);
         }
     }
@@ -1634,7 +1634,7 @@ static void test_open_that_fails(void) {
     o.tensor_parallel_size = o.data_parallel_size = 2, o.max_num_seqs = 4, o.progress = eng_on_phase, o.progress_user = &phase_calls;
     eng *g;
     t->shape = t->files->shape;
-    CHECK(eng_open(&g, &be, t->files, &t->shape, t->tok, &o, &e) == TOKA_E_DEVICE && !strcmp(e.msg, "no second group"));
+    CHECK(eng_open(&g, &be, t->files, &t->shape, t->tokenizer, &o, &e) == TOKA_E_DEVICE && !strcmp(e.msg, "no second group"));
     CHECK_MSG(phase_calls.n > 20 && phase_calls.n_phase_ends == 1 && !phase_calls.n_late,
         "%d calls, %d ends, %d after the end", phase_calls.n, phase_calls.n_phase_ends, phase_calls.n_late);
     toka_close(t);
@@ -1653,7 +1653,7 @@ static void test_open_that_hangs(void) {
     be.warm_up = true, o.max_num_seqs = 4, o.tensor_parallel_size = 2;
     t->shape = files->shape, t->engine = NULL;
     setenv("TOKA_DEBUG_STALL", "1", 1), setenv("TOKA_DEBUG_PATIENCE", "1", 1);
-    int code = eng_open(&t->engine, &be, files, &t->shape, t->tok, &o, &e);
+    int code = eng_open(&t->engine, &be, files, &t->shape, t->tokenizer, &o, &e);
     unsetenv("TOKA_DEBUG_STALL"), unsetenv("TOKA_DEBUG_PATIENCE");
     CHECK_MSG(code == TOKA_E_DEVICE && t->engine, "%d: %s", code, e.msg);
     toka_close(t);

@@ -88,13 +88,13 @@ static void kvt_duplicate_pages(void) {
     CHECK(kv_init(&k, 2, 12, 4, 16));
     for (int q = 0; q < 3; q++) kvt_alloc_seq(&k, open, q, a, 4), kv_mark_computed(&k, q, 0, 4);
     CHECK(kv_n_available(&k) == 12 - 4);
-    CHECK(kv_cache_full_page(&k, 0, a) == KV_INSERTED && kv_cache_full_page(&k, 1, a) == KV_DEDUPLICATED && kv_cache_full_page(&k, 2, a) == KV_DEDUPLICATED);
+    CHECK(kv_insert_full_page(&k, 0, a) == KV_INSERTED && kv_insert_full_page(&k, 1, a) == KV_DEDUPLICATED && kv_insert_full_page(&k, 2, a) == KV_DEDUPLICATED);
     CHECK(kv_n_available(&k) == 12 - 2);
     KV_OK(&k, open);
     kv_append_page(&k, 0);
     /* its page with 5 6 is in the tree, but not computed */
     CHECK(kvt_alloc_seq(&k, open, 3, (int32_t[]){1, 2, 3, 4, 5, 6, 7}, 7) == 2);
-    CHECK(kv_cache_full_page(&k, 0, a) == KV_NOT_CACHEABLE && k.seqs[0].not_cacheable);
+    CHECK(kv_insert_full_page(&k, 0, a) == KV_NOT_INSERTED && k.seqs[0].no_more_inserts);
     KV_OK(&k, open);
     kv_free(&k);
 }
@@ -153,9 +153,9 @@ static void kvt_random(int B, int n_pages, int n_seqs, int max_len, uint64_t see
             m->tokens[q][m->n[q]++] = (int32_t)(rnd(&rng) % 8 ? 1 : 2);
             kvt_compute(m, q, m->n[q]);
         }
-        while (m->open[q] && !m->k.seqs[q].not_cacheable && (m->k.seqs[q].n_tree_pages + 1) * B <= m->n_computed[q] &&
+        while (m->open[q] && !m->k.seqs[q].no_more_inserts && (m->k.seqs[q].n_tree_pages + 1) * B <= m->n_computed[q] &&
             m->n_computed[q] == m->n[q])
-            kv_cache_full_page(&m->k, q, m->tokens[q]);
+            kv_insert_full_page(&m->k, q, m->tokens[q]);
         const char *bad = kv_check(&m->k, m->open);
         if (!bad && !kvt_content_ok(m)) bad = "wrong content";
         CHECK_MSG(!bad, "%s (B %d, %d pages, seed %llu, op %d)", bad, B, n_pages, (unsigned long long)before, op);

@@ -453,8 +453,8 @@ static void mft_surrounds(const char *config, const char *want, int n_ends, int3
     o.model = folder;
     if (lib_open_text(&t, &o, false, &e)) buf_printf(&got, "%s", e.msg);
     else {
-        int32_t one = tok_id(t->tok, STR("1"));
-        CHECK(one >= 0 && !tok_encode(t->tok, STR("1"), TOKA_ADD_SPECIAL, &v, &e));
+        int32_t one = tok_id(t->tokenizer, STR("1"));
+        CHECK(one >= 0 && !tok_encode(t->tokenizer, STR("1"), TOKA_ADD_SPECIAL, &v, &e));
         for (size_t i = 0; i < v.n; i++) v.p[i] == one ? buf_c(&got, "T ") : buf_printf(&got, "%d ", (int)v.p[i]);
         const mf_config *c = &t->files->config;
         CHECK_MSG(c->n_eos_ids == n_ends && c->eos_ids[n_ends - 1] == last_end, "%s: %d ends", config, c->n_eos_ids);
@@ -534,8 +534,8 @@ static void mft_added_tokens(void) {
     ids v = {0};
     o.model = folder;
     CHECK(!lib_open_text(&t, &o, false, &e));
-    CHECK(!tok_encode(t->tok, STR("<|x|><|im_end|> \n 1<|y|>"), TOKA_PARSE_SPECIAL, &v, &e));
-    CHECK(v.n == 4 && v.p[1] == 3 && v.p[2] == tok_id(t->tok, STR("1")) && v.p[0] >= t->shape.V && v.p[3] == v.p[0] + 1);
+    CHECK(!tok_encode(t->tokenizer, STR("<|x|><|im_end|> \n 1<|y|>"), TOKA_PARSE_SPECIAL, &v, &e));
+    CHECK(v.n == 4 && v.p[1] == 3 && v.p[2] == tok_id(t->tokenizer, STR("1")) && v.p[0] >= t->shape.V && v.p[3] == v.p[0] + 1);
     ids_free(&v), toka_close(t);
     mft_write_file(folder, "tokenizer_config.json", STR("{\"added_tokens_decoder\":{\"-------------------------\":{\"content\":\"a\"},\"3\":{\"special\":true}}}"));
     CHECK(lib_open_text(&t, &o, false, &e) == TOKA_E_INPUT && strstr(e.msg, "no content"));
@@ -598,10 +598,10 @@ static void mft_named_tokens(void) {
         if (lib_open_text(&t, &o, false, &e)) {
             CHECK_MSG(!mft_named[i].ids && strstr(e.msg, mft_named[i].shown), "%s: %s", mft_named[i].config, e.msg);
         } else {
-            CHECK(!tok_encode(t->tok, str_c(mft_named[i].text), TOKA_PARSE_SPECIAL, &v, &e));
+            CHECK(!tok_encode(t->tokenizer, str_c(mft_named[i].text), TOKA_PARSE_SPECIAL, &v, &e));
             for (size_t k = 0; k < v.n; k++) buf_printf(&got, k ? " %d" : "%d", v.p[k]);
             CHECK_MSG(mft_named[i].ids && str_is(buf_view(&got), mft_named[i].ids), "%s: %s", mft_named[i].config, got.p);
-            CHECK(!tok_decode(t->tok, v.p, v.n, TOKA_SKIP_SPECIAL, &shown, &e));
+            CHECK(!tok_decode(t->tokenizer, v.p, v.n, TOKA_SKIP_SPECIAL, &shown, &e));
             if (mft_named[i].shown) CHECK_MSG(str_is(buf_view(&shown), mft_named[i].shown), "%s: %s", mft_named[i].config, shown.p);
             toka_close(t);
         }

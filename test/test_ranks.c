@@ -242,9 +242,9 @@ static void rk_build(rk_world *w, int i, bool by_seq, rk_step *t) {
         }
         t->spans[s->n_spans++] = (toka_span){row0, s->T - row0, n_pages, 0, b->to[k]};
         for (int p = 0; p < b->to[k]; p += RK_B) t->pages[n_pages++] = q * RK_SEQ_PAGES + p / RK_B;
-        if (b->scored == k) t->out[s->n_samples++] = (toka_sample_row){.row = row0, .seq = -1, .forced_id = w->token[q][1]};
+        if (b->scored == k) t->out[s->n_samples++] = (toka_sample_row){.row = row0, .seq = -1, .scored_id = w->token[q][1]};
         if (b->draws[k])
-            t->out[s->n_samples++] = (toka_sample_row){.row = s->T - 1, .seq = q, .forced_id = -1, .sample = (uint32_t)q,
+            t->out[s->n_samples++] = (toka_sample_row){.row = s->T - 1, .seq = q, .scored_id = -1, .sample = (uint32_t)q,
                                                 .position = (uint32_t)b->to[k], .sampling = &w->sampling[q], .history = w->token[q],
                                                 .n_prompt = w->n_prompt[q], .n_history = b->to[k], .forbidden = w->token[q],
                                                 .n_forbidden = 1};

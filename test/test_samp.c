@@ -174,7 +174,7 @@ static samp_case random_case(uint64_t *s, int V) {
     samp_case c = {.s = samp_plain(), .V = V, .raw = mem_alloc(V * sizeof(float))};
     random_logits(s, c.raw, V);
     random_filters(s, &c);
-    c.row = (toka_sample_row){.forced_id = -1, .sample = (uint32_t)rnd(s), .position = (uint32_t)rnd(s)};
+    c.row = (toka_sample_row){.scored_id = -1, .sample = (uint32_t)rnd(s), .position = (uint32_t)rnd(s)};
     c.s.seed = rnd(s);
     if (rnd(s) % 2) {
         c.row.n_history = (int)(rnd(s) % 300), c.row.n_prompt = (int)(rnd(s) % (uint64_t)(c.row.n_history + 1));
@@ -332,7 +332,7 @@ static void test_samp_large(void) {
 
 static void test_samp_edges(void) {
     toka_sampling s = samp_plain();
-    toka_sample_row row = {.forced_id = -1, .sampling = &s};
+    toka_sample_row row = {.scored_id = -1, .sampling = &s};
     toka_sample_result result;
     s.temperature = 0, s.logprobs = 4;
     /* greedy: on a tie the lowest id wins */
@@ -381,7 +381,7 @@ static void test_samp_edges(void) {
 }
 
 static void test_samp_forced(void) {
-    toka_sample_row row = {.forced_id = 2};
+    toka_sample_row row = {.scored_id = 2};
     toka_sample_result result;
     samp_row(&row, (float[]){1, 2, 0.5f, -4}, 4, &result);
     double lse = log(exp(1) + exp(2) + exp(0.5) + exp(-4));
@@ -399,11 +399,11 @@ static void test_samp_forced(void) {
     for (int id = 0; id < 8; id++) {
         float x[8];
         memcpy(x, ties, sizeof x);
-        row.forced_id = id, row.ranked = true;
+        row.scored_id = id, row.wants_rank = true;
         samp_row(&row, x, 8, &result);
         CHECK_MSG(result.id == id && result.rank == ranks[id], "id %d: rank %d, not %d", id, result.rank, ranks[id]);
     }
-    row.forced_id = 2, row.ranked = false;
+    row.scored_id = 2, row.wants_rank = false;
     s.logprobs = TOKA_NO_LOGPROBS; /* forced ids have a log-probability all the same */
     samp_row(&row, (float[]){1, 2, 0.5f, -4}, 4, &result);
     CHECK(result.n_top == 0 && !result.rank && close_to(result.logprob, 0.5 - lse, 1e-6) && result.sampled_logprob == result.logprob);
@@ -475,7 +475,7 @@ static void check_distribution(toka_sampling s, const char *what) {
     for (int i = 0; i < V; i++) raw[i] = (float)(1.5 * rnd_normal(&r));
     raw[7] = -INFINITY, raw[9] = raw[10];
     samp_case c = {.s = s, .V = V, .raw = raw};
-    c.row = (toka_sample_row){.forced_id = -1, .sampling = &c.s, .history = history, .n_history = 7, .n_prompt = 2};
+    c.row = (toka_sample_row){.scored_id = -1, .sampling = &c.s, .history = history, .n_history = 7, .n_prompt = 2};
     samp_ref ref = ref_new(&c);
     int seen[V];
     sample_many(&c, N, seen);
@@ -522,7 +522,7 @@ static void test_samp_g_blocks(void) { /* a row of several blocks, with bands of
     c.s.seed = 5;
     for (int cut = 0; cut < 2; cut++) {
         c.s.top_k = cut ? 500 : 0;
-        c.row = (toka_sample_row){.forced_id = -1, .sampling = &c.s};
+        c.row = (toka_sample_row){.scored_id = -1, .sampling = &c.s};
         samp_ref ref = ref_new(&c);
         samp_dist d = {raw, V, samp_max(raw, V), 1, {-INFINITY, -1}};
         samp_truncate(&d, &c.s);
@@ -545,7 +545,7 @@ static void test_samp_pairs(void) {
     enum { V = 8, N = 1000000 };
     float raw[V] = {0.1f, 0.9f, -0.4f, 0, 0.7f, 0.2f, -1, 0.5f};
     samp_case c = {.s = samp_plain(), .V = V, .raw = raw};
-    c.row = (toka_sample_row){.forced_id = -1, .sampling = &c.s};
+    c.row = (toka_sample_row){.scored_id = -1, .sampling = &c.s};
     samp_ref ref = ref_new(&c);
     double p[V * V];
     for (int i = 0; i < V * V; i++) p[i] = ref.p[i / V] * ref.p[i % V];
@@ -578,7 +578,7 @@ static void test_samp_pure(void) {
     uint64_t r = 3;
     for (int i = 0; i < V; i++) raw[i] = (float)(0.1 * rnd_normal(&r));
     samp_case c = {.s = samp_plain(), .V = V, .raw = raw};
-    c.row = (toka_sample_row){.forced_id = -1, .sampling = &c.s};
+    c.row = (toka_sample_row){.scored_id = -1, .sampling = &c.s};
     int same[3] = {0}, n = 300;
     for (int i = 0; i < n; i++) {
         c.s.seed = 40, c.row.sample = 2, c.row.position = (uint32_t)i;
@@ -647,7 +647,7 @@ static void test_samp_undone(void) {
         int32_t id = (int32_t)(rnd(&seed) % 8);
         int n_prompt = (int)(rnd(&seed) % 2), count = (int)(rnd(&seed) % 50);
         for (int k = 0; k < n_prompt + count; k++) history[k] = id;
-        toka_sample_row row = {.forced_id = -1, .sampling = &s, .history = history, .n_history = n_prompt + count, .n_prompt = n_prompt};
+        toka_sample_row row = {.scored_id = -1, .sampling = &s, .history = history, .n_history = n_prompt + count, .n_prompt = n_prompt};
         s.allowed_ids = &id, s.n_allowed = 1;
         float x[8];
         double sum = 0, raw;
@@ -784,7 +784,7 @@ static void check_stop(str text, const char *const *stop, int n_stop, bool inclu
                   "after %zu of %.*s: %zu out, expected %zu", at, STRF(text), out.n, certain);
     }
     if (stopped) CHECK(stop_put(&scan, text, true, &out) && out.n == want.out);
-    stop_end(&scan, &out);
+    stop_flush(&scan, &out);
     CHECK_MSG(stopped == want.stopped && out.n == want.out && !memcmp(buf_view(&out).p, text.p, out.n), "%.*s", STRF(text));
     stop_free(&scan);
     buf_free(&out);
@@ -834,7 +834,7 @@ static void test_stop_cases(void) {
                 str text = str_c(cases[i].text);
                 for (size_t at = 0; at < text.n; at += piece)
                     if (stop_put(&scan, str_sub(text, at, MIN(text.n, at + piece)), true, &out)) break;
-                stop_end(&scan, &out);
+                stop_flush(&scan, &out);
                 CHECK_MSG(str_is(buf_view(&out), include ? cases[i].with : cases[i].out), "case %d: %.*s", i,
                           STRF(buf_view(&out)));
                 stop_free(&scan);
@@ -859,7 +859,7 @@ static void test_stop_armed(void) {
     stop_init(&scan, NULL, 0, false); /* no stop strings: text passes unchanged */
     CHECK(!stop_put(&scan, STR("abc"), true, &out) && !stop_put(&scan, STR(""), true, &out));
     CHECK(str_is(buf_view(&out), "abc"));
-    stop_end(&scan, &out);
+    stop_flush(&scan, &out);
     stop_free(&scan);
     buf_free(&out);
 }

@@ -306,7 +306,7 @@ static void sim_cancel_states(void) {
     for (int q = 0; q < 4; q++) prefill += m.s.seqs[q].state == SCHED_PREFILL;
     CHECK(prefill > 1);
     /* the sequence that computes the shared prompt */
-    sched_end(&m.s, m.s.seqs[4].prefill_next, true);
+    sched_end_seq(&m.s, m.s.seqs[4].prefill_next, true);
     sim_check(&m, false);
     for (int i = 0; i < 6; i++) sim_step(&m, true);
     CHECK(m.s.n_decode > 0);
@@ -397,7 +397,7 @@ static void sim_preempted_hold_all_seqs(void) {
     sim_open(&m, (sched_config){2, 40, 2, 16, 60, 16}, 50, 1 << 30, 0);
     sim_submit(&m, &rng, 5, 2, 12, 0);
     for (int i = 0; i < 4; i++) sim_step(&m, true);
-    while (m.s.newest >= 0) sched_preempt(&m.s);
+    while (m.s.next_to_preempt >= 0) sched_preempt(&m.s);
     sim_submit(&m, &rng, 5, 1, 12, 5);
     for (int i = 0; m.n_done < 3 && i < 100 && !check_failed; i++) sim_step(&m, true);
     CHECK(m.n_done == 3 && m.n_tokens == 36);
