@@ -452,7 +452,7 @@ struct toka_device {
     char rank_prefix[72];        /* "rank 1 (stage 0, tensor rank 1): ", or empty */
     rank_barrier barrier;        /* used if there are several tensor ranks */
     int barrier_ctas;            /* grid of every kernel with a rank barrier */
-    unsigned noted_barriers;     /* rank->n_barriers when an op was last written to rank->op_ring */
+    unsigned barriers_at_last_op;     /* rank->n_barriers when an op was last written to rank->op_ring */
     bf16 *unreduced_x;           /* x with a pending all-reduce: its partial sums lie in the receive
                                     buffers (chapter 10). NULL: no all-reduce is pending */
     cudaStream_t send_stream;    /* pipeline stages: DMA copies to other ranks */
@@ -1138,9 +1138,9 @@ static void *upload_alloc(upload_buffer *upload, size_t bytes, void **host) {
 }
 /* Copies `bytes` into the upload buffer and returns their device address. */
 static void *upload_put(upload_buffer *upload, const void *from, size_t bytes) {
-    void *host, *dev = upload_alloc(upload, bytes, &host);
+    void *host, *device_addr = upload_alloc(upload, bytes, &host);
     if (bytes) memcpy(host, from, bytes);
-    return dev;
+    return device_addr;
 }
 
 /* Starts the upload of the current half, in one copy.
@@ -1625,8 +1625,8 @@ __global__ static void __launch_bounds__(128)
                  int E, const fused_norm fused) {
     grid_launch_dependents();
     grid_wait();
-    int id = ids[blockIdx.x], row = (id < 0 ? last_tokens[-1 - id] : id) - v0;
-    const uint4 *from = (const uint4 *)(table + (size_t)row * E);
+    int id = ids[blockIdx.x], table_row = (id < 0 ? last_tokens[-1 - id] : id) - v0;
+    const uint4 *from = (const uint4 *)(table + (size_t)table_row * E);
     const float4 *norm_w = (const float4 *)fused.w;
     const size_t to = (size_t)blockIdx.x * (E / 8);
     for (int k = threadIdx.x; k * FUSE_NORM_COLS < E; k += blockDim.x) {
@@ -1634,7 +1634,7 @@ __global__ static void __launch_bounds__(128)
 #pragma unroll
         for (int i = 2 * k; i < 2 * k + 2; i++) {
             if (i == E / 8) break;
-            const uint4 vec = row >= 0 && row < V ? from[i] : make_uint4(0, 0, 0, 0);
+            const uint4 vec = table_row >= 0 && table_row < V ? from[i] : make_uint4(0, 0, 0, 0);
             ((uint4 *)x)[to + i] = vec;
             sum = norm_add_squares(vec, sum);
             if (norm_w)
@@ -1759,7 +1759,7 @@ __global__ static void __launch_bounds__(256) rope_kernel(rope_args args) {
     if (norm) {
 #pragma unroll
         for (int k = 0; k < 4; k++) sum += lo[k] * lo[k] + hi[k] * hi[k];
-        for (int lanes = 16; lanes; lanes >>= 1) sum += __shfl_xor_sync(~0u, sum, lanes);
+        for (int xor_mask = 16; xor_mask; xor_mask >>= 1) sum += __shfl_xor_sync(~0u, sum, xor_mask);
         float scale = rsqrtf(sum / args.D + args.eps);
 #pragma unroll
         for (int k = 0; k < 2; k++) {
@@ -4507,7 +4507,7 @@ typedef struct attn_level {
     /* cta_split0, n_cta_splits: the merges of CTA splits, a range of attn_plan.merges; there is one
      * CTA per merge and kv head. If there are any, all small items of the level are CTA splits, and
      * n_small is 0. cta_split_warps: the largest number of splits of one CTA. */
-    int cta_split0, n_cta_splits, cta_split_warps;
+    int cta_merge0, n_cta_merges, cta_split_warps;
     int cta_split_len; /* while planning: KV positions of a CTA split; 0: no CTA splits */
 } attn_level;
 
@@ -4606,9 +4606,9 @@ static void attn_plan_sizes(const toka_device *dev, attn_plan *plan) {
      *    deeper shared span, it saves at most about r g positions. So r g > merge_tok R.
      * 3. It follows that the sum of R over all shared spans is at most T sqrt(max_len /
      *    merge_tok). */
-    const int levels = 12 + (int)sqrt((double)shape->max_len / toka_cuda.merge_cost);
+    const int max_shared_spans = 12 + (int)sqrt((double)shape->max_len / toka_cuda.merge_cost);
     plan->max_items = plan->max_spans + plan->max_split_bufs +
-                      levels * ceil_div(T * G, plan->tile_q);
+                      max_shared_spans * ceil_div(T * G, plan->tile_q);
 }
 
 /* Allocates dev->attn and its host memory. The caller has set shape, options, n_sms, hopper and
@@ -4915,7 +4915,7 @@ static void attn_emit_cta_merge(attn_plan *plan, attn_level *level, int first_it
     const int n_splits = plan->n_items - first_item;
     plan->merges[plan->n_merges++] =
         attn_merge{q0, nq, first_item - level->small0, n_splits, flags};
-    level->n_cta_splits++, level->cta_split_warps = max(level->cta_split_warps, n_splits);
+    level->n_cta_merges++, level->cta_split_warps = max(level->cta_split_warps, n_splits);
 }
 
 /* Emits one item: as CTA splits if the level has them, else whole or in splits of about target_len
@@ -5238,10 +5238,10 @@ static void attn_plan_step(toka_device *dev, const toka_step *step) {
         plan->n_split_bufs = 0;
         attn_plan_kind(dev, step, i, false);
         level->n_tiles = plan->n_items - level->tile0, level->small0 = plan->n_items,
-        level->cta_split0 = plan->n_merges;
+        level->cta_merge0 = plan->n_merges;
         attn_plan_kind(dev, step, i, true);
-        level->n_small = level->n_cta_splits ? 0 : plan->n_items - level->small0,
-        level->n_merges = plan->n_merges - level->merge0 - level->n_cta_splits;
+        level->n_small = level->n_cta_merges ? 0 : plan->n_items - level->small0,
+        level->n_merges = plan->n_merges - level->merge0 - level->n_cta_merges;
     }
     attn_plan_fused_items(dev, step);
     /* gives back the space of the items that were not emitted */
@@ -6956,7 +6956,7 @@ __global__ void __launch_bounds__(attn_fused_shape<DP>::THREADS, 1)
                               (float *)(attn_smem + shape::LSE_AT), exchange_bars,
                               exchange_bars + 16};
     /* role: the warpgroup; 1 and 2 are the consumer warpgroups */
-    int role = threadIdx.x / 128, warp = threadIdx.x / 32;
+    int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32;
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2 * BUFS; i++)
             mbar_init(full_k + 8 * i, 1), mbar_init(full_k + 8 * (2 * BUFS + i), 4 * WGS);
@@ -6970,7 +6970,7 @@ __global__ void __launch_bounds__(attn_fused_shape<DP>::THREADS, 1)
     __syncthreads();
     grid_launch_dependents();
     grid_wait();
-    if (role == 1 || role == 2) {
+    if (warpgroup == 1 || warpgroup == 2) {
         if constexpr (DP == 64) setmaxnreg_dec<shape::REGS>();
         else setmaxnreg_inc<shape::REGS>();
         attn_fused_each_item(
@@ -6981,10 +6981,10 @@ __global__ void __launch_bounds__(attn_fused_shape<DP>::THREADS, 1)
                 auto put = [&](const attn_row_stats &stats, const float(&acc)[DP / 2]) {
                     attn_exchange_put<DP>(args, item, stats, kv_head, acc, exchange, round);
                 };
-                attn_wgmma_mainloop<DP, WGS, N, BUFS, true>(args, item, kv_head, role - 1, first_kv,
+                attn_wgmma_mainloop<DP, WGS, N, BUFS, true>(args, item, kv_head, warpgroup - 1, first_kv,
                                                             n_tiles, n_before, q_smem, full_k,
                                                             attn_smem, NULL, put);
-                bar_sync(role, 128); /* all four warps have read Q */
+                bar_sync(warpgroup, 128); /* all four warps have read Q */
             });
     } else {
         if constexpr (DP == 64) setmaxnreg_inc<shape::OWN_REGS>();
@@ -7045,20 +7045,20 @@ template <int DP, int TOK, int BUFS>
 static void attn_cta_split_launch(toka_device *dev, const attn_args &args, const attn_level *level,
                                   const CUtensorMap *map) {
     launch_dependent(dev, "attention", attn_cta_split<DP, TOK, BUFS>,
-                     dim3((unsigned)(level->n_cta_splits * args.K)), 32 * level->cta_split_warps,
+                     dim3((unsigned)(level->n_cta_merges * args.K)), 32 * level->cta_split_warps,
                      (size_t)level->cta_split_warps * BUFS * 2 * TOK * DP * 2, 1, args,
                      attn_tile_map<DP, TOK>(args, map), map[ATTN_MAP_8],
-                     dev->attn->dev_merges + level->cta_split0);
+                     dev->attn->dev_merges + level->cta_merge0);
 }
 template <int DP, int TOK, int BUFS>
 static void attn_cluster_split_launch(toka_device *dev, const attn_args &args,
                                       const attn_level *level, const CUtensorMap *map) {
     const int warps = ceil_div(level->cta_split_warps, ATTN_CLUSTER);
     launch_dependent(dev, "attention", attn_cluster_split<DP, TOK, BUFS>,
-                     dim3((unsigned)(level->n_cta_splits * args.K * ATTN_CLUSTER)), 32 * warps,
+                     dim3((unsigned)(level->n_cta_merges * args.K * ATTN_CLUSTER)), 32 * warps,
                      (size_t)warps * (BUFS * 2 * TOK * DP * 2 + ATTN_SMALL_Q * DP * 4), 1, args,
                      attn_tile_map<DP, TOK>(args, map), map[ATTN_MAP_8],
-                     dev->attn->dev_merges + level->cta_split0);
+                     dev->attn->dev_merges + level->cta_merge0);
 }
 template <int DP, int WGS, int N, int BUFS>
 static void attn_wgmma_launch(toka_device *dev, const attn_args &args, int n_items,
@@ -7231,9 +7231,9 @@ static void attn_launch_items(toka_device *dev, int layer, attn_args args, const
  * decide alike. */
 static bool attn_uses_cluster(const attn_plan *plan) {
     const attn_level *level = plan->levels;
-    bool only_splits = plan->allow_clusters && plan->n_levels == 1 && level->n_cta_splits &&
+    bool only_splits = plan->allow_clusters && plan->n_levels == 1 && level->n_cta_merges &&
                        !level->n_tiles && !level->n_merges && !plan->n_fused;
-    return only_splits && level->n_cta_splits * plan->K * ATTN_CLUSTER <= plan->n_sms;
+    return only_splits && level->n_cta_merges * plan->K * ATTN_CLUSTER <= plan->n_sms;
 }
 
 /* Launches the CTA splits of a level, spread over clusters if attn_uses_cluster says so. */
@@ -7262,7 +7262,7 @@ static int attn_launches(const attn_plan *plan) {
     int n_kernels = plan->n_fused > 0;
     for (int i = 0; i < plan->n_levels; i++) {
         const attn_level *level = &plan->levels[i];
-        n_kernels += (level->n_tiles > 0) + (level->n_small > 0) + (level->n_cta_splits > 0) +
+        n_kernels += (level->n_tiles > 0) + (level->n_small > 0) + (level->n_cta_merges > 0) +
                      (level->n_merges > 0);
     }
     return n_kernels;
@@ -7296,7 +7296,7 @@ static void attention(toka_device *dev, int layer, const bf16 *q, bf16 *o) {
         const attn_level *level = &plan->levels[i];
         attn_launch_items(dev, layer, args, level, false);
         attn_launch_items(dev, layer, args, level, true);
-        if (level->n_cta_splits) attn_launch_cta_splits(dev, layer, args, level);
+        if (level->n_cta_merges) attn_launch_cta_splits(dev, layer, args, level);
         if (!level->n_merges) continue;
         launch_dependent(dev, "attention, merge", attn_merge_splits,
                          dim3((unsigned)(level->n_merges * args.K), (unsigned)level->merge_nq), 128,
@@ -7401,7 +7401,7 @@ enum {
 #define GROUP_WATCHDOG_S 30.0 /* watchdog timeout: seconds without progress of any rank */
 
 typedef struct signal_flag {   /* written by CTA b of one rank, polled by CTA b of another rank */
-    unsigned n_arrived;        /* number of the last rank barrier at which the writer arrived */
+    unsigned last_arrived;        /* number of the last rank barrier at which the writer arrived */
     unsigned unused;
     unsigned long long x_addr; /* address of x on the writer's rank */
 } signal_flag;
@@ -7518,8 +7518,8 @@ __device__ static __forceinline__ bool rank_barrier_sync(const rank_barrier &bar
         const signal_flag *from =
             barrier.signal_flags[barrier.tp_rank] + cta * BARRIER_MAX_RANKS + rank;
         *(volatile unsigned long long *)&to->x_addr = (unsigned long long)x;
-        st_release_sys(&to->n_arrived, number);
-        for (unsigned spins = 1; (int)(ld_acquire_sys(&from->n_arrived) - number) < 0 && !aborted;
+        st_release_sys(&to->last_arrived, number);
+        for (unsigned spins = 1; (int)(ld_acquire_sys(&from->last_arrived) - number) < 0 && !aborted;
              spins++)
             aborted = spins % 1024 == 0 && *barrier.aborted;
     }
@@ -7697,7 +7697,7 @@ __global__ static void __launch_bounds__(BARRIER_THREADS, 1)
                        int share_rows, int n_rows, const float *norm_weight, int E, float inv_E,
                        float eps) {
     __shared__ float warp_sums_of[2][BARRIER_THREADS / 128][4];
-    __shared__ uint4 *everybody[BARRIER_MAX_RANKS];
+    __shared__ uint4 *y_of_rank[BARRIER_MAX_RANKS];
     const int row_group = (int)threadIdx.x / 128, thread = (int)threadIdx.x % 128,
               n_row_groups = (int)gridDim.x * (BARRIER_THREADS / 128);
     const int row_vectors = E / 8;
@@ -7705,7 +7705,7 @@ __global__ static void __launch_bounds__(BARRIER_THREADS, 1)
     const unsigned number = rank_barrier_count(barrier) + 1;
     if (!rank_barrier_sync(barrier, number, y)) n_rows = 0;
     if ((int)threadIdx.x < barrier.tp_size)
-        everybody[threadIdx.x] = (int)threadIdx.x == barrier.tp_rank
+        y_of_rank[threadIdx.x] = (int)threadIdx.x == barrier.tp_rank
                                      ? y
                                      : rank_barrier_peer_x(barrier, (int)threadIdx.x);
     __syncthreads();
@@ -7746,7 +7746,7 @@ __global__ static void __launch_bounds__(BARRIER_THREADS, 1)
             const uint4 vector = norm_weight
                                      ? norm_scale_8(x[offset + i], scale, weight8[0], weight8[1])
                                      : x[offset + i];
-            for (int rank = 0; rank < barrier.tp_size; rank++) everybody[rank][offset + i] = vector;
+            for (int rank = 0; rank < barrier.tp_size; rank++) y_of_rank[rank][offset + i] = vector;
         }
     }
     rank_barrier_sync(barrier, number + 1, y);
@@ -8001,8 +8001,8 @@ static bool op_begin(toka_device *dev, const char *op) {
     if (group_is_broken(dev->group)) return false;
     if (!op || dev->graphs.capturing) return true;
     const char **entry = &dev->rank->op_ring[dev->rank->n_barriers % OP_RING];
-    if (dev->noted_barriers != dev->rank->n_barriers)
-        dev->noted_barriers = dev->rank->n_barriers, __atomic_store_n(entry, op, __ATOMIC_RELEASE);
+    if (dev->barriers_at_last_op != dev->rank->n_barriers)
+        dev->barriers_at_last_op = dev->rank->n_barriers, __atomic_store_n(entry, op, __ATOMIC_RELEASE);
     __atomic_store_n(&dev->rank->op, op, __ATOMIC_RELEASE);
     __atomic_fetch_add(&dev->group->progress, 1, __ATOMIC_RELEASE);
     return true;
@@ -8093,7 +8093,7 @@ static void group_alloc(toka_device *dev) {
 
 /* Destroys the events and the stream that group_alloc created. cuda_close frees the device
  * memory. */
-static void group_free(toka_device *dev) {
+static void group_destroy_events(toka_device *dev) {
     toka_group *group = dev->group;
     const int rank = (int)(dev->rank - group->ranks);
     cudaEvent_t none = NULL;
@@ -8222,7 +8222,7 @@ static void group_assign_rank(toka_device *dev) {
     const int rank = dev->options.pp_rank * group->tp_size + dev->options.tp_rank;
     assert(rank < group->tp_size * group->pp_size && dev->options.tp_rank < group->tp_size &&
            !group->ranks[rank].dev);
-    dev->rank = &group->ranks[rank], dev->rank->ordinal = dev->ordinal, dev->noted_barriers = ~0u;
+    dev->rank = &group->ranks[rank], dev->rank->ordinal = dev->ordinal, dev->barriers_at_last_op = ~0u;
     char name[64];
     group_rank_name(group, rank, name);
     snprintf(dev->rank_prefix, sizeof dev->rank_prefix, "%s: ", name);
@@ -8323,7 +8323,7 @@ static bool group_leave(toka_device *dev) {
     group->hung |= joined && group->n_closing < group->n_joined;
     const bool hung = group->hung;
     pthread_mutex_unlock(&group->lock);
-    if (!hung) group_free(dev);
+    if (!hung) group_destroy_events(dev);
     return !hung;
 }
 
@@ -8370,8 +8370,8 @@ static bool reduce_norm(toka_device *dev, const float *norm_weight) {
                           dev->shape->eps);
     /* the running op is the first one after these barriers */
     if (!dev->graphs.capturing)
-        dev->noted_barriers = dev->rank->n_barriers,
-        __atomic_store_n(&dev->rank->op_ring[dev->noted_barriers % OP_RING], dev->rank->op,
+        dev->barriers_at_last_op = dev->rank->n_barriers,
+        __atomic_store_n(&dev->rank->op_ring[dev->barriers_at_last_op % OP_RING], dev->rank->op,
                          __ATOMIC_RELEASE);
     clock_record_op(dev, TOKA_OP_ALL_REDUCE);
     return true;
@@ -8549,7 +8549,7 @@ enum {
     SAMP_MERGE_THREADS = 64,  /* threads that merge a row's partials; the number fixes the order */
     SAMP_REDUCE_ROWS = 4,     /* rows per CTA of samp_reduce_kernel */
     FILTER_THREADS = 256,     /* threads per CTA of samp_filter_kernel */
-    FILTER_ID_RANGE = 16384,  /* words of the workspace: counts of 16,384 ids for penalties, or one
+    FILTER_WORKSPACE_WORDS = 16384,  /* words of the workspace: counts of 16,384 ids for penalties, or one
                                  bit for each of 524,288 ids (allowed or not) */
     FILTER_CANDIDATES = 8192, /* most ids that are gathered in shared memory */
     FILTER_BINS = 8192,       /* bins of samp_narrow_by_counts */
@@ -8918,7 +8918,7 @@ __device__ static inline void samp_quad_best(samp_partial &partial, float score,
 typedef struct samp_block_state {
     samp_partial partial; /* of the block; its candidate is not known yet */
     float max, rel_max,   /* maximum of the group; the same minus the maximum of the block */
-        gumbel;           /* log2 of the group's sum, plus its noise */
+        log2_sum_noise;           /* log2 of the group's sum, plus its noise */
     int forced_index;     /* index of the forced id in the group; -1: the id is not in the group */
     bool is_drawn, is_forced, needs_id; /* needs_id: the group needs an id search */
 } samp_block_state;
@@ -8937,10 +8937,10 @@ __device__ static inline samp_block_state samp_block_sums(const samp_id_group &g
     float round_error = samp_round_error(base, group.scale),
           raw_round_error = samp_round_error(base, SAMP_LOG2E);
     state.max = __fadd_rn(group.max, group.shift);
-    state.gumbel = state.is_drawn ? __fsub_rn(__fsub_rn(lg2(group.sum), round_error),
+    state.log2_sum_noise = state.is_drawn ? __fsub_rn(__fsub_rn(lg2(group.sum), round_error),
                                               samp_log2_exponential(noise))
                                   : 0;
-    float gumbel = __fmaf_rn(state.max, group.scale, state.gumbel);
+    float gumbel = __fmaf_rn(state.max, group.scale, state.log2_sum_noise);
     int forced_offset = params.forced_id - id0;
     state.forced_index = state.is_forced && forced_offset >= 0 && forced_offset < SAMP_BLOCK &&
                                  (forced_offset & 6) == 0
@@ -8969,7 +8969,7 @@ __device__ static inline samp_partial samp_block_partial(const float (&logits)[S
     samp_partial partial = state.partial;
     if (!__any_sync(~0u, state.needs_id)) return partial;
     float logit, score = state.is_forced  ? state.forced_index >= 0 ? 1 : 0
-                         : state.is_drawn ? __fmaf_rn(state.rel_max, group.scale, state.gumbel)
+                         : state.is_drawn ? __fmaf_rn(state.rel_max, group.scale, state.log2_sum_noise)
                                           : state.max;
     int id = id0 + samp_candidate(logits, group, params, state.forced_index, &logit);
     logit = __fadd_rn(logit, group.shift);
@@ -9452,7 +9452,7 @@ __global__ static void __launch_bounds__(BARRIER_THREADS, 1)
  *   highest of the block maxima is a lower bound of the k-th highest logit; top-p and min-p have
  *   bounds by weight. Block maxima are recomputed where lists or penalties have changed logits.
  * - The ids among which the threshold lies are gathered. If there are at most 256 of them, each
- *   thread has one and adds up the mass above it (samp_rank_small). For more of them there is a
+ *   thread has one and adds up the mass above it (samp_threshold_small). For more of them there is a
  *   radix search (samp_narrow).
  * - If there are more than 8,192 of them, they are not gathered yet. The range of keys is narrowed
  *   first: by one sweep that counts ids in 8,192 bins (samp_narrow_by_counts), or by sweeps that
@@ -9805,7 +9805,7 @@ __device__ static float samp_kth_bound(const samp_dist &dist, int k, samp_mass *
  * up the mass above its candidate. Returns the logit at which the mass reaches the target, or if it
  * never does, the lowest candidate with any mass. Only candidates with a key in low .. high count.
  * *sum_above: at first the mass above the range, on return the mass above the returned logit. */
-__device__ static float samp_rank_small(const samp_dist &dist, bool by_count, uint32_t low,
+__device__ static float samp_threshold_small(const samp_dist &dist, bool by_count, uint32_t low,
                                         uint32_t high, samp_mass target, samp_mass *sum_above) {
     __shared__ samp_mass mass[FILTER_THREADS], before;
     __shared__ float found;
@@ -9926,7 +9926,7 @@ __device__ static bool samp_narrow_by_counts(samp_dist &dist, uint32_t *low, uin
  * While the range does not fit into shared memory, sweeps over the listed blocks narrow it: the
  * first one by counts (samp_narrow_by_counts, if weights are added up and all ids of the range are
  * kept), the others by samp_narrow. As soon as the range fits, it is gathered, and samp_narrow goes
- * on over the candidates. If each thread has at most one candidate, samp_rank_small ends the
+ * on over the candidates. If each thread has at most one candidate, samp_threshold_small ends the
  * search. */
 __device__ static float samp_find_threshold(samp_dist &dist, bool by_count, samp_mass target,
                                             float min_logit, samp_mass *sum_above,
@@ -9946,7 +9946,7 @@ __device__ static float samp_find_threshold(samp_dist &dist, bool by_count, samp
             if (low == high) break;
         }
         if (fits && dist.n_candidates <= FILTER_THREADS)
-            return samp_rank_small(dist, by_count, low, high, target, sum_above);
+            return samp_threshold_small(dist, by_count, low, high, target, sum_above);
         samp_narrow(&low, &high, target, sum_above, scratch, first, [&](auto add) {
             samp_for_each(dist, [&](float logit, int id) {
                 if (samp_is_kept(dist, logit, id))
@@ -10049,13 +10049,13 @@ __device__ static void samp_apply_bias(const samp_filter &filter, float *logits,
     }
 }
 
-/* Sets the logits of all ids except the allowed ids to -inf. bits: [FILTER_ID_RANGE] in shared
+/* Sets the logits of all ids except the allowed ids to -inf. bits: [FILTER_WORKSPACE_WORDS] in shared
  * memory, one bit for each id of a range. */
 __device__ static void samp_apply_allowed(const samp_filter &filter, float *logits, int V,
                                           uint32_t *bits) {
-    for (int first_id = 0; first_id < V; first_id += 32 * FILTER_ID_RANGE) {
-        int n_ids = min(32 * FILTER_ID_RANGE, V - first_id);
-        for (int i = (int)threadIdx.x; i < FILTER_ID_RANGE; i += FILTER_THREADS) bits[i] = 0;
+    for (int first_id = 0; first_id < V; first_id += 32 * FILTER_WORKSPACE_WORDS) {
+        int n_ids = min(32 * FILTER_WORKSPACE_WORDS, V - first_id);
+        for (int i = (int)threadIdx.x; i < FILTER_WORKSPACE_WORDS; i += FILTER_THREADS) bits[i] = 0;
         __syncthreads();
         for (int i = (int)threadIdx.x; i < filter.n_allowed; i += FILTER_THREADS) {
             int index = filter.allowed[i] - first_id;
@@ -10079,7 +10079,7 @@ __device__ static void samp_penalize(const samp_filter &filter, float *logits, i
     logits[id] = samp_clean(logit), touched[id / SAMP_BLOCK] = 1;
 }
 
-/* Applies the penalties once to each id of a history of up to FILTER_ID_RANGE / 4 ids. table: a
+/* Applies the penalties once to each id of a history of up to FILTER_WORKSPACE_WORDS / 4 ids. table: a
  * hash table in shared memory. It has n_entries entries, at least twice the length of the history:
  * first [n_entries] id + 1 (0: the entry is empty), then [n_entries] counts in the output. */
 __device__ static void samp_hash_penalties(const samp_filter &filter, float *logits, int V,
@@ -10101,13 +10101,13 @@ __device__ static void samp_hash_penalties(const samp_filter &filter, float *log
     __syncthreads();
 }
 
-/* The same for a history of any length, for one range of ids at a time. counts: [FILTER_ID_RANGE]
+/* The same for a history of any length, for one range of ids at a time. counts: [FILTER_WORKSPACE_WORDS]
  * in shared memory: how often each id of the range is in the output; bit 31 is set if the id is in
- * the history. Reads n_history * V / FILTER_ID_RANGE ids. */
+ * the history. Reads n_history * V / FILTER_WORKSPACE_WORDS ids. */
 __device__ static void samp_apply_penalties(const samp_filter &filter, float *logits, int V,
                                             uint32_t *counts, int *touched) {
-    for (int first_id = 0; first_id < V; first_id += FILTER_ID_RANGE) {
-        int n_ids = min((int)FILTER_ID_RANGE, V - first_id);
+    for (int first_id = 0; first_id < V; first_id += FILTER_WORKSPACE_WORDS) {
+        int n_ids = min((int)FILTER_WORKSPACE_WORDS, V - first_id);
         for (int i = (int)threadIdx.x; i < n_ids; i += FILTER_THREADS) counts[i] = 0;
         __syncthreads();
         for (int i = (int)threadIdx.x; i < filter.n_history; i += FILTER_THREADS) {
@@ -10178,7 +10178,7 @@ __device__ static void samp_update_blocks(samp_dist &dist, const int *touched, b
 }
 
 /* Step 2 of chapter 18 of toka.c: adjusts the logits. with_sums: see samp_update_blocks. workspace:
- * [FILTER_ID_RANGE] in shared memory. No blocks are listed during it: the memory of their list
+ * [FILTER_WORKSPACE_WORDS] in shared memory. No blocks are listed during it: the memory of their list
  * holds `touched`. */
 __device__ static void samp_adjust(samp_dist &dist, const samp_filter &filter, float *logits,
                                    bool with_sums, uint32_t *workspace, samp_mass *scratch) {
@@ -10195,7 +10195,7 @@ __device__ static void samp_adjust(samp_dist &dist, const samp_filter &filter, f
         if (filter.forbidden[i] >= 0 && filter.forbidden[i] < dist.V)
             logits[filter.forbidden[i]] = -INFINITY, touched[filter.forbidden[i] / SAMP_BLOCK] = 1;
     __syncthreads();
-    if (filter.n_history > FILTER_ID_RANGE / 4)
+    if (filter.n_history > FILTER_WORKSPACE_WORDS / 4)
         samp_apply_penalties(filter, logits, dist.V, workspace, touched);
     else if (filter.n_history) samp_hash_penalties(filter, logits, dist.V, workspace, touched);
     samp_update_blocks(dist, touched, with_sums, scratch);
@@ -10392,7 +10392,7 @@ __device__ static samp_partial samp_warp_partial(float (&logits)[8], const samp_
     for (int k = 0; k < 8; k++) logit = index == k ? logits[k] : logit;
     logit = __fadd_rn(__shfl_sync(~0u, logit, 4 * octet + group_index), group.shift),
     index = __shfl_sync(~0u, index, 4 * octet + group_index);
-    float score = state.is_drawn ? __fmaf_rn(state.rel_max, group.scale, state.gumbel) : state.max;
+    float score = state.is_drawn ? __fmaf_rn(state.rel_max, group.scale, state.log2_sum_noise) : state.max;
     int id = state.max == -INFINITY ? INT_MAX : id0 + 32 * octet + samp_column(index);
     samp_quad_best(state.partial, score, id, logit);
     return state.partial;
@@ -10529,7 +10529,7 @@ typedef struct samp_filter_args { /* arguments of a launch for n rows */
 
 /* Dynamic shared memory of samp_filter_kernel. */
 static size_t samp_filter_smem(int n_blocks) {
-    return FILTER_ID_RANGE * sizeof(uint32_t) + (size_t)n_blocks * 3 * sizeof(float);
+    return FILTER_WORKSPACE_WORDS * sizeof(uint32_t) + (size_t)n_blocks * 3 * sizeof(float);
 }
 
 /* CTAs per SM. On GPUs other than Hopper, shared memory has room for only one CTA with V 128,256;
@@ -10537,7 +10537,7 @@ static size_t samp_filter_smem(int n_blocks) {
 enum { FILTER_CTAS_PER_SM = HOPPER && NVCC_VERSION >= 1208 ? 2 : 1 };
 __global__ static void __launch_bounds__(FILTER_THREADS, FILTER_CTAS_PER_SM)
     samp_filter_kernel(const __grid_constant__ samp_filter_args args) {
-    /* [FILTER_ID_RANGE] words: counts, bits, bins or candidates with their ids; then block_maxes,
+    /* [FILTER_WORKSPACE_WORDS] words: counts, bits, bins or candidates with their ids; then block_maxes,
      * block_sums and blocks of [n_blocks] each */
     extern __shared__ __align__(16) uint32_t workspace[];
     __shared__ samp_partial partials[FILTER_THREADS];
@@ -10545,9 +10545,9 @@ __global__ static void __launch_bounds__(FILTER_THREADS, FILTER_CTAS_PER_SM)
     __shared__ samp_filter filter;
     static_assert(FILTER_THREADS == 256, "samp_narrow: eight bits");
     static_assert(sizeof filter % 4 == 0 && sizeof filter / 4 <= FILTER_THREADS, "a word a thread");
-    static_assert(2 * FILTER_CANDIDATES <= FILTER_ID_RANGE && FILTER_BINS <= FILTER_ID_RANGE,
+    static_assert(2 * FILTER_CANDIDATES <= FILTER_WORKSPACE_WORDS && FILTER_BINS <= FILTER_WORKSPACE_WORDS,
                   "they reuse its memory");
-    float *block_maxes = (float *)(workspace + FILTER_ID_RANGE),
+    float *block_maxes = (float *)(workspace + FILTER_WORKSPACE_WORDS),
           *block_sums = block_maxes + args.n_blocks,
           *logits = args.logits + (size_t)blockIdx.x * args.ld_logits;
     grid_launch_dependents();
@@ -10860,19 +10860,19 @@ static void samp_fill_filter(toka_device *dev, upload_buffer *upload, const toka
                              samp_filter *filter) {
     const toka_sampling *sampling = row->sampling;
     int V = dev->shape->V_all, history_start = samp_history_start(row);
-    bool shared = prev_row && prev_row->sampling == sampling;
+    bool same_request = prev_row && prev_row->sampling == sampling;
     *filter = samp_filter{};
     filter->history = (const int *)upload_put(upload, row->history + history_start,
                                               (size_t)(row->n_history - history_start) * 4);
     filter->n_history = row->n_history - history_start,
     filter->n_prompt = row->n_prompt > history_start ? row->n_prompt - history_start : 0;
-    filter->bias_ids = shared ? prev_filter->bias_ids
+    filter->bias_ids = same_request ? prev_filter->bias_ids
                               : (const int *)upload_put(upload, sampling->bias_ids,
                                                         (size_t)sampling->n_bias * 4);
-    filter->bias = shared ? prev_filter->bias
+    filter->bias = same_request ? prev_filter->bias
                           : (const float *)upload_put(upload, sampling->bias_values,
                                                       (size_t)sampling->n_bias * 4);
-    filter->allowed = shared ? prev_filter->allowed
+    filter->allowed = same_request ? prev_filter->allowed
                              : (const int *)upload_put(upload, sampling->allowed_ids,
                                                        (size_t)sampling->n_allowed * 4);
     filter->forbidden = (const int *)upload_put(upload, row->forbidden,
@@ -11148,20 +11148,20 @@ static void samp_launch(toka_device *dev, const toka_step *step, const bf16 *x) 
     assert(step->n_samples <= dev->options.max_tokens);
     if (!dev->norm_ready) rmsnorm(dev, x, plan->rows, dev->norm, dev->xn, step->n_samples);
     samp_filter *filters = NULL;
-    for (int row0 = 0, n_rows, first = 0, end = 0; row0 < step->n_samples && !dev->error.code;
+    for (int row0 = 0, n_rows, filters_first = 0, filters_end = 0; row0 < step->n_samples && !dev->error.code;
          row0 += n_rows) {
         const int n_plain = max(0, min(max_rows, plan->n_plain - row0)),
                   first_filtered = row0 + n_plain;
         const int n_filtered = min(min(max_rows - n_plain, plan->chunk_rows),
                                    step->n_samples - first_filtered);
-        if (n_filtered > 0 && first_filtered >= end)
-            first = first_filtered,
-            end = first_filtered + samp_upload_filters(dev, step, first_filtered,
+        if (n_filtered > 0 && first_filtered >= filters_end)
+            filters_first = first_filtered,
+            filters_end = first_filtered + samp_upload_filters(dev, step, first_filtered,
                                                        step->n_samples - first_filtered, &filters);
-        n_rows = n_plain + max(0, min(n_filtered, end - first_filtered));
+        n_rows = n_plain + max(0, min(n_filtered, filters_end - first_filtered));
         if (!dev->error.code)
             samp_launch_rows(dev, step, row0, n_rows, n_plain,
-                             n_filtered > 0 ? filters + (first_filtered - first) : NULL);
+                             n_filtered > 0 ? filters + (first_filtered - filters_first) : NULL);
     }
 }
 
@@ -11464,11 +11464,11 @@ static void cuda_close(toka_device *dev) {
 static void cuda_alloc_buffers(toka_device *dev) {
     const toka_shape *shape = dev->shape;
     /* gemm_rows: rows of a GEMM input, padding included; HD: width of the qkv rows */
-    size_t T = (size_t)dev->options.max_tokens, HD = (size_t)(shape->H + 2 * shape->K) * shape->D,
+    size_t T = (size_t)dev->options.max_tokens, qkv_width = (size_t)(shape->H + 2 * shape->K) * shape->D,
            gemm_rows = T + GEMM_PAD_ROWS;
     if (dev->options.progress) dev->options.progress(dev->options.user, "allocating memory", 0);
     dev->xn = (bf16 *)dev_alloc(dev, gemm_rows * dev->E * sizeof(bf16), "activations");
-    dev->qkv = (bf16 *)dev_alloc(dev, T * HD * sizeof(bf16), "activations");
+    dev->qkv = (bf16 *)dev_alloc(dev, T * qkv_width * sizeof(bf16), "activations");
     dev->act = (bf16 *)dev_alloc(dev, gemm_rows * dev->F * sizeof(bf16), "activations");
     dev->row_sumsq = (float *)dev_alloc(
         dev, FUSE_NORM_MAX_ROWS * (size_t)ceil_div(dev->E, FUSE_NORM_COLS) * sizeof(float),
@@ -12174,7 +12174,7 @@ static void graph_capture_begin(toka_device *dev, const toka_step *step) {
                                      .merge_nq = 1};
     if (!n_launches)
         plan->n_levels = 1, plan->n_fused = 0,
-        *plan->levels = attn_level{.n_cta_splits = 1, .cta_split_warps = 1};
+        *plan->levels = attn_level{.n_cta_merges = 1, .cta_split_warps = 1};
     assert(n_launches || attn_uses_cluster(plan));
     graph->variable_nodes = (cudaGraphNode_t *)malloc(
         ((size_t)dev->shape->L * (size_t)max(n_launches, 1) + GRAPH_SAMPLE_NODES) *

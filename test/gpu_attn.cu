@@ -515,7 +515,7 @@ struct list_check {
         }
         bad += slots != written;
         for (int m = l.merge0; m < l.merge0 + l.n_merges; m++) finish_queries(p->merges[m].q0, p->merges[m].nq, p->merges[m].flags);
-        for (int m = l.cta_split0; m < l.cta_split0 + l.n_cta_splits; m++) {
+        for (int m = l.cta_merge0; m < l.cta_merge0 + l.n_cta_merges; m++) {
             const attn_merge &me = p->merges[m];
             bad += me.n_splits < 1 || me.n_splits > l.cta_split_warps || l.cta_split_warps > attn_cta_split_max(h.shape.D) || l.n_small;
             for (int i = 0; i < me.n_splits; i++, parts++) {
@@ -1074,7 +1074,7 @@ static void bench_running(int D, const std::vector<int> &groups, int common) {
             p->fused_min_row_heads = mode == 2 ? 1 : INT_MAX;
         st.plan();
         bool there = mode == 1 ? p->prefix_groups && p->mixed_groups : mode == 0 ? p->prefix_groups : mode == 2 ? p->n_fused > 0 : true;
-        if (mode < 2) n_splits[mode] = p->levels[0].n_cta_splits * 100 + p->levels[0].cta_split_warps;
+        if (mode < 2) n_splits[mode] = p->levels[0].n_cta_merges * 100 + p->levels[0].cta_split_warps;
         for (int i = 0; mode == 0 && i < p->n_items; i++) work += p->items[i].kv1 - p->items[i].kv0;
         us[mode] = there ? gpu_time_us(st.d->stream, 16, 7, [&](int) { st.run(); }) : NAN;
         st.ok("running");

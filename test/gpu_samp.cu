@@ -270,8 +270,8 @@ static void test_wide() {
     } cases_of_filters[] = {{1, 0.95f, 0, 0, 0, 0},   {0.6f, 0.95f, 0, 20, 5, 0}, {3, 0.5f, 0, 0, 0, 0},       {1, 1, 0, 9000, 0, 0},
                 {1, 1, 0, 300, 20, 0},    {2, 0.9f, 0, 12000, 0, 0},  {1, 0.99f, 0.001f, 0, 0, 1}, {0.7f, 0.8f, 0, 50, 0, 2},
                 {1, 1e-6f, 0, 0, 1, 0},   {50, 0.999f, 0, 0, 0, 0},   {1, 0.7f, 0, 700, 0, 1},     {0, 1, 0, 0, 20, 2},
-                {0.7f, 0.8f, 0, 20, 0, 0, 300}, {1, 1, 0, 0, 0, 1, 3 * FILTER_ID_RANGE / 8}};
-    std::vector<int32_t> history(3 * FILTER_ID_RANGE / 8);
+                {0.7f, 0.8f, 0, 20, 0, 0, 300}, {1, 1, 0, 0, 0, 1, 3 * FILTER_WORKSPACE_WORDS / 8}};
+    std::vector<int32_t> history(3 * FILTER_WORKSPACE_WORDS / 8);
     for (size_t i = 0; i < history.size(); i++) history[i] = (int32_t)(gpu_mix(i) % (uint64_t)(i % 2 ? V : 200));
     const int32_t forbidden[] = {V / 2, 17};
     static toka_sampling s[14];
