@@ -6197,6 +6197,20 @@ template <int DP, int WGS, int N, int BUFS> struct attn_wgmma_shape {
                          BYTES = Q + BUFS * 2 * TILE;
 };
 
+/* The KV tiles of an item, N positions each. */
+typedef struct attn_tiles {
+    int first_kv; /* position where the first tile begins (attn_first_kv) */
+    int n_tiles;  /* 0: the item has no positions */
+    int n_before; /* tiles that have gone through the ring before this item */
+} attn_tiles;
+/* The shared memory of a CTA. */
+typedef struct attn_wgmma_smem {
+    char *base;    /* Q, then the ring: BUFS tiles of K, BUFS tiles of V */
+    uint32_t q;    /* shared address of base */
+    uint32_t bars; /* shared address of mbarriers, BUFS each: full K, full V, empty K, empty V */
+    int *pos;      /* [64 WGS] positions of the item's queries; attn_fused: NULL */
+} attn_wgmma_smem;
+
 /* Issues S = Q K^T of one warpgroup, 64 queries x N positions, as one commit group. q, k: shared
  * addresses; q_panel: bytes of a panel of Q. */
 template <int DP, int N>
@@ -6225,33 +6239,31 @@ __device__ static inline void attn_wgmma_pv(float (&acc)[DP / 2],
 }
 
 /* The producer warp: loads K and V of all tiles, in the order of their use, in boxes of 64
- * positions. It skips boxes after the last position of the item. n_before: tiles that have gone
- * through the ring before this item. k_smem: the BUFS tiles of K, then those of V. bars: the
- * mbarriers, BUFS each: full K, full V, empty K, empty V. */
+ * positions. It skips boxes after the last position of the item. */
 template <int DP, int WGS, int N, int BUFS>
 __device__ static inline void attn_wgmma_producer(const attn_args &args, const CUtensorMap *map,
-                                                  const attn_item &item, int kv_head, int first_kv,
-                                                  int n_tiles, int n_before, uint32_t k_smem,
-                                                  uint32_t bars) {
+                                                  const attn_item &item, int kv_head,
+                                                  const attn_tiles &tiles, attn_wgmma_smem smem) {
 #if HOPPER
     typedef attn_wgmma_shape<DP, WGS, N, BUFS> shape;
     int lane = threadIdx.x % 32, last_offset = item.kv1 - item.kv0 - 1;
     /* page_ids: ids of the item's pages first_page .. first_page + 31, one per lane */
     int page_ids = 0, first_page = -32;
-    for (int i = 0; i < 2 * n_tiles; i++) { /* order: K0, K1, V0, K2, V1 ... */
-        int is_v = i == 2 * n_tiles - 1 || (i > 1 && i % 2 == 0),
-            tile = is_v ? (i - 1) / 2 : (i + 1) / 2, ring_tile = n_before + tile;
+    for (int i = 0; i < 2 * tiles.n_tiles; i++) { /* order: K0, K1, V0, K2, V1 ... */
+        int is_v = i == 2 * tiles.n_tiles - 1 || (i > 1 && i % 2 == 0),
+            tile = is_v ? (i - 1) / 2 : (i + 1) / 2, ring_tile = tiles.n_before + tile;
         int buf = is_v * BUFS + ring_tile % BUFS;
-        int offset = first_kv + tile * N - item.kv0,
+        int offset = tiles.first_kv + tile * N - item.kv0,
             n_boxes = min(N / 64, (last_offset - offset) / 64 + 1);
-        uint32_t to = k_smem + buf * shape::TILE, full = bars + 8 * buf;
+        uint32_t to = smem.q + shape::Q + buf * shape::TILE, full = smem.bars + 8 * buf;
         mbar_wait(full + 16 * BUFS, (ring_tile / BUFS & 1) ^ 1);
         if (lane == 0) mbar_expect_tx(full, n_boxes * 64 * shape::PANELS * 128);
         for (int box = 0; box < n_boxes; box++, offset += 64, to += 64 * 128) {
             int page = offset >> args.log2_B;
-            if (page - first_page >= 32 || page < first_page)
-                first_page = page,
+            if (page - first_page >= 32 || page < first_page) {
+                first_page = page;
                 page_ids = args.pages[item.page0 + min(page + lane, last_offset >> args.log2_B)];
+            }
             int row =
                 (((__shfl_sync(~0u, page_ids, page - first_page) * args.K + kv_head) * 2 + is_v)
                  << args.log2_B) +
@@ -6312,25 +6324,23 @@ __device__ static inline void attn_pin_softmax(float x, uint32_t at) {
 }
 
 /* Main loop of one consumer warpgroup: its 64 queries against all tiles of the item. store(stats,
- * acc) is the epilogue. n_before: as for the producer. full_k: the producer's `bars`. smem: the
- * shared memory of the CTA, whose address is q_smem.
- * FUSED: for attn_fused. All its queries see the whole span, so pos is not used. It rescales after
- * every tile: the tensor cores are not its bottleneck, so lazy rescaling would cost more than it
- * saves.
- * Not FUSED: pos is shared memory for the positions of the item's queries, [64 WGS].
+ * acc) is the epilogue.
+ * FUSED: for attn_fused. All its queries see the whole span, so smem.pos is not used. It rescales
+ * after every tile: the tensor cores are not its bottleneck, so lazy rescaling would cost more than
+ * it saves.
  * Named barriers: 1 + wg: the 128 threads of this warpgroup. 1 + WGS + wg: the turn of warpgroup wg
  * to issue wgmma. It waits there, and the warpgroup before it arrives. */
 template <int DP, int WGS, int N, int BUFS, bool FUSED, class Store>
 __device__ static inline void attn_wgmma_mainloop(const attn_args &args, const attn_item &item,
-                                                  int kv_head, int wg, int first_kv, int n_tiles,
-                                                  int n_before, uint32_t q_smem, uint32_t full_k,
-                                                  char *smem, int *pos, const Store &store) {
+                                                  int kv_head, int wg, const attn_tiles &tiles,
+                                                  attn_wgmma_smem smem, const Store &store) {
 #if HOPPER
     typedef attn_wgmma_shape<DP, WGS, N, BUFS> shape;
     /* buf, parity: ring buffer of the tile whose P V comes next, and its mbarrier phase parity */
-    int lane = threadIdx.x % 32, buf = n_before % BUFS, parity = n_before / BUFS & 1;
-    uint32_t k_smem = q_smem + shape::Q, v_smem = k_smem + BUFS * shape::TILE,
-             full_v = full_k + 8 * BUFS;
+    int lane = threadIdx.x % 32, buf = tiles.n_before % BUFS, parity = tiles.n_before / BUFS & 1;
+    const int first_kv = tiles.first_kv, n_tiles = tiles.n_tiles;
+    uint32_t q_smem = smem.q, k_smem = q_smem + shape::Q, v_smem = k_smem + BUFS * shape::TILE,
+             full_k = smem.bars, full_v = full_k + 8 * BUFS;
     uint32_t empty_k = full_v + 8 * BUFS, empty_v = empty_k + 8 * BUFS;
     attn_row_stats stats = {wg * 64 + (int)threadIdx.x % 128 / 32 * 16 + lane / 4,
                             {-INFINITY, -INFINITY}};
@@ -6342,14 +6352,14 @@ __device__ static inline void attn_wgmma_mainloop(const attn_args &args, const a
         if (j < unmasked.x || j >= unmasked.y)
             attn_mask(args, item, scores,
                       FUSED ? make_int2(item.kv1, item.kv1)
-                            : make_int2(pos[stats.query], pos[stats.query + 8]),
+                            : make_int2(smem.pos[stats.query], smem.pos[stats.query + 8]),
                       first_kv + j * N);
         if (FUSED) attn_softmax_update(scores, stats.row_max, stats.row_sum, rescale, args.scale);
         else
             must_rescale = attn_softmax_update_lazy(scores, stats.row_max, stats.row_sum, rescale,
                                                     args.scale);
     };
-    attn_wgmma_load_q<DP, WGS, !FUSED>(args, item, kv_head, wg, (bf16 *)smem, pos);
+    attn_wgmma_load_q<DP, WGS, !FUSED>(args, item, kv_head, wg, (bf16 *)smem.base, smem.pos);
     q_smem += wg * 64 * 128;
     if (n_tiles) {
         mbar_wait(full_k + 8 * buf, parity);
@@ -6361,7 +6371,7 @@ __device__ static inline void attn_wgmma_mainloop(const attn_args &args, const a
         attn_pack(probs, scores);
     }
     /* gives warpgroup 0 the first turn; later items continue the turns of the item before */
-    if (wg == WGS - 1 && !n_before) bar_arrive(1 + WGS, 256);
+    if (wg == WGS - 1 && !tiles.n_before) bar_arrive(1 + WGS, 256);
     for (int j = 1; j < n_tiles; j++) {
         int prev_buf = buf, prev_parity = parity;
         if (++buf == BUFS) buf = 0, parity ^= 1;
@@ -6386,7 +6396,7 @@ __device__ static inline void attn_wgmma_mainloop(const attn_args &args, const a
         int n_kv = item.kv1 - first_kv - (n_tiles - 1) * N;
         mbar_wait(full_v + 8 * buf, parity);
         if (n_kv < N)
-            attn_wgmma_zero_tail<DP, N>((bf16 *)(smem + shape::Q + (BUFS + buf) * shape::TILE),
+            attn_wgmma_zero_tail<DP, N>((bf16 *)(smem.base + shape::Q + (BUFS + buf) * shape::TILE),
                                         n_kv, wg);
         attn_wgmma_pv<DP, N>(acc, probs, v_smem + buf * shape::TILE);
         wgmma_wait<0>();
@@ -6444,12 +6454,14 @@ __global__ void __launch_bounds__(attn_wgmma_shape<DP, WGS, N, BUFS>::THREADS, 1
     __shared__ uint64_t bars[4 * BUFS]; /* BUFS each: full K, full V, empty K, empty V */
     __shared__ attn_item item;          /* not in registers, which are scarce */
     __shared__ int pos[WGS * 64];
-    uint32_t q_smem = smem_addr(attn_smem), full_k = smem_addr(bars);
+    const attn_wgmma_smem smem = {attn_smem, smem_addr(attn_smem), smem_addr(bars), pos};
     int kv_head = blockIdx.x % args.K;
     if (threadIdx.x == 0) {
         item = args.items[blockIdx.x / args.K];
-        for (int i = 0; i < 2 * BUFS; i++)
-            mbar_init(full_k + 8 * i, 1), mbar_init(full_k + 8 * (2 * BUFS + i), 4 * WGS);
+        for (int i = 0; i < 2 * BUFS; i++) {
+            mbar_init(smem.bars + 8 * i, 1);
+            mbar_init(smem.bars + 8 * (2 * BUFS + i), 4 * WGS);
+        }
         mbar_init_fence();
     }
     __syncthreads();
@@ -6457,11 +6469,11 @@ __global__ void __launch_bounds__(attn_wgmma_shape<DP, WGS, N, BUFS>::THREADS, 1
     grid_wait();
     int first_kv = attn_first_kv(args, item, N),
         n_tiles = item.kv1 > first_kv ? (item.kv1 - first_kv + N - 1) / N : 0;
+    const attn_tiles tiles = {first_kv, n_tiles, 0};
     if (threadIdx.x < 128) {
         setmaxnreg_dec<shape::PRODUCER_REGS>();
         if (threadIdx.x < 32)
-            attn_wgmma_producer<DP, WGS, N, BUFS>(args, &map, item, kv_head, first_kv, n_tiles, 0,
-                                                  q_smem + shape::Q, full_k);
+            attn_wgmma_producer<DP, WGS, N, BUFS>(args, &map, item, kv_head, tiles, smem);
     } else {
         setmaxnreg_inc<shape::REGS>();
         const int wg = threadIdx.x / 128 - 1;
@@ -6470,8 +6482,7 @@ __global__ void __launch_bounds__(attn_wgmma_shape<DP, WGS, N, BUFS>::THREADS, 1
                 attn_wgmma_store<DP, WGS>(args, item, stats, kv_head, wg, acc, (bf16 *)attn_smem);
             else attn_store_rows(args, item, stats, kv_head, acc);
         };
-        attn_wgmma_mainloop<DP, WGS, N, BUFS, false>(args, item, kv_head, wg, first_kv, n_tiles, 0,
-                                                     q_smem, full_k, attn_smem, pos, store);
+        attn_wgmma_mainloop<DP, WGS, N, BUFS, false>(args, item, kv_head, wg, tiles, smem, store);
     }
 #else
     __trap();
@@ -6920,7 +6931,7 @@ __device__ static inline void attn_own_process_rows(attn_own_producer<DP> &produ
 }
 
 /* Calls visit for each prefix item of this CTA, round by round. The consumer warpgroups and the
- * producer warp use it. n_before: prefix tiles of all rounds before. */
+ * producer warp use it. n_before of the tiles it passes: prefix tiles of all rounds before. */
 template <class Visit>
 __device__ static inline void attn_fused_each_item(const attn_args &args, const attn_jobs &jobs,
                                                    const Visit &visit) {
@@ -6929,7 +6940,7 @@ __device__ static inline void attn_fused_each_item(const attn_args &args, const 
         const attn_item &item = args.items[job / args.K];
         constexpr int N = ATTN_FUSED_N;
         int first_kv = attn_first_kv(args, item, N), n_tiles = (item.kv1 - first_kv + N - 1) / N;
-        visit(item, job % args.K, first_kv, n_tiles, n_before, round);
+        visit(item, job % args.K, attn_tiles{first_kv, n_tiles, n_before}, round);
         n_before += n_tiles;
     }
 }
@@ -6958,8 +6969,10 @@ __global__ void __launch_bounds__(attn_fused_shape<DP>::THREADS, 1)
     /* role: the warpgroup; 1 and 2 are the consumer warpgroups */
     int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < 2 * BUFS; i++)
-            mbar_init(full_k + 8 * i, 1), mbar_init(full_k + 8 * (2 * BUFS + i), 4 * WGS);
+        for (int i = 0; i < 2 * BUFS; i++) {
+            mbar_init(full_k + 8 * i, 1);
+            mbar_init(full_k + 8 * (2 * BUFS + i), 4 * WGS);
+        }
         for (int i = 0; i < OWN_BARS; i++) mbar_init(own_full + 8 * i, 1);
         for (int i = 0; i < 2; i++)
             mbar_init(exchange.full + 8 * i, WGS * 128),
@@ -6975,15 +6988,14 @@ __global__ void __launch_bounds__(attn_fused_shape<DP>::THREADS, 1)
         else setmaxnreg_inc<shape::REGS>();
         attn_fused_each_item(
             args, jobs,
-            [&](const attn_item &item, int kv_head, int first_kv, int n_tiles, int n_before,
-                int round) {
-                if (!n_tiles) return attn_exchange_put_none(item, exchange, round);
+            [&](const attn_item &item, int kv_head, const attn_tiles &tiles, int round) {
+                if (!tiles.n_tiles) return attn_exchange_put_none(item, exchange, round);
                 auto put = [&](const attn_row_stats &stats, const float(&acc)[DP / 2]) {
                     attn_exchange_put<DP>(args, item, stats, kv_head, acc, exchange, round);
                 };
-                attn_wgmma_mainloop<DP, WGS, N, BUFS, true>(args, item, kv_head, warpgroup - 1, first_kv,
-                                                            n_tiles, n_before, q_smem, full_k,
-                                                            attn_smem, NULL, put);
+                attn_wgmma_mainloop<DP, WGS, N, BUFS, true>(args, item, kv_head, warpgroup - 1,
+                                                            tiles,
+                                                            {attn_smem, q_smem, full_k, NULL}, put);
                 bar_sync(warpgroup, 128); /* all four warps have read Q */
             });
     } else {
@@ -7004,11 +7016,11 @@ __global__ void __launch_bounds__(attn_fused_shape<DP>::THREADS, 1)
         if (own_warp >= 0) attn_own_process_rows<DP>(producer, exchange, (bf16 *)ring);
         if (warp == 0)
             attn_fused_each_item(args, jobs,
-                                 [&](const attn_item &item, int kv_head, int first_kv, int n_tiles,
-                                     int n_before, int) {
+                                 [&](const attn_item &item, int kv_head, const attn_tiles &tiles,
+                                     int) {
                                      attn_wgmma_producer<DP, WGS, N, BUFS>(
-                                         args, &shared_map, item, kv_head, first_kv, n_tiles,
-                                         n_before, q_smem + shape::shared::Q, full_k);
+                                         args, &shared_map, item, kv_head, tiles,
+                                         {attn_smem, q_smem, full_k, NULL});
                                  });
     }
 #else
