@@ -452,7 +452,8 @@ struct toka_device {
     char rank_prefix[72];        /* "rank 1 (stage 0, tensor rank 1): ", or empty */
     rank_barrier barrier;        /* used if there are several tensor ranks */
     int barrier_ctas;            /* grid of every kernel with a rank barrier */
-    unsigned barriers_at_last_op;     /* rank->n_barriers when an op was last written to rank->op_ring */
+    /* rank->n_barriers when an op was last written to rank->op_ring */
+    unsigned barriers_at_last_op;
     bf16 *unreduced_x;           /* x with a pending all-reduce: its partial sums lie in the receive
                                     buffers (chapter 10). NULL: no all-reduce is pending */
     cudaStream_t send_stream;    /* pipeline stages: DMA copies to other ranks */
@@ -1759,7 +1760,8 @@ __global__ static void __launch_bounds__(256) rope_kernel(rope_args args) {
     if (norm) {
 #pragma unroll
         for (int k = 0; k < 4; k++) sum += lo[k] * lo[k] + hi[k] * hi[k];
-        for (int xor_mask = 16; xor_mask; xor_mask >>= 1) sum += __shfl_xor_sync(~0u, sum, xor_mask);
+        for (int xor_mask = 16; xor_mask; xor_mask >>= 1)
+            sum += __shfl_xor_sync(~0u, sum, xor_mask);
         float scale = rsqrtf(sum / args.D + args.eps);
 #pragma unroll
         for (int k = 0; k < 2; k++) {
@@ -7531,8 +7533,8 @@ __device__ static __forceinline__ bool rank_barrier_sync(const rank_barrier &bar
             barrier.signal_flags[barrier.tp_rank] + cta * BARRIER_MAX_RANKS + rank;
         *(volatile unsigned long long *)&to->x_addr = (unsigned long long)x;
         st_release_sys(&to->last_arrived, number);
-        for (unsigned spins = 1; (int)(ld_acquire_sys(&from->last_arrived) - number) < 0 && !aborted;
-             spins++)
+        for (unsigned spins = 1;
+             (int)(ld_acquire_sys(&from->last_arrived) - number) < 0 && !aborted; spins++)
             aborted = spins % 1024 == 0 && *barrier.aborted;
     }
     aborted = __syncthreads_or(aborted);
@@ -8014,7 +8016,8 @@ static bool op_begin(toka_device *dev, const char *op) {
     if (!op || dev->graphs.capturing) return true;
     const char **entry = &dev->rank->op_ring[dev->rank->n_barriers % OP_RING];
     if (dev->barriers_at_last_op != dev->rank->n_barriers)
-        dev->barriers_at_last_op = dev->rank->n_barriers, __atomic_store_n(entry, op, __ATOMIC_RELEASE);
+        dev->barriers_at_last_op = dev->rank->n_barriers,
+        __atomic_store_n(entry, op, __ATOMIC_RELEASE);
     __atomic_store_n(&dev->rank->op, op, __ATOMIC_RELEASE);
     __atomic_fetch_add(&dev->group->progress, 1, __ATOMIC_RELEASE);
     return true;
@@ -8234,7 +8237,8 @@ static void group_assign_rank(toka_device *dev) {
     const int rank = dev->options.pp_rank * group->tp_size + dev->options.tp_rank;
     assert(rank < group->tp_size * group->pp_size && dev->options.tp_rank < group->tp_size &&
            !group->ranks[rank].dev);
-    dev->rank = &group->ranks[rank], dev->rank->ordinal = dev->ordinal, dev->barriers_at_last_op = ~0u;
+    dev->rank = &group->ranks[rank], dev->rank->ordinal = dev->ordinal,
+    dev->barriers_at_last_op = ~0u;
     char name[64];
     group_rank_name(group, rank, name);
     snprintf(dev->rank_prefix, sizeof dev->rank_prefix, "%s: ", name);
@@ -8556,13 +8560,14 @@ static bool group_wait_sampled(toka_device *dev, const toka_step *step) {
  * =========================================================================== */
 
 enum {
-    SAMP_BLOCK = 256,         /* ids of an id block */
-    SAMP_GROUP_IDS = 64,      /* ids of an id group */
-    SAMP_MERGE_THREADS = 64,  /* threads that merge a row's partials; the number fixes the order */
-    SAMP_REDUCE_ROWS = 4,     /* rows per CTA of samp_reduce_kernel */
-    FILTER_THREADS = 256,     /* threads per CTA of samp_filter_kernel */
-    FILTER_WORKSPACE_WORDS = 16384,  /* words of the workspace: counts of 16,384 ids for penalties, or one
-                                 bit for each of 524,288 ids (allowed or not) */
+    SAMP_BLOCK = 256,        /* ids of an id block */
+    SAMP_GROUP_IDS = 64,     /* ids of an id group */
+    SAMP_MERGE_THREADS = 64, /* threads that merge a row's partials; the number fixes the order */
+    SAMP_REDUCE_ROWS = 4,    /* rows per CTA of samp_reduce_kernel */
+    FILTER_THREADS = 256,    /* threads per CTA of samp_filter_kernel */
+    /* words of the workspace: counts of 16,384 ids for penalties, or one bit for each of 524,288 ids
+     * (allowed or not) */
+    FILTER_WORKSPACE_WORDS = 16384,
     FILTER_CANDIDATES = 8192, /* most ids that are gathered in shared memory */
     FILTER_BINS = 8192,       /* bins of samp_narrow_by_counts */
     /* If more blocks than this may have kept ids, the draw skips blocks by upper bounds of their
@@ -8980,9 +8985,10 @@ __device__ static inline samp_partial samp_block_partial(const float (&logits)[S
                                                          const samp_block_state &state) {
     samp_partial partial = state.partial;
     if (!__any_sync(~0u, state.needs_id)) return partial;
-    float logit, score = state.is_forced  ? state.forced_index >= 0 ? 1 : 0
-                         : state.is_drawn ? __fmaf_rn(state.rel_max, group.scale, state.log2_sum_noise)
-                                          : state.max;
+    float logit, score = state.is_forced ? state.forced_index >= 0 ? 1 : 0
+                         : state.is_drawn
+                             ? __fmaf_rn(state.rel_max, group.scale, state.log2_sum_noise)
+                             : state.max;
     int id = id0 + samp_candidate(logits, group, params, state.forced_index, &logit);
     logit = __fadd_rn(logit, group.shift);
     if (state.is_forced ? state.forced_index < 0 : state.max == -INFINITY) id = INT_MAX;
@@ -9464,8 +9470,8 @@ __global__ static void __launch_bounds__(BARRIER_THREADS, 1)
  *   highest of the block maxima is a lower bound of the k-th highest logit; top-p and min-p have
  *   bounds by weight. Block maxima are recomputed where lists or penalties have changed logits.
  * - The ids among which the threshold lies are gathered. If there are at most 256 of them, each
- *   thread has one and adds up the mass above it (samp_threshold_small). For more of them there is a
- *   radix search (samp_narrow).
+ *   thread has one and adds up the mass above it (samp_threshold_small). For more of them there is
+ *   a radix search (samp_narrow).
  * - If there are more than 8,192 of them, they are not gathered yet. The range of keys is narrowed
  *   first: by one sweep that counts ids in 8,192 bins (samp_narrow_by_counts), or by sweeps that
  *   each choose 1 of 256 bins (samp_narrow).
@@ -10061,8 +10067,8 @@ __device__ static void samp_apply_bias(const samp_filter &filter, float *logits,
     }
 }
 
-/* Sets the logits of all ids except the allowed ids to -inf. bits: [FILTER_WORKSPACE_WORDS] in shared
- * memory, one bit for each id of a range. */
+/* Sets the logits of all ids except the allowed ids to -inf. bits: [FILTER_WORKSPACE_WORDS] in
+ * shared memory, one bit for each id of a range. */
 __device__ static void samp_apply_allowed(const samp_filter &filter, float *logits, int V,
                                           uint32_t *bits) {
     for (int first_id = 0; first_id < V; first_id += 32 * FILTER_WORKSPACE_WORDS) {
@@ -10091,9 +10097,10 @@ __device__ static void samp_penalize(const samp_filter &filter, float *logits, i
     logits[id] = samp_clean(logit), touched[id / SAMP_BLOCK] = 1;
 }
 
-/* Applies the penalties once to each id of a history of up to FILTER_WORKSPACE_WORDS / 4 ids. table: a
- * hash table in shared memory. It has n_entries entries, at least twice the length of the history:
- * first [n_entries] id + 1 (0: the entry is empty), then [n_entries] counts in the output. */
+/* Applies the penalties once to each id of a history of up to FILTER_WORKSPACE_WORDS / 4 ids.
+ * table: a hash table in shared memory. It has n_entries entries, at least twice the length of the
+ * history: first [n_entries] id + 1 (0: the entry is empty), then [n_entries] counts in the
+ * output. */
 __device__ static void samp_hash_penalties(const samp_filter &filter, float *logits, int V,
                                            uint32_t *table, int *touched) {
     const uint32_t shift = __clz(2 * filter.n_history - 1), n_entries = 1u << (32 - shift);
@@ -10113,9 +10120,9 @@ __device__ static void samp_hash_penalties(const samp_filter &filter, float *log
     __syncthreads();
 }
 
-/* The same for a history of any length, for one range of ids at a time. counts: [FILTER_WORKSPACE_WORDS]
- * in shared memory: how often each id of the range is in the output; bit 31 is set if the id is in
- * the history. Reads n_history * V / FILTER_WORKSPACE_WORDS ids. */
+/* The same for a history of any length, for one range of ids at a time. counts:
+ * [FILTER_WORKSPACE_WORDS] in shared memory: how often each id of the range is in the output; bit
+ * 31 is set if the id is in the history. Reads n_history * V / FILTER_WORKSPACE_WORDS ids. */
 __device__ static void samp_apply_penalties(const samp_filter &filter, float *logits, int V,
                                             uint32_t *counts, int *touched) {
     for (int first_id = 0; first_id < V; first_id += FILTER_WORKSPACE_WORDS) {
@@ -10190,8 +10197,8 @@ __device__ static void samp_update_blocks(samp_dist &dist, const int *touched, b
 }
 
 /* Step 2 of chapter 18 of toka.c: adjusts the logits. with_sums: see samp_update_blocks. workspace:
- * [FILTER_WORKSPACE_WORDS] in shared memory. No blocks are listed during it: the memory of their list
- * holds `touched`. */
+ * [FILTER_WORKSPACE_WORDS] in shared memory. No blocks are listed during it: the memory of their
+ * list holds `touched`. */
 __device__ static void samp_adjust(samp_dist &dist, const samp_filter &filter, float *logits,
                                    bool with_sums, uint32_t *workspace, samp_mass *scratch) {
     int *touched = dist.blocks;
@@ -10404,7 +10411,8 @@ __device__ static samp_partial samp_warp_partial(float (&logits)[8], const samp_
     for (int k = 0; k < 8; k++) logit = index == k ? logits[k] : logit;
     logit = __fadd_rn(__shfl_sync(~0u, logit, 4 * octet + group_index), group.shift),
     index = __shfl_sync(~0u, index, 4 * octet + group_index);
-    float score = state.is_drawn ? __fmaf_rn(state.rel_max, group.scale, state.log2_sum_noise) : state.max;
+    float score = state.is_drawn ? __fmaf_rn(state.rel_max, group.scale, state.log2_sum_noise)
+                                 : state.max;
     int id = state.max == -INFINITY ? INT_MAX : id0 + 32 * octet + samp_column(index);
     samp_quad_best(state.partial, score, id, logit);
     return state.partial;
@@ -10549,15 +10557,16 @@ static size_t samp_filter_smem(int n_blocks) {
 enum { FILTER_CTAS_PER_SM = HOPPER && NVCC_VERSION >= 1208 ? 2 : 1 };
 __global__ static void __launch_bounds__(FILTER_THREADS, FILTER_CTAS_PER_SM)
     samp_filter_kernel(const __grid_constant__ samp_filter_args args) {
-    /* [FILTER_WORKSPACE_WORDS] words: counts, bits, bins or candidates with their ids; then block_maxes,
-     * block_sums and blocks of [n_blocks] each */
+    /* [FILTER_WORKSPACE_WORDS] words: counts, bits, bins or candidates with their ids; then
+     * block_maxes, block_sums and blocks of [n_blocks] each */
     extern __shared__ __align__(16) uint32_t workspace[];
     __shared__ samp_partial partials[FILTER_THREADS];
     __shared__ samp_mass scratch[33];
     __shared__ samp_filter filter;
     static_assert(FILTER_THREADS == 256, "samp_narrow: eight bits");
     static_assert(sizeof filter % 4 == 0 && sizeof filter / 4 <= FILTER_THREADS, "a word a thread");
-    static_assert(2 * FILTER_CANDIDATES <= FILTER_WORKSPACE_WORDS && FILTER_BINS <= FILTER_WORKSPACE_WORDS,
+    static_assert(2 * FILTER_CANDIDATES <= FILTER_WORKSPACE_WORDS &&
+                      FILTER_BINS <= FILTER_WORKSPACE_WORDS,
                   "they reuse its memory");
     float *block_maxes = (float *)(workspace + FILTER_WORKSPACE_WORDS),
           *block_sums = block_maxes + args.n_blocks,
@@ -11160,8 +11169,8 @@ static void samp_launch(toka_device *dev, const toka_step *step, const bf16 *x) 
     assert(step->n_samples <= dev->options.max_tokens);
     if (!dev->norm_ready) rmsnorm(dev, x, plan->rows, dev->norm, dev->xn, step->n_samples);
     samp_filter *filters = NULL;
-    for (int row0 = 0, n_rows, filters_first = 0, filters_end = 0; row0 < step->n_samples && !dev->error.code;
-         row0 += n_rows) {
+    for (int row0 = 0, n_rows, filters_first = 0, filters_end = 0;
+         row0 < step->n_samples && !dev->error.code; row0 += n_rows) {
         const int n_plain = max(0, min(max_rows, plan->n_plain - row0)),
                   first_filtered = row0 + n_plain;
         const int n_filtered = min(min(max_rows - n_plain, plan->chunk_rows),
@@ -11476,8 +11485,8 @@ static void cuda_close(toka_device *dev) {
 static void cuda_alloc_buffers(toka_device *dev) {
     const toka_shape *shape = dev->shape;
     /* gemm_rows: rows of a GEMM input, padding included; HD: width of the qkv rows */
-    size_t T = (size_t)dev->options.max_tokens, qkv_width = (size_t)(shape->H + 2 * shape->K) * shape->D,
-           gemm_rows = T + GEMM_PAD_ROWS;
+    size_t T = (size_t)dev->options.max_tokens,
+           qkv_width = (size_t)(shape->H + 2 * shape->K) * shape->D, gemm_rows = T + GEMM_PAD_ROWS;
     if (dev->options.progress) dev->options.progress(dev->options.user, "allocating memory", 0);
     dev->xn = (bf16 *)dev_alloc(dev, gemm_rows * dev->E * sizeof(bf16), "activations");
     dev->qkv = (bf16 *)dev_alloc(dev, T * qkv_width * sizeof(bf16), "activations");
