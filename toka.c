@@ -41,7 +41,7 @@
  *     id -------------- tok_stream_put (6), stop_put (18) --> text that is certain --> toka_event
  *                                      --> callback: of the command line (34), the batch runner
  *                                      (27), another program (23), or the server, whose workers
- *                                      make the answers' text from ids: api_feed (26, 30, 31)
+ *                                      make the answers' text from ids: api_feed (26)
  *
  * A step has three phases: plan, run, commit. A plan holds integers only: no floats, no text. An op
  * sees token rows, never requests. So the scheduler is tested without a model and the ops without
@@ -112,8 +112,10 @@
  * LETTERS, equal in C, CUDA and README. T tokens of a step, S sequences, L layers, H query heads,
  * K kv heads, D head size, E model width, F mlp width, V vocabulary, B tokens per page.
  *
- * PREFIXES of names say the chapter: tok_ 6 and 7, tmpl_ 8 to 10, st_ and mf_ 11 to 13, kv_ 14,
- * pred_ 15, sched_ 16, batch_ 17, samp_ and stop_ 18, cpu_ 19 and 20, model_ and rank_ 21, eng_ 22.
+ * PREFIXES of names say the chapter: json_ 4, uni_ 5, tok_ 6 and 7, tmpl_ 8 to 10, st_ and mf_ 11 to
+ * 13, kv_ 14, pred_ 15, sched_ 16, batch_ 17, samp_ and stop_ 18, cpu_ 19 and 20, model_ and rank_
+ * 21, eng_ 22, lib_ 23, http_ 24, api_ 25 and 26, run_ 27 and 32, files_ 28, srv_ 29 to 31, plan_ 32,
+ * benchclient_ 33, cli_ 34.
  *
  * WORDS                                                                                     chapter
  *   sample          one of the n completions of a request                                        16
@@ -164,7 +166,7 @@
  *   tensor parallelism                               1909.08053      12 mf_shard
  *                                                    (Megatron-LM)   21 rank_all_reduce
  *   overlapped tensor parallelism: the epilogue      2406.06858      cu 6 epi_scatter
- *     of a GEMM sends its tiles to the rank that     (Flux)          cu 10 sum_norm_kernel
+ *     of a GEMM sends its tiles to the rank that     (Flux)          cu 10 reduce_norm_kernel
  *     adds them up
  *   pipeline parallelism with microbatches           2104.04473      17 batch_make_micros
  *                                                    (Megatron-LM)   21 rank_step
