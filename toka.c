@@ -76,8 +76,8 @@
  *           have finished when an op returns.
  *   server  one thread, the event loop, has all sockets; workers parse bodies and make text; one
  *           thread drives the engine. They hand HTTP calls to each other through queues (30).
- *   event   its pointers are valid during the callback. What toka_encode and the like return is
- *           malloc'ed for the caller.
+ *   event   its pointers are valid during the callback. Results of toka_encode and similar
+ *           functions are allocated by malloc for the caller.
  * Endings of names: _open/_close: holds files, threads or mappings. _init/_free: the caller has the
  * struct, the functions own what it points to. _new/_del: the struct itself is on the heap.
  *
@@ -87,8 +87,8 @@
  *   2. Bad start-up input: the error travels up to main, the only place that prints and exits.
  *   3. A bad request: only this request fails.
  *   4. A device fault: the device keeps its first error, and all requests fail.
- * Input from a file or a network is checked where it is read. What is wrong with it is an error,
- * never an assert. To test class 4, the environment can break a device:
+ * Input from a file or a network is checked where it is read. A mistake in it is an error, never
+ * an assert. To test class 4, the environment can break a device:
  *   TOKA_DEBUG_FAULT=N      its Nth step fails
  *   TOKA_DEBUG_STALL=N      its Nth step never ends
  *   TOKA_DEBUG_CAPTURE=N    the Nth capture of a CUDA graph fails
@@ -112,10 +112,10 @@
  * LETTERS, equal in C, CUDA and README. T tokens of a step, S sequences, L layers, H query heads,
  * K kv heads, D head size, E model width, F mlp width, V vocabulary, B tokens per page.
  *
- * PREFIXES of names say the chapter: json_ 4, uni_ 5, tok_ 6 and 7, tmpl_ 8 to 10, st_ and mf_ 11 to
- * 13, kv_ 14, pred_ 15, sched_ 16, batch_ 17, samp_ and stop_ 18, cpu_ 19 and 20, model_ and rank_
- * 21, eng_ 22, lib_ 23, http_ 24, api_ 25 and 26, run_ 27 and 32, files_ 28, srv_ 29 to 31, plan_ 32,
- * benchclient_ 33, cli_ 34.
+ * PREFIXES of names say the chapter: json_ 4, uni_ 5, tok_ 6 and 7, tmpl_ 8 to 10, st_ and mf_ 11
+ * to 13, kv_ 14, pred_ 15, sched_ 16, batch_ 17, samp_ and stop_ 18, cpu_ 19 and 20, model_ and
+ * rank_ 21, eng_ 22, lib_ 23, http_ 24, api_ 25 and 26, run_ 27 and 32, files_ 28, srv_ 29 to 31,
+ * plan_ 32, benchclient_ 33, cli_ 34.
  *
  * WORDS                                                                                     chapter
  *   sample          one of the n completions of a request                                        16
