@@ -8848,24 +8848,27 @@ __device__ static inline samp_id_group samp_group_sums(const float (&logits)[SAM
     samp_recompute(logits, scale, two_sums, group);
     return group;
 }
-/* The same for two rows. The maxima of b overlap with the exponentials of a, which are the
+/* One row of samp_group_sums_2. */
+typedef struct samp_group_row {
+    const float (&logits)[SAMP_GROUP_IDS]; /* of the id group */
+    float scale;                           /* samp_scale of the row */
+    bool two_sums;                         /* samp_needs_two_sums of the row */
+    samp_id_group &group;                  /* the result */
+} samp_group_row;
+/* samp_group_sums for two rows. The maxima of b overlap with the exponentials of a, which are the
  * bottleneck. */
-__device__ static inline void samp_group_sums_2(const float (&logits_a)[SAMP_GROUP_IDS],
-                                                float scale_a, bool two_sums_a,
-                                                samp_id_group &group_a,
-                                                const float (&logits_b)[SAMP_GROUP_IDS],
-                                                float scale_b, bool two_sums_b,
-                                                samp_id_group &group_b) {
-    group_a.shift = group_b.shift = 0;
-    samp_group_max<8>(logits_a, scale_a, group_a), samp_group_sum<8>(logits_a, group_a);
-    samp_group_max<8>(logits_b, scale_b, group_b);
-    if (two_sums_a) samp_group_raw_sum<8>(logits_a, group_a);
-    samp_group_sum<8>(logits_b, group_b);
-    if (two_sums_b) samp_group_raw_sum<8>(logits_b, group_b);
-    group_a.inexact = samp_is_inexact(two_sums_a, group_a),
-    group_b.inexact = samp_is_inexact(two_sums_b, group_b);
-    samp_recompute(logits_a, scale_a, two_sums_a, group_a),
-        samp_recompute(logits_b, scale_b, two_sums_b, group_b);
+__device__ static inline void samp_group_sums_2(const samp_group_row &a, const samp_group_row &b) {
+    a.group.shift = b.group.shift = 0;
+    samp_group_max<8>(a.logits, a.scale, a.group);
+    samp_group_sum<8>(a.logits, a.group);
+    samp_group_max<8>(b.logits, b.scale, b.group);
+    if (a.two_sums) samp_group_raw_sum<8>(a.logits, a.group);
+    samp_group_sum<8>(b.logits, b.group);
+    if (b.two_sums) samp_group_raw_sum<8>(b.logits, b.group);
+    a.group.inexact = samp_is_inexact(a.two_sums, a.group);
+    b.group.inexact = samp_is_inexact(b.two_sums, b.group);
+    samp_recompute(a.logits, a.scale, a.two_sums, a.group);
+    samp_recompute(b.logits, b.scale, b.two_sums, b.group);
 }
 
 /* Returns the uniform number times `sum`, measured from the end where samp_inverse_cdf begins. */
@@ -9251,8 +9254,8 @@ struct epi_sample {
                           params_b = unpack_params(fetched.param_words[1]);
         float best_a = best_key(row0, tile, epi_args), best_b = best_key(row0 + 8, tile, epi_args);
         samp_id_group group_a, group_b;
-        samp_group_sums_2(logits_a, samp_scale(params_a), samp_needs_two_sums(params_a), group_a,
-                          logits_b, samp_scale(params_b), samp_needs_two_sums(params_b), group_b);
+        samp_group_sums_2({logits_a, samp_scale(params_a), samp_needs_two_sums(params_a), group_a},
+                          {logits_b, samp_scale(params_b), samp_needs_two_sums(params_b), group_b});
         int id0 = epi_args.v0 + tile.col0 + 2 * group;
         samp_block_state state_a = samp_block_sums(group_a, params_a, fetched.noise.x, id0, best_a,
                                                    row0 < tile.M);
