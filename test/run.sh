@@ -1,12 +1,15 @@
 #!/bin/bash
-# test/run.sh - builds toka, then runs all tests. The last line is 'N passed, N failed, N skipped'. The exit status is 1 if a
-# test failed.
+# test/run.sh - builds toka, then runs tests. The last line is 'N passed, N failed, N skipped'. The exit status is 1 if a test
+# failed.
 #
-#   test/run.sh              everything
-#   test/run.sh unit         only the C unit tests; other parts: build, san, py, fuzz, gpu
+#   test/run.sh                   tests of every kind, in some 10 minutes on two cores. It leaves out tests that take more than
+#                                 3 s each, TSan, the server under sanitizers, GPU architectures but sm_90a, and other toolkits
+#   TOKA_TESTS=all test/run.sh    everything, in about an hour
+#   test/run.sh unit              one part: build, unit, san, py, fuzz or gpu
 #   GPU_ARCH=90a test/run.sh gpubuild   only compiles the GPU tests; needs no GPU
 #
-# Environment: FUZZ_SECONDS   seconds for each fuzzer (default 10)
+# Environment: TOKA_TESTS     fast (default) or all
+#              FUZZ_SECONDS   seconds for each fuzzer (default: fast 5, all 10)
 #              GPU_JOBS       number of GPU test programs that run at the same time, except for tests that measure time
 #                             (default: the number of cores, at most 12)
 #              TOKA_TEST_DATA  folder of the public test data (default ../shared/data); without it, tests that need it are skipped
@@ -14,15 +17,22 @@
 #   clang     the sanitizers and the fuzzers
 #   python3   comparisons with Hugging Face tokenizers and jinja2, in the virtual environment test/.venv. It needs a package
 #             index, or pytest, tokenizers, numpy and jinja2 already installed.
-#   nvcc      builds the CUDA file for all architectures. With a GPU, it also tests each kernel and whole models.
+#   nvcc      builds the CUDA file. With a GPU, all also tests each kernel and whole models.
 set -u
 cd "$(dirname "$0")/.." || exit
 export TOKA_TEST_DATA=${TOKA_TEST_DATA:-../shared/data}
 CC=${CC:-cc}
-FUZZ_SECONDS=${FUZZ_SECONDS:-10}
+TESTS=${TOKA_TESTS:-fast}
+case $TESTS in
+fast) FUZZ_SECONDS=${FUZZ_SECONDS:-5} ;;
+all) FUZZ_SECONDS=${FUZZ_SECONDS:-10} ;;
+*) echo "TOKA_TESTS=$TESTS: expected fast or all" >&2 && exit 2 ;;
+esac
+export TOKA_TESTS=$TESTS
 GPU_JOBS=${GPU_JOBS:-$(($(nproc) > 12 ? 12 : $(nproc) > 2 ? $(nproc) : 2))}
 WANT=${1:-all}
 B=test/.build
+LOG=$B/log.$WANT # output of the step that runs
 WARN="-std=c11 -Wall -Wextra -Wshadow -Wvla -Wmissing-prototypes -Wstrict-prototypes -Wconversion -Wno-sign-conversion
       -Wno-float-conversion -Werror"
 SAN="-g -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer"
@@ -30,6 +40,7 @@ export ASAN_OPTIONS=allocator_may_return_null=1 # some tests make an allocation 
 mkdir -p $B
 passed=0 failed=0 skipped=0
 
+fast() { [ "$TESTS" = fast ]; }
 wants() { [ "$WANT" = all ] || [ "$WANT" = "$1" ]; }
 result() { # NAME STATUS
     if [ "$2" = 0 ]; then passed=$((passed + 1)); echo "ok     $1"; else failed=$((failed + 1)); echo "FAIL   $1"; fi
@@ -41,8 +52,8 @@ add() { # PASSED FAILED SKIPPED: adds the counts that a test program printed
 step() { # NAME COMMAND...: runs a command as one test; prints its output if it fails
     local name=$1
     shift
-    if "$@" >$B/log 2>&1; then result "$name" 0; else
-        cat $B/log
+    if "$@" >$LOG 2>&1; then result "$name" 0; else
+        cat $LOG
         result "$name" 1
     fi
 }
@@ -60,7 +71,7 @@ copy_tree() { # copies tracked files, and untracked files that git does not igno
 }
 only_the_binary() { # in a copy of the tree, build.sh creates ./toka and no other file
     copy_tree || return 1
-    (cd $B/copy && find . -type f | sort >../before && ./build.sh && find . -type f | sort >../after) || return 1
+    (cd $B/copy && find . -type f | sort >../before && NVCC=$copy_nvcc ./build.sh && find . -type f | sort >../after) || return 1
     rm -rf $B/copy
     [ "$(comm -13 $B/before $B/after)" = ./toka ] && [ -z "$(comm -23 $B/before $B/after)" ]
 }
@@ -93,7 +104,13 @@ scripts_are_executable() { # each file that begins with #!
         xargs -0 -I{} sh -c 'head -c 2 "{}" | grep -q "^#!" && [ ! -x "{}" ] && echo "{} is not executable"' | grep .
 }
 build_tests() {
-    step "build.sh builds ./toka without a warning" ./build.sh
+    local copy_nvcc=${NVCC-nvcc}
+    if fast; then # the kernels are compiled once
+        copy_nvcc=
+        step "build.sh builds ./toka without a warning" env ARCHS="${ARCHS:-90a}" ./build.sh
+    else
+        step "build.sh builds ./toka without a warning" ./build.sh
+    fi
     step "build.sh creates no file but ./toka" only_the_binary
     step "./toka needs no shared library but libc's" only_libc
     step "build.sh passes CFLAGS and LDFLAGS to the link by nvcc" links_with_nvcc
@@ -149,8 +166,10 @@ python_tests() {
         skip 1 "python packages of test/requirements.txt cannot be installed"
         return
     fi
-    TOKA_DEVICE=cpu $py -m pytest -q -rs -p no:cacheprovider --junitxml=$B/pytest.xml test
-    local status=$? counts
+    local status counts which=()
+    fast && which=(-m "not slow")
+    TOKA_DEVICE=cpu $py -m pytest -q -rs -p no:cacheprovider --junitxml=$B/pytest.xml "${which[@]}" test
+    status=$?
     counts=$($py - $B/pytest.xml <<'PY'
 import sys, xml.etree.ElementTree as E
 s = E.parse(sys.argv[1]).getroot().find("testsuite").attrib
@@ -161,6 +180,7 @@ PY
     [ $status -gt 1 ] && [ "$(echo "$counts" | cut -d' ' -f2)" = 0 ] && counts="0 1 0"
     # shellcheck disable=SC2086
     add $counts
+    if fast; then return; fi
     if ! command -v nvcc >/dev/null; then skip 1 "no nvcc"; return; fi
     $py test/nvcc_versions.py 12.4 2>&1
     status=$?
@@ -193,7 +213,7 @@ soak() { # NAME: runs $B/soak_NAME for 15 seconds: the embedded model, then smal
     for model in test/model test/fixtures/llama-tied "$TOKA_TEST_DATA/weights/stories260K"; do
         if [ ! -d "$model" ]; then skip 1 "no public test data"; continue; fi
         step "soak of $(basename "$model"), seed $seed ($1)" "$B/soak_$1" --model "$model" --seconds 5 --seed $seed
-        grep '^soak: seed' $B/log | sed 's/^/       /'
+        grep '^soak: seed' $LOG | sed 's/^/       /'
         seed=$((seed + 1))
     done
 }
@@ -247,7 +267,7 @@ fuzz_tests() {
         mkdir -p $B/corpus_$name
         step "$name, $FUZZ_SECONDS s" env TOKA_FUZZ="${name#fuzz_}" $B/fuzz -max_total_time="$FUZZ_SECONDS" -timeout=10 \
             -rss_limit_mb=3000 -verbosity=0 -print_final_stats=1 -artifact_prefix=$B/ $B/corpus_$name "test/corpus/${name#fuzz_}"
-        grep -h 'number_of_executed_units' $B/log | sed "s/^stat::/       $name:/"
+        grep -h 'number_of_executed_units' $LOG | sed "s/^stat::/       $name:/"
     done
 }
 
@@ -388,16 +408,39 @@ gpu_tests() {
     gpu_collect
 }
 
-wants build && build_tests
-wants unit && unit fast -O2
-wants unit && soak_tests
-wants san && unit san $SAN
-wants san && unit tsan -g -O1 -fsanitize=thread -Wno-tsan engine: cpu_pool ranks_shapes ranks_lost ranks_abort "tokenizer: threads"
-[ -x ./toka ] || ./build.sh
-wants gpu && gpu_tests
-[ "$WANT" = gpubuild ] && gpu_programs
-wants py && python_tests
-wants san && sanitize
-wants fuzz && fuzz_tests
+# ---- Which parts run ----
+
+in_background() { # PART...: runs them one after the other, with their output in a file
+    local part
+    for part in "$@"; do test/run.sh "$part"; done >$B/background.log 2>&1 &
+}
+add_background() { # waits, prints the output and adds the counts
+    wait
+    grep -vE '^[0-9]+ passed, [0-9]+ failed, [0-9]+ skipped$' $B/background.log
+    # shellcheck disable=SC2046
+    add $(sed -nE 's/^([0-9]+) passed, ([0-9]+) failed, ([0-9]+) skipped$/\1 \2 \3/p' $B/background.log |
+        awk '{p += $1; f += $2; s += $3} END {print p + 0, f + 0, s + 0; if (NR < 2) exit 1}' || echo 0 1 0)
+}
+if fast && [ "$WANT" = all ]; then
+    in_background unit fuzz
+    build_tests
+    soak_tests
+    python_tests
+    add_background
+else
+    wants build && build_tests
+    if fast && [ "$WANT" = unit ]; then unit san $SAN; else # one build for bugs of both kinds
+        wants unit && unit fast -O2
+        wants unit && soak_tests
+    fi
+    wants san && unit san $SAN
+    wants san && unit tsan -g -O1 -fsanitize=thread -Wno-tsan engine: cpu_pool ranks_shapes ranks_lost ranks_abort "tokenizer: threads"
+    case $WANT in unit | fuzz) ;; *) [ -x ./toka ] || ./build.sh ;; esac
+    wants gpu && gpu_tests
+    [ "$WANT" = gpubuild ] && gpu_programs
+    wants py && python_tests
+    wants san && sanitize
+    wants fuzz && fuzz_tests
+fi
 echo "$passed passed, $failed failed, $skipped skipped"
 [ $failed = 0 ]

@@ -424,6 +424,7 @@ def test_a_failure_does_not_wait_for_more_input(tmp_path, out, fault):
         p.kill()
 
 
+@pytest.mark.slow
 def test_one_writer_at_a_time(tmp_path):
     source = write_lines(tmp_path / "in.jsonl", [completion(f"a{i}", "x", max_tokens=200, ignore_eos=True) for i in range(500)])
     first = start("-i", source, "-o", str(tmp_path / "out.jsonl"), *SMALL)
@@ -481,6 +482,7 @@ def test_pipes(tmp_path):
     assert "0 lines" in err and len((tmp_path / "o.jsonl").read_text().splitlines()) == 5
 
 
+@pytest.mark.slow
 def test_named_pipes(tmp_path):
     fifo, out = str(tmp_path / "fifo"), tmp_path / "out.jsonl"
     os.mkfifo(fifo)
@@ -518,6 +520,7 @@ def test_closed_standard_error(tmp_path):
 
 # ---- The same bytes for all settings ----
 
+@pytest.mark.slow
 def test_same_bytes_for_all_settings(tmp_path):
     source = write_lines(tmp_path / "in.jsonl", mixed_lines(60))
     want = None
@@ -532,6 +535,7 @@ def test_same_bytes_for_all_settings(tmp_path):
         assert json.loads(report.read_text())["lines"] == 60
 
 
+@pytest.mark.slow
 def test_same_bytes_when_samples_are_preempted(tmp_path):
     lines = [completion(f"a{i}", PROBLEMS[i]["prompt"], n=6, temperature=2.5, max_tokens=150, logprobs=1) for i in range(16)]
     lines += [chat(f"b{i}", PROBLEMS[i]["prompt"], n=2, temperature=1, max_tokens=150) for i in range(8)]
@@ -559,6 +563,7 @@ def test_sizes_larger_than_memory(tmp_path):
         assert time.monotonic() - began < 10, args  # the size is refused before tables of this size are filled
 
 
+@pytest.mark.slow
 def test_many_samples_of_one_prompt(tmp_path):
     p = PROBLEMS[5]
     r = run(tmp_path, [completion("a", p["prompt"], n=1024, temperature=0, max_tokens=60)], "--max-num-seqs", "256")
@@ -567,6 +572,7 @@ def test_many_samples_of_one_prompt(tmp_path):
     assert share > 50
 
 
+@pytest.mark.slow
 def test_accuracy_of_16_samples(tmp_path):
     problems = PROBLEMS[100:160]
     r = run(tmp_path, [chat(str(i), p["prompt"], n=16, temperature=0.6) for i, p in enumerate(problems)], "--max-num-seqs", "256")
@@ -588,6 +594,7 @@ def uninterrupted(tmp_path_factory):
     return source, sorted((folder / "whole.jsonl").read_text().splitlines()), time.time() - t0
 
 
+@pytest.mark.slow
 def test_killed_at_50_moments(uninterrupted, tmp_path):
     source, want, seconds = uninterrupted
     rng = random.Random(1)
@@ -779,6 +786,7 @@ def test_results_without_a_hash_of_the_line(tmp_path):
 
 # ---- Interrupted, out of space ----
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted(uninterrupted, tmp_path, sig):
     source, want, seconds = uninterrupted
@@ -803,6 +811,7 @@ def test_interrupted_while_waiting_for_input():
     p.communicate()
 
 
+@pytest.mark.slow
 def test_disk_full(uninterrupted, tmp_path):
     source, want, _ = uninterrupted
     out = tmp_path / "out.jsonl"

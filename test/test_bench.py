@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 
+import pytest
 from server import wait_handlers
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -139,6 +140,7 @@ def test_plan_interrupted():
     assert err == b"" and p.returncode == 130 and set(re.findall(rb"\n  (\d+) steps", out)) <= {b"1000"}
 
 
+@pytest.mark.slow
 def test_plan():
     out, _ = bench("plan", "--json")
     v = json.loads(out)

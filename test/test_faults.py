@@ -101,6 +101,7 @@ def test_batch_on_several_devices_that_fail(tmp_path, split):
     assert len(ids) == len(set(ids)) == 60
 
 
+@pytest.mark.slow
 def test_server_on_a_device_that_fails(tmp_path):
     """A step fails while the server has streams, other requests, queued requests and a batch. Each client gets an error, /health becomes
     503, the server ends by itself, and the next server continues the batch."""
@@ -169,6 +170,7 @@ def test_small_batch_of_a_server_whose_device_fails(tmp_path, step):
 
 # ---- A step never returns ----
 
+@pytest.mark.slow
 def test_engine_that_hangs(tmp_path):
     """/health becomes 503 after --step-timeout plus at most two ticks, and not earlier. What needs no engine still works. Two signals
     end the server."""
@@ -200,6 +202,7 @@ def test_engine_that_hangs(tmp_path):
         assert wait_until_ended(client(s), batch.id).request_counts.completed == 3
 
 
+@pytest.mark.slow
 def test_one_signal_ends_an_engine_that_hangs():
     """After a signal, the program gives up its device if a step does not end: after 10 s, or for a server --step-timeout. It then waits
     up to 5 s for the device's threads."""
@@ -218,6 +221,7 @@ def test_one_signal_ends_an_engine_that_hangs():
     assert p.stderr.read() == "toka: the device has not ended its step in 10 s since the program was told to end\n"
 
 
+@pytest.mark.slow
 def test_idle_engine_does_not_hang():
     with Server("--step-timeout", "0.5") as s:
         for _ in range(15):
@@ -265,6 +269,7 @@ def test_weights_truncated_while_used(tmp_path):
         assert len(ids) == len(set(ids)) == 300
 
 
+@pytest.mark.slow
 def test_input_truncated_while_read(tmp_path):
     """The second pass over the input finds fewer lines than the first pass counted: this is an error."""
     source, out, n = tmp_path / "in.jsonl", tmp_path / "out.jsonl", 400
@@ -358,6 +363,7 @@ def start_and_fill_disk(s, api, disk, n, **more):
     return b
 
 
+@pytest.mark.slow
 def test_a_batch_waits_for_a_full_disk(tmp_path):
     """While the disk is full, the results stay in memory and other requests are served; a request that needs the disk is refused and
     leaves no file. When there is space the batch continues, even if the server was killed in between."""
@@ -411,6 +417,7 @@ def test_errors_do_not_show_paths(tmp_path, error, status):
         disk.free_space()
 
 
+@pytest.mark.slow
 def test_the_end_of_a_batch_waits_for_a_full_disk(tmp_path):
     """A batch that is cancelled or out of time changes its status only when its end is written to disk."""
     disk, folder = Disk(tmp_path), tmp_path / "files"
@@ -435,6 +442,7 @@ def test_the_end_of_a_batch_waits_for_a_full_disk(tmp_path):
         assert client(s).batches.retrieve(b.id).status == "expired"
 
 
+@pytest.mark.slow
 def test_full_disk_of_a_batch_run(tmp_path):
     """toka batch does not wait for space: it ends with a message and status 2. The same command continues when there is space."""
     disk, source = Disk(tmp_path), tmp_path / "in.jsonl"
@@ -502,6 +510,7 @@ def send_and_wait(s, data, seconds, rcvbuf=4096):
         time.sleep(seconds)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("TOKA_BINARY" in os.environ, reason="sanitizers map extra memory")
 @pytest.mark.parametrize("megabytes", [60, 300])
 def test_clients_cannot_take_all_memory(tmp_path, megabytes):
@@ -537,6 +546,7 @@ def test_clients_cannot_take_all_memory(tmp_path, megabytes):
         assert s.stop() == 0 and "out of memory" not in s.log
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("TOKA_BINARY" in os.environ, reason="sanitizers map extra memory")
 def test_an_answer_larger_than_memory():
     """The request ends with a 503 before its answer is complete."""
@@ -548,6 +558,7 @@ def test_an_answer_larger_than_memory():
         assert ask(s, {"prompt": "Tom", "max_tokens": 3}) == 200
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("TOKA_BINARY" in os.environ, reason="sanitizers map extra memory")
 def test_limit_of_all_incoming_bodies():
     """All incoming bodies share one limit of memory. A body that does not fit is refused while it arrives; a small body always fits."""
@@ -577,6 +588,7 @@ def test_limit_of_all_incoming_bodies():
         assert len(got) == 10 and (503, "1") in got
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("TOKA_BINARY" in os.environ, reason="sanitizers map extra memory")
 def test_a_batch_with_little_memory(tmp_path):
     """If a line does not fit into memory, this line gets an error and the batch continues."""
@@ -592,6 +604,7 @@ def test_a_batch_with_little_memory(tmp_path):
 
 # ---- Half-closed connections ----
 
+@pytest.mark.slow
 def test_half_closed_connections(tmp_path):
     """A client that shuts down its sending side gets its whole answer, even if its request waits in the queue or behind another answer."""
     body = {"prompt": PROMPT, "max_tokens": 200, "ignore_eos": True, "temperature": 0}
@@ -659,6 +672,7 @@ def test_clients_that_left_are_noticed(tmp_path, uds):
 
 # ---- SIGHUP: the terminal was closed ----
 
+@pytest.mark.slow
 def test_sighup_acts_as_sigterm(tmp_path):
     """Several SIGHUPs count as one signal. If SIGHUP was ignored from the start, as under nohup, it stays ignored."""
     (tmp_path / "in.jsonl").write_text(lines(3000))

@@ -160,6 +160,7 @@ def test_unknown_fields_are_logged_once_or_refused(tmp_path):
         assert wait(client(s), client(s).batches.create(input_file_id=f.id, metadata={"a": "b"}, **known)).status == "completed"
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment(tmp_path):
     """10,000 requests; the server is killed three times in between. Each request is answered once, with the same bytes as without a
     kill."""
@@ -212,6 +213,7 @@ def test_killed_often(tmp_path):
         assert len(list(api.files.list())) == 2 and len(os.listdir(tmp_path)) == 6  # two files with records, one batch, the lock
 
 
+@pytest.mark.slow
 def test_graceful_end_during_a_batch(tmp_path):
     with serve(tmp_path) as s:
         api = client(s)
@@ -260,6 +262,7 @@ def test_cancel(tmp_path):
         assert api.files.delete(first.input_file_id).deleted
 
 
+@pytest.mark.slow
 def test_expired_batch(tmp_path):
     n, out, seconds = 10_000, [], 2
     with serve(tmp_path) as s:
@@ -282,6 +285,7 @@ def interrupted_batch(folder, text, n_answered=1, n_failed=0):
     return b
 
 
+@pytest.mark.slow
 def test_another_model(tmp_path):
     b = interrupted_batch(tmp_path, lines(1500, 20))
     with serve(tmp_path, "--served-model-name", "two") as s:  # the batch waits: it is for another model
@@ -299,6 +303,7 @@ def damaged(lines):
     return b"\n".join([b"\0" * 300, lines[5][:half], b"", b'{"event":"rotated"}', lines[1], *lines[1:5], *lines[6:-1], lines[-1][:half]])
 
 
+@pytest.mark.slow
 def test_damaged_files_of_a_batch(tmp_path):
     """A server that continues a batch removes damaged lines from both files, reports their number, and computes these lines again."""
     n = 1200
@@ -376,6 +381,7 @@ def test_no_descriptors(tmp_path):
         assert counts(wait(api, api.batches.retrieve(b["id"]))) == (30, 30, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("priority", [0, -100_000, 2**31 - 1])
 def test_requests_of_clients_go_before_batches(tmp_path, priority):
     """This holds for any `priority` in the lines of the batch."""
@@ -391,6 +397,7 @@ def test_requests_of_clients_go_before_batches(tmp_path, priority):
         api.batches.cancel(b.id)
 
 
+@pytest.mark.slow
 def test_folders(tmp_path):
     home = tmp_path / "home"
     home.mkdir()

@@ -322,6 +322,7 @@ def run_example(kind, text, folder):
     return r.stdout
 
 
+@pytest.mark.slow
 def test_readme(tmp_path):
     port, server, outputs = free_port(), None, []
     for kind, text in examples():

@@ -125,6 +125,7 @@ def compare(tmp_path, model, lines, splits, *flags):
                 assert_near(json.loads(a), json.loads(b), split)
 
 
+@pytest.mark.slow
 def test_batch(tmp_path):
     compare(tmp_path, None, list(embedded_lines()), SAME + NEAR)
 
@@ -160,6 +161,7 @@ def assert_no_process(pid):
         os.kill(pid, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", [(2, 2, 1), (1, 1, 2), (1, 2, 2)], ids=str)
 def test_server(split):
     """Several streams at once, clients that disconnect, metrics, and a graceful end in which each client gets its whole answer."""
@@ -259,6 +261,7 @@ def test_rank_that_fails(tmp_path, n, split, words):
         assert re.search(words, err) and seconds < 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n, split, words", STALLS, ids=str)
 def test_rank_that_stalls(tmp_path, n, split, words):
     env, (batch, text) = fault_env("STALL", n), small_batch(tmp_path)
@@ -267,12 +270,14 @@ def test_rank_that_stalls(tmp_path, n, split, words):
         assert re.search(words, err) and WATCHDOG * 0.7 < seconds < WATCHDOG + SHUTDOWN + LOADED, (err, seconds)
 
 
+@pytest.mark.slow
 def test_stall_that_no_rank_waits_for():
     """The last stage stalls in the last step: no other rank waits for it, only the driver does."""
     err, seconds = run_until_fault(("-p", PROMPT, "-n", "1", *split_flags(1, 2, 1)), fault_env("STALL", "1@1"))
     assert "rank 1 (stage 1, tensor rank 0) has not moved for 2 s, last seen in receive" in err and seconds < WATCHDOG + SHUTDOWN + LOADED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, n, split", [("FAULT", "30@2", (2, 2, 1)), ("STALL", "30@2", (2, 2, 1)), ("STALL", "20", (1, 1, 2))],
                          ids=str)
 def test_server_with_a_rank_that_breaks(kind, n, split):
@@ -326,6 +331,7 @@ def test_interrupt(tmp_path, split):
 STALLED = list(itertools.product([(1, 1, 1), (2, 2, 1)], [(signal.SIGINT, signal.SIGINT), (signal.SIGINT, signal.SIGTERM)]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split, signals", STALLED, ids=str)
 def test_second_signal_ends_at_once(tmp_path, split, signals):
     """The device's step never ends, and the watchdog's timeout has not passed. The first signal asks for a graceful end; the second

@@ -859,6 +859,7 @@ def test_slow_reader_is_dropped():
         assert s.post("/v1/completions", small()).status == 200
 
 
+@pytest.mark.slow
 def test_slow_reader_that_reads_gets_everything():
     with Server("--write-timeout", "100") as s:
         body = {"prompt": PROBLEM, "max_tokens": 900, "ignore_eos": True, "temperature": 0, "n": 8, "logprobs": 32}
@@ -872,6 +873,7 @@ def test_slow_reader_that_reads_gets_everything():
         assert texts(got) == (want, True) and len(got) > 6 << 20  # more than all buffers between server and client
 
 
+@pytest.mark.slow
 def test_slow_reader_takes_no_memory():
     """For a slow reader the server keeps short records of tokens, and makes text from a few of them at a time. The answer is complete,
     and each choice has its order."""
@@ -898,6 +900,7 @@ def test_slow_reader_takes_no_memory():
     assert len(stream) > 12 << 20 and grown < len(stream) / 4, (len(stream), grown)  # most of it is not in the sockets' buffers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", ["1", "3"])
 def test_many_streams_at_once(threads):
     """Many calls at once for the workers: each stream, and each answer that is not streamed, equals the answer that the same request
@@ -1080,6 +1083,7 @@ def test_error_code_of_an_unknown_model():
 
 # ---- Start and end ----
 
+@pytest.mark.slow
 def test_sigterm_lets_answers_finish():
     with Server("--max-num-seqs", "2") as s:
         want = s.post("/v1/completions", small(200, ignore_eos=True)).json()["choices"][0]["text"]
@@ -1123,6 +1127,7 @@ def test_ctrl_c_is_graceful_too():
         assert s.p.wait(60) == 0
 
 
+@pytest.mark.slow
 def test_503_while_loading(tmp_path):
     model = os.path.join(ROOT, "test", "model")
     for name in os.listdir(model):
@@ -1299,6 +1304,7 @@ def test_metrics():
         assert grown["http_responses_total4xx"] == 1 and grown["http_responses_total2xx"] >= 3
 
 
+@pytest.mark.slow
 def test_status_line():
     with Server() as s:
         with s.connect() as c:

@@ -237,6 +237,7 @@ def folder(request):
 # ---- Equality on the tokenizers of the public data ----
 
 
+@pytest.mark.slow
 def test_ten_megabytes(driver, folder, documents):
     assert sum(map(len, documents)) >= 10_000_000
     compare(driver, folder + "/tokenizer.json", hf_open(folder), documents, ADD_SPECIAL | PARSE_SPECIAL, folder)
@@ -291,6 +292,7 @@ def compare_decode(driver, path, hf, lists, name):
         assert toka_decode(driver, path, lists, flags, "stream") == got
 
 
+@pytest.mark.slow
 def test_decode(driver, folder):
     hf = hf_open(folder)
     lists = random_ids(hf, random.Random(5), 3000)
@@ -298,6 +300,7 @@ def test_decode(driver, folder):
     compare_decode(driver, folder + "/tokenizer.json", hf, lists, folder)
 
 
+@pytest.mark.slow
 def test_speed(driver, folder):
     rng, docs = random.Random(1), []
     for data in files():
@@ -331,6 +334,7 @@ def test_speed(driver, folder):
     assert cold >= 2 and warm >= 2
 
 
+@pytest.mark.slow
 def test_long_pieces(driver, folder):
     """A text that repeats one unit: the ids of 64 KB are equal, and 1 MB takes at most 32 times the time of 128 KB (quadratic time
     would be a factor of 64)."""
@@ -420,6 +424,7 @@ def test_every_code_point(driver, tmp_path):
         check_config(driver, tmp_path, with_pattern(model, regex), docs, flags=(0,))
 
 
+@pytest.mark.slow
 def test_every_code_point_nfc(driver, tmp_path):
     """Normal form C of each code point, alone and between marks that may change their order or compose with it."""
     config = with_pattern(pair_model(), "\\p{N}")
@@ -436,6 +441,7 @@ def random_documents(rng, n):
     return [random_text(rng, rng.randrange(0, 60)).encode() for _ in range(n)]
 
 
+@pytest.mark.slow
 def test_random_text_through_each_pattern(driver, tmp_path):
     rng, model = random.Random(9), pair_model()
     case = [
@@ -476,6 +482,7 @@ def test_random_text_through_each_pattern(driver, tmp_path):
     check_config(driver, tmp_path, with_pattern(model, "\\p{N}{1,3}", known[7], known[6]), docs, flags=(0,))
 
 
+@pytest.mark.slow
 def test_byte_level_settings(driver, tmp_path):
     rng = random.Random(10)
     docs = random_documents(rng, 600) + [b"12 345 6", b" 1a2  b3\n"]
@@ -503,6 +510,7 @@ def test_byte_level_settings(driver, tmp_path):
             check_config(driver, tmp_path, config, docs)
 
 
+@pytest.mark.slow
 def test_post_processors(driver, tmp_path):
     docs = [b"", b"abc", b"a<s>b"]
     config = with_pattern(pair_model())
@@ -607,6 +615,7 @@ def character_documents(rng, n):
     return ["".join(rng.choices(alphabet, k=rng.randrange(0, 40))).encode() for _ in range(n)]
 
 
+@pytest.mark.slow
 def test_character_models(driver, tmp_path):
     for seed in range(30):
         rng = random.Random(seed)
@@ -659,6 +668,7 @@ def added_tokens(rng, config):
     return out
 
 
+@pytest.mark.slow
 def test_added_token_flags(driver, tmp_path):
     for seed in range(40):
         rng = random.Random(seed)

@@ -253,6 +253,7 @@ def overwrite(path, start=100_000):
         f.write(part[::-1])
 
 
+@pytest.mark.slow
 def test_server_whose_weights_change(tmp_path):
     linked, plain = linked_model(tmp_path), copy_model("model", tmp_path / "plain")
     body = {"prompt": "Tom", "max_tokens": 4}
@@ -292,6 +293,7 @@ def start_batch(model, tmp_path, n):
     return p
 
 
+@pytest.mark.slow
 def test_batch_whose_weights_are_overwritten(tmp_path):
     model = copy_model("model", tmp_path / "model")
     for n in 2000, 20:  # the second batch ends before the first periodic check of the file
@@ -305,6 +307,7 @@ def test_batch_whose_weights_are_overwritten(tmp_path):
         (tmp_path / "out.jsonl").unlink()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["replaced", "deleted"])
 def test_batch_whose_weights_are_replaced_or_deleted(tmp_path, how):
     model = copy_model("model", tmp_path / "model")
