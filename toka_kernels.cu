@@ -6976,9 +6976,10 @@ __global__ void __launch_bounds__(attn_fused_shape<DP>::THREADS, 1)
             mbar_init(full_k + 8 * (2 * BUFS + i), 4 * WGS);
         }
         for (int i = 0; i < OWN_BARS; i++) mbar_init(own_full + 8 * i, 1);
-        for (int i = 0; i < 2; i++)
-            mbar_init(exchange.full + 8 * i, WGS * 128),
-                mbar_init(exchange.empty + 8 * i, ATTN_OWN_WARPS * 32);
+        for (int i = 0; i < 2; i++) {
+            mbar_init(exchange.full + 8 * i, WGS * 128);
+            mbar_init(exchange.empty + 8 * i, ATTN_OWN_WARPS * 32);
+        }
         row_counter = 0;
         mbar_init_fence();
     }
@@ -7109,7 +7110,9 @@ __global__ static void __launch_bounds__(128)
     size_t first_split = attn_split_at(args, merge.first, query, kv_head),
            split_stride = attn_split_at(args, (merge.nq + ATTN_SMALL_Q - 1) / ATTN_SMALL_Q, 0, 0);
     attn_item item = {};
-    item.q0 = merge.q0, item.nq = merge.nq, item.flags = merge.flags;
+    item.q0 = merge.q0;
+    item.nq = merge.nq;
+    item.flags = merge.flags;
     float row_max = -INFINITY, row_sum = 0, state_lse = attn_state_lse(args, item, query, kv_head);
     float4 acc = {};
     for (int j = threadIdx.x; j < merge.n_splits; j += 128)
@@ -7124,20 +7127,22 @@ __global__ static void __launch_bounds__(128)
         float weight = ex2(args.split_lse[first_split + j * split_stride] - row_max);
         float4 x = *(const float4 *)(args.split_o + (first_split + j * split_stride) * args.D +
                                      col);
-        row_sum += weight, acc.x += weight * x.x, acc.y += weight * x.y, acc.z += weight * x.z,
-            acc.w += weight * x.w;
+        row_sum += weight;
+        acc.x += weight * x.x, acc.y += weight * x.y, acc.z += weight * x.z, acc.w += weight * x.w;
     }
-    o_sums[threadIdx.x] = acc, weight_sums[threadIdx.x] = row_sum;
+    o_sums[threadIdx.x] = acc;
+    weight_sums[threadIdx.x] = row_sum;
     __syncthreads();
     if (group) return;
     for (int j = 1; j < groups; j++) {
         float4 x = o_sums[j * row_threads + threadIdx.x];
-        row_sum += weight_sums[j * row_threads], acc.x += x.x, acc.y += x.y, acc.z += x.z,
-            acc.w += x.w;
+        row_sum += weight_sums[j * row_threads];
+        acc.x += x.x, acc.y += x.y, acc.z += x.z, acc.w += x.w;
     }
     attn_output out = attn_finish_query(args, item, query, kv_head, {row_max, row_sum, state_lse},
                                         threadIdx.x == 0);
-    attn_store_pair(out, col, acc.x, acc.y), attn_store_pair(out, col + 2, acc.z, acc.w);
+    attn_store_pair(out, col, acc.x, acc.y);
+    attn_store_pair(out, col + 2, acc.z, acc.w);
 }
 
 /* ---- The op ---- */

@@ -219,7 +219,7 @@ MUTANTS = [
            ("splits lie one page apart", "item->kv1);\n        split->skip = (short)(i ? offset % dev->shape->B : item->skip), split->page0 = item->page0 + `page`;", "i"),
            ("splits begin at a page boundary", "split->skip = (short)(i ? `offset % dev->shape->B` : item->skip)", "0")),
     *group("attn_merge_splits", "attn parts", "(parts|long prefix|logits of 50|one key rules) ",
-           ("weight of the wrong group", "row_sum += weight_sums[`j * row_threads`], acc.x", "j"),
+           ("weight of the wrong group", "row_sum += weight_sums[`j * row_threads`]; acc.x", "j"),
            ("the last split is missing", "for (int j = group; `j < merge.n_splits`; j += groups) {", "j + 1 < merge.n_splits"),
            ("splits lie too close together", "split_stride = attn_split_at(args, `(merge.nq + ATTN_SMALL_Q - 1) / ATTN_SMALL_Q`, 0, 0);", "merge.nq / ATTN_SMALL_Q")),
     *group("group_agree", "attn lists", "ranks with .*",
