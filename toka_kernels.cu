@@ -8570,8 +8570,8 @@ enum {
     SAMP_MERGE_THREADS = 64, /* threads that merge a row's partials; the number fixes the order */
     SAMP_REDUCE_ROWS = 4,    /* rows per CTA of samp_reduce_kernel */
     FILTER_THREADS = 256,    /* threads per CTA of samp_filter_kernel */
-    /* words of the workspace: counts of 16,384 ids for penalties, or one bit for each of 524,288 ids
-     * (allowed or not) */
+    /* words of the workspace: counts of 16,384 ids for penalties, or one bit for each of 524,288
+     * ids (allowed or not) */
     FILTER_WORKSPACE_WORDS = 16384,
     FILTER_CANDIDATES = 8192, /* most ids that are gathered in shared memory */
     FILTER_BINS = 8192,       /* bins of samp_narrow_by_counts */
