@@ -12749,7 +12749,7 @@ static int batch_micros_init(batch_micros *micros, const scheduler *sched, toka_
     size_t max_tokens = (size_t)sched->config.max_tokens;
     *micros = (batch_micros){.spans = mem_try_zalloc(2 * max_chunks, sizeof *micros->spans)};
     if (!micros->spans)
-        return fail(e, TOKA_E_MEMORY, "no memory for the parts of a step of %d sequences",
+        return fail(e, TOKA_E_MEMORY, "no memory for the microbatches of a step of %d sequences",
                     sched->config.max_seqs);
     micros->sample_rows = mem_alloc(max_tokens * sizeof *micros->sample_rows);
     micros->sample_at = mem_alloc(max_tokens * sizeof *micros->sample_at);
@@ -15303,7 +15303,7 @@ static int cpu_group_join(toka_device *dev, toka_err *e) {
         code = fail(e, TOKA_E_USE, "CPU backend: %s has been there before", name);
     else if (group->last_tokens && group->n_seqs != dev->options.n_seqs)
         code = fail(e, TOKA_E_USE,
-                    "CPU backend: %s has %d slots, expected %d as another rank", name,
+                    "CPU backend: %s has %d sequences, expected %d as another rank", name,
                     dev->options.n_seqs, group->n_seqs);
     else code = cpu_group_alloc(dev, e);
     if (!code) dev->rank->joined = true;
@@ -15909,7 +15909,7 @@ static int cpu_check_options(const toka_device_options *options, const toka_shap
         options->n_pages > INT_MAX / shape->B || options->n_threads < 0 ||
         options->n_threads > CPU_MAX_THREADS || options->n_seqs < 0)
         return fail(e, TOKA_E_USE,
-                    "CPU backend: %d tokens and %d outputs a step, %d pages, %d threads: "
+                    "CPU backend: %d tokens and %d sample rows a step, %d pages, %d threads: "
                     "out of range",
                     options->max_tokens, options->max_samples, options->n_pages,
                     options->n_threads);
@@ -16877,6 +16877,7 @@ static int eng_replica_init(eng_replica *replica, const sched_config *config, to
     const toka_backend *backend = replica->engine->backend;
     /* with stages at least 2: the stages have work while one step is committed */
     replica->max_in_flight = MAX(backend->max_in_flight, replica->model.pp > 1 ? 2 : 1);
+    assert(replica->max_in_flight <= ENG_MAX_IN_FLIGHT);
     replica->detokenizers = mem_zalloc((size_t)config->max_seqs * sizeof *replica->detokenizers);
     int code = sched_init(&replica->sched, config, e);
     if (!code) {
@@ -17224,8 +17225,9 @@ static int eng_check(const mf_model *files, const tok *tokenizer, int max_len,
     if (code || (code = samp_check(sampling, V, e)) ||
         (code = eng_check_drawable(files, params, e)))
         return code;
-    if (params->n < !params->prompt_logprobs || params->n > ENG_MAX_N)
-        return fail(e, TOKA_E_USE, "n is %d, expected 1 to %d", params->n, ENG_MAX_N);
+    const int min_n = params->prompt_logprobs ? 0 : 1;
+    if (params->n < min_n || params->n > ENG_MAX_N)
+        return fail(e, TOKA_E_USE, "n is %d, expected %d to %d", params->n, min_n, ENG_MAX_N);
     if (check_int("prompt_logprobs", params->prompt_top, 0, TOKA_MAX_LOGPROBS, e)) return e->code;
     if (sampling->bad_words && sampling->bad_words->tokenizer != tokenizer)
         return fail(e, TOKA_E_USE, "bad_words were made for another model");

@@ -11456,7 +11456,7 @@ static int cuda_check_options(const toka_device_options *options, const toka_sha
     else if (options->max_tokens < 1 || options->max_samples < 1 || options->n_pages < 1 ||
              options->n_pages > INT_MAX / shape->B)
         snprintf(e->msg, sizeof e->msg,
-                 "GPU: %d tokens and %d outputs a step, %d pages: out of range",
+                 "GPU: %d tokens and %d sample rows a step, %d pages: out of range",
                  options->max_tokens, options->max_samples, options->n_pages),
             e->code = TOKA_E_USE;
     return e->code;

@@ -633,7 +633,7 @@ static void test_ranks_refuses(void) {
     o = (toka_device_options){.n_threads = 1, .max_tokens = 8, .max_samples = 8, .n_pages = 8, .group = g, .pp_size = 2, .n_seqs = 4};
     CHECK(toka_cpu.open(&d, &o, &c.sh, &c.w, &e) == 0);
     o.pp_rank = 1, o.n_seqs = 5;
-    CHECK(toka_cpu.open(&d2, &o, &c.sh, &c.w, &e) == TOKA_E_USE && strstr(e.msg, "5 slots, expected 4"));
+    CHECK(toka_cpu.open(&d2, &o, &c.sh, &c.w, &e) == TOKA_E_USE && strstr(e.msg, "5 sequences, expected 4"));
     toka_cpu.close(d), toka_cpu.group_close(g);
     c.sh.v0 = 1;
     o = (toka_device_options){.n_threads = 1, .max_tokens = 8, .max_samples = 8, .n_pages = 8};
