@@ -1276,7 +1276,7 @@ static bool json_document(json_reader *reader) {
         if (more && !json_value(reader)) return false;
     }
     json_skip_space(reader);
-    return reader->at == reader->end || json_fail(reader, "text goes on behind the value");
+    return reader->at == reader->end || json_fail(reader, "text continues after the value");
 }
 
 static const json *json_parse_as(arena *memory, str text, json_limits limits, bool allow_not_finite,
@@ -3737,7 +3737,7 @@ static int tok_load_metaspace(tok *tokenizer, const json *config, toka_err *e) {
 static int tok_load_pre_tokenizer(tok *tokenizer, const json *config, toka_err *e) {
     str type = tok_type_of(config);
     if (tokenizer->byte_level || tokenizer->metaspace.mark.n)
-        return TOK_FAIL("pre_tokenizer \"%.*s\" behind ByteLevel or Metaspace is not supported",
+        return TOK_FAIL("pre_tokenizer \"%.*s\" after ByteLevel or Metaspace is not supported",
                         STRF(type));
     if (str_is(type, "Split")) return tok_load_split(tokenizer, config, e);
     if (str_is(type, "Digits"))
@@ -3747,14 +3747,14 @@ static int tok_load_pre_tokenizer(tok *tokenizer, const json *config, toka_err *
             false, e);
     if (str_is(type, "Metaspace")) {
         if (tokenizer->n_pre_patterns)
-            return TOK_FAIL("pre_tokenizer \"Metaspace\" behind another is not supported");
+            return TOK_FAIL("pre_tokenizer \"Metaspace\" after another is not supported");
         return tok_load_metaspace(tokenizer, config, e);
     }
     if (!str_is(type, "ByteLevel")) return tok_unsupported(e, "pre_tokenizer", type);
     tokenizer->byte_level = true;
     tokenizer->prefix_space = json_is_true(json_get(config, "add_prefix_space"));
     if (tokenizer->prefix_space && tokenizer->n_pre_patterns)
-        return TOK_FAIL("pre_tokenizer ByteLevel: add_prefix_space behind another is not "
+        return TOK_FAIL("pre_tokenizer ByteLevel: add_prefix_space after another is not "
                         "supported");
     return json_is(json_get(config, "use_regex"), JSON_FALSE)
                ? 0
@@ -4637,7 +4637,7 @@ static bool tmpl_parse_arguments(tmpl_parser *parser, tmpl_node **args) {
         int kind = named ? 1 : tmpl_at_op(parser, '*') ? 2 : tmpl_at_op(parser, OP_POWER) ? 3 : 0;
         if (seen & not_behind[kind])
             return tmpl_syntax_error(parser->e, parser->token->line,
-                                     "%s argument behind a %s argument", names[kind],
+                                     "%s argument after a %s argument", names[kind],
                                      names[seen & 8 ? 3 : seen & 4 ? 2 : 1]);
         seen |= 1 << kind;
         tmpl_node *node = kind ? tmpl_take_node(parser, kinds[kind]) : NULL;
@@ -7184,7 +7184,7 @@ static bool tmpl_spread_names(tmpl_run *run, const tmpl_dict *dict, tmpl_args *a
     const tmpl_args explicit = *args;
     for (size_t i = 0; i < dict->n_members; i++) {
         tval key = dict->members[i].key;
-        if (key.type != TV_STR) return tmpl_bad_type(run, "a name behind **", key);
+        if (key.type != TV_STR) return tmpl_bad_type(run, "a name after **", key);
         if (!tmpl_charge_steps(run, (size_t)explicit.n_named)) return false;
         if (tmpl_named_arg(&explicit, tv_text(key)).type)
             return tmpl_fail(run, "argument '%.*s' is given twice", STRF(tv_text(key)));
@@ -9632,7 +9632,7 @@ static int mf_models_parse(str text, arena *memory, mf_known_model **list, int *
 /* ---- Finding: from the name that the user gave to a folder ---- */
 
 static const char mf_no_models_file[] =
-    "no models.txt here or beside the program; give one with --models-file";
+    "no models.txt here or next to the program; give one with --models-file";
 
 /* Reads models.txt: the given file (NULL: none given), else the one beside the program, else the
  * one in the current folder. If there is none, the list is empty. Returns 0 or an error code. */
@@ -14968,7 +14968,7 @@ static void *cpu_zalloc(toka_device *dev, size_t count, size_t size) {
     if (memory == MAP_FAILED) {
         if (!dev->error.code)
             fail(&dev->error, TOKA_E_MEMORY,
-                 "CPU backend: no memory for %.0f MB beside %zu MB; the machine has %zu MB",
+                 "CPU backend: no memory for %.0f MB in addition to %zu MB; the machine has %zu MB",
                  (double)count * (double)size / (1 << 20), dev->mapped_bytes >> 20, ram >> 20);
         return NULL;
     }
@@ -16025,7 +16025,7 @@ static void cpu_latch_group_error(toka_device *dev) {
     cpu_rank_name(group, (int)(dev->rank - group->ranks), name);
     if (group->error.code) dev->error = group->error;
     else
-        fail(&dev->error, TOKA_E_DEVICE, "CPU backend: the ranks were told to end; %s was in %s",
+        fail(&dev->error, TOKA_E_DEVICE, "CPU backend: the ranks were asked to end; %s was in %s",
              name, op ? op : "no op");
     pthread_mutex_unlock(&group->lock);
 }
@@ -16492,7 +16492,7 @@ static void model_watchdog(model_grid *model, int64_t number) {
         code = model->backend->group_watchdog(model->group, unfinished, slept, &e);
     else if (stop_timeout_s && (model->stop_wait_s += slept) > stop_timeout_s)
         code = fail(&e, TOKA_E_DEVICE,
-                    "the device has not ended its step in %d s since the program was told to end",
+                    "the device has not ended its step in %d s since the program was asked to end",
                     stop_timeout_s);
     if (code) rank_notify(&model->ranks[unfinished], code, &e);
 }
@@ -20084,7 +20084,7 @@ static int api_check_max_tokens(api_request *request, const api_body *body, size
         n_prompt + (size_t)body->max_tokens <= (size_t)request->config->max_len)
         return 0;
     request->code = "context_length_exceeded";
-    return API_INVALID("%s: %lld behind a prompt of %zu tokens, expected at most %zu "
+    return API_INVALID("%s: %lld after a prompt of %zu tokens, expected at most %zu "
                        "(max_model_len %d)",
                        api_max_tokens_name(body), (long long)body->max_tokens, n_prompt,
                        (size_t)request->config->max_len - n_prompt, request->config->max_len);
@@ -22832,7 +22832,7 @@ static void run_report_print(const run_report *report) {
             "  prompt %lld tokens, %.1f %% from the prefix tree; output %lld tokens, %.1f tok/s; "
             "%.1f tok/s in all\n"
             "  %lld steps of %.1f tokens, %lld preemptions; device busy %.1f %%, idle %.1f %%; "
-            "beside it planning %.1f %%, events %.1f %%\n",
+            "meanwhile planning %.1f %%, events %.1f %%\n",
             (long long)stats->prompt_tokens, 100 * report->prefix_hit_share,
             (long long)stats->output_tokens, report->output_rate, report->total_rate,
             (long long)stats->steps, report->rows_per_step, (long long)stats->preemptions,
@@ -26957,7 +26957,7 @@ static int srv_listen(srv *server, toka_err *e) {
     freeaddrinfo(all);
     if (server->loop->is_reachable && !server->options->n_keys)
         fprintf(stderr,
-                "toka: warning: with --host %s and no --api-key everybody who reaches port %d may "
+                "toka: warning: with --host %s and no --api-key everyone who can reach port %d may "
                 "run prompts and read files\n",
                 server->options->host, port);
     /* One address is enough: a host name may have an IPv6 address on a machine without IPv6. */
@@ -30075,7 +30075,7 @@ static const cli_flag cli_flags[] = {
      "folder, hub id in the local cache, or a name of models.txt (default: embedded); bench serve: the server's name for it"},
     {"models-file", "", "FILE", CLI_TEXT, AT(open.models_file),
      FOR_OPENS | FOR_TOKENIZE | FOR_TEMPLATE | FOR_MODELS | FOR_PLAN,
-     "the list of known models (default: models.txt beside toka or here)"},
+     "the list of known models (default: models.txt next to toka or here)"},
     {"chat-template", "", "FILE|NAME", CLI_TEXT, AT(open.chat_template),
      FOR_RUN | FOR_TEMPLATE | FOR_BATCH | FOR_SERVE,
      "Jinja template instead of the model's own, or the name of one of them such as rag"},

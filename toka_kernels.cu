@@ -8222,7 +8222,7 @@ static void group_join(toka_device *dev) {
     else if (group->broken) {
         dev->error.code = TOKA_E_DEVICE;
         snprintf(dev->error.msg, sizeof dev->error.msg,
-                 "GPU: %sthe ranks were told to end while they opened", dev->rank_prefix);
+                 "GPU: %sthe ranks were asked to end while they opened", dev->rank_prefix);
     } else group_agree(dev);
     pthread_mutex_unlock(&group->lock);
     if (!dev->error.code) group_enable_peers(dev);
@@ -8270,7 +8270,7 @@ static void group_latch_error(toka_device *dev) {
         group_rank_name(group, (int)(dev->rank - group->ranks), name);
         dev->error.code = TOKA_E_DEVICE;
         snprintf(dev->error.msg, sizeof dev->error.msg,
-                 "GPU: the ranks were told to end; %s was in %s", name,
+                 "GPU: the ranks were asked to end; %s was in %s", name,
                  dev->rank->op ? dev->rank->op : "no op");
     }
     pthread_mutex_unlock(&group->lock);

@@ -190,7 +190,7 @@ static void test_api_wrong_values(void) {
     /* the length is 128 */
     r = api_refuse(&m, API_COMPLETIONS, "{\"prompt\":[5,6],\"max_tokens\":127}");
     CHECK(r.status == 400 && !strcmp(r.code, "context_length_exceeded") && !strcmp(r.param, "max_tokens"));
-    CHECK(!strcmp(r.message, "max_tokens: 127 behind a prompt of 2 tokens, expected at most 126 (max_model_len 128)"));
+    CHECK(!strcmp(r.message, "max_tokens: 127 after a prompt of 2 tokens, expected at most 126 (max_model_len 128)"));
     CHECK(!api_refuse(&m, API_COMPLETIONS, "{\"prompt\":[5,6],\"max_tokens\":126}").status);
     CHECK(api_refuse(&m, API_COMPLETIONS, "{\"prompt\":[[5],[5,6]],\"max_tokens\":127}").status == 400);
     CHECK(!strcmp(api_refuse_value(&m, API_CHAT, "max_completion_tokens", "2000000000").param, "max_completion_tokens"));

@@ -221,7 +221,7 @@ def test_without_models_txt(tmp_path):
     for args in (["models"], ["-m", "llama-3.2-1b", "-p", "x"],
                  ["bench", "throughput", "--dummy-weights", "-m", "llama-3.2-1b", "--dataset", "x"]):
         r = subprocess.run([alone, *args], capture_output=True, cwd=tmp_path)
-        assert r.returncode == 1 and b"no models.txt here or beside the program" in r.stderr, (args, r.stderr)
+        assert r.returncode == 1 and b"no models.txt here or next to the program" in r.stderr, (args, r.stderr)
 
 
 # ---- flags, environment, errors ----

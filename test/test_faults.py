@@ -218,7 +218,7 @@ def test_one_signal_ends_an_engine_that_hangs():
         assert s.p.wait(40) != 0 and time.time() - began > 1
         held.close()
     assert p.wait(40) == 130 and time.time() - began > 9
-    assert p.stderr.read() == "toka: the device has not ended its step in 10 s since the program was told to end\n"
+    assert p.stderr.read() == "toka: the device has not ended its step in 10 s since the program was asked to end\n"
 
 
 @pytest.mark.slow

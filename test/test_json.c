@@ -72,7 +72,7 @@ static void test_json_errors(void) {
         {"{\"a\":1,}", "member name expected at byte 7"},
         {"{,}", "member name expected at byte 1"},
         {"{\"a\":}", "value expected at byte 5"},
-        {"[1]x", "text goes on behind the value at byte 3"},
+        {"[1]x", "text continues after the value at byte 3"},
         {"[\"a\\q\"]", "unknown escape at byte 3"},
         {"[\"\\u12g4\"]", "\\u needs four hex digits at byte 4"},
         {"[\"\\ud800\\u12\"]", "\\u needs four hex digits at byte 10"},
