@@ -1,7 +1,7 @@
 /* test_ranks.c - models spread over ranks. Which slice of the weights each rank gets (chapter 12).
  * Then all ranks together must compute what one rank computes alone (chapter 20): every fixture
  * under every split that it allows, with the same program of microbatches. Then ranks that are
- * lost, and groups that are told to end. */
+ * lost, and groups that are asked to end. */
 
 /* ---- Slices of a model: every element must be in exactly the ranks where it belongs ---- */
 
@@ -581,7 +581,7 @@ static void test_ranks_slow(void) {
     case_close(&c);
 }
 
-/* The group is told to end while one rank is lost and the others wait: they end at once and report
+/* The group is asked to end while one rank is lost and the others wait: they end at once and report
  * the op that each was in. */
 static void test_ranks_abort(void) {
     cpu_case c;
@@ -601,7 +601,7 @@ static void test_ranks_abort(void) {
         CHECK(os_now() - t0 < CPU_WATCHDOG_S / 2); /* no rank has waited for the watchdog */
         for (int i = 0; i < 4; i++) {
             char want[64];
-            snprintf(want, sizeof want, "told to end; rank %d (stage %d, tensor rank %d) was in ", i, i / 2, i % 2);
+            snprintf(want, sizeof want, "asked to end; rank %d (stage %d, tensor rank %d) was in ", i, i / 2, i % 2);
             const toka_err *err = &ranks[i].error;
             CHECK_MSG(i == 1 || (err->code == TOKA_E_DEVICE && strstr(err->msg, want)), "%s", err->msg);
         }
