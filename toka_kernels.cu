@@ -166,7 +166,7 @@
  *
  *   Method: Gumbel-max over id groups, then the inverse CDF inside the group that won.
  *
- * WHAT THEY REACH. NVIDIA H200, 2026-11-22 to 24. test/results/gpu-h200.md has all tables, with
+ * WHAT THEY REACH. NVIDIA H200, 2026-11-22 to 24. test/results/gpu-h200.md has tables, with
  * commits and commands; `toka bench ops` measures again. For ops bound by reading, 100 % is a read
  * bandwidth of 4.4 TB/s. 1B is Llama-3.2-1B, 8B is Llama-3.1-8B.
  *
