@@ -40,8 +40,8 @@
  *                                      to its sequence
  *     id -------------- tok_stream_put (6), stop_put (18) --> text that is certain --> toka_event
  *                                      --> callback: of the command line (34), the batch runner
- *                                      (27), another program (23), or the server, whose workers
- *                                      make the answers' text from ids: api_feed (26)
+ *                                      (27) or another program (23). The server's callback gets
+ *                                      ids; its workers make the text from them: api_feed (26)
  *
  * A step has three phases: plan, run, commit. A plan holds integers only: no floats, no text. An op
  * sees token rows, never requests. So the scheduler is tested without a model and the ops without
@@ -56,10 +56,10 @@
  *         |  eng_drain_inbox, sched_submit
  *         v
  *         |             sched_plan_prefill:    eng_deliver,
- *         | sched_admit  its last chunk        sched_commit
+ *         | sched_admit  the last chunk        sched_commit
  *       queued ------> prefill ------> decode ------> stop or length
  *                       ^   |            |
- *           sched_admit |   |            |   sched_preempt: the pool has no page for all, so the
+ *           sched_admit |   |            |   sched_preempt: the pool has too few pages, so the
  *                       |   v            v   running sequence that is last in queue order
  *                      preempted <-------+   loses its pages. It keeps its tokens
  *
@@ -89,33 +89,34 @@
  *   4. A device fault: the device keeps its first error, and all requests fail.
  * Input from a file or a network is checked where it is read. A mistake in it is an error, never
  * an assert. To test class 4, the environment can break a device:
- *   TOKA_DEBUG_FAULT=N      its Nth step fails
- *   TOKA_DEBUG_STALL=N      its Nth step never ends
- *   TOKA_DEBUG_CAPTURE=N    the Nth capture of a CUDA graph fails
- *                           (N: on every rank of the first stage; N@R: on rank R of each replica)
- *   TOKA_DEBUG_PATIENCE=S   the watchdog's timeout: S seconds without progress of any rank, not 30
+ *   TOKA_DEBUG_FAULT=N      the device's Nth step fails
+ *   TOKA_DEBUG_STALL=N      the device's Nth step never ends
+ *   TOKA_DEBUG_CAPTURE=N    the device's Nth capture of a CUDA graph fails
+ *                           (these three: N means every rank of the first stage, N@R means rank R
+ *                           of each replica)
+ *   TOKA_DEBUG_PATIENCE=S   the watchdog waits S seconds, not 30, for progress of any rank
  *   TOKA_DEBUG_SHARE_GPU=N  the ranks share the first N GPUs, rank i uses GPU i mod N
  *
  * WHAT ALWAYS HOLDS.
  *   1. The result of a token row depends only on the tokens of its own sequence. Other rows of the
  *      step, prefill chunks, threads, preemption and the choice of spans do not change it, because
- *      every sum over the model's width or over positions has one fixed order (16, 17). On the CPU
- *      tests compare bytes. On a GPU this holds up to rounding: the number of rows selects the tile
- *      shape, and that the order of sums.
- *   2. The random number of a token is a function of (seed, sample, position) (18). So, with 1, a
- *      run on a CPU can be repeated exactly.
- *   3. Text leaves only when it is certain: no part of a character, no beginning of a stop string
- *      (6, 18).
+ *      every sum over the model's width or over positions has one fixed order (16, 17). The tests
+ *      compare the CPU's results byte for byte. On a GPU this holds up to rounding: the number of
+ *      rows selects the tile shape, and the tile shape sets the order of sums.
+ *   2. The random number of a token is a function of (seed, sample, position) (18). Rules 1 and 2
+ *      together make a run on a CPU exactly repeatable.
+ *   3. Text is delivered only when later tokens cannot change it: an unfinished character and a
+ *      possible beginning of a stop string are held back (6, 18).
  *   4. The CPU reads weights where the file is mapped, in the file's type, and computes in float32
  *      (12, 19, 20). The GPU holds weights, activations and K, V as bf16 and sums in float32.
  *
  * LETTERS, equal in C, CUDA and README. T tokens of a step, S sequences, L layers, H query heads,
  * K kv heads, D head size, E model width, F mlp width, V vocabulary, B tokens per page.
  *
- * PREFIXES of names say the chapter: json_ 4, uni_ 5, tok_ 6 and 7, tmpl_ 8 to 10, st_ and mf_ 11
- * to 13, kv_ 14, pred_ 15, sched_ 16, batch_ 17, samp_ and stop_ 18, cpu_ 19 and 20, model_ and
- * rank_ 21, eng_ 22, lib_ 23, http_ 24, api_ 25 and 26, run_ 27 and 32, files_ 28, srv_ 29 to 31,
- * plan_ 32, benchclient_ 33, cli_ 34.
+ * PREFIXES of names say the chapter: mem_, str_, buf_ and arena_ 2, os_ 3, json_ and utf8_ 4, uni_
+ * 5, tok_ 6 and 7, tmpl_ 8 to 10, st_ and mf_ 11 to 13, kv_ 14, pred_ 15, sched_ 16, batch_ 17,
+ * samp_ and stop_ 18, cpu_ 19 and 20, model_ and rank_ 21, eng_ 22, lib_ 23, http_ 24, api_ 25 and
+ * 26, run_ 27 and 32, files_ 28, srv_ 29 to 31, plan_ 32, benchclient_ 33, cli_ 34.
  *
  * WORDS                                                                                     chapter
  *   sample          one of the n completions of a request                                        16
@@ -124,10 +125,11 @@
  *   block table     the list of pages of a sequence                                              14
  *   kv_slot         where the K and V of one position lie: page * B + offset                     14
  *   prefix tree     the prefix cache: a radix tree of full pages                                 14
- *   forecast        the number of held pages in each later step; decides admission               16
+ *   forecast        the predicted number of held pages in each later step; decides admission     16
  *   backlog         the tokens still to prefill                                                  16
- *   preempted       lost its pages, keeps its tokens; is computed again later                    16
- *   generation      changes when an index is reused, so that stale results are recognized    15, 16
+ *   preempted       a sequence that lost its pages, keeps its tokens and is computed again later 16
+ *   generation      a count that changes when an index is reused, so that stale results      15, 16
+ *                   are recognized
  *   step            one pass through the model, for T token rows of any sequences                17
  *   chunk           the rows of one sequence in one microbatch                                   17
  *   span            an attention segment: some rows x some positions (FlashInfer: a cascade      17
@@ -138,10 +140,11 @@
  *   rank            one device with its slice of the weights and one thread                      21
  *   stage           the ranks that have the same layers; tp tensor ranks each                    21
  *   replica         a whole model with its own ranks, scheduler and KV cache                     22
- *   in flight       a step that is posted to the ranks and not yet retired                       22
+ *   in flight       of a step: posted to the ranks and not yet retired                           22
  *   driver          the one thread that plans, posts and commits steps                           22
  *   run-ahead       planning step N+1 while step N runs                                          22
- *   hung            a rank that does not return after a failure; its memory is never freed       21
+ *   hung            of a rank: its thread does not return after a failure; its memory is         21
+ *                   never freed
  *
  * TECHNIQUES, the paper (number: arXiv), the chapter and its functions (cu: toka_kernels.cu)
  *   Hydragen: the queries of all sequences that      2402.05099      17 batch_choose_spans
@@ -329,8 +332,8 @@ enum json_type {
  * no memory left; on Linux small allocations practically never fail. If a file, a request or a
  * flag chooses the size, the caller uses malloc or a _try_ function and returns an error.
  * A server keeps spare memory (mem_keep_spare). When an allocation fails there, the spare memory
- * is freed and the allocation is tried again. Later tries wait for other threads to free memory,
- * and only then the program aborts.
+ * is freed and the allocation is tried again. If that fails, too, the thread waits for other
+ * threads to free memory and tries again. After MEM_MAX_RETRIES tries the program aborts.
  * =========================================================================== */
 
 #define COUNT(a) ((int)(sizeof(a) / sizeof((a)[0])))
@@ -347,7 +350,7 @@ static void *mem_check(void *p) {
 
 enum {
     MEM_SPARE_BYTES = 40 << 20, /* large enough that free() returns it to the system */
-    MEM_MAX_RETRIES = 1000      /* of one allocation, 10 ms apart */
+    MEM_MAX_RETRIES = 1000      /* tries to repeat one failed allocation, 10 ms apart */
 };
 static void *_Atomic mem_spare;     /* a server's spare memory; NULL: none, or in use */
 static atomic_bool mem_keeps_spare; /* this program keeps spare memory */
@@ -365,7 +368,8 @@ SERVER_ONLY static bool mem_keep_spare(void) {
 SERVER_ONLY static bool mem_is_low(void) { return mem_keeps_spare && !mem_spare; }
 
 /* Called after an allocation failed; `tries` is the number of earlier failures. Frees the spare
- * memory, or waits 10 ms so that other threads can free some. Returns true: try again. */
+ * memory, or waits 10 ms so that other threads can free some. Returns true if the caller should try
+ * the allocation again. */
 static bool mem_wait_retry(int tries) {
     void *spare = mem_keeps_spare ? atomic_exchange(&mem_spare, NULL) : NULL;
     if (!mem_keeps_spare || tries == MEM_MAX_RETRIES) return false;
@@ -390,13 +394,13 @@ static void *mem_realloc(void *old, size_t n) {
         if (p || !mem_wait_retry(i)) return mem_check(p);
     }
 }
-/* Can n bytes be allocated now? Asked before work whose size a client chose. */
+/* Can n bytes be allocated now? Call it before work whose size a client chose. */
 SERVER_ONLY static bool mem_is_available(size_t n) {
     void *volatile p = malloc(n); /* volatile: a compiler may remove an unused malloc */
     free(p);
     return p != NULL;
 }
-/* n * size bytes of zeros, for a size that a flag chose. Returns NULL if the allocation fails. */
+/* Allocates n * size zero bytes, for a size that a flag chose. Returns NULL if that fails. */
 static void *mem_try_zalloc(size_t n, size_t size) { return calloc(MAX(n, (size_t)1), size); }
 
 /* Fills *e and returns `code`, so that a function reports an error with `return fail(e, ...)`.
@@ -428,7 +432,7 @@ static int check_int(const char *name, int64_t v, int64_t low, int64_t high, tok
     return fail(e, TOKA_E_USE, "%s: %lld, expected %lld to %lld", name, (long long)v,
                 (long long)low, (long long)high);
 }
-/* The same for a double. open_low: v must be greater than low. */
+/* check_int for a double. open_low: v must be greater than low. */
 static int check_range(const char *name, double v, double low, double high, bool open_low,
                        toka_err *e) {
     /* NaN fails the first comparison */
@@ -548,10 +552,10 @@ static int suggest_distance(str a, str b) {
     return last[a.n];
 }
 
-/* Stores the candidate in suggest->best if it is more similar than the best so far. A
- * candidate counts as similar if its distance is at most a third of the typed name's length,
- * rounded up. It also does if one name is a prefix of the other, of at least 3 bytes and a
- * quarter of the longer. */
+/* Stores the candidate in suggest->best if it is more similar than the best so far. A candidate is
+ * similar if its distance is at most a third of the typed name's length, rounded up. It is also
+ * similar if the shorter name is a prefix of the longer one and has at least 3 bytes and a quarter
+ * of its length. Nothing is similar to a typed name of one byte. */
 static void suggest_try(suggestion *suggest, const char *candidate) {
     const str typed = suggest->typed, name = str_c(candidate);
     const size_t shorter = MIN(typed.n, name.n);
@@ -577,7 +581,7 @@ static int suggest_fail(const suggestion *suggest, const char *head, toka_err *e
 
 /* ---- Buffers ---- */
 
-/* Returns the capacity to allocate so that `more` bytes and a NUL fit, or 0 if they fit already. */
+/* Returns the capacity that `more` bytes and a NUL need, or 0 if they fit already. */
 static size_t buf_next_cap(const buf *b, size_t more) {
     size_t cap = b->cap + b->cap / 2;
     if (b->cap - b->n > more) return 0; /* one byte is kept for the NUL */
@@ -590,7 +594,7 @@ static void buf_reserve(buf *b, size_t more) {
         b->cap = cap;
     }
 }
-/* The same for a size that a client chose. Returns false if the allocation fails; the buffer is
+/* buf_reserve for a size that a client chose. Returns false if the allocation fails; the buffer is
  * then unchanged. */
 static bool buf_try_reserve(buf *b, size_t more) {
     const size_t cap = buf_next_cap(b, more);
@@ -667,8 +671,8 @@ struct arena_block {
     _Alignas(16) char bytes[];
 };
 
-/* Gives the arena a block that was allocated elsewhere and has no free bytes. It is linked behind
- * the newest block, so that the free bytes of that one stay usable. */
+/* Gives the arena a block that was allocated elsewhere and has no free bytes. The block is linked
+ * after the newest one, so that the free bytes of the newest block stay usable. */
 static void arena_adopt_block(arena *a, struct arena_block *block) {
     if (!a->blocks) a->used = block->cap;
     struct arena_block **link = a->blocks ? &a->blocks->older : &a->blocks;
@@ -683,7 +687,7 @@ static void arena_reserve_first(arena *a, size_t n) {
     *a->blocks = (struct arena_block){.cap = n};
 }
 
-/* Returns n_bytes, 16-byte aligned and not initialized. The arena owns them. */
+/* Returns a pointer to n_bytes bytes, aligned to 16 and not initialized. The arena owns them. */
 static void *arena_alloc(arena *memory, size_t n_bytes) {
     size_t offset = (memory->used + 15) & ~(size_t)15;
     if (!memory->blocks || n_bytes > memory->blocks->cap ||
@@ -719,8 +723,8 @@ static void arena_free(arena *a) {
 
 /* ===========================================================================
  * MARK: 3. OS shell [os]
- * Thin wrappers of system calls that are not about sockets: files, clock, cores, threads, memory
- * limits. The [pure] chapters do not use them.
+ * Thin wrappers of system calls for files, clock, cores, threads and memory limits. Chapter 31 has
+ * those for sockets. The [pure] chapters do not use this chapter.
  * =========================================================================== */
 
 static double os_now(void) { /* seconds of the monotonic clock, which never steps back */
@@ -729,8 +733,8 @@ static double os_now(void) { /* seconds of the monotonic clock, which never step
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* Shutdown timeout, in seconds. 0 until a signal (SIGINT, SIGTERM) asks the program to end, so it
- * also tells whether one did. Afterwards the engine waits at most this long for a device's step;
+/* Shutdown timeout, in seconds. It is 0 until a signal (SIGINT, SIGTERM) asks the program to end;
+ * not 0 means that such a signal came. Then the engine waits at most this long for a device's step;
  * a group of ranks has its own watchdog instead (21). */
 static atomic_int os_stop_timeout_s;
 
@@ -741,8 +745,8 @@ static int os_n_cores(void) { /* the number of cores that this process may use *
     return n > 0 ? (int)n : 1;
 }
 
-/* Memory that this process may use, in bytes: the smallest of the machine's memory, its address
- * space limit and the limit of its container (cgroup v2). */
+/* Returns the memory that this process may use, in bytes: the smallest of the machine's memory, the
+ * process's address space limit and its container's limit (cgroup v2). */
 static int64_t os_ram_bytes(void) {
     int64_t bytes = (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGE_SIZE);
     struct rlimit limit;
@@ -756,7 +760,7 @@ static int64_t os_ram_bytes(void) {
     return bytes;
 }
 
-/* The part of os_ram_bytes that this process does not use yet, in bytes; not below 0. */
+/* Returns the part of os_ram_bytes that this process does not use yet, in bytes; at least 0. */
 SERVER_ONLY static int64_t os_available_bytes(void) {
     const int64_t page_bytes = sysconf(_SC_PAGE_SIZE);
     long long mapped = 0, resident = 0;
@@ -773,7 +777,7 @@ SERVER_ONLY static int64_t os_available_bytes(void) {
 
 /* Configures malloc to keep the heap small. Call it before other threads start.
  * M_ARENA_MAX: by default glibc creates many heaps, up to 8 per core, and spreads the threads over
- * them. A heap keeps the memory of its peak use. It also maps 64 MiB of address space, which
+ * them. A heap keeps the memory of its peak use, and it reserves 64 MiB of address space, which
  * RLIMIT_AS counts. So all threads share 4 heaps, or 1 under RLIMIT_AS.
  * M_MMAP_THRESHOLD: by default, when a large block is freed, glibc raises the size from which a
  * block gets its own mapping. Later large blocks would then be in a heap, and a small block after
@@ -794,7 +798,7 @@ static int os_thread_start(pthread_t *t, void *(*run)(void *), void *arg, toka_e
     return err ? fail(e, TOKA_E_IO, "cannot start a thread: %s", strerror(err)) : 0;
 }
 
-/* Initializes a condition for os_cond_wait: its timeouts use the monotonic clock, as os_now. */
+/* Initializes a condition for os_cond_wait. Its timeouts use the monotonic clock, like os_now. */
 static void os_cond_init(pthread_cond_t *c) {
     pthread_condattr_t monotonic;
     pthread_condattr_init(&monotonic);
@@ -812,16 +816,17 @@ static bool os_cond_wait(pthread_cond_t *c, pthread_mutex_t *lock, double second
 /* Does this errno of an open or a write say that the disk or a quota is full? */
 static bool os_is_disk_full(int err) { return err == ENOSPC || err == EDQUOT; }
 /* Does this errno of an open say that the system lacks a resource (file descriptors, memory, disk
- * space)? The path is then not to blame, and a retry may succeed. */
+ * space)? The path may then be right, and a later try may succeed. */
 static bool os_is_resource_error(int err) {
     return err == EMFILE || err == ENFILE || err == ENOMEM || os_is_disk_full(err);
 }
 
 /* Maps a whole regular file read-only; os_unmap unmaps it. An empty file gives {"", 0}.
- * Returns TOKA_E_INPUT if the path cannot be opened or is not a regular file, for the path came
- * from a user or from a file. Returns TOKA_E_IO if the system lacks a resource or cannot read. */
+ * The path comes from a user or from a file, so the error is TOKA_E_INPUT if the path cannot be
+ * opened or is not a regular file. It is TOKA_E_IO if the system lacks a resource or cannot
+ * read. */
 static int os_map(const char *path, str *out, toka_err *e) {
-    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* not to block if path is a FIFO */
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* do not block on a FIFO */
     struct stat info;
     if (fd < 0) {
         bool system = errno == EIO || os_is_resource_error(errno);
@@ -856,8 +861,8 @@ static bool os_is_file(const char *path) {
 }
 
 /* Reads a file descriptor (of a pipe, a terminal or a file) to its end and appends the bytes to
- * *out. Returns TOKA_E_INPUT if *out would have more than `limit` bytes, TOKA_E_CANCELLED if a
- * signal interrupts, TOKA_E_IO if a read fails. */
+ * *out. Returns TOKA_E_INPUT if *out gets more than `limit` bytes or the descriptor is of a
+ * directory, TOKA_E_CANCELLED if a signal interrupts, TOKA_E_IO if a read fails. */
 static int os_read_all(int fd, const char *name, size_t limit, buf *out, toka_err *e) {
     for (;;) {
         buf_reserve(out, 65536);
@@ -878,9 +883,9 @@ static int os_read_all(int fd, const char *name, size_t limit, buf *out, toka_er
  * chapters 1 and 2, so it can be copied into another program.
  *
  * Reader: json_parse(arena, text, limits, e) returns the root, or NULL on an error; e->msg says
- * what is wrong and at which byte. The caller limits the depth and the size. The limit of the size
- * holds for the text and for the nodes, because nodes can need 8 times the bytes of the text: a
- * node has 16 bytes, a value may have two ("0,").
+ * what is wrong and at which byte. The caller limits the depth and the size. The size limit applies
+ * to the text and also to the nodes, because nodes can need 8 times the bytes of the text: a node
+ * has 16 bytes, and the text of a value may have only two ("0,").
  * Text must be UTF-8. An escaped lone surrogate (\ud83d alone) is legal JSON and becomes U+FFFD.
  * A number remembers whether it was written as an integer. An integer that does not fit 64 bits
  * keeps its text, because Python keeps all digits of integers. A number out of the range of a
@@ -903,7 +908,7 @@ static const json_limits json_trusted = {512, (size_t)1 << 31}; /* for a model's
 
 typedef struct json_reader {
     const char *at, *start, *end; /* next byte, first byte, one past the last byte */
-    /* gets the unescaped strings, and at the end the block of nodes */
+    /* owns the unescaped strings and, at the end, the block of nodes */
     arena *memory;
     /* The block with the nodes. It grows by realloc, because growing inside the arena would keep
      * the old copies. The reader owns it until the text is parsed, then the arena owns it. */
@@ -1211,7 +1216,7 @@ static bool json_not_finite(json_reader *reader) {
     return false;
 }
 
-/* Reads a value, but of a container only the opening bracket. */
+/* Reads a value. Of a container it reads only the opening bracket. */
 static bool json_value(json_reader *reader) {
     if (!json_make_room(reader)) return false;
     if (reader->allow_not_finite && json_not_finite(reader)) return true;
@@ -1245,9 +1250,9 @@ static bool json_key(json_reader *reader) {
     return true;
 }
 
-/* Goes on in the innermost open container; reader->at is after its opening bracket (first) or after
- * an element. Closes the container, or moves reader->at to the value of the next element. *more: a
- * value follows. Returns false on a syntax error. */
+/* Continues the innermost open container; reader->at is after its opening bracket (first) or after
+ * an element. Closes the container, or moves reader->at to the value of the next element and sets
+ * *more. Returns false on a syntax error. */
 static bool json_next_element(json_reader *reader, bool first, bool *more) {
     json *container = &reader->nodes[reader->container - 1];
     bool object = container->type == JSON_OBJECT;
@@ -1303,7 +1308,7 @@ static const json *json_parse(arena *memory, str text, json_limits limits, toka_
     return json_parse_as(memory, text, limits, false, e);
 }
 
-/* The same for a file that Python's json may have written. */
+/* json_parse for a file that Python's json may have written. */
 static const json *json_parse_python(arena *memory, str text, json_limits limits, toka_err *e) {
     return json_parse_as(memory, text, limits, true, e);
 }
@@ -1311,11 +1316,11 @@ static const json *json_parse_python(arena *memory, str text, json_limits limits
 /* ---- Access. v may be NULL, except in json_next and json_digits ---- */
 
 static bool json_is(const json *v, int type) { return v && v->type == type; }
-/* The node after v and all that v contains. */
+/* Returns the node after v and all that v contains. */
 static const json *json_next(const json *v) { return v + (v->type >= JSON_ARRAY ? v->skip : 1); }
 
-/* Loops over the elements of an array, and over the keys of an object; the value of a key is
- * key + 1. */
+/* JSON_EACH loops over the elements of an array, JSON_MEMBERS over the keys of an object. The value
+ * of a key is key + 1. */
 #define JSON_EACH(it, array) \
     for (const json *it = (array) + 1, *it##_end = json_next(array); it < it##_end; \
          it = json_next(it))
@@ -1330,7 +1335,7 @@ static bool json_is_true(const json *v) { return json_is(v, JSON_TRUE); }
 static str json_digits(const json *v) { /* the text of an integer that does not fit 64 bits */
     return v->is_big_int ? (str){v->chars, v->n} : (str){"", 0};
 }
-/* Any number as a double; `otherwise` if v is not a number. */
+/* Returns any number as a double, or `otherwise` if v is not a number. */
 static double json_num(const json *v, double otherwise) {
     if (!json_is(v, JSON_NUMBER)) return otherwise;
     return v->is_int ? (double)v->integer : v->is_big_int ? json_strtod(json_digits(v)) : v->real;
@@ -1348,14 +1353,14 @@ static int64_t json_int(const json *v, int64_t otherwise) {
     return json_is(v, JSON_NUMBER) && v->is_int ? v->integer : otherwise;
 }
 
-/* The value of a member, or NULL. Cost: one comparison per member. */
+/* Returns the value of a member, or NULL. Cost: one comparison per member. */
 static const json *json_get(const json *object, const char *name) {
     const json *found = NULL;
     if (!json_is(object, JSON_OBJECT)) return NULL;
     JSON_MEMBERS(key, object) if (str_is((str){key->chars, key->n}, name)) found = key + 1;
     return found;
 }
-/* Element i, or NULL. Cost: it walks over the elements before i. */
+/* Returns element i, or NULL. Cost: it walks over the elements before i. */
 static const json *json_at(const json *array, size_t i) {
     if (!json_is(array, JSON_ARRAY) || i >= array->n) return NULL;
     JSON_EACH(it, array) if (i-- == 0) return it;
@@ -1364,9 +1369,9 @@ static const json *json_at(const json *array, size_t i) {
 
 /* ---- Writing ---- */
 
-/* Appends a comma if the last byte of *out is the end of a value. The writer needs no state for
- * this: no value ends with one of "{[:,", a line feed or a space. The last two may come before the
- * first value, as in "data: ". */
+/* Appends a comma if *out ends with a value. The last byte tells: no value ends with one of "{[:,",
+ * a line feed or a space. A line feed or a space may come before the first value, as in
+ * "data: ". */
 static void json_comma(buf *out) {
     const char last = out->n ? out->p[out->n - 1] : ' ';
     if (last != '{' && last != '[' && last != ':' && last != ',' && last != '\n' && last != ' ')
@@ -1412,8 +1417,8 @@ static void json_put_member_or_null(buf *out, const char *name, const char *valu
     else json_put_null(out);
 }
 
-/* Writes digits / 10^n_decimals in the form of printf's %g. digits > 0. exponent: decimal exponent
- * of the first digit. If n_decimals > 0, the last one of the digits is not 0. */
+/* Writes digits / 10^n_decimals in the form of printf's %g. digits > 0. exponent: the decimal
+ * exponent of the first digit. If n_decimals > 0, the last digit is not 0. */
 static void json_put_decimal(buf *out, int64_t digits, int n_decimals, int exponent) {
     /* as 0.0123; smaller numbers have an exponent: 1.23e-05 */
     const bool small = exponent < 0 && exponent >= -4;
@@ -1429,12 +1434,12 @@ static void json_put_decimal(buf *out, int64_t digits, int n_decimals, int expon
 }
 
 /* The fast path of json_put_num, without printf: writes a float in the range of log-probabilities,
- * 1e-13 <= |value| < 1e5. It tries 6 to 9 digits: `scaled` is |value| * 10^n_decimals, rounded to
- * an integer of so many digits.
- * The product is exact up to n_decimals = 12 and accurate enough above, except if it is very near
- * to scaled + 1/2. `scaled` and the power of 10 are exact doubles, so their quotient is the double
- * that a reader gets from the digits. Returns false and writes nothing if only printf can be
- * trusted: the value is out of the range, or the product is too near to scaled + 1/2. */
+ * 1e-13 <= |value| < 1e5. It tries 6, 7, 8 and 9 digits: `scaled` is |value| * 10^n_decimals,
+ * rounded to an integer with that number of digits.
+ * The product is exact up to n_decimals = 12. Above, it is accurate enough unless it lies very near
+ * the middle of two integers. `scaled` and the power of 10 are exact doubles, so their quotient is
+ * the double that a reader gets from the digits. Returns false and writes nothing if printf must do
+ * it: the value is out of the range, or the product is too near such a middle. */
 static bool json_put_float(buf *out, float value) {
     static const double powers[] = {1e0,  1e1,  1e2,  1e3,  1e4,  1e5,  1e6,  1e7,
                                     1e8,  1e9,  1e10, 1e11, 1e12, 1e13, 1e14, 1e15,
@@ -1463,8 +1468,9 @@ static bool json_put_float(buf *out, float value) {
 
 /* Writes the shortest decimal that is read back as the same double (is_float: the same float). NaN
  * and infinities become null.
- * In the normal range it starts with 15 digits (float: 6). A shorter decimal needs no trial there:
- * a double (float) always gives its 15 (6) digits back, and %g drops final zeros. */
+ * In the normal range it starts with 15 digits (float: 6): a decimal of at most that many digits
+ * survives the conversion to a double (float) and back, and %g drops the final zeros of a shorter
+ * one. */
 static void json_put_num(buf *out, double value, bool is_float) {
     char digits[48];
     if (!isfinite(value)) {
