@@ -127,7 +127,7 @@
  *   prefix tree     the prefix cache: a radix tree of full pages                                 14
  *   forecast        the predicted number of held pages in each later step; decides admission     16
  *   backlog         the tokens still to prefill                                                  16
- *   preempted       a sequence that lost its pages, keeps its tokens and is computed again later 16
+ *   preempted       of a sequence: lost its pages, keeps its tokens, is computed again later     16
  *   generation      a count that changes when an index is reused, so that stale results      15, 16
  *                   are recognized
  *   step            one pass through the model, for T token rows of any sequences                17
@@ -555,7 +555,7 @@ static int suggest_distance(str a, str b) {
 /* Stores the candidate in suggest->best if it is more similar than the best so far. A candidate is
  * similar if its distance is at most a third of the typed name's length, rounded up. It is also
  * similar if the shorter name is a prefix of the longer one and has at least 3 bytes and a quarter
- * of its length. Nothing is similar to a typed name of one byte. */
+ * of its length. A typed name of one byte has no similar name. */
 static void suggest_try(suggestion *suggest, const char *candidate) {
     const str typed = suggest->typed, name = str_c(candidate);
     const size_t shorter = MIN(typed.n, name.n);
@@ -723,8 +723,8 @@ static void arena_free(arena *a) {
 
 /* ===========================================================================
  * MARK: 3. OS shell [os]
- * Thin wrappers of system calls for files, clock, cores, threads and memory limits. Chapter 31 has
- * those for sockets. The [pure] chapters do not use this chapter.
+ * Thin wrappers of system calls for files, clock, cores, threads and memory limits, not for sockets
+ * (31, 33). The [pure] chapters do not use this chapter.
  * =========================================================================== */
 
 static double os_now(void) { /* seconds of the monotonic clock, which never steps back */
@@ -1251,8 +1251,8 @@ static bool json_key(json_reader *reader) {
 }
 
 /* Continues the innermost open container; reader->at is after its opening bracket (first) or after
- * an element. Closes the container, or moves reader->at to the value of the next element and sets
- * *more. Returns false on a syntax error. */
+ * an element. Either closes the container (*more: false) or moves reader->at to the value of the
+ * next element (*more: true). Returns false on a syntax error. */
 static bool json_next_element(json_reader *reader, bool first, bool *more) {
     json *container = &reader->nodes[reader->container - 1];
     bool object = container->type == JSON_OBJECT;
@@ -1535,14 +1535,15 @@ static void json_put_value(buf *out, const json *value) {
  * struct that the caller owns, so there is no global state. Chat templates need only letter case,
  * so it has a small struct of its own: uni_cases.
  *
- * Unicode version: tokens must be those with which the models were trained. Hugging Face
+ * Unicode version: a text must give the tokens with which the model was trained. Hugging Face
  * `tokenizers` uses Unicode 16.0 for its patterns and Unicode 9.0 for NFC. Classes and letter case
- * here are of 16.0. For NFC the caller chooses: UNI_V9 does not change characters that are newer
- * than 9.0, UNI_V16 has all of 16.0. Both give the same for text whose characters are older than
- * 2017.
+ * here are of 16.0. For NFC the caller chooses the version: UNI_V9 does not change characters that
+ * are newer than 9.0, UNI_V16 has all of 16.0. Both give the same result for text whose characters
+ * are older than 2017.
  *
- * Always holds: a 32-bit set of classes (1u << class) can express a pattern's \p{..}. Every
- * function but uni_repair and uni_bad_len requires valid UTF-8, so code points are below UNI_MAX.
+ * Always holds: there are at most 32 classes, so a uint32_t with the bits 1u << class is a set of
+ * them and can express a pattern's \p{..}. Every function but uni_repair and uni_bad_len requires
+ * valid UTF-8, so code points are below UNI_MAX.
  * Not here: forms D, KC, KD, and letter case that depends on the language (Turkish).
  * =========================================================================== */
 
@@ -1554,14 +1555,14 @@ enum uni_class { /* Unicode's General_Category; two groups of Cc have classes of
     UNI_LINE_END       /* of Cc: \r \n */
 };
 
-enum { UNI_V9, UNI_V16 }; /* Unicode version of NFC: the argument `version` */
+enum { UNI_V9, UNI_V16 }; /* the argument `version`: Unicode version of NFC */
 
 #define UNI_BIT(class) (1u << UNI_##class)
 #define UNI_UPPER (UNI_BIT(LU) | UNI_BIT(LT))
 #define UNI_MARK (UNI_BIT(MN) | UNI_BIT(MC) | UNI_BIT(ME))
 #define UNI_LETTER (UNI_BIT(LU) | UNI_BIT(LL) | UNI_BIT(LT) | UNI_BIT(LM) | UNI_BIT(LO))
 #define UNI_NUMBER (UNI_BIT(ND) | UNI_BIT(NL) | UNI_BIT(NO))
-#define UNI_PUNCT                                                                       \
+#define UNI_PUNCT                                                                        \
     (UNI_BIT(PC) | UNI_BIT(PD) | UNI_BIT(PS) | UNI_BIT(PE) | UNI_BIT(PI) | UNI_BIT(PF) | \
      UNI_BIT(PO))
 #define UNI_SYMBOL (UNI_BIT(SM) | UNI_BIT(SC) | UNI_BIT(SK) | UNI_BIT(SO))
@@ -1589,33 +1590,32 @@ typedef struct uni {        /* owns its arrays; read-only after uni_init */
     uint8_t *props;         /* [UNI_MAX] uni_class | UNI_UNSTABLE */
     uni_mark_range *marks;  /* [n_marks] sorted by first */
     uni_pair *pairs;        /* [n_pairs] sorted by whole */
-    uni_pair *compositions; /* [n_compositions] the pairs with `composes`, sorted by (first,
-                             * second) */
+    uni_pair *compositions; /* [n_compositions] pairs with `composes`, sorted by first, second */
     int n_marks, n_pairs, n_compositions;
 } uni;
 
 enum uni_case { UNI_UPPERCASE, UNI_LOWERCASE, UNI_TITLECASE, UNI_FOLDED };
 
-enum {                   /* bits of a code point's kind, with Unicode's names of the properties */
-       UNI_IS_LOWER = 1,       /* Lowercase */
-       UNI_IS_UPPER = 2,       /* Uppercase */
-       UNI_IS_TITLE = 4,       /* Titlecase_Letter */
-       UNI_IS_CASED = 7,       /* any of these three */
-       UNI_CASE_IGNORABLE = 8, /* Case_Ignorable: the rule of the final sigma skips it */
-       UNI_ALTERNATING =
-           16, /* only of runs: an upper case, its lower case, the next upper case ... */
-       UNI_NO_TITLECASE = 32 /* its title case is itself */
+enum { /* bits of a code point's kind, with Unicode's names of the properties */
+    UNI_IS_LOWER = 1,       /* Lowercase */
+    UNI_IS_UPPER = 2,       /* Uppercase */
+    UNI_IS_TITLE = 4,       /* Titlecase_Letter */
+    UNI_IS_CASED = 7,       /* any of these three */
+    UNI_CASE_IGNORABLE = 8, /* Case_Ignorable: the rule of the final sigma skips it */
+    UNI_ALTERNATING = 16,   /* only of a run: upper case, its lower case, the next upper case ... */
+    UNI_NO_TITLECASE = 32   /* its title case is itself */
 };
 
 typedef struct uni_case_run { /* code points first .. last are of this kind */
     uint32_t first, last;
-    /* lower-case letters: add it for upper case; others: add it for lower case; 0: no such case */
+    /* the distance from a lower-case letter to its upper case, or from any other letter to its
+     * lower case; 0: it has no other case */
     int32_t delta;
-    uint8_t kind;  /* UNI_IS_LOWER ... */
+    uint8_t kind; /* a set of the bits UNI_IS_LOWER ... UNI_NO_TITLECASE */
 } uni_case_run;
 
 typedef struct uni_exception { /* a case mapping that the runs cannot express */
-    uint32_t key; /* code point * 4 + uni_case */
+    uint32_t key; /* code point * 4 + the uni_case to which it is mapped */
     int n_to;     /* number of code points in `to`, 1 to 3 */
     uint32_t to[3];
 } uni_exception;
@@ -1848,7 +1848,7 @@ static void uni_init_classes(uni *unicode) {
 
 static void uni_init_marks(uni *unicode) {
     uint32_t end = 0;
-    /* an upper bound; cut below */
+    /* an upper bound; mem_realloc below frees the rest */
     unicode->marks = mem_alloc(sizeof uni_mark_text * sizeof *unicode->marks);
     for (const char *next = uni_mark_text; *next;) {
         uint32_t first = end + uni_read_number(&next);
@@ -1913,10 +1913,10 @@ static inline uint32_t uni_next(const char *p, int *n) {
     return *n = 4, (first & 7u) << 18 | bits << 6 | ((unsigned char)p[3] & 63);
 }
 
-/* Returns the number of bytes at `bytes` that become one U+FFFD; `bytes` is at invalid UTF-8. These
- * are the first bytes of a character whose rest is missing, as many as are correct, else 1 byte
- * (Unicode 3.9, substitution of maximal subparts; Python and Rust do the same). *cut: the text ends
- * there, so more bytes could complete the character. */
+/* Returns the number of bytes at `bytes` that become one U+FFFD; `bytes` is at invalid UTF-8. The
+ * correct first bytes of a character whose rest is missing become one U+FFFD together; any other
+ * byte becomes one alone (Unicode 3.9, substitution of maximal subparts; Python and Rust do the
+ * same). *cut: the text ends in a character that more bytes could complete. */
 static int uni_bad_len(const char *bytes, const char *end, bool *cut) {
     unsigned char first = (unsigned char)bytes[0];
     unsigned low = first == 0xE0 ? 0xA0 : first == 0xF0 ? 0x90 : 0x80; /* range of the next byte */
@@ -2037,8 +2037,8 @@ static void uni_add_point(const uni *unicode, uni_points *run, uint32_t code, in
     run->points[run->n++] = code | (uint32_t)uni_combining_class(unicode, code, version) << 24;
 }
 
-/* Appends the full canonical decomposition of `code`. Of a pair only the first code point can
- * decompose further, so a stack of the second ones is enough. */
+/* Appends the full canonical decomposition of `code`. Only the first code point of a pair can
+ * decompose further, so the second ones go onto a stack. */
 static void uni_decompose(const uni *unicode, uni_points *run, uint32_t code, int version) {
     uint32_t seconds[8];
     int n_seconds = 0;
@@ -2063,7 +2063,7 @@ static void uni_decompose(const uni *unicode, uni_points *run, uint32_t code, in
  * time (counting sort), because a text may have a megabyte of marks. */
 static void uni_reorder(uni_points *run) {
     uint32_t *sorted = NULL;
-    /* [group, group_end): a group; a starter or the end follows */
+    /* a group is [group, group_end); a starter or the end of the run follows it */
     for (size_t group = 0, group_end; group < run->n; group = group_end + 1) {
         bool ordered = true;
         for (group_end = group; group_end < run->n && run->points[group_end] >> 24; group_end++)
@@ -2082,11 +2082,11 @@ static void uni_reorder(uni_points *run) {
 }
 
 /* Composes in place (Unicode 3.11, D117): a character composes with the last starter, unless a
- * character between them has the same or a higher class. Then appends the result to out and empties
- * the run. */
+ * character between them has the same or a higher class. Then it appends the result to out and
+ * empties the run. */
 static void uni_recompose(const uni *unicode, uni_points *run, buf *out, int version) {
     size_t starter = SIZE_MAX; /* index of the last starter; SIZE_MAX: none yet */
-    size_t n_kept = 0;         /* index at which the next kept code point is written */
+    size_t n_kept = 0;         /* code points kept so far; they are at the start of the run */
     uint32_t last_class = 0;   /* class of the last mark kept after the starter; 256: none */
     for (size_t i = 0; i < run->n; i++) {
         uint32_t code = run->points[i] & 0xFFFFFF, class = run->points[i] >> 24, joined = 0;
@@ -2112,8 +2112,8 @@ static void uni_recompose(const uni *unicode, uni_points *run, buf *out, int ver
 }
 
 /* Returns the text in normal form C: `text` itself if it has no unstable character, else a copy in
- * *out (its old content is dropped). Each part is normalized by itself: it starts at the stable
- * character before an unstable one and ends before the next stable one. */
+ * *out (its old content is dropped). It normalizes one part after the other. A part starts at the
+ * stable character before an unstable one and ends before the next stable one. */
 static str uni_nfc(const uni *unicode, str text, int version, buf *out) {
     const char *at = text.p, *end = text.p + text.n, *done = text.p, *stable = text.p;
     uni_points run = {0};
@@ -2200,7 +2200,7 @@ static int uni_case_kind(const uni_cases *cases, uint32_t code, int32_t *delta) 
     return *delta = lower ? -1 : 1, lower ? UNI_IS_LOWER : UNI_IS_UPPER;
 }
 
-/* Returns NULL if there is no exception. */
+/* Returns the exception with this key, or NULL. */
 static const uni_exception *uni_find_exception(const uni_cases *cases, uint32_t key) {
     int low = 0, high = cases->n_exceptions;
     while (low < high) {
@@ -2216,7 +2216,7 @@ static const uni_exception *uni_find_exception(const uni_cases *cases, uint32_t 
 static int uni_map_case(const uni_cases *cases, uint32_t code, enum uni_case to, uint32_t out[3]) {
     const uni_exception *exception = uni_find_exception(cases, code * 4 + to);
     if (exception) return memcpy(out, exception->to, sizeof exception->to), exception->n_to;
-    if (to == UNI_FOLDED) { /* lower case of the upper case; but Cherokee folds to upper case */
+    if (to == UNI_FOLDED) { /* the lower case of the upper case; of Cherokee the upper case */
         uint32_t upper[3];
         bool cherokee = (code >= 0x13A0 && code < 0x1400) || (code >= 0xAB70 && code < 0xABC0);
         int n_mapped = 0,
@@ -2233,8 +2233,8 @@ static int uni_map_case(const uni_cases *cases, uint32_t code, enum uni_case to,
     return *out = stays ? code : code + (uint32_t)delta, 1;
 }
 
-/* Is the capital sigma at text.p[at] at the end of a word? It is if a cased letter comes before it
- * and none after it, where Case_Ignorable characters are skipped (Unicode 3.13, Final_Sigma). */
+/* Is the capital sigma at text.p[at] at the end of a word? Yes if a cased letter comes before it
+ * and none comes after it. Case_Ignorable characters are skipped (Unicode 3.13, Final_Sigma). */
 static bool uni_is_final_sigma(const uni_cases *cases, str text, size_t at) {
     int32_t delta;
     int len, kind = UNI_CASE_IGNORABLE;
@@ -2249,8 +2249,9 @@ static bool uni_is_final_sigma(const uni_cases *cases, str text, size_t at) {
     return kind & UNI_CASE_IGNORABLE || !(kind & UNI_IS_CASED);
 }
 
-/* Appends the character at s.p[at] to *result, in another case. Returns its length in s, in bytes.
- * s is the whole text: the lower case of a sigma depends on the characters around it. */
+/* Appends the character at s.p[at] to *result, in another case. Returns the bytes that the
+ * character has in s. s is the whole text, because the lower case of a sigma depends on the
+ * characters around it. */
 static int uni_put_case(const uni_cases *cases, str s, size_t at, enum uni_case to, buf *result) {
     char utf8[4];
     int len;
@@ -2263,34 +2264,33 @@ static int uni_put_case(const uni_cases *cases, str s, size_t at, enum uni_case 
 
 /* ===========================================================================
  * MARK: 6. Tokenizer [pure]
- * Text to ids and back, as tokenizer.json says, equal to Hugging Face `tokenizers` 0.23.
+ * Turns text into ids and back, as tokenizer.json says, with the results of Hugging Face
+ * `tokenizers` 0.23.
  *
  * In: the text of tokenizer.json, then UTF-8 text or ids. Out: ids or text. A text goes through
  * these steps (HF's names in brackets):
  *
  *   text
  *    -> repair UTF-8
- *    -> split at added tokens                       [added_tokens]
- *    -> normalize: form C, prepend, replace       [normalizer]
- *    -> split at added tokens of normalized text    [added_tokens]
- *    -> split into pieces by patterns               [pre_tokenizer]
- *    -> byte pair merges in each piece            [model]
- *    -> put the ids of the whole text between its outer ids [post_processor]
+ *    -> split at added tokens                                  [added_tokens]
+ *    -> normalize: form C, prepend, replace                    [normalizer]
+ *    -> split at added tokens of normalized text               [added_tokens]
+ *    -> split into pieces by patterns                          [pre_tokenizer]
+ *    -> byte pair merges in each piece                         [model]
+ *    -> put ids (tok.outer_*) before and after the whole text  [post_processor]
  *
  * Supported: the BPE model, on bytes (GPT-2, Llama-3, Qwen, GPT-4o, DeepSeek ...) or on characters
  * with byte fallback (Llama-2, Mistral, Phi-3 ...). There is no regex engine: tok_rules lists the
  * known patterns by their exact text, each with parameters for tok_match. Anything unknown is an
- * error at load that quotes it: nothing is guessed.
+ * error at load, and its message quotes it: nothing is guessed.
  *
  * Always holds: a tok does not change after tok_load, except for its piece cache (tok_cache_entry).
- * Any thread may read and write the cache at any time; it never gives other ids than the merges
- * would. Every step is linear in the text, except the merges of one long piece, which are O(n log
- * n). No tokenizer.json can crash the program or make it use more memory than a constant times its
- * size.
+ * Any thread may read and write the cache at any time; the cache gives the same ids as the merges.
+ * Every step takes linear time in the text, except the merges of one long piece: O(n log n). No
+ * tokenizer.json can crash the program or make it use more memory than a constant times its size.
  *
  * Not here: training, offsets, pairs of texts, truncation and padding (these fields are ignored),
- * dropout. Nor tokenizer_config.json, which `tokenizers` does not read either: chapter 11 gives
- * tok_load the settings of it that change ids.
+ * dropout. Chapter 11 reads tokenizer_config.json and gives tok_load the settings that change ids.
  * =========================================================================== */
 
 typedef struct tok tok;
@@ -2301,18 +2301,19 @@ typedef struct tok tok;
  * order; the parameters say which of them the pattern has:
  *   1 contraction   's 't 're 've 'm 'll 'd
  *   2 ascii_word    one ASCII punctuation mark or symbol and the ASCII letters after it
- *   3 letters       a run of these; before it may be one character of letter_prefix (with
- *                   space_prefix: one space). If cased: a run of upper case, then of lower case
- *   4 digits        a run of at most so many numbers (with space_prefix: one space may be before
- *                   it). With unicode17: numbers of Unicode 17.0
- *   5 punct         a run of these; one space may be before it, and characters of punct_suffix
- *                   after it
+ *   3 letters       a run of characters of `letters`; one character of letter_prefix may be before
+ *                   it (with space_prefix: one space). cased: the run is upper case, then lower
+ *                   case
+ *   4 digits        a run of at most `digits` numbers (with space_prefix: one space may be before
+ *                   it). unicode17: numbers of Unicode 17.0
+ *   5 punct         a run of characters of `punct`; one space may be before it, and characters of
+ *                   punct_suffix may be after it
  *   6 line_ends     white space up to its last line end
- *   7 spaces        a run of white space; without its last character if other text follows, but at
- *                   least one character
+ *   7 spaces        a run of white space. If other text follows, its last character is left out,
+ *                   unless it is the only one
  *   8 cjk           a run of CJK ideographs U+4E00 .. U+9FA5, Hiragana and Katakana */
 typedef struct tok_rule {
-    const char *regex; /* its text in tokenizer.json; NULL: for a pre-tokenizer without a pattern */
+    const char *regex; /* the pattern in tokenizer.json; NULL: of the pre-tokenizer Digits */
     enum { TOK_NO_CONTRACTION, TOK_EXACT, TOK_ANY_CASE } contraction;
     bool ascii_word, space_prefix, cased;
     /* a contraction may follow alternative 3, instead of being alternative 1 */
@@ -2329,7 +2330,7 @@ typedef struct tok_rule {
 #define TOK_LOWER (UNI_BIT(LL) | UNI_BIT(LM) | UNI_BIT(LO) | UNI_MARK)
 
 static const tok_rule tok_rules[] = {
-    /* GPT-2, also what ByteLevel does by itself */
+    /* GPT-2; also the own pattern of the pre-tokenizer ByteLevel, which expects it at index 0 */
     {.regex = "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+",
      .contraction = TOK_EXACT, .space_prefix = true, .letters = UNI_LETTER, .digits = INT_MAX,
      .punct = TOK_PUNCT, .spaces = true},
@@ -2380,15 +2381,15 @@ static const tok_rule tok_rules[] = {
 static const tok_rule tok_each_digit = {.digits = 1, .unicode17 = true};
 static const tok_rule tok_all_digits = {.digits = INT_MAX, .unicode17 = true};
 
-/* The class of the character at p as a set of one uni_class; the empty set at `end`. *len: the
- * character's bytes. */
+/* Returns the class of the character at p as a set of one uni_class, at `end` the empty set. *len:
+ * the character's bytes. */
 static inline uint32_t tok_char_class(const uni *unicode, const char *p, const char *end,
                                       int *len) {
     if (p == end) return *len = 0, 0;
     return 1u << (unicode->props[uni_next(p, len)] & 31);
 }
 
-/* The end of the run of characters of `set` that begins at p. */
+/* Returns the end of the run of characters of `set` that begins at p. */
 static const char *tok_run_end(const uni *unicode, const char *p, const char *end, uint32_t set) {
     for (int n; tok_char_class(unicode, p, end, &n) & set;) p += n;
     return p;
@@ -2408,7 +2409,7 @@ static bool tok_is_number(const uni *unicode, const tok_rule *rule, const char *
     return (code >= 0x11DE0 && code <= 0x11DE9) || (code >= 0x16FF4 && code <= 0x16FF6);
 }
 
-/* The bytes of the contraction at p; 0 if there is none. With any_case, U+017F counts as s, too. */
+/* Returns the bytes of the contraction at p, or 0. With any_case, U+017F is an s, too. */
 static int tok_contraction_len(const char *p, const char *end, bool any_case) {
     if (end - p < 2 || *p != '\'') return 0;
     int case_bit = any_case ? 32 : 0, second = p[1] | case_bit,
@@ -2423,7 +2424,8 @@ static int tok_contraction_len(const char *p, const char *end, bool any_case) {
 /* Matches head? U* L+ | head? U+ L* with the result of a backtracking matcher. U is upper case, L
  * is lower case, and characters without case are in both sets. If no L follows the run of U, the
  * matcher gives characters of the run back until the last of them is in L: last_lower is the end of
- * the last character of the run that is in both sets. Returns NULL if nothing matches. */
+ * the last character of the run that is in both sets. The loop tries the alternatives with the
+ * head, then without it. Returns NULL if nothing matches. */
 static const char *tok_match_cased(const uni *unicode, const tok_rule *rule, const char *at,
                                    const char *end) {
     int len;
@@ -2457,7 +2459,7 @@ static const char *tok_match_word(const uni *unicode, const tok_rule *rule, cons
     return NULL;
 }
 
-/* Alternatives 6 and 7; at p is white space. Returns the end of the match, or NULL. */
+/* Alternatives 6 and 7; p is at white space. Returns the end of the match, or NULL. */
 static const char *tok_match_space(const uni *unicode, const tok_rule *rule, const char *p,
                                    const char *end) {
     const char *space_end = tok_run_end(unicode, p, end, UNI_SPACE), *last = space_end;
@@ -2518,8 +2520,8 @@ enum {
     TOK_MAX_CONTENT = 512, /* bytes of an added token, or of a normalizer's text */
     TOK_MAX_GROWTH = 64,   /* the factor by which replacements may make a text longer */
     TOK_MAX_CHAIN = 8,     /* normalizers, patterns or decoders in a row */
-    TOK_SHORT_PIECE = 40,  /* pieces of up to so many symbols are merged by plain scans */
-    /* of the piece cache */
+    TOK_SHORT_PIECE = 40,  /* pieces of at most this many symbols are merged by plain scans */
+    /* the piece cache: most bytes and most ids of an entry, number of entries */
     TOK_CACHE_BYTES = 24, TOK_CACHE_IDS = 8, TOK_CACHE_ENTRIES = 1 << 14
 };
 
@@ -2551,9 +2553,9 @@ typedef struct tok_added {
     int32_t id;
     bool special, normalized, single_word, lstrip, rstrip;
     bool implied;      /* the file has no `normalized`, so it is the opposite of `special` */
-    bool may_be_named; /* a field such as bos_token that names it makes it special. False if only
-                        * tokenizer.json has the token, while tokenizer_config.json has a list of
-                        * added tokens of its own */
+    bool may_be_named; /* if a field such as bos_token names the token, the token becomes special.
+                        * False if tokenizer_config.json has a list of added tokens and the token
+                        * is not in it */
 } tok_added;
 
 typedef struct tok_matcher { /* finds the longest of a set of texts at a position */
@@ -2572,12 +2574,13 @@ typedef struct tok_normalizer { /* one normalizer */
 
 typedef struct tok_pre_pattern { /* one pattern of the pre-tokenizer */
     const tok_rule *rule;
-    bool removed; /* true: matches are dropped; false: each match is a piece. The text between two
-                   * matches is a piece in both cases */
+    bool removed; /* matches are dropped; false: each match is a piece. In both cases the text
+                   * between two matches is a piece */
 } tok_pre_pattern;
 
-/* TOK_SKIPPED: decoding with TOKA_SKIP_SPECIAL skips the token. TOK_BYTE: the token stands for one
- * byte, as <0x41> does for 0x41, and its text is that byte. */
+/* TOK_KNOWN: the id has a token. TOK_SPECIAL: a special added token. TOK_SKIPPED: decoding with
+ * TOKA_SKIP_SPECIAL skips the token. TOK_BYTE: the token stands for one byte, as <0x41> does for
+ * 0x41, and its text is that byte. */
 enum tok_flag { TOK_KNOWN = 1, TOK_SPECIAL = 2, TOK_SKIPPED = 4, TOK_BYTE = 8 };
 
 struct tok {
@@ -2610,35 +2613,32 @@ struct tok {
     int n_pre_patterns;
     bool byte_level;
     bool prefix_space;     /* ByteLevel puts a space before a text that does not begin with one */
-    bool own_may_be_named; /* tokens that only tokenizer.json has may be named; see tok_added */
-    bool split_special;    /* special tokens in a text are plain text, whatever the flags say */
+    bool own_may_be_named; /* tok_added.may_be_named of tokens that only tokenizer.json has */
+    bool split_special;    /* special tokens in a text are plain text, even with PARSE_SPECIAL */
     struct {
         str mark; /* replaces the space; empty: no Metaspace */
         enum { TOK_NEVER, TOK_FIRST, TOK_ALWAYS } prepend;
         bool split; /* each mark begins a piece */
     } metaspace;
     bool ignore_merges, fuse_unk, byte_fallback;
-    bool all_bytes;            /* byte fallback has a token for each byte: no character is
-                                * unknown */
-    int32_t unk, byte_id[256]; /* -1: none */
-    /* the ids that the post-processor puts before and after a text */
-    ids outer_before, outer_after;
+    bool all_bytes; /* byte fallback has a token for each byte, so no character is unknown */
+    int32_t unk, byte_id[256];     /* the unknown token; the token of each byte; -1: none */
+    ids outer_before, outer_after; /* the post-processor puts them before and after a text */
 
     /* TOK_SPACE_JOINED: tokenizer.json has no decoder; decode puts spaces between the tokens.
      * TOK_BYTE_LEVEL: ByteLevel. TOK_CHAIN: some of Replace, ByteFallback, Fuse, Strip.
      * TOK_METASPACE: Metaspace. */
     enum { TOK_SPACE_JOINED, TOK_BYTE_LEVEL, TOK_CHAIN, TOK_METASPACE } decoder;
     bool decode_fallback, decode_fuse; /* the chain has ByteFallback, has Fuse */
-    int n_strip;                       /* remove at most so many of strip_char from the start of a
-                                        * text */
+    int n_strip; /* remove at most this many of strip_char from the start of a text */
     str strip_char;
     str decode_mark;        /* the mark that the decoder Metaspace turns into spaces */
-    bool decode_drop_first; /* the decoder removes the marks of the first token */
+    bool decode_drop_first; /* the decoder Metaspace removes the marks of the first token */
 };
 
 /* ---- The two hash tables ---- */
 
-/* The entry that has the text, or the empty entry where it would go. */
+/* Returns the entry that has the text, or the empty entry where it would go. */
 static struct tok_id_entry *tok_index_entry(const tok_index *table, str text, uint32_t *hash) {
     uint32_t h = *hash = (uint32_t)hash_bytes(text.p, text.n), i = h & table->mask;
     while (table->entries[i].id >= 0 &&
@@ -2657,7 +2657,8 @@ static bool tok_index_add(tok_index *table, int32_t id) { /* false: its text is 
     *at = (struct tok_id_entry){hash, id};
     return true;
 }
-/* The mask of a hash table for n entries: a power of two, at least 2 n, minus one. */
+/* Returns the mask of a hash table for n entries: the smallest power of two that is at least 2 n
+ * and 16, minus one. */
 static uint32_t tok_table_mask(size_t n) {
     uint32_t size = 16;
     while (size < 2 * n) size *= 2;
@@ -2669,7 +2670,7 @@ static void tok_index_init(tok_index *table, const str *key, size_t n) {
     memset(table->entries, 0xFF, ((size_t)table->mask + 1) * sizeof *table->entries);
 }
 
-/* The entry of the pair, or the empty entry where it would go. */
+/* Returns the entry of the pair, or the empty entry where it would go. */
 static tok_merge *tok_merges_entry(const tok *tokenizer, int32_t a, int32_t b) {
     uint64_t hash = ((uint64_t)(uint32_t)a << 32 | (uint32_t)b) * 0x9E3779B97F4A7C15u;
     uint32_t i = (uint32_t)(hash >> 32) & tokenizer->merge_mask;
@@ -2679,13 +2680,14 @@ static tok_merge *tok_merges_entry(const tok *tokenizer, int32_t a, int32_t b) {
     return &tokenizer->merges[i];
 }
 
-/* The rank of the merge of a and b, and its id; UINT32_MAX if a and b do not merge. */
+/* Returns the rank of the merge of a and b, or UINT32_MAX if they do not merge. *id: the token that
+ * they become. */
 static uint32_t tok_merge_rank(const tok *tokenizer, int32_t a, int32_t b, int32_t *id) {
     const tok_merge *merge = tok_merges_entry(tokenizer, a, b);
     return *id = merge->id, merge->rank;
 }
 
-/* The entry of tokenizer->joins for the pair of characters; 0 in it: the pair is not in the set. */
+/* Returns the entry of tokenizer->joins for the pair of characters; 0: it is not in the set. */
 static uint64_t *tok_joins_entry(const tok *tokenizer, uint32_t a, uint32_t b) {
     uint64_t key = ((uint64_t)a << 32 | b) + 1;
     uint32_t i = (uint32_t)(key * 0x9E3779B97F4A7C15u >> 32) & tokenizer->merge_mask;
@@ -2734,7 +2736,7 @@ static void tok_cache_put(tok_cache_entry *entry, const uint64_t key[3], size_t 
 
 /* ---- Byte pair merges ---- */
 
-/* one call of tok_encode; the buffers are reused from piece to piece */
+/* The state of one call of tok_encode. The buffers are reused from piece to piece. */
 typedef struct tok_encoder {
     const tok *tokenizer;
     int flags; /* TOKA_ADD_SPECIAL, TOKA_PARSE_SPECIAL */
@@ -2843,8 +2845,8 @@ static size_t tok_merge_long(const tok *tokenizer, int32_t *symbol, size_t n_sym
 
 /* Sets enc->symbols to the symbols before any merge: one for each byte or each character of the
  * text. With byte fallback, a character that is not in the vocabulary becomes the tokens of its
- * bytes, if there is one for each. Otherwise it becomes the unknown token (with fuse_unk only one
- * for several in a row), or nothing if there is no unknown token. */
+ * bytes, if each byte has one. Otherwise it becomes the unknown token (with fuse_unk, several such
+ * characters in a row become one), or nothing if there is no unknown token. */
 static void tok_init_symbols(tok_encoder *enc, str text) {
     const tok *tokenizer = enc->tokenizer;
     bool pending_unk = false;
@@ -2911,8 +2913,8 @@ static void tok_encode_piece(tok_encoder *enc, str text) {
 
 /* Splits a text into pieces for a tokenizer on characters. Such a tokenizer has no pattern, so its
  * piece would be the whole text. But if no merge puts two characters side by side, no merge can
- * cross the position between them. A split there does not change the ids, and words get into the
- * piece cache. An unknown character is not split from the one before it, because the two may be
+ * cross the position between them. So this splits there: it does not change the ids, and words get
+ * into the piece cache. It does not split before an unknown character, because two of them may be
  * fused. */
 static void tok_split_characters(tok_encoder *enc, str text) {
     const tok *tokenizer = enc->tokenizer;
@@ -2932,8 +2934,8 @@ static void tok_split_characters(tok_encoder *enc, str text) {
     if (start < end) tok_encode_piece(enc, (str){start, (size_t)(end - start)});
 }
 
-/* Splits the text into pieces by the patterns from number `pattern` on, each applied to the results
- * of the one before, and appends the ids of the pieces. */
+/* Splits the text into pieces and appends their ids. The patterns from index `pattern` on are used
+ * in order: each splits the pieces of the one before it. */
 static void tok_split_pieces(tok_encoder *enc, int pattern, str text) {
     const tok *tokenizer = enc->tokenizer;
     if (pattern == tokenizer->n_pre_patterns) {
@@ -2962,7 +2964,7 @@ static void tok_split_pieces(tok_encoder *enc, int pattern, str text) {
     if (between < end) tok_split_pieces(enc, pattern + 1, (str){between, (size_t)(end - between)});
 }
 
-/* Replaces every `from` in the text by `to`, into *out. Returns `text` itself if there is none. */
+/* Writes the text to *out with every `from` replaced by `to`. Returns `text` if it has none. */
 static str tok_replace(str text, str from, str to, buf *out) {
     size_t done = 0;
     ptrdiff_t at = str_find(text, from, 0);
@@ -2998,8 +3000,8 @@ static str tok_normalize(const tok *tokenizer, str s, buf buffers[2]) {
     return s;
 }
 
-/* Encodes a part of the normalized text that has no added tokens. first: it begins at the start of
- * the whole text. */
+/* Encodes a part of the normalized text that has no added tokens. first: the part begins at the
+ * start of the whole text. */
 static void tok_encode_segment(tok_encoder *enc, str text, bool first) {
     const tok *tokenizer = enc->tokenizer;
     if (tokenizer->prefix_space && *text.p != ' ')
@@ -3007,8 +3009,8 @@ static void tok_encode_segment(tok_encoder *enc, str text, bool first) {
     if (tokenizer->metaspace.mark.n) {
         bool prepend = tokenizer->metaspace.prepend == TOK_ALWAYS ||
                        (tokenizer->metaspace.prepend == TOK_FIRST && first);
-        const buf *first_buf = &enc->normalized[0]; /* if the text is in it, the other one is
-                                                     * free */
+        /* tok_normalize left the text in one of its two buffers (or in none); the other is free */
+        const buf *first_buf = &enc->normalized[0];
         bool inside = first_buf->p && text.p >= first_buf->p &&
                       text.p < first_buf->p + first_buf->cap;
         buf *spare = &enc->normalized[inside];
@@ -3066,10 +3068,11 @@ static const char *tok_prev_char(const char *p) { /* start of the character befo
     return p;
 }
 
-/* Splits the text at added tokens and appends the ids of everything. The first call, with
- * normalized false, looks for tokens that match the original text; it normalizes the text between
- * them and calls itself to look for the other tokens there. Without TOKA_PARSE_SPECIAL the text of
- * a special token is plain text, and other tokens are not looked for inside it, as in HF.
+/* Splits the text at added tokens and appends the ids of everything. The first call (normalized
+ * false) looks for tokens that match the original text, and calls itself for the text between them.
+ * The inner call normalizes that text and looks for the other tokens in it. Without
+ * TOKA_PARSE_SPECIAL the text of a special token is plain text, and as in HF no token is looked for
+ * inside it.
  *
  * done: the end of the text that has become ids. at: where the search continues. It is before done
  * if the last token took the white space after it.
@@ -3111,7 +3114,7 @@ static void tok_split_added(tok_encoder *enc, bool normalized, str text, bool fi
             else tok_split_added(enc, true, between, first && done == text.p);
         }
         if (!added) break;
-        /* else the previous token took all of its text */
+        /* if from >= to, the previous token took all of this token's text as white space */
         if (from < to) ids_push(enc->out, added->id);
         done = to;
     }
@@ -3140,13 +3143,13 @@ static int tok_encode(const tok *tokenizer, str text, int flags, ids *out, toka_
     return 0;
 }
 
-/* Streaming detokenizer. It holds back the bytes that later ids may still change: for a byte-level
- * decoder the unfinished last character; with byte fallback the whole run of byte tokens, because
- * one invalid byte makes HF write U+FFFD for each byte of the run. */
+/* Streaming detokenizer. It holds back the bytes that later ids may still change: with a byte-level
+ * decoder the unfinished last character, with byte fallback the whole run of byte tokens, because
+ * HF writes U+FFFD for each byte of the run if one byte is invalid. */
 typedef struct tok_stream {
     const tok *tokenizer;
     int flags;   /* TOKA_SKIP_SPECIAL */
-    int n_strip; /* so many characters may still be removed from the start */
+    int n_strip; /* number of characters that may still be removed from the start */
     bool begun;  /* there was a token already */
     buf held;    /* the bytes held back */
 } tok_stream;
@@ -3212,8 +3215,8 @@ static void tok_stream_put_metaspace(tok_stream *stream, str text, buf *out) {
     }
 }
 
-/* Takes the next id and appends the text that later ids cannot change any more. An id outside the
- * vocabulary is ignored. */
+/* Takes the next id and appends the text that later ids cannot change. An id outside the vocabulary
+ * is ignored. */
 static void tok_stream_put(tok_stream *stream, int32_t id, buf *out) {
     const tok *tokenizer = stream->tokenizer;
     if (id < 0 || id >= tokenizer->n_ids || !(tokenizer->flag[id] & TOK_KNOWN)) return;
@@ -3296,9 +3299,9 @@ static void tok_put_bytes(const tok *tokenizer, int32_t id, buf *out) {
 
 /* ---- Vocabulary and merges ---- */
 
-/* The byte for a character of the byte-level alphabet. Printable characters of Latin-1 stand for
- * their own byte; the 68 other bytes are U+0100 .. U+0143 in their order. Returns -1 if the
- * character is not in the alphabet. */
+/* Returns the byte for a character of the byte-level alphabet, or -1 if the character is not in it.
+ * Printable characters of Latin-1 stand for their own byte. The characters U+0100 .. U+0143 stand
+ * for the 68 other bytes, in order. */
 static int tok_byte_of_char(uint32_t c) {
     if ((c >= 0x21 && c <= 0x7E) || (c >= 0xA1 && c <= 0xFF && c != 0xAD)) return (int)c;
     if (c >= 0x100 && c <= 0x120) return (int)c - 0x100;
@@ -3317,15 +3320,15 @@ static bool tok_put_unmapped(str s, buf *out) {
     return true;
 }
 
-/* Appends the bytes that encode matches for a token with this text in the vocabulary. Returns false
- * if encode can never match it. */
+/* Appends the bytes that encode matches for a token whose text in model.vocab is `text`. Returns
+ * false if encode can never match the token. */
 static bool tok_put_key(const tok *tokenizer, str text, buf *out) {
     if (tokenizer->byte_level) return tok_put_unmapped(text, out);
     return buf_str(out, text), true;
 }
 
 /* Checks that every id of model.vocab is a number within the limits. Raises *largest to the largest
- * id (the caller sets it to -1) and adds the size of all contents to *bytes. */
+ * id (the caller sets it to -1) and adds the bytes of all token texts to *bytes. */
 static int tok_check_vocab(const json *vocab, int64_t *largest, size_t *bytes, toka_err *e) {
     if (!json_is(vocab, JSON_OBJECT)) return TOK_FAIL("model.vocab: an object was expected");
     /* Ids may have gaps, but not so many that the tables are mostly empty. */
@@ -3374,8 +3377,7 @@ static int tok_load_vocab(tok *tokenizer, const json *vocab, size_t n_added, tok
     return 0;
 }
 
-/* The id of the token with exactly this content; added tokens are looked up first. Returns -1 if
- * there is none. */
+/* Returns the id of the token with exactly this content, or -1. Added tokens come first. */
 static int32_t tok_id(const tok *tokenizer, str content) {
     int32_t id = tok_index_find(&tokenizer->names, content);
     buf raw = {0};
@@ -3407,9 +3409,9 @@ static int tok_load_bytes(tok *tokenizer, const json *model, toka_err *e) {
     return 0;
 }
 
-/* The index of the space that separates the two parts of a merge written as "a b". If there are
- * several spaces, it is the first one for which both parts and the merged token are in the
- * vocabulary. Returns SIZE_MAX if there is none. */
+/* Returns the index of the space that separates the two parts of a merge written as "a b", or
+ * SIZE_MAX. If there are several spaces, it is the first one for which both parts and the merged
+ * token are in the vocabulary. */
 static size_t tok_merge_space(const tok *tokenizer, str text) {
     const char *at = memchr(text.p, ' ', text.n);
     if (!at || !memchr(at + 1, ' ', text.n - (size_t)(at + 1 - text.p)))
@@ -3462,7 +3464,7 @@ static bool tok_is_byte_id(const tok *tokenizer, int32_t id) {
 }
 
 /* Adds the pair (last character of left, first character of right) to tokenizer->joins: the merge
- * of the two puts them side by side. */
+ * of left and right puts these characters side by side. */
 static void tok_add_join(tok *tokenizer, int32_t left, int32_t right) {
     int n;
     str text = tokenizer->key[left];
@@ -3508,8 +3510,9 @@ static int tok_load_merges(tok *tokenizer, const json *merges, toka_err *e) {
     }
     buf_free(&both);
     if (rank < merges->n) return e->code;
-    /* Merges of the unknown token or of byte tokens join characters that are not in their texts:
-     * the set of pairs is not complete, so text must not be split there. */
+    /* Merges of the unknown token or of byte tokens join characters that are not in the texts of
+     * these tokens. Then the set of pairs is not complete, and text must not be split between
+     * characters. */
     if (!joins) {
         free(tokenizer->joins);
         tokenizer->joins = NULL;
@@ -3538,8 +3541,8 @@ static void tok_load_matcher(tok *tokenizer, tok_matcher *matcher, bool normaliz
                                           tok_normalize(tokenizer, added->content, buffers))
                               : added->content;
         tokenizer->text[added->id] = text;
-        /* When HF decides whether decoding skips a token, it looks up the normalized text. It does
-         * not find a special token whose normalized text differs from its content. */
+        /* HF looks up the normalized text to decide whether decoding skips the token. So decoding
+         * does not skip a special token whose normalized text differs from its content. */
         if (str_eq(text, added->content) && added->special)
             tokenizer->flag[added->id] |= TOK_SKIPPED;
         if (!text.n) continue;
@@ -3553,11 +3556,11 @@ static void tok_load_matcher(tok *tokenizer, tok_matcher *matcher, bool normaliz
 
 /* The lists of added tokens, in the order in which HF adds them: TOK_LIST_TOKENIZER from
  * tokenizer.json, TOK_LIST_CONFIG from tokenizer_config.json, TOK_LIST_NAMED the special tokens
- * that fields such as bos_token name. The elements are objects, of TOK_LIST_NAMED also strings. A
- * list that is NULL is empty. */
+ * that fields such as bos_token name. The elements are objects; those of TOK_LIST_NAMED may also be
+ * strings. A list that is NULL is empty. */
 enum { TOK_LIST_TOKENIZER, TOK_LIST_CONFIG, TOK_LIST_NAMED, TOK_LISTS };
 
-/* Stores an added token under its id. If there is already one with this id, it is replaced. */
+/* Stores an added token under its id, in place of an earlier added token with this id. */
 static void tok_put_added(tok *tokenizer, const tok_added *added) {
     if (!tokenizer->added_at[added->id]) tokenizer->added_at[added->id] = ++tokenizer->n_added;
     tokenizer->added[tokenizer->added_at[added->id] - 1] = *added;
@@ -3567,9 +3570,9 @@ static void tok_put_added(tok *tokenizer, const tok_added *added) {
     tokenizer->flag[added->id] = (uint8_t)(TOK_KNOWN | (added->special ? TOK_SPECIAL : 0));
 }
 
-/* Adds a token of a list. If the id is already an added token, the new one replaces it, and stays
- * special if the old one was. A token of TOK_LIST_NAMED does not replace anything: it only makes
- * the old token special, if that one may be named. */
+/* Adds a token of a list. If an added token already has the id, the new token replaces it, and it
+ * is special if the old one was. A token of TOK_LIST_NAMED replaces nothing: it only makes the old
+ * token special, if that one's may_be_named is set. */
 static void tok_add_from_list(tok *tokenizer, tok_added *added, int list) {
     const tok_added *old = tokenizer->added_at[added->id]
                                ? &tokenizer->added[tokenizer->added_at[added->id] - 1] : NULL;
@@ -3583,9 +3586,9 @@ static void tok_add_from_list(tok *tokenizer, tok_added *added, int list) {
     tok_put_added(tokenizer, added);
 }
 
-/* Reads one element of a list and adds it. Its id is that of a token with the same text in the
- * vocabulary or among earlier added tokens; if there is none, it is *next, the first free id. Like
- * HF, this ignores "id". */
+/* Reads one element of a list and adds it. The new token takes the id of the token with the same
+ * text in the vocabulary or among earlier added tokens. If there is none, it takes *next, the first
+ * free id. Like HF, this ignores the element's "id". */
 static int tok_read_added(tok *tokenizer, const json *item, int list, int32_t *next, toka_err *e) {
     const bool is_text = list == TOK_LIST_NAMED && item->type == JSON_STRING;
     const json *content = is_text ? item : json_get(item, "content");
@@ -3632,9 +3635,9 @@ static int tok_unsupported(toka_err *e, const char *where, str what) {
     return TOK_FAIL("%s \"%.*s\" is not supported", where, STRF(what));
 }
 
-/* Calls `one` for the object, or, if it is a Sequence, for each of its members in order; not for
- * null. The depth and the number of members are limited, because each member may cost a pass over
- * the vocabulary. Returns 0 or the first error code. */
+/* Calls `one` for the object `config`. If it is a Sequence, calls `one` for each member of its
+ * array `list`, in order. Does nothing for null. The depth and the number of members are limited,
+ * because each member may cost a pass over the vocabulary. Returns 0 or the first error code. */
 typedef int tok_load_fn(tok *t, const json *v, toka_err *e);
 static int tok_load_each(tok *tokenizer, const json *config, const char *list, int depth,
                          tok_load_fn *one, toka_err *e) {
@@ -3651,8 +3654,8 @@ static int tok_load_each(tok *tokenizer, const json *config, const char *list, i
 /* Returns a copy that lives as long as the tokenizer. */
 static str tok_copy_text(tok *tokenizer, str s) { return arena_str(&tokenizer->memory, s); }
 
-/* The text that a pattern matches: s of {"String": s}, or of {"Regex": s} if s has no special
- * characters. Empty if the pattern is anything else. */
+/* Returns the text that a pattern matches: s of {"String": s}, or of {"Regex": s} if s has no
+ * special characters. The text is empty if the pattern is anything else. */
 static str tok_pattern_literal(const json *pattern) {
     str text = json_str(json_get(pattern, "String")), regex = json_str(json_get(pattern, "Regex"));
     for (size_t i = 0; i < regex.n; i++)
@@ -3660,14 +3663,14 @@ static str tok_pattern_literal(const json *pattern) {
     return text.n ? text : regex;
 }
 
-/* Adds one replacement to tokenizer->growth. Returns true if all replacements together may make a
- * text too long. */
+/* Multiplies tokenizer->growth by the growth of one replacement. Returns true if all replacements
+ * together may make a text too long. */
 static bool tok_count_growth(tok *tokenizer, str from, str to) {
     tokenizer->growth *= MAX((size_t)1, (to.n + from.n - 1) / from.n);
     return tokenizer->growth > TOK_MAX_GROWTH;
 }
 
-/* one normalizer */
+/* Loads one normalizer. */
 static int tok_load_normalizer(tok *tokenizer, const json *config, toka_err *e) {
     str type = tok_type_of(config);
     if (tokenizer->n_normalizers == TOK_MAX_CHAIN)
@@ -3703,7 +3706,7 @@ static int tok_add_pre_pattern(tok *tokenizer, const tok_rule *rule, bool remove
     return 0;
 }
 
-/* pre-tokenizer Split */
+/* Loads the pre-tokenizer Split. */
 static int tok_load_split(tok *tokenizer, const json *config, toka_err *e) {
     const json *pattern = json_get(config, "pattern");
     str regex = json_str(json_get(pattern, "Regex")),
@@ -3719,7 +3722,7 @@ static int tok_load_split(tok *tokenizer, const json *config, toka_err *e) {
                            regex.n ? regex : json_str(json_get(pattern, "String")));
 }
 
-/* pre-tokenizer Metaspace */
+/* Loads the pre-tokenizer Metaspace. */
 static int tok_load_metaspace(tok *tokenizer, const json *config, toka_err *e) {
     const json *scheme = json_get(config, "prepend_scheme"),
                *prefix = json_get(config, "add_prefix_space");
@@ -3739,7 +3742,7 @@ static int tok_load_metaspace(tok *tokenizer, const json *config, toka_err *e) {
                            tokenizer->metaspace.mark);
 }
 
-/* one pre-tokenizer */
+/* Loads one pre-tokenizer. */
 static int tok_load_pre_tokenizer(tok *tokenizer, const json *config, toka_err *e) {
     str type = tok_type_of(config);
     if (tokenizer->byte_level || tokenizer->metaspace.mark.n)
@@ -3767,8 +3770,7 @@ static int tok_load_pre_tokenizer(tok *tokenizer, const json *config, toka_err *
                : tok_add_pre_pattern(tokenizer, &tok_rules[0], false, e);
 }
 
-/* Appends an id of the post-processor to *list. Returns an error code if it is not in the
- * vocabulary. */
+/* Appends an id of the post-processor to *list. Returns an error code if no token has the id. */
 static int tok_add_outer(tok *tokenizer, ids *list, const json *id, toka_err *e) {
     int64_t number = json_int(id, -1);
     if (number < 0 || number >= tokenizer->n_ids)
@@ -3805,7 +3807,7 @@ static int tok_load_template(tok *tokenizer, const json *config, ids *before, id
     return 0;
 }
 
-/* one post-processor */
+/* Loads one post-processor. */
 static int tok_load_post_processor(tok *tokenizer, const json *config, toka_err *e) {
     str type = tok_type_of(config);
     ids before = {0}, after = {0};
@@ -3818,7 +3820,7 @@ static int tok_load_post_processor(tok *tokenizer, const json *config, toka_err 
     } else if (!str_is(type, "ByteLevel")) {
         err = tok_unsupported(e, "post_processor", type);
     }
-    /* The ids of a later processor go outside those of the earlier ones. */
+    /* The ids of a later processor go around those of the earlier ones. */
     for (size_t i = 0; !err && i < tokenizer->outer_before.n; i++)
         ids_push(&before, tokenizer->outer_before.p[i]);
     for (size_t i = 0; !err && i < after.n; i++) ids_push(&tokenizer->outer_after, after.p[i]);
@@ -3848,13 +3850,13 @@ static int tok_load_decode_replace(tok *tokenizer, const json *config, toka_err 
     return 0;
 }
 
-/* Decoder ByteLevel: turns every token's text from the byte-level alphabet into bytes, that of
- * added tokens, too. A text with other characters stays as it is. */
+/* Decoder ByteLevel: turns the text of every token, also of the added ones, from the byte-level
+ * alphabet into bytes. A text with other characters stays as it is. */
 static void tok_load_decode_bytes(tok *tokenizer) {
     buf bytes = {0};
     tokenizer->decoder = TOK_BYTE_LEVEL;
     for (int i = 0; i < tokenizer->n_ids; i++) {
-        /* already bytes */
+        /* the text is bytes already */
         if (tokenizer->byte_level && tokenizer->key[i].p && !tokenizer->added_at[i]) continue;
         buf_clear(&bytes);
         if (tok_put_unmapped(tokenizer->text[i], &bytes))
@@ -3863,7 +3865,7 @@ static void tok_load_decode_bytes(tok *tokenizer) {
     buf_free(&bytes);
 }
 
-/* Decoder ByteFallback: a token <0x41> decodes to the byte 0x41. */
+/* Decoder ByteFallback: makes a token <0x41> decode to the byte 0x41. */
 static void tok_load_byte_fallback(tok *tokenizer) {
     tokenizer->decode_fallback = true;
     for (int i = 0; i < tokenizer->n_ids; i++) {
@@ -3876,8 +3878,8 @@ static void tok_load_byte_fallback(tok *tokenizer) {
     }
 }
 
-/* One decoder. ByteLevel and Metaspace must be alone; the others form a chain in the order Replace,
- * ByteFallback, Fuse, Strip. */
+/* Loads one decoder. ByteLevel and Metaspace must be alone; the others form a chain in the order
+ * Replace, ByteFallback, Fuse, Strip. */
 static int tok_load_decoder(tok *tokenizer, const json *config, toka_err *e) {
     str type = tok_type_of(config);
     bool chain = tokenizer->decoder == TOK_CHAIN;
@@ -3916,7 +3918,7 @@ static int tok_load_decoder(tok *tokenizer, const json *config, toka_err *e) {
 
 /* ---- The whole file ---- */
 
-/* Vocabulary, merges and added tokens. */
+/* Loads the vocabulary, the merges and the added tokens. more: see tok_load. */
 static int tok_load_tokens(tok *tokenizer, const json *root, const json *more, toka_err *e) {
     const json *model = json_get(root, "model"), *vocab = json_get(model, "vocab");
     const json *own = json_get(root, "added_tokens"), *from_config = json_get(more, "added_tokens");
@@ -3953,10 +3955,11 @@ static int tok_load_model(tok *tokenizer, const json *root, const json *more, to
     return tok_load_tokens(tokenizer, root, more, e);
 }
 
-/* Applies two flags of `more`. add_prefix_space applies to a pre-tokenizer that is only ByteLevel.
- * dummy_prefix applies to SentencePiece's space before a text: false removes the normalizers that
- * prepend it and turns Metaspace's prefix off; true is an error if tokenizer.json does not add such
- * a space, because the flag does not say how. */
+/* Applies two flags of `more`. add_prefix_space is for a pre-tokenizer that is only ByteLevel.
+ * dummy_prefix is for SentencePiece's space before a text, in tokenizers that are not byte-level.
+ * If it is false, the normalizers that prepend the space are removed and Metaspace does not prepend
+ * its mark. If it is true but tokenizer.json adds no such space, that is an error, because the flag
+ * does not say how to add it. */
 static int tok_load_prefix(tok *tokenizer, const json *root, const json *more, toka_err *e) {
     const json *space = json_get(more, "add_prefix_space"),
                *pre_tokenizer = json_get(root, "pre_tokenizer");
@@ -3978,9 +3981,9 @@ static int tok_load_prefix(tok *tokenizer, const json *root, const json *more, t
     return 0;
 }
 
-/* Applies fix_mistral_regex: Mistral published tokenizers with the pattern of another model; this
- * puts Tekken's pattern in its place. As in transformers, only if the vocabulary has over 100,000
- * tokens and the pattern is the first of a Sequence with a ByteLevel. */
+/* Applies fix_mistral_regex. Mistral published tokenizers with the pattern of another model; this
+ * puts Tekken's pattern in its place. As in transformers, it does so only if the vocabulary has
+ * over 100,000 tokens and the pattern is the first of a Sequence with a ByteLevel. */
 static void tok_fix_mistral(tok *tokenizer, const json *root, const json *more) {
     const json *list = json_get(json_get(root, "pre_tokenizer"), "pretokenizers");
     const json *vocab = json_get(json_get(root, "model"), "vocab");
@@ -4047,11 +4050,11 @@ static void tok_del(tok *tokenizer) {
     free(tokenizer);
 }
 
-/* Reads the text of tokenizer.json; it is not needed afterwards. more: settings from outside this
- * file, a JSON object or empty. Its members are the lists added_tokens and special_tokens, and the
- * flags split_special_tokens, add_prefix_space and dummy_prefix (see tok_load_prefix),
- * fix_mistral_regex, and names_own (see tok_added). *out is the caller's until tok_del; NULL after
- * an error. Returns 0 or an error code. */
+/* Makes a tok from the text of tokenizer.json, which is not needed afterwards. more: settings from
+ * outside this file, a JSON object or empty. Its members are the lists added_tokens and
+ * special_tokens, and the flags split_special_tokens, add_prefix_space and dummy_prefix (see
+ * tok_load_prefix), fix_mistral_regex, and names_own (tok.own_may_be_named). The caller frees *out
+ * by tok_del; it is NULL after an error. Returns 0 or an error code. */
 static int tok_load(tok **out, str tokenizer_json, str more, toka_err *e) {
     arena memory = {0};
     toka_err error;
@@ -4075,9 +4078,9 @@ static int tok_load(tok **out, str tokenizer_json, str more, toka_err *e) {
     return err;
 }
 
-/* Sets the token that TOKA_ADD_SPECIAL adds before a text (if `after`, after it), instead of what
- * tokenizer.json says. content: the token's text; NULL: add nothing. Returns an error code if there
- * is no such token. */
+/* Sets the token that TOKA_ADD_SPECIAL adds before a text (if `after` is true, after it), in place
+ * of the tokens of tokenizer.json. content: the token's text; NULL: add nothing. Returns an error
+ * code if there is no such token. */
 static int tok_set_outer(tok *tokenizer, bool after, const char *content, toka_err *e) {
     int32_t id = content ? tok_id(tokenizer, str_c(content)) : 0;
     ids *list = after ? &tokenizer->outer_after : &tokenizer->outer_before;
