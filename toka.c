@@ -2562,12 +2562,12 @@ typedef struct tok_matcher { /* finds the longest of a set of texts at a positio
     struct tok_text {
         str text;
         int added_index; /* index in tok.added */
-    } *sorted; /* [n_texts] by text */
+    } *sorted; /* [n_texts] sorted by text */
     int n_texts;
     bool starts[256]; /* is there a text that begins with this byte? */
 } tok_matcher;
 
-typedef struct tok_normalizer { /* one normalizer */
+typedef struct tok_normalizer {
     enum { TOK_NFC, TOK_PREPEND, TOK_REPLACE } kind;
     str from, to; /* TOK_REPLACE has both, TOK_PREPEND only `to` */
 } tok_normalizer;
@@ -2585,7 +2585,7 @@ enum tok_flag { TOK_KNOWN = 1, TOK_SPECIAL = 2, TOK_SKIPPED = 4, TOK_BYTE = 8 };
 
 struct tok {
     uni uni;
-    arena memory;          /* all text below */
+    arena memory;          /* holds all texts below */
     int n_ids, cap;        /* ids are below n_ids; arrays by id have cap entries */
     str *key;              /* [cap] the text that encode matches, bytes for a byte-level tokenizer.
                             * p NULL: encode never matches it */
@@ -2607,14 +2607,13 @@ struct tok {
     tok_matcher raw_matcher, normalized_matcher;
     tok_normalizer normalizers[TOK_MAX_CHAIN];
     int n_normalizers;
-    size_t growth; /* while loading: the replacements so far make a text at most this many times
-                    * longer */
+    size_t growth; /* while loading: the factor by which the replacements may make a text longer */
     tok_pre_pattern pre_patterns[TOK_MAX_CHAIN];
     int n_pre_patterns;
     bool byte_level;
     bool prefix_space;     /* ByteLevel puts a space before a text that does not begin with one */
     bool own_may_be_named; /* tok_added.may_be_named of tokens that only tokenizer.json has */
-    bool split_special;    /* special tokens in a text are plain text, even with PARSE_SPECIAL */
+    bool split_special;    /* special tokens in a text are plain text: no TOKA_PARSE_SPECIAL */
     struct {
         str mark; /* replaces the space; empty: no Metaspace */
         enum { TOK_NEVER, TOK_FIRST, TOK_ALWAYS } prepend;
@@ -2636,7 +2635,7 @@ struct tok {
     bool decode_drop_first; /* the decoder Metaspace removes the marks of the first token */
 };
 
-/* ---- The two hash tables ---- */
+/* ---- Hash tables: ids by text, merges, joins ---- */
 
 /* Returns the entry that has the text, or the empty entry where it would go. */
 static struct tok_id_entry *tok_index_entry(const tok_index *table, str text, uint32_t *hash) {

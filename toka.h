@@ -465,8 +465,9 @@ typedef struct toka_weights {
     toka_layer *layers;  /* [L] */
 } toka_weights;
 
-enum { TOKA_ID_BLOCK = 256 }; /* ids. Tensor ranks divide the vocabulary in blocks of this size,
-                                 because sampling on a GPU uses one random number per block */
+enum { TOKA_ID_BLOCK = 256 }; /* number of ids. Tensor ranks divide the vocabulary into blocks of
+                                 this size, because sampling on a GPU uses one random number per
+                                 block */
 
 typedef struct toka_shape { /* of one rank */
     int L, H, K, D, E, F, V;
@@ -498,7 +499,7 @@ typedef struct toka_sample_row {
                                       sampled id as the last token of seq, so that a later step can
                                       use it before the host knows it; -1: not kept */
     int32_t scored_id;             /* >= 0: score this id, draw nothing */
-    bool wants_rank;                   /* with scored_id and sampling: compute the rank of the id */
+    bool wants_rank;               /* with scored_id and sampling: compute the rank of the id */
     uint32_t sample;               /* sample index and ... */
     uint32_t position;             /* ... position of the token to draw: with the seed they
                                       determine the random number */
@@ -510,8 +511,8 @@ typedef struct toka_sample_row {
     int n_forbidden;
 } toka_sample_row;
 
-/* Returns true if the result of this row must have a logprob; else it is NAN. A scored id always
- * has one. */
+/* Returns true if the result of this row must have a logprob; else its logprob is NAN. A scored id
+ * always has one. */
 static inline bool toka_wants_logprob(const toka_sample_row *row) {
     return row->scored_id >= 0 || row->sampling->logprobs >= 0;
 }
@@ -546,10 +547,11 @@ static inline int32_t toka_fallback_id(const toka_sample_row *row, int V) {
 typedef struct toka_sample_result { /* the result of a sample row */
     int32_t id;                     /* the sampled id, or scored_id */
     float logprob, sampled_logprob; /* as in toka_event */
-    int rank;                       /* of a row with wants_rank: the id's rank by raw logit, 1 is
-                                     * the highest, of equal ones the lowest id first; else 0 */
-    int n_top;
-    int32_t top_ids[TOKA_MAX_LOGPROBS]; /* the first n_top are set, and of top_logprobs */
+    int rank;                       /* with wants_rank: the place of the id in the order of raw
+                                       logits, 1 for the highest; the lower id comes first among
+                                       equal logits. Else 0 */
+    int n_top;                      /* number of entries of the two arrays that are set */
+    int32_t top_ids[TOKA_MAX_LOGPROBS];
     float top_logprobs[TOKA_MAX_LOGPROBS];
 } toka_sample_result;
 
@@ -573,11 +575,11 @@ typedef struct toka_step { /* one forward step as integers; host memory, unchang
     float *logits;      /* NULL, or [n_samples][V_all] in host memory: raw logits, for tests */
     int64_t number;     /* with stages: 1, 2, 3 ... in the order in which the ranks run the steps */
     int64_t needs_step; /* with stages: number of the latest step that sampled a token which this
-                           step uses by -1 - seq (it has n_samples > 0); 0: none */
+                           step uses by -1 - seq (that step has n_samples > 0); 0: none */
 } toka_step;
 
 typedef struct toka_device toka_device; /* a backend's own state of one device */
-typedef struct toka_group toka_group;   /* a backend's own: what the ranks of one model share */
+typedef struct toka_group toka_group;   /* a backend's own state that the ranks of a model share */
 
 typedef struct toka_device_options {
     int n_threads;     /* CPU: threads of all n_devices together; 0: one per core */
@@ -586,24 +588,25 @@ typedef struct toka_device_options {
     int n_pages;       /* size of the KV pool, pages */
     int n_devices;     /* devices that this process opens, this one included; 0: 1. CPU devices
                           divide the machine's memory */
-    int index;         /* of this device among them */
+    int index;         /* index of this device among the n_devices */
     int n_seqs;        /* sequences whose last tokens the device keeps; 0: none, all ids are >= 0 */
     toka_group *group; /* borrowed; NULL: this process opens no other device */
     int tp_rank, tp_size, pp_rank, pp_size; /* place in the group; a size of 0 means 1 */
     double memory_utilization; /* CUDA: share of the free memory that may be allocated; 0: 0.9 */
     bool eager;                /* CUDA: no CUDA graphs, all steps are launched kernel by kernel */
-    /* NULL, or called with a phase and 0 to 1, on any thread, one call at a time. */
+    /* NULL, or reports progress. what: the phase; done: the part of it that is done, 0 to 1. Called
+     * on any thread, one call at a time. */
     void (*progress)(void *user, const char *what, double done);
-    void *user;
+    void *user; /* the first argument of progress */
 } toka_device_options;
 
-/* The ops of which a device measures the time. Some steps are timed op by op. Their FLOP and bytes
- * are computed from the step's integers, not measured; bytes: the least that must be moved. */
+/* The ops whose time a device measures: it times some steps op by op. FLOP and bytes are computed
+ * from the step's integers, not measured; bytes: the least that must be moved. */
 enum {
     TOKA_OP_EMBED, TOKA_OP_QKV, TOKA_OP_ATTENTION, TOKA_OP_OUT, TOKA_OP_MLP, TOKA_OP_HEAD,
-    TOKA_OP_ALL_REDUCE,   /* waits for other tensor ranks included; bytes: sent over the rank's
+    TOKA_OP_ALL_REDUCE,   /* with the waits for other tensor ranks; bytes: sent over the rank's
                              links, without those that a GEMM kernel sends while it computes */
-    TOKA_OP_SEND_RECEIVE, /* x to and from other stages; bytes: the same x */
+    TOKA_OP_SEND_RECEIVE, /* sends and receives x between stages; bytes: those of x */
     TOKA_N_OPS
 };
 typedef struct toka_op_times { /* sums over the timed steps */
@@ -621,8 +624,8 @@ typedef struct toka_times { /* by the device's clock. The warm-up step is not co
 } toka_times;
 
 typedef struct toka_memory { /* of one device, bytes */
-    int64_t weights, kv;     /* the model's weights; the KV pool */
-    int64_t other;           /* everything else that is in use since the device was opened */
+    int64_t weights, kv; /* the model's weights; the KV pool */
+    int64_t other;       /* everything else that is in use since the device was opened */
 } toka_memory;
 
 typedef struct toka_bench_row { /* one measurement of `toka bench ops` */
@@ -666,31 +669,34 @@ typedef struct toka_backend {
     void (*group_close)(toka_group *g);
     void (*group_abort)(toka_group *g); /* thread: any */
     /* One look of the watchdog, for a thread that waits for a step of all ranks; it calls this
-     * again and again, one thread at a time. rank: one that has not finished the step; slept:
-     * seconds since the last call. Returns 0. If no rank has made progress for 30 s, aborts the
-     * group and returns an error that names the rank that the others wait for. */
+     * again and again, one thread at a time. rank: a rank that has not finished the step; slept:
+     * seconds since the last call. If no rank has made progress for 30 s, aborts the group and
+     * returns an error that names the rank for which the others wait; else returns 0. */
     int (*group_watchdog)(toka_group *g, int rank, double slept, toka_err *e);
     /* x [rows][E] = sum of x over the tensor ranks of the stage, added in the order of the ranks.
-     * On CUDA the next op may complete the sum, so between two ops only an op may read x. */
+     * On CUDA the next op may complete the sum, so until then only that op may read x. */
     void (*all_reduce)(toka_device *d, toka_dev_ptr x, int rows);
     /* Sends x [rows][E] to the same tensor rank of the next stage. */
     void (*send)(toka_device *d, toka_dev_ptr x, int rows);
     /* Receives x [rows][E] from the same tensor rank of the previous stage. */
     void (*receive)(toka_device *d, toka_dev_ptr x, int rows);
 
-    /* ---- Steps ---- For each step, on the rank's thread: begin, the ops, end; later finish, in
-     * the order of the steps. On a backend with finish, ops may return before their work is done;
-     * the device does it in the order of the calls. finish waits until the step is done; its
-     * results are valid then. The step, the memory that it points to, and its results must not
+    /* ---- Steps ----
+     * For each step, the rank's thread calls begin, the ops and end; later it calls finish, in the
+     * order of the steps. On a backend with finish, ops may return before their work is done; the
+     * device does the work in the order of the calls. finish waits until the step is done; then the
+     * step's results are valid. The step, the memory that it points to, and its results must not
      * change or move from begin until finish returns. At most max_in_flight steps are begun and not
      * finished. finish is called for every step that was begun, also after an error, and also on
-     * ranks without results. All three are NULL if an op's work is done when the op returns. */
+     * ranks without results. begin, end and finish are NULL if each op has done its work when it
+     * returns. */
     void (*begin)(toka_device *d, const toka_step *s);
     void (*end)(toka_device *d, const toka_step *s);
     void (*finish)(toka_device *d, const toka_step *s);
-    /* Called after open and alloc, until it returns NULL. Returns a step that the caller passes
-     * through begin, the ops and end, without finish: the device records the ops as a CUDA graph
-     * and runs nothing. capture is NULL: the backend records nothing. */
+    /* Records CUDA graphs. The caller calls capture after open and alloc until it returns NULL, and
+     * calls begin, the ops and end, but not finish, for each step that it returns: the device
+     * records these ops as a CUDA graph and runs nothing. capture is NULL if the backend records
+     * nothing. */
     const toka_step *(*capture)(toka_device *d);
     /* Thread: that of the rank, after finish. NULL: the device has no clock. */
     void (*times)(toka_device *d, toka_times *times);
@@ -706,7 +712,7 @@ typedef struct toka_backend {
      * Stages: embed is called on the first stage only; it waits for the tokens of s->needs_step.
      * norm_logits_sample is called on the last stage only. */
 
-    /* s->copies, for this rank's layers; before all other ops of the step. */
+    /* Does s->copies in this rank's layers; before all other ops of the step. */
     void (*copy_pages)(toka_device *d, const toka_step *s);
     /* x = embed[ids] */
     void (*embed)(toka_device *d, const toka_step *s, toka_dev_ptr x);
@@ -735,21 +741,20 @@ typedef struct toka_backend {
     bool warm_up;            /* run the largest step once at open: proves that memory suffices, and
                                 loads the code */
     int default_tokens, default_seqs; /* default max_num_batched_tokens and max_num_seqs */
-    int max_in_flight;          /* most in-flight steps: posted before the oldest one's results
-                                 * are committed, and begun before it is finished; 1: the host
-                                 * waits for each step */
+    int max_in_flight; /* most steps that may be posted and not committed, and most that may be
+                          begun and not finished; 1: the host waits for each step */
     /* Costs of attention, in units of the time that one row takes to read K and V of one token.
      * Chapter 17 chooses the shared spans by them. */
-    int merge_cost;      /* cost: to merge one more partial result into a row */
-    int span_cost;       /* cost: one more span */
-    int rows_per_read;      /* not a cost: rows that share one read of K and V */
+    int merge_cost;     /* cost: to merge one more partial result into a row */
+    int span_cost;      /* cost: one more span */
+    int rows_per_read;  /* not a cost: rows that share one read of K and V */
     int span_align_tok; /* a span may begin inside a page, at a multiple of this number of tokens;
                            0: only at the start of a page */
 } toka_backend;
 
 /* ---- A GPU's memory and steps ------------------------------------------------------------------
- * The CUDA backend sizes its memory by these before it allocates; `toka plan` uses them for GPUs
- * that are not there. */
+ * The CUDA backend sizes its memory by these before it allocates. `toka plan` uses them for GPUs
+ * that this machine does not have. */
 
 enum {
     TOKA_GPU_PAGE_TOK = 64,     /* page_tok of toka_cuda */
@@ -764,20 +769,20 @@ enum {
     TOKA_GPU_DEFAULT_SEQS = 8192    /* max_num_seqs */
 };
 
-/* Bytes of a matrix on the device: bf16, rows and columns rounded up to 8. Returns 0 for an absent
- * one. */
+/* Returns the bytes of a matrix on the device: bf16, rows and columns rounded up to 8. An absent
+ * matrix has 0. */
 static inline size_t toka_gpu_matrix_bytes(const toka_tensor *t) {
     return ((size_t)t->rows + 7) / 8 * 8 * (((size_t)t->cols + 7) / 8 * 8) * 2;
 }
-/* Bytes of a layer's matrices, without norms and biases. */
+/* Returns the bytes of a layer's matrices, without norms and biases. */
 static inline size_t toka_gpu_layer_bytes(const toka_layer *l) {
     return toka_gpu_matrix_bytes(&l->q) + toka_gpu_matrix_bytes(&l->k) +
            toka_gpu_matrix_bytes(&l->v) + toka_gpu_matrix_bytes(&l->o) +
            toka_gpu_matrix_bytes(&l->gate) + toka_gpu_matrix_bytes(&l->up) +
            toka_gpu_matrix_bytes(&l->down);
 }
-/* Bytes of everything but the weights and the KV pool, the driver's and the libraries' code
- * included. */
+/* Returns the bytes of everything but the weights and the KV pool, with the code of the CUDA driver
+ * and libraries. */
 static inline size_t toka_gpu_scratch_bytes(const toka_shape *shape, int max_tokens) {
     size_t heads = (size_t)(shape->H + 2 * shape->K) * shape->D;
     size_t row = 2 * (size_t)shape->E + 2 * (size_t)shape->H * shape->D + heads + shape->F;
@@ -786,8 +791,8 @@ static inline size_t toka_gpu_scratch_bytes(const toka_shape *shape, int max_tok
     return (size_t)max_tokens * (row * 2 + attention) +
            (size_t)shape->max_len * shape->D / 2 * 8 + ((size_t)1536 << 20);
 }
-/* Bytes that a rank needs in addition for the others: all-reduces and gathered logits of the tensor
- * ranks, x from stage to stage. */
+/* Returns the bytes that a rank needs in addition to talk to other ranks: for all-reduces and
+ * gathered logits of the tensor ranks, and for x from stage to stage. */
 static inline size_t toka_gpu_group_bytes(const toka_shape *shape, int max_tokens, int tp, int pp) {
     size_t x = (size_t)max_tokens * (((size_t)shape->E + 7) / 8 * 8) * 2;
     return (tp > 1 ? x + ((size_t)256 << 20) : 0) + (pp > 1 ? (TOKA_GPU_LINK_BUFFERS + 1) * x : 0);
