@@ -12,9 +12,10 @@
  *
  * WHAT IT IS NOT. It does not train, quantize, convert or download. It runs dense decoder-only
  * transformers of the Llama family (Llama, Mistral, Ministral, Qwen 2 and 3) with bf16, f16 or f32
- * weights: no mixture of experts, no images, no speculative decoding. It refuses, with the reason,
- * a model that it would compute differently from its authors' code (mf_refuse_unsupported). GPU and
- * CPU draw from the same distribution, but at a temperature above 0 they do not draw the same ids.
+ * weights: no mixture of experts, no images, no speculative decoding. If it would compute a model
+ * differently from the code of the model's authors, it refuses the model and says why
+ * (mf_refuse_unsupported). GPU and CPU draw from the same distribution, but at a temperature above
+ * 0 they do not draw the same ids.
  *
  * HOW DATA FLOWS (the numbers are chapters):
  *
@@ -78,8 +79,9 @@
  *           thread drives the engine. They hand HTTP calls to each other through queues (30).
  *   event   its pointers are valid during the callback. Results of toka_encode and similar
  *           functions are allocated by malloc for the caller.
- * Endings of names: _open/_close: holds files, threads or mappings. _init/_free: the caller has the
- * struct, the functions own what it points to. _new/_del: the struct itself is on the heap.
+ * Endings of names: _open/_close: the object holds files, threads or mappings. _init/_free: the
+ * caller has the struct, the functions own what it points to. _new/_del: the struct itself is on
+ * the heap.
  *
  * ERRORS. A function that can fail returns 0 or a negative toka_code and fills the caller's
  * toka_err with one sentence: what, where, found, expected. There are four classes:
@@ -146,7 +148,7 @@
  *   hung            of a rank: its thread does not return after a failure; its memory is         21
  *                   never freed
  *
- * TECHNIQUES, the paper (number: arXiv), the chapter and its functions (cu: toka_kernels.cu)
+ * TECHNIQUES, with paper (a number: arXiv), chapter and functions (cu: toka_kernels.cu)
  *   Hydragen: the queries of all sequences that      2402.05099      17 batch_choose_spans
  *     share a prefix attend to it in one matrix                      20 cpu_attend_span
  *     product, which reads its K and V once; then                    cu 8 attn_plan_step
@@ -822,9 +824,8 @@ static bool os_is_resource_error(int err) {
 }
 
 /* Maps a whole regular file read-only; os_unmap unmaps it. An empty file gives {"", 0}.
- * The path comes from a user or from a file, so the error is TOKA_E_INPUT if the path cannot be
- * opened or is not a regular file. It is TOKA_E_IO if the system lacks a resource or cannot
- * read. */
+ * The path comes from a user or from a file: the error is TOKA_E_INPUT if the path cannot be opened
+ * or is not a regular file. It is TOKA_E_IO if the system lacks a resource or cannot read. */
 static int os_map(const char *path, str *out, toka_err *e) {
     int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* do not block on a FIFO */
     struct stat info;
@@ -898,7 +899,7 @@ static int os_read_all(int fd, const char *name, size_t limit, buf *out, toka_er
  * =========================================================================== */
 
 typedef struct json_limits {
-    int max_depth;    /* of nested containers */
+    int max_depth;    /* most containers inside each other */
     size_t max_bytes; /* of the text, and of its nodes; but JSON_ALWAYS_NODES are always allowed */
 } json_limits;
 
@@ -1468,9 +1469,8 @@ static bool json_put_float(buf *out, float value) {
 
 /* Writes the shortest decimal that is read back as the same double (is_float: the same float). NaN
  * and infinities become null.
- * In the normal range it starts with 15 digits (float: 6): a decimal of at most that many digits
- * survives the conversion to a double (float) and back, and %g drops the final zeros of a shorter
- * one. */
+ * In the normal range it starts with 15 digits (float: 6). Decimals of so few digits survive the
+ * conversion to a double (float) and back, and %g drops the final zeros of shorter ones. */
 static void json_put_num(buf *out, double value, bool is_float) {
     char digits[48];
     if (!isfinite(value)) {
@@ -2284,10 +2284,11 @@ static int uni_put_case(const uni_cases *cases, str s, size_t at, enum uni_case 
  * known patterns by their exact text, each with parameters for tok_match. Anything unknown is an
  * error at load, and its message quotes it: nothing is guessed.
  *
- * Always holds: a tok does not change after tok_load, except for its piece cache (tok_cache_entry).
- * Any thread may read and write the cache at any time; the cache gives the same ids as the merges.
- * Every step takes linear time in the text, except the merges of one long piece: O(n log n). No
- * tokenizer.json can crash the program or make it use more memory than a constant times its size.
+ * Always holds: a tok does not change after tok_load and tok_set_outer, except for its piece cache
+ * (tok_cache_entry). Any thread may read and write the cache at any time; the cache gives the same
+ * ids as the merges. Every step takes linear time in the text, except the merges of one long piece:
+ * O(n log n). No tokenizer.json can crash the program or make it use more memory than a constant
+ * times its size.
  *
  * Not here: training, offsets, pairs of texts, truncation and padding (these fields are ignored),
  * dropout. Chapter 11 reads tokenizer_config.json and gives tok_load the settings that change ids.
@@ -2912,9 +2913,8 @@ static void tok_encode_piece(tok_encoder *enc, str text) {
 
 /* Splits a text into pieces for a tokenizer on characters. Such a tokenizer has no pattern, so its
  * piece would be the whole text. But if no merge puts two characters side by side, no merge can
- * cross the position between them. So this splits there: it does not change the ids, and words get
- * into the piece cache. It does not split before an unknown character, because two of them may be
- * fused. */
+ * cross the position between them. So the text is split there: the ids stay the same, and words get
+ * into the piece cache. There is no split before an unknown character: it may fuse with another. */
 static void tok_split_characters(tok_encoder *enc, str text) {
     const tok *tokenizer = enc->tokenizer;
     const char *start = text.p, *end = text.p + text.n;
